@@ -17,6 +17,7 @@ import (
 	"kvrouter/internal/discovery"
 	"kvrouter/internal/doctor"
 	"kvrouter/internal/encode"
+	"kvrouter/internal/engine"
 	"kvrouter/internal/events"
 	"kvrouter/internal/extproc"
 	"kvrouter/internal/kv"
@@ -508,5 +509,111 @@ func TestDoctorLooksAtWhatServeWouldRefuse(t *testing.T) {
 	}
 	if _, _, err := parseConfig(args[1:3], testMachine(t)); err == nil || err.Error() != cfg.Doctor.Unusable.Error() {
 		t.Errorf("serve says %v, doctor %v", err, cfg.Doctor.Unusable)
+	}
+}
+
+func TestMockSettingsAreChecked(t *testing.T) {
+	machine := testMachine(t)
+	for _, args := range [][]string{
+		{"--mock-error-rate=2"}, {"--mock-drop-events=-1"}, {"--mock-hang-worker=2=1s"}, {"--mock-slow-worker=0=0"},
+		{"--mock-api=sglang", "--mock-disagg-kind=nixl"}, {"--mock-api=sglang", "--mock-array-events"}, {"--mock-api=trt"},
+		{"--mock-prefill-ms=1,2"}, {"--mock-num-gpu-blocks=0"}, {"--speedup-ratio=-1"}, {"--mock-crash-every=-1s"},
+	} {
+		if _, _, err := parseConfig(append([]string{"--engine=mocker"}, args...), machine); err == nil {
+			t.Errorf("%v was taken", args)
+		}
+	}
+	config := mustParse(t, machine, "--engine=mocker", "--mock-slow-worker=0=2,1=3.5", "--mock-hang-worker=1=10s", "--block-size=16")
+	if config.Mock.MockSlowWorker[1] != 3.5 || config.Mock.MockHangWorker[1] != 10*time.Second || config.ServedModelName != "mock" || config.Model != "" {
+		t.Errorf("%+v", config)
+	}
+}
+
+// TestPortsThatOthersReachNeedAKey reads the flags as the program does.
+func TestPortsThatOthersReachNeedAKey(t *testing.T) {
+	for _, test := range []struct {
+		args, want string // of the error; empty: none
+	}{
+		{"", ""},
+		{"--host ::1", ""},
+		{"--host 0.0.0.0", "--host 0.0.0.0"},
+		{"--host 0.0.0.0 --insecure", ""},
+		{"--host 0.0.0.0 --api-key k", ""},
+		{"--host 0.0.0.0 --api-keys-file k.yaml", ""},
+		{"--host 0.0.0.0 --router-api-key k", "--host 0.0.0.0"},
+		{"--host 0.0.0.0 --tls-cert c --tls-key k", "--host 0.0.0.0"},
+		{"--host 0.0.0.0 --tls-cert c --tls-key k --tls-client-ca a", ""},
+		{"--router-host 10.0.0.1", "--router-host 10.0.0.1"},
+		{"--router-host 10.0.0.1 --api-key k", "--router-host 10.0.0.1"},
+		{"--router-host 10.0.0.1 --router-api-key k", ""},
+		{"--host 0.0.0.0 --api-key k --replica-sync", "--replica-sync-host 0.0.0.0"},
+		{"--host 0.0.0.0 --api-key k --replica-sync --replica-sync-host 127.0.0.1", ""},
+		{"--host 0.0.0.0 --api-key k --replica-sync --replica-key 0123456789abcdef", ""},
+		{"--replica-sync --replica-key short", "--replica-key"},
+		{"--tls-cert c", "--tls-cert"},
+		{"--drain-delay=-1s", "--drain-delay"},
+	} {
+		_, _, err := parseConfig(append([]string{"--engine=none"}, strings.Fields(test.args)...), testMachine(t))
+		if (err == nil) != (test.want == "") || err != nil && !strings.HasPrefix(err.Error(), test.want) {
+			t.Errorf("%s: %v", test.args, fmt.Sprint(err))
+		}
+	}
+}
+
+func TestReplayEventsIsACommand(t *testing.T) {
+	config, command, err := ParseConfig([]string{"replay-events", "FILE", "--max-count=3", "--prompt-tokens=1,2", "--block-size=16"})
+	if err != nil || command != CommandReplay || config.BlockSize != 16 {
+		t.Fatal(command, err)
+	}
+	if diff := cmp.Diff(events.ReplayCommand{File: "FILE", MaxCount: 3, MaxErrors: 20, PromptTokens: []uint32{1, 2}}, config.Replay); diff != "" {
+		t.Errorf("(-want +got):\n%s", diff)
+	}
+	if _, _, err := ParseConfig([]string{"replay-events", "FILE", "--max-count=-1"}); err == nil || !strings.Contains(err.Error(), "--max-count") {
+		t.Errorf("error %v", err)
+	}
+}
+
+func TestTheEngineToSimulateIsThatOfTheMocksFlags(t *testing.T) {
+	parse := func(args ...string) engine.Settings {
+		config, command, err := ParseConfig(append([]string{"simulate", "--trace=t", "--concurrency=1"}, args...))
+		if err != nil || command != CommandSimulate {
+			t.Fatal(command, err)
+		}
+		return config.Mock.SimConfig(config.BlockSize)
+	}
+	if got := parse(); got != engine.DefaultSettings() {
+		t.Errorf("without flags %+v", got)
+	}
+	got := parse("--block-size=16", "--mock-num-gpu-blocks=100", "--mock-max-num-seqs=5", "--mock-max-num-batched-tokens=512",
+		"--mock-prefill-ms=1,2,3", "--mock-decode-ms=4,5,6", "--speedup-ratio=7")
+	want := engine.Settings{Blocks: 100, BlockSize: 16, MaxSeqs: 5, MaxBatchedTokens: 512,
+		Timing: engine.Timing{Prefill: [3]float64{1, 2, 3}, Decode: [3]float64{4, 5, 6}, MinDecode: 1, Speedup: 7}}
+	if got != want {
+		t.Errorf("got %+v, want %+v", got, want)
+	}
+}
+
+func TestSimulatedPartsAreCheckedBeforeTheRun(t *testing.T) {
+	for args, says := range map[string]string{
+		"--workers=4 --prefill-workers=2 --decode-workers=2":                                 "give either --workers",
+		"--prefill-workers=2":                                                                "at least 1 of each",
+		"--prefill-workers=2 --decode-workers=-1":                                            "at least 1 of each",
+		"--prefill-workers=600 --decode-workers=600":                                         "1200 workers",
+		"--prefill-workers=1 --decode-workers=1 --enforce-disagg":                            "leave it out",
+		"--prefill-workers=1 --decode-workers=1 --mock-kv-transfer-bandwidth=0":              "more than 0",
+		"--prefill-workers=1 --decode-workers=1 --mock-kv-lease=0s":                          "more than 0",
+		"--prefill-workers=1 --decode-workers=1 --disagg-min-uncached-tokens=-1":             "negative",
+		"--prefill-workers=2 --decode-workers=6 --mock-kv-transfer-bandwidth=25 --policy=kv": "",
+		"--prefill-workers=1 --decode-workers=1 --mock-disagg-kind=sglang --round-trip=5":    "",
+		"--round-trip=-1":    "0 to 3.6e+06 ms",
+		"--event-lag=NaN":    "0 to 3.6e+06 ms",
+		"--round-trip=1e300": "0 to 3.6e+06 ms",
+		"--prefill-workers=1 --decode-workers=1 --mock-slow-worker=2=3 --speedup-ratio=2":       "0 to 1",
+		"--prefill-workers=1 --decode-workers=1 --mock-slow-worker=1=3 --mock-disagg-kind=both": "mock-disagg-kind",
+	} {
+		_, _, err := ParseConfig(append([]string{"simulate", "--trace=t", "--concurrency=1"}, strings.Fields(args)...))
+		if says == "" && err != nil || says != "" && (err == nil || !strings.Contains(err.Error(), says)) {
+			t.Errorf("%s: %v, want %q", args, err, says)
+		}
 	}
 }

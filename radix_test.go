@@ -1,12 +1,10 @@
 package main
 
 import (
-	"fmt"
 	"strings"
 	"testing"
 	"time"
 
-	"kvrouter/internal/kv"
 	"kvrouter/internal/policies"
 	"kvrouter/internal/radix"
 	"kvrouter/internal/router"
@@ -88,46 +86,6 @@ func TestWithoutOverlapWeightThereIsNoIndex(t *testing.T) {
 	config := Config{Policy: "kv", Scoring: knobs}
 	if config.KVEvents() {
 		t.Error("events are followed that nothing uses")
-	}
-}
-
-func TestRouterStartsFromAPeersIndex(t *testing.T) {
-	first := startSelection(t)
-	first.two()
-	second := startSelection(t, "--indexer-peers="+first.selection)
-	testkit.Eventually(t, 10*time.Second, "the peer's index is there", func() bool { return second.app.index.Blocks(kv.WorkerKey{Worker: 1}) == 2 })
-	text := func(s *selectionSite) string { return ask(t, s.selection, "GET", "/dump", nil).Raw }
-	if a, b := text(first), text(second); a != b {
-		t.Errorf("dumps differ:\n%s\n%s", a, b)
-	}
-	second.register(1)
-	second.want("POST", "/select", prompt12(nil), 200, "worker_id 1", "overlap.longest_matched 8")
-}
-
-func TestRouterTakesFromItsPeerWhatAWorkerCannotReplay(t *testing.T) {
-	farm := startMockSite(t, 1)
-	key := kv.WorkerKey{}
-	chat := func(i int) {
-		t.Helper()
-		if _, err := farm.chat(t.Context(), say(strings.Repeat(fmt.Sprint("chat ", i, " "), 60)), false, 1); err != nil {
-			t.Fatal(err)
-		}
-	}
-	chat(1)
-	farm.settle()
-	before := farm.app.index.Blocks(key)
-	second := startBeside(t, farm, ",replay=tcp"+deadURL(t)[len("http"):], "--indexer-peers="+farm.selection)
-	testkit.Eventually(t, 20*time.Second, "events followed", func() bool {
-		stats := second.app.fleet.Streams()[key]
-		return stats != nil && stats.Connected.Load() && farm.rank(key).Events.Pub.Subscribers() == 2
-	})
-	chat(2)
-	farm.settle()
-	all := farm.app.index.Blocks(key)
-	testkit.Eventually(t, 20*time.Second, "all blocks taken over", func() bool { return second.app.index.Blocks(key) == all })
-	stats := second.app.fleet.Streams()[key]
-	if before == 0 || all <= before || stats.PeerDumps.Load() == 0 || stats.Cold.Load() {
-		t.Errorf("%d blocks, then %d; %v", before, all, stats.Counts())
 	}
 }
 

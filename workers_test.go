@@ -1,33 +1,21 @@
 package main
 
 import (
-	"bytes"
-	"context"
-	"encoding/json"
 	"fmt"
-	"io"
 	"log/slog"
-	"net/http"
-	"net/http/httptest"
 	"os"
 	"path/filepath"
 	"slices"
 	"strings"
 	"testing"
-	"time"
 
 	"github.com/google/go-cmp/cmp"
-	"github.com/tidwall/gjson"
 
 	"kvrouter/internal/events"
-	"kvrouter/internal/hints"
 	"kvrouter/internal/kv"
-	"kvrouter/internal/mocker"
 	"kvrouter/internal/process"
-	"kvrouter/internal/proxy"
 	"kvrouter/internal/testkit"
 	"kvrouter/internal/vllm"
-	"kvrouter/internal/web"
 	"kvrouter/internal/workers"
 )
 
@@ -316,211 +304,4 @@ func TestStartedWorkersHaveTheirParts(t *testing.T) {
 			t.Errorf("%s: %s", test.name, diff)
 		}
 	}
-}
-
-// TestAttachedSGLangServersArePaired: nothing but their addresses is given.
-func TestAttachedSGLangServersArePaired(t *testing.T) {
-	protocol := newFakeProtocol(t, kv.KindSGLang)
-	attached := ""
-	for i, role := range []string{"prefill", "decode"} {
-		serve := protocol.prefill
-		if role == "decode" {
-			serve = protocol.decode
-		}
-		engine := newFakeEngine(t, uint64(i), serve)
-		server := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
-			switch r.URL.Path {
-			case "/health":
-			case "/v1/models":
-				fmt.Fprint(w, `{"data":[{"id":"m"}]}`)
-			case "/server_info":
-				fmt.Fprintf(w, `{"disaggregation_mode":%q,"disaggregation_bootstrap_port":9000}`, role)
-			case "/metrics", "/kv_event_sources":
-				w.WriteHeader(http.StatusNotFound)
-			default:
-				engine.ServeHTTP(w, r)
-			}
-		}))
-		t.Cleanup(server.Close)
-		attached += fmt.Sprintf(";url=%s,id=%d", server.URL, i)
-	}
-	s := startApp(t, testkit.FreePorts(t, 2), "--engine=none", "--served-model-name=m", "--worker="+attached[1:], "--drain-timeout=5s", "--token-timeout=100ms")
-	testkit.Eventually(t, 20*time.Second, "both workers up", func() bool { return len(s.app.router.Targets()) == 2 })
-	response, err := http.Post(s.openAI+testkit.ChatPath, "application/json", strings.NewReader(sharedChat(false)))
-	if err != nil {
-		t.Fatal(err)
-	}
-	defer response.Body.Close()
-	answer, _ := io.ReadAll(response.Body)
-	if response.StatusCode != http.StatusOK || response.Header.Get(proxy.HeaderPrefillWorker) != "0" || response.Header.Get(web.HeaderWorker) != "1" {
-		t.Errorf("%s %v: %s", response.Status, response.Header, answer)
-	}
-	list := ask(t, s.selection, "GET", "/workers", nil)
-	if w := list.Get("0"); w.Get("role").Str != "prefill" || w.Get("kind").Str != "sglang" || w.Get("bootstrap_host").Str != "127.0.0.1" || w.Get("bootstrap_port").Int() != 9000 {
-		t.Errorf("shown as %s", w)
-	}
-}
-
-func TestRegisteredWorkersHaveAPart(t *testing.T) {
-	s, worker, spec := registeredSite(t)
-	part := func() kv.Disagg { return s.app.router.Targets()[0].Disagg }
-	s.want("GET", "/workers", nil, 200, "0.role -", "0.bootstrap_host -")
-	s.want("PATCH", "/workers/1", object{"role": "prefill", "kind": "sglang", "bootstrap_host": "h", "bootstrap_port": 9000}, 200,
-		`role "prefill"`, `kind "sglang"`, `bootstrap_host "h"`, "bootstrap_port 9000", "generation 1", `lifecycle "schedulable"`)
-	if want := (kv.Disagg{Role: kv.RolePrefill, Kind: kv.KindSGLang, Bootstrap: kv.Bootstrap{Host: "h", Port: 9000}}); part() != want {
-		t.Errorf("%+v, want %+v", part(), want)
-	}
-	for _, bad := range []object{{"role": "prefil"}, {"kind": "nccl"}, {"bootstrap_port": 70000}, {"role": 1}} {
-		if got := ask(t, s.selection, "PATCH", "/workers/1", bad); got.status/100 != 4 {
-			t.Errorf("%v: %d %s", bad, got.status, got.Raw)
-		}
-	}
-	spec["role"] = "decode" // its kind is learned once it answers
-	s.want("POST", "/workers", spec, 201, `role "decode"`, "kind -")
-	if want := (kv.Disagg{Role: kv.RoleDecode}); part() != want {
-		t.Errorf("%+v, want %+v", part(), want)
-	}
-	worker.well.Store(true)
-	testkit.Eventually(t, 10*time.Second, "the kind is learned", func() bool { return part() == testkit.NixlDecode })
-}
-
-// attachTo starts a second router over a site's workers and waits until it
-// follows all their ranks.
-func attachTo(t *testing.T, s *mockSite, args ...string) *mockSite {
-	t.Helper()
-	second := startBeside(t, s, "", args...)
-	testkit.Eventually(t, 20*time.Second, "all ranks followed", func() bool {
-		followed := 0
-		for _, stats := range second.app.fleet.Streams() {
-			if stats.Connected.Load() && !stats.Cold.Load() {
-				followed++
-			}
-		}
-		want := s.app.config.NumWorkers * s.app.config.Ranks()
-		return followed == want && len(second.app.router.Targets()) == want
-	})
-	return second
-}
-
-// startBeside starts a second router over a site's workers; worker is more to
-// say of each of them.
-func startBeside(t *testing.T, s *mockSite, worker string, args ...string) *mockSite {
-	t.Helper()
-	port := testkit.FreePorts(t, 2)
-	all := []string{"--engine=none", "--seed=1", fmt.Sprintf("--http-port=%d", port), fmt.Sprintf("--router-port=%d", port+1)}
-	for i := range s.app.config.NumWorkers {
-		all = append(all, fmt.Sprintf("--worker=url=%s,id=%d%s", s.workerURL(i), i, worker))
-	}
-	second := &mockSite{t: t, site: &site{
-		openAI: fmt.Sprintf("http://127.0.0.1:%d", port), selection: fmt.Sprintf("http://127.0.0.1:%d", port+1), log: &testkit.LogBuffer{},
-	}}
-	second.app, second.end = runApp(t, second.log, append(all, args...)...)
-	t.Cleanup(func() {
-		if err := second.end(); err != nil {
-			t.Error(err)
-		}
-	})
-	return second
-}
-
-// pinned sends a chat to one rank and returns its answer.
-func (s *mockSite) pinned(t *testing.T, key kv.WorkerKey, body map[string]any) (answer gjson.Result, predicted int64) {
-	t.Helper()
-	body["nvext"] = map[string]any{"backend_instance_id": key.Worker, "dp_rank": key.Rank}
-	return s.ask(t, mocker.MustJSON(body))
-}
-
-func TestAttachedRanksAreWorkersOfTheirOwn(t *testing.T) {
-	farm := startMockSite(t, 2, "--mock-data-parallel-size=2", "--mock-lora=sql")
-	s := attachTo(t, farm, "--policy=kv")
-	computed := func(key kv.WorkerKey) int64 { return farm.rank(key).Counts.PromptTokens.Load() }
-	text := strings.Repeat("keep the ranks apart ", 20)
-	settle := func(want kv.WorkerKey, blocks int) {
-		t.Helper()
-		testkit.Eventually(t, 20*time.Second, fmt.Sprintf("%d blocks on %v", blocks, want), func() bool { return s.app.index.Blocks(want) == blocks })
-	}
-
-	// The chosen rank reaches the worker, and its events are its own.
-	key := kv.WorkerKey{Worker: 1, Rank: 1}
-	first, predicted := s.pinned(t, key, map[string]any{"messages": say(text), "max_tokens": 1})
-	if predicted != 0 || first.Get("usage.prompt_tokens_details.cached_tokens").Int() != 0 {
-		t.Errorf("cached before anything was: %s", first.Raw)
-	}
-	prompt := int(first.Get("usage.prompt_tokens").Int())
-	settle(key, prompt/64)
-	for _, target := range s.app.router.Targets() {
-		if own := target.Key == key; own != (computed(target.Key) > 0) || own != (s.app.index.Blocks(target.Key) > 0) {
-			t.Errorf("%v computed %d tokens and holds %d blocks", target.Key, computed(target.Key), s.app.index.Blocks(target.Key))
-		}
-	}
-
-	// A conversation that grows stays where its prefix is.
-	messages := say(text)
-	for turn := range 4 {
-		messages = append(messages, map[string]string{"role": "assistant", "content": "And then?"}, map[string]string{"role": "user", "content": strings.Repeat(fmt.Sprint("turn ", turn, " "), 20)})
-		answer, predicted := s.ask(t, mocker.MustJSON(map[string]any{"messages": messages, "max_tokens": 1}))
-		cached, prompt := answer.Get("usage.prompt_tokens_details.cached_tokens").Int(), int(answer.Get("usage.prompt_tokens").Int())
-		if predicted != cached || cached == 0 {
-			t.Errorf("turn %d: %d cached, %d predicted", turn, cached, predicted)
-		}
-		settle(key, prompt/64)
-	}
-	if n := computed(kv.WorkerKey{Worker: 1, Rank: 0}) + computed(kv.WorkerKey{Worker: 0, Rank: 0}) + computed(kv.WorkerKey{Worker: 0, Rank: 1}); n != 0 {
-		t.Errorf("%d tokens were computed elsewhere", n)
-	}
-
-	// Neither an adapter nor a salt finds the base model's blocks, on the same rank.
-	held := s.app.index.Blocks(key)
-	for _, other := range []map[string]any{{"model": "sql"}, {"cache_salt": "a"}, {"model": "sql", "cache_salt": "a"}} {
-		for again := range 2 {
-			other["messages"], other["max_tokens"] = say(text), 1
-			answer, predicted := s.pinned(t, key, other)
-			if cached := answer.Get("usage.prompt_tokens_details.cached_tokens").Int(); predicted != cached || (cached > 0) != (again > 0) {
-				t.Errorf("%v: %d cached, %d predicted", other, cached, predicted)
-			}
-			if again == 0 {
-				held += int(answer.Get("usage.prompt_tokens").Int()) / 64
-			}
-			settle(key, held)
-		}
-	}
-	_, list := testkit.HTTPGet(t, s.openAI+"/v1/models")
-	if got := gjson.GetBytes(list, "data.#.id").Raw; got != `["mock","sql"]` {
-		t.Errorf("models %s", got)
-	}
-
-	// Every rank's load is its own: here from /metrics, which has them all.
-	ctx, cancel := context.WithCancel(t.Context())
-	defer cancel()
-	body, err := json.Marshal(map[string]any{"messages": say("Go on for long."), "max_tokens": 15000, "ignore_eos": true, "stream": true})
-	if err != nil {
-		t.Fatal(err)
-	}
-	request, err := http.NewRequestWithContext(ctx, http.MethodPost, s.openAI+testkit.ChatPath, bytes.NewReader(body))
-	if err != nil {
-		t.Fatal(err)
-	}
-	request.Header.Set(hints.HeaderPinnedWorker, "0")
-	request.Header.Set(hints.HeaderPinnedRank, "1")
-	response, err := http.DefaultClient.Do(request)
-	if err != nil {
-		t.Fatal(err)
-	}
-	defer response.Body.Close()
-	testkit.Eventually(t, 20*time.Second, "a running request on the one rank", func() bool { return s.app.router.Load(kv.WorkerKey{Worker: 0, Rank: 1}).Running == 1 })
-	if load := s.app.router.Load(kv.WorkerKey{Worker: 0, Rank: 0}); load.Running != 0 || load.InFlight != 0 || load.At.IsZero() {
-		t.Errorf("the other rank shows %+v", load)
-	}
-	_, page := testkit.HTTPGet(t, s.openAI+"/metrics")
-	for _, want := range []string{
-		`kvrouter_worker_running_requests{dp_rank="1",worker_id="0"} 1`, `kvrouter_worker_in_flight{dp_rank="0",worker_id="0"} 0`,
-		`dynamo_frontend_worker_active_decode_blocks{dp_rank="0",worker_id="0",worker_type="decode"} 0`,
-		`dynamo_component_kv_cache_events_applied{dp_rank="1",event_type="stored",status="ok",worker_id="1"}`,
-	} {
-		if !strings.Contains(string(page), want) {
-			t.Errorf("no %s", want)
-		}
-	}
-	cancel()
-	testkit.Eventually(t, 20*time.Second, "nothing in flight", func() bool { return s.app.router.Load(kv.WorkerKey{Worker: 0, Rank: 1}).InFlight == 0 })
 }

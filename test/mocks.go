@@ -279,9 +279,15 @@ func StartOver(t testing.TB, w *Workers, args ...string) *Mocks {
 // port after it.
 func StartOverAt(t testing.TB, program func() (string, error), port int, w *Workers, args ...string) *Mocks {
 	t.Helper()
+	return startOverIn(t, nil, program, port, w, args...)
+}
+
+// startOverIn is StartOverAt with env beside the environment.
+func startOverIn(t testing.TB, env []string, program func() (string, error), port int, w *Workers, args ...string) *Mocks {
+	t.Helper()
 	_, router := parseMocks(t, args)
 	all := append([]string{"--engine=none", "--drain-timeout=5s", "--model=" + BuiltinModel(t), "--served-model-name=" + w.Settings.ServedModelName}, w.Attach()...)
-	s := &Mocks{Router: StartAt(t, program, port, nil, append(all, router...)...), Workers: w, T: t}
+	s := &Mocks{Router: StartAt(t, program, port, env, append(all, router...)...), Workers: w, T: t}
 	s.WaitReady(w.Count, 30*time.Second)
 	s.Follow()
 	return s

@@ -24,7 +24,6 @@ import (
 	"kvrouter/internal/kv"
 	"kvrouter/internal/proxy"
 	"kvrouter/internal/selection"
-	"kvrouter/internal/settings"
 	"kvrouter/internal/testkit"
 	"kvrouter/internal/web"
 )
@@ -35,6 +34,7 @@ type Router struct {
 	OpenAI string // URL of the OpenAI port
 	Port   string // URL of the router port
 	Model  string // that chats name; empty: none
+	Key    string // of the router port; empty: none
 }
 
 // Start starts kvrouter with args on two free ports and waits until both are open. It
@@ -67,7 +67,14 @@ func launch(t testing.TB, program func() (string, error), port int, env []string
 	t.Helper()
 	all := []string{"--log-level=debug", "--seed=1", "--drain-delay=0s", fmt.Sprintf("--http-port=%d", port), fmt.Sprintf("--router-port=%d", port+1)}
 	t.Cleanup(http.DefaultClient.CloseIdleConnections)
+	key := ""
+	for _, arg := range args {
+		if given, is := strings.CutPrefix(arg, "--router-api-key="); is {
+			key = given
+		}
+	}
 	return &Router{
+		Key:     key,
 		Process: Run(t, program, env, append(all, args...)...),
 		OpenAI:  fmt.Sprintf("http://127.0.0.1:%d", port), Port: fmt.Sprintf("http://127.0.0.1:%d", port+1),
 	}
@@ -126,7 +133,12 @@ func (r *Router) WaitReady(workers int, limit time.Duration) {
 
 // Workers is GET /workers; nil while the port is not open.
 func (r *Router) Workers() []selection.WorkerRecord {
-	response, err := http.Get(r.Port + "/workers")
+	request, err := http.NewRequest(http.MethodGet, r.Port+"/workers", nil)
+	if err != nil {
+		return nil
+	}
+	request.Header.Set("Authorization", "Bearer "+r.Key)
+	response, err := http.DefaultClient.Do(request)
 	if err != nil {
 		return nil
 	}
@@ -383,10 +395,4 @@ func Descendants(pid int) []int {
 		queue = append(queue, children[queue[0]]...)
 	}
 	return all
-}
-
-// ModelFolder is the folder of the model that the real engines of tests serve; make
-// setup prepares it.
-func ModelFolder() string {
-	return filepath.Join(settings.CacheDir(os.Getenv), "smollm2-135m-instruct")
 }

@@ -1,11 +1,9 @@
 package test
 
 import (
-	"bytes"
 	"cmp"
 	"encoding/json"
 	"fmt"
-	"io"
 	"maps"
 	"math"
 	"math/rand/v2"
@@ -70,39 +68,6 @@ func dynamoService(t *testing.T, args ...string) string {
 		return response.StatusCode == http.StatusOK
 	})
 	return url
-}
-
-// reply is an answer of one of the two.
-type reply struct {
-	status int
-	gjson.Result
-}
-
-func ask(t testing.TB, base, method, path string, query any) reply {
-	t.Helper()
-	var content io.Reader
-	if query != nil {
-		text, err := json.Marshal(query)
-		if err != nil {
-			t.Fatal(err)
-		}
-		content = bytes.NewReader(text)
-	}
-	request, err := http.NewRequestWithContext(t.Context(), method, base+path, content)
-	if err != nil {
-		t.Fatal(err)
-	}
-	request.Header.Set("Content-Type", "application/json")
-	response, err := http.DefaultClient.Do(request)
-	if err != nil {
-		t.Fatal(err)
-	}
-	defer response.Body.Close()
-	text, err := io.ReadAll(response.Body)
-	if err != nil {
-		t.Fatal(err)
-	}
-	return reply{response.StatusCode, gjson.ParseBytes(text)}
 }
 
 // normal writes a value in one form, whatever the order of its keys.
@@ -896,14 +861,4 @@ func TestSelectionParityDifferences(t *testing.T) {
 			t.Errorf("%s: ours %q, theirs %q; listed are %q and %q", c.name, ours, theirs, c.ours, c.theirs)
 		}
 	}
-}
-
-type object = map[string]any
-
-func prompt12(more object) object {
-	query := object{"model_name": "m", "token_ids": testkit.Tokens(1, 12)}
-	for name, value := range more {
-		query[name] = value
-	}
-	return query
 }

@@ -353,3 +353,16 @@ func TestMockWorkerFinishesWhatItAnswers(t *testing.T) {
 	}
 	testkit.Eventually(t, 10*time.Second, "it has ended", func() bool { return w.ctx.Err() != nil })
 }
+
+func TestMockFaultsHitTheNamedWorker(t *testing.T) {
+	workers := vllmWorkers(t, 2, func(s *Settings) {
+		s.MockSlowWorker, s.MockHangWorker = map[uint64]float64{1: 3}, map[uint64]time.Duration{1: 50 * time.Millisecond}
+	})
+	if fast, slow := workers[0].Ranks[0].Engine.Cfg.Timing.Speedup, workers[1].Ranks[0].Engine.Cfg.Timing.Speedup; fast != 20 || slow != 20.0/3 {
+		t.Errorf("speeds %v and %v", fast, slow)
+	}
+	testkit.Eventually(t, 20*time.Second, "worker 1 hangs", workers[1].Hung.Load)
+	if workers[0].Hung.Load() {
+		t.Error("worker 0 hangs")
+	}
+}

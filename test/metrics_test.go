@@ -1,25 +1,25 @@
-package main
+package test
 
 import (
+	"context"
 	"fmt"
+	"io"
+	"kvrouter/internal/kv"
+	"kvrouter/internal/testkit"
 	"maps"
 	"net/http"
 	"os"
 	"regexp"
 	"slices"
 	"strings"
+	"sync"
 	"testing"
 	"time"
 
 	dto "github.com/prometheus/client_model/go"
+
 	"github.com/prometheus/common/expfmt"
 	"github.com/prometheus/common/model"
-
-	"kvrouter/internal/kv"
-	"kvrouter/internal/proxy"
-	"kvrouter/internal/router"
-	"kvrouter/internal/testkit"
-	"kvrouter/internal/tokens"
 )
 
 // toldValues are the labels whose values the document lists, where the value is
@@ -27,9 +27,9 @@ import (
 var toldValues = []string{"kind", "result", "source", "stage", "reason", "event_type"}
 
 // familiesOf reads a router's page.
-func familiesOf(t *testing.T, s *mockSite) map[string]*dto.MetricFamily {
+func familiesOf(t *testing.T, s *Router) map[string]*dto.MetricFamily {
 	t.Helper()
-	response, err := http.Get(s.openAI + "/metrics")
+	response, err := http.Get(s.OpenAI + "/metrics")
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -44,7 +44,7 @@ func familiesOf(t *testing.T, s *mockSite) map[string]*dto.MetricFamily {
 
 // metricsOf returns the families of a router's page, as the rows of the document
 // write them: type and labels. The document must name their values of toldValues.
-func metricsOf(t *testing.T, s *mockSite, document string) map[string]string {
+func metricsOf(t *testing.T, s *Router, document string) map[string]string {
 	t.Helper()
 	found := map[string]string{}
 	for name, family := range familiesOf(t, s) {
@@ -77,6 +77,7 @@ func metricRow(kind string, labels []string) string {
 
 // TestMetricsPage holds docs/metrics.md against what running routers show.
 func TestMetricsPage(t *testing.T) {
+	t.Parallel()
 	text, err := os.ReadFile("docs/metrics.md")
 	if err != nil {
 		t.Fatal(err)
@@ -97,7 +98,7 @@ func TestMetricsPage(t *testing.T) {
 	}
 
 	found := map[string]string{}
-	look := func(s *mockSite) {
+	look := func(s *Router) {
 		for name, row := range metricsOf(t, s, string(text)) {
 			if other, seen := found[name]; seen && other != row {
 				t.Errorf("%s is %s with one router and %s with another", name, other, row)
@@ -106,47 +107,90 @@ func TestMetricsPage(t *testing.T) {
 		}
 	}
 	t.Run("thompson, prefill and decode apart, replicas", func(t *testing.T) {
-		s := startMockPairs(t, kv.KindNIXL, 1, 1, "--policy=thompson", "--session-header=x-session-id", "--replica-sync", "--replica-sync-port=0")
+		s := StartPairs(t, kv.KindNIXL, 1, 1, "--policy=thompson", "--session-header=x-session-id", "--replica-sync", "--replica-sync-port=0")
 		for i := range 3 {
-			if a, err := s.chat(t.Context(), longPrompt(i), i > 0, 8); err != nil || !a.finished {
+			if a, err := s.Chat(t.Context(), LongPrompt(i), i > 0, 8); err != nil || !a.Finished {
 				t.Fatalf("%+v, %v", a, err)
 			}
 		}
 		testkit.Eventually(t, 20*time.Second, "the loads of the workers are published", func() bool {
-			look(s)
+			look(s.Router)
 			return found["kvrouter_worker_running_requests"] != "" && found["kvrouter_kv_event_lag_seconds"] != ""
 		})
 	})
 	t.Run("keys", func(t *testing.T) {
-		s := startMockSite(t, 1, keysFile(t, "- {name: a, key: key-a, limits: {requests-per-second: 1, concurrent-requests: 1, prompt-tokens-per-minute: 1}}"))
-		look(s)
+		s := StartMocks(t, 1, keysFile(t, "- {name: a, key: key-a, limits: {requests-per-second: 1, concurrent-requests: 1, prompt-tokens-per-minute: 1}}"))
+		look(s.Router)
 	})
 	t.Run("traced", func(t *testing.T) {
-		traceTo(t, deadURL(t))
-		look(startMockSite(t, 1))
+		look(startTraced(t, traceTo(deadURL()), 1).Router)
 	})
 	t.Run("work, workers that fail", func(t *testing.T) {
-		s := startMockSite(t, 2, "--mock-error-rate=1")
+		s := StartMocks(t, 2, "--eject-after=3")
+		for i := range s.Count {
+			s.Mocker.Worker(i).Failing.Store(500)
+		}
 		for _, content := range []string{`"Hi"`, `[{"type":"image_url","image_url":{"url":"data:,"}}]`} { // the latter cannot be rendered here
-			post(t, s.openAI+testkit.ChatPath, `{"messages":[{"role":"user","content":`+content+`}]}`)
+			Post(t, s.OpenAI+testkit.ChatPath, `{"messages":[{"role":"user","content":`+content+`}]}`)
 		}
-		// No mock worker is asked for so much at a time, counts tokens wrong, or is
-		// sure to send its tokens one by one.
-		s.app.telemetry.InterToken("0", time.Millisecond, 1)
 		for range 3 {
-			d, err := s.app.router.Route(t.Context(), router.Request{Pinned: &kv.WorkerKey{Worker: 1}})
-			if err != nil {
-				t.Fatal(err)
-			}
-			d.Booking.Fail()
+			s.pinned(kv.WorkerKey{Worker: 1}, map[string]any{"messages": Say("Hi")})
 		}
-		s.app.telemetry.Finished(&proxy.Exchange{Worker: kv.NoWorker, Route: testkit.ChatPath, Served: "m", Refused: router.ErrBusy}, time.Now())
-		s.app.telemetry.Finished(&proxy.Exchange{Worker: kv.NoWorker, Route: testkit.ChatPath, Served: "m", Refused: router.ErrQueueFull}, time.Now())
-		s.app.telemetry.Finished(&proxy.Exchange{
-			Worker: "0", Route: testkit.ChatPath, Status: http.StatusOK, Source: tokens.SourceLocal,
-			Decision: router.Decision{Tokens: 1}, Usage: proxy.Usage{Known: true, PromptTokens: 2},
-		}, time.Now())
+		look(s.Router)
+	})
+	t.Run("kv, a worker that is full", func(t *testing.T) {
+		release := make(chan struct{})
+		worker := fakeWorker(t, func(w http.ResponseWriter, r *http.Request) {
+			body, _ := io.ReadAll(r.Body)
+			if strings.Contains(string(body), "wait") {
+				select {
+				case <-release:
+				case <-r.Context().Done():
+				}
+			}
+			w.Header().Set("Content-Type", "text/event-stream")
+			for range 3 { // one by one
+				io.WriteString(w, `data: {"choices":[{"index":0,"delta":{"content":"x"}}]}`+"\n\n")
+				w.(http.Flusher).Flush()
+				<-time.After(10 * time.Millisecond)
+			}
+			io.WriteString(w, `data: {"choices":[],"usage":{"prompt_tokens":2,"completion_tokens":3}}`+"\n\ndata: [DONE]\n\n") // other than were counted
+		})
+		s := Start(t, "--engine=none", "--policy=kv", "--no-kv-events", "--served-model-name=mock", "--model="+BuiltinModel(t), "--worker="+worker, "--active-prefill-tokens-threshold=1")
+		s.WaitReady(1, 20*time.Second)
+		s.ask(map[string]any{"messages": Say("Hi"), "stream": true})
+		var waiting sync.WaitGroup
+		waiting.Go(func() { s.ask(map[string]any{"messages": Say("wait")}) })
+		testkit.Eventually(t, 10*time.Second, "a prompt is being computed", func() bool { return s.InFlight() == 1 })
+		if busy := s.ask(map[string]any{"messages": Say("Hi")}); busy.StatusCode != http.StatusServiceUnavailable {
+			t.Errorf("a busy worker: %s %s", busy.Status, busy.Text)
+		}
 		look(s)
+		close(release)
+		waiting.Wait()
+	})
+	t.Run("kv, a queue that is full", func(t *testing.T) {
+		s := StartMocker(t, 1, "--policy=kv", "--speedup-ratio=0.1", "--router-queue-threshold=0", "--router-queue-limit=1")
+		ctx, leave := context.WithCancel(t.Context())
+		var waiting sync.WaitGroup
+		for i := range 2 {
+			waiting.Go(func() {
+				if response, err := streamed(s, ctx, i, 3); err == nil {
+					response.Body.Close()
+				}
+			})
+			testkit.Eventually(t, 10*time.Second, "one is computed, the other waits", func() bool {
+				return s.InFlight() == 1 && sum(s.Metrics(), "dynamo_frontend_router_queue_pending_requests") == float64(i)
+			})
+		}
+		if full, err := streamed(s, ctx, 2, 3); err != nil || full.StatusCode < 500 {
+			t.Errorf("a full queue: %+v, %v", full, err)
+		} else {
+			full.Body.Close()
+		}
+		look(s)
+		leave()
+		waiting.Wait()
 	})
 
 	for _, name := range slices.Sorted(maps.Keys(found)) {

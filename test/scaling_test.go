@@ -1,52 +1,55 @@
-package main
+package test
 
 import (
 	"context"
 	"fmt"
+	"kvrouter/internal/selection"
+	"kvrouter/internal/testkit"
 	"net/http"
+	"os"
 	"path/filepath"
+	"regexp"
 	"strings"
 	"sync"
+	"syscall"
 	"testing"
 	"time"
 
-	"kvrouter/internal/kv"
-	"kvrouter/internal/selection"
-	"kvrouter/internal/testkit"
+	"github.com/goccy/go-yaml"
 )
 
 // scaled is a router without workers, and the file that tells it of some.
 type scaled struct {
-	*mockSite
-	mocks *mockSite
+	*Router
+	mocks *Workers
 	file  *workersFile
 }
 
 // startAtZero starts a router over workers that it does not know yet.
-func startAtZero(t *testing.T, mocks *mockSite, args ...string) scaled {
+func startAtZero(t *testing.T, mocks *Workers, args ...string) scaled {
 	t.Helper()
 	file := &workersFile{t, filepath.Join(t.TempDir(), "workers.yaml")}
 	file.write()
-	return scaled{mocks.route(append(args, "--discovery=file:"+file.path)...), mocks, file}
+	return scaled{Start(t, append([]string{"--engine=none", "--discovery=file:" + file.path}, args...)...), mocks, file}
 }
 
 // entry is worker i in the file.
 func (s scaled) entry(i int, more string) string {
-	return fmt.Sprintf("{name: w%d, url: %q%s}", i, s.mocks.workerURL(i), more)
+	return fmt.Sprintf("{name: w%d, url: %q%s}", i, s.mocks.URL(i), more)
 }
 
 // held waits until so many requests are held.
 func (s scaled) held(n int) {
-	s.t.Helper()
-	testkit.Eventually(s.t, 20*time.Second, fmt.Sprintf("%d requests are held", n), func() bool {
-		_, page := testkit.HTTPGet(s.t, s.openAI+"/metrics")
-		return testkit.ReadMetricsPage(string(page))["kvrouter_held_requests"] == float64(n)
+	s.T.Helper()
+	testkit.Eventually(s.T, 20*time.Second, fmt.Sprintf("%d requests are held", n), func() bool {
+		return s.Metrics()["kvrouter_held_requests"] == float64(n)
 	})
 }
 
 func TestRequestsWaitForTheFirstWorker(t *testing.T) {
+	t.Parallel()
 	const requests, leave = 100, 10
-	s := startAtZero(t, startMockSite(t, 2), "--hold-when-empty=1m")
+	s := startAtZero(t, StartWorkers(t, 2), "--hold-when-empty=1m")
 	ctx, left := context.WithCancel(t.Context())
 	var running sync.WaitGroup
 	var mu sync.Mutex
@@ -57,21 +60,21 @@ func TestRequestsWaitForTheFirstWorker(t *testing.T) {
 			if i < leave {
 				c = ctx
 			}
-			a, err := s.chat(c, say(fmt.Sprintf("%d asks %s", i, strings.Repeat("and ", 50))), i%2 == 0, 30)
+			a, err := s.Chat(c, Say(fmt.Sprintf("%d asks %s", i, strings.Repeat("and ", 50))), i%2 == 0, 30)
 			mu.Lock()
 			defer mu.Unlock()
 			switch {
 			case i < leave && err != nil:
 				gone++
-			case err != nil || !a.finished || a.broken:
+			case err != nil || !a.Finished || a.Broken:
 				t.Errorf("request %d: %+v, %v", i, a, err)
 			default:
-				answered[a.worker]++
+				answered[a.Worker]++
 			}
 		})
 	}
 	s.held(requests)
-	if status, _ := testkit.HTTPGet(t, s.openAI+"/ready"); status != http.StatusOK {
+	if status, _ := testkit.HTTPGet(t, s.OpenAI+"/ready"); status != http.StatusOK {
 		t.Errorf("/ready is %d while requests are held", status)
 	}
 	left()
@@ -86,18 +89,16 @@ func TestRequestsWaitForTheFirstWorker(t *testing.T) {
 		t.Errorf("%d left; answers by worker: %v", gone, answered)
 	}
 	s.held(0)
-	if stats := s.app.tokens.Stats(); stats.None > 0 {
-		t.Errorf("%d prompts have no tokens: they were asked for before a worker was up: %v", stats.None, stats.Reasons)
+	if n := s.Metrics()[`kvrouter_prompt_source_total{source="none"}`]; n > 0 {
+		t.Errorf("%v prompts have no tokens: they were asked for before a worker was up", n)
 	}
-	if n := s.inFlight(); n != 0 {
-		t.Errorf("%d requests are booked", n)
-	}
+	testkit.Eventually(t, 5*time.Second, "nothing is booked", func() bool { return s.InFlight() == 0 })
 
 	s.file.write() // back to zero, and up again
 	s.wantLifecycles()
 	done := make(chan error, 1)
 	go func() {
-		_, err := s.chat(t.Context(), say("again"), false, 2)
+		_, err := s.Chat(t.Context(), Say("again"), false, 2)
 		done <- err
 	}()
 	s.held(1)
@@ -108,10 +109,11 @@ func TestRequestsWaitForTheFirstWorker(t *testing.T) {
 }
 
 func TestHeldRequestsThatAreRefused(t *testing.T) {
-	mocks := startMockSite(t, 1)
+	t.Parallel()
+	mocks := StartWorkers(t, 1)
 	refused := func(t *testing.T, s scaled) {
 		t.Helper()
-		response, err := http.Post(s.openAI+testkit.ChatPath, "application/json", strings.NewReader(`{"messages":[{"role":"user","content":"Hi"}]}`))
+		response, err := http.Post(s.OpenAI+testkit.ChatPath, "application/json", strings.NewReader(`{"messages":[{"role":"user","content":"Hi"}]}`))
 		if err != nil {
 			t.Fatal(err)
 		}
@@ -123,7 +125,7 @@ func TestHeldRequestsThatAreRefused(t *testing.T) {
 	t.Run("nothing is held unless told", func(t *testing.T) {
 		s := startAtZero(t, mocks)
 		refused(t, s)
-		if status, _ := testkit.HTTPGet(t, s.openAI+"/ready"); status != http.StatusServiceUnavailable {
+		if status, _ := testkit.HTTPGet(t, s.OpenAI+"/ready"); status != http.StatusServiceUnavailable {
 			t.Errorf("/ready is %d", status)
 		}
 	})
@@ -136,23 +138,23 @@ func TestHeldRequestsThatAreRefused(t *testing.T) {
 		}
 	})
 	t.Run("too many wait, or the router ends", func(t *testing.T) {
-		s := startAtZero(t, mocks, "--hold-when-empty=1m", "--router-queue-limit=1")
+		s := startAtZero(t, mocks, "--hold-when-empty=1m", "--router-queue-limit=1", "--drain-delay=2s")
 		var waits sync.WaitGroup
 		waits.Go(func() { refused(t, s) })
 		s.held(1)
 		refused(t, s)
 		s.held(1)
-		s.app.api.Drain()
+		s.signal(syscall.SIGTERM)
 		waits.Wait()
 		refused(t, s)
-		if status, _ := testkit.HTTPGet(t, s.openAI+"/ready"); status != http.StatusServiceUnavailable {
+		if status, _ := testkit.HTTPGet(t, s.OpenAI+"/ready"); status != http.StatusServiceUnavailable {
 			t.Errorf("/ready is %d while the router drains", status)
 		}
 	})
 	t.Run("one that asks for a decision, or names its worker", func(t *testing.T) {
 		s := startAtZero(t, mocks, "--hold-when-empty=1m")
 		for _, nvext := range []string{`{"annotations":["query_instance_id:"]}`, `{"backend_instance_id":1}`} {
-			if status, answer := post(t, s.openAI+testkit.ChatPath, `{"messages":[],"nvext":`+nvext+`}`); status != http.StatusServiceUnavailable {
+			if status, answer := Post(t, s.OpenAI+testkit.ChatPath, `{"messages":[],"nvext":`+nvext+`}`); status != http.StatusServiceUnavailable {
 				t.Errorf("%s: %d %s", nvext, status, answer)
 			}
 		}
@@ -161,10 +163,11 @@ func TestHeldRequestsThatAreRefused(t *testing.T) {
 
 // TestHeldRequestsWaitForBothWorkersOfAPair: a prefill worker alone serves nobody.
 func TestHeldRequestsWaitForBothWorkersOfAPair(t *testing.T) {
-	s := startAtZero(t, startMockPairs(t, kv.KindNIXL, 1, 1), "--hold-when-empty=1m", "--enforce-disagg")
-	done := make(chan answer, 1)
+	t.Parallel()
+	s := startAtZero(t, StartWorkers(t, 2, "--prefill-workers=1", "--decode-workers=1", "--mock-disagg-kind=nixl"), "--hold-when-empty=1m", "--enforce-disagg")
+	done := make(chan Answer, 1)
 	go func() {
-		a, err := s.chat(t.Context(), longPrompt(1), true, 8)
+		a, err := s.Chat(t.Context(), LongPrompt(1), true, 8)
 		if err != nil {
 			t.Error(err)
 		}
@@ -175,15 +178,15 @@ func TestHeldRequestsWaitForBothWorkersOfAPair(t *testing.T) {
 	s.wantLifecycles("w0 " + selection.LifecycleSchedulable)
 	s.held(1)
 	s.file.write(s.entry(0, ", role: prefill, kind: nixl"), s.entry(1, ", role: decode, kind: nixl"))
-	if a := <-done; !a.finished || a.prefill == "" {
+	if a := <-done; !a.Finished || a.Prefill == "" {
 		t.Errorf("%+v", a)
 	}
 }
 
 // saturation is that of the metrics page.
-func (s *mockSite) saturation(t *testing.T) float64 {
+func (s *Mocks) saturation(t *testing.T) float64 {
 	t.Helper()
-	_, page := testkit.HTTPGet(t, s.openAI+"/metrics")
+	_, page := testkit.HTTPGet(t, s.OpenAI+"/metrics")
 	value, there := testkit.ReadMetricsPage(string(page))["kvrouter_saturation"]
 	if !there {
 		t.Fatal("the page has no kvrouter_saturation")
@@ -195,6 +198,7 @@ func (s *mockSite) saturation(t *testing.T) float64 {
 // load than the workers bear: of prompts that take long to compute, and of answers that
 // fill the batch.
 func TestSaturationPredictsTheWait(t *testing.T) {
+	t.Parallel()
 	for name, test := range map[string]struct {
 		flags          []string
 		prompt, output int // tokens
@@ -203,7 +207,7 @@ func TestSaturationPredictsTheWait(t *testing.T) {
 		"batch":   {[]string{"--policy=work", "--mock-max-num-seqs=2"}, 100, 80},
 	} {
 		t.Run(name, func(t *testing.T) {
-			s := startMockSite(t, 2, append(test.flags, "--speedup-ratio=1")...)
+			s := StartMocks(t, 2, append(test.flags, "--speedup-ratio=1")...)
 			if idle := s.saturation(t); idle != 0 {
 				t.Errorf("idle: %v", idle)
 			}
@@ -211,7 +215,7 @@ func TestSaturationPredictsTheWait(t *testing.T) {
 				tokens := strings.Repeat(fmt.Sprintf("%d,", 100+i), test.prompt-1) + "7"
 				body := fmt.Sprintf(`{"prompt":[%s],"max_tokens":%d,"ignore_eos":true,"stream":true}`, tokens, test.output)
 				began := time.Now()
-				response, err := http.Post(s.openAI+"/v1/completions", "application/json", strings.NewReader(body))
+				response, err := http.Post(s.OpenAI+"/v1/completions", "application/json", strings.NewReader(body))
 				if err != nil {
 					t.Error(err)
 					return 0
@@ -234,7 +238,7 @@ func TestSaturationPredictsTheWait(t *testing.T) {
 			var predicted, took, missed, highest float64
 			const requests = 40
 			for i := range requests {
-				saturation, _ := s.app.router.Saturation() // the page takes longer than a request
+				saturation := s.saturation(t)
 				highest = max(highest, saturation)
 				running.Go(func() {
 					wait := max(0, (ask(1+i) - alone).Seconds())
@@ -255,4 +259,73 @@ func TestSaturationPredictsTheWait(t *testing.T) {
 			}
 		})
 	}
+}
+
+// TestTheScaledObjectAsksForWhatRoutersShow holds deploy/keda/scaledobject.yaml against
+// the metrics page.
+func TestTheScaledObjectAsksForWhatRoutersShow(t *testing.T) {
+	t.Parallel()
+	type trigger struct {
+		Type     string
+		Metadata map[string]string
+	}
+	var object struct {
+		APIVersion string `yaml:"apiVersion"`
+		Kind       string
+		Spec       struct {
+			ScaleTargetRef  struct{ Kind, Name string } `yaml:"scaleTargetRef"`
+			MinReplicaCount *int                        `yaml:"minReplicaCount"`
+			MaxReplicaCount int                         `yaml:"maxReplicaCount"`
+			CooldownPeriod  int                         `yaml:"cooldownPeriod"`
+			Triggers        []trigger
+		}
+	}
+	if err := yaml.Unmarshal([]byte(readText(t, "deploy/keda/scaledobject.yaml")), &object); err != nil {
+		t.Fatal(err)
+	}
+	spec := object.Spec
+	for _, trigger := range spec.Triggers {
+		if trigger.Metadata["ignoreNullValues"] != "false" {
+			t.Errorf("%v: no answer of Prometheus would take workers away", trigger)
+		}
+	}
+	if object.APIVersion != "keda.sh/v1alpha1" || object.Kind != "ScaledObject" || spec.ScaleTargetRef.Name == "" || spec.MinReplicaCount == nil || *spec.MinReplicaCount != 0 || spec.MaxReplicaCount < 2 || spec.CooldownPeriod < 60 {
+		t.Errorf("%+v", object)
+	}
+	s := StartMocks(t, 1)
+	if _, err := s.Chat(t.Context(), Say("Hi"), false, 2); err != nil {
+		t.Fatal(err)
+	}
+	page := string(s.Get(s.OpenAI + "/metrics"))
+	asked := ""
+	for i, trigger := range spec.Triggers {
+		query := trigger.Metadata["query"]
+		if trigger.Type != "prometheus" || trigger.Metadata["serverAddress"] == "" || trigger.Metadata["threshold"] == "" {
+			t.Errorf("trigger %d: %+v", i, trigger)
+		}
+		for _, name := range regexp.MustCompile(`kvrouter_[a-z_]+`).FindAllString(query, -1) {
+			if !strings.Contains(page, "\n"+name) {
+				t.Errorf("%s: no router shows %s", query, name)
+			}
+		}
+		asked += query
+	}
+	for _, name := range []string{"kvrouter_saturation", "kvrouter_held_requests"} {
+		if !strings.Contains(asked, name) {
+			t.Errorf("no trigger asks for %s", name)
+		}
+	}
+	if document := readText(t, "docs/fleet.md"); !strings.Contains(document, "deploy/keda/scaledobject.yaml") {
+		t.Error("docs/fleet.md does not name it")
+	}
+}
+
+// readText reads a file of the checkout.
+func readText(t *testing.T, name string) string {
+	t.Helper()
+	text, err := os.ReadFile(name)
+	if err != nil {
+		t.Fatal(err)
+	}
+	return string(text)
 }

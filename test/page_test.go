@@ -1,22 +1,23 @@
-package main
+package test
 
 import (
 	"bufio"
 	"encoding/json"
 	"fmt"
 	"io"
+	"kvrouter/internal/kv"
+	"kvrouter/internal/mocker"
+	"kvrouter/internal/page"
+	"kvrouter/internal/proxy"
+	"kvrouter/internal/testkit"
+	"kvrouter/internal/web"
 	"net/http"
+	"regexp"
 	"strings"
 	"testing"
 	"time"
 
 	"github.com/tidwall/gjson"
-
-	"kvrouter/internal/kv"
-	"kvrouter/internal/page"
-	"kvrouter/internal/proxy"
-	"kvrouter/internal/testkit"
-	"kvrouter/internal/web"
 )
 
 // pageKey is the router port's key in these tests.
@@ -24,7 +25,7 @@ const pageKey = "sesame"
 
 // viewer is somebody who looks at the page.
 type viewer struct {
-	t      *testing.T
+	t      testing.TB
 	base   string
 	lines  *bufio.Reader
 	latest page.State
@@ -94,36 +95,29 @@ func (v *viewer) send(method, path, body string) (*http.Response, string) {
 
 // TestThePageShowsWhatTheMetricsSay looks from the page's own port.
 func TestThePageShowsWhatTheMetricsSay(t *testing.T) {
+	t.Parallel()
 	port := testkit.FreePorts(t, 1)
-	s := startMockSite(t, 2, "--router-api-key="+pageKey, "--api-key=other", fmt.Sprintf("--page-port=%d", port), "--page-show-text", "--block-size=16", "--policy=round-robin")
+	s := StartMocks(t, 2, "--router-api-key="+pageKey, "--api-key=other", fmt.Sprintf("--page-port=%d", port), "--page-show-text", "--block-size=16", "--policy=round-robin")
 	v := look(t, fmt.Sprintf("http://127.0.0.1:%d", port))
 	v.until("the first state", func(*page.State) bool { return true })
 	const requests = 12
 	for i := range requests {
-		s.as(t, "other", map[string]any{"messages": say(fmt.Sprintf("%s%d", strings.Repeat("a page to look at ", 30), i%3)), "max_tokens": 4, "stream": i%2 == 0})
+		s.as("other", map[string]any{"messages": Say(fmt.Sprintf("%s%d", strings.Repeat("a page to look at ", 30), i%3)), "max_tokens": 4, "stream": i%2 == 0})
 	}
-	s.as(t, "other", map[string]any{"model": "none such", "messages": say("hi")})
+	s.as("other", map[string]any{"model": "none such", "messages": Say("hi")})
 	v.until("all requests", func(state *page.State) bool { return state.Totals.Requests == requests+1 && state.Totals.InFlight == 0 })
-	s.settle()
+	s.Settle()
 	v.until("one more state", func(*page.State) bool { return true })
 
-	_, text := testkit.HTTPGet(t, s.openAI+"/metrics")
+	_, text := testkit.HTTPGet(t, s.OpenAI+"/metrics")
 	metrics := testkit.ReadMetricsPage(string(text))
-	sum := func(name string) (sum float64) {
-		for series, value := range metrics {
-			if strings.HasPrefix(series, name+"{") {
-				sum += value
-			}
-		}
-		return sum
-	}
 	totals := v.latest.Totals
 	for name, shown := range map[string]uint64{
 		"kvrouter_requests_total": totals.Requests, "kvrouter_prompt_tokens_total": totals.PromptTokens, "kvrouter_cached_tokens_reported_total": totals.CachedTokens,
 		"kvrouter_overlap_tokens_predicted_total": totals.PredictedTokens, "kvrouter_predictions_total": totals.Compared,
 	} {
-		if sum(name) != float64(shown) || shown == 0 {
-			t.Errorf("%s is %v, the page shows %d", name, sum(name), shown)
+		if sum(metrics, name) != float64(shown) || shown == 0 {
+			t.Errorf("%s is %v, the page shows %d", name, sum(metrics, name), shown)
 		}
 	}
 	if totals.CachedTokens == 0 || totals.Exact != totals.Compared || *v.latest.Rates.Exact != 1 || v.latest.Rates.TTFT50 == nil {
@@ -166,19 +160,20 @@ func TestThePageShowsWhatTheMetricsSay(t *testing.T) {
 // TestHitRatesAreThoseOfTheWorkersThatHeldThePrompts: of a shared request that is the
 // prefill worker.
 func TestHitRatesAreThoseOfTheWorkersThatHeldThePrompts(t *testing.T) {
-	s := startMockPairs(t, kv.KindNIXL, 1, 1, "--disagg-min-uncached-tokens=256", "--block-size=16")
-	v := look(t, s.selection)
+	t.Parallel()
+	s := StartPairs(t, kv.KindNIXL, 1, 1, "--disagg-min-uncached-tokens=256", "--block-size=16")
+	v := look(t, s.Port)
 	cached, prompts := [2]float64{}, [2]float64{} // tokens of each worker
 	rate := func(worker int) string { return fmt.Sprintf("%.6f", cached[worker]/prompts[worker]) }
-	short, long := strings.Repeat("short ", 10), longPrompt(0)[0]["content"]
+	short, long := strings.Repeat("short ", 10), LongPrompt(0)[0]["content"]
 	for i, c := range []struct {
 		content string
 		worker  int // that computes the prompt
 	}{{long, 0}, {long + strings.Repeat(" and on", 80), 0}, {short, 1}, {short, 1}, {short, 1}} {
-		s.settle()
-		response, answer := s.as(t, "", map[string]any{"messages": []any{map[string]any{"role": "user", "content": c.content}}, "max_tokens": 2})
+		s.Settle()
+		response := s.as("", map[string]any{"messages": []any{map[string]any{"role": "user", "content": c.content}}, "max_tokens": 2})
 		if response.StatusCode != http.StatusOK || (response.Header.Get(proxy.HeaderPrefillWorker) == "0") != (c.worker == 0) {
-			t.Fatalf("request %d: %s, %v: %s", i, response.Status, response.Header, answer)
+			t.Fatalf("request %d: %s, %v: %s", i, response.Status, response.Header, response.Text)
 		}
 		v.until("the request", func(state *page.State) bool {
 			return state.Totals.Requests == uint64(i+1) && state.Totals.InFlight == 0
@@ -201,15 +196,16 @@ func TestHitRatesAreThoseOfTheWorkersThatHeldThePrompts(t *testing.T) {
 }
 
 func TestTryAndWhereOnThePage(t *testing.T) {
-	s := startMockSite(t, 2, "--router-api-key="+pageKey, "--api-key=other", "--decision-headers=false", "--page-show-text=false")
-	v := look(t, s.selection)
+	t.Parallel()
+	s := StartMocks(t, 2, "--router-api-key="+pageKey, "--api-key=other", "--decision-headers=false", "--page-show-text=false")
+	v := look(t, s.Port)
 	v.until("the first state", func(*page.State) bool { return true })
 	ask := `{"model":"mock","stream":true,"max_tokens":5,"messages":[{"role":"user","content":"` + strings.Repeat("where would this go ", 40) + `"}]}`
 	response, where := v.send("POST", "/ui/where", ask)
 	if response.StatusCode != http.StatusOK || !gjson.Get(where, "query_only").Bool() || len(gjson.Get(where, "candidates").Array()) != 2 {
 		t.Fatalf("%s %s", response.Status, where)
 	}
-	if n := s.inFlight(); n != 0 {
+	if n := s.InFlight(); n != 0 {
 		t.Errorf("%d requests are booked by a dry run", n)
 	}
 	response, answer := v.send("POST", "/ui/try", ask)
@@ -228,7 +224,7 @@ func TestTryAndWhereOnThePage(t *testing.T) {
 			t.Errorf("text is shown unasked: %+v", node)
 		}
 	}
-	if response, _ := s.as(t, pageKey, map[string]any{"messages": say("hi")}); response.StatusCode != http.StatusUnauthorized {
+	if response := s.as(pageKey, map[string]any{"messages": Say("hi")}); response.StatusCode != http.StatusUnauthorized {
 		t.Errorf("the page's key opens the OpenAI port: %s", response.Status)
 	}
 	if response, answer := v.send("POST", "/ui/where", `{"model":"none such","prompt":"a"}`); response.StatusCode != http.StatusNotFound || !strings.Contains(answer, "none such") {
@@ -236,13 +232,13 @@ func TestTryAndWhereOnThePage(t *testing.T) {
 	}
 }
 
-func TestDrainResetAndCrashOnThePage(t *testing.T) {
-	s := startMockSite(t, 2, "--router-api-key="+pageKey, "--policy=round-robin", "--restart-backoff-max=2s")
-	v := look(t, s.selection)
+func TestDrainAndResetOnThePage(t *testing.T) {
+	t.Parallel()
+	s := StartMocks(t, 2, "--router-api-key="+pageKey, "--policy=round-robin")
+	v := look(t, s.Port)
 	text := strings.Repeat("some words ", 60)
 	chat := func() string {
-		response, _ := s.as(t, "", map[string]any{"messages": say(text), "max_tokens": 1})
-		return response.Header.Get(web.HeaderWorker)
+		return s.as("", map[string]any{"messages": Say(text), "max_tokens": 1}).Worker
 	}
 	chat()
 	chat()
@@ -267,31 +263,73 @@ func TestDrainResetAndCrashOnThePage(t *testing.T) {
 	chat()
 	v.until("worker 1's blocks are gone", func(state *page.State) bool { return state.Workers[1].Blocks == 0 })
 	act("/ui/workers/9/reset-cache", http.StatusNotFound)
-	s.app.mocker.Worker(1).End(errMockStopped)
-	v.until("worker 1 is down, or was", func(state *page.State) bool {
-		w := state.Workers[1]
-		return w.State == page.StateDown && strings.Contains(w.Why, errMockStopped.Error()) || w.Restarts == 1 && strings.Contains(w.Why, "started again")
-	})
-	v.until("worker 1 is back", func(state *page.State) bool {
-		return state.Workers[1].State == page.StateReady && state.Workers[1].Restarts == 1
-	})
 	for _, path := range []string{"/debug/pprof/", "/debug/vars", "/"} {
 		if response, _ := v.send("GET", path, ""); response.StatusCode != http.StatusOK {
 			t.Errorf("%s: %s", path, response.Status)
 		}
 	}
-	if _, text := testkit.HTTPGet(t, s.openAI+"/"); !strings.Contains(string(text), s.selection+"/ui/") {
+	if _, text := testkit.HTTPGet(t, s.OpenAI+"/"); !strings.Contains(string(text), s.Port+"/ui/") {
 		t.Errorf("GET / of the OpenAI port: %s", text)
 	}
 }
 
+func TestCrashOnThePage(t *testing.T) {
+	t.Parallel()
+	s := StartMocker(t, 1, "--router-api-key="+pageKey, "--restart-backoff-max=2s", "--mock-crash-every=3s")
+	v := look(t, s.Port)
+	v.until("worker 0 is down, or was", func(state *page.State) bool {
+		w := state.Workers[0]
+		return w.State == page.StateDown && strings.Contains(w.Why, mocker.ErrMockCrash.Error()) || w.Restarts > 0 && strings.Contains(w.Why, "started again")
+	})
+	v.until("worker 0 is back", func(state *page.State) bool {
+		return state.Workers[0].State == page.StateReady && state.Workers[0].Restarts > 0
+	})
+}
+
 func TestTheDemoNeedsMockWorkersAndServesThem(t *testing.T) {
-	if _, _, err := ParseConfig([]string{"--demo", "--engine=none"}); err == nil || !strings.Contains(err.Error(), "--demo") || !strings.Contains(err.Error(), "--engine mocker") {
-		t.Errorf("--demo without mock workers: %v", err)
+	t.Parallel()
+	if text, err := Output(t, "--demo", "--engine=none"); err == nil || !strings.Contains(text, "--demo") || !strings.Contains(text, "--engine mocker") {
+		t.Errorf("--demo without mock workers: %v, %s", err, text)
 	}
-	s := startMockSite(t, 2, "--demo", "--api-key=other", "--router-api-key="+pageKey)
-	v := look(t, s.selection)
+	s := StartMocker(t, 2, "--demo", "--api-key=other", "--router-api-key="+pageKey)
+	v := look(t, s.Port)
 	v.until("traffic comes by itself", func(state *page.State) bool {
 		return state.Demo && state.Totals.Requests > 5 && len(state.Cache.Nodes) > 0 && state.Rates.TTFT50 != nil
 	})
+}
+
+// TestTopShowsTheFleet: one frame has the workers and requests of a router, as its
+// metrics count them, and wants the router port's key.
+func TestTopShowsTheFleet(t *testing.T) {
+	t.Parallel()
+	s := StartMocks(t, 3, "--router-api-key=secret")
+	look := func(args ...string) (string, error) {
+		t.Helper()
+		return Output(t, append([]string{"top", "--router-url=" + s.Port, "--once"}, args...)...)
+	}
+	if text, err := look(); err == nil || !strings.Contains(text, "--router-api-key") {
+		t.Errorf("without a key: %v, %s", err, text)
+	}
+	for i := range 4 {
+		if a, err := s.Chat(t.Context(), LongPrompt(i%2), true, 8); err != nil || !a.Finished {
+			t.Fatalf("%+v, %v", a, err)
+		}
+	}
+	s.Settle()
+	var text string
+	testkit.Eventually(t, 20*time.Second, "the four requests are shown", func() bool {
+		var err error
+		if text, err = look("--router-api-key=secret"); err != nil {
+			t.Fatal(err)
+		}
+		return strings.Contains(text, " 4 requests ")
+	})
+	if !strings.Contains(text, "3 of 3 workers") || strings.Contains(text, "\x1b") {
+		t.Errorf("%q", text)
+	}
+	for i := range 3 {
+		if !regexp.MustCompile(fmt.Sprintf(`(?m)^%d +ready +0 .*%s$`, i, regexp.QuoteMeta(s.URL(i)))).MatchString(text) {
+			t.Errorf("worker %d is not shown as ready:\n%s", i, text)
+		}
+	}
 }

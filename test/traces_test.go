@@ -1,21 +1,18 @@
-package main
+package test
 
 import (
-	"bytes"
 	"context"
-	"encoding/json"
 	"fmt"
 	"io"
+	"kvrouter/internal/kv"
+	"kvrouter/internal/testkit"
+	"kvrouter/internal/testkit/collector"
 	"net/http"
 	"net/http/httptest"
 	"regexp"
 	"strings"
 	"testing"
 	"time"
-
-	"kvrouter/internal/kv"
-	"kvrouter/internal/testkit"
-	"kvrouter/internal/testkit/collector"
 )
 
 // clientTrace is the trace that clients of these tests are in, and clientParent what
@@ -26,35 +23,22 @@ const (
 	clientParent = "00-" + clientTrace + "-" + clientSpan + "-01"
 )
 
-// traceTo has routers that start from now on send traces to a collector over HTTP, ten
+// traceTo is the environment of a router that sends traces to a collector over HTTP, ten
 // times a second.
-func traceTo(t *testing.T, url string) {
+func traceTo(url string, more ...string) []string {
+	return append([]string{"OTEL_EXPORTER_OTLP_ENDPOINT=" + url, "OTEL_BSP_SCHEDULE_DELAY=100"}, more...)
+}
+
+// startTraced is StartMocks with an environment.
+func startTraced(t *testing.T, env []string, workers int, args ...string) *Mocks {
 	t.Helper()
-	t.Setenv("OTEL_EXPORTER_OTLP_ENDPOINT", url)
-	t.Setenv("OTEL_BSP_SCHEDULE_DELAY", "100")
+	return startOverIn(t, env, Program, testkit.FreePorts(t, 2), StartWorkers(t, workers, args...), args...)
 }
 
 // tracedChat sends a chat with headers of a client's and returns the status.
-func tracedChat(t *testing.T, s *site, content string, stream bool, headers ...string) int {
-	t.Helper()
-	text, _ := json.Marshal(map[string]any{"messages": []map[string]string{message("user", content)}, "max_tokens": 8, "stream": stream})
-	request, err := http.NewRequestWithContext(t.Context(), http.MethodPost, s.openAI+testkit.ChatPath, bytes.NewReader(text))
-	if err != nil {
-		t.Fatal(err)
-	}
-	request.Header.Set("Content-Type", "application/json")
-	for i := 0; i+1 < len(headers); i += 2 {
-		request.Header.Add(headers[i], headers[i+1])
-	}
-	response, err := http.DefaultClient.Do(request)
-	if err != nil {
-		t.Fatal(err)
-	}
-	defer response.Body.Close()
-	if _, err := io.Copy(io.Discard, response.Body); err != nil {
-		t.Fatal(err)
-	}
-	return response.StatusCode
+func tracedChat(r *Router, content string, stream bool, headers ...string) int {
+	r.T.Helper()
+	return r.ask(map[string]any{"messages": Say(content), "max_tokens": 8, "stream": stream}, headers...).StatusCode
 }
 
 // treeOf waits for so many spans and draws them.
@@ -64,45 +48,30 @@ func treeOf(t *testing.T, c *collector.Collector, trace string, spans int) strin
 	return collector.Tree(c.Spans(trace), false)
 }
 
-// fakeWorker is a server that is healthy, and answers everything else by serve.
-func fakeWorker(t *testing.T, serve http.HandlerFunc) (url string) {
+// attachFake starts a router over one attached worker and waits until it is up.
+func attachFake(t *testing.T, env []string, worker string, args ...string) *Router {
 	t.Helper()
-	server := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
-		switch {
-		case r.URL.Path == "/health":
-		case r.Method == http.MethodPost && r.URL.Path == testkit.ChatPath:
-			serve(w, r)
-		default:
-			http.NotFound(w, r)
-		}
-	}))
-	t.Cleanup(server.Close)
-	return server.URL
-}
-
-// attach starts a router over one attached worker and waits until it is up.
-func attach(t *testing.T, worker string, args ...string) *mockSite {
-	t.Helper()
-	s := startApp(t, testkit.FreePorts(t, 2), append([]string{"--engine=none", "--served-model-name=m", "--drain-timeout=1s", "--token-timeout=100ms", "--worker=" + worker}, args...)...)
-	testkit.Eventually(t, 10*time.Second, "the worker is up", func() bool { return len(s.app.router.Targets()) == 1 })
-	return s
+	r := StartAt(t, Program, testkit.FreePorts(t, 2), env, append([]string{"--engine=none", "--served-model-name=m", "--drain-timeout=1s", "--token-timeout=100ms", "--worker=" + worker}, args...)...)
+	r.WaitReady(1, 10*time.Second)
+	return r
 }
 
 func TestTraceOfARequest(t *testing.T) {
+	t.Parallel()
 	c := collector.Start(t)
 	for _, test := range []struct {
 		name   string
-		env    []string // pairs
+		env    []string
 		stream bool
 		want   string
 	}{
-		{"streamed, over HTTP", []string{"OTEL_EXPORTER_OTLP_ENDPOINT", c.HTTP}, true, `
+		{"streamed, over HTTP", traceTo(c.HTTP), true, `
 POST /v1/chat/completions SERVER [first_token]
   tokens INTERNAL
   decision INTERNAL
   attempt CLIENT [first_token]
 `},
-		{"whole, over gRPC", []string{"OTEL_EXPORTER_OTLP_ENDPOINT", c.GRPC, "OTEL_EXPORTER_OTLP_PROTOCOL", "grpc", "OTEL_SERVICE_NAME", "mine"}, false, `
+		{"whole, over gRPC", traceTo(c.GRPC, "OTEL_EXPORTER_OTLP_PROTOCOL=grpc", "OTEL_SERVICE_NAME=mine"), false, `
 POST /v1/chat/completions SERVER
   tokens INTERNAL
   decision INTERNAL
@@ -110,13 +79,9 @@ POST /v1/chat/completions SERVER
 `},
 	} {
 		t.Run(test.name, func(t *testing.T) {
-			traceTo(t, "")
-			for i := 0; i < len(test.env); i += 2 {
-				t.Setenv(test.env[i], test.env[i+1])
-			}
 			before := len(c.Spans(clientTrace))
-			s := startMockSite(t, 2)
-			if status := tracedChat(t, s.site, strings.Repeat("Hi ", 100), test.stream, "traceparent", clientParent, "tracestate", "vendor=1"); status != http.StatusOK {
+			s := startTraced(t, test.env, 2)
+			if status := tracedChat(s.Router, strings.Repeat("Hi ", 100), test.stream, "traceparent", clientParent, "tracestate", "vendor=1"); status != http.StatusOK {
 				t.Fatal(status)
 			}
 			testkit.Eventually(t, 20*time.Second, "the trace", func() bool { return len(c.Spans(clientTrace)) == before+4 })
@@ -167,12 +132,12 @@ POST /v1/chat/completions SERVER
 
 // TestTraceOfSharedRequests: both legs are attempts of one trace, whatever the protocol.
 func TestTraceOfSharedRequests(t *testing.T) {
+	t.Parallel()
 	for _, kind := range []kv.Kind{kv.KindNIXL, kv.KindSGLang} {
 		t.Run(kind.String(), func(t *testing.T) {
 			c := collector.Start(t)
-			traceTo(t, c.HTTP)
-			s := startMockPairs(t, kind, 1, 1)
-			if status := tracedChat(t, s.site, strings.Repeat("a long prompt ", 100), true, "traceparent", clientParent); status != http.StatusOK {
+			s := startTraced(t, traceTo(c.HTTP), 2, "--prefill-workers=1", "--decode-workers=1", "--mock-disagg-kind="+kind.String())
+			if status := tracedChat(s.Router, strings.Repeat("a long prompt ", 100), true, "traceparent", clientParent); status != http.StatusOK {
 				t.Fatal(status)
 			}
 			tree := treeOf(t, c, clientTrace, 5)
@@ -199,10 +164,10 @@ func TestTraceOfSharedRequests(t *testing.T) {
 
 // TestTraceOfRetries: each attempt has its span, and the worker's trace hangs below it.
 func TestTraceOfRetries(t *testing.T) {
+	t.Parallel()
 	c := collector.Start(t)
-	traceTo(t, c.HTTP)
-	s := startMockSite(t, 2, "--mock-error-rate=1", "--retries=1")
-	if status := tracedChat(t, s.site, "Hi", false, "traceparent", clientParent); status < http.StatusInternalServerError {
+	s := startTraced(t, traceTo(c.HTTP), 2, "--mock-error-rate=1", "--retries=1")
+	if status := tracedChat(s.Router, "Hi", false, "traceparent", clientParent); status < http.StatusInternalServerError {
 		t.Fatal(status)
 	}
 	want := `
@@ -224,6 +189,7 @@ POST /v1/chat/completions SERVER failed
 }
 
 func TestWhoseTraceGoesOn(t *testing.T) {
+	t.Parallel()
 	parent := func(flags string) string { return "00-" + clientTrace + "-" + clientSpan + "-" + flags }
 	for _, test := range []struct {
 		name    string
@@ -238,8 +204,8 @@ func TestWhoseTraceGoesOn(t *testing.T) {
 		{name: "a client's", headers: []string{"traceparent", parent("01"), "tracestate", "a=b"}, follows: true, sampled: true, state: "a=b"},
 		{name: "a client's that is not sampled", headers: []string{"traceparent", parent("00")}, follows: true},
 		{name: "none", sampled: true},
-		{name: "none, none sampled", env: []string{"OTEL_TRACES_SAMPLER", "parentbased_always_off"}},
-		{name: "a client's, though none else is sampled", env: []string{"OTEL_TRACES_SAMPLER", "parentbased_always_off"}, headers: []string{"traceparent", parent("01")}, follows: true, sampled: true},
+		{name: "none, none sampled", env: []string{"OTEL_TRACES_SAMPLER=parentbased_always_off"}},
+		{name: "a client's, though none else is sampled", env: []string{"OTEL_TRACES_SAMPLER=parentbased_always_off"}, headers: []string{"traceparent", parent("01")}, follows: true, sampled: true},
 		{name: "zeros", headers: []string{"traceparent", "00-" + strings.Repeat("0", 32) + "-" + clientSpan + "-01"}, sampled: true},
 		{name: "too short", headers: []string{"traceparent", "00-abc-01", "tracestate", "a=b"}, sampled: true},
 		{name: "too long", headers: []string{"traceparent", parent("01") + strings.Repeat("0", 5000)}, sampled: true},
@@ -247,22 +213,19 @@ func TestWhoseTraceGoesOn(t *testing.T) {
 		{name: "two", headers: []string{"traceparent", parent("01"), "traceparent", parent("01")}, sampled: true},
 		{name: "a state that is too long", headers: []string{"traceparent", parent("01"), "tracestate", "a=" + strings.Repeat("b", 200) + ",c=" + strings.Repeat("d", 200) + ",e=" + strings.Repeat("f", 200)}, follows: true, sampled: true},
 		{name: "of a client that is not trusted", args: []string{"--trust-hints=false"}, headers: []string{"traceparent", parent("01")}, links: true, sampled: true},
-		{name: "of a client that is not trusted, none sampled", args: []string{"--trust-hints=false"}, env: []string{"OTEL_TRACES_SAMPLER", "parentbased_always_off"}, headers: []string{"traceparent", parent("01")}},
+		{name: "of a client that is not trusted, none sampled", args: []string{"--trust-hints=false"}, env: []string{"OTEL_TRACES_SAMPLER=parentbased_always_off"}, headers: []string{"traceparent", parent("01")}},
 	} {
 		t.Run(test.name, func(t *testing.T) {
+			t.Parallel()
 			c := collector.Start(t)
-			traceTo(t, c.HTTP)
-			for i := 0; i < len(test.env); i += 2 {
-				t.Setenv(test.env[i], test.env[i+1])
-			}
 			received := make(chan http.Header, 10)
 			worker := fakeWorker(t, func(w http.ResponseWriter, r *http.Request) {
 				received <- r.Header.Clone()
 				w.Header().Set("Content-Type", "application/json")
 				io.WriteString(w, `{"choices":[{"finish_reason":"stop","message":{"content":"x"}}],"usage":{"prompt_tokens":1,"completion_tokens":1}}`)
 			})
-			s := attach(t, worker, test.args...)
-			if status := tracedChat(t, s.site, "Hi", false, test.headers...); status != http.StatusOK {
+			s := attachFake(t, traceTo(c.HTTP, test.env...), worker, test.args...)
+			if status := tracedChat(s, "Hi", false, test.headers...); status != http.StatusOK {
 				t.Fatal(status)
 			}
 			header := <-received
@@ -276,9 +239,7 @@ func TestWhoseTraceGoesOn(t *testing.T) {
 			if got := header.Get("tracestate"); got != test.state {
 				t.Errorf("the worker gets the state %q, want %q", got, test.state)
 			}
-			if err := s.end(); err != nil { // which sends what is left
-				t.Fatal(err)
-			}
+			s.Stop() // which sends what is left
 			spans := c.Spans("")
 			if !test.sampled {
 				if len(spans) > 0 {
@@ -301,6 +262,7 @@ func TestWhoseTraceGoesOn(t *testing.T) {
 // TestCollectorThatIsGoneBlocksNothing: requests are served as ever, and the end waits
 // a few seconds at most.
 func TestCollectorThatIsGoneBlocksNothing(t *testing.T) {
+	t.Parallel()
 	silent := httptest.NewUnstartedServer(http.HandlerFunc(func(_ http.ResponseWriter, r *http.Request) {
 		io.Copy(io.Discard, r.Body) // else the client's end is not seen
 		<-r.Context().Done()
@@ -310,31 +272,25 @@ func TestCollectorThatIsGoneBlocksNothing(t *testing.T) {
 	silent.Start()
 	defer silent.Close()
 	for _, test := range []struct{ name, url, protocol string }{
-		{"nobody listens, HTTP", deadURL(t), "http/protobuf"},
-		{"nobody listens, gRPC", deadURL(t), "grpc"},
+		{"nobody listens, HTTP", deadURL(), "http/protobuf"},
+		{"nobody listens, gRPC", deadURL(), "grpc"},
 		{"it never answers, HTTP", silent.URL, "http/protobuf"},
 	} {
 		t.Run(test.name, func(t *testing.T) {
-			traceTo(t, test.url)
-			t.Setenv("OTEL_EXPORTER_OTLP_PROTOCOL", test.protocol)
-			t.Setenv("OTEL_BSP_MAX_QUEUE_SIZE", "64")
-			t.Setenv("OTEL_BSP_MAX_EXPORT_BATCH_SIZE", "8")
-			s := startMockSite(t, 1)
+			s := startTraced(t, traceTo(test.url, "OTEL_EXPORTER_OTLP_PROTOCOL="+test.protocol, "OTEL_BSP_MAX_QUEUE_SIZE=64", "OTEL_BSP_MAX_EXPORT_BATCH_SIZE=8"), 1)
 			for i := range 100 {
 				ctx, cancel := context.WithTimeout(t.Context(), 10*time.Second)
-				a, err := s.chat(ctx, say(fmt.Sprint(i)), i%2 == 0, 4)
+				a, err := s.Chat(ctx, Say(fmt.Sprint(i)), i%2 == 0, 4)
 				cancel()
-				if err != nil || !a.finished {
+				if err != nil || !a.Finished {
 					t.Fatal(a, err)
 				}
 			}
-			if n := s.app.tracer.Counts(); n.Ended != 400 || n.Sent != 0 {
-				t.Errorf("%+v, want 400 spans of which none is sent", n)
+			if page := s.Metrics(); sum(page, "kvrouter_trace_spans_ended_total") != 400 || sum(page, "kvrouter_trace_spans_sent_total") != 0 {
+				t.Errorf("%v spans, %v of them sent; want 400, of which none is sent", sum(page, "kvrouter_trace_spans_ended_total"), sum(page, "kvrouter_trace_spans_sent_total"))
 			}
 			began := time.Now()
-			if err := s.end(); err != nil {
-				t.Error(err)
-			}
+			s.Stop()
 			if took := time.Since(began); took > 15*time.Second {
 				t.Errorf("the end took %s", took)
 			}
@@ -345,9 +301,10 @@ func TestCollectorThatIsGoneBlocksNothing(t *testing.T) {
 // TestExemplars: who asks for OpenMetrics gets the trace of a first token, if that was
 // kept; who does not gets the page as ever.
 func TestExemplars(t *testing.T) {
+	t.Parallel()
 	c := collector.Start(t)
-	page := func(s *mockSite, accept string) string {
-		request, _ := http.NewRequest(http.MethodGet, s.openAI+"/metrics", nil)
+	page := func(s *Mocks, accept string) string {
+		request, _ := http.NewRequest(http.MethodGet, s.OpenAI+"/metrics", nil)
 		request.Header.Set("Accept", accept)
 		response, err := http.DefaultClient.Do(request)
 		if err != nil {
@@ -368,9 +325,8 @@ func TestExemplars(t *testing.T) {
 		{"not traced", "", clientParent, false, false},
 	} {
 		t.Run(test.name, func(t *testing.T) {
-			traceTo(t, test.url)
-			s := startMockSite(t, 1)
-			tracedChat(t, s.site, "Hi", true, "traceparent", test.parent)
+			s := startTraced(t, traceTo(test.url), 1)
+			tracedChat(s.Router, "Hi", true, "traceparent", test.parent)
 			testkit.Eventually(t, 10*time.Second, "the first token is counted", func() bool {
 				return strings.Contains(page(s, plain), "kvrouter_time_to_first_token_seconds_count")
 			})

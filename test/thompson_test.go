@@ -1,13 +1,15 @@
-package main
+package test
 
 import (
 	"context"
 	"encoding/json"
 	"fmt"
 	"io"
+	"kvrouter/internal/engine"
+	"kvrouter/internal/kv"
+	"kvrouter/internal/testkit"
 	"math"
 	"net/http"
-	"net/http/httptest"
 	"os"
 	"path/filepath"
 	"strings"
@@ -15,97 +17,104 @@ import (
 	"time"
 
 	"golang.org/x/sync/errgroup"
-
-	"kvrouter/internal/engine"
-	"kvrouter/internal/kv"
-	"kvrouter/internal/telemetry"
-	"kvrouter/internal/testkit"
-	"kvrouter/internal/testkit/routertest"
-	"kvrouter/internal/thompson"
 )
 
-// send sends that many different chats, a few at a time, and returns how many
+// sendMany sends that many different chats, a few at a time, and returns how many
 // went to each worker, by id.
-func (s *mockSite) send(from, requests, atATime int) []int {
-	s.t.Helper()
+func (s *Mocks) sendMany(from, requests, atATime int) []int {
+	s.T.Helper()
 	workers := make([]uint64, requests)
 	var group errgroup.Group
 	group.SetLimit(atATime)
 	for i := range requests {
 		group.Go(func() error {
-			a, err := s.chat(s.t.Context(), say(fmt.Sprint(from+i, " is a number that no other chat has")), true, 8)
-			if err == nil && !a.finished {
+			a, err := s.Chat(s.T.Context(), Say(fmt.Sprint(from+i, " is a number that no other chat has")), true, 8)
+			if err == nil && !a.Finished {
 				err = fmt.Errorf("answer %+v", a)
 			}
-			workers[i] = a.worker
+			workers[i] = a.Worker
 			return err
 		})
 	}
 	if err := group.Wait(); err != nil {
-		s.t.Fatal(err)
+		s.T.Fatal(err)
 	}
-	counts := make([]int, s.app.config.NumWorkers)
+	counts := make([]int, s.Count)
 	for _, w := range workers {
 		counts[w]++
 	}
 	return counts
 }
 
+// belief is what the metrics page shows of a worker's distribution.
+func (r *Router) belief(worker int) (alpha, beta float64) {
+	r.T.Helper()
+	key := kv.WorkerKey{Worker: uint64(worker)}
+	return r.Gauge("thompson_router_beta_alpha", key), r.Gauge("thompson_router_beta_beta", key)
+}
+
 // evidence is what policy thompson has learned of all its workers together: the
 // rewards and what they lack of 1, without the two that it starts with.
-func (s *mockSite) evidence() (rewards, losses float64) {
-	for _, w := range routertest.ThompsonStats(s.t.(*testing.T), s.app.router).Workers {
-		rewards += w.Alpha - 1
-		losses += w.Beta - 1
+func (s *Mocks) evidence() (rewards, losses float64) {
+	s.T.Helper()
+	for i := range s.Count {
+		alpha, beta := s.belief(i)
+		rewards += alpha - 1
+		losses += beta - 1
 	}
 	return rewards, losses
 }
+
+// pending is how many decisions are still to be learned from.
+func (r *Router) pending() float64 { return r.Metrics()["thompson_router_pending_decisions"] }
 
 // TestThompsonLearnsWhichWorkerIsSlow has a worker that takes three times as
 // long as the two others, and becomes as fast as they are after 700 requests. One
 // request is in flight at a time, so that load says nothing about the workers.
 func TestThompsonLearnsWhichWorkerIsSlow(t *testing.T) {
-	if testing.Short() {
-		t.Skip("1,700 requests, one after the other")
-	}
-	start := func(fixes string) *mockSite {
-		return startMockSite(t, 3, "--policy=thompson", "--thompson.fixes="+fixes, "--speedup-ratio=6", "--mock-slow-worker=0=3")
+	t.Parallel()
+	start := func(t *testing.T, fixes string) *Mocks {
+		return StartMocks(t, 3, "--policy=thompson", "--thompson.fixes="+fixes, "--speedup-ratio=6", "--mock-slow-worker=0=3")
 	}
 	t.Run("mended", func(t *testing.T) {
-		s := start("all")
-		s.send(0, 500, 1)
-		slow := s.send(500, 200, 1)[0]
+		t.Parallel()
+		s := start(t, "all")
+		s.sendMany(0, 500, 1)
+		slow := s.sendMany(500, 200, 1)[0]
 		if slow >= 30 {
 			t.Errorf("after 500 requests %d of 200 go to the slow worker, want less than 15 %%", slow)
 		}
-		s.rank(kv.WorkerKey{}).Do(func(e *engine.Engine) { e.Cfg.Timing.Speedup *= 3 })
-		s.send(700, 300, 1)
-		recovered := s.send(1000, 200, 1)[0]
+		s.Rank(kv.WorkerKey{}).Do(func(e *engine.Engine) { e.Cfg.Timing.Speedup *= 3 })
+		s.sendMany(700, 300, 1)
+		recovered := s.sendMany(1000, 200, 1)[0]
 		if recovered < 30 {
 			t.Errorf("after 300 requests more, since when it is as fast as the others, %d of 200 go to the worker, want 15 %% at least", recovered)
 		}
 		t.Logf("of 200 requests each, %d while it is slow, %d when it is fast again", slow, recovered)
 	})
 	t.Run("as it was", func(t *testing.T) {
-		s := start("none")
-		slow := s.send(0, 500, 1)[0]
+		t.Parallel()
+		s := start(t, "none")
+		slow := s.sendMany(0, 500, 1)[0]
 		t.Logf("of 500 requests, %d", slow)
 		if slow < 100 {
 			t.Errorf("%d of 500 requests went to the slow worker, want about a third: it is compared with itself", slow)
 		}
-		for _, w := range routertest.ThompsonStats(t, s.app.router).Workers {
-			if mean := w.Alpha / (w.Alpha + w.Beta); mean < 0.44 || mean > 0.56 {
-				t.Errorf("worker %d is believed to earn %.2f, want about 0.5 for all", w.Worker.Worker, mean)
+		for i := range s.Count {
+			alpha, beta := s.belief(i)
+			if mean := alpha / (alpha + beta); mean < 0.44 || mean > 0.56 {
+				t.Errorf("worker %d is believed to earn %.2f, want about 0.5 for all", i, mean)
 			}
 		}
 	})
 }
 
 func TestThompsonLearnsNothingFromClientsThatLeave(t *testing.T) {
-	s := startMockSite(t, 2, "--policy=thompson", "--speedup-ratio=1")
+	t.Parallel()
+	s := StartMocks(t, 2, "--policy=thompson", "--speedup-ratio=1")
 	for range 6 {
 		ctx, leave := context.WithCancel(t.Context())
-		request, _ := http.NewRequestWithContext(ctx, http.MethodPost, s.openAI+testkit.ChatPath, strings.NewReader(`{"messages":[{"role":"user","content":"Hi"}],"max_tokens":5000,"ignore_eos":true,"stream":true}`))
+		request, _ := http.NewRequestWithContext(ctx, http.MethodPost, s.OpenAI+testkit.ChatPath, strings.NewReader(`{"messages":[{"role":"user","content":"Hi"}],"max_tokens":5000,"ignore_eos":true,"stream":true}`))
 		response, err := http.DefaultClient.Do(request)
 		if err != nil {
 			t.Fatal(err)
@@ -115,12 +124,12 @@ func TestThompsonLearnsNothingFromClientsThatLeave(t *testing.T) {
 		response.Body.Close()
 	}
 	testkit.Eventually(t, 20*time.Second, "all are off the books", func() bool {
-		return s.inFlight() == 0 && routertest.ThompsonStats(t, s.app.router).Pending == 0
+		return s.InFlight() == 0 && s.pending() == 0
 	})
 	if rewards, losses := s.evidence(); rewards != 0 || losses != 0 {
 		t.Errorf("rewards of %v and losses of %v were learned", rewards, losses)
 	}
-	s.send(0, 1, 1)
+	s.sendMany(0, 1, 1)
 	testkit.Eventually(t, 5*time.Second, "a whole answer is learned from", func() bool {
 		rewards, losses := s.evidence()
 		return rewards == 0.5 && losses == 0.5
@@ -128,71 +137,68 @@ func TestThompsonLearnsNothingFromClientsThatLeave(t *testing.T) {
 }
 
 func TestThompsonLearnsFromWorkersThatFail(t *testing.T) {
-	s := startMockSite(t, 2, "--policy=thompson", "--mock-error-rate=1")
-	if status, answer := post(t, s.openAI+testkit.ChatPath, `{"messages":[{"role":"user","content":"Hi"}]}`); status != 500 {
+	t.Parallel()
+	s := StartMocks(t, 2, "--policy=thompson", "--mock-error-rate=1")
+	if status, answer := Post(t, s.OpenAI+testkit.ChatPath, `{"messages":[{"role":"user","content":"Hi"}]}`); status != 500 {
 		t.Fatalf("%d %s", status, answer)
 	}
-	testkit.Eventually(t, 5*time.Second, "both attempts are off the books", func() bool { return routertest.ThompsonStats(t, s.app.router).Pending == 0 })
+	testkit.Eventually(t, 5*time.Second, "both attempts are off the books", func() bool { return s.pending() == 0 })
 	rewards, losses := s.evidence()
 	if rewards > 0 || losses < 1.9 || losses > 2 { // the first of them has faded a little
 		t.Errorf("rewards of %v and losses of %v were learned, want those of two failures", rewards, losses)
 	}
-	page := scrape(s.app.telemetry)
+	page := s.Metrics()
 	if n := page["thompson_processor_engine_errors_total"]; n != 2 {
 		t.Errorf("%v engine errors", n)
 	}
 }
 
 func TestWhatThompsonLearnedSurvivesARestart(t *testing.T) {
+	t.Parallel()
 	args := []string{"--policy=thompson", "--thompson-state=" + filepath.Join(t.TempDir(), "state.json")}
 	ofSeries := `{"messages":[{"role":"user","content":"Hi"}],"max_tokens":1,"nvext":{"agent_hints":{"prefix_id":"p","total_requests":9}}}`
-	s := startMockSite(t, 3, args...)
-	s.send(0, 30, 3)
-	post(t, s.openAI+testkit.ChatPath, ofSeries)
-	testkit.Eventually(t, 5*time.Second, "all is learned", func() bool { return routertest.ThompsonStats(t, s.app.router).Pending == 0 })
-	before := routertest.ThompsonStats(t, s.app.router)
-	if err := s.end(); err != nil {
-		t.Fatal(err)
+	w := StartWorkers(t, 3)
+	s := StartOver(t, w, args...)
+	s.sendMany(0, 30, 3)
+	Post(t, s.OpenAI+testkit.ChatPath, ofSeries)
+	testkit.Eventually(t, 5*time.Second, "all is learned", func() bool { return s.pending() == 0 })
+	var before [3][2]float64
+	for i := range before {
+		before[i][0], before[i][1] = s.belief(i)
 	}
+	s.Stop()
 
-	s = startMockSite(t, 3, args...)
-	after := routertest.ThompsonStats(t, s.app.router)
-	for i, w := range after.Workers {
-		if was := before.Workers[i]; w.Worker != was.Worker || math.Abs(w.Alpha-was.Alpha) > 1e-9 || math.Abs(w.Beta-was.Beta) > 1e-9 {
-			t.Errorf("before %+v, after the restart %+v", was, w)
+	s = StartOver(t, w, args...)
+	for i, was := range before {
+		if alpha, beta := s.belief(i); alpha == 0 || math.Abs(alpha-was[0]) > 1e-9 || math.Abs(beta-was[1]) > 1e-9 {
+			t.Errorf("worker %d: before %v, after the restart %v and %v", i, was, alpha, beta)
 		}
 	}
-	if len(after.Workers) != 3 || after.Series != 1 {
-		t.Errorf("%d workers and %d series after the restart, want 3 and 1", len(after.Workers), after.Series)
+	if n := s.Metrics()["thompson_router_prefix_state_size"]; n != 1 {
+		t.Errorf("%v series after the restart, want 1", n)
 	}
-	post(t, s.openAI+testkit.ChatPath, ofSeries)
-	if after = routertest.ThompsonStats(t, s.app.router); after.Stayed+after.Switched != 1 {
-		t.Errorf("the series begins anew: %+v", after)
+	Post(t, s.OpenAI+testkit.ChatPath, ofSeries)
+	page := s.Metrics()
+	if stayed, switched := page["thompson_router_sticky_decisions_total"], page["thompson_router_switch_decisions_total"]; stayed+switched != 1 {
+		t.Errorf("the series begins anew: stayed %v times, switched %v", stayed, switched)
 	}
-}
-
-func scrape(t *telemetry.Metrics) testkit.MetricsLines {
-	w := httptest.NewRecorder()
-	t.Handler().ServeHTTP(w, httptest.NewRequest("GET", "/metrics", nil))
-	return testkit.ReadMetricsPage(w.Body.String())
 }
 
 func TestThompsonMetricsTellOfRequestsAndDecisions(t *testing.T) {
-	s := startMockSite(t, 2, "--policy=thompson")
+	t.Parallel()
+	s := StartMocks(t, 2, "--policy=thompson")
 	const requests = 6
 	for range requests {
-		status, answer := post(t, s.openAI+testkit.ChatPath, `{"messages":[{"role":"user","content":"Hi"}],"max_tokens":5,"ignore_eos":true,"nvext":{"agent_hints":{"prefix_id":"p","total_requests":6}}}`)
+		status, answer := Post(t, s.OpenAI+testkit.ChatPath, `{"messages":[{"role":"user","content":"Hi"}],"max_tokens":5,"ignore_eos":true,"nvext":{"agent_hints":{"prefix_id":"p","total_requests":6}}}`)
 		if status != 200 {
 			t.Fatalf("%s", answer)
 		}
 	}
-	post(t, s.openAI+testkit.ChatPath, `{"messages":[{"role":"user","content":"Hi"}],"max_tokens":-5}`) // the engine's 400
-	post(t, s.openAI+testkit.ChatPath, `{"messages":`)                                                  // refused here: not a request to it
-	testkit.Eventually(t, 5*time.Second, "the requests are over", func() bool { return s.inFlight() == 0 })
-	got := scrape(s.app.telemetry)
-	if n := scrape(s.app.telemetry)["thompson_processor_active_requests"]; n != 0 {
-		t.Errorf("%v active requests", n)
-	}
+	Post(t, s.OpenAI+testkit.ChatPath, `{"messages":[{"role":"user","content":"Hi"}],"max_tokens":-5}`) // the engine's 400
+	Post(t, s.OpenAI+testkit.ChatPath, `{"messages":`)                                                  // refused here: not a request to it
+	testkit.Eventually(t, 5*time.Second, "the requests are over", func() bool { return s.InFlight() == 0 })
+	testkit.Eventually(t, 5*time.Second, "no request is active", func() bool { return s.Metrics()["thompson_processor_active_requests"] == 0 })
+	got := s.Metrics()
 	for name, want := range map[string]float64{
 		"thompson_processor_requests_total":                requests + 1,
 		"thompson_processor_request_latency_seconds_count": requests + 1,
@@ -236,18 +242,18 @@ func TestThompsonMetricsTellOfRequestsAndDecisions(t *testing.T) {
 }
 
 func TestThompsonKeepsItsStateAndTraces(t *testing.T) {
+	t.Parallel()
 	dir := t.TempDir()
 	state, traces := filepath.Join(dir, "state.json"), filepath.Join(dir, "traces.jsonl")
 	args := []string{"--policy=thompson", "--thompson-state=" + state, "--thompson-traces=" + traces}
-	site := startMockSite(t, 2, args...)
+	w := StartWorkers(t, 2)
+	site := StartOver(t, w, args...)
 	for i := range 6 {
-		if _, err := site.chat(t.Context(), []map[string]string{{"role": "user", "content": fmt.Sprintf("question %d", i)}}, true, 8); err != nil {
+		if _, err := site.Chat(t.Context(), []map[string]string{{"role": "user", "content": fmt.Sprintf("question %d", i)}}, true, 8); err != nil {
 			t.Fatal(err)
 		}
 	}
-	if err := site.end(); err != nil {
-		t.Fatal(err)
-	}
+	site.Stop()
 	data, err := os.ReadFile(state)
 	if err != nil {
 		t.Fatal(err)
@@ -269,10 +275,10 @@ func TestThompsonKeepsItsStateAndTraces(t *testing.T) {
 	if told := strings.Count(string(lines), `"finish_reason":"length"`); told < 6 { // the answers are cut at 8 tokens
 		t.Errorf("%d of 6 answers have their finish reason:\n%s", told, lines)
 	}
-	again := startMockSite(t, 2, args...)
-	var stats thompson.Stats
-	thompson.With(again.app.router.WithPolicy, func(p *thompson.Policy) { stats = p.Stats() })
-	if len(stats.Workers) != 2 || stats.Workers[0].Alpha <= 0 {
-		t.Errorf("after the restart %+v", stats)
+	again := StartOver(t, w, args...)
+	for i := range 2 {
+		if alpha, beta := again.belief(i); alpha <= 0 || beta <= 0 {
+			t.Errorf("after the restart worker %d has %v and %v", i, alpha, beta)
+		}
 	}
 }

@@ -1,85 +1,81 @@
-package main
+package test
 
 import (
 	"context"
-	"errors"
+	"encoding/json"
 	"fmt"
 	"io"
+	"kvrouter/internal/kv"
+	"kvrouter/internal/mocker"
+	"kvrouter/internal/selection"
+	"kvrouter/internal/testkit"
 	"net/http"
 	"net/http/httptest"
-	"slices"
 	"strings"
 	"sync/atomic"
 	"testing"
 	"time"
 
-	"kvrouter/internal/kv"
-	"kvrouter/internal/mocker"
-	"kvrouter/internal/selection"
-	"kvrouter/internal/testkit"
-	"kvrouter/internal/testkit/routertest"
-	"kvrouter/internal/workers"
+	"github.com/tidwall/gjson"
 )
 
 // selectionSite is a router of block size 4 without an engine, whose workers are
 // registered.
 type selectionSite struct {
-	*mockSite
+	*Router
 	events map[uint64]*mocker.Events
 }
 
 func startSelection(t *testing.T, args ...string) *selectionSite {
 	t.Helper()
 	all := []string{"--engine=none", "--policy=kv", "--block-size=4", "--seed=1"}
-	s := &selectionSite{startApp(t, testkit.FreePorts(t, 2), append(all, args...)...), map[uint64]*mocker.Events{}}
-	// Most of its workers do not exist: nobody is to notice.
-	s.app.fleet.Timing.FirstLook, s.app.fleet.Timing.HealthEvery = time.Hour, time.Hour
-	return s
+	s := &selectionSite{Start(t, append(all, args...)...), map[uint64]*mocker.Events{}}
+	return s // most of its workers do not exist: they are not watched before they have answered once
 }
 
 // register adds a worker of model m with a publisher of its own.
 func (s *selectionSite) register(id uint64) {
-	s.t.Helper()
+	s.T.Helper()
 	events, err := mocker.NewEvents("127.0.0.1:0", "127.0.0.1:0", 4)
 	if err != nil {
-		s.t.Fatal(err)
+		s.T.Fatal(err)
 	}
-	s.t.Cleanup(events.Close)
+	s.T.Cleanup(events.Close)
 	s.events[id] = events
 	spec := map[string]any{
 		"worker_id": id, "model_name": "m", "endpoint": "http://127.0.0.1:1", "kv_events_endpoint": events.Pub.Endpoint(),
 		"block_size": 4, "max_num_batched_tokens": 8192, "total_kv_blocks": 1000,
 	}
 	s.want("POST", "/workers", spec, 201, `lifecycle "schedulable"`, `routing_group "default"`, fmt.Sprintf("worker_id %d", id))
-	testkit.Eventually(s.t, 10*time.Second, "the worker's events are followed", func() bool { return events.Pub.Subscribers() > 0 })
+	testkit.Eventually(s.T, 10*time.Second, "the worker's events are followed", func() bool { return events.Pub.Subscribers() > 0 })
 }
 
 // stores lets a worker publish that it holds the tokens 1 to 4·len(engine).
 func (s *selectionSite) stores(id uint64, engine ...uint64) {
-	s.t.Helper()
+	s.T.Helper()
 	event := mocker.Event{}
 	for i, e := range engine {
 		event.Stored = append(event.Stored, kv.StoredBlock{Engine: e})
 		event.Tokens = append(event.Tokens, testkit.Tokens(uint32(4*i+1), 4)...)
 	}
 	s.events[id].PublishNow(event)
-	testkit.Eventually(s.t, 10*time.Second, "the events are applied", func() bool {
-		return s.app.index.Blocks(kv.WorkerKey{Worker: id}) == len(engine)
+	testkit.Eventually(s.T, 10*time.Second, "the events are applied", func() bool {
+		return s.Blocks(kv.WorkerKey{Worker: id}) == len(engine)
 	})
 }
 
 // want sends a request and checks the status and, as "path value", parts of the
 // answer; the value - stands for none.
 func (s *selectionSite) want(method, path string, query any, status int, parts ...string) reply {
-	s.t.Helper()
-	got := ask(s.t, s.selection, method, path, query)
+	s.T.Helper()
+	got := ask(s.T, s.Port, method, path, query)
 	if got.status != status {
-		s.t.Errorf("%s %s %v: status %d, want %d: %s", method, path, query, got.status, status, got.Raw)
+		s.T.Errorf("%s %s %v: status %d, want %d: %s", method, path, query, got.status, status, got.Raw)
 	}
 	for _, part := range parts {
 		field, value, _ := strings.Cut(part, " ")
 		if is := got.Get(field); is.Raw != value && (is.Exists() || value != "-") {
-			s.t.Errorf("%s %s %v: %s is %s, want %s in %s", method, path, query, field, is.Raw, value, got.Raw)
+			s.T.Errorf("%s %s %v: %s is %s, want %s in %s", method, path, query, field, is.Raw, value, got.Raw)
 		}
 	}
 	return got
@@ -87,7 +83,7 @@ func (s *selectionSite) want(method, path string, query any, status int, parts .
 
 // two registers the two workers of the documented examples.
 func (s *selectionSite) two() {
-	s.t.Helper()
+	s.T.Helper()
 	s.register(1)
 	s.register(2)
 	s.stores(1, 11, 12)
@@ -106,6 +102,7 @@ func prompt12(more object) object {
 }
 
 func TestSelectionAnswersAsDocumented(t *testing.T) {
+	t.Parallel()
 	s := startSelection(t)
 	s.want("GET", "/ready", nil, 503, "ready false", "schedulable_workers 0")
 	s.want("POST", "/select", prompt12(nil), 503, `error "no schedulable workers for model=m routing_group=default"`)
@@ -151,6 +148,7 @@ func TestSelectionAnswersAsDocumented(t *testing.T) {
 }
 
 func TestReservationBooksWhatSelectChose(t *testing.T) {
+	t.Parallel()
 	s := startSelection(t)
 	s.two()
 	s.want("POST", "/reservations", object{"model_name": "m", "selection_id": "a"}, 404,
@@ -168,6 +166,7 @@ func TestReservationBooksWhatSelectChose(t *testing.T) {
 }
 
 func TestSelectionRefusesWhatMakesNoSense(t *testing.T) {
+	t.Parallel()
 	s := startSelection(t)
 	s.register(1)
 	for _, c := range []struct {
@@ -196,7 +195,7 @@ func TestSelectionRefusesWhatMakesNoSense(t *testing.T) {
 		{"/route", object{"method": "dance"}, 400, "mark_prefill"},
 		{"/route", object{"method": "new"}, 400, "tokens"},
 	} {
-		got := ask(t, s.selection, "POST", c.path, c.query)
+		got := ask(t, s.Port, "POST", c.path, c.query)
 		if got.status != c.status || !strings.Contains(got.Get("error").String(), c.says) {
 			t.Errorf("%s %.100v: %d %s, want %d and %q", c.path, c.query, got.status, got.Raw, c.status, c.says)
 		}
@@ -206,6 +205,7 @@ func TestSelectionRefusesWhatMakesNoSense(t *testing.T) {
 }
 
 func TestIncompleteWorkersSayWhatIsMissing(t *testing.T) {
+	t.Parallel()
 	s := startSelection(t)
 	s.want("POST", "/workers", object{"worker_id": 7, "model_name": "m"}, 201, `lifecycle "incomplete"`,
 		`not_schedulable_reasons ["endpoint is required","block_size must be greater than 0","kv_events endpoint is required for dp_rank 0"]`)
@@ -221,6 +221,7 @@ func TestIncompleteWorkersSayWhatIsMissing(t *testing.T) {
 }
 
 func TestRoutingGroupsAndModelsKeepToTheirOwnWorkers(t *testing.T) {
+	t.Parallel()
 	s := startSelection(t)
 	for id, group := range []string{"", "blue"} {
 		s.want("POST", "/workers", object{"worker_id": id, "model_name": "m", "routing_group": group, "endpoint": "http://127.0.0.1:1", "block_size": 4, "kv_events_endpoint": "tcp://127.0.0.1:1"}, 201)
@@ -239,6 +240,7 @@ func TestRoutingGroupsAndModelsKeepToTheirOwnWorkers(t *testing.T) {
 }
 
 func TestRankIsChosenAndShown(t *testing.T) {
+	t.Parallel()
 	s := startSelection(t)
 	endpoints := object{}
 	for rank := 2; rank < 4; rank++ {
@@ -255,7 +257,7 @@ func TestRankIsChosenAndShown(t *testing.T) {
 		"kv_events_endpoints": endpoints, "data_parallel_start_rank": 2, "data_parallel_size": 2}, 201, `lifecycle "schedulable"`)
 	testkit.Eventually(t, 10*time.Second, "events are followed", func() bool { return s.events[3].Pub.Subscribers() > 0 })
 	s.events[3].PublishNow(mocker.Event{Stored: []kv.StoredBlock{{Engine: 9}}, Tokens: testkit.Tokens(1, 4)})
-	testkit.Eventually(t, 10*time.Second, "events are applied", func() bool { return s.app.index.Blocks(kv.WorkerKey{Worker: 5, Rank: 3}) == 1 })
+	testkit.Eventually(t, 10*time.Second, "events are applied", func() bool { return s.Blocks(kv.WorkerKey{Worker: 5, Rank: 3}) == 1 })
 	s.want("POST", "/select_and_reserve", prompt12(object{"selection_id": "a"}), 200, "worker_id 5", "dp_rank 3", "overlap.dp.2 0", "overlap.dp.3 4")
 	s.want("GET", "/loads", nil, 200, "0.loads.#.dp_rank [2,3]", "0.loads.1.potential_prefill_tokens 8")
 	s.want("POST", "/select", prompt12(object{"pinned_worker": object{"worker_id": 5, "dp_rank": 2}}), 200, "dp_rank 2", "effective_prefill_tokens 12")
@@ -263,6 +265,7 @@ func TestRankIsChosenAndShown(t *testing.T) {
 }
 
 func TestRouteServesTheContractOfKvRouter(t *testing.T) {
+	t.Parallel()
 	s := startSelection(t)
 	s.two()
 	s.want("POST", "/route", object{"method": "new", "request_id": "q", "tokens": testkit.Tokens(1, 12)}, 200, `method "new"`, "worker_id 1", "dp_rank 0", "overlap_blocks 2")
@@ -280,6 +283,7 @@ func TestRouteServesTheContractOfKvRouter(t *testing.T) {
 }
 
 func TestReservationsWaitWhileAllWorkersHaveEnoughToDo(t *testing.T) {
+	t.Parallel()
 	s := startSelection(t, "--router-queue-threshold=1", "--router-queue-limit=1")
 	s.want("POST", "/workers", object{"worker_id": 1, "model_name": "m", "endpoint": "http://127.0.0.1:1", "block_size": 4, "kv_events_endpoint": "tcp://127.0.0.1:1"}, 201,
 		`not_schedulable_reasons ["max_num_batched_tokens is required while queueing is enabled"]`)
@@ -287,9 +291,9 @@ func TestReservationsWaitWhileAllWorkersHaveEnoughToDo(t *testing.T) {
 	s.want("POST", "/select_and_reserve", prompt12(object{"selection_id": "a"}), 200)
 	answered := make(chan reply, 1)
 	go func() {
-		answered <- ask(t, s.selection, "POST", "/select_and_reserve", prompt12(object{"selection_id": "b"}))
+		answered <- ask(t, s.Port, "POST", "/select_and_reserve", prompt12(object{"selection_id": "b"}))
 	}()
-	pending := func() int64 { return ask(t, s.selection, "GET", "/loads", nil).Get("0.pending_count").Int() }
+	pending := func() int64 { return ask(t, s.Port, "GET", "/loads", nil).Get("0.pending_count").Int() }
 	testkit.Eventually(t, 10*time.Second, "the second waits", func() bool { return pending() == 1 })
 	s.want("GET", "/loads", nil, 200, "0.pending_isl_tokens 12")
 	s.want("POST", "/select_and_reserve", prompt12(object{"selection_id": "b"}), 409)
@@ -309,7 +313,7 @@ func TestReservationsWaitWhileAllWorkersHaveEnoughToDo(t *testing.T) {
 	ctx, cancel := context.WithCancel(t.Context())
 	gone := make(chan error, 1)
 	go func() {
-		request, err := http.NewRequestWithContext(ctx, "POST", s.selection+"/select_and_reserve", strings.NewReader(`{"model_name":"m","token_ids":[1,2,3,4],"selection_id":"d"}`))
+		request, err := http.NewRequestWithContext(ctx, "POST", s.Port+"/select_and_reserve", strings.NewReader(`{"model_name":"m","token_ids":[1,2,3,4],"selection_id":"d"}`))
 		if err == nil {
 			request.Header.Set("Content-Type", "application/json")
 			_, err = http.DefaultClient.Do(request)
@@ -348,7 +352,6 @@ func registeredSite(t *testing.T) (s *selectionSite, worker *healthServer, spec 
 	}))
 	t.Cleanup(worker.Close)
 	s = startSelection(t)
-	s.app.fleet.Timing.FirstLook, s.app.fleet.Timing.HealthEvery = 20*time.Millisecond, 20*time.Millisecond
 	events, err := mocker.NewEvents("127.0.0.1:0", "127.0.0.1:0", 4)
 	if err != nil {
 		t.Fatal(err)
@@ -362,13 +365,14 @@ func registeredSite(t *testing.T) (s *selectionSite, worker *healthServer, spec 
 }
 
 func (s *selectionSite) lifecycleBecomes(want string) {
-	s.t.Helper()
-	testkit.Eventually(s.t, 10*time.Second, "worker 1 is "+want, func() bool {
-		return ask(s.t, s.selection, "GET", "/workers", nil).Get("0.lifecycle").String() == want
+	s.T.Helper()
+	testkit.Eventually(s.T, 10*time.Second, "worker 1 is "+want, func() bool {
+		return ask(s.T, s.Port, "GET", "/workers", nil).Get("0.lifecycle").String() == want
 	})
 }
 
 func TestRegisteredWorkerIsWatchedOnceItHasAnswered(t *testing.T) {
+	t.Parallel()
 	s, worker, _ := registeredSite(t)
 	s.stores(1, 11)
 	worker.well.Store(true)
@@ -381,11 +385,12 @@ func TestRegisteredWorkerIsWatchedOnceItHasAnswered(t *testing.T) {
 	worker.Close()
 	s.lifecycleBecomes(selection.LifecycleUnschedulable)
 	testkit.Eventually(t, 10*time.Second, "its cache is gone with its process", func() bool {
-		return s.app.index.Blocks(kv.WorkerKey{Worker: 1}) == 0
+		return s.Blocks(kv.WorkerKey{Worker: 1}) == 0
 	})
 }
 
 func TestChangesOfARegisteredWorkerKeepItsCacheIfTheyCan(t *testing.T) {
+	t.Parallel()
 	s, _, spec := registeredSite(t)
 	s.stores(1, 11, 12)
 	s.want("POST", "/select_and_reserve", prompt12(object{"selection_id": "a"}), 200)
@@ -394,13 +399,12 @@ func TestChangesOfARegisteredWorkerKeepItsCacheIfTheyCan(t *testing.T) {
 	s.want("PATCH", "/workers/1", object{"kv_events_endpoint": "tcp://127.0.0.1:1"}, 200, "blocks 0", "generation 2", "in_flight 1", `lifecycle "schedulable"`)
 	s.want("DELETE", "/workers/1", nil, 200)
 	s.want("DELETE", "/reservations/a", nil, 404) // freed with its worker
-	if loads := s.app.router.Loads(); len(loads) != 0 {
-		t.Errorf("loads of nobody: %v", loads)
-	}
+	s.want("GET", "/loads", nil, 200, "#.loads.# -")
 	s.want("POST", "/workers", spec, 201, "blocks 0", "in_flight 0")
 }
 
 func TestWorkersOfTheFlagsCannotBeChangedByRegistration(t *testing.T) {
+	t.Parallel()
 	s := startSelection(t, "--worker=url=http://127.0.0.1:1,id=3")
 	s.want("POST", "/workers", object{"worker_id": 3, "endpoint": "http://127.0.0.1:2", "block_size": 4, "kv_events_endpoint": "tcp://127.0.0.1:1"}, 409)
 	s.want("PATCH", "/workers/3", object{"block_size": 4}, 409)
@@ -409,6 +413,7 @@ func TestWorkersOfTheFlagsCannotBeChangedByRegistration(t *testing.T) {
 }
 
 func TestRegistrationWithoutEventsNeedsNoEndpointForThem(t *testing.T) {
+	t.Parallel()
 	s := startSelection(t, "--no-kv-events")
 	worker := object{"worker_id": 1, "model_name": "m", "endpoint": "http://127.0.0.1:1", "block_size": 4}
 	s.want("POST", "/workers", worker, 201, `lifecycle "schedulable"`)
@@ -418,105 +423,244 @@ func TestRegistrationWithoutEventsNeedsNoEndpointForThem(t *testing.T) {
 }
 
 func TestRegistrationEndsWithTheRouter(t *testing.T) {
+	t.Parallel()
 	s, _, _ := registeredSite(t)
-	if err := s.end(); err != nil {
-		t.Fatal(err)
-	}
-	if err := s.app.fleet.Register(t.Context(), workers.Registration{ID: 9}); !errors.Is(err, workers.ErrFleetEnding) {
-		t.Errorf("registered at an ended fleet: %v", err)
-	}
-	if s.app.fleet.Unregister(9) {
-		t.Error("a worker was unregistered that never was registered")
-	}
+	s.Stop() // which fails the test if it takes long, or the exit status is not 0
 }
 
 func TestRegisteredWorkerServesChats(t *testing.T) {
-	s := &selectionSite{startApp(t, testkit.FreePorts(t, 2), "--engine=none", "--policy=kv"), nil}
-	first := startMockSite(t, 1)
-	record := ask(t, first.selection, "GET", "/workers", nil).Get("0")
+	t.Parallel()
+	s := &selectionSite{Start(t, "--engine=none", "--policy=kv"), nil}
+	first := StartMocks(t, 1)
+	record := ask(t, first.Port, "GET", "/workers", nil).Get("0")
 	s.want("POST", "/workers", object{
 		"worker_id": 0, "model_name": record.Get("model_name").String(), "endpoint": record.Get("endpoint").String(), "block_size": 64,
 		"kv_events_endpoint": record.Get("kv_events_endpoint").String(), "replay_endpoint": record.Get("replay_endpoint").String(),
 	}, 201, `lifecycle "schedulable"`)
-	chat := say(strings.Repeat("seen by both ", 30))
-	if _, err := first.chat(t.Context(), chat, false, 1); err != nil {
+	chat := Say(strings.Repeat("seen by both ", 30))
+	if _, err := first.Chat(t.Context(), chat, false, 1); err != nil {
 		t.Fatal(err)
 	}
-	testkit.Eventually(t, 20*time.Second, "the second router knows the blocks", func() bool { return s.app.index.Blocks(kv.WorkerKey{}) > 0 })
-	if a, err := s.chat(t.Context(), chat, false, 1); err != nil || a.predicted != a.cached || a.cached == 0 {
+	testkit.Eventually(t, 20*time.Second, "the second router knows the blocks", func() bool { return s.Blocks(kv.WorkerKey{}) > 0 })
+	if a, err := s.Chat(t.Context(), chat, false, 1); err != nil || a.Predicted != a.Cached || a.Cached == 0 {
 		t.Error(a, err)
 	}
 	s.want("GET", "/loads", nil, 200, "0.loads.0.active_requests 0")
-	if err := s.end(); err != nil { // its connections, before the other ends and looks for some
-		t.Error(err)
-	}
-	s.app.proxy.Close()
 }
 
-// TestTwoRoutersHoldTheSameIndex has a second router join while the first is at
-// work: it learns what was before through replay.
-func TestTwoRoutersHoldTheSameIndex(t *testing.T) {
-	first := startMockSite(t, 2, "--mock-num-gpu-blocks=40", "--block-size=16", "--mock-data-parallel-size=2")
-	load := func(from, to int) {
-		for i := from; i < to; i++ {
-			if _, err := first.chat(t.Context(), say(strings.Repeat(fmt.Sprintf("words of chat %d ", i), 12)), i%2 == 0, 4); err != nil {
-				t.Fatal(err)
+// managedServer is a worker that clients of sglang-router add by its URL.
+func managedServer(t *testing.T) *httptest.Server {
+	t.Helper()
+	s := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		switch r.URL.Path {
+		case "/health":
+		case "/v1/models":
+			io.WriteString(w, `{"data":[{"id":"m"}]}`)
+		case "/v1/completions":
+			fmt.Fprintf(w, `{"choices":[{"text":"x","finish_reason":"stop"}],"key":%q}`, r.Header.Get("Authorization"))
+		default:
+			w.WriteHeader(http.StatusNotFound)
+		}
+	}))
+	t.Cleanup(s.Close)
+	return s
+}
+
+// call sends a request without a body, as sglang-router's clients do.
+func (s *selectionSite) call(method, path string, headers ...string) (int, string) {
+	s.T.Helper()
+	request, err := http.NewRequestWithContext(s.T.Context(), method, s.Port+path, nil)
+	if err != nil {
+		s.T.Fatal(err)
+	}
+	for i := 0; i+1 < len(headers); i += 2 {
+		request.Header.Set(headers[i], headers[i+1])
+	}
+	response, err := http.DefaultClient.Do(request)
+	if err != nil {
+		s.T.Fatal(err)
+	}
+	defer response.Body.Close()
+	text, err := io.ReadAll(response.Body)
+	if err != nil {
+		s.T.Fatal(err)
+	}
+	return response.StatusCode, string(text)
+}
+
+func (s *selectionSite) calls(method, path string, status int, want string) {
+	s.T.Helper()
+	if got, text := s.call(method, path); got != status || text != want {
+		s.T.Errorf("%s %s: %d %s, want %d %s", method, path, got, text, status, want)
+	}
+}
+
+// TestSGLangRoutersClientsManageWorkers: the calls and answers are sglang-router's.
+func TestSGLangRoutersClientsManageWorkers(t *testing.T) {
+	t.Parallel()
+	s := startSelection(t)
+	worker := managedServer(t)
+	s.calls("GET", "/liveness", 200, "OK")
+	s.calls("GET", "/readiness", 503, `{"reason":"insufficient healthy workers","status":"not ready"}`)
+	s.calls("GET", "/list_workers", 200, `{"urls":[]}`)
+	s.calls("POST", "/add_worker?url="+worker.URL+"/&api_key=sesame", 200, "Successfully added worker: "+worker.URL)
+	s.calls("POST", "/add_worker?url="+worker.URL, 400, "Worker "+worker.URL+" already exists")
+	s.calls("GET", "/list_workers", 200, fmt.Sprintf(`{"urls":[%q]}`, worker.URL))
+	s.calls("GET", "/readiness", 200, `{"healthy_workers":1,"status":"ready","total_workers":1}`)
+	s.want("GET", "/workers", nil, 200, "# 1", `0.lifecycle "schedulable"`, `0.model_name "m"`, "0.api_key -")
+	if status, answer := Post(t, s.OpenAI+"/v1/completions", `{"prompt":"a"}`); status != 200 || gjson.GetBytes(answer, "key").Str != "Bearer sesame" {
+		t.Errorf("%d %s", status, answer)
+	}
+	s.calls("POST", "/remove_worker?url="+worker.URL, 200, "Successfully removed worker: "+worker.URL)
+	s.calls("POST", "/remove_worker?url="+worker.URL, 200, "Successfully removed worker: "+worker.URL)
+	s.calls("GET", "/list_workers", 200, `{"urls":[]}`)
+	s.want("GET", "/workers", nil, 200, "# 0")
+}
+
+func TestRegisteredWorkersAreRemovedByTheirURL(t *testing.T) {
+	t.Parallel()
+	s := startSelection(t, "--worker=url=http://127.0.0.1:9,id=3")
+	s.register(1)
+	s.calls("POST", "/remove_worker?url=http://127.0.0.1:1/", 200, "Successfully removed worker: http://127.0.0.1:1")
+	s.want("GET", "/workers", nil, 200, "# 1", "0.worker_id 3")
+	s.calls("POST", "/remove_worker?url=http://127.0.0.1:9", 400, "Worker http://127.0.0.1:9 was started by the router, or attached by --worker: it cannot be removed")
+}
+
+func TestWhatCannotBeAdded(t *testing.T) {
+	t.Parallel()
+	s := startSelection(t, "--startup-timeout=300ms")
+	dead := deadURL()
+	for _, test := range []struct {
+		query  string
+		status int
+		part   string
+	}{
+		{"", 400, "Worker URL required. Provide 'url' query parameter"},
+		{"?url=h:1", 400, "is no URL such as"},
+		{"?url=http://user:sesame@h:1", 400, "holds no user and password"},
+		{"?url=" + s.OpenAI, 400, "address of this router itself"},
+		{"?url=" + s.Port, 400, "address of this router itself"},
+		{"?url=http://h:1&api_key=a%0Ab", 400, "without control characters"},
+		{"?url=" + dead, 400, "waiting for worker " + dead + " to become healthy. Please set --startup-timeout"},
+	} {
+		began := time.Now()
+		status, answer := s.call("POST", "/add_worker"+test.query)
+		if status != test.status || !strings.Contains(answer, test.part) || strings.Contains(answer, "sesame") || time.Since(began) > 20*time.Second {
+			t.Errorf("%s: %d %s", test.query, status, answer)
+		}
+	}
+	s.calls("GET", "/list_workers", 200, `{"urls":[]}`)
+}
+
+// TestManagingWorkersIsGuarded as registering them is.
+func TestManagingWorkersIsGuarded(t *testing.T) {
+	t.Parallel()
+	s := startSelection(t, "--router-api-key=open")
+	worker := managedServer(t)
+	for _, path := range []string{"/add_worker?url=" + worker.URL, "/remove_worker?url=" + worker.URL} {
+		if status, answer := s.call("POST", path); status != 401 {
+			t.Errorf("%s without a key: %d %s", path, status, answer)
+		}
+		if status, answer := s.call("POST", path, "Authorization", "Bearer open", "Origin", "http://elsewhere"); status != 403 {
+			t.Errorf("%s of another site's page: %d %s", path, status, answer)
+		}
+		if status, answer := s.call("POST", path, "Authorization", "Bearer open"); status != 200 {
+			t.Errorf("%s: %d %s", path, status, answer)
+		}
+	}
+	if status, _ := s.call("GET", "/list_workers"); status != 401 {
+		t.Errorf("/list_workers: %d", status)
+	}
+	if status, _ := s.call("GET", "/liveness"); status != 200 {
+		t.Errorf("/liveness: %d", status)
+	}
+}
+
+// TestClientThatLeavesAddsNoWorker while it waits.
+func TestClientThatLeavesAddsNoWorker(t *testing.T) {
+	t.Parallel()
+	s := startSelection(t)
+	request, err := http.NewRequestWithContext(t.Context(), "POST", s.Port+"/add_worker?url="+deadURL(), nil)
+	if err != nil {
+		t.Fatal(err)
+	}
+	client := &http.Client{Timeout: 200 * time.Millisecond}
+	if response, err := client.Do(request); err == nil {
+		response.Body.Close()
+		t.Errorf("answered %s", response.Status)
+	}
+	testkit.Eventually(t, 10*time.Second, "it is gone", func() bool { return len(s.Workers()) == 0 })
+}
+
+func TestRouterStartsFromAPeersIndex(t *testing.T) {
+	t.Parallel()
+	first := startSelection(t)
+	first.two()
+	second := startSelection(t, "--indexer-peers="+first.Port)
+	testkit.Eventually(t, 10*time.Second, "the peer's index is there", func() bool { return second.Blocks(kv.WorkerKey{Worker: 1}) == 2 })
+	text := func(s *selectionSite) string { return ask(t, s.Port, "GET", "/dump", nil).Raw }
+	if a, b := text(first), text(second); a != b {
+		t.Errorf("dumps differ:\n%s\n%s", a, b)
+	}
+	second.register(1)
+	second.want("POST", "/select", prompt12(nil), 200, "worker_id 1", "overlap.longest_matched 8")
+}
+
+func TestOverridesOfASelectionAreChecked(t *testing.T) {
+	t.Parallel()
+	s := startSelection(t)
+	s.register(1)
+	for _, route := range []struct {
+		path string
+		more object
+	}{
+		{"/select", nil}, {"/select_and_reserve", object{"selection_id": "a"}}, {"/potential_loads", nil},
+		{"/reservations", object{"worker_id": 1, "selection_id": "b"}},
+		{"/route", object{"method": "new", "tokens": []int{1, 2, 3, 4}}}, {"/route", object{"method": "potential_loads", "tokens": []int{1}}},
+	} {
+		for _, c := range []struct {
+			field string
+			value any
+			says  string
+		}{
+			{"overlap_score_weight", -0.5, "finite and non-negative"},
+			{"overlap_score_credit", -1, "finite and non-negative"},
+			{"prefill_load_scale", -1e-9, "finite and non-negative"},
+			{"router_temperature", -1, "finite and non-negative"},
+			{"router_temperature", json.RawMessage("1e999"), "cannot be a JSON number"},
+			{"router_temperature", "hot", "cannot be a JSON string"},
+			{"assume_kv_reuse", 1, "cannot be a JSON number"},
+			{"track_prefill_tokens", "no", "cannot be a JSON string"},
+		} {
+			query := prompt12(object{"router_config_override": object{c.field: c.value}})
+			for key, value := range route.more {
+				query[key] = value
+			}
+			got := ask(t, s.Port, "POST", route.path, query)
+			if says := got.Get("error").String(); got.status != 422 || !strings.Contains(says, c.field) || !strings.Contains(says, c.says) {
+				t.Errorf("%s %s %v: %d %s", route.path, c.field, c.value, got.status, got.Raw)
 			}
 		}
 	}
-	load(0, 20)
-	port := testkit.FreePorts(t, 2)
-	args := []string{"--engine=none", "--block-size=16", fmt.Sprintf("--http-port=%d", port), fmt.Sprintf("--router-port=%d", port+1)}
-	for i := range 2 {
-		args = append(args, fmt.Sprintf("--worker=url=%s,id=%d", first.workerURL(i), i))
-	}
-	second, end := runApp(t, io.Discard, args...)
-	testkit.Eventually(t, 20*time.Second, "the second router follows all ranks", func() bool {
-		n := 0
-		for _, stats := range second.fleet.Streams() {
-			if stats.Connected.Load() {
-				n++
-			}
-		}
-		return n == 4
-	})
-	load(20, 40)
-	first.settle()
-	want := routertest.DumpLines(first.app.index)
-	if len(want) == 0 {
-		t.Fatal("the first index is empty")
-	}
-	testkit.Eventually(t, 20*time.Second, "both indexes are equal", func() bool { return slices.Equal(routertest.DumpLines(second.index), want) })
-	if err := end(); err != nil {
-		t.Error(err)
-	}
-	second.proxy.Close()
+	s.want("GET", "/loads", nil, 200, "0.loads.0.active_requests 0")
 }
 
-// TestGrowingPrefixesStayOnOneWorker continues chats turn by turn.
-func TestGrowingPrefixesStayOnOneWorker(t *testing.T) {
-	for _, flags := range [][]string{{"--policy=kv"}, {"--policy=work"}, {"--policy=kv", "--no-kv-events"}, {"--policy=kv", "--mock-data-parallel-size=2"}} {
-		t.Run(strings.Join(flags, " "), func(t *testing.T) {
-			s := startMockSite(t, 2, append(flags, "--block-size=16")...)
-			for c := range 4 {
-				parts := []string{strings.Repeat(fmt.Sprintf("chat %d begins at length ", c), 10)}
-				var home uint64
-				for turn := range 4 {
-					a, err := s.chat(t.Context(), say(parts...), false, 8)
-					if err != nil {
-						t.Fatal(err)
-					}
-					if turn == 0 {
-						home = a.worker
-					} else if a.worker != home || a.cached == 0 {
-						t.Errorf("turn %d of chat %d went to worker %d and found %d tokens; want worker %d and some", turn, c, a.worker, a.cached, home)
-					}
-					if s.app.config.KVEvents() {
-						s.settle()
-					}
-					parts = append(parts, a.text, strings.Repeat("and goes on ", 5))
-				}
-			}
-		})
+func TestRegisteredWorkersHaveAPart(t *testing.T) {
+	t.Parallel()
+	s, worker, spec := registeredSite(t)
+	role := func() gjson.Result { return ask(t, s.Port, "GET", "/workers", nil).Get("0") }
+	s.want("GET", "/workers", nil, 200, "0.role -", "0.bootstrap_host -")
+	s.want("PATCH", "/workers/1", object{"role": "prefill", "kind": "sglang", "bootstrap_host": "h", "bootstrap_port": 9000}, 200,
+		`role "prefill"`, `kind "sglang"`, `bootstrap_host "h"`, "bootstrap_port 9000", "generation 1", `lifecycle "schedulable"`)
+	s.want("GET", "/workers", nil, 200, `0.role "prefill"`, `0.kind "sglang"`, `0.bootstrap_host "h"`, "0.bootstrap_port 9000")
+	for _, bad := range []object{{"role": "prefil"}, {"kind": "nccl"}, {"bootstrap_port": 70000}, {"role": 1}} {
+		if got := ask(t, s.Port, "PATCH", "/workers/1", bad); got.status/100 != 4 {
+			t.Errorf("%v: %d %s", bad, got.status, got.Raw)
+		}
 	}
+	spec["role"] = "decode" // its kind is learned once it answers
+	s.want("POST", "/workers", spec, 201, `role "decode"`, "kind -")
+	s.want("GET", "/workers", nil, 200, `0.role "decode"`, "0.kind -", "0.bootstrap_host -")
+	worker.well.Store(true)
+	testkit.Eventually(t, 10*time.Second, "the kind is learned", func() bool { return role().Get("role").Str == "decode" && role().Get("kind").Str == "nixl" })
 }
