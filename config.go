@@ -62,7 +62,7 @@ const DefaultGPUModel = "deepseek-ai/DeepSeek-R1-Distill-Llama-8B"
 // flags parse with all commands; takesFlag says which of them a command reads.
 type Config struct {
 	// What is served, by which engine, and how many workers are started.
-	Model           string `group:"Model and engine" placeholder:"NAME|DIR" help:"Model to serve: a Hugging Face name or a folder. Default: deepseek-ai/DeepSeek-R1-Distill-Llama-8B on a machine with a GPU, otherwise the SmolLM2 135M that 'make setup' prepares."`
+	Model           string `group:"Model and engine" placeholder:"NAME|DIR" help:"Model to serve: a Hugging Face name or a folder. Default: deepseek-ai/DeepSeek-R1-Distill-Llama-8B with a GPU, otherwise the SmolLM2 135M of 'make setup'."`
 	ServedModelName string `group:"Model and engine" placeholder:"NAME" help:"Model name in the API. Default: the name of --model; for a folder, its last path element."`
 	Engine          string `group:"Model and engine" default:"vllm" enum:"vllm,sglang,mocker,none" help:"Engine to start: vllm; sglang; mocker (simulated workers, which need no GPU, Python or model); none (route to attached and registered workers only)."`
 	Demo            bool   `group:"Model and engine" help:"With --engine mocker: generate traffic to watch: conversations, agents with shared prefixes, clients that disconnect, and a worker that fails now and then."`
@@ -82,7 +82,7 @@ type Config struct {
 	// workers listen on.
 	Host              string       `group:"Addresses" default:"127.0.0.1" help:"Address the OpenAI port listens on."`
 	HTTPPort          int          `group:"Addresses" name:"http-port" default:"8000" help:"OpenAI port. 0 selects a free port."`
-	RouterPort        int          `group:"Addresses" default:"7000" help:"Router port (/find_best_worker, /workers). 0 selects a free port."`
+	RouterPort        int          `group:"Addresses" default:"7000" help:"Router port (/find_best_worker, /workers); 0 selects a free one."`
 	BaseWorkerPort    int          `group:"Addresses" default:"8100" help:"First HTTP port of started workers; worker i listens on this port plus i."`
 	BaseKVEventsPort  int          `group:"Addresses" name:"base-kv-events-port" default:"5557" help:"First KV-event port of started workers; worker i publishes on this port plus i."`
 	BaseKVReplayPort  int          `group:"Addresses" name:"base-kv-replay-port" default:"5757" help:"First KV-event replay port of started workers; worker i listens on this port plus i."`

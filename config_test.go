@@ -139,7 +139,7 @@ func TestHelpNamesEveryGroupOnce(t *testing.T) {
 			t.Errorf("command %q, %v", command, err)
 		}
 	})
-	for _, want := range []string{"Model and engine", "Workers\n", "Addresses", "Routing", "Requests", "Logs and settings", mockGroup, "--drain-timeout=30s", "KVROUTER_NUM_WORKERS", "--[no-]collect-usage"} {
+	for _, want := range []string{"Model and engine", "Workers\n", "Addresses", "Routing\n", "Requests\n", "Logs and settings", mockGroup, "--drain-timeout=30s", "KVROUTER_NUM_WORKERS", "--[no-]collect-usage"} {
 		if strings.Count(out, want) != 1 {
 			t.Errorf("help has %q %d times", want, strings.Count(out, want))
 		}
@@ -366,7 +366,7 @@ func TestWrongSettingsSayWhatWouldBeRight(t *testing.T) {
 		{"an unknown parameter of thompson", cpu, "--policy thompson --thompson-config " + file("lints:\n  lamda: 1"), []string{"c.yaml", `"lints.lamda"`, `"lints.lambda"`}},
 		{"thompson's block size", cpu, "--policy thompson --thompson-config " + file("infrastructure: {block_size: 16}"), []string{"c.yaml", "infrastructure.block_size is 16", "--block-size is 64"}},
 		{"thompson's parameters to simulate", cpu, "simulate --trace t --concurrency 8 --policy kv,thompson --thompson-config " + file("a: 1"), []string{"c.yaml", `"a"`}},
-		{"thompson's state in a simulation", cpu, "simulate --trace t --concurrency 8 --policy thompson --thompson-state f", []string{"--thompson-state", "leave out"}},
+		{"thompson's state in a simulation", cpu, "simulate --trace t --concurrency 8 --policy thompson --thompson-state f", []string{"--thompson-state", "remove"}},
 		{"a policy knob below 0", cpu, "--policy kv --router-temperature=-1", []string{"--router-temperature", "-1", "at least 0"}},
 		{"an infinite policy knob", cpu, "--policy kv --overlap-score-weight Inf", []string{"--overlap-score-weight", "+Inf"}},
 		{"no time to live", cpu, "--no-kv-events --router-ttl-secs 0", []string{"--router-ttl-secs 0", "more than 0"}},
@@ -408,7 +408,7 @@ func TestWrongSettingsSayWhatWouldBeRight(t *testing.T) {
 		{"worker role", cpu, "--worker url=http://h:1,role=prefil", []string{"role", "prefil", "both, prefill, decode"}},
 		{"worker kind", cpu, "--worker url=http://h:1,kind=nccl", []string{"kind", "nccl", "nixl, sglang, mooncake"}},
 		{"worker bootstrap", cpu, "--worker url=http://h:1,bootstrap=h", []string{"bootstrap", "10.0.0.1:8998"}},
-		{"uncached tokens", cpu, "--disagg-min-uncached-tokens=-1", []string{"--disagg-min-uncached-tokens", "0 leaves"}},
+		{"uncached tokens", cpu, "--disagg-min-uncached-tokens=-1", []string{"--disagg-min-uncached-tokens", "0 sends"}},
 		{"prefill timeout", cpu, "--disagg-prefill-timeout 0s", []string{"--disagg-prefill-timeout", "more than 0"}},
 		{"handover timeout", cpu, "--disagg-handover-timeout 0s", []string{"--disagg-handover-timeout", "more than 0"}},
 		{"worker endpoint", cpu, "--worker url=http://h:1,load=tcp://*:5657", []string{"load", "tcp://host:5557"}},
@@ -599,7 +599,7 @@ func TestSimulatedPartsAreCheckedBeforeTheRun(t *testing.T) {
 		"--prefill-workers=2":                                                                "at least 1 of each",
 		"--prefill-workers=2 --decode-workers=-1":                                            "at least 1 of each",
 		"--prefill-workers=600 --decode-workers=600":                                         "1200 workers",
-		"--prefill-workers=1 --decode-workers=1 --enforce-disagg":                            "leave it out",
+		"--prefill-workers=1 --decode-workers=1 --enforce-disagg":                            "remove it",
 		"--prefill-workers=1 --decode-workers=1 --mock-kv-transfer-bandwidth=0":              "more than 0",
 		"--prefill-workers=1 --decode-workers=1 --mock-kv-lease=0s":                          "more than 0",
 		"--prefill-workers=1 --decode-workers=1 --disagg-min-uncached-tokens=-1":             "negative",

@@ -19,16 +19,16 @@ const flagsPage = "docs/flags.md"
 
 const flagsIntro = `# Flags
 
-Each flag is also an environment variable and a key of the YAML file of ` + "`--config`" + ` (the flag's name without its dashes). The command line ranks first, then the environment, then the file, then the default.
+Each flag is also an environment variable and a key of the YAML file of ` + "`" + `--config` + "`" + ` (the flag's name without its dashes). The command line overrides the environment, the environment overrides the file, and the file overrides the default.
 
-- The last column names the commands that read the flag. The other ones accept it and leave it alone, or say why it does not go with them.
-- ` + "`doctor` reads all that `serve`" + ` reads.
-- Flags that only ` + "`simulate`, `replay-events`, `top` or `doctor`" + ` reads are given after that word; the file has no keys for them.
-- A flag that is on or off takes no value; ` + "`[no-]`" + ` means that ` + "`--no-...`" + ` switches it off.
-- — is no default, or one that the meaning tells.
-- ` + "`--help` and `--version`" + ` print their text and end. What follows ` + "`--`" + ` goes to every vLLM that is started.
+- The last column lists the commands that use the flag. Other commands ignore it, or refuse it with a reason.
+- ` + "`" + `doctor` + "`" + ` reads all flags of ` + "`" + `serve` + "`" + `.
+- Flags used by ` + "`" + `simulate` + "`" + `, ` + "`" + `replay-events` + "`" + `, ` + "`" + `top` + "`" + ` or ` + "`" + `doctor` + "`" + ` only are given after that word; the file has no keys for them.
+- Boolean flags take no value; ` + "`" + `[no-]` + "`" + ` means that ` + "`" + `--no-...` + "`" + ` disables them.
+- — means no default, or a default described in the meaning.
+- ` + "`" + `--help` + "`" + ` and ` + "`" + `--version` + "`" + ` print their text and exit. Arguments after ` + "`" + `--` + "`" + ` go to every started engine.
 
-This page is generated: ` + "`go test -run TestFlagsPage -update .`" + `
+This page is generated: ` + "`" + `go test -run TestFlagsPage -update .` + "`" + `
 `
 
 // flagGroup is one table of the page of flags.

@@ -270,14 +270,14 @@ func TestStartedWorkersHaveTheirParts(t *testing.T) {
 	log := slog.New(slog.DiscardHandler)
 
 	t.Setenv("NIXL_EXIT", "3")
-	if _, err := process.NewLauncher(vllm.Engine(), apart.engineSettings(), log); err == nil || !strings.Contains(err.Error(), "no NIXL") || !strings.Contains(err.Error(), "make setup") {
+	if _, err := process.NewLauncher(vllm.Engine(), apart.engineSettings(), log); err == nil || !strings.Contains(err.Error(), "lacks NIXL") || !strings.Contains(err.Error(), "make setup") {
 		t.Errorf("without NIXL: %v", err)
 	}
 	if _, err := process.NewLauncher(vllm.Engine(), whole.engineSettings(), log); err != nil {
 		t.Errorf("NIXL is asked for where nobody needs it: %v", err)
 	}
 	t.Setenv("NIXL_EXIT", "1")
-	if _, err := process.NewLauncher(vllm.Engine(), apart.engineSettings(), log); err == nil || !strings.Contains(err.Error(), "cannot be asked") {
+	if _, err := process.NewLauncher(vllm.Engine(), apart.engineSettings(), log); err == nil || !strings.Contains(err.Error(), "cannot be checked") {
 		t.Errorf("with a Python that does not work: %v", err)
 	}
 

@@ -34,7 +34,7 @@ type ReplayCommand struct {
 	MaxCount     int           `group:"Replay of KV events" placeholder:"N" help:"Maximum number of events to replay. Default: all."`
 	MaxTime      time.Duration `group:"Replay of KV events" placeholder:"DURATION" help:"Stop at the first event recorded more than this after the start of the recording. Default: never."`
 	MaxErrors    int           `group:"Replay of KV events" default:"20" help:"Maximum number of invalid lines to list; all are counted."`
-	PromptTokens []uint32      `group:"Replay of KV events" placeholder:"ID" help:"Token ids of a prompt, separated by commas: print how much of it each worker has cached at the end. They are hashed in blocks of --block-size."`
+	PromptTokens []uint32      `group:"Replay of KV events" placeholder:"ID" help:"Token ids of a prompt, separated by commas: print the matched tokens of each worker at the end. Hashed in blocks of --block-size."`
 }
 
 // Validate checks the settings.

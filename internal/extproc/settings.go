@@ -14,10 +14,10 @@ const maxFallbacks = 16
 type Settings struct {
 	ExtProcPort        int      `group:"Gateway" default:"0" placeholder:"PORT" help:"gRPC port of the endpoint picker for gateways (Envoy's ext_proc; usually 9002). 0 disables it."`
 	ExtProcHealthPort  int      `group:"Gateway" default:"0" placeholder:"PORT" help:"Plaintext port for gRPC health checks, which --ext-proc-port serves too (usually 9003). 0 disables it."`
-	ExtProcHost        string   `group:"Gateway" placeholder:"HOST" help:"Address that both ports listen on. Default: --host."`
+	ExtProcHost        string   `group:"Gateway" placeholder:"HOST" help:"Listen address of both ports. Default: that of --host."`
 	ExtProcTLS         bool     `group:"Gateway" name:"ext-proc-tls" help:"Serve TLS on --ext-proc-port: with --tls-cert, else with a self-signed certificate made at startup, which gateways accept from an endpoint picker."`
 	ExtProcFallbacks   int      `group:"Gateway" default:"3" help:"Number of fallback addresses that a gateway gets in case it cannot reach the first. Use 0 for a gateway that accepts one address only, such as Envoy's cluster ORIGINAL_DST."`
-	ExtProcObjectives  []string `group:"Gateway" placeholder:"NAME=PRIORITY" help:"Priorities of the objectives that requests name in x-llm-d-inference-objective, as in the spec of an InferenceObjective: higher priorities leave the queue first, and those below 0 are refused while kvrouter_saturation is at least 1. Separate several by commas."`
+	ExtProcObjectives  []string `group:"Gateway" placeholder:"NAME=PRIORITY" help:"Priorities of the objectives in x-llm-d-inference-objective, as in the spec of an InferenceObjective: higher ones leave the queue first, those below 0 are refused while kvrouter_saturation is at least 1. Several are separated by commas."`
 	ExtProcConformance bool     `group:"Gateway" help:"Accept the headers of the Gateway API Inference Extension's conformance tests, by which a client selects endpoints, and send requests of all routes to workers. For tests only."`
 }
 

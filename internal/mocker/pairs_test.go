@@ -33,14 +33,11 @@ func vllmPair(t *testing.T, kind kv.Kind, decodes int, tweak func(*Settings)) []
 	})
 }
 
-// idle returns whether the workers have no request, block or room in use.
+// idle reports whether the workers have no request, block or transfer in use.
 func idle(workers []*Worker) func() bool {
 	return func() bool {
 		for _, w := range workers {
-			w.Rooms.Mu.Lock()
-			rooms := len(w.Rooms.ByID)
-			w.Rooms.Mu.Unlock()
-			if rooms > 0 || w.Ranks[0].CurrentLoad() != (Load{}) {
+			if w.Transfers() > 0 || w.Ranks[0].CurrentLoad() != (Load{}) {
 				return false
 			}
 		}
