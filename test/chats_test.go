@@ -93,17 +93,6 @@ func (r *Router) as(key string, fields map[string]any) exchange {
 	return r.ask(fields, "Authorization", "Bearer "+key)
 }
 
-// overlap returns how many tokens of a prompt of the base model a worker is known to
-// hold, at most, and all that POST /overlap_scores says.
-func (r *Router) scores(query map[string]any) gjson.Result {
-	r.T.Helper()
-	status, answer := Post(r.T, r.Port+"/overlap_scores", string(mocker.MustJSON(query)))
-	if status != http.StatusOK {
-		r.T.Fatalf("%d %s", status, answer)
-	}
-	return gjson.ParseBytes(answer)
-}
-
 // dump returns a line for each block in the index, sorted: rank, hash of the block before
 // it, and its own two.
 func (r *Router) dump() (lines []string) {

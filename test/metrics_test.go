@@ -170,7 +170,7 @@ func TestMetricsPage(t *testing.T) {
 		waiting.Wait()
 	})
 	t.Run("kv, a queue that is full", func(t *testing.T) {
-		s := StartMocker(t, 1, "--policy=kv", "--speedup-ratio=0.1", "--router-queue-threshold=0", "--router-queue-limit=1")
+		s := StartMocker(t, 1, "--policy=kv", "--speedup-ratio=0.005", "--router-queue-threshold=0", "--router-queue-limit=1")
 		ctx, leave := context.WithCancel(t.Context())
 		var waiting sync.WaitGroup
 		for i := range 2 {

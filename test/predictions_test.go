@@ -338,7 +338,7 @@ func TestPredictionsAreExactOnSGLangMocks(t *testing.T) {
 	follow()
 	cached := 0
 	kinds := sglangMockKinds()
-	for i := range 10 * len(kinds) {
+	for i := range 5 * len(kinds) {
 		kind := kinds[i%len(kinds)]
 		text := &texts[random.IntN(len(texts))]
 		from := []*Mocks{s, other}[i/len(kinds)%2]
@@ -357,7 +357,7 @@ func TestPredictionsAreExactOnSGLangMocks(t *testing.T) {
 		if random.IntN(3) == 0 {
 			*text += " " + Words(random, 20)
 		}
-		if i == 50 {
+		if i == 30 {
 			if status, answer := Post(t, url+"/flush_cache", ""); status != http.StatusOK {
 				t.Fatalf("%d %s", status, answer)
 			}

@@ -150,6 +150,9 @@ func TestHeldRequestsThatAreRefused(t *testing.T) {
 		if status, _ := testkit.HTTPGet(t, s.OpenAI+"/ready"); status != http.StatusServiceUnavailable {
 			t.Errorf("/ready is %d while the router drains", status)
 		}
+		if code := s.WaitEnd(20 * time.Second); code != 0 {
+			t.Errorf("exit code %d", code)
+		}
 	})
 	t.Run("one that asks for a decision, or names its worker", func(t *testing.T) {
 		s := startAtZero(t, mocks, "--hold-when-empty=1m")
@@ -198,7 +201,6 @@ func (s *Mocks) saturation(t *testing.T) float64 {
 // load than the workers bear: of prompts that take long to compute, and of answers that
 // fill the batch.
 func TestSaturationPredictsTheWait(t *testing.T) {
-	t.Parallel()
 	for name, test := range map[string]struct {
 		flags          []string
 		prompt, output int // tokens
@@ -207,7 +209,8 @@ func TestSaturationPredictsTheWait(t *testing.T) {
 		"batch":   {[]string{"--policy=work", "--mock-max-num-seqs=2"}, 100, 80},
 	} {
 		t.Run(name, func(t *testing.T) {
-			s := StartMocks(t, 2, append(test.flags, "--speedup-ratio=1")...)
+			flags := append(test.flags, "--speedup-ratio=1")
+			s := StartOverAt(t, PlainProgram, testkit.FreePorts(t, 2), StartWorkers(t, 2, flags...), flags...)
 			if idle := s.saturation(t); idle != 0 {
 				t.Errorf("idle: %v", idle)
 			}

@@ -1,12 +1,17 @@
 package test
 
 import (
+	"bytes"
+	"context"
 	"fmt"
 	"kvrouter/internal/kv"
+	"kvrouter/internal/mocker"
 	"kvrouter/internal/testkit"
 	"net/http"
 	"strings"
+	"sync"
 	"testing"
+	"time"
 
 	"github.com/tidwall/gjson"
 )
@@ -76,12 +81,26 @@ func TestWhatMovesAConversation(t *testing.T) {
 			}
 		},
 		"its worker has too much to do": func(t *testing.T, flags ...string) (*Router, func(worker uint64)) {
-			r := StartMocker(t, 3, flags...) // which knows how much they compute at a time
-			return r, func(worker uint64) {
-				query := map[string]any{"model_name": "mock", "worker_id": worker, "selection_id": "much", "token_ids": testkit.Tokens(1, 20_000)}
-				if got := ask(t, r.Port, "POST", "/reservations", query); got.status != http.StatusCreated {
-					t.Fatalf("%d %s", got.status, got.Raw)
-				}
+			s := StartMocks(t, 3, append(flags, "--speedup-ratio=0.05")...)
+			return s.Router, func(worker uint64) {
+				ctx, leave := context.WithCancel(t.Context())
+				var computed sync.WaitGroup
+				computed.Go(func() {
+					body := mocker.MustJSON(map[string]any{"messages": Say(strings.Repeat("much ", 4000)), "nvext": map[string]any{"backend_instance_id": worker}})
+					request, _ := http.NewRequestWithContext(ctx, http.MethodPost, s.OpenAI+testkit.ChatPath, bytes.NewReader(body))
+					request.Header.Set("Content-Type", "application/json")
+					if response, err := http.DefaultClient.Do(request); err == nil {
+						response.Body.Close()
+					}
+				})
+				t.Cleanup(func() {
+					leave()
+					computed.Wait()
+				})
+				testkit.Eventually(t, 10*time.Second, "it computes a long prompt", func() bool {
+					w, _ := s.Record(worker)
+					return w.PrefillTokens > 10_000
+				})
 			}
 		},
 	} {

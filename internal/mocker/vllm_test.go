@@ -2,6 +2,7 @@ package mocker
 
 import (
 	"errors"
+	"kvrouter/internal/engine"
 	"kvrouter/internal/testkit"
 	"net/http"
 	"strings"
@@ -365,4 +366,20 @@ func TestMockFaultsHitTheNamedWorker(t *testing.T) {
 	if workers[0].Hung.Load() {
 		t.Error("worker 0 hangs")
 	}
+}
+
+// TestMockResetIsRefusedWhileRequestsHoldBlocks, as in vLLM.
+func TestMockResetIsRefusedWhileRequestsHoldBlocks(t *testing.T) {
+	rank := vllmWorker(t, nil).Ranks[0]
+	rank.Ask(t.Context(), func(e *engine.Engine) {
+		held := &engine.Request{Prompt: 200, Output: 2, Tag: &Choice{Answer: &Answer{More: make(chan struct{}, 1)}}}
+		if err := e.Submit(held); err != nil {
+			t.Error(err)
+		}
+		e.Begin()
+		if rank.ResetPrefixCache(e) {
+			t.Error("reset while a request holds blocks")
+		}
+		e.End()
+	})
 }
