@@ -192,11 +192,7 @@ func TestMockSGLangWorkersAbortByName(t *testing.T) {
 		ended <- status
 	}()
 	w := pair[0]
-	testkit.Eventually(t, 10*time.Second, "it waits", func() bool {
-		w.Mu.Lock()
-		defer w.Mu.Unlock()
-		return len(w.Running) == 1
-	})
+	testkit.Eventually(t, 10*time.Second, "it waits", func() bool { return w.Running() == 1 })
 	pair[0].ask(t, "/abort_request", `{"rid":"abc"}`)
 	select {
 	case status := <-ended:
