@@ -33,7 +33,7 @@ type Options struct {
 	Picker  string   // host:port of the endpoint picker; empty: none is asked
 	TLS     bool     // the picker is spoken to by TLS, and any certificate is taken
 	Open    bool     // FailOpen: a request goes on where the picker is gone
-	Workers []string // host:port of those whose list of addresses is honoured; empty: the one address of the header is taken, whoever that is
+	Workers []string // host:port of the cluster that tries the list of addresses; empty: the single address of the header is used
 }
 
 // Envoy is a running gateway. It ends with the test.

@@ -214,7 +214,7 @@ func Run(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	<-terminated // whoever has started it sends that, or kills it
+	<-terminated // sent by the parent process, which may also kill this one
 	r := &reporter{worker: worker}
 	r.stop()
 	<-worker.Ended()
