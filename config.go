@@ -121,7 +121,7 @@ type Config struct {
 	// How many clients there may be at once.
 	web.ConnectionSettings
 
-	// Gateway says where gateways ask who is to serve a request.
+	// Gateway is the server that picks workers for gateways.
 	Gateway extproc.Settings `embed:""`
 
 	// Replica says which other routers serve the same workers.
@@ -157,7 +157,7 @@ type Config struct {
 	Top top.Command `kong:"-"`
 	// Doctor is what CommandDoctor shall do.
 	Doctor doctor.Command `kong:"-"`
-	// ModelFolder tells that Model is a folder here. Set by ResolveDefaults.
+	// ModelFolder is whether Model is a local folder. Set by ResolveDefaults.
 	ModelFolder bool `kong:"-"`
 }
 
@@ -197,7 +197,7 @@ var simulateFlags = []string{
 	"router-assume-kv-reuse", "active-decode-blocks-threshold", "active-prefill-tokens-threshold", "active-prefill-tokens-threshold-frac",
 }
 
-// takesFlag tells whether the command reads a flag that all commands parse.
+// takesFlag reports whether the command reads a flag that all commands parse.
 func takesFlag(command string, flag *kong.Flag) bool {
 	switch {
 	case flag.Group == nil: // help and version

@@ -124,7 +124,7 @@ func (p *Pool) Grow(size int) {
 func (p *Pool) SetKey(b uint32, key uint64) {
 	first := p.bucket(key)
 	p.blocks[b].key, p.blocks[b].keyed, p.blocks[b].before, p.blocks[b].after = key, true, 0, *first
-	p.blocks[*first].before = b // of block 0 nobody reads it
+	p.blocks[*first].before = b // never read of block 0
 	*first = b
 }
 

@@ -5,7 +5,7 @@ import (
 	"strings"
 )
 
-// places are who the demo's assistants work for: each has its own system prompt.
+// places are the employers of the demo's assistants, each with its own system prompt.
 var places = [...]string{"a small bookshop in Lisbon", "the harbour office of Bergen", "a bicycle workshop in Ghent", "the observatory on the hill"}
 
 // words are what the demo's texts are made of.
@@ -20,7 +20,7 @@ var words = strings.Fields(`
 // text is a text of so many words, the same one for each number.
 func text(number uint64, n int) string { return made(rand.New(rand.NewPCG(number, 7)), n) }
 
-// words is a text of so many words that nobody has said before.
+// words returns a random text of that many words.
 func (c *client) words(n int) string { return made(c.random, n) }
 
 func made(random *rand.Rand, n int) string {

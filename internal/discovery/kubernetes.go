@@ -63,14 +63,14 @@ func (s Settings) validateKubernetes() error {
 // cluster is a namespace of a cluster. Reflectors of client-go follow what is asked for.
 type cluster struct {
 	client    dynamic.Interface
-	idle      func() // closes connections that nobody uses
+	idle      func() // closes idle connections
 	namespace string
 	backoff   wait.Backoff
 	what      string // the flag and its source, for people
 	kept      string // what becomes of what is known while the API server is away
 	log       *slog.Logger
 	changed   chan struct{} // has a token when there is something new
-	crowded   bool          // there is more than may be: that was told
+	crowded   bool          // more than allowed; already logged
 
 	mu sync.Mutex // guards what reflectors store
 }
@@ -82,7 +82,7 @@ type kubeSource struct {
 
 	// Guarded by mu.
 	pool     *pool             // nil: none is known, or none is asked for
-	problems map[string]string // told of Pods, by name
+	problems map[string]string // logged problems of Pods, by name
 }
 
 // openKubernetes finds the cluster of --discovery kubernetes.
@@ -251,7 +251,7 @@ func sameSelections(sets []*podSet, now []selection) bool {
 }
 
 // workers returns all workers, once all Pods are known: a part of them would look as if
-// the others had gone. last is what was told before.
+// the others had gone. last is the previous list.
 func (k *kubeSource) workers(sets []*podSet, last []kv.Worker) (list []kv.Worker, known bool) {
 	k.mu.Lock()
 	defer k.mu.Unlock()
@@ -289,7 +289,7 @@ func (k *kubeSource) workers(sets []*podSet, last []kv.Worker) (list []kv.Worker
 	return k.bounded(byName(slices.Collect(maps.Values(byID))), last), true
 }
 
-// bounded is the list with maxWorkers of them at most: those that were told before come
+// bounded is the list with maxWorkers of them at most: those already listed come
 // first, since requests may run there.
 func (k *kubeSource) bounded(list, last []kv.Worker) []kv.Worker {
 	if len(list) <= maxWorkers {

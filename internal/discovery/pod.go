@@ -139,7 +139,7 @@ func (p pod) workers(as *kv.Role, ports []uint16, pool bool) (list []kv.Worker, 
 	return list, problem
 }
 
-// kind is the protocol by which the Pod hands prompts over, as far as its marks tell.
+// kind is the protocol by which the Pod hands prompts over, as far as its marks say.
 func (p pod) kind(role kv.Role) kv.Kind {
 	switch {
 	case strings.Contains(p.connector, "mooncake"):

@@ -45,12 +45,12 @@ func (c *cluster) reflect(ctx context.Context, resource schema.GroupVersionResou
 			return changes, err
 		},
 	}
-	var silent klog.Logger // what matters is told here
+	var silent klog.Logger // relevant errors are logged here
 	reflector := cache.NewReflectorWithOptions(cache.ToListWatcherWithWatchListSemantics(ways, c.client), &unstructured.Unstructured{}, store, cache.ReflectorOptions{Logger: &silent, Name: resource.Resource, Backoff: &c.backoff})
 	reflector.RunWithContext(klog.NewContext(ctx, silent))
 }
 
-// apiHealth tells people whether the API server answers.
+// apiHealth logs whether the API server answers.
 type apiHealth struct {
 	c        *cluster
 	resource schema.GroupVersionResource
@@ -72,7 +72,7 @@ func (h *apiHealth) heard(ctx context.Context, verb string, options metav1.ListO
 		if before > 0 && len(h.now) == 0 {
 			h.c.log.Info(h.c.what+": the API server is reachable again", "resource", h.resource.Resource)
 		}
-	case errors.Is(context.Cause(ctx), context.Canceled): // nobody asks any more
+	case errors.Is(context.Cause(ctx), context.Canceled): // no longer needed
 	case apierrors.IsResourceExpired(err), apierrors.IsGone(err): // all is listed anew
 	case options.SendInitialEvents != nil && (apierrors.IsInvalid(err) || apierrors.IsBadRequest(err)): // an older server: it is asked for a list
 	default:

@@ -58,7 +58,7 @@ type dumpStored struct {
 	Blocks        []dumpBlock `json:"blocks"`
 }
 
-// placed tells whether the blocks' place is known. Without a parent they can stand at
+// placed reports whether the blocks' place is known. Without a parent they can stand at
 // a prompt's beginning only: to store others there would be a wrong match.
 func (s *dumpStored) placed() bool {
 	return s.ParentHash != nil || s.StartPosition == nil || *s.StartPosition == 0
@@ -85,7 +85,7 @@ type dumpBlock struct {
 	TokensHash uint64 `json:"tokens_hash"`
 }
 
-// DumpPart is one partition of a dump that is to be written.
+// DumpPart is one partition of a dump to write.
 type DumpPart struct {
 	Name    string // MODEL:GROUP
 	Workers []kv.WorkerKey
@@ -122,7 +122,7 @@ type dumpWriter struct {
 	out    *bufio.Writer
 	open   *DumpEvent // what the next block may still be added to
 	events int        // written, of this partition
-	err    error      // of writing: nobody reads any more
+	err    error      // of writing: the reader is gone
 }
 
 // add takes one block.
@@ -243,7 +243,7 @@ type dumpReader struct {
 	blockSize int
 	log       *slog.Logger
 	found     Recovered
-	ranks     map[kv.WorkerKey]bool // that it tells of
+	ranks     map[kv.WorkerKey]bool // in the dump
 }
 
 // object calls member for the name of every member of the object that comes

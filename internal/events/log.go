@@ -51,7 +51,7 @@ type position struct {
 	groupKnown bool
 }
 
-// peerEvent is one event as routers tell each other. Those of a batch share its
+// peerEvent is one event as routers exchange it. Those of a batch share its
 // sequence number as id; in a dump ids only count.
 type peerEvent struct {
 	ID   uint64 `json:"event_id"`
@@ -76,7 +76,7 @@ type Answer struct {
 	DPRank    uint32 `json:"dp_rank"`
 	BlockSize int    `json:"block_size"`
 	Complete  bool   `json:"complete"` // nothing before the events is missing
-	// Last is the batch after which the index is as told, or the newest there is:
+	// Last is the batch after which the index is as sent, or the newest there is:
 	// where to go on from, never an event's id. Without one nothing is known.
 	Last *uint64 `json:"last_event_id"`
 	// Digests of batches as they came from the engine (XXH3-64), where they are
@@ -86,7 +86,7 @@ type Answer struct {
 	CheckDigest  *uint64 `json:"check_digest"`  // of the one named by check
 
 	Events []peerEvent `json:"events"` // the last member: see Write
-	// dump yields the events in place of Events, of an answer that is to be written.
+	// dump yields the events in place of Events, of an answer yet to be written.
 	dump iter.Seq[peerEvent]
 }
 
@@ -179,7 +179,7 @@ func (l *Log) removed(engine []uint64) {
 }
 
 // note adds an event to the open batch. One batch can be larger than what all
-// together may have: then its events are not kept, and whoever asks for them gets
+// together may have: then its events are not kept, and a request for them gets
 // all blocks.
 func (l *Log) note(e peerEvent, blocks int) {
 	b := l.newest()
@@ -245,7 +245,7 @@ func (l *Log) digest(seq uint64) *uint64 {
 
 // Query returns the batches from start to end (clamped to what there is), or
 // all blocks where start is nil or so old that it is not kept any more. check is
-// a batch whose digest is asked for, too.
+// a batch whose digest is requested, too.
 func (l *Log) Query(start, end, check *uint64) Answer {
 	answer := Answer{Kind: kindDump, WorkerID: l.worker.Worker, DPRank: l.worker.Rank}
 	l.mu.Lock()

@@ -47,7 +47,7 @@ func NewPeers(urls []string, key string) *Peers {
 }
 
 // newPeerClient returns what asks peers: over a new connection each time, and
-// nobody else than them.
+// only them.
 func newPeerClient() *http.Client {
 	transport := web.NewTransport(nil)
 	transport.DisableKeepAlives = true
@@ -128,7 +128,7 @@ func readAnswer(in io.Reader) (answer Answer, err error) {
 // askPeers brings the rank up to the live batch seq, which has the hash sum, by
 // what another router has applied: the events since the last one applied here,
 // else all blocks. That router must have seen the same live batch, and where it
-// tells events, the same batch before them. Not ok: nothing has changed, or the
+// sends events, the same batch before them. Not ok: nothing has changed, or the
 // rank was forgotten.
 func (s *Stream) askPeers(ctx context.Context, seq, sum uint64) (ok bool) {
 	if s.Peers == nil {
@@ -172,7 +172,7 @@ func (s *Stream) askPeers(ctx context.Context, seq, sum uint64) (ok bool) {
 	return false
 }
 
-// take applies a peer's answer. Where it goes on is told by the answer as a
+// take applies a peer's answer. The answer as a whole says where it goes on: a
 // whole: ids of a dump's events are made up.
 func (s *Stream) take(answer Answer) bool {
 	s.history.cleared() // it cannot vouch for batches that it has not seen

@@ -27,7 +27,7 @@ const (
 	recordedErrorText = 200
 )
 
-// ReplayCommand applies a recording of KV events to an empty index and tells what
+// ReplayCommand applies a recording of KV events to an empty index and prints what
 // came of it.
 type ReplayCommand struct {
 	File         string        `arg:"" help:"File of --record-events, or of Dynamo's KvRecorder."`
@@ -180,7 +180,7 @@ func (r *Replayed) apply(number int, line *recordedLine) error {
 	return nil
 }
 
-// ownCache tells whether an event is about the KV cache of the worker's engine,
+// ownCache reports whether an event is about the KV cache of the worker's engine,
 // rather than a tier behind it or a cache of somebody else's.
 func (e *recordedEvent) ownCache() bool {
 	domain := string(e.Domain)
@@ -247,7 +247,7 @@ func (r *Replayed) print(out io.Writer, name string, index radix.Index) {
 	}
 }
 
-// printPrompt writes who holds how much of the prompt.
+// printPrompt writes how much of the prompt each worker holds.
 func (c *ReplayCommand) printPrompt(out io.Writer, index radix.Index, blockSize int) {
 	if len(c.PromptTokens) == 0 {
 		return

@@ -36,7 +36,7 @@ type Settings struct {
 	RecordEventsMaxBytes int64  `group:"Routing" default:"1073741824" help:"Maximum size of the file of --record-events, bytes; recording stops there."`
 }
 
-// Validate checks the settings. follows tells whether KV events are followed.
+// Validate checks the settings. follows reports whether KV events are followed.
 func (s Settings) Validate(follows bool) error {
 	switch {
 	case s.RecordEvents != "" && !follows:
@@ -56,7 +56,7 @@ func (s Settings) Validate(follows bool) error {
 
 const (
 	minSnapshotInterval = 100 * time.Millisecond
-	// usualBuffer is how many batches the replay of a rank keeps that does not tell:
+	// usualBuffer is the replay buffer, batches, of a rank that does not report its own:
 	// the default of vLLM and of SGLang.
 	usualBuffer = 10_000
 	// The file is written ahead of its time once a rank has published a quarter
@@ -209,7 +209,7 @@ func (s *Snapshot) Run(ctx context.Context, streams func() []*Stream) {
 	}
 }
 
-// due tells whether the file is to be written: after the interval, or once a rank has
+// due reports whether the file must be written: after the interval, or once a rank has
 // gone so far that its replay might soon not reach back to what the file is as of.
 func (s *Snapshot) due(now time.Time, streams []*Stream) bool {
 	age := now.Sub(s.began)
@@ -270,7 +270,7 @@ func (s *Snapshot) waiting() (ranks []*savedRank) {
 	return ranks
 }
 
-// unchanged tells whether the file is as of where the streams are now.
+// unchanged reports whether the file is as of where the streams are now.
 func (s *Snapshot) unchanged(streams []*Stream) bool {
 	known := 0
 	for _, stream := range streams {

@@ -165,7 +165,7 @@ type snapshotRun struct {
 // maxSnapshotText bounds an endpoint or a topic, bytes.
 const maxSnapshotText = 1 << 12
 
-// fitsSnapshot tells whether a rank is written at all.
+// fitsSnapshot reports whether a rank is written at all.
 func fitsSnapshot(src Source) bool {
 	return len(src.Endpoint) <= maxSnapshotText && len(src.Topic) <= maxSnapshotText
 }

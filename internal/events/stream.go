@@ -29,7 +29,7 @@ type Source struct {
 	Worker    kv.WorkerKey
 	Endpoint  string // PUB socket, e.g. tcp://127.0.0.1:5557; vLLM adds the rank to the port
 	Replay    string // ROUTER socket that replays what was published; empty: none
-	Buffer    int    // batches that Replay keeps, by the worker's account; 0: it does not tell
+	Buffer    int    // batches that Replay keeps, as the worker reports; 0: unknown
 	Topic     string // prefix of the topics to take; empty: all
 	BlockSize int    // tokens a block, the same as the engine's
 	Seeded    bool   // the index has the rank's blocks from a peer
@@ -62,7 +62,7 @@ type streamTiming struct {
 // A missed batch is fetched from the replay endpoint; meanwhile live ones wait
 // in the connection (first TCP's buffers, then the publisher's queue of 100,000).
 // Each replay starts at the last applied batch, whose bytes must come back
-// unchanged: that proves that the publisher is still the same and tells a
+// unchanged: that proves that the publisher is still the same and separates a
 // restarted engine that has counted up to the same number. What cannot be made
 // good ends with the rank's blocks cleared, never with a wrong index.
 type Stream struct {
@@ -91,7 +91,7 @@ type Stream struct {
 	// saved are the rank's blocks of a snapshot, until the publisher has proved that
 	// it is still the one that they are of; nil: there are none.
 	saved *savedRank
-	// resync says that the history is to be asked for again from its beginning,
+	// resync is whether the history must be requested again from its beginning,
 	// at retryAt; a replay that has just done that leaves it off.
 	resync   bool
 	retryAt  time.Time

@@ -66,7 +66,7 @@ type Server struct {
 	checks     net.Listener // of health
 	cut        context.CancelCauseFunc
 	base       context.Context
-	handlers   sync.WaitGroup // of what may go on after its stream's Process: handlers, and who reads
+	handlers   sync.WaitGroup // goroutines that may outlive their stream's Process: handlers, and readers
 	warned     sync.Once      // of a gateway that sends bodies otherwise
 	leave      sync.Once
 	leaving    chan struct{} // closed when no new request is taken any more

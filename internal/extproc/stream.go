@@ -114,7 +114,7 @@ type stream struct {
 	asked, answered *pieces // the request's body, and the answer's
 	bodiless        bool    // the request has no body
 	answers         chan *http.Response
-	served          string // by whom, as the gateway tells; set before answers has one
+	served          string // the worker that served, as the gateway reports; set before answers has one
 
 	came  http.Header // the answer's headers; set before answers has one
 	empty bool        // the answer has no body; likewise
@@ -251,7 +251,7 @@ func (b *pieces) trail() {
 	})
 }
 
-// trailed tells whether the body has ended with trailers.
+// trailed reports whether the body has ended with trailers.
 func (b *pieces) trailed() bool {
 	select {
 	case <-b.over:

@@ -130,7 +130,7 @@ func Read(header http.Header, nvext gjson.Result, names *kv.Names, trusted bool)
 	case hints.Pinned == nil:
 	case hints.PinnedPrefill == nil:
 		hints.Whole = worker.param != paramDecodeWorker
-	case *hints.PinnedPrefill == *hints.Pinned: // as a dry run tells it of one that stays whole
+	case *hints.PinnedPrefill == *hints.Pinned: // as a dry run reports a request that stays whole
 		hints.PinnedPrefill, hints.Whole = nil, true
 	}
 	if !trusted {

@@ -34,7 +34,7 @@ const (
 	LevelHigh
 )
 
-// prefixHeaders are the headers by which a client tells of the series of
+// prefixHeaders are the headers by which a client describes the series of
 // requests that one belongs to, and the names under which it does so in
 // annotations ("name:value") and agent hints. Headers go before agent hints,
 // which go before annotations.

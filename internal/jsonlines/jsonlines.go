@@ -80,7 +80,7 @@ func Open(name string) (file *os.File, torn int64, err error) {
 }
 
 // mend ends the last line of a file of that many bytes, if nothing does: with a
-// line end if it is whole, else by cutting it off. It tells how many bytes it cut
+// line end if it is whole, else by cutting it off. It returns how many bytes it cut
 // off.
 func mend(file *os.File, size int64) (torn int64, err error) {
 	start, err := lastLine(file, size)
@@ -167,7 +167,7 @@ func Begins(line []byte, start string) bool {
 
 // New returns a Writer to file, which it will close. At most waiting lines wait
 // for the disk, of 64 MiB together; further ones are lost and counted. While the
-// disk takes nothing, it is tried again each second. The log tells when that begins
+// disk takes nothing, it is tried again each second. The log says when that begins
 // and ends, and Close how many lines are missing. what names the lines in the log.
 // The caller must call Close.
 func New(file *os.File, waiting int, what string, log *slog.Logger) *Writer {

@@ -140,7 +140,7 @@ func until(l *rate.Limiter, now time.Time, n int) time.Duration {
 	return max(time.Millisecond, time.Duration(missing/float64(l.Limit())*float64(time.Second)))
 }
 
-// tell sets OpenAI's headers: the limits, what is left of them, and the time until
+// tell sets OpenAI's headers: the limits, their remainder, and the time until
 // all of it is back.
 func (c *Caller) tell(now time.Time, header http.Header) {
 	for _, l := range []struct {

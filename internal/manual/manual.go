@@ -65,7 +65,7 @@ func options(flags []*kong.Flag) []option {
 	return all
 }
 
-// takesPath tells from a flag's placeholder whether its value is a path.
+// takesPath reports, from a flag's placeholder, whether its value is a path.
 func takesPath(flag *kong.Flag) bool {
 	for word := range strings.SplitSeq(flag.PlaceHolder, "|") {
 		if word == "FILE" || word == "DIR" || word == "PATH" {

@@ -33,7 +33,7 @@ type Rank struct {
 	// What follows belongs to the engine's goroutine.
 	Engine  *engine.Engine
 	changes []Event // of the step under way
-	// told has the hashes that other names have outside: SGLang's events do not tell
+	// told has the hashes that other names have outside: SGLang's events do not carry
 	// apart blocks that differ by their extra_key alone. By the name in the engine.
 	told map[uint64]uint64
 

@@ -28,7 +28,7 @@ const (
 	greedyBelow = 1e-5
 )
 
-// refusal is why a mock worker refuses a request, told as vLLM 0.32 does.
+// refusal is why a mock worker refuses a request, in vLLM 0.32's words.
 type refusal struct {
 	status  int
 	kind    string // error.type

@@ -20,7 +20,7 @@ const (
 	// client has given it up and when it has not.
 	waitsLeast, waitsLeastStuck = 3, 5
 	// paceFactor is how many times the usual time of a prompt token is allowed
-	// for each token that is to be computed first; paceDefault is that time while
+	// for each token computed first; paceDefault is that time while
 	// fewer than paceLeast are known: a slow engine on a CPU.
 	paceFactor  = 4
 	paceDefault = 2 * time.Millisecond
@@ -49,7 +49,7 @@ const classes = 2 * (int(kv.LegDecode) + 1)
 // baseline is how long requests waited for their first byte lately, on all workers.
 type baseline struct {
 	waits [classes]ring
-	pace  ring // of a prompt token, where that can be told
+	pace  ring // of a prompt token, where known
 }
 
 // ring holds the last values.
@@ -97,7 +97,7 @@ func (u *baseline) allowed(c Class, tokens int, floor time.Duration, least int) 
 	return max(floor, slowFactor*most, longestFactor*all) + paceFactor*pace*time.Duration(max(0, tokens)), true
 }
 
-// othersAnswer tells whether another worker has answered lately.
+// othersAnswer reports whether another worker has answered lately.
 func (d *Detector) othersAnswer(key kv.WorkerKey, now time.Time) bool {
 	for other, w := range d.workers {
 		if other.Worker != key.Worker && !w.answered.IsZero() && now.Sub(w.answered) <= othersWithin {
@@ -108,7 +108,7 @@ func (d *Detector) othersAnswer(key kv.WorkerKey, now time.Time) bool {
 }
 
 // LeftInVain judges a client that left after such a wait for its first byte: it
-// tells whether that is far longer than usual.
+// reports whether that is far above the baseline.
 func (d *Detector) LeftInVain(a Attempt, c Class, tokens int, wait time.Duration, now time.Time) bool {
 	allowed, known := d.baseline.allowed(c, tokens, silentFloor, waitsLeast)
 	return known && wait >= allowed && d.othersAnswer(a.Worker, now)
@@ -116,7 +116,7 @@ func (d *Detector) LeftInVain(a Attempt, c Class, tokens int, wait time.Duration
 
 // Silent judges a worker that has sent no byte of any answer for so long, since an
 // attempt of that class was sent there at the earliest. If that is far longer than
-// usual it is stuck: ejected. Else it is to be looked at again after that time.
+// baseline it is stuck: ejected. Else it must be checked again after that time.
 func (d *Detector) Silent(a Attempt, c Class, tokens int, silent time.Duration, now time.Time) (stuck bool, again time.Duration) {
 	const lookAgain = time.Second
 	w := d.of(a)

@@ -194,7 +194,7 @@ func (d *Detector) recount() {
 	}
 }
 
-// Quiet tells whether every worker is in: nothing else need be asked then.
+// Quiet reports whether every worker is in: nothing else need be asked then.
 func (d *Detector) Quiet() bool { return d.odd == 0 }
 
 // Level says how well a worker takes a request; the lower the better.
@@ -227,7 +227,7 @@ func (d *Detector) Level(key kv.WorkerKey, now time.Time, random *rand.Rand) Lev
 	return In
 }
 
-// IsOut tells whether a worker gets nothing now but what no other can take.
+// IsOut reports whether a worker gets nothing now but what no other can take.
 func (d *Detector) IsOut(key kv.WorkerKey, now time.Time) bool {
 	if d.odd == 0 {
 		return false
@@ -240,7 +240,7 @@ func (d *Detector) IsOut(key kv.WorkerKey, now time.Time) bool {
 	return w.phase == phaseOut || !w.held.IsZero()
 }
 
-// Ejected tells whether a worker is out for its failures.
+// Ejected reports whether a worker is out for its failures.
 func (d *Detector) Ejected(key kv.WorkerKey, now time.Time) bool {
 	w := d.workers[key]
 	if w == nil || w.phase != phaseOut {
@@ -250,17 +250,17 @@ func (d *Detector) Ejected(key kv.WorkerKey, now time.Time) bool {
 	return w.phase == phaseOut
 }
 
-// AskedInVain tells whether a worker lately failed to answer a question about a
+// AskedInVain reports whether a worker lately failed to answer a question about a
 // prompt.
 func (d *Detector) AskedInVain(key kv.WorkerKey, now time.Time) bool {
 	w := d.workers[key]
 	return w != nil && !w.askFailed.IsZero() && now.Sub(w.askFailed) < askedFor
 }
 
-// TooMany tells whether so many of all workers cannot be out: all are used then.
+// TooMany reports whether so many of all workers cannot be out: all are used then.
 func (d *Detector) TooMany(out, all int) bool { return out*100 > d.settings.MaxEjectionPercent*all }
 
-// TrialDue tells whether a worker that is out may get one request on trial, and
+// TrialDue reports whether a worker that is out may get one request on trial, and
 // since when.
 func (d *Detector) TrialDue(key kv.WorkerKey, now time.Time) (since time.Time, due bool) {
 	w := d.workers[key]
@@ -271,7 +271,7 @@ func (d *Detector) TrialDue(key kv.WorkerKey, now time.Time) (since time.Time, d
 	return w.until, w.phase == phaseOut && w.held.IsZero() && !now.Before(w.until) && (w.trial.IsZero() || now.Sub(w.trial) >= trialLimit)
 }
 
-// Begin notes that a request is sent to a worker, and tells whether it is its
+// Begin notes that a request is sent to a worker, and reports whether it is its
 // trial.
 func (d *Detector) Begin(key kv.WorkerKey, now time.Time) (trial bool) {
 	if d.odd == 0 {
@@ -333,7 +333,7 @@ func (d *Detector) Succeeded(a Attempt, now time.Time) {
 	}
 }
 
-// Ended notes that an attempt ended, and nobody can tell whether its worker is
+// Ended notes that an attempt ended, and it is unknown whether its worker is
 // well.
 func (d *Detector) Ended(a Attempt) {
 	if w := d.of(a); w != nil && a.Trial {
@@ -425,7 +425,7 @@ func (d *Detector) bringBack(key kv.WorkerKey, w *worker, now time.Time) {
 
 // Hint notes that another router has taken a worker out for that long. It may be that
 // router's own trouble: the worker is held, for no longer than a first ejection is, and
-// never so many of them that not all the others could be out. It tells whether that
+// never so many of them that not all the others could be out. It reports whether that
 // changed anything.
 func (d *Detector) Hint(key kv.WorkerKey, long time.Duration, now time.Time) (took bool) {
 	w := d.workers[key]
@@ -539,7 +539,7 @@ func (d *Detector) hold(a Attempt, change func(*worker)) {
 }
 
 // Suspect notes that a worker refused an attempt with a status that may be the
-// client's mistake or its own. It tells whether it is worth to ask another: if so,
+// client's mistake or its own. It reports whether it is worth to ask another: if so,
 // the worker is held until Acquit or Convict. It is not while that status is known
 // to be the clients' mistake.
 func (d *Detector) Suspect(a Attempt, status int, now time.Time) (ask bool) {
@@ -627,7 +627,7 @@ func (n News) Log(log *slog.Logger, called string) {
 	}
 }
 
-// maxNews bounds the news that nobody has taken.
+// maxNews bounds the news not yet taken.
 const maxNews = 256
 
 func (d *Detector) tell(n News) {

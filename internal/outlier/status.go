@@ -61,7 +61,7 @@ func (d *Detector) Records(now time.Time) []Record {
 	return list
 }
 
-// Panic tells whether more workers are out than may be: all are used.
+// Panic reports whether more workers are out than allowed: all are used.
 func (d *Detector) Panic() bool {
 	out, all := 0, 0
 	for _, w := range d.workers {

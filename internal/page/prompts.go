@@ -223,7 +223,7 @@ func (t *prompts) hottest(now time.Time, match func(local []uint64, dst []kv.Mat
 	cache := Cache{Nodes: []Node{}, Truncated: t.truncated || len(all) > maxShown}
 	all = all[:min(len(all), maxShown)]
 	held := map[*node][]string{}
-	for i := len(all) - 1; i >= 0; i-- { // from the leaves up: one look-up tells of a whole branch
+	for i := len(all) - 1; i >= 0; i-- { // from the leaves up: one look-up covers a whole branch
 		if _, done := held[all[i]]; !done {
 			t.note(held, all[i], match(all[i].path(), nil))
 		}
@@ -240,7 +240,7 @@ func (t *prompts) hottest(now time.Time, match func(local []uint64, dst []kv.Mat
 	return cache
 }
 
-// note writes down who holds a node and all above it.
+// note records the workers that hold a node and all above it.
 func (t *prompts) note(held map[*node][]string, n *node, matches []kv.Match) {
 	for ; n.parent != nil; n = n.parent {
 		if _, done := held[n]; done {

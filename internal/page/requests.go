@@ -204,7 +204,7 @@ func (e *entry) receipt() Receipt {
 	return receipt
 }
 
-// decision is a receipt as the page tells it.
+// decision is a receipt as the dashboard shows it.
 func decision(r *router.Receipt) *Decision {
 	d := &Decision{Receipt: r, Worker: r.Worker, Candidates: make([]Candidate, len(r.Candidates))}
 	for i, c := range r.Candidates {

@@ -14,7 +14,7 @@ import (
 const (
 	// maxModels bounds the models that are named.
 	maxModels = 64
-	// maxWhy bounds what is told of a worker's trouble, bytes.
+	// maxWhy bounds the text on a worker's trouble, bytes.
 	maxWhy = 400
 	// recently is how long a worker that is back is said to have been away.
 	recently = time.Minute
@@ -122,10 +122,10 @@ func worker(s workers.Sample, status workers.Status, now time.Time) Worker {
 		}
 	case w.State == StateNotReady:
 		w.Since = unix(status.HeldSince)
-		w.Why = "it gets no new requests: discovery tells that it is not ready"
+		w.Why = "it gets no new requests: discovery reports it as not ready"
 	case w.State != StateReady:
 		w.Why = limited(status.LastError, maxWhy)
-	case status.Restarts > 0 && now.Sub(status.Since) < recently: // between two states nobody saw it down
+	case status.Restarts > 0 && now.Sub(status.Since) < recently: // it was down between two states only
 		w.Why = "it ended, and was started again"
 	}
 	return w

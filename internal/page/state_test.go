@@ -46,7 +46,7 @@ func TestAWorkerThatIsHeldSaysWhy(t *testing.T) {
 	for want, status := range map[string]workers.Status{
 		"it is leaving: what it has begun it ends, and it gets no new requests":                     {State: workers.StateReady, Held: kv.HoldDraining},
 		"it is leaving: what it has begun it ends, and it gets no new requests; connection refused": {State: workers.StateDown, Held: kv.HoldDraining, LastError: "connection refused"},
-		"it gets no new requests: discovery tells that it is not ready":                             {State: workers.StateReady, Held: kv.HoldNotReady},
+		"it gets no new requests: discovery reports it as not ready":                             {State: workers.StateReady, Held: kv.HoldNotReady},
 		"connection refused": {State: workers.StateDown, Held: kv.HoldNotReady, LastError: "connection refused"},
 	} {
 		status.Since, status.HeldSince = time.Unix(4000, 0), time.Unix(4500, 0)

@@ -55,7 +55,7 @@ func (p *Page) try(c *gin.Context) {
 	p.deps.OpenAI.ServeHTTP(c.Writer, request)
 }
 
-// where tells where a request would go, without sending it anywhere.
+// where reports where a request would go, without sending it.
 func (p *Page) where(c *gin.Context) {
 	raw, err := io.ReadAll(http.MaxBytesReader(c.Writer, c.Request.Body, whereLimit))
 	if err != nil {

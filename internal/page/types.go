@@ -35,7 +35,7 @@ type Totals struct {
 	ComparedTokens  uint64 `json:"compared_tokens"`  // prompt tokens of the requests that cached_tokens counts
 	PredictedTokens uint64 `json:"predicted_tokens"` // that the index expected to be cached
 	Exact           uint64 `json:"exact"`            // predictions that were right to the token
-	Compared        uint64 `json:"compared"`         // predictions of which a worker has told the truth
+	Compared        uint64 `json:"compared"`         // predictions with an actual value from a worker
 }
 
 // Rates are those of the last minute; nil: there was nothing to measure.
@@ -82,7 +82,7 @@ type Worker struct {
 	LoadKnown       bool     `json:"load_known"`
 	Blocks          int      `json:"blocks"`         // that the index knows it to hold
 	ActiveBlocks    int      `json:"active_blocks"`  // of requests in flight
-	PrefillTokens   int      `json:"prefill_tokens"` // uncached ones that are to be computed
+	PrefillTokens   int      `json:"prefill_tokens"` // uncached ones to compute
 	HitRate         *float64 `json:"hit_rate"`       // of the worker (all ranks), since the start
 	Requests        uint64   `json:"requests"`       // the same
 	EventLag        *float64 `json:"event_lag"`      // s, of the last batch of KV events
@@ -134,7 +134,7 @@ type Receipt struct {
 	Earlier []*Decision `json:"earlier,omitempty"` // decisions before it: a prefill worker's, tries that failed
 }
 
-// Decision is a receipt of the router's whose ids are strings.
+// Decision is a receipt of the router's with ids as strings.
 type Decision struct {
 	*router.Receipt
 	Worker     *uint64     `json:"worker_id,string"`

@@ -30,7 +30,7 @@ const (
 	eventTrends = "trends"
 )
 
-// viewers are those who look. All get the same bytes.
+// viewers are the open dashboards. All get the same bytes.
 type viewers struct {
 	came chan struct{} // holds a token when somebody came
 	over chan struct{} // closed when all streams end
@@ -52,10 +52,10 @@ func newViewers() *viewers {
 	return &viewers{came: make(chan struct{}, 1), over: make(chan struct{}), streams: map[*viewer]bool{}}
 }
 
-// watched tells whether anybody looks.
+// watched reports whether any dashboard is open.
 func (v *viewers) watched() bool { return v.n.Load() > 0 }
 
-// stale tells whether somebody who comes now needs a new state.
+// stale reports whether a new viewer needs a new state.
 func (v *viewers) stale(now time.Time) bool {
 	v.mu.Lock()
 	defer v.mu.Unlock()

@@ -10,7 +10,7 @@ import "time"
 // for them in its batch or its cache. Then the oldest prompt is overdue, and each one
 // waits for an answer to end: a new one for as many as wait, of those that run. Where
 // nothing is known of answers, it is taken to wait for as long as the oldest has so far.
-// Of answers that come whole nobody tells the first token: only others can be overdue.
+// Answers that come whole report no first token: only others can be overdue.
 func (p *Work) Wait(now time.Time, load *Load) time.Duration {
 	first, _, _ := p.coming(now, load, 1)
 	wait := first - p.passTime(1)

@@ -22,12 +22,12 @@ type Query struct {
 	Override    *Override // of settings; nil: none
 	Leg         kv.Leg    // that a worker is wanted for
 	Sequence    []uint64  // the prompt's sequence hashes; nil where the router counts no shared active blocks
-	DryRun      bool      // nothing is sent: nothing is to be learned of the choice
+	DryRun      bool      // nothing is sent: the policy learns nothing from the choice
 	Prefix      hints.Prefix
 	Workers     int          // that are up for that leg, candidates or not
 	Retry       bool         // another worker has failed it before
 	Decision    uint64       // number by which a judged policy hears how it ended; 0: it never will
-	Explain     *Explanation // that Choose fills in; nil: nobody asks
+	Explain     *Explanation // filled in by Choose; nil: not wanted
 }
 
 // Candidate is one worker that may serve the request.
@@ -72,7 +72,7 @@ type Traits struct {
 // Choose is.
 type Learner interface{ Learn(o Outcome) }
 
-// Outcome is how a request went whose answer is complete.
+// Outcome is the result of a request with a complete answer.
 type Outcome struct {
 	Worker     kv.WorkerKey
 	Leg        kv.Leg
@@ -110,7 +110,7 @@ type Feedback struct {
 	FirstToken time.Duration // the same to its first token; 0: unknown
 	TokensIn   int           // of the prompt; 0: unknown
 	TokensOut  int           // of the answer; 0: unknown
-	Finish     string        // why the answer ended, as the client or the engine tells it; empty: unknown
+	Finish     string        // why the answer ended, as the client or the engine reports it; empty: unknown
 }
 
 // Ending is why a request is no longer in flight.
@@ -118,7 +118,7 @@ type Ending uint8
 
 // The endings.
 const (
-	Abandoned Ending = iota // the client left, or it cannot be told: nobody's fault
+	Abandoned Ending = iota // the client left, or the cause is unknown: not counted as a failure
 	Failed                  // the worker failed
 	Finished                // with a whole answer
 )
@@ -131,7 +131,7 @@ type Meanwhile struct {
 	Context float64 // mean of Load.ContextTokens
 }
 
-// Aborted tells whether an answer's finish reason says that somebody stopped it on
+// Aborted reports whether an answer's finish reason says that somebody stopped it on
 // purpose.
 func Aborted(finish string) bool { return finish == "abort" || finish == "cancelled" }
 
@@ -166,7 +166,7 @@ func New(name string, settings Settings) (Policy, error) {
 //	2·overlap − kv_usage − waiting/max(waiting)
 //
 // where overlap is the matched share of the prompt, up to 1, kv_usage and waiting
-// are as the worker published them, the last term is 0 while nobody waits, and
+// are as the worker published them, the last term is 0 while none waits, and
 // ties are broken at random. A worker's waiting counts what was sent to it since
 // it last published.
 type standalone struct{}

@@ -27,7 +27,7 @@ const (
 	timingForget = 1.0 / 1000
 	// timingNoise is the variance of an observation relative to its value.
 	timingNoise = 0.1
-	// timingLeastTokens is the fewest output tokens whose decoding says anything
+	// timingLeastTokens is the least output tokens for a usable decoding time
 	// about a pass.
 	timingLeastTokens = 8
 	// timingFastest is how many times as fast as expected an answer can be.
@@ -120,7 +120,7 @@ func (t *EngineTiming) observe(row [4]float64, ms float64) {
 	}
 	t.project(estimate)
 	t.Token = max(t.Token, 1e-9) // it is divided by
-	// Forgetting widens what no observation tells of; without a bound, without end.
+	// Forgetting widens what is not observed; without a bound, without end.
 	for i, widest := range t.widest {
 		if shrink := widest / t.covariance[i][i]; shrink < 1 {
 			for j := range estimate {

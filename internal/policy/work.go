@@ -23,7 +23,7 @@ import (
 //	         share a pass.
 //	foreign  until the requests have left the queue that others have sent.
 //	later    λ·(own − copy)·(first − own/2)/(1 − ρ): work that is added to a queue
-//	         delays all who come before that is empty (M/G/1). λ is how many come
+//	         delays all that come before that is empty (M/G/1). λ is how many come
 //	         to a worker in a ms, ρ the share of the time in which it has prompts
 //	         to compute: the share of workers that decisions find so.
 //	decode   by how much the context there slows this answer down.
@@ -36,7 +36,7 @@ import (
 //	         a preference, the one number here that is chosen.
 //
 // A worker that gets its prompt from another has nothing of it to compute, and one
-// that computes prompts for others has nobody who stands still. Blocks of requests
+// that computes prompts for others has none that stands still. Blocks of requests
 // in flight count as cached. How long passes take and the means are learned from
 // finished requests. Ties are broken at random.
 type Work struct {
@@ -161,8 +161,8 @@ func busyShare(candidates []Candidate) float64 {
 	return float64(busy) / float64(len(candidates))
 }
 
-// workUntoldCache is what the cache of a worker that does not tell its size is taken
-// to hold, tokens: about that of an 8B model on a GPU of 80 GB.
+// workUntoldCache is the assumed cache size, tokens, of a worker that reports none:
+// about that of an 8B model on a GPU of 80 GB.
 const workUntoldCache = 1 << 19
 
 // cacheTokens is how many tokens the candidates' caches hold.

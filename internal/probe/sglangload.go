@@ -18,7 +18,7 @@ import (
 // loadStatTag is what the first field of SGLang's load messages says.
 const loadStatTag = "LoadStat"
 
-// isLoadStat tells a message of SGLang's, a msgpack array, from JSON.
+// isLoadStat reports whether text is a message of SGLang's, a msgpack array, not JSON.
 func isLoadStat(payload []byte) bool {
 	if len(payload) == 0 {
 		return false

@@ -16,7 +16,7 @@ import (
 type Started struct {
 	PID   int          // 0: in this process
 	Ended <-chan error // gets one value, why it ended, once nothing of it is left
-	Stop  func()       // tells it to end; it may take its time
+	Stop  func()       // asks it to end; returns before it has
 	Kill  func()       // ends it
 }
 

@@ -33,7 +33,7 @@ type Engine struct {
 	// 1, and RanksFlag the one that says so.
 	Ranks     func(args []string) int
 	RanksFlag string
-	// Limits tells from the arguments how many tokens a worker computes in a pass at
+	// Limits returns, from the arguments, how many tokens a worker computes in a pass at
 	// most and how many blocks its KV cache has; 0: they do not say. BatchFlag says
 	// the first.
 	Limits    func(args []string, blockSize int) (maxBatchedTokens, totalBlocks int)

@@ -20,7 +20,7 @@ type Signs struct {
 	Stages   []Stage
 	Failures []Failure
 
-	// Error is in every line that tells of an error of a worker that is ready, and
+	// Error is in every line that reports an error of a worker that is ready, and
 	// Routine are in lines that never explain why a process ended.
 	Error   string
 	Routine []string
@@ -47,7 +47,7 @@ type StartLog struct {
 	mu     sync.Mutex // guards the rest
 	stage  int        // index into signs.Stages, -1 before the first
 	ready  bool       // the start is over
-	ending bool       // it has been told to end
+	ending bool       // it has been asked to end
 	recent []string   // last lines that may explain an end, oldest first
 }
 
@@ -81,7 +81,7 @@ func (s *StartLog) Line(text string) (stage string, failure bool) {
 	return "", failure
 }
 
-// isRoutine tells lines that never explain why a process ended: among them those
+// isRoutine reports lines that never explain why a process ended: among them those
 // of the long list of flags that goes before an error about one.
 func (s *Signs) isRoutine(text string) bool {
 	const usage = "[--"
@@ -115,7 +115,7 @@ func (s *StartLog) Tail() []string {
 type EndError struct {
 	engine  string
 	reason  string
-	line    string // of its output, that tells; may be empty
+	line    string // of its output, that explains it; may be empty
 	advice  string
 	Lasting bool // trying again will not help
 }

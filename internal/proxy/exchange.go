@@ -48,7 +48,7 @@ type Exchange struct {
 
 	Trace *tracing.Request // nil: it is not traced
 
-	finish   string      // why the answer ended, as the worker tells it; empty: it does not
+	finish   string      // why the answer ended, as the worker reports it; empty: it does not
 	refusal  refusal     // what the status of a relayed answer says of its worker
 	suspects []suspicion // workers that refused it, until one accepts it
 	tried    bool        // a worker has failed it

@@ -22,9 +22,9 @@ const (
 
 // Headers of requests and answers that a gateway's clients know from llm-d.
 const (
-	// HeaderSession tells a client who served it. A request with it goes there again.
+	// HeaderSession names the worker that served a client. A request with it goes there again.
 	HeaderSession = "X-Session-Token"
-	// HeaderDropped tells why a request was refused.
+	// HeaderDropped says why a request was refused.
 	HeaderDropped = "X-Llm-D-Request-Dropped-Reason"
 )
 
@@ -58,7 +58,7 @@ type Gateway struct {
 }
 
 // Follow puts what the gateway says of a request into it, for a router of that model. It
-// fails with router.ErrBusy where the request is to be shed.
+// fails with router.ErrBusy where the request must be shed.
 func (g *Gateway) Follow(request *router.Request, r *router.Router) error {
 	if g == nil {
 		return nil
@@ -127,7 +127,7 @@ func (g *Gateway) Refusal(err error) (status int, reason string) {
 // the decided one serves it, the booking moves there.
 func (p *Proxy) sendByGateway(request *http.Request, u *Upstream, x *Exchange) (*http.Response, error) {
 	target := x.Decision.Target
-	request.Header.Del(HeaderPrefiller) // a client's would have the sidecar ask whom it likes
+	request.Header.Del(HeaderPrefiller) // a client's would choose the address that the sidecar asks
 	request.Header.Del(HeaderDataParallel)
 	if target.Ranks > 1 {
 		request.Header.Set(HeaderDataParallel, target.Address())

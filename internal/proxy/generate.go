@@ -14,7 +14,7 @@ import (
 // whole text so far.
 const generateRoute = "/generate"
 
-// maxGenerated bounds the answers of one request to generateRoute whose tokens are
+// maxGenerated bounds the answers of one request to generateRoute with tokens
 // counted.
 const maxGenerated = 4096
 
@@ -33,7 +33,7 @@ func (u Upstream) ofRank(rank string) Upstream {
 	return u.withFields(jsonbody.Field{Key: rankKey, Raw: rank})
 }
 
-// SeveralAnswers tells whether a request wants more than one answer to a prompt.
+// SeveralAnswers reports whether a request wants more than one answer to a prompt.
 func SeveralAnswers(path string, body *jsonbody.Body) bool {
 	if path != generateRoute {
 		return body.Get("n").Int() > 1 || body.Get("best_of").Int() > 1 || asks(body, "use_beam_search")
@@ -51,7 +51,7 @@ func SeveralAnswers(path string, body *jsonbody.Body) bool {
 	return found
 }
 
-// ComputesAnew tells whether an engine computes parts of the prompt anew though they
+// ComputesAnew reports whether an engine computes parts of the prompt anew though they
 // are in its cache: for the log probabilities of the prompt's own tokens.
 func ComputesAnew(body *jsonbody.Body) bool {
 	start := body.Get("logprob_start_len")
@@ -59,7 +59,7 @@ func ComputesAnew(body *jsonbody.Body) bool {
 		body.Get("return_logprob").Bool() && start.Type == gjson.Number && start.Int() >= 0
 }
 
-// asks tells whether a member is there and neither null nor false.
+// asks reports whether a member is present and neither null nor false.
 func asks(body *jsonbody.Body, key string) bool {
 	v := body.Get(key)
 	return v.Exists() && v.Type != gjson.Null && v.Type != gjson.False

@@ -29,7 +29,7 @@ type abortError struct {
 
 func (e *abortError) Error() string { return e.why }
 
-// inflight is a request that was sent to a worker and whose answer has not ended.
+// inflight is a request sent to a worker, with an answer that has not ended.
 type inflight struct {
 	target  kv.Target
 	booking *router.Booking

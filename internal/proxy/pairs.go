@@ -73,7 +73,7 @@ func (e *LegTimeout) Error() string {
 	return fmt.Sprintf("%s took longer than %s (%s)", e.what, e.over, e.flag)
 }
 
-// errDecodeEnded ends a prefill leg whose decode leg has ended.
+// errDecodeEnded ends a prefill leg after the end of its decode leg.
 var errDecodeEnded = errors.New("the decode leg has ended")
 
 // forwardPair is Forward for a request that two workers may serve. Where a prefill leg
@@ -218,7 +218,7 @@ func nonce() string {
 	return hex.EncodeToString(b[:])
 }
 
-// decision is what the answer's headers and metrics tell: the decode worker, and
+// decision is the one in the answer's headers and metrics: the decode worker, and
 // what was cached of the prompt where it was computed.
 func (l *legs) decision() router.Decision {
 	d := l.pair.Decode
@@ -451,7 +451,7 @@ func (e *prefillRefusal) relay(w http.ResponseWriter, u Upstream, x *Exchange) e
 
 // decodeLimit returns how long a decode leg may take from its prefill leg's end: to
 // its stream's first event, or to the end of an answer that comes whole, of which
-// only the request tells how long it may be; nil: there is no limit. An SGLang
+// only the request limits its length; nil: there is no limit. An SGLang
 // decode worker begins at once then. One of vLLM may let the request wait.
 func (p *Proxy) decodeLimit(kind kv.Kind, route string, parsed *jsonbody.Body) *LegTimeout {
 	late := &LegTimeout{"the decode worker's first event", "--disagg-handover-timeout", p.settings.DisaggHandoverTimeout, SharedHandoverTimeout}

@@ -56,7 +56,7 @@ type Upstream struct {
 	RequestID           string
 	Arrived             time.Time
 	MaxRetries          int // further workers to try while nothing was answered
-	// Paired says that two workers may serve the request, whose body is Parsed, unless
+	// Paired is whether two workers may serve the request, with body Parsed, unless
 	// Aggregated says why one worker must.
 	Paired     bool
 	Parsed     *jsonbody.Body
@@ -355,7 +355,7 @@ func (p *Proxy) attempt(ctx context.Context, w http.ResponseWriter, u Upstream, 
 	return p.relayWhole(w, answer, u, x, retry)
 }
 
-// OutOfDescriptors tells whether a request could not be sent for want of file
+// OutOfDescriptors reports whether a request could not be sent for want of file
 // descriptors here: that is no worker's fault.
 func OutOfDescriptors(err error) bool {
 	return errors.Is(err, syscall.EMFILE) || errors.Is(err, syscall.ENFILE)

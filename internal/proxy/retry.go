@@ -21,7 +21,7 @@ import (
 // A longer one goes to the client at once.
 const keptLimit = 1 << 20
 
-// refusal says what an answer's status tells of its worker.
+// refusal returns the meaning of an answer's status for its worker.
 type refusal struct {
 	pressed bool          // it asks for a pause
 	pause   time.Duration // of that length; 0: it does not say
@@ -138,7 +138,7 @@ type workerError struct {
 	answer  *keptAnswer // nil: there was none
 	abort   *abortError // it was aborted; nil: it was not
 	out     bool        // nothing more goes to the worker for a while
-	final   bool        // no other is to be tried
+	final   bool        // no other may be tried
 }
 
 func (e *workerError) Error() string { return fmt.Sprintf("worker %s: %v", e.called, e.err) }
@@ -206,10 +206,10 @@ func (p *Proxy) begin(u Upstream, x *Exchange) *tries {
 // over ends what is open about the workers that were tried.
 func (t *tries) over() { t.x.acquit(false) }
 
-// retry tells whether another worker may be tried if the next one fails.
+// retry reports whether another worker may be tried if the next one fails.
 func (t *tries) retry() bool { return t.Left(t.u.MaxRetries) }
 
-// again notes how an attempt ended and tells whether another worker is to be tried.
+// again notes how an attempt ended and reports whether to try another worker.
 // beside says that it would not count as a retry.
 func (t *tries) again(ctx context.Context, err error, beside bool) bool {
 	worker, failed, ok := blamed(err)
@@ -305,7 +305,7 @@ func blamed(err error) (worker uint64, failed *workerError, ok bool) {
 	return 0, nil, false
 }
 
-// finished ends the booking of a request whose answer was relayed to its end.
+// finished ends the booking of a request after its answer was relayed to its end.
 func (p *Proxy) finished(u Upstream, x *Exchange) {
 	b := x.Decision.Booking
 	if u.SeveralAnswers && x.Decision.Target.RunsSGLang() {

@@ -30,7 +30,7 @@ import (
 // Corrections. An answer's cached_tokens may show that an engine had lost what
 // it was believed to hold. It loses the oldest first; so whatever was used no
 // later than the first lost block is gone as well, and is given up. A worker of
-// which nothing else tells the size (of Trees) is then taken to hold no
+// which the size is not otherwise known (of Trees) is then taken to hold no
 // more than what is left, until an answer finds blocks that were given up: that
 // adds their number.
 type Approx struct {
@@ -63,7 +63,7 @@ type assumedCache struct {
 const firstPool = 256
 
 // maxAnswer bounds the blocks of one answer that are modelled: it is the worker
-// that tells how long its answers are.
+// that reports how long its answers are.
 const maxAnswer = 1 << 16
 
 // SetCorrected says whether the cached tokens that answers report correct the index;
@@ -88,7 +88,7 @@ type Assumed struct {
 
 // lastUse says when the blocks from the last one's end up to block upTo of a
 // prompt were used last before. Along a prompt that time never rises, because
-// who uses a block uses those before it as well.
+// a user of a block uses those before it as well.
 type lastUse struct {
 	upTo int
 	at   int64 // Unix ns; inUse: in flight then
@@ -148,7 +148,7 @@ func (a *Approx) Forget(worker uint64) {
 	a.Tree.Forget(worker)
 }
 
-// Match is Tree.Match after blocks whose time is over have been given up.
+// Match is Tree.Match after expired blocks have been removed.
 func (a *Approx) Match(local []uint64, dst []kv.Match) []kv.Match {
 	if now := a.now().UnixNano(); now >= a.due.Load() {
 		a.mu.Lock()
@@ -394,7 +394,7 @@ func (a *Approx) oldest() (oldest kv.WorkerKey, until int64, ok bool) {
 	return oldest, until, ok
 }
 
-// oldest tells when the block that was released longest ago was; ok is false if
+// oldest returns the earliest release time of a block; ok is false if
 // all are in flight.
 func (c *assumedCache) oldest() (used int64, ok bool) {
 	b := c.Pool.Oldest()

@@ -8,7 +8,7 @@ import (
 	"kvrouter/internal/kv"
 )
 
-// Index tells which worker holds which blocks. Its kinds differ in their source: Tree
+// Index maps blocks to the workers that hold them. Its kinds differ in their source: Tree
 // knows it from KV events, Approx and Trees assume it from what was routed,
 // predicting combines both, and blind knows nothing. A lookup waits for at most one
 // change of the index.
@@ -27,12 +27,12 @@ type Index interface {
 	DumpOf(w kv.WorkerKey) iter.Seq[PlacedBlock]
 }
 
-// Assumer is an Index that is told what was routed.
+// Assumer is an Index that learns from routing decisions.
 type Assumer interface {
 	Index
-	// SetCapacity tells how many blocks a worker's cache has; 0: not known.
+	// SetCapacity reports how many blocks a worker's cache has; 0: not known.
 	SetCapacity(w kv.WorkerKey, blocks int)
-	// Routed tells that a prompt with these local hashes goes to w. The caller
+	// Routed notes that a prompt with these local hashes goes to w. The caller
 	// must end what it returns.
 	Routed(w kv.WorkerKey, local []uint64) *Assumed
 }

@@ -63,7 +63,7 @@ const partBlocks = 8
 // same worker storing one at another node means that what was known about it is
 // outdated: the newest event wins, the old place is given up and the copies are
 // counted from one again. Two engine hashes at one node (contents that local
-// hashes do not tell apart) both count: the worker holds the node until the last
+// hashes do not distinguish) both count: the worker holds the node until the last
 // of them goes.
 //
 // Holes. Removing a block from the middle of a prompt leaves its node, and its
@@ -89,7 +89,7 @@ type Tree struct {
 	workers  []workerPlace // of all that are known, by key
 	slots    []workerSlot
 	live     []uint64 // bitset of the live slots
-	vacant   []uint32 // slots nobody uses
+	vacant   []uint32 // unused slots
 	retired  []uint32 // slots still to be swept, oldest first
 	seed     uint64   // of all tables
 
@@ -386,7 +386,7 @@ func (r *Tree) addMember(slot, n uint32) {
 }
 
 // dropMember counts one engine hash of slot less at node n, and frees the node
-// if nobody needs it any more.
+// if it is no longer needed.
 func (r *Tree) dropMember(slot, n uint32) {
 	aliases := &r.slots[slot].aliases
 	if more := aliases.Get(uint64(n), 0); more != 0 {
@@ -523,7 +523,7 @@ func (r *Tree) sweep(limit int) {
 }
 
 // narrow keeps in active what is also in set, and notes for every slot that it
-// takes out how many blocks it holds. It tells whether any is left.
+// takes out how many blocks it holds. It reports whether any is left.
 func narrow(active, set []uint64, held int, blocks []int) bool {
 	var left uint64
 	for i, word := range active {

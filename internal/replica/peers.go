@@ -19,7 +19,7 @@ import (
 // maxPeers is how many addresses of other routers there are at most.
 const maxPeers = 128
 
-// origin says who named an address: a bit for each.
+// origin is the sources of an address: a bit for each.
 type origin uint8
 
 const (
@@ -176,7 +176,7 @@ func (r *Mesh) claim(id uint64, p *otherRouter) (ok bool) {
 	return true
 }
 
-// find returns the booking of another router by the name of its request, and who holds
+// find returns the booking of another router by the name of its request, and the owner of
 // it; nil: there is none. r.books is held.
 func (r *Mesh) find(request string) (by *otherRouter, held *heldBooking) {
 	r.mu.Lock()
@@ -189,7 +189,7 @@ func (r *Mesh) find(request string) (by *otherRouter, held *heldBooking) {
 	return nil, nil
 }
 
-// Pass passes on what a client tells this router of a reservation that another one has
+// Pass forwards a client's report on a reservation that another router has
 // made: its prompt is computed (router.ChangePrefill), or it has ended
 // (router.ChangeFree). Not known: no other router that is heard has made it.
 func (r *Mesh) Pass(kind, request string) (known bool) {
@@ -220,7 +220,7 @@ var (
 	errSelf = errors.New("it is this router")
 )
 
-// follow books what the router at an address tells until ctx ends.
+// follow books what the router at an address sends until ctx ends.
 func (r *Mesh) follow(ctx context.Context, address string) {
 	pause := r.timing.retry
 	told, f := false, follower{address: address}
@@ -257,7 +257,7 @@ type follower struct {
 	refused error // why a message was, which was logged; nil: none was
 }
 
-// hear books what one connection to a router tells, until it fails; then the
+// hear books what one connection to a router sends, until it fails; then the
 // router's bookings end.
 func (r *Mesh) hear(ctx context.Context, f *follower) error {
 	conn, err := zmq.DialSub(ctx, "tcp://"+f.address, slotTopic, sessionTopic, ownTopic)
@@ -347,7 +347,7 @@ func (p *otherRouter) message(from *opener, frames [][]byte) error {
 		}
 		return err
 	case sessionTopic:
-		b, err := decodeSession(text) // its writer may be this router: Dynamo passes on what it was told
+		b, err := decodeSession(text) // its writer may be this router: Dynamo forwards sessions
 		if err == nil && p.mesh.router.TakeSession(b) {
 			p.mesh.Received.Add(1)
 		}
@@ -375,7 +375,7 @@ func (p *otherRouter) from(id uint64) error {
 	return nil
 }
 
-// takeOwn applies what a kvrouter tells beyond Dynamo. Kinds of later versions say
+// takeOwn applies what a kvrouter sends beyond Dynamo. Kinds of later versions say
 // nothing.
 func (p *otherRouter) takeOwn(m *ownMessage) {
 	r := p.mesh

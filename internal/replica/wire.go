@@ -74,13 +74,13 @@ type addRequest struct {
 	Hint         *prefillHint `msgpack:"prefill_load_hint"`
 }
 
-// prefillHint says how much of a prompt is to be computed, and how long that takes.
+// prefillHint is how much of a prompt must be computed, and how long that takes.
 type prefillHint struct {
 	Tokens   uint64    `msgpack:"initial_effective_prefill_tokens"`
-	Duration *struct{} `msgpack:"expected_prefill_duration"` // never told, and passed over
+	Duration *struct{} `msgpack:"expected_prefill_duration"` // never sent, and ignored
 }
 
-// slotDetail is what a kvrouter tells of a booking beyond Dynamo.
+// slotDetail is what a kvrouter sends of a booking beyond Dynamo.
 type slotDetail struct {
 	Tokens        uint64 `msgpack:"prompt_tokens"`
 	Uncached      uint64 `msgpack:"prefill_tokens"`
@@ -102,12 +102,12 @@ type sessionEvent struct {
 // Kinds of ownMessage.
 const (
 	kindDigest   = "digest"   // Sums: of what is in flight from here
-	kindAsk      = "ask"      // another router, Of, is asked to tell Buckets again
+	kindAsk      = "ask"      // another router, Of, is asked to send Buckets again
 	kindHeld     = "held"     // Requests are all that is in flight of a bucket
 	kindEjection = "ejection" // Worker gets nothing from here for Milliseconds
 )
 
-// ownMessage is what kvrouters tell each other beyond Dynamo.
+// ownMessage is a message between kvrouters beyond Dynamo.
 type ownMessage struct {
 	Router       uint64   `msgpack:"router_id"`
 	Kind         string   `msgpack:"kind"`

@@ -31,7 +31,7 @@ func (t BusyThresholds) Validate() error {
 	return nil
 }
 
-// exceeded tells whether a rank with that load is busy.
+// exceeded reports whether a rank with that load is busy.
 func (t BusyThresholds) exceeded(target *kv.Target, load *policy.Load) bool {
 	if limit := t.ActiveDecodeBlocksThreshold; limit != nil {
 		used := 0.0
@@ -53,7 +53,7 @@ func (t BusyThresholds) exceeded(target *kv.Target, load *policy.Load) bool {
 	return limit != nil && target.MaxBatchedTokens > 0 && tokens > *limit*float64(target.MaxBatchedTokens)
 }
 
-// Set tells whether there is any threshold.
+// Set reports whether there is any threshold.
 func (t BusyThresholds) Set() bool { return t != BusyThresholds{} }
 
 // ChangeBusyThresholds sets those thresholds that change has, and returns all.

@@ -29,12 +29,12 @@ func (r *Router) Cordon(worker uint64) error {
 		r.forgetCordoned()
 		r.cordoned[worker] = now
 	}
-	r.dispatch(now) // who waits for it may have nobody to wait for now
+	r.dispatch(now) // requests that wait for it may go elsewhere now
 	return nil
 }
 
-// forgetCordoned makes room for one more worker that rests: the one goes that is down
-// and has rested for longest. Those that are up are as many as the fleet.
+// forgetCordoned frees one entry of cordoned: that of the worker that is down and has
+// been cordoned for longest. Those that are up are as many as the fleet.
 func (r *Router) forgetCordoned() {
 	if len(r.cordoned) < maxCordoned {
 		return
@@ -111,13 +111,13 @@ func (r *Router) Hold(worker uint64, hold bool) {
 	r.dispatch(r.now())
 }
 
-// isCordoned tells whether the worker of a rank gets no new requests.
+// isCordoned reports whether the worker of a rank gets no new requests.
 func (r *Router) isCordoned(w kv.WorkerKey) bool {
 	_, rests := r.cordoned[w.Worker]
 	return rests || r.held[w.Worker]
 }
 
-// Working tells whether requests of this router are on their way on a worker, on any of
+// Working reports whether requests of this router are on their way on a worker, on any of
 // its ranks.
 func (r *Router) Working(worker uint64) bool {
 	r.mu.Lock()

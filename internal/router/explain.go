@@ -116,12 +116,12 @@ func (r *Router) Decisions(last int) (list []*Receipt, explained bool) {
 	return list, explained
 }
 
-// explains tells whether anybody wants to know about the decisions that are made now.
+// explains reports whether decisions are explained now.
 func (r *Router) explains(now time.Time) bool {
 	return r.settings.RecordDecisions || r.logsDecisions() || !r.receipts.asked.IsZero() && now.Sub(r.receipts.asked) < receiptsWanted
 }
 
-// logsDecisions tells whether each decision gets a line in the log.
+// logsDecisions reports whether each decision gets a line in the log.
 func (r *Router) logsDecisions() bool {
 	return r.log != nil && r.log.Enabled(context.Background(), slog.LevelDebug)
 }

@@ -199,7 +199,7 @@ func (l *Loads) unlink(b *Booking) {
 	b.older, b.newer = nil, nil
 }
 
-// firstToken tells that the prompt of a booked request has been computed: it
+// firstToken notes that the prompt of a booked request has been computed: it
 // decodes from now on.
 func (l *Loads) firstToken(b *Booking, now time.Time) {
 	load := l.of(b.worker)

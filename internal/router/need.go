@@ -32,7 +32,7 @@ type Need struct {
 	Now   bool   // it is not to wait
 }
 
-// Lacks tells whether a request has to wait for a worker to come: none is up that could
+// Lacks reports whether a request has to wait for a worker to come: none is up that could
 // serve it. Where workers are up of which none serves the model, waiting would not help.
 func (r *Router) Lacks(need Need) bool {
 	r.mu.Lock()

@@ -61,7 +61,7 @@ func (r *Router) filter(p *prompt, now time.Time) error {
 	return nil
 }
 
-// onTrial leaves one candidate whose trial is due, if p may be it: the one that
+// onTrial leaves one candidate with a trial due, if p may be it: the one that
 // has waited for longest.
 func (r *Router) onTrial(p *prompt, now time.Time) bool {
 	if len(p.Exclude) > 0 || p.QueryOnly || p.ChooseOnly || len(r.candidates) == 1 {
@@ -83,7 +83,7 @@ func (r *Router) onTrial(p *prompt, now time.Time) bool {
 	return true
 }
 
-// isOut tells whether t gets nothing now but what no other worker can take. One
+// isOut reports whether t gets nothing now but what no other worker can take. One
 // whose trial is due does.
 func (r *Router) isOut(t *kv.Target, now time.Time) bool {
 	if !r.outliers.IsOut(t.Key, now) {
@@ -134,7 +134,7 @@ func (r *Router) Idlest(engine kv.Engine) (t kv.Target, ok bool) {
 	}), true
 }
 
-// AskFailed tells that t did not answer a question about a prompt that was put at
+// AskFailed notes that t did not answer a question about a prompt that was put at
 // that time. It counts as a failure unless the asker went away.
 func (r *Router) AskFailed(ctx context.Context, t kv.Target, asked time.Time) {
 	if errors.Is(ctx.Err(), context.Canceled) {
@@ -171,7 +171,7 @@ func (r *Router) answerBegins(b *Booking, now time.Time) {
 	r.outliers.Heard(b.attempt(), now)
 }
 
-// judge tells the detector how a booking ended. The caller holds the lock.
+// judge reports to the detector how a booking ended. The caller holds the lock.
 func (r *Router) judge(b *Booking, how policy.Ending, now time.Time) {
 	switch {
 	case b.remote:
@@ -190,7 +190,7 @@ func (r *Router) judge(b *Booking, how policy.Ending, now time.Time) {
 }
 
 // FailAs is Fail, and says how the worker failed the request; why is for people. It
-// tells whether the worker is out now: nothing more will go there for a while.
+// reports whether the worker is out now: nothing more will go there for a while.
 func (b *Booking) FailAs(kind outlier.Kind, why string) (out bool) {
 	r := b.router
 	r.mu.Lock()
@@ -211,7 +211,7 @@ func (b *Booking) Abort() {
 	r.finish(b, policy.Failed, 0, r.now())
 }
 
-// Leave ends the booking of a request whose client left. Where no byte had come
+// Leave ends the booking of a request after its client disconnected. Where no byte had come
 // for far longer than others wait, the worker has failed it; else the worker is
 // not at fault. A decode leg may have waited for its prefill leg.
 func (b *Booking) Leave() {
@@ -225,7 +225,7 @@ func (b *Booking) Leave() {
 	r.finish(b, how, 0, now)
 }
 
-// Press ends the booking of a request whose worker asks for a pause of that length;
+// Press ends the booking of a request after its worker asked for a pause of that length;
 // 0: it does not say for how long.
 func (b *Booking) Press(pause time.Duration) {
 	r := b.router
@@ -237,8 +237,8 @@ func (b *Booking) Press(pause time.Duration) {
 }
 
 // Suspect ends the booking of a request that its worker refused with a status for
-// which the client or the worker may be at fault. It tells whether another worker
-// is to be asked; then Convict or Acquit must follow.
+// which the client or the worker may be at fault. It reports whether to ask
+// another worker; then Convict or Acquit must follow.
 func (b *Booking) Suspect(status int) (ask bool) {
 	r := b.router
 	r.mu.Lock()
@@ -275,8 +275,8 @@ func (b *Booking) Forgive() {
 }
 
 // Silent judges the worker, of which no byte of any answer has come for so long,
-// while the request waited for its first one. If it is stuck its requests are to
-// be let go; else it is to be asked again after that time.
+// while the request waited for its first one. If it is stuck, its requests
+// must be aborted; else it must be checked again after that time.
 func (b *Booking) Silent(silent time.Duration) (stuck bool, again time.Duration) {
 	r := b.router
 	r.mu.Lock()
@@ -290,7 +290,7 @@ func (b *Booking) FirstLook() (after time.Duration, ok bool) {
 	return outlier.FirstLook(b.trial), b.leg != kv.LegDecode
 }
 
-// WorkerIsOut tells whether the worker is ejected.
+// WorkerIsOut reports whether the worker is ejected.
 func (b *Booking) WorkerIsOut() bool {
 	r := b.router
 	r.mu.Lock()
@@ -298,7 +298,7 @@ func (b *Booking) WorkerIsOut() bool {
 	return r.outliers.Ejected(b.worker, r.now())
 }
 
-// WorkerIsUp tells whether the incarnation that the request is booked on is up.
+// WorkerIsUp reports whether the incarnation that the request is booked on is up.
 func (b *Booking) WorkerIsUp() bool {
 	r := b.router
 	r.mu.Lock()

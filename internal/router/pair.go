@@ -14,8 +14,8 @@ import (
 // worker is up, or no decode worker that could go on with its work.
 var ErrNoPair = errors.New("no prefill worker and decode worker are up that can share the request")
 
-// Pair is where a request goes whose prompt and answer may be computed by two
-// workers.
+// Pair is the decision on a request that two workers may serve: one computes the
+// prompt, one the answer.
 type Pair struct {
 	Prefill Decision // of the prompt; nothing where the request stays whole
 	Decode  Decision // of the answer, or of the whole request
@@ -25,7 +25,7 @@ type Pair struct {
 // Why a request stays whole, beside what PairRule.Whole gives.
 const (
 	WholeNoPair = "no_pair" // no two workers are up that can share it
-	WholeShort  = "short"   // too few tokens of its prompt are to be computed
+	WholeShort  = "short"   // too few tokens of its prompt to compute
 )
 
 // PairRule says when a request stays whole.
@@ -56,7 +56,7 @@ func (p Pair) Took() Decision {
 	return d
 }
 
-// Paired tells whether any worker that is up computes only prompts or only
+// Paired reports whether any worker that is up computes only prompts or only
 // answers: else RoutePair splits nothing.
 func (r *Router) Paired() bool { return r.paired.Load() }
 
@@ -137,8 +137,8 @@ type pairings struct {
 }
 
 // pairings finds out which workers that are up could serve p. While all prefill
-// workers are out for their failures, none could, unless that is enforced or nobody
-// takes p whole.
+// workers are out for their failures, none could, unless that is enforced or no
+// worker takes p whole.
 func (r *Router) pairings(p *prompt, enforce bool) pairings {
 	r.mu.Lock()
 	defer r.unlock()

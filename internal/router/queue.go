@@ -64,7 +64,7 @@ type waitResult struct {
 	err      error
 }
 
-// queueScore says who goes first; best are the blocks that the best worker for p
+// queueScore is the order in the queue; best are the blocks that the best worker for p
 // has of it. The formulas are Dynamo's.
 func (r *Router) queueScore(p *prompt, best int, now time.Time) float64 {
 	jump := max(0, p.PriorityJump)
@@ -78,14 +78,14 @@ func (r *Router) queueScore(p *prompt, best int, now time.Time) float64 {
 	return jump - since
 }
 
-// hasCapacity tells whether a worker with that many uncached prompt tokens to
+// hasCapacity reports whether a worker with that many uncached prompt tokens to
 // compute may get one more request.
 func (r *Router) hasCapacity(t *kv.Target, prefillTokens int) bool {
 	threshold := r.settings.RouterQueueThreshold
 	return threshold == nil || t.MaxBatchedTokens <= 0 || float64(prefillTokens) <= *threshold*float64(t.MaxBatchedTokens)
 }
 
-// mustWait tells whether p has to wait for one of the candidates. Those that
+// mustWait reports whether p has to wait for one of the candidates. Those that
 // wait already need not be asked: had one of the candidates capacity for them, they
 // would not wait.
 func (r *Router) mustWait(p *prompt) bool {
@@ -155,7 +155,7 @@ func (r *Router) dispatch(now time.Time) {
 	r.waiting = kept
 }
 
-// anyCapacity tells whether any worker that takes requests has capacity, or there is
+// anyCapacity reports whether any worker that takes requests has capacity, or there is
 // none to wait for.
 func (r *Router) anyCapacity() bool {
 	none := true
@@ -239,7 +239,7 @@ func (r *Router) RouteOrWait(request Request, decided func(Decision, error)) (De
 // Refresh brings up to date what the workers have of the request's prompt.
 func (w *Waiting) Refresh() { w.router.lookUpAgain(w.waiter) }
 
-// Leave takes the request out of the queue, and tells whether it was there: if not,
+// Leave takes the request out of the queue, and reports whether it was there: if not,
 // it has been decided.
 func (w *Waiting) Leave() bool {
 	r := w.router

@@ -61,13 +61,13 @@ type Request struct {
 	PriorityJump   float64 // seconds that it goes before others in the queue
 	StrictPriority uint32  // in the queue; the higher go first
 	Session        uint64  // of SessionOf; 0: none
-	SessionID      string  // of SessionID: by which other routers know the session; empty: they are not told
+	SessionID      string  // of SessionID: by which other routers know the session; empty: not shared
 	Home           *uint64 // worker that it stays with like a session, if that is well and not overloaded; nil: none
 	Alternatives   int     // most workers that the decision is to name beside the chosen one
 
 	QueryOnly     bool // choose, but change nothing: there is no booking
-	ChooseOnly    bool // the caller cannot tell when the request ends: book nothing
-	AnsweredWhole bool // the caller cannot tell when its first token comes
+	ChooseOnly    bool // the caller does not learn when the request ends: book nothing
+	AnsweredWhole bool // the caller does not learn when its first token comes
 	Explain       bool // the caller wants the receipts of its decisions
 }
 
@@ -135,7 +135,7 @@ func (k Settings) Validate() error {
 	return cmp.Or(k.Settings.Validate(), k.QueueSettings.validate(), k.SessionSettings.validate(), k.HoldSettings.validate(k.RouterQueueLimit), k.SaturationSettings.validate())
 }
 
-// CountsPasses tells whether a setting is in passes of the workers.
+// CountsPasses reports whether a setting is in passes of the workers.
 func (k Settings) CountsPasses() bool {
 	return k.ActivePrefillTokensThresholdFrac != nil || k.RouterQueueThreshold != nil
 }
@@ -165,7 +165,7 @@ type Router struct {
 	expired     time.Time            // when forgotten bookings were last looked for
 	began       time.Time            // of the queue's clock: when a request first had to wait
 	waiting     []*waiter            // for a worker with capacity, the first to go at the front
-	sharing     *Sharing             // with other routers; nil: nobody is told
+	sharing     *Sharing             // with other routers; nil: none
 	decisions   uint64               // that a judged policy hears of
 	cordoned    map[uint64]time.Time // workers that get no new requests, since when
 	held        map[uint64]bool      // those that Hold keeps from them
@@ -195,7 +195,7 @@ type prompt struct {
 	stays       bool   // its session's worker is the only candidate for that reason
 	sessionGoes string // what becomes of its session; empty: it has none, or nothing is decided
 
-	decided func(Decision, error) // told once it need not wait any more; nil: whoever waits is
+	decided func(Decision, error) // called once it need not wait any more; nil: the waiter is woken
 }
 
 // newBlocks is how many active blocks the prompt has where no other request is.
@@ -309,12 +309,12 @@ func (r *Router) Down(w kv.WorkerKey) {
 func (r *Router) Publish(w kv.WorkerKey, p policy.Published) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
-	if _, up := r.target(w); up { // what comes too late would keep the books of who is gone
+	if _, up := r.target(w); up { // a late report would keep the books of a removed worker
 		r.loads.publish(w, p)
 	}
 }
 
-// IsUp tells whether that incarnation of a worker is up.
+// IsUp reports whether that incarnation of a worker is up.
 func (r *Router) IsUp(t kv.Target) bool {
 	r.mu.Lock()
 	defer r.mu.Unlock()
@@ -336,7 +336,7 @@ func (r *Router) Count() int {
 	return len(r.targets)
 }
 
-// Has tells whether a worker is up of which is is true. It is asked under the router's
+// Has reports whether a worker is up of which is is true. It is asked under the router's
 // lock, and copies nothing.
 func (r *Router) Has(is func(*kv.Target) bool) bool {
 	r.mu.Lock()
@@ -344,7 +344,7 @@ func (r *Router) Has(is func(*kv.Target) bool) bool {
 	return r.has(is)
 }
 
-// has is Has for who holds the lock.
+// has is Has under the lock.
 func (r *Router) has(is func(*kv.Target) bool) bool {
 	for i := range r.targets {
 		if is(&r.targets[i]) {
@@ -363,7 +363,7 @@ func (r *Router) Load(w kv.WorkerKey) policy.Load {
 	return load
 }
 
-// Serves tells whether a worker that is up serves the model, and whether any
+// Serves reports whether a worker that is up serves the model, and whether any
 // worker is up at all.
 func (r *Router) Serves(model string) (serves, up bool) {
 	r.mu.Lock()
@@ -462,7 +462,7 @@ func (r *Router) schedule(p *prompt, d *Decision) (*waiter, error) {
 	return nil, nil
 }
 
-// taken tells whether another request has the id under which p is to be booked,
+// taken reports whether another request has the id under which p is to be booked,
 // or waits for it.
 func (r *Router) taken(p *prompt) bool {
 	if p.ID == "" || p.QueryOnly || p.ChooseOnly {
@@ -509,7 +509,7 @@ func (r *Router) choose(p *prompt, d *Decision, now time.Time) {
 	d.Sequence = d.Booking.sequence
 }
 
-// tracksPrefill tells whether p's tokens are to be counted.
+// tracksPrefill reports whether p's tokens are counted.
 func (r *Router) tracksPrefill(p *prompt) bool {
 	if p.Override != nil && p.Override.TrackPrefillTokens != nil {
 		return *p.Override.TrackPrefillTokens
@@ -541,7 +541,7 @@ func (r *Router) book(p *prompt, c *policy.Candidate, now time.Time) *Booking {
 	return b
 }
 
-// assume tells an index that asks for it that p goes to w; else it returns nil.
+// assume notes in an Assumer that p goes to w; for other indexes it returns nil.
 func (r *Router) assume(w kv.WorkerKey, p *prompt) *radix.Assumed {
 	if r.assumes == nil {
 		return nil

@@ -143,7 +143,7 @@ func (s *simulator) deliver(flight *flight) {
 	}
 }
 
-// stopped tells whether a worker begins no pass now.
+// stopped reports whether a worker begins no pass now.
 func (w *worker) stopped() bool {
 	return w.fault != nil && w.fault.kind == faultHang && w.fault.rate == 1
 }
@@ -169,7 +169,7 @@ func (s *simulator) watch(f *flight) {
 	}
 }
 
-// flies tells whether a flight is under way and nothing of its answer has come.
+// flies reports whether a flight is under way and nothing of its answer has come.
 func (f *flight) flies() bool { return f.booking != nil && !f.booking.Ended() && f.first == 0 }
 
 // look looks whether the worker of a flight is stuck. If it is, what waits there for

@@ -52,7 +52,7 @@ type grid struct {
 }
 
 // gridLimits are the ratios to the best of the other policies from which on a row is
-// told to be beyond. They stop nothing.
+// reported as beyond. They stop nothing.
 type gridLimits struct {
 	TTFT     float64 `yaml:"ttft"`
 	EndToEnd float64 `yaml:"end-to-end"`
@@ -180,7 +180,7 @@ func parseGridPolicy(label, text string) (gridPolicy, error) {
 	return p, nil
 }
 
-// keep leaves out the loads whose name and whose set do not contain text.
+// keep drops the loads with neither name nor set containing text.
 func (g *grid) keep(text string) error {
 	g.rows = slices.DeleteFunc(g.rows, func(r *gridRow) bool {
 		return !strings.Contains(r.set, text) && !strings.Contains(r.load.text, text)

@@ -187,7 +187,7 @@ func (l *gridLoad) readSeeds(value string) error {
 	return nil
 }
 
-// validate checks what no single word can tell, and fills in the numbers of
+// validate checks the fields against each other, and fills in the numbers of
 // conversations and workflows.
 func (l *gridLoad) validate() error {
 	timed := max(l.speedup, l.rate)

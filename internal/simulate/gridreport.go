@@ -14,8 +14,8 @@ import (
 	"text/tabwriter"
 )
 
-// gridFigures are what a grid tells of one run, or of several with other seeds their
-// means.
+// gridFigures are a grid's figures of one run, or the means of several with other
+// seeds.
 type gridFigures struct {
 	Requests, Reuse, TTFT, TTFTP99, ITL, EndToEnd, EndToEndP99, OutputPerSec, Balance, Lost, Seconds float64
 }
@@ -136,7 +136,7 @@ func (p *gridReport) row(row *gridRow) error {
 	return err
 }
 
-// beyond tells which limits a row exceeds.
+// beyond returns the limits that a row exceeds.
 func (p *gridReport) beyond(ttft, end gridRatio) string {
 	var beyond []string
 	if ttft.ratio > p.grid.limits.TTFT {

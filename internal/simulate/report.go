@@ -256,7 +256,7 @@ func writeReports(out io.Writer, reports []*Report) error {
 	return table.Flush()
 }
 
-// writeTroubles tells of the queue, of what was lost and of faults, where there was
+// writeTroubles prints the queue, lost requests and faults, where there was
 // any.
 func (r *Report) writeTroubles(out io.Writer) {
 	var text []string

@@ -210,7 +210,7 @@ func (s *simulator) failed(f *flight, kind outlier.Kind, why string) {
 	s.retryOr(e, again)
 }
 
-// mayRetry tells whether a simulated request that a worker failed may be tried again, and counts
+// mayRetry reports whether a simulated request that a worker failed may be tried again, and counts
 // it then. out says that the worker gets nothing more for a while.
 func (s *simulator) mayRetry(e *simRequest, out bool) bool {
 	again, denied := e.tries.Again(s.budgets[e.router], s.Retry.Retries, out, s.clock())

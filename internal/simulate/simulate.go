@@ -416,7 +416,7 @@ func (s *simulator) nextArrival() (at time.Duration, waits bool) {
 	return time.Duration(float64(s.Requests[s.next].Arrival-s.Requests[0].Arrival) / s.Speedup), true
 }
 
-// sendDue begins every conversation whose time has come.
+// sendDue begins every conversation that is due.
 func (s *simulator) sendDue() {
 	for s.next < len(s.Requests) && s.err == nil {
 		if arrival, byTime := s.nextArrival(); byTime && arrival > s.now || !byTime && s.open >= s.Concurrency && !s.Requests[s.next].AtOnce {
@@ -525,7 +525,7 @@ func (s *simulator) hear(f *flight, first, last bool) {
 	}
 }
 
-// answered ends a flight whose last token has come.
+// answered ends a flight after its last token.
 func (s *simulator) answered(f *flight) {
 	f.end = s.now
 	if f.prefill == nil { // else the cached tokens came from there
@@ -591,7 +591,7 @@ type happening struct {
 	order int           // of those at one time: the pass's worker; turns and fetches come later
 	turn  *TraceRequest // nil: a pass or a fetch
 
-	fetched *flight // whose prompt has come
+	fetched *flight // its prompt has arrived
 	call    func()  // nil: none of after
 }
 

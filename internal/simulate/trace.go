@@ -60,7 +60,7 @@ func ReadTrace(name string) ([]TraceRequest, error) {
 	return requests, err
 }
 
-// readTrace is ReadTrace that also tells how many torn lines it has left out.
+// readTrace is ReadTrace that also returns the number of torn lines left out.
 func readTrace(name string) (requests []TraceRequest, torn int, err error) {
 	file, err := os.Open(name)
 	if err != nil {
@@ -114,7 +114,7 @@ func parseTrace(from io.Reader) (requests []TraceRequest, torn int, err error) {
 const openTurns = 16
 
 // findAnswers gives the requests of a recording, in the order of arrival, the
-// hashes of their answers, which those who come later find cached: a recording
+// hashes of their answers, which later requests find cached: a recording
 // has only those of prompts. A prompt that has all full blocks of an earlier
 // one, and is longer than that one and its answer, is taken for the chat's next
 // turn, which repeats the answer. Of several earlier ones it follows the longest,

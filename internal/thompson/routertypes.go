@@ -98,7 +98,7 @@ func (c *modularParameters) keys() []parameter {
 }
 
 // decideOtherwise is decide for the router types of the Toolkit's development
-// branch. The candidates' workers are in p.choices. docs/routing.md has the
+// branch. The candidates' workers are in p.choices. docs/thompson.md has the
 // formulas.
 func (p *Policy) decideByType(q policy.Query, t *requestTerms, candidates []policy.Candidate, random draws) int {
 	widest := 0.0

@@ -18,7 +18,7 @@ import (
 type Settings struct {
 	ThompsonPreset string `group:"Policy thompson" default:"components" placeholder:"NAME" help:"NeMo Agent Toolkit config.yaml that provides the default parameters: components (current) or optimized (previous; stronger affinity, lower queue penalty)."`
 	ThompsonConfig string `group:"Policy thompson" placeholder:"FILE" help:"YAML file of parameters with the keys of the NeMo Agent Toolkit's config.yaml. Missing keys keep the values of --thompson-preset."`
-	ThompsonFixes  string `name:"thompson.fixes" group:"Policy thompson" default:"all" env:"KVROUTER_THOMPSON_FIXES" placeholder:"NAMES" help:"Fixes to apply to the original algorithm: all, none, or a comma-separated list of worker-baseline, forgetting, load-sign, outstanding, pin-ttl, feedback, cold-start (docs/routing.md)."`
+	ThompsonFixes  string `name:"thompson.fixes" group:"Policy thompson" default:"all" env:"KVROUTER_THOMPSON_FIXES" placeholder:"NAMES" help:"Fixes to apply to the original algorithm: all, none, or a comma-separated list of worker-baseline, forgetting, load-sign, outstanding, pin-ttl, feedback, cold-start (docs/thompson.md)."`
 
 	ThompsonAffinityBase *float64 `name:"thompson.affinity-base" group:"Policy thompson" env:"KVROUTER_THOMPSON_AFFINITY_BASE" placeholder:"NUMBER" help:"Parameter affinity.base: score bonus for the worker that last served the series. Overrides --thompson-config."`
 	ThompsonTempBase     *float64 `name:"thompson.temp-base" group:"Policy thompson" env:"KVROUTER_THOMPSON_TEMP_BASE" placeholder:"NUMBER" help:"Parameter exploration.temperature.base: randomness of the choice. No effect with the fix cold-start. Overrides --thompson-config."`

@@ -63,7 +63,7 @@ const (
 // (linearBandit) and its mean (betaBandit), draws both from what it believes,
 // adds what it is worth to stay with the worker that has served the series so
 // far, discounts for load, and draws a worker by the softmax of those scores.
-// docs/routing.md has the formulas, and the effect of each fix.
+// docs/thompson.md has the formulas, and the effect of each fix.
 type Policy struct {
 	parameters
 	prior banditPrior
@@ -120,7 +120,7 @@ type seriesPin struct {
 	iat             float64
 }
 
-// pendingDecision is a decision that nobody has told the end of.
+// pendingDecision is a decision without feedback so far.
 type pendingDecision struct {
 	decision uint64
 	worker   kv.WorkerKey
@@ -496,7 +496,7 @@ func (p *Policy) pinSeries(q policy.Query, w *arm, pin seriesPin) string {
 	id := q.Prefix.ID
 	if id == "" {
 		if p.fixes.pinTTL || pin.reuse <= 0 {
-			return "" // nobody can come back to it
+			return "" // it cannot be resumed
 		}
 		id = "auto-" + strconv.FormatUint(q.Decision, 16)
 	}
@@ -553,7 +553,7 @@ func (p *Policy) noLongerWaits(d *pendingDecision) {
 	}
 }
 
-// sweep forgets series that are over, and takes decisions that nobody has told
+// sweep forgets series that are over, and takes decisions that have no feedback
 // the end of for failed.
 func (p *Policy) sweep(now time.Time) {
 	if p.fixes.pinTTL {

@@ -94,7 +94,7 @@ func (b bounds) fitsTexts(texts iter.Seq[string]) bool {
 }
 
 // longestToken returns the characters of the longest token in a tokenizer.json;
-// 0: it cannot be told.
+// 0: unknown.
 func longestToken(tokenizerJSON []byte) int {
 	longest := 0
 	take := func(token gjson.Result) { longest = max(longest, utf8.RuneCountInString(token.Str)) }

@@ -113,7 +113,7 @@ func (t *Source) Probe(ctx context.Context) error {
 	return nil
 }
 
-// compareWith compares with those peers whose time has come, and forgets what
+// compareWith compares with those peers that are due, and forgets what
 // workers brought that are there no more. While none is, nothing is forgotten.
 func (t *Source) compareWith(ctx context.Context, peers []Peer) {
 	if len(peers) == 0 {

@@ -173,7 +173,7 @@ func (t *Source) ChatBody(ctx context.Context, parsed *jsonbody.Body) Prompt {
 			if tokens, err := t.askTokenize(ctx, t.ask, request); err == nil {
 				t.tokenized.Add(1)
 				exact := len(tokens)
-				if carriesMedia(body) { // whose places /tokenize does not tell
+				if carriesMedia(body) { // /tokenize does not report their places
 					exact = 0
 				}
 				return Prompt{Tokens: tokens, Source: SourceWorker, Exact: exact, Shape: shape}

@@ -10,7 +10,7 @@ import (
 const none = "–"
 
 // called is what a worker is called: its name in so many characters, at least 12, else its
-// id. What tells Pods apart stands at the end of their names: long ones are cut in the
+// id. The distinct part of Pod names stands at the end of their names: long ones are cut in the
 // middle.
 func called(id uint64, name string, most int) string {
 	if name == "" {

@@ -35,7 +35,7 @@ const (
 	maxPause   = 10 * time.Second       // each further pause is twice as long, at most this
 )
 
-// update is what follow has to tell: a state, or why there is none.
+// update is one result of follow: a state, or the error in its place.
 type update struct {
 	state   *page.State
 	problem error
@@ -87,7 +87,7 @@ func (s *source) read(ctx context.Context, tell func(*page.State)) error {
 	response, err := s.client.Do(request)
 	if err != nil {
 		var wrapped *url.Error
-		if errors.As(err, &wrapped) { // whose text begins with the address, which the reader knows
+		if errors.As(err, &wrapped) { // its text begins with the address, which the reader knows
 			err = wrapped.Err
 		}
 		return err

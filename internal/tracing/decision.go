@@ -15,7 +15,7 @@ import (
 	"kvrouter/internal/router"
 )
 
-// Bounds of what a span tells of a decision.
+// Bounds of a decision's attributes in a span.
 const (
 	maxTerms      = 16  // of the chosen worker's score
 	maxCandidates = 16  // that are listed; the best go first
@@ -41,7 +41,7 @@ func (q *Request) Decided(began time.Time, err error, decisions ...*router.Decis
 	span.End()
 }
 
-// decisionAttributes tell of a decision. Those of a prompt's worker have a prefix of
+// decisionAttributes describe a decision. Those of a prompt's worker have a prefix of
 // their own.
 func decisionAttributes(d *router.Decision) []attribute.KeyValue {
 	var receipt *router.Receipt
@@ -109,7 +109,7 @@ func decisionAttributes(d *router.Decision) []attribute.KeyValue {
 	return append(list, attribute.StringSlice(prefix+"candidates", lines))
 }
 
-// candidateLine tells of one candidate.
+// candidateLine describes one candidate.
 func candidateLine(c *router.ReceiptCandidate) string {
 	line := "worker " + cmp.Or(c.WorkerName, strconv.FormatUint(c.Worker, 10))
 	if c.Rank > 0 {

@@ -80,7 +80,7 @@ func parentOf(header http.Header) trace.SpanContext {
 	return trace.SpanContextFromContext(propagation.TraceContext{}.Extract(context.Background(), carrier))
 }
 
-// requestAttributes are what the conventions for HTTP servers tell of a request. The
+// requestAttributes are those of the conventions for HTTP servers. The
 // query is left out: it may hold secrets.
 func requestAttributes(r *http.Request) []attribute.KeyValue {
 	scheme := "http"
@@ -134,11 +134,11 @@ func operation(route string) string {
 	}
 }
 
-// Sampled tells whether the request's spans are kept.
+// Sampled reports whether the request's spans are kept.
 func (q *Request) Sampled() bool { return q != nil && q.sampled }
 
-// Now is the time at which something begins that is told of later; the zero time where
-// the request is not sampled, so that nobody looks at the clock in vain.
+// Now is the start time of something reported later; the zero time where the
+// request is not sampled, which saves a look at the clock.
 func (q *Request) Now() time.Time {
 	if !q.Sampled() {
 		return time.Time{}
@@ -301,7 +301,7 @@ func (q *Request) End(arrived time.Time, o Outcome) {
 	q.span.End(trace.WithTimestamp(o.At))
 }
 
-// attributes are what the server span tells of an outcome.
+// attributes are those of the server span for an outcome.
 func (o *Outcome) attributes() []attribute.KeyValue {
 	list := []attribute.KeyValue{attribute.Int("http.response.status_code", o.Status)}
 	for _, text := range [...]struct{ name, value string }{

@@ -49,7 +49,7 @@ const (
 	// maxText bounds each text in a span, bytes, unless the standard variables do.
 	maxText = 512
 	// flushLimit bounds how long Close sends what is left, and endLimit how long it
-	// then waits for the exporter to let go.
+	// then waits for the exporter to stop.
 	flushLimit = 3 * time.Second
 	endLimit   = time.Second
 )

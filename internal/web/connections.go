@@ -36,7 +36,7 @@ type connection struct {
 	shut bool          // it was closed. Guarded by all.mu
 }
 
-// boundedPort is a listener whose connections are counted.
+// boundedPort is a listener that counts its connections.
 type boundedPort struct {
 	net.Listener
 	all *Connections
@@ -166,7 +166,7 @@ func (c *connection) Close() error {
 	return c.Conn.Close()
 }
 
-// CloseWrite closes the sending direction. The server needs it to answer a client whose
+// CloseWrite closes the sending direction. The server needs it to answer a client with
 // headers are too long before it closes the connection.
 func (c *connection) CloseWrite() error {
 	if half, ok := c.Conn.(interface{ CloseWrite() error }); ok {

@@ -106,7 +106,7 @@ func Bearer(r *http.Request) string {
 }
 
 // RequireKey refuses requests without one of the bearer keys; without keys it accepts
-// every request. The refusal, which fail writes, starts with whose. Hashes are compared,
+// every request. The refusal, written by fail, starts with the value of whose. Hashes are compared,
 // so that the timing does not leak a key or its length.
 func RequireKey(keys []string, whose string, fail func(*gin.Context, int, string)) gin.HandlerFunc {
 	sums := make([][sha256.Size]byte, len(keys))

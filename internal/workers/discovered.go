@@ -118,7 +118,7 @@ func (d *following) name(listed map[uint64]bool) {
 
 // join makes a worker a member that can be one.
 func (d *following) join(now kv.Worker) {
-	for _, other := range d.known { // whose address has passed to this one
+	for _, other := range d.known { // its address has passed to this one
 		if !other.discovered.gone.IsZero() && other.address() == now.URL {
 			d.takeOut(other)
 		}

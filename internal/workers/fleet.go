@@ -285,7 +285,7 @@ func (w *worker) String() string {
 	return fmt.Sprintf("worker %d", w.id)
 }
 
-// logger is a log whose lines have the name of a discovered worker.
+// logger is a log with the name of a discovered worker in each line.
 func (w *worker) logger(log *slog.Logger) *slog.Logger {
 	if w.discovered != nil {
 		return log.With("name", w.discovered.name)
@@ -362,7 +362,7 @@ func (f *Fleet) saveIndex(until context.Context) (*errgroup.Group, context.Conte
 	return group, ctx
 }
 
-// eventStreams returns every event stream that runs now and can be in a snapshot: whose
+// eventStreams returns every running event stream that can be in a snapshot: whose
 // blocks have the size of the default model's.
 func (f *Fleet) eventStreams() (all []*events.Stream) {
 	for _, w := range f.all() {

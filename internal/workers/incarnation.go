@@ -46,7 +46,7 @@ type incarnation struct {
 	modelsAt  time.Time    // when that was
 	targets   []kv.Target
 	announced map[kv.WorkerKey]kv.Target // those that Up was called for
-	loaded    map[kv.WorkerKey]bool      // those whose load is followed
+	loaded    map[kv.WorkerKey]bool      // ranks with followed load
 	loadsCtx  context.Context            // of the goroutines that follow loads
 	stopLoads context.CancelFunc         // ends loadsCtx; nil: there are none
 	watched   bool                       // watchEngine runs

@@ -62,7 +62,7 @@ func (in *incarnation) lookAtModels() {
 	in.modelsAt = time.Now()
 	served, err := in.f.probe.Models(in.ctx, in.w.spec)
 	if err == nil && served.SGLang && in.engine != kv.EngineSGLang && in.w.attached {
-		// A router whose workers were not up when it was asked about itself.
+		// A router with no workers up when it was asked about itself.
 		in.f.log.Info(fmt.Sprintf("%s: now serves models of SGLang: following it anew", in.w), "url", in.w.spec.URL)
 		in.gone, in.modelsAt = true, time.Time{} // the next successful health check asks again
 		return

@@ -58,7 +58,7 @@ type registry struct {
 // registryChange is one Registration on its way.
 type registryChange struct {
 	Registration
-	done chan struct{} // closed when it is in force; nil: nobody waits
+	done chan struct{} // closed when it is in force; nil: none waits
 }
 
 func (c registryChange) acknowledge() {

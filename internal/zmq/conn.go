@@ -110,8 +110,8 @@ func Dial(ctx context.Context, endpoint string, kind zmq4.SocketType) (*Conn, er
 }
 
 // open exchanges greetings with the peer at the other end of raw, which is
-// closed when that fails, when ctx ends or by Close. server says who accepted
-// whom.
+// closed when that fails, when ctx ends or by Close. server is whether this side
+// accepted the connection.
 func open(ctx context.Context, raw net.Conn, kind zmq4.SocketType, server bool) (*Conn, error) {
 	c := &Conn{Raw: raw, in: bufio.NewReaderSize(raw, 64<<10), most: maxMessage, ended: make(chan struct{})}
 	c.stop = context.AfterFunc(ctx, func() {
