@@ -123,7 +123,7 @@ func (c *Config) engineSettings() process.Settings {
 	}
 }
 
-// modelSettings say what a model gets that workers come with.
+// modelSettings returns the settings of a model that comes with workers.
 func (c *Config) modelSettings() models.Settings {
 	return models.Settings{
 		Flags: c.Models, Model: c.Model, ServedModelName: c.ServedModelName, BlockSize: c.BlockSize, Policy: c.Policy, Scoring: c.Scoring, Index: c.Index,
@@ -234,7 +234,7 @@ func (r *app) runFleet(ctx context.Context) (err error) {
 	return r.fleet.Run(ctx, r.models, fleetListener{r.telemetry, r.proxy})
 }
 
-// fleetListener passes on what a fleet reports beside its members.
+// fleetListener passes on a fleet's reports beside its members.
 type fleetListener struct {
 	*telemetry.Metrics
 	proxy *proxy.Proxy

@@ -100,7 +100,7 @@ func (d *dnsSource) Watch(ctx context.Context) <-chan []kv.Worker {
 			case len(list) > 0:
 				list = d.settled(list, known)
 				if err != nil {
-					d.trouble.is(err, "what else the answer names counts")
+					d.trouble.is(err, "the answer's other addresses count")
 				} else {
 					d.trouble.over()
 				}
@@ -132,7 +132,7 @@ func (d *dnsSource) Watch(ctx context.Context) <-chan []kv.Worker {
 	return out
 }
 
-// dnsError is what is wrong with an answer.
+// dnsError is the fault of an answer.
 type dnsError struct {
 	text   string
 	nobody bool // name servers answer without an address
@@ -164,7 +164,7 @@ func (d *dnsSource) settled(list, known []kv.Worker) []kv.Worker {
 	return byName(list)
 }
 
-// ask asks once. An error beside workers says what is missing among them.
+// ask asks once. An error beside workers names those missing.
 func (d *dnsSource) ask(ctx context.Context) (list []kv.Worker, err error) {
 	ctx, cancel := context.WithTimeout(ctx, dnsLimit)
 	defer cancel()

@@ -26,7 +26,7 @@ import (
 	"kvrouter/internal/kv"
 )
 
-// What is asked of the API server.
+// Resources requested from the API server.
 var (
 	podResource   = schema.GroupVersionResource{Version: "v1", Resource: "pods"}
 	poolResource  = schema.GroupVersionResource{Group: "inference.networking.k8s.io", Version: "v1", Resource: "inferencepools"}
@@ -60,14 +60,14 @@ func (s Settings) validateKubernetes() error {
 	return nil
 }
 
-// cluster is a namespace of a cluster. Reflectors of client-go follow what is asked for.
+// cluster is a namespace of a cluster. Reflectors of client-go follow the requested objects.
 type cluster struct {
 	client    dynamic.Interface
 	idle      func() // closes idle connections
 	namespace string
 	backoff   wait.Backoff
-	what      string // the flag and its source, for people
-	kept      string // what becomes of what is known while the API server is away
+	what      string // the flag and its source, for messages
+	kept      string // effect of an unreachable API server, for messages
 	log       *slog.Logger
 	changed   chan struct{} // has a token when there is something new
 	crowded   bool          // more than allowed; already logged
@@ -190,7 +190,7 @@ func (k *kubeSource) knownPool() *pool {
 	return k.pool
 }
 
-// wake has the goroutine that waits look what is new.
+// wake makes the waiting goroutine check for changes.
 func (c *cluster) wake() {
 	select {
 	case c.changed <- struct{}{}:
@@ -335,12 +335,12 @@ func (c *cluster) plainAPI(err error, resource schema.GroupVersionResource) erro
 	return errors.New(oneLine(err))
 }
 
-// oneLine bounds what a server says.
+// oneLine bounds a server's message.
 func oneLine(err error) string {
 	const most = 300
 	text := strings.Join(strings.Fields(err.Error()), " ")
 	return text[:min(len(text), most)]
 }
 
-// listOptions narrows down what is asked for.
+// listOptions narrows the request.
 type listOptions func(*metav1.ListOptions)

@@ -193,7 +193,7 @@ func boundPeers(all, told []string, crowded *bool, what string, log *slog.Logger
 	return all
 }
 
-// endpointSlice is what is kept of an EndpointSlice.
+// endpointSlice is the kept part of an EndpointSlice.
 type endpointSlice struct {
 	port      uint16 // 0: it has not the port that is asked for
 	endpoints []endpoint
@@ -207,7 +207,7 @@ type endpoint struct {
 
 // sliceOf reads an EndpointSlice; port is the number or the name of a port. It takes
 // endpoints that are not ready, too: routers are to hear each other before they serve,
-// and while they drain. What has another shape than Kubernetes' counts as missing.
+// and while they drain. Fields of another shape than Kubernetes' count as missing.
 func sliceOf(u *unstructured.Unstructured, port string) (s endpointSlice) {
 	if number, err := strconv.ParseUint(port, 10, 16); err == nil {
 		s.port = uint16(number)

@@ -24,7 +24,7 @@ import (
 // it by HTTP/2's pings.
 const apiLimit = 30 * time.Second
 
-// reflect keeps store at what the API server has of a resource, until ctx ends: client-go
+// reflect keeps store equal to the API server's objects of a resource, until ctx ends: client-go
 // lists, watches, and lists again after a gap (410), with pauses that grow.
 func (c *cluster) reflect(ctx context.Context, resource schema.GroupVersionResource, narrow listOptions, store cache.ReflectorStore) {
 	at := c.client.Resource(resource).Namespace(c.namespace)
@@ -56,7 +56,7 @@ type apiHealth struct {
 	resource schema.GroupVersionResource
 
 	mu  sync.Mutex        // guards now
-	now map[string]string // what is wrong, by verb
+	now map[string]string // errors, by verb
 }
 
 // heard notes how a question ended.
@@ -84,7 +84,7 @@ func (h *apiHealth) heard(ctx context.Context, verb string, options metav1.ListO
 	}
 }
 
-// store is a reflector's store of what is kept of each object.
+// store is a reflector's store of the kept part of each object.
 type store[T any] struct {
 	c   *cluster
 	of  func(*unstructured.Unstructured) T
@@ -157,7 +157,7 @@ func (k *kubeSource) followPool(ctx context.Context) {
 	k.reflect(ctx, poolResource, func(o *metav1.ListOptions) { o.FieldSelector = name }, store)
 }
 
-// missing says that there is no such pool. What is known of it stays: its workers are
+// missing says that there is no such pool. Its last state stays: its workers are
 // there.
 func (s *poolStore) missing() error {
 	s.trouble.is(fmt.Errorf("there is no InferencePool %s in namespace %s", s.k.settings.Pool, s.k.namespace), stayAsKnown("worker"))

@@ -218,7 +218,7 @@ func special(add bool) C.int32_t {
 }
 
 // differs reports whether fastokens has other tokens for a text than crate tokenizers,
-// and for which. What it cannot encode does not count: the other one does that.
+// and for which. Texts that it cannot encode do not count: the other one encodes them.
 func (e *Encoder) differs(texts []string) (text string, differs bool) {
 	fast, exact := Pieces(e.Encode), make([][]uint32, 1)
 	for i, text := range texts {

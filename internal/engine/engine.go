@@ -428,7 +428,7 @@ func (e *Engine) hold(r *Request, tokens int) bool {
 		}
 	}
 	// A block may be evicted and then stored again by the same call, never the
-	// other way round, because what is stored is active.
+	// other way round, because stored blocks are active.
 	if len(e.removed) > 0 {
 		e.events(Event{Removed: e.removed})
 	}
@@ -510,7 +510,7 @@ func (e *Engine) preemptLast() {
 	e.waiting = slices.Insert(e.waiting, 0, r)
 }
 
-// drop takes from r what it holds, the end of the prompt first, so that the end
+// drop takes its blocks from r, the end of the prompt first, so that the end
 // of a chain is evicted before its start.
 func (e *Engine) drop(r *Request) {
 	for _, b := range slices.Backward(r.Held) {

@@ -23,7 +23,7 @@ const (
 // that says when the batch was made.
 const maxLag = 24 * time.Hour
 
-// batchResult is what has come of a batch so far, to be logged once at its end.
+// batchResult is the result of a batch so far, logged once at its end.
 type batchResult struct {
 	bad     int    // events that may have been removals, and made no sense
 	cleared int    // times that the rank was cleared
@@ -211,7 +211,7 @@ func (s *Stream) applyStored(e *kvEvent) error {
 	case errors.Is(err, radix.ErrParentUnknown):
 		s.stats.UnknownParent.Add(1)
 		if s.stats.Cold.Load() {
-			return nil // expected: their parents are among what is missing
+			return nil // expected: their parents are missing, too
 		}
 		s.clear("stored blocks follow a block that it is not known to hold")
 		s.resync, s.retryAt = true, time.Now()
@@ -225,7 +225,7 @@ func (s *Stream) applyStored(e *kvEvent) error {
 	return nil
 }
 
-// overflows reports whether the rank would hold more with so many further blocks than
+// overflows reports whether the rank would hold more with that many further blocks than
 // its cache can: removals do not come, or are not the engine's. Then its blocks are
 // cleared, and its history is asked for again in a while.
 func (s *Stream) overflows(more int) bool {

@@ -91,7 +91,7 @@ type DumpPart struct {
 	Workers []kv.WorkerKey
 }
 
-// WriteDump writes what the workers of all parts hold. Blocks that follow each
+// WriteDump writes the blocks of the workers of all parts. Blocks that follow each
 // other come in one event.
 func WriteDump(w io.Writer, index radix.Index, blockSize int, parts []DumpPart) error {
 	out := bufio.NewWriter(w)
@@ -120,7 +120,7 @@ func WriteDump(w io.Writer, index radix.Index, blockSize int, parts []DumpPart) 
 // dumpWriter makes events of the blocks that an index yields.
 type dumpWriter struct {
 	out    *bufio.Writer
-	open   *DumpEvent // what the next block may still be added to
+	open   *DumpEvent // the event to which the next block may be added
 	events int        // written, of this partition
 	err    error      // of writing: the reader is gone
 }
@@ -162,7 +162,7 @@ const (
 	dumpTimeout  = 60 * time.Second // for the whole of it
 )
 
-// Recovered says what a peer's dump brought.
+// Recovered is the result of a peer's dump.
 type Recovered struct {
 	Peer      string
 	Blocks    int
@@ -173,7 +173,7 @@ type Recovered struct {
 // RecoverIndex fills the index from the first of the peers (base URLs) that answers
 // GET /dump with a dump. key is the bearer key to show them; empty: none. The index
 // must be empty, and nothing else may write to it meanwhile. After a failure nothing
-// of that peer is left in it. The error names every peer and what is wrong with it.
+// of that peer is left in it. The error names every peer and its fault.
 func RecoverIndex(ctx context.Context, index radix.Index, blockSize int, key string, peers []string, log *slog.Logger) (Recovered, error) {
 	var failures []error
 	for _, peer := range peers {

@@ -36,7 +36,7 @@ type Log struct {
 	at      position // that the rank's blocks are as of
 }
 
-// loggedBatch is what a batch did to the index.
+// loggedBatch is the changes of the index by a batch.
 type loggedBatch struct {
 	seq, digest uint64
 	blocks      int // named in events, which count as one each at least
@@ -125,7 +125,7 @@ func (a *Answer) Write(to io.Writer) error {
 	return out.Flush()
 }
 
-// beginBatch opens the log for what the batch does; endBatch must follow.
+// beginBatch opens the log for the batch's changes; endBatch must follow.
 func (l *Log) beginBatch(seq, digest uint64) {
 	l.mu.Lock()
 	if n := len(l.batches); n > 0 && l.batches[n-1].seq+1 != seq {
@@ -156,7 +156,7 @@ func (l *Log) newest() *loggedBatch { return &l.batches[len(l.batches)-1] }
 // forget drops all batches.
 func (l *Log) forget() { l.batches, l.blocks = nil, 0 }
 
-// stored, removed and cleared note what the open batch has done to the index.
+// stored, removed and cleared note changes of the index by the open batch.
 func (l *Log) stored(parent uint64, hasParent bool, blocks []kv.StoredBlock) {
 	var e peerEvent
 	e.Data.Stored = &dumpStored{Blocks: make([]dumpBlock, len(blocks))}
@@ -191,7 +191,7 @@ func (l *Log) note(e peerEvent, blocks int) {
 	b.events = append(b.events, e)
 }
 
-// cleared also serves outside of a batch: what was known is then doubtful, and
+// cleared also serves outside of a batch: the known blocks are then doubtful, and
 // the log begins afresh.
 func (l *Log) cleared() {
 	if l.open {
@@ -208,14 +208,14 @@ func (l *Log) cleared() {
 	l.at = position{}
 }
 
-// reach notes what the rank's blocks are as of, outside of a batch.
+// reach notes the position of the rank's blocks, outside of a batch.
 func (l *Log) reach(at position) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	l.at = at
 }
 
-// position returns what the rank's blocks are as of.
+// position returns the position of the rank's blocks.
 func (l *Log) position() position {
 	l.mu.Lock()
 	defer l.mu.Unlock()
@@ -292,7 +292,7 @@ func (l *Log) Query(start, end, check *uint64) Answer {
 // follow each other come in one event, up to dumpedTogether of them.
 func dumped(blocks iter.Seq[radix.PlacedBlock]) iter.Seq[peerEvent] {
 	return func(yield func(peerEvent) bool) {
-		var open peerEvent // what the next block may still be added to
+		var open peerEvent // the event to which the next block may be added
 		var together []dumpBlock
 		send := func() bool {
 			if len(together) == 0 {

@@ -28,7 +28,7 @@ const (
 	peerAnswerLimit = 256 << 20        // bytes
 	peerAnswerSize  = 1 << 24          // blocks, where an event counts as peerEventSize
 	peerEventSize   = 4
-	// peerTurns is how many answers are read at a time, for whatever ranks.
+	// peerTurns is how many answers are read at a time, over all ranks.
 	peerTurns = 2
 	// peerRetries is how often a peer that has not seen the newest batch yet is
 	// asked again, after peerPause and each time double.
@@ -155,7 +155,7 @@ func (s *Stream) askPeers(ctx context.Context, seq, sum uint64) (ok bool) {
 				behind = true
 			case answer.CheckDigest == nil || *answer.CheckDigest != sum || answer.LastDigest == nil || answer.BlockSize != s.Src.BlockSize:
 				s.warnOnce("peer "+peer, "another router follows another worker under this id", "peer", peer)
-			case !answer.Complete: // what it lacks, it would lack here
+			case !answer.Complete: // its missing blocks would be missing here
 			case s.take(answer):
 				s.log.Info("recovered missed KV events from another router", "peer", peer, "kind", answer.Kind, "events", len(answer.Events))
 				return true

@@ -18,7 +18,7 @@ import (
 const (
 	// recordingQueue is how many changes may wait for the disk.
 	recordingQueue = 10_000
-	// recordedMemory is about what a change takes in memory beside its blocks, bytes.
+	// recordedMemory is about the memory of a change beside its blocks, bytes.
 	recordedMemory = 256
 )
 
@@ -82,7 +82,7 @@ func (d *recordedData) UnmarshalJSON(text []byte) error {
 	return nil
 }
 
-// Recording is an index that writes to a file what is changed in it. A nil one has
+// Recording is an index that writes its changes to a file. A nil one has
 // written nothing.
 type Recording struct {
 	radix.Index
@@ -228,7 +228,7 @@ func (r *Recording) Lost() uint64 {
 // recordingEnd is how long Close waits for the disk.
 const recordingEnd = 5 * time.Second
 
-// Close writes what is left and closes the file. It does not wait long for a disk
+// Close writes the queued changes and closes the file. It does not wait long for a disk
 // that hangs: workers are ended next.
 func (r *Recording) Close() {
 	if r == nil {

@@ -18,7 +18,7 @@ import (
 	"kvrouter/internal/radix"
 )
 
-// Bounds of what is read of a recording.
+// Bounds of a recording.
 const (
 	// maxRecordedBlocks is how many blocks all ranks may hold at once, of some 58
 	// bytes each.
@@ -113,12 +113,12 @@ type Replayed struct {
 	live       map[kv.WorkerKey]*replayedRank // those of this recording
 	held       int                            // blocks of all ranks
 
-	errors []string // at most so many
+	errors []string // bounded
 	most   int
 	wrong  int // all of them
 }
 
-// replayedRank counts what the lines say of a rank.
+// replayedRank counts a rank's lines.
 type replayedRank struct {
 	stored, removed int // blocks that were
 	cleared         int // times
@@ -131,7 +131,7 @@ type replayedRank struct {
 	seen            bool // next is known
 }
 
-// fail notes what is wrong with a line.
+// fail notes the fault of a line.
 func (r *Replayed) fail(number int, what string) {
 	if r.wrong++; len(r.errors) < r.most {
 		r.errors = append(r.errors, fmt.Sprintf("line %d: %.*s", number, recordedErrorText, what))
@@ -181,13 +181,13 @@ func (r *Replayed) apply(number int, line *recordedLine) error {
 }
 
 // ownCache reports whether an event is about the KV cache of the worker's engine,
-// rather than a tier behind it or a cache of somebody else's.
+// rather than a tier behind it or another engine's cache.
 func (e *recordedEvent) ownCache() bool {
 	domain := string(e.Domain)
 	return (e.StorageTier == "" || strings.EqualFold(e.StorageTier, dumpTier)) && (domain == "" || domain == "null" || domain == `"worker"`)
 }
 
-// change applies data to the index and returns what is wrong with them.
+// change applies data to the index and returns their fault.
 func (r *replayedRank) change(index radix.Index, key kv.WorkerKey, data *recordedData) string {
 	switch {
 	case data.Cleared:

@@ -71,7 +71,7 @@ const (
 	snapshotKept = 10 * time.Minute
 )
 
-// savedRank is what a snapshot holds of one rank.
+// savedRank is one rank in a snapshot.
 type savedRank struct {
 	worker          kv.WorkerKey
 	endpoint, topic string
@@ -89,14 +89,14 @@ type Snapshot struct {
 	blockSize int
 	log       *slog.Logger
 	opened    time.Time
-	off       bool // the file is somebody else's: it is not written
+	off       bool // the file belongs to another process: it is not written
 
 	mu    sync.Mutex // guards ranks
 	ranks map[kv.WorkerKey]*savedRank
 
 	// The rest belongs to Run.
 
-	written map[kv.WorkerKey]position // what the file is as of
+	written map[kv.WorkerKey]position // positions in the file
 	began   time.Time                 // of the last write
 	rest    time.Duration             // from then on, before a write ahead of its time
 }
@@ -182,7 +182,7 @@ func (s *Stream) settle() {
 	}
 }
 
-// Run writes what the streams know to the file when that is due, until ctx ends, and
+// Run writes the streams' blocks to the file when that is due, until ctx ends, and
 // once more then. Writes that fail are logged; the file stays as it was.
 func (s *Snapshot) Run(ctx context.Context, streams func() []*Stream) {
 	ticker := time.NewTicker(min(minSnapshotInterval, s.settings.IndexSnapshotInterval))
@@ -210,7 +210,7 @@ func (s *Snapshot) Run(ctx context.Context, streams func() []*Stream) {
 }
 
 // due reports whether the file must be written: after the interval, or once a rank has
-// gone so far that its replay might soon not reach back to what the file is as of.
+// gone so far that its replay might soon not reach back to the file's position.
 func (s *Snapshot) due(now time.Time, streams []*Stream) bool {
 	age := now.Sub(s.began)
 	return age >= s.settings.IndexSnapshotInterval || age >= s.rest && slices.ContainsFunc(streams, s.behind)

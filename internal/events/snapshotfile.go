@@ -85,7 +85,7 @@ func (w *snapshotWriter) close() error {
 	return w.err
 }
 
-// writeSnapshot writes what the streams know of their ranks, and those waiting. It
+// writeSnapshot writes the streams' ranks, and those waiting. It
 // returns what each stream's rank is as of, and the size in bytes.
 func writeSnapshot(ctx context.Context, file io.Writer, blockSize int, streams []*Stream, waiting []*savedRank) (written map[kv.WorkerKey]position, size int, err error) {
 	w := newSnapshotWriter(file, blockSize)

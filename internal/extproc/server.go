@@ -41,7 +41,7 @@ const (
 	// maxMessage bounds one message, bytes: a gateway sends bodies in pieces of at most
 	// its own buffer, which is 1 MiB where nothing is said.
 	maxMessage = 4 << 20
-	// windowSize is what a gateway may send ahead on a connection, bytes: less would make
+	// windowSize is how much a gateway may send ahead on a connection, bytes: less would make
 	// each large body wait for its window.
 	windowSize = 1 << 20
 	// idlePing is the idle time of a connection before a keepalive ping.
@@ -72,7 +72,7 @@ type Server struct {
 	leaving    chan struct{} // closed when no new request is taken any more
 }
 
-// Deps are what the picker listens with and passes requests to.
+// Deps are the picker's listeners and the receiver of its requests.
 type Deps struct {
 	Host   string      // of both ports
 	Secure *tls.Config // for --ext-proc-tls; nil: a certificate is made

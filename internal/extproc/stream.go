@@ -96,7 +96,7 @@ func (b *pieces) Read(into []byte) (int, error) {
 	return n, nil
 }
 
-// Close ends the reading: what is put from now on is dropped.
+// Close ends the reading: later parts are dropped.
 func (b *pieces) Close() error {
 	b.end(os.ErrClosed)
 	return nil

@@ -76,7 +76,7 @@ type Error struct {
 	got   string
 }
 
-// Error names the hint, its value and what it must be.
+// Error names the hint, its value and the accepted values.
 func (e *Error) Error() string {
 	return fmt.Sprintf("%s is %.40s: it must be %s", e.Param, e.got, e.want)
 }

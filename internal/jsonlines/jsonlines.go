@@ -185,7 +185,7 @@ func (l *Writer) Lost() uint64 {
 }
 
 // Limit bounds the file, bytes. The first line that it has no room for and all after
-// it are lost and counted: what is in the file has no hole there. Call it before the
+// it are lost and counted: the file has no gap there. Call it before the
 // first Write.
 func (l *Writer) Limit(bytes int64) { l.most = bytes }
 
@@ -218,7 +218,7 @@ func (l *Writer) enqueue(line queuedLine) bool {
 	return false
 }
 
-// Close writes what is left and closes the file.
+// Close writes the queued lines and closes the file.
 func (l *Writer) Close() {
 	if l == nil {
 		return

@@ -61,7 +61,7 @@ type Ring struct {
 	unknown  atomic.Uint64 // requests without a known key
 }
 
-// table is what a request's key is looked up in. It does not change.
+// table maps keys to their settings. It does not change.
 type table struct {
 	open    *Caller // nil: a key is required
 	callers map[[sha256.Size]byte]*Caller

@@ -19,7 +19,7 @@ type limits struct {
 	promptTokens int     // a minute, all of them at once if need be
 }
 
-// bounds are limits and what is left of them.
+// bounds are limits and their remainder.
 type bounds struct {
 	limits
 	asked  *rate.Limiter // requests; nil: no limit
@@ -53,7 +53,7 @@ const (
 	resultLimited = "limited"
 )
 
-// counts are of one name, whatever its key and limits.
+// counts are of one name, for all its keys and limits.
 type counts struct {
 	running                                atomic.Int64
 	ok, refused, failed, limited           atomic.Uint64

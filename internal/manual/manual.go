@@ -75,7 +75,7 @@ func takesPath(flag *kong.Flag) bool {
 	return false
 }
 
-// sentence returns the first sentence of a flag's help, or what is before its colon: the
+// sentence returns the first sentence of a flag's help, or the part before its colon: the
 // list that follows one is too long for a menu.
 func sentence(help string) string {
 	for _, end := range []string{". ", ": ", "; "} {

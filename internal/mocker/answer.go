@@ -30,7 +30,7 @@ type Answer struct {
 	samples   int           // choices of each prompt
 	More      chan struct{} // holds a token when some choice has grown
 
-	stream, usage, continuousUsage, tokenIDs bool // what the request asks for
+	stream, usage, continuousUsage, tokenIDs bool // options of the request
 
 	begun    bool   // the first chunk has been made
 	transfer string // kv_transfer_params, JSON; empty: null
@@ -87,7 +87,7 @@ type Choice struct {
 	cached    atomic.Int64 // prompt tokens that were not to be computed; valid with the first generated one
 	hits      atomic.Int64 // those of them that were in the cache
 	generated atomic.Int64
-	aborted   atomic.Bool // it ends with what it has: SGLang's /abort_request
+	aborted   atomic.Bool // it ends with its tokens so far: SGLang's /abort_request
 }
 
 // advance reports the tokens so far to the answer's handler.

@@ -125,13 +125,13 @@ type transfer struct {
 	id     string      // of the room
 	room   *sglangRoom // of a prefill leg
 	source string      // URL of a decode leg's room
-	cached int         // what the prefill leg has found in its cache, tokens
+	cached int         // found in the cache by the prefill leg, tokens
 }
 
 // transfers are those of a request, by prompt.
 type transfers []*transfer
 
-// transfers reads what a request says of its other leg; it may have none. A
+// transfers reads a request's fields on its other leg; it may have none. A
 // prefill leg must be closed. SGLang's prompts have a room each.
 func (w *Worker) transfers(body *jsonbody.Body, answer *Answer) (all transfers) {
 	if w.sglang() && answer.samples > 1 { // SGLang has no room for them
@@ -177,7 +177,7 @@ func (all transfers) close(rank *Rank) {
 	}
 }
 
-// itemOf is what a field says of prompt i: it may be a list with an entry for each.
+// itemOf is a field's value for prompt i: it may be a list with an entry for each.
 func itemOf(v gjson.Result, i int) gjson.Result {
 	if v.IsArray() {
 		return v.Get(strconv.Itoa(i))

@@ -42,7 +42,7 @@ type Rank struct {
 	free        atomic.Int64 // blocks that hold nothing
 }
 
-// Load is what a rank publishes of its load.
+// Load is a rank's load as published.
 type Load struct {
 	Waiting int     `json:"num_waiting_reqs"`
 	Running int     `json:"num_running_reqs"`
@@ -200,7 +200,7 @@ func (r *Rank) step() {
 			}
 		}
 		ended := r.Engine.End()
-		if r.w.sglang() { // what the pass has computed is in the cache now
+		if r.w.sglang() { // blocks computed by the pass are in the cache now
 			r.publishChanges()
 		}
 		for _, done := range ended {

@@ -131,7 +131,7 @@ func isZero(v gjson.Result) bool {
 	return v.Type == gjson.Null || v.Type == gjson.Number && v.Num == 0
 }
 
-// check refuses what mock workers cannot do and what vLLM refuses whatever the
+// check refuses requests that mock workers cannot serve or that vLLM refuses whatever the
 // prompt is.
 func (f *fields) check(transfers bool) {
 	f.supported()

@@ -71,7 +71,7 @@ func (a *Answer) appendSGLangChunk(out []byte, c *Choice, now int) []byte {
 	return out
 }
 
-// appendDelta appends a chat's event. With usage it reports that of so many tokens;
+// appendDelta appends a chat's event. With usage it reports that of that many tokens;
 // less than 0: none.
 func (a *Answer) appendDelta(out []byte, c *Choice, delta string, last bool, usage int) []byte {
 	out = fmt.Appendf(a.head(out), `"choices":[{"index":%d,"delta":{%s},"logprobs":null`, c.index, delta)
@@ -151,7 +151,7 @@ func (a *Answer) wholeSGLang() []byte {
 }
 
 // appendWholeUsage appends the usage of all: like SGLang it counts each prompt, and
-// what was cached of it, once.
+// its cached part, once.
 func (a *Answer) appendWholeUsage(out []byte, nulls bool) []byte {
 	prompt, generated, cached := 0, 0, 0
 	for i, c := range a.choices {

@@ -10,8 +10,8 @@ import (
 const (
 	// baselineSize is how many first bytes the baseline is computed from.
 	baselineSize = 128
-	// slowFactor and longestFactor say what is far longer than usual: so many
-	// times what 95 % of the waits stay below, and so many times the longest.
+	// slowFactor and longestFactor bound a wait far above the baseline: multiples
+	// of the 95th percentile of the waits, and of the longest.
 	slowFactor, longestFactor = 8, 2
 	// silentFloor is the shortest wait that is ever too long, and trialFloor the
 	// same on a worker's trial.
@@ -19,7 +19,7 @@ const (
 	// waitsLeast is how many waits must be known to call one too long, when the
 	// client has given it up and when it has not.
 	waitsLeast, waitsLeastStuck = 3, 5
-	// paceFactor is how many times the usual time of a prompt token is allowed
+	// paceFactor is how many times the baseline of a prompt token is allowed
 	// for each token computed first; paceDefault is that time while
 	// fewer than paceLeast are known: a slow engine on a CPU.
 	paceFactor  = 4
@@ -74,7 +74,7 @@ func (r *ring) high() (most, all time.Duration) {
 }
 
 // Waited takes in how long a request of that class waited for its first byte, with
-// so many uncached prompt tokens on its worker when it was sent, its own included.
+// that many uncached prompt tokens on its worker when it was sent, its own included.
 func (d *Detector) Waited(c Class, wait time.Duration, tokens int) {
 	d.baseline.waits[c].add(wait)
 	if c%2 == 0 && tokens >= paceTokens {
@@ -82,7 +82,7 @@ func (d *Detector) Waited(c Class, wait time.Duration, tokens int) {
 	}
 }
 
-// allowed returns the longest wait that may be usual. not ok: fewer than least
+// allowed returns the longest wait within the baseline. not ok: fewer than least
 // waits are known.
 func (u *baseline) allowed(c Class, tokens int, floor time.Duration, least int) (wait time.Duration, ok bool) {
 	r := &u.waits[c]
@@ -114,7 +114,7 @@ func (d *Detector) LeftInVain(a Attempt, c Class, tokens int, wait time.Duration
 	return known && wait >= allowed && d.othersAnswer(a.Worker, now)
 }
 
-// Silent judges a worker that has sent no byte of any answer for so long, since an
+// Silent judges a worker that has sent no byte of any answer for that time, since an
 // attempt of that class was sent there at the earliest. If that is far longer than
 // baseline it is stuck: ejected. Else it must be checked again after that time.
 func (d *Detector) Silent(a Attempt, c Class, tokens int, silent time.Duration, now time.Time) (stuck bool, again time.Duration) {

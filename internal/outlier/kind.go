@@ -11,7 +11,7 @@ const (
 	Status                    // an HTTP status of a server's fault
 	Broken                    // an answer broke off, or ended without saying so
 	Engine                    // an answer that reports a failed engine
-	Left                      // the client left after a wait far longer than usual
+	Left                      // the client left after a wait far above the baseline
 	Stuck                     // no byte for long while others answered
 	Asked                     // a question about a prompt was not answered
 	Misconfigured             // it refuses what others accept

@@ -1,7 +1,7 @@
-// Package outlier remembers which workers fail. It judges every worker by how its
-// last requests ended, against the others', and says which of them may get new
-// requests: one that fails is out for a while, then gets one request on trial,
-// then a growing share. The ideas are Envoy's outlier detection and slow start.
+// Package outlier ejects failing workers. It compares the results of each worker's last
+// requests with those of the others, and decides which workers may get new requests. A
+// failing one is ejected for a time, then gets one request on trial, then a growing
+// share. The method follows Envoy's outlier detection and slow start.
 package outlier
 
 import (
@@ -88,7 +88,7 @@ const (
 	phaseBack       // its share grows
 )
 
-// worker is what is remembered of one worker rank.
+// worker is the state of one worker rank.
 type worker struct {
 	generation int
 	gone       bool // not up
@@ -97,7 +97,7 @@ type worker struct {
 	until      time.Time // phaseOut: when a trial is due
 	times      int       // ejections that the length of the next one counts
 	reason     Kind      // of the last ejection
-	why        string    // the same, for people
+	why        string    // the same, as text
 	row        int       // failures in a row
 	broken     int       // of those, answers that broke off
 
@@ -257,7 +257,7 @@ func (d *Detector) AskedInVain(key kv.WorkerKey, now time.Time) bool {
 	return w != nil && !w.askFailed.IsZero() && now.Sub(w.askFailed) < askedFor
 }
 
-// TooMany reports whether so many of all workers cannot be out: all are used then.
+// TooMany reports whether too many of all workers are out: all are used then.
 func (d *Detector) TooMany(out, all int) bool { return out*100 > d.settings.MaxEjectionPercent*all }
 
 // TrialDue reports whether a worker that is out may get one request on trial, and
@@ -341,7 +341,7 @@ func (d *Detector) Ended(a Attempt) {
 	}
 }
 
-// Failed notes that a worker failed an attempt. why is for people.
+// Failed notes that a worker failed an attempt. why is a text.
 func (d *Detector) Failed(a Attempt, kind Kind, why string, now time.Time) {
 	if w := d.of(a); w != nil {
 		d.strike(a, w, kind, why, now)
@@ -424,9 +424,8 @@ func (d *Detector) bringBack(key kv.WorkerKey, w *worker, now time.Time) {
 }
 
 // Hint notes that another router has taken a worker out for that long. It may be that
-// router's own trouble: the worker is held, for no longer than a first ejection is, and
-// never so many of them that not all the others could be out. It reports whether that
-// changed anything.
+// router's own trouble: the worker is out for no longer than a first ejection, and
+// never more workers than may be out together. It reports whether that changed anything.
 func (d *Detector) Hint(key kv.WorkerKey, long time.Duration, now time.Time) (took bool) {
 	w := d.workers[key]
 	if w == nil || w.gone || long <= 0 || d.settings.EjectAfter == 0 {
@@ -508,7 +507,7 @@ func (d *Detector) worse(key kv.WorkerKey, now time.Time) (share, others float64
 	return share, others, share < others-rateBelow && share < others-rateDeviations*deviation
 }
 
-// Pressed notes that a worker asks for a pause: it gets nothing for so long, at most
+// Pressed notes that a worker asks for a pause: it gets nothing for that time, at most
 // LongestPause. 0: it did not say for how long; then that is a second, and each
 // time without an answer between double, up to longestGuess. It is no failure.
 func (d *Detector) Pressed(a Attempt, pause time.Duration, now time.Time) {
@@ -571,7 +570,7 @@ func (d *Detector) Acquit(a Attempt, status int, agreed bool, now time.Time) {
 // Convict ends a suspicion: another worker accepted what this one refused.
 func (d *Detector) Convict(a Attempt, status int, now time.Time) {
 	d.Acquit(a, status, false, now)
-	d.Failed(a, Misconfigured, fmt.Sprintf("it answers %d to what others accept", status), now)
+	d.Failed(a, Misconfigured, fmt.Sprintf("it answers %d to requests that others accept", status), now)
 }
 
 // AskFailed notes that a worker did not answer a question about a prompt that was
@@ -636,7 +635,7 @@ func (d *Detector) tell(n News) {
 	}
 }
 
-// TakeNews returns what is new since the last call.
+// TakeNews returns the news since the last call.
 func (d *Detector) TakeNews() []News {
 	if len(d.news) == 0 {
 		return nil

@@ -1,5 +1,5 @@
-// Package page serves the dashboard: the fleet, the last requests with the explanations
-// of their decisions, the contents of the caches and the trends of the last hour. While
+// Package page serves the dashboard: the fleet, the last requests with explained decisions,
+// the contents of the caches and the trends of the last hour. While
 // it has no viewer, only a step of the trends is computed, every 10 s.
 package page
 
@@ -143,7 +143,7 @@ func (p *Page) takeStep() {
 	}
 }
 
-// limited is a text, cut to so many bytes and copied: what it is a part of need not be
+// limited is a text, cut to that many bytes and copied: its source need not be
 // kept.
 func limited(text string, bytes int) string {
 	return validUTF8(text[:min(len(text), bytes)])

@@ -238,5 +238,5 @@ func unix(t time.Time) float64 {
 	return float64(t.UnixMilli()) / 1e3
 }
 
-// validUTF8 is a copy of a text without what is no UTF-8.
+// validUTF8 is a copy of a text without invalid UTF-8.
 func validUTF8(text string) string { return strings.ToValidUTF8(strings.Clone(text), "") }

@@ -127,7 +127,7 @@ func (p *Page) admit(c *gin.Context) {
 	c.Abort()
 }
 
-// ownScript refuses what the page's own script has not sent.
+// ownScript refuses requests not sent by the page's own script.
 func ownScript(c *gin.Context) {
 	if c.GetHeader(headerPage) != "1" {
 		fail(c, http.StatusForbidden, "send the header "+headerPage+": 1")

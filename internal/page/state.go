@@ -76,7 +76,7 @@ func (p *Page) fleet(totals proxy.Totals, now time.Time) []Worker {
 		since, rests := resting[w.Worker]
 		w.Resting = rests
 		record := failing[sample.Worker]
-		switch { // what a person did or must know comes first
+		switch { // users' actions and alarms come first
 		case w.State == StateReady && rests:
 			w.State, w.Since, w.Why = StateResting, unix(since), "it gets no new requests until it is readmitted"
 		case w.State == StateReady && record.State == outlier.StateOut:
@@ -116,7 +116,7 @@ func worker(s workers.Sample, status workers.Status, now time.Time) Worker {
 	switch {
 	case w.State == StateDraining:
 		w.Since = unix(status.HeldSince)
-		w.Why = "it is leaving: what it has begun it ends, and it gets no new requests"
+		w.Why = "it is leaving: it ends its running requests and gets no new ones"
 		if status.State != workers.StateReady && status.LastError != "" {
 			w.Why += "; " + limited(status.LastError, maxWhy)
 		}

@@ -30,7 +30,7 @@ type trends struct {
 	last     time.Time // of the last step
 	n        int       // steps since the start; the place of the next is that modulo steps
 	series   [8][steps]float32
-	inFlight map[string]*[steps]float32 // by what the worker is called
+	inFlight map[string]*[steps]float32 // by name of the worker
 	before   [lately]cut                // totals at the last steps, the oldest first; unset: none
 }
 
@@ -107,7 +107,7 @@ func (t *trends) lately(totals proxy.Totals, now time.Time) Rates {
 	return t.before[0].rates(totals, now)
 }
 
-// rates says what has come since the cut.
+// rates returns the rates since the cut.
 func (c *cut) rates(totals proxy.Totals, now time.Time) Rates {
 	less := func(after, before uint64) float64 { return float64(after - min(after, before)) }
 	share := func(part, whole float64) *float64 {

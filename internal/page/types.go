@@ -2,7 +2,7 @@ package page
 
 import "kvrouter/internal/router"
 
-// State is what the page shows, but for the trends: event "state" of the stream. All
+// State is the content of the page, but for the trends: event "state" of the stream. All
 // times are Unix seconds; nil is shown as "unknown". Ids of workers are strings, as not
 // all of them are numbers that JavaScript counts exactly.
 type State struct {
@@ -55,7 +55,7 @@ const (
 	StateStarting  = "starting"  // never ready so far
 	StateEjected   = "ejected"   // out for its failures
 	StateResting   = "resting"   // gets no new requests until it is readmitted
-	StateDraining  = "draining"  // a discovered one that ends what it has begun, and goes
+	StateDraining  = "draining"  // a discovered one that ends its requests, and goes
 	StateNotReady  = "not-ready" // a discovered one that gets no new requests for now
 	StateDown      = "down"      // has ended, or cannot be reached any more
 	StateUnhealthy = "unhealthy" // runs, but does not answer
@@ -64,7 +64,7 @@ const (
 // Worker is one rank of a worker.
 type Worker struct {
 	Worker          uint64   `json:"worker,string"`
-	Name            string   `json:"name,omitempty"` // what a discovered one is called; empty: its id
+	Name            string   `json:"name,omitempty"` // of a discovered one; empty: its id
 	Rank            uint32   `json:"rank"`
 	URL             string   `json:"url"`
 	Engine          string   `json:"engine"`
@@ -153,7 +153,7 @@ type Place struct {
 	Rank   uint32 `json:"dp_rank"`
 }
 
-// Cache are the hottest branches of the prompts that came while somebody looked.
+// Cache are the hottest branches of the prompts that came while the dashboard was open.
 type Cache struct {
 	Nodes     []Node `json:"nodes"`     // a parent comes before its children
 	Truncated bool   `json:"truncated"` // there are more than are shown, or were
@@ -165,7 +165,7 @@ type Node struct {
 	Parent  string   `json:"parent"`         // empty: it is the beginning of prompts
 	Depth   int      `json:"depth"`          // blocks before it
 	Tokens  int      `json:"tokens"`         // of it alone
-	Workers []string `json:"workers"`        // what they are called that hold it and all before it
+	Workers []string `json:"workers"`        // names of those that hold it and all before it
 	Hits    int      `json:"hits"`           // prompts through it in the last 5 minutes
 	Last    float64  `json:"last"`           // when the last one came
 	Text    string   `json:"text,omitempty"` // its beginning, with --page-show-text
@@ -188,5 +188,5 @@ type Series struct {
 	HitRate           []*float64            `json:"hit_rate"`
 	Exact             []*float64            `json:"exact"`
 	Queued            []*float64            `json:"queued"`
-	InFlight          map[string][]*float64 `json:"in_flight"` // by what the worker is called
+	InFlight          map[string][]*float64 `json:"in_flight"` // by name of the worker
 }

@@ -32,7 +32,7 @@ const (
 
 // viewers are the open dashboards. All get the same bytes.
 type viewers struct {
-	came chan struct{} // holds a token when somebody came
+	came chan struct{} // has a token for a new viewer
 	over chan struct{} // closed when all streams end
 	end  sync.Once     // of over
 	n    atomic.Int32  // that look

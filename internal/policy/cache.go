@@ -33,7 +33,7 @@ func (s CacheSettings) validate() error {
 // use prefix trees.
 func RoutesByMatch(policy string) bool { return policy == "cache-threshold" || policy == "variance" }
 
-// cacheRouting is what the policies cache-threshold and variance share. A
+// cacheRouting is the common part of the policies cache-threshold and variance. A
 // worker's queue is its requests in flight and those that it failed lately:
 // without these a worker that fails fast would always look idle and get all.
 //

@@ -27,7 +27,7 @@ const (
 	HowDraw    How = "draw"    // by chance, each candidate with its own
 )
 
-// Score is what a candidate was worth to the policy. The highest wins: costs count
+// Score is a candidate's value to the policy. The highest wins: costs count
 // as negative.
 type Score struct {
 	Terms    []Term   `json:"terms"` // they add up to Total

@@ -10,7 +10,7 @@ type Published struct {
 	At      time.Time // when it arrived here; zero: never
 }
 
-// Load is one worker's load: what it published and what this router has booked
+// Load is one worker's load: its published load and this router's bookings
 // on it.
 type Load struct {
 	Published

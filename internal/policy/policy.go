@@ -1,4 +1,4 @@
-// Package policy holds the rules that choose a worker for a request.
+// Package policy implements the policies that choose a worker for a request.
 //
 // Each policy is a small type with Choose, and one line in New; its settings and
 // their checks stand beside it.
@@ -13,7 +13,7 @@ import (
 	"kvrouter/internal/kv"
 )
 
-// Query is what a policy may know of a request.
+// Query is a request as policies see it.
 type Query struct {
 	Now         time.Time
 	Tokens      int       // prompt length; 0: unknown
@@ -51,7 +51,7 @@ type Policy interface {
 	Traits() Traits
 }
 
-// Traits says what a policy wants counted for it. A policy's traits never change.
+// Traits are the counts that a policy needs. A policy's traits never change.
 type Traits struct {
 	// ActiveBlocks asks for Load.ActiveBlocks and Candidate.NewBlocks. For other
 	// policies the router counts them only where a request has an ID, by which
@@ -93,7 +93,7 @@ type Judged interface {
 	Judge(f Feedback) (verdict Verdict, known bool)
 }
 
-// Verdict is what a policy learned from a feedback; zero numbers: nothing.
+// Verdict is the result of a feedback for the policy; zero numbers: none.
 type Verdict struct {
 	Worker   kv.WorkerKey
 	Baseline float64 // latency, or latency per token, that it was compared with, ms
@@ -123,7 +123,7 @@ const (
 	Finished                // with a whole answer
 )
 
-// Meanwhile is what a worker did in a span of time.
+// Meanwhile is the work of a worker in a span of time.
 type Meanwhile struct {
 	Prompts int     // that got their first token
 	Passes  int     // that gave those: prompts may share one
@@ -131,7 +131,7 @@ type Meanwhile struct {
 	Context float64 // mean of Load.ContextTokens
 }
 
-// Aborted reports whether an answer's finish reason says that somebody stopped it on
+// Aborted reports whether an answer's finish reason says that it was stopped on
 // purpose.
 func Aborted(finish string) bool { return finish == "abort" || finish == "cancelled" }
 
@@ -167,7 +167,7 @@ func New(name string, settings Settings) (Policy, error) {
 //
 // where overlap is the matched share of the prompt, up to 1, kv_usage and waiting
 // are as the worker published them, the last term is 0 while none waits, and
-// ties are broken at random. A worker's waiting counts what was sent to it since
+// ties are broken at random. A worker's waiting counts the requests sent to it since
 // it last published.
 type standalone struct{}
 

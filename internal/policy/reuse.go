@@ -36,7 +36,7 @@ type reuseCount struct {
 	value float32 // 0: nothing is stored here
 }
 
-// pass lets so many turnovers go by.
+// pass advances by that many turnovers.
 func (u *reuseCounts) pass(turnovers float64) {
 	u.clock += turnovers
 	if u.clock < reuseRescale {

@@ -41,7 +41,7 @@ func NewEngineTiming() *EngineTiming {
 	return &EngineTiming{Pass: 16, Token: 0.018, decode: 6, context: 4e-5}
 }
 
-// Prefill is the time to compute so many prompt tokens in passes that are full,
+// Prefill is the time to compute that many prompt tokens in passes that are full,
 // ms.
 func (t *EngineTiming) Prefill(tokens int) float64 {
 	return (t.Token + t.Pass/workPass) * float64(max(0, tokens))
@@ -85,7 +85,7 @@ func (t *EngineTiming) observe(row [4]float64, ms float64) {
 	}
 	if t.scaled {
 		// An answer that came in one piece took no time, and so would count more than
-		// all others. It pulls as far as one that took half of what was expected.
+		// all others. It pulls as far as one that took half of the expected time.
 		if ms < guess/timingFastest {
 			ms = guess / 2
 		}

@@ -77,7 +77,7 @@ func NewWork() *Work { return &Work{Timing: NewEngineTiming()} }
 func (*Work) Traits() Traits { return Traits{ActiveBlocks: true, Siblings: true} }
 
 // Learn takes in a finished request. The first token of one whose prompt another
-// worker computed says nothing about either; a prompt alone has no usual answer.
+// worker computed says nothing about either; a prompt alone has no mean answer.
 func (p *Work) Learn(o Outcome) {
 	o.Alone = o.Alone && o.Leg != kv.LegDecode
 	p.Timing.Learn(o)
@@ -196,7 +196,7 @@ type workUsual struct {
 }
 
 const (
-	// workFirstOutput is the usual answer before any has ended, tokens.
+	// workFirstOutput is the assumed answer before any has ended, tokens.
 	workFirstOutput = 256
 	// workFirstToken is what a percent of the mean time to the first token counts beside
 	// a percent of the mean whole time.

@@ -181,7 +181,7 @@ func readLoad(text []byte) (policy.Published, error) {
 	return load.published()
 }
 
-// readSocket reports what the socket publishes until it fails or ctx is done. Of
+// readSocket reports the socket's messages until it fails or ctx is done. Of
 // messages that come faster than loadLeast the last one counts.
 func (c *Client) readSocket(ctx context.Context, s LoadSource, _ *slog.Logger, report publish) error {
 	conn, err := zmq.DialSub(ctx, s.Socket, "")

@@ -1,5 +1,5 @@
 // Package probe asks inference servers about themselves: their health, models, role,
-// KV event endpoints, load, block size and cache sizes. What is peculiar to one engine
+// KV event endpoints, load, block size and cache sizes. Code for a single engine
 // is in the file of its name.
 package probe
 
@@ -23,7 +23,7 @@ import (
 )
 
 const (
-	// maxBody bounds what is read of an answer, bytes. An SGLang server reports 20 KB
+	// maxBody bounds the part of an answer that is read, bytes. An SGLang server reports 20 KB
 	// for each of its ranks.
 	maxBody = 4 << 20
 	// maxHeader bounds the headers of an answer, bytes.
@@ -36,7 +36,7 @@ const (
 	atOnce = 128
 )
 
-// Server is an inference server to ask, and what the settings say of it. The settings
+// Server is an inference server to ask, with its settings. The settings
 // take precedence over its own answers.
 type Server struct {
 	ID        uint64
@@ -166,7 +166,7 @@ func (c *Client) LeadsBack(ctx context.Context, url string) bool {
 	return c.hop != "" && errors.Is(c.get(ctx, Server{URL: url}, "/health", answerLimit, nil), ErrLeadsBack)
 }
 
-// Models is what a server serves.
+// Models is the models of a server.
 type Models struct {
 	Names    []string // nil: unknown; the server may serve any model
 	Adapters []string // LoRA adapters among Names: the models with a parent
@@ -206,7 +206,7 @@ func (c *Client) Models(ctx context.Context, s Server) (served Models, err error
 }
 
 // CacheTokens asks a server how many tokens the KV cache of each rank holds; ranks of
-// unknown size are left out. info is what the caller knows of an SGLang server; nil: it
+// unknown size are left out. info is the caller's data on an SGLang server; nil: it
 // is asked. An error may come with sizes.
 func (c *Client) CacheTokens(ctx context.Context, s Server, engine kv.Engine, info *ServerInfo, ranks []uint32) (map[uint32]int, error) {
 	if engine == kv.EngineSGLang {

@@ -246,7 +246,7 @@ func (i *ServerInfo) EventsRemedy() string {
 	return remedy
 }
 
-// sglangCaches is CacheTokens of an SGLang server. What the server reports about itself
+// sglangCaches is CacheTokens of an SGLang server. Its report about itself
 // is rank 0's: others may have more or less memory.
 func (c *Client) sglangCaches(ctx context.Context, s Server, info *ServerInfo, ranks []uint32) (_ map[uint32]int, err error) {
 	sizes := map[uint32]int{}

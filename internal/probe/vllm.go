@@ -245,7 +245,7 @@ func (p Page) cacheTokens() map[uint32]int {
 	return sizes
 }
 
-// maxBlockSize bounds what a server reports as its block size, tokens: far more than
+// maxBlockSize bounds a server's reported block size, tokens: far more than
 // any has.
 const maxBlockSize = 1 << 16
 

@@ -55,7 +55,7 @@ func (l *Launcher) Open() (err error) {
 	return nil
 }
 
-// Close removes what Open prepared, and ends what is left of workers.
+// Close undoes Open, and ends the remaining processes of workers.
 func (l *Launcher) Close() error { return l.guard.close() }
 
 // Start starts the process of worker i. line is called with each line that it

@@ -7,7 +7,7 @@ import (
 	"sync"
 )
 
-// Stages of a worker's start, as shown to people.
+// Stages of a worker's start, as shown to users.
 const (
 	StageProcess = "starting process"
 	StageReady   = "ready"
@@ -16,7 +16,7 @@ const (
 // Signs map the output of an engine to the progress of its start and the cause of its
 // end. The zero value, for workers that print nothing, maps nothing.
 type Signs struct {
-	Engine   string // its name, as people read it
+	Engine   string // its display name
 	Stages   []Stage
 	Failures []Failure
 
@@ -26,7 +26,7 @@ type Signs struct {
 	Routine []string
 }
 
-// Stage is a later stage of a start with what the engine logs when it begins.
+// Stage is a later stage of a start with the engine's log text at its begin.
 type Stage struct {
 	Name  string
 	Signs []string
@@ -88,7 +88,7 @@ func (s *Signs) isRoutine(text string) bool {
 	return strings.HasPrefix(strings.TrimSpace(text), usage) || slices.ContainsFunc(s.Routine, func(sign string) bool { return strings.Contains(text, sign) })
 }
 
-// SetReady ends the start: what was printed so far explains no later end.
+// SetReady ends the start: output so far explains no later end.
 func (s *StartLog) SetReady() {
 	s.mu.Lock()
 	defer s.mu.Unlock()

@@ -78,7 +78,7 @@ func (p *Proxy) AskAll(ctx context.Context, targets []kv.Target, q Question, hea
 	}
 }
 
-// Models lists what the workers serve, each model as the first of the targets that
+// Models lists the workers' models, each as the first of the targets that
 // serves it describes it. Of one that does not answer within 1 s the names are
 // listed that its target has.
 func (p *Proxy) Models(ctx context.Context, targets []kv.Target, header http.Header) []json.RawMessage {

@@ -14,7 +14,7 @@ import (
 	"kvrouter/internal/router"
 )
 
-// Headers by which llm-d's sidecars and data-parallel servers learn what was decided.
+// Headers by which llm-d's sidecars and data-parallel servers learn the decision.
 const (
 	HeaderPrefiller    = "X-Prefiller-Host-Port"
 	HeaderDataParallel = "X-Data-Parallel-Host-Port"
@@ -57,7 +57,7 @@ type Gateway struct {
 	Home string
 }
 
-// Follow puts what the gateway says of a request into it, for a router of that model. It
+// Follow puts the gateway's data into a request, for a router of that model. It
 // fails with router.ErrBusy where the request must be shed.
 func (g *Gateway) Follow(request *router.Request, r *router.Router) error {
 	if g == nil {
@@ -206,7 +206,7 @@ func (p *Proxy) disaggregateByGateway(ctx context.Context, w http.ResponseWriter
 	u.prefill, u.CachedTokensMislead = &pair.Prefill, true
 	l := legs{pair: pair}
 	err := p.send(ctx, w, u, x, l.decision(), false)
-	x.Usage.CachedKnown = false // what the decode worker has of the prompt came from the other
+	x.Usage.CachedKnown = false // the decode worker's part of the prompt came from the other
 	p.observer.SharedEnded(pair.Prefill.Target.Kind, x.Shared.result(ctx, x.Status, err), 0)
 	return err
 }

@@ -109,7 +109,7 @@ type generated struct {
 	finish  string  // why the first that says so has ended
 }
 
-// take notes what an answer's meta_info says, in place of what it said before.
+// take notes an answer's meta_info, in place of the one before.
 func (g *generated) take(index int, meta gjson.Result) {
 	if index < 0 || index >= maxGenerated || !meta.Get("prompt_tokens").Exists() {
 		return

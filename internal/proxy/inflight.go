@@ -13,11 +13,11 @@ import (
 
 // flows is how lately a byte of an answer must have come for it to be left alone
 // when its worker is said to be down: one that ends in good order answers to the
-// end what it has begun.
+// end its running requests.
 const flows = 2 * time.Second
 
 // Once a worker is known to be stuck, a request there that may not be sent elsewhere
-// ends when no byte of its answer has come for so long: stalledAnswer if it had
+// ends when no byte of its answer has come for that time: stalledAnswer if it had
 // begun, stalledStart before.
 const stalledAnswer, stalledStart = 5 * time.Second, 15 * time.Second
 

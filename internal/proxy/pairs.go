@@ -38,7 +38,7 @@ const (
 // PrefillFailure says that a request failed because its prefill leg did.
 type PrefillFailure struct {
 	Worker uint64
-	Called string // what the worker is called
+	Called string // name of the worker
 	err    error
 }
 
@@ -52,7 +52,7 @@ func (e *PrefillFailure) Error() string {
 
 func (e *PrefillFailure) Unwrap() error { return e.err }
 
-// prefillRefusal is a prefill worker's answer that says what is wrong with the
+// prefillRefusal is a prefill worker's answer that names the fault of the
 // request: the client gets it.
 type prefillRefusal struct {
 	status int
@@ -153,7 +153,7 @@ type legs struct {
 	prefill, decode Upstream
 	late            *LegTimeout // of the decode leg, from the prefill leg's end; nil: it has no limit of its own
 	rid             string      // by which SGLang servers abort them; empty: closing the connection does
-	fetch           string      // with it a Mooncake decode worker gets what the prefill worker keeps
+	fetch           string      // with it a Mooncake decode worker gets the blocks that the prefill worker keeps
 	shared          *SharedRequest
 	trace           *tracing.Request // nil: it is not traced
 }
@@ -192,7 +192,7 @@ func (p *Proxy) legs(ctx context.Context, u Upstream, pair router.Pair) (legs, e
 		}
 		l.decode = u.withFields(fields...)
 	}
-	l.decode.CachedTokensMislead = true // what it has of the prompt came from the other
+	l.decode.CachedTokensMislead = true // its part of the prompt came from the other
 	return l, nil
 }
 
@@ -219,7 +219,7 @@ func nonce() string {
 }
 
 // decision is the one in the answer's headers and metrics: the decode worker, and
-// what was cached of the prompt where it was computed.
+// the prompt's cached part where it was computed.
 func (l *legs) decision() router.Decision {
 	d := l.pair.Decode
 	d.OverlapTokens = l.pair.Prefill.OverlapTokens

@@ -30,7 +30,7 @@ type refusal struct {
 }
 
 // refusalOf reads a status and its headers. Of /v1/responses a worker knows only
-// what it has answered itself: there 404 says nothing.
+// its own answers: there 404 says nothing.
 func refusalOf(status int, header http.Header, route string, now time.Time) refusal {
 	after, given := retryAfter(header, now)
 	switch {
@@ -130,7 +130,7 @@ func (x *Exchange) accepted(status int) {
 // better.
 type workerError struct {
 	worker uint64
-	called string // what it is called
+	called string // its name
 	err    error
 	kind   outlier.Kind
 
@@ -158,8 +158,8 @@ func (p *Proxy) unanswered(worker uint64, err error, kind outlier.Kind) *workerE
 	return e
 }
 
-// blame ends the booking of a request that a worker failed, and notes what is known
-// of the worker then.
+// blame ends the booking of a request that a worker failed, and notes in e
+// the state of the worker then.
 func (p *Proxy) blame(b *router.Booking, x *Exchange, e *workerError) {
 	switch {
 	case e.abort != nil:
@@ -203,7 +203,7 @@ func (p *Proxy) begin(u Upstream, x *Exchange) *tries {
 	return &tries{proxy: p, u: u, x: x}
 }
 
-// over ends what is open about the workers that were tried.
+// over ends the open trials and bookings of the workers that were tried.
 func (t *tries) over() { t.x.acquit(false) }
 
 // retry reports whether another worker may be tried if the next one fails.

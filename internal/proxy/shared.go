@@ -94,7 +94,7 @@ func (r *SharedRequest) stop() {
 	})
 }
 
-// reported returns what the prefill worker reports of its cache.
+// reported returns the prefill worker's report on its cache.
 func (r *SharedRequest) reported() (known bool, tokens int) {
 	r.note(func(r *SharedRequest) { known, tokens = r.usage.CachedKnown, r.usage.CachedTokens })
 	return known, tokens

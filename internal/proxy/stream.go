@@ -70,7 +70,7 @@ func endingOf(status int, finish string) policy.Ending {
 	return policy.Finished
 }
 
-// Scan takes the next chunk and returns what the client gets now, valid until
+// Scan takes the next chunk and returns the bytes for the client, valid until
 // the next call.
 func (s *eventScanner) Scan(chunk []byte) []byte {
 	s.Count = 0

@@ -12,7 +12,7 @@ import (
 	"kvrouter/internal/kv"
 )
 
-// Approx is the approximate index: what was routed to a worker counts as cached
+// Approx is the approximate index: prompts routed to a worker count as cached
 // there. It models each worker's memory and keeps a Tree in step with that, as
 // events.Stream keeps one in step with the engine's memory.
 //
@@ -21,17 +21,17 @@ import (
 // order of their release, oldest first, the end of a prompt before its start.
 // An answer takes blocks too, which no prompt is known to match.
 //
-// Time. Other workers are believed to hold what was used no longer ago than the
+// Time. Other workers are assumed to hold blocks used no longer ago than the
 // time to live (its last use is its last request's end), and all of them
 // together no more than maxBlocks: beyond that the blocks used longest ago go
 // until pruneTo are left. Blocks of requests in flight always stay. The time to
 // live may hold for workers of known size as well: the earlier limit counts.
 //
 // Corrections. An answer's cached_tokens may show that an engine had lost what
-// it was believed to hold. It loses the oldest first; so whatever was used no
+// it was assumed to hold. It loses the oldest first; so blocks used no
 // later than the first lost block is gone as well, and is given up. A worker of
 // which the size is not otherwise known (of Trees) is then taken to hold no
-// more than what is left, until an answer finds blocks that were given up: that
+// more than the rest, until an answer finds blocks that were given up: that
 // adds their number.
 type Approx struct {
 	*Tree             // changed under mu only
@@ -50,7 +50,7 @@ type Approx struct {
 	blocks            []kv.StoredBlock // reused
 }
 
-// assumedCache is what a worker is believed to have in its memory.
+// assumedCache is the assumed cache of a worker.
 type assumedCache struct {
 	capacity int             // blocks; 0: not known
 	Pool     *blockpool.Pool // blocks by sequence hash; those of answers by a random number
@@ -279,7 +279,7 @@ func (p *Assumed) ended(release func(a *Approx, c *assumedCache, now int64)) {
 	a.expire(now)
 }
 
-// correct compares what an answer says was cached with what was believed.
+// correct compares an answer's cached tokens with the assumption.
 func (a *Approx) correct(p *Assumed, cached int) {
 	c := p.cache
 	if at := p.lostAt(cached); at > 0 {
@@ -292,8 +292,8 @@ func (a *Approx) correct(p *Assumed, cached int) {
 	}
 }
 
-// lostAt returns the last use of what the engine must have lost if it found only
-// so many blocks, Unix ns; 0: that proves nothing. One block less than believed
+// lostAt returns the last use of the blocks that the engine must have lost if it
+// found only that many, Unix ns; 0: that proves nothing. One block less than assumed
 // does not: engines compute the last token, and some the last block, again. Nor
 // does one that was in flight, and may not have been computed.
 func (p *Assumed) lostAt(cached int) int64 {

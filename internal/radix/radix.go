@@ -1,5 +1,5 @@
 // Package radix keeps the index of which worker holds which blocks: known from KV
-// events (Tree), or assumed from what was routed (Approx, Trees).
+// events (Tree), or assumed from routed prompts (Approx, Trees).
 package radix
 
 import (
@@ -17,7 +17,7 @@ import (
 )
 
 // Errors of Tree.Store; in both cases nothing was stored. The caller no longer
-// knows what the worker holds and should clear it or replay its events.
+// knows the worker's blocks and should clear it or replay its events.
 var (
 	// ErrParentUnknown: the worker does not hold the block that the stored ones
 	// were to follow. They are never rooted instead: that would be a wrong match.
@@ -26,9 +26,8 @@ var (
 	ErrSelfParent = errors.New("block is its own parent")
 )
 
-// sweepPerPart and sweepPerBlock say how many entries of cleared workers every
-// part of a Store or Remove sweeps: so many, and so many more for each of its
-// blocks.
+// sweepPerPart and sweepPerBlock are the entries of cleared workers that every part
+// of a Store or Remove sweeps: a base, and as many more for each of its blocks.
 const (
 	sweepPerPart  = 16
 	sweepPerBlock = 2
@@ -60,7 +59,7 @@ const partBlocks = 8
 // the same; such requests must not reach an engine that is indexed.
 //
 // One engine hash at two places. An engine's hash names a whole prefix, so the
-// same worker storing one at another node means that what was known about it is
+// same worker storing one at another node means that the entries of it are
 // outdated: the newest event wins, the old place is given up and the copies are
 // counted from one again. Two engine hashes at one node (contents that local
 // hashes do not distinguish) both count: the worker holds the node until the last
@@ -73,7 +72,7 @@ const partBlocks = 8
 //
 // Clearing. Every (worker, rank) owns a slot, its number in the worker sets.
 // Clear retires the slot, which no lookup sees from then on, and takes a new
-// one; what the retired slot held is swept by later Stores and Removes, two
+// one; the blocks of the retired slot are swept by later Stores and Removes, two
 // entries for each of their blocks and 16 more for each part of them. So while anything is
 // retired every event shrinks the whole, and entries, live and retired together,
 // never exceed the most that were ever live at once. Without further events they
@@ -102,8 +101,8 @@ type workerPlace struct {
 	slot uint32
 }
 
-// workerSlot is what the index knows about one worker rank: 16 bytes for each
-// block in the usual case of one copy and one engine hash a node.
+// workerSlot is the blocks of one worker rank in the index: 16 bytes for each
+// block in the common case of one copy and one engine hash a node.
 type workerSlot struct {
 	blocks  table.Table // engine hash -> node
 	copies  table.Table // engine hash -> copies beyond the first
@@ -492,7 +491,7 @@ func (r *Tree) takeSlot(w kv.WorkerKey) uint32 {
 	return slot
 }
 
-// retire takes slot out of all lookups and leaves what it held to sweep. The
+// retire takes slot out of all lookups and leaves its blocks to sweep. The
 // caller sees to the slot's key.
 func (r *Tree) retire(slot uint32) {
 	r.live[slot/64] &^= 1 << (slot % 64)
@@ -522,7 +521,7 @@ func (r *Tree) sweep(limit int) {
 	}
 }
 
-// narrow keeps in active what is also in set, and notes for every slot that it
+// narrow keeps in active the slots also in set, and notes for every slot that it
 // takes out how many blocks it holds. It reports whether any is left.
 func narrow(active, set []uint64, held int, blocks []int) bool {
 	var left uint64

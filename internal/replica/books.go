@@ -16,14 +16,14 @@ import (
 // Parts that differ are sent again: a bit of a word for each.
 const buckets = 64
 
-// sums are one for each bucket, of what is in flight in it. Two routers that know of
+// sums are one for each bucket, of the in-flight bookings in it. Two routers that know of
 // the same bookings in the same state have the same sums.
 type sums [buckets]uint64
 
 // bucketOf returns the bucket of a request's name.
 func bucketOf(request string) uint64 { return xxh3.HashString(request) % buckets }
 
-// sumOf is what a booking adds to the sum of its bucket.
+// sumOf is a booking's summand in the sum of its bucket.
 func sumOf(request string, c *router.Change, computed bool) uint64 {
 	text := append(make([]byte, 0, 128), request...)
 	text = binary.LittleEndian.AppendUint64(text, c.Worker.Worker)
@@ -123,7 +123,7 @@ type otherRouter struct {
 	warned  bool // its blocks have another size, which was logged
 }
 
-// heldBooking is what is known of a booking of another router.
+// heldBooking is a booking of another router.
 type heldBooking struct {
 	*router.Booking // nil: its worker is not up here, or it cannot be
 	change          router.Change
@@ -350,7 +350,7 @@ func (p *otherRouter) check() error {
 	hashes, waiting := 0, 0
 	for request, held := range p.open {
 		if request != held.change.Request || held.sum != sumOf(request, &held.change, held.computed) {
-			return fmt.Errorf("booking %q is not what its sum says", request)
+			return fmt.Errorf("booking %q does not match its sum", request)
 		}
 		want[bucketOf(request)] += held.sum
 		hashes += len(held.change.Sequence)

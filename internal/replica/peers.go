@@ -30,7 +30,7 @@ const (
 // ErrTooManyPeers says that no further address can be followed.
 var ErrTooManyPeers = fmt.Errorf("there are %d peers, which is the most", maxPeers)
 
-// endpointError says what is wrong with an endpoint, in Dynamo's words.
+// endpointError returns the fault of an endpoint, in Dynamo's words.
 func endpointError(endpoint, why string) error {
 	return fmt.Errorf("invalid ZMQ endpoint `%s`: %s", endpoint, why)
 }
@@ -250,7 +250,7 @@ func (r *Mesh) follow(ctx context.Context, address string) {
 	}
 }
 
-// follower is what is known of the router at an address. One goroutine uses it.
+// follower is the state of the router at an address. One goroutine uses it.
 type follower struct {
 	address string
 	heard   bool  // it has said something by this connection
@@ -284,7 +284,7 @@ func (r *Mesh) hear(ctx context.Context, f *follower) error {
 		ready, err := conn.Wait(last.Add(silence))
 		if err == nil && !ready {
 			if err = errPeerSilent; f.refused != nil {
-				err = fmt.Errorf("%w, but for what is refused: %w", err, f.refused)
+				err = fmt.Errorf("%w, except for the refused: %w", err, f.refused)
 			}
 		}
 		if err != nil {

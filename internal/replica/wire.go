@@ -18,7 +18,7 @@ import (
 
 // The topics, each of which begins a message of two frames: the topic, and a msgpack
 // map with names. The first two are those of Dynamo 1.6.1's selection service, and
-// so are the shapes of what they carry; the third is between kvrouters.
+// so are the shapes of their payloads; the third is between kvrouters.
 const (
 	slotTopic    = "dynamo.slot-tracker.v1"
 	sessionTopic = "dynamo.session-affinity.v1"
@@ -101,7 +101,7 @@ type sessionEvent struct {
 
 // Kinds of ownMessage.
 const (
-	kindDigest   = "digest"   // Sums: of what is in flight from here
+	kindDigest   = "digest"   // Sums: of the bookings in flight from here
 	kindAsk      = "ask"      // another router, Of, is asked to send Buckets again
 	kindHeld     = "held"     // Requests are all that is in flight of a bucket
 	kindEjection = "ejection" // Worker gets nothing from here for Milliseconds
@@ -251,7 +251,7 @@ func decodeRank(text []byte, w *kv.WorkerKey) error {
 	return err
 }
 
-// decodeData reads what changed: a name, or a map of the name to what it carries.
+// decodeData reads a change: a name, or a map of the name to its payload.
 func decodeData(text []byte, c *router.Change) error {
 	var kind string
 	if readText(text, &kind) == nil {

@@ -42,8 +42,8 @@ type Booking struct {
 	assumed      *radix.Assumed // what of it an approximate index counts as cached
 	cached       int            // blocks of it that the engine found cached; -1: not reported
 	outputs      int            // blocks of the answer
-	outputWeight float64        // what they count together
-	heard        time.Time      // when somebody last spoke of it
+	outputWeight float64        // their total weight
+	heard        time.Time      // time of the last message about it
 	older, newer *Booking       // its neighbours in Loads, by that time
 }
 
@@ -165,7 +165,7 @@ func (b *Booking) Free() {
 
 // Report ends the booking with the feedback of a client that forwarded the request
 // itself. f.TokensIn may be 0. known says that a judged policy still waited for the
-// feedback; verdict is what it learned.
+// feedback; verdict is its result.
 func (b *Booking) Report(f policy.Feedback) (verdict policy.Verdict, known bool) {
 	r := b.router
 	r.mu.Lock()

@@ -11,7 +11,7 @@ import (
 const maxCordoned = 1024
 
 // Cordon has a worker that is up get no new requests, on none of its ranks, until
-// Readmit. Running ones finish, what it publishes still counts, and it rests on if it
+// Readmit. Running ones finish, its events and load still count, and it stays cordoned if it
 // goes down and comes back meanwhile. It fails with ErrUnknownWorker.
 func (r *Router) Cordon(worker uint64) error {
 	r.mu.Lock()
@@ -82,7 +82,7 @@ func (r *Router) Cordoned() map[uint64]time.Time {
 	return maps.Clone(r.cordoned)
 }
 
-// Schedulable returns how many ranks are up and do not rest.
+// Schedulable returns how many ranks are up and not cordoned.
 func (r *Router) Schedulable() (n int) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
@@ -94,9 +94,9 @@ func (r *Router) Schedulable() (n int) {
 	return n
 }
 
-// Hold is Rest and its end for who keeps the fleet, whether the worker is up or not:
-// one that is to leave, say. It is no person's rest: Readmit does not end it, nor does
-// its end readmit anybody. Who holds a worker must let it go once it is no more.
+// Hold sets or ends the fleet's own cordon of a worker, up or not: of one about to
+// leave, say. It is independent of Rest: Readmit does not end it, nor does its end
+// readmit the worker. The caller must end it once the worker is gone.
 func (r *Router) Hold(worker uint64, hold bool) {
 	r.mu.Lock()
 	defer r.unlock()

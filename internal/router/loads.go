@@ -22,10 +22,10 @@ type Loads struct {
 	unused   []uint32 // numbers of workers that are gone
 
 	byID           map[string]*Booking
-	oldest, newest *Booking // by when somebody last spoke of them
+	oldest, newest *Booking // by time of the last message about them
 }
 
-// workerLoad is a worker's load, its number in Loads.active and what it has done.
+// workerLoad is a worker's load, its number in Loads.active and its totals.
 type workerLoad struct {
 	policy.Load
 	number uint32
@@ -70,7 +70,7 @@ func (l *workerLoad) weigh(h uint64, weight float64) {
 // together, and no pass over prompts is that short.
 const samePass = 2 * time.Millisecond
 
-// tally counts what a worker has done since its first request.
+// tally counts a worker's work since its first request.
 type tally struct {
 	prompts int     // that got their first token
 	passes  int     // that gave those
@@ -87,7 +87,7 @@ func (l *workerLoad) tallyAt(now time.Time) tally {
 	return l.done
 }
 
-// since returns what was done between two tallies that are d apart.
+// since returns the work between two tallies that are d apart.
 func (t tally) since(before tally, d time.Duration) policy.Meanwhile {
 	m := policy.Meanwhile{Prompts: t.prompts - before.prompts, Passes: t.passes - before.passes, Tokens: t.tokens - before.tokens}
 	if d > 0 {
@@ -110,7 +110,7 @@ func (l *Loads) publish(w kv.WorkerKey, p policy.Published) {
 	load.Foreign = max(0, p.Running+p.Waiting-load.peak(p.At))
 }
 
-// peakSpan is longer than what a worker publishes is old.
+// peakSpan is longer than the age of a worker's published load.
 const peakSpan = 3 * time.Second
 
 // peak notes how many requests are in flight, and returns the most of the last one to
@@ -164,7 +164,7 @@ func (l *Loads) booked() []kv.WorkerKey {
 	return keys
 }
 
-// heard notes that somebody spoke of a booking now.
+// heard notes that a message about a booking came now.
 func (l *Loads) heard(b *Booking, now time.Time) {
 	if !b.ended.Load() && b != l.newest {
 		l.unlink(b)
@@ -263,7 +263,7 @@ func (l *Loads) outputBlock(b *Booking, share *float64) {
 	b.outputWeight = weight
 }
 
-// outcome sums up a request that is ending now with so many tokens, before end.
+// outcome sums up a request that is ending now with that many tokens, before end.
 func (l *Loads) outcome(b *Booking, output int, now time.Time) policy.Outcome {
 	o := policy.Outcome{
 		Worker: b.worker, Leg: b.leg, Uncached: b.uncached, Output: output, Alone: b.alone,

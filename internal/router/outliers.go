@@ -145,7 +145,7 @@ func (r *Router) AskFailed(ctx context.Context, t kv.Target, asked time.Time) {
 	r.outliers.AskFailed(t.Key, t.Generation, asked, r.now())
 }
 
-// Outliers returns how each worker that is up does, by key, and whether so many
+// Outliers returns how each worker that is up does, by key, and whether too many
 // are out that all are used.
 func (r *Router) Outliers() (list []outlier.Record, panicking bool) {
 	r.mu.Lock()
@@ -158,7 +158,7 @@ func (b *Booking) attempt() outlier.Attempt {
 	return outlier.Attempt{Worker: b.worker, Generation: b.generation, Sent: b.sent, Trial: b.trial}
 }
 
-// class is what the request's first byte waits for.
+// class is the kind of wait for the request's first byte.
 func (b *Booking) class() outlier.Class { return outlier.ClassOf(b.leg, b.answeredWhole) }
 
 // answerBegins notes that the answer's first byte has come. The caller holds the
@@ -189,7 +189,7 @@ func (r *Router) judge(b *Booking, how policy.Ending, now time.Time) {
 	}
 }
 
-// FailAs is Fail, and says how the worker failed the request; why is for people. It
+// FailAs is Fail with the kind of failure; why is a text. It
 // reports whether the worker is out now: nothing more will go there for a while.
 func (b *Booking) FailAs(kind outlier.Kind, why string) (out bool) {
 	r := b.router
@@ -274,7 +274,7 @@ func (b *Booking) Forgive() {
 	r.outliers.Forgive(b.attempt(), r.now())
 }
 
-// Silent judges the worker, of which no byte of any answer has come for so long,
+// Silent judges the worker, of which no byte of any answer has come for that time,
 // while the request waited for its first one. If it is stuck, its requests
 // must be aborted; else it must be checked again after that time.
 func (b *Booking) Silent(silent time.Duration) (stuck bool, again time.Duration) {

@@ -35,7 +35,7 @@ type PairRule struct {
 	Enforce       bool   // ErrNoPair where it stays whole only because no two workers are up, as where its prefill worker is pinned
 }
 
-// End ends what is booked for the pair and has not ended: no worker is at fault.
+// End ends the pair's bookings that have not ended: no worker is at fault.
 func (p Pair) End() {
 	for _, b := range []*Booking{p.Prefill.Booking, p.Decode.Booking} {
 		if b != nil {

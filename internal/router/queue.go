@@ -170,7 +170,7 @@ func (r *Router) anyCapacity() bool {
 	return none
 }
 
-// wait returns what is decided on w, ErrQueueTimeout, or the cause for which ctx
+// wait returns the decision on w, ErrQueueTimeout, or the cause for which ctx
 // ended before.
 func (r *Router) wait(ctx context.Context, w *waiter) (Decision, error) {
 	ctx, cancel := context.WithTimeoutCause(ctx, r.settings.RouterQueueTimeout, ErrQueueTimeout)
@@ -190,7 +190,7 @@ func (r *Router) wait(ctx context.Context, w *waiter) (Decision, error) {
 	}
 }
 
-// leave takes w out of the queue, or gives back what was booked for it.
+// leave takes w out of the queue, or ends its booking.
 func (r *Router) leave(w *waiter) {
 	r.mu.Lock()
 	at := slices.Index(r.waiting, w)
@@ -236,7 +236,7 @@ func (r *Router) RouteOrWait(request Request, decided func(Decision, error)) (De
 	return Decision{}, &Waiting{r, w}, nil
 }
 
-// Refresh brings up to date what the workers have of the request's prompt.
+// Refresh updates the workers' matches of the request's prompt.
 func (w *Waiting) Refresh() { w.router.lookUpAgain(w.waiter) }
 
 // Leave takes the request out of the queue, and reports whether it was there: if not,

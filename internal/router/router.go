@@ -1,7 +1,6 @@
-// Package router decides which worker serves a request and counts what is in
-// flight on each worker. It looks the prompt up in the index, gathers the workers
-// that may serve it, lets the policy choose and books the request, all under one
-// lock, so that concurrent requests see each other. Every booking ends exactly
+// Package router chooses the worker for a request and counts the in-flight requests
+// of each worker. It looks the prompt up in the index, gathers the workers that may
+// serve it, lets the policy choose and books the request, all under one lock, so that concurrent requests see each other. Every booking ends exactly
 // once. The package knows nothing of HTTP.
 package router
 
@@ -32,7 +31,7 @@ var (
 	ErrUnknownWorker = errors.New("no such worker")
 )
 
-// Request is what the Router needs to know of one request. A request without
+// Request describes one request to the Router. A request without
 // Tokens and Local is routed by load alone.
 type Request struct {
 	ID        string     // of its booking; empty: none. Only one booking at a time may have it
@@ -76,7 +75,7 @@ func (q *Request) Hashes(dst []uint64, blockSize int) []uint64 {
 	return kv.HashMediaBlocks(dst, q.Tokens, blockSize, q.LoRA, q.Salt, q.Media)
 }
 
-// Follow puts what the client hints at into the request, without its session.
+// Follow puts the client's hints into the request, without its session.
 func (q *Request) Follow(h hints.Hints) {
 	q.QueryOnly, q.Pinned, q.PinnedPrefill = h.Query, h.Pinned, h.PinnedPrefill
 	q.PriorityJump, q.StrictPriority = h.PriorityJump, h.StrictPriority
@@ -103,7 +102,7 @@ type Decision struct {
 	ScheduleTime time.Duration // spent on choosing and booking, the wait for the lock included
 	QueueTime    time.Duration // spent in the queue, not part of the times above
 
-	Receipts []*Receipt // what explains it, where somebody wants to know
+	Receipts []*Receipt // explain it, where requested
 }
 
 // Settings are the settings of the Router, with Dynamo's names and
@@ -140,11 +139,11 @@ func (k Settings) CountsPasses() bool {
 	return k.ActivePrefillTokensThresholdFrac != nil || k.RouterQueueThreshold != nil
 }
 
-// Router chooses a worker for each request and counts what is in flight on each
+// Router chooses a worker for each request and counts the in-flight requests of each
 // worker. It owns the lock under which requests are decided.
 type Router struct {
 	index     radix.Index
-	assumes   radix.Assumer // the index, if it counts what was routed; else nil
+	assumes   radix.Assumer // the index, if it counts routed prompts; else nil
 	blockSize int
 	now       func() time.Time
 	settings  Settings
@@ -169,7 +168,7 @@ type Router struct {
 	decisions   uint64               // that a judged policy hears of
 	cordoned    map[uint64]time.Time // workers that get no new requests, since when
 	held        map[uint64]bool      // those that Hold keeps from them
-	receipts    receipts             // of the last decisions, while somebody asks
+	receipts    receipts             // of the last decisions, while requested
 	sessions    *sessions
 	forecast    *policy.Work // knows how long the engine's passes take; the policy itself if it does
 }
@@ -431,7 +430,7 @@ func (r *Router) lookUp(request Request, scratch *workspace) (p prompt, d Decisi
 	if p.Override != nil && p.Override.AssumeKVReuse != nil {
 		p.shared = *p.Override.AssumeKVReuse
 	}
-	p.shared = p.shared || p.Sequence != nil // which says itself what is shared
+	p.shared = p.shared || p.Sequence != nil // it has its own shared blocks
 	if p.counted && p.shared {
 		if p.sequence = p.Sequence; p.sequence == nil {
 			p.sequence = kv.SequenceHashes(make([]uint64, 0, len(p.local)), p.local) // the booking keeps it

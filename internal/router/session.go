@@ -54,10 +54,10 @@ func isToken(name string) bool {
 }
 
 const (
-	// sessionFloor is how much work is no overload, whatever others have, tokens: a
+	// sessionFloor is the work below which there is no overload, tokens: a
 	// pass of an engine.
 	sessionFloor = 8192
-	// requestWork is what a request in flight counts beside its prompt, tokens: a usual
+	// requestWork is the weight of a request in flight beside its prompt, tokens: a typical
 	// answer.
 	requestWork = 256
 )
@@ -69,7 +69,7 @@ const (
 	SessionMoved = "moved" // its worker could not take the request, or was overloaded
 )
 
-// session is what is remembered of one: a hash in place of its name.
+// session is the entry of one session: a hash in place of its name.
 type session struct {
 	hash       uint64
 	worker     kv.WorkerKey
@@ -181,7 +181,7 @@ func (r *Router) keepSession(p *prompt, now time.Time) (kept bool) {
 	return false
 }
 
-// trialStarves reports whether an ejected worker waits in vain for a request on trial:
+// trialStarves reports whether an ejected worker gets no request on trial:
 // where all requests have a session that stays elsewhere, one of those must be it.
 func (r *Router) trialStarves(now time.Time) bool {
 	if r.outliers.Quiet() {

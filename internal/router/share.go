@@ -30,8 +30,8 @@ type Change struct {
 	Sequence      []uint64 // sequence hashes of its active blocks; not to be changed
 }
 
-// Change returns a change of the booking as sent to others. What it reads of
-// the booking never changes, so it needs no lock.
+// Change returns a change of the booking as sent to others. The fields
+// it reads never change, so it needs no lock.
 func (b *Booking) Change(kind string) Change {
 	return Change{
 		Kind: kind, Request: b.id, Worker: b.worker, Tokens: b.prompt, Uncached: b.uncached, Expected: b.expected,
@@ -73,7 +73,7 @@ const (
 	// that a session is still where it was.
 	sessionToldEvery = 8
 	// sequenceAhead is how far a binding's sequence may be ahead of the clock:
-	// what is further would win for ever.
+	// a later one would win for ever.
 	sequenceAhead = time.Hour
 	// prefillMark ends the name of a session's place for prompts that are computed
 	// apart.

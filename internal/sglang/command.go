@@ -30,8 +30,8 @@ const (
 	// cpuRequests bounds the requests that a CPU computes at once.
 	cpuRequests = 8
 
-	// The processes of ranks that share a model talk over ports of their own, from
-	// so far above the HTTP port of worker 0; a worker has so many. Left alone,
+	// The processes of ranks that share a model use ports of their own: attentionPorts
+	// above the HTTP port of worker 0, attentionPortsEach for each worker. By default
 	// SGLang counts them from each worker's HTTP port, so those of two would overlap.
 	attentionPorts     = 233
 	attentionPortsEach = 8

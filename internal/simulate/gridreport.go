@@ -62,7 +62,7 @@ func (r *gridRow) mean(policy int) (mean gridFigures) {
 	return mean
 }
 
-// gridRatio is what a column of a row is, relative to that of the best of the others.
+// gridRatio is a column of a row, relative to that of the best of the others.
 type gridRatio struct {
 	ratio float64
 	best  string // of the others
@@ -236,7 +236,7 @@ func (p *gridReport) sumTo(other int, rows []*gridRow, column func(*gridFigures)
 // gridKey names the figures of a load and a policy.
 type gridKey struct{ load, policy string }
 
-// gridTable is what a CSV file has of a grid.
+// gridTable is a grid in a CSV file.
 type gridTable map[gridKey]gridFigures
 
 // writeTable writes the figures as CSV, one line a load and policy.

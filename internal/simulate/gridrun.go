@@ -23,7 +23,7 @@ type gridRun struct {
 
 // run does all runs of the grid, jobs at a time (0: as many as there are cores), and
 // writes the table of each row once it and all before it have ended, then the sums.
-// What is known is taken over, except of the policy at place of.
+// Known results are taken over, except of the policy at place of.
 func (g *grid) run(base Simulation, known gridTable, of, jobs int, out, progress io.Writer) error {
 	runs := g.plan(base, known, of)
 	ctx, stop := context.WithCancel(context.Background())

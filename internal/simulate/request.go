@@ -76,7 +76,7 @@ func (s *simulator) prior(request *TraceRequest) bool {
 	return prior
 }
 
-// question is what a router is asked.
+// question is a request for a decision of a router.
 func (s *simulator) question(e *simRequest) router.Request {
 	asked := router.Request{Local: e.local, NumTokens: e.request.Prompt, Prefix: e.request.Hints, Exclude: e.exclude}
 	if s.WithoutHints {
@@ -263,7 +263,7 @@ func (s *simulator) over(e *simRequest) {
 	}
 }
 
-// after has f called later. Of what is due at one time it comes last, in the order of
+// after schedules a call of f. Of events due at one time it comes last, in the order of
 // the calls of after.
 func (s *simulator) after(d time.Duration, f func()) {
 	s.later++
@@ -282,7 +282,7 @@ func (r *Report) LostShare() float64 {
 	return float64(lost) / float64(max(1, lost+r.Requests))
 }
 
-// QueueReport is what the routers' queues did.
+// QueueReport is the totals of the routers' queues.
 type QueueReport struct {
 	Waited int          `json:"waited"` // requests
 	WaitMS Distribution `json:"wait_ms"`

@@ -93,7 +93,7 @@ type Simulation struct {
 	Scoring       policies.Settings
 	Index         router.IndexSettings
 	Workers       int
-	Prefills      int     // the first so many workers compute only prompts, the others answers; 0: each does both
+	Prefills      int     // that many of the first workers compute only prompts, the others answers; 0: each does both
 	Kind          kv.Kind // how prompts are handed over: SGLang's legs leave together, NIXL's one after the other
 	Handover      engine.Handover
 	Way           time.Duration // from the router to a worker, and as long back
@@ -101,7 +101,7 @@ type Simulation struct {
 	Engine        engine.Settings
 	Concurrency   int           // conversations in flight, the next one begun when one ends; 0: by their arrival times
 	Speedup       float64       // arrival times are divided by it
-	EventLag      time.Duration // what the index sees is so much older
+	EventLag      time.Duration // age of the events that the index sees
 	Routers       int           // that share the requests; 0 counts as 1
 	UntoldCache   bool          // the router does not know how large a worker's cache is
 	Routing       router.Settings
@@ -156,7 +156,7 @@ type worker struct {
 	sent   int
 
 	// Where there are faults:
-	fault   *fault        // what is wrong with it now; nil: nothing
+	fault   *fault        // its current fault; nil: none
 	heard   time.Duration // when it last emitted a token
 	flights []*flight     // that are under way
 }
@@ -560,7 +560,7 @@ func (s *simulator) cacheChanged(w int, event engine.Event) {
 	}
 }
 
-// catchUp shows the index what is due.
+// catchUp applies due events to the index.
 func (s *simulator) catchUp() {
 	n := 0
 	for ; n < len(s.lagging) && s.lagging[n].due <= s.now; n++ {

@@ -73,7 +73,7 @@ func readTrace(name string) (requests []TraceRequest, torn int, err error) {
 	return requests, torn, nil
 }
 
-// lineStart is what the lines of a trace begin with. One that does and is no JSON
+// lineStart is the beginning of the lines of a trace. One that does and is no JSON
 // was torn by a full disk or a killed recorder.
 const lineStart = `{"timestamp":`
 
@@ -151,7 +151,7 @@ func findAnswers(requests []TraceRequest) {
 	}
 }
 
-// What a line of a trace may say: tokens of a prompt or an answer, tokens of one
+// Bounds of a line of a trace: tokens of a prompt or an answer, tokens of one
 // of its hashes, and ms (30 years), so that no sum of them overflows.
 const (
 	maxTraceTokens = 1 << 24

@@ -101,7 +101,7 @@ func (c *parameters) idle() (idle []idleParameter) {
 	return idle
 }
 
-// value is what a key is set to.
+// value is the value of a key.
 func value(k parameter) any { return reflect.ValueOf(k.into).Elem().Interface() }
 
 // whyIdle says why a parameter has no effect; empty: it has one.

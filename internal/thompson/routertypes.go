@@ -220,7 +220,7 @@ func (p *Policy) modularScore(t *requestTerms, c *candidate, random draws) float
 	return s
 }
 
-// modularLinear is what the linear model adds to a score.
+// modularLinear is the summand of the linear model in a score.
 func (p *Policy) modularLinear(c *candidate, random draws) float64 {
 	var z banditVector
 	for k := range z {

@@ -215,7 +215,7 @@ func (k Settings) Validate(policies string, blockSize int) error {
 	return err
 }
 
-// parameter is a key of the file: where it goes, and what it may be.
+// parameter is a key of the file: its destination and its range.
 type parameter struct {
 	name      string
 	into      any     // *float64, *int, *time.Duration (the key is in seconds), *string or *bool
@@ -262,7 +262,7 @@ func (c *parameters) keys() []parameter {
 	return append(keys, c.modular.keys()...)
 }
 
-// read takes over what a file sets.
+// read takes over the settings of a file.
 func (c *parameters) read(data []byte) error {
 	var tree yaml.MapSlice
 	if err := yaml.UnmarshalWithOptions(data, &tree, yaml.UseOrderedMap()); err != nil {

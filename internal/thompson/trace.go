@@ -42,7 +42,7 @@ func (p *Policy) OpenTraces(file string, log *slog.Logger) (*jsonlines.Writer, e
 	return p.trace, nil
 }
 
-// traceMemory is about what a trace takes in memory, and each worker in it, bytes.
+// traceMemory is about the memory of a trace, and of each worker in it, bytes.
 const traceMemory = 512
 
 // traceHead is what all kinds of traces begin with, under the original's names.

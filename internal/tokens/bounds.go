@@ -26,7 +26,7 @@ var errNoTurn = fmt.Errorf("%w: timed out waiting for the encoder", chat.ErrNotR
 var errClientLeft = fmt.Errorf("%w: the client has disconnected", errNoTurn)
 
 const (
-	// unknownModelLen is what a model is taken to take that says nothing, tokens:
+	// unknownModelLen is the assumed context of a model that reports none, tokens:
 	// more than any known to date would make the bound useless.
 	unknownModelLen = 1 << 20
 	// maxModelLen bounds what workers may say, tokens.
@@ -58,7 +58,7 @@ type bounds struct {
 	text   int             // most bytes of a text that is encoded in one piece; 0: any number
 }
 
-// bounds returns the limits for the request of ctx. What is longer than the model
+// bounds returns the limits for the request of ctx. Prompts longer than the model
 // takes is not encoded. The rule is vLLM's (max_chars_per_token): the most tokens,
 // each as long as the longest of the vocabulary, but here of charsPerToken at most.
 func (m *Model) bounds(ctx context.Context, wait time.Duration) bounds {

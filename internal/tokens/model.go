@@ -207,7 +207,7 @@ func (m *Model) encodePieces(b bounds, text string, pieces []string, addSpecial 
 	return tokens, nil
 }
 
-// encodeTurn encodes pieces of so many bytes when their turn comes.
+// encodeTurn encodes pieces of that many bytes when their turn comes.
 func (m *Model) encodeTurn(b bounds, text string, pieces []string, size int, addSpecial bool) ([][]uint32, error) {
 	turn, err := m.turns.take(b, size)
 	if err != nil {
@@ -342,7 +342,7 @@ func (m *Model) promptTokens(b bounds, prompt, limit gjson.Result, addSpecial bo
 // ReadTokens reads a list of token ids.
 func ReadTokens(list gjson.Result) ([]uint32, error) { return readTokens(list, 0) }
 
-// Encode returns the tokens of a text. addSpecial adds what the tokenizer puts
+// Encode returns the tokens of a text. addSpecial adds the tokens that the tokenizer puts
 // around every text, such as a beginning-of-sequence token.
 func (m *Model) Encode(text string, addSpecial bool) []uint32 {
 	tokens, err := m.encodePieces(bounds{}, text, []string{text}, addSpecial)
@@ -353,7 +353,7 @@ func (m *Model) Encode(text string, addSpecial bool) []uint32 {
 }
 
 // Decode returns the text of tokens, special ones included; empty if the tokenizer's
-// file is needed for it and is not what it was.
+// file is needed for it and has changed.
 func (m *Model) Decode(tokens []uint32) string {
 	text, _ := m.decode(tokens)
 	return text

@@ -69,7 +69,7 @@ const (
 	comparedAtOnce = 4
 )
 
-// verdict is what the comparison with one worker has brought.
+// verdict is the result of the comparison with one worker.
 type verdict struct {
 	generation  int
 	sglang      bool
@@ -194,7 +194,7 @@ func (t *Source) Met(sglang bool) {
 func (t *Source) SGLang() bool { return t != nil && t.sglang.Load() }
 
 // settle keeps the verdict of a comparison with a worker; err says that it could
-// not be asked: what it said before in this incarnation stays.
+// not be asked: its earlier result in this incarnation stays.
 func (t *Source) settle(ctx context.Context, p Peer, v verdict, err error) {
 	t.mu.Lock()
 	defer t.mu.Unlock()

@@ -52,7 +52,7 @@ func (t *Source) sglangPrompts(ctx context.Context, body *jsonbody.Body, key, sh
 var unknownFields = []string{"input_embeds", "image_data", "video_data", "audio_data", "mm_hashes", "mm_content_hashes", "session_params", "positional_embed_overrides"}
 
 // GenerateBody returns the prompts of a request to SGLang's own route /generate, at
-// least one: a text or a list of texts, which get what the tokenizer puts around
+// least one: a text or a list of texts, which get the tokens that the tokenizer puts around
 // every text, or token ids or lists of them.
 func (t *Source) GenerateBody(ctx context.Context, body *jsonbody.Body) []Prompt {
 	const shape = "generate"
@@ -137,7 +137,7 @@ func computeFrom(list []Prompt, start int) {
 }
 
 // sglangOther returns the prompt of a request of another API, as the chat that SGLang
-// makes of it. What is not known to be such a chat is unknown.
+// makes of it. A prompt not known to be such a chat is unknown.
 func (t *Source) sglangOther(ctx context.Context, path string, body []byte) Prompt {
 	rule := chat.SystemUnknown
 	if t.whyNot([]string{"chat"}) == "" {
@@ -245,7 +245,7 @@ func (m *Model) special(name string) []uint32 {
 }
 
 // sglangPromptTokens returns the tokens of each prompt in a list or value of texts
-// or token ids, by SGLang's rules: a text gets what the tokenizer puts around every
+// or token ids, by SGLang's rules: a text gets the tokens that the tokenizer puts around every
 // text.
 func (m *Model) sglangPromptTokens(b bounds, prompt gjson.Result) ([][]uint32, error) {
 	return m.severalTokens(b, prompt, func(b bounds, p gjson.Result) ([]uint32, error) {

@@ -18,7 +18,7 @@ import (
 	"kvrouter/internal/page"
 )
 
-// Bounds of what a stream may bring.
+// Bounds of a stream.
 const (
 	maxEvent    = 16 << 20 // bytes of one event
 	maxWorkers  = 8192
@@ -30,7 +30,7 @@ const (
 // Times of the stream.
 const (
 	answerWait = 10 * time.Second       // longest that the router may take to begin its answer
-	silence    = 10 * time.Second       // a stream without a byte for so long is taken for lost
+	silence    = 10 * time.Second       // a stream without a byte for that time counts as lost
 	firstPause = 500 * time.Millisecond // before the first try after a stream was lost
 	maxPause   = 10 * time.Second       // each further pause is twice as long, at most this
 )

@@ -101,7 +101,7 @@ func toneOf(state string) style {
 	return red
 }
 
-// workers is the table of workers, with so many rows, and the line of totals.
+// workers is the table of workers, with that many rows, and the line of totals.
 func (f frame) workers(rows int) []string {
 	all := f.sorted()
 	skip := f.skipped(rows)

@@ -23,7 +23,7 @@ const (
 )
 
 // Decided adds a span for a choice that began at the given time and has ended now, with
-// what the receipts explain: one decision, or those of a prefill worker and of a decode
+// the explained decisions: one, or those of a prefill worker and of a decode
 // worker. err is why nothing was chosen.
 func (q *Request) Decided(began time.Time, err error, decisions ...*router.Decision) {
 	if !q.Sampled() {

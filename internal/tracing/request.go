@@ -45,7 +45,7 @@ type Request struct {
 // Begin begins the trace of a request that came at a given time, on the route that the
 // router knows it by. What its header says of a trace goes on here, where it says one
 // thing and follows the W3C's rules. That of a client which is not trusted is only
-// linked to: it does not say what is sampled. End must follow.
+// linked to: it does not decide on sampling. End must follow.
 func (t *Tracer) Begin(r *http.Request, route string, arrived time.Time, trusted bool) *Request {
 	if t == nil {
 		return nil
@@ -119,7 +119,7 @@ func appendAddress(list []attribute.KeyValue, of, address string) []attribute.Ke
 	return list
 }
 
-// operation is the GenAI conventions' word for what a route does; where they have none,
+// operation is the GenAI conventions' word for a route; where they have none,
 // the route's own.
 func operation(route string) string {
 	switch name := route[strings.LastIndexByte(route, '/')+1:]; {
@@ -272,7 +272,7 @@ type Outcome struct {
 	At         time.Time
 	Status     int    // HTTP status; 499: the client went away
 	Model      string // as the request names it
-	Worker     string // what the one is called that answered; kv.NoWorker: none did
+	Worker     string // name of the one that answered; kv.NoWorker: none did
 	Prefill    string // that computed the prompt, if it was another
 	Finish     string // why the answer ended; empty: not known
 	FirstToken time.Time

@@ -175,7 +175,7 @@ func (c *connection) CloseWrite() error {
 	return errors.ErrUnsupported
 }
 
-// fewestDescriptors is what is assumed where the limit cannot be read.
+// fewestDescriptors is the assumed limit where it cannot be read.
 const fewestDescriptors = 1024
 
 // Descriptors returns how many files and connections this process may have open.

@@ -1,4 +1,4 @@
-// Package web provides what the HTTP ports share: listening and shutdown, TLS,
+// Package web is the common part of the HTTP ports: listening and shutdown, TLS,
 // connection and body limits, key checks, header names and OpenAI's error format.
 package web
 

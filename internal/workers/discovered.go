@@ -17,7 +17,7 @@ import (
 type discovered struct {
 	name    string        // its first, for the log
 	now     kv.Worker     // as reported last; guarded by the worker's mu
-	changed chan struct{} // has a token when now differs from what is followed
+	changed chan struct{} // has a token when now differs from the followed list
 	drains  atomic.Bool   // it finishes its requests, and goes
 	gone    time.Time     // since when no source reports it; zero: one does. Follow uses it
 }

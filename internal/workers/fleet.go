@@ -76,7 +76,7 @@ const (
 	StateStopped    = "stopped"    // the router is ending
 )
 
-// Status is the state of one worker as people and other components see it.
+// Status is the state of one worker as seen from outside.
 type Status struct {
 	ID         uint64    `json:"id"`
 	Name       string    `json:"name,omitempty"` // of a discovered one
@@ -131,7 +131,7 @@ type timing struct {
 	lookLimit     time.Duration // for such a look
 	stopLimit     time.Duration // between SIGTERM and SIGKILL
 	backoffFirst  time.Duration // first pause before a restart; doubles up to --restart-backoff-max
-	backoffReset  time.Duration // a worker ready for so long starts with the first pause again
+	backoffReset  time.Duration // a worker ready for that time starts with the first pause again
 	progressEvery time.Duration // between "still ..." lines
 	silentAfter   time.Duration // without event source, after which a warning says so
 	engineEvery   time.Duration // between signs of life of an SGLang server's schedulers; 0: none are needed
@@ -584,7 +584,7 @@ func (f *Fleet) stopStarted(engine process.Started, output *process.StartLog) {
 	<-engine.Ended
 }
 
-// logProgress logs the stage of a worker that has been starting for so long.
+// logProgress logs the stage of a worker that has been starting for that time.
 func (f *Fleet) logProgress(w *worker, waited time.Duration) {
 	w.mu.Lock()
 	stage := w.status.Stage

@@ -340,7 +340,7 @@ func (in *incarnation) pause() time.Duration {
 	return in.f.pauseAfter(in.misses)
 }
 
-// pauseAfter is the time between health checks after so many misses in a row. It is
+// pauseAfter is the time between health checks after that many misses in a row. It is
 // jittered, so that workers are not all checked together.
 func (f *Fleet) pauseAfter(misses int) time.Duration {
 	const many = 10 // it will not be back soon
@@ -350,7 +350,7 @@ func (f *Fleet) pauseAfter(misses int) time.Duration {
 	return spread(f.timing.healthEvery * time.Duration(rarer(len(f.all()))))
 }
 
-// rarer is how many times longer the pause between health checks is for so many workers:
+// rarer is how many times longer the pause between health checks is for that many workers:
 // checking 200 costs as much as 50.
 func rarer(workers int) int { return min(max(workers/50, 1), 4) }
 

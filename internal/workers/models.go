@@ -21,7 +21,7 @@ func baseOf(m probe.Models) []string {
 	return slices.DeleteFunc(slices.Clone(m.Names), func(name string) bool { return slices.Contains(m.Adapters, name) })
 }
 
-// serves is what the worker reports about its base model.
+// serves is the worker's report on its base model.
 func (in *incarnation) serves(list probe.Models) kv.Served {
 	s := kv.Served{Names: baseOf(list), Root: list.Root, BlockSize: in.askBlockSize}
 	if in.info != nil && in.info.ModelPath != "" { // its list has the name that clients use

@@ -90,7 +90,7 @@ func (f *Fleet) open(ctx context.Context, group *errgroup.Group) {
 }
 
 // Register adds a worker, or changes one that was registered before, and
-// returns when that is in force. What is known of its cache is kept if neither
+// returns when that is in force. The index of its cache is kept if neither
 // its address, model, ranks nor event endpoints change. It fails with
 // ErrWorkerTaken, ErrFleetEnding or with ctx.
 func (f *Fleet) Register(ctx context.Context, r Registration) error {
@@ -303,7 +303,7 @@ func (f *Fleet) followRegistered(ctx context.Context, w *worker, now registryCha
 	}
 }
 
-// register makes every rank of r a target, in place of what it was before.
+// register makes every rank of r a target, in place of its earlier ranks.
 func (in *incarnation) register(r Registration) {
 	in.targets = in.targets[:0]
 	batched, sizes := r.MaxBatchedTokens, map[uint32]int(nil)

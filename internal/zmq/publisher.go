@@ -28,7 +28,7 @@ const (
 type Publisher struct {
 	*Listener
 
-	mu          sync.Mutex // guards subscribers and what they hold
+	mu          sync.Mutex // guards subscribers and their fields
 	subscribers map[*subscriber]bool
 	joined      uint64
 }
