@@ -139,7 +139,7 @@ type Config struct {
 	// EngineArgs is what follows --: arguments for every started worker, unchanged.
 	EngineArgs []string `kong:"-"`
 
-	// NumWorkers is how many workers are started, of whatever part. Set by
+	// NumWorkers is the number of workers that are started, of whatever part. Set by
 	// ParseConfig.
 	NumWorkers int `kong:"-"`
 	// GPUs are the devices that workers may use, as CUDA_VISIBLE_DEVICES names
@@ -482,7 +482,7 @@ func (c *Config) simulation() simulate.Simulation {
 	}
 }
 
-// simulatedWorkers is how many workers there are of all roles.
+// simulatedWorkers is the number of workers of all roles.
 func (c *Config) simulatedWorkers() int {
 	const usual = 8
 	return cmp.Or(c.PrefillWorkers+c.DecodeWorkers, c.Simulate.Workers, usual)

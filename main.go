@@ -176,7 +176,7 @@ func (r *app) run(ctx context.Context) error {
 	return err
 }
 
-// selectionEnd is how long requests of the router port may take to finish after
+// selectionEnd is the time that requests of the router port may take to finish after
 // those of the OpenAI port have.
 const selectionEnd = 2 * time.Second
 

@@ -24,7 +24,7 @@ import (
 	"kvrouter/internal/workers"
 )
 
-// defaultWorkers is how many workers are started where nothing is said.
+// defaultWorkers is the number of workers that are started where nothing is said.
 const defaultWorkers = 2
 
 // countWorkers sets NumWorkers from the flags.
@@ -59,7 +59,7 @@ func (c *Config) engine() (e process.Engine, starts bool) {
 	return vllm.Engine(), c.Engine == EngineVLLM
 }
 
-// EngineLimits returns how many tokens a started worker computes in a pass at
+// EngineLimits returns the number of tokens that a started worker computes in a pass at
 // most, and the blocks of its KV cache; 0: unknown.
 func (c *Config) EngineLimits() (maxBatchedTokens, totalBlocks int) {
 	if c.Engine == EngineMocker {

@@ -35,7 +35,7 @@ func New(size int) *Pool {
 	return p
 }
 
-// bucketsFor returns how many buckets a pool of that size has: one or two for
+// bucketsFor returns the number of buckets that a pool of that size has: one or two for
 // each block. Keys are hashes, so few share a bucket.
 func bucketsFor(size int) int { return 1 << bits.Len(uint(size)) }
 
@@ -50,13 +50,13 @@ func (p *Pool) Find(key uint64) uint32 {
 
 func (p *Pool) bucket(key uint64) *uint32 { return &p.buckets[key&uint64(len(p.buckets)-1)] }
 
-// Available returns how many blocks Take can give: the free and the inactive ones.
+// Available returns the number of blocks that Take can give: the free and the inactive ones.
 func (p *Pool) Available() int { return len(p.free) + p.inactive }
 
-// Size returns how many blocks there are.
+// Size returns the number of blocks.
 func (p *Pool) Size() int { return len(p.blocks) - 1 }
 
-// Held returns how many blocks are active or inactive.
+// Held returns the number of blocks that are active or inactive.
 func (p *Pool) Held() int { return p.Size() - len(p.free) }
 
 // Active returns how many blocks requests refer to.
@@ -65,7 +65,7 @@ func (p *Pool) Active() int { return p.Size() - p.Available() }
 // Refs returns how many references block b has.
 func (p *Pool) Refs(b uint32) int { return int(p.blocks[b].refs) }
 
-// FreeBlocks returns how many blocks are free.
+// FreeBlocks returns the number of blocks that are free.
 func (p *Pool) FreeBlocks() int { return len(p.free) }
 
 // Acquire adds a reference to block b, which has a key.

@@ -26,7 +26,7 @@ const (
 	// clientsPerWorker and maxClients bound the clients, each of which has one request
 	// at a time.
 	clientsPerWorker, maxClients = 3, 64
-	// requestLimit is how long a request may take.
+	// requestLimit is the time that a request may take.
 	requestLimit = 2 * time.Minute
 	// maxAnswer bounds an answer that is read, bytes.
 	maxAnswer = 1 << 20

@@ -206,7 +206,7 @@ type endpoint struct {
 }
 
 // sliceOf reads an EndpointSlice; port is the number or the name of a port. It takes
-// endpoints that are not ready, too: routers are to hear each other before they serve,
+// endpoints that are not ready, too: routers must hear each other before they serve,
 // and while they drain. Fields of another shape than Kubernetes' count as missing.
 func sliceOf(u *unstructured.Unstructured, port string) (s endpointSlice) {
 	if number, err := strconv.ParseUint(port, 10, 16); err == nil {

@@ -37,7 +37,7 @@ func DefaultSettings() Settings {
 	return Settings{Blocks: 16384, BlockSize: 64, MaxSeqs: 256, MaxBatchedTokens: 8192, Timing: DefaultTiming()}
 }
 
-// Timing says how long a pass takes: a polynomial of the prompt tokens that it
+// Timing is the duration of a pass: a polynomial of the prompt tokens that it
 // computes, plus one of the share of the KV cache (0..1) that the tokens of decoding
 // requests fill. Coefficients are in ms, the constant first. A part with nothing to
 // do takes no time.
@@ -58,7 +58,7 @@ func DefaultTiming() Timing {
 	}
 }
 
-// Pass returns how long a pass takes that computes prefill prompt tokens and decodes
+// Pass returns the time that a pass takes that computes prefill prompt tokens and decodes
 // requests whose tokens fill the share usage of the cache; decoding is false if it
 // decodes none.
 func (t Timing) Pass(prefill int, usage float64, decoding bool) time.Duration {
@@ -324,7 +324,7 @@ func (e *Engine) Queued() (tokens, uncached int) {
 	return tokens, uncached
 }
 
-// Load returns how many requests are in the batch, how many wait, and which share of
+// Load returns the number of requests in the batch, the number of waiting ones, and which share of
 // the blocks they hold, 0..1.
 func (e *Engine) Load() (running, waiting int, usage float64) {
 	return len(e.running), len(e.waiting) + len(e.fetching) + len(e.fetched), float64(e.Pool.Active()) / float64(e.Cfg.Blocks)

@@ -22,7 +22,7 @@ const (
 	keptTokens     = 1 << 18 // tokens
 )
 
-// errBrokenPayload says that a payload is not msgpack from some byte on:
+// errBrokenPayload means that a payload is not msgpack from some byte on:
 // the rest cannot be separated from the bad value and is lost.
 var errBrokenPayload = errors.New("payload is cut short or is not msgpack")
 

@@ -223,7 +223,7 @@ func (l *Log) position() position {
 }
 
 // held returns the rank's blocks as they are between two batches, and what they are
-// as of. complete says that none is missing; count is how many there are, copies
+// as of. complete means that none is missing; count is the number of them, copies
 // counted once.
 func (l *Log) held() (at position, complete bool, count int, blocks iter.Seq[radix.PlacedBlock]) {
 	l.mu.Lock()

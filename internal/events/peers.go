@@ -28,9 +28,9 @@ const (
 	peerAnswerLimit = 256 << 20        // bytes
 	peerAnswerSize  = 1 << 24          // blocks, where an event counts as peerEventSize
 	peerEventSize   = 4
-	// peerTurns is how many answers are read at a time, over all ranks.
+	// peerTurns is the number of answers that are read at a time, over all ranks.
 	peerTurns = 2
-	// peerRetries is how often a peer that has not seen the newest batch yet is
+	// peerRetries is the number of times that a peer that has not seen the newest batch yet is
 	// asked again, after peerPause and each time double.
 	peerRetries = 3
 	peerPause   = 50 * time.Millisecond

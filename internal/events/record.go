@@ -217,7 +217,7 @@ func (r *Recording) note(w kv.WorkerKey, data recordedData, blocks int) {
 	r.next[w]++
 }
 
-// Lost returns how many changes are missing in the file so far.
+// Lost returns the number of changes that are missing in the file so far.
 func (r *Recording) Lost() uint64 {
 	if r == nil {
 		return 0
@@ -225,7 +225,7 @@ func (r *Recording) Lost() uint64 {
 	return r.lines.Lost()
 }
 
-// recordingEnd is how long Close waits for the disk.
+// recordingEnd is the time that Close waits for the disk.
 const recordingEnd = 5 * time.Second
 
 // Close writes the queued changes and closes the file. It does not wait long for a disk

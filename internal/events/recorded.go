@@ -20,7 +20,7 @@ import (
 
 // Bounds of a recording.
 const (
-	// maxRecordedBlocks is how many blocks all ranks may hold at once, of some 58
+	// maxRecordedBlocks is the number of blocks that all ranks may hold at once, of some 58
 	// bytes each.
 	maxRecordedBlocks = 1 << 25
 	// recordedErrorText is the longest text of an error in a line, bytes.
@@ -46,7 +46,7 @@ func (c *ReplayCommand) Validate() error {
 }
 
 // Run reads the file and writes the summary. blockSize is that of PromptTokens, in
-// tokens. An error says that the file cannot be read to its end, or has no events.
+// tokens. An error means that the file cannot be read to its end, or has no events.
 func (c *ReplayCommand) Run(blockSize int, out io.Writer) error {
 	if blockSize < 1 {
 		return errors.New("--block-size must be greater than 0")

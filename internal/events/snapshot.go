@@ -79,7 +79,7 @@ type savedRank struct {
 	complete        bool // no block that the rank held is missing
 	blocks          int
 	runs            []byte // as in the file
-	// settled says that its blocks are in the index, or never will be.
+	// settled means that its blocks are in the index, or never will be.
 	settled atomic.Bool
 }
 

@@ -80,10 +80,10 @@ type Stream struct {
 	// The rest belongs to Run's goroutine.
 
 	replayAt string // src.Replay, until it proves useless
-	// seeded says that the blocks are a peer's, and may contain what the batches
+	// seeded means that the blocks are a peer's, and may contain what the batches
 	// to be replayed bring again; what those do not touch stays as it is.
 	seeded bool
-	// sure says that next is the batch that must come next: all before it were
+	// sure means that next is the batch that must come next: all before it were
 	// applied or are known to be lost. Otherwise any number may come.
 	sure bool
 	next uint64

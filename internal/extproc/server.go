@@ -46,9 +46,9 @@ const (
 	windowSize = 1 << 20
 	// idlePing is the idle time of a connection before a keepalive ping.
 	idlePing = 30 * time.Second
-	// silenceLimit is how long a stream may be open before its request begins.
+	// silenceLimit is the time that a stream may be open before its request begins.
 	silenceLimit = 30 * time.Second
-	// selfSigned is how long a certificate made at the start is valid.
+	// selfSigned is the time that a certificate made at the start is valid.
 	selfSigned = 10 * 365 * 24 * time.Hour
 )
 
@@ -174,7 +174,7 @@ func (p *Server) Drain(limit time.Duration) (whole bool) {
 	return false
 }
 
-// cutTime is how long requests that were cut may take to answer their clients.
+// cutTime is the time that requests that were cut may take to answer their clients.
 const cutTime = 2 * time.Second
 
 // Close stops listening and ends every stream at once.

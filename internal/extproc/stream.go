@@ -28,7 +28,7 @@ const (
 	piecesAhead = 4
 )
 
-// errGone says that the gateway has ended the stream: its client disconnected.
+// errGone means that the gateway has ended the stream: its client disconnected.
 var errGone = errors.New("the gateway has ended the stream")
 
 // pieces is a body that comes in messages. One goroutine puts, another reads.

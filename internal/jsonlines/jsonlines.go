@@ -18,7 +18,7 @@ import (
 )
 
 const (
-	// flushEvery is how long a line may stay in memory, and how often a disk that
+	// flushEvery is the time that a line may stay in memory, and how often a disk that
 	// takes nothing is tried again.
 	flushEvery = time.Second
 	// maxBuffer bounds the bytes that wait for the disk beside the queue.
@@ -80,7 +80,7 @@ func Open(name string) (file *os.File, torn int64, err error) {
 }
 
 // mend ends the last line of a file of that many bytes, if nothing does: with a
-// line end if it is whole, else by cutting it off. It returns how many bytes it cut
+// line end if it is whole, else by cutting it off. It returns the number of bytes that it cut
 // off.
 func mend(file *os.File, size int64) (torn int64, err error) {
 	start, err := lastLine(file, size)
@@ -119,7 +119,7 @@ func lastLine(file io.ReaderAt, size int64) (int64, error) {
 }
 
 // Read calls yield with each line of a file that is not empty, and its number from
-// 1, until yield returns an error, which Read returns. whole says that the line
+// 1, until yield returns an error, which Read returns. whole means that the line
 // has an end: one that has not may be torn. A line that is longer than MaxLine is
 // an error.
 func Read(from io.Reader, yield func(number int, line []byte, whole bool) error) error {
@@ -176,7 +176,7 @@ func New(file *os.File, waiting int, what string, log *slog.Logger) *Writer {
 	return l
 }
 
-// Lost returns how many lines are missing in the file so far.
+// Lost returns the number of lines that are missing in the file so far.
 func (l *Writer) Lost() uint64 {
 	if l == nil {
 		return 0

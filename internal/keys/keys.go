@@ -184,7 +184,7 @@ func (r *Ring) table(entries []entry) *table {
 	return t
 }
 
-// errUnknown says that a request has no key, or none of ours.
+// errUnknown means that a request has no key, or none of ours.
 var errUnknown = errors.New("missing or unknown API key: send it as Authorization: Bearer KEY")
 
 // find returns the holder of a key. It compares hashes, so that its timing does not

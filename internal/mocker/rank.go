@@ -153,7 +153,7 @@ func (r *Rank) leave(answer *Answer) {
 }
 
 // maxLate is how far the engine's steps may be behind their times before it
-// gives up catching up: sleeping is only exact to a millisecond or so.
+// stops catching up: sleeping is only exact to a millisecond or so.
 const maxLate = 20 * time.Millisecond
 
 // stuckPoll is how often an engine that stands still looks whether it may go on.
@@ -221,7 +221,7 @@ func (r *Rank) runCommands() {
 	}
 }
 
-// cacheChanged takes in one change of the engine's cache.
+// cacheChanged applies one change of the engine's cache.
 func (r *Rank) cacheChanged(e engine.Event) {
 	if !e.Stored {
 		r.Counts.evicted.Add(int64(len(e.Removed) * r.w.cfg.BlockSize))

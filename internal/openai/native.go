@@ -20,7 +20,7 @@ import (
 )
 
 const (
-	// askedInTurn is how many workers are asked, one after the other, for what any of
+	// askedInTurn is the number of workers that are asked, one after the other, for what any of
 	// them can tell, and askTimeout how long one may take for it.
 	askedInTurn = 3
 	askTimeout  = 5 * time.Second

@@ -46,7 +46,7 @@ func ClassOf(leg kv.Leg, whole bool) Class {
 
 const classes = 2 * (int(kv.LegDecode) + 1)
 
-// baseline is how long requests waited for their first byte lately, on all workers.
+// baseline is the time that requests waited for their first byte lately, on all workers.
 type baseline struct {
 	waits [classes]ring
 	pace  ring // of a prompt token, where known
@@ -73,7 +73,7 @@ func (r *ring) high() (most, all time.Duration) {
 	return sorted[(n-1)*95/100], sorted[n-1]
 }
 
-// Waited takes in how long a request of that class waited for its first byte, with
+// Waited records how long a request of that class waited for its first byte, with
 // that many uncached prompt tokens on its worker when it was sent, its own included.
 func (d *Detector) Waited(c Class, wait time.Duration, tokens int) {
 	d.baseline.waits[c].add(wait)

@@ -1,6 +1,6 @@
 package outlier
 
-// Kind says how a worker failed a request.
+// Kind is the kind of a worker's failure.
 type Kind uint8
 
 // The kinds.

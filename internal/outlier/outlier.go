@@ -15,7 +15,7 @@ import (
 	"kvrouter/internal/kv"
 )
 
-// Settings say when a worker is taken out, and for how long.
+// Settings are the conditions and the duration of an ejection.
 type Settings struct {
 	EjectAfter         int           `group:"Failing workers" default:"3" help:"Consecutive failures after which a worker is ejected; an interrupted answer counts twice. 0 disables ejection."`
 	EjectionTime       time.Duration `group:"Failing workers" default:"5s" help:"Base ejection time, followed by one trial request; doubled at each further ejection."`
@@ -42,13 +42,13 @@ func (s Settings) Validate() error {
 }
 
 const (
-	// wellFor is how long a worker must be in for its next ejection to be one
+	// wellFor is the time that a worker must be in for its next ejection to be one
 	// step shorter.
 	wellFor = 30 * time.Second
-	// trialLimit is how long a trial without a result keeps others from being
+	// trialLimit is the time that a trial without a result keeps others from being
 	// made.
 	trialLimit = 30 * time.Second
-	// trialFlows is how long a trial's answer must have been coming for the
+	// trialFlows is the time that a trial's answer must have been coming for the
 	// worker to be back before the answer's end.
 	trialFlows = 2 * time.Second
 	// leastShare is the share of its requests that a worker which is just back
@@ -57,7 +57,7 @@ const (
 	// suspectFor is the longest time for which a worker is held while another one
 	// is asked whether the request was wrong.
 	suspectFor = 5 * time.Second
-	// agreedFor is how long a status that two workers gave to one request counts
+	// agreedFor is the time that a status that two workers gave to one request counts
 	// as the clients' mistake.
 	agreedFor = time.Second
 	// LongestPause is the longest pause that a worker may ask for.
@@ -65,7 +65,7 @@ const (
 	// firstGuess and longestGuess bound the pause of a worker that does not say
 	// how long it has too much to do.
 	firstGuess, longestGuess = time.Second, 8 * time.Second
-	// askedFor is how long a worker is held that has not answered a question about
+	// askedFor is the time that a worker is held that has not answered a question about
 	// a prompt for askedSlowly.
 	askedFor, askedSlowly = 10 * time.Second, time.Second
 
@@ -554,7 +554,7 @@ func (d *Detector) Suspect(a Attempt, status int, now time.Time) (ask bool) {
 	return true
 }
 
-// Acquit ends a suspicion. agreed says that another worker gave the same status:
+// Acquit ends a suspicion. agreed means that another worker gave the same status:
 // it is the client's mistake.
 func (d *Detector) Acquit(a Attempt, status int, agreed bool, now time.Time) {
 	if agreed {
@@ -601,7 +601,7 @@ func (d *Detector) Forgive(a Attempt, now time.Time) {
 	}
 }
 
-// News says that a worker gets no requests any more, or gets some again.
+// News is the ejection of a worker, or its return.
 type News struct {
 	Worker kv.WorkerKey
 	Out    bool

@@ -52,7 +52,7 @@ func (p *Page) act(c *gin.Context) {
 	}
 }
 
-// errKept says that an engine did not drop its cache.
+// errKept means that an engine did not drop its cache.
 var errKept = errors.New("the engine kept its cache: running requests use it")
 
 // engineError is an engine's refusal of an action.

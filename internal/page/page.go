@@ -58,12 +58,12 @@ func NewJournal(settings Settings, models *models.Set, model *tokens.Model) *Jou
 	}
 }
 
-// Proxy asks workers.
+// Proxy sends short requests to workers.
 type Proxy interface {
 	Ask(ctx context.Context, t kv.Target, method, path string, header http.Header, body []byte) (status int, answer []byte, err error)
 }
 
-// Deps are the parts that the page shows and acts on.
+// Deps are the parts that the page shows and changes.
 type Deps struct {
 	Journal *Journal
 	Models  *models.Set
@@ -75,7 +75,7 @@ type Deps struct {
 	Log     *slog.Logger
 }
 
-// Page shows a router. Its methods are safe for concurrent use.
+// Page serves the dashboard of a router. Its methods are safe for concurrent use.
 type Page struct {
 	*Journal
 	settings Settings

@@ -17,7 +17,7 @@ const (
 	maxNodes  = 512
 	maxBlocks = 1 << 17
 	maxDepth  = 2048
-	// maxShown is how many nodes are shown, those with the most hits.
+	// maxShown is the number of nodes that are shown, those with the most hits.
 	maxShown = 120
 	// hitStep and hitSteps say for how long a hit counts, and how exactly: 5 minutes. nodeLife
 	// is after how long without a hit a node goes.
@@ -174,7 +174,7 @@ func (t *prompts) shed() {
 	}
 }
 
-// drop takes a leaf away.
+// drop removes a leaf.
 func (t *prompts) drop(leaf *node) {
 	delete(leaf.parent.children, leaf.hashes[0])
 	t.nodes--

@@ -14,7 +14,7 @@ import (
 )
 
 const (
-	// maxRequests is how many requests are kept.
+	// maxRequests is the number of requests that are kept.
 	maxRequests = 200
 	// maxKept bounds the candidates that the receipts of these have together, of some
 	// 500 bytes each; the oldest receipts go first.
@@ -35,7 +35,7 @@ type requests struct {
 	weight int // candidates in the receipts
 }
 
-// entry is a request with what explains it.
+// entry is a request with its explanation.
 type entry struct {
 	Request
 	arrived  time.Time

@@ -19,7 +19,7 @@ import (
 const (
 	// cookieName names the cookie of those who have signed in.
 	cookieName = "kvrouter_session"
-	// sessionLife is how long a sign-in holds, and maxSessions how many hold at once:
+	// sessionLife is the time that a sign-in holds, and maxSessions how many hold at once:
 	// of more, the oldest ends.
 	sessionLife = 12 * time.Hour
 	maxSessions = 256
@@ -33,7 +33,7 @@ const (
 	headerPage = "X-Kvrouter-Page"
 )
 
-// sessions are the sign-ins that hold.
+// sessions are the valid sign-ins.
 type sessions struct {
 	keys [][sha256.Size]byte // empty: no key is required
 

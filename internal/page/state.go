@@ -16,11 +16,11 @@ const (
 	maxModels = 64
 	// maxWhy bounds the text on a worker's trouble, bytes.
 	maxWhy = 400
-	// recently is how long a worker that is back is said to have been away.
+	// recently is the time that a worker that is back is said to have been away.
 	recently = time.Minute
 )
 
-// state is all that is shown, but for the trends.
+// state is the content of the page, but for the trends.
 func (p *Page) state(now time.Time) State {
 	totals := p.deps.Totals()
 	queued, _ := p.deps.Models.QueueDepth()

@@ -19,7 +19,7 @@ const (
 	// maxTrendWorkers bounds the workers whose load is kept; those with the lowest ids
 	// are, or with the shortest names.
 	maxTrendWorkers = 64
-	// lately is how many steps the rates of the last minute go back.
+	// lately is the number of steps that the rates of the last minute go back.
 	lately = 6
 )
 
@@ -34,7 +34,7 @@ type trends struct {
 	before   [lately]cut                // totals at the last steps, the oldest first; unset: none
 }
 
-// cut is how much there was at a time.
+// cut is the totals at one time.
 type cut struct {
 	at     time.Time
 	totals proxy.Totals

@@ -124,9 +124,9 @@ type Request struct {
 	Prompt        string   `json:"prompt,omitempty"` // its beginning, with --page-show-text
 }
 
-// Receipt is a request with why it went where it did.
+// Receipt is a request with the explanation of its decisions.
 type Receipt struct {
-	// Decision is that for the worker that answers, the last of several. nil: nobody
+	// Decision is that for the worker that answers, the last of several. nil: none
 	// looked when it was made, or it is gone; its keys are absent then.
 	*Decision
 	Request Request     `json:"request"`

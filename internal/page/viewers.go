@@ -18,9 +18,9 @@ const (
 	// streamLimit is after how long a stream ends, so that the key is looked at again:
 	// browsers open it anew.
 	streamLimit = time.Hour
-	// writeLimit is how long a viewer may take for an event.
+	// writeLimit is the time that a viewer may take for an event.
 	writeLimit = 10 * time.Second
-	// freshFor is how long a state is shown to those that come.
+	// freshFor is the time that a state is shown to those that come.
 	freshFor = time.Second
 )
 
@@ -89,7 +89,7 @@ func (v *viewers) join(now time.Time) *viewer {
 	return one
 }
 
-// leave takes a viewer away.
+// leave removes a viewer.
 func (v *viewers) leave(one *viewer) {
 	v.mu.Lock()
 	defer v.mu.Unlock()

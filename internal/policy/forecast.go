@@ -48,7 +48,7 @@ func (p *Work) overdue(now time.Time, load *Load) (waits int, late float64) {
 	return waits, late
 }
 
-// Compute is how long a worker takes for that many prompt tokens.
+// Compute is the time that a worker takes for that many prompt tokens.
 func (p *Work) Compute(tokens int) time.Duration { return duration(p.Timing.Prefill(tokens)) }
 
 // mostForecast bounds predictions: a longer one is a foreign number.

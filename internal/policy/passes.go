@@ -82,7 +82,7 @@ func (p *Work) coming(now time.Time, load *Load, uncached int) (first, pushed fl
 	}
 }
 
-// wholePasses is how many passes a prompt with that many tokens to compute fills
+// wholePasses is the number of passes that a prompt with that many tokens to compute fills
 // alone before the one that it ends in.
 func wholePasses(tokens int) int { return (max(1, tokens) - 1) / workPass }
 

@@ -1,7 +1,7 @@
 // Package policy implements the policies that choose a worker for a request.
 //
-// Each policy is a small type with Choose, and one line in New; its settings and
-// their checks stand beside it.
+// Each policy is a type with Choose, its settings and their checks, and one line in
+// New.
 package policy
 
 import (
@@ -37,7 +37,7 @@ type Candidate struct {
 	// NewBlocks are the prompt's full blocks that no request in flight on it
 	// has; counted only for policies that ask.
 	NewBlocks int
-	// TreeBlocks is how many blocks the index has of a worker that holds some of
+	// TreeBlocks is the number of blocks that the index has of a worker that holds some of
 	// the prompt, and 0 of others; counted only for policies that ask.
 	TreeBlocks int
 	Load       Load
@@ -116,7 +116,7 @@ type Feedback struct {
 // Ending is why a request is no longer in flight.
 type Ending uint8
 
-// The endings.
+// Values of Ending.
 const (
 	Abandoned Ending = iota // the client left, or the cause is unknown: not counted as a failure
 	Failed                  // the worker failed
@@ -131,7 +131,7 @@ type Meanwhile struct {
 	Context float64 // mean of Load.ContextTokens
 }
 
-// Aborted reports whether an answer's finish reason says that it was stopped on
+// Aborted reports whether an answer's finish reason means that it was stopped on
 // purpose.
 func Aborted(finish string) bool { return finish == "abort" || finish == "cancelled" }
 
@@ -257,7 +257,7 @@ type RoundRobin struct {
 	}
 }
 
-// Traits asks for nothing.
+// Traits implements Policy: nothing is counted.
 func (*RoundRobin) Traits() Traits { return Traits{} }
 
 // Choose returns the candidate whose turn it is.

@@ -124,7 +124,7 @@ func sampledDepth(k int) int {
 	return (8 + k&7) << (k >> 3)
 }
 
-// depthsUpTo is how many depths are counted up to depth blocks.
+// depthsUpTo is the number of depths that are counted up to depth blocks.
 func depthsUpTo(depth int) int {
 	if depth < 16 {
 		return max(0, depth)

@@ -5,7 +5,7 @@ import (
 	"time"
 )
 
-// EngineTiming says how long an engine's passes take, and learns it from the
+// EngineTiming estimates the duration of an engine's passes from the
 // requests it served. A pass that computes n prompt tokens and decodes prompts
 // of c tokens together takes
 //
@@ -55,7 +55,7 @@ func (t *EngineTiming) Decoding(context int) float64 {
 	return t.decode + t.context*float64(context)
 }
 
-// Learn takes in one request: its decoding, and its first token if its prompt
+// Learn learns from one request: its decoding, and its first token if its prompt
 // had not to wait for others.
 func (t *EngineTiming) Learn(o Outcome) {
 	if passes := float64(o.Output - 1); passes >= timingLeastTokens {

@@ -51,7 +51,7 @@ type Work struct {
 	reuse      reuseCounts
 }
 
-// workMeanOver is how many requests the means are over, about.
+// workMeanOver is the number of requests that the means are over, about.
 const workMeanOver = 256
 
 // runningMean is the mean of about the last workMeanOver values.
@@ -76,7 +76,7 @@ func NewWork() *Work { return &Work{Timing: NewEngineTiming()} }
 // be cached.
 func (*Work) Traits() Traits { return Traits{ActiveBlocks: true, Siblings: true} }
 
-// Learn takes in a finished request. The first token of one whose prompt another
+// Learn learns from a finished request. The first token of one whose prompt another
 // worker computed says nothing about either; a prompt alone has no mean answer.
 func (p *Work) Learn(o Outcome) {
 	o.Alone = o.Alone && o.Leg != kv.LegDecode
@@ -86,7 +86,7 @@ func (p *Work) Learn(o Outcome) {
 	}
 }
 
-// LearnUsual takes in how long a finished answer was and how long it took.
+// LearnUsual learns from the length and the duration of a finished answer.
 func (p *Work) LearnUsual(o Outcome) {
 	p.firstToken.add(milliseconds(o.FirstToken))
 	p.decoding.add(milliseconds(o.Decode))
@@ -134,7 +134,7 @@ func routersOf(candidates []Candidate) float64 {
 // mostRouters bounds routersOf.
 const mostRouters = 64
 
-// arrive takes in that a request comes, and which workers it finds busy, if it has a
+// arrive counts a request, and the workers that it finds busy, if it has a
 // look at most of them.
 func (p *Work) arrive(q Query, candidates []Candidate) {
 	if !p.last.IsZero() {
@@ -165,7 +165,7 @@ func busyShare(candidates []Candidate) float64 {
 // about that of an 8B model on a GPU of 80 GB.
 const workUntoldCache = 1 << 19
 
-// cacheTokens is how many tokens the candidates' caches hold.
+// cacheTokens is the number of tokens that the candidates' caches hold.
 func cacheTokens(q Query, candidates []Candidate) float64 {
 	tokens := 0.0
 	for i := range candidates {

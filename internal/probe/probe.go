@@ -53,7 +53,7 @@ type Server struct {
 	Key kv.Secret // bearer key of the server; may be empty
 }
 
-// Settings say how servers are asked.
+// Settings are the settings of requests to servers.
 type Settings struct {
 	TLS *tls.Config // for https URLs; nil: the system's roots
 	Hop web.Hop     // this router, in the Via header of each request
@@ -99,7 +99,7 @@ func (e *StatusError) Error() string {
 	return fmt.Sprintf("GET %s answered %d %s", e.Path, e.Status, http.StatusText(e.Status))
 }
 
-// ErrLeadsBack says that an address is the router's own.
+// ErrLeadsBack means that an address is the router's own.
 var ErrLeadsBack = errors.New("the address is this router's own: use the address of the worker")
 
 // Answered reports whether err is an HTTP answer of the server.
@@ -126,7 +126,7 @@ func Rejected(err error) bool {
 func Refused(err error) bool { return errors.Is(err, syscall.ECONNREFUSED) }
 
 // Health asks a server whether it is healthy, once there is room for another check.
-// Each request may take up to limit. known says that the server has been healthy
+// Each request may take up to limit. known means that the server has been healthy
 // before. The error may be a *StatusError or ErrLeadsBack.
 func (c *Client) Health(ctx context.Context, s Server, limit time.Duration, known bool) error {
 	err := c.check(ctx, s, "/health", limit, known)

@@ -171,7 +171,7 @@ func (l sglangLoads) load(rank string) (policy.Published, error) {
 	return published(running, waiting, fullest), nil
 }
 
-// cacheTokens is how many tokens the KV cache of each rank holds; ranks of unknown size
+// cacheTokens is the number of tokens that the KV cache of each rank holds; ranks of unknown size
 // are left out.
 func (l sglangLoads) cacheTokens() map[uint32]int {
 	sizes := map[uint32]int{}

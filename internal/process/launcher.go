@@ -118,7 +118,7 @@ func writePlugin(files fs.FS) (string, error) {
 const askLimit = 30 * time.Second
 
 // Lacks reports whether a Python has none of the modules. It imports none, which can
-// take seconds. An error says that the Python does not answer.
+// take seconds. An error means that the Python does not answer.
 func Lacks(python string, modules ...string) (bool, error) {
 	const look = "import importlib.util as u, sys; sys.exit(0 if any(map(u.find_spec, sys.argv[1:])) else 3)"
 	ctx, cancel := context.WithTimeout(context.Background(), askLimit)

@@ -13,7 +13,7 @@ import (
 )
 
 const (
-	// askedAtOnce is how many workers are asked side by side.
+	// askedAtOnce is the number of workers that are asked side by side.
 	askedAtOnce = 64
 	// modelsTimeout bounds the asking of a worker for its models, modelsLimit its
 	// answer (bytes) and maxModels the models that are listed.

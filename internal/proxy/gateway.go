@@ -28,14 +28,14 @@ const (
 	HeaderDropped = "X-Llm-D-Request-Dropped-Reason"
 )
 
-// Routed is a request with the workers that a gateway is to send it to.
+// Routed is a request with the workers to which a gateway sends it.
 type Routed struct {
 	Request *http.Request // as it is to reach Target
 	Target  kv.Target
 	Others  []kv.Target // where it may go if Target does not take it, the best first
 }
 
-// Gateway stands in front of the router and sends requests to their workers itself. It
+// Gateway is a gateway in front of the router, which sends requests to their workers. It
 // asks for a destination and passes the answers through the router.
 type Gateway struct {
 	// Send hands a request over and returns the answer, and the address of the worker
@@ -46,7 +46,7 @@ type Gateway struct {
 	Subset []string
 	// Others is how many further workers the gateway wants to know.
 	Others int
-	// Any says that requests of all routes go to a worker.
+	// Any means that requests of all routes go to a worker.
 	Any bool
 	// Model replaces the model that the body names; empty: it stays.
 	Model string

@@ -65,11 +65,11 @@ func asks(body *jsonbody.Body, key string) bool {
 	return v.Exists() && v.Type != gjson.Null && v.Type != gjson.False
 }
 
-// defaultNewTokens is how many tokens an answer of generateRoute may have where its
+// defaultNewTokens is the number of tokens that an answer of generateRoute may have where its
 // request does not say.
 const defaultNewTokens = 128
 
-// tokenLimit returns how many tokens the longest answer may have; 0: the request does
+// tokenLimit returns the number of tokens that the longest answer may have; 0: the request does
 // not say.
 func tokenLimit(path string, body *jsonbody.Body) (most int) {
 	if path != generateRoute {
@@ -94,7 +94,7 @@ func tokenLimit(path string, body *jsonbody.Body) (most int) {
 	return most
 }
 
-// newTokens is how many tokens an answer may have by its sampling_params; 0: any
+// newTokens is the number of tokens that an answer may have by its sampling_params; 0: any
 // number.
 func newTokens(params gjson.Result) int {
 	if given := params.Get("max_new_tokens"); given.Exists() {

@@ -21,7 +21,7 @@ const flows = 2 * time.Second
 // begun, stalledStart before.
 const stalledAnswer, stalledStart = 5 * time.Second, 15 * time.Second
 
-// abortError says that a request was aborted at its worker.
+// abortError means that a request was aborted at its worker.
 type abortError struct {
 	why   string
 	stuck bool // the worker is up, but silent
@@ -55,7 +55,7 @@ type inflights struct {
 	workers map[uint64]*workerInflight
 }
 
-// sent notes that a request is sent. cancel ends it with a cause. moves says that
+// sent notes that a request is sent. cancel ends it with a cause. moves means that
 // it may be sent elsewhere if its worker turns out to be stuck. ended must follow.
 func (p *Proxy) sent(b *router.Booking, target kv.Target, cancel context.CancelCauseFunc, moves bool) *inflight {
 	f := &inflight{target: target, booking: b, cancel: cancel, began: p.now(), moves: moves}

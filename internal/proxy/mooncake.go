@@ -19,7 +19,7 @@ const (
 	// watchEvery is the time between two checks of a prefill worker whose blocks are
 	// being fetched.
 	watchEvery = 500 * time.Millisecond
-	// engineKept is how long an engine id is taken for granted: a worker that was
+	// engineKept is the time that an engine id is taken for granted: a worker that was
 	// started anew has another, and a decode worker that does not know the one it
 	// is given silently recomputes the prompt. enginesKept bounds the ids.
 	engineKept  = 5 * time.Second

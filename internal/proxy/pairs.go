@@ -31,11 +31,11 @@ const (
 	// concurrent aborts; beyond those a worker sees the closed connection only.
 	abortTimeout = 5 * time.Second
 	abortsAtOnce = 64
-	// tokenPace is how long one token of an answer that is not streamed may take.
+	// tokenPace is the time that one token of an answer that is not streamed may take.
 	tokenPace = time.Second
 )
 
-// PrefillFailure says that a request failed because its prefill leg did.
+// PrefillFailure means that a request failed because its prefill leg did.
 type PrefillFailure struct {
 	Worker uint64
 	Called string // name of the worker
@@ -62,7 +62,7 @@ type prefillRefusal struct {
 
 func (e *prefillRefusal) Error() string { return fmt.Sprintf("refused with status %d", e.status) }
 
-// LegTimeout says that a leg of a shared request took too long.
+// LegTimeout means that a leg of a shared request took too long.
 type LegTimeout struct {
 	what, flag string
 	over       time.Duration
@@ -449,7 +449,7 @@ func (e *prefillRefusal) relay(w http.ResponseWriter, u Upstream, x *Exchange) e
 	return nil
 }
 
-// decodeLimit returns how long a decode leg may take from its prefill leg's end: to
+// decodeLimit returns the time that a decode leg may take from its prefill leg's end: to
 // its stream's first event, or to the end of an answer that comes whole, of which
 // only the request limits its length; nil: there is no limit. An SGLang
 // decode worker begins at once then. One of vLLM may let the request wait.

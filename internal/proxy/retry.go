@@ -105,7 +105,7 @@ type suspicion struct {
 	status  int
 }
 
-// acquit ends the suspicions against workers. agreed says that two of them said the
+// acquit ends the suspicions against workers. agreed means that two of them said the
 // same.
 func (x *Exchange) acquit(agreed bool) {
 	for _, s := range x.suspects {
@@ -126,7 +126,7 @@ func (x *Exchange) accepted(status int) {
 	x.suspects = nil
 }
 
-// workerError says that a worker did not answer, or answered what another may answer
+// workerError means that a worker did not answer, or answered what another may answer
 // better.
 type workerError struct {
 	worker uint64
@@ -210,7 +210,7 @@ func (t *tries) over() { t.x.acquit(false) }
 func (t *tries) retry() bool { return t.Left(t.u.MaxRetries) }
 
 // again notes how an attempt ended and reports whether to try another worker.
-// beside says that it would not count as a retry.
+// beside means that it would not count as a retry.
 func (t *tries) again(ctx context.Context, err error, beside bool) bool {
 	worker, failed, ok := blamed(err)
 	if !ok || ctx.Err() != nil {

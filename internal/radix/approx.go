@@ -59,7 +59,7 @@ type assumedCache struct {
 	answers  []int32         // by block of the pool: blocks of the longest answer to a prompt that ends there
 }
 
-// firstPool is how many blocks an assumedCache can hold before its first growth.
+// firstPool is the number of blocks that an assumedCache can hold before its first growth.
 const firstPool = 256
 
 // maxAnswer bounds the blocks of one answer that are modelled: it is the worker
@@ -158,7 +158,7 @@ func (a *Approx) Match(local []uint64, dst []kv.Match) []kv.Match {
 	return a.Tree.Match(local, dst)
 }
 
-// Routed says that a prompt with these local hashes goes to w, where it counts as
+// Routed notes that a prompt with these local hashes goes to w, where it counts as
 // cached from now on.
 func (a *Approx) Routed(w kv.WorkerKey, local []uint64) *Assumed {
 	now := a.now().UnixNano()
@@ -215,7 +215,7 @@ func (a *Approx) Routed(w kv.WorkerKey, local []uint64) *Assumed {
 	return p
 }
 
-// End says that the request has ended: its answer filled that many blocks, and the
+// End notes that the request has ended: its answer filled that many blocks, and the
 // engine had found cached blocks of the prompt in its cache (-1: not known). Call it
 // once. On nil it does nothing.
 func (p *Assumed) End(answer, cached int) {

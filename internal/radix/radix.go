@@ -33,7 +33,7 @@ const (
 	sweepPerBlock = 2
 )
 
-// partBlocks is how many blocks Store and Remove change before lookups may go on,
+// partBlocks is the number of blocks that Store and Remove change before lookups may go on,
 // some microseconds. Store reads the table entries of all blocks of a part before
 // it uses the first: a large table is seldom in the processor's cache, and
 // independent reads wait for memory together. Measured with 16: 1.5 to 2 times as
@@ -311,7 +311,7 @@ func (r *Tree) Workers() []kv.WorkerKey {
 	return keys
 }
 
-// Blocks returns how many blocks w holds; copies of one block count once.
+// Blocks returns the number of blocks that w holds; copies of one block count once.
 func (r *Tree) Blocks(w kv.WorkerKey) int {
 	r.mu.RLock()
 	defer r.mu.RUnlock()

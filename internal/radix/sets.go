@@ -27,7 +27,7 @@ type workerSet struct {
 	next  uint32 // the next set with the same hash, or 0
 }
 
-// setChange says that adding slot to from, or taking it away, gives to.
+// setChange notes that adding slot to from, or taking it away, gives to.
 type setChange struct {
 	from, slot, to uint32
 	valid          bool

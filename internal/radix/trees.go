@@ -27,7 +27,7 @@ type Trees struct {
 	due    time.Time     // of the next eviction
 }
 
-// Limits returns how many blocks each tree keeps, and the time from one eviction
+// Limits returns the number of blocks that each tree keeps, and the time from one eviction
 // to the next.
 func (t *Trees) Limits() (blocks int, every time.Duration) { return t.blocks, t.every }
 

@@ -27,7 +27,7 @@ const (
 	found                    // discovery
 )
 
-// ErrTooManyPeers says that no further address can be followed.
+// ErrTooManyPeers means that no further address can be followed.
 var ErrTooManyPeers = fmt.Errorf("there are %d peers, which is the most", maxPeers)
 
 // endpointError returns the fault of an endpoint, in Dynamo's words.
@@ -164,7 +164,7 @@ func (r *Mesh) reconcile() {
 	}
 }
 
-// claim says that p hears the router of that id. Not ok: another connection does, as
+// claim notes that p hears the router of that id. Not ok: another connection does, as
 // where it has two addresses.
 func (r *Mesh) claim(id uint64, p *otherRouter) (ok bool) {
 	r.mu.Lock()
@@ -214,9 +214,9 @@ func (r *Mesh) release(id uint64, p *otherRouter) {
 }
 
 var (
-	// errPeerSilent says that a peer has sent nothing for too long.
+	// errPeerSilent means that a peer has sent nothing for too long.
 	errPeerSilent = errors.New("it has fallen silent")
-	// errSelf says that an address leads to this router.
+	// errSelf means that an address leads to this router.
 	errSelf = errors.New("it is this router")
 )
 

@@ -169,7 +169,7 @@ type decoded struct {
 	change    router.Change
 }
 
-// errShape says that a message does not have the shape of its topic.
+// errShape means that a message does not have the shape of its topic.
 var errShape = errors.New("it does not have the shape of its topic")
 
 // decodeSlot reads a message of slotTopic.

@@ -164,7 +164,7 @@ func (b *Booking) Free() {
 }
 
 // Report ends the booking with the feedback of a client that forwarded the request
-// itself. f.TokensIn may be 0. known says that a judged policy still waited for the
+// itself. f.TokensIn may be 0. known means that a judged policy still waited for the
 // feedback; verdict is its result.
 func (b *Booking) Report(f policy.Feedback) (verdict policy.Verdict, known bool) {
 	r := b.router

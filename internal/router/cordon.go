@@ -82,7 +82,7 @@ func (r *Router) Cordoned() map[uint64]time.Time {
 	return maps.Clone(r.cordoned)
 }
 
-// Schedulable returns how many ranks are up and not cordoned.
+// Schedulable returns the number of ranks that are up and not cordoned.
 func (r *Router) Schedulable() (n int) {
 	r.mu.Lock()
 	defer r.mu.Unlock()

@@ -15,7 +15,7 @@ import (
 
 // Bounds of the receipts that are kept; the oldest go first.
 const (
-	// MaxReceipts is how many there are at most.
+	// MaxReceipts is the maximum number of them.
 	MaxReceipts = 1000
 	// maxReceiptCandidates is how many candidates they have together, of some 500
 	// bytes each.

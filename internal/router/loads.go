@@ -9,7 +9,7 @@ import (
 	"kvrouter/internal/policy"
 )
 
-// loadFreshFor is how long a published load is believed. The plugin repeats its
+// loadFreshFor is the time that a published load is believed. The plugin repeats its
 // last value every second, and polls of /metrics come as often.
 const loadFreshFor = 10 * time.Second
 

@@ -19,7 +19,7 @@ type fault struct {
 	counted bool // the worker is known to be down: it counts no more
 }
 
-// trialOverdue is how long a worker's trial waits for a request that its sender
+// trialOverdue is the time that a worker's trial waits for a request that its sender
 // repeats elsewhere. Then it may be one of a client of the router port.
 const trialOverdue = 5 * time.Second
 
@@ -248,7 +248,7 @@ func (b *Booking) Suspect(status int) (ask bool) {
 	return r.outliers.Suspect(b.attempt(), status, now)
 }
 
-// Convict says that another worker accepted what this one refused.
+// Convict notes that another worker accepted what this one refused.
 func (b *Booking) Convict(status int) {
 	r := b.router
 	r.mu.Lock()
@@ -256,7 +256,7 @@ func (b *Booking) Convict(status int) {
 	r.outliers.Convict(b.attempt(), status, r.now())
 }
 
-// Acquit says that no other worker accepted it; agreed, that another one refused it
+// Acquit notes that no other worker accepted it; agreed, that another one refused it
 // with the same status.
 func (b *Booking) Acquit(status int, agreed bool) {
 	r := b.router

@@ -10,7 +10,7 @@ import (
 	"kvrouter/internal/policy"
 )
 
-// ErrNoPair says that a request must not stay whole, but has to: no prefill
+// ErrNoPair means that a request must not stay whole, but has to: no prefill
 // worker is up, or no decode worker that could go on with its work.
 var ErrNoPair = errors.New("no prefill worker and decode worker are up that can share the request")
 

@@ -259,7 +259,7 @@ func (r *Router) Names() *kv.Names { return r.names }
 // NamesSessions reports whether requests can name a session.
 func (r *Router) NamesSessions() bool { return r.settings.NamesSessions() }
 
-// Blocks returns how many blocks the index knows w to hold.
+// Blocks returns the number of w's blocks in the index.
 func (r *Router) Blocks(w kv.WorkerKey) int { return r.index.Blocks(w) }
 
 // BlockSize returns the number of tokens in a block.
@@ -328,7 +328,7 @@ func (r *Router) Targets() []kv.Target {
 	return slices.Clone(r.targets)
 }
 
-// Count returns how many workers are up.
+// Count returns the number of workers that are up.
 func (r *Router) Count() int {
 	r.mu.Lock()
 	defer r.mu.Unlock()

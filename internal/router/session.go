@@ -253,7 +253,7 @@ func (r *Router) noteSession(p *prompt, target *kv.Target, now time.Time) {
 	r.tellSession(p, r.sessions.put(p.sessionKey(), target, &r.settings.SessionSettings, now), now)
 }
 
-// Sessions returns how many sessions are remembered, and what became of those of the
+// Sessions returns the number of sessions that are remembered, and what became of those of the
 // decisions so far.
 func (r *Router) Sessions() (known int, counts SessionCounts) {
 	r.mu.Lock()

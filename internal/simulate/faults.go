@@ -148,7 +148,7 @@ func (w *worker) stopped() bool {
 	return w.fault != nil && w.fault.kind == faultHang && w.fault.rate == 1
 }
 
-// passTime is how long a pass takes that a healthy worker does in d.
+// passTime is the time that a pass takes that a healthy worker does in d.
 func (w *worker) passTime(d time.Duration) time.Duration {
 	if w.fault != nil && w.fault.kind == faultSlow {
 		return time.Duration(float64(d) / w.fault.rate)

@@ -28,7 +28,7 @@ const (
 	lostCut      = "cut"    // its answer broke off
 )
 
-// backOff is how long a client waits that was refused or failed, before it goes on.
+// backOff is the time that a client waits that was refused or failed, before it goes on.
 const backOff = time.Second
 
 // simRequest is one request with all attempts at it.
@@ -211,7 +211,7 @@ func (s *simulator) failed(f *flight, kind outlier.Kind, why string) {
 }
 
 // mayRetry reports whether a simulated request that a worker failed may be tried again, and counts
-// it then. out says that the worker gets nothing more for a while.
+// it then. out means that the worker gets nothing more for a while.
 func (s *simulator) mayRetry(e *simRequest, out bool) bool {
 	again, denied := e.tries.Again(s.budgets[e.router], s.Retry.Retries, out, s.clock())
 	if denied {

@@ -64,7 +64,7 @@ func checkLeast(prefix string, settings []leastValue) error {
 	return nil
 }
 
-// syntheticPart is how many tokens one hash of a synthetic prompt stands for; a
+// syntheticPart is the number of tokens that one hash of a synthetic prompt stands for; a
 // prefix is shared in whole parts.
 const syntheticPart = 16
 

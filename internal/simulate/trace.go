@@ -37,7 +37,7 @@ type TraceRequest struct {
 	ended   time.Duration // when the recorded answer did
 }
 
-// traceBlock is how many tokens one of a Mooncake trace's hash_ids stands for.
+// traceBlock is the number of tokens that one of a Mooncake trace's hash_ids stands for.
 const traceBlock = 512
 
 // mooncakeLine is one line of a trace in Mooncake's format, or of a recording,

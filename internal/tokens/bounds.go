@@ -37,7 +37,7 @@ const (
 	listedTexts = 16
 	// maxDetokenized bounds the tokens of a /detokenize request.
 	maxDetokenized = 1 << 20
-	// charsPerToken is how many characters a token of a prompt has at most on
+	// charsPerToken is the number of characters that a token of a prompt has at most on
 	// average, where the vocabulary allows more: long tokens are runs of space.
 	charsPerToken = 16
 	// largeText is from how many bytes on a text counts as large: to encode it takes

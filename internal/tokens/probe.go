@@ -65,7 +65,7 @@ const (
 	// the longest pause before one is that could not be asked: the first is
 	// compareEvery, each next one double.
 	compareAgain = time.Minute
-	// comparedAtOnce is how many workers are compared side by side.
+	// comparedAtOnce is the number of workers that are compared side by side.
 	comparedAtOnce = 4
 )
 
@@ -193,7 +193,7 @@ func (t *Source) Met(sglang bool) {
 // vLLM's.
 func (t *Source) SGLang() bool { return t != nil && t.sglang.Load() }
 
-// settle keeps the verdict of a comparison with a worker; err says that it could
+// settle keeps the verdict of a comparison with a worker; err means that it could
 // not be asked: its earlier result in this incarnation stays.
 func (t *Source) settle(ctx context.Context, p Peer, v verdict, err error) {
 	t.mu.Lock()
@@ -244,7 +244,7 @@ func (t *Source) decide() {
 	}
 }
 
-// compare makes all probes with one worker. An error says that it could not be
+// compare makes all probes with one worker. An error means that it could not be
 // asked.
 func (t *Source) compare(ctx context.Context, p Peer) (v verdict, err error) {
 	v.differs = map[string]bool{}

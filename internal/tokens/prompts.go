@@ -80,7 +80,7 @@ const (
 // the other.
 const askedTexts = 64
 
-// renderRetry is how long a worker's lack of the render routes is remembered.
+// renderRetry is the time that a worker's lack of the render routes is remembered.
 const renderRetry = time.Minute
 
 // Source returns the prompt tokens of requests: computed locally if possible, else
@@ -365,7 +365,7 @@ func (t *Source) unknown(shape string) Prompt {
 	return Prompt{Source: SourceNone, Shape: shape}
 }
 
-// errNoRender says that the workers have no render routes.
+// errNoRender means that the workers have no render routes.
 var errNoRender = errors.New("the workers have no render routes (--enable-scale-out is not set)")
 
 // askRender posts to a render route. A missing route is remembered for a while;
@@ -381,7 +381,7 @@ func (t *Source) askRender(ctx context.Context, sglang bool, path string, body [
 	return answer, err
 }
 
-// render posts to a render route; errNoRender says that the worker has none.
+// render posts to a render route; errNoRender means that the worker has none.
 func render(ctx context.Context, ask Asker, path string, body []byte) ([]byte, error) {
 	answer, err := ask(ctx, path, body)
 	var refusal *AskError

@@ -151,7 +151,7 @@ func (f frame) draw() (text string, room int) {
 	return text, room
 }
 
-// skipped is how many workers are scrolled away where that many rows are shown.
+// skipped is the number of workers that are scrolled away where that many rows are shown.
 func (f frame) skipped(rows int) int { return max(0, min(f.skip, len(f.state.Workers)-rows)) }
 
 // keys is the line at the bottom, beneath that many rows of workers.

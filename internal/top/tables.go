@@ -215,7 +215,7 @@ func endTone(end string) style {
 	return red
 }
 
-// plainRequests is how many requests there are in a plain frame at most.
+// plainRequests is the number of requests in a plain frame at most.
 const plainRequests = 20
 
 // requests is the table of the last requests, with its header.

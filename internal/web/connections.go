@@ -24,7 +24,7 @@ type Connections struct {
 	closed bool       // the port
 }
 
-// FreshFor is how long a new connection counts as busy before its first request.
+// FreshFor is the time that a new connection counts as busy before its first request.
 const FreshFor = 200 * time.Millisecond
 
 // connection is one client.

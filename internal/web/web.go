@@ -52,7 +52,7 @@ const (
 	headerLimit = 64 << 10
 	// HeaderTimeout bounds how long a client may take to send its headers.
 	HeaderTimeout = 10 * time.Second
-	// keepAlive is how long an idle client connection stays open.
+	// keepAlive is the time that an idle client connection stays open.
 	keepAlive = 2 * time.Minute
 )
 

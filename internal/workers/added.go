@@ -21,7 +21,7 @@ var (
 	ErrRemoved = errors.New("the worker was removed before it was ready")
 )
 
-// NotReadyError says that a worker of Add was not ready in time.
+// NotReadyError means that a worker of Add was not ready in time.
 type NotReadyError struct {
 	Limit time.Duration // --startup-timeout
 	Why   string        // it is not ready, as last seen; may be empty

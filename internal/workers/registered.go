@@ -200,7 +200,7 @@ func (f *Fleet) adopt(w *worker, r Registration) {
 
 // awaitRegistered waits until a process listens at a worker's address again, until
 // another Registration gives it another cache (which is routed to at once), or until
-// ctx is done. answered says that the worker has been healthy before, so that it must be
+// ctx is done. answered means that the worker has been healthy before, so that it must be
 // healthy again. It returns the registration to follow next.
 func (f *Fleet) awaitRegistered(ctx context.Context, w *worker, now registryChange, answered bool) (next registryChange, stillAnswered bool) {
 	for misses := 1; ; misses++ {
@@ -228,7 +228,7 @@ func (f *Fleet) awaitRegistered(ctx context.Context, w *worker, now registryChan
 }
 
 // followRegistered follows one incarnation: until ctx is done, its process has
-// ended, or another Registration gives it another cache. answered says that the
+// ended, or another Registration gives it another cache. answered means that the
 // worker has been healthy before. It returns the registration to follow next, whether
 // the process has ended, and whether it has ever been healthy.
 func (f *Fleet) followRegistered(ctx context.Context, w *worker, now registryChange, answered bool) (next registryChange, gone, hasAnswered bool) {

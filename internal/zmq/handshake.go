@@ -103,7 +103,7 @@ func readReady(in io.Reader) ([]byte, error) {
 	return ready, nil
 }
 
-// errCutShort says that a command ends within a name or a value.
+// errCutShort means that a command ends within a name or a value.
 var errCutShort = errors.New("truncated")
 
 // socketType returns the socket type that a READY command names. Every property

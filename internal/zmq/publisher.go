@@ -74,7 +74,7 @@ func (p *Publisher) Publish(frames ...[]byte) {
 	}
 }
 
-// Subscribers returns how many subscriptions there are.
+// Subscribers returns the number of subscriptions.
 func (p *Publisher) Subscribers() int {
 	p.mu.Lock()
 	defer p.mu.Unlock()
