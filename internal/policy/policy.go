@@ -26,7 +26,7 @@ type Query struct {
 	Prefix      hints.Prefix
 	Workers     int          // that are up for that leg, candidates or not
 	Retry       bool         // another worker has failed it before
-	Decision    uint64       // number by which a judged policy hears how it ended; 0: it never will
+	Decision    uint64       // number for the feedback to a judged policy; 0: there is none
 	Explain     *Explanation // filled in by Choose; nil: not wanted
 }
 

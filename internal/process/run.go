@@ -99,7 +99,7 @@ func SignalGroup(pgid int, signal syscall.Signal) error {
 
 // endGroup kills the rest of a dead leader's group and waits until it is
 // gone, because it holds the ports that the next incarnation needs. A zombie
-// that is not reaped keeps the group in being: hence the limit.
+// that is not reaped keeps the group alive: hence the limit.
 func endGroup(pgid int) {
 	const limit, poll = 2 * time.Second, 5 * time.Millisecond
 	for start := time.Now(); time.Since(start) < limit; time.Sleep(poll) {

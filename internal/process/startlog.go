@@ -57,7 +57,7 @@ const tailLines = 20
 // NewStartLog returns the log of a worker that is about to start.
 func NewStartLog(signs Signs) *StartLog { return &StartLog{signs: signs, stage: -1} }
 
-// Line takes in one line of output and returns the stage that begins with it,
+// Line reads one line of output and returns the stage that begins with it,
 // if one does, and whether the line is an error of a worker that is ready.
 // Stages never go back: some signs come more than once.
 func (s *StartLog) Line(text string) (stage string, failure bool) {

@@ -74,7 +74,7 @@ func (a *Approx) SetCorrected(corrected bool) { a.corrected = corrected }
 // first it does not. Call it before the index is used.
 func (a *Approx) SetTTLForAll(forAll bool) { a.ttlForAll = forAll }
 
-// Assumed is one routed prompt and what its worker is believed to hold of it. Its
+// Assumed is one routed prompt and the part that its worker is assumed to hold. Its
 // owner must call End or Fail.
 type Assumed struct {
 	index    *Approx
@@ -97,7 +97,7 @@ type lastUse struct {
 const inUse = math.MaxInt64
 
 // NewApprox returns an empty index. ttl and maxBlocks bound what workers of
-// unknown size are believed to hold; when there is more, pruneTarget is the
+// unknown size are assumed to hold; when there is more, pruneTarget is the
 // share of maxBlocks that stays. now is the clock.
 func NewApprox(ttl time.Duration, maxBlocks int, pruneTarget float64, now func() time.Time) *Approx {
 	a := &Approx{
@@ -332,7 +332,7 @@ func (a *Approx) take(c *assumedCache) uint32 {
 	return b
 }
 
-// evict gives up at most limit blocks of w, those that were used no later than
+// evict removes at most limit blocks of w, those that were used no later than
 // at (Unix ns), oldest first, and returns how many.
 func (a *Approx) evict(w kv.WorkerKey, c *assumedCache, at int64, limit int) int {
 	a.evicted = a.evicted[:0]
@@ -347,7 +347,7 @@ func (a *Approx) evict(w kv.WorkerKey, c *assumedCache, at int64, limit int) int
 	return len(a.evicted)
 }
 
-// expire gives up what workers no longer count as holding by the time to live, and
+// expire removes the blocks of workers beyond their time to live, and
 // those of unknown size by their number of blocks.
 func (a *Approx) expire(now int64) {
 	due, blocks := int64(math.MaxInt64), 0

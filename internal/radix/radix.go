@@ -95,7 +95,7 @@ type Tree struct {
 	scratch sync.Pool // *matchScratch, for concurrent lookups
 }
 
-// workerPlace says which slot a worker has.
+// workerPlace is the slot of a worker.
 type workerPlace struct {
 	key  kv.WorkerKey
 	slot uint32

@@ -191,7 +191,7 @@ func (r *Mesh) find(request string) (by *otherRouter, held *heldBooking) {
 
 // Pass forwards a client's report on a reservation that another router has
 // made: its prompt is computed (router.ChangePrefill), or it has ended
-// (router.ChangeFree). Not known: no other router that is heard has made it.
+// (router.ChangeFree). Not known: no connected router has made it.
 func (r *Mesh) Pass(kind, request string) (known bool) {
 	r.books.Lock()
 	defer r.books.Unlock()

@@ -357,7 +357,7 @@ type Counts struct {
 	Sent, Resent, Received, Dropped, Refused, Lost uint64
 
 	Held  int64 // bookings of others now
-	Peers int   // other routers that are heard now
+	Peers int   // connected routers
 }
 
 // Counts returns the counts so far.

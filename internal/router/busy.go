@@ -9,7 +9,7 @@ import (
 	"kvrouter/internal/policy"
 )
 
-// BusyThresholds say when a worker is busy: when one of them is exceeded on all
+// BusyThresholds are the limits beyond which a worker is busy: when one of them is exceeded on all
 // its ranks. Busy workers get no requests; where all are, requests are refused.
 // The names are Dynamo's. nil: no threshold.
 type BusyThresholds struct {
@@ -68,7 +68,7 @@ func (r *Router) ChangeBusyThresholds(change BusyThresholds) BusyThresholds {
 	return *t
 }
 
-// SetBusyThresholds sets all thresholds: those that are nil are taken away.
+// SetBusyThresholds sets all thresholds: nil ones are removed.
 func (r *Router) SetBusyThresholds(t BusyThresholds) {
 	r.mu.Lock()
 	defer r.mu.Unlock()

@@ -10,7 +10,7 @@ import (
 // maxCordoned bounds the workers that rest, those that are down included.
 const maxCordoned = 1024
 
-// Cordon has a worker that is up get no new requests, on none of its ranks, until
+// Cordon stops new requests to a worker that is up, on all its ranks, until
 // Readmit. Running ones finish, its events and load still count, and it stays cordoned if it
 // goes down and comes back meanwhile. It fails with ErrUnknownWorker.
 func (r *Router) Cordon(worker uint64) error {
@@ -54,7 +54,7 @@ func (r *Router) forgetCordoned() {
 	}
 }
 
-// Readmit ends a worker's rest, and its ejection for failures: it gets its full share
+// Readmit ends a worker's cordon, and its ejection for failures: it gets its full share
 // at once. It fails with ErrUnknownWorker where the worker is not up and does not rest.
 func (r *Router) Readmit(worker uint64) error {
 	r.mu.Lock()

@@ -284,7 +284,7 @@ func (l *Loads) Activate(w kv.WorkerKey, sequence []uint64) {
 	}
 }
 
-// deactivate takes off w what Activate booked.
+// deactivate undoes Activate on w.
 func (l *Loads) deactivate(w kv.WorkerKey, sequence []uint64) {
 	load := l.of(w)
 	for _, h := range sequence {
@@ -313,7 +313,7 @@ func (l *Loads) activeOn(load *workerLoad) int {
 	return int(l.shared[load.number])
 }
 
-// get returns w's load as of now; a worker never heard of is idle.
+// get returns w's load as of now; an unknown worker is idle.
 func (l *Loads) get(w kv.WorkerKey, now time.Time) policy.Load {
 	var answer policy.Load
 	if load := l.byWorker[w]; load != nil {

@@ -265,7 +265,7 @@ func (b *Booking) Acquit(status int, agreed bool) {
 	r.outliers.Acquit(b.attempt(), status, agreed, r.now())
 }
 
-// Forgive takes back that the worker failed the request: others failed it in the
+// Forgive withdraws the worker's failure of the request: others failed it in the
 // same way.
 func (b *Booking) Forgive() {
 	r := b.router

@@ -28,7 +28,7 @@ const (
 	WholeShort  = "short"   // too few tokens of its prompt to compute
 )
 
-// PairRule says when a request stays whole.
+// PairRule is the condition under which a request stays whole.
 type PairRule struct {
 	LeastUncached int    // fewest prompt tokens to be computed for which two workers share it
 	Whole         string // why it is to stay whole wherever a worker takes whole requests; empty: it is not
@@ -136,7 +136,7 @@ type pairings struct {
 	uncached int      // prompt tokens to be computed by the one of those that has most of it
 }
 
-// pairings finds out which workers that are up could serve p. While all prefill
+// pairings returns the workers up that could serve p. While all prefill
 // workers are out for their failures, none could, unless that is enforced or no
 // worker takes p whole.
 func (r *Router) pairings(p *prompt, enforce bool) pairings {

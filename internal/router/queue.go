@@ -220,7 +220,7 @@ type Waiting struct {
 	waiter *waiter
 }
 
-// RouteOrWait is Route for a caller that has a clock of its own and must not block:
+// RouteOrWait is Route for a caller with its own clock that must not block:
 // where the request has to wait it returns a Waiting, and decided is called later,
 // with the decision or an error. It must not call the router. The caller calls
 // Refresh after each QueueRefresh, and Leave once RouterQueueTimeout is over.

@@ -82,7 +82,7 @@ func (q *Request) Follow(h hints.Hints) {
 	q.ExpectedOutput, q.Prefix = h.ExpectedOutput, h.Prefix
 }
 
-// Decision says where a request goes and how much of its prompt is cached there.
+// Decision is the worker chosen for a request, and how much of its prompt is cached there.
 type Decision struct {
 	Target        kv.Target
 	Tokens        int // prompt length; 0: unknown
@@ -165,7 +165,7 @@ type Router struct {
 	began       time.Time            // of the queue's clock: when a request first had to wait
 	waiting     []*waiter            // for a worker with capacity, the first to go at the front
 	sharing     *Sharing             // with other routers; nil: none
-	decisions   uint64               // that a judged policy hears of
+	decisions   uint64               // reported to a judged policy
 	cordoned    map[uint64]time.Time // workers that get no new requests, since when
 	held        map[uint64]bool      // those that Hold keeps from them
 	receipts    receipts             // of the last decisions, while requested
@@ -179,7 +179,7 @@ type workspace struct {
 	matches []kv.Match
 }
 
-// prompt is a request with what lookUp finds out about it without the lock.
+// prompt is a request with the results of lookUp, which needs no lock.
 type prompt struct {
 	Request
 	tokens   int        // its length; 0: unknown
@@ -208,7 +208,7 @@ func (p *prompt) newBlocks() int {
 	return len(p.local)
 }
 
-// Deps are the parts that a router is made of.
+// Deps are the parts of a router.
 type Deps struct {
 	Index     radix.Index
 	Policy    policy.Policy
@@ -291,7 +291,7 @@ func (r *Router) target(w kv.WorkerKey) (at int, found bool) {
 	return slices.BinarySearchFunc(r.targets, w, func(t kv.Target, key kv.WorkerKey) int { return t.Key.Compare(key) })
 }
 
-// Down takes w out of the choice. Bookings on it stay until their requests end.
+// Down excludes w from the choice. Bookings on it stay until their requests end.
 func (r *Router) Down(w kv.WorkerKey) {
 	r.mu.Lock()
 	defer r.mu.Unlock()

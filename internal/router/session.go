@@ -12,7 +12,7 @@ import (
 	"kvrouter/internal/policy"
 )
 
-// SessionSettings say which requests belong together, and for how long they stay with
+// SessionSettings define which requests belong together, and how long they stay with
 // one worker.
 type SessionSettings struct {
 	SessionHeader         string        `group:"Routing" placeholder:"NAME" help:"Request header with the session id, such as x-session-id. Requests of a session go to one worker unless it is unhealthy or overloaded."`
@@ -62,7 +62,7 @@ const (
 	requestWork = 256
 )
 
-// What becomes of a decision for a request with a session.
+// Results of a decision for a request with a session.
 const (
 	SessionNew   = "new"   // it was not known, or forgotten
 	SessionKept  = "kept"  // it stays with its worker

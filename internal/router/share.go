@@ -39,7 +39,7 @@ func (b *Booking) Change(kind string) Change {
 	}
 }
 
-// SessionBinding says where a session is. Of two for one session the one with the
+// SessionBinding is the place of a session. Of two for one session the one with the
 // higher sequence holds, of two with the same the one of the higher writer.
 type SessionBinding struct {
 	ID       string // of SessionID

@@ -465,7 +465,7 @@ func (s *simulator) arrive(flight *flight) {
 	s.wake(flight.worker)
 }
 
-// wake has worker w look for work before time goes on.
+// wake makes worker w look for work before time advances.
 func (s *simulator) wake(w int) {
 	if worker := &s.workers[w]; !worker.queued && !worker.inPass {
 		worker.queued = true
@@ -489,7 +489,7 @@ func (s *simulator) beginPass(w int) {
 	s.coming.push(happening{at: s.now + d, order: w})
 }
 
-// endPass ends worker w's pass and takes in the tokens that it made.
+// endPass ends worker w's pass and counts its tokens.
 func (s *simulator) endPass(w int) {
 	worker := &s.workers[w]
 	worker.inPass = false
@@ -514,7 +514,7 @@ func (s *simulator) endPass(w int) {
 	s.wake(w)
 }
 
-// hear takes in the first or the last token of a flight; the only one is both.
+// hear handles the first or the last token of a flight; the only one is both.
 func (s *simulator) hear(f *flight, first, last bool) {
 	if first {
 		f.first = s.now

@@ -78,7 +78,7 @@ func (l *linearBandit) forget(keep float64, prior *banditPrior) {
 	l.factored = false
 }
 
-// learn takes in the reward of a decision.
+// learn updates the belief with the reward of a decision.
 func (l *linearBandit) learn(x *banditVector, reward float64) {
 	for i := range banditDim {
 		for j := i; j < banditDim; j++ {
@@ -165,7 +165,7 @@ func (b *betaBandit) forget(keep float64) {
 	b.alpha, b.beta = 1+keep*(b.alpha-1), 1+keep*(b.beta-1)
 }
 
-// learn takes in a reward from 0 to 1.
+// learn updates the belief with a reward from 0 to 1.
 func (b *betaBandit) learn(reward float64) {
 	b.alpha += reward
 	b.beta += 1 - reward

@@ -304,7 +304,7 @@ func (f *StateFile) Run(ctx context.Context) {
 }
 
 // write replaces the file by the present state, if that has changed or always.
-// Whoever reads the file meanwhile finds the old one or the new one, whole.
+// A concurrent reader finds the old file or the new one, whole.
 func (f *StateFile) write(always bool) error {
 	var taken *snapshot
 	changes := f.saved

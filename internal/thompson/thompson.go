@@ -606,7 +606,7 @@ func (p *Policy) Judge(f policy.Feedback) (verdict policy.Verdict, known bool) {
 	return verdict, true
 }
 
-// learn takes in the reward of a decision.
+// learn updates the bandits with the reward of a decision.
 func (p *Policy) learn(d *pendingDecision, reward float64) {
 	reward = min(max(reward, 0), 1)
 	w := p.workers.get(d.worker)

@@ -107,7 +107,7 @@ func (m *Model) ChatTokens(body []byte) ([]uint32, error) {
 	return m.ChatBodyTokens(parsed)
 }
 
-// ChatBodyTokens is ChatTokens for a body that has been taken apart.
+// ChatBodyTokens is ChatTokens for a parsed body.
 func (m *Model) ChatBodyTokens(body *jsonbody.Body) ([]uint32, error) {
 	return m.boundedChatTokens(bounds{}, body)
 }
@@ -242,7 +242,7 @@ func (m *Model) CompletionTokens(body []byte) ([][]uint32, error) {
 	return m.CompletionBodyTokens(parsed)
 }
 
-// CompletionBodyTokens is CompletionTokens for a body that has been taken apart.
+// CompletionBodyTokens is CompletionTokens for a parsed body.
 func (m *Model) CompletionBodyTokens(body *jsonbody.Body) ([][]uint32, error) {
 	return m.boundedCompletionTokens(bounds{}, body)
 }
@@ -417,7 +417,7 @@ func (m *Model) readVocabulary() []string {
 	return names
 }
 
-// BadRequest is an error of the client's making: the HTTP layer answers 400 with
+// BadRequest is a client error: the HTTP layer answers 400 with
 // its text.
 type BadRequest struct{ Reason string }
 

@@ -66,7 +66,7 @@ func (e *AskError) Error() string {
 	return fmt.Sprintf("the worker answered %d: %s", e.Status, answer)
 }
 
-// Why a prompt's tokens were not computed here.
+// Reasons why a prompt's tokens were not computed here.
 const (
 	reasonNoFiles       = "no model files"
 	reasonNotRenderable = "not renderable"
@@ -136,7 +136,7 @@ func (t *Source) Chat(ctx context.Context, body []byte) Prompt {
 	return t.ChatBody(ctx, parsed)
 }
 
-// ChatBody is Chat for a body that has been taken apart.
+// ChatBody is Chat for a parsed body.
 func (t *Source) ChatBody(ctx context.Context, parsed *jsonbody.Body) Prompt {
 	body, sglang := parsed.Raw, t.SGLang()
 	features := chat.Features(parsed)

@@ -202,7 +202,7 @@ func (f frame) workers(rows int) []string {
 	return f.table(columns)
 }
 
-// endTone is the colour of how a request ended.
+// endTone is the colour of a request's ending.
 func endTone(end string) style {
 	switch end {
 	case page.EndRunning:

@@ -267,7 +267,7 @@ func clip(text string) string {
 	return strings.Clone(strings.ToValidUTF8(text[:min(len(text), maxText)], ""))
 }
 
-// Outcome is how a request ended.
+// Outcome is the result of a request.
 type Outcome struct {
 	At         time.Time
 	Status     int    // HTTP status; 499: the client went away

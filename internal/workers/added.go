@@ -34,7 +34,7 @@ func (e *NotReadyError) Error() string {
 // addedPoll is the time between checks of Add whether its worker is ready.
 const addedPoll = 50 * time.Millisecond
 
-// added is how the goroutine that follows a worker of Add or Follow is reached.
+// added is the handle of the goroutine that follows a worker of Add or Follow.
 type added struct {
 	leave context.CancelFunc // ends the goroutine
 	left  chan struct{}      // closed when it has ended

@@ -196,7 +196,7 @@ func serverOf(w kv.Worker, key kv.Secret) probe.Server {
 	return probe.Server{ID: w.ID, URL: w.URL, KVEvents: w.KVEvents, Replay: w.Replay, Load: w.Load, Disagg: w.Disagg, EventsPort: w.EventsPort, Key: key}
 }
 
-// rediscover takes over what discovery reports about a worker now. Whether it gets
+// rediscover applies discovery's current report on a worker. Whether it gets
 // requests changes at once, the rest in the goroutine that follows it.
 func (f *Fleet) rediscover(w *worker, now kv.Worker) {
 	w.mu.Lock()
@@ -232,7 +232,7 @@ func (f *Fleet) cordon(w *worker, why kv.Hold) {
 	}
 }
 
-// applyDiscovered takes over what discovery reports about the worker now. Only the
+// applyDiscovered applies discovery's current report on the worker. Only the
 // goroutine that follows it calls this.
 func (w *worker) applyDiscovered() (changed bool) {
 	if w.discovered == nil {

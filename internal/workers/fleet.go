@@ -44,7 +44,7 @@ type Members interface {
 	Busy(worker uint64) bool             // reports whether it has in-flight requests
 }
 
-// Listener gets what Members have no use for, by the same rules.
+// Listener gets the reports that Members does not need, by the same rules.
 type Listener interface {
 	EventLag(kv.WorkerKey, time.Duration) // age of a batch of KV events when it was applied
 	Down(t kv.Target, why string)         // may not be routed to; Members know
@@ -154,7 +154,7 @@ func defaultTiming() timing {
 	}
 }
 
-// Settings say which workers a fleet has and how it supervises them.
+// Settings are the workers of a fleet and its supervision.
 type Settings struct {
 	Started          []kv.Disagg   // the role of each worker that is started, by id from 0
 	Engine           kv.Engine     // of started workers
