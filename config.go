@@ -61,7 +61,7 @@ const DefaultGPUModel = "deepseek-ai/DeepSeek-R1-Distill-Llama-8B"
 // first: the command line, the environment, the file, the flag's default. All
 // flags parse with all commands; takesFlag says which of them a command reads.
 type Config struct {
-	// What is served, by which engine, and how many workers are started.
+	// The model, the engine, and the workers started.
 	Model           string `group:"Model and engine" placeholder:"NAME|DIR" help:"Model to serve: a Hugging Face name or a folder. Default: deepseek-ai/DeepSeek-R1-Distill-Llama-8B with a GPU, otherwise the SmolLM2 135M of 'make setup'."`
 	ServedModelName string `group:"Model and engine" placeholder:"NAME" help:"Model name in the API. Default: the name of --model; for a folder, its last path element."`
 	Engine          string `group:"Model and engine" default:"vllm" enum:"vllm,sglang,mocker,none" help:"Engine to start: vllm; sglang; mocker (simulated workers, which need no GPU, Python or model); none (route to attached and registered workers only)."`
@@ -92,7 +92,7 @@ type Config struct {
 	BaseNIXLPort      int          `group:"Addresses" name:"base-nixl-port" default:"5600" help:"First NIXL side-channel port of started vLLM workers, with --prefill-workers; worker i listens on this port plus i."`
 	BaseBootstrapPort int          `group:"Addresses" default:"8998" help:"First bootstrap port of started SGLang prefill workers; worker i listens on this port plus i."`
 
-	// How a worker is chosen, what the router knows of caches, and how a request
+	// The choice of a worker, the index of caches, and how a request
 	// is shared between prefill and decode workers.
 	Policy           string               `group:"Routing" default:"work" placeholder:"NAME" help:"Scheduling policy: ${policies}. simulate accepts a comma-separated list."`
 	Seed             uint64               `group:"Routing" default:"0" help:"Random seed. 0 seeds from the clock."`
@@ -121,13 +121,13 @@ type Config struct {
 	// How many clients there may be at once.
 	web.ConnectionSettings
 
-	// Gateway says where gateways ask who is to serve a request.
+	// Gateway is the server that picks workers for gateways.
 	Gateway extproc.Settings `embed:""`
 
 	// Replica says which other routers serve the same workers.
 	Replica replica.Settings `embed:""`
 
-	// What is logged, and the file of settings.
+	// Logs, and the file of settings.
 	LogLevel   string `group:"Logs and settings" default:"info" enum:"debug,info,warn,error" help:"Minimum log level: ${enum}. debug includes every line that workers print."`
 	LogFormat  string `group:"Logs and settings" default:"text" enum:"text,json" help:"Log format: ${enum}."`
 	ConfigFile string `group:"Logs and settings" name:"config" placeholder:"FILE" help:"YAML configuration file: flag names as keys; vllm-args or sglang-args (lists) for the arguments after --."`
@@ -139,7 +139,7 @@ type Config struct {
 	// EngineArgs is what follows --: arguments for every started worker, unchanged.
 	EngineArgs []string `kong:"-"`
 
-	// NumWorkers is how many workers are started, of whatever part. Set by
+	// NumWorkers is the number of workers that are started, of whatever part. Set by
 	// ParseConfig.
 	NumWorkers int `kong:"-"`
 	// GPUs are the devices that workers may use, as CUDA_VISIBLE_DEVICES names
@@ -147,7 +147,7 @@ type Config struct {
 	GPUs []string `kong:"-"`
 	// Cores is the number of CPU cores to share out. Set by ResolveDefaults.
 	Cores int `kong:"-"`
-	// Hop is this process in the Via headers of what it sends. Set by build.
+	// Hop is this process in the Via headers of its requests. Set by build.
 	Hop web.Hop `kong:"-"`
 	// Simulate is what CommandSimulate shall do.
 	Simulate simulate.Settings `kong:"-"`
@@ -157,7 +157,7 @@ type Config struct {
 	Top top.Command `kong:"-"`
 	// Doctor is what CommandDoctor shall do.
 	Doctor doctor.Command `kong:"-"`
-	// ModelFolder tells that Model is a folder here. Set by ResolveDefaults.
+	// ModelFolder is whether Model is a local folder. Set by ResolveDefaults.
 	ModelFolder bool `kong:"-"`
 }
 
@@ -197,7 +197,7 @@ var simulateFlags = []string{
 	"router-assume-kv-reuse", "active-decode-blocks-threshold", "active-prefill-tokens-threshold", "active-prefill-tokens-threshold-frac",
 }
 
-// takesFlag tells whether the command reads a flag that all commands parse.
+// takesFlag reports whether the command reads a flag that all commands parse.
 func takesFlag(command string, flag *kong.Flag) bool {
 	switch {
 	case flag.Group == nil: // help and version
@@ -245,7 +245,7 @@ func newParser(c *cli, options ...kong.Option) (*kong.Kong, error) {
 // ParseConfig reads the command line (without the program's name), the
 // environment and the file of --config, fills in what depends on the machine,
 // and returns the settings and the command: one of the Command constants. An
-// error is one line that says what is wrong, where, and what would be right.
+// error is one line with the fault, its place, and the correct form.
 func ParseConfig(args []string) (Config, string, error) {
 	return parseConfig(args, settings.ThisMachine())
 }
@@ -322,7 +322,7 @@ func configFileName(args []string, getenv func(string) string) string {
 
 // ResolveDefaults fills in everything whose default depends on the machine:
 // GPUs, cores, --python, --model and --served-model-name. Without an engine to
-// start nothing is looked for, and the model is what the workers say it is.
+// start nothing is looked for, and the model is the one that the workers report.
 func (c *Config) ResolveDefaults(machine settings.Machine) error {
 	if err := c.Flags.Resolve(machine.Getenv); err != nil {
 		return err
@@ -482,7 +482,7 @@ func (c *Config) simulation() simulate.Simulation {
 	}
 }
 
-// simulatedWorkers is how many workers there are of all roles.
+// simulatedWorkers is the number of workers of all roles.
 func (c *Config) simulatedWorkers() int {
 	const usual = 8
 	return cmp.Or(c.PrefillWorkers+c.DecodeWorkers, c.Simulate.Workers, usual)
@@ -530,13 +530,13 @@ func (c *Config) validateSimulate() error {
 	return s.Validate()
 }
 
-// replicaHost is what the port of --replica-sync listens on.
+// replicaHost is the listen host of --replica-sync.
 func (c *Config) replicaHost() string { return cmp.Or(c.Replica.ReplicaSyncHost, c.Host) }
 
-// gatewayHost is what the ports of the endpoint picker listen on.
+// gatewayHost is the listen host of the endpoint picker's ports.
 func (c *Config) gatewayHost() string { return cmp.Or(c.Gateway.ExtProcHost, c.Host) }
 
-// exposures lists the router's own ports with what they ask of clients.
+// exposures lists the router's own ports with the credentials they require.
 func (c *Config) exposures() []web.Exposure {
 	certified := c.Web.TLS.TLSClientCA != ""
 	keyed := len(c.APIKey) > 0 || c.Keys.APIKeysFile != ""

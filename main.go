@@ -48,7 +48,7 @@ func main() {
 	}
 }
 
-// serve runs the router until it is told to stop, and returns when all it
+// serve runs the router until it is asked to stop, and returns when all it
 // started has ended.
 func serve(config Config) error {
 	level := new(slog.LevelVar)
@@ -62,7 +62,7 @@ func serve(config Config) error {
 	ctx := untilSignal()
 	reloads := make(chan os.Signal, 1)
 	signal.Notify(reloads, syscall.SIGHUP)
-	signal.Notify(make(chan os.Signal, 1), syscall.SIGPIPE) // a log that nobody reads is no reason to end
+	signal.Notify(make(chan os.Signal, 1), syscall.SIGPIPE) // a closed log is no reason to end
 	app, err := build(ctx, config, log)
 	if err != nil {
 		return err
@@ -138,10 +138,10 @@ func (r *app) run(ctx context.Context) error {
 		<-failed.Done()
 		delay := r.config.DrainDelay
 		if ctx.Err() == nil || errors.Is(context.Cause(ctx), errInterrupted) {
-			delay = 0 // nobody is to turn away
+			delay = 0 // no gateway must notice first
 		}
 		r.drain(delay)
-		r.recording.Close() // workers that are let go of now have lost nothing
+		r.recording.Close() // the end of the workers is not recorded as lost blocks
 		stopFleet()
 		return nil
 	})
@@ -154,7 +154,7 @@ func (r *app) run(ctx context.Context) error {
 	return err
 }
 
-// selectionEnd is how long requests of the router port may take to finish after
+// selectionEnd is the time that requests of the router port may take to finish after
 // those of the OpenAI port have.
 const selectionEnd = 2 * time.Second
 

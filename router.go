@@ -34,7 +34,7 @@ import (
 	"kvrouter/internal/workers"
 )
 
-// app is what a serving router is made of.
+// app is the parts of a serving router.
 type app struct {
 	config     Config
 	log        *slog.Logger

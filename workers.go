@@ -24,10 +24,10 @@ import (
 	"kvrouter/internal/workers"
 )
 
-// defaultWorkers is how many workers are started where nothing is said.
+// defaultWorkers is the number of workers that are started where nothing is said.
 const defaultWorkers = 2
 
-// countWorkers sets NumWorkers from the flags that tell of it.
+// countWorkers sets NumWorkers from the flags.
 func (c *Config) countWorkers() error {
 	apart := c.PrefillWorkers != 0 || c.DecodeWorkers != 0
 	switch {
@@ -50,8 +50,8 @@ func (c *Config) countWorkers() error {
 	return nil
 }
 
-// engine describes the engine whose workers are started as processes; starts: there
-// are such. Without, it is vLLM, whose Python reads a model's name.
+// engine returns the engine of the workers started as processes; starts is whether
+// there are any. Without, it is vLLM: its Python reads a model's name.
 func (c *Config) engine() (e process.Engine, starts bool) {
 	if c.Engine == EngineSGLang {
 		return sglang.Engine(), true
@@ -59,7 +59,7 @@ func (c *Config) engine() (e process.Engine, starts bool) {
 	return vllm.Engine(), c.Engine == EngineVLLM
 }
 
-// EngineLimits returns how many tokens a started worker computes in a pass at
+// EngineLimits returns the number of tokens that a started worker computes in a pass at
 // most, and the blocks of its KV cache; 0: unknown.
 func (c *Config) EngineLimits() (maxBatchedTokens, totalBlocks int) {
 	if c.Engine == EngineMocker {
@@ -79,7 +79,7 @@ func (c *Config) Ranks() int {
 	return engine.Ranks(c.EngineArgs)
 }
 
-// nixl tells whether the workers that are started have NIXL's side channel.
+// nixl reports whether the workers that are started have NIXL's side channel.
 func (c *Config) nixl() bool { return c.Engine == EngineVLLM && c.PrefillWorkers > 0 }
 
 // startedPart returns the part of started worker i where prefill and decode are
@@ -93,7 +93,7 @@ func (c *Config) startedPart(i int) kv.Disagg {
 		d.Role = kv.RolePrefill
 	}
 	base := c.BaseBootstrapPort
-	if c.Engine == EngineMocker { // whose bootstrap server is at the HTTP port
+	if c.Engine == EngineMocker { // its bootstrap server is at the HTTP port
 		base = c.BaseWorkerPort
 	}
 	if c.Engine == EngineSGLang || c.Engine == EngineMocker && c.Mock.DisaggKind() == kv.KindSGLang {
@@ -123,7 +123,7 @@ func (c *Config) engineSettings() process.Settings {
 	}
 }
 
-// modelSettings say what a model gets that workers come with.
+// modelSettings returns the settings of a model that comes with workers.
 func (c *Config) modelSettings() models.Settings {
 	return models.Settings{
 		Flags: c.Models, Model: c.Model, ServedModelName: c.ServedModelName, BlockSize: c.BlockSize, Policy: c.Policy, Scoring: c.Scoring, Index: c.Index,
@@ -204,8 +204,8 @@ func (r *app) demo() demo.Settings {
 	}
 }
 
-// starter returns what starts a worker: a process, a simulated one, or nil where
-// none is to be started.
+// starter returns the function that starts a worker, as a process or simulated; nil:
+// no worker is started.
 func (r *app) starter() (start workers.Start, err error) {
 	if engine, starts := r.config.engine(); starts {
 		if r.launcher, err = process.NewLauncher(engine, r.config.engineSettings(), r.log); err != nil {
@@ -234,7 +234,7 @@ func (r *app) runFleet(ctx context.Context) (err error) {
 	return r.fleet.Run(ctx, r.models, fleetListener{r.telemetry, r.proxy})
 }
 
-// fleetListener passes on what a fleet reports beside its members.
+// fleetListener passes on a fleet's reports beside its members.
 type fleetListener struct {
 	*telemetry.Metrics
 	proxy *proxy.Proxy

@@ -35,7 +35,7 @@ func New(size int) *Pool {
 	return p
 }
 
-// bucketsFor returns how many buckets a pool of that size has: one or two for
+// bucketsFor returns the number of buckets that a pool of that size has: one or two for
 // each block. Keys are hashes, so few share a bucket.
 func bucketsFor(size int) int { return 1 << bits.Len(uint(size)) }
 
@@ -50,13 +50,13 @@ func (p *Pool) Find(key uint64) uint32 {
 
 func (p *Pool) bucket(key uint64) *uint32 { return &p.buckets[key&uint64(len(p.buckets)-1)] }
 
-// Available returns how many blocks Take can give: the free and the inactive ones.
+// Available returns the number of blocks that Take can give: the free and the inactive ones.
 func (p *Pool) Available() int { return len(p.free) + p.inactive }
 
-// Size returns how many blocks there are.
+// Size returns the number of blocks.
 func (p *Pool) Size() int { return len(p.blocks) - 1 }
 
-// Held returns how many blocks are active or inactive.
+// Held returns the number of blocks that are active or inactive.
 func (p *Pool) Held() int { return p.Size() - len(p.free) }
 
 // Active returns how many blocks requests refer to.
@@ -65,7 +65,7 @@ func (p *Pool) Active() int { return p.Size() - p.Available() }
 // Refs returns how many references block b has.
 func (p *Pool) Refs(b uint32) int { return int(p.blocks[b].refs) }
 
-// FreeBlocks returns how many blocks are free.
+// FreeBlocks returns the number of blocks that are free.
 func (p *Pool) FreeBlocks() int { return len(p.free) }
 
 // Acquire adds a reference to block b, which has a key.
@@ -124,7 +124,7 @@ func (p *Pool) Grow(size int) {
 func (p *Pool) SetKey(b uint32, key uint64) {
 	first := p.bucket(key)
 	p.blocks[b].key, p.blocks[b].keyed, p.blocks[b].before, p.blocks[b].after = key, true, 0, *first
-	p.blocks[*first].before = b // of block 0 nobody reads it
+	p.blocks[*first].before = b // never read of block 0
 	*first = b
 }
 

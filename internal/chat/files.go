@@ -115,9 +115,9 @@ func fetchSnapshot(ctx context.Context, id, python string) (string, error) {
 	return lines[len(lines)-1], nil
 }
 
-// Files is what the files beside tokenizer.json say.
+// Files is the content of the files beside tokenizer.json.
 type Files struct {
-	Templates     map[string]string // the tokenizer's: by name, "default" the usual one
+	Templates     map[string]string // the tokenizer's: by name, "default" unless named
 	processor     string            // a processor's own template; vLLM prefers it without tools
 	Special       []jsonbody.Field  // bos_token and the like, as the template sees them
 	MaxModelLen   int               // 0 if unknown

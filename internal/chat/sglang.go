@@ -121,7 +121,7 @@ func parseSGLangMessage(m jsonbody.MessageView) (msg sglangMessage, err error) {
 		return msg, NotRenderable("the content is neither text nor a list")
 	}
 	if msg.role == "user" {
-		return msg, nil // of whom no other field is kept
+		return msg, nil // its other fields are dropped
 	}
 	for _, key := range []string{"tool_call_id", "name", "phase", "reasoning_content"} {
 		switch v := field(key); {

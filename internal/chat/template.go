@@ -121,7 +121,7 @@ func bytePointer(s string) *C.uint8_t {
 	return (*C.uint8_t)(unsafe.Pointer(unsafe.StringData(s)))
 }
 
-// takeBytes copies what the library answered and frees it.
+// takeBytes copies the library's answer and frees it.
 func takeBytes(b C.chat_bytes) string {
 	defer C.chat_bytes_free(b)
 	return string(libraryBytes(b))

@@ -1,4 +1,4 @@
-// Package demo generates traffic that shows the router at work: conversations, agents
+// Package demo generates traffic for a demonstration of the router: conversations, agents
 // whose prompts share long prefixes, clients that disconnect, and occasional failures of
 // a worker.
 package demo
@@ -26,7 +26,7 @@ const (
 	// clientsPerWorker and maxClients bound the clients, each of which has one request
 	// at a time.
 	clientsPerWorker, maxClients = 3, 64
-	// requestLimit is how long a request may take.
+	// requestLimit is the time that a request may take.
 	requestLimit = 2 * time.Minute
 	// maxAnswer bounds an answer that is read, bytes.
 	maxAnswer = 1 << 20
@@ -81,7 +81,7 @@ func (s *Settings) trouble(ctx context.Context) {
 	}
 }
 
-// sleep waits for so many seconds; not ok: ctx has ended.
+// sleep waits for that many seconds; not ok: ctx has ended.
 func (s *Settings) sleep(ctx context.Context, seconds float64) (ok bool) {
 	timer := time.NewTimer(time.Duration(seconds * float64(s.pace)))
 	defer timer.Stop()

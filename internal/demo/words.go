@@ -5,10 +5,10 @@ import (
 	"strings"
 )
 
-// places are who the demo's assistants work for: each has its own system prompt.
+// places are the employers of the demo's assistants, each with its own system prompt.
 var places = [...]string{"a small bookshop in Lisbon", "the harbour office of Bergen", "a bicycle workshop in Ghent", "the observatory on the hill"}
 
-// words are what the demo's texts are made of.
+// words are the words of the demo's texts.
 var words = strings.Fields(`
 	the a one every that this some our their river harbour bicycle lantern garden window kitchen letter train morning
 	winter market bridge teacher captain painter neighbour cat kettle orchard mountain island boat lamp map clock
@@ -17,10 +17,10 @@ var words = strings.Fields(`
 	under over behind beside between across along before after with without from into about because although while
 	green old small bright heavy quiet wooden broken early distant narrow warm empty hidden silver`)
 
-// text is a text of so many words, the same one for each number.
+// text returns a text of that many words, the same one for each number.
 func text(number uint64, n int) string { return made(rand.New(rand.NewPCG(number, 7)), n) }
 
-// words is a text of so many words that nobody has said before.
+// words returns a random text of that many words.
 func (c *client) words(n int) string { return made(c.random, n) }
 
 func made(random *rand.Rand, n int) string {

@@ -6,7 +6,7 @@ import (
 	"strings"
 )
 
-// Bounds of the file's YAML. What the decoder does takes the square of these, and more.
+// Bounds of the file's YAML. The decoder's work grows with the square of these, or faster.
 const (
 	maxNesting = 16  // lists and mappings in each other
 	maxBlank   = 100 // lines in a row that start nothing
@@ -14,7 +14,7 @@ const (
 
 // boundYAML refuses text that costs the decoder more than a list of workers can: deep
 // nesting, anchors and aliases, and what else such a list has no use for. It does not
-// know all of YAML: what it is in doubt about counts as nesting.
+// know all of YAML: ambiguous text counts as nesting.
 func boundYAML(data []byte) error {
 	var b yamlBounds
 	text := strings.NewReplacer("\r\n", "\n", "\r", "\n").Replace(string(data))

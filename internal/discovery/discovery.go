@@ -126,7 +126,7 @@ func byName(list []kv.Worker) []kv.Worker {
 // trouble logs a failure of a source once when it begins and once when it is over.
 type trouble struct {
 	log  *slog.Logger
-	what string // the source, for people
+	what string // the source, for messages
 	now  string // logged last; empty: none
 }
 

@@ -18,12 +18,12 @@ import (
 	"kvrouter/internal/kv"
 )
 
-// Times of DNS. Go's resolver tells no TTL, and caches nothing: it is asked at a fixed
+// Times of DNS. Go's resolver reports no TTL and caches nothing: it is asked at a fixed
 // pace, and the caches of name servers on the way keep to the TTL.
 const (
 	dnsEvery = 5 * time.Second // between questions
 	dnsLimit = 4 * time.Second // longest wait for all answers to one
-	dnsKeep  = 5 * time.Minute // how long workers are kept while answers name nobody
+	dnsKeep  = 5 * time.Minute // how long workers are kept while answers are empty
 	dnsMost  = 16              // questions at once about the hosts of SRV records
 	dnsMiss  = 3               // answers in a row that leave a worker out, until it goes
 )
@@ -50,7 +50,7 @@ func parseDNS(value string) (q dnsQuestion, err error) {
 	return dnsQuestion{name, uint16(number)}, nil
 }
 
-// isName tells whether name servers can be asked for it.
+// isName reports whether it is a valid DNS name.
 func isName(name string) bool {
 	return name != "" && len(name) <= 253 && !strings.ContainsAny(name, "/:?#@ ")
 }
@@ -58,14 +58,14 @@ func isName(name string) bool {
 // dnsSource asks name servers for the workers.
 type dnsSource struct {
 	dnsQuestion
-	who      string // whom it finds, for people: worker
+	who      string // kind of target, for messages: worker
 	resolver *net.Resolver
 	every    time.Duration
 	keep     time.Duration
 	trouble  trouble
 	hosts    map[string][]netip.Addr // of the SRV records, as answered last
 	missed   map[uint64]int          // answers in a row that leave a known worker out
-	crowded  bool                    // there are more than may be: that was told
+	crowded  bool                    // more addresses than allowed; already logged
 }
 
 func openDNS(value string, log *slog.Logger) (*dnsSource, error) {
@@ -86,7 +86,7 @@ func (d *dnsSource) Watch(ctx context.Context) <-chan []kv.Worker {
 		tick := time.NewTicker(d.every)
 		defer tick.Stop()
 		var known []kv.Worker
-		var nobody time.Time // since when answers name nobody; zero: they do not
+		var nobody time.Time // since when answers are empty; zero: they are not
 		for {
 			list, err := d.ask(ctx)
 			if len(list) > 0 || !namesNobody(err) {
@@ -100,7 +100,7 @@ func (d *dnsSource) Watch(ctx context.Context) <-chan []kv.Worker {
 			case len(list) > 0:
 				list = d.settled(list, known)
 				if err != nil {
-					d.trouble.is(err, "what else the answer names counts")
+					d.trouble.is(err, "the answer's other addresses count")
 				} else {
 					d.trouble.over()
 				}
@@ -132,15 +132,15 @@ func (d *dnsSource) Watch(ctx context.Context) <-chan []kv.Worker {
 	return out
 }
 
-// dnsError is what is wrong with an answer.
+// dnsError is the fault of an answer.
 type dnsError struct {
 	text   string
-	nobody bool // name servers answer, and know of nobody
+	nobody bool // name servers answer without an address
 }
 
 func (e dnsError) Error() string { return e.text }
 
-// namesNobody tells whether an answer came that names nobody: unlike silence, it may be
+// namesNobody reports whether an answer came that is empty: unlike silence, it may be
 // true.
 func namesNobody(err error) bool {
 	var failed dnsError
@@ -164,7 +164,7 @@ func (d *dnsSource) settled(list, known []kv.Worker) []kv.Worker {
 	return byName(list)
 }
 
-// ask asks once. An error beside workers says what is missing among them.
+// ask asks once. An error beside workers names those missing.
 func (d *dnsSource) ask(ctx context.Context) (list []kv.Worker, err error) {
 	ctx, cancel := context.WithTimeout(ctx, dnsLimit)
 	defer cancel()
@@ -251,8 +251,8 @@ func together(all []error) error {
 
 // addresses asks for the addresses of a host.
 func (d *dnsSource) addresses(ctx context.Context, host string) (addresses []netip.Addr, err error) {
-	// Of two errors the resolver tells one: that there is no AAAA record may hide that
-	// the question for A records failed. So who is said to be nobody is asked for again.
+	// Of two errors the resolver reports one: a missing AAAA record may hide that
+	// the question for A records failed. So an empty answer is asked for again.
 	for _, network := range []string{"ip", "ip4", "ip6"} {
 		addresses, err = d.resolver.LookupNetIP(ctx, network, host)
 		if err = plain(err); !namesNobody(err) {

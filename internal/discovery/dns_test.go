@@ -174,7 +174,7 @@ func TestSRVRecordsNameHostsAndPorts(t *testing.T) {
 	both := "10.0.0.4:8000=10.0.0.4:8000; 10.0.0.5:8000=10.0.0.5:8000; vllm-0.vllm.ns.test:8000=10.0.0.9:8000; vllm-0.vllm.ns.test:8001=10.0.0.9:8001"
 	w.wants(both)
 	s.set(func() { s.failing["several.ns.test"] = true })
-	w.says("several.ns.test.: server misbehaving; what else the answer names counts")
+	w.says("several.ns.test.: server misbehaving; the answer's other addresses count")
 	s.answers(t, 8)
 	w.wants(both)
 	s.set(func() { s.failing["several.ns.test"] = false })
@@ -182,7 +182,7 @@ func TestSRVRecordsNameHostsAndPorts(t *testing.T) {
 	s.set(func() { s.services[name] = s.services[name][1:] }) // no other waits for one that goes
 	w.wants("10.0.0.4:8000=10.0.0.4:8000; 10.0.0.5:8000=10.0.0.5:8000; vllm-0.vllm.ns.test:8001=10.0.0.9:8001")
 	s.set(func() { delete(s.addresses, "several.ns.test") }) // a record whose host nobody knows
-	w.says("several.ns.test.: no such host; what else the answer names counts")
+	w.says("several.ns.test.: no such host; the answer's other addresses count")
 	w.wants("vllm-0.vllm.ns.test:8001=10.0.0.9:8001")
 }
 
@@ -196,7 +196,7 @@ func TestARecordWithABadNameSpoilsNoOther(t *testing.T) {
 	})
 	w := watchDNS(t, s, "dns+srv://"+name, time.Hour)
 	w.wants("a.ns.test:8000=10.0.0.9:8000")
-	w.says("contained records which contain invalid names; what else the answer names counts")
+	w.says("contained records which contain invalid names; the answer's other addresses count")
 }
 
 func TestHostsThatNobodyKnowsAreNamedInOrder(t *testing.T) {

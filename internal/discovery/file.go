@@ -26,7 +26,7 @@ const (
 	fileLook = 500 * time.Millisecond // between looks at it
 )
 
-// stayAsKnown says that a failing source changes nothing.
+// stayAsKnown means that a failing source changes nothing.
 func stayAsKnown(who string) string { return "the " + who + "s are kept" }
 
 // fileSource reads the workers from a file. It polls the file, which is small: change

@@ -26,7 +26,7 @@ import (
 	"kvrouter/internal/kv"
 )
 
-// What is asked of the API server.
+// Resources requested from the API server.
 var (
 	podResource   = schema.GroupVersionResource{Version: "v1", Resource: "pods"}
 	poolResource  = schema.GroupVersionResource{Group: "inference.networking.k8s.io", Version: "v1", Resource: "inferencepools"}
@@ -60,17 +60,17 @@ func (s Settings) validateKubernetes() error {
 	return nil
 }
 
-// cluster is a namespace of a cluster. Reflectors of client-go follow what is asked for.
+// cluster is a namespace of a cluster. Reflectors of client-go follow the requested objects.
 type cluster struct {
 	client    dynamic.Interface
-	idle      func() // closes connections that nobody uses
+	idle      func() // closes idle connections
 	namespace string
 	backoff   wait.Backoff
-	what      string // the flag and its source, for people
-	kept      string // what becomes of what is known while the API server is away
+	what      string // the flag and its source, for messages
+	kept      string // effect of an unreachable API server, for messages
 	log       *slog.Logger
 	changed   chan struct{} // has a token when there is something new
-	crowded   bool          // there is more than may be: that was told
+	crowded   bool          // more than allowed; already logged
 
 	mu sync.Mutex // guards what reflectors store
 }
@@ -82,7 +82,7 @@ type kubeSource struct {
 
 	// Guarded by mu.
 	pool     *pool             // nil: none is known, or none is asked for
-	problems map[string]string // told of Pods, by name
+	problems map[string]string // logged problems of Pods, by name
 }
 
 // openKubernetes finds the cluster of --discovery kubernetes.
@@ -190,7 +190,7 @@ func (k *kubeSource) knownPool() *pool {
 	return k.pool
 }
 
-// wake has the goroutine that waits look what is new.
+// wake makes the waiting goroutine check for changes.
 func (c *cluster) wake() {
 	select {
 	case c.changed <- struct{}{}:
@@ -251,7 +251,7 @@ func sameSelections(sets []*podSet, now []selection) bool {
 }
 
 // workers returns all workers, once all Pods are known: a part of them would look as if
-// the others had gone. last is what was told before.
+// the others had gone. last is the previous list.
 func (k *kubeSource) workers(sets []*podSet, last []kv.Worker) (list []kv.Worker, known bool) {
 	k.mu.Lock()
 	defer k.mu.Unlock()
@@ -289,7 +289,7 @@ func (k *kubeSource) workers(sets []*podSet, last []kv.Worker) (list []kv.Worker
 	return k.bounded(byName(slices.Collect(maps.Values(byID))), last), true
 }
 
-// bounded is the list with maxWorkers of them at most: those that were told before come
+// bounded is the list with maxWorkers of them at most: those already listed come
 // first, since requests may run there.
 func (k *kubeSource) bounded(list, last []kv.Worker) []kv.Worker {
 	if len(list) <= maxWorkers {
@@ -335,12 +335,12 @@ func (c *cluster) plainAPI(err error, resource schema.GroupVersionResource) erro
 	return errors.New(oneLine(err))
 }
 
-// oneLine bounds what a server says.
+// oneLine bounds a server's message.
 func oneLine(err error) string {
 	const most = 300
 	text := strings.Join(strings.Fields(err.Error()), " ")
 	return text[:min(len(text), most)]
 }
 
-// listOptions narrows down what is asked for.
+// listOptions narrows the request.
 type listOptions func(*metav1.ListOptions)

@@ -5,11 +5,11 @@ import "strings"
 // maxName bounds the name of a worker, bytes: the longest that a Pod or a host may have.
 const maxName = 253
 
-// strayInName tells of a character that does not stand for itself everywhere where names
+// strayInName reports a character that does not stand for itself everywhere where names
 // are shown: headers, labels of metrics, lines of a log.
 func strayInName(r rune) bool { return r < ' ' || r > '~' || strings.ContainsRune("\"'`\\,;", r) }
 
-// plainName is a name as others tell it, made fit to be shown: bounded, and with an
+// plainName is a name from outside, made fit to be shown: bounded, and with an
 // underscore for each character that is not. It may be empty.
 func plainName(told string) string {
 	name := strings.Map(func(r rune) rune {

@@ -19,14 +19,14 @@ import (
 // schemeService begins the name of a Service whose EndpointSlices name the routers.
 const schemeService = "service://"
 
-// maxPeers bounds the routers that are told of. Those that were told before come first.
+// maxPeers bounds the routers listed. Those already listed come first.
 const maxPeers = 64
 
 // labelService names the Service of an EndpointSlice.
 const labelService = "kubernetes.io/service-name"
 
 // Peers finds the other routers: by the addresses of a name, or by the EndpointSlices of
-// a headless Service. This router is one of them; who connects tells itself apart.
+// a headless Service. This router is one of them; the caller excludes it.
 type Peers struct {
 	spec string
 	dns  dnsQuestion // without a name: a Service is asked for
@@ -64,7 +64,7 @@ func ParsePeers(spec string) (*Peers, error) {
 	return p, nil
 }
 
-// isPort tells whether that is the number or the name of a port, which Kubernetes gives
+// isPort reports whether that is the number or the name of a port, which Kubernetes gives
 // 63 characters at most.
 func isPort(port string) bool {
 	if number, err := strconv.Atoi(port); err == nil {
@@ -107,7 +107,7 @@ func (p *Peers) open(log *slog.Logger) error {
 
 // Run calls use with the addresses of all routers, host:port in order, as soon as they
 // are known and whenever they change, until ctx ends. While name servers or the API
-// server are away, those stay that were told last. use gets a list of its own.
+// server are away, the last list stays. use gets a list of its own.
 func (p *Peers) Run(ctx context.Context, use func(addresses []string)) {
 	if p.kube != nil {
 		p.followSlices(ctx, use)
@@ -165,7 +165,7 @@ func (p *Peers) followSlices(ctx context.Context, use func(addresses []string)) 
 }
 
 // boundPeers is the sorted set of the addresses with maxPeers of them at most: those that
-// were told before come first.
+// are already listed come first.
 func boundPeers(all, told []string, crowded *bool, what string, log *slog.Logger) []string {
 	slices.Sort(all)
 	all = slices.Compact(all)
@@ -193,7 +193,7 @@ func boundPeers(all, told []string, crowded *bool, what string, log *slog.Logger
 	return all
 }
 
-// endpointSlice is what is kept of an EndpointSlice.
+// endpointSlice is the kept part of an EndpointSlice.
 type endpointSlice struct {
 	port      uint16 // 0: it has not the port that is asked for
 	endpoints []endpoint
@@ -201,13 +201,13 @@ type endpointSlice struct {
 
 // endpoint is a Pod behind a Service.
 type endpoint struct {
-	pod     string // its uid; empty: not told
+	pod     string // its uid; empty: unknown
 	address netip.Addr
 }
 
 // sliceOf reads an EndpointSlice; port is the number or the name of a port. It takes
-// endpoints that are not ready, too: routers are to hear each other before they serve,
-// and while they drain. What has another shape than Kubernetes' counts as missing.
+// endpoints that are not ready, too: routers must hear each other before they serve,
+// and while they drain. Fields of another shape than Kubernetes' count as missing.
 func sliceOf(u *unstructured.Unstructured, port string) (s endpointSlice) {
 	if number, err := strconv.ParseUint(port, 10, 16); err == nil {
 		s.port = uint16(number)

@@ -28,7 +28,7 @@ const (
 // maxPorts bounds the servers of a Pod.
 const maxPorts = 64
 
-// pod is what is kept of a Pod.
+// pod is the kept part of a Pod.
 type pod struct {
 	namespace, name, uid string
 	address              string // empty: none yet
@@ -37,7 +37,7 @@ type pod struct {
 	role, engine, active, ports, connector, bootstrap string // as marked
 }
 
-// podOf reads a Pod. What has another shape than Kubernetes' counts as missing.
+// podOf reads a Pod. Fields of another shape than Kubernetes' count as missing.
 func podOf(u *unstructured.Unstructured) pod {
 	labels, annotations := u.GetLabels(), u.GetAnnotations()
 	p := pod{
@@ -71,7 +71,7 @@ var podRoles = map[string]kv.Role{
 const roleEncode = "encode"
 
 // workers returns the workers of a Pod, one for each of its ports. as is the role by
-// the selector that found it, nil: as marked. ports are those of the pool, or the usual
+// the selector that found it, nil: as marked. ports are those of the pool, or the default
 // one. problem says what marks of the Pod make no sense and are passed over.
 func (p pod) workers(as *kv.Role, ports []uint16, pool bool) (list []kv.Worker, problem string) {
 	if p.ended || p.address == "" {
@@ -139,7 +139,7 @@ func (p pod) workers(as *kv.Role, ports []uint16, pool bool) (list []kv.Worker, 
 	return list, problem
 }
 
-// kind is the protocol by which the Pod hands prompts over, as far as its marks tell.
+// kind is the protocol by which the Pod hands prompts over, as far as its marks say.
 func (p pod) kind(role kv.Role) kv.Kind {
 	switch {
 	case strings.Contains(p.connector, "mooncake"):
@@ -171,7 +171,7 @@ func portsOf(list string) (ports []uint16, err error) {
 	return ports, nil
 }
 
-// pool is what is kept of an InferencePool.
+// pool is the kept part of an InferencePool.
 type pool struct {
 	labels map[string]string // of its Pods
 	ports  []uint16

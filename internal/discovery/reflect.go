@@ -24,7 +24,7 @@ import (
 // it by HTTP/2's pings.
 const apiLimit = 30 * time.Second
 
-// reflect keeps store at what the API server has of a resource, until ctx ends: client-go
+// reflect keeps store equal to the API server's objects of a resource, until ctx ends: client-go
 // lists, watches, and lists again after a gap (410), with pauses that grow.
 func (c *cluster) reflect(ctx context.Context, resource schema.GroupVersionResource, narrow listOptions, store cache.ReflectorStore) {
 	at := c.client.Resource(resource).Namespace(c.namespace)
@@ -45,21 +45,21 @@ func (c *cluster) reflect(ctx context.Context, resource schema.GroupVersionResou
 			return changes, err
 		},
 	}
-	var silent klog.Logger // what matters is told here
+	var silent klog.Logger // relevant errors are logged here
 	reflector := cache.NewReflectorWithOptions(cache.ToListWatcherWithWatchListSemantics(ways, c.client), &unstructured.Unstructured{}, store, cache.ReflectorOptions{Logger: &silent, Name: resource.Resource, Backoff: &c.backoff})
 	reflector.RunWithContext(klog.NewContext(ctx, silent))
 }
 
-// apiHealth tells people whether the API server answers.
+// apiHealth logs whether the API server answers.
 type apiHealth struct {
 	c        *cluster
 	resource schema.GroupVersionResource
 
 	mu  sync.Mutex        // guards now
-	now map[string]string // what is wrong, by verb
+	now map[string]string // errors, by verb
 }
 
-// heard notes how a question ended.
+// heard notes the result of a request.
 func (h *apiHealth) heard(ctx context.Context, verb string, options metav1.ListOptions, err error) {
 	h.mu.Lock()
 	defer h.mu.Unlock()
@@ -72,7 +72,7 @@ func (h *apiHealth) heard(ctx context.Context, verb string, options metav1.ListO
 		if before > 0 && len(h.now) == 0 {
 			h.c.log.Info(h.c.what+": the API server is reachable again", "resource", h.resource.Resource)
 		}
-	case errors.Is(context.Cause(ctx), context.Canceled): // nobody asks any more
+	case errors.Is(context.Cause(ctx), context.Canceled): // no longer needed
 	case apierrors.IsResourceExpired(err), apierrors.IsGone(err): // all is listed anew
 	case options.SendInitialEvents != nil && (apierrors.IsInvalid(err) || apierrors.IsBadRequest(err)): // an older server: it is asked for a list
 	default:
@@ -84,7 +84,7 @@ func (h *apiHealth) heard(ctx context.Context, verb string, options metav1.ListO
 	}
 }
 
-// store is a reflector's store of what is kept of each object.
+// store is a reflector's store of the kept part of each object.
 type store[T any] struct {
 	c   *cluster
 	of  func(*unstructured.Unstructured) T
@@ -95,7 +95,7 @@ func newStore[T any](c *cluster, of func(*unstructured.Unstructured) T) *store[T
 	return &store[T]{c: c, of: of}
 }
 
-// change changes the objects, and has them looked at.
+// change changes the objects, and wakes the reader.
 func (s *store[T]) change(change func()) error {
 	s.c.mu.Lock()
 	change()
@@ -104,7 +104,7 @@ func (s *store[T]) change(change func()) error {
 	return nil
 }
 
-// Add takes in an object.
+// Add notes a new object.
 func (s *store[T]) Add(object any) error {
 	u, is := object.(*unstructured.Unstructured)
 	if !is {
@@ -118,7 +118,7 @@ func (s *store[T]) Add(object any) error {
 	})
 }
 
-// Update takes in an object that has changed.
+// Update notes a changed object.
 func (s *store[T]) Update(object any) error { return s.Add(object) }
 
 // Delete takes an object out.
@@ -130,7 +130,7 @@ func (s *store[T]) Delete(object any) error {
 	return s.change(func() { delete(s.all, u.GetNamespace()+"/"+u.GetName()) })
 }
 
-// Replace takes in all objects anew.
+// Replace replaces all objects.
 func (s *store[T]) Replace(objects []any, _ string) error {
 	all := make(map[string]T, len(objects))
 	for _, object := range objects {
@@ -157,14 +157,14 @@ func (k *kubeSource) followPool(ctx context.Context) {
 	k.reflect(ctx, poolResource, func(o *metav1.ListOptions) { o.FieldSelector = name }, store)
 }
 
-// missing says that there is no such pool. What is known of it stays: its workers are
+// missing notes that there is no such pool. Its last state stays: its workers are
 // there.
 func (s *poolStore) missing() error {
 	s.trouble.is(fmt.Errorf("there is no InferencePool %s in namespace %s", s.k.settings.Pool, s.k.namespace), stayAsKnown("worker"))
 	return nil
 }
 
-// Add takes in the pool.
+// Add notes the pool.
 func (s *poolStore) Add(object any) error {
 	u, is := object.(*unstructured.Unstructured)
 	if !is || u.GetName() != s.k.settings.Pool {
@@ -183,7 +183,7 @@ func (s *poolStore) Add(object any) error {
 	return nil
 }
 
-// Update takes in the pool after a change.
+// Update notes a change of the pool.
 func (s *poolStore) Update(object any) error { return s.Add(object) }
 
 // Delete notes that the pool has gone.
@@ -194,7 +194,7 @@ func (s *poolStore) Delete(object any) error {
 	return nil
 }
 
-// Replace takes in the pool, or that there is none.
+// Replace notes the pool, or that there is none.
 func (s *poolStore) Replace(objects []any, _ string) error {
 	for _, object := range objects {
 		if u, is := object.(*unstructured.Unstructured); is && u.GetName() == s.k.settings.Pool {

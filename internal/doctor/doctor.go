@@ -26,7 +26,7 @@ type Command struct {
 	Unusable error `kong:"-"` // why the settings cannot be used on this machine; nil: they can
 }
 
-// Setup is what the router would start with.
+// Setup is the configuration with which the router would start.
 type Setup struct {
 	Engine   process.Engine   // whose workers are started
 	Starts   bool             // Engine is used

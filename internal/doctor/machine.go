@@ -20,7 +20,7 @@ const (
 	fewDescriptors = 4096
 )
 
-// checkMachine checks what the router needs on this machine: its library, Python, the
+// checkMachine checks the router's requirements on this machine: its library, Python, the
 // GPUs and the model.
 func (c Command) checkMachine(ctx context.Context, s Setup, r *report) {
 	if c.Unusable != nil {

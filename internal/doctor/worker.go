@@ -21,9 +21,9 @@ import (
 )
 
 const (
-	// maxAnswer bounds what is read of a worker's answer, bytes.
+	// maxAnswer bounds the part of a worker's answer that is read, bytes.
 	maxAnswer = 16 << 20
-	// maxShown bounds what is shown of a foreign text, bytes.
+	// maxShown bounds the part of a foreign text that is shown, bytes.
 	maxShown = 200
 	// maxCaches bounds the different KV-cache settings that are shown of a worker.
 	maxCaches = 4
@@ -43,7 +43,7 @@ type patient struct {
 	endpoints []string // of its KV events
 }
 
-// answer is what a worker answered.
+// answer is a worker's answer.
 type answer struct {
 	status int
 	body   []byte

@@ -97,7 +97,7 @@ func (e *Encoder) Close() {
 }
 
 // loadExact returns the tokenizer of crate tokenizers and loads it if it is not in
-// memory. The error says that the file cannot be read or has changed.
+// memory. The error means that the file cannot be read or has changed.
 func (e *Encoder) loadExact() (*tokenizers.Tokenizer, error) {
 	e.mu.Lock()
 	defer e.mu.Unlock()
@@ -123,7 +123,7 @@ func (e *Encoder) Library() (name, why string) {
 	return "tokenizers", e.why
 }
 
-// Decode returns the text of tokens, including special tokens. The error says that the
+// Decode returns the text of tokens, including special tokens. The error means that the
 // tokenizer's file cannot be read or has changed.
 func (e *Encoder) Decode(tokens []uint32) (string, error) {
 	exact, err := e.loadExact()
@@ -218,7 +218,7 @@ func special(add bool) C.int32_t {
 }
 
 // differs reports whether fastokens has other tokens for a text than crate tokenizers,
-// and for which. What it cannot encode does not count: the other one does that.
+// and for which. Texts that it cannot encode do not count: the other one encodes them.
 func (e *Encoder) differs(texts []string) (text string, differs bool) {
 	fast, exact := Pieces(e.Encode), make([][]uint32, 1)
 	for i, text := range texts {

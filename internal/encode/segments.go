@@ -75,7 +75,7 @@ func NewSegments(tokenizerJSON []byte, encode Pieces, cacheTokens int) *Segments
 	return s
 }
 
-// SetCache bounds the tokens remembered; what was so far is forgotten. It must not
+// SetCache bounds the tokens remembered, and empties the cache. It must not
 // be called while texts are encoded.
 func (s *Segments) SetCache(tokens int) {
 	s.cache = nil

@@ -37,7 +37,7 @@ func DefaultSettings() Settings {
 	return Settings{Blocks: 16384, BlockSize: 64, MaxSeqs: 256, MaxBatchedTokens: 8192, Timing: DefaultTiming()}
 }
 
-// Timing says how long a pass takes: a polynomial of the prompt tokens that it
+// Timing is the duration of a pass: a polynomial of the prompt tokens that it
 // computes, plus one of the share of the KV cache (0..1) that the tokens of decoding
 // requests fill. Coefficients are in ms, the constant first. A part with nothing to
 // do takes no time.
@@ -58,7 +58,7 @@ func DefaultTiming() Timing {
 	}
 }
 
-// Pass returns how long a pass takes that computes prefill prompt tokens and decodes
+// Pass returns the time that a pass takes that computes prefill prompt tokens and decodes
 // requests whose tokens fill the share usage of the cache; decoding is false if it
 // decodes none.
 func (t Timing) Pass(prefill int, usage float64, decoding bool) time.Duration {
@@ -79,7 +79,7 @@ func (t Timing) Pass(prefill int, usage float64, decoding bool) time.Duration {
 // Request is one request to a simulated engine.
 type Request struct {
 	// Blocks are the prompt's full blocks (Engine is the sequence hash, Local the
-	// local hash) and then, if they are to be cached too, those that the output
+	// local hash) and then, if they are cached too, those that the output
 	// will fill.
 	Blocks    []kv.StoredBlock
 	Prompt    int // tokens, at least 1
@@ -89,14 +89,14 @@ type Request struct {
 	Generated int // tokens emitted so far
 	Tag       any // the owner's
 
-	// Fetch tells that another engine has computed the prompt: this one takes
-	// blocks for it, tells its owner, waits for Fetched, and computes but the last
+	// Fetch is whether another engine has computed the prompt: this one takes
+	// blocks for it, notifies its owner, waits for Fetched, and computes but the last
 	// token.
 	Fetch bool
-	// Missing are the prompt's tokens that are to be fetched: those of the blocks
-	// that are not in the cache. Valid once the owner is told.
+	// Missing are the prompt's tokens to fetch: those of the blocks
+	// that are not in the cache. Valid once the owner is notified.
 	Missing int
-	// Keep tells that the blocks stay taken after the last token until Abort, for
+	// Keep is whether the blocks stay taken after the last token until Abort, for
 	// another engine to fetch.
 	Keep bool
 
@@ -118,14 +118,14 @@ type Event struct {
 	HasParent bool             // false: Blocks start a prompt
 	Blocks    []kv.StoredBlock // stored, one after the other; part of Request.Blocks
 	First     int              // index of Blocks[0] in Request.Blocks
-	Request   *Request         // whose prompt it is
+	Request   *Request         // owner of the prompt
 	Removed   []uint64         // engine hashes; only valid during the call
 }
 
 // Engine is the core of a simulated vLLM worker: paged blocks with prefix
 // caching, continuous batching, chunked prefill, preemption. It has no clock and
 // no lock: one goroutine starts passes with Begin and ends each with End after
-// the time that Begin told.
+// the time that Begin returned.
 //
 // A pass computes at most MaxBatchedTokens tokens: first those of the running
 // requests in the order of their admission (one each if decoding, else what is
@@ -141,7 +141,7 @@ type Engine struct {
 	running []*Request // in the order of admission
 	waiting []*Request
 
-	Fetch    func(*Request) // told of requests whose prompts are to be fetched
+	Fetch    func(*Request) // called with requests whose prompts must be fetched
 	fetching []*Request     // they have blocks for it
 	fetched  []*Request     // their prompts have come; the batch was full
 	kept     []*Request     // ended ones that Keep their blocks
@@ -172,7 +172,7 @@ func (e *Engine) Submit(r *Request) error {
 		return fmt.Errorf("simulated request of %d + %d tokens needs %d blocks of %d; the engine has %d",
 			r.Prompt, r.Output, need, e.Cfg.BlockSize, e.Cfg.Blocks)
 	}
-	if r.uncached = r.Prompt; e.Cfg.Caching == CacheComputed { // only SGLang tells it
+	if r.uncached = r.Prompt; e.Cfg.Caching == CacheComputed { // only SGLang reports it
 		cached, _ := e.found(r)
 		r.uncached -= cached * e.Cfg.BlockSize
 	}
@@ -198,7 +198,7 @@ func (e *Engine) found(r *Request) (cached, inactive int) {
 }
 
 // Abort removes a request from whichever queue it is in. A finished request with
-// Keep lets go of its blocks.
+// Keep frees its blocks.
 func (e *Engine) Abort(r *Request) {
 	for _, queue := range []*[]*Request{&e.waiting, &e.running, &e.fetching, &e.fetched, &e.kept} {
 		if takeOut(queue, r) {
@@ -219,7 +219,7 @@ func takeOut(queue *[]*Request, r *Request) bool {
 }
 
 // Begin starts a pass and returns how long it takes; busy is false if there is
-// nothing to do. Changes of the cache are told before it returns.
+// nothing to do. Changes of the cache are reported before it returns.
 func (e *Engine) Begin() (d time.Duration, busy bool) {
 	if e.inPass {
 		panic("simulated engine: a pass began inside a pass")
@@ -324,7 +324,7 @@ func (e *Engine) Queued() (tokens, uncached int) {
 	return tokens, uncached
 }
 
-// Load returns how many requests are in the batch, how many wait, and which share of
+// Load returns the number of requests in the batch, the number of waiting ones, and which share of
 // the blocks they hold, 0..1.
 func (e *Engine) Load() (running, waiting int, usage float64) {
 	return len(e.running), len(e.waiting) + len(e.fetching) + len(e.fetched), float64(e.Pool.Active()) / float64(e.Cfg.Blocks)
@@ -383,7 +383,7 @@ func (e *Engine) holdCached(r *Request) bool {
 }
 
 // hold takes blocks until r's hold that many tokens, or as many as it will ever
-// have, and tells which prompt blocks that stores and removes. It returns
+// have, and reports the prompt blocks stored and removed. It returns
 // false if there are not enough; then r may have got some of them.
 func (e *Engine) hold(r *Request, tokens int) bool {
 	need := e.blocksFor(min(tokens, r.Prompt+r.Output))
@@ -428,7 +428,7 @@ func (e *Engine) hold(r *Request, tokens int) bool {
 		}
 	}
 	// A block may be evicted and then stored again by the same call, never the
-	// other way round, because what is stored is active.
+	// other way round, because stored blocks are active.
 	if len(e.removed) > 0 {
 		e.events(Event{Removed: e.removed})
 	}
@@ -438,7 +438,7 @@ func (e *Engine) hold(r *Request, tokens int) bool {
 	return enough
 }
 
-// tellStored tells that blocks of r, from first to below end, are in the cache.
+// tellStored reports that blocks of r, from first to below end, are in the cache.
 func (e *Engine) tellStored(r *Request, first, end int) {
 	event := Event{Stored: true, Blocks: r.Blocks[first:end], First: first, Request: r}
 	if first > 0 {
@@ -467,7 +467,7 @@ func (e *Engine) cacheComputed(r *Request, tokens int) {
 	}
 }
 
-// keyFirst caches the first blocks of r, which are full, and tells of those that
+// keyFirst caches the first blocks of r, which are full, and reports those that
 // the cache did not have.
 func (e *Engine) keyFirst(r *Request, blocks int) {
 	blocks = min(len(r.Blocks), blocks)
@@ -510,7 +510,7 @@ func (e *Engine) preemptLast() {
 	e.waiting = slices.Insert(e.waiting, 0, r)
 }
 
-// drop takes from r what it holds, the end of the prompt first, so that the end
+// drop takes its blocks from r, the end of the prompt first, so that the end
 // of a chain is evicted before its start.
 func (e *Engine) drop(r *Request) {
 	for _, b := range slices.Backward(r.Held) {

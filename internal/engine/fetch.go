@@ -2,13 +2,13 @@ package engine
 
 import "slices"
 
-// beginFetch takes the blocks for a prompt that is computed elsewhere and tells
+// beginFetch takes the blocks for a prompt that is computed elsewhere and notifies
 // the owner, which must call Fetched. It returns false if there are not enough.
 func (e *Engine) beginFetch(r *Request) bool {
 	if !e.holdCached(r) {
 		return false
 	}
-	r.unkeyed = true // nobody finds what has not come
+	r.unkeyed = true // blocks that have not come are not found
 	r.Missing = r.Prompt - r.computed
 	e.fetching = append(e.fetching, r)
 	if !e.hold(r, r.Prompt+1) {

@@ -23,12 +23,12 @@ const (
 // that says when the batch was made.
 const maxLag = 24 * time.Hour
 
-// batchResult is what has come of a batch so far, to be logged once at its end.
+// batchResult is the result of a batch so far, logged once at its end.
 type batchResult struct {
 	bad     int    // events that may have been removals, and made no sense
 	cleared int    // times that the rank was cleared
 	reason  string // of the first time
-	// stored tells that the rank may hold blocks: it was not cleared, or has stored
+	// stored is whether the rank may hold blocks: it was not cleared, or has stored
 	// some since.
 	stored bool
 }
@@ -65,7 +65,7 @@ func (s *Stream) Apply(seq uint64, payload []byte, live bool) {
 	s.history.beginBatch(seq, s.sum)
 	defer func() {
 		// Of a peer's dump the blocks may be of a later moment than the batch, and
-		// a history that is to be asked for again is not known in full.
+		// a history that must be requested again is not known in full.
 		s.history.at = position{}
 		if !s.seeded && !s.resync {
 			s.history.at = s.position()
@@ -73,7 +73,7 @@ func (s *Stream) Apply(seq uint64, payload []byte, live bool) {
 		s.history.endBatch()
 	}()
 	s.stats.Batches.Add(1)
-	defer s.stats.LastSeq.Store(seq) // whoever sees it finds the batch in the index
+	defer s.stats.LastSeq.Store(seq) // after this the batch is in the index
 	s.applying, s.batch.stored = true, true
 	defer func() {
 		s.applying = false
@@ -203,7 +203,7 @@ func (s *Stream) applyStored(e *kvEvent) error {
 	if s.overflows(len(s.blocks)) {
 		return nil
 	}
-	if s.seeded { // or a block that the peer has told counts twice
+	if s.seeded { // or a block from the peer counts twice
 		s.index.Remove(s.Src.Worker, e.hashes)
 	}
 	s.batch.stored = true
@@ -211,7 +211,7 @@ func (s *Stream) applyStored(e *kvEvent) error {
 	case errors.Is(err, radix.ErrParentUnknown):
 		s.stats.UnknownParent.Add(1)
 		if s.stats.Cold.Load() {
-			return nil // expected: their parents are among what is missing
+			return nil // expected: their parents are missing, too
 		}
 		s.clear("stored blocks follow a block that it is not known to hold")
 		s.resync, s.retryAt = true, time.Now()
@@ -225,7 +225,7 @@ func (s *Stream) applyStored(e *kvEvent) error {
 	return nil
 }
 
-// overflows tells whether the rank would hold more with so many further blocks than
+// overflows reports whether the rank would hold more with that many further blocks than
 // its cache can: removals do not come, or are not the engine's. Then its blocks are
 // cleared, and its history is asked for again in a while.
 func (s *Stream) overflows(more int) bool {
@@ -243,15 +243,15 @@ func (s *Stream) overflows(more int) bool {
 	return true
 }
 
-// ownCache tells whether an event is about the engine's own KV cache rather
+// ownCache reports whether an event is about the engine's own KV cache rather
 // than an offloading tier or another process.
 func ownCache(e *kvEvent) bool {
 	return (len(e.medium) == 0 || string(e.medium) == "GPU") && string(e.locality) != "REMOTE"
 }
 
-// fullAttention tells whether a stored block means that the whole prefix up to
+// fullAttention reports whether a stored block means that the whole prefix up to
 // it is usable. Groups with a sliding window, a state or cross attention keep
-// some blocks only. Where the engine does not tell the kind, its first group
+// some blocks only. Where the engine does not report the kind, its first group
 // counts.
 func fullAttention(e *kvEvent) bool {
 	switch string(e.specKind) {

@@ -25,7 +25,7 @@ const (
 // vllm/v1/core/kv_cache_utils.py): the LoRA name again, multimodal items, the
 // cache salt (a prompt's first block only), a digest of prompt embeddings. The
 // name and the salt enter as HashBlocks does it, media as HashMediaBlocks; all
-// else is mixed in as raw bytes, so that nothing matches it. SGLang has no extra keys: it tells the cache salt with every event, of
+// else is mixed in as raw bytes, so that nothing matches it. SGLang has no extra keys: it sends the cache salt with every event, of
 // whichever part of the prompt.
 func (d *batchDecoder) blocks(dst []kv.StoredBlock, e *kvEvent) ([]kv.StoredBlock, error) {
 	switch n := len(e.hashes); {

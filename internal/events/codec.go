@@ -22,11 +22,11 @@ const (
 	keptTokens     = 1 << 18 // tokens
 )
 
-// errBrokenPayload says that a payload is not msgpack from some byte on:
-// what follows cannot be told apart from the bad value and is lost.
+// errBrokenPayload means that a payload is not msgpack from some byte on:
+// the rest cannot be separated from the bad value and is lost.
 var errBrokenPayload = errors.New("payload is cut short or is not msgpack")
 
-// eventKind tells what an event does to a worker's blocks.
+// eventKind is the effect of an event on a worker's blocks.
 type eventKind uint8
 
 const (
@@ -50,13 +50,13 @@ type kvEvent struct {
 	lora      []byte   // adapter name; empty: none
 	loraID    []byte   // adapter number as msgpack; nil: none
 	extra     []int    // payload offset of each block's extra keys; nil: none
-	salt      []byte   // cache salt of the whole prompt, as SGLang tells it; empty: none
+	salt      []byte   // cache salt of the whole prompt, as SGLang sends it; empty: none
 
 	medium   []byte // "GPU" or empty: the engine's own cache
 	locality []byte // "REMOTE": held by another process
 	group    int    // KV-cache group of a hybrid model; valid if hasGroup
 	hasGroup bool
-	specKind []byte // attention kind of the group; empty: not told
+	specKind []byte // attention kind of the group; empty: unknown
 }
 
 // The fields of an event in the order in which engines up to vLLM 0.23 send
@@ -122,7 +122,7 @@ func (d *batchDecoder) trim() {
 	}
 }
 
-// more tells whether the batch has another event.
+// more reports whether the batch has another event.
 func (d *batchDecoder) more() bool { return d.left > 0 }
 
 // next decodes one event. After an error that is not errBrokenPayload the

@@ -58,7 +58,7 @@ type dumpStored struct {
 	Blocks        []dumpBlock `json:"blocks"`
 }
 
-// placed tells whether the blocks' place is known. Without a parent they can stand at
+// placed reports whether the blocks' place is known. Without a parent they can stand at
 // a prompt's beginning only: to store others there would be a wrong match.
 func (s *dumpStored) placed() bool {
 	return s.ParentHash != nil || s.StartPosition == nil || *s.StartPosition == 0
@@ -85,13 +85,13 @@ type dumpBlock struct {
 	TokensHash uint64 `json:"tokens_hash"`
 }
 
-// DumpPart is one partition of a dump that is to be written.
+// DumpPart is one partition of a dump to write.
 type DumpPart struct {
 	Name    string // MODEL:GROUP
 	Workers []kv.WorkerKey
 }
 
-// WriteDump writes what the workers of all parts hold. Blocks that follow each
+// WriteDump writes the blocks of the workers of all parts. Blocks that follow each
 // other come in one event.
 func WriteDump(w io.Writer, index radix.Index, blockSize int, parts []DumpPart) error {
 	out := bufio.NewWriter(w)
@@ -120,9 +120,9 @@ func WriteDump(w io.Writer, index radix.Index, blockSize int, parts []DumpPart) 
 // dumpWriter makes events of the blocks that an index yields.
 type dumpWriter struct {
 	out    *bufio.Writer
-	open   *DumpEvent // what the next block may still be added to
+	open   *DumpEvent // the event to which the next block may be added
 	events int        // written, of this partition
-	err    error      // of writing: nobody reads any more
+	err    error      // of writing: the reader is gone
 }
 
 // add takes one block.
@@ -162,7 +162,7 @@ const (
 	dumpTimeout  = 60 * time.Second // for the whole of it
 )
 
-// Recovered says what a peer's dump brought.
+// Recovered is the result of a peer's dump.
 type Recovered struct {
 	Peer      string
 	Blocks    int
@@ -173,7 +173,7 @@ type Recovered struct {
 // RecoverIndex fills the index from the first of the peers (base URLs) that answers
 // GET /dump with a dump. key is the bearer key to show them; empty: none. The index
 // must be empty, and nothing else may write to it meanwhile. After a failure nothing
-// of that peer is left in it. The error names every peer and what is wrong with it.
+// of that peer is left in it. The error names every peer and its fault.
 func RecoverIndex(ctx context.Context, index radix.Index, blockSize int, key string, peers []string, log *slog.Logger) (Recovered, error) {
 	var failures []error
 	for _, peer := range peers {
@@ -243,7 +243,7 @@ type dumpReader struct {
 	blockSize int
 	log       *slog.Logger
 	found     Recovered
-	ranks     map[kv.WorkerKey]bool // that it tells of
+	ranks     map[kv.WorkerKey]bool // in the dump
 }
 
 // object calls member for the name of every member of the object that comes

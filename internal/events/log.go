@@ -36,7 +36,7 @@ type Log struct {
 	at      position // that the rank's blocks are as of
 }
 
-// loggedBatch is what a batch did to the index.
+// loggedBatch is the changes of the index by a batch.
 type loggedBatch struct {
 	seq, digest uint64
 	blocks      int // named in events, which count as one each at least
@@ -51,7 +51,7 @@ type position struct {
 	groupKnown bool
 }
 
-// peerEvent is one event as routers tell each other. Those of a batch share its
+// peerEvent is one event as routers exchange it. Those of a batch share its
 // sequence number as id; in a dump ids only count.
 type peerEvent struct {
 	ID   uint64 `json:"event_id"`
@@ -76,7 +76,7 @@ type Answer struct {
 	DPRank    uint32 `json:"dp_rank"`
 	BlockSize int    `json:"block_size"`
 	Complete  bool   `json:"complete"` // nothing before the events is missing
-	// Last is the batch after which the index is as told, or the newest there is:
+	// Last is the batch after which the index is as sent, or the newest there is:
 	// where to go on from, never an event's id. Without one nothing is known.
 	Last *uint64 `json:"last_event_id"`
 	// Digests of batches as they came from the engine (XXH3-64), where they are
@@ -86,7 +86,7 @@ type Answer struct {
 	CheckDigest  *uint64 `json:"check_digest"`  // of the one named by check
 
 	Events []peerEvent `json:"events"` // the last member: see Write
-	// dump yields the events in place of Events, of an answer that is to be written.
+	// dump yields the events in place of Events, of an answer yet to be written.
 	dump iter.Seq[peerEvent]
 }
 
@@ -125,7 +125,7 @@ func (a *Answer) Write(to io.Writer) error {
 	return out.Flush()
 }
 
-// beginBatch opens the log for what the batch does; endBatch must follow.
+// beginBatch opens the log for the batch's changes; endBatch must follow.
 func (l *Log) beginBatch(seq, digest uint64) {
 	l.mu.Lock()
 	if n := len(l.batches); n > 0 && l.batches[n-1].seq+1 != seq {
@@ -156,7 +156,7 @@ func (l *Log) newest() *loggedBatch { return &l.batches[len(l.batches)-1] }
 // forget drops all batches.
 func (l *Log) forget() { l.batches, l.blocks = nil, 0 }
 
-// stored, removed and cleared note what the open batch has done to the index.
+// stored, removed and cleared note changes of the index by the open batch.
 func (l *Log) stored(parent uint64, hasParent bool, blocks []kv.StoredBlock) {
 	var e peerEvent
 	e.Data.Stored = &dumpStored{Blocks: make([]dumpBlock, len(blocks))}
@@ -179,7 +179,7 @@ func (l *Log) removed(engine []uint64) {
 }
 
 // note adds an event to the open batch. One batch can be larger than what all
-// together may have: then its events are not kept, and whoever asks for them gets
+// together may have: then its events are not kept, and a request for them gets
 // all blocks.
 func (l *Log) note(e peerEvent, blocks int) {
 	b := l.newest()
@@ -191,7 +191,7 @@ func (l *Log) note(e peerEvent, blocks int) {
 	b.events = append(b.events, e)
 }
 
-// cleared also serves outside of a batch: what was known is then doubtful, and
+// cleared also serves outside of a batch: the known blocks are then doubtful, and
 // the log begins afresh.
 func (l *Log) cleared() {
 	if l.open {
@@ -208,14 +208,14 @@ func (l *Log) cleared() {
 	l.at = position{}
 }
 
-// reach notes what the rank's blocks are as of, outside of a batch.
+// reach notes the position of the rank's blocks, outside of a batch.
 func (l *Log) reach(at position) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	l.at = at
 }
 
-// position returns what the rank's blocks are as of.
+// position returns the position of the rank's blocks.
 func (l *Log) position() position {
 	l.mu.Lock()
 	defer l.mu.Unlock()
@@ -223,7 +223,7 @@ func (l *Log) position() position {
 }
 
 // held returns the rank's blocks as they are between two batches, and what they are
-// as of. complete says that none is missing; count is how many there are, copies
+// as of. complete means that none is missing; count is the number of them, copies
 // counted once.
 func (l *Log) held() (at position, complete bool, count int, blocks iter.Seq[radix.PlacedBlock]) {
 	l.mu.Lock()
@@ -245,7 +245,7 @@ func (l *Log) digest(seq uint64) *uint64 {
 
 // Query returns the batches from start to end (clamped to what there is), or
 // all blocks where start is nil or so old that it is not kept any more. check is
-// a batch whose digest is asked for, too.
+// a batch whose digest is requested, too.
 func (l *Log) Query(start, end, check *uint64) Answer {
 	answer := Answer{Kind: kindDump, WorkerID: l.worker.Worker, DPRank: l.worker.Rank}
 	l.mu.Lock()
@@ -292,7 +292,7 @@ func (l *Log) Query(start, end, check *uint64) Answer {
 // follow each other come in one event, up to dumpedTogether of them.
 func dumped(blocks iter.Seq[radix.PlacedBlock]) iter.Seq[peerEvent] {
 	return func(yield func(peerEvent) bool) {
-		var open peerEvent // what the next block may still be added to
+		var open peerEvent // the event to which the next block may be added
 		var together []dumpBlock
 		send := func() bool {
 			if len(together) == 0 {

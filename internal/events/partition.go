@@ -12,7 +12,7 @@ const (
 	DefaultGroup = "default"
 )
 
-// Partition is what a request and the workers it may go to have in common: a
+// Partition is the common property of a request and the workers it may go to: a
 // model (empty in a request: any) and a routing group. All partitions of a
 // router share its index, its queue and its block size.
 type Partition struct{ Model, Group string }

@@ -28,9 +28,9 @@ const (
 	peerAnswerLimit = 256 << 20        // bytes
 	peerAnswerSize  = 1 << 24          // blocks, where an event counts as peerEventSize
 	peerEventSize   = 4
-	// peerTurns is how many answers are read at a time, for whatever ranks.
+	// peerTurns is the number of answers that are read at a time, over all ranks.
 	peerTurns = 2
-	// peerRetries is how often a peer that has not seen the newest batch yet is
+	// peerRetries is the number of times that a peer that has not seen the newest batch yet is
 	// asked again, after peerPause and each time double.
 	peerRetries = 3
 	peerPause   = 50 * time.Millisecond
@@ -47,7 +47,7 @@ func NewPeers(urls []string, key string) *Peers {
 }
 
 // newPeerClient returns what asks peers: over a new connection each time, and
-// nobody else than them.
+// only them.
 func newPeerClient() *http.Client {
 	transport := web.NewTransport(nil)
 	transport.DisableKeepAlives = true
@@ -128,7 +128,7 @@ func readAnswer(in io.Reader) (answer Answer, err error) {
 // askPeers brings the rank up to the live batch seq, which has the hash sum, by
 // what another router has applied: the events since the last one applied here,
 // else all blocks. That router must have seen the same live batch, and where it
-// tells events, the same batch before them. Not ok: nothing has changed, or the
+// sends events, the same batch before them. Not ok: nothing has changed, or the
 // rank was forgotten.
 func (s *Stream) askPeers(ctx context.Context, seq, sum uint64) (ok bool) {
 	if s.Peers == nil {
@@ -155,7 +155,7 @@ func (s *Stream) askPeers(ctx context.Context, seq, sum uint64) (ok bool) {
 				behind = true
 			case answer.CheckDigest == nil || *answer.CheckDigest != sum || answer.LastDigest == nil || answer.BlockSize != s.Src.BlockSize:
 				s.warnOnce("peer "+peer, "another router follows another worker under this id", "peer", peer)
-			case !answer.Complete: // what it lacks, it would lack here
+			case !answer.Complete: // its missing blocks would be missing here
 			case s.take(answer):
 				s.log.Info("recovered missed KV events from another router", "peer", peer, "kind", answer.Kind, "events", len(answer.Events))
 				return true
@@ -172,7 +172,7 @@ func (s *Stream) askPeers(ctx context.Context, seq, sum uint64) (ok bool) {
 	return false
 }
 
-// take applies a peer's answer. Where it goes on is told by the answer as a
+// take applies a peer's answer. The answer as a whole says where it goes on: a
 // whole: ids of a dump's events are made up.
 func (s *Stream) take(answer Answer) bool {
 	s.history.cleared() // it cannot vouch for batches that it has not seen

@@ -18,7 +18,7 @@ import (
 const (
 	// recordingQueue is how many changes may wait for the disk.
 	recordingQueue = 10_000
-	// recordedMemory is about what a change takes in memory beside its blocks, bytes.
+	// recordedMemory is about the memory of a change beside its blocks, bytes.
 	recordedMemory = 256
 )
 
@@ -32,7 +32,7 @@ type recordedLine struct {
 type recordedEvent struct {
 	WorkerID    uint64          `json:"worker_id"`
 	StorageTier string          `json:"storage_tier"`
-	Domain      json.RawMessage `json:"residency_domain,omitempty"` // whose cache it is, where it may be another's than the worker's
+	Domain      json.RawMessage `json:"residency_domain,omitempty"` // owner of the cache, where it may not be the worker
 	Event       recordedChange  `json:"event"`
 }
 
@@ -82,7 +82,7 @@ func (d *recordedData) UnmarshalJSON(text []byte) error {
 	return nil
 }
 
-// Recording is an index that writes to a file what is changed in it. A nil one has
+// Recording is an index that writes its changes to a file. A nil one has
 // written nothing.
 type Recording struct {
 	radix.Index
@@ -94,7 +94,7 @@ type Recording struct {
 	next map[kv.WorkerKey]uint64
 }
 
-// OpenRecording returns what the index is to be changed through: a Recording of
+// OpenRecording returns the Index through which changes go: a Recording of
 // --record-events, which Close must follow, or the index itself and nil. An error says
 // that the file cannot be opened, or holds something else.
 func OpenRecording(settings Settings, index radix.Index, log *slog.Logger) (radix.Index, *Recording, error) {
@@ -126,7 +126,7 @@ var errRecording = errors.New("found")
 // checkRecording refuses a file whose first whole line is no event.
 func checkRecording(name string) error {
 	if info, err := os.Lstat(name); err != nil || !info.Mode().IsRegular() {
-		return nil // opening it tells what is wrong
+		return nil // opening it returns the error
 	}
 	file, err := os.Open(name)
 	if err != nil {
@@ -207,7 +207,7 @@ func (r *Recording) Forget(worker uint64) {
 func (r *Recording) note(w kv.WorkerKey, data recordedData, blocks int) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
-	if r.began.IsZero() { // each recording begins at 0: so the next one in a file is told from this
+	if r.began.IsZero() { // each recording begins at 0: so the next one in a file differs from this
 		r.began = time.Now()
 	}
 	r.lines.Write(recordedLine{
@@ -217,7 +217,7 @@ func (r *Recording) note(w kv.WorkerKey, data recordedData, blocks int) {
 	r.next[w]++
 }
 
-// Lost returns how many changes are missing in the file so far.
+// Lost returns the number of changes that are missing in the file so far.
 func (r *Recording) Lost() uint64 {
 	if r == nil {
 		return 0
@@ -225,11 +225,11 @@ func (r *Recording) Lost() uint64 {
 	return r.lines.Lost()
 }
 
-// recordingEnd is how long Close waits for the disk.
+// recordingEnd is the time that Close waits for the disk.
 const recordingEnd = 5 * time.Second
 
-// Close writes what is left and closes the file. It does not wait long for a disk
-// that hangs: workers are to be ended next.
+// Close writes the queued changes and closes the file. It does not wait long for a disk
+// that hangs: workers are ended next.
 func (r *Recording) Close() {
 	if r == nil {
 		return

@@ -18,16 +18,16 @@ import (
 	"kvrouter/internal/radix"
 )
 
-// Bounds of what is read of a recording.
+// Bounds of a recording.
 const (
-	// maxRecordedBlocks is how many blocks all ranks may hold at once, of some 58
+	// maxRecordedBlocks is the number of blocks that all ranks may hold at once, of some 58
 	// bytes each.
 	maxRecordedBlocks = 1 << 25
 	// recordedErrorText is the longest text of an error in a line, bytes.
 	recordedErrorText = 200
 )
 
-// ReplayCommand applies a recording of KV events to an empty index and tells what
+// ReplayCommand applies a recording of KV events to an empty index and prints what
 // came of it.
 type ReplayCommand struct {
 	File         string        `arg:"" help:"File of --record-events, or of Dynamo's KvRecorder."`
@@ -46,7 +46,7 @@ func (c *ReplayCommand) Validate() error {
 }
 
 // Run reads the file and writes the summary. blockSize is that of PromptTokens, in
-// tokens. An error says that the file cannot be read to its end, or has no events.
+// tokens. An error means that the file cannot be read to its end, or has no events.
 func (c *ReplayCommand) Run(blockSize int, out io.Writer) error {
 	if blockSize < 1 {
 		return errors.New("--block-size must be greater than 0")
@@ -113,12 +113,12 @@ type Replayed struct {
 	live       map[kv.WorkerKey]*replayedRank // those of this recording
 	held       int                            // blocks of all ranks
 
-	errors []string // at most so many
+	errors []string // bounded
 	most   int
 	wrong  int // all of them
 }
 
-// replayedRank counts what the lines say of a rank.
+// replayedRank counts a rank's lines.
 type replayedRank struct {
 	stored, removed int // blocks that were
 	cleared         int // times
@@ -131,7 +131,7 @@ type replayedRank struct {
 	seen            bool // next is known
 }
 
-// fail notes what is wrong with a line.
+// fail notes the fault of a line.
 func (r *Replayed) fail(number int, what string) {
 	if r.wrong++; len(r.errors) < r.most {
 		r.errors = append(r.errors, fmt.Sprintf("line %d: %.*s", number, recordedErrorText, what))
@@ -180,14 +180,14 @@ func (r *Replayed) apply(number int, line *recordedLine) error {
 	return nil
 }
 
-// ownCache tells whether an event is about the KV cache of the worker's engine,
-// rather than a tier behind it or a cache of somebody else's.
+// ownCache reports whether an event is about the KV cache of the worker's engine,
+// rather than a tier behind it or another engine's cache.
 func (e *recordedEvent) ownCache() bool {
 	domain := string(e.Domain)
 	return (e.StorageTier == "" || strings.EqualFold(e.StorageTier, dumpTier)) && (domain == "" || domain == "null" || domain == `"worker"`)
 }
 
-// change applies data to the index and returns what is wrong with them.
+// change applies data to the index and returns their fault.
 func (r *replayedRank) change(index radix.Index, key kv.WorkerKey, data *recordedData) string {
 	switch {
 	case data.Cleared:
@@ -247,7 +247,7 @@ func (r *Replayed) print(out io.Writer, name string, index radix.Index) {
 	}
 }
 
-// printPrompt writes who holds how much of the prompt.
+// printPrompt writes how much of the prompt each worker holds.
 func (c *ReplayCommand) printPrompt(out io.Writer, index radix.Index, blockSize int) {
 	if len(c.PromptTokens) == 0 {
 		return

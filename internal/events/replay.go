@@ -18,11 +18,11 @@ import (
 // messages and drops more without a word, so each round brings at least that.
 const replayRounds = 64
 
-// replayRetries is how often a failed replay is asked for again in quick
+// replayRetries is the number of times that a failed replay is asked for again in quick
 // succession.
 const replayRetries = 8
 
-// retryPause is the wait after so many failures before the last one.
+// retryPause is the wait after a failure with that many before it.
 func (t streamTiming) retryPause(failures int) time.Duration {
 	if failures >= replayRetries {
 		return t.Retry
@@ -41,12 +41,12 @@ var (
 	errEndless    = errors.New("the replay does not end")
 )
 
-// catchUp brings the index up to what has been published so far. After an
+// catchUp brings the index up to the last published batch. After an
 // error it asks again later, and what the index holds is as old as before, or
 // nothing.
 func (s *Stream) catchUp(ctx context.Context) error {
 	fromStart := s.resync || !s.sure
-	whole := fromStart // what the rounds together bring
+	whole := fromStart // the result of all rounds together
 	applied := s.stats.ReplayedBatches.Load()
 	until := time.Now().Add(s.Timing.ReplayWhole)
 	for round := 0; ; round++ {
@@ -84,7 +84,7 @@ func (s *Stream) catchUp(ctx context.Context) error {
 }
 
 // replay asks once for the batches from the last applied one on, or from the
-// start of the publisher's buffer, and applies what is new. They must come in
+// start of the publisher's buffer, and applies new ones. They must come in
 // order, and all before the time until.
 func (s *Stream) replay(ctx context.Context, fromStart bool, until time.Time) error {
 	s.stats.Replays.Add(1)
@@ -98,7 +98,7 @@ func (s *Stream) replay(ctx context.Context, fromStart bool, until time.Time) er
 		return err
 	}
 	defer conn.Close()
-	// The empty frame is what a REQ socket would send; vLLM insists on it.
+	// A REQ socket would send the empty frame; vLLM requires it.
 	if err := conn.Send(nil, binary.BigEndian.AppendUint64(nil, from)); err != nil {
 		return fmt.Errorf("ask %s for a replay: %w", s.replayAt, err)
 	}

@@ -36,7 +36,7 @@ type Settings struct {
 	RecordEventsMaxBytes int64  `group:"Routing" default:"1073741824" help:"Maximum size of the file of --record-events, bytes; recording stops there."`
 }
 
-// Validate checks the settings. follows tells whether KV events are followed.
+// Validate checks the settings. follows reports whether KV events are followed.
 func (s Settings) Validate(follows bool) error {
 	switch {
 	case s.RecordEvents != "" && !follows:
@@ -56,7 +56,7 @@ func (s Settings) Validate(follows bool) error {
 
 const (
 	minSnapshotInterval = 100 * time.Millisecond
-	// usualBuffer is how many batches the replay of a rank keeps that does not tell:
+	// usualBuffer is the replay buffer, batches, of a rank that does not report its own:
 	// the default of vLLM and of SGLang.
 	usualBuffer = 10_000
 	// The file is written ahead of its time once a rank has published a quarter
@@ -71,7 +71,7 @@ const (
 	snapshotKept = 10 * time.Minute
 )
 
-// savedRank is what a snapshot holds of one rank.
+// savedRank is one rank in a snapshot.
 type savedRank struct {
 	worker          kv.WorkerKey
 	endpoint, topic string
@@ -79,7 +79,7 @@ type savedRank struct {
 	complete        bool // no block that the rank held is missing
 	blocks          int
 	runs            []byte // as in the file
-	// settled says that its blocks are in the index, or never will be.
+	// settled means that its blocks are in the index, or never will be.
 	settled atomic.Bool
 }
 
@@ -89,14 +89,14 @@ type Snapshot struct {
 	blockSize int
 	log       *slog.Logger
 	opened    time.Time
-	off       bool // the file is somebody else's: it is not written
+	off       bool // the file belongs to another process: it is not written
 
 	mu    sync.Mutex // guards ranks
 	ranks map[kv.WorkerKey]*savedRank
 
 	// The rest belongs to Run.
 
-	written map[kv.WorkerKey]position // what the file is as of
+	written map[kv.WorkerKey]position // positions in the file
 	began   time.Time                 // of the last write
 	rest    time.Duration             // from then on, before a write ahead of its time
 }
@@ -182,7 +182,7 @@ func (s *Stream) settle() {
 	}
 }
 
-// Run writes what the streams know to the file when that is due, until ctx ends, and
+// Run writes the streams' blocks to the file when that is due, until ctx ends, and
 // once more then. Writes that fail are logged; the file stays as it was.
 func (s *Snapshot) Run(ctx context.Context, streams func() []*Stream) {
 	ticker := time.NewTicker(min(minSnapshotInterval, s.settings.IndexSnapshotInterval))
@@ -209,8 +209,8 @@ func (s *Snapshot) Run(ctx context.Context, streams func() []*Stream) {
 	}
 }
 
-// due tells whether the file is to be written: after the interval, or once a rank has
-// gone so far that its replay might soon not reach back to what the file is as of.
+// due reports whether the file must be written: after the interval, or once a rank has
+// gone so far that its replay might soon not reach back to the file's position.
 func (s *Snapshot) due(now time.Time, streams []*Stream) bool {
 	age := now.Sub(s.began)
 	return age >= s.settings.IndexSnapshotInterval || age >= s.rest && slices.ContainsFunc(streams, s.behind)
@@ -270,7 +270,7 @@ func (s *Snapshot) waiting() (ranks []*savedRank) {
 	return ranks
 }
 
-// unchanged tells whether the file is as of where the streams are now.
+// unchanged reports whether the file is as of where the streams are now.
 func (s *Snapshot) unchanged(streams []*Stream) bool {
 	known := 0
 	for _, stream := range streams {

@@ -85,7 +85,7 @@ func (w *snapshotWriter) close() error {
 	return w.err
 }
 
-// writeSnapshot writes what the streams know of their ranks, and those waiting. It
+// writeSnapshot writes the streams' ranks, and those waiting. It
 // returns what each stream's rank is as of, and the size in bytes.
 func writeSnapshot(ctx context.Context, file io.Writer, blockSize int, streams []*Stream, waiting []*savedRank) (written map[kv.WorkerKey]position, size int, err error) {
 	w := newSnapshotWriter(file, blockSize)
@@ -165,7 +165,7 @@ type snapshotRun struct {
 // maxSnapshotText bounds an endpoint or a topic, bytes.
 const maxSnapshotText = 1 << 12
 
-// fitsSnapshot tells whether a rank is written at all.
+// fitsSnapshot reports whether a rank is written at all.
 func fitsSnapshot(src Source) bool {
 	return len(src.Endpoint) <= maxSnapshotText && len(src.Topic) <= maxSnapshotText
 }

@@ -25,7 +25,7 @@ type Stats struct {
 	PeerEvents        atomic.Uint64 // events taken over from another router after a gap
 	PeerDumps         atomic.Uint64 // times all blocks were taken over from another router
 	Replays           atomic.Uint64 // replays asked for
-	ReplayFailures    atomic.Uint64 // unanswered, or without what was asked for
+	ReplayFailures    atomic.Uint64 // unanswered, or without the requested batches
 	Restarts          atomic.Uint64 // times the publisher turned out to be a new one
 	Reconnects        atomic.Uint64 // connections after the first
 	DecodeErrors      atomic.Uint64 // events or batches that made no sense

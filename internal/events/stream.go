@@ -28,8 +28,8 @@ import (
 type Source struct {
 	Worker    kv.WorkerKey
 	Endpoint  string // PUB socket, e.g. tcp://127.0.0.1:5557; vLLM adds the rank to the port
-	Replay    string // ROUTER socket that replays what was published; empty: none
-	Buffer    int    // batches that Replay keeps, by the worker's account; 0: it does not tell
+	Replay    string // ROUTER socket that replays published batches; empty: none
+	Buffer    int    // batches that Replay keeps, as the worker reports; 0: unknown
 	Topic     string // prefix of the topics to take; empty: all
 	BlockSize int    // tokens a block, the same as the engine's
 	Seeded    bool   // the index has the rank's blocks from a peer
@@ -62,7 +62,7 @@ type streamTiming struct {
 // A missed batch is fetched from the replay endpoint; meanwhile live ones wait
 // in the connection (first TCP's buffers, then the publisher's queue of 100,000).
 // Each replay starts at the last applied batch, whose bytes must come back
-// unchanged: that proves that the publisher is still the same and tells a
+// unchanged: that proves that the publisher is still the same and separates a
 // restarted engine that has counted up to the same number. What cannot be made
 // good ends with the rank's blocks cleared, never with a wrong index.
 type Stream struct {
@@ -80,10 +80,10 @@ type Stream struct {
 	// The rest belongs to Run's goroutine.
 
 	replayAt string // src.Replay, until it proves useless
-	// seeded says that the blocks are a peer's, and may contain what the batches
+	// seeded means that the blocks are a peer's, and may contain what the batches
 	// to be replayed bring again; what those do not touch stays as it is.
 	seeded bool
-	// sure says that next is the batch that must come next: all before it were
+	// sure means that next is the batch that must come next: all before it were
 	// applied or are known to be lost. Otherwise any number may come.
 	sure bool
 	next uint64
@@ -91,11 +91,11 @@ type Stream struct {
 	// saved are the rank's blocks of a snapshot, until the publisher has proved that
 	// it is still the one that they are of; nil: there are none.
 	saved *savedRank
-	// resync says that the history is to be asked for again from its beginning,
+	// resync is whether the history must be requested again from its beginning,
 	// at retryAt; a replay that has just done that leaves it off.
 	resync   bool
 	retryAt  time.Time
-	failures int // of replays, since the last that brought what was asked for
+	failures int // of replays, since the last that brought the requested batches
 	// live is the highest sequence number + 1 that this connection has
 	// delivered; owed is what it should have delivered by the next check.
 	live, owed uint64
@@ -151,7 +151,7 @@ func NewStream(src Source, index radix.Index, options Options, log *slog.Logger)
 	return s
 }
 
-// History returns what the stream keeps for other routers.
+// History returns the log that the stream keeps for other routers.
 func (s *Stream) History() *Log { return s.history }
 
 // Stats returns the stream's counters.
@@ -202,7 +202,7 @@ func (s *Stream) Run(ctx context.Context) {
 		}
 		var broken *guard.PanicError
 		if errors.As(err, &broken) {
-			s.forget("what it sent broke its parser")
+			s.forget("its message crashed the parser")
 		}
 		if ctx.Err() != nil {
 			return
@@ -324,7 +324,7 @@ func (s *Stream) receive(ctx context.Context, seq uint64, payload []byte) error 
 		return nil
 	}
 	if !s.sure {
-		s.seeded = false // what was missed since the peer's dump is not known
+		s.seeded = false // events missed since the peer's dump are unknown
 		s.Begin(seq)
 	}
 	s.Apply(seq, payload, true)
@@ -378,7 +378,7 @@ func (s *Stream) restarted() {
 	s.forget("its KV-event publisher has restarted")
 }
 
-// forget gives up what is known about the rank, its place in the sequence too.
+// forget drops the rank's blocks and its place in the sequence.
 func (s *Stream) forget(why string) {
 	s.clear(why)
 	s.sure, s.next, s.groupKnown = false, 0, false

@@ -148,7 +148,7 @@ func served(message *extprocv3.ProcessingRequest) string {
 	return ""
 }
 
-// gateway returns what a stream's first message says of the request beside its headers,
+// gateway returns the data on the request in a stream's first message beside its headers,
 // and the conformance tests' choice where that is taken.
 func (p *Server) gateway(message *extprocv3.ProcessingRequest, header http.Header) *proxy.Gateway {
 	g := &proxy.Gateway{

@@ -41,14 +41,14 @@ const (
 	// maxMessage bounds one message, bytes: a gateway sends bodies in pieces of at most
 	// its own buffer, which is 1 MiB where nothing is said.
 	maxMessage = 4 << 20
-	// windowSize is what a gateway may send ahead on a connection, bytes: less would make
+	// windowSize is how much a gateway may send ahead on a connection, bytes: less would make
 	// each large body wait for its window.
 	windowSize = 1 << 20
 	// idlePing is the idle time of a connection before a keepalive ping.
 	idlePing = 30 * time.Second
-	// silenceLimit is how long a stream may be open before its request begins.
+	// silenceLimit is the time that a stream may be open before its request begins.
 	silenceLimit = 30 * time.Second
-	// selfSigned is how long a certificate made at the start is valid.
+	// selfSigned is the time that a certificate made at the start is valid.
 	selfSigned = 10 * 365 * 24 * time.Hour
 )
 
@@ -66,13 +66,13 @@ type Server struct {
 	checks     net.Listener // of health
 	cut        context.CancelCauseFunc
 	base       context.Context
-	handlers   sync.WaitGroup // of what may go on after its stream's Process: handlers, and who reads
+	handlers   sync.WaitGroup // goroutines that may outlive their stream's Process: handlers, and readers
 	warned     sync.Once      // of a gateway that sends bodies otherwise
 	leave      sync.Once
 	leaving    chan struct{} // closed when no new request is taken any more
 }
 
-// Deps are what the picker listens with and passes requests to.
+// Deps are the picker's listeners and the receiver of its requests.
 type Deps struct {
 	Host   string      // of both ports
 	Secure *tls.Config // for --ext-proc-tls; nil: a certificate is made
@@ -174,7 +174,7 @@ func (p *Server) Drain(limit time.Duration) (whole bool) {
 	return false
 }
 
-// cutTime is how long requests that were cut may take to answer their clients.
+// cutTime is the time that requests that were cut may take to answer their clients.
 const cutTime = 2 * time.Second
 
 // Close stops listening and ends every stream at once.

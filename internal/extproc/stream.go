@@ -28,7 +28,7 @@ const (
 	piecesAhead = 4
 )
 
-// errGone says that the gateway has ended the stream: its client disconnected.
+// errGone means that the gateway has ended the stream: its client disconnected.
 var errGone = errors.New("the gateway has ended the stream")
 
 // pieces is a body that comes in messages. One goroutine puts, another reads.
@@ -96,7 +96,7 @@ func (b *pieces) Read(into []byte) (int, error) {
 	return n, nil
 }
 
-// Close ends the reading: what is put from now on is dropped.
+// Close ends the reading: later parts are dropped.
 func (b *pieces) Close() error {
 	b.end(os.ErrClosed)
 	return nil
@@ -114,7 +114,7 @@ type stream struct {
 	asked, answered *pieces // the request's body, and the answer's
 	bodiless        bool    // the request has no body
 	answers         chan *http.Response
-	served          string // by whom, as the gateway tells; set before answers has one
+	served          string // the worker that served, as the gateway reports; set before answers has one
 
 	came  http.Header // the answer's headers; set before answers has one
 	empty bool        // the answer has no body; likewise
@@ -251,7 +251,7 @@ func (b *pieces) trail() {
 	})
 }
 
-// trailed tells whether the body has ended with trailers.
+// trailed reports whether the body has ended with trailers.
 func (b *pieces) trailed() bool {
 	select {
 	case <-b.over:

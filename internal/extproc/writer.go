@@ -138,7 +138,7 @@ func (w *writer) stop() {
 	w.over = true
 }
 
-// finish sends what is left once the handler has ended.
+// finish sends the rest once the handler has ended.
 func (w *writer) finish() error {
 	s := w.stream
 	switch {

@@ -76,7 +76,7 @@ type Error struct {
 	got   string
 }
 
-// Error names the hint, its value and what it must be.
+// Error names the hint, its value and the accepted values.
 func (e *Error) Error() string {
 	return fmt.Sprintf("%s is %.40s: it must be %s", e.Param, e.got, e.want)
 }
@@ -130,7 +130,7 @@ func Read(header http.Header, nvext gjson.Result, names *kv.Names, trusted bool)
 	case hints.Pinned == nil:
 	case hints.PinnedPrefill == nil:
 		hints.Whole = worker.param != paramDecodeWorker
-	case *hints.PinnedPrefill == *hints.Pinned: // as a dry run tells it of one that stays whole
+	case *hints.PinnedPrefill == *hints.Pinned: // as a dry run reports a request that stays whole
 		hints.PinnedPrefill, hints.Whole = nil, true
 	}
 	if !trusted {

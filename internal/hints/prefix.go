@@ -34,7 +34,7 @@ const (
 	LevelHigh
 )
 
-// prefixHeaders are the headers by which a client tells of the series of
+// prefixHeaders are the headers by which a client describes the series of
 // requests that one belongs to, and the names under which it does so in
 // annotations ("name:value") and agent hints. Headers go before agent hints,
 // which go before annotations.
@@ -104,7 +104,7 @@ func (r *hintReader) prefixHeaders(header http.Header, into *Prefix) {
 	}
 }
 
-// prefixText takes from a text what it can, as that router does: a number of
+// prefixText takes the valid parts of a text, as that router does: a number of
 // requests that is none is 1, a level that is none medium.
 func (r *hintReader) prefixText(h hint, field string, into *Prefix) {
 	switch field {
@@ -164,7 +164,7 @@ type Recorded struct {
 	IAT    Level  `json:"iat"`
 }
 
-// Record returns what a record says of hints; nil if there are none.
+// Record returns the hints of a record; nil if there are none.
 func Record(hints Prefix) *Recorded {
 	if hints == (Prefix{}) {
 		return nil

@@ -7,7 +7,7 @@ import (
 )
 
 // With returns a copy of the body in which the member key comes first and nowhere
-// else, with value, which is JSON. The rest stays byte for byte what it is where b
+// else, with value, which is JSON. The rest stays the same, byte for byte, where b
 // has no such member; else members may lose their spaces and keys that come twice
 // their first value, which no reader sees. b does not change.
 func (b *Body) With(key, value string) *Body {

@@ -26,7 +26,7 @@ const (
 	MaxMessages = 1 << 16
 )
 
-// Body is a request's JSON object, checked and taken apart once for all who
+// Body is a request's JSON object, checked and parsed once for all that
 // read it. The strings in it are views of Raw, which must not change. One
 // goroutine uses a Body.
 type Body struct {
@@ -214,7 +214,7 @@ func (c *checker) number(i int) int {
 	return i
 }
 
-// str returns where the string ends whose inside begins at i, -1 if it does not.
+// str returns the end of the string whose inside begins at i, -1 if it has none.
 func (c *checker) str(i int) int {
 	for {
 		if i = plainEnd(c.text, i); i >= len(c.text) {
@@ -363,7 +363,7 @@ func Elements(list gjson.Result, most int) (elements []gjson.Result, ok bool) {
 	return elements, ok
 }
 
-// valueAt reads the value that begins at i and tells where it ends, always
+// valueAt reads the value that begins at i and returns where it ends, always
 // after i.
 func valueAt(text string, i int) (v gjson.Result, end int) {
 	switch text[i] {
@@ -397,7 +397,7 @@ func valueAt(text string, i int) (v gjson.Result, end int) {
 	return v, end
 }
 
-// stringEnd returns where the string ends whose inside begins at i, and whether
+// stringEnd returns the end of the string whose inside begins at i, and whether
 // it has escapes. It needs not look for control characters, so it leaves the
 // search to the library, which is several times faster than plainEnd.
 func stringEnd(text string, i int) (end int, escaped bool) {

@@ -18,7 +18,7 @@ import (
 )
 
 const (
-	// flushEvery is how long a line may stay in memory, and how often a disk that
+	// flushEvery is the time that a line may stay in memory, and how often a disk that
 	// takes nothing is tried again.
 	flushEvery = time.Second
 	// maxBuffer bounds the bytes that wait for the disk beside the queue.
@@ -80,7 +80,7 @@ func Open(name string) (file *os.File, torn int64, err error) {
 }
 
 // mend ends the last line of a file of that many bytes, if nothing does: with a
-// line end if it is whole, else by cutting it off. It tells how many bytes it cut
+// line end if it is whole, else by cutting it off. It returns the number of bytes that it cut
 // off.
 func mend(file *os.File, size int64) (torn int64, err error) {
 	start, err := lastLine(file, size)
@@ -119,7 +119,7 @@ func lastLine(file io.ReaderAt, size int64) (int64, error) {
 }
 
 // Read calls yield with each line of a file that is not empty, and its number from
-// 1, until yield returns an error, which Read returns. whole says that the line
+// 1, until yield returns an error, which Read returns. whole means that the line
 // has an end: one that has not may be torn. A line that is longer than MaxLine is
 // an error.
 func Read(from io.Reader, yield func(number int, line []byte, whole bool) error) error {
@@ -167,7 +167,7 @@ func Begins(line []byte, start string) bool {
 
 // New returns a Writer to file, which it will close. At most waiting lines wait
 // for the disk, of 64 MiB together; further ones are lost and counted. While the
-// disk takes nothing, it is tried again each second. The log tells when that begins
+// disk takes nothing, it is tried again each second. The log says when that begins
 // and ends, and Close how many lines are missing. what names the lines in the log.
 // The caller must call Close.
 func New(file *os.File, waiting int, what string, log *slog.Logger) *Writer {
@@ -176,7 +176,7 @@ func New(file *os.File, waiting int, what string, log *slog.Logger) *Writer {
 	return l
 }
 
-// Lost returns how many lines are missing in the file so far.
+// Lost returns the number of lines that are missing in the file so far.
 func (l *Writer) Lost() uint64 {
 	if l == nil {
 		return 0
@@ -185,7 +185,7 @@ func (l *Writer) Lost() uint64 {
 }
 
 // Limit bounds the file, bytes. The first line that it has no room for and all after
-// it are lost and counted: what is in the file has no hole there. Call it before the
+// it are lost and counted: the file has no gap there. Call it before the
 // first Write.
 func (l *Writer) Limit(bytes int64) { l.most = bytes }
 
@@ -218,7 +218,7 @@ func (l *Writer) enqueue(line queuedLine) bool {
 	return false
 }
 
-// Close writes what is left and closes the file.
+// Close writes the queued lines and closes the file.
 func (l *Writer) Close() {
 	if l == nil {
 		return

@@ -24,7 +24,7 @@ type entry struct {
 }
 
 const (
-	// mostKeys is how many keys a file may have.
+	// mostKeys is the number of keys that a file may have.
 	mostKeys = 10_000
 	// mostOf bounds a limit's number.
 	mostOf = 1 << 31

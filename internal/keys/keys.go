@@ -22,7 +22,7 @@ import (
 
 // Settings are the flags for API keys and for the permissions of their holders.
 type Settings struct {
-	APIKeysFile     string `group:"Requests" name:"api-keys-file" placeholder:"FILE" help:"YAML list of additional API keys of the OpenAI port, each with its own name, limits and cache salt. Reloaded on SIGHUP. See docs/operations.md."`
+	APIKeysFile     string `group:"Requests" name:"api-keys-file" placeholder:"FILE" help:"YAML list of additional API keys of the OpenAI port, each with its own name, limits and cache salt. Reloaded on SIGHUP. See docs/api-keys.md."`
 	TrustHints      *bool  `group:"Requests" negatable:"" help:"Honor priorities and pinned workers (nvext and headers) of all clients. Default: yes with one --api-key or without keys; with several keys or --api-keys-file, only for keys with trust-hints: true."`
 	DecisionHeaders *bool  `group:"Requests" negatable:"" help:"Return the chosen worker and the overlap to clients (x-kvrouter-* headers, query_instance_id). Default: as --trust-hints, and for keys with salt: true."`
 }
@@ -61,7 +61,7 @@ type Ring struct {
 	unknown  atomic.Uint64 // requests without a known key
 }
 
-// table is what a request's key is looked up in. It does not change.
+// table maps keys to their settings. It does not change.
 type table struct {
 	open    *Caller // nil: a key is required
 	callers map[[sha256.Size]byte]*Caller
@@ -184,7 +184,7 @@ func (r *Ring) table(entries []entry) *table {
 	return t
 }
 
-// errUnknown says that a request has no key, or none of ours.
+// errUnknown means that a request has no key, or none of ours.
 var errUnknown = errors.New("missing or unknown API key: send it as Authorization: Bearer KEY")
 
 // find returns the holder of a key. It compares hashes, so that its timing does not

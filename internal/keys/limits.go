@@ -19,7 +19,7 @@ type limits struct {
 	promptTokens int     // a minute, all of them at once if need be
 }
 
-// bounds are limits and what is left of them.
+// bounds are limits and their remainder.
 type bounds struct {
 	limits
 	asked  *rate.Limiter // requests; nil: no limit
@@ -53,7 +53,7 @@ const (
 	resultLimited = "limited"
 )
 
-// counts are of one name, whatever its key and limits.
+// counts are of one name, for all its keys and limits.
 type counts struct {
 	running                                atomic.Int64
 	ok, refused, failed, limited           atomic.Uint64
@@ -140,7 +140,7 @@ func until(l *rate.Limiter, now time.Time, n int) time.Duration {
 	return max(time.Millisecond, time.Duration(missing/float64(l.Limit())*float64(time.Second)))
 }
 
-// tell sets OpenAI's headers: the limits, what is left of them, and the time until
+// tell sets OpenAI's headers: the limits, their remainder, and the time until
 // all of it is back.
 func (c *Caller) tell(now time.Time, header http.Header) {
 	for _, l := range []struct {

@@ -35,8 +35,8 @@ func MediaHash(identifier string) uint64 {
 	return xxh3.HashStringSeed(identifier, mediaSeed)
 }
 
-// MediaWords appends to dst what a block's media add to its bytes: their hashes in
-// ascending order, as in Dynamo. That order cannot tell two items that both begin
+// MediaWords appends to dst the words that a block's media add to its bytes: their hashes in
+// ascending order, as in Dynamo. That order cannot distinguish two items that both begin
 // in the block from the same two exchanged, so where the order of those that begin
 // in it (Start at least 0) is not ascending, it follows. Media must be in the order
 // of their Start, at most one of them below 0.

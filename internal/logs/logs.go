@@ -10,13 +10,13 @@ import (
 )
 
 const (
-	// burst is how many lines one call site may write at once, and perSecond how
+	// burst is the number of lines that one call site may write at once, and perSecond how
 	// many it may write in the long run.
 	burst     = 100
 	perSecond = 10
 	// sitesKept bounds the call sites that are tracked; a program has fewer.
 	sitesKept = 4096
-	// reportAfter is how long a call site must be quiet before the number of its
+	// reportAfter is the time that a call site must be quiet before the number of its
 	// suppressed lines is logged.
 	reportAfter = 10 * time.Second
 )

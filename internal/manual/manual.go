@@ -65,7 +65,7 @@ func options(flags []*kong.Flag) []option {
 	return all
 }
 
-// takesPath tells from a flag's placeholder whether its value is a path.
+// takesPath reports, from a flag's placeholder, whether its value is a path.
 func takesPath(flag *kong.Flag) bool {
 	for word := range strings.SplitSeq(flag.PlaceHolder, "|") {
 		if word == "FILE" || word == "DIR" || word == "PATH" {
@@ -75,7 +75,7 @@ func takesPath(flag *kong.Flag) bool {
 	return false
 }
 
-// sentence returns the first sentence of a flag's help, or what is before its colon: the
+// sentence returns the first sentence of a flag's help, or the part before its colon: the
 // list that follows one is too long for a menu.
 func sentence(help string) string {
 	for _, end := range []string{". ", ": ", "; "} {

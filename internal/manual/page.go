@@ -101,7 +101,7 @@ func arguments(command *kong.Command) []string {
 	return all
 }
 
-// roff returns text as man shows it, whatever stands in it.
+// roff returns text escaped for man.
 func roff(text string) string {
 	text = strings.NewReplacer(`\`, `\e`, "-", `\-`, "\n", " ", `"`, `\(dq`).Replace(text)
 	if strings.HasPrefix(text, ".") || strings.HasPrefix(text, "'") {

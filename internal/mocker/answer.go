@@ -30,7 +30,7 @@ type Answer struct {
 	samples   int           // choices of each prompt
 	More      chan struct{} // holds a token when some choice has grown
 
-	stream, usage, continuousUsage, tokenIDs bool // what the request asks for
+	stream, usage, continuousUsage, tokenIDs bool // options of the request
 
 	begun    bool   // the first chunk has been made
 	transfer string // kv_transfer_params, JSON; empty: null
@@ -56,7 +56,7 @@ const (
 type owner struct {
 	adapter Adapter
 	salt    string
-	extra   string // SGLang's extra_key, of which its events tell nothing
+	extra   string // SGLang's extra_key, absent from its events
 }
 
 // Choice is one of an answer's texts, made up beforehand; one request to
@@ -70,15 +70,15 @@ type Choice struct {
 	prompt  int       // tokens
 	Output  int       // tokens
 	tokens  []uint32  // of the prompt and of the output
-	Text    string    // as told in the end
+	Text    string    // as sent in the end
 	Ends    []int     // where each token's text ends, before any stop
-	held    int       // bytes at the end that are not told before the end: they may begin a stop string
+	held    int       // bytes at the end withheld until the end: they may begin a stop string
 	Finish  string    // finish_reason
 	Reason  string    // stop_reason, JSON; empty: null
 	Sent    int       // tokens that the handler has taken
 	ended   bool      // it has taken all
-	silent  bool      // its one token is not told
-	told    []uint64  // the blocks' hashes as events tell them, where that is not their name in the engine
+	silent  bool      // its one token is not sent
+	told    []uint64  // the blocks' hashes in events, where they differ from their names in the engine
 	first   time.Time // when the handler took the first token
 
 	fetching chan struct{} // closed when the engine has blocks for a prompt computed elsewhere
@@ -87,10 +87,10 @@ type Choice struct {
 	cached    atomic.Int64 // prompt tokens that were not to be computed; valid with the first generated one
 	hits      atomic.Int64 // those of them that were in the cache
 	generated atomic.Int64
-	aborted   atomic.Bool // it ends with what it has: SGLang's /abort_request
+	aborted   atomic.Bool // it ends with its tokens so far: SGLang's /abort_request
 }
 
-// advance tells the answer's handler of the tokens so far.
+// advance reports the tokens so far to the answer's handler.
 func (c *Choice) advance(r *engine.Request) {
 	c.cached.Store(int64(r.Cached))
 	c.hits.Store(int64(r.Cached - r.Missing))
@@ -149,12 +149,12 @@ type Stop struct {
 	Texts     []string
 	Tokens    []uint32
 	After     int  // tokens that come in any case
-	Keep      bool // what stopped an answer is told with it
+	Keep      bool // keep the stop string in the answer
 	ignoreEnd bool // it does not end by itself
 }
 
 // Cut ends a choice of those tokens where vLLM, which looks after each of them,
-// ends it. The text of a stop token that is not told is not looked at either.
+// ends it. The text of a stop token that is not sent is not examined either.
 func (s *Stop) Cut(c *Choice, tokens []uint32) {
 	start := func(token int) int { // of its text
 		if token == 0 {
@@ -194,7 +194,7 @@ func (c *Choice) Part(now int) string {
 	return c.Text[c.known(c.Sent):c.known(now)]
 }
 
-// known is how much of the text is told with so many tokens.
+// known is how much of the text is sent with that many tokens.
 func (c *Choice) known(tokens int) int {
 	if tokens == c.Output {
 		return len(c.Text)
@@ -309,7 +309,7 @@ func (a *Answer) stepUsage(out []byte, c *Choice, generated int) []byte {
 }
 
 // appendUsage appends the usage of the whole. Like vLLM it counts each prompt
-// once, whatever n is, and tells the cached tokens of one choice; null fields
+// once, whatever n is, and reports the cached tokens of one choice; null fields
 // belong to answers that are not streamed.
 func (a *Answer) appendUsage(out []byte, of *Choice, nulls bool) []byte {
 	prompt, generated := 0, 0
@@ -322,7 +322,7 @@ func (a *Answer) appendUsage(out []byte, of *Choice, nulls bool) []byte {
 	cached := int(of.cached.Load())
 	out = fmt.Appendf(out, `{"prompt_tokens":%d,"total_tokens":%d,"completion_tokens":%d,"prompt_tokens_details":{"cached_tokens":%d`,
 		prompt, prompt+generated, generated, cached)
-	if a.isChat() { // a completion does not tell it
+	if a.isChat() { // a completion does not report it
 		out = fmt.Appendf(out, `,"created_cache_tokens":%d`, max(0, of.prompt/a.blockSize*a.blockSize-cached))
 	} else if nulls {
 		out = append(out, `,"created_cache_tokens":null`...)

@@ -35,7 +35,7 @@ const (
 // are kept.
 const transferPath = "/mock/transfer"
 
-// headerCached tells, with a prompt, how much of it the prefill worker had in its
+// headerCached reports, with a prompt, how much of it the prefill worker had in its
 // cache, tokens.
 const headerCached = "X-Mock-Cached-Tokens"
 
@@ -62,7 +62,7 @@ type sglangRoom struct {
 	cached   int           // tokens of the prompt that were not to be computed; valid once it can be fetched
 }
 
-// enter returns the room of that name; nil: there is none and none is to be made.
+// enter returns the room of that name; nil: there is none and none may be made.
 // Else leave must follow.
 func (r *rooms) enter(id string, create bool) *sglangRoom {
 	r.mu.Lock()
@@ -125,13 +125,13 @@ type transfer struct {
 	id     string      // of the room
 	room   *sglangRoom // of a prefill leg
 	source string      // URL of a decode leg's room
-	cached int         // what the prefill leg has found in its cache, tokens
+	cached int         // found in the cache by the prefill leg, tokens
 }
 
 // transfers are those of a request, by prompt.
 type transfers []*transfer
 
-// transfers reads what a request says of its other leg; it may have none. A
+// transfers reads a request's fields on its other leg; it may have none. A
 // prefill leg must be closed. SGLang's prompts have a room each.
 func (w *Worker) transfers(body *jsonbody.Body, answer *Answer) (all transfers) {
 	if w.sglang() && answer.samples > 1 { // SGLang has no room for them
@@ -177,7 +177,7 @@ func (all transfers) close(rank *Rank) {
 	}
 }
 
-// itemOf is what a field says of prompt i: it may be a list with an entry for each.
+// itemOf is a field's value for prompt i: it may be a list with an entry for each.
 func itemOf(v gjson.Result, i int) gjson.Result {
 	if v.IsArray() {
 		return v.Get(strconv.Itoa(i))
@@ -276,10 +276,10 @@ func (t *transfer) release() {
 	}
 }
 
-// computed is called when a request has all its tokens, before that is told. Of
-// a prefill leg SGLang tells once the prompt has been fetched, vLLM at once: it
+// computed is called when a request has all its tokens, before that is sent. Of
+// a prefill leg SGLang answers once the prompt has been fetched, vLLM at once: it
 // says where the blocks are, and keeps them until they have been fetched or
-// nobody has asked for them in time.
+// they were not requested in time.
 func (t *transfer) computed(ctx context.Context, rank *Rank) *refusal {
 	if t.room == nil {
 		return nil
@@ -293,7 +293,7 @@ func (t *transfer) computed(ctx context.Context, rank *Rank) *refusal {
 		"remote_engine_id": w.engineID(), "remote_request_id": t.id, "remote_host": w.cfg.host(), "remote_port": w.cfg.Ports.HTTP + w.number,
 		"tp_size": 1, "dcp_size": 1, "pp_size": 1, "remote_num_tokens": t.choice.prompt, "remote_blocks_expiry_time": nil, "transfer_mode": "pull",
 	}))
-	t.room = nil // goes over to the one who keeps the blocks
+	t.room = nil // passes to the owner of the blocks
 	w.beside.Go(func() {
 		defer w.rooms.leave(t.id, room)
 		defer close(room.ended)
@@ -374,10 +374,10 @@ func (w *Worker) joinRoom(out http.ResponseWriter, in *http.Request) {
 	}
 }
 
-// errPromptLost is why a prompt does not come whose transfer had begun.
+// errPromptLost is the error of a prompt lost after its transfer had begun.
 var errPromptLost = errors.New("the prefill worker is gone")
 
-// fetch has a decode leg's prompt come, and tells the engine. It ends with ctx.
+// fetch transfers a decode leg's prompt and notifies the engine. It ends with ctx.
 func (t *transfer) fetch(ctx context.Context, rank *Rank, failed chan<- *refusal) {
 	err := t.bring(ctx, rank)
 	if ctx.Err() != nil {
@@ -396,7 +396,7 @@ func (t *transfer) fetch(ctx context.Context, rank *Rank, failed chan<- *refusal
 	}
 	rank.Do(func(e *engine.Engine) {
 		e.Fetched(t.choice.request, err == nil)
-		if t.w.sglang() { // it repeats what the prefill leg has told
+		if t.w.sglang() { // it repeats the prefill leg's answer
 			t.choice.request.Cached, t.choice.request.Missing = t.cached, 0
 		}
 	})
@@ -487,7 +487,7 @@ func (p *prompt) Close() error {
 	return p.ReadCloser.Close()
 }
 
-// pairInfo is the part of SGLang's /server_info that tells of prefill and decode.
+// pairInfo is the part of SGLang's /server_info that describes prefill and decode.
 func (w *Worker) pairInfo(out http.ResponseWriter, in *http.Request) {
 	if w.part.Kind != kv.KindSGLang {
 		http.NotFound(out, in)
@@ -521,7 +521,7 @@ func (w *Worker) Running() int {
 	return len(w.running)
 }
 
-// abortRequest ends all requests, or those whose name begins with rid. SGLang does so
+// abortRequest ends all requests, or those with names that begin with rid. SGLang does so
 // only where one has just that name.
 func (w *Worker) abortRequest(out http.ResponseWriter, in *http.Request) {
 	body, ok := w.body(out, in)

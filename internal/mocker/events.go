@@ -103,7 +103,7 @@ func (e *Events) add(events []Event) {
 	}
 }
 
-// Close ends both sockets; what is not yet sent is lost.
+// Close ends both sockets; queued messages are lost.
 func (e *Events) Close() {
 	if e == nil {
 		return

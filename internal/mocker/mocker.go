@@ -165,7 +165,7 @@ func (w *Worker) listen(settings engine.Settings) (err error) {
 	return nil
 }
 
-// unlisten closes what is open of the ports, with every connection.
+// unlisten closes the open ports, with every connection.
 func (w *Worker) unlisten() {
 	for _, rank := range w.Ranks {
 		rank.unlisten()
@@ -257,7 +257,7 @@ func (w *Worker) wait(d time.Duration) bool {
 	}
 }
 
-// gate counts what is inside and can be closed.
+// gate counts its users and can be closed.
 type gate struct {
 	mu     sync.Mutex // guards closed, and that nothing enters after it
 	closed bool

@@ -75,5 +75,5 @@ func byteAlphabet() []rune {
 	return alphabet
 }
 
-// ModelName is what the built-in model is served as.
+// ModelName is the name of the built-in model.
 const ModelName = "mock"

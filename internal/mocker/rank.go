@@ -33,7 +33,7 @@ type Rank struct {
 	// What follows belongs to the engine's goroutine.
 	Engine  *engine.Engine
 	changes []Event // of the step under way
-	// told has the hashes that other names have outside: SGLang's events do not tell
+	// told has the hashes that other names have outside: SGLang's events do not carry
 	// apart blocks that differ by their extra_key alone. By the name in the engine.
 	told map[uint64]uint64
 
@@ -42,7 +42,7 @@ type Rank struct {
 	free        atomic.Int64 // blocks that hold nothing
 }
 
-// Load is what a rank publishes of its load.
+// Load is a rank's load as published.
 type Load struct {
 	Waiting int     `json:"num_waiting_reqs"`
 	Running int     `json:"num_running_reqs"`
@@ -153,7 +153,7 @@ func (r *Rank) leave(answer *Answer) {
 }
 
 // maxLate is how far the engine's steps may be behind their times before it
-// gives up catching up: sleeping is only exact to a millisecond or so.
+// stops catching up: sleeping is only exact to a millisecond or so.
 const maxLate = 20 * time.Millisecond
 
 // stuckPoll is how often an engine that stands still looks whether it may go on.
@@ -200,7 +200,7 @@ func (r *Rank) step() {
 			}
 		}
 		ended := r.Engine.End()
-		if r.w.sglang() { // what the pass has computed is in the cache now
+		if r.w.sglang() { // blocks computed by the pass are in the cache now
 			r.publishChanges()
 		}
 		for _, done := range ended {
@@ -221,7 +221,7 @@ func (r *Rank) runCommands() {
 	}
 }
 
-// cacheChanged takes in one change of the engine's cache.
+// cacheChanged applies one change of the engine's cache.
 func (r *Rank) cacheChanged(e engine.Event) {
 	if !e.Stored {
 		r.Counts.evicted.Add(int64(len(e.Removed) * r.w.cfg.BlockSize))

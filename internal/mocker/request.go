@@ -28,7 +28,7 @@ const (
 	greedyBelow = 1e-5
 )
 
-// refusal is why a mock worker refuses a request, told as vLLM 0.32 does.
+// refusal is why a mock worker refuses a request, in vLLM 0.32's words.
 type refusal struct {
 	status  int
 	kind    string // error.type
@@ -131,7 +131,7 @@ func isZero(v gjson.Result) bool {
 	return v.Type == gjson.Null || v.Type == gjson.Number && v.Num == 0
 }
 
-// check refuses what mock workers cannot do and what vLLM refuses whatever the
+// check refuses requests that mock workers cannot serve or that vLLM refuses whatever the
 // prompt is.
 func (f *fields) check(transfers bool) {
 	f.supported()

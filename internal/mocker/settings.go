@@ -16,7 +16,7 @@ import (
 )
 
 // Settings are the flags of simulated workers; the simulate command uses those of
-// SimConfig. Flags whose help starts with "Fault" inject faults for tests.
+// SimConfig. Flags with help that starts with "Fault" inject faults for tests.
 type Settings struct {
 	SpeedupRatio            float64                  `group:"Mock workers, with --engine mocker" default:"1" help:"Speed of a mock worker relative to the simulated GPU. 0: no delays."`
 	MockAPI                 string                   `group:"Mock workers, with --engine mocker" name:"mock-api" default:"vllm" enum:"vllm,sglang" help:"Engine that mock workers simulate, with its routes, KV events and load: vllm or sglang."`

@@ -10,7 +10,7 @@ import (
 	"kvrouter/internal/tokens"
 )
 
-// sglangKind is the kind of the route whose errors those of path are like: SGLang's
+// sglangKind is the kind of the route with the same errors as path: SGLang's
 // own routes have another shape of them than OpenAI's.
 func sglangKind(path string) kind {
 	if path == "/generate" || path == "/abort_request" {
@@ -71,7 +71,7 @@ func (a *Answer) appendSGLangChunk(out []byte, c *Choice, now int) []byte {
 	return out
 }
 
-// appendDelta appends a chat's event. With usage it tells that of so many tokens;
+// appendDelta appends a chat's event. With usage it reports that of that many tokens;
 // less than 0: none.
 func (a *Answer) appendDelta(out []byte, c *Choice, delta string, last bool, usage int) []byte {
 	out = fmt.Appendf(a.head(out), `"choices":[{"index":%d,"delta":{%s},"logprobs":null`, c.index, delta)
@@ -151,7 +151,7 @@ func (a *Answer) wholeSGLang() []byte {
 }
 
 // appendWholeUsage appends the usage of all: like SGLang it counts each prompt, and
-// what was cached of it, once.
+// its cached part, once.
 func (a *Answer) appendWholeUsage(out []byte, nulls bool) []byte {
 	prompt, generated, cached := 0, 0, 0
 	for i, c := range a.choices {
@@ -168,10 +168,10 @@ func (a *Answer) appendWholeUsage(out []byte, nulls bool) []byte {
 	return out
 }
 
-// noDetails is the end of a usage that no model that thinks has told.
+// noDetails is the end of a usage of a model that does not reason.
 const noDetails = `,"completion_tokens_details":null}`
 
-// appendSGLangUsage appends a usage; cached less than 0: it is not told.
+// appendSGLangUsage appends a usage; cached less than 0: it is left out.
 func appendSGLangUsage(out []byte, prompt, generated, cached int) []byte {
 	out = fmt.Appendf(out, `{"prompt_tokens":%d,"total_tokens":%d,"completion_tokens":%d,"prompt_tokens_details":`, prompt, prompt+generated, generated)
 	if cached < 0 {
@@ -187,7 +187,7 @@ func (c *Choice) appendVersions(out []byte) []byte {
 	return fmt.Appendf(out, `"weight_versions":[{"version":"default","start":0,"end":%d}]`, c.shown(c.Output))
 }
 
-// shown is how many of that many tokens are told: none where none was asked for,
+// shown is how many of that many tokens are sent: none where none was requested,
 // though the engine makes one.
 func (c *Choice) shown(tokens int) int {
 	if c.silent {
@@ -196,7 +196,7 @@ func (c *Choice) shown(tokens int) int {
 	return tokens
 }
 
-// appendGenerated appends what /generate tells of a choice with that many tokens: the
+// appendGenerated appends /generate's answer for a choice with that many tokens: the
 // whole text so far.
 func (a *Answer) appendGenerated(out []byte, c *Choice, now int) []byte {
 	shown := c.shown(now)
@@ -264,7 +264,7 @@ func (a *Answer) appendTimes(out []byte, c *Choice, now int) []byte {
 	return out
 }
 
-// seconds is a time as Python tells it: seconds of the Unix epoch.
+// seconds is a time as in Python: seconds of the Unix epoch.
 func seconds(t time.Time) string {
 	return strconv.FormatFloat(float64(t.UnixNano())/1e9, 'f', 6, 64)
 }

@@ -82,7 +82,7 @@ func (w *Worker) role() string {
 	return w.part.Role.String()
 }
 
-// serverInfo tells how the server was started, and what others need to follow it.
+// serverInfo returns the server's start arguments and the data needed to follow it.
 func (w *Worker) serverInfo(out http.ResponseWriter, _ *http.Request) {
 	name, ports := w.cfg.ServedModelName, w.cfg.Ports
 	first := w.number * ports.Ranks

@@ -76,5 +76,5 @@ func (r *Rank) loadStat(load *Load) []byte {
 	return out.Bytes()
 }
 
-// capacity is how many tokens the KV cache of a rank holds.
+// capacity is the number of tokens that the KV cache of a rank holds.
 func (w *Worker) capacity() int { return w.cfg.MockNumGPUBlocks * w.cfg.BlockSize }

@@ -174,7 +174,7 @@ func (f *fields) sglangLimit(of kind) (limit int, named bool) {
 	return limit, true
 }
 
-// sglangLength returns how long an answer to a prompt of that many tokens may be.
+// sglangLength returns the maximum length, tokens, of an answer to a prompt of that many.
 func (w *Worker) sglangLength(prompt, limit int, named bool) (int, *refusal) {
 	longest := w.maxModelLen
 	switch {

@@ -145,7 +145,7 @@ func (s *Set) QueueDepth() (requests, tokens int) {
 }
 
 // Outliers returns the health of each worker that is up, and whether a model is in panic
-// mode: so many of its workers are ejected that all are used.
+// mode: too many of its workers are ejected, so all are used.
 func (s *Set) Outliers() (list []outlier.Record, panicking bool) {
 	for _, m := range s.All() {
 		records, all := m.Router.Outliers()

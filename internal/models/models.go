@@ -1,5 +1,5 @@
-// Package models keeps a router, an index and a tokenizer for each base model that the
-// workers serve.
+// Package models manages a router, an index and a tokenizer for each base model of the
+// workers.
 package models
 
 import (

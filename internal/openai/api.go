@@ -1,5 +1,5 @@
-// Package openai is the OpenAI port: it reads requests, finds the tokens of their
-// prompts, has a worker chosen and the request forwarded. Its other routes list models,
+// Package openai is the OpenAI port: it reads requests, computes the tokens of
+// their prompts, requests a worker and forwards them. Its other routes list models,
 // tokenize, and serve SGLang's own short routes and Dynamo's /busy_threshold.
 package openai
 

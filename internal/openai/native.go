@@ -20,7 +20,7 @@ import (
 )
 
 const (
-	// askedInTurn is how many workers are asked, one after the other, for what any of
+	// askedInTurn is the number of workers that are asked, one after the other, for what any of
 	// them can tell, and askTimeout how long one may take for it.
 	askedInTurn = 3
 	askTimeout  = 5 * time.Second
@@ -67,7 +67,7 @@ func (a *API) serveNative(clients gin.IRoutes, own gin.HandlerFunc) {
 // follows.
 const flushRoute = "/flush_cache"
 
-// infoRoutes tell of a server. SGLang's answer has its keys, so as administration
+// infoRoutes describe a server. SGLang's answer has its keys, so as administration
 // routes they are those of other workers only.
 var infoRoutes = []string{"/get_server_info", "/server_info"}
 
@@ -136,7 +136,7 @@ func (a *API) askFirst(c *gin.Context, path string, show func(answer []byte) []b
 
 // infoShown are the members of /server_info that clients may know, and stateShown
 // those of each rank's internal state. All others stay here: among them are the
-// server's keys and paths. What tells of ranks and roles is left out, since it is
+// server's keys and paths. Ranks and roles are left out, since they are
 // one worker's and would mislead a router in front of this one.
 var (
 	infoShown = []string{
@@ -227,7 +227,7 @@ func chosenBut(object gjson.Result, but string) (fields []jsonbody.Field) {
 	return fields
 }
 
-// healthGenerate tells whether a worker generates: the first that does answers.
+// healthGenerate reports whether a worker generates: the first that does answers.
 func (a *API) healthGenerate(c *gin.Context) {
 	targets := a.someSGLang(c)
 	if len(targets) == 0 {

@@ -15,10 +15,10 @@ import (
 type Observer interface {
 	// Began is called when a request has arrived.
 	Began(r *http.Request, x *proxy.Exchange)
-	// Accepted is called when a request is to be routed, which x.Request describes. A
+	// Accepted is called before a request is routed, which x.Request describes. A
 	// dry run is never accepted. body must not be kept.
 	Accepted(x *proxy.Exchange, body *jsonbody.Body)
-	// Decided is called with each decision; pair.Whole says that it has no prefill worker.
+	// Decided is called with each decision; pair.Whole means that it has no prefill worker.
 	Decided(x *proxy.Exchange, pair *router.Pair)
 	// Finished is called when the request has ended.
 	Finished(x *proxy.Exchange, now time.Time)

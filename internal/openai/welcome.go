@@ -21,7 +21,7 @@ func (a *API) welcome(c *gin.Context) {
 	if !strings.Contains(c.GetHeader("Accept"), "text/html") {
 		text := "This is kvrouter: an OpenAI endpoint that sends each request to the worker that holds most of its prompt.\n\n  requests   POST /v1/chat/completions, /v1/completions, ...; GET /v1/models\n  state      GET /ready, /health, /version, /metrics\n"
 		if at != "" {
-			text += "  live page  " + at + "\n"
+			text += "  dashboard  " + at + "\n"
 		}
 		c.String(http.StatusOK, "%s", text)
 		return
@@ -29,7 +29,7 @@ func (a *API) welcome(c *gin.Context) {
 	web.Harden(c)
 	link := ""
 	if at != "" {
-		link = fmt.Sprintf(`<p>The <a href="%[1]s">live page</a> shows the workers, the last requests and why they went where they did: <a href="%[1]s">%[1]s</a></p>`, html.EscapeString(at))
+		link = fmt.Sprintf(`<p>The <a href="%[1]s">dashboard</a> shows the workers, the last requests and why they went where they did: <a href="%[1]s">%[1]s</a></p>`, html.EscapeString(at))
 	}
 	c.Data(http.StatusOK, "text/html; charset=utf-8", []byte(`<!doctype html>
 <html lang="en"><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1"><title>kvrouter</title>

@@ -10,8 +10,8 @@ import (
 const (
 	// baselineSize is how many first bytes the baseline is computed from.
 	baselineSize = 128
-	// slowFactor and longestFactor say what is far longer than usual: so many
-	// times what 95 % of the waits stay below, and so many times the longest.
+	// slowFactor and longestFactor bound a wait far above the baseline: multiples
+	// of the 95th percentile of the waits, and of the longest.
 	slowFactor, longestFactor = 8, 2
 	// silentFloor is the shortest wait that is ever too long, and trialFloor the
 	// same on a worker's trial.
@@ -19,8 +19,8 @@ const (
 	// waitsLeast is how many waits must be known to call one too long, when the
 	// client has given it up and when it has not.
 	waitsLeast, waitsLeastStuck = 3, 5
-	// paceFactor is how many times the usual time of a prompt token is allowed
-	// for each token that is to be computed first; paceDefault is that time while
+	// paceFactor is how many times the baseline of a prompt token is allowed
+	// for each token computed first; paceDefault is that time while
 	// fewer than paceLeast are known: a slow engine on a CPU.
 	paceFactor  = 4
 	paceDefault = 2 * time.Millisecond
@@ -46,10 +46,10 @@ func ClassOf(leg kv.Leg, whole bool) Class {
 
 const classes = 2 * (int(kv.LegDecode) + 1)
 
-// baseline is how long requests waited for their first byte lately, on all workers.
+// baseline is the time that requests waited for their first byte lately, on all workers.
 type baseline struct {
 	waits [classes]ring
-	pace  ring // of a prompt token, where that can be told
+	pace  ring // of a prompt token, where known
 }
 
 // ring holds the last values.
@@ -73,8 +73,8 @@ func (r *ring) high() (most, all time.Duration) {
 	return sorted[(n-1)*95/100], sorted[n-1]
 }
 
-// Waited takes in how long a request of that class waited for its first byte, with
-// so many uncached prompt tokens on its worker when it was sent, its own included.
+// Waited records how long a request of that class waited for its first byte, with
+// that many uncached prompt tokens on its worker when it was sent, its own included.
 func (d *Detector) Waited(c Class, wait time.Duration, tokens int) {
 	d.baseline.waits[c].add(wait)
 	if c%2 == 0 && tokens >= paceTokens {
@@ -82,7 +82,7 @@ func (d *Detector) Waited(c Class, wait time.Duration, tokens int) {
 	}
 }
 
-// allowed returns the longest wait that may be usual. not ok: fewer than least
+// allowed returns the longest wait within the baseline. not ok: fewer than least
 // waits are known.
 func (u *baseline) allowed(c Class, tokens int, floor time.Duration, least int) (wait time.Duration, ok bool) {
 	r := &u.waits[c]
@@ -97,7 +97,7 @@ func (u *baseline) allowed(c Class, tokens int, floor time.Duration, least int) 
 	return max(floor, slowFactor*most, longestFactor*all) + paceFactor*pace*time.Duration(max(0, tokens)), true
 }
 
-// othersAnswer tells whether another worker has answered lately.
+// othersAnswer reports whether another worker has answered lately.
 func (d *Detector) othersAnswer(key kv.WorkerKey, now time.Time) bool {
 	for other, w := range d.workers {
 		if other.Worker != key.Worker && !w.answered.IsZero() && now.Sub(w.answered) <= othersWithin {
@@ -108,15 +108,15 @@ func (d *Detector) othersAnswer(key kv.WorkerKey, now time.Time) bool {
 }
 
 // LeftInVain judges a client that left after such a wait for its first byte: it
-// tells whether that is far longer than usual.
+// reports whether that is far above the baseline.
 func (d *Detector) LeftInVain(a Attempt, c Class, tokens int, wait time.Duration, now time.Time) bool {
 	allowed, known := d.baseline.allowed(c, tokens, silentFloor, waitsLeast)
 	return known && wait >= allowed && d.othersAnswer(a.Worker, now)
 }
 
-// Silent judges a worker that has sent no byte of any answer for so long, since an
+// Silent judges a worker that has sent no byte of any answer for that time, since an
 // attempt of that class was sent there at the earliest. If that is far longer than
-// usual it is stuck: ejected. Else it is to be looked at again after that time.
+// baseline it is stuck: ejected. Else it must be checked again after that time.
 func (d *Detector) Silent(a Attempt, c Class, tokens int, silent time.Duration, now time.Time) (stuck bool, again time.Duration) {
 	const lookAgain = time.Second
 	w := d.of(a)

@@ -1,17 +1,17 @@
 package outlier
 
-// Kind says how a worker failed a request.
+// Kind is the kind of a worker's failure.
 type Kind uint8
 
 // The kinds.
 const (
-	Reported      Kind = iota // whoever sent the request says so
+	Reported      Kind = iota // reported by the sender of the request
 	Refused                   // no connection, or it broke without an answer
 	Timeout                   // no byte came for too long
 	Status                    // an HTTP status of a server's fault
 	Broken                    // an answer broke off, or ended without saying so
-	Engine                    // an answer that tells of a failed engine
-	Left                      // the client left after a wait far longer than usual
+	Engine                    // an answer that reports a failed engine
+	Left                      // the client left after a wait far above the baseline
 	Stuck                     // no byte for long while others answered
 	Asked                     // a question about a prompt was not answered
 	Misconfigured             // it refuses what others accept
@@ -26,9 +26,9 @@ var kindNames = [kinds]string{
 // String returns the kind's name, which is a metric label.
 func (k Kind) String() string { return kindNames[k] }
 
-// ofServer tells whether the kind is the fault of a worker's HTTP server, which all
+// ofServer reports whether the kind is the fault of a worker's HTTP server, which all
 // its data-parallel ranks share.
 func (k Kind) ofServer() bool { return k == Refused || k == Misconfigured || k == Asked }
 
-// atOnce tells whether one such failure takes a worker out.
+// atOnce reports whether one such failure takes a worker out.
 func (k Kind) atOnce() bool { return k == Stuck || k == Misconfigured }

@@ -1,7 +1,7 @@
-// Package outlier remembers which workers fail. It judges every worker by how its
-// last requests ended, against the others', and says which of them may get new
-// requests: one that fails is out for a while, then gets one request on trial,
-// then a growing share. The ideas are Envoy's outlier detection and slow start.
+// Package outlier ejects failing workers. It compares the results of each worker's last
+// requests with those of the others, and decides which workers may get new requests. A
+// failing one is ejected for a time, then gets one request on trial, then a growing
+// share. The method follows Envoy's outlier detection and slow start.
 package outlier
 
 import (
@@ -15,7 +15,7 @@ import (
 	"kvrouter/internal/kv"
 )
 
-// Settings say when a worker is taken out, and for how long.
+// Settings are the conditions and the duration of an ejection.
 type Settings struct {
 	EjectAfter         int           `group:"Failing workers" default:"3" help:"Consecutive failures after which a worker is ejected; an interrupted answer counts twice. 0 disables ejection."`
 	EjectionTime       time.Duration `group:"Failing workers" default:"5s" help:"Base ejection time, followed by one trial request; doubled at each further ejection."`
@@ -42,13 +42,13 @@ func (s Settings) Validate() error {
 }
 
 const (
-	// wellFor is how long a worker must be in for its next ejection to be one
+	// wellFor is the time that a worker must be in for its next ejection to be one
 	// step shorter.
 	wellFor = 30 * time.Second
-	// trialLimit is how long a trial without a result keeps others from being
+	// trialLimit is the time that a trial without a result keeps others from being
 	// made.
 	trialLimit = 30 * time.Second
-	// trialFlows is how long a trial's answer must have been coming for the
+	// trialFlows is the time that a trial's answer must have been coming for the
 	// worker to be back before the answer's end.
 	trialFlows = 2 * time.Second
 	// leastShare is the share of its requests that a worker which is just back
@@ -57,7 +57,7 @@ const (
 	// suspectFor is the longest time for which a worker is held while another one
 	// is asked whether the request was wrong.
 	suspectFor = 5 * time.Second
-	// agreedFor is how long a status that two workers gave to one request counts
+	// agreedFor is the time that a status that two workers gave to one request counts
 	// as the clients' mistake.
 	agreedFor = time.Second
 	// LongestPause is the longest pause that a worker may ask for.
@@ -65,7 +65,7 @@ const (
 	// firstGuess and longestGuess bound the pause of a worker that does not say
 	// how long it has too much to do.
 	firstGuess, longestGuess = time.Second, 8 * time.Second
-	// askedFor is how long a worker is held that has not answered a question about
+	// askedFor is the time that a worker is held that has not answered a question about
 	// a prompt for askedSlowly.
 	askedFor, askedSlowly = 10 * time.Second, time.Second
 
@@ -88,7 +88,7 @@ const (
 	phaseBack       // its share grows
 )
 
-// worker is what is remembered of one worker rank.
+// worker is the state of one worker rank.
 type worker struct {
 	generation int
 	gone       bool // not up
@@ -97,7 +97,7 @@ type worker struct {
 	until      time.Time // phaseOut: when a trial is due
 	times      int       // ejections that the length of the next one counts
 	reason     Kind      // of the last ejection
-	why        string    // the same, for people
+	why        string    // the same, as text
 	row        int       // failures in a row
 	broken     int       // of those, answers that broke off
 
@@ -194,7 +194,7 @@ func (d *Detector) recount() {
 	}
 }
 
-// Quiet tells whether every worker is in: nothing else need be asked then.
+// Quiet reports whether every worker is in: nothing else need be asked then.
 func (d *Detector) Quiet() bool { return d.odd == 0 }
 
 // Level says how well a worker takes a request; the lower the better.
@@ -227,7 +227,7 @@ func (d *Detector) Level(key kv.WorkerKey, now time.Time, random *rand.Rand) Lev
 	return In
 }
 
-// IsOut tells whether a worker gets nothing now but what no other can take.
+// IsOut reports whether a worker gets nothing now but what no other can take.
 func (d *Detector) IsOut(key kv.WorkerKey, now time.Time) bool {
 	if d.odd == 0 {
 		return false
@@ -240,7 +240,7 @@ func (d *Detector) IsOut(key kv.WorkerKey, now time.Time) bool {
 	return w.phase == phaseOut || !w.held.IsZero()
 }
 
-// Ejected tells whether a worker is out for its failures.
+// Ejected reports whether a worker is out for its failures.
 func (d *Detector) Ejected(key kv.WorkerKey, now time.Time) bool {
 	w := d.workers[key]
 	if w == nil || w.phase != phaseOut {
@@ -250,17 +250,17 @@ func (d *Detector) Ejected(key kv.WorkerKey, now time.Time) bool {
 	return w.phase == phaseOut
 }
 
-// AskedInVain tells whether a worker lately failed to answer a question about a
+// AskedInVain reports whether a worker lately failed to answer a question about a
 // prompt.
 func (d *Detector) AskedInVain(key kv.WorkerKey, now time.Time) bool {
 	w := d.workers[key]
 	return w != nil && !w.askFailed.IsZero() && now.Sub(w.askFailed) < askedFor
 }
 
-// TooMany tells whether so many of all workers cannot be out: all are used then.
+// TooMany reports whether too many of all workers are out: all are used then.
 func (d *Detector) TooMany(out, all int) bool { return out*100 > d.settings.MaxEjectionPercent*all }
 
-// TrialDue tells whether a worker that is out may get one request on trial, and
+// TrialDue reports whether a worker that is out may get one request on trial, and
 // since when.
 func (d *Detector) TrialDue(key kv.WorkerKey, now time.Time) (since time.Time, due bool) {
 	w := d.workers[key]
@@ -271,7 +271,7 @@ func (d *Detector) TrialDue(key kv.WorkerKey, now time.Time) (since time.Time, d
 	return w.until, w.phase == phaseOut && w.held.IsZero() && !now.Before(w.until) && (w.trial.IsZero() || now.Sub(w.trial) >= trialLimit)
 }
 
-// Begin notes that a request is sent to a worker, and tells whether it is its
+// Begin notes that a request is sent to a worker, and reports whether it is its
 // trial.
 func (d *Detector) Begin(key kv.WorkerKey, now time.Time) (trial bool) {
 	if d.odd == 0 {
@@ -333,7 +333,7 @@ func (d *Detector) Succeeded(a Attempt, now time.Time) {
 	}
 }
 
-// Ended notes that an attempt ended, and nobody can tell whether its worker is
+// Ended notes that an attempt ended, and it is unknown whether its worker is
 // well.
 func (d *Detector) Ended(a Attempt) {
 	if w := d.of(a); w != nil && a.Trial {
@@ -341,7 +341,7 @@ func (d *Detector) Ended(a Attempt) {
 	}
 }
 
-// Failed notes that a worker failed an attempt. why is for people.
+// Failed notes that a worker failed an attempt. why is a text.
 func (d *Detector) Failed(a Attempt, kind Kind, why string, now time.Time) {
 	if w := d.of(a); w != nil {
 		d.strike(a, w, kind, why, now)
@@ -424,9 +424,8 @@ func (d *Detector) bringBack(key kv.WorkerKey, w *worker, now time.Time) {
 }
 
 // Hint notes that another router has taken a worker out for that long. It may be that
-// router's own trouble: the worker is held, for no longer than a first ejection is, and
-// never so many of them that not all the others could be out. It tells whether that
-// changed anything.
+// router's own trouble: the worker is out for no longer than a first ejection, and
+// never more workers than may be out together. It reports whether that changed anything.
 func (d *Detector) Hint(key kv.WorkerKey, long time.Duration, now time.Time) (took bool) {
 	w := d.workers[key]
 	if w == nil || w.gone || long <= 0 || d.settings.EjectAfter == 0 {
@@ -508,7 +507,7 @@ func (d *Detector) worse(key kv.WorkerKey, now time.Time) (share, others float64
 	return share, others, share < others-rateBelow && share < others-rateDeviations*deviation
 }
 
-// Pressed notes that a worker asks for a pause: it gets nothing for so long, at most
+// Pressed notes that a worker asks for a pause: it gets nothing for that time, at most
 // LongestPause. 0: it did not say for how long; then that is a second, and each
 // time without an answer between double, up to longestGuess. It is no failure.
 func (d *Detector) Pressed(a Attempt, pause time.Duration, now time.Time) {
@@ -539,7 +538,7 @@ func (d *Detector) hold(a Attempt, change func(*worker)) {
 }
 
 // Suspect notes that a worker refused an attempt with a status that may be the
-// client's mistake or its own. It tells whether it is worth to ask another: if so,
+// client's mistake or its own. It reports whether it is worth to ask another: if so,
 // the worker is held until Acquit or Convict. It is not while that status is known
 // to be the clients' mistake.
 func (d *Detector) Suspect(a Attempt, status int, now time.Time) (ask bool) {
@@ -555,7 +554,7 @@ func (d *Detector) Suspect(a Attempt, status int, now time.Time) (ask bool) {
 	return true
 }
 
-// Acquit ends a suspicion. agreed says that another worker gave the same status:
+// Acquit ends a suspicion. agreed means that another worker gave the same status:
 // it is the client's mistake.
 func (d *Detector) Acquit(a Attempt, status int, agreed bool, now time.Time) {
 	if agreed {
@@ -571,7 +570,7 @@ func (d *Detector) Acquit(a Attempt, status int, agreed bool, now time.Time) {
 // Convict ends a suspicion: another worker accepted what this one refused.
 func (d *Detector) Convict(a Attempt, status int, now time.Time) {
 	d.Acquit(a, status, false, now)
-	d.Failed(a, Misconfigured, fmt.Sprintf("it answers %d to what others accept", status), now)
+	d.Failed(a, Misconfigured, fmt.Sprintf("it answers %d to requests that others accept", status), now)
 }
 
 // AskFailed notes that a worker did not answer a question about a prompt that was
@@ -602,7 +601,7 @@ func (d *Detector) Forgive(a Attempt, now time.Time) {
 	}
 }
 
-// News says that a worker gets no requests any more, or gets some again.
+// News is the ejection of a worker, or its return.
 type News struct {
 	Worker kv.WorkerKey
 	Out    bool
@@ -627,7 +626,7 @@ func (n News) Log(log *slog.Logger, called string) {
 	}
 }
 
-// maxNews bounds the news that nobody has taken.
+// maxNews bounds the news not yet taken.
 const maxNews = 256
 
 func (d *Detector) tell(n News) {
@@ -636,7 +635,7 @@ func (d *Detector) tell(n News) {
 	}
 }
 
-// TakeNews returns what is new since the last call.
+// TakeNews returns the news since the last call.
 func (d *Detector) TakeNews() []News {
 	if len(d.news) == 0 {
 		return nil

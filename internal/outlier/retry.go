@@ -29,7 +29,7 @@ const (
 	// BudgetSeconds is the span over which retries are counted, and BudgetLeast
 	// how many of it are always allowed, so that small loads are repeated, too.
 	BudgetSeconds, BudgetLeast = 10, 10
-	// maxLettings is how often one request is taken off a worker that is down or
+	// maxLettings is the number of times that one request is taken off a worker that is down or
 	// stuck, beside its retries.
 	maxLettings = 3
 )
@@ -40,11 +40,11 @@ type Tries struct {
 	lettings int // it was taken off a worker that is down or stuck
 }
 
-// Left tells whether another worker may be tried if the next one fails; most are the
+// Left reports whether another worker may be tried if the next one fails; most are the
 // retries that are allowed.
 func (t *Tries) Left(most int) bool { return t.Retries < most }
 
-// LetGo tells whether a request that was taken off a worker which is down or stuck is
+// LetGo reports whether a request that was taken off a worker which is down or stuck is
 // sent again, and counts it then.
 func (t *Tries) LetGo(most int) bool {
 	if most == 0 || t.lettings == maxLettings {
@@ -54,9 +54,9 @@ func (t *Tries) LetGo(most int) bool {
 	return true
 }
 
-// Again tells whether a request that a worker failed is sent again, and counts it
-// then. out says that the worker gets nothing more for a while: that takes nothing
-// from the budget. denied says that only the budget is in the way.
+// Again reports whether a request that a worker failed is sent again, and counts it
+// then. out means that the worker gets nothing more for a while: that takes nothing
+// from the budget. denied means that only the budget is in the way.
 func (t *Tries) Again(b *Budget, most int, out bool, now time.Time) (again, denied bool) {
 	switch {
 	case !t.Left(most):

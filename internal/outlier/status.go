@@ -15,14 +15,14 @@ const (
 	StateOut  = "ejected"
 )
 
-// Record is what is known of one worker rank that is up.
+// Record is the state of one worker rank that is up.
 type Record struct {
 	Worker      kv.WorkerKey
 	State       string
 	Since       time.Time // StateIn, StateBack, StateOut: of the state
 	Until       time.Time // StateOut: of the trial; StateHeld: of the pause
 	Reason      Kind      // StateOut: why
-	Why         string    // the same, for people
+	Why         string    // the same, as text
 	Row         int       // failures in a row
 	Requests    int       // that ended in the last 10 s
 	SuccessRate float64   // of those, 0 to 1; 1 where there are none
@@ -61,7 +61,7 @@ func (d *Detector) Records(now time.Time) []Record {
 	return list
 }
 
-// Panic tells whether more workers are out than may be: all are used.
+// Panic reports whether more workers are out than allowed: all are used.
 func (d *Detector) Panic() bool {
 	out, all := 0, 0
 	for _, w := range d.workers {

@@ -16,7 +16,7 @@ import (
 	"kvrouter/internal/router"
 )
 
-// act does what a person wants of a worker.
+// act performs a user's action on a worker.
 func (p *Page) act(c *gin.Context) {
 	id, err := strconv.ParseUint(c.Param("id"), 10, 64)
 	if err != nil {
@@ -52,10 +52,10 @@ func (p *Page) act(c *gin.Context) {
 	}
 }
 
-// errKept says that an engine did not drop its cache.
+// errKept means that an engine did not drop its cache.
 var errKept = errors.New("the engine kept its cache: running requests use it")
 
-// engineError says that an engine refused what it was asked.
+// engineError is an engine's refusal of an action.
 type engineError struct {
 	path   string
 	status int
@@ -69,7 +69,7 @@ func (e *engineError) Error() string {
 	return text
 }
 
-// resetCache asks a worker to drop its prefix cache. What it drops it publishes, so
+// resetCache asks a worker to drop its prefix cache. It publishes the dropped blocks, so
 // the index follows.
 func (p *Page) resetCache(c *gin.Context, id uint64) error {
 	targets := p.deps.Models.Targets()

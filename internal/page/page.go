@@ -1,5 +1,5 @@
-// Package page serves the dashboard: the fleet, the last requests with the explanations
-// of their decisions, the contents of the caches and the trends of the last hour. While
+// Package page serves the dashboard: the fleet, the last requests with explained decisions,
+// the contents of the caches and the trends of the last hour. While
 // it has no viewer, only a step of the trends is computed, every 10 s.
 package page
 
@@ -58,12 +58,12 @@ func NewJournal(settings Settings, models *models.Set, model *tokens.Model) *Jou
 	}
 }
 
-// Proxy asks workers.
+// Proxy sends short requests to workers.
 type Proxy interface {
 	Ask(ctx context.Context, t kv.Target, method, path string, header http.Header, body []byte) (status int, answer []byte, err error)
 }
 
-// Deps are the parts that the page shows and acts on.
+// Deps are the parts that the page shows and changes.
 type Deps struct {
 	Journal *Journal
 	Models  *models.Set
@@ -75,7 +75,7 @@ type Deps struct {
 	Log     *slog.Logger
 }
 
-// Page shows a router. Its methods are safe for concurrent use.
+// Page serves the dashboard of a router. Its methods are safe for concurrent use.
 type Page struct {
 	*Journal
 	settings Settings
@@ -143,7 +143,7 @@ func (p *Page) takeStep() {
 	}
 }
 
-// limited is a text, cut to so many bytes and copied: what it is a part of need not be
+// limited is a text, cut to that many bytes and copied: its source need not be
 // kept.
 func limited(text string, bytes int) string {
 	return validUTF8(text[:min(len(text), bytes)])

@@ -13,11 +13,11 @@ import (
 
 const (
 	// maxNodes, maxBlocks and maxDepth bound the tree of prompts: its nodes, the blocks
-	// of all of them, and those of one prompt. What was used longest ago goes first.
+	// of all of them, and those of one prompt. The least recently used goes first.
 	maxNodes  = 512
 	maxBlocks = 1 << 17
 	maxDepth  = 2048
-	// maxShown is how many nodes are shown, those with the most hits.
+	// maxShown is the number of nodes that are shown, those with the most hits.
 	maxShown = 120
 	// hitStep and hitSteps say for how long a hit counts, and how exactly: 5 minutes. nodeLife
 	// is after how long without a hit a node goes.
@@ -28,7 +28,7 @@ const (
 	maxText, textTokens = 120, 96
 )
 
-// prompts is a tree of the prompts that came while somebody looked. Prompts that begin
+// prompts is a tree of the prompts that came while the dashboard was open. Prompts that begin
 // alike share nodes. The index itself is not walked: it is far larger, and busy.
 type prompts struct {
 	blockSize int
@@ -59,7 +59,7 @@ func newPrompts(blockSize int, names *kv.Names) *prompts {
 }
 
 // add counts a prompt. text, if it is not nil, returns the beginning of what comes
-// after so many blocks.
+// after that many blocks.
 func (t *prompts) add(local []uint64, now time.Time, text func(blocks int) string) {
 	local = local[:min(len(local), maxDepth)]
 	t.mu.Lock()
@@ -103,7 +103,7 @@ func (t *prompts) grow(at *node, hashes []uint64, depth int) *node {
 	return leaf
 }
 
-// split parts a node after so many blocks and returns the upper part.
+// split parts a node after that many blocks and returns the upper part.
 func (t *prompts) split(lower *node, blocks int) *node {
 	upper := &node{parent: lower.parent, depth: lower.depth, hits: lower.hits, step: lower.step, last: lower.last, text: lower.text}
 	upper.hashes = slices.Clone(lower.hashes[:blocks])
@@ -159,7 +159,7 @@ func (n *node) walk(use func(*node)) {
 	}
 }
 
-// shed drops what was used longest ago, a quarter at once: requests wait for it.
+// shed drops the least recently used, a quarter at once: requests wait for it.
 func (t *prompts) shed() {
 	t.truncated = true
 	all := make([]*node, 0, t.nodes)
@@ -174,7 +174,7 @@ func (t *prompts) shed() {
 	}
 }
 
-// drop takes a leaf away.
+// drop removes a leaf.
 func (t *prompts) drop(leaf *node) {
 	delete(leaf.parent.children, leaf.hashes[0])
 	t.nodes--
@@ -197,12 +197,12 @@ func (n *node) sequence() uint64 {
 }
 
 // hottest returns the nodes with the most hits, parents first, with the workers that
-// hold them by what match says of the prompts that end there.
+// hold them by match, for the prompts that end there.
 func (t *prompts) hottest(now time.Time, match func(local []uint64, dst []kv.Match) []kv.Match) Cache {
 	t.mu.Lock()
 	defer t.mu.Unlock()
 	var all []*node
-	t.root.walk(func(n *node) { // children come first: what is dropped has none
+	t.root.walk(func(n *node) { // children come first: a dropped node has none
 		if len(n.children) == 0 && now.Sub(n.last) > nodeLife {
 			t.drop(n)
 			return
@@ -223,7 +223,7 @@ func (t *prompts) hottest(now time.Time, match func(local []uint64, dst []kv.Mat
 	cache := Cache{Nodes: []Node{}, Truncated: t.truncated || len(all) > maxShown}
 	all = all[:min(len(all), maxShown)]
 	held := map[*node][]string{}
-	for i := len(all) - 1; i >= 0; i-- { // from the leaves up: one look-up tells of a whole branch
+	for i := len(all) - 1; i >= 0; i-- { // from the leaves up: one look-up covers a whole branch
 		if _, done := held[all[i]]; !done {
 			t.note(held, all[i], match(all[i].path(), nil))
 		}
@@ -240,7 +240,7 @@ func (t *prompts) hottest(now time.Time, match func(local []uint64, dst []kv.Mat
 	return cache
 }
 
-// note writes down who holds a node and all above it.
+// note records the workers that hold a node and all above it.
 func (t *prompts) note(held map[*node][]string, n *node, matches []kv.Match) {
 	for ; n.parent != nil; n = n.parent {
 		if _, done := held[n]; done {

@@ -14,7 +14,7 @@ import (
 )
 
 const (
-	// maxRequests is how many requests are kept.
+	// maxRequests is the number of requests that are kept.
 	maxRequests = 200
 	// maxKept bounds the candidates that the receipts of these have together, of some
 	// 500 bytes each; the oldest receipts go first.
@@ -35,7 +35,7 @@ type requests struct {
 	weight int // candidates in the receipts
 }
 
-// entry is a request with what explains it.
+// entry is a request with its explanation.
 type entry struct {
 	Request
 	arrived  time.Time
@@ -204,7 +204,7 @@ func (e *entry) receipt() Receipt {
 	return receipt
 }
 
-// decision is a receipt as the page tells it.
+// decision is a receipt as the dashboard shows it.
 func decision(r *router.Receipt) *Decision {
 	d := &Decision{Receipt: r, Worker: r.Worker, Candidates: make([]Candidate, len(r.Candidates))}
 	for i, c := range r.Candidates {
@@ -238,5 +238,5 @@ func unix(t time.Time) float64 {
 	return float64(t.UnixMilli()) / 1e3
 }
 
-// validUTF8 is a copy of a text without what is no UTF-8.
+// validUTF8 is a copy of a text without invalid UTF-8.
 func validUTF8(text string) string { return strings.ToValidUTF8(strings.Clone(text), "") }

@@ -51,7 +51,7 @@ func (p *Page) routes(profiles bool) http.Handler {
 	engine.NoMethod(func(c *gin.Context) {
 		fail(c, http.StatusMethodNotAllowed, fmt.Sprintf("%s does not accept %s", c.Request.URL.Path, c.Request.Method))
 	})
-	toPage := func(c *gin.Context) { // a proxy in front may have cut the path: the way is told from here
+	toPage := func(c *gin.Context) { // a proxy in front may have cut the path: the link is relative
 		c.Header("Location", strings.TrimPrefix(root, "/")+"/")
 		c.Status(http.StatusFound)
 	}

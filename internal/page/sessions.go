@@ -19,7 +19,7 @@ import (
 const (
 	// cookieName names the cookie of those who have signed in.
 	cookieName = "kvrouter_session"
-	// sessionLife is how long a sign-in holds, and maxSessions how many hold at once:
+	// sessionLife is the time that a sign-in holds, and maxSessions how many hold at once:
 	// of more, the oldest ends.
 	sessionLife = 12 * time.Hour
 	maxSessions = 256
@@ -33,9 +33,9 @@ const (
 	headerPage = "X-Kvrouter-Page"
 )
 
-// sessions are the sign-ins that hold.
+// sessions are the valid sign-ins.
 type sessions struct {
-	keys [][sha256.Size]byte // none: nobody is asked for one
+	keys [][sha256.Size]byte // empty: no key is required
 
 	mu    sync.Mutex           // guards the rest
 	open  map[string]time.Time // until when each holds, by the cookie's value
@@ -51,8 +51,8 @@ func newSessions(keys []string) *sessions {
 	return s
 }
 
-// knows tells whether a key is one of ours. Hashes are compared, so that the time
-// tells nothing of a key.
+// knows reports whether a key is one of ours. Hashes are compared, so that the time
+// reveals nothing of a key.
 func (s *sessions) knows(key string) bool {
 	sum, known := sha256.Sum256([]byte(key)), 0
 	for i := range s.keys {
@@ -61,7 +61,7 @@ func (s *sessions) knows(key string) bool {
 	return known == 1
 }
 
-// try tells whether one more key may be tried now.
+// try reports whether one more key may be tried now.
 func (s *sessions) try(now time.Time) bool {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -96,7 +96,7 @@ func (s *sessions) begin(now time.Time) string {
 	return id
 }
 
-// holds tells whether a session does.
+// holds reports whether the session is valid.
 func (s *sessions) holds(id string, now time.Time) bool {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -127,7 +127,7 @@ func (p *Page) admit(c *gin.Context) {
 	c.Abort()
 }
 
-// ownScript refuses what the page's own script has not sent.
+// ownScript refuses requests not sent by the page's own script.
 func ownScript(c *gin.Context) {
 	if c.GetHeader(headerPage) != "1" {
 		fail(c, http.StatusForbidden, "send the header "+headerPage+": 1")
@@ -135,7 +135,7 @@ func ownScript(c *gin.Context) {
 	}
 }
 
-// signIn gives whoever knows a key a cookie in its place.
+// signIn exchanges a valid key for a cookie.
 func (p *Page) signIn(c *gin.Context) {
 	if len(p.sessions.keys) == 0 {
 		c.Status(http.StatusNoContent)

@@ -14,13 +14,13 @@ import (
 const (
 	// maxModels bounds the models that are named.
 	maxModels = 64
-	// maxWhy bounds what is told of a worker's trouble, bytes.
+	// maxWhy bounds the text on a worker's trouble, bytes.
 	maxWhy = 400
-	// recently is how long a worker that is back is said to have been away.
+	// recently is the time that a worker that is back is said to have been away.
 	recently = time.Minute
 )
 
-// state is all that is shown, but for the trends.
+// state is the content of the page, but for the trends.
 func (p *Page) state(now time.Time) State {
 	totals := p.deps.Totals()
 	queued, _ := p.deps.Models.QueueDepth()
@@ -76,7 +76,7 @@ func (p *Page) fleet(totals proxy.Totals, now time.Time) []Worker {
 		since, rests := resting[w.Worker]
 		w.Resting = rests
 		record := failing[sample.Worker]
-		switch { // what a person did or must know comes first
+		switch { // users' actions and alarms come first
 		case w.State == StateReady && rests:
 			w.State, w.Since, w.Why = StateResting, unix(since), "gets no new requests until it is readmitted"
 		case w.State == StateReady && record.State == outlier.StateOut:

@@ -19,7 +19,7 @@ const (
 	// maxTrendWorkers bounds the workers whose load is kept; those with the lowest ids
 	// are, or with the shortest names.
 	maxTrendWorkers = 64
-	// lately is how many steps the rates of the last minute go back.
+	// lately is the number of steps that the rates of the last minute go back.
 	lately = 6
 )
 
@@ -30,11 +30,11 @@ type trends struct {
 	last     time.Time // of the last step
 	n        int       // steps since the start; the place of the next is that modulo steps
 	series   [8][steps]float32
-	inFlight map[string]*[steps]float32 // by what the worker is called
+	inFlight map[string]*[steps]float32 // by name of the worker
 	before   [lately]cut                // totals at the last steps, the oldest first; unset: none
 }
 
-// cut is how much there was at a time.
+// cut is the totals at one time.
 type cut struct {
 	at     time.Time
 	totals proxy.Totals
@@ -107,7 +107,7 @@ func (t *trends) lately(totals proxy.Totals, now time.Time) Rates {
 	return t.before[0].rates(totals, now)
 }
 
-// rates says what has come since the cut.
+// rates returns the rates since the cut.
 func (c *cut) rates(totals proxy.Totals, now time.Time) Rates {
 	less := func(after, before uint64) float64 { return float64(after - min(after, before)) }
 	share := func(part, whole float64) *float64 {

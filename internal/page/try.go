@@ -29,7 +29,7 @@ const (
 	// whereLimit bounds the body of a dry run, bytes, and answerLimit the answer to it
 	// that is kept.
 	whereLimit, answerLimit = 4 << 20, 1 << 20
-	// maxPromptText bounds what is shown of a prompt, characters.
+	// maxPromptText bounds the shown part of a prompt, characters.
 	maxPromptText = 200
 )
 
@@ -55,7 +55,7 @@ func (p *Page) try(c *gin.Context) {
 	p.deps.OpenAI.ServeHTTP(c.Writer, request)
 }
 
-// where tells where a request would go, without sending it anywhere.
+// where reports where a request would go, without sending it.
 func (p *Page) where(c *gin.Context) {
 	raw, err := io.ReadAll(http.MaxBytesReader(c.Writer, c.Request.Body, whereLimit))
 	if err != nil {
@@ -148,7 +148,7 @@ func (p *Journal) Accepted(x *proxy.Exchange, body *jsonbody.Body) {
 	}
 }
 
-// name sets what is shown of a request's prompt.
+// name sets the shown part of a request's prompt.
 func (r *requests) name(serial uint64, text string) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
@@ -216,7 +216,7 @@ func beginning(raw string) string {
 	return text
 }
 
-// firstRunes returns at most so many characters of a text, without those that control.
+// firstRunes returns at most that many characters of a text, without control characters.
 func firstRunes(text string, most int) string {
 	var out strings.Builder
 	for _, r := range text {

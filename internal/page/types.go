@@ -2,7 +2,7 @@ package page
 
 import "kvrouter/internal/router"
 
-// State is what the page shows, but for the trends: event "state" of the stream. All
+// State is the content of the page, but for the trends: event "state" of the stream. All
 // times are Unix seconds; nil is shown as "unknown". Ids of workers are strings, as not
 // all of them are numbers that JavaScript counts exactly.
 type State struct {
@@ -35,7 +35,7 @@ type Totals struct {
 	ComparedTokens  uint64 `json:"compared_tokens"`  // prompt tokens of the requests that cached_tokens counts
 	PredictedTokens uint64 `json:"predicted_tokens"` // that the index expected to be cached
 	Exact           uint64 `json:"exact"`            // predictions that were right to the token
-	Compared        uint64 `json:"compared"`         // predictions of which a worker has told the truth
+	Compared        uint64 `json:"compared"`         // predictions with an actual value from a worker
 }
 
 // Rates are those of the last minute; nil: there was nothing to measure.
@@ -55,7 +55,7 @@ const (
 	StateStarting  = "starting"  // never ready so far
 	StateEjected   = "ejected"   // out for its failures
 	StateResting   = "resting"   // gets no new requests until it is readmitted
-	StateDraining  = "draining"  // a discovered one that ends what it has begun, and goes
+	StateDraining  = "draining"  // a discovered one that ends its requests, and goes
 	StateNotReady  = "not-ready" // a discovered one that gets no new requests for now
 	StateDown      = "down"      // has ended, or cannot be reached any more
 	StateUnhealthy = "unhealthy" // runs, but does not answer
@@ -64,7 +64,7 @@ const (
 // Worker is one rank of a worker.
 type Worker struct {
 	Worker          uint64   `json:"worker,string"`
-	Name            string   `json:"name,omitempty"` // what a discovered one is called; empty: its id
+	Name            string   `json:"name,omitempty"` // of a discovered one; empty: its id
 	Rank            uint32   `json:"rank"`
 	URL             string   `json:"url"`
 	Engine          string   `json:"engine"`
@@ -82,7 +82,7 @@ type Worker struct {
 	LoadKnown       bool     `json:"load_known"`
 	Blocks          int      `json:"blocks"`         // that the index knows it to hold
 	ActiveBlocks    int      `json:"active_blocks"`  // of requests in flight
-	PrefillTokens   int      `json:"prefill_tokens"` // uncached ones that are to be computed
+	PrefillTokens   int      `json:"prefill_tokens"` // uncached ones to compute
 	HitRate         *float64 `json:"hit_rate"`       // of the worker (all ranks), since the start
 	Requests        uint64   `json:"requests"`       // the same
 	EventLag        *float64 `json:"event_lag"`      // s, of the last batch of KV events
@@ -124,9 +124,9 @@ type Request struct {
 	Prompt        string   `json:"prompt,omitempty"` // its beginning, with --page-show-text
 }
 
-// Receipt is a request with why it went where it did.
+// Receipt is a request with the explanation of its decisions.
 type Receipt struct {
-	// Decision is that for the worker that answers, the last of several. nil: nobody
+	// Decision is that for the worker that answers, the last of several. nil: none
 	// looked when it was made, or it is gone; its keys are absent then.
 	*Decision
 	Request Request     `json:"request"`
@@ -134,7 +134,7 @@ type Receipt struct {
 	Earlier []*Decision `json:"earlier,omitempty"` // decisions before it: a prefill worker's, tries that failed
 }
 
-// Decision is a receipt of the router's whose ids are strings.
+// Decision is a receipt of the router's with ids as strings.
 type Decision struct {
 	*router.Receipt
 	Worker     *uint64     `json:"worker_id,string"`
@@ -153,7 +153,7 @@ type Place struct {
 	Rank   uint32 `json:"dp_rank"`
 }
 
-// Cache are the hottest branches of the prompts that came while somebody looked.
+// Cache are the hottest branches of the prompts that came while the dashboard was open.
 type Cache struct {
 	Nodes     []Node `json:"nodes"`     // a parent comes before its children
 	Truncated bool   `json:"truncated"` // there are more than are shown, or were
@@ -165,7 +165,7 @@ type Node struct {
 	Parent  string   `json:"parent"`         // empty: it is the beginning of prompts
 	Depth   int      `json:"depth"`          // blocks before it
 	Tokens  int      `json:"tokens"`         // of it alone
-	Workers []string `json:"workers"`        // what they are called that hold it and all before it
+	Workers []string `json:"workers"`        // names of those that hold it and all before it
 	Hits    int      `json:"hits"`           // prompts through it in the last 5 minutes
 	Last    float64  `json:"last"`           // when the last one came
 	Text    string   `json:"text,omitempty"` // its beginning, with --page-show-text
@@ -188,5 +188,5 @@ type Series struct {
 	HitRate           []*float64            `json:"hit_rate"`
 	Exact             []*float64            `json:"exact"`
 	Queued            []*float64            `json:"queued"`
-	InFlight          map[string][]*float64 `json:"in_flight"` // by what the worker is called
+	InFlight          map[string][]*float64 `json:"in_flight"` // by name of the worker
 }

@@ -18,9 +18,9 @@ const (
 	// streamLimit is after how long a stream ends, so that the key is looked at again:
 	// browsers open it anew.
 	streamLimit = time.Hour
-	// writeLimit is how long a viewer may take for an event.
+	// writeLimit is the time that a viewer may take for an event.
 	writeLimit = 10 * time.Second
-	// freshFor is how long a state is shown to those that come.
+	// freshFor is the time that a state is shown to those that come.
 	freshFor = time.Second
 )
 
@@ -30,9 +30,9 @@ const (
 	eventTrends = "trends"
 )
 
-// viewers are those who look. All get the same bytes.
+// viewers are the open dashboards. All get the same bytes.
 type viewers struct {
-	came chan struct{} // holds a token when somebody came
+	came chan struct{} // has a token for a new viewer
 	over chan struct{} // closed when all streams end
 	end  sync.Once     // of over
 	n    atomic.Int32  // that look
@@ -52,10 +52,10 @@ func newViewers() *viewers {
 	return &viewers{came: make(chan struct{}, 1), over: make(chan struct{}), streams: map[*viewer]bool{}}
 }
 
-// watched tells whether anybody looks.
+// watched reports whether any dashboard is open.
 func (v *viewers) watched() bool { return v.n.Load() > 0 }
 
-// stale tells whether somebody who comes now needs a new state.
+// stale reports whether a new viewer needs a new state.
 func (v *viewers) stale(now time.Time) bool {
 	v.mu.Lock()
 	defer v.mu.Unlock()
@@ -89,7 +89,7 @@ func (v *viewers) join(now time.Time) *viewer {
 	return one
 }
 
-// leave takes a viewer away.
+// leave removes a viewer.
 func (v *viewers) leave(one *viewer) {
 	v.mu.Lock()
 	defer v.mu.Unlock()

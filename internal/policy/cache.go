@@ -29,11 +29,11 @@ func (s CacheSettings) validate() error {
 	})
 }
 
-// RoutesByMatch tells whether a policy is cache-threshold or variance, which may
+// RoutesByMatch reports whether a policy is cache-threshold or variance, which may
 // use prefix trees.
 func RoutesByMatch(policy string) bool { return policy == "cache-threshold" || policy == "variance" }
 
-// cacheRouting is what the policies cache-threshold and variance share. A
+// cacheRouting is the common part of the policies cache-threshold and variance. A
 // worker's queue is its requests in flight and those that it failed lately:
 // without these a worker that fails fast would always look idle and get all.
 //
@@ -209,7 +209,7 @@ func (p *cacheThreshold) Choose(q Query, candidates []Candidate, random *rand.Ra
 // Where all queues are the same, σ is 0 and none is left out.
 //
 // That any match counts is a trap: where some workers have equal queues and the
-// others none, nobody is left out unless the busy ones are fewer than 1/(1 + K²)
+// others none, none is left out unless the busy ones are fewer than 1/(1 + K²)
 // of all, and the others stay idle for ever for want of the one block that all
 // prompts share. So it takes cache_threshold of a prompt here too; with 0 this
 // is the rule as proposed.

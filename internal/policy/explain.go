@@ -5,7 +5,7 @@ import (
 	"slices"
 )
 
-// Explanation says how a choice came about. Choose fills in that of its Query, if
+// Explanation is the explanation of a choice. Choose fills in that of its Query, if
 // there is one, from the same terms that it chooses by.
 type Explanation struct {
 	Policy      string  `json:"policy"`
@@ -18,16 +18,16 @@ type Explanation struct {
 	Scores      []Score `json:"-"`                      // one for each candidate, in their order
 }
 
-// How says how scores become a choice.
+// How is the way from scores to a choice.
 type How string
 
-// The ways.
+// Values of How.
 const (
 	HowHighest How = "highest" // the highest total, then the highest tie break, then one at random
 	HowDraw    How = "draw"    // by chance, each candidate with its own
 )
 
-// Score is what a candidate was worth to the policy. The highest wins: costs count
+// Score is a candidate's value to the policy. The highest wins: costs count
 // as negative.
 type Score struct {
 	Terms    []Term   `json:"terms"` // they add up to Total

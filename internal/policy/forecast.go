@@ -10,7 +10,7 @@ import "time"
 // for them in its batch or its cache. Then the oldest prompt is overdue, and each one
 // waits for an answer to end: a new one for as many as wait, of those that run. Where
 // nothing is known of answers, it is taken to wait for as long as the oldest has so far.
-// Of answers that come whole nobody tells the first token: only others can be overdue.
+// Answers that come whole report no first token: only others can be overdue.
 func (p *Work) Wait(now time.Time, load *Load) time.Duration {
 	first, _, _ := p.coming(now, load, 1)
 	wait := first - p.passTime(1)
@@ -48,15 +48,15 @@ func (p *Work) overdue(now time.Time, load *Load) (waits int, late float64) {
 	return waits, late
 }
 
-// Compute is how long a worker takes for so many prompt tokens.
+// Compute is the time that a worker takes for that many prompt tokens.
 func (p *Work) Compute(tokens int) time.Duration { return duration(p.Timing.Prefill(tokens)) }
 
-// mostForecast bounds what is predicted: what is longer is a foreign number.
+// mostForecast bounds predictions: a longer one is a foreign number.
 const mostForecast = time.Hour
 
-// duration is a time of so many ms, from 0 to mostForecast.
+// duration is a time of ms milliseconds, from 0 to mostForecast.
 func duration(ms float64) time.Duration {
-	if !(ms > 0) { // as what is no number
+	if !(ms > 0) { // NaN too
 		return 0
 	}
 	return time.Duration(min(ms, float64(mostForecast/time.Millisecond)) * float64(time.Millisecond))

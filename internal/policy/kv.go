@@ -78,7 +78,7 @@ func (s Settings) Resolved() Settings {
 	return s
 }
 
-// with applies what a request overrides.
+// with applies a request's overrides.
 func (s Settings) with(o *Override) Settings {
 	if o == nil {
 		return s
@@ -107,7 +107,7 @@ func (s Settings) with(o *Override) Settings {
 // in blocks: queued are the uncached prompt tokens of requests without a first
 // token, active the distinct prompt blocks in use and new those that this
 // prompt would add. The credit is overlap_score_credit / (1 + decay·excess /
-// ⌈prompt⌉), where excess is what is queued beyond the worker with the least.
+// ⌈prompt⌉), where excess is the queue beyond the worker with the least.
 // Ties are broken at random, or as in Dynamo 1.0 by the smallest tree and then at
 // random. A temperature above 0 draws instead, by the softmax of −cost / (highest
 // − lowest cost) / temperature. Where prompt tokens are not tracked, they cost

@@ -10,7 +10,7 @@ type Published struct {
 	At      time.Time // when it arrived here; zero: never
 }
 
-// Load is one worker's load: what it published and what this router has booked
+// Load is one worker's load: its published load and this router's bookings
 // on it.
 type Load struct {
 	Published
@@ -18,7 +18,7 @@ type Load struct {
 	Foreign       int  // requests in the engine by Published, where Fresh, beyond those that this router knows of
 	Bumped        int  // requests sent since the last Published
 	InFlight      int  // requests sent and not yet ended
-	Remote        int  // those of them that other routers sent, and told this one of
+	Remote        int  // those of them that other routers sent and reported
 	PrefillTokens int  // uncached prompt tokens of requests without a first token
 	ContextTokens int  // prompt tokens of the others in flight, which decode
 	AwaitedTokens int  // prompt tokens that other workers compute, of requests that will decode here
@@ -33,10 +33,10 @@ type Prefill struct {
 	Tokens        int // uncached ones
 	Queued        int // uncached ones of all that were to be computed there when it was sent, its own included
 	Sent          time.Time
-	AnsweredWhole bool // nobody will tell of its first token
+	AnsweredWhole bool // its first token will not be reported
 }
 
-// requests is how many are on the worker, whoever sent them.
+// requests is how many are on the worker, from all routers.
 func (l Load) requests() int { return l.InFlight + l.Foreign }
 
 // QueueLength returns how many requests wait on the worker: its published queue and

@@ -6,7 +6,7 @@ import "time"
 // max_num_batched_tokens).
 const workPass = 8192
 
-// coming plays a worker's coming passes through, with a prompt of so many
+// coming plays a worker's coming passes through, with a prompt of that many
 // uncached tokens at the end of its queue: in how many ms that has its first
 // token, by how many ms together the first tokens of those before it come later
 // for it, and how many passes compute prompts only because of it.
@@ -82,7 +82,7 @@ func (p *Work) coming(now time.Time, load *Load, uncached int) (first, pushed fl
 	}
 }
 
-// wholePasses is how many passes a prompt with so many tokens to compute fills
+// wholePasses is the number of passes that a prompt with that many tokens to compute fills
 // alone before the one that it ends in.
 func wholePasses(tokens int) int { return (max(1, tokens) - 1) / workPass }
 

@@ -1,7 +1,7 @@
-// Package policy holds the rules that choose a worker for a request.
+// Package policy implements the policies that choose a worker for a request.
 //
-// Each policy is a small type with Choose, and one line in New; its settings and
-// their checks stand beside it.
+// Each policy is a type with Choose, its settings and their checks, and one line in
+// New.
 package policy
 
 import (
@@ -13,7 +13,7 @@ import (
 	"kvrouter/internal/kv"
 )
 
-// Query is what a policy may know of a request.
+// Query is a request as policies see it.
 type Query struct {
 	Now         time.Time
 	Tokens      int       // prompt length; 0: unknown
@@ -22,12 +22,12 @@ type Query struct {
 	Override    *Override // of settings; nil: none
 	Leg         kv.Leg    // that a worker is wanted for
 	Sequence    []uint64  // the prompt's sequence hashes; nil where the router counts no shared active blocks
-	DryRun      bool      // nothing is sent: nothing is to be learned of the choice
+	DryRun      bool      // nothing is sent: the policy learns nothing from the choice
 	Prefix      hints.Prefix
 	Workers     int          // that are up for that leg, candidates or not
 	Retry       bool         // another worker has failed it before
-	Decision    uint64       // number by which a judged policy hears how it ended; 0: it never will
-	Explain     *Explanation // that Choose fills in; nil: nobody asks
+	Decision    uint64       // number for the feedback to a judged policy; 0: there is none
+	Explain     *Explanation // filled in by Choose; nil: not wanted
 }
 
 // Candidate is one worker that may serve the request.
@@ -37,7 +37,7 @@ type Candidate struct {
 	// NewBlocks are the prompt's full blocks that no request in flight on it
 	// has; counted only for policies that ask.
 	NewBlocks int
-	// TreeBlocks is how many blocks the index has of a worker that holds some of
+	// TreeBlocks is the number of blocks that the index has of a worker that holds some of
 	// the prompt, and 0 of others; counted only for policies that ask.
 	TreeBlocks int
 	Load       Load
@@ -51,7 +51,7 @@ type Policy interface {
 	Traits() Traits
 }
 
-// Traits says what a policy wants counted for it. A policy's traits never change.
+// Traits are the counts that a policy needs. A policy's traits never change.
 type Traits struct {
 	// ActiveBlocks asks for Load.ActiveBlocks and Candidate.NewBlocks. For other
 	// policies the router counts them only where a request has an ID, by which
@@ -72,7 +72,7 @@ type Traits struct {
 // Choose is.
 type Learner interface{ Learn(o Outcome) }
 
-// Outcome is how a request went whose answer is complete.
+// Outcome is the result of a request with a complete answer.
 type Outcome struct {
 	Worker     kv.WorkerKey
 	Leg        kv.Leg
@@ -93,7 +93,7 @@ type Judged interface {
 	Judge(f Feedback) (verdict Verdict, known bool)
 }
 
-// Verdict is what a policy learned from a feedback; zero numbers: nothing.
+// Verdict is the result of a feedback for the policy; zero numbers: none.
 type Verdict struct {
 	Worker   kv.WorkerKey
 	Baseline float64 // latency, or latency per token, that it was compared with, ms
@@ -110,20 +110,20 @@ type Feedback struct {
 	FirstToken time.Duration // the same to its first token; 0: unknown
 	TokensIn   int           // of the prompt; 0: unknown
 	TokensOut  int           // of the answer; 0: unknown
-	Finish     string        // why the answer ended, as the client or the engine tells it; empty: unknown
+	Finish     string        // why the answer ended, as the client or the engine reports it; empty: unknown
 }
 
 // Ending is why a request is no longer in flight.
 type Ending uint8
 
-// The endings.
+// Values of Ending.
 const (
-	Abandoned Ending = iota // the client left, or it cannot be told: nobody's fault
+	Abandoned Ending = iota // the client left, or the cause is unknown: not counted as a failure
 	Failed                  // the worker failed
 	Finished                // with a whole answer
 )
 
-// Meanwhile is what a worker did in a span of time.
+// Meanwhile is the work of a worker in a span of time.
 type Meanwhile struct {
 	Prompts int     // that got their first token
 	Passes  int     // that gave those: prompts may share one
@@ -131,7 +131,7 @@ type Meanwhile struct {
 	Context float64 // mean of Load.ContextTokens
 }
 
-// Aborted tells whether an answer's finish reason says that somebody stopped it on
+// Aborted reports whether an answer's finish reason means that it was stopped on
 // purpose.
 func Aborted(finish string) bool { return finish == "abort" || finish == "cancelled" }
 
@@ -166,8 +166,8 @@ func New(name string, settings Settings) (Policy, error) {
 //	2·overlap − kv_usage − waiting/max(waiting)
 //
 // where overlap is the matched share of the prompt, up to 1, kv_usage and waiting
-// are as the worker published them, the last term is 0 while nobody waits, and
-// ties are broken at random. A worker's waiting counts what was sent to it since
+// are as the worker published them, the last term is 0 while none waits, and
+// ties are broken at random. A worker's waiting counts the requests sent to it since
 // it last published.
 type standalone struct{}
 
@@ -257,7 +257,7 @@ type RoundRobin struct {
 	}
 }
 
-// Traits asks for nothing.
+// Traits implements Policy: nothing is counted.
 func (*RoundRobin) Traits() Traits { return Traits{} }
 
 // Choose returns the candidate whose turn it is.

@@ -19,7 +19,7 @@ const (
 // requests that had a sequence hash, each the less the longer ago it came. Time is
 // counted in turnovers: one has passed when as many tokens were put into the
 // workers' caches as these hold together, which is about how long a block stays
-// that nobody asks for. A request that came t turnovers ago counts e^−t.
+// without requests. A request that came t turnovers ago counts e^−t.
 //
 // Only eight depths an octave are counted. The table is of fixed size: in a full
 // bucket a new hash takes the place of the one that counts least. A count is
@@ -36,7 +36,7 @@ type reuseCount struct {
 	value float32 // 0: nothing is stored here
 }
 
-// pass lets so many turnovers go by.
+// pass advances by that many turnovers.
 func (u *reuseCounts) pass(turnovers float64) {
 	u.clock += turnovers
 	if u.clock < reuseRescale {
@@ -51,7 +51,7 @@ func (u *reuseCounts) pass(turnovers float64) {
 	u.clock = 0
 }
 
-// look finds out how often the prompt's blocks were used, for expected to tell.
+// look counts the uses of the prompt's blocks, for expected.
 // With count its use counts from now on.
 func (u *reuseCounts) look(sequence []uint64, workers float64, count bool) {
 	if u.buckets == nil && len(sequence) > 0 {
@@ -124,7 +124,7 @@ func sampledDepth(k int) int {
 	return (8 + k&7) << (k >> 3)
 }
 
-// depthsUpTo is how many depths are counted up to depth blocks.
+// depthsUpTo is the number of depths that are counted up to depth blocks.
 func depthsUpTo(depth int) int {
 	if depth < 16 {
 		return max(0, depth)

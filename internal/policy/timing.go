@@ -5,7 +5,7 @@ import (
 	"time"
 )
 
-// EngineTiming says how long an engine's passes take, and learns it from the
+// EngineTiming estimates the duration of an engine's passes from the
 // requests it served. A pass that computes n prompt tokens and decodes prompts
 // of c tokens together takes
 //
@@ -27,7 +27,7 @@ const (
 	timingForget = 1.0 / 1000
 	// timingNoise is the variance of an observation relative to its value.
 	timingNoise = 0.1
-	// timingLeastTokens is the fewest output tokens whose decoding says anything
+	// timingLeastTokens is the least output tokens for a usable decoding time
 	// about a pass.
 	timingLeastTokens = 8
 	// timingFastest is how many times as fast as expected an answer can be.
@@ -41,7 +41,7 @@ func NewEngineTiming() *EngineTiming {
 	return &EngineTiming{Pass: 16, Token: 0.018, decode: 6, context: 4e-5}
 }
 
-// Prefill is the time to compute so many prompt tokens in passes that are full,
+// Prefill is the time to compute that many prompt tokens in passes that are full,
 // ms.
 func (t *EngineTiming) Prefill(tokens int) float64 {
 	return (t.Token + t.Pass/workPass) * float64(max(0, tokens))
@@ -55,7 +55,7 @@ func (t *EngineTiming) Decoding(context int) float64 {
 	return t.decode + t.context*float64(context)
 }
 
-// Learn takes in one request: its decoding, and its first token if its prompt
+// Learn learns from one request: its decoding, and its first token if its prompt
 // had not to wait for others.
 func (t *EngineTiming) Learn(o Outcome) {
 	if passes := float64(o.Output - 1); passes >= timingLeastTokens {
@@ -85,7 +85,7 @@ func (t *EngineTiming) observe(row [4]float64, ms float64) {
 	}
 	if t.scaled {
 		// An answer that came in one piece took no time, and so would count more than
-		// all others. It pulls as far as one that took half of what was expected.
+		// all others. It pulls as far as one that took half of the expected time.
 		if ms < guess/timingFastest {
 			ms = guess / 2
 		}
@@ -120,7 +120,7 @@ func (t *EngineTiming) observe(row [4]float64, ms float64) {
 	}
 	t.project(estimate)
 	t.Token = max(t.Token, 1e-9) // it is divided by
-	// Forgetting widens what no observation tells of; without a bound, without end.
+	// Forgetting widens what is not observed; without a bound, without end.
 	for i, widest := range t.widest {
 		if shrink := widest / t.covariance[i][i]; shrink < 1 {
 			for j := range estimate {

@@ -23,7 +23,7 @@ import (
 //	         share a pass.
 //	foreign  until the requests have left the queue that others have sent.
 //	later    λ·(own − copy)·(first − own/2)/(1 − ρ): work that is added to a queue
-//	         delays all who come before that is empty (M/G/1). λ is how many come
+//	         delays all that come before that is empty (M/G/1). λ is how many come
 //	         to a worker in a ms, ρ the share of the time in which it has prompts
 //	         to compute: the share of workers that decisions find so.
 //	decode   by how much the context there slows this answer down.
@@ -36,7 +36,7 @@ import (
 //	         a preference, the one number here that is chosen.
 //
 // A worker that gets its prompt from another has nothing of it to compute, and one
-// that computes prompts for others has nobody who stands still. Blocks of requests
+// that computes prompts for others has none that stands still. Blocks of requests
 // in flight count as cached. How long passes take and the means are learned from
 // finished requests. Ties are broken at random.
 type Work struct {
@@ -51,7 +51,7 @@ type Work struct {
 	reuse      reuseCounts
 }
 
-// workMeanOver is how many requests the means are over, about.
+// workMeanOver is the number of requests that the means are over, about.
 const workMeanOver = 256
 
 // runningMean is the mean of about the last workMeanOver values.
@@ -76,8 +76,8 @@ func NewWork() *Work { return &Work{Timing: NewEngineTiming()} }
 // be cached.
 func (*Work) Traits() Traits { return Traits{ActiveBlocks: true, Siblings: true} }
 
-// Learn takes in a finished request. The first token of one whose prompt another
-// worker computed says nothing about either; a prompt alone has no usual answer.
+// Learn learns from a finished request. The first token of one whose prompt another
+// worker computed says nothing about either; a prompt alone has no mean answer.
 func (p *Work) Learn(o Outcome) {
 	o.Alone = o.Alone && o.Leg != kv.LegDecode
 	p.Timing.Learn(o)
@@ -86,7 +86,7 @@ func (p *Work) Learn(o Outcome) {
 	}
 }
 
-// LearnUsual takes in how long a finished answer was and how long it took.
+// LearnUsual learns from the length and the duration of a finished answer.
 func (p *Work) LearnUsual(o Outcome) {
 	p.firstToken.add(milliseconds(o.FirstToken))
 	p.decoding.add(milliseconds(o.Decode))
@@ -134,7 +134,7 @@ func routersOf(candidates []Candidate) float64 {
 // mostRouters bounds routersOf.
 const mostRouters = 64
 
-// arrive takes in that a request comes, and which workers it finds busy, if it has a
+// arrive counts a request, and the workers that it finds busy, if it has a
 // look at most of them.
 func (p *Work) arrive(q Query, candidates []Candidate) {
 	if !p.last.IsZero() {
@@ -161,11 +161,11 @@ func busyShare(candidates []Candidate) float64 {
 	return float64(busy) / float64(len(candidates))
 }
 
-// workUntoldCache is what the cache of a worker that does not tell its size is taken
-// to hold, tokens: about that of an 8B model on a GPU of 80 GB.
+// workUntoldCache is the assumed cache size, tokens, of a worker that reports none:
+// about that of an 8B model on a GPU of 80 GB.
 const workUntoldCache = 1 << 19
 
-// cacheTokens is how many tokens the candidates' caches hold.
+// cacheTokens is the number of tokens that the candidates' caches hold.
 func cacheTokens(q Query, candidates []Candidate) float64 {
 	tokens := 0.0
 	for i := range candidates {
@@ -196,7 +196,7 @@ type workUsual struct {
 }
 
 const (
-	// workFirstOutput is the usual answer before any has ended, tokens.
+	// workFirstOutput is the assumed answer before any has ended, tokens.
 	workFirstOutput = 256
 	// workFirstToken is what a percent of the mean time to the first token counts beside
 	// a percent of the mean whole time.

@@ -37,7 +37,7 @@ const (
 	maxLoadMessage = 64 << 10
 )
 
-// LoadSource says where the load of ranks of one worker is read: from a socket, or from
+// LoadSource is the source of the load of one worker's ranks: from a socket, or from
 // the worker's pages.
 type LoadSource struct {
 	URL    string // of the worker
@@ -70,14 +70,14 @@ func (s LoadSource) engine(rank kv.WorkerKey) string {
 	return strconv.FormatUint(uint64(rank.Rank), 10)
 }
 
-// Hearing is when load sockets last spoke. Its methods are safe for concurrent use; the
+// Hearing is the time of the load sockets' last messages. Its methods are safe for concurrent use; the
 // zero value has no sockets.
 type Hearing struct {
 	mu   sync.Mutex // guards last
 	last map[kv.WorkerKey]time.Time
 }
 
-// Note notes that a rank's socket spoke; at the zero time: that it has one.
+// Note notes a message on a rank's socket; at the zero time: that it has one.
 func (h *Hearing) Note(rank kv.WorkerKey, now time.Time) {
 	h.mu.Lock()
 	defer h.mu.Unlock()
@@ -181,7 +181,7 @@ func readLoad(text []byte) (policy.Published, error) {
 	return load.published()
 }
 
-// readSocket reports what the socket publishes until it fails or ctx is done. Of
+// readSocket reports the socket's messages until it fails or ctx is done. Of
 // messages that come faster than loadLeast the last one counts.
 func (c *Client) readSocket(ctx context.Context, s LoadSource, _ *slog.Logger, report publish) error {
 	conn, err := zmq.DialSub(ctx, s.Socket, "")
@@ -279,7 +279,7 @@ func (c *Client) askLoad(ctx context.Context, s LoadSource, report publish) (lag
 	return true, nil
 }
 
-// reportRanks reports the load of each rank that has one; an error says that none has.
+// reportRanks reports the load of each rank that has one; an error means that none has.
 func reportRanks(s LoadSource, path string, report publish, load func(engine string) (policy.Published, error)) (err error) {
 	reported := 0
 	for _, rank := range s.Ranks {

@@ -1,5 +1,5 @@
 // Package probe asks inference servers about themselves: their health, models, role,
-// KV event endpoints, load, block size and cache sizes. What is peculiar to one engine
+// KV event endpoints, load, block size and cache sizes. Code for a single engine
 // is in the file of its name.
 package probe
 
@@ -23,7 +23,7 @@ import (
 )
 
 const (
-	// maxBody bounds what is read of an answer, bytes. An SGLang server reports 20 KB
+	// maxBody bounds the part of an answer that is read, bytes. An SGLang server reports 20 KB
 	// for each of its ranks.
 	maxBody = 4 << 20
 	// maxHeader bounds the headers of an answer, bytes.
@@ -36,7 +36,7 @@ const (
 	atOnce = 128
 )
 
-// Server is an inference server to ask, and what the settings say of it. The settings
+// Server is an inference server to ask, with its settings. The settings
 // take precedence over its own answers.
 type Server struct {
 	ID        uint64
@@ -53,7 +53,7 @@ type Server struct {
 	Key kv.Secret // bearer key of the server; may be empty
 }
 
-// Settings say how servers are asked.
+// Settings are the settings of requests to servers.
 type Settings struct {
 	TLS *tls.Config // for https URLs; nil: the system's roots
 	Hop web.Hop     // this router, in the Via header of each request
@@ -99,7 +99,7 @@ func (e *StatusError) Error() string {
 	return fmt.Sprintf("GET %s answered %d %s", e.Path, e.Status, http.StatusText(e.Status))
 }
 
-// ErrLeadsBack says that an address is the router's own.
+// ErrLeadsBack means that an address is the router's own.
 var ErrLeadsBack = errors.New("the address is this router's own: use the address of the worker")
 
 // Answered reports whether err is an HTTP answer of the server.
@@ -126,7 +126,7 @@ func Rejected(err error) bool {
 func Refused(err error) bool { return errors.Is(err, syscall.ECONNREFUSED) }
 
 // Health asks a server whether it is healthy, once there is room for another check.
-// Each request may take up to limit. known says that the server has been healthy
+// Each request may take up to limit. known means that the server has been healthy
 // before. The error may be a *StatusError or ErrLeadsBack.
 func (c *Client) Health(ctx context.Context, s Server, limit time.Duration, known bool) error {
 	err := c.check(ctx, s, "/health", limit, known)
@@ -166,7 +166,7 @@ func (c *Client) LeadsBack(ctx context.Context, url string) bool {
 	return c.hop != "" && errors.Is(c.get(ctx, Server{URL: url}, "/health", answerLimit, nil), ErrLeadsBack)
 }
 
-// Models is what a server serves.
+// Models is the models of a server.
 type Models struct {
 	Names    []string // nil: unknown; the server may serve any model
 	Adapters []string // LoRA adapters among Names: the models with a parent
@@ -206,7 +206,7 @@ func (c *Client) Models(ctx context.Context, s Server) (served Models, err error
 }
 
 // CacheTokens asks a server how many tokens the KV cache of each rank holds; ranks of
-// unknown size are left out. info is what the caller knows of an SGLang server; nil: it
+// unknown size are left out. info is the caller's data on an SGLang server; nil: it
 // is asked. An error may come with sizes.
 func (c *Client) CacheTokens(ctx context.Context, s Server, engine kv.Engine, info *ServerInfo, ranks []uint32) (map[uint32]int, error) {
 	if engine == kv.EngineSGLang {

@@ -38,7 +38,7 @@ type ServerInfo struct {
 	Events       *EventsInfo `json:"kv_events"`        // nil: off, or not over TCP
 }
 
-// EventsInfo says where an SGLang server publishes its KV events and its load: rank r
+// EventsInfo is the endpoints of an SGLang server's KV events and load: rank r
 // on port base + r.
 type EventsInfo struct {
 	Publisher string `json:"publisher"`
@@ -237,7 +237,7 @@ func (i *ServerInfo) KeepsPrompts() (keeps bool, remedy string) {
 	return true, ""
 }
 
-// EventsRemedy says how the server is made to publish KV events.
+// EventsRemedy describes how to make the server publish KV events.
 func (i *ServerInfo) EventsRemedy() string {
 	remedy := "start it with " + EventFlags(kv.EngineSGLang)
 	if i.EventsConfig != "" {
@@ -246,7 +246,7 @@ func (i *ServerInfo) EventsRemedy() string {
 	return remedy
 }
 
-// sglangCaches is CacheTokens of an SGLang server. What the server reports about itself
+// sglangCaches is CacheTokens of an SGLang server. Its report about itself
 // is rank 0's: others may have more or less memory.
 func (c *Client) sglangCaches(ctx context.Context, s Server, info *ServerInfo, ranks []uint32) (_ map[uint32]int, err error) {
 	sizes := map[uint32]int{}

@@ -18,7 +18,7 @@ import (
 // loadStatTag is what the first field of SGLang's load messages says.
 const loadStatTag = "LoadStat"
 
-// isLoadStat tells a message of SGLang's, a msgpack array, from JSON.
+// isLoadStat reports whether text is a message of SGLang's, a msgpack array, not JSON.
 func isLoadStat(payload []byte) bool {
 	if len(payload) == 0 {
 		return false
@@ -171,7 +171,7 @@ func (l sglangLoads) load(rank string) (policy.Published, error) {
 	return published(running, waiting, fullest), nil
 }
 
-// cacheTokens is how many tokens the KV cache of each rank holds; ranks of unknown size
+// cacheTokens is the number of tokens that the KV cache of each rank holds; ranks of unknown size
 // are left out.
 func (l sglangLoads) cacheTokens() map[uint32]int {
 	sizes := map[uint32]int{}

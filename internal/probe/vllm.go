@@ -36,7 +36,7 @@ type rankEvents struct {
 	bufferSteps
 }
 
-// bufferSteps is how many batches a replay keeps, as an engine reports it.
+// bufferSteps is the number of batches that a replay keeps, as an engine reports it.
 type bufferSteps struct {
 	Buffer json.RawMessage `json:"buffer_steps"` // a number, or any other value
 }
@@ -225,7 +225,7 @@ func labelsOf(metric *dto.Metric) map[string]string {
 	return labels
 }
 
-// cacheTokens returns how many tokens the KV cache of each data-parallel rank holds;
+// cacheTokens returns the number of tokens that the KV cache of each data-parallel rank holds;
 // engines of unknown size are left out.
 func (p Page) cacheTokens() map[uint32]int {
 	sizes := map[uint32]int{}
@@ -245,7 +245,7 @@ func (p Page) cacheTokens() map[uint32]int {
 	return sizes
 }
 
-// maxBlockSize bounds what a server reports as its block size, tokens: far more than
+// maxBlockSize bounds a server's reported block size, tokens: far more than
 // any has.
 const maxBlockSize = 1 << 16
 

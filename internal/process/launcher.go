@@ -16,7 +16,7 @@ import (
 type Started struct {
 	PID   int          // 0: in this process
 	Ended <-chan error // gets one value, why it ended, once nothing of it is left
-	Stop  func()       // tells it to end; it may take its time
+	Stop  func()       // asks it to end; returns before it has
 	Kill  func()       // ends it
 }
 
@@ -55,7 +55,7 @@ func (l *Launcher) Open() (err error) {
 	return nil
 }
 
-// Close removes what Open prepared, and ends what is left of workers.
+// Close undoes Open, and ends the remaining processes of workers.
 func (l *Launcher) Close() error { return l.guard.close() }
 
 // Start starts the process of worker i. line is called with each line that it
@@ -118,7 +118,7 @@ func writePlugin(files fs.FS) (string, error) {
 const askLimit = 30 * time.Second
 
 // Lacks reports whether a Python has none of the modules. It imports none, which can
-// take seconds. An error says that the Python does not answer.
+// take seconds. An error means that the Python does not answer.
 func Lacks(python string, modules ...string) (bool, error) {
 	const look = "import importlib.util as u, sys; sys.exit(0 if any(map(u.find_spec, sys.argv[1:])) else 3)"
 	ctx, cancel := context.WithTimeout(context.Background(), askLimit)

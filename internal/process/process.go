@@ -33,7 +33,7 @@ type Engine struct {
 	// 1, and RanksFlag the one that says so.
 	Ranks     func(args []string) int
 	RanksFlag string
-	// Limits tells from the arguments how many tokens a worker computes in a pass at
+	// Limits returns, from the arguments, how many tokens a worker computes in a pass at
 	// most and how many blocks its KV cache has; 0: they do not say. BatchFlag says
 	// the first.
 	Limits    func(args []string, blockSize int) (maxBatchedTokens, totalBlocks int)
@@ -42,7 +42,7 @@ type Engine struct {
 	Key func(args []string) string
 
 	// CheckMachine refuses settings that the engine cannot serve on the machine, and
-	// CheckPython a Python that lacks what it needs.
+	// CheckPython a Python that lacks its modules.
 	CheckMachine func(s Settings) error
 	CheckPython  func(s Settings) error
 	// Command returns the command line and the environment of worker i. What the
@@ -66,13 +66,13 @@ type Settings struct {
 	ModelFolder     bool   // Model is a folder here
 	ServedModelName string
 	NumWorkers      int
-	PrefillWorkers  int      // the first so many compute only prompts, the others answers, by NIXL; 0: each does both
+	PrefillWorkers  int      // that many of the first compute only prompts, the others answers, by NIXL; 0: each does both
 	BlockSize       int      // tokens
 	GPUsPerWorker   int      // of each rank
 	GPUs            []string // that workers may use, as CUDA_VISIBLE_DEVICES names them; none: the CPU
 	Cores           int      // of the CPU, to be shared out
 	KVEvents        bool     // workers publish KV events
-	Args            []string // what the user gave after --
+	Args            []string // the arguments after --
 	Ports           Ports
 }
 

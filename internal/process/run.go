@@ -27,7 +27,7 @@ const (
 // Run starts the leader of a new process group, calls started with its
 // pid (which is also the group's id), gives every line of output to line (from
 // two goroutines) and returns when the leader has ended and its output is read.
-// What is left of the group is killed before the return.
+// The rest of the group is killed before the return.
 //
 // The kernel kills the leader if the thread that started it ends, so the
 // goroutine stays on one thread until then: the thread ends with the router.
@@ -97,9 +97,9 @@ func SignalGroup(pgid int, signal syscall.Signal) error {
 	return nil
 }
 
-// endGroup kills what a dead leader has left of its group and waits until it is
+// endGroup kills the rest of a dead leader's group and waits until it is
 // gone, because it holds the ports that the next incarnation needs. A zombie
-// that nobody reaps keeps the group in being: hence the limit.
+// that is not reaped keeps the group alive: hence the limit.
 func endGroup(pgid int) {
 	const limit, poll = 2 * time.Second, 5 * time.Millisecond
 	for start := time.Now(); time.Since(start) < limit; time.Sleep(poll) {
@@ -190,7 +190,7 @@ func (r *reaper) tell(what string, pgid int) error {
 	return nil
 }
 
-// close ends the reaper and what it still answers for, and waits for it.
+// close ends the reaper and its remaining processes, and waits for it.
 func (r *reaper) close() error {
 	r.mu.Lock()
 	err := r.input.Close()

@@ -7,7 +7,7 @@ import (
 	"sync"
 )
 
-// Stages of a worker's start, as shown to people.
+// Stages of a worker's start, as shown to users.
 const (
 	StageProcess = "starting process"
 	StageReady   = "ready"
@@ -16,17 +16,17 @@ const (
 // Signs map the output of an engine to the progress of its start and the cause of its
 // end. The zero value, for workers that print nothing, maps nothing.
 type Signs struct {
-	Engine   string // its name, as people read it
+	Engine   string // its display name
 	Stages   []Stage
 	Failures []Failure
 
-	// Error is in every line that tells of an error of a worker that is ready, and
+	// Error is in every line that reports an error of a worker that is ready, and
 	// Routine are in lines that never explain why a process ended.
 	Error   string
 	Routine []string
 }
 
-// Stage is a later stage of a start with what the engine logs when it begins.
+// Stage is a later stage of a start with the engine's log text at its begin.
 type Stage struct {
 	Name  string
 	Signs []string
@@ -47,7 +47,7 @@ type StartLog struct {
 	mu     sync.Mutex // guards the rest
 	stage  int        // index into signs.Stages, -1 before the first
 	ready  bool       // the start is over
-	ending bool       // it has been told to end
+	ending bool       // it has been asked to end
 	recent []string   // last lines that may explain an end, oldest first
 }
 
@@ -57,7 +57,7 @@ const tailLines = 20
 // NewStartLog returns the log of a worker that is about to start.
 func NewStartLog(signs Signs) *StartLog { return &StartLog{signs: signs, stage: -1} }
 
-// Line takes in one line of output and returns the stage that begins with it,
+// Line reads one line of output and returns the stage that begins with it,
 // if one does, and whether the line is an error of a worker that is ready.
 // Stages never go back: some signs come more than once.
 func (s *StartLog) Line(text string) (stage string, failure bool) {
@@ -81,14 +81,14 @@ func (s *StartLog) Line(text string) (stage string, failure bool) {
 	return "", failure
 }
 
-// isRoutine tells lines that never explain why a process ended: among them those
+// isRoutine reports lines that never explain why a process ended: among them those
 // of the long list of flags that goes before an error about one.
 func (s *Signs) isRoutine(text string) bool {
 	const usage = "[--"
 	return strings.HasPrefix(strings.TrimSpace(text), usage) || slices.ContainsFunc(s.Routine, func(sign string) bool { return strings.Contains(text, sign) })
 }
 
-// SetReady ends the start: what was printed so far explains no later end.
+// SetReady ends the start: output so far explains no later end.
 func (s *StartLog) SetReady() {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -115,7 +115,7 @@ func (s *StartLog) Tail() []string {
 type EndError struct {
 	engine  string
 	reason  string
-	line    string // of its output, that tells; may be empty
+	line    string // of its output, that explains it; may be empty
 	advice  string
 	Lasting bool // trying again will not help
 }

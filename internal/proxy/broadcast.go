@@ -13,7 +13,7 @@ import (
 )
 
 const (
-	// askedAtOnce is how many workers are asked side by side.
+	// askedAtOnce is the number of workers that are asked side by side.
 	askedAtOnce = 64
 	// modelsTimeout bounds the asking of a worker for its models, modelsLimit its
 	// answer (bytes) and maxModels the models that are listed.
@@ -78,7 +78,7 @@ func (p *Proxy) AskAll(ctx context.Context, targets []kv.Target, q Question, hea
 	}
 }
 
-// Models lists what the workers serve, each model as the first of the targets that
+// Models lists the workers' models, each as the first of the targets that
 // serves it describes it. Of one that does not answer within 1 s the names are
 // listed that its target has.
 func (p *Proxy) Models(ctx context.Context, targets []kv.Target, header http.Header) []json.RawMessage {

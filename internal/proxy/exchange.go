@@ -24,7 +24,7 @@ type Exchange struct {
 	ID         string // X-Request-Id
 	Route      string
 	Status     int    // HTTP status, 499 where the client went away
-	Worker     string // what the worker is called, kv.NoWorker where none answered
+	Worker     string // name of the worker, kv.NoWorker where none answered
 	Model      string // as the request names it
 	Arrived    time.Time
 	FirstChunk time.Time // of a stream; zero: none came
@@ -42,20 +42,20 @@ type Exchange struct {
 	Request *router.Request // as it is routed; nil: it is not, such as a dry run
 	Default bool            // it is for the default model
 
-	// Receipts explain its decisions, where somebody wants to know: those of all
+	// Receipts explain its decisions, where requested: those of all
 	// tries, of a shared one the prefill worker's first.
 	Receipts []*router.Receipt
 
 	Trace *tracing.Request // nil: it is not traced
 
-	finish   string      // why the answer ended, as the worker tells it; empty: it does not
-	refusal  refusal     // what the status of a relayed answer says of its worker
+	finish   string      // why the answer ended, as the worker reports it; empty: it does not
+	refusal  refusal     // meaning of a relayed answer's status for its worker
 	suspects []suspicion // workers that refused it, until one accepts it
 	tried    bool        // a worker has failed it
 	moved    bool        // it was taken off a stuck worker: that happens once
 }
 
-// leg is what the worker that answers does of the request.
+// leg is the part of the request done by the worker that answers.
 func (x *Exchange) leg() kv.Leg {
 	if x.Shared != nil {
 		return kv.LegDecode

@@ -14,7 +14,7 @@ import (
 	"kvrouter/internal/router"
 )
 
-// Headers by which llm-d's sidecars and data-parallel servers learn what was decided.
+// Headers by which llm-d's sidecars and data-parallel servers learn the decision.
 const (
 	HeaderPrefiller    = "X-Prefiller-Host-Port"
 	HeaderDataParallel = "X-Data-Parallel-Host-Port"
@@ -22,20 +22,20 @@ const (
 
 // Headers of requests and answers that a gateway's clients know from llm-d.
 const (
-	// HeaderSession tells a client who served it. A request with it goes there again.
+	// HeaderSession names the worker that served a client. A request with it goes there again.
 	HeaderSession = "X-Session-Token"
-	// HeaderDropped tells why a request was refused.
+	// HeaderDropped says why a request was refused.
 	HeaderDropped = "X-Llm-D-Request-Dropped-Reason"
 )
 
-// Routed is a request with the workers that a gateway is to send it to.
+// Routed is a request with the workers to which a gateway sends it.
 type Routed struct {
 	Request *http.Request // as it is to reach Target
 	Target  kv.Target
 	Others  []kv.Target // where it may go if Target does not take it, the best first
 }
 
-// Gateway stands in front of the router and sends requests to their workers itself. It
+// Gateway is a gateway in front of the router, which sends requests to their workers. It
 // asks for a destination and passes the answers through the router.
 type Gateway struct {
 	// Send hands a request over and returns the answer, and the address of the worker
@@ -46,7 +46,7 @@ type Gateway struct {
 	Subset []string
 	// Others is how many further workers the gateway wants to know.
 	Others int
-	// Any says that requests of all routes go to a worker.
+	// Any means that requests of all routes go to a worker.
 	Any bool
 	// Model replaces the model that the body names; empty: it stays.
 	Model string
@@ -57,8 +57,8 @@ type Gateway struct {
 	Home string
 }
 
-// Follow puts what the gateway says of a request into it, for a router of that model. It
-// fails with router.ErrBusy where the request is to be shed.
+// Follow puts the gateway's data into a request, for a router of that model. It
+// fails with router.ErrBusy where the request must be shed.
 func (g *Gateway) Follow(request *router.Request, r *router.Router) error {
 	if g == nil {
 		return nil
@@ -127,7 +127,7 @@ func (g *Gateway) Refusal(err error) (status int, reason string) {
 // the decided one serves it, the booking moves there.
 func (p *Proxy) sendByGateway(request *http.Request, u *Upstream, x *Exchange) (*http.Response, error) {
 	target := x.Decision.Target
-	request.Header.Del(HeaderPrefiller) // a client's would have the sidecar ask whom it likes
+	request.Header.Del(HeaderPrefiller) // a client's would choose the address that the sidecar asks
 	request.Header.Del(HeaderDataParallel)
 	if target.Ranks > 1 {
 		request.Header.Set(HeaderDataParallel, target.Address())
@@ -206,7 +206,7 @@ func (p *Proxy) disaggregateByGateway(ctx context.Context, w http.ResponseWriter
 	u.prefill, u.CachedTokensMislead = &pair.Prefill, true
 	l := legs{pair: pair}
 	err := p.send(ctx, w, u, x, l.decision(), false)
-	x.Usage.CachedKnown = false // what the decode worker has of the prompt came from the other
+	x.Usage.CachedKnown = false // the decode worker's part of the prompt came from the other
 	p.observer.SharedEnded(pair.Prefill.Target.Kind, x.Shared.result(ctx, x.Status, err), 0)
 	return err
 }

@@ -14,7 +14,7 @@ import (
 // whole text so far.
 const generateRoute = "/generate"
 
-// maxGenerated bounds the answers of one request to generateRoute whose tokens are
+// maxGenerated bounds the answers of one request to generateRoute with tokens
 // counted.
 const maxGenerated = 4096
 
@@ -33,7 +33,7 @@ func (u Upstream) ofRank(rank string) Upstream {
 	return u.withFields(jsonbody.Field{Key: rankKey, Raw: rank})
 }
 
-// SeveralAnswers tells whether a request wants more than one answer to a prompt.
+// SeveralAnswers reports whether a request wants more than one answer to a prompt.
 func SeveralAnswers(path string, body *jsonbody.Body) bool {
 	if path != generateRoute {
 		return body.Get("n").Int() > 1 || body.Get("best_of").Int() > 1 || asks(body, "use_beam_search")
@@ -51,7 +51,7 @@ func SeveralAnswers(path string, body *jsonbody.Body) bool {
 	return found
 }
 
-// ComputesAnew tells whether an engine computes parts of the prompt anew though they
+// ComputesAnew reports whether an engine computes parts of the prompt anew though they
 // are in its cache: for the log probabilities of the prompt's own tokens.
 func ComputesAnew(body *jsonbody.Body) bool {
 	start := body.Get("logprob_start_len")
@@ -59,17 +59,17 @@ func ComputesAnew(body *jsonbody.Body) bool {
 		body.Get("return_logprob").Bool() && start.Type == gjson.Number && start.Int() >= 0
 }
 
-// asks tells whether a member is there and neither null nor false.
+// asks reports whether a member is present and neither null nor false.
 func asks(body *jsonbody.Body, key string) bool {
 	v := body.Get(key)
 	return v.Exists() && v.Type != gjson.Null && v.Type != gjson.False
 }
 
-// defaultNewTokens is how many tokens an answer of generateRoute may have where its
+// defaultNewTokens is the number of tokens that an answer of generateRoute may have where its
 // request does not say.
 const defaultNewTokens = 128
 
-// tokenLimit returns how many tokens the longest answer may have; 0: the request does
+// tokenLimit returns the number of tokens that the longest answer may have; 0: the request does
 // not say.
 func tokenLimit(path string, body *jsonbody.Body) (most int) {
 	if path != generateRoute {
@@ -94,7 +94,7 @@ func tokenLimit(path string, body *jsonbody.Body) (most int) {
 	return most
 }
 
-// newTokens is how many tokens an answer may have by its sampling_params; 0: any
+// newTokens is the number of tokens that an answer may have by its sampling_params; 0: any
 // number.
 func newTokens(params gjson.Result) int {
 	if given := params.Get("max_new_tokens"); given.Exists() {
@@ -109,7 +109,7 @@ type generated struct {
 	finish  string  // why the first that says so has ended
 }
 
-// take notes what an answer's meta_info says, in place of what it said before.
+// take notes an answer's meta_info, in place of the one before.
 func (g *generated) take(index int, meta gjson.Result) {
 	if index < 0 || index >= maxGenerated || !meta.Get("prompt_tokens").Exists() {
 		return

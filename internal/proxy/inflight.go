@@ -13,15 +13,15 @@ import (
 
 // flows is how lately a byte of an answer must have come for it to be left alone
 // when its worker is said to be down: one that ends in good order answers to the
-// end what it has begun.
+// end its running requests.
 const flows = 2 * time.Second
 
 // Once a worker is known to be stuck, a request there that may not be sent elsewhere
-// ends when no byte of its answer has come for so long: stalledAnswer if it had
+// ends when no byte of its answer has come for that time: stalledAnswer if it had
 // begun, stalledStart before.
 const stalledAnswer, stalledStart = 5 * time.Second, 15 * time.Second
 
-// abortError says that a request was aborted at its worker.
+// abortError means that a request was aborted at its worker.
 type abortError struct {
 	why   string
 	stuck bool // the worker is up, but silent
@@ -29,7 +29,7 @@ type abortError struct {
 
 func (e *abortError) Error() string { return e.why }
 
-// inflight is a request that was sent to a worker and whose answer has not ended.
+// inflight is a request sent to a worker, with an answer that has not ended.
 type inflight struct {
 	target  kv.Target
 	booking *router.Booking
@@ -55,7 +55,7 @@ type inflights struct {
 	workers map[uint64]*workerInflight
 }
 
-// sent notes that a request is sent. cancel ends it with a cause. moves says that
+// sent notes that a request is sent. cancel ends it with a cause. moves means that
 // it may be sent elsewhere if its worker turns out to be stuck. ended must follow.
 func (p *Proxy) sent(b *router.Booking, target kv.Target, cancel context.CancelCauseFunc, moves bool) *inflight {
 	f := &inflight{target: target, booking: b, cancel: cancel, began: p.now(), moves: moves}

@@ -16,10 +16,10 @@ import (
 const (
 	// bootstrapTimeout bounds a question to a bootstrap server.
 	bootstrapTimeout = 2 * time.Second
-	// watchEvery is the time between two looks at a prefill worker whose blocks are
+	// watchEvery is the time between two checks of a prefill worker whose blocks are
 	// being fetched.
 	watchEvery = 500 * time.Millisecond
-	// engineKept is how long an engine id is taken for granted: a worker that was
+	// engineKept is the time that an engine id is taken for granted: a worker that was
 	// started anew has another, and a decode worker that does not know the one it
 	// is given silently recomputes the prompt. enginesKept bounds the ids.
 	engineKept  = 5 * time.Second
@@ -51,7 +51,7 @@ func mooncakeParams(at kv.Bootstrap, engine, transfer string) (prefill, decode s
 			Quoted("http://"+at.String()), Quoted(engine), id)
 }
 
-// cutShort tells whether a vLLM worker's answer, of any route, ended because it
+// cutShort reports whether a vLLM worker's answer, of any route, ended because it
 // had the most tokens allowed.
 func cutShort(answer []byte) bool {
 	for _, why := range gjson.GetManyBytes(answer, "choices.0.finish_reason", "stop_reason", "incomplete_details.reason") {

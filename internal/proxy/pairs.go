@@ -31,14 +31,14 @@ const (
 	// concurrent aborts; beyond those a worker sees the closed connection only.
 	abortTimeout = 5 * time.Second
 	abortsAtOnce = 64
-	// tokenPace is how long one token of an answer that is not streamed may take.
+	// tokenPace is the time that one token of an answer that is not streamed may take.
 	tokenPace = time.Second
 )
 
-// PrefillFailure says that a request failed because its prefill leg did.
+// PrefillFailure means that a request failed because its prefill leg did.
 type PrefillFailure struct {
 	Worker uint64
-	Called string // what the worker is called
+	Called string // name of the worker
 	err    error
 }
 
@@ -52,7 +52,7 @@ func (e *PrefillFailure) Error() string {
 
 func (e *PrefillFailure) Unwrap() error { return e.err }
 
-// prefillRefusal is a prefill worker's answer that says what is wrong with the
+// prefillRefusal is a prefill worker's answer that names the fault of the
 // request: the client gets it.
 type prefillRefusal struct {
 	status int
@@ -62,7 +62,7 @@ type prefillRefusal struct {
 
 func (e *prefillRefusal) Error() string { return fmt.Sprintf("refused with status %d", e.status) }
 
-// LegTimeout says that a leg of a shared request took too long.
+// LegTimeout means that a leg of a shared request took too long.
 type LegTimeout struct {
 	what, flag string
 	over       time.Duration
@@ -73,7 +73,7 @@ func (e *LegTimeout) Error() string {
 	return fmt.Sprintf("%s took longer than %s (%s)", e.what, e.over, e.flag)
 }
 
-// errDecodeEnded ends a prefill leg whose decode leg has ended.
+// errDecodeEnded ends a prefill leg after the end of its decode leg.
 var errDecodeEnded = errors.New("the decode leg has ended")
 
 // forwardPair is Forward for a request that two workers may serve. Where a prefill leg
@@ -153,7 +153,7 @@ type legs struct {
 	prefill, decode Upstream
 	late            *LegTimeout // of the decode leg, from the prefill leg's end; nil: it has no limit of its own
 	rid             string      // by which SGLang servers abort them; empty: closing the connection does
-	fetch           string      // with it a Mooncake decode worker gets what the prefill worker keeps
+	fetch           string      // with it a Mooncake decode worker gets the blocks that the prefill worker keeps
 	shared          *SharedRequest
 	trace           *tracing.Request // nil: it is not traced
 }
@@ -192,7 +192,7 @@ func (p *Proxy) legs(ctx context.Context, u Upstream, pair router.Pair) (legs, e
 		}
 		l.decode = u.withFields(fields...)
 	}
-	l.decode.CachedTokensMislead = true // what it has of the prompt came from the other
+	l.decode.CachedTokensMislead = true // its part of the prompt came from the other
 	return l, nil
 }
 
@@ -218,8 +218,8 @@ func nonce() string {
 	return hex.EncodeToString(b[:])
 }
 
-// decision is what the answer's headers and metrics tell: the decode worker, and
-// what was cached of the prompt where it was computed.
+// decision is the one in the answer's headers and metrics: the decode worker, and
+// the prompt's cached part where it was computed.
 func (l *legs) decision() router.Decision {
 	d := l.pair.Decode
 	d.OverlapTokens = l.pair.Prefill.OverlapTokens
@@ -449,9 +449,9 @@ func (e *prefillRefusal) relay(w http.ResponseWriter, u Upstream, x *Exchange) e
 	return nil
 }
 
-// decodeLimit returns how long a decode leg may take from its prefill leg's end: to
+// decodeLimit returns the time that a decode leg may take from its prefill leg's end: to
 // its stream's first event, or to the end of an answer that comes whole, of which
-// only the request tells how long it may be; nil: there is no limit. An SGLang
+// only the request limits its length; nil: there is no limit. An SGLang
 // decode worker begins at once then. One of vLLM may let the request wait.
 func (p *Proxy) decodeLimit(kind kv.Kind, route string, parsed *jsonbody.Body) *LegTimeout {
 	late := &LegTimeout{"the decode worker's first event", "--disagg-handover-timeout", p.settings.DisaggHandoverTimeout, SharedHandoverTimeout}

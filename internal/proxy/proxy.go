@@ -47,7 +47,7 @@ type Upstream struct {
 	HideUsage  bool   // usage was asked for by the router: keep it from the client
 	Silent     bool   // the client gets no headers about the decision
 	EndMarked  bool   // its stream is whole only with an event that says so
-	// CachedTokensMislead says that the answer's cached tokens do not describe the cache:
+	// CachedTokensMislead means that the answer's cached tokens do not describe the cache:
 	// the request has several prompts, or asks for the logprobs of its own tokens,
 	// for which an engine computes it anew.
 	CachedTokensMislead bool
@@ -56,7 +56,7 @@ type Upstream struct {
 	RequestID           string
 	Arrived             time.Time
 	MaxRetries          int // further workers to try while nothing was answered
-	// Paired says that two workers may serve the request, whose body is Parsed, unless
+	// Paired is whether two workers may serve the request, with body Parsed, unless
 	// Aggregated says why one worker must.
 	Paired     bool
 	Parsed     *jsonbody.Body
@@ -124,7 +124,7 @@ func (p *Proxy) header(given http.Header, t kv.Target) http.Header {
 
 // ClientHeader returns a client's headers as they go to a worker, under that request id.
 // Only a pinned request, which names its worker, may name a data-parallel rank of it.
-// keyed says that Authorization was for the router.
+// keyed means that Authorization was for the router.
 func ClientHeader(given http.Header, id string, pinned, keyed bool) http.Header {
 	header := given.Clone()
 	web.DropHopByHop(header)
@@ -236,7 +236,7 @@ func (p *Proxy) Close() {
 // far as the protocol allows, and nothing more can be written.
 var ErrAnswered = errors.New("answer was cut short")
 
-// ErrSilent says that a worker sent no byte for too long.
+// ErrSilent means that a worker sent no byte for too long.
 var ErrSilent = errors.New("no data received within --request-timeout")
 
 // Forward sends u to the workers that chooser returns and relays the answer to w.
@@ -355,7 +355,7 @@ func (p *Proxy) attempt(ctx context.Context, w http.ResponseWriter, u Upstream, 
 	return p.relayWhole(w, answer, u, x, retry)
 }
 
-// OutOfDescriptors tells whether a request could not be sent for want of file
+// OutOfDescriptors reports whether a request could not be sent for want of file
 // descriptors here: that is no worker's fault.
 func OutOfDescriptors(err error) bool {
 	return errors.Is(err, syscall.EMFILE) || errors.Is(err, syscall.ENFILE)

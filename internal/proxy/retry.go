@@ -21,7 +21,7 @@ import (
 // A longer one goes to the client at once.
 const keptLimit = 1 << 20
 
-// refusal says what an answer's status tells of its worker.
+// refusal returns the meaning of an answer's status for its worker.
 type refusal struct {
 	pressed bool          // it asks for a pause
 	pause   time.Duration // of that length; 0: it does not say
@@ -30,7 +30,7 @@ type refusal struct {
 }
 
 // refusalOf reads a status and its headers. Of /v1/responses a worker knows only
-// what it has answered itself: there 404 says nothing.
+// its own answers: there 404 says nothing.
 func refusalOf(status int, header http.Header, route string, now time.Time) refusal {
 	after, given := retryAfter(header, now)
 	switch {
@@ -105,7 +105,7 @@ type suspicion struct {
 	status  int
 }
 
-// acquit ends the suspicions against workers. agreed says that two of them said the
+// acquit ends the suspicions against workers. agreed means that two of them said the
 // same.
 func (x *Exchange) acquit(agreed bool) {
 	for _, s := range x.suspects {
@@ -126,11 +126,11 @@ func (x *Exchange) accepted(status int) {
 	x.suspects = nil
 }
 
-// workerError says that a worker did not answer, or answered what another may answer
+// workerError means that a worker did not answer, or answered what another may answer
 // better.
 type workerError struct {
 	worker uint64
-	called string // what it is called
+	called string // its name
 	err    error
 	kind   outlier.Kind
 
@@ -138,7 +138,7 @@ type workerError struct {
 	answer  *keptAnswer // nil: there was none
 	abort   *abortError // it was aborted; nil: it was not
 	out     bool        // nothing more goes to the worker for a while
-	final   bool        // no other is to be tried
+	final   bool        // no other may be tried
 }
 
 func (e *workerError) Error() string { return fmt.Sprintf("worker %s: %v", e.called, e.err) }
@@ -158,8 +158,8 @@ func (p *Proxy) unanswered(worker uint64, err error, kind outlier.Kind) *workerE
 	return e
 }
 
-// blame ends the booking of a request that a worker failed, and notes what is known
-// of the worker then.
+// blame ends the booking of a request that a worker failed, and notes in e
+// the state of the worker then.
 func (p *Proxy) blame(b *router.Booking, x *Exchange, e *workerError) {
 	switch {
 	case e.abort != nil:
@@ -203,14 +203,14 @@ func (p *Proxy) begin(u Upstream, x *Exchange) *tries {
 	return &tries{proxy: p, u: u, x: x}
 }
 
-// over ends what is open about the workers that were tried.
+// over ends the open trials and bookings of the workers that were tried.
 func (t *tries) over() { t.x.acquit(false) }
 
-// retry tells whether another worker may be tried if the next one fails.
+// retry reports whether another worker may be tried if the next one fails.
 func (t *tries) retry() bool { return t.Left(t.u.MaxRetries) }
 
-// again notes how an attempt ended and tells whether another worker is to be tried.
-// beside says that it would not count as a retry.
+// again notes how an attempt ended and reports whether to try another worker.
+// beside means that it would not count as a retry.
 func (t *tries) again(ctx context.Context, err error, beside bool) bool {
 	worker, failed, ok := blamed(err)
 	if !ok || ctx.Err() != nil {
@@ -305,7 +305,7 @@ func blamed(err error) (worker uint64, failed *workerError, ok bool) {
 	return 0, nil, false
 }
 
-// finished ends the booking of a request whose answer was relayed to its end.
+// finished ends the booking of a request after its answer was relayed to its end.
 func (p *Proxy) finished(u Upstream, x *Exchange) {
 	b := x.Decision.Booking
 	if u.SeveralAnswers && x.Decision.Target.RunsSGLang() {

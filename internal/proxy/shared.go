@@ -9,7 +9,7 @@ import (
 	"time"
 )
 
-// Response headers that tell a client about the prefill leg.
+// Response headers on the prefill leg.
 const (
 	HeaderPrefillWorker = "X-Kvrouter-Prefill-Worker-Id"
 	HeaderPrefillTime   = "X-Kvrouter-Prefill-Ms"
@@ -73,7 +73,7 @@ func (r *SharedRequest) begin(header http.Header) {
 	})
 }
 
-// hasStarted tells whether the first byte of the answer goes to the client.
+// hasStarted reports whether the first byte of the answer goes to the client.
 func (r *SharedRequest) hasStarted() (started bool) {
 	r.note(func(r *SharedRequest) { started = r.started })
 	return started
@@ -94,7 +94,7 @@ func (r *SharedRequest) stop() {
 	})
 }
 
-// reported returns what the prefill worker reports of its cache.
+// reported returns the prefill worker's report on its cache.
 func (r *SharedRequest) reported() (known bool, tokens int) {
 	r.note(func(r *SharedRequest) { known, tokens = r.usage.CachedKnown, r.usage.CachedTokens })
 	return known, tokens

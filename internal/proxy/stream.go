@@ -9,7 +9,7 @@ import (
 	"kvrouter/internal/policy"
 )
 
-// maxEvent bounds what is kept of an event whose end has not come, bytes. A longer
+// maxEvent bounds the kept part of an unfinished event, bytes. A longer
 // one goes on unseen but for its beginning.
 const maxEvent = 2 << 20
 
@@ -29,7 +29,7 @@ type eventScanner struct {
 	Count  int    // events with a part of the answer that ended in the last chunk
 	seen   bool   // an event has come
 	done   bool   // the event that ends the stream has come
-	status int    // HTTP status of the error that an event tells; 0: none
+	status int    // HTTP status of the error in an event; 0: none
 	finish string // why the answer ended; empty: it has not, or does not say
 	Usage  Usage  // as far as reported
 
@@ -56,7 +56,7 @@ func (s *eventScanner) ending(status int, marked bool) policy.Ending {
 	return endingOf(status, s.finish)
 }
 
-// endingOf returns how a request ended whose answer came whole, by its HTTP status
+// endingOf returns how a request with a complete answer ended, by its HTTP status
 // and the engine's finish reason.
 func endingOf(status int, finish string) policy.Ending {
 	switch {
@@ -70,7 +70,7 @@ func endingOf(status int, finish string) policy.Ending {
 	return policy.Finished
 }
 
-// Scan takes the next chunk and returns what the client gets now, valid until
+// Scan takes the next chunk and returns the bytes for the client, valid until
 // the next call.
 func (s *eventScanner) Scan(chunk []byte) []byte {
 	s.Count = 0
@@ -129,7 +129,7 @@ func (s *eventScanner) Rest() []byte {
 	return s.pending
 }
 
-// take looks at one whole event and tells whether to keep it from the client.
+// take looks at one whole event and reports whether to keep it from the client.
 func (s *eventScanner) take(event []byte) bool {
 	data, ok := bytes.CutPrefix(event, []byte("data:"))
 	if !ok {
@@ -191,7 +191,7 @@ func (s *eventScanner) takeNamed(event []byte) {
 	}
 }
 
-// reasonGiven tells whether an event names a reason for the answer's end, or
+// reasonGiven reports whether an event names a reason for the answer's end, or
 // for something else. It is asked of every token, so the search begins with a
 // byte that is rare in events.
 func reasonGiven(data []byte) bool {

@@ -40,7 +40,7 @@ func (h *Histogram) Add(other Histogram) {
 	}
 }
 
-// Since returns what has come after before, an earlier state of the same histogram.
+// Since returns the difference to before, an earlier state of the same histogram.
 func (h Histogram) Since(before Histogram) Histogram {
 	d := Histogram{h.Bounds, slices.Clone(h.Counts)}
 	for i := range min(len(d.Counts), len(before.Counts)) {

@@ -9,7 +9,7 @@ import (
 )
 
 // AskForUsage returns the body, its beginning apart, with a request for usage
-// added where it is a stream's and does not say itself what it wants. The rest of
+// added where it is a stream's and does not set it itself. The rest of
 // the bytes stays as it is, and where the client has no stream_options, where it
 // is. Of several stream_options the last counts, as in Python.
 func AskForUsage(parsed *jsonbody.Body) (head, body []byte, hide bool) {
@@ -35,10 +35,10 @@ func AskForUsage(parsed *jsonbody.Body) (head, body []byte, hide bool) {
 		head = append(make([]byte, 0, at+len(options.Raw)+32), body[inside-1:at]...)
 		return jsonbody.AppendObject(head, fields), body[at+len(options.Raw):], true
 	}
-	return nil, body, false // the engine will say what is wrong with it
+	return nil, body, false // the engine will name the fault
 }
 
-// What a worker may report of one request, tokens: more than any model takes or
+// Bound of a worker's report on one request, tokens: more than any model takes or
 // writes. The numbers of a worker that reports more, or less than nothing, must
 // not spoil counters and means.
 const (
@@ -46,7 +46,7 @@ const (
 	maxReportedOutput = 1 << 20
 )
 
-// reported reads a number of tokens, which is from 0 to most whatever the worker
+// reported reads a number of tokens, which is from 0 to most for any number that the worker
 // says.
 func reported(v gjson.Result, most int) int {
 	n := v.Float()

@@ -12,7 +12,7 @@ import (
 	"kvrouter/internal/kv"
 )
 
-// Approx is the approximate index: what was routed to a worker counts as cached
+// Approx is the approximate index: prompts routed to a worker count as cached
 // there. It models each worker's memory and keeps a Tree in step with that, as
 // events.Stream keeps one in step with the engine's memory.
 //
@@ -21,17 +21,17 @@ import (
 // order of their release, oldest first, the end of a prompt before its start.
 // An answer takes blocks too, which no prompt is known to match.
 //
-// Time. Other workers are believed to hold what was used no longer ago than the
+// Time. Other workers are assumed to hold blocks used no longer ago than the
 // time to live (its last use is its last request's end), and all of them
 // together no more than maxBlocks: beyond that the blocks used longest ago go
 // until pruneTo are left. Blocks of requests in flight always stay. The time to
 // live may hold for workers of known size as well: the earlier limit counts.
 //
 // Corrections. An answer's cached_tokens may show that an engine had lost what
-// it was believed to hold. It loses the oldest first; so whatever was used no
+// it was assumed to hold. It loses the oldest first; so blocks used no
 // later than the first lost block is gone as well, and is given up. A worker of
-// which nothing else tells the size (of Trees) is then taken to hold no
-// more than what is left, until an answer finds blocks that were given up: that
+// which the size is not otherwise known (of Trees) is then taken to hold no
+// more than the rest, until an answer finds blocks that were given up: that
 // adds their number.
 type Approx struct {
 	*Tree             // changed under mu only
@@ -50,7 +50,7 @@ type Approx struct {
 	blocks            []kv.StoredBlock // reused
 }
 
-// assumedCache is what a worker is believed to have in its memory.
+// assumedCache is the assumed cache of a worker.
 type assumedCache struct {
 	capacity int             // blocks; 0: not known
 	Pool     *blockpool.Pool // blocks by sequence hash; those of answers by a random number
@@ -59,11 +59,11 @@ type assumedCache struct {
 	answers  []int32         // by block of the pool: blocks of the longest answer to a prompt that ends there
 }
 
-// firstPool is how many blocks an assumedCache can hold before its first growth.
+// firstPool is the number of blocks that an assumedCache can hold before its first growth.
 const firstPool = 256
 
 // maxAnswer bounds the blocks of one answer that are modelled: it is the worker
-// that tells how long its answers are.
+// that reports how long its answers are.
 const maxAnswer = 1 << 16
 
 // SetCorrected says whether the cached tokens that answers report correct the index;
@@ -74,7 +74,7 @@ func (a *Approx) SetCorrected(corrected bool) { a.corrected = corrected }
 // first it does not. Call it before the index is used.
 func (a *Approx) SetTTLForAll(forAll bool) { a.ttlForAll = forAll }
 
-// Assumed is one routed prompt and what its worker is believed to hold of it. Its
+// Assumed is one routed prompt and the part that its worker is assumed to hold. Its
 // owner must call End or Fail.
 type Assumed struct {
 	index    *Approx
@@ -88,7 +88,7 @@ type Assumed struct {
 
 // lastUse says when the blocks from the last one's end up to block upTo of a
 // prompt were used last before. Along a prompt that time never rises, because
-// who uses a block uses those before it as well.
+// a user of a block uses those before it as well.
 type lastUse struct {
 	upTo int
 	at   int64 // Unix ns; inUse: in flight then
@@ -97,7 +97,7 @@ type lastUse struct {
 const inUse = math.MaxInt64
 
 // NewApprox returns an empty index. ttl and maxBlocks bound what workers of
-// unknown size are believed to hold; when there is more, pruneTarget is the
+// unknown size are assumed to hold; when there is more, pruneTarget is the
 // share of maxBlocks that stays. now is the clock.
 func NewApprox(ttl time.Duration, maxBlocks int, pruneTarget float64, now func() time.Time) *Approx {
 	a := &Approx{
@@ -148,7 +148,7 @@ func (a *Approx) Forget(worker uint64) {
 	a.Tree.Forget(worker)
 }
 
-// Match is Tree.Match after blocks whose time is over have been given up.
+// Match is Tree.Match after expired blocks have been removed.
 func (a *Approx) Match(local []uint64, dst []kv.Match) []kv.Match {
 	if now := a.now().UnixNano(); now >= a.due.Load() {
 		a.mu.Lock()
@@ -158,7 +158,7 @@ func (a *Approx) Match(local []uint64, dst []kv.Match) []kv.Match {
 	return a.Tree.Match(local, dst)
 }
 
-// Routed says that a prompt with these local hashes goes to w, where it counts as
+// Routed notes that a prompt with these local hashes goes to w, where it counts as
 // cached from now on.
 func (a *Approx) Routed(w kv.WorkerKey, local []uint64) *Assumed {
 	now := a.now().UnixNano()
@@ -215,7 +215,7 @@ func (a *Approx) Routed(w kv.WorkerKey, local []uint64) *Assumed {
 	return p
 }
 
-// End says that the request has ended: its answer filled that many blocks, and the
+// End notes that the request has ended: its answer filled that many blocks, and the
 // engine had found cached blocks of the prompt in its cache (-1: not known). Call it
 // once. On nil it does nothing.
 func (p *Assumed) End(answer, cached int) {
@@ -279,7 +279,7 @@ func (p *Assumed) ended(release func(a *Approx, c *assumedCache, now int64)) {
 	a.expire(now)
 }
 
-// correct compares what an answer says was cached with what was believed.
+// correct compares an answer's cached tokens with the assumption.
 func (a *Approx) correct(p *Assumed, cached int) {
 	c := p.cache
 	if at := p.lostAt(cached); at > 0 {
@@ -292,8 +292,8 @@ func (a *Approx) correct(p *Assumed, cached int) {
 	}
 }
 
-// lostAt returns the last use of what the engine must have lost if it found only
-// so many blocks, Unix ns; 0: that proves nothing. One block less than believed
+// lostAt returns the last use of the blocks that the engine must have lost if it
+// found only that many, Unix ns; 0: that proves nothing. One block less than assumed
 // does not: engines compute the last token, and some the last block, again. Nor
 // does one that was in flight, and may not have been computed.
 func (p *Assumed) lostAt(cached int) int64 {
@@ -332,7 +332,7 @@ func (a *Approx) take(c *assumedCache) uint32 {
 	return b
 }
 
-// evict gives up at most limit blocks of w, those that were used no later than
+// evict removes at most limit blocks of w, those that were used no later than
 // at (Unix ns), oldest first, and returns how many.
 func (a *Approx) evict(w kv.WorkerKey, c *assumedCache, at int64, limit int) int {
 	a.evicted = a.evicted[:0]
@@ -347,7 +347,7 @@ func (a *Approx) evict(w kv.WorkerKey, c *assumedCache, at int64, limit int) int
 	return len(a.evicted)
 }
 
-// expire gives up what workers no longer count as holding by the time to live, and
+// expire removes the blocks of workers beyond their time to live, and
 // those of unknown size by their number of blocks.
 func (a *Approx) expire(now int64) {
 	due, blocks := int64(math.MaxInt64), 0
@@ -394,7 +394,7 @@ func (a *Approx) oldest() (oldest kv.WorkerKey, until int64, ok bool) {
 	return oldest, until, ok
 }
 
-// oldest tells when the block that was released longest ago was; ok is false if
+// oldest returns the earliest release time of a block; ok is false if
 // all are in flight.
 func (c *assumedCache) oldest() (used int64, ok bool) {
 	b := c.Pool.Oldest()

@@ -8,8 +8,8 @@ import (
 	"kvrouter/internal/kv"
 )
 
-// Index tells which worker holds which blocks. Its kinds differ in their source: Tree
-// knows it from KV events, Approx and Trees assume it from what was routed,
+// Index maps blocks to the workers that hold them. Its kinds differ in their source: Tree
+// knows them from KV events, Approx and Trees assume them from routed prompts,
 // predicting combines both, and blind knows nothing. A lookup waits for at most one
 // change of the index.
 type Index interface {
@@ -27,13 +27,13 @@ type Index interface {
 	DumpOf(w kv.WorkerKey) iter.Seq[PlacedBlock]
 }
 
-// Assumer is an Index that is told what was routed.
+// Assumer is an Index that learns from routing decisions.
 type Assumer interface {
 	Index
-	// SetCapacity tells how many blocks a worker's cache has; 0: not known.
+	// SetCapacity reports how many blocks a worker's cache has; 0: not known.
 	SetCapacity(w kv.WorkerKey, blocks int)
-	// Routed tells that a prompt with these local hashes goes to w. The caller
-	// must end what it returns.
+	// Routed notes that a prompt with these local hashes goes to w. The caller
+	// must end the returned Assumption.
 	Routed(w kv.WorkerKey, local []uint64) *Assumed
 }
 
@@ -54,7 +54,7 @@ func (blind) CanMatch() bool { return false }
 // Match appends nothing.
 func (blind) Match(_ []uint64, dst []kv.Match) []kv.Match { return dst }
 
-// predicting combines the exact index with what was routed lately; the longer match
+// predicting combines the exact index with recently routed prompts; the longer match
 // of a worker counts. It bridges the time until a prompt's events come.
 type predicting struct {
 	*Tree

@@ -1,5 +1,5 @@
 // Package radix keeps the index of which worker holds which blocks: known from KV
-// events (Tree), or assumed from what was routed (Approx, Trees).
+// events (Tree), or assumed from routed prompts (Approx, Trees).
 package radix
 
 import (
@@ -17,7 +17,7 @@ import (
 )
 
 // Errors of Tree.Store; in both cases nothing was stored. The caller no longer
-// knows what the worker holds and should clear it or replay its events.
+// knows the worker's blocks and should clear it or replay its events.
 var (
 	// ErrParentUnknown: the worker does not hold the block that the stored ones
 	// were to follow. They are never rooted instead: that would be a wrong match.
@@ -26,15 +26,14 @@ var (
 	ErrSelfParent = errors.New("block is its own parent")
 )
 
-// sweepPerPart and sweepPerBlock say how many entries of cleared workers every
-// part of a Store or Remove sweeps: so many, and so many more for each of its
-// blocks.
+// sweepPerPart and sweepPerBlock are the entries of cleared workers that every part
+// of a Store or Remove sweeps: a base, and as many more for each of its blocks.
 const (
 	sweepPerPart  = 16
 	sweepPerBlock = 2
 )
 
-// partBlocks is how many blocks Store and Remove change before lookups may go on,
+// partBlocks is the number of blocks that Store and Remove change before lookups may go on,
 // some microseconds. Store reads the table entries of all blocks of a part before
 // it uses the first: a large table is seldom in the processor's cache, and
 // independent reads wait for memory together. Measured with 16: 1.5 to 2 times as
@@ -60,10 +59,10 @@ const partBlocks = 8
 // the same; such requests must not reach an engine that is indexed.
 //
 // One engine hash at two places. An engine's hash names a whole prefix, so the
-// same worker storing one at another node means that what was known about it is
+// same worker storing one at another node means that the entries of it are
 // outdated: the newest event wins, the old place is given up and the copies are
 // counted from one again. Two engine hashes at one node (contents that local
-// hashes do not tell apart) both count: the worker holds the node until the last
+// hashes do not distinguish) both count: the worker holds the node until the last
 // of them goes.
 //
 // Holes. Removing a block from the middle of a prompt leaves its node, and its
@@ -73,7 +72,7 @@ const partBlocks = 8
 //
 // Clearing. Every (worker, rank) owns a slot, its number in the worker sets.
 // Clear retires the slot, which no lookup sees from then on, and takes a new
-// one; what the retired slot held is swept by later Stores and Removes, two
+// one; the blocks of the retired slot are swept by later Stores and Removes, two
 // entries for each of their blocks and 16 more for each part of them. So while anything is
 // retired every event shrinks the whole, and entries, live and retired together,
 // never exceed the most that were ever live at once. Without further events they
@@ -89,21 +88,21 @@ type Tree struct {
 	workers  []workerPlace // of all that are known, by key
 	slots    []workerSlot
 	live     []uint64 // bitset of the live slots
-	vacant   []uint32 // slots nobody uses
+	vacant   []uint32 // unused slots
 	retired  []uint32 // slots still to be swept, oldest first
 	seed     uint64   // of all tables
 
 	scratch sync.Pool // *matchScratch, for concurrent lookups
 }
 
-// workerPlace says which slot a worker has.
+// workerPlace is the slot of a worker.
 type workerPlace struct {
 	key  kv.WorkerKey
 	slot uint32
 }
 
-// workerSlot is what the index knows about one worker rank: 16 bytes for each
-// block in the usual case of one copy and one engine hash a node.
+// workerSlot is the blocks of one worker rank in the index: 16 bytes for each
+// block in the common case of one copy and one engine hash a node.
 type workerSlot struct {
 	blocks  table.Table // engine hash -> node
 	copies  table.Table // engine hash -> copies beyond the first
@@ -312,7 +311,7 @@ func (r *Tree) Workers() []kv.WorkerKey {
 	return keys
 }
 
-// Blocks returns how many blocks w holds; copies of one block count once.
+// Blocks returns the number of blocks that w holds; copies of one block count once.
 func (r *Tree) Blocks(w kv.WorkerKey) int {
 	r.mu.RLock()
 	defer r.mu.RUnlock()
@@ -386,7 +385,7 @@ func (r *Tree) addMember(slot, n uint32) {
 }
 
 // dropMember counts one engine hash of slot less at node n, and frees the node
-// if nobody needs it any more.
+// if it is no longer needed.
 func (r *Tree) dropMember(slot, n uint32) {
 	aliases := &r.slots[slot].aliases
 	if more := aliases.Get(uint64(n), 0); more != 0 {
@@ -492,7 +491,7 @@ func (r *Tree) takeSlot(w kv.WorkerKey) uint32 {
 	return slot
 }
 
-// retire takes slot out of all lookups and leaves what it held to sweep. The
+// retire takes slot out of all lookups and leaves its blocks to sweep. The
 // caller sees to the slot's key.
 func (r *Tree) retire(slot uint32) {
 	r.live[slot/64] &^= 1 << (slot % 64)
@@ -522,8 +521,8 @@ func (r *Tree) sweep(limit int) {
 	}
 }
 
-// narrow keeps in active what is also in set, and notes for every slot that it
-// takes out how many blocks it holds. It tells whether any is left.
+// narrow keeps in active the slots also in set, and notes for every slot that it
+// takes out how many blocks it holds. It reports whether any is left.
 func narrow(active, set []uint64, held int, blocks []int) bool {
 	var left uint64
 	for i, word := range active {

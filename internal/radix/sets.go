@@ -27,13 +27,13 @@ type workerSet struct {
 	next  uint32 // the next set with the same hash, or 0
 }
 
-// setChange says that adding slot to from, or taking it away, gives to.
+// setChange notes that adding slot to from, or taking it away, gives to.
 type setChange struct {
 	from, slot, to uint32
 	valid          bool
 }
 
-// has tells whether slot is in set id.
+// has reports whether slot is in set id.
 func (s *workerSets) has(id, slot uint32) bool {
 	return hasSlot(s.sets[id].words, slot)
 }
@@ -122,7 +122,7 @@ func (s *workerSets) find(id, slot uint32) uint32 {
 	return to
 }
 
-// differOnlyIn tells whether slot, and nothing else, is in one of the two sets
+// differOnlyIn reports whether slot, and nothing else, is in one of the two sets
 // but not in the other.
 func differOnlyIn(a, b []uint64, slot uint32) bool {
 	if len(a) < len(b) {

@@ -12,10 +12,10 @@ import (
 // worker, of the prompts that were routed to it, from the moment when they were
 // chosen for it. Nothing is believed of the engines' memories but what
 // corrections show. A tree keeps a number of tokens, those of answers included,
-// and every interval what is beyond them goes, the prompts used longest ago
-// first, the end of a prompt before its start; what is in flight stays. Between
+// and every interval the excess is evicted, the prompts used longest ago
+// first, the end of a prompt before its start; in-flight ones stay. Between
 // two evictions a tree never has more than twice as many: there the oldest goes
-// at once, and a prompt that does not fit beside what is in flight is not entered as
+// at once, and a prompt that does not fit beside the in-flight ones is not entered as
 // a whole.
 //
 // It is an Approx whose workers all have a memory of that size.
@@ -27,7 +27,7 @@ type Trees struct {
 	due    time.Time     // of the next eviction
 }
 
-// Limits returns how many blocks each tree keeps, and the time from one eviction
+// Limits returns the number of blocks that each tree keeps, and the time from one eviction
 // to the next.
 func (t *Trees) Limits() (blocks int, every time.Duration) { return t.blocks, t.every }
 
@@ -42,7 +42,7 @@ func NewTrees(blocks int, every time.Duration, now func() time.Time) *Trees {
 // SetCapacity does nothing: the trees' size is not that of the memories.
 func (*Trees) SetCapacity(kv.WorkerKey, int) {}
 
-// Routed enters a prompt into w's tree, and evicts what is due in all of them.
+// Routed enters a prompt into w's tree, and evicts due blocks in all of them.
 func (t *Trees) Routed(w kv.WorkerKey, local []uint64) *Assumed {
 	t.Approx.SetCapacity(w, 2*t.blocks)
 	now := t.now()
@@ -58,7 +58,7 @@ func (t *Trees) Routed(w kv.WorkerKey, local []uint64) *Assumed {
 	return t.Approx.Routed(w, local)
 }
 
-// keep evicts all but so many blocks of each worker.
+// keep evicts all but that many blocks of each worker.
 func (a *Approx) keep(blocks int) {
 	a.mu.Lock()
 	defer a.mu.Unlock()

@@ -12,18 +12,18 @@ import (
 	"kvrouter/internal/router"
 )
 
-// buckets is how many parts the bookings of one router are compared in: what differs
-// is told again by the part, a bit of a word for each.
+// buckets is the number of parts in which the bookings of one router are compared.
+// Parts that differ are sent again: a bit of a word for each.
 const buckets = 64
 
-// sums are one for each bucket, of what is in flight in it. Two routers that know of
+// sums are one for each bucket, of the in-flight bookings in it. Two routers that know of
 // the same bookings in the same state have the same sums.
 type sums [buckets]uint64
 
 // bucketOf returns the bucket of a request's name.
 func bucketOf(request string) uint64 { return xxh3.HashString(request) % buckets }
 
-// sumOf is what a booking adds to the sum of its bucket.
+// sumOf is a booking's summand in the sum of its bucket.
 func sumOf(request string, c *router.Change, computed bool) uint64 {
 	text := append(make([]byte, 0, 128), request...)
 	text = binary.LittleEndian.AppendUint64(text, c.Worker.Worker)
@@ -43,17 +43,17 @@ type ownBooks struct {
 	buckets [buckets]map[string]*ownBooking
 	sums    sums
 	made    uint64 // names so far
-	next    int    // bucket that is the first to be told again
+	next    int    // first bucket to send again
 }
 
-// ownBooking is a booking that others were told of.
+// ownBooking is a booking sent to the others.
 type ownBooking struct {
 	*router.Booking
-	computed bool // they were told that its prompt is
+	computed bool // the others know that its prompt is
 	sum      uint64
 }
 
-// apply notes a change, and returns the name of its request; empty: nobody was told of
+// apply notes a change, and returns the name of its request; empty: it was not sent
 // the booking.
 func (o *ownBooks) apply(kind string, b *router.Booking, id uint64) (request string) {
 	request, known := o.names[b]
@@ -97,7 +97,7 @@ func (o *ownBooks) apply(kind string, b *router.Booking, id uint64) (request str
 	return request
 }
 
-// ended lists the bookings whose end was not told.
+// ended lists the bookings whose end was not sent.
 func (o *ownBooks) ended() (list []*router.Booking) {
 	for b := range o.names {
 		if b.Ended() {
@@ -123,7 +123,7 @@ type otherRouter struct {
 	warned  bool // its blocks have another size, which was logged
 }
 
-// heldBooking is what is known of a booking of another router.
+// heldBooking is a booking of another router.
 type heldBooking struct {
 	*router.Booking // nil: its worker is not up here, or it cannot be
 	change          router.Change
@@ -136,7 +136,7 @@ func newOther(mesh *Mesh) *otherRouter {
 	return &otherRouter{mesh: mesh, open: map[string]*heldBooking{}}
 }
 
-// sensible tells whether a booking can be: no prompt is longer than kv.MaxTokens,
+// sensible reports whether a booking can be: no prompt is longer than kv.MaxTokens,
 // none has more to compute than it has tokens, and none has more full blocks.
 func sensible(c *router.Change) bool {
 	return c.Tokens >= 0 && c.Tokens <= kv.MaxTokens && c.Uncached >= 0 && c.Uncached <= c.Tokens && len(c.Sequence) <= c.Tokens && c.Leg <= kv.LegDecode
@@ -171,7 +171,7 @@ func (p *otherRouter) take(d decoded) {
 	case c.Kind == router.ChangeAdd:
 		if held != nil {
 			if held.change.Worker == c.Worker && held.change.Tokens == c.Tokens && held.change.Uncached == c.Uncached {
-				return // it was told again
+				return // it was sent again
 			}
 			p.drop(held)
 		}
@@ -246,7 +246,7 @@ func (p *otherRouter) drop(held *heldBooking) {
 	delete(p.open, held.change.Request)
 }
 
-// foreign applies a change that the other router tells of a reservation that it has not
+// foreign applies a change by the other router of a reservation that it has not
 // made: a client may end that at any router.
 func (p *otherRouter) foreign(c *router.Change) {
 	by, held := p.mesh.find(c.Request)
@@ -297,7 +297,7 @@ const (
 	askAtOnce, askSeldom = 16, 64
 )
 
-// compare returns the buckets that the other router is to tell again, by what its
+// compare returns the buckets that the other router must send again, by what its
 // digest says is in flight: none, or none yet.
 func (p *otherRouter) compare(digest []uint64) (ask uint64) {
 	var theirs sums
@@ -350,7 +350,7 @@ func (p *otherRouter) check() error {
 	hashes, waiting := 0, 0
 	for request, held := range p.open {
 		if request != held.change.Request || held.sum != sumOf(request, &held.change, held.computed) {
-			return fmt.Errorf("booking %q is not what its sum says", request)
+			return fmt.Errorf("booking %q does not match its sum", request)
 		}
 		want[bucketOf(request)] += held.sum
 		hashes += len(held.change.Sequence)

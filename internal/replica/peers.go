@@ -19,7 +19,7 @@ import (
 // maxPeers is how many addresses of other routers there are at most.
 const maxPeers = 128
 
-// origin says who named an address: a bit for each.
+// origin is the sources of an address: a bit for each.
 type origin uint8
 
 const (
@@ -27,10 +27,10 @@ const (
 	found                    // discovery
 )
 
-// ErrTooManyPeers says that no further address can be followed.
+// ErrTooManyPeers means that no further address can be followed.
 var ErrTooManyPeers = fmt.Errorf("there are %d peers, which is the most", maxPeers)
 
-// endpointError says what is wrong with an endpoint, in Dynamo's words.
+// endpointError returns the fault of an endpoint, in Dynamo's words.
 func endpointError(endpoint, why string) error {
 	return fmt.Errorf("invalid ZMQ endpoint `%s`: %s", endpoint, why)
 }
@@ -164,7 +164,7 @@ func (r *Mesh) reconcile() {
 	}
 }
 
-// claim says that p hears the router of that id. Not ok: another connection does, as
+// claim notes that p hears the router of that id. Not ok: another connection does, as
 // where it has two addresses.
 func (r *Mesh) claim(id uint64, p *otherRouter) (ok bool) {
 	r.mu.Lock()
@@ -176,7 +176,7 @@ func (r *Mesh) claim(id uint64, p *otherRouter) (ok bool) {
 	return true
 }
 
-// find returns the booking of another router by the name of its request, and who holds
+// find returns the booking of another router by the name of its request, and the owner of
 // it; nil: there is none. r.books is held.
 func (r *Mesh) find(request string) (by *otherRouter, held *heldBooking) {
 	r.mu.Lock()
@@ -189,9 +189,9 @@ func (r *Mesh) find(request string) (by *otherRouter, held *heldBooking) {
 	return nil, nil
 }
 
-// Pass passes on what a client tells this router of a reservation that another one has
+// Pass forwards a client's report on a reservation that another router has
 // made: its prompt is computed (router.ChangePrefill), or it has ended
-// (router.ChangeFree). Not known: no other router that is heard has made it.
+// (router.ChangeFree). Not known: no connected router has made it.
 func (r *Mesh) Pass(kind, request string) (known bool) {
 	r.books.Lock()
 	defer r.books.Unlock()
@@ -214,13 +214,13 @@ func (r *Mesh) release(id uint64, p *otherRouter) {
 }
 
 var (
-	// errPeerSilent says that a peer has sent nothing for too long.
+	// errPeerSilent means that a peer has sent nothing for too long.
 	errPeerSilent = errors.New("it has fallen silent")
-	// errSelf says that an address leads to this router.
+	// errSelf means that an address leads to this router.
 	errSelf = errors.New("it is this router")
 )
 
-// follow books what the router at an address tells until ctx ends.
+// follow books what the router at an address sends until ctx ends.
 func (r *Mesh) follow(ctx context.Context, address string) {
 	pause := r.timing.retry
 	told, f := false, follower{address: address}
@@ -250,14 +250,14 @@ func (r *Mesh) follow(ctx context.Context, address string) {
 	}
 }
 
-// follower is what is known of the router at an address. One goroutine uses it.
+// follower is the state of the router at an address. One goroutine uses it.
 type follower struct {
 	address string
 	heard   bool  // it has said something by this connection
 	refused error // why a message was, which was logged; nil: none was
 }
 
-// hear books what one connection to a router tells, until it fails; then the
+// hear books what one connection to a router sends, until it fails; then the
 // router's bookings end.
 func (r *Mesh) hear(ctx context.Context, f *follower) error {
 	conn, err := zmq.DialSub(ctx, "tcp://"+f.address, slotTopic, sessionTopic, ownTopic)
@@ -284,7 +284,7 @@ func (r *Mesh) hear(ctx context.Context, f *follower) error {
 		ready, err := conn.Wait(last.Add(silence))
 		if err == nil && !ready {
 			if err = errPeerSilent; f.refused != nil {
-				err = fmt.Errorf("%w, but for what is refused: %w", err, f.refused)
+				err = fmt.Errorf("%w, except for the refused: %w", err, f.refused)
 			}
 		}
 		if err != nil {
@@ -347,7 +347,7 @@ func (p *otherRouter) message(from *opener, frames [][]byte) error {
 		}
 		return err
 	case sessionTopic:
-		b, err := decodeSession(text) // its writer may be this router: Dynamo passes on what it was told
+		b, err := decodeSession(text) // its writer may be this router: Dynamo forwards sessions
 		if err == nil && p.mesh.router.TakeSession(b) {
 			p.mesh.Received.Add(1)
 		}
@@ -375,7 +375,7 @@ func (p *otherRouter) from(id uint64) error {
 	return nil
 }
 
-// takeOwn applies what a kvrouter tells beyond Dynamo. Kinds of later versions say
+// takeOwn applies what a kvrouter sends beyond Dynamo. Kinds of later versions say
 // nothing.
 func (p *otherRouter) takeOwn(m *ownMessage) {
 	r := p.mesh

@@ -55,7 +55,7 @@ func (c Settings) Validate() error {
 	return nil
 }
 
-// Bounds of what routers tell each other.
+// Bounds of the messages between routers.
 const (
 	// queueLimit is how many messages wait to be sent; what comes when it is full
 	// is lost.
@@ -67,8 +67,8 @@ const (
 )
 
 // Mesh shares bookings, sessions and ejections between several routers over the same
-// workers. A booking that got lost is found by the digests that kvrouters tell each
-// other twice a second, and told again; from Dynamo it stays lost. Blocks of answers
+// workers. A booking that got lost is found by the digests that kvrouters send each
+// other twice a second, and sent again; from Dynamo it stays lost. Blocks of answers
 // are not shared. When a router falls silent, all of its bookings end.
 type Mesh struct {
 	discover  func(ctx context.Context, use func(addresses []string)) // see Deps
@@ -82,7 +82,7 @@ type Mesh struct {
 	queue  chan message
 	timing timing
 	seal   *seal         // nil: messages are sent as they are
-	asked  atomic.Uint64 // buckets that others want to be told again
+	asked  atomic.Uint64 // buckets that others want again
 	missed atomic.Bool   // a change was lost because queue was full
 	lose   func() bool   // tests: this message is lost; nil: none is
 
@@ -93,10 +93,10 @@ type Mesh struct {
 	want      map[string]origin
 	followed  map[string]context.CancelFunc
 	followers sync.WaitGroup
-	heard     map[uint64]*otherRouter // who hears a router, by its id
+	heard     map[uint64]*otherRouter // the connection that hears a router, by its id
 
-	Sent     atomic.Uint64 // bookings' changes, those told again too, and sessions' moves
-	Resent   atomic.Uint64 // bookings that were told again
+	Sent     atomic.Uint64 // bookings' changes, those sent again too, and sessions' moves
+	Resent   atomic.Uint64 // bookings that were sent again
 	Received atomic.Uint64 // changes and moves, without those that say nothing new
 	Dropped  atomic.Uint64 // changes lost because a queue or table was full, or because they make no sense
 	Refused  atomic.Uint64 // messages that are not sealed by our key, or are malformed
@@ -168,7 +168,7 @@ func New(settings Settings, deps Deps) (*Mesh, error) {
 	for _, peer := range settings.ReplicaPeers {
 		r.want[peer] = named
 	}
-	deps.Router.Share(&router.Sharing{ // what is booked before Run is told by it
+	deps.Router.Share(&router.Sharing{ // bookings made before Run are sent by it
 		Writer:  r.id,
 		Booking: func(kind string, b *router.Booking) { r.put(message{kind: kind, booking: b}) },
 		Session: func(b router.SessionBinding) { r.put(message{session: &b}) },
@@ -198,7 +198,7 @@ func (r *Mesh) Run(ctx context.Context) {
 	r.mu.Unlock()
 	r.tell(ctx)
 	r.mu.Lock()
-	r.running = nil // nobody is followed anew
+	r.running = nil // no other router is followed from now on
 	r.mu.Unlock()
 	r.followers.Wait()
 }
@@ -237,7 +237,7 @@ func (r *Mesh) tell(ctx context.Context) {
 				r.log.Warn("replica port: connection limit reached, connections refused", "port", r.pub.Endpoint(), "refused", n-refused)
 				refused = n
 			}
-			if now := r.pub.Joined(); now != joined { // who has come knows of nothing yet, and Dynamo does not ask
+			if now := r.pub.Joined(); now != joined { // a new subscriber knows nothing yet, and Dynamo does not ask
 				joined = now
 				r.asked.Store(^uint64(0))
 			}
@@ -306,13 +306,13 @@ func (r *Mesh) publish(topic string, what any) (size int) {
 	return len(text)
 }
 
-// Bounds of what is told again in one tick: more would run over the queue of who reads.
+// Bounds of what is sent again in one tick: more would overflow the reader's queue.
 const (
 	againMessages = 2_000
 	againBytes    = 4 << 20
 )
 
-// again tells all that is in flight of the buckets. Those that are too many for now
+// again sends all that is in flight of the buckets. Those that are too many for now
 // stay asked for, and are the first next time.
 func (r *Mesh) again(books *ownBooks, ask uint64) {
 	messages, size := 0, 0
@@ -343,7 +343,7 @@ func (r *Mesh) again(books *ownBooks, ask uint64) {
 	}
 }
 
-// digest tells the sums of what is in flight. It also says that this router lives.
+// digest sends the sums of the in-flight bookings. It also says that this router lives.
 func (r *Mesh) digest(books *ownBooks) {
 	m := ownMessage{Router: r.id, Kind: kindDigest}
 	if len(books.names) > 0 {
@@ -352,15 +352,15 @@ func (r *Mesh) digest(books *ownBooks) {
 	r.publish(ownTopic, &m)
 }
 
-// Counts counts what routers have told each other.
+// Counts counts the messages between routers.
 type Counts struct {
 	Sent, Resent, Received, Dropped, Refused, Lost uint64
 
 	Held  int64 // bookings of others now
-	Peers int   // other routers that are heard now
+	Peers int   // connected routers
 }
 
-// Counts returns what was told so far.
+// Counts returns the counts so far.
 func (r *Mesh) Counts() Counts {
 	r.mu.Lock()
 	peers := len(r.heard)

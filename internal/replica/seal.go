@@ -17,14 +17,14 @@ import (
 // A sealed message is a salt that its sender drew at its start, the time at which
 // it was sent (ns since 1970, each later than the one before), and the text by
 // AES-256-GCM, whose key is an HMAC of the salt under the shared key, whose
-// nonce is the time, and which covers the topic, too. So only who has the key can read or write it, and an old one
+// nonce is the time, and which covers the topic, too. So only a holder of the key can read or write it, and an old one
 // cannot be sent again.
 const (
 	saltSize  = 16
 	stampSize = 8
 	// sealWindow is how far two routers' clocks may be apart.
 	sealWindow = 30 * time.Second
-	// keySize is the least length of a shared key, bytes: who hears a message can
+	// keySize is the least length of a shared key, bytes: a listener can
 	// try keys on it.
 	keySize = 16
 )

@@ -18,7 +18,7 @@ import (
 
 // The topics, each of which begins a message of two frames: the topic, and a msgpack
 // map with names. The first two are those of Dynamo 1.6.1's selection service, and
-// so are the shapes of what they carry; the third is between kvrouters.
+// so are the shapes of their payloads; the third is between kvrouters.
 const (
 	slotTopic    = "dynamo.slot-tracker.v1"
 	sessionTopic = "dynamo.session-affinity.v1"
@@ -74,13 +74,13 @@ type addRequest struct {
 	Hint         *prefillHint `msgpack:"prefill_load_hint"`
 }
 
-// prefillHint says how much of a prompt is to be computed, and how long that takes.
+// prefillHint is how much of a prompt must be computed, and how long that takes.
 type prefillHint struct {
 	Tokens   uint64    `msgpack:"initial_effective_prefill_tokens"`
-	Duration *struct{} `msgpack:"expected_prefill_duration"` // never told, and passed over
+	Duration *struct{} `msgpack:"expected_prefill_duration"` // never sent, and ignored
 }
 
-// slotDetail is what a kvrouter tells of a booking beyond Dynamo.
+// slotDetail is what a kvrouter sends of a booking beyond Dynamo.
 type slotDetail struct {
 	Tokens        uint64 `msgpack:"prompt_tokens"`
 	Uncached      uint64 `msgpack:"prefill_tokens"`
@@ -101,13 +101,13 @@ type sessionEvent struct {
 
 // Kinds of ownMessage.
 const (
-	kindDigest   = "digest"   // Sums: of what is in flight from here
-	kindAsk      = "ask"      // another router, Of, is asked to tell Buckets again
+	kindDigest   = "digest"   // Sums: of the bookings in flight from here
+	kindAsk      = "ask"      // another router, Of, is asked to send Buckets again
 	kindHeld     = "held"     // Requests are all that is in flight of a bucket
 	kindEjection = "ejection" // Worker gets nothing from here for Milliseconds
 )
 
-// ownMessage is what kvrouters tell each other beyond Dynamo.
+// ownMessage is a message between kvrouters beyond Dynamo.
 type ownMessage struct {
 	Router       uint64   `msgpack:"router_id"`
 	Kind         string   `msgpack:"kind"`
@@ -169,7 +169,7 @@ type decoded struct {
 	change    router.Change
 }
 
-// errShape says that a message does not have the shape of its topic.
+// errShape means that a message does not have the shape of its topic.
 var errShape = errors.New("it does not have the shape of its topic")
 
 // decodeSlot reads a message of slotTopic.
@@ -251,7 +251,7 @@ func decodeRank(text []byte, w *kv.WorkerKey) error {
 	return err
 }
 
-// decodeData reads what changed: a name, or a map of the name to what it carries.
+// decodeData reads a change: a name, or a map of the name to its payload.
 func decodeData(text []byte, c *router.Change) error {
 	var kind string
 	if readText(text, &kind) == nil {

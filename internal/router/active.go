@@ -44,7 +44,7 @@ func (a *activeBlocks) requests(h uint64, worker uint32) uint32 {
 	return 1 + a.more.Get(h, worker)
 }
 
-// add counts one more request on a worker with the block, and tells whether it is the
+// add counts one more request on a worker with the block, and reports whether it is the
 // first.
 func (a *activeBlocks) add(h uint64, worker uint32) (first bool) {
 	if int(worker/64) >= a.width {
@@ -63,7 +63,7 @@ func (a *activeBlocks) add(h uint64, worker uint32) (first bool) {
 	return false
 }
 
-// remove counts one request less of those that add counted, and tells whether it was
+// remove counts one request less of those that add counted, and reports whether it was
 // the last.
 func (a *activeBlocks) remove(h uint64, worker uint32) (last bool) {
 	switch more := a.more.Get(h, worker); more {
@@ -97,7 +97,7 @@ func (a *activeBlocks) newSet(h uint64) []uint64 {
 	return a.sets[int(n)*a.width : int(n+1)*a.width]
 }
 
-// widen makes room for worker numbers in so many words.
+// widen grows the sets to that many words of worker numbers.
 func (a *activeBlocks) widen(width int) {
 	var wider []uint64
 	for old := range slices.Chunk(a.sets, max(1, a.width)) {
@@ -109,7 +109,7 @@ func (a *activeBlocks) widen(width int) {
 
 // prefixes sets held, by worker number, to how many leading blocks of a prompt the
 // requests on that worker have, and returns it. Sequence hashes name whole prefixes,
-// so who has a block has those before it.
+// so a worker with a block has those before it.
 func (a *activeBlocks) prefixes(sequence []uint64, held []int32) []int32 {
 	held = slices.Grow(held[:0], a.width*64)[:a.width*64]
 	clear(held)
@@ -137,7 +137,7 @@ func (a *activeBlocks) prefixes(sequence []uint64, held []int32) []int32 {
 	return held
 }
 
-// runEnd returns the first position after at whose block other workers have than set,
+// runEnd returns the first position after at with a block of other workers than set,
 // those of the one at at.
 func (a *activeBlocks) runEnd(sequence []uint64, at int, set []uint64) int {
 	same := func(i int) bool { return slices.Equal(a.set(sequence[i]), set) }

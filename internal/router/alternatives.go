@@ -17,7 +17,7 @@ type alternative struct {
 
 // alternatives returns where p may go if the chosen worker does not take it, the best
 // first, at most p.Alternatives: of each other worker that is well the rank with the
-// least work, counted as what is uncached of the prompt there and sessionWork.
+// least work, counted as the prompt's uncached tokens there and sessionWork.
 func (r *Router) alternatives(p *prompt, chosen kv.WorkerKey, now time.Time) []kv.Target {
 	if p.Alternatives <= 0 || p.Pinned != nil {
 		return nil

@@ -22,7 +22,7 @@ type Booking struct {
 	prompt        int      // tokens
 	uncached      int      // those of them to be computed
 	expected      int      // tokens of the answer; 0: unknown
-	answeredWhole bool     // nobody tells when its first token comes
+	answeredWhole bool     // its first token is not reported
 	leg           kv.Leg
 	lora          string // adapter; empty: none
 	remote        bool   // of another router
@@ -30,28 +30,28 @@ type Booking struct {
 	ended         atomic.Bool
 
 	// All below is guarded by router.mu.
-	shared       bool // other routers are told of it
+	shared       bool // sent to the other routers
 	sent         time.Time
 	queued       int    // uncached prompt tokens on the worker then, its own included
-	fault        *fault // how the worker failed it; nil: that was not told
+	fault        *fault // how the worker failed it; nil: not reported
 	alone        bool   // no other prompt was to be computed when it was sent
 	atSent       tally  // of the worker
 	computed     bool   // the first token has come
 	first        time.Time
 	atFirst      tally
 	assumed      *radix.Assumed // what of it an approximate index counts as cached
-	cached       int            // blocks of it that the engine found cached; -1: not told
+	cached       int            // blocks of it that the engine found cached; -1: not reported
 	outputs      int            // blocks of the answer
-	outputWeight float64        // what they count together
-	heard        time.Time      // when somebody last spoke of it
+	outputWeight float64        // their total weight
+	heard        time.Time      // time of the last message about it
 	older, newer *Booking       // its neighbours in Loads, by that time
 }
 
 // Worker returns the worker that the request is booked on.
 func (b *Booking) Worker() kv.WorkerKey { return b.worker }
 
-// Ended tells whether the booking has ended: its request ended, or nobody
-// mentioned the booking for BookingExpiry.
+// Ended reports whether the booking has ended: its request ended, or the
+// booking was not mentioned for BookingExpiry.
 func (b *Booking) Ended() bool { return b.ended.Load() }
 
 // prefill returns the booking as policies see prompts that wait for their first
@@ -117,10 +117,10 @@ func (b *Booking) Cached(tokens int) {
 	b.router.loads.of(b.worker).reportsCached = true
 }
 
-// CachedUnreported tells that the answer reports its tokens but no cached ones, by
+// CachedUnreported notes that the answer reports its tokens but no cached ones, by
 // an API that has a place for them. vLLM leaves it empty where there were none
 // (and, unless --enable-prompt-tokens-details is set, always): so from a worker
-// that has told of some before it means none, and CachedUnreported returns true.
+// that has reported some before it means none, and CachedUnreported returns true.
 func (b *Booking) CachedUnreported() (none bool) {
 	b.router.mu.Lock()
 	defer b.router.mu.Unlock()
@@ -141,7 +141,7 @@ func (b *Booking) Fail() { b.end(policy.Failed) }
 // unknown.
 func (b *Booking) Finish(output int) { b.FinishAs(output, "") }
 
-// FinishAs is Finish of an answer that tells why it ended, as engines call it.
+// FinishAs is Finish with the engine's finish reason.
 func (b *Booking) FinishAs(output int, reason string) {
 	r := b.router
 	r.mu.Lock()
@@ -149,7 +149,7 @@ func (b *Booking) FinishAs(output int, reason string) {
 	r.finishAs(b, policy.Finished, output, reason, r.now())
 }
 
-// Free tells that the request has ended, but not how. One whose first token has
+// Free notes that the request has ended, but not how. One whose first token has
 // come counts as finished; of others nothing is known, since a worker that
 // fails at once is freed at once.
 func (b *Booking) Free() {
@@ -164,8 +164,8 @@ func (b *Booking) Free() {
 }
 
 // Report ends the booking with the feedback of a client that forwarded the request
-// itself. f.TokensIn may be 0. known says that a judged policy still waited for the
-// feedback; verdict is what it learned.
+// itself. f.TokensIn may be 0. known means that a judged policy still waited for the
+// feedback; verdict is its result.
 func (b *Booking) Report(f policy.Feedback) (verdict policy.Verdict, known bool) {
 	r := b.router
 	r.mu.Lock()
@@ -244,7 +244,7 @@ func (r *Router) prefillDone(b *Booking, now time.Time) {
 }
 
 const (
-	// BookingExpiry is the time after which a booking that nobody mentions counts
+	// BookingExpiry is the time after which a booking without a message counts
 	// as forgotten.
 	BookingExpiry = time.Hour
 	// expiryEvery is the least time between two searches for such bookings.
@@ -259,7 +259,7 @@ func (r *Router) expire(now time.Time) {
 	}
 	r.expired = now
 	for b := r.loads.oldest; b != nil && now.Sub(b.heard) >= BookingExpiry; b = r.loads.oldest {
-		if b.id == "" && !b.remote { // whoever holds it ends it; a stream may be longer than that
+		if b.id == "" && !b.remote { // its owner ends it; a stream may be longer than that
 			r.loads.heard(b, now)
 			continue
 		}

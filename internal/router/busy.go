@@ -9,7 +9,7 @@ import (
 	"kvrouter/internal/policy"
 )
 
-// BusyThresholds say when a worker is busy: when one of them is exceeded on all
+// BusyThresholds are the limits beyond which a worker is busy: when one of them is exceeded on all
 // its ranks. Busy workers get no requests; where all are, requests are refused.
 // The names are Dynamo's. nil: no threshold.
 type BusyThresholds struct {
@@ -31,7 +31,7 @@ func (t BusyThresholds) Validate() error {
 	return nil
 }
 
-// exceeded tells whether a rank with that load is busy.
+// exceeded reports whether a rank with that load is busy.
 func (t BusyThresholds) exceeded(target *kv.Target, load *policy.Load) bool {
 	if limit := t.ActiveDecodeBlocksThreshold; limit != nil {
 		used := 0.0
@@ -53,7 +53,7 @@ func (t BusyThresholds) exceeded(target *kv.Target, load *policy.Load) bool {
 	return limit != nil && target.MaxBatchedTokens > 0 && tokens > *limit*float64(target.MaxBatchedTokens)
 }
 
-// Set tells whether there is any threshold.
+// Set reports whether there is any threshold.
 func (t BusyThresholds) Set() bool { return t != BusyThresholds{} }
 
 // ChangeBusyThresholds sets those thresholds that change has, and returns all.
@@ -68,7 +68,7 @@ func (r *Router) ChangeBusyThresholds(change BusyThresholds) BusyThresholds {
 	return *t
 }
 
-// SetBusyThresholds sets all thresholds: those that are nil are taken away.
+// SetBusyThresholds sets all thresholds: nil ones are removed.
 func (r *Router) SetBusyThresholds(t BusyThresholds) {
 	r.mu.Lock()
 	defer r.mu.Unlock()

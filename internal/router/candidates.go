@@ -46,7 +46,7 @@ func (r *Router) collect(p *prompt, now time.Time) error {
 	return nil
 }
 
-// busy tells whether all ranks of a worker are beyond a threshold.
+// busy reports whether all ranks of a worker are beyond a threshold.
 func (r *Router) busy(worker uint64, now time.Time) bool {
 	at, _ := r.target(kv.WorkerKey{Worker: worker})
 	for ; at < len(r.targets) && r.targets[at].Key.Worker == worker; at++ {
@@ -58,7 +58,7 @@ func (r *Router) busy(worker uint64, now time.Time) bool {
 	return true
 }
 
-// mayUse tells whether p, or the leg of it that is asked for, may be served by t.
+// mayUse reports whether p, or the requested leg of it, may be served by t.
 func (p *prompt) mayUse(t *kv.Target) bool {
 	return p.mightUse(t) && !slices.Contains(p.Exclude, t.Key.Worker)
 }

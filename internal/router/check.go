@@ -94,7 +94,7 @@ func (r *Router) Check() error {
 		excess := 0.0
 		for h, weight := range load.weights {
 			if c.requests[h] == 0 {
-				return fmt.Errorf("worker %v weighs a block that nobody has", w)
+				return fmt.Errorf("worker %v weighs a block that no worker has", w)
 			}
 			excess += weight - 1
 		}
@@ -123,7 +123,7 @@ func (r *Router) Check() error {
 	return nil
 }
 
-// ReportsCached tells whether an answer of w has told of cached tokens so far.
+// ReportsCached reports whether an answer of w has reported cached tokens so far.
 func (r *Router) ReportsCached(w kv.WorkerKey) bool {
 	r.mu.Lock()
 	defer r.mu.Unlock()

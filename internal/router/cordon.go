@@ -10,8 +10,8 @@ import (
 // maxCordoned bounds the workers that rest, those that are down included.
 const maxCordoned = 1024
 
-// Cordon has a worker that is up get no new requests, on none of its ranks, until
-// Readmit. Running ones finish, what it publishes still counts, and it rests on if it
+// Cordon stops new requests to a worker that is up, on all its ranks, until
+// Readmit. Running ones finish, its events and load still count, and it stays cordoned if it
 // goes down and comes back meanwhile. It fails with ErrUnknownWorker.
 func (r *Router) Cordon(worker uint64) error {
 	r.mu.Lock()
@@ -29,12 +29,12 @@ func (r *Router) Cordon(worker uint64) error {
 		r.forgetCordoned()
 		r.cordoned[worker] = now
 	}
-	r.dispatch(now) // who waits for it may have nobody to wait for now
+	r.dispatch(now) // requests that wait for it may go elsewhere now
 	return nil
 }
 
-// forgetCordoned makes room for one more worker that rests: the one goes that is down
-// and has rested for longest. Those that are up are as many as the fleet.
+// forgetCordoned frees one entry of cordoned: that of the worker that is down and has
+// been cordoned for longest. Those that are up are as many as the fleet.
 func (r *Router) forgetCordoned() {
 	if len(r.cordoned) < maxCordoned {
 		return
@@ -54,7 +54,7 @@ func (r *Router) forgetCordoned() {
 	}
 }
 
-// Readmit ends a worker's rest, and its ejection for failures: it gets its full share
+// Readmit ends a worker's cordon, and its ejection for failures: it gets its full share
 // at once. It fails with ErrUnknownWorker where the worker is not up and does not rest.
 func (r *Router) Readmit(worker uint64) error {
 	r.mu.Lock()
@@ -82,7 +82,7 @@ func (r *Router) Cordoned() map[uint64]time.Time {
 	return maps.Clone(r.cordoned)
 }
 
-// Schedulable returns how many ranks are up and do not rest.
+// Schedulable returns the number of ranks that are up and not cordoned.
 func (r *Router) Schedulable() (n int) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
@@ -94,9 +94,9 @@ func (r *Router) Schedulable() (n int) {
 	return n
 }
 
-// Hold is Rest and its end for who keeps the fleet, whether the worker is up or not:
-// one that is to leave, say. It is no person's rest: Readmit does not end it, nor does
-// its end readmit anybody. Who holds a worker must let it go once it is no more.
+// Hold sets or ends the fleet's own cordon of a worker, up or not: of one about to
+// leave, say. It is independent of Rest: Readmit does not end it, nor does its end
+// readmit the worker. The caller must end it once the worker is gone.
 func (r *Router) Hold(worker uint64, hold bool) {
 	r.mu.Lock()
 	defer r.unlock()
@@ -111,13 +111,13 @@ func (r *Router) Hold(worker uint64, hold bool) {
 	r.dispatch(r.now())
 }
 
-// isCordoned tells whether the worker of a rank gets no new requests.
+// isCordoned reports whether the worker of a rank gets no new requests.
 func (r *Router) isCordoned(w kv.WorkerKey) bool {
 	_, rests := r.cordoned[w.Worker]
 	return rests || r.held[w.Worker]
 }
 
-// Working tells whether requests of this router are on their way on a worker, on any of
+// Working reports whether requests of this router are on their way on a worker, on any of
 // its ranks.
 func (r *Router) Working(worker uint64) bool {
 	r.mu.Lock()

@@ -15,14 +15,14 @@ import (
 
 // Bounds of the receipts that are kept; the oldest go first.
 const (
-	// MaxReceipts is how many there are at most.
+	// MaxReceipts is the maximum number of them.
 	MaxReceipts = 1000
 	// maxReceiptCandidates is how many candidates they have together, of some 500
 	// bytes each.
 	maxReceiptCandidates = 32_000
 	// maxReceiptText bounds each text of a client's in one, bytes.
 	maxReceiptText = 256
-	// receiptsWanted is how long decisions are explained after somebody asked.
+	// receiptsWanted is how long decisions are explained after a request for receipts.
 	receiptsWanted = time.Minute
 )
 
@@ -85,7 +85,7 @@ const (
 
 // receipts are those of the last decisions. The router's lock guards them.
 type receipts struct {
-	asked      time.Time  // when somebody last asked for them; zero: never
+	asked      time.Time  // time of the last request for them; zero: never
 	kept       []*Receipt // the oldest first
 	candidates int        // that they have together
 }
@@ -101,7 +101,7 @@ func (k *receipts) keep(receipt *Receipt) {
 	}
 }
 
-// Decisions returns the receipts of the last decisions, at most so many, the newest
+// Decisions returns the receipts of the last decisions, at most that many, the newest
 // first, and whether decisions were explained before this call. They are for a minute
 // after it.
 func (r *Router) Decisions(last int) (list []*Receipt, explained bool) {
@@ -116,12 +116,12 @@ func (r *Router) Decisions(last int) (list []*Receipt, explained bool) {
 	return list, explained
 }
 
-// explains tells whether anybody wants to know about the decisions that are made now.
+// explains reports whether decisions are explained now.
 func (r *Router) explains(now time.Time) bool {
 	return r.settings.RecordDecisions || r.logsDecisions() || !r.receipts.asked.IsZero() && now.Sub(r.receipts.asked) < receiptsWanted
 }
 
-// logsDecisions tells whether each decision gets a line in the log.
+// logsDecisions reports whether each decision gets a line in the log.
 func (r *Router) logsDecisions() bool {
 	return r.log != nil && r.log.Enabled(context.Background(), slog.LevelDebug)
 }

@@ -64,7 +64,7 @@ func (c IndexSettings) Validate(policies ...string) error {
 }
 
 const (
-	// defaultTTL is the time to live, seconds, on workers that do not tell the size of
+	// defaultTTL is the time to live, seconds, on workers that do not report the size of
 	// their cache: Dynamo's.
 	defaultTTL = 120.0
 	// maxIndexTTL is the longest time to live, seconds: a year.
@@ -73,19 +73,19 @@ const (
 	maxTreeTokens = 1 << 30
 )
 
-// indexless tells whether the policy of that name gives cached blocks no weight.
+// indexless reports whether the policy of that name gives cached blocks no weight.
 func indexless(name string, settings policy.Settings) bool {
 	settings = settings.Resolved()
 	return name == "kv" && settings.PrefillLoadScale == 0 && settings.OverlapScoreCredit == 0
 }
 
-// HasTrees tells whether the index of the policy of that name is a prefix tree for
+// HasTrees reports whether the index of the policy of that name is a prefix tree for
 // each worker.
 func (c IndexSettings) HasTrees(name string) bool {
 	return policy.RoutesByMatch(name) && (c.NoKVEvents || c.PrefixSource == PrefixApprox)
 }
 
-// Follows tells whether KV events feed the index of the policy of that name.
+// Follows reports whether KV events feed the index of the policy of that name.
 func (c IndexSettings) Follows(name string, settings policy.Settings) bool {
 	return !c.NoKVEvents && !c.HasTrees(name) && !indexless(name, settings)
 }

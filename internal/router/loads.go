@@ -9,7 +9,7 @@ import (
 	"kvrouter/internal/policy"
 )
 
-// loadFreshFor is how long a published load is believed. The plugin repeats its
+// loadFreshFor is the time that a published load is believed. The plugin repeats its
 // last value every second, and polls of /metrics come as often.
 const loadFreshFor = 10 * time.Second
 
@@ -22,10 +22,10 @@ type Loads struct {
 	unused   []uint32 // numbers of workers that are gone
 
 	byID           map[string]*Booking
-	oldest, newest *Booking // by when somebody last spoke of them
+	oldest, newest *Booking // by time of the last message about them
 }
 
-// workerLoad is a worker's load, its number in Loads.active and what it has done.
+// workerLoad is a worker's load, its number in Loads.active and its totals.
 type workerLoad struct {
 	policy.Load
 	number uint32
@@ -70,7 +70,7 @@ func (l *workerLoad) weigh(h uint64, weight float64) {
 // together, and no pass over prompts is that short.
 const samePass = 2 * time.Millisecond
 
-// tally counts what a worker has done since its first request.
+// tally counts a worker's work since its first request.
 type tally struct {
 	prompts int     // that got their first token
 	passes  int     // that gave those
@@ -87,7 +87,7 @@ func (l *workerLoad) tallyAt(now time.Time) tally {
 	return l.done
 }
 
-// since returns what was done between two tallies that are d apart.
+// since returns the work between two tallies that are d apart.
 func (t tally) since(before tally, d time.Duration) policy.Meanwhile {
 	m := policy.Meanwhile{Prompts: t.prompts - before.prompts, Passes: t.passes - before.passes, Tokens: t.tokens - before.tokens}
 	if d > 0 {
@@ -110,7 +110,7 @@ func (l *Loads) publish(w kv.WorkerKey, p policy.Published) {
 	load.Foreign = max(0, p.Running+p.Waiting-load.peak(p.At))
 }
 
-// peakSpan is longer than what a worker publishes is old.
+// peakSpan is longer than the age of a worker's published load.
 const peakSpan = 3 * time.Second
 
 // peak notes how many requests are in flight, and returns the most of the last one to
@@ -164,7 +164,7 @@ func (l *Loads) booked() []kv.WorkerKey {
 	return keys
 }
 
-// heard notes that somebody spoke of a booking now.
+// heard notes that a message about a booking came now.
 func (l *Loads) heard(b *Booking, now time.Time) {
 	if !b.ended.Load() && b != l.newest {
 		l.unlink(b)
@@ -199,7 +199,7 @@ func (l *Loads) unlink(b *Booking) {
 	b.older, b.newer = nil, nil
 }
 
-// firstToken tells that the prompt of a booked request has been computed: it
+// firstToken notes that the prompt of a booked request has been computed: it
 // decodes from now on.
 func (l *Loads) firstToken(b *Booking, now time.Time) {
 	load := l.of(b.worker)
@@ -263,7 +263,7 @@ func (l *Loads) outputBlock(b *Booking, share *float64) {
 	b.outputWeight = weight
 }
 
-// outcome sums up a request that is ending now with so many tokens, before end.
+// outcome sums up a request that is ending now with that many tokens, before end.
 func (l *Loads) outcome(b *Booking, output int, now time.Time) policy.Outcome {
 	o := policy.Outcome{
 		Worker: b.worker, Leg: b.leg, Uncached: b.uncached, Output: output, Alone: b.alone,
@@ -284,7 +284,7 @@ func (l *Loads) Activate(w kv.WorkerKey, sequence []uint64) {
 	}
 }
 
-// deactivate takes off w what Activate booked.
+// deactivate undoes Activate on w.
 func (l *Loads) deactivate(w kv.WorkerKey, sequence []uint64) {
 	load := l.of(w)
 	for _, h := range sequence {
@@ -313,7 +313,7 @@ func (l *Loads) activeOn(load *workerLoad) int {
 	return int(l.shared[load.number])
 }
 
-// get returns w's load as of now; a worker never heard of is idle.
+// get returns w's load as of now; an unknown worker is idle.
 func (l *Loads) get(w kv.WorkerKey, now time.Time) policy.Load {
 	var answer policy.Load
 	if load := l.byWorker[w]; load != nil {

@@ -7,7 +7,7 @@ import (
 	"kvrouter/internal/kv"
 )
 
-// HoldSettings say what becomes of requests while no worker is up that could serve
+// HoldSettings are the handling of requests while no worker is up that could serve
 // them. Package models holds them.
 type HoldSettings struct {
 	HoldWhenEmpty time.Duration `group:"Routing" default:"0s" help:"Maximum time a request waits while no worker can serve it, for workers scaled to zero. At most --router-queue-limit requests wait, and the router stays ready. 0 answers 503 immediately."`
@@ -24,7 +24,7 @@ func (k HoldSettings) validate(limit int) error {
 	return nil
 }
 
-// Need says which workers could serve a request.
+// Need selects the workers that could serve a request.
 type Need struct {
 	Model string // that they serve; empty: any
 	Whole bool   // one that takes it whole
@@ -32,7 +32,7 @@ type Need struct {
 	Now   bool   // it is not to wait
 }
 
-// Lacks tells whether a request has to wait for a worker to come: none is up that could
+// Lacks reports whether a request has to wait for a worker to come: none is up that could
 // serve it. Where workers are up of which none serves the model, waiting would not help.
 func (r *Router) Lacks(need Need) bool {
 	r.mu.Lock()

@@ -19,7 +19,7 @@ type fault struct {
 	counted bool // the worker is known to be down: it counts no more
 }
 
-// trialOverdue is how long a worker's trial waits for a request that its sender
+// trialOverdue is the time that a worker's trial waits for a request that its sender
 // repeats elsewhere. Then it may be one of a client of the router port.
 const trialOverdue = 5 * time.Second
 
@@ -61,7 +61,7 @@ func (r *Router) filter(p *prompt, now time.Time) error {
 	return nil
 }
 
-// onTrial leaves one candidate whose trial is due, if p may be it: the one that
+// onTrial leaves one candidate with a trial due, if p may be it: the one that
 // has waited for longest.
 func (r *Router) onTrial(p *prompt, now time.Time) bool {
 	if len(p.Exclude) > 0 || p.QueryOnly || p.ChooseOnly || len(r.candidates) == 1 {
@@ -83,7 +83,7 @@ func (r *Router) onTrial(p *prompt, now time.Time) bool {
 	return true
 }
 
-// isOut tells whether t gets nothing now but what no other worker can take. One
+// isOut reports whether t gets nothing now but what no other worker can take. One
 // whose trial is due does.
 func (r *Router) isOut(t *kv.Target, now time.Time) bool {
 	if !r.outliers.IsOut(t.Key, now) {
@@ -134,7 +134,7 @@ func (r *Router) Idlest(engine kv.Engine) (t kv.Target, ok bool) {
 	}), true
 }
 
-// AskFailed tells that t did not answer a question about a prompt that was put at
+// AskFailed notes that t did not answer a question about a prompt that was put at
 // that time. It counts as a failure unless the asker went away.
 func (r *Router) AskFailed(ctx context.Context, t kv.Target, asked time.Time) {
 	if errors.Is(ctx.Err(), context.Canceled) {
@@ -145,7 +145,7 @@ func (r *Router) AskFailed(ctx context.Context, t kv.Target, asked time.Time) {
 	r.outliers.AskFailed(t.Key, t.Generation, asked, r.now())
 }
 
-// Outliers returns how each worker that is up does, by key, and whether so many
+// Outliers returns how each worker that is up does, by key, and whether too many
 // are out that all are used.
 func (r *Router) Outliers() (list []outlier.Record, panicking bool) {
 	r.mu.Lock()
@@ -158,7 +158,7 @@ func (b *Booking) attempt() outlier.Attempt {
 	return outlier.Attempt{Worker: b.worker, Generation: b.generation, Sent: b.sent, Trial: b.trial}
 }
 
-// class is what the request's first byte waits for.
+// class is the kind of wait for the request's first byte.
 func (b *Booking) class() outlier.Class { return outlier.ClassOf(b.leg, b.answeredWhole) }
 
 // answerBegins notes that the answer's first byte has come. The caller holds the
@@ -171,7 +171,7 @@ func (r *Router) answerBegins(b *Booking, now time.Time) {
 	r.outliers.Heard(b.attempt(), now)
 }
 
-// judge tells the detector how a booking ended. The caller holds the lock.
+// judge reports to the detector how a booking ended. The caller holds the lock.
 func (r *Router) judge(b *Booking, how policy.Ending, now time.Time) {
 	switch {
 	case b.remote:
@@ -189,8 +189,8 @@ func (r *Router) judge(b *Booking, how policy.Ending, now time.Time) {
 	}
 }
 
-// FailAs is Fail, and says how the worker failed the request; why is for people. It
-// tells whether the worker is out now: nothing more will go there for a while.
+// FailAs is Fail with the kind of failure; why is a text. It
+// reports whether the worker is out now: nothing more will go there for a while.
 func (b *Booking) FailAs(kind outlier.Kind, why string) (out bool) {
 	r := b.router
 	r.mu.Lock()
@@ -211,7 +211,7 @@ func (b *Booking) Abort() {
 	r.finish(b, policy.Failed, 0, r.now())
 }
 
-// Leave ends the booking of a request whose client left. Where no byte had come
+// Leave ends the booking of a request after its client disconnected. Where no byte had come
 // for far longer than others wait, the worker has failed it; else the worker is
 // not at fault. A decode leg may have waited for its prefill leg.
 func (b *Booking) Leave() {
@@ -225,7 +225,7 @@ func (b *Booking) Leave() {
 	r.finish(b, how, 0, now)
 }
 
-// Press ends the booking of a request whose worker asks for a pause of that length;
+// Press ends the booking of a request after its worker asked for a pause of that length;
 // 0: it does not say for how long.
 func (b *Booking) Press(pause time.Duration) {
 	r := b.router
@@ -237,8 +237,8 @@ func (b *Booking) Press(pause time.Duration) {
 }
 
 // Suspect ends the booking of a request that its worker refused with a status for
-// which the client or the worker may be at fault. It tells whether another worker
-// is to be asked; then Convict or Acquit must follow.
+// which the client or the worker may be at fault. It reports whether to ask
+// another worker; then Convict or Acquit must follow.
 func (b *Booking) Suspect(status int) (ask bool) {
 	r := b.router
 	r.mu.Lock()
@@ -248,7 +248,7 @@ func (b *Booking) Suspect(status int) (ask bool) {
 	return r.outliers.Suspect(b.attempt(), status, now)
 }
 
-// Convict says that another worker accepted what this one refused.
+// Convict notes that another worker accepted what this one refused.
 func (b *Booking) Convict(status int) {
 	r := b.router
 	r.mu.Lock()
@@ -256,7 +256,7 @@ func (b *Booking) Convict(status int) {
 	r.outliers.Convict(b.attempt(), status, r.now())
 }
 
-// Acquit says that no other worker accepted it; agreed, that another one refused it
+// Acquit notes that no other worker accepted it; agreed, that another one refused it
 // with the same status.
 func (b *Booking) Acquit(status int, agreed bool) {
 	r := b.router
@@ -265,7 +265,7 @@ func (b *Booking) Acquit(status int, agreed bool) {
 	r.outliers.Acquit(b.attempt(), status, agreed, r.now())
 }
 
-// Forgive takes back that the worker failed the request: others failed it in the
+// Forgive withdraws the worker's failure of the request: others failed it in the
 // same way.
 func (b *Booking) Forgive() {
 	r := b.router
@@ -274,9 +274,9 @@ func (b *Booking) Forgive() {
 	r.outliers.Forgive(b.attempt(), r.now())
 }
 
-// Silent judges the worker, of which no byte of any answer has come for so long,
-// while the request waited for its first one. If it is stuck its requests are to
-// be let go; else it is to be asked again after that time.
+// Silent judges the worker, of which no byte of any answer has come for that time,
+// while the request waited for its first one. If it is stuck, its requests
+// must be aborted; else it must be checked again after that time.
 func (b *Booking) Silent(silent time.Duration) (stuck bool, again time.Duration) {
 	r := b.router
 	r.mu.Lock()
@@ -290,7 +290,7 @@ func (b *Booking) FirstLook() (after time.Duration, ok bool) {
 	return outlier.FirstLook(b.trial), b.leg != kv.LegDecode
 }
 
-// WorkerIsOut tells whether the worker is ejected.
+// WorkerIsOut reports whether the worker is ejected.
 func (b *Booking) WorkerIsOut() bool {
 	r := b.router
 	r.mu.Lock()
@@ -298,7 +298,7 @@ func (b *Booking) WorkerIsOut() bool {
 	return r.outliers.Ejected(b.worker, r.now())
 }
 
-// WorkerIsUp tells whether the incarnation that the request is booked on is up.
+// WorkerIsUp reports whether the incarnation that the request is booked on is up.
 func (b *Booking) WorkerIsUp() bool {
 	r := b.router
 	r.mu.Lock()

@@ -10,12 +10,12 @@ import (
 	"kvrouter/internal/policy"
 )
 
-// ErrNoPair says that a request must not stay whole, but has to: no prefill
+// ErrNoPair means that a request must not stay whole, but has to: no prefill
 // worker is up, or no decode worker that could go on with its work.
 var ErrNoPair = errors.New("no prefill worker and decode worker are up that can share the request")
 
-// Pair is where a request goes whose prompt and answer may be computed by two
-// workers.
+// Pair is the decision on a request that two workers may serve: one computes the
+// prompt, one the answer.
 type Pair struct {
 	Prefill Decision // of the prompt; nothing where the request stays whole
 	Decode  Decision // of the answer, or of the whole request
@@ -25,17 +25,17 @@ type Pair struct {
 // Why a request stays whole, beside what PairRule.Whole gives.
 const (
 	WholeNoPair = "no_pair" // no two workers are up that can share it
-	WholeShort  = "short"   // too few tokens of its prompt are to be computed
+	WholeShort  = "short"   // too few tokens of its prompt to compute
 )
 
-// PairRule says when a request stays whole.
+// PairRule is the condition under which a request stays whole.
 type PairRule struct {
 	LeastUncached int    // fewest prompt tokens to be computed for which two workers share it
 	Whole         string // why it is to stay whole wherever a worker takes whole requests; empty: it is not
 	Enforce       bool   // ErrNoPair where it stays whole only because no two workers are up, as where its prefill worker is pinned
 }
 
-// End ends what is booked for the pair and has not ended: no worker is at fault.
+// End ends the pair's bookings that have not ended: no worker is at fault.
 func (p Pair) End() {
 	for _, b := range []*Booking{p.Prefill.Booking, p.Decode.Booking} {
 		if b != nil {
@@ -56,7 +56,7 @@ func (p Pair) Took() Decision {
 	return d
 }
 
-// Paired tells whether any worker that is up computes only prompts or only
+// Paired reports whether any worker that is up computes only prompts or only
 // answers: else RoutePair splits nothing.
 func (r *Router) Paired() bool { return r.paired.Load() }
 
@@ -136,9 +136,9 @@ type pairings struct {
 	uncached int      // prompt tokens to be computed by the one of those that has most of it
 }
 
-// pairings finds out which workers that are up could serve p. While all prefill
-// workers are out for their failures, none could, unless that is enforced or nobody
-// takes p whole.
+// pairings returns the workers up that could serve p. While all prefill
+// workers are out for their failures, none could, unless that is enforced or no
+// worker takes p whole.
 func (r *Router) pairings(p *prompt, enforce bool) pairings {
 	r.mu.Lock()
 	defer r.unlock()

@@ -64,7 +64,7 @@ type waitResult struct {
 	err      error
 }
 
-// queueScore says who goes first; best are the blocks that the best worker for p
+// queueScore is the order in the queue; best are the blocks that the best worker for p
 // has of it. The formulas are Dynamo's.
 func (r *Router) queueScore(p *prompt, best int, now time.Time) float64 {
 	jump := max(0, p.PriorityJump)
@@ -78,14 +78,14 @@ func (r *Router) queueScore(p *prompt, best int, now time.Time) float64 {
 	return jump - since
 }
 
-// hasCapacity tells whether a worker with that many uncached prompt tokens to
+// hasCapacity reports whether a worker with that many uncached prompt tokens to
 // compute may get one more request.
 func (r *Router) hasCapacity(t *kv.Target, prefillTokens int) bool {
 	threshold := r.settings.RouterQueueThreshold
 	return threshold == nil || t.MaxBatchedTokens <= 0 || float64(prefillTokens) <= *threshold*float64(t.MaxBatchedTokens)
 }
 
-// mustWait tells whether p has to wait for one of the candidates. Those that
+// mustWait reports whether p has to wait for one of the candidates. Those that
 // wait already need not be asked: had one of the candidates capacity for them, they
 // would not wait.
 func (r *Router) mustWait(p *prompt) bool {
@@ -155,7 +155,7 @@ func (r *Router) dispatch(now time.Time) {
 	r.waiting = kept
 }
 
-// anyCapacity tells whether any worker that takes requests has capacity, or there is
+// anyCapacity reports whether any worker that takes requests has capacity, or there is
 // none to wait for.
 func (r *Router) anyCapacity() bool {
 	none := true
@@ -170,7 +170,7 @@ func (r *Router) anyCapacity() bool {
 	return none
 }
 
-// wait returns what is decided on w, ErrQueueTimeout, or the cause for which ctx
+// wait returns the decision on w, ErrQueueTimeout, or the cause for which ctx
 // ended before.
 func (r *Router) wait(ctx context.Context, w *waiter) (Decision, error) {
 	ctx, cancel := context.WithTimeoutCause(ctx, r.settings.RouterQueueTimeout, ErrQueueTimeout)
@@ -190,7 +190,7 @@ func (r *Router) wait(ctx context.Context, w *waiter) (Decision, error) {
 	}
 }
 
-// leave takes w out of the queue, or gives back what was booked for it.
+// leave takes w out of the queue, or ends its booking.
 func (r *Router) leave(w *waiter) {
 	r.mu.Lock()
 	at := slices.Index(r.waiting, w)
@@ -220,7 +220,7 @@ type Waiting struct {
 	waiter *waiter
 }
 
-// RouteOrWait is Route for a caller that has a clock of its own and must not block:
+// RouteOrWait is Route for a caller with its own clock that must not block:
 // where the request has to wait it returns a Waiting, and decided is called later,
 // with the decision or an error. It must not call the router. The caller calls
 // Refresh after each QueueRefresh, and Leave once RouterQueueTimeout is over.
@@ -236,10 +236,10 @@ func (r *Router) RouteOrWait(request Request, decided func(Decision, error)) (De
 	return Decision{}, &Waiting{r, w}, nil
 }
 
-// Refresh brings up to date what the workers have of the request's prompt.
+// Refresh updates the workers' matches of the request's prompt.
 func (w *Waiting) Refresh() { w.router.lookUpAgain(w.waiter) }
 
-// Leave takes the request out of the queue, and tells whether it was there: if not,
+// Leave takes the request out of the queue, and reports whether it was there: if not,
 // it has been decided.
 func (w *Waiting) Leave() bool {
 	r := w.router

@@ -1,7 +1,6 @@
-// Package router decides which worker serves a request and counts what is in
-// flight on each worker. It looks the prompt up in the index, gathers the workers
-// that may serve it, lets the policy choose and books the request, all under one
-// lock, so that concurrent requests see each other. Every booking ends exactly
+// Package router chooses the worker for a request and counts the in-flight requests
+// of each worker. It looks the prompt up in the index, gathers the workers that may
+// serve it, lets the policy choose and books the request, all under one lock, so that concurrent requests see each other. Every booking ends exactly
 // once. The package knows nothing of HTTP.
 package router
 
@@ -32,7 +31,7 @@ var (
 	ErrUnknownWorker = errors.New("no such worker")
 )
 
-// Request is what the Router needs to know of one request. A request without
+// Request describes one request to the Router. A request without
 // Tokens and Local is routed by load alone.
 type Request struct {
 	ID        string     // of its booking; empty: none. Only one booking at a time may have it
@@ -61,13 +60,13 @@ type Request struct {
 	PriorityJump   float64 // seconds that it goes before others in the queue
 	StrictPriority uint32  // in the queue; the higher go first
 	Session        uint64  // of SessionOf; 0: none
-	SessionID      string  // of SessionID: by which other routers know the session; empty: they are not told
+	SessionID      string  // of SessionID: by which other routers know the session; empty: not shared
 	Home           *uint64 // worker that it stays with like a session, if that is well and not overloaded; nil: none
 	Alternatives   int     // most workers that the decision is to name beside the chosen one
 
 	QueryOnly     bool // choose, but change nothing: there is no booking
-	ChooseOnly    bool // the caller cannot tell when the request ends: book nothing
-	AnsweredWhole bool // the caller cannot tell when its first token comes
+	ChooseOnly    bool // the caller does not learn when the request ends: book nothing
+	AnsweredWhole bool // the caller does not learn when its first token comes
 	Explain       bool // the caller wants the receipts of its decisions
 }
 
@@ -76,14 +75,14 @@ func (q *Request) Hashes(dst []uint64, blockSize int) []uint64 {
 	return kv.HashMediaBlocks(dst, q.Tokens, blockSize, q.LoRA, q.Salt, q.Media)
 }
 
-// Follow puts what the client hints at into the request, without its session.
+// Follow puts the client's hints into the request, without its session.
 func (q *Request) Follow(h hints.Hints) {
 	q.QueryOnly, q.Pinned, q.PinnedPrefill = h.Query, h.Pinned, h.PinnedPrefill
 	q.PriorityJump, q.StrictPriority = h.PriorityJump, h.StrictPriority
 	q.ExpectedOutput, q.Prefix = h.ExpectedOutput, h.Prefix
 }
 
-// Decision says where a request goes and how much of its prompt is cached there.
+// Decision is the worker chosen for a request, and how much of its prompt is cached there.
 type Decision struct {
 	Target        kv.Target
 	Tokens        int // prompt length; 0: unknown
@@ -103,7 +102,7 @@ type Decision struct {
 	ScheduleTime time.Duration // spent on choosing and booking, the wait for the lock included
 	QueueTime    time.Duration // spent in the queue, not part of the times above
 
-	Receipts []*Receipt // what explains it, where somebody wants to know
+	Receipts []*Receipt // explain it, where requested
 }
 
 // Settings are the settings of the Router, with Dynamo's names and
@@ -135,16 +134,16 @@ func (k Settings) Validate() error {
 	return cmp.Or(k.Settings.Validate(), k.QueueSettings.validate(), k.SessionSettings.validate(), k.HoldSettings.validate(k.RouterQueueLimit), k.SaturationSettings.validate())
 }
 
-// CountsPasses tells whether a setting is in passes of the workers.
+// CountsPasses reports whether a setting is in passes of the workers.
 func (k Settings) CountsPasses() bool {
 	return k.ActivePrefillTokensThresholdFrac != nil || k.RouterQueueThreshold != nil
 }
 
-// Router chooses a worker for each request and counts what is in flight on each
+// Router chooses a worker for each request and counts the in-flight requests of each
 // worker. It owns the lock under which requests are decided.
 type Router struct {
 	index     radix.Index
-	assumes   radix.Assumer // the index, if it counts what was routed; else nil
+	assumes   radix.Assumer // the index, if it counts routed prompts; else nil
 	blockSize int
 	now       func() time.Time
 	settings  Settings
@@ -165,11 +164,11 @@ type Router struct {
 	expired     time.Time            // when forgotten bookings were last looked for
 	began       time.Time            // of the queue's clock: when a request first had to wait
 	waiting     []*waiter            // for a worker with capacity, the first to go at the front
-	sharing     *Sharing             // with other routers; nil: nobody is told
-	decisions   uint64               // that a judged policy hears of
+	sharing     *Sharing             // with other routers; nil: none
+	decisions   uint64               // reported to a judged policy
 	cordoned    map[uint64]time.Time // workers that get no new requests, since when
 	held        map[uint64]bool      // those that Hold keeps from them
-	receipts    receipts             // of the last decisions, while somebody asks
+	receipts    receipts             // of the last decisions, while requested
 	sessions    *sessions
 	forecast    *policy.Work // knows how long the engine's passes take; the policy itself if it does
 }
@@ -180,7 +179,7 @@ type workspace struct {
 	matches []kv.Match
 }
 
-// prompt is a request with what lookUp finds out about it without the lock.
+// prompt is a request with the results of lookUp, which needs no lock.
 type prompt struct {
 	Request
 	tokens   int        // its length; 0: unknown
@@ -195,7 +194,7 @@ type prompt struct {
 	stays       bool   // its session's worker is the only candidate for that reason
 	sessionGoes string // what becomes of its session; empty: it has none, or nothing is decided
 
-	decided func(Decision, error) // told once it need not wait any more; nil: whoever waits is
+	decided func(Decision, error) // called once it need not wait any more; nil: the waiter is woken
 }
 
 // newBlocks is how many active blocks the prompt has where no other request is.
@@ -209,7 +208,7 @@ func (p *prompt) newBlocks() int {
 	return len(p.local)
 }
 
-// Deps are the parts that a router is made of.
+// Deps are the parts of a router.
 type Deps struct {
 	Index     radix.Index
 	Policy    policy.Policy
@@ -260,7 +259,7 @@ func (r *Router) Names() *kv.Names { return r.names }
 // NamesSessions reports whether requests can name a session.
 func (r *Router) NamesSessions() bool { return r.settings.NamesSessions() }
 
-// Blocks returns how many blocks the index knows w to hold.
+// Blocks returns the number of w's blocks in the index.
 func (r *Router) Blocks(w kv.WorkerKey) int { return r.index.Blocks(w) }
 
 // BlockSize returns the number of tokens in a block.
@@ -292,7 +291,7 @@ func (r *Router) target(w kv.WorkerKey) (at int, found bool) {
 	return slices.BinarySearchFunc(r.targets, w, func(t kv.Target, key kv.WorkerKey) int { return t.Key.Compare(key) })
 }
 
-// Down takes w out of the choice. Bookings on it stay until their requests end.
+// Down excludes w from the choice. Bookings on it stay until their requests end.
 func (r *Router) Down(w kv.WorkerKey) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
@@ -309,12 +308,12 @@ func (r *Router) Down(w kv.WorkerKey) {
 func (r *Router) Publish(w kv.WorkerKey, p policy.Published) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
-	if _, up := r.target(w); up { // what comes too late would keep the books of who is gone
+	if _, up := r.target(w); up { // a late report would keep the books of a removed worker
 		r.loads.publish(w, p)
 	}
 }
 
-// IsUp tells whether that incarnation of a worker is up.
+// IsUp reports whether that incarnation of a worker is up.
 func (r *Router) IsUp(t kv.Target) bool {
 	r.mu.Lock()
 	defer r.mu.Unlock()
@@ -329,14 +328,14 @@ func (r *Router) Targets() []kv.Target {
 	return slices.Clone(r.targets)
 }
 
-// Count returns how many workers are up.
+// Count returns the number of workers that are up.
 func (r *Router) Count() int {
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	return len(r.targets)
 }
 
-// Has tells whether a worker is up of which is is true. It is asked under the router's
+// Has reports whether a worker is up of which is is true. It is asked under the router's
 // lock, and copies nothing.
 func (r *Router) Has(is func(*kv.Target) bool) bool {
 	r.mu.Lock()
@@ -344,7 +343,7 @@ func (r *Router) Has(is func(*kv.Target) bool) bool {
 	return r.has(is)
 }
 
-// has is Has for who holds the lock.
+// has is Has under the lock.
 func (r *Router) has(is func(*kv.Target) bool) bool {
 	for i := range r.targets {
 		if is(&r.targets[i]) {
@@ -363,7 +362,7 @@ func (r *Router) Load(w kv.WorkerKey) policy.Load {
 	return load
 }
 
-// Serves tells whether a worker that is up serves the model, and whether any
+// Serves reports whether a worker that is up serves the model, and whether any
 // worker is up at all.
 func (r *Router) Serves(model string) (serves, up bool) {
 	r.mu.Lock()
@@ -431,7 +430,7 @@ func (r *Router) lookUp(request Request, scratch *workspace) (p prompt, d Decisi
 	if p.Override != nil && p.Override.AssumeKVReuse != nil {
 		p.shared = *p.Override.AssumeKVReuse
 	}
-	p.shared = p.shared || p.Sequence != nil // which says itself what is shared
+	p.shared = p.shared || p.Sequence != nil // it has its own shared blocks
 	if p.counted && p.shared {
 		if p.sequence = p.Sequence; p.sequence == nil {
 			p.sequence = kv.SequenceHashes(make([]uint64, 0, len(p.local)), p.local) // the booking keeps it
@@ -462,7 +461,7 @@ func (r *Router) schedule(p *prompt, d *Decision) (*waiter, error) {
 	return nil, nil
 }
 
-// taken tells whether another request has the id under which p is to be booked,
+// taken reports whether another request has the id under which p is to be booked,
 // or waits for it.
 func (r *Router) taken(p *prompt) bool {
 	if p.ID == "" || p.QueryOnly || p.ChooseOnly {
@@ -509,7 +508,7 @@ func (r *Router) choose(p *prompt, d *Decision, now time.Time) {
 	d.Sequence = d.Booking.sequence
 }
 
-// tracksPrefill tells whether p's tokens are to be counted.
+// tracksPrefill reports whether p's tokens are counted.
 func (r *Router) tracksPrefill(p *prompt) bool {
 	if p.Override != nil && p.Override.TrackPrefillTokens != nil {
 		return *p.Override.TrackPrefillTokens
@@ -541,7 +540,7 @@ func (r *Router) book(p *prompt, c *policy.Candidate, now time.Time) *Booking {
 	return b
 }
 
-// assume tells an index that asks for it that p goes to w; else it returns nil.
+// assume notes in an Assumer that p goes to w; for other indexes it returns nil.
 func (r *Router) assume(w kv.WorkerKey, p *prompt) *radix.Assumed {
 	if r.assumes == nil {
 		return nil

@@ -8,7 +8,7 @@ import (
 	"kvrouter/internal/policy"
 )
 
-// SaturationSettings say what wait is too long.
+// SaturationSettings are the limits of the wait.
 type SaturationSettings struct {
 	SaturationTarget time.Duration `group:"Routing" default:"1s" help:"Time to first token, beyond that of an idle worker, at which kvrouter_saturation is 1."`
 }
@@ -28,7 +28,7 @@ func (r *Router) Saturation() (saturation float64, up bool) {
 	return wait.Seconds() / r.settings.SaturationTarget.Seconds(), up
 }
 
-// Wait predicts by how much later a request that comes now gets its first token than
+// Wait predicts how much later a request that comes now gets its first token than
 // on an idle worker, on the worker where that is soonest and behind those in the
 // router's queue. Not up: no worker takes requests. Where prompts are computed apart,
 // the workers are those that do so.

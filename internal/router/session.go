@@ -12,7 +12,7 @@ import (
 	"kvrouter/internal/policy"
 )
 
-// SessionSettings say which requests belong together, and for how long they stay with
+// SessionSettings define which requests belong together, and how long they stay with
 // one worker.
 type SessionSettings struct {
 	SessionHeader         string        `group:"Routing" placeholder:"NAME" help:"Request header with the session id, such as x-session-id. Requests of a session go to one worker unless it is unhealthy or overloaded."`
@@ -22,7 +22,7 @@ type SessionSettings struct {
 	SessionOverloadFactor float64       `group:"Routing" default:"2" placeholder:"NUMBER" help:"Load, as a multiple of the mean of the other eligible workers, above which a session leaves its worker (at more than 8,192 pending prompt tokens). 0 disables it."`
 }
 
-// NamesSessions tells whether requests can name a session.
+// NamesSessions reports whether requests can name a session.
 func (s SessionSettings) NamesSessions() bool { return s.SessionHeader != "" || s.SessionCookie != "" }
 
 // validate checks the settings; its errors name the flag.
@@ -42,7 +42,7 @@ func (s SessionSettings) validate() error {
 	return nil
 }
 
-// isToken tells whether a header or a cookie may have that name; the empty one is none
+// isToken reports whether a header or a cookie may have that name; the empty one is none
 // and well.
 func isToken(name string) bool {
 	for _, c := range []byte(name) {
@@ -54,35 +54,35 @@ func isToken(name string) bool {
 }
 
 const (
-	// sessionFloor is how much work is no overload, whatever others have, tokens: a
+	// sessionFloor is the work below which there is no overload, tokens: a
 	// pass of an engine.
 	sessionFloor = 8192
-	// requestWork is what a request in flight counts beside its prompt, tokens: a usual
+	// requestWork is the weight of a request in flight beside its prompt, tokens: a typical
 	// answer.
 	requestWork = 256
 )
 
-// What becomes of a decision for a request with a session.
+// Results of a decision for a request with a session.
 const (
 	SessionNew   = "new"   // it was not known, or forgotten
 	SessionKept  = "kept"  // it stays with its worker
 	SessionMoved = "moved" // its worker could not take the request, or was overloaded
 )
 
-// session is what is remembered of one: a hash in place of its name.
+// session is the entry of one session: a hash in place of its name.
 type session struct {
 	hash       uint64
 	worker     kv.WorkerKey
 	generation int // of the worker: its next incarnation has nothing of the session
 	used       time.Time
 
-	version sessionVersion // of whoever bound it last, where routers tell each other
-	told    time.Time      // when others were told of it last
+	version sessionVersion // of the router that bound it last
+	told    time.Time      // when it was last sent to the others
 }
 
 // sessions are those of the last requests. The router's lock guards them.
 type sessions struct {
-	seed   maphash.Seed // so that nobody can make up names that meet
+	seed   maphash.Seed // so that clients cannot forge colliding names
 	byHash map[uint64]*list.Element
 	order  list.List // of *session, that used longest ago first
 	counts SessionCounts
@@ -101,7 +101,7 @@ func newSessions() *sessions {
 	return &sessions{seed: maphash.MakeSeed(), byHash: map[uint64]*list.Element{}}
 }
 
-// SessionOf returns what Request.Session is for a session of that name and whose it is:
+// SessionOf returns what Request.Session is for a session of that name and owner:
 // sessions of two owners are apart. The name is not kept. An empty name is no session.
 func (r *Router) SessionOf(owner, name string) uint64 {
 	if name == "" {
@@ -181,7 +181,7 @@ func (r *Router) keepSession(p *prompt, now time.Time) (kept bool) {
 	return false
 }
 
-// trialStarves tells whether an ejected worker waits in vain for a request on trial:
+// trialStarves reports whether an ejected worker gets no request on trial:
 // where all requests have a session that stays elsewhere, one of those must be it.
 func (r *Router) trialStarves(now time.Time) bool {
 	if r.outliers.Quiet() {
@@ -195,7 +195,7 @@ func (r *Router) trialStarves(now time.Time) bool {
 	return false
 }
 
-// overloaded tells whether a candidate has too much work for a session to stay: more
+// overloaded reports whether a candidate has too much work for a session to stay: more
 // than SessionOverloadFactor times the mean of the other candidates that are well, and
 // than sessionFloor.
 func (r *Router) overloaded(at int, now time.Time) bool {
@@ -214,7 +214,7 @@ func (r *Router) overloaded(at int, now time.Time) bool {
 }
 
 // sessionWork is the work that a worker has, tokens: the uncached prompt tokens that
-// wait for their first token, and requestWork for each request, whoever sent it.
+// wait for their first token, and requestWork for each request, from any router.
 func sessionWork(load *policy.Load) int {
 	return load.PrefillTokens + requestWork*(load.InFlight+load.Foreign)
 }
@@ -253,7 +253,7 @@ func (r *Router) noteSession(p *prompt, target *kv.Target, now time.Time) {
 	r.tellSession(p, r.sessions.put(p.sessionKey(), target, &r.settings.SessionSettings, now), now)
 }
 
-// Sessions returns how many sessions are remembered, and what became of those of the
+// Sessions returns the number of sessions that are remembered, and what became of those of the
 // decisions so far.
 func (r *Router) Sessions() (known int, counts SessionCounts) {
 	r.mu.Lock()

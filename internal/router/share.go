@@ -16,7 +16,7 @@ const (
 	ChangeFree    = "free"
 )
 
-// Change is one change of a router's books, as others are told it.
+// Change is one change of a router's books, as sent to others.
 type Change struct {
 	Kind          string
 	Request       string // names the booking; empty: it has no name of its own
@@ -30,8 +30,8 @@ type Change struct {
 	Sequence      []uint64 // sequence hashes of its active blocks; not to be changed
 }
 
-// Change returns a change of the booking as others are told it. What it reads of
-// the booking never changes, so it needs no lock.
+// Change returns a change of the booking as sent to others. The fields
+// it reads never change, so it needs no lock.
 func (b *Booking) Change(kind string) Change {
 	return Change{
 		Kind: kind, Request: b.id, Worker: b.worker, Tokens: b.prompt, Uncached: b.uncached, Expected: b.expected,
@@ -39,7 +39,7 @@ func (b *Booking) Change(kind string) Change {
 	}
 }
 
-// SessionBinding says where a session is. Of two for one session the one with the
+// SessionBinding is the place of a session. Of two for one session the one with the
 // higher sequence holds, of two with the same the one of the higher writer.
 type SessionBinding struct {
 	ID       string // of SessionID
@@ -56,7 +56,7 @@ func (v sessionVersion) compare(other sessionVersion) int {
 	return cmp.Or(cmp.Compare(v.sequence, other.sequence), cmp.Compare(v.writer, other.writer))
 }
 
-// Sharing is what a router tells others. Its functions must not wait; Booking and
+// Sharing is how a router sends its changes to others. Its functions must not wait; Booking and
 // Session are called under the router's lock.
 type Sharing struct {
 	Writer   uint64 // names this router in its bindings
@@ -66,14 +66,14 @@ type Sharing struct {
 }
 
 const (
-	// maxSessionID bounds the name of a session that others are told, bytes, as
+	// maxSessionID bounds the name of a session sent to others, bytes, as
 	// Dynamo does.
 	maxSessionID = 256
-	// sessionToldEvery is the part of its life after which others are told again
+	// sessionToldEvery is the part of its life after which it is sent again
 	// that a session is still where it was.
 	sessionToldEvery = 8
 	// sequenceAhead is how far a binding's sequence may be ahead of the clock:
-	// what is further would win for ever.
+	// a later one would win for ever.
 	sequenceAhead = time.Hour
 	// prefillMark ends the name of a session's place for prompts that are computed
 	// apart.
@@ -93,14 +93,14 @@ func SessionID(owner, name string) string {
 	return id
 }
 
-// Share has the router tell with what others are to know; nil: nobody is told.
+// Share makes the router send its changes through with; nil: nowhere.
 func (r *Router) Share(with *Sharing) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	r.sharing = with
 }
 
-// share tells the other routers of a change of the books. The caller holds the
+// share sends a change of the books to the other routers. The caller holds the
 // lock.
 func (r *Router) share(kind string, b *Booking) {
 	if r.sharing == nil || b.remote || kind == ChangePrefill && b.Ended() {
@@ -131,7 +131,7 @@ func (r *Router) BookRemote(change Change) *Booking {
 	return b
 }
 
-// tellSession tells the other routers where p's session is, unless they know. The
+// tellSession sends the other routers the place of p's session, unless they know. The
 // caller holds the lock.
 func (r *Router) tellSession(p *prompt, s *session, now time.Time) {
 	if r.sharing == nil || p.SessionID == "" || p.sessionGoes == SessionKept && now.Sub(s.told) < r.settings.SessionTTL/sessionToldEvery {
@@ -146,7 +146,7 @@ func (r *Router) tellSession(p *prompt, s *session, now time.Time) {
 	r.sharing.Session(SessionBinding{ID: id, Worker: s.worker, Sequence: s.version.sequence, Writer: s.version.writer})
 }
 
-// TakeSession notes where another router has bound a session. It tells whether that
+// TakeSession notes where another router has bound a session. It reports whether that
 // holds: not where a later binding is known, the worker is not up here, or no
 // request can name a session.
 func (r *Router) TakeSession(b SessionBinding) (took bool) {
@@ -187,7 +187,7 @@ func (r *Router) TakeSession(b SessionBinding) (took bool) {
 }
 
 // TakeEjection notes that another router has taken a worker out for that long. That
-// is a hint: see outlier.Detector.Hint. It tells whether it changed anything.
+// is a hint: see outlier.Detector.Hint. It reports whether it changed anything.
 func (r *Router) TakeEjection(w kv.WorkerKey, long time.Duration) (took bool) {
 	r.mu.Lock()
 	defer r.unlock()

@@ -137,7 +137,7 @@ func (s *Service) findWorker(c *gin.Context) {
 	c.JSON(http.StatusOK, answer)
 }
 
-// feedbackTime returns how long the policy waits for feedback; 0: it expects none.
+// feedbackTime returns the time that the policy waits for feedback; 0: it expects none.
 func (s *Service) feedbackTime() (limit time.Duration) {
 	thompson.With(s.models.Default().Router.WithPolicy, func(p *thompson.Policy) { limit = p.FeedbackTimeout() })
 	return limit

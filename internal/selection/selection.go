@@ -1,4 +1,4 @@
-// Package selection serves the router port, whose clients ask for a routing decision and
+// Package selection serves the router port: its clients request a routing decision and
 // forward the request themselves. Its routes and names are those of Dynamo's standalone
 // selection service.
 package selection
@@ -65,7 +65,7 @@ type Settings struct {
 	BlockSize          int      // tokens
 	KVEvents           bool     // KV events are followed
 	TrackPrefillTokens bool     // --router-track-prefill-tokens
-	CountsPasses       bool     // --router-queue-threshold is set, whose unit is a pass of a worker
+	CountsPasses       bool     // --router-queue-threshold is set; its unit is a pass of a worker
 	Hop                web.Hop  // identifies this router in the Via header
 }
 
@@ -125,7 +125,7 @@ func (s *Service) Handler() http.Handler {
 
 // Guards reject requests of other sites' pages, requests without one of the keys (if
 // there are any) and bodies that are not declared as JSON. host is the address of the
-// port, whose begins the error for a missing key, and fail writes errors.
+// port, the value of whose begins the error for a missing key, and fail writes errors.
 func Guards(host string, keys []string, whose string, fail func(*gin.Context, int, string)) []gin.HandlerFunc {
 	return []gin.HandlerFunc{web.OwnPages(host, len(keys) > 0, fail), web.RequireKey(keys, whose, fail), web.WantJSON(fail)}
 }

@@ -152,7 +152,7 @@ func (w registeredWorker) partition() events.Partition {
 	return events.Partition{Model: *w.spec.ModelName, Group: *w.spec.RoutingGroup}
 }
 
-// registration converts the spec for the fleet, or returns what is missing. existing is
+// registration converts the spec for the fleet, or returns the missing fields. existing is
 // the block size of its model in tokens; 0: the model is new. An error is an invalid
 // value.
 func (w registeredWorker) registration(settings Settings, existing int) (r workers.Registration, missing []string, err error) {

@@ -59,7 +59,7 @@ func visibleGPUs() []string {
 	return gpus
 }
 
-// outputWithin runs a short command and returns what it printed.
+// outputWithin runs a short command and returns its output.
 func outputWithin(limit time.Duration, cmd *exec.Cmd) (string, error) {
 	cmd.WaitDelay = time.Second
 	var out strings.Builder

@@ -40,7 +40,7 @@ func LimitMemory(getenv func(string) string, log *slog.Logger) {
 const (
 	// largeHeapPercent is how much a large heap may grow until it is collected, percent
 	// of what is live. Most of it are tokens and index nodes without pointers, which
-	// cost the collector little: collecting twice as often as usual saves memory cheaply.
+	// cost the collector little: collecting twice as often as by default saves memory cheaply.
 	largeHeapPercent = 50
 	// heapRoom is how much any heap may grow, bytes. A small one is collected often,
 	// and each collection wakes all processors: with 2 MB of room they took a third of
@@ -48,8 +48,8 @@ const (
 	heapRoom = 8 << 20
 )
 
-// growthPercent is GOGC for a heap of so many live bytes. The collector counts fewer
-// than 4 MiB as so many.
+// growthPercent is GOGC for a heap of that many live bytes. The collector counts less
+// than 4 MiB as 4 MiB.
 func growthPercent(live uint64) int {
 	return int(max(largeHeapPercent, heapRoom*100/max(live, 4<<20)))
 }
@@ -64,7 +64,7 @@ type heapWatch struct {
 // watchHeap sets GOGC for this heap, now and as it grows.
 func watchHeap() { (&heapWatch{live: []metrics.Sample{{Name: "/gc/heap/live:bytes"}}}).collected() }
 
-// collected looks at what is live and waits for the next collection.
+// collected reads the live heap and waits for the next collection.
 func (w *heapWatch) collected() {
 	metrics.Read(w.live)
 	percent := growthPercent(w.live[0].Value.Uint64())

@@ -18,7 +18,7 @@ func versionOf(info *debug.BuildInfo, ok bool) string {
 	return info.Main.Version
 }
 
-// Build returns one line of text: the version, then what is known of the commit, its
+// Build returns one line of text: the version, then, where known, the commit, its
 // date (UTC), the Go version and the platform.
 func Build() string { return buildOf(debug.ReadBuildInfo()) }
 

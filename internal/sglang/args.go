@@ -117,13 +117,13 @@ func ranks(args []string) int {
 	return max(1, flags.Number(args, ranksFlag)) * max(1, flags.Number(args, attentionFlag))
 }
 
-// sharesModel tells whether the ranks share one model, split over the GPUs of them
+// sharesModel reports whether the ranks share one model, split over the GPUs of them
 // all, and only attention is theirs alone.
 func sharesModel(args []string) bool {
 	return flags.Has(args, "enable-dp-attention") || flags.Number(args, attentionFlag) > 1
 }
 
-// limits tells how many tokens a rank computes in a pass at most and the blocks of
+// limits reports how many tokens a rank computes in a pass at most and the blocks of
 // its KV cache, where the arguments say so.
 func limits(args []string, blockSize int) (maxBatchedTokens, totalBlocks int) {
 	return flags.Number(args, batchFlag), flags.Number(args, tokensFlag) / max(1, blockSize)

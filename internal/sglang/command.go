@@ -30,8 +30,8 @@ const (
 	// cpuRequests bounds the requests that a CPU computes at once.
 	cpuRequests = 8
 
-	// The processes of ranks that share a model talk over ports of their own, from
-	// so far above the HTTP port of worker 0; a worker has so many. Left alone,
+	// The processes of ranks that share a model use ports of their own: attentionPorts
+	// above the HTTP port of worker 0, attentionPortsEach for each worker. By default
 	// SGLang counts them from each worker's HTTP port, so those of two would overlap.
 	attentionPorts     = 233
 	attentionPortsEach = 8
@@ -80,7 +80,7 @@ func command(cfg process.Settings, i int, pluginDir string, environ []string) (p
 		if err != nil {
 			return process.Spec{}, fmt.Errorf("worker %d: KV event settings: %w", i, err)
 		}
-		// Without KV events SGLang publishes no load either: its metrics tell. The
+		// Without KV events SGLang publishes no load either: its metrics have it. The
 		// plugin narrows the wildcard, which is all that SGLang binds, to loopback.
 		argv = append(argv, "--kv-events-config", eventConfig, "--load-publish-endpoint", fmt.Sprintf("tcp://*:%d", cfg.Ports.Load+i*cfg.Ports.Ranks))
 	}
@@ -99,7 +99,7 @@ func command(cfg process.Settings, i int, pluginDir string, environ []string) (p
 	}
 	if cfg.PrefillWorkers > 0 {
 		argv = append(argv, partArgs(cfg, i)...)
-		// What ranks tell each other goes over this address, too.
+		// The ranks' messages to each other use this address, too.
 		env["SGLANG_HOST_IP"] = "127.0.0.1"
 	}
 
@@ -144,7 +144,7 @@ func partArgs(cfg process.Settings, i int) []string {
 	if i < cfg.PrefillWorkers {
 		return append(argv, "--disaggregation-mode", "prefill", "--disaggregation-bootstrap-port", strconv.Itoa(cfg.Ports.Bootstrap+i))
 	}
-	// Without a radix tree decode workers would tell nothing of their caches.
+	// Without a radix tree decode workers would report nothing of their caches.
 	argv = append(argv, "--disaggregation-mode", "decode", "--disaggregation-decode-enable-radix-cache")
 	if len(cfg.GPUs) == 0 { // what else keeps the blocks of a retracted request asks CUDA for memory
 		argv = append(argv, flags.Defaults(cfg.Args, "--disaggregation-decode-retraction-backup", "none")...)

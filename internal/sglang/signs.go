@@ -2,7 +2,7 @@ package sglang
 
 import "kvrouter/internal/process"
 
-// signs tell a start of SGLang and its failures.
+// signs recognize a start of SGLang and its failures.
 func signs() process.Signs {
 	const fetch = "the model cannot be downloaded: set --model to a folder, or allow access to huggingface.co"
 	const permission = "the model requires permission: accept its terms on huggingface.co and set HF_TOKEN"

@@ -17,7 +17,7 @@ const syntheticAgentic = "agentic"
 // several runs, one after the other. A run is a loop of calls and tools: the
 // first prompt is the prefix of its kind (system prompt and tool definitions) and
 // a task, each later one the prompt before, its answer (a tool call) and what the
-// tool returned. What is a mean is that of an exponential distribution, that of
+// tool returned. Means are those of an exponential distribution, that of
 // the runs a geometric one.
 type AgenticSettings struct {
 	Workflows        int           `group:"Synthetic agents" default:"300" help:"Number of workflows."`

@@ -16,7 +16,7 @@ import (
 // Kinds of faults.
 const (
 	faultError  = "error"  // answers an HTTP status of a server's fault
-	faultRefuse = "refuse" // takes no connection; what it has it answers
+	faultRefuse = "refuse" // takes no connection; running requests are answered
 	faultHang   = "hang"   // takes requests and sends nothing
 	faultSlow   = "slow"   // computes slowly
 )
@@ -113,7 +113,7 @@ func (s *simulator) planFaults() {
 	}
 }
 
-// deliver brings a flight to its worker, whatever that does with it.
+// deliver brings a flight to its worker, in any state.
 func (s *simulator) deliver(flight *flight) {
 	if len(s.faults) == 0 {
 		s.submit(flight)
@@ -143,12 +143,12 @@ func (s *simulator) deliver(flight *flight) {
 	}
 }
 
-// stopped tells whether a worker begins no pass now.
+// stopped reports whether a worker begins no pass now.
 func (w *worker) stopped() bool {
 	return w.fault != nil && w.fault.kind == faultHang && w.fault.rate == 1
 }
 
-// passTime is how long a pass takes that a healthy worker does in d.
+// passTime is the time that a pass takes that a healthy worker does in d.
 func (w *worker) passTime(d time.Duration) time.Duration {
 	if w.fault != nil && w.fault.kind == faultSlow {
 		return time.Duration(float64(d) / w.fault.rate)
@@ -156,8 +156,8 @@ func (w *worker) passTime(d time.Duration) time.Duration {
 	return d
 }
 
-// What the proxy does once a worker is stuck: an answer that has begun ends when it
-// is silent for so long, and a request without a first byte that may not be moved.
+// The proxy's actions once a worker is stuck: an answer that has begun ends when it
+// is silent for that time, and a request without a first byte that may not be moved.
 const stalledAnswer, stalledStart = 5 * time.Second, 15 * time.Second
 
 // watch looks after a flight without a first byte, as the proxy does.
@@ -169,7 +169,7 @@ func (s *simulator) watch(f *flight) {
 	}
 }
 
-// flies tells whether a flight is under way and nothing of its answer has come.
+// flies reports whether a flight is under way and nothing of its answer has come.
 func (f *flight) flies() bool { return f.booking != nil && !f.booking.Ended() && f.first == 0 }
 
 // look looks whether the worker of a flight is stuck. If it is, what waits there for
@@ -276,7 +276,7 @@ func (s *simulator) noteHealth(worker int) {
 	}
 }
 
-// FaultReport is what a fault did to the requests.
+// FaultReport is the effect of a fault on the requests.
 type FaultReport struct {
 	Worker   int      `json:"worker"`
 	Kind     string   `json:"kind"`

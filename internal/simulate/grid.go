@@ -36,14 +36,14 @@ type GridSettings struct {
 func (s Settings) validateGrid() error {
 	switch {
 	case s.Trace != "" || s.Synthetic != "" || s.Concurrency != 0 || s.Speedup != 0 || s.Plot != "" || s.JSON:
-		return errors.New("--grid FILE says what is sent: leave out --trace, --synthetic, --concurrency, --speedup, --plot and --json")
+		return errors.New("--grid FILE defines the requests: leave out --trace, --synthetic, --concurrency, --speedup, --plot and --json")
 	case s.Jobs < 0:
 		return fmt.Errorf("--jobs %d: give at least 1", s.Jobs)
 	}
 	return nil
 }
 
-// grid is what a file of --grid says.
+// grid is the content of a file of --grid.
 type grid struct {
 	traces   map[string]func() ([]TraceRequest, error) // each is read once
 	policies []gridPolicy
@@ -52,7 +52,7 @@ type grid struct {
 }
 
 // gridLimits are the ratios to the best of the other policies from which on a row is
-// told to be beyond. They stop nothing.
+// reported as beyond. They stop nothing.
 type gridLimits struct {
 	TTFT     float64 `yaml:"ttft"`
 	EndToEnd float64 `yaml:"end-to-end"`
@@ -78,7 +78,7 @@ type gridRow struct {
 	done    chan struct{}   // closed when none is left
 }
 
-// What a file of --grid may have: bytes, and runs.
+// Bounds of a file of --grid: bytes, and runs.
 const (
 	maxGridBytes = 1 << 20
 	maxGridRuns  = 100_000
@@ -180,7 +180,7 @@ func parseGridPolicy(label, text string) (gridPolicy, error) {
 	return p, nil
 }
 
-// keep leaves out the loads whose name and whose set do not contain text.
+// keep drops the loads with neither name nor set containing text.
 func (g *grid) keep(text string) error {
 	g.rows = slices.DeleteFunc(g.rows, func(r *gridRow) bool {
 		return !strings.Contains(r.set, text) && !strings.Contains(r.load.text, text)
@@ -196,7 +196,7 @@ func (g *grid) policy(label string) int {
 	return slices.IndexFunc(g.policies, func(p gridPolicy) bool { return p.Label == label })
 }
 
-// runGrid runs the loads times the policies of --grid, so many at a time, and
+// runGrid runs the loads times the policies of --grid, several at a time, and
 // writes a table of each load as soon as it and all before it have ended, then the
 // sums. base is what runs have in common.
 func (s Settings) runGrid(base Simulation, out, progress io.Writer) error {

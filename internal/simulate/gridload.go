@@ -16,13 +16,13 @@ import (
 // gridAgents is the first word of a load of made-up agents.
 const gridAgents = "agents"
 
-// gridLoad is one load of a grid: what is sent to which workers.
+// gridLoad is one load of a grid: the requests and the workers.
 type gridLoad struct {
 	text  string // as the file has it
 	trace string // name of one; empty: the requests are made up
 	shape SyntheticSettings
 	wants AgenticSettings // with agents
-	n     int             // conversations or workflows; 0: as many as usual
+	n     int             // conversations or workflows; 0: the default
 
 	agents      bool
 	concurrency int
@@ -187,7 +187,7 @@ func (l *gridLoad) readSeeds(value string) error {
 	return nil
 }
 
-// validate checks what no single word can tell, and fills in the numbers of
+// validate checks the fields against each other, and fills in the numbers of
 // conversations and workflows.
 func (l *gridLoad) validate() error {
 	timed := max(l.speedup, l.rate)

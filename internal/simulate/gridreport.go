@@ -14,8 +14,8 @@ import (
 	"text/tabwriter"
 )
 
-// gridFigures are what a grid tells of one run, or of several with other seeds their
-// means.
+// gridFigures are a grid's figures of one run, or the means of several with other
+// seeds.
 type gridFigures struct {
 	Requests, Reuse, TTFT, TTFTP99, ITL, EndToEnd, EndToEndP99, OutputPerSec, Balance, Lost, Seconds float64
 }
@@ -62,7 +62,7 @@ func (r *gridRow) mean(policy int) (mean gridFigures) {
 	return mean
 }
 
-// gridRatio is what a column of a row is, relative to that of the best of the others.
+// gridRatio is a column of a row, relative to that of the best of the others.
 type gridRatio struct {
 	ratio float64
 	best  string // of the others
@@ -136,7 +136,7 @@ func (p *gridReport) row(row *gridRow) error {
 	return err
 }
 
-// beyond tells which limits a row exceeds.
+// beyond returns the limits that a row exceeds.
 func (p *gridReport) beyond(ttft, end gridRatio) string {
 	var beyond []string
 	if ttft.ratio > p.grid.limits.TTFT {
@@ -236,7 +236,7 @@ func (p *gridReport) sumTo(other int, rows []*gridRow, column func(*gridFigures)
 // gridKey names the figures of a load and a policy.
 type gridKey struct{ load, policy string }
 
-// gridTable is what a CSV file has of a grid.
+// gridTable is a grid in a CSV file.
 type gridTable map[gridKey]gridFigures
 
 // writeTable writes the figures as CSV, one line a load and policy.

@@ -23,7 +23,7 @@ type gridRun struct {
 
 // run does all runs of the grid, jobs at a time (0: as many as there are cores), and
 // writes the table of each row once it and all before it have ended, then the sums.
-// What is known is taken over, except of the policy at place of.
+// Known results are taken over, except of the policy at place of.
 func (g *grid) run(base Simulation, known gridTable, of, jobs int, out, progress io.Writer) error {
 	runs := g.plan(base, known, of)
 	ctx, stop := context.WithCancel(context.Background())
@@ -36,7 +36,7 @@ func (g *grid) run(base Simulation, known gridTable, of, jobs int, out, progress
 				if err := runs[at].do(); err != nil {
 					return err
 				}
-				runs[at] = gridRun{} // lets go of its requests
+				runs[at] = gridRun{} // frees its requests
 			}
 			return nil
 		})
@@ -58,7 +58,7 @@ func (g *grid) run(base Simulation, known gridTable, of, jobs int, out, progress
 	return cmp.Or(group.Wait(), report.sums())
 }
 
-// plan returns the runs that are to be done, and takes over what is known.
+// plan returns the runs still to do, and takes over known results.
 func (g *grid) plan(base Simulation, known gridTable, of int) (runs []gridRun) {
 	for _, row := range g.rows {
 		row.done, row.figures = make(chan struct{}), make([][]gridFigures, len(g.policies))

@@ -27,7 +27,7 @@ type Report struct {
 	// Conversations is the same as Requests where none follows another.
 	Conversations int `json:"conversations"`
 	// Reuse is the prompt tokens found cached, at every admission, over all prompt
-	// tokens; Predicted is what the router expected of the first admissions.
+	// tokens; Predicted is the router's prediction of the first admissions.
 	Reuse           float64        `json:"reuse"`
 	Predicted       float64        `json:"predicted_reuse"`
 	PredictionError float64        `json:"prediction_error_tokens"` // mean |predicted − actual| of the first admissions
@@ -191,7 +191,7 @@ func writeReportsJSON(out io.Writer, reports []*Report) error {
 	return nil
 }
 
-// writeReports writes tables for people: one row a policy, then every worker's
+// writeReports writes tables as text: one row a policy, then every worker's
 // share.
 func writeReports(out io.Writer, reports []*Report) error {
 	first := reports[0]
@@ -256,7 +256,7 @@ func writeReports(out io.Writer, reports []*Report) error {
 	return table.Flush()
 }
 
-// writeTroubles tells of the queue, of what was lost and of faults, where there was
+// writeTroubles prints the queue, lost requests and faults, where there was
 // any.
 func (r *Report) writeTroubles(out io.Writer) {
 	var text []string

@@ -28,7 +28,7 @@ const (
 	lostCut      = "cut"    // its answer broke off
 )
 
-// backOff is how long a client waits that was refused or failed, before it goes on.
+// backOff is the time that a client waits that was refused or failed, before it goes on.
 const backOff = time.Second
 
 // simRequest is one request with all attempts at it.
@@ -76,7 +76,7 @@ func (s *simulator) prior(request *TraceRequest) bool {
 	return prior
 }
 
-// question is what a router is asked.
+// question is a request for a decision of a router.
 func (s *simulator) question(e *simRequest) router.Request {
 	asked := router.Request{Local: e.local, NumTokens: e.request.Prompt, Prefix: e.request.Hints, Exclude: e.exclude}
 	if s.WithoutHints {
@@ -210,8 +210,8 @@ func (s *simulator) failed(f *flight, kind outlier.Kind, why string) {
 	s.retryOr(e, again)
 }
 
-// mayRetry tells whether a simulated request that a worker failed may be tried again, and counts
-// it then. out says that the worker gets nothing more for a while.
+// mayRetry reports whether a simulated request that a worker failed may be tried again, and counts
+// it then. out means that the worker gets nothing more for a while.
 func (s *simulator) mayRetry(e *simRequest, out bool) bool {
 	again, denied := e.tries.Again(s.budgets[e.router], s.Retry.Retries, out, s.clock())
 	if denied {
@@ -263,7 +263,7 @@ func (s *simulator) over(e *simRequest) {
 	}
 }
 
-// after has f called later. Of what is due at one time it comes last, in the order of
+// after schedules a call of f. Of events due at one time it comes last, in the order of
 // the calls of after.
 func (s *simulator) after(d time.Duration, f func()) {
 	s.later++
@@ -282,7 +282,7 @@ func (r *Report) LostShare() float64 {
 	return float64(lost) / float64(max(1, lost+r.Requests))
 }
 
-// QueueReport is what the routers' queues did.
+// QueueReport is the totals of the routers' queues.
 type QueueReport struct {
 	Waited int          `json:"waited"` // requests
 	WaitMS Distribution `json:"wait_ms"`

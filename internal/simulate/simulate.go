@@ -93,7 +93,7 @@ type Simulation struct {
 	Scoring       policies.Settings
 	Index         router.IndexSettings
 	Workers       int
-	Prefills      int     // the first so many workers compute only prompts, the others answers; 0: each does both
+	Prefills      int     // that many of the first workers compute only prompts, the others answers; 0: each does both
 	Kind          kv.Kind // how prompts are handed over: SGLang's legs leave together, NIXL's one after the other
 	Handover      engine.Handover
 	Way           time.Duration // from the router to a worker, and as long back
@@ -101,7 +101,7 @@ type Simulation struct {
 	Engine        engine.Settings
 	Concurrency   int           // conversations in flight, the next one begun when one ends; 0: by their arrival times
 	Speedup       float64       // arrival times are divided by it
-	EventLag      time.Duration // what the index sees is so much older
+	EventLag      time.Duration // age of the events that the index sees
 	Routers       int           // that share the requests; 0 counts as 1
 	UntoldCache   bool          // the router does not know how large a worker's cache is
 	Routing       router.Settings
@@ -156,7 +156,7 @@ type worker struct {
 	sent   int
 
 	// Where there are faults:
-	fault   *fault        // what is wrong with it now; nil: nothing
+	fault   *fault        // its current fault; nil: none
 	heard   time.Duration // when it last emitted a token
 	flights []*flight     // that are under way
 }
@@ -416,7 +416,7 @@ func (s *simulator) nextArrival() (at time.Duration, waits bool) {
 	return time.Duration(float64(s.Requests[s.next].Arrival-s.Requests[0].Arrival) / s.Speedup), true
 }
 
-// sendDue begins every conversation whose time has come.
+// sendDue begins every conversation that is due.
 func (s *simulator) sendDue() {
 	for s.next < len(s.Requests) && s.err == nil {
 		if arrival, byTime := s.nextArrival(); byTime && arrival > s.now || !byTime && s.open >= s.Concurrency && !s.Requests[s.next].AtOnce {
@@ -465,7 +465,7 @@ func (s *simulator) arrive(flight *flight) {
 	s.wake(flight.worker)
 }
 
-// wake has worker w look for work before time goes on.
+// wake makes worker w look for work before time advances.
 func (s *simulator) wake(w int) {
 	if worker := &s.workers[w]; !worker.queued && !worker.inPass {
 		worker.queued = true
@@ -489,7 +489,7 @@ func (s *simulator) beginPass(w int) {
 	s.coming.push(happening{at: s.now + d, order: w})
 }
 
-// endPass ends worker w's pass and takes in the tokens that it made.
+// endPass ends worker w's pass and counts its tokens.
 func (s *simulator) endPass(w int) {
 	worker := &s.workers[w]
 	worker.inPass = false
@@ -514,7 +514,7 @@ func (s *simulator) endPass(w int) {
 	s.wake(w)
 }
 
-// hear takes in the first or the last token of a flight; the only one is both.
+// hear handles the first or the last token of a flight; the only one is both.
 func (s *simulator) hear(f *flight, first, last bool) {
 	if first {
 		f.first = s.now
@@ -525,7 +525,7 @@ func (s *simulator) hear(f *flight, first, last bool) {
 	}
 }
 
-// answered ends a flight whose last token has come.
+// answered ends a flight after its last token.
 func (s *simulator) answered(f *flight) {
 	f.end = s.now
 	if f.prefill == nil { // else the cached tokens came from there
@@ -560,7 +560,7 @@ func (s *simulator) cacheChanged(w int, event engine.Event) {
 	}
 }
 
-// catchUp shows the index what is due.
+// catchUp applies due events to the index.
 func (s *simulator) catchUp() {
 	n := 0
 	for ; n < len(s.lagging) && s.lagging[n].due <= s.now; n++ {
@@ -591,7 +591,7 @@ type happening struct {
 	order int           // of those at one time: the pass's worker; turns and fetches come later
 	turn  *TraceRequest // nil: a pass or a fetch
 
-	fetched *flight // whose prompt has come
+	fetched *flight // its prompt has arrived
 	call    func()  // nil: none of after
 }
 

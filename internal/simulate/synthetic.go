@@ -13,7 +13,7 @@ const syntheticChat = "chat"
 
 // SyntheticSettings are the flags of a synthetic workload: conversations whose
 // first prompt is the prefix of their group and a user message, each later one
-// the prompt before, its answer and a new message. What is a mean is that of an
+// the prompt before, its answer and a new message. Means are those of an
 // exponential distribution, that of the turns a geometric one.
 type SyntheticSettings struct {
 	Conversations int           `group:"Synthetic conversations" default:"1000" help:"Number of conversations."`
@@ -64,7 +64,7 @@ func checkLeast(prefix string, settings []leastValue) error {
 	return nil
 }
 
-// syntheticPart is how many tokens one hash of a synthetic prompt stands for; a
+// syntheticPart is the number of tokens that one hash of a synthetic prompt stands for; a
 // prefix is shared in whole parts.
 const syntheticPart = 16
 

@@ -37,7 +37,7 @@ type TraceRequest struct {
 	ended   time.Duration // when the recorded answer did
 }
 
-// traceBlock is how many tokens one of a Mooncake trace's hash_ids stands for.
+// traceBlock is the number of tokens that one of a Mooncake trace's hash_ids stands for.
 const traceBlock = 512
 
 // mooncakeLine is one line of a trace in Mooncake's format, or of a recording,
@@ -60,7 +60,7 @@ func ReadTrace(name string) ([]TraceRequest, error) {
 	return requests, err
 }
 
-// readTrace is ReadTrace that also tells how many torn lines it has left out.
+// readTrace is ReadTrace that also returns the number of torn lines left out.
 func readTrace(name string) (requests []TraceRequest, torn int, err error) {
 	file, err := os.Open(name)
 	if err != nil {
@@ -73,7 +73,7 @@ func readTrace(name string) (requests []TraceRequest, torn int, err error) {
 	return requests, torn, nil
 }
 
-// lineStart is what the lines of a trace begin with. One that does and is no JSON
+// lineStart is the beginning of the lines of a trace. One that does and is no JSON
 // was torn by a full disk or a killed recorder.
 const lineStart = `{"timestamp":`
 
@@ -114,7 +114,7 @@ func parseTrace(from io.Reader) (requests []TraceRequest, torn int, err error) {
 const openTurns = 16
 
 // findAnswers gives the requests of a recording, in the order of arrival, the
-// hashes of their answers, which those who come later find cached: a recording
+// hashes of their answers, which later requests find cached: a recording
 // has only those of prompts. A prompt that has all full blocks of an earlier
 // one, and is longer than that one and its answer, is taken for the chat's next
 // turn, which repeats the answer. Of several earlier ones it follows the longest,
@@ -151,7 +151,7 @@ func findAnswers(requests []TraceRequest) {
 	}
 }
 
-// What a line of a trace may say: tokens of a prompt or an answer, tokens of one
+// Bounds of a line of a trace: tokens of a prompt or an answer, tokens of one
 // of its hashes, and ms (30 years), so that no sum of them overflows.
 const (
 	maxTraceTokens = 1 << 24

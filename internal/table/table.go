@@ -46,7 +46,7 @@ type entry struct {
 	value uint32
 }
 
-// Len returns how many entries the table holds.
+// Len returns the number of entries that the table holds.
 func (t *Table) Len() int { return t.count }
 
 // Get returns the value of (key, tag), or 0 when it is absent.

@@ -73,7 +73,7 @@ type Recorder struct {
 }
 
 // NewRecorder opens the file and truncates a torn last line. Close must follow. An
-// error says that the file cannot be opened or is no record.
+// error means that the file cannot be opened or is no record.
 func NewRecorder(settings RecordSettings, log *slog.Logger) (*Recorder, error) {
 	epoch, err := readEpoch(settings.File)
 	if err != nil {

@@ -123,7 +123,7 @@ func (t *Metrics) see(worker string) {
 	}
 }
 
-// perWorker lists the metrics with the label worker_id, whose series stay until they
+// perWorker lists the metrics with the label worker_id: their series stay until they
 // are deleted.
 func (t *Metrics) perWorker() []*prometheus.MetricVec {
 	return []*prometheus.MetricVec{

@@ -56,8 +56,8 @@ func (t *Metrics) watchThompson(router *router.Router, fleet func() []uint64) {
 		latency:      prometheus.NewHistogram(prometheus.HistogramOpts{Name: "thompson_processor_request_latency_seconds", Help: "Time from the arrival of a request to the end of its response."}),
 		active:       prometheus.NewGauge(prometheus.GaugeOpts{Name: "thompson_processor_active_requests", Help: "In-flight requests."}),
 
-		feedback: desc("feedback_latency_seconds", "Latencies that were learned from.", perRank...),
-		reuse:    desc("reuse_budget", "Requests of the same series that were still to come, at each decision."),
+		feedback: desc("feedback_latency_seconds", "Latencies reported to the policy as feedback.", perRank...),
+		reuse:    desc("reuse_budget", "Remaining requests of the series at each decision."),
 		tokens:   desc("tokens_per_request", "Prompt tokens of each decision."),
 
 		decisions: desc("decisions_total", "Decisions for the worker.", perRank...),

@@ -48,7 +48,7 @@ type banditEigen struct {
 	vectors mat.Dense // a column each
 }
 
-// banditPrior is what is believed before anything is known: weights of the mean
+// banditPrior is the prior belief: weights of the mean
 // theta and the variance v²/lambda each.
 type banditPrior struct {
 	lambda float64
@@ -78,7 +78,7 @@ func (l *linearBandit) forget(keep float64, prior *banditPrior) {
 	l.factored = false
 }
 
-// learn takes in the reward of a decision.
+// learn updates the belief with the reward of a decision.
 func (l *linearBandit) learn(x *banditVector, reward float64) {
 	for i := range banditDim {
 		for j := i; j < banditDim; j++ {
@@ -154,7 +154,7 @@ func newBanditEigen(a *banditMatrix) *banditEigen {
 	return e
 }
 
-// betaBandit is what is believed of a worker's mean reward: a beta
+// betaBandit is the belief of a worker's mean reward: a beta
 // distribution, flat at first.
 type betaBandit struct{ alpha, beta float64 }
 
@@ -165,7 +165,7 @@ func (b *betaBandit) forget(keep float64) {
 	b.alpha, b.beta = 1+keep*(b.alpha-1), 1+keep*(b.beta-1)
 }
 
-// learn takes in a reward from 0 to 1.
+// learn updates the belief with a reward from 0 to 1.
 func (b *betaBandit) learn(reward float64) {
 	b.alpha += reward
 	b.beta += 1 - reward
@@ -176,7 +176,7 @@ func (b betaBandit) sample(random draws) float64 { return random.mean(b) }
 // draws are what chance gives to a decision.
 type draws interface {
 	NormFloat64() float64           // standard normal
-	mean(belief betaBandit) float64 // of what is believed of a mean reward
+	mean(belief betaBandit) float64 // of the belief of a mean reward
 	Float64() float64               // uniform from 0 to 1
 }
 

@@ -101,7 +101,7 @@ func (c *parameters) idle() (idle []idleParameter) {
 	return idle
 }
 
-// value is what a key is set to.
+// value is the value of a key.
 func value(k parameter) any { return reflect.ValueOf(k.into).Elem().Interface() }
 
 // whyIdle says why a parameter has no effect; empty: it has one.
@@ -152,7 +152,7 @@ func (c *parameters) idleByType(section, key string) bool {
 	return false
 }
 
-// whyIdle says which switch of section kv_thompson leaves a parameter of it without
+// whyIdle names the switch of section kv_thompson that leaves a parameter of it without
 // effect; empty: it has one, or is of another section.
 func (m *modularParameters) whyIdle(name string) string {
 	for _, s := range []struct {

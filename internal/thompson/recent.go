@@ -2,7 +2,7 @@ package thompson
 
 import "container/list"
 
-// recent is a map of at most so many entries that knows which of them was
+// recent is a bounded map that knows which of its entries was
 // touched longest ago; that one goes when the map is full and another comes.
 type recent[K comparable, V any] struct {
 	limit   int

@@ -16,7 +16,7 @@ type latencyKey struct {
 	a, b      uint8 // what else they have in common, more than 0; 0: nothing
 }
 
-// latencyKind is what is measured, in ms.
+// latencyKind is a kind of latency, in ms.
 type latencyKind uint8
 
 const (
@@ -27,11 +27,11 @@ const (
 	latencyWhole                      // of a request of that size
 )
 
-// judgement is what a feedback says of a decision.
+// judgement is the result of a feedback on a decision.
 type judgement struct {
-	metric   float64 // what was measured, ms
+	metric   float64 // the measured latency, ms
 	perToken bool    // it is that of a token of the answer
-	baseline float64 // what it was compared with, ms
+	baseline float64 // the latency it was compared with, ms
 	after    float64 // the same from now on
 	reward   float64
 }

@@ -98,7 +98,7 @@ func (c *modularParameters) keys() []parameter {
 }
 
 // decideOtherwise is decide for the router types of the Toolkit's development
-// branch. The candidates' workers are in p.choices. docs/routing.md has the
+// branch. The candidates' workers are in p.choices. docs/thompson.md has the
 // formulas.
 func (p *Policy) decideByType(q policy.Query, t *requestTerms, candidates []policy.Candidate, random draws) int {
 	widest := 0.0
@@ -220,7 +220,7 @@ func (p *Policy) modularScore(t *requestTerms, c *candidate, random draws) float
 	return s
 }
 
-// modularLinear is what the linear model adds to a score.
+// modularLinear is the summand of the linear model in a score.
 func (p *Policy) modularLinear(c *candidate, random draws) float64 {
 	var z banditVector
 	for k := range z {

@@ -18,7 +18,7 @@ import (
 type Settings struct {
 	ThompsonPreset string `group:"Policy thompson" default:"components" placeholder:"NAME" help:"NeMo Agent Toolkit config.yaml that provides the default parameters: components (current) or optimized (previous; stronger affinity, lower queue penalty)."`
 	ThompsonConfig string `group:"Policy thompson" placeholder:"FILE" help:"YAML file of parameters with the keys of the NeMo Agent Toolkit's config.yaml. Missing keys keep the values of --thompson-preset."`
-	ThompsonFixes  string `name:"thompson.fixes" group:"Policy thompson" default:"all" env:"KVROUTER_THOMPSON_FIXES" placeholder:"NAMES" help:"Fixes to apply to the original algorithm: all, none, or a comma-separated list of worker-baseline, forgetting, load-sign, outstanding, pin-ttl, feedback, cold-start (docs/routing.md)."`
+	ThompsonFixes  string `name:"thompson.fixes" group:"Policy thompson" default:"all" env:"KVROUTER_THOMPSON_FIXES" placeholder:"NAMES" help:"Fixes to apply to the original algorithm: all, none, or a comma-separated list of worker-baseline, forgetting, load-sign, outstanding, pin-ttl, feedback, cold-start (docs/thompson.md)."`
 
 	ThompsonAffinityBase *float64 `name:"thompson.affinity-base" group:"Policy thompson" env:"KVROUTER_THOMPSON_AFFINITY_BASE" placeholder:"NUMBER" help:"Parameter affinity.base: score bonus for the worker that last served the series. Overrides --thompson-config."`
 	ThompsonTempBase     *float64 `name:"thompson.temp-base" group:"Policy thompson" env:"KVROUTER_THOMPSON_TEMP_BASE" placeholder:"NUMBER" help:"Parameter exploration.temperature.base: randomness of the choice. No effect with the fix cold-start. Overrides --thompson-config."`
@@ -215,7 +215,7 @@ func (k Settings) Validate(policies string, blockSize int) error {
 	return err
 }
 
-// parameter is a key of the file: where it goes, and what it may be.
+// parameter is a key of the file: its destination and its range.
 type parameter struct {
 	name      string
 	into      any     // *float64, *int, *time.Duration (the key is in seconds), *string or *bool
@@ -262,7 +262,7 @@ func (c *parameters) keys() []parameter {
 	return append(keys, c.modular.keys()...)
 }
 
-// read takes over what a file sets.
+// read takes over the settings of a file.
 func (c *parameters) read(data []byte) error {
 	var tree yaml.MapSlice
 	if err := yaml.UnmarshalWithOptions(data, &tree, yaml.UseOrderedMap()); err != nil {

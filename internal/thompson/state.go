@@ -26,7 +26,7 @@ const (
 	stateInterval = 10 * time.Second
 	// maxStateSize bounds the file, bytes.
 	maxStateSize = 64 << 20
-	// maxEvidence bounds what a sum of the bandits can honestly come to:
+	// maxEvidence bounds a plausible sum of the bandits:
 	// it grows by at most 1 a feedback, that of latencies is in ms.
 	maxEvidence = 1e15
 )
@@ -74,7 +74,7 @@ type savedSeries struct {
 	IAT       float64   `json:"iat_factor,omitempty"`
 }
 
-// snapshot is a copy of what a state file holds, taken quickly.
+// snapshot is a copy of a state file's content, taken quickly.
 type snapshot struct {
 	fixes     fixSet
 	lambda    float64
@@ -83,7 +83,7 @@ type snapshot struct {
 	series    []requestSeries
 }
 
-// armCopy is what is known of a worker.
+// armCopy is a copy of an arm.
 type armCopy struct {
 	worker kv.WorkerKey
 	mean   betaBandit
@@ -91,7 +91,7 @@ type armCopy struct {
 	b      banditVector
 }
 
-// snapshot copies what a state file holds. Call it under the router's lock.
+// snapshot copies a state file's content. Call it under the router's lock.
 func (p *Policy) snapshot() *snapshot {
 	s := &snapshot{
 		fixes: p.fixes, lambda: p.lambda, baselines: maps.Clone(p.baselines),
@@ -210,7 +210,7 @@ func (w *savedArm) check() error {
 
 func beyondEvidence(v float64) bool { return !(math.Abs(v) <= maxEvidence) }
 
-// restore takes over a state before the first decision. What was learned under
+// restore takes over a state before the first decision. Evidence under
 // other fixes or with another prior means something else, so it is refused.
 func (p *Policy) restore(s *savedState) error {
 	if fixes := p.fixes.String(); s.Fixes != fixes {
@@ -304,7 +304,7 @@ func (f *StateFile) Run(ctx context.Context) {
 }
 
 // write replaces the file by the present state, if that has changed or always.
-// Whoever reads the file meanwhile finds the old one or the new one, whole.
+// A concurrent reader finds the old file or the new one, whole.
 func (f *StateFile) write(always bool) error {
 	var taken *snapshot
 	changes := f.saved

@@ -84,7 +84,7 @@ func (p *Policy) Stats() Stats {
 	return s
 }
 
-// FeedbackTimeout is how long a decision waits for feedback; 0: the policy learns
+// FeedbackTimeout is the time that a decision waits for feedback; 0: the policy learns
 // nothing, as with router_type kv_load.
 func (p *Policy) FeedbackTimeout() time.Duration {
 	if p.routerType == typeKVLoad {

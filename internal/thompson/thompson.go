@@ -19,7 +19,7 @@ const (
 	// pinTTL is how long after its last request a series is taken for
 	// over.
 	pinTTL = 5 * time.Minute
-	// Bounds of what is remembered; the oldest goes first.
+	// Bounds of the entries kept; the oldest goes first.
 	maxSeries  = 1 << 16
 	maxPending = 1 << 16
 	maxWorkers = 4096
@@ -33,7 +33,7 @@ const (
 	// so that as much remains of each.
 	fadeWorkers = 4
 
-	// What is believed beforehand weighs as priorWeight times
+	// The prior weighs as priorWeight times
 	// lints.lambda: half a point for any decision, so much for a cached prompt and
 	// so much off for one of many uncached tokens.
 	priorWeight  = 8
@@ -61,9 +61,9 @@ const (
 // Policy is the Thompson-sampling router of the NeMo Agent Toolkit. It learns
 // each worker's reward, a linear one given the features of a decision
 // (linearBandit) and its mean (betaBandit), draws both from what it believes,
-// adds what it is worth to stay with the worker that has served the series so
+// adds the value of staying with the worker that has served the series so
 // far, discounts for load, and draws a worker by the softmax of those scores.
-// docs/routing.md has the formulas, and the effect of each fix.
+// docs/thompson.md has the formulas, and the effect of each fix.
 type Policy struct {
 	parameters
 	prior banditPrior
@@ -75,7 +75,7 @@ type Policy struct {
 	baselines map[latencyKey]float64 // mean latencies, ms
 	faded     float64                // ln of the share that remains of the very first feedback
 	swept     time.Time
-	changes   uint64 // of what a state file holds
+	changes   uint64 // of a state file's content
 
 	timeouts, stayed, switched uint64
 	tokens, budgets            Histogram // of the decisions
@@ -85,7 +85,7 @@ type Policy struct {
 	choices         []candidate
 }
 
-// arm is what is known of one worker.
+// arm is the evidence on one worker.
 type arm struct {
 	key        kv.WorkerKey
 	generation int // its incarnation; 0: not yet seen
@@ -120,7 +120,7 @@ type seriesPin struct {
 	iat             float64
 }
 
-// pendingDecision is a decision that nobody has told the end of.
+// pendingDecision is a decision without feedback so far.
 type pendingDecision struct {
 	decision uint64
 	worker   kv.WorkerKey
@@ -291,7 +291,7 @@ func reuseOf(h hints.Prefix, s *requestSeries, retry bool) int {
 	return max(0, max(s.total, h.Total)-s.processed-1)
 }
 
-// worker returns what is known of t's worker.
+// worker returns the arm of t's worker.
 func (p *Policy) worker(t kv.Target) *arm {
 	w := p.workers.get(t.Key)
 	if w == nil {
@@ -332,7 +332,7 @@ func (p *Policy) unpin(w *arm) {
 	}
 }
 
-// workOf is what a pinned series will bring: all its requests to come or, as no
+// workOf is the expected work of a pinned series: all its requests to come or, as no
 // two of them come at a time, one. That is the very one to be decided where a
 // series is decided for its own worker.
 func (p *Policy) workOf(pin *seriesPin) float64 {
@@ -399,7 +399,7 @@ func (p *Policy) features(t *requestTerms, c *candidate) {
 // outstandingFeature is the feature of outstanding work.
 func outstandingFeature(work float64) float64 { return math.Tanh(0.1 * work) }
 
-// score is what a candidate is worth, given the rewards that were drawn for it.
+// score is a candidate's value, given the rewards that were drawn for it.
 func (p *Policy) score(t *requestTerms, c *candidate, linear, mean float64) float64 {
 	s := linear + p.meanTerm(t, mean) + p.stayTerm(t, c)
 	if p.fixes.loadSign {
@@ -418,8 +418,8 @@ func (p *Policy) meanTerm(t *requestTerms, mean float64) float64 {
 	return p.tsWeight / (1 + float64(t.reuse)*t.iat) * mean
 }
 
-// stayTerm is what it is worth to stay with the worker that has served the series, or
-// what it costs to leave it.
+// stayTerm is the value of staying with the worker that has served the series, or
+// the cost of leaving it.
 func (p *Policy) stayTerm(t *requestTerms, c *candidate) float64 {
 	reuse := float64(t.reuse)
 	switch {
@@ -433,7 +433,7 @@ func (p *Policy) stayTerm(t *requestTerms, c *candidate) float64 {
 	return 0
 }
 
-// explain notes the scores that have just been drawn. What the load takes off is a
+// explain notes the scores that have just been drawn. The load's deduction is a
 // term too where the original multiplies by it.
 func (p *Policy) explain(e *policy.Explanation, t *requestTerms, draw float64) {
 	e.By("thompson")
@@ -496,7 +496,7 @@ func (p *Policy) pinSeries(q policy.Query, w *arm, pin seriesPin) string {
 	id := q.Prefix.ID
 	if id == "" {
 		if p.fixes.pinTTL || pin.reuse <= 0 {
-			return "" // nobody can come back to it
+			return "" // it cannot be resumed
 		}
 		id = "auto-" + strconv.FormatUint(q.Decision, 16)
 	}
@@ -553,7 +553,7 @@ func (p *Policy) noLongerWaits(d *pendingDecision) {
 	}
 }
 
-// sweep forgets series that are over, and takes decisions that nobody has told
+// sweep forgets series that are over, and takes decisions that have no feedback
 // the end of for failed.
 func (p *Policy) sweep(now time.Time) {
 	if p.fixes.pinTTL {
@@ -606,7 +606,7 @@ func (p *Policy) Judge(f policy.Feedback) (verdict policy.Verdict, known bool) {
 	return verdict, true
 }
 
-// learn takes in the reward of a decision.
+// learn updates the bandits with the reward of a decision.
 func (p *Policy) learn(d *pendingDecision, reward float64) {
 	reward = min(max(reward, 0), 1)
 	w := p.workers.get(d.worker)
@@ -624,7 +624,7 @@ func (p *Policy) learn(d *pendingDecision, reward float64) {
 	p.changes++
 }
 
-// fade lets what is known of w count as much less as feedbacks have come since
+// fade discounts the evidence on w by the feedbacks that have come since
 // it last did.
 func (p *Policy) fade(w *arm) {
 	if w.faded == p.faded {

@@ -42,7 +42,7 @@ func (p *Policy) OpenTraces(file string, log *slog.Logger) (*jsonlines.Writer, e
 	return p.trace, nil
 }
 
-// traceMemory is about what a trace takes in memory, and each worker in it, bytes.
+// traceMemory is about the memory of a trace, and of each worker in it, bytes.
 const traceMemory = 512
 
 // traceHead is what all kinds of traces begin with, under the original's names.
@@ -133,10 +133,10 @@ func (p *Policy) traceFeedback(d *pendingDecision, f policy.Feedback, j *judgeme
 	}, traceMemory)
 }
 
-// maxTraceFinish bounds what a client or an engine tells as a finish reason, bytes.
+// maxTraceFinish bounds a finish reason from a client or an engine, bytes.
 const maxTraceFinish = 64
 
-// traceFinish is a feedback's finish reason; of a failure that tells none it is that
+// traceFinish is a feedback's finish reason; of a failure without one it is that
 // of the original's processor.
 func traceFinish(f policy.Feedback) string {
 	if f.Finish == "" && f.Ending == policy.Failed {

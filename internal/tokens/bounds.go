@@ -26,7 +26,7 @@ var errNoTurn = fmt.Errorf("%w: timed out waiting for the encoder", chat.ErrNotR
 var errClientLeft = fmt.Errorf("%w: the client has disconnected", errNoTurn)
 
 const (
-	// unknownModelLen is what a model is taken to take that says nothing, tokens:
+	// unknownModelLen is the assumed context of a model that reports none, tokens:
 	// more than any known to date would make the bound useless.
 	unknownModelLen = 1 << 20
 	// maxModelLen bounds what workers may say, tokens.
@@ -37,7 +37,7 @@ const (
 	listedTexts = 16
 	// maxDetokenized bounds the tokens of a /detokenize request.
 	maxDetokenized = 1 << 20
-	// charsPerToken is how many characters a token of a prompt has at most on
+	// charsPerToken is the number of characters that a token of a prompt has at most on
 	// average, where the vocabulary allows more: long tokens are runs of space.
 	charsPerToken = 16
 	// largeText is from how many bytes on a text counts as large: to encode it takes
@@ -58,7 +58,7 @@ type bounds struct {
 	text   int             // most bytes of a text that is encoded in one piece; 0: any number
 }
 
-// bounds returns the limits for the request of ctx. What is longer than the model
+// bounds returns the limits for the request of ctx. Prompts longer than the model
 // takes is not encoded. The rule is vLLM's (max_chars_per_token): the most tokens,
 // each as long as the longest of the vocabulary, but here of charsPerToken at most.
 func (m *Model) bounds(ctx context.Context, wait time.Duration) bounds {
@@ -94,7 +94,7 @@ func (b bounds) fitsTexts(texts iter.Seq[string]) bool {
 }
 
 // longestToken returns the characters of the longest token in a tokenizer.json;
-// 0: it cannot be told.
+// 0: unknown.
 func longestToken(tokenizerJSON []byte) int {
 	longest := 0
 	take := func(token gjson.Result) { longest = max(longest, utf8.RuneCountInString(token.Str)) }

@@ -59,7 +59,7 @@ func readFeatures(features gjson.Result, tokens int) (media []kv.Media, exact in
 	exact = tokens
 	hashes.ForEach(func(modality, list gjson.Result) bool {
 		if len(list.Array()) > 0 && len(member(placeholders, modality.Str).Array()) == 0 {
-			exact = 0 // nobody knows where
+			exact = 0 // place unknown
 		}
 		return exact > 0
 	})

@@ -107,7 +107,7 @@ func (m *Model) ChatTokens(body []byte) ([]uint32, error) {
 	return m.ChatBodyTokens(parsed)
 }
 
-// ChatBodyTokens is ChatTokens for a body that has been taken apart.
+// ChatBodyTokens is ChatTokens for a parsed body.
 func (m *Model) ChatBodyTokens(body *jsonbody.Body) ([]uint32, error) {
 	return m.boundedChatTokens(bounds{}, body)
 }
@@ -207,7 +207,7 @@ func (m *Model) encodePieces(b bounds, text string, pieces []string, addSpecial 
 	return tokens, nil
 }
 
-// encodeTurn encodes pieces of so many bytes when their turn comes.
+// encodeTurn encodes pieces of that many bytes when their turn comes.
 func (m *Model) encodeTurn(b bounds, text string, pieces []string, size int, addSpecial bool) ([][]uint32, error) {
 	turn, err := m.turns.take(b, size)
 	if err != nil {
@@ -242,7 +242,7 @@ func (m *Model) CompletionTokens(body []byte) ([][]uint32, error) {
 	return m.CompletionBodyTokens(parsed)
 }
 
-// CompletionBodyTokens is CompletionTokens for a body that has been taken apart.
+// CompletionBodyTokens is CompletionTokens for a parsed body.
 func (m *Model) CompletionBodyTokens(body *jsonbody.Body) ([][]uint32, error) {
 	return m.boundedCompletionTokens(bounds{}, body)
 }
@@ -342,7 +342,7 @@ func (m *Model) promptTokens(b bounds, prompt, limit gjson.Result, addSpecial bo
 // ReadTokens reads a list of token ids.
 func ReadTokens(list gjson.Result) ([]uint32, error) { return readTokens(list, 0) }
 
-// Encode returns the tokens of a text. addSpecial adds what the tokenizer puts
+// Encode returns the tokens of a text. addSpecial adds the tokens that the tokenizer puts
 // around every text, such as a beginning-of-sequence token.
 func (m *Model) Encode(text string, addSpecial bool) []uint32 {
 	tokens, err := m.encodePieces(bounds{}, text, []string{text}, addSpecial)
@@ -353,7 +353,7 @@ func (m *Model) Encode(text string, addSpecial bool) []uint32 {
 }
 
 // Decode returns the text of tokens, special ones included; empty if the tokenizer's
-// file is needed for it and is not what it was.
+// file is needed for it and has changed.
 func (m *Model) Decode(tokens []uint32) string {
 	text, _ := m.decode(tokens)
 	return text
@@ -417,7 +417,7 @@ func (m *Model) readVocabulary() []string {
 	return names
 }
 
-// BadRequest is an error of the client's making: the HTTP layer answers 400 with
+// BadRequest is a client error: the HTTP layer answers 400 with
 // its text.
 type BadRequest struct{ Reason string }
 

@@ -7,7 +7,7 @@ import (
 	"kvrouter/internal/chat"
 )
 
-// Opening says which model's files Open opens, and for which engine.
+// Opening selects the model's files for Open, and the engine.
 type Opening struct {
 	Name, Python string   // of the model, a name or a folder; and the Python that resolves a name
 	EngineArgs   []string // arguments of started workers, some of which change the chat template

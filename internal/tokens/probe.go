@@ -65,11 +65,11 @@ const (
 	// the longest pause before one is that could not be asked: the first is
 	// compareEvery, each next one double.
 	compareAgain = time.Minute
-	// comparedAtOnce is how many workers are compared side by side.
+	// comparedAtOnce is the number of workers that are compared side by side.
 	comparedAtOnce = 4
 )
 
-// verdict is what the comparison with one worker has brought.
+// verdict is the result of the comparison with one worker.
 type verdict struct {
 	generation  int
 	sglang      bool
@@ -113,7 +113,7 @@ func (t *Source) Probe(ctx context.Context) error {
 	return nil
 }
 
-// compareWith compares with those peers whose time has come, and forgets what
+// compareWith compares with those peers that are due, and forgets what
 // workers brought that are there no more. While none is, nothing is forgotten.
 func (t *Source) compareWith(ctx context.Context, peers []Peer) {
 	if len(peers) == 0 {
@@ -193,8 +193,8 @@ func (t *Source) Met(sglang bool) {
 // vLLM's.
 func (t *Source) SGLang() bool { return t != nil && t.sglang.Load() }
 
-// settle keeps the verdict of a comparison with a worker; err says that it could
-// not be asked: what it said before in this incarnation stays.
+// settle keeps the verdict of a comparison with a worker; err means that it could
+// not be asked: its earlier result in this incarnation stays.
 func (t *Source) settle(ctx context.Context, p Peer, v verdict, err error) {
 	t.mu.Lock()
 	defer t.mu.Unlock()
@@ -244,7 +244,7 @@ func (t *Source) decide() {
 	}
 }
 
-// compare makes all probes with one worker. An error says that it could not be
+// compare makes all probes with one worker. An error means that it could not be
 // asked.
 func (t *Source) compare(ctx context.Context, p Peer) (v verdict, err error) {
 	v.differs = map[string]bool{}

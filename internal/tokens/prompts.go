@@ -66,7 +66,7 @@ func (e *AskError) Error() string {
 	return fmt.Sprintf("the worker answered %d: %s", e.Status, answer)
 }
 
-// Why a prompt's tokens were not computed here.
+// Reasons why a prompt's tokens were not computed here.
 const (
 	reasonNoFiles       = "no model files"
 	reasonNotRenderable = "not renderable"
@@ -80,7 +80,7 @@ const (
 // the other.
 const askedTexts = 64
 
-// renderRetry is how long a worker's lack of the render routes is remembered.
+// renderRetry is the time that a worker's lack of the render routes is remembered.
 const renderRetry = time.Minute
 
 // Source returns the prompt tokens of requests: computed locally if possible, else
@@ -136,7 +136,7 @@ func (t *Source) Chat(ctx context.Context, body []byte) Prompt {
 	return t.ChatBody(ctx, parsed)
 }
 
-// ChatBody is Chat for a body that has been taken apart.
+// ChatBody is Chat for a parsed body.
 func (t *Source) ChatBody(ctx context.Context, parsed *jsonbody.Body) Prompt {
 	body, sglang := parsed.Raw, t.SGLang()
 	features := chat.Features(parsed)
@@ -173,7 +173,7 @@ func (t *Source) ChatBody(ctx context.Context, parsed *jsonbody.Body) Prompt {
 			if tokens, err := t.askTokenize(ctx, t.ask, request); err == nil {
 				t.tokenized.Add(1)
 				exact := len(tokens)
-				if carriesMedia(body) { // whose places /tokenize does not tell
+				if carriesMedia(body) { // /tokenize does not report their places
 					exact = 0
 				}
 				return Prompt{Tokens: tokens, Source: SourceWorker, Exact: exact, Shape: shape}
@@ -365,7 +365,7 @@ func (t *Source) unknown(shape string) Prompt {
 	return Prompt{Source: SourceNone, Shape: shape}
 }
 
-// errNoRender says that the workers have no render routes.
+// errNoRender means that the workers have no render routes.
 var errNoRender = errors.New("the workers have no render routes (--enable-scale-out is not set)")
 
 // askRender posts to a render route. A missing route is remembered for a while;
@@ -381,7 +381,7 @@ func (t *Source) askRender(ctx context.Context, sglang bool, path string, body [
 	return answer, err
 }
 
-// render posts to a render route; errNoRender says that the worker has none.
+// render posts to a render route; errNoRender means that the worker has none.
 func render(ctx context.Context, ask Asker, path string, body []byte) ([]byte, error) {
 	answer, err := ask(ctx, path, body)
 	var refusal *AskError

@@ -6,10 +6,10 @@ import (
 	"kvrouter/internal/jsonbody"
 )
 
-// Kind says where a route's body carries its prompt.
+// Kind is the place of the prompt in a route's body.
 type Kind int
 
-// The kinds.
+// Values of Kind.
 const (
 	NoPrompt         Kind = iota // routed by load alone
 	ChatPrompt                   // in messages

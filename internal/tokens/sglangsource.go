@@ -52,7 +52,7 @@ func (t *Source) sglangPrompts(ctx context.Context, body *jsonbody.Body, key, sh
 var unknownFields = []string{"input_embeds", "image_data", "video_data", "audio_data", "mm_hashes", "mm_content_hashes", "session_params", "positional_embed_overrides"}
 
 // GenerateBody returns the prompts of a request to SGLang's own route /generate, at
-// least one: a text or a list of texts, which get what the tokenizer puts around
+// least one: a text or a list of texts, which get the tokens that the tokenizer puts around
 // every text, or token ids or lists of them.
 func (t *Source) GenerateBody(ctx context.Context, body *jsonbody.Body) []Prompt {
 	const shape = "generate"
@@ -79,7 +79,7 @@ func (t *Source) GenerateBody(ctx context.Context, body *jsonbody.Body) []Prompt
 	return out
 }
 
-// wrongKind tells that text is none, or token ids are texts.
+// wrongKind returns the error for a text that is none, or token ids that are texts.
 func wrongKind(key string, v gjson.Result) bool {
 	first := v
 	if v.IsArray() {
@@ -106,8 +106,8 @@ func isEmptyList(v gjson.Result) bool {
 	return empty
 }
 
-// logprobStart is from which of a prompt's tokens on the engine computes it, to tell
-// the tokens' own probabilities; negative: nothing is asked of the prompt. Of several
+// logprobStart is the first of a prompt's tokens that the engine computes, for
+// the tokens' own probabilities; negative: none is requested. Of several
 // the first one counts for all.
 func logprobStart(v gjson.Result) int {
 	start := -1
@@ -137,7 +137,7 @@ func computeFrom(list []Prompt, start int) {
 }
 
 // sglangOther returns the prompt of a request of another API, as the chat that SGLang
-// makes of it. What is not known to be such a chat is unknown.
+// makes of it. A prompt not known to be such a chat is unknown.
 func (t *Source) sglangOther(ctx context.Context, path string, body []byte) Prompt {
 	rule := chat.SystemUnknown
 	if t.whyNot([]string{"chat"}) == "" {
@@ -158,9 +158,9 @@ func (t *Source) sglangOther(ctx context.Context, path string, body []byte) Prom
 }
 
 // KeepApart returns the body as it goes to the workers. With extra_key, SGLang keeps
-// a prompt apart in its cache, but tells its blocks as those of plain prompts. Such
+// a prompt apart in its cache, but reports its blocks as those of plain prompts. Such
 // a request gets a cache_salt of its own, made of both: that keeps it apart in the
-// same way, and its blocks are told with it. vLLM knows no extra_key.
+// same way, and its blocks are reported with it. vLLM knows no extra_key.
 func (t *Source) KeepApart(route string, body *jsonbody.Body) *jsonbody.Body {
 	if t == nil || !t.someSGLang.Load() || route == anthropicRoute {
 		return body
@@ -188,7 +188,7 @@ const anthropicRoute = "/v1/messages"
 const generateRoute = "/generate"
 
 // Adapter returns the LoRA adapter that a worker will use for the request. known is
-// the request's model, if a worker says that it is an adapter, and listed tells that
+// the request's model, if a worker says that it is an adapter, and listed is whether
 // one lists a model of that name. SGLang takes adapters as base:adapter, where that is
 // no model's own name, or as lora_path; an adapter's name alone is the base model to it.
 func (t *Source) Adapter(route string, body *jsonbody.Body, known string, listed bool) string {
@@ -245,7 +245,7 @@ func (m *Model) special(name string) []uint32 {
 }
 
 // sglangPromptTokens returns the tokens of each prompt in a list or value of texts
-// or token ids, by SGLang's rules: a text gets what the tokenizer puts around every
+// or token ids, by SGLang's rules: a text gets the tokens that the tokenizer puts around every
 // text.
 func (m *Model) sglangPromptTokens(b bounds, prompt gjson.Result) ([][]uint32, error) {
 	return m.severalTokens(b, prompt, func(b bounds, p gjson.Result) ([]uint32, error) {

@@ -6,11 +6,11 @@ import (
 	"strings"
 )
 
-// none stands for what is not known.
+// none stands for an unknown value.
 const none = "–"
 
-// called is what a worker is called: its name in so many characters, at least 12, else its
-// id. What tells Pods apart stands at the end of their names: long ones are cut in the
+// called is a worker's name in that many characters, at least 12, else its
+// id. The distinct part of Pod names stands at the end of their names: long ones are cut in the
 // middle.
 func called(id uint64, name string, most int) string {
 	if name == "" {
@@ -94,7 +94,7 @@ func percent(share *float64) string {
 	return fmt.Sprintf("%.0f%%", 100*max(0, min(*share, 1)))
 }
 
-// bar draws a share as so many cells, with the percentage behind.
+// bar draws a share as that many cells, with the percentage behind.
 func bar(share *float64, cells int) string {
 	if share == nil {
 		return strings.Repeat(" ", cells) + fmt.Sprintf("%5s", none)

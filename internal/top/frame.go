@@ -103,7 +103,7 @@ func (f frame) text() string {
 	return text
 }
 
-// draw draws the frame, with room for so many workers. Each line ends with a newline
+// draw draws the frame, with that many rows of workers. Each line ends with a newline
 // in plain frames; others have exactly the terminal's height, and no line is wider
 // than it.
 func (f frame) draw() (text string, room int) {
@@ -117,7 +117,7 @@ func (f frame) draw() (text string, room int) {
 		room = len(f.state.Workers)
 		if f.height > 0 {
 			// Header and total of the workers, and the line of keys, are always there. The
-			// requests, with a blank line and a header, get what the workers leave, but a
+			// requests, with a blank line and a header, get the rows that the workers leave, but a
 			// quarter of the terminal at least.
 			left := f.height - len(lines) - 3
 			share := min(len(requests)+1, f.height/4)
@@ -151,10 +151,10 @@ func (f frame) draw() (text string, room int) {
 	return text, room
 }
 
-// skipped is how many workers are scrolled away where so many rows are shown.
+// skipped is the number of workers that are scrolled away where that many rows are shown.
 func (f frame) skipped(rows int) int { return max(0, min(f.skip, len(f.state.Workers)-rows)) }
 
-// keys is the line at the bottom, beneath so many rows of workers.
+// keys is the line at the bottom, beneath that many rows of workers.
 func (f frame) keys(rows int) string {
 	parts := []string{"q quit"}
 	if f.state != nil {
@@ -178,7 +178,7 @@ func (f frame) keys(rows int) string {
 	return strings.Join(parts, "  ")
 }
 
-// summary are the lines at the top: what it is, how it does, what it has done.
+// summary are the lines at the top: name, state and totals.
 func (f frame) summary() []string {
 	s := f.state
 	ready := 0

@@ -9,7 +9,7 @@ import (
 	"kvrouter/internal/page"
 )
 
-// model is what the terminal shows, and how keys change it.
+// model is the state that the terminal shows and keys change.
 type model struct {
 	url           string // of the stream
 	width, height int
@@ -42,7 +42,7 @@ func (m *model) Update(message tea.Msg) (tea.Model, tea.Cmd) {
 	return m, nil
 }
 
-// press does what a key is for.
+// press performs the action of a key.
 func (m *model) press(key string) tea.Cmd {
 	last := 0
 	if m.state != nil {

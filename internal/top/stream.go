@@ -18,7 +18,7 @@ import (
 	"kvrouter/internal/page"
 )
 
-// Bounds of what a stream may bring.
+// Bounds of a stream.
 const (
 	maxEvent    = 16 << 20 // bytes of one event
 	maxWorkers  = 8192
@@ -30,12 +30,12 @@ const (
 // Times of the stream.
 const (
 	answerWait = 10 * time.Second       // longest that the router may take to begin its answer
-	silence    = 10 * time.Second       // a stream without a byte for so long is taken for lost
+	silence    = 10 * time.Second       // a stream without a byte for that time counts as lost
 	firstPause = 500 * time.Millisecond // before the first try after a stream was lost
 	maxPause   = 10 * time.Second       // each further pause is twice as long, at most this
 )
 
-// update is what follow has to tell: a state, or why there is none.
+// update is one result of follow: a state, or the error in its place.
 type update struct {
 	state   *page.State
 	problem error
@@ -87,7 +87,7 @@ func (s *source) read(ctx context.Context, tell func(*page.State)) error {
 	response, err := s.client.Do(request)
 	if err != nil {
 		var wrapped *url.Error
-		if errors.As(err, &wrapped) { // whose text begins with the address, which the reader knows
+		if errors.As(err, &wrapped) { // its text begins with the address, which the reader knows
 			err = wrapped.Err
 		}
 		return err

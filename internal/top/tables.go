@@ -101,7 +101,7 @@ func toneOf(state string) style {
 	return red
 }
 
-// workers is the table of workers, with so many rows, and the line of totals.
+// workers is the table of workers, with that many rows, and the line of totals.
 func (f frame) workers(rows int) []string {
 	all := f.sorted()
 	skip := f.skipped(rows)
@@ -202,7 +202,7 @@ func (f frame) workers(rows int) []string {
 	return f.table(columns)
 }
 
-// endTone is the colour of how a request ended.
+// endTone is the colour of a request's ending.
 func endTone(end string) style {
 	switch end {
 	case page.EndRunning:
@@ -215,7 +215,7 @@ func endTone(end string) style {
 	return red
 }
 
-// plainRequests is how many requests there are in a plain frame at most.
+// plainRequests is the number of requests in a plain frame at most.
 const plainRequests = 20
 
 // requests is the table of the last requests, with its header.

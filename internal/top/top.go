@@ -1,5 +1,5 @@
-// Package top shows the fleet in a terminal, live, from the stream of the router port
-// that the page reads.
+// Package top is a live view of the fleet in a terminal. It reads the event stream of
+// the dashboard.
 package top
 
 import (

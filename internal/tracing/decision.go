@@ -15,7 +15,7 @@ import (
 	"kvrouter/internal/router"
 )
 
-// Bounds of what a span tells of a decision.
+// Bounds of a decision's attributes in a span.
 const (
 	maxTerms      = 16  // of the chosen worker's score
 	maxCandidates = 16  // that are listed; the best go first
@@ -23,7 +23,7 @@ const (
 )
 
 // Decided adds a span for a choice that began at the given time and has ended now, with
-// what the receipts explain: one decision, or those of a prefill worker and of a decode
+// the explained decisions: one, or those of a prefill worker and of a decode
 // worker. err is why nothing was chosen.
 func (q *Request) Decided(began time.Time, err error, decisions ...*router.Decision) {
 	if !q.Sampled() {
@@ -41,7 +41,7 @@ func (q *Request) Decided(began time.Time, err error, decisions ...*router.Decis
 	span.End()
 }
 
-// decisionAttributes tell of a decision. Those of a prompt's worker have a prefix of
+// decisionAttributes describe a decision. Those of a prompt's worker have a prefix of
 // their own.
 func decisionAttributes(d *router.Decision) []attribute.KeyValue {
 	var receipt *router.Receipt
@@ -109,7 +109,7 @@ func decisionAttributes(d *router.Decision) []attribute.KeyValue {
 	return append(list, attribute.StringSlice(prefix+"candidates", lines))
 }
 
-// candidateLine tells of one candidate.
+// candidateLine describes one candidate.
 func candidateLine(c *router.ReceiptCandidate) string {
 	line := "worker " + cmp.Or(c.WorkerName, strconv.FormatUint(c.Worker, 10))
 	if c.Rank > 0 {

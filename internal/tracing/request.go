@@ -45,7 +45,7 @@ type Request struct {
 // Begin begins the trace of a request that came at a given time, on the route that the
 // router knows it by. What its header says of a trace goes on here, where it says one
 // thing and follows the W3C's rules. That of a client which is not trusted is only
-// linked to: it does not say what is sampled. End must follow.
+// linked to: it does not decide on sampling. End must follow.
 func (t *Tracer) Begin(r *http.Request, route string, arrived time.Time, trusted bool) *Request {
 	if t == nil {
 		return nil
@@ -80,7 +80,7 @@ func parentOf(header http.Header) trace.SpanContext {
 	return trace.SpanContextFromContext(propagation.TraceContext{}.Extract(context.Background(), carrier))
 }
 
-// requestAttributes are what the conventions for HTTP servers tell of a request. The
+// requestAttributes are those of the conventions for HTTP servers. The
 // query is left out: it may hold secrets.
 func requestAttributes(r *http.Request) []attribute.KeyValue {
 	scheme := "http"
@@ -119,7 +119,7 @@ func appendAddress(list []attribute.KeyValue, of, address string) []attribute.Ke
 	return list
 }
 
-// operation is the GenAI conventions' word for what a route does; where they have none,
+// operation is the GenAI conventions' word for a route; where they have none,
 // the route's own.
 func operation(route string) string {
 	switch name := route[strings.LastIndexByte(route, '/')+1:]; {
@@ -134,11 +134,11 @@ func operation(route string) string {
 	}
 }
 
-// Sampled tells whether the request's spans are kept.
+// Sampled reports whether the request's spans are kept.
 func (q *Request) Sampled() bool { return q != nil && q.sampled }
 
-// Now is the time at which something begins that is told of later; the zero time where
-// the request is not sampled, so that nobody looks at the clock in vain.
+// Now is the start time of something reported later; the zero time where the
+// request is not sampled, which saves a look at the clock.
 func (q *Request) Now() time.Time {
 	if !q.Sampled() {
 		return time.Time{}
@@ -267,12 +267,12 @@ func clip(text string) string {
 	return strings.Clone(strings.ToValidUTF8(text[:min(len(text), maxText)], ""))
 }
 
-// Outcome is how a request ended.
+// Outcome is the result of a request.
 type Outcome struct {
 	At         time.Time
 	Status     int    // HTTP status; 499: the client went away
 	Model      string // as the request names it
-	Worker     string // what the one is called that answered; kv.NoWorker: none did
+	Worker     string // name of the one that answered; kv.NoWorker: none did
 	Prefill    string // that computed the prompt, if it was another
 	Finish     string // why the answer ended; empty: not known
 	FirstToken time.Time
@@ -301,7 +301,7 @@ func (q *Request) End(arrived time.Time, o Outcome) {
 	q.span.End(trace.WithTimestamp(o.At))
 }
 
-// attributes are what the server span tells of an outcome.
+// attributes are those of the server span for an outcome.
 func (o *Outcome) attributes() []attribute.KeyValue {
 	list := []attribute.KeyValue{attribute.Int("http.response.status_code", o.Status)}
 	for _, text := range [...]struct{ name, value string }{

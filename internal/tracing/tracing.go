@@ -1,5 +1,5 @@
-// Package tracing sends the spans of requests to an OpenTelemetry collector: the finding
-// of their tokens, each decision and attempt, and the answer.
+// Package tracing sends the spans of requests to an OpenTelemetry collector: the
+// tokenization, each decision and attempt, and the answer.
 //
 // The standard variables (OTEL_EXPORTER_OTLP_ENDPOINT and the like) turn it on. Without
 // them Open returns nil, and so do all methods that begin something: every method takes
@@ -48,8 +48,8 @@ const (
 	serviceName = "kvrouter" // without OTEL_SERVICE_NAME
 	// maxText bounds each text in a span, bytes, unless the standard variables do.
 	maxText = 512
-	// flushLimit bounds how long Close sends what is left, and endLimit how long it
-	// then waits for the exporter to let go.
+	// flushLimit bounds how long Close sends the rest, and endLimit how long it
+	// then waits for the exporter to stop.
 	flushLimit = 3 * time.Second
 	endLimit   = time.Second
 )
@@ -64,7 +64,7 @@ type Tracer struct {
 }
 
 // Counts are the spans that have ended, and of these the sent ones and those that the
-// collector did not take. What is missing waits, or was dropped because the queue was
+// collector did not take. Missing ones wait, or were dropped because the queue was
 // full.
 type Counts struct{ Ended, Sent, Failed uint64 }
 
@@ -147,7 +147,7 @@ func wanted() (protocol string, err error) {
 	return protocol, checkSampler()
 }
 
-// checkSampler refuses what the SDK would take for a wish to sample everything.
+// checkSampler refuses values that the SDK would read as sampling everything.
 func checkSampler() error {
 	_, sampler := given(envSampler)
 	switch sampler = strings.ToLower(sampler); sampler {
@@ -169,7 +169,7 @@ func (t *Tracer) Counts() Counts {
 	return Counts{Ended: t.ended.Load(), Sent: sent, Failed: failed}
 }
 
-// Close sends what is left, for flushLimit at most, and ends the sending.
+// Close sends the queued spans, for flushLimit at most, and ends the sending.
 func (t *Tracer) Close() {
 	if t == nil {
 		return

@@ -96,7 +96,7 @@ func command(cfg process.Settings, i int, pluginDir string, environ []string) (p
 	env.AllowPlugins("VLLM_PLUGINS", "kvrouter_load,kvrouter_loopback,kvrouter_nixl")
 	env.SetDefault("VLLM_NO_USAGE_STATS", "1")
 	if flags.Has(cfg.Args, "otlp-traces-endpoint") {
-		env[process.EnvServiceName] = "vllm" // what it sends would have no name
+		env[process.EnvServiceName] = "vllm" // its spans would have no name
 	}
 	if cfg.ModelFolder {
 		env.SetDefault("HF_HUB_OFFLINE", "1")

@@ -2,7 +2,7 @@ package vllm
 
 import "kvrouter/internal/process"
 
-// signs tell a start of vLLM and its failures.
+// signs recognize a start of vLLM and its failures.
 func signs() process.Signs {
 	return process.Signs{
 		Engine: "vLLM",

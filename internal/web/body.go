@@ -114,7 +114,7 @@ func (b *Bodies) tooLarge() error {
 // Done releases the memory of a body of Read; a nil body has none.
 func (b *Bodies) Done(body []byte) { b.held.Add(-int64(cap(body))) }
 
-// read reads a body whose Content-Length is announced; negative: unknown. The returned
+// read reads a body with that Content-Length; negative: unknown. The returned
 // body counts against the limit, also with an error.
 func (b *Bodies) read(from io.Reader, announced int64) (body []byte, err error) {
 	most := b.largest + 1 // one more, to see that it is too large

@@ -24,7 +24,7 @@ type Connections struct {
 	closed bool       // the port
 }
 
-// FreshFor is how long a new connection counts as busy before its first request.
+// FreshFor is the time that a new connection counts as busy before its first request.
 const FreshFor = 200 * time.Millisecond
 
 // connection is one client.
@@ -36,7 +36,7 @@ type connection struct {
 	shut bool          // it was closed. Guarded by all.mu
 }
 
-// boundedPort is a listener whose connections are counted.
+// boundedPort is a listener that counts its connections.
 type boundedPort struct {
 	net.Listener
 	all *Connections
@@ -166,7 +166,7 @@ func (c *connection) Close() error {
 	return c.Conn.Close()
 }
 
-// CloseWrite closes the sending direction. The server needs it to answer a client whose
+// CloseWrite closes the sending direction. The server needs it to answer a client with
 // headers are too long before it closes the connection.
 func (c *connection) CloseWrite() error {
 	if half, ok := c.Conn.(interface{ CloseWrite() error }); ok {
@@ -175,7 +175,7 @@ func (c *connection) CloseWrite() error {
 	return errors.ErrUnsupported
 }
 
-// fewestDescriptors is what is assumed where the limit cannot be read.
+// fewestDescriptors is the assumed limit where it cannot be read.
 const fewestDescriptors = 1024
 
 // Descriptors returns how many files and connections this process may have open.

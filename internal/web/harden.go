@@ -2,7 +2,7 @@ package web
 
 import "github.com/gin-gonic/gin"
 
-// contentPolicy is what a browser may do for a page of ours: load from and connect to
+// contentPolicy limits a browser on the router's pages: load from and connect to
 // the same origin only, and be shown in no frame.
 const contentPolicy = "default-src 'self'; frame-ancestors 'none'; base-uri 'none'; form-action 'self'; object-src 'none'"
 

@@ -60,7 +60,7 @@ func sameOrigin(r *http.Request) bool {
 	return err == nil && len(origins) == 1 && origin.Host != "" && strings.EqualFold(origin.Host, r.Host)
 }
 
-// WantJSON refuses bodies whose content type is not application/json: browsers send such
+// WantJSON refuses bodies of a content type other than application/json: browsers send such
 // bodies to other sites without a preflight request. fail writes the refusal, a 415.
 func WantJSON(fail func(*gin.Context, int, string)) gin.HandlerFunc {
 	return func(c *gin.Context) {

@@ -15,11 +15,11 @@ const (
 	dialTimeout = 3 * time.Second
 	// handshakeTimeout is the longest time for TLS beside that.
 	handshakeTimeout = 5 * time.Second
-	// unanswered is how long a worker's machine may leave bytes or probes without
+	// unanswered is the time that a worker's machine may leave bytes or probes without
 	// an acknowledgement until the connection is broken. TCP alone takes 15
 	// minutes for bytes, and with Go's probes 2 for silence.
 	unanswered = 10 * time.Second
-	// workerIdle is how long an unused connection to a worker is kept: less than
+	// workerIdle is the time that an unused connection to a worker is kept: less than
 	// the 5 s after which uvicorn closes it, so that no request meets a connection
 	// that is just being closed.
 	workerIdle = 4 * time.Second

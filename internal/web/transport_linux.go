@@ -12,7 +12,7 @@ import (
 const tcpUserTimeout = 0x12
 
 // limitUnanswered has the kernel break a connection whose bytes or keep-alive
-// probes are not acknowledged for so long.
+// probes are not acknowledged for that time.
 func limitUnanswered(network, _ string, connection syscall.RawConn) error {
 	if !strings.HasPrefix(network, "tcp") {
 		return nil

@@ -1,4 +1,4 @@
-// Package web provides what the HTTP ports share: listening and shutdown, TLS,
+// Package web is the common part of the HTTP ports: listening and shutdown, TLS,
 // connection and body limits, key checks, header names and OpenAI's error format.
 package web
 
@@ -52,7 +52,7 @@ const (
 	headerLimit = 64 << 10
 	// HeaderTimeout bounds how long a client may take to send its headers.
 	HeaderTimeout = 10 * time.Second
-	// keepAlive is how long an idle client connection stays open.
+	// keepAlive is the time that an idle client connection stays open.
 	keepAlive = 2 * time.Minute
 )
 
@@ -106,7 +106,7 @@ func Bearer(r *http.Request) string {
 }
 
 // RequireKey refuses requests without one of the bearer keys; without keys it accepts
-// every request. The refusal, which fail writes, starts with whose. Hashes are compared,
+// every request. The refusal, written by fail, starts with the value of whose. Hashes are compared,
 // so that the timing does not leak a key or its length.
 func RequireKey(keys []string, whose string, fail func(*gin.Context, int, string)) gin.HandlerFunc {
 	sums := make([][sha256.Size]byte, len(keys))

@@ -21,7 +21,7 @@ var (
 	ErrRemoved = errors.New("the worker was removed before it was ready")
 )
 
-// NotReadyError says that a worker of Add was not ready in time.
+// NotReadyError means that a worker of Add was not ready in time.
 type NotReadyError struct {
 	Limit time.Duration // --startup-timeout
 	Why   string        // it is not ready, as last seen; may be empty
@@ -34,7 +34,7 @@ func (e *NotReadyError) Error() string {
 // addedPoll is the time between checks of Add whether its worker is ready.
 const addedPoll = 50 * time.Millisecond
 
-// added is how the goroutine that follows a worker of Add or Follow is reached.
+// added is the handle of the goroutine that follows a worker of Add or Follow.
 type added struct {
 	leave context.CancelFunc // ends the goroutine
 	left  chan struct{}      // closed when it has ended

@@ -80,7 +80,7 @@ func (w *Attached) UnmarshalText(text []byte) error {
 }
 
 // maxPageFailures is how often in a row the metrics page of a worker may fail before
-// what it would report counts as unknown.
+// its reports count as unknown.
 const maxPageFailures = 2
 
 // eventSources finds an attached worker's event streams: those that the flags

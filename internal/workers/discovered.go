@@ -17,7 +17,7 @@ import (
 type discovered struct {
 	name    string        // its first, for the log
 	now     kv.Worker     // as reported last; guarded by the worker's mu
-	changed chan struct{} // has a token when now differs from what is followed
+	changed chan struct{} // has a token when now differs from the followed list
 	drains  atomic.Bool   // it finishes its requests, and goes
 	gone    time.Time     // since when no source reports it; zero: one does. Follow uses it
 }
@@ -118,7 +118,7 @@ func (d *following) name(listed map[uint64]bool) {
 
 // join makes a worker a member that can be one.
 func (d *following) join(now kv.Worker) {
-	for _, other := range d.known { // whose address has passed to this one
+	for _, other := range d.known { // its address has passed to this one
 		if !other.discovered.gone.IsZero() && other.address() == now.URL {
 			d.takeOut(other)
 		}
@@ -196,7 +196,7 @@ func serverOf(w kv.Worker, key kv.Secret) probe.Server {
 	return probe.Server{ID: w.ID, URL: w.URL, KVEvents: w.KVEvents, Replay: w.Replay, Load: w.Load, Disagg: w.Disagg, EventsPort: w.EventsPort, Key: key}
 }
 
-// rediscover takes over what discovery reports about a worker now. Whether it gets
+// rediscover applies discovery's current report on a worker. Whether it gets
 // requests changes at once, the rest in the goroutine that follows it.
 func (f *Fleet) rediscover(w *worker, now kv.Worker) {
 	w.mu.Lock()
@@ -232,7 +232,7 @@ func (f *Fleet) cordon(w *worker, why kv.Hold) {
 	}
 }
 
-// applyDiscovered takes over what discovery reports about the worker now. Only the
+// applyDiscovered applies discovery's current report on the worker. Only the
 // goroutine that follows it calls this.
 func (w *worker) applyDiscovered() (changed bool) {
 	if w.discovered == nil {

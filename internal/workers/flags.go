@@ -10,7 +10,7 @@ import (
 	"kvrouter/internal/kv"
 )
 
-// Flags say which workers run already, how the router shows itself to workers, and
+// Flags are the workers that run already, the router's identity towards workers, and
 // how started ones are looked after.
 type Flags struct {
 	Worker            []Attached    `group:"Workers" sep:";" placeholder:"url=URL,..." help:"Attach a running worker: url==http://host:8100[,id=3][,kv-events=tcp://host:5557][,replay=tcp://host:5757][,load=tcp://host:5657][,key-env=NAME][,role=prefill|decode|both][,kind=nixl|sglang|mooncake][,bootstrap=host:8998]. Repeatable. Only url is required; the rest is read from the worker if it reports it: event endpoints of vLLM; event and load endpoints, ranks and role of SGLang."`

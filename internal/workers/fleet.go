@@ -44,7 +44,7 @@ type Members interface {
 	Busy(worker uint64) bool             // reports whether it has in-flight requests
 }
 
-// Listener gets what Members have no use for, by the same rules.
+// Listener gets the reports that Members does not need, by the same rules.
 type Listener interface {
 	EventLag(kv.WorkerKey, time.Duration) // age of a batch of KV events when it was applied
 	Down(t kv.Target, why string)         // may not be routed to; Members know
@@ -76,7 +76,7 @@ const (
 	StateStopped    = "stopped"    // the router is ending
 )
 
-// Status is the state of one worker as people and other components see it.
+// Status is the state of one worker as seen from outside.
 type Status struct {
 	ID         uint64    `json:"id"`
 	Name       string    `json:"name,omitempty"` // of a discovered one
@@ -131,7 +131,7 @@ type timing struct {
 	lookLimit     time.Duration // for such a look
 	stopLimit     time.Duration // between SIGTERM and SIGKILL
 	backoffFirst  time.Duration // first pause before a restart; doubles up to --restart-backoff-max
-	backoffReset  time.Duration // a worker ready for so long starts with the first pause again
+	backoffReset  time.Duration // a worker ready for that time starts with the first pause again
 	progressEvery time.Duration // between "still ..." lines
 	silentAfter   time.Duration // without event source, after which a warning says so
 	engineEvery   time.Duration // between signs of life of an SGLang server's schedulers; 0: none are needed
@@ -154,7 +154,7 @@ func defaultTiming() timing {
 	}
 }
 
-// Settings say which workers a fleet has and how it supervises them.
+// Settings are the workers of a fleet and its supervision.
 type Settings struct {
 	Started          []kv.Disagg   // the role of each worker that is started, by id from 0
 	Engine           kv.Engine     // of started workers
@@ -285,7 +285,7 @@ func (w *worker) String() string {
 	return fmt.Sprintf("worker %d", w.id)
 }
 
-// logger is a log whose lines have the name of a discovered worker.
+// logger is a log with the name of a discovered worker in each line.
 func (w *worker) logger(log *slog.Logger) *slog.Logger {
 	if w.discovered != nil {
 		return log.With("name", w.discovered.name)
@@ -362,7 +362,7 @@ func (f *Fleet) saveIndex(until context.Context) (*errgroup.Group, context.Conte
 	return group, ctx
 }
 
-// eventStreams returns every event stream that runs now and can be in a snapshot: whose
+// eventStreams returns every running event stream that can be in a snapshot: whose
 // blocks have the size of the default model's.
 func (f *Fleet) eventStreams() (all []*events.Stream) {
 	for _, w := range f.all() {
@@ -584,7 +584,7 @@ func (f *Fleet) stopStarted(engine process.Started, output *process.StartLog) {
 	<-engine.Ended
 }
 
-// logProgress logs the stage of a worker that has been starting for so long.
+// logProgress logs the stage of a worker that has been starting for that time.
 func (f *Fleet) logProgress(w *worker, waited time.Duration) {
 	w.mu.Lock()
 	stage := w.status.Stage

@@ -46,7 +46,7 @@ type incarnation struct {
 	modelsAt  time.Time    // when that was
 	targets   []kv.Target
 	announced map[kv.WorkerKey]kv.Target // those that Up was called for
-	loaded    map[kv.WorkerKey]bool      // those whose load is followed
+	loaded    map[kv.WorkerKey]bool      // ranks with followed load
 	loadsCtx  context.Context            // of the goroutines that follow loads
 	stopLoads context.CancelFunc         // ends loadsCtx; nil: there are none
 	watched   bool                       // watchEngine runs
@@ -340,7 +340,7 @@ func (in *incarnation) pause() time.Duration {
 	return in.f.pauseAfter(in.misses)
 }
 
-// pauseAfter is the time between health checks after so many misses in a row. It is
+// pauseAfter is the time between health checks after that many misses in a row. It is
 // jittered, so that workers are not all checked together.
 func (f *Fleet) pauseAfter(misses int) time.Duration {
 	const many = 10 // it will not be back soon
@@ -350,7 +350,7 @@ func (f *Fleet) pauseAfter(misses int) time.Duration {
 	return spread(f.timing.healthEvery * time.Duration(rarer(len(f.all()))))
 }
 
-// rarer is how many times longer the pause between health checks is for so many workers:
+// rarer is how many times longer the pause between health checks is for that many workers:
 // checking 200 costs as much as 50.
 func rarer(workers int) int { return min(max(workers/50, 1), 4) }
 

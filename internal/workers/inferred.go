@@ -10,7 +10,7 @@ import (
 	"kvrouter/internal/probe"
 )
 
-// publishing is what is known of where a worker publishes KV events. The worker's mu
+// publishing is the known places where a worker publishes KV events. The worker's mu
 // guards it.
 type publishing struct {
 	host      string   // of its URL

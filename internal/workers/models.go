@@ -21,7 +21,7 @@ func baseOf(m probe.Models) []string {
 	return slices.DeleteFunc(slices.Clone(m.Names), func(name string) bool { return slices.Contains(m.Adapters, name) })
 }
 
-// serves is what the worker reports about its base model.
+// serves is the worker's report on its base model.
 func (in *incarnation) serves(list probe.Models) kv.Served {
 	s := kv.Served{Names: baseOf(list), Root: list.Root, BlockSize: in.askBlockSize}
 	if in.info != nil && in.info.ModelPath != "" { // its list has the name that clients use
@@ -62,7 +62,7 @@ func (in *incarnation) lookAtModels() {
 	in.modelsAt = time.Now()
 	served, err := in.f.probe.Models(in.ctx, in.w.spec)
 	if err == nil && served.SGLang && in.engine != kv.EngineSGLang && in.w.attached {
-		// A router whose workers were not up when it was asked about itself.
+		// A router with no workers up when it was asked about itself.
 		in.f.log.Info(fmt.Sprintf("%s: now serves models of SGLang: following it anew", in.w), "url", in.w.spec.URL)
 		in.gone, in.modelsAt = true, time.Time{} // the next successful health check asks again
 		return

@@ -58,7 +58,7 @@ type registry struct {
 // registryChange is one Registration on its way.
 type registryChange struct {
 	Registration
-	done chan struct{} // closed when it is in force; nil: nobody waits
+	done chan struct{} // closed when it is in force; nil: none waits
 }
 
 func (c registryChange) acknowledge() {
@@ -90,7 +90,7 @@ func (f *Fleet) open(ctx context.Context, group *errgroup.Group) {
 }
 
 // Register adds a worker, or changes one that was registered before, and
-// returns when that is in force. What is known of its cache is kept if neither
+// returns when that is in force. The index of its cache is kept if neither
 // its address, model, ranks nor event endpoints change. It fails with
 // ErrWorkerTaken, ErrFleetEnding or with ctx.
 func (f *Fleet) Register(ctx context.Context, r Registration) error {
@@ -200,7 +200,7 @@ func (f *Fleet) adopt(w *worker, r Registration) {
 
 // awaitRegistered waits until a process listens at a worker's address again, until
 // another Registration gives it another cache (which is routed to at once), or until
-// ctx is done. answered says that the worker has been healthy before, so that it must be
+// ctx is done. answered means that the worker has been healthy before, so that it must be
 // healthy again. It returns the registration to follow next.
 func (f *Fleet) awaitRegistered(ctx context.Context, w *worker, now registryChange, answered bool) (next registryChange, stillAnswered bool) {
 	for misses := 1; ; misses++ {
@@ -228,7 +228,7 @@ func (f *Fleet) awaitRegistered(ctx context.Context, w *worker, now registryChan
 }
 
 // followRegistered follows one incarnation: until ctx is done, its process has
-// ended, or another Registration gives it another cache. answered says that the
+// ended, or another Registration gives it another cache. answered means that the
 // worker has been healthy before. It returns the registration to follow next, whether
 // the process has ended, and whether it has ever been healthy.
 func (f *Fleet) followRegistered(ctx context.Context, w *worker, now registryChange, answered bool) (next registryChange, gone, hasAnswered bool) {
@@ -303,7 +303,7 @@ func (f *Fleet) followRegistered(ctx context.Context, w *worker, now registryCha
 	}
 }
 
-// register makes every rank of r a target, in place of what it was before.
+// register makes every rank of r a target, in place of its earlier ranks.
 func (in *incarnation) register(r Registration) {
 	in.targets = in.targets[:0]
 	batched, sizes := r.MaxBatchedTokens, map[uint32]int(nil)

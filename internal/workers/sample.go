@@ -7,7 +7,7 @@ import (
 	"kvrouter/internal/policy"
 )
 
-// Sample is the state of one worker rank now, as the metrics page and people see it.
+// Sample is the current state of one worker rank, as metrics and dashboard show it.
 type Sample struct {
 	Worker     kv.WorkerKey
 	URL        string
@@ -24,14 +24,14 @@ type Sample struct {
 	Lag        time.Duration     // age of the last batch of KV events when it came; negative: none has
 }
 
-// Books are what the router has noted of the workers.
+// Books are the router's records of the workers.
 type Books interface {
 	Targets() []kv.Target
 	LoadOf(kv.WorkerKey) policy.Load
 	Blocks(kv.WorkerKey) int
 }
 
-// Samples returns the state of every rank, with what the router has noted of it.
+// Samples returns the state of every rank, with the router's records of it.
 func (f *Fleet) Samples(books Books) (samples []Sample) {
 	up := map[kv.WorkerKey]bool{}
 	for _, t := range books.Targets() {

@@ -73,7 +73,7 @@ func (in *incarnation) isSGLang() {
 	in.f.update(in.w, func(s *Status) { s.Engine = in.engine })
 }
 
-// errStuck says that an SGLang server's HTTP side answers, and its engine does not.
+// errStuck means that an SGLang server's HTTP side answers, and its engine does not.
 type errStuck time.Duration
 
 func (e errStuck) Error() string {

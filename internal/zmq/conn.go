@@ -61,7 +61,7 @@ type Conn struct {
 	stop   func() bool   // ends the watch on the context
 	ended  chan struct{} // closed when that watch has run
 
-	sending sync.Mutex // guards what is written: one message or command at a time
+	sending sync.Mutex // guards writes: one message or command at a time
 }
 
 // DialSub connects to the PUB socket at endpoint ("tcp://host:port" or
@@ -110,8 +110,8 @@ func Dial(ctx context.Context, endpoint string, kind zmq4.SocketType) (*Conn, er
 }
 
 // open exchanges greetings with the peer at the other end of raw, which is
-// closed when that fails, when ctx ends or by Close. server says who accepted
-// whom.
+// closed when that fails, when ctx ends or by Close. server is whether this side
+// accepted the connection.
 func open(ctx context.Context, raw net.Conn, kind zmq4.SocketType, server bool) (*Conn, error) {
 	c := &Conn{Raw: raw, in: bufio.NewReaderSize(raw, 64<<10), most: maxMessage, ended: make(chan struct{})}
 	c.stop = context.AfterFunc(ctx, func() {
@@ -284,8 +284,8 @@ func readHeader(in io.Reader) (flags byte, size uint64, err error) {
 	return header[0], binary.BigEndian.Uint64(header[1:]), nil
 }
 
-// readBody appends size bytes to the buffer, which grows with what has really
-// arrived, not with what was announced.
+// readBody appends size bytes to the buffer, which grows with the bytes
+// received, not with the announced size.
 func (c *Conn) readBody(size int) error {
 	const step = 1 << 20
 	for size > 0 {

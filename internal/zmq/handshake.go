@@ -13,7 +13,7 @@ import (
 	"github.com/go-zeromq/zmq4"
 )
 
-// What a peer may say before its first message (ZMTP 3.0, rfc.zeromq.org/spec/23).
+// Bounds of a peer's bytes before its first message (ZMTP 3.0, rfc.zeromq.org/spec/23).
 const (
 	greetingSize = 64  // bytes
 	maxReady     = 512 // bytes of READY; libzmq sends about 40, with the longest identity 290
@@ -103,7 +103,7 @@ func readReady(in io.Reader) ([]byte, error) {
 	return ready, nil
 }
 
-// errCutShort says that a command ends within a name or a value.
+// errCutShort means that a command ends within a name or a value.
 var errCutShort = errors.New("truncated")
 
 // socketType returns the socket type that a READY command names. Every property

@@ -15,7 +15,7 @@ import (
 const (
 	// acceptRetry is the pause after a connection could not be accepted.
 	acceptRetry = 50 * time.Millisecond
-	// maxConnections is how many connections a Listener has at a time. Each takes
+	// maxConnections is the number of connections that a Listener has at a time. Each takes
 	// about 0.3 MB; routers and workers have a handful.
 	maxConnections = 128
 )

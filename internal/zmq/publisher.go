@@ -28,7 +28,7 @@ const (
 type Publisher struct {
 	*Listener
 
-	mu          sync.Mutex // guards subscribers and what they hold
+	mu          sync.Mutex // guards subscribers and their fields
 	subscribers map[*subscriber]bool
 	joined      uint64
 }
@@ -74,7 +74,7 @@ func (p *Publisher) Publish(frames ...[]byte) {
 	}
 }
 
-// Subscribers returns how many subscriptions there are.
+// Subscribers returns the number of subscriptions.
 func (p *Publisher) Subscribers() int {
 	p.mu.Lock()
 	defer p.mu.Unlock()
