@@ -318,8 +318,8 @@ func TestTheScaledObjectAsksForWhatRoutersShow(t *testing.T) {
 			t.Errorf("no trigger asks for %s", name)
 		}
 	}
-	if document := readText(t, "docs/fleet.md"); !strings.Contains(document, "deploy/keda/scaledobject.yaml") {
-		t.Error("docs/fleet.md does not name it")
+	if document := readText(t, "docs/scaling.md"); !strings.Contains(document, "deploy/keda/scaledobject.yaml") {
+		t.Error("docs/scaling.md does not name it")
 	}
 }
 

@@ -81,7 +81,7 @@ func TestBadIndexSnapshotsAreRefusedWithOneLine(t *testing.T) {
 			}
 			s := start()
 			if c.starts {
-				testkit.Eventually(t, 30*time.Second, "it goes on from the file", func() bool { return strings.Contains(s.Log.String(), "goes on from") })
+				testkit.Eventually(t, 30*time.Second, "it restores what the file holds", func() bool { return strings.Contains(s.Log.String(), "restored the worker's blocks") })
 			}
 			a := asks(s, old)
 			if a.Cached < a.Prompt/2 || (a.Predicted > 0) != c.starts {
