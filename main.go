@@ -20,6 +20,7 @@ import (
 	"kvrouter/internal/encode"
 	"kvrouter/internal/logs"
 	"kvrouter/internal/page"
+	"kvrouter/internal/router"
 	"kvrouter/internal/settings"
 )
 
@@ -66,11 +67,11 @@ func serve(config Config) error {
 	if err != nil {
 		return err
 	}
-	app.level, app.reread = level, func() (Config, error) {
+	reread := func() (Config, error) {
 		fresh, _, err := ParseConfig(os.Args[1:])
 		return fresh, err
 	}
-	go app.reloadOn(ctx, reloads)
+	go (&reloader{app: app, level: level, reread: reread, thresholds: config.Routing.BusyThresholds}).run(ctx, reloads)
 	return app.run(ctx)
 }
 
@@ -95,19 +96,8 @@ func untilSignal() context.Context {
 	return ctx
 }
 
-// run serves both ports and the fleet until ctx is done, then drains.
+// run serves the ports and the fleet until ctx is done, then drains.
 func (r *app) run(ctx context.Context) error {
-	if r.replicas != nil {
-		defer r.replicas.Close() // where Run below is not reached
-	}
-	config := r.config
-	if config.Gateway.ExtProcPort != 0 {
-		var err error
-		if r.gateway, err = r.listenForGateways(); err != nil {
-			r.closePorts()
-			return err
-		}
-	}
 	fleet, stopFleet := context.WithCancel(context.Background())
 	defer stopFleet()
 	group, failed := errgroup.WithContext(ctx)
@@ -118,41 +108,29 @@ func (r *app) run(ctx context.Context) error {
 		group.Go(r.gateway.Serve)
 		r.log.Info("ext_proc server listening", "ext_proc", r.gateway.Address())
 	}
-	group.Go(func() error {
-		r.page.Run(fleet)
-		return nil
-	})
-	if config.Demo {
+	background := func(ctx context.Context, run func(context.Context)) {
 		group.Go(func() error {
-			demo.Run(failed, r.demo())
+			run(ctx)
 			return nil
 		})
+	}
+	background(fleet, r.page.Run)
+	background(failed, r.models.Run)
+	if r.config.Demo {
+		background(failed, func(ctx context.Context) { demo.Run(ctx, r.demo()) })
 	}
 	if r.replicas != nil {
-		group.Go(func() error {
-			r.replicas.Run(fleet)
-			return nil
-		})
+		background(fleet, r.replicas.Run)
 	}
 	if r.learned != nil {
-		group.Go(func() error {
-			r.learned.Run(fleet)
-			return nil
-		})
+		background(fleet, r.learned.Run)
+	}
+	if r.source != nil {
+		background(fleet, func(ctx context.Context) { r.fleet.Follow(r.source.Watch(ctx)) })
 	}
 	group.Go(func() error {
 		r.recoverIndex(fleet) // before anything else writes to the index
 		return r.runFleet(fleet)
-	})
-	if r.source != nil {
-		group.Go(func() error {
-			r.fleet.Follow(r.source.Watch(fleet))
-			return nil
-		})
-	}
-	group.Go(func() error {
-		r.models.Run(failed)
-		return nil
 	})
 	encode.ReleaseStartup()
 	r.log.Info("listening", "openai", r.ports[0].URL()+"/v1", "router", r.ports[1].URL(), "page", page.URL(r.ports[1].URL()), "policy", r.config.Policy)
@@ -223,8 +201,17 @@ func (r *app) readSecrets() (keys int, err error) {
 	return useKeys(), nil
 }
 
-// reloadOn reloads with every signal until ctx is done.
-func (r *app) reloadOn(ctx context.Context, signals <-chan os.Signal) {
+// reloader takes over settings that may change while the router runs. Its run is the
+// only goroutine that uses it.
+type reloader struct {
+	app        *app
+	level      *slog.LevelVar         // of the log
+	reread     func() (Config, error) // reads the settings again
+	thresholds router.BusyThresholds  // of the settings as last read
+}
+
+// run reloads with every signal until ctx is done.
+func (r *reloader) run(ctx context.Context, signals <-chan os.Signal) {
 	for {
 		select {
 		case <-ctx.Done():
@@ -235,26 +222,23 @@ func (r *app) reloadOn(ctx context.Context, signals <-chan os.Signal) {
 	}
 }
 
-// reload takes over what can change while the router runs: keys, certificates, the
-// log level, and the busy thresholds where the settings have other ones than
-// before. On an error all stays as it was.
-func (r *app) reload() {
+// reload takes over keys, certificates, the log level, and the busy thresholds if the
+// settings changed them. On an error it changes nothing.
+func (r *reloader) reload() {
 	fresh, err := r.reread()
 	var keys int
 	if err == nil {
-		keys, err = r.readSecrets()
+		keys, err = r.app.readSecrets()
 	}
 	if err != nil {
-		r.log.Error("SIGHUP: reload failed, keeping the current settings", "error", err)
+		r.app.log.Error("SIGHUP: reload failed, keeping the current settings", "error", err)
 		return
 	}
 	if now := fresh.Routing.BusyThresholds; !reflect.DeepEqual(now, r.thresholds) {
-		r.models.SetBusyThresholds(now)
+		r.app.models.SetBusyThresholds(now)
 		r.thresholds = now
 	}
-	if r.level != nil {
-		r.level.Set(logs.Level(fresh.LogLevel))
-	}
-	r.log.Info("SIGHUP: reloaded keys, TLS files, log level and busy thresholds; other settings require a restart",
-		"api_keys", keys, "tls", r.certificates != nil, "log_level", fresh.LogLevel, "busy_thresholds", fresh.Routing.BusyThresholds.Set())
+	r.level.Set(logs.Level(fresh.LogLevel))
+	r.app.log.Info("SIGHUP: reloaded keys, TLS files, log level and busy thresholds; other settings require a restart",
+		"api_keys", keys, "tls", r.app.certificates != nil, "log_level", fresh.LogLevel, "busy_thresholds", fresh.Routing.BusyThresholds.Set())
 }

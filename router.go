@@ -67,16 +67,13 @@ type app struct {
 	traces     *jsonlines.Writer   // of policy thompson; nil: none
 	learned    *thompson.StateFile // by policy thompson; nil: it is not kept
 
-	certificates *web.Certificates      // of both ports; nil: they speak plain HTTP
-	reread       func() (Config, error) // the settings anew; nil: they stay
-	level        *slog.LevelVar         // of log; nil: it stays
-	thresholds   router.BusyThresholds  // as the settings had them last; reload uses it
+	certificates *web.Certificates // of both ports; nil: they serve plain HTTP
 }
 
 // build makes every part and hands it those it needs. Nothing runs yet.
 func build(ctx context.Context, config Config, log *slog.Logger) (*app, error) {
 	config.Hop = web.NewHop()
-	r := &app{config: config, log: log, thresholds: config.Routing.BusyThresholds, edges: guard.New(), index: router.NewIndex(config.Index, config.Policy, config.Scoring.Settings, config.BlockSize, time.Now)}
+	r := &app{config: config, log: log, edges: guard.New(), index: router.NewIndex(config.Index, config.Policy, config.Scoring.Settings, config.BlockSize, time.Now)}
 	var err error
 	if r.model, err = openModel(ctx, config, log); err != nil {
 		return nil, err
@@ -146,15 +143,38 @@ func build(ctx context.Context, config Config, log *slog.Logger) (*app, error) {
 	}
 	r.selection = selection.New(config.selectionSettings(), selection.Deps{Models: r.models, Fleet: r.fleet, Partitions: r.partitions, Mesh: r.replicas, Log: log})
 	if err := r.listen(); err != nil {
+		r.close()
 		return nil, err
 	}
-	r.api = r.openAI(r.ports[1].URL())
-	r.page = page.New(config.pageSettings(), page.Deps{Journal: r.journal, Models: r.models, Fleet: r.fleet, Proxy: r.proxy, Totals: r.telemetry.Totals, Ready: r.api.Ready, OpenAI: r.api, Log: log})
 	return r, nil
 }
 
-// listen opens the ports, all or none. They serve once run does.
-func (r *app) listen() error {
+// listen opens the ports, all or none, and makes the parts that know their addresses.
+// The ports serve once run does.
+func (r *app) listen() (err error) {
+	if err := r.openPorts(); err != nil {
+		return err
+	}
+	r.api = r.openAI(r.ports[1].URL())
+	r.page = page.New(r.config.pageSettings(), page.Deps{Journal: r.journal, Models: r.models, Fleet: r.fleet, Proxy: r.proxy, Totals: r.telemetry.Totals, Ready: r.api.Ready, OpenAI: r.api, Log: r.log})
+	if r.config.Gateway.ExtProcPort != 0 {
+		r.gateway, err = r.listenForGateways()
+	}
+	return err
+}
+
+// close closes what build opened, where run is not reached.
+func (r *app) close() {
+	for _, port := range r.ports {
+		port.Close()
+	}
+	if r.replicas != nil {
+		r.replicas.Close()
+	}
+}
+
+// openPorts opens the OpenAI port, the router port and, if it has one, the page's.
+func (r *app) openPorts() error {
 	config := &r.config
 	openAIShare, routerShare := config.Shares(config.Page.PagePort != 0)
 	doors := []door{
@@ -167,20 +187,12 @@ func (r *app) listen() error {
 	for _, d := range doors {
 		port, err := web.Listen(d.host, d.port, d.flag, r.certificates.Config())
 		if err != nil {
-			r.closePorts()
 			return err
 		}
 		port.Bound(d.clients)
 		r.ports = append(r.ports, port)
 	}
 	return nil
-}
-
-// closePorts closes the ports where run is not reached.
-func (r *app) closePorts() {
-	for _, port := range r.ports {
-		port.Close()
-	}
 }
 
 // door is a port to be opened.

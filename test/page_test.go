@@ -279,7 +279,7 @@ func TestCrashOnThePage(t *testing.T) {
 	v := look(t, s.Port)
 	v.until("worker 0 is down, or was", func(state *page.State) bool {
 		w := state.Workers[0]
-		return w.State == page.StateDown && strings.Contains(w.Why, mocker.ErrMockCrash.Error()) || w.Restarts > 0 && strings.Contains(w.Why, "started again")
+		return w.State == page.StateDown && strings.Contains(w.Why, mocker.ErrMockCrash.Error()) || w.Restarts > 0 && strings.Contains(w.Why, "restarted")
 	})
 	v.until("worker 0 is back", func(state *page.State) bool {
 		return state.Workers[0].State == page.StateReady && state.Workers[0].Restarts > 0

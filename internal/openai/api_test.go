@@ -93,10 +93,12 @@ func newTestAPIWith(t testing.TB, rt *router.Router, config setup, model *tokens
 	config.Proxy.RetryBudget = 100 // no request of a test finds it used up
 	log := slog.New(slog.DiscardHandler)
 	h := &testAPI{router: rt, failed: make(chan uint64, 100)}
-	h.telemetry = telemetry.New(telemetry.Deps{Thompson: rt, Fleet: func() []uint64 { return nil }})
+	var known []uint64
 	for _, target := range targets {
 		h.router.Up(target)
+		known = append(known, target.Key.Worker)
 	}
+	h.telemetry = telemetry.New(telemetry.Deps{Thompson: rt, Fleet: func() []uint64 { return known }})
 	h.proxy = proxy.New(config.Proxy, proxy.Deps{Observer: h.telemetry, Failed: func(w uint64) { h.failed <- w }, Transport: config.transport, Log: log})
 	set := models.New(models.Settings{ServedModelName: "m", TokenTimeout: time.Second}, models.Deps{Router: h.router, Index: h.router.Index(), Tokenizer: model, Ask: h.proxy.Ask, Log: log})
 	for _, target := range targets {

@@ -54,7 +54,7 @@ func TestPinnedWorkerIsNeverReplaced(t *testing.T) {
 		if response.StatusCode != c.status || response.Header.Get(web.HeaderWorker) != c.worker {
 			t.Errorf("%s %v: %s from worker %q: %s", c.body, c.headers, response.Status, response.Header.Get(web.HeaderWorker), body)
 		}
-		if c.status == 503 && !strings.Contains(gjson.Get(body, "error.message").Str, "no other is taken in its place") {
+		if c.status == 503 && !strings.Contains(gjson.Get(body, "error.message").Str, "no other worker is used") {
 			t.Errorf("%v: %s", c.headers, body)
 		}
 	}

@@ -113,7 +113,7 @@ func TestServerInfoHasNoSecrets(t *testing.T) {
 
 // TestServerInfoOfARealServer: what of the capture is shown names no path and no key.
 func TestServerInfoOfARealServer(t *testing.T) {
-	capture, err := os.ReadFile("../workers/testdata/sglang_server_info.json")
+	capture, err := os.ReadFile("../probe/testdata/sglang_server_info.json")
 	if err != nil {
 		t.Fatal(err)
 	}

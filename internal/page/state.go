@@ -78,11 +78,11 @@ func (p *Page) fleet(totals proxy.Totals, now time.Time) []Worker {
 		record := failing[sample.Worker]
 		switch { // what a person did or must know comes first
 		case w.State == StateReady && rests:
-			w.State, w.Since, w.Why = StateResting, unix(since), "it gets no new requests until it is readmitted"
+			w.State, w.Since, w.Why = StateResting, unix(since), "gets no new requests until it is readmitted"
 		case w.State == StateReady && record.State == outlier.StateOut:
 			w.State, w.Since, w.Why = StateEjected, unix(record.Since), limited(record.Why, maxWhy)
 		case w.State == StateReady && record.State == outlier.StateHeld:
-			w.Why = "it asked for a pause, or is suspected"
+			w.Why = "asked for a pause, or is suspected of failing"
 		}
 		list = append(list, w)
 	}
@@ -116,17 +116,17 @@ func worker(s workers.Sample, status workers.Status, now time.Time) Worker {
 	switch {
 	case w.State == StateDraining:
 		w.Since = unix(status.HeldSince)
-		w.Why = "it is leaving: what it has begun it ends, and it gets no new requests"
+		w.Why = "draining: finishes its in-flight requests and gets no new ones"
 		if status.State != workers.StateReady && status.LastError != "" {
 			w.Why += "; " + limited(status.LastError, maxWhy)
 		}
 	case w.State == StateNotReady:
 		w.Since = unix(status.HeldSince)
-		w.Why = "it gets no new requests: discovery tells that it is not ready"
+		w.Why = "gets no new requests: discovery reports it as not ready"
 	case w.State != StateReady:
 		w.Why = limited(status.LastError, maxWhy)
 	case status.Restarts > 0 && now.Sub(status.Since) < recently: // between two states nobody saw it down
-		w.Why = "it ended, and was started again"
+		w.Why = "ended and was restarted"
 	}
 	return w
 }

@@ -44,9 +44,9 @@ func TestStatesOfWorkers(t *testing.T) {
 
 func TestAWorkerThatIsHeldSaysWhy(t *testing.T) {
 	for want, status := range map[string]workers.Status{
-		"it is leaving: what it has begun it ends, and it gets no new requests":                     {State: workers.StateReady, Held: kv.HoldDraining},
-		"it is leaving: what it has begun it ends, and it gets no new requests; connection refused": {State: workers.StateDown, Held: kv.HoldDraining, LastError: "connection refused"},
-		"it gets no new requests: discovery tells that it is not ready":                             {State: workers.StateReady, Held: kv.HoldNotReady},
+		"draining: finishes its in-flight requests and gets no new ones":                     {State: workers.StateReady, Held: kv.HoldDraining},
+		"draining: finishes its in-flight requests and gets no new ones; connection refused": {State: workers.StateDown, Held: kv.HoldDraining, LastError: "connection refused"},
+		"gets no new requests: discovery reports it as not ready":                            {State: workers.StateReady, Held: kv.HoldNotReady},
 		"connection refused": {State: workers.StateDown, Held: kv.HoldNotReady, LastError: "connection refused"},
 	} {
 		status.Since, status.HeldSince = time.Unix(4000, 0), time.Unix(4500, 0)

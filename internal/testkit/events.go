@@ -8,10 +8,10 @@ import (
 	"kvrouter/internal/kv"
 )
 
-// EventWorker is the worker that the events in tests are of.
+// EventWorker is the worker of the events in tests.
 var EventWorker = kv.WorkerKey{Worker: 3, Rank: 1}
 
-// Event is an event in the shape that publisher.py and FakePublisher take.
+// Event is an event in the format of publisher.py and FakePublisher.
 type Event map[string]any
 
 // PromptTokens returns the tokens of the first n blocks of the prompt with that

@@ -43,7 +43,7 @@ func StreamOf(events ...string) http.HandlerFunc {
 	}
 }
 
-// FakeWorker is an engine's HTTP server whose answers a test gives.
+// FakeWorker is the HTTP server of an engine, with answers defined by a test.
 type FakeWorker struct {
 	*httptest.Server
 	Hung   atomic.Bool // nothing is answered any more
@@ -82,7 +82,7 @@ func NewFakeWorker(t testing.TB, serve http.HandlerFunc) *FakeWorker {
 	return f
 }
 
-// Hang waits until the client of a request has left.
+// Hang waits until the client has disconnected.
 func (*FakeWorker) Hang(r *http.Request) {
 	_, _ = io.Copy(io.Discard, r.Body) // only then is it noticed
 	<-r.Context().Done()

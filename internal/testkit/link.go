@@ -8,8 +8,8 @@ import (
 	"time"
 )
 
-// Link is a TCP port whose connections lead to another port, and which can fall
-// silent as a network does: both ends keep their connections and hear nothing.
+// Link is a TCP proxy to another port that can simulate a network partition: both ends
+// keep their connections and receive nothing.
 type Link struct {
 	to       string
 	listener net.Listener
@@ -47,20 +47,20 @@ func NewLink(t testing.TB, to string) *Link {
 	return l
 }
 
-// Address is where the link listens.
+// Address is the listen address of the link.
 func (l *Link) Address() string { return l.listener.Addr().String() }
 
-// Silence swallows what comes from now on. New connections are taken, too.
+// Silence discards all data from now on. New connections are still accepted.
 func (l *Link) Silence() { l.silent.Store(true) }
 
-// Mend ends a silence. As in a network that is back, old connections are reset.
+// Mend ends a silence and resets the old connections, as a recovered network does.
 func (l *Link) Mend() {
 	if l.silent.Swap(false) {
 		l.reset(false)
 	}
 }
 
-// reset breaks all connections off; last: no more are taken.
+// reset closes all connections; last: no more are accepted.
 func (l *Link) reset(last bool) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
@@ -71,7 +71,7 @@ func (l *Link) reset(last bool) {
 	}
 }
 
-// keep notes a connection until it is forgotten; not ok: the link has closed.
+// keep registers a connection until it is forgotten; not ok: the link is closed.
 func (l *Link) keep(conn *net.TCPConn) (ok bool) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
@@ -90,7 +90,7 @@ func (l *Link) forget(conn *net.TCPConn) {
 	_ = conn.Close()
 }
 
-// serve carries one connection until both ends have closed it, or it is reset.
+// serve forwards one connection until both ends have closed it, or it is reset.
 func (l *Link) serve(near *net.TCPConn) {
 	if !l.keep(near) {
 		return
@@ -115,8 +115,8 @@ func (l *Link) serve(near *net.TCPConn) {
 	back.Wait()
 }
 
-// carry copies what from brings until it ends. An end that comes during a
-// silence does not get through either.
+// carry copies from until its end. The end of a stream is not forwarded during a
+// silence either.
 func (l *Link) carry(to, from *net.TCPConn) {
 	buffer := make([]byte, 32<<10)
 	for {

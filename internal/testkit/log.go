@@ -5,7 +5,7 @@ import (
 	"sync"
 )
 
-// LogBuffer is a log that a test may read while it is written.
+// LogBuffer is a log that can be read while it is written.
 type LogBuffer struct {
 	mu sync.Mutex // guards b
 	b  bytes.Buffer

@@ -6,7 +6,7 @@ import (
 	"kvrouter/internal/kv"
 )
 
-// SilentObserver is a proxy.Observer that keeps nothing.
+// SilentObserver is a proxy.Observer that records nothing.
 type SilentObserver struct{}
 
 // Retried does nothing.

@@ -18,7 +18,7 @@ type ParityChat struct {
 	Body string `json:"body"`
 }
 
-// tools2 are two tools whose schemas try what serializers get wrong: nesting,
+// tools2 are two tools whose schemas cover frequent errors of serializers: nesting,
 // key order, quotes, HTML characters, unicode, floats, booleans and null.
 const tools2 = `[{"type":"function","function":{"name":"get_weather","description":"Weather for a \"place\" & <time>, it's live","parameters":{"type":"object","required":["place"],"properties":{"place":{"type":"string","description":"Ort, z. B. München 🌦"},"unit":{"enum":["c","f"],"type":"string","default":"c"},"days":{"type":"integer","minimum":1,"maximum":14},"precision":{"type":"number","default":0.5}}}}},` +
 
@@ -95,7 +95,7 @@ func ChatsForParity() []ParityChat {
 // added, or given values of another kind.
 func MutatedChats(r *rand.Rand, n int) []ParityChat { return mutated(ChatsForParity(), r, n, true) }
 
-// mutated returns n changed ones of the chats; with tokenize, some become of that kind.
+// mutated returns n mutated chats; with tokenize, some get that kind.
 func mutated(base []ParityChat, r *rand.Rand, n int, tokenize bool) []ParityChat {
 	values := []string{`null`, `""`, `"x"`, `[]`, `{}`, `0`, `1.0`, `true`, `false`, `"auto"`, `"none"`, `"assistant"`, `"system"`,
 		`"developer"`, `"tool"`, `"user"`, `"text"`, `"refusal"`, `[{"type":"text","text":"p","zz":1}]`, `"{\"a\":1}"`, `"[1]"`,

@@ -7,9 +7,8 @@ import (
 	"testing"
 )
 
-// FreePorts returns the first of n ports in a row that nothing listens on. They
-// lie below the range that outgoing connections take theirs from, so that they
-// stay free until the test listens there.
+// FreePorts returns the first of n consecutive free ports. They are below the range of
+// ephemeral ports, so that they stay free until the test listens on them.
 func FreePorts(t testing.TB, n int) int {
 	t.Helper()
 	for range 100 {

@@ -9,7 +9,7 @@ import (
 	"time"
 )
 
-// ProcessLives tells whether a process runs. A zombie does not.
+// ProcessLives reports whether a process runs. A zombie does not run.
 func ProcessLives(pid int) bool {
 	stat, err := os.ReadFile(fmt.Sprintf("/proc/%d/stat", pid))
 	if err != nil {
@@ -25,8 +25,8 @@ type KilledRouter struct {
 	Folder string
 }
 
-// CPUTime returns the CPU time that this process has used so far. Unlike the time of
-// the clock, it does not depend on what else the machine does.
+// CPUTime returns the CPU time of this process so far. Unlike wall time, it does not
+// depend on the load of the machine.
 func CPUTime() time.Duration {
 	var usage syscall.Rusage
 	syscall.Getrusage(syscall.RUSAGE_SELF, &usage)

@@ -29,7 +29,7 @@ func NewTestPublisher(t *testing.T) *zmq.Publisher {
 	return p
 }
 
-// FakePublisher publishes as vLLM does, and misbehaves on demand.
+// FakePublisher publishes KV events like vLLM, and injects faults on demand.
 type FakePublisher struct {
 	t           *testing.T
 	Pub, Router *zmq.Listener
@@ -62,7 +62,7 @@ func NewFakePublisher(t *testing.T) *FakePublisher {
 	return p
 }
 
-// serve reads with zmq4, which shows the answers to heartbeats.
+// serve reads with zmq4, which exposes the answers to heartbeats.
 func (p *FakePublisher) serve(conn *zmq.Conn, kind zmq4.SocketType) {
 	p.Locked(func() { p.conns = append(p.conns, conn) })
 	for {
@@ -143,7 +143,7 @@ func (p *FakePublisher) Drop() {
 	p.conns, p.Subs = nil, nil
 }
 
-// Locked runs f while the publisher does nothing.
+// Locked runs f while the publisher is paused.
 func (p *FakePublisher) Locked(f func()) {
 	p.Mu.Lock()
 	defer p.Mu.Unlock()

@@ -2,5 +2,5 @@
 
 package testkit
 
-// RaceDetector tells that tests run ten times as slow.
+// RaceDetector reports whether the race detector is on, which makes tests ten times slower.
 const RaceDetector = true

@@ -2,8 +2,7 @@ package testkit
 
 import "kvrouter/internal/kv"
 
-// These are the parts that workers can have in prefill/decode disaggregation, by
-// kind and role.
+// Roles of workers in prefill/decode disaggregation, by KV connector and role.
 var (
 	NixlPrefill    = kv.Disagg{Role: kv.RolePrefill, Kind: kv.KindNIXL}
 	NixlDecode     = kv.Disagg{Role: kv.RoleDecode, Kind: kv.KindNIXL}

@@ -5,9 +5,9 @@ import (
 	"strings"
 )
 
-// SGLangChats returns the requests of the parity tests with SGLang: those of vLLM's
-// that it has too, and what it reads in ways of its own. Kinds "messages" and
-// "responses" are of the APIs that it turns into chats.
+// SGLangChats returns the requests of the parity tests with SGLang: those shared with
+// vLLM, and those that SGLang interprets differently. Kinds "messages" and "responses"
+// are requests of the APIs that SGLang converts to chats.
 func SGLangChats() []ParityChat {
 	var list []ParityChat
 	for _, c := range ChatsForParity() {

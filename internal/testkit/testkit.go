@@ -1,4 +1,5 @@
-// Package testkit has what tests of several packages share; only tests import it.
+// Package testkit contains the helpers that tests of several packages share. Only tests
+// import it.
 package testkit
 
 import "kvrouter/internal/kv"

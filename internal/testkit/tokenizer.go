@@ -7,9 +7,8 @@ import (
 	"testing"
 )
 
-// TokenizerFolder makes a folder with a byte-level tokenizer, a chat template of its own
-// and what else a model's folder has to have. Each of merges, two texts of a byte each,
-// becomes one token.
+// TokenizerFolder creates a model folder with a byte-level tokenizer, a chat template and
+// the other required files. Each of merges, two texts of one byte, becomes one token.
 func TokenizerFolder(t testing.TB, dir string, merges ...[2]string) {
 	t.Helper()
 	if err := os.MkdirAll(dir, 0o700); err != nil {

@@ -31,8 +31,7 @@ func Diverging(p []uint64, at int, seed uint64) []uint64 {
 	return append(slices.Clone(p[:at]), Prompt(seed, len(p)-at)...)
 }
 
-// EngineHashes returns what a vLLM-like engine calls these blocks: hashes of whole
-// prefixes.
+// EngineHashes returns the block hashes of a vLLM-like engine: hashes of whole prefixes.
 func EngineHashes(local []uint64) []uint64 {
 	hashes := kv.SequenceHashes(nil, local)
 	for i := range hashes {
@@ -58,7 +57,7 @@ type DumpEntry struct {
 	Block     kv.StoredBlock
 }
 
-// Dumped returns what the dump of an index yields.
+// Dumped returns the entries of an index dump.
 func Dumped(index interface {
 	Dump(yield func(worker kv.WorkerKey, parent uint64, hasParent bool, block kv.StoredBlock) bool)
 }) (all []DumpEntry) {

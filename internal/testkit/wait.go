@@ -6,8 +6,8 @@ import (
 	"time"
 )
 
-// Eventually polls condition until it holds. The test fails with the text of what
-// if it does not hold within limit.
+// Eventually polls condition until it is true. The test fails with the text of what
+// if that takes longer than limit.
 func Eventually(t testing.TB, limit time.Duration, what string, condition func() bool) {
 	t.Helper()
 	deadline := time.Now().Add(limit)
@@ -19,8 +19,8 @@ func Eventually(t testing.TB, limit time.Duration, what string, condition func()
 	}
 }
 
-// Settles polls condition, which returns what is still wrong, until it returns nil.
-// The test fails if that takes more than 20 s.
+// Settles polls condition until it returns nil. The test fails with the last error
+// after 20 s.
 func Settles(t *testing.T, condition func() error) {
 	t.Helper()
 	deadline := time.Now().Add(20 * time.Second)
@@ -38,7 +38,7 @@ func Settles(t *testing.T, condition func() error) {
 	}
 }
 
-// StandingClock moves only when a test moves it.
+// StandingClock is a clock that only Advance moves.
 type StandingClock struct{ seconds atomic.Int64 }
 
 // Now returns the time of the clock.

@@ -1,5 +1,5 @@
-//! The C functions that render chat templates. Every one of them catches panics:
-//! none may unwind into Go.
+//! The C functions that render chat templates. All of them catch panics, which must
+//! not unwind into Go.
 
 use crate::{detect, filters, python, source};
 use minijinja::machinery::{parse, WhitespaceConfig};
@@ -11,14 +11,14 @@ use std::panic::{catch_unwind, AssertUnwindSafe};
 
 const NAME: &str = "chat";
 
-/// A compiled template; rendering only reads it, so threads may share it.
+/// A compiled template. Rendering only reads it, so threads may share it.
 pub struct ChatTemplate {
     env: Environment<'static>,
     wants_parts: bool,
 }
 
-/// Address and length of a list that Go has until it frees it. An empty one has no
-/// address: what Rust gives it is one that Go takes for a broken pointer.
+/// Address and length of a list that Go owns until it frees it. The address of an empty
+/// list is null, because Go treats Rust's dangling address as an invalid pointer.
 pub(crate) fn handed_over<T>(list: Vec<T>) -> (*mut T, usize) {
     if list.is_empty() {
         return (std::ptr::null_mut(), 0);
@@ -28,7 +28,7 @@ pub(crate) fn handed_over<T>(list: Vec<T>) -> (*mut T, usize) {
     (Box::into_raw(boxed).cast(), len)
 }
 
-/// Bytes that the library owns; chat_bytes_free takes them back.
+/// Bytes allocated by the library, to be freed with chat_bytes_free.
 #[repr(C)]
 pub struct chat_bytes {
     data: *mut u8,
@@ -42,8 +42,8 @@ impl chat_bytes {
     }
 }
 
-/// Compiles a template in UTF-8. On failure the answer is null and error holds
-/// the reason.
+/// Compiles a template in UTF-8. On failure it returns null and sets error to the
+/// reason.
 ///
 /// # Safety
 /// source must point to len readable bytes, error to a writable chat_bytes.
@@ -59,7 +59,7 @@ pub unsafe extern "C" fn chat_template_new(source: *const u8, len: usize, error:
     }
 }
 
-/// Tells whether the template wants message content as a list of parts (1) or
+/// Returns whether the template expects message content as a list of parts (1) or
 /// as one string (0).
 ///
 /// # Safety
@@ -70,7 +70,7 @@ pub unsafe extern "C" fn chat_template_wants_parts(template: *const ChatTemplate
 }
 
 /// Renders the template with a JSON object as its variables, key order kept.
-/// The answer is 1 and out the text, or 0 and out the reason.
+/// Returns 1 with the text in out, or 0 with the reason in out.
 ///
 /// # Safety
 /// template must come from chat_template_new and not be freed yet, context point
@@ -91,7 +91,7 @@ pub unsafe extern "C" fn chat_render(
     ok
 }
 
-/// Frees what another function of this file filled in.
+/// Frees bytes that another function of this file returned.
 ///
 /// # Safety
 /// bytes must come from this library and be freed once.
@@ -160,7 +160,7 @@ fn format_as_python(out: &mut Output, _: &State, value: &Value) -> Result<(), mi
 }
 
 fn render(template: &ChatTemplate, context: &[u8]) -> Result<Vec<u8>, String> {
-    // Most texts are about as long as their context; growing to that size in steps would copy it all again.
+    // Most texts are about as long as their context: allocating that size avoids copies while growing.
     let mut text = Vec::with_capacity(context.len() + 256);
     let Json(context) = serde_json::from_slice(context).map_err(|e| format!("reading the request: {e}"))?;
     let rendered = template.env.get_template(NAME).and_then(|t| t.render_captured_to(context, &mut text).map(|_| ()));
@@ -168,7 +168,7 @@ fn render(template: &ChatTemplate, context: &[u8]) -> Result<Vec<u8>, String> {
     Ok(text)
 }
 
-/// One line for an error: what failed, where, and the cause below it.
+/// Formats an error on one line: failure, position and cause.
 fn describe(error: &minijinja::Error) -> String {
     let mut text = error.to_string();
     let mut cause = std::error::Error::source(error);
@@ -180,7 +180,7 @@ fn describe(error: &minijinja::Error) -> String {
     text
 }
 
-/// A template value read from JSON as Python's json.loads reads it.
+/// A template value parsed from JSON like Python's json.loads.
 struct Json(Value);
 
 impl<'de> Deserialize<'de> for Json {

@@ -6,10 +6,10 @@ use minijinja::machinery::ast::{Call, CallArg, Expr, ForLoop, Macro, Stmt};
 use minijinja::Value;
 use std::collections::{HashMap, HashSet, VecDeque};
 
-/// A rule met a form that vLLM's rules do not know; vLLM then assumes "string".
+/// An expression that vLLM's rules do not support; vLLM then assumes "string".
 struct Unknown;
 
-/// The parts of a template that the rules look at, in the order of the source.
+/// The parts of a template that the rules use, in the order of the source.
 #[derive(Default)]
 struct Found<'t, 's> {
     assigns: Vec<(&'t Expr<'s>, &'t Expr<'s>)>,
@@ -18,7 +18,7 @@ struct Found<'t, 's> {
     macros: Vec<&'t Macro<'s>>,
 }
 
-/// Tells whether the template wants message content as a list of parts.
+/// Returns whether the template expects message content as a list of parts.
 pub fn wants_parts(template: &Stmt) -> bool {
     let mut found = Found::default();
     statement(template, &mut found);
@@ -87,8 +87,8 @@ fn message_names<'s>(found: &Found<'_, 's>) -> Result<Vec<&'s str>, Unknown> {
             if is_access(value, name, None) {
                 let assigned = var_name(target).ok_or(Unknown)?;
                 lists.push(assigned);
-                // vLLM guards only against a name assigned from itself; a
-                // cycle of two would keep it busy for ever.
+                // vLLM guards only against a name assigned from itself; with a
+                // cycle of two it would loop forever.
                 if assigned != name {
                     if lists.len() > 1000 {
                         return Err(Unknown);
@@ -114,7 +114,7 @@ fn var_name<'s>(e: &Expr<'s>) -> Option<&'s str> {
     }
 }
 
-/// Tells whether e is the variable name, or its item key, seen through filters,
+/// Returns whether e is the variable name, or its item key, seen through filters,
 /// tests and slices.
 fn is_access(e: &Expr, name: &str, key: Option<&str>) -> bool {
     match (e, key) {

@@ -1,12 +1,12 @@
-//! Token ids of texts and nothing else, by crate tokenizers: a full encoding also
-//! makes every token's string, offsets and masks, which cost far more than the ids.
+//! Token ids of texts by crate tokenizers, without the strings, offsets and masks of a
+//! full encoding, which cost far more than the ids.
 
 use crate::chat::{handed_over, slice};
 use crate::UnifiedTokenizer;
 use std::panic::{catch_unwind, AssertUnwindSafe};
 use tokenizers::{Model, OffsetReferential, OffsetType, PreTokenizer, Result};
 
-/// Token ids that the library owns; token_ids_free takes them back.
+/// Token ids allocated by the library, to be freed with token_ids_free.
 #[repr(C)]
 pub struct token_ids {
     data: *mut u32,
@@ -40,8 +40,8 @@ fn encode(tokenizer: &UnifiedTokenizer, text: &str, add_special: bool) -> Result
     Ok(ids)
 }
 
-/// Encodes a text in UTF-8. The answer is 1 and out the ids, or 0 if the
-/// tokenizer failed.
+/// Encodes a text in UTF-8. Returns 1 with the ids in out, or 0 if the tokenizer
+/// failed.
 ///
 /// # Safety
 /// tokenizer must be one of this library and not be freed yet, text point to len
@@ -63,7 +63,7 @@ pub unsafe extern "C" fn text_encode(
     1
 }
 
-/// Frees what an encoder filled in.
+/// Frees ids that an encoder returned.
 ///
 /// # Safety
 /// ids must come from this library and be freed once.

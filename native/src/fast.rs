@@ -1,9 +1,9 @@
 //! Token ids of texts by crate fastokens, on threads of its own.
 //!
-//! fastokens remembers words for each thread: 8 to 16 MB to begin with, up to 100
-//! as it sees new words. Go calls from whatever thread it is on, and each would get
-//! such a memory and keep it. So a few threads encode, one for each call under way,
-//! and a thread ends with its memory when it has idled or has read enough.
+//! fastokens has a word cache per thread, of 8 to 16 MB at first and up to 100 MB with
+//! new words. Go calls from any of its threads, and each would get a cache and keep it.
+//! So a few dedicated threads encode, one for each concurrent call. A thread ends, and
+//! frees its cache, after an idle time or after a number of bytes.
 
 use crate::chat::{chat_bytes, slice};
 use crate::encode::token_ids;
@@ -12,11 +12,11 @@ use std::sync::mpsc::{sync_channel, RecvTimeoutError, SyncSender};
 use std::sync::{Arc, Mutex, Once};
 use std::time::Duration;
 
-/// How long a thread waits for the next call.
+/// Maximum idle time of a thread.
 const IDLE: Duration = Duration::from_secs(10);
-/// Bytes that a thread reads in its life: what it remembers stays below that.
+/// Maximum bytes that a thread encodes, which bounds its cache.
 const LIFE: usize = 8 << 20;
-/// In place of a number of tokens: the text could not be encoded.
+/// Instead of a number of tokens: the text could not be encoded.
 const FAILED: u32 = u32::MAX;
 
 /// An encoder. Threads may share it.
@@ -27,14 +27,14 @@ struct Shared {
     idle: Mutex<Vec<Idle>>, // the last one idle the shortest time
 }
 
-/// A thread that waits for a job; None ends it.
+/// An idle thread; None ends it.
 struct Idle {
     thread: u64,
     jobs: SyncSender<Option<Job>>,
 }
 
-/// Pieces of a text, and where their tokens go. Who sends it waits for the answer, so
-/// that text and pieces live until then.
+/// Pieces of a text, and the channel for their tokens. The sender waits for the answer,
+/// so that text and pieces live until then.
 struct Job {
     text: &'static [u8],
     pieces: &'static [text_piece],
@@ -50,7 +50,7 @@ pub struct text_piece {
     tokens: u32,
 }
 
-/// The ids of pieces, one after the other, and how many each has.
+/// The concatenated ids of pieces, and the number of ids of each.
 struct Encoded {
     ids: Vec<u32>,
     counts: Vec<u32>,
@@ -63,7 +63,7 @@ impl Shared {
         let mut out = Encoded { ids: Vec::with_capacity(bytes / 3 + 8), counts: Vec::with_capacity(job.pieces.len()), whole: true };
         for piece in job.pieces {
             if !out.whole {
-                // What the thread remembers may be half changed.
+                // The thread's cache may be inconsistent.
                 out.counts.push(FAILED);
                 continue;
             }
@@ -81,7 +81,7 @@ impl Shared {
         out
     }
 
-    /// Hands a job to the thread that has idled the shortest time, or to a new one.
+    /// Passes a job to the thread with the shortest idle time, or to a new one.
     fn start(self: &Arc<Shared>, job: Job) -> std::io::Result<()> {
         let idle = self.idle.lock().unwrap_or_else(|e| e.into_inner()).pop();
         if let Some(idle) = idle {
@@ -91,7 +91,7 @@ impl Shared {
         std::thread::Builder::new().name("encode".to_string()).spawn(move || shared.serve(job)).map(|_| ())
     }
 
-    /// The life of a thread.
+    /// The main loop of a thread.
     fn serve(&self, first: Job) {
         let (sender, jobs) = sync_channel(1);
         let thread = &sender as *const _ as u64;
@@ -101,7 +101,7 @@ impl Shared {
             read += job.pieces.iter().map(|p| p.end - p.start).sum::<usize>();
             let last = read >= LIFE || !encoded.whole;
             if !last {
-                // Before the answer: who gets it may have the next job at hand.
+                // Before the answer, because its receiver may send the next job at once.
                 self.idle.lock().unwrap_or_else(|e| e.into_inner()).push(Idle { thread, jobs: sender.clone() });
             }
             let _ = job.done.send(encoded);
@@ -127,8 +127,8 @@ impl Shared {
     }
 }
 
-/// fastokens' own pool of threads and its caches of whole texts would take memory that
-/// nobody bounds; Go cuts texts and encodes them side by side.
+/// Disables fastokens' own thread pool and its caches of whole texts, whose memory is
+/// not bounded; Go splits texts and encodes the parts concurrently.
 fn settle() {
     static ONCE: Once = Once::new();
     ONCE.call_once(|| {
@@ -138,8 +138,8 @@ fn settle() {
     });
 }
 
-/// Reads the content of a tokenizer.json. fastokens reads a file without a tree of its
-/// values in between, which leaves less memory in pieces, so it gets one in memory.
+/// Reads the content of a tokenizer.json. fastokens parses a file without an intermediate
+/// tree of values, which fragments memory less, so it gets an in-memory file.
 #[cfg(target_os = "linux")]
 fn load(json: &[u8]) -> Result<fastokens::Tokenizer, String> {
     use std::os::fd::{AsRawFd, FromRawFd};
@@ -159,8 +159,8 @@ fn load(json: &[u8]) -> Result<fastokens::Tokenizer, String> {
     fastokens::Tokenizer::from_json(value).map_err(|e| e.to_string())
 }
 
-/// Makes an encoder of the content of a tokenizer.json; null and the reason in error
-/// if fastokens does not know that kind.
+/// Creates an encoder from the content of a tokenizer.json; null and the reason in error
+/// if fastokens does not support it.
 ///
 /// # Safety
 /// json must point to len readable bytes, error to a writable chat_bytes.
@@ -178,9 +178,8 @@ pub unsafe extern "C" fn fast_encoder_new(json: *const u8, len: usize, error: *m
     }
 }
 
-/// Encodes pieces of a text in UTF-8, each by itself, and fills in their numbers of
-/// tokens: 2^32-1 where the encoder failed. The answer is the ids, one piece after the
-/// other.
+/// Encodes the pieces of a text in UTF-8 independently and sets their numbers of tokens:
+/// 2^32-1 if the encoder failed. Returns the concatenated ids of all pieces.
 ///
 /// # Safety
 /// encoder must come from fast_encoder_new and not be freed yet, text point to len
@@ -216,7 +215,7 @@ pub unsafe extern "C" fn fast_encode(
     }
 }
 
-/// Frees an encoder; its threads end by themselves.
+/// Frees an encoder; its threads end on their own.
 ///
 /// # Safety
 /// encoder must come from fast_encoder_new and be freed once, with no encoding under

@@ -6,10 +6,10 @@ use minijinja::value::{from_args, Kwargs, Rest, Value, ValueKind};
 use minijinja::{Environment, Error, ErrorKind, State};
 use minijinja_contrib::pycompat;
 
-/// The filter that source.rs puts on what a loop runs over.
+/// The filter that source.rs applies to the operand of a loop.
 pub const ITERATED: &str = "_iterated";
 
-/// Puts what this file holds into env.
+/// Adds the filters, tests and methods of this file to env.
 pub fn install(env: &mut Environment) {
     env.add_filter("tojson", tojson);
     env.add_filter("string", string);
@@ -50,7 +50,7 @@ fn fail<T>(message: impl Into<String>) -> Result<T, Error> {
     Err(Error::new(ErrorKind::InvalidOperation, message.into()))
 }
 
-/// Returns the argument that stands at position i or under name.
+/// Returns the argument at position i or with that name.
 fn argument(args: &[Value], kwargs: &Kwargs, i: usize, name: &str) -> Option<Value> {
     match args.get(i) {
         Some(v) => Some(v.clone()),
@@ -345,7 +345,7 @@ fn split(s: &str, separator: Option<&str>, limit: Option<usize>, from_right: boo
     Ok(own(parts))
 }
 
-/// Methods of Python's str, list and dict; what is not here, pycompat has.
+/// Methods of Python's str, list and dict that pycompat lacks.
 fn method(state: &State, value: &Value, name: &str, args: &[Value]) -> Result<Value, Error> {
     match value.kind() {
         ValueKind::String => string_method(state, value, name, args),

@@ -1,12 +1,12 @@
-//! Python's ways of writing values: str(), repr() and json.dumps(). Chat
-//! templates are written for Python's jinja2, so these decide what a prompt says.
+//! Python's formatting of values: str(), repr() and json.dumps(). Chat templates are
+//! written for Python's jinja2, so a prompt depends on these formats.
 
 use minijinja::value::{Value, ValueKind};
 use minijinja::{Error, ErrorKind};
 use std::fmt::Write;
 
-/// How json.dumps is to write; the defaults are those of the tojson filter in
-/// Hugging Face's chat templates.
+/// Options of json.dumps; the defaults are those of the tojson filter in Hugging
+/// Face's chat templates.
 pub struct JsonStyle {
     pub ensure_ascii: bool,
     pub sort_keys: bool,
@@ -16,7 +16,7 @@ pub struct JsonStyle {
     pub key_separator: String,
 }
 
-/// Tells whether str.isspace() holds for c; Rust's White_Space leaves out the
+/// Returns str.isspace() of c; Rust's White_Space leaves out the
 /// four separators of ASCII.
 pub fn is_space(c: char) -> bool {
     c.is_whitespace() || ('\u{1c}'..='\u{1f}').contains(&c)
@@ -246,8 +246,8 @@ fn write_str_repr(out: &mut String, s: &str) {
     out.push(quote);
 }
 
-/// Tells whether str.isprintable() holds for c, but for code points that no
-/// version of Unicode has assigned yet.
+/// Returns str.isprintable() of c, except for code points that Unicode has not
+/// assigned yet.
 fn is_printable(c: char) -> bool {
     if c == ' ' {
         return true;

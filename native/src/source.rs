@@ -1,12 +1,12 @@
-//! Rewrites of a template's text, for what minijinja cannot be told otherwise.
+//! Rewrites of a template's source, for behaviour that minijinja cannot be configured for.
 
 use crate::filters::ITERATED;
 use minijinja::machinery::{tokenize, Span, Token, WhitespaceConfig};
 use minijinja::syntax::SyntaxConfig;
 
 /// Returns the template with every operand of `~` passed through the filter
-/// `string`, so that it joins what Python's str() gives, and every list that a loop
-/// runs over through a filter that fails where Python cannot iterate.
+/// `string`, so that it joins the results of Python's str(), and every operand of a loop
+/// through a filter that fails for values that Python cannot iterate.
 pub fn as_python(template: &str) -> String {
     let tokens: Result<Vec<_>, _> =
         tokenize(template, false, SyntaxConfig::default(), WhitespaceConfig::default()).collect();
@@ -65,7 +65,7 @@ fn filter_joined(tokens: &[(Token, Span)], inserts: &mut Vec<(usize, String)>) {
         let arithmetic = start > 0
             && matches!(tokens[start - 1].0, Token::Mul | Token::Div | Token::FloorDiv | Token::Mod | Token::Pow);
         if !arithmetic {
-            // After `2 * 3` the filter would take the 3 alone.
+            // After `2 * 3` the filter would apply to the 3 alone.
             inserts.push((tokens[i - 1].1.end_offset as usize, "|string".to_string()));
         }
         let end = operand_end(&tokens[i + 1..]);
@@ -143,8 +143,8 @@ fn group_start(tokens: &[(Token, Span)], close: usize) -> usize {
     0
 }
 
-/// How many of the tokens make up the operand that they start with: a signed
-/// primary expression with its attributes, subscripts, calls and filters.
+/// The number of tokens of the operand at the start: a signed primary expression with
+/// its attributes, subscripts, calls and filters.
 fn operand_end(tokens: &[(Token, Span)]) -> usize {
     let mut i = 0;
     while matches!(tokens.get(i).map(|t| &t.0), Some(Token::Minus | Token::Plus)) {

@@ -6,13 +6,13 @@ import { cachedShare, End, Fact, PromptBar, Verdict } from "./parts.js";
 // Short descriptions of the policies' terms; see docs/routing.md.
 const meanings = {
   first_token: "time to this request's first token",
-  copy: "share of that time credited to later requests, which reuse the new copy of the prefix",
+  copy: "compute time that later requests save, because the blocks are then cached",
   pushed: "delay of the first tokens of earlier requests that share a pass with this one",
   foreign: "wait for queued requests of other clients of the worker",
-  later: "delay of future requests",
-  decode: "slowdown of this answer by the context of running requests",
-  others: "stall of running requests while the prompt is computed",
-  slower: "slowdown of running requests by this prompt",
+  later: "delay of requests that arrive before the queue is empty",
+  decode: "slowdown of this answer by the context on the worker",
+  others: "pause of in-flight requests while the prompt is computed",
+  slower: "slowdown of their decoding by this prompt",
   prefill: "uncached blocks to compute",
   requests: "in-flight requests",
   overlap: "cached share of the prompt",

@@ -94,11 +94,11 @@ function Chart({ chart, trends, dark }) {
     plot.current.setData(data);
   }, [trends]);
   const shown = (values) => chart.write(at === null ? lastKnown(values) : values[at]);
-  const told = lines.map(([label, values]) => `${label} ${chart.write(lastKnown(values))}`).join(", ");
+  const values = lines.map(([label, values]) => `${label} ${chart.write(lastKnown(values))}`).join(", ");
   return html`<figure class=${"chart" + (chart.each ? " is-wide" : "")} data-chart=${chart.title}>
     <figcaption><h3>${chart.title} <span class="quiet">${chart.unit}</span></h3>
       <ul class="keys">${lines.map(([label, values], i) => html`<li><i class=${lines.length > 1 ? `key t${i % 8}` : "key accent"}></i>${label} <span class="num">${shown(values)}</span></li>`)}</ul></figcaption>
-    <div ref=${box} class="plot" role="img" aria-label=${`${chart.title}, now: ${told}`}></div>
+    <div ref=${box} class="plot" role="img" aria-label=${`${chart.title}, now: ${values}`}></div>
     ${at !== null && times[at] !== undefined && html`<p class="cursorat num" aria-hidden="true">${clock(times[at])}</p>`}
   </figure>`;
 }

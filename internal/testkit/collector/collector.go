@@ -1,5 +1,5 @@
-// Package collector is a small OpenTelemetry collector for tests: it takes spans over
-// gRPC and over HTTP, keeps them, and draws them as trees.
+// Package collector is a small OpenTelemetry collector for tests. It receives spans by
+// gRPC and HTTP, stores them, and formats them as trees.
 package collector
 
 import (
@@ -24,7 +24,7 @@ import (
 	"google.golang.org/protobuf/proto"
 )
 
-// Span is a span as it came.
+// Span is a received span.
 type Span struct {
 	Trace, ID, Parent string // hexadecimal; empty: none
 	Service, Name     string
@@ -38,7 +38,7 @@ type Span struct {
 	Start, End        time.Time
 }
 
-// Collector keeps the spans that come. Its methods are safe for concurrent use.
+// Collector stores received spans. Its methods are safe for concurrent use.
 type Collector struct {
 	HTTP string // URL
 	GRPC string // URL
@@ -48,10 +48,10 @@ type Collector struct {
 	spans []Span
 }
 
-// maxBody bounds what is read of one request, bytes.
+// maxBody is the maximum size of a request body, bytes.
 const maxBody = 16 << 20
 
-// Start starts a collector that lives until the test's end.
+// Start starts a collector, which is stopped at the end of the test.
 func Start(t testing.TB) *Collector {
 	t.Helper()
 	c := &Collector{}
@@ -127,7 +127,7 @@ func attributes(list []*commonpb.KeyValue) map[string]string {
 	return found
 }
 
-// text returns a value as people read it.
+// text formats a value for people.
 func text(v *commonpb.AnyValue) string {
 	switch v := v.GetValue().(type) {
 	case *commonpb.AnyValue_StringValue:
@@ -148,8 +148,8 @@ func text(v *commonpb.AnyValue) string {
 	return ""
 }
 
-// Spans returns those that have come of a trace, the earliest first; of all traces with
-// an empty name.
+// Spans returns the received spans of a trace, earliest first; an empty name selects all
+// traces.
 func (c *Collector) Spans(trace string) []Span {
 	c.mu.Lock()
 	defer c.mu.Unlock()
@@ -158,9 +158,9 @@ func (c *Collector) Spans(trace string) []Span {
 	return found
 }
 
-// Tree draws spans: a line for each, below its parent, with kind and names of events.
-// Of those that follow a span that is not among them, the trees stand one after the
-// other. With details, the services, times and attributes are told, too.
+// Tree formats spans: one line each, below its parent, with kind and names of events. A
+// span without a known parent is the root of a tree. With details, it includes services,
+// times and attributes.
 func Tree(spans []Span, details bool) string {
 	there := map[string]bool{}
 	for _, s := range spans {

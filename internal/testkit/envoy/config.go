@@ -5,19 +5,19 @@ import (
 	"text/template"
 )
 
-// settings is what the configuration is made of.
+// settings are the parameters of the configuration.
 type settings struct {
 	Options
 	Port      int // of the gateway
 	AdminPort int
 }
 
-// configuration is Envoy's, as gateways give it: ext_proc asks the picker with both
-// bodies streamed, and where the request goes is what the picker says. With Workers,
-// the cluster is theirs, tries the addresses of the header one after the other, and
-// tells the picker which of them has served. Without, the header's one address is taken.
-// Retries are for the first only: with them, Envoy 1.40 sends the body of a request that
-// has trailers twice (its issue 45470).
+// configuration is an Envoy configuration like those of gateways: ext_proc streams both
+// bodies to the picker, which selects the address. With Workers, the cluster contains
+// them, tries the addresses of the header in turn, and reports the one that served to the
+// picker. Without Workers, it uses the single address of the header. Only the former
+// retries: with retries, Envoy 1.40 sends the body of a request with trailers twice
+// (Envoy issue 45470).
 var configuration = template.Must(template.New("envoy").Funcs(template.FuncMap{"address": address}).Parse(`
 admin: {address: {socket_address: {address: 127.0.0.1, port_value: {{.AdminPort}}}}}
 static_resources:
@@ -125,7 +125,7 @@ static_resources:
 {{- end}}
 `))
 
-// address is Envoy's form of host:port.
+// address converts host:port to Envoy's format.
 func address(hostPort string) (string, error) {
 	host, port, err := net.SplitHostPort(hostPort)
 	return "{address: \"" + host + "\", port_value: " + port + "}", err

@@ -19,8 +19,8 @@ const (
 	Namespace   = "envoy.lb"                              // of the metadata
 )
 
-// Echo is the least that a picker can be: it sends every request to the same addresses
-// and hands back all that comes, piece by piece.
+// Echo is a minimal picker: it sends every request to the same addresses and returns all
+// body chunks unchanged.
 type Echo struct {
 	Addresses string // host:port, or several with commas between
 
@@ -29,7 +29,7 @@ type Echo struct {
 	served []string
 }
 
-// Serve serves on listener. stop ends it, and waits for its end.
+// Serve serves on listener. stop stops the server and waits for its end.
 func (e *Echo) Serve(listener net.Listener) (stop func()) {
 	server, healthy := grpc.NewServer(), health.NewServer()
 	healthy.SetServingStatus(extproc.ExternalProcessor_ServiceDesc.ServiceName, grpc_health_v1.HealthCheckResponse_SERVING)
@@ -43,7 +43,7 @@ func (e *Echo) Serve(listener net.Listener) (stop func()) {
 	}
 }
 
-// Served returns the addresses that the gateway has told as those that answered.
+// Served returns the addresses that the gateway reported as having answered.
 func (e *Echo) Served() []string {
 	e.mu.Lock()
 	defer e.mu.Unlock()

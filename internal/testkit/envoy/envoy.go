@@ -1,5 +1,5 @@
 // Package envoy runs a real Envoy for tests: a gateway on loopback that asks an endpoint
-// picker by ext_proc where each request goes.
+// picker for the worker of each request by ext_proc.
 package envoy
 
 import (
@@ -21,19 +21,19 @@ import (
 // installs it.
 const Program = "KVROUTER_ENVOY"
 
-// SubsetHeader is the request header by which a test gives the subset hint: the bytes of
-// a google.protobuf.Value in base64. Gateways give it as metadata only.
+// SubsetHeader is the request header with the subset hint of a test: a base64-encoded
+// google.protobuf.Value. Gateways pass the hint as metadata only.
 const SubsetHeader = "X-Test-Subset"
 
-// startLimit is how long Envoy may take until it is ready.
+// startLimit is the maximum time until Envoy is ready.
 const startLimit = 30 * time.Second
 
-// Options say how the gateway is set up.
+// Options configure the gateway.
 type Options struct {
 	Picker  string   // host:port of the endpoint picker; empty: none is asked
 	TLS     bool     // the picker is spoken to by TLS, and any certificate is taken
 	Open    bool     // FailOpen: a request goes on where the picker is gone
-	Workers []string // host:port of those whose list of addresses is honoured; empty: the one address of the header is taken, whoever that is
+	Workers []string // host:port of the cluster that tries the list of addresses; empty: the single address of the header is used
 }
 
 // Envoy is a running gateway. It ends with the test.
@@ -49,8 +49,8 @@ type Envoy struct {
 	web     *http.Client
 }
 
-// Start starts a gateway and waits until it is ready. The test is skipped where nobody
-// has named the program.
+// Start starts a gateway and waits until it is ready. The test is skipped
+// unless the environment variable Program is set.
 func Start(t testing.TB, o Options) *Envoy {
 	t.Helper()
 	program := os.Getenv(Program)
@@ -100,7 +100,7 @@ func Start(t testing.TB, o Options) *Envoy {
 	return e
 }
 
-// WaitForPicker waits until Envoy's health check has found the picker well, or not.
+// WaitForPicker waits until Envoy's health check reports the picker as healthy, or not.
 func (e *Envoy) WaitForPicker(well bool) {
 	e.t.Helper()
 	testkit.Eventually(e.t, startLimit, fmt.Sprintf("Envoy finds the picker well: %v", well), func() bool {
@@ -109,7 +109,7 @@ func (e *Envoy) WaitForPicker(well bool) {
 	})
 }
 
-// get returns the status of a page of the admin port and its text; 0: it is not answered.
+// get returns the status and the text of a page of the admin port; 0: no response.
 func (e *Envoy) get(path string) (status int, text string) {
 	response, err := e.web.Get(e.Admin + path)
 	if err != nil {

@@ -15,7 +15,7 @@ import (
 
 func TestMain(m *testing.M) { leaks.Main(m) }
 
-// TestGatewayGoesWhereThePickerSays sends bodies through Envoy and the least of pickers.
+// TestGatewayGoesWhereThePickerSays sends bodies through Envoy and a minimal picker.
 func TestGatewayGoesWhereThePickerSays(t *testing.T) {
 	worker := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 		body, _ := io.ReadAll(r.Body)

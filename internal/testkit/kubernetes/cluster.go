@@ -34,13 +34,13 @@ import (
 // kube-controller-manager. scripts/kubernetes.sh builds them and prints its name.
 const Folder = "KVROUTER_KUBERNETES"
 
-// Limits of waiting.
+// Time limits.
 const (
 	startLimit = 60 * time.Second // for the API server to be ready
 	callLimit  = 10 * time.Second // for one of its answers
 )
 
-// Cluster is a running control plane. It ends with the test.
+// Cluster is a running control plane, which is stopped at the end of the test.
 type Cluster struct {
 	URL    string            // of the API server
 	Client dynamic.Interface // with all rights
@@ -55,8 +55,8 @@ type Cluster struct {
 	controllers *program
 }
 
-// Start starts etcd and the API server, and waits until that is ready. The test is
-// skipped where nobody has named the folder of the programs.
+// Start starts etcd and the API server, and waits until the API server is ready. The test
+// is skipped unless the environment variable Folder is set.
 func Start(t testing.TB) *Cluster {
 	t.Helper()
 	if os.Getenv(Folder) == "" {
@@ -87,7 +87,7 @@ func Start(t testing.TB) *Cluster {
 
 func (c *Cluster) path(name string) string { return filepath.Join(c.dir, name) }
 
-// identify makes the API server's key and certificate. By the same key it signs the
+// identify creates the key and the certificate of the API server. The same key signs the
 // tokens of ServiceAccounts.
 func (c *Cluster) identify() {
 	c.t.Helper()
@@ -147,12 +147,12 @@ func (c *Cluster) StartAPI() {
 	})
 }
 
-// KillAPI ends the API server by SIGKILL.
+// KillAPI kills the API server with SIGKILL.
 func (c *Cluster) KillAPI() { c.api.kill() }
 
-// StartControllers starts the controllers of Deployments and ReplicaSets. Called again
-// it starts them anew: those that were there wait for long before they ask an API server
-// again that was away.
+// StartControllers starts the controllers of Deployments and ReplicaSets. A second call
+// restarts them: running controllers wait long before they retry an API server that was
+// unavailable.
 func (c *Cluster) StartControllers() {
 	c.t.Helper()
 	if c.controllers != nil {
@@ -162,7 +162,7 @@ func (c *Cluster) StartControllers() {
 		"--leader-elect=false", "--secure-port=0", "--kube-api-qps=200", "--kube-api-burst=400")
 }
 
-// Kubeconfig writes a file for KUBECONFIG: who holds the token, in that namespace.
+// Kubeconfig writes a KUBECONFIG file with the token and the namespace.
 func (c *Cluster) Kubeconfig(namespace, token string) (path string) {
 	c.t.Helper()
 	config := api.NewConfig()
@@ -187,7 +187,8 @@ type program struct {
 	ended   chan struct{} // closed once it has
 }
 
-// run starts a program in the cluster's folder. It ends with the test at the latest.
+// run starts a program in the cluster's folder. It is stopped at the end of the test at
+// the latest.
 func (c *Cluster) run(name string, args ...string) *program {
 	c.t.Helper()
 	path := filepath.Join(os.Getenv(Folder), name)
@@ -213,13 +214,13 @@ func (c *Cluster) run(name string, args ...string) *program {
 	return p
 }
 
-// kill ends the process and waits until it has gone.
+// kill kills the process and waits for its end.
 func (p *program) kill() {
 	_ = p.command.Process.Kill()
 	<-p.ended
 }
 
-// showLogs shows what the programs have said last, if the test has failed.
+// showLogs prints the last log lines of the programs if the test has failed.
 func (c *Cluster) showLogs() {
 	if !c.t.Failed() {
 		return

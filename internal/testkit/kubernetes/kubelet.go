@@ -18,14 +18,14 @@ import (
 
 const (
 	nodeName = "node"
-	// pause is how long the kubelet waits before it asks again for what failed.
+	// pause is the wait before the kubelet retries a failed request.
 	pause = 100 * time.Millisecond
 )
 
 // Kubelet is a Node of the test, and its scheduler: each Pod gets an address 127.0.0.N
 // of its own, a worker runs there, and the Pod is Ready once that answers /health. A Pod
 // with a deletionTimestamp stays Ready: its preStop pause (lifecycle.preStop.sleep)
-// passes, its worker is told to end, and then, at the latest after
+// passes, its worker is stopped, and then, at the latest after
 // terminationGracePeriodSeconds, the Pod is deleted.
 type Kubelet struct {
 	t       testing.TB
@@ -49,14 +49,14 @@ type Pod struct {
 
 	uid    types.UID
 	spec   *unstructured.Unstructured
-	told   time.Time     // when the deletionTimestamp was heard of. Guarded by Kubelet.mu
+	told   time.Time     // when the deletionTimestamp was received. Guarded by Kubelet.mu
 	ending chan struct{} // closed then
 }
 
-// Ended is a Pod that has gone, and what its worker says of itself.
+// Ended is a deleted Pod with the report of its worker.
 type Ended struct {
 	Name string
-	Told time.Time // when the kubelet heard of its deletionTimestamp
+	Told time.Time // when the kubelet received its deletionTimestamp
 	Report
 }
 
@@ -74,7 +74,7 @@ func StartKubelet(t testing.TB, c *Cluster, start Starter) *Kubelet {
 	return k
 }
 
-// Pods are those that run.
+// Pods returns the running Pods.
 func (k *Kubelet) Pods() (all []Pod) {
 	k.mu.Lock()
 	defer k.mu.Unlock()
@@ -84,14 +84,14 @@ func (k *Kubelet) Pods() (all []Pod) {
 	return all
 }
 
-// Ended are the Pods that have gone so far.
+// Ended returns the Pods deleted so far.
 func (k *Kubelet) Ended() []Ended {
 	k.mu.Lock()
 	defer k.mu.Unlock()
 	return append([]Ended(nil), k.ended...)
 }
 
-// follow looks at all Pods, and at what changes, until the test ends.
+// follow lists and watches all Pods until the test ends.
 func (k *Kubelet) follow() {
 	at := k.c.Client.Resource(podResource)
 	for k.ctx.Err() == nil {
@@ -114,7 +114,7 @@ func (k *Kubelet) follow() {
 	}
 }
 
-// rest waits a moment and tells whether the test still runs.
+// rest waits for pause and reports whether the test still runs.
 func (k *Kubelet) rest() bool {
 	select {
 	case <-k.ctx.Done():
@@ -124,7 +124,7 @@ func (k *Kubelet) rest() bool {
 	}
 }
 
-// see takes in what is new of a Pod.
+// see handles a change of a Pod.
 func (k *Kubelet) see(u *unstructured.Unstructured) {
 	now := time.Now()
 	k.mu.Lock()
@@ -150,7 +150,7 @@ func (k *Kubelet) see(u *unstructured.Unstructured) {
 	}
 }
 
-// run is the life of a Pod.
+// run is the lifecycle of a Pod.
 func (k *Kubelet) run(p *Pod) {
 	var report Report
 	defer func() {
@@ -189,7 +189,7 @@ func (k *Kubelet) run(p *Pod) {
 	})
 }
 
-// end waits until the Pod is to end, and ends its worker.
+// end waits for the deletion of the Pod and stops its worker.
 func (k *Kubelet) end(p *Pod, worker *Worker) {
 	select {
 	case <-p.ending:
@@ -214,7 +214,7 @@ func (k *Kubelet) end(p *Pod, worker *Worker) {
 	}
 }
 
-// answers waits until the worker answers /health; false: it is to end before.
+// answers waits until the worker answers /health; false: the Pod is deleted before.
 func (k *Kubelet) answers(p *Pod, worker *Worker) bool {
 	client := &http.Client{Transport: &http.Transport{DisableKeepAlives: true}, Timeout: callLimit}
 	for {
@@ -239,8 +239,8 @@ func (k *Kubelet) answers(p *Pod, worker *Worker) bool {
 	}
 }
 
-// insist repeats a call for as long as the API server is away. It tells whether the call
-// was answered as it should be; it is not where the Pod has gone.
+// insist repeats a call while the API server is unavailable. It reports whether the call
+// succeeded, which it does not once the Pod is deleted.
 func (k *Kubelet) insist(call func(ctx context.Context) error) bool {
 	for {
 		ctx, cancel := context.WithTimeout(k.ctx, callLimit)
@@ -261,7 +261,7 @@ func (k *Kubelet) insist(call func(ctx context.Context) error) bool {
 	}
 }
 
-// container is the Pod's first container.
+// container returns the Pod's first container.
 func (p *Pod) container() map[string]any {
 	all, _, _ := unstructured.NestedSlice(p.spec.Object, "spec", "containers")
 	for _, one := range all {
@@ -293,7 +293,7 @@ func (p *Pod) grace() time.Duration {
 	return time.Duration(seconds) * time.Second
 }
 
-// status is the Pod's as the kubelet patches it once its worker answers.
+// status is the status that the kubelet patches into the Pod once its worker answers.
 func (p *Pod) status() []byte {
 	now := metav1.Now().UTC().Format(time.RFC3339)
 	var conditions []any
@@ -304,7 +304,7 @@ func (p *Pod) status() []byte {
 		"phase": "Running", "podIP": p.Address, "podIPs": []any{map[string]any{"ip": p.Address}}, "startTime": now, "conditions": conditions,
 	}})
 	if err != nil {
-		panic(err) // it has nothing that JSON cannot say
+		panic(err) // cannot happen: all values can be encoded as JSON
 	}
 	return text
 }

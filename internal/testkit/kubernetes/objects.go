@@ -18,17 +18,16 @@ import (
 	"k8s.io/client-go/dynamic"
 )
 
-// Resources that the package itself asks for.
+// Resources that the package itself uses.
 var (
 	podResource     = schema.GroupVersionResource{Version: "v1", Resource: "pods"}
 	accountResource = schema.GroupVersionResource{Version: "v1", Resource: "serviceaccounts"}
 )
 
-// DryRun has the API server look at each object of a YAML stream as if it were to be
-// created, and keep none of them: admission, defaults, schema, unknown and doubled
-// fields. An object without a namespace counts as one of namespace default; a namespace
-// must be there, and so must what defines the kind. The error names each object that is
-// refused, and why.
+// DryRun creates each object of a YAML stream with a server-side dry run, which checks
+// admission, defaults, schema, and unknown or duplicate fields. The default namespace is
+// default. Namespaces and resource definitions must exist. The error names each refused
+// object with the reason.
 func (c *Cluster) DryRun(stream []byte) error {
 	return c.post(stream, metav1.CreateOptions{DryRun: []string{metav1.DryRunAll}, FieldValidation: metav1.FieldValidationStrict})
 }
@@ -81,8 +80,7 @@ func (c *Cluster) postObject(object *unstructured.Unstructured, options metav1.C
 	return err
 }
 
-// resourceOf finds where objects of that kind are, by what the API server says of the
-// group.
+// resourceOf finds the resource of a kind by API discovery.
 func (c *Cluster) resourceOf(ctx context.Context, object *unstructured.Unstructured) (dynamic.ResourceInterface, error) {
 	kind := object.GroupVersionKind()
 	path := "/apis/" + kind.GroupVersion().String()
@@ -129,7 +127,7 @@ func (c *Cluster) Patch(resource schema.GroupVersionResource, namespace, name, p
 	}
 }
 
-// Token returns a token of a ServiceAccount, good for an hour.
+// Token returns a token of a ServiceAccount, valid for one hour.
 func (c *Cluster) Token(namespace, account string) string {
 	c.t.Helper()
 	ctx, cancel := context.WithTimeout(c.t.Context(), callLimit)

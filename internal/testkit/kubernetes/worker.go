@@ -25,10 +25,11 @@ import (
 	"kvrouter/internal/tokens"
 )
 
-// BlockSize is that of workers that are told no other, tokens.
+// BlockSize is the default block size of workers, tokens.
 const BlockSize = 64
 
-// Environment of a worker: the container's, and for a process its address.
+// Environment variables of a worker: those of the container, and for a process its
+// address.
 const (
 	EnvModel   = "WORKER_MODEL" // name that it serves; empty: mocker.ModelName
 	EnvPort    = "WORKER_PORT"  // the first of its four ports
@@ -40,32 +41,32 @@ const (
 // Worker is the mock worker of a Pod.
 type Worker struct {
 	URL   string
-	Stop  func()          // as SIGTERM ends vLLM: what it answers may finish
-	Ended <-chan struct{} // closed once it has gone
+	Stop  func()          // stops like vLLM on SIGTERM: in-flight requests may finish
+	Ended <-chan struct{} // closed at its end
 
 	kill   func()
 	report func() Report // once it has gone
 }
 
-// over ends the worker if it still runs, and returns what it says of itself.
+// over stops the worker if it still runs, and returns its report.
 func (w *Worker) over() Report {
 	w.kill()
 	<-w.Ended
 	return w.report()
 }
 
-// Report is what a worker says of itself at its end.
+// Report is the summary of a worker at its end.
 type Report struct {
 	Posts   int64     // requests by POST
 	Last    time.Time // when the last of them came
-	Stopped time.Time // when it was told to end; zero: it was killed
-	Running int       // answers that it was giving then
-	Aborted int64     // answers that were cut
+	Stopped time.Time // time of the stop signal; zero: it was killed
+	Running int       // in-flight requests at that time
+	Aborted int64     // aborted requests
 
 	uid types.UID // of the Pod
 }
 
-// reporter makes the report of a worker.
+// reporter collects the report of a worker.
 type reporter struct {
 	worker *mocker.Worker
 
@@ -73,7 +74,7 @@ type reporter struct {
 	report Report
 }
 
-// stop tells the worker to end.
+// stop signals the worker to stop.
 func (r *reporter) stop() {
 	load := r.worker.Ranks[0].CurrentLoad()
 	r.mu.Lock()
@@ -82,7 +83,7 @@ func (r *reporter) stop() {
 	r.worker.Stop(errStopped)
 }
 
-// end is the report once the worker has gone.
+// end returns the report after the end of the worker.
 func (r *reporter) end() Report {
 	r.mu.Lock()
 	defer r.mu.Unlock()
@@ -97,8 +98,8 @@ func (stopped) Error() string { return "the Pod ends" }
 
 var errStopped error = stopped{}
 
-// serve starts a mock worker at an address. An answer's token takes it 50 ms however
-// many answers it gives, so that a hundred streams leave the machine room.
+// serve starts a mock worker at an address. A token takes 50 ms for any
+// number of requests, so that a hundred streams need little CPU.
 func serve(model *tokens.Model, address string, env map[string]string) (*mocker.Worker, error) {
 	port, err := strconv.Atoi(env[EnvPort])
 	if err != nil {
@@ -123,7 +124,7 @@ func serve(model *tokens.Model, address string, env map[string]string) (*mocker.
 	return m.Start(0)
 }
 
-// open opens the tokenizer of a folder, or the one that is built in.
+// open opens the tokenizer of a folder, or the built-in one.
 func open(ctx context.Context, folder string) (*tokens.Model, error) {
 	if folder == "" {
 		return mocker.OpenBuiltinModel()
@@ -131,12 +132,12 @@ func open(ctx context.Context, folder string) (*tokens.Model, error) {
 	return tokens.Open(ctx, tokens.Opening{Name: folder}, slog.New(slog.DiscardHandler))
 }
 
-// urlOf is where a worker listens.
+// urlOf is the URL of a worker.
 func urlOf(address string, env map[string]string) string {
 	return "http://" + address + ":" + env[EnvPort]
 }
 
-// Inside starts workers in this process: many of them take little.
+// Inside starts workers in this process, where many workers are cheap.
 func Inside(t testing.TB) Starter {
 	model, err := mocker.OpenBuiltinModel()
 	if err != nil {
@@ -158,8 +159,8 @@ func Inside(t testing.TB) Starter {
 	}
 }
 
-// Apart starts each worker as a process: this program anew, with the test of that name
-// only, which calls Run.
+// Apart starts each worker as a process: this test binary, with only the test of that
+// name, which calls Run.
 func Apart(test string) Starter {
 	return func(address string, env map[string]string) (*Worker, error) {
 		command := exec.Command(os.Args[0], "-test.run=^"+test+"$")
@@ -191,8 +192,8 @@ func Apart(test string) Starter {
 	}
 }
 
-// Run is a worker process: it serves until SIGTERM, ends what it has begun, and prints
-// its report. A test that is started by Apart calls it; else that is skipped.
+// Run is a worker process: it serves until SIGTERM, finishes in-flight requests, and
+// prints its report. The test of Apart calls it; in other processes Run skips the test.
 func Run(t *testing.T) {
 	address := os.Getenv(envAddress)
 	if address == "" {
@@ -214,7 +215,7 @@ func Run(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	<-terminated // whoever has started it sends that, or kills it
+	<-terminated // sent by the parent process, which may also kill this one
 	r := &reporter{worker: worker}
 	r.stop()
 	<-worker.Ended()

@@ -1,5 +1,5 @@
-// Package kubetest is as much of Kubernetes' API server as tests of several packages
-// need.
+// Package kubetest is a fake Kubernetes API server with the subset that tests of several
+// packages need.
 package kubetest
 
 import (
@@ -22,8 +22,8 @@ import (
 	"kvrouter/internal/testkit"
 )
 
-// Server answers lists and watches of Pods, InferencePools and EndpointSlices in namespace ns, and does
-// wrong what a test tells it to. It can go and come back at the same address.
+// Server answers lists and watches of Pods, InferencePools and EndpointSlices in namespace
+// ns, with faults injected by the test. It can stop and start again at the same address.
 type Server struct {
 	t       testing.TB
 	Address string // host:port
@@ -47,13 +47,13 @@ type object struct {
 	content  map[string]any
 }
 
-// change is one step from one state of an object to the next; nil: it is not there.
+// change is a transition of an object from one state to the next; nil: absent.
 type change struct {
 	version       int
 	before, after *object
 }
 
-// New starts a server, which ends with the test.
+// New starts a server, which is stopped at the end of the test.
 func New(t testing.TB) *Server {
 	t.Helper()
 	s := &Server{t: t, Address: fmt.Sprintf("127.0.0.1:%d", testkit.FreePorts(t, 1)), version: 100, objects: map[string]object{}, news: make(chan struct{}), refuses: map[string]int{}, asked: map[string]int{}}
@@ -89,7 +89,7 @@ func (s *Server) EndWatches() {
 	s.set(func() { s.cut++ })
 }
 
-// set changes what the server does.
+// set changes the behaviour of the server.
 func (s *Server) set(do func()) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -98,7 +98,7 @@ func (s *Server) set(do func()) {
 	s.news = make(chan struct{})
 }
 
-// Forget has the server forget what was before: a watch from there is 410 Gone.
+// Forget discards the history: a watch from an earlier version returns 410 Gone.
 func (s *Server) Forget() {
 	s.set(func() { s.oldest, s.changes = s.version+1, nil; s.version++ })
 }
@@ -137,14 +137,14 @@ func (s *Server) Remove(resource, name string) {
 	})
 }
 
-// Questions is how often that was asked: list pods, watch pods, ...
+// Questions is the number of such requests: list pods, watch pods, ...
 func (s *Server) Questions(what string) int {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	return s.asked[what]
 }
 
-// status answers with an error as Kubernetes does.
+// status writes an error response in Kubernetes' format.
 func status(w http.ResponseWriter, code int, reason, message string) {
 	w.Header().Set("Content-Type", "application/json")
 	w.WriteHeader(code)
@@ -223,13 +223,13 @@ func (s *Server) list(w http.ResponseWriter, resource string, wanted func(*objec
 	_ = json.NewEncoder(w).Encode(map[string]any{"kind": kinds[resource] + "List", "apiVersion": apiVersions[resource], "metadata": map[string]any{"resourceVersion": version}, "items": items})
 }
 
-// What objects of each resource are.
+// Kinds of the objects of each resource.
 var (
 	kinds       = map[string]string{"pods": "Pod", "inferencepools": "InferencePool", "endpointslices": "EndpointSlice"}
 	apiVersions = map[string]string{"pods": "v1", "inferencepools": "inference.networking.k8s.io/v1", "endpointslices": "discovery.k8s.io/v1"}
 )
 
-// watch streams changes until it is cut or the client goes.
+// watch streams changes until it is ended or the client disconnects.
 func (s *Server) watch(w http.ResponseWriter, r *http.Request, resource string, wanted func(*object) bool, from string, initial bool) {
 	w.Header().Set("Content-Type", "application/json")
 	encoder := json.NewEncoder(w)
@@ -283,7 +283,7 @@ func (s *Server) watch(w http.ResponseWriter, r *http.Request, resource string, 
 	}
 }
 
-// Pod is a Pod as the API server has it. Its labels are app=vllm unless it has others.
+// Pod is a Pod of the API server. Its labels default to app=vllm.
 type Pod struct {
 	UID, IP             string
 	Labels, Annotations map[string]any
@@ -329,7 +329,8 @@ func (s *Server) Pool(name string, labels map[string]any, ports ...any) {
 }
 
 // Slice creates or changes an EndpointSlice of a Service with one port and an endpoint at
-// each address. uid of the Pod there is the address' text before "=", if it has one.
+// each address. The uid of its Pod is the text before "=" in the
+// address, if any.
 func (s *Server) Slice(name, service, portName string, port any, addresses ...string) {
 	endpoints := []any{}
 	for _, address := range addresses {
@@ -346,9 +347,9 @@ func (s *Server) Slice(name, service, portName string, port any, addresses ...st
 	})
 }
 
-// Refuse has the server answer with that status to what is asked, such as watch pods; 0:
-// as it should.
+// Refuse makes the server answer such requests (for example watch pods) with the status;
+// 0: normally.
 func (s *Server) Refuse(what string, status int) { s.set(func() { s.refuses[what] = status }) }
 
-// BeOlder takes from the server that it streams lists.
+// BeOlder disables streaming lists.
 func (s *Server) BeOlder() { s.set(func() { s.noStream = true }) }

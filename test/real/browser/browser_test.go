@@ -249,7 +249,7 @@ func TestBrowser(t *testing.T) {
 }
 
 // crash matches the log's line of a mock worker's crash.
-var crash = regexp.MustCompile(`worker (\d+): crash asked for`)
+var crash = regexp.MustCompile(`worker (\d+): simulated crash`)
 
 // TestBrowserSeesACrash waits for the first worker's crash and for its card to say so,
 // if only once it is back: between two states nobody sees it down.
@@ -272,7 +272,7 @@ func TestBrowserSeesACrash(t *testing.T) {
 		}
 		return found != nil
 	})
-	b.until(2*time.Second, "the crash on the card", fmt.Sprintf("document.querySelector(%q).innerText !== 'Ready' || document.querySelector(\".card[data-worker='%d'] .why\")?.innerText.includes('started again')", state(crashed), crashed))
+	b.until(2*time.Second, "the crash on the card", fmt.Sprintf("document.querySelector(%q).innerText !== 'Ready' || document.querySelector(\".card[data-worker='%d'] .why\")?.innerText.includes('restarted')", state(crashed), crashed))
 	b.until(15*time.Second, "the worker's return on the card", fmt.Sprintf("document.querySelector(%q).innerText === 'Ready'", state(crashed)))
 	if restarts := b.text(fmt.Sprintf(".card[data-worker='%d'] [data-field=restarts]", crashed)); restarts != "1" {
 		t.Errorf("the card counts %s restarts", restarts)

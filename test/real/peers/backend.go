@@ -38,13 +38,13 @@ type Backend struct {
 	id        string
 	model     *tokens.Model
 	publisher *testkit.FakePublisher
-	prompts   chan []byte // computed, and not yet told of
+	prompts   chan []byte // computed, and not yet published
 	limit     int         // blocks that it caches at most
 
 	mu     sync.Mutex      // guards all below
 	seen   map[uint64]bool // prompts that are or will be cached, by the hash of their body
 	blocks map[uint64]bool // blocks that are cached, by sequence hash
-	behind int             // prompts not yet told of
+	behind int             // prompts not yet published
 }
 
 // NewBackend returns the engine of that number, which caches limit blocks at most. Its
@@ -103,7 +103,7 @@ func (b *Backend) Handler() http.Handler {
 		b.mu.Lock()
 		defer b.mu.Unlock()
 		if b.behind > 0 {
-			http.Error(w, "prompts are still to be told of", http.StatusServiceUnavailable)
+			http.Error(w, "prompts are not published yet", http.StatusServiceUnavailable)
 			return
 		}
 		fmt.Fprintf(w, "[%d]", len(b.blocks))
@@ -166,7 +166,7 @@ func (b *Backend) truth(body []byte) (length, cached int, err error) {
 	return len(tokens), min(cached, (len(tokens)-1)/blockSize) * blockSize, nil
 }
 
-// Publish tells of the blocks of new prompts, as an engine does after it has
+// Publish publishes the blocks of new prompts, as an engine does after it has
 // computed them.
 func (b *Backend) Publish() {
 	for body := range b.prompts {
@@ -181,7 +181,7 @@ func (b *Backend) Publish() {
 	}
 }
 
-// store caches a prompt and returns the event that tells of it; nil: all of it
+// store caches a prompt and returns its event; nil: all of it
 // was cached.
 func (b *Backend) store(body []byte) (testkit.Event, error) {
 	tokens, chain, err := b.chain(body)

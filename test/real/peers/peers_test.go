@@ -33,16 +33,25 @@ func TestPeersBackends(t *testing.T) {
 		t.Skip("run scripts/peers.sh proxy")
 	}
 	model := test.OpenModel(t)
+	var running sync.WaitGroup
+	defer running.Wait()
 	for id, port := range strings.Split(ports, ",") {
 		b := NewBackend(t, strconv.Itoa(id), model, Blocks)
-		go b.Publish() // ends with the process
 		server := &http.Server{Addr: "127.0.0.1:" + port, Handler: b.Handler()}
-		go func() {
+		running.Go(b.Publish)
+		running.Go(func() {
 			if err := server.ListenAndServe(); err != http.ErrServerClosed {
 				fmt.Fprintln(os.Stderr, err)
 			}
+		})
+		defer func() {
+			ctx, cancel := context.WithTimeout(context.Background(), 10*time.Second)
+			defer cancel()
+			if err := server.Shutdown(ctx); err != nil {
+				t.Fatal(err)
+			}
+			b.Close() // no request is left that could follow
 		}()
-		defer server.Close()
 	}
 	_, _ = io.Copy(io.Discard, os.Stdin)
 }
