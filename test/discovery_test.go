@@ -208,7 +208,7 @@ func TestDiscoveredWorkersAreCalledByTheirNames(t *testing.T) {
 	}
 	file.write(entry(first, mocks.URL(0), ", draining: true"), entry(second, mocks.URL(1), ""))
 	v.until("one drains, and one is gone", func(state *page.State) bool {
-		return len(state.Workers) == 2 && state.Workers[1].State == page.StateDraining && strings.Contains(state.Workers[1].Why, "leaving")
+		return len(state.Workers) == 2 && state.Workers[1].State == page.StateDraining && strings.Contains(state.Workers[1].Why, "draining")
 	})
 	if e, problem := s.called(first); e.StatusCode != http.StatusServiceUnavailable || !strings.HasPrefix(problem, "worker "+first+" rank 0, which the request pins, cannot serve it") {
 		t.Errorf("%d %s", e.StatusCode, problem)
