@@ -133,7 +133,7 @@ func TestAFileOfWorkersIsFollowedAndNoRequestIsLost(t *testing.T) {
 	more()
 	file.write("http://h:0")
 	testkit.Eventually(t, 20*time.Second, "the mistake is told", func() bool {
-		return strings.Contains(s.Log.String(), "line 2: worker 1 of the list: url: http://h:0 is no URL")
+		return strings.Contains(s.Log.String(), "line 2: worker 1 of the list: url: http://h:0 is not a URL")
 	})
 	more()
 	stop()
@@ -184,7 +184,7 @@ func TestDiscoveredWorkersAreCalledByTheirNames(t *testing.T) {
 	if e, problem := s.called(broken); e.StatusCode != http.StatusBadGateway || problem != "worker "+broken+" failed before it answered" {
 		t.Errorf("%d %s", e.StatusCode, problem)
 	}
-	if e, problem := s.called("vllm-0"); e.StatusCode != http.StatusBadRequest || !strings.Contains(problem, "is vllm-0: it must be the name of a worker that is known") {
+	if e, problem := s.called("vllm-0"); e.StatusCode != http.StatusBadRequest || !strings.Contains(problem, "is vllm-0: it must be the name of a known worker") {
 		t.Errorf("%d %s", e.StatusCode, problem)
 	}
 	s.wantCalled(first, second, broken)
@@ -208,9 +208,9 @@ func TestDiscoveredWorkersAreCalledByTheirNames(t *testing.T) {
 	}
 	file.write(entry(first, mocks.URL(0), ", draining: true"), entry(second, mocks.URL(1), ""))
 	v.until("one drains, and one is gone", func(state *page.State) bool {
-		return len(state.Workers) == 2 && state.Workers[1].State == page.StateDraining && strings.Contains(state.Workers[1].Why, "leaving")
+		return len(state.Workers) == 2 && state.Workers[1].State == page.StateDraining && strings.Contains(state.Workers[1].Why, "draining")
 	})
-	if e, problem := s.called(first); e.StatusCode != http.StatusServiceUnavailable || !strings.HasPrefix(problem, "worker "+first+" rank 0, which the request names, cannot take it") {
+	if e, problem := s.called(first); e.StatusCode != http.StatusServiceUnavailable || !strings.HasPrefix(problem, "worker "+first+" rank 0, which the request pins, cannot serve it") {
 		t.Errorf("%d %s", e.StatusCode, problem)
 	}
 	s.wantCalled(first, second)
@@ -242,7 +242,7 @@ func TestAFileThatCannotBeReadStopsTheStart(t *testing.T) {
 	if text, err := Output(t, "--engine=none", "--discovery=file:/nowhere/workers.yaml"); err == nil || !strings.Contains(text, "--discovery file:/nowhere/workers.yaml: cannot read it: no such file") {
 		t.Error(text, err)
 	}
-	if text, err := Output(t, "--engine=none", "--discovery=zookeeper://h"); err == nil || !strings.Contains(text, "--discovery zookeeper://h: no such source") {
+	if text, err := Output(t, "--engine=none", "--discovery=zookeeper://h"); err == nil || !strings.Contains(text, "--discovery zookeeper://h: unknown source") {
 		t.Error(text, err)
 	}
 }

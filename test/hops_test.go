@@ -37,7 +37,7 @@ func TestRouterIsNotItsOwnWorker(t *testing.T) {
 	ports := testkit.FreePorts(t, 2)
 	s := StartAt(t, Program, ports, nil, "--engine=none", "--policy=kv", fmt.Sprintf("--worker=http://127.0.0.1:%d", ports))
 	testkit.Eventually(t, 20*time.Second, "the log says so", func() bool {
-		return strings.Contains(s.Log.String(), "level=ERROR") && strings.Contains(s.Log.String(), "leads back to this router")
+		return strings.Contains(s.Log.String(), "level=ERROR") && strings.Contains(s.Log.String(), "the address is this router's own")
 	})
 	if up := s.Ranks(); len(up) != 0 {
 		t.Errorf("%v are routed to", up)

@@ -3,16 +3,18 @@ package test
 import (
 	"context"
 	"fmt"
-	"kvrouter/internal/kv"
-	"kvrouter/internal/mocker"
-	"kvrouter/internal/proxy"
-	"kvrouter/internal/testkit"
-	"kvrouter/internal/web"
+	"math/rand/v2"
 	"net/http"
 	"strings"
 	"sync"
 	"testing"
 	"time"
+
+	"kvrouter/internal/kv"
+	"kvrouter/internal/mocker"
+	"kvrouter/internal/proxy"
+	"kvrouter/internal/testkit"
+	"kvrouter/internal/web"
 )
 
 // mockPair is a protocol between mock workers and whose servers they are.
@@ -213,5 +215,45 @@ func TestAttachedSGLangServersArePaired(t *testing.T) {
 	list := ask(t, s.Port, "GET", "/workers", nil)
 	if p := list.Get("0"); p.Get("role").Str != "prefill" || p.Get("kind").Str != "sglang" || p.Get("bootstrap_host").Str != "127.0.0.1" || p.Get("bootstrap_port").Int() != int64(w.Settings.Ports.HTTP) {
 		t.Errorf("shown as %s", p)
+	}
+}
+
+// TestSoakOfPairs has clients come, stay and leave over prefill and decode workers
+// that crash, one of which also hangs: none waits for ever, and nothing is left
+// of them anywhere.
+func TestSoakOfPairs(t *testing.T) {
+	d := soakTime(t)
+	for _, kind := range []kv.Kind{kv.KindNIXL, kv.KindSGLang} {
+		t.Run(kind.String(), func(t *testing.T) {
+			c := newChurn(t)
+			c.chats = 1 << 30 // few have been before, so that most are shared
+			c.first = startSoaked(t, 0, "--prefill-workers=3", "--decode-workers=3", "--mock-disagg-kind="+kind.String(),
+				"--speedup-ratio=10", "--mock-num-gpu-blocks=2048", "--disagg-min-uncached-tokens=64",
+				"--mock-crash-every=5s", "--mock-hang-worker=2=15s", "--mock-kv-lease=2s", "--mock-bootstrap-timeout=10s",
+				"--disagg-prefill-timeout=3s", "--disagg-handover-timeout=3s", "--request-timeout=6s")
+			quiet := c.footprint()
+			ctx, cancel := context.WithTimeout(t.Context(), d)
+			defer cancel()
+			var clients sync.WaitGroup
+			for i := range churnClients {
+				clients.Go(func() { c.ask(ctx, rand.New(rand.NewPCG(uint64(i), 6)), c.first.OpenAI, i%3 == 0) })
+			}
+			clients.Wait()
+			c.client.CloseIdleConnections()
+			for line := range strings.Lines(string(c.first.Get(c.first.OpenAI + "/metrics"))) {
+				if strings.HasPrefix(line, "kvrouter_disagg_requests_total") || strings.HasPrefix(line, "kvrouter_retries_total") {
+					t.Log(strings.TrimSpace(line))
+				}
+			}
+			t.Logf("%d answers, %d clients left, %d refused, %d cut short, %d hung", c.whole.Load(), c.left.Load(), c.refused.Load(), c.broken.Load(), c.hung.Load())
+			if wrong := c.wrong.Load(); wrong != nil {
+				t.Error(*wrong)
+			}
+			if c.hung.Load() > 0 || c.whole.Load() == 0 || c.left.Load() == 0 {
+				t.Error("clients hung, or nothing happened")
+			}
+			c.idle(quiet)
+			testkit.Eventually(t, time.Minute, "nothing is left at the workers", c.first.idle) // the one that hangs is started again
+		})
 	}
 }

@@ -34,7 +34,8 @@ func TestMockPredictionsAreExactOneByOne(t *testing.T) {
 	}
 	for _, args := range append(variants, []string{"--mock-num-gpu-blocks=60", "--mock-duplicate-events=0.3", "--mock-delay-events=3ms"}) {
 		t.Run(strings.ReplaceAll(strings.Join(args, " "), "/", "_"), func(t *testing.T) {
-			s := StartMocks(t, 3, args...)
+			t.Parallel()
+			s := StartMocks(t, 3, append([]string{"--speedup-ratio=100"}, args...)...)
 			reused, fromAnswers := 0, 0
 			for i := range 12 {
 				chat := Say(fmt.Sprint("topic ", i%4, " ", strings.Repeat("lorem ipsum ", 20+5*(i%4))))

@@ -40,6 +40,7 @@ func TestARecordingOfAFleetReplaysToWhatTheIndexHeld(t *testing.T) {
 	}
 	for _, args := range [][]string{nil, {"--mock-data-parallel-size=2"}, {"--policy=kv", "--router-predicted-ttl-secs=60", "--mock-delay-events=3ms"}} {
 		t.Run(strings.Join(args, " "), func(t *testing.T) {
+			t.Parallel()
 			file := filepath.Join(t.TempDir(), "events.jsonl")
 			for range 2 {
 				s := StartMocks(t, 2, append(args, "--record-events="+file, "--mock-num-gpu-blocks=60")...) // few, so that blocks are removed

@@ -538,8 +538,8 @@ func TestWhatCannotBeAdded(t *testing.T) {
 		part   string
 	}{
 		{"", 400, "Worker URL required. Provide 'url' query parameter"},
-		{"?url=h:1", 400, "is no URL such as"},
-		{"?url=http://user:sesame@h:1", 400, "holds no user and password"},
+		{"?url=h:1", 400, "is not a URL such as"},
+		{"?url=http://user:sesame@h:1", 400, "must not contain a user or password"},
 		{"?url=" + s.OpenAI, 400, "address of this router itself"},
 		{"?url=" + s.Port, 400, "address of this router itself"},
 		{"?url=http://h:1&api_key=a%0Ab", 400, "without control characters"},

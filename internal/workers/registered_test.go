@@ -345,4 +345,7 @@ func TestErrorsOfRegister(t *testing.T) {
 	if err := f.Register(t.Context(), registration("http://127.0.0.1:2")); !errors.Is(err, ErrFleetEnding) {
 		t.Errorf("registered at the end: %v", err)
 	}
+	if f.Unregister(9) {
+		t.Error("removed a worker that was never registered")
+	}
 }
