@@ -37,7 +37,7 @@ func TestBrowserShowsDiscoveredWorkers(t *testing.T) {
 	for _, held := range []struct {
 		worker           int
 		class, said, why string
-	}{{draining, "draining", "Draining", "leaving"}, {unready, "not-ready", "Not ready", "discovery tells"}} {
+	}{{draining, "draining", "Draining", "in-flight requests"}, {unready, "not-ready", "Not ready", "discovery reports"}} {
 		b.until(20*time.Second, names[held.worker]+" is "+held.said, fmt.Sprintf(`(() => {
 			const card = document.querySelector('.card.state-%s');
 			return card && card.querySelector('h3').title.startsWith(%q) && card.querySelector('[data-field=state]').innerText === %q && card.querySelector('.why').innerText.includes(%q);

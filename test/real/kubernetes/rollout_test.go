@@ -87,7 +87,7 @@ func TestRolloutsInKubernetesLoseNothing(t *testing.T) {
 	}
 	wantLifecycles(s, ready(2), ready(3))
 	stop()
-	for _, text := range []string{"the API server does not answer", "the API server answers again"} {
+	for _, text := range []string{"the API server does not answer", "the API server is reachable again"} {
 		if !strings.Contains(s.Log.String(), text) {
 			t.Errorf("the log does not say %q", text)
 		}
