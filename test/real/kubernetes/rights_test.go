@@ -64,7 +64,7 @@ func TestKubernetesPoolIsFollowed(t *testing.T) {
 	k.nodes(kubernetes.Inside(t))
 	k.deploy("mock", 2, 0)
 	k.route("kvrouter", "--pool=vllm-pool")
-	k.says("the cluster knows no InferencePool (inference.networking.k8s.io/v1)")
+	k.says("the cluster has no resource InferencePool (inference.networking.k8s.io/v1)")
 	k.cluster.Create(poolKind)
 	k.pool()
 	k.schedulable(2)
