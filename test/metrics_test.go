@@ -77,6 +77,9 @@ func metricRow(kind string, labels []string) string {
 
 // TestMetricsPage holds docs/metrics.md against what running routers show.
 func TestMetricsPage(t *testing.T) {
+	if testing.Short() {
+		t.Skip("starts processes")
+	}
 	t.Parallel()
 	text, err := os.ReadFile("docs/metrics.md")
 	if err != nil {
