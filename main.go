@@ -138,7 +138,7 @@ func (r *app) run(ctx context.Context) error {
 		<-failed.Done()
 		delay := r.config.DrainDelay
 		if ctx.Err() == nil || errors.Is(context.Cause(ctx), errInterrupted) {
-			delay = 0 // no gateway must notice first
+			delay = 0 // no load balancer needs time to notice
 		}
 		r.drain(delay)
 		r.recording.Close() // the end of the workers is not recorded as lost blocks

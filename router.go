@@ -48,7 +48,6 @@ type app struct {
 	launcher   *process.Launcher // of processes; nil: none are started
 	mocker     *mocker.Mocker    // of simulated workers; nil: none are started
 	model      *tokens.Model     // the default one's; nil: prompt tokens come from the workers
-	tokens     *tokens.Source    // of the default model
 	proxy      *proxy.Proxy
 	telemetry  *telemetry.Metrics
 	recorder   *telemetry.Recorder // nil: nothing is recorded
@@ -104,7 +103,6 @@ func build(ctx context.Context, config Config, log *slog.Logger) (*app, error) {
 		Observer: r.telemetry, Failed: r.fleet.ReportFailure, Names: r.router.Names(), Hop: config.Hop, Transport: web.NewTransport(config.WorkerTLS), Log: log,
 	})
 	r.models = models.New(config.modelSettings(), models.Deps{Router: r.router, Index: r.changed, Tokenizer: r.model, Ask: r.proxy.Ask, Look: r.fleet.LookForModels, Log: log})
-	r.tokens = r.models.Default().Tokens
 	r.partitions = selection.NewPartitions(config.ServedModelName, r.models)
 	r.keys, r.bodies = keys.New(config.Keys, config.APIKey), web.NewBodies(config.MaxBodyBytes, config.Bodies.MaxInflightBodyBytes)
 	r.certificates = web.NewCertificates(config.Web.TLS)
