@@ -153,8 +153,15 @@ func TestAddressesOfAName(t *testing.T) {
 	before := w.last()[0].ID
 	s.set(func() { s.addresses["vllm.ns.test"] = []string{"10.0.0.3", "10.0.0.1", "10.0.0.1"} })
 	w.wants("10.0.0.1:8100=10.0.0.1:8100; 10.0.0.3:8100=10.0.0.3:8100")
-	if w.last()[0].ID != before || w.count() != 3 || w.log.String() != "" {
-		t.Errorf("%d lists, %+v: %s", w.count(), w.last(), w.log.String())
+	// The first list, the union while an address may be missing by chance, the last
+	// one; and one more where the change fell between the A and the AAAA question.
+	lists := w.count()
+	if w.last()[0].ID != before || lists < 3 || lists > 4 || w.log.String() != "" {
+		t.Errorf("%d lists, %+v: %s", lists, w.last(), w.log.String())
+	}
+	s.answers(t, 8)
+	if w.count() != lists {
+		t.Errorf("%d lists more for the same addresses", w.count()-lists)
 	}
 }
 

@@ -512,7 +512,7 @@ func (d *Detector) worse(key kv.WorkerKey, now time.Time) (share, others float64
 // time without an answer between double, up to longestGuess. It is no failure.
 func (d *Detector) Pressed(a Attempt, pause time.Duration, now time.Time) {
 	d.hold(a, func(w *worker) {
-		if a.Sent.After(w.pressed) { // it was sent after the last pause began
+		if w.presses == 0 || a.Sent.After(w.pressed) { // it was sent after the last pause began
 			w.pressed, w.presses = now, w.presses+1
 		}
 		until := now.Add(min(pause, LongestPause))

@@ -392,6 +392,20 @@ func TestTheLogSaysWhoIsOut(t *testing.T) {
 	}
 }
 
+// TestAPauseAskedForBeforeAGoodAnswerIsTheFirst: the answer to an attempt that was sent
+// before the last pause may come after a good one.
+func TestAPauseAskedForBeforeAGoodAnswerIsTheFirst(t *testing.T) {
+	b := newBench(2)
+	early, good, late := b.sent(0), b.sent(0), b.sent(0)
+	b.Pressed(early, 0, b.now)
+	b.pass(time.Second)
+	b.Succeeded(good, b.now)
+	b.Pressed(late, 0, b.now)
+	if held := b.workers[key(0)].held.Sub(b.now); held != firstGuess {
+		t.Errorf("the worker is held for %s, want %s", held, firstGuess)
+	}
+}
+
 // TestDetectorKeepsItsInvariants drives a detector with random calls.
 func TestDetectorKeepsItsInvariants(t *testing.T) {
 	rapid.Check(t, func(t *rapid.T) {

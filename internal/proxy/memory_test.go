@@ -37,8 +37,10 @@ func (m memory) RoundTrip(r *http.Request) (*http.Response, error) {
 			}
 		}()
 		serve(w, r.WithContext(ctx))
-		w.WriteHeader(http.StatusOK)
-		into.Close()
+		if ctx.Err() == nil {
+			w.WriteHeader(http.StatusOK)
+		}
+		into.CloseWithError(context.Cause(ctx)) // nil: the end of the answer
 	}()
 	select {
 	case status := <-w.headed:
