@@ -5,6 +5,8 @@ SHELL_SCRIPTS := ping.sh perf.sh .ci/run $(wildcard scripts/*.sh)
 PYTHON_SCRIPTS = $(wildcard scripts/*.py internal/*/plugin/*.py internal/*/plugin/*/*.py internal/*/testdata/*.py testdata/*/*.py)
 PYTHON ?= python3
 ARGS ?=
+# Without paths in its results, the build cache serves every checkout.
+export GOFLAGS := $(strip -trimpath $(GOFLAGS))
 BENCH ?= .
 TEST_TIMEOUT ?= 45m
 SOAK ?= 60s
@@ -52,8 +54,10 @@ check: lint ## Run the linters and the short tests
 	go test -short ./...
 
 # The race detector watches the packages, and the built program in test/; there the tests themselves go without.
+# A simulation is one goroutine: the long ones run without it.
 test: setup lint parity ## Run the linters and all tests (race detector, real vLLM workers)
 	go test -race -timeout $(TEST_TIMEOUT) . ./internal/...
+	go test -timeout $(TEST_TIMEOUT) ./internal/simulate
 	go test -p 1 -timeout $(TEST_TIMEOUT) ./test/...
 
 test-mooncake: setup ## Test two real vLLM CPU workers with MooncakeConnector over TCP (minutes)

@@ -117,15 +117,12 @@ func finishedRun(t testing.TB, s Simulation) *simulator {
 // TestSimulatorGivesDynamosRows is the calibration: the engine model with round
 // robin, then policy kv with Dynamo's defaults and with its best knobs.
 func TestSimulatorGivesDynamosRows(t *testing.T) {
-	if testing.Short() {
+	if testing.Short() || testkit.RaceDetector {
 		t.Skip("30 runs")
 	}
 	traces := loadTraces(t)
 	compare := func(policy string, rows []simRow, scoring policies.Settings, reuse, share float64) {
 		for _, row := range rows {
-			if testkit.RaceDetector && (row.trace != "synthetic" || row.load > 64) {
-				continue
-			}
 			t.Run(fmt.Sprintf("%s/%v/%s/%v", policy, scoring.PrefillLoadScale, row.trace, row.load), func(t *testing.T) {
 				s := simulation(traces[row.trace], policy, row.load)
 				s.Scoring = scoring
@@ -215,7 +212,7 @@ func TestTheRouterPredictsWhatTheEngineFinds(t *testing.T) {
 // one: the share of prompt tokens found cached, and what the router expects.
 func TestApproximateIndexFindsAsMuch(t *testing.T) {
 	loads := []float64{64, 256, 1}
-	if testing.Short() {
+	if testing.Short() || testkit.RaceDetector {
 		loads = loads[:1]
 	}
 	for name, requests := range loadTraces(t) {
