@@ -32,9 +32,9 @@ func (c *Config) countWorkers() error {
 	apart := c.PrefillWorkers != 0 || c.DecodeWorkers != 0
 	switch {
 	case apart && c.WorkersGiven != nil:
-		return fmt.Errorf("--num-workers %d beside --prefill-workers and --decode-workers: started workers either all serve whole requests or each have their part; leave one of the two out", *c.WorkersGiven)
+		return fmt.Errorf("--num-workers %d beside --prefill-workers and --decode-workers: started workers are either all aggregated or all disaggregated; leave one of the two out", *c.WorkersGiven)
 	case apart && c.Engine == EngineNone:
-		return errors.New("--prefill-workers and --decode-workers start workers, and --engine is none; leave them out")
+		return errors.New("--prefill-workers and --decode-workers start workers, but --engine is none; leave them out")
 	case apart && (c.PrefillWorkers < 1 || c.DecodeWorkers < 1):
 		return fmt.Errorf("--prefill-workers %d with --decode-workers %d: give at least 1 of each", c.PrefillWorkers, c.DecodeWorkers)
 	case apart:

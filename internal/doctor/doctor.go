@@ -20,7 +20,7 @@ import (
 
 // Command is the command doctor.
 type Command struct {
-	JSON bool          `group:"Doctor" name:"json" help:"Print the findings as one JSON object: ok, and findings with level (ok, note, mend), about, text and remedy."`
+	JSON bool          `group:"Doctor" name:"json" help:"Print the findings as one JSON object: ok, and findings with level (ok, note, fail), about, text and remedy."`
 	Wait time.Duration `group:"Doctor" default:"5s" help:"Maximum time to wait for each answer of a worker."`
 
 	Unusable error `kong:"-"` // why the settings cannot be used on this machine; nil: they can
@@ -48,7 +48,7 @@ type Level string
 const (
 	OK   Level = "ok"   // as it should be
 	Note Level = "note" // works, and could be better or should be known
-	Mend Level = "mend" // does not work, or gives wrong predictions
+	Mend Level = "fail" // does not work, or gives wrong predictions
 )
 
 // Finding is the result of one check.

@@ -17,7 +17,7 @@ type HoldSettings struct {
 func (k HoldSettings) validate(limit int) error {
 	switch {
 	case k.HoldWhenEmpty < 0:
-		return fmt.Errorf("--hold-when-empty %s: give a time, such as 2m; 0 holds nothing", k.HoldWhenEmpty)
+		return fmt.Errorf("--hold-when-empty %s: give a time, such as 2m; 0 disables it", k.HoldWhenEmpty)
 	case k.HoldWhenEmpty > 0 && limit < 1:
 		return fmt.Errorf("--router-queue-limit %d: give at least 1, or leave out --hold-when-empty", limit)
 	}

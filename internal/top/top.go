@@ -22,7 +22,7 @@ import (
 // Command is kvrouter top.
 type Command struct {
 	RouterURL string `group:"Top" name:"router-url" default:"http://127.0.0.1:7000" help:"Router port of the router to show."`
-	Once      bool   `group:"Top" help:"Print one frame as plain text and exit: for scripts, and where there is no terminal."`
+	Once      bool   `group:"Top" help:"Print one frame as plain text and exit, for scripts and without a terminal."`
 }
 
 // onceWait is how long --once waits for the first state.

@@ -17,7 +17,7 @@ type Flags struct {
 	WorkerAPIKeyEnv   string        `group:"Workers" name:"worker-api-key-env" placeholder:"NAME" help:"Environment variable with the bearer key of started and attached workers. It replaces the client's key on every request. Default: VLLM_API_KEY (not with --engine sglang), which replaces the client's key only if the router itself requires keys."`
 	WorkerCA          string        `group:"Workers" name:"worker-ca" placeholder:"FILE" help:"PEM file of the certificate authorities of workers with https://. Default: the system's."`
 	StartupTimeout    time.Duration `group:"Workers" default:"10m" help:"Maximum time for a started worker to become ready."`
-	RestartBackoffMax time.Duration `group:"Workers" default:"30s" help:"Maximum pause before a dead worker is restarted; the first is 1s, and each next one doubles."`
+	RestartBackoffMax time.Duration `group:"Workers" default:"30s" help:"Maximum delay before a failed worker is restarted. The first delay is 1s; each further one doubles."`
 
 	WorkerKey kv.Secret   `kong:"-"` // of WorkerAPIKeyEnv; set by Resolve
 	WorkerTLS *tls.Config `kong:"-"` // of WorkerCA; nil: the system's roots. Set by Resolve
