@@ -261,10 +261,10 @@ func writeReports(out io.Writer, reports []*Report) error {
 func (r *Report) writeTroubles(out io.Writer) {
 	var text []string
 	if r.Queue != nil {
-		text = append(text, fmt.Sprintf("%d waited in the router, ms mean %.1f p50 %.1f p99 %.1f", r.Queue.Waited, r.Queue.WaitMS.Mean, r.Queue.WaitMS.P50, r.Queue.WaitMS.P99))
+		text = append(text, fmt.Sprintf("%d queued in the router, ms mean %.1f p50 %.1f p99 %.1f", r.Queue.Waited, r.Queue.WaitMS.Mean, r.Queue.WaitMS.P50, r.Queue.WaitMS.P99))
 	}
 	if r.Priority != nil {
-		text = append(text, fmt.Sprintf("TTFT of those that go first, ms mean %.1f p99 %.1f", r.Priority.Mean, r.Priority.P99))
+		text = append(text, fmt.Sprintf("TTFT of prioritized requests, ms mean %.1f p99 %.1f", r.Priority.Mean, r.Priority.P99))
 	}
 	if len(r.Lost) > 0 {
 		counts := []string{}
@@ -277,12 +277,12 @@ func (r *Report) writeTroubles(out io.Writer) {
 		text = append(text, fmt.Sprintf("%d retries, %d denied", r.Retries, r.Denied))
 	}
 	for _, f := range r.Faults {
-		told := fmt.Sprintf("worker %d %s at %g s: met %d first attempts, %d in all, %d of them lost", f.Worker, f.Kind, f.AtS, f.First, f.Attempts, f.Lost)
+		told := fmt.Sprintf("worker %d %s at %g s: %d first attempts, %d attempts in all, %d requests lost", f.Worker, f.Kind, f.AtS, f.First, f.Attempts, f.Lost)
 		if f.KnownS != nil {
-			told += fmt.Sprintf(", out after %.2f s", *f.KnownS)
+			told += fmt.Sprintf(", ejected after %.2f s", *f.KnownS)
 		}
 		if f.BackS != nil {
-			told += fmt.Sprintf(", back %.2f s after its end", *f.BackS)
+			told += fmt.Sprintf(", readmitted %.2f s after its end", *f.BackS)
 		}
 		text = append(text, told)
 	}

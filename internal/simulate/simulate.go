@@ -61,7 +61,7 @@ func (s Settings) Validate() error {
 	case s.Synthetic != "":
 		return s.validateSynthetic()
 	case (s.Concurrency > 0) == (s.Speedup > 0):
-		return errors.New("give either --concurrency N (requests in flight) or --speedup FACTOR (the trace's own times, divided)")
+		return errors.New("give either --concurrency N (in-flight requests) or --speedup FACTOR (the arrival times of the trace, divided)")
 	}
 	return nil
 }
@@ -72,14 +72,14 @@ func (s Settings) validateSynthetic() error {
 	var shape interface{ validate() error }
 	switch s.Synthetic {
 	case syntheticChat:
-		rate, flag, shape = s.Shape.Rate, "--synthetic-rate N (conversations that begin a second)", s.Shape
+		rate, flag, shape = s.Shape.Rate, "--synthetic-rate N (arrivals per second)", s.Shape
 	case syntheticAgentic:
-		rate, flag, shape = s.Agents.Rate, "--agentic-rate N (workflows that begin a second)", s.Agents
+		rate, flag, shape = s.Agents.Rate, "--agentic-rate N (arrivals per second)", s.Agents
 	default:
-		return fmt.Errorf("--synthetic %s: it is %s or %s", s.Synthetic, syntheticChat, syntheticAgentic)
+		return fmt.Errorf("--synthetic %s: give %s or %s", s.Synthetic, syntheticChat, syntheticAgentic)
 	}
 	if s.Speedup > 0 || (s.Concurrency > 0) == (rate > 0) {
-		return fmt.Errorf("with --synthetic %s give either --concurrency N (of those in flight) or %s", s.Synthetic, flag)
+		return fmt.Errorf("with --synthetic %s give either --concurrency N (in flight) or %s", s.Synthetic, flag)
 	}
 	return shape.validate()
 }
@@ -207,7 +207,7 @@ func (s Settings) Run(base Simulation, policies []string, out, progress *os.File
 		return err
 	}
 	if torn > 0 {
-		fmt.Fprintf(progress, "%s: %d torn lines are left out\n", source, torn)
+		fmt.Fprintf(progress, "%s: skipped %d incomplete lines\n", source, torn)
 	}
 	total := countRequests(requests)
 	base.Source, base.Requests = source, requests
@@ -289,7 +289,7 @@ func (s Simulation) Run() (*Report, error) {
 		err = run.loop()
 	}
 	if err == nil && len(run.ledger) == 0 {
-		err = fmt.Errorf("none of %d requests was answered: %v", run.total, run.lost)
+		err = fmt.Errorf("all of %d requests failed: %v", run.total, run.lost)
 	}
 	if err != nil {
 		return nil, err
@@ -305,7 +305,7 @@ func (s Simulation) start() (*simulator, error) {
 	case s.Concurrency < 0 || s.Speedup < 0 || s.Concurrency == 0 && s.Speedup == 0:
 		return nil, errors.New("a simulation needs a concurrency or a speedup of more than 0")
 	case s.Prefills > 0 && (len(s.Faults) > 0 || s.Routing.RouterQueueThreshold != nil || s.Routing.BusyThresholds.Set()):
-		return nil, errors.New("with prefill and decode apart neither faults nor the queue nor busy thresholds are simulated: leave out --faults, --router-queue-threshold and the --active thresholds")
+		return nil, errors.New("faults, the queue and busy thresholds are not simulated with disaggregation: leave out --faults, --router-queue-threshold and the --active thresholds")
 	case s.Way > 0 && len(s.Faults) > 0:
 		return nil, errors.New("--round-trip is not simulated with --faults: leave one of them out")
 	case s.Routing.RouterTrackOutputBlocks || s.Routing.RecordDecisions:
@@ -389,7 +389,7 @@ func (s *simulator) loop() error {
 			continue
 		}
 		if len(s.coming) == 0 {
-			return fmt.Errorf("simulation stands still after %d of %d requests", s.done, s.total)
+			return fmt.Errorf("simulation stalled after %d of %d requests", s.done, s.total)
 		}
 		s.now = s.coming[0].at
 		for len(s.coming) > 0 && s.coming[0].at == s.now {
