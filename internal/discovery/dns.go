@@ -100,7 +100,7 @@ func (d *dnsSource) Watch(ctx context.Context) <-chan []kv.Worker {
 			case len(list) > 0:
 				list = d.settled(list, known)
 				if err != nil {
-					d.trouble.is(err, "the answer's other addresses count")
+					d.trouble.is(err, "the other addresses of the answer are used")
 				} else {
 					d.trouble.over()
 				}
@@ -178,10 +178,10 @@ func (d *dnsSource) ask(ctx context.Context) (list []kv.Worker, err error) {
 		}
 	}
 	if len(list) == 0 && err == nil {
-		return nil, dnsError{"the answer names no address", true}
+		return nil, dnsError{"the answer contains no address", true}
 	}
 	if len(list) > maxWorkers {
-		return nil, fmt.Errorf("the answer names %d workers, the maximum is %d", len(list), maxWorkers)
+		return nil, fmt.Errorf("the answer contains %d workers, the maximum is %d", len(list), maxWorkers)
 	}
 	byName(list)
 	return slices.CompactFunc(list, func(a, b kv.Worker) bool { return a.ID == b.ID }), err

@@ -174,7 +174,7 @@ func boundPeers(all, told []string, crowded *bool, what string, log *slog.Logger
 		return all
 	}
 	if !*crowded {
-		log.Warn(what+": too many routers: the latest are not used", "routers", len(all), "most", maxPeers)
+		log.Warn(what+": too many routers: the newest are not used", "routers", len(all), "most", maxPeers)
 		*crowded = true
 	}
 	slices.SortStableFunc(all, func(a, b string) int {

@@ -274,7 +274,7 @@ func (r *dumpReader) delimiter(want json.Delim) error {
 		return err
 	}
 	if token != want {
-		return fmt.Errorf("%v where %v should be", token, want)
+		return fmt.Errorf("%v instead of %v", token, want)
 	}
 	return nil
 }
@@ -294,7 +294,7 @@ func (r *dumpReader) partition(of Partition) error {
 			return nil
 		case "events":
 			if size == 0 {
-				return fmt.Errorf("%s: events come before block_size", of)
+				return fmt.Errorf("%s: events precede block_size", of)
 			}
 			return r.events(of, size == r.blockSize)
 		}
@@ -319,7 +319,7 @@ func (r *dumpReader) events(of Partition, wanted bool) error {
 		}
 		key := kv.WorkerKey{Worker: e.WorkerID, Rank: e.Event.DPRank}
 		if r.ranks[key] = true; len(r.ranks) > maxDumpRanks {
-			return fmt.Errorf("it names more than %d workers and ranks", maxDumpRanks)
+			return fmt.Errorf("it contains more than %d workers and ranks", maxDumpRanks)
 		}
 		r.found.Partition[e.WorkerID] = of
 		if !strings.EqualFold(e.StorageTier, dumpTier) && e.StorageTier != "" || !stored.placed() {

@@ -155,7 +155,7 @@ func (r *Replayed) apply(number int, line *recordedLine) error {
 	rank := r.ranks[key]
 	if rank == nil {
 		if len(r.ranks) >= maxDumpRanks {
-			return fmt.Errorf("line %d: it names more than %d workers and ranks", number, maxDumpRanks)
+			return fmt.Errorf("line %d: more than %d workers and ranks", number, maxDumpRanks)
 		}
 		rank = new(replayedRank)
 		r.ranks[key] = rank
@@ -199,7 +199,7 @@ func (r *replayedRank) change(index radix.Index, key kv.WorkerKey, data *recorde
 		r.removed += len(hashes) - unknown
 		r.notHeld += unknown
 		if unknown > 0 {
-			return fmt.Sprintf("%d of %d removed blocks were not held", unknown, len(hashes))
+			return fmt.Sprintf("%d of %d removed blocks were not in the index", unknown, len(hashes))
 		}
 	default:
 		return r.store(index, key, data.Stored)
@@ -210,13 +210,13 @@ func (r *replayedRank) change(index radix.Index, key kv.WorkerKey, data *recorde
 func (r *replayedRank) store(index radix.Index, key kv.WorkerKey, stored *dumpStored) string {
 	if !stored.placed() {
 		r.orphans += len(stored.Blocks)
-		return fmt.Sprintf("%d stored blocks stand at position %d and follow none", len(stored.Blocks), *stored.StartPosition)
+		return fmt.Sprintf("%d stored blocks at position %d have no parent", len(stored.Blocks), *stored.StartPosition)
 	}
 	parent, hasParent := stored.parent()
 	switch err := index.Store(key, parent, hasParent, stored.stored(nil)); {
 	case errors.Is(err, radix.ErrParentUnknown):
 		r.orphans += len(stored.Blocks)
-		return fmt.Sprintf("%d stored blocks follow block %d, which is not held", len(stored.Blocks), parent)
+		return fmt.Sprintf("the parent of %d stored blocks, block %d, is not in the index", len(stored.Blocks), parent)
 	case err != nil:
 		return err.Error()
 	}

@@ -100,7 +100,7 @@ func (s *Stream) replay(ctx context.Context, fromStart bool, until time.Time) er
 	defer conn.Close()
 	// A REQ socket would send the empty frame; vLLM requires it.
 	if err := conn.Send(nil, binary.BigEndian.AppendUint64(nil, from)); err != nil {
-		return fmt.Errorf("ask %s for a replay: %w", s.replayAt, err)
+		return fmt.Errorf("request a replay from %s: %w", s.replayAt, err)
 	}
 	limit, last := s.Timing.ReplayLimit, uint64(0)
 	for first := true; ; first = false {
@@ -136,7 +136,7 @@ func (s *Stream) replay(ctx context.Context, fromStart bool, until time.Time) er
 		case seq == ReplayEnd:
 			return nil
 		case first && seq < from:
-			return fmt.Errorf("replay from %s begins at %d, asked for %d", s.replayAt, seq, from)
+			return fmt.Errorf("replay from %s begins at %d, requested was %d", s.replayAt, seq, from)
 		case !first && seq <= previous:
 			return fmt.Errorf("replay from %s goes back from batch %d to %d", s.replayAt, previous, seq)
 		case first && verify && seq == from:

@@ -202,7 +202,7 @@ func (s *Stream) Run(ctx context.Context) {
 		}
 		var broken *guard.PanicError
 		if errors.As(err, &broken) {
-			s.forget("its message crashed the parser")
+			s.forget("a message caused a panic in the parser")
 		}
 		if ctx.Err() != nil {
 			return

@@ -133,7 +133,7 @@ func (p *Server) Process(process extprocv3.ExternalProcessor_ProcessServer) erro
 	w := &writer{stream: s, header: http.Header{}, stuck: make(chan struct{})}
 	ended := make(chan error, 1)
 	silent := time.AfterFunc(p.silence, func() {
-		ended <- status.Error(codes.DeadlineExceeded, "no request headers came on the stream in time")
+		ended <- status.Error(codes.DeadlineExceeded, "no request headers were received in time")
 	})
 	p.handlers.Go(func() { // until the stream ends
 		first, err := process.Recv()
@@ -149,7 +149,7 @@ func (p *Server) Process(process extprocv3.ExternalProcessor_ProcessServer) erro
 	case err := <-ended:
 		return err
 	case <-w.stuck:
-		return status.Error(codes.DeadlineExceeded, "the gateway took nothing for too long")
+		return status.Error(codes.DeadlineExceeded, "the gateway stopped reading")
 	}
 }
 

@@ -185,7 +185,7 @@ func (r *reaper) tell(what string, pgid int) error {
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	if _, err := fmt.Fprintf(r.input, "%s%d\n", what, pgid); err != nil {
-		return fmt.Errorf("tell the workers' reaper: %w", err)
+		return fmt.Errorf("notify the workers' reaper: %w", err)
 	}
 	return nil
 }

@@ -28,7 +28,7 @@ const (
 )
 
 // ErrTooManyPeers means that no further address can be followed.
-var ErrTooManyPeers = fmt.Errorf("there are %d peers, which is the most", maxPeers)
+var ErrTooManyPeers = fmt.Errorf("there are %d peers, which is the maximum", maxPeers)
 
 // endpointError returns the fault of an endpoint, in Dynamo's words.
 func endpointError(endpoint, why string) error {
@@ -215,7 +215,7 @@ func (r *Mesh) release(id uint64, p *otherRouter) {
 
 var (
 	// errPeerSilent means that a peer has sent nothing for too long.
-	errPeerSilent = errors.New("it has fallen silent")
+	errPeerSilent = errors.New("no messages received")
 	// errSelf means that an address leads to this router.
 	errSelf = errors.New("it is this router")
 )
@@ -394,7 +394,7 @@ func (p *otherRouter) takeOwn(m *ownMessage) {
 		w := kv.WorkerKey{Worker: m.Worker.Worker, Rank: m.Worker.Rank}
 		long := time.Duration(m.Milliseconds) * time.Millisecond
 		if r.router.TakeEjection(w, long) {
-			r.log.Info("worker held: ejected by a peer router", "worker", w.Worker, "rank", w.Rank, "for", long)
+			r.log.Info("worker paused: a peer router has ejected it", "worker", w.Worker, "rank", w.Rank, "for", long)
 		}
 	}
 }

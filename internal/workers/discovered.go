@@ -91,7 +91,7 @@ func (d *following) apply() {
 			if !w.drains() {
 				d.f.cordon(w, kv.HoldDraining)
 			}
-			d.f.log.Info(fmt.Sprintf("%s: no longer discovered: removing it once its requests have ended", w), "limit", d.f.timing.leaveLimit)
+			d.f.log.Info(fmt.Sprintf("%s: no longer discovered: removing it when its in-flight requests have ended", w), "limit", d.f.timing.leaveLimit)
 		}
 	}
 	for id := range d.refused {

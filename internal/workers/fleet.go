@@ -569,7 +569,7 @@ func (f *Fleet) runStarted(ctx context.Context, w *worker) (readyFor time.Durati
 		case time.Since(downSince) > f.timing.hangLimit:
 			engine.Kill() // a hung process ignores SIGTERM
 			<-engine.Ended
-			downReason = fmt.Sprintf("it was killed because it did not answer for %s", f.timing.hangLimit)
+			downReason = fmt.Sprintf("killed because it did not answer for %s", f.timing.hangLimit)
 			return since(readySince), errors.New(downReason)
 		}
 	}

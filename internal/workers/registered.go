@@ -263,7 +263,7 @@ func (f *Fleet) followRegistered(ctx context.Context, w *worker, now registryCha
 		case change := <-w.registry.changes:
 			timer.Stop()
 			if !now.sameCache(change.Registration) {
-				reason = "registered anew with another address or cache"
+				reason = "registered again with another address or cache size"
 				return change, false, false
 			}
 			f.adopt(w, change.Registration)
