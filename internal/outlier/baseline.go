@@ -134,7 +134,7 @@ func (d *Detector) Silent(a Attempt, c Class, tokens int, silent time.Duration, 
 	case silent < allowed:
 		return false, max(allowed-silent, lookAgain/10)
 	}
-	d.Failed(a, Stuck, "no byte of any answer came for "+silent.Round(time.Millisecond).String()+" while others answered", now)
+	d.Failed(a, Stuck, "no data received for "+silent.Round(time.Millisecond).String()+" while other workers answered", now)
 	return w.phase == phaseOut, lookAgain
 }
 

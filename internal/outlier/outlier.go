@@ -382,10 +382,10 @@ func (d *Detector) strike(a Attempt, w *worker, kind Kind, why string, now time.
 	case w.phase == phaseBack:
 		d.eject(a.Worker, w, kind, "it failed again: "+why, now)
 	case w.row+w.broken >= d.settings.EjectAfter:
-		d.eject(a.Worker, w, kind, fmt.Sprintf("%d failures in a row, the last: %s", w.row, why), now)
+		d.eject(a.Worker, w, kind, fmt.Sprintf("%d consecutive failures, the last: %s", w.row, why), now)
 	default:
 		if share, others, worse := d.worse(a.Worker, now); worse {
-			d.eject(a.Worker, w, kind, fmt.Sprintf("%.0f %% of its answers are good, of the others' %.0f %%; the last: %s", 100*share, 100*others, why), now)
+			d.eject(a.Worker, w, kind, fmt.Sprintf("success rate %.0f %%, of the other workers %.0f %%; last failure: %s", 100*share, 100*others, why), now)
 		}
 	}
 }
@@ -583,7 +583,7 @@ func (d *Detector) AskFailed(key kv.WorkerKey, generation int, asked, now time.T
 		return
 	}
 	w.askFailed = now
-	d.Failed(a, Asked, "it did not answer a question about a prompt", now)
+	d.Failed(a, Asked, "it did not answer a tokenization request", now)
 	if now.Sub(asked) >= askedSlowly && w.phase == phaseIn && d.settings.EjectAfter > 0 && now.Add(askedFor).After(w.held) {
 		w.held = now.Add(askedFor)
 		d.recount()

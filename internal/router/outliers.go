@@ -220,7 +220,7 @@ func (b *Booking) Leave() {
 	defer r.unlock()
 	now, how := r.now(), policy.Abandoned
 	if wait := now.Sub(b.sent); !b.computed && !b.ended.Load() && b.leg != kv.LegDecode && r.outliers.LeftInVain(b.attempt(), b.class(), b.queued, wait, now) {
-		how, b.fault = policy.Failed, &fault{kind: outlier.Left, why: "a client left after it had waited " + wait.Round(time.Millisecond).String() + " for a first byte"}
+		how, b.fault = policy.Failed, &fault{kind: outlier.Left, why: "a client disconnected after waiting " + wait.Round(time.Millisecond).String() + " for the first byte"}
 	}
 	r.finish(b, how, 0, now)
 }

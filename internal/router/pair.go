@@ -12,7 +12,7 @@ import (
 
 // ErrNoPair means that a request must not stay whole, but has to: no prefill
 // worker is up, or no decode worker that could go on with its work.
-var ErrNoPair = errors.New("no prefill worker and decode worker are up that can share the request")
+var ErrNoPair = errors.New("no compatible prefill and decode workers are up")
 
 // Pair is the decision on a request that two workers may serve: one computes the
 // prompt, one the answer.
