@@ -68,7 +68,7 @@ type ReceiptCandidate struct {
 // Why a worker could not be chosen.
 const (
 	ExcludedPinned    = "pinned"              // the request names another one
-	ExcludedResting   = "resting"             // it gets no new requests until it is readmitted
+	ExcludedResting   = "cordoned"            // it gets no new requests until it is readmitted
 	ExcludedLeg       = "leg"                 // it takes no such part of a request
 	ExcludedKind      = "kind"                // it cannot share it with the other part's worker
 	ExcludedModel     = "model"               // it does not serve the model

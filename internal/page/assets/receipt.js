@@ -30,7 +30,7 @@ const meanings = {
 
 const excluded = {
   pinned: "the request names another worker",
-  resting: "it is cordoned",
+  cordoned: "it is cordoned",
   leg: "its role does not serve this leg",
   kind: "its KV connector does not match the other worker",
   model: "it does not serve the model",
@@ -48,7 +48,7 @@ const excluded = {
 };
 
 // whyNot is the reason why a candidate was excluded. Discovery can cordon workers as well.
-const whyNot = (c) => (c.excluded === "resting" && c.worker_name ? "it is cordoned, draining or not ready" : excluded[c.excluded] || words(c.excluded));
+const whyNot = (c) => (c.excluded === "cordoned" && c.worker_name ? "it is cordoned, draining or not ready" : excluded[c.excluded] || words(c.excluded));
 
 // unitOf is the unit of a policy's totals.
 function unitOf(receipt) {
