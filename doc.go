@@ -1,10 +1,10 @@
-// Command kvrouter routes LLM requests to the vLLM or SGLang worker that already holds
-// most of their prompt in its KV cache and is least busy.
+// Command kvrouter routes each LLM request to a vLLM or SGLang worker by the prompt
+// prefix in its KV cache and its load.
 //
 // The root package holds flags, wiring and the OpenAI port. All other packages are
 // in internal/. A root file builds the part of its name: router.go the router,
 // radix.go its index, workers.go the workers. The packages form layers (see
-// layers_test.go): a package imports only from layers above its own.
+// layers_test.go): a package imports only from lower layers.
 //
 // Path of a request: package openai reads it, chat renders it, tokens and encode
 // compute its prompt tokens, router looks them up (radix), a policy chooses a worker,

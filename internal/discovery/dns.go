@@ -78,7 +78,7 @@ func newDNS(q dnsQuestion, who, what string, log *slog.Logger) *dnsSource {
 	return &dnsSource{dnsQuestion: q, who: who, resolver: net.DefaultResolver, every: dnsEvery, keep: dnsKeep, trouble: trouble{log: log, what: what}}
 }
 
-// Watch sends the workers that name servers name.
+// Watch sends the workers of the name servers' answers.
 func (d *dnsSource) Watch(ctx context.Context) <-chan []kv.Worker {
 	out := make(chan []kv.Worker)
 	go func() { // until ctx ends

@@ -104,7 +104,7 @@ func (s *store[T]) change(change func()) error {
 	return nil
 }
 
-// Add notes a new object.
+// Add records a new object.
 func (s *store[T]) Add(object any) error {
 	u, is := object.(*unstructured.Unstructured)
 	if !is {
@@ -118,10 +118,10 @@ func (s *store[T]) Add(object any) error {
 	})
 }
 
-// Update notes a changed object.
+// Update records a changed object.
 func (s *store[T]) Update(object any) error { return s.Add(object) }
 
-// Delete takes an object out.
+// Delete removes an object.
 func (s *store[T]) Delete(object any) error {
 	u, is := object.(*unstructured.Unstructured)
 	if !is {
@@ -164,7 +164,7 @@ func (s *poolStore) missing() error {
 	return nil
 }
 
-// Add notes the pool.
+// Add records the pool.
 func (s *poolStore) Add(object any) error {
 	u, is := object.(*unstructured.Unstructured)
 	if !is || u.GetName() != s.k.settings.Pool {
@@ -183,10 +183,10 @@ func (s *poolStore) Add(object any) error {
 	return nil
 }
 
-// Update notes a change of the pool.
+// Update records a change of the pool.
 func (s *poolStore) Update(object any) error { return s.Add(object) }
 
-// Delete notes that the pool has gone.
+// Delete records that the pool was deleted.
 func (s *poolStore) Delete(object any) error {
 	if u, is := object.(*unstructured.Unstructured); is && u.GetName() == s.k.settings.Pool {
 		return s.missing()
@@ -194,7 +194,7 @@ func (s *poolStore) Delete(object any) error {
 	return nil
 }
 
-// Replace notes the pool, or that there is none.
+// Replace records the pool, or that there is none.
 func (s *poolStore) Replace(objects []any, _ string) error {
 	for _, object := range objects {
 		if u, is := object.(*unstructured.Unstructured); is && u.GetName() == s.k.settings.Pool {

@@ -47,8 +47,8 @@ type Level string
 // Levels of findings.
 const (
 	OK   Level = "ok"   // as it should be
-	Note Level = "note" // works, and could be better or should be known
-	Mend Level = "fail" // does not work, or gives wrong predictions
+	Note Level = "note" // works, but could be improved
+	Mend Level = "fail" // does not work, or causes wrong predictions
 )
 
 // Finding is the result of one check.
@@ -59,8 +59,8 @@ type Finding struct {
 	Remedy string `json:"remedy,omitempty"` // a change, with its flag
 }
 
-// Run runs all checks and prints the findings. An error says how many problems there
-// are, or is the cause of ctx.
+// Run runs all checks and prints the findings. The error has the number of
+// problems, or is the cause of ctx.
 func (c Command) Run(ctx context.Context, s Setup, out io.Writer) error {
 	if c.Wait <= 0 {
 		return fmt.Errorf("--wait %v must be greater than 0", c.Wait)
