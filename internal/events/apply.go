@@ -57,9 +57,8 @@ func (s *Stream) tellCleared() {
 	}
 }
 
-// Apply puts batch next into the index. A bad event is left out alone, unless
-// it may have been a removal: then the blocks of the rank are cleared, and the
-// batch goes on.
+// Apply puts batch next into the index. An invalid event is skipped. If it may have
+// been a removal, the blocks of the rank are cleared, and the batch continues.
 func (s *Stream) Apply(seq uint64, payload []byte, live bool) {
 	s.next, s.sum = seq+1, xxh3.Hash(payload)
 	s.history.beginBatch(seq, s.sum)

@@ -27,8 +27,8 @@ const (
 	recordedErrorText = 200
 )
 
-// ReplayCommand applies a recording of KV events to an empty index and prints what
-// came of it.
+// ReplayCommand applies a recording of KV events to an empty index and prints a
+// summary.
 type ReplayCommand struct {
 	File         string        `arg:"" help:"File of --record-events, or of Dynamo's KvRecorder."`
 	MaxCount     int           `group:"Replay of KV events" placeholder:"N" help:"Maximum number of events to replay. Default: all."`
@@ -46,7 +46,7 @@ func (c *ReplayCommand) Validate() error {
 }
 
 // Run reads the file and writes the summary. blockSize is that of PromptTokens, in
-// tokens. An error means that the file cannot be read to its end, or has no events.
+// tokens. An error means that the file cannot be read completely, or has no events.
 func (c *ReplayCommand) Run(blockSize int, out io.Writer) error {
 	if blockSize < 1 {
 		return errors.New("--block-size must be greater than 0")
@@ -70,8 +70,8 @@ func (c *ReplayCommand) Run(blockSize int, out io.Writer) error {
 	return nil
 }
 
-// Replay applies the lines to the index, which must be empty, as far as the settings
-// and the file go.
+// Replay applies the lines to the index, which must be empty, up to the limits of
+// the settings.
 func (c *ReplayCommand) Replay(in io.Reader, index radix.Index) (*Replayed, error) {
 	r := &Replayed{index: index, ranks: map[kv.WorkerKey]*replayedRank{}, most: c.MaxErrors}
 	err := jsonlines.Read(in, func(number int, text []byte, whole bool) error {
@@ -103,7 +103,7 @@ func (c *ReplayCommand) Replay(in io.Reader, index radix.Index) (*Replayed, erro
 // errReplayed ends the reading of a recording as it was asked for.
 var errReplayed = errors.New("done")
 
-// Replayed is what came of a recording so far.
+// Replayed is the result of a replay so far.
 type Replayed struct {
 	index      radix.Index
 	events     int

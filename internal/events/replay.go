@@ -162,9 +162,9 @@ func (s *Stream) replay(ctx context.Context, fromStart bool, until time.Time) er
 	}
 }
 
-// BatchFrames takes a message apart: topic, sequence number (8 bytes
-// big-endian), payload; a replay puts an empty frame before them, and SGLang
-// leaves the topic out there.
+// BatchFrames splits a message: topic, sequence number (8 bytes big-endian),
+// payload. A replay has an empty frame before them, and SGLang's replay has no
+// topic.
 func BatchFrames(frames [][]byte) (seq uint64, payload []byte, err error) {
 	n := len(frames)
 	if n < 2 || len(frames[n-2]) != 8 {

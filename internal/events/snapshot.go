@@ -83,7 +83,7 @@ type savedRank struct {
 	settled atomic.Bool
 }
 
-// Snapshot keeps the index in a file. A nil one does nothing.
+// Snapshot saves the index to a file. The methods of a nil Snapshot do nothing.
 type Snapshot struct {
 	settings  Settings
 	blockSize int
@@ -101,8 +101,8 @@ type Snapshot struct {
 	rest    time.Duration             // from then on, before a write ahead of its time
 }
 
-// OpenSnapshot reads the file, if there is one; no file set: nil. What is wrong with
-// the file is logged, and nothing of it counts.
+// OpenSnapshot reads the file if it exists; it returns nil if no file is set. An
+// invalid file is logged and ignored.
 func OpenSnapshot(settings Settings, blockSize int, log *slog.Logger) *Snapshot {
 	if settings.IndexSnapshot == "" {
 		return nil
@@ -128,8 +128,8 @@ func OpenSnapshot(settings Settings, blockSize int, log *slog.Logger) *Snapshot 
 	return s
 }
 
-// Resume lets the stream go on from the file's blocks of its rank, once the rank
-// has proved that it is still the same. Without a replay endpoint it cannot. Call it
+// Resume continues the stream from the file's blocks of its rank, once the rank has
+// proved that it is the same process. This requires a replay endpoint. Call it
 // before the stream's Run.
 func (s *Snapshot) Resume(stream *Stream) {
 	if s == nil || stream.Src.Replay == "" || stream.Src.Seeded {
@@ -182,8 +182,8 @@ func (s *Stream) settle() {
 	}
 }
 
-// Run writes the streams' blocks to the file when that is due, until ctx ends, and
-// once more then. Writes that fail are logged; the file stays as it was.
+// Run writes the streams' blocks to the file at each interval until ctx is done,
+// and once more then. A failed write is logged and leaves the file unchanged.
 func (s *Snapshot) Run(ctx context.Context, streams func() []*Stream) {
 	ticker := time.NewTicker(min(minSnapshotInterval, s.settings.IndexSnapshotInterval))
 	defer ticker.Stop()

@@ -74,7 +74,7 @@ func (b *pieces) end(err error) {
 	})
 }
 
-// Read reads no more than one piece.
+// Read reads at most one piece.
 func (b *pieces) Read(into []byte) (int, error) {
 	for len(b.rest) == 0 {
 		select {
@@ -96,7 +96,7 @@ func (b *pieces) Read(into []byte) (int, error) {
 	return n, nil
 }
 
-// Close ends the reading: later parts are dropped.
+// Close ends reading: later parts are dropped.
 func (b *pieces) Close() error {
 	b.end(os.ErrClosed)
 	return nil
@@ -327,7 +327,7 @@ type pieceWriter struct {
 	send func(piece []byte, last bool) error
 }
 
-// Write sends what may be several pieces.
+// Write sends the data, in several pieces if needed.
 func (w *pieceWriter) Write(b []byte) (int, error) {
 	for rest := b; len(rest) > 0; {
 		piece := rest[:min(len(rest), pieceSize)]
