@@ -25,7 +25,8 @@ import (
 const (
 	// bodyLimit bounds a request's body, bytes.
 	bodyLimit = 64 << 20
-	// Version is the vLLM whose answers the mock workers imitate by default.
+	// Version is the vLLM version whose answers the mock workers imitate by
+	// default.
 	Version = "0.32.0+mock"
 	// fingerprint is the system_fingerprint that ends every answer.
 	fingerprint = "vllm-" + Version
@@ -423,7 +424,7 @@ func answerJSON(out http.ResponseWriter, status int, value any) {
 	_, _ = out.Write(MustJSON(value))
 }
 
-// MustJSON encodes a value that has nothing that JSON cannot say.
+// MustJSON encodes a value that JSON can represent.
 func MustJSON(value any) []byte {
 	text, err := json.Marshal(value)
 	if err != nil {

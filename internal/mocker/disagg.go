@@ -514,7 +514,7 @@ func (w *Worker) named(list ...*inference) (done func()) {
 	}
 }
 
-// Running returns the number of requests that /abort_request can name.
+// Running returns the number of requests that /abort_request can abort.
 func (w *Worker) Running() int {
 	w.mu.Lock()
 	defer w.mu.Unlock()

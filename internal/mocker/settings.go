@@ -49,7 +49,7 @@ type Settings struct {
 	ServedModelName string        `kong:"-"`
 	BlockSize       int           `kong:"-"` // tokens
 	Seed            uint64        `kong:"-"`
-	KVEvents        bool          `kong:"-"` // they are published
+	KVEvents        bool          `kong:"-"` // KV events are published
 	Parts           []kv.Disagg   `kong:"-"` // of each worker, by number
 	Ports           process.Ports `kong:"-"`
 	Host            string        `kong:"-"` // address that workers listen at; empty: 127.0.0.1
@@ -90,12 +90,12 @@ func (c *Settings) SimConfig(blockSize int) engine.Settings {
 	return settings
 }
 
-// Handover returns the speed at which prompts go from one mock worker to another.
+// Handover returns the transfer speed of prompts between mock workers.
 func (c *Settings) Handover() engine.Handover {
 	return engine.Handover{Bandwidth: c.MockKVTransferBandwidth, BytesPerToken: c.MockKVBytesPerToken}
 }
 
-// Validate checks the settings for that many workers.
+// Validate checks the settings for the given number of workers.
 func (c *Settings) Validate(workers int) error {
 	for flag, value := range map[string]int{
 		"--mock-num-gpu-blocks": c.MockNumGPUBlocks, "--mock-max-num-seqs": c.MockMaxNumSeqs,
