@@ -30,8 +30,8 @@ var assets embed.FS
 // Handler serves the page at / and /ui/.
 func (p *Page) Handler() http.Handler { return p.routes(false) }
 
-// Over serves the page, and Go's profiles at /debug/pprof/, and hands everything else
-// to next.
+// Over serves the page and Go's profiles at /debug/pprof/, and passes all other
+// requests to next.
 func (p *Page) Over(next http.Handler) http.Handler {
 	own := p.routes(true)
 	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {

@@ -10,7 +10,7 @@ import (
 )
 
 // CacheSettings are the settings of the policies cache-threshold and variance.
-// Those that SGLang has too carry its names.
+// Settings that SGLang also has use its names.
 type CacheSettings struct {
 	CacheThreshold      float64 `group:"Policies cache-threshold and variance" default:"0.5" help:"Share of the prompt, 0 to 1, above which the worker with the longest match is selected; otherwise the one with the fewest in-flight requests."`
 	VarianceK           float64 `group:"Policies cache-threshold and variance" name:"variance-k" default:"1.5" help:"Policy variance: maximum in-flight requests of a worker, in standard deviations above the mean of all workers. Values above the square root of the number of workers minus one exclude none."`
@@ -64,7 +64,8 @@ func newCacheRouting(settings CacheSettings) cacheRouting {
 	return cacheRouting{settings: settings, failed: map[kv.WorkerKey]failures{}}
 }
 
-// Traits asks for siblings: on the exact index they are SGLang's speculation.
+// Traits requests siblings: on the exact index they correspond to SGLang's
+// speculation.
 func (*cacheRouting) Traits() Traits {
 	return Traits{ActiveBlocks: true, Siblings: true, WholeMatch: true}
 }

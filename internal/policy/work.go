@@ -72,12 +72,12 @@ const longestGap = 1000
 // NewWork returns policy work with an engine's timing to begin with.
 func NewWork() *Work { return &Work{Timing: NewEngineTiming()} }
 
-// Traits asks for siblings: an engine computes prompts in order, so their blocks will
-// be cached.
+// Traits requests siblings: an engine computes prompts in order, so their blocks
+// will be cached.
 func (*Work) Traits() Traits { return Traits{ActiveBlocks: true, Siblings: true} }
 
-// Learn learns from a finished request. The first token of one whose prompt another
-// worker computed says nothing about either; a prompt alone has no mean answer.
+// Learn learns from a finished request. The first token of a request whose prompt
+// another worker computed is not used; a prompt alone has no mean answer.
 func (p *Work) Learn(o Outcome) {
 	o.Alone = o.Alone && o.Leg != kv.LegDecode
 	p.Timing.Learn(o)
@@ -93,8 +93,8 @@ func (p *Work) LearnUsual(o Outcome) {
 	p.Output.add(float64(o.Output))
 }
 
-// Choose returns the candidate with the lowest cost, and learns from the choice what
-// prompts come.
+// Choose returns the candidate with the lowest cost, and learns the arrival rate
+// and the prefixes of prompts.
 func (p *Work) Choose(q Query, candidates []Candidate, random *rand.Rand) int {
 	computes := q.Leg != kv.LegDecode
 	learns := computes && !q.DryRun && !q.Retry
