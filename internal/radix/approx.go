@@ -66,12 +66,12 @@ const firstPool = 256
 // that reports how long its answers are.
 const maxAnswer = 1 << 16
 
-// SetCorrected says whether the cached tokens that answers report correct the index;
-// at first they do. Call it before the index is used.
+// SetCorrected sets whether the cached tokens of answers correct the index; the
+// default is true. Call it before the index is used.
 func (a *Approx) SetCorrected(corrected bool) { a.corrected = corrected }
 
-// SetTTLForAll says whether the time to live holds for workers of known size too; at
-// first it does not. Call it before the index is used.
+// SetTTLForAll sets whether the time to live also applies to workers of known size;
+// the default is false. Call it before the index is used.
 func (a *Approx) SetTTLForAll(forAll bool) { a.ttlForAll = forAll }
 
 // Assumed is one routed prompt and the part that its worker is assumed to hold. Its
@@ -96,9 +96,9 @@ type lastUse struct {
 
 const inUse = math.MaxInt64
 
-// NewApprox returns an empty index. ttl and maxBlocks bound what workers of
-// unknown size are assumed to hold; when there is more, pruneTarget is the
-// share of maxBlocks that stays. now is the clock.
+// NewApprox returns an empty index. ttl and maxBlocks limit the assumed blocks of
+// workers of unknown size; beyond maxBlocks, blocks are evicted until the share
+// pruneTarget of it remains. now is the clock.
 func NewApprox(ttl time.Duration, maxBlocks int, pruneTarget float64, now func() time.Time) *Approx {
 	a := &Approx{
 		Tree: NewTree(), ttl: ttl, maxBlocks: maxBlocks, pruneTo: int(float64(maxBlocks) * pruneTarget), now: now,
@@ -108,8 +108,8 @@ func NewApprox(ttl time.Duration, maxBlocks int, pruneTarget float64, now func()
 	return a
 }
 
-// SetCapacity sets how many blocks w's cache has; 0: not known. A worker whose size
-// changes starts empty.
+// SetCapacity sets the number of blocks of w's cache; 0: unknown. A worker whose
+// size changes starts empty.
 func (a *Approx) SetCapacity(w kv.WorkerKey, blocks int) {
 	a.mu.Lock()
 	defer a.mu.Unlock()
@@ -131,7 +131,7 @@ func (a *Approx) clear(w kv.WorkerKey) {
 	a.Tree.Clear(w)
 }
 
-// Forget forgets all ranks of a worker.
+// Forget removes all ranks of a worker.
 func (a *Approx) Forget(worker uint64) {
 	a.mu.Lock()
 	defer a.mu.Unlock()
@@ -158,8 +158,8 @@ func (a *Approx) Match(local []uint64, dst []kv.Match) []kv.Match {
 	return a.Tree.Match(local, dst)
 }
 
-// Routed notes that a prompt with these local hashes goes to w, where it counts as
-// cached from now on.
+// Routed records that a prompt with these local hashes is sent to w, where it
+// counts as cached from now on.
 func (a *Approx) Routed(w kv.WorkerKey, local []uint64) *Assumed {
 	now := a.now().UnixNano()
 	a.mu.Lock()
@@ -215,9 +215,9 @@ func (a *Approx) Routed(w kv.WorkerKey, local []uint64) *Assumed {
 	return p
 }
 
-// End notes that the request has ended: its answer filled that many blocks, and the
-// engine had found cached blocks of the prompt in its cache (-1: not known). Call it
-// once. On nil it does nothing.
+// End records the end of the request: its answer filled that many blocks, and the
+// engine had cached blocks of the prompt in its cache (-1: unknown). Call it once.
+// On nil it does nothing.
 func (p *Assumed) End(answer, cached int) {
 	answer = min(max(answer, 0), maxAnswer)
 	p.ended(func(a *Approx, c *assumedCache, now int64) {
@@ -243,8 +243,8 @@ func (p *Assumed) End(answer, cached int) {
 	})
 }
 
-// Fail is End for a request that its worker failed. The blocks that no other request
-// ever finished with may not have been computed, so they are given up.
+// Fail is End for a request that failed on its worker. Blocks with which no other
+// request has finished may not have been computed, so they are removed.
 func (p *Assumed) Fail() {
 	p.ended(func(a *Approx, c *assumedCache, now int64) {
 		a.evicted = a.evicted[:0]

@@ -1,5 +1,5 @@
-// Package radix keeps the index of which worker holds which blocks: known from KV
-// events (Tree), or assumed from routed prompts (Approx, Trees).
+// Package radix implements the index of the workers' cached blocks: exact, from KV
+// events (Tree), or approximate, from routed prompts (Approx, Trees).
 package radix
 
 import (
@@ -19,8 +19,8 @@ import (
 // Errors of Tree.Store; in both cases nothing was stored. The caller no longer
 // knows the worker's blocks and should clear it or replay its events.
 var (
-	// ErrParentUnknown: the worker does not hold the block that the stored ones
-	// were to follow. They are never rooted instead: that would be a wrong match.
+	// ErrParentUnknown: the worker does not have the parent of the stored blocks.
+	// They are not stored at the root, which would cause wrong matches.
 	ErrParentUnknown = errors.New("parent block unknown")
 	// ErrSelfParent: a block is named as its own parent.
 	ErrSelfParent = errors.New("block is its own parent")
@@ -189,7 +189,7 @@ func (r *Tree) storePart(w kv.WorkerKey, parent uint64, hasParent bool, blocks [
 }
 
 // Remove records that w dropped one copy of each of the blocks with these engine
-// hashes, and returns how many of them it did not hold; those are skipped.
+// hashes, and returns the number of those that it did not have; they are skipped.
 func (r *Tree) Remove(w kv.WorkerKey, engine []uint64) (unknown int) {
 	for part := range slices.Chunk(engine, partBlocks) {
 		unknown += r.removePart(w, part)
@@ -218,8 +218,8 @@ func (r *Tree) removePart(w kv.WorkerKey, engine []uint64) (unknown int) {
 	return unknown
 }
 
-// Clear empties w, which stays known to Workers. The time it takes does not
-// depend on how many blocks w held.
+// Clear empties w, which remains in Workers. Its duration does not depend on the
+// number of blocks of w.
 func (r *Tree) Clear(w kv.WorkerKey) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
@@ -299,8 +299,8 @@ func (r *Tree) Match(local []uint64, dst []kv.Match) []kv.Match {
 	return dst
 }
 
-// Workers returns all workers that were ever stored to and not forgotten, also
-// those that hold nothing now, in order.
+// Workers returns all workers with stored blocks, in order, including those that
+// are empty now, excluding those removed by Forget.
 func (r *Tree) Workers() []kv.WorkerKey {
 	r.mu.RLock()
 	defer r.mu.RUnlock()

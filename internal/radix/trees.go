@@ -31,15 +31,15 @@ type Trees struct {
 // to the next.
 func (t *Trees) Limits() (blocks int, every time.Duration) { return t.blocks, t.every }
 
-// NewTrees returns empty trees, each of which keeps that many blocks. now
-// is the clock.
+// NewTrees returns empty trees, each limited to that many blocks. now is the clock.
 func NewTrees(blocks int, every time.Duration, now func() time.Time) *Trees {
 	t := &Trees{Approx: NewApprox(0, 0, 0, now), blocks: blocks, every: every, due: now().Add(every)}
 	t.learns = true
 	return t
 }
 
-// SetCapacity does nothing: the trees' size is not that of the memories.
+// SetCapacity does nothing: the size of a tree is independent of the worker's
+// memory.
 func (*Trees) SetCapacity(kv.WorkerKey, int) {}
 
 // Routed enters a prompt into w's tree, and evicts due blocks in all of them.
