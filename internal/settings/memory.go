@@ -22,9 +22,9 @@ const (
 	noLimit = 1 << 60
 )
 
-// LimitMemory configures the Go runtime unless the environment (GOMEMLIMIT, GOGC) does:
-// a memory limit of 80 % of the container's, and a collection whenever the heap has grown
-// by half of the live heap, at least by heapRoom.
+// LimitMemory configures the Go runtime unless GOMEMLIMIT or GOGC is set: a memory
+// limit of 80 % of the container's, and a collection whenever the heap has grown by
+// half of the live heap, at least by heapRoom.
 func LimitMemory(getenv func(string) string, log *slog.Logger) {
 	if getenv("GOGC") == "" {
 		watchHeap()
