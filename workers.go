@@ -59,8 +59,8 @@ func (c *Config) engine() (e process.Engine, starts bool) {
 	return vllm.Engine(), c.Engine == EngineVLLM
 }
 
-// EngineLimits returns the number of tokens that a started worker computes in a pass at
-// most, and the blocks of its KV cache; 0: unknown.
+// EngineLimits returns the maximum tokens of a started worker's pass and the blocks
+// of its KV cache; 0: unknown.
 func (c *Config) EngineLimits() (maxBatchedTokens, totalBlocks int) {
 	if c.Engine == EngineMocker {
 		return c.Mock.MockMaxNumBatchedTokens, c.Mock.MockNumGPUBlocks
@@ -69,8 +69,8 @@ func (c *Config) EngineLimits() (maxBatchedTokens, totalBlocks int) {
 	return engine.Limits(c.EngineArgs, c.BlockSize)
 }
 
-// Ranks is how many data-parallel ranks a started worker has. Each takes one of
-// the ports for KV events, their replay and load.
+// Ranks returns the number of data-parallel ranks of a started worker. Each uses
+// one port for KV events, one for replay and one for load.
 func (c *Config) Ranks() int {
 	if c.Engine == EngineMocker {
 		return max(1, c.Mock.MockDataParallelSize)

@@ -88,9 +88,9 @@ func (in *incarnation) lookAtModels() {
 }
 
 // LookForModels refreshes the lists of the workers' models, because a request names
-// one that no worker is known to serve. It returns when all ready workers have answered
-// or timed out. Concurrent calls share one look, and a look starts at most once a
-// second, so that names of no model cost little.
+// an unknown one. It returns when all ready workers have answered or timed out.
+// Concurrent calls share one refresh, and at most one starts per second, so that
+// unknown names cost little.
 func (f *Fleet) LookForModels(ctx context.Context) {
 	ctx, cancel := context.WithTimeout(ctx, f.timing.lookEvery+f.timing.lookLimit)
 	defer cancel()

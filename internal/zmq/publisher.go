@@ -10,8 +10,8 @@ import (
 	"github.com/go-zeromq/zmq4"
 )
 
-// QueueLimit is how many messages wait for one subscriber that reads too slowly.
-// What comes when the queue is full is lost for that subscriber, as with libzmq.
+// QueueLimit is the maximum number of queued messages for a slow subscriber.
+// Further messages are lost for that subscriber, as with libzmq.
 const QueueLimit = 10_000
 
 // Bounds of what one subscriber may take.
@@ -85,7 +85,7 @@ func (p *Publisher) Subscribers() int {
 	return n
 }
 
-// Joined returns how many subscriptions there have been so far.
+// Joined returns the number of subscriptions so far.
 func (p *Publisher) Joined() uint64 {
 	p.mu.Lock()
 	defer p.mu.Unlock()
