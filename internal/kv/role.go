@@ -125,7 +125,7 @@ const (
 	LegDecode             // the answer, with a prompt computed elsewhere
 )
 
-var legNames = []string{LegWhole: "whole", LegPrefill: "prefill", LegDecode: "decode"}
+var legNames = []string{LegWhole: "aggregated", LegPrefill: "prefill", LegDecode: "decode"}
 
 // UnmarshalText reads a leg's name.
 func (l *Leg) UnmarshalText(text []byte) error {

@@ -192,7 +192,7 @@ function Decision({ receipt, dry, children }) {
     ${list.length === 0 && html`<p class="quiet">No worker was up.</p>`}
     <ol class="candidates" ref=${lines}>${shown.map((c) => html`<${Candidate} key=${`${c.worker_id}/${c.dp_rank}`} c=${c} receipt=${receipt} scale=${scale} second=${c === second} ranks=${ranks} unit=${unit} />`)}</ol>
     ${list.length > most && !all && html`<button type="button" onClick=${() => setAll(true)}>Show all ${list.length} candidates</button>`}
-    <p class="quiet fine">${date(typeof receipt.at === "number" ? receipt.at : Date.parse(receipt.at) / 1000)}${receipt.leg && receipt.leg !== "whole" ? ` · ${receipt.leg} leg` : ""}</p>`;
+    <p class="quiet fine">${date(typeof receipt.at === "number" ? receipt.at : Date.parse(receipt.at) / 1000)}${receipt.leg && receipt.leg !== "aggregated" ? ` · ${receipt.leg} leg` : ""}</p>`;
 }
 
 // Receipt shows an explanation; dry: the request was not sent.
