@@ -58,9 +58,9 @@ func DefaultTiming() Timing {
 	}
 }
 
-// Pass returns the time that a pass takes that computes prefill prompt tokens and decodes
-// requests whose tokens fill the share usage of the cache; decoding is false if it
-// decodes none.
+// Pass returns the duration of a pass that computes prefill prompt tokens and
+// decodes requests whose tokens fill the share usage of the cache; decoding is
+// false if it decodes none.
 func (t Timing) Pass(prefill int, usage float64, decoding bool) time.Duration {
 	ms := 0.0
 	if n := float64(prefill); prefill > 0 {

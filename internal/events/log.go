@@ -98,8 +98,8 @@ func (a *Answer) all() iter.Seq[peerEvent] {
 	return slices.Values(a.Events)
 }
 
-// Write writes the answer as JSON, event by event: a dump is larger as text than as
-// what it is made of.
+// Write writes the answer as JSON, event by event, because the text of a dump is
+// larger than its blocks.
 func (a *Answer) Write(to io.Writer) error {
 	head := *a
 	head.Events = []peerEvent{}

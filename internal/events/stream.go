@@ -1,5 +1,5 @@
-// Package events subscribes to the KV-cache events of workers and keeps an index in step
-// with them.
+// Package events subscribes to the KV-cache events of workers and applies them to
+// an index.
 //
 // A Stream reads one worker rank. It applies every batch once and in order, fetches
 // missed ones from the worker or from another router, and clears the rank's blocks
@@ -55,9 +55,8 @@ type streamTiming struct {
 	Grace             time.Duration // without a connection until the blocks are forgotten
 }
 
-// Stream keeps the index in step with one worker rank: it subscribes to
-// the rank's KV events and applies them strictly in order of their sequence
-// numbers, each once.
+// Stream applies the KV events of one worker rank to the index: it subscribes to
+// them and applies them strictly in order of their sequence numbers, each once.
 //
 // A missed batch is fetched from the replay endpoint; meanwhile live ones wait in
 // the connection (first TCP's buffers, then the publisher's queue of 100,000). Each

@@ -31,7 +31,7 @@ type Settings struct {
 type Caller struct {
 	Name    string // of the key; empty: no key is required
 	Trusted bool   // its priorities and pinned workers are honored
-	Told    bool   // its answers name the chosen worker and the reason
+	Told    bool   // its answers contain the chosen worker and the overlap
 
 	sum    [sha256.Size]byte // of the key
 	salted bool              // its blocks are its own

@@ -34,11 +34,11 @@ type Query struct {
 type Candidate struct {
 	Target  kv.Target
 	Overlap int // leading blocks of the prompt in its cache
-	// NewBlocks are the prompt's full blocks that no request in flight on it
-	// has; counted only for policies that ask.
+	// NewBlocks is the number of the prompt's full blocks that no in-flight request
+	// on it has; counted only for policies that request it.
 	NewBlocks int
-	// TreeBlocks is the number of blocks that the index has of a worker that holds some of
-	// the prompt, and 0 of others; counted only for policies that ask.
+	// TreeBlocks is the number of the worker's blocks in the index, 0 for a worker
+	// without a match; counted only for policies that request it.
 	TreeBlocks int
 	Load       Load
 }
@@ -50,20 +50,20 @@ type Policy interface {
 	Traits() Traits
 }
 
-// Traits are the counts that a policy needs. A policy's traits never change.
+// Traits are the counts that a policy needs. A policy's traits do not change.
 type Traits struct {
-	// ActiveBlocks asks for Load.ActiveBlocks and Candidate.NewBlocks. For other
-	// policies the router counts them only where a request has an ID, by which
-	// its booking may be asked for.
+	// ActiveBlocks requests Load.ActiveBlocks and Candidate.NewBlocks. For other
+	// policies the router counts them only for requests with an ID, whose bookings
+	// can be queried.
 	ActiveBlocks bool
-	// Siblings counts the blocks of requests in flight on a worker as cached
-	// there: an engine computes prompts in the order in which they came, so a
-	// sibling sent after them will find them. It goes with ActiveBlocks.
+	// Siblings counts the blocks of in-flight requests on a worker as cached there:
+	// an engine computes prompts in order of arrival, so a later sibling will find
+	// them. It requires ActiveBlocks.
 	Siblings bool
-	// WholeMatch counts all matched blocks of a prompt as saved work, even if
-	// that is the whole prompt, of which an engine computes the last block.
+	// WholeMatch counts all matched blocks of a prompt as saved work, even those of
+	// a complete match, of which an engine computes the last block again.
 	WholeMatch bool
-	// TreeBlocks asks for Candidate.TreeBlocks.
+	// TreeBlocks requests Candidate.TreeBlocks.
 	TreeBlocks bool
 }
 

@@ -13,26 +13,25 @@ import (
 )
 
 // Approx is the approximate index: prompts routed to a worker count as cached
-// there. It models each worker's memory and keeps a Tree in step with that, as
-// events.Stream keeps one in step with the engine's memory.
+// there. It models each worker's memory and updates a Tree by it, as events.Stream
+// updates one by the engine's events.
 //
-// Size. On a worker whose number of blocks is known, memory goes as in vLLM: the
-// blocks of requests in flight stay, the others are taken for new ones in the
-// order of their release, oldest first, the end of a prompt before its start.
-// An answer takes blocks too, which no prompt is known to match.
+// Size. On a worker whose number of blocks is known, eviction is vLLM's: blocks of
+// in-flight requests remain, the others are reused in the order of their release,
+// oldest first, the end of a prompt before its start. An answer takes blocks too,
+// which match no prompt.
 //
-// Time. Other workers are assumed to hold blocks used no longer ago than the
-// time to live (its last use is its last request's end), and all of them
-// together no more than maxBlocks: beyond that the blocks used longest ago go
-// until pruneTo are left. Blocks of requests in flight always stay. The time to
-// live may hold for workers of known size as well: the earlier limit counts.
+// Time. On other workers, blocks expire after the time to live since their last
+// use, which is the end of their last request. Together these workers have at most
+// maxBlocks: beyond that, the least recently used blocks are evicted until pruneTo
+// remain. Blocks of in-flight requests always remain. The time to live may also
+// apply to workers of known size, in addition to the size.
 //
-// Corrections. An answer's cached_tokens may show that an engine had lost what
-// it was assumed to hold. It loses the oldest first; so blocks used no
-// later than the first lost block is gone as well, and is given up. A worker of
-// which the size is not otherwise known (of Trees) is then taken to hold no
-// more than the rest, until an answer finds blocks that were given up: that
-// adds their number.
+// Corrections. An answer's cached_tokens may show that the engine has evicted
+// blocks assumed to be cached. Engines evict the oldest first, so all blocks used
+// no later than the first missing block are removed. The size of a worker that is
+// not otherwise known (of Trees) is then limited to the remaining blocks, until an
+// answer finds removed blocks, whose number is added.
 type Approx struct {
 	*Tree             // changed under mu only
 	ttl               time.Duration
@@ -74,8 +73,8 @@ func (a *Approx) SetCorrected(corrected bool) { a.corrected = corrected }
 // the default is false. Call it before the index is used.
 func (a *Approx) SetTTLForAll(forAll bool) { a.ttlForAll = forAll }
 
-// Assumed is one routed prompt and the part that its worker is assumed to hold. Its
-// owner must call End or Fail.
+// Assumed is one routed prompt with the part that its worker is assumed to have
+// cached. Its owner must call End or Fail.
 type Assumed struct {
 	index    *Approx
 	worker   kv.WorkerKey

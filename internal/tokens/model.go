@@ -424,8 +424,8 @@ type BadRequest struct{ Reason string }
 // Error returns the reason.
 func (e *BadRequest) Error() string { return e.Reason }
 
-// Tokenize answers a /tokenize request, for a chat or a text, in vLLM's shape.
-// The error is a *BadRequest, or chat.ErrNotRenderable where a worker must answer.
+// Tokenize answers a /tokenize request, for a chat or a text, in vLLM's format. The
+// error is a *BadRequest, or chat.ErrNotRenderable if a worker must answer.
 func (m *Model) Tokenize(body []byte) ([]byte, error) { return m.boundedTokenize(bounds{}, body) }
 
 // boundedTokenize is Tokenize within bounds; its error may be errTooLong or
@@ -490,8 +490,8 @@ func (m *Model) tokenizeBody(b bounds, top gjson.Result, body []byte) (tokens []
 	return tokens, req.WantsTokenStrs, err
 }
 
-// Detokenize answers a /detokenize request in vLLM's shape. The error is a
-// *BadRequest, or chat.ErrNotRenderable where a worker must answer.
+// Detokenize answers a /detokenize request in vLLM's format. The error is a
+// *BadRequest, or chat.ErrNotRenderable if a worker must answer.
 func (m *Model) Detokenize(body []byte) ([]byte, error) {
 	list := gjson.GetBytes(body, "tokens")
 	if !json.Valid(body) || !list.IsArray() {
