@@ -187,7 +187,7 @@ func (d *dnsSource) ask(ctx context.Context) (list []kv.Worker, err error) {
 	return slices.CompactFunc(list, func(a, b kv.Worker) bool { return a.ID == b.ID }), err
 }
 
-// services asks for the SRV records, and for the addresses of their hosts. A host that
+// services queries the SRV records, and the addresses of their hosts. A host that
 // is unknown has none; one that cannot be asked for keeps those it had.
 func (d *dnsSource) services(ctx context.Context) (list []kv.Worker, err error) {
 	_, records, err := d.resolver.LookupSRV(ctx, "", "", d.name)
@@ -249,10 +249,10 @@ func together(all []error) error {
 	return dnsError{text, nobody}
 }
 
-// addresses asks for the addresses of a host.
+// addresses queries the addresses of a host.
 func (d *dnsSource) addresses(ctx context.Context, host string) (addresses []netip.Addr, err error) {
 	// Of two errors the resolver reports one: a missing AAAA record may hide that
-	// the question for A records failed. So an empty answer is asked for again.
+	// the question for A records failed. So an empty answer is requested again.
 	for _, network := range []string{"ip", "ip4", "ip6"} {
 		addresses, err = d.resolver.LookupNetIP(ctx, network, host)
 		if err = plain(err); !namesNobody(err) {

@@ -81,7 +81,7 @@ type kubeSource struct {
 	settings Settings
 
 	// Guarded by mu.
-	pool     *pool             // nil: none is known, or none is asked for
+	pool     *pool             // nil: none is known, or none is configured
 	problems map[string]string // logged problems of Pods, by name
 }
 

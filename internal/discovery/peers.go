@@ -29,7 +29,7 @@ const labelService = "kubernetes.io/service-name"
 // a headless Service. This router is one of them; the caller excludes it.
 type Peers struct {
 	spec string
-	dns  dnsQuestion // without a name: a Service is asked for
+	dns  dnsQuestion // without a name: a Service is requested
 
 	namespace, service, port string // namespace: empty, the router's own
 
@@ -86,7 +86,7 @@ func OpenPeers(spec string, log *slog.Logger) (*Peers, error) {
 	return p, err
 }
 
-// open finds the cluster, if a Service is asked for.
+// open locates the cluster of a Service.
 func (p *Peers) open(log *slog.Logger) error {
 	what := "--replica-discovery " + p.spec
 	if p.service == "" {
@@ -197,7 +197,7 @@ func boundPeers(all, told []string, crowded *bool, what string, log *slog.Logger
 
 // endpointSlice is the kept part of an EndpointSlice.
 type endpointSlice struct {
-	port      uint16 // 0: it has not the port that is asked for
+	port      uint16 // 0: it lacks the requested port
 	endpoints []endpoint
 }
 

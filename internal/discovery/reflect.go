@@ -73,7 +73,7 @@ func (h *apiHealth) heard(ctx context.Context, verb string, options metav1.ListO
 			h.c.log.Info(h.c.what+": the API server is reachable again", "resource", h.resource.Resource)
 		}
 	case errors.Is(context.Cause(ctx), context.Canceled): // no longer needed
-	case apierrors.IsResourceExpired(err), apierrors.IsGone(err): // all is listed anew
+	case apierrors.IsResourceExpired(err), apierrors.IsGone(err): // all is listed again
 	case options.SendInitialEvents != nil && (apierrors.IsInvalid(err) || apierrors.IsBadRequest(err)): // an older server: it is asked for a list
 	default:
 		text := h.c.plainAPI(err, h.resource).Error()
@@ -144,7 +144,7 @@ func (s *store[T]) Replace(objects []any, _ string) error {
 // Resync does nothing: nothing gets lost.
 func (s *store[T]) Resync() error { return nil }
 
-// poolStore is the one pool that is asked for, as a reflector's store.
+// poolStore is the configured pool, as a reflector's store.
 type poolStore struct {
 	k       *kubeSource
 	trouble trouble

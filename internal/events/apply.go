@@ -226,7 +226,7 @@ func (s *Stream) applyStored(e *kvEvent) error {
 
 // overflows reports whether the rank would hold more with that many further blocks than
 // its cache can: removals do not come, or are not the engine's. Then its blocks are
-// cleared, and its history is asked for again in a while.
+// cleared, and its history is requested again in a while.
 func (s *Stream) overflows(more int) bool {
 	most := maxHeld
 	if capacity := s.capacity.Load(); capacity > 0 {

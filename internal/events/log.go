@@ -63,9 +63,9 @@ type peerEvent struct {
 
 // Kinds of Answer.
 const (
-	kindEvents = "events"    // those asked for
-	kindDump   = "tree_dump" // all blocks, because the events asked for are not kept any more
-	kindTooNew = "too_new"   // the events asked for have not come yet
+	kindEvents = "events"    // those requested
+	kindDump   = "tree_dump" // all blocks, because the requested events are no longer stored
+	kindTooNew = "too_new"   // the requested events have not arrived yet
 )
 
 // Answer answers GET /events.

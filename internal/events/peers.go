@@ -17,7 +17,7 @@ import (
 // Peers are other routers that follow the same workers under the same ids.
 type Peers struct {
 	urls   []string // of their router ports
-	key    string   // bearer key that they ask for; may be empty
+	key    string   // bearer key that they require; may be empty
 	client *http.Client
 	turns  chan struct{} // holds a token for each answer that is being read
 }

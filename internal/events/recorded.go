@@ -100,7 +100,7 @@ func (c *ReplayCommand) Replay(in io.Reader, index radix.Index) (*Replayed, erro
 	return r, err
 }
 
-// errReplayed ends the reading of a recording as it was asked for.
+// errReplayed ends the reading of a recording at the configured limit.
 var errReplayed = errors.New("done")
 
 // Replayed is the result of a replay so far.

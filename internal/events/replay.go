@@ -18,7 +18,7 @@ import (
 // messages and drops more without a word, so each round brings at least that.
 const replayRounds = 64
 
-// replayRetries is the number of times that a failed replay is asked for again in quick
+// replayRetries is the number of times that a failed replay is requested again in quick
 // succession.
 const replayRetries = 8
 

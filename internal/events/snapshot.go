@@ -18,10 +18,10 @@ import (
 )
 
 // A snapshot is the blocks of every followed rank in a file, each rank with the
-// last batch that they are as of: its number and the hash of its bytes. Whoever
-// starts from it asks the rank's replay for that batch. Only if it comes back
+// last batch that they are as of: its number and the hash of its bytes. A router
+// that starts from it requests a replay of that batch. Only if it is returned
 // unchanged do the blocks count, and the batches after it are applied to them. A
-// batch holds the time when it was made, so a restarted engine cannot send the same
+// batch contains its creation time, so a restarted engine cannot send the same
 // one. Every other answer leaves the rank empty.
 //
 // The replay must still have the batch then. So the file is written not only every
@@ -224,8 +224,8 @@ func (s *Snapshot) behind(stream *Stream) bool {
 	return at.next > 0 && at.next-s.written[stream.Src.Worker].next >= max(1, buffer/snapshotShare) // below it: the engine has restarted
 }
 
-// save replaces the file if something has changed since it last did. Whoever reads
-// it meanwhile finds the old one or the new one, whole.
+// save replaces the file if something has changed since the last call. A concurrent
+// reader finds the complete old or new file.
 func (s *Snapshot) save(ctx context.Context, streams []*Stream) error {
 	waiting := s.waiting()
 	if s.off || s.unchanged(streams) {

@@ -24,7 +24,7 @@ type Stats struct {
 	Duplicates        atomic.Uint64 // live batches already known from a replay
 	PeerEvents        atomic.Uint64 // events taken over from another router after a gap
 	PeerDumps         atomic.Uint64 // times all blocks were taken over from another router
-	Replays           atomic.Uint64 // replays asked for
+	Replays           atomic.Uint64 // replays requested
 	ReplayFailures    atomic.Uint64 // unanswered, or without the requested batches
 	Restarts          atomic.Uint64 // detected restarts of the publisher
 	Reconnects        atomic.Uint64 // connections after the first

@@ -49,7 +49,7 @@ type streamTiming struct {
 	ReplayLimit time.Duration // for the first answer to a replay request
 	ReplayPause time.Duration // between answers
 	ReplayWhole time.Duration // for a catch-up, all its replays together
-	// After a replay has failed it is asked for again: replayRetries times after
+	// After a replay has failed it is requested again: replayRetries times after
 	// retryFirst, each time doubled, then every retry.
 	retryFirst, Retry time.Duration
 	Grace             time.Duration // without a connection until the blocks are forgotten

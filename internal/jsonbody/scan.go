@@ -34,7 +34,7 @@ type Body struct {
 	// keeps and UTF-8 cannot.
 	LoneSurrogate bool
 	Top           []Member
-	views         []MessageView // of messages, once asked for
+	views         []MessageView // of messages, once requested
 }
 
 // MessageView is one element of messages with its members.

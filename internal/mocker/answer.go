@@ -281,7 +281,7 @@ func (a *Answer) head(out []byte) []byte {
 	return fmt.Appendf(out, `data: {"id":%s,"object":%q,"created":%d,"model":%s,`, jsonbody.AppendString(nil, a.id), kind, a.created, jsonbody.AppendString(nil, a.model))
 }
 
-// appendIDs appends token ids if the request asks for them, else null.
+// appendIDs appends token ids if the request includes return_token_ids, otherwise null.
 func (a *Answer) appendIDs(out []byte, ids []uint32) []byte {
 	if !a.tokenIDs {
 		return append(out, "null"...)

@@ -106,7 +106,7 @@ type worker struct {
 
 	held    time.Time // gets no requests until then; zero: not held
 	suspect bool      // held for a status that may be the client's mistake
-	pressed time.Time // when it last asked for a pause
+	pressed time.Time // when it last requested a pause
 	presses int       // how often it did since it last answered
 
 	answered  time.Time // when it last answered well

@@ -41,7 +41,7 @@ func RoutesByMatch(policy string) bool { return policy == "cache-threshold" || p
 // pass a gate (that of SGLang's successor router): with a queue of more than
 // balance_rel times the mean and more than balance_abs beyond it, the shortest
 // queue gets the request instead, which makes a second home for a prompt that
-// many ask for and leaves all others where they are.
+// many clients request and leaves all others where they are.
 type cacheRouting struct {
 	settings CacheSettings
 	failed   map[kv.WorkerKey]failures
@@ -211,7 +211,7 @@ func (p *cacheThreshold) Choose(q Query, candidates []Candidate, random *rand.Ra
 //
 // That any match counts is a trap: where some workers have equal queues and the
 // others none, none is left out unless the busy ones are fewer than 1/(1 + K²)
-// of all, and the others stay idle for ever for want of the one block that all
+// of all, and the others stay idle forever for want of the one block that all
 // prompts share. So it takes cache_threshold of a prompt here too; with 0 this
 // is the rule as proposed.
 type variance struct{ cacheRouting }

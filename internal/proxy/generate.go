@@ -33,7 +33,7 @@ func (u Upstream) ofRank(rank string) Upstream {
 	return u.withFields(jsonbody.Field{Key: rankKey, Raw: rank})
 }
 
-// SeveralAnswers reports whether a request asks for more than one answer per
+// SeveralAnswers reports whether a request has more than one answer per
 // prompt.
 func SeveralAnswers(path string, body *jsonbody.Body) bool {
 	if path != generateRoute {

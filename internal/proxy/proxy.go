@@ -48,8 +48,8 @@ type Upstream struct {
 	Silent     bool   // the client gets no headers about the decision
 	EndMarked  bool   // a complete stream ends with a final event
 	// CachedTokensMislead means that the answer's cached tokens do not describe the cache:
-	// the request has several prompts, or asks for the logprobs of its own tokens,
-	// for which an engine computes it anew.
+	// the request has several prompts, or requests the logprobs of its own tokens,
+	// for which an engine computes it again.
 	CachedTokensMislead bool
 	SeveralAnswers      bool // to one prompt; SGLang counts its cached tokens for each
 	Route               string

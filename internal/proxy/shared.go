@@ -100,7 +100,7 @@ func (r *SharedRequest) reported() (known bool, tokens int) {
 	return known, tokens
 }
 
-// result returns the result of a shared request that ended with err, or with an
+// result returns the result of a disaggregated request that ended with err, or with an
 // answer of that HTTP status.
 func (r *SharedRequest) result(ctx context.Context, status int, err error) string {
 	var late *LegTimeout

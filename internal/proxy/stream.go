@@ -18,7 +18,7 @@ const maxStatus = 599
 
 // eventScanner reads the server-sent events of one stream, however they are cut into
 // chunks, in time proportional to their length. It counts them, reads the usage,
-// and removes the usage event where the client did not ask for it.
+// and removes the usage event where the client did not request it.
 type eventScanner struct {
 	HideUsage bool
 	Generate  bool   // the stream is one of generateRoute

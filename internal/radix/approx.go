@@ -208,7 +208,7 @@ func (a *Approx) Routed(w kv.WorkerKey, local []uint64) *Assumed {
 		parent = a.sequence[p.found-1]
 	}
 	if err := a.Tree.Store(w, parent, p.found > 0, a.blocks); err != nil {
-		a.clear(w) // someone else changed the Tree: begin anew
+		a.clear(w) // someone else changed the Tree: begin again
 	}
 	a.expire(now)
 	return p

@@ -219,7 +219,7 @@ func (r *Mesh) say(m ownMessage) {
 }
 
 // tell publishes what is queued until ctx ends, digests of it, and again what others
-// ask for.
+// request.
 func (r *Mesh) tell(ctx context.Context) {
 	var books ownBooks
 	ticker := time.NewTicker(r.timing.tick)
@@ -312,7 +312,7 @@ const (
 )
 
 // again sends all that is in flight of the buckets. Those that are too many for now
-// stay asked for, and are the first next time.
+// stay requested, and are the first next time.
 func (r *Mesh) again(books *ownBooks, ask uint64) {
 	messages, size := 0, 0
 	for range buckets {

@@ -74,7 +74,7 @@ const (
 	// that a session is still where it was.
 	sessionToldEvery = 8
 	// sequenceAhead is how far a binding's sequence may be ahead of the clock:
-	// a later one would win for ever.
+	// a later one would win forever.
 	sequenceAhead = time.Hour
 	// prefillMark ends the name of a session's place for prompts that are computed
 	// apart.

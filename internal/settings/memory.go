@@ -54,7 +54,7 @@ func growthPercent(live uint64) int {
 	return int(max(largeHeapPercent, heapRoom*100/max(live, 4<<20)))
 }
 
-// heapWatch sets GOGC anew after each collection: the collector frees it, and its
+// heapWatch sets GOGC again after each collection: the collector frees it, and its
 // finalizer is the news of that.
 type heapWatch struct {
 	percent int // as it is set; 0: it is not

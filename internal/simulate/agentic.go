@@ -10,7 +10,7 @@ import (
 	"kvrouter/internal/hints"
 )
 
-// syntheticAgentic is the value of --synthetic that asks for syntheticAgents.
+// syntheticAgentic is the value of --synthetic that selects syntheticAgents.
 const syntheticAgentic = "agentic"
 
 // AgenticSettings are the flags of a synthetic workload of agents: workflows of

@@ -8,7 +8,7 @@ import (
 	"time"
 )
 
-// syntheticChat is the value of --synthetic that asks for SyntheticChat.
+// syntheticChat is the value of --synthetic that selects SyntheticChat.
 const syntheticChat = "chat"
 
 // SyntheticSettings are the flags of a synthetic workload: conversations whose

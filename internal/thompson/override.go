@@ -51,7 +51,7 @@ func (k Settings) override(c *parameters) error {
 }
 
 // parse sets the value of a key. Unlike in the original, 1 and 0 are numbers where
-// a number is asked for.
+// a number is expected.
 func (k parameter) parse(text string) error {
 	switch k.into.(type) {
 	case *string:

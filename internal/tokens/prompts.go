@@ -76,7 +76,7 @@ const (
 	reasonNoTurn        = "encoder busy" // for longer than a worker may be asked
 )
 
-// askedTexts bounds the texts of one request that a worker is asked for, one after
+// askedTexts bounds the texts of one request that a worker tokenizes, one after
 // the other.
 const askedTexts = 64
 

@@ -126,7 +126,7 @@ func logprobStart(v gjson.Result) int {
 	return start
 }
 
-// computeFrom notes that the engine computes the tokens from start on anew; negative:
+// computeFrom notes that the engine computes the tokens from start on again; negative:
 // it does not.
 func computeFrom(list []Prompt, start int) {
 	for i := range list {

@@ -122,7 +122,7 @@ func given(names ...string) (name, value string) {
 	return "", ""
 }
 
-// wanted returns the protocol by which the environment asks for traces; empty: it does
+// wanted returns the protocol by which the environment enables traces; empty: it does
 // not ask.
 func wanted() (protocol string, err error) {
 	name, endpoint := given(envTracesEndpoint, envEndpoint)

@@ -113,7 +113,7 @@ func (l *Listener) follow(raw net.Conn) error {
 // Refused returns the number of connections closed because of the limit.
 func (l *Listener) Refused() uint64 { return l.refused.Load() }
 
-// maxRequest bounds the bytes of a request to a Router; a replay is asked for with 8.
+// maxRequest bounds the bytes of a request to a Router; a replay is requested with 8.
 const maxRequest = 64 << 10
 
 // Router is a ZeroMQ ROUTER socket that answers requests.

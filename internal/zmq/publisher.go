@@ -17,9 +17,9 @@ const QueueLimit = 10_000
 // Bounds of what one subscriber may take.
 const (
 	queueBytes     = 64 << 20         // of messages that wait for it; further ones are lost for it
-	maxTopics      = 64               // that it has asked for
-	maxTopic       = 1 << 10          // bytes of a message in which it asks for one
-	subscribeLimit = 10 * time.Second // until it asks for the first
+	maxTopics      = 64               // that it has requested
+	maxTopic       = 1 << 10          // bytes of a message in which it requests one
+	subscribeLimit = 10 * time.Second // until it requests the first
 )
 
 // Publisher is a ZeroMQ PUB socket with a bounded queue for each subscriber.
@@ -35,7 +35,7 @@ type Publisher struct {
 
 // subscriber is one connected reader.
 type subscriber struct {
-	topics []string    // prefixes that it asked for
+	topics []string    // prefixes that it requested
 	queue  chan []byte // encoded messages; closed when it has gone
 
 	waiting atomic.Int64 // bytes in queue
