@@ -79,9 +79,9 @@ type Config struct {
 	Models    models.Flags       `embed:""`
 
 	// Addresses of the router, and the first port of each kind of started workers.
-	Host              string       `group:"Addresses" default:"127.0.0.1" help:"Address the OpenAI port listens on."`
+	Host              string       `group:"Addresses" default:"127.0.0.1" help:"Listen address of the OpenAI port."`
 	HTTPPort          int          `group:"Addresses" name:"http-port" default:"8000" help:"OpenAI port. 0 selects a free port."`
-	RouterPort        int          `group:"Addresses" default:"7000" help:"Router port (/find_best_worker, /workers); 0 selects a free one."`
+	RouterPort        int          `group:"Addresses" default:"7000" help:"Router port (/find_best_worker, /workers); 0 selects a free port."`
 	BaseWorkerPort    int          `group:"Addresses" default:"8100" help:"First HTTP port of started workers; worker i listens on this port plus i."`
 	BaseKVEventsPort  int          `group:"Addresses" name:"base-kv-events-port" default:"5557" help:"First KV-event port of started workers; worker i publishes on this port plus i."`
 	BaseKVReplayPort  int          `group:"Addresses" name:"base-kv-replay-port" default:"5757" help:"First KV-event replay port of started workers; worker i listens on this port plus i."`
@@ -98,7 +98,7 @@ type Config struct {
 	TokenCacheTokens int                  `group:"Routing" default:"2097152" help:"Size of the tokenization cache, in tokens of 4 bytes. It holds the tokens of system prompts and turns, so that the same text is encoded once. 0 disables the cache."`
 	CollectUsage     bool                 `group:"Routing" default:"true" negatable:"" help:"Request usage from workers for streams whose client did not ask for it, and remove it from the answer."`
 	Routing          router.Settings      `embed:""`
-	IndexerPeers     []string             `group:"Routing" placeholder:"URL" help:"Routers (or Dynamo services) to copy the index from at startup: the first which answers GET /dump. They also supply KV events that a worker cannot replay. Comma-separated."`
+	IndexerPeers     []string             `group:"Routing" placeholder:"URL" help:"Routers (or Dynamo services) to copy the index from at startup: the first that answers GET /dump. They also supply KV events that a worker cannot replay. Comma-separated."`
 	Snapshot         events.Settings      `embed:""`
 	Scoring          policies.Settings    `embed:""`
 	Index            router.IndexSettings `embed:""`

@@ -200,7 +200,7 @@ const mostConnections = 16384
 
 // ConnectionSettings are the flags that limit client connections.
 type ConnectionSettings struct {
-	MaxConnections int `group:"Requests" default:"0" help:"Maximum concurrent client connections to the OpenAI port; the router port takes a further seventh of that. Beyond it, idle connections are closed, then new ones wait. 0: derived from the limit of open files (ulimit -n), at most 16384; a higher value is lowered to that limit."`
+	MaxConnections int `group:"Requests" default:"0" help:"Maximum concurrent client connections to the OpenAI port; the router port gets a seventh of that in addition. Above the limit, idle connections are closed, then new ones wait. 0: derived from the limit of open files (ulimit -n), at most 16384; a higher value is lowered to that limit."`
 }
 
 // Shares returns the connection limits of the OpenAI port and of the router port. With
