@@ -32,7 +32,7 @@ func (c *Config) countWorkers() error {
 	apart := c.PrefillWorkers != 0 || c.DecodeWorkers != 0
 	switch {
 	case apart && c.WorkersGiven != nil:
-		return fmt.Errorf("--num-workers %d beside --prefill-workers and --decode-workers: started workers are either all aggregated or all disaggregated; leave one of the two out", *c.WorkersGiven)
+		return fmt.Errorf("--num-workers %d with --prefill-workers and --decode-workers: started workers are either all aggregated or all disaggregated; leave one of the two out", *c.WorkersGiven)
 	case apart && c.Engine == EngineNone:
 		return errors.New("--prefill-workers and --decode-workers start workers, but --engine is none; leave them out")
 	case apart && (c.PrefillWorkers < 1 || c.DecodeWorkers < 1):

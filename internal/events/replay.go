@@ -138,7 +138,7 @@ func (s *Stream) replay(ctx context.Context, fromStart bool, until time.Time) er
 		case first && seq < from:
 			return fmt.Errorf("replay from %s begins at %d, requested was %d", s.replayAt, seq, from)
 		case !first && seq <= previous:
-			return fmt.Errorf("replay from %s goes back from batch %d to %d", s.replayAt, previous, seq)
+			return fmt.Errorf("replay from %s is out of order: batch %d is followed by %d", s.replayAt, previous, seq)
 		case first && verify && seq == from:
 			if xxh3.Hash(payload) != s.sum {
 				return errRestarted

@@ -250,7 +250,7 @@ func (c *Client) pollLoad(ctx context.Context, s LoadSource, log *slog.Logger, r
 		if lags && !warned {
 			warned = true
 			log.Warn(fmt.Sprintf("worker %d: its load is read from /v1/loads, which lags by up to 15 passes", s.Ranks[0].Worker),
-				"url", s.URL+loadsPath, "remedy", "start it with --load-publish-endpoint tcp://*:5657 beside --kv-events-config, or with --enable-metrics")
+				"url", s.URL+loadsPath, "remedy", "start it with --load-publish-endpoint tcp://*:5657 and --kv-events-config, or with --enable-metrics")
 		}
 		select {
 		case <-ctx.Done():

@@ -206,7 +206,7 @@ func (s Settings) runGrid(base Simulation, out, progress io.Writer) error {
 	}
 	given := gridPolicy{Name: "random", Scoring: base.Scoring, Index: base.Index, Routing: base.Routing, Retry: base.Retry, SyntheticHints: true}
 	if !reflect.DeepEqual(defaults, given) {
-		return errors.New("--grid: set the flags of policies, the index, the queue and failing workers in the grid file, beside each policy")
+		return errors.New("--grid: set the flags of policies, the index, the queue and failing workers in the grid file, after each policy")
 	}
 	g, err := readGrid(s.Grid)
 	if err != nil {

@@ -501,7 +501,7 @@ func (f *Fleet) runStarted(ctx context.Context, w *worker) (readyFor time.Durati
 	output := process.NewStartLog(f.cfg.Signs)
 	f.update(w, func(s *Status) { s.State, s.Stage = StateStarting, process.StageProcess })
 	in := f.begin(ctx, w)
-	downReason := "the router is ending"
+	downReason := "the router is shutting down"
 	defer func() { in.end(downReason) }()
 	engine, err := f.deps.Start(int(w.id), func(stream, text string) { f.workerLine(w, output, stream, text) })
 	if err != nil {

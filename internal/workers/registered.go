@@ -20,7 +20,7 @@ var (
 	// ErrWorkerTaken means that the id belongs to a worker that was not registered.
 	ErrWorkerTaken = errors.New("the id belongs to a worker that the router has started, attached or discovered")
 	// ErrFleetEnding means that the router is shutting down.
-	ErrFleetEnding = errors.New("the router is ending")
+	ErrFleetEnding = errors.New("the router is shutting down")
 )
 
 // Registration is a worker that a client registers at run time. Requests are routed
