@@ -353,8 +353,8 @@ func (s *Stream) checkQuiet(ctx context.Context, settled bool) error {
 	return nil
 }
 
-// Begin clears the rank's blocks, with seq as the first known batch. A peer's
-// blocks remain if they are older than that.
+// Begin clears the rank's blocks and starts with batch seq. A peer's blocks remain
+// unless seq is 0.
 func (s *Stream) Begin(seq uint64) {
 	if !s.seeded || seq == 0 {
 		s.index.Clear(s.Src.Worker)

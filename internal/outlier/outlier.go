@@ -423,8 +423,8 @@ func (d *Detector) bringBack(key kv.WorkerKey, w *worker, now time.Time) {
 }
 
 // Hint records that another router has ejected a worker for that time. The cause
-// may be that router: the worker is out for at most the base ejection time, and the
-// panic threshold holds. It reports whether anything changed.
+// may be that router: the worker is paused for at most the base ejection time, and
+// the panic threshold applies. It reports whether anything changed.
 func (d *Detector) Hint(key kv.WorkerKey, long time.Duration, now time.Time) (took bool) {
 	w := d.workers[key]
 	if w == nil || w.gone || long <= 0 || d.settings.EjectAfter == 0 {
@@ -573,7 +573,7 @@ func (d *Detector) Convict(a Attempt, status int, now time.Time) {
 }
 
 // AskFailed records that a worker did not answer a tokenization request sent at
-// that time, unless it has answered a request since. If it timed out, the worker is
+// that time, unless it has answered a request since. If it took long, the worker is
 // paused, because requests would wait too.
 func (d *Detector) AskFailed(key kv.WorkerKey, generation int, asked, now time.Time) {
 	a := Attempt{Worker: key, Generation: generation, Sent: asked}

@@ -40,8 +40,8 @@ type Tries struct {
 	lettings int // it was taken off a worker that is down or stuck
 }
 
-// Left reports whether a retry remains after the next attempt; most is the maximum
-// number of retries.
+// Left reports whether a failure of the next attempt may be retried; most is the
+// maximum number of retries.
 func (t *Tries) Left(most int) bool { return t.Retries < most }
 
 // LetGo reports whether a request aborted on a worker that is down or stuck is

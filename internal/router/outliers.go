@@ -107,9 +107,9 @@ func (r *Router) unlock() {
 	}
 }
 
-// Idlest returns the worker with the fewest in-flight requests that is neither
-// ejected nor paused, of that engine if one is up; not ok: none is up. Nothing is
-// booked.
+// Idlest returns the worker to query: of that engine if one is up, if possible
+// neither cordoned nor ejected and answering queries, then the one with the fewest
+// in-flight requests; not ok: none is up. Nothing is booked.
 func (r *Router) Idlest(engine kv.Engine) (t kv.Target, ok bool) {
 	r.mu.Lock()
 	defer r.unlock()
