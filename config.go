@@ -51,15 +51,15 @@ const (
 	CommandHelp     = "help" // the help or the version has been printed; nothing is left to do
 )
 
-// DefaultGPUModel is served where a GPU is found and no --model is given. On a
-// machine without one the small model that `make setup` prepares is served.
+// DefaultGPUModel is the default model on a machine with a GPU. Without one, it is
+// the small model of `make setup`.
 const DefaultGPUModel = "deepseek-ai/DeepSeek-R1-Distill-Llama-8B"
 
-// Config holds every setting. Each flag may also be given as an environment
-// variable (KVROUTER_ and the flag's name in capitals, _ for -) or as a key of
-// the YAML file of --config (the flag's name). They rank in this order, highest
-// first: the command line, the environment, the file, the flag's default. All
-// flags parse with all commands; takesFlag says which of them a command reads.
+// Config contains all settings. Each flag can also be given as an environment
+// variable (KVROUTER_ and the flag's name in capitals, _ for -) or as a key of the
+// YAML file of --config (the flag's name). Precedence: command line, environment,
+// file, default. All commands parse all flags; takesFlag reports which of them a
+// command reads.
 type Config struct {
 	// The model, the engine, and the workers started.
 	Model           string `group:"Model and engine" placeholder:"NAME|DIR" help:"Model to serve: a Hugging Face name or a folder. Default: deepseek-ai/DeepSeek-R1-Distill-Llama-8B with a GPU, otherwise the SmolLM2 135M of 'make setup'."`
@@ -78,11 +78,10 @@ type Config struct {
 	Discovery discovery.Settings `embed:""`
 	Models    models.Flags       `embed:""`
 
-	// Where the router listens, and the first port of each kind that started
-	// workers listen on.
-	Host              string       `group:"Addresses" default:"127.0.0.1" help:"Address the OpenAI port listens on."`
+	// Addresses of the router, and the first port of each kind of started workers.
+	Host              string       `group:"Addresses" default:"127.0.0.1" help:"Listen address of the OpenAI port."`
 	HTTPPort          int          `group:"Addresses" name:"http-port" default:"8000" help:"OpenAI port. 0 selects a free port."`
-	RouterPort        int          `group:"Addresses" default:"7000" help:"Router port (/find_best_worker, /workers); 0 selects a free one."`
+	RouterPort        int          `group:"Addresses" default:"7000" help:"Router port (/find_best_worker, /workers); 0 selects a free port."`
 	BaseWorkerPort    int          `group:"Addresses" default:"8100" help:"First HTTP port of started workers; worker i listens on this port plus i."`
 	BaseKVEventsPort  int          `group:"Addresses" name:"base-kv-events-port" default:"5557" help:"First KV-event port of started workers; worker i publishes on this port plus i."`
 	BaseKVReplayPort  int          `group:"Addresses" name:"base-kv-replay-port" default:"5757" help:"First KV-event replay port of started workers; worker i listens on this port plus i."`
@@ -92,21 +91,20 @@ type Config struct {
 	BaseNIXLPort      int          `group:"Addresses" name:"base-nixl-port" default:"5600" help:"First NIXL side-channel port of started vLLM workers, with --prefill-workers; worker i listens on this port plus i."`
 	BaseBootstrapPort int          `group:"Addresses" default:"8998" help:"First bootstrap port of started SGLang prefill workers; worker i listens on this port plus i."`
 
-	// The choice of a worker, the index of caches, and how a request
-	// is shared between prefill and decode workers.
+	// Choice of a worker, index of caches, and disaggregation.
 	Policy           string               `group:"Routing" default:"work" placeholder:"NAME" help:"Scheduling policy: ${policies}. simulate accepts a comma-separated list. See docs/routing.md."`
 	Seed             uint64               `group:"Routing" default:"0" help:"Random seed. 0 seeds from the clock."`
-	TokenTimeout     time.Duration        `group:"Routing" default:"2s" help:"Maximum time to wait for a worker to tokenize a prompt which the router cannot render itself."`
+	TokenTimeout     time.Duration        `group:"Routing" default:"2s" help:"Maximum time to wait for a worker to tokenize a prompt that the router cannot render itself."`
 	TokenCacheTokens int                  `group:"Routing" default:"2097152" help:"Size of the tokenization cache, in tokens of 4 bytes. It holds the tokens of system prompts and turns, so that the same text is encoded once. 0 disables the cache."`
 	CollectUsage     bool                 `group:"Routing" default:"true" negatable:"" help:"Request usage from workers for streams whose client did not ask for it, and remove it from the answer."`
 	Routing          router.Settings      `embed:""`
-	IndexerPeers     []string             `group:"Routing" placeholder:"URL" help:"Routers (or Dynamo services) to copy the index from at startup: the first which answers GET /dump. They also supply KV events that a worker cannot replay. Comma-separated."`
+	IndexerPeers     []string             `group:"Routing" placeholder:"URL" help:"Routers (or Dynamo services) to copy the index from at startup: the first that answers GET /dump. They also supply KV events that a worker cannot replay. Comma-separated."`
 	Snapshot         events.Settings      `embed:""`
 	Scoring          policies.Settings    `embed:""`
 	Index            router.IndexSettings `embed:""`
 	Proxy            proxy.Settings       `embed:""`
 
-	// Who may send requests, how large they may be and how long they may take.
+	// Authentication, and limits on the size and duration of requests.
 	APIKey           []string         `group:"Requests" name:"api-key" placeholder:"KEY" help:"Bearer keys accepted on the OpenAI port, comma-separated. Default: no key is required."`
 	Keys             keys.Settings    `embed:""`
 	RouterAPIKey     []string         `group:"Requests" name:"router-api-key" placeholder:"KEY" help:"Bearer keys accepted on the router port and on /busy_threshold of the OpenAI port, comma-separated."`
@@ -121,43 +119,44 @@ type Config struct {
 	// How many clients there may be at once.
 	web.ConnectionSettings
 
-	// Gateway is the server that picks workers for gateways.
+	// Gateway is the endpoint picker of gateways.
 	Gateway extproc.Settings `embed:""`
 
-	// Replica says which other routers serve the same workers.
+	// Replica has the other routers of the same workers.
 	Replica replica.Settings `embed:""`
 
-	// Logs, and the file of settings.
+	// Logs and the configuration file.
 	LogLevel   string `group:"Logs and settings" default:"info" enum:"debug,info,warn,error" help:"Minimum log level: ${enum}. debug includes every line that workers print."`
 	LogFormat  string `group:"Logs and settings" default:"text" enum:"text,json" help:"Log format: ${enum}."`
 	ConfigFile string `group:"Logs and settings" name:"config" placeholder:"FILE" help:"YAML configuration file: flag names as keys; vllm-args or sglang-args (lists) for the arguments after --."`
 
-	// Mock is what --engine mocker starts, and the size and the timing of the
-	// simulator's engines. Its group is the last that help shows.
+	// Mock has the workers of --engine mocker, and the size and timing of the
+	// simulator's engines. Its group is the last one in the help.
 	Mock mocker.Settings `embed:""`
 
-	// EngineArgs is what follows --: arguments for every started worker, unchanged.
+	// EngineArgs are the arguments after --, which every started worker gets
+	// unchanged.
 	EngineArgs []string `kong:"-"`
 
-	// NumWorkers is the number of workers that are started, of whatever part. Set by
-	// ParseConfig.
+	// NumWorkers is the number of started workers of all roles. Set by ParseConfig.
 	NumWorkers int `kong:"-"`
-	// GPUs are the devices that workers may use, as CUDA_VISIBLE_DEVICES names
-	// them; empty means the CPU. Set by ResolveDefaults.
+	// GPUs are the devices for workers, in the form of CUDA_VISIBLE_DEVICES; empty:
+	// the CPU. Set by ResolveDefaults.
 	GPUs []string `kong:"-"`
-	// Cores is the number of CPU cores to share out. Set by ResolveDefaults.
+	// Cores is the number of CPU cores to divide among the workers. Set by
+	// ResolveDefaults.
 	Cores int `kong:"-"`
-	// Hop is this process in the Via headers of its requests. Set by build.
+	// Hop identifies this process in the Via header of its requests. Set by build.
 	Hop web.Hop `kong:"-"`
-	// Simulate is what CommandSimulate shall do.
+	// Simulate has the settings of CommandSimulate.
 	Simulate simulate.Settings `kong:"-"`
-	// Replay is what CommandReplay shall do.
+	// Replay has the settings of CommandReplay.
 	Replay events.ReplayCommand `kong:"-"`
-	// Top is what CommandTop shall show.
+	// Top has the settings of CommandTop.
 	Top top.Command `kong:"-"`
-	// Doctor is what CommandDoctor shall do.
+	// Doctor has the settings of CommandDoctor.
 	Doctor doctor.Command `kong:"-"`
-	// ModelFolder is whether Model is a local folder. Set by ResolveDefaults.
+	// ModelFolder means that Model is a local folder. Set by ResolveDefaults.
 	ModelFolder bool `kong:"-"`
 }
 
@@ -242,10 +241,10 @@ func newParser(c *cli, options ...kong.Option) (*kong.Kong, error) {
 	return parser, nil
 }
 
-// ParseConfig reads the command line (without the program's name), the
-// environment and the file of --config, fills in what depends on the machine,
-// and returns the settings and the command: one of the Command constants. An
-// error is one line with the fault, its place, and the correct form.
+// ParseConfig reads the command line (without the program's name), the environment
+// and the file of --config, sets the values that depend on the machine, and returns
+// the settings and the command: one of the Command constants. An error is one line
+// with the fault, its place, and the correct form.
 func ParseConfig(args []string) (Config, string, error) {
 	return parseConfig(args, settings.ThisMachine())
 }
@@ -320,9 +319,9 @@ func configFileName(args []string, getenv func(string) string) string {
 	return name
 }
 
-// ResolveDefaults fills in everything whose default depends on the machine:
-// GPUs, cores, --python, --model and --served-model-name. Without an engine to
-// start nothing is looked for, and the model is the one that the workers report.
+// ResolveDefaults sets the values whose default depends on the machine: GPUs,
+// cores, --python, --model and --served-model-name. If no engine is started,
+// nothing is detected, and the model is the one that the workers report.
 func (c *Config) ResolveDefaults(machine settings.Machine) error {
 	if err := c.Flags.Resolve(machine.Getenv); err != nil {
 		return err

@@ -4,6 +4,7 @@ import (
 	"flag"
 	"fmt"
 	"os"
+	"path/filepath"
 	"reflect"
 	"regexp"
 	"slices"
@@ -127,7 +128,7 @@ func TestFlagsPage(t *testing.T) {
 		t.Fatal(err)
 	}
 	if string(written) != page.String() {
-		t.Errorf("%s is not what the flags say: run go test -run TestFlagsPage -update .", flagsPage)
+		t.Errorf("%s differs from the flags: run go test -run TestFlagsPage -update .", flagsPage)
 	}
 }
 
@@ -139,20 +140,20 @@ func TestEveryFlagIsInATableWithItsDefault(t *testing.T) {
 		t.Fatal(err)
 	}
 	row := regexp.MustCompile("(?m)^\\| `--((?:\\[no-\\])?)([a-z0-9.-]+)[^`]*` \\| ([^|]*) \\| `KVROUTER_[A-Z_]+` \\| .+ \\| ((?:replay-events|top|doctor|(?:serve|simulate|serve, simulate)(?:, replay-events)?(?:, top)?)) \\|$")
-	type told struct{ negatable, value string }
-	rows := map[string]told{}
+	type spelling struct{ negatable, value string }
+	rows := map[string]spelling{}
 	for _, match := range row.FindAllStringSubmatch(string(text), -1) {
 		name := match[2]
 		if !strings.Contains(match[4], CommandServe) { // commands may have flags of the same name
 			name += " of " + match[4]
 		}
 		if _, twice := rows[name]; twice {
-			t.Errorf("--%s is there twice", name)
+			t.Errorf("--%s is documented twice", name)
 		}
-		rows[name] = told{match[1], strings.Trim(match[3], "`")}
+		rows[name] = spelling{match[1], strings.Trim(match[3], "`")}
 	}
 	if lines := strings.Count(string(text), "\n| `--"); lines != len(rows) {
-		t.Errorf("%d rows begin with a flag, and %d have the form of a row", lines, len(rows))
+		t.Errorf("%d rows begin with a flag, but %d have the expected format", lines, len(rows))
 	}
 	parser, err := newParser(new(cli))
 	if err != nil {
@@ -177,7 +178,7 @@ func TestEveryFlagIsInATableWithItsDefault(t *testing.T) {
 			t.Errorf("--%s (%s) is in no table of %s", name, flag.Help, flagsPage)
 			continue
 		}
-		want := told{value: flag.Default}
+		want := spelling{value: flag.Default}
 		if flag.Tag.Negatable != "" {
 			want.negatable = "[no-]"
 		}
@@ -188,7 +189,7 @@ func TestEveryFlagIsInATableWithItsDefault(t *testing.T) {
 			want.value = "—"
 		}
 		if row != want {
-			t.Errorf("--%s is told of as %q, want %q", flag.Name, row, want)
+			t.Errorf("--%s is documented as %q, want %q", flag.Name, row, want)
 		}
 	}
 	for name := range rows {
@@ -217,5 +218,42 @@ func TestShellsAndManKnowEveryFlagAndCommand(t *testing.T) {
 				}
 			}
 		}
+	}
+}
+
+// TestLinksOfThePages follows every link between pages: to a file, and to a heading
+// of that page if it has an anchor.
+func TestLinksOfThePages(t *testing.T) {
+	pages, anchors, links := map[string]string{}, map[string]map[string]bool{}, 0
+	heading, dropped := regexp.MustCompile(`(?m)^#+ (.+)$`), regexp.MustCompile(`[^\p{L}\p{N}_ -]`)
+	for _, pattern := range []string{"*.md", "docs/*.md", "deploy/*.md", "testdata/*/*.md"} {
+		paths, _ := filepath.Glob(pattern)
+		for _, path := range paths {
+			text, err := os.ReadFile(path)
+			if err != nil {
+				t.Fatal(err)
+			}
+			pages[path] = regexp.MustCompile("(?s)```.*?```").ReplaceAllString(string(text), "")
+			anchors[path] = map[string]bool{"": true}
+			for _, match := range heading.FindAllStringSubmatch(pages[path], -1) {
+				anchors[path][strings.ReplaceAll(dropped.ReplaceAllString(strings.ToLower(match[1]), ""), " ", "-")] = true
+			}
+		}
+	}
+	for path, text := range pages {
+		for _, match := range regexp.MustCompile(`\]\(([^)#:\s]*)#?([^):\s]*)\)`).FindAllStringSubmatch(text, -1) {
+			target := path
+			if links++; match[1] != "" {
+				target = filepath.Join(filepath.Dir(path), match[1])
+			}
+			if _, err := os.Stat(target); err != nil {
+				t.Errorf("%s: %v", path, err)
+			} else if match[2] != "" && !anchors[target][match[2]] {
+				t.Errorf("%s: %s has no heading #%s", path, target, match[2])
+			}
+		}
+	}
+	if links < 200 {
+		t.Errorf("only %d links found", links)
 	}
 }

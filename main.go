@@ -186,7 +186,7 @@ func (r *app) drain(delay time.Duration) {
 	}
 }
 
-// readSecrets reads the files of keys and of TLS anew, both or neither, and returns
+// readSecrets reads the files of keys and of TLS again, both or neither, and returns
 // the number of keys.
 func (r *app) readSecrets() (keys int, err error) {
 	useKeys, err := r.keys.Read()

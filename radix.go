@@ -6,7 +6,7 @@ import (
 	"kvrouter/internal/events"
 )
 
-// KVEvents reports whether the workers' KV events are followed.
+// KVEvents reports whether the router subscribes to the workers' KV events.
 func (c *Config) KVEvents() bool { return c.Index.Follows(c.Policy, c.Scoring.Settings) }
 
 // peerKey is what to show to other routers' router ports: those that are each

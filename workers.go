@@ -32,9 +32,9 @@ func (c *Config) countWorkers() error {
 	apart := c.PrefillWorkers != 0 || c.DecodeWorkers != 0
 	switch {
 	case apart && c.WorkersGiven != nil:
-		return fmt.Errorf("--num-workers %d beside --prefill-workers and --decode-workers: started workers either all serve whole requests or each have their part; leave one of the two out", *c.WorkersGiven)
+		return fmt.Errorf("--num-workers %d with --prefill-workers and --decode-workers: started workers are either all aggregated or all disaggregated; leave one of the two out", *c.WorkersGiven)
 	case apart && c.Engine == EngineNone:
-		return errors.New("--prefill-workers and --decode-workers start workers, and --engine is none; leave them out")
+		return errors.New("--prefill-workers and --decode-workers start workers, but --engine is none; leave them out")
 	case apart && (c.PrefillWorkers < 1 || c.DecodeWorkers < 1):
 		return fmt.Errorf("--prefill-workers %d with --decode-workers %d: give at least 1 of each", c.PrefillWorkers, c.DecodeWorkers)
 	case apart:
@@ -59,8 +59,8 @@ func (c *Config) engine() (e process.Engine, starts bool) {
 	return vllm.Engine(), c.Engine == EngineVLLM
 }
 
-// EngineLimits returns the number of tokens that a started worker computes in a pass at
-// most, and the blocks of its KV cache; 0: unknown.
+// EngineLimits returns the maximum tokens of a started worker's pass and the blocks
+// of its KV cache; 0: unknown.
 func (c *Config) EngineLimits() (maxBatchedTokens, totalBlocks int) {
 	if c.Engine == EngineMocker {
 		return c.Mock.MockMaxNumBatchedTokens, c.Mock.MockNumGPUBlocks
@@ -69,8 +69,8 @@ func (c *Config) EngineLimits() (maxBatchedTokens, totalBlocks int) {
 	return engine.Limits(c.EngineArgs, c.BlockSize)
 }
 
-// Ranks is how many data-parallel ranks a started worker has. Each takes one of
-// the ports for KV events, their replay and load.
+// Ranks returns the number of data-parallel ranks of a started worker. Each uses
+// one port for KV events, one for replay and one for load.
 func (c *Config) Ranks() int {
 	if c.Engine == EngineMocker {
 		return max(1, c.Mock.MockDataParallelSize)

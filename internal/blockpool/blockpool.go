@@ -50,7 +50,8 @@ func (p *Pool) Find(key uint64) uint32 {
 
 func (p *Pool) bucket(key uint64) *uint32 { return &p.buckets[key&uint64(len(p.buckets)-1)] }
 
-// Available returns the number of blocks that Take can give: the free and the inactive ones.
+// Available returns the number of blocks that Take can return: free and inactive
+// ones.
 func (p *Pool) Available() int { return len(p.free) + p.inactive }
 
 // Size returns the number of blocks.
@@ -59,10 +60,10 @@ func (p *Pool) Size() int { return len(p.blocks) - 1 }
 // Held returns the number of blocks that are active or inactive.
 func (p *Pool) Held() int { return p.Size() - len(p.free) }
 
-// Active returns how many blocks requests refer to.
+// Active returns the number of blocks that requests reference.
 func (p *Pool) Active() int { return p.Size() - p.Available() }
 
-// Refs returns how many references block b has.
+// Refs returns the number of references to block b.
 func (p *Pool) Refs(b uint32) int { return int(p.blocks[b].refs) }
 
 // FreeBlocks returns the number of blocks that are free.
@@ -119,8 +120,7 @@ func (p *Pool) Grow(size int) {
 	}
 }
 
-// SetKey puts the contents of block b, which has no key, under one that no
-// block has.
+// SetKey sets the key of block b, which has none; no other block may have that key.
 func (p *Pool) SetKey(b uint32, key uint64) {
 	first := p.bucket(key)
 	p.blocks[b].key, p.blocks[b].keyed, p.blocks[b].before, p.blocks[b].after = key, true, 0, *first
@@ -128,8 +128,8 @@ func (p *Pool) SetKey(b uint32, key uint64) {
 	*first = b
 }
 
-// Release drops one reference to block b. With the last one a block with a key
-// becomes the newest inactive one, another becomes free.
+// Release drops one reference to block b. After the last one, a block with a key
+// becomes the newest inactive block, and a block without a key becomes free.
 func (p *Pool) Release(b uint32) {
 	block := &p.blocks[b]
 	if block.refs--; block.refs > 0 {

@@ -61,7 +61,7 @@ func (p *Pool) Order() []uint32 {
 	return blocks
 }
 
-// References returns how many requests hold each block, by the block's number.
+// References returns the number of references to each block, by the block's number.
 func (p *Pool) References() []int32 {
 	refs := make([]int32, len(p.blocks))
 	for b := range p.blocks {

@@ -24,10 +24,10 @@ var tokenizerFiles = []string{"config.json", "tokenizer.json", "tokenizer_config
 	"chat_template.jinja", "chat_template.json", "chat_templates/*.jinja", "processor_config.json",
 	"preprocessor_config.json", "tekken.json", "tokenizer.model.v*"}
 
-// Resolve returns the folder that holds a model's tokenizer files. name is a
-// folder, or a hub id: then the local Hugging Face cache is asked, and else
-// the files are fetched by huggingface_hub in python, which honours HF_TOKEN,
-// HF_ENDPOINT and HF_HUB_OFFLINE. ctx bounds the whole.
+// Resolve returns the folder that holds a model's tokenizer files. name is a folder
+// or a hub id. The files of a hub id come from the local Hugging Face cache,
+// otherwise huggingface_hub in python downloads them; it honours HF_TOKEN,
+// HF_ENDPOINT and HF_HUB_OFFLINE. ctx limits the total time.
 func Resolve(ctx context.Context, name, python string) (dir string, err error) {
 	if info, err := os.Stat(name); err == nil && info.IsDir() {
 		return name, nil
@@ -68,7 +68,7 @@ func offline() bool {
 }
 
 // Cached returns the folder of the revision "main" of a hub repository in the local
-// Hugging Face cache, if it has a tokenizer; else nothing.
+// Hugging Face cache, or an empty name if it has no tokenizer.
 func Cached(id string) string {
 	repo := filepath.Join(hubCache(), "models--"+strings.ReplaceAll(id, "/", "--"))
 	commit, err := os.ReadFile(filepath.Join(repo, "refs", "main"))
@@ -135,8 +135,8 @@ var ownRenderer = []string{"MoonshotKimiaForCausalLM", "KimiK3ForConditionalGene
 	"DeepseekV4ForCausalLM", "DeepseekV4ForConditionalGeneration", "DeepseekV41ForCausalLM",
 	"InklingForCausalLM", "InklingForConditionalGeneration"}
 
-// ReadFiles reads the configuration and the templates in dir. Missing files
-// are as good as empty ones.
+// ReadFiles reads the configuration and the templates in dir. A missing file counts
+// as empty.
 func ReadFiles(dir string) (*Files, error) {
 	f := &Files{Templates: map[string]string{}}
 	config, err := readJSON(dir, "tokenizer_config.json")
@@ -250,7 +250,7 @@ func (f *Files) template(withTools bool) string {
 	return f.Templates["default"]
 }
 
-// FileExists reports whether the folder has something of that name.
+// FileExists reports whether the folder contains a file of that name.
 func FileExists(dir, name string) bool {
 	_, err := os.Stat(filepath.Join(dir, name))
 	return err == nil

@@ -78,7 +78,7 @@ type contentPart struct {
 	extra     []jsonbody.Field // fields that vLLM hands on to the template
 }
 
-// Kind is the API whose rules a chat body follows.
+// Kind is the API that defines the fields of a chat body.
 type Kind int
 
 // The kinds.
@@ -125,9 +125,9 @@ func ParseBody(body []byte) (*jsonbody.Body, error) {
 	return parsed, nil
 }
 
-// Parse reads a chat request as vLLM does. Whatever vLLM would refuse or this
+// Parse reads a chat request as vLLM does. Anything that vLLM refuses or this
 // package does not implement is an ErrNotRenderable. The function has one case for
-// each field that shapes a prompt.
+// each field that affects the prompt.
 func Parse(body *jsonbody.Body, kind Kind, options Options) (*Request, error) {
 	if !utf8.Valid(body.Raw) {
 		return nil, NotRenderable("the body is not UTF-8")

@@ -27,8 +27,8 @@ type Options struct {
 	CannotRender string
 }
 
-// VLLMOptions reads from vLLM's arguments those that change prompts. What
-// it cannot follow ends up in CannotRender, so that workers are asked instead.
+// VLLMOptions reads the arguments of vLLM that change prompts. An unsupported one
+// sets CannotRender, so that workers tokenize the prompts.
 func VLLMOptions(args []string) (Options, error) {
 	var o Options
 	for i := 0; i < len(args); i++ {
@@ -99,8 +99,8 @@ func (o *Options) setTemplate(value string) {
 	}
 }
 
-// SGLangOptions reads from SGLang's arguments those that change prompts. What
-// it cannot follow ends up in CannotRender, so that workers are asked instead.
+// SGLangOptions reads the arguments of SGLang that change prompts. An unsupported
+// one sets CannotRender, so that workers tokenize the prompts.
 func SGLangOptions(args []string) (Options, error) {
 	var o Options
 	for i := 0; i < len(args); i++ {

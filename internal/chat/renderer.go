@@ -18,8 +18,8 @@ type Renderer struct {
 	lateSystem func() SystemRule
 }
 
-// NewRenderer compiles the templates of a model, or the one that options replace them
-// with. Without a usable template every chat is an ErrNotRenderable.
+// NewRenderer compiles the templates of a model, or the template of the options
+// that replaces them. Without a usable template every chat is an ErrNotRenderable.
 func NewRenderer(files *Files, options Options) *Renderer {
 	r := &Renderer{files: files, options: options}
 	r.plain, r.noTemplate = r.compile(false)

@@ -54,7 +54,7 @@ type Rendered struct {
 	bytes C.chat_bytes
 }
 
-// Free gives the memory back.
+// Free releases the memory.
 func (r Rendered) Free() { C.chat_bytes_free(r.bytes) }
 
 // compileTemplate compiles the text of a chat template with the settings that
@@ -79,9 +79,8 @@ func (t *jinja) Close() {
 	t.handle = nil
 }
 
-// Render returns the text of a chat. context is a JSON object with the
-// template's variables; the order of its keys is the order that the template
-// sees.
+// Render returns the text of a chat. context is a JSON object with the template's
+// variables; the template sees its keys in that order.
 func (t *jinja) Render(context []byte) (Rendered, error) {
 	var out C.chat_bytes
 	if C.chat_render(t.handle, bytePointer(jsonbody.View(context)), C.size_t(len(context)), &out) != 1 {
@@ -111,8 +110,8 @@ func (t *jinja) renderBy(write func(out []byte) ([]byte, error)) (Rendered, erro
 	return chat, nil
 }
 
-// SupportsDeveloper reports whether the template knows the role "developer", by
-// the rule of vLLM: its name stands in the text in quotes.
+// SupportsDeveloper reports whether the template supports the role "developer", by
+// vLLM's rule: the quoted name is in its text.
 func (t *jinja) SupportsDeveloper() bool {
 	return strings.Contains(t.Text, `"developer"`) || strings.Contains(t.Text, `'developer'`)
 }

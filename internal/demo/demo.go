@@ -47,7 +47,8 @@ type Settings struct {
 	pace time.Duration // in place of a second, in tests
 }
 
-// Run makes traffic until ctx ends, and returns when all of it has ended.
+// Run generates traffic until ctx is done, and returns when all requests have
+// ended.
 func Run(ctx context.Context, s Settings) {
 	if s.pace == 0 {
 		s.pace = time.Second
@@ -93,7 +94,7 @@ func (s *Settings) sleep(ctx context.Context, seconds float64) (ok bool) {
 	}
 }
 
-// ErrCrash is the reason of a worker that the demo ended.
+// ErrCrash is the cause of a crash by the demo.
 var ErrCrash = errors.New("crash of the demo")
 
 // client is one user at a time.

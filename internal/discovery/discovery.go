@@ -21,9 +21,9 @@ import (
 
 // Source reports the workers.
 type Source interface {
-	// Watch sends all workers, ordered by name, as soon as they are known and whenever
-	// they change, until ctx ends; then it closes the channel. The caller must receive
-	// until then. No list is changed once it was sent.
+	// Watch sends all workers, ordered by name, as soon as they are known and
+	// whenever they change, until ctx is done; then it closes the channel. The
+	// caller must receive until then. A list does not change after it was sent.
 	Watch(ctx context.Context) <-chan []kv.Worker
 }
 
@@ -36,7 +36,7 @@ const eventsPort = 5557
 // usualPort is the default of --worker-port.
 const usualPort = 8000
 
-// Settings say where the workers are found.
+// Settings are the source of the workers.
 type Settings struct {
 	Discovery       string `group:"Discovery" placeholder:"SOURCE" help:"Service-discovery source of workers: file:workers.yaml (reloaded when it changes), dns://vllm.ns:8100 (each address of the name, with this port), dns+srv://_http._tcp.vllm.ns (addresses and ports of its SRV records), or kubernetes (Pods, by --pool or --selector). It can be combined with --worker; --engine none starts no workers."`
 	Pool            string `group:"Discovery" placeholder:"NAME" help:"With kubernetes: InferencePool whose selector and target ports select the workers."`

@@ -78,7 +78,7 @@ func newDNS(q dnsQuestion, who, what string, log *slog.Logger) *dnsSource {
 	return &dnsSource{dnsQuestion: q, who: who, resolver: net.DefaultResolver, every: dnsEvery, keep: dnsKeep, trouble: trouble{log: log, what: what}}
 }
 
-// Watch sends the workers that name servers name.
+// Watch sends the workers of the name servers' answers.
 func (d *dnsSource) Watch(ctx context.Context) <-chan []kv.Worker {
 	out := make(chan []kv.Worker)
 	go func() { // until ctx ends
@@ -100,7 +100,7 @@ func (d *dnsSource) Watch(ctx context.Context) <-chan []kv.Worker {
 			case len(list) > 0:
 				list = d.settled(list, known)
 				if err != nil {
-					d.trouble.is(err, "the answer's other addresses count")
+					d.trouble.is(err, "the other addresses of the answer are used")
 				} else {
 					d.trouble.over()
 				}
@@ -178,16 +178,16 @@ func (d *dnsSource) ask(ctx context.Context) (list []kv.Worker, err error) {
 		}
 	}
 	if len(list) == 0 && err == nil {
-		return nil, dnsError{"the answer names no address", true}
+		return nil, dnsError{"the answer contains no address", true}
 	}
 	if len(list) > maxWorkers {
-		return nil, fmt.Errorf("the answer names %d workers, the maximum is %d", len(list), maxWorkers)
+		return nil, fmt.Errorf("the answer contains %d workers, the maximum is %d", len(list), maxWorkers)
 	}
 	byName(list)
 	return slices.CompactFunc(list, func(a, b kv.Worker) bool { return a.ID == b.ID }), err
 }
 
-// services asks for the SRV records, and for the addresses of their hosts. A host that
+// services queries the SRV records, and the addresses of their hosts. A host that
 // is unknown has none; one that cannot be asked for keeps those it had.
 func (d *dnsSource) services(ctx context.Context) (list []kv.Worker, err error) {
 	_, records, err := d.resolver.LookupSRV(ctx, "", "", d.name)
@@ -249,10 +249,10 @@ func together(all []error) error {
 	return dnsError{text, nobody}
 }
 
-// addresses asks for the addresses of a host.
+// addresses queries the addresses of a host.
 func (d *dnsSource) addresses(ctx context.Context, host string) (addresses []netip.Addr, err error) {
 	// Of two errors the resolver reports one: a missing AAAA record may hide that
-	// the question for A records failed. So an empty answer is asked for again.
+	// the question for A records failed. So an empty answer is requested again.
 	for _, network := range []string{"ip", "ip4", "ip6"} {
 		addresses, err = d.resolver.LookupNetIP(ctx, network, host)
 		if err = plain(err); !namesNobody(err) {

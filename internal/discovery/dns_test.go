@@ -181,7 +181,7 @@ func TestSRVRecordsNameHostsAndPorts(t *testing.T) {
 	both := "10.0.0.4:8000=10.0.0.4:8000; 10.0.0.5:8000=10.0.0.5:8000; vllm-0.vllm.ns.test:8000=10.0.0.9:8000; vllm-0.vllm.ns.test:8001=10.0.0.9:8001"
 	w.wants(both)
 	s.set(func() { s.failing["several.ns.test"] = true })
-	w.says("several.ns.test.: server misbehaving; the answer's other addresses count")
+	w.says("several.ns.test.: server misbehaving; the other addresses of the answer are used")
 	s.answers(t, 8)
 	w.wants(both)
 	s.set(func() { s.failing["several.ns.test"] = false })
@@ -189,7 +189,7 @@ func TestSRVRecordsNameHostsAndPorts(t *testing.T) {
 	s.set(func() { s.services[name] = s.services[name][1:] }) // no other waits for one that goes
 	w.wants("10.0.0.4:8000=10.0.0.4:8000; 10.0.0.5:8000=10.0.0.5:8000; vllm-0.vllm.ns.test:8001=10.0.0.9:8001")
 	s.set(func() { delete(s.addresses, "several.ns.test") }) // a record whose host nobody knows
-	w.says("several.ns.test.: no such host; the answer's other addresses count")
+	w.says("several.ns.test.: no such host; the other addresses of the answer are used")
 	w.wants("vllm-0.vllm.ns.test:8001=10.0.0.9:8001")
 }
 
@@ -203,7 +203,7 @@ func TestARecordWithABadNameSpoilsNoOther(t *testing.T) {
 	})
 	w := watchDNS(t, s, "dns+srv://"+name, time.Hour)
 	w.wants("a.ns.test:8000=10.0.0.9:8000")
-	w.says("contained records which contain invalid names; the answer's other addresses count")
+	w.says("contained records which contain invalid names; the other addresses of the answer are used")
 }
 
 func TestHostsThatNobodyKnowsAreNamedInOrder(t *testing.T) {

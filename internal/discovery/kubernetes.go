@@ -81,7 +81,7 @@ type kubeSource struct {
 	settings Settings
 
 	// Guarded by mu.
-	pool     *pool             // nil: none is known, or none is asked for
+	pool     *pool             // nil: none is known, or none is configured
 	problems map[string]string // logged problems of Pods, by name
 }
 
@@ -268,7 +268,7 @@ func (k *kubeSource) workers(sets []*podSet, last []kv.Worker) (list []kv.Worker
 			found, problem := p.workers(set.role, ports, k.pool != nil)
 			if set.role != nil && len(found) > 0 {
 				if before, is := roles[p.name]; is && before != *set.role {
-					problem = fmt.Sprintf("it matches --prefill-selector and --decode-selector: it counts as %s", *set.role)
+					problem = fmt.Sprintf("it matches both --prefill-selector and --decode-selector: its role is %s", *set.role)
 				}
 				roles[p.name] = *set.role
 			}
@@ -297,7 +297,7 @@ func (k *kubeSource) bounded(list, last []kv.Worker) []kv.Worker {
 		return list
 	}
 	if !k.crowded {
-		k.log.Warn("--discovery kubernetes: too many workers: the latest are not used", "workers", len(list), "most", maxWorkers)
+		k.log.Warn("--discovery kubernetes: too many workers: the newest are not used", "workers", len(list), "most", maxWorkers)
 		k.crowded = true
 	}
 	told := map[uint64]int{}

@@ -90,7 +90,7 @@ func TestWorkersOfAPod(t *testing.T) {
 		"llm-d decode":            {pod: kubetest.Pod{Labels: marks(labelRole, "decode")}, want: "p=10.0.0.1:8000 decode/none"},
 		"llm-d both":              {pod: kubetest.Pod{Labels: marks(labelRole, "prefill-decode", labelEngine, "vllm")}, want: "p=10.0.0.1:8000"},
 		"llm-d encode":            {pod: kubetest.Pod{Labels: marks(labelRole, "encode")}, want: ""},
-		"role of another kind":    {pod: kubetest.Pod{Labels: marks(labelRole, "router")}, want: "p=10.0.0.1:8000", problem: `"router" is no role`},
+		"role of another kind":    {pod: kubetest.Pod{Labels: marks(labelRole, "router")}, want: "p=10.0.0.1:8000", problem: `"router" is not a role`},
 		"SGLang prefill":          {pod: kubetest.Pod{Labels: marks(labelRole, "prefill", labelEngine, "SGLang"), Annotations: marks(annotationBootstrap, "8998")}, want: "p=10.0.0.1:8000 prefill/sglang 10.0.0.1:8998"},
 		"SGLang decode":           {pod: kubetest.Pod{Labels: marks(labelRole, "decode", labelEngine, "sglang"), Annotations: marks(annotationBootstrap, "8998")}, want: "p=10.0.0.1:8000 decode/sglang"},
 		"by its selector":         {pod: kubetest.Pod{Labels: marks(labelRole, "router"), Annotations: marks(annotationBootstrap, "9000")}, as: &prefill, want: "p=10.0.0.1:8000 prefill/sglang 10.0.0.1:9000"},
@@ -155,7 +155,7 @@ func TestTheLifeOfAPod(t *testing.T) {
 	w.wants("vllm-0=10.0.0.1:8000")
 	s.Pod("vllm-1", kubetest.Pod{UID: "b", IP: "10.0.0.2", Labels: map[string]any{"app": "vllm", labelRole: "dcode"}})
 	w.wants("vllm-0=10.0.0.1:8000; vllm-1=10.0.0.2:8000")
-	w.says(`pod vllm-1: label llm-d.ai/role: \"dcode\" is no role: it counts as both`)
+	w.says(`pod vllm-1: label llm-d.ai/role: \"dcode\" is not a role: the role is both`)
 	s.Pod("vllm-0", kubetest.Pod{UID: "c", IP: "10.0.0.1", Phase: "Succeeded"})
 	w.wants("vllm-1=10.0.0.2:8000")
 	if w.warnings() != 1 {
@@ -181,7 +181,7 @@ func TestAPodOfBothSelectorsIsNamedOnce(t *testing.T) {
 	w.wants("a=10.0.0.1:8000 decode/none")
 	s.Pod("b", kubetest.Pod{UID: "b", IP: "10.0.0.2"})
 	w.wants("a=10.0.0.1:8000 decode/none; b=10.0.0.2:8000 prefill/none")
-	w.says("pod a: it matches --prefill-selector and --decode-selector: it counts as decode")
+	w.says("pod a: it matches both --prefill-selector and --decode-selector: its role is decode")
 	if w.warnings() != 1 {
 		t.Error(w.log.String())
 	}

@@ -29,7 +29,7 @@ const labelService = "kubernetes.io/service-name"
 // a headless Service. This router is one of them; the caller excludes it.
 type Peers struct {
 	spec string
-	dns  dnsQuestion // without a name: a Service is asked for
+	dns  dnsQuestion // without a name: a Service is requested
 
 	namespace, service, port string // namespace: empty, the router's own
 
@@ -37,8 +37,9 @@ type Peers struct {
 	kube  *cluster
 }
 
-// ParsePeers reads dns://name:port, service://name:port or service://namespace/name:port.
-// A Service's port may also be the name that it has there. Nothing is asked yet.
+// ParsePeers reads dns://name:port, service://name:port or
+// service://namespace/name:port. A Service's port may also be the name that it has
+// there. It sends no query.
 func ParsePeers(spec string) (*Peers, error) {
 	p := &Peers{spec: spec}
 	wrong := fmt.Errorf("--replica-discovery %s: give dns://name:7100, service://name:7100 or service://namespace/name:7100", spec)
@@ -75,8 +76,8 @@ func isPort(port string) bool {
 	})
 }
 
-// OpenPeers is ParsePeers that makes ready for Run: it finds the cluster, if a Service is
-// asked for.
+// OpenPeers is ParsePeers and prepares for Run: it locates the cluster of a
+// Service.
 func OpenPeers(spec string, log *slog.Logger) (*Peers, error) {
 	p, err := ParsePeers(spec)
 	if err == nil {
@@ -85,7 +86,7 @@ func OpenPeers(spec string, log *slog.Logger) (*Peers, error) {
 	return p, err
 }
 
-// open finds the cluster, if a Service is asked for.
+// open locates the cluster of a Service.
 func (p *Peers) open(log *slog.Logger) error {
 	what := "--replica-discovery " + p.spec
 	if p.service == "" {
@@ -105,9 +106,10 @@ func (p *Peers) open(log *slog.Logger) error {
 	return nil
 }
 
-// Run calls use with the addresses of all routers, host:port in order, as soon as they
-// are known and whenever they change, until ctx ends. While name servers or the API
-// server are away, the last list stays. use gets a list of its own.
+// Run calls use with the addresses of all routers, host:port in order, as soon as
+// they are known and whenever they change, until ctx ends. While the name servers
+// or the API server are unavailable, the last list remains valid. use owns its
+// list.
 func (p *Peers) Run(ctx context.Context, use func(addresses []string)) {
 	if p.kube != nil {
 		p.followSlices(ctx, use)
@@ -174,7 +176,7 @@ func boundPeers(all, told []string, crowded *bool, what string, log *slog.Logger
 		return all
 	}
 	if !*crowded {
-		log.Warn(what+": too many routers: the latest are not used", "routers", len(all), "most", maxPeers)
+		log.Warn(what+": too many routers: the newest are not used", "routers", len(all), "most", maxPeers)
 		*crowded = true
 	}
 	slices.SortStableFunc(all, func(a, b string) int {
@@ -195,7 +197,7 @@ func boundPeers(all, told []string, crowded *bool, what string, log *slog.Logger
 
 // endpointSlice is the kept part of an EndpointSlice.
 type endpointSlice struct {
-	port      uint16 // 0: it has not the port that is asked for
+	port      uint16 // 0: it lacks the requested port
 	endpoints []endpoint
 }
 

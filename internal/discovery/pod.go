@@ -85,7 +85,7 @@ func (p pod) workers(as *kv.Role, ports []uint16, pool bool) (list []kv.Worker, 
 		if p.role == roleEncode {
 			return nil, ""
 		}
-		problem = fmt.Sprintf("label %s: %.40q is no role: it counts as both", labelRole, p.role)
+		problem = fmt.Sprintf("label %s: %.40q is not a role: the role is both", labelRole, p.role)
 	}
 	part := kv.Disagg{Role: role, Kind: p.kind(role)}
 	if p.bootstrap != "" {
@@ -134,7 +134,7 @@ func (p pod) workers(as *kv.Role, ports []uint16, pool bool) (list []kv.Worker, 
 		list = append(list, w)
 	}
 	if len(list) == 0 && problem == "" {
-		problem = fmt.Sprintf("annotation %s: none of %.40q is a port of the pool: it has no worker", annotationActive, p.active)
+		problem = fmt.Sprintf("annotation %s: none of %.40q is a port of the pool: the Pod is not used", annotationActive, p.active)
 	}
 	return list, problem
 }

@@ -73,7 +73,7 @@ func (h *apiHealth) heard(ctx context.Context, verb string, options metav1.ListO
 			h.c.log.Info(h.c.what+": the API server is reachable again", "resource", h.resource.Resource)
 		}
 	case errors.Is(context.Cause(ctx), context.Canceled): // no longer needed
-	case apierrors.IsResourceExpired(err), apierrors.IsGone(err): // all is listed anew
+	case apierrors.IsResourceExpired(err), apierrors.IsGone(err): // all is listed again
 	case options.SendInitialEvents != nil && (apierrors.IsInvalid(err) || apierrors.IsBadRequest(err)): // an older server: it is asked for a list
 	default:
 		text := h.c.plainAPI(err, h.resource).Error()
@@ -104,7 +104,7 @@ func (s *store[T]) change(change func()) error {
 	return nil
 }
 
-// Add notes a new object.
+// Add records a new object.
 func (s *store[T]) Add(object any) error {
 	u, is := object.(*unstructured.Unstructured)
 	if !is {
@@ -118,10 +118,10 @@ func (s *store[T]) Add(object any) error {
 	})
 }
 
-// Update notes a changed object.
+// Update records a changed object.
 func (s *store[T]) Update(object any) error { return s.Add(object) }
 
-// Delete takes an object out.
+// Delete removes an object.
 func (s *store[T]) Delete(object any) error {
 	u, is := object.(*unstructured.Unstructured)
 	if !is {
@@ -144,7 +144,7 @@ func (s *store[T]) Replace(objects []any, _ string) error {
 // Resync does nothing: nothing gets lost.
 func (s *store[T]) Resync() error { return nil }
 
-// poolStore is the one pool that is asked for, as a reflector's store.
+// poolStore is the configured pool, as a reflector's store.
 type poolStore struct {
 	k       *kubeSource
 	trouble trouble
@@ -164,7 +164,7 @@ func (s *poolStore) missing() error {
 	return nil
 }
 
-// Add notes the pool.
+// Add records the pool.
 func (s *poolStore) Add(object any) error {
 	u, is := object.(*unstructured.Unstructured)
 	if !is || u.GetName() != s.k.settings.Pool {
@@ -183,10 +183,10 @@ func (s *poolStore) Add(object any) error {
 	return nil
 }
 
-// Update notes a change of the pool.
+// Update records a change of the pool.
 func (s *poolStore) Update(object any) error { return s.Add(object) }
 
-// Delete notes that the pool has gone.
+// Delete records that the pool was deleted.
 func (s *poolStore) Delete(object any) error {
 	if u, is := object.(*unstructured.Unstructured); is && u.GetName() == s.k.settings.Pool {
 		return s.missing()
@@ -194,7 +194,7 @@ func (s *poolStore) Delete(object any) error {
 	return nil
 }
 
-// Replace notes the pool, or that there is none.
+// Replace records the pool, or that there is none.
 func (s *poolStore) Replace(objects []any, _ string) error {
 	for _, object := range objects {
 		if u, is := object.(*unstructured.Unstructured); is && u.GetName() == s.k.settings.Pool {

@@ -20,7 +20,7 @@ import (
 
 // Command is the command doctor.
 type Command struct {
-	JSON bool          `group:"Doctor" name:"json" help:"Print the findings as one JSON object: ok, and findings with level (ok, note, mend), about, text and remedy."`
+	JSON bool          `group:"Doctor" name:"json" help:"Print the findings as one JSON object: ok, and findings with level (ok, note, fail), about, text and remedy."`
 	Wait time.Duration `group:"Doctor" default:"5s" help:"Maximum time to wait for each answer of a worker."`
 
 	Unusable error `kong:"-"` // why the settings cannot be used on this machine; nil: they can
@@ -47,8 +47,8 @@ type Level string
 // Levels of findings.
 const (
 	OK   Level = "ok"   // as it should be
-	Note Level = "note" // works, and could be better or should be known
-	Mend Level = "mend" // does not work, or gives wrong predictions
+	Note Level = "note" // works, but could be improved
+	Mend Level = "fail" // does not work, or causes wrong predictions
 )
 
 // Finding is the result of one check.
@@ -59,8 +59,8 @@ type Finding struct {
 	Remedy string `json:"remedy,omitempty"` // a change, with its flag
 }
 
-// Run runs all checks and prints the findings. An error says how many problems there
-// are, or is the cause of ctx.
+// Run runs all checks and prints the findings. The error has the number of
+// problems, or is the cause of ctx.
 func (c Command) Run(ctx context.Context, s Setup, out io.Writer) error {
 	if c.Wait <= 0 {
 		return fmt.Errorf("--wait %v must be greater than 0", c.Wait)

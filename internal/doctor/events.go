@@ -70,7 +70,7 @@ func (v visitor) subscribes(ctx context.Context, endpoint string) error {
 	return nil
 }
 
-// replays asks for the events after the last one, and waits for the mark that ends every
+// replays requests the events after the last one, and waits for the mark that ends every
 // replay.
 func (v visitor) replays(ctx context.Context, endpoint string) error {
 	ctx, cancel := context.WithTimeout(ctx, v.wait)

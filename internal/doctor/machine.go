@@ -53,7 +53,7 @@ func encodes() error {
 	defer model.Close()
 	const text = "kvrouter"
 	if encoded := model.Encode(text, false); model.Decode(encoded) != text {
-		return fmt.Errorf("%q comes back as %q", text, model.Decode(encoded))
+		return fmt.Errorf("%q is decoded as %q", text, model.Decode(encoded))
 	}
 	return nil
 }

@@ -187,7 +187,7 @@ func copied(tokens []uint32) []uint32 {
 	return append(make([]uint32, 0, len(tokens)), tokens...)
 }
 
-// encodeExact fills in the tokens of the pieces that are asked for, by crate tokenizers.
+// encodeExact fills in the tokens of the pieces that are requested, by crate tokenizers.
 func (e *Encoder) encodeExact(tokens [][]uint32, pieces []string, addSpecial bool, asked func(i int) bool) (ok bool) {
 	exact, err := e.loadExact()
 	if err != nil {

@@ -60,7 +60,7 @@ import (
 )
 
 // BoundArenas limits the arenas of glibc's malloc to the number of processors. The
-// default is eight times as many, each with memory that is never returned.
+// default is eight times as many, and arenas do not return their memory.
 func BoundArenas() { C.bound_arenas(C.int(runtime.NumCPU())) }
 
 // ReadInPages allocates large tables in pages of their own while a tokenizer is read,

@@ -19,10 +19,10 @@ const DefaultCache = 2 << 20
 // Segments encodes texts piece by piece and caches the tokens of the pieces, so that the
 // system prompt and the earlier turns of a chat are encoded once for all requests.
 //
-// A tokenizer looks for its added tokens before it does anything else, and what
-// lies between two of them is encoded by itself. So a text may be cut at each
-// added token, as long as none in it takes neighbouring space with it or minds
-// its neighbours. Where that does not hold, the whole text is one piece.
+// A tokenizer first splits a text at its added tokens, and encodes the parts
+// between them separately. So a text may be cut at each added token, unless one of
+// them strips neighbouring space or depends on its neighbours. In that case the
+// whole text is one piece.
 type Segments struct {
 	encode Pieces
 	// passes are the tokenizer's searches for added tokens, one in what the one
@@ -32,8 +32,8 @@ type Segments struct {
 	cache         *segmentCache
 }
 
-// Pieces encodes pieces of a text, each as if it were a whole one; not ok: that
-// failed.
+// Pieces encodes pieces of a text, each as if it were a whole text; not ok: the
+// tokenizer failed.
 type Pieces func(text string, pieces []string, addSpecial bool) (tokens [][]uint32, ok bool)
 
 // whole encodes a text in one piece.
@@ -75,8 +75,8 @@ func NewSegments(tokenizerJSON []byte, encode Pieces, cacheTokens int) *Segments
 	return s
 }
 
-// SetCache bounds the tokens remembered, and empties the cache. It must not
-// be called while texts are encoded.
+// SetCache sets the capacity of the cache in tokens, and empties it. It must not be
+// called while texts are encoded.
 func (s *Segments) SetCache(tokens int) {
 	s.cache = nil
 	if tokens > 0 {

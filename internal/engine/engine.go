@@ -11,12 +11,12 @@ import (
 	"kvrouter/internal/kv"
 )
 
-// Settings are the size and the speed of a simulated engine.
+// Settings are the size and speed of a simulated engine.
 type Settings struct {
 	Blocks           int // KV-cache blocks
 	BlockSize        int // tokens a block
-	MaxSeqs          int // most requests in the batch
-	MaxBatchedTokens int // most tokens computed in one pass
+	MaxSeqs          int // maximum requests in the batch
+	MaxBatchedTokens int // maximum tokens computed in one pass
 	Caching          Caching
 	Timing           Timing
 }
@@ -58,9 +58,9 @@ func DefaultTiming() Timing {
 	}
 }
 
-// Pass returns the time that a pass takes that computes prefill prompt tokens and decodes
-// requests whose tokens fill the share usage of the cache; decoding is false if it
-// decodes none.
+// Pass returns the duration of a pass that computes prefill prompt tokens and
+// decodes requests whose tokens fill the share usage of the cache; decoding is
+// false if it decodes none.
 func (t Timing) Pass(prefill int, usage float64, decoding bool) time.Duration {
 	ms := 0.0
 	if n := float64(prefill); prefill > 0 {
@@ -89,15 +89,15 @@ type Request struct {
 	Generated int // tokens emitted so far
 	Tag       any // the owner's
 
-	// Fetch is whether another engine has computed the prompt: this one takes
-	// blocks for it, notifies its owner, waits for Fetched, and computes but the last
-	// token.
+	// Fetch means that another engine has computed the prompt: this one allocates
+	// blocks for it, notifies its owner, waits for Fetched, and computes the last
+	// token only.
 	Fetch bool
-	// Missing are the prompt's tokens to fetch: those of the blocks
-	// that are not in the cache. Valid once the owner is notified.
+	// Missing is the number of prompt tokens to fetch: those of blocks that are not
+	// in the cache. Valid after the owner was notified.
 	Missing int
-	// Keep is whether the blocks stay taken after the last token until Abort, for
-	// another engine to fetch.
+	// Keep retains the blocks after the last token until Abort, so that another
+	// engine can fetch them.
 	Keep bool
 
 	Held     []uint32 // blocks, in the order of the tokens
@@ -161,8 +161,8 @@ func New(cfg Settings, events func(Event)) *Engine {
 	return &Engine{Cfg: cfg, events: events, Pool: blockpool.New(cfg.Blocks)}
 }
 
-// Submit queues a request. It refuses one that would not fit into the whole
-// cache, which a real engine's longest model length forbids.
+// Submit queues a request. It refuses a request larger than the cache, which the
+// maximum model length of a real engine prevents.
 func (e *Engine) Submit(r *Request) error {
 	if r.Prompt < 1 {
 		return fmt.Errorf("simulated request with %d prompt tokens: at least 1 is required", r.Prompt)
@@ -197,8 +197,8 @@ func (e *Engine) found(r *Request) (cached, inactive int) {
 	return cached, inactive
 }
 
-// Abort removes a request from whichever queue it is in. A finished request with
-// Keep frees its blocks.
+// Abort removes a request from its queue. A finished request with Keep frees its
+// blocks.
 func (e *Engine) Abort(r *Request) {
 	for _, queue := range []*[]*Request{&e.waiting, &e.running, &e.fetching, &e.fetched, &e.kept} {
 		if takeOut(queue, r) {
@@ -218,8 +218,8 @@ func takeOut(queue *[]*Request, r *Request) bool {
 	return i >= 0
 }
 
-// Begin starts a pass and returns how long it takes; busy is false if there is
-// nothing to do. Changes of the cache are reported before it returns.
+// Begin starts a pass and returns its duration; busy is false if there is nothing
+// to compute. Changes of the cache are reported before it returns.
 func (e *Engine) Begin() (d time.Duration, busy bool) {
 	if e.inPass {
 		panic("simulated engine: a pass began inside a pass")
@@ -311,11 +311,11 @@ func (e *Engine) End() (emitted []*Request) {
 	return e.emitted
 }
 
-// Prefill returns how many prompt tokens the pass computes that began last.
+// Prefill returns the number of prompt tokens of the last pass begun.
 func (e *Engine) Prefill() int { return e.prefill }
 
-// Queued returns the tokens of the prompts that wait, and with CacheComputed those of
-// them that were not in the cache when the request came.
+// Queued returns the tokens of the waiting prompts and, with CacheComputed, those
+// that were not in the cache at the request's arrival.
 func (e *Engine) Queued() (tokens, uncached int) {
 	for _, r := range e.waiting {
 		tokens += r.Prompt
@@ -324,8 +324,8 @@ func (e *Engine) Queued() (tokens, uncached int) {
 	return tokens, uncached
 }
 
-// Load returns the number of requests in the batch, the number of waiting ones, and which share of
-// the blocks they hold, 0..1.
+// Load returns the number of requests in the batch, the number of waiting ones, and
+// the share of the blocks that they use, 0..1.
 func (e *Engine) Load() (running, waiting int, usage float64) {
 	return len(e.running), len(e.waiting) + len(e.fetching) + len(e.fetched), float64(e.Pool.Active()) / float64(e.Cfg.Blocks)
 }

@@ -18,10 +18,10 @@ func (e *Engine) beginFetch(r *Request) bool {
 	return true
 }
 
-// Fetched ends the fetching of a prompt. If it came, its full blocks are in the
-// cache from now on, and the request joins the batch as soon as that has a free
-// place; else the engine computes the prompt. A request that was aborted meanwhile
-// is ignored.
+// Fetched ends the fetching of a prompt. If it succeeded, the full blocks are in
+// the cache from now on, and the request joins the batch when that has room;
+// otherwise the engine computes the prompt. A request that was aborted meanwhile is
+// ignored.
 func (e *Engine) Fetched(r *Request, came bool) {
 	if !takeOut(&e.fetching, r) {
 		return

@@ -57,9 +57,8 @@ func (s *Stream) tellCleared() {
 	}
 }
 
-// Apply puts batch next into the index. A bad event is left out alone, unless
-// it may have been a removal: then the blocks of the rank are cleared, and the
-// batch goes on.
+// Apply puts batch next into the index. An invalid event is skipped. If it may have
+// been a removal, the blocks of the rank are cleared, and the batch continues.
 func (s *Stream) Apply(seq uint64, payload []byte, live bool) {
 	s.next, s.sum = seq+1, xxh3.Hash(payload)
 	s.history.beginBatch(seq, s.sum)
@@ -82,7 +81,7 @@ func (s *Stream) Apply(seq uint64, payload []byte, live bool) {
 	err := s.Edges.Do(guard.KVEventBatch, s.log, func() error { return s.applyBatch(seq, payload, live) })
 	if err != nil {
 		s.stats.DecodeErrors.Add(1)
-		s.clear(fmt.Sprintf("event batch %d is unreadable: %v", seq, err))
+		s.clear(fmt.Sprintf("cannot decode event batch %d: %v", seq, err))
 	}
 }
 
@@ -112,18 +111,18 @@ func (s *Stream) applyBatch(seq uint64, payload []byte, live bool) error {
 		if e.kind == eventStored && !errors.Is(err, errBrokenPayload) {
 			s.stats.InvalidStored.Add(1)
 			s.stats.Cold.Store(true)
-			s.warnOnce("event", "left out a bad KV event", "batch", seq, "error", err)
+			s.warnOnce("event", "skipped an invalid KV event", "batch", seq, "error", err)
 			continue
 		}
 		if s.batch.bad++; s.batch.bad == 1 || s.batch.stored {
-			s.clear(fmt.Sprintf("event batch %d is bad: %v", seq, err))
+			s.clear(fmt.Sprintf("event batch %d is invalid: %v", seq, err))
 		}
 		s.stats.Cold.Store(true)
 	}
 	if rank, ok := s.dec.rank(); ok && rank != int(s.Src.Worker.Rank) {
 		// The endpoint decides: behind an external load balancer every rank is
 		// a worker of its own to us, while its engine still counts itself.
-		s.warnOnce("rank", "events name another data-parallel rank than their endpoint", "named", rank)
+		s.warnOnce("rank", "events have a different data-parallel rank than their endpoint", "named", rank)
 	}
 	return nil
 }
@@ -213,7 +212,7 @@ func (s *Stream) applyStored(e *kvEvent) error {
 		if s.stats.Cold.Load() {
 			return nil // expected: their parents are missing, too
 		}
-		s.clear("stored blocks follow a block that it is not known to hold")
+		s.clear("the parent of stored blocks is not in the index")
 		s.resync, s.retryAt = true, time.Now()
 		return nil
 	case err != nil:
@@ -227,7 +226,7 @@ func (s *Stream) applyStored(e *kvEvent) error {
 
 // overflows reports whether the rank would hold more with that many further blocks than
 // its cache can: removals do not come, or are not the engine's. Then its blocks are
-// cleared, and its history is asked for again in a while.
+// cleared, and its history is requested again in a while.
 func (s *Stream) overflows(more int) bool {
 	most := maxHeld
 	if capacity := s.capacity.Load(); capacity > 0 {
@@ -238,7 +237,7 @@ func (s *Stream) overflows(more int) bool {
 		return false
 	}
 	s.stats.Overflows.Add(1)
-	s.clear(fmt.Sprintf("its KV events store blocks and remove too few: %d would be held, at most %d can be", held+more, most))
+	s.clear(fmt.Sprintf("its KV events remove too few blocks: the index would have %d, the cache has at most %d", held+more, most))
 	s.resync, s.retryAt = true, time.Now().Add(s.Timing.Retry)
 	return true
 }

@@ -97,7 +97,7 @@ func TestEventStreamGoesOnWhereAReplayGoesInCircles(t *testing.T) {
 	f.Reaches(t, map[string]uint64{"replay_failures": 1})
 	p.Batch(false, testkit.StoredEvent(2, 0, 1))
 	f.Holds(t, 2, 1, 1)
-	if log := f.Log.String(); !strings.Contains(log, "goes back from batch 0 to 0") {
+	if log := f.Log.String(); !strings.Contains(log, "batch 0 is followed by 0") {
 		t.Errorf("log:\n%s", log)
 	}
 }

@@ -460,9 +460,8 @@ func (d *batchDecoder) optionalText() ([]byte, error) {
 }
 
 // ValueEnd returns where the msgpack value that begins at pos ends, or
-// errBrokenPayload. It only counts the values still owed, so nesting costs
-// neither stack nor memory, and a count above the bytes that are left fails
-// at once.
+// errBrokenPayload. It only counts the remaining values, so nesting costs neither
+// stack nor memory, and a count larger than the remaining bytes fails at once.
 func ValueEnd(data []byte, pos int) (int, error) {
 	for owed := 1; owed > 0; owed-- {
 		if pos >= len(data) {

@@ -42,7 +42,7 @@ type dumpData struct {
 	Stored *dumpStored `json:"stored,omitempty"`
 }
 
-// UnmarshalJSON takes events of other types, such as "cleared", for none.
+// UnmarshalJSON ignores events of other types, such as "cleared".
 func (d *dumpData) UnmarshalJSON(text []byte) error {
 	*d = dumpData{}
 	if len(text) > 0 && text[0] != '{' {
@@ -91,8 +91,8 @@ type DumpPart struct {
 	Workers []kv.WorkerKey
 }
 
-// WriteDump writes the blocks of the workers of all parts. Blocks that follow each
-// other come in one event.
+// WriteDump writes the blocks of the workers of all parts. Consecutive blocks are
+// in one event.
 func WriteDump(w io.Writer, index radix.Index, blockSize int, parts []DumpPart) error {
 	out := bufio.NewWriter(w)
 	out.WriteByte('{') // an error stays in out until Flush
@@ -162,7 +162,7 @@ const (
 	dumpTimeout  = 60 * time.Second // for the whole of it
 )
 
-// Recovered is the result of a peer's dump.
+// Recovered is the result of reading a peer's dump.
 type Recovered struct {
 	Peer      string
 	Blocks    int
@@ -171,9 +171,9 @@ type Recovered struct {
 }
 
 // RecoverIndex fills the index from the first of the peers (base URLs) that answers
-// GET /dump with a dump. key is the bearer key to show them; empty: none. The index
-// must be empty, and nothing else may write to it meanwhile. After a failure nothing
-// of that peer is left in it. The error names every peer and its fault.
+// GET /dump with a dump. key is the bearer key for them; empty: none. The index
+// must be empty, and nothing else may write to it meanwhile. After a failure it
+// contains nothing of that peer. The error names every peer and its failure.
 func RecoverIndex(ctx context.Context, index radix.Index, blockSize int, key string, peers []string, log *slog.Logger) (Recovered, error) {
 	var failures []error
 	for _, peer := range peers {
@@ -274,7 +274,7 @@ func (r *dumpReader) delimiter(want json.Delim) error {
 		return err
 	}
 	if token != want {
-		return fmt.Errorf("%v where %v should be", token, want)
+		return fmt.Errorf("%v instead of %v", token, want)
 	}
 	return nil
 }
@@ -294,7 +294,7 @@ func (r *dumpReader) partition(of Partition) error {
 			return nil
 		case "events":
 			if size == 0 {
-				return fmt.Errorf("%s: events come before block_size", of)
+				return fmt.Errorf("%s: events precede block_size", of)
 			}
 			return r.events(of, size == r.blockSize)
 		}
@@ -319,7 +319,7 @@ func (r *dumpReader) events(of Partition, wanted bool) error {
 		}
 		key := kv.WorkerKey{Worker: e.WorkerID, Rank: e.Event.DPRank}
 		if r.ranks[key] = true; len(r.ranks) > maxDumpRanks {
-			return fmt.Errorf("it names more than %d workers and ranks", maxDumpRanks)
+			return fmt.Errorf("it contains more than %d workers and ranks", maxDumpRanks)
 		}
 		r.found.Partition[e.WorkerID] = of
 		if !strings.EqualFold(e.StorageTier, dumpTier) && e.StorageTier != "" || !stored.placed() {

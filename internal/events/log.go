@@ -21,9 +21,8 @@ const (
 // dumpedTogether bounds the blocks in one event of a dump.
 const dumpedTogether = 1024
 
-// Log keeps the last event batches of one worker rank as they were applied,
-// for other routers that have missed some. Its stream writes it; any goroutine
-// may ask.
+// Log keeps the last applied event batches of one worker rank, for other routers
+// that have missed some. Its stream writes it; any goroutine may query it.
 type Log struct {
 	worker kv.WorkerKey
 	index  radix.Index
@@ -64,9 +63,9 @@ type peerEvent struct {
 
 // Kinds of Answer.
 const (
-	kindEvents = "events"    // those asked for
-	kindDump   = "tree_dump" // all blocks, because the events asked for are not kept any more
-	kindTooNew = "too_new"   // the events asked for have not come yet
+	kindEvents = "events"    // those requested
+	kindDump   = "tree_dump" // all blocks, because the requested events are no longer stored
+	kindTooNew = "too_new"   // the requested events have not arrived yet
 )
 
 // Answer answers GET /events.
@@ -76,8 +75,9 @@ type Answer struct {
 	DPRank    uint32 `json:"dp_rank"`
 	BlockSize int    `json:"block_size"`
 	Complete  bool   `json:"complete"` // nothing before the events is missing
-	// Last is the batch after which the index is as sent, or the newest there is:
-	// where to go on from, never an event's id. Without one nothing is known.
+	// Last is the number of the batch to continue from: the one after which the
+	// index is as sent, or the newest. It is never an event's id. Without it
+	// nothing is known.
 	Last *uint64 `json:"last_event_id"`
 	// Digests of batches as they came from the engine (XXH3-64), where they are
 	// still known: equal ones prove that both routers follow the same publisher.
@@ -98,8 +98,8 @@ func (a *Answer) all() iter.Seq[peerEvent] {
 	return slices.Values(a.Events)
 }
 
-// Write writes the answer as JSON, event by event: a dump is larger as text than as
-// what it is made of.
+// Write writes the answer as JSON, event by event, because the text of a dump is
+// larger than its blocks.
 func (a *Answer) Write(to io.Writer) error {
 	head := *a
 	head.Events = []peerEvent{}
@@ -243,9 +243,8 @@ func (l *Log) digest(seq uint64) *uint64 {
 	return &digest
 }
 
-// Query returns the batches from start to end (clamped to what there is), or
-// all blocks where start is nil or so old that it is not kept any more. check is
-// a batch whose digest is requested, too.
+// Query returns the stored batches from start to end, or all blocks if start is nil
+// or no longer stored. check is a batch whose digest is requested, too.
 func (l *Log) Query(start, end, check *uint64) Answer {
 	answer := Answer{Kind: kindDump, WorkerID: l.worker.Worker, DPRank: l.worker.Rank}
 	l.mu.Lock()

@@ -17,7 +17,7 @@ import (
 // Peers are other routers that follow the same workers under the same ids.
 type Peers struct {
 	urls   []string // of their router ports
-	key    string   // bearer key that they ask for; may be empty
+	key    string   // bearer key that they require; may be empty
 	client *http.Client
 	turns  chan struct{} // holds a token for each answer that is being read
 }
@@ -113,7 +113,7 @@ func readAnswer(in io.Reader) (answer Answer, err error) {
 				size += len(e.Data.Stored.Blocks)
 			}
 			if size > peerAnswerSize {
-				return fmt.Errorf("it names more than %d blocks", peerAnswerSize)
+				return fmt.Errorf("it contains more than %d blocks", peerAnswerSize)
 			}
 			answer.Events = append(answer.Events, e)
 		}
@@ -150,17 +150,17 @@ func (s *Stream) askPeers(ctx context.Context, seq, sum uint64) (ok bool) {
 			}
 			switch {
 			case err != nil:
-				s.warnOnce("peer "+peer, "cannot ask another router for missed KV events", "peer", peer, "error", err)
+				s.warnOnce("peer "+peer, "cannot request missed KV events from another router", "peer", peer, "error", err)
 			case answer.Last == nil || *answer.Last < seq:
 				behind = true
 			case answer.CheckDigest == nil || *answer.CheckDigest != sum || answer.LastDigest == nil || answer.BlockSize != s.Src.BlockSize:
-				s.warnOnce("peer "+peer, "another router follows another worker under this id", "peer", peer)
+				s.warnOnce("peer "+peer, "another router has a different worker under this id", "peer", peer)
 			case !answer.Complete: // its missing blocks would be missing here
 			case s.take(answer):
 				s.log.Info("recovered missed KV events from another router", "peer", peer, "kind", answer.Kind, "events", len(answer.Events))
 				return true
 			default:
-				s.forget("another router's events do not fit")
+				s.forget("the events of another router do not match")
 			}
 		}
 		if !behind || ctx.Err() != nil {

@@ -65,7 +65,7 @@ func (d recordedData) MarshalJSON() ([]byte, error) {
 	return json.Marshal(plain(d))
 }
 
-// UnmarshalJSON takes exactly one of the forms.
+// UnmarshalJSON accepts exactly one of the forms.
 func (d *recordedData) UnmarshalJSON(text []byte) error {
 	*d = recordedData{}
 	if string(text) == recordedCleared {
@@ -82,8 +82,8 @@ func (d *recordedData) UnmarshalJSON(text []byte) error {
 	return nil
 }
 
-// Recording is an index that writes its changes to a file. A nil one has
-// written nothing.
+// Recording is an index that writes its changes to a file. The methods of a nil
+// Recording do nothing.
 type Recording struct {
 	radix.Index
 	lines *jsonlines.Writer
@@ -94,9 +94,9 @@ type Recording struct {
 	next map[kv.WorkerKey]uint64
 }
 
-// OpenRecording returns the Index through which changes go: a Recording of
-// --record-events, which Close must follow, or the index itself and nil. An error says
-// that the file cannot be opened, or holds something else.
+// OpenRecording returns the Index to use for changes: a Recording of
+// --record-events, which the caller must close, or the index itself and nil. An
+// error means that the file cannot be opened or contains other data.
 func OpenRecording(settings Settings, index radix.Index, log *slog.Logger) (radix.Index, *Recording, error) {
 	name := settings.RecordEvents
 	if name == "" {
@@ -169,7 +169,7 @@ func (r *Recording) Store(w kv.WorkerKey, parent uint64, hasParent bool, blocks 
 	return nil
 }
 
-// Remove removes and records blocks, also those that w does not hold.
+// Remove removes and records blocks, including those that w does not have.
 func (r *Recording) Remove(w kv.WorkerKey, engine []uint64) (unknown int) {
 	unknown = r.Index.Remove(w, engine)
 	for part := range slices.Chunk(engine, dumpedTogether) {
@@ -228,8 +228,8 @@ func (r *Recording) Lost() uint64 {
 // recordingEnd is the time that Close waits for the disk.
 const recordingEnd = 5 * time.Second
 
-// Close writes the queued changes and closes the file. It does not wait long for a disk
-// that hangs: workers are ended next.
+// Close writes the queued changes and closes the file. Its wait for a hung disk is
+// limited, because the workers are ended next.
 func (r *Recording) Close() {
 	if r == nil {
 		return

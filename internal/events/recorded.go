@@ -27,8 +27,8 @@ const (
 	recordedErrorText = 200
 )
 
-// ReplayCommand applies a recording of KV events to an empty index and prints what
-// came of it.
+// ReplayCommand applies a recording of KV events to an empty index and prints a
+// summary.
 type ReplayCommand struct {
 	File         string        `arg:"" help:"File of --record-events, or of Dynamo's KvRecorder."`
 	MaxCount     int           `group:"Replay of KV events" placeholder:"N" help:"Maximum number of events to replay. Default: all."`
@@ -46,7 +46,7 @@ func (c *ReplayCommand) Validate() error {
 }
 
 // Run reads the file and writes the summary. blockSize is that of PromptTokens, in
-// tokens. An error means that the file cannot be read to its end, or has no events.
+// tokens. An error means that the file cannot be read completely, or has no events.
 func (c *ReplayCommand) Run(blockSize int, out io.Writer) error {
 	if blockSize < 1 {
 		return errors.New("--block-size must be greater than 0")
@@ -70,8 +70,8 @@ func (c *ReplayCommand) Run(blockSize int, out io.Writer) error {
 	return nil
 }
 
-// Replay applies the lines to the index, which must be empty, as far as the settings
-// and the file go.
+// Replay applies the lines to the index, which must be empty, up to the limits of
+// the settings.
 func (c *ReplayCommand) Replay(in io.Reader, index radix.Index) (*Replayed, error) {
 	r := &Replayed{index: index, ranks: map[kv.WorkerKey]*replayedRank{}, most: c.MaxErrors}
 	err := jsonlines.Read(in, func(number int, text []byte, whole bool) error {
@@ -100,10 +100,10 @@ func (c *ReplayCommand) Replay(in io.Reader, index radix.Index) (*Replayed, erro
 	return r, err
 }
 
-// errReplayed ends the reading of a recording as it was asked for.
+// errReplayed ends the reading of a recording at the configured limit.
 var errReplayed = errors.New("done")
 
-// Replayed is what came of a recording so far.
+// Replayed is the result of a replay so far.
 type Replayed struct {
 	index      radix.Index
 	events     int
@@ -155,7 +155,7 @@ func (r *Replayed) apply(number int, line *recordedLine) error {
 	rank := r.ranks[key]
 	if rank == nil {
 		if len(r.ranks) >= maxDumpRanks {
-			return fmt.Errorf("line %d: it names more than %d workers and ranks", number, maxDumpRanks)
+			return fmt.Errorf("line %d: more than %d workers and ranks", number, maxDumpRanks)
 		}
 		rank = new(replayedRank)
 		r.ranks[key] = rank
@@ -199,7 +199,7 @@ func (r *replayedRank) change(index radix.Index, key kv.WorkerKey, data *recorde
 		r.removed += len(hashes) - unknown
 		r.notHeld += unknown
 		if unknown > 0 {
-			return fmt.Sprintf("%d of %d removed blocks were not held", unknown, len(hashes))
+			return fmt.Sprintf("%d of %d removed blocks were not in the index", unknown, len(hashes))
 		}
 	default:
 		return r.store(index, key, data.Stored)
@@ -210,13 +210,13 @@ func (r *replayedRank) change(index radix.Index, key kv.WorkerKey, data *recorde
 func (r *replayedRank) store(index radix.Index, key kv.WorkerKey, stored *dumpStored) string {
 	if !stored.placed() {
 		r.orphans += len(stored.Blocks)
-		return fmt.Sprintf("%d stored blocks stand at position %d and follow none", len(stored.Blocks), *stored.StartPosition)
+		return fmt.Sprintf("%d stored blocks at position %d have no parent", len(stored.Blocks), *stored.StartPosition)
 	}
 	parent, hasParent := stored.parent()
 	switch err := index.Store(key, parent, hasParent, stored.stored(nil)); {
 	case errors.Is(err, radix.ErrParentUnknown):
 		r.orphans += len(stored.Blocks)
-		return fmt.Sprintf("%d stored blocks follow block %d, which is not held", len(stored.Blocks), parent)
+		return fmt.Sprintf("the parent of %d stored blocks, block %d, is not in the index", len(stored.Blocks), parent)
 	case err != nil:
 		return err.Error()
 	}
@@ -232,7 +232,7 @@ func (r *Replayed) print(out io.Writer, name string, index radix.Index) {
 	}
 	fmt.Fprintf(out, "%s: %d events of %s, the last after %v\n", name, r.events, times, time.Duration(min(r.last, 1<<40))*time.Millisecond)
 	table := tabwriter.NewWriter(out, 0, 0, 2, ' ', tabwriter.AlignRight)
-	fmt.Fprintln(table, "worker\trank\tstored\tremoved\tcleared\tunknown parent\tnot held\tother tiers\tevents missing\theld\t")
+	fmt.Fprintln(table, "worker\trank\tstored\tremoved\tcleared\tunknown parent\tunknown removed\tother tiers\tevents missing\tblocks\t")
 	for _, key := range slices.SortedFunc(maps.Keys(r.ranks), kv.WorkerKey.Compare) {
 		rank := r.ranks[key]
 		fmt.Fprintf(table, "%d\t%d\t%d\t%d\t%d\t%d\t%d\t%d\t%d\t%d\t\n", key.Worker, key.Rank,

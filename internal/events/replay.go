@@ -18,7 +18,7 @@ import (
 // messages and drops more without a word, so each round brings at least that.
 const replayRounds = 64
 
-// replayRetries is the number of times that a failed replay is asked for again in quick
+// replayRetries is the number of times that a failed replay is requested again in quick
 // succession.
 const replayRetries = 8
 
@@ -100,7 +100,7 @@ func (s *Stream) replay(ctx context.Context, fromStart bool, until time.Time) er
 	defer conn.Close()
 	// A REQ socket would send the empty frame; vLLM requires it.
 	if err := conn.Send(nil, binary.BigEndian.AppendUint64(nil, from)); err != nil {
-		return fmt.Errorf("ask %s for a replay: %w", s.replayAt, err)
+		return fmt.Errorf("request a replay from %s: %w", s.replayAt, err)
 	}
 	limit, last := s.Timing.ReplayLimit, uint64(0)
 	for first := true; ; first = false {
@@ -136,9 +136,9 @@ func (s *Stream) replay(ctx context.Context, fromStart bool, until time.Time) er
 		case seq == ReplayEnd:
 			return nil
 		case first && seq < from:
-			return fmt.Errorf("replay from %s begins at %d, asked for %d", s.replayAt, seq, from)
+			return fmt.Errorf("replay from %s begins at %d, requested was %d", s.replayAt, seq, from)
 		case !first && seq <= previous:
-			return fmt.Errorf("replay from %s goes back from batch %d to %d", s.replayAt, previous, seq)
+			return fmt.Errorf("replay from %s is out of order: batch %d is followed by %d", s.replayAt, previous, seq)
 		case first && verify && seq == from:
 			if xxh3.Hash(payload) != s.sum {
 				return errRestarted
@@ -162,9 +162,9 @@ func (s *Stream) replay(ctx context.Context, fromStart bool, until time.Time) er
 	}
 }
 
-// BatchFrames takes a message apart: topic, sequence number (8 bytes
-// big-endian), payload; a replay puts an empty frame before them, and SGLang
-// leaves the topic out there.
+// BatchFrames splits a message: topic, sequence number (8 bytes big-endian),
+// payload. A replay has an empty frame before them, and SGLang's replay has no
+// topic.
 func BatchFrames(frames [][]byte) (seq uint64, payload []byte, err error) {
 	n := len(frames)
 	if n < 2 || len(frames[n-2]) != 8 {

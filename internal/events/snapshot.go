@@ -18,10 +18,10 @@ import (
 )
 
 // A snapshot is the blocks of every followed rank in a file, each rank with the
-// last batch that they are as of: its number and the hash of its bytes. Whoever
-// starts from it asks the rank's replay for that batch. Only if it comes back
+// last batch that they are as of: its number and the hash of its bytes. A router
+// that starts from it requests a replay of that batch. Only if it is returned
 // unchanged do the blocks count, and the batches after it are applied to them. A
-// batch holds the time when it was made, so a restarted engine cannot send the same
+// batch contains its creation time, so a restarted engine cannot send the same
 // one. Every other answer leaves the rank empty.
 //
 // The replay must still have the batch then. So the file is written not only every
@@ -83,7 +83,7 @@ type savedRank struct {
 	settled atomic.Bool
 }
 
-// Snapshot keeps the index in a file. A nil one does nothing.
+// Snapshot saves the index to a file. The methods of a nil Snapshot do nothing.
 type Snapshot struct {
 	settings  Settings
 	blockSize int
@@ -101,8 +101,8 @@ type Snapshot struct {
 	rest    time.Duration             // from then on, before a write ahead of its time
 }
 
-// OpenSnapshot reads the file, if there is one; no file set: nil. What is wrong with
-// the file is logged, and nothing of it counts.
+// OpenSnapshot reads the file if it exists; it returns nil if no file is set. An
+// invalid file is logged and ignored.
 func OpenSnapshot(settings Settings, blockSize int, log *slog.Logger) *Snapshot {
 	if settings.IndexSnapshot == "" {
 		return nil
@@ -128,8 +128,8 @@ func OpenSnapshot(settings Settings, blockSize int, log *slog.Logger) *Snapshot 
 	return s
 }
 
-// Resume lets the stream go on from the file's blocks of its rank, once the rank
-// has proved that it is still the same. Without a replay endpoint it cannot. Call it
+// Resume continues the stream from the file's blocks of its rank, once the rank has
+// proved that it is the same process. This requires a replay endpoint. Call it
 // before the stream's Run.
 func (s *Snapshot) Resume(stream *Stream) {
 	if s == nil || stream.Src.Replay == "" || stream.Src.Seeded {
@@ -182,8 +182,8 @@ func (s *Stream) settle() {
 	}
 }
 
-// Run writes the streams' blocks to the file when that is due, until ctx ends, and
-// once more then. Writes that fail are logged; the file stays as it was.
+// Run writes the streams' blocks to the file at each interval until ctx is done,
+// and once more then. A failed write is logged and leaves the file unchanged.
 func (s *Snapshot) Run(ctx context.Context, streams func() []*Stream) {
 	ticker := time.NewTicker(min(minSnapshotInterval, s.settings.IndexSnapshotInterval))
 	defer ticker.Stop()
@@ -224,8 +224,8 @@ func (s *Snapshot) behind(stream *Stream) bool {
 	return at.next > 0 && at.next-s.written[stream.Src.Worker].next >= max(1, buffer/snapshotShare) // below it: the engine has restarted
 }
 
-// save replaces the file if something has changed since it last did. Whoever reads
-// it meanwhile finds the old one or the new one, whole.
+// save replaces the file if something has changed since the last call. A concurrent
+// reader finds the complete old or new file.
 func (s *Snapshot) save(ctx context.Context, streams []*Stream) error {
 	waiting := s.waiting()
 	if s.off || s.unchanged(streams) {

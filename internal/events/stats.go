@@ -2,11 +2,11 @@ package events
 
 import "sync/atomic"
 
-// Stats counts what one stream saw. It may be read at any time.
+// Stats counts the events of one stream. It may be read at any time.
 type Stats struct {
 	Connected atomic.Bool // subscribed right now
-	// Cold: blocks of the worker may be missing in the index, because the
-	// history since its start or since its last reset is not known in full.
+	// Cold: blocks of the worker may be missing in the index, because its history
+	// since its start or last reset is incomplete.
 	Cold atomic.Bool
 
 	Lagged atomic.Bool  // Lag has been measured
@@ -18,27 +18,27 @@ type Stats struct {
 	Stored            atomic.Uint64 // store events applied
 	StoredBlocks      atomic.Uint64 // blocks in them
 	Removed           atomic.Uint64 // remove events applied
-	RemovedBlocks     atomic.Uint64 // blocks in them that the index held
+	RemovedBlocks     atomic.Uint64 // blocks in them that were in the index
 	Cleared           atomic.Uint64 // AllBlocksCleared events
 	Gaps              atomic.Uint64 // times a live batch was not the next one
 	Duplicates        atomic.Uint64 // live batches already known from a replay
 	PeerEvents        atomic.Uint64 // events taken over from another router after a gap
 	PeerDumps         atomic.Uint64 // times all blocks were taken over from another router
-	Replays           atomic.Uint64 // replays asked for
+	Replays           atomic.Uint64 // replays requested
 	ReplayFailures    atomic.Uint64 // unanswered, or without the requested batches
-	Restarts          atomic.Uint64 // times the publisher turned out to be a new one
+	Restarts          atomic.Uint64 // detected restarts of the publisher
 	Reconnects        atomic.Uint64 // connections after the first
-	DecodeErrors      atomic.Uint64 // events or batches that made no sense
-	UnknownParent     atomic.Uint64 // store events whose parent is not held: dropped
-	UnknownRemoved    atomic.Uint64 // removed blocks that the index did not hold
+	DecodeErrors      atomic.Uint64 // invalid events or batches
+	UnknownParent     atomic.Uint64 // store events with an unknown parent: dropped
+	UnknownRemoved    atomic.Uint64 // removed blocks that were not in the index
 	RemovedIncomplete atomic.Uint64 // remove events with such blocks
-	InvalidStored     atomic.Uint64 // store events that made no sense: left out
+	InvalidStored     atomic.Uint64 // invalid store events: skipped
 	Ignored           atomic.Uint64 // events of another medium, group, kind or type
 	BlockSizeMismatch atomic.Uint64 // store events with another block size: dropped
-	Overflows         atomic.Uint64 // times the rank would have held more than its cache can: cleared
+	Overflows         atomic.Uint64 // times the rank would have exceeded its cache: cleared
 }
 
-// Counts returns the counters by name, for the metrics page.
+// Counts returns the counters by their name on the metrics page.
 func (s *Stats) Counts() map[string]uint64 {
 	counts := map[string]uint64{}
 	for name, counter := range map[string]*atomic.Uint64{

@@ -1,10 +1,10 @@
-// Package events subscribes to the KV-cache events of workers and keeps an index in step
-// with them.
+// Package events subscribes to the KV-cache events of workers and applies them to
+// an index.
 //
 // A Stream reads one worker rank. It applies every batch once and in order, fetches
 // missed ones from the worker or from another router, and clears the rank's blocks
-// where neither can help. A Log keeps the last batches for other routers; a dump
-// holds all blocks of an index.
+// if neither has them. A Log keeps the last batches for other routers; a dump holds
+// all blocks of an index.
 package events
 
 import (
@@ -30,7 +30,7 @@ type Source struct {
 	Endpoint  string // PUB socket, e.g. tcp://127.0.0.1:5557; vLLM adds the rank to the port
 	Replay    string // ROUTER socket that replays published batches; empty: none
 	Buffer    int    // batches that Replay keeps, as the worker reports; 0: unknown
-	Topic     string // prefix of the topics to take; empty: all
+	Topic     string // prefix of the topics; empty: all
 	BlockSize int    // tokens a block, the same as the engine's
 	Seeded    bool   // the index has the rank's blocks from a peer
 }
@@ -49,22 +49,21 @@ type streamTiming struct {
 	ReplayLimit time.Duration // for the first answer to a replay request
 	ReplayPause time.Duration // between answers
 	ReplayWhole time.Duration // for a catch-up, all its replays together
-	// After a replay has failed it is asked for again: replayRetries times after
+	// After a replay has failed it is requested again: replayRetries times after
 	// retryFirst, each time doubled, then every retry.
 	retryFirst, Retry time.Duration
 	Grace             time.Duration // without a connection until the blocks are forgotten
 }
 
-// Stream keeps the index in step with one worker rank: it subscribes to
-// the rank's KV events and applies them strictly in order of their sequence
-// numbers, each once.
+// Stream applies the KV events of one worker rank to the index: it subscribes to
+// them and applies them strictly in order of their sequence numbers, each once.
 //
-// A missed batch is fetched from the replay endpoint; meanwhile live ones wait
-// in the connection (first TCP's buffers, then the publisher's queue of 100,000).
-// Each replay starts at the last applied batch, whose bytes must come back
-// unchanged: that proves that the publisher is still the same and separates a
-// restarted engine that has counted up to the same number. What cannot be made
-// good ends with the rank's blocks cleared, never with a wrong index.
+// A missed batch is fetched from the replay endpoint; meanwhile live ones wait in
+// the connection (first TCP's buffers, then the publisher's queue of 100,000). Each
+// replay starts at the last applied batch, whose bytes must come back unchanged:
+// that proves that the publisher is still the same and separates a restarted engine
+// that has counted up to the same number. If the gap cannot be filled, the rank's
+// blocks are cleared; the index is never wrong.
 type Stream struct {
 	Options
 	Src     Source
@@ -113,12 +112,12 @@ type Stream struct {
 
 // Options are the optional parts of a Stream.
 type Options struct {
-	// OnLag gets the age of every live batch when it is applied, by the clocks of the
-	// two machines; nil: nothing does.
+	// OnLag is called with the age of every live batch when it is applied, by the
+	// clocks of the two machines; nil: not called.
 	OnLag func(time.Duration)
-	// Peers are asked for events that the worker cannot replay; nil: nothing is.
+	// Peers have events that the worker cannot replay; nil: no peers.
 	Peers *Peers
-	// Edges counts the panics of event parsers; nil: nothing does.
+	// Edges counts the panics of event parsers; nil: not counted.
 	Edges *guard.Edges
 }
 
@@ -157,18 +156,18 @@ func (s *Stream) History() *Log { return s.history }
 // Stats returns the stream's counters.
 func (s *Stream) Stats() *Stats { return &s.stats }
 
-// Close ends what History knows of the rank's blocks, so that the caller may take them
-// out of the index: a snapshot that is just being written must not find them gone and
-// nothing missing. Call it after Run.
+// Close ends the history of the rank's blocks, so that the caller may remove them
+// from the index: a concurrent snapshot must not take their absence for a complete
+// history. Call it after Run.
 func (s *Stream) Close() { s.history.cleared() }
 
-// SetCapacity sets how many blocks the rank's cache holds; 0: unknown. A rank that has
-// far more in the index is cleared. It may be called at any time.
+// SetCapacity sets the capacity of the rank's cache in blocks; 0: unknown. A rank
+// that has far more in the index is cleared. It may be called at any time.
 func (s *Stream) SetCapacity(blocks int) { s.capacity.Store(int64(blocks)) }
 
-// Run follows the events until ctx ends, connecting again whenever the
-// connection is lost. When it returns, all that it started has ended; the
-// rank's blocks stay in the index. Call it once.
+// Run follows the events until ctx ends, connecting again whenever the connection
+// is lost. When it returns, its goroutines have ended; the rank's blocks remain in
+// the index. Call it once.
 func (s *Stream) Run(ctx context.Context) {
 	backoff := s.Timing.BackoffMin
 	lost, connected := time.Now(), false
@@ -202,7 +201,7 @@ func (s *Stream) Run(ctx context.Context) {
 		}
 		var broken *guard.PanicError
 		if errors.As(err, &broken) {
-			s.forget("its message crashed the parser")
+			s.forget("a message caused a panic in the parser")
 		}
 		if ctx.Err() != nil {
 			return
@@ -354,8 +353,8 @@ func (s *Stream) checkQuiet(ctx context.Context, settled bool) error {
 	return nil
 }
 
-// Begin starts the rank's blocks afresh, with seq as the first batch known. A
-// peer's blocks stay if they are older than that.
+// Begin clears the rank's blocks and starts with batch seq. A peer's blocks remain
+// unless seq is 0.
 func (s *Stream) Begin(seq uint64) {
 	if !s.seeded || seq == 0 {
 		s.index.Clear(s.Src.Worker)

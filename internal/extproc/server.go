@@ -1,7 +1,7 @@
 // Package extproc is the endpoint picker of the Gateway API Inference Extension
-// (protocol 004): a gateway asks for the destination of a request over Envoy's
-// ext_proc, and passes the answer through the router. Each stream becomes a request of
-// net/http and is served like any other.
+// (protocol 004): a gateway requests the destination of a request over Envoy's
+// ext_proc, and passes the answer through the router. Each stream becomes a request
+// of net/http and is served like any other.
 package extproc
 
 import (
@@ -132,7 +132,7 @@ func listen(host string, port int, flag string) (net.Listener, error) {
 	return netutil.LimitListener(listener, maxConnections), nil
 }
 
-// Address is that of the picker's port.
+// Address returns the address of the picker's port.
 func (p *Server) Address() string { return p.picker.Addr().String() }
 
 // Serve answers gateways until Drain or Close; then it returns nil.
@@ -148,8 +148,8 @@ func (p *Server) Serve() error {
 	return nil
 }
 
-// Drain refuses new requests and waits until all have ended, for limit at most. Those
-// still running are cut: their contexts end with the cause web.ErrStopped.
+// Drain refuses new requests and waits up to limit until all have ended. It cancels
+// the contexts of the remaining ones with the cause web.ErrStopped.
 func (p *Server) Drain(limit time.Duration) (whole bool) {
 	defer p.Close()
 	p.leave.Do(func() { close(p.leaving) })

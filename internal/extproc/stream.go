@@ -74,7 +74,7 @@ func (b *pieces) end(err error) {
 	})
 }
 
-// Read reads no more than one piece.
+// Read reads at most one piece.
 func (b *pieces) Read(into []byte) (int, error) {
 	for len(b.rest) == 0 {
 		select {
@@ -96,7 +96,7 @@ func (b *pieces) Read(into []byte) (int, error) {
 	return n, nil
 }
 
-// Close ends the reading: later parts are dropped.
+// Close ends reading: later parts are dropped.
 func (b *pieces) Close() error {
 	b.end(os.ErrClosed)
 	return nil
@@ -133,7 +133,7 @@ func (p *Server) Process(process extprocv3.ExternalProcessor_ProcessServer) erro
 	w := &writer{stream: s, header: http.Header{}, stuck: make(chan struct{})}
 	ended := make(chan error, 1)
 	silent := time.AfterFunc(p.silence, func() {
-		ended <- status.Error(codes.DeadlineExceeded, "no request headers came on the stream in time")
+		ended <- status.Error(codes.DeadlineExceeded, "no request headers were received in time")
 	})
 	p.handlers.Go(func() { // until the stream ends
 		first, err := process.Recv()
@@ -149,7 +149,7 @@ func (p *Server) Process(process extprocv3.ExternalProcessor_ProcessServer) erro
 	case err := <-ended:
 		return err
 	case <-w.stuck:
-		return status.Error(codes.DeadlineExceeded, "the gateway took nothing for too long")
+		return status.Error(codes.DeadlineExceeded, "the gateway stopped reading")
 	}
 }
 
@@ -327,7 +327,7 @@ type pieceWriter struct {
 	send func(piece []byte, last bool) error
 }
 
-// Write sends what may be several pieces.
+// Write sends the data, in several pieces if needed.
 func (w *pieceWriter) Write(b []byte) (int, error) {
 	for rest := b; len(rest) > 0; {
 		piece := rest[:min(len(rest), pieceSize)]

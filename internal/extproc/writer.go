@@ -39,7 +39,8 @@ type writer struct {
 // Header returns the answer's headers.
 func (w *writer) Header() http.Header { return w.header }
 
-// WriteHeader sets the status. The headers of a worker's answer go to the gateway then.
+// WriteHeader sets the status, and sends the headers of a worker's answer to the
+// gateway.
 func (w *writer) WriteHeader(status int) {
 	if w.status != 0 {
 		return
@@ -59,7 +60,8 @@ func (w *writer) WriteHeader(status int) {
 	}}})
 }
 
-// Write sends a piece of a worker's answer, and keeps one of the router's own.
+// Write sends a piece of a worker's answer, and buffers a piece of the router's own
+// answer.
 func (w *writer) Write(piece []byte) (int, error) {
 	if w.status == 0 {
 		w.WriteHeader(http.StatusOK)
@@ -80,10 +82,11 @@ func (w *writer) Write(piece []byte) (int, error) {
 	return len(piece), nil
 }
 
-// Flush does nothing: each piece goes at once.
+// Flush does nothing: each piece is sent at once.
 func (w *writer) Flush() {}
 
-// SetReadDeadline bounds the time until the request's body has come; zero: no more.
+// SetReadDeadline limits the time until the request's body is complete; zero: no
+// limit.
 func (w *writer) SetReadDeadline(at time.Time) error {
 	w.mu.Lock()
 	defer w.mu.Unlock()
@@ -97,7 +100,7 @@ func (w *writer) SetReadDeadline(at time.Time) error {
 	return nil
 }
 
-// SetWriteDeadline ends the stream when a message has not gone by then; zero: never.
+// SetWriteDeadline ends the stream if a message was not sent by then; zero: never.
 func (w *writer) SetWriteDeadline(at time.Time) error {
 	w.mu.Lock()
 	defer w.mu.Unlock()

@@ -30,12 +30,12 @@ type Edges struct {
 	panics map[string]uint64
 }
 
-// New returns Edges that know those of this package, all without a panic.
+// New returns Edges with the edges of this package, all without a panic.
 func New() *Edges {
 	return &Edges{panics: map[string]uint64{KVEvents: 0, KVEventBatch: 0, WorkerLoad: 0, WorkerMetrics: 0, Replica: 0, ReplicaServer: 0, ExtProc: 0}}
 }
 
-// PanicError is the error that Do makes of a panic.
+// PanicError is the error that Do returns for a panic.
 type PanicError struct {
 	Edge  string
 	Cause any

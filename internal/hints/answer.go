@@ -8,14 +8,14 @@ import (
 	"kvrouter/internal/kv"
 )
 
-// PinnedError means that the pinned worker cannot serve the request.
+// PinnedError means that a pinned worker cannot serve the request.
 type PinnedError struct {
 	Worker, Prefill *kv.WorkerKey // as Hints has them; not both nil
-	Names           *kv.Names     // what workers are called; nil: by their ids
+	Names           *kv.Names     // names of workers; nil: their ids
 	Err             error         // why it cannot
 }
 
-// Error names the workers and why they cannot serve the request.
+// Error names the workers and the reason why they cannot serve the request.
 func (e *PinnedError) Error() string {
 	var named []string
 	if e.Prefill != nil {
@@ -53,8 +53,8 @@ type QueryAnswer struct {
 	} `json:"nvext"`
 }
 
-// NewQueryAnswer returns the answer to a request of that id for a model: the
-// prefill and the decode worker may be one; overlap is in tokens.
+// NewQueryAnswer returns the answer to a request of that id for a model. The
+// prefill and the decode worker may be the same; overlap is in tokens.
 func NewQueryAnswer(id, object, model string, created int64, prefill, decode kv.WorkerKey, overlap int, tokens []uint32) QueryAnswer {
 	if tokens == nil {
 		tokens = []uint32{} // a list in JSON, too

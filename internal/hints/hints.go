@@ -37,16 +37,16 @@ type Hints struct {
 	Query          bool          // dry run: return the choice and send nothing
 	Pinned         *kv.WorkerKey // the only worker that may serve the request
 	PinnedPrefill  *kv.WorkerKey // the same for the prefill leg
-	Whole          bool          // the pinned worker serves the request alone
+	Whole          bool          // the request is aggregated: the pinned worker serves it alone
 	PriorityJump   float64       // seconds by which the arrival time is moved back
 	StrictPriority uint32        // higher ones leave the queue first
 	ExpectedOutput int           // tokens; 0: unknown
 	Prefix         Prefix
-	Session        string // name of the session that it is of; empty: none. Set by the caller of Read
+	Session        string // name of its session; empty: none. Set by the caller of Read
 }
 
-// Session returns the name of a request's session, from the header of that name, else
-// from the cookie; empty: there is none. Either name may be empty.
+// Session returns the name of a request's session, from the header of that name,
+// otherwise from the cookie; empty: none. Either name may be empty.
 func Session(header http.Header, name, cookie string) (session string) {
 	if name != "" {
 		session = header.Get(name)

@@ -19,7 +19,7 @@ import (
 type Prefix struct {
 	ID     string // of the series; empty: none
 	Total  int    // requests of the series, this one included; 0: not said
-	Budget *int   // requests still to come after this one, where the caller counts them itself
+	Budget *int   // remaining requests after this one, if the caller counts them itself
 	OSL    Level  // length of the answers
 	IAT    Level  // time from one request to the next
 }
@@ -45,7 +45,8 @@ var prefixHeaders = []struct{ header, field string }{
 	{"X-Prefix-Iat", "iat"},
 }
 
-// MaxPrefixID bounds the id of a series, in bytes, because policies keep ids.
+// MaxPrefixID is the maximum length of a series' id, in bytes, because policies
+// store ids.
 const MaxPrefixID = 256
 
 // levelBounds are the least medium and the least high number of a Level, as the
@@ -70,7 +71,7 @@ func (b levelBounds) Level(n float64) Level {
 	return LevelHigh
 }
 
-// Parse reads a level's name in any case, or a number; all else is medium.
+// Parse reads a level's name in any case, or a number; anything else is medium.
 func (b levelBounds) Parse(text string) Level {
 	text = strings.ToUpper(strings.TrimSpace(text))
 	n, err := strconv.ParseFloat(text, 64)
@@ -154,8 +155,8 @@ func (r *hintReader) prefixID(h hint, id string) string {
 	return id
 }
 
-// Recorded is a Prefix in a file. The id, in which a client may have
-// put anything, is a hash of it: only which ids are equal matters later.
+// Recorded is a Prefix in a file. Its id is a hash, because the client's id may
+// contain anything and only equality matters later.
 type Recorded struct {
 	ID     string `json:"prefix_id"`
 	Total  int    `json:"total_requests,omitempty"`

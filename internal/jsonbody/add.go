@@ -6,10 +6,10 @@ import (
 	"github.com/tidwall/gjson"
 )
 
-// With returns a copy of the body in which the member key comes first and nowhere
-// else, with value, which is JSON. The rest stays the same, byte for byte, where b
-// has no such member; else members may lose their spaces and keys that come twice
-// their first value, which no reader sees. b does not change.
+// With returns a copy of the body whose first member is key with value, which is
+// JSON; other members of that key are removed. If b has no such member, the
+// remaining bytes are unchanged. Otherwise members may lose their spaces, and
+// duplicate keys their first value, which no reader uses. b does not change.
 func (b *Body) With(key, value string) *Body {
 	out := &Body{LoneSurrogate: b.LoneSurrogate, Top: make([]Member, 1, len(b.Top)+1), views: b.views}
 	out.Top[0] = Member{key, gjson.Parse(value)}

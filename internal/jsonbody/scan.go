@@ -22,20 +22,19 @@ const (
 	// maxMembers bounds the members of all objects of a body together: each takes
 	// about a hundred bytes here, and as little as six in the body.
 	maxMembers = 1 << 18
-	// MaxMessages bounds the messages that Body.Messages takes apart.
+	// MaxMessages is the maximum number of messages that Body.Messages parses.
 	MaxMessages = 1 << 16
 )
 
-// Body is a request's JSON object, checked and parsed once for all that
-// read it. The strings in it are views of Raw, which must not change. One
-// goroutine uses a Body.
+// Body is a request's JSON object, validated and parsed once. The strings in it are
+// views of Raw, which must not change. One goroutine uses a Body.
 type Body struct {
 	Raw []byte
 	// LoneSurrogate: a string escapes half of a surrogate pair, which Python
 	// keeps and UTF-8 cannot.
 	LoneSurrogate bool
 	Top           []Member
-	views         []MessageView // of messages, once asked for
+	views         []MessageView // of messages, once requested
 }
 
 // MessageView is one element of messages with its members.
@@ -44,9 +43,9 @@ type MessageView struct {
 	Fields []Member
 }
 
-// Parse checks a request's body and takes it apart; ok is false if the body is
-// not one JSON object, nested at most 10,000 deep and with at most 262,144
-// members in all. Whether strings are UTF-8 is not checked.
+// Parse validates and parses a request's body; ok is false if the body is not one
+// JSON object, nested at most 10,000 deep and with at most 262,144 members in all.
+// Whether strings are UTF-8 is not checked.
 func Parse(raw []byte) (b *Body, ok bool) {
 	scan := checker{text: raw}
 	if !scan.whole() {
@@ -62,8 +61,8 @@ func Parse(raw []byte) (b *Body, ok bool) {
 // Get returns the member of that name; of several, as in Python, the last.
 func (b *Body) Get(key string) gjson.Result { return FieldOf(b.Top, key) }
 
-// Messages returns the elements of messages; none if it is not a list, and one
-// more than MaxMessages if there are even more.
+// Messages returns the elements of messages: none if it is not a list, MaxMessages
+// + 1 of a longer list.
 func (b *Body) Messages() []MessageView {
 	if list := b.Get("messages"); b.views == nil && list.IsArray() {
 		b.views = []MessageView{}
@@ -79,13 +78,13 @@ func (b *Body) Messages() []MessageView {
 	return b.views
 }
 
-// Place returns where in Raw a value begins that is one of the body's and not
-// empty.
+// Place returns the offset in Raw of a value of the body that is not empty.
 func (b *Body) Place(v gjson.Result) int {
 	return int(uintptr(unsafe.Pointer(unsafe.StringData(v.Raw))) - uintptr(unsafe.Pointer(unsafe.SliceData(b.Raw))))
 }
 
-// FieldOf returns a member's value; one that does not exist if there is none.
+// FieldOf returns a member's value; without such a member, a value that does not
+// exist.
 func FieldOf(list []Member, key string) gjson.Result {
 	for i := range list {
 		if list[i].Key == key {
@@ -327,8 +326,8 @@ func eachMember(object string, yield func(key string, value gjson.Result) bool) 
 	}
 }
 
-// EachElement calls yield with an array's elements in order until it returns
-// false. The text must have been checked.
+// EachElement calls yield with an array's elements in order until it returns false.
+// The text must be valid.
 func EachElement(array string, yield func(value gjson.Result) bool) {
 	for i := 1; i < len(array); {
 		switch b := array[i]; {
@@ -346,9 +345,8 @@ func EachElement(array string, yield func(value gjson.Result) bool) {
 	}
 }
 
-// Elements returns an array's elements; none of any other value. Not ok: there
-// are more than most, and they are not taken apart. The text must have been
-// checked.
+// Elements returns an array's elements; none of any other value. Not ok: there are
+// more than most, and none is parsed. The text must be valid.
 func Elements(list gjson.Result, most int) (elements []gjson.Result, ok bool) {
 	if !list.IsArray() {
 		return nil, true

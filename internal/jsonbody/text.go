@@ -19,8 +19,8 @@ type Member struct {
 	Value gjson.Result
 }
 
-// Members lists an object's members in order. As in Python, a key that comes
-// twice keeps its first place and its last value.
+// Members lists an object's members in order. As in Python, a duplicate key has its
+// first place and its last value.
 func Members(object gjson.Result) []Member {
 	if !object.IsObject() {
 		return nil
@@ -55,7 +55,7 @@ func Members(object gjson.Result) []Member {
 	return out
 }
 
-// MergeFields returns the fields of base with those of over in their place.
+// MergeFields returns the fields of base, replaced or extended by those of over.
 func MergeFields(base, over []Field) []Field {
 	out := slices.Clone(base)
 next:
@@ -93,7 +93,8 @@ func AppendObject(out []byte, fields []Field) []byte {
 	return append(out, '}')
 }
 
-// AppendString appends s as a JSON string; only what JSON demands is escaped.
+// AppendString appends s as a JSON string; only characters that JSON requires are
+// escaped.
 func AppendString(out []byte, s string) []byte {
 	const hex = "0123456789abcdef"
 	out = append(out, '"')

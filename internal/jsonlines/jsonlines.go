@@ -25,7 +25,7 @@ const (
 	maxBuffer = 1 << 20
 	// maxQueued bounds the memory of the lines in the queue, bytes.
 	maxQueued = 64 << 20
-	// MaxLine is the longest line that is read, bytes.
+	// MaxLine is the maximum length of a line, bytes.
 	MaxLine = 64 << 20
 )
 
@@ -53,10 +53,10 @@ type queuedLine struct {
 	size int
 }
 
-// Open opens a file to append lines to, and makes it if there is none; then only
-// its owner may read it. A last line that was torn, by a full disk or a killed
-// process, is completed or cut off: torn is how many bytes were. Only a file with
-// a name of its own is taken, no symbolic link, device or pipe.
+// Open opens a file to append lines to. A new file is readable by its owner only.
+// An incomplete last line, left by a full disk or a killed process, is completed or
+// removed: torn is the number of removed bytes. Symbolic links, devices and pipes
+// are refused.
 func Open(name string) (file *os.File, torn int64, err error) {
 	file, err = os.OpenFile(name, os.O_RDWR|os.O_CREATE|os.O_APPEND|syscall.O_NOFOLLOW|syscall.O_NONBLOCK, 0o600)
 	if errors.Is(err, syscall.ELOOP) {
@@ -120,8 +120,8 @@ func lastLine(file io.ReaderAt, size int64) (int64, error) {
 
 // Read calls yield with each line of a file that is not empty, and its number from
 // 1, until yield returns an error, which Read returns. whole means that the line
-// has an end: one that has not may be torn. A line that is longer than MaxLine is
-// an error.
+// ends with a newline; otherwise it may be incomplete. A line longer than MaxLine
+// is an error.
 func Read(from io.Reader, yield func(number int, line []byte, whole bool) error) error {
 	lines := bufio.NewReaderSize(from, 64<<10)
 	var long []byte
@@ -157,18 +157,18 @@ func Read(from io.Reader, yield func(number int, line []byte, whole bool) error)
 	}
 }
 
-// Begins reports whether a line begins with start, spaces aside, or is cut off before
-// it could: one that does and is no JSON was torn.
+// Begins reports whether a line begins with start, ignoring spaces, or ends before
+// it could. Such a line that is not JSON is incomplete.
 func Begins(line []byte, start string) bool {
 	line = bytes.ReplaceAll(line[:min(len(line), 4*len(start))], []byte(" "), nil)
 	n := min(len(line), len(start))
 	return n > 0 && string(line[:n]) == start[:n]
 }
 
-// New returns a Writer to file, which it will close. At most waiting lines wait
-// for the disk, of 64 MiB together; further ones are lost and counted. While the
-// disk takes nothing, it is tried again each second. The log says when that begins
-// and ends, and Close how many lines are missing. what names the lines in the log.
+// New returns a Writer to file, which it will close. At most waiting lines of 64
+// MiB in total are queued for the disk; further ones are lost and counted. A failed
+// write is retried every second. The log reports the start and end of such a
+// failure, and Close the number of missing lines. what names the lines in the log.
 // The caller must call Close.
 func New(file *os.File, waiting int, what string, log *slog.Logger) *Writer {
 	l := &Writer{File: file, what: what, log: log, queue: make(chan queuedLine, waiting), done: make(chan struct{})}
@@ -184,13 +184,13 @@ func (l *Writer) Lost() uint64 {
 	return l.lost.Load()
 }
 
-// Limit bounds the file, bytes. The first line that it has no room for and all after
-// it are lost and counted: the file has no gap there. Call it before the
+// Limit sets the maximum size of the file, bytes. The first line beyond it and all
+// later ones are lost and counted, so that the file has no gap. Call it before the
 // first Write.
 func (l *Writer) Limit(bytes int64) { l.most = bytes }
 
-// Write queues a value, which must not change any more; size is about how much memory
-// it takes, bytes. It never waits.
+// Write queues a value, which must not change afterwards; size is its approximate
+// memory, bytes. It never waits.
 func (l *Writer) Write(line any, size int) {
 	if l == nil {
 		return

@@ -31,7 +31,7 @@ type Settings struct {
 type Caller struct {
 	Name    string // of the key; empty: no key is required
 	Trusted bool   // its priorities and pinned workers are honored
-	Told    bool   // its answers name the chosen worker and the reason
+	Told    bool   // its answers contain the chosen worker and the overlap
 
 	sum    [sha256.Size]byte // of the key
 	salted bool              // its blocks are its own
@@ -69,14 +69,14 @@ type table struct {
 }
 
 // New returns a ring with the keys of --api-key; Read adds those of the file.
-// Without any the port asks for none.
+// Without keys the port requires none.
 func New(settings Settings, given []string) *Ring {
 	r := &Ring{settings: settings, given: given, now: time.Now}
 	r.current.Store(r.table(nil))
 	return r
 }
 
-// Asks reports whether the port asks for a key.
+// Asks reports whether the port requires a key.
 func (r *Ring) Asks() bool { return len(r.given) > 0 || r.settings.APIKeysFile != "" }
 
 // fileLimit is the most that a file of keys has, in bytes.
@@ -274,8 +274,8 @@ func (r *Ring) Prompt(c *gin.Context, n int) error {
 	return nil
 }
 
-// Used takes n prompt tokens that were used beyond those of Prompt. It may leave
-// the caller with less than none.
+// Used takes n prompt tokens that were used beyond those of Prompt. The remaining
+// limit may become negative.
 func (r *Ring) Used(c *gin.Context, n int) {
 	if caller := r.Of(c); caller.count != nil && n > 0 {
 		caller.owe(r.now(), n)

@@ -32,7 +32,7 @@ type StoredBlock struct {
 	Local  uint64
 }
 
-// Match is the number of leading blocks of a prompt that a worker holds.
+// Match is the number of leading blocks of a prompt in a worker's cache.
 type Match struct {
 	Worker WorkerKey
 	Blocks int

@@ -15,9 +15,10 @@ const mediaSeed = 4
 // mediaDigest is the length of vLLM's own identifiers, hex digits.
 const mediaDigest = 64
 
-// Media is one image or other item in a prompt: the engine's identifier as a
-// hash, and the tokens from Start up to End that stand for it. Start counts from
-// the begin of the prompt or of a block, and is below 0 for what began before it.
+// Media is one image or other item in a prompt: the engine's identifier as a hash,
+// and the tokens from Start up to End that stand for it. Start counts from the
+// beginning of the prompt or of a block; it is negative for an item that began
+// before it.
 type Media struct {
 	Hash       uint64
 	Start, End int
@@ -57,8 +58,8 @@ func MediaWords(dst []uint64, media []Media) []uint64 {
 	return dst
 }
 
-// MediaBlocks returns the words of a prompt's first blocks, up to the last that
-// has media; nil for none. Media must be in the order of their Start, none inside
+// MediaBlocks returns the words of a prompt's blocks up to the last one with media;
+// nil if there is none. Media must be in the order of their Start, none inside
 // another, as in a render answer.
 func MediaBlocks(media []Media, blockSize int) (words [][]uint64) {
 	if len(media) == 0 {

@@ -8,9 +8,10 @@ import (
 // NoWorker is the name that means no worker.
 const NoWorker = "none"
 
-// Names maps worker ids to unique labels: the configured name of a worker, else its id
-// as a number. The zero value and nil have no names. Only one goroutine may call Set at
-// a time; the other methods may run concurrently with it and take no lock.
+// Names maps worker ids to unique labels: the configured name of a worker,
+// otherwise its id as a number. The zero value and nil have no names. Only one
+// goroutine may call Set at a time; the other methods may run concurrently with it
+// and take no lock.
 type Names struct {
 	known atomic.Pointer[named] // nil: no worker has a name
 }

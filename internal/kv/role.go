@@ -81,8 +81,8 @@ func (s Kinds) Allow(k Kind) bool { return s == 0 || s&KindsOf(k) != 0 }
 // SGLangPort is the default port of SGLang's bootstrap server.
 const SGLangPort = 8998
 
-// Bootstrap is where a decode worker finds a prefill worker's transfer service:
-// SGLang's or Mooncake's bootstrap server.
+// Bootstrap is the address of a prefill worker's transfer service for decode
+// workers: SGLang's or Mooncake's bootstrap server.
 type Bootstrap struct {
 	Host string
 	Port uint16
@@ -125,7 +125,7 @@ const (
 	LegDecode             // the answer, with a prompt computed elsewhere
 )
 
-var legNames = []string{LegWhole: "whole", LegPrefill: "prefill", LegDecode: "decode"}
+var legNames = []string{LegWhole: "aggregated", LegPrefill: "prefill", LegDecode: "decode"}
 
 // UnmarshalText reads a leg's name.
 func (l *Leg) UnmarshalText(text []byte) error {
@@ -137,9 +137,9 @@ func (l *Leg) UnmarshalText(text []byte) error {
 // MarshalText writes a leg's name.
 func (l Leg) MarshalText() ([]byte, error) { return []byte(legNames[l]), nil }
 
-// Takes reports whether a worker may get that leg. A prefill worker computes prompts
-// only. A decode worker can also serve whole requests, except SGLang's, which refuses a
-// request without a bootstrap room.
+// Takes reports whether a worker may get that leg. A prefill worker computes
+// prompts only. A decode worker can also serve aggregated requests, except
+// SGLang's, which refuses a request without a bootstrap room.
 func (d Disagg) Takes(leg Leg) bool {
 	switch leg {
 	case LegPrefill:

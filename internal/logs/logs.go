@@ -34,7 +34,7 @@ func New(out io.Writer, level *slog.LevelVar, format string) *slog.Logger {
 	return slog.New(&handler{next: next, limits: &limits{plain: next, sites: map[uintptr]*site{}}})
 }
 
-// Level is a level by its name; info where there is none of that name.
+// Level returns the level of that name; info for an unknown name.
 func Level(name string) (level slog.Level) {
 	_ = level.UnmarshalText([]byte(name))
 	return level

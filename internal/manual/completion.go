@@ -7,7 +7,7 @@ import (
 	"github.com/alecthomas/kong"
 )
 
-// bash returns a script for bash, from version 4 on. It asks for no other package.
+// bash returns a script for bash, from version 4 on. It requires no other package.
 func bash(app *kong.Application) string {
 	out := &strings.Builder{}
 	program := app.Name

@@ -17,7 +17,7 @@ import (
 	"kvrouter/internal/tokens"
 )
 
-// Answer is the answer to one request: some choices to each of its prompts.
+// Answer is the answer to one request: the choices for each of its prompts.
 type Answer struct {
 	sglang    bool // it is written as SGLang's
 	kind      kind
@@ -28,7 +28,7 @@ type Answer struct {
 	prompts   [][]uint32
 	choices   []*Choice
 	samples   int           // choices of each prompt
-	More      chan struct{} // holds a token when some choice has grown
+	More      chan struct{} // receives a token when a choice has grown
 
 	stream, usage, continuousUsage, tokenIDs bool // options of the request
 
@@ -59,8 +59,8 @@ type owner struct {
 	extra   string // SGLang's extra_key, absent from its events
 }
 
-// Choice is one of an answer's texts, made up beforehand; one request to
-// the engine says when it comes. That belongs to the engine's goroutine.
+// Choice is one of an answer's texts, generated in advance; one request to the
+// engine determines its times. That request belongs to the engine's goroutine.
 type Choice struct {
 	Answer *Answer
 	owner
@@ -70,8 +70,8 @@ type Choice struct {
 	prompt  int       // tokens
 	Output  int       // tokens
 	tokens  []uint32  // of the prompt and of the output
-	Text    string    // as sent in the end
-	Ends    []int     // where each token's text ends, before any stop
+	Text    string    // complete text
+	Ends    []int     // end of each token's text, before any stop
 	held    int       // bytes at the end withheld until the end: they may begin a stop string
 	Finish  string    // finish_reason
 	Reason  string    // stop_reason, JSON; empty: null
@@ -144,17 +144,17 @@ const finishAbort = "abort"
 
 func (a *Answer) isChat() bool { return a.kind == chatKind }
 
-// Stop is what ends an answer before its length.
+// Stop is the condition that ends an answer before its length.
 type Stop struct {
 	Texts     []string
 	Tokens    []uint32
-	After     int  // tokens that come in any case
+	After     int  // minimum number of tokens
 	Keep      bool // keep the stop string in the answer
 	ignoreEnd bool // it does not end by itself
 }
 
-// Cut ends a choice of those tokens where vLLM, which looks after each of them,
-// ends it. The text of a stop token that is not sent is not examined either.
+// Cut ends a choice of those tokens where vLLM ends it, which checks after each
+// token. The text of a stop token that is not sent is not examined.
 func (s *Stop) Cut(c *Choice, tokens []uint32) {
 	start := func(token int) int { // of its text
 		if token == 0 {
@@ -189,7 +189,7 @@ func (s *Stop) Cut(c *Choice, tokens []uint32) {
 	c.Text = c.Text[:told]
 }
 
-// Part returns the text that the tokens from sent to below now make known.
+// Part returns the text of the tokens from sent up to now.
 func (c *Choice) Part(now int) string {
 	return c.Text[c.known(c.Sent):c.known(now)]
 }
@@ -281,7 +281,7 @@ func (a *Answer) head(out []byte) []byte {
 	return fmt.Appendf(out, `data: {"id":%s,"object":%q,"created":%d,"model":%s,`, jsonbody.AppendString(nil, a.id), kind, a.created, jsonbody.AppendString(nil, a.model))
 }
 
-// appendIDs appends token ids if the request asks for them, else null.
+// appendIDs appends token ids if the request includes return_token_ids, otherwise null.
 func (a *Answer) appendIDs(out []byte, ids []uint32) []byte {
 	if !a.tokenIDs {
 		return append(out, "null"...)

@@ -25,7 +25,8 @@ import (
 const (
 	// bodyLimit bounds a request's body, bytes.
 	bodyLimit = 64 << 20
-	// Version is the vLLM whose answers the mock workers imitate by default.
+	// Version is the vLLM version whose answers the mock workers imitate by
+	// default.
 	Version = "0.32.0+mock"
 	// fingerprint is the system_fingerprint that ends every answer.
 	fingerprint = "vllm-" + Version
@@ -90,9 +91,9 @@ func (w *Worker) accept(out http.ResponseWriter, in *http.Request, of kind) (bod
 	}
 	var problem *refusal
 	if status := int(w.Failing.Load()); status != 0 {
-		problem = &refusal{status, "InternalServerError", "error asked for by a test", ""}
+		problem = &refusal{status, "InternalServerError", "simulated error of a test", ""}
 	} else if w.chance(w.cfg.MockErrorRate) {
-		problem = &refusal{http.StatusInternalServerError, "InternalServerError", "error asked for by --mock-error-rate", ""}
+		problem = &refusal{http.StatusInternalServerError, "InternalServerError", "simulated error (--mock-error-rate)", ""}
 	} else if w.sglang() {
 		if answer, problem = w.prepareSGLang(body, of); problem == nil {
 			rank, problem = w.sglangRank(in, body, of)
@@ -423,7 +424,7 @@ func answerJSON(out http.ResponseWriter, status int, value any) {
 	_, _ = out.Write(MustJSON(value))
 }
 
-// MustJSON encodes a value that has nothing that JSON cannot say.
+// MustJSON encodes a value that JSON can represent.
 func MustJSON(value any) []byte {
 	text, err := json.Marshal(value)
 	if err != nil {

@@ -43,7 +43,7 @@ const headerCached = "X-Mock-Cached-Tokens"
 const joinLimit = 5 * time.Second
 
 // rooms are the prompts that a mock worker computes for others, by the name
-// under which those ask for them.
+// under which those fetch them.
 type rooms struct {
 	mu   sync.Mutex // guards what follows, and the rooms' users, owned and taken
 	byID map[string]*sglangRoom
@@ -451,7 +451,7 @@ func (t *transfer) bring(ctx context.Context, rank *Rank) error {
 	}
 }
 
-// join asks for the prompt and waits until it can be fetched. What it returns is
+// join requests the prompt and waits until it can be fetched. What it returns is
 // to be closed once it has been.
 func (t *transfer) join(ctx context.Context, limit time.Duration) (*prompt, error) {
 	ctx, cancel := context.WithCancelCause(ctx)
@@ -514,7 +514,7 @@ func (w *Worker) named(list ...*inference) (done func()) {
 	}
 }
 
-// Running returns the number of requests that /abort_request can name.
+// Running returns the number of requests that /abort_request can abort.
 func (w *Worker) Running() int {
 	w.mu.Lock()
 	defer w.mu.Unlock()

@@ -16,7 +16,7 @@ import (
 	"kvrouter/internal/zmq"
 )
 
-// Event is one change of a mock worker's cache as it is published.
+// Event is one published change of a mock worker's cache.
 type Event struct {
 	Cleared   bool
 	Removed   []uint64
@@ -39,8 +39,8 @@ type batch struct {
 const eventQueue = 100_000
 
 // Events publishes a mock worker's KV events as vLLM's and SGLang's
-// ZmqEventPublisher do: on a PUB socket, numbered from 0, with a ROUTER socket that sends the
-// last ones again.
+// ZmqEventPublisher do: on a PUB socket, numbered from 0, with a ROUTER socket that
+// replays the last ones.
 type Events struct {
 	Rank      int  // data-parallel rank, as it ends a batch
 	array     bool // old form: events as arrays
@@ -66,8 +66,7 @@ type Events struct {
 	packed bytes.Buffer
 }
 
-// NewEvents listens at both addresses. Until start is called it publishes
-// nothing.
+// NewEvents listens at both addresses. It publishes nothing until start is called.
 func NewEvents(address, replayAddress string, blockSize int) (*Events, error) {
 	e := &Events{blockSize: blockSize, keep: process.ReplayBatches, batches: make(chan batch, eventQueue), stop: make(chan struct{})}
 	e.packer = msgpack.NewEncoder(&e.packed)

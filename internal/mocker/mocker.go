@@ -126,11 +126,11 @@ type Worker struct {
 	ended    chan error     // gets that cause when all has ended
 	beside   sync.WaitGroup // what runs beside its requests; ends with ctx
 	handlers gate           // of HTTP requests
-	Hung     atomic.Bool    // nothing is answered any more
-	Stuck    atomic.Bool    // the engine stands still; the routes that need none answer
-	Failing  atomic.Int32   // status that answers every inference request; 0: it is well
-	Posts    atomic.Int64   // requests by POST so far
-	LastPost atomic.Int64   // when the last of them came, ns since 1970; 0: none has
+	Hung     atomic.Bool    // no request is answered
+	Stuck    atomic.Bool    // the engine is stuck; routes that do not need it answer
+	Failing  atomic.Int32   // status of every inference request; 0: requests are served
+	Posts    atomic.Int64   // POST requests so far
+	LastPost atomic.Int64   // arrival of the last one, ns since 1970; 0: none
 
 	part   kv.Disagg
 	turn   atomic.Uint64 // counts requests that name no rank

@@ -28,9 +28,8 @@ var builtinSpecial = [2]string{"<|im_start|>", "<|im_end|>"}
 // builtinMaxModelLen is the longest context of the built-in model, tokens.
 const builtinMaxModelLen = 131_072
 
-// OpenBuiltinModel returns a model that needs no files, for simulated workers:
-// each byte of a text is one token, and <|im_start|> and <|im_end|> are one
-// each.
+// OpenBuiltinModel returns a model without files for simulated workers: each byte
+// of a text is one token, as are <|im_start|> and <|im_end|>.
 func OpenBuiltinModel() (*tokens.Model, error) {
 	files := &chat.Files{
 		Templates:   map[string]string{"default": BuiltinTemplate},

@@ -14,9 +14,9 @@ import (
 	"kvrouter/internal/zmq"
 )
 
-// Rank is one data-parallel rank of a simulated worker: an engine of its own
-// with its own cache, KV events and load. The engine belongs to one goroutine;
-// Do reaches it.
+// Rank is one data-parallel rank of a simulated worker: an engine of its own with
+// its own cache, KV events and load. The engine belongs to one goroutine; Do runs a
+// function there.
 type Rank struct {
 	w        *Worker
 	number   int
@@ -92,7 +92,8 @@ func (r *Rank) unlisten() {
 	r.loads.Close()
 }
 
-// Do has f called with the engine between two of its steps. It does not wait.
+// Do schedules a call of f with the engine between two of its steps. It does not
+// wait.
 func (r *Rank) Do(f func(*engine.Engine)) {
 	r.mu.Lock()
 	r.commands = append(r.commands, f)
@@ -100,8 +101,8 @@ func (r *Rank) Do(f func(*engine.Engine)) {
 	signalOnce(r.wake)
 }
 
-// Ask is Do, but waits until f has been called; it returns false if the worker
-// has ended instead.
+// Ask is Do, but waits until f has been called; it returns false if the worker has
+// ended before.
 func (r *Rank) Ask(ctx context.Context, f func(*engine.Engine)) bool {
 	done := make(chan struct{})
 	r.Do(func(e *engine.Engine) {
@@ -269,8 +270,8 @@ func (r *Rank) publishChanges() {
 	}
 }
 
-// ResetPrefixCache empties the cache, which like vLLM it refuses while requests
-// hold blocks, and like SGLang also while some wait. vLLM's next step publishes it.
+// ResetPrefixCache empties the cache. Like vLLM it refuses that while requests use
+// blocks, like SGLang also while requests wait. vLLM's next step publishes it.
 func (r *Rank) ResetPrefixCache(e *engine.Engine) bool {
 	running, waiting, usage := e.Load()
 	if usage > 0 || r.w.sglang() && running+waiting > 0 {
@@ -304,7 +305,7 @@ func (r *Rank) reportLoad() {
 	signalOnce(r.loadChanged)
 }
 
-// CurrentLoad is the load after the last step.
+// CurrentLoad returns the load after the last step.
 func (r *Rank) CurrentLoad() Load {
 	if load := r.load.Load(); load != nil {
 		return *load

@@ -31,7 +31,7 @@ type Settings struct {
 	MockKVTransferBandwidth float64                  `group:"Mock workers, with --engine mocker" name:"mock-kv-transfer-bandwidth" default:"64" placeholder:"GB/S" help:"Bandwidth of KV-cache transfers between mock workers, GB (10^9 bytes) per second."`
 	MockKVBytesPerToken     int                      `group:"Mock workers, with --engine mocker" name:"mock-kv-bytes-per-token" default:"131072" help:"KV cache per prompt token, bytes. Default: Llama 8B in 16 bits (2 * 32 layers * 8 heads * 128 * 2)."`
 	MockDisaggKind          string                   `group:"Mock workers, with --engine mocker" default:"" enum:",nixl,sglang" help:"KV-transfer protocol of mock workers with --prefill-workers: nixl (vLLM's, the default) or sglang (the default with --mock-api sglang)."`
-	MockKVLease             time.Duration            `group:"Mock workers, with --engine mocker" name:"mock-kv-lease" default:"30s" help:"Time that a prefill mock worker keeps blocks which no decode worker requests (vLLM's kv_lease_duration)."`
+	MockKVLease             time.Duration            `group:"Mock workers, with --engine mocker" name:"mock-kv-lease" default:"30s" help:"Time that a prefill mock worker keeps blocks that no decode worker requests (vLLM's kv_lease_duration)."`
 	MockKVLoadFailure       string                   `group:"Mock workers, with --engine mocker" name:"mock-kv-load-failure" default:"recompute" enum:"recompute,fail" help:"Action of a decode mock worker when the KV transfer fails: recompute or fail (vLLM's kv_load_failure_policy)."`
 	MockBootstrapTimeout    time.Duration            `group:"Mock workers, with --engine mocker" default:"5m" help:"Time that SGLang mock workers wait for each other."`
 	MockShutdownTimeout     time.Duration            `group:"Mock workers, with --engine mocker" default:"0s" help:"Maximum time for in-flight requests to finish when a mock worker is stopped. 0: stop immediately."`
@@ -49,7 +49,7 @@ type Settings struct {
 	ServedModelName string        `kong:"-"`
 	BlockSize       int           `kong:"-"` // tokens
 	Seed            uint64        `kong:"-"`
-	KVEvents        bool          `kong:"-"` // they are published
+	KVEvents        bool          `kong:"-"` // KV events are published
 	Parts           []kv.Disagg   `kong:"-"` // of each worker, by number
 	Ports           process.Ports `kong:"-"`
 	Host            string        `kong:"-"` // address that workers listen at; empty: 127.0.0.1
@@ -90,12 +90,12 @@ func (c *Settings) SimConfig(blockSize int) engine.Settings {
 	return settings
 }
 
-// Handover returns the speed at which prompts go from one mock worker to another.
+// Handover returns the transfer speed of prompts between mock workers.
 func (c *Settings) Handover() engine.Handover {
 	return engine.Handover{Bandwidth: c.MockKVTransferBandwidth, BytesPerToken: c.MockKVBytesPerToken}
 }
 
-// Validate checks the settings for that many workers.
+// Validate checks the settings for the given number of workers.
 func (c *Settings) Validate(workers int) error {
 	for flag, value := range map[string]int{
 		"--mock-num-gpu-blocks": c.MockNumGPUBlocks, "--mock-max-num-seqs": c.MockMaxNumSeqs,

@@ -18,7 +18,7 @@ import (
 	"kvrouter/internal/tokens"
 )
 
-// SGLangVersion is the SGLang whose server the mock workers imitate with --mock-api
+// SGLangVersion is the SGLang version that mock workers imitate with --mock-api
 // sglang.
 const SGLangVersion = "0.5.23"
 

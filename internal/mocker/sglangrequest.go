@@ -270,7 +270,7 @@ func (w *Worker) sglangOwner(body *jsonbody.Body, of kind, i int) (own owner, pr
 	return own, invalid("Got LoRA adapter that has never been loaded: %s", adapter)
 }
 
-// sglangRank returns the rank that a request asks for, or without that the next one
+// sglangRank returns the rank of a request, or without one the next
 // in turn. Only the routes of OpenAI's look at the header.
 func (w *Worker) sglangRank(in *http.Request, body *jsonbody.Body, of kind) (*Rank, *refusal) {
 	asked := body.Get("routed_dp_rank")

@@ -31,8 +31,8 @@ func (s *Set) Down(t kv.Target, _ string) { s.For(t.Key.Worker).Router.Down(t.Ke
 // Load stores the load that w has published.
 func (s *Set) Load(w kv.WorkerKey, p policy.Published) { s.For(w.Worker).Router.Publish(w, p) }
 
-// Cordon keeps new requests away from a worker while on, whichever model it serves now
-// or later.
+// Cordon stops new requests to a worker while on is true, for every model that it
+// serves now or later.
 func (s *Set) Cordon(worker uint64, on bool) {
 	s.cordon(worker, on)
 	s.releaseWaiting()
@@ -115,8 +115,8 @@ func (s *Set) Loads() (loads []router.WorkerLoad) {
 	return slices.CompactFunc(loads, func(a, b router.WorkerLoad) bool { return a.Key == b.Key }) // a worker may have changed its model meanwhile
 }
 
-// Ready reports whether a new request would be served, now or after waiting for a
-// worker.
+// Ready reports whether a new request would be served, at once or after waiting for
+// a worker.
 func (s *Set) Ready() bool {
 	return s.settings.Routing.HoldWhenEmpty > 0 || s.Has(func(t *kv.Target) bool { return t.Role != kv.RolePrefill && !t.Resting })
 }

@@ -41,7 +41,7 @@ func NewCollector(s *Set) prometheus.Collector {
 	c.saturation = desc("kvrouter_model_saturation", "kvrouter_saturation of the base model's workers.", "model")
 	c.blocks = desc("kvrouter_model_blocks", "KV blocks in the base model's index.", "model")
 	c.requests = desc("kvrouter_model_requests_total", "Requests to the OpenAI port for the base model and its adapters.", "model")
-	c.refused = desc("kvrouter_model_refused_total", "Requests to the OpenAI port for the base model and its adapters that no worker could take.", "model")
+	c.refused = desc("kvrouter_model_refused_total", "Requests to the OpenAI port for the base model and its adapters that no worker could serve.", "model")
 
 	c.decodeBlocks = desc("dynamo_frontend_worker_active_decode_blocks", "KV blocks of the worker's in-flight requests; a shared block counts once.", "worker_id", "dp_rank", "worker_type")
 	c.prefillTokens = desc("dynamo_frontend_worker_active_prefill_tokens", "Uncached prompt tokens of the worker's requests that have no first token yet.", "worker_id", "dp_rank", "worker_type")
@@ -54,7 +54,7 @@ func NewCollector(s *Set) prometheus.Collector {
 
 	c.ejections = desc("kvrouter_ejections_total", "Ejections of the worker, by reason.", "worker_id", "dp_rank", "reason")
 	c.ejected = desc("kvrouter_worker_ejected", "1 while the worker is ejected for its failures.", "worker_id", "dp_rank")
-	c.paused = desc("kvrouter_worker_held", "1 while the worker gets no requests because it asked for a pause or may be misconfigured.", "worker_id", "dp_rank")
+	c.paused = desc("kvrouter_worker_held", "1 while the worker gets no requests because it requested a pause (Retry-After) or may be misconfigured.", "worker_id", "dp_rank")
 	c.successRate = desc("kvrouter_worker_success_rate", "Share of the worker's requests in the last 10 s that succeeded, 0 to 1.", "worker_id", "dp_rank")
 	c.panicking = desc("kvrouter_panic_mode", "1 while ejections are ignored because they exceed --max-ejection-percent.")
 

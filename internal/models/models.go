@@ -72,7 +72,7 @@ type Model struct {
 	Index  radix.Index    // of Router, for the KV events that change it
 	Tokens *tokens.Source
 
-	Requests, Refused atomic.Uint64 // of the OpenAI port: all, and those that no worker could take
+	Requests, Refused atomic.Uint64 // of the OpenAI port: all, and those that no worker could serve
 
 	ask   Ask
 	dir   string                   // of files; empty: there are none
@@ -184,9 +184,10 @@ func (s *Set) For(worker uint64) *Model {
 	return s.Default()
 }
 
-// Join adds a worker to the model that it serves until Leave; the model is created if it
-// is new. Join returns the index for the worker's blocks and the block size in tokens. An
-// error says that there are too many models, or why the worker's block size is unknown.
+// Join adds a worker to the model that it serves until Leave; the model is created
+// if it is new. Join returns the index for the worker's blocks and the block size
+// in tokens. It fails if there are too many models, or if the worker's block size
+// is unknown.
 func (s *Set) Join(worker uint64, serves kv.Served) (radix.Index, int, error) {
 	size := 0
 	if serves.BlockSize != nil && (!s.configured() || !s.isDefault(serves)) { // without configuration, isDefault may change below

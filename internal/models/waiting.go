@@ -113,8 +113,8 @@ func (s *Set) releaseWaiting() {
 	})
 }
 
-// StopWaiting fails all requests that wait until a worker is up, and those that would
-// wait from now on: the router is shutting down.
+// StopWaiting fails all requests that wait until a worker is up, and later ones
+// that would wait: the router is shutting down.
 func (s *Set) StopWaiting() {
 	s.waiting.mu.Lock()
 	defer s.waiting.mu.Unlock()

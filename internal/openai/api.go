@@ -1,6 +1,6 @@
-// Package openai is the OpenAI port: it reads requests, computes the tokens of
-// their prompts, requests a worker and forwards them. Its other routes list models,
-// tokenize, and serve SGLang's own short routes and Dynamo's /busy_threshold.
+// Package openai is the OpenAI port: it reads requests, computes their prompt
+// tokens, routes and forwards them. Other routes list models, tokenize, and serve
+// SGLang's own routes and Dynamo's /busy_threshold.
 package openai
 
 import (
@@ -53,7 +53,7 @@ type Deps struct {
 	Log       *slog.Logger
 }
 
-// API serves the OpenAI port. It is safe for concurrent use.
+// API implements the OpenAI port. It is safe for concurrent use.
 type API struct {
 	settings  Settings
 	keys      *keys.Ring
@@ -108,13 +108,13 @@ func New(s Settings, deps Deps) *API {
 	return a
 }
 
-// ServeHTTP serves a request of a client.
+// ServeHTTP serves a client's request.
 func (a *API) ServeHTTP(w http.ResponseWriter, r *http.Request) { a.engine.ServeHTTP(w, r) }
 
 // gatewayKey is the context key of the gateway that a request came from.
 type gatewayKey struct{}
 
-// ServeGateway serves a request that came from a gateway, which sends it to its worker.
+// ServeGateway serves a request of a gateway, which sends it to the chosen worker.
 func (a *API) ServeGateway(w http.ResponseWriter, r *http.Request, via *proxy.Gateway) {
 	// gin makes its context itself: the request's is the way into it.
 	a.engine.ServeHTTP(w, r.WithContext(context.WithValue(r.Context(), gatewayKey{}, via)))

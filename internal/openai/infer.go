@@ -33,7 +33,7 @@ type inference struct {
 	hints    hints.Hints
 	prompt   tokens.Prompt
 	multiple bool          // the body has several prompts
-	several  bool          // it asks for several answers to one
+	several  bool          // it requests several answers to one
 	empty    bool          // a prompt has no token, which crashes an SGLang server
 	held     time.Duration // without a worker
 	request  router.Request

@@ -241,7 +241,7 @@ func (a *API) healthGenerate(c *gin.Context) {
 		return !well
 	})
 	if !well {
-		a.fail(c, http.StatusServiceUnavailable, "", "no SGLang worker generates")
+		a.fail(c, http.StatusServiceUnavailable, "", "no SGLang worker can generate")
 		return
 	}
 	c.Status(http.StatusOK)

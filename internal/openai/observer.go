@@ -10,15 +10,16 @@ import (
 	"kvrouter/internal/tracing"
 )
 
-// Observer follows inference requests. The calls about one request come one after the
-// other; those about several run concurrently.
+// Observer is notified of inference requests. Calls for one request are sequential,
+// calls for several are concurrent.
 type Observer interface {
 	// Began is called when a request has arrived.
 	Began(r *http.Request, x *proxy.Exchange)
-	// Accepted is called before a request is routed, which x.Request describes. A
-	// dry run is never accepted. body must not be kept.
+	// Accepted is called before the request of x.Request is routed, except for dry
+	// runs. body must not be retained.
 	Accepted(x *proxy.Exchange, body *jsonbody.Body)
-	// Decided is called with each decision; pair.Whole means that it has no prefill worker.
+	// Decided is called with each decision. With pair.Whole it has no prefill
+	// worker.
 	Decided(x *proxy.Exchange, pair *router.Pair)
 	// Finished is called when the request has ended.
 	Finished(x *proxy.Exchange, now time.Time)
@@ -52,8 +53,8 @@ func (all observers) finished(x *proxy.Exchange) {
 	}
 }
 
-// Traced is an Observer that begins and ends the trace of each request; a nil tracer
-// traces none. The spans in between are added through proxy.Exchange.
+// Traced returns an Observer that begins and ends the trace of each request; a nil
+// tracer traces nothing. Other spans are added through proxy.Exchange.
 func Traced(tracer *tracing.Tracer) Observer { return traced{tracer} }
 
 type traced struct{ tracer *tracing.Tracer }

@@ -18,7 +18,7 @@ import (
 
 // errSeveralAnswers refuses a request for several answers where only pairs of SGLang
 // workers are up: their decode workers never answer it.
-var errSeveralAnswers = errors.New("several answers to one prompt (n, best_of, beams) are not supported by SGLang workers with separate prefill and decode: send one request for each, or run a worker that serves whole requests")
+var errSeveralAnswers = errors.New("several answers to one prompt (n, best_of, beams) are not supported by disaggregated SGLang workers: send one request for each, or run a worker without a role")
 
 // Route implements proxy.Chooser.
 func (r *inference) Route(exclude []uint64) (router.Decision, error) {

@@ -7,14 +7,14 @@ type Kind uint8
 const (
 	Reported      Kind = iota // reported by the sender of the request
 	Refused                   // no connection, or it broke without an answer
-	Timeout                   // no byte came for too long
-	Status                    // an HTTP status of a server's fault
-	Broken                    // an answer broke off, or ended without saying so
+	Timeout                   // no byte for too long
+	Status                    // an HTTP status that reports a server error
+	Broken                    // an incomplete answer
 	Engine                    // an answer that reports a failed engine
-	Left                      // the client left after a wait far above the baseline
-	Stuck                     // no byte for long while others answered
-	Asked                     // a question about a prompt was not answered
-	Misconfigured             // it refuses what others accept
+	Left                      // the client disconnected after a wait far above the baseline
+	Stuck                     // no byte for long while other workers answered
+	Asked                     // a tokenization request was not answered
+	Misconfigured             // it refuses requests that others accept
 	kinds
 )
 

@@ -60,7 +60,7 @@ const (
 	// agreedFor is the time that a status that two workers gave to one request counts
 	// as the clients' mistake.
 	agreedFor = time.Second
-	// LongestPause is the longest pause that a worker may ask for.
+	// LongestPause is the maximum pause that a worker may request.
 	LongestPause = time.Minute
 	// firstGuess and longestGuess bound the pause of a worker that does not say
 	// how long it has too much to do.
@@ -106,7 +106,7 @@ type worker struct {
 
 	held    time.Time // gets no requests until then; zero: not held
 	suspect bool      // held for a status that may be the client's mistake
-	pressed time.Time // when it last asked for a pause
+	pressed time.Time // when it last requested a pause
 	presses int       // how often it did since it last answered
 
 	answered  time.Time // when it last answered well
@@ -121,8 +121,7 @@ type second struct {
 	well, failed int
 }
 
-// Detector judges workers. It has no lock of its own: its owner, the Router,
-// guards it.
+// Detector evaluates workers. It has no lock: its owner, the Router, guards it.
 type Detector struct {
 	settings Settings
 	workers  map[kv.WorkerKey]*worker
@@ -132,7 +131,7 @@ type Detector struct {
 	baseline baseline
 }
 
-// New returns a detector that knows no worker.
+// New returns a detector without workers.
 func New(settings Settings) *Detector {
 	return &Detector{settings: settings, workers: map[kv.WorkerKey]*worker{}, agreed: map[int]time.Time{}}
 }
@@ -145,8 +144,7 @@ type Attempt struct {
 	Trial      bool // Begin said so
 }
 
-// Join makes a worker known. An incarnation that is not the one known begins with
-// a clean record.
+// Join adds a worker. A new incarnation starts with an empty record.
 func (d *Detector) Join(key kv.WorkerKey, generation int, now time.Time) {
 	w := d.workers[key]
 	if w == nil {
@@ -163,7 +161,8 @@ func (d *Detector) Join(key kv.WorkerKey, generation int, now time.Time) {
 // kept.
 const keptGone = 1024
 
-// Leave forgets how a worker that is down did, but not how often it was out.
+// Leave removes the results of a worker that is down, but not its number of
+// ejections.
 func (d *Detector) Leave(key kv.WorkerKey) {
 	w := d.workers[key]
 	if w == nil {
@@ -194,22 +193,22 @@ func (d *Detector) recount() {
 	}
 }
 
-// Quiet reports whether every worker is in: nothing else need be asked then.
+// Quiet reports whether no worker is ejected, paused or in slow start.
 func (d *Detector) Quiet() bool { return d.odd == 0 }
 
-// Level says how well a worker takes a request; the lower the better.
+// Level ranks workers for a request; lower is better.
 type Level uint8
 
 // The levels.
 const (
 	In   Level = iota // takes it
-	Slow              // takes requests again, but not this one: its share is still growing
-	Held              // has asked for a pause, or is suspected
+	Slow              // slow start: accepts requests again, but not this one
+	Held              // paused: requested a pause, or is suspected
 	Out               // ejected
 )
 
-// Level says how well a worker takes a request now. random draws whether this one
-// belongs to the share of a worker that is just back.
+// Level returns a worker's level for a request now. random decides whether the
+// request belongs to the share of a worker in slow start.
 func (d *Detector) Level(key kv.WorkerKey, now time.Time, random *rand.Rand) Level {
 	w := d.workers[key]
 	if w == nil {
@@ -227,7 +226,7 @@ func (d *Detector) Level(key kv.WorkerKey, now time.Time, random *rand.Rand) Lev
 	return In
 }
 
-// IsOut reports whether a worker gets nothing now but what no other can take.
+// IsOut reports whether a worker gets only requests that no other worker can serve.
 func (d *Detector) IsOut(key kv.WorkerKey, now time.Time) bool {
 	if d.odd == 0 {
 		return false
@@ -240,7 +239,7 @@ func (d *Detector) IsOut(key kv.WorkerKey, now time.Time) bool {
 	return w.phase == phaseOut || !w.held.IsZero()
 }
 
-// Ejected reports whether a worker is out for its failures.
+// Ejected reports whether a worker is ejected for its failures.
 func (d *Detector) Ejected(key kv.WorkerKey, now time.Time) bool {
 	w := d.workers[key]
 	if w == nil || w.phase != phaseOut {
@@ -250,18 +249,19 @@ func (d *Detector) Ejected(key kv.WorkerKey, now time.Time) bool {
 	return w.phase == phaseOut
 }
 
-// AskedInVain reports whether a worker lately failed to answer a question about a
-// prompt.
+// AskedInVain reports whether a worker recently failed to answer a tokenization
+// request.
 func (d *Detector) AskedInVain(key kv.WorkerKey, now time.Time) bool {
 	w := d.workers[key]
 	return w != nil && !w.askFailed.IsZero() && now.Sub(w.askFailed) < askedFor
 }
 
-// TooMany reports whether too many of all workers are out: all are used then.
+// TooMany reports whether the panic threshold is exceeded: too many workers are
+// out, so all are used.
 func (d *Detector) TooMany(out, all int) bool { return out*100 > d.settings.MaxEjectionPercent*all }
 
-// TrialDue reports whether a worker that is out may get one request on trial, and
-// since when.
+// TrialDue reports whether an ejected worker may get a trial request, and since
+// when.
 func (d *Detector) TrialDue(key kv.WorkerKey, now time.Time) (since time.Time, due bool) {
 	w := d.workers[key]
 	if w == nil || w.phase != phaseOut {
@@ -271,8 +271,8 @@ func (d *Detector) TrialDue(key kv.WorkerKey, now time.Time) (since time.Time, d
 	return w.until, w.phase == phaseOut && w.held.IsZero() && !now.Before(w.until) && (w.trial.IsZero() || now.Sub(w.trial) >= trialLimit)
 }
 
-// Begin notes that a request is sent to a worker, and reports whether it is its
-// trial.
+// Begin records that a request is sent to a worker, and reports whether it is the
+// trial request.
 func (d *Detector) Begin(key kv.WorkerKey, now time.Time) (trial bool) {
 	if d.odd == 0 {
 		return false
@@ -310,7 +310,7 @@ func (d *Detector) of(a Attempt) *worker {
 	return nil
 }
 
-// Heard notes that an attempt's answer has begun.
+// Heard records that an attempt's answer has begun.
 func (d *Detector) Heard(a Attempt, now time.Time) {
 	if w := d.of(a); w != nil {
 		w.answered = now
@@ -320,7 +320,7 @@ func (d *Detector) Heard(a Attempt, now time.Time) {
 	}
 }
 
-// Succeeded notes that an attempt was answered well.
+// Succeeded records a successful attempt.
 func (d *Detector) Succeeded(a Attempt, now time.Time) {
 	w := d.of(a)
 	if w == nil {
@@ -333,15 +333,14 @@ func (d *Detector) Succeeded(a Attempt, now time.Time) {
 	}
 }
 
-// Ended notes that an attempt ended, and it is unknown whether its worker is
-// well.
+// Ended records that an attempt ended with unknown result.
 func (d *Detector) Ended(a Attempt) {
 	if w := d.of(a); w != nil && a.Trial {
 		w.trial, w.trialHeard = time.Time{}, time.Time{}
 	}
 }
 
-// Failed notes that a worker failed an attempt. why is a text.
+// Failed records a failed attempt. why describes the failure.
 func (d *Detector) Failed(a Attempt, kind Kind, why string, now time.Time) {
 	if w := d.of(a); w != nil {
 		d.strike(a, w, kind, why, now)
@@ -382,10 +381,10 @@ func (d *Detector) strike(a Attempt, w *worker, kind Kind, why string, now time.
 	case w.phase == phaseBack:
 		d.eject(a.Worker, w, kind, "it failed again: "+why, now)
 	case w.row+w.broken >= d.settings.EjectAfter:
-		d.eject(a.Worker, w, kind, fmt.Sprintf("%d failures in a row, the last: %s", w.row, why), now)
+		d.eject(a.Worker, w, kind, fmt.Sprintf("%d consecutive failures, the last: %s", w.row, why), now)
 	default:
 		if share, others, worse := d.worse(a.Worker, now); worse {
-			d.eject(a.Worker, w, kind, fmt.Sprintf("%.0f %% of its answers are good, of the others' %.0f %%; the last: %s", 100*share, 100*others, why), now)
+			d.eject(a.Worker, w, kind, fmt.Sprintf("success rate %.0f %%, of the other workers %.0f %%; last failure: %s", 100*share, 100*others, why), now)
 		}
 	}
 }
@@ -423,9 +422,9 @@ func (d *Detector) bringBack(key kv.WorkerKey, w *worker, now time.Time) {
 	d.recount()
 }
 
-// Hint notes that another router has taken a worker out for that long. It may be that
-// router's own trouble: the worker is out for no longer than a first ejection, and
-// never more workers than may be out together. It reports whether that changed anything.
+// Hint records that another router has ejected a worker for that time. The cause
+// may be that router: the worker is paused for at most the base ejection time, and
+// the panic threshold applies. It reports whether anything changed.
 func (d *Detector) Hint(key kv.WorkerKey, long time.Duration, now time.Time) (took bool) {
 	w := d.workers[key]
 	if w == nil || w.gone || long <= 0 || d.settings.EjectAfter == 0 {
@@ -452,8 +451,8 @@ func (d *Detector) Hint(key kv.WorkerKey, long time.Duration, now time.Time) (to
 	return true
 }
 
-// Readmit ends a worker's ejection or pause: it has its full share at once. What it
-// has failed counts no more.
+// Readmit ends a worker's ejection or pause without slow start, and clears its
+// failures.
 func (d *Detector) Readmit(key kv.WorkerKey, now time.Time) {
 	w := d.workers[key]
 	if w == nil || w.gone {
@@ -507,9 +506,9 @@ func (d *Detector) worse(key kv.WorkerKey, now time.Time) (share, others float64
 	return share, others, share < others-rateBelow && share < others-rateDeviations*deviation
 }
 
-// Pressed notes that a worker asks for a pause: it gets nothing for that time, at most
-// LongestPause. 0: it did not say for how long; then that is a second, and each
-// time without an answer between double, up to longestGuess. It is no failure.
+// Pressed records that a worker requests a pause: it gets nothing for that time, at
+// most LongestPause. If the time is 0 (unknown), the pause is one second, doubled
+// each time without an answer between, up to longestGuess. It is not a failure.
 func (d *Detector) Pressed(a Attempt, pause time.Duration, now time.Time) {
 	d.hold(a, func(w *worker) {
 		if w.presses == 0 || a.Sent.After(w.pressed) { // it was sent after the last pause began
@@ -537,10 +536,10 @@ func (d *Detector) hold(a Attempt, change func(*worker)) {
 	d.recount()
 }
 
-// Suspect notes that a worker refused an attempt with a status that may be the
-// client's mistake or its own. It reports whether it is worth to ask another: if so,
-// the worker is held until Acquit or Convict. It is not while that status is known
-// to be the clients' mistake.
+// Suspect records that a worker refused an attempt with a status that either the
+// client or the worker may have caused. It reports whether to ask another worker;
+// if so, the worker is paused until Acquit or Convict. It returns false while that
+// status is known to be caused by clients.
 func (d *Detector) Suspect(a Attempt, status int, now time.Time) (ask bool) {
 	d.Ended(a)
 	if at, known := d.agreed[status]; known && now.Sub(at) < agreedFor {
@@ -554,8 +553,8 @@ func (d *Detector) Suspect(a Attempt, status int, now time.Time) (ask bool) {
 	return true
 }
 
-// Acquit ends a suspicion. agreed means that another worker gave the same status:
-// it is the client's mistake.
+// Acquit ends a suspicion. agreed means that another worker returned the same
+// status: the client caused it.
 func (d *Detector) Acquit(a Attempt, status int, agreed bool, now time.Time) {
 	if agreed {
 		d.agreed[status] = now
@@ -573,9 +572,9 @@ func (d *Detector) Convict(a Attempt, status int, now time.Time) {
 	d.Failed(a, Misconfigured, fmt.Sprintf("it answers %d to requests that others accept", status), now)
 }
 
-// AskFailed notes that a worker did not answer a question about a prompt that was
-// put at that time, unless it has answered a request since. If the question had to
-// wait, requests would: the worker is held.
+// AskFailed records that a worker did not answer a tokenization request sent at
+// that time, unless it has answered a request since. If it took long, the worker is
+// paused, because requests would wait too.
 func (d *Detector) AskFailed(key kv.WorkerKey, generation int, asked, now time.Time) {
 	a := Attempt{Worker: key, Generation: generation, Sent: asked}
 	w := d.of(a)
@@ -583,14 +582,14 @@ func (d *Detector) AskFailed(key kv.WorkerKey, generation int, asked, now time.T
 		return
 	}
 	w.askFailed = now
-	d.Failed(a, Asked, "it did not answer a question about a prompt", now)
+	d.Failed(a, Asked, "it did not answer a tokenization request", now)
 	if now.Sub(asked) >= askedSlowly && w.phase == phaseIn && d.settings.EjectAfter > 0 && now.Add(askedFor).After(w.held) {
 		w.held = now.Add(askedFor)
 		d.recount()
 	}
 }
 
-// Forgive takes a failure back: other workers failed the same request in the same
+// Forgive withdraws a failure: other workers failed the same request in the same
 // way.
 func (d *Detector) Forgive(a Attempt, now time.Time) {
 	if w := d.of(a); w != nil && w.phase != phaseOut && w.row > 0 {
@@ -606,11 +605,11 @@ type News struct {
 	Worker kv.WorkerKey
 	Out    bool
 	Kind   Kind
-	For    time.Duration // how long it will be out, or was
+	For    time.Duration // duration of the ejection
 	Why    string
 }
 
-// Log writes the news of a worker that is called so.
+// Log logs the news of a worker of that name.
 func (n News) Log(log *slog.Logger, called string) {
 	name := "worker " + called
 	if n.Worker.Rank > 0 {

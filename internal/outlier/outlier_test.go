@@ -382,7 +382,7 @@ func TestTheLogSaysWhoIsOut(t *testing.T) {
 	for _, n := range b.TakeNews() {
 		n.Log(log, map[uint64]string{0: "0", 2: "pod-c"}[n.Worker.Worker])
 	}
-	for _, want := range []string{"level=ERROR msg=\"worker pod-c: MISCONFIGURED: it answers 401", "worker pod-c: returned to service", "worker 0: ejected for 5s: 2 failures in a row", "reason=broken"} {
+	for _, want := range []string{"level=ERROR msg=\"worker pod-c: MISCONFIGURED: it answers 401", "worker pod-c: returned to service", "worker 0: ejected for 5s: 2 consecutive failures", "reason=broken"} {
 		if !strings.Contains(out.String(), want) {
 			t.Errorf("the log lacks %q:\n%s", want, &out)
 		}

@@ -6,8 +6,7 @@ import (
 	"time"
 )
 
-// RetrySettings are the flags for requests that a worker failed before the first
-// byte of its answer.
+// RetrySettings are the flags for retries before the first byte of an answer.
 type RetrySettings struct {
 	Retries     int     `group:"Failing workers" default:"2" help:"Maximum number of further workers to try when a worker fails before the first byte of its answer. 0 disables retries."`
 	RetryBudget float64 `group:"Failing workers" default:"0.2" help:"Maximum retries as a share of the requests of the last 10 s; 10 are always allowed. Retries of requests on ejected workers are not counted."`
@@ -26,26 +25,27 @@ func (k RetrySettings) Validate() error {
 
 const (
 	maxRetries = 10
-	// BudgetSeconds is the span over which retries are counted, and BudgetLeast
-	// how many of it are always allowed, so that small loads are repeated, too.
+	// BudgetSeconds is the period over which retries are counted, and BudgetLeast
+	// the number of retries in it that is always allowed, so that small loads are
+	// retried too.
 	BudgetSeconds, BudgetLeast = 10, 10
 	// maxLettings is the number of times that one request is taken off a worker that is down or
 	// stuck, beside its retries.
 	maxLettings = 3
 )
 
-// Tries counts how often a request was sent again.
+// Tries counts the retries of a request.
 type Tries struct {
 	Retries  int
 	lettings int // it was taken off a worker that is down or stuck
 }
 
-// Left reports whether another worker may be tried if the next one fails; most are the
-// retries that are allowed.
+// Left reports whether a failure of the next attempt may be retried; most is the
+// maximum number of retries.
 func (t *Tries) Left(most int) bool { return t.Retries < most }
 
-// LetGo reports whether a request that was taken off a worker which is down or stuck is
-// sent again, and counts it then.
+// LetGo reports whether a request aborted on a worker that is down or stuck is
+// retried, and counts the retry.
 func (t *Tries) LetGo(most int) bool {
 	if most == 0 || t.lettings == maxLettings {
 		return false
@@ -54,9 +54,9 @@ func (t *Tries) LetGo(most int) bool {
 	return true
 }
 
-// Again reports whether a request that a worker failed is sent again, and counts it
-// then. out means that the worker gets nothing more for a while: that takes nothing
-// from the budget. denied means that only the budget is in the way.
+// Again reports whether a failed request is retried, and counts the retry. out
+// means that the worker has been ejected: the retry does not count against the
+// budget. denied means that only the budget prevents the retry.
 func (t *Tries) Again(b *Budget, most int, out bool, now time.Time) (again, denied bool) {
 	switch {
 	case !t.Left(most):
@@ -68,8 +68,8 @@ func (t *Tries) Again(b *Budget, most int, out bool, now time.Time) (again, deni
 	return true, false
 }
 
-// Budget bounds retries to a share of the requests, so that they do not multiply
-// the load where all workers fail. It is safe for concurrent use; nil has no bound.
+// Budget limits retries to a share of the requests, so that they do not multiply
+// the load if all workers fail. It is safe for concurrent use; nil has no limit.
 type Budget struct {
 	share float64
 
@@ -80,7 +80,7 @@ type Budget struct {
 	}
 }
 
-// NewBudget returns a budget of that share of the requests.
+// NewBudget returns a budget with that share of the requests.
 func NewBudget(share float64) *Budget { return &Budget{share: share} }
 
 // Request counts a request.
@@ -93,7 +93,7 @@ func (b *Budget) Request(now time.Time) {
 	b.second(now).requests++
 }
 
-// Take counts a retry, if there is one left.
+// Take counts a retry if the budget allows one.
 func (b *Budget) Take(now time.Time) bool {
 	if b == nil {
 		return true

@@ -25,7 +25,7 @@ type Record struct {
 	Why         string    // the same, as text
 	Row         int       // failures in a row
 	Requests    int       // that ended in the last 10 s
-	SuccessRate float64   // of those, 0 to 1; 1 where there are none
+	SuccessRate float64   // of those, 0 to 1; 1 if there are none
 	Ejections   map[Kind]uint64
 }
 
@@ -61,7 +61,8 @@ func (d *Detector) Records(now time.Time) []Record {
 	return list
 }
 
-// Panic reports whether more workers are out than allowed: all are used.
+// Panic reports whether more workers are ejected than allowed, so that all are
+// used.
 func (d *Detector) Panic() bool {
 	out, all := 0, 0
 	for _, w := range d.workers {

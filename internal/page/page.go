@@ -1,6 +1,6 @@
-// Package page serves the dashboard: the fleet, the last requests with explained decisions,
-// the contents of the caches and the trends of the last hour. While
-// it has no viewer, only a step of the trends is computed, every 10 s.
+// Package page serves the dashboard: workers, recent requests with explained
+// decisions, cached prompts and the trends of the last hour. Without viewers it
+// computes only one step of the trends, every 10 s.
 package page
 
 import (
@@ -26,16 +26,16 @@ type Flags struct {
 type Settings struct {
 	Flags
 	Host      string   // address of its ports
-	Keys      []string // bearer keys that it asks for; none: it asks for none
-	Secure    bool     // its ports speak TLS
+	Keys      []string // accepted bearer keys; none: no key is required
+	Secure    bool     // its ports use TLS
 	Version   string
 	Policy    string
 	BlockSize int // tokens
 	Demo      bool
 }
 
-// Journal keeps the last requests and the prompts that came while the page was viewed.
-// It is an openai.Observer.
+// Journal keeps the last requests, and the prompts that arrived while the page was
+// viewed. It is an openai.Observer.
 type Journal struct {
 	showText  bool
 	blockSize int
@@ -85,12 +85,12 @@ type Page struct {
 	trends   *trends
 }
 
-// New returns a page. Run must run for it to show anything.
+// New returns a page. It shows data while Run runs.
 func New(settings Settings, deps Deps) *Page {
 	return &Page{Journal: deps.Journal, settings: settings, deps: deps, log: deps.Log, sessions: newSessions(settings.Keys), trends: newTrends(deps.Journal.began)}
 }
 
-// URL is the page's address on a port at http://HOST:PORT.
+// URL returns the page's address on a port at http://HOST:PORT.
 func URL(port string) string { return port + root + "/" }
 
 // Run computes the states until ctx ends: one a second while there are viewers, and a

@@ -43,7 +43,7 @@ type entry struct {
 	serial   uint64
 }
 
-// Began implements openai.Observer: it numbers a request that has arrived.
+// Began implements openai.Observer: it numbers an arriving request.
 func (p *Journal) Began(_ *http.Request, x *proxy.Exchange) {
 	r := p.requests
 	r.mu.Lock()

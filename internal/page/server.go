@@ -30,8 +30,8 @@ var assets embed.FS
 // Handler serves the page at / and /ui/.
 func (p *Page) Handler() http.Handler { return p.routes(false) }
 
-// Over serves the page, and Go's profiles at /debug/pprof/, and hands everything else
-// to next.
+// Over serves the page and Go's profiles at /debug/pprof/, and passes all other
+// requests to next.
 func (p *Page) Over(next http.Handler) http.Handler {
 	own := p.routes(true)
 	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
@@ -71,7 +71,7 @@ func (p *Page) routes(profiles bool) http.Handler {
 	changing.POST("/where", p.where)
 	changing.POST("/try", p.try)
 	if profiles {
-		debug := engine.Group("/debug", web.OwnPages(p.settings.Host, len(p.settings.Keys) > 0, fail), web.RequireKey(p.settings.Keys, "this asks for the router port's key", fail))
+		debug := engine.Group("/debug", web.OwnPages(p.settings.Host, len(p.settings.Keys) > 0, fail), web.RequireKey(p.settings.Keys, "this requires the router port's key", fail))
 		debug.GET("/vars", p.vars)
 		debug.GET("/pprof/*name", profile) // a body might name seconds too
 	}

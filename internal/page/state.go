@@ -82,7 +82,7 @@ func (p *Page) fleet(totals proxy.Totals, now time.Time) []Worker {
 		case w.State == StateReady && record.State == outlier.StateOut:
 			w.State, w.Since, w.Why = StateEjected, unix(record.Since), limited(record.Why, maxWhy)
 		case w.State == StateReady && record.State == outlier.StateHeld:
-			w.Why = "asked for a pause, or is suspected of failing"
+			w.Why = "requested a pause, or may be failing"
 		}
 		list = append(list, w)
 	}

@@ -123,8 +123,8 @@ func (a *answer) Write(b []byte) (int, error) {
 	return len(b), nil
 }
 
-// Accepted implements openai.Observer: while the dashboard is viewed, it counts the
-// prompt in the tree of prompts, which is of the default model.
+// Accepted implements openai.Observer: while the dashboard is viewed, it adds a
+// prompt of the default model to the prompt tree.
 func (p *Journal) Accepted(x *proxy.Exchange, body *jsonbody.Body) {
 	if !p.viewers.watched() {
 		return

@@ -15,7 +15,7 @@ type State struct {
 	ShowText  bool     `json:"show_text"` // --page-show-text
 	Ready     bool     `json:"ready"`
 	Draining  bool     `json:"draining"`
-	Demo      bool     `json:"demo"` // the traffic is made up, at least in part
+	Demo      bool     `json:"demo"` // the traffic is generated, at least in part
 
 	Totals   Totals    `json:"totals"`
 	Rates    Rates     `json:"rates"`
@@ -31,14 +31,14 @@ type Totals struct {
 	InFlight        int    `json:"in_flight"`
 	Queued          int    `json:"queued"` // in the router's queue
 	PromptTokens    uint64 `json:"prompt_tokens"`
-	CachedTokens    uint64 `json:"cached_tokens"`    // as the workers report them
-	ComparedTokens  uint64 `json:"compared_tokens"`  // prompt tokens of the requests that cached_tokens counts
-	PredictedTokens uint64 `json:"predicted_tokens"` // that the index expected to be cached
-	Exact           uint64 `json:"exact"`            // predictions that were right to the token
+	CachedTokens    uint64 `json:"cached_tokens"`    // as reported by the workers
+	ComparedTokens  uint64 `json:"compared_tokens"`  // prompt tokens of the requests counted in CachedTokens
+	PredictedTokens uint64 `json:"predicted_tokens"` // as predicted by the index
+	Exact           uint64 `json:"exact"`            // exact predictions
 	Compared        uint64 `json:"compared"`         // predictions with an actual value from a worker
 }
 
-// Rates are those of the last minute; nil: there was nothing to measure.
+// Rates are values of the last minute; nil: no data.
 type Rates struct {
 	RequestsPerSecond float64  `json:"requests_per_second"`
 	HitRate           *float64 `json:"hit_rate"` // cached share of the prompt tokens, 0 to 1
@@ -46,18 +46,18 @@ type Rates struct {
 	TTFT99            *float64 `json:"ttft_p99"`
 	ITL50             *float64 `json:"itl_p50"`
 	ITL99             *float64 `json:"itl_p99"`
-	Exact             *float64 `json:"exact"` // share of the predictions that were right, 0 to 1
+	Exact             *float64 `json:"exact"` // share of exact predictions, 0 to 1
 }
 
 // States of a Worker.
 const (
 	StateReady     = "ready"
 	StateStarting  = "starting"  // never ready so far
-	StateEjected   = "ejected"   // out for its failures
-	StateResting   = "resting"   // gets no new requests until it is readmitted
-	StateDraining  = "draining"  // a discovered one that ends its requests, and goes
-	StateNotReady  = "not-ready" // a discovered one that gets no new requests for now
-	StateDown      = "down"      // has ended, or cannot be reached any more
+	StateEjected   = "ejected"   // ejected for its failures
+	StateResting   = "cordoned"  // cordoned: gets no new requests until it is readmitted
+	StateDraining  = "draining"  // a discovered one that finishes its requests before its removal
+	StateNotReady  = "not-ready" // a discovered one that gets no new requests at present
+	StateDown      = "down"      // has ended, or is unreachable
 	StateUnhealthy = "unhealthy" // runs, but does not answer
 )
 
@@ -68,19 +68,19 @@ type Worker struct {
 	Rank            uint32   `json:"rank"`
 	URL             string   `json:"url"`
 	Engine          string   `json:"engine"`
-	Role            string   `json:"role"` // empty: takes whole requests; prefill; decode
+	Role            string   `json:"role"` // empty: serves aggregated requests; prefill; decode
 	Model           string   `json:"model"`
 	State           string   `json:"state"`
-	Resting         bool     `json:"resting"` // until it is readmitted, also if it is not up
-	Since           float64  `json:"since"`   // of the state
-	Why             string   `json:"why"`     // empty: nothing to say
+	Resting         bool     `json:"cordoned"` // until it is readmitted, also if it is not up
+	Since           float64  `json:"since"`    // of the state
+	Why             string   `json:"why"`      // empty: no reason
 	Restarts        int      `json:"restarts"`
 	InFlight        int      `json:"in_flight"` // requests sent by this router
-	Waiting         int      `json:"waiting"`   // in the engine, as it says itself
+	Waiting         int      `json:"waiting"`   // in the engine, as it reports
 	Running         int      `json:"running"`   // the same
 	KVUsage         *float64 `json:"kv_usage"`  // the same, 0 to 1
 	LoadKnown       bool     `json:"load_known"`
-	Blocks          int      `json:"blocks"`         // that the index knows it to hold
+	Blocks          int      `json:"blocks"`         // of it in the index
 	ActiveBlocks    int      `json:"active_blocks"`  // of requests in flight
 	PrefillTokens   int      `json:"prefill_tokens"` // uncached ones to compute
 	HitRate         *float64 `json:"hit_rate"`       // of the worker (all ranks), since the start
@@ -94,14 +94,14 @@ type Worker struct {
 const (
 	EndRunning   = "running"
 	EndDone      = "done"
-	EndFailed    = "failed"    // its worker failed it
-	EndCancelled = "cancelled" // the client left
+	EndFailed    = "failed"    // on its worker
+	EndCancelled = "cancelled" // the client disconnected
 	EndRefused   = "refused"   // by the router or, with a status from 400 to 499, by the worker
 )
 
 // Request is one of the last requests.
 type Request struct {
-	Key           string   `json:"key"` // that no other request has
+	Key           string   `json:"key"` // unique
 	ID            string   `json:"id"`  // X-Request-Id, which clients may choose
 	At            float64  `json:"at"`  // of its arrival
 	Route         string   `json:"route"`
@@ -112,8 +112,8 @@ type Request struct {
 	PrefillWorker *uint64  `json:"prefill_worker,string"` // that computed the prompt for it
 	PrefillName   string   `json:"prefill_worker_name,omitempty"`
 	PromptTokens  int      `json:"prompt_tokens"` // 0: unknown
-	Predicted     int      `json:"predicted"`     // tokens that the index expected to be cached
-	Cached        *int     `json:"cached"`        // tokens that the worker says were
+	Predicted     int      `json:"predicted"`     // tokens as predicted by the index
+	Cached        *int     `json:"cached"`        // tokens that the worker reports as cached
 	TTFT          *float64 `json:"ttft"`          // s; nil: no stream, or none so far
 	Duration      *float64 `json:"duration"`      // s; nil: running
 	OutputTokens  *int     `json:"output_tokens"`
@@ -130,8 +130,8 @@ type Receipt struct {
 	// looked when it was made, or it is gone; its keys are absent then.
 	*Decision
 	Request Request     `json:"request"`
-	Second  *Place      `json:"second"`            // the best of the others that could be chosen
-	Earlier []*Decision `json:"earlier,omitempty"` // decisions before it: a prefill worker's, tries that failed
+	Second  *Place      `json:"second"`            // the best other candidate
+	Earlier []*Decision `json:"earlier,omitempty"` // decisions before it: of the prefill worker, of failed attempts
 }
 
 // Decision is a receipt of the router's with ids as strings.
@@ -153,19 +153,20 @@ type Place struct {
 	Rank   uint32 `json:"dp_rank"`
 }
 
-// Cache are the hottest branches of the prompts that came while the dashboard was open.
+// Cache has the hottest branches of the prompts that arrived while the dashboard
+// was viewed.
 type Cache struct {
 	Nodes     []Node `json:"nodes"`     // a parent comes before its children
-	Truncated bool   `json:"truncated"` // there are more than are shown, or were
+	Truncated bool   `json:"truncated"` // nodes were omitted
 }
 
-// Node is a run of tokens that all prompts through it share.
+// Node is a sequence of tokens that all prompts through it share.
 type Node struct {
 	ID      string   `json:"id"`             // hash of all tokens up to its end, hex
 	Parent  string   `json:"parent"`         // empty: it is the beginning of prompts
 	Depth   int      `json:"depth"`          // blocks before it
 	Tokens  int      `json:"tokens"`         // of it alone
-	Workers []string `json:"workers"`        // names of those that hold it and all before it
+	Workers []string `json:"workers"`        // names of those that have cached it and all before it
 	Hits    int      `json:"hits"`           // prompts through it in the last 5 minutes
 	Last    float64  `json:"last"`           // when the last one came
 	Text    string   `json:"text,omitempty"` // its beginning, with --page-show-text
@@ -178,7 +179,7 @@ type Trends struct {
 	Series Series  `json:"series"`
 }
 
-// Series has one value a step in each list; nil: there was nothing to measure.
+// Series has one value per step in each list; nil: no data.
 type Series struct {
 	RequestsPerSecond []*float64            `json:"requests_per_second"`
 	TTFT50            []*float64            `json:"ttft_p50"` // s

@@ -16,7 +16,7 @@ const (
 	// maxViewers bounds the streams.
 	maxViewers = 64
 	// streamLimit is after how long a stream ends, so that the key is looked at again:
-	// browsers open it anew.
+	// browsers open it again.
 	streamLimit = time.Hour
 	// writeLimit is the time that a viewer may take for an event.
 	writeLimit = 10 * time.Second

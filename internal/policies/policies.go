@@ -1,4 +1,4 @@
-// Package policies makes routing policies by name.
+// Package policies creates routing policies by name.
 package policies
 
 import (
@@ -9,7 +9,7 @@ import (
 	"kvrouter/internal/thompson"
 )
 
-// Names lists the policies that New knows.
+// Names lists the policies of New.
 var Names = []string{"standalone", "kv", "work", "cache-threshold", "variance", "thompson", "least-loaded", "power-of-two", "round-robin", "random"}
 
 // Settings are the settings of all policies.

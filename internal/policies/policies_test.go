@@ -167,8 +167,10 @@ func TestTraitsOfEveryPolicy(t *testing.T) {
 		if err != nil {
 			t.Fatal(err)
 		}
-		if got, known := want[name]; !known || p.Traits() != got {
-			t.Errorf("%s wants %+v counted, not %+v", name, p.Traits(), got)
+		if traits, known := want[name]; !known {
+			t.Errorf("add policy %s to this table: its traits are %+v", name, p.Traits())
+		} else if p.Traits() != traits {
+			t.Errorf("policy %s has the traits %+v, want %+v", name, p.Traits(), traits)
 		}
 	}
 	settings := testkit.Defaults[Settings]()

@@ -10,7 +10,7 @@ import (
 )
 
 // CacheSettings are the settings of the policies cache-threshold and variance.
-// Those that SGLang has too carry its names.
+// Settings that SGLang also has use its names.
 type CacheSettings struct {
 	CacheThreshold      float64 `group:"Policies cache-threshold and variance" default:"0.5" help:"Share of the prompt, 0 to 1, above which the worker with the longest match is selected; otherwise the one with the fewest in-flight requests."`
 	VarianceK           float64 `group:"Policies cache-threshold and variance" name:"variance-k" default:"1.5" help:"Policy variance: maximum in-flight requests of a worker, in standard deviations above the mean of all workers. Values above the square root of the number of workers minus one exclude none."`
@@ -41,7 +41,7 @@ func RoutesByMatch(policy string) bool { return policy == "cache-threshold" || p
 // pass a gate (that of SGLang's successor router): with a queue of more than
 // balance_rel times the mean and more than balance_abs beyond it, the shortest
 // queue gets the request instead, which makes a second home for a prompt that
-// many ask for and leaves all others where they are.
+// many clients request and leaves all others where they are.
 type cacheRouting struct {
 	settings CacheSettings
 	failed   map[kv.WorkerKey]failures
@@ -64,7 +64,8 @@ func newCacheRouting(settings CacheSettings) cacheRouting {
 	return cacheRouting{settings: settings, failed: map[kv.WorkerKey]failures{}}
 }
 
-// Traits asks for siblings: on the exact index they are SGLang's speculation.
+// Traits requests siblings: on the exact index they correspond to SGLang's
+// speculation.
 func (*cacheRouting) Traits() Traits {
 	return Traits{ActiveBlocks: true, Siblings: true, WholeMatch: true}
 }
@@ -210,7 +211,7 @@ func (p *cacheThreshold) Choose(q Query, candidates []Candidate, random *rand.Ra
 //
 // That any match counts is a trap: where some workers have equal queues and the
 // others none, none is left out unless the busy ones are fewer than 1/(1 + K²)
-// of all, and the others stay idle for ever for want of the one block that all
+// of all, and the others stay idle forever for want of the one block that all
 // prompts share. So it takes cache_threshold of a prompt here too; with 0 this
 // is the rule as proposed.
 type variance struct{ cacheRouting }

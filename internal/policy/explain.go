@@ -5,26 +5,26 @@ import (
 	"slices"
 )
 
-// Explanation is the explanation of a choice. Choose fills in that of its Query, if
-// there is one, from the same terms that it chooses by.
+// Explanation is the explanation of a choice. Choose fills in the one of its Query,
+// if set, from the same terms by which it chooses.
 type Explanation struct {
 	Policy      string  `json:"policy"`
 	How         How     `json:"how"`
-	Rule        string  `json:"rule,omitempty"`         // of several that the policy has, the one that applied
+	Rule        string  `json:"rule,omitempty"`         // the rule that applied, of a policy with several
 	Draw        float64 `json:"draw,omitempty"`         // HowDraw: from 0 to 1, the place in the sum of the chances
 	Temperature float64 `json:"temperature,omitempty"`  // HowDraw: of the softmax
-	Decision    uint64  `json:"decision_id,omitempty"`  // by which a judged policy hears how it ended
+	Decision    uint64  `json:"decision_id,omitempty"`  // identifies the decision in the feedback to a judged policy
 	Reuse       *int    `json:"reuse_budget,omitempty"` // thompson: requests of the series to come
 	Scores      []Score `json:"-"`                      // one for each candidate, in their order
 }
 
-// How is the way from scores to a choice.
+// How is the method of choosing by scores.
 type How string
 
 // Values of How.
 const (
 	HowHighest How = "highest" // the highest total, then the highest tie break, then one at random
-	HowDraw    How = "draw"    // by chance, each candidate with its own
+	HowDraw    How = "draw"    // by chance, in proportion to each candidate's Chance
 )
 
 // Score is a candidate's value to the policy. The highest wins: costs count
@@ -34,7 +34,7 @@ type Score struct {
 	Total    float64  `json:"total"`
 	TieBreak *float64 `json:"tie_break,omitempty"` // decides between equal totals; nil: nothing does
 	Chance   *float64 `json:"chance,omitempty"`    // HowDraw: from 0 to 1
-	Excluded string   `json:"excluded,omitempty"`  // why it could not be chosen; empty: it could
+	Excluded string   `json:"excluded,omitempty"`  // reason why it could not be chosen; empty: it could
 }
 
 // Term is a part of a score.
@@ -81,7 +81,7 @@ func (e *Explanation) Drawn(weights []float64, draw, temperature float64) {
 	}
 }
 
-// Finite is v, or the finite number that is nearest to it; 0 for none, and never −0.
+// Finite returns v, or the nearest finite number; 0 for NaN, never −0.
 func Finite(v float64) float64 {
 	if math.IsNaN(v) {
 		return 0
@@ -89,8 +89,8 @@ func Finite(v float64) float64 {
 	return min(max(v, -math.MaxFloat64), math.MaxFloat64) + 0
 }
 
-// Winners returns the candidates that the scores leave: one, or those of a tie, of
-// which one was chosen at random. There are none without scores.
+// Winners returns the candidates with the best score: one, or those of a tie, of
+// which one was chosen at random. Without scores there are none.
 func (e *Explanation) Winners() []int {
 	if e.How == HowDraw {
 		sum := 0.0
@@ -134,9 +134,9 @@ func (s *Score) compare(other *Score) int {
 	return -1
 }
 
-// Margin is by how much the chosen candidate's total lies above the best of the
-// others that could be chosen; nil: there is no other. It is negative where a draw
-// chose a worse one.
+// Margin returns the difference of the chosen candidate's total to that of the best
+// other candidate; nil: there is no other. It is negative if a draw chose a worse
+// one.
 func (e *Explanation) Margin(chosen int) *float64 {
 	if chosen >= len(e.Scores) {
 		return nil
@@ -154,7 +154,7 @@ func (e *Explanation) Margin(chosen int) *float64 {
 	return &margin
 }
 
-// OneTerm is a score of one term.
+// OneTerm returns a score of one term.
 func OneTerm(name string, value float64) Score {
 	return Score{Terms: []Term{{name, value}}, Total: value}
 }

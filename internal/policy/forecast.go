@@ -2,15 +2,15 @@ package policy
 
 import "time"
 
-// Wait predicts by how much later a request that comes now gets its first token on a
-// worker with that load than on an idle one: the prompts that are booked there are
-// played through, as coming does.
+// Wait predicts the delay of the first token of a new request on a worker with that
+// load, compared to an idle one. It simulates the passes of the prompts booked
+// there, as coming does.
 //
-// Not all that makes requests wait is seen in their prompts: an engine may have no room
-// for them in its batch or its cache. Then the oldest prompt is overdue, and each one
-// waits for an answer to end: a new one for as many as wait, of those that run. Where
-// nothing is known of answers, it is taken to wait for as long as the oldest has so far.
-// Answers that come whole report no first token: only others can be overdue.
+// Prompts do not explain every wait: an engine's batch or cache may be full. Then
+// the oldest prompt is overdue, and each waiting one needs a running answer to end:
+// a new request waits until as many running answers have ended as requests wait. If
+// nothing is known of answers, its wait is that of the oldest prompt so far.
+// Non-streamed answers report no first token, so only streamed ones can be overdue.
 func (p *Work) Wait(now time.Time, load *Load) time.Duration {
 	first, _, _ := p.coming(now, load, 1)
 	wait := first - p.passTime(1)
@@ -48,7 +48,7 @@ func (p *Work) overdue(now time.Time, load *Load) (waits int, late float64) {
 	return waits, late
 }
 
-// Compute is the time that a worker takes for that many prompt tokens.
+// Compute returns the time that a worker takes for that many prompt tokens.
 func (p *Work) Compute(tokens int) time.Duration { return duration(p.Timing.Prefill(tokens)) }
 
 // mostForecast bounds predictions: a longer one is a foreign number.

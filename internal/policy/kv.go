@@ -6,8 +6,8 @@ import (
 	"math/rand/v2"
 )
 
-// Settings are the settings of the policies in this package. Those of policy kv have
-// the names, the meaning and the defaults of Dynamo 1.6.1's.
+// Settings are the settings of the policies in this package. Those of policy kv
+// have the names, meanings and defaults of Dynamo 1.6.1.
 type Settings struct {
 	PrefillLoadScale          float64  `group:"Policy kv" default:"1" help:"Weight of prompt blocks to compute relative to blocks in use."`
 	OverlapScoreCredit        float64  `group:"Policy kv" default:"1" help:"Credit in blocks for each cached block of the prompt; above 1, requests concentrate on workers with their prefix."`
@@ -26,7 +26,8 @@ const (
 	tiesSmallestTree = "smallest-tree"
 )
 
-// Override holds settings of policy kv for one request; a nil one stays as it is.
+// Override has settings of policy kv for one request; nil leaves a setting
+// unchanged.
 type Override struct {
 	OverlapScoreWeight *float64 // older name of PrefillLoadScale, see Settings
 	OverlapScoreCredit *float64

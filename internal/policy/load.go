@@ -2,19 +2,19 @@ package policy
 
 import "time"
 
-// Published is a worker's load as the worker itself reports it.
+// Published is a worker's load as reported by the worker.
 type Published struct {
 	Running int       // requests in the engine's batch
 	Waiting int       // requests in the engine's queue
 	KVUsage float64   // share of the KV cache in use, 0..1
-	At      time.Time // when it arrived here; zero: never
+	At      time.Time // time of its arrival; zero: never
 }
 
 // Load is one worker's load: its published load and this router's bookings
 // on it.
 type Load struct {
 	Published
-	Fresh         bool // Published is recent enough to be believed
+	Fresh         bool // Published is recent enough to be used
 	Foreign       int  // requests in the engine by Published, where Fresh, beyond those that this router knows of
 	Bumped        int  // requests sent since the last Published
 	InFlight      int  // requests sent and not yet ended
@@ -39,8 +39,9 @@ type Prefill struct {
 // requests is how many are on the worker, from all routers.
 func (l Load) requests() int { return l.InFlight + l.Foreign }
 
-// QueueLength returns how many requests wait on the worker: its published queue and
-// what was sent since then. For a worker that publishes nothing it returns InFlight.
+// QueueLength returns the number of requests waiting on the worker: its published
+// queue plus the requests sent since then. For a worker that publishes nothing it
+// returns InFlight.
 func (l Load) QueueLength() int {
 	if !l.Fresh {
 		return l.InFlight

@@ -18,58 +18,57 @@ type Query struct {
 	Now         time.Time
 	Tokens      int       // prompt length; 0: unknown
 	BlockSize   int       // tokens a block
-	FreePrefill bool      // prompt tokens do not count as load
+	FreePrefill bool      // prompt tokens are not counted as load
 	Override    *Override // of settings; nil: none
 	Leg         kv.Leg    // that a worker is wanted for
-	Sequence    []uint64  // the prompt's sequence hashes; nil where the router counts no shared active blocks
+	Sequence    []uint64  // the prompt's sequence hashes; nil if the router does not count shared active blocks
 	DryRun      bool      // nothing is sent: the policy learns nothing from the choice
 	Prefix      hints.Prefix
-	Workers     int          // that are up for that leg, candidates or not
+	Workers     int          // that are up for that leg, including excluded ones
 	Retry       bool         // another worker has failed it before
 	Decision    uint64       // number for the feedback to a judged policy; 0: there is none
 	Explain     *Explanation // filled in by Choose; nil: not wanted
 }
 
-// Candidate is one worker that may serve the request.
+// Candidate is a worker that may serve the request.
 type Candidate struct {
 	Target  kv.Target
 	Overlap int // leading blocks of the prompt in its cache
-	// NewBlocks are the prompt's full blocks that no request in flight on it
-	// has; counted only for policies that ask.
+	// NewBlocks is the number of the prompt's full blocks that no in-flight request
+	// on it has; counted only for policies that request it.
 	NewBlocks int
-	// TreeBlocks is the number of blocks that the index has of a worker that holds some of
-	// the prompt, and 0 of others; counted only for policies that ask.
+	// TreeBlocks is the number of the worker's blocks in the index, 0 for a worker
+	// without a match; counted only for policies that request it.
 	TreeBlocks int
 	Load       Load
 }
 
-// Policy chooses among candidates, of which there is at least one, and returns
-// the index of its choice. It is called under the router's lock, one call at a
-// time, so it may keep state without a lock of its own.
+// Policy chooses one of at least one candidate and returns its index. It is called
+// under the router's lock, one call at a time, so its state needs no lock.
 type Policy interface {
 	Choose(q Query, candidates []Candidate, random *rand.Rand) int
 	Traits() Traits
 }
 
-// Traits are the counts that a policy needs. A policy's traits never change.
+// Traits are the counts that a policy needs. A policy's traits do not change.
 type Traits struct {
-	// ActiveBlocks asks for Load.ActiveBlocks and Candidate.NewBlocks. For other
-	// policies the router counts them only where a request has an ID, by which
-	// its booking may be asked for.
+	// ActiveBlocks requests Load.ActiveBlocks and Candidate.NewBlocks. For other
+	// policies the router counts them only for requests with an ID, whose bookings
+	// can be queried.
 	ActiveBlocks bool
-	// Siblings counts the blocks of requests in flight on a worker as cached
-	// there: an engine computes prompts in the order in which they came, so a
-	// sibling sent after them will find them. It goes with ActiveBlocks.
+	// Siblings counts the blocks of in-flight requests on a worker as cached there:
+	// an engine computes prompts in order of arrival, so a later sibling will find
+	// them. It requires ActiveBlocks.
 	Siblings bool
-	// WholeMatch counts all matched blocks of a prompt as saved work, even if
-	// that is the whole prompt, of which an engine computes the last block.
+	// WholeMatch counts all matched blocks of a prompt as saved work, even those of
+	// a complete match, of which an engine computes the last block again.
 	WholeMatch bool
-	// TreeBlocks asks for Candidate.TreeBlocks.
+	// TreeBlocks requests Candidate.TreeBlocks.
 	TreeBlocks bool
 }
 
-// Learner is a policy that learns from finished requests. Learn is called as
-// Choose is.
+// Learner is a policy that learns from finished requests. Learn is called under the
+// router's lock, as Choose.
 type Learner interface{ Learn(o Outcome) }
 
 // Outcome is the result of a request with a complete answer.
@@ -78,7 +77,7 @@ type Outcome struct {
 	Leg        kv.Leg
 	Uncached   int           // prompt tokens to be computed
 	Output     int           // tokens of the answer
-	Alone      bool          // no other prompt was to be computed on its worker when it was sent
+	Alone      bool          // its worker had no other prompt to compute when it was sent
 	FirstToken time.Duration // from when it was sent
 	Decode     time.Duration // from the first token to the end
 	Before     Meanwhile     // until its first token, it included
@@ -86,21 +85,21 @@ type Outcome struct {
 }
 
 // Judged is a policy that learns from the outcome of each of its decisions,
-// including those without an answer. Judge is called as Choose is, once for every
-// decision with a number unless the process ends before; known is false if no
-// decision with that number is pending.
+// including those without an answer. Judge is called under the router's lock, once
+// for every decision with a number unless the process ends before; known is false
+// if no decision with that number is pending.
 type Judged interface {
 	Judge(f Feedback) (verdict Verdict, known bool)
 }
 
-// Verdict is the result of a feedback for the policy; zero numbers: none.
+// Verdict is the policy's evaluation of a feedback; zero numbers: none.
 type Verdict struct {
 	Worker   kv.WorkerKey
 	Baseline float64 // latency, or latency per token, that it was compared with, ms
 	Reward   float64 // 0 to 1
 }
 
-// Feedback is how a decision ended.
+// Feedback is the outcome of a decision.
 type Feedback struct {
 	Decision   uint64
 	Worker     kv.WorkerKey
@@ -113,17 +112,17 @@ type Feedback struct {
 	Finish     string        // why the answer ended, as the client or the engine reports it; empty: unknown
 }
 
-// Ending is why a request is no longer in flight.
+// Ending is the reason why a request is no longer in flight.
 type Ending uint8
 
 // Values of Ending.
 const (
-	Abandoned Ending = iota // the client left, or the cause is unknown: not counted as a failure
+	Abandoned Ending = iota // the client disconnected, or the cause is unknown: not counted as a failure
 	Failed                  // the worker failed
-	Finished                // with a whole answer
+	Finished                // with a complete answer
 )
 
-// Meanwhile is the work of a worker in a span of time.
+// Meanwhile is the work of a worker in a period of time.
 type Meanwhile struct {
 	Prompts int     // that got their first token
 	Passes  int     // that gave those: prompts may share one
@@ -247,9 +246,9 @@ func (powerOfTwo) Choose(q Query, candidates []Candidate, random *rand.Rand) int
 	return a
 }
 
-// RoundRobin takes one worker after the other, in the order of their keys, for
-// each leg of requests. It goes on from the worker it chose last, so that one
-// that comes or goes does not shift the turns of the others.
+// RoundRobin chooses workers in the order of their keys, separately for each leg.
+// It continues after the last chosen worker, so that added and removed workers do
+// not shift the turns of the others.
 type RoundRobin struct {
 	turns [kv.LegDecode + 1]struct {
 		last    kv.WorkerKey
@@ -295,8 +294,8 @@ func (randomChoice) Choose(q Query, candidates []Candidate, random *rand.Rand) i
 	return random.IntN(len(candidates))
 }
 
-// Best returns the index of the candidate with the highest score, one of them
-// at random (reservoir choice) where several share it.
+// Best returns the index of the candidate with the highest score; of several one at
+// random (reservoir sampling).
 func Best(candidates []Candidate, random *rand.Rand, score func(*Candidate) float64) int {
 	chosen, highest, ties := 0, score(&candidates[0]), 1
 	for i := 1; i < len(candidates); i++ {

@@ -10,7 +10,7 @@ const (
 	// prompts that about 3,000 requests of 12,000 tokens put in.
 	reuseBuckets   = 1 << 14
 	reusePerBucket = 8 // one line of the processor's cache
-	// reuseRescale is the time, in turnovers, after which counts are written anew:
+	// reuseRescale is the time, in turnovers, after which counts are written again:
 	// e^32 times a count is far from what a float32 can hold.
 	reuseRescale = 32
 )

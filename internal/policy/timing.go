@@ -34,20 +34,19 @@ const (
 	timingFastest = 50
 )
 
-// NewEngineTiming returns the timing of an H100-like engine, the mocker's. The first
-// observation scales the whole of it; from then on each part counts as uncertain by
+// NewEngineTiming returns the timing of an H100-like engine, the mocker's. The
+// first observation scales all parts; after that, the uncertainty of each part is
 // its own size.
 func NewEngineTiming() *EngineTiming {
 	return &EngineTiming{Pass: 16, Token: 0.018, decode: 6, context: 4e-5}
 }
 
-// Prefill is the time to compute that many prompt tokens in passes that are full,
-// ms.
+// Prefill returns the time to compute that many prompt tokens in full passes, ms.
 func (t *EngineTiming) Prefill(tokens int) float64 {
 	return (t.Token + t.Pass/workPass) * float64(max(0, tokens))
 }
 
-// Decoding is the decode part of a pass, ms: for no tokens it is 0.
+// Decoding returns the decode part of a pass, ms; 0 for no tokens.
 func (t *EngineTiming) Decoding(context int) float64 {
 	if context <= 0 {
 		return 0
@@ -56,7 +55,7 @@ func (t *EngineTiming) Decoding(context int) float64 {
 }
 
 // Learn learns from one request: its decoding, and its first token if its prompt
-// had not to wait for others.
+// did not wait for others.
 func (t *EngineTiming) Learn(o Outcome) {
 	if passes := float64(o.Output - 1); passes >= timingLeastTokens {
 		t.observe([4]float64{min(prefillPasses(o.During), passes), float64(o.During.Tokens), passes, passes * o.During.Context}, milliseconds(o.Decode))

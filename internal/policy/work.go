@@ -7,38 +7,36 @@ import (
 	"kvrouter/internal/kv"
 )
 
-// Work takes the worker where a request costs the least time, summed over everybody
-// whom it concerns. All is in ms:
+// Work chooses the worker where a request costs the least time, summed over all
+// affected requests. All terms are in ms:
 //
 //	f·(first − copy + pushed + foreign + later) + decode + others + slower
 //
-//	first    until this request's first token: the worker's coming passes are played
-//	         through, see coming.
+//	first    predicted time to first token: the worker's next passes are
+//	         simulated, see coming.
 //	copy     the part of own, the time to compute the uncached tokens, that later
-//	         requests pay for. A cold copy of a prefix is an investment: as many
-//	         will find it as used the prefix in the last turnover of the caches
-//	         (a future as long as the past), over N workers. So of a block that
-//	         was used u times, u/(u + N) is theirs.
-//	pushed   by how much first tokens of those before it come later, where they
-//	         share a pass.
-//	foreign  until the requests have left the queue that others have sent.
+//	         requests save. A new copy of a prefix is an investment: in the
+//	         next turnover of the caches as many requests will use the prefix as
+//	         in the last one, over N workers. So of a block that was used u
+//	         times, u/(u + N) is theirs.
+//	pushed   delay of the first tokens of earlier requests that share a pass.
+//	foreign  wait for queued requests of other clients of the worker.
 //	later    λ·(own − copy)·(first − own/2)/(1 − ρ): work that is added to a queue
-//	         delays all that come before that is empty (M/G/1). λ is how many come
-//	         to a worker in a ms, ρ the share of the time in which it has prompts
-//	         to compute: the share of workers that decisions find so.
-//	decode   by how much the context there slows this answer down.
-//	others   n·(own − copy + Pass·begun): the n requests there stand still in passes
-//	         that compute this prompt; begun are those with no other prompt.
-//	slower   by how much its prompt slows their decoding down. Two answers of
-//	         random (exponential) length overlap for half of one.
-//	f        1 + ½·(mean whole time)/(mean time to the first token): what lowers
-//	         ln(mean whole time) + ½·ln(mean time to the first token) most. The ½ is
-//	         a preference, the one number here that is chosen.
+//	         delays all requests that arrive before it is empty (M/G/1). λ is the
+//	         arrival rate of a worker per ms, ρ the share of time with prompts to
+//	         compute, estimated by the share of workers that decisions find so.
+//	decode   slowdown of this answer by the context on the worker.
+//	others   n·(own − copy + Pass·begun): the n in-flight requests pause in passes
+//	         that compute this prompt; begun are those without another prompt.
+//	slower   slowdown of their decoding by this prompt. Two answers of random
+//	         (exponential) length overlap for half of one.
+//	f        1 + ½·(mean duration)/(mean time to first token): minimizes
+//	         ln(mean duration) + ½·ln(mean time to first token). The ½ is a
+//	         preference, the only chosen constant.
 //
-// A worker that gets its prompt from another has nothing of it to compute, and one
-// that computes prompts for others has none that stands still. Blocks of requests
-// in flight count as cached. How long passes take and the means are learned from
-// finished requests. Ties are broken at random.
+// A decode worker has no prompt to compute, and a prefill worker has no decoding
+// that pauses. Blocks of in-flight requests count as cached. Pass durations and
+// means are learned from finished requests. Ties are broken at random.
 type Work struct {
 	Timing *EngineTiming
 
@@ -72,12 +70,12 @@ const longestGap = 1000
 // NewWork returns policy work with an engine's timing to begin with.
 func NewWork() *Work { return &Work{Timing: NewEngineTiming()} }
 
-// Traits asks for siblings: an engine computes prompts in order, so their blocks will
-// be cached.
+// Traits requests siblings: an engine computes prompts in order, so their blocks
+// will be cached.
 func (*Work) Traits() Traits { return Traits{ActiveBlocks: true, Siblings: true} }
 
-// Learn learns from a finished request. The first token of one whose prompt another
-// worker computed says nothing about either; a prompt alone has no mean answer.
+// Learn learns from a finished request. The first token of a request whose prompt
+// another worker computed is not used; a prompt alone has no mean answer.
 func (p *Work) Learn(o Outcome) {
 	o.Alone = o.Alone && o.Leg != kv.LegDecode
 	p.Timing.Learn(o)
@@ -93,8 +91,8 @@ func (p *Work) LearnUsual(o Outcome) {
 	p.Output.add(float64(o.Output))
 }
 
-// Choose returns the candidate with the lowest cost, and learns from the choice what
-// prompts come.
+// Choose returns the candidate with the lowest cost, and learns the arrival rate
+// and the prefixes of prompts.
 func (p *Work) Choose(q Query, candidates []Candidate, random *rand.Rand) int {
 	computes := q.Leg != kv.LegDecode
 	learns := computes && !q.DryRun && !q.Retry

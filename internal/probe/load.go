@@ -44,9 +44,9 @@ type LoadSource struct {
 	Engine kv.Engine
 	Ranks  []kv.WorkerKey
 	Socket string           // ZMQ PUB, of the plugin's JSON or SGLang's LoadStat, of the only rank; empty: none. Pages of an SGLang server replace one that fails
-	Apart  bool             // pages show each rank as an engine of that number; else the whole page is the only rank's
-	Heard  *Hearing         // notes each message of the socket; nil: nothing does
-	Key    func() kv.Secret // returns the worker's key of now
+	Apart  bool             // pages show each rank as an engine of that number; otherwise the page describes the only rank
+	Heard  *Hearing         // records each message of the socket; nil: not recorded
+	Key    func() kv.Secret // returns the worker's current key
 }
 
 // from names the source in log lines.
@@ -77,7 +77,8 @@ type Hearing struct {
 	last map[kv.WorkerKey]time.Time
 }
 
-// Note notes a message on a rank's socket; at the zero time: that it has one.
+// Note records a message on a rank's socket; the zero time records that the rank
+// has a socket.
 func (h *Hearing) Note(rank kv.WorkerKey, now time.Time) {
 	h.mu.Lock()
 	defer h.mu.Unlock()
@@ -87,7 +88,8 @@ func (h *Hearing) Note(rank kv.WorkerKey, now time.Time) {
 	h.last[rank] = now
 }
 
-// Since reports whether there are sockets, and all have spoken after then.
+// Since reports whether there are sockets and all have sent a message after that
+// time.
 func (h *Hearing) Since(then time.Time) bool {
 	h.mu.Lock()
 	defer h.mu.Unlock()
@@ -102,9 +104,9 @@ func (h *Hearing) Since(then time.Time) bool {
 // publish gets the load of a rank.
 type publish = func(kv.WorkerKey, policy.Published)
 
-// FollowLoad reports the load of a source's ranks until ctx is done: each message of the
-// socket or, without one, the page of each second, or of each third second while the
-// worker is idle. It reconnects without end.
+// FollowLoad reports the load of a source's ranks until ctx is done: each message
+// of the socket or, without one, the page, polled every second, or every third
+// second while the worker is idle. It reconnects indefinitely.
 func (c *Client) FollowLoad(ctx context.Context, s LoadSource, log *slog.Logger, report func(kv.WorkerKey, policy.Published)) {
 	read := c.pollLoad
 	if s.Socket != "" {
@@ -248,7 +250,7 @@ func (c *Client) pollLoad(ctx context.Context, s LoadSource, log *slog.Logger, r
 		if lags && !warned {
 			warned = true
 			log.Warn(fmt.Sprintf("worker %d: its load is read from /v1/loads, which lags by up to 15 passes", s.Ranks[0].Worker),
-				"url", s.URL+loadsPath, "remedy", "start it with --load-publish-endpoint tcp://*:5657 beside --kv-events-config, or with --enable-metrics")
+				"url", s.URL+loadsPath, "remedy", "start it with --load-publish-endpoint tcp://*:5657 and --kv-events-config, or with --enable-metrics")
 		}
 		select {
 		case <-ctx.Done():

@@ -1,6 +1,6 @@
-// Package probe asks inference servers about themselves: their health, models, role,
-// KV event endpoints, load, block size and cache sizes. Code for a single engine
-// is in the file of its name.
+// Package probe queries inference servers: health, models, role, KV event
+// endpoints, load, block size and cache sizes. Code for a single engine is in the
+// file of its name.
 package probe
 
 import (
@@ -36,8 +36,8 @@ const (
 	atOnce = 128
 )
 
-// Server is an inference server to ask, with its settings. The settings
-// take precedence over its own answers.
+// Server is an inference server with its settings, which take precedence over its
+// answers.
 type Server struct {
 	ID        uint64
 	URL       string // http://host:port, no slash at the end
@@ -59,7 +59,7 @@ type Settings struct {
 	Hop web.Hop     // this router, in the Via header of each request
 }
 
-// Client asks servers. It is safe for concurrent use.
+// Client queries servers. It is safe for concurrent use.
 type Client struct {
 	hop    web.Hop
 	probes *http.Client // for single questions: a new connection each time, which depends on no old one
@@ -125,7 +125,7 @@ func Rejected(err error) bool {
 // to one that is slow.
 func Refused(err error) bool { return errors.Is(err, syscall.ECONNREFUSED) }
 
-// Health asks a server whether it is healthy, once there is room for another check.
+// Health checks a server's health, when the limit of concurrent checks permits.
 // Each request may take up to limit. known means that the server has been healthy
 // before. The error may be a *StatusError or ErrLeadsBack.
 func (c *Client) Health(ctx context.Context, s Server, limit time.Duration, known bool) error {
@@ -160,8 +160,8 @@ func (c *Client) check(ctx context.Context, s Server, path string, limit time.Du
 	return c.get(ctx, s, path, limit, nil)
 }
 
-// LeadsBack reports whether a URL is this router's own, as far as that is known before
-// ctx ends.
+// LeadsBack reports whether a URL is this router's own, as far as that can be
+// determined before ctx is done.
 func (c *Client) LeadsBack(ctx context.Context, url string) bool {
 	return c.hop != "" && errors.Is(c.get(ctx, Server{URL: url}, "/health", answerLimit, nil), ErrLeadsBack)
 }
@@ -174,7 +174,7 @@ type Models struct {
 	SGLang   bool     // the list is an SGLang server's
 }
 
-// Models asks a server for its models. A server that denies access, or has no such
+// Models queries a server's models. A server that denies access, or has no such
 // path, serves an unknown one.
 func (c *Client) Models(ctx context.Context, s Server) (served Models, err error) {
 	var list struct {
@@ -205,9 +205,9 @@ func (c *Client) Models(ctx context.Context, s Server) (served Models, err error
 	return served, nil
 }
 
-// CacheTokens asks a server how many tokens the KV cache of each rank holds; ranks of
-// unknown size are left out. info is the caller's data on an SGLang server; nil: it
-// is asked. An error may come with sizes.
+// CacheTokens queries the size of each rank's KV cache in tokens; ranks of unknown
+// size are omitted. info is the caller's data on an SGLang server; nil: it is
+// queried. Sizes may be returned with an error.
 func (c *Client) CacheTokens(ctx context.Context, s Server, engine kv.Engine, info *ServerInfo, ranks []uint32) (map[uint32]int, error) {
 	if engine == kv.EngineSGLang {
 		return c.sglangCaches(ctx, s, info, ranks)

@@ -15,8 +15,8 @@ import (
 	"kvrouter/internal/kv"
 )
 
-// ServerInfo is what an SGLang server reports about itself, as far as it is used. The
-// rest, its keys among it, is neither kept nor logged.
+// ServerInfo has the used fields of an SGLang server's report. Other fields,
+// including its keys, are neither stored nor logged.
 type ServerInfo struct {
 	Version     string  `json:"version"`
 	Mode        *string `json:"disaggregation_mode"` // "null", "prefill" or "decode"; never nil
@@ -38,8 +38,8 @@ type ServerInfo struct {
 	Events       *EventsInfo `json:"kv_events"`        // nil: off, or not over TCP
 }
 
-// EventsInfo is the endpoints of an SGLang server's KV events and load: rank r
-// on port base + r.
+// EventsInfo has the endpoints of an SGLang server's KV events and load: rank r on
+// port base + r.
 type EventsInfo struct {
 	Publisher string `json:"publisher"`
 	Host      string `json:"endpoint_host"` // may be a wildcard
@@ -62,8 +62,8 @@ func ParseServerInfo(answer []byte) *ServerInfo {
 	return &info
 }
 
-// ServerInfo asks an SGLang server about itself; nil: it is another server. An error
-// says that the server does not answer, so that this is unknown.
+// ServerInfo queries an SGLang server's report; nil: it is not an SGLang server. An
+// error means that the server does not answer, so that this is unknown.
 func (c *Client) ServerInfo(ctx context.Context, s Server) (*ServerInfo, error) {
 	var answer json.RawMessage
 	err := c.serverInfo(ctx, s, answerLimit, &answer)
@@ -82,8 +82,8 @@ func (c *Client) ServerInfo(ctx context.Context, s Server) (*ServerInfo, error) 
 	return info, nil
 }
 
-// CheckScheduler asks an SGLang server for an answer that the schedulers of all its
-// ranks contribute to, between two passes, within limit.
+// CheckScheduler requests, within limit, an answer of an SGLang server to which the
+// schedulers of all its ranks contribute between two passes.
 func (c *Client) CheckScheduler(ctx context.Context, s Server, limit time.Duration) error {
 	return c.serverInfo(ctx, s, limit, nil)
 }
@@ -155,19 +155,18 @@ func (i *ServerInfo) ranks() int64 {
 	return replicas * attn
 }
 
-// Ranks is how many data-parallel ranks the server has, each with its own cache: 1 to
+// Ranks returns the number of data-parallel ranks, each with its own cache: 1 to
 // kv.MaxRanks.
 func (i *ServerInfo) Ranks() int { return int(min(i.ranks(), kv.MaxRanks)) }
 
-// MaxBatchedTokens is how many prompt tokens the engine computes in a pass at most; 0:
-// unknown.
+// MaxBatchedTokens returns the maximum prompt tokens of a pass; 0: unknown.
 func (i *ServerInfo) MaxBatchedTokens() int { return tokens(i.PassTokens) }
 
 // tokens is a reported number of tokens: 0 to kv.MaxTokens.
 func tokens(n int64) int { return int(min(max(n, 0), kv.MaxTokens)) }
 
-// BlockSize is the tokens in a block of KV events, or of the cache if there are none; 0:
-// unknown.
+// BlockSize returns the tokens in a block of KV events, or of the cache if there
+// are none; 0: unknown.
 func (i *ServerInfo) BlockSize() int {
 	if i.Events != nil && i.Events.BlockSize > 0 {
 		return int(min(i.Events.BlockSize, maxBlockSize))
@@ -194,8 +193,8 @@ func (i *ServerInfo) endpoint(base string, port uint16) string {
 	return endpoint
 }
 
-// Sources returns where the ranks publish their KV events, in the order of the ranks.
-// The endpoints of the settings are those of rank 0: ranks have consecutive ports.
+// Sources returns the KV event endpoints of the ranks, in order. The endpoints of
+// the settings are those of rank 0: ranks have consecutive ports.
 func (i *ServerInfo) Sources(s Server) []events.Source {
 	var first events.Source
 	if i.publishes() {
@@ -214,8 +213,8 @@ func (i *ServerInfo) Sources(s Server) []events.Source {
 	return inOrder(byRank, s.ID)
 }
 
-// Load returns where a rank of a server publishes its load; empty: it does not. i is nil
-// if the server is not an SGLang server.
+// Load returns the load endpoint of a rank; empty: none. i is nil if the server is
+// not an SGLang server.
 func (i *ServerInfo) Load(s Server, rank uint32) string {
 	if s.Load == "" && i != nil && i.Events != nil {
 		s.Load = i.endpoint(s.URL, i.Events.Load)
@@ -223,10 +222,10 @@ func (i *ServerInfo) Load(s Server, rank uint32) string {
 	return ofRank(s.Load, rank)
 }
 
-// Decodes reports whether the server takes prompts from prefill servers.
+// Decodes reports whether the server is a decode server.
 func (i *ServerInfo) Decodes() bool { return *i.Mode == kv.RoleDecode.String() }
 
-// KeepsPrompts reports whether the server caches prompts, and if not the remedy.
+// KeepsPrompts reports whether the server caches prompts, otherwise the remedy.
 func (i *ServerInfo) KeepsPrompts() (keeps bool, remedy string) {
 	switch {
 	case i.NoRadix:
@@ -237,7 +236,7 @@ func (i *ServerInfo) KeepsPrompts() (keeps bool, remedy string) {
 	return true, ""
 }
 
-// EventsRemedy describes how to make the server publish KV events.
+// EventsRemedy returns the remedy for a server without KV events.
 func (i *ServerInfo) EventsRemedy() string {
 	remedy := "start it with " + EventFlags(kv.EngineSGLang)
 	if i.EventsConfig != "" {

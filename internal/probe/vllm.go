@@ -50,9 +50,10 @@ func (b bufferSteps) batches() int {
 	return int(min(max(steps, 0), math.MaxInt32))
 }
 
-// EventSources asks a vLLM server for its event streams, in the order of their ranks.
-// Endpoints of the settings replace those of the answer, and are returned with an
-// error, too. No source is no error: not every server publishes events.
+// EventSources queries the event streams of a vLLM server, in the order of their
+// ranks. Endpoints of the settings replace those of the answer, and are returned
+// even with an error. Having no source is not an error: not every server publishes
+// events.
 func (c *Client) EventSources(ctx context.Context, s Server) ([]events.Source, error) {
 	var reported map[string]rankEvents
 	err := c.get(ctx, s, "/kv_event_sources", answerLimit, &reported)
@@ -249,7 +250,7 @@ func (p Page) cacheTokens() map[uint32]int {
 // any has.
 const maxBlockSize = 1 << 16
 
-// BlockSize asks a vLLM server for the tokens in a block of its KV cache; 0: unknown.
+// BlockSize queries the block size of a vLLM server's KV cache, tokens; 0: unknown.
 func (c *Client) BlockSize(ctx context.Context, s Server) (int, error) {
 	page, err := c.page(ctx, s, []string{cacheName})
 	return page.blockSize(), err

@@ -6,13 +6,13 @@ import (
 	"strings"
 )
 
-// Flags reads an engine's arguments. It maps other spellings of flags, with their
-// dashes, to the names that they mean, without.
+// Flags reads an engine's arguments. It maps other spellings of flags, with dashes,
+// to their names without dashes.
 type Flags map[string]string
 
-// Name returns the name of the flag that an argument is, without dashes, value and
-// the member of a JSON value (--flag.member), in the long spelling with dashes;
-// empty if it is none.
+// Name returns the flag name of an argument in its long spelling, without leading
+// dashes, value and the member of a JSON value (--flag.member); empty if the
+// argument is not a flag.
 func (f Flags) Name(arg string) string {
 	name, _, _ := strings.Cut(arg, "=")
 	name, _, _ = strings.Cut(name, ".")
@@ -35,8 +35,7 @@ func (f Flags) Has(args []string, names ...string) bool {
 	})
 }
 
-// Value returns the value of a flag, of several the last, which is the one that an
-// engine takes.
+// Value returns the last value of a flag, which is the one that an engine uses.
 func (f Flags) Value(args []string, flag string) (value string, given bool) {
 	for i, arg := range args {
 		if f.Name(arg) != flag {
@@ -51,16 +50,14 @@ func (f Flags) Value(args []string, flag string) (value string, given bool) {
 	return value, given
 }
 
-// Number returns the value that the user gave a flag; 0: none, or no number above
-// it.
+// Number returns the user's value of a flag; 0: none, or not a positive number.
 func (f Flags) Number(args []string, flag string) int {
 	value, _ := f.Value(args, flag)
 	n, _ := strconv.Atoi(value)
 	return max(0, n)
 }
 
-// Defaults returns the flags and their values, one after the other in pairs, that
-// the user did not give.
+// Defaults returns the flags that the user did not set, as pairs of flag and value.
 func (f Flags) Defaults(args []string, pairs ...string) (missing []string) {
 	for i := 0; i+1 < len(pairs); i += 2 {
 		if !f.Has(args, strings.TrimPrefix(pairs[i], "--")) {

@@ -15,8 +15,8 @@ import (
 // Started is one started worker: a process, or a simulated one in this process.
 type Started struct {
 	PID   int          // 0: in this process
-	Ended <-chan error // gets one value, why it ended, once nothing of it is left
-	Stop  func()       // asks it to end; returns before it has
+	Ended <-chan error // receives one value, the cause, when all of its processes have ended
+	Stop  func()       // requests its end, without waiting
 	Kill  func()       // ends it
 }
 
@@ -30,8 +30,8 @@ type Launcher struct {
 	guard     *reaper
 }
 
-// NewLauncher returns a launcher of an engine's workers; an error means that none
-// could be started.
+// NewLauncher returns a launcher of an engine's workers. An error means that
+// workers cannot be started.
 func NewLauncher(engine Engine, settings Settings, log *slog.Logger) (*Launcher, error) {
 	if _, err := exec.LookPath(settings.Python); err != nil {
 		return nil, fmt.Errorf("--python %s cannot be run (%w); run `%s`, or use a Python that has %s", settings.Python, errors.Unwrap(err), engine.Setup, engine.Signs.Engine)
@@ -44,7 +44,8 @@ func NewLauncher(engine Engine, settings Settings, log *slog.Logger) (*Launcher,
 	}}, nil
 }
 
-// Open prepares what all workers need. Close must follow once they have ended.
+// Open prepares the files that all workers need. The caller calls Close when they
+// have ended.
 func (l *Launcher) Open() (err error) {
 	if l.pluginDir, err = writePlugin(l.plugin); err != nil {
 		return err
@@ -55,11 +56,11 @@ func (l *Launcher) Open() (err error) {
 	return nil
 }
 
-// Close undoes Open, and ends the remaining processes of workers.
+// Close removes the files of Open and ends the remaining processes of workers.
 func (l *Launcher) Close() error { return l.guard.close() }
 
-// Start starts the process of worker i. line is called with each line that it
-// prints, from two goroutines, and the name of the stream.
+// Start starts the process of worker i. line is called, from two goroutines, with
+// each line of its output and the name of the stream.
 func (l *Launcher) Start(i int, line func(stream, text string)) (Started, error) {
 	spec, err := l.Command(i, l.pluginDir)
 	if err != nil {
@@ -117,8 +118,8 @@ func writePlugin(files fs.FS) (string, error) {
 // askLimit bounds the question which modules a Python has.
 const askLimit = 30 * time.Second
 
-// Lacks reports whether a Python has none of the modules. It imports none, which can
-// take seconds. An error means that the Python does not answer.
+// Lacks reports whether a Python has none of the modules. It does not import them,
+// which can take seconds. An error means that the Python cannot be run.
 func Lacks(python string, modules ...string) (bool, error) {
 	const look = "import importlib.util as u, sys; sys.exit(0 if any(map(u.find_spec, sys.argv[1:])) else 3)"
 	ctx, cancel := context.WithTimeout(context.Background(), askLimit)

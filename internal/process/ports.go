@@ -10,8 +10,8 @@ import (
 const (
 	// KVEventsTopic is the ZeroMQ topic of the KV events of started workers.
 	KVEventsTopic = "kv-events"
-	// ReplayBatches is how many event batches an engine keeps for a router that
-	// missed some, about 100 bytes each in a quiet cache.
+	// ReplayBatches is the number of event batches that an engine keeps for replay,
+	// about 100 bytes each in an idle cache.
 	ReplayBatches = 10_000
 )
 
@@ -24,10 +24,10 @@ type Ports struct {
 	Ranks int // data-parallel ranks of a worker, at least 1
 }
 
-// URL is where started worker i listens, without a slash at the end.
+// URL returns the URL of started worker i, without a trailing slash.
 func (p Ports) URL(i int) string { return fmt.Sprintf("http://127.0.0.1:%d", p.HTTP+i) }
 
-// Sources returns where the KV events of started worker i are, rank by rank.
+// Sources returns the KV event endpoints of started worker i by rank.
 func (p Ports) Sources(i, blockSize int) []events.Source {
 	sources := make([]events.Source, p.Ranks)
 	for rank := range sources {
@@ -40,7 +40,7 @@ func (p Ports) Sources(i, blockSize int) []events.Source {
 	return sources
 }
 
-// LoadEndpoint is where rank r of started worker i publishes its load.
+// LoadEndpoint returns the load endpoint of rank r of started worker i.
 func (p Ports) LoadEndpoint(i, r int) string {
 	return fmt.Sprintf("tcp://127.0.0.1:%d", p.Load+i*p.Ranks+r)
 }

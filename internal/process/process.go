@@ -29,29 +29,28 @@ type Engine struct {
 	// follow; apart: prefill and decode workers are started. Its errors name the
 	// argument and what to use instead.
 	CheckArgs func(args []string, apart bool) error
-	// Ranks is how many data-parallel ranks the arguments ask of a worker, at least
-	// 1, and RanksFlag the one that says so.
+	// Ranks returns the number of data-parallel ranks of a worker by the arguments,
+	// at least 1. RanksFlag is the argument that sets it.
 	Ranks     func(args []string) int
 	RanksFlag string
-	// Limits returns, from the arguments, how many tokens a worker computes in a pass at
-	// most and how many blocks its KV cache has; 0: they do not say. BatchFlag says
-	// the first.
+	// Limits returns the maximum tokens of a pass and the number of KV-cache blocks
+	// by the arguments; 0: not set. BatchFlag is the argument that sets the first.
 	Limits    func(args []string, blockSize int) (maxBatchedTokens, totalBlocks int)
 	BatchFlag string
-	// Key finds the key that workers will ask for; empty: none.
+	// Key returns the key that workers will require; empty: none.
 	Key func(args []string) string
 
 	// CheckMachine refuses settings that the engine cannot serve on the machine, and
 	// CheckPython a Python that lacks its modules.
 	CheckMachine func(s Settings) error
 	CheckPython  func(s Settings) error
-	// Command returns the command line and the environment of worker i. What the
-	// user put after -- or into the environment goes before its defaults. pluginDir
-	// is where Plugin has been written to; environ is the router's own environment.
+	// Command returns the command line and the environment of worker i. The user's
+	// arguments after -- and environment override its defaults. pluginDir is the
+	// folder of the written Plugin; environ is the router's own environment.
 	Command func(s Settings, i int, pluginDir string, environ []string) (Spec, error)
 }
 
-// Venv is the name of the folder in the cache where the engine's Python is.
+// Venv returns the name of the engine's Python environment in the cache folder.
 func (e Engine) Venv(gpus bool) string {
 	if gpus {
 		return e.GPUVenv
@@ -66,11 +65,11 @@ type Settings struct {
 	ModelFolder     bool   // Model is a folder here
 	ServedModelName string
 	NumWorkers      int
-	PrefillWorkers  int      // that many of the first compute only prompts, the others answers, by NIXL; 0: each does both
+	PrefillWorkers  int      // number of prefill workers, which come first; the others are decode workers, over NIXL; 0: all workers are aggregated
 	BlockSize       int      // tokens
 	GPUsPerWorker   int      // of each rank
-	GPUs            []string // that workers may use, as CUDA_VISIBLE_DEVICES names them; none: the CPU
-	Cores           int      // of the CPU, to be shared out
+	GPUs            []string // for workers, in the form of CUDA_VISIBLE_DEVICES; none: the CPU
+	Cores           int      // of the CPU, divided among the workers
 	KVEvents        bool     // workers publish KV events
 	Args            []string // the arguments after --
 	Ports           Ports
@@ -105,8 +104,8 @@ func (e Engine) Check(s Settings) error {
 	return nil
 }
 
-// DevicesOf returns those of the GPUs that worker i gets, as CUDA_VISIBLE_DEVICES
-// names them, or an error if there are too few.
+// DevicesOf returns the GPUs of worker i in the form of CUDA_VISIBLE_DEVICES, or an
+// error if there are too few.
 func (s Settings) DevicesOf(i int) (string, error) {
 	k := s.GPUsPerWorker * s.Ports.Ranks
 	if (i+1)*k > len(s.GPUs) {
@@ -115,7 +114,7 @@ func (s Settings) DevicesOf(i int) (string, error) {
 	return strings.Join(s.GPUs[i*k:(i+1)*k], ","), nil
 }
 
-// Threads is how many of the CPU's cores a rank gets.
+// Threads returns the number of CPU cores of a rank.
 func (s Settings) Threads() int {
 	return max(1, s.Cores/max(1, s.NumWorkers*s.Ports.Ranks))
 }
@@ -129,13 +128,13 @@ type Spec struct {
 // Environment holds the variables of a process.
 type Environment map[string]string
 
-// EnvServiceName names the variable by which a process that is traced calls itself.
+// EnvServiceName is the variable with the service name of a traced process.
 const EnvServiceName = "OTEL_SERVICE_NAME"
 
-// NewEnvironment reads entries KEY=VALUE for a worker. Of a key that comes twice
-// the last entry counts, as in os/exec. The router's own settings, its keys among
-// them, are no business of the workers and left out; so are the name under which it
-// sends traces and where to: by them a worker would do the same, unasked.
+// NewEnvironment reads entries KEY=VALUE for a worker. Of duplicate keys the last
+// entry counts, as in os/exec. The router's own settings, including its keys, are
+// removed, and so are its service name and endpoint for traces, which would make a
+// worker send traces under the router's name.
 func NewEnvironment(environ []string) Environment {
 	tracing := []string{EnvServiceName, "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT"}
 	env := Environment{}

@@ -24,10 +24,10 @@ const (
 	streamErr = "stderr"
 )
 
-// Run starts the leader of a new process group, calls started with its
-// pid (which is also the group's id), gives every line of output to line (from
-// two goroutines) and returns when the leader has ended and its output is read.
-// The rest of the group is killed before the return.
+// Run starts the leader of a new process group, calls started with its pid (which
+// is also the group's id), calls line with every line of output (from two
+// goroutines) and returns when the leader has ended and its output was read. Other
+// processes of the group are killed before the return.
 //
 // The kernel kills the leader if the thread that started it ends, so the
 // goroutine stays on one thread until then: the thread ends with the router.
@@ -185,7 +185,7 @@ func (r *reaper) tell(what string, pgid int) error {
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	if _, err := fmt.Fprintf(r.input, "%s%d\n", what, pgid); err != nil {
-		return fmt.Errorf("tell the workers' reaper: %w", err)
+		return fmt.Errorf("notify the workers' reaper: %w", err)
 	}
 	return nil
 }

@@ -20,8 +20,8 @@ type Signs struct {
 	Stages   []Stage
 	Failures []Failure
 
-	// Error is in every line that reports an error of a worker that is ready, and
-	// Routine are in lines that never explain why a process ended.
+	// Error is part of every line that reports an error of a ready worker. Routine
+	// are parts of lines that never explain the end of a process.
 	Error   string
 	Routine []string
 }
@@ -39,8 +39,8 @@ type Failure struct {
 	Lasting      bool
 }
 
-// StartLog follows the output of a worker process: how far its start is, and
-// the lines that explain an early end. It is safe for concurrent use.
+// StartLog reads the output of a worker process: the stage of its start, and the
+// lines that explain an early end. It is safe for concurrent use.
 type StartLog struct {
 	signs Signs
 
@@ -57,9 +57,9 @@ const tailLines = 20
 // NewStartLog returns the log of a worker that is about to start.
 func NewStartLog(signs Signs) *StartLog { return &StartLog{signs: signs, stage: -1} }
 
-// Line reads one line of output and returns the stage that begins with it,
-// if one does, and whether the line is an error of a worker that is ready.
-// Stages never go back: some signs come more than once.
+// Line reads one line of output and returns the stage that begins with it, if any,
+// and whether the line is an error of a ready worker. The stage never goes back:
+// some signs appear more than once.
 func (s *StartLog) Line(text string) (stage string, failure bool) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -88,15 +88,15 @@ func (s *Signs) isRoutine(text string) bool {
 	return strings.HasPrefix(strings.TrimSpace(text), usage) || slices.ContainsFunc(s.Routine, func(sign string) bool { return strings.Contains(text, sign) })
 }
 
-// SetReady ends the start: output so far explains no later end.
+// SetReady ends the start: earlier output does not explain a later end.
 func (s *StartLog) SetReady() {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	s.ready, s.recent = true, nil
 }
 
-// SetEnding notes that the worker is being stopped, which an API server may report as
-// the death of its engine.
+// SetEnding records that the worker is being stopped, which an API server may
+// report as the death of its engine.
 func (s *StartLog) SetEnding() {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -111,13 +111,13 @@ func (s *StartLog) Tail() []string {
 	return append([]string(nil), s.recent...)
 }
 
-// EndError says why a worker's process ended by itself, with a remedy.
+// EndError is the cause of the unexpected end of a worker's process, with a remedy.
 type EndError struct {
 	engine  string
 	reason  string
 	line    string // of its output, that explains it; may be empty
 	advice  string
-	Lasting bool // trying again will not help
+	Lasting bool // a restart will not help
 }
 
 func (e *EndError) Error() string {
@@ -127,7 +127,8 @@ func (e *EndError) Error() string {
 	return fmt.Sprintf("%s ended (%s): %s [%s]", e.engine, e.reason, e.advice, strings.TrimSpace(e.line))
 }
 
-// Explain finds the remedy for a process that ended for a reason, from its last lines.
+// Explain returns the cause of a process's end, with a remedy found in its last
+// lines.
 func (s *Signs) Explain(reason string, lines []string) *EndError {
 	end := &EndError{engine: s.Engine, reason: reason}
 	for _, known := range s.Failures {

@@ -12,8 +12,8 @@ import (
 	"kvrouter/internal/web"
 )
 
-// AdminRoutes are the engines' administration and development paths. They change
-// every worker or none.
+// AdminRoutes are the engines' administration and development paths. A request goes
+// to every worker.
 var AdminRoutes = []string{
 	"/reset_prefix_cache", "/reset_mm_cache", "/reset_encoder_cache", "/sleep", "/wake_up", "/is_sleeping",
 	"/collective_rpc", "/start_profile", "/stop_profile", "/pause", "/resume", "/is_paused",
@@ -21,15 +21,15 @@ var AdminRoutes = []string{
 	"/update_weights", "/abort_requests", "/release_kv_cache_memory",
 }
 
-// AdminAnswer is what one worker answered to an administration request.
+// AdminAnswer is one worker's answer to an administration request.
 type AdminAnswer struct {
 	Worker uint64          `json:"worker_id"`
 	Status int             `json:"status"`
 	Answer json.RawMessage `json:"answer,omitempty"` // if it is JSON
 }
 
-// Administer asks all targets and returns what each answered, by worker, with the
-// worst of their statuses; 502 stands for no answer.
+// Administer sends the request to all targets and returns their answers by worker,
+// and the worst status; 502 stands for no answer.
 func (p *Proxy) Administer(ctx context.Context, targets []kv.Target, q Question) (worst int, answers []AdminAnswer) {
 	worst, answers = http.StatusOK, []AdminAnswer{}
 	p.AskAll(ctx, targets, q, func(answer Answer) bool {

@@ -31,7 +31,7 @@ func checkStatus(response *http.Response) error {
 	return nil
 }
 
-// Question is a short request that goes to several workers.
+// Question is a short request to several workers.
 type Question struct {
 	Method, Path string
 	Header       http.Header
@@ -44,12 +44,12 @@ type Answer struct {
 	Target kv.Target
 	Status int
 	Body   []byte
-	Err    error // it did not answer
+	Err    error // the worker did not answer
 }
 
-// AskAll asks all targets side by side, with the limits of Ask for each, and calls
-// heard with each answer as it comes until that returns false: then the others are
-// no longer waited for. heard is called by one goroutine at a time.
+// AskAll queries all targets concurrently, with the limits of Ask for each, and
+// calls heard with each answer as it arrives, until heard returns false; then it
+// does not wait for the others. Calls of heard are sequential.
 func (p *Proxy) AskAll(ctx context.Context, targets []kv.Target, q Question, heard func(Answer) bool) {
 	ctx, cancel := context.WithCancel(ctx)
 	defer cancel()
@@ -78,9 +78,9 @@ func (p *Proxy) AskAll(ctx context.Context, targets []kv.Target, q Question, hea
 	}
 }
 
-// Models lists the workers' models, each as the first of the targets that
-// serves it describes it. Of one that does not answer within 1 s the names are
-// listed that its target has.
+// Models lists the workers' models, each as the first of the targets that serves it
+// describes it. For a worker that does not answer within 1 s, the names of its
+// target are listed.
 func (p *Proxy) Models(ctx context.Context, targets []kv.Target, header http.Header) []json.RawMessage {
 	ctx, cancel := context.WithTimeout(ctx, modelsTimeout)
 	defer cancel()
@@ -115,7 +115,7 @@ func (p *Proxy) Models(ctx context.Context, targets []kv.Target, header http.Hea
 	return list
 }
 
-// ModelCard describes a model of which only the name is known.
+// ModelCard returns the description of a model of which only the name is known.
 func ModelCard(name string) json.RawMessage {
 	return fmt.Appendf(nil, `{"id":%s,"object":"model","created":0,"owned_by":"kvrouter"}`, Quoted(name))
 }

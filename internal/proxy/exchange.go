@@ -19,31 +19,31 @@ type Usage struct {
 	CachedUntold bool // it does not, though the answer has a place for them
 }
 
-// Exchange describes one request and its answer, as far as they have come.
+// Exchange describes one request and its answer so far.
 type Exchange struct {
 	ID         string // X-Request-Id
 	Route      string
-	Status     int    // HTTP status, 499 where the client went away
-	Worker     string // name of the worker, kv.NoWorker where none answered
+	Status     int    // HTTP status; 499: the client disconnected
+	Worker     string // name of the worker; kv.NoWorker: none answered
 	Model      string // as the request names it
 	Arrived    time.Time
-	FirstChunk time.Time // of a stream; zero: none came
+	FirstChunk time.Time // of a stream; zero: none so far
 	Source     string    // of the prompt's tokens; empty: not a prompt
 	Decision   router.Decision
 	Usage      Usage
-	Shared     *SharedRequest // with a prefill worker; nil: it is served whole
-	Ending     policy.Ending  // of an answer that was relayed to its end
+	Shared     *SharedRequest // disaggregated; nil: aggregated
+	Ending     policy.Ending  // of an answer that was relayed completely
 	Trusted    bool           // its client's trace context is followed
-	Refused    error          // why no worker may take it; nil: one may
-	Served     string         // Model, if it is one that is served: clients make up names, which are no labels
-	Prepared   time.Duration  // until the prompt was known, without the wait for a worker
+	Refused    error          // reason why no worker can serve it; nil: none
+	Served     string         // Model, if it is served; names invented by clients are not used as labels
+	Prepared   time.Duration  // time until the prompt was known, without waiting for a worker
 	Serial     uint64         // number of the request in the dashboard's list; 0: none
 
-	Request *router.Request // as it is routed; nil: it is not, such as a dry run
+	Request *router.Request // as routed; nil: not routed, as with a dry run
 	Default bool            // it is for the default model
 
-	// Receipts explain its decisions, where requested: those of all
-	// tries, of a shared one the prefill worker's first.
+	// Receipts explain its decisions, if requested: of all attempts, of a
+	// disaggregated one the prefill worker's first.
 	Receipts []*router.Receipt
 
 	Trace *tracing.Request // nil: it is not traced
@@ -63,7 +63,7 @@ func (x *Exchange) leg() kv.Leg {
 	return kv.LegWhole
 }
 
-// EndTrace ends the trace of an exchange that is over.
+// EndTrace ends the trace of a finished exchange.
 func (x *Exchange) EndTrace(now time.Time) {
 	if x.Trace == nil {
 		return

@@ -14,7 +14,7 @@ import (
 	"kvrouter/internal/router"
 )
 
-// Headers by which llm-d's sidecars and data-parallel servers learn the decision.
+// Headers that carry the decision to llm-d's sidecars and data-parallel servers.
 const (
 	HeaderPrefiller    = "X-Prefiller-Host-Port"
 	HeaderDataParallel = "X-Data-Parallel-Host-Port"
@@ -22,33 +22,35 @@ const (
 
 // Headers of requests and answers that a gateway's clients know from llm-d.
 const (
-	// HeaderSession names the worker that served a client. A request with it goes there again.
+	// HeaderSession identifies the worker that served a client. A request with it
+	// is sent to the same worker.
 	HeaderSession = "X-Session-Token"
-	// HeaderDropped says why a request was refused.
+	// HeaderDropped has the reason why a request was refused.
 	HeaderDropped = "X-Llm-D-Request-Dropped-Reason"
 )
 
 // Routed is a request with the workers to which a gateway sends it.
 type Routed struct {
-	Request *http.Request // as it is to reach Target
+	Request *http.Request // as Target receives it
 	Target  kv.Target
-	Others  []kv.Target // where it may go if Target does not take it, the best first
+	Others  []kv.Target // fallbacks if Target is unreachable, best first
 }
 
-// Gateway is a gateway in front of the router, which sends requests to their workers. It
-// asks for a destination and passes the answers through the router.
+// Gateway is a gateway in front of the router. It requests a destination, sends the
+// request there, and passes the answer through the router.
 type Gateway struct {
-	// Send hands a request over and returns the answer, and the address of the worker
-	// that served it; empty: unknown. It ends with the request's context.
+	// Send passes a request to the gateway and returns the answer and the address
+	// of the worker that served it; empty: unknown. It ends with the request's
+	// context.
 	Send func(Routed) (answer *http.Response, served string, err error)
 	// Subset are the addresses, with or without a port, that the request may go to; nil:
 	// all.
 	Subset []string
-	// Others is how many further workers the gateway wants to know.
+	// Others is the number of fallbacks that the gateway accepts.
 	Others int
-	// Any means that requests of all routes go to a worker.
+	// Any means that requests of all routes are sent to a worker.
 	Any bool
-	// Model replaces the model that the body names; empty: it stays.
+	// Model replaces the model in the body; empty: unchanged.
 	Model string
 	// Priority is that of the request's objective: the higher go first in the queue, and
 	// one below 0 is refused while the workers are saturated.
@@ -78,7 +80,7 @@ func (g *Gateway) Follow(request *router.Request, r *router.Router) error {
 	return nil
 }
 
-// Rename returns a body with the model that the gateway wants, if it wants another one.
+// Rename returns the body with the gateway's model, if it replaces the model.
 func (g *Gateway) Rename(body *jsonbody.Body) *jsonbody.Body {
 	if g == nil || g.Model == "" || body.Top == nil {
 		return body
@@ -108,9 +110,9 @@ func (g *Gateway) find(request *router.Request, targets []kv.Target) {
 	}
 }
 
-// Refusal returns the HTTP status for a request that no worker may take now, and
-// llm-d's word for the reason. A gateway knows 429 for load, and 503 where there is no
-// worker.
+// Refusal returns the HTTP status of a request that no worker can serve now, and
+// llm-d's name of the reason. Gateways expect 429 for load, and 503 without
+// workers.
 func (g *Gateway) Refusal(err error) (status int, reason string) {
 	switch {
 	case errors.Is(err, router.ErrQueueFull):

@@ -33,7 +33,8 @@ func (u Upstream) ofRank(rank string) Upstream {
 	return u.withFields(jsonbody.Field{Key: rankKey, Raw: rank})
 }
 
-// SeveralAnswers reports whether a request wants more than one answer to a prompt.
+// SeveralAnswers reports whether a request has more than one answer per
+// prompt.
 func SeveralAnswers(path string, body *jsonbody.Body) bool {
 	if path != generateRoute {
 		return body.Get("n").Int() > 1 || body.Get("best_of").Int() > 1 || asks(body, "use_beam_search")
@@ -51,8 +52,8 @@ func SeveralAnswers(path string, body *jsonbody.Body) bool {
 	return found
 }
 
-// ComputesAnew reports whether an engine computes parts of the prompt anew though they
-// are in its cache: for the log probabilities of the prompt's own tokens.
+// ComputesAnew reports whether an engine recomputes cached parts of the prompt, for
+// the log probabilities of the prompt's own tokens.
 func ComputesAnew(body *jsonbody.Body) bool {
 	start := body.Get("logprob_start_len")
 	return body.Get("prompt_logprobs").Type == gjson.Number || body.Get("echo").Bool() && body.Get("logprobs").Type == gjson.Number ||

@@ -9,7 +9,7 @@ import (
 	"kvrouter/internal/kv"
 )
 
-// Reasons why a request stays whole. The values are metric labels.
+// Reasons why a request is aggregated. The values are metric labels.
 const (
 	wholePinned    = "pinned"  // it names its worker
 	wholeOwn       = "own"     // its sender has split it already
@@ -19,11 +19,11 @@ const (
 	WholePrefilled = "prefill" // its prefill leg has failed before
 )
 
-// WhyWhole says why a request must stay whole (empty: it need not), and which kinds
-// of workers can share it all the same where none takes it whole; 0: any. whole
-// says that the sender names one worker for the whole request, multiple that it has
-// several prompts: SGLang makes a separate bootstrap room for each of those, but
-// with several answers its decode worker waits for ever.
+// WhyWhole returns the reason why a request must be aggregated (empty: none), and
+// the kinds of workers that can disaggregate it if no aggregated worker is up; 0:
+// any. whole means that the sender names one worker for the request, multiple that
+// it has several prompts: SGLang creates a bootstrap room for each prompt, but with
+// several answers its decode worker waits forever.
 func WhyWhole(path string, body *jsonbody.Body, whole, multiple bool) (why string, kinds kv.Kinds) {
 	switch {
 	case whole:

@@ -20,7 +20,7 @@ const (
 	// being fetched.
 	watchEvery = 500 * time.Millisecond
 	// engineKept is the time that an engine id is taken for granted: a worker that was
-	// started anew has another, and a decode worker that does not know the one it
+	// started again has another, and a decode worker that does not know the one it
 	// is given silently recomputes the prompt. enginesKept bounds the ids.
 	engineKept  = 5 * time.Second
 	enginesKept = 4096
@@ -128,7 +128,7 @@ func (p *Proxy) engineID(ctx context.Context, t kv.Target) (string, error) {
 }
 
 // forgetEngine makes the next request ask again: the worker may have been
-// started anew.
+// started again.
 func (p *Proxy) forgetEngine(key kv.WorkerKey) {
 	p.engines.mu.Lock()
 	defer p.engines.mu.Unlock()

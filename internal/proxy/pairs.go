@@ -62,7 +62,7 @@ type prefillRefusal struct {
 
 func (e *prefillRefusal) Error() string { return fmt.Sprintf("refused with status %d", e.status) }
 
-// LegTimeout means that a leg of a shared request took too long.
+// LegTimeout means that a leg of a disaggregated request timed out.
 type LegTimeout struct {
 	what, flag string
 	over       time.Duration

@@ -1,7 +1,7 @@
-// Package proxy sends requests to workers and relays their answers. It forwards
-// the client's bytes unchanged, relays streams chunk by chunk, and ends the booking
-// of every request. A request is served by one worker, or by a prefill worker and a
-// decode worker.
+// Package proxy sends requests to workers and relays their answers. It forwards the
+// client's bytes unchanged, relays streams chunk by chunk, and ends the booking of
+// every request. A request is aggregated (one worker) or disaggregated (a prefill
+// and a decode worker).
 package proxy
 
 import (
@@ -44,20 +44,20 @@ type Upstream struct {
 	Path       string // with query
 	Header     http.Header
 	Head, Body []byte // the body in two parts, so that adding to its beginning copies nothing
-	HideUsage  bool   // usage was asked for by the router: keep it from the client
+	HideUsage  bool   // the router requested the usage: remove it from the answer
 	Silent     bool   // the client gets no headers about the decision
-	EndMarked  bool   // its stream is whole only with an event that says so
+	EndMarked  bool   // a complete stream ends with a final event
 	// CachedTokensMislead means that the answer's cached tokens do not describe the cache:
-	// the request has several prompts, or asks for the logprobs of its own tokens,
-	// for which an engine computes it anew.
+	// the request has several prompts, or requests the logprobs of its own tokens,
+	// for which an engine computes it again.
 	CachedTokensMislead bool
 	SeveralAnswers      bool // to one prompt; SGLang counts its cached tokens for each
 	Route               string
 	RequestID           string
 	Arrived             time.Time
 	MaxRetries          int // further workers to try while nothing was answered
-	// Paired is whether two workers may serve the request, with body Parsed, unless
-	// Aggregated says why one worker must.
+	// Paired means that the request, with body Parsed, may be disaggregated, unless
+	// Aggregated has a reason against it.
 	Paired     bool
 	Parsed     *jsonbody.Body
 	Aggregated string
@@ -122,9 +122,9 @@ func (p *Proxy) header(given http.Header, t kv.Target) http.Header {
 	return header
 }
 
-// ClientHeader returns a client's headers as they go to a worker, under that request id.
-// Only a pinned request, which names its worker, may name a data-parallel rank of it.
-// keyed means that Authorization was for the router.
+// ClientHeader returns a client's headers as they go to a worker, under that
+// request id. Only a pinned request, which names its worker, may also name its
+// data-parallel rank. keyed means that Authorization was for the router.
 func ClientHeader(given http.Header, id string, pinned, keyed bool) http.Header {
 	header := given.Clone()
 	web.DropHopByHop(header)
@@ -141,29 +141,29 @@ func ClientHeader(given http.Header, id string, pinned, keyed bool) http.Header 
 	return header
 }
 
-// Observer counts the events of requests in flight. Its methods are safe for
-// concurrent use.
+// Observer counts events of in-flight requests. Its methods are safe for concurrent
+// use.
 type Observer interface {
-	// Retried counts a request that worker failed before its first byte and that
-	// is sent again.
+	// Retried counts a retry of a request that failed on worker before its first
+	// byte.
 	Retried(worker uint64)
-	// RetryDenied counts a request that is not sent again because the budget of
-	// retries is used up.
+	// RetryDenied counts a request that is not retried because the retry budget is
+	// exhausted.
 	RetryDenied()
-	// EngineFailed counts an attempt that a worker failed.
+	// EngineFailed counts an attempt that failed on a worker.
 	EngineFailed()
-	// InterToken records a chunk of tokens that came gap after the one before.
+	// InterToken records the gap between two chunks of tokens.
 	InterToken(worker string, gap time.Duration, tokens int)
-	// StayedWhole counts a request that was not shared by two workers, and why.
+	// StayedWhole counts an aggregated request by reason.
 	StayedWhole(why string)
-	// Prefilled records how long a prefill leg took.
+	// Prefilled records the duration of a prefill leg.
 	Prefilled(kind kv.Kind, took time.Duration)
 	// HandedOver records the time from a prefill leg's end to the decode request
 	// having been sent.
 	HandedOver(kind kv.Kind, took time.Duration)
-	// SharedEnded counts an attempt at a shared request by its result. firstByte
-	// is the time from its prefill leg's end to the first byte of the answer; 0:
-	// there is none.
+	// SharedEnded counts an attempt of a disaggregated request by its result.
+	// firstByte is the time from its prefill leg's end to the first byte of the
+	// answer; 0: there is none.
 	SharedEnded(kind kv.Kind, result string, firstByte time.Duration)
 }
 
@@ -171,10 +171,10 @@ type Observer interface {
 type Chooser interface {
 	// Route books the request on a worker that is not among exclude.
 	Route(exclude []uint64) (router.Decision, error)
-	// RoutePair is Route for a request that two workers may serve; why says why one
-	// must, if it must.
+	// RoutePair is Route for a request that may be disaggregated; why is the reason
+	// if it must be aggregated.
 	RoutePair(exclude []uint64, why string) (router.Pair, error)
-	// Rebook moves a decision's booking to the worker that a gateway has chosen.
+	// Rebook moves a decision's booking to the worker that the gateway has chosen.
 	Rebook(decision router.Decision, to kv.WorkerKey) (router.Decision, error)
 	// IsUp reports whether that incarnation of a worker is up.
 	IsUp(worker kv.Target) bool
@@ -185,7 +185,7 @@ type Deps struct {
 	Observer  Observer
 	Failed    func(worker uint64) // called with each worker that does not answer a request
 	Names     *kv.Names           // of workers; nil: their ids
-	Hop       web.Hop             // signs the requests to workers
+	Hop       web.Hop             // added to the Via header of requests to workers
 	Transport http.RoundTripper   // to workers; nil: without TLS settings
 	Log       *slog.Logger
 }
@@ -225,8 +225,8 @@ func New(settings Settings, deps Deps) *Proxy {
 	}
 }
 
-// Close waits for the aborts that are under way, at most 5 s after the last request,
-// and closes the connections that are not in use.
+// Close waits for running aborts, at most 5 s after the last request, and closes
+// idle connections.
 func (p *Proxy) Close() {
 	p.aborts.Wait()
 	p.client.CloseIdleConnections()
@@ -236,15 +236,15 @@ func (p *Proxy) Close() {
 // far as the protocol allows, and nothing more can be written.
 var ErrAnswered = errors.New("answer was cut short")
 
-// ErrSilent means that a worker sent no byte for too long.
+// ErrSilent means that a worker sent no byte within the timeout.
 var ErrSilent = errors.New("no data received within --request-timeout")
 
 // Forward sends u to the workers that chooser returns and relays the answer to w.
-// Where a worker fails before the first byte of its answer, or refuses what another
-// may take, another one is chosen. If none does better, the client gets the answer
-// that there was. Every booking ends here, as the request did: with a whole answer, by
-// the worker's fault or without fault. An error other than ErrAnswered means that nothing
-// was written to w.
+// If a worker fails before the first byte of its answer, or refuses a request that
+// another may accept, another one is chosen. If none succeeds, the client gets the
+// best answer received. Every booking ends here with the result of the request: a
+// complete answer, a failure of the worker, or neither. An error other than
+// ErrAnswered means that nothing was written to w.
 func (p *Proxy) Forward(ctx context.Context, w http.ResponseWriter, u Upstream, x *Exchange, chooser Chooser) error {
 	u.chooser = chooser
 	if u.Paired {
@@ -355,8 +355,8 @@ func (p *Proxy) attempt(ctx context.Context, w http.ResponseWriter, u Upstream, 
 	return p.relayWhole(w, answer, u, x, retry)
 }
 
-// OutOfDescriptors reports whether a request could not be sent for want of file
-// descriptors here: that is no worker's fault.
+// OutOfDescriptors reports whether a request was not sent because this process
+// lacks file descriptors, which is not a failure of the worker.
 func OutOfDescriptors(err error) bool {
 	return errors.Is(err, syscall.EMFILE) || errors.Is(err, syscall.ENFILE)
 }
@@ -367,7 +367,7 @@ const (
 	askLimit   = 16 << 20
 )
 
-// Ask sends a short request to a worker and returns its status and whole
+// Ask sends a short request to a worker and returns the status and the complete
 // answer.
 func (p *Proxy) Ask(ctx context.Context, t kv.Target, method, path string, header http.Header, body []byte) (status int, answer []byte, err error) {
 	return p.ask(ctx, t, Question{Method: method, Path: path, Header: header, Body: body})

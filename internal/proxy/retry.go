@@ -23,7 +23,7 @@ const keptLimit = 1 << 20
 
 // refusal returns the meaning of an answer's status for its worker.
 type refusal struct {
-	pressed bool          // it asks for a pause
+	pressed bool          // it requests a pause
 	pause   time.Duration // of that length; 0: it does not say
 	suspect bool          // the client may be to blame, or the worker
 	failed  bool          // the worker is to blame
@@ -193,7 +193,7 @@ type tries struct {
 
 	failure error       // the last
 	first   *keptAnswer // of a worker that said the client was wrong
-	paused  *keptAnswer // of the last that asked for a pause
+	paused  *keptAnswer // of the last that requested a pause
 	same    []suspicion // those that failed it with an answer
 }
 

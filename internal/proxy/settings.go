@@ -7,19 +7,18 @@ import (
 	"kvrouter/internal/outlier"
 )
 
-// Settings are the flags for requests that are sent again, and for those that a
-// prefill worker and a decode worker share.
+// Settings are the flags of retries and of disaggregated requests.
 type Settings struct {
-	DisaggMinUncachedTokens int           `group:"Prefill and decode apart" default:"256" help:"Minimum number of uncached prompt tokens for which a prefill worker is used; a decode worker computes fewer itself."`
-	DisaggPrefillTimeout    time.Duration `group:"Prefill and decode apart" default:"60s" help:"Maximum time from sending a prompt to a prefill worker to the end of its answer."`
-	DisaggHandoverTimeout   time.Duration `group:"Prefill and decode apart" default:"60s" help:"Maximum time from the end of the prefill worker's answer to the first event of the decode worker's stream. With SGLang, an answer that is not streamed must be complete by then, plus 1 s for each token that the request allows (max_tokens); without such a limit only --request-timeout applies."`
-	EnforceDisagg           bool          `group:"Prefill and decode apart" help:"Refuse requests whose prompt no prefill worker can compute, instead of sending them to a decode worker."`
+	DisaggMinUncachedTokens int           `group:"Disaggregation" default:"256" help:"Minimum number of uncached prompt tokens for which a prefill worker is used; a decode worker computes fewer itself."`
+	DisaggPrefillTimeout    time.Duration `group:"Disaggregation" default:"60s" help:"Maximum time from sending a prompt to a prefill worker to the end of its answer."`
+	DisaggHandoverTimeout   time.Duration `group:"Disaggregation" default:"60s" help:"Maximum time from the end of the prefill worker's answer to the first event of the decode worker's stream. With SGLang, an answer that is not streamed must be complete by then, plus 1 s for each token that the request allows (max_tokens); without such a limit only --request-timeout applies."`
+	EnforceDisagg           bool          `group:"Disaggregation" help:"Refuse requests whose prompt no prefill worker can compute, instead of sending them to a decode worker."`
 
 	outlier.RetrySettings
 
-	// RequestTimeout is the longest wait for a worker's next byte, and for a client to
-	// take it; 0: no limit. OutputBlocks books the blocks of streams as they grow. Both
-	// come from flags of other packages.
+	// RequestTimeout is the maximum wait for a worker's next byte, and for the
+	// client to read it; 0: no limit. OutputBlocks books the blocks of streams as
+	// they grow. Both come from flags of other packages.
 	RequestTimeout time.Duration `kong:"-"`
 	OutputBlocks   bool          `kong:"-"`
 }

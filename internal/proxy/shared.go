@@ -16,19 +16,19 @@ const (
 	HeaderHandoverTime  = "X-Kvrouter-Handover-Ms"
 )
 
-// Results of shared requests. The values are metric labels.
+// Results of disaggregated requests. The values are metric labels.
 const (
 	SharedOK              = "ok"
 	sharedRecomputed      = "recomputed" // the prefill worker named no blocks: the decode worker computed the prompt again
-	SharedRefused         = "refused"    // a worker says that the request is wrong
+	SharedRefused         = "refused"    // a worker rejected the request as invalid
 	SharedPrefillFailed   = "prefill_failed"
 	SharedPrefillTimeout  = "prefill_timeout"
 	SharedHandoverTimeout = "handover_timeout"
 	SharedDecodeFailed    = "decode_failed"
-	SharedAbandoned       = "abandoned" // the client left
+	SharedAbandoned       = "abandoned" // the client disconnected
 )
 
-// SharedRequest is the state that both legs of a request share. Its methods are safe
+// SharedRequest is the common state of both legs of a request. Its methods are safe
 // for concurrent use.
 type SharedRequest struct {
 	Worker string // label of the prefill worker
@@ -100,7 +100,7 @@ func (r *SharedRequest) reported() (known bool, tokens int) {
 	return known, tokens
 }
 
-// result returns the result of a shared request that ended with err, or with an
+// result returns the result of a disaggregated request that ended with err, or with an
 // answer of that HTTP status.
 func (r *SharedRequest) result(ctx context.Context, status int, err error) string {
 	var late *LegTimeout

@@ -18,7 +18,7 @@ const maxStatus = 599
 
 // eventScanner reads the server-sent events of one stream, however they are cut into
 // chunks, in time proportional to their length. It counts them, reads the usage,
-// and removes the usage event where the client did not ask for it.
+// and removes the usage event where the client did not request it.
 type eventScanner struct {
 	HideUsage bool
 	Generate  bool   // the stream is one of generateRoute
@@ -70,8 +70,8 @@ func endingOf(status int, finish string) policy.Ending {
 	return policy.Finished
 }
 
-// Scan takes the next chunk and returns the bytes for the client, valid until
-// the next call.
+// Scan reads the next chunk and returns the bytes for the client, valid until the
+// next call.
 func (s *eventScanner) Scan(chunk []byte) []byte {
 	s.Count = 0
 	s.out = s.out[:0]
@@ -121,7 +121,7 @@ func (s *eventScanner) show(part []byte) {
 	}
 }
 
-// Rest returns the held-back bytes of an event that never ended.
+// Rest returns the buffered bytes of an incomplete last event.
 func (s *eventScanner) Rest() []byte {
 	if !s.HideUsage {
 		return nil

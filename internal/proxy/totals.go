@@ -2,25 +2,26 @@ package proxy
 
 import "slices"
 
-// Totals sum up the requests that have ended since the start of the router, as the
-// metrics page does, those of workers that are gone included.
+// Totals are sums over the finished requests since the start of the router,
+// including those of removed workers.
 type Totals struct {
 	Requests        uint64
 	Errors          uint64 // of those with status 500 or more
 	PromptTokens    uint64
 	OutputTokens    uint64
-	PredictedTokens uint64 // that the index expected in the caches
-	CachedTokens    uint64 // that the workers reported
+	PredictedTokens uint64 // as predicted by the index
+	CachedTokens    uint64 // as reported by the workers
 	ComparedTokens  uint64 // prompt tokens of the requests that CachedTokens counts
-	Exact           uint64 // predictions that were right to the token
+	Exact           uint64 // exact predictions
 	Compared        uint64 // predictions for which a worker reported the cached tokens
 	FirstToken      Histogram
 	InterToken      Histogram
-	Workers         map[string]WorkerTotals // by label; of workers that are gone there is none
+	Workers         map[string]WorkerTotals // by label; without removed workers
 }
 
-// WorkerTotals are the part of one worker. Requests counts those that it answered; the
-// tokens are those of the prompts that it computed, also for another worker's answer.
+// WorkerTotals are the totals of one worker. Requests counts those that it
+// answered; tokens are of prompts that it computed, also for the answer of another
+// worker.
 type WorkerTotals struct{ Requests, CachedTokens, ComparedTokens uint64 }
 
 // Histogram counts durations. The zero value has none.
@@ -49,8 +50,8 @@ func (h Histogram) Since(before Histogram) Histogram {
 	return d
 }
 
-// Quantile returns the duration (s) below which the share q of all lies, 0 to 1, as
-// Prometheus' histogram_quantile does; nil: there is none.
+// Quantile returns the q-quantile (q from 0 to 1) in seconds, as Prometheus'
+// histogram_quantile; nil: no data.
 func (h Histogram) Quantile(q float64) *float64 {
 	last := len(h.Bounds)
 	if last == 0 || len(h.Counts) != last+1 || h.Counts[last] == 0 {

@@ -8,10 +8,10 @@ import (
 	"kvrouter/internal/jsonbody"
 )
 
-// AskForUsage returns the body, its beginning apart, with a request for usage
-// added where it is a stream's and does not set it itself. The rest of
-// the bytes stays as it is, and where the client has no stream_options, where it
-// is. Of several stream_options the last counts, as in Python.
+// AskForUsage returns the body in two parts, with a request for usage added if it
+// is a stream without one. All other bytes are unchanged and, if the client has no
+// stream_options, are not copied. Of several stream_options the last counts, as in
+// Python.
 func AskForUsage(parsed *jsonbody.Body) (head, body []byte, hide bool) {
 	body = parsed.Raw
 	if !parsed.Get("stream").Bool() {
@@ -59,9 +59,9 @@ func reported(v gjson.Result, most int) int {
 	return int(n)
 }
 
-// ReadUsage picks the usage out of an answer or a chunk of one, in the names of
-// chat completions or of the responses and messages APIs. Its numbers are at least
-// 0, and at most 2^24 tokens of a prompt and 2^20 of an answer.
+// ReadUsage returns the usage of an answer or a chunk, in the format of chat
+// completions or of the responses and messages APIs. Numbers are clamped to 0 and
+// to 2^24 tokens of a prompt, 2^20 of an answer.
 func ReadUsage(body []byte) Usage {
 	u := gjson.GetBytes(body, "usage")
 	if !u.IsObject() {

@@ -13,26 +13,25 @@ import (
 )
 
 // Approx is the approximate index: prompts routed to a worker count as cached
-// there. It models each worker's memory and keeps a Tree in step with that, as
-// events.Stream keeps one in step with the engine's memory.
+// there. It models each worker's memory and updates a Tree by it, as events.Stream
+// updates one by the engine's events.
 //
-// Size. On a worker whose number of blocks is known, memory goes as in vLLM: the
-// blocks of requests in flight stay, the others are taken for new ones in the
-// order of their release, oldest first, the end of a prompt before its start.
-// An answer takes blocks too, which no prompt is known to match.
+// Size. On a worker whose number of blocks is known, eviction is vLLM's: blocks of
+// in-flight requests remain, the others are reused in the order of their release,
+// oldest first, the end of a prompt before its start. An answer takes blocks too,
+// which match no prompt.
 //
-// Time. Other workers are assumed to hold blocks used no longer ago than the
-// time to live (its last use is its last request's end), and all of them
-// together no more than maxBlocks: beyond that the blocks used longest ago go
-// until pruneTo are left. Blocks of requests in flight always stay. The time to
-// live may hold for workers of known size as well: the earlier limit counts.
+// Time. On other workers, blocks expire after the time to live since their last
+// use, which is the end of their last request. Together these workers have at most
+// maxBlocks: beyond that, the least recently used blocks are evicted until pruneTo
+// remain. Blocks of in-flight requests always remain. The time to live may also
+// apply to workers of known size, in addition to the size.
 //
-// Corrections. An answer's cached_tokens may show that an engine had lost what
-// it was assumed to hold. It loses the oldest first; so blocks used no
-// later than the first lost block is gone as well, and is given up. A worker of
-// which the size is not otherwise known (of Trees) is then taken to hold no
-// more than the rest, until an answer finds blocks that were given up: that
-// adds their number.
+// Corrections. An answer's cached_tokens may show that the engine has evicted
+// blocks assumed to be cached. Engines evict the oldest first, so all blocks used
+// no later than the first missing block are removed. The size of a worker that is
+// not otherwise known (of Trees) is then limited to the remaining blocks, until an
+// answer finds removed blocks, whose number is added.
 type Approx struct {
 	*Tree             // changed under mu only
 	ttl               time.Duration
@@ -66,16 +65,16 @@ const firstPool = 256
 // that reports how long its answers are.
 const maxAnswer = 1 << 16
 
-// SetCorrected says whether the cached tokens that answers report correct the index;
-// at first they do. Call it before the index is used.
+// SetCorrected sets whether the cached tokens of answers correct the index; the
+// default is true. Call it before the index is used.
 func (a *Approx) SetCorrected(corrected bool) { a.corrected = corrected }
 
-// SetTTLForAll says whether the time to live holds for workers of known size too; at
-// first it does not. Call it before the index is used.
+// SetTTLForAll sets whether the time to live also applies to workers of known size;
+// the default is false. Call it before the index is used.
 func (a *Approx) SetTTLForAll(forAll bool) { a.ttlForAll = forAll }
 
-// Assumed is one routed prompt and the part that its worker is assumed to hold. Its
-// owner must call End or Fail.
+// Assumed is one routed prompt with the part that its worker is assumed to have
+// cached. Its owner must call End or Fail.
 type Assumed struct {
 	index    *Approx
 	worker   kv.WorkerKey
@@ -96,9 +95,9 @@ type lastUse struct {
 
 const inUse = math.MaxInt64
 
-// NewApprox returns an empty index. ttl and maxBlocks bound what workers of
-// unknown size are assumed to hold; when there is more, pruneTarget is the
-// share of maxBlocks that stays. now is the clock.
+// NewApprox returns an empty index. ttl and maxBlocks limit the assumed blocks of
+// workers of unknown size; beyond maxBlocks, blocks are evicted until the share
+// pruneTarget of it remains. now is the clock.
 func NewApprox(ttl time.Duration, maxBlocks int, pruneTarget float64, now func() time.Time) *Approx {
 	a := &Approx{
 		Tree: NewTree(), ttl: ttl, maxBlocks: maxBlocks, pruneTo: int(float64(maxBlocks) * pruneTarget), now: now,
@@ -108,8 +107,8 @@ func NewApprox(ttl time.Duration, maxBlocks int, pruneTarget float64, now func()
 	return a
 }
 
-// SetCapacity sets how many blocks w's cache has; 0: not known. A worker whose size
-// changes starts empty.
+// SetCapacity sets the number of blocks of w's cache; 0: unknown. A worker whose
+// size changes starts empty.
 func (a *Approx) SetCapacity(w kv.WorkerKey, blocks int) {
 	a.mu.Lock()
 	defer a.mu.Unlock()
@@ -131,7 +130,7 @@ func (a *Approx) clear(w kv.WorkerKey) {
 	a.Tree.Clear(w)
 }
 
-// Forget forgets all ranks of a worker.
+// Forget removes all ranks of a worker.
 func (a *Approx) Forget(worker uint64) {
 	a.mu.Lock()
 	defer a.mu.Unlock()
@@ -158,8 +157,8 @@ func (a *Approx) Match(local []uint64, dst []kv.Match) []kv.Match {
 	return a.Tree.Match(local, dst)
 }
 
-// Routed notes that a prompt with these local hashes goes to w, where it counts as
-// cached from now on.
+// Routed records that a prompt with these local hashes is sent to w, where it
+// counts as cached from now on.
 func (a *Approx) Routed(w kv.WorkerKey, local []uint64) *Assumed {
 	now := a.now().UnixNano()
 	a.mu.Lock()
@@ -209,15 +208,15 @@ func (a *Approx) Routed(w kv.WorkerKey, local []uint64) *Assumed {
 		parent = a.sequence[p.found-1]
 	}
 	if err := a.Tree.Store(w, parent, p.found > 0, a.blocks); err != nil {
-		a.clear(w) // someone else changed the Tree: begin anew
+		a.clear(w) // someone else changed the Tree: begin again
 	}
 	a.expire(now)
 	return p
 }
 
-// End notes that the request has ended: its answer filled that many blocks, and the
-// engine had found cached blocks of the prompt in its cache (-1: not known). Call it
-// once. On nil it does nothing.
+// End records the end of the request: its answer filled that many blocks, and the
+// engine had cached blocks of the prompt in its cache (-1: unknown). Call it once.
+// On nil it does nothing.
 func (p *Assumed) End(answer, cached int) {
 	answer = min(max(answer, 0), maxAnswer)
 	p.ended(func(a *Approx, c *assumedCache, now int64) {
@@ -243,8 +242,8 @@ func (p *Assumed) End(answer, cached int) {
 	})
 }
 
-// Fail is End for a request that its worker failed. The blocks that no other request
-// ever finished with may not have been computed, so they are given up.
+// Fail is End for a request that failed on its worker. Blocks with which no other
+// request has finished may not have been computed, so they are removed.
 func (p *Assumed) Fail() {
 	p.ended(func(a *Approx, c *assumedCache, now int64) {
 		a.evicted = a.evicted[:0]

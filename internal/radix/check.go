@@ -7,8 +7,8 @@ import (
 	"kvrouter/internal/table"
 )
 
-// Check reports the first invariant of the index that does not hold. It takes
-// time and memory in proportion to the whole index.
+// Check reports the first violated invariant of the index. Its time and memory are
+// proportional to the size of the index.
 func (r *Tree) Check() error {
 	r.mu.RLock()
 	defer r.mu.RUnlock()

@@ -8,14 +8,14 @@ import (
 	"kvrouter/internal/kv"
 )
 
-// Index maps blocks to the workers that hold them. Its kinds differ in their source: Tree
-// knows them from KV events, Approx and Trees assume them from routed prompts,
-// predicting combines both, and blind knows nothing. A lookup waits for at most one
+// Index maps blocks to the workers that have cached them. The implementations
+// differ in their source: Tree uses KV events, Approx and Trees use routed prompts,
+// predicting combines both, and blind is empty. A lookup waits for at most one
 // change of the index.
 type Index interface {
 	Match(local []uint64, dst []kv.Match) []kv.Match
-	// CanMatch is false for an index whose Match never finds anything, so that
-	// its callers need not hash a prompt for it.
+	// CanMatch is false for an index that never matches, so that callers need not
+	// hash prompts.
 	CanMatch() bool
 	Store(w kv.WorkerKey, parent uint64, hasParent bool, blocks []kv.StoredBlock) error
 	Remove(w kv.WorkerKey, engine []uint64) (unknown int)
@@ -30,15 +30,14 @@ type Index interface {
 // Assumer is an Index that learns from routing decisions.
 type Assumer interface {
 	Index
-	// SetCapacity reports how many blocks a worker's cache has; 0: not known.
+	// SetCapacity sets the number of blocks of a worker's cache; 0: unknown.
 	SetCapacity(w kv.WorkerKey, blocks int)
-	// Routed notes that a prompt with these local hashes goes to w. The caller
+	// Routed records that a prompt with these local hashes is sent to w. The caller
 	// must end the returned Assumption.
 	Routed(w kv.WorkerKey, local []uint64) *Assumed
 }
 
-// NewBlind returns an index that matches nothing, for a policy to which it would
-// make no difference.
+// NewBlind returns an index that matches nothing, for policies that ignore matches.
 func NewBlind() Index { return blind{NewTree()} }
 
 // NewPredicting returns an index that combines exact and routed: for each worker the
@@ -83,13 +82,13 @@ func (x *predicting) Clear(w kv.WorkerKey) {
 	x.routed.Clear(w)
 }
 
-// Forget forgets a worker in both.
+// Forget removes a worker from both.
 func (x *predicting) Forget(worker uint64) {
 	x.Tree.Forget(worker)
 	x.routed.Forget(worker)
 }
 
-// SetCapacity does nothing: predictions only live for a moment.
+// SetCapacity does nothing: predictions are short-lived.
 func (*predicting) SetCapacity(kv.WorkerKey, int) {}
 
 // Routed counts the prompt as cached on w from now on.

@@ -1,5 +1,5 @@
-// Package radix keeps the index of which worker holds which blocks: known from KV
-// events (Tree), or assumed from routed prompts (Approx, Trees).
+// Package radix implements the index of the workers' cached blocks: exact, from KV
+// events (Tree), or approximate, from routed prompts (Approx, Trees).
 package radix
 
 import (
@@ -19,8 +19,8 @@ import (
 // Errors of Tree.Store; in both cases nothing was stored. The caller no longer
 // knows the worker's blocks and should clear it or replay its events.
 var (
-	// ErrParentUnknown: the worker does not hold the block that the stored ones
-	// were to follow. They are never rooted instead: that would be a wrong match.
+	// ErrParentUnknown: the worker does not have the parent of the stored blocks.
+	// They are not stored at the root, which would cause wrong matches.
 	ErrParentUnknown = errors.New("parent block unknown")
 	// ErrSelfParent: a block is named as its own parent.
 	ErrSelfParent = errors.New("block is its own parent")
@@ -40,10 +40,10 @@ const (
 // fast on 1 M blocks.
 const partBlocks = 8
 
-// Tree is the exact index: which worker holds which blocks, built from the
-// workers' own KV events. It is a prefix tree over local block hashes; each node
-// stands for one prompt prefix and carries the set of workers that hold its last
-// block. It is safe for concurrent use.
+// Tree is the exact index of the workers' cached blocks, built from their KV
+// events. It is a prefix tree over local block hashes; each node represents one
+// prompt prefix and has the set of workers that have cached its last block. It is
+// safe for concurrent use.
 //
 // Copies. vLLM (v1/core/block_pool.py, read in 0.32.0) caches physical blocks
 // without deduplicating them: cache_full_blocks publishes the hash of every
@@ -58,25 +58,24 @@ const partBlocks = 8
 // that were only reused, which no removal will pair with, and whose event looks
 // the same; such requests must not reach an engine that is indexed.
 //
-// One engine hash at two places. An engine's hash names a whole prefix, so the
-// same worker storing one at another node means that the entries of it are
-// outdated: the newest event wins, the old place is given up and the copies are
-// counted from one again. Two engine hashes at one node (contents that local
-// hashes do not distinguish) both count: the worker holds the node until the last
-// of them goes.
+// One engine hash at two places. An engine's hash names a whole prefix, so the same
+// worker storing one at another node means that the entries of it are outdated: the
+// newest event wins: the old entry is removed and the copies are counted from one
+// again. Two engine hashes at one node (contents that local hashes do not
+// distinguish) both count: the worker remains in the node's set until the last of
+// them is removed.
 //
 // Holes. Removing a block from the middle of a prompt leaves its node, and its
 // descendants' workers, in place while there are descendants. Match does not
 // reach past the hole; storing the block again closes it, as in the engine. A
 // node without workers and children is freed at once, and so on upward.
 //
-// Clearing. Every (worker, rank) owns a slot, its number in the worker sets.
-// Clear retires the slot, which no lookup sees from then on, and takes a new
-// one; the blocks of the retired slot are swept by later Stores and Removes, two
-// entries for each of their blocks and 16 more for each part of them. So while anything is
-// retired every event shrinks the whole, and entries, live and retired together,
-// never exceed the most that were ever live at once. Without further events they
-// stay.
+// Clearing. Every (worker, rank) owns a slot, its number in the worker sets. Clear
+// retires the slot, which lookups then ignore, and takes a new one. Later Stores
+// and Removes sweep the blocks of retired slots: two entries for each of their own
+// blocks, and 16 more for each of their parts. So every event reduces the total
+// while anything is retired, and live and retired entries together never exceed the
+// peak of live ones. Without further events they remain.
 //
 // Memory stays at its peak: freed nodes, sets and table entries are reused, not
 // returned, except for tables of workers that were cleared or forgotten.
@@ -189,7 +188,7 @@ func (r *Tree) storePart(w kv.WorkerKey, parent uint64, hasParent bool, blocks [
 }
 
 // Remove records that w dropped one copy of each of the blocks with these engine
-// hashes, and returns how many of them it did not hold; those are skipped.
+// hashes, and returns the number of those that it did not have; they are skipped.
 func (r *Tree) Remove(w kv.WorkerKey, engine []uint64) (unknown int) {
 	for part := range slices.Chunk(engine, partBlocks) {
 		unknown += r.removePart(w, part)
@@ -218,8 +217,8 @@ func (r *Tree) removePart(w kv.WorkerKey, engine []uint64) (unknown int) {
 	return unknown
 }
 
-// Clear empties w, which stays known to Workers. The time it takes does not
-// depend on how many blocks w held.
+// Clear empties w, which remains in Workers. Its duration does not depend on the
+// number of blocks of w.
 func (r *Tree) Clear(w kv.WorkerKey) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
@@ -299,8 +298,8 @@ func (r *Tree) Match(local []uint64, dst []kv.Match) []kv.Match {
 	return dst
 }
 
-// Workers returns all workers that were ever stored to and not forgotten, also
-// those that hold nothing now, in order.
+// Workers returns all workers with stored blocks, in order, including those that
+// are empty now, excluding those removed by Forget.
 func (r *Tree) Workers() []kv.WorkerKey {
 	r.mu.RLock()
 	defer r.mu.RUnlock()
@@ -322,11 +321,11 @@ func (r *Tree) Blocks(w kv.WorkerKey) int {
 }
 
 // Dump calls yield with every block that Match can reach, worker by worker in
-// order, each after its parent, until yield returns false. Storing what it
-// yields, one block at a time, into an empty index gives the same matches; a
-// block of several copies is yielded as often. Blocks behind a hole are left
-// out, since nothing can name their parent. Each worker's blocks are those of
-// one moment; no lock is held while yield runs.
+// order, each after its parent, until yield returns false. Storing the yielded
+// blocks one by one into an empty index gives the same matches; a block with
+// several copies is yielded once for each. Blocks behind a hole are omitted,
+// because their parent is unknown. The blocks of each worker are a consistent
+// snapshot; yield runs without a lock.
 func (r *Tree) Dump(yield func(w kv.WorkerKey, parent uint64, hasParent bool, block kv.StoredBlock) bool) {
 	for _, w := range r.Workers() {
 		for block := range r.DumpOf(w) {
@@ -344,9 +343,9 @@ type PlacedBlock struct {
 	HasParent bool // false: it is a prompt's first
 }
 
-// DumpOf returns what Dump yields of one worker, as it is now. It notes 32 bytes a
-// block, with lookups going on and changes waiting; all else is done while the
-// blocks are asked for.
+// DumpOf returns the current blocks of one worker, as yielded by Dump. It first
+// copies 32 bytes per block, during which lookups continue and changes wait; the
+// rest is computed while the blocks are consumed.
 func (r *Tree) DumpOf(w kv.WorkerKey) iter.Seq[PlacedBlock] {
 	held := r.snapshot(w)
 	return func(yield func(PlacedBlock) bool) { dumpWorker(held, yield) }

@@ -15,7 +15,7 @@ type workerSets struct {
 	sets  []workerSet // by id; sets[0] is the empty set
 	free  []uint32    // ids of sets that no node refers to
 	index table.Table // hash of a set -> id of the first set with that hash
-	last  setChange   // the change asked for last: chains ask for the same again
+	last  setChange   // the change requested last: chains request the same again
 }
 
 // workerSet is a bitset by slot without zero words at its end, so that equal
@@ -47,7 +47,7 @@ func hasSlot(words []uint64, slot uint32) bool {
 func (s *workerSets) words(id uint32) []uint64 { return s.sets[id].words }
 
 // toggle returns the set that differs from set id in slot only. The caller must
-// acquire the result before it asks for anything else.
+// acquire the result before it requests anything else.
 func (s *workerSets) toggle(id, slot uint32) uint32 {
 	if s.last.valid && s.last.from == id && s.last.slot == slot {
 		return s.last.to

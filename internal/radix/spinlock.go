@@ -11,7 +11,7 @@ import (
 // being woken takes ten times as long. A writer lets readers that are trying go
 // first, so that one with many short changes does not take the lock again before
 // they have had it. A caller that has tried for long enough waits its turn in the
-// RWMutex, so none waits for ever.
+// RWMutex, so none waits forever.
 type spinLock struct {
 	sync.RWMutex
 	trying atomic.Int32 // readers

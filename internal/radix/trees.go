@@ -8,17 +8,16 @@ import (
 	"kvrouter/internal/kv"
 )
 
-// Trees is the approximate index of SGLang's router: one prefix tree a
-// worker, of the prompts that were routed to it, from the moment when they were
-// chosen for it. Nothing is believed of the engines' memories but what
-// corrections show. A tree keeps a number of tokens, those of answers included,
-// and every interval the excess is evicted, the prompts used longest ago
-// first, the end of a prompt before its start; in-flight ones stay. Between
-// two evictions a tree never has more than twice as many: there the oldest goes
-// at once, and a prompt that does not fit beside the in-flight ones is not entered as
-// a whole.
+// Trees is the approximate index of SGLang's router: one prefix tree per worker
+// with the prompts routed to it, inserted before they are forwarded. The engines'
+// memories are unknown except by corrections. A tree has a maximum number of
+// tokens, including those of answers. At each interval the excess is evicted, the
+// least recently used prompts first, the end of a prompt before its start;
+// in-flight prompts remain. Between two evictions a tree may grow to twice its
+// size: then the oldest blocks are evicted at once, and a prompt that does not fit
+// beside the in-flight ones is inserted in part.
 //
-// It is an Approx whose workers all have a memory of that size.
+// It is an Approx in which every worker has a memory of that size.
 type Trees struct {
 	*Approx
 	blocks int           // that a tree keeps
@@ -31,15 +30,15 @@ type Trees struct {
 // to the next.
 func (t *Trees) Limits() (blocks int, every time.Duration) { return t.blocks, t.every }
 
-// NewTrees returns empty trees, each of which keeps that many blocks. now
-// is the clock.
+// NewTrees returns empty trees, each limited to that many blocks. now is the clock.
 func NewTrees(blocks int, every time.Duration, now func() time.Time) *Trees {
 	t := &Trees{Approx: NewApprox(0, 0, 0, now), blocks: blocks, every: every, due: now().Add(every)}
 	t.learns = true
 	return t
 }
 
-// SetCapacity does nothing: the trees' size is not that of the memories.
+// SetCapacity does nothing: the size of a tree is independent of the worker's
+// memory.
 func (*Trees) SetCapacity(kv.WorkerKey, int) {}
 
 // Routed enters a prompt into w's tree, and evicts due blocks in all of them.

@@ -188,7 +188,7 @@ func (p *otherRouter) take(d decoded) {
 }
 
 // add books a request of the other router. What there is no room for is not known
-// here; what cannot be is, so that it is not asked for again.
+// here; what cannot be is, so that it is not requested again.
 func (p *otherRouter) add(c *router.Change) {
 	r := p.mesh
 	if len(p.open) >= bookingLimit || p.hashes+len(c.Sequence) > hashLimit {

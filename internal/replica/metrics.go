@@ -13,8 +13,8 @@ func (r *Mesh) Collectors() []prometheus.Collector {
 		counter("dropped", "Updates dropped because a queue was full or the update was invalid.", func(c Counts) uint64 { return c.Dropped }),
 		counter("resent", "In-flight requests sent again to peer routers that had missed them or had just joined.", func(c Counts) uint64 { return c.Resent }),
 		counter("refused", "Messages of peer routers rejected as malformed or not sealed with --replica-key.", func(c Counts) uint64 { return c.Refused }),
-		counter("lost", "Times a peer router fell silent and its reservations were removed.", func(c Counts) uint64 { return c.Lost }),
+		counter("lost", "Times a peer router timed out and its reservations were removed.", func(c Counts) uint64 { return c.Lost }),
 		prometheus.NewGaugeFunc(prometheus.GaugeOpts{Name: "kvrouter_replica_bookings", Help: "In-flight requests of peer routers."}, func() float64 { return float64(r.Counts().Held) }),
-		prometheus.NewGaugeFunc(prometheus.GaugeOpts{Name: "kvrouter_replica_peers", Help: "Peer routers heard from."}, func() float64 { return float64(r.Counts().Peers) }),
+		prometheus.NewGaugeFunc(prometheus.GaugeOpts{Name: "kvrouter_replica_peers", Help: "Connected peer routers."}, func() float64 { return float64(r.Counts().Peers) }),
 	}
 }

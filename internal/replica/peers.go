@@ -27,8 +27,8 @@ const (
 	found                    // discovery
 )
 
-// ErrTooManyPeers means that no further address can be followed.
-var ErrTooManyPeers = fmt.Errorf("there are %d peers, which is the most", maxPeers)
+// ErrTooManyPeers means that the maximum number of peers is reached.
+var ErrTooManyPeers = fmt.Errorf("there are %d peers, which is the maximum", maxPeers)
 
 // endpointError returns the fault of an endpoint, in Dynamo's words.
 func endpointError(endpoint, why string) error {
@@ -63,8 +63,9 @@ func parseEndpoint(endpoint string) (address string, err error) {
 	return address, nil
 }
 
-// RegisterPeer follows the router at an endpoint, tcp://host:port. Not added: it is
-// known. ErrTooManyPeers is no fault of the endpoint.
+// RegisterPeer subscribes to the router at an endpoint, tcp://host:port. added is
+// false for a known one. Errors other than ErrTooManyPeers mean that the endpoint
+// is invalid.
 func (r *Mesh) RegisterPeer(endpoint string) (added bool, err error) {
 	address, err := parseEndpoint(endpoint)
 	if err != nil {
@@ -83,8 +84,8 @@ func (r *Mesh) RegisterPeer(endpoint string) (added bool, err error) {
 	return true, nil
 }
 
-// DeregisterPeer follows the router at an endpoint no more, unless discovery has found
-// it. Not removed: it is not known.
+// DeregisterPeer unsubscribes from the router at an endpoint, unless it was
+// discovered. removed is false for an unknown one.
 func (r *Mesh) DeregisterPeer(endpoint string) (removed bool, err error) {
 	address, err := parseEndpoint(endpoint)
 	if err != nil {
@@ -189,9 +190,9 @@ func (r *Mesh) find(request string) (by *otherRouter, held *heldBooking) {
 	return nil, nil
 }
 
-// Pass forwards a client's report on a reservation that another router has
-// made: its prompt is computed (router.ChangePrefill), or it has ended
-// (router.ChangeFree). Not known: no connected router has made it.
+// Pass forwards a client's report on a reservation that another router has made:
+// its prompt is computed (router.ChangePrefill), or it has ended
+// (router.ChangeFree). It returns false if no connected router has made it.
 func (r *Mesh) Pass(kind, request string) (known bool) {
 	r.books.Lock()
 	defer r.books.Unlock()
@@ -215,7 +216,7 @@ func (r *Mesh) release(id uint64, p *otherRouter) {
 
 var (
 	// errPeerSilent means that a peer has sent nothing for too long.
-	errPeerSilent = errors.New("it has fallen silent")
+	errPeerSilent = errors.New("no messages received")
 	// errSelf means that an address leads to this router.
 	errSelf = errors.New("it is this router")
 )
@@ -394,7 +395,7 @@ func (p *otherRouter) takeOwn(m *ownMessage) {
 		w := kv.WorkerKey{Worker: m.Worker.Worker, Rank: m.Worker.Rank}
 		long := time.Duration(m.Milliseconds) * time.Millisecond
 		if r.router.TakeEjection(w, long) {
-			r.log.Info("worker held: ejected by a peer router", "worker", w.Worker, "rank", w.Rank, "for", long)
+			r.log.Info("worker paused: a peer router has ejected it", "worker", w.Worker, "rank", w.Rank, "for", long)
 		}
 	}
 }

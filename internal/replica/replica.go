@@ -66,10 +66,10 @@ const (
 	hashLimit = 1 << 24
 )
 
-// Mesh shares bookings, sessions and ejections between several routers over the same
-// workers. A booking that got lost is found by the digests that kvrouters send each
-// other twice a second, and sent again; from Dynamo it stays lost. Blocks of answers
-// are not shared. When a router falls silent, all of its bookings end.
+// Mesh shares bookings, sessions and ejections between several routers over the
+// same workers. Lost bookings are detected by digests, which kvrouters exchange
+// twice a second, and re-sent; those of Dynamo remain lost. Blocks of answers are
+// not shared. When a router times out, all of its bookings end.
 type Mesh struct {
 	discover  func(ctx context.Context, use func(addresses []string)) // see Deps
 	partition func(worker uint64) (model, group string)               // see Deps
@@ -95,12 +95,12 @@ type Mesh struct {
 	followers sync.WaitGroup
 	heard     map[uint64]*otherRouter // the connection that hears a router, by its id
 
-	Sent     atomic.Uint64 // bookings' changes, those sent again too, and sessions' moves
+	Sent     atomic.Uint64 // changes of bookings, including re-sent ones, and moves of sessions
 	Resent   atomic.Uint64 // bookings that were sent again
-	Received atomic.Uint64 // changes and moves, without those that say nothing new
-	Dropped  atomic.Uint64 // changes lost because a queue or table was full, or because they make no sense
-	Refused  atomic.Uint64 // messages that are not sealed by our key, or are malformed
-	Lost     atomic.Uint64 // times that a peer was forgotten
+	Received atomic.Uint64 // changes and moves, without repeated ones
+	Dropped  atomic.Uint64 // changes dropped because a queue or table was full, or because they are invalid
+	Refused  atomic.Uint64 // messages that are not encrypted with our key, or malformed
+	Lost     atomic.Uint64 // peers that timed out
 	Held     atomic.Int64  // bookings of other routers
 }
 
@@ -129,17 +129,16 @@ type Deps struct {
 	Router *router.Router
 	Edges  *guard.Edges // counts panics of message parsers
 	Log    *slog.Logger
-	// Find calls use with the addresses, host:port, of the other routers each time
-	// that they change, until ctx ends; this router's own may be among them. nil: no
-	// discovery.
+	// Find calls use with the addresses, host:port, of the other routers at each
+	// change until ctx is done; they may include this router. nil: no discovery.
 	Find func(ctx context.Context, use func(addresses []string))
 	// Partition returns the model and the routing group of a worker, by which Dynamo
 	// distinguishes workers. nil: "default" for all.
 	Partition func(worker uint64) (model, group string)
 }
 
-// New listens for other routers. Run publishes the changes of the router from now on,
-// and follows the peers. Its errors name the flag.
+// New opens the port for other routers. Run then publishes the changes of this
+// router and subscribes to the peers. Errors name the flag.
 func New(settings Settings, deps Deps) (*Mesh, error) {
 	var sealing *seal
 	var err error
@@ -179,14 +178,14 @@ func New(settings Settings, deps Deps) (*Mesh, error) {
 	return r, nil
 }
 
-// Close ends what New began. Run does so by itself.
+// Close closes the port of New. Run does so itself.
 func (r *Mesh) Close() {
 	r.router.Share(nil)
 	r.pub.Close()
 }
 
-// Run publishes and follows changes until ctx ends. Then it ends all bookings of
-// other routers, and every goroutine that it started has ended.
+// Run publishes and receives changes until ctx is done. It returns when all
+// bookings of other routers and all of its goroutines have ended.
 func (r *Mesh) Run(ctx context.Context) {
 	defer r.Close()
 	r.mu.Lock()
@@ -220,7 +219,7 @@ func (r *Mesh) say(m ownMessage) {
 }
 
 // tell publishes what is queued until ctx ends, digests of it, and again what others
-// ask for.
+// request.
 func (r *Mesh) tell(ctx context.Context) {
 	var books ownBooks
 	ticker := time.NewTicker(r.timing.tick)
@@ -313,7 +312,7 @@ const (
 )
 
 // again sends all that is in flight of the buckets. Those that are too many for now
-// stay asked for, and are the first next time.
+// stay requested, and are the first next time.
 func (r *Mesh) again(books *ownBooks, ask uint64) {
 	messages, size := 0, 0
 	for range buckets {
@@ -356,7 +355,7 @@ func (r *Mesh) digest(books *ownBooks) {
 type Counts struct {
 	Sent, Resent, Received, Dropped, Refused, Lost uint64
 
-	Held  int64 // bookings of others now
+	Held  int64 // current bookings of other routers
 	Peers int   // connected routers
 }
 

@@ -170,7 +170,7 @@ type decoded struct {
 }
 
 // errShape means that a message does not have the shape of its topic.
-var errShape = errors.New("it does not have the shape of its topic")
+var errShape = errors.New("its format does not match its topic")
 
 // decodeSlot reads a message of slotTopic.
 func decodeSlot(text []byte) (d decoded, err error) {

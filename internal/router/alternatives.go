@@ -45,9 +45,9 @@ func (r *Router) alternatives(p *prompt, chosen kv.WorkerKey, now time.Time) []k
 	return targets
 }
 
-// Rebook books a request, of which decision says where it was to go, on the worker
-// that has taken it in its place, and returns the decision as it is then. What was
-// booked for it before is the caller's to end. It fails as Book does.
+// Rebook books a request on the worker that has accepted it instead of the worker
+// of decision, and returns the changed decision. The caller ends the previous
+// booking. It fails as Book does.
 func (r *Router) Rebook(request Request, decision Decision, taken kv.WorkerKey) (Decision, error) {
 	booking, c, err := r.bookOn(request, taken)
 	if err != nil {

@@ -10,7 +10,7 @@ import (
 	"kvrouter/internal/radix"
 )
 
-// Booking is one request that is booked on a worker. Its methods may be called any
+// Booking is the load of one request on a worker. Its methods may be called any
 // number of times, from any goroutine.
 type Booking struct {
 	router        *Router
@@ -47,11 +47,11 @@ type Booking struct {
 	older, newer *Booking       // its neighbours in Loads, by that time
 }
 
-// Worker returns the worker that the request is booked on.
+// Worker returns the worker of the booking.
 func (b *Booking) Worker() kv.WorkerKey { return b.worker }
 
-// Ended reports whether the booking has ended: its request ended, or the
-// booking was not mentioned for BookingExpiry.
+// Ended reports whether the booking has ended: its request ended, or it had no
+// update for BookingExpiry.
 func (b *Booking) Ended() bool { return b.ended.Load() }
 
 // prefill returns the booking as policies see prompts that wait for their first
@@ -60,7 +60,7 @@ func (b *Booking) prefill() policy.Prefill {
 	return policy.Prefill{Tokens: b.uncached, Queued: b.queued, Sent: b.sent, AnsweredWhole: b.answeredWhole}
 }
 
-// FirstToken notes that the prompt has been computed.
+// FirstToken records that the prompt has been computed.
 func (b *Booking) FirstToken() {
 	r := b.router
 	r.mu.Lock()
@@ -74,8 +74,8 @@ func (b *Booking) FirstToken() {
 }
 
 // OutputBlock adds a block to the request's answer. With a decayFraction, 0 to 1,
-// each block that only this request has counts that much from now on: the less is
-// to come, the sooner the blocks are free.
+// each block that only this request uses counts with that weight from now on: the
+// shorter the remaining answer, the sooner its blocks are free.
 func (b *Booking) OutputBlock(decayFraction *float64) {
 	r := b.router
 	r.mu.Lock()
@@ -87,8 +87,8 @@ func (b *Booking) OutputBlock(decayFraction *float64) {
 	r.loads.heard(b, r.now())
 }
 
-// Generated sets the answer's tokens so far and books the blocks that they have
-// begun. These blocks count less as the answer nears its expected length.
+// Generated sets the answer's tokens so far and books their blocks. The weight of
+// these blocks falls as the answer approaches its expected length.
 func (b *Booking) Generated(tokens int) {
 	r := b.router
 	r.mu.Lock()
@@ -105,8 +105,8 @@ func (b *Booking) Generated(tokens int) {
 	}
 }
 
-// Cached sets how many of the prompt's tokens the engine found in its cache, as its
-// answer says. It has no effect after the end.
+// Cached sets the number of cached prompt tokens that the answer reports. It has no
+// effect after the end.
 func (b *Booking) Cached(tokens int) {
 	b.router.mu.Lock()
 	defer b.router.mu.Unlock()
@@ -117,10 +117,10 @@ func (b *Booking) Cached(tokens int) {
 	b.router.loads.of(b.worker).reportsCached = true
 }
 
-// CachedUnreported notes that the answer reports its tokens but no cached ones, by
-// an API that has a place for them. vLLM leaves it empty where there were none
-// (and, unless --enable-prompt-tokens-details is set, always): so from a worker
-// that has reported some before it means none, and CachedUnreported returns true.
+// CachedUnreported records that the answer reports its tokens but no cached ones,
+// in an API that has a field for them. vLLM omits the field if there were none (and
+// always, unless --enable-prompt-tokens-details is set). So if the worker has
+// reported some before, it means none, and CachedUnreported returns true.
 func (b *Booking) CachedUnreported() (none bool) {
 	b.router.mu.Lock()
 	defer b.router.mu.Unlock()
@@ -131,10 +131,11 @@ func (b *Booking) CachedUnreported() (none bool) {
 	return true
 }
 
-// End ends the booking of a request without an answer whose worker is not at fault.
+// End ends the booking of a request without an answer that is not a failure of its
+// worker.
 func (b *Booking) End() { b.end(policy.Abandoned) }
 
-// Fail ends the booking of a request that its worker failed.
+// Fail ends the booking of a request that failed on its worker.
 func (b *Booking) Fail() { b.end(policy.Failed) }
 
 // Finish ends the booking of a request with an answer of that many tokens; 0:
@@ -149,9 +150,9 @@ func (b *Booking) FinishAs(output int, reason string) {
 	r.finishAs(b, policy.Finished, output, reason, r.now())
 }
 
-// Free notes that the request has ended, but not how. One whose first token has
-// come counts as finished; of others nothing is known, since a worker that
-// fails at once is freed at once.
+// Free records that the request has ended with an unknown result. After its first
+// token it counts as finished; before, nothing is concluded, because a request that
+// fails at once is also freed at once.
 func (b *Booking) Free() {
 	r := b.router
 	r.mu.Lock()
@@ -164,7 +165,7 @@ func (b *Booking) Free() {
 }
 
 // Report ends the booking with the feedback of a client that forwarded the request
-// itself. f.TokensIn may be 0. known means that a judged policy still waited for the
+// itself. f.TokensIn may be 0. known means that a judged policy was waiting for the
 // feedback; verdict is its result.
 func (b *Booking) Report(f policy.Feedback) (verdict policy.Verdict, known bool) {
 	r := b.router
@@ -244,8 +245,7 @@ func (r *Router) prefillDone(b *Booking, now time.Time) {
 }
 
 const (
-	// BookingExpiry is the time after which a booking without a message counts
-	// as forgotten.
+	// BookingExpiry is the time after which a booking without updates expires.
 	BookingExpiry = time.Hour
 	// expiryEvery is the least time between two searches for such bookings.
 	expiryEvery = 30 * time.Second
@@ -275,13 +275,13 @@ func (r *Router) Booking(id string) *Booking {
 	return r.loads.booking(id)
 }
 
-// WorkerLoad is the load of one worker, now or with one more request.
+// WorkerLoad is the load of one worker, currently or with one more request.
 type WorkerLoad struct {
 	Key                    kv.WorkerKey
 	PotentialPrefillTokens int
 	PotentialDecodeBlocks  int
-	ActiveRequests         int     // without the one more
-	Role                   kv.Role // with which the worker is up, or was last; set by Loads
+	ActiveRequests         int     // without the additional one
+	Role                   kv.Role // current or last role of the worker; set by Loads
 }
 
 // Loads returns the load of every worker that is up or has bookings, by key.
@@ -303,8 +303,8 @@ func (r *Router) Loads() []WorkerLoad {
 	return loads
 }
 
-// PotentialLoads returns, by key, the load that each worker which may serve the
-// request would have with it. It books nothing.
+// PotentialLoads returns, by key, the load with the request of each worker that may
+// serve it. It books nothing.
 func (r *Router) PotentialLoads(request Request) []WorkerLoad {
 	scratch := r.scratch.Get().(*workspace)
 	defer r.scratch.Put(scratch)

@@ -9,9 +9,9 @@ import (
 	"kvrouter/internal/policy"
 )
 
-// BusyThresholds are the limits beyond which a worker is busy: when one of them is exceeded on all
-// its ranks. Busy workers get no requests; where all are, requests are refused.
-// The names are Dynamo's. nil: no threshold.
+// BusyThresholds are the limits beyond which a worker is busy: one of them is
+// exceeded on all its ranks. Busy workers get no requests; if all are busy,
+// requests are refused. The names are Dynamo's. nil: no threshold.
 type BusyThresholds struct {
 	ActiveDecodeBlocksThreshold      *float64 `group:"Routing" placeholder:"SHARE" help:"Reject requests while every worker uses more than this share of its KV cache, 0 to 1." json:"active_decode_blocks_threshold"`
 	ActivePrefillTokensThreshold     *int     `group:"Routing" placeholder:"TOKENS" help:"Reject requests while every worker has more uncached prompt tokens pending than this." json:"active_prefill_tokens_threshold"`
@@ -56,7 +56,8 @@ func (t BusyThresholds) exceeded(target *kv.Target, load *policy.Load) bool {
 // Set reports whether there is any threshold.
 func (t BusyThresholds) Set() bool { return t != BusyThresholds{} }
 
-// ChangeBusyThresholds sets those thresholds that change has, and returns all.
+// ChangeBusyThresholds sets the thresholds that are not nil in change, and returns
+// all.
 func (r *Router) ChangeBusyThresholds(change BusyThresholds) BusyThresholds {
 	r.mu.Lock()
 	defer r.mu.Unlock()

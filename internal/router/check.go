@@ -9,9 +9,8 @@ import (
 	"kvrouter/internal/policy"
 )
 
-// Check reports the first invariant of the books that does not hold. It counts
-// everything again from the bookings. Tests call it after changes; it is one long
-// list of checks over the same counts, so it stays in one piece.
+// Check reports the first violated invariant of the load accounting. It recounts
+// everything from the bookings. Tests call it after changes.
 func (r *Router) Check() error {
 	r.mu.Lock()
 	defer r.mu.Unlock()

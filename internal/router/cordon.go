@@ -11,8 +11,8 @@ import (
 const maxCordoned = 1024
 
 // Cordon stops new requests to a worker that is up, on all its ranks, until
-// Readmit. Running ones finish, its events and load still count, and it stays cordoned if it
-// goes down and comes back meanwhile. It fails with ErrUnknownWorker.
+// Readmit. In-flight requests finish, its events and load are still processed, and
+// it remains cordoned if it goes down and returns. It fails with ErrUnknownWorker.
 func (r *Router) Cordon(worker uint64) error {
 	r.mu.Lock()
 	defer r.unlock()
@@ -54,8 +54,8 @@ func (r *Router) forgetCordoned() {
 	}
 }
 
-// Readmit ends a worker's cordon, and its ejection for failures: it gets its full share
-// at once. It fails with ErrUnknownWorker where the worker is not up and does not rest.
+// Readmit ends a worker's cordon and its ejection, without slow start. It fails
+// with ErrUnknownWorker if the worker is neither up nor cordoned.
 func (r *Router) Readmit(worker uint64) error {
 	r.mu.Lock()
 	defer r.unlock()
@@ -75,7 +75,8 @@ func (r *Router) Readmit(worker uint64) error {
 	return nil
 }
 
-// Cordoned returns since when each worker rests that does.
+// Cordoned returns the cordoned workers, each with the time at which it was
+// cordoned.
 func (r *Router) Cordoned() map[uint64]time.Time {
 	r.mu.Lock()
 	defer r.mu.Unlock()
@@ -94,9 +95,10 @@ func (r *Router) Schedulable() (n int) {
 	return n
 }
 
-// Hold sets or ends the fleet's own cordon of a worker, up or not: of one about to
-// leave, say. It is independent of Rest: Readmit does not end it, nor does its end
-// readmit the worker. The caller must end it once the worker is gone.
+// Hold sets or ends the cordon of a worker by discovery, such as that of a draining
+// worker, whether it is up or not. It is independent of Cordon: Readmit does not
+// end it, and its end does not readmit the worker. The caller must end it when the
+// worker was removed.
 func (r *Router) Hold(worker uint64, hold bool) {
 	r.mu.Lock()
 	defer r.unlock()
@@ -117,8 +119,8 @@ func (r *Router) isCordoned(w kv.WorkerKey) bool {
 	return rests || r.held[w.Worker]
 }
 
-// Working reports whether requests of this router are on their way on a worker, on any of
-// its ranks.
+// Working reports whether this router has in-flight requests on any rank of a
+// worker.
 func (r *Router) Working(worker uint64) bool {
 	r.mu.Lock()
 	defer r.mu.Unlock()

@@ -26,30 +26,31 @@ const (
 	receiptsWanted = time.Minute
 )
 
-// Receipt explains one decision. It holds nothing of the prompt, and never changes.
+// Receipt explains one decision. It contains nothing of the prompt and never
+// changes.
 type Receipt struct {
 	At        time.Time `json:"at"`
-	RequestID string    `json:"request_id,omitempty"` // of its booking, where the caller gave one
+	RequestID string    `json:"request_id,omitempty"` // of its booking, if the caller gave one
 	Model     string    `json:"model,omitempty"`
 	Series    string    `json:"prefix_id,omitempty"`
-	Session   string    `json:"session,omitempty"` // what becomes of its session: new, kept, moved; empty: it has none
+	Session   string    `json:"session,omitempty"` // result for its session: new, kept, moved; empty: no session
 	Leg       kv.Leg    `json:"leg"`
 	Tokens    int       `json:"tokens"` // of the prompt; 0: unknown
 	Blocks    int       `json:"blocks"` // full ones of it
 	QueryOnly bool      `json:"query_only,omitempty"`
-	Retry     bool      `json:"retry,omitempty"` // another worker has failed the request before
-	Trial     bool      `json:"trial,omitempty"` // it shows whether an ejected worker is well again
+	Retry     bool      `json:"retry,omitempty"` // the request has failed on another worker before
+	Trial     bool      `json:"trial,omitempty"` // it is the trial request of an ejected worker
 	policy.Explanation
-	Worker     *uint64            `json:"worker_id"` // the chosen one; null: none could be
+	Worker     *uint64            `json:"worker_id"` // the chosen worker; null: none
 	WorkerName string             `json:"worker_name,omitempty"`
 	Rank       uint32             `json:"dp_rank"`
 	Margin     *float64           `json:"margin"`         // to the best of the others; null: there was no other
-	Ties       int                `json:"ties,omitempty"` // candidates that shared the best score, if several: one was taken at random
+	Ties       int                `json:"ties,omitempty"` // number of candidates with the best score, if several; one was chosen at random
 	Error      string             `json:"error,omitempty"`
 	Candidates []ReceiptCandidate `json:"candidates"` // every worker that is up, by key
 }
 
-// ReceiptCandidate is a worker as a decision saw it.
+// ReceiptCandidate is the state of a worker at a decision.
 type ReceiptCandidate struct {
 	Worker        uint64   `json:"worker_id"`
 	WorkerName    string   `json:"worker_name,omitempty"`
@@ -59,28 +60,28 @@ type ReceiptCandidate struct {
 	InFlight      int      `json:"in_flight"`
 	PrefillTokens int      `json:"prefill_tokens"`
 	ActiveBlocks  int      `json:"active_blocks"`
-	Waiting       *int     `json:"waiting"`            // as it published; null: nothing recent
+	Waiting       *int     `json:"waiting"`            // as published; null: no recent value
 	KVUsage       *float64 `json:"kv_usage"`           // the same
-	Excluded      string   `json:"excluded,omitempty"` // why it could not be chosen: one of the constants, or the policy's word
+	Excluded      string   `json:"excluded,omitempty"` // reason why it could not be chosen: one of the constants, or the policy's reason
 	*policy.Score          // nil: it was not weighed
 }
 
 // Why a worker could not be chosen.
 const (
 	ExcludedPinned    = "pinned"              // the request names another one
-	ExcludedResting   = "resting"             // it gets no new requests until it is readmitted
-	ExcludedLeg       = "leg"                 // it takes no such part of a request
-	ExcludedKind      = "kind"                // it cannot share it with the other part's worker
+	ExcludedResting   = "cordoned"            // it gets no new requests until it is readmitted
+	ExcludedLeg       = "leg"                 // its role excludes this leg
+	ExcludedKind      = "kind"                // its KV connector differs from that of the other leg's worker
 	ExcludedModel     = "model"               // it does not serve the model
 	ExcludedEngine    = "engine"              // it does not run SGLang
-	ExcludedUnlisted  = "not_allowed"         // the request lists others
-	ExcludedRetry     = "failed_this_request" // it has failed this very request
+	ExcludedUnlisted  = "not_allowed"         // it is not among the allowed workers of the request
+	ExcludedRetry     = "failed_this_request" // this request has failed on it
 	ExcludedBusy      = "busy"                // beyond a busy threshold
 	ExcludedEjected   = "ejected"             // for its failures
-	ExcludedHeld      = "held"                // it asked for a pause, or is suspected
+	ExcludedHeld      = "held"                // paused: it requested a pause, or is suspected
 	ExcludedSession   = "session"             // the request's session stays with another one
-	ExcludedTrial     = "trial"               // an ejected one gets the request on trial
-	ExcludedSlowStart = "slow_start"          // its share is still growing
+	ExcludedTrial     = "trial"               // the request is the trial request of another worker
+	ExcludedSlowStart = "slow_start"          // in slow start
 )
 
 // receipts are those of the last decisions. The router's lock guards them.
@@ -101,9 +102,9 @@ func (k *receipts) keep(receipt *Receipt) {
 	}
 }
 
-// Decisions returns the receipts of the last decisions, at most that many, the newest
-// first, and whether decisions were explained before this call. They are for a minute
-// after it.
+// Decisions returns the receipts of the last decisions, at most last, newest first,
+// and whether decisions were explained before this call. A call enables
+// explanations for a minute.
 func (r *Router) Decisions(last int) (list []*Receipt, explained bool) {
 	r.mu.Lock()
 	defer r.mu.Unlock()

@@ -10,8 +10,8 @@ import (
 	"kvrouter/internal/radix"
 )
 
-// IndexSettings holds the settings of the index. Those of approximate indexes have
-// the names and defaults of Dynamo's, those of prefix trees of SGLang's.
+// IndexSettings holds the settings of the index. Settings of approximate indexes
+// have Dynamo's names and defaults, those of prefix trees SGLang's.
 type IndexSettings struct {
 	NoKVEvents             bool     `group:"Index" name:"no-kv-events" help:"Use an approximate index instead of KV events, and start workers without event publishing. A prompt counts as cached on the worker it was routed to, until the worker's cache size (from /metrics) implies its eviction or the cached_tokens of an answer contradict it."`
 	RouterTTLSecs          *float64 `group:"Index" name:"router-ttl-secs" placeholder:"SECONDS" help:"With --no-kv-events: seconds since its last use for which a prompt counts as cached; on workers that report their cache size, less if the cache is full before. Default: 120 on workers that do not report it, no limit on others."`
@@ -79,18 +79,18 @@ func indexless(name string, settings policy.Settings) bool {
 	return name == "kv" && settings.PrefillLoadScale == 0 && settings.OverlapScoreCredit == 0
 }
 
-// HasTrees reports whether the index of the policy of that name is a prefix tree for
-// each worker.
+// HasTrees reports whether the policy of that name uses a prefix tree for each
+// worker.
 func (c IndexSettings) HasTrees(name string) bool {
 	return policy.RoutesByMatch(name) && (c.NoKVEvents || c.PrefixSource == PrefixApprox)
 }
 
-// Follows reports whether KV events feed the index of the policy of that name.
+// Follows reports whether the policy of that name uses an index of KV events.
 func (c IndexSettings) Follows(name string, settings policy.Settings) bool {
 	return !c.NoKVEvents && !c.HasTrees(name) && !indexless(name, settings)
 }
 
-// NewIndex returns the index that c asks for with the policy of that name.
+// NewIndex returns the index of these settings for the policy of that name.
 // blockSize is in tokens. now is the clock by which assumed blocks expire.
 func NewIndex(c IndexSettings, name string, settings policy.Settings, blockSize int, now func() time.Time) radix.Index {
 	seconds := func(s float64) time.Duration { return time.Duration(s * float64(time.Second)) }

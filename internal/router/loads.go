@@ -13,8 +13,8 @@ import (
 // last value every second, and polls of /metrics come as often.
 const loadFreshFor = 10 * time.Second
 
-// Loads holds every worker's load. It has no lock of its own: its owner, the
-// Router, guards it.
+// Loads has the load of every worker. It has no lock: its owner, the Router, guards
+// it.
 type Loads struct {
 	byWorker map[kv.WorkerKey]*workerLoad
 	active   activeBlocks
@@ -298,11 +298,12 @@ func (l *Loads) deactivate(w kv.WorkerKey, sequence []uint64) {
 	}
 }
 
-// Snapshot looks up what requests in flight have of a prompt, for Active.
+// Snapshot looks up the blocks of a prompt among those of in-flight requests, for
+// Active.
 func (l *Loads) Snapshot(sequence []uint64) { l.shared = l.active.prefixes(sequence, l.shared) }
 
-// Active returns how many leading blocks of the prompt that Snapshot was asked about
-// requests in flight on w have in theirs.
+// Active returns the number of leading blocks of Snapshot's prompt that in-flight
+// requests on w share.
 func (l *Loads) Active(w kv.WorkerKey) int { return l.activeOn(l.byWorker[w]) }
 
 // activeOn is Active for a worker's entry; nil: there is none.

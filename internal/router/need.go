@@ -7,8 +7,8 @@ import (
 	"kvrouter/internal/kv"
 )
 
-// HoldSettings are the handling of requests while no worker is up that could serve
-// them. Package models holds them.
+// HoldSettings define the handling of requests while no worker that can serve them
+// is up.
 type HoldSettings struct {
 	HoldWhenEmpty time.Duration `group:"Routing" default:"0s" help:"Maximum time a request waits while no worker can serve it, for workers scaled to zero. At most --router-queue-limit requests wait, and the router stays ready. 0 answers 503 immediately."`
 }
@@ -17,7 +17,7 @@ type HoldSettings struct {
 func (k HoldSettings) validate(limit int) error {
 	switch {
 	case k.HoldWhenEmpty < 0:
-		return fmt.Errorf("--hold-when-empty %s: give a time, such as 2m; 0 holds nothing", k.HoldWhenEmpty)
+		return fmt.Errorf("--hold-when-empty %s: give a time, such as 2m; 0 disables it", k.HoldWhenEmpty)
 	case k.HoldWhenEmpty > 0 && limit < 1:
 		return fmt.Errorf("--router-queue-limit %d: give at least 1, or leave out --hold-when-empty", limit)
 	}
@@ -27,13 +27,14 @@ func (k HoldSettings) validate(limit int) error {
 // Need selects the workers that could serve a request.
 type Need struct {
 	Model string // that they serve; empty: any
-	Whole bool   // one that takes it whole
-	Pair  bool   // two that share it, where Whole is not set
-	Now   bool   // it is not to wait
+	Whole bool   // a worker for an aggregated request
+	Pair  bool   // two workers for a disaggregated request, if Whole is not set
+	Now   bool   // it must not wait
 }
 
-// Lacks reports whether a request has to wait for a worker to come: none is up that could
-// serve it. Where workers are up of which none serves the model, waiting would not help.
+// Lacks reports whether a request has to wait for a worker, because none that can
+// serve it is up. It returns false if workers are up but none serves the model,
+// because waiting would not help.
 func (r *Router) Lacks(need Need) bool {
 	r.mu.Lock()
 	defer r.mu.Unlock()

@@ -107,8 +107,9 @@ func (r *Router) unlock() {
 	}
 }
 
-// Idlest returns the worker with the fewest requests in flight of those that answer,
-// of that engine if one is up; not ok: none is up. Nothing is booked.
+// Idlest returns the worker to query: of that engine if one is up, if possible
+// neither cordoned nor ejected and answering queries, then the one with the fewest
+// in-flight requests; not ok: none is up. Nothing is booked.
 func (r *Router) Idlest(engine kv.Engine) (t kv.Target, ok bool) {
 	r.mu.Lock()
 	defer r.unlock()
@@ -134,8 +135,8 @@ func (r *Router) Idlest(engine kv.Engine) (t kv.Target, ok bool) {
 	}), true
 }
 
-// AskFailed notes that t did not answer a question about a prompt that was put at
-// that time. It counts as a failure unless the asker went away.
+// AskFailed records that t did not answer a tokenization request sent at that time.
+// It counts as a failure unless the caller has cancelled it.
 func (r *Router) AskFailed(ctx context.Context, t kv.Target, asked time.Time) {
 	if errors.Is(ctx.Err(), context.Canceled) {
 		return
@@ -145,8 +146,8 @@ func (r *Router) AskFailed(ctx context.Context, t kv.Target, asked time.Time) {
 	r.outliers.AskFailed(t.Key, t.Generation, asked, r.now())
 }
 
-// Outliers returns how each worker that is up does, by key, and whether too many
-// are out that all are used.
+// Outliers returns the state of each worker that is up, by key, and whether the
+// panic threshold is exceeded, so that all are used.
 func (r *Router) Outliers() (list []outlier.Record, panicking bool) {
 	r.mu.Lock()
 	defer r.unlock()
@@ -189,8 +190,8 @@ func (r *Router) judge(b *Booking, how policy.Ending, now time.Time) {
 	}
 }
 
-// FailAs is Fail with the kind of failure; why is a text. It
-// reports whether the worker is out now: nothing more will go there for a while.
+// FailAs is Fail with the kind of failure; why describes it. It reports whether the
+// worker is now ejected.
 func (b *Booking) FailAs(kind outlier.Kind, why string) (out bool) {
 	r := b.router
 	r.mu.Lock()
@@ -201,8 +202,8 @@ func (b *Booking) FailAs(kind outlier.Kind, why string) (out bool) {
 	return r.outliers.IsOut(b.worker, now) && !r.outliers.Panic()
 }
 
-// Abort is Fail for a request whose worker is known to be down or stuck: that
-// counts no more.
+// Abort is Fail for a request whose worker is known to be down or stuck; it does
+// not count as a further failure.
 func (b *Booking) Abort() {
 	r := b.router
 	r.mu.Lock()
@@ -211,22 +212,23 @@ func (b *Booking) Abort() {
 	r.finish(b, policy.Failed, 0, r.now())
 }
 
-// Leave ends the booking of a request after its client disconnected. Where no byte had come
-// for far longer than others wait, the worker has failed it; else the worker is
-// not at fault. A decode leg may have waited for its prefill leg.
+// Leave ends the booking of a request after its client disconnected. If it had
+// waited for its first byte for much longer than the baseline, the worker has
+// failed; otherwise it is not a failure. A decode leg may have waited for its
+// prefill leg.
 func (b *Booking) Leave() {
 	r := b.router
 	r.mu.Lock()
 	defer r.unlock()
 	now, how := r.now(), policy.Abandoned
 	if wait := now.Sub(b.sent); !b.computed && !b.ended.Load() && b.leg != kv.LegDecode && r.outliers.LeftInVain(b.attempt(), b.class(), b.queued, wait, now) {
-		how, b.fault = policy.Failed, &fault{kind: outlier.Left, why: "a client left after it had waited " + wait.Round(time.Millisecond).String() + " for a first byte"}
+		how, b.fault = policy.Failed, &fault{kind: outlier.Left, why: "a client disconnected after waiting " + wait.Round(time.Millisecond).String() + " for the first byte"}
 	}
 	r.finish(b, how, 0, now)
 }
 
-// Press ends the booking of a request after its worker asked for a pause of that length;
-// 0: it does not say for how long.
+// Press ends the booking of a request after its worker requested a pause of that
+// length; 0: of unknown length.
 func (b *Booking) Press(pause time.Duration) {
 	r := b.router
 	r.mu.Lock()
@@ -236,9 +238,9 @@ func (b *Booking) Press(pause time.Duration) {
 	r.outliers.Pressed(b.attempt(), pause, now)
 }
 
-// Suspect ends the booking of a request that its worker refused with a status for
-// which the client or the worker may be at fault. It reports whether to ask
-// another worker; then Convict or Acquit must follow.
+// Suspect ends the booking of a request that its worker refused with a status that
+// either the client or the worker may have caused. It reports whether to ask
+// another worker; then the caller must call Convict or Acquit.
 func (b *Booking) Suspect(status int) (ask bool) {
 	r := b.router
 	r.mu.Lock()
@@ -248,7 +250,7 @@ func (b *Booking) Suspect(status int) (ask bool) {
 	return r.outliers.Suspect(b.attempt(), status, now)
 }
 
-// Convict notes that another worker accepted what this one refused.
+// Convict records that another worker accepted the request that this one refused.
 func (b *Booking) Convict(status int) {
 	r := b.router
 	r.mu.Lock()
@@ -256,8 +258,8 @@ func (b *Booking) Convict(status int) {
 	r.outliers.Convict(b.attempt(), status, r.now())
 }
 
-// Acquit notes that no other worker accepted it; agreed, that another one refused it
-// with the same status.
+// Acquit records that no other worker accepted it. agreed means that another one
+// refused it with the same status.
 func (b *Booking) Acquit(status int, agreed bool) {
 	r := b.router
 	r.mu.Lock()
@@ -274,9 +276,9 @@ func (b *Booking) Forgive() {
 	r.outliers.Forgive(b.attempt(), r.now())
 }
 
-// Silent judges the worker, of which no byte of any answer has come for that time,
-// while the request waited for its first one. If it is stuck, its requests
-// must be aborted; else it must be checked again after that time.
+// Silent evaluates the worker, which has sent no byte of any answer for that time
+// while the request waited for its first one. If it is stuck, its requests must be
+// aborted; otherwise it must be checked again after the returned time.
 func (b *Booking) Silent(silent time.Duration) (stuck bool, again time.Duration) {
 	r := b.router
 	r.mu.Lock()
@@ -284,8 +286,8 @@ func (b *Booking) Silent(silent time.Duration) (stuck bool, again time.Duration)
 	return r.outliers.Silent(b.attempt(), b.class(), b.queued, silent, r.now())
 }
 
-// FirstLook is how long after its sending to ask Silent first. Not ok: never, since
-// a decode leg may wait for its prefill leg.
+// FirstLook returns the time from sending the request to the first call of Silent.
+// Not ok: never, because a decode leg may wait for its prefill leg.
 func (b *Booking) FirstLook() (after time.Duration, ok bool) {
 	return outlier.FirstLook(b.trial), b.leg != kv.LegDecode
 }

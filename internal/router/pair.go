@@ -10,32 +10,32 @@ import (
 	"kvrouter/internal/policy"
 )
 
-// ErrNoPair means that a request must not stay whole, but has to: no prefill
-// worker is up, or no decode worker that could go on with its work.
-var ErrNoPair = errors.New("no prefill worker and decode worker are up that can share the request")
+// ErrNoPair means that a request must be disaggregated, but no prefill worker with
+// a compatible decode worker is up.
+var ErrNoPair = errors.New("no compatible prefill and decode workers are up")
 
-// Pair is the decision on a request that two workers may serve: one computes the
-// prompt, one the answer.
+// Pair is the decision on a request that may be disaggregated: one worker computes
+// the prompt, another the answer.
 type Pair struct {
-	Prefill Decision // of the prompt; nothing where the request stays whole
-	Decode  Decision // of the answer, or of the whole request
-	Whole   string   // why it stays whole: one of the constants, or PairRule.Whole; empty: it does not
+	Prefill Decision // of the prompt; empty if the request is aggregated
+	Decode  Decision // of the answer, or of the aggregated request
+	Whole   string   // reason why it is aggregated: one of the constants, or PairRule.Whole; empty: it is disaggregated
 }
 
-// Why a request stays whole, beside what PairRule.Whole gives.
+// Reasons why a request is aggregated, in addition to PairRule.Whole.
 const (
-	WholeNoPair = "no_pair" // no two workers are up that can share it
-	WholeShort  = "short"   // too few tokens of its prompt to compute
+	WholeNoPair = "no_pair" // no compatible pair of workers is up
+	WholeShort  = "short"   // too few uncached prompt tokens
 )
 
-// PairRule is the condition under which a request stays whole.
+// PairRule is the condition under which a request is aggregated.
 type PairRule struct {
-	LeastUncached int    // fewest prompt tokens to be computed for which two workers share it
-	Whole         string // why it is to stay whole wherever a worker takes whole requests; empty: it is not
-	Enforce       bool   // ErrNoPair where it stays whole only because no two workers are up, as where its prefill worker is pinned
+	LeastUncached int    // minimum number of uncached prompt tokens for disaggregation
+	Whole         string // reason to aggregate it if a worker serves aggregated requests; empty: none
+	Enforce       bool   // return ErrNoPair instead of aggregating a request for lack of a pair, as with a pinned prefill worker
 }
 
-// End ends the pair's bookings that have not ended: no worker is at fault.
+// End ends the pair's remaining bookings; no worker has failed.
 func (p Pair) End() {
 	for _, b := range []*Booking{p.Prefill.Booking, p.Decode.Booking} {
 		if b != nil {
@@ -44,8 +44,8 @@ func (p Pair) End() {
 	}
 }
 
-// Took returns the decision whose times count for the whole pair: the first one,
-// with the schedule and queue times of the second added.
+// Took returns the decision with the times of both: the first one, with the
+// schedule and queue times of the second added.
 func (p Pair) Took() Decision {
 	if p.Whole != "" {
 		return p.Decode
@@ -56,8 +56,8 @@ func (p Pair) Took() Decision {
 	return d
 }
 
-// Paired reports whether any worker that is up computes only prompts or only
-// answers: else RoutePair splits nothing.
+// Paired reports whether any worker that is up has the role prefill or decode;
+// otherwise RoutePair disaggregates nothing.
 func (r *Router) Paired() bool { return r.paired.Load() }
 
 // notePairs updates what Paired returns. It is called with every change of the
@@ -66,12 +66,12 @@ func (r *Router) notePairs() {
 	r.paired.Store(slices.ContainsFunc(r.targets, func(t kv.Target) bool { return t.Role != kv.RoleBoth }))
 }
 
-// RoutePair is Route for a request that two workers may share: one computes the
-// prompt, chosen as Route does, the other the answer, chosen by load alone, and
-// both are booked. The request stays whole, and goes where Route sends it, where
-// no such two workers are up; and, if a worker takes it whole, where the rule
-// says so. Unless the request is QueryOnly or ChooseOnly, the caller must end both
-// bookings. Of Request.Kinds only those share it; Leg is set here.
+// RoutePair is Route for a request that may be disaggregated. The prefill worker is
+// chosen as by Route, the decode worker by load alone, and both are booked. The
+// request is aggregated, and routed by Route, if no compatible pair is up, or if
+// the rule says so and a worker serves aggregated requests. Unless the request is
+// QueryOnly or ChooseOnly, the caller must end both bookings. Request.Kinds
+// restricts the pair; Leg is set here.
 func (r *Router) RoutePair(ctx context.Context, request Request, rule PairRule) (Pair, error) {
 	scratch := r.scratch.Get().(*workspace)
 	defer r.scratch.Put(scratch)

@@ -46,8 +46,8 @@ func (k QueueSettings) validate() error {
 	return nil
 }
 
-// QueueRefresh is how often a request that waits looks its prompt up again. It
-// also notices events that free capacity without a signal.
+// QueueRefresh is the interval at which a queued request looks its prompt up again.
+// It also detects capacity that was freed without a signal.
 const QueueRefresh = 10 * time.Second
 
 // waiter is a request that waits until a worker has capacity for it.
@@ -220,10 +220,10 @@ type Waiting struct {
 	waiter *waiter
 }
 
-// RouteOrWait is Route for a caller with its own clock that must not block:
-// where the request has to wait it returns a Waiting, and decided is called later,
-// with the decision or an error. It must not call the router. The caller calls
-// Refresh after each QueueRefresh, and Leave once RouterQueueTimeout is over.
+// RouteOrWait is Route for a caller with its own clock that must not block: if the
+// request has to wait, it returns a Waiting, and decided is called later with the
+// decision or an error. decided must not call the router. The caller calls Refresh
+// after each QueueRefresh, and Leave after RouterQueueTimeout.
 func (r *Router) RouteOrWait(request Request, decided func(Decision, error)) (Decision, *Waiting, error) {
 	scratch := r.scratch.Get().(*workspace)
 	p, decision := r.lookUp(request, scratch)
@@ -239,8 +239,8 @@ func (r *Router) RouteOrWait(request Request, decided func(Decision, error)) (De
 // Refresh updates the workers' matches of the request's prompt.
 func (w *Waiting) Refresh() { w.router.lookUpAgain(w.waiter) }
 
-// Leave takes the request out of the queue, and reports whether it was there: if not,
-// it has been decided.
+// Leave removes the request from the queue, and reports whether it was there; if
+// not, it has been decided.
 func (w *Waiting) Leave() bool {
 	r := w.router
 	r.mu.Lock()
@@ -252,7 +252,7 @@ func (w *Waiting) Leave() bool {
 	return at >= 0
 }
 
-// QueueDepth returns the number of waiting requests and of their prompt tokens.
+// QueueDepth returns the number of queued requests and of their prompt tokens.
 func (r *Router) QueueDepth() (requests, tokens int) {
 	r.mu.Lock()
 	defer r.mu.Unlock()

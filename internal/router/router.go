@@ -1,7 +1,8 @@
 // Package router chooses the worker for a request and counts the in-flight requests
-// of each worker. It looks the prompt up in the index, gathers the workers that may
-// serve it, lets the policy choose and books the request, all under one lock, so that concurrent requests see each other. Every booking ends exactly
-// once. The package knows nothing of HTTP.
+// of each worker. It looks the prompt up in the index, collects the workers that
+// may serve it, calls the policy and books the request, all under one lock, so that
+// concurrent requests see each other. Every booking ends exactly once. The package
+// does not depend on HTTP.
 package router
 
 import (
@@ -35,39 +36,39 @@ var (
 // Tokens and Local is routed by load alone.
 type Request struct {
 	ID        string     // of its booking; empty: none. Only one booking at a time may have it
-	Tokens    []uint32   // the prompt, as far as its tokens say all about it
-	Local     []uint64   // its local block hashes, where the caller has them instead of Tokens
-	Sequence  []uint64   // its sequence hashes, where the caller has them; not to be changed any more
-	NumTokens int        // its whole length; 0: that of Tokens
+	Tokens    []uint32   // the leading tokens that fully determine their part of the prompt
+	Local     []uint64   // its local block hashes, if the caller has them instead of Tokens
+	Sequence  []uint64   // its sequence hashes, if the caller has them; must not change afterwards
+	NumTokens int        // its complete length; 0: that of Tokens
 	Media     [][]uint64 // of Tokens' blocks, as kv.HashMediaBlocks takes them; nil: plain text
-	Cached    *int       // tokens that its worker need not compute, 0 to its length, where the caller knows; nil: as in the index
+	Cached    *int       // cached tokens, 0 to its length, if the caller knows them; nil: as in the index
 	LoRA      string     // adapter, empty: none
 	Salt      string     // cache salt, empty: none
 	Model     string     // only workers that serve it; empty: any
 
-	Exclude  []uint64         // workers that have failed this request
+	Exclude  []uint64         // workers on which this request has failed
 	Allowed  []uint64         // only these workers; nil: any
-	Pinned   *kv.WorkerKey    // this one or an error, never another
+	Pinned   *kv.WorkerKey    // this worker or an error, never another
 	Override *policy.Override // of settings, for this request
-	Leg      kv.Leg           // only workers that take it
+	Leg      kv.Leg           // only workers whose role permits it
 	Kinds    kv.Kinds         // only workers of these kinds; none: any
 	SGLang   bool             // only workers that run SGLang
 
-	PinnedPrefill *kv.WorkerKey // as Pinned, of the prompt where two workers share the request
+	PinnedPrefill *kv.WorkerKey // as Pinned, for the prefill leg of a disaggregated request
 
 	Prefix         hints.Prefix
 	ExpectedOutput int     // tokens of the answer; 0: unknown
-	PriorityJump   float64 // seconds that it goes before others in the queue
-	StrictPriority uint32  // in the queue; the higher go first
+	PriorityJump   float64 // seconds of precedence in the queue
+	StrictPriority uint32  // in the queue; higher values first
 	Session        uint64  // of SessionOf; 0: none
-	SessionID      string  // of SessionID: by which other routers know the session; empty: not shared
-	Home           *uint64 // worker that it stays with like a session, if that is well and not overloaded; nil: none
-	Alternatives   int     // most workers that the decision is to name beside the chosen one
+	SessionID      string  // of SessionID: the session's id among routers; empty: not shared
+	Home           *uint64 // preferred worker, as of a session: used if healthy and not overloaded; nil: none
+	Alternatives   int     // maximum number of further workers in the decision
 
-	QueryOnly     bool // choose, but change nothing: there is no booking
-	ChooseOnly    bool // the caller does not learn when the request ends: book nothing
-	AnsweredWhole bool // the caller does not learn when its first token comes
-	Explain       bool // the caller wants the receipts of its decisions
+	QueryOnly     bool // dry run: choose without a booking or any other change
+	ChooseOnly    bool // the end of the request will not be reported: book nothing
+	AnsweredWhole bool // its first token will not be reported
+	Explain       bool // return the receipts of its decisions
 }
 
 // Hashes appends to dst the local block hashes of the request's Tokens.
@@ -75,26 +76,26 @@ func (q *Request) Hashes(dst []uint64, blockSize int) []uint64 {
 	return kv.HashMediaBlocks(dst, q.Tokens, blockSize, q.LoRA, q.Salt, q.Media)
 }
 
-// Follow puts the client's hints into the request, without its session.
+// Follow applies the client's hints to the request, except the session.
 func (q *Request) Follow(h hints.Hints) {
 	q.QueryOnly, q.Pinned, q.PinnedPrefill = h.Query, h.Pinned, h.PinnedPrefill
 	q.PriorityJump, q.StrictPriority = h.PriorityJump, h.StrictPriority
 	q.ExpectedOutput, q.Prefix = h.ExpectedOutput, h.Prefix
 }
 
-// Decision is the worker chosen for a request, and how much of its prompt is cached there.
+// Decision is the worker chosen for a request, with the cached part of its prompt.
 type Decision struct {
 	Target        kv.Target
 	Tokens        int // prompt length; 0: unknown
 	Overlap       int // blocks of the prompt in the worker's cache that it can use
 	OverlapTokens int // the same in tokens
 	Booking       *Booking
-	Alternatives  []kv.Target // where it may go if Target does not take it, the best first
+	Alternatives  []kv.Target // fallbacks if Target is unreachable, best first
 
 	MatchedBlocks          int      // of the prompt in the worker's cache, by the policy's reckoning
 	EffectivePrefillTokens int      // prompt tokens to be computed, by the policy's reckoning
 	PotentialDecodeBlocks  int      // active blocks of the worker once it has this prompt; 0: not counted
-	Sequence               []uint64 // sequence hashes that are booked; not to be changed
+	Sequence               []uint64 // booked sequence hashes; must not be changed
 
 	HashTime     time.Duration // spent on block hashes
 	LookupTime   time.Duration // spent in the index
@@ -102,7 +103,7 @@ type Decision struct {
 	ScheduleTime time.Duration // spent on choosing and booking, the wait for the lock included
 	QueueTime    time.Duration // spent in the queue, not part of the times above
 
-	Receipts []*Receipt // explain it, where requested
+	Receipts []*Receipt // explain it, if requested
 }
 
 // Settings are the settings of the Router, with Dynamo's names and
@@ -134,7 +135,7 @@ func (k Settings) Validate() error {
 	return cmp.Or(k.Settings.Validate(), k.QueueSettings.validate(), k.SessionSettings.validate(), k.HoldSettings.validate(k.RouterQueueLimit), k.SaturationSettings.validate())
 }
 
-// CountsPasses reports whether a setting is in passes of the workers.
+// CountsPasses reports whether the unit of a setting is a pass of the worker.
 func (k Settings) CountsPasses() bool {
 	return k.ActivePrefillTokensThresholdFrac != nil || k.RouterQueueThreshold != nil
 }
@@ -250,7 +251,7 @@ func New(settings Settings, deps Deps) *Router {
 	}
 }
 
-// Index returns the index that prompts are looked up in.
+// Index returns the index of the router's lookups.
 func (r *Router) Index() radix.Index { return r.index }
 
 // Names returns the names of its workers.
@@ -265,8 +266,8 @@ func (r *Router) Blocks(w kv.WorkerKey) int { return r.index.Blocks(w) }
 // BlockSize returns the number of tokens in a block.
 func (r *Router) BlockSize() int { return r.blockSize }
 
-// Up makes t a worker that requests may go to. It replaces a target with the same
-// key.
+// Up adds t to the workers that requests may be routed to. It replaces a target
+// with the same key.
 func (r *Router) Up(t kv.Target) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
@@ -335,8 +336,8 @@ func (r *Router) Count() int {
 	return len(r.targets)
 }
 
-// Has reports whether a worker is up of which is is true. It is asked under the router's
-// lock, and copies nothing.
+// Has reports whether is returns true for any worker that is up. is is called under
+// the router's lock.
 func (r *Router) Has(is func(*kv.Target) bool) bool {
 	r.mu.Lock()
 	defer r.mu.Unlock()
@@ -370,8 +371,8 @@ func (r *Router) Serves(model string) (serves, up bool) {
 	return r.has(func(t *kv.Target) bool { return t.Serves(model) }), len(r.targets) > 0
 }
 
-// Adapter returns model if it is the name of a LoRA adapter, else nothing. listed: it
-// is one of the names that a worker lists.
+// Adapter returns model if it is the name of a LoRA adapter, otherwise an empty
+// name. listed means that a worker lists that name.
 func (r *Router) Adapter(model string) (adapter string, listed bool) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
@@ -384,11 +385,11 @@ func (r *Router) Adapter(model string) (adapter string, listed bool) {
 	return "", listed
 }
 
-// Route chooses a worker for the request and books the request on it. Unless
-// the request is QueryOnly or ChooseOnly, the caller must end the decision's
-// Booking. Where all workers have enough to do, it waits until one has capacity or
-// ctx ends. It fails with ErrNoWorker, ErrBusy, ErrQueueFull, ErrQueueTimeout,
-// ErrDuplicate or the cause for which ctx ended.
+// Route chooses a worker for the request and books the request on it. Unless the
+// request is QueryOnly or ChooseOnly, the caller must end the decision's Booking.
+// If all workers are at capacity, it waits until one has capacity or ctx is done.
+// It fails with ErrNoWorker, ErrBusy, ErrQueueFull, ErrQueueTimeout, ErrDuplicate
+// or the cause for which ctx ended.
 func (r *Router) Route(ctx context.Context, request Request) (Decision, error) {
 	scratch := r.scratch.Get().(*workspace)
 	defer r.scratch.Put(scratch)
@@ -548,8 +549,8 @@ func (r *Router) assume(w kv.WorkerKey, p *prompt) *radix.Assumed {
 	return r.assumes.Routed(w, p.local)
 }
 
-// Book books the request on a worker without choosing: it was chosen before or
-// elsewhere. It fails with ErrUnknownWorker or ErrDuplicate.
+// Book books the request on a given worker, which was chosen before or elsewhere.
+// It fails with ErrUnknownWorker or ErrDuplicate.
 func (r *Router) Book(request Request, worker kv.WorkerKey) (*Booking, error) {
 	booking, _, err := r.bookOn(request, worker)
 	return booking, err

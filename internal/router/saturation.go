@@ -8,7 +8,7 @@ import (
 	"kvrouter/internal/policy"
 )
 
-// SaturationSettings are the limits of the wait.
+// SaturationSettings define the unit of saturation.
 type SaturationSettings struct {
 	SaturationTarget time.Duration `group:"Routing" default:"1s" help:"Time to first token, beyond that of an idle worker, at which kvrouter_saturation is 1."`
 }
@@ -21,17 +21,17 @@ func (k SaturationSettings) validate() error {
 	return nil
 }
 
-// Saturation is the predicted Wait by --saturation-target; not up: no worker takes
-// requests.
+// Saturation returns the predicted Wait divided by --saturation-target; not up: no
+// worker accepts requests.
 func (r *Router) Saturation() (saturation float64, up bool) {
 	wait, up := r.Wait()
 	return wait.Seconds() / r.settings.SaturationTarget.Seconds(), up
 }
 
-// Wait predicts how much later a request that comes now gets its first token than
-// on an idle worker, on the worker where that is soonest and behind those in the
-// router's queue. Not up: no worker takes requests. Where prompts are computed apart,
-// the workers are those that do so.
+// Wait predicts the delay of the first token of a new request compared to an idle
+// worker, on the worker with the shortest wait and behind the requests in the
+// router's queue. Not up: no worker accepts requests. With disaggregation, only
+// prefill workers count.
 func (r *Router) Wait() (wait time.Duration, up bool) {
 	r.mu.Lock()
 	defer r.unlock()

@@ -12,12 +12,12 @@ import (
 	"kvrouter/internal/policy"
 )
 
-// SessionSettings define which requests belong together, and how long they stay with
+// SessionSettings define which requests form a session, and how long it stays on
 // one worker.
 type SessionSettings struct {
 	SessionHeader         string        `group:"Routing" placeholder:"NAME" help:"Request header with the session id, such as x-session-id. Requests of a session go to one worker unless it is unhealthy or overloaded."`
 	SessionCookie         string        `group:"Routing" placeholder:"NAME" help:"Cookie with the session id of requests without that header. The router reads it only; a proxy in front of it must set it."`
-	SessionTTL            time.Duration `name:"session-ttl" group:"Routing" default:"30m" help:"Idle time after which a session is forgotten."`
+	SessionTTL            time.Duration `name:"session-ttl" group:"Routing" default:"30m" help:"Idle time after which a session expires."`
 	SessionLimit          int           `group:"Routing" default:"65536" help:"Maximum number of sessions; the least recently used is evicted."`
 	SessionOverloadFactor float64       `group:"Routing" default:"2" placeholder:"NUMBER" help:"Load, as a multiple of the mean of the other eligible workers, above which a session leaves its worker (at more than 8,192 pending prompt tokens). 0 disables it."`
 }
@@ -64,9 +64,9 @@ const (
 
 // Results of a decision for a request with a session.
 const (
-	SessionNew   = "new"   // it was not known, or forgotten
-	SessionKept  = "kept"  // it stays with its worker
-	SessionMoved = "moved" // its worker could not take the request, or was overloaded
+	SessionNew   = "new"   // it was unknown or had expired
+	SessionKept  = "kept"  // it stays on its worker
+	SessionMoved = "moved" // its worker could not serve the request, or was overloaded
 )
 
 // session is the entry of one session: a hash in place of its name.
@@ -89,7 +89,7 @@ type sessions struct {
 	last   uint64 // highest sequence of a version so far
 }
 
-// SessionCounts count the decisions for requests with a session by what became of it.
+// SessionCounts count the decisions for requests with a session by result.
 type SessionCounts struct{ New, Kept, Moved uint64 }
 
 // Add adds the other's counts.
@@ -101,8 +101,9 @@ func newSessions() *sessions {
 	return &sessions{seed: maphash.MakeSeed(), byHash: map[uint64]*list.Element{}}
 }
 
-// SessionOf returns what Request.Session is for a session of that name and owner:
-// sessions of two owners are apart. The name is not kept. An empty name is no session.
+// SessionOf returns the value of Request.Session for a session of that name and
+// owner. Sessions of different owners are separate. The name is not stored. An
+// empty name means no session.
 func (r *Router) SessionOf(owner, name string) uint64 {
 	if name == "" {
 		return 0
@@ -253,8 +254,8 @@ func (r *Router) noteSession(p *prompt, target *kv.Target, now time.Time) {
 	r.tellSession(p, r.sessions.put(p.sessionKey(), target, &r.settings.SessionSettings, now), now)
 }
 
-// Sessions returns the number of sessions that are remembered, and what became of those of the
-// decisions so far.
+// Sessions returns the number of stored sessions, and the results of the decisions
+// so far.
 func (r *Router) Sessions() (known int, counts SessionCounts) {
 	r.mu.Lock()
 	defer r.mu.Unlock()

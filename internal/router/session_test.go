@@ -295,7 +295,7 @@ func TestSessionSettingsAreChecked(t *testing.T) {
 		{func(k *Settings) { k.SessionOverloadFactor = -1 }, "--session-overload-factor -1: give a number of at least 0; 0 never breaks a session for load"},
 		{func(k *Settings) { k.SessionHeader = "x id" }, `--session-header "x id": give the name of a header, such as x-session-id`},
 		{func(k *Settings) { k.SessionCookie = "a=b" }, "--session-cookie: give the name of a cookie, letters, digits, - and _"},
-		{func(k *Settings) { k.HoldWhenEmpty = -1 }, "--hold-when-empty -1ns: give a time, such as 2m; 0 holds nothing"},
+		{func(k *Settings) { k.HoldWhenEmpty = -1 }, "--hold-when-empty -1ns: give a time, such as 2m; 0 disables it"},
 		{func(k *Settings) { k.HoldWhenEmpty, k.RouterQueueLimit = 1, 0 }, "--router-queue-limit 0: give at least 1, or leave out --hold-when-empty"},
 		{func(k *Settings) { k.SaturationTarget = 0 }, "--saturation-target 0s: give more than 0, such as 1s"},
 	} {

@@ -16,13 +16,13 @@ const (
 	ChangeFree    = "free"
 )
 
-// Change is one change of a router's books, as sent to others.
+// Change is one change of a router's bookings, as sent to others.
 type Change struct {
 	Kind          string
-	Request       string // names the booking; empty: it has no name of its own
+	Request       string // id of the booking; empty: none of its own
 	Worker        kv.WorkerKey
 	Tokens        int // of the prompt
-	Uncached      int // those of them to be computed
+	Uncached      int // uncached ones
 	Expected      int // tokens of the answer; 0: unknown
 	AnsweredWhole bool
 	Leg           kv.Leg // that the worker was chosen for
@@ -39,13 +39,14 @@ func (b *Booking) Change(kind string) Change {
 	}
 }
 
-// SessionBinding is the place of a session. Of two for one session the one with the
-// higher sequence holds, of two with the same the one of the higher writer.
+// SessionBinding is the worker of a session. Of two bindings the one with the
+// higher sequence counts, of two with the same sequence the one of the higher
+// writer.
 type SessionBinding struct {
 	ID       string // of SessionID
 	Worker   kv.WorkerKey
 	AnyRank  bool   // of the worker
-	Sequence uint64 // nanoseconds since 1970, or one more than the highest that its writer has seen
+	Sequence uint64 // nanoseconds since 1970, or the highest known to its writer plus one
 	Writer   uint64
 }
 
@@ -56,10 +57,10 @@ func (v sessionVersion) compare(other sessionVersion) int {
 	return cmp.Or(cmp.Compare(v.sequence, other.sequence), cmp.Compare(v.writer, other.writer))
 }
 
-// Sharing is how a router sends its changes to others. Its functions must not wait; Booking and
-// Session are called under the router's lock.
+// Sharing sends the router's changes to others. Its functions must not block;
+// Booking and Session are called under the router's lock.
 type Sharing struct {
-	Writer   uint64 // names this router in its bindings
+	Writer   uint64 // identifies this router in its bindings
 	Booking  func(kind string, b *Booking)
 	Session  func(SessionBinding)
 	Ejection func(w kv.WorkerKey, long time.Duration)
@@ -73,15 +74,15 @@ const (
 	// that a session is still where it was.
 	sessionToldEvery = 8
 	// sequenceAhead is how far a binding's sequence may be ahead of the clock:
-	// a later one would win for ever.
+	// a later one would win forever.
 	sequenceAhead = time.Hour
 	// prefillMark ends the name of a session's place for prompts that are computed
 	// apart.
 	prefillMark = "\x00prefill"
 )
 
-// SessionID returns how routers name a session to each other; empty: they do not.
-// The name of a session that has no owner stands for itself.
+// SessionID returns the id of a session among routers; empty: not shared. Without
+// an owner it is the session's name.
 func SessionID(owner, name string) string {
 	id := name
 	if owner != "" && name != "" {
@@ -93,7 +94,7 @@ func SessionID(owner, name string) string {
 	return id
 }
 
-// Share makes the router send its changes through with; nil: nowhere.
+// Share makes the router send its changes through with; nil: not sent.
 func (r *Router) Share(with *Sharing) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
@@ -112,8 +113,8 @@ func (r *Router) share(kind string, b *Booking) {
 	}
 }
 
-// BookRemote books what another router has booked. It returns nil for a worker
-// that is not up here.
+// BookRemote books the load of another router's booking. It returns nil for a
+// worker that is not up here.
 func (r *Router) BookRemote(change Change) *Booking {
 	b := &Booking{
 		router: r, remote: true, worker: change.Worker, prompt: max(0, change.Tokens), uncached: max(0, change.Uncached),
@@ -146,8 +147,8 @@ func (r *Router) tellSession(p *prompt, s *session, now time.Time) {
 	r.sharing.Session(SessionBinding{ID: id, Worker: s.worker, Sequence: s.version.sequence, Writer: s.version.writer})
 }
 
-// TakeSession notes where another router has bound a session. It reports whether that
-// holds: not where a later binding is known, the worker is not up here, or no
+// TakeSession records the worker to which another router has bound a session. It
+// returns false if a later binding is known, the worker is not up here, or no
 // request can name a session.
 func (r *Router) TakeSession(b SessionBinding) (took bool) {
 	if len(b.ID) == 0 || len(b.ID) > maxSessionID || !r.settings.NamesSessions() {
@@ -186,8 +187,8 @@ func (r *Router) TakeSession(b SessionBinding) (took bool) {
 	return true
 }
 
-// TakeEjection notes that another router has taken a worker out for that long. That
-// is a hint: see outlier.Detector.Hint. It reports whether it changed anything.
+// TakeEjection records that another router has ejected a worker for that time. It
+// is a hint, see outlier.Detector.Hint. It reports whether anything changed.
 func (r *Router) TakeEjection(w kv.WorkerKey, long time.Duration) (took bool) {
 	r.mu.Lock()
 	defer r.unlock()

@@ -40,7 +40,7 @@ func TestDecisionsAreExplainedFromTheFirstQuestionOn(t *testing.T) {
 		t.Fatalf("%d %s", status, answer)
 	}
 	for field, want := range map[string]string{
-		"policy": `"kv"`, "how": `"highest"`, "worker_id": "1", "tokens": "40", "leg": `"whole"`, "candidates.#": "2",
+		"policy": `"kv"`, "how": `"highest"`, "worker_id": "1", "tokens": "40", "leg": `"aggregated"`, "candidates.#": "2",
 		"candidates.1.overlap_blocks": "10", "candidates.1.terms.#.name": `["prefill","decode","requests"]`, "candidates.0.total": "-20", "candidates.1.total": "-10", "margin": "10",
 	} {
 		if got := newest.Get(field).Raw; got != want {

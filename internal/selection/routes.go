@@ -276,7 +276,7 @@ func (s *Service) claimed(c *gin.Context, id string) bool {
 	return false
 }
 
-// reserveQuery asks for a booking: of the selection with that id, or, with worker_id, of
+// reserveQuery requests a booking: of the selection with that id, or, with worker_id, of
 // a prompt on that worker.
 type reserveQuery struct {
 	promptQuery

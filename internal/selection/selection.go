@@ -123,9 +123,10 @@ func (s *Service) Handler() http.Handler {
 	return engine
 }
 
-// Guards reject requests of other sites' pages, requests without one of the keys (if
-// there are any) and bodies that are not declared as JSON. host is the address of the
-// port, the value of whose begins the error for a missing key, and fail writes errors.
+// Guards reject cross-origin requests, requests without one of the keys (if there
+// are any) and bodies that are not declared as JSON. host is the address of the
+// port, whose is the beginning of the error for a missing key, and fail writes
+// errors.
 func Guards(host string, keys []string, whose string, fail func(*gin.Context, int, string)) []gin.HandlerFunc {
 	return []gin.HandlerFunc{web.OwnPages(host, len(keys) > 0, fail), web.RequireKey(keys, whose, fail), web.WantJSON(fail)}
 }

@@ -396,7 +396,7 @@ func (s *Service) record(w workers.Status, spec workerSpec, up bool) WorkerRecor
 		case w.Held != "":
 			r.Reasons = []string{string(w.Held)}
 		case w.State == workers.StateReady:
-			r.Reasons = []string{"resting"}
+			r.Reasons = []string{"cordoned"}
 		}
 		if w.LastError != "" {
 			r.Reasons = append(r.Reasons, w.LastError)

@@ -22,9 +22,9 @@ const (
 	noLimit = 1 << 60
 )
 
-// LimitMemory configures the Go runtime unless the environment (GOMEMLIMIT, GOGC) does:
-// a memory limit of 80 % of the container's, and a collection whenever the heap has grown
-// by half of the live heap, at least by heapRoom.
+// LimitMemory configures the Go runtime unless GOMEMLIMIT or GOGC is set: a memory
+// limit of 80 % of the container's, and a collection whenever the heap has grown by
+// half of the live heap, at least by heapRoom.
 func LimitMemory(getenv func(string) string, log *slog.Logger) {
 	if getenv("GOGC") == "" {
 		watchHeap()
@@ -54,7 +54,7 @@ func growthPercent(live uint64) int {
 	return int(max(largeHeapPercent, heapRoom*100/max(live, 4<<20)))
 }
 
-// heapWatch sets GOGC anew after each collection: the collector frees it, and its
+// heapWatch sets GOGC again after each collection: the collector frees it, and its
 // finalizer is the news of that.
 type heapWatch struct {
 	percent int // as it is set; 0: it is not

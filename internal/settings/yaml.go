@@ -26,8 +26,8 @@ type File struct {
 	args   map[string][]string // by key
 }
 
-// EngineArgs are the file's arguments for an engine. One that takes none gets those
-// of them all, to be refused.
+// EngineArgs returns the file's arguments for an engine. For an engine without
+// arguments it returns those of all engines, so that they are refused.
 func (f File) EngineArgs(engine string) (args []string) {
 	for _, key := range argsKeys {
 		if key == engine+argsEnd || !slices.Contains(argsKeys, engine+argsEnd) {
@@ -126,7 +126,7 @@ func settingText(value any) (any, error) {
 }
 
 // Resolve returns the file's value of a flag to kong. An environment variable
-// that is set goes before it.
+// overrides it.
 func (f File) Resolve(_ *kong.Context, _ *kong.Path, flag *kong.Flag) (any, error) {
 	for _, variable := range flag.Envs {
 		if _, set := os.LookupEnv(variable); set {

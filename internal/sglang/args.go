@@ -129,13 +129,13 @@ func limits(args []string, blockSize int) (maxBatchedTokens, totalBlocks int) {
 	return flags.Number(args, batchFlag), flags.Number(args, tokensFlag) / max(1, blockSize)
 }
 
-// key finds the key that started workers will ask for.
+// key returns the key that started workers will require.
 func key(args []string) string {
 	key, _ := flags.Value(args, keyFlag)
 	return key
 }
 
-// tensorSize is --tp-size as the arguments have it, else what GPUs ask for.
+// tensorSize is --tp-size by the arguments, otherwise by --gpus-per-worker.
 func tensorSize(cfg process.Settings) (size string, given bool) {
 	if size, given := flags.Value(cfg.Args, tensorFlag); given {
 		return size, true

@@ -10,15 +10,15 @@ import (
 	"kvrouter/internal/hints"
 )
 
-// syntheticAgentic is the value of --synthetic that asks for syntheticAgents.
+// syntheticAgentic is the value of --synthetic that selects syntheticAgents.
 const syntheticAgentic = "agentic"
 
 // AgenticSettings are the flags of a synthetic workload of agents: workflows of
-// several runs, one after the other. A run is a loop of calls and tools: the
-// first prompt is the prefix of its kind (system prompt and tool definitions) and
-// a task, each later one the prompt before, its answer (a tool call) and what the
-// tool returned. Means are those of an exponential distribution, that of
-// the runs a geometric one.
+// several runs, one after the other. A run is a loop of calls and tools: the first
+// prompt is the prefix of its kind (system prompt and tool definitions) and a task,
+// each later one the previous prompt, its answer (a tool call) and the tool's
+// result. Means are those of an exponential distribution, that of the runs a
+// geometric one.
 type AgenticSettings struct {
 	Workflows        int           `group:"Synthetic agents" default:"300" help:"Number of workflows."`
 	Rate             float64       `group:"Synthetic agents" default:"0" placeholder:"N" help:"Workflow arrivals per second (Poisson), instead of --concurrency."`

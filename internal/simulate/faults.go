@@ -283,11 +283,11 @@ type FaultReport struct {
 	AtS      float64  `json:"at_s"`
 	ForS     float64  `json:"for_s"`
 	Rate     float64  `json:"rate"`
-	First    int      `json:"first_attempts"`          // requests whose first attempt it met
-	Attempts int      `json:"attempts"`                // that it met
-	Lost     int      `json:"lost"`                    // of the requests that it met first
-	KnownS   *float64 `json:"known_after_s,omitempty"` // until all routers had taken the worker out; nil: they did not
-	BackS    *float64 `json:"back_after_s,omitempty"`  // from its end until they had it back; nil: not before the end of the run, or it was never out
+	First    int      `json:"first_attempts"`          // requests whose first attempt was affected
+	Attempts int      `json:"attempts"`                // affected attempts
+	Lost     int      `json:"lost"`                    // lost ones of the requests in First
+	KnownS   *float64 `json:"known_after_s,omitempty"` // time until all routers had ejected the worker; nil: not ejected
+	BackS    *float64 `json:"back_after_s,omitempty"`  // time from its end until they had readmitted it; nil: not before the end of the run, or never ejected
 }
 
 // faultReports are those of a run.

@@ -172,7 +172,7 @@ func TestWhereAllWorkersFailRetriesStayWithinTheirBudget(t *testing.T) {
 func TestARunOfWhichNothingIsAnsweredIsAnError(t *testing.T) {
 	s := faulty(t, "worker=0 at=0s for=24h kind=refuse")
 	s.Workers = 1
-	if _, err := s.Run(); err == nil || !strings.Contains(err.Error(), "none of") {
+	if _, err := s.Run(); err == nil || !strings.Contains(err.Error(), "requests failed") {
 		t.Error(err)
 	}
 }

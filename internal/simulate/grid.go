@@ -144,7 +144,7 @@ func parseGrid(text []byte, folder string) (*grid, error) {
 	for _, entry := range file.Loads {
 		loads, isList := entry.Value.([]any)
 		if !isList {
-			return nil, fmt.Errorf("loads: %v is no list of loads, such as [c32 chats]", entry.Key)
+			return nil, fmt.Errorf("loads: %v is not a list of loads, such as [c32 chats]", entry.Key)
 		}
 		for _, text := range loads {
 			load, err := parseGridLoad(fmt.Sprint(text), names)
@@ -186,7 +186,7 @@ func (g *grid) keep(text string) error {
 		return !strings.Contains(r.set, text) && !strings.Contains(r.load.text, text)
 	})
 	if len(g.rows) == 0 {
-		return fmt.Errorf("--grid-only %s: no load and no set has that in its name", text)
+		return fmt.Errorf("--grid-only %s: no name of a load or set contains it", text)
 	}
 	return nil
 }
@@ -206,7 +206,7 @@ func (s Settings) runGrid(base Simulation, out, progress io.Writer) error {
 	}
 	given := gridPolicy{Name: "random", Scoring: base.Scoring, Index: base.Index, Routing: base.Routing, Retry: base.Retry, SyntheticHints: true}
 	if !reflect.DeepEqual(defaults, given) {
-		return errors.New("--grid: set the flags of policies, the index, the queue and failing workers in the grid file, beside each policy")
+		return errors.New("--grid: set the flags of policies, the index, the queue and failing workers in the grid file, after each policy")
 	}
 	g, err := readGrid(s.Grid)
 	if err != nil {

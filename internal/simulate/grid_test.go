@@ -53,10 +53,10 @@ func TestALoadIsWhatItsWordsSay(t *testing.T) {
 
 func TestALoadThatCannotBeReadIsRefused(t *testing.T) {
 	for text, says := range map[string]string{
-		"": "no word", "c32": "first word", "conversation c32": "first word", "g c32": "first word", "g0 c32": "from 1",
-		"conv": "either c (in flight) or x", "conv c1 x1": "either", "g3 s1": "or r (that begin a second)", "g3 c5 r1": "either",
-		"conv c32 g3": "not known", "conv c32 r3": "not known", "g3 x1": "not known", "g3 c5 c6": "given twice", "agents c5 t3": "not known",
-		"g3 c5 s-1": "not known", "g3 c5 sNaN": "not known", "g3 c": "whole number", "g3 c5 w1001": "1 to 1000", "g3 c99999999999999999999": "whole number",
+		"": "is empty", "c32": "first word", "conversation c32": "first word", "g c32": "first word", "g0 c32": "from 1",
+		"conv": "either c (in flight) or x", "conv c1 x1": "either", "g3 s1": "or r (arrivals per second)", "g3 c5 r1": "either",
+		"conv c32 g3": "is unknown", "conv c32 r3": "is unknown", "g3 x1": "is unknown", "g3 c5 c6": "given twice", "agents c5 t3": "is unknown",
+		"g3 c5 s-1": "is unknown", "g3 c5 sNaN": "is unknown", "g3 c": "whole number", "g3 c5 w1001": "1 to 1000", "g3 c99999999999999999999": "whole number",
 		"g3 c5 pd2": "pdP+D", "g3 c5 th": "a time", "g3 c5 th2": "a time", "g3 c5 th48h": "a time", "g3 c5 untold1": "no value", "g3 c5 #": "a seed", "g3 c5 #1,,2": "a seed",
 		"g3 c5 n10 burst6": "at most half", "g3 c5 w4 pd1+3": "w or pd", "g3 c5 n1048576 t1000": "1048576 at most", "g3 c5 p1.5": "whole number", "g3 r1e400": "a number",
 	} {
@@ -126,7 +126,7 @@ func TestAGridThatCannotBeReadIsRefused(t *testing.T) {
 		"":                            "at least two policies",
 		"policies: {a: kv}":           "at least two policies",
 		policies:                      "one load",
-		policies + "loads: {x: 3}":    "no list",
+		policies + "loads: {x: 3}":    "not a list",
 		policies + "loads: {x: [g3]}": "either c",
 		policies + "lods: {x: [g3]}":  "lods",
 		"policies: {a: kv, b: nix}\nloads: {x: [g3 c1]}":             "nix",
@@ -268,7 +268,7 @@ func TestAGridSaysWhatIsWrongWithItsFlags(t *testing.T) {
 	base := simulation(nil, "", 64)
 	for says, s := range map[string]Settings{
 		"no policy of that name": {GridSettings: GridSettings{Grid: file, GridOf: "kv"}},
-		"no load and no set":     {GridSettings: GridSettings{Grid: file, GridOf: "work", GridOnly: "conv"}},
+		"no name of a load":      {GridSettings: GridSettings{Grid: file, GridOf: "work", GridOnly: "conv"}},
 		"--grid-known":           {GridSettings: GridSettings{Grid: file, GridOf: "work", GridKnown: file}},
 		"no such file":           {GridSettings: GridSettings{Grid: file + "x", GridOf: "work"}},
 	} {

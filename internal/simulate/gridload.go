@@ -49,7 +49,7 @@ func parseGridLoad(text string, traces []string) (gridLoad, error) {
 	}, wants: defaultAgents()}
 	words := strings.Fields(text)
 	if len(words) == 0 {
-		return l, fmt.Errorf("load %q has no word", text)
+		return l, fmt.Errorf("load %q is empty", text)
 	}
 	keys := l.commonWords()
 	switch {
@@ -75,7 +75,7 @@ func parseGridLoad(text string, traces []string) (gridLoad, error) {
 		key, value := word[:at], word[at:]
 		set, known := keys[key]
 		if !known || seen[key] {
-			return l, fmt.Errorf("load %q: %q is not known here, or given twice; known are %s", text, word, strings.Join(slices.Sorted(maps.Keys(keys)), ", "))
+			return l, fmt.Errorf("load %q: %q is unknown or given twice; known are %s", text, word, strings.Join(slices.Sorted(maps.Keys(keys)), ", "))
 		}
 		seen[key] = true
 		if err := set(value); err != nil {
@@ -83,7 +83,7 @@ func parseGridLoad(text string, traces []string) (gridLoad, error) {
 		}
 	}
 	if seen["w"] && seen["pd"] {
-		return l, fmt.Errorf("load %q: give w or pd, which says how many workers there are, too", text)
+		return l, fmt.Errorf("load %q: the number of workers is missing: add w or pd", text)
 	}
 	return l, l.validate()
 }
@@ -97,7 +97,7 @@ func (l *gridLoad) commonWords() map[string]func(string) error {
 			prefill, decode, _ := strings.Cut(value, "+")
 			var d int
 			if err := cmp.Or(whole(&l.prefills, 1, 500)(prefill), whole(&d, 1, 500)(decode)); err != nil {
-				return fmt.Errorf("%w; it is pdP+D, workers for prompts and for answers", err)
+				return fmt.Errorf("%w; give pdP+D, the numbers of prefill and decode workers", err)
 			}
 			l.workers = l.prefills + d
 			return nil
@@ -192,7 +192,7 @@ func (l *gridLoad) readSeeds(value string) error {
 func (l *gridLoad) validate() error {
 	timed := max(l.speedup, l.rate)
 	if (l.concurrency > 0) == (timed > 0) {
-		return fmt.Errorf("load %q: give either c (in flight) or %s", l.text, map[bool]string{true: "x (the trace's own times, divided)", false: "r (that begin a second)"}[l.trace != ""])
+		return fmt.Errorf("load %q: give either c (in flight) or %s", l.text, map[bool]string{true: "x (the arrival times of the trace, divided)", false: "r (arrivals per second)"}[l.trace != ""])
 	}
 	if l.n == 0 {
 		l.n = l.usualNumber()

@@ -278,7 +278,7 @@ func parseGridTable(from io.Reader) (gridTable, error) {
 	}
 	const names = 3 // set, load, policy
 	if len(lines) == 0 || len(lines[0]) != names+len(gridColumns) {
-		return nil, errors.New("it is no file of --csv of this version")
+		return nil, errors.New("it is not a --csv file of this version")
 	}
 	table := gridTable{}
 	for i, line := range lines[1:] {
@@ -286,7 +286,7 @@ func parseGridTable(from io.Reader) (gridTable, error) {
 		for at, column := range gridColumns {
 			value, err := strconv.ParseFloat(line[names+at], 64)
 			if err != nil || lines[0][names+at] != column.name {
-				return nil, fmt.Errorf("line %d: %q is no number of %s", i+2, line[names+at], column.name)
+				return nil, fmt.Errorf("line %d: %q is not a number of %s", i+2, line[names+at], column.name)
 			}
 			*column.of(&figures) = value
 		}

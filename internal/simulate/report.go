@@ -11,8 +11,8 @@ import (
 	"time"
 )
 
-// Report is the outcome of a run. Times of requests count from when the router
-// gets them.
+// Report is the result of a run. Times of requests start at the arrival at the
+// router.
 type Report struct {
 	Source      string  `json:"source"`
 	Policy      string  `json:"policy"`
@@ -24,26 +24,26 @@ type Report struct {
 	EventLagMS  float64 `json:"event_lag_ms"`
 	Seed        uint64  `json:"seed"`
 	Requests    int     `json:"requests"`
-	// Conversations is the same as Requests where none follows another.
+	// Conversations equals Requests if no request follows another.
 	Conversations int `json:"conversations"`
 	// Reuse is the prompt tokens found cached, at every admission, over all prompt
 	// tokens; Predicted is the router's prediction of the first admissions.
 	Reuse           float64        `json:"reuse"`
 	Predicted       float64        `json:"predicted_reuse"`
 	PredictionError float64        `json:"prediction_error_tokens"` // mean |predicted − actual| of the first admissions
-	Pairs           int            `json:"pairs,omitempty"`         // requests whose prompt and answer were computed apart
+	Pairs           int            `json:"pairs,omitempty"`         // disaggregated requests
 	MakespanS       float64        `json:"makespan_s"`
 	OutputPerSec    float64        `json:"output_tokens_per_s"`
 	TTFT            Distribution   `json:"ttft_ms"`
-	ITL             Distribution   `json:"itl_ms"` // of the requests' own means, those of one token left out
+	ITL             Distribution   `json:"itl_ms"` // of the means of the requests, without answers of one token
 	EndToEnd        Distribution   `json:"end_to_end_ms"`
 	Balance         []WorkerReport `json:"balance"`
 
-	Priority *Distribution  `json:"priority_ttft_ms,omitempty"` // of the requests that go before others
-	Queue    *QueueReport   `json:"queue,omitempty"`            // of the routers; nil: none had to wait
-	Lost     map[string]int `json:"lost,omitempty"`             // requests whose clients got an error, by why; all else is of the others
+	Priority *Distribution  `json:"priority_ttft_ms,omitempty"` // of prioritized requests
+	Queue    *QueueReport   `json:"queue,omitempty"`            // of the routers; nil: no request was queued
+	Lost     map[string]int `json:"lost,omitempty"`             // requests that ended with an error, by reason; all other fields exclude them
 	Retries  int            `json:"retries,omitempty"`
-	Denied   int            `json:"retries_denied,omitempty"` // for want of budget
+	Denied   int            `json:"retries_denied,omitempty"` // retries denied by the budget
 	Faults   []FaultReport  `json:"faults,omitempty"`
 
 	ttft []float64 // ms, in order of size
@@ -54,13 +54,13 @@ type Report struct {
 // its request.
 type WorkerReport struct {
 	Worker   int     `json:"worker"`
-	Role     string  `json:"role,omitempty"` // where prefill and decode are apart
+	Role     string  `json:"role,omitempty"` // with disaggregation
 	Requests int     `json:"requests"`
 	Busy     float64 `json:"busy"`  // share of the makespan inside passes, 0..1
 	Reuse    float64 `json:"reuse"` // share of its prompt tokens found cached
 }
 
-// Distribution sums up measured values.
+// Distribution summarizes measured values.
 type Distribution struct {
 	Mean float64 `json:"mean"`
 	P50  float64 `json:"p50"`
@@ -261,10 +261,10 @@ func writeReports(out io.Writer, reports []*Report) error {
 func (r *Report) writeTroubles(out io.Writer) {
 	var text []string
 	if r.Queue != nil {
-		text = append(text, fmt.Sprintf("%d waited in the router, ms mean %.1f p50 %.1f p99 %.1f", r.Queue.Waited, r.Queue.WaitMS.Mean, r.Queue.WaitMS.P50, r.Queue.WaitMS.P99))
+		text = append(text, fmt.Sprintf("%d queued in the router, ms mean %.1f p50 %.1f p99 %.1f", r.Queue.Waited, r.Queue.WaitMS.Mean, r.Queue.WaitMS.P50, r.Queue.WaitMS.P99))
 	}
 	if r.Priority != nil {
-		text = append(text, fmt.Sprintf("TTFT of those that go first, ms mean %.1f p99 %.1f", r.Priority.Mean, r.Priority.P99))
+		text = append(text, fmt.Sprintf("TTFT of prioritized requests, ms mean %.1f p99 %.1f", r.Priority.Mean, r.Priority.P99))
 	}
 	if len(r.Lost) > 0 {
 		counts := []string{}
@@ -277,12 +277,12 @@ func (r *Report) writeTroubles(out io.Writer) {
 		text = append(text, fmt.Sprintf("%d retries, %d denied", r.Retries, r.Denied))
 	}
 	for _, f := range r.Faults {
-		told := fmt.Sprintf("worker %d %s at %g s: met %d first attempts, %d in all, %d of them lost", f.Worker, f.Kind, f.AtS, f.First, f.Attempts, f.Lost)
+		told := fmt.Sprintf("worker %d %s at %g s: %d first attempts, %d attempts in all, %d requests lost", f.Worker, f.Kind, f.AtS, f.First, f.Attempts, f.Lost)
 		if f.KnownS != nil {
-			told += fmt.Sprintf(", out after %.2f s", *f.KnownS)
+			told += fmt.Sprintf(", ejected after %.2f s", *f.KnownS)
 		}
 		if f.BackS != nil {
-			told += fmt.Sprintf(", back %.2f s after its end", *f.BackS)
+			told += fmt.Sprintf(", readmitted %.2f s after its end", *f.BackS)
 		}
 		text = append(text, told)
 	}

@@ -12,7 +12,7 @@ import (
 	"kvrouter/internal/router"
 )
 
-// PrioritySettings say which conversations go before others in the routers' queues.
+// PrioritySettings define which conversations have priority in the routers' queues.
 type PrioritySettings struct {
 	PriorityShare float64 `default:"0" help:"Share of conversations, 0 to 1, with priority in the router's queue (--router-queue-threshold)."`
 	PriorityJump  float64 `default:"0" placeholder:"SECONDS" help:"Head start of those conversations in seconds; 0: ahead of all others."`
@@ -273,7 +273,7 @@ func (s *simulator) after(d time.Duration, f func()) {
 // clock is the routers' time.
 func (s *simulator) clock() time.Time { return epoch.Add(s.now) }
 
-// LostShare is the share of the requests whose clients got an error.
+// LostShare returns the share of requests that ended with an error.
 func (r *Report) LostShare() float64 {
 	lost := 0
 	for _, n := range r.Lost {

@@ -76,7 +76,7 @@ func TestRequestsWaitWhileAllWorkersHaveEnoughToDo(t *testing.T) {
 	}
 	var text bytes.Buffer
 	report.writeTroubles(&text)
-	if !strings.Contains(text.String(), "waited in the router") {
+	if !strings.Contains(text.String(), "queued in the router") {
 		t.Error(text.String())
 	}
 }
@@ -184,12 +184,12 @@ func TestTwoRunsWithAQueueAreEqual(t *testing.T) {
 func TestWhatCannotBeSimulatedIsRefused(t *testing.T) {
 	threshold := 1.0
 	for says, change := range map[string]func(*Simulation){
-		"neither faults nor the queue": func(s *Simulation) { s.Prefills, s.Routing.RouterQueueThreshold = 1, &threshold },
-		"leave out --faults":           func(s *Simulation) { s.Prefills, s.Faults = 1, []string{"worker=1 at=1s for=1s kind=hang"} },
-		"--record-decisions":           func(s *Simulation) { s.Routing.RecordDecisions = true },
-		"--priority-share":             func(s *Simulation) { s.Priority.PriorityShare = 2 },
-		"--faults":                     func(s *Simulation) { s.Faults = []string{"worker=9 at=1s for=1s kind=hang"} },
-		"65 routers":                   func(s *Simulation) { s.Routers = 65 },
+		"are not simulated with disaggregation": func(s *Simulation) { s.Prefills, s.Routing.RouterQueueThreshold = 1, &threshold },
+		"leave out --faults":                    func(s *Simulation) { s.Prefills, s.Faults = 1, []string{"worker=1 at=1s for=1s kind=hang"} },
+		"--record-decisions":                    func(s *Simulation) { s.Routing.RecordDecisions = true },
+		"--priority-share":                      func(s *Simulation) { s.Priority.PriorityShare = 2 },
+		"--faults":                              func(s *Simulation) { s.Faults = []string{"worker=9 at=1s for=1s kind=hang"} },
+		"65 routers":                            func(s *Simulation) { s.Routers = 65 },
 	} {
 		s := simulation(mustChat(t, syntheticSettings(), 1), "kv", 64)
 		s.Scoring = testkit.Defaults[policies.Settings]()

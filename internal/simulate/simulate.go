@@ -23,7 +23,7 @@ import (
 )
 
 // Settings are the flags of the simulate command. The settings of the policies, the
-// index and the engine come with the Simulation that Run is given.
+// index and the engine are in the Simulation that Run gets.
 type Settings struct {
 	Trace          string   `placeholder:"FILE" help:"Requests to replay: JSON lines in Mooncake's format or of --record, optionally gzip-compressed."`
 	Synthetic      string   `placeholder:"SHAPE" help:"Synthetic conversations instead of --trace. chat: groups share a system prompt, and the prompt of each turn is the previous one, its answer and a new message. agentic: agent runs that call tools, see --agentic-workflows and the flags after it."`
@@ -61,7 +61,7 @@ func (s Settings) Validate() error {
 	case s.Synthetic != "":
 		return s.validateSynthetic()
 	case (s.Concurrency > 0) == (s.Speedup > 0):
-		return errors.New("give either --concurrency N (requests in flight) or --speedup FACTOR (the trace's own times, divided)")
+		return errors.New("give either --concurrency N (in-flight requests) or --speedup FACTOR (the arrival times of the trace, divided)")
 	}
 	return nil
 }
@@ -72,20 +72,20 @@ func (s Settings) validateSynthetic() error {
 	var shape interface{ validate() error }
 	switch s.Synthetic {
 	case syntheticChat:
-		rate, flag, shape = s.Shape.Rate, "--synthetic-rate N (conversations that begin a second)", s.Shape
+		rate, flag, shape = s.Shape.Rate, "--synthetic-rate N (arrivals per second)", s.Shape
 	case syntheticAgentic:
-		rate, flag, shape = s.Agents.Rate, "--agentic-rate N (workflows that begin a second)", s.Agents
+		rate, flag, shape = s.Agents.Rate, "--agentic-rate N (arrivals per second)", s.Agents
 	default:
-		return fmt.Errorf("--synthetic %s: it is %s or %s", s.Synthetic, syntheticChat, syntheticAgentic)
+		return fmt.Errorf("--synthetic %s: give %s or %s", s.Synthetic, syntheticChat, syntheticAgentic)
 	}
 	if s.Speedup > 0 || (s.Concurrency > 0) == (rate > 0) {
-		return fmt.Errorf("with --synthetic %s give either --concurrency N (of those in flight) or %s", s.Synthetic, flag)
+		return fmt.Errorf("with --synthetic %s give either --concurrency N (in flight) or %s", s.Synthetic, flag)
 	}
 	return shape.validate()
 }
 
-// Simulation is one run: a trace, the workers, and when its requests come. Each
-// request of the trace begins a conversation; others may follow it.
+// Simulation is one run: a trace, the workers, and the arrival of its requests.
+// Each request of the trace begins a conversation; others may follow it.
 type Simulation struct {
 	Source        string // names the trace in reports
 	Requests      []TraceRequest
@@ -93,24 +93,24 @@ type Simulation struct {
 	Scoring       policies.Settings
 	Index         router.IndexSettings
 	Workers       int
-	Prefills      int     // that many of the first workers compute only prompts, the others answers; 0: each does both
-	Kind          kv.Kind // how prompts are handed over: SGLang's legs leave together, NIXL's one after the other
+	Prefills      int     // number of prefill workers, which come first; the others are decode workers; 0: all are aggregated
+	Kind          kv.Kind // KV connector: SGLang's legs are concurrent, NIXL's sequential
 	Handover      engine.Handover
-	Way           time.Duration // from the router to a worker, and as long back
-	LeastUncached int           // with fewer tokens of a prompt to compute, one worker does it all
+	Way           time.Duration // one-way latency between router and worker
+	LeastUncached int           // requests with fewer uncached prompt tokens are aggregated
 	Engine        engine.Settings
-	Concurrency   int           // conversations in flight, the next one begun when one ends; 0: by their arrival times
+	Concurrency   int           // conversations in flight; a new one begins when one ends; 0: by arrival times
 	Speedup       float64       // arrival times are divided by it
-	EventLag      time.Duration // age of the events that the index sees
-	Routers       int           // that share the requests; 0 counts as 1
-	UntoldCache   bool          // the router does not know how large a worker's cache is
+	EventLag      time.Duration // delay of events to the index
+	Routers       int           // number of routers in front of the workers; 0 counts as 1
+	UntoldCache   bool          // the router does not know the size of a worker's cache
 	Routing       router.Settings
 	Retry         outlier.RetrySettings
 	Priority      PrioritySettings
-	Faults        []string // as --faults has them
+	Faults        []string // in the format of --faults
 	WithoutHints  bool     // the router gets no hints
 	Seed          uint64
-	Progress      func(done int) // called now and then; may be nil
+	Progress      func(done int) // called periodically; may be nil
 }
 
 // simulator replays a trace in virtual time. It is one goroutine, and two runs of
@@ -191,9 +191,9 @@ type lateEvent struct {
 // epoch is the router's clock at the start of a run.
 var epoch = time.Unix(1_000_000_000, 0)
 
-// Run runs the trace once for each of the policies, and writes the results to
-// out; if progress is a terminal, a bar goes there meanwhile. base has what the
-// runs have in common and these settings do not say.
+// Run runs the trace once for each of the policies, and writes the results to out
+// and, if progress is a terminal, a progress bar there. base has the common
+// settings of the runs that are not in these settings.
 func (s Settings) Run(base Simulation, policies []string, out, progress *os.File) error {
 	defer debug.SetGCPercent(debug.SetGCPercent(400)) // saves 5 to 8 % of the CPU for some 35 MB
 	base.EventLag, base.WithoutHints = time.Duration(s.EventLag*float64(time.Millisecond)), !s.SyntheticHints
@@ -207,7 +207,7 @@ func (s Settings) Run(base Simulation, policies []string, out, progress *os.File
 		return err
 	}
 	if torn > 0 {
-		fmt.Fprintf(progress, "%s: %d torn lines are left out\n", source, torn)
+		fmt.Fprintf(progress, "%s: skipped %d incomplete lines\n", source, torn)
 	}
 	total := countRequests(requests)
 	base.Source, base.Requests = source, requests
@@ -282,14 +282,14 @@ func progressBar(to *os.File, name string, total int) func(done int) {
 	}
 }
 
-// Run replays the trace to its end.
+// Run replays the complete trace.
 func (s Simulation) Run() (*Report, error) {
 	run, err := s.start()
 	if err == nil {
 		err = run.loop()
 	}
 	if err == nil && len(run.ledger) == 0 {
-		err = fmt.Errorf("none of %d requests was answered: %v", run.total, run.lost)
+		err = fmt.Errorf("all of %d requests failed: %v", run.total, run.lost)
 	}
 	if err != nil {
 		return nil, err
@@ -305,7 +305,7 @@ func (s Simulation) start() (*simulator, error) {
 	case s.Concurrency < 0 || s.Speedup < 0 || s.Concurrency == 0 && s.Speedup == 0:
 		return nil, errors.New("a simulation needs a concurrency or a speedup of more than 0")
 	case s.Prefills > 0 && (len(s.Faults) > 0 || s.Routing.RouterQueueThreshold != nil || s.Routing.BusyThresholds.Set()):
-		return nil, errors.New("with prefill and decode apart neither faults nor the queue nor busy thresholds are simulated: leave out --faults, --router-queue-threshold and the --active thresholds")
+		return nil, errors.New("faults, the queue and busy thresholds are not simulated with disaggregation: leave out --faults, --router-queue-threshold and the --active thresholds")
 	case s.Way > 0 && len(s.Faults) > 0:
 		return nil, errors.New("--round-trip is not simulated with --faults: leave one of them out")
 	case s.Routing.RouterTrackOutputBlocks || s.Routing.RecordDecisions:
@@ -389,7 +389,7 @@ func (s *simulator) loop() error {
 			continue
 		}
 		if len(s.coming) == 0 {
-			return fmt.Errorf("simulation stands still after %d of %d requests", s.done, s.total)
+			return fmt.Errorf("simulation stalled after %d of %d requests", s.done, s.total)
 		}
 		s.now = s.coming[0].at
 		for len(s.coming) > 0 && s.coming[0].at == s.now {

@@ -8,13 +8,13 @@ import (
 	"time"
 )
 
-// syntheticChat is the value of --synthetic that asks for SyntheticChat.
+// syntheticChat is the value of --synthetic that selects SyntheticChat.
 const syntheticChat = "chat"
 
 // SyntheticSettings are the flags of a synthetic workload: conversations whose
-// first prompt is the prefix of their group and a user message, each later one
-// the prompt before, its answer and a new message. Means are those of an
-// exponential distribution, that of the turns a geometric one.
+// first prompt is the prefix of their group and a user message, each later one the
+// previous prompt, its answer and a new message. Means are those of an exponential
+// distribution, that of the turns a geometric one.
 type SyntheticSettings struct {
 	Conversations int           `group:"Synthetic conversations" default:"1000" help:"Number of conversations."`
 	Rate          float64       `group:"Synthetic conversations" default:"0" placeholder:"N" help:"Conversation arrivals per second (Poisson), instead of --concurrency."`
@@ -68,10 +68,10 @@ func checkLeast(prefix string, settings []leastValue) error {
 // prefix is shared in whole parts.
 const syntheticPart = 16
 
-// SyntheticChat makes up the conversations of the settings: their first turns, in
-// the order in which they begin, with the others behind them. One seed always
-// gives the same. A conversation ends before a turn whose prompt and answer are
-// more than longest tokens; it fails if that is the first one.
+// SyntheticChat generates the conversations of the settings: their first turns in
+// the order of their start, each linked to its later turns. A seed always gives the
+// same result. A conversation ends before a turn whose prompt and answer exceed
+// longest tokens; if that is the first turn, SyntheticChat fails.
 func SyntheticChat(settings SyntheticSettings, seed uint64, longest int) ([]TraceRequest, error) {
 	random := rand.New(rand.NewPCG(seed, 1))
 	popularity := zipfShares(settings.Groups, settings.Skew)

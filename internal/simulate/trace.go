@@ -27,12 +27,12 @@ type TraceRequest struct {
 	Arrival time.Duration // since the trace began
 	Prompt  int           // tokens
 	Output  int           // tokens
-	Next    *TraceRequest // the turn of the conversation that follows; nil: none
-	Think   time.Duration // from the end of this one's answer to Next, which does not use its Arrival
-	AtOnce  bool          // is sent with the one before, however many are in flight
-	Hints   hints.Prefix  // that its client gave
-	Hashes  []uint64      // of the parts of the prompt, and of the answer as far as it is known; each stands for all before it too
-	Part    int           // tokens that one of hashes stands for
+	Next    *TraceRequest // next turn of the conversation; nil: none
+	Think   time.Duration // time from the end of this answer to Next, whose Arrival is not used
+	AtOnce  bool          // is sent with the previous one, regardless of the concurrency
+	Hints   hints.Prefix  // of its client
+	Hashes  []uint64      // of the parts of the prompt and of the known answer; each covers all tokens up to its end
+	Part    int           // tokens per entry of hashes
 	known   int           // tokens that hashes stand for
 	ended   time.Duration // when the recorded answer did
 }
@@ -201,10 +201,10 @@ func ParseTraceLine(text []byte) (TraceRequest, error) {
 	return request, nil
 }
 
-// Blocks returns the local hashes of the prompt's full blocks of that many
-// tokens, and those blocks with the answer's as far as it is known: the local
-// hash of each is made of the hash of the part it ends in and its place there,
-// and the engine's is the sequence hash. Both slices are new.
+// Blocks returns the local hashes of the prompt's full blocks of that many tokens,
+// and these blocks followed by those of the known answer. The local hash of a block
+// is derived from the hash of the part in which it ends and its position there; the
+// engine's hash is the sequence hash. Both slices are new.
 func (r *TraceRequest) Blocks(blockSize int) (local []uint64, blocks []kv.StoredBlock) {
 	local = make([]uint64, r.known/blockSize)
 	var word [16]byte

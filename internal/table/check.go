@@ -2,7 +2,7 @@ package table
 
 import "fmt"
 
-// Check reports the first thing that is wrong with the table's structure.
+// Check reports the first violated invariant of the table's structure.
 func (t *Table) Check() error {
 	if t.directory == nil {
 		if t.count != 0 {

@@ -28,7 +28,7 @@ type Table struct {
 	directory []*segment // 1<<bits long, or nil while nothing was ever stored
 	bits      uint8
 	count     int
-	Seed      uint64 // keeps others from choosing keys that share a segment
+	Seed      uint64 // prevents others from choosing keys that collide
 }
 
 // segment holds the entries whose hashes agree in the top bits; neighbouring
@@ -46,7 +46,7 @@ type entry struct {
 	value uint32
 }
 
-// Len returns the number of entries that the table holds.
+// Len returns the number of entries.
 func (t *Table) Len() int { return t.count }
 
 // Get returns the value of (key, tag), or 0 when it is absent.
@@ -132,7 +132,7 @@ func (t *Table) SetOrDelete(key uint64, value uint32) {
 	}
 }
 
-// Each calls yield for every entry, in no useful order, until it returns false.
+// Each calls yield for every entry, in no particular order, until it returns false.
 // The table must not change meanwhile.
 func (t *Table) Each(yield func(key uint64, tag, value uint32) bool) {
 	for d, s := range t.directory {
@@ -147,9 +147,9 @@ func (t *Table) Each(yield func(key uint64, tag, value uint32) bool) {
 	}
 }
 
-// Drain takes up to limit entries out of the table, calling visit for the value
-// of each, and returns how many that were. Only Drain, Each and Len may be
-// called on the table after it.
+// Drain removes up to limit entries, calls visit with the value of each, and
+// returns their number. Only Drain, Each and Len may be called on the table after
+// it.
 func (t *Table) Drain(limit int, visit func(value uint32)) int {
 	visited := 0
 	for len(t.directory) > 0 && visited < limit {

@@ -44,7 +44,7 @@ func newDynamoMetrics(register promauto.Factory) *dynamoMetrics {
 		schedule:     overhead("scheduling", "selecting a worker and reserving capacity, without time in the queue", others),
 		total:        overhead("total", "all stages, without time in the queue", others),
 		rejections:   counter("model_rejection_total", "Requests rejected because all workers were busy.", "model", "endpoint"),
-		backpressure: counter("router_queue_backpressure_total", "Requests rejected because the queue was full or their time in it ran out.", "reason"),
+		backpressure: counter("router_queue_backpressure_total", "Requests rejected because the queue was full or they timed out in it.", "reason"),
 		wait: register.NewHistogram(prometheus.HistogramOpts{
 			Name: "kvrouter_queue_wait_seconds", Help: "Time that a request spent in the queue. Requests that were not queued are left out.", Buckets: secondsBuckets,
 		}),

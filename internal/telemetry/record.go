@@ -33,9 +33,9 @@ const (
 type RecordLine struct {
 	Timestamp     float64  `json:"timestamp"` // ms since the recording began
 	InputLength   int      `json:"input_length"`
-	OutputLength  int      `json:"output_length"` // 0 where the worker reported none
+	OutputLength  int      `json:"output_length"` // 0 if the worker reported none
 	HashIDs       []uint64 `json:"hash_ids"`
-	HashBlockSize int      `json:"hash_block_size"` // tokens that one of HashIDs stands for
+	HashBlockSize int      `json:"hash_block_size"` // tokens per entry of HashIDs
 
 	Arrived         time.Time `json:"arrived"`
 	Route           string    `json:"route"`
@@ -47,19 +47,19 @@ type RecordLine struct {
 	CachedTokens    *int      `json:"cached_tokens"`   // null: not reported
 	FirstTokenMS    *float64  `json:"first_token_ms"`  // from the arrival; null: not a stream
 	DurationMS      float64   `json:"duration_ms"`     // the same to the end of the answer
-	DecisionMS      float64   `json:"decision_ms"`     // hashing, look-up, choosing
-	TokensSource    string    `json:"tokens_source"`   // where the prompt's tokens came from
-	PromptMismatch  bool      `json:"prompt_mismatch"` // the worker counted other prompt tokens
+	DecisionMS      float64   `json:"decision_ms"`     // hashing, lookup, choice
+	TokensSource    string    `json:"tokens_source"`   // source of the prompt's tokens
+	PromptMismatch  bool      `json:"prompt_mismatch"` // the worker reported another number of prompt tokens
 
 	Hints *hints.Recorded `json:"hints,omitempty"`
 
-	Decisions []*router.Receipt `json:"decisions,omitempty"` // why its workers were chosen, with --record-decisions; those of all tries, of a shared one the prefill worker's first
+	Decisions []*router.Receipt `json:"decisions,omitempty"` // explanations, with --record-decisions: of all attempts, of a disaggregated one the prefill worker's first
 }
 
 // RecordSettings are the settings of a Recorder.
 type RecordSettings struct {
 	File      string // that lines are appended to
-	Policy    string // named in each line
+	Policy    string // written to each line
 	BlockSize int    // tokens
 	Decisions bool   // lines explain the routing decisions (--record-decisions)
 }
@@ -72,8 +72,8 @@ type Recorder struct {
 	epoch    time.Time // of the timestamps
 }
 
-// NewRecorder opens the file and truncates a torn last line. Close must follow. An
-// error means that the file cannot be opened or is no record.
+// NewRecorder opens the file and removes an incomplete last line. The caller calls
+// Close. An error means that the file cannot be opened or is not a record.
 func NewRecorder(settings RecordSettings, log *slog.Logger) (*Recorder, error) {
 	epoch, err := readEpoch(settings.File)
 	if err != nil {
@@ -167,9 +167,9 @@ func (r *Recorder) hashIDs(request *router.Request) (hashes []uint64, known bool
 	return hashes, true
 }
 
-// Finished implements openai.Observer: it records a request that has ended, if its
-// prompt was known and it was for the default model: a record is a trace of one model.
-// It never waits.
+// Finished implements openai.Observer: it records a finished request whose prompt
+// was known, if it was for the default model: a record is a trace of one model. It
+// never waits.
 func (r *Recorder) Finished(x *proxy.Exchange, now time.Time) {
 	if r == nil || x.Request == nil || !x.Default {
 		return

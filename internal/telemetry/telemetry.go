@@ -220,7 +220,7 @@ func (t *Metrics) EventLag(w kv.WorkerKey, lag time.Duration) {
 	t.eventLag.WithLabelValues(label).Observe(lag.Seconds())
 }
 
-// Finished implements openai.Observer: it records a request that has ended.
+// Finished implements openai.Observer: it records a finished request.
 func (t *Metrics) Finished(x *proxy.Exchange, now time.Time) {
 	if x.Request != nil && x.Source != "" {
 		t.thompson.ended(x, now)

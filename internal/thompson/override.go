@@ -51,7 +51,7 @@ func (k Settings) override(c *parameters) error {
 }
 
 // parse sets the value of a key. Unlike in the original, 1 and 0 are numbers where
-// a number is asked for.
+// a number is expected.
 func (k parameter) parse(text string) error {
 	switch k.into.(type) {
 	case *string:
@@ -72,8 +72,8 @@ func (k parameter) parse(text string) error {
 	return k.set(number)
 }
 
-// WarnOfIdle logs the parameters that differ from the preset's and have no effect
-// with the router type and the fixes in force.
+// WarnOfIdle logs the parameters that differ from the preset and have no effect
+// with the current router type and fixes.
 func (p *Policy) WarnOfIdle(log *slog.Logger) {
 	for _, idle := range p.idle() {
 		log.Warn("a parameter of policy thompson has no effect", "parameter", idle.name, "why", idle.why)

@@ -20,7 +20,7 @@ type latencyKey struct {
 type latencyKind uint8
 
 const (
-	latencyRequest latencyKind = iota // of a whole request
+	latencyRequest latencyKind = iota // of an aggregated request
 	latencyToken                      // the same by tokens of the answer
 	latencyFirst                      // to the first token
 	latencyGap                        // from a token to the next

@@ -80,7 +80,7 @@ func parseFixes(text string) (fixSet, error) {
 	return f, nil
 }
 
-// String is what parseFixes would read.
+// String returns the fixes in the format of --thompson.fixes.
 func (f fixSet) String() string {
 	var names []string
 	for _, fix := range f.byName() {

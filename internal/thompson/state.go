@@ -247,7 +247,7 @@ func (p *Policy) restore(s *savedState) error {
 	return nil
 }
 
-// StateFile keeps a policy's state in a file.
+// StateFile saves a policy's state to a file.
 type StateFile struct {
 	name  string
 	with  func(func(policy.Policy)) // see With
@@ -255,8 +255,8 @@ type StateFile struct {
 	saved uint64 // changes that the file has
 }
 
-// OpenState restores the policy from the file, if there is one. with is that of
-// With.
+// OpenState restores the policy from the file, if there is one. with is the
+// parameter of With.
 func OpenState(name string, with func(func(policy.Policy)), log *slog.Logger) (*StateFile, error) {
 	file := &StateFile{name: name, with: with, log: log}
 	data, err := readAtMost(name, maxStateSize)

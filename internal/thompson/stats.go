@@ -8,8 +8,8 @@ import (
 	"kvrouter/internal/policy"
 )
 
-// With runs f with the policy that with passes on, if that is thompson; else it
-// returns false. with is that of a router, which holds its lock meanwhile.
+// With runs f with the policy of a router under its lock, if the policy is
+// thompson; otherwise it returns false. with is the router's WithPolicy.
 func With(with func(func(policy.Policy)), f func(*Policy)) (is bool) {
 	with(func(rule policy.Policy) {
 		var p *Policy
@@ -24,12 +24,12 @@ func With(with func(func(policy.Policy)), f func(*Policy)) (is bool) {
 type Stats struct {
 	Workers  []WorkerStats // by key
 	Pending  int           // decisions without feedback so far
-	Series   int           // series of which requests are to come
-	Timeouts uint64        // decisions that counted as failed for lack of feedback
+	Series   int           // series with remaining requests
+	Timeouts uint64        // decisions counted as failed because they got no feedback
 	Stayed   uint64        // decisions for the previous worker of the series
-	Switched uint64        // those for another one
+	Switched uint64        // decisions for another worker
 	Tokens   Histogram     // prompt tokens of the decisions
-	Reuse    Histogram     // requests of the same series to come, at each decision
+	Reuse    Histogram     // remaining requests of the series, at each decision
 }
 
 // WorkerStats are the counts of one worker.
@@ -84,8 +84,8 @@ func (p *Policy) Stats() Stats {
 	return s
 }
 
-// FeedbackTimeout is the time that a decision waits for feedback; 0: the policy learns
-// nothing, as with router_type kv_load.
+// FeedbackTimeout returns the time that a decision waits for feedback; 0: the
+// policy does not learn, as with router_type kv_load.
 func (p *Policy) FeedbackTimeout() time.Duration {
 	if p.routerType == typeKVLoad {
 		return 0

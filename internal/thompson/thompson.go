@@ -58,12 +58,11 @@ const (
 	featureReuse
 )
 
-// Policy is the Thompson-sampling router of the NeMo Agent Toolkit. It learns
-// each worker's reward, a linear one given the features of a decision
-// (linearBandit) and its mean (betaBandit), draws both from what it believes,
-// adds the value of staying with the worker that has served the series so
-// far, discounts for load, and draws a worker by the softmax of those scores.
-// docs/thompson.md has the formulas, and the effect of each fix.
+// Policy is the Thompson-sampling router of the NeMo Agent Toolkit. It learns each
+// worker's reward as a linear function of the features of a decision (linearBandit)
+// and as a mean (betaBandit), samples both, adds the affinity to the worker that
+// served the series last, discounts for load, and draws a worker by the softmax of
+// these scores. docs/thompson.md has the formulas and the effect of each fix.
 type Policy struct {
 	parameters
 	prior banditPrior
@@ -189,7 +188,7 @@ func newPolicy(config parameters) *Policy {
 	return p
 }
 
-// Traits asks for whole matches, as the original counts them.
+// Traits requests full matches, as in the original.
 func (*Policy) Traits() policy.Traits { return policy.Traits{WholeMatch: true} }
 
 // Choose draws a candidate by the softmax of the scores; with router_type kv_load it

@@ -17,9 +17,9 @@ import (
 // traceFile is the name of the original's file in debug.trace_dir.
 const traceFile = "router_traces.jsonl"
 
-// OpenTraces makes the policy write traces to file; if file is empty, to where its
-// parameters say. It returns nil if neither asks for traces. The caller closes what
-// it returns.
+// OpenTraces makes the policy write traces to file or, if file is empty, to the
+// file of its parameters. It returns nil if neither enables traces. The caller
+// closes the result.
 func (p *Policy) OpenTraces(file string, log *slog.Logger) (*jsonlines.Writer, error) {
 	flag := "--thompson-traces"
 	if file == "" && p.parameters.traces {

@@ -52,7 +52,7 @@ const (
 // limits: the request is not a stranger's.
 type bounds struct {
 	ctx    context.Context // nil: not cancelled
-	wait   time.Duration   // longest wait for a turn to encode; 0: for ever
+	wait   time.Duration   // longest wait for a turn to encode; 0: forever
 	tokens int             // most tokens of a prompt; 0: any number
 	chars  int             // most characters of a text that may be those tokens; 0: any number
 	text   int             // most bytes of a text that is encoded in one piece; 0: any number

@@ -37,7 +37,7 @@ type Model struct {
 }
 
 // OpenModel reads the tokenizer and the chat templates in a model's folder. A model
-// without a usable template opens too: its chats are chat.ErrNotRenderable.
+// without a usable template opens as well: its chats are chat.ErrNotRenderable.
 func OpenModel(dir string) (*Model, error) {
 	return OpenModelWith(dir, chat.Options{})
 }
@@ -130,8 +130,8 @@ func (m *Model) SGLangChatTokens(body *jsonbody.Body) ([]uint32, error) {
 	return m.sglangChatTokens(bounds{}, body)
 }
 
-// SGLangPromptTokens returns the tokens of a text, of each in a list of them, or what
-// a list of tokens, or of such lists, has itself: SGLang's prompt, text and input_ids.
+// SGLangPromptTokens returns the tokens of SGLang's prompt, text or input_ids: a
+// text, a list of texts, token ids, or a list of such lists.
 func (m *Model) SGLangPromptTokens(prompt gjson.Result) ([][]uint32, error) {
 	return m.sglangPromptTokens(bounds{}, prompt)
 }
@@ -160,8 +160,8 @@ func (m *Model) chatTokens(b bounds, req *chat.Request) ([]uint32, error) {
 	return truncate(tokens, req.Truncate)
 }
 
-// CacheTokens bounds the tokens remembered by piece of text; see segments. It
-// must not be called while requests are served.
+// CacheTokens sets the capacity of the token cache of text pieces. It must not be
+// called while requests are served.
 func (m *Model) CacheTokens(tokens int) { m.segments.SetCache(tokens) }
 
 // encode is Encode through the cache and within bounds, for a text that may hold
@@ -352,8 +352,8 @@ func (m *Model) Encode(text string, addSpecial bool) []uint32 {
 	return tokens[0]
 }
 
-// Decode returns the text of tokens, special ones included; empty if the tokenizer's
-// file is needed for it and has changed.
+// Decode returns the text of tokens, including special ones; empty if that needs
+// the tokenizer's file and the file has changed.
 func (m *Model) Decode(tokens []uint32) string {
 	text, _ := m.decode(tokens)
 	return text
@@ -424,8 +424,8 @@ type BadRequest struct{ Reason string }
 // Error returns the reason.
 func (e *BadRequest) Error() string { return e.Reason }
 
-// Tokenize answers a /tokenize request, for a chat or a text, in vLLM's shape.
-// The error is a *BadRequest, or chat.ErrNotRenderable where a worker must answer.
+// Tokenize answers a /tokenize request, for a chat or a text, in vLLM's format. The
+// error is a *BadRequest, or chat.ErrNotRenderable if a worker must answer.
 func (m *Model) Tokenize(body []byte) ([]byte, error) { return m.boundedTokenize(bounds{}, body) }
 
 // boundedTokenize is Tokenize within bounds; its error may be errTooLong or
@@ -490,8 +490,8 @@ func (m *Model) tokenizeBody(b bounds, top gjson.Result, body []byte) (tokens []
 	return tokens, req.WantsTokenStrs, err
 }
 
-// Detokenize answers a /detokenize request in vLLM's shape. The error is a
-// *BadRequest, or chat.ErrNotRenderable where a worker must answer.
+// Detokenize answers a /detokenize request in vLLM's format. The error is a
+// *BadRequest, or chat.ErrNotRenderable if a worker must answer.
 func (m *Model) Detokenize(body []byte) ([]byte, error) {
 	list := gjson.GetBytes(body, "tokens")
 	if !json.Valid(body) || !list.IsArray() {

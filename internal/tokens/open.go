@@ -7,12 +7,12 @@ import (
 	"kvrouter/internal/chat"
 )
 
-// Opening selects the model's files for Open, and the engine.
+// Opening selects the model's files and the engine's settings for Open.
 type Opening struct {
-	Name, Python string   // of the model, a name or a folder; and the Python that resolves a name
+	Name, Python string   // the model, a name or a folder; the Python that resolves a name
 	EngineArgs   []string // arguments of started workers, some of which change the chat template
 	SGLang       bool     // they are SGLang's
-	CacheTokens  int      // to remember by piece of text; 0: none
+	CacheTokens  int      // capacity of the token cache; 0: none
 }
 
 // Open opens the tokenizer and the chat template of a model.

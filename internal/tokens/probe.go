@@ -50,7 +50,7 @@ const toolsProbe = 3
 // Peer is a worker whose own prompt tokens are compared with the router's.
 type Peer struct {
 	ID         uint64
-	Generation int  // counts its incarnations: a new one is compared anew
+	Generation int  // counts its incarnations; a new one is compared again
 	SGLang     bool // it runs SGLang, and renders by its rules
 	Ask        Asker
 	// MaxModelLen queries the maximum length of a prompt with its answer, tokens; 0: it does not
@@ -79,10 +79,10 @@ type verdict struct {
 	again       time.Time       // when to compare again; zero: not in this incarnation
 }
 
-// KeepComparing compares the prompts computed here with each worker's own, as soon
-// as it is there, until ctx is done. A feature that differs from most of them is
-// left to the workers for as long as that holds. Without a model it only counts which
-// engine most of them run.
+// KeepComparing compares the router's prompt tokens with those of each ready worker
+// until ctx is done. While the tokens of a feature differ from those of most
+// workers, workers tokenize such prompts. Without a model it only determines the
+// engine of most workers.
 func (t *Source) KeepComparing(ctx context.Context, peers func() []Peer) {
 	ticker := time.NewTicker(compareEvery)
 	defer ticker.Stop()
@@ -96,8 +96,8 @@ func (t *Source) KeepComparing(ctx context.Context, peers func() []Peer) {
 	}
 }
 
-// Probe compares the prompts computed here with those of one worker, which the
-// Asker asks. An error means that it could not be asked.
+// Probe compares the router's prompt tokens with those of one worker, which it
+// queries by the Asker. An error means that the query failed.
 func (t *Source) Probe(ctx context.Context) error {
 	if t.model == nil {
 		return nil
@@ -178,8 +178,8 @@ func (t *Source) chooseRules(peers []Peer) {
 	}
 }
 
-// Met reports the engine of a worker that is about to get requests: the rules of the
-// one met last hold until KeepComparing counts.
+// Met reports the engine of a worker that is about to get requests: the rules of
+// the last one apply until KeepComparing has counted.
 func (t *Source) Met(sglang bool) {
 	if sglang {
 		t.someSGLang.Store(true)
@@ -189,8 +189,8 @@ func (t *Source) Met(sglang bool) {
 	}
 }
 
-// SGLang reports whether the rules of SGLang hold: most workers run it. No Source has
-// vLLM's.
+// SGLang reports whether SGLang's rules apply because most workers run it. A nil
+// Source has vLLM's rules.
 func (t *Source) SGLang() bool { return t != nil && t.sglang.Load() }
 
 // settle keeps the verdict of a comparison with a worker; err means that it could

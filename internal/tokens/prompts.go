@@ -35,10 +35,10 @@ const (
 type Prompt struct {
 	Tokens []uint32
 	Source string // SourceLocal, SourceWorker or SourceNone
-	// Exact is the number of leading tokens that fully determine their part of the prompt
-	// and may be matched against a worker's cache. They are followed by placeholders of
-	// media that are not in Media, or by tokens that the engine must recompute. It is
-	// len(Tokens) for plain text.
+	// Exact is the number of leading tokens that fully determine their part of the
+	// prompt and may be matched against a worker's cache. The tokens after them are
+	// placeholders of media that are not in Media, or must be recomputed by the
+	// engine. It is len(Tokens) for plain text.
 	Exact int
 	// Media are the items among the first Exact tokens, in their order.
 	Media []kv.Media
@@ -51,7 +51,7 @@ type Prompt struct {
 // 2xx is an *AskError.
 type Asker func(ctx context.Context, path string, body []byte) (answer []byte, err error)
 
-// AskError is a worker's refusal.
+// AskError is a worker's answer with another status than 2xx.
 type AskError struct {
 	Status int
 	Answer []byte
@@ -76,7 +76,7 @@ const (
 	reasonNoTurn        = "encoder busy" // for longer than a worker may be asked
 )
 
-// askedTexts bounds the texts of one request that a worker is asked for, one after
+// askedTexts bounds the texts of one request that a worker tokenizes, one after
 // the other.
 const askedTexts = 64
 
@@ -104,15 +104,15 @@ type Source struct {
 	verdicts   map[uint64]verdict // of the comparison with each worker
 }
 
-// Stats counts prompts by where their tokens came from.
+// Stats counts prompts by the source of their tokens.
 type Stats struct {
 	Local          uint64            // computed here
 	WorkerRender   uint64            // from a worker's render routes
 	WorkerTokenize uint64            // from a worker's /tokenize
 	None           uint64            // not found
-	Reasons        map[string]uint64 // why not here, by reason
+	Reasons        map[string]uint64 // prompts not computed here, by reason
 	Disabled       []string          // features that always go to a worker
-	Mismatches     map[string]uint64 // prompts whose length the engine reported otherwise, by shape
+	Mismatches     map[string]uint64 // prompts whose length differs from the engine's report, by shape
 }
 
 // NewSource returns a Source. With model nil every prompt comes from a worker. timeout
@@ -255,8 +255,8 @@ func (t *Source) unknownPrompts(prompt gjson.Result, shape string) []Prompt {
 }
 
 // Other returns the prompt of a request of another API, such as /v1/responses or
-// /v1/messages. Of vLLM's workers only their render routes know it; SGLang makes
-// chats of those two, and so does this program as far as they are text.
+// /v1/messages. vLLM renders it by its render routes only; SGLang converts both to
+// chats, and so does this package if they are text.
 func (t *Source) Other(ctx context.Context, path string, body []byte) Prompt {
 	if t.SGLang() {
 		return t.sglangOther(ctx, path, body)
@@ -274,9 +274,9 @@ func (t *Source) Other(ctx context.Context, path string, body []byte) Prompt {
 	return t.unknown(path)
 }
 
-// Tokenize answers /tokenize: in vLLM's shape here, or through a worker where the
-// prompt cannot be rendered here, or has a shape of its own. The error is a
-// *BadRequest, an *AskError with the worker's refusal, or that no worker answered.
+// Tokenize answers /tokenize in vLLM's format, or through a worker if the prompt
+// cannot be rendered here or has another format. The error is a *BadRequest, an
+// *AskError with the worker's refusal, or means that no worker answered.
 func (t *Source) Tokenize(ctx context.Context, body []byte) ([]byte, error) {
 	features := []string{"completion"}
 	if gjson.GetBytes(body, "messages").Exists() {

@@ -6,7 +6,7 @@ import (
 	"kvrouter/internal/jsonbody"
 )
 
-// Kind is the place of the prompt in a route's body.
+// Kind is the position of the prompt in a route's body.
 type Kind int
 
 // Values of Kind.

@@ -126,7 +126,7 @@ func logprobStart(v gjson.Result) int {
 	return start
 }
 
-// computeFrom notes that the engine computes the tokens from start on anew; negative:
+// computeFrom notes that the engine computes the tokens from start on again; negative:
 // it does not.
 func computeFrom(list []Prompt, start int) {
 	for i := range list {
@@ -157,10 +157,11 @@ func (t *Source) sglangOther(ctx context.Context, path string, body []byte) Prom
 	return p
 }
 
-// KeepApart returns the body as it goes to the workers. With extra_key, SGLang keeps
-// a prompt apart in its cache, but reports its blocks as those of plain prompts. Such
-// a request gets a cache_salt of its own, made of both: that keeps it apart in the
-// same way, and its blocks are reported with it. vLLM knows no extra_key.
+// KeepApart returns the body for the workers. SGLang isolates prompts with an
+// extra_key in its cache, but reports their blocks as those of plain prompts. Such
+// a request therefore gets a cache_salt derived from its salt and extra_key, which
+// isolates it in the same way and is part of the reported blocks. vLLM has no
+// extra_key.
 func (t *Source) KeepApart(route string, body *jsonbody.Body) *jsonbody.Body {
 	if t == nil || !t.someSGLang.Load() || route == anthropicRoute {
 		return body
@@ -188,9 +189,10 @@ const anthropicRoute = "/v1/messages"
 const generateRoute = "/generate"
 
 // Adapter returns the LoRA adapter that a worker will use for the request. known is
-// the request's model, if a worker says that it is an adapter, and listed is whether
-// one lists a model of that name. SGLang takes adapters as base:adapter, where that is
-// no model's own name, or as lora_path; an adapter's name alone is the base model to it.
+// the request's model, if a worker reports it as an adapter; listed means that a
+// worker lists a model of that name. SGLang accepts adapters as base:adapter,
+// unless that is the name of a model, or as lora_path; it treats an adapter's name
+// alone as the base model.
 func (t *Source) Adapter(route string, body *jsonbody.Body, known string, listed bool) string {
 	if route != generateRoute && !t.SGLang() {
 		return known

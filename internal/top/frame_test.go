@@ -34,7 +34,7 @@ func fleet() *page.State {
 		Rates:  page.Rates{RequestsPerSecond: 42.2, HitRate: pointer(.75), Exact: pointer(.994), TTFT50: pointer(.035), TTFT99: pointer(1.25), ITL50: pointer(.007), ITL99: pointer(.0204)},
 		Workers: []page.Worker{
 			{Worker: 0, State: page.StateReady, Since: at - 11_000, Model: "m", URL: "http://a:8100", InFlight: 9, Waiting: 2, Running: 7, LoadKnown: true, KVUsage: pointer(.97), Blocks: 12_345, PrefillTokens: 4000, HitRate: pointer(.8), EventLag: pointer(.0012), EventsConnected: true},
-			{Worker: 1, State: page.StateEjected, Since: at - 3, Model: "m", URL: "http://b:8100", Why: "3 failures in a row, the last: no connection", Restarts: 4, LoadKnown: false, Blocks: 100, Cold: true, EventsConnected: true},
+			{Worker: 1, State: page.StateEjected, Since: at - 3, Model: "m", URL: "http://b:8100", Why: "3 consecutive failures, the last: no connection", Restarts: 4, LoadKnown: false, Blocks: 100, Cold: true, EventsConnected: true},
 			{Worker: 10, State: page.StateStarting, Since: at - 20, Model: "m", URL: "http://c:8100"},
 			{Worker: 2, State: page.StateReady, Since: at - 90_000, Model: "m", URL: "http://d:8100", InFlight: 3, Running: 3, LoadKnown: true, KVUsage: pointer(.31), Blocks: 2_345_678, HitRate: pointer(.7), EventLag: pointer(-.0002), EventsConnected: true},
 		},

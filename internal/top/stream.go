@@ -174,7 +174,7 @@ func decodeState(data []byte) (*page.State, error) {
 		Cache struct{} `json:"cache"` // is not shown here
 	}
 	if err := json.Unmarshal(data, &wire); err != nil {
-		return nil, errors.New("cannot read the router's state: is it of another version?")
+		return nil, errors.New("cannot read the router's state: it may be of another version")
 	}
 	s := &wire.State
 	s.Workers = s.Workers[:min(len(s.Workers), maxWorkers)]

@@ -262,7 +262,7 @@ func (f frame) requests() []string {
 		}
 		return cell{count(float64(*r.Cached)), tone}
 	})
-	add(" FIRST", 1, true, func(r page.Request) cell { return cell{maybeSeconds(r.TTFT), normal} })
+	add("  TTFT", 1, true, func(r page.Request) cell { return cell{maybeSeconds(r.TTFT), normal} })
 	add("  TOOK", 2, true, func(r page.Request) cell { return cell{maybeSeconds(r.Duration), normal} })
 	add("OUT", 3, true, func(r page.Request) cell {
 		if r.OutputTokens == nil {

@@ -1,5 +1,5 @@
-// Package top is a live view of the fleet in a terminal. It reads the event stream of
-// the dashboard.
+// Package top is a live view of workers and requests in a terminal. It reads the
+// event stream of the dashboard.
 package top
 
 import (
@@ -22,7 +22,7 @@ import (
 // Command is kvrouter top.
 type Command struct {
 	RouterURL string `group:"Top" name:"router-url" default:"http://127.0.0.1:7000" help:"Router port of the router to show."`
-	Once      bool   `group:"Top" help:"Print one frame as plain text and exit: for scripts, and where there is no terminal."`
+	Once      bool   `group:"Top" help:"Print one frame as plain text and exit, for scripts and without a terminal."`
 }
 
 // onceWait is how long --once waits for the first state.
@@ -31,8 +31,8 @@ const onceWait = 15 * time.Second
 // plainWidth is how wide --once writes where $COLUMNS does not say, in columns.
 const plainWidth = 160
 
-// Run shows the router until a person quits or ctx is done; with --once it writes one
-// frame to out. keys are those of --router-api-key: the first one is sent.
+// Run shows the router until the user quits or ctx is done; with --once it writes
+// one frame to out. keys are those of --router-api-key; the first one is sent.
 func (c Command) Run(ctx context.Context, keys []string, out *os.File) error {
 	key := ""
 	if len(keys) > 0 {

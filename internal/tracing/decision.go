@@ -22,9 +22,9 @@ const (
 	maxCandidate  = 400 // bytes of each
 )
 
-// Decided adds a span for a choice that began at the given time and has ended now, with
-// the explained decisions: one, or those of a prefill worker and of a decode
-// worker. err is why nothing was chosen.
+// Decided adds a span for a choice that began at the given time and has ended now,
+// with the explained decisions: one, or those of a prefill worker and of a decode
+// worker. err is the reason why no worker was chosen.
 func (q *Request) Decided(began time.Time, err error, decisions ...*router.Decision) {
 	if !q.Sampled() {
 		return

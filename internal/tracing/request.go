@@ -42,10 +42,10 @@ type Request struct {
 	attempts atomic.Int32 // without those of prefill legs
 }
 
-// Begin begins the trace of a request that came at a given time, on the route that the
-// router knows it by. What its header says of a trace goes on here, where it says one
-// thing and follows the W3C's rules. That of a client which is not trusted is only
-// linked to: it does not decide on sampling. End must follow.
+// Begin begins the trace of a request with its arrival and its route. It continues
+// the trace of the request's header if that is unambiguous and valid by the W3C's
+// rules. The trace of an untrusted client is only linked and does not control
+// sampling. The caller calls End.
 func (t *Tracer) Begin(r *http.Request, route string, arrived time.Time, trusted bool) *Request {
 	if t == nil {
 		return nil
@@ -134,11 +134,11 @@ func operation(route string) string {
 	}
 }
 
-// Sampled reports whether the request's spans are kept.
+// Sampled reports whether the request is sampled.
 func (q *Request) Sampled() bool { return q != nil && q.sampled }
 
-// Now is the start time of something reported later; the zero time where the
-// request is not sampled, which saves a look at the clock.
+// Now returns the start time of a span that is reported later; the zero time if the
+// request is not sampled, which saves reading the clock.
 func (q *Request) Now() time.Time {
 	if !q.Sampled() {
 		return time.Time{}
@@ -146,7 +146,7 @@ func (q *Request) Now() time.Time {
 	return time.Now()
 }
 
-// SampledID returns the trace's number in hexadecimal; empty: its spans are not kept.
+// SampledID returns the trace id in hexadecimal; empty: the request is not sampled.
 func (q *Request) SampledID() string {
 	if !q.Sampled() {
 		return ""
@@ -154,8 +154,8 @@ func (q *Request) SampledID() string {
 	return q.span.SpanContext().TraceID().String()
 }
 
-// Tokens adds a span for the finding of a prompt's tokens, which has ended now. source
-// says where they came from; empty: the request has no prompt, and gets no span.
+// Tokens adds a span for the tokenization of a prompt, which has ended now. source
+// is the source of the tokens; empty: the request has no prompt and gets no span.
 func (q *Request) Tokens(began time.Time, source string, tokens int) {
 	if !q.Sampled() || source == "" {
 		return
@@ -165,7 +165,7 @@ func (q *Request) Tokens(began time.Time, source string, tokens int) {
 	span.End()
 }
 
-// Attempt is one sending of a request, or of a part of it, to a worker.
+// Attempt is one sending of a request, or of a leg of it, to a worker.
 type Attempt struct {
 	ctx    context.Context // carries span
 	span   trace.Span      // nil: the request is not sampled
@@ -173,7 +173,8 @@ type Attempt struct {
 	began  time.Time
 }
 
-// Attempt begins a sending to a worker of that name; empty: it has none. End must follow.
+// Attempt begins an attempt on the worker of that name; empty: without a name. The
+// caller calls End.
 func (q *Request) Attempt(leg kv.Leg, target *kv.Target, worker, method, route string) *Attempt {
 	if q == nil {
 		return nil
@@ -210,8 +211,8 @@ func (q *Request) Attempt(leg kv.Leg, target *kv.Target, worker, method, route s
 	return a
 }
 
-// Inject makes a request to a worker go on with the trace, below the attempt, in place
-// of the client's. It must own the header.
+// Inject replaces the client's trace context in the header of a request to a worker
+// by that of the attempt. The caller must own the header.
 func (a *Attempt) Inject(header http.Header) {
 	if a == nil {
 		return
@@ -220,15 +221,15 @@ func (a *Attempt) Inject(header http.Header) {
 	propagation.TraceContext{}.Inject(a.ctx, propagation.HeaderCarrier(header))
 }
 
-// Answered notes the status of the worker's answer.
+// Answered records the status of the worker's answer.
 func (a *Attempt) Answered(status int) {
 	if a != nil {
 		a.status = status
 	}
 }
 
-// End ends the attempt. first is when the answer's first token came, if it did during
-// the attempt; err is why the attempt failed; nil: its answer was relayed.
+// End ends the attempt. first is the arrival of the answer's first token, if it was
+// during the attempt; err is the reason of a failure; nil: the answer was relayed.
 func (a *Attempt) End(first time.Time, err error) {
 	if a == nil || a.span == nil {
 		return
@@ -270,18 +271,18 @@ func clip(text string) string {
 // Outcome is the result of a request.
 type Outcome struct {
 	At         time.Time
-	Status     int    // HTTP status; 499: the client went away
+	Status     int    // HTTP status; 499: the client disconnected
 	Model      string // as the request names it
-	Worker     string // name of the one that answered; kv.NoWorker: none did
-	Prefill    string // that computed the prompt, if it was another
-	Finish     string // why the answer ended; empty: not known
+	Worker     string // name of the worker that answered; kv.NoWorker: none
+	Prefill    string // worker that computed the prompt, if another one
+	Finish     string // finish reason of the answer; empty: unknown
 	FirstToken time.Time
 
 	UsageKnown                bool // by the worker; else the tokens are not
 	InputTokens, OutputTokens int
 	CachedKnown               bool
 	CachedTokens              int
-	PredictedTokens           int // that were expected to be cached
+	PredictedTokens           int // predicted cached tokens
 }
 
 // End ends the request's trace.

@@ -1,9 +1,9 @@
 // Package tracing sends the spans of requests to an OpenTelemetry collector: the
 // tokenization, each decision and attempt, and the answer.
 //
-// The standard variables (OTEL_EXPORTER_OTLP_ENDPOINT and the like) turn it on. Without
-// them Open returns nil, and so do all methods that begin something: every method takes
-// a nil receiver, does nothing then, and allocates nothing.
+// The standard variables (such as OTEL_EXPORTER_OTLP_ENDPOINT) enable it. Without
+// them Open returns nil. All methods accept a nil receiver; they then do nothing,
+// allocate nothing, and return nil.
 package tracing
 
 import (
@@ -54,8 +54,8 @@ const (
 	endLimit   = time.Second
 )
 
-// Tracer makes spans of requests and sends them from the background. Its methods are
-// safe for concurrent use.
+// Tracer creates spans of requests and exports them in the background. Its methods
+// are safe for concurrent use.
 type Tracer struct {
 	tracer   trace.Tracer
 	provider *sdk.TracerProvider
@@ -63,13 +63,14 @@ type Tracer struct {
 	ended    atomic.Uint64 // spans
 }
 
-// Counts are the spans that have ended, and of these the sent ones and those that the
-// collector did not take. Missing ones wait, or were dropped because the queue was
-// full.
+// Counts are the ended spans, and of these the exported ones and those that the
+// collector did not accept. The remaining ones are queued, or were dropped because
+// the queue was full.
 type Counts struct{ Ended, Sent, Failed uint64 }
 
-// Open begins to trace as the environment asks; nil: it does not ask for it. An error
-// names the variable that is wrong. It connects to nothing yet. Close must follow.
+// Open returns a tracer configured by the environment; nil: tracing is not enabled.
+// An error names the invalid variable. Open does not connect to the collector. The
+// caller calls Close.
 func Open(version string, log *slog.Logger) (*Tracer, error) {
 	protocol, err := wanted()
 	if err != nil || protocol == "" {
@@ -121,7 +122,7 @@ func given(names ...string) (name, value string) {
 	return "", ""
 }
 
-// wanted returns the protocol by which the environment asks for traces; empty: it does
+// wanted returns the protocol by which the environment enables traces; empty: it does
 // not ask.
 func wanted() (protocol string, err error) {
 	name, endpoint := given(envTracesEndpoint, envEndpoint)
@@ -163,13 +164,13 @@ func checkSampler() error {
 	return fmt.Errorf("%s=%s: give always_on, always_off, traceidratio, or one of them after parentbased_", envSampler, sampler)
 }
 
-// Counts returns what became of the spans so far.
+// Counts returns the counts of spans so far.
 func (t *Tracer) Counts() Counts {
 	sent, failed := t.sender.sent.Load(), t.sender.failed.Load()
 	return Counts{Ended: t.ended.Load(), Sent: sent, Failed: failed}
 }
 
-// Close sends the queued spans, for flushLimit at most, and ends the sending.
+// Close exports the queued spans within flushLimit and ends the export.
 func (t *Tracer) Close() {
 	if t == nil {
 		return
@@ -214,7 +215,8 @@ func newSender(exporter sdk.SpanExporter, log *slog.Logger) *sender {
 	return s
 }
 
-// ExportSpans implements sdk.SpanExporter. Errors end here: the SDK would print them.
+// ExportSpans implements sdk.SpanExporter. It returns no errors, because the SDK
+// would print them.
 func (s *sender) ExportSpans(ctx context.Context, spans []sdk.ReadOnlySpan) error {
 	ctx, cancel := context.WithCancel(ctx)
 	defer cancel()

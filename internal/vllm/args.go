@@ -57,7 +57,7 @@ var flags = process.Flags{
 	"-dph": "data-parallel-hybrid-lb", "-dpe": "data-parallel-external-lb", "-dpm": "data-parallel-multi-port-external-lb",
 }
 
-// key finds the key that started workers will ask for.
+// key returns the key that started workers will require.
 func key(args []string) string {
 	if key, given := flags.Value(args, "api-key"); given {
 		return key

@@ -149,7 +149,7 @@ func (c *connection) busy() {
 	}
 }
 
-// Close ends the connection and gives its place to another.
+// Close closes the connection and frees its slot.
 func (c *connection) Close() error {
 	c.all.mu.Lock()
 	again := c.shut
@@ -178,8 +178,8 @@ func (c *connection) CloseWrite() error {
 // fewestDescriptors is the assumed limit where it cannot be read.
 const fewestDescriptors = 1024
 
-// Descriptors returns how many files and connections this process may have open.
-// Go has raised the soft limit to the hard one at the start.
+// Descriptors returns the maximum number of open files and connections of this
+// process. Go has raised the soft limit to the hard one at the start.
 func Descriptors() int {
 	var limit syscall.Rlimit
 	if syscall.Getrlimit(syscall.RLIMIT_NOFILE, &limit) != nil {
@@ -200,7 +200,7 @@ const mostConnections = 16384
 
 // ConnectionSettings are the flags that limit client connections.
 type ConnectionSettings struct {
-	MaxConnections int `group:"Requests" default:"0" help:"Maximum concurrent client connections to the OpenAI port; the router port takes a further seventh of that. Beyond it, idle connections are closed, then new ones wait. 0: derived from the limit of open files (ulimit -n), at most 16384; a higher value is lowered to that limit."`
+	MaxConnections int `group:"Requests" default:"0" help:"Maximum concurrent client connections to the OpenAI port; the router port gets a seventh of that in addition. Above the limit, idle connections are closed, then new ones wait. 0: derived from the limit of open files (ulimit -n), at most 16384; a higher value is lowered to that limit."`
 }
 
 // Shares returns the connection limits of the OpenAI port and of the router port. With

@@ -11,9 +11,10 @@ import (
 	"github.com/gin-gonic/gin"
 )
 
-// Hop is this router's entry in the Via header (RFC 9110, section 7.6.3) of the requests
-// that it sends: the protocol version 1.1, and kvrouter- with a number unique to the
-// process. It detects routing loops. The empty Hop signs and refuses nothing.
+// Hop is this router's entry in the Via header (RFC 9110, section 7.6.3) of the
+// requests that it sends: the protocol version 1.1, and kvrouter- with a number
+// unique to the process. It detects routing loops. An empty Hop adds and refuses
+// nothing.
 type Hop string
 
 const (

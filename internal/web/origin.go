@@ -20,8 +20,9 @@ func Loopback(host string) bool {
 	return ip != nil && ip.IsLoopback()
 }
 
-// OwnPages refuses cross-origin requests of browsers. host is the address that the port
-// listens on; keyed means that the port requires a key, which a foreign page lacks.
+// OwnPages refuses cross-origin requests of browsers. host is the address of the
+// port; keyed means that the port requires a key, which pages of other origins
+// lack.
 //
 // The Origin of a request must match its Host. Without a key, the Host of a request to a
 // loopback port must be a loopback name or address, or host itself: this prevents DNS

@@ -28,8 +28,8 @@ type Port struct {
 	cut      context.CancelCauseFunc // of every request's context
 }
 
-// Listen opens a TCP port with the limits of both ports; port 0 is any free port. flag
-// names the flag of the port in errors. With secure nil it serves plain HTTP.
+// Listen opens a TCP port with the limits of both ports; port 0 selects a free
+// port. flag is the port's flag in errors. With secure nil it serves plain HTTP.
 func Listen(host string, port int, flag string, secure *tls.Config) (*Port, error) {
 	listener, err := net.Listen("tcp", net.JoinHostPort(host, strconv.Itoa(port)))
 	if err != nil {

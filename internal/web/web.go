@@ -50,7 +50,7 @@ func DropHopByHop(header http.Header) {
 const (
 	// headerLimit bounds a request's headers, in bytes.
 	headerLimit = 64 << 10
-	// HeaderTimeout bounds how long a client may take to send its headers.
+	// HeaderTimeout is the maximum time for a client to send its headers.
 	HeaderTimeout = 10 * time.Second
 	// keepAlive is the time that an idle client connection stays open.
 	keepAlive = 2 * time.Minute
@@ -167,8 +167,8 @@ func ErrorJSON(status int, kind, param, message string) []byte {
 // requestIDLimit bounds a client's own request id, bytes: it goes into logs.
 const requestIDLimit = 256
 
-// RequestID returns the request's id: the client's own where it sent a usable
-// one, else a new one, which is kept with the request.
+// RequestID returns the request's id: the client's own if it is usable, otherwise a
+// new one, which is stored with the request.
 func RequestID(c *gin.Context) string {
 	id := c.Request.Header.Get(HeaderRequest)
 	usable := id != "" && len(id) <= requestIDLimit && !strings.ContainsFunc(id, func(r rune) bool { return r < ' ' || r > '~' })

@@ -15,16 +15,16 @@ import (
 
 // Errors of Add.
 var (
-	// ErrKnown: the fleet has a worker at that address.
+	// ErrKnown means that the fleet already has a worker at that address.
 	ErrKnown = errors.New("already exists")
-	// ErrRemoved: Remove removed the worker before it was ready.
+	// ErrRemoved means that Remove removed the worker before it was ready.
 	ErrRemoved = errors.New("the worker was removed before it was ready")
 )
 
 // NotReadyError means that a worker of Add was not ready in time.
 type NotReadyError struct {
 	Limit time.Duration // --startup-timeout
-	Why   string        // it is not ready, as last seen; may be empty
+	Why   string        // last known reason why it is not ready; may be empty
 }
 
 func (e *NotReadyError) Error() string {
@@ -40,11 +40,11 @@ type added struct {
 	left  chan struct{}      // closed when it has ended
 }
 
-// Add adds the worker at a URL at run time, as --worker does with a URL alone, under a
-// free id, and returns when it is ready. key goes to it with every request, and no other
-// key does; it may be empty. A worker that is not ready within --startup-timeout, or
-// before ctx ends, is removed again. Add fails with ErrKnown, ErrRemoved,
-// ErrFleetEnding, a *NotReadyError or the cause of ctx.
+// Add attaches the worker at a URL at run time, as --worker with only a URL, under
+// a free id, and returns when it is ready. key is sent to it with every request
+// instead of any other key; it may be empty. A worker that is not ready within
+// --startup-timeout, or before ctx is done, is removed. Add fails with ErrKnown,
+// ErrRemoved, ErrFleetEnding, a *NotReadyError or the cause of ctx.
 func (f *Fleet) Add(ctx context.Context, url string, key kv.Secret) (id uint64, err error) {
 	select {
 	case <-f.opened:
@@ -124,8 +124,8 @@ func (w *worker) address() string {
 	return w.status.URL
 }
 
-// Remove removes the worker of Add at that URL and its index, and returns when nothing
-// follows it any more. It reports whether there was such a worker.
+// Remove removes the worker of Add at that URL and its index, and returns when its
+// goroutines have ended. It reports whether there was such a worker.
 func (f *Fleet) Remove(url string) (id uint64, found bool) {
 	members := f.all()
 	at := slices.IndexFunc(members, func(w *worker) bool { return w.added != nil && w.discovered == nil && w.address() == url })

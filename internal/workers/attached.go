@@ -13,11 +13,11 @@ import (
 	"kvrouter/internal/probe"
 )
 
-// Attached is a worker that runs already, as given by --worker.
+// Attached is a running worker, as given by --worker.
 type Attached struct {
 	probe.Server
-	HasID  bool   // ID was given; else AssignIDs chooses the next free one
-	KeyEnv string // environment variable with its key; empty: it has none of its own
+	HasID  bool   // ID was given; otherwise AssignIDs assigns the next free one
+	KeyEnv string // environment variable with its own key; empty: none
 }
 
 // attachedKeys are the keys that UnmarshalText reads.

@@ -34,10 +34,10 @@ func (w *worker) discoveryChanges() <-chan struct{} {
 // drains reports whether the worker finishes its requests, and goes.
 func (w *worker) drains() bool { return w.discovered != nil && w.discovered.drains.Load() }
 
-// Follow keeps the fleet's discovered workers in step with the last list, until the
-// channel is closed: new ones are attached once they are ready, cordoned ones get no
-// requests, and those that are no longer listed are removed once their requests have
-// ended, with their index.
+// Follow updates the fleet's discovered workers to the last list, until the channel
+// is closed: new ones are attached when they are ready, cordoned ones get no new
+// requests, and those that are no longer listed are removed with their index when
+// their requests have ended.
 func (f *Fleet) Follow(lists <-chan []kv.Worker) {
 	d := following{f: f, known: map[uint64]*worker{}, refused: map[uint64]string{}}
 	tick := time.NewTicker(f.timing.leaveLook)
@@ -91,7 +91,7 @@ func (d *following) apply() {
 			if !w.drains() {
 				d.f.cordon(w, kv.HoldDraining)
 			}
-			d.f.log.Info(fmt.Sprintf("%s: no longer discovered: removing it once its requests have ended", w), "limit", d.f.timing.leaveLimit)
+			d.f.log.Info(fmt.Sprintf("%s: no longer discovered: removing it when its in-flight requests have ended", w), "limit", d.f.timing.leaveLimit)
 		}
 	}
 	for id := range d.refused {

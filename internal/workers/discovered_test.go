@@ -146,7 +146,7 @@ func TestDiscoveredWorkersComeAndGo(t *testing.T) {
 	d.work(true)
 	d.tell()
 	d.wantHeld(w.ID)
-	d.wantLog("(pod-a): no longer discovered: removing it once its requests have ended")
+	d.wantLog("(pod-a): no longer discovered: removing it when its in-flight requests have ended")
 	d.tell() // again, and many looks later it works still
 	if n := d.index.Blocks(kv.WorkerKey{Worker: w.ID}); n != 1 || len(d.Workers()) != 1 || d.Workers()[0].Held != kv.HoldDraining {
 		t.Errorf("while it works: %d blocks, %+v", n, d.Workers())
@@ -286,7 +286,7 @@ func TestARestartWhileDrainingIsAnotherProcess(t *testing.T) {
 	d.wantHeld(w.ID)
 	a.server.Close()
 	d.ReportFailure(w.ID)
-	d.wantLog("(pod-a): accepts no more connections")
+	d.wantLog("(pod-a): refuses new connections")
 	d.wantEvents(up)
 	a.start()
 	d.wantEvents(up, down, strings.Replace(up, "g1", "g2", 1))

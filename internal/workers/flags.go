@@ -10,21 +10,21 @@ import (
 	"kvrouter/internal/kv"
 )
 
-// Flags are the workers that run already, the router's identity towards workers, and
-// how started ones are looked after.
+// Flags are the flags of attached workers, of authentication towards workers, and
+// of the supervision of started workers.
 type Flags struct {
-	Worker            []Attached    `group:"Workers" sep:";" placeholder:"url=URL,..." help:"Attach a running worker: url==http://host:8100[,id=3][,kv-events=tcp://host:5557][,replay=tcp://host:5757][,load=tcp://host:5657][,key-env=NAME][,role=prefill|decode|both][,kind=nixl|sglang|mooncake][,bootstrap=host:8998]. Repeatable. Only url is required; the rest is read from the worker if it reports it: event endpoints of vLLM; event and load endpoints, ranks and role of SGLang."`
+	Worker            []Attached    `group:"Workers" sep:";" placeholder:"url=URL,..." help:"Attach a running worker: url=http://host:8100[,id=3][,kv-events=tcp://host:5557][,replay=tcp://host:5757][,load=tcp://host:5657][,key-env=NAME][,role=prefill|decode|both][,kind=nixl|sglang|mooncake][,bootstrap=host:8998]. Repeatable. Only url is required; the rest is read from the worker if it reports it: event endpoints of vLLM; event and load endpoints, ranks and role of SGLang."`
 	WorkerAPIKeyEnv   string        `group:"Workers" name:"worker-api-key-env" placeholder:"NAME" help:"Environment variable with the bearer key of started and attached workers. It replaces the client's key on every request. Default: VLLM_API_KEY (not with --engine sglang), which replaces the client's key only if the router itself requires keys."`
 	WorkerCA          string        `group:"Workers" name:"worker-ca" placeholder:"FILE" help:"PEM file of the certificate authorities of workers with https://. Default: the system's."`
 	StartupTimeout    time.Duration `group:"Workers" default:"10m" help:"Maximum time for a started worker to become ready."`
-	RestartBackoffMax time.Duration `group:"Workers" default:"30s" help:"Maximum pause before a dead worker is restarted; the first is 1s, and each next one doubles."`
+	RestartBackoffMax time.Duration `group:"Workers" default:"30s" help:"Maximum delay before a failed worker is restarted. The first delay is 1s; each further one doubles."`
 
 	WorkerKey kv.Secret   `kong:"-"` // of WorkerAPIKeyEnv; set by Resolve
 	WorkerTLS *tls.Config `kong:"-"` // of WorkerCA; nil: the system's roots. Set by Resolve
 }
 
-// Resolve reads the keys that the flags name out of the environment, and the file
-// of authorities. An error names the flag.
+// Resolve reads the keys from the environment variables of the flags, and the file
+// of certificate authorities. An error names the flag.
 func (f *Flags) Resolve(getenv func(string) string) error {
 	if name := f.WorkerAPIKeyEnv; name != "" {
 		if f.WorkerKey = kv.Secret(getenv(name)); f.WorkerKey == "" {

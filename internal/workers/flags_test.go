@@ -3,6 +3,8 @@ package workers
 import (
 	"os"
 	"path/filepath"
+	"reflect"
+	"regexp"
 	"strings"
 	"testing"
 
@@ -91,4 +93,20 @@ func FuzzAttached(f *testing.F) {
 			t.Errorf("%q has a key", text)
 		}
 	})
+}
+
+// TestWorkerFlagAcceptsTheFormOfItsHelp parses the form in the help of --worker, with
+// all optional parts.
+func TestWorkerFlagAcceptsTheFormOfItsHelp(t *testing.T) {
+	field, _ := reflect.TypeFor[Flags]().FieldByName("Worker")
+	_, form, _ := strings.Cut(field.Tag.Get("help"), ": ")
+	form, _, found := strings.Cut(form, ". Repeatable")
+	form = regexp.MustCompile(`\|[a-z|]+`).ReplaceAllString(strings.NewReplacer("[", "", "]", "").Replace(form), "")
+	var worker Attached
+	if err := worker.UnmarshalText([]byte(form)); err != nil || !found {
+		t.Errorf("%s: %v", form, err)
+	}
+	if got := worker.URL + " " + worker.KVEvents; got != "http://host:8100 tcp://host:5557" {
+		t.Error(got)
+	}
 }

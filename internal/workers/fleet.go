@@ -1,6 +1,5 @@
-// Package workers supervises the workers of the router. It starts some, attaches
-// others that run already, and follows the health, models, KV events and load of
-// them all.
+// Package workers supervises the workers of the router. It starts workers, attaches
+// running ones, and monitors their health, models, KV events and load.
 package workers
 
 import (
@@ -27,27 +26,27 @@ import (
 	"kvrouter/internal/web"
 )
 
-// Members are the models that workers serve. The calls for one worker come one after
-// another, but for Load; those for different workers are concurrent. None may block
-// for long.
+// Members is notified of the workers of each model. Calls for one worker are
+// sequential, except Load; calls for different workers are concurrent. No call may
+// block for long.
 type Members interface {
-	// Join returns the index of the blocks of a worker that the router has not started,
-	// and the tokens in a block. It comes before Up; an error says why the worker cannot
-	// be used.
+	// Join returns the index for the blocks of a worker that the router has not
+	// started, and its block size in tokens. It precedes Up; an error is the reason
+	// why the worker cannot be used.
 	Join(worker uint64, serves kv.Served) (index radix.Index, blockSize int, err error)
 	// Leave ends a Join, after Down.
 	Leave(worker uint64)
-	Up(kv.Target)                        // may be routed to, or has changed
+	Up(kv.Target)                        // requests may be routed to it, or it has changed
 	Down(t kv.Target, why string)        // may not be routed to
 	Load(kv.WorkerKey, policy.Published) // a load report
 	Cordon(worker uint64, on bool)       // keeps new requests from a discovered worker
 	Busy(worker uint64) bool             // reports whether it has in-flight requests
 }
 
-// Listener gets the reports that Members does not need, by the same rules.
+// Listener gets further notifications, by the same rules.
 type Listener interface {
 	EventLag(kv.WorkerKey, time.Duration) // age of a batch of KV events when it was applied
-	Down(t kv.Target, why string)         // may not be routed to; Members know
+	Down(t kv.Target, why string)         // may not be routed to; called after Members.Down
 }
 
 // prober asks workers about themselves; *probe.Client is one.
@@ -68,11 +67,11 @@ type prober interface {
 
 // States of a worker.
 const (
-	StateConnecting = "connecting" // attached, no answer yet or any more
+	StateConnecting = "connecting" // attached, no answer yet, or no longer
 	StateStarting   = "starting"   // started, not ready yet
 	StateReady      = "ready"
 	StateDown       = "down"       // runs, but does not answer
-	StateRestarting = "restarting" // has ended; it will be started again
+	StateRestarting = "restarting" // has ended and will be restarted
 	StateStopped    = "stopped"    // the router is ending
 )
 
@@ -85,10 +84,10 @@ type Status struct {
 	Engine     kv.Engine `json:"engine"`
 	Attached   bool      `json:"attached"` // not started by this router
 	State      string    `json:"state"`
-	Stage      string    `json:"stage,omitempty"` // how far its start is
+	Stage      string    `json:"stage,omitempty"` // stage of its start
 	Since      time.Time `json:"since"`           // of the state
-	PID        int       `json:"pid,omitempty"`   // its process group, too
-	Restarts   int       `json:"restarts"`        // times that it ended and was started again
+	PID        int       `json:"pid,omitempty"`   // also its process group
+	Restarts   int       `json:"restarts"`        // restarts so far
 	Generation int       `json:"generation"`      // incarnations so far
 	Ranks      []uint32  `json:"ranks,omitempty"` // data-parallel ranks
 	Models     []string  `json:"models,omitempty"`
@@ -99,7 +98,7 @@ type Status struct {
 	Disagg     kv.Disagg `json:"-"`
 }
 
-// Keys returns the worker's keys in the index and the loads: one for each rank.
+// Keys returns the worker's keys, one for each rank.
 func (s Status) Keys() []kv.WorkerKey {
 	if len(s.Ranks) == 0 {
 		return []kv.WorkerKey{{Worker: s.ID}}
@@ -154,7 +153,7 @@ func defaultTiming() timing {
 	}
 }
 
-// Settings are the workers of a fleet and its supervision.
+// Settings are the workers of a fleet and the settings of their supervision.
 type Settings struct {
 	Started          []kv.Disagg   // the role of each worker that is started, by id from 0
 	Engine           kv.Engine     // of started workers
@@ -164,25 +163,25 @@ type Settings struct {
 	TotalBlocks      int           // of a started worker's KV cache; 0: unknown
 	ReadyPoll        time.Duration // between checks of a starting worker; 0: 250 ms
 	Attached         []Attached    // that run already
-	ServedModelName  string        // of a worker that names no model
+	ServedModelName  string        // for workers that report no model
 	BlockSize        int           // tokens
 	KVEvents         bool          // KV events are followed
-	AssumesSizes     bool          // the index needs the sizes of the workers' caches
+	AssumesSizes     bool          // the index uses the sizes of the workers' caches
 	TLS              *tls.Config   // for workers with https; nil: the system's roots
-	Hop              web.Hop       // this router, in the Via header of its questions
+	Hop              web.Hop       // this router, in the Via header of its queries
 
 	Snapshot events.Settings // of the index of KV events
 
-	// WorkerKey is the bearer key of started and attached workers, and goes to them with
-	// every request. If it is empty, or for a started worker with a key of its own, Key
-	// is theirs: it goes with the router's own questions and, if PassKey is set, with
-	// clients' requests.
+	// WorkerKey is the bearer key of started and attached workers, sent with every
+	// request. If it is empty, or for a started worker with its own key, Key is
+	// used instead: it is sent with the router's own queries and, if PassKey is
+	// set, with clients' requests.
 	WorkerKey kv.Secret
 	Key       kv.Secret
 	PassKey   bool
 
 	StartupTimeout    time.Duration // maximum time for a started worker to become ready
-	RestartBackoffMax time.Duration // maximum pause before a dead worker is started again
+	RestartBackoffMax time.Duration // maximum delay before a failed worker is restarted
 }
 
 // Deps are the parts that a fleet uses.
@@ -199,8 +198,8 @@ type Deps struct {
 // the name of the stream.
 type Start func(i int, line func(stream, text string)) (process.Started, error)
 
-// Fleet starts workers, attaches others, and follows the health, KV events and
-// load of them all. Its methods are safe for concurrent use.
+// Fleet starts and attaches workers, and monitors their health, KV events and load.
+// Its methods are safe for concurrent use.
 type Fleet struct {
 	cfg       Settings
 	deps      Deps
@@ -315,9 +314,9 @@ func (f *Fleet) all() []*worker {
 	return f.workers
 }
 
-// Run supervises the workers until ctx is done, then ends those that it
-// started; it returns when every process and goroutine of the fleet has ended.
-// An error means that workers cannot be started at all. Call it once.
+// Run supervises the workers until ctx is done, then ends the started ones. It
+// returns when all processes and goroutines of the fleet have ended. An error means
+// that workers cannot be started at all. Call it once.
 func (f *Fleet) Run(ctx context.Context, members Members, listener Listener) (err error) {
 	defer f.probe.Close()
 	f.members, f.listener = members, listener
@@ -391,7 +390,7 @@ func (f *Fleet) Workers() []Status {
 	return list
 }
 
-// Streams returns the counters of every event stream that runs now.
+// Streams returns the counters of all running event streams.
 func (f *Fleet) Streams() map[kv.WorkerKey]*events.Stats {
 	all := map[kv.WorkerKey]*events.Stats{}
 	for _, w := range f.all() {
@@ -404,7 +403,7 @@ func (f *Fleet) Streams() map[kv.WorkerKey]*events.Stats {
 	return all
 }
 
-// History returns the log of a rank's KV events; nil: they are not followed.
+// History returns the log of a rank's KV events; nil: there is no subscription.
 func (f *Fleet) History(key kv.WorkerKey) *events.Log {
 	for _, w := range f.all() {
 		w.mu.Lock()
@@ -502,7 +501,7 @@ func (f *Fleet) runStarted(ctx context.Context, w *worker) (readyFor time.Durati
 	output := process.NewStartLog(f.cfg.Signs)
 	f.update(w, func(s *Status) { s.State, s.Stage = StateStarting, process.StageProcess })
 	in := f.begin(ctx, w)
-	downReason := "the router is ending"
+	downReason := "the router is shutting down"
 	defer func() { in.end(downReason) }()
 	engine, err := f.deps.Start(int(w.id), func(stream, text string) { f.workerLine(w, output, stream, text) })
 	if err != nil {
@@ -569,7 +568,7 @@ func (f *Fleet) runStarted(ctx context.Context, w *worker) (readyFor time.Durati
 		case time.Since(downSince) > f.timing.hangLimit:
 			engine.Kill() // a hung process ignores SIGTERM
 			<-engine.Ended
-			downReason = fmt.Sprintf("it was killed because it did not answer for %s", f.timing.hangLimit)
+			downReason = fmt.Sprintf("killed because it did not answer for %s", f.timing.hangLimit)
 			return since(readySince), errors.New(downReason)
 		}
 	}

@@ -296,11 +296,11 @@ func (in *incarnation) checkHealth() {
 	case in.w.drains() && mayDrain(err):
 		if probe.Refused(err) && !in.closed {
 			in.closed = true
-			in.f.log.Info(fmt.Sprintf("%s: accepts no more connections, and may finish its requests", in.w))
+			in.f.log.Info(fmt.Sprintf("%s: refuses new connections; its in-flight requests may finish", in.w))
 		}
 		return
 	case in.answered && web.OwnFault(err):
-		in.f.log.Warn(fmt.Sprintf("%s: cannot check its health, for lack of resources of the router: raise the limit of open files (ulimit -n), or lower --max-connections", in.w), "error", err)
+		in.f.log.Warn(fmt.Sprintf("%s: cannot check its health because the router lacks file descriptors or ports: raise the limit of open files (ulimit -n), or lower --max-connections", in.w), "error", err)
 		return
 	}
 	in.misses++

@@ -63,7 +63,7 @@ func (in *incarnation) lookAtModels() {
 	served, err := in.f.probe.Models(in.ctx, in.w.spec)
 	if err == nil && served.SGLang && in.engine != kv.EngineSGLang && in.w.attached {
 		// A router with no workers up when it was asked about itself.
-		in.f.log.Info(fmt.Sprintf("%s: now serves models of SGLang: following it anew", in.w), "url", in.w.spec.URL)
+		in.f.log.Info(fmt.Sprintf("%s: now an SGLang server: attaching it again", in.w), "url", in.w.spec.URL)
 		in.gone, in.modelsAt = true, time.Time{} // the next successful health check asks again
 		return
 	}
@@ -71,7 +71,7 @@ func (in *incarnation) lookAtModels() {
 		return
 	}
 	if base := baseOf(in.served); in.w.attached && !slices.ContainsFunc(base, func(name string) bool { return slices.Contains(served.Names, name) }) && len(baseOf(served)) > 0 {
-		in.f.log.Info(fmt.Sprintf("%s: now serves another base model: following it anew", in.w), "before", base, "models", served.Names)
+		in.f.log.Info(fmt.Sprintf("%s: now serves another base model: attaching it again", in.w), "before", base, "models", served.Names)
 		in.gone, in.modelsAt = true, time.Time{}
 		return
 	}
@@ -80,7 +80,7 @@ func (in *incarnation) lookAtModels() {
 		in.targets[i].Models, in.targets[i].Adapters = served.Names, served.Adapters
 	}
 	in.f.update(in.w, func(s *Status) { s.Models = served.Names })
-	in.f.log.Info(fmt.Sprintf("%s: now serves other models", in.w), "models", served.Names)
+	in.f.log.Info(fmt.Sprintf("%s: its list of models has changed", in.w), "models", served.Names)
 	if in.up {
 		clear(in.announced)
 		in.markUp()
@@ -88,9 +88,9 @@ func (in *incarnation) lookAtModels() {
 }
 
 // LookForModels refreshes the lists of the workers' models, because a request names
-// one that no worker is known to serve. It returns when all ready workers have answered
-// or timed out. Concurrent calls share one look, and a look starts at most once a
-// second, so that names of no model cost little.
+// an unknown one. It returns when all ready workers have answered or timed out.
+// Concurrent calls share one refresh, and at most one starts per second, so that
+// unknown names cost little.
 func (f *Fleet) LookForModels(ctx context.Context) {
 	ctx, cancel := context.WithTimeout(ctx, f.timing.lookEvery+f.timing.lookLimit)
 	defer cancel()

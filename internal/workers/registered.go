@@ -17,14 +17,14 @@ import (
 
 // Errors of Register.
 var (
-	// ErrWorkerTaken: the id belongs to a worker that was not registered.
+	// ErrWorkerTaken means that the id belongs to a worker that was not registered.
 	ErrWorkerTaken = errors.New("the id belongs to a worker that the router has started, attached or discovered")
-	// ErrFleetEnding: the router is ending.
-	ErrFleetEnding = errors.New("the router is ending")
+	// ErrFleetEnding means that the router is shutting down.
+	ErrFleetEnding = errors.New("the router is shutting down")
 )
 
-// Registration is a worker that a client registers at run time. It is trusted: the worker
-// is routed to at once. From then on it is supervised as every other one.
+// Registration is a worker that a client registers at run time. Requests are routed
+// to it at once; then it is health-checked like others.
 type Registration struct {
 	ID               uint64
 	URL              string // http://host:port, no slash at the end
@@ -34,7 +34,7 @@ type Registration struct {
 	MaxBatchedTokens int             // of one engine step; 0: unknown
 	TotalBlocks      int             // KV blocks of a rank; 0: unknown
 	BlockSize        int             // tokens; 0: unknown
-	Key              kv.Secret       // bearer key that goes to it with every request; may be empty
+	Key              kv.Secret       // bearer key for its requests; may be empty
 	kv.Disagg
 }
 
@@ -89,10 +89,9 @@ func (f *Fleet) open(ctx context.Context, group *errgroup.Group) {
 	})
 }
 
-// Register adds a worker, or changes one that was registered before, and
-// returns when that is in force. The index of its cache is kept if neither
-// its address, model, ranks nor event endpoints change. It fails with
-// ErrWorkerTaken, ErrFleetEnding or with ctx.
+// Register adds a worker, or changes a registered one, and returns when the change
+// is effective. Its index is kept if address, model, ranks and event endpoints are
+// unchanged. It fails with ErrWorkerTaken, ErrFleetEnding or with ctx.
 func (f *Fleet) Register(ctx context.Context, r Registration) error {
 	select {
 	case <-f.opened:
@@ -148,8 +147,8 @@ func (f *Fleet) registered(r Registration) (*worker, error) {
 	return w, nil
 }
 
-// Unregister removes a registered worker and its index, and returns when nothing follows
-// it any more. It reports whether there was such a worker.
+// Unregister removes a registered worker and its index, and returns when its
+// goroutines have ended. It reports whether there was such a worker.
 func (f *Fleet) Unregister(id uint64) bool {
 	f.membership.Lock()
 	at := slices.IndexFunc(f.workers, func(w *worker) bool { return w.id == id && w.registry != nil })
@@ -263,7 +262,7 @@ func (f *Fleet) followRegistered(ctx context.Context, w *worker, now registryCha
 		case change := <-w.registry.changes:
 			timer.Stop()
 			if !now.sameCache(change.Registration) {
-				reason = "registered anew with another address or cache"
+				reason = "registered again with another address or cache size"
 				return change, false, false
 			}
 			f.adopt(w, change.Registration)

@@ -186,7 +186,7 @@ func TestEveryWayAWorkerGoesIsReported(t *testing.T) {
 			r := registration(s.URL + "/moved")
 			r.Ranks = []uint32{0, 1}
 			f.register(r)
-		}, "registered anew"},
+		}, "registered again"},
 		{"the router ends", func(f *fakeFleet, _ *watchedServer) { f.cancel() }, "no longer registered"},
 	} {
 		t.Run(test.name, func(t *testing.T) {

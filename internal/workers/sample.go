@@ -7,7 +7,7 @@ import (
 	"kvrouter/internal/policy"
 )
 
-// Sample is the current state of one worker rank, as metrics and dashboard show it.
+// Sample is the current state of one worker rank, for metrics and dashboard.
 type Sample struct {
 	Worker     kv.WorkerKey
 	URL        string
@@ -20,8 +20,8 @@ type Sample struct {
 	Load       policy.Load
 	EventCount map[string]uint64 // by kind: batches, stored, gaps, ...; nil: no event stream
 	Connected  bool              // to its KV events
-	Cold       bool              // blocks may be missing in the index: its history is not known in full
-	Lag        time.Duration     // age of the last batch of KV events when it came; negative: none has
+	Cold       bool              // blocks may be missing in the index, because its history is incomplete
+	Lag        time.Duration     // age of the last batch of KV events on arrival; negative: none
 }
 
 // Books are the router's records of the workers.

@@ -65,8 +65,9 @@ type Conn struct {
 }
 
 // DialSub connects to the PUB socket at endpoint ("tcp://host:port" or
-// "ipc://path") and subscribes to topics, which are prefixes. The publisher learns
-// of that a moment later: what it sends until then is missed. When ctx ends, the connection is closed and a pending Wait or Recv returns.
+// "ipc://path") and subscribes to topics, which are prefixes. The subscription
+// takes effect when the publisher has received it: earlier messages are missed.
+// When ctx ends, the connection is closed and a pending Wait or Recv returns.
 func DialSub(ctx context.Context, endpoint string, topics ...string) (*Conn, error) {
 	c, err := Dial(ctx, endpoint, zmq4.Sub)
 	if err != nil {
@@ -81,8 +82,8 @@ func DialSub(ctx context.Context, endpoint string, topics ...string) (*Conn, err
 	return c, nil
 }
 
-// Dial connects to the socket at endpoint as a socket of that kind. When ctx ends,
-// the connection is closed.
+// Dial connects to endpoint as a socket of that kind. When ctx is done, the
+// connection is closed.
 func Dial(ctx context.Context, endpoint string, kind zmq4.SocketType) (*Conn, error) {
 	network, address, found := strings.Cut(endpoint, "://")
 	switch {
@@ -129,12 +130,12 @@ func open(ctx context.Context, raw net.Conn, kind zmq4.SocketType, server bool) 
 	return c, nil
 }
 
-// Limit bounds the bytes of a message that is read from now on; at first it is
-// 64 MB. A larger one ends the reading with an error.
+// Limit sets the maximum size of later messages, bytes; the default is 64 MB. A
+// larger message is an error that ends reading.
 func (c *Conn) Limit(bytes int) { c.most = min(bytes, maxMessage) }
 
-// Wait returns true as soon as a message has begun to arrive, false at the
-// time until; the zero time waits for ever.
+// Wait returns true when a message begins to arrive, and false at the time until;
+// the zero time waits indefinitely.
 func (c *Conn) Wait(until time.Time) (bool, error) {
 	if c.in.Buffered() > 0 {
 		return true, nil
@@ -159,7 +160,7 @@ func (c *Conn) Recv() ([][]byte, error) {
 }
 
 // Next is Recv, but also returns, without frames, after a command such as a
-// heartbeat: the peer lives.
+// heartbeat, which proves that the peer is alive.
 func (c *Conn) Next() ([][]byte, error) {
 	if _, err := c.in.Peek(1); err != nil {
 		return nil, err
@@ -176,8 +177,8 @@ func (c *Conn) Next() ([][]byte, error) {
 	return c.frames, nil
 }
 
-// Send sends one message. It may block while the peer does not read; ctx of
-// the connection ends that.
+// Send sends one message. It may block while the peer does not read; the end of the
+// connection's ctx unblocks it.
 func (c *Conn) Send(frames ...[]byte) error {
 	return c.sendEncoded(encode(frames))
 }
@@ -213,7 +214,7 @@ func encode(frames [][]byte) []byte {
 	return out
 }
 
-// Close ends the connection and all that belongs to it.
+// Close closes the connection and ends its goroutines.
 func (c *Conn) Close() {
 	_ = c.Raw.Close()
 	if !c.stop() {
@@ -221,11 +222,11 @@ func (c *Conn) Close() {
 	}
 }
 
-// Break closes the connection as the death of a peer would. Unlike Close it does not
+// Break closes the connection like the death of a peer. Unlike Close it does not
 // wait.
 func (c *Conn) Break() { _ = c.Raw.Close() }
 
-// RecvMsg reads by zmq4 itself and also returns the peer's commands, such as the
+// RecvMsg reads a message by zmq4 and also returns the peer's commands, such as
 // answers to heartbeats.
 func (c *Conn) RecvMsg() (zmq4.Msg, error) { return c.Conn.RecvMsg() }
 

@@ -20,9 +20,9 @@ const (
 	maxConnections = 128
 )
 
-// Listener accepts ZeroMQ connections at one address and hands each to serve
-// in a goroutine of its own. It has at most 128 at a time; what comes then is
-// closed at once. All of them end with Close.
+// Listener accepts ZeroMQ connections at one address and calls serve for each in
+// its own goroutine. It has at most 128 connections; further ones are closed at
+// once. All of them end with Close.
 type Listener struct {
 	listener net.Listener
 	kind     zmq4.SocketType
@@ -38,8 +38,8 @@ type Listener struct {
 // Option configures how a Listener treats connections.
 type Option func(*Listener)
 
-// WithGuard has run call what reads from a connection, so that it may turn a panic
-// into an error. The connection ends with the error.
+// WithGuard makes run call the function that reads from a connection, so that run
+// can convert a panic to an error. The error ends the connection.
 func WithGuard(run func(func() error) error) Option { return func(l *Listener) { l.guard = run } }
 
 // Listen listens at address, host:port, as a socket of that kind. serve gets each
@@ -61,11 +61,11 @@ func Listen(address string, kind zmq4.SocketType, serve func(*Conn), options ...
 	return l, nil
 }
 
-// Endpoint returns where to connect to, tcp://host:port.
+// Endpoint returns the endpoint for clients, tcp://host:port.
 func (l *Listener) Endpoint() string { return "tcp://" + l.listener.Addr().String() }
 
-// Close ends the socket and all its connections at once: what waits to be sent
-// is lost. It returns when every goroutine has ended.
+// Close closes the socket and all connections at once; queued messages are lost. It
+// returns when all goroutines have ended.
 func (l *Listener) Close() {
 	_ = l.listener.Close()
 	l.cancel()
@@ -110,19 +110,18 @@ func (l *Listener) follow(raw net.Conn) error {
 	return nil
 }
 
-// Refused returns how many connections were closed because there were too many.
+// Refused returns the number of connections closed because of the limit.
 func (l *Listener) Refused() uint64 { return l.refused.Load() }
 
-// maxRequest bounds the bytes of a request to a Router; a replay is asked for with 8.
+// maxRequest bounds the bytes of a request to a Router; a replay is requested with 8.
 const maxRequest = 64 << 10
 
 // Router is a ZeroMQ ROUTER socket that answers requests.
 type Router struct{ *Listener }
 
-// NewRouter returns a router that listens at address, host:port. answer is called for each
-// request, by several goroutines at once if there are several peers; reply
-// sends one message back to the asking peer. The request's frames are valid
-// during the call only.
+// NewRouter returns a router that listens at address, host:port. answer is called
+// for each request, concurrently for several peers; reply sends one message to the
+// requesting peer. The request's frames are valid only during the call.
 func NewRouter(address string, answer func(request [][]byte, reply func(frames ...[]byte) error)) (*Router, error) {
 	l, err := Listen(address, zmq4.Router, func(conn *Conn) {
 		conn.Limit(maxRequest)

@@ -10,16 +10,16 @@ import (
 	"github.com/go-zeromq/zmq4"
 )
 
-// QueueLimit is how many messages wait for one subscriber that reads too slowly.
-// What comes when the queue is full is lost for that subscriber, as with libzmq.
+// QueueLimit is the maximum number of queued messages for a slow subscriber.
+// Further messages are lost for that subscriber, as with libzmq.
 const QueueLimit = 10_000
 
 // Bounds of what one subscriber may take.
 const (
 	queueBytes     = 64 << 20         // of messages that wait for it; further ones are lost for it
-	maxTopics      = 64               // that it has asked for
-	maxTopic       = 1 << 10          // bytes of a message in which it asks for one
-	subscribeLimit = 10 * time.Second // until it asks for the first
+	maxTopics      = 64               // that it has requested
+	maxTopic       = 1 << 10          // bytes of a message in which it requests one
+	subscribeLimit = 10 * time.Second // until it requests the first
 )
 
 // Publisher is a ZeroMQ PUB socket with a bounded queue for each subscriber.
@@ -35,7 +35,7 @@ type Publisher struct {
 
 // subscriber is one connected reader.
 type subscriber struct {
-	topics []string    // prefixes that it asked for
+	topics []string    // prefixes that it requested
 	queue  chan []byte // encoded messages; closed when it has gone
 
 	waiting atomic.Int64 // bytes in queue
@@ -85,7 +85,7 @@ func (p *Publisher) Subscribers() int {
 	return n
 }
 
-// Joined returns how many subscriptions there have been so far.
+// Joined returns the number of subscriptions so far.
 func (p *Publisher) Joined() uint64 {
 	p.mu.Lock()
 	defer p.mu.Unlock()

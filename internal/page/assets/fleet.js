@@ -5,10 +5,10 @@ import { called, count, known, percent, seconds, severalRanks, short, span, work
 import { Confirm, Empty, Fact, Meter } from "./parts.js";
 
 // The states, those that need attention first.
-const states = ["down", "unhealthy", "ejected", "resting", "draining", "not-ready", "starting", "ready"];
-const stateNames = { down: "Down", unhealthy: "Unhealthy", ejected: "Ejected", resting: "Cordoned", draining: "Draining", "not-ready": "Not ready", starting: "Starting", ready: "Ready" };
+const states = ["down", "unhealthy", "ejected", "cordoned", "draining", "not-ready", "starting", "ready"];
+const stateNames = { down: "Down", unhealthy: "Unhealthy", ejected: "Ejected", cordoned: "Cordoned", draining: "Draining", "not-ready": "Not ready", starting: "Starting", ready: "Ready" };
 
-const isUp = (w) => ["ready", "ejected", "resting", "draining", "not-ready"].includes(w.state);
+const isUp = (w) => ["ready", "ejected", "cordoned", "draining", "not-ready"].includes(w.state);
 
 // Actions on a worker, for all its ranks.
 const actions = {
@@ -33,7 +33,7 @@ const actions = {
 };
 
 // offered lists the actions available for a worker: a worker that is not up can only be readmitted, a draining one cannot be drained.
-const offered = (w) => [w.resting || w.state === "ejected" ? "readmit" : isUp(w) && w.state !== "draining" && "drain", isUp(w) && "reset-cache"].filter(Boolean);
+const offered = (w) => [w.cordoned || w.state === "ejected" ? "readmit" : isUp(w) && w.state !== "draining" && "drain", isUp(w) && "reset-cache"].filter(Boolean);
 
 // allRanks is a worker with the sums of its ranks.
 function allRanks(w, workers) {
@@ -44,7 +44,7 @@ function allRanks(w, workers) {
 function Card({ worker: w, now, ranks, models, onAct }) {
   const usage = known(w.kv_usage) ? percent(w.kv_usage) : w.load_known === false ? "not reported" : "–";
   const notes = [
-    w.resting && w.state !== "resting" && ["cordoned", "It gets no new requests until it is readmitted"],
+    w.cordoned && w.state !== "cordoned" && ["cordoned", "It gets no new requests until it is readmitted"],
     w.cold && ["cold", "Some of its cached blocks may be missing in the index"],
     !w.events_connected && w.state !== "down" && ["no events", "Not connected to its KV events"],
     w.load_known === false && w.state === "ready" && ["load unknown", "It has not published its load recently"],

@@ -30,7 +30,7 @@ const meanings = {
 
 const excluded = {
   pinned: "the request names another worker",
-  resting: "it is cordoned",
+  cordoned: "it is cordoned",
   leg: "its role does not serve this leg",
   kind: "its KV connector does not match the other worker",
   model: "it does not serve the model",
@@ -39,7 +39,7 @@ const excluded = {
   failed_this_request: "it has already failed this request",
   busy: "it exceeds a busy threshold",
   ejected: "it is ejected after failures",
-  held: "it asked for a pause, or is suspected of being misconfigured",
+  held: "it requested a pause, or may be misconfigured",
   session: "the session is bound to another worker",
   trial: "an ejected worker gets this request on trial",
   slow_start: "it is in slow start",
@@ -48,7 +48,7 @@ const excluded = {
 };
 
 // whyNot is the reason why a candidate was excluded. Discovery can cordon workers as well.
-const whyNot = (c) => (c.excluded === "resting" && c.worker_name ? "it is cordoned, draining or not ready" : excluded[c.excluded] || words(c.excluded));
+const whyNot = (c) => (c.excluded === "cordoned" && c.worker_name ? "it is cordoned, draining or not ready" : excluded[c.excluded] || words(c.excluded));
 
 // unitOf is the unit of a policy's totals.
 function unitOf(receipt) {
@@ -192,7 +192,7 @@ function Decision({ receipt, dry, children }) {
     ${list.length === 0 && html`<p class="quiet">No worker was up.</p>`}
     <ol class="candidates" ref=${lines}>${shown.map((c) => html`<${Candidate} key=${`${c.worker_id}/${c.dp_rank}`} c=${c} receipt=${receipt} scale=${scale} second=${c === second} ranks=${ranks} unit=${unit} />`)}</ol>
     ${list.length > most && !all && html`<button type="button" onClick=${() => setAll(true)}>Show all ${list.length} candidates</button>`}
-    <p class="quiet fine">${date(typeof receipt.at === "number" ? receipt.at : Date.parse(receipt.at) / 1000)}${receipt.leg && receipt.leg !== "whole" ? ` · ${receipt.leg} leg` : ""}</p>`;
+    <p class="quiet fine">${date(typeof receipt.at === "number" ? receipt.at : Date.parse(receipt.at) / 1000)}${receipt.leg && receipt.leg !== "aggregated" ? ` · ${receipt.leg} leg` : ""}</p>`;
 }
 
 // Receipt shows an explanation; dry: the request was not sent.
