@@ -223,7 +223,7 @@ func (w fileWorker) worker() (kv.Worker, error) {
 		Disagg: kv.Disagg{Role: w.Role, Kind: w.Kind, Bootstrap: w.Bootstrap},
 	}
 	if w.Draining {
-		found.Held = kv.HoldDraining
+		found.Cordon = kv.CordonDraining
 	}
 	return found, nil
 }

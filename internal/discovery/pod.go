@@ -127,9 +127,9 @@ func (p pod) workers(as *kv.Role, ports []uint16, pool bool) (list []kv.Worker, 
 		}
 		switch {
 		case p.ending: // also while its readiness still passes
-			w.Held = kv.HoldDraining
+			w.Cordon = kv.CordonDraining
 		case !p.ready:
-			w.Held = kv.HoldNotReady
+			w.Cordon = kv.CordonNotReady
 		}
 		list = append(list, w)
 	}

@@ -289,7 +289,7 @@ func (s *Set) home(serves kv.Served, size int) (*Model, error) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	for worker := range s.cordoned {
-		m.Router.Hold(worker, true)
+		m.Router.CordonDiscovered(worker, true)
 	}
 	all := append(slices.Clone(s.All()), m)
 	s.all.Store(&all)

@@ -7,7 +7,7 @@ import (
 	"kvrouter/internal/kv"
 )
 
-// maxCordoned bounds the workers that rest, those that are down included.
+// maxCordoned bounds the workers that users have cordoned, those that are down included.
 const maxCordoned = 1024
 
 // Cordon stops new requests to a worker that is up, on all its ranks, until
@@ -19,13 +19,13 @@ func (r *Router) Cordon(worker uint64) error {
 	now, found := r.now(), false
 	for i := range r.targets {
 		if r.targets[i].Key.Worker == worker {
-			r.targets[i].Resting, found = true, true
+			r.targets[i].Cordoned, found = true, true
 		}
 	}
 	if !found {
 		return ErrUnknownWorker
 	}
-	if _, rests := r.cordoned[worker]; !rests {
+	if _, cordoned := r.cordoned[worker]; !cordoned {
 		r.forgetCordoned()
 		r.cordoned[worker] = now
 	}
@@ -55,7 +55,7 @@ func (r *Router) forgetCordoned() {
 }
 
 // Readmit ends a worker's cordon, and its ejection for failures: it gets its full share
-// at once. It fails with ErrUnknownWorker where the worker is not up and does not rest.
+// at once. It fails with ErrUnknownWorker where the worker is neither up nor cordoned.
 func (r *Router) Readmit(worker uint64) error {
 	r.mu.Lock()
 	defer r.unlock()
@@ -64,7 +64,7 @@ func (r *Router) Readmit(worker uint64) error {
 	delete(r.cordoned, worker)
 	for i := range r.targets {
 		if t := &r.targets[i]; t.Key.Worker == worker {
-			t.Resting, found = r.held[worker], true
+			t.Cordoned, found = r.unavailable[worker], true
 			r.outliers.Readmit(t.Key, now)
 		}
 	}
@@ -75,7 +75,7 @@ func (r *Router) Readmit(worker uint64) error {
 	return nil
 }
 
-// Cordoned returns since when each worker rests that does.
+// Cordoned returns the workers that Cordon has cordoned, each with the time of that.
 func (r *Router) Cordoned() map[uint64]time.Time {
 	r.mu.Lock()
 	defer r.mu.Unlock()
@@ -87,25 +87,25 @@ func (r *Router) Schedulable() (n int) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	for i := range r.targets {
-		if !r.targets[i].Resting {
+		if !r.targets[i].Cordoned {
 			n++
 		}
 	}
 	return n
 }
 
-// Hold sets or ends the fleet's own cordon of a worker, up or not: of one about to
-// leave, say. It is independent of Rest: Readmit does not end it, nor does its end
+// CordonDiscovered sets or ends discovery's cordon of a worker, up or not: of a draining
+// one, say. It is independent of Cordon: Readmit does not end it, nor does its end
 // readmit the worker. The caller must end it once the worker is gone.
-func (r *Router) Hold(worker uint64, hold bool) {
+func (r *Router) CordonDiscovered(worker uint64, on bool) {
 	r.mu.Lock()
 	defer r.unlock()
-	if delete(r.held, worker); hold {
-		r.held[worker] = true
+	if delete(r.unavailable, worker); on {
+		r.unavailable[worker] = true
 	}
 	for i := range r.targets {
 		if t := &r.targets[i]; t.Key.Worker == worker {
-			t.Resting = r.isCordoned(t.Key)
+			t.Cordoned = r.isCordoned(t.Key)
 		}
 	}
 	r.dispatch(r.now())
@@ -113,8 +113,8 @@ func (r *Router) Hold(worker uint64, hold bool) {
 
 // isCordoned reports whether the worker of a rank gets no new requests.
 func (r *Router) isCordoned(w kv.WorkerKey) bool {
-	_, rests := r.cordoned[w.Worker]
-	return rests || r.held[w.Worker]
+	_, cordoned := r.cordoned[w.Worker]
+	return cordoned || r.unavailable[w.Worker]
 }
 
 // Working reports whether requests of this router are on their way on a worker, on any of

@@ -68,7 +68,7 @@ type ReceiptCandidate struct {
 // Why a worker could not be chosen.
 const (
 	ExcludedPinned    = "pinned"              // the request names another one
-	ExcludedResting   = "resting"             // it gets no new requests until it is readmitted
+	ExcludedCordoned  = "resting"             // it gets no new requests until it is readmitted
 	ExcludedLeg       = "leg"                 // it takes no such part of a request
 	ExcludedKind      = "kind"                // it cannot share it with the other part's worker
 	ExcludedModel     = "model"               // it does not serve the model
@@ -215,8 +215,8 @@ func (r *Router) exclusion(p *prompt, t *kv.Target, trial bool, now time.Time) s
 	switch {
 	case p.Pinned != nil && *p.Pinned != t.Key:
 		return ExcludedPinned
-	case t.Resting:
-		return ExcludedResting
+	case t.Cordoned:
+		return ExcludedCordoned
 	case !t.Takes(p.Leg):
 		return ExcludedLeg
 	case !p.Kinds.Allow(t.Kind):

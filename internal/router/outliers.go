@@ -120,7 +120,7 @@ func (r *Router) Idlest(engine kv.Engine) (t kv.Target, ok bool) {
 		switch {
 		case t.Engine != engine:
 			return 4
-		case t.Resting:
+		case t.Cordoned:
 			return 3
 		case r.outliers.IsOut(t.Key, now):
 			return 2

@@ -160,7 +160,7 @@ func (r *Router) dispatch(now time.Time) {
 func (r *Router) anyCapacity() bool {
 	none := true
 	for i := range r.targets {
-		if t := &r.targets[i]; !t.Resting {
+		if t := &r.targets[i]; !t.Cordoned {
 			if r.hasCapacity(t, r.loads.prefillTokens(t.Key)) {
 				return true
 			}

@@ -166,8 +166,8 @@ type Router struct {
 	waiting     []*waiter            // for a worker with capacity, the first to go at the front
 	sharing     *Sharing             // with other routers; nil: none
 	decisions   uint64               // reported to a judged policy
-	cordoned    map[uint64]time.Time // workers that get no new requests, since when
-	held        map[uint64]bool      // those that Hold keeps from them
+	cordoned    map[uint64]time.Time // by users, since when
+	unavailable map[uint64]bool      // cordoned by discovery
 	receipts    receipts             // of the last decisions, while requested
 	sessions    *sessions
 	forecast    *policy.Work // knows how long the engine's passes take; the policy itself if it does
@@ -230,23 +230,23 @@ func New(settings Settings, deps Deps) *Router {
 		deps.Now = time.Now
 	}
 	return &Router{
-		index:     deps.Index,
-		assumes:   assumes,
-		blockSize: deps.BlockSize,
-		now:       deps.Now,
-		settings:  settings,
-		names:     cmp.Or(deps.Names, new(kv.Names)),
-		log:       deps.Log,
-		traits:    deps.Policy.Traits(),
-		scratch:   sync.Pool{New: func() any { return new(workspace) }},
-		loads:     NewLoads(),
-		outliers:  outlier.New(settings.Settings),
-		policy:    deps.Policy,
-		random:    rand.New(rand.NewPCG(deps.Seed, deps.Seed)),
-		cordoned:  map[uint64]time.Time{},
-		held:      map[uint64]bool{},
-		sessions:  newSessions(),
-		forecast:  forecast,
+		index:       deps.Index,
+		assumes:     assumes,
+		blockSize:   deps.BlockSize,
+		now:         deps.Now,
+		settings:    settings,
+		names:       cmp.Or(deps.Names, new(kv.Names)),
+		log:         deps.Log,
+		traits:      deps.Policy.Traits(),
+		scratch:     sync.Pool{New: func() any { return new(workspace) }},
+		loads:       NewLoads(),
+		outliers:    outlier.New(settings.Settings),
+		policy:      deps.Policy,
+		random:      rand.New(rand.NewPCG(deps.Seed, deps.Seed)),
+		cordoned:    map[uint64]time.Time{},
+		unavailable: map[uint64]bool{},
+		sessions:    newSessions(),
+		forecast:    forecast,
 	}
 }
 
@@ -273,7 +273,7 @@ func (r *Router) Up(t kv.Target) {
 	if r.assumes != nil {
 		r.assumes.SetCapacity(t.Key, t.TotalBlocks)
 	}
-	t.Resting = r.isCordoned(t.Key)
+	t.Cordoned = r.isCordoned(t.Key)
 	at, found := r.target(t.Key)
 	load := r.loads.expect(t)
 	if found {

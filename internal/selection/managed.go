@@ -28,7 +28,7 @@ func (s *Service) readiness(c *gin.Context) {
 	healthy, answers := map[uint64]bool{}, false
 	for _, t := range s.models.Targets() {
 		healthy[t.Key.Worker] = true
-		answers = answers || t.Role != kv.RolePrefill && !t.Resting
+		answers = answers || t.Role != kv.RolePrefill && !t.Cordoned
 	}
 	if !answers || s.draining.Load() {
 		c.JSON(http.StatusServiceUnavailable, gin.H{"status": "not ready", "reason": "insufficient healthy workers"})

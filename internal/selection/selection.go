@@ -299,7 +299,7 @@ func (s *Service) within(request router.Request, of events.Partition) router.Req
 // schedulable reports whether the partition has a worker that is up and not cordoned.
 func (s *Service) schedulable(of events.Partition) bool {
 	return s.router(of).Has(func(t *kv.Target) bool {
-		return !t.Resting && t.Serves(of.Model) && s.partitions.group(t.Key.Worker) == of.Group
+		return !t.Cordoned && t.Serves(of.Model) && s.partitions.group(t.Key.Worker) == of.Group
 	})
 }
 

@@ -328,7 +328,7 @@ func (r WorkerRecord) partition() events.Partition {
 func (s *Service) records(want func(WorkerRecord) bool) []WorkerRecord {
 	up := map[uint64]bool{}
 	for _, t := range s.models.Targets() {
-		up[t.Key.Worker] = !t.Resting
+		up[t.Key.Worker] = !t.Cordoned
 	}
 	waiting := s.partitions.list() // below without those that the fleet knows
 	outliers, _ := s.models.Outliers()
@@ -393,8 +393,8 @@ func (s *Service) record(w workers.Status, spec workerSpec, up bool) WorkerRecor
 		r.Lifecycle = LifecycleUnschedulable
 		r.Reasons = []string{w.State}
 		switch {
-		case w.Held != "":
-			r.Reasons = []string{string(w.Held)}
+		case w.Cordon != "":
+			r.Reasons = []string{string(w.Cordon)}
 		case w.State == workers.StateReady:
 			r.Reasons = []string{"resting"}
 		}

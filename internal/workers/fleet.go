@@ -37,11 +37,11 @@ type Members interface {
 	Join(worker uint64, serves kv.Served) (index radix.Index, blockSize int, err error)
 	// Leave ends a Join, after Down.
 	Leave(worker uint64)
-	Up(kv.Target)                        // may be routed to, or has changed
-	Down(t kv.Target, why string)        // may not be routed to
-	Load(kv.WorkerKey, policy.Published) // a load report
-	Cordon(worker uint64, on bool)       // keeps new requests from a discovered worker
-	Busy(worker uint64) bool             // reports whether it has in-flight requests
+	Up(kv.Target)                            // may be routed to, or has changed
+	Down(t kv.Target, why string)            // may not be routed to
+	Load(kv.WorkerKey, policy.Published)     // a load report
+	CordonDiscovered(worker uint64, on bool) // keeps new requests from a discovered worker
+	Busy(worker uint64) bool                 // reports whether it has in-flight requests
 }
 
 // Listener gets the reports that Members does not need, by the same rules.
@@ -78,25 +78,25 @@ const (
 
 // Status is the state of one worker as seen from outside.
 type Status struct {
-	ID         uint64    `json:"id"`
-	Name       string    `json:"name,omitempty"` // of a discovered one
-	Held       kv.Hold   `json:"held,omitempty"` // why a discovered one gets no new requests
-	URL        string    `json:"url"`
-	Engine     kv.Engine `json:"engine"`
-	Attached   bool      `json:"attached"` // not started by this router
-	State      string    `json:"state"`
-	Stage      string    `json:"stage,omitempty"` // how far its start is
-	Since      time.Time `json:"since"`           // of the state
-	PID        int       `json:"pid,omitempty"`   // its process group, too
-	Restarts   int       `json:"restarts"`        // times that it ended and was started again
-	Generation int       `json:"generation"`      // incarnations so far
-	Ranks      []uint32  `json:"ranks,omitempty"` // data-parallel ranks
-	Models     []string  `json:"models,omitempty"`
-	KVEvents   string    `json:"kv_events,omitempty"` // endpoint of rank 0's KV events
-	Replay     string    `json:"replay,omitempty"`    // and of their replay
-	LastError  string    `json:"last_error,omitempty"`
-	HeldSince  time.Time `json:"-"`
-	Disagg     kv.Disagg `json:"-"`
+	ID            uint64    `json:"id"`
+	Name          string    `json:"name,omitempty"` // of a discovered one
+	Cordon        kv.Cordon `json:"held,omitempty"` // why a discovered one gets no new requests
+	URL           string    `json:"url"`
+	Engine        kv.Engine `json:"engine"`
+	Attached      bool      `json:"attached"` // not started by this router
+	State         string    `json:"state"`
+	Stage         string    `json:"stage,omitempty"` // how far its start is
+	Since         time.Time `json:"since"`           // of the state
+	PID           int       `json:"pid,omitempty"`   // its process group, too
+	Restarts      int       `json:"restarts"`        // times that it ended and was started again
+	Generation    int       `json:"generation"`      // incarnations so far
+	Ranks         []uint32  `json:"ranks,omitempty"` // data-parallel ranks
+	Models        []string  `json:"models,omitempty"`
+	KVEvents      string    `json:"kv_events,omitempty"` // endpoint of rank 0's KV events
+	Replay        string    `json:"replay,omitempty"`    // and of their replay
+	LastError     string    `json:"last_error,omitempty"`
+	CordonedSince time.Time `json:"-"`
+	Disagg        kv.Disagg `json:"-"`
 }
 
 // Keys returns the worker's keys in the index and the loads: one for each rank.
