@@ -26,8 +26,8 @@ const (
 	fileLook = 500 * time.Millisecond // between looks at it
 )
 
-// stayAsKnown means that a failing source changes nothing.
-func stayAsKnown(who string) string { return "the " + who + "s are kept" }
+// workersKept says, in messages, that a failing source changes nothing.
+const workersKept = "the workers are kept"
 
 // fileSource reads the workers from a file. It polls the file, which is small: change
 // notifications miss some changes (a mounted ConfigMap is a link to a link).
@@ -80,7 +80,7 @@ func (f *fileSource) look() (changed bool) {
 	data, err := readBounded(f.path)
 	switch {
 	case err != nil:
-		f.trouble.is(err, stayAsKnown("worker"))
+		f.trouble.is(err, workersKept)
 		return false
 	case bytes.Equal(data, f.used):
 		f.seen = data
@@ -92,7 +92,7 @@ func (f *fileSource) look() (changed bool) {
 	}
 	list, err := parseFile(data)
 	if err != nil {
-		f.trouble.is(err, stayAsKnown("worker"))
+		f.trouble.is(err, workersKept)
 		return false
 	}
 	f.trouble.over()

@@ -99,11 +99,11 @@ func (b Bootstrap) String() string {
 // UnmarshalText reads host:port.
 func (b *Bootstrap) UnmarshalText(text []byte) error {
 	host, port, err := net.SplitHostPort(string(text))
-	number, bad := strconv.ParseUint(port, 10, 16)
-	if err != nil || bad != nil || number == 0 || host == "" {
+	number, ok := ParsePort(port)
+	if err != nil || !ok || host == "" {
 		return fmt.Errorf("%.80q is not an address such as 10.0.0.1:8998", text)
 	}
-	*b = Bootstrap{host, uint16(number)}
+	*b = Bootstrap{host, number}
 	return nil
 }
 
