@@ -7,7 +7,6 @@ import (
 	"maps"
 	"net"
 	"slices"
-	"strconv"
 	"strings"
 	"time"
 
@@ -57,7 +56,7 @@ func parseEndpoint(endpoint string) (address string, err error) {
 	case host[0] != '[' && strings.Contains(host, ":"):
 		return "", endpointError(endpoint, "missing TCP port")
 	}
-	if n, err := strconv.ParseUint(address[at+1:], 10, 16); err != nil || n == 0 {
+	if _, ok := kv.ParsePort(address[at+1:]); !ok {
 		return "", endpointError(endpoint, "invalid TCP port: want 1 to 65535")
 	}
 	return address, nil
@@ -223,7 +222,7 @@ var (
 // follow books what the router at an address sends until ctx ends.
 func (r *Mesh) follow(ctx context.Context, address string) {
 	pause := r.timing.retry
-	told, f := false, follower{address: address}
+	warned, f := false, follower{address: address}
 	for ctx.Err() == nil {
 		f.heard = false
 		err := r.edges.Do(guard.Replica, r.log, func() error { return r.hear(ctx, &f) })
@@ -236,16 +235,14 @@ func (r *Mesh) follow(ctx context.Context, address string) {
 		switch self := errors.Is(err, errSelf); {
 		case self:
 			pause = r.timing.self
-		case f.heard || !told:
-			told = true
+		case f.heard || !warned:
+			warned = true
 			r.log.Warn("peer router unreachable", "peer", address, "error", err)
 		}
-		timer := time.NewTimer(pause)
 		select {
 		case <-ctx.Done():
-		case <-timer.C:
+		case <-time.After(pause):
 		}
-		timer.Stop()
 		pause = min(2*pause, r.timing.retryTo)
 	}
 }
@@ -402,6 +399,6 @@ func (p *otherRouter) takeOwn(m *ownMessage) {
 // validAddress checks an address of the settings.
 func validAddress(address string) bool {
 	host, port, err := net.SplitHostPort(address)
-	n, bad := strconv.ParseUint(port, 10, 16)
-	return err == nil && bad == nil && n != 0 && host != ""
+	_, ok := kv.ParsePort(port)
+	return err == nil && ok && host != ""
 }
