@@ -155,15 +155,7 @@ func (r *Recording) Store(w kv.WorkerKey, parent uint64, hasParent bool, blocks 
 		return err
 	}
 	for part := range slices.Chunk(blocks, dumpedTogether) {
-		stored := &dumpStored{Blocks: make([]dumpBlock, len(part))}
-		if hasParent {
-			after := parent
-			stored.ParentHash = &after
-		}
-		for i, b := range part {
-			stored.Blocks[i] = dumpBlock{BlockHash: b.Engine, TokensHash: b.Local}
-		}
-		r.note(w, recordedData{Stored: stored}, 16*len(part))
+		r.note(w, recordedData{Stored: run{parent, hasParent, part}.stored()}, 16*len(part))
 		parent, hasParent = part[len(part)-1].Engine, true
 	}
 	return nil
