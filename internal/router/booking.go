@@ -44,7 +44,7 @@ type Booking struct {
 	outputs      int            // blocks of the answer
 	outputWeight float64        // their total weight
 	heard        time.Time      // time of the last message about it
-	older, newer *Booking       // its neighbours in Loads, by that time
+	older, newer *Booking       // its neighbours in loads, by that time
 }
 
 // Worker returns the worker that the request is booked on.
@@ -132,10 +132,12 @@ func (b *Booking) CachedUnreported() (none bool) {
 }
 
 // End ends the booking of a request without an answer whose worker is not at fault.
-func (b *Booking) End() { b.end(policy.Abandoned) }
-
-// Fail ends the booking of a request that its worker failed.
-func (b *Booking) Fail() { b.end(policy.Failed) }
+func (b *Booking) End() {
+	r := b.router
+	r.mu.Lock()
+	defer r.unlock()
+	r.finish(b, policy.Abandoned, 0, r.now())
+}
 
 // Finish ends the booking of a request with an answer of that many tokens; 0:
 // unknown.
@@ -182,14 +184,6 @@ func (b *Booking) Report(f policy.Feedback) (verdict policy.Verdict, known bool)
 	return verdict, known
 }
 
-// end ends the booking without an answer.
-func (b *Booking) end(how policy.Ending) {
-	r := b.router
-	r.mu.Lock()
-	defer r.unlock()
-	r.finish(b, how, 0, r.now())
-}
-
 // finish is finishAs without a reason.
 func (r *Router) finish(b *Booking, how policy.Ending, output int, now time.Time) {
 	r.finishAs(b, how, output, "", now)
@@ -204,9 +198,9 @@ func (r *Router) finishAs(b *Booking, how policy.Ending, output int, reason stri
 	}
 	b.ended.Store(true)
 	r.judge(b, how, now)
-	told := b.computed
+	answered := b.computed
 	r.prefillDone(b, now)
-	if told && !b.answeredWhole && output > 0 {
+	if answered && !b.answeredWhole && output > 0 {
 		outcome := r.loads.outcome(b, output, now)
 		if learner, ok := r.policy.(policy.Learner); ok {
 			learner.Learn(outcome)
@@ -217,7 +211,7 @@ func (r *Router) finishAs(b *Booking, how policy.Ending, output int, reason stri
 	}
 	if judged, ok := r.policy.(policy.Judged); ok && b.decision != 0 {
 		f := policy.Feedback{Decision: b.decision, Worker: b.worker, Now: now, Ending: how, Latency: now.Sub(b.sent), TokensIn: b.prompt, TokensOut: output, Finish: reason}
-		if told && !b.answeredWhole {
+		if answered && !b.answeredWhole {
 			f.FirstToken = b.first.Sub(b.sent)
 		}
 		judged.Judge(f)
@@ -272,7 +266,7 @@ func (r *Router) Booking(id string) *Booking {
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	r.expire(r.now())
-	return r.loads.booking(id)
+	return r.loads.byID[id]
 }
 
 // WorkerLoad is the load of one worker, now or with one more request.
@@ -290,17 +284,16 @@ func (r *Router) Loads() []WorkerLoad {
 	defer r.mu.Unlock()
 	now := r.now()
 	r.expire(now)
-	keys := r.loads.booked()
-	for i := range r.targets {
-		keys = append(keys, r.targets[i].Key)
+	var list []WorkerLoad
+	for key, entry := range r.loads.byWorker {
+		if _, up := r.target(key); up || entry.InFlight > 0 {
+			var load policy.Load
+			entry.asOf(now, &load)
+			list = append(list, WorkerLoad{Key: key, PotentialPrefillTokens: load.PrefillTokens, PotentialDecodeBlocks: load.ActiveBlocks, ActiveRequests: load.InFlight, Role: entry.role})
+		}
 	}
-	slices.SortFunc(keys, kv.WorkerKey.Compare)
-	var loads []WorkerLoad
-	for _, key := range slices.Compact(keys) {
-		load := r.loads.get(key, now)
-		loads = append(loads, WorkerLoad{Key: key, PotentialPrefillTokens: load.PrefillTokens, PotentialDecodeBlocks: load.ActiveBlocks, ActiveRequests: load.InFlight, Role: r.loads.role(key)})
-	}
-	return loads
+	slices.SortFunc(list, func(a, b WorkerLoad) int { return a.Key.Compare(b.Key) })
+	return list
 }
 
 // PotentialLoads returns, by key, the load that each worker which may serve the

@@ -3,8 +3,6 @@ package router
 import (
 	"maps"
 	"time"
-
-	"kvrouter/internal/kv"
 )
 
 // maxCordoned bounds the workers that users have cordoned, those that are down included.
@@ -16,14 +14,12 @@ const maxCordoned = 1024
 func (r *Router) Cordon(worker uint64) error {
 	r.mu.Lock()
 	defer r.unlock()
-	now, found := r.now(), false
-	for i := range r.targets {
-		if r.targets[i].Key.Worker == worker {
-			r.targets[i].Cordoned, found = true, true
-		}
-	}
-	if !found {
+	now, ranks := r.now(), r.ranksOf(worker)
+	if len(ranks) == 0 {
 		return ErrUnknownWorker
+	}
+	for i := range ranks {
+		ranks[i].Cordoned = true
 	}
 	if _, cordoned := r.cordoned[worker]; !cordoned {
 		r.forgetCordoned()
@@ -39,13 +35,9 @@ func (r *Router) forgetCordoned() {
 	if len(r.cordoned) < maxCordoned {
 		return
 	}
-	up := map[uint64]bool{}
-	for i := range r.targets {
-		up[r.targets[i].Key.Worker] = true
-	}
 	var oldest *uint64
 	for worker, since := range r.cordoned {
-		if !up[worker] && (oldest == nil || since.Before(r.cordoned[*oldest])) {
+		if len(r.ranksOf(worker)) == 0 && (oldest == nil || since.Before(r.cordoned[*oldest])) {
 			oldest = &worker
 		}
 	}
@@ -59,17 +51,14 @@ func (r *Router) forgetCordoned() {
 func (r *Router) Readmit(worker uint64) error {
 	r.mu.Lock()
 	defer r.unlock()
-	now := r.now()
-	_, found := r.cordoned[worker]
-	delete(r.cordoned, worker)
-	for i := range r.targets {
-		if t := &r.targets[i]; t.Key.Worker == worker {
-			t.Cordoned, found = r.unavailable[worker], true
-			r.outliers.Readmit(t.Key, now)
-		}
-	}
-	if !found {
+	now, ranks := r.now(), r.ranksOf(worker)
+	if _, cordoned := r.cordoned[worker]; !cordoned && len(ranks) == 0 {
 		return ErrUnknownWorker
+	}
+	delete(r.cordoned, worker)
+	for i := range ranks {
+		ranks[i].Cordoned = r.unavailable[worker]
+		r.outliers.Readmit(ranks[i].Key, now)
 	}
 	r.dispatch(now)
 	return nil
@@ -103,18 +92,17 @@ func (r *Router) CordonDiscovered(worker uint64, on bool) {
 	if delete(r.unavailable, worker); on {
 		r.unavailable[worker] = true
 	}
-	for i := range r.targets {
-		if t := &r.targets[i]; t.Key.Worker == worker {
-			t.Cordoned = r.isCordoned(t.Key)
-		}
+	ranks := r.ranksOf(worker)
+	for i := range ranks {
+		ranks[i].Cordoned = r.isCordoned(worker)
 	}
 	r.dispatch(r.now())
 }
 
-// isCordoned reports whether the worker of a rank gets no new requests.
-func (r *Router) isCordoned(w kv.WorkerKey) bool {
-	_, cordoned := r.cordoned[w.Worker]
-	return cordoned || r.unavailable[w.Worker]
+// isCordoned reports whether a worker gets no new requests.
+func (r *Router) isCordoned(worker uint64) bool {
+	_, cordoned := r.cordoned[worker]
+	return cordoned || r.unavailable[worker]
 }
 
 // Working reports whether requests of this router are on their way on a worker, on any of

@@ -189,7 +189,7 @@ func (r *Router) judge(b *Booking, how policy.Ending, now time.Time) {
 	}
 }
 
-// FailAs is Fail with the kind of failure; why is a text. It
+// FailAs ends the booking of a request that its worker failed; why is a text. It
 // reports whether the worker is out now: nothing more will go there for a while.
 func (b *Booking) FailAs(kind outlier.Kind, why string) (out bool) {
 	r := b.router
@@ -201,8 +201,8 @@ func (b *Booking) FailAs(kind outlier.Kind, why string) (out bool) {
 	return r.outliers.IsOut(b.worker, now) && !r.outliers.Panic()
 }
 
-// Abort is Fail for a request whose worker is known to be down or stuck: that
-// counts no more.
+// Abort ends the booking of a request whose worker is known to be down or stuck: the
+// failure counts no more.
 func (b *Booking) Abort() {
 	r := b.router
 	r.mu.Lock()

@@ -156,7 +156,7 @@ type Router struct {
 	mu          sync.Mutex    // guards all below, and the busy thresholds of settings
 	targets     []kv.Target   // the workers that are up, by key
 	targetLoads []*workerLoad // of loads, for each of targets
-	loads       *Loads
+	loads       *loads
 	outliers    *outlier.Detector
 	policy      policy.Policy
 	random      *rand.Rand
@@ -239,7 +239,7 @@ func New(settings Settings, deps Deps) *Router {
 		log:         deps.Log,
 		traits:      deps.Policy.Traits(),
 		scratch:     sync.Pool{New: func() any { return new(workspace) }},
-		loads:       NewLoads(),
+		loads:       newLoads(),
 		outliers:    outlier.New(settings.Settings),
 		policy:      deps.Policy,
 		random:      rand.New(rand.NewPCG(deps.Seed, deps.Seed)),
@@ -273,7 +273,7 @@ func (r *Router) Up(t kv.Target) {
 	if r.assumes != nil {
 		r.assumes.SetCapacity(t.Key, t.TotalBlocks)
 	}
-	t.Cordoned = r.isCordoned(t.Key)
+	t.Cordoned = r.isCordoned(t.Key.Worker)
 	at, found := r.target(t.Key)
 	load := r.loads.expect(t)
 	if found {
@@ -353,6 +353,17 @@ func (r *Router) has(is func(*kv.Target) bool) bool {
 	return false
 }
 
+// ranksOf returns those of the targets that are ranks of a worker. The caller holds the
+// lock, and may change them.
+func (r *Router) ranksOf(worker uint64) []kv.Target {
+	first, _ := r.target(kv.WorkerKey{Worker: worker})
+	end := first
+	for end < len(r.targets) && r.targets[end].Key.Worker == worker {
+		end++
+	}
+	return r.targets[first:end]
+}
+
 // Load returns the load of w.
 func (r *Router) Load(w kv.WorkerKey) policy.Load {
 	r.mu.Lock()
@@ -360,14 +371,6 @@ func (r *Router) Load(w kv.WorkerKey) policy.Load {
 	load := r.loads.get(w, r.now())
 	load.Prefills = slices.Clone(load.Prefills)
 	return load
-}
-
-// Serves reports whether a worker that is up serves the model, and whether any
-// worker is up at all.
-func (r *Router) Serves(model string) (serves, up bool) {
-	r.mu.Lock()
-	defer r.mu.Unlock()
-	return r.has(func(t *kv.Target) bool { return t.Serves(model) }), len(r.targets) > 0
 }
 
 // Adapter returns model if it is the name of a LoRA adapter, else nothing. listed: it
@@ -467,7 +470,7 @@ func (r *Router) taken(p *prompt) bool {
 	if p.ID == "" || p.QueryOnly || p.ChooseOnly {
 		return false
 	}
-	return r.loads.booking(p.ID) != nil || slices.ContainsFunc(r.waiting, func(w *waiter) bool { return w.prompt.ID == p.ID })
+	return r.loads.byID[p.ID] != nil || slices.ContainsFunc(r.waiting, func(w *waiter) bool { return w.prompt.ID == p.ID })
 }
 
 // choose lets the policy choose among the candidates and books.

@@ -99,7 +99,7 @@ func TestWhatBreaksASession(t *testing.T) {
 		}, want: SessionCounts{Moved: 1}},
 		"an ejection": {breaks: func(t *testing.T, r *Router, _ *testkit.StandingClock) {
 			for range 3 {
-				occupy(t, r, 0, 1).Fail()
+				occupy(t, r, 0, 1).Report(policy.Feedback{Ending: policy.Failed})
 			}
 		}, want: SessionCounts{Moved: 1}},
 		"its time": {breaks: func(_ *testing.T, _ *Router, clock *testkit.StandingClock) { clock.Advance(30 * time.Minute) }, want: SessionCounts{New: 1}},
@@ -195,7 +195,7 @@ func TestAnEjectedWorkerMakesNoOtherOneOverloaded(t *testing.T) {
 	occupy(t, r, 0, 21_000)
 	occupy(t, r, 1, 20_000)
 	for range 3 {
-		occupy(t, r, 2, 1).Fail()
+		occupy(t, r, 2, 1).Report(policy.Feedback{Ending: policy.Failed})
 	}
 	for range 3 {
 		if got := turn(t, r, Request{Session: 1}); got != 0 {
@@ -213,7 +213,7 @@ func TestAnEjectedWorkerIsTriedThoughAllRequestsHaveSessions(t *testing.T) {
 		t.Fatalf("the session began on %d", got)
 	}
 	for range 3 {
-		occupy(t, r, 0, 1).Fail()
+		occupy(t, r, 0, 1).Report(policy.Feedback{Ending: policy.Failed})
 	}
 	clock.Advance(r.settings.EjectionTime + trialOverdue/2)
 	if got := turn(t, r, Request{Session: 5}); got != 1 {

@@ -2,6 +2,7 @@ package router
 
 import (
 	"cmp"
+	"slices"
 	"strings"
 	"time"
 	"unicode/utf8"
@@ -169,19 +170,16 @@ func (r *Router) TakeSession(b SessionBinding) (took bool) {
 		return false
 	}
 	r.sessions.last = max(r.sessions.last, b.Sequence)
-	at, up := r.target(b.Worker)
-	if b.AnyRank {
-		at, _ = r.target(kv.WorkerKey{Worker: b.Worker.Worker})
-		up = at < len(r.targets) && r.targets[at].Key.Worker == b.Worker.Worker
-	}
-	if !up {
+	ranks := r.ranksOf(b.Worker.Worker)
+	at := slices.IndexFunc(ranks, func(t kv.Target) bool { return b.AnyRank || t.Key == b.Worker })
+	if at < 0 {
 		return false
 	}
 	version := sessionVersion{b.Sequence, b.Writer}
 	if known := r.sessions.at(hash, r.settings.SessionTTL, now); known != nil && version.compare(known.version) < 0 {
 		return false
 	}
-	s := r.sessions.put(hash, &r.targets[at], &r.settings.SessionSettings, now)
+	s := r.sessions.put(hash, &ranks[at], &r.settings.SessionSettings, now)
 	s.version, s.told = version, now
 	return true
 }
