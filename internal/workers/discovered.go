@@ -187,7 +187,7 @@ func (f *Fleet) discover(now kv.Worker) (w *worker, why string) {
 	w = newWorker(serverOf(now, cmp.Or(f.cfg.WorkerKey, f.cfg.Key)), true, f.cfg.WorkerKey != "" || f.cfg.PassKey, StateConnecting)
 	w.status.Name = now.Name
 	w.discovered = &discovered{name: now.Name, now: now, changed: make(chan struct{}, 1)}
-	f.attach(w)
+	f.attach(w, f.superviseAttached)
 	return w, ""
 }
 
@@ -226,10 +226,7 @@ func (f *Fleet) cordon(w *worker, why kv.Cordon) {
 		return
 	}
 	f.log.Info(fmt.Sprintf("%s: gets requests again", w))
-	select {
-	case w.wake <- struct{}{}:
-	default: // it has one
-	}
+	w.checkSoon()
 }
 
 // applyDiscovered applies discovery's current report on the worker. Only the
@@ -270,10 +267,7 @@ func (in *incarnation) applyDiscovered(ctx context.Context, sources []events.Sou
 	if before != now {
 		return in.followAnew(ctx)
 	}
-	if in.up {
-		clear(in.announced)
-		in.markUp()
-	}
+	in.announceAnew()
 	return sources
 }
 
@@ -299,9 +293,6 @@ func (in *incarnation) followAnew(ctx context.Context) []events.Source {
 			in.f.down(target, "the worker no longer has this rank")
 		}
 	}
-	if in.up {
-		clear(in.announced)
-		in.markUp()
-	}
+	in.announceAnew()
 	return sources
 }

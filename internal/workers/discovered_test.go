@@ -474,8 +474,8 @@ func TestRemediesNameWhatCanBeDone(t *testing.T) {
 		want string
 	}{
 		"--worker":   {&worker{}, ", or set replay= of --worker"},
-		"added":      {&worker{added: &added{}}, ""},
-		"discovered": {&worker{added: &added{}, discovered: &discovered{}}, ", or, with --discovery file:, set replay in the file"},
+		"added":      {&worker{follower: &follower{}}, ""},
+		"discovered": {&worker{follower: &follower{}, discovered: &discovered{}}, ", or, with --discovery file:, set replay in the file"},
 	} {
 		if got := (&incarnation{w: test.w}).orName("replay"); got != test.want {
 			t.Errorf("%s: %q", name, got)
