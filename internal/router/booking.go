@@ -60,31 +60,35 @@ func (b *Booking) prefill() policy.Prefill {
 	return policy.Prefill{Tokens: b.uncached, Queued: b.queued, Sent: b.sent, AnsweredWhole: b.answeredWhole}
 }
 
-// FirstToken notes that the prompt has been computed.
-func (b *Booking) FirstToken() {
+// locked runs f with the router's lock held, which guards the booking.
+func (b *Booking) locked(f func(r *Router, now time.Time)) {
 	r := b.router
 	r.mu.Lock()
-	defer r.mu.Unlock()
-	now := r.now()
-	if !b.computed {
-		r.answerBegins(b, now)
-	}
-	r.prefillDone(b, now)
-	r.loads.heard(b, now)
+	defer r.unlock()
+	f(r, r.now())
+}
+
+// FirstToken notes that the prompt has been computed.
+func (b *Booking) FirstToken() {
+	b.locked(func(r *Router, now time.Time) {
+		if !b.computed {
+			r.answerBegins(b, now)
+		}
+		r.prefillDone(b, now)
+		r.loads.heard(b, now)
+	})
 }
 
 // OutputBlock adds a block to the request's answer. With a decayFraction, 0 to 1,
 // each block that only this request has counts that much from now on: the less is
 // to come, the sooner the blocks are free.
 func (b *Booking) OutputBlock(decayFraction *float64) {
-	r := b.router
-	r.mu.Lock()
-	defer r.mu.Unlock()
-	if b.ended.Load() {
-		return
-	}
-	r.loads.outputBlock(b, decayFraction)
-	r.loads.heard(b, r.now())
+	b.locked(func(r *Router, now time.Time) {
+		if !b.ended.Load() {
+			r.loads.outputBlock(b, decayFraction)
+			r.loads.heard(b, now)
+		}
+	})
 }
 
 // Generated sets the answer's tokens so far and books the blocks that they have
@@ -133,10 +137,7 @@ func (b *Booking) CachedUnreported() (none bool) {
 
 // End ends the booking of a request without an answer whose worker is not at fault.
 func (b *Booking) End() {
-	r := b.router
-	r.mu.Lock()
-	defer r.unlock()
-	r.finish(b, policy.Abandoned, 0, r.now())
+	b.locked(func(r *Router, now time.Time) { r.finish(b, policy.Abandoned, 0, now) })
 }
 
 // Finish ends the booking of a request with an answer of that many tokens; 0:
@@ -145,42 +146,37 @@ func (b *Booking) Finish(output int) { b.FinishAs(output, "") }
 
 // FinishAs is Finish with the engine's finish reason.
 func (b *Booking) FinishAs(output int, reason string) {
-	r := b.router
-	r.mu.Lock()
-	defer r.unlock()
-	r.finishAs(b, policy.Finished, output, reason, r.now())
+	b.locked(func(r *Router, now time.Time) { r.finishAs(b, policy.Finished, output, reason, now) })
 }
 
 // Free notes that the request has ended, but not how. One whose first token has
 // come counts as finished; of others nothing is known, since a worker that
 // fails at once is freed at once.
 func (b *Booking) Free() {
-	r := b.router
-	r.mu.Lock()
-	defer r.unlock()
-	how := policy.Abandoned
-	if b.computed {
-		how = policy.Finished
-	}
-	r.finish(b, how, 0, r.now())
+	b.locked(func(r *Router, now time.Time) {
+		how := policy.Abandoned
+		if b.computed {
+			how = policy.Finished
+		}
+		r.finish(b, how, 0, now)
+	})
 }
 
 // Report ends the booking with the feedback of a client that forwarded the request
 // itself. f.TokensIn may be 0. known means that a judged policy still waited for the
 // feedback; verdict is its result.
 func (b *Booking) Report(f policy.Feedback) (verdict policy.Verdict, known bool) {
-	r := b.router
-	r.mu.Lock()
-	defer r.unlock()
-	f.Decision, f.Worker, f.Now = b.decision, b.worker, r.now()
-	if f.TokensIn == 0 {
-		f.TokensIn = b.prompt
-	}
-	if p, is := r.policy.(policy.Judged); is && !b.ended.Load() {
-		verdict, known = p.Judge(f)
-		b.decision = 0 // it has been judged
-	}
-	r.finish(b, f.Ending, f.TokensOut, f.Now)
+	b.locked(func(r *Router, now time.Time) {
+		f.Decision, f.Worker, f.Now = b.decision, b.worker, now
+		if f.TokensIn == 0 {
+			f.TokensIn = b.prompt
+		}
+		if p, is := r.policy.(policy.Judged); is && !b.ended.Load() {
+			verdict, known = p.Judge(f)
+			b.decision = 0 // it has been judged
+		}
+		r.finish(b, f.Ending, f.TokensOut, now)
+	})
 	return verdict, known
 }
 
