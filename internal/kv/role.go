@@ -42,31 +42,25 @@ func (r Role) String() string { return roleNames[r] }
 func (k Kind) String() string { return kindNames[k] }
 
 // UnmarshalText reads a role's name.
-func (r *Role) UnmarshalText(text []byte) error {
-	at, err := nameAt(roleNames, text)
-	*r = Role(at)
-	return err
-}
+func (r *Role) UnmarshalText(text []byte) error { return parseName(roleNames, text, r) }
 
 // MarshalText writes a role's name.
 func (r Role) MarshalText() ([]byte, error) { return []byte(r.String()), nil }
 
 // UnmarshalText reads a kind's name.
-func (k *Kind) UnmarshalText(text []byte) error {
-	at, err := nameAt(kindNames, text)
-	*k = Kind(at)
-	return err
-}
+func (k *Kind) UnmarshalText(text []byte) error { return parseName(kindNames, text, k) }
 
 // MarshalText writes a kind's name.
 func (k Kind) MarshalText() ([]byte, error) { return []byte(k.String()), nil }
 
-func nameAt(names []string, text []byte) (int, error) {
+// parseName sets to to the place of a name in a list.
+func parseName[T ~uint8](names []string, text []byte, to *T) error {
 	at := slices.Index(names, string(text))
 	if at < 0 {
-		return 0, fmt.Errorf("%.40q is not one of %s", text, strings.Join(names, ", "))
+		return fmt.Errorf("%.40q is not one of %s", text, strings.Join(names, ", "))
 	}
-	return at, nil
+	*to = T(at)
+	return nil
 }
 
 // Kinds is a set of kinds.
@@ -128,11 +122,7 @@ const (
 var legNames = []string{LegWhole: "whole", LegPrefill: "prefill", LegDecode: "decode"}
 
 // UnmarshalText reads a leg's name.
-func (l *Leg) UnmarshalText(text []byte) error {
-	at, err := nameAt(legNames, text)
-	*l = Leg(at)
-	return err
-}
+func (l *Leg) UnmarshalText(text []byte) error { return parseName(legNames, text, l) }
 
 // MarshalText writes a leg's name.
 func (l Leg) MarshalText() ([]byte, error) { return []byte(legNames[l]), nil }

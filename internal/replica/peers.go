@@ -322,7 +322,7 @@ func (r *Mesh) hear(ctx context.Context, f *follower) error {
 }
 
 // message takes one message of the other router.
-func (p *otherRouter) message(from *opener, frames [][]byte) error {
+func (p *otherRouter) message(from *seal, frames [][]byte) error {
 	if len(frames) != 2 {
 		return fmt.Errorf("it has %d frames, want 2", len(frames))
 	}
