@@ -436,15 +436,14 @@ func (s *Service) listWorkers(c *gin.Context) {
 	c.JSON(http.StatusOK, s.records(func(r WorkerRecord) bool { return inQuery(c, r.partition()) }))
 }
 
+// addQuery is a worker to register.
+type addQuery struct {
+	ID *uint64 `json:"worker_id"`
+	workerSpec
+}
+
 // addWorker registers a worker, or replaces its registration.
-func (s *Service) addWorker(c *gin.Context) {
-	var query struct {
-		ID *uint64 `json:"worker_id"`
-		workerSpec
-	}
-	if !body(c, &query) {
-		return
-	}
+func (s *Service) addWorker(c *gin.Context, query addQuery) {
 	if query.ID == nil {
 		plainError(c, http.StatusUnprocessableEntity, "bad body: worker_id is missing")
 		return
