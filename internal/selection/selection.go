@@ -393,14 +393,12 @@ func (s *Service) dump(c *gin.Context) {
 
 // writeDump responds with the output of write, at most maxDumps at a time.
 func (s *Service) writeDump(c *gin.Context, write func(to io.Writer) error) {
-	wait := time.NewTimer(dumpWait)
-	defer wait.Stop()
 	select {
 	case s.dumps <- struct{}{}:
 		defer func() { <-s.dumps }()
 	case <-c.Request.Context().Done():
 		return
-	case <-wait.C:
+	case <-time.After(dumpWait):
 		c.Header("Retry-After", "1")
 		plainError(c, http.StatusServiceUnavailable, fmt.Sprintf("%d dumps are being written: try again in a moment", maxDumps))
 		return
