@@ -14,11 +14,14 @@ import (
 // it may import. A package may import from layers before its own only: what is
 // not in the table is a shortcut, even where the compiler would take it.
 var layers = []map[string]string{
+	{ // mechanisms that others use
+		"metrics": "",
+	},
 	{ // words and mechanisms
-		"kv": "", "guard": "", "table": "",
+		"kv": "", "guard": "metrics", "table": "",
 		"blockpool": "", "zmq": "", "jsonbody": "",
 		"jsonlines": "", "web": "", "settings": "",
-		"logs": "", "manual": "", "metrics": "",
+		"logs": "", "manual": "",
 	},
 	{ // knowing
 		"hints": "jsonbody kv", "radix": "blockpool kv table", "engine": "blockpool kv",

@@ -79,14 +79,10 @@ func newDNS(q dnsQuestion, kind, what string, log *slog.Logger) *dnsSource {
 
 // Watch sends the workers that name servers name.
 func (d *dnsSource) Watch(ctx context.Context) <-chan []kv.Worker {
-	out := make(chan []kv.Worker)
-	go func() { // until ctx ends
-		defer close(out)
-		tick := time.NewTicker(d.every)
-		defer tick.Stop()
+	return startWatch(ctx, func(send func([]kv.Worker) bool) {
 		var known []kv.Worker
 		var emptySince time.Time // since when answers are empty; zero: they are not
-		for {
+		for more := true; more; more = more && sleep(ctx, d.every) {
 			list, err := d.ask(ctx)
 			if len(list) > 0 || !isEmpty(err) {
 				emptySince = time.Time{}
@@ -116,19 +112,10 @@ func (d *dnsSource) Watch(ctx context.Context) <-chan []kv.Worker {
 				clear(d.missed)
 			}
 			if !slices.Equal(list, known) {
-				if !send(ctx, out, list) {
-					return
-				}
-				known = list
-			}
-			select {
-			case <-ctx.Done():
-				return
-			case <-tick.C:
+				more, known = send(list), list
 			}
 		}
-	}()
-	return out
+	})
 }
 
 // dnsError is the fault of an answer.

@@ -55,23 +55,13 @@ func openFile(path string, log *slog.Logger) (*fileSource, error) {
 
 // Watch sends the workers of the file.
 func (f *fileSource) Watch(ctx context.Context) <-chan []kv.Worker {
-	out := make(chan []kv.Worker)
-	go func() { // until ctx ends
-		defer close(out)
-		tick := time.NewTicker(f.every)
-		defer tick.Stop()
-		for changed := true; ; changed = f.look() {
-			if changed && !send(ctx, out, f.list) {
-				return
-			}
-			select {
-			case <-ctx.Done():
-				return
-			case <-tick.C:
+	return startWatch(ctx, func(send func([]kv.Worker) bool) {
+		for more := send(f.list); more && sleep(ctx, f.every); {
+			if f.look() {
+				more = send(f.list)
 			}
 		}
-	}()
-	return out
+	})
 }
 
 // look reads the file and reports whether the list has changed. A content counts once

@@ -214,9 +214,7 @@ func (c *cluster) wake() {
 
 // Watch sends the workers of the cluster.
 func (k *kubeSource) Watch(ctx context.Context) <-chan []kv.Worker {
-	out := make(chan []kv.Worker)
-	go func() { // until ctx ends
-		defer close(out)
+	return startWatch(ctx, func(send func([]kv.Worker) bool) {
 		ctx, end := context.WithCancel(ctx)
 		var reflectors sync.WaitGroup
 		defer k.idle()
@@ -248,7 +246,7 @@ func (k *kubeSource) Watch(ctx context.Context) <-chan []kv.Worker {
 				}
 			}
 			if list, known := k.workers(sets, last); known && (!sent || !slices.Equal(list, last)) {
-				if !send(ctx, out, list) {
+				if !send(list) {
 					return
 				}
 				last, sent = list, true
@@ -259,8 +257,7 @@ func (k *kubeSource) Watch(ctx context.Context) <-chan []kv.Worker {
 			case <-k.changed:
 			}
 		}
-	}()
-	return out
+	})
 }
 
 func sameSelections(sets []*podSet, now []selection) bool {
