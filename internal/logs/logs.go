@@ -42,9 +42,9 @@ func Level(name string) (level slog.Level) {
 	return level
 }
 
-// Suppressed returns the number of lines that a log of New has suppressed; 0 for any
+// suppressed returns the number of lines that a log of New has suppressed; 0 for any
 // other log.
-func Suppressed(log *slog.Logger) uint64 {
+func suppressed(log *slog.Logger) uint64 {
 	h, ok := log.Handler().(*handler)
 	if !ok {
 		return 0
