@@ -337,10 +337,7 @@ func (p *otherRouter) message(from *seal, frames [][]byte) error {
 	case slotTopic:
 		d, err := decodeSlot(text)
 		if err == nil {
-			err = p.from(d.router)
-		}
-		if err == nil && p.id == d.router {
-			p.take(d)
+			err = p.from(d.router, func() { p.take(d) })
 		}
 		return err
 	case sessionTopic:
@@ -352,23 +349,22 @@ func (p *otherRouter) message(from *seal, frames [][]byte) error {
 	case ownTopic:
 		m, err := decodeOwn(text)
 		if err == nil {
-			err = p.from(m.Router)
-		}
-		if err == nil && p.id == m.Router {
-			p.own = true
-			p.takeOwn(&m)
+			err = p.from(m.Router, func() { p.takeOwn(&m) })
 		}
 		return err
 	}
 	return errShape
 }
 
-// from notes which router speaks. Its error is errSelf.
-func (p *otherRouter) from(id uint64) error {
+// from notes which router speaks, and takes its message unless another connection hears
+// that router already. Its error is errSelf.
+func (p *otherRouter) from(id uint64, take func()) error {
 	if id == p.mesh.id {
 		return errSelf
 	}
-	p.is(id)
+	if p.is(id) {
+		take()
+	}
 	return nil
 }
 
@@ -376,6 +372,7 @@ func (p *otherRouter) from(id uint64) error {
 // nothing.
 func (p *otherRouter) takeOwn(m *ownMessage) {
 	r := p.mesh
+	p.own = true
 	switch m.Kind {
 	case kindDigest:
 		if ask := p.compare(m.Sums); ask != 0 {

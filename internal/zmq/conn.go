@@ -120,7 +120,7 @@ func open(ctx context.Context, raw net.Conn, kind zmq4.SocketType, server bool) 
 	})
 	_ = raw.SetDeadline(time.Now().Add(handshakeLimit))
 	var err error
-	c.Conn, err = zmq4.Open(&handshakeConn{Conn: raw, in: c.in}, null.Security(), kind, nil, server, nil)
+	c.Conn, err = zmq4.Open(newHandshakeConn(raw, c.in), null.Security(), kind, nil, server, nil)
 	if err != nil {
 		c.Close()
 		return nil, err
