@@ -70,9 +70,9 @@ const (
 	// maxSessionID bounds the name of a session sent to others, bytes, as
 	// Dynamo does.
 	maxSessionID = 256
-	// sessionToldEvery is the part of its life after which it is sent again
+	// sessionSentEvery is the part of its life after which it is sent again
 	// that a session is still where it was.
-	sessionToldEvery = 8
+	sessionSentEvery = 8
 	// sequenceAhead is how far a binding's sequence may be ahead of the clock:
 	// a later one would win for ever.
 	sequenceAhead = time.Hour
@@ -132,14 +132,14 @@ func (r *Router) BookRemote(change Change) *Booking {
 	return b
 }
 
-// tellSession sends the other routers the place of p's session, unless they know. The
+// shareSession sends the other routers the place of p's session, unless they know. The
 // caller holds the lock.
-func (r *Router) tellSession(p *prompt, s *session, now time.Time) {
-	if r.sharing == nil || p.SessionID == "" || p.sessionGoes == SessionKept && now.Sub(s.told) < r.settings.SessionTTL/sessionToldEvery {
+func (r *Router) shareSession(p *prompt, s *session, now time.Time) {
+	if r.sharing == nil || p.SessionID == "" || p.sessionGoes == SessionKept && now.Sub(s.sent) < r.settings.SessionTTL/sessionSentEvery {
 		return
 	}
 	r.sessions.last = max(r.sessions.last+1, uint64(now.UnixNano()))
-	s.version, s.told = sessionVersion{r.sessions.last, r.sharing.Writer}, now
+	s.version, s.sent = sessionVersion{r.sessions.last, r.sharing.Writer}, now
 	id := p.SessionID
 	if p.Leg == kv.LegPrefill {
 		id += prefillMark
@@ -180,7 +180,7 @@ func (r *Router) TakeSession(b SessionBinding) (took bool) {
 		return false
 	}
 	s := r.sessions.put(hash, &ranks[at], &r.settings.SessionSettings, now)
-	s.version, s.told = version, now
+	s.version, s.sent = version, now
 	return true
 }
 
