@@ -14,8 +14,11 @@ import (
 // it may import. A package may import from layers before its own only: what is
 // not in the table is a shortcut, even where the compiler would take it.
 var layers = []map[string]string{
+	{ // mechanisms that others use
+		"metrics": "",
+	},
 	{ // words and mechanisms
-		"kv": "", "guard": "", "table": "",
+		"kv": "", "guard": "metrics", "table": "",
 		"blockpool": "", "zmq": "", "jsonbody": "",
 		"jsonlines": "", "web": "", "settings": "",
 		"logs": "", "manual": "",
@@ -41,15 +44,15 @@ var layers = []map[string]string{
 		"probe": "events guard kv policy web zmq",
 	},
 	{ // following
-		"tracing": "kv policy router", "models": "chat kv outlier policies policy radix router tokens",
+		"tracing": "kv policy router", "models": "chat kv metrics outlier policies policy radix router tokens",
 	},
 	{ // carrying
-		"replica": "events guard kv router zmq", "proxy": "jsonbody kv outlier policy router tracing web", "workers": "events guard kv policy probe process radix web",
+		"replica": "events guard kv router zmq", "proxy": "jsonbody kv outlier policy router tracing web", "workers": "events guard kv metrics policy probe process radix web",
 		"mocker": "chat engine events jsonbody kv process tokens web zmq", "simulate": "engine hints jsonlines kv outlier policies policy radix router",
 		"vllm": "kv process", "sglang": "kv process", "discovery": "kv",
 	},
 	{ // showing, offering
-		"telemetry": "hints jsonbody jsonlines kv proxy router thompson", "selection": "events hints kv models outlier policy replica router thompson web workers",
+		"telemetry": "hints jsonbody jsonlines kv metrics proxy router thompson", "selection": "events hints kv models outlier policy replica router thompson web workers",
 		"openai": "hints jsonbody keys kv models proxy router settings tokens tracing web", "extproc": "guard proxy web", "doctor": "events kv mocker probe process settings tokens web zmq", "demo": "keys",
 		"page": "jsonbody keys kv models outlier policy proxy router tokens web workers",
 	},

@@ -249,7 +249,7 @@ func TestDrainAndResetOnThePage(t *testing.T) {
 		}
 	}
 	act("/ui/workers/0/drain", http.StatusNoContent)
-	v.until("worker 0 rests", func(state *page.State) bool { return state.Workers[0].State == page.StateResting })
+	v.until("worker 0 rests", func(state *page.State) bool { return state.Workers[0].State == page.StateCordoned })
 	for range 4 {
 		if worker := chat(); worker != "1" {
 			t.Errorf("a request went to worker %s, and 0 rests", worker)

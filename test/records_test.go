@@ -6,7 +6,6 @@ import (
 	"fmt"
 	"kvrouter/internal/events"
 	"kvrouter/internal/hints"
-	"kvrouter/internal/kv"
 	"kvrouter/internal/policies"
 	"kvrouter/internal/radix"
 	"kvrouter/internal/simulate"
@@ -27,14 +26,15 @@ import (
 func TestARecordingOfAFleetReplaysToWhatTheIndexHeld(t *testing.T) {
 	t.Parallel()
 	held := func(index radix.Index) (all []string) {
-		index.Dump(func(w kv.WorkerKey, parent uint64, hasParent bool, b kv.StoredBlock) bool {
-			line := fmt.Sprint(w.Worker, ".", w.Rank, " ")
-			if hasParent {
-				line += fmt.Sprint(parent)
+		for _, w := range index.Workers() {
+			for b := range index.DumpOf(w) {
+				line := fmt.Sprint(w.Worker, ".", w.Rank, " ")
+				if b.HasParent {
+					line += fmt.Sprint(b.Parent)
+				}
+				all = append(all, fmt.Sprint(line, " ", b.Engine, " ", b.Local))
 			}
-			all = append(all, fmt.Sprint(line, " ", b.Engine, " ", b.Local))
-			return true
-		})
+		}
 		slices.Sort(all)
 		return all
 	}

@@ -13,6 +13,7 @@ import (
 	"log/slog"
 	"slices"
 	"strings"
+	"time"
 
 	"github.com/zeebo/xxh3"
 
@@ -107,13 +108,31 @@ func Open(s Settings, log *slog.Logger) (Source, error) {
 // numbers keep it.
 func idOf(key string) uint64 { return xxh3.HashString(key)&(1<<52-1) | 1<<52 }
 
-// send sends a list unless ctx ends first, and reports whether it did.
-func send(ctx context.Context, to chan<- []kv.Worker, list []kv.Worker) bool {
+// startWatch returns the channel of a Watch, to which run sends in a goroutine. run ends with ctx,
+// or when send reports that ctx has ended.
+func startWatch(ctx context.Context, run func(send func([]kv.Worker) (sent bool))) <-chan []kv.Worker {
+	out := make(chan []kv.Worker)
+	go func() {
+		defer close(out)
+		run(func(list []kv.Worker) bool {
+			select {
+			case out <- list:
+				return true
+			case <-ctx.Done():
+				return false
+			}
+		})
+	}()
+	return out
+}
+
+// sleep waits for d, and reports whether ctx still lives then.
+func sleep(ctx context.Context, d time.Duration) bool {
 	select {
-	case to <- list:
-		return true
 	case <-ctx.Done():
 		return false
+	case <-time.After(d):
+		return true
 	}
 }
 

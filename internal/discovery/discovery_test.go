@@ -78,8 +78,8 @@ func shown(list []kv.Worker) string {
 		if w.Bootstrap.Known() {
 			text += " " + w.Bootstrap.String()
 		}
-		if w.Held != "" {
-			text += " " + string(w.Held)
+		if w.Cordon != "" {
+			text += " " + string(w.Cordon)
 		}
 		all = append(all, text)
 	}

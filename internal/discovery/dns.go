@@ -9,7 +9,6 @@ import (
 	"net"
 	"net/netip"
 	"slices"
-	"strconv"
 	"strings"
 	"time"
 
@@ -43,11 +42,11 @@ func parseDNS(value string) (q dnsQuestion, err error) {
 		return dnsQuestion{name: name}, nil
 	}
 	name, port, err := net.SplitHostPort(strings.TrimPrefix(value, schemeDNS))
-	number, bad := strconv.ParseUint(port, 10, 16)
-	if err != nil || bad != nil || number == 0 || !isName(name) {
+	number, ok := kv.ParsePort(port)
+	if err != nil || !ok || !isName(name) {
 		return q, fmt.Errorf("--discovery %s: give dns:// with a name and the workers' port, such as dns://vllm.ns:8100; for SRV records, which have the port, dns+srv://_http._tcp.vllm.ns", value)
 	}
-	return dnsQuestion{name, uint16(number)}, nil
+	return dnsQuestion{name, number}, nil
 }
 
 // isName reports whether it is a valid DNS name.
@@ -58,7 +57,7 @@ func isName(name string) bool {
 // dnsSource asks name servers for the workers.
 type dnsSource struct {
 	dnsQuestion
-	who      string // kind of target, for messages: worker
+	kind     string // of target, for messages: worker or router
 	resolver *net.Resolver
 	every    time.Duration
 	keep     time.Duration
@@ -74,25 +73,21 @@ func openDNS(value string, log *slog.Logger) (*dnsSource, error) {
 }
 
 // newDNS returns a source that asks q; what is the flag with its value.
-func newDNS(q dnsQuestion, who, what string, log *slog.Logger) *dnsSource {
-	return &dnsSource{dnsQuestion: q, who: who, resolver: net.DefaultResolver, every: dnsEvery, keep: dnsKeep, trouble: trouble{log: log, what: what}}
+func newDNS(q dnsQuestion, kind, what string, log *slog.Logger) *dnsSource {
+	return &dnsSource{dnsQuestion: q, kind: kind, resolver: net.DefaultResolver, every: dnsEvery, keep: dnsKeep, trouble: trouble{log: log, what: what}}
 }
 
 // Watch sends the workers of the name servers' answers.
 func (d *dnsSource) Watch(ctx context.Context) <-chan []kv.Worker {
-	out := make(chan []kv.Worker)
-	go func() { // until ctx ends
-		defer close(out)
-		tick := time.NewTicker(d.every)
-		defer tick.Stop()
+	return startWatch(ctx, func(send func([]kv.Worker) bool) {
 		var known []kv.Worker
-		var nobody time.Time // since when answers are empty; zero: they are not
-		for {
+		var emptySince time.Time // since when answers are empty; zero: they are not
+		for more := true; more; more = more && sleep(ctx, d.every) {
 			list, err := d.ask(ctx)
-			if len(list) > 0 || !namesNobody(err) {
-				nobody = time.Time{}
-			} else if nobody.IsZero() {
-				nobody = time.Now()
+			if len(list) > 0 || !isEmpty(err) {
+				emptySince = time.Time{}
+			} else if emptySince.IsZero() {
+				emptySince = time.Now()
 			}
 			switch {
 			case ctx.Err() != nil:
@@ -105,46 +100,37 @@ func (d *dnsSource) Watch(ctx context.Context) <-chan []kv.Worker {
 					d.trouble.over()
 				}
 			case len(known) == 0:
-				d.trouble.is(err, fmt.Sprintf("no %s is known", d.who))
-			case nobody.IsZero():
-				d.trouble.is(err, stayAsKnown(d.who))
+				d.trouble.is(err, fmt.Sprintf("no %s is known", d.kind))
+			case emptySince.IsZero():
+				d.trouble.is(err, fmt.Sprintf("the %ss are kept", d.kind))
 				list = known
-			case time.Since(nobody) < d.keep:
-				d.trouble.is(err, fmt.Sprintf("%s, for %s at most", stayAsKnown(d.who), d.keep))
+			case time.Since(emptySince) < d.keep:
+				d.trouble.is(err, fmt.Sprintf("the %ss are kept, for %s at most", d.kind, d.keep))
 				list = known
 			default:
-				d.trouble.is(fmt.Errorf("%w, for %s", err, d.keep), fmt.Sprintf("its %ss are removed", d.who))
+				d.trouble.is(fmt.Errorf("%w, for %s", err, d.keep), fmt.Sprintf("its %ss are removed", d.kind))
 				clear(d.missed)
 			}
 			if !slices.Equal(list, known) {
-				if !send(ctx, out, list) {
-					return
-				}
-				known = list
-			}
-			select {
-			case <-ctx.Done():
-				return
-			case <-tick.C:
+				more, known = send(list), list
 			}
 		}
-	}()
-	return out
+	})
 }
 
 // dnsError is the fault of an answer.
 type dnsError struct {
-	text   string
-	nobody bool // name servers answer without an address
+	text  string
+	empty bool // name servers answer without an address
 }
 
 func (e dnsError) Error() string { return e.text }
 
-// namesNobody reports whether an answer came that is empty: unlike silence, it may be
+// isEmpty reports whether an answer came that is empty: unlike silence, it may be
 // true.
-func namesNobody(err error) bool {
+func isEmpty(err error) bool {
 	var failed dnsError
-	return errors.As(err, &failed) && failed.nobody
+	return errors.As(err, &failed) && failed.empty
 }
 
 // settled is an answer with the known workers that it leaves out, until dnsMiss answers
@@ -209,7 +195,7 @@ func (d *dnsSource) services(ctx context.Context) (list []kv.Worker, err error) 
 	_ = group.Wait() // none fails
 	hosts := map[string][]netip.Addr{}
 	for i, record := range records {
-		if wrong[i] != nil && !namesNobody(wrong[i]) {
+		if wrong[i] != nil && !isEmpty(wrong[i]) {
 			found[i] = d.hosts[record.Target]
 		}
 		hosts[record.Target] = found[i]
@@ -230,11 +216,11 @@ func (d *dnsSource) services(ctx context.Context) (list []kv.Worker, err error) 
 func together(all []error) error {
 	const most = 3
 	var texts []string
-	nobody := true
+	empty := true
 	for _, err := range all {
 		if err != nil {
 			texts = append(texts, err.Error())
-			nobody = nobody && namesNobody(err)
+			empty = empty && isEmpty(err)
 		}
 	}
 	if len(texts) == 0 {
@@ -246,7 +232,7 @@ func together(all []error) error {
 	if len(texts) > most {
 		text += fmt.Sprintf(" and %d more", len(texts)-most)
 	}
-	return dnsError{text, nobody}
+	return dnsError{text, empty}
 }
 
 // addresses queries the addresses of a host.
@@ -255,7 +241,7 @@ func (d *dnsSource) addresses(ctx context.Context, host string) (addresses []net
 	// the question for A records failed. So an empty answer is requested again.
 	for _, network := range []string{"ip", "ip4", "ip6"} {
 		addresses, err = d.resolver.LookupNetIP(ctx, network, host)
-		if err = plain(err); !namesNobody(err) {
+		if err = plain(err); !isEmpty(err) {
 			break
 		}
 	}

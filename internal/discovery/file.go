@@ -26,8 +26,8 @@ const (
 	fileLook = 500 * time.Millisecond // between looks at it
 )
 
-// stayAsKnown means that a failing source changes nothing.
-func stayAsKnown(who string) string { return "the " + who + "s are kept" }
+// workersKept says, in messages, that a failing source changes nothing.
+const workersKept = "the workers are kept"
 
 // fileSource reads the workers from a file. It polls the file, which is small: change
 // notifications miss some changes (a mounted ConfigMap is a link to a link).
@@ -55,23 +55,13 @@ func openFile(path string, log *slog.Logger) (*fileSource, error) {
 
 // Watch sends the workers of the file.
 func (f *fileSource) Watch(ctx context.Context) <-chan []kv.Worker {
-	out := make(chan []kv.Worker)
-	go func() { // until ctx ends
-		defer close(out)
-		tick := time.NewTicker(f.every)
-		defer tick.Stop()
-		for changed := true; ; changed = f.look() {
-			if changed && !send(ctx, out, f.list) {
-				return
-			}
-			select {
-			case <-ctx.Done():
-				return
-			case <-tick.C:
+	return startWatch(ctx, func(send func([]kv.Worker) bool) {
+		for more := send(f.list); more && sleep(ctx, f.every); {
+			if f.look() {
+				more = send(f.list)
 			}
 		}
-	}()
-	return out
+	})
 }
 
 // look reads the file and reports whether the list has changed. A content counts once
@@ -80,7 +70,7 @@ func (f *fileSource) look() (changed bool) {
 	data, err := readBounded(f.path)
 	switch {
 	case err != nil:
-		f.trouble.is(err, stayAsKnown("worker"))
+		f.trouble.is(err, workersKept)
 		return false
 	case bytes.Equal(data, f.used):
 		f.seen = data
@@ -92,7 +82,7 @@ func (f *fileSource) look() (changed bool) {
 	}
 	list, err := parseFile(data)
 	if err != nil {
-		f.trouble.is(err, stayAsKnown("worker"))
+		f.trouble.is(err, workersKept)
 		return false
 	}
 	f.trouble.over()
@@ -223,7 +213,7 @@ func (w fileWorker) worker() (kv.Worker, error) {
 		Disagg: kv.Disagg{Role: w.Role, Kind: w.Kind, Bootstrap: w.Bootstrap},
 	}
 	if w.Draining {
-		found.Held = kv.HoldDraining
+		found.Cordon = kv.CordonDraining
 	}
 	return found, nil
 }

@@ -16,6 +16,7 @@ import (
 
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/fields"
 	"k8s.io/apimachinery/pkg/labels"
 	"k8s.io/apimachinery/pkg/runtime/schema"
 	"k8s.io/apimachinery/pkg/util/wait"
@@ -80,8 +81,8 @@ type kubeSource struct {
 	*cluster
 	settings Settings
 
-	// Guarded by mu.
-	pool     *pool             // nil: none is known, or none is configured
+	// The goroutine of Watch alone uses these.
+	pool     *pool             // its last usable state; nil: none is known, or none is asked for
 	problems map[string]string // logged problems of Pods, by name
 }
 
@@ -151,7 +152,7 @@ func newCluster(client dynamic.Interface, namespace, what, kept string, log *slo
 
 // newKubeSource returns a source over a client.
 func newKubeSource(s Settings, client dynamic.Interface, namespace string, log *slog.Logger) *kubeSource {
-	return &kubeSource{cluster: newCluster(client, namespace, "--discovery kubernetes", stayAsKnown("worker"), log), settings: s, problems: map[string]string{}}
+	return &kubeSource{cluster: newCluster(client, namespace, "--discovery kubernetes", workersKept, log), settings: s, problems: map[string]string{}}
 }
 
 // podSet is the Pods of a selection.
@@ -170,8 +171,8 @@ type selection struct {
 // selections are those of the flags, or of the pool.
 func (k *kubeSource) selections() (all []selection) {
 	if k.settings.Pool != "" {
-		if pool := k.knownPool(); pool != nil {
-			all = append(all, selection{selector: labels.SelectorFromSet(pool.labels).String()})
+		if k.pool != nil {
+			all = append(all, selection{selector: labels.SelectorFromSet(k.pool.labels).String()})
 		}
 		return all
 	}
@@ -184,10 +185,23 @@ func (k *kubeSource) selections() (all []selection) {
 	return all
 }
 
-func (k *kubeSource) knownPool() *pool {
+// takePool takes over the stored state of the pool. While it is missing or invalid, its
+// last usable state counts.
+func (k *kubeSource) takePool(pools *store[pool], unusable *trouble) {
 	k.mu.Lock()
-	defer k.mu.Unlock()
-	return k.pool
+	known := pools.all != nil
+	now, found := pools.all[k.settings.Pool]
+	k.mu.Unlock()
+	switch {
+	case !known:
+	case !found:
+		unusable.is(fmt.Errorf("there is no InferencePool %s in namespace %s", k.settings.Pool, k.namespace), workersKept)
+	case now.err != nil:
+		unusable.is(now.err, workersKept)
+	default:
+		unusable.over()
+		k.pool = &now
+	}
 }
 
 // wake makes the waiting goroutine check for changes.
@@ -200,21 +214,22 @@ func (c *cluster) wake() {
 
 // Watch sends the workers of the cluster.
 func (k *kubeSource) Watch(ctx context.Context) <-chan []kv.Worker {
-	out := make(chan []kv.Worker)
-	go func() { // until ctx ends
-		defer close(out)
+	return startWatch(ctx, func(send func([]kv.Worker) bool) {
 		ctx, end := context.WithCancel(ctx)
 		var reflectors sync.WaitGroup
 		defer k.idle()
 		defer reflectors.Wait()
 		defer end()
+		pools, unusable := newStore(k.cluster, poolOf), trouble{log: k.log, what: k.what}
 		if k.settings.Pool != "" {
-			reflectors.Go(func() { k.followPool(ctx) })
+			name := fields.OneTermEqualSelector("metadata.name", k.settings.Pool).String()
+			reflectors.Go(func() { k.reflect(ctx, poolResource, func(o *metav1.ListOptions) { o.FieldSelector = name }, pools) })
 		}
 		var sets []*podSet
 		var last []kv.Worker
-		told := false
+		sent := false
 		for {
+			k.takePool(pools, &unusable)
 			if now := k.selections(); !sameSelections(sets, now) {
 				for _, set := range sets {
 					set.end()
@@ -230,11 +245,11 @@ func (k *kubeSource) Watch(ctx context.Context) <-chan []kv.Worker {
 					})
 				}
 			}
-			if list, known := k.workers(sets, last); known && (!told || !slices.Equal(list, last)) {
-				if !send(ctx, out, list) {
+			if list, known := k.workers(sets, last); known && (!sent || !slices.Equal(list, last)) {
+				if !send(list) {
 					return
 				}
-				last, told = list, true
+				last, sent = list, true
 			}
 			select {
 			case <-ctx.Done():
@@ -242,8 +257,7 @@ func (k *kubeSource) Watch(ctx context.Context) <-chan []kv.Worker {
 			case <-k.changed:
 			}
 		}
-	}()
-	return out
+	})
 }
 
 func sameSelections(sets []*podSet, now []selection) bool {
@@ -300,11 +314,11 @@ func (k *kubeSource) bounded(list, last []kv.Worker) []kv.Worker {
 		k.log.Warn("--discovery kubernetes: too many workers: the newest are not used", "workers", len(list), "most", maxWorkers)
 		k.crowded = true
 	}
-	told := map[uint64]int{}
+	listed := map[uint64]int{}
 	for _, w := range last {
-		told[w.ID] = 1
+		listed[w.ID] = 1
 	}
-	slices.SortStableFunc(list, func(a, b kv.Worker) int { return told[b.ID] - told[a.ID] })
+	slices.SortStableFunc(list, func(a, b kv.Worker) int { return listed[b.ID] - listed[a.ID] })
 	return byName(list[:maxWorkers])
 }
 
@@ -316,11 +330,11 @@ func (c *cluster) plainAPI(err error, resource schema.GroupVersionResource) erro
 	var broken *net.OpError
 	switch {
 	case apierrors.IsForbidden(err):
-		who := "the router's ServiceAccount"
+		account := "the router's ServiceAccount"
 		if _, user, found := strings.Cut(oneLine(err), `User "`); found {
-			who, _, _ = strings.Cut(user, `"`)
+			account, _, _ = strings.Cut(user, `"`)
 		}
-		return fmt.Errorf(`no right to list and watch %s in namespace %s: the Role of %s needs the rule {apiGroups: ["%s"], resources: [%[1]s], verbs: [list, watch]}`, resource.Resource, c.namespace, who, resource.Group)
+		return fmt.Errorf(`no right to list and watch %s in namespace %s: the Role of %s needs the rule {apiGroups: ["%s"], resources: [%[1]s], verbs: [list, watch]}`, resource.Resource, c.namespace, account, resource.Group)
 	case apierrors.IsUnauthorized(err):
 		return errors.New("the API server rejects the credentials (401): the token or certificate is invalid")
 	case apierrors.IsNotFound(err) && resource == poolResource:
@@ -341,6 +355,3 @@ func oneLine(err error) string {
 	text := strings.Join(strings.Fields(err.Error()), " ")
 	return text[:min(len(text), most)]
 }
-
-// listOptions narrows the request.
-type listOptions func(*metav1.ListOptions)

@@ -447,7 +447,7 @@ func FuzzPod(f *testing.F) {
 				t.Errorf("%q of %q: %v", w.URL, w.Name, err)
 			}
 		}
-		if p, err := poolOf(&u); err == nil && (len(p.ports) == 0 || len(p.ports) > maxPorts || len(p.labels) == 0) {
+		if p := poolOf(&u); p.err == nil && (len(p.ports) == 0 || len(p.ports) > maxPorts || len(p.labels) == 0) {
 			t.Errorf("%+v", p)
 		}
 	})

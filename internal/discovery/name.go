@@ -11,12 +11,12 @@ func strayInName(r rune) bool { return r < ' ' || r > '~' || strings.ContainsRun
 
 // plainName is a name from outside, made fit to be shown: bounded, and with an
 // underscore for each character that is not. It may be empty.
-func plainName(told string) string {
+func plainName(given string) string {
 	name := strings.Map(func(r rune) rune {
 		if strayInName(r) {
 			return '_'
 		}
 		return r
-	}, told[:min(len(told), maxName)])
+	}, given[:min(len(given), maxName)])
 	return strings.TrimSpace(name)
 }

@@ -14,6 +14,8 @@ import (
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/apis/meta/v1/unstructured"
 	"k8s.io/apimachinery/pkg/labels"
+
+	"kvrouter/internal/kv"
 )
 
 // schemeService begins the name of a Service whose EndpointSlices name the routers.
@@ -101,7 +103,7 @@ func (p *Peers) open(log *slog.Logger) error {
 	if err != nil {
 		return fmt.Errorf("%s: %w", what, err)
 	}
-	p.kube = newCluster(client, namespace, what, stayAsKnown("router"), log)
+	p.kube = newCluster(client, namespace, what, "the routers are kept", log)
 	p.kube.idle = idle
 	return nil
 }
@@ -115,16 +117,16 @@ func (p *Peers) Run(ctx context.Context, use func(addresses []string)) {
 		p.followSlices(ctx, use)
 		return
 	}
-	var told []string
+	var last []string
 	for list := range p.names.Watch(ctx) {
 		var all []string
 		for _, w := range list {
 			all = append(all, strings.TrimPrefix(w.URL, "http://"))
 		}
-		next := boundPeers(all, told, &p.names.crowded, p.names.trouble.what, p.names.trouble.log)
-		if !slices.Equal(next, told) {
+		next := boundPeers(all, last, &p.names.crowded, p.names.trouble.what, p.names.trouble.log)
+		if !slices.Equal(next, last) {
 			use(slices.Clone(next))
-			told = next
+			last = next
 		}
 	}
 }
@@ -140,7 +142,7 @@ func (p *Peers) followSlices(ctx context.Context, use func(addresses []string)) 
 		p.kube.reflect(ctx, sliceResource, func(o *metav1.ListOptions) { o.LabelSelector = of }, slice)
 	}()
 	defer func() { <-done }()
-	var told []string
+	var last []string
 	first := true
 	missing := trouble{log: p.kube.log, what: p.kube.what}
 	for {
@@ -153,10 +155,10 @@ func (p *Peers) followSlices(ctx context.Context, use func(addresses []string)) 
 		} else if known {
 			missing.over()
 		}
-		next := boundPeers(all, told, &p.kube.crowded, p.kube.what, p.kube.log)
-		if known && (first || !slices.Equal(next, told)) {
+		next := boundPeers(all, last, &p.kube.crowded, p.kube.what, p.kube.log)
+		if known && (first || !slices.Equal(next, last)) {
 			use(slices.Clone(next))
-			told, first = next, false
+			last, first = next, false
 		}
 		select {
 		case <-ctx.Done():
@@ -168,7 +170,7 @@ func (p *Peers) followSlices(ctx context.Context, use func(addresses []string)) 
 
 // boundPeers is the sorted set of the addresses with maxPeers of them at most: those that
 // are already listed come first.
-func boundPeers(all, told []string, crowded *bool, what string, log *slog.Logger) []string {
+func boundPeers(all, last []string, crowded *bool, what string, log *slog.Logger) []string {
 	slices.Sort(all)
 	all = slices.Compact(all)
 	if len(all) <= maxPeers {
@@ -179,18 +181,9 @@ func boundPeers(all, told []string, crowded *bool, what string, log *slog.Logger
 		log.Warn(what+": too many routers: the newest are not used", "routers", len(all), "most", maxPeers)
 		*crowded = true
 	}
-	slices.SortStableFunc(all, func(a, b string) int {
-		_, oldA := slices.BinarySearch(told, a)
-		_, oldB := slices.BinarySearch(told, b)
-		switch {
-		case oldA == oldB:
-			return 0
-		case oldA:
-			return -1
-		}
-		return 1
-	})
-	all = all[:maxPeers]
+	listed := func(address string) bool { return slices.Contains(last, address) }
+	old, others := slices.DeleteFunc(slices.Clone(all), func(a string) bool { return !listed(a) }), slices.DeleteFunc(all, listed)
+	all = append(old, others...)[:maxPeers]
 	slices.Sort(all)
 	return all
 }
@@ -211,9 +204,7 @@ type endpoint struct {
 // endpoints that are not ready, too: routers must hear each other before they serve,
 // and while they drain. Fields of another shape than Kubernetes' count as missing.
 func sliceOf(u *unstructured.Unstructured, port string) (s endpointSlice) {
-	if number, err := strconv.ParseUint(port, 10, 16); err == nil {
-		s.port = uint16(number)
-	}
+	s.port, _ = kv.ParsePort(port)
 	ports, _ := u.Object["ports"].([]any)
 	for _, each := range ports {
 		p, _ := each.(map[string]any)

@@ -78,7 +78,7 @@ func peersOfService(t *testing.T, s *kubetest.Server, spec string) *peersTold {
 	if err != nil {
 		t.Fatal(err)
 	}
-	p.kube = newCluster(client, "ns", "--replica-discovery "+spec, stayAsKnown("router"), testLog(&told.log))
+	p.kube = newCluster(client, "ns", "--replica-discovery "+spec, "the routers are kept", testLog(&told.log))
 	p.kube.idle = idle
 	p.kube.backoff.Duration, p.kube.backoff.Cap = 5*time.Millisecond, 20*time.Millisecond
 	told.run(p)

@@ -5,7 +5,6 @@ import (
 	"fmt"
 	"net/netip"
 	"slices"
-	"strconv"
 	"strings"
 
 	"k8s.io/apimachinery/pkg/apis/meta/v1/unstructured"
@@ -89,11 +88,11 @@ func (p pod) workers(as *kv.Role, ports []uint16, pool bool) (list []kv.Worker, 
 	}
 	part := kv.Disagg{Role: role, Kind: p.kind(role)}
 	if p.bootstrap != "" {
-		port, err := strconv.ParseUint(p.bootstrap, 10, 16)
-		if err != nil || port == 0 {
+		port, ok := kv.ParsePort(p.bootstrap)
+		if !ok {
 			problem = fmt.Sprintf("annotation %s: %.40q is not a port", annotationBootstrap, p.bootstrap)
 		} else if role != kv.RoleDecode {
-			part.Bootstrap = kv.Bootstrap{Host: p.address, Port: uint16(port)}
+			part.Bootstrap = kv.Bootstrap{Host: p.address, Port: port}
 		}
 	}
 	serving := ports
@@ -127,9 +126,9 @@ func (p pod) workers(as *kv.Role, ports []uint16, pool bool) (list []kv.Worker, 
 		}
 		switch {
 		case p.ending: // also while its readiness still passes
-			w.Held = kv.HoldDraining
+			w.Cordon = kv.CordonDraining
 		case !p.ready:
-			w.Held = kv.HoldNotReady
+			w.Cordon = kv.CordonNotReady
 		}
 		list = append(list, w)
 	}
@@ -157,14 +156,14 @@ func (p pod) kind(role kv.Role) kv.Kind {
 // portsOf reads a list of ports.
 func portsOf(list string) (ports []uint16, err error) {
 	for text := range strings.SplitSeq(list, ",") {
-		port, err := strconv.ParseUint(strings.TrimSpace(text), 10, 16)
-		if err != nil || port == 0 {
+		port, ok := kv.ParsePort(strings.TrimSpace(text))
+		if !ok {
 			return nil, fmt.Errorf("%.40q is not a port", text)
 		}
-		if slices.Contains(ports, uint16(port)) {
+		if slices.Contains(ports, port) {
 			continue
 		}
-		if ports = append(ports, uint16(port)); len(ports) > maxPorts {
+		if ports = append(ports, port); len(ports) > maxPorts {
 			return nil, fmt.Errorf("more than %d ports", maxPorts)
 		}
 	}
@@ -175,25 +174,28 @@ func portsOf(list string) (ports []uint16, err error) {
 type pool struct {
 	labels map[string]string // of its Pods
 	ports  []uint16
+	err    error // why it cannot be used
 }
 
 // poolOf reads an InferencePool.
-func poolOf(u *unstructured.Unstructured) (p pool, err error) {
+func poolOf(u *unstructured.Unstructured) (p pool) {
 	p.labels, _, _ = unstructured.NestedStringMap(u.Object, "spec", "selector", "matchLabels")
 	if len(p.labels) == 0 {
-		return p, fmt.Errorf("InferencePool %s has no spec.selector.matchLabels", u.GetName())
+		p.err = fmt.Errorf("InferencePool %s has no spec.selector.matchLabels", u.GetName())
+		return p
 	}
 	targets, _, _ := unstructured.NestedSlice(u.Object, "spec", "targetPorts")
 	for _, target := range targets {
 		t, _ := target.(map[string]any)
 		number, _ := t["number"].(int64)
 		if number < 1 || number > 65535 || len(p.ports) == maxPorts {
-			return p, fmt.Errorf("InferencePool %s has an invalid target port: %.40q", u.GetName(), fmt.Sprint(t["number"]))
+			p.err = fmt.Errorf("InferencePool %s has an invalid target port: %.40q", u.GetName(), fmt.Sprint(t["number"]))
+			return p
 		}
 		p.ports = append(p.ports, uint16(number))
 	}
 	if len(p.ports) == 0 {
-		return p, fmt.Errorf("InferencePool %s has no spec.targetPorts", u.GetName())
+		p.err = fmt.Errorf("InferencePool %s has no spec.targetPorts", u.GetName())
 	}
-	return p, nil
+	return p
 }

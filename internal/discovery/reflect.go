@@ -12,7 +12,6 @@ import (
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/apis/meta/v1/unstructured"
-	"k8s.io/apimachinery/pkg/fields"
 	"k8s.io/apimachinery/pkg/runtime"
 	"k8s.io/apimachinery/pkg/runtime/schema"
 	"k8s.io/apimachinery/pkg/watch"
@@ -24,9 +23,10 @@ import (
 // it by HTTP/2's pings.
 const apiLimit = 30 * time.Second
 
-// reflect keeps store equal to the API server's objects of a resource, until ctx ends: client-go
-// lists, watches, and lists again after a gap (410), with pauses that grow.
-func (c *cluster) reflect(ctx context.Context, resource schema.GroupVersionResource, narrow listOptions, store cache.ReflectorStore) {
+// reflect keeps store equal to the API server's objects of a resource that narrow selects,
+// until ctx ends: client-go lists, watches, and lists again after a gap (410), with pauses
+// that grow.
+func (c *cluster) reflect(ctx context.Context, resource schema.GroupVersionResource, narrow func(*metav1.ListOptions), store cache.ReflectorStore) {
 	at := c.client.Resource(resource).Namespace(c.namespace)
 	health := &apiHealth{c: c, resource: resource, now: map[string]string{}}
 	ways := &cache.ListWatch{
@@ -88,7 +88,7 @@ func (h *apiHealth) heard(ctx context.Context, verb string, options metav1.ListO
 type store[T any] struct {
 	c   *cluster
 	of  func(*unstructured.Unstructured) T
-	all map[string]T // by namespace and name; nil: not known yet. Guarded by c.mu
+	all map[string]T // by name; nil: not known yet. Guarded by c.mu
 }
 
 func newStore[T any](c *cluster, of func(*unstructured.Unstructured) T) *store[T] {
@@ -114,7 +114,7 @@ func (s *store[T]) Add(object any) error {
 		if s.all == nil {
 			s.all = map[string]T{}
 		}
-		s.all[u.GetNamespace()+"/"+u.GetName()] = s.of(u)
+		s.all[u.GetName()] = s.of(u)
 	})
 }
 
@@ -127,7 +127,7 @@ func (s *store[T]) Delete(object any) error {
 	if !is {
 		return fmt.Errorf("%T is not an API object", object)
 	}
-	return s.change(func() { delete(s.all, u.GetNamespace()+"/"+u.GetName()) })
+	return s.change(func() { delete(s.all, u.GetName()) })
 }
 
 // Replace replaces all objects.
@@ -135,7 +135,7 @@ func (s *store[T]) Replace(objects []any, _ string) error {
 	all := make(map[string]T, len(objects))
 	for _, object := range objects {
 		if u, is := object.(*unstructured.Unstructured); is {
-			all[u.GetNamespace()+"/"+u.GetName()] = s.of(u)
+			all[u.GetName()] = s.of(u)
 		}
 	}
 	return s.change(func() { s.all = all })
@@ -143,66 +143,3 @@ func (s *store[T]) Replace(objects []any, _ string) error {
 
 // Resync does nothing: nothing gets lost.
 func (s *store[T]) Resync() error { return nil }
-
-// poolStore is the configured pool, as a reflector's store.
-type poolStore struct {
-	k       *kubeSource
-	trouble trouble
-}
-
-// followPool keeps the pool up to date until ctx ends.
-func (k *kubeSource) followPool(ctx context.Context) {
-	store := &poolStore{k, trouble{log: k.log, what: "--discovery kubernetes"}}
-	name := fields.OneTermEqualSelector("metadata.name", k.settings.Pool).String()
-	k.reflect(ctx, poolResource, func(o *metav1.ListOptions) { o.FieldSelector = name }, store)
-}
-
-// missing notes that there is no such pool. Its last state stays: its workers are
-// there.
-func (s *poolStore) missing() error {
-	s.trouble.is(fmt.Errorf("there is no InferencePool %s in namespace %s", s.k.settings.Pool, s.k.namespace), stayAsKnown("worker"))
-	return nil
-}
-
-// Add records the pool.
-func (s *poolStore) Add(object any) error {
-	u, is := object.(*unstructured.Unstructured)
-	if !is || u.GetName() != s.k.settings.Pool {
-		return nil
-	}
-	p, err := poolOf(u)
-	if err != nil {
-		s.trouble.is(err, stayAsKnown("worker"))
-		return nil
-	}
-	s.trouble.over()
-	s.k.mu.Lock()
-	s.k.pool = &p
-	s.k.mu.Unlock()
-	s.k.wake()
-	return nil
-}
-
-// Update records a change of the pool.
-func (s *poolStore) Update(object any) error { return s.Add(object) }
-
-// Delete records that the pool was deleted.
-func (s *poolStore) Delete(object any) error {
-	if u, is := object.(*unstructured.Unstructured); is && u.GetName() == s.k.settings.Pool {
-		return s.missing()
-	}
-	return nil
-}
-
-// Replace records the pool, or that there is none.
-func (s *poolStore) Replace(objects []any, _ string) error {
-	for _, object := range objects {
-		if u, is := object.(*unstructured.Unstructured); is && u.GetName() == s.k.settings.Pool {
-			return s.Add(u)
-		}
-	}
-	return s.missing()
-}
-
-// Resync does nothing: nothing gets lost.
-func (s *poolStore) Resync() error { return nil }

@@ -7,8 +7,8 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"iter"
 	"log/slog"
-	"net/http"
 	"strings"
 	"time"
 
@@ -102,57 +102,67 @@ func WriteDump(w io.Writer, index radix.Index, blockSize int, parts []DumpPart) 
 		}
 		name, _ := json.Marshal(part.Name) // a string always can be
 		fmt.Fprintf(out, `%s:{"block_size":%d,"events":[`, name, blockSize)
-		events := dumpWriter{out: out}
+		events := 0
 		for _, key := range part.Workers {
-			for block := range index.DumpOf(key) {
-				if events.add(key, block); events.err != nil {
-					return events.err
+			for run := range runsOf(index.DumpOf(key)) {
+				if events > 0 {
+					out.WriteByte(',')
 				}
+				event := dumpKVEvent{EventID: events, Data: dumpData{run.stored()}, DPRank: key.Rank}
+				text, _ := json.Marshal(DumpEvent{WorkerID: key.Worker, StorageTier: dumpTier, Event: event}) // plain values always can be
+				if _, err := out.Write(text); err != nil {
+					return err // the reader is gone
+				}
+				events++
 			}
 		}
-		events.flush()
 		out.WriteString("]}")
 	}
 	out.WriteByte('}')
 	return out.Flush()
 }
 
-// dumpWriter makes events of the blocks that an index yields.
-type dumpWriter struct {
-	out    *bufio.Writer
-	open   *DumpEvent // the event to which the next block may be added
-	events int        // written, of this partition
-	err    error      // of writing: the reader is gone
+// dumpedTogether bounds the blocks of one event of a dump.
+const dumpedTogether = 1024
+
+// run is blocks that follow each other; the first follows parent, or begins a prompt.
+type run struct {
+	parent    uint64
+	hasParent bool
+	blocks    []kv.StoredBlock
 }
 
-// add takes one block.
-func (d *dumpWriter) add(w kv.WorkerKey, block radix.PlacedBlock) {
-	entry := dumpBlock{BlockHash: block.Engine, TokensHash: block.Local}
-	if d.open != nil && block.HasParent && d.open.WorkerID == w.Worker && d.open.Event.DPRank == w.Rank {
-		if blocks := &d.open.Event.Data.Stored.Blocks; len(*blocks) < dumpedTogether && (*blocks)[len(*blocks)-1].BlockHash == block.Parent {
-			*blocks = append(*blocks, entry)
-			return
+// runsOf yields the blocks in runs of up to dumpedTogether. A run is valid until the next.
+func runsOf(blocks iter.Seq[radix.PlacedBlock]) iter.Seq[run] {
+	return func(yield func(run) bool) {
+		var open run
+		for block := range blocks {
+			n := len(open.blocks)
+			if n > 0 && n < dumpedTogether && block.HasParent && open.blocks[n-1].Engine == block.Parent {
+				open.blocks = append(open.blocks, block.StoredBlock)
+				continue
+			}
+			if n > 0 && !yield(open) {
+				return
+			}
+			open = run{block.Parent, block.HasParent, append(open.blocks[:0], block.StoredBlock)}
+		}
+		if len(open.blocks) > 0 {
+			yield(open)
 		}
 	}
-	d.flush()
-	stored := &dumpStored{Blocks: []dumpBlock{entry}}
-	if block.HasParent {
-		stored.ParentHash = &block.Parent
-	}
-	d.open = &DumpEvent{WorkerID: w.Worker, StorageTier: dumpTier, Event: dumpKVEvent{EventID: d.events, Data: dumpData{stored}, DPRank: w.Rank}}
 }
 
-func (d *dumpWriter) flush() {
-	if d.open == nil {
-		return
+// stored returns the blocks in the form of a dump.
+func (r run) stored() *dumpStored {
+	stored := &dumpStored{Blocks: make([]dumpBlock, len(r.blocks))}
+	if r.hasParent {
+		stored.ParentHash = &r.parent
 	}
-	if d.events > 0 {
-		d.out.WriteByte(',')
+	for i, b := range r.blocks {
+		stored.Blocks[i] = dumpBlock{BlockHash: b.Engine, TokensHash: b.Local}
 	}
-	text, _ := json.Marshal(d.open) // plain values always can be
-	_, d.err = d.out.Write(text)
-	d.open = nil
-	d.events++
+	return stored
 }
 
 // Limits of a dump that is read.
@@ -195,22 +205,12 @@ func RecoverIndex(ctx context.Context, index radix.Index, blockSize int, key str
 func recoverFrom(ctx context.Context, index radix.Index, blockSize int, key, peer string, log *slog.Logger) (Recovered, error) {
 	ctx, cancel := context.WithTimeout(ctx, dumpTimeout)
 	defer cancel()
-	request, err := http.NewRequestWithContext(ctx, http.MethodGet, peer+"/dump", nil)
+	answer, err := get(ctx, newPeerClient(), peer, "/dump", "", key)
 	if err != nil {
 		return Recovered{}, err
 	}
-	if key != "" {
-		request.Header.Set("Authorization", "Bearer "+key)
-	}
-	response, err := newPeerClient().Do(request)
-	if err != nil {
-		return Recovered{}, err
-	}
-	defer func() { _ = response.Body.Close() }()
-	if response.StatusCode != http.StatusOK {
-		return Recovered{}, fmt.Errorf("GET /dump answered %d %s", response.StatusCode, http.StatusText(response.StatusCode))
-	}
-	body := &io.LimitedReader{R: response.Body, N: maxDumpBytes}
+	defer answer.Close()
+	body := &io.LimitedReader{R: answer, N: maxDumpBytes}
 	recovered, err := readDump(body, index, blockSize, log.With("peer", peer))
 	recovered.Peer = peer
 	if body.N == 0 {
@@ -265,6 +265,19 @@ func (r *dumpReader) object(member func(name string) error) error {
 	return r.delimiter('}')
 }
 
+// list calls item for every item of the list that comes next; item reads it.
+func (r *dumpReader) list(item func() error) error {
+	if err := r.delimiter('['); err != nil {
+		return err
+	}
+	for r.decoder.More() {
+		if err := item(); err != nil {
+			return err
+		}
+	}
+	return r.delimiter(']')
+}
+
 func (r *dumpReader) delimiter(want json.Delim) error {
 	token, err := r.decoder.Token()
 	if errors.Is(err, io.EOF) {
@@ -304,18 +317,15 @@ func (r *dumpReader) partition(of Partition) error {
 }
 
 func (r *dumpReader) events(of Partition, wanted bool) error {
-	if err := r.delimiter('['); err != nil {
-		return err
-	}
 	var blocks []kv.StoredBlock
-	for r.decoder.More() {
+	return r.list(func() error {
 		var e DumpEvent
 		if err := r.decoder.Decode(&e); err != nil {
 			return err
 		}
 		stored := e.Event.Data.Stored
 		if !wanted || stored == nil {
-			continue
+			return nil
 		}
 		key := kv.WorkerKey{Worker: e.WorkerID, Rank: e.Event.DPRank}
 		if r.ranks[key] = true; len(r.ranks) > maxDumpRanks {
@@ -324,7 +334,7 @@ func (r *dumpReader) events(of Partition, wanted bool) error {
 		r.found.Partition[e.WorkerID] = of
 		if !strings.EqualFold(e.StorageTier, dumpTier) && e.StorageTier != "" || !stored.placed() {
 			r.found.LeftOut += len(stored.Blocks)
-			continue
+			return nil
 		}
 		blocks = stored.stored(blocks[:0])
 		parent, hasParent := stored.parent()
@@ -337,6 +347,6 @@ func (r *dumpReader) events(of Partition, wanted bool) error {
 		default:
 			r.found.Blocks += len(blocks)
 		}
-	}
-	return r.delimiter(']')
+		return nil
+	})
 }

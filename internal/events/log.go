@@ -18,11 +18,9 @@ const (
 	loggedBlocks  = 128 << 10 // an event counts as one block at least
 )
 
-// dumpedTogether bounds the blocks in one event of a dump.
-const dumpedTogether = 1024
-
-// Log keeps the last applied event batches of one worker rank, for other routers
-// that have missed some. Its stream writes it; any goroutine may query it.
+// Log keeps the last event batches of one worker rank as they were applied,
+// for other routers that have missed some. Its stream writes it; any goroutine
+// may ask.
 type Log struct {
 	worker kv.WorkerKey
 	index  radix.Index
@@ -159,13 +157,7 @@ func (l *Log) forget() { l.batches, l.blocks = nil, 0 }
 // stored, removed and cleared note changes of the index by the open batch.
 func (l *Log) stored(parent uint64, hasParent bool, blocks []kv.StoredBlock) {
 	var e peerEvent
-	e.Data.Stored = &dumpStored{Blocks: make([]dumpBlock, len(blocks))}
-	if hasParent {
-		e.Data.Stored.ParentHash = &parent
-	}
-	for i, b := range blocks {
-		e.Data.Stored.Blocks[i] = dumpBlock{BlockHash: b.Engine, TokensHash: b.Local}
-	}
+	e.Data.Stored = run{parent, hasParent, blocks}.stored()
 	l.note(e, len(blocks))
 }
 
@@ -287,36 +279,16 @@ func (l *Log) Query(start, end, check *uint64) Answer {
 	return answer
 }
 
-// dumped yields store events for all blocks, parents before children. Blocks that
-// follow each other come in one event, up to dumpedTogether of them.
+// dumped yields store events for all blocks, parents before children.
 func dumped(blocks iter.Seq[radix.PlacedBlock]) iter.Seq[peerEvent] {
 	return func(yield func(peerEvent) bool) {
-		var open peerEvent // the event to which the next block may be added
-		var together []dumpBlock
-		send := func() bool {
-			if len(together) == 0 {
-				return true
-			}
-			open.Data.Stored.Blocks = together
-			goes := yield(open)
-			open.ID++
-			return goes
-		}
-		for block := range blocks {
-			b := dumpBlock{BlockHash: block.Engine, TokensHash: block.Local}
-			if n := len(together); n > 0 && n < dumpedTogether && block.HasParent && together[n-1].BlockHash == block.Parent {
-				together = append(together, b)
-				continue
-			}
-			if !send() {
+		var e peerEvent
+		for run := range runsOf(blocks) {
+			e.Data.Stored = run.stored()
+			if !yield(e) {
 				return
 			}
-			together = []dumpBlock{b}
-			open.Data.Stored = &dumpStored{}
-			if block.HasParent {
-				open.Data.Stored.ParentHash = &block.Parent
-			}
+			e.ID++
 		}
-		send()
 	}
 }

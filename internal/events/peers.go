@@ -66,22 +66,33 @@ func (p *Peers) ask(ctx context.Context, peer string, w kv.WorkerKey, start *uin
 	if start != nil {
 		query.Set("start", strconv.FormatUint(*start, 10))
 	}
-	request, err := http.NewRequestWithContext(ctx, http.MethodGet, peer+"/events?"+query.Encode(), nil)
+	body, err := get(ctx, p.client, peer, "/events", "?"+query.Encode(), p.key)
 	if err != nil {
 		return answer, err
 	}
-	if p.key != "" {
-		request.Header.Set("Authorization", "Bearer "+p.key)
-	}
-	response, err := p.client.Do(request)
+	defer body.Close()
+	return readAnswer(io.LimitReader(body, peerAnswerLimit))
+}
+
+// get returns the body of a peer's answer to GET path, which the caller must close. key is
+// the bearer key to show; empty: none.
+func get(ctx context.Context, client *http.Client, peer, path, query, key string) (io.ReadCloser, error) {
+	request, err := http.NewRequestWithContext(ctx, http.MethodGet, peer+path+query, nil)
 	if err != nil {
-		return answer, err
+		return nil, err
 	}
-	defer response.Body.Close()
+	if key != "" {
+		request.Header.Set("Authorization", "Bearer "+key)
+	}
+	response, err := client.Do(request)
+	if err != nil {
+		return nil, err
+	}
 	if response.StatusCode != http.StatusOK {
-		return answer, fmt.Errorf("GET /events answered %d %s", response.StatusCode, http.StatusText(response.StatusCode))
+		response.Body.Close()
+		return nil, fmt.Errorf("GET %s answered %d %s", path, response.StatusCode, http.StatusText(response.StatusCode))
 	}
-	return readAnswer(io.LimitReader(response.Body, peerAnswerLimit))
+	return response.Body, nil
 }
 
 // readAnswer reads an answer event by event, so that its text need not fit into
@@ -101,10 +112,7 @@ func readAnswer(in io.Reader) (answer Answer, err error) {
 			}
 			return r.decoder.Decode(into)
 		}
-		if err := r.delimiter('['); err != nil {
-			return err
-		}
-		for r.decoder.More() {
+		return r.list(func() error {
 			var e peerEvent
 			if err := r.decoder.Decode(&e); err != nil {
 				return err
@@ -116,8 +124,8 @@ func readAnswer(in io.Reader) (answer Answer, err error) {
 				return fmt.Errorf("it contains more than %d blocks", peerAnswerSize)
 			}
 			answer.Events = append(answer.Events, e)
-		}
-		return r.delimiter(']')
+			return nil
+		})
 	})
 	if err != nil {
 		return Answer{}, fmt.Errorf("GET /events: %w", err)
@@ -135,7 +143,7 @@ func (s *Stream) askPeers(ctx context.Context, seq, sum uint64) (ok bool) {
 		return false
 	}
 	s.asked = true
-	pause := peerPause
+	wait := peerPause
 	for range 1 + peerRetries {
 		behind := false
 		for _, peer := range s.Peers.urls {
@@ -166,8 +174,8 @@ func (s *Stream) askPeers(ctx context.Context, seq, sum uint64) (ok bool) {
 		if !behind || ctx.Err() != nil {
 			return false
 		}
-		s.pause(ctx, pause)
-		pause *= 2
+		pause(ctx, wait)
+		wait *= 2
 	}
 	return false
 }

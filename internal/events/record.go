@@ -120,9 +120,6 @@ func OpenRecording(settings Settings, index radix.Index, log *slog.Logger) (radi
 // recordingStart is what each line of a recording begins with.
 const recordingStart = `{"timestamp":`
 
-// errRecording ends the reading of a recording: it is one.
-var errRecording = errors.New("found")
-
 // checkRecording refuses a file whose first whole line is no event.
 func checkRecording(name string) error {
 	if info, err := os.Lstat(name); err != nil || !info.Mode().IsRegular() {
@@ -133,20 +130,16 @@ func checkRecording(name string) error {
 		return err
 	}
 	defer file.Close()
-	err = jsonlines.Read(file, func(_ int, text []byte, _ bool) error {
+	return jsonlines.Read(file, func(_ int, text []byte, _ bool) error {
 		var line recordedLine
 		switch err := json.Unmarshal(text, &line); {
 		case err == nil && line.Event != nil && line.Event.Event.Data != (recordedData{}):
-			return errRecording
+			return jsonlines.ErrStop
 		case err != nil && !json.Valid(text) && jsonlines.Begins(text, recordingStart): // torn
 			return nil
 		}
 		return fmt.Errorf("%s: the file contains other data than KV events; use another name", name)
 	})
-	if errors.Is(err, errRecording) {
-		err = nil
-	}
-	return err
 }
 
 // Store stores and records blocks.
@@ -155,15 +148,7 @@ func (r *Recording) Store(w kv.WorkerKey, parent uint64, hasParent bool, blocks 
 		return err
 	}
 	for part := range slices.Chunk(blocks, dumpedTogether) {
-		stored := &dumpStored{Blocks: make([]dumpBlock, len(part))}
-		if hasParent {
-			after := parent
-			stored.ParentHash = &after
-		}
-		for i, b := range part {
-			stored.Blocks[i] = dumpBlock{BlockHash: b.Engine, TokensHash: b.Local}
-		}
-		r.note(w, recordedData{Stored: stored}, 16*len(part))
+		r.note(w, recordedData{Stored: run{parent, hasParent, part}.stored()}, 16*len(part))
 		parent, hasParent = part[len(part)-1].Engine, true
 	}
 	return nil

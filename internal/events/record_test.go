@@ -22,10 +22,11 @@ import (
 
 // contents are all blocks of an index, in an order of their own.
 func contents(index radix.Index) (all []string) {
-	index.Dump(func(w kv.WorkerKey, parent uint64, hasParent bool, b kv.StoredBlock) bool {
-		all = append(all, fmt.Sprint(w, parent, hasParent, b))
-		return true
-	})
+	for _, w := range index.Workers() {
+		for b := range index.DumpOf(w) {
+			all = append(all, fmt.Sprint(w, b))
+		}
+	}
 	slices.Sort(all)
 	return all
 }

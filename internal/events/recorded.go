@@ -76,7 +76,7 @@ func (c *ReplayCommand) Replay(in io.Reader, index radix.Index) (*Replayed, erro
 	r := &Replayed{index: index, ranks: map[kv.WorkerKey]*replayedRank{}, most: c.MaxErrors}
 	err := jsonlines.Read(in, func(number int, text []byte, whole bool) error {
 		if c.MaxCount > 0 && r.events >= c.MaxCount {
-			return errReplayed
+			return jsonlines.ErrStop
 		}
 		var line recordedLine
 		err := json.Unmarshal(text, &line)
@@ -86,7 +86,7 @@ func (c *ReplayCommand) Replay(in io.Reader, index radix.Index) (*Replayed, erro
 		case err == nil && (line.Event == nil || line.Event.Event.Data == recordedData{}):
 			err = errors.New("it is not an event")
 		case err == nil && c.MaxTime > 0 && line.Timestamp > uint64(c.MaxTime.Milliseconds()):
-			return errReplayed
+			return jsonlines.ErrStop
 		}
 		if err != nil {
 			r.fail(number, err.Error())
@@ -94,16 +94,10 @@ func (c *ReplayCommand) Replay(in io.Reader, index radix.Index) (*Replayed, erro
 		}
 		return r.apply(number, &line)
 	})
-	if errors.Is(err, errReplayed) {
-		err = nil
-	}
 	return r, err
 }
 
-// errReplayed ends the reading of a recording at the configured limit.
-var errReplayed = errors.New("done")
-
-// Replayed is the result of a replay so far.
+// Replayed is what came of a recording so far.
 type Replayed struct {
 	index      radix.Index
 	events     int

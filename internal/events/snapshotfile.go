@@ -116,50 +116,34 @@ func (w *snapshotWriter) stream(ctx context.Context, stream *Stream) (at positio
 		return at, false
 	}
 	w.write(appendRank(nil, &savedRank{worker: src.Worker, endpoint: src.Endpoint, topic: src.Topic, at: at}))
-	var run snapshotRun
-	var buffer []byte
-	flush := func() {
-		if len(run.blocks) > 0 {
-			buffer = appendRun(buffer[:0], run)
-			w.write(buffer)
+	counted := func(yield func(radix.PlacedBlock) bool) {
+		var last radix.PlacedBlock
+		count := 0
+		for block := range blocks {
+			if count++; count > w.most {
+				complete = false
+				return
+			}
+			if count == 1 || block != last { // copies come one after the other
+				held--
+			}
+			if last = block; !yield(block) {
+				return
+			}
 		}
 	}
-	var last radix.PlacedBlock
-	count := 0
-	for block := range blocks {
-		if count++; count > w.most {
-			complete = false
-			break
-		}
-		if count == 1 || block != last { // copies come one after the other
-			held--
-		}
-		last = block
-		n := len(run.blocks)
-		if n > 0 && n < dumpedTogether && block.HasParent && run.blocks[n-1].Engine == block.Parent {
-			run.blocks = append(run.blocks, block.StoredBlock)
-			continue
-		}
-		flush()
-		run = snapshotRun{parent: block.Parent, hasParent: block.HasParent, blocks: append(run.blocks[:0], block.StoredBlock)}
-		if w.err == nil {
+	var buffer []byte
+	for run := range runsOf(counted) {
+		buffer = appendRun(buffer[:0], run)
+		if w.write(buffer); w.err == nil {
 			w.err = ctx.Err()
 		}
 		if w.err != nil {
 			return at, false
 		}
 	}
-	flush()
 	w.write(appendRankEnd(nil, complete && held == 0))
 	return at, true
-}
-
-// snapshotRun is blocks that follow each other; the first follows parent, or begins
-// a prompt.
-type snapshotRun struct {
-	parent    uint64
-	hasParent bool
-	blocks    []kv.StoredBlock
 }
 
 // maxSnapshotText bounds an endpoint or a topic, bytes.
@@ -200,7 +184,7 @@ func appendRank(to []byte, rank *savedRank) []byte {
 
 // appendRun appends the number of blocks, 1 if they have a parent else 0, the
 // parent, and of each block the engine's hash and the local one.
-func appendRun(to []byte, run snapshotRun) []byte {
+func appendRun(to []byte, run run) []byte {
 	to = binary.LittleEndian.AppendUint32(to, uint32(len(run.blocks)))
 	hasParent := byte(0)
 	if run.hasParent {

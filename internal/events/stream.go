@@ -210,7 +210,7 @@ func (s *Stream) Run(ctx context.Context) {
 		if s.sure && (s.replayAt == "" || time.Since(lost) >= s.Timing.Grace) {
 			s.forget("no connection to its KV events")
 		}
-		s.pause(ctx, backoff/2+rand.N(backoff/2+1))
+		pause(ctx, backoff/2+rand.N(backoff/2+1))
 		backoff = min(2*backoff, s.Timing.BackoffMax)
 	}
 }
@@ -391,11 +391,9 @@ func (s *Stream) warnOnce(reason, msg string, args ...any) {
 }
 
 // pause waits for d or until ctx ends.
-func (s *Stream) pause(ctx context.Context, d time.Duration) {
-	t := time.NewTimer(d)
-	defer t.Stop()
+func pause(ctx context.Context, d time.Duration) {
 	select {
 	case <-ctx.Done():
-	case <-t.C:
+	case <-time.After(d):
 	}
 }

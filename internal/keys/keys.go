@@ -29,9 +29,9 @@ type Settings struct {
 
 // Caller is the sender of a request, identified by its key, with its permissions.
 type Caller struct {
-	Name    string // of the key; empty: no key is required
-	Trusted bool   // its priorities and pinned workers are honored
-	Told    bool   // its answers contain the chosen worker and the overlap
+	Name          string // of the key; empty: no key is required
+	Trusted       bool   // its priorities and pinned workers are honored
+	SeesDecisions bool   // its answers name the chosen worker and the reason
 
 	sum    [sha256.Size]byte // of the key
 	salted bool              // its blocks are its own
@@ -143,9 +143,9 @@ func (r *Ring) table(entries []entry) *table {
 		}
 		return alone
 	}
-	trusted, told := usually(r.settings.TrustHints), usually(r.settings.DecisionHeaders)
+	trusted, shown := usually(r.settings.TrustHints), usually(r.settings.DecisionHeaders)
 	if !r.Asks() {
-		return &table{open: &Caller{Trusted: trusted, Told: told}}
+		return &table{open: &Caller{Trusted: trusted, SeesDecisions: shown}}
 	}
 	before := map[string]*Caller{}
 	if old := r.current.Load(); old != nil {
@@ -169,15 +169,15 @@ func (r *Ring) table(entries []entry) *table {
 		}
 	}
 	for i, key := range r.given {
-		add(&Caller{Name: givenName(i), Trusted: trusted, Told: told, sum: sha256.Sum256([]byte(key))})
+		add(&Caller{Name: givenName(i), Trusted: trusted, SeesDecisions: shown, sum: sha256.Sum256([]byte(key))})
 	}
 	for _, e := range entries {
-		c := &Caller{Name: e.name, Trusted: trusted, Told: told, sum: e.sum, salted: e.salt, bounds: bounds{limits: e.limits}}
+		c := &Caller{Name: e.name, Trusted: trusted, SeesDecisions: shown, sum: e.sum, salted: e.salt, bounds: bounds{limits: e.limits}}
 		if e.trust != nil {
 			c.Trusted = *e.trust
 		}
 		if r.settings.DecisionHeaders == nil {
-			c.Told = told || e.salt
+			c.SeesDecisions = shown || e.salt
 		}
 		add(c)
 	}
@@ -217,7 +217,7 @@ type insideKey struct{}
 // Inside returns the context of a request that this process sends to its own port. It
 // needs no key and its hints are honored; the caller must have authorized it.
 func Inside(ctx context.Context) context.Context {
-	return context.WithValue(ctx, insideKey{}, &Caller{Trusted: true, Told: true})
+	return context.WithValue(ctx, insideKey{}, &Caller{Trusted: true, SeesDecisions: true})
 }
 
 // Guard refuses requests without a known key (401) and requests beyond its limits

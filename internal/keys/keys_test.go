@@ -188,8 +188,8 @@ func TestSeveralKeysTrustEachOtherOnlyIfTold(t *testing.T) {
 		caller, err := d.current.Load().find(test.key)
 		if err != nil {
 			t.Errorf("%s: %v", test.name, err)
-		} else if caller.Trusted != test.trusted || caller.Told != test.told {
-			t.Errorf("%s: trusted %v, told %v", test.name, caller.Trusted, caller.Told)
+		} else if caller.Trusted != test.trusted || caller.SeesDecisions != test.told {
+			t.Errorf("%s: trusted %v, told %v", test.name, caller.Trusted, caller.SeesDecisions)
 		}
 	}
 }

@@ -25,16 +25,23 @@ func ParseURL(value string) (string, error) {
 	if err == nil && u.User != nil || err != nil && strings.Contains(value, "@") {
 		return "", ErrUserinfo
 	}
-	if err != nil || (u.Scheme != "http" && u.Scheme != "https") || u.Hostname() == "" || strings.ContainsAny(value, "?#") || badPort(u.Port()) {
-		return "", fmt.Errorf("%s is not a URL such as http://host:8100", value)
+	wrong := fmt.Errorf("%s is not a URL such as http://host:8100", value)
+	if err != nil || (u.Scheme != "http" && u.Scheme != "https") || u.Hostname() == "" || strings.ContainsAny(value, "?#") {
+		return "", wrong
+	}
+	if _, ok := ParsePort(u.Port()); !ok && u.Port() != "" {
+		return "", wrong
 	}
 	return strings.TrimRight(value, "/"), nil
 }
 
-// badPort reports whether a URL has a port that is not valid.
-func badPort(port string) bool {
-	number, err := strconv.ParseUint(port, 10, 16)
-	return port != "" && (err != nil || number == 0)
+// ParsePort reads the number of a port. Not ok: it is none from 1 to 65535.
+func ParsePort(text string) (port uint16, ok bool) {
+	number, err := strconv.ParseUint(text, 10, 16)
+	if err != nil || number == 0 {
+		return 0, false
+	}
+	return uint16(number), true
 }
 
 // ParseEndpoint checks an address that the router connects to.
@@ -49,8 +56,8 @@ func ParseEndpoint(value string) (string, error) {
 		return value, nil
 	}
 	host, port, err := net.SplitHostPort(strings.TrimPrefix(value, "tcp://"))
-	number, bad := strconv.ParseUint(port, 10, 16)
-	if !strings.HasPrefix(value, "tcp://") || err != nil || bad != nil || number == 0 || host == "" || host == "*" {
+	_, ok := ParsePort(port)
+	if !strings.HasPrefix(value, "tcp://") || err != nil || !ok || host == "" || host == "*" {
 		return "", fmt.Errorf("%s is not an endpoint such as tcp://host:5557", value)
 	}
 	return value, nil

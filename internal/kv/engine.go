@@ -19,8 +19,4 @@ func (e Engine) String() string { return engineNames[e] }
 func (e Engine) MarshalText() ([]byte, error) { return []byte(e.String()), nil }
 
 // UnmarshalText reads an engine's name.
-func (e *Engine) UnmarshalText(text []byte) error {
-	at, err := nameAt(engineNames, text)
-	*e = Engine(at)
-	return err
-}
+func (e *Engine) UnmarshalText(text []byte) error { return parseName(engineNames, text, e) }

@@ -42,31 +42,25 @@ func (r Role) String() string { return roleNames[r] }
 func (k Kind) String() string { return kindNames[k] }
 
 // UnmarshalText reads a role's name.
-func (r *Role) UnmarshalText(text []byte) error {
-	at, err := nameAt(roleNames, text)
-	*r = Role(at)
-	return err
-}
+func (r *Role) UnmarshalText(text []byte) error { return parseName(roleNames, text, r) }
 
 // MarshalText writes a role's name.
 func (r Role) MarshalText() ([]byte, error) { return []byte(r.String()), nil }
 
 // UnmarshalText reads a kind's name.
-func (k *Kind) UnmarshalText(text []byte) error {
-	at, err := nameAt(kindNames, text)
-	*k = Kind(at)
-	return err
-}
+func (k *Kind) UnmarshalText(text []byte) error { return parseName(kindNames, text, k) }
 
 // MarshalText writes a kind's name.
 func (k Kind) MarshalText() ([]byte, error) { return []byte(k.String()), nil }
 
-func nameAt(names []string, text []byte) (int, error) {
+// parseName sets to to the place of a name in a list.
+func parseName[T ~uint8](names []string, text []byte, to *T) error {
 	at := slices.Index(names, string(text))
 	if at < 0 {
-		return 0, fmt.Errorf("%.40q is not one of %s", text, strings.Join(names, ", "))
+		return fmt.Errorf("%.40q is not one of %s", text, strings.Join(names, ", "))
 	}
-	return at, nil
+	*to = T(at)
+	return nil
 }
 
 // Kinds is a set of kinds.
@@ -99,11 +93,11 @@ func (b Bootstrap) String() string {
 // UnmarshalText reads host:port.
 func (b *Bootstrap) UnmarshalText(text []byte) error {
 	host, port, err := net.SplitHostPort(string(text))
-	number, bad := strconv.ParseUint(port, 10, 16)
-	if err != nil || bad != nil || number == 0 || host == "" {
+	number, ok := ParsePort(port)
+	if err != nil || !ok || host == "" {
 		return fmt.Errorf("%.80q is not an address such as 10.0.0.1:8998", text)
 	}
-	*b = Bootstrap{host, uint16(number)}
+	*b = Bootstrap{host, number}
 	return nil
 }
 
@@ -128,11 +122,7 @@ const (
 var legNames = []string{LegWhole: "aggregated", LegPrefill: "prefill", LegDecode: "decode"}
 
 // UnmarshalText reads a leg's name.
-func (l *Leg) UnmarshalText(text []byte) error {
-	at, err := nameAt(legNames, text)
-	*l = Leg(at)
-	return err
-}
+func (l *Leg) UnmarshalText(text []byte) error { return parseName(legNames, text, l) }
 
 // MarshalText writes a leg's name.
 func (l Leg) MarshalText() ([]byte, error) { return []byte(legNames[l]), nil }

@@ -18,7 +18,7 @@ type Target struct {
 	MaxBatchedTokens int // most tokens that its engine computes in a pass; 0: unknown
 	TotalBlocks      int // of its KV cache; 0: unknown
 
-	Resting bool // cordoned: gets no new requests
+	Cordoned bool // gets no new requests
 
 	Bearer Secret // goes to the worker as Authorization: Bearer, in place of the client's; empty: none does
 
@@ -43,7 +43,7 @@ func (t *Target) Serves(model string) bool {
 
 // Takes reports whether the target may get that leg of a request; a cordoned target
 // gets none.
-func (t *Target) Takes(leg Leg) bool { return !t.Resting && t.Disagg.Takes(leg) }
+func (t *Target) Takes(leg Leg) bool { return !t.Cordoned && t.Disagg.Takes(leg) }
 
 // RunsSGLang reports whether the target runs SGLang, as reported by itself or configured
 // by its KV connector.

@@ -9,7 +9,7 @@ type Worker struct {
 	KVEvents string // ZMQ endpoint of rank 0's KV events; empty: as the worker reports
 	Replay   string // of their replay; likewise
 	Load     string // of its load; likewise
-	Held     Hold
+	Cordon   Cordon
 	Disagg
 
 	// EventsPort is the port on which rank 0 of a vLLM server publishes KV events if the
@@ -17,12 +17,12 @@ type Worker struct {
 	EventsPort uint16
 }
 
-// Hold is the reason why a worker gets no new requests, as displayed; empty: it gets
+// Cordon is the reason why a worker gets no new requests, as displayed; empty: it gets
 // requests.
-type Hold string
+type Cordon string
 
 // The reasons.
 const (
-	HoldNotReady Hold = "not ready" // it may come back
-	HoldDraining Hold = "draining"  // it finishes its requests and leaves
+	CordonNotReady Cordon = "not ready" // it may come back
+	CordonDraining Cordon = "draining"  // it finishes its requests and leaves
 )

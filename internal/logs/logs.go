@@ -7,6 +7,8 @@ import (
 	"log/slog"
 	"sync"
 	"time"
+
+	"golang.org/x/time/rate"
 )
 
 const (
@@ -40,9 +42,9 @@ func Level(name string) (level slog.Level) {
 	return level
 }
 
-// Suppressed returns the number of lines that a log of New has suppressed; 0 for any
+// suppressed returns the number of lines that a log of New has suppressed; 0 for any
 // other log.
-func Suppressed(log *slog.Logger) uint64 {
+func suppressed(log *slog.Logger) uint64 {
 	h, ok := log.Handler().(*handler)
 	if !ok {
 		return 0
@@ -110,11 +112,10 @@ type limits struct {
 	looked     time.Time // when quiet sites were last looked for
 }
 
-// site is one call site: a token bucket.
+// site is one call site.
 type site struct {
-	message string // of its last line
-	tokens  float64
-	at      time.Time // of tokens
+	lines   *rate.Limiter
+	message string    // of its last line
 	last    time.Time // of its last line, left out or not
 	left    uint64    // suppressed lines not yet reported
 }
@@ -131,16 +132,11 @@ func (l *limits) take(pc uintptr, message string, now time.Time) (pass bool, lef
 		s = l.sites[pc]
 	}
 	if s == nil {
-		s = &site{tokens: burst, at: now}
+		s = &site{lines: rate.NewLimiter(perSecond, burst)}
 		l.sites[pc] = s
 	}
-	if passed := now.Sub(s.at); passed > 0 {
-		s.tokens = min(burst, s.tokens+passed.Seconds()*perSecond)
-		s.at = now
-	}
 	s.message, s.last = message, now
-	if pass = s.tokens >= 1; pass {
-		s.tokens--
+	if pass = s.lines.AllowN(now, 1); pass {
 		left, s.left = s.left, 0
 	} else {
 		s.left++

@@ -40,7 +40,7 @@ func TestACallSiteCannotFloodTheLog(t *testing.T) {
 	if n := l.count(); n != burst {
 		t.Errorf("%d lines at once, want %d", n, burst)
 	}
-	if n := Suppressed(l.log); n != 500_000-burst {
+	if n := suppressed(l.log); n != 500_000-burst {
 		t.Errorf("%d lines counted as left out", n)
 	}
 	l.write(slog.LevelWarn, 2, "another line")
@@ -103,8 +103,8 @@ func TestLoggersOfOneLogShareTheLimits(t *testing.T) {
 	if n := strings.Count(out.String(), "\n"); n != burst {
 		t.Errorf("%d lines, want %d", n, burst)
 	}
-	if Suppressed(with[1]) != 2*burst || Suppressed(slog.New(slog.DiscardHandler)) != 0 {
-		t.Errorf("%d suppressed", Suppressed(with[1]))
+	if suppressed(with[1]) != 2*burst || suppressed(slog.New(slog.DiscardHandler)) != 0 {
+		t.Errorf("%d suppressed", suppressed(with[1]))
 	}
 }
 
@@ -129,7 +129,7 @@ func TestManyGoroutinesMayLog(t *testing.T) {
 		})
 	}
 	group.Wait()
-	if n := Suppressed(l); n < 7000 {
+	if n := suppressed(l); n < 7000 {
 		t.Errorf("%d suppressed of 8000", n)
 	}
 }

@@ -10,5 +10,5 @@ import (
 func NewCollector(log *slog.Logger) prometheus.Collector {
 	return prometheus.NewCounterFunc(prometheus.CounterOpts{
 		Name: "kvrouter_log_lines_suppressed_total", Help: "Log lines suppressed by the rate limit of their call site.",
-	}, func() float64 { return float64(Suppressed(log)) })
+	}, func() float64 { return float64(suppressed(log)) })
 }

@@ -31,21 +31,21 @@ func (s *Set) Down(t kv.Target, _ string) { s.For(t.Key.Worker).Router.Down(t.Ke
 // Load stores the load that w has published.
 func (s *Set) Load(w kv.WorkerKey, p policy.Published) { s.For(w.Worker).Router.Publish(w, p) }
 
-// Cordon stops new requests to a worker while on is true, for every model that it
-// serves now or later.
-func (s *Set) Cordon(worker uint64, on bool) {
-	s.cordon(worker, on)
+// CordonDiscovered keeps new requests away from a worker while on, whichever model it serves now
+// or later.
+func (s *Set) CordonDiscovered(worker uint64, on bool) {
+	s.cordonDiscovered(worker, on)
 	s.releaseWaiting()
 }
 
-func (s *Set) cordon(worker uint64, on bool) {
+func (s *Set) cordonDiscovered(worker uint64, on bool) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	if delete(s.cordoned, worker); on {
 		s.cordoned[worker] = true
 	}
 	for _, m := range s.All() {
-		m.Router.Hold(worker, on)
+		m.Router.CordonDiscovered(worker, on)
 	}
 }
 
@@ -118,7 +118,7 @@ func (s *Set) Loads() (loads []router.WorkerLoad) {
 // Ready reports whether a new request would be served, at once or after waiting for
 // a worker.
 func (s *Set) Ready() bool {
-	return s.settings.Routing.HoldWhenEmpty > 0 || s.Has(func(t *kv.Target) bool { return t.Role != kv.RolePrefill && !t.Resting })
+	return s.settings.Routing.HoldWhenEmpty > 0 || s.Has(func(t *kv.Target) bool { return t.Role != kv.RolePrefill && !t.Cordoned })
 }
 
 // Sessions returns the number of sessions in memory, and the routing results of requests
@@ -169,8 +169,8 @@ func (s *Set) Decisions(last int) (list []*router.Receipt, explained bool) {
 	return list, explained
 }
 
-// Rest is Router.Rest.
-func (s *Set) Rest(worker uint64) error { return s.For(worker).Router.Cordon(worker) }
+// Cordon is Router.Cordon.
+func (s *Set) Cordon(worker uint64) error { return s.For(worker).Router.Cordon(worker) }
 
 // Readmit is Router.Readmit, for all models that the worker has served.
 func (s *Set) Readmit(worker uint64) error {
@@ -184,8 +184,8 @@ func (s *Set) Readmit(worker uint64) error {
 	return err
 }
 
-// Resting returns the cordoned workers, each with the time at which it was cordoned.
-func (s *Set) Resting() map[uint64]time.Time {
+// Cordoned returns the cordoned workers, each with the time at which it was cordoned.
+func (s *Set) Cordoned() map[uint64]time.Time {
 	all := map[uint64]time.Time{}
 	for _, m := range s.All() {
 		maps.Copy(all, m.Router.Cordoned())

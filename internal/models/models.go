@@ -167,7 +167,7 @@ func (s *Set) Of(name string) (m *Model, known bool) {
 			return m, true
 		}
 	}
-	serves, _ := all[0].Router.Serves(name) // workers that report no models serve every name
+	serves := all[0].Router.Has(func(t *kv.Target) bool { return t.Serves(name) }) // those that report no models serve every name
 	return all[0], serves || all[0].remembers(name) || s.Count() == 0
 }
 
@@ -290,7 +290,7 @@ func (s *Set) home(serves kv.Served, size int) (*Model, error) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	for worker := range s.cordoned {
-		m.Router.Hold(worker, true)
+		m.Router.CordonDiscovered(worker, true)
 	}
 	all := append(slices.Clone(s.All()), m)
 	s.all.Store(&all)

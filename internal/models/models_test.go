@@ -314,13 +314,13 @@ func TestOddNamesStayBounded(t *testing.T) {
 func TestAWorkerThatIsHeldIsHeldInEveryModel(t *testing.T) {
 	s := newSet(t, models.Settings{ServedModelName: "a"})
 	join(t, s, 1, serves("", 0, "a"))
-	s.Cordon(1, true)
+	s.CordonDiscovered(1, true)
 	leave(s, 1)
 	m := join(t, s, 1, serves("", 0, "b"))
 	if m.Router.Schedulable() != 0 || s.Schedulable() != 0 {
 		t.Error("it gets requests as a worker of another model")
 	}
-	s.Cordon(1, false)
+	s.CordonDiscovered(1, false)
 	if s.Schedulable() != 1 {
 		t.Error("it gets none once it is let go")
 	}
@@ -371,10 +371,10 @@ func TestWhatIsShownIsOfAllModels(t *testing.T) {
 	if list, explained := s.Decisions(1); len(list) != 1 || *list[0].Worker != 2 || !explained {
 		t.Errorf("the last decision: %v", list)
 	}
-	if err := s.Rest(1); err != nil || len(s.Resting()) != 1 || b.Router.Schedulable() != 0 {
+	if err := s.Cordon(1); err != nil || len(s.Cordoned()) != 1 || b.Router.Schedulable() != 0 {
 		t.Errorf("rest: %v", err)
 	}
-	if err := s.Readmit(1); err != nil || len(s.Resting()) != 0 {
+	if err := s.Readmit(1); err != nil || len(s.Cordoned()) != 0 {
 		t.Errorf("readmit: %v", err)
 	}
 	if err := s.Readmit(9); err == nil {
@@ -482,8 +482,8 @@ func TestWorkersComeAndGoWhileRequestsFindTheirModel(t *testing.T) {
 				s.Samples()
 				s.Loads()
 				s.Targets()
-				s.Cordon(2, true)
-				s.Cordon(2, false)
+				s.CordonDiscovered(2, true)
+				s.CordonDiscovered(2, false)
 			}
 		})
 	}

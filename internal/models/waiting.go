@@ -60,14 +60,12 @@ func (s *Set) wait(ctx context.Context, need router.Need, limit time.Duration) e
 	if w == nil {
 		return err
 	}
-	timer := time.NewTimer(limit)
-	defer timer.Stop()
 	select {
 	case err := <-w.done:
 		return err
 	case <-ctx.Done():
 		err = context.Cause(ctx)
-	case <-timer.C:
+	case <-time.After(limit):
 		err = errWaitTimeout
 	}
 	s.waiting.mu.Lock()

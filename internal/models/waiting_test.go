@@ -96,8 +96,8 @@ func TestAWorkerThatDrainsServesNobodyWhoWaits(t *testing.T) {
 	s := newWaitingSet(t, time.Minute, 10)
 	s.Up(kv.Target{Key: testkit.W0, Models: []string{"m"}})
 	for name, rest := range map[string][2]func(){
-		"cordoned by the fleet": {func() { s.Cordon(0, true) }, func() { s.Cordon(0, false) }},
-		"at rest":               {func() { _ = s.Rest(0) }, func() { _ = s.Readmit(0) }},
+		"cordoned by the fleet": {func() { s.CordonDiscovered(0, true) }, func() { s.CordonDiscovered(0, false) }},
+		"at rest":               {func() { _ = s.Cordon(0) }, func() { _ = s.Readmit(0) }},
 	} {
 		rest[0]()
 		ended := awaits(t, s, t.Context(), 1, router.Need{Model: "m"})
@@ -213,7 +213,7 @@ func TestSaturationWithoutWorkers(t *testing.T) {
 		t.Error(err)
 	}
 	expect("a worker is up", 0)
-	if err := s.Rest(0); err != nil {
+	if err := s.Cordon(0); err != nil {
 		t.Fatal(err)
 	}
 	expect("it rests", 0)

@@ -63,7 +63,7 @@ func (a *API) broadcastUntilFound(c *gin.Context) {
 	found := false
 	a.proxy.AskAll(c.Request.Context(), a.workers(), a.question(c, nil), func(answer proxy.Answer) bool {
 		if found = answer.Err == nil && answer.Status != http.StatusNotFound; found {
-			if a.keys.Of(c).Told {
+			if a.keys.Of(c).SeesDecisions {
 				c.Header(web.HeaderWorker, a.models.Names().Label(answer.Target.Key.Worker))
 			}
 			c.Data(answer.Status, "application/json", answer.Body)

@@ -83,7 +83,7 @@ func (r *inference) readHints(c *gin.Context) (ok bool) {
 		a.fail(c, http.StatusBadRequest, bad.Param, bad.Error())
 		return false
 	}
-	if given.Query && !r.caller.Told {
+	if given.Query && !r.caller.SeesDecisions {
 		a.fail(c, http.StatusForbidden, "nvext.annotations", hints.AnnotationQuery+": this key may not see routing decisions (--decision-headers)")
 		return false
 	}

@@ -26,7 +26,7 @@ func (p *Page) act(c *gin.Context) {
 	action, called := c.Param("action"), p.deps.Models.Names().Label(id)
 	switch action {
 	case "drain":
-		err = p.deps.Models.Rest(id)
+		err = p.deps.Models.Cordon(id)
 	case "readmit":
 		err = p.deps.Models.Readmit(id)
 	case "reset-cache":

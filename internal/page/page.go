@@ -7,6 +7,7 @@ import (
 	"context"
 	"log/slog"
 	"net/http"
+	"strings"
 	"time"
 
 	"kvrouter/internal/kv"
@@ -143,8 +144,8 @@ func (p *Page) takeStep() {
 	}
 }
 
-// limited is a text, cut to that many bytes and copied: its source need not be
-// kept.
+// limited is a copy of the first bytes of a text, without invalid UTF-8: its source need
+// not be kept.
 func limited(text string, bytes int) string {
-	return validUTF8(text[:min(len(text), bytes)])
+	return strings.ToValidUTF8(strings.Clone(text[:min(len(text), bytes)]), "")
 }

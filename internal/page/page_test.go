@@ -305,7 +305,7 @@ func TestTwentyViewersCostOneStateASecond(t *testing.T) {
 		})
 	}
 	all.Wait()
-	if most, n := uint64(time.Since(began).Seconds())+2, b.viewers.told.Load(); n > most {
+	if most, n := uint64(time.Since(began).Seconds())+2, b.viewers.made.Load(); n > most {
 		t.Errorf("%d states were computed in %s for %d viewers, want at most %d", n, time.Since(began).Round(time.Millisecond), lookers, most)
 	}
 	testkit.Eventually(t, 5*time.Second, "all have left", func() bool { return !b.viewers.watched() })
@@ -317,7 +317,7 @@ func TestNothingIsComputedWithoutAViewer(t *testing.T) {
 	x := &proxy.Exchange{ID: "a", Arrived: time.Now(), Request: &router.Request{Tokens: testkit.Tokens(1, 400)}, Default: true}
 	b.Began(nil, x)
 	b.Accepted(x, nil)
-	if n, told := b.totals.Load(), b.viewers.told.Load(); n != 0 || told != 0 || b.prompts.nodes != 0 {
+	if n, told := b.totals.Load(), b.viewers.made.Load(); n != 0 || told != 0 || b.prompts.nodes != 0 {
 		t.Errorf("%d totals, %d events, %d prompts", n, told, b.prompts.nodes)
 	}
 	if _, explained := b.router.Decisions(0); explained {

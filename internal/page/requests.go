@@ -3,7 +3,6 @@ package page
 import (
 	"net/http"
 	"strconv"
-	"strings"
 	"sync"
 	"time"
 
@@ -142,11 +141,11 @@ func weigh(receipts []*router.Receipt) (candidates int) {
 
 // ending says how a request ended.
 func ending(x *proxy.Exchange) string {
-	nobody := x.Worker == kv.NoWorker || x.Worker == ""
+	unanswered := x.Worker == kv.NoWorker || x.Worker == ""
 	switch {
 	case x.Status == proxy.ClientGone:
 		return EndCancelled
-	case x.Status >= http.StatusBadRequest && (nobody || x.Status < http.StatusInternalServerError):
+	case x.Status >= http.StatusBadRequest && (unanswered || x.Status < http.StatusInternalServerError):
 		return EndRefused
 	case x.Status >= http.StatusBadRequest || x.Ending == policy.Failed:
 		return EndFailed
@@ -237,6 +236,3 @@ func unix(t time.Time) float64 {
 	}
 	return float64(t.UnixMilli()) / 1e3
 }
-
-// validUTF8 is a copy of a text without invalid UTF-8.
-func validUTF8(text string) string { return strings.ToValidUTF8(strings.Clone(text), "") }

@@ -12,6 +12,7 @@ import (
 	"time"
 
 	"github.com/gin-gonic/gin"
+	"golang.org/x/time/rate"
 
 	"kvrouter/internal/web"
 )
@@ -37,14 +38,14 @@ const (
 type sessions struct {
 	keys [][sha256.Size]byte // empty: no key is required
 
-	mu    sync.Mutex           // guards the rest
-	open  map[string]time.Time // until when each holds, by the cookie's value
-	tries float64              // that are left
-	since time.Time            // of tries
+	tries *rate.Limiter // of keys, by all together
+
+	mu   sync.Mutex           // guards open
+	open map[string]time.Time // until when each holds, by the cookie's value
 }
 
 func newSessions(keys []string) *sessions {
-	s := &sessions{open: map[string]time.Time{}, tries: triesAtOnce}
+	s := &sessions{open: map[string]time.Time{}, tries: rate.NewLimiter(triesPerSecond, triesAtOnce)}
 	for _, key := range keys {
 		s.keys = append(s.keys, sha256.Sum256([]byte(key)))
 	}
@@ -59,21 +60,6 @@ func (s *sessions) knows(key string) bool {
 		known |= subtle.ConstantTimeCompare(sum[:], s.keys[i][:])
 	}
 	return known == 1
-}
-
-// try reports whether one more key may be tried now.
-func (s *sessions) try(now time.Time) bool {
-	s.mu.Lock()
-	defer s.mu.Unlock()
-	if !s.since.IsZero() {
-		s.tries = min(triesAtOnce, s.tries+triesPerSecond*max(0, now.Sub(s.since).Seconds()))
-	}
-	s.since = now
-	if s.tries < 1 {
-		return false
-	}
-	s.tries--
-	return true
 }
 
 // begin returns the cookie's value for a new session.
@@ -145,7 +131,7 @@ func (p *Page) signIn(c *gin.Context) {
 	switch {
 	case !ok:
 		fail(c, http.StatusBadRequest, `the body must be {"key":"..."}`)
-	case !p.sessions.try(p.now()):
+	case !p.sessions.tries.AllowN(p.now(), 1):
 		c.Header("Retry-After", "1")
 		fail(c, http.StatusTooManyRequests, "too many failed sign-ins: wait a second")
 	case !p.sessions.knows(key):

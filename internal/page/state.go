@@ -59,7 +59,7 @@ func (p *Page) fleet(totals proxy.Totals, now time.Time) []Worker {
 	for _, record := range records {
 		failing[record.Worker] = record
 	}
-	resting := p.deps.Models.Resting()
+	cordoned := p.deps.Models.Cordoned()
 	list, names := []Worker{}, p.deps.Models.Names().Now()
 	for _, sample := range p.deps.Fleet.Samples(p.deps.Models) {
 		status, there := statuses[sample.Worker.Worker]
@@ -73,12 +73,12 @@ func (p *Page) fleet(totals proxy.Totals, now time.Time) []Worker {
 			rate := min(float64(part.CachedTokens)/float64(part.ComparedTokens), 1)
 			w.HitRate = &rate
 		}
-		since, rests := resting[w.Worker]
-		w.Resting = rests
+		since, isCordoned := cordoned[w.Worker]
+		w.Cordoned = isCordoned
 		record := failing[sample.Worker]
 		switch { // users' actions and alarms come first
-		case w.State == StateReady && rests:
-			w.State, w.Since, w.Why = StateResting, unix(since), "gets no new requests until it is readmitted"
+		case w.State == StateReady && isCordoned:
+			w.State, w.Since, w.Why = StateCordoned, unix(since), "gets no new requests until it is readmitted"
 		case w.State == StateReady && record.State == outlier.StateOut:
 			w.State, w.Since, w.Why = StateEjected, unix(record.Since), limited(record.Why, maxWhy)
 		case w.State == StateReady && record.State == outlier.StateHeld:
@@ -115,13 +115,13 @@ func worker(s workers.Sample, status workers.Status, now time.Time) Worker {
 	}
 	switch {
 	case w.State == StateDraining:
-		w.Since = unix(status.HeldSince)
+		w.Since = unix(status.CordonedSince)
 		w.Why = "draining: finishes its in-flight requests and gets no new ones"
 		if status.State != workers.StateReady && status.LastError != "" {
 			w.Why += "; " + limited(status.LastError, maxWhy)
 		}
 	case w.State == StateNotReady:
-		w.Since = unix(status.HeldSince)
+		w.Since = unix(status.CordonedSince)
 		w.Why = "gets no new requests: discovery reports it as not ready"
 	case w.State != StateReady:
 		w.Why = limited(status.LastError, maxWhy)
@@ -134,9 +134,9 @@ func worker(s workers.Sample, status workers.Status, now time.Time) Worker {
 // stateOf is a worker's state in the words of the page.
 func stateOf(status workers.Status) string {
 	switch {
-	case status.Held == kv.HoldDraining: // also where it answers no more: that is how it ends
+	case status.Cordon == kv.CordonDraining: // also where it answers no more: that is how it ends
 		return StateDraining
-	case status.State == workers.StateReady && status.Held != "":
+	case status.State == workers.StateReady && status.Cordon != "":
 		return StateNotReady
 	case status.State == workers.StateReady:
 		return StateReady

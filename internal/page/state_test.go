@@ -30,13 +30,13 @@ func TestStatesOfWorkers(t *testing.T) {
 		if got := stateOf(workers.Status{State: test.state, Models: test.models}); got != test.want {
 			t.Errorf("%s with models %v: %s, want %s", test.state, test.models, got, test.want)
 		}
-		if got := stateOf(workers.Status{State: test.state, Models: test.models, Held: kv.HoldDraining}); got != StateDraining {
+		if got := stateOf(workers.Status{State: test.state, Models: test.models, Cordon: kv.CordonDraining}); got != StateDraining {
 			t.Errorf("%s, draining: %s", test.state, got)
 		}
 		if test.want == StateReady {
 			test.want = StateNotReady
 		}
-		if got := stateOf(workers.Status{State: test.state, Models: test.models, Held: kv.HoldNotReady}); got != test.want {
+		if got := stateOf(workers.Status{State: test.state, Models: test.models, Cordon: kv.CordonNotReady}); got != test.want {
 			t.Errorf("%s, not ready: %s, want %s", test.state, got, test.want)
 		}
 	}
@@ -44,12 +44,12 @@ func TestStatesOfWorkers(t *testing.T) {
 
 func TestAWorkerThatIsHeldSaysWhy(t *testing.T) {
 	for want, status := range map[string]workers.Status{
-		"draining: finishes its in-flight requests and gets no new ones":                     {State: workers.StateReady, Held: kv.HoldDraining},
-		"draining: finishes its in-flight requests and gets no new ones; connection refused": {State: workers.StateDown, Held: kv.HoldDraining, LastError: "connection refused"},
-		"gets no new requests: discovery reports it as not ready":                            {State: workers.StateReady, Held: kv.HoldNotReady},
-		"connection refused": {State: workers.StateDown, Held: kv.HoldNotReady, LastError: "connection refused"},
+		"draining: finishes its in-flight requests and gets no new ones":                     {State: workers.StateReady, Cordon: kv.CordonDraining},
+		"draining: finishes its in-flight requests and gets no new ones; connection refused": {State: workers.StateDown, Cordon: kv.CordonDraining, LastError: "connection refused"},
+		"gets no new requests: discovery reports it as not ready":                            {State: workers.StateReady, Cordon: kv.CordonNotReady},
+		"connection refused": {State: workers.StateDown, Cordon: kv.CordonNotReady, LastError: "connection refused"},
 	} {
-		status.Since, status.HeldSince = time.Unix(4000, 0), time.Unix(4500, 0)
+		status.Since, status.CordonedSince = time.Unix(4000, 0), time.Unix(4500, 0)
 		if w := worker(workers.Sample{}, status, time.Unix(5000, 0)); w.Why != want || (w.Since == 4500) != (w.State == StateDraining || w.State == StateNotReady) {
 			t.Errorf("%+v: %q, since %v", status, w.Why, w.Since)
 		}
@@ -89,7 +89,7 @@ func TestTheFleetIsShownByRank(t *testing.T) {
 	b.router.Cordon(0)
 	totals := proxy.Totals{Workers: map[string]proxy.WorkerTotals{"1": {Requests: 7, ComparedTokens: 100, CachedTokens: 25}}}
 	list := b.fleet(totals, time.Now())
-	if len(list) != 2 || list[0].Worker != 0 || list[0].State != StateStarting || !list[0].Resting || list[1].Resting || list[0].HitRate != nil || list[1].Requests != 7 || *list[1].HitRate != 0.25 {
+	if len(list) != 2 || list[0].Worker != 0 || list[0].State != StateStarting || !list[0].Cordoned || list[1].Cordoned || list[0].HitRate != nil || list[1].Requests != 7 || *list[1].HitRate != 0.25 {
 		t.Errorf("%+v", list)
 	}
 	b.router.Names().Set([]kv.Worker{{ID: 0, Name: "pod-b"}, {ID: 1, Name: "pod-a"}})

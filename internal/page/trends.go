@@ -27,9 +27,9 @@ const (
 type trends struct {
 	mu       sync.Mutex // guards the rest
 	began    time.Time
-	last     time.Time // of the last step
-	n        int       // steps since the start; the place of the next is that modulo steps
-	series   [8][steps]float32
+	last     time.Time                  // of the last step
+	n        int                        // steps since the start; the place of the next is that modulo steps
+	series   [8][steps]float32          // in the order of Series.lists
 	inFlight map[string]*[steps]float32 // by name of the worker
 	before   [lately]cut                // totals at the last steps, the oldest first; unset: none
 }
@@ -40,17 +40,10 @@ type cut struct {
 	totals proxy.Totals
 }
 
-// Places in trends.series.
-const (
-	seriesRequests = iota
-	seriesTTFT50
-	seriesTTFT99
-	seriesITL50
-	seriesITL99
-	seriesHitRate
-	seriesExact
-	seriesQueued
-)
+// lists are those of the trends' series, in their order.
+func (s *Series) lists() []*[]*float64 {
+	return []*[]*float64{&s.RequestsPerSecond, &s.TTFT50, &s.TTFT99, &s.ITL50, &s.ITL99, &s.HitRate, &s.Exact, &s.Queued}
+}
 
 func newTrends(now time.Time) *trends {
 	t := &trends{began: now, last: now, inFlight: map[string]*[steps]float32{}}
@@ -65,15 +58,11 @@ func (t *trends) step(totals proxy.Totals, queued int, inFlight map[string]int, 
 	totals.Workers = nil
 	t.mu.Lock()
 	defer t.mu.Unlock()
-	rates := t.before[lately-1].rates(totals, now)
+	rates, waiting := t.before[lately-1].rates(totals, now), float64(queued)
 	at := t.n % steps
-	for i, value := range []*float64{
-		seriesRequests: &rates.RequestsPerSecond, seriesTTFT50: rates.TTFT50, seriesTTFT99: rates.TTFT99,
-		seriesITL50: rates.ITL50, seriesITL99: rates.ITL99, seriesHitRate: rates.HitRate, seriesExact: rates.Exact,
-	} {
+	for i, value := range []*float64{&rates.RequestsPerSecond, rates.TTFT50, rates.TTFT99, rates.ITL50, rates.ITL99, rates.HitRate, rates.Exact, &waiting} {
 		t.series[i][at] = small(value)
 	}
-	t.series[seriesQueued][at] = float32(queued)
 	for worker, series := range t.inFlight {
 		series[at] = small(nil)
 		if _, there := inFlight[worker]; !there && !slices.ContainsFunc(series[:], known) {
@@ -154,11 +143,10 @@ func (t *trends) all() Trends {
 		}
 		return list
 	}
-	all := Trends{Step: int(stepLength.Seconds()), From: unix(t.last.Add(-time.Duration(max(0, n-1)) * stepLength)), Series: Series{
-		RequestsPerSecond: values(&t.series[seriesRequests]), TTFT50: values(&t.series[seriesTTFT50]), TTFT99: values(&t.series[seriesTTFT99]),
-		ITL50: values(&t.series[seriesITL50]), ITL99: values(&t.series[seriesITL99]), HitRate: values(&t.series[seriesHitRate]),
-		Exact: values(&t.series[seriesExact]), Queued: values(&t.series[seriesQueued]), InFlight: map[string][]*float64{},
-	}}
+	all := Trends{Step: int(stepLength.Seconds()), From: unix(t.last.Add(-time.Duration(max(0, n-1)) * stepLength)), Series: Series{InFlight: map[string][]*float64{}}}
+	for i, list := range all.Series.lists() {
+		*list = values(&t.series[i])
+	}
 	for worker, series := range t.inFlight {
 		all.Series.InFlight[worker] = values(series)
 	}

@@ -53,11 +53,11 @@ type Rates struct {
 const (
 	StateReady     = "ready"
 	StateStarting  = "starting"  // never ready so far
-	StateEjected   = "ejected"   // ejected for its failures
-	StateResting   = "cordoned"  // cordoned: gets no new requests until it is readmitted
-	StateDraining  = "draining"  // a discovered one that finishes its requests before its removal
-	StateNotReady  = "not-ready" // a discovered one that gets no new requests at present
-	StateDown      = "down"      // has ended, or is unreachable
+	StateEjected   = "ejected"   // out for its failures
+	StateCordoned  = "resting"   // gets no new requests until it is readmitted
+	StateDraining  = "draining"  // a discovered one that ends its requests, and goes
+	StateNotReady  = "not-ready" // a discovered one that gets no new requests for now
+	StateDown      = "down"      // has ended, or cannot be reached any more
 	StateUnhealthy = "unhealthy" // runs, but does not answer
 )
 
@@ -71,9 +71,9 @@ type Worker struct {
 	Role            string   `json:"role"` // empty: serves aggregated requests; prefill; decode
 	Model           string   `json:"model"`
 	State           string   `json:"state"`
-	Resting         bool     `json:"cordoned"` // until it is readmitted, also if it is not up
-	Since           float64  `json:"since"`    // of the state
-	Why             string   `json:"why"`      // empty: no reason
+	Cordoned        bool     `json:"resting"` // until it is readmitted, also if it is not up
+	Since           float64  `json:"since"`   // of the state
+	Why             string   `json:"why"`     // empty: nothing to say
 	Restarts        int      `json:"restarts"`
 	InFlight        int      `json:"in_flight"` // requests sent by this router
 	Waiting         int      `json:"waiting"`   // in the engine, as it reports

@@ -36,7 +36,7 @@ type viewers struct {
 	over chan struct{} // closed when all streams end
 	end  sync.Once     // of over
 	n    atomic.Int32  // that look
-	told atomic.Uint64 // events that were made
+	made atomic.Uint64 // events so far
 
 	mu      sync.Mutex // guards the rest
 	streams map[*viewer]bool
@@ -109,7 +109,7 @@ func (v *viewers) tell(event string, data any, now time.Time) {
 	if err != nil {
 		return // not one of our types fails: see the test
 	}
-	v.told.Add(1)
+	v.made.Add(1)
 	if event == eventState {
 		v.last, v.at = frame, now
 	}

@@ -51,24 +51,6 @@ func TestActiveBlocksAreSharedAndFreed(t *testing.T) {
 	}
 }
 
-func TestTheSearchForActiveBlocksFindsTheirEnd(t *testing.T) {
-	sequence := kv.SequenceHashes(nil, []uint64{1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11})
-	w := kv.WorkerKey{Worker: 7}
-	for active := range len(sequence) + 1 {
-		loads := router.NewLoads()
-		loads.Activate(w, sequence[:active])
-		for asked := range len(sequence) + 1 {
-			loads.Snapshot(sequence[:asked])
-			if got, want := loads.Active(w), min(active, asked); got != want {
-				t.Errorf("%d of %d active: found %d", active, asked, got)
-			}
-		}
-		if got := loads.Active(kv.WorkerKey{Worker: 8}); got != 0 {
-			t.Errorf("another worker has %d active", got)
-		}
-	}
-}
-
 func TestSchedulerOverridesOfARequest(t *testing.T) {
 	number := func(f float64) *float64 { return &f }
 	flag := func(b bool) *bool { return &b }

@@ -23,7 +23,6 @@ type Index interface {
 	Forget(worker uint64)
 	Workers() []kv.WorkerKey
 	Blocks(w kv.WorkerKey) int
-	Dump(yield func(w kv.WorkerKey, parent uint64, hasParent bool, block kv.StoredBlock) bool)
 	DumpOf(w kv.WorkerKey) iter.Seq[PlacedBlock]
 }
 

@@ -320,22 +320,6 @@ func (r *Tree) Blocks(w kv.WorkerKey) int {
 	return 0
 }
 
-// Dump calls yield with every block that Match can reach, worker by worker in
-// order, each after its parent, until yield returns false. Storing the yielded
-// blocks one by one into an empty index gives the same matches; a block with
-// several copies is yielded once for each. Blocks behind a hole are omitted,
-// because their parent is unknown. The blocks of each worker are a consistent
-// snapshot; yield runs without a lock.
-func (r *Tree) Dump(yield func(w kv.WorkerKey, parent uint64, hasParent bool, block kv.StoredBlock) bool) {
-	for _, w := range r.Workers() {
-		for block := range r.DumpOf(w) {
-			if !yield(w, block.Parent, block.HasParent, block.StoredBlock) {
-				return
-			}
-		}
-	}
-}
-
 // PlacedBlock is a block and the engine hash of the one that it follows.
 type PlacedBlock struct {
 	kv.StoredBlock
@@ -343,9 +327,12 @@ type PlacedBlock struct {
 	HasParent bool // false: it is a prompt's first
 }
 
-// DumpOf returns the current blocks of one worker, as yielded by Dump. It first
-// copies 32 bytes per block, during which lookups continue and changes wait; the
-// rest is computed while the blocks are consumed.
+// DumpOf yields every block of w that Match can reach, as it is now, each after its
+// parent. Storing what it yields, one block at a time, into an empty index gives the same
+// matches; a block of several copies is yielded as often. Blocks behind a hole are left
+// out, since nothing can name their parent. DumpOf notes 32 bytes a block, with lookups
+// going on and changes waiting; all else is done while the blocks are asked for, without a
+// lock.
 func (r *Tree) DumpOf(w kv.WorkerKey) iter.Seq[PlacedBlock] {
 	held := r.snapshot(w)
 	return func(yield func(PlacedBlock) bool) { dumpWorker(held, yield) }
@@ -538,7 +525,7 @@ func narrow(active, set []uint64, held int, blocks []int) bool {
 	return left != 0
 }
 
-// heldBlock is one entry of a worker's table, as Dump needs it.
+// heldBlock is one entry of a worker's table, as DumpOf needs it.
 type heldBlock struct {
 	block        kv.StoredBlock
 	node, parent uint32 // parent is rootNode for the first block of a prompt

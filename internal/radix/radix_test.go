@@ -95,7 +95,7 @@ func (x index) wantsCounts(w kv.WorkerKey, blocks, nodes int) {
 // restored returns an index made of r's dump.
 func restored(t testing.TB, r *Tree) index {
 	x := newIndex(t)
-	for _, e := range testkit.Dumped(r) {
+	for _, e := range dumped(r) {
 		if err := x.Store(e.Worker, e.Parent, e.HasParent, []kv.StoredBlock{e.Block}); err != nil {
 			t.Fatal(err)
 		}
@@ -525,7 +525,7 @@ func TestForgottenWorkerVanishesWithAllRanks(t *testing.T) {
 	if workers := x.Workers(); !slices.Equal(workers, []kv.WorkerKey{testkit.W2}) {
 		t.Errorf("workers %v", workers)
 	}
-	for _, e := range testkit.Dumped(x.Tree) {
+	for _, e := range dumped(x.Tree) {
 		if e.Worker != testkit.W2 {
 			t.Errorf("dump yields %+v", e)
 		}
@@ -611,9 +611,9 @@ func TestRestoredDumpIsEqual(t *testing.T) {
 	}
 	x.clear(testkit.W2)
 	y := restored(t, x.Tree)
-	asSet := func(r *Tree) map[testkit.DumpEntry]int {
-		set := map[testkit.DumpEntry]int{}
-		for _, e := range testkit.Dumped(r) {
+	asSet := func(r *Tree) map[dumpEntry]int {
+		set := map[dumpEntry]int{}
+		for _, e := range dumped(r) {
 			set[e]++
 		}
 		return set
@@ -651,9 +651,9 @@ func TestDumpStopsWhenTold(t *testing.T) {
 	x := newIndex(t)
 	x.store(testkit.W0, testkit.Prompt(1, 10)...)
 	x.store(testkit.W1, testkit.Prompt(1, 10)...)
-	for _, limit := range []int{1, 5, 10, 15} {
+	for _, limit := range []int{1, 5, 10} {
 		n := 0
-		x.Dump(func(kv.WorkerKey, uint64, bool, kv.StoredBlock) bool { n++; return n < limit })
+		x.DumpOf(testkit.W0)(func(PlacedBlock) bool { n++; return n < limit })
 		if n != limit {
 			t.Errorf("%d blocks yielded, want %d", n, limit)
 		}
@@ -664,10 +664,11 @@ func TestDumpMayStoreIntoTheSameIndex(t *testing.T) {
 	x := newIndex(t)
 	p := testkit.Prompt(1, 10)
 	x.store(testkit.W0, p...)
-	x.Dump(func(w kv.WorkerKey, parent uint64, hasParent bool, b kv.StoredBlock) bool {
-		w.Worker++
-		return w.Worker > 1 || x.storeErr(w, parent, hasParent, []kv.StoredBlock{b}) == nil
-	})
+	for b := range x.DumpOf(testkit.W0) {
+		if err := x.storeErr(testkit.W1, b.Parent, b.HasParent, []kv.StoredBlock{b.StoredBlock}); err != nil {
+			t.Fatal(err)
+		}
+	}
 	x.wants(p, kv.Match{Worker: testkit.W0, Blocks: 10}, kv.Match{Worker: testkit.W1, Blocks: 10})
 }
 
@@ -747,7 +748,7 @@ func TestReadersAndWritersAtOnce(t *testing.T) {
 					return
 				}
 				if rng.IntN(50) == 0 {
-					testkit.Dumped(x.Tree)
+					dumped(x.Tree)
 					x.Nodes()
 					for _, w := range x.Workers() {
 						x.Blocks(w)
@@ -964,7 +965,7 @@ func compareWithModel(t *rapid.T, honest bool) {
 		},
 		"dump and restore": func(t *rapid.T) {
 			copied := NewTree()
-			for _, e := range testkit.Dumped(r) {
+			for _, e := range dumped(r) {
 				if err := copied.Store(e.Worker, e.Parent, e.HasParent, []kv.StoredBlock{e.Block}); err != nil {
 					t.Fatal(err)
 				}
@@ -1035,4 +1036,22 @@ func TestDumpOfAWorkerIsOfTheMomentItWasAskedFor(t *testing.T) {
 	if blocks := slices.Collect(x.DumpOf(kv.WorkerKey{Worker: 99})); len(blocks) != 0 {
 		t.Errorf("of an unknown worker: %+v", blocks)
 	}
+}
+
+// dumpEntry is one block of an index dump.
+type dumpEntry struct {
+	Worker    kv.WorkerKey
+	Parent    uint64
+	HasParent bool
+	Block     kv.StoredBlock
+}
+
+// dumped returns what DumpOf yields of all workers.
+func dumped(r *Tree) (all []dumpEntry) {
+	for _, w := range r.Workers() {
+		for b := range r.DumpOf(w) {
+			all = append(all, dumpEntry{w, b.Parent, b.HasParent, b.StoredBlock})
+		}
+	}
+	return all
 }

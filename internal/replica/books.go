@@ -343,23 +343,3 @@ func (p *otherRouter) forget() {
 	}
 	p.id, p.own, p.asked, p.warned = 0, false, 0, false
 }
-
-// check reports the first count that does not hold.
-func (p *otherRouter) check() error {
-	var want sums
-	hashes, waiting := 0, 0
-	for request, held := range p.open {
-		if request != held.change.Request || held.sum != sumOf(request, &held.change, held.computed) {
-			return fmt.Errorf("booking %q does not match its sum", request)
-		}
-		want[bucketOf(request)] += held.sum
-		hashes += len(held.change.Sequence)
-		if held.Booking == nil && !held.refused {
-			waiting++
-		}
-	}
-	if want != p.sums || hashes != p.hashes || waiting != p.waiting {
-		return fmt.Errorf("%d hashes and %d waiting are noted, there are %d and %d; sums hold: %v", p.hashes, p.waiting, hashes, waiting, want == p.sums)
-	}
-	return nil
-}

@@ -36,7 +36,7 @@ func TestDigestsFindWhatWasLost(t *testing.T) {
 		if kind == router.ChangeAdd {
 			event.Detail = detailOf(b.Change(kind))
 		}
-		if err := p.message(&opener{}, [][]byte{[]byte(slotTopic), encode(&event)}); err != nil {
+		if err := p.message(&seal{}, [][]byte{[]byte(slotTopic), encode(&event)}); err != nil {
 			t.Fatal(err)
 		}
 	}
@@ -154,4 +154,24 @@ func TestFindEndsWithRun(t *testing.T) {
 	default:
 		t.Error("discovery still runs")
 	}
+}
+
+// check reports the first count that does not hold.
+func (p *otherRouter) check() error {
+	var want sums
+	hashes, waiting := 0, 0
+	for request, held := range p.open {
+		if request != held.change.Request || held.sum != sumOf(request, &held.change, held.computed) {
+			return fmt.Errorf("booking %q does not match its sum", request)
+		}
+		want[bucketOf(request)] += held.sum
+		hashes += len(held.change.Sequence)
+		if held.Booking == nil && !held.refused {
+			waiting++
+		}
+	}
+	if want != p.sums || hashes != p.hashes || waiting != p.waiting {
+		return fmt.Errorf("%d hashes and %d waiting are noted, there are %d and %d; sums hold: %v", p.hashes, p.waiting, hashes, waiting, want == p.sums)
+	}
+	return nil
 }

@@ -7,7 +7,6 @@ import (
 	"maps"
 	"net"
 	"slices"
-	"strconv"
 	"strings"
 	"time"
 
@@ -57,7 +56,7 @@ func parseEndpoint(endpoint string) (address string, err error) {
 	case host[0] != '[' && strings.Contains(host, ":"):
 		return "", endpointError(endpoint, "missing TCP port")
 	}
-	if n, err := strconv.ParseUint(address[at+1:], 10, 16); err != nil || n == 0 {
+	if _, ok := kv.ParsePort(address[at+1:]); !ok {
 		return "", endpointError(endpoint, "invalid TCP port: want 1 to 65535")
 	}
 	return address, nil
@@ -224,7 +223,7 @@ var (
 // follow books what the router at an address sends until ctx ends.
 func (r *Mesh) follow(ctx context.Context, address string) {
 	pause := r.timing.retry
-	told, f := false, follower{address: address}
+	warned, f := false, follower{address: address}
 	for ctx.Err() == nil {
 		f.heard = false
 		err := r.edges.Do(guard.Replica, r.log, func() error { return r.hear(ctx, &f) })
@@ -237,16 +236,14 @@ func (r *Mesh) follow(ctx context.Context, address string) {
 		switch self := errors.Is(err, errSelf); {
 		case self:
 			pause = r.timing.self
-		case f.heard || !told:
-			told = true
+		case f.heard || !warned:
+			warned = true
 			r.log.Warn("peer router unreachable", "peer", address, "error", err)
 		}
-		timer := time.NewTimer(pause)
 		select {
 		case <-ctx.Done():
-		case <-timer.C:
+		case <-time.After(pause):
 		}
-		timer.Stop()
 		pause = min(2*pause, r.timing.retryTo)
 	}
 }
@@ -326,7 +323,7 @@ func (r *Mesh) hear(ctx context.Context, f *follower) error {
 }
 
 // message takes one message of the other router.
-func (p *otherRouter) message(from *opener, frames [][]byte) error {
+func (p *otherRouter) message(from *seal, frames [][]byte) error {
 	if len(frames) != 2 {
 		return fmt.Errorf("it has %d frames, want 2", len(frames))
 	}
@@ -341,10 +338,7 @@ func (p *otherRouter) message(from *opener, frames [][]byte) error {
 	case slotTopic:
 		d, err := decodeSlot(text)
 		if err == nil {
-			err = p.from(d.router)
-		}
-		if err == nil && p.id == d.router {
-			p.take(d)
+			err = p.from(d.router, func() { p.take(d) })
 		}
 		return err
 	case sessionTopic:
@@ -356,23 +350,22 @@ func (p *otherRouter) message(from *opener, frames [][]byte) error {
 	case ownTopic:
 		m, err := decodeOwn(text)
 		if err == nil {
-			err = p.from(m.Router)
-		}
-		if err == nil && p.id == m.Router {
-			p.own = true
-			p.takeOwn(&m)
+			err = p.from(m.Router, func() { p.takeOwn(&m) })
 		}
 		return err
 	}
 	return errShape
 }
 
-// from notes which router speaks. Its error is errSelf.
-func (p *otherRouter) from(id uint64) error {
+// from notes which router speaks, and takes its message unless another connection hears
+// that router already. Its error is errSelf.
+func (p *otherRouter) from(id uint64, take func()) error {
 	if id == p.mesh.id {
 		return errSelf
 	}
-	p.is(id)
+	if p.is(id) {
+		take()
+	}
 	return nil
 }
 
@@ -380,6 +373,7 @@ func (p *otherRouter) from(id uint64) error {
 // nothing.
 func (p *otherRouter) takeOwn(m *ownMessage) {
 	r := p.mesh
+	p.own = true
 	switch m.Kind {
 	case kindDigest:
 		if ask := p.compare(m.Sums); ask != 0 {
@@ -403,6 +397,6 @@ func (p *otherRouter) takeOwn(m *ownMessage) {
 // validAddress checks an address of the settings.
 func validAddress(address string) bool {
 	host, port, err := net.SplitHostPort(address)
-	n, bad := strconv.ParseUint(port, 10, 16)
-	return err == nil && bad == nil && n != 0 && host != ""
+	_, ok := kv.ParsePort(port)
+	return err == nil && ok && host != ""
 }

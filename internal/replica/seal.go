@@ -29,9 +29,10 @@ const (
 	keySize = 16
 )
 
-// seal closes this router's messages. One goroutine uses it.
+// seal closes this router's messages, or opens those of one connection. One goroutine uses
+// it.
 type seal struct {
-	key  []byte
+	key  []byte // nil: messages are not sealed
 	now  func() time.Time
 	salt [saltSize]byte
 	aead cipher.AEAD
@@ -74,15 +75,6 @@ func (s *seal) close(topic string, text []byte) []byte {
 	return s.aead.Seal(out, nonce(s.last), text, []byte(topic))
 }
 
-// opener opens one connection's messages. One goroutine uses it.
-type opener struct {
-	key  []byte // nil: messages are not sealed
-	now  func() time.Time
-	salt [saltSize]byte
-	aead cipher.AEAD
-	last int64
-}
-
 // errSealed and errUnsealed say that only one of two routers has a key.
 var (
 	errSealed   = errors.New("its messages are encrypted or malformed: if it has a --replica-key, set it here, too")
@@ -90,7 +82,7 @@ var (
 )
 
 // open returns the text of a message of a topic, which it checks.
-func (o *opener) open(topic string, message []byte) ([]byte, error) {
+func (o *seal) open(topic string, message []byte) ([]byte, error) {
 	if o.key == nil {
 		if len(message) > 0 && message[0]&0xf0 != msgpcode.FixedMapLow { // all topics' maps are small
 			return nil, errSealed
@@ -122,8 +114,8 @@ func (o *opener) open(topic string, message []byte) ([]byte, error) {
 }
 
 // opener returns what opens one connection's messages.
-func (r *Mesh) opener() *opener {
-	o := &opener{now: time.Now}
+func (r *Mesh) opener() *seal {
+	o := &seal{now: time.Now}
 	if r.seal != nil {
 		o.key = r.seal.key
 	}

@@ -6,6 +6,7 @@ import (
 	"errors"
 	"fmt"
 	"math"
+	"slices"
 	"time"
 
 	"github.com/vmihailenco/msgpack/v5"
@@ -131,8 +132,7 @@ func encode(message any) []byte {
 	return out.Bytes()
 }
 
-// slotOf puts a change into the form of the wire. number and id make up the name of a
-// booking that has none.
+// slotOf puts a change of a booking into the form of the wire. id is that of the router.
 func slotOf(change router.Change, request string, id uint64) slotChange {
 	out := slotChange{Request: request, Worker: rank{change.Worker.Worker, change.Worker.Rank}, Router: id}
 	if change.LoRA != "" {
@@ -172,80 +172,67 @@ type decoded struct {
 // errShape means that a message does not have the shape of its topic.
 var errShape = errors.New("its format does not match its topic")
 
-// decodeSlot reads a message of slotTopic.
-func decodeSlot(text []byte) (d decoded, err error) {
-	c, detailed, seen := &d.change, false, 0
-	err = eachField(text, func(name string, value []byte) error {
-		switch name {
-		case "block_size":
-			seen++
-			return readUint(value, math.MaxUint32, &d.blockSize)
-		case "event":
-			seen++
-			return decodeEvent(value, &d)
-		case "kvrouter":
-			detailed = true
-		}
-		return nil
-	})
-	if err == nil && detailed && c.Kind == router.ChangeAdd {
-		err = eachField(text, func(name string, value []byte) error {
-			if name != "kvrouter" {
-				return nil
-			}
-			return decodeDetail(value, c)
-		})
-	} else if c.Kind == router.ChangeAdd { // what Dynamo knows of its prompt: blocks, and tokens to compute
-		c.Tokens = max(c.Uncached, len(c.Sequence)*int(d.blockSize))
-	}
-	if err == nil && (seen != 2 || c.Kind == "") {
-		err = errShape
-	}
-	return d, err
+// field is a field of a msgpack map.
+type field struct {
+	name string
+	read func(value []byte) error
 }
 
-func decodeEvent(text []byte, d *decoded) error {
-	c, seen := &d.change, 0
+// readFields reads the fields of a map, of which the first required ones must be there.
+// Fields beside them are ignored.
+func readFields(text []byte, required int, fields ...field) error {
+	found := 0
 	err := eachField(text, func(name string, value []byte) error {
-		switch name {
-		case "request_id":
-			seen++
-			return readText(value, &c.Request)
-		case "worker":
-			seen++
-			return decodeRank(value, &c.Worker)
-		case "data":
-			seen++
-			return decodeData(value, c)
-		case "router_id":
-			seen++
-			return readUint(value, math.MaxUint64, &d.router)
+		at := slices.IndexFunc(fields, func(f field) bool { return f.name == name })
+		if at < 0 {
+			return nil
 		}
-		return nil
+		if at < required {
+			found++
+		}
+		return fields[at].read(value)
 	})
-	if err == nil && (seen != 4 || c.Request == "") {
+	if err == nil && found != required {
 		err = errShape
 	}
 	return err
 }
 
-func decodeRank(text []byte, w *kv.WorkerKey) error {
-	seen := 0
-	err := eachField(text, func(name string, value []byte) error {
-		switch name {
-		case "worker_id":
-			seen++
-			return readUint(value, math.MaxUint64, &w.Worker)
-		case "dp_rank":
-			seen++
-			var n uint64
-			err := readUint(value, math.MaxUint32, &n)
-			w.Rank = uint32(n)
-			return err
+// decodeSlot reads a message of slotTopic.
+func decodeSlot(text []byte) (d decoded, err error) {
+	c, detail := &d.change, []byte(nil)
+	err = readFields(text, 2,
+		field{"block_size", uintTo(math.MaxUint32, &d.blockSize)},
+		field{"event", func(value []byte) error { return decodeEvent(value, &d) }},
+		field{"kvrouter", func(value []byte) error {
+			detail = value
+			return nil
+		}},
+	)
+	switch {
+	case err != nil:
+		return d, err
+	case c.Kind == "":
+		return d, errShape
+	case c.Kind == router.ChangeAdd && detail != nil:
+		if err = decodeDetail(detail, c); err != nil {
+			err = fmt.Errorf("kvrouter: %w", err)
 		}
-		return nil
-	})
-	if err == nil && seen != 2 {
+	case c.Kind == router.ChangeAdd: // what Dynamo knows of its prompt: blocks, and tokens to compute
+		c.Tokens = max(c.Uncached, len(c.Sequence)*int(d.blockSize))
+	}
+	return d, err
+}
+
+func decodeEvent(text []byte, d *decoded) error {
+	c := &d.change
+	err := readFields(text, 4,
+		field{"request_id", textTo(&c.Request)},
+		field{"worker", workerTo(&c.Worker)},
+		field{"data", func(value []byte) error { return decodeData(value, c) }},
+		field{"router_id", uintTo(math.MaxUint64, &d.router)},
+	)
+	if err == nil && c.Request == "" {
 		err = errShape
 	}
 	return err
@@ -276,27 +263,14 @@ func decodeData(text []byte, c *router.Change) error {
 
 func decodeAdd(text []byte, c *router.Change) error {
 	track, hint := true, uint64(0)
-	err := eachField(text, func(name string, value []byte) error {
-		if isNil(value) {
-			return nil
-		}
-		switch name {
-		case "token_sequence":
-			return readUints(value, sequenceLimit, &c.Sequence)
-		case "track_prefill_tokens":
-			return readBool(value, &track)
-		case "expected_output_tokens":
-			return readInt(value, &c.Expected)
-		case "prefill_load_hint":
-			return eachField(value, func(name string, value []byte) error {
-				if name != "initial_effective_prefill_tokens" {
-					return nil
-				}
-				return readUint(value, math.MaxUint64, &hint)
-			})
-		}
-		return nil
-	})
+	err := readFields(text, 0,
+		field{"token_sequence", unlessNil(uintsTo(sequenceLimit, &c.Sequence))},
+		field{"track_prefill_tokens", unlessNil(boolTo(&track))},
+		field{"expected_output_tokens", unlessNil(uintTo(math.MaxInt, &c.Expected))},
+		field{"prefill_load_hint", unlessNil(func(value []byte) error {
+			return readFields(value, 0, field{"initial_effective_prefill_tokens", uintTo(math.MaxUint64, &hint)})
+		})},
+	)
 	if track {
 		c.Uncached = int(min(hint, math.MaxInt))
 	}
@@ -304,89 +278,54 @@ func decodeAdd(text []byte, c *router.Change) error {
 }
 
 func decodeDetail(text []byte, c *router.Change) error {
-	return eachField(text, func(name string, value []byte) error {
-		switch name {
-		case "prompt_tokens":
-			return readInt(value, &c.Tokens)
-		case "prefill_tokens":
-			return readInt(value, &c.Uncached)
-		case "answered_whole":
-			return readBool(value, &c.AnsweredWhole)
-		case "leg":
-			var leg uint64
-			err := readUint(value, uint64(kv.LegDecode), &leg)
-			c.Leg = kv.Leg(leg)
-			return err
-		}
-		return nil
-	})
+	return readFields(text, 0,
+		field{"prompt_tokens", uintTo(math.MaxInt, &c.Tokens)},
+		field{"prefill_tokens", uintTo(math.MaxInt, &c.Uncached)},
+		field{"answered_whole", boolTo(&c.AnsweredWhole)},
+		field{"leg", uintTo(uint64(kv.LegDecode), &c.Leg)},
+	)
 }
 
 // decodeSession reads a message of sessionTopic.
 func decodeSession(text []byte) (b router.SessionBinding, err error) {
-	seen := 0
-	err = eachField(text, func(name string, value []byte) error {
-		seen++
-		switch name {
-		case "session_id":
-			return readText(value, &b.ID)
-		case "worker_id":
-			return readUint(value, math.MaxUint64, &b.Worker.Worker)
-		case "dp_rank":
-			var n uint64
-			if b.AnyRank = isNil(value); b.AnyRank {
-				return nil
-			}
-			err := readUint(value, math.MaxUint32, &n)
-			b.Worker.Rank = uint32(n)
-			return err
-		case "sequence":
-			return readUint(value, math.MaxUint64, &b.Sequence)
-		case "writer_id":
-			return readUint(value, math.MaxUint64, &b.Writer)
-		}
-		seen--
-		return nil
-	})
-	if err == nil && seen != 5 {
-		err = errShape
-	}
+	err = readFields(text, 5,
+		field{"session_id", textTo(&b.ID)},
+		field{"worker_id", uintTo(math.MaxUint64, &b.Worker.Worker)},
+		field{"dp_rank", func(value []byte) error {
+			b.AnyRank = isNil(value)
+			return unlessNil(uintTo(math.MaxUint32, &b.Worker.Rank))(value)
+		}},
+		field{"sequence", uintTo(math.MaxUint64, &b.Sequence)},
+		field{"writer_id", uintTo(math.MaxUint64, &b.Writer)},
+	)
 	return b, err
 }
 
 // decodeOwn reads a message of ownTopic.
 func decodeOwn(text []byte) (m ownMessage, err error) {
-	err = eachField(text, func(name string, value []byte) error {
-		switch name {
-		case "router_id":
-			return readUint(value, math.MaxUint64, &m.Router)
-		case "kind":
-			return readText(value, &m.Kind)
-		case "sums":
-			return readUints(value, buckets, &m.Sums)
-		case "of":
-			return readUint(value, math.MaxUint64, &m.Of)
-		case "buckets":
-			return readUint(value, math.MaxUint64, &m.Buckets)
-		case "bucket":
-			return readUint(value, buckets-1, &m.Bucket)
-		case "requests":
+	var w kv.WorkerKey
+	err = readFields(text, 0,
+		field{"router_id", uintTo(math.MaxUint64, &m.Router)},
+		field{"kind", textTo(&m.Kind)},
+		field{"sums", uintsTo(buckets, &m.Sums)},
+		field{"of", uintTo(math.MaxUint64, &m.Of)},
+		field{"buckets", uintTo(math.MaxUint64, &m.Buckets)},
+		field{"bucket", uintTo(buckets-1, &m.Bucket)},
+		field{"requests", func(value []byte) error {
 			return eachItem(value, bookingLimit, func(value []byte) error {
 				var id string
 				err := readText(value, &id)
 				m.Requests = append(m.Requests, id)
 				return err
 			})
-		case "worker":
-			var w kv.WorkerKey
-			err := decodeRank(value, &w)
+		}},
+		field{"worker", func(value []byte) error {
+			err := workerTo(&w)(value)
 			m.Worker = &rank{w.Worker, w.Rank}
 			return err
-		case "milliseconds":
-			return readUint(value, uint64(math.MaxInt64/time.Millisecond), &m.Milliseconds)
-		}
-		return nil
-	})
+		}},
+		field{"milliseconds", uintTo(uint64(math.MaxInt64/time.Millisecond), &m.Milliseconds)},
+	)
 	if err == nil && (m.Router == 0 || m.Kind == "" || m.Kind == kindEjection && m.Worker == nil || len(m.Sums) != 0 && len(m.Sums) != buckets) {
 		err = errShape
 	}
@@ -447,12 +386,28 @@ func header(text []byte, fixed, short, long byte) (count, at int, err error) {
 
 func isNil(value []byte) bool { return len(value) == 1 && value[0] == msgpcode.Nil }
 
-func readBool(value []byte, to *bool) error {
-	if len(value) != 1 || value[0] != msgpcode.True && value[0] != msgpcode.False {
-		return errShape
+// unlessNil leaves what read reads unset if the value is nil.
+func unlessNil(read func(value []byte) error) func(value []byte) error {
+	return func(value []byte) error {
+		if isNil(value) {
+			return nil
+		}
+		return read(value)
 	}
-	*to = value[0] == msgpcode.True
-	return nil
+}
+
+func boolTo(to *bool) func(value []byte) error {
+	return func(value []byte) error {
+		if len(value) != 1 || value[0] != msgpcode.True && value[0] != msgpcode.False {
+			return errShape
+		}
+		*to = value[0] == msgpcode.True
+		return nil
+	}
+}
+
+func textTo(to *string) func(value []byte) error {
+	return func(value []byte) error { return readText(value, to) }
 }
 
 // readText reads a string of at most idLimit bytes.
@@ -474,12 +429,20 @@ func readText(value []byte, to *string) error {
 	return nil
 }
 
-// readUint reads a number of 0 to most.
-func readUint(value []byte, most uint64, to *uint64) error {
-	if len(value) == 0 {
-		return errShape
+// uintTo reads a number of 0 to most.
+func uintTo[T int | uint32 | uint64 | kv.Leg](most uint64, to *T) func(value []byte) error {
+	return func(value []byte) error {
+		n, err := readUint(value, most)
+		*to = T(n)
+		return err
 	}
-	var n uint64
+}
+
+// readUint returns a number of 0 to most.
+func readUint(value []byte, most uint64) (n uint64, err error) {
+	if len(value) == 0 {
+		return 0, errShape
+	}
 	switch code := value[0]; {
 	case code <= msgpcode.PosFixedNumHigh:
 		n = uint64(code)
@@ -488,29 +451,29 @@ func readUint(value []byte, most uint64, to *uint64) error {
 			n = n<<8 | uint64(b)
 		}
 	default:
-		return errShape
+		return 0, errShape
 	}
 	if n > most {
-		return fmt.Errorf("%d, want at most %d", n, most)
+		return 0, fmt.Errorf("%d, want at most %d", n, most)
 	}
-	*to = n
-	return nil
+	return n, nil
 }
 
-func readInt(value []byte, to *int) error {
-	var n uint64
-	err := readUint(value, math.MaxInt, &n)
-	*to = int(n)
-	return err
+// uintsTo reads a list of at most that many numbers.
+func uintsTo(most int, to *[]uint64) func(value []byte) error {
+	return func(value []byte) error {
+		*to = nil
+		return eachItem(value, most, func(value []byte) error {
+			n, err := readUint(value, math.MaxUint64)
+			*to = append(*to, n)
+			return err
+		})
+	}
 }
 
-// readUints reads a list of at most that many numbers.
-func readUints(value []byte, most int, to *[]uint64) error {
-	*to = nil
-	return eachItem(value, most, func(value []byte) error {
-		var n uint64
-		err := readUint(value, math.MaxUint64, &n)
-		*to = append(*to, n)
-		return err
-	})
+// workerTo reads a rank.
+func workerTo(to *kv.WorkerKey) func(value []byte) error {
+	return func(value []byte) error {
+		return readFields(value, 2, field{"worker_id", uintTo(math.MaxUint64, &to.Worker)}, field{"dp_rank", uintTo(math.MaxUint32, &to.Rank)})
+	}
 }

@@ -4,6 +4,8 @@ import (
 	"testing"
 
 	"pgregory.net/rapid"
+
+	"kvrouter/internal/kv"
 )
 
 // TestActiveBlocksAreThoseOfTheRequestsInFlight compares with a list of the requests,
@@ -99,4 +101,22 @@ func TestActiveBlocksAreThoseOfTheRequestsInFlight(t *testing.T) {
 			},
 		})
 	})
+}
+
+func TestTheSearchForActiveBlocksFindsTheirEnd(t *testing.T) {
+	sequence := kv.SequenceHashes(nil, []uint64{1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11})
+	w := kv.WorkerKey{Worker: 7}
+	for active := range len(sequence) + 1 {
+		l := newLoads()
+		l.activate(w, sequence[:active])
+		for asked := range len(sequence) + 1 {
+			l.snapshot(sequence[:asked])
+			if got, want := l.activeOn(l.byWorker[w]), min(active, asked); got != want {
+				t.Errorf("%d of %d active: found %d", active, asked, got)
+			}
+		}
+		if got := l.activeOn(nil); got != 0 {
+			t.Errorf("another worker has %d active", got)
+		}
+	}
 }

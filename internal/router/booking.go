@@ -44,7 +44,7 @@ type Booking struct {
 	outputs      int            // blocks of the answer
 	outputWeight float64        // their total weight
 	heard        time.Time      // time of the last message about it
-	older, newer *Booking       // its neighbours in Loads, by that time
+	older, newer *Booking       // its neighbours in loads, by that time
 }
 
 // Worker returns the worker of the booking.
@@ -60,31 +60,35 @@ func (b *Booking) prefill() policy.Prefill {
 	return policy.Prefill{Tokens: b.uncached, Queued: b.queued, Sent: b.sent, AnsweredWhole: b.answeredWhole}
 }
 
-// FirstToken records that the prompt has been computed.
-func (b *Booking) FirstToken() {
+// locked runs f with the router's lock held, which guards the booking.
+func (b *Booking) locked(f func(r *Router, now time.Time)) {
 	r := b.router
 	r.mu.Lock()
-	defer r.mu.Unlock()
-	now := r.now()
-	if !b.computed {
-		r.answerBegins(b, now)
-	}
-	r.prefillDone(b, now)
-	r.loads.heard(b, now)
+	defer r.unlock()
+	f(r, r.now())
+}
+
+// FirstToken notes that the prompt has been computed.
+func (b *Booking) FirstToken() {
+	b.locked(func(r *Router, now time.Time) {
+		if !b.computed {
+			r.answerBegins(b, now)
+		}
+		r.prefillDone(b, now)
+		r.loads.heard(b, now)
+	})
 }
 
 // OutputBlock adds a block to the request's answer. With a decayFraction, 0 to 1,
 // each block that only this request uses counts with that weight from now on: the
 // shorter the remaining answer, the sooner its blocks are free.
 func (b *Booking) OutputBlock(decayFraction *float64) {
-	r := b.router
-	r.mu.Lock()
-	defer r.mu.Unlock()
-	if b.ended.Load() {
-		return
-	}
-	r.loads.outputBlock(b, decayFraction)
-	r.loads.heard(b, r.now())
+	b.locked(func(r *Router, now time.Time) {
+		if !b.ended.Load() {
+			r.loads.outputBlock(b, decayFraction)
+			r.loads.heard(b, now)
+		}
+	})
 }
 
 // Generated sets the answer's tokens so far and books their blocks. The weight of
@@ -131,12 +135,10 @@ func (b *Booking) CachedUnreported() (none bool) {
 	return true
 }
 
-// End ends the booking of a request without an answer that is not a failure of its
-// worker.
-func (b *Booking) End() { b.end(policy.Abandoned) }
-
-// Fail ends the booking of a request that failed on its worker.
-func (b *Booking) Fail() { b.end(policy.Failed) }
+// End ends the booking of a request without an answer whose worker is not at fault.
+func (b *Booking) End() {
+	b.locked(func(r *Router, now time.Time) { r.finish(b, policy.Abandoned, 0, now) })
+}
 
 // Finish ends the booking of a request with an answer of that many tokens; 0:
 // unknown.
@@ -144,51 +146,38 @@ func (b *Booking) Finish(output int) { b.FinishAs(output, "") }
 
 // FinishAs is Finish with the engine's finish reason.
 func (b *Booking) FinishAs(output int, reason string) {
-	r := b.router
-	r.mu.Lock()
-	defer r.unlock()
-	r.finishAs(b, policy.Finished, output, reason, r.now())
+	b.locked(func(r *Router, now time.Time) { r.finishAs(b, policy.Finished, output, reason, now) })
 }
 
 // Free records that the request has ended with an unknown result. After its first
 // token it counts as finished; before, nothing is concluded, because a request that
 // fails at once is also freed at once.
 func (b *Booking) Free() {
-	r := b.router
-	r.mu.Lock()
-	defer r.unlock()
-	how := policy.Abandoned
-	if b.computed {
-		how = policy.Finished
-	}
-	r.finish(b, how, 0, r.now())
+	b.locked(func(r *Router, now time.Time) {
+		how := policy.Abandoned
+		if b.computed {
+			how = policy.Finished
+		}
+		r.finish(b, how, 0, now)
+	})
 }
 
 // Report ends the booking with the feedback of a client that forwarded the request
 // itself. f.TokensIn may be 0. known means that a judged policy was waiting for the
 // feedback; verdict is its result.
 func (b *Booking) Report(f policy.Feedback) (verdict policy.Verdict, known bool) {
-	r := b.router
-	r.mu.Lock()
-	defer r.unlock()
-	f.Decision, f.Worker, f.Now = b.decision, b.worker, r.now()
-	if f.TokensIn == 0 {
-		f.TokensIn = b.prompt
-	}
-	if p, is := r.policy.(policy.Judged); is && !b.ended.Load() {
-		verdict, known = p.Judge(f)
-		b.decision = 0 // it has been judged
-	}
-	r.finish(b, f.Ending, f.TokensOut, f.Now)
+	b.locked(func(r *Router, now time.Time) {
+		f.Decision, f.Worker, f.Now = b.decision, b.worker, now
+		if f.TokensIn == 0 {
+			f.TokensIn = b.prompt
+		}
+		if p, is := r.policy.(policy.Judged); is && !b.ended.Load() {
+			verdict, known = p.Judge(f)
+			b.decision = 0 // it has been judged
+		}
+		r.finish(b, f.Ending, f.TokensOut, now)
+	})
 	return verdict, known
-}
-
-// end ends the booking without an answer.
-func (b *Booking) end(how policy.Ending) {
-	r := b.router
-	r.mu.Lock()
-	defer r.unlock()
-	r.finish(b, how, 0, r.now())
 }
 
 // finish is finishAs without a reason.
@@ -205,9 +194,9 @@ func (r *Router) finishAs(b *Booking, how policy.Ending, output int, reason stri
 	}
 	b.ended.Store(true)
 	r.judge(b, how, now)
-	told := b.computed
+	answered := b.computed
 	r.prefillDone(b, now)
-	if told && !b.answeredWhole && output > 0 {
+	if answered && !b.answeredWhole && output > 0 {
 		outcome := r.loads.outcome(b, output, now)
 		if learner, ok := r.policy.(policy.Learner); ok {
 			learner.Learn(outcome)
@@ -218,7 +207,7 @@ func (r *Router) finishAs(b *Booking, how policy.Ending, output int, reason stri
 	}
 	if judged, ok := r.policy.(policy.Judged); ok && b.decision != 0 {
 		f := policy.Feedback{Decision: b.decision, Worker: b.worker, Now: now, Ending: how, Latency: now.Sub(b.sent), TokensIn: b.prompt, TokensOut: output, Finish: reason}
-		if told && !b.answeredWhole {
+		if answered && !b.answeredWhole {
 			f.FirstToken = b.first.Sub(b.sent)
 		}
 		judged.Judge(f)
@@ -272,7 +261,7 @@ func (r *Router) Booking(id string) *Booking {
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	r.expire(r.now())
-	return r.loads.booking(id)
+	return r.loads.byID[id]
 }
 
 // WorkerLoad is the load of one worker, currently or with one more request.
@@ -290,17 +279,16 @@ func (r *Router) Loads() []WorkerLoad {
 	defer r.mu.Unlock()
 	now := r.now()
 	r.expire(now)
-	keys := r.loads.booked()
-	for i := range r.targets {
-		keys = append(keys, r.targets[i].Key)
+	var list []WorkerLoad
+	for key, entry := range r.loads.byWorker {
+		if _, up := r.target(key); up || entry.InFlight > 0 {
+			var load policy.Load
+			entry.asOf(now, &load)
+			list = append(list, WorkerLoad{Key: key, PotentialPrefillTokens: load.PrefillTokens, PotentialDecodeBlocks: load.ActiveBlocks, ActiveRequests: load.InFlight, Role: entry.role})
+		}
 	}
-	slices.SortFunc(keys, kv.WorkerKey.Compare)
-	var loads []WorkerLoad
-	for _, key := range slices.Compact(keys) {
-		load := r.loads.get(key, now)
-		loads = append(loads, WorkerLoad{Key: key, PotentialPrefillTokens: load.PrefillTokens, PotentialDecodeBlocks: load.ActiveBlocks, ActiveRequests: load.InFlight, Role: r.loads.role(key)})
-	}
-	return loads
+	slices.SortFunc(list, func(a, b WorkerLoad) int { return a.Key.Compare(b.Key) })
+	return list
 }
 
 // PotentialLoads returns, by key, the load with the request of each worker that may

@@ -74,7 +74,7 @@ func (p *prompt) mightUse(t *kv.Target) bool {
 // without a change of the books in between.
 func (r *Router) snapshot(p *prompt) {
 	if p.counted && p.shared {
-		r.loads.Snapshot(p.sequence)
+		r.loads.snapshot(p.sequence)
 	}
 }
 

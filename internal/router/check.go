@@ -19,8 +19,8 @@ func (r *Router) Check() error {
 		return fmt.Errorf("%d books are open, %d workers are up", len(r.targetLoads), len(r.targets))
 	}
 	for i := range r.targets {
-		if t := &r.targets[i]; r.targetLoads[i] != l.byWorker[t.Key] || t.Resting != r.isCordoned(t.Key) {
-			return fmt.Errorf("worker %v: its books are not those of its place, or it rests %v where %v is noted", t.Key, t.Resting, r.isCordoned(t.Key))
+		if t := &r.targets[i]; r.targetLoads[i] != l.byWorker[t.Key] || t.Cordoned != r.isCordoned(t.Key.Worker) {
+			return fmt.Errorf("worker %v: its books are not those of its place, or it is cordoned %v where %v is noted", t.Key, t.Cordoned, r.isCordoned(t.Key.Worker))
 		}
 	}
 	if known := len(r.sessions.byHash); known != r.sessions.order.Len() || known > r.settings.SessionLimit {

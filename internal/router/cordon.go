@@ -3,11 +3,9 @@ package router
 import (
 	"maps"
 	"time"
-
-	"kvrouter/internal/kv"
 )
 
-// maxCordoned bounds the workers that rest, those that are down included.
+// maxCordoned bounds the workers that users have cordoned, those that are down included.
 const maxCordoned = 1024
 
 // Cordon stops new requests to a worker that is up, on all its ranks, until
@@ -16,16 +14,14 @@ const maxCordoned = 1024
 func (r *Router) Cordon(worker uint64) error {
 	r.mu.Lock()
 	defer r.unlock()
-	now, found := r.now(), false
-	for i := range r.targets {
-		if r.targets[i].Key.Worker == worker {
-			r.targets[i].Resting, found = true, true
-		}
-	}
-	if !found {
+	now, ranks := r.now(), r.ranksOf(worker)
+	if len(ranks) == 0 {
 		return ErrUnknownWorker
 	}
-	if _, rests := r.cordoned[worker]; !rests {
+	for i := range ranks {
+		ranks[i].Cordoned = true
+	}
+	if _, cordoned := r.cordoned[worker]; !cordoned {
 		r.forgetCordoned()
 		r.cordoned[worker] = now
 	}
@@ -39,13 +35,9 @@ func (r *Router) forgetCordoned() {
 	if len(r.cordoned) < maxCordoned {
 		return
 	}
-	up := map[uint64]bool{}
-	for i := range r.targets {
-		up[r.targets[i].Key.Worker] = true
-	}
 	var oldest *uint64
 	for worker, since := range r.cordoned {
-		if !up[worker] && (oldest == nil || since.Before(r.cordoned[*oldest])) {
+		if len(r.ranksOf(worker)) == 0 && (oldest == nil || since.Before(r.cordoned[*oldest])) {
 			oldest = &worker
 		}
 	}
@@ -54,29 +46,25 @@ func (r *Router) forgetCordoned() {
 	}
 }
 
-// Readmit ends a worker's cordon and its ejection, without slow start. It fails
-// with ErrUnknownWorker if the worker is neither up nor cordoned.
+// Readmit ends a worker's cordon, and its ejection for failures: it gets its full share
+// at once. It fails with ErrUnknownWorker where the worker is neither up nor cordoned.
 func (r *Router) Readmit(worker uint64) error {
 	r.mu.Lock()
 	defer r.unlock()
-	now := r.now()
-	_, found := r.cordoned[worker]
-	delete(r.cordoned, worker)
-	for i := range r.targets {
-		if t := &r.targets[i]; t.Key.Worker == worker {
-			t.Resting, found = r.held[worker], true
-			r.outliers.Readmit(t.Key, now)
-		}
-	}
-	if !found {
+	now, ranks := r.now(), r.ranksOf(worker)
+	if _, cordoned := r.cordoned[worker]; !cordoned && len(ranks) == 0 {
 		return ErrUnknownWorker
+	}
+	delete(r.cordoned, worker)
+	for i := range ranks {
+		ranks[i].Cordoned = r.unavailable[worker]
+		r.outliers.Readmit(ranks[i].Key, now)
 	}
 	r.dispatch(now)
 	return nil
 }
 
-// Cordoned returns the cordoned workers, each with the time at which it was
-// cordoned.
+// Cordoned returns the workers that Cordon has cordoned, each with the time of that.
 func (r *Router) Cordoned() map[uint64]time.Time {
 	r.mu.Lock()
 	defer r.mu.Unlock()
@@ -88,35 +76,33 @@ func (r *Router) Schedulable() (n int) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	for i := range r.targets {
-		if !r.targets[i].Resting {
+		if !r.targets[i].Cordoned {
 			n++
 		}
 	}
 	return n
 }
 
-// Hold sets or ends the cordon of a worker by discovery, such as that of a draining
-// worker, whether it is up or not. It is independent of Cordon: Readmit does not
-// end it, and its end does not readmit the worker. The caller must end it when the
-// worker was removed.
-func (r *Router) Hold(worker uint64, hold bool) {
+// CordonDiscovered sets or ends discovery's cordon of a worker, up or not: of a draining
+// one, say. It is independent of Cordon: Readmit does not end it, nor does its end
+// readmit the worker. The caller must end it once the worker is gone.
+func (r *Router) CordonDiscovered(worker uint64, on bool) {
 	r.mu.Lock()
 	defer r.unlock()
-	if delete(r.held, worker); hold {
-		r.held[worker] = true
+	if delete(r.unavailable, worker); on {
+		r.unavailable[worker] = true
 	}
-	for i := range r.targets {
-		if t := &r.targets[i]; t.Key.Worker == worker {
-			t.Resting = r.isCordoned(t.Key)
-		}
+	ranks := r.ranksOf(worker)
+	for i := range ranks {
+		ranks[i].Cordoned = r.isCordoned(worker)
 	}
 	r.dispatch(r.now())
 }
 
-// isCordoned reports whether the worker of a rank gets no new requests.
-func (r *Router) isCordoned(w kv.WorkerKey) bool {
-	_, rests := r.cordoned[w.Worker]
-	return rests || r.held[w.Worker]
+// isCordoned reports whether a worker gets no new requests.
+func (r *Router) isCordoned(worker uint64) bool {
+	_, cordoned := r.cordoned[worker]
+	return cordoned || r.unavailable[worker]
 }
 
 // Working reports whether this router has in-flight requests on any rank of a

@@ -113,7 +113,7 @@ func TestTheReceiptSaysThatAWorkerRests(t *testing.T) {
 	r.Decisions(0)
 	MustRoute(t, r, Request{}).Booking.End()
 	list, _ := r.Decisions(1)
-	if got := list[0].Candidates[0].Excluded; got != ExcludedResting {
+	if got := list[0].Candidates[0].Excluded; got != excludedCordoned {
 		t.Errorf("it is excluded as %q", got)
 	}
 }
@@ -175,7 +175,7 @@ func TestAHeldWorkerIsNobodysToReadmit(t *testing.T) {
 		}
 	}
 	running := MustRoute(t, r, Request{Pinned: &kv.WorkerKey{Worker: 1}, Tokens: testkit.Tokens(1, 20)})
-	r.Hold(1, true)
+	r.CordonDiscovered(1, true)
 	shares("held", false)
 	if !r.Working(1) || r.Working(7) {
 		t.Error("it works on what it had")
@@ -194,13 +194,13 @@ func TestAHeldWorkerIsNobodysToReadmit(t *testing.T) {
 	if err := r.Cordon(1); err != nil {
 		t.Fatal(err)
 	}
-	r.Hold(1, false)
+	r.CordonDiscovered(1, false)
 	shares("let go, but at rest", false)
 	if err := r.Readmit(1); err != nil {
 		t.Fatal(err)
 	}
 	shares("readmitted", true)
-	r.Hold(2, true)
+	r.CordonDiscovered(2, true)
 	r.Up(kv.Target{Key: kv.WorkerKey{Worker: 2}, Generation: 1})
 	if got := chosen(t, r, 12, Request{}); got[2] != 0 || got[1] == 0 {
 		t.Errorf("held before it came: %v", got)

@@ -68,20 +68,20 @@ type ReceiptCandidate struct {
 
 // Why a worker could not be chosen.
 const (
-	ExcludedPinned    = "pinned"              // the request names another one
-	ExcludedResting   = "cordoned"            // it gets no new requests until it is readmitted
-	ExcludedLeg       = "leg"                 // its role excludes this leg
-	ExcludedKind      = "kind"                // its KV connector differs from that of the other leg's worker
-	ExcludedModel     = "model"               // it does not serve the model
-	ExcludedEngine    = "engine"              // it does not run SGLang
-	ExcludedUnlisted  = "not_allowed"         // it is not among the allowed workers of the request
-	ExcludedRetry     = "failed_this_request" // this request has failed on it
-	ExcludedBusy      = "busy"                // beyond a busy threshold
-	ExcludedEjected   = "ejected"             // for its failures
-	ExcludedHeld      = "held"                // paused: it requested a pause, or is suspected
-	ExcludedSession   = "session"             // the request's session stays with another one
-	ExcludedTrial     = "trial"               // the request is the trial request of another worker
-	ExcludedSlowStart = "slow_start"          // in slow start
+	excludedPinned    = "pinned"              // the request names another one
+	excludedCordoned  = "resting"             // it gets no new requests until it is readmitted
+	excludedLeg       = "leg"                 // it takes no such part of a request
+	excludedKind      = "kind"                // it cannot share it with the other part's worker
+	excludedModel     = "model"               // it does not serve the model
+	excludedEngine    = "engine"              // it does not run SGLang
+	excludedUnlisted  = "not_allowed"         // the request lists others
+	excludedRetry     = "failed_this_request" // it has failed this very request
+	excludedBusy      = "busy"                // beyond a busy threshold
+	excludedEjected   = "ejected"             // for its failures
+	excludedHeld      = "held"                // it asked for a pause, or is suspected
+	excludedSession   = "session"             // the request's session stays with another one
+	excludedTrial     = "trial"               // an ejected one gets the request on trial
+	excludedSlowStart = "slow_start"          // its share is still growing
 )
 
 // receipts are those of the last decisions. The router's lock guards them.
@@ -215,33 +215,33 @@ func (r *Router) receiptCandidate(c *policy.Candidate) ReceiptCandidate {
 func (r *Router) exclusion(p *prompt, t *kv.Target, trial bool, now time.Time) string {
 	switch {
 	case p.Pinned != nil && *p.Pinned != t.Key:
-		return ExcludedPinned
-	case t.Resting:
-		return ExcludedResting
+		return excludedPinned
+	case t.Cordoned:
+		return excludedCordoned
 	case !t.Takes(p.Leg):
-		return ExcludedLeg
+		return excludedLeg
 	case !p.Kinds.Allow(t.Kind):
-		return ExcludedKind
+		return excludedKind
 	case !t.Serves(p.Model):
-		return ExcludedModel
+		return excludedModel
 	case p.SGLang && !t.RunsSGLang():
-		return ExcludedEngine
+		return excludedEngine
 	case p.Allowed != nil && !slices.Contains(p.Allowed, t.Key.Worker):
-		return ExcludedUnlisted
+		return excludedUnlisted
 	case slices.Contains(p.Exclude, t.Key.Worker):
-		return ExcludedRetry
+		return excludedRetry
 	case r.settings.BusyThresholds.Set() && r.busy(t.Key.Worker, now):
-		return ExcludedBusy
+		return excludedBusy
 	case r.outliers.Ejected(t.Key, now):
-		return ExcludedEjected
+		return excludedEjected
 	case r.outliers.IsOut(t.Key, now):
-		return ExcludedHeld
+		return excludedHeld
 	case p.stays:
-		return ExcludedSession
+		return excludedSession
 	case trial:
-		return ExcludedTrial
+		return excludedTrial
 	}
-	return ExcludedSlowStart
+	return excludedSlowStart
 }
 
 // logDecisions writes a line for each receipt, and for policy thompson those of the

@@ -137,12 +137,13 @@ func indexerCases() []indexerCase {
 		stores(t, x, testkit.W0, testkit.Diverging(p, 4, 2))
 		stores(t, x, testkit.W1, p[:3])
 		other := radix.NewTree()
-		x.Dump(func(w kv.WorkerKey, parent uint64, hasParent bool, block kv.StoredBlock) bool {
-			if err := other.Store(w, parent, hasParent, []kv.StoredBlock{block}); err != nil {
-				t.Error(err)
+		for _, w := range x.Workers() {
+			for b := range x.DumpOf(w) {
+				if err := other.Store(w, b.Parent, b.HasParent, []kv.StoredBlock{b.StoredBlock}); err != nil {
+					t.Error(err)
+				}
 			}
-			return true
-		})
+		}
 		for _, asked := range [][]uint64{p, testkit.Diverging(p, 4, 2), testkit.Diverging(p, 4, 3), p[:2]} {
 			matches(t, other, asked, x.Match(asked, nil)...)
 		}

@@ -14,7 +14,7 @@ func TestRequestsOfOthersAreSeen(t *testing.T) {
 	at := func(s float64) time.Time {
 		return time.Unix(1_000_000, 0).Add(time.Duration(s * float64(time.Second)))
 	}
-	l := NewLoads()
+	l := newLoads()
 	publish := func(s float64, running, waiting, want int) {
 		t.Helper()
 		l.publish(w, policy.Published{Running: running, Waiting: waiting, At: at(s)})

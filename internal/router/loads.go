@@ -13,19 +13,19 @@ import (
 // last value every second, and polls of /metrics come as often.
 const loadFreshFor = 10 * time.Second
 
-// Loads has the load of every worker. It has no lock: its owner, the Router, guards
-// it.
-type Loads struct {
+// loads holds every worker's load. It has no lock of its own: its owner, the
+// Router, guards it.
+type loads struct {
 	byWorker map[kv.WorkerKey]*workerLoad
 	active   activeBlocks
-	shared   []int32  // by worker number, of the prompt that Snapshot was asked about last
+	shared   []int32  // by worker number, of the prompt that snapshot was asked about last
 	unused   []uint32 // numbers of workers that are gone
 
 	byID           map[string]*Booking
 	oldest, newest *Booking // by time of the last message about them
 }
 
-// workerLoad is a worker's load, its number in Loads.active and its totals.
+// workerLoad is a worker's load, its number in loads.active and its totals.
 type workerLoad struct {
 	policy.Load
 	number uint32
@@ -96,14 +96,14 @@ func (t tally) since(before tally, d time.Duration) policy.Meanwhile {
 	return m
 }
 
-// NewLoads returns an empty table.
-func NewLoads() *Loads {
-	return &Loads{byWorker: map[kv.WorkerKey]*workerLoad{}, byID: map[string]*Booking{}, active: newActiveBlocks()}
+// newLoads returns an empty table.
+func newLoads() *loads {
+	return &loads{byWorker: map[kv.WorkerKey]*workerLoad{}, byID: map[string]*Booking{}, active: newActiveBlocks()}
 }
 
 // publish takes over what worker w reports of itself. Requests in its engine are foreign
 // only beyond the most that were in flight of late: it may count some that have ended.
-func (l *Loads) publish(w kv.WorkerKey, p policy.Published) {
+func (l *loads) publish(w kv.WorkerKey, p policy.Published) {
 	load := l.of(w)
 	load.Published = p
 	load.Bumped = 0
@@ -124,10 +124,10 @@ func (l *workerLoad) peak(now time.Time) int {
 }
 
 // bump counts one request sent to w until w publishes again.
-func (l *Loads) bump(w kv.WorkerKey) { l.of(w).Bumped++ }
+func (l *loads) bump(w kv.WorkerKey) { l.of(w).Bumped++ }
 
 // begin books a request that is sent now.
-func (l *Loads) begin(b *Booking, now time.Time) {
+func (l *loads) begin(b *Booking, now time.Time) {
 	load := l.of(b.worker)
 	b.sent, b.alone, b.atSent = now, len(load.Prefills) == 0, load.tallyAt(now)
 	load.InFlight++
@@ -143,29 +143,15 @@ func (l *Loads) begin(b *Booking, now time.Time) {
 		b.queued = load.PrefillTokens
 		load.Prefills = append(load.Prefills, b.prefill())
 	}
-	l.Activate(b.worker, b.sequence)
+	l.activate(b.worker, b.sequence)
 	if b.id != "" {
 		l.byID[b.id] = b
 	}
 	l.link(b, now)
 }
 
-// booking returns the booking under that id, or nil.
-func (l *Loads) booking(id string) *Booking { return l.byID[id] }
-
-// booked lists the workers that have bookings, in no order.
-func (l *Loads) booked() []kv.WorkerKey {
-	var keys []kv.WorkerKey
-	for w, load := range l.byWorker {
-		if load.InFlight > 0 {
-			keys = append(keys, w)
-		}
-	}
-	return keys
-}
-
 // heard notes that a message about a booking came now.
-func (l *Loads) heard(b *Booking, now time.Time) {
+func (l *loads) heard(b *Booking, now time.Time) {
 	if !b.ended.Load() && b != l.newest {
 		l.unlink(b)
 		l.link(b, now)
@@ -174,7 +160,7 @@ func (l *Loads) heard(b *Booking, now time.Time) {
 }
 
 // link puts b behind all others.
-func (l *Loads) link(b *Booking, now time.Time) {
+func (l *loads) link(b *Booking, now time.Time) {
 	b.heard, b.older, b.newer = now, l.newest, nil
 	if l.newest != nil {
 		l.newest.newer = b
@@ -185,7 +171,7 @@ func (l *Loads) link(b *Booking, now time.Time) {
 }
 
 // unlink takes b out of the list.
-func (l *Loads) unlink(b *Booking) {
+func (l *loads) unlink(b *Booking) {
 	if b.older != nil {
 		b.older.newer = b.newer
 	} else {
@@ -201,7 +187,7 @@ func (l *Loads) unlink(b *Booking) {
 
 // firstToken notes that the prompt of a booked request has been computed: it
 // decodes from now on.
-func (l *Loads) firstToken(b *Booking, now time.Time) {
+func (l *loads) firstToken(b *Booking, now time.Time) {
 	load := l.of(b.worker)
 	load.tallyAt(now)
 	load.ContextTokens += b.prompt
@@ -226,7 +212,7 @@ func (l *Loads) firstToken(b *Booking, now time.Time) {
 }
 
 // end takes a finished request off, after firstToken.
-func (l *Loads) end(b *Booking, now time.Time) {
+func (l *loads) end(b *Booking, now time.Time) {
 	load := l.of(b.worker)
 	load.tallyAt(now)
 	load.InFlight--
@@ -248,7 +234,7 @@ func (l *Loads) end(b *Booking, now time.Time) {
 
 // outputBlock adds a block to a request's answer. A share is what each block
 // counts from now on that no other request has.
-func (l *Loads) outputBlock(b *Booking, share *float64) {
+func (l *loads) outputBlock(b *Booking, share *float64) {
 	load := l.of(b.worker)
 	b.outputs++
 	weight := b.outputWeight + 1
@@ -264,7 +250,7 @@ func (l *Loads) outputBlock(b *Booking, share *float64) {
 }
 
 // outcome sums up a request that is ending now with that many tokens, before end.
-func (l *Loads) outcome(b *Booking, output int, now time.Time) policy.Outcome {
+func (l *loads) outcome(b *Booking, output int, now time.Time) policy.Outcome {
 	o := policy.Outcome{
 		Worker: b.worker, Leg: b.leg, Uncached: b.uncached, Output: output, Alone: b.alone,
 		FirstToken: b.first.Sub(b.sent), Decode: now.Sub(b.first),
@@ -274,8 +260,8 @@ func (l *Loads) outcome(b *Booking, output int, now time.Time) policy.Outcome {
 	return o
 }
 
-// Activate books the blocks of a prompt, by sequence hash, on w.
-func (l *Loads) Activate(w kv.WorkerKey, sequence []uint64) {
+// activate books the blocks of a prompt, by sequence hash, on w.
+func (l *loads) activate(w kv.WorkerKey, sequence []uint64) {
 	load := l.of(w)
 	for _, h := range sequence {
 		if l.active.add(h, load.number) {
@@ -284,8 +270,8 @@ func (l *Loads) Activate(w kv.WorkerKey, sequence []uint64) {
 	}
 }
 
-// deactivate undoes Activate on w.
-func (l *Loads) deactivate(w kv.WorkerKey, sequence []uint64) {
+// deactivate undoes activate on w.
+func (l *loads) deactivate(w kv.WorkerKey, sequence []uint64) {
 	load := l.of(w)
 	for _, h := range sequence {
 		if !l.active.remove(h, load.number) {
@@ -298,16 +284,12 @@ func (l *Loads) deactivate(w kv.WorkerKey, sequence []uint64) {
 	}
 }
 
-// Snapshot looks up the blocks of a prompt among those of in-flight requests, for
-// Active.
-func (l *Loads) Snapshot(sequence []uint64) { l.shared = l.active.prefixes(sequence, l.shared) }
+// snapshot looks up what requests in flight have of a prompt, for activeOn.
+func (l *loads) snapshot(sequence []uint64) { l.shared = l.active.prefixes(sequence, l.shared) }
 
-// Active returns the number of leading blocks of Snapshot's prompt that in-flight
-// requests on w share.
-func (l *Loads) Active(w kv.WorkerKey) int { return l.activeOn(l.byWorker[w]) }
-
-// activeOn is Active for a worker's entry; nil: there is none.
-func (l *Loads) activeOn(load *workerLoad) int {
+// activeOn returns how many leading blocks of the prompt of snapshot the requests in
+// flight on a worker have in theirs; nil: the worker has no entry.
+func (l *loads) activeOn(load *workerLoad) int {
 	if load == nil || int(load.number) >= len(l.shared) {
 		return 0
 	}
@@ -315,7 +297,7 @@ func (l *Loads) activeOn(load *workerLoad) int {
 }
 
 // get returns w's load as of now; an unknown worker is idle.
-func (l *Loads) get(w kv.WorkerKey, now time.Time) policy.Load {
+func (l *loads) get(w kv.WorkerKey, now time.Time) policy.Load {
 	var answer policy.Load
 	if load := l.byWorker[w]; load != nil {
 		load.asOf(now, &answer)
@@ -332,17 +314,9 @@ func (l *workerLoad) asOf(now time.Time, answer *policy.Load) {
 	}
 }
 
-// prefillTokens returns that part of w's load.
-func (l *Loads) prefillTokens(w kv.WorkerKey) int {
-	if load := l.byWorker[w]; load != nil {
-		return load.Load.PrefillTokens
-	}
-	return 0
-}
-
 // silence forgets what w published: it is down, and its next incarnation starts
 // idle. Bookings stay until their requests end.
-func (l *Loads) silence(w kv.WorkerKey) {
+func (l *loads) silence(w kv.WorkerKey) {
 	if load := l.byWorker[w]; load != nil {
 		load.Published = policy.Published{}
 		load.Bumped, load.Foreign = 0, 0
@@ -352,22 +326,14 @@ func (l *Loads) silence(w kv.WorkerKey) {
 }
 
 // expect keeps t, which is up, even while it has no bookings, and returns its entry.
-func (l *Loads) expect(t kv.Target) *workerLoad {
+func (l *loads) expect(t kv.Target) *workerLoad {
 	load := l.of(t.Key)
 	load.gone, load.role = false, t.Role
 	return load
 }
 
-// role returns the role with which w was up last.
-func (l *Loads) role(w kv.WorkerKey) kv.Role {
-	if load := l.byWorker[w]; load != nil {
-		return load.role
-	}
-	return kv.RoleBoth
-}
-
 // drop forgets w if it is gone and has no bookings.
-func (l *Loads) drop(w kv.WorkerKey) {
+func (l *loads) drop(w kv.WorkerKey) {
 	if load := l.byWorker[w]; load.gone && load.InFlight == 0 {
 		delete(l.byWorker, w)
 		l.unused = append(l.unused, load.number)
@@ -375,7 +341,7 @@ func (l *Loads) drop(w kv.WorkerKey) {
 }
 
 // of returns w's entry, a new one if there is none.
-func (l *Loads) of(w kv.WorkerKey) *workerLoad {
+func (l *loads) of(w kv.WorkerKey) *workerLoad {
 	load := l.byWorker[w]
 	if load == nil {
 		load = &workerLoad{number: uint32(len(l.byWorker) + len(l.unused))}

@@ -121,7 +121,7 @@ func (r *Router) Idlest(engine kv.Engine) (t kv.Target, ok bool) {
 		switch {
 		case t.Engine != engine:
 			return 4
-		case t.Resting:
+		case t.Cordoned:
 			return 3
 		case r.outliers.IsOut(t.Key, now):
 			return 2
@@ -190,26 +190,24 @@ func (r *Router) judge(b *Booking, how policy.Ending, now time.Time) {
 	}
 }
 
-// FailAs is Fail with the kind of failure; why describes it. It reports whether the
-// worker is now ejected.
+// FailAs ends the booking of a request that its worker failed; why is a text. It
+// reports whether the worker is out now: nothing more will go there for a while.
 func (b *Booking) FailAs(kind outlier.Kind, why string) (out bool) {
-	r := b.router
-	r.mu.Lock()
-	defer r.unlock()
-	b.fault = &fault{kind: kind, why: why}
-	now := r.now()
-	r.finish(b, policy.Failed, 0, now)
-	return r.outliers.IsOut(b.worker, now) && !r.outliers.Panic()
+	b.locked(func(r *Router, now time.Time) {
+		b.fault = &fault{kind: kind, why: why}
+		r.finish(b, policy.Failed, 0, now)
+		out = r.outliers.IsOut(b.worker, now) && !r.outliers.Panic()
+	})
+	return out
 }
 
-// Abort is Fail for a request whose worker is known to be down or stuck; it does
-// not count as a further failure.
+// Abort ends the booking of a request whose worker is known to be down or stuck: the
+// failure counts no more.
 func (b *Booking) Abort() {
-	r := b.router
-	r.mu.Lock()
-	defer r.unlock()
-	b.fault = &fault{counted: true}
-	r.finish(b, policy.Failed, 0, r.now())
+	b.locked(func(r *Router, now time.Time) {
+		b.fault = &fault{counted: true}
+		r.finish(b, policy.Failed, 0, now)
+	})
 }
 
 // Leave ends the booking of a request after its client disconnected. If it had
@@ -217,73 +215,60 @@ func (b *Booking) Abort() {
 // failed; otherwise it is not a failure. A decode leg may have waited for its
 // prefill leg.
 func (b *Booking) Leave() {
-	r := b.router
-	r.mu.Lock()
-	defer r.unlock()
-	now, how := r.now(), policy.Abandoned
-	if wait := now.Sub(b.sent); !b.computed && !b.ended.Load() && b.leg != kv.LegDecode && r.outliers.LeftInVain(b.attempt(), b.class(), b.queued, wait, now) {
-		how, b.fault = policy.Failed, &fault{kind: outlier.Left, why: "a client disconnected after waiting " + wait.Round(time.Millisecond).String() + " for the first byte"}
-	}
-	r.finish(b, how, 0, now)
+	b.locked(func(r *Router, now time.Time) {
+		how := policy.Abandoned
+		if wait := now.Sub(b.sent); !b.computed && !b.ended.Load() && b.leg != kv.LegDecode && r.outliers.LeftInVain(b.attempt(), b.class(), b.queued, wait, now) {
+			how, b.fault = policy.Failed, &fault{kind: outlier.Left, why: "a client left after it had waited " + wait.Round(time.Millisecond).String() + " for a first byte"}
+		}
+		r.finish(b, how, 0, now)
+	})
 }
 
 // Press ends the booking of a request after its worker requested a pause of that
 // length; 0: of unknown length.
 func (b *Booking) Press(pause time.Duration) {
-	r := b.router
-	r.mu.Lock()
-	defer r.unlock()
-	now := r.now()
-	r.finish(b, policy.Abandoned, 0, now)
-	r.outliers.Pressed(b.attempt(), pause, now)
+	b.locked(func(r *Router, now time.Time) {
+		r.finish(b, policy.Abandoned, 0, now)
+		r.outliers.Pressed(b.attempt(), pause, now)
+	})
 }
 
 // Suspect ends the booking of a request that its worker refused with a status that
 // either the client or the worker may have caused. It reports whether to ask
 // another worker; then the caller must call Convict or Acquit.
 func (b *Booking) Suspect(status int) (ask bool) {
-	r := b.router
-	r.mu.Lock()
-	defer r.unlock()
-	now := r.now()
-	r.finish(b, policy.Abandoned, 0, now)
-	return r.outliers.Suspect(b.attempt(), status, now)
+	b.locked(func(r *Router, now time.Time) {
+		r.finish(b, policy.Abandoned, 0, now)
+		ask = r.outliers.Suspect(b.attempt(), status, now)
+	})
+	return ask
 }
 
 // Convict records that another worker accepted the request that this one refused.
 func (b *Booking) Convict(status int) {
-	r := b.router
-	r.mu.Lock()
-	defer r.unlock()
-	r.outliers.Convict(b.attempt(), status, r.now())
+	b.locked(func(r *Router, now time.Time) { r.outliers.Convict(b.attempt(), status, now) })
 }
 
 // Acquit records that no other worker accepted it. agreed means that another one
 // refused it with the same status.
 func (b *Booking) Acquit(status int, agreed bool) {
-	r := b.router
-	r.mu.Lock()
-	defer r.unlock()
-	r.outliers.Acquit(b.attempt(), status, agreed, r.now())
+	b.locked(func(r *Router, now time.Time) { r.outliers.Acquit(b.attempt(), status, agreed, now) })
 }
 
 // Forgive withdraws the worker's failure of the request: others failed it in the
 // same way.
 func (b *Booking) Forgive() {
-	r := b.router
-	r.mu.Lock()
-	defer r.unlock()
-	r.outliers.Forgive(b.attempt(), r.now())
+	b.locked(func(r *Router, now time.Time) { r.outliers.Forgive(b.attempt(), now) })
 }
 
 // Silent evaluates the worker, which has sent no byte of any answer for that time
 // while the request waited for its first one. If it is stuck, its requests must be
 // aborted; otherwise it must be checked again after the returned time.
 func (b *Booking) Silent(silent time.Duration) (stuck bool, again time.Duration) {
-	r := b.router
-	r.mu.Lock()
-	defer r.unlock()
-	return r.outliers.Silent(b.attempt(), b.class(), b.queued, silent, r.now())
+	b.locked(func(r *Router, now time.Time) {
+		stuck, again = r.outliers.Silent(b.attempt(), b.class(), b.queued, silent, now)
+	})
+	return stuck, again
 }
 
 // FirstLook returns the time from sending the request to the first call of Silent.
@@ -293,18 +278,12 @@ func (b *Booking) FirstLook() (after time.Duration, ok bool) {
 }
 
 // WorkerIsOut reports whether the worker is ejected.
-func (b *Booking) WorkerIsOut() bool {
-	r := b.router
-	r.mu.Lock()
-	defer r.mu.Unlock()
-	return r.outliers.Ejected(b.worker, r.now())
+func (b *Booking) WorkerIsOut() (out bool) {
+	b.locked(func(r *Router, now time.Time) { out = r.outliers.Ejected(b.worker, now) })
+	return out
 }
 
 // WorkerIsUp reports whether the incarnation that the request is booked on is up.
 func (b *Booking) WorkerIsUp() bool {
-	r := b.router
-	r.mu.Lock()
-	defer r.mu.Unlock()
-	at, found := r.target(b.worker)
-	return found && r.targets[at].Generation == b.generation
+	return b.router.IsUp(kv.Target{Key: b.worker, Generation: b.generation})
 }

@@ -87,7 +87,7 @@ func TestAtMostHalfOfThemAreOut(t *testing.T) {
 		t.Error("two of four out is said to be too many")
 	}
 	for range 3 {
-		MustRoute(t, r, Request{Pinned: &kv.WorkerKey{Worker: 2}}).Booking.Fail()
+		MustRoute(t, r, Request{Pinned: &kv.WorkerKey{Worker: 2}}).Booking.Report(policy.Feedback{Ending: policy.Failed})
 	}
 	if got := chosen(t, r, 40, Request{}); got[0] != 10 || got[1] != 10 || got[2] != 10 || got[3] != 10 {
 		t.Errorf("three of four are out: all are to be used, not %v", got)
@@ -100,7 +100,7 @@ func TestAtMostHalfOfThemAreOut(t *testing.T) {
 	}
 	alone, _ := newWatchedRouter(t, "work", 1)
 	for range 5 {
-		MustRoute(t, alone, Request{}).Booking.Fail()
+		MustRoute(t, alone, Request{}).Booking.Report(policy.Feedback{Ending: policy.Failed})
 	}
 	if got := chosen(t, alone, 5, Request{}); got[0] != 5 {
 		t.Errorf("the only worker got %v", got)

@@ -160,8 +160,8 @@ func (r *Router) dispatch(now time.Time) {
 func (r *Router) anyCapacity() bool {
 	none := true
 	for i := range r.targets {
-		if t := &r.targets[i]; !t.Resting {
-			if r.hasCapacity(t, r.loads.prefillTokens(t.Key)) {
+		if t := &r.targets[i]; !t.Cordoned {
+			if r.hasCapacity(t, r.targetLoads[i].Load.PrefillTokens) {
 				return true
 			}
 			none = false
@@ -192,17 +192,24 @@ func (r *Router) wait(ctx context.Context, w *waiter) (Decision, error) {
 
 // leave takes w out of the queue, or ends its booking.
 func (r *Router) leave(w *waiter) {
+	if r.dequeue(w) {
+		return
+	}
+	if result := <-w.decided; result.err == nil {
+		result.decision.Booking.End()
+	}
+}
+
+// dequeue takes w out of the queue, and reports whether it was there: if not, it has been
+// decided.
+func (r *Router) dequeue(w *waiter) bool {
 	r.mu.Lock()
+	defer r.mu.Unlock()
 	at := slices.Index(r.waiting, w)
 	if at >= 0 {
 		r.waiting = slices.Delete(r.waiting, at, at+1)
 	}
-	r.mu.Unlock()
-	if at < 0 {
-		if result := <-w.decided; result.err == nil {
-			result.decision.Booking.End()
-		}
-	}
+	return at >= 0
 }
 
 // lookUpAgain brings up to date what w's workers have of its prompt.
@@ -239,18 +246,9 @@ func (r *Router) RouteOrWait(request Request, decided func(Decision, error)) (De
 // Refresh updates the workers' matches of the request's prompt.
 func (w *Waiting) Refresh() { w.router.lookUpAgain(w.waiter) }
 
-// Leave removes the request from the queue, and reports whether it was there; if
-// not, it has been decided.
-func (w *Waiting) Leave() bool {
-	r := w.router
-	r.mu.Lock()
-	defer r.mu.Unlock()
-	at := slices.Index(r.waiting, w.waiter)
-	if at >= 0 {
-		r.waiting = slices.Delete(r.waiting, at, at+1)
-	}
-	return at >= 0
-}
+// Leave takes the request out of the queue, and reports whether it was there: if not,
+// it has been decided.
+func (w *Waiting) Leave() bool { return w.router.dequeue(w.waiter) }
 
 // QueueDepth returns the number of queued requests and of their prompt tokens.
 func (r *Router) QueueDepth() (requests, tokens int) {

@@ -157,7 +157,7 @@ type Router struct {
 	mu          sync.Mutex    // guards all below, and the busy thresholds of settings
 	targets     []kv.Target   // the workers that are up, by key
 	targetLoads []*workerLoad // of loads, for each of targets
-	loads       *Loads
+	loads       *loads
 	outliers    *outlier.Detector
 	policy      policy.Policy
 	random      *rand.Rand
@@ -167,8 +167,8 @@ type Router struct {
 	waiting     []*waiter            // for a worker with capacity, the first to go at the front
 	sharing     *Sharing             // with other routers; nil: none
 	decisions   uint64               // reported to a judged policy
-	cordoned    map[uint64]time.Time // workers that get no new requests, since when
-	held        map[uint64]bool      // those that Hold keeps from them
+	cordoned    map[uint64]time.Time // by users, since when
+	unavailable map[uint64]bool      // cordoned by discovery
 	receipts    receipts             // of the last decisions, while requested
 	sessions    *sessions
 	forecast    *policy.Work // knows how long the engine's passes take; the policy itself if it does
@@ -231,23 +231,23 @@ func New(settings Settings, deps Deps) *Router {
 		deps.Now = time.Now
 	}
 	return &Router{
-		index:     deps.Index,
-		assumes:   assumes,
-		blockSize: deps.BlockSize,
-		now:       deps.Now,
-		settings:  settings,
-		names:     cmp.Or(deps.Names, new(kv.Names)),
-		log:       deps.Log,
-		traits:    deps.Policy.Traits(),
-		scratch:   sync.Pool{New: func() any { return new(workspace) }},
-		loads:     NewLoads(),
-		outliers:  outlier.New(settings.Settings),
-		policy:    deps.Policy,
-		random:    rand.New(rand.NewPCG(deps.Seed, deps.Seed)),
-		cordoned:  map[uint64]time.Time{},
-		held:      map[uint64]bool{},
-		sessions:  newSessions(),
-		forecast:  forecast,
+		index:       deps.Index,
+		assumes:     assumes,
+		blockSize:   deps.BlockSize,
+		now:         deps.Now,
+		settings:    settings,
+		names:       cmp.Or(deps.Names, new(kv.Names)),
+		log:         deps.Log,
+		traits:      deps.Policy.Traits(),
+		scratch:     sync.Pool{New: func() any { return new(workspace) }},
+		loads:       newLoads(),
+		outliers:    outlier.New(settings.Settings),
+		policy:      deps.Policy,
+		random:      rand.New(rand.NewPCG(deps.Seed, deps.Seed)),
+		cordoned:    map[uint64]time.Time{},
+		unavailable: map[uint64]bool{},
+		sessions:    newSessions(),
+		forecast:    forecast,
 	}
 }
 
@@ -274,7 +274,7 @@ func (r *Router) Up(t kv.Target) {
 	if r.assumes != nil {
 		r.assumes.SetCapacity(t.Key, t.TotalBlocks)
 	}
-	t.Resting = r.isCordoned(t.Key)
+	t.Cordoned = r.isCordoned(t.Key.Worker)
 	at, found := r.target(t.Key)
 	load := r.loads.expect(t)
 	if found {
@@ -354,6 +354,17 @@ func (r *Router) has(is func(*kv.Target) bool) bool {
 	return false
 }
 
+// ranksOf returns those of the targets that are ranks of a worker. The caller holds the
+// lock, and may change them.
+func (r *Router) ranksOf(worker uint64) []kv.Target {
+	first, _ := r.target(kv.WorkerKey{Worker: worker})
+	end := first
+	for end < len(r.targets) && r.targets[end].Key.Worker == worker {
+		end++
+	}
+	return r.targets[first:end]
+}
+
 // Load returns the load of w.
 func (r *Router) Load(w kv.WorkerKey) policy.Load {
 	r.mu.Lock()
@@ -363,16 +374,8 @@ func (r *Router) Load(w kv.WorkerKey) policy.Load {
 	return load
 }
 
-// Serves reports whether a worker that is up serves the model, and whether any
-// worker is up at all.
-func (r *Router) Serves(model string) (serves, up bool) {
-	r.mu.Lock()
-	defer r.mu.Unlock()
-	return r.has(func(t *kv.Target) bool { return t.Serves(model) }), len(r.targets) > 0
-}
-
-// Adapter returns model if it is the name of a LoRA adapter, otherwise an empty
-// name. listed means that a worker lists that name.
+// Adapter returns model if it is the name of a LoRA adapter, else nothing. listed: it
+// is one of the names that a worker lists.
 func (r *Router) Adapter(model string) (adapter string, listed bool) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
@@ -468,7 +471,7 @@ func (r *Router) taken(p *prompt) bool {
 	if p.ID == "" || p.QueryOnly || p.ChooseOnly {
 		return false
 	}
-	return r.loads.booking(p.ID) != nil || slices.ContainsFunc(r.waiting, func(w *waiter) bool { return w.prompt.ID == p.ID })
+	return r.loads.byID[p.ID] != nil || slices.ContainsFunc(r.waiting, func(w *waiter) bool { return w.prompt.ID == p.ID })
 }
 
 // choose lets the policy choose among the candidates and books.

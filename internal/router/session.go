@@ -77,7 +77,7 @@ type session struct {
 	used       time.Time
 
 	version sessionVersion // of the router that bound it last
-	told    time.Time      // when it was last sent to the others
+	sent    time.Time      // when it was last sent to the others
 }
 
 // sessions are those of the last requests. The router's lock guards them.
@@ -251,7 +251,7 @@ func (r *Router) noteSession(p *prompt, target *kv.Target, now time.Time) {
 	case SessionMoved:
 		r.sessions.counts.Moved++
 	}
-	r.tellSession(p, r.sessions.put(p.sessionKey(), target, &r.settings.SessionSettings, now), now)
+	r.shareSession(p, r.sessions.put(p.sessionKey(), target, &r.settings.SessionSettings, now), now)
 }
 
 // Sessions returns the number of stored sessions, and the results of the decisions

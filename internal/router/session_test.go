@@ -92,14 +92,14 @@ func TestWhatBreaksASession(t *testing.T) {
 				t.Fatal(err)
 			}
 		}, want: SessionCounts{Moved: 1}},
-		"draining":  {breaks: func(_ *testing.T, r *Router, _ *testkit.StandingClock) { r.Hold(0, true) }, want: SessionCounts{Moved: 1}},
+		"draining":  {breaks: func(_ *testing.T, r *Router, _ *testkit.StandingClock) { r.CordonDiscovered(0, true) }, want: SessionCounts{Moved: 1}},
 		"its death": {breaks: func(_ *testing.T, r *Router, _ *testkit.StandingClock) { r.Down(testkit.W0) }, want: SessionCounts{Moved: 1}},
 		"its restart": {breaks: func(_ *testing.T, r *Router, _ *testkit.StandingClock) {
 			r.Up(kv.Target{Key: testkit.W0, Generation: 1})
 		}, want: SessionCounts{Moved: 1}},
 		"an ejection": {breaks: func(t *testing.T, r *Router, _ *testkit.StandingClock) {
 			for range 3 {
-				occupy(t, r, 0, 1).Fail()
+				occupy(t, r, 0, 1).Report(policy.Feedback{Ending: policy.Failed})
 			}
 		}, want: SessionCounts{Moved: 1}},
 		"its time": {breaks: func(_ *testing.T, _ *Router, clock *testkit.StandingClock) { clock.Advance(30 * time.Minute) }, want: SessionCounts{New: 1}},
@@ -195,7 +195,7 @@ func TestAnEjectedWorkerMakesNoOtherOneOverloaded(t *testing.T) {
 	occupy(t, r, 0, 21_000)
 	occupy(t, r, 1, 20_000)
 	for range 3 {
-		occupy(t, r, 2, 1).Fail()
+		occupy(t, r, 2, 1).Report(policy.Feedback{Ending: policy.Failed})
 	}
 	for range 3 {
 		if got := turn(t, r, Request{Session: 1}); got != 0 {
@@ -213,7 +213,7 @@ func TestAnEjectedWorkerIsTriedThoughAllRequestsHaveSessions(t *testing.T) {
 		t.Fatalf("the session began on %d", got)
 	}
 	for range 3 {
-		occupy(t, r, 0, 1).Fail()
+		occupy(t, r, 0, 1).Report(policy.Feedback{Ending: policy.Failed})
 	}
 	clock.Advance(r.settings.EjectionTime + trialOverdue/2)
 	if got := turn(t, r, Request{Session: 5}); got != 1 {
@@ -250,7 +250,7 @@ func TestAllPoliciesKeepSessions(t *testing.T) {
 				t.Fatalf("receipt %+v", receipts[0])
 			}
 			for _, c := range receipts[0].Candidates {
-				if c.Worker != first && c.Excluded != ExcludedSession {
+				if c.Worker != first && c.Excluded != excludedSession {
 					t.Errorf("worker %d is left out as %q", c.Worker, c.Excluded)
 				}
 			}
@@ -371,7 +371,7 @@ func TestSessionsAgainstAModel(t *testing.T) {
 			"rest": func(t *rapid.T) {
 				w := rapid.IntRange(0, workers-1).Draw(t, "worker")
 				rests[w] = !rests[w]
-				r.Hold(uint64(w), rests[w])
+				r.CordonDiscovered(uint64(w), rests[w])
 			},
 			"restart": func(t *rapid.T) {
 				w := rapid.IntRange(0, workers-1).Draw(t, "worker")

@@ -2,6 +2,7 @@ package router
 
 import (
 	"cmp"
+	"slices"
 	"strings"
 	"time"
 	"unicode/utf8"
@@ -70,9 +71,9 @@ const (
 	// maxSessionID bounds the name of a session sent to others, bytes, as
 	// Dynamo does.
 	maxSessionID = 256
-	// sessionToldEvery is the part of its life after which it is sent again
+	// sessionSentEvery is the part of its life after which it is sent again
 	// that a session is still where it was.
-	sessionToldEvery = 8
+	sessionSentEvery = 8
 	// sequenceAhead is how far a binding's sequence may be ahead of the clock:
 	// a later one would win forever.
 	sequenceAhead = time.Hour
@@ -132,14 +133,14 @@ func (r *Router) BookRemote(change Change) *Booking {
 	return b
 }
 
-// tellSession sends the other routers the place of p's session, unless they know. The
+// shareSession sends the other routers the place of p's session, unless they know. The
 // caller holds the lock.
-func (r *Router) tellSession(p *prompt, s *session, now time.Time) {
-	if r.sharing == nil || p.SessionID == "" || p.sessionGoes == SessionKept && now.Sub(s.told) < r.settings.SessionTTL/sessionToldEvery {
+func (r *Router) shareSession(p *prompt, s *session, now time.Time) {
+	if r.sharing == nil || p.SessionID == "" || p.sessionGoes == SessionKept && now.Sub(s.sent) < r.settings.SessionTTL/sessionSentEvery {
 		return
 	}
 	r.sessions.last = max(r.sessions.last+1, uint64(now.UnixNano()))
-	s.version, s.told = sessionVersion{r.sessions.last, r.sharing.Writer}, now
+	s.version, s.sent = sessionVersion{r.sessions.last, r.sharing.Writer}, now
 	id := p.SessionID
 	if p.Leg == kv.LegPrefill {
 		id += prefillMark
@@ -170,20 +171,17 @@ func (r *Router) TakeSession(b SessionBinding) (took bool) {
 		return false
 	}
 	r.sessions.last = max(r.sessions.last, b.Sequence)
-	at, up := r.target(b.Worker)
-	if b.AnyRank {
-		at, _ = r.target(kv.WorkerKey{Worker: b.Worker.Worker})
-		up = at < len(r.targets) && r.targets[at].Key.Worker == b.Worker.Worker
-	}
-	if !up {
+	ranks := r.ranksOf(b.Worker.Worker)
+	at := slices.IndexFunc(ranks, func(t kv.Target) bool { return b.AnyRank || t.Key == b.Worker })
+	if at < 0 {
 		return false
 	}
 	version := sessionVersion{b.Sequence, b.Writer}
 	if known := r.sessions.at(hash, r.settings.SessionTTL, now); known != nil && version.compare(known.version) < 0 {
 		return false
 	}
-	s := r.sessions.put(hash, &r.targets[at], &r.settings.SessionSettings, now)
-	s.version, s.told = version, now
+	s := r.sessions.put(hash, &ranks[at], &r.settings.SessionSettings, now)
+	s.version, s.sent = version, now
 	return true
 }
 

@@ -100,11 +100,7 @@ type findWorkerAnswer struct {
 // findWorker selects a worker for a client that forwards its request itself. For a policy
 // that learns, the request is booked until /feedback reports its result; for others
 // nothing is booked, as for /find_best_worker.
-func (s *Service) findWorker(c *gin.Context) {
-	var query findWorkerQuery
-	if !body(c, &query) {
-		return
-	}
+func (s *Service) findWorker(c *gin.Context, query findWorkerQuery) {
 	switch {
 	case query.Tokens == nil:
 		plainError(c, http.StatusUnprocessableEntity, "bad body: tokens is missing: give the prompt's token ids")
@@ -210,11 +206,7 @@ type feedbackAnswer struct {
 // feedback records the result of a request that /find_worker decided on. An invalid query
 // gets ok false and an error, as in the NeMo Agent Toolkit; the decision still awaits its
 // feedback.
-func (s *Service) feedback(c *gin.Context) {
-	var text json.RawMessage
-	if !body(c, &text) {
-		return
-	}
+func (s *Service) feedback(c *gin.Context, text json.RawMessage) {
 	query, err := readFeedback(text)
 	if err != nil {
 		c.JSON(http.StatusOK, feedbackAnswer{Error: "bad body: " + err.Error()})

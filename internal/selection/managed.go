@@ -19,8 +19,8 @@ func (s *Service) managed(open, guarded gin.IRoutes) {
 	open.GET("/liveness", func(c *gin.Context) { c.String(http.StatusOK, "OK") })
 	open.GET("/readiness", s.readiness)
 	guarded.GET("/list_workers", s.listURLs)
-	guarded.POST("/add_worker", s.addURL)
-	guarded.POST("/remove_worker", s.removeURL)
+	guarded.POST("/add_worker", withURL(s.addURL))
+	guarded.POST("/remove_worker", withURL(s.removeURL))
 }
 
 // readiness reports whether a worker that generates tokens is up and not cordoned.
@@ -28,7 +28,7 @@ func (s *Service) readiness(c *gin.Context) {
 	healthy, answers := map[uint64]bool{}, false
 	for _, t := range s.models.Targets() {
 		healthy[t.Key.Worker] = true
-		answers = answers || t.Role != kv.RolePrefill && !t.Resting
+		answers = answers || t.Role != kv.RolePrefill && !t.Cordoned
 	}
 	if !answers || s.draining.Load() {
 		c.JSON(http.StatusServiceUnavailable, gin.H{"status": "not ready", "reason": "insufficient healthy workers"})
@@ -48,28 +48,26 @@ func (s *Service) listURLs(c *gin.Context) {
 	c.JSON(http.StatusOK, gin.H{"urls": urls})
 }
 
-// namedURL reads the URL of the worker in a request. Not ok: an error response was sent.
-func namedURL(c *gin.Context) (url string, ok bool) {
-	given := c.Query("url")
-	if given == "" {
-		c.String(http.StatusBadRequest, "Worker URL required. Provide 'url' query parameter")
-		return "", false
+// withURL returns a handler of requests that name a worker by its URL.
+func withURL(handle func(c *gin.Context, url string)) gin.HandlerFunc {
+	return func(c *gin.Context) {
+		given := c.Query("url")
+		if given == "" {
+			c.String(http.StatusBadRequest, "Worker URL required. Provide 'url' query parameter")
+			return
+		}
+		url, err := kv.ParseURL(given)
+		if err != nil {
+			c.String(http.StatusBadRequest, "%s", "url: "+err.Error())
+			return
+		}
+		handle(c, url)
 	}
-	url, err := kv.ParseURL(given)
-	if err != nil {
-		c.String(http.StatusBadRequest, "%s", "url: "+err.Error())
-		return "", false
-	}
-	return url, true
 }
 
 // addURL adds the worker at a URL, probes it for everything else and responds once it is
 // ready.
-func (s *Service) addURL(c *gin.Context) {
-	url, ok := namedURL(c)
-	if !ok {
-		return
-	}
+func (s *Service) addURL(c *gin.Context, url string) {
 	key := kv.Secret(c.Query("api_key"))
 	if err := (workerSpec{APIKey: &key}).check(); err != nil {
 		c.String(http.StatusBadRequest, "%s", err.Error())
@@ -100,11 +98,7 @@ func (s *Service) addURL(c *gin.Context) {
 
 // removeURL removes the worker at a URL that a client has added or registered. An unknown
 // one counts as removed.
-func (s *Service) removeURL(c *gin.Context) {
-	url, ok := namedURL(c)
-	if !ok {
-		return
-	}
+func (s *Service) removeURL(c *gin.Context, url string) {
 	s.changing.Lock()
 	defer s.changing.Unlock()
 	id, found := s.fleet.Remove(url)

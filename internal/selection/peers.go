@@ -9,31 +9,27 @@ import (
 	"kvrouter/internal/replica"
 )
 
-// peerEndpoint reads the endpoint in a request. Not ok: an error response was sent.
-func (s *Service) peerEndpoint(c *gin.Context) (endpoint string, ok bool) {
-	var query struct {
-		Endpoint *string `json:"endpoint"`
-	}
-	if !body(c, &query) {
-		return "", false
-	}
-	switch {
-	case query.Endpoint == nil:
-		plainError(c, http.StatusUnprocessableEntity, "bad body: endpoint is missing")
-	case s.mesh == nil:
-		plainError(c, http.StatusConflict, "replica sync is disabled")
-	default:
-		return *query.Endpoint, true
-	}
-	return "", false
+// peerQuery names a peer router.
+type peerQuery struct {
+	Endpoint *string `json:"endpoint"`
+}
+
+// withPeer returns a handler of requests that name the endpoint of a peer router.
+func (s *Service) withPeer(handle func(c *gin.Context, endpoint string)) gin.HandlerFunc {
+	return withBody(func(c *gin.Context, query peerQuery) {
+		switch {
+		case query.Endpoint == nil:
+			plainError(c, http.StatusUnprocessableEntity, "bad body: endpoint is missing")
+		case s.mesh == nil:
+			plainError(c, http.StatusConflict, "replica sync is disabled")
+		default:
+			handle(c, *query.Endpoint)
+		}
+	})
 }
 
 // registerPeer adds a peer router.
-func (s *Service) registerPeer(c *gin.Context) {
-	endpoint, ok := s.peerEndpoint(c)
-	if !ok {
-		return
-	}
+func (s *Service) registerPeer(c *gin.Context, endpoint string) {
 	switch added, err := s.mesh.RegisterPeer(endpoint); {
 	case errors.Is(err, replica.ErrTooManyPeers):
 		plainError(c, http.StatusServiceUnavailable, err.Error())
@@ -47,11 +43,7 @@ func (s *Service) registerPeer(c *gin.Context) {
 }
 
 // deregisterPeer removes a peer router.
-func (s *Service) deregisterPeer(c *gin.Context) {
-	endpoint, ok := s.peerEndpoint(c)
-	if !ok {
-		return
-	}
+func (s *Service) deregisterPeer(c *gin.Context, endpoint string) {
 	switch removed, err := s.mesh.DeregisterPeer(endpoint); {
 	case err != nil:
 		plainError(c, http.StatusBadRequest, err.Error())

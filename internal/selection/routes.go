@@ -1,6 +1,7 @@
 package selection
 
 import (
+	"cmp"
 	"crypto/rand"
 	"errors"
 	"fmt"
@@ -167,33 +168,29 @@ func queryError(c *gin.Context, err error) {
 	plainError(c, status, err.Error())
 }
 
-// selecting reads a request for a worker. Not ok: an error response was sent.
-func (s *Service) selecting(c *gin.Context) (query selectQuery, request router.Request, ok bool) {
-	if !body(c, &query) {
-		return query, request, false
-	}
-	request, err := query.request()
-	if err != nil {
-		queryError(c, err)
-		return query, request, false
-	}
-	return query, s.within(request, query.partition()), true
+// withSelection returns a handler of requests for a worker. id is that of the selection;
+// empty: it has none.
+func (s *Service) withSelection(handle func(c *gin.Context, of events.Partition, id string, request router.Request)) gin.HandlerFunc {
+	return withBody(func(c *gin.Context, query selectQuery) {
+		request, err := query.request()
+		if err != nil {
+			queryError(c, err)
+			return
+		}
+		of := query.partition()
+		handle(c, of, query.SelectionID, s.within(request, of))
+	})
 }
 
 // selectWorker selects a worker and reserves nothing. A selection with an id can be
 // reserved later without repeating the prompt.
-func (s *Service) selectWorker(c *gin.Context) {
-	query, request, ok := s.selecting(c)
-	if !ok {
-		return
-	}
-	if len(query.SelectionID) > maxReservationID {
+func (s *Service) selectWorker(c *gin.Context, of events.Partition, id string, request router.Request) {
+	if len(id) > maxReservationID {
 		plainError(c, http.StatusBadRequest, errLongID.Error())
 		return
 	}
-	of := query.partition()
 	request.QueryOnly = true
-	if query.SelectionID != "" && request.Tokens != nil { // hashed once for both calls, and smaller than tokens
+	if id != "" && request.Tokens != nil { // hashed once for both calls, and smaller than tokens
 		request.Local = request.Hashes(nil, s.router(of).BlockSize())
 		request.NumTokens, request.Tokens, request.Media = len(request.Tokens), nil, nil
 	}
@@ -202,23 +199,17 @@ func (s *Service) selectWorker(c *gin.Context) {
 		s.routingError(c, of, err)
 		return
 	}
-	if query.SelectionID != "" {
+	if id != "" {
 		request.QueryOnly, request.Pinned, request.Allowed = false, nil, nil
 		cached := decision.MatchedBlocks * s.router(of).BlockSize()
 		request.Cached = &cached
-		s.pending.put(pendingSelection{key: pendingKey{of, query.SelectionID}, request: request, worker: decision.Target.Key})
+		s.pending.put(pendingSelection{key: pendingKey{of, id}, request: request, worker: decision.Target.Key})
 	}
-	c.JSON(http.StatusOK, s.selectAnswer(of, query.SelectionID, request, decision))
+	c.JSON(http.StatusOK, s.selectAnswer(of, id, request, decision))
 }
 
 // selectAndReserve selects a worker and books the request on it in one step.
-func (s *Service) selectAndReserve(c *gin.Context) {
-	query, request, ok := s.selecting(c)
-	if !ok {
-		return
-	}
-	of := query.partition()
-	id := query.SelectionID
+func (s *Service) selectAndReserve(c *gin.Context, of events.Partition, id string, request router.Request) {
 	if id == "" {
 		id = rand.Text()
 	}
@@ -312,11 +303,7 @@ func (q reserveQuery) request() (router.Request, error) {
 }
 
 // reserve books a request without a selection.
-func (s *Service) reserve(c *gin.Context) {
-	var query reserveQuery
-	if !body(c, &query) {
-		return
-	}
+func (s *Service) reserve(c *gin.Context, query reserveQuery) {
 	if query.SelectionID == "" {
 		plainError(c, http.StatusUnprocessableEntity, "bad body: selection_id is missing")
 		return
@@ -396,13 +383,12 @@ func (s *Service) prefillComplete(c *gin.Context) {
 	}
 }
 
-func (s *Service) outputBlock(c *gin.Context) {
-	var query struct {
-		DecayFraction *float64 `json:"decay_fraction"`
-	}
-	if !body(c, &query) {
-		return
-	}
+// outputQuery is a block of an answer.
+type outputQuery struct {
+	DecayFraction *float64 `json:"decay_fraction"`
+}
+
+func (s *Service) outputBlock(c *gin.Context, query outputQuery) {
 	if f := query.DecayFraction; f != nil && !(*f >= 0 && *f <= 1) {
 		plainError(c, http.StatusBadRequest, "decay_fraction must be between 0.0 and 1.0")
 		return
@@ -463,14 +449,10 @@ func (s *Service) loads(c *gin.Context) {
 }
 
 // potentialLoads returns the load that every worker would have with a prompt.
-func (s *Service) potentialLoads(c *gin.Context) {
-	query, request, ok := s.selecting(c)
-	if !ok {
-		return
-	}
-	loads := s.potential(query.partition(), request)
-	if len(loads) == 0 && !s.schedulable(query.partition()) {
-		plainError(c, http.StatusServiceUnavailable, noSchedulable(query.partition()))
+func (s *Service) potentialLoads(c *gin.Context, of events.Partition, _ string, request router.Request) {
+	loads := s.potential(of, request)
+	if len(loads) == 0 && !s.schedulable(of) {
+		plainError(c, http.StatusServiceUnavailable, noSchedulable(of))
 		return
 	}
 	c.JSON(http.StatusOK, loads)
@@ -495,15 +477,8 @@ type routeQuery struct {
 // route serves KvRouter's contract: new selects and books a worker, mark_prefill and
 // mark_free report the progress of the request. Its id is request_id, else the header
 // X-Request-Id, else a random one for a new request.
-func (s *Service) route(c *gin.Context) {
-	var query routeQuery
-	if !body(c, &query) {
-		return
-	}
-	id := query.RequestID
-	if id == "" {
-		id = c.GetHeader("X-Request-Id")
-	}
+func (s *Service) route(c *gin.Context, query routeQuery) {
+	id := cmp.Or(query.RequestID, c.GetHeader("X-Request-Id"))
 	switch query.Method {
 	case "new", "potential_loads":
 		query.TokenIDs = query.Tokens

@@ -97,27 +97,27 @@ func (s *Service) Handler() http.Handler {
 	guarded := engine.Group("/", Guards(s.settings.Host, s.settings.APIKey, "missing or unknown API key", plainError)...)
 	guarded.GET("/ready", s.ready)
 	guarded.GET("/workers", s.listWorkers)
-	guarded.POST("/workers", s.addWorker)
+	guarded.POST("/workers", withBody(s.addWorker))
 	guarded.PATCH("/workers/:id", s.patchWorker)
 	guarded.DELETE("/workers/:id", s.deleteWorker)
-	guarded.POST("/find_best_worker", s.findBestWorker)
-	guarded.POST("/find_worker", s.findWorker)
-	guarded.POST("/feedback", s.feedback)
-	guarded.POST("/overlap_scores", s.overlapScores)
-	guarded.POST("/select", s.selectWorker)
-	guarded.POST("/select_and_reserve", s.selectAndReserve)
-	guarded.POST("/reservations", s.reserve)
+	guarded.POST("/find_best_worker", s.withPrompt(s.findBestWorker))
+	guarded.POST("/find_worker", withBody(s.findWorker))
+	guarded.POST("/feedback", withBody(s.feedback))
+	guarded.POST("/overlap_scores", s.withPrompt(s.overlapScores))
+	guarded.POST("/select", s.withSelection(s.selectWorker))
+	guarded.POST("/select_and_reserve", s.withSelection(s.selectAndReserve))
+	guarded.POST("/reservations", withBody(s.reserve))
 	guarded.POST("/reservations/:id/prefill_complete", s.prefillComplete)
-	guarded.POST("/reservations/:id/output_block", s.outputBlock)
+	guarded.POST("/reservations/:id/output_block", withBody(s.outputBlock))
 	guarded.DELETE("/reservations/:id", s.free)
 	guarded.GET("/decisions", s.explainDecisions)
 	guarded.GET("/loads", s.loads)
-	guarded.POST("/potential_loads", s.potentialLoads)
-	guarded.POST("/route", s.route)
+	guarded.POST("/potential_loads", s.withSelection(s.potentialLoads))
+	guarded.POST("/route", withBody(s.route))
 	guarded.GET("/dump", s.dump)
 	guarded.GET("/events", s.events)
-	guarded.POST("/replica_sync/register_peer", s.registerPeer)
-	guarded.POST("/replica_sync/deregister_peer", s.deregisterPeer)
+	guarded.POST("/replica_sync/register_peer", s.withPeer(s.registerPeer))
+	guarded.POST("/replica_sync/deregister_peer", s.withPeer(s.deregisterPeer))
 	guarded.GET("/replica_sync/peers", s.listPeers)
 	s.managed(engine, guarded)
 	return engine
@@ -182,6 +182,16 @@ func body(c *gin.Context, query any) (ok bool) {
 		plainError(c, http.StatusBadRequest, "bad body: "+err.Error())
 	}
 	return false
+}
+
+// withBody returns a handler of requests with a JSON body.
+func withBody[Query any](handle func(*gin.Context, Query)) gin.HandlerFunc {
+	return func(c *gin.Context) {
+		var query Query
+		if body(c, &query) {
+			handle(c, query)
+		}
+	}
 }
 
 // fieldError names the field of a wrong type if that is the cause of err.
@@ -300,7 +310,7 @@ func (s *Service) within(request router.Request, of events.Partition) router.Req
 // schedulable reports whether the partition has a worker that is up and not cordoned.
 func (s *Service) schedulable(of events.Partition) bool {
 	return s.router(of).Has(func(t *kv.Target) bool {
-		return !t.Resting && t.Serves(of.Model) && s.partitions.group(t.Key.Worker) == of.Group
+		return !t.Cordoned && t.Serves(of.Model) && s.partitions.group(t.Key.Worker) == of.Group
 	})
 }
 
@@ -314,18 +324,16 @@ func (s *Service) targets(of events.Partition) (targets []kv.Target) {
 	return targets
 }
 
-// prompt reads the prompt of a request, for any partition. Not ok: an error response was
-// sent.
-func (s *Service) prompt(c *gin.Context) (query promptQuery, request router.Request, ok bool) {
-	if !body(c, &query) {
-		return query, router.Request{}, false
-	}
-	request, err := query.request()
-	if err != nil {
-		plainError(c, http.StatusBadRequest, err.Error())
-		return query, router.Request{}, false
-	}
-	return query, request, true
+// withPrompt returns a handler of requests with a prompt, for any partition.
+func (s *Service) withPrompt(handle func(c *gin.Context, of events.Partition, request router.Request)) gin.HandlerFunc {
+	return withBody(func(c *gin.Context, query promptQuery) {
+		request, err := query.request()
+		if err != nil {
+			plainError(c, http.StatusBadRequest, err.Error())
+			return
+		}
+		handle(c, query.partition(), request)
+	})
 }
 
 // ready reports whether any worker can be routed to.
@@ -347,27 +355,18 @@ func (s *Service) ready(c *gin.Context) {
 // findBestWorker selects a worker for a client that forwards its request itself. Such a
 // client does not report the end of the request, so nothing is reserved; the worker's
 // queue counts as one request longer until it publishes its load.
-func (s *Service) findBestWorker(c *gin.Context) {
-	query, request, ok := s.prompt(c)
-	if !ok {
-		return
-	}
+func (s *Service) findBestWorker(c *gin.Context, of events.Partition, request router.Request) {
 	request.ChooseOnly = true
-	decision, err := s.router(query.partition()).Route(c.Request.Context(), s.within(request, query.partition()))
+	decision, err := s.router(of).Route(c.Request.Context(), s.within(request, of))
 	if err != nil {
-		s.routingError(c, query.partition(), err)
+		s.routingError(c, of, err)
 		return
 	}
 	c.JSON(http.StatusOK, gin.H{"worker_id": decision.Target.Key.Worker, "dp_rank": decision.Target.Key.Rank, "overlap_tokens": decision.OverlapTokens})
 }
 
 // overlapScores returns the cached blocks of a prompt on each worker, without a selection.
-func (s *Service) overlapScores(c *gin.Context) {
-	query, request, ok := s.prompt(c)
-	if !ok {
-		return
-	}
-	of := query.partition()
+func (s *Service) overlapScores(c *gin.Context, of events.Partition, request router.Request) {
 	targets := s.targets(of)
 	if len(targets) == 0 {
 		plainError(c, http.StatusServiceUnavailable, noSchedulable(of))
@@ -395,14 +394,12 @@ func (s *Service) dump(c *gin.Context) {
 
 // writeDump responds with the output of write, at most maxDumps at a time.
 func (s *Service) writeDump(c *gin.Context, write func(to io.Writer) error) {
-	wait := time.NewTimer(dumpWait)
-	defer wait.Stop()
 	select {
 	case s.dumps <- struct{}{}:
 		defer func() { <-s.dumps }()
 	case <-c.Request.Context().Done():
 		return
-	case <-wait.C:
+	case <-time.After(dumpWait):
 		c.Header("Retry-After", "1")
 		plainError(c, http.StatusServiceUnavailable, fmt.Sprintf("%d dumps are being written: try again in a moment", maxDumps))
 		return

@@ -328,7 +328,7 @@ func (r WorkerRecord) partition() events.Partition {
 func (s *Service) records(want func(WorkerRecord) bool) []WorkerRecord {
 	up := map[uint64]bool{}
 	for _, t := range s.models.Targets() {
-		up[t.Key.Worker] = !t.Resting
+		up[t.Key.Worker] = !t.Cordoned
 	}
 	waiting := s.partitions.list() // below without those that the fleet knows
 	outliers, _ := s.models.Outliers()
@@ -393,8 +393,8 @@ func (s *Service) record(w workers.Status, spec workerSpec, up bool) WorkerRecor
 		r.Lifecycle = LifecycleUnschedulable
 		r.Reasons = []string{w.State}
 		switch {
-		case w.Held != "":
-			r.Reasons = []string{string(w.Held)}
+		case w.Cordon != "":
+			r.Reasons = []string{string(w.Cordon)}
 		case w.State == workers.StateReady:
 			r.Reasons = []string{"cordoned"}
 		}
@@ -436,15 +436,14 @@ func (s *Service) listWorkers(c *gin.Context) {
 	c.JSON(http.StatusOK, s.records(func(r WorkerRecord) bool { return inQuery(c, r.partition()) }))
 }
 
+// addQuery is a worker to register.
+type addQuery struct {
+	ID *uint64 `json:"worker_id"`
+	workerSpec
+}
+
 // addWorker registers a worker, or replaces its registration.
-func (s *Service) addWorker(c *gin.Context) {
-	var query struct {
-		ID *uint64 `json:"worker_id"`
-		workerSpec
-	}
-	if !body(c, &query) {
-		return
-	}
+func (s *Service) addWorker(c *gin.Context, query addQuery) {
 	if query.ID == nil {
 		plainError(c, http.StatusUnprocessableEntity, "bad body: worker_id is missing")
 		return

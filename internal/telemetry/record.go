@@ -2,7 +2,6 @@ package telemetry
 
 import (
 	"encoding/json"
-	"errors"
 	"fmt"
 	"log/slog"
 	"math"
@@ -109,9 +108,6 @@ func NewLostLines(files ...interface{ Lost() uint64 }) prometheus.Collector {
 // recordStart is the start of each line of a record.
 const recordStart = `{"timestamp":`
 
-// errEpochFound ends the reading of a record.
-var errEpochFound = errors.New("found")
-
 // readEpoch returns the start of a record, computed from its first complete line; zero:
 // it has none, or the file does not exist. It changes nothing.
 func readEpoch(file string) (epoch time.Time, err error) {
@@ -129,15 +125,12 @@ func readEpoch(file string) (epoch time.Time, err error) {
 		switch err := json.Unmarshal(text, &line); {
 		case err == nil && !line.Arrived.IsZero():
 			epoch = line.Arrived.Add(-time.Duration(math.Round(line.Timestamp * float64(time.Millisecond))))
-			return errEpochFound
+			return jsonlines.ErrStop
 		case err != nil && jsonlines.Begins(text, recordStart): // torn, by itself or with the next one glued to it
 			return nil
 		}
 		return fmt.Errorf("--record %s: the file is not a record of requests; choose another name", file)
 	})
-	if errors.Is(err, errEpochFound) {
-		err = nil
-	}
 	return epoch, err
 }
 

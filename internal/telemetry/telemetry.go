@@ -17,6 +17,7 @@ import (
 	"kvrouter/internal/kv"
 	"kvrouter/internal/proxy"
 	"kvrouter/internal/router"
+	"kvrouter/internal/thompson"
 )
 
 // Metrics keeps the metrics of requests and serves the metrics page, which also shows
@@ -96,8 +97,9 @@ func New(deps Deps) *Metrics {
 	t.eventLag = histogram("kv_event_lag_seconds", "Time from the engine's timestamp of a KV event batch to its arrival at the router.", secondsBuckets, "worker_id")
 	t.dynamo = newDynamoMetrics(register)
 	t.disagg = newDisaggMetrics(register)
-	if deps.Thompson != nil {
-		t.watchThompson(deps.Thompson, deps.Fleet)
+	if deps.Thompson != nil && thompson.With(deps.Thompson.WithPolicy, func(*thompson.Policy) {}) {
+		t.thompson = newThompsonMetrics(register)
+		t.Register(thompsonCollector(deps.Thompson, deps.Fleet))
 	}
 	t.Register(collectors.NewGoCollector(), collectors.NewProcessCollector(collectors.ProcessCollectorOpts{}))
 	return t
@@ -126,10 +128,14 @@ func (t *Metrics) see(worker string) {
 // perWorker lists the metrics with the label worker_id: their series stay until they
 // are deleted.
 func (t *Metrics) perWorker() []*prometheus.MetricVec {
-	return []*prometheus.MetricVec{
+	list := []*prometheus.MetricVec{
 		t.requests.MetricVec, t.firstToken.MetricVec, t.interToken.MetricVec, t.promptTokens.MetricVec, t.outputTokens.MetricVec,
 		t.predicted.MetricVec, t.cached.MetricVec, t.compared.MetricVec, t.retries.MetricVec, t.eventLag.MetricVec,
 	}
+	if t.thompson != nil {
+		list = append(list, t.thompson.routed.MetricVec)
+	}
+	return list
 }
 
 // forgetGone deletes the series of removed workers. A request that was still in flight
@@ -189,7 +195,9 @@ func (t *Metrics) Decided(x *proxy.Exchange, pair *router.Pair) {
 	t.decision.WithLabelValues("schedule").Observe(d.ScheduleTime.Seconds())
 	t.decision.WithLabelValues("total").Observe((tokens + d.HashTime + d.LookupTime + d.ScheduleTime).Seconds())
 	t.dynamo.decided(d)
-	t.thompson.routedTo(d.Target.Key)
+	worker := t.names.Label(d.Target.Key.Worker)
+	t.see(worker)
+	t.thompson.routedTo(worker)
 }
 
 // EngineFailed implements proxy.Observer.

@@ -1,86 +1,41 @@
 package telemetry
 
 import (
-	"strconv"
-	"sync"
 	"time"
 
 	"github.com/prometheus/client_golang/prometheus"
+	"github.com/prometheus/client_golang/prometheus/promauto"
 
-	"kvrouter/internal/kv"
+	"kvrouter/internal/metrics"
 	"kvrouter/internal/proxy"
 	"kvrouter/internal/router"
 	"kvrouter/internal/thompson"
 )
 
-// thompsonMetrics are the metrics of policy thompson under the names of the NeMo
-// Agent Toolkit: thompson_processor_ for its processor, which forwards requests,
-// and thompson_router_ for its router, which decides. Metrics of workers have one
-// series for each worker rank. On a nil receiver the methods do nothing.
+// thompsonMetrics are the metrics of policy thompson that count requests, under the names
+// of the processor of the NeMo Agent Toolkit, which forwards them. On a nil receiver the
+// methods do nothing.
 type thompsonMetrics struct {
-	router *router.Router
-	fleet  func() []uint64
-
 	requests, tokensIn, tokensOut, routerErrors, engineErrors prometheus.Counter
 	latency                                                   prometheus.Histogram
 	active                                                    prometheus.Gauge
 	routed                                                    *prometheus.CounterVec
-
-	decisions, overlap, reward, alpha, beta     *prometheus.Desc
-	feedback, reuse, tokens                     *prometheus.Desc
-	pending, series, timeouts, stayed, switched *prometheus.Desc
-
-	mu   sync.Mutex      // guards seen
-	seen map[string]bool // workers that routed has series of
 }
 
-// watchThompson adds these metrics if thompson is the router's policy. The series of
-// removed workers are deleted at each scrape.
-func (t *Metrics) watchThompson(router *router.Router, fleet func() []uint64) {
-	processor := func(name, help string) prometheus.CounterOpts {
-		return prometheus.CounterOpts{Name: "thompson_processor_" + name, Help: help}
+// newThompsonMetrics registers the metrics.
+func newThompsonMetrics(register promauto.Factory) *thompsonMetrics {
+	counter := func(name, help string) prometheus.Counter {
+		return register.NewCounter(prometheus.CounterOpts{Name: "thompson_processor_" + name, Help: help})
 	}
-	perRank := []string{"worker_id", "dp_rank"}
-	desc := func(name, help string, labels ...string) *prometheus.Desc {
-		return prometheus.NewDesc("thompson_router_"+name, help, labels, nil)
-	}
-	m := &thompsonMetrics{
-		router: router, fleet: fleet, seen: map[string]bool{},
-
-		requests:     prometheus.NewCounter(processor("requests_total", "Requests with a prompt that were forwarded.")),
-		tokensIn:     prometheus.NewCounter(processor("tokens_in_total", "Prompt tokens of forwarded requests.")),
-		tokensOut:    prometheus.NewCounter(processor("tokens_out_total", "Output tokens of forwarded requests, as reported in the workers' usage.")),
-		routerErrors: prometheus.NewCounter(processor("router_errors_total", "Requests rejected because no worker could serve them.")),
-		engineErrors: prometheus.NewCounter(processor("engine_errors_total", "Requests that failed on a worker, including those served by a retry.")),
-		routed:       prometheus.NewCounterVec(processor("routing_decisions_total", "Requests sent to the worker."), []string{"worker_id"}),
-		latency:      prometheus.NewHistogram(prometheus.HistogramOpts{Name: "thompson_processor_request_latency_seconds", Help: "Time from the arrival of a request to the end of its response."}),
-		active:       prometheus.NewGauge(prometheus.GaugeOpts{Name: "thompson_processor_active_requests", Help: "In-flight requests."}),
-
-		feedback: desc("feedback_latency_seconds", "Latencies reported to the policy as feedback.", perRank...),
-		reuse:    desc("reuse_budget", "Remaining requests of the series at each decision."),
-		tokens:   desc("tokens_per_request", "Prompt tokens of each decision."),
-
-		decisions: desc("decisions_total", "Decisions for the worker.", perRank...),
-		overlap:   desc("kv_overlap", "Cached share of the prompt at the last decision for the worker, 0 to 1.", perRank...),
-		reward:    desc("reward", "The worker's last reward, 0 to 1; 0.5 equals the baseline latency.", perRank...),
-		alpha:     desc("beta_alpha", "Alpha of the worker's Beta distribution of rewards.", perRank...),
-		beta:      desc("beta_beta", "Beta of the worker's Beta distribution of rewards.", perRank...),
-		pending:   desc("pending_decisions", "Decisions that await feedback."),
-		series:    desc("prefix_state_size", "Series of requests with remaining requests."),
-		timeouts:  desc("timeout_penalties_total", "Decisions counted as failed because their feedback timed out."),
-		stayed:    desc("sticky_decisions_total", "Decisions for the worker that had served the series before."),
-		switched:  desc("switch_decisions_total", "Decisions for another worker than the one that had served the series before."),
-	}
-	if !thompson.With(router.WithPolicy, func(*thompson.Policy) {}) {
-		return
-	}
-	t.thompson = m
-	t.registry.MustRegister(m)
-}
-
-func (m *thompsonMetrics) counters() []prometheus.Collector {
-	return []prometheus.Collector{
-		m.requests, m.tokensIn, m.tokensOut, m.routerErrors, m.engineErrors, m.routed, m.latency, m.active,
+	return &thompsonMetrics{
+		requests:     counter("requests_total", "Requests with a prompt that were forwarded."),
+		tokensIn:     counter("tokens_in_total", "Prompt tokens of forwarded requests."),
+		tokensOut:    counter("tokens_out_total", "Output tokens of forwarded requests, as reported in the workers' usage."),
+		routerErrors: counter("router_errors_total", "Requests rejected because no worker could take them."),
+		engineErrors: counter("engine_errors_total", "Requests that a worker failed, including those that a retry served."),
+		routed:       register.NewCounterVec(prometheus.CounterOpts{Name: "thompson_processor_routing_decisions_total", Help: "Requests sent to the worker."}, []string{"worker_id"}),
+		latency:      register.NewHistogram(prometheus.HistogramOpts{Name: "thompson_processor_request_latency_seconds", Help: "Time from the arrival of a request to the end of its response."}),
+		active:       register.NewGauge(prometheus.GaugeOpts{Name: "thompson_processor_active_requests", Help: "In-flight requests."}),
 	}
 }
 
@@ -106,10 +61,9 @@ func (m *thompsonMetrics) ended(x *proxy.Exchange, now time.Time) {
 	m.tokensOut.Add(float64(x.Usage.OutputTokens))
 }
 
-func (m *thompsonMetrics) routedTo(w kv.WorkerKey) {
+func (m *thompsonMetrics) routedTo(worker string) {
 	if m != nil {
-		m.see(w.Worker)
-		m.routed.WithLabelValues(m.router.Names().Label(w.Worker)).Inc()
+		m.routed.WithLabelValues(worker).Inc()
 	}
 }
 
@@ -125,79 +79,63 @@ func (m *thompsonMetrics) engineFailed() {
 	}
 }
 
-func (m *thompsonMetrics) see(worker uint64) {
-	m.mu.Lock()
-	defer m.mu.Unlock()
-	m.seen[m.router.Names().Label(worker)] = true
-}
-
-func rankLabels(names *kv.Names, w kv.WorkerKey) []string {
-	return []string{names.Label(w.Worker), strconv.FormatUint(uint64(w.Rank), 10)}
-}
-
-// forgetBut deletes the series of workers that are not in the fleet.
-func (m *thompsonMetrics) forgetBut(fleet map[string]bool) {
-	m.mu.Lock()
-	defer m.mu.Unlock()
-	for worker := range m.seen {
-		if !fleet[worker] {
-			m.routed.DeletePartialMatch(prometheus.Labels{"worker_id": worker})
-			delete(m.seen, worker)
+// thompsonCollector returns the metrics of what the policy knows, under the names of the
+// router of the NeMo Agent Toolkit, which decides. Those of workers have one series for
+// each worker rank of the fleet.
+func thompsonCollector(of *router.Router, fleet func() []uint64) prometheus.Collector {
+	var set metrics.Set
+	const prefix = "thompson_router_"
+	perRank := []struct {
+		metrics.Metric
+		value func(w *thompson.WorkerStats) float64
+	}{
+		{set.Counter(prefix+"decisions_total", "Decisions for the worker.", "worker_id", "dp_rank"), func(w *thompson.WorkerStats) float64 { return float64(w.Decisions) }},
+		{set.Gauge(prefix+"kv_overlap", "Cached share of the prompt at the last decision for the worker, 0 to 1.", "worker_id", "dp_rank"), func(w *thompson.WorkerStats) float64 { return w.Overlap }},
+		{set.Gauge(prefix+"reward", "The worker's last reward, 0 to 1; 0.5 equals the baseline latency.", "worker_id", "dp_rank"), func(w *thompson.WorkerStats) float64 { return w.Reward }},
+		{set.Gauge(prefix+"beta_alpha", "Alpha of the worker's Beta distribution of rewards.", "worker_id", "dp_rank"), func(w *thompson.WorkerStats) float64 { return w.Alpha }},
+		{set.Gauge(prefix+"beta_beta", "Beta of the worker's Beta distribution of rewards.", "worker_id", "dp_rank"), func(w *thompson.WorkerStats) float64 { return w.Beta }},
+	}
+	feedback := set.Describe(prefix+"feedback_latency_seconds", "Latencies reported to the policy as feedback.", "worker_id", "dp_rank")
+	reuse := set.Describe(prefix+"reuse_budget", "Remaining requests of the series at each decision.")
+	tokens := set.Describe(prefix+"tokens_per_request", "Prompt tokens of each decision.")
+	pending := set.Gauge(prefix+"pending_decisions", "Decisions that await feedback.")
+	series := set.Gauge(prefix+"prefix_state_size", "Series of requests with remaining requests.")
+	timeouts := set.Counter(prefix+"timeout_penalties_total", "Decisions counted as failed because their feedback timed out.")
+	stayed := set.Counter(prefix+"sticky_decisions_total", "Decisions for the worker that had served the series before.")
+	switched := set.Counter(prefix+"switch_decisions_total", "Decisions for another worker than the one that had served the series before.")
+	return set.Collector(func(out metrics.Out) {
+		there := map[uint64]bool{}
+		for _, id := range fleet() {
+			there[id] = true
 		}
-	}
-}
-
-// Describe implements prometheus.Collector.
-func (m *thompsonMetrics) Describe(out chan<- *prometheus.Desc) {
-	for _, c := range m.counters() {
-		c.Describe(out)
-	}
-	for _, d := range []*prometheus.Desc{m.decisions, m.overlap, m.reward, m.alpha, m.beta, m.feedback, m.reuse, m.tokens, m.pending, m.series, m.timeouts, m.stayed, m.switched} {
-		out <- d
-	}
-}
-
-// Collect implements prometheus.Collector.
-func (m *thompsonMetrics) Collect(out chan<- prometheus.Metric) {
-	fleet, names := map[string]bool{}, m.router.Names().Now()
-	for _, id := range m.fleet() {
-		fleet[names.Label(id)] = true
-	}
-	m.forgetBut(fleet)
-	for _, c := range m.counters() {
-		c.Collect(out)
-	}
-	var stats thompson.Stats
-	thompson.With(m.router.WithPolicy, func(p *thompson.Policy) { stats = p.Stats() })
-	show := func(d *prometheus.Desc, kind prometheus.ValueType, value float64, labels ...string) {
-		out <- prometheus.MustNewConstMetric(d, kind, value, labels...)
-	}
-	histogram := func(d *prometheus.Desc, h thompson.Histogram, labels ...string) {
-		buckets := map[float64]uint64{}
-		for i, bound := range h.Bounds {
-			buckets[bound] = h.Counts[i]
+		var stats thompson.Stats
+		thompson.With(of.WithPolicy, func(p *thompson.Policy) { stats = p.Stats() })
+		histogram := func(d *prometheus.Desc, h thompson.Histogram, labels ...string) {
+			buckets := map[float64]uint64{}
+			for i, bound := range h.Bounds {
+				buckets[bound] = h.Counts[i]
+			}
+			out <- prometheus.MustNewConstHistogram(d, h.Count, h.Sum, buckets, labels...)
 		}
-		out <- prometheus.MustNewConstHistogram(d, h.Count, h.Sum, buckets, labels...)
-	}
-	for _, w := range stats.Workers {
-		labels := rankLabels(names, w.Worker)
-		if !fleet[labels[0]] {
-			continue
+		names := of.Names().Now()
+		for _, w := range stats.Workers {
+			if !there[w.Worker.Worker] {
+				continue
+			}
+			labels := names.RankLabels(w.Worker)
+			for _, metric := range perRank {
+				out.Show(metric.Metric, metric.value(&w), labels...)
+			}
+			if w.Latency.Count > 0 {
+				histogram(feedback, w.Latency, labels...)
+			}
 		}
-		show(m.decisions, prometheus.CounterValue, float64(w.Decisions), labels...)
-		show(m.overlap, prometheus.GaugeValue, w.Overlap, labels...)
-		show(m.reward, prometheus.GaugeValue, w.Reward, labels...)
-		show(m.alpha, prometheus.GaugeValue, w.Alpha, labels...)
-		show(m.beta, prometheus.GaugeValue, w.Beta, labels...)
-		if w.Latency.Count > 0 {
-			histogram(m.feedback, w.Latency, labels...)
-		}
-	}
-	histogram(m.reuse, stats.Reuse)
-	histogram(m.tokens, stats.Tokens)
-	show(m.pending, prometheus.GaugeValue, float64(stats.Pending))
-	show(m.series, prometheus.GaugeValue, float64(stats.Series))
-	show(m.timeouts, prometheus.CounterValue, float64(stats.Timeouts))
-	show(m.stayed, prometheus.CounterValue, float64(stats.Stayed))
-	show(m.switched, prometheus.CounterValue, float64(stats.Switched))
+		histogram(reuse, stats.Reuse)
+		histogram(tokens, stats.Tokens)
+		out.Show(pending, float64(stats.Pending))
+		out.Show(series, float64(stats.Series))
+		out.Show(timeouts, float64(stats.Timeouts))
+		out.Show(stayed, float64(stats.Stayed))
+		out.Show(switched, float64(stats.Switched))
+	})
 }

@@ -66,7 +66,7 @@ func NewFakePublisher(t *testing.T) *FakePublisher {
 func (p *FakePublisher) serve(conn *zmq.Conn, kind zmq4.SocketType) {
 	p.Locked(func() { p.conns = append(p.conns, conn) })
 	for {
-		msg, err := conn.RecvMsg()
+		msg, err := conn.Conn.RecvMsg()
 		if err != nil {
 			return
 		}
@@ -138,7 +138,7 @@ func (p *FakePublisher) Drop() {
 	p.Mu.Lock()
 	defer p.Mu.Unlock()
 	for _, c := range p.conns {
-		c.Break()
+		_ = c.Raw.Close()
 	}
 	p.conns, p.Subs = nil, nil
 }

@@ -48,22 +48,3 @@ func Chain(local []uint64) []kv.StoredBlock {
 	}
 	return blocks
 }
-
-// DumpEntry is one block of an index dump.
-type DumpEntry struct {
-	Worker    kv.WorkerKey
-	Parent    uint64
-	HasParent bool
-	Block     kv.StoredBlock
-}
-
-// Dumped returns the entries of an index dump.
-func Dumped(index interface {
-	Dump(yield func(worker kv.WorkerKey, parent uint64, hasParent bool, block kv.StoredBlock) bool)
-}) (all []DumpEntry) {
-	index.Dump(func(worker kv.WorkerKey, parent uint64, hasParent bool, block kv.StoredBlock) bool {
-		all = append(all, DumpEntry{worker, parent, hasParent, block})
-		return true
-	})
-	return all
-}

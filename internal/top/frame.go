@@ -97,12 +97,6 @@ func (f frame) sorted() []page.Worker {
 	return workers
 }
 
-// text is the frame as draw draws it.
-func (f frame) text() string {
-	text, _ := f.draw()
-	return text
-}
-
 // draw draws the frame, with that many rows of workers. Each line ends with a newline
 // in plain frames; others have exactly the terminal's height, and no line is wider
 // than it.

@@ -146,7 +146,7 @@ func TestEverySizeIsFilled(t *testing.T) {
 
 func TestWorkersAreSorted(t *testing.T) {
 	for keys, want := range map[string]string{"": "0 1 2 10", "w": "10 2 1 0", "s": "1 0 2 10", "f": "0 2 1 10", "ff": "1 10 2 0", "k": "0 2 1 10", "b": "2 0 1 10", "h": "0 2 1 10", "l": "0 2 1 10", "fw": "0 1 2 10", "x": "0 1 2 10"} {
-		m := &model{state: fleet()}
+		m := &model{frame: frame{state: fleet()}}
 		for _, key := range keys {
 			m.press(string(key))
 		}
@@ -162,7 +162,7 @@ func TestWorkersAreSorted(t *testing.T) {
 
 func TestKeysScrollWithinTheFleet(t *testing.T) {
 	// In 20 rows 8 workers are seen, beside the requests.
-	m := &model{state: fleet(), width: 80, height: 20}
+	m := &model{frame: frame{state: fleet(), width: 80, height: 20, zone: time.UTC}}
 	for i := range 16 {
 		m.state.Workers = append(m.state.Workers, page.Worker{Worker: uint64(100 + i), State: page.StateReady})
 	}
@@ -255,4 +255,10 @@ func TestProgramShowsTheStreamUntilItIsQuit(t *testing.T) {
 		stop()
 		keys.Close()
 	}
+}
+
+// text is the frame as draw draws it.
+func (f frame) text() string {
+	text, _ := f.draw()
+	return text
 }

@@ -2,23 +2,14 @@ package top
 
 import (
 	"fmt"
-	"time"
 
 	tea "charm.land/bubbletea/v2"
-
-	"kvrouter/internal/page"
 )
 
 // model is the state that the terminal shows and keys change.
 type model struct {
-	url           string // of the stream
-	width, height int
-	state         *page.State
-	problem       string
-	sort          int
-	reverse       bool
-	skip          int
-	rows          int // of workers that were drawn last
+	frame
+	rows int // of workers that were drawn last
 }
 
 // Init implements tea.Model.
@@ -80,12 +71,9 @@ func (m *model) press(key string) tea.Cmd {
 func (m *model) View() tea.View {
 	view := tea.NewView("")
 	if m.height > 0 { // it is known
-		text, rows := frame{
-			width: m.width, height: m.height, url: m.url, state: m.state, problem: m.problem,
-			sort: m.sort, reverse: m.reverse, skip: m.skip, zone: time.Local,
-		}.draw()
+		var text string
+		text, m.rows = m.draw()
 		view.SetContent(text)
-		m.rows = rows
 	}
 	view.AltScreen = true
 	return view

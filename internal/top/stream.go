@@ -61,12 +61,10 @@ func (s *source) follow(ctx context.Context, tell func(update)) {
 			return
 		}
 		tell(update{problem: err, again: pause})
-		timer := time.NewTimer(pause)
 		select {
 		case <-ctx.Done():
-			timer.Stop()
 			return
-		case <-timer.C:
+		case <-time.After(pause):
 		}
 		pause = min(2*pause, maxPause)
 	}

@@ -95,7 +95,7 @@ func toneOf(state string) style {
 		return green
 	case page.StateStarting:
 		return cyan
-	case page.StateResting, page.StateDraining, page.StateNotReady:
+	case page.StateCordoned, page.StateDraining, page.StateNotReady:
 		return yellow
 	}
 	return red

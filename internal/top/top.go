@@ -84,7 +84,8 @@ func once(ctx context.Context, s *source, width int, out io.Writer) error {
 	if first == nil {
 		return fmt.Errorf("top: %s: %s", s.url, cleanText(err.Error()))
 	}
-	_, err = io.WriteString(out, frame{width: width, state: first, plain: true, zone: time.Local}.text())
+	text, _ := frame{width: width, state: first, plain: true, zone: time.Local}.draw()
+	_, err = io.WriteString(out, text)
 	return err
 }
 
@@ -92,7 +93,7 @@ func once(ctx context.Context, s *source, width int, out io.Writer) error {
 func watch(ctx context.Context, s *source, options ...tea.ProgramOption) error {
 	ctx, stop := context.WithCancel(ctx)
 	defer stop()
-	program := tea.NewProgram(&model{url: s.url}, append(options, tea.WithContext(ctx))...)
+	program := tea.NewProgram(&model{frame: frame{url: s.url, zone: time.Local}}, append(options, tea.WithContext(ctx))...)
 	done := make(chan struct{})
 	go func() { // until ctx is done
 		defer close(done)

@@ -34,17 +34,20 @@ func (e *NotReadyError) Error() string {
 // addedPoll is the time between checks of Add whether its worker is ready.
 const addedPoll = 50 * time.Millisecond
 
-// added is the handle of the goroutine that follows a worker of Add or Follow.
-type added struct {
-	leave context.CancelFunc // ends the goroutine
+// follower is the goroutine that follows a worker of Add, Follow or Register.
+type follower struct {
+	leave context.CancelFunc // ends it
 	left  chan struct{}      // closed when it has ended
 }
 
-// Add attaches the worker at a URL at run time, as --worker with only a URL, under
-// a free id, and returns when it is ready. key is sent to it with every request
-// instead of any other key; it may be empty. A worker that is not ready within
-// --startup-timeout, or before ctx is done, is removed. Add fails with ErrKnown,
-// ErrRemoved, ErrFleetEnding, a *NotReadyError or the cause of ctx.
+// added reports whether the worker is one of Add or Follow.
+func (w *worker) added() bool { return w.follower != nil && !w.registered() }
+
+// Add adds the worker at a URL at run time, as --worker does with a URL alone, under a
+// free id, and returns when it is ready. key goes to it with every request, and no other
+// key does; it may be empty. A worker that is not ready within --startup-timeout, or
+// before ctx ends, is removed again. Add fails with ErrKnown, ErrRemoved,
+// ErrFleetEnding, a *NotReadyError or the cause of ctx.
 func (f *Fleet) Add(ctx context.Context, url string, key kv.Secret) (id uint64, err error) {
 	select {
 	case <-f.opened:
@@ -60,16 +63,14 @@ func (f *Fleet) Add(ctx context.Context, url string, key kv.Secret) (id uint64, 
 	look := time.NewTicker(addedPoll)
 	defer look.Stop()
 	for {
-		w.mu.Lock()
-		state, why := w.status.State, w.status.LastError
-		w.mu.Unlock()
-		if state == StateReady {
+		status := w.current()
+		if status.State == StateReady {
 			return w.id, nil
 		}
 		select {
 		case <-look.C:
 			continue
-		case <-w.added.left:
+		case <-w.follower.left:
 			if !slices.Contains(f.all(), w) {
 				return 0, ErrRemoved
 			}
@@ -77,7 +78,7 @@ func (f *Fleet) Add(ctx context.Context, url string, key kv.Secret) (id uint64, 
 		case <-ctx.Done():
 			err = context.Cause(ctx)
 		case <-limit.C:
-			err = &NotReadyError{Limit: f.cfg.StartupTimeout, Why: why}
+			err = &NotReadyError{Limit: f.cfg.StartupTimeout, Why: status.LastError}
 		}
 		f.takeOut(w)
 		return 0, err
@@ -99,44 +100,40 @@ func (f *Fleet) join(url string, key kv.Secret) (*worker, error) {
 	}
 	w := newWorker(probe.Server{ID: f.nextAdded, URL: url, Key: key}, true, key != "", StateConnecting)
 	f.nextAdded++
-	f.attach(w)
+	f.attach(w, f.superviseAttached)
 	return w, nil
 }
 
-// attach makes w a member and starts to follow it. f.membership is locked, and the fleet
-// runs.
-func (f *Fleet) attach(w *worker) {
+// attach makes w a member, which supervise follows from now on. f.membership is locked, and
+// the fleet runs.
+func (f *Fleet) attach(w *worker, supervise func(context.Context, *worker)) {
 	ctx, leave := context.WithCancel(f.run.ctx)
-	w.added = &added{leave, make(chan struct{})}
+	w.follower = &follower{leave, make(chan struct{})}
 	f.workers = append(f.workers, w)
 	f.run.group.Go(func() error {
 		defer leave()
-		defer close(w.added.left)
-		f.superviseAttached(ctx, w)
+		defer close(w.follower.left)
+		supervise(ctx, w)
 		return nil
 	})
 }
 
 // address is where the worker is now.
-func (w *worker) address() string {
-	w.mu.Lock()
-	defer w.mu.Unlock()
-	return w.status.URL
-}
+func (w *worker) address() string { return w.current().URL }
 
 // Remove removes the worker of Add at that URL and its index, and returns when its
 // goroutines have ended. It reports whether there was such a worker.
 func (f *Fleet) Remove(url string) (id uint64, found bool) {
 	members := f.all()
-	at := slices.IndexFunc(members, func(w *worker) bool { return w.added != nil && w.discovered == nil && w.address() == url })
+	at := slices.IndexFunc(members, func(w *worker) bool { return w.added() && w.discovered == nil && w.address() == url })
 	if at < 0 {
 		return 0, false
 	}
 	return members[at].id, f.takeOut(members[at])
 }
 
-// takeOut removes a worker of Add or Follow. It reports whether this call was the one
-// that did.
+// takeOut removes a worker that has a follower, and returns when nothing follows it any
+// more. It reports whether this call was the one that did.
 func (f *Fleet) takeOut(w *worker) bool {
 	f.membership.Lock()
 	at := slices.Index(f.workers, w)
@@ -144,8 +141,8 @@ func (f *Fleet) takeOut(w *worker) bool {
 		f.workers = slices.Delete(slices.Clone(f.workers), at, at+1)
 	}
 	f.membership.Unlock()
-	w.added.leave()
-	<-w.added.left
+	w.follower.leave()
+	<-w.follower.left
 	return at >= 0
 }
 
@@ -153,5 +150,5 @@ func (f *Fleet) takeOut(w *worker) bool {
 // that a client has added, or that was discovered, must not name sockets in the router's
 // file system.
 func (w *worker) mayFollow(source events.Source) bool {
-	return w.added == nil || !strings.HasPrefix(source.Endpoint, "ipc:") && !strings.HasPrefix(source.Replay, "ipc:")
+	return !w.added() || !strings.HasPrefix(source.Endpoint, "ipc:") && !strings.HasPrefix(source.Replay, "ipc:")
 }

@@ -140,7 +140,7 @@ func TestAddedWorkersNameNoSocketsOfThisMachine(t *testing.T) {
 	} {
 		w := &worker{}
 		if test.added {
-			w.added = &added{}
+			w.follower = &follower{}
 		}
 		if got := w.mayFollow(test.source); got != test.want {
 			t.Errorf("added %v, %+v: %v", test.added, test.source, got)

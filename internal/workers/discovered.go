@@ -81,7 +81,7 @@ func (d *following) apply() {
 		case w != nil:
 			w.discovered.gone = time.Time{}
 			d.f.rediscover(w, now)
-		case now.Held == "":
+		case now.Cordon == "":
 			d.join(now)
 		}
 	}
@@ -89,7 +89,7 @@ func (d *following) apply() {
 		if !listed[id] && w.discovered.gone.IsZero() {
 			w.discovered.gone = time.Now()
 			if !w.drains() {
-				d.f.cordon(w, kv.HoldDraining)
+				d.f.cordon(w, kv.CordonDraining)
 			}
 			d.f.log.Info(fmt.Sprintf("%s: no longer discovered: removing it when its in-flight requests have ended", w), "limit", d.f.timing.leaveLimit)
 		}
@@ -166,7 +166,7 @@ func (d *following) listed() map[uint64]bool {
 // takeOut removes a worker, with its requests.
 func (d *following) takeOut(w *worker) {
 	d.f.takeOut(w)
-	d.f.members.Cordon(w.id, false)
+	d.f.members.CordonDiscovered(w.id, false)
 	delete(d.known, w.id)
 }
 
@@ -187,7 +187,7 @@ func (f *Fleet) discover(now kv.Worker) (w *worker, why string) {
 	w = newWorker(serverOf(now, cmp.Or(f.cfg.WorkerKey, f.cfg.Key)), true, f.cfg.WorkerKey != "" || f.cfg.PassKey, StateConnecting)
 	w.status.Name = now.Name
 	w.discovered = &discovered{name: now.Name, now: now, changed: make(chan struct{}, 1)}
-	f.attach(w)
+	f.attach(w, f.superviseAttached)
 	return w, ""
 }
 
@@ -202,10 +202,10 @@ func (f *Fleet) rediscover(w *worker, now kv.Worker) {
 	w.mu.Lock()
 	before := w.discovered.now
 	w.discovered.now, w.status.Name = now, now.Name
-	held := w.status.Held
+	held := w.status.Cordon
 	w.mu.Unlock()
-	if held != now.Held {
-		f.cordon(w, now.Held)
+	if held != now.Cordon {
+		f.cordon(w, now.Cordon)
 	}
 	if serverOf(before, "") == serverOf(now, "") {
 		return
@@ -217,19 +217,16 @@ func (f *Fleet) rediscover(w *worker, now kv.Worker) {
 }
 
 // cordon keeps new requests from a worker, or ends that: why is empty.
-func (f *Fleet) cordon(w *worker, why kv.Hold) {
-	w.discovered.drains.Store(why == kv.HoldDraining)
-	f.members.Cordon(w.id, why != "")
-	f.update(w, func(s *Status) { s.Held, s.HeldSince = why, time.Now() })
+func (f *Fleet) cordon(w *worker, why kv.Cordon) {
+	w.discovered.drains.Store(why == kv.CordonDraining)
+	f.members.CordonDiscovered(w.id, why != "")
+	f.update(w, func(s *Status) { s.Cordon, s.CordonedSince = why, time.Now() })
 	if why != "" {
 		f.log.Info(fmt.Sprintf("%s: %s: it gets no new requests", w, why))
 		return
 	}
 	f.log.Info(fmt.Sprintf("%s: gets requests again", w))
-	select {
-	case w.wake <- struct{}{}:
-	default: // it has one
-	}
+	w.checkSoon()
 }
 
 // applyDiscovered applies discovery's current report on the worker. Only the
@@ -270,10 +267,7 @@ func (in *incarnation) applyDiscovered(ctx context.Context, sources []events.Sou
 	if before != now {
 		return in.followAnew(ctx)
 	}
-	if in.up {
-		clear(in.announced)
-		in.markUp()
-	}
+	in.announceAnew()
 	return sources
 }
 
@@ -299,9 +293,6 @@ func (in *incarnation) followAnew(ctx context.Context) []events.Source {
 			in.f.down(target, "the worker no longer has this rank")
 		}
 	}
-	if in.up {
-		clear(in.announced)
-		in.markUp()
-	}
+	in.announceAnew()
 	return sources
 }

@@ -133,7 +133,7 @@ func TestDiscoveredWorkersComeAndGo(t *testing.T) {
 	d := followLists(t, nil)
 	d.tell(w)
 	d.wantEvents(up)
-	if s := d.Workers()[0]; s.Name != "pod-a" || s.ID != w.ID || !s.Attached || s.Held != "" {
+	if s := d.Workers()[0]; s.Name != "pod-a" || s.ID != w.ID || !s.Attached || s.Cordon != "" {
 		t.Errorf("%+v", s)
 	}
 	if _, found := d.Remove(w.URL); found {
@@ -148,7 +148,7 @@ func TestDiscoveredWorkersComeAndGo(t *testing.T) {
 	d.wantHeld(w.ID)
 	d.wantLog("(pod-a): no longer discovered: removing it when its in-flight requests have ended")
 	d.tell() // again, and many looks later it works still
-	if n := d.index.Blocks(kv.WorkerKey{Worker: w.ID}); n != 1 || len(d.Workers()) != 1 || d.Workers()[0].Held != kv.HoldDraining {
+	if n := d.index.Blocks(kv.WorkerKey{Worker: w.ID}); n != 1 || len(d.Workers()) != 1 || d.Workers()[0].Cordon != kv.CordonDraining {
 		t.Errorf("while it works: %d blocks, %+v", n, d.Workers())
 	}
 	d.tell(w) // it was not meant so
@@ -229,10 +229,10 @@ func TestRequestsOfAWorkerThatNobodyKnowsHaveALimit(t *testing.T) {
 func TestAPodIsFollowedFromItsFirstReadiness(t *testing.T) {
 	_, w := startServer(t)
 	other := w
-	other.ID, other.URL, other.Held = w.ID+1, "http://127.0.0.1:1", kv.HoldDraining
+	other.ID, other.URL, other.Cordon = w.ID+1, "http://127.0.0.1:1", kv.CordonDraining
 	d := followLists(t, nil)
 	starting := w
-	starting.Held = kv.HoldNotReady
+	starting.Cordon = kv.CordonNotReady
 	d.tell(starting, other)
 	d.tell(starting, other) // the first has been dealt with
 	if n := len(d.Workers()); n != 0 {
@@ -257,7 +257,7 @@ func TestADrainingWorkerMayRefuseConnections(t *testing.T) {
 	d.tell(w)
 	d.wantEvents(up)
 	d.store(w.ID)
-	w.Held = kv.HoldDraining
+	w.Cordon = kv.CordonDraining
 	d.tell(w)
 	d.wantHeld(w.ID)
 	a.server.Close()
@@ -281,7 +281,7 @@ func TestARestartWhileDrainingIsAnotherProcess(t *testing.T) {
 	d.tell(w)
 	d.wantEvents(up)
 	d.store(w.ID)
-	w.Held = kv.HoldDraining
+	w.Cordon = kv.CordonDraining
 	d.tell(w)
 	d.wantHeld(w.ID)
 	a.server.Close()
@@ -474,8 +474,8 @@ func TestRemediesNameWhatCanBeDone(t *testing.T) {
 		want string
 	}{
 		"--worker":   {&worker{}, ", or set replay= of --worker"},
-		"added":      {&worker{added: &added{}}, ""},
-		"discovered": {&worker{added: &added{}, discovered: &discovered{}}, ", or, with --discovery file:, set replay in the file"},
+		"added":      {&worker{follower: &follower{}}, ""},
+		"discovered": {&worker{follower: &follower{}, discovered: &discovered{}}, ", or, with --discovery file:, set replay in the file"},
 	} {
 		if got := (&incarnation{w: test.w}).orName("replay"); got != test.want {
 			t.Errorf("%s: %q", name, got)

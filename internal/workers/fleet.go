@@ -36,11 +36,11 @@ type Members interface {
 	Join(worker uint64, serves kv.Served) (index radix.Index, blockSize int, err error)
 	// Leave ends a Join, after Down.
 	Leave(worker uint64)
-	Up(kv.Target)                        // requests may be routed to it, or it has changed
-	Down(t kv.Target, why string)        // may not be routed to
-	Load(kv.WorkerKey, policy.Published) // a load report
-	Cordon(worker uint64, on bool)       // keeps new requests from a discovered worker
-	Busy(worker uint64) bool             // reports whether it has in-flight requests
+	Up(kv.Target)                            // may be routed to, or has changed
+	Down(t kv.Target, why string)            // may not be routed to
+	Load(kv.WorkerKey, policy.Published)     // a load report
+	CordonDiscovered(worker uint64, on bool) // keeps new requests from a discovered worker
+	Busy(worker uint64) bool                 // reports whether it has in-flight requests
 }
 
 // Listener gets further notifications, by the same rules.
@@ -77,25 +77,25 @@ const (
 
 // Status is the state of one worker as seen from outside.
 type Status struct {
-	ID         uint64    `json:"id"`
-	Name       string    `json:"name,omitempty"` // of a discovered one
-	Held       kv.Hold   `json:"held,omitempty"` // why a discovered one gets no new requests
-	URL        string    `json:"url"`
-	Engine     kv.Engine `json:"engine"`
-	Attached   bool      `json:"attached"` // not started by this router
-	State      string    `json:"state"`
-	Stage      string    `json:"stage,omitempty"` // stage of its start
-	Since      time.Time `json:"since"`           // of the state
-	PID        int       `json:"pid,omitempty"`   // also its process group
-	Restarts   int       `json:"restarts"`        // restarts so far
-	Generation int       `json:"generation"`      // incarnations so far
-	Ranks      []uint32  `json:"ranks,omitempty"` // data-parallel ranks
-	Models     []string  `json:"models,omitempty"`
-	KVEvents   string    `json:"kv_events,omitempty"` // endpoint of rank 0's KV events
-	Replay     string    `json:"replay,omitempty"`    // and of their replay
-	LastError  string    `json:"last_error,omitempty"`
-	HeldSince  time.Time `json:"-"`
-	Disagg     kv.Disagg `json:"-"`
+	ID            uint64    `json:"id"`
+	Name          string    `json:"name,omitempty"` // of a discovered one
+	Cordon        kv.Cordon `json:"held,omitempty"` // why a discovered one gets no new requests
+	URL           string    `json:"url"`
+	Engine        kv.Engine `json:"engine"`
+	Attached      bool      `json:"attached"` // not started by this router
+	State         string    `json:"state"`
+	Stage         string    `json:"stage,omitempty"` // how far its start is
+	Since         time.Time `json:"since"`           // of the state
+	PID           int       `json:"pid,omitempty"`   // its process group, too
+	Restarts      int       `json:"restarts"`        // times that it ended and was started again
+	Generation    int       `json:"generation"`      // incarnations so far
+	Ranks         []uint32  `json:"ranks,omitempty"` // data-parallel ranks
+	Models        []string  `json:"models,omitempty"`
+	KVEvents      string    `json:"kv_events,omitempty"` // endpoint of rank 0's KV events
+	Replay        string    `json:"replay,omitempty"`    // and of their replay
+	LastError     string    `json:"last_error,omitempty"`
+	CordonedSince time.Time `json:"-"`
+	Disagg        kv.Disagg `json:"-"`
 }
 
 // Keys returns the worker's keys, one for each rank.
@@ -227,10 +227,10 @@ type worker struct {
 	id           uint64
 	spec         probe.Server // of a started one: only ID, URL, its key and its role
 	attached     bool
-	passKey      bool      // its key goes with clients' requests
-	registry     *registry // nil: not a registered one
-	added        *added    // nil: not one of Add or Follow
-	pageFailures int       // in a row, of the page that names its block size
+	passKey      bool                // its key goes with clients' requests
+	follower     *follower           // nil: it is a member from the start
+	changes      chan registryChange // registrations to follow from now on; unbuffered. nil: not one of Register
+	pageFailures int                 // in a row, of the page that names its block size
 	inferred     inference
 	discovered   *discovered        // nil: not one of Follow
 	wake         chan struct{}      // holds a token when a health check is due now
@@ -290,6 +290,13 @@ func (w *worker) logger(log *slog.Logger) *slog.Logger {
 		return log.With("name", w.discovered.name)
 	}
 	return log
+}
+
+// current returns the worker's status as of now.
+func (w *worker) current() Status {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	return w.status
 }
 
 // currentKey returns the worker's key, which a registration may change at any time.
@@ -381,9 +388,7 @@ func (f *Fleet) Workers() []Status {
 	workers := f.all()
 	list := make([]Status, 0, len(workers))
 	for _, w := range workers {
-		w.mu.Lock()
-		status := w.status
-		w.mu.Unlock()
+		status := w.current()
 		status.Ranks, status.Models = slices.Clone(status.Ranks), slices.Clone(status.Models)
 		list = append(list, status)
 	}
@@ -421,11 +426,16 @@ func (f *Fleet) History(key kv.WorkerKey) *events.Log {
 func (f *Fleet) ReportFailure(id uint64) {
 	for _, w := range f.all() {
 		if w.id == id {
-			select {
-			case w.wake <- struct{}{}:
-			default: // one check is due already
-			}
+			w.checkSoon()
 		}
+	}
+}
+
+// checkSoon makes the next health check of the worker due now.
+func (w *worker) checkSoon() {
+	select {
+	case w.wake <- struct{}{}:
+	default: // one check is due already
 	}
 }
 
@@ -456,12 +466,9 @@ func (f *Fleet) down(t kv.Target, why string) {
 
 // sleep waits for d or a wake-up (nil: none) and reports whether ctx still lives.
 func (f *Fleet) sleep(ctx context.Context, d time.Duration, wake <-chan struct{}) bool {
-	timer := time.NewTimer(d)
-	defer timer.Stop()
 	select {
 	case <-ctx.Done():
-		return false
-	case <-timer.C:
+	case <-time.After(d):
 	case <-wake:
 	}
 	return ctx.Err() == nil
@@ -519,7 +526,6 @@ func (f *Fleet) runStarted(ctx context.Context, w *worker) (readyFor time.Durati
 	var readySince, downSince time.Time
 	lastProgress := in.began
 	for poll := f.timing.readyPoll; ; {
-		timer := time.NewTimer(poll)
 		select {
 		case <-ctx.Done():
 			in.markDown(downReason)
@@ -536,9 +542,8 @@ func (f *Fleet) runStarted(ctx context.Context, w *worker) (readyFor time.Durati
 			in.lookAtModels()
 			close(looked)
 		case <-w.wake:
-		case <-timer.C:
+		case <-time.After(poll):
 		}
-		timer.Stop()
 
 		if readySince.IsZero() {
 			waited := time.Since(in.began)
@@ -553,7 +558,7 @@ func (f *Fleet) runStarted(ctx context.Context, w *worker) (readyFor time.Durati
 				return 0, f.explainEnd(w, output, errors.New(downReason))
 			} else if time.Since(lastProgress) >= f.timing.progressEvery {
 				lastProgress = time.Now()
-				f.logProgress(w, waited)
+				f.log.Info(fmt.Sprintf("%s: still %s (%s)", w, w.current().Stage, waited.Round(time.Second)))
 			}
 			continue
 		}
@@ -581,14 +586,6 @@ func (f *Fleet) stopStarted(engine process.Started, output *process.StartLog) {
 	timer := time.AfterFunc(f.timing.stopLimit, engine.Kill)
 	defer timer.Stop()
 	<-engine.Ended
-}
-
-// logProgress logs the stage of a worker that has been starting for that time.
-func (f *Fleet) logProgress(w *worker, waited time.Duration) {
-	w.mu.Lock()
-	stage := w.status.Stage
-	w.mu.Unlock()
-	f.log.Info(fmt.Sprintf("%s: still %s (%s)", w, stage, waited.Round(time.Second)))
 }
 
 // becomeReady checks whether a starting worker answers, and if so makes it a target.

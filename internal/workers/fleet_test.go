@@ -71,7 +71,7 @@ type fakeMembers struct{ *fakeFleet }
 
 func (m fakeMembers) Up(t kv.Target)             { m.hooks.Up(t) }
 func (m fakeMembers) Down(t kv.Target, _ string) { m.note("down", t) }
-func (m fakeMembers) Cordon(worker uint64, on bool) {
+func (m fakeMembers) CordonDiscovered(worker uint64, on bool) {
 	if m.hooks.Hold != nil {
 		m.hooks.Hold(worker, on)
 	}

@@ -154,7 +154,6 @@ func (in *incarnation) setTargets(served probe.Models, sources []events.Source) 
 	if len(ranks) == 0 {
 		ranks = []uint32{0}
 	}
-	in.targets = in.targets[:0]
 	var batched, blocks int
 	if !in.w.attached {
 		batched, blocks = in.f.cfg.MaxBatchedTokens, in.f.cfg.TotalBlocks
@@ -162,22 +161,22 @@ func (in *incarnation) setTargets(served probe.Models, sources []events.Source) 
 	if in.info != nil {
 		batched = cmp.Or(batched, in.info.MaxBatchedTokens())
 	}
-	sizes := in.cacheBlocks(ranks)
-	for _, rank := range ranks {
-		in.targets = append(in.targets, kv.Target{
-			Key: kv.WorkerKey{Worker: in.w.id, Rank: rank}, URL: in.w.spec.URL, Engine: in.engine, Ranks: len(ranks), Generation: in.generation, Models: served.Names, Adapters: served.Adapters,
-			MaxBatchedTokens: batched, TotalBlocks: cmp.Or(sizes[rank], blocks), Bearer: in.w.bearer(), Disagg: in.disagg,
-		})
-	}
-	in.boundStreams()
+	in.aim(ranks, in.cacheBlocks(ranks), kv.Target{Ranks: len(ranks), Models: served.Names, Adapters: served.Adapters, MaxBatchedTokens: batched, TotalBlocks: blocks})
 	in.f.update(in.w, func(s *Status) { s.Models, s.Ranks = served.Names, ranks })
 }
 
-// boundStreams sets the capacity of the event streams: the blocks that their ranks can hold.
-func (in *incarnation) boundStreams() {
+// aim makes the ranks the routing targets of the worker, each like t, and bounds their event
+// streams. sizes has the blocks of those ranks that do not have t's.
+func (in *incarnation) aim(ranks []uint32, sizes map[uint32]int, t kv.Target) {
+	t.URL, t.Engine, t.Generation, t.Bearer, t.Disagg = in.w.spec.URL, in.engine, in.generation, in.w.bearer(), in.disagg
+	in.targets = in.targets[:0]
 	in.w.mu.Lock()
 	defer in.w.mu.Unlock()
-	for _, target := range in.targets {
+	for _, rank := range ranks {
+		target := t
+		target.Key = kv.WorkerKey{Worker: in.w.id, Rank: rank}
+		target.TotalBlocks = cmp.Or(sizes[rank], t.TotalBlocks)
+		in.targets = append(in.targets, target)
 		if stream := in.w.streams[target.Key]; stream != nil {
 			stream.SetCapacity(target.TotalBlocks)
 		}
@@ -256,6 +255,14 @@ func (in *incarnation) markUp() {
 	}
 }
 
+// announceAnew announces the targets of a worker that is up again, as they have changed.
+func (in *incarnation) announceAnew() {
+	if in.up {
+		clear(in.announced)
+		in.markUp()
+	}
+}
+
 // markDown takes a worker that is up out of routing.
 func (in *incarnation) markDown(reason string) {
 	if !in.up {
@@ -286,7 +293,7 @@ func (in *incarnation) checkHealth() {
 	case err == nil:
 		in.answered = true
 		in.markHealthy()
-		if in.w.registry == nil && time.Since(in.modelsAt) >= in.f.timing.modelsEvery {
+		if !in.w.registered() && time.Since(in.modelsAt) >= in.f.timing.modelsEvery {
 			in.lookAtModels()
 		}
 		return

@@ -80,11 +80,8 @@ func (in *incarnation) lookAtModels() {
 		in.targets[i].Models, in.targets[i].Adapters = served.Names, served.Adapters
 	}
 	in.f.update(in.w, func(s *Status) { s.Models = served.Names })
-	in.f.log.Info(fmt.Sprintf("%s: its list of models has changed", in.w), "models", served.Names)
-	if in.up {
-		clear(in.announced)
-		in.markUp()
-	}
+	in.f.log.Info(fmt.Sprintf("%s: now serves other models", in.w), "models", served.Names)
+	in.announceAnew()
 }
 
 // LookForModels refreshes the lists of the workers' models, because a request names
@@ -148,13 +145,9 @@ func (f *Fleet) askForModels(ctx context.Context) {
 	defer cancel()
 	var asked sync.WaitGroup
 	for _, w := range f.all() {
-		w.mu.Lock()
-		ready := w.status.State == StateReady
-		w.mu.Unlock()
-		if !ready || w.registry != nil {
-			continue
+		if w.current().State == StateReady && !w.registered() {
+			asked.Go(func() { haveLooked(ctx, w.look) })
 		}
-		asked.Go(func() { haveLooked(ctx, w.look) })
 	}
 	asked.Wait()
 }

@@ -48,14 +48,10 @@ func (r Registration) sameCache(next Registration) bool {
 // whether it runs SGLang unanswered: enough for a long pass, then it counts as another.
 const maxInfoFailures = 5
 
-// registry is how the goroutine that follows a registered worker is reached.
-type registry struct {
-	changes chan registryChange // from now on; unbuffered
-	leave   context.CancelFunc  // ends the goroutine
-	left    chan struct{}       // closed when it has ended
-}
+// registered reports whether the worker is one of Register.
+func (w *worker) registered() bool { return w.changes != nil }
 
-// registryChange is one Registration on its way.
+// registryChange is one Registration on its way to the goroutine that follows its worker.
 type registryChange struct {
 	Registration
 	done chan struct{} // closed when it is in force; nil: none waits
@@ -104,8 +100,8 @@ func (f *Fleet) Register(ctx context.Context, r Registration) error {
 	}
 	change := registryChange{r, make(chan struct{})}
 	select {
-	case w.registry.changes <- change:
-	case <-w.registry.left:
+	case w.changes <- change:
+	case <-w.follower.left:
 		return ErrFleetEnding
 	case <-ctx.Done():
 		return ctx.Err()
@@ -113,7 +109,7 @@ func (f *Fleet) Register(ctx context.Context, r Registration) error {
 	select {
 	case <-change.done:
 		return nil
-	case <-w.registry.left:
+	case <-w.follower.left:
 		return ErrFleetEnding
 	case <-ctx.Done():
 		return ctx.Err()
@@ -129,39 +125,23 @@ func (f *Fleet) registered(r Registration) (*worker, error) {
 		return nil, ErrFleetEnding
 	}
 	if at := slices.IndexFunc(f.workers, func(w *worker) bool { return w.id == r.ID }); at >= 0 {
-		if f.workers[at].registry == nil {
+		if !f.workers[at].registered() {
 			return nil, fmt.Errorf("worker %d: %w", r.ID, ErrWorkerTaken)
 		}
 		return f.workers[at], nil
 	}
 	w := newWorker(probe.Server{ID: r.ID, URL: r.URL}, true, true, StateConnecting)
-	ctx, leave := context.WithCancel(f.run.ctx)
-	w.registry = &registry{changes: make(chan registryChange), leave: leave, left: make(chan struct{})}
-	f.workers = append(f.workers, w)
-	f.run.group.Go(func() error {
-		defer leave()
-		defer close(w.registry.left)
-		f.superviseRegistered(ctx, w)
-		return nil
-	})
+	w.changes = make(chan registryChange)
+	f.attach(w, f.superviseRegistered)
 	return w, nil
 }
 
 // Unregister removes a registered worker and its index, and returns when its
 // goroutines have ended. It reports whether there was such a worker.
 func (f *Fleet) Unregister(id uint64) bool {
-	f.membership.Lock()
-	at := slices.IndexFunc(f.workers, func(w *worker) bool { return w.id == id && w.registry != nil })
-	if at < 0 {
-		f.membership.Unlock()
-		return false
-	}
-	w := f.workers[at]
-	f.workers = slices.Delete(slices.Clone(f.workers), at, at+1)
-	f.membership.Unlock()
-	w.registry.leave()
-	<-w.registry.left
-	return true
+	members := f.all()
+	at := slices.IndexFunc(members, func(w *worker) bool { return w.id == id && w.registered() })
+	return at >= 0 && f.takeOut(members[at])
 }
 
 // superviseRegistered follows a registered worker until ctx is done, each time that it
@@ -171,7 +151,7 @@ func (f *Fleet) superviseRegistered(ctx context.Context, w *worker) {
 	select {
 	case <-ctx.Done():
 		return
-	case next = <-w.registry.changes:
+	case next = <-w.changes:
 	}
 	gone, answered := false, false
 	for ctx.Err() == nil {
@@ -206,7 +186,7 @@ func (f *Fleet) awaitRegistered(ctx context.Context, w *worker, now registryChan
 		select {
 		case <-ctx.Done():
 			return now, answered
-		case change := <-w.registry.changes:
+		case change := <-w.changes:
 			if !now.sameCache(change.Registration) {
 				return change, false
 			}
@@ -254,13 +234,10 @@ func (f *Fleet) followRegistered(ctx context.Context, w *worker, now registryCha
 	f.log.Info(fmt.Sprintf("%s: registered", w), "url", now.URL, "model", now.Model, "event_streams", len(now.Sources))
 
 	for pause := f.timing.firstLook; ; pause = in.pause() {
-		timer := time.NewTimer(pause)
 		select {
 		case <-ctx.Done():
-			timer.Stop()
 			return now, false, in.answered
-		case change := <-w.registry.changes:
-			timer.Stop()
+		case change := <-w.changes:
 			if !now.sameCache(change.Registration) {
 				reason = "registered again with another address or cache size"
 				return change, false, false
@@ -275,9 +252,8 @@ func (f *Fleet) followRegistered(ctx context.Context, w *worker, now registryCha
 			now.Registration = change.Registration
 			continue
 		case <-w.wake:
-		case <-timer.C:
+		case <-time.After(pause):
 		}
-		timer.Stop()
 		if in.checkHealth(); in.gone {
 			return registryChange{Registration: now.Registration}, true, in.answered
 		}
@@ -304,7 +280,6 @@ func (f *Fleet) followRegistered(ctx context.Context, w *worker, now registryCha
 
 // register makes every rank of r a target, in place of its earlier ranks.
 func (in *incarnation) register(r Registration) {
-	in.targets = in.targets[:0]
 	batched, sizes := r.MaxBatchedTokens, map[uint32]int(nil)
 	if in.info != nil {
 		batched = cmp.Or(batched, in.info.MaxBatchedTokens())
@@ -312,15 +287,6 @@ func (in *incarnation) register(r Registration) {
 			sizes = in.cacheBlocks(r.Ranks)
 		}
 	}
-	for _, rank := range r.Ranks {
-		in.targets = append(in.targets, kv.Target{
-			Key: kv.WorkerKey{Worker: r.ID, Rank: rank}, URL: r.URL, Engine: in.engine, Ranks: max(len(r.Ranks), in.ranks), Generation: in.generation,
-			Models: []string{r.Model}, MaxBatchedTokens: batched, TotalBlocks: cmp.Or(r.TotalBlocks, sizes[rank]), Bearer: r.Key, Disagg: in.disagg,
-		})
-	}
-	in.boundStreams()
-	if in.up {
-		clear(in.announced)
-		in.markUp()
-	}
+	in.aim(r.Ranks, sizes, kv.Target{Ranks: max(len(r.Ranks), in.ranks), Models: []string{r.Model}, MaxBatchedTokens: batched, TotalBlocks: r.TotalBlocks})
+	in.announceAnew()
 }

@@ -52,7 +52,7 @@ func (in *incarnation) orName(key string) string {
 	switch {
 	case in.w.discovered != nil:
 		return ", or, with --discovery file:, set " + key + " in the file"
-	case in.w.added != nil:
+	case in.w.added():
 		return "" // a worker that is added has a URL only
 	}
 	return ", or set " + key + "= of --worker"

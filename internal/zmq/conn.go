@@ -52,8 +52,8 @@ const (
 // when it is closed with data pending. Nothing is queued in between, so a
 // reader that is behind pushes back through TCP to the publisher's own queue.
 type Conn struct {
-	Conn   *zmq4.Conn
-	Raw    net.Conn
+	Conn   *zmq4.Conn // reads by zmq4 itself, commands too
+	Raw    net.Conn   // closing it breaks the connection, as the death of a peer would
 	in     *bufio.Reader
 	frames [][]byte // of the last message; views of buf
 	buf    []byte
@@ -121,7 +121,7 @@ func open(ctx context.Context, raw net.Conn, kind zmq4.SocketType, server bool) 
 	})
 	_ = raw.SetDeadline(time.Now().Add(handshakeLimit))
 	var err error
-	c.Conn, err = zmq4.Open(&handshakeConn{Conn: raw, in: c.in}, null.Security(), kind, nil, server, nil)
+	c.Conn, err = zmq4.Open(newHandshakeConn(raw, c.in), null.Security(), kind, nil, server, nil)
 	if err != nil {
 		c.Close()
 		return nil, err
@@ -221,14 +221,6 @@ func (c *Conn) Close() {
 		<-c.ended
 	}
 }
-
-// Break closes the connection like the death of a peer. Unlike Close it does not
-// wait.
-func (c *Conn) Break() { _ = c.Raw.Close() }
-
-// RecvMsg reads a message by zmq4 and also returns the peer's commands, such as
-// answers to heartbeats.
-func (c *Conn) RecvMsg() (zmq4.Msg, error) { return c.Conn.RecvMsg() }
 
 // readMessage reads the frames of one message, or one command.
 func (c *Conn) readMessage() (command bool, err error) {

@@ -26,35 +26,29 @@ const (
 // After that it reads what comes.
 type handshakeConn struct {
 	net.Conn
-	in   *bufio.Reader
-	step int    // 0: the greeting is next, 1: READY is, 2: both are read
-	rest []byte // checked, and not yet read by zmq4
+	in    *bufio.Reader
+	steps []func(io.Reader) ([]byte, error) // read and check what comes next of the handshake
+	rest  []byte                            // checked, and not yet read by zmq4
+}
+
+func newHandshakeConn(raw net.Conn, in *bufio.Reader) *handshakeConn {
+	return &handshakeConn{Conn: raw, in: in, steps: []func(io.Reader) ([]byte, error){readGreeting, readReady}}
 }
 
 // Read implements net.Conn.
-func (h *handshakeConn) Read(p []byte) (int, error) {
-	if len(h.rest) == 0 && h.step < 2 {
-		if err := h.next(); err != nil {
+func (h *handshakeConn) Read(p []byte) (n int, err error) {
+	if len(h.rest) == 0 && len(h.steps) > 0 {
+		if h.rest, err = h.steps[0](h.in); err != nil {
 			return 0, err
 		}
+		h.steps = h.steps[1:]
 	}
 	if len(h.rest) == 0 {
 		return h.in.Read(p)
 	}
-	n := copy(p, h.rest)
+	n = copy(p, h.rest)
 	h.rest = h.rest[n:]
 	return n, nil
-}
-
-// next reads and checks what comes next of the handshake.
-func (h *handshakeConn) next() (err error) {
-	if h.step == 0 {
-		h.rest, err = readGreeting(h.in)
-	} else {
-		h.rest, err = readReady(h.in)
-	}
-	h.step++
-	return err
 }
 
 // readGreeting returns a peer's greeting.

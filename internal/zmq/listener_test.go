@@ -126,6 +126,6 @@ func TestPublisherKeepsSoManyBytesForASubscriber(t *testing.T) {
 		}
 	}
 	p.mu.Unlock()
-	slow.Break()
+	_ = slow.Raw.Close()
 	Eventually(t, 20*time.Second, "forgotten", func() bool { return p.Subscribers() == 0 })
 }

@@ -130,8 +130,10 @@ func ThompsonStats(t *testing.T, router *router.Router) (stats thompson.Stats) {
 // DumpLines returns all that an index holds as sorted lines.
 func DumpLines(index radix.Index) []string {
 	var lines []string
-	for _, entry := range testkit.Dumped(index) {
-		lines = append(lines, fmt.Sprintf("%+v", entry))
+	for _, w := range index.Workers() {
+		for block := range index.DumpOf(w) {
+			lines = append(lines, fmt.Sprintf("%v %+v", w, block))
+		}
 	}
 	slices.Sort(lines)
 	return lines
