@@ -97,7 +97,7 @@ func (c *ReplayCommand) Replay(in io.Reader, index radix.Index) (*Replayed, erro
 	return r, err
 }
 
-// Replayed is what came of a recording so far.
+// Replayed is the result of a replay so far.
 type Replayed struct {
 	index      radix.Index
 	events     int

@@ -122,9 +122,9 @@ func lastLine(file io.ReaderAt, size int64) (int64, error) {
 var ErrStop = errors.New("stop reading")
 
 // Read calls yield with each line of a file that is not empty, and its number from
-// 1, until yield returns an error, which Read returns unless it is ErrStop. whole means
-// that the line has an end: one that has not may be torn. A line that is longer than
-// MaxLine is an error.
+// 1, until yield returns an error, which Read returns unless it is ErrStop. whole means that the line
+// ends with a newline; otherwise it may be incomplete. A line longer than MaxLine
+// is an error.
 func Read(from io.Reader, yield func(number int, line []byte, whole bool) error) error {
 	lines := bufio.NewReaderSize(from, 64<<10)
 	var long []byte

@@ -31,8 +31,8 @@ func (s *Set) Down(t kv.Target, _ string) { s.For(t.Key.Worker).Router.Down(t.Ke
 // Load stores the load that w has published.
 func (s *Set) Load(w kv.WorkerKey, p policy.Published) { s.For(w.Worker).Router.Publish(w, p) }
 
-// CordonDiscovered keeps new requests away from a worker while on, whichever model it serves now
-// or later.
+// CordonDiscovered stops new requests to a worker while on is true, for every model that
+// it serves now or later.
 func (s *Set) CordonDiscovered(worker uint64, on bool) {
 	s.cordonDiscovered(worker, on)
 	s.releaseWaiting()

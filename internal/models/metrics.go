@@ -27,7 +27,7 @@ func NewCollector(s *Set) prometheus.Collector {
 		{set.Gauge("kvrouter_model_saturation", "kvrouter_saturation of the base model's workers.", "model"), func(m *Sample) float64 { return m.Saturation }},
 		{set.Gauge("kvrouter_model_blocks", "KV blocks in the base model's index.", "model"), func(m *Sample) float64 { return float64(m.Blocks) }},
 		{set.Counter("kvrouter_model_requests_total", "Requests to the OpenAI port for the base model and its adapters.", "model"), func(m *Sample) float64 { return float64(m.Requests) }},
-		{set.Counter("kvrouter_model_refused_total", "Requests to the OpenAI port for the base model and its adapters that no worker could take.", "model"), func(m *Sample) float64 { return float64(m.Refused) }},
+		{set.Counter("kvrouter_model_refused_total", "Requests to the OpenAI port for the base model and its adapters that no worker could serve.", "model"), func(m *Sample) float64 { return float64(m.Refused) }},
 	}
 
 	decodeBlocks := set.Gauge("dynamo_frontend_worker_active_decode_blocks", "KV blocks of the worker's in-flight requests; a shared block counts once.", "worker_id", "dp_rank", "worker_type")
@@ -41,7 +41,7 @@ func NewCollector(s *Set) prometheus.Collector {
 
 	ejections := set.Counter("kvrouter_ejections_total", "Ejections of the worker, by reason.", "worker_id", "dp_rank", "reason")
 	ejected := set.Gauge("kvrouter_worker_ejected", "1 while the worker is ejected for its failures.", "worker_id", "dp_rank")
-	paused := set.Gauge("kvrouter_worker_held", "1 while the worker gets no requests because it asked for a pause or may be misconfigured.", "worker_id", "dp_rank")
+	paused := set.Gauge("kvrouter_worker_held", "1 while the worker gets no requests because it requested a pause (Retry-After) or may be misconfigured.", "worker_id", "dp_rank")
 	successRate := set.Gauge("kvrouter_worker_success_rate", "Share of the worker's requests in the last 10 s that succeeded, 0 to 1.", "worker_id", "dp_rank")
 	panicMode := set.Gauge("kvrouter_panic_mode", "1 while ejections are ignored because they exceed --max-ejection-percent.")
 

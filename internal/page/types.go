@@ -54,7 +54,7 @@ const (
 	StateReady     = "ready"
 	StateStarting  = "starting"  // never ready so far
 	StateEjected   = "ejected"   // out for its failures
-	StateCordoned  = "resting"   // gets no new requests until it is readmitted
+	StateCordoned  = "cordoned"  // gets no new requests until it is readmitted
 	StateDraining  = "draining"  // a discovered one that ends its requests, and goes
 	StateNotReady  = "not-ready" // a discovered one that gets no new requests for now
 	StateDown      = "down"      // has ended, or cannot be reached any more
@@ -71,9 +71,9 @@ type Worker struct {
 	Role            string   `json:"role"` // empty: serves aggregated requests; prefill; decode
 	Model           string   `json:"model"`
 	State           string   `json:"state"`
-	Cordoned        bool     `json:"resting"` // until it is readmitted, also if it is not up
-	Since           float64  `json:"since"`   // of the state
-	Why             string   `json:"why"`     // empty: nothing to say
+	Cordoned        bool     `json:"cordoned"` // until it is readmitted, also if it is not up
+	Since           float64  `json:"since"`    // of the state
+	Why             string   `json:"why"`      // empty: nothing to say
 	Restarts        int      `json:"restarts"`
 	InFlight        int      `json:"in_flight"` // requests sent by this router
 	Waiting         int      `json:"waiting"`   // in the engine, as it reports

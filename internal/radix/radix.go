@@ -327,12 +327,11 @@ type PlacedBlock struct {
 	HasParent bool // false: it is a prompt's first
 }
 
-// DumpOf yields every block of w that Match can reach, as it is now, each after its
-// parent. Storing what it yields, one block at a time, into an empty index gives the same
-// matches; a block of several copies is yielded as often. Blocks behind a hole are left
-// out, since nothing can name their parent. DumpOf notes 32 bytes a block, with lookups
-// going on and changes waiting; all else is done while the blocks are asked for, without a
-// lock.
+// DumpOf yields every block of w that Match can reach, each after its parent. Storing
+// the yielded blocks one by one into an empty index gives the same matches; a block with
+// several copies is yielded once for each. Blocks behind a hole are omitted, because their
+// parent is unknown. DumpOf first copies 32 bytes per block, during which lookups continue
+// and changes wait; the rest is computed without a lock while the blocks are consumed.
 func (r *Tree) DumpOf(w kv.WorkerKey) iter.Seq[PlacedBlock] {
 	held := r.snapshot(w)
 	return func(yield func(PlacedBlock) bool) { dumpWorker(held, yield) }

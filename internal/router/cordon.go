@@ -46,8 +46,8 @@ func (r *Router) forgetCordoned() {
 	}
 }
 
-// Readmit ends a worker's cordon, and its ejection for failures: it gets its full share
-// at once. It fails with ErrUnknownWorker where the worker is neither up nor cordoned.
+// Readmit ends a worker's cordon and its ejection, without slow start. It fails
+// with ErrUnknownWorker if the worker is neither up nor cordoned.
 func (r *Router) Readmit(worker uint64) error {
 	r.mu.Lock()
 	defer r.unlock()
@@ -64,7 +64,8 @@ func (r *Router) Readmit(worker uint64) error {
 	return nil
 }
 
-// Cordoned returns the workers that Cordon has cordoned, each with the time of that.
+// Cordoned returns the cordoned workers, each with the time at which it was
+// cordoned.
 func (r *Router) Cordoned() map[uint64]time.Time {
 	r.mu.Lock()
 	defer r.mu.Unlock()
@@ -83,9 +84,10 @@ func (r *Router) Schedulable() (n int) {
 	return n
 }
 
-// CordonDiscovered sets or ends discovery's cordon of a worker, up or not: of a draining
-// one, say. It is independent of Cordon: Readmit does not end it, nor does its end
-// readmit the worker. The caller must end it once the worker is gone.
+// CordonDiscovered sets or ends the cordon of a worker by discovery, such as that of a
+// draining worker, whether it is up or not. It is independent of Cordon: Readmit does not
+// end it, and its end does not readmit the worker. The caller must end it when the worker
+// was removed.
 func (r *Router) CordonDiscovered(worker uint64, on bool) {
 	r.mu.Lock()
 	defer r.unlock()

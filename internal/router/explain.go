@@ -69,16 +69,16 @@ type ReceiptCandidate struct {
 // Why a worker could not be chosen.
 const (
 	excludedPinned    = "pinned"              // the request names another one
-	excludedCordoned  = "resting"             // it gets no new requests until it is readmitted
-	excludedLeg       = "leg"                 // it takes no such part of a request
-	excludedKind      = "kind"                // it cannot share it with the other part's worker
+	excludedCordoned  = "cordoned"            // it gets no new requests until it is readmitted
+	excludedLeg       = "leg"                 // its role excludes this leg
+	excludedKind      = "kind"                // its KV connector differs from that of the other leg's worker
 	excludedModel     = "model"               // it does not serve the model
 	excludedEngine    = "engine"              // it does not run SGLang
-	excludedUnlisted  = "not_allowed"         // the request lists others
-	excludedRetry     = "failed_this_request" // it has failed this very request
+	excludedUnlisted  = "not_allowed"         // it is not among the allowed workers of the request
+	excludedRetry     = "failed_this_request" // this request has failed on it
 	excludedBusy      = "busy"                // beyond a busy threshold
 	excludedEjected   = "ejected"             // for its failures
-	excludedHeld      = "held"                // it asked for a pause, or is suspected
+	excludedHeld      = "held"                // paused: it requested a pause, or is suspected
 	excludedSession   = "session"             // the request's session stays with another one
 	excludedTrial     = "trial"               // an ejected one gets the request on trial
 	excludedSlowStart = "slow_start"          // its share is still growing

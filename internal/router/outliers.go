@@ -190,8 +190,8 @@ func (r *Router) judge(b *Booking, how policy.Ending, now time.Time) {
 	}
 }
 
-// FailAs ends the booking of a request that its worker failed; why is a text. It
-// reports whether the worker is out now: nothing more will go there for a while.
+// FailAs ends the booking of a request that failed on its worker; why describes the
+// failure. It reports whether the worker is now ejected.
 func (b *Booking) FailAs(kind outlier.Kind, why string) (out bool) {
 	b.locked(func(r *Router, now time.Time) {
 		b.fault = &fault{kind: kind, why: why}
@@ -201,8 +201,8 @@ func (b *Booking) FailAs(kind outlier.Kind, why string) (out bool) {
 	return out
 }
 
-// Abort ends the booking of a request whose worker is known to be down or stuck: the
-// failure counts no more.
+// Abort ends the booking of a request whose worker is known to be down or stuck; it
+// does not count as a further failure.
 func (b *Booking) Abort() {
 	b.locked(func(r *Router, now time.Time) {
 		b.fault = &fault{counted: true}
@@ -218,7 +218,7 @@ func (b *Booking) Leave() {
 	b.locked(func(r *Router, now time.Time) {
 		how := policy.Abandoned
 		if wait := now.Sub(b.sent); !b.computed && !b.ended.Load() && b.leg != kv.LegDecode && r.outliers.LeftInVain(b.attempt(), b.class(), b.queued, wait, now) {
-			how, b.fault = policy.Failed, &fault{kind: outlier.Left, why: "a client left after it had waited " + wait.Round(time.Millisecond).String() + " for a first byte"}
+			how, b.fault = policy.Failed, &fault{kind: outlier.Left, why: "a client disconnected after waiting " + wait.Round(time.Millisecond).String() + " for the first byte"}
 		}
 		r.finish(b, how, 0, now)
 	})

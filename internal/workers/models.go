@@ -80,7 +80,7 @@ func (in *incarnation) lookAtModels() {
 		in.targets[i].Models, in.targets[i].Adapters = served.Names, served.Adapters
 	}
 	in.f.update(in.w, func(s *Status) { s.Models = served.Names })
-	in.f.log.Info(fmt.Sprintf("%s: now serves other models", in.w), "models", served.Names)
+	in.f.log.Info(fmt.Sprintf("%s: its list of models has changed", in.w), "models", served.Names)
 	in.announceAnew()
 }
 
