@@ -222,9 +222,7 @@ func (w *Worker) run() {
 
 // faultAfter calls fault after d, unless the worker ends before.
 func (w *Worker) faultAfter(d time.Duration, fault func()) {
-	select {
-	case <-w.ctx.Done():
-	case <-time.After(d):
+	if w.wait(d) {
 		fault()
 	}
 }
