@@ -36,14 +36,10 @@ type Model struct {
 	Vocabulary func() []string
 }
 
-// OpenModel reads the tokenizer and the chat templates in a model's folder. A model
-// without a usable template opens too: its chats are chat.ErrNotRenderable.
-func OpenModel(dir string) (*Model, error) {
-	return OpenModelWith(dir, chat.Options{})
-}
-
-// OpenModelWith is OpenModel for an engine with its own chat options.
-func OpenModelWith(dir string, options chat.Options) (*Model, error) {
+// OpenModel reads the tokenizer and the chat templates in a model's folder, for an
+// engine with these chat options. A model without a usable template opens too: its chats
+// are chat.ErrNotRenderable.
+func OpenModel(dir string, options chat.Options) (*Model, error) {
 	encode.BoundArenas()
 	path := filepath.Join(dir, "tokenizer.json")
 	files, err := chat.ReadFiles(dir)
@@ -97,17 +93,8 @@ func (m *Model) SetMaxModelLen(n int) {
 	}
 }
 
-// ChatTokens returns the prompt tokens of a /v1/chat/completions request, given
-// its JSON. chat.ErrNotRenderable means that only the engine can compute them.
-func (m *Model) ChatTokens(body []byte) ([]uint32, error) {
-	parsed, err := chat.ParseBody(body)
-	if err != nil {
-		return nil, err
-	}
-	return m.ChatBodyTokens(parsed)
-}
-
-// ChatBodyTokens is ChatTokens for a parsed body.
+// ChatBodyTokens returns the prompt tokens of the body of a /v1/chat/completions
+// request. chat.ErrNotRenderable means that only the engine can compute them.
 func (m *Model) ChatBodyTokens(body *jsonbody.Body) ([]uint32, error) {
 	return m.boundedChatTokens(bounds{}, body)
 }
@@ -232,17 +219,8 @@ func truncate(tokens []uint32, limit gjson.Result) ([]uint32, error) {
 	return tokens, nil
 }
 
-// CompletionTokens returns the tokens of each prompt of a /v1/completions
-// request: a text, token ids, or a list of either.
-func (m *Model) CompletionTokens(body []byte) ([][]uint32, error) {
-	parsed, err := chat.ParseBody(body)
-	if err != nil {
-		return nil, err
-	}
-	return m.CompletionBodyTokens(parsed)
-}
-
-// CompletionBodyTokens is CompletionTokens for a parsed body.
+// CompletionBodyTokens returns the tokens of each prompt of the body of a
+// /v1/completions request: a text, token ids, or a list of either.
 func (m *Model) CompletionBodyTokens(body *jsonbody.Body) ([][]uint32, error) {
 	return m.boundedCompletionTokens(bounds{}, body)
 }
@@ -312,14 +290,18 @@ func (m *Model) severalTokens(b bounds, prompt gjson.Result, one func(bounds, gj
 // severalPrompts reports whether a completion's prompt is a list of prompts, and not
 // one: it looks at the first element only, as there may be millions of numbers.
 func severalPrompts(prompt gjson.Result) bool {
-	several := prompt.IsArray()
-	if several {
-		jsonbody.EachElement(prompt.Raw, func(first gjson.Result) bool {
-			several = first.Type != gjson.Number
+	return prompt.IsArray() && firstOf(prompt).Type != gjson.Number
+}
+
+// firstOf returns the first element of a list; it does not exist if there is none.
+func firstOf(list gjson.Result) (first gjson.Result) {
+	if list.IsArray() {
+		jsonbody.EachElement(list.Raw, func(e gjson.Result) bool {
+			first = e
 			return false
 		})
 	}
-	return several
+	return first
 }
 
 // promptTokens returns the tokens of one prompt; limit is the request's
@@ -385,35 +367,20 @@ func (m *Model) tokenString(token uint32) string {
 }
 
 // readVocabulary lists the names of all tokens by id.
-func (m *Model) readVocabulary() []string {
-	var names []string
+func (m *Model) readVocabulary() (names []string) {
 	raw, err := m.read()
 	if err != nil {
 		return nil
 	}
-	set := func(id int64, name string) {
+	eachToken(raw, func(id int64, name string) {
 		if id < 0 || id > 1<<24 {
 			return
 		}
 		for int64(len(names)) <= id {
 			names = append(names, "")
 		}
-		names[id] = name
-	}
-	vocab := gjson.GetBytes(raw, "model.vocab")
-	if vocab.IsObject() {
-		vocab.ForEach(func(name, id gjson.Result) bool {
-			set(id.Int(), strings.Clone(name.Str))
-			return true
-		})
-	} else {
-		for id, entry := range vocab.Array() { // Unigram: a list of [name, score]
-			set(int64(id), strings.Clone(entry.Get("0").Str))
-		}
-	}
-	for _, added := range gjson.GetBytes(raw, "added_tokens").Array() {
-		set(added.Get("id").Int(), strings.Clone(added.Get("content").Str))
-	}
+		names[id] = strings.Clone(name)
+	})
 	return names
 }
 
