@@ -28,7 +28,7 @@ func (s *simulator) beginFetch(r *engine.Request) {
 		return
 	}
 	s.fetches++
-	s.coming.push(happening{at: s.now + s.Handover.Takes(r.Missing), order: s.Workers + s.total + s.fetches, fetched: flight})
+	s.coming.push(happening{at: s.now + s.Handover.Takes(r.Missing), order: s.Workers + s.total + s.fetches, call: func() { s.endFetch(flight) }})
 }
 
 // promptComputed ends the work of a prefill leg: its prompt goes to a worker that

@@ -254,7 +254,7 @@ func (s *simulator) lose(e *simRequest, why string) {
 func (s *simulator) over(e *simRequest) {
 	s.done++
 	if next := e.request.Next; next != nil {
-		s.coming.push(happening{at: s.now + e.request.Think, order: s.Workers + s.done, turn: next})
+		s.coming.push(happening{at: s.now + e.request.Think, order: s.Workers + s.done, call: func() { s.send(next) }})
 	} else {
 		s.open--
 	}

@@ -393,14 +393,9 @@ func (s *simulator) loop() error {
 		}
 		s.now = s.coming[0].at
 		for len(s.coming) > 0 && s.coming[0].at == s.now {
-			switch h := s.coming.pop(); {
-			case h.turn != nil:
-				s.send(h.turn)
-			case h.call != nil:
+			if h := s.coming.pop(); h.call != nil {
 				h.call()
-			case h.fetched != nil:
-				s.endFetch(h.fetched)
-			default:
+			} else {
 				s.endPass(h.order)
 			}
 		}
@@ -588,11 +583,8 @@ func (s *simulator) apply(w int, event engine.Event) {
 // end of a prompt's way from one worker to another.
 type happening struct {
 	at    time.Duration
-	order int           // of those at one time: the pass's worker; turns and fetches come later
-	turn  *TraceRequest // nil: a pass or a fetch
-
-	fetched *flight // its prompt has arrived
-	call    func()  // nil: none of after
+	order int    // of those at one time: the pass's worker; turns, fetches and calls of after come later
+	call  func() // nil: a pass
 }
 
 func (h happening) before(other happening) bool {
