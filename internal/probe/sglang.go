@@ -67,10 +67,9 @@ func ParseServerInfo(answer []byte) *ServerInfo {
 func (c *Client) ServerInfo(ctx context.Context, s Server) (*ServerInfo, error) {
 	var answer json.RawMessage
 	err := c.serverInfo(ctx, s, answerLimit, &answer)
-	var status *StatusError
 	var broken *json.SyntaxError
 	switch {
-	case errors.As(err, &status) && status.Status < 500, errors.As(err, &broken), errors.Is(err, io.ErrUnexpectedEOF), errors.Is(err, io.EOF):
+	case Answered(err) && statusOf(err) < 500, errors.As(err, &broken), errors.Is(err, io.ErrUnexpectedEOF), errors.Is(err, io.EOF):
 		return nil, nil
 	case err != nil:
 		return nil, err
