@@ -218,9 +218,14 @@ func (c *Client) CacheTokens(ctx context.Context, s Server, engine kv.Engine, in
 // get fetches a path of a server within limit and, unless into is nil, decodes its JSON.
 // A *StatusError is an answer other than 200, ErrLeadsBack one of this router.
 func (c *Client) get(ctx context.Context, s Server, path string, limit time.Duration, into any) error {
+	return c.getBy(ctx, c.probes, s, path, limit, into)
+}
+
+// getBy is get by one of the clients.
+func (c *Client) getBy(ctx context.Context, client *http.Client, s Server, path string, limit time.Duration, into any) error {
 	ctx, cancel := context.WithTimeout(ctx, limit)
 	defer cancel()
-	body, err := c.open(ctx, c.probes, s, path)
+	body, err := c.open(ctx, client, s, path)
 	if err != nil {
 		return err
 	}

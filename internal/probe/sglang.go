@@ -267,15 +267,6 @@ func (c *Client) sglangCaches(ctx context.Context, s Server, info *ServerInfo, r
 
 // listLoads asks an SGLang server for its list of loads.
 func (c *Client) listLoads(ctx context.Context, s Server) (list sglangLoads, err error) {
-	ctx, cancel := context.WithTimeout(ctx, answerLimit)
-	defer cancel()
-	body, err := c.open(ctx, c.pages, s, loadsPath)
-	if err != nil {
-		return list, err
-	}
-	defer func() { _ = body.Close() }()
-	if err := json.NewDecoder(io.LimitReader(body, maxBody)).Decode(&list); err != nil {
-		return list, fmt.Errorf("%s%s: %w", s.URL, loadsPath, err)
-	}
-	return list, nil
+	err = c.getBy(ctx, c.pages, s, loadsPath, answerLimit, &list)
+	return list, err
 }
