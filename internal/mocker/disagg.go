@@ -514,13 +514,6 @@ func (w *Worker) named(list ...*inference) (done func()) {
 	}
 }
 
-// Running returns the number of requests that /abort_request can name.
-func (w *Worker) Running() int {
-	w.mu.Lock()
-	defer w.mu.Unlock()
-	return len(w.running)
-}
-
 // abortRequest ends all requests, or those with names that begin with rid. SGLang does so
 // only where one has just that name.
 func (w *Worker) abortRequest(out http.ResponseWriter, in *http.Request) {

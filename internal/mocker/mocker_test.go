@@ -12,6 +12,7 @@ import (
 	"kvrouter/internal/engine"
 	"kvrouter/internal/kv"
 	"kvrouter/internal/settings"
+	"kvrouter/internal/testkit"
 	"kvrouter/internal/testkit/tokenstest"
 	"kvrouter/internal/tokens"
 )
@@ -79,7 +80,7 @@ func TestSimEngineStoresOutputBlocksWhenTheyAreFull(t *testing.T) {
 }
 
 func storesOutputBlocks(t *testing.T, caching engine.Caching, want [][]int) {
-	config := engine.DefaultSettings()
+	config := testkit.Engine()
 	config.Blocks, config.BlockSize, config.Caching = 20, 4, caching
 	var stored []int
 	e := engine.New(config, func(event engine.Event) {
