@@ -361,10 +361,7 @@ func (a *Answer) whole() []byte {
 // fail answers with an error that comes once the request is with the engine: a
 // stream has begun by then.
 func (a *Answer) fail(out http.ResponseWriter, problem *refusal) {
-	body := problem.body()
-	if a.sglang {
-		body = problem.sglangBody(a.kind, a.stream)
-	}
+	body := problem.bodyOf(a.sglang, a.kind, a.stream)
 	if a.stream {
 		writeStreamError(out, body)
 	} else {

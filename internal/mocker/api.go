@@ -363,24 +363,19 @@ func requestID(in *http.Request, chat bool) string {
 
 // writeError answers with an error in the shape of the route.
 func (w *Worker) writeError(out http.ResponseWriter, in *http.Request, problem *refusal) {
-	body := problem.body()
-	if w.sglang() {
-		body = problem.sglangBody(sglangKind(in.URL.Path), false)
-	}
-	answerJSON(out, problem.status, json.RawMessage(body))
+	answerJSON(out, problem.status, json.RawMessage(problem.bodyOf(w.sglang(), sglangKind(in.URL.Path), false)))
 }
 
 // refuse answers with an error before anything else of the answer.
 func (a *Answer) refuse(out http.ResponseWriter, problem *refusal) {
-	body := problem.body()
-	if a.sglang {
-		body = problem.sglangBody(a.kind, false)
-	}
-	answerJSON(out, problem.status, json.RawMessage(body))
+	answerJSON(out, problem.status, json.RawMessage(problem.bodyOf(a.sglang, a.kind, false)))
 }
 
-// body is the problem in vLLM's shape.
-func (problem *refusal) body() []byte {
+// bodyOf is the problem in SGLang's shape, see sglangBody, or in vLLM's.
+func (problem *refusal) bodyOf(sglang bool, of kind, streamed bool) []byte {
+	if sglang {
+		return problem.sglangBody(of, streamed)
+	}
 	var body struct {
 		Error struct {
 			Message string  `json:"message"`

@@ -1,7 +1,6 @@
 package tokens
 
 import (
-	"bytes"
 	"encoding/json"
 	"errors"
 	"fmt"
@@ -409,23 +408,19 @@ func (m *Model) boundedTokenize(b bounds, body []byte) ([]byte, error) {
 	if err != nil {
 		return nil, err
 	}
-	var out bytes.Buffer
-	fmt.Fprintf(&out, `{"count":%d,"max_model_len":%d,"tokens":`, len(tokens), m.MaxModelLen())
-	out.Write(AppendTokens(nil, tokens))
-	out.WriteString(`,"token_strs":`)
+	out := fmt.Appendf(nil, `{"count":%d,"max_model_len":%d,"tokens":`, len(tokens), m.MaxModelLen())
+	out = append(AppendTokens(out, tokens), `,"token_strs":`...)
 	if !names {
-		out.WriteString("null}")
-		return out.Bytes(), nil
+		return append(out, "null}"...), nil
 	}
-	list := []byte{'['}
+	out = append(out, '[')
 	for i, t := range tokens {
 		if i > 0 {
-			list = append(list, ',')
+			out = append(out, ',')
 		}
-		list = jsonbody.AppendString(list, m.tokenString(t))
+		out = jsonbody.AppendString(out, m.tokenString(t))
 	}
-	out.Write(append(list, "]}"...))
-	return out.Bytes(), nil
+	return append(out, "]}"...), nil
 }
 
 func (m *Model) tokenizeBody(b bounds, top gjson.Result, body []byte) (tokens []uint32, names bool, err error) {
