@@ -245,12 +245,10 @@ func (w *Worker) wait(d time.Duration) bool {
 	if d <= 0 {
 		return w.ctx.Err() == nil
 	}
-	timer := time.NewTimer(d)
-	defer timer.Stop()
 	select {
 	case <-w.ctx.Done():
 		return false
-	case <-timer.C:
+	case <-time.After(d):
 		return true
 	}
 }

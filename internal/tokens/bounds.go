@@ -161,9 +161,7 @@ func (t turns) take(b bounds, bytes int) (turn chan struct{}, err error) {
 	}
 	var late <-chan time.Time
 	if b.wait > 0 {
-		timer := time.NewTimer(b.wait)
-		defer timer.Stop()
-		late = timer.C
+		late = time.After(b.wait)
 	}
 	select {
 	case turn <- struct{}{}:

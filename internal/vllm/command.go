@@ -3,6 +3,7 @@
 package vllm
 
 import (
+	"cmp"
 	"embed"
 	"encoding/json"
 	"fmt"
@@ -133,11 +134,5 @@ func modelContext(cfg process.Settings) int {
 	if err := json.Unmarshal(data, &model); err != nil {
 		return unknown
 	}
-	switch {
-	case model.Context > 0:
-		return model.Context
-	case model.Text.Context > 0:
-		return model.Text.Context
-	}
-	return unknown
+	return cmp.Or(max(0, model.Context), max(0, model.Text.Context), unknown)
 }
