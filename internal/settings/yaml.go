@@ -2,6 +2,7 @@
 package settings
 
 import (
+	"cmp"
 	"errors"
 	"fmt"
 	"os"
@@ -141,15 +142,10 @@ func (f File) Explain(err error) error {
 	return err
 }
 
-// NearestName returns the known name with the smallest edit distance to name.
+// NearestName returns the known name, of which there is one at least, with the smallest
+// edit distance to name.
 func NearestName(name string, known []string) string {
-	best, least := "", -1
-	for _, candidate := range known {
-		if d := editDistance(name, candidate); least < 0 || d < least {
-			best, least = candidate, d
-		}
-	}
-	return best
+	return slices.MinFunc(known, func(a, b string) int { return cmp.Compare(editDistance(name, a), editDistance(name, b)) })
 }
 
 // editDistance is Levenshtein's: letters inserted, deleted or replaced.
