@@ -581,7 +581,7 @@ func TestTheEngineToSimulateIsThatOfTheMocksFlags(t *testing.T) {
 		}
 		return config.Mock.SimConfig(config.BlockSize)
 	}
-	if got := parse(); got != engine.DefaultSettings() {
+	if got := parse(); got != testkit.Engine() {
 		t.Errorf("without flags %+v", got)
 	}
 	got := parse("--block-size=16", "--mock-num-gpu-blocks=100", "--mock-max-num-seqs=5", "--mock-max-num-batched-tokens=512",

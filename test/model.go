@@ -6,6 +6,7 @@ import (
 	"strings"
 	"testing"
 
+	"kvrouter/internal/chat"
 	"kvrouter/internal/settings"
 	"kvrouter/internal/testkit"
 	"kvrouter/internal/tokens"
@@ -20,7 +21,7 @@ func ModelFolder() string {
 // prepared it.
 func OpenModel(t testing.TB) *tokens.Model {
 	t.Helper()
-	m, err := tokens.OpenModel(ModelFolder())
+	m, err := tokens.OpenModel(ModelFolder(), chat.Options{})
 	if err != nil {
 		t.Fatal("run make setup: ", err)
 	}

@@ -25,6 +25,7 @@ import (
 	"kvrouter/internal/mocker"
 	"kvrouter/internal/proxy"
 	"kvrouter/internal/testkit"
+	"kvrouter/internal/testkit/tokenstest"
 	"kvrouter/internal/tokens"
 	"kvrouter/internal/web"
 )
@@ -326,7 +327,7 @@ func (s *soak) compare(t *testing.T, asked [][]map[string]string, look func(t *t
 	t.Helper()
 	var prompts, sequences [][]uint64
 	for _, messages := range asked {
-		tokens, err := s.model.ChatTokens(mocker.MustJSON(map[string]any{"messages": messages}))
+		tokens, err := tokenstest.Chat(s.model, mocker.MustJSON(map[string]any{"messages": messages}))
 		if err != nil {
 			t.Fatal(err)
 		}

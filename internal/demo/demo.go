@@ -84,12 +84,10 @@ func (s *Settings) trouble(ctx context.Context) {
 
 // sleep waits for that many seconds; not ok: ctx has ended.
 func (s *Settings) sleep(ctx context.Context, seconds float64) (ok bool) {
-	timer := time.NewTimer(time.Duration(seconds * float64(s.pace)))
-	defer timer.Stop()
 	select {
 	case <-ctx.Done():
 		return false
-	case <-timer.C:
+	case <-time.After(time.Duration(seconds * float64(s.pace))):
 		return true
 	}
 }

@@ -60,40 +60,50 @@ func (v visitor) checkEvents(ctx context.Context, sources []events.Source, engin
 
 // subscribes checks that a PUB socket listens at endpoint.
 func (v visitor) subscribes(ctx context.Context, endpoint string) error {
-	ctx, cancel := context.WithTimeout(ctx, v.wait)
-	defer cancel()
-	conn, err := zmq.DialSub(ctx, endpoint, "")
-	if err != nil {
-		return explain(ctx, err)
-	}
-	conn.Close()
-	return nil
+	return v.within(ctx, func(ctx context.Context) error {
+		conn, err := zmq.DialSub(ctx, endpoint, "")
+		if err == nil {
+			conn.Close()
+		}
+		return err
+	})
 }
 
 // replays requests the events after the last one, and waits for the mark that ends every
 // replay.
 func (v visitor) replays(ctx context.Context, endpoint string) error {
+	return v.within(ctx, func(ctx context.Context) error {
+		conn, err := zmq.Dial(ctx, endpoint, zmq4.Dealer)
+		if err != nil {
+			return err
+		}
+		defer conn.Close()
+		conn.Limit(maxMark)
+		if err := conn.Send(nil, binary.BigEndian.AppendUint64(nil, math.MaxInt64)); err != nil {
+			return err
+		}
+		frames, err := conn.Recv()
+		if err != nil {
+			return err
+		}
+		for _, frame := range frames {
+			if len(frame) == 8 && binary.BigEndian.Uint64(frame) == events.ReplayEnd {
+				return nil
+			}
+		}
+		return errors.New("the answer is not a replay")
+	})
+}
+
+// within does one check within --wait, and replaces the error of an expired wait.
+func (v visitor) within(ctx context.Context, check func(context.Context) error) error {
 	ctx, cancel := context.WithTimeout(ctx, v.wait)
 	defer cancel()
-	conn, err := zmq.Dial(ctx, endpoint, zmq4.Dealer)
-	if err != nil {
-		return explain(ctx, err)
+	err := check(ctx)
+	if err != nil && errors.Is(ctx.Err(), context.DeadlineExceeded) {
+		return errors.New("no answer in time")
 	}
-	defer conn.Close()
-	conn.Limit(maxMark)
-	if err := conn.Send(nil, binary.BigEndian.AppendUint64(nil, math.MaxInt64)); err != nil {
-		return explain(ctx, err)
-	}
-	frames, err := conn.Recv()
-	if err != nil {
-		return explain(ctx, err)
-	}
-	for _, frame := range frames {
-		if len(frame) == 8 && binary.BigEndian.Uint64(frame) == events.ReplayEnd {
-			return nil
-		}
-	}
-	return errors.New("the answer is not a replay")
+	return err
 }
 
 // checkLoad checks the socket of a worker's load; empty: there is none.
@@ -106,12 +116,4 @@ func (v visitor) checkLoad(ctx context.Context, endpoint string, r *report) {
 		return
 	}
 	r.ok("subscribed to its load at %s", shorten(endpoint))
-}
-
-// explain replaces the error of an expired wait.
-func explain(ctx context.Context, err error) error {
-	if errors.Is(ctx.Err(), context.DeadlineExceeded) {
-		return errors.New("no answer in time")
-	}
-	return err
 }

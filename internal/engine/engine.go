@@ -31,12 +31,6 @@ const (
 	CacheNothing                 // never: SGLang's decode servers
 )
 
-// DefaultSettings returns the engine that Dynamo's mocker simulates: one H100-like
-// worker with 16,384 blocks of 64 tokens.
-func DefaultSettings() Settings {
-	return Settings{Blocks: 16384, BlockSize: 64, MaxSeqs: 256, MaxBatchedTokens: 8192, Timing: DefaultTiming()}
-}
-
 // Timing is the duration of a pass: a polynomial of the prompt tokens that it
 // computes, plus one of the share of the KV cache (0..1) that the tokens of decoding
 // requests fill. Coefficients are in ms, the constant first. A part with nothing to

@@ -33,7 +33,7 @@ func runPass(t testing.TB, e *Engine) time.Duration {
 }
 
 func smallEngine(blocks int, events func(Event)) *Engine {
-	cfg := DefaultSettings()
+	cfg := Settings{Blocks: 16384, BlockSize: 64, MaxSeqs: 256, MaxBatchedTokens: 8192, Timing: DefaultTiming()}
 	cfg.Blocks, cfg.BlockSize, cfg.MaxSeqs, cfg.MaxBatchedTokens = blocks, 4, 4, 16
 	return New(cfg, events)
 }

@@ -11,6 +11,7 @@ import (
 	"kvrouter/internal/kv"
 	"kvrouter/internal/radix"
 	"kvrouter/internal/testkit"
+	"kvrouter/internal/testkit/tokenstest"
 	"kvrouter/internal/tokens"
 )
 
@@ -41,7 +42,7 @@ func (c mediaCase) local(t *testing.T) []uint64 {
 	t.Helper()
 	ask := func(context.Context, string, []byte) ([]byte, error) { return c.Answer, nil }
 	source := tokens.NewSource(nil, ask, time.Second, slog.New(slog.DiscardHandler))
-	p := source.Chat(t.Context(), []byte(`{"messages":[{"role":"user","content":"x"}]}`))
+	p := source.ChatBody(t.Context(), tokenstest.Body([]byte(`{"messages":[{"role":"user","content":"x"}]}`)))
 	if p.Source != tokens.SourceWorker || p.Exact != len(p.Tokens) {
 		t.Errorf("%s: from %s, exact are %d of %d tokens, want all", c.Name, p.Source, p.Exact, len(p.Tokens))
 	}

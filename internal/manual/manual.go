@@ -2,8 +2,12 @@
 package manual
 
 import (
+	"cmp"
+	"embed"
 	"fmt"
+	"slices"
 	"strings"
+	"text/template"
 
 	"github.com/alecthomas/kong"
 )
@@ -15,8 +19,7 @@ type Completion struct {
 
 // AfterApply prints the completion and ends the parser.
 func (c *Completion) AfterApply(app *kong.Kong) error {
-	write := map[string]func(*kong.Application) string{"bash": bash, "zsh": zsh, "fish": fish}[c.Shell]
-	return end(app, write(app.Model))
+	return end(app, c.Shell+".tmpl", app.Model)
 }
 
 // Page is a command that prints the manual page, in the language of man.
@@ -24,45 +27,110 @@ type Page struct{}
 
 // AfterApply prints the page and ends the parser.
 func (Page) AfterApply(app *kong.Kong, vars kong.Vars) error {
-	return end(app, page(app.Model, vars["version"]))
+	version, _, _ := strings.Cut(strings.TrimPrefix(vars["version"], app.Model.Name+" "), " (")
+	summary, _, _ := strings.Cut(app.Model.Help, ":")
+	return end(app, "man.tmpl", struct {
+		*kong.Application
+		Version, Summary string
+	}{app.Model, version, strings.TrimPrefix(summary, "A ")})
 }
 
-// end prints text as the whole answer of a command.
-func end(app *kong.Kong, text string) error {
-	if _, err := fmt.Fprint(app.Stdout, text); err != nil {
+// texts are the scripts, for bash from version 4 on, zsh and fish from 3.2 on, and the
+// page. The scripts ask for no other package.
+//
+//go:embed *.tmpl
+var texts embed.FS
+
+// end prints a text as the whole answer of a command.
+func end(app *kong.Kong, name string, data any) error {
+	text, err := template.New(name).Funcs(functions).ParseFS(texts, name)
+	if err == nil {
+		err = text.Execute(app.Stdout, data)
+	}
+	if err != nil {
 		return fmt.Errorf("printing: %w", err)
 	}
 	app.Exit(0)
 	return nil
 }
 
+// functions are those of the texts.
+var functions = template.FuncMap{
+	"everyOption": everyOption, "options": options, "sentence": sentence, "spelling": spelling, "usage": usage, "usedBy": usedBy,
+	"roff": roff, "upper": strings.ToUpper,
+	"zshQuote":  strings.NewReplacer("'", "'\\''", "[", `\[`, "]", `\]`, ":", `\:`).Replace,
+	"fishQuote": strings.NewReplacer(`\`, `\\`, "'", `\'`).Replace,
+	"join":      func(separator string, words []string) string { return strings.Join(words, separator) },
+	"names": func(commands []*kong.Command) (names []string) {
+		for _, command := range commands {
+			names = append(names, command.Name)
+		}
+		return names
+	},
+	"spellings": spellings,
+	"words": func(command *kong.Command) []string {
+		return append(usedBy(command), spellings(options(command.Flags))...)
+	},
+	"paths": func(all []option) []option { return without(all, func(o option) bool { return !o.File }) },
+	"free": func(all []option) []option {
+		return without(all, func(o option) bool { return !o.Takes || o.File || len(o.Values) > 0 })
+	},
+}
+
 // option is one spelling of a flag.
 type option struct {
-	name   string   // with its dashes
-	help   string   // its first sentence
-	takes  bool     // a value follows
-	values []string // that it may be; none: any
-	file   bool     // the value is the path of a file or folder
+	Name   string   // with its dashes
+	Short  bool     // of one letter
+	Help   string   // its first sentence
+	Takes  bool     // a value follows
+	Values []string // that it may be; none: any
+	File   bool     // the value is the path of a file or folder
 }
 
 // options returns every spelling of the flags that are shown.
 func options(flags []*kong.Flag) []option {
 	var all []option
 	for _, flag := range flags {
-		o := option{name: "--" + flag.Name, help: sentence(flag.Help), takes: !flag.IsBool(), file: takesPath(flag)}
+		o := option{Name: "--" + flag.Name, Help: sentence(flag.Help), Takes: !flag.IsBool(), File: takesPath(flag)}
 		if flag.Enum != "" {
-			o.values = flag.EnumSlice()
+			o.Values = flag.EnumSlice()
 		}
 		all = append(all, o)
 		if flag.Short != 0 {
-			o.name = "-" + string(flag.Short)
+			o.Name, o.Short = "-"+string(flag.Short), true
 			all = append(all, o)
 		}
 		if flag.Tag.Negatable != "" {
-			all = append(all, option{name: "--no-" + flag.Name, help: "Not --" + flag.Name})
+			all = append(all, option{Name: "--no-" + flag.Name, Help: "Not --" + flag.Name})
 		}
 	}
 	return all
+}
+
+// everyOption returns the options of the program and of its commands, each once.
+func everyOption(app *kong.Application) []option {
+	all := options(app.Flags)
+	for _, command := range app.Children {
+		for _, o := range options(command.Flags) {
+			if !slices.ContainsFunc(all, func(known option) bool { return known.Name == o.Name }) {
+				all = append(all, o)
+			}
+		}
+	}
+	return all
+}
+
+// without returns the options that drop does not report.
+func without(all []option, drop func(option) bool) []option {
+	return slices.DeleteFunc(slices.Clone(all), drop)
+}
+
+// spellings returns the names of options.
+func spellings(all []option) (names []string) {
+	for _, o := range all {
+		names = append(names, o.Name)
+	}
+	return names
 }
 
 // takesPath reports, from a flag's placeholder, whether its value is a path.
@@ -94,4 +162,46 @@ func usedBy(command *kong.Command) []string {
 		}
 	}
 	return nil
+}
+
+// usage returns a command's name and what follows it.
+func usage(command *kong.Command) string {
+	text := command.Name
+	for _, argument := range command.Positional {
+		if argument.Enum != "" {
+			text += " " + strings.Join(argument.EnumSlice(), "|")
+		} else {
+			text += " " + argument.Summary()
+		}
+	}
+	return text
+}
+
+// spelling is how the page writes a flag, in bold, and its value.
+func spelling(flag *kong.Flag) string {
+	name := "--" + flag.Name
+	if flag.Tag.Negatable != "" {
+		name = "--[no-]" + flag.Name
+	}
+	text := "\\fB" + roff(name) + "\\fR"
+	if flag.Short != 0 {
+		text = "\\fB\\-" + string(flag.Short) + "\\fR, " + text
+	}
+	if !flag.IsBool() {
+		value := cmp.Or(flag.PlaceHolder, "VALUE")
+		if flag.PlaceHolder == "" && flag.Enum != "" {
+			value = strings.Trim(strings.Join(flag.EnumSlice(), "|"), "|")
+		}
+		text += " \\fI" + roff(value) + "\\fR"
+	}
+	return text
+}
+
+// roff returns text escaped for man.
+func roff(text string) string {
+	text = strings.NewReplacer(`\`, `\e`, "-", `\-`, "\n", " ", `"`, `\(dq`).Replace(text)
+	if strings.HasPrefix(text, ".") || strings.HasPrefix(text, "'") {
+		return `\&` + text
+	}
+	return text
 }

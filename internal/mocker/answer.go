@@ -177,7 +177,7 @@ func (s *Stop) Cut(c *Choice, tokens []uint32) {
 		i := strings.Index(whole[min(from, told):], text)
 		if end := from + i + len(text); i >= 0 && end < first {
 			first = end
-			c.Output, c.Finish, c.Reason = sort.SearchInts(c.Ends, end)+1, "stop", string(jsonbody.AppendString(nil, text))
+			c.Output, c.Finish, c.Reason = sort.SearchInts(c.Ends, end)+1, "stop", string(quote(text))
 			if told = end; !s.Keep {
 				told -= len(text)
 			}
@@ -219,30 +219,16 @@ func (a *Answer) appendChunk(out []byte, c *Choice, now int) []byte {
 		}
 	}
 	a.begun = true
-	out = a.head(out)
-	out = fmt.Appendf(out, `"choices":[{"index":%d,`, c.index)
-	if a.isChat() {
-		out = append(jsonbody.AppendString(append(out, `"delta":{"content":`...), c.Part(now)), '}')
-	} else {
-		out = jsonbody.AppendString(append(out, `"text":`...), c.Part(now))
-	}
 	last := now == c.Output
-	out = append(out, `,"logprobs":null,"finish_reason":`...)
-	if last {
-		out = jsonbody.AppendString(out, c.Finish)
-	} else {
-		out = append(out, "null"...)
-	}
-	if last || !a.isChat() {
-		out = append(out, `,"stop_reason":`...)
+	finish, reason := c.ending(last)
+	out = fmt.Appendf(a.head(out), `"choices":[{"index":%d,`, c.index)
+	if a.isChat() {
+		out = fmt.Appendf(out, `"delta":{"content":%s},"logprobs":null,"finish_reason":%s`, quote(c.Part(now)), finish)
 		if last {
-			out = c.appendReason(out)
-		} else {
-			out = append(out, "null"...)
+			out = fmt.Appendf(out, `,"stop_reason":%s`, reason)
 		}
-	}
-	if !a.isChat() {
-		out = append(out, `,"prompt_token_ids":`...)
+	} else {
+		out = fmt.Appendf(out, `"text":%s,"logprobs":null,"finish_reason":%s,"stop_reason":%s,"prompt_token_ids":`, quote(c.Part(now)), finish, reason)
 		if c.Sent == 0 {
 			out = a.appendIDs(out, c.tokens[:c.prompt])
 		} else {
@@ -250,8 +236,7 @@ func (a *Answer) appendChunk(out []byte, c *Choice, now int) []byte {
 		}
 	}
 	out = a.appendIDs(append(out, `,"token_ids":`...), c.tokens[c.prompt+c.Sent:c.prompt+now])
-	out = append(out, "}]"...)
-	out = a.stepUsage(out, c, now)
+	out = a.stepUsage(append(out, "}]"...), c, now)
 	if last && !a.usage {
 		out = append(out, `,"system_fingerprint":"`+fingerprint+`"`...)
 	}
@@ -274,14 +259,21 @@ func (a *Answer) appendEnd(out []byte) []byte {
 
 // head opens an event with the fields that all have.
 func (a *Answer) head(out []byte) []byte {
-	kind := "chat.completion.chunk"
-	if !a.isChat() {
-		kind = "text_completion"
-	}
-	return fmt.Appendf(out, `data: {"id":%s,"object":%q,"created":%d,"model":%s,`, jsonbody.AppendString(nil, a.id), kind, a.created, jsonbody.AppendString(nil, a.model))
+	return a.open(append(out, "data: "...), "chat.completion.chunk")
 }
 
-// appendIDs appends token ids if the request includes return_token_ids, otherwise null.
+// open opens an object with the fields that all have; chat is what a chat's is called.
+func (a *Answer) open(out []byte, chat string) []byte {
+	if !a.isChat() {
+		chat = "text_completion"
+	}
+	return fmt.Appendf(out, `{"id":%s,"object":%q,"created":%d,"model":%s,`, quote(a.id), chat, a.created, quote(a.model))
+}
+
+// quote is a text as JSON.
+func quote(text string) []byte { return jsonbody.AppendString(nil, text) }
+
+// appendIDs appends token ids if the request asks for them, else null.
 func (a *Answer) appendIDs(out []byte, ids []uint32) []byte {
 	if !a.tokenIDs {
 		return append(out, "null"...)
@@ -289,11 +281,12 @@ func (a *Answer) appendIDs(out []byte, ids []uint32) []byte {
 	return tokens.AppendTokens(out, ids)
 }
 
-func (c *Choice) appendReason(out []byte) []byte {
-	if c.Reason == "" {
-		return append(out, "null"...)
+// ending is why a choice ended, and by which text or token, both as JSON.
+func (c *Choice) ending(ended bool) (finish, reason string) {
+	if !ended {
+		return "null", "null"
 	}
-	return append(out, c.Reason...)
+	return strconv.Quote(c.Finish), cmp.Or(c.Reason, "null")
 }
 
 // stepUsage appends a choice's usage so far where each chunk is to have it.
@@ -338,24 +331,18 @@ func (a *Answer) whole() []byte {
 	if a.sglang {
 		return a.wholeSGLang()
 	}
-	kind := "chat.completion"
-	if !a.isChat() {
-		kind = "text_completion"
-	}
-	out := fmt.Appendf(nil, `{"id":%s,"object":%q,"created":%d,"model":%s,"choices":[`, jsonbody.AppendString(nil, a.id), kind, a.created, jsonbody.AppendString(nil, a.model))
+	out := append(a.open(nil, "chat.completion"), `"choices":[`...)
 	for i, c := range a.choices {
 		if i > 0 {
 			out = append(out, ',')
 		}
-		out = fmt.Appendf(out, `{"index":%d,`, i)
+		form := `{"index":%d,"text":%s,"logprobs":null,"finish_reason":%s,"stop_reason":%s,"token_ids":`
 		if a.isChat() {
-			out = jsonbody.AppendString(append(out, `"message":{"role":"assistant","content":`...), c.Text)
-			out = append(out, `,"refusal":null,"annotations":null,"audio":null,"function_call":null,"reasoning":null}`...)
-		} else {
-			out = jsonbody.AppendString(append(out, `"text":`...), c.Text)
+			form = `{"index":%d,"message":{"role":"assistant","content":%s,"refusal":null,"annotations":null,"audio":null,"function_call":null,"reasoning":null},` +
+				`"logprobs":null,"finish_reason":%s,"stop_reason":%s,"token_ids":`
 		}
-		out = c.appendReason(fmt.Appendf(out, `,"logprobs":null,"finish_reason":%q,"stop_reason":`, c.Finish))
-		out = a.appendIDs(append(out, `,"token_ids":`...), c.tokens[c.prompt:])
+		finish, reason := c.ending(true)
+		out = a.appendIDs(fmt.Appendf(out, form, i, quote(c.Text), finish, reason), c.tokens[c.prompt:])
 		if !a.isChat() {
 			out = a.appendIDs(append(out, `,"prompt_logprobs":null,"prompt_token_ids":`...), c.tokens[:c.prompt])
 		}
@@ -368,17 +355,13 @@ func (a *Answer) whole() []byte {
 		out = a.appendIDs(append(out, `,"prompt_logprobs":null,"prompt_token_ids":`...), last.tokens[:last.prompt])
 		out = append(out, `,"prompt_text":null`...)
 	}
-	out = append(append(out, `,"kv_transfer_params":`...), cmp.Or(a.transfer, "null")...)
-	return append(out, `,"ec_transfer_params":null,"metrics":null}`...)
+	return fmt.Appendf(out, `,"kv_transfer_params":%s,"ec_transfer_params":null,"metrics":null}`, cmp.Or(a.transfer, "null"))
 }
 
 // fail answers with an error that comes once the request is with the engine: a
 // stream has begun by then.
 func (a *Answer) fail(out http.ResponseWriter, problem *refusal) {
-	body := problem.body()
-	if a.sglang {
-		body = problem.sglangBody(a.kind, a.stream)
-	}
+	body := problem.bodyOf(a.sglang, a.kind, a.stream)
 	if a.stream {
 		writeStreamError(out, body)
 	} else {

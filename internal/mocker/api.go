@@ -11,7 +11,6 @@ import (
 	"slices"
 	"strconv"
 	"sync"
-	"sync/atomic"
 	"time"
 
 	"kvrouter/internal/engine"
@@ -77,10 +76,10 @@ func (w *Worker) addVLLMRoutes(mux *http.ServeMux) {
 	mux.HandleFunc("POST /abort_request", w.abortRequest)
 	mux.HandleFunc("POST /tokenize", w.tokenizer(w.model.Tokenize))
 	mux.HandleFunc("POST /detokenize", w.tokenizer(w.model.Detokenize))
-	mux.HandleFunc("POST /v1/chat/completions", func(out http.ResponseWriter, in *http.Request) { w.infer(out, in, chatKind) })
-	mux.HandleFunc("POST /v1/completions", func(out http.ResponseWriter, in *http.Request) { w.infer(out, in, completionKind) })
-	mux.HandleFunc("POST /v1/chat/completions/render", func(out http.ResponseWriter, in *http.Request) { w.render(out, in, true) })
-	mux.HandleFunc("POST /v1/completions/render", func(out http.ResponseWriter, in *http.Request) { w.render(out, in, false) })
+	mux.HandleFunc("POST /v1/chat/completions", w.infers(chatKind))
+	mux.HandleFunc("POST /v1/completions", w.infers(completionKind))
+	mux.HandleFunc("POST /v1/chat/completions/render", w.serve(func(in *http.Request, body *jsonbody.Body) (any, *refusal) { return w.render(in, body, true) }))
+	mux.HandleFunc("POST /v1/completions/render", w.serve(func(in *http.Request, body *jsonbody.Body) (any, *refusal) { return w.render(in, body, false) }))
 }
 
 // accept reads and checks a request for tokens, prepares its answer and finds
@@ -115,6 +114,11 @@ func (w *Worker) accept(out http.ResponseWriter, in *http.Request, of kind) (bod
 		answer.id = requestID(in, of == chatKind)
 	}
 	return body, answer, rank, true
+}
+
+// infers serves the requests of a route for tokens.
+func (w *Worker) infers(of kind) http.HandlerFunc {
+	return func(out http.ResponseWriter, in *http.Request) { w.infer(out, in, of) }
 }
 
 // infer serves a request for tokens.
@@ -216,67 +220,71 @@ func (w *Worker) rankFor(header string) (*Rank, *refusal) {
 	return slices.MinFunc(w.Ranks, func(a, b *Rank) int { return cmp.Compare(a.inFlight.Load(), b.inFlight.Load()) }), nil
 }
 
-// render answers with the tokens of a request's prompts.
-func (w *Worker) render(out http.ResponseWriter, in *http.Request, chat bool) {
-	body, ok := w.body(out, in)
-	if !ok {
-		return
+// serve answers requests with what find makes of a body: a value for JSON.
+func (w *Worker) serve(find func(in *http.Request, body *jsonbody.Body) (any, *refusal)) http.HandlerFunc {
+	return func(out http.ResponseWriter, in *http.Request) {
+		body, ok := w.body(out, in)
+		if !ok {
+			return
+		}
+		answer, problem := find(in, body)
+		if problem != nil {
+			w.writeError(out, in, problem)
+			return
+		}
+		answerJSON(out, http.StatusOK, answer)
 	}
-	_, problem := w.served(body.Get("model").String())
-	var prompts [][]uint32
-	if problem == nil {
-		prompts, problem = w.prompts(body, chat)
+}
+
+// render returns the tokens of a request's prompts.
+func (w *Worker) render(in *http.Request, body *jsonbody.Body, chat bool) (any, *refusal) {
+	if _, problem := w.served(body.Get("model").String()); problem != nil {
+		return nil, problem
 	}
+	prompts, problem := w.prompts(body, chat)
 	if problem != nil {
-		w.writeError(out, in, problem)
-		return
+		return nil, problem
 	}
 	var list []any
 	id := requestID(in, chat)
 	for i, tokens := range prompts {
 		rendered := map[string]any{"request_id": id, "token_ids": tokens, "features": nil, "model": nil, "stream": body.Get("stream").Bool()}
 		if chat {
-			answerJSON(out, http.StatusOK, rendered)
-			return
+			return rendered, nil
 		}
 		rendered["request_id"] = fmt.Sprint(id, "-", i)
 		list = append(list, rendered)
 	}
-	answerJSON(out, http.StatusOK, list)
+	return list, nil
 }
 
 // tokenizer serves /tokenize or /detokenize.
-func (w *Worker) tokenizer(serve func([]byte) ([]byte, error)) http.HandlerFunc {
-	return func(out http.ResponseWriter, in *http.Request) {
-		body, ok := w.body(out, in)
-		if !ok {
-			return
-		}
+func (w *Worker) tokenizer(answer func([]byte) ([]byte, error)) http.HandlerFunc {
+	return w.serve(func(_ *http.Request, body *jsonbody.Body) (any, *refusal) {
 		if _, problem := w.served(body.Get("model").String()); problem != nil {
-			w.writeError(out, in, problem)
-			return
+			return nil, problem
 		}
-		answer, err := serve(body.Raw)
+		text, err := answer(body.Raw)
 		if err != nil {
-			w.writeError(out, in, badRequest("", "%v", err))
-			return
+			return nil, badRequest("", "%v", err)
 		}
-		out.Header().Set("Content-Type", "application/json")
-		_, _ = out.Write(answer)
-	}
+		return json.RawMessage(text), nil
+	})
 }
 
 func (w *Worker) models(out http.ResponseWriter, _ *http.Request) {
-	created := w.started.Unix()
 	card := func(name string, parent, longest any) map[string]any {
-		permission := map[string]any{
-			"id": "modelperm-" + name, "object": "model_permission", "created": created, "organization": "*", "group": nil, "is_blocking": false,
-			"allow_create_engine": false, "allow_sampling": true, "allow_logprobs": false, "allow_search_indices": false, "allow_view": true, "allow_fine_tuning": false,
+		card := map[string]any{
+			"id": name, "object": "model", "created": w.started.Unix(), "owned_by": w.cfg.Engine().String(),
+			"root": name, "parent": parent, "max_model_len": longest,
 		}
-		return map[string]any{
-			"id": name, "object": "model", "created": created, "owned_by": "vllm",
-			"root": name, "parent": parent, "max_model_len": longest, "permission": []any{permission},
+		if !w.sglang() {
+			card["permission"] = []any{map[string]any{
+				"id": "modelperm-" + name, "object": "model_permission", "created": card["created"], "organization": "*", "group": nil, "is_blocking": false,
+				"allow_create_engine": false, "allow_sampling": true, "allow_logprobs": false, "allow_search_indices": false, "allow_view": true, "allow_fine_tuning": false,
+			}}
 		}
+		return card
 	}
 	cards := []any{card(w.cfg.ServedModelName, nil, w.maxModelLen)}
 	for _, adapter := range w.loaded() {
@@ -300,13 +308,21 @@ func (w *Worker) eventSources(out http.ResponseWriter, _ *http.Request) {
 }
 
 func (w *Worker) reset(out http.ResponseWriter, in *http.Request) {
-	success := true
+	if success, ended := w.resetCaches(in.Context()); !ended {
+		answerJSON(out, http.StatusOK, map[string]any{"success": success})
+	}
+}
+
+// resetCaches empties the caches of all ranks; not all: one is in use. ended means that
+// the client has left, or the worker has ended.
+func (w *Worker) resetCaches(ctx context.Context) (all, ended bool) {
+	all = true
 	for _, rank := range w.Ranks {
-		if !rank.Ask(in.Context(), func(e *engine.Engine) { success = rank.ResetPrefixCache(e) && success }) {
-			return
+		if !rank.Ask(ctx, func(e *engine.Engine) { all = rank.ResetPrefixCache(e) && all }) {
+			return false, true
 		}
 	}
-	answerJSON(out, http.StatusOK, map[string]any{"success": success})
+	return all, false
 }
 
 func (w *Worker) serverLoad(out http.ResponseWriter, _ *http.Request) {
@@ -316,42 +332,6 @@ func (w *Worker) serverLoad(out http.ResponseWriter, _ *http.Request) {
 		load += now.Running + now.Waiting
 	}
 	answerJSON(out, http.StatusOK, map[string]any{"server_load": load})
-}
-
-// metrics serves the part of vLLM's Prometheus page that others read.
-func (w *Worker) metrics(out http.ResponseWriter, _ *http.Request) {
-	var page []byte
-	add := func(kind, name, more string, value func(*Rank, Load) float64) {
-		if more == "" || more == `,finished_reason="stop"` {
-			page = fmt.Appendf(page, "# TYPE vllm:%s %s\n", name, kind)
-		}
-		for _, rank := range w.Ranks {
-			page = fmt.Appendf(page, "vllm:%s{engine=\"%d\",model_name=%q%s} %s\n",
-				name, rank.number, w.cfg.ServedModelName, more, strconv.FormatFloat(value(rank, rank.CurrentLoad()), 'g', -1, 64))
-		}
-	}
-	count := func(name, more string, counter func(*counts) *atomic.Int64) {
-		add("counter", name, more, func(r *Rank, _ Load) float64 { return float64(counter(&r.Counts).Load()) })
-	}
-	add("gauge", "num_requests_running", "", func(_ *Rank, l Load) float64 { return float64(l.Running) })
-	add("gauge", "num_requests_waiting", "", func(_ *Rank, l Load) float64 { return float64(l.Waiting) })
-	add("gauge", "kv_cache_usage_perc", "", func(_ *Rank, l Load) float64 { return l.Usage })
-	count("prefix_cache_queries_total", "", func(c *counts) *atomic.Int64 { return &c.prefixQueries })
-	count("prefix_cache_hits_total", "", func(c *counts) *atomic.Int64 { return &c.prefixHits })
-	if w.part.Kind == kv.KindNIXL {
-		count("external_prefix_cache_hits_total", "", func(c *counts) *atomic.Int64 { return &c.ExternalHits })
-	}
-	count("prompt_tokens_total", "", func(c *counts) *atomic.Int64 { return &c.PromptTokens })
-	count("generation_tokens_total", "", func(c *counts) *atomic.Int64 { return &c.GenerationTokens })
-	count("request_success_total", `,finished_reason="stop"`, func(c *counts) *atomic.Int64 { return &c.finishedStop })
-	count("request_success_total", `,finished_reason="length"`, func(c *counts) *atomic.Int64 { return &c.finishedLength })
-	count("request_success_total", `,finished_reason="abort"`, func(c *counts) *atomic.Int64 { return &c.Aborted })
-	page = append(page, "# TYPE vllm:cache_config_info gauge\n"...)
-	for _, rank := range w.Ranks {
-		page = fmt.Appendf(page, "vllm:cache_config_info{block_size=\"%d\",engine=\"%d\",num_gpu_blocks=\"%d\"} 1\n", w.cfg.BlockSize, rank.number, w.cfg.MockNumGPUBlocks)
-	}
-	out.Header().Set("Content-Type", "text/plain; version=0.0.4; charset=utf-8")
-	_, _ = out.Write(page)
 }
 
 // body reads a request's body, a JSON object; not ok: it has been answered.
@@ -384,24 +364,19 @@ func requestID(in *http.Request, chat bool) string {
 
 // writeError answers with an error in the shape of the route.
 func (w *Worker) writeError(out http.ResponseWriter, in *http.Request, problem *refusal) {
-	body := problem.body()
-	if w.sglang() {
-		body = problem.sglangBody(sglangKind(in.URL.Path), false)
-	}
-	answerJSON(out, problem.status, json.RawMessage(body))
+	answerJSON(out, problem.status, json.RawMessage(problem.bodyOf(w.sglang(), sglangKind(in.URL.Path), false)))
 }
 
 // refuse answers with an error before anything else of the answer.
 func (a *Answer) refuse(out http.ResponseWriter, problem *refusal) {
-	body := problem.body()
-	if a.sglang {
-		body = problem.sglangBody(a.kind, false)
-	}
-	answerJSON(out, problem.status, json.RawMessage(body))
+	answerJSON(out, problem.status, json.RawMessage(problem.bodyOf(a.sglang, a.kind, false)))
 }
 
-// body is the problem in vLLM's shape.
-func (problem *refusal) body() []byte {
+// bodyOf is the problem in SGLang's shape, see sglangBody, or in vLLM's.
+func (problem *refusal) bodyOf(sglang bool, of kind, streamed bool) []byte {
+	if sglang {
+		return problem.sglangBody(of, streamed)
+	}
 	var body struct {
 		Error struct {
 			Message string  `json:"message"`
@@ -418,10 +393,15 @@ func (problem *refusal) body() []byte {
 	return MustJSON(body)
 }
 
+// answerJSON answers with a value as JSON; json.RawMessage is that already.
 func answerJSON(out http.ResponseWriter, status int, value any) {
+	text, encoded := value.(json.RawMessage)
+	if !encoded {
+		text = MustJSON(value)
+	}
 	out.Header().Set("Content-Type", "application/json")
 	out.WriteHeader(status)
-	_, _ = out.Write(MustJSON(value))
+	_, _ = out.Write(text)
 }
 
 // MustJSON encodes a value that JSON can represent.

@@ -256,12 +256,10 @@ func (t *transfer) ready(ctx context.Context) *refusal {
 // wait waits for one of the room's channels.
 func (t *transfer) wait(ctx context.Context, c <-chan struct{}, otherwise string) *refusal {
 	limit := t.w.cfg.MockBootstrapTimeout
-	timer := time.NewTimer(limit)
-	defer timer.Stop()
 	select {
 	case <-c:
 		return nil
-	case <-timer.C:
+	case <-time.After(limit):
 		otherwise = fmt.Sprintf("%s within %s", otherwise, limit)
 	case <-ctx.Done():
 	}
@@ -298,11 +296,9 @@ func (t *transfer) computed(ctx context.Context, rank *Rank) *refusal {
 		defer w.rooms.leave(t.id, room)
 		defer close(room.ended)
 		defer rank.Do(func(e *engine.Engine) { e.Abort(t.choice.request) })
-		lease := time.NewTimer(w.cfg.MockKVLease)
-		defer lease.Stop()
 		select {
 		case <-room.joined:
-		case <-lease.C:
+		case <-time.After(w.cfg.MockKVLease):
 			return
 		case <-w.ctx.Done():
 			return
@@ -349,14 +345,12 @@ func (w *Worker) joinRoom(out http.ResponseWriter, in *http.Request) {
 	}
 	defer close(room.left)
 	close(room.joined)
-	timer := time.NewTimer(w.cfg.MockBootstrapTimeout)
-	defer timer.Stop()
 	select {
 	case <-room.computed:
 	case <-room.ended:
 		http.Error(out, "the prompt will not be computed", http.StatusGone)
 		return
-	case <-timer.C:
+	case <-time.After(w.cfg.MockBootstrapTimeout):
 		http.Error(out, "the prompt does not come", http.StatusGatewayTimeout)
 		return
 	case <-in.Context().Done():
@@ -438,10 +432,8 @@ func (t *transfer) bring(ctx context.Context, rank *Rank) error {
 	} else {
 		takes = 0
 	}
-	timer := time.NewTimer(takes)
-	defer timer.Stop()
 	select {
-	case <-timer.C:
+	case <-time.After(takes):
 		rank.Counts.ExternalHits.Add(int64(t.choice.request.Missing))
 		return nil
 	case <-gone:
@@ -512,13 +504,6 @@ func (w *Worker) named(list ...*inference) (done func()) {
 		w.running = slices.DeleteFunc(w.running, func(r *inference) bool { return slices.Contains(list, r) })
 		w.mu.Unlock()
 	}
-}
-
-// Running returns the number of requests that /abort_request can abort.
-func (w *Worker) Running() int {
-	w.mu.Lock()
-	defer w.mu.Unlock()
-	return len(w.running)
 }
 
 // abortRequest ends all requests, or those with names that begin with rid. SGLang does so

@@ -158,16 +158,6 @@ func (e *Events) publish(batch batch) {
 	e.seq++
 }
 
-// ReplayBytes returns the memory of the batches that can be replayed.
-func (e *Events) ReplayBytes() (bytes uint64) {
-	e.mu.Lock()
-	defer e.mu.Unlock()
-	for _, payload := range e.kept {
-		bytes += uint64(cap(payload))
-	}
-	return bytes
-}
-
 // replay sends all kept batches from the asked one on, and the end mark. Like
 // vLLM's it wants an empty frame before the number and ignores what is
 // different.
@@ -193,128 +183,22 @@ func (e *Events) replay(request [][]byte, reply func(frames ...[]byte) error) {
 	_ = reply(nil, nil, binary.BigEndian.AppendUint64(nil, events.ReplayEnd), nil)
 }
 
-// encode returns the batch as vLLM encodes it: [time, events, rank]. Writing to
+// encode returns the batch as the engine encodes it: [time, events, rank]. Writing to
 // a buffer cannot fail.
 func (e *Events) encode(batch batch) []byte {
 	e.packed.Reset()
 	p := e.packer
+	p.UseArrayEncodedStructs(e.array)
 	_ = p.EncodeArrayLen(3)
 	_ = p.EncodeFloat64(float64(batch.at.UnixNano()) / 1e9)
 	_ = p.EncodeArrayLen(len(batch.events))
 	for i := range batch.events {
-		e.encodeEvent(&batch.events[i])
+		if e.sglang {
+			_ = p.Encode(sglangEvent(&batch.events[i], e.blockSize))
+		} else {
+			_ = p.Encode(vllmEvent(&batch.events[i], e.blockSize))
+		}
 	}
 	_ = p.EncodeUint(uint64(e.Rank))
 	return bytes.Clone(e.packed.Bytes())
-}
-
-// encodeEvent writes one event. Maps leave fields with their default out; arrays
-// end before the trailing ones that have it.
-func (e *Events) encodeEvent(event *Event) {
-	if e.sglang {
-		e.encodeSGLang(event)
-		return
-	}
-	p := e.packer
-	switch {
-	case event.Cleared:
-		e.open("AllBlocksCleared", 0)
-	case event.Removed != nil:
-		e.open("BlockRemoved", 3)
-		e.hashes("block_hashes", event.Removed)
-		e.text("medium", "GPU")
-		e.name("group_idx")
-		_ = p.EncodeUint(0)
-	default:
-		e.open("BlockStored", 10)
-		hashes := make([]uint64, len(event.Stored))
-		for i, b := range event.Stored {
-			hashes[i] = b.Engine
-		}
-		e.hashes("block_hashes", hashes)
-		e.name("parent_block_hash")
-		if event.HasParent {
-			_ = p.EncodeUint(event.Parent)
-		} else {
-			_ = p.EncodeNil()
-		}
-		e.tokens(event.Tokens)
-		e.name("block_size")
-		_ = p.EncodeUint(uint64(e.blockSize))
-		e.name("lora_id")
-		if event.Adapter.Name == "" {
-			_ = p.EncodeNil()
-		} else {
-			_ = p.EncodeUint(uint64(event.Adapter.Id))
-		}
-		e.text("medium", "GPU")
-		e.name("lora_name")
-		if event.Adapter.Name == "" {
-			_ = p.EncodeNil()
-		} else {
-			_ = p.EncodeString(event.Adapter.Name)
-		}
-		e.extraKeys(event)
-		e.name("group_idx")
-		_ = p.EncodeUint(0)
-		e.text("kv_cache_spec_kind", "full_attention")
-	}
-}
-
-// extraKeys writes what enters the hash of each stored block beside its tokens.
-func (e *Events) extraKeys(event *Event) {
-	e.name("extra_keys")
-	_ = e.packer.EncodeArrayLen(len(event.Stored))
-	for i := range event.Stored {
-		var keys []string
-		if event.Adapter.Name != "" {
-			keys = append(keys, event.Adapter.Name)
-		}
-		if i == 0 && event.Salt != "" {
-			keys = append(keys, event.Salt)
-		}
-		if keys == nil {
-			_ = e.packer.EncodeNil()
-			continue
-		}
-		_ = e.packer.Encode(keys)
-	}
-}
-
-// open begins an event with that many fields beside its type.
-func (e *Events) open(kind string, fields int) {
-	if e.array {
-		_ = e.packer.EncodeArrayLen(1 + fields)
-	} else {
-		_ = e.packer.EncodeMapLen(1 + fields)
-		_ = e.packer.EncodeString("type")
-	}
-	_ = e.packer.EncodeString(kind)
-}
-
-func (e *Events) name(field string) {
-	if !e.array {
-		_ = e.packer.EncodeString(field)
-	}
-}
-
-func (e *Events) tokens(tokens []uint32) {
-	e.name("token_ids")
-	_ = e.packer.EncodeArrayLen(len(tokens))
-	for _, t := range tokens {
-		_ = e.packer.EncodeUint(uint64(t))
-	}
-}
-
-func (e *Events) text(field, value string) {
-	e.name(field)
-	_ = e.packer.EncodeString(value)
-}
-
-func (e *Events) hashes(field string, hashes []uint64) {
-	e.name(field)
-	_ = e.packer.EncodeArrayLen(len(hashes))
-	for _, h := range hashes {
-		_ = e.packer.EncodeUint(h)
-	}
 }

@@ -222,9 +222,7 @@ func (w *Worker) run() {
 
 // faultAfter calls fault after d, unless the worker ends before.
 func (w *Worker) faultAfter(d time.Duration, fault func()) {
-	select {
-	case <-w.ctx.Done():
-	case <-time.After(d):
+	if w.wait(d) {
 		fault()
 	}
 }
@@ -247,12 +245,10 @@ func (w *Worker) wait(d time.Duration) bool {
 	if d <= 0 {
 		return w.ctx.Err() == nil
 	}
-	timer := time.NewTimer(d)
-	defer timer.Stop()
 	select {
 	case <-w.ctx.Done():
 		return false
-	case <-timer.C:
+	case <-time.After(d):
 		return true
 	}
 }

@@ -8,9 +8,12 @@ import (
 	"strings"
 	"testing"
 
+	"kvrouter/internal/chat"
 	"kvrouter/internal/engine"
 	"kvrouter/internal/kv"
 	"kvrouter/internal/settings"
+	"kvrouter/internal/testkit"
+	"kvrouter/internal/testkit/tokenstest"
 	"kvrouter/internal/tokens"
 )
 
@@ -23,7 +26,7 @@ func TestMockWordsSurviveTheTokenizer(t *testing.T) {
 	defer builtin.Close()
 	models["built-in"] = builtin
 	dir := filepath.Join(settings.CacheDir(os.Getenv), "smollm2-135m-instruct")
-	if real, err := tokens.OpenModel(dir); err == nil {
+	if real, err := tokens.OpenModel(dir, chat.Options{}); err == nil {
 		defer real.Close()
 		models["SmolLM2"] = real
 	}
@@ -58,7 +61,7 @@ func TestBuiltinModelTakesAnyText(t *testing.T) {
 			t.Errorf("%q came back as %q", text, back)
 		}
 	}
-	tokens, err := model.ChatTokens([]byte(`{"messages":[{"role":"user","content":"Hi"}]}`))
+	tokens, err := tokenstest.Chat(model, []byte(`{"messages":[{"role":"user","content":"Hi"}]}`))
 	if want := "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"; err != nil || model.Decode(tokens) != want {
 		t.Errorf("%q, %v", model.Decode(tokens), err)
 	}
@@ -77,7 +80,7 @@ func TestSimEngineStoresOutputBlocksWhenTheyAreFull(t *testing.T) {
 }
 
 func storesOutputBlocks(t *testing.T, caching engine.Caching, want [][]int) {
-	config := engine.DefaultSettings()
+	config := testkit.Engine()
 	config.Blocks, config.BlockSize, config.Caching = 20, 4, caching
 	var stored []int
 	e := engine.New(config, func(event engine.Event) {

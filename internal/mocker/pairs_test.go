@@ -204,3 +204,10 @@ func TestMockSGLangWorkersAbortByName(t *testing.T) {
 	}
 	testkit.Eventually(t, 10*time.Second, "nothing is in flight", idle(pair))
 }
+
+// Running returns the number of requests that /abort_request can name.
+func (w *Worker) Running() int {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	return len(w.running)
+}

@@ -6,7 +6,6 @@ import (
 	"strconv"
 	"time"
 
-	"kvrouter/internal/jsonbody"
 	"kvrouter/internal/tokens"
 )
 
@@ -45,9 +44,8 @@ func (a *Answer) appendSGLangChunk(out []byte, c *Choice, now int) []byte {
 	case generateKind:
 		return append(a.appendGenerated(append(out, "data: "...), c, now), "\n\n"...)
 	case completionKind:
-		last := now == c.Output
-		out = jsonbody.AppendString(fmt.Appendf(a.head(out), `"choices":[{"index":%d,"text":`, c.index), c.Part(now))
-		out = c.appendFinish(append(out, `,"logprobs":null`...), last)
+		out = fmt.Appendf(a.head(out), `"choices":[{"index":%d,"text":%s,"logprobs":null`, c.index, quote(c.Part(now)))
+		out = c.appendFinish(out, now == c.Output)
 		if a.tokenIDs {
 			out = a.appendIDs(append(out, `,"token_ids":`...), c.tokens[c.prompt+c.Sent:c.prompt+now])
 			if c.Sent == 0 {
@@ -66,7 +64,7 @@ func (a *Answer) appendSGLangChunk(out []byte, c *Choice, now int) []byte {
 		out = a.appendDelta(out, c, `"reasoning_content":null,"role":"assistant","content":""`, false, -1)
 	}
 	if text := c.Part(now); text != "" {
-		out = a.appendDelta(out, c, `"reasoning_content":null,"content":`+string(jsonbody.AppendString(nil, text)), false, now)
+		out = a.appendDelta(out, c, `"reasoning_content":null,"content":`+string(quote(text)), false, now)
 	}
 	return out
 }
@@ -83,11 +81,9 @@ func (a *Answer) appendDelta(out []byte, c *Choice, delta string, last bool, usa
 }
 
 // appendFinish appends why a choice ended, if it has.
-func (c *Choice) appendFinish(out []byte, last bool) []byte {
-	if !last {
-		return append(out, `,"finish_reason":null,"matched_stop":null`...)
-	}
-	return c.appendReason(fmt.Appendf(out, `,"finish_reason":%q,"matched_stop":`, c.Finish))
+func (c *Choice) appendFinish(out []byte, ended bool) []byte {
+	finish, reason := c.ending(ended)
+	return fmt.Appendf(out, `,"finish_reason":%s,"matched_stop":%s`, finish, reason)
 }
 
 // appendSGLangEnd appends the events that follow after the last choice's last.
@@ -119,24 +115,17 @@ func (a *Answer) wholeSGLang() []byte {
 		}
 		return out
 	}
-	object := "chat.completion"
-	if a.kind == completionKind {
-		object = "text_completion"
-	}
-	out := fmt.Appendf(nil, `{"id":%s,"object":%q,"created":%d,"model":%s,"choices":[`, jsonbody.AppendString(nil, a.id), object, a.created, jsonbody.AppendString(nil, a.model))
+	out := append(a.open(nil, "chat.completion"), `"choices":[`...)
 	for i, c := range a.choices {
 		if i > 0 {
 			out = append(out, ',')
 		}
-		out = fmt.Appendf(out, `{"index":%d,`, i)
-		if a.kind == chatKind {
-			out = jsonbody.AppendString(append(out, `"message":{"role":"assistant","content":`...), c.Text)
-			out = append(out, `,"reasoning_content":null}`...)
-		} else {
-			out = jsonbody.AppendString(append(out, `"text":`...), c.Text)
+		form := `{"index":%d,"text":%s,"logprobs":null`
+		if a.isChat() {
+			form = `{"index":%d,"message":{"role":"assistant","content":%s,"reasoning_content":null},"logprobs":null`
 		}
-		out = c.appendFinish(append(out, `,"logprobs":null`...), true)
-		if made := c.tokens[c.prompt : c.prompt+c.Output]; a.tokenIDs && a.kind == chatKind {
+		out = c.appendFinish(fmt.Appendf(out, form, i, quote(c.Text)), true)
+		if made := c.tokens[c.prompt : c.prompt+c.Output]; a.tokenIDs && a.isChat() {
 			out = a.appendIDs(append(out, `,"prompt_token_ids":`...), c.tokens[:c.prompt])
 			out = a.appendIDs(append(out, `,"response_token_ids":`...), made)
 		} else if a.tokenIDs {
@@ -199,40 +188,32 @@ func (c *Choice) shown(tokens int) int {
 // appendGenerated appends /generate's answer for a choice with that many tokens: the
 // whole text so far.
 func (a *Answer) appendGenerated(out []byte, c *Choice, now int) []byte {
-	shown := c.shown(now)
-	out = jsonbody.AppendString(append(out, `{"text":`...), c.Text[:c.known(now)])
-	out = tokens.AppendTokens(append(out, `,"output_ids":`...), c.tokens[c.prompt:c.prompt+shown])
-	last := now == c.Output
-	out = append(jsonbody.AppendString(append(out, `,"meta_info":{"id":`...), c.id), `,"finish_reason":`...)
-	switch {
+	shown, last, cached := c.shown(now), now == c.Output, c.cached.Load()
+	finish, details, rank := "null", "null", "null"
+	switch _, reason := c.ending(last); {
 	case !last:
-		out = append(out, "null"...)
 	case c.Finish == finishAbort:
-		out = append(out, `{"type":"abort","message":"Aborted","status_code":null,"err_type":null}`...)
+		finish = `{"type":"abort","message":"Aborted","status_code":null,"err_type":null}`
 	case c.Finish == "stop":
-		out = append(c.appendReason(append(out, `{"type":"stop","matched":`...)), '}')
+		finish = fmt.Sprintf(`{"type":"stop","matched":%s}`, reason)
 	default:
-		out = fmt.Appendf(out, `{"type":"length","length":%d}`, shown)
+		finish = fmt.Sprintf(`{"type":"length","length":%d}`, shown)
 	}
-	cached := c.cached.Load()
-	out = fmt.Appendf(out, `,"prompt_tokens":%d,"weight_version":"default","num_retractions":0,"storage_prefetch_wait":0.0,"storage_staging_wait":0.0,`, c.prompt)
+	if cached > 0 {
+		details = fmt.Sprintf(`{"device":%d,"host":0}`, cached)
+	}
+	if a.rank != nil {
+		rank = strconv.Itoa(*a.rank)
+	}
+	out = tokens.AppendTokens(fmt.Appendf(out, `{"text":%s,"output_ids":`, quote(c.Text[:c.known(now)])), c.tokens[c.prompt:c.prompt+shown])
+	out = fmt.Appendf(out, `,"meta_info":{"id":%s,"finish_reason":%s,`, quote(c.id), finish)
+	out = fmt.Appendf(out, `"prompt_tokens":%d,"weight_version":"default","num_retractions":0,"storage_prefetch_wait":0.0,"storage_staging_wait":0.0,`, c.prompt)
 	out = fmt.Appendf(out, `"forward_entry_time":%s,"prefill_finished_time":%s,"queue_time":0.0,`, seconds(a.received), seconds(c.first))
 	out = fmt.Appendf(out, `"reasoning_tokens":0,"completion_tokens":%d,"cached_tokens":%d,`, shown, cached)
 	if last {
 		out = append(c.appendVersions(out), ',')
 	}
-	out = append(out, `"cached_tokens_details":`...)
-	if cached > 0 {
-		out = fmt.Appendf(out, `{"device":%d,"host":0}`, cached)
-	} else {
-		out = append(out, "null"...)
-	}
-	out = append(out, `,"dp_rank":`...)
-	if a.rank != nil {
-		out = strconv.AppendInt(out, int64(*a.rank), 10)
-	} else {
-		out = append(out, "null"...)
-	}
+	out = fmt.Appendf(out, `"cached_tokens_details":%s,"dp_rank":%s`, details, rank)
 	out = append(a.appendTimes(out, c, now), '}')
 	if a.promptIDs {
 		out = tokens.AppendTokens(append(out, `,"prompt_token_ids":`...), c.tokens[:c.prompt])

@@ -11,6 +11,7 @@ import (
 	"testing"
 	"time"
 
+	"kvrouter/internal/chat"
 	"kvrouter/internal/encode"
 	"kvrouter/internal/kv"
 	"kvrouter/internal/radix"
@@ -18,6 +19,7 @@ import (
 	"kvrouter/internal/settings"
 	"kvrouter/internal/testkit"
 	"kvrouter/internal/testkit/policytest"
+	"kvrouter/internal/testkit/tokenstest"
 	"kvrouter/internal/tokens"
 )
 
@@ -30,7 +32,7 @@ func testModelFolder() string {
 // testModel opens that model.
 func testModel(t testing.TB) *tokens.Model {
 	t.Helper()
-	m, err := tokens.OpenModel(testModelFolder())
+	m, err := tokens.OpenModel(testModelFolder(), chat.Options{})
 	if err != nil && testing.Short() {
 		t.Skip("the test model is not set up: ", err)
 	}
@@ -131,7 +133,7 @@ func BenchmarkDecision(b *testing.B) {
 				body := c.body()
 				bodies = append(bodies, body)
 				if c.hot || i == 0 {
-					p := ids.Chat(context.Background(), body)
+					p := ids.ChatBody(context.Background(), tokenstest.Body(body))
 					local := kv.HashBlocks(nil, p.Tokens, 64, "", "")
 					if err := index.Store(kv.WorkerKey{Worker: uint64(i % 8)}, 0, false, testkit.Chain(local)); err != nil {
 						b.Fatal(err)
@@ -146,7 +148,7 @@ func BenchmarkDecision(b *testing.B) {
 			cpu := testkit.CPUTime()
 			b.ReportAllocs()
 			for b.Loop() {
-				p := ids.Chat(context.Background(), bodies[i%len(bodies)])
+				p := ids.ChatBody(context.Background(), tokenstest.Body(bodies[i%len(bodies)]))
 				d, err := rt.Route(context.Background(), router.Request{Tokens: p.Tokens[:p.Exact], NumTokens: len(p.Tokens)})
 				if err != nil {
 					b.Fatal(err)

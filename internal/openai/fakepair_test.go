@@ -25,6 +25,7 @@ import (
 	"kvrouter/internal/router"
 	"kvrouter/internal/testkit"
 	"kvrouter/internal/testkit/routertest"
+	"kvrouter/internal/testkit/tokenstest"
 	"kvrouter/internal/web"
 )
 
@@ -394,7 +395,7 @@ func (h *pairAPI) store(t testing.TB, worker kv.WorkerKey, chat string, n int) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	tokens, err := model.ChatTokens([]byte(chat))
+	tokens, err := tokenstest.Chat(model, []byte(chat))
 	if err != nil {
 		t.Fatal(err)
 	}

@@ -5,7 +5,6 @@ import (
 	"testing"
 	"time"
 
-	"kvrouter/internal/engine"
 	"kvrouter/internal/kv"
 	"kvrouter/internal/outlier"
 	"kvrouter/internal/policies"
@@ -138,7 +137,7 @@ func TestNoWorkerStaysIdle(t *testing.T) {
 // workers in each.
 func sharedPrompts(t testing.TB, conversations, blocks int) simulate.Simulation {
 	t.Helper()
-	engine := engine.DefaultSettings()
+	engine := testkit.Engine()
 	engine.Blocks = blocks
 	requests, err := simulate.SyntheticChat(simulate.SyntheticSettings{
 		Conversations: conversations, Turns: 5, Groups: 128, PrefixTokens: 6000, UserTokens: 128, OutputTokens: 50,

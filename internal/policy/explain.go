@@ -1,6 +1,7 @@
 package policy
 
 import (
+	"cmp"
 	"math"
 	"slices"
 )
@@ -121,17 +122,11 @@ func (e *Explanation) Winners() []int {
 
 // compare is more than 0 if s goes before other.
 func (s *Score) compare(other *Score) int {
-	switch {
-	case s.Total > other.Total:
-		return 1
-	case s.Total < other.Total:
-		return -1
-	case s.TieBreak == nil || other.TieBreak == nil || *s.TieBreak == *other.TieBreak:
-		return 0
-	case *s.TieBreak > *other.TieBreak:
-		return 1
+	order := cmp.Compare(s.Total, other.Total)
+	if order == 0 && s.TieBreak != nil && other.TieBreak != nil {
+		return cmp.Compare(*s.TieBreak, *other.TieBreak)
 	}
-	return -1
+	return order
 }
 
 // Margin returns the difference of the chosen candidate's total to that of the best

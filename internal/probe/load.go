@@ -128,12 +128,10 @@ func (c *Client) FollowLoad(ctx context.Context, s LoadSource, log *slog.Logger,
 		if failures == 10 { // a worker that is starting is silent for a while
 			log.Warn("no load from worker", "worker", s.Ranks[0].Worker, "rank", s.Ranks[0].Rank, "from", s.from(), "error", err)
 		}
-		pause := time.NewTimer(loadRetry + rand.N(loadRetry))
 		select {
 		case <-ctx.Done():
-		case <-pause.C:
+		case <-time.After(loadRetry + rand.N(loadRetry)):
 		}
-		pause.Stop()
 	}
 }
 

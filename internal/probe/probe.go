@@ -102,24 +102,24 @@ func (e *StatusError) Error() string {
 // ErrLeadsBack means that an address is the router's own.
 var ErrLeadsBack = errors.New("the address is this router's own: use the address of the worker")
 
-// Answered reports whether err is an HTTP answer of the server.
-func Answered(err error) bool {
+// statusOf returns the status of an answer other than 200; 0: err is no such answer.
+func statusOf(err error) int {
 	var status *StatusError
-	return errors.As(err, &status)
+	if errors.As(err, &status) {
+		return status.Status
+	}
+	return 0
 }
 
+// Answered reports whether err is an HTTP answer of the server.
+func Answered(err error) bool { return statusOf(err) > 0 }
+
 // NotFound reports whether err is an answer of status 404: the server has no such path.
-func NotFound(err error) bool {
-	var status *StatusError
-	return errors.As(err, &status) && status.Status == http.StatusNotFound
-}
+func NotFound(err error) bool { return statusOf(err) == http.StatusNotFound }
 
 // Rejected reports whether err is an answer of a status from 400 to 499: the server has
 // no such path, or denies access. It runs; whether it is healthy is unknown.
-func Rejected(err error) bool {
-	var status *StatusError
-	return errors.As(err, &status) && status.Status/100 == 4
-}
+func Rejected(err error) bool { return statusOf(err)/100 == 4 }
 
 // Refused reports whether err is a refused connection: no process listens, as opposed
 // to one that is slow.
@@ -186,8 +186,7 @@ func (c *Client) Models(ctx context.Context, s Server) (served Models, err error
 		} `json:"data"`
 	}
 	err = c.get(ctx, s, "/v1/models", answerLimit, &list)
-	var status *StatusError
-	if errors.As(err, &status) && status.Status < 500 {
+	if Answered(err) && statusOf(err) < 500 {
 		return Models{}, nil
 	}
 	if err != nil {
@@ -219,9 +218,14 @@ func (c *Client) CacheTokens(ctx context.Context, s Server, engine kv.Engine, in
 // get fetches a path of a server within limit and, unless into is nil, decodes its JSON.
 // A *StatusError is an answer other than 200, ErrLeadsBack one of this router.
 func (c *Client) get(ctx context.Context, s Server, path string, limit time.Duration, into any) error {
+	return c.getBy(ctx, c.probes, s, path, limit, into)
+}
+
+// getBy is get by one of the clients.
+func (c *Client) getBy(ctx context.Context, client *http.Client, s Server, path string, limit time.Duration, into any) error {
 	ctx, cancel := context.WithTimeout(ctx, limit)
 	defer cancel()
-	body, err := c.open(ctx, c.probes, s, path)
+	body, err := c.open(ctx, client, s, path)
 	if err != nil {
 		return err
 	}

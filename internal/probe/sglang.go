@@ -67,10 +67,9 @@ func ParseServerInfo(answer []byte) *ServerInfo {
 func (c *Client) ServerInfo(ctx context.Context, s Server) (*ServerInfo, error) {
 	var answer json.RawMessage
 	err := c.serverInfo(ctx, s, answerLimit, &answer)
-	var status *StatusError
 	var broken *json.SyntaxError
 	switch {
-	case errors.As(err, &status) && status.Status < 500, errors.As(err, &broken), errors.Is(err, io.ErrUnexpectedEOF), errors.Is(err, io.EOF):
+	case Answered(err) && statusOf(err) < 500, errors.As(err, &broken), errors.Is(err, io.ErrUnexpectedEOF), errors.Is(err, io.EOF):
 		return nil, nil
 	case err != nil:
 		return nil, err
@@ -267,15 +266,6 @@ func (c *Client) sglangCaches(ctx context.Context, s Server, info *ServerInfo, r
 
 // listLoads asks an SGLang server for its list of loads.
 func (c *Client) listLoads(ctx context.Context, s Server) (list sglangLoads, err error) {
-	ctx, cancel := context.WithTimeout(ctx, answerLimit)
-	defer cancel()
-	body, err := c.open(ctx, c.pages, s, loadsPath)
-	if err != nil {
-		return list, err
-	}
-	defer func() { _ = body.Close() }()
-	if err := json.NewDecoder(io.LimitReader(body, maxBody)).Decode(&list); err != nil {
-		return list, fmt.Errorf("%s%s: %w", s.URL, loadsPath, err)
-	}
-	return list, nil
+	err = c.getBy(ctx, c.pages, s, loadsPath, answerLimit, &list)
+	return list, err
 }

@@ -1,6 +1,7 @@
 package process
 
 import (
+	"encoding/json"
 	"fmt"
 
 	"kvrouter/internal/events"
@@ -40,7 +41,37 @@ func (p Ports) Sources(i, blockSize int) []events.Source {
 	return sources
 }
 
-// LoadEndpoint returns the load endpoint of rank r of started worker i.
+// EventsConfig is an engine's --kv-events-config: where the first rank of a worker
+// publishes its KV events. Engines add a rank's number to the ports.
+type EventsConfig struct {
+	Enable   bool   `json:"enable_kv_cache_events,omitempty"` // vLLM's
+	Kind     string `json:"publisher"`
+	Endpoint string `json:"endpoint"`
+	Bind     bool   `json:"bind,omitempty"` // SGLang's: though the endpoint has no wildcard
+	Replay   string `json:"replay_endpoint"`
+	Topic    string `json:"topic"`
+	Buffer   int    `json:"buffer_steps"`
+}
+
+// EventsConfig returns that of started worker i, on loopback.
+func (p Ports) EventsConfig(i int) EventsConfig {
+	first := i * p.Ranks
+	return EventsConfig{
+		Kind: "zmq", Endpoint: fmt.Sprintf("tcp://127.0.0.1:%d", p.KVEvents+first),
+		Replay: fmt.Sprintf("tcp://127.0.0.1:%d", p.KVReplay+first), Topic: KVEventsTopic, Buffer: ReplayBatches,
+	}
+}
+
+// String returns the value of the flag.
+func (c EventsConfig) String() string {
+	text, err := json.Marshal(c)
+	if err != nil {
+		panic(err) // texts and numbers can always be written
+	}
+	return string(text)
+}
+
+// LoadEndpoint is where rank r of started worker i publishes its load.
 func (p Ports) LoadEndpoint(i, r int) string {
 	return fmt.Sprintf("tcp://127.0.0.1:%d", p.Load+i*p.Ranks+r)
 }

@@ -1,6 +1,8 @@
 package settings
 
 import (
+	"cmp"
+	"context"
 	"os"
 	"os/exec"
 	"path/filepath"
@@ -38,12 +40,15 @@ func ThisMachine() Machine {
 // visibleGPUs returns the NVIDIA devices that CUDA_VISIBLE_DEVICES leaves, or
 // all that nvidia-smi lists.
 func visibleGPUs() []string {
-	const limit = 20 * time.Second // the first call loads the driver
-	listing, err := outputWithin(limit, exec.Command("nvidia-smi", "--query-gpu=index", "--format=csv,noheader"))
+	ctx, cancel := context.WithTimeout(context.Background(), 20*time.Second) // the first call loads the driver
+	defer cancel()
+	cmd := exec.CommandContext(ctx, "nvidia-smi", "--query-gpu=index", "--format=csv,noheader")
+	cmd.WaitDelay = time.Second
+	listing, err := cmd.Output()
 	if err != nil {
 		return nil
 	}
-	found := strings.Fields(listing)
+	found := strings.Fields(string(listing))
 	chosen, restricted := os.LookupEnv("CUDA_VISIBLE_DEVICES")
 	if !restricted || len(found) == 0 {
 		return found
@@ -59,29 +64,9 @@ func visibleGPUs() []string {
 	return gpus
 }
 
-// outputWithin runs a short command and returns its output.
-func outputWithin(limit time.Duration, cmd *exec.Cmd) (string, error) {
-	cmd.WaitDelay = time.Second
-	var out strings.Builder
-	cmd.Stdout = &out
-	if err := cmd.Start(); err != nil {
-		return "", err
-	}
-	timer := time.AfterFunc(limit, func() { _ = cmd.Process.Kill() })
-	defer timer.Stop()
-	if err := cmd.Wait(); err != nil {
-		return "", err
-	}
-	return out.String(), nil
-}
-
 // CacheDir returns the folder for downloads.
 func CacheDir(getenv func(string) string) string {
-	base := getenv("XDG_CACHE_HOME")
-	if base == "" {
-		base = filepath.Join(getenv("HOME"), ".cache")
-	}
-	return filepath.Join(base, "kvrouter")
+	return filepath.Join(cmp.Or(getenv("XDG_CACHE_HOME"), filepath.Join(getenv("HOME"), ".cache")), "kvrouter")
 }
 
 // LooksLikePath reports whether a model is a path and not a Hugging Face name, which has

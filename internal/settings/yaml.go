@@ -2,6 +2,7 @@
 package settings
 
 import (
+	"cmp"
 	"errors"
 	"fmt"
 	"os"
@@ -49,7 +50,7 @@ func ReadConfigFile(name string, flags []*kong.Flag) (File, error) {
 		return file, fmt.Errorf("--config %s: cannot read the file: %w", name, errors.Unwrap(err))
 	}
 	var entries yaml.MapSlice
-	if err := yaml.Unmarshal(data, &entries); err != nil {
+	if err := yaml.UnmarshalWithOptions(data, &entries, yaml.UseOrderedMap()); err != nil {
 		message, _, _ := strings.Cut(yaml.FormatError(err, false, false), "\n")
 		return file, fmt.Errorf("--config %s: not a YAML map of settings: %s", name, message)
 	}
@@ -114,12 +115,6 @@ func settingText(value any) (any, error) {
 			parts = append(parts, fmt.Sprintf("%v=%v", entry.Key, entry.Value))
 		}
 		return strings.Join(parts, ","), nil
-	case map[string]any:
-		parts := make([]string, 0, len(v))
-		for key, item := range v {
-			parts = append(parts, fmt.Sprintf("%s=%v", key, item))
-		}
-		return strings.Join(parts, ","), nil
 	default:
 		return fmt.Sprint(v), nil
 	}
@@ -133,10 +128,7 @@ func (f File) Resolve(_ *kong.Context, _ *kong.Path, flag *kong.Flag) (any, erro
 			return nil, nil
 		}
 	}
-	if value, given := f.values[flag.Name]; given {
-		return value, nil
-	}
-	return nil, nil
+	return f.values[flag.Name], nil
 }
 
 // Explain adds the file's name to an error about a flag that the file sets, and
@@ -150,15 +142,10 @@ func (f File) Explain(err error) error {
 	return err
 }
 
-// NearestName returns the known name with the smallest edit distance to name.
+// NearestName returns the known name, of which there is one at least, with the smallest
+// edit distance to name.
 func NearestName(name string, known []string) string {
-	best, least := "", -1
-	for _, candidate := range known {
-		if d := editDistance(name, candidate); least < 0 || d < least {
-			best, least = candidate, d
-		}
-	}
-	return best
+	return slices.MinFunc(known, func(a, b string) int { return cmp.Compare(editDistance(name, a), editDistance(name, b)) })
 }
 
 // editDistance is Levenshtein's: letters inserted, deleted or replaced.

@@ -3,6 +3,8 @@ package sglang
 import (
 	"errors"
 	"fmt"
+	"maps"
+	"slices"
 	"strconv"
 	"strings"
 
@@ -94,12 +96,7 @@ func checkArgs(args []string, apart bool) error {
 // beginning of, which SGLang takes for the whole; empty: none. No flag of SGLang
 // has a name that another such name begins with.
 func shortened(name string) string {
-	for long := range reservedArgs {
-		if strings.HasPrefix(long, name) && long != name {
-			return long
-		}
-	}
-	for _, long := range readArgs {
+	for _, long := range slices.AppendSeq(slices.Clone(readArgs), maps.Keys(reservedArgs)) {
 		if strings.HasPrefix(long, name) && long != name {
 			return long
 		}

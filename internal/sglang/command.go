@@ -4,7 +4,6 @@ package sglang
 
 import (
 	"embed"
-	"encoding/json"
 	"fmt"
 	"path/filepath"
 	"strconv"
@@ -76,13 +75,11 @@ func command(cfg process.Settings, i int, pluginDir string, environ []string) (p
 		"--page-size", strconv.Itoa(cfg.BlockSize),
 	}
 	if cfg.KVEvents {
-		eventConfig, err := eventsConfig(cfg, i*cfg.Ports.Ranks)
-		if err != nil {
-			return process.Spec{}, fmt.Errorf("worker %d: KV event settings: %w", i, err)
-		}
+		events := cfg.Ports.EventsConfig(i)
+		events.Bind = true
 		// Without KV events SGLang publishes no load either: its metrics have it. The
 		// plugin narrows the wildcard, which is all that SGLang binds, to loopback.
-		argv = append(argv, "--kv-events-config", eventConfig, "--load-publish-endpoint", fmt.Sprintf("tcp://*:%d", cfg.Ports.Load+i*cfg.Ports.Ranks))
+		argv = append(argv, "--kv-events-config", events.String(), "--load-publish-endpoint", fmt.Sprintf("tcp://*:%d", cfg.Ports.Load+i*cfg.Ports.Ranks))
 	}
 	argv = append(argv, "--enable-metrics", "--enable-cache-report")
 	env := process.NewEnvironment(environ)
@@ -119,23 +116,6 @@ func command(cfg process.Settings, i int, pluginDir string, environ []string) (p
 		env.AddPath(pluginDir, filepath.Join(pluginDir, "cpu"))
 	}
 	return process.Spec{Argv: append(argv, cfg.Args...), Env: env.List()}, nil
-}
-
-// eventsConfig returns the --kv-events-config of a worker whose first rank is
-// number first of all: SGLang adds a rank's number to the ports.
-func eventsConfig(cfg process.Settings, first int) (string, error) {
-	text, err := json.Marshal(struct {
-		Kind     string `json:"publisher"`
-		Endpoint string `json:"endpoint"`
-		Bind     bool   `json:"bind"` // though the endpoint has no wildcard
-		Replay   string `json:"replay_endpoint"`
-		Topic    string `json:"topic"`
-		Buffer   int    `json:"buffer_steps"`
-	}{
-		"zmq", fmt.Sprintf("tcp://127.0.0.1:%d", cfg.Ports.KVEvents+first), true,
-		fmt.Sprintf("tcp://127.0.0.1:%d", cfg.Ports.KVReplay+first), process.KVEventsTopic, process.ReplayBatches,
-	})
-	return string(text), err
 }
 
 // partArgs are the arguments of worker i where prefill and decode are apart.

@@ -20,38 +20,25 @@ const syntheticAgentic = "agentic"
 // result. Means are those of an exponential distribution, that of the runs a
 // geometric one.
 type AgenticSettings struct {
-	Workflows        int           `group:"Synthetic agents" default:"300" help:"Number of workflows."`
-	Rate             float64       `group:"Synthetic agents" default:"0" placeholder:"N" help:"Workflow arrivals per second (Poisson), instead of --concurrency."`
-	Runs             float64       `group:"Synthetic agents" default:"2" help:"Mean number of agent runs per workflow, at least 1."`
-	MinCalls         int           `group:"Synthetic agents" default:"5" help:"Minimum number of calls per run; uniform up to --agentic-max-calls."`
+	Workflows        int           `group:"Synthetic agents" default:"300" least:"1" help:"Number of workflows."`
+	Rate             float64       `group:"Synthetic agents" default:"0" placeholder:"N" least:"0" help:"Workflow arrivals per second (Poisson), instead of --concurrency."`
+	Runs             float64       `group:"Synthetic agents" default:"2" least:"1" help:"Mean number of agent runs per workflow, at least 1."`
+	MinCalls         int           `group:"Synthetic agents" default:"5" least:"1" help:"Minimum number of calls per run; uniform up to --agentic-max-calls."`
 	MaxCalls         int           `group:"Synthetic agents" default:"20" help:"Maximum number of calls per run."`
-	Kinds            int           `group:"Synthetic agents" default:"6" help:"Number of agent kinds; each has its own prefix (system prompt and tool definitions)."`
-	Skew             float64       `group:"Synthetic agents" default:"1" help:"Zipf exponent of the popularity of kinds: the n-th has a share of 1/n^skew. 0: uniform."`
-	PrefixTokens     int           `group:"Synthetic agents" default:"4000" help:"Tokens of the prefix of a kind."`
-	TaskTokens       float64       `group:"Synthetic agents" default:"300" help:"Mean tokens of the task of a run."`
-	OutputTokens     float64       `group:"Synthetic agents" default:"80" help:"Mean tokens of a tool-call answer."`
-	LongOutputTokens float64       `group:"Synthetic agents" default:"600" help:"Mean tokens of a long answer."`
-	LongShare        float64       `group:"Synthetic agents" default:"0.1" help:"Share of long answers, 0 to 1."`
-	ResultTokens     float64       `group:"Synthetic agents" default:"500" help:"Mean tokens of a tool result."`
+	Kinds            int           `group:"Synthetic agents" default:"6" least:"1" help:"Number of agent kinds; each has its own prefix (system prompt and tool definitions)."`
+	Skew             float64       `group:"Synthetic agents" default:"1" least:"0" help:"Zipf exponent of the popularity of kinds: the n-th has a share of 1/n^skew. 0: uniform."`
+	PrefixTokens     int           `group:"Synthetic agents" default:"4000" least:"0" help:"Tokens of the prefix of a kind."`
+	TaskTokens       float64       `group:"Synthetic agents" default:"300" least:"1" help:"Mean tokens of the task of a run."`
+	OutputTokens     float64       `group:"Synthetic agents" default:"80" least:"1" help:"Mean tokens of a tool-call answer."`
+	LongOutputTokens float64       `group:"Synthetic agents" default:"600" least:"1" help:"Mean tokens of a long answer."`
+	LongShare        float64       `group:"Synthetic agents" default:"0.1" least:"0" help:"Share of long answers, 0 to 1."`
+	ResultTokens     float64       `group:"Synthetic agents" default:"500" least:"1" help:"Mean tokens of a tool result."`
 	MinLatency       time.Duration `group:"Synthetic agents" default:"50ms" help:"Minimum tool latency, from the end of an answer to the next call; log-uniform up to --agentic-max-latency."`
 	MaxLatency       time.Duration `group:"Synthetic agents" default:"2s" help:"Maximum tool latency."`
 }
 
 func (s AgenticSettings) validate() error {
-	if err := checkLeast("--agentic-", []leastValue{
-		{"workflows", float64(s.Workflows), 1},
-		{"rate", s.Rate, 0},
-		{"runs", s.Runs, 1},
-		{"min-calls", float64(s.MinCalls), 1},
-		{"kinds", float64(s.Kinds), 1},
-		{"skew", s.Skew, 0},
-		{"prefix-tokens", float64(s.PrefixTokens), 0},
-		{"task-tokens", s.TaskTokens, 1},
-		{"output-tokens", s.OutputTokens, 1},
-		{"long-output-tokens", s.LongOutputTokens, 1},
-		{"long-share", s.LongShare, 0},
-		{"result-tokens", s.ResultTokens, 1},
-	}); err != nil {
+	if err := checkLeast("--agentic-", &s); err != nil {
 		return err
 	}
 	switch {

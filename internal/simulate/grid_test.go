@@ -12,7 +12,6 @@ import (
 	"testing"
 	"time"
 
-	"kvrouter/internal/engine"
 	"kvrouter/internal/outlier"
 	"kvrouter/internal/policies"
 	"kvrouter/internal/router"
@@ -72,7 +71,7 @@ func FuzzGridLoad(f *testing.F) {
 	f.Add("agents r1 s0 burst1 shifts9")
 	f.Fuzz(func(t *testing.T, text string) {
 		if l, err := parseGridLoad(text, []string{"conv"}); err == nil {
-			run := l.on(Simulation{Workers: 8, Engine: engine.DefaultSettings()}, 1)
+			run := l.on(Simulation{Workers: 8, Engine: testkit.Engine()}, 1)
 			if run.Workers < 1 || run.Workers > 1000 || run.Prefills >= run.Workers || run.Concurrency < 0 || !(run.Speedup > 0) || l.n < 1 && l.trace == "" {
 				t.Errorf("%q is %+v", text, run)
 			}
@@ -182,7 +181,7 @@ func TestAGridTellsOfEachRunWhatItGivesAlone(t *testing.T) {
 			t.Fatal(err)
 		}
 		report := mustRun(t, Simulation{
-			Requests: requests, Policy: "kv", Scoring: tuned, Index: testkit.Defaults[router.IndexSettings](), Routing: testkit.Defaults[router.Settings](), Retry: testkit.Defaults[outlier.RetrySettings](), Workers: 2, Engine: engine.DefaultSettings(), Concurrency: 10, Speedup: 1, Seed: seed,
+			Requests: requests, Policy: "kv", Scoring: tuned, Index: testkit.Defaults[router.IndexSettings](), Routing: testkit.Defaults[router.Settings](), Retry: testkit.Defaults[outlier.RetrySettings](), Workers: 2, Engine: testkit.Engine(), Concurrency: 10, Speedup: 1, Seed: seed,
 		})
 		want.TTFT += report.TTFT.Mean / 2
 		want.EndToEnd += report.EndToEnd.Mean / 2

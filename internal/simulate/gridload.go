@@ -10,6 +10,8 @@ import (
 	"strings"
 	"time"
 
+	"github.com/alecthomas/kong"
+
 	"kvrouter/internal/engine"
 )
 
@@ -44,9 +46,10 @@ const most = 1 << 20
 // agents, or gN for chats; then, in any order, a letter or a word with its value.
 // traces are the names that are known.
 func parseGridLoad(text string, traces []string) (gridLoad, error) {
-	l := gridLoad{text: text, routers: 1, shape: SyntheticSettings{
-		Turns: 5, ThinkTime: 10 * time.Second, Skew: 1, PrefixTokens: 2000, UserTokens: 200, OutputTokens: 200,
-	}, wants: defaultAgents()}
+	l := gridLoad{text: text, routers: 1}
+	if err := cmp.Or(kong.ApplyDefaults(&l.shape), kong.ApplyDefaults(&l.wants)); err != nil {
+		return l, err
+	}
 	words := strings.Fields(text)
 	if len(words) == 0 {
 		return l, fmt.Errorf("load %q is empty", text)
@@ -251,12 +254,4 @@ func (l *gridLoad) on(base Simulation, seed uint64) Simulation {
 	run.Routers = max(run.Routers, l.routers)
 	run.UntoldCache = run.UntoldCache || l.untold
 	return run
-}
-
-// defaultAgents are the defaults of the flags of AgenticSettings.
-func defaultAgents() AgenticSettings {
-	return AgenticSettings{
-		Runs: 2, MinCalls: 5, MaxCalls: 20, Kinds: 6, Skew: 1, PrefixTokens: 4000, TaskTokens: 300, OutputTokens: 80,
-		LongOutputTokens: 600, LongShare: 0.1, ResultTokens: 500, MinLatency: 50 * time.Millisecond, MaxLatency: 2 * time.Second,
-	}
 }

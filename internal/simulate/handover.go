@@ -2,6 +2,7 @@ package simulate
 
 import (
 	"cmp"
+	"container/heap"
 
 	"kvrouter/internal/engine"
 	"kvrouter/internal/kv"
@@ -28,7 +29,7 @@ func (s *simulator) beginFetch(r *engine.Request) {
 		return
 	}
 	s.fetches++
-	s.coming.push(happening{at: s.now + s.Handover.Takes(r.Missing), order: s.Workers + s.total + s.fetches, fetched: flight})
+	heap.Push(&s.coming, happening{at: s.now + s.Handover.Takes(r.Missing), order: s.Workers + s.total + s.fetches, call: func() { s.endFetch(flight) }})
 }
 
 // promptComputed ends the work of a prefill leg: its prompt goes to a worker that

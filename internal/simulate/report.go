@@ -229,29 +229,21 @@ func writeReports(out io.Writer, reports []*Report) error {
 		r.writeTroubles(out)
 	}
 	for _, r := range reports {
-		fmt.Fprintf(table, "%s: worker\t", r.Policy)
-		for _, w := range r.Balance {
-			fmt.Fprintf(table, "%d\t", w.Worker)
-		}
-		if r.Prefills > 0 {
-			fmt.Fprint(table, "\nrole\t")
+		row := func(name, format string, of func(WorkerReport) any) {
+			fmt.Fprintf(table, "%s\t", name)
 			for _, w := range r.Balance {
-				fmt.Fprintf(table, "%s\t", w.Role)
+				fmt.Fprintf(table, format+"\t", of(w))
 			}
+			fmt.Fprintln(table)
 		}
-		fmt.Fprint(table, "\nrequests\t")
-		for _, w := range r.Balance {
-			fmt.Fprintf(table, "%d\t", w.Requests)
+		row(r.Policy+": worker", "%d", func(w WorkerReport) any { return w.Worker })
+		if r.Prefills > 0 {
+			row("role", "%s", func(w WorkerReport) any { return w.Role })
 		}
-		fmt.Fprint(table, "\nbusy\t")
-		for _, w := range r.Balance {
-			fmt.Fprintf(table, "%.2f\t", w.Busy)
-		}
-		fmt.Fprint(table, "\nreuse\t")
-		for _, w := range r.Balance {
-			fmt.Fprintf(table, "%.3f\t", w.Reuse)
-		}
-		fmt.Fprint(table, "\n\n")
+		row("requests", "%d", func(w WorkerReport) any { return w.Requests })
+		row("busy", "%.2f", func(w WorkerReport) any { return w.Busy })
+		row("reuse", "%.3f", func(w WorkerReport) any { return w.Reuse })
+		fmt.Fprintln(table)
 	}
 	return table.Flush()
 }

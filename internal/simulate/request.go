@@ -1,6 +1,7 @@
 package simulate
 
 import (
+	"container/heap"
 	"context"
 	"errors"
 	"time"
@@ -254,7 +255,7 @@ func (s *simulator) lose(e *simRequest, why string) {
 func (s *simulator) over(e *simRequest) {
 	s.done++
 	if next := e.request.Next; next != nil {
-		s.coming.push(happening{at: s.now + e.request.Think, order: s.Workers + s.done, turn: next})
+		heap.Push(&s.coming, happening{at: s.now + e.request.Think, order: s.Workers + s.done, call: func() { s.send(next) }})
 	} else {
 		s.open--
 	}
@@ -267,7 +268,7 @@ func (s *simulator) over(e *simRequest) {
 // the calls of after.
 func (s *simulator) after(d time.Duration, f func()) {
 	s.later++
-	s.coming.push(happening{at: s.now + d, order: s.Workers + 2*s.total + s.later, call: f})
+	heap.Push(&s.coming, happening{at: s.now + d, order: s.Workers + 2*s.total + s.later, call: f})
 }
 
 // clock is the routers' time.

@@ -5,6 +5,7 @@ package simulate
 
 import (
 	"cmp"
+	"container/heap"
 	"errors"
 	"fmt"
 	"math/rand/v2"
@@ -393,14 +394,9 @@ func (s *simulator) loop() error {
 		}
 		s.now = s.coming[0].at
 		for len(s.coming) > 0 && s.coming[0].at == s.now {
-			switch h := s.coming.pop(); {
-			case h.turn != nil:
-				s.send(h.turn)
-			case h.call != nil:
+			if h := heap.Pop(&s.coming).(happening); h.call != nil {
 				h.call()
-			case h.fetched != nil:
-				s.endFetch(h.fetched)
-			default:
+			} else {
 				s.endPass(h.order)
 			}
 		}
@@ -486,7 +482,7 @@ func (s *simulator) beginPass(w int) {
 	d = worker.passTime(d)
 	worker.inPass = true
 	worker.busy += d
-	s.coming.push(happening{at: s.now + d, order: w})
+	heap.Push(&s.coming, happening{at: s.now + d, order: w})
 }
 
 // endPass ends worker w's pass and counts its tokens.
@@ -588,47 +584,28 @@ func (s *simulator) apply(w int, event engine.Event) {
 // end of a prompt's way from one worker to another.
 type happening struct {
 	at    time.Duration
-	order int           // of those at one time: the pass's worker; turns and fetches come later
-	turn  *TraceRequest // nil: a pass or a fetch
-
-	fetched *flight // its prompt has arrived
-	call    func()  // nil: none of after
+	order int    // of those at one time: the pass's worker; turns, fetches and calls of after come later
+	call  func() // nil: a pass
 }
 
-func (h happening) before(other happening) bool {
-	return h.at < other.at || h.at == other.at && h.order < other.order
-}
-
-// timeline is a binary heap, what happens next at its top.
+// timeline is a heap, what happens next at its top.
 type timeline []happening
 
-func (t *timeline) push(h happening) {
-	*t = append(*t, h)
-	for i := len(*t) - 1; i > 0; {
-		up := (i - 1) / 2
-		if !(*t)[i].before((*t)[up]) {
-			return
-		}
-		(*t)[i], (*t)[up] = (*t)[up], (*t)[i]
-		i = up
-	}
+func (t timeline) Len() int { return len(t) }
+
+func (t timeline) Less(i, j int) bool {
+	return t[i].at < t[j].at || t[i].at == t[j].at && t[i].order < t[j].order
 }
 
-func (t *timeline) pop() happening {
-	top, last := (*t)[0], len(*t)-1
-	(*t)[0] = (*t)[last]
+func (t timeline) Swap(i, j int) { t[i], t[j] = t[j], t[i] }
+
+// Push implements heap.Interface.
+func (t *timeline) Push(h any) { *t = append(*t, h.(happening)) }
+
+// Pop implements heap.Interface.
+func (t *timeline) Pop() any {
+	last := len(*t) - 1
+	h := (*t)[last]
 	*t = (*t)[:last]
-	for i := 0; ; {
-		least := i
-		for _, down := range []int{2*i + 1, 2*i + 2} {
-			if down < last && (*t)[down].before((*t)[least]) {
-				least = down
-			}
-		}
-		if least == i {
-			return top
-		}
-		(*t)[i], (*t)[least] = (*t)[least], (*t)[i]
-		i = least
-	}
+	return h
 }

@@ -4,8 +4,12 @@ import (
 	"fmt"
 	"math"
 	"math/rand/v2"
+	"reflect"
 	"slices"
+	"strconv"
 	"time"
+
+	"github.com/alecthomas/kong"
 )
 
 // syntheticChat is the value of --synthetic that selects SyntheticChat.
@@ -16,49 +20,36 @@ const syntheticChat = "chat"
 // previous prompt, its answer and a new message. Means are those of an exponential
 // distribution, that of the turns a geometric one.
 type SyntheticSettings struct {
-	Conversations int           `group:"Synthetic conversations" default:"1000" help:"Number of conversations."`
-	Rate          float64       `group:"Synthetic conversations" default:"0" placeholder:"N" help:"Conversation arrivals per second (Poisson), instead of --concurrency."`
-	Turns         float64       `group:"Synthetic conversations" default:"5" help:"Mean number of turns per conversation, at least 1."`
-	ThinkTime     time.Duration `group:"Synthetic conversations" default:"10s" help:"Mean time from the end of an answer to the next turn."`
-	Groups        int           `group:"Synthetic conversations" default:"50" help:"Number of conversation groups; each has its own prefix (system prompt)."`
-	Skew          float64       `group:"Synthetic conversations" default:"1" help:"Zipf exponent of the popularity of groups: the n-th has a share of 1/n^skew. 0: uniform."`
-	PrefixTokens  int           `group:"Synthetic conversations" default:"2000" help:"Tokens of the prefix of a group."`
-	UserTokens    float64       `group:"Synthetic conversations" default:"200" help:"Mean tokens of a user message."`
-	OutputTokens  float64       `group:"Synthetic conversations" default:"200" help:"Mean tokens of an answer."`
-	Shifts        int           `group:"Synthetic conversations" default:"0" help:"Number of times, evenly spread over the run, that all groups are replaced by new ones."`
-	Burst         int           `group:"Synthetic conversations" default:"0" placeholder:"N" help:"Number of conversations of one new group that begin at once in the middle of the run, regardless of --concurrency; included in --synthetic-conversations."`
+	Conversations int           `group:"Synthetic conversations" default:"1000" least:"1" help:"Number of conversations."`
+	Rate          float64       `group:"Synthetic conversations" default:"0" placeholder:"N" least:"0" help:"Conversation arrivals per second (Poisson), instead of --concurrency."`
+	Turns         float64       `group:"Synthetic conversations" default:"5" least:"1" help:"Mean number of turns per conversation, at least 1."`
+	ThinkTime     time.Duration `group:"Synthetic conversations" default:"10s" least:"0" help:"Mean time from the end of an answer to the next turn."`
+	Groups        int           `group:"Synthetic conversations" default:"50" least:"1" help:"Number of conversation groups; each has its own prefix (system prompt)."`
+	Skew          float64       `group:"Synthetic conversations" default:"1" least:"0" help:"Zipf exponent of the popularity of groups: the n-th has a share of 1/n^skew. 0: uniform."`
+	PrefixTokens  int           `group:"Synthetic conversations" default:"2000" least:"0" help:"Tokens of the prefix of a group."`
+	UserTokens    float64       `group:"Synthetic conversations" default:"200" least:"1" help:"Mean tokens of a user message."`
+	OutputTokens  float64       `group:"Synthetic conversations" default:"200" least:"1" help:"Mean tokens of an answer."`
+	Shifts        int           `group:"Synthetic conversations" default:"0" least:"0" help:"Number of times, evenly spread over the run, that all groups are replaced by new ones."`
+	Burst         int           `group:"Synthetic conversations" default:"0" placeholder:"N" least:"0" help:"Number of conversations of one new group that begin at once in the middle of the run, regardless of --concurrency; included in --synthetic-conversations."`
 }
 
 func (s SyntheticSettings) validate() error {
 	if s.Burst > s.Conversations/2 {
 		return fmt.Errorf("--synthetic-burst %d: give at most half of the %d conversations", s.Burst, s.Conversations)
 	}
-	return checkLeast("--synthetic-", []leastValue{
-		{"conversations", float64(s.Conversations), 1},
-		{"rate", s.Rate, 0},
-		{"turns", s.Turns, 1},
-		{"think-time", s.ThinkTime.Seconds(), 0},
-		{"groups", float64(s.Groups), 1},
-		{"skew", s.Skew, 0},
-		{"prefix-tokens", float64(s.PrefixTokens), 0},
-		{"user-tokens", s.UserTokens, 1},
-		{"output-tokens", s.OutputTokens, 1},
-		{"shifts", float64(s.Shifts), 0},
-		{"burst", float64(s.Burst), 0},
-	})
+	return checkLeast("--synthetic-", &s)
 }
 
-// leastValue is a setting and the least that it may be.
-type leastValue struct {
-	flag         string // without its prefix
-	value, least float64
-}
-
-// checkLeast refuses a setting that is too small, or no finite number.
-func checkLeast(prefix string, settings []leastValue) error {
-	for _, s := range settings {
-		if !(s.value >= s.least) || math.IsInf(s.value, 1) {
-			return fmt.Errorf("%s%s %v: give at least %v", prefix, s.flag, s.value, s.least)
+// checkLeast refuses a setting that is below the least of its tag, or no finite number.
+func checkLeast(prefix string, settings any) error {
+	parser, err := kong.New(settings, kong.NoDefaultHelp())
+	if err != nil {
+		return err
+	}
+	for _, flag := range parser.Model.Flags {
+		value := flag.Target.Convert(reflect.TypeFor[float64]()).Float()
+		if least, err := strconv.ParseFloat(flag.Tag.Get("least"), 64); err == nil && (!(value >= least) || math.IsInf(value, 1)) {
+			return fmt.Errorf("%s%s %v: give at least %v", prefix, flag.Name, flag.Target, least)
 		}
 	}
 	return nil

@@ -68,7 +68,7 @@ func TestPresetsAreTheToolkitsFiles(t *testing.T) {
 		}
 	}
 	c, err := Settings{ThompsonFixes: "none", ThompsonConfig: presetFile(t, presetFiles["development"])}.parameters()
-	if err != nil || c.routerType != typeModular || c.modular != defaultModular() || c.balanced != defaultBalanced() {
+	if err != nil || c.routerType != typeModular || c.modular != defaultParameters().modular || c.balanced != defaultParameters().balanced {
 		t.Errorf("development: %v %+v", err, c)
 	}
 	if _, err := (Settings{ThompsonPreset: "best", ThompsonFixes: "none"}).parameters(); err == nil || !strings.Contains(err.Error(), "--thompson-preset best: give components or optimized") {

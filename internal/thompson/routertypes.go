@@ -41,62 +41,6 @@ type modularParameters struct {
 	tempBase                    float64
 }
 
-func defaultBalanced() balancedParameters {
-	return balancedParameters{overlapWeight: 1, idleBoost: 0.02, temp: 0.15, scrape: 0.1}
-}
-
-func defaultModular() modularParameters {
-	return modularParameters{
-		tsWeight: 0.05, idleBoost: 0.02, temp: 0.30, queueWeight: 2.5, coldStart: 0.05, scrape: 0.01,
-		lints: true, affinity: true, switching: true, adaptiveTemp: true, adaptiveExplore: true,
-		lintsWeight: -1, affinityBase: 0.15, affinityReuse: 0.02, switchBase: 0.04, switchReuse: 0.01,
-		stickyLoadFloor: 0.01, loadFloor: 0.1, tempBase: 1,
-	}
-}
-
-func (c *kvLoadParameters) keys() []parameter {
-	return []parameter{
-		{"kv_load.overlap_score_weight", &c.overlapWeight, 0, 1e6},
-		{"kv_load.temperature", &c.temp, 0, 1e6},
-		{"kv_load.metrics_scrape_interval", &c.scrape, 0, 1e6},
-	}
-}
-
-func (c *balancedParameters) keys() []parameter {
-	return []parameter{
-		{"kv_load_balanced.overlap_score_weight", &c.overlapWeight, 0, 1e6},
-		{"kv_load_balanced.idle_boost", &c.idleBoost, 0, 1},
-		{"kv_load_balanced.temperature", &c.temp, 0, 1e6},
-		{"kv_load_balanced.metrics_scrape_interval", &c.scrape, 0, 1e6},
-	}
-}
-
-func (c *modularParameters) keys() []parameter {
-	return []parameter{
-		{"kv_thompson.ts_weight", &c.tsWeight, 0, 1e6},
-		{"kv_thompson.idle_boost", &c.idleBoost, 0, 1},
-		{"kv_thompson.temperature", &c.temp, 0, 1e6},
-		{"kv_thompson.queue_penalty_weight", &c.queueWeight, 0, 1e6},
-		{"kv_thompson.cold_start_threshold", &c.coldStart, 0, 1},
-		{"kv_thompson.metrics_scrape_interval", &c.scrape, 0, 1e6},
-		{"kv_thompson.enable_lints", &c.lints, 0, 0},
-		{"kv_thompson.enable_affinity", &c.affinity, 0, 0},
-		{"kv_thompson.enable_switching_cost", &c.switching, 0, 0},
-		{"kv_thompson.enable_full_load", &c.fullLoad, 0, 0},
-		{"kv_thompson.enable_adaptive_temp", &c.adaptiveTemp, 0, 0},
-		{"kv_thompson.enable_adaptive_explore", &c.adaptiveExplore, 0, 0},
-		{"kv_thompson.enable_sticky_floor", &c.stickyFloor, 0, 0},
-		{"kv_thompson.lints_weight", &c.lintsWeight, -1e6, 1e6},
-		{"kv_thompson.affinity_base", &c.affinityBase, 0, 1e6},
-		{"kv_thompson.affinity_reuse_weight", &c.affinityReuse, 0, 1e6},
-		{"kv_thompson.switch_base", &c.switchBase, 0, 1e6},
-		{"kv_thompson.switch_reuse", &c.switchReuse, 0, 1e6},
-		{"kv_thompson.sticky_load_floor", &c.stickyLoadFloor, 0, 1},
-		{"kv_thompson.load_mod_floor", &c.loadFloor, 0, 1},
-		{"kv_thompson.adaptive_temp_base", &c.tempBase, 0, 1e6},
-	}
-}
-
 // decideOtherwise is decide for the router types of the Toolkit's development
 // branch. The candidates' workers are in p.choices. docs/thompson.md has the
 // formulas.

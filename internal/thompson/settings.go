@@ -1,6 +1,8 @@
 package thompson
 
 import (
+	"cmp"
+	"embed"
 	"errors"
 	"fmt"
 	"math"
@@ -40,15 +42,15 @@ type fixSet struct {
 	coldStart   bool // starts from a prior and a low temperature
 }
 
-// byName lists the fixes by their names in --thompson.fixes.
-func (f *fixSet) byName() []struct {
+// fix is a fix by its name in --thompson.fixes.
+type fix struct {
 	name string
 	on   *bool
-} {
-	return []struct {
-		name string
-		on   *bool
-	}{
+}
+
+// byName lists the fixes.
+func (f *fixSet) byName() []fix {
+	return []fix{
 		{"worker-baseline", &f.baseline}, {"forgetting", &f.forgetting}, {"load-sign", &f.loadSign}, {"outstanding", &f.outstanding},
 		{"pin-ttl", &f.pinTTL}, {"feedback", &f.feedback}, {"cold-start", &f.coldStart},
 	}
@@ -57,23 +59,15 @@ func (f *fixSet) byName() []struct {
 // parseFixes reads --thompson.fixes.
 func parseFixes(text string) (fixSet, error) {
 	var f fixSet
-	fixes := f.byName()
 	for name := range strings.SplitSeq(text, ",") {
 		name = strings.TrimSpace(name)
-		if known := slices.IndexFunc(fixes, func(x struct {
-			name string
-			on   *bool
-		}) bool {
-			return x.name == name
-		}); known >= 0 {
-			*fixes[known].on = true
-			continue
-		}
-		if name == "all" && text == name {
-			for _, fix := range fixes {
-				*fix.on = true
+		known := text == "none"
+		for _, fix := range f.byName() {
+			if text == "all" || name == fix.name {
+				*fix.on, known = true, true
 			}
-		} else if name != "none" || text != name {
+		}
+		if !known {
 			return f, fmt.Errorf("--thompson.fixes %s: %q is none of worker-baseline, forgetting, load-sign, outstanding, pin-ttl, feedback, cold-start; or give all or none by itself", text, name)
 		}
 	}
@@ -143,36 +137,30 @@ type parameters struct {
 	fixes fixSet
 }
 
-func defaultParameters() parameters {
-	return parameters{
-		preset: "components", routerType: typeKV, minWorkers: 1,
-		affinityBase: 0.30, affinityReuse: 0.08, affinityIAT: 0.20, stickyLoadFloor: 0.01,
-		tsWeight: 0.10, tempBase: 1, tempMin: 0.15, tempMax: 2,
-		switchBase: 0.10, switchReuse: 0.04, switchIAT: 0.03,
-		queueWeight: 1.50, gpuWeight: 1.00, outstandingWeight: 0.45, jobGPU: 0.40, jobQueue: 0.20,
-		tokenScale: 1024, prefillWeight: 1,
-		lambda: 1, v: 0.25, forgetRate: 0.995,
-		timeout: 120 * time.Second, sweep: 5 * time.Second, timeoutReward: 0, emaAlpha: 0.2,
-		traceDir: "/tmp/dynamo_router_traces", traceBuffer: 2000,
-		kvLoad: kvLoadParameters{overlapWeight: 1, scrape: 0.1}, balanced: defaultBalanced(), modular: defaultModular(),
-	}
-}
+// presets are the parameters of the Toolkit's files. All are those of components.yaml
+// but for what another has.
+//
+//go:embed presets
+var presets embed.FS
 
 // presetParameters returns the parameters of one of the Toolkit's files, by the
 // folder that it stands in: components/config.yaml or, older,
 // optimized/config.yaml.
 func presetParameters(name string) (parameters, error) {
-	c := defaultParameters()
-	switch name {
-	case "", c.preset:
-	case "optimized":
-		c.preset = name
-		c.affinityReuse, c.stickyLoadFloor = 0.15, 0.70
-		c.switchBase, c.switchReuse, c.switchIAT = 0.20, 0.08, 0.05
-		c.queueWeight = 0.50
-	default:
+	c := parameters{preset: cmp.Or(name, "components")}
+	if c.preset != "components" && c.preset != "optimized" {
 		return c, fmt.Errorf("--thompson-preset %s: give components or optimized", name)
 	}
+	for _, name := range []string{"components", c.preset} {
+		data, err := presets.ReadFile("presets/" + name + ".yaml")
+		if err == nil {
+			err = c.read(data)
+		}
+		if err != nil {
+			return c, fmt.Errorf("--thompson-preset %s: %w", name, err)
+		}
+	}
+	c.kvLoadGiven = false
 	return c, nil
 }
 
@@ -222,9 +210,10 @@ type parameter struct {
 	low, high float64 // of numbers
 }
 
+// keys lists all keys.
 func (c *parameters) keys() []parameter {
 	const most, tiny = 1e6, 1e-6 // far beyond what makes sense, and safe to calculate with
-	keys := []parameter{
+	return []parameter{
 		{"infrastructure.block_size", &c.blockSize, 1, 1 << 20},
 		{"infrastructure.router_type", &c.routerType, 0, 0},
 		{"infrastructure.min_workers", &c.minWorkers, 0, most},
@@ -256,10 +245,35 @@ func (c *parameters) keys() []parameter {
 		{"debug.traces_enabled", &c.traces, 0, 0},
 		{"debug.trace_dir", &c.traceDir, 0, 0},
 		{"debug.buffer_size", &c.traceBuffer, 1, most},
+		{"kv_load.overlap_score_weight", &c.kvLoad.overlapWeight, 0, most},
+		{"kv_load.temperature", &c.kvLoad.temp, 0, most},
+		{"kv_load.metrics_scrape_interval", &c.kvLoad.scrape, 0, most},
+		{"kv_load_balanced.overlap_score_weight", &c.balanced.overlapWeight, 0, most},
+		{"kv_load_balanced.idle_boost", &c.balanced.idleBoost, 0, 1},
+		{"kv_load_balanced.temperature", &c.balanced.temp, 0, most},
+		{"kv_load_balanced.metrics_scrape_interval", &c.balanced.scrape, 0, most},
+		{"kv_thompson.ts_weight", &c.modular.tsWeight, 0, most},
+		{"kv_thompson.idle_boost", &c.modular.idleBoost, 0, 1},
+		{"kv_thompson.temperature", &c.modular.temp, 0, most},
+		{"kv_thompson.queue_penalty_weight", &c.modular.queueWeight, 0, most},
+		{"kv_thompson.cold_start_threshold", &c.modular.coldStart, 0, 1},
+		{"kv_thompson.metrics_scrape_interval", &c.modular.scrape, 0, most},
+		{"kv_thompson.enable_lints", &c.modular.lints, 0, 0},
+		{"kv_thompson.enable_affinity", &c.modular.affinity, 0, 0},
+		{"kv_thompson.enable_switching_cost", &c.modular.switching, 0, 0},
+		{"kv_thompson.enable_full_load", &c.modular.fullLoad, 0, 0},
+		{"kv_thompson.enable_adaptive_temp", &c.modular.adaptiveTemp, 0, 0},
+		{"kv_thompson.enable_adaptive_explore", &c.modular.adaptiveExplore, 0, 0},
+		{"kv_thompson.enable_sticky_floor", &c.modular.stickyFloor, 0, 0},
+		{"kv_thompson.lints_weight", &c.modular.lintsWeight, -most, most},
+		{"kv_thompson.affinity_base", &c.modular.affinityBase, 0, most},
+		{"kv_thompson.affinity_reuse_weight", &c.modular.affinityReuse, 0, most},
+		{"kv_thompson.switch_base", &c.modular.switchBase, 0, most},
+		{"kv_thompson.switch_reuse", &c.modular.switchReuse, 0, most},
+		{"kv_thompson.sticky_load_floor", &c.modular.stickyLoadFloor, 0, 1},
+		{"kv_thompson.load_mod_floor", &c.modular.loadFloor, 0, 1},
+		{"kv_thompson.adaptive_temp_base", &c.modular.tempBase, 0, most},
 	}
-	keys = append(keys, c.kvLoad.keys()...)
-	keys = append(keys, c.balanced.keys()...)
-	return append(keys, c.modular.keys()...)
 }
 
 // read takes over the settings of a file.

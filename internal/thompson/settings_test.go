@@ -1,9 +1,12 @@
 package thompson
 
 import (
+	"slices"
 	"strings"
 	"testing"
 	"time"
+
+	"github.com/goccy/go-yaml"
 )
 
 func TestFixesByName(t *testing.T) {
@@ -57,6 +60,27 @@ debug: {traces_enabled: true, trace_dir: /x, buffer_size: 7}
 	}
 }
 
+func TestTheDefaultPresetHasEveryKey(t *testing.T) {
+	data, err := presets.ReadFile("presets/components.yaml")
+	if err != nil {
+		t.Fatal(err)
+	}
+	var tree yaml.MapSlice
+	if err := yaml.UnmarshalWithOptions(data, &tree, yaml.UseOrderedMap()); err != nil {
+		t.Fatal(err)
+	}
+	given := []string{"infrastructure.block_size"} // none by default
+	_ = eachLeaf("", tree, func(name string, _ any) error {
+		given = append(given, name)
+		return nil
+	})
+	for _, key := range new(parameters).keys() {
+		if !slices.Contains(given, key.name) {
+			t.Errorf("%s has no value", key.name)
+		}
+	}
+}
+
 func TestConfigErrorsNameTheKey(t *testing.T) {
 	for file, want := range map[string][]string{
 		"affinity: {base: -1}":                 {"affinity.base -1", "give 0 to"},
@@ -90,4 +114,13 @@ func TestConfigErrorsNameTheKey(t *testing.T) {
 			}
 		}
 	}
+}
+
+// defaultParameters returns the parameters without a file or flags.
+func defaultParameters() parameters {
+	c, err := presetParameters("")
+	if err != nil {
+		panic(err)
+	}
+	return c
 }

@@ -8,7 +8,6 @@ import (
 	"fmt"
 	"io/fs"
 	"log/slog"
-	"maps"
 	"math"
 	"os"
 	"path/filepath"
@@ -74,61 +73,34 @@ type savedSeries struct {
 	IAT       float64   `json:"iat_factor,omitempty"`
 }
 
-// snapshot is a copy of a state file's content, taken quickly.
-type snapshot struct {
-	fixes     fixSet
-	lambda    float64
-	workers   []armCopy
-	baselines map[latencyKey]float64
-	series    []requestSeries
-}
-
-// armCopy is a copy of an arm.
-type armCopy struct {
-	worker kv.WorkerKey
-	mean   betaBandit
-	a      banditMatrix
-	b      banditVector
-}
-
-// snapshot copies a state file's content. Call it under the router's lock.
-func (p *Policy) snapshot() *snapshot {
-	s := &snapshot{
-		fixes: p.fixes, lambda: p.lambda, baselines: maps.Clone(p.baselines),
-		workers: make([]armCopy, 0, p.workers.len()), series: make([]requestSeries, 0, p.series.len()),
+// state is what goes into a file, a copy. Call it under the router's lock.
+func (p *Policy) state() *savedState {
+	state := &savedState{
+		Format: stateFormat, Version: stateVersion, Fixes: p.fixes.String(), Lambda: p.lambda,
+		Workers: make([]savedArm, 0, p.workers.len()), Series: make([]savedSeries, 0, p.series.len()),
 	}
 	for key, w := range p.workers.all {
 		p.fade(w)
-		s.workers = append(s.workers, armCopy{worker: key, mean: w.mean, a: w.linear.a, b: w.linear.b})
-	}
-	for _, series := range p.series.all {
-		s.series = append(s.series, *series)
-	}
-	return s
-}
-
-// state is what goes into a file.
-func (s *snapshot) state() *savedState {
-	state := &savedState{Format: stateFormat, Version: stateVersion, Fixes: s.fixes.String(), Lambda: s.lambda}
-	for _, w := range s.workers {
-		worker := savedArm{Worker: w.worker.Worker, Rank: w.worker.Rank, Alpha: w.mean.alpha, Beta: w.mean.beta, B: w.b}
-		for i := range banditDim {
-			worker.A = append(worker.A, slices.Clone(w.a[i*banditDim+i:(i+1)*banditDim]))
+		worker := savedArm{Worker: key.Worker, Rank: key.Rank, Alpha: w.mean.alpha, Beta: w.mean.beta, A: make([][]float64, banditDim), B: w.linear.b}
+		a := slices.Clone(w.linear.a[:])
+		for i := range worker.A {
+			worker.A[i] = a[i*banditDim+i : (i+1)*banditDim]
 		}
 		state.Workers = append(state.Workers, worker)
 	}
-	for key, ms := range s.baselines {
+	for key, ms := range p.baselines {
 		baseline := savedBaseline{Rank: key.worker.Rank, Kind: key.kind, A: key.a, B: key.b, MS: ms}
 		if key.perWorker {
 			baseline.Worker = &key.worker.Worker
 		}
 		state.Baselines = append(state.Baselines, baseline)
 	}
-	for i := range s.series {
-		series, pin := &s.series[i], &s.series[i].pin
-		one := savedSeries{ID: series.id, Total: series.total, Processed: series.processed, Touched: series.touched}
-		if series.pinned {
-			one.Worker, one.Rank = &pin.worker.Worker, pin.worker.Rank
+	pinned := make([]uint64, 0, p.series.len()) // that the series point into: one allocation
+	for id, series := range p.series.all {
+		one := savedSeries{ID: id, Total: series.total, Processed: series.processed, Touched: series.touched}
+		if pin := &series.pin; series.pinned {
+			pinned = append(pinned, pin.worker.Worker)
+			one.Worker, one.Rank = &pinned[len(pinned)-1], pin.worker.Rank
 			one.Reuse, one.Decode, one.Prefill, one.IAT = pin.reuse, pin.decode, pin.prefill, pin.iat
 		}
 		state.Series = append(state.Series, one)
@@ -306,17 +278,17 @@ func (f *StateFile) Run(ctx context.Context) {
 // write replaces the file by the present state, if that has changed or always.
 // A concurrent reader finds the old file or the new one, whole.
 func (f *StateFile) write(always bool) error {
-	var taken *snapshot
+	var state *savedState
 	changes := f.saved
 	With(f.with, func(p *Policy) {
 		if changes = p.changes; always || changes != f.saved {
-			taken = p.snapshot()
+			state = p.state()
 		}
 	})
-	if taken == nil {
+	if state == nil {
 		return nil
 	}
-	data, err := json.Marshal(taken.state())
+	data, err := json.Marshal(state)
 	if err == nil {
 		err = replaceFile(f.name, data)
 	}

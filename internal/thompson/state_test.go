@@ -45,7 +45,7 @@ func (p *Policy) with(f func(policy.Policy)) { f(p) }
 
 // stateOf is what is kept of a policy, in the order of a file.
 func stateOf(p *Policy) string {
-	state := p.snapshot().state()
+	state := p.state()
 	usual := map[string]float64{}
 	for _, u := range state.Baselines {
 		key, _ := json.Marshal(savedBaseline{Worker: u.Worker, Rank: u.Rank, Kind: u.Kind, A: u.A, B: u.B})
@@ -95,7 +95,7 @@ func TestStateOfRestartedWorkersKeepsItsPins(t *testing.T) {
 	name := filepath.Join(t.TempDir(), "state.json")
 	p := newPool(t, "all", 2)
 	p.only(1, func() { p.decide(hints.Prefix{ID: "a", Total: 10}) })
-	data, _ := json.Marshal(p.policy.snapshot().state())
+	data, _ := json.Marshal(p.policy.state())
 	testkit.WriteFile(t, name, string(data))
 	again := newPool(t, "all", 2)
 	if _, err := OpenState(name, again.policy.with, slog.New(slog.DiscardHandler)); err != nil {
@@ -110,7 +110,7 @@ func TestStateOfRestartedWorkersKeepsItsPins(t *testing.T) {
 
 func TestBrokenStatesAreRefused(t *testing.T) {
 	valid := func(change func(*savedState)) string {
-		s := learnedPolicy(t, "all").snapshot().state()
+		s := learnedPolicy(t, "all").state()
 		change(s)
 		data, err := json.Marshal(s)
 		if err != nil {
@@ -156,7 +156,7 @@ func TestBrokenStatesAreRefused(t *testing.T) {
 }
 
 func FuzzState(f *testing.F) {
-	learned, _ := json.Marshal(learnedPolicy(f, "all").snapshot().state())
+	learned, _ := json.Marshal(learnedPolicy(f, "all").state())
 	f.Add(learned)
 	f.Add([]byte(`{"format":"kvrouter thompson state","version":1,"fixes":"all","lambda":1,"workers":[],"baselines":[{"ms":1}],"series":[{"id":"a","worker":3}]}`))
 	f.Fuzz(func(t *testing.T, data []byte) {
@@ -175,7 +175,7 @@ func FuzzState(f *testing.F) {
 	})
 }
 
-func BenchmarkSnapshot(b *testing.B) {
+func BenchmarkState(b *testing.B) {
 	p := mustPolicy(b, "all")
 	candidates := []policy.Candidate{{Target: kv.Target{Key: kv.WorkerKey{Worker: 1}}}}
 	random := rand.New(rand.NewPCG(1, 1))
@@ -183,7 +183,7 @@ func BenchmarkSnapshot(b *testing.B) {
 		p.Choose(policy.Query{Now: epoch, Tokens: 999, BlockSize: 16, Decision: uint64(i + 1), Prefix: hints.Prefix{ID: fmt.Sprint(i), Total: 4}}, candidates, random)
 	}
 	for b.Loop() {
-		p.snapshot()
+		p.state()
 	}
 }
 

@@ -95,24 +95,28 @@ func (b bounds) fitsTexts(texts iter.Seq[string]) bool {
 
 // longestToken returns the characters of the longest token in a tokenizer.json;
 // 0: unknown.
-func longestToken(tokenizerJSON []byte) int {
-	longest := 0
-	take := func(token gjson.Result) { longest = max(longest, utf8.RuneCountInString(token.Str)) }
+func longestToken(tokenizerJSON []byte) (longest int) {
+	eachToken(tokenizerJSON, func(_ int64, name string) { longest = max(longest, utf8.RuneCountInString(name)) })
+	return longest
+}
+
+// eachToken calls take with each token of a tokenizer.json, and its id.
+func eachToken(tokenizerJSON []byte, take func(id int64, name string)) {
 	vocabulary := gjson.GetBytes(tokenizerJSON, "model.vocab")
-	isMap := vocabulary.IsObject()
+	isMap, next := vocabulary.IsObject(), int64(0)
 	vocabulary.ForEach(func(key, value gjson.Result) bool {
 		if isMap {
-			take(key)
-		} else {
-			take(value.Get("0")) // Unigram: a list of [name, score]
+			take(value.Int(), key.Str)
+		} else { // Unigram: a list of [name, score]
+			take(next, value.Get("0").Str)
+			next++
 		}
 		return true
 	})
 	gjson.GetBytes(tokenizerJSON, "added_tokens").ForEach(func(_, added gjson.Result) bool {
-		take(added.Get("content"))
+		take(added.Get("id").Int(), added.Get("content").Str)
 		return true
 	})
-	return longest
 }
 
 // maxEncoders bounds the encodings of one size at a time: each has a thread, which
@@ -157,9 +161,7 @@ func (t turns) take(b bounds, bytes int) (turn chan struct{}, err error) {
 	}
 	var late <-chan time.Time
 	if b.wait > 0 {
-		timer := time.NewTimer(b.wait)
-		defer timer.Stop()
-		late = timer.C
+		late = time.After(b.wait)
 	}
 	select {
 	case turn <- struct{}{}:

@@ -1,7 +1,6 @@
 package tokens
 
 import (
-	"bytes"
 	"encoding/json"
 	"errors"
 	"fmt"
@@ -36,14 +35,10 @@ type Model struct {
 	Vocabulary func() []string
 }
 
-// OpenModel reads the tokenizer and the chat templates in a model's folder. A model
-// without a usable template opens as well: its chats are chat.ErrNotRenderable.
-func OpenModel(dir string) (*Model, error) {
-	return OpenModelWith(dir, chat.Options{})
-}
-
-// OpenModelWith is OpenModel for an engine with its own chat options.
-func OpenModelWith(dir string, options chat.Options) (*Model, error) {
+// OpenModel reads the tokenizer and the chat templates in a model's folder, for an
+// engine with these chat options. A model without a usable template opens too: its chats
+// are chat.ErrNotRenderable.
+func OpenModel(dir string, options chat.Options) (*Model, error) {
 	encode.BoundArenas()
 	path := filepath.Join(dir, "tokenizer.json")
 	files, err := chat.ReadFiles(dir)
@@ -97,17 +92,8 @@ func (m *Model) SetMaxModelLen(n int) {
 	}
 }
 
-// ChatTokens returns the prompt tokens of a /v1/chat/completions request, given
-// its JSON. chat.ErrNotRenderable means that only the engine can compute them.
-func (m *Model) ChatTokens(body []byte) ([]uint32, error) {
-	parsed, err := chat.ParseBody(body)
-	if err != nil {
-		return nil, err
-	}
-	return m.ChatBodyTokens(parsed)
-}
-
-// ChatBodyTokens is ChatTokens for a parsed body.
+// ChatBodyTokens returns the prompt tokens of the body of a /v1/chat/completions
+// request. chat.ErrNotRenderable means that only the engine can compute them.
 func (m *Model) ChatBodyTokens(body *jsonbody.Body) ([]uint32, error) {
 	return m.boundedChatTokens(bounds{}, body)
 }
@@ -232,17 +218,8 @@ func truncate(tokens []uint32, limit gjson.Result) ([]uint32, error) {
 	return tokens, nil
 }
 
-// CompletionTokens returns the tokens of each prompt of a /v1/completions
-// request: a text, token ids, or a list of either.
-func (m *Model) CompletionTokens(body []byte) ([][]uint32, error) {
-	parsed, err := chat.ParseBody(body)
-	if err != nil {
-		return nil, err
-	}
-	return m.CompletionBodyTokens(parsed)
-}
-
-// CompletionBodyTokens is CompletionTokens for a parsed body.
+// CompletionBodyTokens returns the tokens of each prompt of the body of a
+// /v1/completions request: a text, token ids, or a list of either.
 func (m *Model) CompletionBodyTokens(body *jsonbody.Body) ([][]uint32, error) {
 	return m.boundedCompletionTokens(bounds{}, body)
 }
@@ -312,14 +289,18 @@ func (m *Model) severalTokens(b bounds, prompt gjson.Result, one func(bounds, gj
 // severalPrompts reports whether a completion's prompt is a list of prompts, and not
 // one: it looks at the first element only, as there may be millions of numbers.
 func severalPrompts(prompt gjson.Result) bool {
-	several := prompt.IsArray()
-	if several {
-		jsonbody.EachElement(prompt.Raw, func(first gjson.Result) bool {
-			several = first.Type != gjson.Number
+	return prompt.IsArray() && firstOf(prompt).Type != gjson.Number
+}
+
+// firstOf returns the first element of a list; it does not exist if there is none.
+func firstOf(list gjson.Result) (first gjson.Result) {
+	if list.IsArray() {
+		jsonbody.EachElement(list.Raw, func(e gjson.Result) bool {
+			first = e
 			return false
 		})
 	}
-	return several
+	return first
 }
 
 // promptTokens returns the tokens of one prompt; limit is the request's
@@ -385,35 +366,20 @@ func (m *Model) tokenString(token uint32) string {
 }
 
 // readVocabulary lists the names of all tokens by id.
-func (m *Model) readVocabulary() []string {
-	var names []string
+func (m *Model) readVocabulary() (names []string) {
 	raw, err := m.read()
 	if err != nil {
 		return nil
 	}
-	set := func(id int64, name string) {
+	eachToken(raw, func(id int64, name string) {
 		if id < 0 || id > 1<<24 {
 			return
 		}
 		for int64(len(names)) <= id {
 			names = append(names, "")
 		}
-		names[id] = name
-	}
-	vocab := gjson.GetBytes(raw, "model.vocab")
-	if vocab.IsObject() {
-		vocab.ForEach(func(name, id gjson.Result) bool {
-			set(id.Int(), strings.Clone(name.Str))
-			return true
-		})
-	} else {
-		for id, entry := range vocab.Array() { // Unigram: a list of [name, score]
-			set(int64(id), strings.Clone(entry.Get("0").Str))
-		}
-	}
-	for _, added := range gjson.GetBytes(raw, "added_tokens").Array() {
-		set(added.Get("id").Int(), strings.Clone(added.Get("content").Str))
-	}
+		names[id] = strings.Clone(name)
+	})
 	return names
 }
 
@@ -442,23 +408,19 @@ func (m *Model) boundedTokenize(b bounds, body []byte) ([]byte, error) {
 	if err != nil {
 		return nil, err
 	}
-	var out bytes.Buffer
-	fmt.Fprintf(&out, `{"count":%d,"max_model_len":%d,"tokens":`, len(tokens), m.MaxModelLen())
-	out.Write(AppendTokens(nil, tokens))
-	out.WriteString(`,"token_strs":`)
+	out := fmt.Appendf(nil, `{"count":%d,"max_model_len":%d,"tokens":`, len(tokens), m.MaxModelLen())
+	out = append(AppendTokens(out, tokens), `,"token_strs":`...)
 	if !names {
-		out.WriteString("null}")
-		return out.Bytes(), nil
+		return append(out, "null}"...), nil
 	}
-	list := []byte{'['}
+	out = append(out, '[')
 	for i, t := range tokens {
 		if i > 0 {
-			list = append(list, ',')
+			out = append(out, ',')
 		}
-		list = jsonbody.AppendString(list, m.tokenString(t))
+		out = jsonbody.AppendString(out, m.tokenString(t))
 	}
-	out.Write(append(list, "]}"...))
-	return out.Bytes(), nil
+	return append(out, "]}"...), nil
 }
 
 func (m *Model) tokenizeBody(b bounds, top gjson.Result, body []byte) (tokens []uint32, names bool, err error) {

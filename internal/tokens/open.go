@@ -29,7 +29,7 @@ func Open(ctx context.Context, o Opening, log *slog.Logger) (*Model, error) {
 	if err != nil {
 		return nil, err
 	}
-	model, err := OpenModelWith(dir, options)
+	model, err := OpenModel(dir, options)
 	if err != nil {
 		return nil, err
 	}

@@ -127,16 +127,24 @@ func NewSource(model *Model, ask Asker, timeout time.Duration, log *slog.Logger)
 // Local reports whether prompts can be computed locally.
 func (t *Source) Local() bool { return t != nil && t.model != nil }
 
-// Chat returns the prompt of a /v1/chat/completions request.
-func (t *Source) Chat(ctx context.Context, body []byte) Prompt {
-	parsed, ok := jsonbody.Parse(body)
-	if !ok {
-		parsed = &jsonbody.Body{Raw: body}
+// here computes the prompts of a request with these features here. Not ok: they are not
+// known, and ask is whether a worker may be asked for them.
+func (t *Source) here(ctx context.Context, features []string, compute func(bounds) ([][]uint32, error)) (lists [][]uint32, ok, ask bool) {
+	reason, ask := t.whyNot(features), true
+	if reason == "" {
+		lists, err := compute(t.model.bounds(ctx, t.timeout))
+		if err == nil {
+			t.local.Add(1)
+			return lists, true, false
+		}
+		reason, ask = fallback(err)
+		t.log.Debug("cannot render a prompt locally", "why", err)
 	}
-	return t.ChatBody(ctx, parsed)
+	t.countReason(reason)
+	return nil, false, ask
 }
 
-// ChatBody is Chat for a parsed body.
+// ChatBody returns the prompt of the body of a /v1/chat/completions request.
 func (t *Source) ChatBody(ctx context.Context, parsed *jsonbody.Body) Prompt {
 	body, sglang := parsed.Raw, t.SGLang()
 	features := chat.Features(parsed)
@@ -144,19 +152,14 @@ func (t *Source) ChatBody(ctx context.Context, parsed *jsonbody.Body) Prompt {
 		features = chat.SGLangFeatures(parsed)
 	}
 	shape := strings.Join(features, "+")
-	reason := t.whyNot(features)
-	ask := true
-	if reason == "" {
-		tokens, err := t.model.engineChatTokens(sglang, t.model.bounds(ctx, t.timeout), parsed)
-		if err == nil {
-			t.local.Add(1)
-			return Prompt{Tokens: tokens, Source: SourceLocal, Exact: len(tokens), Shape: shape}
-		}
-		reason, ask = fallback(err)
-		t.log.Debug("cannot render a chat locally", "why", err)
-	}
-	t.countReason(reason)
-	if !ask {
+	lists, ok, ask := t.here(ctx, features, func(b bounds) ([][]uint32, error) {
+		tokens, err := t.model.engineChatTokens(sglang, b, parsed)
+		return [][]uint32{tokens}, err
+	})
+	switch {
+	case ok:
+		return prompts(lists, SourceLocal, shape)[0]
+	case !ask:
 		return t.unknown(shape)
 	}
 	ctx, cancel := context.WithTimeout(ctx, t.timeout)
@@ -194,18 +197,11 @@ func (t *Source) CompletionBody(ctx context.Context, parsed *jsonbody.Body) []Pr
 		}
 		return out
 	}
-	reason := t.whyNot([]string{shape})
-	ask := true
-	if reason == "" {
-		lists, err := t.model.boundedCompletionTokens(t.model.bounds(ctx, t.timeout), parsed)
-		if err == nil {
-			t.local.Add(1)
-			return prompts(lists, SourceLocal, shape)
-		}
-		reason, ask = fallback(err)
-	}
-	t.countReason(reason)
-	if !ask {
+	lists, ok, ask := t.here(ctx, []string{shape}, func(b bounds) ([][]uint32, error) { return t.model.boundedCompletionTokens(b, parsed) })
+	switch {
+	case ok:
+		return prompts(lists, SourceLocal, shape)
+	case !ask:
 		return t.unknownPrompts(parsed.Get("prompt"), shape)
 	}
 	ctx, cancel := context.WithTimeout(ctx, t.timeout)

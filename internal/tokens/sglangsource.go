@@ -22,17 +22,11 @@ func (t *Source) sglangPrompts(ctx context.Context, body *jsonbody.Body, key, sh
 		t.countReason(reasonNotRenderable)
 		return t.unknownPrompts(prompt, shape)
 	}
-	reason, ask := t.whyNot([]string{"completion"}), true
-	if reason == "" {
-		lists, err := t.model.sglangPromptTokens(t.model.bounds(ctx, t.timeout), prompt)
-		if err == nil {
-			t.local.Add(1)
-			return prompts(lists, SourceLocal, shape)
-		}
-		reason, ask = fallback(err)
-	}
-	t.countReason(reason)
-	if !ask {
+	lists, ok, ask := t.here(ctx, []string{"completion"}, func(b bounds) ([][]uint32, error) { return t.model.sglangPromptTokens(b, prompt) })
+	switch {
+	case ok:
+		return prompts(lists, SourceLocal, shape)
+	case !ask:
 		return t.unknownPrompts(prompt, shape)
 	}
 	ctx, cancel := context.WithTimeout(ctx, t.timeout)
@@ -79,15 +73,11 @@ func (t *Source) GenerateBody(ctx context.Context, body *jsonbody.Body) []Prompt
 	return out
 }
 
-// wrongKind returns the error for a text that is none, or token ids that are texts.
+// wrongKind reports whether a text is none, or token ids are texts.
 func wrongKind(key string, v gjson.Result) bool {
 	first := v
 	if v.IsArray() {
-		first = gjson.Result{}
-		jsonbody.EachElement(v.Raw, func(e gjson.Result) bool {
-			first = e
-			return false
-		})
+		first = firstOf(v)
 	}
 	if key == "text" {
 		return first.Type != gjson.String
@@ -95,16 +85,7 @@ func wrongKind(key string, v gjson.Result) bool {
 	return first.Type != gjson.Number && !first.IsArray() || !v.IsArray()
 }
 
-func isEmptyList(v gjson.Result) bool {
-	empty := v.IsArray()
-	if empty {
-		jsonbody.EachElement(v.Raw, func(gjson.Result) bool {
-			empty = false
-			return false
-		})
-	}
-	return empty
-}
+func isEmptyList(v gjson.Result) bool { return v.IsArray() && !firstOf(v).Exists() }
 
 // logprobStart is the first of a prompt's tokens that the engine computes, for
 // the tokens' own probabilities; negative: none is requested. Of several

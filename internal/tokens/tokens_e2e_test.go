@@ -6,6 +6,7 @@ import (
 	"sync"
 	"testing"
 
+	"kvrouter/internal/chat"
 	"kvrouter/internal/encode"
 	"kvrouter/internal/settings"
 )
@@ -26,5 +27,5 @@ func testModel(t testing.TB) *Model {
 }
 
 var sharedModel = sync.OnceValues(func() (*Model, error) {
-	return OpenModel(filepath.Join(settings.CacheDir(os.Getenv), "smollm2-135m-instruct"))
+	return OpenModel(filepath.Join(settings.CacheDir(os.Getenv), "smollm2-135m-instruct"), chat.Options{})
 })

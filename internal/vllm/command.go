@@ -3,6 +3,7 @@
 package vllm
 
 import (
+	"cmp"
 	"embed"
 	"encoding/json"
 	"fmt"
@@ -57,22 +58,6 @@ func Engine() process.Engine {
 // command returns the command line and the environment of started worker i.
 func command(cfg process.Settings, i int, pluginDir string, environ []string) (process.Spec, error) {
 	first := i * cfg.Ports.Ranks // from here on vLLM and the plugin count its ranks
-	eventConfig, err := json.Marshal(struct {
-		Enable   bool   `json:"enable_kv_cache_events"`
-		Kind     string `json:"publisher"`
-		Endpoint string `json:"endpoint"`
-		Replay   string `json:"replay_endpoint"`
-		Topic    string `json:"topic"`
-		Buffer   int    `json:"buffer_steps"`
-	}{
-		// vLLM binds an endpoint with a wildcard and connects to any other; the
-		// plugin narrows the wildcard to loopback.
-		true, "zmq", fmt.Sprintf("tcp://*:%d", cfg.Ports.KVEvents+first),
-		fmt.Sprintf("tcp://127.0.0.1:%d", cfg.Ports.KVReplay+first), process.KVEventsTopic, process.ReplayBatches,
-	})
-	if err != nil {
-		return process.Spec{}, fmt.Errorf("worker %d: KV event settings: %w", i, err)
-	}
 	argv := []string{
 		cfg.Python, "-m", "vllm.entrypoints.openai.api_server",
 		"--model", cfg.Model,
@@ -82,7 +67,11 @@ func command(cfg process.Settings, i int, pluginDir string, environ []string) (p
 		"--block-size", strconv.Itoa(cfg.BlockSize),
 	}
 	if cfg.KVEvents {
-		argv = append(argv, "--kv-events-config", string(eventConfig))
+		// vLLM binds an endpoint with a wildcard and connects to any other; the plugin
+		// narrows the wildcard to loopback.
+		events := cfg.Ports.EventsConfig(i)
+		events.Enable, events.Endpoint = true, fmt.Sprintf("tcp://*:%d", cfg.Ports.KVEvents+first)
+		argv = append(argv, "--kv-events-config", events.String())
 	}
 	argv = append(argv, "--enable-prompt-tokens-details", "--enable-scale-out")
 	env := process.NewEnvironment(environ)
@@ -145,11 +134,5 @@ func modelContext(cfg process.Settings) int {
 	if err := json.Unmarshal(data, &model); err != nil {
 		return unknown
 	}
-	switch {
-	case model.Context > 0:
-		return model.Context
-	case model.Text.Context > 0:
-		return model.Text.Context
-	}
-	return unknown
+	return cmp.Or(max(0, model.Context), max(0, model.Text.Context), unknown)
 }

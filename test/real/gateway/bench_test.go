@@ -22,6 +22,7 @@ import (
 
 	"kvrouter/internal/testkit"
 	"kvrouter/internal/testkit/envoy"
+	"kvrouter/internal/testkit/tokenstest"
 	"kvrouter/internal/tokens"
 	"kvrouter/internal/web"
 	"kvrouter/test"
@@ -391,7 +392,7 @@ func (b *bench) long(out io.Writer, way benchWay, model *tokens.Model, words []s
 	// The sample tells how many words that is.
 	random := rand.New(rand.NewPCG(9, 9))
 	const sample = 20_000
-	ids, err := model.ChatTokens(peers.ChatBody(peers.Prose(random, words, sample)))
+	ids, err := tokenstest.Chat(model, peers.ChatBody(peers.Prose(random, words, sample)))
 	if err != nil {
 		b.t.Fatal(err)
 	}
@@ -433,7 +434,7 @@ func (b *bench) long(out io.Writer, way benchWay, model *tokens.Model, words []s
 		b.run(&r, way, bodies, benchLongAtOne)
 		length, counted := 0, 0
 		for _, body := range bodies[:5] {
-			ids, err := model.ChatTokens(body)
+			ids, err := tokenstest.Chat(model, body)
 			if err != nil {
 				b.t.Fatal(err)
 			}

@@ -22,6 +22,7 @@ import (
 	"kvrouter/internal/kv"
 	"kvrouter/internal/testkit"
 	"kvrouter/internal/testkit/eventstest"
+	"kvrouter/internal/testkit/tokenstest"
 	"kvrouter/internal/tokens"
 )
 
@@ -147,7 +148,7 @@ func (b *Backend) Note(body []byte) {
 
 // chain returns a prompt's length in tokens and its blocks.
 func (b *Backend) chain(body []byte) (tokens []uint32, chain []uint64, err error) {
-	tokens, err = b.model.ChatTokens(body)
+	tokens, err = tokenstest.Chat(b.model, body)
 	return tokens, kv.SequenceHashes(nil, kv.HashBlocks(nil, tokens, blockSize, "", "")), err
 }
 

@@ -18,6 +18,7 @@ import (
 
 	"kvrouter/internal/jsonbody"
 	"kvrouter/internal/testkit"
+	"kvrouter/internal/testkit/tokenstest"
 	"kvrouter/internal/tokens"
 	"kvrouter/test"
 )
@@ -79,7 +80,7 @@ func compareWithWorker(t *testing.T, m *tokens.Model, url string) {
 		if err != nil {
 			t.Fatal(err)
 		}
-		if got, err := m.ChatTokens(body); err != nil || !slices.Equal(got, want) {
+		if got, err := tokenstest.Chat(m, body); err != nil || !slices.Equal(got, want) {
 			t.Errorf("the prompt differs (%v) for %s\n got %q\nwant %q", err, body, m.Decode(got), m.Decode(want))
 			continue
 		}
@@ -110,7 +111,7 @@ func compareWithWorker(t *testing.T, m *tokens.Model, url string) {
 		if err != nil {
 			t.Fatal(err)
 		}
-		got, err := m.CompletionTokens([]byte(body))
+		got, err := m.CompletionBodyTokens(tokenstest.Body([]byte(body)))
 		for i, item := range gjson.ParseBytes(answer).Array() {
 			want, _ := tokens.ReadTokens(item.Get("token_ids"))
 			if err != nil || !slices.Equal(got[i], want) {
@@ -129,12 +130,12 @@ func compareWithWorker(t *testing.T, m *tokens.Model, url string) {
 	asked := tokens.NewSource(nil, ask, 10*time.Second, slog.New(slog.DiscardHandler))
 	tokenized := tokens.NewSource(nil, withoutRender(ask), 10*time.Second, slog.New(slog.DiscardHandler))
 	for _, body := range test.ParityChats() {
-		want := ids.Chat(ctx, body)
+		want := ids.ChatBody(ctx, tokenstest.Body(body))
 		if _, err := ask(ctx, "/v1/chat/completions/render", body); err != nil {
 			continue
 		}
 		for name, other := range map[string]*tokens.Source{"render": asked, "tokenize": tokenized} {
-			if got := other.Chat(ctx, body); want.Source != tokens.SourceLocal || got.Source != tokens.SourceWorker || !slices.Equal(got.Tokens, want.Tokens) {
+			if got := other.ChatBody(ctx, tokenstest.Body(body)); want.Source != tokens.SourceLocal || got.Source != tokens.SourceWorker || !slices.Equal(got.Tokens, want.Tokens) {
 				t.Errorf("by the worker's %s: source %s, %q here %q", name, got.Source, m.Decode(got.Tokens), m.Decode(want.Tokens))
 			}
 		}

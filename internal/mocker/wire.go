@@ -1,0 +1,120 @@
+package mocker
+
+import "github.com/vmihailenco/msgpack/v5"
+
+// medium is where the blocks of all events are.
+const medium = "GPU"
+
+// wireTokens are the tokens of an event, most of its bytes: they are written without the
+// library's reflection, which takes three times as long.
+type wireTokens []uint32
+
+// EncodeMsgpack implements msgpack.CustomEncoder. Writing to a buffer cannot fail.
+func (t wireTokens) EncodeMsgpack(p *msgpack.Encoder) error {
+	_ = p.EncodeArrayLen(len(t))
+	for _, token := range t {
+		_ = p.EncodeUint(uint64(token))
+	}
+	return nil
+}
+
+// blocksCleared is AllBlocksCleared of both engines.
+type blocksCleared struct {
+	Type string `msgpack:"type"`
+}
+
+// blocksRemoved is vLLM's BlockRemoved.
+type blocksRemoved struct {
+	Type   string   `msgpack:"type"`
+	Hashes []uint64 `msgpack:"block_hashes"`
+	Medium string   `msgpack:"medium"`
+	Group  int      `msgpack:"group_idx"`
+}
+
+// blocksStored is vLLM's BlockStored.
+type blocksStored struct {
+	Type      string     `msgpack:"type"`
+	Hashes    []uint64   `msgpack:"block_hashes"`
+	Parent    *uint64    `msgpack:"parent_block_hash"`
+	Tokens    wireTokens `msgpack:"token_ids"`
+	BlockSize int        `msgpack:"block_size"`
+	LoraID    *int       `msgpack:"lora_id"`
+	Medium    string     `msgpack:"medium"`
+	LoraName  *string    `msgpack:"lora_name"`
+	ExtraKeys [][]string `msgpack:"extra_keys"` // what enters each block's hash beside its tokens
+	Group     int        `msgpack:"group_idx"`
+	Kind      string     `msgpack:"kv_cache_spec_kind"`
+}
+
+// vllmEvent is an event as vLLM encodes it.
+func vllmEvent(event *Event, blockSize int) any {
+	switch {
+	case event.Cleared:
+		return blocksCleared{"AllBlocksCleared"}
+	case event.Removed != nil:
+		return blocksRemoved{Type: "BlockRemoved", Hashes: event.Removed, Medium: medium}
+	}
+	stored := blocksStored{
+		Type: "BlockStored", Tokens: event.Tokens, BlockSize: blockSize, Medium: medium, Kind: "full_attention",
+		ExtraKeys: make([][]string, len(event.Stored)),
+	}
+	for _, block := range event.Stored {
+		stored.Hashes = append(stored.Hashes, block.Engine)
+	}
+	if event.HasParent {
+		stored.Parent = &event.Parent
+	}
+	if event.Adapter.Name != "" {
+		stored.LoraID, stored.LoraName = &event.Adapter.Id, &event.Adapter.Name
+		for i := range stored.ExtraKeys {
+			stored.ExtraKeys[i] = []string{event.Adapter.Name}
+		}
+	}
+	if event.Salt != "" {
+		stored.ExtraKeys[0] = append(stored.ExtraKeys[0], event.Salt)
+	}
+	return stored
+}
+
+// sglangRemoved is SGLang's BlockRemoved. Its hashes are signed.
+type sglangRemoved struct {
+	Type   string  `msgpack:"type"`
+	Hashes []int64 `msgpack:"block_hashes"`
+	Medium string  `msgpack:"medium"`
+}
+
+// sglangStored is SGLang's BlockStored.
+type sglangStored struct {
+	Type      string     `msgpack:"type"`
+	Hashes    []int64    `msgpack:"block_hashes"`
+	Parent    *int64     `msgpack:"parent_block_hash"`
+	Tokens    wireTokens `msgpack:"token_ids"`
+	BlockSize int        `msgpack:"block_size"`
+	LoraID    *int       `msgpack:"lora_id"` // never given
+	Medium    string     `msgpack:"medium"`
+	Salt      string     `msgpack:"cache_salt,omitempty"`
+	LoraName  string     `msgpack:"lora_name,omitempty"`
+}
+
+// sglangEvent is an event as SGLang's scheduler encodes it.
+func sglangEvent(event *Event, blockSize int) any {
+	switch {
+	case event.Cleared:
+		return blocksCleared{"AllBlocksCleared"}
+	case event.Removed != nil:
+		removed := sglangRemoved{Type: "BlockRemoved", Hashes: make([]int64, len(event.Removed)), Medium: medium}
+		for i, hash := range event.Removed {
+			removed.Hashes[i] = int64(hash)
+		}
+		return removed
+	}
+	stored := sglangStored{Type: "BlockStored", Tokens: event.Tokens, BlockSize: blockSize, Medium: medium, Salt: event.Salt, LoraName: event.Adapter.Name}
+	for _, block := range event.Stored {
+		stored.Hashes = append(stored.Hashes, int64(block.Engine))
+	}
+	if event.HasParent {
+		parent := int64(event.Parent)
+		stored.Parent = &parent
+	}
+	return stored
+}
