@@ -262,7 +262,7 @@ func (a *Answer) head(out []byte) []byte {
 	return a.open(append(out, "data: "...), "chat.completion.chunk")
 }
 
-// open opens an object with the fields that all have; chat is what a chat's is called.
+// open opens an object with the common fields; chat is the object name of a chat's.
 func (a *Answer) open(out []byte, chat string) []byte {
 	if !a.isChat() {
 		chat = "text_completion"
@@ -273,7 +273,7 @@ func (a *Answer) open(out []byte, chat string) []byte {
 // quote is a text as JSON.
 func quote(text string) []byte { return jsonbody.AppendString(nil, text) }
 
-// appendIDs appends token ids if the request asks for them, else null.
+// appendIDs appends token ids if the request includes return_token_ids, otherwise null.
 func (a *Answer) appendIDs(out []byte, ids []uint32) []byte {
 	if !a.tokenIDs {
 		return append(out, "null"...)

@@ -71,7 +71,7 @@ func (c EventsConfig) String() string {
 	return string(text)
 }
 
-// LoadEndpoint is where rank r of started worker i publishes its load.
+// LoadEndpoint returns the load endpoint of rank r of started worker i.
 func (p Ports) LoadEndpoint(i, r int) string {
 	return fmt.Sprintf("tcp://127.0.0.1:%d", p.Load+i*p.Ranks+r)
 }
