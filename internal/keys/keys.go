@@ -108,8 +108,8 @@ func (r *Ring) Read() (use func() int, err error) {
 			return nil, fmt.Errorf("--api-keys-file %s: %w", name, err)
 		}
 	}
-	next := r.table(entries)
 	return func() int {
+		next := r.table(entries)
 		r.current.Store(next)
 		return len(next.order)
 	}, nil
@@ -156,13 +156,14 @@ func (r *Ring) table(entries []entry) *table {
 	t := &table{callers: map[[sha256.Size]byte]*Caller{}}
 	add := func(c *Caller) {
 		c.count = new(counts)
-		c.bounds = newBounds(c.bounds.limits, r.now())
+		c.bounds = newBounds(c.bounds.limits)
 		if old := before[c.Name]; old != nil {
 			c.count = old.count
 			if old.bounds.limits == c.bounds.limits {
 				c.bounds = old.bounds
 			}
 		}
+		c.count.prompt.set(c.bounds.promptTokens, r.now())
 		if t.callers[c.sum] == nil {
 			t.callers[c.sum] = c
 			t.order = append(t.order, c)
@@ -260,24 +261,17 @@ func (r *Ring) Trusted(fail func(c *gin.Context, status int, message string)) gi
 	}
 }
 
-// Prompt takes n prompt tokens from the caller's limit; Used adds tokens that are known
-// only from the answer. An error is a refusal to be answered with 429; the headers of
-// the answer are set.
-func (r *Ring) Prompt(c *gin.Context, n int) error {
+// Prompt charges the caller n prompt tokens, which are known or estimated, before its
+// request is sent to a worker. Settle must follow once it is known what was computed. An
+// error is a refusal to be answered with 429; the headers of the answer are set.
+func (r *Ring) Prompt(c *gin.Context, n int, estimated bool) (*Charge, error) {
 	caller := r.Of(c)
 	if caller.count == nil {
-		return nil
+		return nil, nil
 	}
-	if refused := caller.take(r.now(), n, c.Writer.Header()); refused != nil {
-		return refused
+	charge, refused := caller.take(r.now, n, estimated, c.Writer.Header())
+	if refused != nil {
+		return nil, refused
 	}
-	return nil
-}
-
-// Used takes n prompt tokens that were used beyond those of Prompt. It may leave
-// the caller with less than none.
-func (r *Ring) Used(c *gin.Context, n int) {
-	if caller := r.Of(c); caller.count != nil && n > 0 {
-		caller.owe(r.now(), n)
-	}
+	return charge, nil
 }

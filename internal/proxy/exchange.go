@@ -17,6 +17,7 @@ type Usage struct {
 	CachedKnown  bool // the worker reports cached tokens at all
 	CachedTokens int
 	CachedUntold bool // it does not, though the answer has a place for them
+	Partial      bool // it may have computed more prompt tokens than are counted
 }
 
 // Exchange describes one request and its answer, as far as they have come.
@@ -36,6 +37,7 @@ type Exchange struct {
 	Trusted    bool           // its client's trace context is followed
 	Refused    error          // why no worker may take it; nil: one may
 	Served     string         // Model, if it is one that is served: clients make up names, which are no labels
+	Reached    bool           // a worker may have got it
 	Prepared   time.Duration  // until the prompt was known, without the wait for a worker
 	Serial     uint64         // number of the request in the dashboard's list; 0: none
 

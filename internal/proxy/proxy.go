@@ -12,6 +12,7 @@ import (
 	"fmt"
 	"io"
 	"log/slog"
+	"net"
 	"net/http"
 	"slices"
 	"strconv"
@@ -323,6 +324,7 @@ func (p *Proxy) attempt(ctx context.Context, w http.ResponseWriter, u Upstream, 
 		do = func(request *http.Request) (*http.Response, error) { return p.sendByGateway(request, &u, x) }
 	}
 	response, err := do(request)
+	x.Reached = x.Reached || !unsent(err)
 	if err != nil {
 		if OutOfDescriptors(err) {
 			return err
@@ -359,6 +361,12 @@ func (p *Proxy) attempt(ctx context.Context, w http.ResponseWriter, u Upstream, 
 // descriptors here: that is no worker's fault.
 func OutOfDescriptors(err error) bool {
 	return errors.Is(err, syscall.EMFILE) || errors.Is(err, syscall.ENFILE)
+}
+
+// unsent reports whether a request failed with err before a worker could have got it.
+func unsent(err error) bool {
+	var connecting *net.OpError
+	return errors.As(err, &connecting) && connecting.Op == "dial"
 }
 
 // askTimeout bounds a short question to a worker, and askLimit its answer (bytes).

@@ -184,19 +184,19 @@ func (t *Source) KeepApart(route string, body *jsonbody.Body) *jsonbody.Body {
 // extra_key.
 const anthropicRoute = "/v1/messages"
 
-// generateRoute is SGLang's own route, which no other engine has.
-const generateRoute = "/generate"
+// GenerateRoute is SGLang's own route, which no other engine has.
+const GenerateRoute = "/generate"
 
 // Adapter returns the LoRA adapter that a worker will use for the request. known is
 // the request's model, if a worker says that it is an adapter, and listed is whether
 // one lists a model of that name. SGLang takes adapters as base:adapter, where that is
 // no model's own name, or as lora_path; an adapter's name alone is the base model to it.
 func (t *Source) Adapter(route string, body *jsonbody.Body, known string, listed bool) string {
-	if route != generateRoute && !t.SGLang() {
+	if route != GenerateRoute && !t.SGLang() {
 		return known
 	}
 	_, adapter, _ := strings.Cut(body.Get("model").String(), ":")
-	if adapter == "" || listed || route == generateRoute {
+	if adapter == "" || listed || route == GenerateRoute {
 		return body.Get("lora_path").String()
 	}
 	return adapter
