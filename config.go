@@ -147,6 +147,8 @@ type Config struct {
 	GPUs []string `kong:"-"`
 	// Cores is the number of CPU cores to share out. Set by ResolveDefaults.
 	Cores int `kong:"-"`
+	// RouterKeys are those of RouterAPIKey; nil: none is required. Set by build.
+	RouterKeys *web.Keys `kong:"-"`
 	// Hop is this process in the Via headers of its requests. Set by build.
 	Hop web.Hop `kong:"-"`
 	// Simulate is what CommandSimulate shall do.

@@ -72,7 +72,7 @@ type app struct {
 
 // build makes every part and hands it those it needs. Nothing runs yet.
 func build(ctx context.Context, config Config, log *slog.Logger) (*app, error) {
-	config.Hop = web.NewHop()
+	config.Hop, config.RouterKeys = web.NewHop(), web.NewKeys(config.RouterAPIKey)
 	r := &app{config: config, log: log, edges: guard.New(), index: router.NewIndex(config.Index, config.Policy, config.Scoring.Settings, config.BlockSize, time.Now)}
 	var err error
 	if r.model, err = openModel(ctx, config, log); err != nil {

@@ -13,6 +13,7 @@ import (
 	"kvrouter/internal/models"
 	"kvrouter/internal/proxy"
 	"kvrouter/internal/tokens"
+	"kvrouter/internal/web"
 	"kvrouter/internal/workers"
 )
 
@@ -25,9 +26,10 @@ type Flags struct {
 // Settings describe the router that the page shows.
 type Settings struct {
 	Flags
-	Host      string   // address of its ports
-	Keys      []string // bearer keys that it asks for; none: it asks for none
-	Secure    bool     // its ports speak TLS
+	Host      string    // address of its ports
+	Keys      *web.Keys // that it asks for; nil: none
+	APIKeyed  bool      // the OpenAI port asks for a key
+	Secure    bool      // its ports speak TLS
 	Version   string
 	Policy    string
 	BlockSize int // tokens
@@ -87,7 +89,7 @@ type Page struct {
 
 // New returns a page. Run must run for it to show anything.
 func New(settings Settings, deps Deps) *Page {
-	return &Page{Journal: deps.Journal, settings: settings, deps: deps, log: deps.Log, sessions: newSessions(settings.Keys), trends: newTrends(deps.Journal.began)}
+	return &Page{Journal: deps.Journal, settings: settings, deps: deps, log: deps.Log, sessions: newSessions(), trends: newTrends(deps.Journal.began)}
 }
 
 // URL is the page's address on a port at http://HOST:PORT.
