@@ -282,7 +282,7 @@ func (p *Proxy) send(ctx context.Context, w http.ResponseWriter, u Upstream, x *
 	switch {
 	case err == nil:
 		p.finished(u, x)
-	case errors.As(err, &failed) && ctx.Err() == nil:
+	case errors.As(err, &failed) && ctx.Err() == nil && !errors.Is(err, ErrGateway):
 		p.blame(x.Decision.Booking, x, failed)
 	default:
 		left(ctx, x.Decision.Booking)
