@@ -146,7 +146,9 @@ type Config struct {
 	// Cores is the number of CPU cores to divide among the workers. Set by
 	// ResolveDefaults.
 	Cores int `kong:"-"`
-	// Hop identifies this process in the Via header of its requests. Set by build.
+	// RouterKeys are those of RouterAPIKey; nil: none is required. Set by build.
+	RouterKeys *web.Keys `kong:"-"`
+	// Hop is this process in the Via headers of its requests. Set by build.
 	Hop web.Hop `kong:"-"`
 	// Simulate has the settings of CommandSimulate.
 	Simulate simulate.Settings `kong:"-"`

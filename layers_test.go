@@ -21,11 +21,11 @@ var layers = []map[string]string{
 		"kv": "", "guard": "metrics", "table": "",
 		"blockpool": "", "zmq": "", "jsonbody": "",
 		"jsonlines": "", "web": "", "settings": "",
-		"logs": "", "manual": "",
+		"logs": "", "manual": "", "textfile": "",
 	},
 	{ // knowing
 		"hints": "jsonbody kv", "radix": "blockpool kv table", "engine": "blockpool kv",
-		"chat": "jsonbody", "encode": "", "keys": "web",
+		"chat": "jsonbody", "encode": "", "keys": "textfile web",
 	},
 	{ // prompts
 		"tokens": "chat encode jsonbody kv",
@@ -49,7 +49,7 @@ var layers = []map[string]string{
 	{ // carrying
 		"replica": "events guard kv router zmq", "proxy": "jsonbody kv outlier policy router tracing web", "workers": "events guard kv metrics policy probe process radix web",
 		"mocker": "chat engine events jsonbody kv process tokens web zmq", "simulate": "engine hints jsonlines kv outlier policies policy radix router",
-		"vllm": "kv process", "sglang": "kv process", "discovery": "kv",
+		"vllm": "kv process", "sglang": "kv process", "discovery": "kv textfile",
 	},
 	{ // showing, offering
 		"telemetry": "hints jsonbody jsonlines kv metrics proxy router thompson", "selection": "events hints kv models outlier policy replica router thompson web workers",

@@ -8,7 +8,6 @@ import (
 	"net/http"
 	"os"
 	"os/signal"
-	"reflect"
 	"strings"
 	"sync"
 	"syscall"
@@ -20,7 +19,6 @@ import (
 	"kvrouter/internal/encode"
 	"kvrouter/internal/logs"
 	"kvrouter/internal/page"
-	"kvrouter/internal/router"
 	"kvrouter/internal/settings"
 )
 
@@ -71,7 +69,7 @@ func serve(config Config) error {
 		fresh, _, err := ParseConfig(os.Args[1:])
 		return fresh, err
 	}
-	go (&reloader{app: app, level: level, reread: reread, thresholds: config.Routing.BusyThresholds}).run(ctx, reloads)
+	go newReloader(app, level, reread).run(ctx, reloads)
 	return app.run(ctx)
 }
 
@@ -184,61 +182,4 @@ func (r *app) drain(delay time.Duration) {
 	for _, port := range r.ports[1:] {
 		port.Drain(selectionEnd)
 	}
-}
-
-// readSecrets reads the files of keys and of TLS again, both or neither, and returns
-// the number of keys.
-func (r *app) readSecrets() (keys int, err error) {
-	useKeys, err := r.keys.Read()
-	if err != nil {
-		return 0, err
-	}
-	useCertificates, err := r.certificates.Read()
-	if err != nil {
-		return 0, err
-	}
-	useCertificates()
-	return useKeys(), nil
-}
-
-// reloader takes over settings that may change while the router runs. Its run is the
-// only goroutine that uses it.
-type reloader struct {
-	app        *app
-	level      *slog.LevelVar         // of the log
-	reread     func() (Config, error) // reads the settings again
-	thresholds router.BusyThresholds  // of the settings as last read
-}
-
-// run reloads with every signal until ctx is done.
-func (r *reloader) run(ctx context.Context, signals <-chan os.Signal) {
-	for {
-		select {
-		case <-ctx.Done():
-			return
-		case <-signals:
-			r.reload()
-		}
-	}
-}
-
-// reload takes over keys, certificates, the log level, and the busy thresholds if the
-// settings changed them. On an error it changes nothing.
-func (r *reloader) reload() {
-	fresh, err := r.reread()
-	var keys int
-	if err == nil {
-		keys, err = r.app.readSecrets()
-	}
-	if err != nil {
-		r.app.log.Error("SIGHUP: reload failed, keeping the current settings", "error", err)
-		return
-	}
-	if now := fresh.Routing.BusyThresholds; !reflect.DeepEqual(now, r.thresholds) {
-		r.app.models.SetBusyThresholds(now)
-		r.thresholds = now
-	}
-	r.level.Set(logs.Level(fresh.LogLevel))
-	r.app.log.Info("SIGHUP: reloaded keys, TLS files, log level and busy thresholds; other settings require a restart",
-		"api_keys", keys, "tls", r.app.certificates != nil, "log_level", fresh.LogLevel, "busy_thresholds", fresh.Routing.BusyThresholds.Set())
 }

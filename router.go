@@ -67,11 +67,12 @@ type app struct {
 	learned    *thompson.StateFile // by policy thompson; nil: it is not kept
 
 	certificates *web.Certificates // of both ports; nil: they serve plain HTTP
+	reloads      *telemetry.Reloads
 }
 
 // build makes every part and hands it those it needs. Nothing runs yet.
 func build(ctx context.Context, config Config, log *slog.Logger) (*app, error) {
-	config.Hop = web.NewHop()
+	config.Hop, config.RouterKeys = web.NewHop(), web.NewKeys(config.RouterAPIKey)
 	r := &app{config: config, log: log, edges: guard.New(), index: router.NewIndex(config.Index, config.Policy, config.Scoring.Settings, config.BlockSize, time.Now)}
 	var err error
 	if r.model, err = openModel(ctx, config, log); err != nil {
@@ -92,7 +93,9 @@ func build(ctx context.Context, config Config, log *slog.Logger) (*app, error) {
 	r.fleet = workers.New(config.fleetSettings(), workers.Deps{
 		Start: start, Index: r.changed, Peers: events.NewPeers(config.IndexerPeers, peerKey(config)), Names: r.router.Names(), Edges: r.edges, Log: log,
 	})
-	if r.source, err = discovery.Open(config.Discovery, log); err != nil {
+	r.reloads = telemetry.NewReloads(config.reloaded()...)
+	fileRead := func(failed bool) { r.reloads.Note(telemetry.FileWorkers, failed) }
+	if r.source, err = discovery.Open(config.Discovery, fileRead, log); err != nil {
 		return nil, err
 	}
 	if r.tracer, err = tracing.Open(settings.Version(), log); err != nil {
@@ -106,9 +109,16 @@ func build(ctx context.Context, config Config, log *slog.Logger) (*app, error) {
 	r.partitions = selection.NewPartitions(config.ServedModelName, r.models)
 	r.keys, r.bodies = keys.New(config.Keys, config.APIKey), web.NewBodies(config.MaxBodyBytes, config.Bodies.MaxInflightBodyBytes)
 	r.certificates = web.NewCertificates(config.Web.TLS)
-	if _, err := r.readSecrets(); err != nil {
+	useKeys, err := r.keys.Read()
+	if err != nil {
 		return nil, err
 	}
+	useCertificates, err := r.certificates.Read()
+	if err != nil {
+		return nil, err
+	}
+	useKeys()
+	useCertificates()
 	r.journal = page.NewJournal(config.pageSettings(), r.models, r.model)
 	if config.Record != "" {
 		record := telemetry.RecordSettings{File: config.Record, Policy: config.Policy, BlockSize: config.BlockSize, Decisions: config.Routing.RecordDecisions}
@@ -119,6 +129,7 @@ func build(ctx context.Context, config Config, log *slog.Logger) (*app, error) {
 	samples := func() []workers.Sample { return r.fleet.Samples(r.models) }
 	r.telemetry.Register(workers.NewCollector(r.router.Names(), samples), models.NewCollector(r.models), guard.NewCollector(r.edges), keys.NewCollector(r.keys), logs.NewCollector(log), telemetry.NewLostLines(r.recorder, r.recording))
 	r.telemetry.Register(r.bodies.Collectors()...)
+	r.telemetry.Register(r.reloads.Collectors()...)
 	r.telemetry.Register(r.tracer.Collectors()...)
 	if err := r.openThompson(); err != nil {
 		return nil, err

@@ -180,14 +180,14 @@ func (c *Config) mockSettings() mocker.Settings {
 
 func (c *Config) selectionSettings() selection.Settings {
 	return selection.Settings{
-		Host: c.Web.RouterHost, APIKey: c.RouterAPIKey, BlockSize: c.BlockSize, KVEvents: c.KVEvents(),
+		Host: c.Web.RouterHost, Keys: c.RouterKeys, BlockSize: c.BlockSize, KVEvents: c.KVEvents(),
 		TrackPrefillTokens: c.Routing.RouterTrackPrefillTokens, CountsPasses: c.Routing.RouterQueueThreshold != nil,
 		Hop: c.Hop,
 	}
 }
 
 func (c *Config) pageSettings() page.Settings {
-	return page.Settings{Flags: c.Page, Host: c.Web.RouterHost, Keys: c.RouterAPIKey, Secure: c.Web.TLS.TLSCert != "", Version: settings.Version(), Policy: c.Policy, BlockSize: c.BlockSize, Demo: c.Demo}
+	return page.Settings{Flags: c.Page, Host: c.Web.RouterHost, Keys: c.RouterKeys, APIKeyed: len(c.APIKey) > 0 || c.Keys.APIKeysFile != "", Secure: c.Web.TLS.TLSCert != "", Version: settings.Version(), Policy: c.Policy, BlockSize: c.BlockSize, Demo: c.Demo}
 }
 
 // demo is what makes traffic.

@@ -86,8 +86,9 @@ func (s Settings) Validate() error {
 }
 
 // Open returns the source that the settings name; nil: none. A file that cannot be
-// used, or a cluster that cannot be found, is an error.
-func Open(s Settings, log *slog.Logger) (Source, error) {
+// used, or a cluster that cannot be found, is an error. fileRead is called after each later
+// reading of the file.
+func Open(s Settings, fileRead func(failed bool), log *slog.Logger) (Source, error) {
 	if err := s.Validate(); err != nil {
 		return nil, err
 	}
@@ -98,9 +99,18 @@ func Open(s Settings, log *slog.Logger) (Source, error) {
 	case s.Discovery == kubernetes:
 		return openKubernetes(s, log)
 	case isFile:
-		return openFile(path, log)
+		return openFile(path, fileRead, log)
 	}
 	return openDNS(s.Discovery, log)
+}
+
+// File returns the file that is the source; empty: it is none.
+func (s Settings) File() string {
+	path, isFile := strings.CutPrefix(s.Discovery, schemeFile)
+	if !isFile {
+		return ""
+	}
+	return path
 }
 
 // idOf returns the id of the worker of that key, above those of launched and

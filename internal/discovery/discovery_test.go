@@ -7,6 +7,7 @@ import (
 	"slices"
 	"strings"
 	"sync"
+	"sync/atomic"
 	"testing"
 
 	"kvrouter/internal/kv"
@@ -20,7 +21,12 @@ type watched struct {
 	log   testkit.LogBuffer // has a lock of its own
 	mu    sync.Mutex        // guards lists
 	lists [][]kv.Worker
+
+	failed atomic.Bool // the last reading of the file
 }
+
+// fileRead is called after each reading of the file.
+func (w *watched) fileRead(failed bool) { w.failed.Store(failed) }
 
 // logger is a log that the test may read.
 func (w *watched) logger() *slog.Logger { return testLog(&w.log) }
@@ -130,7 +136,7 @@ func TestSourcesThatMakeNoSense(t *testing.T) {
 			t.Errorf("%q: %v", value, err)
 		}
 	}
-	if s, err := Open(Settings{}, slog.Default()); s != nil || err != nil {
+	if s, err := Open(Settings{}, nil, slog.Default()); s != nil || err != nil {
 		t.Errorf("%v, %v", s, err)
 	}
 }

@@ -6,18 +6,16 @@ import (
 	"context"
 	"errors"
 	"fmt"
-	"io"
 	"log/slog"
 	"net"
 	"net/url"
-	"os"
 	"strings"
-	"syscall"
 	"time"
 
 	"github.com/goccy/go-yaml"
 
 	"kvrouter/internal/kv"
+	"kvrouter/internal/textfile"
 )
 
 // Bounds of the file.
@@ -35,16 +33,18 @@ type fileSource struct {
 	path    string
 	every   time.Duration
 	trouble trouble
+	noted   func(failed bool)
 	list    []kv.Worker
 	used    []byte // the content of list
 	seen    []byte // the content read last
 }
 
-// openFile reads the file for the first time.
-func openFile(path string, log *slog.Logger) (*fileSource, error) {
-	f := &fileSource{path: path, every: fileLook, trouble: trouble{log: log, what: "--discovery file:" + path}}
+// openFile reads the file for the first time. noted is called with the result of each
+// later reading: whether it failed.
+func openFile(path string, noted func(failed bool), log *slog.Logger) (*fileSource, error) {
+	f := &fileSource{path: path, every: fileLook, trouble: trouble{log: log, what: "--discovery file:" + path}, noted: noted}
 	var err error
-	if f.used, err = readBounded(path); err == nil {
+	if f.used, err = textfile.Read(path, maxFile); err == nil {
 		f.list, err = parseFile(f.used)
 	}
 	if err != nil {
@@ -67,7 +67,8 @@ func (f *fileSource) Watch(ctx context.Context) <-chan []kv.Worker {
 // look reads the file and reports whether the list has changed. A content counts once
 // two reads return it: the first may have met a file that was being written.
 func (f *fileSource) look() (changed bool) {
-	data, err := readBounded(f.path)
+	defer func() { f.noted(f.trouble.now != "") }()
+	data, err := textfile.Read(f.path, maxFile)
 	switch {
 	case err != nil:
 		f.trouble.is(err, workersKept)
@@ -88,28 +89,6 @@ func (f *fileSource) look() (changed bool) {
 	f.trouble.over()
 	f.used, f.list = data, list
 	return true
-}
-
-// readBounded reads a file of at most maxFile bytes.
-func readBounded(path string) ([]byte, error) {
-	file, err := os.OpenFile(path, os.O_RDONLY|syscall.O_NONBLOCK, 0) // a named pipe would block
-	if err != nil {
-		return nil, fmt.Errorf("cannot read it: %w", errors.Unwrap(err))
-	}
-	defer func() { _ = file.Close() }()
-	if info, err := file.Stat(); err != nil {
-		return nil, fmt.Errorf("cannot read it: %w", errors.Unwrap(err))
-	} else if !info.Mode().IsRegular() {
-		return nil, errors.New("it is not a regular file")
-	}
-	data, err := io.ReadAll(io.LimitReader(file, maxFile+1))
-	if err != nil {
-		return nil, fmt.Errorf("cannot read it: %w", errors.Unwrap(err))
-	}
-	if len(data) > maxFile {
-		return nil, fmt.Errorf("it exceeds %d bytes", maxFile)
-	}
-	return data, nil
 }
 
 // fileWorker is one entry of the file.
@@ -144,7 +123,7 @@ func parseFile(data []byte) (_ []kv.Worker, err error) {
 	var content struct {
 		Workers *[]fileWorker `yaml:"workers"`
 	}
-	if err := boundYAML(data); err != nil {
+	if err := textfile.BoundYAML(data, 16*maxWorkers); err != nil {
 		return nil, err
 	}
 	if err := yaml.UnmarshalWithOptions(data, &content, yaml.Strict()); err != nil {

@@ -408,19 +408,19 @@ func TestTheClusterIsThatOfKUBECONFIG(t *testing.T) {
 	t.Setenv("KUBECONFIG", path)
 	settings := Settings{Discovery: kubernetes, Selector: "app=vllm", WorkerPort: 8000}
 	w := &watched{t: t}
-	if _, err := Open(settings, w.logger()); err == nil || !strings.Contains(err.Error(), "--discovery kubernetes: no cluster") || strings.Contains(err.Error(), "\n") {
+	if _, err := Open(settings, nil, w.logger()); err == nil || !strings.Contains(err.Error(), "--discovery kubernetes: no cluster") || strings.Contains(err.Error(), "\n") {
 		t.Errorf("without a cluster: %v", err)
 	}
 	const config = "apiVersion: v1\nkind: Config\nclusters: [{name: c, cluster: {server: 'http://127.0.0.1:1'}}]\ncontexts: [{name: x, context: {cluster: c, namespace: mine, user: u}}]\nusers: [{name: u, user: {token: t}}]\ncurrent-context: x\n"
 	if err := os.WriteFile(path, []byte(config), 0o600); err != nil {
 		t.Fatal(err)
 	}
-	source, err := Open(settings, w.logger())
+	source, err := Open(settings, nil, w.logger())
 	if err != nil || source.(*kubeSource).namespace != "mine" {
 		t.Fatalf("%+v, %v", source, err)
 	}
 	settings.Namespace = "given"
-	if source, err = Open(settings, w.logger()); err != nil || source.(*kubeSource).namespace != "given" {
+	if source, err = Open(settings, nil, w.logger()); err != nil || source.(*kubeSource).namespace != "given" {
 		t.Errorf("%+v, %v", source, err)
 	}
 }

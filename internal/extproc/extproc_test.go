@@ -220,6 +220,83 @@ func TestStreamsThatAreNotOfTheProtocol(t *testing.T) {
 	}
 }
 
+// TestMalformedAnswerBecomesABadGateway: its client never gets an empty 200.
+func TestMalformedAnswerBecomesABadGateway(t *testing.T) {
+	for _, test := range []struct {
+		name  string
+		tell  []*extprocv3.ProcessingRequest
+		begun bool // the first headers have been let through
+	}{
+		{name: "status 0", tell: []*extprocv3.ProcessingRequest{responseHeaders(true, ":status", "0")}},
+		{name: "status 099", tell: []*extprocv3.ProcessingRequest{responseHeaders(false, ":status", "099"), responseBody("x", true)}},
+		{name: "no number", tell: []*extprocv3.ProcessingRequest{responseHeaders(false, ":status", "ok"), responseBody("x", true), responseTrailers}},
+		{name: "no status", tell: []*extprocv3.ProcessingRequest{responseHeaders(false, "content-type", "text/plain")}},
+		{name: "no status, then one", tell: []*extprocv3.ProcessingRequest{responseHeaders(false), responseHeaders(false, ":status", "200"), responseBody("x", true)}},
+		{name: "headers too large", tell: []*extprocv3.ProcessingRequest{responseHeaders(false, ":status", "200", "x", strings.Repeat("a", maxHeaders))}},
+		{name: "headers twice", begun: true, tell: []*extprocv3.ProcessingRequest{responseHeaders(false, ":status", "200"), responseHeaders(false, ":status", "200")}},
+		{name: "headers within the body", begun: true, tell: []*extprocv3.ProcessingRequest{responseHeaders(false, ":status", "200"), responseBody("x", false), responseHeaders(false, ":status", "200")}},
+	} {
+		t.Run(test.name, func(t *testing.T) {
+			h := newRelay()
+			g := ask(t, listenTest(t, Settings{}, h.handle))
+			g.tell(post("/v1/chat/completions"))
+			g.tell(requestBody("{}", true))
+			g.hear()
+			g.hear()
+			for _, m := range test.tell {
+				g.tell(m)
+			}
+			var last *extprocv3.ImmediateResponse
+			var err error
+			for {
+				var m *extprocv3.ProcessingResponse
+				if m, err = g.Recv(); err != nil {
+					break
+				}
+				last = m.GetImmediateResponse()
+			}
+			switch {
+			case last != nil && err == io.EOF:
+				if last.GetStatus().GetCode() != 502 || len(last.GetBody()) == 0 {
+					t.Errorf("%v", last)
+				}
+			case !test.begun || status.Code(err) != codes.Internal:
+				t.Errorf("%v, %v", last, err)
+			}
+			if err := <-h.ended; err == nil {
+				t.Error("the handler got a whole answer")
+			}
+		})
+	}
+}
+
+// TestMalformedAnswerBeforeItsHeadersWereSent is a handler that has set a status, but has
+// sent nothing yet.
+func TestMalformedAnswerBeforeItsHeadersWereSent(t *testing.T) {
+	goOn := make(chan bool)
+	g := ask(t, listenTest(t, Settings{}, func(w http.ResponseWriter, r *http.Request, via *proxy.Gateway) {
+		answer, _, err := via.Send(proxy.Routed{Request: r, Target: kv.Target{URL: "http://10.0.0.1:8000"}})
+		if err != nil {
+			t.Error(err)
+			return
+		}
+		goOn <- true
+		_, err = io.ReadAll(answer.Body)
+		if err == nil {
+			t.Error("the answer is whole")
+		}
+		w.WriteHeader(answer.StatusCode)
+	}))
+	g.tell(requestHeaders(true, ":method", "GET", ":path", "/x", ":authority", "pool"))
+	g.hear()
+	g.tell(responseHeaders(false, ":status", "200"))
+	<-goOn
+	g.tell(responseHeaders(false, ":status", "200"))
+	if m := g.hear().GetImmediateResponse(); m.GetStatus().GetCode() != 502 || len(m.GetBody()) == 0 {
+		t.Errorf("%v", m)
+	}
+}
+
 func TestAClientThatLeavesEndsItsRequest(t *testing.T) {
 	for name, prepare := range map[string]func(g *fakeGateway){
 		"before its body has come": func(g *fakeGateway) { g.tell(requestBody("{", false)) },

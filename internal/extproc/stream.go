@@ -114,7 +114,8 @@ type stream struct {
 	asked, answered *pieces // the request's body, and the answer's
 	bodiless        bool    // the request has no body
 	answers         chan *http.Response
-	served          string // the worker that served, as the gateway reports; set before answers has one
+	malformed       chan struct{} // closed by read when the answer is none
+	served          string        // the worker that served, as the gateway reports; set before answers has one
 
 	came  http.Header // the answer's headers; set before answers has one
 	empty bool        // the answer has no body; likewise
@@ -126,7 +127,7 @@ type stream struct {
 
 // Process serves one request of a gateway.
 func (p *Server) Process(process extprocv3.ExternalProcessor_ProcessServer) error {
-	s := &stream{server: p, grpc: process, asked: newPieces(), answered: newPieces(), answers: make(chan *http.Response, 1)}
+	s := &stream{server: p, grpc: process, asked: newPieces(), answered: newPieces(), answers: make(chan *http.Response, 1), malformed: make(chan struct{})}
 	s.ctx, s.cancel = context.WithCancelCause(process.Context())
 	defer s.cancel(nil)
 	defer context.AfterFunc(p.base, func() { s.cancel(context.Cause(p.base)) })()
@@ -224,11 +225,9 @@ func (s *stream) take(message *extprocv3.ProcessingRequest) error {
 		s.asked.trail()
 	case *extprocv3.ProcessingRequest_ResponseHeaders:
 		answer, err := newAnswer(m.ResponseHeaders, s.answered)
-		if err != nil {
-			return err
-		}
-		if s.came != nil {
-			return errors.New("duplicate response headers")
+		if err != nil || s.came != nil || s.refused() {
+			s.refuse()
+			return nil
 		}
 		s.came, s.empty = answer.Header.Clone(), m.ResponseHeaders.GetEndOfStream()
 		s.served, _, _ = strings.Cut(served(message), ",")
@@ -241,6 +240,24 @@ func (s *stream) take(message *extprocv3.ProcessingRequest) error {
 		return errors.New("duplicate request headers")
 	}
 	return nil
+}
+
+// refuse ends the answer as malformed: its client gets a 502. Only read calls it.
+func (s *stream) refuse() {
+	if !s.refused() {
+		close(s.malformed)
+		s.answered.end(proxy.ErrGateway)
+	}
+}
+
+// refused reports whether the answer is malformed.
+func (s *stream) refused() bool {
+	select {
+	case <-s.malformed:
+		return true
+	default:
+		return false
+	}
 }
 
 // trail ends a body with trailers.
@@ -274,8 +291,13 @@ func (s *stream) send(routed proxy.Routed) (*http.Response, string, error) {
 	}
 	select {
 	case answer := <-s.answers:
+		if s.refused() {
+			return nil, "", proxy.ErrGateway
+		}
 		s.answering = true
 		return answer, s.served, nil
+	case <-s.malformed:
+		return nil, "", proxy.ErrGateway
 	case <-routed.Request.Context().Done():
 		return nil, "", context.Cause(routed.Request.Context())
 	}

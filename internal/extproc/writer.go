@@ -2,6 +2,7 @@ package extproc
 
 import (
 	"cmp"
+	"context"
 	"errors"
 	"net/http"
 	"os"
@@ -14,6 +15,7 @@ import (
 	"google.golang.org/grpc/codes"
 	"google.golang.org/grpc/status"
 
+	"kvrouter/internal/proxy"
 	"kvrouter/internal/web"
 )
 
@@ -47,7 +49,7 @@ func (w *writer) WriteHeader(status int) {
 	}
 	w.status = status
 	s := w.stream
-	if !s.answering {
+	if !s.answering || s.refused() {
 		return
 	}
 	if given := s.request.Header.Get(headerTestPick); given != "" && s.server.settings.ExtProcConformance {
@@ -147,13 +149,18 @@ func (w *writer) finish() error {
 	switch {
 	case w.err != nil:
 		return w.err
+	case s.refused() && s.headed:
+		return status.Error(codes.Internal, proxy.ErrGateway.Error()) // which resets the client's stream
+	case s.refused():
+		w.status, w.body = http.StatusBadGateway, web.ErrorJSON(http.StatusBadGateway, web.ErrorType(http.StatusBadGateway), "", proxy.ErrGateway.Error())
+		w.header = http.Header{"Content-Type": {"application/json"}}
 	case s.headed && s.empty:
 		return nil
 	case s.headed && s.answered.trailed():
 		return s.grpc.Send(&extprocv3.ProcessingResponse{Response: &extprocv3.ProcessingResponse_ResponseTrailers{ResponseTrailers: new(extprocv3.TrailersResponse)}})
 	case s.headed:
 		return s.sendAnswered(nil, true)
-	case w.status == 0:
+	case w.status == 0 || context.Cause(s.ctx) == errGone:
 		return status.Error(codes.Canceled, "the request has ended")
 	}
 	return s.grpc.Send(&extprocv3.ProcessingResponse{Response: &extprocv3.ProcessingResponse_ImmediateResponse{ImmediateResponse: w.immediate()}})

@@ -12,6 +12,8 @@ import (
 	"strings"
 
 	"github.com/goccy/go-yaml"
+
+	"kvrouter/internal/textfile"
 )
 
 // entry is one key of the file.
@@ -26,6 +28,9 @@ type entry struct {
 const (
 	// mostKeys is the number of keys that a file may have.
 	mostKeys = 10_000
+	// fieldsOfKey is the most entries that one has in the file, limits and itself among
+	// them.
+	fieldsOfKey = 12
 	// mostOf bounds a limit's number.
 	mostOf = 1 << 31
 )
@@ -45,6 +50,9 @@ func parse(text []byte) (entries []entry, err error) {
 			entries, err = nil, errors.New("not valid YAML")
 		}
 	}()
+	if err := textfile.BoundYAML(text, fieldsOfKey*mostKeys); err != nil {
+		return nil, err
+	}
 	var list []map[string]any
 	if err := yaml.Unmarshal(text, &list); err != nil {
 		at := ""

@@ -9,14 +9,13 @@ import (
 	"encoding/base64"
 	"errors"
 	"fmt"
-	"io"
 	"net/http"
-	"os"
 	"sync/atomic"
 	"time"
 
 	"github.com/gin-gonic/gin"
 
+	"kvrouter/internal/textfile"
 	"kvrouter/internal/web"
 )
 
@@ -66,6 +65,7 @@ type table struct {
 	open    *Caller // nil: a key is required
 	callers map[[sha256.Size]byte]*Caller
 	order   []*Caller
+	ofFile  int // callers of the file
 }
 
 // New returns a ring with the keys of --api-key; Read adds those of the file.
@@ -79,8 +79,13 @@ func New(settings Settings, given []string) *Ring {
 // Asks reports whether the port requires a key.
 func (r *Ring) Asks() bool { return len(r.given) > 0 || r.settings.APIKeysFile != "" }
 
-// fileLimit is the most that a file of keys has, in bytes.
-const fileLimit = 8 << 20
+// fileLimit is the most that a file of keys has, in bytes: 10,000 with hashes and all
+// limits have a good 3 MB.
+const fileLimit = 4 << 20
+
+// errNoKeys refuses a file that was emptied or is being written: it would lock out
+// every client of its keys.
+var errNoKeys = errors.New("it has no keys: a reload must leave at least one; to revoke all keys of the file, restart the router")
 
 // Read reads the file of keys, if there is one. The keys take effect when use is
 // called: in-flight requests are not affected, and a key with an unchanged name and
@@ -89,34 +94,30 @@ const fileLimit = 8 << 20
 func (r *Ring) Read() (use func() int, err error) {
 	var entries []entry
 	if name := r.settings.APIKeysFile; name != "" {
-		file, err := os.Open(name)
-		if err != nil {
-			return nil, fmt.Errorf("--api-keys-file: %w", err)
+		text, err := textfile.Read(name, fileLimit)
+		if err == nil {
+			entries, err = parse(text)
 		}
-		defer file.Close()
-		text, err := io.ReadAll(io.LimitReader(file, fileLimit+1))
-		if err != nil {
-			return nil, fmt.Errorf("--api-keys-file: %w", err)
-		}
-		if len(text) > fileLimit {
-			return nil, fmt.Errorf("--api-keys-file %s: larger than %d bytes", name, fileLimit)
-		}
-		if entries, err = parse(text); err == nil {
-			err = r.unlikeGiven(entries)
+		if err == nil {
+			err = r.acceptable(entries)
 		}
 		if err != nil {
 			return nil, fmt.Errorf("--api-keys-file %s: %w", name, err)
 		}
 	}
-	next := r.table(entries)
 	return func() int {
+		next := r.table(entries)
 		r.current.Store(next)
 		return len(next.order)
 	}, nil
 }
 
-// unlikeGiven refuses a key of the file that --api-key has, too.
-func (r *Ring) unlikeGiven(entries []entry) error {
+// acceptable refuses a file without keys in place of one with some, and a key of the
+// file that --api-key has, too.
+func (r *Ring) acceptable(entries []entry) error {
+	if len(entries) == 0 && r.current.Load().ofFile > 0 {
+		return errNoKeys
+	}
 	for i, e := range entries {
 		for _, key := range r.given {
 			if e.sum == sha256.Sum256([]byte(key)) {
@@ -153,16 +154,17 @@ func (r *Ring) table(entries []entry) *table {
 			before[c.Name] = c
 		}
 	}
-	t := &table{callers: map[[sha256.Size]byte]*Caller{}}
+	t := &table{callers: map[[sha256.Size]byte]*Caller{}, ofFile: len(entries)}
 	add := func(c *Caller) {
 		c.count = new(counts)
-		c.bounds = newBounds(c.bounds.limits, r.now())
+		c.bounds = newBounds(c.bounds.limits)
 		if old := before[c.Name]; old != nil {
 			c.count = old.count
 			if old.bounds.limits == c.bounds.limits {
 				c.bounds = old.bounds
 			}
 		}
+		c.count.prompt.set(c.bounds.promptTokens, r.now())
 		if t.callers[c.sum] == nil {
 			t.callers[c.sum] = c
 			t.order = append(t.order, c)
@@ -260,24 +262,17 @@ func (r *Ring) Trusted(fail func(c *gin.Context, status int, message string)) gi
 	}
 }
 
-// Prompt takes n prompt tokens from the caller's limit; Used adds tokens that are known
-// only from the answer. An error is a refusal to be answered with 429; the headers of
-// the answer are set.
-func (r *Ring) Prompt(c *gin.Context, n int) error {
+// Prompt charges the caller n prompt tokens, which are known or estimated, before its
+// request is sent to a worker. Settle must follow once it is known what was computed. An
+// error is a refusal to be answered with 429; the headers of the answer are set.
+func (r *Ring) Prompt(c *gin.Context, n int, estimated bool) (*Charge, error) {
 	caller := r.Of(c)
 	if caller.count == nil {
-		return nil
+		return nil, nil
 	}
-	if refused := caller.take(r.now(), n, c.Writer.Header()); refused != nil {
-		return refused
+	charge, refused := caller.take(r.now, n, estimated, c.Writer.Header())
+	if refused != nil {
+		return nil, refused
 	}
-	return nil
-}
-
-// Used takes n prompt tokens that were used beyond those of Prompt. The remaining
-// limit may become negative.
-func (r *Ring) Used(c *gin.Context, n int) {
-	if caller := r.Of(c); caller.count != nil && n > 0 {
-		caller.owe(r.now(), n)
-	}
+	return charge, nil
 }

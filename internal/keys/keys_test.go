@@ -21,7 +21,8 @@ import (
 )
 
 // door is a ring behind a guard, at a time of the test's. Its route answers with
-// what the header X-Answer says, after the prompt tokens of X-Prompt are taken.
+// what the header X-Answer says, after the prompt tokens of X-Prompt are charged, and
+// settled to those of X-Computed.
 type door struct {
 	*Ring
 	handler http.Handler
@@ -49,9 +50,13 @@ func newDoor(t *testing.T, settings Settings, given []string, file string) *door
 			d.inside()
 		}
 		n, _ := strconv.Atoi(c.GetHeader("X-Prompt"))
-		if err := d.Prompt(c, n); err != nil {
+		charge, err := d.Prompt(c, n, c.GetHeader("X-Estimated") != "")
+		if err != nil {
 			web.OpenAIError(c, http.StatusTooManyRequests, err.Error())
 			return
+		}
+		if computed, err := strconv.Atoi(c.GetHeader("X-Computed")); err == nil {
+			charge.Settle(computed)
 		}
 		status, _ := strconv.Atoi(c.GetHeader("X-Answer"))
 		c.Status(max(status, http.StatusOK))
@@ -237,7 +242,7 @@ func TestPromptTokensAMinute(t *testing.T) {
 		{200, 10 * time.Second, 200, "0", "", "1m0s"},
 		{601, 10 * time.Minute, 429, "600", "", "0s"}, // a minute never has as many
 		{600, 0, 200, "0", "", "1m0s"},
-		{0, 0, 200, "0", "", "1m0s"}, // not counted
+		{0, 0, 200, "0", "", "1m0s"},
 	} {
 		d.time = d.time.Add(test.after)
 		r := d.ask("a", "X-Prompt", strconv.Itoa(test.tokens))
@@ -245,13 +250,24 @@ func TestPromptTokensAMinute(t *testing.T) {
 			t.Errorf("request %d: %d, %v", i, r.StatusCode, r.Header)
 		}
 	}
-	caller, _ := d.current.Load().find("a")
 	d.time = d.time.Add(time.Minute)
-	caller.owe(d.time, 700)
-	if r := d.ask("a", "X-Prompt", "1"); r.StatusCode != 429 {
-		t.Errorf("after what was owed: %d, %v", r.StatusCode, r.Header)
+	if r := d.ask("a", "X-Prompt", "9000", "X-Estimated", "1", "X-Computed", "6700"); r.StatusCode != 200 {
+		t.Errorf("an estimate beyond the limit: %d, %v", r.StatusCode, r.Header)
 	}
-	if got := d.counted(t)["limited a prompt_tokens"]; got != 3 {
+	if r := d.ask("a", "X-Prompt", "0"); r.StatusCode != 429 || r.Header.Get("Retry-After") != "610" || r.Header.Get("x-ratelimit-remaining-tokens") != "0" {
+		t.Errorf("in debt: %d, %v", r.StatusCode, r.Header)
+	}
+	d.write(t, "- {name: a, key: a, limits: {prompt-tokens-per-minute: 6000}}")
+	if r := d.ask("a", "X-Prompt", "0"); r.StatusCode != 429 || r.Header.Get("Retry-After") != "61" {
+		t.Errorf("in debt with another limit: %d, %v", r.StatusCode, r.Header)
+	}
+	d.time = d.time.Add(2*time.Minute + time.Second)
+	for range 3 { // what is given back can be used again
+		if r := d.ask("a", "X-Prompt", "6000", "X-Computed", "0"); r.StatusCode != 200 {
+			t.Errorf("after a refund: %d, %v", r.StatusCode, r.Header)
+		}
+	}
+	if got := d.counted(t)["limited a prompt_tokens"]; got != 4 {
 		t.Errorf("counted %v", d.counted(t))
 	}
 }

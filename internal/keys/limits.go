@@ -19,21 +19,18 @@ type limits struct {
 	promptTokens int     // a minute, all of them at once if need be
 }
 
-// bounds are limits and their remainder.
+// bounds are limits and what is left of the requests. What is left of the prompt tokens
+// is in counts: requests that were charged before a reload are settled after it.
 type bounds struct {
 	limits
-	asked  *rate.Limiter // requests; nil: no limit
-	prompt *rate.Limiter // prompt tokens; nil: no limit
+	asked *rate.Limiter // requests; nil: no limit
 }
 
 // newBounds returns bounds of which nothing is used.
-func newBounds(l limits, now time.Time) bounds {
+func newBounds(l limits) bounds {
 	b := bounds{limits: l}
 	if l.requests > 0 {
 		b.asked = rate.NewLimiter(rate.Limit(l.requests), l.burst)
-	}
-	if l.promptTokens > 0 {
-		b.prompt = rate.NewLimiter(rate.Limit(float64(l.promptTokens)/60), l.promptTokens)
 	}
 	return b
 }
@@ -58,6 +55,7 @@ type counts struct {
 	running                                atomic.Int64
 	ok, refused, failed, limited           atomic.Uint64
 	byRequests, byConcurrent, byPromptSize atomic.Uint64
+	prompt                                 bucket // prompt tokens
 }
 
 // refusal says which limit a request exceeds.
@@ -112,26 +110,56 @@ func (c *Caller) leave(status int) {
 	}
 }
 
-// take takes n prompt tokens, or says why not.
-func (c *Caller) take(now time.Time, n int, header http.Header) *refusal {
-	defer c.tell(now, header)
-	prompt, most := c.bounds.prompt, c.bounds.promptTokens
-	switch {
-	case prompt == nil || n <= 0:
-		return nil
-	case n > most:
-		return c.refuse(&c.count.byPromptSize, 0, header, "the prompt has %d tokens, the limit per minute is %d", n, most)
-	case prompt.AllowN(now, n):
-		return nil
-	}
-	return c.refuse(&c.count.byPromptSize, until(prompt, now, n), header, "%d prompt tokens per minute, this prompt has %d", most, n)
+// Charge is what a request has taken from its key's limit of prompt tokens. A nil Charge
+// has taken nothing. It is not safe for concurrent use.
+type Charge struct {
+	prompt *bucket
+	now    func() time.Time
+	tokens int
 }
 
-// owe takes n prompt tokens that were used already.
-func (c *Caller) owe(now time.Time, n int) {
-	if prompt := c.bounds.prompt; prompt != nil {
-		prompt.ReserveN(now, min(n, c.bounds.promptTokens))
+// Tokens returns the tokens that are charged.
+func (c *Charge) Tokens() int {
+	if c == nil {
+		return 0
 	}
+	return c.tokens
+}
+
+// Settle changes the charge to the tokens that were computed, at least 0. What is missing
+// is taken at once, and may leave the key in debt; what is too much is given back.
+func (c *Charge) Settle(tokens int) {
+	if c == nil {
+		return
+	}
+	tokens = min(max(0, tokens), mostCharged)
+	c.prompt.give(c.tokens-tokens, c.now())
+	c.tokens = tokens
+}
+
+// Metered reports whether the caller's prompt tokens are limited.
+func (c *Caller) Metered() bool { return c.bounds.promptTokens > 0 }
+
+// take charges n prompt tokens, or says why not. An estimate is never more than the
+// limit: what it is about may be less.
+func (c *Caller) take(now func() time.Time, n int, estimated bool, header http.Header) (*Charge, *refusal) {
+	at, most := now(), c.bounds.promptTokens
+	defer func() { c.tell(at, header) }()
+	if most == 0 {
+		return nil, nil
+	}
+	n = min(max(0, n), mostCharged)
+	if estimated {
+		n = min(n, most)
+	}
+	wait, ok := c.count.prompt.take(n, at)
+	switch {
+	case ok:
+		return &Charge{prompt: &c.count.prompt, now: now, tokens: n}, nil
+	case wait < 0:
+		return nil, c.refuse(&c.count.byPromptSize, 0, header, "the request has %d prompt tokens, the limit per minute is %d", n, most)
+	}
+	return nil, c.refuse(&c.count.byPromptSize, wait, header, "%d prompt tokens per minute, this request has %d", most, n)
 }
 
 // until returns how long it takes until l has n left.
@@ -143,20 +171,19 @@ func until(l *rate.Limiter, now time.Time, n int) time.Duration {
 // tell sets OpenAI's headers: the limits, their remainder, and the time until
 // all of it is back.
 func (c *Caller) tell(now time.Time, header http.Header) {
-	for _, l := range []struct {
-		name    string
-		limiter *rate.Limiter
-	}{{"Requests", c.bounds.asked}, {"Tokens", c.bounds.prompt}} {
-		if l.limiter == nil {
-			continue
+	show := func(name string, limit, left int, full time.Duration) {
+		header.Set("X-Ratelimit-Limit-"+name, strconv.Itoa(limit))
+		header.Set("X-Ratelimit-Remaining-"+name, strconv.Itoa(left))
+		header.Set("X-Ratelimit-Reset-"+name, full.Round(time.Millisecond).String())
+	}
+	if asked := c.bounds.asked; asked != nil {
+		left, full := asked.TokensAt(now), time.Duration(0)
+		if left < float64(asked.Burst()) {
+			full = until(asked, now, asked.Burst())
 		}
-		left := l.limiter.TokensAt(now)
-		back := until(l.limiter, now, l.limiter.Burst()).Round(time.Millisecond)
-		if left >= float64(l.limiter.Burst()) {
-			back = 0
-		}
-		header.Set("X-Ratelimit-Limit-"+l.name, strconv.Itoa(l.limiter.Burst()))
-		header.Set("X-Ratelimit-Remaining-"+l.name, strconv.Itoa(max(0, int(left))))
-		header.Set("X-Ratelimit-Reset-"+l.name, back.String())
+		show("Requests", asked.Burst(), max(0, int(left)), full)
+	}
+	if limit, left, full := c.count.prompt.state(now); limit > 0 {
+		show("Tokens", limit, left, full)
 	}
 }

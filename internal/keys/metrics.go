@@ -47,7 +47,7 @@ func (c Collector) Collect(out chan<- prometheus.Metric) {
 		if caller.bounds.concurrent > 0 {
 			show(c.limited, n.byConcurrent.Load(), caller.Name, limitConcurrent)
 		}
-		if caller.bounds.prompt != nil {
+		if caller.bounds.promptTokens > 0 {
 			show(c.limited, n.byPromptSize.Load(), caller.Name, limitPromptTokens)
 		}
 	}

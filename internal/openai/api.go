@@ -25,12 +25,12 @@ import (
 
 // Settings are the values of the flags that the port reads.
 type Settings struct {
-	Host             string   // address of the port
-	RouterAPIKey     []string // keys of the router port, for /busy_threshold; empty: any trusted client's
-	ServedModelName  string   // listed while no worker is up; empty: none
-	AllowEngineAdmin bool     // pass administration requests to the workers
-	CollectUsage     bool     // ask workers for the usage of streams
-	PageURL          string   // of the dashboard; empty: there is none
+	Host             string    // address of the port
+	RouterKeys       *web.Keys // of the router port, for /busy_threshold; nil: any trusted client's
+	ServedModelName  string    // listed while no worker is up; empty: none
+	AllowEngineAdmin bool      // pass administration requests to the workers
+	CollectUsage     bool      // ask workers for the usage of streams
+	PageURL          string    // of the dashboard; empty: there is none
 
 	RequestTimeout    time.Duration // longest wait for a worker's next byte
 	HoldWhenEmpty     time.Duration // how long requests wait for a first worker

@@ -33,7 +33,9 @@ type inference struct {
 	hints    hints.Hints
 	prompt   tokens.Prompt
 	multiple bool          // the body has several prompts
-	several  bool          // it requests several answers to one
+	tokens   int           // of all of them together
+	unknown  bool          // the tokens of some are not known
+	several  bool          // it asks for several answers to one
 	empty    bool          // a prompt has no token, which crashes an SGLang server
 	held     time.Duration // without a worker
 	request  router.Request
@@ -56,10 +58,6 @@ func (a *API) infer(c *gin.Context, path string, kind tokens.Kind) {
 		a.fail(c, http.StatusBadRequest, "", "the prompt must contain at least one token")
 		return
 	}
-	if err := a.keys.Prompt(c, r.request.NumTokens); err != nil {
-		a.fail(c, http.StatusTooManyRequests, "", err.Error())
-		return
-	}
 	if r.paired = kind != tokens.NoPrompt && (r.model.Router.Paired() || a.settings.EnforceDisagg); r.paired {
 		r.whole, r.request.Kinds = proxy.WhyWhole(path, r.body, r.hints.Whole, r.multiple)
 	}
@@ -67,14 +65,18 @@ func (a *API) infer(c *gin.Context, path string, kind tokens.Kind) {
 		r.settle(c, r.answerQuery(c))
 		return
 	}
-	x.Request, x.Default = &r.request, r.model == a.models.Default()
-	a.observers.accepted(x, r.body)
-	if err := r.gateway.Follow(&r.request, r.model.Router); err != nil {
-		r.settle(c, err)
+	charge, ok := r.charge(c)
+	if !ok {
 		return
 	}
-	r.settle(c, a.proxy.Forward(r.ctx, c.Writer, r.upstream(c), x, r))
-	a.keys.Used(c, x.Usage.PromptTokens-r.request.NumTokens)
+	x.Request, x.Default = &r.request, r.model == a.models.Default()
+	a.observers.accepted(x, r.body)
+	err := r.gateway.Follow(&r.request, r.model.Router)
+	if err == nil {
+		err = a.proxy.Forward(r.ctx, c.Writer, r.upstream(c), x, r)
+	}
+	r.settle(c, err)
+	r.settleCharge(charge, err)
 	if x.Usage.Known && x.Decision.Tokens > 0 && x.Usage.PromptTokens != x.Decision.Tokens {
 		r.model.Tokens.PromptMismatch(r.prompt.Shape, x.Decision.Tokens, x.Usage.PromptTokens)
 	}

@@ -97,6 +97,7 @@ func (r *inference) findPrompt() {
 	x, began := r.exchange, r.exchange.Trace.Now()
 	prompts := r.model.Tokens.Prompts(r.ctx, r.kind, x.Route, r.body)
 	r.prompt, r.multiple = tokens.Longest(prompts), len(prompts) > 1
+	r.tokens, r.unknown = tokens.Total(prompts)
 	r.empty = tokens.HasEmpty(prompts) && (r.kind == tokens.GeneratePrompt || r.model.Tokens.SGLang())
 	r.several = proxy.SeveralAnswers(x.Route, r.body)
 	x.Source, x.Prepared = r.prompt.Source, time.Since(x.Arrived)-r.held

@@ -47,6 +47,9 @@ func (r *inference) settle(c *gin.Context, err error) {
 		a.log.Warn("too many open files or connections", "route", x.Route, "error", err)
 		c.Header("Retry-After", "1")
 		a.fail(c, http.StatusServiceUnavailable, "", "the router has too many connections open: try again")
+	case errors.Is(err, proxy.ErrGateway):
+		a.log.Warn("malformed answer of a gateway", "route", x.Route, "worker", x.Worker)
+		a.fail(c, http.StatusBadGateway, "", proxy.ErrGateway.Error())
 	case errors.As(err, &prefill):
 		a.log.Warn("a prefill worker failed", "route", x.Route, "error", err)
 		a.fail(c, http.StatusBadGateway, "", fmt.Sprintf("prefill worker %s failed before it answered", prefill.Called))

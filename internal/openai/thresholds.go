@@ -24,9 +24,9 @@ type modelThresholds struct {
 // there is none, a trusted client's.
 func (a *API) serveThresholds() {
 	s := &a.settings
-	operators := a.engine.Group("/", web.OwnPages(s.Host, len(s.RouterAPIKey) > 0, web.OpenAIError),
-		web.RequireKey(s.RouterAPIKey, "/busy_threshold needs a key of the router port (--router-api-key)", web.OpenAIError), web.WantJSON(web.OpenAIError))
-	if len(s.RouterAPIKey) == 0 {
+	operators := a.engine.Group("/", web.OwnPages(s.Host, s.RouterKeys.Asked(), web.OpenAIError),
+		web.RequireKey(s.RouterKeys, "/busy_threshold needs a key of the router port (--router-api-key)", web.OpenAIError), web.WantJSON(web.OpenAIError))
+	if !s.RouterKeys.Asked() {
 		operators.Use(a.keys.Guard(web.OpenAIError), a.keys.Trusted(web.OpenAIError))
 	}
 	operators.GET("/busy_threshold", a.showThresholds)

@@ -14,6 +14,7 @@ import (
 	"kvrouter/internal/models"
 	"kvrouter/internal/proxy"
 	"kvrouter/internal/tokens"
+	"kvrouter/internal/web"
 	"kvrouter/internal/workers"
 )
 
@@ -26,9 +27,10 @@ type Flags struct {
 // Settings describe the router that the page shows.
 type Settings struct {
 	Flags
-	Host      string   // address of its ports
-	Keys      []string // accepted bearer keys; none: no key is required
-	Secure    bool     // its ports use TLS
+	Host      string    // address of its ports
+	Keys      *web.Keys // that it asks for; nil: none
+	APIKeyed  bool      // the OpenAI port asks for a key
+	Secure    bool      // its ports speak TLS
 	Version   string
 	Policy    string
 	BlockSize int // tokens
@@ -88,7 +90,7 @@ type Page struct {
 
 // New returns a page. It shows data while Run runs.
 func New(settings Settings, deps Deps) *Page {
-	return &Page{Journal: deps.Journal, settings: settings, deps: deps, log: deps.Log, sessions: newSessions(settings.Keys), trends: newTrends(deps.Journal.began)}
+	return &Page{Journal: deps.Journal, settings: settings, deps: deps, log: deps.Log, sessions: newSessions(), trends: newTrends(deps.Journal.began)}
 }
 
 // URL returns the page's address on a port at http://HOST:PORT.

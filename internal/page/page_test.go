@@ -7,11 +7,13 @@ import (
 	"fmt"
 	"io"
 	"log/slog"
+	"net"
 	"net/http"
 	"net/http/httptest"
 	"strings"
 	"sync"
 	"sync/atomic"
+	"syscall"
 	"testing"
 	"time"
 
@@ -23,6 +25,7 @@ import (
 	"kvrouter/internal/testkit"
 	"kvrouter/internal/testkit/policytest"
 	"kvrouter/internal/testkit/routertest"
+	"kvrouter/internal/web"
 	"kvrouter/internal/workers"
 )
 
@@ -51,7 +54,7 @@ func newBench(t *testing.T, keys ...string) *bench {
 		b.router.Up(kv.Target{Key: kv.WorkerKey{Worker: i}, Generation: 1, URL: attached[i].URL, Engine: []kv.Engine{kv.EngineVLLM, kv.EngineSGLang}[i]})
 	}
 	fleet := workers.New(workers.Settings{Attached: attached, BlockSize: testkit.BlockSize}, workers.Deps{Index: b.index, Log: slog.New(slog.DiscardHandler)})
-	settings, models := Settings{Host: "127.0.0.1", Keys: keys, BlockSize: testkit.BlockSize, Policy: "kv", Version: "test"}, routertest.Models(b.router)
+	settings, models := Settings{Host: "127.0.0.1", Keys: web.NewKeys(keys), BlockSize: testkit.BlockSize, Policy: "kv", Version: "test"}, routertest.Models(b.router)
 	b.Page = New(settings, Deps{
 		Journal: NewJournal(settings, models, nil), Models: models, Fleet: fleet, Proxy: b,
 		Totals: func() proxy.Totals { b.totals.Add(1); return proxy.Totals{} },
@@ -244,29 +247,45 @@ func TestCookiesUnderTLSAreSecure(t *testing.T) {
 	}
 }
 
-func TestKeysAreTriedAtABoundedRate(t *testing.T) {
+// TestWrongKeysDoNotKeepTheRightOneOut: neither at the sign-in nor as bearer.
+func TestWrongKeysDoNotKeepTheRightOneOut(t *testing.T) {
 	b := newBench(t, testKey)
-	now := time.Unix(1_000_000, 0)
-	b.now = func() time.Time { return now }
-	tries := func() (n int) {
-		for range 3 * triesAtOnce {
-			if response, _ := b.send(t, "POST", "/ui/sign-in", `{"key":"wrong"}`); response.StatusCode == http.StatusUnauthorized {
-				n++
-			}
+	for _, test := range []struct {
+		name  string
+		ask   func(key string) int
+		right int
+	}{
+		{"sign-in", func(key string) int {
+			response, _ := b.send(t, "POST", "/ui/sign-in", `{"key":"`+key+`"}`)
+			return response.StatusCode
+		}, http.StatusNoContent},
+		{"bearer", func(key string) int {
+			response, _ := b.send(t, "GET", "/ui/requests/none", "", "Authorization", "Bearer "+key)
+			return response.StatusCode
+		}, http.StatusNotFound},
+		{"bearer of profiles", func(key string) int {
+			response, _ := b.send(t, "GET", "/debug/vars", "", "Authorization", "Bearer "+key)
+			return response.StatusCode
+		}, http.StatusOK},
+	} {
+		got := map[int]int{}
+		for range 100 {
+			got[test.ask("wrong")]++
 		}
-		return n
+		if got[http.StatusTooManyRequests] == 0 || got[http.StatusTooManyRequests]+got[http.StatusUnauthorized] != 100 {
+			t.Errorf("%s: wrong keys are answered %v", test.name, got)
+		}
+		if status := test.ask(testKey); status != test.right {
+			t.Errorf("%s: the right key is answered %d", test.name, status)
+		}
 	}
-	if n := tries(); n != triesAtOnce {
-		t.Errorf("%d keys could be tried at once, want %d", n, triesAtOnce)
-	}
-	now = now.Add(2 * time.Second)
-	if n := tries(); n != 2*triesPerSecond {
-		t.Errorf("%d keys could be tried in 2 s, want %d", n, 2*triesPerSecond)
+	if response, _ := b.send(t, "GET", "/ui/requests/none", ""); response.StatusCode != http.StatusUnauthorized {
+		t.Errorf("without a key: %d", response.StatusCode)
 	}
 }
 
 func TestSessionsAreBounded(t *testing.T) {
-	s, now := newSessions([]string{testKey}), time.Unix(1_000_000, 0)
+	s, now := newSessions(), time.Unix(1_000_000, 0)
 	first := s.begin(now)
 	var last string
 	for i := range maxSessions {
@@ -323,7 +342,7 @@ func TestNothingIsComputedWithoutAViewer(t *testing.T) {
 	if _, explained := b.router.Decisions(0); explained {
 		t.Error("decisions are explained")
 	}
-	one := b.viewers.join(time.Now())
+	one := b.viewers.join("a", time.Now())
 	b.show()
 	b.Accepted(x, nil)
 	if n := b.totals.Load(); n != 1 || len(one.state) != 1 || b.prompts.nodes != 1 {
@@ -339,7 +358,7 @@ func TestViewersAreBoundedAndSlowOnesSkip(t *testing.T) {
 	b := newBench(t)
 	var all []*viewer
 	for range maxViewers {
-		all = append(all, b.viewers.join(time.Now()))
+		all = append(all, b.viewers.join("a", time.Now()))
 	}
 	if response, _ := b.send(t, "GET", "/ui/stream", ""); response.StatusCode != http.StatusServiceUnavailable || response.Header.Get("Retry-After") == "" {
 		t.Errorf("one more: %d", response.StatusCode)
@@ -352,14 +371,117 @@ func TestViewersAreBoundedAndSlowOnesSkip(t *testing.T) {
 		t.Error("a slow viewer does not get the newest state next")
 	}
 	b.viewers.leave(all[1])
-	if b.viewers.join(time.Now()) == nil {
+	if b.viewers.join("a", time.Now()) == nil {
 		t.Error("no room after one has left")
 	}
 	b.Close()
 	b.viewers.leave(all[2])
-	if b.viewers.join(time.Now()) != nil {
+	if b.viewers.join("a", time.Now()) != nil {
 		t.Error("one can look after the end")
 	}
+}
+
+// TestNoClientTakesTheStreamsOfAll: beyond the bound, the oldest stream of the client with the
+// most gives way, if it has been open for a while.
+func TestNoClientTakesTheStreamsOfAll(t *testing.T) {
+	now := time.Unix(1_000_000, 0)
+	fill := func(counts map[string]int) (v *viewers, of map[string][]*viewer) {
+		v, of = newViewers(), map[string][]*viewer{}
+		for client, n := range counts {
+			for range n {
+				now = now.Add(time.Second)
+				of[client] = append(of[client], v.join(client, now))
+			}
+		}
+		return v, of
+	}
+	v, of := fill(map[string]int{"a": maxViewers})
+	if v.join("b", of["a"][0].since.Add(leastStay-1)) != nil {
+		t.Error("a stream that has just begun gives way")
+	}
+	for i := range maxViewers - 1 {
+		now = now.Add(leastStay)
+		if v.join("b", now) == nil {
+			t.Fatalf("stream %d of another client is refused", i)
+		}
+	}
+	left := 0
+	for one := range v.streams {
+		if one.client == "a" {
+			left++
+		}
+	}
+	if left != maxViewers/2 {
+		t.Errorf("%d streams are left to the first client", left)
+	}
+	select {
+	case <-of["a"][0].replaced:
+	default:
+		t.Error("the oldest stays")
+	}
+	if n := len(v.streams); n != maxViewers {
+		t.Errorf("%d streams", n)
+	}
+	v, of = fill(map[string]int{"a": maxViewers})
+	now = now.Add(leastStay)
+	if v.join("a", now) == nil {
+		t.Error("a client does not replace its own")
+	}
+	v.leave(of["a"][0]) // which was replaced
+	if n := len(v.streams); n != maxViewers {
+		t.Errorf("%d streams after the end of one that was replaced", n)
+	}
+	each := map[string]int{}
+	for i := range maxViewers {
+		each[fmt.Sprint(i)] = 1
+	}
+	v, _ = fill(each)
+	now = now.Add(leastStay)
+	if v.join("new", now) != nil || v.join("1", now) != nil {
+		t.Error("a client with one stream gives way")
+	}
+}
+
+// TestViewerThatDoesNotReadGoes: its system and this one keep only a little for it.
+func TestViewerThatDoesNotReadGoes(t *testing.T) {
+	b := newBench(t)
+	b.viewers.wait = 300 * time.Millisecond
+	port, err := web.Listen("127.0.0.1", 0, "--router-port", nil)
+	if err != nil {
+		t.Fatal(err)
+	}
+	port.Bound(10)
+	served := make(chan error, 1)
+	go func() { served <- port.Serve(b.Over(http.NotFoundHandler())) }()
+	t.Cleanup(func() {
+		port.Close()
+		<-served
+	})
+	small := net.Dialer{Control: func(_, _ string, raw syscall.RawConn) error {
+		return raw.Control(func(fd uintptr) { syscall.SetsockoptInt(int(fd), syscall.SOL_SOCKET, syscall.SO_RCVBUF, 4096) })
+	}}
+	conn, err := small.Dial("tcp", strings.TrimPrefix(port.URL(), "http://"))
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer conn.Close()
+	io.WriteString(conn, "GET /ui/stream HTTP/1.1\r\nHost: localhost\r\n\r\n")
+	testkit.Eventually(t, 5*time.Second, "it looks", b.viewers.watched)
+	taken := func() bool {
+		b.viewers.mu.Lock()
+		defer b.viewers.mu.Unlock()
+		for one := range b.viewers.streams {
+			if len(one.state) > 0 {
+				return false
+			}
+		}
+		return true
+	}
+	for range 40 { // 400 KB: less than systems keep by themselves
+		b.viewers.tell(eventState, strings.Repeat("x", 10_000), time.Now())
+		testkit.Eventually(t, 10*time.Second, "the event is taken, or the viewer has gone", taken)
+	}
+	testkit.Eventually(t, 10*time.Second, "it has gone", func() bool { return !b.viewers.watched() })
 }
 
 func TestStreamsEndWithThePage(t *testing.T) {

@@ -197,7 +197,7 @@ func TestThePageTakesAtMost8MB(t *testing.T) {
 	b := newBench(t, testKey)
 	now := time.Now()
 	for range maxViewers {
-		b.viewers.join(now)
+		b.viewers.join("a", now)
 	}
 	for i := range 2 * maxRequests {
 		x := &proxy.Exchange{Arrived: now, Status: 200, Worker: "0", Model: strings.Repeat("m", 1000), Receipts: []*router.Receipt{explained(maxKept / maxRequests)}}

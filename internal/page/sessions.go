@@ -2,8 +2,6 @@ package page
 
 import (
 	"crypto/rand"
-	"crypto/sha256"
-	"crypto/subtle"
 	"encoding/base64"
 	"encoding/json"
 	"io"
@@ -24,9 +22,6 @@ const (
 	// of more, the oldest ends.
 	sessionLife = 12 * time.Hour
 	maxSessions = 256
-	// triesPerSecond bounds the keys that are tried by all together, and triesAtOnce
-	// those of a moment.
-	triesPerSecond, triesAtOnce = 2, 10
 	// signInLimit bounds the body of a sign-in, bytes.
 	signInLimit = 4 << 10
 	// headerPage must come with what changes something: a page of another site cannot
@@ -36,31 +31,11 @@ const (
 
 // sessions are the valid sign-ins.
 type sessions struct {
-	keys [][sha256.Size]byte // empty: no key is required
-
-	tries *rate.Limiter // of keys, by all together
-
 	mu   sync.Mutex           // guards open
 	open map[string]time.Time // until when each holds, by the cookie's value
 }
 
-func newSessions(keys []string) *sessions {
-	s := &sessions{open: map[string]time.Time{}, tries: rate.NewLimiter(triesPerSecond, triesAtOnce)}
-	for _, key := range keys {
-		s.keys = append(s.keys, sha256.Sum256([]byte(key)))
-	}
-	return s
-}
-
-// knows reports whether a key is one of ours. Hashes are compared, so that the time
-// reveals nothing of a key.
-func (s *sessions) knows(key string) bool {
-	sum, known := sha256.Sum256([]byte(key)), 0
-	for i := range s.keys {
-		known |= subtle.ConstantTimeCompare(sum[:], s.keys[i][:])
-	}
-	return known == 1
-}
+func newSessions() *sessions { return &sessions{open: map[string]time.Time{}} }
 
 // begin returns the cookie's value for a new session.
 func (s *sessions) begin(now time.Time) string {
@@ -103,14 +78,14 @@ func (s *sessions) end(id string) {
 // admit refuses requests that show neither a key nor a session, where one is asked
 // for.
 func (p *Page) admit(c *gin.Context) {
-	if len(p.sessions.keys) == 0 || p.sessions.knows(web.Bearer(c.Request)) {
+	given := web.Bearer(c.Request)
+	if !p.settings.Keys.Asked() || p.settings.Keys.Known(given) {
 		return
 	}
 	if id, err := c.Cookie(cookieName); err == nil && p.sessions.holds(id, p.now()) {
 		return
 	}
-	fail(c, http.StatusUnauthorized, "sign in with the router port's key, or send it as Authorization: Bearer KEY")
-	c.Abort()
+	p.settings.Keys.Refuse(c, given, "sign in with the router port's key, or send it as Authorization: Bearer KEY", fail)
 }
 
 // ownScript refuses requests not sent by the page's own script.
@@ -123,7 +98,7 @@ func ownScript(c *gin.Context) {
 
 // signIn exchanges a valid key for a cookie.
 func (p *Page) signIn(c *gin.Context) {
-	if len(p.sessions.keys) == 0 {
+	if !p.settings.Keys.Asked() {
 		c.Status(http.StatusNoContent)
 		return
 	}
@@ -131,11 +106,8 @@ func (p *Page) signIn(c *gin.Context) {
 	switch {
 	case !ok:
 		fail(c, http.StatusBadRequest, `the body must be {"key":"..."}`)
-	case !p.sessions.tries.AllowN(p.now(), 1):
-		c.Header("Retry-After", "1")
-		fail(c, http.StatusTooManyRequests, "too many failed sign-ins: wait a second")
-	case !p.sessions.knows(key):
-		fail(c, http.StatusUnauthorized, "this is not the router port's key")
+	case !p.settings.Keys.Known(key):
+		p.settings.Keys.Refuse(c, key, "this is not the router port's key", fail)
 	default:
 		p.setCookie(c, p.sessions.begin(p.now()), int(sessionLife.Seconds()))
 		c.Status(http.StatusNoContent)

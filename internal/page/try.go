@@ -2,6 +2,7 @@ package page
 
 import (
 	"bytes"
+	"context"
 	"crypto/rand"
 	"encoding/hex"
 	"encoding/json"
@@ -35,7 +36,12 @@ const (
 
 // inside is a request to the OpenAI port that needs no key.
 func inside(c *gin.Context, path string, body io.Reader, length int64) *http.Request {
-	request := c.Request.Clone(keys.Inside(c.Request.Context()))
+	return onward(keys.Inside(c.Request.Context()), c, path, body, length)
+}
+
+// onward is a request to the OpenAI port.
+func onward(ctx context.Context, c *gin.Context, path string, body io.Reader, length int64) *http.Request {
+	request := c.Request.Clone(ctx)
 	request.URL.Path, request.URL.RawPath, request.URL.RawQuery, request.RequestURI = path, "", "", path
 	request.Header = http.Header{"Content-Type": {"application/json"}, web.HeaderRequest: {newID()}}
 	request.Body, request.ContentLength, request.TransferEncoding = io.NopCloser(body), length, nil
@@ -49,11 +55,19 @@ func newID() string {
 	return "page-" + hex.EncodeToString(random[:])
 }
 
-// try sends a chat and streams the answer back.
+// try sends a chat and streams the answer back. Where only the OpenAI port asks for a key,
+// the chat needs one of that port, whose limits hold.
 func (p *Page) try(c *gin.Context) {
 	request := inside(c, chatPath, c.Request.Body, c.Request.ContentLength)
+	if p.tryAsks() {
+		request = onward(c.Request.Context(), c, chatPath, c.Request.Body, c.Request.ContentLength)
+		request.Header["Authorization"] = c.Request.Header["Authorization"]
+	}
 	p.deps.OpenAI.ServeHTTP(c.Writer, request)
 }
+
+// tryAsks reports whether a chat needs a key of the OpenAI port.
+func (p *Page) tryAsks() bool { return p.settings.APIKeyed && !p.settings.Keys.Asked() }
 
 // where reports where a request would go, without sending it.
 func (p *Page) where(c *gin.Context) {

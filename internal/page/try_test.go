@@ -4,15 +4,19 @@ import (
 	"encoding/json"
 	"io"
 	"net/http"
+	"path/filepath"
 	"strings"
 	"testing"
 	"time"
 	"unicode/utf8"
 
+	"github.com/gin-gonic/gin"
+
 	"kvrouter/internal/jsonbody"
 	"kvrouter/internal/keys"
 	"kvrouter/internal/proxy"
 	"kvrouter/internal/router"
+	"kvrouter/internal/testkit"
 	"kvrouter/internal/web"
 )
 
@@ -32,6 +36,53 @@ func TestTryGoesInsideAndComesBackUnchanged(t *testing.T) {
 	response, answer := b.send(t, "POST", "/ui/try?model=x", `{"stream":true}`, "Authorization", "Bearer "+testKey, "Cookie", "a=b")
 	if id := response.Header.Get(web.HeaderRequest); response.StatusCode != 200 || answer != "data: 1\n\ndata: [DONE]\n\n" || !strings.HasPrefix(id, "page-") {
 		t.Errorf("%d %q %q", response.StatusCode, answer, id)
+	}
+}
+
+// TestTryNeedsAKeyWhereOnlyTheOpenAIPortAsks: else it would be a way around that port's
+// keys and limits.
+func TestTryNeedsAKeyWhereOnlyTheOpenAIPortAsks(t *testing.T) {
+	for _, test := range []struct {
+		name   string
+		keys   []string // of the router port
+		keyed  bool     // the OpenAI port
+		header []string
+		want   int
+	}{
+		{"no keys at all", nil, false, nil, 200},
+		{"no key", nil, true, nil, 401},
+		{"a wrong key", nil, true, []string{"Authorization", "Bearer wrong"}, 401},
+		{"a key of the OpenAI port", nil, true, []string{"Authorization", "Bearer sk"}, 200},
+		{"the same beyond its limit", nil, true, []string{"Authorization", "Bearer sk"}, 429},
+		{"the router port's key", []string{testKey}, true, []string{"Authorization", "Bearer " + testKey}, 200},
+		{"the OpenAI port's where the router port has one", []string{testKey}, true, []string{"Authorization", "Bearer sk"}, 401},
+	} {
+		b := newBench(t, test.keys...)
+		b.settings.APIKeyed = test.keyed
+		ring := keys.New(keys.Settings{}, nil)
+		if test.keyed {
+			file := filepath.Join(t.TempDir(), "keys.yaml")
+			testkit.WriteFile(t, file, "- {name: a, key: sk, limits: {requests-per-second: 0.001, burst: 1}}")
+			ring = keys.New(keys.Settings{APIKeysFile: file}, nil)
+			use, err := ring.Read()
+			if err != nil {
+				t.Fatal(err)
+			}
+			use()
+		}
+		engine := gin.New()
+		engine.POST(chatPath, ring.Guard(web.OpenAIError), func(c *gin.Context) { c.String(200, "ok") })
+		b.openAI = engine.ServeHTTP
+		if test.want == http.StatusTooManyRequests {
+			b.send(t, "POST", "/ui/try", `{}`, test.header...)
+		}
+		response, answer := b.send(t, "POST", "/ui/try", `{}`, test.header...)
+		if response.StatusCode != test.want || test.want != 200 && !strings.Contains(answer, "error") {
+			t.Errorf("%s: %d %s, want %d", test.name, response.StatusCode, answer, test.want)
+		}
+		if state := b.state(time.Now()); state.TryAsks != (test.keyed && test.keys == nil) {
+			t.Errorf("%s: the page asks for a key: %v", test.name, state.TryAsks)
+		}
 	}
 }
 

@@ -15,7 +15,8 @@ type State struct {
 	ShowText  bool     `json:"show_text"` // --page-show-text
 	Ready     bool     `json:"ready"`
 	Draining  bool     `json:"draining"`
-	Demo      bool     `json:"demo"` // the traffic is generated, at least in part
+	TryAsks   bool     `json:"try_asks"` // a chat needs a key of the OpenAI port
+	Demo      bool     `json:"demo"`     // the traffic is made up, at least in part
 
 	Totals   Totals    `json:"totals"`
 	Rates    Rates     `json:"rates"`

@@ -10,16 +10,22 @@ import (
 	"time"
 
 	"github.com/gin-gonic/gin"
+
+	"kvrouter/internal/web"
 )
 
 const (
-	// maxViewers bounds the streams.
+	// maxViewers bounds the streams. Beyond it, a new one takes the place of one of the
+	// client that has the most, which has been open for leastStay.
 	maxViewers = 64
+	leastStay  = 10 * time.Second
 	// streamLimit is after how long a stream ends, so that the key is looked at again:
 	// browsers open it again.
 	streamLimit = time.Hour
-	// writeLimit is the time that a viewer may take for an event.
-	writeLimit = 10 * time.Second
+	// writeLimit is the time that a viewer may take for an event, and unsentLimit how much
+	// is kept for one that does not read, bytes.
+	writeLimit  = 10 * time.Second
+	unsentLimit = 32 << 10
 	// freshFor is the time that a state is shown to those that come.
 	freshFor = time.Second
 )
@@ -36,7 +42,8 @@ type viewers struct {
 	over chan struct{} // closed when all streams end
 	end  sync.Once     // of over
 	n    atomic.Int32  // that look
-	made atomic.Uint64 // events so far
+	told atomic.Uint64 // events that were made
+	wait time.Duration // writeLimit
 
 	mu      sync.Mutex // guards the rest
 	streams map[*viewer]bool
@@ -45,11 +52,16 @@ type viewers struct {
 	buffer  bytes.Buffer
 }
 
-// viewer is one stream. Each channel holds the latest event that it has not sent.
-type viewer struct{ state, trends chan []byte }
+// viewer is one stream. The channels of events hold the latest that it has not sent.
+type viewer struct {
+	state, trends chan []byte
+	replaced      chan struct{} // closed when another has taken its place
+	client        string
+	since         time.Time
+}
 
 func newViewers() *viewers {
-	return &viewers{came: make(chan struct{}, 1), over: make(chan struct{}), streams: map[*viewer]bool{}}
+	return &viewers{came: make(chan struct{}, 1), over: make(chan struct{}), wait: writeLimit, streams: map[*viewer]bool{}}
 }
 
 // watched reports whether any dashboard is open.
@@ -64,8 +76,8 @@ func (v *viewers) stale(now time.Time) bool {
 
 func (v *viewers) close() { v.end.Do(func() { close(v.over) }) }
 
-// join adds a viewer; nil: there are too many, or the page has ended.
-func (v *viewers) join(now time.Time) *viewer {
+// join adds a viewer of a client; nil: there are too many, or the page has ended.
+func (v *viewers) join(client string, now time.Time) *viewer {
 	v.mu.Lock()
 	defer v.mu.Unlock()
 	select {
@@ -73,10 +85,10 @@ func (v *viewers) join(now time.Time) *viewer {
 		return nil
 	default:
 	}
-	if len(v.streams) >= maxViewers {
+	if len(v.streams) >= maxViewers && !v.replace(client, now) {
 		return nil
 	}
-	one := &viewer{state: make(chan []byte, 1), trends: make(chan []byte, 1)}
+	one := &viewer{state: make(chan []byte, 1), trends: make(chan []byte, 1), replaced: make(chan struct{}), client: client, since: now}
 	v.streams[one] = true
 	v.n.Store(int32(len(v.streams)))
 	if v.last != nil && now.Sub(v.at) < freshFor {
@@ -87,6 +99,36 @@ func (v *viewers) join(now time.Time) *viewer {
 	default:
 	}
 	return one
+}
+
+// replace ends a stream to make room for one of a client: the oldest of the client that has
+// the most, if it has more than this one will have, or of this one. v.mu is locked.
+func (v *viewers) replace(client string, now time.Time) (ok bool) {
+	of := map[string]int{}
+	for one := range v.streams {
+		of[one.client]++
+	}
+	most := client
+	for other, n := range of {
+		if n > of[most] {
+			most = other
+		}
+	}
+	if most == client && of[client] < 2 || most != client && of[most] <= of[client]+1 {
+		return false
+	}
+	var oldest *viewer
+	for one := range v.streams {
+		if one.client == most && (oldest == nil || one.since.Before(oldest.since)) {
+			oldest = one
+		}
+	}
+	if now.Sub(oldest.since) < leastStay {
+		return false
+	}
+	close(oldest.replaced)
+	delete(v.streams, oldest)
+	return true
 }
 
 // leave removes a viewer.
@@ -137,9 +179,18 @@ func encode(buffer *bytes.Buffer, event string, data any) ([]byte, error) {
 	return bytes.Clone(buffer.Bytes()), nil
 }
 
-// stream sends events until the client goes, the page ends or streamLimit is over.
+// client names the sender of a request: by its session, or else by its address.
+func (p *Page) client(c *gin.Context) string {
+	if id, err := c.Cookie(cookieName); err == nil && p.sessions.holds(id, p.now()) {
+		return "session " + id
+	}
+	return web.AddressOf(c.Request).String()
+}
+
+// stream sends events until the client goes, another takes its place, the page ends or
+// streamLimit is over.
 func (p *Page) stream(c *gin.Context) {
-	one := p.viewers.join(p.now())
+	one := p.viewers.join(p.client(c), p.now())
 	if one == nil {
 		c.Header("Retry-After", "10")
 		fail(c, http.StatusServiceUnavailable, fmt.Sprintf("the dashboard already has %d viewers, or the router is shutting down", maxViewers))
@@ -152,10 +203,11 @@ func (p *Page) stream(c *gin.Context) {
 	header.Set("Content-Type", "text/event-stream; charset=utf-8")
 	header.Set("Cache-Control", "no-store")
 	header.Set("X-Accel-Buffering", "no") // proxies in front must not hold events back
+	web.LimitUnsent(c.Request, unsentLimit)
 	connection := http.NewResponseController(c.Writer)
 	defer connection.SetWriteDeadline(time.Time{})
 	send := func(frame []byte) bool {
-		connection.SetWriteDeadline(time.Now().Add(writeLimit))
+		connection.SetWriteDeadline(time.Now().Add(p.viewers.wait))
 		_, err := c.Writer.Write(frame)
 		return err == nil && connection.Flush() == nil
 	}
@@ -169,6 +221,8 @@ func (p *Page) stream(c *gin.Context) {
 		case <-c.Request.Context().Done():
 			return
 		case <-p.viewers.over:
+			return
+		case <-one.replaced:
 			return
 		case <-limit.C:
 			return

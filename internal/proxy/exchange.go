@@ -17,6 +17,7 @@ type Usage struct {
 	CachedKnown  bool // the worker reports cached tokens at all
 	CachedTokens int
 	CachedUntold bool // it does not, though the answer has a place for them
+	Partial      bool // it may have computed more prompt tokens than are counted
 }
 
 // Exchange describes one request and its answer so far.
@@ -34,9 +35,10 @@ type Exchange struct {
 	Shared     *SharedRequest // disaggregated; nil: aggregated
 	Ending     policy.Ending  // of an answer that was relayed completely
 	Trusted    bool           // its client's trace context is followed
-	Refused    error          // reason why no worker can serve it; nil: none
-	Served     string         // Model, if it is served; names invented by clients are not used as labels
-	Prepared   time.Duration  // time until the prompt was known, without waiting for a worker
+	Refused    error          // why no worker may take it; nil: one may
+	Served     string         // Model, if it is one that is served: clients make up names, which are no labels
+	Reached    bool           // a worker may have got it
+	Prepared   time.Duration  // until the prompt was known, without the wait for a worker
 	Serial     uint64         // number of the request in the dashboard's list; 0: none
 
 	Request *router.Request // as routed; nil: not routed, as with a dry run

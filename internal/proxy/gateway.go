@@ -14,7 +14,11 @@ import (
 	"kvrouter/internal/router"
 )
 
-// Headers that carry the decision to llm-d's sidecars and data-parallel servers.
+// ErrGateway means that a gateway's answer is none: without a valid status, or begun twice.
+// That is no worker's fault.
+var ErrGateway = errors.New("the gateway's answer is malformed")
+
+// Headers by which llm-d's sidecars and data-parallel servers learn the decision.
 const (
 	HeaderPrefiller    = "X-Prefiller-Host-Port"
 	HeaderDataParallel = "X-Data-Parallel-Host-Port"

@@ -9,9 +9,11 @@ import (
 	"slices"
 	"strings"
 	"testing"
+	"testing/iotest"
 
 	"kvrouter/internal/jsonbody"
 	"kvrouter/internal/kv"
+	"kvrouter/internal/outlier"
 	"kvrouter/internal/router"
 	"kvrouter/internal/testkit"
 	"kvrouter/internal/testkit/routertest"
@@ -173,6 +175,36 @@ func TestAGatewaysAnswerEndsItsBooking(t *testing.T) {
 			}
 			if len(routed.Others) != 2 || routed.Others[0].Key == routed.Target.Key {
 				t.Errorf("others: %+v", routed.Others)
+			}
+			if n := routertest.InFlight(rt); n != 0 {
+				t.Errorf("%d bookings are left", n)
+			}
+		})
+	}
+}
+
+// TestAMalformedAnswerIsNoWorkersFault: it is the gateway's. One that does not come is.
+func TestAMalformedAnswerIsNoWorkersFault(t *testing.T) {
+	for _, test := range []struct {
+		name   string
+		answer *http.Response
+		err    error
+		blamed bool
+	}{
+		{"no headers", nil, ErrGateway, false},
+		{"headers twice", &http.Response{StatusCode: 200, Header: http.Header{}, Body: io.NopCloser(iotest.ErrReader(ErrGateway))}, nil, false},
+		{"headers twice, of a stream", &http.Response{StatusCode: 200, Header: http.Header{"Content-Type": {"text/event-stream"}}, Body: io.NopCloser(iotest.ErrReader(ErrGateway))}, nil, false},
+		{"no answer", nil, context.DeadlineExceeded, true},
+	} {
+		t.Run(test.name, func(t *testing.T) {
+			rt := gatewayRouter(t, 2)
+			if _, _, err := sendByGateway(t, rt, func(Routed) (*http.Response, string, error) { return test.answer, "", test.err }); err == nil {
+				t.Error("no error")
+			}
+			list, _ := rt.Outliers()
+			blamed := slices.ContainsFunc(list, func(r outlier.Record) bool { return r.Row > 0 })
+			if blamed != test.blamed {
+				t.Errorf("a worker is blamed: %v; want %v", list, test.blamed)
 			}
 			if n := routertest.InFlight(rt); n != 0 {
 				t.Errorf("%d bookings are left", n)

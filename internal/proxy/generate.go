@@ -52,8 +52,35 @@ func SeveralAnswers(path string, body *jsonbody.Body) bool {
 	return found
 }
 
-// ComputesAnew reports whether an engine recomputes cached parts of the prompt, for
-// the log probabilities of the prompt's own tokens.
+// mostAnswers bounds the answers to a prompt that a request can ask for.
+const mostAnswers = 1 << 16
+
+// Answers returns how many answers to each of its prompts a request wants, 1 to 65,536. An
+// engine runs each as a sequence of its own, which has the whole prompt.
+func Answers(path string, body *jsonbody.Body) int {
+	most := 1
+	take := func(v gjson.Result) { most = max(most, reported(v, mostAnswers)) }
+	switch path {
+	case "/v1/chat/completions", "/v1/completions":
+		take(body.Get("n"))
+		take(body.Get("best_of"))
+	case generateRoute, "/inference/v1/generate":
+		of := func(p gjson.Result) bool {
+			take(p.Get("n"))
+			take(p.Get("beam_width"))
+			return true
+		}
+		if params := body.Get("sampling_params"); params.IsArray() {
+			jsonbody.EachElement(params.Raw, of)
+		} else {
+			of(params)
+		}
+	}
+	return most
+}
+
+// ComputesAnew reports whether an engine computes parts of the prompt anew though they
+// are in its cache: for the log probabilities of the prompt's own tokens.
 func ComputesAnew(body *jsonbody.Body) bool {
 	start := body.Get("logprob_start_len")
 	return body.Get("prompt_logprobs").Type == gjson.Number || body.Get("echo").Bool() && body.Get("logprobs").Type == gjson.Number ||
@@ -107,11 +134,13 @@ func newTokens(params gjson.Result) int {
 // generated sums up the meta_info of the answers to one request to generateRoute.
 type generated struct {
 	answers []Usage // by index
+	more    bool    // there are more than maxGenerated
 	finish  string  // why the first that says so has ended
 }
 
 // take notes an answer's meta_info, in place of the one before.
 func (g *generated) take(index int, meta gjson.Result) {
+	g.more = g.more || index >= maxGenerated
 	if index < 0 || index >= maxGenerated || !meta.Get("prompt_tokens").Exists() {
 		return
 	}
@@ -136,6 +165,7 @@ func (g *generated) usage() (sum Usage) {
 		sum.OutputTokens = min(maxReportedOutput, sum.OutputTokens+one.OutputTokens)
 		sum.CachedTokens = min(maxReportedPrompt, sum.CachedTokens+one.CachedTokens)
 	}
+	sum.Partial = g.more || sum.PromptTokens == maxReportedPrompt
 	return sum
 }
 
@@ -170,7 +200,7 @@ func outcome(route string, body []byte) (usage Usage, finish string) {
 		answer.ForEach(func(_, one gjson.Result) bool {
 			g.take(n, one.Get("meta_info"))
 			n++
-			return n < maxGenerated
+			return n <= maxGenerated
 		})
 	}
 	return g.usage(), g.finish

@@ -43,7 +43,7 @@ func TestOutcomeOfWholeAnswers(t *testing.T) {
 		{"an answer", generateRoute, one, known(70, 8, 0), "length"},
 		{"several", generateRoute, `[` + one + `,{"meta_info":{"finish_reason":{"type":"stop"},"prompt_tokens":5,"completion_tokens":2,"cached_tokens":4}}]`, known(75, 10, 4), "length"},
 		{"aborted", generateRoute, `{"meta_info":{"finish_reason":{"type":"abort","message":"Aborted"},"prompt_tokens":5,"completion_tokens":1,"cached_tokens":0}}`, known(5, 1, 0), "abort"},
-		{"foreign numbers", generateRoute, `{"meta_info":{"prompt_tokens":1e300,"completion_tokens":-4,"cached_tokens":null}}`, Usage{Known: true, PromptTokens: maxReportedPrompt}, ""},
+		{"foreign numbers", generateRoute, `{"meta_info":{"prompt_tokens":1e300,"completion_tokens":-4,"cached_tokens":null}}`, Usage{Known: true, PromptTokens: maxReportedPrompt, Partial: true}, ""},
 		{"an error", generateRoute, `{"error":{"message":"The input is too long"}}`, Usage{}, ""},
 		{"no JSON", generateRoute, `{"meta_info":`, Usage{}, ""},
 		{"another route", "/v1/completions", `{"choices":[{"finish_reason":"stop"}],"usage":{"prompt_tokens":3,"completion_tokens":1,"prompt_tokens_details":{"cached_tokens":2}}}`, known(3, 1, 2), "stop"},
@@ -70,7 +70,7 @@ func TestStreamsOfGenerateAreRead(t *testing.T) {
 		{"aborted by its client", event(0, 1, `{"type":"abort","message":"Aborted"}`) + streamEnd, Usage{Known: true, PromptTokens: 10, OutputTokens: 1, CachedKnown: true, CachedTokens: 4}, policy.Abandoned},
 		{"refused", `data: {"error":{"message":"too long","type":"invalid_request_error","code":400,"retryable":false}}` + "\n\n" + streamEnd, Usage{}, policy.Abandoned},
 		{"broken off", event(0, 1, "null"), Usage{Known: true, PromptTokens: 10, OutputTokens: 1, CachedKnown: true, CachedTokens: 4}, policy.Failed},
-		{"an index that is none", strings.Replace(event(0, 1, "null"), `"index":0`, `"index":99999999`, 1) + streamEnd, Usage{}, policy.Finished},
+		{"an index that is none", strings.Replace(event(0, 1, "null"), `"index":0`, `"index":99999999`, 1) + streamEnd, Usage{Partial: true}, policy.Finished},
 	} {
 		for size := range min(len(test.stream), 40) {
 			s := eventScanner{Generate: true}

@@ -137,6 +137,7 @@ func (p *Proxy) share(ctx context.Context, w http.ResponseWriter, u Upstream, x 
 	} else {
 		err = p.sequential(ctx, w, l, x, retry)
 	}
+	x.Reached = x.Reached || !unsent(err)
 	var prefill *PrefillFailure
 	if errors.As(err, &prefill) {
 		x.Worker = l.shared.Worker

@@ -12,6 +12,7 @@ import (
 	"fmt"
 	"io"
 	"log/slog"
+	"net"
 	"net/http"
 	"slices"
 	"strconv"
@@ -281,7 +282,7 @@ func (p *Proxy) send(ctx context.Context, w http.ResponseWriter, u Upstream, x *
 	switch {
 	case err == nil:
 		p.finished(u, x)
-	case errors.As(err, &failed) && ctx.Err() == nil:
+	case errors.As(err, &failed) && ctx.Err() == nil && !errors.Is(err, ErrGateway):
 		p.blame(x.Decision.Booking, x, failed)
 	default:
 		left(ctx, x.Decision.Booking)
@@ -323,6 +324,7 @@ func (p *Proxy) attempt(ctx context.Context, w http.ResponseWriter, u Upstream, 
 		do = func(request *http.Request) (*http.Response, error) { return p.sendByGateway(request, &u, x) }
 	}
 	response, err := do(request)
+	x.Reached = x.Reached || !unsent(err)
 	if err != nil {
 		if OutOfDescriptors(err) {
 			return err
@@ -359,6 +361,12 @@ func (p *Proxy) attempt(ctx context.Context, w http.ResponseWriter, u Upstream, 
 // lacks file descriptors, which is not a failure of the worker.
 func OutOfDescriptors(err error) bool {
 	return errors.Is(err, syscall.EMFILE) || errors.Is(err, syscall.ENFILE)
+}
+
+// unsent reports whether a request failed with err before a worker could have got it.
+func unsent(err error) bool {
+	var connecting *net.OpError
+	return errors.As(err, &connecting) && connecting.Op == "dial"
 }
 
 // askTimeout bounds a short question to a worker, and askLimit its answer (bytes).

@@ -131,12 +131,12 @@ func TestReportedNumbersAreClamped(t *testing.T) {
 	for answer, want := range map[string]Usage{
 		`{"usage":{"prompt_tokens":-5,"completion_tokens":2}}`:                                                              {Known: true, OutputTokens: 2, CachedUntold: true},
 		`{"usage":{"prompt_tokens":5,"completion_tokens":-2}}`:                                                              {Known: true, PromptTokens: 5},
-		`{"usage":{"prompt_tokens":1e300,"completion_tokens":1e300}}`:                                                       {Known: true, PromptTokens: maxReportedPrompt, OutputTokens: maxReportedOutput, CachedUntold: true},
+		`{"usage":{"prompt_tokens":1e300,"completion_tokens":1e300}}`:                                                       {Known: true, PromptTokens: maxReportedPrompt, Partial: true, OutputTokens: maxReportedOutput, CachedUntold: true},
 		`{"usage":{"prompt_tokens":5,"completion_tokens":2,"prompt_tokens_details":{"cached_tokens":-7}}}`:                  {Known: true, PromptTokens: 5, OutputTokens: 2, CachedKnown: true},
 		`{"usage":{"prompt_tokens":"x","completion_tokens":[]}}`:                                                            {Known: true},
 		`{"usage":{"prompt_tokens":"nan","completion_tokens":"inf"}}`:                                                       {Known: true, OutputTokens: maxReportedOutput, CachedUntold: true},
-		`{"usage":{"prompt_tokens":9223372036854775807,"completion_tokens":1000000000000000000}}`:                           {Known: true, PromptTokens: maxReportedPrompt, OutputTokens: maxReportedOutput, CachedUntold: true},
-		`{"usage":{"input_tokens":1e9,"cache_read_input_tokens":1e9,"cache_creation_input_tokens":1e9,"output_tokens":-1}}`: {Known: true, PromptTokens: maxReportedPrompt, CachedKnown: true, CachedTokens: maxReportedPrompt},
+		`{"usage":{"prompt_tokens":9223372036854775807,"completion_tokens":1000000000000000000}}`:                           {Known: true, PromptTokens: maxReportedPrompt, Partial: true, OutputTokens: maxReportedOutput, CachedUntold: true},
+		`{"usage":{"input_tokens":1e9,"cache_read_input_tokens":1e9,"cache_creation_input_tokens":1e9,"output_tokens":-1}}`: {Known: true, PromptTokens: maxReportedPrompt, Partial: true, CachedKnown: true, CachedTokens: maxReportedPrompt},
 		`{"usage":{"input_tokens":3,"cache_read_input_tokens":4,"cache_creation_input_tokens":-1,"output_tokens":6}}`:       {Known: true, PromptTokens: 7, OutputTokens: 6, CachedKnown: true, CachedTokens: 4},
 	} {
 		if got := ReadUsage([]byte(answer)); got != want {

@@ -80,6 +80,7 @@ func ReadUsage(body []byte) Usage {
 		usage.Known, usage.CachedKnown, usage.CachedTokens = true, true, prompt("cache_read_input_tokens")
 		usage.OutputTokens = reported(u.Get("output_tokens"), maxReportedOutput)
 		usage.PromptTokens = min(maxReportedPrompt, prompt("input_tokens")+prompt("cache_creation_input_tokens")+usage.CachedTokens)
+		usage.Partial = usage.PromptTokens == maxReportedPrompt
 		return usage
 	}
 	completions := u.Get("prompt_tokens").Exists()
@@ -93,6 +94,7 @@ func ReadUsage(body []byte) Usage {
 	}
 	usage.Known = u.Get(name).Exists()
 	usage.PromptTokens = prompt(name)
+	usage.Partial = usage.PromptTokens == maxReportedPrompt
 	usage.CachedKnown = cached.Exists() && cached.Type != gjson.Null
 	usage.CachedTokens = reported(cached, maxReportedPrompt)
 	usage.CachedUntold = completions && !usage.CachedKnown && usage.OutputTokens > 0

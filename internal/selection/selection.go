@@ -60,13 +60,13 @@ type Service struct {
 
 // Settings are the settings of the router port.
 type Settings struct {
-	Host               string   // address of the port; empty: unknown
-	APIKey             []string // accepted bearer keys; none: no key is required
-	BlockSize          int      // tokens
-	KVEvents           bool     // KV events are followed
-	TrackPrefillTokens bool     // --router-track-prefill-tokens
-	CountsPasses       bool     // --router-queue-threshold is set; its unit is a pass of a worker
-	Hop                web.Hop  // identifies this router in the Via header
+	Host               string    // address of the port; empty: unknown
+	Keys               *web.Keys // that are accepted; nil: none is required
+	BlockSize          int       // tokens
+	KVEvents           bool      // KV events are followed
+	TrackPrefillTokens bool      // --router-track-prefill-tokens
+	CountsPasses       bool      // --router-queue-threshold is set; its unit is a pass of a worker
+	Hop                web.Hop   // identifies this router in the Via header
 }
 
 // Deps are the parts that the router port serves.
@@ -94,7 +94,7 @@ func (s *Service) Handler() http.Handler {
 	engine.NoRoute(func(c *gin.Context) { plainError(c, http.StatusNotFound, "route not found") })
 	engine.NoMethod(func(c *gin.Context) { plainError(c, http.StatusMethodNotAllowed, "method not allowed") })
 	engine.GET("/health", statusOK)
-	guarded := engine.Group("/", Guards(s.settings.Host, s.settings.APIKey, "missing or unknown API key", plainError)...)
+	guarded := engine.Group("/", Guards(s.settings.Host, s.settings.Keys, "missing or unknown API key", plainError)...)
 	guarded.GET("/ready", s.ready)
 	guarded.GET("/workers", s.listWorkers)
 	guarded.POST("/workers", withBody(s.addWorker))
@@ -123,12 +123,10 @@ func (s *Service) Handler() http.Handler {
 	return engine
 }
 
-// Guards reject cross-origin requests, requests without one of the keys (if there
-// are any) and bodies that are not declared as JSON. host is the address of the
-// port, whose is the beginning of the error for a missing key, and fail writes
-// errors.
-func Guards(host string, keys []string, whose string, fail func(*gin.Context, int, string)) []gin.HandlerFunc {
-	return []gin.HandlerFunc{web.OwnPages(host, len(keys) > 0, fail), web.RequireKey(keys, whose, fail), web.WantJSON(fail)}
+// Guards reject requests of other sites' pages, requests without one of the keys and bodies that are not declared as JSON. host is the address of the
+// port, the value of whose begins the error for a missing key, and fail writes errors.
+func Guards(host string, keys *web.Keys, whose string, fail func(*gin.Context, int, string)) []gin.HandlerFunc {
+	return []gin.HandlerFunc{web.OwnPages(host, keys.Asked(), fail), web.RequireKey(keys, whose, fail), web.WantJSON(fail)}
 }
 
 // Drain makes /ready fail, so that load balancers send no new requests.

@@ -233,6 +233,16 @@ func Longest(prompts []Prompt) (p Prompt) {
 	return p
 }
 
+// Total returns the tokens of all prompts together, and whether some are not known or
+// there are none.
+func Total(prompts []Prompt) (tokens int, unknown bool) {
+	unknown = len(prompts) == 0
+	for _, p := range prompts {
+		tokens, unknown = tokens+len(p.Tokens), unknown || p.Source == SourceNone
+	}
+	return tokens, unknown
+}
+
 // HasEmpty reports whether one of the prompts is known to have no token.
 func HasEmpty(prompts []Prompt) bool {
 	return slices.ContainsFunc(prompts, func(p Prompt) bool { return p.Source != SourceNone && len(p.Tokens) == 0 })

@@ -22,7 +22,7 @@ const (
 var Routes = map[string]Kind{
 	"/v1/chat/completions":        ChatPrompt,
 	"/v1/completions":             CompletionPrompt,
-	generateRoute:                 GeneratePrompt,
+	GenerateRoute:                 GeneratePrompt,
 	"/v1/responses":               WorkerPrompt,
 	"/v1/messages":                WorkerPrompt,
 	"/v1/messages/count_tokens":   NoPrompt,

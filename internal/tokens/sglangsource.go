@@ -166,8 +166,8 @@ func (t *Source) KeepApart(route string, body *jsonbody.Body) *jsonbody.Body {
 // extra_key.
 const anthropicRoute = "/v1/messages"
 
-// generateRoute is SGLang's own route, which no other engine has.
-const generateRoute = "/generate"
+// GenerateRoute is SGLang's own route, which no other engine has.
+const GenerateRoute = "/generate"
 
 // Adapter returns the LoRA adapter that a worker will use for the request. known is
 // the request's model, if a worker reports it as an adapter; listed means that a
@@ -175,11 +175,11 @@ const generateRoute = "/generate"
 // unless that is the name of a model, or as lora_path; it treats an adapter's name
 // alone as the base model.
 func (t *Source) Adapter(route string, body *jsonbody.Body, known string, listed bool) string {
-	if route != generateRoute && !t.SGLang() {
+	if route != GenerateRoute && !t.SGLang() {
 		return known
 	}
 	_, adapter, _ := strings.Cut(body.Get("model").String(), ":")
-	if adapter == "" || listed || route == generateRoute {
+	if adapter == "" || listed || route == GenerateRoute {
 		return body.Get("lora_path").String()
 	}
 	return adapter

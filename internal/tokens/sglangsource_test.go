@@ -268,8 +268,8 @@ func TestSGLangAdapters(t *testing.T) {
 		{sglang, completions, `{"model":"base"}`, "", true, ""}, {sglang, completions, `{"model":"base:sql"}`, "", false, "sql"},
 		{sglang, completions, `{"model":"base","lora_path":"sql"}`, "", true, "sql"}, {sglang, completions, `{"model":"base:sql","lora_path":"other"}`, "", false, "sql"},
 		{sglang, completions, `{"model":"llama3:8b"}`, "", true, ""}, {sglang, completions, `{"model":"llama3:8b","lora_path":"sql"}`, "", true, "sql"},
-		{sglang, completions, `{"model":"sql"}`, "sql", true, ""}, {sglang, generateRoute, `{"model":"a:b","lora_path":"sql"}`, "", false, "sql"},
-		{vllm, completions, `{"model":"base:sql","lora_path":"x"}`, "", false, ""}, {vllm, generateRoute, `{"lora_path":"x"}`, "", true, "x"}, {vllm, completions, `{"model":"sql"}`, "sql", true, "sql"},
+		{sglang, completions, `{"model":"sql"}`, "sql", true, ""}, {sglang, GenerateRoute, `{"model":"a:b","lora_path":"sql"}`, "", false, "sql"},
+		{vllm, completions, `{"model":"base:sql","lora_path":"x"}`, "", false, ""}, {vllm, GenerateRoute, `{"lora_path":"x"}`, "", true, "x"}, {vllm, completions, `{"model":"sql"}`, "sql", true, "sql"},
 	} {
 		if got := c.source.Adapter(c.route, parsed(t, c.body), c.known, c.listed); got != c.want {
 			t.Errorf("%s: %q, want %q", c.body, got, c.want)

@@ -175,6 +175,25 @@ func (c *connection) CloseWrite() error {
 	return errors.ErrUnsupported
 }
 
+// connectionKey marks a request's connection in its context.
+type connectionKey struct{}
+
+// LimitUnsent bounds how much of the answer to a request the system keeps for a client that
+// does not read: about that many bytes, and what the client's own system keeps. Then
+// the deadline for writing ends the answer.
+func LimitUnsent(r *http.Request, bytes int) {
+	conn, _ := r.Context().Value(connectionKey{}).(net.Conn)
+	if wrapped, ok := conn.(interface{ NetConn() net.Conn }); ok { // TLS
+		conn = wrapped.NetConn()
+	}
+	if c, ok := conn.(*connection); ok {
+		conn = c.Conn
+	}
+	if c, ok := conn.(*net.TCPConn); ok {
+		_ = c.SetWriteBuffer(bytes)
+	}
+}
+
 // fewestDescriptors is the assumed limit where it cannot be read.
 const fewestDescriptors = 1024
 

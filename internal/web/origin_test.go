@@ -102,7 +102,7 @@ func TestBodiesMustBeJSON(t *testing.T) {
 }
 
 func TestRequireKey(t *testing.T) {
-	handler := guarded(RequireKey([]string{"one", "other"}, "the key", OpenAIError))
+	handler := guarded(RequireKey(NewKeys([]string{"one", "other"}), "the key", OpenAIError))
 	for given, want := range map[string]int{
 		"": 401, "Bearer": 401, "Bearer ": 401, "Bearer on": 401, "Bearer one,other": 401, "Basic one": 401, "Bearer one": 200, "Bearer other": 200,
 	} {

@@ -6,13 +6,12 @@ import (
 	"bytes"
 	"context"
 	"crypto/rand"
-	"crypto/sha256"
-	"crypto/subtle"
 	"encoding/hex"
 	"encoding/json"
 	"io"
 	stdlog "log"
 	"log/slog"
+	"net"
 	"net/http"
 	"runtime/debug"
 	"strings"
@@ -96,37 +95,19 @@ func NewServer(handler http.Handler) *http.Server {
 		ReadHeaderTimeout: HeaderTimeout,
 		IdleTimeout:       keepAlive,
 		MaxHeaderBytes:    headerLimit,
+		ConnContext: func(ctx context.Context, conn net.Conn) context.Context {
+			return context.WithValue(ctx, connectionKey{}, conn)
+		},
 	}
 }
 
 // Bearer returns the bearer key of a request; empty: none.
 func Bearer(r *http.Request) string {
 	given, _ := strings.CutPrefix(r.Header.Get("Authorization"), "Bearer ")
+	if given == "Bearer" { // servers trim the value
+		return ""
+	}
 	return given
-}
-
-// RequireKey refuses requests without one of the bearer keys; without keys it accepts
-// every request. The refusal, written by fail, starts with the value of whose. Hashes are compared,
-// so that the timing does not leak a key or its length.
-func RequireKey(keys []string, whose string, fail func(*gin.Context, int, string)) gin.HandlerFunc {
-	sums := make([][sha256.Size]byte, len(keys))
-	for i, key := range keys {
-		sums[i] = sha256.Sum256([]byte(key))
-	}
-	return func(c *gin.Context) {
-		if len(sums) == 0 {
-			return
-		}
-		given, known := sha256.Sum256([]byte(Bearer(c.Request))), 0
-		for i := range sums {
-			known |= subtle.ConstantTimeCompare(given[:], sums[i][:])
-		}
-		if known == 1 {
-			return
-		}
-		fail(c, http.StatusUnauthorized, whose+": send it as Authorization: Bearer KEY")
-		c.Abort()
-	}
 }
 
 // OpenAIError answers a request with an error in OpenAI's shape.

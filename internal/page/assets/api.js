@@ -21,9 +21,10 @@ async function refusal(response) {
   return new Refused(response.status, text || `The router returned status ${response.status}.`);
 }
 
-// request sends the body, if any, as JSON. It throws a Refused unless the response is a success.
-async function request(method, path, body, signal) {
+// request sends the body, if any, as JSON, and the key, if any. It throws a Refused unless the response is a success.
+async function request(method, path, body, signal, key) {
   const headers = { "X-Kvrouter-Page": "1" };
+  if (key) headers.Authorization = `Bearer ${key}`;
   if (method === "POST") headers["Content-Type"] = "application/json";
   const response = await fetch(path, {
     method,
@@ -71,9 +72,10 @@ export async function follow(heard, signal) {
   await events(response, (name, data) => heard(name, JSON.parse(data)));
 }
 
-// chat sends a chat and calls heard(text) for each piece of the answer. It returns the finish reason and the usage.
-export async function chat(body, heard, begun, signal) {
-  const response = await request("POST", "try", body, signal);
+// chat sends a chat, with a key of the OpenAI port if that is required, and calls heard(text) for each piece of the
+// answer. It returns the finish reason and the usage.
+export async function chat(body, key, heard, begun, signal) {
+  const response = await request("POST", "try", body, signal, key);
   begun(response.headers.get("X-Request-Id") || "");
   const end = { finish: "", usage: null };
   const read = (answer) => {

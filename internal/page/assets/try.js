@@ -22,6 +22,7 @@ export function Try({ state, hidden }) {
   const [text, setText] = useState("");
   const [model, setModel] = useState("");
   const [most, setMost] = useState(128);
+  const [key, setKey] = useState("");
   const [turns, setTurns] = useState([]); // messages: {role, content}
   const [busy, setBusy] = useState("");
   const [error, setError] = useState("");
@@ -88,6 +89,7 @@ export function Try({ state, hidden }) {
     try {
       const end = await chat(
         sent,
+        state.try_asks ? key : "",
         (piece) => {
           first ??= performance.now();
           answer += piece;
@@ -159,6 +161,7 @@ export function Try({ state, hidden }) {
           <textarea id="try-text" rows="4" value=${text} onInput=${(e) => setText(e.target.value)} onKeyDown=${enter} placeholder="Ask something. Longer prompts benefit more from the prefix cache."></textarea>
           <div class="row">
             ${models.length > 1 && html`<div class="field"><label for="try-model">Model</label><select id="try-model" value=${model || models[0]} onChange=${(e) => setModel(e.target.value)}>${models.map((name) => html`<option value=${name}>${name}</option>`)}</select></div>`}
+            ${state.try_asks && html`<div class="field"><label for="try-key">API key</label><input id="try-key" type="password" autocomplete="off" required value=${key} onInput=${(e) => setKey(e.target.value)} title="A key of the OpenAI port. It is not stored." /></div>`}
             <div class="field"><label for="try-most">Maximum tokens</label><input id="try-most" type="number" min="1" max="4096" value=${most} onInput=${(e) => setMost(Math.min(4096, Math.max(1, Number(e.target.value) || 1)))} /></div>
             <div class="buttons">
               ${busy === "chat" && html`<button type="button" onClick=${() => running.current?.abort()}>Stop</button>`}

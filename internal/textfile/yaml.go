@@ -1,4 +1,4 @@
-package discovery
+package textfile
 
 import (
 	"errors"
@@ -6,33 +6,39 @@ import (
 	"strings"
 )
 
-// Bounds of the file's YAML. The decoder's work grows with the square of these, or faster.
+// Bounds of YAML. The decoder's work grows with the square of these, or faster.
 const (
 	maxNesting = 16  // lists and mappings in each other
 	maxBlank   = 100 // lines in a row that start nothing
 )
 
-// boundYAML refuses text that costs the decoder more than a list of workers can: deep
+// BoundYAML refuses text that costs the decoder more than a list of small mappings can: deep
 // nesting, anchors and aliases, and what else such a list has no use for. It does not
-// know all of YAML: ambiguous text counts as nesting.
-func boundYAML(data []byte) error {
-	var b yamlBounds
+// know all of YAML: ambiguous text counts as nesting. most is how many entries of lists and
+// mappings there may be altogether. Errors name the line and show nothing of it.
+func BoundYAML(data []byte, most int) error {
+	b := yamlBounds{left: most}
 	text := strings.NewReplacer("\r\n", "\n", "\r", "\n").Replace(string(data))
 	number := 0
 	for line := range strings.SplitSeq(text, "\n") {
 		number++
-		if err := b.line(line); err != nil {
+		err := b.line(line)
+		if err == nil && b.left < 0 {
+			err = fmt.Errorf("more than %d entries of lists and mappings", most)
+		}
+		if err != nil {
 			return fmt.Errorf("line %d: %w", number, err)
 		}
 	}
 	return nil
 }
 
-// yamlBounds is what boundYAML knows of the lines so far.
+// yamlBounds is what BoundYAML knows of the lines so far.
 type yamlBounds struct {
 	columns []int // of the blocks that are open
 	flow    int   // brackets that are open
 	blank   int   // lines in a row that start nothing
+	left    int   // entries that may come
 }
 
 var errNesting = fmt.Errorf("lists and mappings are nested more than %d deep", maxNesting)
@@ -58,6 +64,7 @@ func (b *yamlBounds) line(line string) error {
 		if line[at] != '-' || at+1 < len(line) && line[at+1] != ' ' && line[at+1] != '\t' {
 			break
 		}
+		b.left--
 		at++
 		at += len(line[at:]) - len(strings.TrimLeft(line[at:], " \t"))
 	}
@@ -90,12 +97,14 @@ func (b *yamlBounds) rest(text string) error {
 			fresh = true // what comes next is read as if a value may start
 			continue
 		case c == ',' && b.flow > 0:
+			b.left--
 			fresh, values = true, 0
 			continue
 		case c == ':' && (i+1 == len(text) || text[i+1] == ' ' || text[i+1] == '\t'):
 			if values++; values > 1 {
 				return errors.New("two values for one field")
 			}
+			b.left--
 			fresh = true
 			continue
 		case fresh && (c == '"' || c == '\''):

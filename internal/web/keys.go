@@ -1,0 +1,146 @@
+package web
+
+import (
+	"crypto/sha256"
+	"crypto/subtle"
+	"net"
+	"net/http"
+	"net/netip"
+	"sync"
+	"time"
+
+	"github.com/gin-gonic/gin"
+)
+
+const (
+	// triesPerSecond bounds the wrong keys of one address, and triesAtOnce those of a
+	// moment.
+	triesPerSecond, triesAtOnce = 2, 10
+	// maxTriers bounds the addresses that are remembered. Beyond it, new ones share
+	// their tries.
+	maxTriers = 4096
+)
+
+// Keys are the bearer keys of a port. A valid key is always accepted; wrong ones are
+// slowed for each address. A nil Keys asks for none. It is safe for concurrent use.
+type Keys struct {
+	sums [][sha256.Size]byte
+	now  func() time.Time
+
+	mu    sync.Mutex              // guards the rest
+	tries map[netip.Prefix]*tries // by address
+	swept time.Time               // when those with all tries left were last removed
+}
+
+// tries are what is left to one address.
+type tries struct {
+	left  float64
+	since time.Time // of left
+}
+
+// NewKeys returns those keys; nil: there are none.
+func NewKeys(keys []string) *Keys {
+	if len(keys) == 0 {
+		return nil
+	}
+	k := &Keys{now: time.Now, tries: map[netip.Prefix]*tries{}}
+	for _, key := range keys {
+		k.sums = append(k.sums, sha256.Sum256([]byte(key)))
+	}
+	return k
+}
+
+// Asked reports whether a key is required.
+func (k *Keys) Asked() bool { return k != nil }
+
+// Known reports whether a key is one of these. Hashes are compared in constant time, so
+// that the timing does not leak a key or its length.
+func (k *Keys) Known(given string) bool {
+	sum, known := sha256.Sum256([]byte(given)), 0
+	for i := range k.sums {
+		known |= subtle.ConstantTimeCompare(sum[:], k.sums[i][:])
+	}
+	return known == 1
+}
+
+// Refuse answers a request whose key is not known with 401 and the message, or with 429
+// where its address has sent too many. A request without a key is no try. fail writes
+// the answer.
+func (k *Keys) Refuse(c *gin.Context, given, message string, fail func(*gin.Context, int, string)) {
+	if given == "" || k.try(AddressOf(c.Request)) {
+		fail(c, http.StatusUnauthorized, message)
+	} else {
+		c.Header("Retry-After", "1")
+		fail(c, http.StatusTooManyRequests, "too many wrong keys from this address: wait a second")
+	}
+	c.Abort()
+}
+
+// AddressOf returns the sender's address: of IPv6, the network that one client has; the
+// zero value: unknown.
+func AddressOf(r *http.Request) netip.Prefix {
+	host, _, _ := net.SplitHostPort(r.RemoteAddr)
+	address, err := netip.ParseAddr(host)
+	if err != nil {
+		return netip.Prefix{}
+	}
+	bits := 64
+	if address = address.Unmap().WithZone(""); address.Is4() {
+		bits = 32
+	}
+	network, _ := address.Prefix(bits) // of a valid address
+	return network
+}
+
+// try reports whether the address may try one more wrong key now.
+func (k *Keys) try(address netip.Prefix) bool {
+	k.mu.Lock()
+	defer k.mu.Unlock()
+	now := k.now()
+	if k.tries[address] == nil && len(k.tries) >= maxTriers {
+		if now.Sub(k.swept) >= time.Second {
+			k.sweep(now)
+		}
+		if len(k.tries) >= maxTriers {
+			address = netip.Prefix{}
+		}
+	}
+	t := k.tries[address]
+	if t == nil {
+		t = &tries{left: triesAtOnce, since: now}
+		k.tries[address] = t
+	}
+	t.refill(now)
+	if t.left < 1 {
+		return false
+	}
+	t.left--
+	return true
+}
+
+// sweep removes the addresses that have all tries left. k.mu is locked.
+func (k *Keys) sweep(now time.Time) {
+	for address, t := range k.tries {
+		if t.refill(now); t.left >= triesAtOnce {
+			delete(k.tries, address)
+		}
+	}
+	k.swept = now
+}
+
+func (t *tries) refill(now time.Time) {
+	t.left = min(triesAtOnce, t.left+triesPerSecond*max(0, now.Sub(t.since).Seconds()))
+	t.since = now
+}
+
+// RequireKey refuses requests without one of the keys. The refusal, written by fail,
+// starts with the value of whose.
+func RequireKey(keys *Keys, whose string, fail func(*gin.Context, int, string)) gin.HandlerFunc {
+	return func(c *gin.Context) {
+		given := Bearer(c.Request)
+		if !keys.Asked() || keys.Known(given) {
+			return
+		}
+		keys.Refuse(c, given, whose+": send it as Authorization: Bearer KEY", fail)
+	}
+}
