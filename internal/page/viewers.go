@@ -42,7 +42,7 @@ type viewers struct {
 	over chan struct{} // closed when all streams end
 	end  sync.Once     // of over
 	n    atomic.Int32  // that look
-	told atomic.Uint64 // events that were made
+	made atomic.Uint64 // events so far
 	wait time.Duration // writeLimit
 
 	mu      sync.Mutex // guards the rest
