@@ -3,6 +3,7 @@ package extproc
 import (
 	"context"
 	"crypto/tls"
+	"errors"
 	"io"
 	"log/slog"
 	"net/http"
@@ -18,6 +19,7 @@ import (
 	"kvrouter/internal/guard"
 	"kvrouter/internal/kv"
 	"kvrouter/internal/proxy"
+	"kvrouter/internal/web"
 )
 
 // patience bounds every wait of these tests.
@@ -207,6 +209,20 @@ func (h *relay) serve(w http.ResponseWriter, r *http.Request, via *proxy.Gateway
 		}
 		if err != nil {
 			return err
+		}
+	}
+}
+
+// bodyReader is a handler that reads bodies as the OpenAI port does, of at most that many
+// bytes each, and answers with their errors.
+func bodyReader(largest int64) handler {
+	bodies := web.NewBodies(largest, 0)
+	return func(w http.ResponseWriter, r *http.Request, _ *proxy.Gateway) {
+		body, err := bodies.Read(w, r)
+		defer bodies.Done(body)
+		var bad *web.BodyError
+		if errors.As(err, &bad) {
+			http.Error(w, bad.Message, bad.Status)
 		}
 	}
 }

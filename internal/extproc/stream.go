@@ -18,6 +18,7 @@ import (
 
 	"kvrouter/internal/guard"
 	"kvrouter/internal/proxy"
+	"kvrouter/internal/web"
 )
 
 const (
@@ -31,19 +32,25 @@ const (
 // errGone means that the gateway has ended the stream: its client disconnected.
 var errGone = errors.New("the gateway has ended the stream")
 
+// errLonger refuses a body that goes on beyond its Content-Length.
+var errLonger error = &web.BodyError{Status: http.StatusBadRequest, Message: "the request body is longer than its Content-Length"}
+
 // pieces is a body that comes in messages. One goroutine puts, another reads.
 type pieces struct {
+	length   int64 // announced; negative: unknown. Set before the first piece
 	next     chan []byte
 	over     chan struct{} // closed with err set
 	once     sync.Once
 	err      error
+	came     int64 // bytes put
 	rest     []byte
-	trailers bool // it ended with trailers; set before over is closed
+	given    int64 // bytes read
+	trailers bool  // it ended with trailers; set before over is closed
 	timer    *time.Timer
 }
 
 func newPieces() *pieces {
-	return &pieces{next: make(chan []byte, piecesAhead), over: make(chan struct{})}
+	return &pieces{length: -1, next: make(chan []byte, piecesAhead), over: make(chan struct{})}
 }
 
 // put hands a piece to the reader; with last it is the end. What comes after the end is
@@ -53,6 +60,10 @@ func (b *pieces) put(ctx context.Context, piece []byte, last bool) {
 	case <-b.over:
 		return
 	default:
+	}
+	if b.came += int64(len(piece)); b.length >= 0 && b.came > b.length {
+		b.end(errLonger)
+		return
 	}
 	if len(piece) > 0 {
 		select {
@@ -74,7 +85,8 @@ func (b *pieces) end(err error) {
 	})
 }
 
-// Read reads no more than one piece.
+// Read reads no more than one piece. The last bytes of a body of known length are read
+// only once its end has come: what is read as a whole is complete.
 func (b *pieces) Read(into []byte) (int, error) {
 	for len(b.rest) == 0 {
 		select {
@@ -91,8 +103,15 @@ func (b *pieces) Read(into []byte) (int, error) {
 			}
 		}
 	}
-	n := copy(into, b.rest)
+	n := min(len(into), len(b.rest))
+	if b.length >= 0 && b.given+int64(n) >= b.length {
+		if <-b.over; b.err != io.EOF {
+			return 0, b.err
+		}
+	}
+	copy(into, b.rest[:n])
 	b.rest = b.rest[n:]
+	b.given += int64(n)
 	return n, nil
 }
 
@@ -193,6 +212,9 @@ func (s *stream) begin(first *extprocv3.ProcessingRequest) error {
 		return err
 	}
 	s.bodiless = headers.GetEndOfStream()
+	if s.asked.length = request.ContentLength; s.asked.length == 0 && !s.bodiless {
+		request.ContentLength = -1 // its end is waited for as well
+	}
 	s.gateway = s.server.gateway(first, request.Header)
 	s.gateway.Send = s.send
 	s.request = request
@@ -298,11 +320,6 @@ func (s *stream) askFor(request *http.Request, addresses string) error {
 	})
 	if err != nil || s.bodiless {
 		return err
-	}
-	select { // a body of a known length has been read before its end came
-	case <-s.asked.over:
-	case <-s.ctx.Done():
-		return context.Cause(s.ctx)
 	}
 	trailed := s.asked.trailed()
 	w := &pieceWriter{left: request.ContentLength, ends: !trailed, send: s.sendAsked}
