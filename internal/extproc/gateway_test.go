@@ -28,21 +28,23 @@ const patience = 20 * time.Second
 // handler serves a request that came from a gateway.
 type handler = func(w http.ResponseWriter, r *http.Request, via *proxy.Gateway)
 
+// usual are the limits of New.
+var usual = limits{idle: idleLimit, silence: silenceLimit}
+
 // listenTest starts a picker whose requests go to handle, until the test ends.
 func listenTest(t testing.TB, s Settings, handle handler) *Server {
 	t.Helper()
-	p := newPicker(t, s, handle)
-	serve(t, p)
-	return p
+	return listenWith(t, s, usual, maxConnections, handle)
 }
 
-// newPicker is listenTest before it serves.
-func newPicker(t testing.TB, s Settings, handle handler) *Server {
+// listenWith is listenTest with other limits.
+func listenWith(t testing.TB, s Settings, l limits, connections int, handle handler) *Server {
 	t.Helper()
-	p, err := New(s, Deps{Host: "127.0.0.1", Serve: handle, Ready: func() bool { return true }, Edges: guard.New(), Log: slog.New(slog.DiscardHandler)})
+	p, err := open(s, Deps{Host: "127.0.0.1", Connections: connections, Serve: handle, Ready: func() bool { return true }, Edges: guard.New(), Log: slog.New(slog.DiscardHandler)}, l)
 	if err != nil {
 		t.Fatal(err)
 	}
+	serve(t, p)
 	return p
 }
 

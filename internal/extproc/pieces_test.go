@@ -16,7 +16,7 @@ import (
 // TestPiecesAfterTheEndAreDropped: the last piece comes twice, before the body is read.
 func TestPiecesAfterTheEndAreDropped(t *testing.T) {
 	for range 100 { // what is ready at the same time is taken at random
-		b := newPieces()
+		b := newPieces(testShare())
 		b.put(t.Context(), []byte("one "), false)
 		b.put(t.Context(), []byte("two"), true)
 		b.put(t.Context(), []byte("two"), true)
@@ -45,10 +45,12 @@ func TestABodyIsWholeOnlyAtItsEnd(t *testing.T) {
 		"of unknown length":            {-1, []string{"ab", "cd"}, func(b *pieces) { b.put(t.Context(), nil, true) }, "abcd", nil},
 	} {
 		t.Run(name, func(t *testing.T) {
-			b := newPieces()
+			b := newPieces(testShare())
 			b.length = test.length
 			for _, piece := range test.pieces {
-				b.put(t.Context(), []byte(piece), false)
+				if err := b.put(t.Context(), []byte(piece), false); err != nil {
+					b.end(err)
+				}
 			}
 			if test.end != nil {
 				test.end(b)
@@ -105,3 +107,6 @@ func TestABodyBeyondItsLengthIsRefused(t *testing.T) {
 		t.Errorf("answered %v", m)
 	}
 }
+
+// testShare is a stream's share of 64 KiB.
+func testShare() *share { return &share{of: &memory{most: 64 << 10}} }

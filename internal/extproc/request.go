@@ -17,6 +17,7 @@ import (
 	"google.golang.org/protobuf/types/known/structpb"
 
 	"kvrouter/internal/proxy"
+	"kvrouter/internal/web"
 )
 
 // Names of the endpoint picker protocol.
@@ -33,17 +34,24 @@ const (
 )
 
 const (
-	// maxHeaders bounds the bytes of a message's headers, and maxSubset the addresses of
-	// a subset.
-	maxHeaders = 256 << 10
-	maxSubset  = 16 << 10
+	// maxHeaders bounds the bytes of a message's headers, each of which counts for
+	// headerCost more (RFC 9113, section 6.5.2), and maxHeaderCount their number.
+	maxHeaders     = 256 << 10
+	maxHeaderCount = 1000
+	headerCost     = 32
+	// maxSubset bounds the addresses of a subset.
+	maxSubset = 16 << 10
 )
 
-// errHeaders refuses headers beyond maxHeaders.
-var errHeaders = fmt.Errorf("the headers are larger than %d bytes", maxHeaders)
+// errHeaders refuses headers beyond maxHeaders or maxHeaderCount.
+var errHeaders = &refusal{reasonHeaders, web.BodyError{Status: http.StatusRequestHeaderFieldsTooLarge,
+	Message: fmt.Sprintf("the headers are more than %d, or larger than %d bytes with %d bytes for each", maxHeaderCount, maxHeaders, headerCost)}}
 
 // readHeaders returns a message's headers, and the pseudo headers by name.
 func readHeaders(given *corev3.HeaderMap) (header http.Header, pseudo map[string]string, err error) {
+	if len(given.GetHeaders()) > maxHeaderCount {
+		return nil, nil, errHeaders
+	}
 	header, pseudo = make(http.Header, len(given.GetHeaders())), make(map[string]string, 4)
 	size := 0
 	for _, h := range given.GetHeaders() {
@@ -51,7 +59,7 @@ func readHeaders(given *corev3.HeaderMap) (header http.Header, pseudo map[string
 		if raw := h.GetRawValue(); len(raw) > 0 {
 			value = string(raw)
 		}
-		if size += len(h.GetKey()) + len(value); size > maxHeaders {
+		if size += len(h.GetKey()) + len(value) + headerCost; size > maxHeaders {
 			return nil, nil, errHeaders
 		}
 		if strings.HasPrefix(h.GetKey(), ":") {
