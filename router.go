@@ -217,7 +217,10 @@ func (r *app) listenForGateways() (*extproc.Server, error) {
 		return served.Load() && !draining
 	}
 	connections, _ := r.config.Shares(false)
-	return extproc.New(r.config.Gateway, extproc.Deps{Host: r.config.gatewayHost(), Secure: r.certificates.Config(), Serve: r.api.ServeGateway, Ready: ready, Connections: connections, Edges: r.edges, Log: r.log})
+	return extproc.New(r.config.Gateway, extproc.Deps{
+		Host: r.config.gatewayHost(), Secure: r.certificates.Config(), Serve: r.api.ServeGateway, Ready: ready,
+		Secret: r.config.Replica.ReplicaKey, SessionTTL: r.config.Routing.SessionTTL, Connections: connections, Edges: r.edges, Log: r.log,
+	})
 }
 
 // openThompson opens the files of policy thompson, if it is in use.

@@ -68,13 +68,13 @@ func TestHeadersAreBounded(t *testing.T) {
 		message *extprocv3.ProcessingRequest
 		status  int
 	}{
-		"as many as may be":               {manyHeaders(maxHeaderCount-base, 1), http.StatusOK},
-		"one too many":                    {manyHeaders(maxHeaderCount-base+1, 1), http.StatusRequestHeaderFieldsTooLarge},
-		"too large with 32 bytes each":    {manyHeaders(900, maxHeaders/900-headerCost), http.StatusRequestHeaderFieldsTooLarge},
-		"large enough":                    {manyHeaders(900, maxHeaders/900-headerCost-2), http.StatusOK},
-		"empty ones without end": {manyHeaders(100_000, 0), http.StatusRequestHeaderFieldsTooLarge},
-		"nested metadata":                 {nested(maxDepth), http.StatusRequestHeaderFieldsTooLarge},
-		"metadata":                        {nested(10), http.StatusOK},
+		"as many as may be":            {manyHeaders(maxHeaderCount-base, 1), http.StatusOK},
+		"one too many":                 {manyHeaders(maxHeaderCount-base+1, 1), http.StatusRequestHeaderFieldsTooLarge},
+		"too large with 32 bytes each": {manyHeaders(900, maxHeaders/900-headerCost), http.StatusRequestHeaderFieldsTooLarge},
+		"large enough":                 {manyHeaders(900, maxHeaders/900-headerCost-2), http.StatusOK},
+		"empty ones without end":       {manyHeaders(100_000, 0), http.StatusRequestHeaderFieldsTooLarge},
+		"nested metadata":              {nested(maxDepth), http.StatusRequestHeaderFieldsTooLarge},
+		"metadata":                     {nested(10), http.StatusOK},
 	}
 	for name, test := range tests {
 		t.Run(name, func(t *testing.T) {

@@ -283,8 +283,7 @@ func TestWhatAGatewaySaysOfARequest(t *testing.T) {
 		"an objective":                  {header: http.Header{headerObjective: {"batch"}}, settings: Settings{ExtProcObjectives: []string{"batch=-2", "chat=3"}}, want: proxy.Gateway{Priority: -2}},
 		"an unknown objective":          {header: http.Header{headerObjective: {"other"}}, settings: Settings{ExtProcObjectives: []string{"batch=-2"}}, want: proxy.Gateway{}},
 		"another model":                 {header: http.Header{headerModelRewrite: {"m2"}}, want: proxy.Gateway{Model: "m2"}},
-		"a session":                     {header: http.Header{proxy.HeaderSession: {"MTAuMC4wLjE6ODAwMA=="}}, want: proxy.Gateway{Home: "10.0.0.1:8000"}},
-		"a session that is none":        {header: http.Header{proxy.HeaderSession: {"%"}}, want: proxy.Gateway{}},
+		"a session":                     {header: http.Header{proxy.HeaderSession: {"token"}}, want: proxy.Gateway{Token: "token"}},
 		"a test's choice":               {header: http.Header{headerTestPick: {"10.0.0.1,10.0.0.2"}}, settings: Settings{ExtProcConformance: true}, want: proxy.Gateway{Any: true, Subset: []string{"10.0.0.1", "10.0.0.2"}}},
 		"a test's choice, unasked":      {header: http.Header{headerTestPick: {"10.0.0.1"}}, want: proxy.Gateway{}},
 	}
@@ -296,7 +295,7 @@ func TestWhatAGatewaySaysOfARequest(t *testing.T) {
 			}
 			p := &Server{settings: test.settings, objectives: objectives}
 			g := p.gateway(&extprocv3.ProcessingRequest{MetadataContext: test.metadata}, test.header)
-			if !slices.Equal(g.Subset, test.want.Subset) || (g.Subset == nil) != (test.want.Subset == nil) || g.Priority != test.want.Priority || g.Model != test.want.Model || g.Home != test.want.Home || g.Any != test.want.Any {
+			if !slices.Equal(g.Subset, test.want.Subset) || (g.Subset == nil) != (test.want.Subset == nil) || g.Priority != test.want.Priority || g.Model != test.want.Model || g.Token != test.want.Token || g.Any != test.want.Any {
 				t.Errorf("%+v, want %+v", g, test.want)
 			}
 		})
@@ -331,6 +330,7 @@ func TestSettingsAreChecked(t *testing.T) {
 		"negative fallbacks":      {Settings{ExtProcPort: 9002, ExtProcFallbacks: -1}, "--ext-proc-fallbacks -1"},
 		"too little memory":       {Settings{ExtProcPort: 9002, ExtProcMaxInflightBytes: 1}, "--ext-proc-max-inflight-bytes 1"},
 		"negative memory":         {Settings{ExtProcPort: 9002, ExtProcMaxInflightBytes: -1}, "--ext-proc-max-inflight-bytes -1"},
+		"a short key":             {Settings{ExtProcPort: 9002, SessionTokenKey: "123456789012345"}, "--session-token-key: 15 characters"},
 		"no number":               {Settings{ExtProcPort: 9002, ExtProcObjectives: []string{"a=x"}}, "--ext-proc-objectives a=x"},
 		"no name":                 {Settings{ExtProcPort: 9002, ExtProcObjectives: []string{"=1"}}, "--ext-proc-objectives =1"},
 		"health without a picker": {Settings{ExtProcHealthPort: 9003}, "--ext-proc-port"},

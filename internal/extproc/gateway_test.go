@@ -40,7 +40,7 @@ func listenTest(t testing.TB, s Settings, handle handler) *Server {
 // listenWith is listenTest with other limits.
 func listenWith(t testing.TB, s Settings, l limits, connections int, handle handler) *Server {
 	t.Helper()
-	p, err := open(s, Deps{Host: "127.0.0.1", Connections: connections, Serve: handle, Ready: func() bool { return true }, Edges: guard.New(), Log: slog.New(slog.DiscardHandler)}, l)
+	p, err := open(s, Deps{Host: "127.0.0.1", SessionTTL: time.Hour, Connections: connections, Serve: handle, Ready: func() bool { return true }, Edges: guard.New(), Log: slog.New(slog.DiscardHandler)}, l)
 	if err != nil {
 		t.Fatal(err)
 	}

@@ -2,7 +2,6 @@ package extproc
 
 import (
 	"context"
-	"encoding/base64"
 	"errors"
 	"fmt"
 	"io"
@@ -162,9 +161,7 @@ func (p *Server) gateway(message *extprocv3.ProcessingRequest, header http.Heade
 	g := &proxy.Gateway{
 		Subset: subset(message.GetMetadataContext()), Others: p.settings.ExtProcFallbacks, Any: p.settings.ExtProcConformance,
 		Model: header.Get(headerModelRewrite), Priority: p.objectives[header.Get(headerObjective)],
-	}
-	if home, err := base64.StdEncoding.DecodeString(header.Get(proxy.HeaderSession)); err == nil {
-		g.Home = string(home)
+		Token: header.Get(proxy.HeaderSession), Tokens: p.tokens,
 	}
 	if picked := header.Get(headerTestPick); p.settings.ExtProcConformance && picked != "" {
 		g.Subset = strings.FieldsFunc(picked, func(r rune) bool { return r == ',' || r == ' ' })

@@ -68,6 +68,7 @@ type Server struct {
 	serve      func(w http.ResponseWriter, r *http.Request, via *proxy.Gateway)
 	settings   Settings
 	objectives map[string]int
+	tokens     *proxy.SessionTokens
 	limits     limits
 	memory     memory // of all streams
 	refused    [reasons]atomic.Uint64
@@ -92,6 +93,11 @@ type Deps struct {
 	// Serve serves a request that came from a gateway.
 	Serve func(w http.ResponseWriter, r *http.Request, via *proxy.Gateway)
 	Ready func() (ready bool) // requests can be served
+	// Secret is what routers of the same workers share, from which the key of session
+	// tokens is derived without --session-token-key; empty: there is none.
+	Secret string
+	// SessionTTL is the time that a session token holds.
+	SessionTTL time.Duration
 	// Connections is the most that the picker's port takes at once; it never takes more
 	// than maxConnections.
 	Connections int
@@ -115,7 +121,11 @@ func open(s Settings, deps Deps, l limits) (*Server, error) {
 	if err != nil {
 		return nil, err
 	}
-	p := &Server{serve: deps.Serve, settings: s, objectives: objectives, limits: l, edges: deps.Edges, log: deps.Log, leaving: make(chan struct{})}
+	tokens, err := proxy.NewSessionTokens(cmp.Or(s.SessionTokenKey, deps.Secret), deps.SessionTTL)
+	if err != nil {
+		return nil, err
+	}
+	p := &Server{tokens: tokens, serve: deps.Serve, settings: s, objectives: objectives, limits: l, edges: deps.Edges, log: deps.Log, leaving: make(chan struct{})}
 	p.memory.most = cmp.Or(s.ExtProcMaxInflightBytes, unsetInflight)
 	p.base, p.cut = context.WithCancelCause(context.Background())
 	bounds := []grpc.ServerOption{

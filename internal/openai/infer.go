@@ -69,7 +69,7 @@ func (a *API) infer(c *gin.Context, path string, kind tokens.Kind) {
 	}
 	x.Request, x.Default = &r.request, r.model == a.models.Default()
 	a.observers.accepted(x, r.body)
-	if err := r.gateway.Follow(&r.request, r.model.Router); err != nil {
+	if err := r.gateway.Follow(&r.request, r.model.Router, proxy.Client{Key: caller.Name, Model: x.Model, Trusted: caller.Trusted}); err != nil {
 		r.settle(c, err)
 		return
 	}
