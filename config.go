@@ -330,6 +330,7 @@ func (c *Config) ResolveDefaults(machine settings.Machine) error {
 	}
 	c.Cores = max(1, machine.Cores)
 	c.Bodies.SetDefault(c.MaxBodyBytes, machine.Memory)
+	c.Gateway.SetDefault(machine.Memory)
 	cache := settings.CacheDir(machine.Getenv)
 	engine, starts := c.engine()
 	if starts {

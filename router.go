@@ -166,10 +166,14 @@ func (r *app) listen() (err error) {
 	}
 	r.api = r.openAI(r.ports[1].URL())
 	r.page = page.New(r.config.pageSettings(), page.Deps{Journal: r.journal, Models: r.models, Fleet: r.fleet, Proxy: r.proxy, Totals: r.telemetry.Totals, Ready: r.api.Ready, OpenAI: r.api, Log: r.log})
-	if r.config.Gateway.ExtProcPort != 0 {
-		r.gateway, err = r.listenForGateways()
+	if r.config.Gateway.ExtProcPort == 0 {
+		return nil
 	}
-	return err
+	if r.gateway, err = r.listenForGateways(); err != nil {
+		return err
+	}
+	r.telemetry.Register(r.gateway.Collectors()...)
+	return nil
 }
 
 // close closes what build opened, where run is not reached.
@@ -223,7 +227,11 @@ func (r *app) listenForGateways() (*extproc.Server, error) {
 		}
 		return served.Load() && !draining
 	}
-	return extproc.New(r.config.Gateway, extproc.Deps{Host: r.config.gatewayHost(), Secure: r.certificates.Config(), Serve: r.api.ServeGateway, Ready: ready, Edges: r.edges, Log: r.log})
+	connections, _ := r.config.Shares(false)
+	return extproc.New(r.config.Gateway, extproc.Deps{
+		Host: r.config.gatewayHost(), Secure: r.certificates.Config(), Serve: r.api.ServeGateway, Ready: ready,
+		Secret: r.config.Replica.ReplicaKey, SessionTTL: r.config.Routing.SessionTTL, Connections: connections, Edges: r.edges, Log: r.log,
+	})
 }
 
 // openThompson opens the files of policy thompson, if it is in use.

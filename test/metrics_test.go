@@ -121,8 +121,8 @@ func TestMetricsPage(t *testing.T) {
 			return found["kvrouter_worker_running_requests"] != "" && found["kvrouter_kv_event_lag_seconds"] != ""
 		})
 	})
-	t.Run("keys", func(t *testing.T) {
-		s := StartMocks(t, 1, keysFile(t, "- {name: a, key: key-a, limits: {requests-per-second: 1, concurrent-requests: 1, prompt-tokens-per-minute: 1}}"))
+	t.Run("keys, gateways", func(t *testing.T) {
+		s := StartMocks(t, 1, keysFile(t, "- {name: a, key: key-a, limits: {requests-per-second: 1, concurrent-requests: 1, prompt-tokens-per-minute: 1}}"), fmt.Sprintf("--ext-proc-port=%d", testkit.FreePorts(t, 1)))
 		look(s.Router)
 	})
 	t.Run("traced", func(t *testing.T) {

@@ -178,11 +178,11 @@ func TestTheRoutersOwnAnswersAreImmediate(t *testing.T) {
 		body    string
 	}{
 		"refused":              {post("/v1/chat/completions"), 429, "wait"},
-		"a path that is none":  {requestHeaders(true, ":method", "GET", ":path", "x y"), 400, "invalid request path\n"},
-		"another host's path":  {requestHeaders(true, ":method", "GET", ":path", "http://a/b"), 400, "invalid request path\n"},
-		"no method":            {requestHeaders(true, ":path", "/"), 400, "invalid request method\n"},
-		"headers without end":  {post("/", "x", strings.Repeat("x", maxHeaders)), 400, errHeaders.Error() + "\n"},
-		"a method with spaces": {requestHeaders(true, ":path", "/", ":method", "GET /"), 400, "invalid request method\n"},
+		"a path that is none":  {requestHeaders(true, ":method", "GET", ":path", "x y"), 400, "invalid request path"},
+		"another host's path":  {requestHeaders(true, ":method", "GET", ":path", "http://a/b"), 400, "invalid request path"},
+		"no method":            {requestHeaders(true, ":path", "/"), 400, "invalid request method"},
+		"headers without end":  {post("/", "x", strings.Repeat("x", maxHeaders)), 431, errHeaders.Error()},
+		"a method with spaces": {requestHeaders(true, ":path", "/", ":method", "GET /"), 400, "invalid request method"},
 	}
 	p := listenTest(t, Settings{}, own)
 	for name, test := range tests {
@@ -190,8 +190,11 @@ func TestTheRoutersOwnAnswersAreImmediate(t *testing.T) {
 			g := ask(t, p)
 			g.tell(test.message)
 			m := g.hear().GetImmediateResponse()
-			if int(m.GetStatus().GetCode()) != test.status || string(m.GetBody()) != test.body {
+			if int(m.GetStatus().GetCode()) != test.status || !strings.Contains(string(m.GetBody()), test.body) {
 				t.Errorf("%v, want %d %q", m, test.status, test.body)
+			}
+			if test.status != 429 && set(m.GetHeaders()).Get("content-type") != "application/json" {
+				t.Errorf("an error of %v", m.GetHeaders())
 			}
 			if test.status == 429 && set(m.GetHeaders()).Get("retry-after") != "1" {
 				t.Errorf("headers %v", m.GetHeaders())
@@ -357,8 +360,7 @@ func TestWhatAGatewaySaysOfARequest(t *testing.T) {
 		"an objective":                  {header: http.Header{headerObjective: {"batch"}}, settings: Settings{ExtProcObjectives: []string{"batch=-2", "chat=3"}}, want: proxy.Gateway{Priority: -2}},
 		"an unknown objective":          {header: http.Header{headerObjective: {"other"}}, settings: Settings{ExtProcObjectives: []string{"batch=-2"}}, want: proxy.Gateway{}},
 		"another model":                 {header: http.Header{headerModelRewrite: {"m2"}}, want: proxy.Gateway{Model: "m2"}},
-		"a session":                     {header: http.Header{proxy.HeaderSession: {"MTAuMC4wLjE6ODAwMA=="}}, want: proxy.Gateway{Home: "10.0.0.1:8000"}},
-		"a session that is none":        {header: http.Header{proxy.HeaderSession: {"%"}}, want: proxy.Gateway{}},
+		"a session":                     {header: http.Header{proxy.HeaderSession: {"token"}}, want: proxy.Gateway{Token: "token"}},
 		"a test's choice":               {header: http.Header{headerTestPick: {"10.0.0.1,10.0.0.2"}}, settings: Settings{ExtProcConformance: true}, want: proxy.Gateway{Any: true, Subset: []string{"10.0.0.1", "10.0.0.2"}}},
 		"a test's choice, unasked":      {header: http.Header{headerTestPick: {"10.0.0.1"}}, want: proxy.Gateway{}},
 	}
@@ -370,7 +372,7 @@ func TestWhatAGatewaySaysOfARequest(t *testing.T) {
 			}
 			p := &Server{settings: test.settings, objectives: objectives}
 			g := p.gateway(&extprocv3.ProcessingRequest{MetadataContext: test.metadata}, test.header)
-			if !slices.Equal(g.Subset, test.want.Subset) || (g.Subset == nil) != (test.want.Subset == nil) || g.Priority != test.want.Priority || g.Model != test.want.Model || g.Home != test.want.Home || g.Any != test.want.Any {
+			if !slices.Equal(g.Subset, test.want.Subset) || (g.Subset == nil) != (test.want.Subset == nil) || g.Priority != test.want.Priority || g.Model != test.want.Model || g.Token != test.want.Token || g.Any != test.want.Any {
 				t.Errorf("%+v, want %+v", g, test.want)
 			}
 		})
@@ -403,6 +405,9 @@ func TestSettingsAreChecked(t *testing.T) {
 		"all":                     {Settings{ExtProcPort: 9002, ExtProcHealthPort: 9003, ExtProcTLS: true, ExtProcFallbacks: 3, ExtProcObjectives: []string{"a=1"}}, ""},
 		"too many fallbacks":      {Settings{ExtProcPort: 9002, ExtProcFallbacks: 17}, "--ext-proc-fallbacks 17"},
 		"negative fallbacks":      {Settings{ExtProcPort: 9002, ExtProcFallbacks: -1}, "--ext-proc-fallbacks -1"},
+		"too little memory":       {Settings{ExtProcPort: 9002, ExtProcMaxInflightBytes: 1}, "--ext-proc-max-inflight-bytes 1"},
+		"negative memory":         {Settings{ExtProcPort: 9002, ExtProcMaxInflightBytes: -1}, "--ext-proc-max-inflight-bytes -1"},
+		"a short key":             {Settings{ExtProcPort: 9002, SessionTokenKey: "123456789012345"}, "--session-token-key: 15 characters"},
 		"no number":               {Settings{ExtProcPort: 9002, ExtProcObjectives: []string{"a=x"}}, "--ext-proc-objectives a=x"},
 		"no name":                 {Settings{ExtProcPort: 9002, ExtProcObjectives: []string{"=1"}}, "--ext-proc-objectives =1"},
 		"health without a picker": {Settings{ExtProcHealthPort: 9003}, "--ext-proc-port"},
@@ -410,6 +415,17 @@ func TestSettingsAreChecked(t *testing.T) {
 		err := test.settings.Validate()
 		if (err == nil) != (test.want == "") || err != nil && !strings.Contains(err.Error(), test.want) {
 			t.Errorf("%s: %v, want %q", name, err, test.want)
+		}
+	}
+}
+
+func TestTheMemoryFollowsTheMachines(t *testing.T) {
+	for _, test := range []struct{ given, memory, want int64 }{
+		{0, 16 << 30, 2 << 30}, {0, 128 << 20, leastDefault}, {0, 0, 0}, {32 << 20, 16 << 30, 32 << 20},
+	} {
+		s := Settings{ExtProcMaxInflightBytes: test.given}
+		if s.SetDefault(test.memory); s.ExtProcMaxInflightBytes != test.want {
+			t.Errorf("%d of %d bytes: %d, want %d", test.given, test.memory, s.ExtProcMaxInflightBytes, test.want)
 		}
 	}
 }
@@ -512,9 +528,7 @@ func TestAGatewayThatTakesNothingIsLeft(t *testing.T) {
 
 // TestAStreamThatAsksNothingIsEnded pins that nobody holds streams open for nothing.
 func TestAStreamThatAsksNothingIsEnded(t *testing.T) {
-	p := newPicker(t, Settings{}, newRelay().handle)
-	p.silence = 20 * time.Millisecond
-	serve(t, p)
+	p := listenWith(t, Settings{}, limits{idle: idleLimit, silence: 20 * time.Millisecond}, maxConnections, newRelay().handle)
 	if _, err := ask(t, p).Recv(); status.Code(err) != codes.DeadlineExceeded {
 		t.Errorf("it ended with %v", err)
 	}

@@ -10,6 +10,7 @@ import (
 
 	extprocv3 "github.com/envoyproxy/go-control-plane/envoy/service/ext_proc/v3"
 	"google.golang.org/grpc"
+	"google.golang.org/grpc/mem"
 	"google.golang.org/protobuf/proto"
 
 	"kvrouter/internal/guard"
@@ -21,19 +22,30 @@ import (
 type scripted struct {
 	grpc.ServerStream
 	ctx      context.Context
-	messages []*extprocv3.ProcessingRequest
+	codec    codec
+	messages [][]byte
 	sent     []*extprocv3.ProcessingResponse
 }
 
 func (s *scripted) Context() context.Context { return s.ctx }
 
-func (s *scripted) Recv() (*extprocv3.ProcessingRequest, error) {
-	if len(s.messages) == 0 {
-		return nil, io.EOF
+// RecvMsg receives the next message that can be decoded.
+func (s *scripted) RecvMsg(into any) error {
+	for {
+		if len(s.messages) == 0 {
+			return io.EOF
+		}
+		m := s.messages[0]
+		s.messages = s.messages[1:]
+		if s.codec.Unmarshal(mem.BufferSlice{mem.SliceBuffer(m)}, into) == nil {
+			return nil
+		}
 	}
-	m := s.messages[0]
-	s.messages = s.messages[1:]
-	return m, nil
+}
+
+func (s *scripted) Recv() (*extprocv3.ProcessingRequest, error) {
+	m := new(extprocv3.ProcessingRequest)
+	return m, s.RecvMsg(m)
 }
 
 func (s *scripted) Send(m *extprocv3.ProcessingResponse) error {
@@ -45,13 +57,10 @@ func (s *scripted) Send(m *extprocv3.ProcessingResponse) error {
 }
 
 // split cuts messages out of bytes: each has its length before it, in two bytes.
-func split(data []byte) (messages []*extprocv3.ProcessingRequest) {
+func split(data []byte) (messages [][]byte) {
 	for len(data) >= 2 {
 		n := min(int(data[0])<<8|int(data[1]), len(data)-2)
-		m := new(extprocv3.ProcessingRequest)
-		if proto.Unmarshal(data[2:2+n], m) == nil {
-			messages = append(messages, m)
-		}
+		messages = append(messages, data[2:2+n])
 		data = data[2+n:]
 	}
 	return messages
@@ -72,9 +81,9 @@ func FuzzMessages(f *testing.F) {
 	f.Add(join(post("/v1/chat/completions"), requestBody("{}", false), requestTrailers, responseHeaders(false, ":status", "200"), responseBody("a", false), responseTrailers))
 	f.Add(join(requestHeaders(true, ":method", "GET", ":path", "/"), responseHeaders(true, ":status", "204")))
 	f.Add(join(responseHeaders(true, ":status", "x"), requestBody("{}", true), requestBody("{}", true)))
-	edges := guard.New()
+	edges, decoder := guard.New(), newCodec()
 	p := &Server{
-		edges: edges, log: slog.New(slog.DiscardHandler), base: context.Background(), silence: silenceLimit,
+		edges: edges, log: slog.New(slog.DiscardHandler), base: context.Background(), limits: usual, memory: memory{most: leastInflight},
 		serve: func(w http.ResponseWriter, r *http.Request, via *proxy.Gateway) {
 			body, err := io.ReadAll(io.LimitReader(r.Body, 1<<20))
 			if err != nil {
@@ -92,10 +101,13 @@ func FuzzMessages(f *testing.F) {
 		},
 	}
 	f.Fuzz(func(t *testing.T, data []byte) {
-		p.Process(&scripted{ctx: t.Context(), messages: split(data)})
+		p.Process(&scripted{ctx: t.Context(), codec: decoder, messages: split(data)})
 		p.handlers.Wait()
 		if n := edges.Panics()[guard.ExtProc]; n > 0 {
 			t.Errorf("%d panics", n)
+		}
+		if n := p.memory.held.Load(); n != 0 {
+			t.Errorf("%d bytes are held by no stream", n)
 		}
 	})
 }

@@ -3,6 +3,7 @@ package extproc
 import (
 	"context"
 	"crypto/tls"
+	"errors"
 	"io"
 	"log/slog"
 	"net/http"
@@ -18,6 +19,7 @@ import (
 	"kvrouter/internal/guard"
 	"kvrouter/internal/kv"
 	"kvrouter/internal/proxy"
+	"kvrouter/internal/web"
 )
 
 // patience bounds every wait of these tests.
@@ -26,21 +28,23 @@ const patience = 20 * time.Second
 // handler serves a request that came from a gateway.
 type handler = func(w http.ResponseWriter, r *http.Request, via *proxy.Gateway)
 
+// usual are the limits of New.
+var usual = limits{idle: idleLimit, silence: silenceLimit}
+
 // listenTest starts a picker whose requests go to handle, until the test ends.
 func listenTest(t testing.TB, s Settings, handle handler) *Server {
 	t.Helper()
-	p := newPicker(t, s, handle)
-	serve(t, p)
-	return p
+	return listenWith(t, s, usual, maxConnections, handle)
 }
 
-// newPicker is listenTest before it serves.
-func newPicker(t testing.TB, s Settings, handle handler) *Server {
+// listenWith is listenTest with other limits.
+func listenWith(t testing.TB, s Settings, l limits, connections int, handle handler) *Server {
 	t.Helper()
-	p, err := New(s, Deps{Host: "127.0.0.1", Serve: handle, Ready: func() bool { return true }, Edges: guard.New(), Log: slog.New(slog.DiscardHandler)})
+	p, err := open(s, Deps{Host: "127.0.0.1", SessionTTL: time.Hour, Connections: connections, Serve: handle, Ready: func() bool { return true }, Edges: guard.New(), Log: slog.New(slog.DiscardHandler)}, l)
 	if err != nil {
 		t.Fatal(err)
 	}
+	serve(t, p)
 	return p
 }
 
@@ -207,6 +211,20 @@ func (h *relay) serve(w http.ResponseWriter, r *http.Request, via *proxy.Gateway
 		}
 		if err != nil {
 			return err
+		}
+	}
+}
+
+// bodyReader is a handler that reads bodies as the OpenAI port does, of at most that many
+// bytes each, and answers with their errors.
+func bodyReader(largest int64) handler {
+	bodies := web.NewBodies(largest, 0)
+	return func(w http.ResponseWriter, r *http.Request, _ *proxy.Gateway) {
+		body, err := bodies.Read(w, r)
+		defer bodies.Done(body)
+		var bad *web.BodyError
+		if errors.As(err, &bad) {
+			http.Error(w, bad.Message, bad.Status)
 		}
 	}
 }

@@ -46,7 +46,8 @@ func (h *health) now(service string) (state grpc_health_v1.HealthCheckResponse_S
 }
 
 // Check answers one check.
-func (h *health) Check(_ context.Context, request *grpc_health_v1.HealthCheckRequest) (*grpc_health_v1.HealthCheckResponse, error) {
+func (h *health) Check(ctx context.Context, request *grpc_health_v1.HealthCheckRequest) (*grpc_health_v1.HealthCheckResponse, error) {
+	heard(ctx)
 	state, known := h.now(request.GetService())
 	if !known {
 		return nil, status.Errorf(codes.NotFound, "unknown service %.100q: use %q, %q or %q", request.GetService(), serviceLiveness, serviceReadiness, extprocv3.ExternalProcessor_ServiceDesc.ServiceName)
@@ -56,6 +57,7 @@ func (h *health) Check(_ context.Context, request *grpc_health_v1.HealthCheckReq
 
 // Watch reports every change of a service's state.
 func (h *health) Watch(request *grpc_health_v1.HealthCheckRequest, stream grpc.ServerStreamingServer[grpc_health_v1.HealthCheckResponse]) error {
+	heard(stream.Context())
 	poll := time.NewTicker(watchPoll)
 	defer poll.Stop()
 	limit := time.NewTimer(watchLimit)

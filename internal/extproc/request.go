@@ -2,7 +2,6 @@ package extproc
 
 import (
 	"context"
-	"encoding/base64"
 	"errors"
 	"fmt"
 	"io"
@@ -17,6 +16,7 @@ import (
 	"google.golang.org/protobuf/types/known/structpb"
 
 	"kvrouter/internal/proxy"
+	"kvrouter/internal/web"
 )
 
 // Names of the endpoint picker protocol.
@@ -33,17 +33,24 @@ const (
 )
 
 const (
-	// maxHeaders bounds the bytes of a message's headers, and maxSubset the addresses of
-	// a subset.
-	maxHeaders = 256 << 10
-	maxSubset  = 16 << 10
+	// maxHeaders bounds the bytes of a message's headers, each of which counts for
+	// headerCost more (RFC 9113, section 6.5.2), and maxHeaderCount their number.
+	maxHeaders     = 256 << 10
+	maxHeaderCount = 1000
+	headerCost     = 32
+	// maxSubset bounds the addresses of a subset.
+	maxSubset = 16 << 10
 )
 
-// errHeaders refuses headers beyond maxHeaders.
-var errHeaders = fmt.Errorf("the headers are larger than %d bytes", maxHeaders)
+// errHeaders refuses headers beyond maxHeaders or maxHeaderCount.
+var errHeaders = &refusal{reasonHeaders, web.BodyError{Status: http.StatusRequestHeaderFieldsTooLarge,
+	Message: fmt.Sprintf("the headers are more than %d, or larger than %d bytes with %d bytes for each", maxHeaderCount, maxHeaders, headerCost)}}
 
 // readHeaders returns a message's headers, and the pseudo headers by name.
 func readHeaders(given *corev3.HeaderMap) (header http.Header, pseudo map[string]string, err error) {
+	if len(given.GetHeaders()) > maxHeaderCount {
+		return nil, nil, errHeaders
+	}
 	header, pseudo = make(http.Header, len(given.GetHeaders())), make(map[string]string, 4)
 	size := 0
 	for _, h := range given.GetHeaders() {
@@ -51,7 +58,7 @@ func readHeaders(given *corev3.HeaderMap) (header http.Header, pseudo map[string
 		if raw := h.GetRawValue(); len(raw) > 0 {
 			value = string(raw)
 		}
-		if size += len(h.GetKey()) + len(value); size > maxHeaders {
+		if size += len(h.GetKey()) + len(value) + headerCost; size > maxHeaders {
 			return nil, nil, errHeaders
 		}
 		if strings.HasPrefix(h.GetKey(), ":") {
@@ -154,9 +161,7 @@ func (p *Server) gateway(message *extprocv3.ProcessingRequest, header http.Heade
 	g := &proxy.Gateway{
 		Subset: subset(message.GetMetadataContext()), Others: p.settings.ExtProcFallbacks, Any: p.settings.ExtProcConformance,
 		Model: header.Get(headerModelRewrite), Priority: p.objectives[header.Get(headerObjective)],
-	}
-	if home, err := base64.StdEncoding.DecodeString(header.Get(proxy.HeaderSession)); err == nil {
-		g.Home = string(home)
+		Token: header.Get(proxy.HeaderSession), Tokens: p.tokens,
 	}
 	if picked := header.Get(headerTestPick); p.settings.ExtProcConformance && picked != "" {
 		g.Subset = strings.FieldsFunc(picked, func(r rune) bool { return r == ',' || r == ' ' })

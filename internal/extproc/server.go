@@ -5,6 +5,7 @@
 package extproc
 
 import (
+	"cmp"
 	"context"
 	"crypto/ecdsa"
 	"crypto/elliptic"
@@ -19,14 +20,15 @@ import (
 	"net/http"
 	"strconv"
 	"sync"
+	"sync/atomic"
 	"time"
 
 	extprocv3 "github.com/envoyproxy/go-control-plane/envoy/service/ext_proc/v3"
-	"golang.org/x/net/netutil"
 	"google.golang.org/grpc"
 	"google.golang.org/grpc/credentials"
 	"google.golang.org/grpc/health/grpc_health_v1"
 	"google.golang.org/grpc/keepalive"
+	"google.golang.org/grpc/tap"
 
 	"kvrouter/internal/guard"
 	"kvrouter/internal/proxy"
@@ -35,9 +37,14 @@ import (
 
 const (
 	// maxConnections and maxStreams bound the gateways' connections, and the requests on
-	// each: Envoy has one connection for each of its threads.
+	// each: Envoy has one connection for each of its threads. maxChecks bounds the
+	// connections to the port of health checks.
 	maxConnections = 512
 	maxStreams     = 16 << 10
+	maxChecks      = 64
+	// maxStreamHeaders bounds the headers with which a stream begins, bytes, each of which
+	// counts for 32 more. A request's own headers come in a message.
+	maxStreamHeaders = 64 << 10
 	// maxMessage bounds one message, bytes: a gateway sends bodies in pieces of at most
 	// its own buffer, which is 1 MiB where nothing is said.
 	maxMessage = 4 << 20
@@ -46,8 +53,12 @@ const (
 	windowSize = 1 << 20
 	// idlePing is the idle time of a connection before a keepalive ping.
 	idlePing = 30 * time.Second
+	// idleLimit is the time that a connection without a stream stays open.
+	idleLimit = 2 * time.Minute
 	// silenceLimit is the time that a stream may be open before its request begins.
 	silenceLimit = 30 * time.Second
+	// overTime is the same for a health check when the memory of all streams is used up.
+	overTime = 20 * time.Millisecond
 	// selfSigned is the time that a certificate made at the start is valid.
 	selfSigned = 10 * 365 * 24 * time.Hour
 )
@@ -57,7 +68,10 @@ type Server struct {
 	serve      func(w http.ResponseWriter, r *http.Request, via *proxy.Gateway)
 	settings   Settings
 	objectives map[string]int
-	silence    time.Duration // silenceLimit
+	tokens     *proxy.SessionTokens
+	limits     limits
+	memory     memory // of all streams
+	refused    [reasons]atomic.Uint64
 	edges      *guard.Edges
 	log        *slog.Logger
 	grpc       *grpc.Server
@@ -79,24 +93,51 @@ type Deps struct {
 	// Serve serves a request that came from a gateway.
 	Serve func(w http.ResponseWriter, r *http.Request, via *proxy.Gateway)
 	Ready func() (ready bool) // requests can be served
-	Edges *guard.Edges
-	Log   *slog.Logger
+	// Secret is what routers of the same workers share, from which the key of session
+	// tokens is derived without --session-token-key; empty: there is none.
+	Secret string
+	// SessionTTL is the time that a session token holds.
+	SessionTTL time.Duration
+	// Connections is the most that the picker's port takes at once; it never takes more
+	// than maxConnections.
+	Connections int
+	Edges       *guard.Edges
+	Log         *slog.Logger
+}
+
+// limits are the times that a gateway may do nothing.
+type limits struct {
+	idle    time.Duration // of a connection without a stream
+	silence time.Duration // of a stream before its request begins
 }
 
 // New opens the ports. Serve or Close must follow.
 func New(s Settings, deps Deps) (*Server, error) {
+	return open(s, deps, limits{idle: idleLimit, silence: silenceLimit})
+}
+
+func open(s Settings, deps Deps, l limits) (*Server, error) {
 	objectives, err := s.objectives()
 	if err != nil {
 		return nil, err
 	}
-	p := &Server{serve: deps.Serve, settings: s, objectives: objectives, silence: silenceLimit, edges: deps.Edges, log: deps.Log, leaving: make(chan struct{})}
+	tokens, err := proxy.NewSessionTokens(cmp.Or(s.SessionTokenKey, deps.Secret), deps.SessionTTL)
+	if err != nil {
+		return nil, err
+	}
+	p := &Server{tokens: tokens, serve: deps.Serve, settings: s, objectives: objectives, limits: l, edges: deps.Edges, log: deps.Log, leaving: make(chan struct{})}
+	p.memory.most = cmp.Or(s.ExtProcMaxInflightBytes, unsetInflight)
 	p.base, p.cut = context.WithCancelCause(context.Background())
-	options := []grpc.ServerOption{
-		grpc.MaxConcurrentStreams(maxStreams), grpc.MaxRecvMsgSize(maxMessage), grpc.InitialWindowSize(windowSize), grpc.InitialConnWindowSize(windowSize * 4),
-		grpc.WaitForHandlers(true), // Close leaves no handler behind
-		grpc.KeepaliveParams(keepalive.ServerParameters{Time: idlePing}),
+	bounds := []grpc.ServerOption{
+		grpc.MaxHeaderListSize(maxStreamHeaders), grpc.InTapHandle(p.admit), grpc.ConnectionTimeout(web.HeaderTimeout),
+		grpc.KeepaliveParams(keepalive.ServerParameters{Time: idlePing, MaxConnectionIdle: l.idle}),
 		grpc.KeepaliveEnforcementPolicy(keepalive.EnforcementPolicy{MinTime: time.Second, PermitWithoutStream: true}),
 	}
+	options := append([]grpc.ServerOption{
+		grpc.MaxConcurrentStreams(maxStreams), grpc.MaxRecvMsgSize(maxMessage), grpc.InitialWindowSize(windowSize), grpc.InitialConnWindowSize(windowSize * 4),
+		grpc.ForceServerCodecV2(newCodec()),
+		grpc.WaitForHandlers(true), // Close leaves no handler behind
+	}, bounds...)
 	if s.ExtProcTLS {
 		config := deps.Secure
 		if config == nil {
@@ -110,26 +151,59 @@ func New(s Settings, deps Deps) (*Server, error) {
 	checks := &health{ready: deps.Ready, leaving: p.leaving}
 	extprocv3.RegisterExternalProcessorServer(p.grpc, p)
 	grpc_health_v1.RegisterHealthServer(p.grpc, checks)
-	if p.picker, err = listen(deps.Host, s.ExtProcPort, "--ext-proc-port"); err != nil {
+	if p.picker, err = listen(deps.Host, s.ExtProcPort, "--ext-proc-port", min(deps.Connections, maxConnections)); err != nil {
 		return nil, err
 	}
 	if s.ExtProcHealthPort != 0 {
-		if p.checks, err = listen(deps.Host, s.ExtProcHealthPort, "--ext-proc-health-port"); err != nil {
+		if p.checks, err = listen(deps.Host, s.ExtProcHealthPort, "--ext-proc-health-port", maxChecks); err != nil {
 			p.picker.Close()
 			return nil, err
 		}
-		p.health = grpc.NewServer(grpc.MaxConcurrentStreams(64), grpc.MaxRecvMsgSize(4<<10))
+		p.health = grpc.NewServer(append([]grpc.ServerOption{grpc.MaxConcurrentStreams(maxChecks), grpc.MaxRecvMsgSize(4 << 10)}, bounds...)...)
 		grpc_health_v1.RegisterHealthServer(p.health, checks)
 	}
 	return p, nil
 }
 
-func listen(host string, port int, flag string) (net.Listener, error) {
+func listen(host string, port int, flag string, most int) (net.Listener, error) {
 	listener, err := net.Listen("tcp", net.JoinHostPort(host, strconv.Itoa(port)))
 	if err != nil {
 		return nil, fmt.Errorf("%s %d: %w: free the port or choose another", flag, port, err)
 	}
-	return netutil.LimitListener(listener, maxConnections), nil
+	return web.BoundMultiplexed(listener, most), nil
+}
+
+// admit counts the memory of a stream that begins; Process refuses one that does not fit.
+// A health check ends if it asks nothing for the silence, or for overTime where it does not
+// fit. It runs in its connection's goroutine. To fail here would leak the stream's
+// context until the connection is closed.
+func (p *Server) admit(ctx context.Context, info *tap.Info) (context.Context, error) {
+	n, silence := streamMemory+memoryOf(info.Header), p.limits.silence
+	fits := p.memory.take(n)
+	if fits {
+		context.AfterFunc(ctx, func() { p.memory.give(n) })
+	}
+	if info.FullMethodName == extprocv3.ExternalProcessor_Process_FullMethodName {
+		return context.WithValue(ctx, fitsKey{}, fits), nil
+	}
+	if !fits {
+		silence = overTime
+	}
+	ctx, cancel := context.WithCancel(ctx)
+	return context.WithValue(ctx, silentKey{}, time.AfterFunc(silence, cancel)), nil
+}
+
+// fitsKey is the context key of whether a stream of Process fits into the memory.
+type fitsKey struct{}
+
+// silentKey is the context key of the timer that ends a health check.
+type silentKey struct{}
+
+// heard stops the timer that ends a health check which asks nothing.
+func heard(ctx context.Context) {
+	if silent, ok := ctx.Value(silentKey{}).(*time.Timer); ok {
+		silent.Stop()
+	}
 }
 
 // Address returns the address of the picker's port.

@@ -14,10 +14,12 @@ import (
 	procmode "github.com/envoyproxy/go-control-plane/envoy/extensions/filters/http/ext_proc/v3"
 	extprocv3 "github.com/envoyproxy/go-control-plane/envoy/service/ext_proc/v3"
 	"google.golang.org/grpc/codes"
+	"google.golang.org/grpc/peer"
 	"google.golang.org/grpc/status"
 
 	"kvrouter/internal/guard"
 	"kvrouter/internal/proxy"
+	"kvrouter/internal/web"
 )
 
 const (
@@ -31,39 +33,56 @@ const (
 // errGone means that the gateway has ended the stream: its client disconnected.
 var errGone = errors.New("the gateway has ended the stream")
 
+// errLonger refuses a body that goes on beyond its Content-Length.
+var errLonger = &refusal{reasonBody, web.BodyError{Status: http.StatusBadRequest, Message: "the request body is longer than its Content-Length"}}
+
 // pieces is a body that comes in messages. One goroutine puts, another reads.
 type pieces struct {
+	share    *share // of which the pieces take their memory until they are read
+	length   int64  // announced; negative: unknown. Set before the first piece
 	next     chan []byte
 	over     chan struct{} // closed with err set
 	once     sync.Once
 	err      error
+	came     int64 // bytes put
 	rest     []byte
-	trailers bool // it ended with trailers; set before over is closed
+	given    int64 // bytes read
+	trailers bool  // it ended with trailers; set before over is closed
 	timer    *time.Timer
 }
 
-func newPieces() *pieces {
-	return &pieces{next: make(chan []byte, piecesAhead), over: make(chan struct{})}
+func newPieces(s *share) *pieces {
+	return &pieces{share: s, length: -1, next: make(chan []byte, piecesAhead), over: make(chan struct{})}
 }
 
 // put hands a piece to the reader; with last it is the end. What comes after the end is
-// dropped: Envoy may send the last piece again (its issue 46237).
-func (b *pieces) put(ctx context.Context, piece []byte, last bool) {
+// dropped: Envoy may send the last piece again (its issue 46237). An error is a refusal.
+func (b *pieces) put(ctx context.Context, piece []byte, last bool) error {
 	select {
 	case <-b.over:
-		return
+		return nil
 	default:
 	}
-	if len(piece) > 0 {
+	n := int64(len(piece))
+	if b.came += n; b.length >= 0 && b.came > b.length {
+		return errLonger
+	}
+	if n > 0 {
+		if !b.share.take(n) {
+			return b.share.of.full()
+		}
 		select {
 		case b.next <- piece:
 		case <-b.over:
+			b.share.give(n)
 		case <-ctx.Done():
+			b.share.give(n)
 		}
 	}
 	if last {
 		b.end(io.EOF)
 	}
+	return nil
 }
 
 // end ends the body: the pieces that were put are read still.
@@ -74,7 +93,8 @@ func (b *pieces) end(err error) {
 	})
 }
 
-// Read reads at most one piece.
+// Read reads no more than one piece. The last bytes of a body of known length are read
+// only once its end has come: what is read as a whole is complete.
 func (b *pieces) Read(into []byte) (int, error) {
 	for len(b.rest) == 0 {
 		select {
@@ -91,8 +111,16 @@ func (b *pieces) Read(into []byte) (int, error) {
 			}
 		}
 	}
-	n := copy(into, b.rest)
+	n := min(len(into), len(b.rest))
+	if b.length >= 0 && b.given+int64(n) >= b.length {
+		if <-b.over; b.err != io.EOF {
+			return 0, b.err
+		}
+	}
+	copy(into, b.rest[:n])
 	b.rest = b.rest[n:]
+	b.given += int64(n)
+	b.share.give(int64(n))
 	return n, nil
 }
 
@@ -110,6 +138,7 @@ type stream struct {
 	cancel  context.CancelCauseFunc
 	request *http.Request
 	gateway *proxy.Gateway
+	share   share // of the server's memory
 
 	asked, answered *pieces // the request's body, and the answer's
 	bodiless        bool    // the request has no body
@@ -127,23 +156,33 @@ type stream struct {
 
 // Process serves one request of a gateway.
 func (p *Server) Process(process extprocv3.ExternalProcessor_ProcessServer) error {
-	s := &stream{server: p, grpc: process, asked: newPieces(), answered: newPieces(), answers: make(chan *http.Response, 1), malformed: make(chan struct{})}
+	s := &stream{server: p, grpc: process, share: share{of: &p.memory}, answers: make(chan *http.Response, 1), malformed: make(chan struct{})}
+	s.asked, s.answered = newPieces(&s.share), newPieces(&s.share)
+	defer s.share.end()
 	s.ctx, s.cancel = context.WithCancelCause(process.Context())
 	defer s.cancel(nil)
 	defer context.AfterFunc(p.base, func() { s.cancel(context.Cause(p.base)) })()
 	w := &writer{stream: s, header: http.Header{}, stuck: make(chan struct{})}
-	ended := make(chan error, 1)
-	silent := time.AfterFunc(p.silence, func() {
-		ended <- status.Error(codes.DeadlineExceeded, "no request headers were received in time")
+	if fits, known := process.Context().Value(fitsKey{}).(bool); known && !fits {
+		err := p.memory.full()
+		p.count(err)
+		return w.refuse(err)
+	}
+	ended := make(chan error, 2) // of the handler, and of the goroutine below
+	silent := time.AfterFunc(p.limits.silence, func() {
+		p.refused[reasonSilence].Add(1)
+		ended <- status.Error(codes.DeadlineExceeded, "no request headers came on the stream in time")
 	})
 	p.handlers.Go(func() { // until the stream ends
-		first, err := process.Recv()
+		first, err := s.receive()
 		switch {
 		case !silent.Stop(): // it has ended
+		case p.count(err):
+			ended <- w.refuse(err)
 		case err != nil:
 			ended <- nil // there was no request
 		case s.serve(w, first, ended):
-			s.read()
+			s.read(ended)
 		}
 	})
 	select {
@@ -160,13 +199,18 @@ func (s *stream) serve(w *writer, first *extprocv3.ProcessingRequest, ended chan
 	p := s.server
 	if err := p.edges.Do(guard.ExtProc, p.log, func() error { return s.begin(first) }); err != nil {
 		if status.Code(err) == codes.Unknown {
-			http.Error(w, err.Error(), http.StatusBadRequest)
-			err = w.finish()
+			p.count(err)
+			err = w.refuse(err)
 		}
 		ended <- err
 		return false
 	}
+	done := func() {}
+	if from, known := peer.FromContext(s.grpc.Context()); known {
+		done = web.Busy(from.Addr)
+	}
 	p.handlers.Go(func() { // until the handler ends: with ctx at the latest
+		defer done()
 		defer w.stop()
 		p.serve(w, s.request, s.gateway)
 		ended <- w.finish()
@@ -194,23 +238,47 @@ func (s *stream) begin(first *extprocv3.ProcessingRequest) error {
 		return err
 	}
 	s.bodiless = headers.GetEndOfStream()
+	if s.asked.length = request.ContentLength; s.asked.length == 0 && !s.bodiless {
+		request.ContentLength = -1 // its end is waited for as well
+	}
 	s.gateway = s.server.gateway(first, request.Header)
+	if !s.share.take(memoryOf(request.Header) + memoryOf(http.Header{"": s.gateway.Subset})) {
+		return s.server.memory.full()
+	}
 	s.gateway.Send = s.send
 	s.request = request
 	return nil
 }
 
-// read takes the gateway's messages until it ends the stream.
-func (s *stream) read() {
+// receive receives the gateway's next message. It fails with a refusal if the message goes
+// beyond a bound.
+func (s *stream) receive() (*extprocv3.ProcessingRequest, error) {
+	var in incoming
+	err := s.grpc.RecvMsg(&in)
+	switch {
+	case err == nil:
+		return in.message, in.refused
+	case status.Code(err) == codes.ResourceExhausted:
+		s.server.refused[reasonMessage].Add(1) // gRPC has ended the stream
+	}
+	return nil, err
+}
+
+// read takes the gateway's messages until it ends the stream. If one goes beyond a bound,
+// ended gets the stream's status.
+func (s *stream) read(ended chan<- error) {
 	for {
-		message, err := s.grpc.Recv()
+		message, err := s.receive()
 		if err == nil {
 			err = s.server.edges.Do(guard.ExtProc, s.server.log, func() error { return s.take(message) })
 		}
+		if s.server.count(err) {
+			ended <- status.Error(codes.ResourceExhausted, err.Error())
+		}
 		if err != nil {
+			s.cancel(errGone) // before the answer breaks off: its worker has not failed
 			s.asked.end(errGone)
 			s.answered.end(errGone)
-			s.cancel(errGone)
 			return
 		}
 	}
@@ -220,7 +288,9 @@ func (s *stream) read() {
 func (s *stream) take(message *extprocv3.ProcessingRequest) error {
 	switch m := message.GetRequest().(type) {
 	case *extprocv3.ProcessingRequest_RequestBody:
-		s.asked.put(s.ctx, m.RequestBody.GetBody(), m.RequestBody.GetEndOfStream())
+		if err := s.asked.put(s.ctx, m.RequestBody.GetBody(), m.RequestBody.GetEndOfStream()); s.server.count(err) {
+			s.asked.end(err) // the handler answers
+		}
 	case *extprocv3.ProcessingRequest_RequestTrailers:
 		s.asked.trail()
 	case *extprocv3.ProcessingRequest_ResponseHeaders:
@@ -229,11 +299,14 @@ func (s *stream) take(message *extprocv3.ProcessingRequest) error {
 			s.refuse()
 			return nil
 		}
+		if !s.share.take(memoryOf(answer.Header)) {
+			return s.server.memory.full()
+		}
 		s.came, s.empty = answer.Header.Clone(), m.ResponseHeaders.GetEndOfStream()
 		s.served, _, _ = strings.Cut(served(message), ",")
 		s.answers <- answer // has room for one
 	case *extprocv3.ProcessingRequest_ResponseBody:
-		s.answered.put(s.ctx, m.ResponseBody.GetBody(), m.ResponseBody.GetEndOfStream())
+		return s.answered.put(s.ctx, m.ResponseBody.GetBody(), m.ResponseBody.GetEndOfStream())
 	case *extprocv3.ProcessingRequest_ResponseTrailers:
 		s.answered.trail()
 	case *extprocv3.ProcessingRequest_RequestHeaders:
@@ -320,11 +393,6 @@ func (s *stream) askFor(request *http.Request, addresses string) error {
 	})
 	if err != nil || s.bodiless {
 		return err
-	}
-	select { // a body of a known length has been read before its end came
-	case <-s.asked.over:
-	case <-s.ctx.Done():
-		return context.Cause(s.ctx)
 	}
 	trailed := s.asked.trailed()
 	w := &pieceWriter{left: request.ContentLength, ends: !trailed, send: s.sendAsked}

@@ -19,9 +19,14 @@ import (
 	"kvrouter/internal/web"
 )
 
-// maxOwnAnswer bounds an answer of the router's own, bytes: lists of models, tokens,
-// errors.
-const maxOwnAnswer = 16 << 20
+const (
+	// maxOwnAnswer bounds an answer of the router's own, bytes: lists of models, tokens,
+	// errors.
+	maxOwnAnswer = 16 << 20
+	// shortAnswer is as much of one as takes no further memory, bytes: an error is
+	// answered when the memory of all streams is used up.
+	shortAnswer = 4 << 10
+)
 
 // writer is where a handler writes the answer: a worker's goes back to the gateway piece
 // by piece, one of the router's own in one message at the end.
@@ -73,7 +78,14 @@ func (w *writer) Write(piece []byte) (int, error) {
 		return 0, w.err
 	case !w.stream.headed:
 		if len(w.body)+len(piece) > maxOwnAnswer {
-			return 0, errors.New("the answer is too long for a gateway")
+			w.err = status.Errorf(codes.ResourceExhausted, "the answer is longer than %d bytes", maxOwnAnswer)
+			return 0, w.err
+		}
+		if beyond := len(w.body) + len(piece) - shortAnswer; beyond > 0 && !w.stream.share.take(int64(min(beyond, len(piece)))) {
+			err := w.stream.server.memory.full()
+			w.stream.server.count(err)
+			w.err = status.Error(codes.ResourceExhausted, err.Error())
+			return 0, w.err
 		}
 		w.body = append(w.body, piece...)
 	case !w.stream.empty:
@@ -141,6 +153,25 @@ func (w *writer) stop() {
 	defer w.mu.Unlock()
 	w.halt()
 	w.over = true
+}
+
+// refuse answers with an error in OpenAI's shape: with the status of a web.BodyError, or
+// as an invalid request.
+func (w *writer) refuse(err error) error {
+	code := http.StatusBadRequest
+	var own *web.BodyError
+	if errors.As(err, &own) {
+		code = own.Status
+	}
+	if code == http.StatusServiceUnavailable {
+		w.header.Set("Retry-After", "1")
+	}
+	w.header.Set("Content-Type", "application/json")
+	w.WriteHeader(code)
+	if _, err := w.Write(web.ErrorJSON(code, web.ErrorType(code), "", err.Error())); err != nil {
+		return err
+	}
+	return w.finish()
 }
 
 // finish sends the rest once the handler has ended.

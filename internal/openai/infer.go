@@ -71,7 +71,7 @@ func (a *API) infer(c *gin.Context, path string, kind tokens.Kind) {
 	}
 	x.Request, x.Default = &r.request, r.model == a.models.Default()
 	a.observers.accepted(x, r.body)
-	err := r.gateway.Follow(&r.request, r.model.Router)
+	err := r.gateway.Follow(&r.request, r.model.Router, proxy.Client{Key: caller.Name, Model: x.Model, Trusted: caller.Trusted})
 	if err == nil {
 		err = a.proxy.Forward(r.ctx, c.Writer, r.upstream(c), x, r)
 	}

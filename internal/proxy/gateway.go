@@ -26,8 +26,8 @@ const (
 
 // Headers of requests and answers that a gateway's clients know from llm-d.
 const (
-	// HeaderSession identifies the worker that served a client. A request with it
-	// is sent to the same worker.
+	// HeaderSession has a token of SessionTokens. A request with it goes to the same worker
+	// again.
 	HeaderSession = "X-Session-Token"
 	// HeaderDropped has the reason why a request was refused.
 	HeaderDropped = "X-Llm-D-Request-Dropped-Reason"
@@ -56,25 +56,41 @@ type Gateway struct {
 	Any bool
 	// Model replaces the model in the body; empty: unchanged.
 	Model string
-	// Priority is that of the request's objective: the higher go first in the queue, and
-	// one below 0 is refused while the workers are saturated.
+	// Priority is that of the request's objective: the higher go first in the queue, if the
+	// client is trusted, and one below 0 is refused while the workers are saturated.
 	Priority int
-	// Home is the address of the worker that served the session before; empty: none.
-	Home string
+	// Token is the session token that came with the request; empty: none did.
+	Token string
+	// Tokens signs and checks session tokens; nil: there are none.
+	Tokens *SessionTokens
+
+	client Client // set by Follow
 }
 
-// Follow puts the gateway's data into a request, for a router of that model. It
+// Client is the sender of a gateway's request.
+type Client struct {
+	Key     string // name of its API key
+	Model   string // that it named
+	Trusted bool   // its priority above 0 is honored
+}
+
+// Follow puts the gateway's data into a client's request, for a router of its model. It
 // fails with router.ErrBusy where the request must be shed.
-func (g *Gateway) Follow(request *router.Request, r *router.Router) error {
+func (g *Gateway) Follow(request *router.Request, r *router.Router, client Client) error {
 	if g == nil {
 		return nil
 	}
+	g.client = client
 	request.Alternatives = g.Others
-	if g.Priority > 0 {
+	if g.Priority > 0 && client.Trusted {
 		request.StrictPriority = uint32(min(g.Priority, math.MaxInt32))
 	}
-	if g.Subset != nil || g.Home != "" {
-		g.find(request, r.Targets())
+	home := ""
+	if g.Token != "" && g.Tokens != nil {
+		home = g.Tokens.open(g.Token, client.Model, client.Key)
+	}
+	if g.Subset != nil || home != "" {
+		g.find(request, r.Targets(), home)
 	}
 	if g.Priority < 0 && !request.QueryOnly {
 		if saturation, up := r.Saturation(); up && saturation >= 1 {
@@ -92,8 +108,15 @@ func (g *Gateway) Rename(body *jsonbody.Body) *jsonbody.Body {
 	return body.With("model", Quoted(g.Model))
 }
 
-// find names in request the workers of Subset and of Home, of those that are up.
-func (g *Gateway) find(request *router.Request, targets []kv.Target) {
+// sign sets the session token of an answer that the worker at address gives.
+func (g *Gateway) sign(header http.Header, address string) {
+	if g != nil && g.Tokens != nil {
+		header.Set(HeaderSession, g.Tokens.sign(address, g.client.Model, g.client.Key))
+	}
+}
+
+// find names in request the workers of Subset and at home, of those that are up.
+func (g *Gateway) find(request *router.Request, targets []kv.Target, home string) {
 	named := make(map[string]bool, len(g.Subset))
 	for _, address := range g.Subset {
 		named[address] = true
@@ -105,9 +128,16 @@ func (g *Gateway) find(request *router.Request, targets []kv.Target) {
 		if named[address] || named[host] {
 			allowed = append(allowed, id)
 		}
-		if address == g.Home && request.Home == nil {
+		if address == home && request.Home == nil {
 			request.Home = &id
 		}
+	}
+	switch {
+	case home == "":
+	case request.Home != nil:
+		g.Tokens.count(tokenValid)
+	default:
+		g.Tokens.count(tokenGone)
 	}
 	if g.Subset != nil {
 		request.Allowed = allowed

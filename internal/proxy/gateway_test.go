@@ -32,6 +32,11 @@ func gatewayRouter(t *testing.T, workers int) *router.Router {
 func TestARequestFollowsItsGateway(t *testing.T) {
 	rt := gatewayRouter(t, 4)
 	home := uint64(3)
+	tokens := newSessionTokens(t, "")
+	client := Client{Key: "team-a", Model: "m", Trusted: true}
+	token := func(address string) *Gateway {
+		return &Gateway{Tokens: tokens, Token: tokens.sign(address, "m", "team-a")}
+	}
 	for name, test := range map[string]struct {
 		gateway *Gateway
 		want    router.Request
@@ -41,15 +46,17 @@ func TestARequestFollowsItsGateway(t *testing.T) {
 		"others":                             {&Gateway{Others: 3}, router.Request{Alternatives: 3}},
 		"a subset by address and by host":    {&Gateway{Subset: []string{"10.0.0.1:8000", "10.0.0.2", "10.0.0.3:9000"}}, router.Request{Allowed: []uint64{1, 2}}},
 		"a subset of others' workers":        {&Gateway{Subset: []string{"10.1.0.1:8000"}}, router.Request{Allowed: []uint64{}}},
-		"a session's worker":                 {&Gateway{Home: "10.0.0.3:8000"}, router.Request{Home: &home}},
-		"a session whose worker is gone":     {&Gateway{Home: "10.0.0.9:8000"}, router.Request{}},
+		"a session's worker":                 {token("10.0.0.3:8000"), router.Request{Home: &home}},
+		"a session whose worker is gone":     {token("10.0.0.9:8000"), router.Request{}},
+		"a session of another key":           {&Gateway{Tokens: tokens, Token: tokens.sign("10.0.0.3:8000", "m", "team-b")}, router.Request{}},
+		"a session without a signature":      {&Gateway{Tokens: tokens, Token: "MTAuMC4wLjM6ODAwMA=="}, router.Request{}},
 		"an objective of high priority":      {&Gateway{Priority: 7}, router.Request{StrictPriority: 7}},
 		"an objective that may be refused":   {&Gateway{Priority: -1}, router.Request{}},
 		"an objective of a priority too far": {&Gateway{Priority: 1 << 40}, router.Request{StrictPriority: 1<<31 - 1}},
 	} {
 		t.Run(name, func(t *testing.T) {
 			var got router.Request
-			if err := test.gateway.Follow(&got, rt); err != nil {
+			if err := test.gateway.Follow(&got, rt, client); err != nil {
 				t.Fatal(err)
 			}
 			if got.Alternatives != test.want.Alternatives || got.StrictPriority != test.want.StrictPriority || !slices.Equal(got.Allowed, test.want.Allowed) || (got.Allowed == nil) != (test.want.Allowed == nil) {
@@ -60,26 +67,48 @@ func TestARequestFollowsItsGateway(t *testing.T) {
 			}
 		})
 	}
+	if got := results(tokens); got != [tokenResults]uint64{tokenValid: 1, tokenGone: 1, tokenInvalid: 2} {
+		t.Errorf("counted %v", got)
+	}
 }
 
-// TestWhatMayBeRefusedIsWhileWorkersAreSaturated pins the priorities below 0.
-func TestWhatMayBeRefusedIsWhileWorkersAreSaturated(t *testing.T) {
+// TestAnUntrustedClientGetsNoPriority: its objective may lower it, not raise it.
+func TestAnUntrustedClientGetsNoPriority(t *testing.T) {
 	rt := gatewayRouter(t, 1)
+	var request router.Request
+	if err := (&Gateway{Priority: 7}).Follow(&request, rt, Client{}); err != nil || request.StrictPriority != 0 {
+		t.Errorf("priority %d, %v", request.StrictPriority, err)
+	}
+	saturate(t, rt)
+	if err := (&Gateway{Priority: -1}).Follow(&request, rt, Client{}); !errors.Is(err, router.ErrBusy) {
+		t.Errorf("below 0: %v", err)
+	}
+}
+
+// saturate fills a router's worker.
+func saturate(t *testing.T, rt *router.Router) {
+	t.Helper()
 	for i := range 200 {
 		b, err := rt.Book(router.Request{Tokens: testkit.Tokens(uint32(i)*100_000, 10_000)}, kv.WorkerKey{})
 		if err != nil {
 			t.Fatal(err)
 		}
-		defer b.End()
+		t.Cleanup(b.End)
 	}
 	if saturation, _ := rt.Saturation(); saturation < 1 {
 		t.Fatalf("the worker is not saturated: %v", saturation)
 	}
+}
+
+// TestWhatMayBeRefusedIsWhileWorkersAreSaturated pins the priorities below 0.
+func TestWhatMayBeRefusedIsWhileWorkersAreSaturated(t *testing.T) {
+	rt := gatewayRouter(t, 1)
+	saturate(t, rt)
 	var request router.Request
-	if err := (&Gateway{Priority: -1}).Follow(&request, rt); !errors.Is(err, router.ErrBusy) {
+	if err := (&Gateway{Priority: -1}).Follow(&request, rt, Client{}); !errors.Is(err, router.ErrBusy) {
 		t.Errorf("below 0: %v", err)
 	}
-	if err := (&Gateway{}).Follow(&request, rt); err != nil {
+	if err := (&Gateway{}).Follow(&request, rt, Client{}); err != nil {
 		t.Errorf("0: %v", err)
 	}
 }
@@ -118,6 +147,12 @@ func TestAGatewayRenamesTheModel(t *testing.T) {
 // sendByGateway sends a request through a gateway that answers as send does.
 func sendByGateway(t *testing.T, rt *router.Router, send func(Routed) (*http.Response, string, error)) (*httptest.ResponseRecorder, *Exchange, error) {
 	t.Helper()
+	return sendByGatewayAs(t, rt, func(*Upstream) {}, send)
+}
+
+// sendByGatewayAs is sendByGateway with a change to what is sent.
+func sendByGatewayAs(t *testing.T, rt *router.Router, change func(*Upstream), send func(Routed) (*http.Response, string, error)) (*httptest.ResponseRecorder, *Exchange, error) {
+	t.Helper()
 	p := newTestProxy(t, 0)
 	request := router.Request{Tokens: testkit.Tokens(1, 256), Alternatives: 3}
 	u := Upstream{
@@ -125,6 +160,7 @@ func sendByGateway(t *testing.T, rt *router.Router, send func(Routed) (*http.Res
 		Header:  http.Header{HeaderPrefiller: {"169.254.169.254:80"}, HeaderDataParallel: {"169.254.169.254:80"}},
 		Gateway: &Gateway{Send: send},
 	}
+	change(&u)
 	w, x := httptest.NewRecorder(), &Exchange{}
 	err := p.Forward(t.Context(), w, u, x, rebooks{
 		chooseOne: func(exclude []uint64) (router.Decision, error) {

@@ -2,7 +2,6 @@ package proxy
 
 import (
 	"context"
-	"encoding/base64"
 	"errors"
 	"fmt"
 	"io"
@@ -67,9 +66,7 @@ func writeHead(w http.ResponseWriter, response *http.Response, u Upstream, x *Ex
 	decided.Set(web.HeaderWorker, x.Worker)
 	decided.Set(web.HeaderOverlap, strconv.Itoa(x.Decision.OverlapTokens))
 	header.Set(web.HeaderRequest, u.RequestID)
-	if u.Gateway != nil {
-		decided.Set(HeaderSession, base64.StdEncoding.EncodeToString([]byte(x.Decision.Target.Address())))
-	}
+	u.Gateway.sign(decided, x.Decision.Target.Address())
 	if x.Shared != nil {
 		x.Shared.begin(decided)
 	}

@@ -76,7 +76,8 @@ func (e *BodyError) Error() string { return e.Message }
 var errFull = errors.New("the memory for request bodies is used up")
 
 // Read reads a request's body; the caller calls Done when it no longer uses the body.
-// An error is a *BodyError: 413, 400, or 503 with Retry-After.
+// An error is a *BodyError: 413, 400, or 503 with Retry-After, or the one with which
+// reading r.Body failed.
 func (b *Bodies) Read(w http.ResponseWriter, r *http.Request) (body []byte, err error) {
 	announced := r.ContentLength
 	if announced > b.largest {
@@ -92,8 +93,14 @@ func (b *Bodies) Read(w http.ResponseWriter, r *http.Request) (body []byte, err 
 	}
 	got := len(body)
 	b.Done(body)
+	var own *BodyError
 	var tooLarge *http.MaxBytesError
 	switch {
+	case errors.As(err, &own):
+		if own.Status == http.StatusServiceUnavailable {
+			w.Header().Set("Retry-After", "1")
+		}
+		return nil, own
 	case errors.Is(err, errFull):
 		b.refused.Add(1)
 		w.Header().Set("Retry-After", "1")

@@ -233,3 +233,18 @@ func BenchmarkBody(b *testing.B) {
 		bodies.Done(body)
 	}
 }
+
+// TestAReaderSaysWhyABodyIsRefused: a body's reader may have a status of its own.
+func TestAReaderSaysWhyABodyIsRefused(t *testing.T) {
+	for status, again := range map[int]string{http.StatusBadRequest: "", http.StatusServiceUnavailable: "1"} {
+		b, w := NewBodies(1<<20, 4<<20), httptest.NewRecorder()
+		_, err := b.Read(w, bodyRequest(iotest.ErrReader(&BodyError{status, "why"}), 7))
+		var bad *BodyError
+		if !errors.As(err, &bad) || bad.Status != status || bad.Message != "why" || w.Header().Get("Retry-After") != again {
+			t.Errorf("%v, headers %v; want %d", err, w.Header(), status)
+		}
+		if b.Held() != 0 {
+			t.Errorf("%d bytes are still held", b.Held())
+		}
+	}
+}

@@ -24,16 +24,19 @@ type Connections struct {
 	closed bool       // the port
 }
 
-// FreshFor is the time that a new connection counts as busy before its first request.
+// FreshFor is the time that a new connection counts as busy before its first request,
+// and one of BoundMultiplexed after its last.
 const FreshFor = 200 * time.Millisecond
 
 // connection is one client.
 type connection struct {
 	net.Conn
 	all  *Connections
-	came time.Time     // when it was accepted; zero: it has sent a request. Guarded by all.mu
+	came time.Time     // since when it counts as new; zero: it does not. Guarded by all.mu
 	at   *list.Element // in all.idle; nil: it has a request, or is closed. Guarded by all.mu
 	shut bool          // it was closed. Guarded by all.mu
+
+	requests int // that it carries, on a listener of BoundMultiplexed. Guarded by all.mu
 }
 
 // boundedPort is a listener that counts its connections.
@@ -42,17 +45,30 @@ type boundedPort struct {
 	all *Connections
 }
 
+func newConnections(most int) *Connections {
+	all := &Connections{most: max(1, most), idle: list.New()}
+	all.freed = sync.NewCond(&all.mu)
+	return all
+}
+
 // Bound wraps the listener port of server and limits it to most concurrent connections.
 // It sets server.ConnState.
 func Bound(server *http.Server, port net.Listener, most int) net.Listener {
-	all := &Connections{most: max(1, most), idle: list.New()}
-	all.freed = sync.NewCond(&all.mu)
+	all := newConnections(most)
 	server.ConnState = all.changed
 	return &boundedPort{port, all}
 }
 
 // Accept returns the next connection when one is available below the limit.
 func (p *boundedPort) Accept() (net.Conn, error) {
+	c, err := p.accept()
+	if err != nil {
+		return nil, err
+	}
+	return c, nil
+}
+
+func (p *boundedPort) accept() (*connection, error) {
 	raw, err := p.Listener.Accept()
 	if err != nil {
 		return nil, err

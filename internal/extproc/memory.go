@@ -1,0 +1,131 @@
+package extproc
+
+import (
+	"errors"
+	"fmt"
+	"net/http"
+	"sync"
+	"sync/atomic"
+
+	"kvrouter/internal/web"
+)
+
+const (
+	// streamMemory is what a stream takes beside its messages, bytes: its goroutines and
+	// their stacks, and gRPC's buffers. Measured with 10,000 streams.
+	streamMemory = 16 << 10
+	// headerMemory is what a header takes beside its text, bytes, in the request and in
+	// the copy that goes to a worker: strings, slices and entries of maps.
+	headerMemory = 256
+)
+
+// memory limits what all streams hold together: their headers, and the pieces of bodies
+// that have not been passed on. It is safe for concurrent use.
+type memory struct {
+	most int64 // bytes
+	held atomic.Int64
+}
+
+// take reserves n bytes, if that many are left.
+func (m *memory) take(n int64) bool {
+	if m.held.Add(n) <= m.most {
+		return true
+	}
+	m.held.Add(-n)
+	return false
+}
+
+// give releases n bytes.
+func (m *memory) give(n int64) { m.held.Add(-n) }
+
+// full refuses what does not fit.
+func (m *memory) full() error {
+	return &refusal{reasonMemory, web.BodyError{Status: http.StatusServiceUnavailable,
+		Message: fmt.Sprintf("the requests of gateways have reached the limit of %d bytes (--ext-proc-max-inflight-bytes): try again", m.most)}}
+}
+
+// share is what one stream holds of a memory. It is safe for concurrent use.
+type share struct {
+	of *memory
+
+	mu   sync.Mutex // guards the rest
+	held int64
+	over bool
+}
+
+// take reserves n bytes until give, or until the stream ends: then it reserves none.
+func (s *share) take(n int64) bool {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	switch {
+	case s.over:
+	case !s.of.take(n):
+		return false
+	default:
+		s.held += n
+	}
+	return true
+}
+
+// give releases n bytes.
+func (s *share) give(n int64) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	n = min(n, s.held)
+	s.held -= n
+	s.of.give(n)
+}
+
+// end releases everything: the stream has ended.
+func (s *share) end() {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	s.of.give(s.held)
+	s.held, s.over = 0, true
+}
+
+// memoryOf returns the memory of headers.
+func memoryOf(headers map[string][]string) (n int64) {
+	for name, values := range headers {
+		for _, value := range values {
+			n += int64(len(name)+len(value)) + headerMemory
+		}
+	}
+	return n
+}
+
+// refusal is why a stream goes beyond a bound. It has the status and the message for the
+// client, if that can be answered still.
+type refusal struct {
+	reason reason
+	web.BodyError
+}
+
+// Unwrap returns the answer to the client.
+func (r *refusal) Unwrap() error { return &r.BodyError }
+
+// reason counts refusals.
+type reason int
+
+const (
+	reasonHeaders reason = iota // headers, or other data beside a body, are too many or too large
+	reasonBody                  // a body is longer than announced
+	reasonMessage               // a message is larger than maxMessage
+	reasonMemory                // the memory of all streams is used up
+	reasonSilence               // a stream's first message has not come in time
+	reasons
+)
+
+// String returns the reason's label in metrics.
+func (r reason) String() string {
+	return [reasons]string{"headers", "body", "message", "memory", "silence"}[r]
+}
+
+// count counts err if it is a refusal, and reports whether it is.
+func (p *Server) count(err error) (is bool) {
+	var refused *refusal
+	if is = errors.As(err, &refused); is {
+		p.refused[refused.reason].Add(1)
+	}
+	return is
+}
