@@ -192,6 +192,7 @@ func (s *stream) begin(first *extprocv3.ProcessingRequest) error {
 	if err != nil {
 		return err
 	}
+	request.RemoteAddr = clientAddress(first)
 	s.bodiless = headers.GetEndOfStream()
 	s.gateway = s.server.gateway(first, request.Header)
 	s.gateway.Send = s.send

@@ -54,6 +54,7 @@ type Upstream struct {
 	SeveralAnswers      bool // to one prompt; SGLang counts its cached tokens for each
 	Route               string
 	RequestID           string
+	Client              string // whose share of the retry budget it uses; empty: of those that are not known
 	Arrived             time.Time
 	MaxRetries          int // further workers to try while nothing was answered
 	// Paired is whether two workers may serve the request, with body Parsed, unless
@@ -141,15 +142,21 @@ func ClientHeader(given http.Header, id string, pinned, keyed bool) http.Header 
 	return header
 }
 
+// Reasons for which a retry is denied.
+const (
+	DeniedTotal  = string(outlier.DeniedTotal)
+	DeniedClient = string(outlier.DeniedClient)
+)
+
 // Observer counts the events of requests in flight. Its methods are safe for
 // concurrent use.
 type Observer interface {
 	// Retried counts a request that worker failed before its first byte and that
 	// is sent again.
 	Retried(worker uint64)
-	// RetryDenied counts a request that is not sent again because the budget of
-	// retries is used up.
-	RetryDenied()
+	// RetryDenied counts a request that is not sent again because of the retry
+	// budget: DeniedTotal or DeniedClient.
+	RetryDenied(why string)
 	// EngineFailed counts an attempt that a worker failed.
 	EngineFailed()
 	// InterToken records a chunk of tokens that came gap after the one before.

@@ -199,7 +199,7 @@ type tries struct {
 
 // begin counts a request; over must follow.
 func (p *Proxy) begin(u Upstream, x *Exchange) *tries {
-	p.budget.Request(p.now())
+	p.budget.Request(u.Client, p.now())
 	return &tries{proxy: p, u: u, x: x}
 }
 
@@ -229,9 +229,9 @@ func (t *tries) again(ctx context.Context, err error, beside bool) bool {
 	case failed.abort != nil && t.LetGo(t.u.MaxRetries):
 		t.x.moved = t.x.moved || failed.abort.stuck
 	default:
-		again, denied := t.Again(t.proxy.budget, t.u.MaxRetries, failed.out, t.proxy.now())
-		if denied {
-			t.proxy.observer.RetryDenied()
+		again, denied := t.Again(t.proxy.budget, t.u.Client, t.u.MaxRetries, failed.out, t.proxy.now())
+		if denied != "" {
+			t.proxy.observer.RetryDenied(string(denied))
 		}
 		if !again {
 			return false

@@ -42,7 +42,7 @@ type counter struct {
 	denied *atomic.Int64
 }
 
-func (c counter) RetryDenied() { c.denied.Add(1) }
+func (c counter) RetryDenied(string) { c.denied.Add(1) }
 
 // newFailingFleet starts a worker for each handler; nil: nothing listens.
 func newFailingFleet(t testing.TB, rule string, serve ...http.HandlerFunc) *failingFleet {
@@ -376,7 +376,7 @@ func TestWhatADownWorkerHasIsAborted(t *testing.T) {
 			synctest.Test(t, func(t *testing.T) {
 				f := newMemoryFleet(t, "round-robin", test.serve, after(0))
 				f.proxy.budget = outlier.NewBudget(0)
-				for f.proxy.budget.Take(time.Now()) { // it does not count
+				for f.proxy.budget.Take("", time.Now()) == "" { // it does not count
 				}
 				type result struct {
 					w   *httptest.ResponseRecorder
