@@ -56,7 +56,7 @@ func NewCollector(s *Set) prometheus.Collector {
 	c.ejected = desc("kvrouter_worker_ejected", "1 while the worker is ejected for its failures.", "worker_id", "dp_rank")
 	c.paused = desc("kvrouter_worker_held", "1 while the worker gets no requests because it asked for a pause or may be misconfigured.", "worker_id", "dp_rank")
 	c.successRate = desc("kvrouter_worker_success_rate", "Share of the worker's requests in the last 10 s that succeeded, 0 to 1.", "worker_id", "dp_rank")
-	c.panicking = desc("kvrouter_panic_mode", "1 while ejections are ignored because they exceed --max-ejection-percent.")
+	c.panicking = desc("kvrouter_panic_mode", "1 while more workers fail than --max-ejection-percent allows to eject.")
 
 	c.promptSources = desc("kvrouter_prompt_source_total", "Prompts by the source of their tokens: local, worker_render, worker_tokenize, none (routed by load alone).", "source")
 	c.promptFallbacks = desc("kvrouter_prompt_fallbacks_total", "Prompts that the router did not tokenize itself, by reason.", "reason")

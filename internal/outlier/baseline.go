@@ -116,11 +116,11 @@ func (d *Detector) LeftInVain(a Attempt, c Class, tokens int, wait time.Duration
 
 // Silent judges a worker that has sent no byte of any answer for that time, since an
 // attempt of that class was sent there at the earliest. If that is far longer than
-// baseline it is stuck: ejected. Else it must be checked again after that time.
+// baseline it is stuck: ejected, or spared. Else it must be checked again after that time.
 func (d *Detector) Silent(a Attempt, c Class, tokens int, silent time.Duration, now time.Time) (stuck bool, again time.Duration) {
 	const lookAgain = time.Second
 	w := d.of(a)
-	if w == nil || d.settings.EjectAfter == 0 || d.TooMany(1, len(d.workers)) {
+	if w == nil || d.settings.EjectAfter == 0 {
 		return false, lookAgain
 	}
 	floor := silentFloor
@@ -135,7 +135,7 @@ func (d *Detector) Silent(a Attempt, c Class, tokens int, silent time.Duration, 
 		return false, max(allowed-silent, lookAgain/10)
 	}
 	d.Failed(a, Stuck, "no byte of any answer came for "+silent.Round(time.Millisecond).String()+" while others answered", now)
-	return w.phase == phaseOut, lookAgain
+	return w.phase == phaseOut || w.spared.Equal(now), lookAgain
 }
 
 // FirstLook is how long after a request was sent its worker may first be silent

@@ -7,7 +7,6 @@ package outlier
 import (
 	"errors"
 	"fmt"
-	"log/slog"
 	"math"
 	"math/rand/v2"
 	"time"
@@ -20,7 +19,7 @@ type Settings struct {
 	EjectAfter         int           `group:"Failing workers" default:"3" help:"Consecutive failures after which a worker is ejected; an interrupted answer counts twice. 0 disables ejection."`
 	EjectionTime       time.Duration `group:"Failing workers" default:"5s" help:"Base ejection time, followed by one trial request; doubled at each further ejection."`
 	MaxEjectionTime    time.Duration `group:"Failing workers" default:"20s" help:"Maximum ejection time."`
-	MaxEjectionPercent int           `group:"Failing workers" default:"50" help:"Panic threshold: maximum share of eligible workers that may be ejected, percent. Above it all are used."`
+	MaxEjectionPercent int           `group:"Failing workers" default:"50" help:"Maximum share of workers that are ejected at a time, percent; of two or more at least one may be. 0 ejects none."`
 	SlowStart          time.Duration `group:"Failing workers" default:"5s" help:"Time over which the share of requests of a returning worker grows to its full size."`
 }
 
@@ -104,6 +103,7 @@ type worker struct {
 	trial      time.Time // when a request on trial was sent; zero: none is under way
 	trialHeard time.Time // when its answer began
 
+	spared  time.Time // when it last failed so that it would be out, but for the others that are; zero: it would not
 	held    time.Time // gets no requests until then; zero: not held
 	suspect bool      // held for a status that may be the client's mistake
 	pressed time.Time // when it last asked for a pause
@@ -127,6 +127,7 @@ type Detector struct {
 	settings Settings
 	workers  map[kv.WorkerKey]*worker
 	odd      int // workers that are not simply in
+	spared   int // of those, workers that are in only because too many others are out
 	agreed   map[int]time.Time
 	news     []News
 	baseline baseline
@@ -163,8 +164,9 @@ func (d *Detector) Join(key kv.WorkerKey, generation int, now time.Time) {
 // kept.
 const keptGone = 1024
 
-// Leave forgets how a worker that is down did, but not how often it was out.
-func (d *Detector) Leave(key kv.WorkerKey) {
+// Leave forgets how a worker that is down did, but not how often it was out. Where more of
+// the others are out than may be then, the one whose trial is due next is back.
+func (d *Detector) Leave(key kv.WorkerKey, now time.Time) {
 	w := d.workers[key]
 	if w == nil {
 		return
@@ -181,15 +183,19 @@ func (d *Detector) Leave(key kv.WorkerKey) {
 	if gone > keptGone {
 		delete(d.workers, key)
 	}
+	d.keepCap(now)
 	d.recount()
 }
 
 // recount counts the workers that are not simply in.
 func (d *Detector) recount() {
-	d.odd = 0
+	d.odd, d.spared = 0, 0
 	for _, w := range d.workers {
-		if w.phase != phaseIn || !w.held.IsZero() {
+		if w.phase != phaseIn || !w.held.IsZero() || !w.spared.IsZero() {
 			d.odd++
+		}
+		if !w.spared.IsZero() {
+			d.spared++
 		}
 	}
 }
@@ -250,15 +256,22 @@ func (d *Detector) Ejected(key kv.WorkerKey, now time.Time) bool {
 	return w.phase == phaseOut
 }
 
+// IsBack reports whether a worker's share of requests is still growing.
+func (d *Detector) IsBack(key kv.WorkerKey, now time.Time) bool {
+	w := d.workers[key]
+	if w == nil {
+		return false
+	}
+	d.bringUpToDate(key, w, now)
+	return w.phase == phaseBack
+}
+
 // AskedInVain reports whether a worker lately failed to answer a question about a
 // prompt.
 func (d *Detector) AskedInVain(key kv.WorkerKey, now time.Time) bool {
 	w := d.workers[key]
 	return w != nil && !w.askFailed.IsZero() && now.Sub(w.askFailed) < askedFor
 }
-
-// TooMany reports whether too many of all workers are out: all are used then.
-func (d *Detector) TooMany(out, all int) bool { return out*100 > d.settings.MaxEjectionPercent*all }
 
 // TrialDue reports whether a worker that is out may get one request on trial, and
 // since when.
@@ -297,6 +310,9 @@ func (d *Detector) bringUpToDate(key kv.WorkerKey, w *worker, now time.Time) {
 	if w.phase == phaseBack && now.Sub(w.since) >= d.settings.SlowStart {
 		w.phase, changed = phaseIn, true
 	}
+	if !w.spared.IsZero() && now.Sub(w.spared) >= sparedFor {
+		w.spared, changed = time.Time{}, true
+	}
 	if changed {
 		d.recount()
 	}
@@ -328,6 +344,7 @@ func (d *Detector) Succeeded(a Attempt, now time.Time) {
 	}
 	w.row, w.broken, w.presses, w.answered = 0, 0, 0, now
 	w.count(now).well++
+	d.unspare(w)
 	if w.phase == phaseOut && (a.Trial || a.Sent.After(w.since)) {
 		d.bringBack(a.Worker, w, now)
 	}
@@ -360,6 +377,9 @@ func (d *Detector) Failed(a Attempt, kind Kind, why string, now time.Time) {
 func (d *Detector) strike(a Attempt, w *worker, kind Kind, why string, now time.Time) {
 	switch {
 	case w.phase == phaseOut && !a.Trial: // it was sent before, or for want of others
+		if a.Sent.After(w.since) {
+			w.count(now).failed++
+		}
 		return
 	case w.phase == phaseOut:
 		w.count(now).failed++
@@ -393,6 +413,10 @@ func (d *Detector) strike(a Attempt, w *worker, kind Kind, why string, now time.
 // eject takes w out.
 func (d *Detector) eject(key kv.WorkerKey, w *worker, kind Kind, why string, now time.Time) {
 	if w.phase != phaseOut {
+		if !d.mayEject() {
+			d.spare(key, w, kind, why, now)
+			return
+		}
 		w.times = max(0, w.times-int(now.Sub(w.since)/wellFor))
 	}
 	long := d.settings.EjectionTime
@@ -408,7 +432,7 @@ func (d *Detector) eject(key kv.WorkerKey, w *worker, kind Kind, why string, now
 		w.since = now
 	}
 	w.row, w.broken, w.suspect = 0, 0, false
-	w.trial, w.trialHeard, w.held = time.Time{}, time.Time{}, time.Time{}
+	w.trial, w.trialHeard, w.held, w.spared = time.Time{}, time.Time{}, time.Time{}, time.Time{}
 	w.ejections[kind]++
 	d.recount()
 	d.tell(News{Worker: key, Kind: kind, Out: true, For: long, Why: why})
@@ -594,53 +618,11 @@ func (d *Detector) AskFailed(key kv.WorkerKey, generation int, asked, now time.T
 // way.
 func (d *Detector) Forgive(a Attempt, now time.Time) {
 	if w := d.of(a); w != nil && w.phase != phaseOut && w.row > 0 {
-		w.row--
+		if w.row--; w.row+w.broken < d.settings.EjectAfter {
+			d.unspare(w)
+		}
 		if s := w.count(now); s.failed > 0 {
 			s.failed--
 		}
 	}
-}
-
-// News is the ejection of a worker, or its return.
-type News struct {
-	Worker kv.WorkerKey
-	Out    bool
-	Kind   Kind
-	For    time.Duration // how long it will be out, or was
-	Why    string
-}
-
-// Log writes the news of a worker that is called so.
-func (n News) Log(log *slog.Logger, called string) {
-	name := "worker " + called
-	if n.Worker.Rank > 0 {
-		name = fmt.Sprintf("worker %s rank %d", called, n.Worker.Rank)
-	}
-	switch {
-	case !n.Out:
-		log.Info(name+": returned to service", "after", n.For.Round(time.Millisecond), "reason", n.Kind.String())
-	case n.Kind == Misconfigured:
-		log.Error(fmt.Sprintf("%s: MISCONFIGURED: %s; ejected for %s: check its key, its model name and its routes", name, n.Why, n.For), "reason", n.Kind.String())
-	default:
-		log.Warn(fmt.Sprintf("%s: ejected for %s: %s", name, n.For, n.Why), "reason", n.Kind.String())
-	}
-}
-
-// maxNews bounds the news not yet taken.
-const maxNews = 256
-
-func (d *Detector) tell(n News) {
-	if len(d.news) < maxNews {
-		d.news = append(d.news, n)
-	}
-}
-
-// TakeNews returns the news since the last call.
-func (d *Detector) TakeNews() []News {
-	if len(d.news) == 0 {
-		return nil
-	}
-	news := d.news
-	d.news = nil
-	return news
 }

@@ -311,7 +311,7 @@ func TestANewIncarnationHasACleanRecord(t *testing.T) {
 	for range 3 {
 		b.fail(0, Status)
 	}
-	b.Leave(key(0))
+	b.Leave(key(0), b.now)
 	if !b.Quiet() {
 		t.Error("a worker that is gone counts")
 	}
@@ -442,20 +442,25 @@ func TestDetectorKeepsItsInvariants(t *testing.T) {
 				}
 			},
 			"time": func(t *rapid.T) { b.pass(time.Duration(rapid.IntRange(1, 8000).Draw(t, "ms")) * time.Millisecond) },
-			"restart": func(t *rapid.T) {
-				i := rapid.IntRange(0, 3).Draw(t, "worker")
-				b.Leave(key(i))
-				b.Join(key(i), 1, b.now)
-			},
+			"down": func(t *rapid.T) { b.Leave(key(rapid.IntRange(0, 3).Draw(t, "worker")), b.now) },
+			"up":   func(t *rapid.T) { b.Join(key(rapid.IntRange(0, 3).Draw(t, "worker")), 1, b.now) },
 			"": func(t *rapid.T) {
-				odd := 0
+				odd, spared := 0, 0
+				if out, all := b.out(); out > max(1, all/2) || all == 1 && out > 0 {
+					t.Fatalf("%d of %d workers are out", out, all)
+				}
 				for k, w := range b.workers {
-					if w.phase != phaseIn || !w.held.IsZero() {
+					if w.phase != phaseIn || !w.held.IsZero() || !w.spared.IsZero() {
 						odd++
+					}
+					if !w.spared.IsZero() {
+						spared++
 					}
 					switch {
 					case w.phase == phaseOut && w.until.Sub(b.now) > longest:
 						t.Fatalf("worker %v is out for %s more", k, w.until.Sub(b.now))
+					case w.phase == phaseOut && !w.spared.IsZero():
+						t.Fatalf("worker %v is out and spared", k)
 					case w.phase != phaseOut && (!w.trial.IsZero() || !w.trialHeard.IsZero()):
 						t.Fatalf("worker %v is on trial but not out", k)
 					case w.held.Sub(b.now) > LongestPause:
@@ -469,14 +474,17 @@ func TestDetectorKeepsItsInvariants(t *testing.T) {
 						}
 					}
 				}
-				if odd != b.odd {
-					t.Fatalf("%d workers are not simply in, %d are counted", odd, b.odd)
+				if odd != b.odd || spared != b.spared {
+					t.Fatalf("%d workers are not simply in and %d spared, %d and %d are counted", odd, spared, b.odd, b.spared)
 				}
 				if len(b.news) > maxNews {
 					t.Fatalf("%d news are kept", len(b.news))
 				}
 			},
 		})
+		for i := range 4 {
+			b.Join(key(i), 1, b.now)
+		}
 		// Whatever was: after good answers and some time every worker is in again.
 		for range 200 {
 			b.pass(500 * time.Millisecond)

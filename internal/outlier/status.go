@@ -60,18 +60,3 @@ func (d *Detector) Records(now time.Time) []Record {
 	slices.SortFunc(list, func(a, b Record) int { return a.Worker.Compare(b.Worker) })
 	return list
 }
-
-// Panic reports whether more workers are out than allowed: all are used.
-func (d *Detector) Panic() bool {
-	out, all := 0, 0
-	for _, w := range d.workers {
-		if w.gone {
-			continue
-		}
-		all++
-		if w.phase == phaseOut {
-			out++
-		}
-	}
-	return out > 0 && d.TooMany(out, all)
-}

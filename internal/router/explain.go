@@ -81,6 +81,7 @@ const (
 	ExcludedSession   = "session"             // the request's session stays with another one
 	ExcludedTrial     = "trial"               // an ejected one gets the request on trial
 	ExcludedSlowStart = "slow_start"          // its share is still growing
+	ExcludedFailing   = "failing"             // too many fail to eject it, and others fail less
 )
 
 // receipts are those of the last decisions. The router's lock guards them.
@@ -239,8 +240,10 @@ func (r *Router) exclusion(p *prompt, t *kv.Target, trial bool, now time.Time) s
 		return ExcludedSession
 	case trial:
 		return ExcludedTrial
+	case r.outliers.IsBack(t.Key, now):
+		return ExcludedSlowStart
 	}
-	return ExcludedSlowStart
+	return ExcludedFailing
 }
 
 // logDecisions writes a line for each receipt, and for policy thompson those of the

@@ -24,23 +24,23 @@ type fault struct {
 const trialOverdue = 5 * time.Second
 
 // filter leaves of the candidates those that take p best: workers that are in, else
-// those that are just back, else those that are held, else those that are out. If
-// too many of the workers that could serve p are out, that counts for nothing. A
-// worker whose trial is due gets p.
+// those that are just back, else those that are held, else those that are out. If more of
+// the workers that could serve p fail than may be out, those that are out count as in, and of all
+// that are in those with the best success rate are left. A worker whose trial is due gets p.
 func (r *Router) filter(p *prompt, now time.Time) error {
 	if r.onTrial(p, now) {
 		return nil
 	}
-	out, all := 0, 0
+	fail, all := 0, 0
 	for i := range r.targets {
 		if t := &r.targets[i]; p.mightUse(t) {
 			all++
-			if r.outliers.Ejected(t.Key, now) {
-				out++
+			if r.outliers.Ejected(t.Key, now) || r.outliers.Spared(t.Key, now) {
+				fail++
 			}
 		}
 	}
-	panicking := r.outliers.TooMany(out, all)
+	panicking := r.outliers.TooMany(fail, all)
 	best, kept := outlier.Out+1, r.candidates[:0]
 	for _, c := range r.candidates { // kept is behind it
 		level := r.outliers.Level(c.Target.Key, now, r.random)
@@ -55,10 +55,28 @@ func (r *Router) filter(p *prompt, now time.Time) error {
 		}
 	}
 	r.candidates = kept
+	if panicking {
+		r.preferWell(now)
+	}
 	if best == outlier.Held && len(p.Exclude) > 0 {
 		return ErrNoWorker // the answer that is there is as good
 	}
 	return nil
+}
+
+// preferWell leaves the candidates of which the success rate is about that of the best.
+func (r *Router) preferWell(now time.Time) {
+	best := 0.0
+	for i := range r.candidates {
+		best = max(best, r.outliers.SuccessRate(r.candidates[i].Target.Key, now))
+	}
+	kept := r.candidates[:0]
+	for _, c := range r.candidates { // kept is behind it
+		if !outlier.Worse(r.outliers.SuccessRate(c.Target.Key, now), best) {
+			kept = append(kept, c)
+		}
+	}
+	r.candidates = kept
 }
 
 // onTrial leaves one candidate with a trial due, if p may be it: the one that

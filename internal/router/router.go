@@ -299,7 +299,7 @@ func (r *Router) Down(w kv.WorkerKey) {
 		r.targets, r.targetLoads = slices.Delete(r.targets, at, at+1), slices.Delete(r.targetLoads, at, at+1)
 	}
 	r.loads.silence(w)
-	r.outliers.Leave(w)
+	r.outliers.Leave(w, r.now())
 	r.notePairs()
 	r.dispatch(r.now())
 }
