@@ -18,10 +18,10 @@ type collector struct {
 
 	info, ranks, inFlight, queued, waiting, saturation, blocks, requests, refused *prometheus.Desc // by model
 
-	decodeBlocks, prefillTokens, queueDepth, queueTokens     *prometheus.Desc // of all models together
-	highestSaturation, allWaiting, sessions, sessionRequests *prometheus.Desc
-	ejections, ejected, paused, successRate, panicking       *prometheus.Desc
-	promptSources, promptFallbacks                           *prometheus.Desc
+	decodeBlocks, prefillTokens, queueDepth, queueTokens            *prometheus.Desc // of all models together
+	highestSaturation, allWaiting, sessions, sessionRequests        *prometheus.Desc
+	ejections, ejected, paused, successRate, panicking, discredited *prometheus.Desc
+	promptSources, promptFallbacks                                  *prometheus.Desc
 }
 
 // NewCollector returns the metrics of the models of s: their load, queues, sessions,
@@ -56,6 +56,7 @@ func NewCollector(s *Set) prometheus.Collector {
 	c.ejected = desc("kvrouter_worker_ejected", "1 while the worker is ejected for its failures.", "worker_id", "dp_rank")
 	c.paused = desc("kvrouter_worker_held", "1 while the worker gets no requests because it asked for a pause or may be misconfigured.", "worker_id", "dp_rank")
 	c.successRate = desc("kvrouter_worker_success_rate", "Share of the worker's requests in the last 10 s that succeeded, 0 to 1.", "worker_id", "dp_rank")
+	c.discredited = desc("kvrouter_discredited_clients", "Clients whose failures are not counted against workers, because they fail at several workers where other clients' requests succeed.")
 	c.panicking = desc("kvrouter_panic_mode", "1 while more workers fail than --max-ejection-percent allows to eject.")
 
 	c.promptSources = desc("kvrouter_prompt_source_total", "Prompts by the source of their tokens: local, worker_render, worker_tokenize, none (routed by load alone).", "source")
@@ -128,6 +129,7 @@ func (c *collector) Collect(out chan<- prometheus.Metric) {
 
 	records, panicking := c.set.Outliers()
 	flag(c.panicking, panicking)
+	gauge(c.discredited, float64(c.set.Discredited()))
 	for _, r := range records {
 		labels := names.RankLabels(r.Worker)
 		flag(c.ejected, r.State == outlier.StateOut, labels...)

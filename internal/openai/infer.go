@@ -48,6 +48,7 @@ func (a *API) infer(c *gin.Context, path string, kind tokens.Kind) {
 	x := &proxy.Exchange{ID: web.RequestID(c), Route: path, Worker: kv.NoWorker, Arrived: time.Now(), Trusted: caller.Trusted}
 	r := &inference{api: a, ctx: c.Request.Context(), kind: kind, exchange: x, caller: caller, model: a.models.Default(), gateway: gatewayOf(c)}
 	r.client = clientOf(c.Request, caller)
+	r.ctx = router.ForClient(r.ctx, r.client)
 	a.observers.began(c.Request, x)
 	defer func() { r.finish(c.Writer.Status()) }()
 	if !r.read(c) {

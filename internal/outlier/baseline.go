@@ -123,6 +123,9 @@ func (d *Detector) Silent(a Attempt, c Class, tokens int, silent time.Duration, 
 	if w == nil || d.settings.EjectAfter == 0 {
 		return false, lookAgain
 	}
+	if d.Discredited(a.Client, now) {
+		return false, lookAgain
+	}
 	floor := silentFloor
 	if a.Trial {
 		floor = trialFloor

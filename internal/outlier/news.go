@@ -8,9 +8,11 @@ import (
 	"kvrouter/internal/kv"
 )
 
-// News is the ejection of a worker, its return, or an ejection that was not allowed.
+// News is the ejection of a worker, its return, an ejection that was not allowed, or that a
+// client is discredited.
 type News struct {
 	Worker kv.WorkerKey
+	Client string // that is discredited; empty: none is
 	Out    bool
 	Spared bool // it would be out, but as many are as may be
 	Kind   Kind
@@ -18,8 +20,12 @@ type News struct {
 	Why    string
 }
 
-// Log writes the news of a worker that is called so.
+// Log writes the news; its worker, if it has one, is called so.
 func (n News) Log(log *slog.Logger, called string) {
+	if n.Client != "" {
+		log.Warn("client "+n.Client+": its requests fail at several workers where others' succeed; for now its failures are not counted against workers", "for", n.For)
+		return
+	}
 	name := "worker " + called
 	if n.Worker.Rank > 0 {
 		name = fmt.Sprintf("worker %s rank %d", called, n.Worker.Rank)

@@ -97,6 +97,7 @@ type worker struct {
 	times      int       // ejections that the length of the next one counts
 	reason     Kind      // of the last ejection
 	why        string    // the same, as text
+	outBy      string    // the client that alone is the reason of phaseOut; empty: none is
 	row        int       // failures in a row
 	broken     int       // of those, answers that broke off
 
@@ -105,6 +106,7 @@ type worker struct {
 
 	spared  time.Time // when it last failed so that it would be out, but for the others that are; zero: it would not
 	held    time.Time // gets no requests until then; zero: not held
+	heldBy  string    // the client that met its wish for a pause; empty: none alone
 	suspect bool      // held for a status that may be the client's mistake
 	pressed time.Time // when it last asked for a pause
 	presses int       // how often it did since it last answered
@@ -112,6 +114,8 @@ type worker struct {
 	answered  time.Time // when it last answered well
 	askFailed time.Time // when it last failed to answer a question about a prompt
 	window    [windowSeconds]second
+	seen      tally    // requests of clients that are not discredited
+	blames    [2]blame // the last failures of two clients, the latest first
 	ejections [kinds]uint64
 }
 
@@ -131,11 +135,13 @@ type Detector struct {
 	agreed   map[int]time.Time
 	news     []News
 	baseline baseline
+	clients  map[string]*client // whose requests failed lately
+	tidied   time.Time          // when those were last looked through
 }
 
 // New returns a detector that knows no worker.
 func New(settings Settings) *Detector {
-	return &Detector{settings: settings, workers: map[kv.WorkerKey]*worker{}, agreed: map[int]time.Time{}}
+	return &Detector{settings: settings, workers: map[kv.WorkerKey]*worker{}, agreed: map[int]time.Time{}, clients: map[string]*client{}}
 }
 
 // Attempt is a request that was sent to a worker.
@@ -143,7 +149,8 @@ type Attempt struct {
 	Worker     kv.WorkerKey
 	Generation int // of the worker
 	Sent       time.Time
-	Trial      bool // Begin said so
+	Trial      bool   // Begin said so
+	Client     string // whose request it is; empty: unknown
 }
 
 // Join makes a worker known. An incarnation that is not the one known begins with
@@ -151,11 +158,10 @@ type Attempt struct {
 func (d *Detector) Join(key kv.WorkerKey, generation int, now time.Time) {
 	w := d.workers[key]
 	if w == nil {
-		w = &worker{generation: generation, since: now}
-		d.workers[key] = w
+		w = new(worker)
 	}
-	if w.gone || w.generation != generation {
-		*w = worker{generation: generation, since: now, ejections: w.ejections}
+	if w.since.IsZero() || w.gone || w.generation != generation {
+		d.workers[key] = &worker{generation: generation, since: now, ejections: w.ejections}
 	}
 	d.recount()
 }
@@ -171,7 +177,8 @@ func (d *Detector) Leave(key kv.WorkerKey, now time.Time) {
 	if w == nil {
 		return
 	}
-	if *w = (worker{generation: w.generation, gone: true, ejections: w.ejections}); w.ejections == [kinds]uint64{} {
+	d.workers[key] = &worker{generation: w.generation, gone: true, ejections: w.ejections}
+	if w.ejections == [kinds]uint64{} {
 		delete(d.workers, key)
 	}
 	gone := 0
@@ -302,7 +309,7 @@ func (d *Detector) Begin(key kv.WorkerKey, now time.Time) (trial bool) {
 func (d *Detector) bringUpToDate(key kv.WorkerKey, w *worker, now time.Time) {
 	changed := false
 	if !w.held.IsZero() && !now.Before(w.held) {
-		w.held, w.suspect, changed = time.Time{}, false, true
+		w.held, w.heldBy, w.suspect, changed = time.Time{}, "", false, true
 	}
 	if w.phase == phaseOut && !w.trialHeard.IsZero() && now.Sub(w.trialHeard) >= trialFlows {
 		d.bringBack(key, w, now)
@@ -344,6 +351,7 @@ func (d *Detector) Succeeded(a Attempt, now time.Time) {
 	}
 	w.row, w.broken, w.presses, w.answered = 0, 0, 0, now
 	w.count(now).well++
+	d.servedWell(a, w, now)
 	d.unspare(w)
 	if w.phase == phaseOut && (a.Trial || a.Sent.After(w.since)) {
 		d.bringBack(a.Worker, w, now)
@@ -360,6 +368,10 @@ func (d *Detector) Ended(a Attempt) {
 
 // Failed notes that a worker failed an attempt. why is a text.
 func (d *Detector) Failed(a Attempt, kind Kind, why string, now time.Time) {
+	if kind.dependsOnRequest() && d.ownFault(a, now) {
+		d.Ended(a)
+		return
+	}
 	if w := d.of(a); w != nil {
 		d.strike(a, w, kind, why, now)
 	}
@@ -368,13 +380,14 @@ func (d *Detector) Failed(a Attempt, kind Kind, why string, now time.Time) {
 	}
 	for key, w := range d.workers { // the other ranks share the server
 		if key.Worker == a.Worker.Worker && key != a.Worker && !w.gone && w.generation == a.Generation {
-			d.strike(Attempt{Worker: key, Generation: a.Generation, Sent: a.Sent}, w, kind, why, now)
+			d.strike(Attempt{Worker: key, Generation: a.Generation, Sent: a.Sent, Client: a.Client}, w, kind, why, now)
 		}
 	}
 }
 
 // strike counts one failure of w.
 func (d *Detector) strike(a Attempt, w *worker, kind Kind, why string, now time.Time) {
+	w.blamed(a.Client, now)
 	switch {
 	case w.phase == phaseOut && !a.Trial: // it was sent before, or for want of others
 		if a.Sent.After(w.since) {
@@ -383,7 +396,7 @@ func (d *Detector) strike(a Attempt, w *worker, kind Kind, why string, now time.
 		return
 	case w.phase == phaseOut:
 		w.count(now).failed++
-		d.eject(a.Worker, w, kind, "its trial failed: "+why, now)
+		d.eject(a, w, kind, "its trial failed: "+why, now)
 		return
 	case a.Sent.Before(w.since) && !a.Trial: // before it came back
 		return
@@ -398,20 +411,21 @@ func (d *Detector) strike(a Attempt, w *worker, kind Kind, why string, now time.
 	}
 	switch {
 	case kind.atOnce():
-		d.eject(a.Worker, w, kind, why, now)
+		d.eject(a, w, kind, why, now)
 	case w.phase == phaseBack:
-		d.eject(a.Worker, w, kind, "it failed again: "+why, now)
+		d.eject(a, w, kind, "it failed again: "+why, now)
 	case w.row+w.broken >= d.settings.EjectAfter:
-		d.eject(a.Worker, w, kind, fmt.Sprintf("%d failures in a row, the last: %s", w.row, why), now)
+		d.eject(a, w, kind, fmt.Sprintf("%d failures in a row, the last: %s", w.row, why), now)
 	default:
 		if share, others, worse := d.worse(a.Worker, now); worse {
-			d.eject(a.Worker, w, kind, fmt.Sprintf("%.0f %% of its answers are good, of the others' %.0f %%; the last: %s", 100*share, 100*others, why), now)
+			d.eject(a, w, kind, fmt.Sprintf("%.0f %% of its answers are good, of the others' %.0f %%; the last: %s", 100*share, 100*others, why), now)
 		}
 	}
 }
 
-// eject takes w out.
-func (d *Detector) eject(key kv.WorkerKey, w *worker, kind Kind, why string, now time.Time) {
+// eject takes w out, for a failure of that attempt.
+func (d *Detector) eject(a Attempt, w *worker, kind Kind, why string, now time.Time) {
+	key := a.Worker
 	if w.phase != phaseOut {
 		if !d.mayEject() {
 			d.spare(key, w, kind, why, now)
@@ -427,12 +441,17 @@ func (d *Detector) eject(key kv.WorkerKey, w *worker, kind Kind, why string, now
 	}
 	w.times++
 	first := w.phase != phaseOut
+	if alone := kind.dependsOnRequest() && w.only(a.Client, now); first && alone {
+		w.outBy = a.Client
+	} else if first || w.outBy != a.Client {
+		w.outBy = ""
+	}
 	w.phase, w.reason, w.why, w.until = phaseOut, kind, why, now.Add(long)
 	if first {
 		w.since = now
 	}
 	w.row, w.broken, w.suspect = 0, 0, false
-	w.trial, w.trialHeard, w.held, w.spared = time.Time{}, time.Time{}, time.Time{}, time.Time{}
+	w.trial, w.trialHeard, w.held, w.heldBy, w.spared = time.Time{}, time.Time{}, time.Time{}, "", time.Time{}
 	w.ejections[kind]++
 	d.recount()
 	d.tell(News{Worker: key, Kind: kind, Out: true, For: long, Why: why})
@@ -471,7 +490,7 @@ func (d *Detector) Hint(key kv.WorkerKey, long time.Duration, now time.Time) (to
 	if d.TooMany(out, all) {
 		return false
 	}
-	w.held = now.Add(min(long, d.settings.EjectionTime))
+	w.held, w.heldBy = now.Add(min(long, d.settings.EjectionTime)), ""
 	d.recount()
 	return true
 }
@@ -486,7 +505,7 @@ func (d *Detector) Readmit(key kv.WorkerKey, now time.Time) {
 	if w.phase == phaseOut {
 		d.bringBack(key, w, now)
 	}
-	*w = worker{generation: w.generation, since: now, answered: w.answered, ejections: w.ejections}
+	*w = worker{generation: w.generation, since: now, answered: w.answered, seen: w.seen, ejections: w.ejections}
 	d.recount()
 }
 
@@ -529,89 +548,6 @@ func (d *Detector) worse(key kv.WorkerKey, now time.Time) (share, others float64
 	share, others = float64(good)/float64(n), float64(well+1)/float64(all+2)
 	deviation := math.Sqrt(others * (1 - others) * (1/float64(n) + 1/float64(all)))
 	return share, others, share < others-rateBelow && share < others-rateDeviations*deviation
-}
-
-// Pressed notes that a worker asks for a pause: it gets nothing for that time, at most
-// LongestPause. 0: it did not say for how long; then that is a second, and each
-// time without an answer between double, up to longestGuess. It is no failure.
-func (d *Detector) Pressed(a Attempt, pause time.Duration, now time.Time) {
-	d.hold(a, func(w *worker) {
-		if w.presses == 0 || a.Sent.After(w.pressed) { // it was sent after the last pause began
-			w.pressed, w.presses = now, w.presses+1
-		}
-		until := now.Add(min(pause, LongestPause))
-		if pause <= 0 {
-			until = w.pressed.Add(min(firstGuess<<min(w.presses-1, 10), longestGuess))
-		}
-		if until.After(w.held) || w.suspect {
-			w.held, w.suspect = until, false
-		}
-	})
-	d.Ended(a)
-}
-
-// hold changes the state of all ranks of an attempt's worker: they share the
-// server that answered.
-func (d *Detector) hold(a Attempt, change func(*worker)) {
-	for key, w := range d.workers {
-		if key.Worker == a.Worker.Worker && !w.gone && w.generation == a.Generation {
-			change(w)
-		}
-	}
-	d.recount()
-}
-
-// Suspect notes that a worker refused an attempt with a status that may be the
-// client's mistake or its own. It reports whether it is worth to ask another: if so,
-// the worker is held until Acquit or Convict. It is not while that status is known
-// to be the clients' mistake.
-func (d *Detector) Suspect(a Attempt, status int, now time.Time) (ask bool) {
-	d.Ended(a)
-	if at, known := d.agreed[status]; known && now.Sub(at) < agreedFor {
-		return false
-	}
-	d.hold(a, func(w *worker) {
-		if w.held.IsZero() {
-			w.held, w.suspect = now.Add(suspectFor), true
-		}
-	})
-	return true
-}
-
-// Acquit ends a suspicion. agreed means that another worker gave the same status:
-// it is the client's mistake.
-func (d *Detector) Acquit(a Attempt, status int, agreed bool, now time.Time) {
-	if agreed {
-		d.agreed[status] = now
-	}
-	d.hold(a, func(w *worker) {
-		if w.suspect {
-			w.held, w.suspect = time.Time{}, false
-		}
-	})
-}
-
-// Convict ends a suspicion: another worker accepted what this one refused.
-func (d *Detector) Convict(a Attempt, status int, now time.Time) {
-	d.Acquit(a, status, false, now)
-	d.Failed(a, Misconfigured, fmt.Sprintf("it answers %d to requests that others accept", status), now)
-}
-
-// AskFailed notes that a worker did not answer a question about a prompt that was
-// put at that time, unless it has answered a request since. If the question had to
-// wait, requests would: the worker is held.
-func (d *Detector) AskFailed(key kv.WorkerKey, generation int, asked, now time.Time) {
-	a := Attempt{Worker: key, Generation: generation, Sent: asked}
-	w := d.of(a)
-	if w == nil || !w.answered.Before(asked) {
-		return
-	}
-	w.askFailed = now
-	d.Failed(a, Asked, "it did not answer a question about a prompt", now)
-	if now.Sub(asked) >= askedSlowly && w.phase == phaseIn && d.settings.EjectAfter > 0 && now.Add(askedFor).After(w.held) {
-		w.held = now.Add(askedFor)
-		d.recount()
-	}
 }
 
 // Forgive takes a failure back: other workers failed the same request in the same

@@ -72,8 +72,16 @@ func TestWhatTakesAWorkerOut(t *testing.T) {
 		{"a pause", func(b *bench) { b.Pressed(b.sent(0), 2*time.Second, b.now); b.pass(time.Second) }, Held},
 		{"a pause that is over", func(b *bench) { b.Pressed(b.sent(0), 2*time.Second, b.now); b.pass(2 * time.Second) }, In},
 		{"a pause without end", func(b *bench) { b.Pressed(b.sent(0), time.Hour, b.now); b.pass(LongestPause) }, In},
-		{"a question that it did not answer", func(b *bench) { asked := b.now; b.pass(time.Second); b.AskFailed(key(0), 1, asked, b.now) }, Held},
-		{"a question during which it answered another request", func(b *bench) { asked := b.now; b.good(0); b.AskFailed(key(0), 1, asked, b.now) }, In},
+		{"a question that it did not answer", func(b *bench) {
+			asked := b.now
+			b.pass(time.Second)
+			b.AskFailed(Attempt{Worker: key(0), Generation: 1, Sent: asked}, b.now)
+		}, Held},
+		{"a question during which it answered another request", func(b *bench) {
+			asked := b.now
+			b.good(0)
+			b.AskFailed(Attempt{Worker: key(0), Generation: 1, Sent: asked}, b.now)
+		}, In},
 		{"failures of its last incarnation", func(b *bench) {
 			for range 5 {
 				b.Failed(Attempt{Worker: key(0), Sent: b.now}, Status, "test", b.now)

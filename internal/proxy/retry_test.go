@@ -106,10 +106,18 @@ func (f *failingFleet) send(ctx context.Context, retries int) (*httptest.Respons
 
 // exchange is send that describes the request in x.
 func (f *failingFleet) exchange(ctx context.Context, retries int, x *Exchange) (*httptest.ResponseRecorder, error) {
+	return f.forward(ctx, "a", "", retries, x)
+}
+
+// headerKind says what a request is like, for workers that treat requests differently.
+const headerKind = "X-Kind"
+
+// forward is exchange of a client, for a request of that kind.
+func (f *failingFleet) forward(ctx context.Context, client, kind string, retries int, x *Exchange) (*httptest.ResponseRecorder, error) {
 	w := httptest.NewRecorder()
-	u := Upstream{Method: http.MethodPost, Path: testkit.ChatPath, Route: testkit.ChatPath, Header: http.Header{web.HeaderRequest: {"r"}}, EndMarked: true, MaxRetries: retries}
+	u := Upstream{Method: http.MethodPost, Path: testkit.ChatPath, Route: testkit.ChatPath, Header: http.Header{web.HeaderRequest: {"r"}, headerKind: {kind}}, Client: client, EndMarked: true, MaxRetries: retries}
 	err := f.proxy.Forward(ctx, w, u, x, chooseOne(func(exclude []uint64) (router.Decision, error) {
-		d, err := f.router.Route(ctx, router.Request{Exclude: exclude, AnsweredWhole: true})
+		d, err := f.router.Route(ctx, router.Request{Client: client, Exclude: exclude, AnsweredWhole: true})
 		if err == nil && len(exclude) == 0 {
 			f.first[d.Target.Key.Worker].Add(1)
 		}

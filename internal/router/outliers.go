@@ -82,7 +82,7 @@ func (r *Router) preferWell(now time.Time) {
 // onTrial leaves one candidate with a trial due, if p may be it: the one that
 // has waited for longest.
 func (r *Router) onTrial(p *prompt, now time.Time) bool {
-	if len(p.Exclude) > 0 || p.QueryOnly || p.ChooseOnly || len(r.candidates) == 1 {
+	if len(p.Exclude) > 0 || p.QueryOnly || p.ChooseOnly || len(r.candidates) == 1 || r.outliers.Discredited(p.Client, now) {
 		return false
 	}
 	longest, first := -1, time.Time{}
@@ -152,15 +152,25 @@ func (r *Router) Idlest(engine kv.Engine) (t kv.Target, ok bool) {
 	}), true
 }
 
+// clientKey is the context key of a client's name.
+type clientKey struct{}
+
+// ForClient returns the context of what is asked for a request of that client.
+func ForClient(ctx context.Context, client string) context.Context {
+	return context.WithValue(ctx, clientKey{}, client)
+}
+
 // AskFailed notes that t did not answer a question about a prompt that was put at
-// that time. It counts as a failure unless the asker went away.
+// that time. It counts as a failure, with ForClient of its client's request, unless the
+// asker went away.
 func (r *Router) AskFailed(ctx context.Context, t kv.Target, asked time.Time) {
 	if errors.Is(ctx.Err(), context.Canceled) {
 		return
 	}
 	r.mu.Lock()
 	defer r.unlock()
-	r.outliers.AskFailed(t.Key, t.Generation, asked, r.now())
+	client, _ := ctx.Value(clientKey{}).(string)
+	r.outliers.AskFailed(outlier.Attempt{Worker: t.Key, Generation: t.Generation, Sent: asked, Client: client}, r.now())
 }
 
 // Outliers returns how each worker that is up does, by key, and whether too many
@@ -171,9 +181,16 @@ func (r *Router) Outliers() (list []outlier.Record, panicking bool) {
 	return r.outliers.Records(r.now()), r.outliers.Panic()
 }
 
+// Discredited returns the number of clients whose failures count against no worker now.
+func (r *Router) Discredited() int {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	return r.outliers.CountDiscredited(r.now())
+}
+
 // attempt is the booking as the detector sees it.
 func (b *Booking) attempt() outlier.Attempt {
-	return outlier.Attempt{Worker: b.worker, Generation: b.generation, Sent: b.sent, Trial: b.trial}
+	return outlier.Attempt{Worker: b.worker, Generation: b.generation, Sent: b.sent, Trial: b.trial, Client: b.client}
 }
 
 // class is the kind of wait for the request's first byte.
@@ -208,7 +225,8 @@ func (r *Router) judge(b *Booking, how policy.Ending, now time.Time) {
 }
 
 // FailAs is Fail with the kind of failure; why is a text. It
-// reports whether the worker is out now: nothing more will go there for a while.
+// reports whether the worker is out now, also for this request's client: nothing more will
+// go there for a while.
 func (b *Booking) FailAs(kind outlier.Kind, why string) (out bool) {
 	r := b.router
 	r.mu.Lock()
@@ -216,7 +234,7 @@ func (b *Booking) FailAs(kind outlier.Kind, why string) (out bool) {
 	b.fault = &fault{kind: kind, why: why}
 	now := r.now()
 	r.finish(b, policy.Failed, 0, now)
-	return r.outliers.IsOut(b.worker, now) && !r.outliers.Panic()
+	return r.outliers.IsOut(b.worker, now) && !r.outliers.Panic() && !r.outliers.Discredited(b.client, now)
 }
 
 // Abort is Fail for a request whose worker is known to be down or stuck: that
@@ -244,14 +262,14 @@ func (b *Booking) Leave() {
 }
 
 // Press ends the booking of a request after its worker asked for a pause of that length;
-// 0: it does not say for how long.
-func (b *Booking) Press(pause time.Duration) {
+// 0: it does not say for how long. It reports whether the worker has the pause.
+func (b *Booking) Press(pause time.Duration) (out bool) {
 	r := b.router
 	r.mu.Lock()
 	defer r.unlock()
 	now := r.now()
 	r.finish(b, policy.Abandoned, 0, now)
-	r.outliers.Pressed(b.attempt(), pause, now)
+	return r.outliers.Pressed(b.attempt(), pause, now)
 }
 
 // Suspect ends the booking of a request that its worker refused with a status for
