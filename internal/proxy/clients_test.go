@@ -122,7 +122,7 @@ func TestOneClientsFailuresStayWithThatClient(t *testing.T) {
 							all.Go(func() { c.ask(ctx, "good", "", &c.good, 0, 20*time.Second) })
 						}
 						for range 3 {
-							all.Go(func() { c.ask(ctx, "bad", kind, &c.bad, 5*time.Millisecond, 10*time.Second) })
+							all.Go(func() { c.ask(ctx, "bad", kind, &c.bad, 15*time.Millisecond, 10*time.Second) })
 						}
 						out := 0
 						for pause(ctx, 100*time.Millisecond) {
@@ -158,5 +158,47 @@ func TestOneClientsFailuresStayWithThatClient(t *testing.T) {
 				})
 			}
 		}
+	}
+}
+
+// TestAttemptsAreBoundedWhereAllWorkersFail: on the whole, and for each client, however much
+// or little it asks for.
+func TestAttemptsAreBoundedWhereAllWorkersFail(t *testing.T) {
+	const lasts, most = 30 * time.Second, 1.4
+	for kind := range poisons {
+		if kind == "hung" || kind == "slow" || strings.HasPrefix(kind, "cut") && testing.Short() {
+			continue
+		}
+		t.Run(kind, func(t *testing.T) {
+			synctest.Test(t, func(t *testing.T) {
+				attempts := map[string]*atomic.Int64{"often": {}, "now and then": {}}
+				serve := func(w http.ResponseWriter, r *http.Request) {
+					attempts[r.Header.Get(headerKind)].Add(1)
+					if pause(r.Context(), 2*time.Millisecond) {
+						poisons[kind](w, r)
+					}
+				}
+				c := &crowd{failingFleet: newMemoryFleet(t, "round-robin", serve, serve, serve, serve)}
+				ctx, stop := context.WithTimeout(t.Context(), lasts)
+				defer stop()
+				var all sync.WaitGroup
+				for range 4 {
+					all.Go(func() { c.ask(ctx, "often", "often", &c.bad, 10*time.Millisecond, time.Minute) })
+				}
+				all.Go(func() { c.ask(ctx, "now and then", "now and then", &c.good, 50*time.Millisecond, time.Minute) })
+				all.Wait()
+				sent, tried, windows := 0.0, 0.0, lasts.Seconds()/outlier.BudgetSeconds
+				for client, count := range map[string]*tallied{"often": &c.bad, "now and then": &c.good} {
+					n, each := float64(count.all.Load()), float64(attempts[client].Load())
+					sent, tried = sent+n, tried+each
+					if each > most*n+outlier.BudgetLeast*windows {
+						t.Errorf("%s: %.0f attempts at %.0f requests", client, each, n)
+					}
+				}
+				if t.Logf("%.0f attempts at %.0f requests", tried, sent); tried > most*sent {
+					t.Errorf("%.0f attempts at %.0f requests", tried, sent)
+				}
+			})
+		})
 	}
 }
