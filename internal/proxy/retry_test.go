@@ -189,6 +189,7 @@ func TestAWorkerThatFailsFastDoesNotDrawTheTraffic(t *testing.T) {
 		{"refused", []http.HandlerFunc{nil}, 0.02},
 		{"stream breaks", []http.HandlerFunc{breaks}, 0.03},
 		{"two of four 500", []http.HandlerFunc{says(500), says(500)}, 0.02},
+		{"three of four 500", []http.HandlerFunc{says(500), says(500), says(500)}, 0.08}, // before they are known all three tries may meet one
 	} {
 		for _, rule := range rules {
 			t.Run(kind.name+"/"+rule, func(t *testing.T) {
