@@ -1,6 +1,7 @@
 package outlier
 
 import (
+	"math"
 	"time"
 
 	"kvrouter/internal/kv"
@@ -94,26 +95,42 @@ func (d *Detector) Spared(key kv.WorkerKey, now time.Time) bool {
 	return !w.spared.IsZero()
 }
 
-// SuccessRate is the share of a worker's requests of the last 10 s that it answered well.
-// Where there were none it is 1, or 0 while the worker is out.
-func (d *Detector) SuccessRate(key kv.WorkerKey, now time.Time) float64 {
-	w := d.workers[key]
-	if w == nil {
-		return 1
-	}
-	well, failed := w.counts(now)
-	switch {
-	case well+failed > 0:
-		return float64(well) / float64(well+failed)
-	case w.phase == phaseOut:
-		return 0
-	}
-	return 1
+// Rate is how a worker answered its requests of the last 10 s.
+type Rate struct {
+	Share float64 // of good answers, 0 to 1
+	n     int     // requests
 }
 
-// Worse reports whether a worker with that success rate is to be avoided where one with the
-// rate best can be had.
-func Worse(rate, best float64) bool { return rate < best-rateBelow }
+// SuccessRate returns how a worker answered its requests of the last 10 s. Where there were
+// none the share is 1, or 0 while the worker is out.
+func (d *Detector) SuccessRate(key kv.WorkerKey, now time.Time) Rate {
+	w := d.workers[key]
+	if w == nil {
+		return Rate{Share: 1}
+	}
+	well, failed := w.counts(now)
+	switch n := well + failed; {
+	case n > 0:
+		return Rate{float64(well) / float64(n), n}
+	case w.phase == phaseOut:
+		return Rate{}
+	}
+	return Rate{Share: 1}
+}
+
+// Worse reports whether a worker with that rate is to be avoided where one with the rate best
+// can be had: its share is rateBelow less, or less by the test of two proportions.
+func (r Rate) Worse(best Rate) bool {
+	switch {
+	case r.Share < best.Share-rateBelow:
+		return true
+	case r.n < rateLeast || best.n < rateLeast:
+		return false
+	}
+	n, m := float64(r.n), float64(best.n)
+	pooled := (r.Share*n + best.Share*m + 1) / (n + m + 2)
+	return r.Share < best.Share-rateDeviations*math.Sqrt(pooled*(1-pooled)*(1/n+1/m))
+}
 
 // Panic reports whether more workers fail than may be out: those with the better success
 // rate are used first then.

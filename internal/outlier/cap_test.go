@@ -57,7 +57,7 @@ func TestASparedWorkerIsOutOnceThereIsRoom(t *testing.T) {
 			b.fail(i, Status)
 		}
 	}
-	if !b.IsOut(key(0), b.now) || !b.Spared(key(1), b.now) || b.SuccessRate(key(1), b.now) != 0 || b.SuccessRate(key(2), b.now) != 1 {
+	if !b.IsOut(key(0), b.now) || !b.Spared(key(1), b.now) || b.SuccessRate(key(1), b.now).Share != 0 || b.SuccessRate(key(2), b.now).Share != 1 {
 		t.Fatal("one is to be out, the other spared")
 	}
 	b.pass(5 * time.Second)
@@ -121,5 +121,27 @@ func TestAStuckWorkerThatIsSparedIsLeft(t *testing.T) {
 	b.good(1)
 	if stuck, _ := b.Silent(b.sent(0), 0, 0, 4*time.Second, b.now); !stuck || b.IsOut(key(0), b.now) {
 		t.Errorf("stuck: %v, out: %v", stuck, b.IsOut(key(0), b.now))
+	}
+}
+
+func TestWhoIsWorse(t *testing.T) {
+	for _, test := range []struct {
+		rate, best Rate
+		want       bool
+	}{
+		{Rate{0, 3}, Rate{Share: 1}, true},
+		{Rate{0.5, 2}, Rate{1, 2}, true},
+		{Rate{0.85, 1000}, Rate{0.86, 1000}, false},
+		{Rate{0, 5}, Rate{0.2, 5}, false},
+		{Rate{0, 200}, Rate{0.2, 200}, true}, // most requests fail everywhere, here all do
+		{Rate{0.15, 20}, Rate{0.2, 20}, false},
+		{Rate{0, 9}, Rate{0.2, 1000}, false},
+		{Rate{0, 1000}, Rate{0, 1000}, false},
+		{Rate{1, 1000}, Rate{1, 1000}, false},
+		{Rate{}, Rate{}, false},
+	} {
+		if got := test.rate.Worse(test.best); got != test.want {
+			t.Errorf("%+v beside %+v: worse %v", test.rate, test.best, got)
+		}
 	}
 }

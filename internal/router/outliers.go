@@ -66,13 +66,15 @@ func (r *Router) filter(p *prompt, now time.Time) error {
 
 // preferWell leaves the candidates of which the success rate is about that of the best.
 func (r *Router) preferWell(now time.Time) {
-	best := 0.0
+	var best outlier.Rate
 	for i := range r.candidates {
-		best = max(best, r.outliers.SuccessRate(r.candidates[i].Target.Key, now))
+		if rate := r.outliers.SuccessRate(r.candidates[i].Target.Key, now); i == 0 || rate.Share > best.Share {
+			best = rate
+		}
 	}
 	kept := r.candidates[:0]
 	for _, c := range r.candidates { // kept is behind it
-		if !outlier.Worse(r.outliers.SuccessRate(c.Target.Key, now), best) {
+		if !r.outliers.SuccessRate(c.Target.Key, now).Worse(best) {
 			kept = append(kept, c)
 		}
 	}
