@@ -35,10 +35,10 @@ const (
 //
 // Of the last BudgetSeconds the total is BudgetLeast + share x all requests. A client's fair
 // share of it is BudgetLeast / clients + share x its own requests; clients are those that
-// sent a request or had a retry in that time. Half of the fair share (reservedShare) is reserved: while the client
-// has not used it, no other can, and a whole retry of it is granted even if the total is
-// used up, as it may be when a client has just come. What is not reserved is for whom it is
-// needed first, up to twice the fair share (mostOfFair): with a share of 0.2 a client that
+// sent a request or had a retry in that time. Half of the fair share (reservedShare) is
+// reserved: while the client has not used it, no other can, and a whole retry of it is
+// granted even if the total is used up, as it may be when a client has just come. What is
+// not reserved goes to the first that needs it, up to twice the fair share (mostOfFair): with a share of 0.2 a client that
 // fails everywhere has at most 1.4 attempts a request, beside its part of BudgetLeast.
 //
 // It is safe for concurrent use; nil has no bound.
