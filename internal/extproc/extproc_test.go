@@ -165,6 +165,25 @@ func TestRequestsAndAnswersWithoutABody(t *testing.T) {
 	}
 }
 
+// TestTheClientsAddressIsTheOneThatTheGatewayStates: a header may be the client's own.
+func TestTheClientsAddressIsTheOneThatTheGatewayStates(t *testing.T) {
+	for stated, want := range map[string]string{"": "", "192.0.2.7:4711": "192.0.2.7:4711", "unix://@/x": ""} {
+		came := make(chan string, 1)
+		g := ask(t, listenTest(t, Settings{}, func(w http.ResponseWriter, r *http.Request, _ *proxy.Gateway) {
+			came <- r.RemoteAddr
+			w.WriteHeader(http.StatusOK)
+		}))
+		first := requestHeaders(true, ":method", "GET", ":path", "/x", ":authority", "pool", "x-forwarded-for", "198.51.100.1", "source.address", "198.51.100.2:1")
+		if stated != "" {
+			first.Attributes = map[string]*structpb.Struct{"envoy.filters.http.ext_proc": {Fields: map[string]*structpb.Value{"source.address": structpb.NewStringValue(stated)}}}
+		}
+		g.tell(first)
+		if g.hear(); len(came) == 0 || <-came != want {
+			t.Errorf("%q: the address is not %q", stated, want)
+		}
+	}
+}
+
 func TestTheRoutersOwnAnswersAreImmediate(t *testing.T) {
 	own := func(w http.ResponseWriter, r *http.Request, _ *proxy.Gateway) {
 		w.Header().Set("Retry-After", "1")

@@ -6,6 +6,7 @@ import (
 	"fmt"
 	"io"
 	"net/http"
+	"net/netip"
 	"net/url"
 	"slices"
 	"strconv"
@@ -147,9 +148,25 @@ func served(message *extprocv3.ProcessingRequest) string {
 	if told := message.GetMetadataContext().GetFilterMetadata()[metadataEnvoy].GetFields()[keyServed].GetStringValue(); told != "" {
 		return told
 	}
+	return attribute(message, "upstream.address")
+}
+
+// clientAddress returns the address and port of the gateway's client; empty: the gateway
+// does not state it.
+func clientAddress(message *extprocv3.ProcessingRequest) string {
+	address, err := netip.ParseAddrPort(attribute(message, "source.address"))
+	if err != nil {
+		return ""
+	}
+	return address.String()
+}
+
+// attribute returns a text that the gateway states beside the headers, so not the client;
+// empty: it is not configured to.
+func attribute(message *extprocv3.ProcessingRequest, name string) string {
 	for _, attributes := range message.GetAttributes() {
-		if address := attributes.GetFields()["upstream.address"].GetStringValue(); address != "" {
-			return address
+		if text := attributes.GetFields()[name].GetStringValue(); text != "" {
+			return text
 		}
 	}
 	return ""

@@ -237,6 +237,7 @@ func (s *stream) begin(first *extprocv3.ProcessingRequest) error {
 	if err != nil {
 		return err
 	}
+	request.RemoteAddr = clientAddress(first)
 	s.bodiless = headers.GetEndOfStream()
 	if s.asked.length = request.ContentLength; s.asked.length == 0 && !s.bodiless {
 		request.ContentLength = -1 // its end is waited for as well

@@ -144,8 +144,17 @@ func (s *Set) QueueDepth() (requests, tokens int) {
 	return requests, tokens
 }
 
+// Discredited returns the number of clients whose failures count against no worker of a
+// model now, for all models together.
+func (s *Set) Discredited() (n int) {
+	for _, m := range s.All() {
+		n += m.Router.Discredited()
+	}
+	return n
+}
+
 // Outliers returns the health of each worker that is up, and whether a model is in panic
-// mode: too many of its workers are ejected, so all are used.
+// mode: more of its workers fail than may be ejected.
 func (s *Set) Outliers() (list []outlier.Record, panicking bool) {
 	for _, m := range s.All() {
 		records, all := m.Router.Outliers()

@@ -43,7 +43,8 @@ func NewCollector(s *Set) prometheus.Collector {
 	ejected := set.Gauge("kvrouter_worker_ejected", "1 while the worker is ejected for its failures.", "worker_id", "dp_rank")
 	paused := set.Gauge("kvrouter_worker_held", "1 while the worker gets no requests because it requested a pause (Retry-After) or may be misconfigured.", "worker_id", "dp_rank")
 	successRate := set.Gauge("kvrouter_worker_success_rate", "Share of the worker's requests in the last 10 s that succeeded, 0 to 1.", "worker_id", "dp_rank")
-	panicMode := set.Gauge("kvrouter_panic_mode", "1 while ejections are ignored because they exceed --max-ejection-percent.")
+	panicMode := set.Gauge("kvrouter_panic_mode", "1 while more workers fail than --max-ejection-percent allows to eject.")
+	discredited := set.Gauge("kvrouter_discredited_clients", "Clients whose failures are not counted against workers, because they fail at several workers where other clients' requests succeed.")
 
 	promptSources := set.Counter("kvrouter_prompt_source_total", "Prompts by the source of their tokens: local, worker_render, worker_tokenize, none (routed by load alone).", "source")
 	promptFallbacks := set.Counter("kvrouter_prompt_fallbacks_total", "Prompts that the router did not tokenize itself, by reason.", "reason")
@@ -86,6 +87,7 @@ func NewCollector(s *Set) prometheus.Collector {
 
 		records, panicking := s.Outliers()
 		out.Show(panicMode, metrics.Bool(panicking))
+		out.Show(discredited, float64(s.Discredited()))
 		for _, r := range records {
 			labels := names.RankLabels(r.Worker)
 			out.Show(ejected, metrics.Bool(r.State == outlier.StateOut), labels...)

@@ -25,6 +25,7 @@ type inference struct {
 	kind     tokens.Kind
 	exchange *proxy.Exchange
 	caller   *keys.Caller
+	client   string         // whose failures it shares
 	model    *models.Model  // that it is for
 	gateway  *proxy.Gateway // that it came from; nil: from a client
 
@@ -48,6 +49,8 @@ func (a *API) infer(c *gin.Context, path string, kind tokens.Kind) {
 	caller := a.keys.Of(c)
 	x := &proxy.Exchange{ID: web.RequestID(c), Route: path, Worker: kv.NoWorker, Arrived: time.Now(), Trusted: caller.Trusted}
 	r := &inference{api: a, ctx: c.Request.Context(), kind: kind, exchange: x, caller: caller, model: a.models.Default(), gateway: gatewayOf(c)}
+	r.client = clientOf(c.Request, caller)
+	r.ctx = router.ForClient(r.ctx, r.client)
 	a.observers.began(c.Request, x)
 	defer func() { r.finish(c.Writer.Status()) }()
 	if !r.read(c) {
@@ -100,7 +103,7 @@ func (r *inference) upstream(c *gin.Context) proxy.Upstream {
 	a, body, x := r.api, r.body, r.exchange
 	u := proxy.Upstream{
 		Method: c.Request.Method, Path: c.Request.URL.RequestURI(), Header: proxy.ClientHeader(c.Request.Header, x.ID, r.hints.Pinned != nil, a.keys.Asks()), Body: body.Raw,
-		Route: x.Route, RequestID: x.ID, Arrived: x.Arrived, EndMarked: r.kind != tokens.NoPrompt, Silent: !r.caller.SeesDecisions, SeveralAnswers: r.several,
+		Route: x.Route, RequestID: x.ID, Client: r.client, Arrived: x.Arrived, EndMarked: r.kind != tokens.NoPrompt, Silent: !r.caller.SeesDecisions, SeveralAnswers: r.several,
 		CachedTokensMislead: r.countsMore() || proxy.ComputesAnew(body), Paired: r.paired, Parsed: body, Aggregated: r.whole, Gateway: r.gateway,
 	}
 	if a.settings.CollectUsage && (r.kind == tokens.ChatPrompt || r.kind == tokens.CompletionPrompt) {

@@ -105,7 +105,7 @@ func (r *inference) findPrompt() {
 	adapter, listed := r.model.Router.Adapter(x.Model)
 	r.request = router.Request{
 		Tokens: r.prompt.Tokens[:r.prompt.Exact], NumTokens: len(r.prompt.Tokens), Media: kv.MediaBlocks(r.prompt.Media, r.model.Router.BlockSize()),
-		Salt: r.body.Get("cache_salt").String(), LoRA: r.model.Tokens.Adapter(x.Route, r.body, adapter, listed), Model: x.Model,
+		Salt: r.body.Get("cache_salt").String(), LoRA: r.model.Tokens.Adapter(x.Route, r.body, adapter, listed), Model: x.Model, Client: r.client,
 		AnsweredWhole: !r.body.Get("stream").Bool() || r.multiple || r.several, SGLang: r.kind == tokens.GeneratePrompt, Explain: x.Trace.Sampled(),
 		Session: r.model.Router.SessionOf(r.caller.Name, r.hints.Session), SessionID: router.SessionID(r.caller.Name, r.hints.Session),
 	}

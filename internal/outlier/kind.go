@@ -6,20 +6,21 @@ type Kind uint8
 // The kinds.
 const (
 	Reported      Kind = iota // reported by the sender of the request
-	Refused                   // no connection, or it broke without an answer
-	Timeout                   // no byte for too long
-	Status                    // an HTTP status that reports a server error
-	Broken                    // an incomplete answer
+	Refused                   // no connection
+	Dropped                   // the connection broke without an answer
+	Timeout                   // no byte came for too long
+	Status                    // an HTTP status of a server's fault
+	Broken                    // an answer broke off, or ended without saying so
 	Engine                    // an answer that reports a failed engine
-	Left                      // the client disconnected after a wait far above the baseline
-	Stuck                     // no byte for long while other workers answered
-	Asked                     // a tokenization request was not answered
-	Misconfigured             // it refuses requests that others accept
+	Left                      // the client left after a wait far above the baseline
+	Stuck                     // no byte for long while others answered
+	Asked                     // a question about a prompt was not answered
+	Misconfigured             // it refuses what others accept
 	kinds
 )
 
 var kindNames = [kinds]string{
-	Reported: "reported", Refused: "refused", Timeout: "timeout", Status: "status", Broken: "broken", Engine: "engine",
+	Reported: "reported", Refused: "refused", Dropped: "dropped", Timeout: "timeout", Status: "status", Broken: "broken", Engine: "engine",
 	Left: "client_left", Stuck: "stuck", Asked: "unanswered", Misconfigured: "misconfigured",
 }
 
@@ -28,7 +29,13 @@ func (k Kind) String() string { return kindNames[k] }
 
 // ofServer reports whether the kind is the fault of a worker's HTTP server, which all
 // its data-parallel ranks share.
-func (k Kind) ofServer() bool { return k == Refused || k == Misconfigured || k == Asked }
+func (k Kind) ofServer() bool {
+	return k == Refused || k == Dropped || k == Misconfigured || k == Asked
+}
+
+// dependsOnRequest reports whether the request itself may be the reason: the worker has seen it, and
+// no other worker has accepted it.
+func (k Kind) dependsOnRequest() bool { return k != Refused && k != Misconfigured }
 
 // atOnce reports whether one such failure takes a worker out.
 func (k Kind) atOnce() bool { return k == Stuck || k == Misconfigured }

@@ -7,7 +7,6 @@ package outlier
 import (
 	"errors"
 	"fmt"
-	"log/slog"
 	"math"
 	"math/rand/v2"
 	"time"
@@ -20,7 +19,7 @@ type Settings struct {
 	EjectAfter         int           `group:"Failing workers" default:"3" help:"Consecutive failures after which a worker is ejected; an interrupted answer counts twice. 0 disables ejection."`
 	EjectionTime       time.Duration `group:"Failing workers" default:"5s" help:"Base ejection time, followed by one trial request; doubled at each further ejection."`
 	MaxEjectionTime    time.Duration `group:"Failing workers" default:"20s" help:"Maximum ejection time."`
-	MaxEjectionPercent int           `group:"Failing workers" default:"50" help:"Panic threshold: maximum share of eligible workers that may be ejected, percent. Above it all are used."`
+	MaxEjectionPercent int           `group:"Failing workers" default:"50" help:"Maximum share of workers that are ejected at a time, percent; of two or more at least one may be. 0 ejects none."`
 	SlowStart          time.Duration `group:"Failing workers" default:"5s" help:"Time over which the share of requests of a returning worker grows to its full size."`
 }
 
@@ -60,7 +59,7 @@ const (
 	// agreedFor is the time that a status that two workers gave to one request counts
 	// as the clients' mistake.
 	agreedFor = time.Second
-	// LongestPause is the maximum pause that a worker may request.
+	// LongestPause is the longest pause that a worker may ask for.
 	LongestPause = time.Minute
 	// firstGuess and longestGuess bound the pause of a worker that does not say
 	// how long it has too much to do.
@@ -98,20 +97,25 @@ type worker struct {
 	times      int       // ejections that the length of the next one counts
 	reason     Kind      // of the last ejection
 	why        string    // the same, as text
+	outBy      string    // the client that alone is the reason of phaseOut; empty: none is
 	row        int       // failures in a row
 	broken     int       // of those, answers that broke off
 
 	trial      time.Time // when a request on trial was sent; zero: none is under way
 	trialHeard time.Time // when its answer began
 
+	spared  time.Time // when it last failed so that it would be out, but for the others that are; zero: it would not
 	held    time.Time // gets no requests until then; zero: not held
+	heldBy  string    // the client that met its wish for a pause; empty: none alone
 	suspect bool      // held for a status that may be the client's mistake
-	pressed time.Time // when it last requested a pause
+	pressed time.Time // when it last asked for a pause
 	presses int       // how often it did since it last answered
 
 	answered  time.Time // when it last answered well
 	askFailed time.Time // when it last failed to answer a question about a prompt
 	window    [windowSeconds]second
+	seen      tally    // requests of clients that are not discredited
+	blames    [2]blame // the last failures of two clients, the latest first
 	ejections [kinds]uint64
 }
 
@@ -121,19 +125,23 @@ type second struct {
 	well, failed int
 }
 
-// Detector evaluates workers. It has no lock: its owner, the Router, guards it.
+// Detector judges workers. It has no lock of its own: its owner, the Router,
+// guards it.
 type Detector struct {
 	settings Settings
 	workers  map[kv.WorkerKey]*worker
 	odd      int // workers that are not simply in
+	spared   int // of those, workers that are in only because too many others are out
 	agreed   map[int]time.Time
 	news     []News
 	baseline baseline
+	clients  map[string]*client // whose requests failed lately
+	tidied   time.Time          // when those were last looked through
 }
 
-// New returns a detector without workers.
+// New returns a detector that knows no worker.
 func New(settings Settings) *Detector {
-	return &Detector{settings: settings, workers: map[kv.WorkerKey]*worker{}, agreed: map[int]time.Time{}}
+	return &Detector{settings: settings, workers: map[kv.WorkerKey]*worker{}, agreed: map[int]time.Time{}, clients: map[string]*client{}}
 }
 
 // Attempt is a request that was sent to a worker.
@@ -141,18 +149,19 @@ type Attempt struct {
 	Worker     kv.WorkerKey
 	Generation int // of the worker
 	Sent       time.Time
-	Trial      bool // Begin said so
+	Trial      bool   // Begin said so
+	Client     string // whose request it is; empty: unknown
 }
 
-// Join adds a worker. A new incarnation starts with an empty record.
+// Join makes a worker known. An incarnation that is not the one known begins with
+// a clean record.
 func (d *Detector) Join(key kv.WorkerKey, generation int, now time.Time) {
 	w := d.workers[key]
 	if w == nil {
-		w = &worker{generation: generation, since: now}
-		d.workers[key] = w
+		w = new(worker)
 	}
-	if w.gone || w.generation != generation {
-		*w = worker{generation: generation, since: now, ejections: w.ejections}
+	if w.since.IsZero() || w.gone || w.generation != generation {
+		d.workers[key] = &worker{generation: generation, since: now, ejections: w.ejections}
 	}
 	d.recount()
 }
@@ -161,14 +170,15 @@ func (d *Detector) Join(key kv.WorkerKey, generation int, now time.Time) {
 // kept.
 const keptGone = 1024
 
-// Leave removes the results of a worker that is down, but not its number of
-// ejections.
-func (d *Detector) Leave(key kv.WorkerKey) {
+// Leave forgets how a worker that is down did, but not how often it was out. Where more of
+// the others are out than may be then, the one whose trial is due next is back.
+func (d *Detector) Leave(key kv.WorkerKey, now time.Time) {
 	w := d.workers[key]
 	if w == nil {
 		return
 	}
-	if *w = (worker{generation: w.generation, gone: true, ejections: w.ejections}); w.ejections == [kinds]uint64{} {
+	d.workers[key] = &worker{generation: w.generation, gone: true, ejections: w.ejections}
+	if w.ejections == [kinds]uint64{} {
 		delete(d.workers, key)
 	}
 	gone := 0
@@ -180,35 +190,39 @@ func (d *Detector) Leave(key kv.WorkerKey) {
 	if gone > keptGone {
 		delete(d.workers, key)
 	}
+	d.keepCap(now)
 	d.recount()
 }
 
 // recount counts the workers that are not simply in.
 func (d *Detector) recount() {
-	d.odd = 0
+	d.odd, d.spared = 0, 0
 	for _, w := range d.workers {
-		if w.phase != phaseIn || !w.held.IsZero() {
+		if w.phase != phaseIn || !w.held.IsZero() || !w.spared.IsZero() {
 			d.odd++
+		}
+		if !w.spared.IsZero() {
+			d.spared++
 		}
 	}
 }
 
-// Quiet reports whether no worker is ejected, paused or in slow start.
+// Quiet reports whether every worker is in: nothing else need be asked then.
 func (d *Detector) Quiet() bool { return d.odd == 0 }
 
-// Level ranks workers for a request; lower is better.
+// Level says how well a worker takes a request; the lower the better.
 type Level uint8
 
 // The levels.
 const (
 	In   Level = iota // takes it
-	Slow              // slow start: accepts requests again, but not this one
-	Held              // paused: requested a pause, or is suspected
+	Slow              // takes requests again, but not this one: its share is still growing
+	Held              // has asked for a pause, or is suspected
 	Out               // ejected
 )
 
-// Level returns a worker's level for a request now. random decides whether the
-// request belongs to the share of a worker in slow start.
+// Level says how well a worker takes a request now. random draws whether this one
+// belongs to the share of a worker that is just back.
 func (d *Detector) Level(key kv.WorkerKey, now time.Time, random *rand.Rand) Level {
 	w := d.workers[key]
 	if w == nil {
@@ -226,7 +240,7 @@ func (d *Detector) Level(key kv.WorkerKey, now time.Time, random *rand.Rand) Lev
 	return In
 }
 
-// IsOut reports whether a worker gets only requests that no other worker can serve.
+// IsOut reports whether a worker gets nothing now but what no other can take.
 func (d *Detector) IsOut(key kv.WorkerKey, now time.Time) bool {
 	if d.odd == 0 {
 		return false
@@ -239,7 +253,7 @@ func (d *Detector) IsOut(key kv.WorkerKey, now time.Time) bool {
 	return w.phase == phaseOut || !w.held.IsZero()
 }
 
-// Ejected reports whether a worker is ejected for its failures.
+// Ejected reports whether a worker is out for its failures.
 func (d *Detector) Ejected(key kv.WorkerKey, now time.Time) bool {
 	w := d.workers[key]
 	if w == nil || w.phase != phaseOut {
@@ -249,19 +263,25 @@ func (d *Detector) Ejected(key kv.WorkerKey, now time.Time) bool {
 	return w.phase == phaseOut
 }
 
-// AskedInVain reports whether a worker recently failed to answer a tokenization
-// request.
+// IsBack reports whether a worker's share of requests is still growing.
+func (d *Detector) IsBack(key kv.WorkerKey, now time.Time) bool {
+	w := d.workers[key]
+	if w == nil {
+		return false
+	}
+	d.bringUpToDate(key, w, now)
+	return w.phase == phaseBack
+}
+
+// AskedInVain reports whether a worker lately failed to answer a question about a
+// prompt.
 func (d *Detector) AskedInVain(key kv.WorkerKey, now time.Time) bool {
 	w := d.workers[key]
 	return w != nil && !w.askFailed.IsZero() && now.Sub(w.askFailed) < askedFor
 }
 
-// TooMany reports whether the panic threshold is exceeded: too many workers are
-// out, so all are used.
-func (d *Detector) TooMany(out, all int) bool { return out*100 > d.settings.MaxEjectionPercent*all }
-
-// TrialDue reports whether an ejected worker may get a trial request, and since
-// when.
+// TrialDue reports whether a worker that is out may get one request on trial, and
+// since when.
 func (d *Detector) TrialDue(key kv.WorkerKey, now time.Time) (since time.Time, due bool) {
 	w := d.workers[key]
 	if w == nil || w.phase != phaseOut {
@@ -271,8 +291,8 @@ func (d *Detector) TrialDue(key kv.WorkerKey, now time.Time) (since time.Time, d
 	return w.until, w.phase == phaseOut && w.held.IsZero() && !now.Before(w.until) && (w.trial.IsZero() || now.Sub(w.trial) >= trialLimit)
 }
 
-// Begin records that a request is sent to a worker, and reports whether it is the
-// trial request.
+// Begin notes that a request is sent to a worker, and reports whether it is its
+// trial.
 func (d *Detector) Begin(key kv.WorkerKey, now time.Time) (trial bool) {
 	if d.odd == 0 {
 		return false
@@ -289,13 +309,16 @@ func (d *Detector) Begin(key kv.WorkerKey, now time.Time) (trial bool) {
 func (d *Detector) bringUpToDate(key kv.WorkerKey, w *worker, now time.Time) {
 	changed := false
 	if !w.held.IsZero() && !now.Before(w.held) {
-		w.held, w.suspect, changed = time.Time{}, false, true
+		w.held, w.heldBy, w.suspect, changed = time.Time{}, "", false, true
 	}
 	if w.phase == phaseOut && !w.trialHeard.IsZero() && now.Sub(w.trialHeard) >= trialFlows {
 		d.bringBack(key, w, now)
 	}
 	if w.phase == phaseBack && now.Sub(w.since) >= d.settings.SlowStart {
 		w.phase, changed = phaseIn, true
+	}
+	if !w.spared.IsZero() && now.Sub(w.spared) >= sparedFor {
+		w.spared, changed = time.Time{}, true
 	}
 	if changed {
 		d.recount()
@@ -310,7 +333,7 @@ func (d *Detector) of(a Attempt) *worker {
 	return nil
 }
 
-// Heard records that an attempt's answer has begun.
+// Heard notes that an attempt's answer has begun.
 func (d *Detector) Heard(a Attempt, now time.Time) {
 	if w := d.of(a); w != nil {
 		w.answered = now
@@ -320,7 +343,7 @@ func (d *Detector) Heard(a Attempt, now time.Time) {
 	}
 }
 
-// Succeeded records a successful attempt.
+// Succeeded notes that an attempt was answered well.
 func (d *Detector) Succeeded(a Attempt, now time.Time) {
 	w := d.of(a)
 	if w == nil {
@@ -328,20 +351,27 @@ func (d *Detector) Succeeded(a Attempt, now time.Time) {
 	}
 	w.row, w.broken, w.presses, w.answered = 0, 0, 0, now
 	w.count(now).well++
+	d.servedWell(a, w, now)
+	d.unspare(w)
 	if w.phase == phaseOut && (a.Trial || a.Sent.After(w.since)) {
 		d.bringBack(a.Worker, w, now)
 	}
 }
 
-// Ended records that an attempt ended with unknown result.
+// Ended notes that an attempt ended, and it is unknown whether its worker is
+// well.
 func (d *Detector) Ended(a Attempt) {
 	if w := d.of(a); w != nil && a.Trial {
 		w.trial, w.trialHeard = time.Time{}, time.Time{}
 	}
 }
 
-// Failed records a failed attempt. why describes the failure.
+// Failed notes that a worker failed an attempt. why is a text.
 func (d *Detector) Failed(a Attempt, kind Kind, why string, now time.Time) {
+	if kind.dependsOnRequest() && d.ownFault(a, now) {
+		d.Ended(a)
+		return
+	}
 	if w := d.of(a); w != nil {
 		d.strike(a, w, kind, why, now)
 	}
@@ -350,19 +380,23 @@ func (d *Detector) Failed(a Attempt, kind Kind, why string, now time.Time) {
 	}
 	for key, w := range d.workers { // the other ranks share the server
 		if key.Worker == a.Worker.Worker && key != a.Worker && !w.gone && w.generation == a.Generation {
-			d.strike(Attempt{Worker: key, Generation: a.Generation, Sent: a.Sent}, w, kind, why, now)
+			d.strike(Attempt{Worker: key, Generation: a.Generation, Sent: a.Sent, Client: a.Client}, w, kind, why, now)
 		}
 	}
 }
 
 // strike counts one failure of w.
 func (d *Detector) strike(a Attempt, w *worker, kind Kind, why string, now time.Time) {
+	w.blamed(a.Client, now)
 	switch {
 	case w.phase == phaseOut && !a.Trial: // it was sent before, or for want of others
+		if a.Sent.After(w.since) {
+			w.count(now).failed++
+		}
 		return
 	case w.phase == phaseOut:
 		w.count(now).failed++
-		d.eject(a.Worker, w, kind, "its trial failed: "+why, now)
+		d.eject(a, w, kind, "its trial failed: "+why, now)
 		return
 	case a.Sent.Before(w.since) && !a.Trial: // before it came back
 		return
@@ -377,21 +411,26 @@ func (d *Detector) strike(a Attempt, w *worker, kind Kind, why string, now time.
 	}
 	switch {
 	case kind.atOnce():
-		d.eject(a.Worker, w, kind, why, now)
+		d.eject(a, w, kind, why, now)
 	case w.phase == phaseBack:
-		d.eject(a.Worker, w, kind, "it failed again: "+why, now)
+		d.eject(a, w, kind, "it failed again: "+why, now)
 	case w.row+w.broken >= d.settings.EjectAfter:
-		d.eject(a.Worker, w, kind, fmt.Sprintf("%d consecutive failures, the last: %s", w.row, why), now)
+		d.eject(a, w, kind, fmt.Sprintf("%d failures in a row, the last: %s", w.row, why), now)
 	default:
 		if share, others, worse := d.worse(a.Worker, now); worse {
-			d.eject(a.Worker, w, kind, fmt.Sprintf("success rate %.0f %%, of the other workers %.0f %%; last failure: %s", 100*share, 100*others, why), now)
+			d.eject(a, w, kind, fmt.Sprintf("%.0f %% of its answers are good, of the others' %.0f %%; the last: %s", 100*share, 100*others, why), now)
 		}
 	}
 }
 
-// eject takes w out.
-func (d *Detector) eject(key kv.WorkerKey, w *worker, kind Kind, why string, now time.Time) {
+// eject takes w out, for a failure of that attempt.
+func (d *Detector) eject(a Attempt, w *worker, kind Kind, why string, now time.Time) {
+	key := a.Worker
 	if w.phase != phaseOut {
+		if !d.mayEject() {
+			d.spare(key, w, kind, why, now)
+			return
+		}
 		w.times = max(0, w.times-int(now.Sub(w.since)/wellFor))
 	}
 	long := d.settings.EjectionTime
@@ -402,12 +441,17 @@ func (d *Detector) eject(key kv.WorkerKey, w *worker, kind Kind, why string, now
 	}
 	w.times++
 	first := w.phase != phaseOut
+	if alone := kind.dependsOnRequest() && w.only(a.Client, now); first && alone {
+		w.outBy = a.Client
+	} else if first || w.outBy != a.Client {
+		w.outBy = ""
+	}
 	w.phase, w.reason, w.why, w.until = phaseOut, kind, why, now.Add(long)
 	if first {
 		w.since = now
 	}
 	w.row, w.broken, w.suspect = 0, 0, false
-	w.trial, w.trialHeard, w.held = time.Time{}, time.Time{}, time.Time{}
+	w.trial, w.trialHeard, w.held, w.heldBy, w.spared = time.Time{}, time.Time{}, time.Time{}, "", time.Time{}
 	w.ejections[kind]++
 	d.recount()
 	d.tell(News{Worker: key, Kind: kind, Out: true, For: long, Why: why})
@@ -422,9 +466,9 @@ func (d *Detector) bringBack(key kv.WorkerKey, w *worker, now time.Time) {
 	d.recount()
 }
 
-// Hint records that another router has ejected a worker for that time. The cause
-// may be that router: the worker is paused for at most the base ejection time, and
-// the panic threshold applies. It reports whether anything changed.
+// Hint notes that another router has taken a worker out for that long. It may be that
+// router's own trouble: the worker is out for no longer than a first ejection, and
+// never more workers than may be out together. It reports whether that changed anything.
 func (d *Detector) Hint(key kv.WorkerKey, long time.Duration, now time.Time) (took bool) {
 	w := d.workers[key]
 	if w == nil || w.gone || long <= 0 || d.settings.EjectAfter == 0 {
@@ -446,13 +490,13 @@ func (d *Detector) Hint(key kv.WorkerKey, long time.Duration, now time.Time) (to
 	if d.TooMany(out, all) {
 		return false
 	}
-	w.held = now.Add(min(long, d.settings.EjectionTime))
+	w.held, w.heldBy = now.Add(min(long, d.settings.EjectionTime)), ""
 	d.recount()
 	return true
 }
 
-// Readmit ends a worker's ejection or pause without slow start, and clears its
-// failures.
+// Readmit ends a worker's ejection or pause: it has its full share at once. What it
+// has failed counts no more.
 func (d *Detector) Readmit(key kv.WorkerKey, now time.Time) {
 	w := d.workers[key]
 	if w == nil || w.gone {
@@ -461,7 +505,7 @@ func (d *Detector) Readmit(key kv.WorkerKey, now time.Time) {
 	if w.phase == phaseOut {
 		d.bringBack(key, w, now)
 	}
-	*w = worker{generation: w.generation, since: now, answered: w.answered, ejections: w.ejections}
+	*w = worker{generation: w.generation, since: now, answered: w.answered, seen: w.seen, ejections: w.ejections}
 	d.recount()
 }
 
@@ -506,140 +550,15 @@ func (d *Detector) worse(key kv.WorkerKey, now time.Time) (share, others float64
 	return share, others, share < others-rateBelow && share < others-rateDeviations*deviation
 }
 
-// Pressed records that a worker requests a pause: it gets nothing for that time, at
-// most LongestPause. If the time is 0 (unknown), the pause is one second, doubled
-// each time without an answer between, up to longestGuess. It is not a failure.
-func (d *Detector) Pressed(a Attempt, pause time.Duration, now time.Time) {
-	d.hold(a, func(w *worker) {
-		if w.presses == 0 || a.Sent.After(w.pressed) { // it was sent after the last pause began
-			w.pressed, w.presses = now, w.presses+1
-		}
-		until := now.Add(min(pause, LongestPause))
-		if pause <= 0 {
-			until = w.pressed.Add(min(firstGuess<<min(w.presses-1, 10), longestGuess))
-		}
-		if until.After(w.held) || w.suspect {
-			w.held, w.suspect = until, false
-		}
-	})
-	d.Ended(a)
-}
-
-// hold changes the state of all ranks of an attempt's worker: they share the
-// server that answered.
-func (d *Detector) hold(a Attempt, change func(*worker)) {
-	for key, w := range d.workers {
-		if key.Worker == a.Worker.Worker && !w.gone && w.generation == a.Generation {
-			change(w)
-		}
-	}
-	d.recount()
-}
-
-// Suspect records that a worker refused an attempt with a status that either the
-// client or the worker may have caused. It reports whether to ask another worker;
-// if so, the worker is paused until Acquit or Convict. It returns false while that
-// status is known to be caused by clients.
-func (d *Detector) Suspect(a Attempt, status int, now time.Time) (ask bool) {
-	d.Ended(a)
-	if at, known := d.agreed[status]; known && now.Sub(at) < agreedFor {
-		return false
-	}
-	d.hold(a, func(w *worker) {
-		if w.held.IsZero() {
-			w.held, w.suspect = now.Add(suspectFor), true
-		}
-	})
-	return true
-}
-
-// Acquit ends a suspicion. agreed means that another worker returned the same
-// status: the client caused it.
-func (d *Detector) Acquit(a Attempt, status int, agreed bool, now time.Time) {
-	if agreed {
-		d.agreed[status] = now
-	}
-	d.hold(a, func(w *worker) {
-		if w.suspect {
-			w.held, w.suspect = time.Time{}, false
-		}
-	})
-}
-
-// Convict ends a suspicion: another worker accepted what this one refused.
-func (d *Detector) Convict(a Attempt, status int, now time.Time) {
-	d.Acquit(a, status, false, now)
-	d.Failed(a, Misconfigured, fmt.Sprintf("it answers %d to requests that others accept", status), now)
-}
-
-// AskFailed records that a worker did not answer a tokenization request sent at
-// that time, unless it has answered a request since. If it took long, the worker is
-// paused, because requests would wait too.
-func (d *Detector) AskFailed(key kv.WorkerKey, generation int, asked, now time.Time) {
-	a := Attempt{Worker: key, Generation: generation, Sent: asked}
-	w := d.of(a)
-	if w == nil || !w.answered.Before(asked) {
-		return
-	}
-	w.askFailed = now
-	d.Failed(a, Asked, "it did not answer a tokenization request", now)
-	if now.Sub(asked) >= askedSlowly && w.phase == phaseIn && d.settings.EjectAfter > 0 && now.Add(askedFor).After(w.held) {
-		w.held = now.Add(askedFor)
-		d.recount()
-	}
-}
-
-// Forgive withdraws a failure: other workers failed the same request in the same
+// Forgive takes a failure back: other workers failed the same request in the same
 // way.
 func (d *Detector) Forgive(a Attempt, now time.Time) {
 	if w := d.of(a); w != nil && w.phase != phaseOut && w.row > 0 {
-		w.row--
+		if w.row--; w.row+w.broken < d.settings.EjectAfter {
+			d.unspare(w)
+		}
 		if s := w.count(now); s.failed > 0 {
 			s.failed--
 		}
 	}
-}
-
-// News is the ejection of a worker, or its return.
-type News struct {
-	Worker kv.WorkerKey
-	Out    bool
-	Kind   Kind
-	For    time.Duration // duration of the ejection
-	Why    string
-}
-
-// Log logs the news of a worker of that name.
-func (n News) Log(log *slog.Logger, called string) {
-	name := "worker " + called
-	if n.Worker.Rank > 0 {
-		name = fmt.Sprintf("worker %s rank %d", called, n.Worker.Rank)
-	}
-	switch {
-	case !n.Out:
-		log.Info(name+": returned to service", "after", n.For.Round(time.Millisecond), "reason", n.Kind.String())
-	case n.Kind == Misconfigured:
-		log.Error(fmt.Sprintf("%s: MISCONFIGURED: %s; ejected for %s: check its key, its model name and its routes", name, n.Why, n.For), "reason", n.Kind.String())
-	default:
-		log.Warn(fmt.Sprintf("%s: ejected for %s: %s", name, n.For, n.Why), "reason", n.Kind.String())
-	}
-}
-
-// maxNews bounds the news not yet taken.
-const maxNews = 256
-
-func (d *Detector) tell(n News) {
-	if len(d.news) < maxNews {
-		d.news = append(d.news, n)
-	}
-}
-
-// TakeNews returns the news since the last call.
-func (d *Detector) TakeNews() []News {
-	if len(d.news) == 0 {
-		return nil
-	}
-	news := d.news
-	d.news = nil
-	return news
 }

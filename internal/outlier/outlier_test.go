@@ -72,8 +72,16 @@ func TestWhatTakesAWorkerOut(t *testing.T) {
 		{"a pause", func(b *bench) { b.Pressed(b.sent(0), 2*time.Second, b.now); b.pass(time.Second) }, Held},
 		{"a pause that is over", func(b *bench) { b.Pressed(b.sent(0), 2*time.Second, b.now); b.pass(2 * time.Second) }, In},
 		{"a pause without end", func(b *bench) { b.Pressed(b.sent(0), time.Hour, b.now); b.pass(LongestPause) }, In},
-		{"a question that it did not answer", func(b *bench) { asked := b.now; b.pass(time.Second); b.AskFailed(key(0), 1, asked, b.now) }, Held},
-		{"a question during which it answered another request", func(b *bench) { asked := b.now; b.good(0); b.AskFailed(key(0), 1, asked, b.now) }, In},
+		{"a question that it did not answer", func(b *bench) {
+			asked := b.now
+			b.pass(time.Second)
+			b.AskFailed(Attempt{Worker: key(0), Generation: 1, Sent: asked}, b.now)
+		}, Held},
+		{"a question during which it answered another request", func(b *bench) {
+			asked := b.now
+			b.good(0)
+			b.AskFailed(Attempt{Worker: key(0), Generation: 1, Sent: asked}, b.now)
+		}, In},
 		{"failures of its last incarnation", func(b *bench) {
 			for range 5 {
 				b.Failed(Attempt{Worker: key(0), Sent: b.now}, Status, "test", b.now)
@@ -311,7 +319,7 @@ func TestANewIncarnationHasACleanRecord(t *testing.T) {
 	for range 3 {
 		b.fail(0, Status)
 	}
-	b.Leave(key(0))
+	b.Leave(key(0), b.now)
 	if !b.Quiet() {
 		t.Error("a worker that is gone counts")
 	}
@@ -442,20 +450,25 @@ func TestDetectorKeepsItsInvariants(t *testing.T) {
 				}
 			},
 			"time": func(t *rapid.T) { b.pass(time.Duration(rapid.IntRange(1, 8000).Draw(t, "ms")) * time.Millisecond) },
-			"restart": func(t *rapid.T) {
-				i := rapid.IntRange(0, 3).Draw(t, "worker")
-				b.Leave(key(i))
-				b.Join(key(i), 1, b.now)
-			},
+			"down": func(t *rapid.T) { b.Leave(key(rapid.IntRange(0, 3).Draw(t, "worker")), b.now) },
+			"up":   func(t *rapid.T) { b.Join(key(rapid.IntRange(0, 3).Draw(t, "worker")), 1, b.now) },
 			"": func(t *rapid.T) {
-				odd := 0
+				odd, spared := 0, 0
+				if out, all := b.out(); out > max(1, all/2) || all == 1 && out > 0 {
+					t.Fatalf("%d of %d workers are out", out, all)
+				}
 				for k, w := range b.workers {
-					if w.phase != phaseIn || !w.held.IsZero() {
+					if w.phase != phaseIn || !w.held.IsZero() || !w.spared.IsZero() {
 						odd++
+					}
+					if !w.spared.IsZero() {
+						spared++
 					}
 					switch {
 					case w.phase == phaseOut && w.until.Sub(b.now) > longest:
 						t.Fatalf("worker %v is out for %s more", k, w.until.Sub(b.now))
+					case w.phase == phaseOut && !w.spared.IsZero():
+						t.Fatalf("worker %v is out and spared", k)
 					case w.phase != phaseOut && (!w.trial.IsZero() || !w.trialHeard.IsZero()):
 						t.Fatalf("worker %v is on trial but not out", k)
 					case w.held.Sub(b.now) > LongestPause:
@@ -469,14 +482,17 @@ func TestDetectorKeepsItsInvariants(t *testing.T) {
 						}
 					}
 				}
-				if odd != b.odd {
-					t.Fatalf("%d workers are not simply in, %d are counted", odd, b.odd)
+				if odd != b.odd || spared != b.spared {
+					t.Fatalf("%d workers are not simply in and %d spared, %d and %d are counted", odd, spared, b.odd, b.spared)
 				}
 				if len(b.news) > maxNews {
 					t.Fatalf("%d news are kept", len(b.news))
 				}
 			},
 		})
+		for i := range 4 {
+			b.Join(key(i), 1, b.now)
+		}
 		// Whatever was: after good answers and some time every worker is in again.
 		for range 200 {
 			b.pass(500 * time.Millisecond)

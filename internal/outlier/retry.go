@@ -2,14 +2,14 @@ package outlier
 
 import (
 	"fmt"
-	"sync"
 	"time"
 )
 
-// RetrySettings are the flags for retries before the first byte of an answer.
+// RetrySettings are the flags for requests that a worker failed before the first
+// byte of its answer.
 type RetrySettings struct {
 	Retries     int     `group:"Failing workers" default:"2" help:"Maximum number of further workers to try when a worker fails before the first byte of its answer. 0 disables retries."`
-	RetryBudget float64 `group:"Failing workers" default:"0.2" help:"Maximum retries as a share of the requests of the last 10 s; 10 are always allowed. Retries of requests on ejected workers are not counted."`
+	RetryBudget float64 `group:"Failing workers" default:"0.2" help:"Maximum retries as a share of the requests of the last 10 s; 10 more are allowed. Each client (API key, or address) has its share. Retries of requests on ejected workers are not counted."`
 }
 
 // Validate checks the settings; its errors name the flag.
@@ -25,27 +25,23 @@ func (k RetrySettings) Validate() error {
 
 const (
 	maxRetries = 10
-	// BudgetSeconds is the period over which retries are counted, and BudgetLeast
-	// the number of retries in it that is always allowed, so that small loads are
-	// retried too.
-	BudgetSeconds, BudgetLeast = 10, 10
 	// maxLettings is the number of times that one request is taken off a worker that is down or
 	// stuck, beside its retries.
 	maxLettings = 3
 )
 
-// Tries counts the retries of a request.
+// Tries counts how often a request was sent again.
 type Tries struct {
 	Retries  int
 	lettings int // it was taken off a worker that is down or stuck
 }
 
-// Left reports whether a failure of the next attempt may be retried; most is the
-// maximum number of retries.
+// Left reports whether another worker may be tried if the next one fails; most are the
+// retries that are allowed.
 func (t *Tries) Left(most int) bool { return t.Retries < most }
 
-// LetGo reports whether a request aborted on a worker that is down or stuck is
-// retried, and counts the retry.
+// LetGo reports whether a request that was taken off a worker which is down or stuck is
+// sent again, and counts it then.
 func (t *Tries) LetGo(most int) bool {
 	if most == 0 || t.lettings == maxLettings {
 		return false
@@ -54,73 +50,19 @@ func (t *Tries) LetGo(most int) bool {
 	return true
 }
 
-// Again reports whether a failed request is retried, and counts the retry. out
-// means that the worker has been ejected: the retry does not count against the
-// budget. denied means that only the budget prevents the retry.
-func (t *Tries) Again(b *Budget, most int, out bool, now time.Time) (again, denied bool) {
-	switch {
-	case !t.Left(most):
-		return false, false
-	case !out && !b.Take(now):
-		return false, true
+// Again reports whether a request of that client, which a worker failed, is sent again,
+// and counts it then. out means that the worker gets nothing more for a while: that takes
+// nothing from the budget. denied says why the budget alone is in the way; empty: it is
+// not.
+func (t *Tries) Again(b *Budget, client string, most int, out bool, now time.Time) (again bool, denied Denial) {
+	if !t.Left(most) {
+		return false, ""
 	}
-	t.Retries++
-	return true, false
-}
-
-// Budget limits retries to a share of the requests, so that they do not multiply
-// the load if all workers fail. It is safe for concurrent use; nil has no limit.
-type Budget struct {
-	share float64
-
-	mu     sync.Mutex // guards window
-	window [BudgetSeconds]struct {
-		at                int64 // Unix time
-		requests, retries int
-	}
-}
-
-// NewBudget returns a budget with that share of the requests.
-func NewBudget(share float64) *Budget { return &Budget{share: share} }
-
-// Request counts a request.
-func (b *Budget) Request(now time.Time) {
-	if b == nil {
-		return
-	}
-	b.mu.Lock()
-	defer b.mu.Unlock()
-	b.second(now).requests++
-}
-
-// Take counts a retry if the budget allows one.
-func (b *Budget) Take(now time.Time) bool {
-	if b == nil {
-		return true
-	}
-	b.mu.Lock()
-	defer b.mu.Unlock()
-	requests, retries := 0, 0
-	for _, s := range b.window {
-		if age := now.Unix() - s.at; age >= 0 && age < BudgetSeconds {
-			requests, retries = requests+s.requests, retries+s.retries
+	if !out {
+		if denied = b.Take(client, now); denied != "" {
+			return false, denied
 		}
 	}
-	if float64(retries) >= BudgetLeast+b.share*float64(requests) {
-		return false
-	}
-	b.second(now).retries++
-	return true
-}
-
-// second returns the counts of this second. b is locked.
-func (b *Budget) second(now time.Time) *struct {
-	at                int64
-	requests, retries int
-} {
-	s := &b.window[uint64(now.Unix())%BudgetSeconds]
-	if s.at != now.Unix() {
-		s.at, s.requests, s.retries = now.Unix(), 0, 0
-	}
-	return s
+	t.Retries++
+	return true, ""
 }

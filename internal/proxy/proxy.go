@@ -55,6 +55,7 @@ type Upstream struct {
 	SeveralAnswers      bool // to one prompt; SGLang counts its cached tokens for each
 	Route               string
 	RequestID           string
+	Client              string // whose share of the retry budget it uses; empty: of those that are not known
 	Arrived             time.Time
 	MaxRetries          int // further workers to try while nothing was answered
 	// Paired means that the request, with body Parsed, may be disaggregated, unless
@@ -142,15 +143,21 @@ func ClientHeader(given http.Header, id string, pinned, keyed bool) http.Header 
 	return header
 }
 
-// Observer counts events of in-flight requests. Its methods are safe for concurrent
-// use.
+// Reasons for which a retry is denied.
+const (
+	DeniedTotal  = string(outlier.DeniedTotal)
+	DeniedClient = string(outlier.DeniedClient)
+)
+
+// Observer counts the events of requests in flight. Its methods are safe for
+// concurrent use.
 type Observer interface {
 	// Retried counts a retry of a request that failed on worker before its first
 	// byte.
 	Retried(worker uint64)
-	// RetryDenied counts a request that is not retried because the retry budget is
-	// exhausted.
-	RetryDenied()
+	// RetryDenied counts a request that is not sent again because of the retry
+	// budget: DeniedTotal or DeniedClient.
+	RetryDenied(why string)
 	// EngineFailed counts an attempt that failed on a worker.
 	EngineFailed()
 	// InterToken records the gap between two chunks of tokens.

@@ -6,6 +6,7 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"net"
 	"net/http"
 	"slices"
 	"strconv"
@@ -152,8 +153,12 @@ func (p *Proxy) unanswered(worker uint64, err error, kind outlier.Kind) *workerE
 	if errors.As(err, &e.abort) {
 		return e
 	}
-	if errors.Is(err, ErrSilent) {
+	var op *net.OpError
+	switch {
+	case errors.Is(err, ErrSilent):
 		e.kind = outlier.Timeout
+	case kind == outlier.Refused && !(errors.As(err, &op) && op.Op == "dial"): // it has seen the request
+		e.kind = outlier.Dropped
 	}
 	return e
 }
@@ -165,8 +170,7 @@ func (p *Proxy) blame(b *router.Booking, x *Exchange, e *workerError) {
 	case e.abort != nil:
 		b.Abort()
 	case e.refusal.pressed:
-		b.Press(e.refusal.pause)
-		e.out = true
+		e.out = b.Press(e.refusal.pause)
 		return
 	case e.refusal.suspect:
 		e.out = b.Suspect(e.answer.status)
@@ -193,13 +197,13 @@ type tries struct {
 
 	failure error       // the last
 	first   *keptAnswer // of a worker that said the client was wrong
-	paused  *keptAnswer // of the last that requested a pause
-	same    []suspicion // those that failed it with an answer
+	paused  *keptAnswer // of the last that asked for a pause
+	same    []suspicion // those that failed it with an answer, or broke its connection (status 0)
 }
 
 // begin counts a request; over must follow.
 func (p *Proxy) begin(u Upstream, x *Exchange) *tries {
-	p.budget.Request(p.now())
+	p.budget.Request(u.Client, p.now())
 	return &tries{proxy: p, u: u, x: x}
 }
 
@@ -229,9 +233,9 @@ func (t *tries) again(ctx context.Context, err error, beside bool) bool {
 	case failed.abort != nil && t.LetGo(t.u.MaxRetries):
 		t.x.moved = t.x.moved || failed.abort.stuck
 	default:
-		again, denied := t.Again(t.proxy.budget, t.u.MaxRetries, failed.out, t.proxy.now())
-		if denied {
-			t.proxy.observer.RetryDenied()
+		again, denied := t.Again(t.proxy.budget, t.u.Client, t.u.MaxRetries, failed.out, t.proxy.now())
+		if denied != "" {
+			t.proxy.observer.RetryDenied(string(denied))
 		}
 		if !again {
 			return false
@@ -244,6 +248,8 @@ func (t *tries) again(ctx context.Context, err error, beside bool) bool {
 // note keeps the answer of a failed attempt.
 func (t *tries) note(failed *workerError) {
 	switch {
+	case failed.answer == nil && failed.kind == outlier.Dropped && t.x.Shared == nil:
+		t.same = append(t.same, suspicion{t.x.Decision.Booking, 0})
 	case failed.answer == nil:
 	case failed.refusal.suspect && t.first == nil:
 		t.first = failed.answer

@@ -42,7 +42,7 @@ type counter struct {
 	denied *atomic.Int64
 }
 
-func (c counter) RetryDenied() { c.denied.Add(1) }
+func (c counter) RetryDenied(string) { c.denied.Add(1) }
 
 // newFailingFleet starts a worker for each handler; nil: nothing listens.
 func newFailingFleet(t testing.TB, rule string, serve ...http.HandlerFunc) *failingFleet {
@@ -106,10 +106,18 @@ func (f *failingFleet) send(ctx context.Context, retries int) (*httptest.Respons
 
 // exchange is send that describes the request in x.
 func (f *failingFleet) exchange(ctx context.Context, retries int, x *Exchange) (*httptest.ResponseRecorder, error) {
+	return f.forward(ctx, "a", "", retries, x)
+}
+
+// headerKind says what a request is like, for workers that treat requests differently.
+const headerKind = "X-Kind"
+
+// forward is exchange of a client, for a request of that kind.
+func (f *failingFleet) forward(ctx context.Context, client, kind string, retries int, x *Exchange) (*httptest.ResponseRecorder, error) {
 	w := httptest.NewRecorder()
-	u := Upstream{Method: http.MethodPost, Path: testkit.ChatPath, Route: testkit.ChatPath, Header: http.Header{web.HeaderRequest: {"r"}}, EndMarked: true, MaxRetries: retries}
+	u := Upstream{Method: http.MethodPost, Path: testkit.ChatPath, Route: testkit.ChatPath, Header: http.Header{web.HeaderRequest: {"r"}, headerKind: {kind}}, Client: client, EndMarked: true, MaxRetries: retries}
 	err := f.proxy.Forward(ctx, w, u, x, chooseOne(func(exclude []uint64) (router.Decision, error) {
-		d, err := f.router.Route(ctx, router.Request{Exclude: exclude, AnsweredWhole: true})
+		d, err := f.router.Route(ctx, router.Request{Client: client, Exclude: exclude, AnsweredWhole: true})
 		if err == nil && len(exclude) == 0 {
 			f.first[d.Target.Key.Worker].Add(1)
 		}
@@ -181,6 +189,7 @@ func TestAWorkerThatFailsFastDoesNotDrawTheTraffic(t *testing.T) {
 		{"refused", []http.HandlerFunc{nil}, 0.02},
 		{"stream breaks", []http.HandlerFunc{breaks}, 0.03},
 		{"two of four 500", []http.HandlerFunc{says(500), says(500)}, 0.02},
+		{"three of four 500", []http.HandlerFunc{says(500), says(500), says(500)}, 0.08}, // before they are known all three tries may meet one
 	} {
 		for _, rule := range rules {
 			t.Run(kind.name+"/"+rule, func(t *testing.T) {
@@ -376,7 +385,7 @@ func TestWhatADownWorkerHasIsAborted(t *testing.T) {
 			synctest.Test(t, func(t *testing.T) {
 				f := newMemoryFleet(t, "round-robin", test.serve, after(0))
 				f.proxy.budget = outlier.NewBudget(0)
-				for f.proxy.budget.Take(time.Now()) { // it does not count
+				for f.proxy.budget.Take("", time.Now()) == "" { // it does not count
 				}
 				type result struct {
 					w   *httptest.ResponseRecorder

@@ -15,6 +15,7 @@ import (
 type Booking struct {
 	router        *Router
 	worker        kv.WorkerKey
+	client        string   // whose request it is; empty: unknown
 	generation    int      // of the worker
 	trial         bool     // it shows whether an ejected worker is well again
 	id            string   // empty: none

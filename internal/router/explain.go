@@ -82,6 +82,7 @@ const (
 	excludedSession   = "session"             // the request's session stays with another one
 	excludedTrial     = "trial"               // an ejected one gets the request on trial
 	excludedSlowStart = "slow_start"          // its share is still growing
+	excludedFailing   = "failing"             // too many fail to eject it, and others fail less
 )
 
 // receipts are those of the last decisions. The router's lock guards them.
@@ -240,8 +241,10 @@ func (r *Router) exclusion(p *prompt, t *kv.Target, trial bool, now time.Time) s
 		return excludedSession
 	case trial:
 		return excludedTrial
+	case r.outliers.IsBack(t.Key, now):
+		return excludedSlowStart
 	}
-	return excludedSlowStart
+	return excludedFailing
 }
 
 // logDecisions writes a line for each receipt, and for policy thompson those of the

@@ -24,23 +24,23 @@ type fault struct {
 const trialOverdue = 5 * time.Second
 
 // filter leaves of the candidates those that take p best: workers that are in, else
-// those that are just back, else those that are held, else those that are out. If
-// too many of the workers that could serve p are out, that counts for nothing. A
-// worker whose trial is due gets p.
+// those that are just back, else those that are held, else those that are out. If more of
+// the workers that could serve p fail than may be out, those that are out count as in, and of all
+// that are in those with the best success rate are left. A worker whose trial is due gets p.
 func (r *Router) filter(p *prompt, now time.Time) error {
 	if r.onTrial(p, now) {
 		return nil
 	}
-	out, all := 0, 0
+	fail, all := 0, 0
 	for i := range r.targets {
 		if t := &r.targets[i]; p.mightUse(t) {
 			all++
-			if r.outliers.Ejected(t.Key, now) {
-				out++
+			if r.outliers.Ejected(t.Key, now) || r.outliers.Spared(t.Key, now) {
+				fail++
 			}
 		}
 	}
-	panicking := r.outliers.TooMany(out, all)
+	panicking := r.outliers.TooMany(fail, all)
 	best, kept := outlier.Out+1, r.candidates[:0]
 	for _, c := range r.candidates { // kept is behind it
 		level := r.outliers.Level(c.Target.Key, now, r.random)
@@ -55,16 +55,36 @@ func (r *Router) filter(p *prompt, now time.Time) error {
 		}
 	}
 	r.candidates = kept
+	if panicking {
+		r.preferWell(now)
+	}
 	if best == outlier.Held && len(p.Exclude) > 0 {
 		return ErrNoWorker // the answer that is there is as good
 	}
 	return nil
 }
 
+// preferWell leaves the candidates of which the success rate is about that of the best.
+func (r *Router) preferWell(now time.Time) {
+	var best outlier.Rate
+	for i := range r.candidates {
+		if rate := r.outliers.SuccessRate(r.candidates[i].Target.Key, now); i == 0 || rate.Share > best.Share {
+			best = rate
+		}
+	}
+	kept := r.candidates[:0]
+	for _, c := range r.candidates { // kept is behind it
+		if !r.outliers.SuccessRate(c.Target.Key, now).Worse(best) {
+			kept = append(kept, c)
+		}
+	}
+	r.candidates = kept
+}
+
 // onTrial leaves one candidate with a trial due, if p may be it: the one that
 // has waited for longest.
 func (r *Router) onTrial(p *prompt, now time.Time) bool {
-	if len(p.Exclude) > 0 || p.QueryOnly || p.ChooseOnly || len(r.candidates) == 1 {
+	if len(p.Exclude) > 0 || p.QueryOnly || p.ChooseOnly || len(r.candidates) == 1 || r.outliers.Discredited(p.Client, now) {
 		return false
 	}
 	longest, first := -1, time.Time{}
@@ -135,15 +155,25 @@ func (r *Router) Idlest(engine kv.Engine) (t kv.Target, ok bool) {
 	}), true
 }
 
+// clientKey is the context key of a client's name.
+type clientKey struct{}
+
+// ForClient returns the context of what is asked for a request of that client.
+func ForClient(ctx context.Context, client string) context.Context {
+	return context.WithValue(ctx, clientKey{}, client)
+}
+
 // AskFailed records that t did not answer a tokenization request sent at that time.
-// It counts as a failure unless the caller has cancelled it.
+// It counts as a failure, with ForClient of its client's request, unless the caller has
+// cancelled it.
 func (r *Router) AskFailed(ctx context.Context, t kv.Target, asked time.Time) {
 	if errors.Is(ctx.Err(), context.Canceled) {
 		return
 	}
 	r.mu.Lock()
 	defer r.unlock()
-	r.outliers.AskFailed(t.Key, t.Generation, asked, r.now())
+	client, _ := ctx.Value(clientKey{}).(string)
+	r.outliers.AskFailed(outlier.Attempt{Worker: t.Key, Generation: t.Generation, Sent: asked, Client: client}, r.now())
 }
 
 // Outliers returns the state of each worker that is up, by key, and whether the
@@ -154,9 +184,16 @@ func (r *Router) Outliers() (list []outlier.Record, panicking bool) {
 	return r.outliers.Records(r.now()), r.outliers.Panic()
 }
 
+// Discredited returns the number of clients whose failures count against no worker now.
+func (r *Router) Discredited() int {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	return r.outliers.CountDiscredited(r.now())
+}
+
 // attempt is the booking as the detector sees it.
 func (b *Booking) attempt() outlier.Attempt {
-	return outlier.Attempt{Worker: b.worker, Generation: b.generation, Sent: b.sent, Trial: b.trial}
+	return outlier.Attempt{Worker: b.worker, Generation: b.generation, Sent: b.sent, Trial: b.trial, Client: b.client}
 }
 
 // class is the kind of wait for the request's first byte.
@@ -191,12 +228,12 @@ func (r *Router) judge(b *Booking, how policy.Ending, now time.Time) {
 }
 
 // FailAs ends the booking of a request that failed on its worker; why describes the
-// failure. It reports whether the worker is now ejected.
+// failure. It reports whether the worker is now ejected, also for this request's client.
 func (b *Booking) FailAs(kind outlier.Kind, why string) (out bool) {
 	b.locked(func(r *Router, now time.Time) {
 		b.fault = &fault{kind: kind, why: why}
 		r.finish(b, policy.Failed, 0, now)
-		out = r.outliers.IsOut(b.worker, now) && !r.outliers.Panic()
+		out = r.outliers.IsOut(b.worker, now) && !r.outliers.Panic() && !r.outliers.Discredited(b.client, now)
 	})
 	return out
 }
@@ -225,12 +262,13 @@ func (b *Booking) Leave() {
 }
 
 // Press ends the booking of a request after its worker requested a pause of that
-// length; 0: of unknown length.
-func (b *Booking) Press(pause time.Duration) {
+// length; 0: of unknown length. It reports whether the worker has the pause.
+func (b *Booking) Press(pause time.Duration) (out bool) {
 	b.locked(func(r *Router, now time.Time) {
 		r.finish(b, policy.Abandoned, 0, now)
-		r.outliers.Pressed(b.attempt(), pause, now)
+		out = r.outliers.Pressed(b.attempt(), pause, now)
 	})
+	return out
 }
 
 // Suspect ends the booking of a request that its worker refused with a status that

@@ -77,7 +77,15 @@ func TestAnEjectedWorkerGetsNothing(t *testing.T) {
 }
 
 func TestAtMostHalfOfThemAreOut(t *testing.T) {
-	r, _ := newWatchedRouter(t, "round-robin", 4)
+	r, now := newWatchedRouter(t, "round-robin", 4)
+	fail := func(worker uint64, n int) {
+		for range n {
+			MustRoute(t, r, Request{Pinned: &kv.WorkerKey{Worker: worker}}).Booking.FailAs(outlier.Status, "answered 500")
+		}
+	}
+	succeed := func(worker uint64) {
+		MustRoute(t, r, Request{Pinned: &kv.WorkerKey{Worker: worker}}).Booking.Finish(1)
+	}
 	eject(t, r, 0)
 	eject(t, r, 1)
 	if got := chosen(t, r, 40, Request{}); got[0]+got[1] != 0 {
@@ -86,17 +94,36 @@ func TestAtMostHalfOfThemAreOut(t *testing.T) {
 	if _, panicking := r.Outliers(); panicking {
 		t.Error("two of four out is said to be too many")
 	}
-	for range 3 {
-		MustRoute(t, r, Request{Pinned: &kv.WorkerKey{Worker: 2}}).Booking.Report(policy.Feedback{Ending: policy.Failed})
-	}
-	if got := chosen(t, r, 40, Request{}); got[0] != 10 || got[1] != 10 || got[2] != 10 || got[3] != 10 {
-		t.Errorf("three of four are out: all are to be used, not %v", got)
+	fail(2, 3)
+	if r.outliers.Ejected(kv.WorkerKey{Worker: 2}, *now) {
+		t.Error("three of four are out")
 	}
 	if _, panicking := r.Outliers(); !panicking {
-		t.Error("three of four out is not said to be too many")
+		t.Error("that three of four fail is not said to be too many")
 	}
-	if got := chosen(t, r, 40, Request{Allowed: []uint64{0, 2, 3}, Exclude: []uint64{3}}); got[0]+got[2] != 40 {
-		t.Errorf("of three two are out, the third has failed: %v", got)
+	if got := chosen(t, r, 40, Request{}); got[3] != 40 {
+		t.Errorf("three of four fail: the fourth is to be used, not %v", got)
+	}
+	d := MustRoute(t, r, Request{Explain: true})
+	d.Booking.End()
+	if list := d.Receipts[0].Candidates; list[0].Excluded != excludedEjected || list[2].Excluded != excludedFailing || list[3].Excluded != "" {
+		t.Errorf("excluded for %+v", list)
+	}
+	fail(3, 3) // the request is at fault, or the network
+	if got := chosen(t, r, 40, Request{}); got[0] != 10 || got[1] != 10 || got[2] != 10 || got[3] != 10 {
+		t.Errorf("all fail alike: all are to be used, not %v", got)
+	}
+	*now = now.Add(time.Second)
+	for range 6 {
+		succeed(2)
+		fail(2, 1)
+	}
+	fail(2, 3)
+	if got := chosen(t, r, 40, Request{}); got[2] != 40 {
+		t.Errorf("one answers now and then: it is to be used, not %v", got)
+	}
+	if got := chosen(t, r, 40, Request{Allowed: []uint64{0, 2, 3}, Exclude: []uint64{3}}); got[2] != 40 {
+		t.Errorf("of three all fail, one less, one has failed this request: %v", got)
 	}
 	alone, _ := newWatchedRouter(t, "work", 1)
 	for range 5 {
@@ -104,6 +131,21 @@ func TestAtMostHalfOfThemAreOut(t *testing.T) {
 	}
 	if got := chosen(t, alone, 5, Request{}); got[0] != 5 {
 		t.Errorf("the only worker got %v", got)
+	}
+}
+
+func TestASessionDoesNotStayWithAWorkerThatIsSpared(t *testing.T) {
+	r, _ := newWatchedRouter(t, "round-robin", 4)
+	session := Request{Session: 7}
+	home := MustRoute(t, r, session)
+	home.Booking.Finish(1)
+	eject(t, r, (home.Target.Key.Worker+1)%4)
+	eject(t, r, (home.Target.Key.Worker+2)%4)
+	for range 3 {
+		MustRoute(t, r, Request{Pinned: &home.Target.Key}).Booking.Report(policy.Feedback{Ending: policy.Failed})
+	}
+	if got := chosen(t, r, 5, session); got[(home.Target.Key.Worker+3)%4] != 5 {
+		t.Errorf("worker %d fails and keeps its session: %v", home.Target.Key.Worker, got)
 	}
 }
 

@@ -45,6 +45,7 @@ type Request struct {
 	LoRA      string     // adapter, empty: none
 	Salt      string     // cache salt, empty: none
 	Model     string     // only workers that serve it; empty: any
+	Client    string     // whose request it is, for the blame where a worker fails it; empty: unknown
 
 	Exclude  []uint64         // workers on which this request has failed
 	Allowed  []uint64         // only these workers; nil: any
@@ -300,7 +301,7 @@ func (r *Router) Down(w kv.WorkerKey) {
 		r.targets, r.targetLoads = slices.Delete(r.targets, at, at+1), slices.Delete(r.targetLoads, at, at+1)
 	}
 	r.loads.silence(w)
-	r.outliers.Leave(w)
+	r.outliers.Leave(w, r.now())
 	r.notePairs()
 	r.dispatch(r.now())
 }
@@ -523,7 +524,7 @@ func (r *Router) tracksPrefill(p *prompt) bool {
 // book enters p into the books of the candidate.
 func (r *Router) book(p *prompt, c *policy.Candidate, now time.Time) *Booking {
 	b := &Booking{
-		router: r, worker: c.Target.Key, id: p.ID, prompt: p.tokens, expected: p.ExpectedOutput, sequence: p.sequence, answeredWhole: p.AnsweredWhole, leg: p.Leg, lora: p.LoRA,
+		router: r, worker: c.Target.Key, client: p.Client, id: p.ID, prompt: p.tokens, expected: p.ExpectedOutput, sequence: p.sequence, answeredWhole: p.AnsweredWhole, leg: p.Leg, lora: p.LoRA,
 		assumed: r.assume(c.Target.Key, p), cached: -1, generation: c.Target.Generation, trial: r.outliers.Begin(c.Target.Key, now),
 	}
 	if r.tracksPrefill(p) {

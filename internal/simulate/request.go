@@ -60,7 +60,7 @@ func (s *simulator) send(request *TraceRequest) {
 	if s.Priority.PriorityShare > 0 {
 		e.prior = s.prior(request)
 	}
-	s.budgets[e.router].Request(s.clock())
+	s.budgets[e.router].Request("", s.clock())
 	s.attempt(e)
 }
 
@@ -214,8 +214,8 @@ func (s *simulator) failed(f *flight, kind outlier.Kind, why string) {
 // mayRetry reports whether a simulated request that a worker failed may be tried again, and counts
 // it then. out means that the worker gets nothing more for a while.
 func (s *simulator) mayRetry(e *simRequest, out bool) bool {
-	again, denied := e.tries.Again(s.budgets[e.router], s.Retry.Retries, out, s.clock())
-	if denied {
+	again, denied := e.tries.Again(s.budgets[e.router], "", s.Retry.Retries, out, s.clock())
+	if denied != "" {
 		s.denied++
 	}
 	return again

@@ -45,7 +45,7 @@ type Metrics struct {
 	predictions   *prometheus.CounterVec
 	promptDiffers *prometheus.CounterVec
 	retries       *prometheus.CounterVec
-	denied        prometheus.Counter
+	denied        *prometheus.CounterVec
 	eventLag      *prometheus.HistogramVec
 
 	// seen has the value of worker_id of every worker that may have series above: a
@@ -93,7 +93,10 @@ func New(deps Deps) *Metrics {
 	t.predictions = counter("predictions_total", "Responses with reported cached tokens, by accuracy of the prediction: exact, over, under.", "result")
 	t.promptDiffers = counter("prompt_tokens_mismatch_total", "Responses whose usage.prompt_tokens differs from the router's own count, by source of the router's tokens.", "source")
 	t.retries = counter("retries_total", "Retries on another worker after the worker failed before the first byte of its response.", "worker_id")
-	t.denied = register.NewCounter(prometheus.CounterOpts{Name: "kvrouter_retry_budget_exhausted_total", Help: "Retries denied because the retry budget was exhausted."})
+	t.denied = counter("retry_budget_exhausted_total", "Retries denied because of the retry budget, by reason: total, client.", "reason")
+	for _, why := range []string{proxy.DeniedTotal, proxy.DeniedClient} {
+		t.denied.WithLabelValues(string(why))
+	}
 	t.eventLag = histogram("kv_event_lag_seconds", "Time from the engine's timestamp of a KV event batch to its arrival at the router.", secondsBuckets, "worker_id")
 	t.dynamo = newDynamoMetrics(register)
 	t.disagg = newDisaggMetrics(register)
@@ -211,7 +214,7 @@ func (t *Metrics) Retried(worker uint64) {
 }
 
 // RetryDenied implements proxy.Observer.
-func (t *Metrics) RetryDenied() { t.denied.Inc() }
+func (t *Metrics) RetryDenied(why string) { t.denied.WithLabelValues(why).Inc() }
 
 // InterToken implements proxy.Observer.
 func (t *Metrics) InterToken(worker string, gap time.Duration, n int) {

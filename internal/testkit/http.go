@@ -1,6 +1,7 @@
 package testkit
 
 import (
+	"bytes"
 	"fmt"
 	"io"
 	"net/http"
@@ -76,6 +77,7 @@ func NewFakeWorker(t testing.TB, serve http.HandlerFunc) *FakeWorker {
 		f.Bodies = append(f.Bodies, string(body))
 		f.Header = r.Header.Clone()
 		f.Mu.Unlock()
+		r.Body = io.NopCloser(bytes.NewReader(body))
 		serve(w, r)
 	}))
 	t.Cleanup(f.Close)

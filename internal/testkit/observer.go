@@ -13,7 +13,7 @@ type SilentObserver struct{}
 func (SilentObserver) Retried(uint64) {}
 
 // RetryDenied does nothing.
-func (SilentObserver) RetryDenied() {}
+func (SilentObserver) RetryDenied(string) {}
 
 // EngineFailed does nothing.
 func (SilentObserver) EngineFailed() {}

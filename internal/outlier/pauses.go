@@ -1,0 +1,102 @@
+package outlier
+
+import (
+	"fmt"
+	"time"
+)
+
+// Pressed notes that a worker asks for a pause: it gets nothing for that time, at most
+// LongestPause. 0: it did not say for how long; then that is a second, and each
+// time without an answer between double, up to longestGuess. It is no failure. It reports
+// whether the worker is held.
+func (d *Detector) Pressed(a Attempt, pause time.Duration, now time.Time) (held bool) {
+	if d.ownFault(a, now) {
+		d.Ended(a)
+		return false
+	}
+	d.hold(a, func(w *worker) {
+		if w.presses == 0 || a.Sent.After(w.pressed) { // it was sent after the last pause began
+			w.pressed, w.presses = now, w.presses+1
+		}
+		until := now.Add(min(pause, LongestPause))
+		if pause <= 0 {
+			until = w.pressed.Add(min(firstGuess<<min(w.presses-1, 10), longestGuess))
+		}
+		if w.held.IsZero() || w.suspect {
+			w.heldBy = a.Client
+		} else if w.heldBy != a.Client {
+			w.heldBy = ""
+		}
+		if until.After(w.held) || w.suspect {
+			w.held, w.suspect = until, false
+		}
+	})
+	d.Ended(a)
+	return true
+}
+
+// hold changes the state of all ranks of an attempt's worker: they share the
+// server that answered.
+func (d *Detector) hold(a Attempt, change func(*worker)) {
+	for key, w := range d.workers {
+		if key.Worker == a.Worker.Worker && !w.gone && w.generation == a.Generation {
+			change(w)
+		}
+	}
+	d.recount()
+}
+
+// Suspect notes that a worker refused an attempt with a status that may be the
+// client's mistake or its own. It reports whether it is worth to ask another: if so,
+// the worker is held until Acquit or Convict. It is not while that status is known
+// to be the clients' mistake.
+func (d *Detector) Suspect(a Attempt, status int, now time.Time) (ask bool) {
+	d.Ended(a)
+	if at, known := d.agreed[status]; known && now.Sub(at) < agreedFor {
+		return false
+	}
+	d.hold(a, func(w *worker) {
+		if w.held.IsZero() {
+			w.held, w.heldBy, w.suspect = now.Add(suspectFor), "", true
+		}
+	})
+	return true
+}
+
+// Acquit ends a suspicion. agreed means that another worker gave the same status:
+// it is the client's mistake.
+func (d *Detector) Acquit(a Attempt, status int, agreed bool, now time.Time) {
+	if agreed {
+		d.agreed[status] = now
+	}
+	d.hold(a, func(w *worker) {
+		if w.suspect {
+			w.held, w.heldBy, w.suspect = time.Time{}, "", false
+		}
+	})
+}
+
+// Convict ends a suspicion: another worker accepted what this one refused.
+func (d *Detector) Convict(a Attempt, status int, now time.Time) {
+	d.Acquit(a, status, false, now)
+	d.Failed(a, Misconfigured, fmt.Sprintf("it answers %d to requests that others accept", status), now)
+}
+
+// AskFailed notes that a worker did not answer a question about a prompt that was
+// put at a.Sent, unless it has answered a request since. If the question had to
+// wait, requests would: the worker is held.
+func (d *Detector) AskFailed(a Attempt, now time.Time) {
+	w := d.of(a)
+	if w == nil || !w.answered.Before(a.Sent) {
+		return
+	}
+	d.Failed(a, Asked, "it did not answer a question about a prompt", now)
+	if d.Discredited(a.Client, now) {
+		return
+	}
+	w.askFailed = now
+	if now.Sub(a.Sent) >= askedSlowly && w.phase == phaseIn && d.settings.EjectAfter > 0 && now.Add(askedFor).After(w.held) {
+		w.held, w.heldBy = now.Add(askedFor), a.Client
+		d.recount()
+	}
+}
