@@ -18,9 +18,8 @@ const (
 	loggedBlocks  = 128 << 10 // an event counts as one block at least
 )
 
-// Log keeps the last event batches of one worker rank as they were applied,
-// for other routers that have missed some. Its stream writes it; any goroutine
-// may ask.
+// Log keeps the last applied event batches of one worker rank, for other routers
+// that have missed some. Its stream writes it; any goroutine may query it.
 type Log struct {
 	worker kv.WorkerKey
 	index  radix.Index

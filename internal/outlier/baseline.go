@@ -32,10 +32,10 @@ const (
 	othersWithin = time.Minute
 )
 
-// Class sorts requests by what their first byte waits for.
+// Class groups requests by the work that precedes their first byte.
 type Class uint8
 
-// ClassOf returns the class of a leg, by whether its answer comes whole.
+// ClassOf returns the class of a leg with a streamed or a non-streamed answer.
 func ClassOf(leg kv.Leg, whole bool) Class {
 	c := Class(leg) * 2
 	if whole {
@@ -73,8 +73,8 @@ func (r *ring) high() (most, all time.Duration) {
 	return sorted[(n-1)*95/100], sorted[n-1]
 }
 
-// Waited records how long a request of that class waited for its first byte, with
-// that many uncached prompt tokens on its worker when it was sent, its own included.
+// Waited records the time to the first byte of a request of that class, with the
+// uncached prompt tokens on its worker when it was sent, including its own.
 func (d *Detector) Waited(c Class, wait time.Duration, tokens int) {
 	d.baseline.waits[c].add(wait)
 	if c%2 == 0 && tokens >= paceTokens {
@@ -107,8 +107,8 @@ func (d *Detector) othersAnswer(key kv.WorkerKey, now time.Time) bool {
 	return false
 }
 
-// LeftInVain judges a client that left after such a wait for its first byte: it
-// reports whether that is far above the baseline.
+// LeftInVain reports whether a client disconnected after a wait for the first byte
+// that is far above the baseline.
 func (d *Detector) LeftInVain(a Attempt, c Class, tokens int, wait time.Duration, now time.Time) bool {
 	allowed, known := d.baseline.allowed(c, tokens, silentFloor, waitsLeast)
 	return known && wait >= allowed && d.othersAnswer(a.Worker, now)
@@ -137,12 +137,11 @@ func (d *Detector) Silent(a Attempt, c Class, tokens int, silent time.Duration, 
 	case silent < allowed:
 		return false, max(allowed-silent, lookAgain/10)
 	}
-	d.Failed(a, Stuck, "no byte of any answer came for "+silent.Round(time.Millisecond).String()+" while others answered", now)
+	d.Failed(a, Stuck, "no data received for "+silent.Round(time.Millisecond).String()+" while other workers answered", now)
 	return w.phase == phaseOut || w.spared.Equal(now), lookAgain
 }
 
-// FirstLook is how long after a request was sent its worker may first be silent
-// for too long.
+// FirstLook returns the time from sending a request to the first check for silence.
 func FirstLook(trial bool) time.Duration {
 	if trial {
 		return trialFloor

@@ -61,7 +61,7 @@ type spending struct {
 	heard             int64 // Unix time of its last request or retry
 }
 
-// NewBudget returns a budget of that share of the requests.
+// NewBudget returns a budget with that share of the requests.
 func NewBudget(share float64) *Budget {
 	return &Budget{share: share, clients: map[string]*list.Element{}, recent: list.New()}
 }

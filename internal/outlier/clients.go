@@ -227,13 +227,13 @@ func (d *Detector) undo(name string, now time.Time) {
 		if w.heldBy == name {
 			w.held, w.suspect, w.heldBy = time.Time{}, false, ""
 		}
-		switch {
-		case w.phase != phaseIn && w.outBy == name:
+		if w.phase != phaseIn && w.outBy == name {
 			if w.phase == phaseOut {
 				d.bringBack(key, w, now)
 			}
 			w.phase, w.outBy, w.times = phaseIn, "", max(0, w.times-1)
-		case w.only(name, now):
+		}
+		if w.only(name, now) {
 			w.row, w.broken, w.spared = 0, 0, time.Time{}
 		}
 	}

@@ -8,9 +8,9 @@ const (
 	Reported      Kind = iota // reported by the sender of the request
 	Refused                   // no connection
 	Dropped                   // the connection broke without an answer
-	Timeout                   // no byte came for too long
-	Status                    // an HTTP status of a server's fault
-	Broken                    // an answer broke off, or ended without saying so
+	Timeout                   // no byte for too long
+	Status                    // an HTTP status that reports a server error
+	Broken                    // an incomplete answer
 	Engine                    // an answer that reports a failed engine
 	Left                      // the client left after a wait far above the baseline
 	Stuck                     // no byte for long while others answered

@@ -125,8 +125,7 @@ type second struct {
 	well, failed int
 }
 
-// Detector judges workers. It has no lock of its own: its owner, the Router,
-// guards it.
+// Detector evaluates workers. It has no lock: its owner, the Router, guards it.
 type Detector struct {
 	settings Settings
 	workers  map[kv.WorkerKey]*worker
@@ -139,7 +138,7 @@ type Detector struct {
 	tidied   time.Time          // when those were last looked through
 }
 
-// New returns a detector that knows no worker.
+// New returns a detector without workers.
 func New(settings Settings) *Detector {
 	return &Detector{settings: settings, workers: map[kv.WorkerKey]*worker{}, agreed: map[int]time.Time{}, clients: map[string]*client{}}
 }
@@ -153,8 +152,7 @@ type Attempt struct {
 	Client     string // whose request it is; empty: unknown
 }
 
-// Join makes a worker known. An incarnation that is not the one known begins with
-// a clean record.
+// Join adds a worker. A new incarnation starts with an empty record.
 func (d *Detector) Join(key kv.WorkerKey, generation int, now time.Time) {
 	w := d.workers[key]
 	if w == nil {
@@ -207,10 +205,10 @@ func (d *Detector) recount() {
 	}
 }
 
-// Quiet reports whether every worker is in: nothing else need be asked then.
+// Quiet reports whether no worker is ejected, paused or in slow start.
 func (d *Detector) Quiet() bool { return d.odd == 0 }
 
-// Level says how well a worker takes a request; the lower the better.
+// Level ranks workers for a request; lower is better.
 type Level uint8
 
 // The levels.
@@ -221,8 +219,8 @@ const (
 	Out               // ejected
 )
 
-// Level says how well a worker takes a request now. random draws whether this one
-// belongs to the share of a worker that is just back.
+// Level returns a worker's level for a request now. random decides whether the
+// request belongs to the share of a worker in slow start.
 func (d *Detector) Level(key kv.WorkerKey, now time.Time, random *rand.Rand) Level {
 	w := d.workers[key]
 	if w == nil {
@@ -240,7 +238,7 @@ func (d *Detector) Level(key kv.WorkerKey, now time.Time, random *rand.Rand) Lev
 	return In
 }
 
-// IsOut reports whether a worker gets nothing now but what no other can take.
+// IsOut reports whether a worker gets only requests that no other worker can serve.
 func (d *Detector) IsOut(key kv.WorkerKey, now time.Time) bool {
 	if d.odd == 0 {
 		return false
@@ -253,7 +251,7 @@ func (d *Detector) IsOut(key kv.WorkerKey, now time.Time) bool {
 	return w.phase == phaseOut || !w.held.IsZero()
 }
 
-// Ejected reports whether a worker is out for its failures.
+// Ejected reports whether a worker is ejected for its failures.
 func (d *Detector) Ejected(key kv.WorkerKey, now time.Time) bool {
 	w := d.workers[key]
 	if w == nil || w.phase != phaseOut {
@@ -273,15 +271,15 @@ func (d *Detector) IsBack(key kv.WorkerKey, now time.Time) bool {
 	return w.phase == phaseBack
 }
 
-// AskedInVain reports whether a worker lately failed to answer a question about a
-// prompt.
+// AskedInVain reports whether a worker recently failed to answer a tokenization
+// request.
 func (d *Detector) AskedInVain(key kv.WorkerKey, now time.Time) bool {
 	w := d.workers[key]
 	return w != nil && !w.askFailed.IsZero() && now.Sub(w.askFailed) < askedFor
 }
 
-// TrialDue reports whether a worker that is out may get one request on trial, and
-// since when.
+// TrialDue reports whether an ejected worker may get a trial request, and since
+// when.
 func (d *Detector) TrialDue(key kv.WorkerKey, now time.Time) (since time.Time, due bool) {
 	w := d.workers[key]
 	if w == nil || w.phase != phaseOut {
@@ -291,8 +289,8 @@ func (d *Detector) TrialDue(key kv.WorkerKey, now time.Time) (since time.Time, d
 	return w.until, w.phase == phaseOut && w.held.IsZero() && !now.Before(w.until) && (w.trial.IsZero() || now.Sub(w.trial) >= trialLimit)
 }
 
-// Begin notes that a request is sent to a worker, and reports whether it is its
-// trial.
+// Begin records that a request is sent to a worker, and reports whether it is the
+// trial request.
 func (d *Detector) Begin(key kv.WorkerKey, now time.Time) (trial bool) {
 	if d.odd == 0 {
 		return false
@@ -333,7 +331,7 @@ func (d *Detector) of(a Attempt) *worker {
 	return nil
 }
 
-// Heard notes that an attempt's answer has begun.
+// Heard records that an attempt's answer has begun.
 func (d *Detector) Heard(a Attempt, now time.Time) {
 	if w := d.of(a); w != nil {
 		w.answered = now
@@ -343,7 +341,7 @@ func (d *Detector) Heard(a Attempt, now time.Time) {
 	}
 }
 
-// Succeeded notes that an attempt was answered well.
+// Succeeded records a successful attempt.
 func (d *Detector) Succeeded(a Attempt, now time.Time) {
 	w := d.of(a)
 	if w == nil {
@@ -358,15 +356,14 @@ func (d *Detector) Succeeded(a Attempt, now time.Time) {
 	}
 }
 
-// Ended notes that an attempt ended, and it is unknown whether its worker is
-// well.
+// Ended records that an attempt ended with unknown result.
 func (d *Detector) Ended(a Attempt) {
 	if w := d.of(a); w != nil && a.Trial {
 		w.trial, w.trialHeard = time.Time{}, time.Time{}
 	}
 }
 
-// Failed notes that a worker failed an attempt. why is a text.
+// Failed records a failed attempt. why describes the failure.
 func (d *Detector) Failed(a Attempt, kind Kind, why string, now time.Time) {
 	if kind.dependsOnRequest() && d.ownFault(a, now) {
 		d.Ended(a)
@@ -415,10 +412,10 @@ func (d *Detector) strike(a Attempt, w *worker, kind Kind, why string, now time.
 	case w.phase == phaseBack:
 		d.eject(a, w, kind, "it failed again: "+why, now)
 	case w.row+w.broken >= d.settings.EjectAfter:
-		d.eject(a, w, kind, fmt.Sprintf("%d failures in a row, the last: %s", w.row, why), now)
+		d.eject(a, w, kind, fmt.Sprintf("%d consecutive failures, the last: %s", w.row, why), now)
 	default:
 		if share, others, worse := d.worse(a.Worker, now); worse {
-			d.eject(a, w, kind, fmt.Sprintf("%.0f %% of its answers are good, of the others' %.0f %%; the last: %s", 100*share, 100*others, why), now)
+			d.eject(a, w, kind, fmt.Sprintf("success rate %.0f %%, of the other workers %.0f %%; last failure: %s", 100*share, 100*others, why), now)
 		}
 	}
 }
@@ -466,9 +463,9 @@ func (d *Detector) bringBack(key kv.WorkerKey, w *worker, now time.Time) {
 	d.recount()
 }
 
-// Hint notes that another router has taken a worker out for that long. It may be that
-// router's own trouble: the worker is out for no longer than a first ejection, and
-// never more workers than may be out together. It reports whether that changed anything.
+// Hint records that another router has ejected a worker for that time. The cause
+// may be that router: the worker is paused for at most the base ejection time, and
+// the panic threshold applies. It reports whether anything changed.
 func (d *Detector) Hint(key kv.WorkerKey, long time.Duration, now time.Time) (took bool) {
 	w := d.workers[key]
 	if w == nil || w.gone || long <= 0 || d.settings.EjectAfter == 0 {
@@ -495,8 +492,8 @@ func (d *Detector) Hint(key kv.WorkerKey, long time.Duration, now time.Time) (to
 	return true
 }
 
-// Readmit ends a worker's ejection or pause: it has its full share at once. What it
-// has failed counts no more.
+// Readmit ends a worker's ejection or pause without slow start, and clears its
+// failures.
 func (d *Detector) Readmit(key kv.WorkerKey, now time.Time) {
 	w := d.workers[key]
 	if w == nil || w.gone {
@@ -550,7 +547,7 @@ func (d *Detector) worse(key kv.WorkerKey, now time.Time) (share, others float64
 	return share, others, share < others-rateBelow && share < others-rateDeviations*deviation
 }
 
-// Forgive takes a failure back: other workers failed the same request in the same
+// Forgive withdraws a failure: other workers failed the same request in the same
 // way.
 func (d *Detector) Forgive(a Attempt, now time.Time) {
 	if w := d.of(a); w != nil && w.phase != phaseOut && w.row > 0 {

@@ -46,10 +46,10 @@ func (d *Detector) hold(a Attempt, change func(*worker)) {
 	d.recount()
 }
 
-// Suspect notes that a worker refused an attempt with a status that may be the
-// client's mistake or its own. It reports whether it is worth to ask another: if so,
-// the worker is held until Acquit or Convict. It is not while that status is known
-// to be the clients' mistake.
+// Suspect records that a worker refused an attempt with a status that either the
+// client or the worker may have caused. It reports whether to ask another worker;
+// if so, the worker is paused until Acquit or Convict. It returns false while that
+// status is known to be caused by clients.
 func (d *Detector) Suspect(a Attempt, status int, now time.Time) (ask bool) {
 	d.Ended(a)
 	if at, known := d.agreed[status]; known && now.Sub(at) < agreedFor {
@@ -63,8 +63,8 @@ func (d *Detector) Suspect(a Attempt, status int, now time.Time) (ask bool) {
 	return true
 }
 
-// Acquit ends a suspicion. agreed means that another worker gave the same status:
-// it is the client's mistake.
+// Acquit ends a suspicion. agreed means that another worker returned the same
+// status: the client caused it.
 func (d *Detector) Acquit(a Attempt, status int, agreed bool, now time.Time) {
 	if agreed {
 		d.agreed[status] = now
@@ -90,7 +90,7 @@ func (d *Detector) AskFailed(a Attempt, now time.Time) {
 	if w == nil || !w.answered.Before(a.Sent) {
 		return
 	}
-	d.Failed(a, Asked, "it did not answer a question about a prompt", now)
+	d.Failed(a, Asked, "it did not answer a tokenization request", now)
 	if d.Discredited(a.Client, now) {
 		return
 	}

@@ -5,8 +5,7 @@ import (
 	"time"
 )
 
-// RetrySettings are the flags for requests that a worker failed before the first
-// byte of its answer.
+// RetrySettings are the flags for retries before the first byte of an answer.
 type RetrySettings struct {
 	Retries     int     `group:"Failing workers" default:"2" help:"Maximum number of further workers to try when a worker fails before the first byte of its answer. 0 disables retries."`
 	RetryBudget float64 `group:"Failing workers" default:"0.2" help:"Maximum retries as a share of the requests of the last 10 s; 10 more are allowed. Each client (API key, or address) has its share. Retries of requests on ejected workers are not counted."`
@@ -30,18 +29,18 @@ const (
 	maxLettings = 3
 )
 
-// Tries counts how often a request was sent again.
+// Tries counts the retries of a request.
 type Tries struct {
 	Retries  int
 	lettings int // it was taken off a worker that is down or stuck
 }
 
-// Left reports whether another worker may be tried if the next one fails; most are the
-// retries that are allowed.
+// Left reports whether a failure of the next attempt may be retried; most is the
+// maximum number of retries.
 func (t *Tries) Left(most int) bool { return t.Retries < most }
 
-// LetGo reports whether a request that was taken off a worker which is down or stuck is
-// sent again, and counts it then.
+// LetGo reports whether a request aborted on a worker that is down or stuck is
+// retried, and counts the retry.
 func (t *Tries) LetGo(most int) bool {
 	if most == 0 || t.lettings == maxLettings {
 		return false

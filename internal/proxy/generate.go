@@ -79,8 +79,8 @@ func Answers(path string, body *jsonbody.Body) int {
 	return most
 }
 
-// ComputesAnew reports whether an engine computes parts of the prompt anew though they
-// are in its cache: for the log probabilities of the prompt's own tokens.
+// ComputesAnew reports whether an engine recomputes cached parts of the prompt, for
+// the log probabilities of the prompt's own tokens.
 func ComputesAnew(body *jsonbody.Body) bool {
 	start := body.Get("logprob_start_len")
 	return body.Get("prompt_logprobs").Type == gjson.Number || body.Get("echo").Bool() && body.Get("logprobs").Type == gjson.Number ||

@@ -149,8 +149,8 @@ const (
 	DeniedClient = string(outlier.DeniedClient)
 )
 
-// Observer counts the events of requests in flight. Its methods are safe for
-// concurrent use.
+// Observer counts events of in-flight requests. Its methods are safe for concurrent
+// use.
 type Observer interface {
 	// Retried counts a retry of a request that failed on worker before its first
 	// byte.

@@ -69,7 +69,7 @@ func (b *Booking) locked(f func(r *Router, now time.Time)) {
 	f(r, r.now())
 }
 
-// FirstToken notes that the prompt has been computed.
+// FirstToken records that the prompt has been computed.
 func (b *Booking) FirstToken() {
 	b.locked(func(r *Router, now time.Time) {
 		if !b.computed {
@@ -136,7 +136,8 @@ func (b *Booking) CachedUnreported() (none bool) {
 	return true
 }
 
-// End ends the booking of a request without an answer whose worker is not at fault.
+// End ends the booking of a request without an answer that is not a failure of its
+// worker.
 func (b *Booking) End() {
 	b.locked(func(r *Router, now time.Time) { r.finish(b, policy.Abandoned, 0, now) })
 }

@@ -246,8 +246,8 @@ func (r *Router) RouteOrWait(request Request, decided func(Decision, error)) (De
 // Refresh updates the workers' matches of the request's prompt.
 func (w *Waiting) Refresh() { w.router.lookUpAgain(w.waiter) }
 
-// Leave takes the request out of the queue, and reports whether it was there: if not,
-// it has been decided.
+// Leave removes the request from the queue, and reports whether it was there; if
+// not, it has been decided.
 func (w *Waiting) Leave() bool { return w.router.dequeue(w.waiter) }
 
 // QueueDepth returns the number of queued requests and of their prompt tokens.

@@ -375,8 +375,8 @@ func (r *Router) Load(w kv.WorkerKey) policy.Load {
 	return load
 }
 
-// Adapter returns model if it is the name of a LoRA adapter, else nothing. listed: it
-// is one of the names that a worker lists.
+// Adapter returns model if it is the name of a LoRA adapter, otherwise an empty
+// name. listed means that a worker lists that name.
 func (r *Router) Adapter(model string) (adapter string, listed bool) {
 	r.mu.Lock()
 	defer r.mu.Unlock()

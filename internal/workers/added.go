@@ -43,11 +43,11 @@ type follower struct {
 // added reports whether the worker is one of Add or Follow.
 func (w *worker) added() bool { return w.follower != nil && !w.registered() }
 
-// Add adds the worker at a URL at run time, as --worker does with a URL alone, under a
-// free id, and returns when it is ready. key goes to it with every request, and no other
-// key does; it may be empty. A worker that is not ready within --startup-timeout, or
-// before ctx ends, is removed again. Add fails with ErrKnown, ErrRemoved,
-// ErrFleetEnding, a *NotReadyError or the cause of ctx.
+// Add attaches the worker at a URL at run time, as --worker with only a URL, under
+// a free id, and returns when it is ready. key is sent to it with every request
+// instead of any other key; it may be empty. A worker that is not ready within
+// --startup-timeout, or before ctx is done, is removed. Add fails with ErrKnown,
+// ErrRemoved, ErrFleetEnding, a *NotReadyError or the cause of ctx.
 func (f *Fleet) Add(ctx context.Context, url string, key kv.Secret) (id uint64, err error) {
 	select {
 	case <-f.opened:
