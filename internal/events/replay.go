@@ -9,8 +9,6 @@ import (
 
 	"github.com/go-zeromq/zmq4"
 	"github.com/zeebo/xxh3"
-
-	"kvrouter/internal/zmq"
 )
 
 // replayRounds bounds how often one catch-up asks again because the publisher
@@ -93,7 +91,7 @@ func (s *Stream) replay(ctx context.Context, fromStart bool, until time.Time) er
 	if verify {
 		from = s.next - 1
 	}
-	conn, err := zmq.Dial(ctx, s.replayAt, zmq4.Dealer)
+	conn, err := s.Dial.Dial(ctx, s.replayAt, zmq4.Dealer)
 	if err != nil {
 		return err
 	}

@@ -120,6 +120,11 @@ type Options struct {
 	Peers *Peers
 	// Edges counts the panics of event parsers; nil: nothing does.
 	Edges *guard.Edges
+	// Dial connects to the worker's sockets; nil: over the network.
+	Dial zmq.Dialer
+	// Random draws the jitter of the waits between connections. Run's goroutine uses it;
+	// nil: that of math/rand.
+	Random *rand.Rand
 }
 
 // NewStream returns a stream for src that feeds index. Run starts it.
@@ -175,7 +180,7 @@ func (s *Stream) Run(ctx context.Context) {
 	for ctx.Err() == nil {
 		began, linked := time.Now(), false
 		err := s.Edges.Do(guard.KVEvents, s.log, func() error {
-			conn, err := zmq.DialSub(ctx, s.Src.Endpoint, s.Src.Topic)
+			conn, err := s.Dial.DialSub(ctx, s.Src.Endpoint, s.Src.Topic)
 			if err != nil {
 				return err
 			}
@@ -211,7 +216,7 @@ func (s *Stream) Run(ctx context.Context) {
 		if s.sure && (s.replayAt == "" || time.Since(lost) >= s.Timing.Grace) {
 			s.forget("no connection to its KV events")
 		}
-		s.pause(ctx, backoff/2+rand.N(backoff/2+1))
+		s.pause(ctx, backoff/2+s.jitter(backoff/2))
 		backoff = min(2*backoff, s.Timing.BackoffMax)
 	}
 }
@@ -389,6 +394,14 @@ func (s *Stream) warnOnce(reason, msg string, args ...any) {
 		s.warned[reason] = true
 		s.log.Warn(msg, args...)
 	}
+}
+
+// jitter draws a duration from 0 to most.
+func (s *Stream) jitter(most time.Duration) time.Duration {
+	if s.Random == nil {
+		return rand.N(most + 1)
+	}
+	return time.Duration(s.Random.Int64N(int64(most) + 1))
 }
 
 // pause waits for d or until ctx ends.

@@ -24,6 +24,7 @@ const (
 // in a goroutine of its own. It has at most 128 at a time; what comes then is
 // closed at once. All of them end with Close.
 type Listener struct {
+	listen   func(address string) (net.Listener, error)
 	listener net.Listener
 	kind     zmq4.SocketType
 	serve    func(*Conn)
@@ -42,19 +43,25 @@ type Option func(*Listener)
 // into an error. The connection ends with the error.
 func WithGuard(run func(func() error) error) Option { return func(l *Listener) { l.guard = run } }
 
+// WithListen has listen open the listener, in place of a TCP socket.
+func WithListen(listen func(address string) (net.Listener, error)) Option {
+	return func(l *Listener) { l.listen = listen }
+}
+
 // Listen listens at address, host:port, as a socket of that kind. serve gets each
 // connection, in a goroutine of its own, and the connection ends with it.
 func Listen(address string, kind zmq4.SocketType, serve func(*Conn), options ...Option) (*Listener, error) {
-	listener, err := net.Listen("tcp", address)
-	if err != nil {
-		return nil, fmt.Errorf("ZeroMQ socket: %w", err)
-	}
 	l := &Listener{
-		listener: listener, kind: kind, serve: serve, slots: make(chan struct{}, maxConnections),
-		guard: func(f func() error) error { return f() },
+		kind: kind, serve: serve, slots: make(chan struct{}, maxConnections),
+		listen: func(address string) (net.Listener, error) { return net.Listen("tcp", address) },
+		guard:  func(f func() error) error { return f() },
 	}
 	for _, option := range options {
 		option(l)
+	}
+	var err error
+	if l.listener, err = l.listen(address); err != nil {
+		return nil, fmt.Errorf("ZeroMQ socket: %w", err)
 	}
 	l.ctx, l.cancel = context.WithCancel(context.Background())
 	l.running.Go(l.accept)
@@ -123,7 +130,7 @@ type Router struct{ *Listener }
 // request, by several goroutines at once if there are several peers; reply
 // sends one message back to the asking peer. The request's frames are valid
 // during the call only.
-func NewRouter(address string, answer func(request [][]byte, reply func(frames ...[]byte) error)) (*Router, error) {
+func NewRouter(address string, answer func(request [][]byte, reply func(frames ...[]byte) error), options ...Option) (*Router, error) {
 	l, err := Listen(address, zmq4.Router, func(conn *Conn) {
 		conn.Limit(maxRequest)
 		for {
@@ -133,6 +140,6 @@ func NewRouter(address string, answer func(request [][]byte, reply func(frames .
 			}
 			answer(request, conn.Send)
 		}
-	})
+	}, options...)
 	return &Router{l}, err
 }
