@@ -100,7 +100,10 @@ type Stream struct {
 	// delivered; owed is what it should have delivered by the next check.
 	live, owed uint64
 	liveSum    uint64 // hash of batch live-1; valid if live > 0
-	asked      bool   // peers were asked during this connection
+	// foreign means that the last catch-up found another publisher than the one whose
+	// batches this connection may still deliver.
+	foreign bool
+	asked   bool // peers were asked during this connection
 
 	group      int // KV-cache group whose events count; valid if groupKnown
 	groupKnown bool
@@ -223,7 +226,7 @@ func (s *Stream) Run(ctx context.Context) {
 
 // follow applies what one connection delivers, until that fails.
 func (s *Stream) follow(ctx context.Context, conn *zmq.Conn) error {
-	s.live, s.owed, s.asked = 0, 0, false
+	s.live, s.owed, s.asked, s.foreign = 0, 0, false, false
 	if s.replayAt != "" {
 		if err := s.catchUp(ctx); err != nil {
 			if ctx.Err() != nil {
@@ -232,6 +235,9 @@ func (s *Stream) follow(ctx context.Context, conn *zmq.Conn) error {
 			if s.sure {
 				s.forget("its history cannot be verified after a new connection")
 			}
+		}
+		if s.foreign {
+			return errForeign
 		}
 	}
 	level, heard := 0, time.Now()
@@ -249,6 +255,9 @@ func (s *Stream) follow(ctx context.Context, conn *zmq.Conn) error {
 		if retry && !now.Before(s.retryAt) {
 			if s.catchUp(ctx) != nil && ctx.Err() != nil {
 				return ctx.Err()
+			}
+			if s.foreign {
+				return errForeign
 			}
 			if !ready {
 				continue
@@ -282,7 +291,8 @@ func (s *Stream) follow(ctx context.Context, conn *zmq.Conn) error {
 	}
 }
 
-// receive deals with one live batch. It fails only when ctx has ended.
+// receive deals with one live batch. It fails when ctx has ended, or the batch is not of
+// the publisher that the replay endpoint belongs to.
 func (s *Stream) receive(ctx context.Context, seq uint64, payload []byte) error {
 	sum := xxh3.Hash(payload)
 	if seq+1 == s.live && sum == s.liveSum { // sent twice
@@ -299,6 +309,9 @@ func (s *Stream) receive(ctx context.Context, seq uint64, payload []byte) error 
 		if s.catchUp(ctx) != nil && ctx.Err() != nil {
 			return ctx.Err()
 		}
+		if s.foreign {
+			return errForeign
+		}
 	}
 	if s.sure && seq > s.next {
 		s.stats.Gaps.Add(1)
@@ -311,6 +324,8 @@ func (s *Stream) receive(ctx context.Context, seq uint64, payload []byte) error 
 				return ctx.Err()
 			}
 			why = "missed events cannot be replayed"
+		} else if s.foreign {
+			return errForeign
 		} else if seq > s.next {
 			// vLLM buffers a batch before it answers the next replay.
 			why = "missed events were not in the replay"
@@ -346,12 +361,12 @@ func (s *Stream) checkQuiet(ctx context.Context, settled bool) error {
 	if s.live < s.owed {
 		return fmt.Errorf("%w: batch %d was published but did not arrive", errStalled, s.owed-1)
 	}
-	before, restarts := s.next, s.stats.Restarts.Load()
+	before := s.next
 	if err := s.catchUp(ctx); err != nil {
 		return fmt.Errorf("checking a quiet connection: %w", err)
 	}
-	if s.stats.Restarts.Load() != restarts {
-		return fmt.Errorf("%w: its publisher is gone", errStalled)
+	if s.foreign {
+		return errForeign
 	}
 	if settled && s.next != before {
 		s.owed = s.next
