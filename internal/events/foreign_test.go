@@ -1,6 +1,7 @@
 package events_test
 
 import (
+	"slices"
 	"testing"
 	"time"
 
@@ -59,4 +60,36 @@ func TestEventStreamKeepsAConnectionThatLeadsToTheNewPublisher(t *testing.T) {
 		f.Holds(t, number, 2, want)
 	}
 	f.Has(t, map[string]uint64{"reconnects": 0, "restarts": 1, "cold": 0})
+}
+
+// TestEventStreamAsksAgainWhenTheEndOfAReplayIsLost leaves the newest batches out of one
+// replay, as a full queue does.
+func TestEventStreamAsksAgainWhenTheEndOfAReplayIsLost(t *testing.T) {
+	p := testkit.NewFakePublisher(t)
+	f := eventstest.Follow(t, eventstest.SourceOf(p), neverChecks)
+	f.Subscribed(t, p)
+	p.Batch(false, testkit.StoredEvent(1, 0, 2))
+	f.Holds(t, 1, 2, 2)
+	p.Locked(func() {
+		p.Replay = func(from uint64) (seqs []uint64, end bool) {
+			p.Replay = nil
+			return []uint64{from}, true
+		}
+	})
+	p.Batch(true, testkit.StoredEvent(2, 0, 2))
+	p.Batch(false, testkit.StoredEvent(3, 0, 2))
+	for number := range 3 {
+		f.Holds(t, number+1, 2, 2)
+	}
+	f.Has(t, map[string]uint64{"gaps": 1, "cold": 0})
+	p.Batch(true, testkit.RemovedEvent(1, 0, 2))
+	p.Batch(false, testkit.StoredEvent(4, 0, 2))
+	f.Holds(t, 4, 2, 2)
+	f.Holds(t, 1, 2, 0)
+	f.Has(t, map[string]uint64{"gaps": 2, "cold": 0})
+	p.Locked(func() {
+		if !slices.Contains(p.Replayed, 2) {
+			t.Errorf("replays asked for: %v", p.Replayed)
+		}
+	})
 }

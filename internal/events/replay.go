@@ -106,6 +106,7 @@ func (s *Stream) replay(ctx context.Context, fromStart bool, until time.Time) er
 	if err := conn.Send(nil, binary.BigEndian.AppendUint64(nil, from)); err != nil {
 		return fmt.Errorf("ask %s for a replay: %w", s.replayAt, err)
 	}
+	s.kept = false
 	limit, last := s.Timing.ReplayLimit, uint64(0)
 	for first := true; ; first = false {
 		if !time.Now().Before(until) {
@@ -127,6 +128,7 @@ func (s *Stream) replay(ctx context.Context, fromStart bool, until time.Time) er
 		}
 		limit = s.Timing.ReplayPause
 		seq, payload, err := BatchFrames(frames)
+		s.kept = s.kept || err == nil && seq != ReplayEnd
 		if err == nil && seq+1 == s.live && xxh3.Hash(payload) == s.liveSum {
 			s.foreign = false
 		}

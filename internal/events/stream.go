@@ -103,6 +103,7 @@ type Stream struct {
 	// foreign means that the last catch-up found another publisher than the one whose
 	// batches this connection may still deliver.
 	foreign bool
+	kept    bool // the last replay brought a batch
 	asked   bool // peers were asked during this connection
 
 	group      int // KV-cache group whose events count; valid if groupKnown
@@ -327,10 +328,8 @@ func (s *Stream) receive(ctx context.Context, seq uint64, payload []byte) error 
 		} else if s.foreign {
 			return errForeign
 		} else if seq > s.next {
-			// vLLM buffers a batch before it answers the next replay.
 			why = "missed events were not in the replay"
-			s.log.Warn("the replay endpoint keeps no history: replay is disabled for it", "replay", s.replayAt)
-			s.replayAt = ""
+			s.replayLacks()
 		}
 		if why != "" && !s.askPeers(ctx, seq, sum) {
 			s.forget(why)
@@ -349,6 +348,17 @@ func (s *Stream) receive(ctx context.Context, seq uint64, payload []byte) error 
 	}
 	s.Apply(seq, payload, true)
 	return nil
+}
+
+// replayLacks deals with a replay that has ended without a batch published before it.
+func (s *Stream) replayLacks() {
+	if s.kept { // its end was dropped in a full queue
+		s.resync, s.retryAt = true, time.Now().Add(s.Timing.retryFirst)
+		return
+	}
+	// vLLM buffers a batch before it answers the next replay.
+	s.log.Warn("the replay endpoint keeps no history: replay is disabled for it", "replay", s.replayAt)
+	s.replayAt = ""
 }
 
 // checkQuiet asks the replay endpoint whether a silent connection missed
