@@ -12,10 +12,12 @@ TEST_TIMEOUT ?= 45m
 SOAK ?= 60s
 FUZZTIME ?= 10s
 CHAOS ?= 2m
+SEEDS ?= 100000
+FROM ?= 1
 GRID ?= policies
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-sglang run run-disagg run-sglang run-sglang-disagg demo check test test-mooncake test-sglang test-kubernetes test-gateway test-traces test-boards test-page test-mesh lint dist test-dist bench index-bench growth sim bench-real bench-gateway bench-herding wire-speed peers parity segments soak fuzz chaos clean
+.PHONY: help setup setup-sglang run run-disagg run-sglang run-sglang-disagg demo check test test-mooncake test-sglang test-kubernetes test-gateway test-traces test-boards test-page test-mesh lint dist test-dist bench index-bench growth sim bench-real bench-gateway bench-herding wire-speed peers parity segments soak fuzz chaos dst clean
 
 help: ## List the targets
 	@printf 'kvrouter: KV-cache-aware routing for vLLM and SGLang\n\n'
@@ -153,6 +155,11 @@ fuzz: ## Run every fuzz target in turn; stops at the first crash (FUZZTIME=10s e
 
 chaos: setup ## Restart two routers in turn while their workers crash, fail, hang and stop responding (CHAOS=2m), then test each fault alone
 	KVROUTER_CHAOS=$(CHAOS) go test -run '^(TestChaos|TestOneOfFourWorkers)' -v -count 1 -timeout 90m ./test
+
+dst: ## Simulate routers, workers and a faulty network in virtual time (SEEDS=100000 seeds, FROM=1; 15 ms of CPU each)
+	@scripts/build-native.sh
+	@mkdir -p out/dst
+	go test -run '^TestSimulation$$' -v -count 1 -timeout 0 ./test/simulation -seeds $(SEEDS) -from $(FROM) -save $(CURDIR)/out/dst
 
 clean: ## Remove build output (keeps the cache of vLLM and models)
 	rm -rf out native/lib native/target kvrouter *.test *.prof

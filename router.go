@@ -91,7 +91,7 @@ func build(ctx context.Context, config Config, log *slog.Logger) (*app, error) {
 		return nil, err
 	}
 	r.fleet = workers.New(config.fleetSettings(), workers.Deps{
-		Start: start, Index: r.changed, Peers: events.NewPeers(config.IndexerPeers, peerKey(config)), Names: r.router.Names(), Edges: r.edges, Log: log,
+		Start: start, Index: r.changed, Peers: events.NewPeers(config.IndexerPeers, peerKey(config), nil), Names: r.router.Names(), Edges: r.edges, Log: log,
 	})
 	r.reloads = telemetry.NewReloads(config.reloaded()...)
 	fileRead := func(failed bool) { r.reloads.Note(telemetry.FileWorkers, failed) }

@@ -36,12 +36,16 @@ const (
 	peerPause   = 50 * time.Millisecond
 )
 
-// NewPeers returns the routers at these URLs; none: nil.
-func NewPeers(urls []string, key string) *Peers {
+// NewPeers returns the routers at these URLs; none: nil. A nil transport asks them over
+// the network.
+func NewPeers(urls []string, key string, transport http.RoundTripper) *Peers {
 	if len(urls) == 0 {
 		return nil
 	}
 	client := newPeerClient()
+	if transport != nil {
+		client.Transport = transport
+	}
 	client.Timeout = peerLimit
 	return &Peers{urls: urls, key: key, client: client, turns: make(chan struct{}, peerTurns)}
 }

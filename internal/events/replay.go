@@ -9,8 +9,6 @@ import (
 
 	"github.com/go-zeromq/zmq4"
 	"github.com/zeebo/xxh3"
-
-	"kvrouter/internal/zmq"
 )
 
 // replayRounds bounds how often one catch-up asks again because the publisher
@@ -39,6 +37,9 @@ var (
 	errReplayHole = errors.New("the replay has a gap")
 	errStalled    = errors.New("the connection delivers no messages")
 	errEndless    = errors.New("the replay does not end")
+	// errForeign ends a connection that may be to the publisher before a restart: what is
+	// under way on it would be taken for batches of the new one.
+	errForeign = errors.New("the connection may be to the publisher before a restart")
 )
 
 // catchUp brings the index up to the last published batch. After an
@@ -49,6 +50,7 @@ func (s *Stream) catchUp(ctx context.Context) error {
 	whole := fromStart // the result of all rounds together
 	applied := s.stats.ReplayedBatches.Load()
 	until := time.Now().Add(s.Timing.ReplayWhole)
+	s.foreign = s.live > 0 // until the replay brings the same batch as the connection
 	for round := 0; ; round++ {
 		before := s.next
 		err := s.replay(ctx, fromStart, until)
@@ -56,19 +58,21 @@ func (s *Stream) catchUp(ctx context.Context) error {
 		case err == nil:
 			s.resync, s.seeded = s.resync && !whole, false
 			s.failures = 0
+			s.foreign = s.foreign && whole
 			s.history.reach(s.position())
 			return nil
 		case ctx.Err() != nil:
 			return ctx.Err()
 		case errors.Is(err, errRestarted) && round < replayRounds:
 			s.restarted()
-			fromStart, whole = true, true
+			fromStart, whole, s.foreign = true, true, true
 			continue
 		case errors.Is(err, errReplayHole) && round < replayRounds && s.sure && (fromStart || s.next > before):
 			fromStart = false
 			continue
 		}
 		s.stats.ReplayFailures.Add(1)
+		s.foreign = false
 		if s.sure && s.stats.ReplayedBatches.Load() != applied {
 			s.forget("its history could be replayed in part only")
 		}
@@ -93,7 +97,7 @@ func (s *Stream) replay(ctx context.Context, fromStart bool, until time.Time) er
 	if verify {
 		from = s.next - 1
 	}
-	conn, err := zmq.Dial(ctx, s.replayAt, zmq4.Dealer)
+	conn, err := s.Dial.Dial(ctx, s.replayAt, zmq4.Dealer)
 	if err != nil {
 		return err
 	}
@@ -102,6 +106,7 @@ func (s *Stream) replay(ctx context.Context, fromStart bool, until time.Time) er
 	if err := conn.Send(nil, binary.BigEndian.AppendUint64(nil, from)); err != nil {
 		return fmt.Errorf("request a replay from %s: %w", s.replayAt, err)
 	}
+	s.kept = false
 	limit, last := s.Timing.ReplayLimit, uint64(0)
 	for first := true; ; first = false {
 		if !time.Now().Before(until) {
@@ -123,6 +128,10 @@ func (s *Stream) replay(ctx context.Context, fromStart bool, until time.Time) er
 		}
 		limit = s.Timing.ReplayPause
 		seq, payload, err := BatchFrames(frames)
+		s.kept = s.kept || err == nil && seq != ReplayEnd
+		if err == nil && seq+1 == s.live && xxh3.Hash(payload) == s.liveSum {
+			s.foreign = false
+		}
 		previous := last
 		last = seq
 		switch {

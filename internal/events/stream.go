@@ -99,7 +99,11 @@ type Stream struct {
 	// delivered; owed is what it should have delivered by the next check.
 	live, owed uint64
 	liveSum    uint64 // hash of batch live-1; valid if live > 0
-	asked      bool   // peers were asked during this connection
+	// foreign means that the last catch-up found another publisher than the one whose
+	// batches this connection may still deliver.
+	foreign bool
+	kept    bool // the last replay brought a batch
+	asked   bool // peers were asked during this connection
 
 	group      int // KV-cache group whose events count; valid if groupKnown
 	groupKnown bool
@@ -119,6 +123,11 @@ type Options struct {
 	Peers *Peers
 	// Edges counts the panics of event parsers; nil: not counted.
 	Edges *guard.Edges
+	// Dial connects to the worker's sockets; nil: over the network.
+	Dial zmq.Dialer
+	// Random draws the jitter of the waits between connections. Run's goroutine uses it;
+	// nil: that of math/rand.
+	Random *rand.Rand
 }
 
 // NewStream returns a stream for src that feeds index. Run starts it.
@@ -174,7 +183,7 @@ func (s *Stream) Run(ctx context.Context) {
 	for ctx.Err() == nil {
 		began, linked := time.Now(), false
 		err := s.Edges.Do(guard.KVEvents, s.log, func() error {
-			conn, err := zmq.DialSub(ctx, s.Src.Endpoint, s.Src.Topic)
+			conn, err := s.Dial.DialSub(ctx, s.Src.Endpoint, s.Src.Topic)
 			if err != nil {
 				return err
 			}
@@ -210,14 +219,14 @@ func (s *Stream) Run(ctx context.Context) {
 		if s.sure && (s.replayAt == "" || time.Since(lost) >= s.Timing.Grace) {
 			s.forget("no connection to its KV events")
 		}
-		pause(ctx, backoff/2+rand.N(backoff/2+1))
+		pause(ctx, backoff/2+s.jitter(backoff/2))
 		backoff = min(2*backoff, s.Timing.BackoffMax)
 	}
 }
 
 // follow applies what one connection delivers, until that fails.
 func (s *Stream) follow(ctx context.Context, conn *zmq.Conn) error {
-	s.live, s.owed, s.asked = 0, 0, false
+	s.live, s.owed, s.asked, s.foreign = 0, 0, false, false
 	if s.replayAt != "" {
 		if err := s.catchUp(ctx); err != nil {
 			if ctx.Err() != nil {
@@ -226,6 +235,9 @@ func (s *Stream) follow(ctx context.Context, conn *zmq.Conn) error {
 			if s.sure {
 				s.forget("its history cannot be verified after a new connection")
 			}
+		}
+		if s.foreign {
+			return errForeign
 		}
 	}
 	level, heard := 0, time.Now()
@@ -243,6 +255,9 @@ func (s *Stream) follow(ctx context.Context, conn *zmq.Conn) error {
 		if retry && !now.Before(s.retryAt) {
 			if s.catchUp(ctx) != nil && ctx.Err() != nil {
 				return ctx.Err()
+			}
+			if s.foreign {
+				return errForeign
 			}
 			if !ready {
 				continue
@@ -276,7 +291,8 @@ func (s *Stream) follow(ctx context.Context, conn *zmq.Conn) error {
 	}
 }
 
-// receive deals with one live batch. It fails only when ctx has ended.
+// receive deals with one live batch. It fails when ctx has ended, or the batch is not of
+// the publisher that the replay endpoint belongs to.
 func (s *Stream) receive(ctx context.Context, seq uint64, payload []byte) error {
 	sum := xxh3.Hash(payload)
 	if seq+1 == s.live && sum == s.liveSum { // sent twice
@@ -293,6 +309,9 @@ func (s *Stream) receive(ctx context.Context, seq uint64, payload []byte) error 
 		if s.catchUp(ctx) != nil && ctx.Err() != nil {
 			return ctx.Err()
 		}
+		if s.foreign {
+			return errForeign
+		}
 	}
 	if s.sure && seq > s.next {
 		s.stats.Gaps.Add(1)
@@ -305,11 +324,11 @@ func (s *Stream) receive(ctx context.Context, seq uint64, payload []byte) error 
 				return ctx.Err()
 			}
 			why = "missed events cannot be replayed"
+		} else if s.foreign {
+			return errForeign
 		} else if seq > s.next {
-			// vLLM buffers a batch before it answers the next replay.
 			why = "missed events were not in the replay"
-			s.log.Warn("the replay endpoint keeps no history: replay is disabled for it", "replay", s.replayAt)
-			s.replayAt = ""
+			s.replayLacks()
 		}
 		if why != "" && !s.askPeers(ctx, seq, sum) {
 			s.forget(why)
@@ -330,6 +349,17 @@ func (s *Stream) receive(ctx context.Context, seq uint64, payload []byte) error 
 	return nil
 }
 
+// replayLacks deals with a replay that has ended without a batch published before it.
+func (s *Stream) replayLacks() {
+	if s.kept { // its end was dropped in a full queue
+		s.resync, s.retryAt = true, time.Now().Add(s.Timing.retryFirst)
+		return
+	}
+	// vLLM buffers a batch before it answers the next replay.
+	s.log.Warn("the replay endpoint keeps no history: replay is disabled for it", "replay", s.replayAt)
+	s.replayAt = ""
+}
+
 // checkQuiet asks the replay endpoint whether a silent connection missed
 // anything. settled is false for the first check of a connection. An error
 // means that the connection is not to be trusted.
@@ -340,12 +370,12 @@ func (s *Stream) checkQuiet(ctx context.Context, settled bool) error {
 	if s.live < s.owed {
 		return fmt.Errorf("%w: batch %d was published but did not arrive", errStalled, s.owed-1)
 	}
-	before, restarts := s.next, s.stats.Restarts.Load()
+	before := s.next
 	if err := s.catchUp(ctx); err != nil {
 		return fmt.Errorf("checking a quiet connection: %w", err)
 	}
-	if s.stats.Restarts.Load() != restarts {
-		return fmt.Errorf("%w: its publisher is gone", errStalled)
+	if s.foreign {
+		return errForeign
 	}
 	if settled && s.next != before {
 		s.owed = s.next
@@ -388,6 +418,14 @@ func (s *Stream) warnOnce(reason, msg string, args ...any) {
 		s.warned[reason] = true
 		s.log.Warn(msg, args...)
 	}
+}
+
+// jitter draws a duration from 0 to most.
+func (s *Stream) jitter(most time.Duration) time.Duration {
+	if s.Random == nil {
+		return rand.N(most + 1)
+	}
+	return time.Duration(s.Random.Int64N(int64(most) + 1))
 }
 
 // pause waits for d or until ctx ends.

@@ -301,7 +301,7 @@ func (w *Worker) eventSources(out http.ResponseWriter, _ *http.Request) {
 		}
 		sources[rank.number] = map[string]any{
 			"enable_kv_cache_events": true, "publisher": "zmq", "endpoint": rank.Events.Pub.Endpoint(), "replay_endpoint": rank.Events.router.Endpoint(),
-			"buffer_steps": rank.Events.keep, "hwm": zmq.QueueLimit, "max_queue_size": eventQueue, "topic": process.KVEventsTopic,
+			"buffer_steps": rank.Events.Keep, "hwm": zmq.QueueLimit, "max_queue_size": eventQueue, "topic": process.KVEventsTopic,
 		}
 	}
 	answerJSON(out, http.StatusOK, sources)

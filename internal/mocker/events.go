@@ -49,7 +49,7 @@ type Events struct {
 	drop      float64       // share of the batches that are not sent
 	duplicate float64       // share of the batches that are sent twice
 	delay     time.Duration // from a step to the sending of its batch
-	keep      int           // batches that can be replayed
+	Keep      int           // batches that can be replayed
 	random    *rand.Rand    // decides about drop and duplicate
 
 	Pub     *zmq.Publisher
@@ -61,21 +61,21 @@ type Events struct {
 
 	mu     sync.Mutex // guards what follows, and makes sending and keeping one
 	seq    uint64     // of the next batch
-	kept   [][]byte   // payloads, a ring: batch n is kept[n % keep]
+	kept   [][]byte   // payloads, a ring: batch n is kept[n % Keep]
 	packer *msgpack.Encoder
 	packed bytes.Buffer
 }
 
 // NewEvents listens at both addresses. It publishes nothing until start is called.
-func NewEvents(address, replayAddress string, blockSize int) (*Events, error) {
-	e := &Events{blockSize: blockSize, keep: process.ReplayBatches, batches: make(chan batch, eventQueue), stop: make(chan struct{})}
+func NewEvents(address, replayAddress string, blockSize int, options ...zmq.Option) (*Events, error) {
+	e := &Events{blockSize: blockSize, Keep: process.ReplayBatches, batches: make(chan batch, eventQueue), stop: make(chan struct{})}
 	e.packer = msgpack.NewEncoder(&e.packed)
 	e.packer.UseCompactInts(true)
 	var err error
-	if e.Pub, err = zmq.NewPublisher(address); err != nil {
+	if e.Pub, err = zmq.NewPublisher(address, options...); err != nil {
 		return nil, err
 	}
-	if e.router, err = zmq.NewRouter(replayAddress, e.replay); err != nil {
+	if e.router, err = zmq.NewRouter(replayAddress, e.replay, options...); err != nil {
 		e.Pub.Close()
 		return nil, err
 	}
@@ -150,10 +150,10 @@ func (e *Events) publish(batch batch) {
 	for range times {
 		e.Pub.Publish([]byte(process.KVEventsTopic), number, payload)
 	}
-	if len(e.kept) < e.keep {
+	if len(e.kept) < e.Keep {
 		e.kept = append(e.kept, payload)
 	} else {
-		e.kept[e.seq%uint64(e.keep)] = payload
+		e.kept[e.seq%uint64(e.Keep)] = payload
 	}
 	e.seq++
 }
@@ -172,7 +172,7 @@ func (e *Events) replay(request [][]byte, reply func(frames ...[]byte) error) {
 	from := max(binary.BigEndian.Uint64(number[:]), next-uint64(len(e.kept)))
 	var payloads [][]byte
 	for seq := from; seq < next; seq++ {
-		payloads = append(payloads, e.kept[seq%uint64(e.keep)])
+		payloads = append(payloads, e.kept[seq%uint64(e.Keep)])
 	}
 	e.mu.Unlock()
 	for i, payload := range payloads {

@@ -90,7 +90,7 @@ func TestMockEventsReplayWhatWasDropped(t *testing.T) {
 
 func TestMockReplayKeepsTheNewestBatches(t *testing.T) {
 	const keep = 100
-	e := startMockEvents(t, func(e *Events) { e.keep = keep })
+	e := startMockEvents(t, func(e *Events) { e.Keep = keep })
 	for range keep + 10 {
 		e.add([]Event{{Removed: []uint64{1}}})
 	}

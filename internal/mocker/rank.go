@@ -76,7 +76,7 @@ func newRank(w *Worker, number int, settings engine.Settings) (*Rank, error) {
 			return nil, err
 		}
 		r.Events.Rank, r.Events.array, r.Events.sglang = number, cfg.MockArrayEvents, w.sglang()
-		r.Events.keep = cfg.MockBufferSteps
+		r.Events.Keep = cfg.MockBufferSteps
 		r.Events.drop, r.Events.duplicate, r.Events.delay = cfg.MockDropEvents, cfg.MockDuplicateEvents, cfg.MockDelayEvents
 		r.Events.random = rand.New(rand.NewPCG(w.random.Uint64(), 1))
 	}

@@ -12,7 +12,6 @@ import (
 
 	"kvrouter/internal/guard"
 	"kvrouter/internal/kv"
-	"kvrouter/internal/zmq"
 )
 
 // maxPeers is how many addresses of other routers there are at most.
@@ -258,7 +257,7 @@ type follower struct {
 // hear books what one connection to a router sends, until it fails; then the
 // router's bookings end.
 func (r *Mesh) hear(ctx context.Context, f *follower) error {
-	conn, err := zmq.DialSub(ctx, "tcp://"+f.address, slotTopic, sessionTopic, ownTopic)
+	conn, err := r.dial.DialSub(ctx, "tcp://"+f.address, slotTopic, sessionTopic, ownTopic)
 	if err != nil {
 		return err
 	}

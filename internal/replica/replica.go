@@ -5,6 +5,7 @@
 package replica
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
@@ -76,6 +77,7 @@ type Mesh struct {
 
 	router *router.Router
 	id     uint64 // drawn at each start; never 0
+	dial   zmq.Dialer
 	log    *slog.Logger
 	pub    *zmq.Publisher
 	edges  *guard.Edges
@@ -135,6 +137,13 @@ type Deps struct {
 	// Partition returns the model and the routing group of a worker, by which Dynamo
 	// distinguishes workers. nil: "default" for all.
 	Partition func(worker uint64) (model, group string)
+	// ID names this router to the others; no two have the same, nor one after a restart.
+	// 0: it is drawn.
+	ID uint64
+	// Dial connects to other routers, and Listen opens the port for them; nil: over the
+	// network.
+	Dial   zmq.Dialer
+	Listen func(address string) (net.Listener, error)
 }
 
 // New opens the port for other routers. Run then publishes the changes of this
@@ -148,7 +157,11 @@ func New(settings Settings, deps Deps) (*Mesh, error) {
 		}
 	}
 	address := net.JoinHostPort(settings.ReplicaSyncHost, strconv.Itoa(settings.ReplicaSyncPort))
-	pub, err := zmq.NewPublisher(address, zmq.WithGuard(func(f func() error) error { return deps.Edges.Do(guard.ReplicaServer, deps.Log, f) }))
+	options := []zmq.Option{zmq.WithGuard(func(f func() error) error { return deps.Edges.Do(guard.ReplicaServer, deps.Log, f) })}
+	if deps.Listen != nil {
+		options = append(options, zmq.WithListen(deps.Listen))
+	}
+	pub, err := zmq.NewPublisher(address, options...)
 	if err != nil {
 		return nil, fmt.Errorf("--replica-sync-port %d: %w: free the port or choose another", settings.ReplicaSyncPort, err)
 	}
@@ -157,7 +170,7 @@ func New(settings Settings, deps Deps) (*Mesh, error) {
 	}
 	r := &Mesh{
 		discover: deps.Find, partition: deps.Partition, seal: sealing,
-		router: deps.Router, id: max(1, rand.Uint64()), log: deps.Log, pub: pub, edges: deps.Edges, queue: make(chan message, queueLimit),
+		router: deps.Router, id: cmp.Or(deps.ID, max(1, rand.Uint64())), dial: deps.Dial, log: deps.Log, pub: pub, edges: deps.Edges, queue: make(chan message, queueLimit),
 		timing: timing{
 			tick: 100 * time.Millisecond, digest: 5, silence: 5 * time.Second, foreign: 20 * time.Second,
 			retry: 100 * time.Millisecond, retryTo: 5 * time.Second, self: time.Minute,

@@ -39,7 +39,7 @@ func followAlone(t *testing.T, p *testkit.FakePublisher, peers ...string) *event
 	src.Replay = ""
 	before := 0
 	p.Locked(func() { before = len(p.Subs) })
-	f := eventstest.Follow(t, src, func(s *events.Stream) { s.Peers = events.NewPeers(peers, "") })
+	f := eventstest.Follow(t, src, func(s *events.Stream) { s.Peers = events.NewPeers(peers, "", nil) })
 	f.Until(t, func() bool {
 		p.Mu.Lock()
 		defer p.Mu.Unlock()

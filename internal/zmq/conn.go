@@ -64,12 +64,26 @@ type Conn struct {
 	sending sync.Mutex // guards writes: one message or command at a time
 }
 
+// DialSub is Dialer.DialSub over TCP and Unix sockets.
+func DialSub(ctx context.Context, endpoint string, topics ...string) (*Conn, error) {
+	return Dialer(nil).DialSub(ctx, endpoint, topics...)
+}
+
+// Dial is Dialer.Dial over TCP and Unix sockets.
+func Dial(ctx context.Context, endpoint string, kind zmq4.SocketType) (*Conn, error) {
+	return Dialer(nil).Dial(ctx, endpoint, kind)
+}
+
+// Dialer opens the connection below a Conn: network is "tcp" or "unix". A nil one opens
+// sockets.
+type Dialer func(ctx context.Context, network, address string) (net.Conn, error)
+
 // DialSub connects to the PUB socket at endpoint ("tcp://host:port" or
 // "ipc://path") and subscribes to topics, which are prefixes. The subscription
 // takes effect when the publisher has received it: earlier messages are missed.
 // When ctx ends, the connection is closed and a pending Wait or Recv returns.
-func DialSub(ctx context.Context, endpoint string, topics ...string) (*Conn, error) {
-	c, err := Dial(ctx, endpoint, zmq4.Sub)
+func (d Dialer) DialSub(ctx context.Context, endpoint string, topics ...string) (*Conn, error) {
+	c, err := d.Dial(ctx, endpoint, zmq4.Sub)
 	if err != nil {
 		return nil, err
 	}
@@ -84,7 +98,7 @@ func DialSub(ctx context.Context, endpoint string, topics ...string) (*Conn, err
 
 // Dial connects to endpoint as a socket of that kind. When ctx is done, the
 // connection is closed.
-func Dial(ctx context.Context, endpoint string, kind zmq4.SocketType) (*Conn, error) {
+func (d Dialer) Dial(ctx context.Context, endpoint string, kind zmq4.SocketType) (*Conn, error) {
 	network, address, found := strings.Cut(endpoint, "://")
 	switch {
 	case found && network == "tcp":
@@ -93,13 +107,10 @@ func Dial(ctx context.Context, endpoint string, kind zmq4.SocketType) (*Conn, er
 	default:
 		return nil, fmt.Errorf("endpoint %q: want tcp://host:port or ipc://path", endpoint)
 	}
-	dialer := net.Dialer{
-		Timeout: handshakeLimit,
-		// ZMTP 3.0 has no heartbeat; without probes a peer that vanished is
-		// never noticed.
-		KeepAliveConfig: net.KeepAliveConfig{Enable: true, Idle: 15 * time.Second, Interval: 5 * time.Second, Count: 3},
+	if d == nil {
+		d = dialSocket
 	}
-	raw, err := dialer.DialContext(ctx, network, address)
+	raw, err := d(ctx, network, address)
 	if err != nil {
 		return nil, fmt.Errorf("connect to %s: %w", endpoint, err)
 	}
@@ -108,6 +119,17 @@ func Dial(ctx context.Context, endpoint string, kind zmq4.SocketType) (*Conn, er
 		return nil, fmt.Errorf("connect to %s: %w", endpoint, err)
 	}
 	return c, nil
+}
+
+// dialSocket is the Dialer of sockets.
+func dialSocket(ctx context.Context, network, address string) (net.Conn, error) {
+	dialer := net.Dialer{
+		Timeout: handshakeLimit,
+		// ZMTP 3.0 has no heartbeat; without probes a peer that vanished is
+		// never noticed.
+		KeepAliveConfig: net.KeepAliveConfig{Enable: true, Idle: 15 * time.Second, Interval: 5 * time.Second, Count: 3},
+	}
+	return dialer.DialContext(ctx, network, address)
 }
 
 // open exchanges greetings with the peer at the other end of raw, which is

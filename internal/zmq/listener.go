@@ -24,6 +24,7 @@ const (
 // its own goroutine. It has at most 128 connections; further ones are closed at
 // once. All of them end with Close.
 type Listener struct {
+	listen   func(address string) (net.Listener, error)
 	listener net.Listener
 	kind     zmq4.SocketType
 	serve    func(*Conn)
@@ -42,19 +43,25 @@ type Option func(*Listener)
 // can convert a panic to an error. The error ends the connection.
 func WithGuard(run func(func() error) error) Option { return func(l *Listener) { l.guard = run } }
 
+// WithListen has listen open the listener, in place of a TCP socket.
+func WithListen(listen func(address string) (net.Listener, error)) Option {
+	return func(l *Listener) { l.listen = listen }
+}
+
 // Listen listens at address, host:port, as a socket of that kind. serve gets each
 // connection, in a goroutine of its own, and the connection ends with it.
 func Listen(address string, kind zmq4.SocketType, serve func(*Conn), options ...Option) (*Listener, error) {
-	listener, err := net.Listen("tcp", address)
-	if err != nil {
-		return nil, fmt.Errorf("ZeroMQ socket: %w", err)
-	}
 	l := &Listener{
-		listener: listener, kind: kind, serve: serve, slots: make(chan struct{}, maxConnections),
-		guard: func(f func() error) error { return f() },
+		kind: kind, serve: serve, slots: make(chan struct{}, maxConnections),
+		listen: func(address string) (net.Listener, error) { return net.Listen("tcp", address) },
+		guard:  func(f func() error) error { return f() },
 	}
 	for _, option := range options {
 		option(l)
+	}
+	var err error
+	if l.listener, err = l.listen(address); err != nil {
+		return nil, fmt.Errorf("ZeroMQ socket: %w", err)
 	}
 	l.ctx, l.cancel = context.WithCancel(context.Background())
 	l.running.Go(l.accept)
@@ -122,7 +129,7 @@ type Router struct{ *Listener }
 // NewRouter returns a router that listens at address, host:port. answer is called
 // for each request, concurrently for several peers; reply sends one message to the
 // requesting peer. The request's frames are valid only during the call.
-func NewRouter(address string, answer func(request [][]byte, reply func(frames ...[]byte) error)) (*Router, error) {
+func NewRouter(address string, answer func(request [][]byte, reply func(frames ...[]byte) error), options ...Option) (*Router, error) {
 	l, err := Listen(address, zmq4.Router, func(conn *Conn) {
 		conn.Limit(maxRequest)
 		for {
@@ -132,6 +139,6 @@ func NewRouter(address string, answer func(request [][]byte, reply func(frames .
 			}
 			answer(request, conn.Send)
 		}
-	})
+	}, options...)
 	return &Router{l}, err
 }

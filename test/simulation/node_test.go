@@ -1,0 +1,453 @@
+package simulation
+
+import (
+	"context"
+	"fmt"
+	"io"
+	"log"
+	"log/slog"
+	"math/rand/v2"
+	"net"
+	"net/http"
+	"net/url"
+	"slices"
+	"strconv"
+	"sync"
+	"sync/atomic"
+	"time"
+
+	"github.com/zeebo/xxh3"
+
+	"kvrouter/internal/events"
+	"kvrouter/internal/guard"
+	"kvrouter/internal/kv"
+	"kvrouter/internal/outlier"
+	"kvrouter/internal/policies"
+	"kvrouter/internal/process"
+	"kvrouter/internal/proxy"
+	"kvrouter/internal/radix"
+	"kvrouter/internal/replica"
+	"kvrouter/internal/router"
+	"kvrouter/internal/testkit"
+	"kvrouter/internal/web"
+)
+
+// defaults are the settings of the parts, with the defaults of their flags.
+type defaults struct {
+	router router.Settings
+	policy policies.Settings
+	proxy  proxy.Settings
+}
+
+func newDefaults() defaults {
+	d := defaults{testkit.Defaults[router.Settings](), testkit.Defaults[policies.Settings](), testkit.Defaults[proxy.Settings]()}
+	d.proxy.RequestTimeout = requestTimeout
+	return d
+}
+
+// requestTimeout is the longest wait for a worker's next byte.
+const requestTimeout = 20 * time.Second
+
+// node is one incarnation of a router: the real index, event streams, books, mesh and
+// proxy, wired as the root package wires them.
+type node struct {
+	world       *world
+	id          int
+	host        string
+	incarnation uint64
+	followed    uint64 // event streams so far
+
+	log    *slog.Logger
+	tree   *radix.Tree
+	index  radix.Index // tree, as KV events change it
+	router *router.Router
+	mesh   *replica.Mesh // nil: it is alone
+	proxy  *proxy.Proxy
+	http   *http.Transport
+	peers  *events.Peers
+	server *http.Server
+
+	ctx     context.Context
+	cancel  context.CancelFunc
+	running sync.WaitGroup
+
+	mu      sync.Mutex         // guards what follows; the world's goroutine alone changes follows
+	follows map[uint64]*follow // by worker
+	routed  int                // requests that are booked and not over
+	asked   []time.Time        // when requests came
+	retries []time.Time        // when one was sent again out of the budget
+	asks    map[uint64]bool    // workers that have failed a request, and whether its retry counts
+}
+
+// follow is one worker as the node knows it.
+type follow struct {
+	generation int // 0: it is not up here
+	stream     *events.Stream
+	cancel     context.CancelFunc
+	done       chan struct{}
+}
+
+func hostOf(router int) string { return fmt.Sprintf("r%d", router) }
+
+// salt is a number that follows from the seed for a part of this incarnation.
+func (n *node) salt(part uint64) uint64 {
+	return mix(n.world.seed, uint64(n.id), n.incarnation, part)
+}
+
+// startNode starts a router.
+func startNode(w *world, id int) *node {
+	n := &node{world: w, id: id, host: hostOf(id), follows: map[uint64]*follow{}, asks: map[uint64]bool{}}
+	w.incarnations[id]++
+	n.incarnation = uint64(w.incarnations[id])
+	n.ctx, n.cancel = context.WithCancel(context.Background())
+	n.log = w.logger(n.host)
+	n.tree = radix.NewTree()
+	n.index = w.sabotage.index(n.tree)
+	rule, err := policies.New(w.setup.Policy, w.defaults.policy)
+	if err != nil {
+		panic(err)
+	}
+	n.router = router.New(w.defaults.router, router.Deps{Index: n.index, Policy: rule, BlockSize: blockSize, Seed: n.salt(0), Log: n.log})
+	n.http = web.NewTransport(nil)
+	n.http.DialContext = w.net.dialer(n.host, n.salt(0), 3*time.Second, 10*time.Second)
+	n.proxy = proxy.New(w.defaults.proxy, proxy.Deps{Observer: observer{n: n}, Failed: observer{n: n}.failed, Names: n.router.Names(), Transport: watched{n}, Log: n.log})
+	if w.setup.Routers > 1 {
+		n.join()
+	}
+	if w.setup.Peers {
+		var urls []string
+		for other := range w.setup.Routers {
+			if other != id {
+				urls = append(urls, "http://"+hostOf(other)+":7000")
+			}
+		}
+		n.peers = events.NewPeers(urls, "", n.http)
+	}
+	listener, err := w.net.listen(n.host+":7000", nil)
+	if err != nil {
+		panic(err)
+	}
+	n.server = &http.Server{Handler: http.HandlerFunc(n.events), ErrorLog: log.New(io.Discard, "", 0)}
+	n.running.Go(func() { _ = n.server.Serve(listener) })
+	return n
+}
+
+// join makes the node a part of the mesh.
+func (n *node) join() {
+	w := n.world
+	settings := replica.Settings{ReplicaSyncHost: n.host, ReplicaSyncPort: 7100}
+	for other := range w.setup.Routers {
+		settings.ReplicaPeers = append(settings.ReplicaPeers, hostOf(other)+":7100")
+	}
+	var err error
+	n.mesh, err = replica.New(settings, replica.Deps{
+		Router: n.router, Edges: guard.New(), Log: n.log, ID: n.salt(0) | 1,
+		Dial: w.net.dialer(n.host, n.salt(1), 5*time.Second, 30*time.Second), Listen: func(address string) (net.Listener, error) { return w.net.listen(address, w.losses) },
+	})
+	if err != nil {
+		panic(err)
+	}
+	n.running.Go(func() { n.mesh.Run(n.ctx) })
+}
+
+// stop ends the node at once, or in good order.
+func (n *node) stop(crash bool) {
+	if crash {
+		n.world.net.resetAll(n.host, "")
+	}
+	n.cancel()
+	for worker := range n.follows {
+		n.forget(worker)
+	}
+	_ = n.server.Close()
+	n.running.Wait()
+	n.proxy.Close()
+}
+
+// look brings the node up to date about a worker, as health checks do.
+func (n *node) look(w *worker) {
+	w.mu.Lock()
+	up, generation := w.up, w.generation
+	w.mu.Unlock()
+	f := n.follows[w.id]
+	if f == nil {
+		f = n.know(w.id)
+	}
+	if f.generation != 0 && (!up || f.generation != generation) {
+		old := f.generation
+		f.generation = 0
+		n.router.Down(w.key())
+		n.proxy.Abort(w.id, old, "it is down")
+		if up || n.world.net.chance(uint64(n.id), w.id, uint64(old)) < 0.5 { // another process: the incarnation is over
+			n.forget(w.id)
+			f = n.know(w.id)
+		}
+	}
+	if !up || f.generation == generation {
+		return
+	}
+	f.generation = generation
+	n.router.Up(kv.Target{Key: w.key(), URL: "http://" + w.host + ":8000", Ranks: 1, Generation: generation, TotalBlocks: w.blocks})
+	if f.stream == nil {
+		n.follow(w, f)
+	}
+}
+
+// know makes a worker known.
+func (n *node) know(worker uint64) *follow {
+	n.mu.Lock()
+	defer n.mu.Unlock()
+	f := &follow{}
+	n.follows[worker] = f
+	return f
+}
+
+// stream returns what follows a worker; nil: nothing does.
+func (n *node) stream(worker uint64) *events.Stream {
+	n.mu.Lock()
+	defer n.mu.Unlock()
+	if f := n.follows[worker]; f != nil {
+		return f.stream
+	}
+	return nil
+}
+
+// follow follows the worker's KV events.
+func (n *node) follow(w *worker, f *follow) {
+	source := events.Source{Worker: w.key(), Endpoint: "tcp://" + w.host + ":5557", Topic: process.KVEventsTopic, Buffer: w.keep, BlockSize: blockSize}
+	if w.replay {
+		source.Replay = "tcp://" + w.host + ":5757"
+	}
+	n.followed++
+	salt := n.salt(1 + n.followed)
+	random := rand.New(rand.NewPCG(n.world.seed, salt))
+	stream := events.NewStream(source, n.index, events.Options{Peers: n.peers, Edges: guard.New(), Dial: n.world.net.dialer(n.host, salt, 5*time.Second, 30*time.Second), Random: random}, n.log)
+	stream.SetCapacity(w.blocks)
+	n.mu.Lock()
+	f.stream = stream
+	n.mu.Unlock()
+	ctx, cancel := context.WithCancel(n.ctx)
+	f.cancel, f.done = cancel, make(chan struct{})
+	go func() {
+		defer close(f.done)
+		stream.Run(ctx)
+	}()
+}
+
+// forget ends what follows a worker, and empties its index.
+func (n *node) forget(worker uint64) {
+	f := n.follows[worker]
+	n.mu.Lock()
+	delete(n.follows, worker)
+	n.mu.Unlock()
+	if f != nil && f.stream != nil {
+		f.cancel()
+		<-f.done
+		f.stream.Close()
+		n.index.Forget(worker)
+	}
+}
+
+// events answers GET /events of another router, as the router port does.
+func (n *node) events(out http.ResponseWriter, r *http.Request) {
+	query := r.URL.Query()
+	worker, _ := strconv.ParseUint(query.Get("worker_id"), 10, 64)
+	stream := n.stream(worker)
+	if stream == nil {
+		http.Error(out, "it is not followed", http.StatusNotFound)
+		return
+	}
+	answer := stream.History().Query(number(query, "start"), number(query, "end"), number(query, "check"))
+	answer.BlockSize = blockSize
+	_ = answer.Write(out)
+}
+
+func number(query url.Values, name string) *uint64 {
+	n, err := strconv.ParseUint(query.Get(name), 10, 64)
+	if err != nil {
+		return nil
+	}
+	return &n
+}
+
+// Route implements proxy.Chooser.
+func (c *client) Route(exclude []uint64) (router.Decision, error) {
+	c.leave()
+	request := router.Request{Tokens: c.prompt.tokens[:c.prompt.length], Exclude: exclude}
+	d, err := c.node.router.Route(c.ctx, request)
+	if err != nil {
+		return d, err
+	}
+	if slices.Contains(exclude, d.Target.Key.Worker) {
+		c.world.fail("%s goes to worker %d again, which has failed it", c.id, d.Target.Key.Worker)
+	}
+	c.world.sabotage.booked(d.Booking)
+	c.node.mu.Lock()
+	defer c.node.mu.Unlock()
+	c.node.routed++
+	c.routed, c.tries = true, c.tries+1
+	return d, nil
+}
+
+// leave notes that the last attempt is over: its booking must be.
+func (c *client) leave() {
+	c.node.mu.Lock()
+	defer c.node.mu.Unlock()
+	if c.routed {
+		c.routed = false
+		c.node.routed--
+	}
+}
+
+// RoutePair implements proxy.Chooser.
+func (c *client) RoutePair([]uint64, string) (router.Pair, error) { panic("one worker serves it") }
+
+// Rebook implements proxy.Chooser.
+func (c *client) Rebook(router.Decision, kv.WorkerKey) (router.Decision, error) {
+	return router.Decision{}, router.ErrNoWorker
+}
+
+// IsUp implements proxy.Chooser.
+func (c *client) IsUp(t kv.Target) bool { return c.node.router.IsUp(t) }
+
+// watched is the transport of a node to workers. It holds that a request is at one worker
+// at a time. Where many requests fail at once, the seed says in which order that is seen.
+type watched struct{ node *node }
+
+// RoundTrip implements http.RoundTripper.
+func (t watched) RoundTrip(r *http.Request) (*http.Response, error) {
+	w := t.node.world
+	id := r.Header.Get(web.HeaderRequest)
+	w.mu.Lock()
+	c := w.clients[id]
+	if c.attempt != nil && c.attempt.Err() == nil {
+		w.failLocked("%s is sent to %s while it is under way elsewhere", id, r.URL.Host)
+	}
+	c.attempt = r.Context()
+	w.mu.Unlock()
+	response, err := t.node.http.RoundTrip(r)
+	if err != nil {
+		c.yield()
+		return nil, err
+	}
+	response.Body = failing{response.Body, c}
+	return response, nil
+}
+
+// failing is the body of an answer.
+type failing struct {
+	io.ReadCloser
+	c *client
+}
+
+// Read implements io.Reader.
+func (f failing) Read(b []byte) (int, error) {
+	n, err := f.ReadCloser.Read(b)
+	if err != nil && err != io.EOF {
+		f.c.yield()
+	}
+	return n, err
+}
+
+// yield waits for up to a millisecond, as the seed says.
+func (c *client) yield() {
+	c.yields++
+	time.Sleep(time.Duration(1e6 * c.world.net.chance(xxh3.HashString(c.id), c.yields)))
+}
+
+// CloseIdleConnections is called by the proxy's Close.
+func (t watched) CloseIdleConnections() { t.node.http.CloseIdleConnections() }
+
+// observer holds the retries of a node against its budget.
+type observer struct {
+	testkit.SilentObserver
+	n *node
+}
+
+// failed is called with each worker that has failed a request, before that is sent again.
+func (o observer) failed(worker uint64) {
+	n := o.n
+	list, panicking := n.router.Outliers()
+	at := slices.IndexFunc(list, func(r outlier.Record) bool { return r.Worker.Worker == worker })
+	n.mu.Lock()
+	defer n.mu.Unlock()
+	n.asks[worker] = panicking || at >= 0 && (list[at].State == outlier.StateIn || list[at].State == outlier.StateBack)
+}
+
+// Retried implements proxy.Observer.
+func (o observer) Retried(worker uint64) {
+	n := o.n
+	n.world.count(func(c *counts) { c.Retries++ })
+	n.mu.Lock()
+	defer n.mu.Unlock()
+	if !n.asks[worker] { // it costs nothing: the worker is out, down or stuck
+		return
+	}
+	n.asks[worker] = false
+	now := time.Now()
+	n.retries = append(n.retries, now)
+	within := func(list []time.Time, span time.Duration) (count int) {
+		for _, at := range list {
+			if now.Sub(at) < span {
+				count++
+			}
+		}
+		return count
+	}
+	// The budget counts whole seconds: its span is up to one shorter.
+	const span = outlier.BudgetSeconds * time.Second
+	if retries, most := within(n.retries, span-time.Second), outlier.BudgetLeast+n.world.defaults.proxy.RetryBudget*float64(within(n.asked, span)); float64(retries) >= most+1 {
+		n.world.fail("%s: %d retries within %s, at most %.1f are allowed", n.host, retries, span, most)
+	}
+}
+
+// RetryDenied implements proxy.Observer.
+func (o observer) RetryDenied(string) {
+	o.n.world.count(func(c *counts) { c.Denied++ })
+	o.n.mu.Lock()
+	defer o.n.mu.Unlock()
+	clear(o.n.asks)
+}
+
+// mostTries is the number of workers that one request may be sent to: the first, those
+// of its retries, and three more where it was taken off one that is down or stuck.
+func (d *defaults) mostTries() int { return 1 + d.proxy.Retries + 3 }
+
+// sabotage is a bug that is put in to see that the checks find it.
+type sabotage string
+
+const (
+	sound       sabotage = ""
+	lostRemoval sabotage = "a removal is lost"
+	doubleFree  sabotage = "a booking is freed while its request runs"
+	unseenGap   sabotage = "a batch is lost before it gets its number"
+)
+
+// index returns the index as a node's events change it.
+func (s sabotage) index(index radix.Index) radix.Index {
+	if s == lostRemoval {
+		return &forgetful{Index: index}
+	}
+	return index
+}
+
+// booked is called with each booking.
+func (s sabotage) booked(b *router.Booking) {
+	if s == doubleFree {
+		time.AfterFunc(40*time.Millisecond, b.End)
+	}
+}
+
+// forgetful loses the fifth removal.
+type forgetful struct {
+	radix.Index
+	removals atomic.Int64
+}
+
+// Remove implements radix.Index.
+func (f *forgetful) Remove(w kv.WorkerKey, engine []uint64) (unknown int) {
+	if f.removals.Add(1) == 5 {
+		return 0
+	}
+	return f.Index.Remove(w, engine)
+}
