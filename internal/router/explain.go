@@ -70,6 +70,7 @@ type ReceiptCandidate struct {
 const (
 	ExcludedPinned    = "pinned"              // the request names another one
 	ExcludedResting   = "cordoned"            // it gets no new requests until it is readmitted
+	ExcludedSilent    = "unanswered"          // registered, and its URL has never answered
 	ExcludedLeg       = "leg"                 // its role excludes this leg
 	ExcludedKind      = "kind"                // its KV connector differs from that of the other leg's worker
 	ExcludedModel     = "model"               // it does not serve the model
@@ -218,6 +219,8 @@ func (r *Router) exclusion(p *prompt, t *kv.Target, trial bool, now time.Time) s
 		return ExcludedPinned
 	case t.Resting:
 		return ExcludedResting
+	case !p.reaches(t):
+		return ExcludedSilent
 	case !t.Takes(p.Leg):
 		return ExcludedLeg
 	case !p.Kinds.Allow(t.Kind):

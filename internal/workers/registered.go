@@ -24,7 +24,9 @@ var (
 )
 
 // Registration is a worker that a client registers at run time. Requests are routed
-// to it at once; then it is health-checked like others.
+// to it at once; then it is health-checked like others. While its URL has never answered,
+// it is up for clients that forward their requests themselves, as in Dynamo's selection
+// service, which does not connect to workers.
 type Registration struct {
 	ID               uint64
 	URL              string // http://host:port, no slash at the end
@@ -234,7 +236,7 @@ func (f *Fleet) followRegistered(ctx context.Context, w *worker, now registryCha
 	f.adopt(w, now.Registration)
 	f.update(w, func(s *Status) { s.State = StateConnecting })
 	in := f.begin(ctx, w)
-	in.answered = answered
+	in.answered, in.met = answered, answered
 	reason := "no longer registered"
 	defer func() { in.end(reason) }()
 	if err := in.join(kv.Served{Names: []string{now.Model}, BlockSize: func() (int, error) { return now.BlockSize, nil }}); err != nil {
@@ -315,12 +317,16 @@ func (in *incarnation) register(r Registration) {
 	for _, rank := range r.Ranks {
 		in.targets = append(in.targets, kv.Target{
 			Key: kv.WorkerKey{Worker: r.ID, Rank: rank}, URL: r.URL, Engine: in.engine, Ranks: max(len(r.Ranks), in.ranks), Generation: in.generation,
-			Models: []string{r.Model}, MaxBatchedTokens: batched, TotalBlocks: cmp.Or(r.TotalBlocks, sizes[rank]), Bearer: r.Key, Disagg: in.disagg,
+			Models: []string{r.Model}, MaxBatchedTokens: batched, TotalBlocks: cmp.Or(r.TotalBlocks, sizes[rank]), Unanswered: in.unanswered, Bearer: r.Key, Disagg: in.disagg,
 		})
 	}
 	in.boundStreams()
 	if in.up {
 		clear(in.announced)
+		if in.unanswered {
+			in.announce()
+			return
+		}
 		in.markUp()
 	}
 }

@@ -35,7 +35,7 @@ type Books interface {
 func (f *Fleet) Samples(books Books) (samples []Sample) {
 	up := map[kv.WorkerKey]bool{}
 	for _, t := range books.Targets() {
-		up[t.Key] = !t.Resting
+		up[t.Key] = !t.Resting && !t.Unanswered
 	}
 	streams := f.Streams()
 	for _, w := range f.Workers() {
