@@ -224,7 +224,7 @@ var (
 // follow books what the router at an address sends until ctx ends.
 func (r *Mesh) follow(ctx context.Context, address string) {
 	pause := r.timing.retry
-	told, f := false, follower{address: address}
+	told, f := false, follower{address: address, opener: r.opener()}
 	for ctx.Err() == nil {
 		f.heard = false
 		err := r.edges.Do(guard.Replica, r.log, func() error { return r.hear(ctx, &f) })
@@ -254,6 +254,7 @@ func (r *Mesh) follow(ctx context.Context, address string) {
 // follower is the state of the router at an address. One goroutine uses it.
 type follower struct {
 	address string
+	opener  *opener
 	heard   bool  // it has said something by this connection
 	refused error // why a message was, which was logged; nil: none was
 }
@@ -267,7 +268,7 @@ func (r *Mesh) hear(ctx context.Context, f *follower) error {
 	}
 	defer conn.Close()
 	conn.Limit(messageLimit)
-	from, p := r.opener(), newOther(r)
+	from, p := f.opener, newOther(r)
 	defer func() {
 		r.books.Lock()
 		defer r.books.Unlock()
