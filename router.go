@@ -134,6 +134,7 @@ func build(ctx context.Context, config Config, log *slog.Logger) (*app, error) {
 	if err := r.openThompson(); err != nil {
 		return nil, err
 	}
+	r.telemetry.Register(telemetry.NewWriteFailures(r.fleet.SnapshotFailures, r.learned.Failures))
 	if config.Replica.ReplicaSync {
 		mesh := config.Replica
 		mesh.ReplicaSyncHost = config.replicaHost()

@@ -9,6 +9,7 @@ import (
 	"kvrouter/internal/mocker"
 	"kvrouter/internal/selection"
 	"kvrouter/internal/testkit"
+	"kvrouter/internal/workers"
 	"net/http"
 	"net/http/httptest"
 	"strings"
@@ -24,15 +25,13 @@ import (
 type selectionSite struct {
 	*Router
 	events map[uint64]*mocker.Events
-	bare   string // URL of workers that are there, and not well yet: what they do is not watched
+	bare   string // URL of workers: nothing listens there
 }
 
 func startSelection(t *testing.T, args ...string) *selectionSite {
 	t.Helper()
 	all := []string{"--engine=none", "--policy=kv", "--block-size=4", "--seed=1"}
-	bare := httptest.NewServer(http.NotFoundHandler())
-	t.Cleanup(bare.Close)
-	return &selectionSite{Start(t, append(all, args...)...), map[uint64]*mocker.Events{}, bare.URL}
+	return &selectionSite{Start(t, append(all, args...)...), map[uint64]*mocker.Events{}, deadURL()}
 }
 
 // register adds a worker of model m with a publisher of its own.
@@ -662,4 +661,57 @@ func TestRegisteredWorkersHaveAPart(t *testing.T) {
 	spec["role"] = "decode"
 	s.want("POST", "/workers", spec, 201, `role "decode"`, "kind -")
 	s.want("GET", "/workers", nil, 200, `0.role "decode"`, "0.kind -", "0.bootstrap_host -")
+}
+
+// TestRegisteredWorkerThatNeverAnswersIsSelectedAndNotSentTo: clients of the router port
+// forward their requests themselves, and may reach a worker that the router does not.
+func TestRegisteredWorkerThatNeverAnswersIsSelectedAndNotSentTo(t *testing.T) {
+	t.Parallel()
+	s := startSelection(t)
+	s.two()
+	record := func(id uint64) gjson.Result {
+		return ask(t, s.Port, "GET", "/workers", nil).Get(fmt.Sprintf("#(worker_id==%d)", id))
+	}
+	for id := range uint64(2) {
+		testkit.Eventually(t, 10*time.Second, "a health check fails", func() bool { return record(id+1).Get("state").Str == workers.StateConnecting })
+	}
+	s.want("GET", "/ready", nil, 200, "ready true", "schedulable_workers 2")
+	s.want("POST", "/select", prompt12(nil), 200, "worker_id 1", "overlap.longest_matched 8")
+	s.want("POST", "/select", prompt12(object{"allowed_worker_ids": []int{2}}), 200, "worker_id 2", "overlap.longest_matched 4")
+	s.want("POST", "/select_and_reserve", prompt12(object{"selection_id": "a"}), 200, "worker_id 1")
+	s.want("DELETE", "/reservations/a", nil, 200)
+	s.want("POST", "/find_best_worker", prompt12(nil), 200, "worker_id 1", "overlap_tokens 8")
+	s.calls("GET", "/readiness", 503, `{"reason":"insufficient healthy workers","status":"not ready"}`)
+	if status, answer := Post(t, s.OpenAI+"/v1/completions", `{"model":"m","prompt":"a"}`); status != http.StatusServiceUnavailable {
+		t.Errorf("completion: %d %s", status, answer)
+	}
+	if status, _ := testkit.HTTPGet(t, s.OpenAI+"/ready"); status != http.StatusServiceUnavailable {
+		t.Errorf("/ready of the OpenAI port: %d", status)
+	}
+
+	var served atomic.Int64
+	answers := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		if r.URL.Path == "/v1/completions" {
+			served.Add(1)
+			io.WriteString(w, `{"choices":[{"text":"x","finish_reason":"stop"}]}`)
+		} else if r.URL.Path != "/health" {
+			w.WriteHeader(http.StatusNotFound)
+		}
+	}))
+	defer answers.Close()
+	s.want("POST", "/workers", object{"worker_id": 3, "model_name": "m", "endpoint": answers.URL, "block_size": 4, "kv_events_endpoint": "tcp://127.0.0.1:1"}, 201)
+	for range 20 {
+		if status, answer := Post(t, s.OpenAI+"/v1/completions", `{"model":"m","prompt":"a"}`); status != 200 {
+			t.Errorf("completion: %d %s", status, answer)
+		}
+	}
+	if n := served.Load(); n != 20 {
+		t.Errorf("the worker that answers got %d of 20 requests", n)
+	}
+	for name, n := range s.Metrics() {
+		if strings.HasPrefix(name, "kvrouter_retries_total") && n != 0 {
+			t.Errorf("%s is %v: requests went elsewhere first", name, n)
+		}
+	}
+	s.want("POST", "/select", prompt12(nil), 200, "worker_id 1", "overlap.longest_matched 8")
 }

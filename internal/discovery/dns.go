@@ -10,6 +10,7 @@ import (
 	"net/netip"
 	"slices"
 	"strings"
+	"sync/atomic"
 	"time"
 
 	"golang.org/x/sync/errgroup"
@@ -184,15 +185,23 @@ func (d *dnsSource) services(ctx context.Context) (list []kv.Worker, err error) 
 		return nil, fmt.Errorf("the answer has %d SRV records, the maximum is %d", len(records), maxWorkers)
 	}
 	found, wrong := make([][]netip.Addr, len(records)), make([]error, len(records))
+	var total atomic.Int64 // addresses; beyond the maximum no further host is asked for
 	var group errgroup.Group
 	group.SetLimit(dnsMost)
 	for i, record := range records {
 		group.Go(func() error {
+			if total.Load() > maxWorkers {
+				return nil
+			}
 			found[i], wrong[i] = d.addresses(ctx, record.Target)
+			total.Add(int64(len(found[i])))
 			return nil
 		})
 	}
 	_ = group.Wait() // none fails
+	if total.Load() > maxWorkers {
+		return nil, fmt.Errorf("the hosts of the %d SRV records have more than %d addresses, which is the maximum", len(records), maxWorkers)
+	}
 	hosts := map[string][]netip.Addr{}
 	for i, record := range records {
 		if wrong[i] != nil && !isEmpty(wrong[i]) {

@@ -2,6 +2,10 @@ package discovery
 
 import (
 	"context"
+	"encoding/binary"
+	"fmt"
+	"io"
+	"math"
 	"net"
 	"net/netip"
 	"slices"
@@ -30,6 +34,7 @@ type nameServer struct {
 	asked     int
 	asking    []net.Conn // of resolvers
 	closed    bool
+	streams   sync.WaitGroup // of dialStream
 }
 
 func newNameServer(t *testing.T) *nameServer {
@@ -54,6 +59,47 @@ func (s *nameServer) close() {
 	})
 	_ = s.conn.Close()
 	<-s.done
+	s.streams.Wait()
+}
+
+// dialStream connects a resolver as TCP does, which has room for 64 KB an answer.
+func (s *nameServer) dialStream(context.Context, string, string) (net.Conn, error) {
+	ours, theirs := net.Pipe()
+	closed := false
+	s.set(func() {
+		if closed = s.closed; !closed {
+			s.asking = append(s.asking, theirs)
+			s.streams.Go(func() { s.serveStream(ours) })
+		}
+	})
+	if closed {
+		return nil, net.ErrClosed
+	}
+	return theirs, nil
+}
+
+// serveStream answers until the resolver closes the connection.
+func (s *nameServer) serveStream(conn net.Conn) {
+	defer conn.Close()
+	for {
+		var size [2]byte
+		if _, err := io.ReadFull(conn, size[:]); err != nil {
+			return
+		}
+		text := make([]byte, binary.BigEndian.Uint16(size[:]))
+		var question dnsmessage.Message
+		if _, err := io.ReadFull(conn, text); err != nil || question.Unpack(text) != nil {
+			return
+		}
+		answer := s.answer(question)
+		packed, err := answer.Pack()
+		if err != nil || len(packed) > math.MaxUint16 {
+			return
+		}
+		if _, err := conn.Write(append(binary.BigEndian.AppendUint16(nil, uint16(len(packed))), packed...)); err != nil {
+			return
+		}
+	}
 }
 
 // dial connects a resolver.
@@ -297,4 +343,76 @@ func TestWorkersThatNoAnswerConfirmsGoInTheEnd(t *testing.T) {
 	s.set(func() { clear(s.addresses); clear(s.failing) })
 	w.wants("")
 	w.says("for 100ms; its workers are removed")
+}
+
+// addressesFrom are n addresses, IPv4 and IPv6 in turn.
+func addressesFrom(n int) (list []string) {
+	for i := range n {
+		if i%2 == 0 {
+			list = append(list, fmt.Sprintf("10.1.%d.%d", i/512, i/2%256))
+		} else {
+			list = append(list, fmt.Sprintf("fd00::%x", i))
+		}
+	}
+	return list
+}
+
+// TestAnAnswerOfTooManyAddressesIsRefused: those of a name, for
+// which one answer of each kind has room, and those of 1,000 hosts, of which most are not asked for.
+func TestAnAnswerOfTooManyAddressesIsRefused(t *testing.T) {
+	t.Run("a name", func(t *testing.T) {
+		s := newNameServer(t)
+		s.set(func() { s.addresses["vllm.ns.test"] = []string{"10.0.0.1", "10.0.0.2"} })
+		w := &watched{t: t}
+		source, err := openDNS("dns://vllm.ns.test:8100", w.logger())
+		if err != nil {
+			t.Fatal(err)
+		}
+		source.every, source.keep = 5*time.Millisecond, time.Nanosecond
+		source.resolver = &net.Resolver{PreferGo: true, Dial: s.dialStream}
+		w.watch(source)
+		w.wants("10.0.0.1:8100=10.0.0.1:8100; 10.0.0.2:8100=10.0.0.2:8100")
+		s.set(func() { s.addresses["vllm.ns.test"] = addressesFrom(4400) })
+		w.says("--discovery dns://vllm.ns.test:8100: the answer contains 4400 workers, the maximum is 4096")
+		asked := func() (n int) {
+			s.set(func() { n = s.asked })
+			return n
+		}
+		later := asked() + 20
+		testkit.Eventually(t, 20*time.Second, "it is asked on", func() bool { return asked() > later })
+		if got := shown(w.last()); got != "10.0.0.1:8100=10.0.0.1:8100; 10.0.0.2:8100=10.0.0.2:8100" || w.count() != 1 {
+			t.Errorf("%d lists, the last %.200s", w.count(), got)
+		}
+		if n := strings.Count(w.log.String(), "level=WARN"); n != 1 {
+			t.Errorf("%d warnings", n)
+		}
+		s.set(func() { s.addresses["vllm.ns.test"] = []string{"10.0.0.1", "10.0.0.3"} })
+		w.wants("10.0.0.1:8100=10.0.0.1:8100; 10.0.0.3:8100=10.0.0.3:8100")
+	})
+	t.Run("hosts of SRV records", func(t *testing.T) {
+		s := newNameServer(t)
+		many := addressesFrom(2000)
+		s.set(func() {
+			for i := range 1000 {
+				host := fmt.Sprintf("h%d.test", i)
+				s.addresses[host] = many
+				s.services["_http._tcp.test"] = append(s.services["_http._tcp.test"], dnsmessage.SRVResource{Target: dnsmessage.MustNewName(host + "."), Port: 8000})
+			}
+		})
+		var log testkit.LogBuffer
+		source, err := openDNS("dns+srv://_http._tcp.test", testLog(&log))
+		if err != nil {
+			t.Fatal(err)
+		}
+		source.resolver = &net.Resolver{PreferGo: true, Dial: s.dialStream}
+		list, err := source.ask(t.Context())
+		if err == nil || err.Error() != "the hosts of the 1000 SRV records have more than 4096 addresses, which is the maximum" || len(list) != 0 || len(source.hosts) != 0 {
+			t.Errorf("%d workers, %d hosts are kept, %v", len(list), len(source.hosts), err)
+		}
+		s.set(func() {
+			if most := 1 + 2*(dnsMost+3); s.asked > most { // an A and an AAAA question for each host
+				t.Errorf("%d questions, want %d at most", s.asked, most)
+			}
+		})
+	})
 }

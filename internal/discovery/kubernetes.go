@@ -7,6 +7,7 @@ import (
 	"log/slog"
 	"maps"
 	"net"
+	"net/http"
 	"net/url"
 	"os"
 	"slices"
@@ -14,6 +15,7 @@ import (
 	"sync"
 	"time"
 
+	"golang.org/x/time/rate"
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/fields"
@@ -67,8 +69,9 @@ type cluster struct {
 	idle      func() // closes idle connections
 	namespace string
 	backoff   wait.Backoff
-	what      string // the flag and its source, for messages
-	kept      string // effect of an unreachable API server, for messages
+	pace      rate.Limit // of requests about a resource
+	what      string     // the flag and its source, for messages
+	kept      string     // effect of an unreachable API server, for messages
 	log       *slog.Logger
 	changed   chan struct{} // has a token when there is something new
 	crowded   bool          // more than allowed; already logged
@@ -122,7 +125,7 @@ func findCluster(namespace, remedy string) (*rest.Config, string, error) {
 
 // newKubernetes is openKubernetes with a known cluster.
 func newKubernetes(s Settings, config *rest.Config, namespace string, log *slog.Logger) (*kubeSource, error) {
-	client, idle, err := connect(config)
+	client, idle, err := connect(config, log)
 	if err != nil {
 		return nil, fmt.Errorf("--discovery kubernetes: %w", err)
 	}
@@ -132,7 +135,9 @@ func newKubernetes(s Settings, config *rest.Config, namespace string, log *slog.
 }
 
 // connect returns a client of the API server, and what closes its idle connections.
-func connect(config *rest.Config) (client dynamic.Interface, idle func(), err error) {
+func connect(config *rest.Config, log *slog.Logger) (client dynamic.Interface, idle func(), err error) {
+	config = rest.CopyConfig(config)
+	config.Wrap(func(next http.RoundTripper) http.RoundTripper { return boundedAPI{next, log} })
 	web, err := rest.HTTPClientFor(config)
 	if err != nil {
 		return nil, nil, err
@@ -147,6 +152,7 @@ func newCluster(client dynamic.Interface, namespace, what, kept string, log *slo
 		client: client, namespace: namespace, what: what, kept: kept, log: log, idle: func() {}, changed: make(chan struct{}, 1),
 		// A router that was away for long is to know its workers soon after.
 		backoff: wait.Backoff{Duration: 500 * time.Millisecond, Cap: 15 * time.Second, Steps: 100, Factor: 2, Jitter: 0.5},
+		pace:    2, // client-go starts a watch that is answered with 410 anew at once
 	}
 }
 

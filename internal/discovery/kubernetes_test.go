@@ -13,6 +13,7 @@ import (
 	"testing"
 	"time"
 
+	"golang.org/x/time/rate"
 	"k8s.io/apimachinery/pkg/apis/meta/v1/unstructured"
 	"k8s.io/apimachinery/pkg/runtime"
 	"k8s.io/apimachinery/pkg/runtime/schema"
@@ -39,7 +40,7 @@ func watchCluster(t *testing.T, s *kubetest.Server, settings Settings) *watched 
 	if err != nil {
 		t.Fatal(err)
 	}
-	source.backoff.Duration, source.backoff.Cap = 5*time.Millisecond, 20*time.Millisecond
+	source.backoff.Duration, source.backoff.Cap, source.pace = 5*time.Millisecond, 20*time.Millisecond, rate.Inf
 	w.watch(source)
 	return w
 }

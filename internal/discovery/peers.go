@@ -99,7 +99,7 @@ func (p *Peers) open(log *slog.Logger) error {
 	if err != nil {
 		return fmt.Errorf("%s: %w", what, err)
 	}
-	client, idle, err := connect(config)
+	client, idle, err := connect(config, log)
 	if err != nil {
 		return fmt.Errorf("%s: %w", what, err)
 	}

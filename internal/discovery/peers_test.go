@@ -10,6 +10,7 @@ import (
 	"testing"
 	"time"
 
+	"golang.org/x/time/rate"
 	"k8s.io/apimachinery/pkg/apis/meta/v1/unstructured"
 	"k8s.io/client-go/rest"
 
@@ -74,13 +75,13 @@ func peersOfService(t *testing.T, s *kubetest.Server, spec string) *peersTold {
 	if err != nil {
 		t.Fatal(err)
 	}
-	client, idle, err := connect(&rest.Config{Host: "http://" + s.Address})
+	client, idle, err := connect(&rest.Config{Host: "http://" + s.Address}, testLog(&told.log))
 	if err != nil {
 		t.Fatal(err)
 	}
 	p.kube = newCluster(client, "ns", "--replica-discovery "+spec, "the routers are kept", testLog(&told.log))
 	p.kube.idle = idle
-	p.kube.backoff.Duration, p.kube.backoff.Cap = 5*time.Millisecond, 20*time.Millisecond
+	p.kube.backoff.Duration, p.kube.backoff.Cap, p.kube.pace = 5*time.Millisecond, 20*time.Millisecond, rate.Inf
 	told.run(p)
 	return told
 }

@@ -27,6 +27,9 @@ const (
 // maxPorts bounds the servers of a Pod.
 const maxPorts = 64
 
+// maxMark bounds the kept part of a label or an annotation, bytes: 64 ports have room.
+const maxMark = 512
+
 // pod is the kept part of a Pod.
 type pod struct {
 	namespace, name, uid string
@@ -39,6 +42,13 @@ type pod struct {
 // podOf reads a Pod. Fields of another shape than Kubernetes' count as missing.
 func podOf(u *unstructured.Unstructured) pod {
 	labels, annotations := u.GetLabels(), u.GetAnnotations()
+	for _, marks := range []map[string]string{labels, annotations} {
+		for name, mark := range marks {
+			if len(mark) > maxMark { // what is cut off makes it invalid
+				marks[name] = strings.Clone(mark[:maxMark]) + " ..."
+			}
+		}
+	}
 	p := pod{
 		namespace: u.GetNamespace(), name: u.GetName(), uid: string(u.GetUID()), ending: u.GetDeletionTimestamp() != nil,
 		role: labels[labelRole], engine: strings.ToLower(labels[labelEngine]),

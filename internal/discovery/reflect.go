@@ -9,6 +9,8 @@ import (
 	"sync"
 	"time"
 
+	"golang.org/x/time/rate"
+
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/apis/meta/v1/unstructured"
@@ -23,14 +25,20 @@ import (
 // it by HTTP/2's pings.
 const apiLimit = 30 * time.Second
 
-// reflect keeps store equal to the API server's objects of a resource that narrow selects,
-// until ctx ends: client-go lists, watches, and lists again after a gap (410), with pauses
-// that grow.
+// apiBurst is the number of requests about a resource in a row without a pause.
+const apiBurst = 10
+
+// reflect keeps store equal to the API server's objects of a resource, until ctx ends: client-go
+// lists, watches, and lists again after a gap (410), with pauses that grow.
 func (c *cluster) reflect(ctx context.Context, resource schema.GroupVersionResource, narrow func(*metav1.ListOptions), store cache.ReflectorStore) {
 	at := c.client.Resource(resource).Namespace(c.namespace)
 	health := &apiHealth{c: c, resource: resource, now: map[string]string{}}
+	pace := rate.NewLimiter(c.pace, apiBurst)
 	ways := &cache.ListWatch{
 		ListWithContextFunc: func(ctx context.Context, options metav1.ListOptions) (runtime.Object, error) {
+			if err := pace.Wait(ctx); err != nil {
+				return nil, err
+			}
 			ctx, cancel := context.WithTimeout(ctx, apiLimit)
 			defer cancel()
 			narrow(&options)
@@ -39,6 +47,9 @@ func (c *cluster) reflect(ctx context.Context, resource schema.GroupVersionResou
 			return list, err
 		},
 		WatchFuncWithContext: func(ctx context.Context, options metav1.ListOptions) (watch.Interface, error) {
+			if err := pace.Wait(ctx); err != nil {
+				return nil, err
+			}
 			narrow(&options)
 			changes, err := at.Watch(ctx, options)
 			health.heard(ctx, "watch", options, err)

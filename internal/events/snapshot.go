@@ -89,7 +89,8 @@ type Snapshot struct {
 	blockSize int
 	log       *slog.Logger
 	opened    time.Time
-	off       bool // the file belongs to another process: it is not written
+	off       bool          // the file belongs to another process: it is not written
+	failures  atomic.Uint64 // failed writes
 
 	mu    sync.Mutex // guards ranks
 	ranks map[kv.WorkerKey]*savedRank
@@ -99,6 +100,15 @@ type Snapshot struct {
 	written map[kv.WorkerKey]position // positions in the file
 	began   time.Time                 // of the last write
 	rest    time.Duration             // from then on, before a write ahead of its time
+	failing bool                      // the last write failed
+}
+
+// Failures returns the number of failed writes; 0 for nil.
+func (s *Snapshot) Failures() uint64 {
+	if s == nil {
+		return 0
+	}
+	return s.failures.Load()
 }
 
 // OpenSnapshot reads the file if it exists; it returns nil if no file is set. An
@@ -183,7 +193,8 @@ func (s *Stream) settle() {
 }
 
 // Run writes the streams' blocks to the file at each interval until ctx is done,
-// and once more then. A failed write is logged and leaves the file unchanged.
+// and once more then. A failed write leaves the file unchanged; of failures in a row the
+// first is logged.
 func (s *Snapshot) Run(ctx context.Context, streams func() []*Stream) {
 	ticker := time.NewTicker(min(minSnapshotInterval, s.settings.IndexSnapshotInterval))
 	defer ticker.Stop()
@@ -202,9 +213,17 @@ func (s *Snapshot) Run(ctx context.Context, streams func() []*Stream) {
 		writing, cancel := context.WithTimeout(context.WithoutCancel(ctx), limit)
 		err := s.save(writing, streams())
 		cancel()
-		if err != nil {
+		switch {
+		case err != nil:
+			s.failures.Add(1)
 			s.rest = s.settings.IndexSnapshotInterval // not the same failure again and again
-			s.log.Warn("cannot write --index-snapshot: the file is unchanged", "error", err)
+			if !s.failing {
+				s.log.Warn("cannot write --index-snapshot: the file is unchanged", "error", err)
+			}
+			s.failing = true
+		case s.failing:
+			s.log.Info("--index-snapshot can be written again")
+			s.failing = false
 		}
 	}
 }

@@ -18,7 +18,8 @@ type Target struct {
 	MaxBatchedTokens int // most tokens that its engine computes in a pass; 0: unknown
 	TotalBlocks      int // of its KV cache; 0: unknown
 
-	Cordoned bool // gets no new requests
+	Cordoned   bool // gets no new requests
+	Unanswered bool // registered, and its URL has never answered: the router itself sends it nothing
 
 	Bearer Secret // goes to the worker as Authorization: Bearer, in place of the client's; empty: none does
 
@@ -49,8 +50,10 @@ func (t *Target) Takes(leg Leg) bool { return !t.Cordoned && t.Disagg.Takes(leg)
 // by its KV connector.
 func (t *Target) RunsSGLang() bool { return t.Engine == EngineSGLang || t.Kind == KindSGLang }
 
-// OnePerWorker keeps the first target of each worker; the ranks of a worker share a
-// server. targets must be sorted by key; the slice is reused.
+// OnePerWorker keeps the first target of each worker that the router may ask: the ranks
+// of a worker share a server, and one that is Unanswered is left out. targets must be
+// sorted by key; the slice is reused.
 func OnePerWorker(targets []Target) []Target {
+	targets = slices.DeleteFunc(targets, func(t Target) bool { return t.Unanswered })
 	return slices.CompactFunc(targets, func(a, b Target) bool { return a.Key.Worker == b.Key.Worker })
 }

@@ -76,7 +76,7 @@ func (s *Set) Targets() (targets []kv.Target) {
 	return targets
 }
 
-// Count returns the number of ranks that are up.
+// Count returns the number of ranks that are up and not Unanswered.
 func (s *Set) Count() (n int) {
 	for _, m := range s.All() {
 		n += m.Router.Count()
@@ -84,7 +84,8 @@ func (s *Set) Count() (n int) {
 	return n
 }
 
-// Schedulable returns the number of ranks that are up and not cordoned.
+// Schedulable returns the number of ranks that are up, and neither cordoned nor
+// Unanswered.
 func (s *Set) Schedulable() (n int) {
 	for _, m := range s.All() {
 		n += m.Router.Schedulable()
@@ -118,7 +119,7 @@ func (s *Set) Loads() (loads []router.WorkerLoad) {
 // Ready reports whether a new request would be served, at once or after waiting for
 // a worker.
 func (s *Set) Ready() bool {
-	return s.settings.Routing.HoldWhenEmpty > 0 || s.Has(func(t *kv.Target) bool { return t.Role != kv.RolePrefill && !t.Cordoned })
+	return s.settings.Routing.HoldWhenEmpty > 0 || s.Has(func(t *kv.Target) bool { return t.Role != kv.RolePrefill && !t.Cordoned && !t.Unanswered })
 }
 
 // Sessions returns the number of sessions in memory, and the routing results of requests

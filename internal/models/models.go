@@ -28,6 +28,9 @@ const (
 	MaxModels = 32
 	// maxName is the maximum length of a base model's name that a worker reports, bytes.
 	maxName = 256
+	// maxRoot is the same for the path or repository that a model was loaded from. A longer
+	// one is ignored.
+	maxRoot = 4096
 )
 
 // Flags are the settings of further models.
@@ -266,6 +269,9 @@ func (s *Set) home(serves kv.Served, size int) (*Model, error) {
 			s.mu.Unlock()
 		}
 		return s.Default(), nil
+	}
+	if len(serves.Root) > maxRoot {
+		serves.Root = ""
 	}
 	name := serves.Names[0]
 	if m := s.named(name); m != nil {

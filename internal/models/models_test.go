@@ -421,7 +421,8 @@ func TestTokenizerFilesAreFoundByNameAndNeverOutsideTheirFolder(t *testing.T) {
 		local      bool
 	}{
 		{"full/name", "", true}, {"x/last", "", true}, {"served", "/their/models/last", true}, {"prod", "org/unknown", true}, {"org/cached", "", true}, {"served 2", "org/cached", true},
-		{"unknown", "", false}, {"../outside", "", false}, {"/outside", "", false}, {"..", "", false}, {".", "", false}, {"name", "", false},
+		{"unknown", "", false}, {"../outside", "", false}, {"/outside", "", false}, {"..", "", false}, {".", "", false}, {"full/../../outside", "", false}, {"last/..", "", false}, {"last/../../outside", "x/..", false},
+		{"\x00", "", false}, {"../outside\x00", "last\x00", false}, {`..\outside`, "", false}, {"long", strings.Repeat("../", 1<<18) + "outside", false}, {"long too", strings.Repeat("last/", 1<<18), false}, {"name", "", false},
 		{"org/cached/..", "", false}, {"org/other", "org/not-here", false}, // the name that clients use is not what it is
 	} {
 		worker++
@@ -599,5 +600,26 @@ func TestStopWaitingIsForEveryModel(t *testing.T) {
 		if err := <-ended; !errors.Is(err, router.ErrNoWorker) {
 			t.Error(err)
 		}
+	}
+}
+
+// TestTheLogOfHostileNamesIsBounded, and names that are not used leave no model.
+func TestTheLogOfHostileNamesIsBounded(t *testing.T) {
+	var log testkit.LogBuffer
+	settings := models.Settings{ServedModelName: "a", Flags: models.Flags{ModelsDir: t.TempDir()}, BlockSize: testkit.BlockSize, TokenTimeout: time.Second, Policy: "round-robin", Scoring: testkit.Defaults[policies.Settings](), Index: testkit.Defaults[router.IndexSettings](), Routing: testkit.Defaults[router.Settings]()}
+	index := router.NewIndex(settings.Index, settings.Policy, settings.Scoring.Settings, settings.BlockSize, time.Now)
+	s := models.New(settings, models.Deps{Router: router.New(settings.Routing, router.Deps{Index: index, Policy: policytest.MustPolicy(t, settings.Policy), BlockSize: settings.BlockSize}), Index: index, Log: slog.New(slog.NewTextHandler(&log, nil))})
+	huge := strings.Repeat("x\x00\n", 1<<20)
+	for i, of := range []kv.Served{serves(huge, 16, "b"), serves("", 16, huge), serves("", 16, "\x00../\n")} {
+		_, _, err := s.Join(uint64(i), of)
+		if i == 1 && (err == nil || len(err.Error()) > 200) || i != 1 && err != nil {
+			t.Errorf("join %d: %.300v", i, err)
+		}
+	}
+	if n := len(s.All()); n != 3 {
+		t.Errorf("%d models", n)
+	}
+	if text := log.String(); len(text) > 4000 || strings.ContainsRune(text, 0) {
+		t.Errorf("the log has %d bytes: %.500q", len(text), text)
 	}
 }

@@ -52,7 +52,7 @@ func (a *API) listModels(c *gin.Context) {
 				return
 			}
 		}
-		a.fail(c, http.StatusNotFound, "model", fmt.Sprintf("The model `%s` does not exist.", name))
+		a.fail(c, http.StatusNotFound, "model", fmt.Sprintf("The model `%.256s` does not exist.", name))
 		return
 	}
 	c.JSON(http.StatusOK, gin.H{"object": "list", "data": list})

@@ -36,7 +36,7 @@ func TestDigestsFindWhatWasLost(t *testing.T) {
 		if kind == router.ChangeAdd {
 			event.Detail = detailOf(b.Change(kind))
 		}
-		if err := p.message(&seal{}, [][]byte{[]byte(slotTopic), encode(&event)}); err != nil {
+		if err := p.message(&opener{}, [][]byte{[]byte(slotTopic), encode(&event)}); err != nil {
 			t.Fatal(err)
 		}
 	}

@@ -222,7 +222,7 @@ var (
 // follow books what the router at an address sends until ctx ends.
 func (r *Mesh) follow(ctx context.Context, address string) {
 	pause := r.timing.retry
-	warned, f := false, follower{address: address}
+	warned, f := false, follower{address: address, opener: r.opener()}
 	for ctx.Err() == nil {
 		f.heard = false
 		err := r.edges.Do(guard.Replica, r.log, func() error { return r.hear(ctx, &f) })
@@ -250,6 +250,7 @@ func (r *Mesh) follow(ctx context.Context, address string) {
 // follower is the state of the router at an address. One goroutine uses it.
 type follower struct {
 	address string
+	opener  *opener
 	heard   bool  // it has said something by this connection
 	refused error // why a message was, which was logged; nil: none was
 }
@@ -263,7 +264,7 @@ func (r *Mesh) hear(ctx context.Context, f *follower) error {
 	}
 	defer conn.Close()
 	conn.Limit(messageLimit)
-	from, p := r.opener(), newOther(r)
+	from, p := f.opener, newOther(r)
 	defer func() {
 		r.books.Lock()
 		defer r.books.Unlock()
@@ -322,7 +323,7 @@ func (r *Mesh) hear(ctx context.Context, f *follower) error {
 }
 
 // message takes one message of the other router.
-func (p *otherRouter) message(from *seal, frames [][]byte) error {
+func (p *otherRouter) message(from *opener, frames [][]byte) error {
 	if len(frames) != 2 {
 		return fmt.Errorf("it has %d frames, want 2", len(frames))
 	}

@@ -211,3 +211,91 @@ func FuzzOpen(f *testing.F) {
 		}
 	})
 }
+
+// TestReplaysWithSaltsInTurnAreRefused: the messages of a router that has restarted, with
+// those of its previous run in between, are each taken once.
+func TestReplaysWithSaltsInTurnAreRefused(t *testing.T) {
+	first, in, here, there := sealed(t, sharedKey)
+	second, _, _, _ := sealed(t, sharedKey)
+	old, again := first.close(slotTopic, []byte(`{"a":1}`)), second.close(slotTopic, []byte(`{"b":1}`))
+	for _, message := range [][]byte{old, again} {
+		if _, err := in.open(slotTopic, message); err != nil {
+			t.Fatal(err)
+		}
+	}
+	for range 3 {
+		for i, message := range [][]byte{old, again} {
+			if _, err := in.open(slotTopic, message); err == nil || !strings.Contains(err.Error(), "replayed") {
+				t.Errorf("message %d was taken again: %v", i, err)
+			}
+		}
+	}
+	*here, *there = here.Add(sealWindow+time.Second), there.Add(sealWindow+time.Second)
+	if _, err := in.open(slotTopic, first.close(slotTopic, []byte(`{}`))); err != nil {
+		t.Errorf("a later message: %v", err)
+	}
+	for i, message := range [][]byte{old, again} {
+		if _, err := in.open(slotTopic, message); err == nil {
+			t.Errorf("message %d was taken again after the window", i)
+		}
+	}
+}
+
+// TestSendersAreBounded: each restart at an address has a salt of its own, which is
+// forgotten with the last message that could be replayed.
+func TestSendersAreBounded(t *testing.T) {
+	_, in, _, there := sealed(t, sharedKey)
+	from := func() error {
+		out, err := newSeal(sharedKey)
+		if err != nil {
+			t.Fatal(err)
+		}
+		out.now = in.now
+		_, err = in.open(slotTopic, out.close(slotTopic, []byte(`{}`)))
+		return err
+	}
+	for i := range maxSenders {
+		if err := from(); err != nil {
+			t.Fatal(i, err)
+		}
+	}
+	if err := from(); err == nil || len(in.senders) != maxSenders {
+		t.Errorf("%d senders are known, the last by %v", len(in.senders), err)
+	}
+	*there = there.Add(sealWindow + time.Second)
+	if err := from(); err != nil || len(in.senders) != 1 {
+		t.Errorf("%d senders are known after the window, the last by %v", len(in.senders), err)
+	}
+}
+
+// TestReplayOverANewConnectionIsRefused: who cuts a connection and poses as the router
+// cannot send its last messages again.
+func TestReplayOverANewConnectionIsRefused(t *testing.T) {
+	peers := testPeers(t, 1)
+	forger := testkit.NewTestPublisher(t)
+	r := startReplica(t, append(peers, forger.Endpoint()[len("tcp://"):]), 0, func(m *Mesh) {
+		useKey(t, m, sharedKey)
+		m.timing.silence = 200 * time.Millisecond
+	})
+	honest, err := newSeal(sharedKey)
+	if err != nil {
+		t.Fatal(err)
+	}
+	var sent []byte
+	add := slotMessage(t, fields{"kvrouter": fields{"prompt_tokens": 100, "prefill_tokens": 60}}, fields{"data": fields{"AddRequest": fields{}}})
+	one := kv.WorkerKey{Worker: 1}
+	testkit.Eventually(t, 20*time.Second, "an honest message counts", func() bool {
+		sent = honest.close(slotTopic, add)
+		forger.Publish([]byte(slotTopic), sent)
+		return r.Load(one).PrefillTokens == 60
+	})
+	testkit.Eventually(t, 20*time.Second, "the connection is given up for its silence", func() bool { return r.Lost.Load() == 1 && r.Load(one).InFlight == 0 })
+	refused := r.Refused.Load()
+	testkit.Eventually(t, 20*time.Second, "the replay is refused", func() bool {
+		forger.Publish([]byte(slotTopic), sent)
+		return r.Refused.Load() > refused
+	})
+	if load := r.Load(one); load.InFlight != 0 {
+		t.Errorf("the replay is booked: %+v", load)
+	}
+}

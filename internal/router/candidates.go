@@ -16,7 +16,7 @@ func (r *Router) collect(p *prompt, now time.Time) error {
 	p.workers, p.stays = 0, false
 	for i := range r.targets {
 		t := &r.targets[i]
-		if t.Takes(p.Leg) {
+		if t.Takes(p.Leg) && p.reaches(t) {
 			p.workers++
 		}
 		if !p.mayUse(t) {
@@ -65,10 +65,13 @@ func (p *prompt) mayUse(t *kv.Target) bool {
 
 // mightUse is mayUse before any worker has failed p.
 func (p *prompt) mightUse(t *kv.Target) bool {
-	return t.Takes(p.Leg) && p.Kinds.Allow(t.Kind) && t.Serves(p.Model) && (!p.SGLang || t.RunsSGLang()) &&
+	return t.Takes(p.Leg) && p.reaches(t) && p.Kinds.Allow(t.Kind) && t.Serves(p.Model) && (!p.SGLang || t.RunsSGLang()) &&
 		(p.Pinned == nil || *p.Pinned == t.Key) &&
 		(p.Allowed == nil || slices.Contains(p.Allowed, t.Key.Worker))
 }
+
+// reaches reports whether p may go to t although it may never have answered.
+func (p *prompt) reaches(t *kv.Target) bool { return p.Unanswered || !t.Unanswered }
 
 // snapshot looks up what requests in flight have of p. It comes before candidate,
 // without a change of the books in between.

@@ -72,12 +72,13 @@ func (r *Router) Cordoned() map[uint64]time.Time {
 	return maps.Clone(r.cordoned)
 }
 
-// Schedulable returns the number of ranks that are up and not cordoned.
+// Schedulable returns the number of ranks that are up, and neither cordoned nor
+// Unanswered.
 func (r *Router) Schedulable() (n int) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	for i := range r.targets {
-		if !r.targets[i].Cordoned {
+		if t := &r.targets[i]; !t.Cordoned && !t.Unanswered {
 			n++
 		}
 	}

@@ -70,6 +70,7 @@ type ReceiptCandidate struct {
 const (
 	excludedPinned    = "pinned"              // the request names another one
 	excludedCordoned  = "cordoned"            // it gets no new requests until it is readmitted
+	excludedSilent    = "unanswered"          // registered, and its URL has never answered
 	excludedLeg       = "leg"                 // its role excludes this leg
 	excludedKind      = "kind"                // its KV connector differs from that of the other leg's worker
 	excludedModel     = "model"               // it does not serve the model
@@ -219,6 +220,8 @@ func (r *Router) exclusion(p *prompt, t *kv.Target, trial bool, now time.Time) s
 		return excludedPinned
 	case t.Cordoned:
 		return excludedCordoned
+	case !p.reaches(t):
+		return excludedSilent
 	case !t.Takes(p.Leg):
 		return excludedLeg
 	case !p.Kinds.Allow(t.Kind):

@@ -33,12 +33,12 @@ type Need struct {
 }
 
 // Lacks reports whether a request has to wait for a worker, because none that can
-// serve it is up. It returns false if workers are up but none serves the model,
-// because waiting would not help.
+// serve it is up and has answered. It returns false if such workers are up but none
+// serves the model, because waiting would not help.
 func (r *Router) Lacks(need Need) bool {
 	r.mu.Lock()
 	defer r.mu.Unlock()
-	known := len(r.targets) == 0
+	known := !r.has(func(t *kv.Target) bool { return !t.Unanswered })
 	var prefill, decode kv.Kinds
 	for i := range r.targets {
 		t := &r.targets[i]
@@ -46,6 +46,9 @@ func (r *Router) Lacks(need Need) bool {
 			continue
 		}
 		known = true
+		if t.Unanswered {
+			continue
+		}
 		if t.Takes(kv.LegWhole) && (need.Whole || !need.Pair) {
 			return false
 		}

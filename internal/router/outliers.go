@@ -127,9 +127,9 @@ func (r *Router) unlock() {
 	}
 }
 
-// Idlest returns the worker to query: of that engine if one is up, if possible
-// neither cordoned nor ejected and answering queries, then the one with the fewest
-// in-flight requests; not ok: none is up. Nothing is booked.
+// Idlest returns the worker to query: one that has answered before, of that engine if
+// one is up, if possible neither cordoned nor ejected and answering queries, then the one
+// with the fewest in-flight requests; not ok: there is none. Nothing is booked.
 func (r *Router) Idlest(engine kv.Engine) (t kv.Target, ok bool) {
 	r.mu.Lock()
 	defer r.unlock()
@@ -139,6 +139,8 @@ func (r *Router) Idlest(engine kv.Engine) (t kv.Target, ok bool) {
 	now := r.now()
 	badness := func(t *kv.Target) int {
 		switch {
+		case t.Unanswered:
+			return 5
 		case t.Engine != engine:
 			return 4
 		case t.Cordoned:
@@ -150,9 +152,10 @@ func (r *Router) Idlest(engine kv.Engine) (t kv.Target, ok bool) {
 		}
 		return 0
 	}
-	return slices.MinFunc(r.targets, func(a, b kv.Target) int {
+	t = slices.MinFunc(r.targets, func(a, b kv.Target) int {
 		return cmp.Or(badness(&a)-badness(&b), r.loads.get(a.Key, now).InFlight-r.loads.get(b.Key, now).InFlight)
-	}), true
+	})
+	return t, !t.Unanswered
 }
 
 // clientKey is the context key of a client's name.

@@ -55,6 +55,8 @@ type Request struct {
 	Kinds    kv.Kinds         // only workers of these kinds; none: any
 	SGLang   bool             // only workers that run SGLang
 
+	Unanswered bool // also workers whose URL has never answered: the client sends the request itself
+
 	PinnedPrefill *kv.WorkerKey // as Pinned, for the prefill leg of a disaggregated request
 
 	Prefix         hints.Prefix
@@ -330,11 +332,16 @@ func (r *Router) Targets() []kv.Target {
 	return slices.Clone(r.targets)
 }
 
-// Count returns the number of workers that are up.
-func (r *Router) Count() int {
+// Count returns the number of workers that are up and not Unanswered.
+func (r *Router) Count() (n int) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
-	return len(r.targets)
+	for i := range r.targets {
+		if !r.targets[i].Unanswered {
+			n++
+		}
+	}
+	return n
 }
 
 // Has reports whether is returns true for any worker that is up. is is called under

@@ -38,14 +38,17 @@ func (r *Router) Wait() (wait time.Duration, up bool) {
 	now := r.now()
 	r.expire(now)
 	leg := kv.LegWhole
-	if r.has(func(t *kv.Target) bool { return t.Takes(kv.LegPrefill) }) && r.has(func(t *kv.Target) bool { return t.Takes(kv.LegDecode) }) {
+	takes := func(leg kv.Leg) bool {
+		return r.has(func(t *kv.Target) bool { return t.Takes(leg) && !t.Unanswered })
+	}
+	if takes(kv.LegPrefill) && takes(kv.LegDecode) {
 		leg = kv.LegPrefill
 	}
 	workers, well := 0, false
 	for i := range r.targets {
 		t := &r.targets[i]
 		in := !r.outliers.IsOut(t.Key, now)
-		if !t.Takes(leg) || well && !in {
+		if !t.Takes(leg) || t.Unanswered || well && !in {
 			continue
 		}
 		var load policy.Load

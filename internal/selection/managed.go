@@ -27,6 +27,9 @@ func (s *Service) managed(open, guarded gin.IRoutes) {
 func (s *Service) readiness(c *gin.Context) {
 	healthy, answers := map[uint64]bool{}, false
 	for _, t := range s.models.Targets() {
+		if t.Unanswered {
+			continue
+		}
 		healthy[t.Key.Worker] = true
 		answers = answers || t.Role != kv.RolePrefill && !t.Cordoned
 	}

@@ -285,9 +285,10 @@ func (s *Service) router(of events.Partition) *router.Router {
 	return m.Router
 }
 
-// within restricts a request to the workers of a partition.
+// within restricts a request to the workers of a partition. They may be Unanswered: the
+// client forwards the request, and may reach what the router does not.
 func (s *Service) within(request router.Request, of events.Partition) router.Request {
-	request.Model = of.Model
+	request.Model, request.Unanswered = of.Model, true
 	if request.LoRA == "" && of.Model != "" {
 		request.LoRA, _ = s.router(of).Adapter(of.Model)
 	}

@@ -105,6 +105,34 @@ func NewLostLines(files ...interface{ Lost() uint64 }) prometheus.Collector {
 	})
 }
 
+// NewWriteFailures returns the metric of the failed writes of files that are replaced as
+// a whole: snapshot of --index-snapshot, state of --thompson-state.
+func NewWriteFailures(snapshot, state func() uint64) prometheus.Collector {
+	return writeFailures{
+		desc:   prometheus.NewDesc("kvrouter_file_write_failures_total", "Failed writes of a file that is replaced as a whole. The previous file is unchanged.", []string{"file"}, nil),
+		counts: []func() uint64{snapshot, state},
+	}
+}
+
+// writeFailures is the metric of NewWriteFailures.
+type writeFailures struct {
+	desc   *prometheus.Desc
+	counts []func() uint64 // of writtenFiles
+}
+
+// writtenFiles are the values of its label.
+var writtenFiles = [...]string{"index_snapshot", "thompson_state"}
+
+// Describe implements prometheus.Collector.
+func (w writeFailures) Describe(to chan<- *prometheus.Desc) { to <- w.desc }
+
+// Collect implements prometheus.Collector.
+func (w writeFailures) Collect(to chan<- prometheus.Metric) {
+	for i, count := range w.counts {
+		to <- prometheus.MustNewConstMetric(w.desc, prometheus.CounterValue, float64(count()), writtenFiles[i])
+	}
+}
+
 // recordStart is the start of each line of a record.
 const recordStart = `{"timestamp":`
 

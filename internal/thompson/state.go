@@ -12,6 +12,7 @@ import (
 	"os"
 	"path/filepath"
 	"slices"
+	"sync/atomic"
 	"time"
 
 	"kvrouter/internal/kv"
@@ -225,12 +226,23 @@ type StateFile struct {
 	with  func(func(policy.Policy)) // see With
 	log   *slog.Logger
 	saved uint64 // changes that the file has
+
+	every    time.Duration // between two writes
+	failures atomic.Uint64 // failed writes
+}
+
+// Failures returns the number of failed writes; 0 for nil.
+func (f *StateFile) Failures() uint64 {
+	if f == nil {
+		return 0
+	}
+	return f.failures.Load()
 }
 
 // OpenState restores the policy from the file, if there is one. with is the
 // parameter of With.
 func OpenState(name string, with func(func(policy.Policy)), log *slog.Logger) (*StateFile, error) {
-	file := &StateFile{name: name, with: with, log: log}
+	file := &StateFile{name: name, with: with, log: log, every: stateInterval}
 	data, err := readAtMost(name, maxStateSize)
 	if errors.Is(err, fs.ErrNotExist) {
 		return file, file.write(true) // an error that would come later
@@ -259,18 +271,28 @@ func readAtMost(name string, limit int64) ([]byte, error) {
 	return os.ReadFile(name)
 }
 
-// Run writes the state every stateInterval until ctx ends, and once more then.
+// Run writes the state every stateInterval until ctx ends, and once more then. Of
+// failures in a row the first is logged.
 func (f *StateFile) Run(ctx context.Context) {
-	ticker := time.NewTicker(stateInterval)
+	ticker := time.NewTicker(f.every)
 	defer ticker.Stop()
+	failing := false
 	for running := true; running; {
 		select {
 		case <-ctx.Done():
 			running = false
 		case <-ticker.C:
 		}
-		if err := f.write(false); err != nil {
-			f.log.Error("failed to save the state of policy thompson", "error", err)
+		switch err := f.write(false); {
+		case err != nil:
+			f.failures.Add(1)
+			if !failing {
+				f.log.Error("failed to save the state of policy thompson: the file is unchanged", "error", err)
+			}
+			failing = true
+		case failing:
+			f.log.Info("the state of policy thompson is saved again", "file", f.name)
+			failing = false
 		}
 	}
 }

@@ -1,6 +1,7 @@
 package thompson
 
 import (
+	"context"
 	"encoding/json"
 	"fmt"
 	"log/slog"
@@ -245,5 +246,49 @@ func TestTraceBoundsTheFinishReason(t *testing.T) {
 		if got := traceFinish(f); got != want {
 			t.Errorf("%q, want %q", got, want)
 		}
+	}
+}
+
+// TestStateThatCannotBeSavedIsToldOnce, counted, and saved once it can be.
+func TestStateThatCannotBeSavedIsToldOnce(t *testing.T) {
+	dir := filepath.Join(t.TempDir(), "state")
+	if err := os.Mkdir(dir, 0o700); err != nil {
+		t.Fatal(err)
+	}
+	name := filepath.Join(dir, "state.json")
+	p := mustPolicy(t, "all")
+	var log testkit.LogBuffer
+	file, err := OpenState(name, p.with, slog.New(slog.NewTextHandler(&log, nil)))
+	if err != nil {
+		t.Fatal(err)
+	}
+	if err := os.Rename(dir, dir+".away"); err != nil { // as good as a full disk
+		t.Fatal(err)
+	}
+	before, err := os.ReadFile(filepath.Join(dir+".away", "state.json"))
+	if err != nil {
+		t.Fatal(err)
+	}
+	p.changes++
+	file.every = time.Millisecond
+	ctx, cancel := context.WithCancel(t.Context())
+	done := make(chan struct{})
+	go func() { // ends with ctx
+		defer close(done)
+		file.Run(ctx)
+	}()
+	testkit.Eventually(t, 20*time.Second, "writes fail", func() bool { return file.Failures() > 5 })
+	after, err := os.ReadFile(filepath.Join(dir+".away", "state.json"))
+	if err != nil || string(after) != string(before) {
+		t.Errorf("the old file has %d bytes of %d, %v", len(after), len(before), err)
+	}
+	if err := os.Rename(dir+".away", dir); err != nil {
+		t.Fatal(err)
+	}
+	testkit.Eventually(t, 20*time.Second, "it is saved", func() bool { return strings.Contains(log.String(), "is saved again") })
+	cancel()
+	<-done
+	if n := strings.Count(log.String(), "failed to save"); n != 1 {
+		t.Errorf("%d lines:\n%s", n, log.String())
 	}
 }

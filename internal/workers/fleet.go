@@ -328,7 +328,10 @@ func (f *Fleet) Run(ctx context.Context, members Members, listener Listener) (er
 	defer f.probe.Close()
 	f.members, f.listener = members, listener
 	if f.cfg.KVEvents {
-		f.snapshot = events.OpenSnapshot(f.cfg.Snapshot, f.cfg.BlockSize, f.log)
+		snapshot := events.OpenSnapshot(f.cfg.Snapshot, f.cfg.BlockSize, f.log)
+		f.membership.Lock()
+		f.snapshot = snapshot
+		f.membership.Unlock()
 	} else if f.cfg.Snapshot.IndexSnapshot != "" {
 		f.log.Warn("--index-snapshot has no effect: KV events are off")
 	}
@@ -348,6 +351,13 @@ func (f *Fleet) Run(ctx context.Context, members Members, listener Listener) (er
 	})
 	f.open(ctx, group)
 	return group.Wait()
+}
+
+// SnapshotFailures returns the number of failed writes of the index snapshot.
+func (f *Fleet) SnapshotFailures() uint64 {
+	f.membership.Lock()
+	defer f.membership.Unlock()
+	return f.snapshot.Failures()
 }
 
 // saveIndex returns the group of a run and its context. With a snapshot, that one ends

@@ -30,7 +30,7 @@ import (
 // observed records what a fleet reports.
 type observed struct {
 	mu     sync.Mutex        // guards events
-	events []string          // "up W.R gG", "down W.R gG"
+	events []string          // "up W.R gG", "unanswered W.R gG", "down W.R gG"
 	out    testkit.LogBuffer // has a lock of its own
 }
 
@@ -38,6 +38,14 @@ func (o *observed) note(what string, target kv.Target) {
 	o.mu.Lock()
 	defer o.mu.Unlock()
 	o.events = append(o.events, fmt.Sprintf("%s %d.%d g%d", what, target.Key.Worker, target.Key.Rank, target.Generation))
+}
+
+func (o *observed) up(target kv.Target) {
+	if target.Unanswered {
+		o.note("unanswered", target)
+	} else {
+		o.note("up", target)
+	}
 }
 
 func (o *observed) seen() []string {
@@ -164,7 +172,7 @@ func newFakeFleet(t *testing.T, cfg fakeSettings, env ...string) *fakeFleet {
 			Env:  append(os.Environ(), append(env, fmt.Sprintf("FAKE_WORKER=%d", cfg.fleet.Ports.HTTP+i))...),
 		}, nil
 	}
-	return &fakeFleet{Fleet: fleet, hooks: hooks{Up: func(t kv.Target) { o.note("up", t) }}, launcher: launcher, observed: o, t: t, done: make(chan error, 1)}
+	return &fakeFleet{Fleet: fleet, hooks: hooks{Up: o.up}, launcher: launcher, observed: o, t: t, done: make(chan error, 1)}
 }
 
 func (f *fakeFleet) start() {

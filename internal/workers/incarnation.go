@@ -41,20 +41,22 @@ type incarnation struct {
 	index     radix.Index // of its blocks
 	blockSize int         // tokens
 
-	disagg    kv.Disagg    // its role in disaggregated serving, as far as known
-	served    probe.Models // as last reported
-	modelsAt  time.Time    // when that was
-	targets   []kv.Target
-	announced map[kv.WorkerKey]kv.Target // those that Up was called for
-	loaded    map[kv.WorkerKey]bool      // ranks with followed load
-	loadsCtx  context.Context            // of the goroutines that follow loads
-	stopLoads context.CancelFunc         // ends loadsCtx; nil: there are none
-	watched   bool                       // watchEngine runs
-	up        bool
-	answered  bool // it has been healthy, in this incarnation or before
-	gone      bool // nothing listens at its address any more
-	closed    bool // nothing did while it drained: the next answer is another process's
-	misses    int  // health checks in a row without an answer
+	disagg     kv.Disagg    // its role in disaggregated serving, as far as known
+	served     probe.Models // as last reported
+	modelsAt   time.Time    // when that was
+	targets    []kv.Target
+	announced  map[kv.WorkerKey]kv.Target // those that Up was called for
+	loaded     map[kv.WorkerKey]bool      // ranks with followed load
+	loadsCtx   context.Context            // of the goroutines that follow loads
+	stopLoads  context.CancelFunc         // ends loadsCtx; nil: there are none
+	watched    bool                       // watchEngine runs
+	up         bool
+	answered   bool // it has been healthy, in this incarnation or before
+	met        bool // its URL has answered anything, in this incarnation, or it has been healthy before
+	unanswered bool // registered, up, and silent for so long that the router itself sends it nothing
+	gone       bool // nothing listens at its address any more
+	closed     bool // nothing did while it drained: the next answer is another process's
+	misses     int  // health checks in a row without an answer
 
 	warnedOfEvents bool // warnOfEvents has nothing more to say
 }
@@ -247,6 +249,11 @@ func (in *incarnation) markUp() {
 		in.followers.Go(func() { in.watchEngine(spec) })
 	}
 	in.f.update(in.w, func(s *Status) { s.State, s.Stage, s.LastError = StateReady, process.StageReady, "" })
+	in.announce()
+}
+
+// announce makes the targets known that are not yet.
+func (in *incarnation) announce() {
 	for _, target := range in.targets {
 		if _, known := in.announced[target.Key]; !known {
 			in.announced[target.Key] = target
@@ -259,7 +266,27 @@ func (in *incarnation) markUp() {
 func (in *incarnation) announceAnew() {
 	if in.up {
 		clear(in.announced)
+		if in.unanswered {
+			in.announce()
+			return
+		}
 		in.markUp()
+	}
+}
+
+// markUnanswered keeps the router's own requests from a registered worker that is up
+// and has never answered. It stays up for clients that forward their requests
+// themselves: they may reach what the router does not.
+func (in *incarnation) markUnanswered(reason string) {
+	in.unanswered = true
+	in.f.update(in.w, func(s *Status) { s.State, s.LastError = StateConnecting, reason })
+	for i := range in.targets {
+		in.targets[i].Unanswered = true
+	}
+	clear(in.announced)
+	in.announce()
+	for _, target := range in.targets {
+		in.f.listener.Down(target, reason)
 	}
 }
 
@@ -278,13 +305,15 @@ func (in *incarnation) markDown(reason string) {
 
 // checkHealth checks a worker: it is down after some checks without an answer, at once
 // if nothing listens there, if its address is this router's, or if it has been healthy
-// and reports that it is not; it is up with the next good answer. With a good answer
-// it is also asked for its models, now and then.
+// and reports that it is not; it is up with the next good answer. A registered worker
+// whose URL has never answered is unanswered instead of down. With a good answer it is
+// also asked for its models, now and then.
 func (in *incarnation) checkHealth() {
 	err := in.checkAlive()
 	if in.ctx.Err() != nil {
 		return
 	}
+	in.met = in.met || err == nil || probe.Answered(err)
 	switch {
 	case in.closed && (err == nil || probe.Rejected(err)):
 		in.gone = true
@@ -318,6 +347,13 @@ func (in *incarnation) checkHealth() {
 	if !in.up || !in.gone && !saysNo && !back && in.misses < in.f.timing.healthMisses {
 		return
 	}
+	if in.w.registered() && !in.met && !back {
+		if in.gone = false; !in.unanswered {
+			in.f.log.Warn(fmt.Sprintf("%s: does not answer: its requests of the OpenAI port go to other workers; the router port still selects it", in.w), "url", in.w.spec.URL, "error", err)
+			in.markUnanswered(err.Error())
+		}
+		return
+	}
 	level := slog.LevelWarn
 	if back {
 		level = slog.LevelError // it will not recover by itself
@@ -332,7 +368,16 @@ func mayDrain(err error) bool { return probe.Refused(err) || probe.Answered(err)
 
 // markHealthy notes an answer; a worker that was down may be routed to again.
 func (in *incarnation) markHealthy() {
-	if !in.up {
+	switch {
+	case in.unanswered:
+		in.f.log.Info(fmt.Sprintf("%s: answers now", in.w))
+		in.unanswered = false
+		for i := range in.targets {
+			in.targets[i].Unanswered = false
+		}
+		clear(in.announced)
+		in.markUp()
+	case !in.up:
 		in.f.log.Info(fmt.Sprintf("%s: up again", in.w))
 		in.markUp()
 	}
@@ -341,7 +386,7 @@ func (in *incarnation) markHealthy() {
 
 // pause is the time until the next health check.
 func (in *incarnation) pause() time.Duration {
-	if in.up && in.misses > 0 {
+	if in.up && in.misses > 0 && !in.unanswered {
 		return in.f.timing.missPause
 	}
 	return in.f.pauseAfter(in.misses)

@@ -24,7 +24,9 @@ var (
 )
 
 // Registration is a worker that a client registers at run time. Requests are routed
-// to it at once; then it is health-checked like others.
+// to it at once; then it is health-checked like others. While its URL has never answered,
+// it is up for clients that forward their requests themselves, as in Dynamo's selection
+// service, which does not connect to workers.
 type Registration struct {
 	ID               uint64
 	URL              string // http://host:port, no slash at the end
@@ -214,7 +216,7 @@ func (f *Fleet) followRegistered(ctx context.Context, w *worker, now registryCha
 	f.adopt(w, now.Registration)
 	f.update(w, func(s *Status) { s.State = StateConnecting })
 	in := f.begin(ctx, w)
-	in.answered = answered
+	in.answered, in.met = answered, answered
 	reason := "no longer registered"
 	defer func() { in.end(reason) }()
 	if err := in.join(kv.Served{Names: []string{now.Model}, BlockSize: func() (int, error) { return now.BlockSize, nil }}); err != nil {
@@ -287,6 +289,6 @@ func (in *incarnation) register(r Registration) {
 			sizes = in.cacheBlocks(r.Ranks)
 		}
 	}
-	in.aim(r.Ranks, sizes, kv.Target{Ranks: max(len(r.Ranks), in.ranks), Models: []string{r.Model}, MaxBatchedTokens: batched, TotalBlocks: r.TotalBlocks})
+	in.aim(r.Ranks, sizes, kv.Target{Ranks: max(len(r.Ranks), in.ranks), Models: []string{r.Model}, MaxBatchedTokens: batched, TotalBlocks: r.TotalBlocks, Unanswered: in.unanswered})
 	in.announceAnew()
 }

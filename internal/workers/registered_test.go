@@ -58,21 +58,35 @@ func (f *fakeFleet) wantState(want, lastError string) {
 	})
 }
 
-func TestRegisteredWorkerIsDownFromTheFirstRefusedConnection(t *testing.T) {
+func TestRegisteredWorkerIsUnansweredFromTheFirstRefusedConnection(t *testing.T) {
 	defer goleak.VerifyNone(t)
 	a := newAttachedServer(t, "")
 	f := registeredFleet(t, nil)
 	f.register(registration("http://" + a.address))
-	f.wantEvents("up 5.0 g1", "down 5.0 g1") // routed to at once, and no longer than until the first look
-	f.wantState(StateDown, "connection refused")
+	f.wantEvents("up 5.0 g1", "unanswered 5.0 g1") // the router sends to it no longer than until the first look
+	f.wantState(StateConnecting, "connection refused")
+	f.register(registration("http://" + a.address)) // says nothing new
+	f.wantEvents("up 5.0 g1", "unanswered 5.0 g1", "unanswered 5.0 g1")
+	if err := f.index.Store(kv.WorkerKey{Worker: 5}, 0, false, []kv.StoredBlock{{Engine: 1, Local: 2}}); err != nil {
+		t.Fatal(err)
+	}
 	a.start()
-	f.wantEvents("up 5.0 g1", "down 5.0 g1", "up 5.0 g2")
+	f.wantEvents("up 5.0 g1", "unanswered 5.0 g1", "unanswered 5.0 g1", "up 5.0 g1")
+	f.wantState(StateReady, "")
+	if n := f.index.Blocks(kv.WorkerKey{Worker: 5}); n != 1 {
+		t.Errorf("%d blocks of the worker are in the index, of 1 that it had reported before it answered", n)
+	}
 	a.server.Close()
-	f.wantEvents("up 5.0 g1", "down 5.0 g1", "up 5.0 g2", "down 5.0 g2")
+	events := []string{"up 5.0 g1", "unanswered 5.0 g1", "unanswered 5.0 g1", "up 5.0 g1", "down 5.0 g1"}
+	f.wantEvents(events...)
 	f.register(registration("http://" + a.address)) // says nothing new
 	f.wantState(StateDown, "connection refused")
+	a.start()
+	f.wantEvents(append(events, "up 5.0 g2")...)
+	a.server.Close()
+	f.wantEvents(append(events, "up 5.0 g2", "down 5.0 g2")...)
 	f.stop()
-	f.wantEvents("up 5.0 g1", "down 5.0 g1", "up 5.0 g2", "down 5.0 g2")
+	f.wantEvents(append(events, "up 5.0 g2", "down 5.0 g2")...)
 }
 
 func TestRefusedRequestHasARegisteredWorkerLookedAtAtOnce(t *testing.T) {
@@ -81,7 +95,7 @@ func TestRefusedRequestHasARegisteredWorkerLookedAtAtOnce(t *testing.T) {
 	f.register(registration(fmt.Sprintf("http://127.0.0.1:%d", testkit.FreePorts(t, 1))))
 	f.wantEvents("up 5.0 g1")
 	f.ReportFailure(5)
-	f.wantEvents("up 5.0 g1", "down 5.0 g1")
+	f.wantEvents("up 5.0 g1", "unanswered 5.0 g1")
 	f.stop()
 }
 
@@ -128,18 +142,20 @@ func (s *watchedServer) wantLooks(t *testing.T, more int64) {
 	testkit.Eventually(t, 20*time.Second, "looks at its health", func() bool { return s.looks.Load() >= until })
 }
 
-func TestRegisteredWorkerThatDoesNotAnswerIsDownAfterThreeLooks(t *testing.T) {
+func TestRegisteredWorkerThatDoesNotAnswerIsUnansweredAfterThreeLooks(t *testing.T) {
 	defer goleak.VerifyNone(t)
 	s := newWatchedServer(t, 0)
 	defer s.end()
 	f := registeredFleet(t, func(f *fakeFleet) { f.timing.healthLimit = 50 * time.Millisecond })
 	f.register(registration(s.URL))
-	f.wantEvents("up 5.0 g1", "down 5.0 g1")
+	f.wantEvents("up 5.0 g1", "unanswered 5.0 g1")
 	if n := s.looks.Load(); n < 3 {
-		t.Errorf("down after %d looks", n)
+		t.Errorf("unanswered after %d looks", n)
 	}
 	s.status.Store(http.StatusOK)
-	f.wantEvents("up 5.0 g1", "down 5.0 g1", "up 5.0 g1") // the same process
+	f.wantEvents("up 5.0 g1", "unanswered 5.0 g1", "up 5.0 g1")
+	s.status.Store(0)
+	f.wantEvents("up 5.0 g1", "unanswered 5.0 g1", "up 5.0 g1", "down 5.0 g1") // it has answered
 	f.stop()
 }
 
@@ -178,6 +194,7 @@ func TestEveryWayAWorkerGoesIsReported(t *testing.T) {
 		goes func(*fakeFleet, *watchedServer)
 		why  string
 	}{
+		{"it never answers", nil, "connection refused"},
 		{"its process ends", func(_ *fakeFleet, s *watchedServer) { s.Listener.Close() }, "connection refused"},
 		{"it hangs", func(_ *fakeFleet, s *watchedServer) { s.status.Store(0) }, "deadline exceeded"},
 		{"it is not well", func(_ *fakeFleet, s *watchedServer) { s.status.Store(500) }, "500 Internal"},
@@ -193,6 +210,9 @@ func TestEveryWayAWorkerGoesIsReported(t *testing.T) {
 			defer goleak.VerifyNone(t)
 			s := newWatchedServer(t, http.StatusOK)
 			defer s.end()
+			if test.goes == nil {
+				s.Listener.Close()
+			}
 			var mu sync.Mutex
 			var downs []string
 			f := registeredFleet(t, func(f *fakeFleet) {
@@ -206,8 +226,10 @@ func TestEveryWayAWorkerGoesIsReported(t *testing.T) {
 			r := registration(s.URL)
 			r.Ranks = []uint32{0, 1}
 			f.register(r)
-			s.wantLooks(t, 1)
-			test.goes(f, s)
+			if test.goes != nil {
+				s.wantLooks(t, 1)
+				test.goes(f, s)
+			}
 			testkit.Settles(t, func() error {
 				mu.Lock()
 				defer mu.Unlock()

@@ -35,7 +35,7 @@ type Books interface {
 func (f *Fleet) Samples(books Books) (samples []Sample) {
 	up := map[kv.WorkerKey]bool{}
 	for _, t := range books.Targets() {
-		up[t.Key] = !t.Cordoned
+		up[t.Key] = !t.Cordoned && !t.Unanswered
 	}
 	streams := f.Streams()
 	for _, w := range f.Workers() {

@@ -31,6 +31,7 @@ const meanings = {
 const excluded = {
   pinned: "the request names another worker",
   cordoned: "it is cordoned",
+  unanswered: "its URL has never answered",
   leg: "its role does not serve this leg",
   kind: "its KV connector does not match the other worker",
   model: "it does not serve the model",

@@ -34,11 +34,12 @@ type Server struct {
 	oldest   int // the least version that a watch may go on from
 	objects  map[string]object
 	changes  []change
-	news     chan struct{}  // closed when there is another change, or no watch may go on
-	cut      int            // counts the times that all watches were ended
-	refuses  map[string]int // status, by "verb resource"
-	noStream bool           // it knows no sendInitialEvents
-	asked    map[string]int // by "verb resource"
+	news     chan struct{}                                                  // closed when there is another change, or no watch may go on
+	cut      int                                                            // counts the times that all watches were ended
+	refuses  map[string]int                                                 // status, by "verb resource"
+	noStream bool                                                           // it knows no sendInitialEvents
+	asked    map[string]int                                                 // by "verb resource"
+	instead  func(w http.ResponseWriter, r *http.Request, verb string) bool // may answer itself; nil: it does not
 }
 
 // object is a stored object.
@@ -189,9 +190,10 @@ func (s *Server) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 	}
 	s.mu.Lock()
 	s.asked[verb+" "+resource]++
-	code, noStream := s.refuses[verb+" "+resource], s.noStream
+	code, noStream, instead := s.refuses[verb+" "+resource], s.noStream, s.instead
 	s.mu.Unlock()
 	switch {
+	case instead != nil && instead(w, r, verb):
 	case code == 403:
 		status(w, 403, "Forbidden", fmt.Sprintf(`%s is forbidden: User "system:serviceaccount:ns:router" cannot %s resource "%s" in API group "" in the namespace "ns"`, resource, verb, resource))
 	case code == 401:
@@ -350,6 +352,11 @@ func (s *Server) Slice(name, service, portName string, port any, addresses ...st
 // Refuse makes the server answer such requests (for example watch pods) with the status;
 // 0: normally.
 func (s *Server) Refuse(what string, status int) { s.set(func() { s.refuses[what] = status }) }
+
+// Instead has f answer requests for which it returns true; nil: the server answers all.
+func (s *Server) Instead(f func(w http.ResponseWriter, r *http.Request, verb string) bool) {
+	s.set(func() { s.instead = f })
+}
 
 // BeOlder disables streaming lists.
 func (s *Server) BeOlder() { s.set(func() { s.noStream = true }) }
