@@ -22,7 +22,7 @@ var layers = []map[string]string{
 	},
 	{ // knowing
 		"hints": "jsonbody kv", "radix": "blockpool kv table", "engine": "blockpool kv",
-		"chat": "jsonbody", "encode": "", "keys": "web",
+		"chat": "guard jsonbody", "encode": "guard", "keys": "web",
 	},
 	{ // prompts
 		"tokens": "chat encode jsonbody kv",

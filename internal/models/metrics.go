@@ -33,7 +33,7 @@ func NewCollector(s *Set) prometheus.Collector {
 		c.all = append(c.all, d)
 		return d
 	}
-	c.info = desc("kvrouter_model_info", "Always 1; the labels have the base model's block size in tokens and where its prompts are tokenized (router, workers).", "model", "block_size", "tokenizer")
+	c.info = desc("kvrouter_model_info", "Always 1; the labels have the base model's block size in tokens and where its prompts are tokenized (router, workers, or refused: workers, because its tokenizer or chat template cannot be used).", "model", "block_size", "tokenizer")
 	c.ranks = desc("kvrouter_model_ranks", "Ranks of the base model that are up.", "model")
 	c.inFlight = desc("kvrouter_model_in_flight", "In-flight requests of the base model.", "model")
 	c.queued = desc("kvrouter_model_queued_requests", "Requests of the base model that are queued until a worker has capacity.", "model")
@@ -93,7 +93,10 @@ func (c *collector) Collect(out chan<- prometheus.Metric) {
 		}
 		shown[name] = true
 		tokenizer := "workers"
-		if m.Local {
+		switch {
+		case m.FilesRefused:
+			tokenizer = "refused"
+		case m.Local:
 			tokenizer = "router"
 		}
 		gauge(c.info, 1, name, strconv.Itoa(m.BlockSize), tokenizer)
