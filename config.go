@@ -433,7 +433,7 @@ func (c *Config) validate() error {
 		return fmt.Errorf("%q follows --, but --engine %s starts no worker process", c.EngineArgs[0], c.Engine)
 	}
 	files := map[string]string{"--record": c.Record, "--record-events": c.Snapshot.RecordEvents, "--index-snapshot": c.Snapshot.IndexSnapshot, "--thompson-state": c.Scoring.Thompson.ThompsonState, "--thompson-traces": c.Scoring.Thompson.ThompsonTraces}
-	if err := cmp.Or(c.Models.CheckDir(), c.Replica.Validate(), c.Snapshot.Validate(c.KVEvents()), c.Discovery.Validate(), c.Gateway.Validate(), settings.CheckFiles(files)); err != nil {
+	if err := cmp.Or(c.Models.CheckDir(), c.Models.Limits.Validate(), c.Replica.Validate(), c.Snapshot.Validate(c.KVEvents()), c.Discovery.Validate(), c.Gateway.Validate(), settings.CheckFiles(files)); err != nil {
 		return err
 	}
 	if err := c.Bodies.Validate(c.MaxBodyBytes); err != nil {

@@ -25,7 +25,7 @@ var layers = []map[string]string{
 	},
 	{ // knowing
 		"hints": "jsonbody kv", "radix": "blockpool kv table", "engine": "blockpool kv",
-		"chat": "jsonbody", "encode": "", "keys": "textfile web",
+		"chat": "guard jsonbody", "encode": "guard", "keys": "textfile web",
 	},
 	{ // prompts
 		"tokens": "chat encode jsonbody kv",

@@ -105,7 +105,7 @@ func build(ctx context.Context, config Config, log *slog.Logger) (*app, error) {
 	r.proxy = proxy.New(config.proxySettings(), proxy.Deps{
 		Observer: r.telemetry, Failed: r.fleet.ReportFailure, Names: r.router.Names(), Hop: config.Hop, Transport: web.NewTransport(config.WorkerTLS), Log: log,
 	})
-	r.models = models.New(config.modelSettings(), models.Deps{Router: r.router, Index: r.changed, Tokenizer: r.model, Ask: r.proxy.Ask, Look: r.fleet.LookForModels, Log: log})
+	r.models = models.New(config.modelSettings(), models.Deps{Router: r.router, Index: r.changed, Tokenizer: r.model, TokenizerRefused: r.model == nil && config.Model != "", Ask: r.proxy.Ask, Look: r.fleet.LookForModels, Log: log})
 	r.partitions = selection.NewPartitions(config.ServedModelName, r.models)
 	r.keys, r.bodies = keys.New(config.Keys, config.APIKey), web.NewBodies(config.MaxBodyBytes, config.Bodies.MaxInflightBodyBytes)
 	r.certificates = web.NewCertificates(config.Web.TLS)
@@ -258,7 +258,7 @@ func openModel(ctx context.Context, config Config, log *slog.Logger) (*tokens.Mo
 		log.Info("no --model: workers tokenize the prompts")
 		return nil, nil
 	}
-	model, err := tokens.Open(ctx, tokens.Opening{Name: config.Model, Python: config.Python, EngineArgs: config.EngineArgs, SGLang: config.Engine == EngineSGLang, CacheTokens: config.TokenCacheTokens}, log)
+	model, err := tokens.Open(ctx, tokens.Opening{Name: config.Model, Python: config.Python, EngineArgs: config.EngineArgs, SGLang: config.Engine == EngineSGLang, CacheTokens: config.TokenCacheTokens, Limits: config.Models.Limits}, log)
 	if err != nil && config.Engine == "none" {
 		log.Warn("no tokenizer: workers tokenize the prompts", "model", config.Model, "error", err)
 		return nil, nil

@@ -9,9 +9,9 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
-for tool in go cargo rustc; do
+for tool in cargo rustc; do
     if ! command -v "$tool" >/dev/null; then
-        echo "build-native: missing: $tool: install Go from https://go.dev/dl and Rust from https://rustup.rs" >&2
+        echo "build-native: missing: $tool: install Rust from https://rustup.rs" >&2
         exit 1
     fi
 done
@@ -22,18 +22,10 @@ if [ "$(printf '%s\n' 1.88 "$(rustc --version | cut -d' ' -f2)" | sort -V | head
     exit 1
 fi
 
-module=github.com/daulet/tokenizers
-version=$(go list -m -f '{{.Version}}' "$module")
-sources=$(go list -m -f '{{.Dir}}' "$module")
-if [ -z "$sources" ]; then
-    go mod download "$module"
-    sources=$(go list -m -f '{{.Dir}}' "$module")
-fi
-
 # PCRE2 is linked into the library, because cgo does not link the system's.
 export PCRE2_SYS_STATIC=1
 
-key=$( (cat native/Cargo.toml native/Cargo.lock native/src/*.rs; echo "$version"; rustc -vV; [ -z "${1:-}" ] || { echo "$1"; cat scripts/build-native.sh; }) | sha256sum | cut -c1-16)
+key=$( (cat native/Cargo.toml native/Cargo.lock native/src/*.rs; rustc -vV; [ -z "${1:-}" ] || { echo "$1"; cat scripts/build-native.sh; }) | sha256sum | cut -c1-16)
 cache=${XDG_CACHE_HOME:-$HOME/.cache}/kvrouter/native
 kept=$cache/$key/libtokenizers.a
 lib=native/lib
@@ -46,7 +38,7 @@ if [ -n "${1:-}" ]; then
     export CARGO_TARGET_AARCH64_UNKNOWN_LINUX_GNU_LINKER=aarch64-linux-gnu-gcc
     crates=${CARGO_HOME:-$HOME/.cargo}
     # A static program cannot look up getrandom at run time: without this setting it would need /dev/urandom.
-    export RUSTFLAGS="--cfg getrandom_backend=\"linux_getrandom\" --remap-path-prefix=$sources=/tokenizers --remap-path-prefix=$PWD/native=/native --remap-path-prefix=$crates=/cargo --remap-path-prefix=$builds=/target"
+    export RUSTFLAGS="--cfg getrandom_backend=\"linux_getrandom\" --remap-path-prefix=$PWD/native=/native --remap-path-prefix=$crates=/cargo --remap-path-prefix=$builds=/target"
     export CFLAGS="-ffile-prefix-map=$crates=/cargo -ffile-prefix-map=$builds=/target"
     export CXXFLAGS=$CFLAGS
 fi
@@ -55,7 +47,8 @@ marker=$lib/kvrouter_native.h
 
 if [ ! -f "$kept" ]; then
     echo "build-native: compiling the tokenizer and template library (a minute or two)" >&2
-    TOKENIZERS_SRC=$sources cargo build --locked --release --quiet \
+    # The crate's one unstable feature (native/src/lib.rs) is permitted for it alone.
+    RUSTC_BOOTSTRAP=tokenizers cargo build --locked --release --quiet \
         --manifest-path native/Cargo.toml --target-dir "$builds" ${1:+--target "$1"}
     mkdir -p "$cache/$key"
     cp "$built/libtokenizers.a" "$kept.$$"

@@ -3,9 +3,9 @@ package chat
 import (
 	"bytes"
 	"context"
-	"encoding/json"
 	"errors"
 	"fmt"
+	"maps"
 	"os"
 	"os/exec"
 	"path/filepath"
@@ -71,11 +71,12 @@ func offline() bool {
 // Hugging Face cache, or an empty name if it has no tokenizer.
 func Cached(id string) string {
 	repo := filepath.Join(hubCache(), "models--"+strings.ReplaceAll(id, "/", "--"))
-	commit, err := os.ReadFile(filepath.Join(repo, "refs", "main"))
-	if err != nil {
+	commit, err := ReadFile(filepath.Join(repo, "refs", "main"), maxReference)
+	revision := strings.TrimSpace(string(commit))
+	if err != nil || !filepath.IsLocal(revision) {
 		return ""
 	}
-	dir := filepath.Join(repo, "snapshots", strings.TrimSpace(string(commit)))
+	dir := filepath.Join(repo, "snapshots", revision)
 	for _, file := range []string{"tokenizer.json", "tokenizer_config.json", "config.json"} {
 		if _, err := os.Stat(filepath.Join(dir, file)); err != nil {
 			return ""
@@ -122,6 +123,7 @@ type Files struct {
 	Special       []jsonbody.Field  // bos_token and the like, as the template sees them
 	MaxModelLen   int               // 0 if unknown
 	cannotRender  string            // why the engine will not use a Jinja template, or empty
+	refused       string            // why a template was not read, or empty
 	Harmony       bool              // gpt-oss: chats are rendered by a library of its own
 	CleanUpSpaces bool              // decoding tidies spaces (tokenizers that are not BPE)
 }
@@ -136,15 +138,16 @@ var ownRenderer = []string{"MoonshotKimiaForCausalLM", "KimiK3ForConditionalGene
 	"InklingForCausalLM", "InklingForConditionalGeneration"}
 
 // ReadFiles reads the configuration and the templates in dir. A missing file counts
-// as empty.
-func ReadFiles(dir string) (*Files, error) {
+// as empty. Without the templates that exceed limits, or are no regular files, chats are
+// ErrNotRenderable.
+func ReadFiles(dir string, limits Limits) (*Files, error) {
 	f := &Files{Templates: map[string]string{}}
 	config, err := readJSON(dir, "tokenizer_config.json")
 	if err != nil {
 		return nil, err
 	}
-	if err := f.readTemplates(dir, config.Get("chat_template")); err != nil {
-		return nil, err
+	if err := f.readTemplates(dir, config.Get("chat_template"), limits); err != nil {
+		f.refused = err.Error()
 	}
 	names := config
 	if !config.Get("added_tokens_decoder").Exists() { // an older layout
@@ -183,17 +186,24 @@ func ReadFiles(dir string) (*Files, error) {
 }
 
 // readTemplates collects the templates: files win over tokenizer_config.json.
-func (f *Files) readTemplates(dir string, configured gjson.Result) error {
-	if text, err := os.ReadFile(filepath.Join(dir, "chat_template.jinja")); err == nil {
-		f.Templates["default"] = string(text)
+func (f *Files) readTemplates(dir string, configured gjson.Result, limits Limits) error {
+	text, there, err := readTemplate(filepath.Join(dir, "chat_template.jinja"), limits)
+	if err != nil {
+		return err
 	}
-	named, _ := filepath.Glob(filepath.Join(dir, "chat_templates", "*.jinja"))
+	if there {
+		f.Templates["default"] = text
+	}
+	named, err := namedTemplates(dir)
+	if err != nil {
+		return err
+	}
 	for _, path := range named {
-		text, err := os.ReadFile(path)
+		text, _, err := readTemplate(path, limits)
 		if err != nil {
-			return fmt.Errorf("reading a chat template: %w", err)
+			return err
 		}
-		f.Templates[strings.TrimSuffix(filepath.Base(path), ".jinja")] = string(text)
+		f.Templates[strings.TrimSuffix(filepath.Base(path), ".jinja")] = text
 	}
 	if len(f.Templates) == 0 {
 		switch {
@@ -222,6 +232,11 @@ func (f *Files) readTemplates(dir string, configured gjson.Result) error {
 			return err
 		}
 		f.processor = own.Get("chat_template").Str
+	}
+	for _, text := range append(slices.Collect(maps.Values(f.Templates)), f.processor) {
+		if int64(len(text)) > limits.MaxTemplateBytes {
+			return fmt.Errorf("a chat template has %d bytes; the maximum is %d (--max-template-bytes)", len(text), limits.MaxTemplateBytes)
+		}
 	}
 	return nil
 }
@@ -258,15 +273,12 @@ func FileExists(dir, name string) bool {
 
 // readJSON reads a JSON file; one that is not there is an empty result.
 func readJSON(dir, name string) (gjson.Result, error) {
-	data, err := os.ReadFile(filepath.Join(dir, name))
+	data, err := ReadJSON(filepath.Join(dir, name), maxConfig)
 	if errors.Is(err, os.ErrNotExist) {
 		return gjson.Result{}, nil
 	}
 	if err != nil {
 		return gjson.Result{}, fmt.Errorf("reading the model's files: %w", err)
-	}
-	if !json.Valid(data) {
-		return gjson.Result{}, fmt.Errorf("%s is not JSON", filepath.Join(dir, name))
 	}
 	return gjson.ParseBytes(data), nil
 }

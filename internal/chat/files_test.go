@@ -72,7 +72,7 @@ func TestTemplateChoice(t *testing.T) {
 	} {
 		dir := t.TempDir()
 		testkit.WriteFiles(t, dir, test.files)
-		f, err := ReadFiles(dir)
+		f, err := ReadFiles(dir, DefaultLimits)
 		if err != nil {
 			t.Fatal(err)
 		}
@@ -89,7 +89,7 @@ func TestEnginesOwnRenderers(t *testing.T) {
 	} {
 		dir := t.TempDir()
 		testkit.WriteFiles(t, dir, files)
-		f, err := ReadFiles(dir)
+		f, err := ReadFiles(dir, DefaultLimits)
 		if err != nil || f.cannotRender == "" {
 			t.Errorf("%s: %+v, %v", name, f, err)
 		}

@@ -3,7 +3,6 @@ package chat
 import (
 	"encoding/json"
 	"fmt"
-	"os"
 	"strings"
 
 	"github.com/tidwall/gjson"
@@ -90,7 +89,7 @@ func (o *Options) addKwargs(name, value string) error {
 
 // setTemplate takes a file or the text of a template, as vLLM does.
 func (o *Options) setTemplate(value string) {
-	if text, err := os.ReadFile(value); err == nil {
+	if text, err := ReadFile(value, maxConfig); err == nil {
 		o.ChatTemplate = string(text)
 	} else if strings.ContainsAny(value, "{}\n") {
 		o.ChatTemplate = value

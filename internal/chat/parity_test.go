@@ -61,7 +61,7 @@ func TestTemplateParity(t *testing.T) {
 // a name of their own only a different text is an error: refusing more or less than
 // the reference costs nothing but the engine's answer.
 func compareFamily(t *testing.T, folder string, chats []testkit.ParityChat, want []golden) {
-	files, err := ReadFiles(folder)
+	files, err := ReadFiles(folder, DefaultLimits)
 	if err != nil {
 		t.Fatal(err)
 	}

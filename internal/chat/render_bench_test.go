@@ -19,7 +19,7 @@ func longChat() []byte {
 }
 
 func BenchmarkRenderLongChat(b *testing.B) {
-	files, err := ReadFiles("testdata/parity/qwen3")
+	files, err := ReadFiles("testdata/parity/qwen3", DefaultLimits)
 	if err != nil {
 		b.Fatal(err)
 	}

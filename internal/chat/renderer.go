@@ -1,6 +1,8 @@
 package chat
 
 import (
+	"errors"
+	"fmt"
 	"strings"
 	"sync"
 
@@ -15,6 +17,7 @@ type Renderer struct {
 	plain      *jinja // for requests without tools; nil if there is none
 	withTools  *jinja // for requests with tools; may be the same
 	noTemplate string // why plain or withTools is nil
+	problem    string // the same, unless the model just has no template
 	lateSystem func() SystemRule
 }
 
@@ -31,9 +34,20 @@ func NewRenderer(files *Files, options Options) *Renderer {
 	return r
 }
 
+// trialContext is a chat that every template is tried with. Most templates render it;
+// what others say of it does not matter.
+const trialContext = `{"messages":[{"role":"system","content":"s"},{"role":"user","content":"u"},{"role":"assistant","content":"a"},{"role":"user","content":"u"}],"add_generation_prompt":true,"bos_token":"<s>","eos_token":"</s>"}`
+
+// Problem returns why the templates are not used; empty: they are, or there are none.
+func (r *Renderer) Problem() string { return r.problem }
+
 // compile compiles the template for requests with or without tools.
 func (r *Renderer) compile(tools bool) (template *jinja, problem string) {
 	text := r.options.ChatTemplate
+	if text == "" && r.files.refused != "" {
+		r.problem = r.files.refused
+		return nil, r.problem
+	}
 	if text == "" {
 		text = r.files.template(tools)
 	}
@@ -42,7 +56,15 @@ func (r *Renderer) compile(tools bool) (template *jinja, problem string) {
 	}
 	template, err := compileTemplate(text)
 	if err != nil {
-		return nil, "the chat template cannot be compiled: " + err.Error()
+		r.problem = "the chat template cannot be compiled: " + err.Error()
+		return nil, r.problem
+	}
+	trial, err := template.Render([]byte(trialContext))
+	trial.Free()
+	if errors.Is(err, ErrLimit) {
+		template.Close()
+		r.problem = fmt.Sprintf("the chat template takes too much time or memory for a short chat: %v", err)
+		return nil, r.problem
 	}
 	switch r.options.ContentFormat {
 	case "string", "openai":

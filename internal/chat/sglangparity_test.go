@@ -42,7 +42,7 @@ func TestSGLangParity(t *testing.T) {
 }
 
 func compareSGLang(t *testing.T, folder string, chats []testkit.ParityChat, want []golden) {
-	files, err := ReadFiles(folder)
+	files, err := ReadFiles(folder, DefaultLimits)
 	if err != nil {
 		t.Fatal(err)
 	}

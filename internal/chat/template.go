@@ -24,8 +24,10 @@ import (
 	"fmt"
 	"strings"
 	"sync"
+	"time"
 	"unsafe"
 
+	"kvrouter/internal/guard"
 	"kvrouter/internal/jsonbody"
 )
 
@@ -41,6 +43,7 @@ type jinja struct {
 
 	handle   unsafe.Pointer
 	contexts sync.Pool // of *[]byte: memory for the JSON of a template's variables
+	limits   guard.Pause
 }
 
 // pooledContext bounds what contexts keeps, bytes each: enough for a prompt of
@@ -79,14 +82,27 @@ func (t *jinja) Close() {
 	t.handle = nil
 }
 
-// Render returns the text of a chat. context is a JSON object with the template's
-// variables; the template sees its keys in that order.
+// ErrLimit marks a chat for which its template took too much time or memory, or took it
+// for one of at most its size a moment ago. It is an ErrNotRenderable.
+var ErrLimit = fmt.Errorf("%w: the chat template reached a limit", ErrNotRenderable)
+
+// Render returns the text of a chat; its error may be an ErrLimit. context is a JSON object with the
+// template's variables; the order of its keys is the order that the template
+// sees.
 func (t *jinja) Render(context []byte) (Rendered, error) {
 	var out C.chat_bytes
-	if C.chat_render(t.handle, bytePointer(jsonbody.View(context)), C.size_t(len(context)), &out) != 1 {
-		return Rendered{}, errors.New(takeBytes(out))
+	if t.limits.On(len(context)) {
+		return Rendered{}, fmt.Errorf("%w a moment ago", ErrLimit)
 	}
-	return Rendered{Text: jsonbody.View(libraryBytes(out)), bytes: out}, nil
+	started := time.Now()
+	switch C.chat_render(t.handle, bytePointer(jsonbody.View(context)), C.size_t(len(context)), &out) {
+	case 1:
+		return Rendered{Text: jsonbody.View(libraryBytes(out)), bytes: out}, nil
+	case 2:
+		t.limits.Hit(time.Since(started), len(context))
+		return Rendered{}, fmt.Errorf("%w: %s", ErrLimit, takeBytes(out))
+	}
+	return Rendered{}, errors.New(takeBytes(out))
 }
 
 // renderBy is Render for a context that write appends to memory that is used again.
@@ -104,6 +120,9 @@ func (t *jinja) renderBy(write func(out []byte) ([]byte, error)) (Rendered, erro
 		*buffer = context
 	}
 	chat, err := t.Render(context)
+	if errors.Is(err, ErrLimit) {
+		return Rendered{}, err
+	}
 	if err != nil {
 		return Rendered{}, fmt.Errorf("%w: chat template: %w", ErrNotRenderable, err)
 	}

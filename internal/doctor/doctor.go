@@ -16,6 +16,7 @@ import (
 	"kvrouter/internal/probe"
 	"kvrouter/internal/process"
 	"kvrouter/internal/settings"
+	"kvrouter/internal/tokens"
 )
 
 // Command is the command doctor.
@@ -33,6 +34,9 @@ type Setup struct {
 	Attached bool             // the router starts no workers
 	Settings process.Settings // of started workers
 	Ports    []settings.PortUse
+
+	ModelsDir string         // folders of further models; empty: none
+	Opening   tokens.Opening // of their tokenizers and that of --model, but for the name and Python
 
 	Workers   []probe.Server
 	Key       kv.Secret   // of those without one of their own

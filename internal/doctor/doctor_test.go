@@ -433,7 +433,8 @@ func TestTheMachineIsLookedAt(t *testing.T) {
 	if _, err := exec.LookPath(python); err != nil {
 		t.Skip(err)
 	}
-	empty := t.TempDir()
+	empty, hostile := t.TempDir(), t.TempDir()
+	testkit.WriteFiles(t, hostile, map[string]string{"org/deep/tokenizer.json": strings.Repeat("[", 1000), "org/deep/config.json": "{}"})
 	vllmOf := func(python, model string) Setup {
 		return Setup{Engine: vllm.Engine(), Starts: true, Settings: process.Settings{Python: python, Model: model, NumWorkers: 1}, BlockSize: blockSize}
 	}
@@ -448,6 +449,7 @@ func TestTheMachineIsLookedAt(t *testing.T) {
 		{"no Python", Command{}, vllmOf(filepath.Join(empty, "python"), ""), []string{"--python", "make setup"}},
 		{"a Python without vLLM", Command{}, vllmOf(withoutVLLM(t, python), ""), []string{"has no vLLM", "make setup", "--python"}},
 		{"a folder that is no model", Command{}, Setup{Settings: process.Settings{Model: empty}}, []string{"--model " + empty, "tokenizer.json"}},
+		{"a tokenizer in --models-dir that is refused", Command{}, Setup{ModelsDir: hostile}, []string{filepath.Join(hostile, "org", "deep"), "levels deep", "workers tokenize"}},
 	} {
 		t.Run(test.name, func(t *testing.T) {
 			test.c.Wait = wait

@@ -3,6 +3,7 @@ package doctor
 import (
 	"context"
 	"fmt"
+	"path/filepath"
 	"strings"
 	"time"
 
@@ -16,6 +17,8 @@ import (
 const (
 	// modelLimit bounds the time to open a tokenizer, which may be downloaded.
 	modelLimit = time.Minute
+	// maxFolders is the maximum number of models in --models-dir that are checked.
+	maxFolders = 64
 	// fewDescriptors is too low a limit for a router with many clients.
 	fewDescriptors = 4096
 )
@@ -38,9 +41,12 @@ func (c Command) checkMachine(ctx context.Context, s Setup, r *report) {
 		checkEngine(s, r)
 	}
 	if model := s.Settings.Model; model != "" && c.Unusable == nil {
-		checkModel(ctx, model, s.Settings.Python, r)
+		checkModel(ctx, model, s, r)
 	} else if len(s.Workers) > 0 && model == "" {
 		r.note("the router has no tokenizer: it asks the workers for the tokens of each prompt", "set --model to the workers' model, a name or a folder")
+	}
+	if s.ModelsDir != "" && c.Unusable == nil {
+		checkFurther(ctx, s, r)
 	}
 }
 
@@ -78,21 +84,55 @@ func checkEngine(s Setup, r *report) {
 }
 
 // checkModel opens the tokenizer of --model.
-func checkModel(ctx context.Context, name, python string, r *report) {
+func checkModel(ctx context.Context, name string, s Setup, r *report) {
 	ctx, cancel := context.WithTimeout(ctx, modelLimit)
 	defer cancel()
-	model, err := tokens.Open(ctx, tokens.Opening{Name: name, Python: python}, silent())
+	s.Opening.Name, s.Opening.Python = name, s.Settings.Python
+	model, err := tokens.Open(ctx, s.Opening, silent())
 	if err != nil {
 		r.mend(fmt.Sprintf("--model %s: %v", name, err), "set --model to a folder with tokenizer.json, or to a name that can be downloaded")
 		return
 	}
 	defer model.Close()
+	describe(name, model, r)
+}
+
+// describe reports who encodes and renders the prompts of a model that is open.
+func describe(name string, model *tokens.Model, r *report) {
+	if why := model.Problem(); why != "" {
+		r.note(fmt.Sprintf("the chats of %s are rendered by its workers: %s", name, why), "")
+	}
 	encoder, why := model.Encoder()
 	if why != "" {
 		r.note(fmt.Sprintf("%s is tokenized by the slower crate %s: %s", name, encoder, why), "")
 		return
 	}
 	r.ok("%s is tokenized by crate %s", name, encoder)
+}
+
+// checkFurther opens the tokenizers below --models-dir, by folders of the form NAME and
+// OWNER/NAME.
+func checkFurther(ctx context.Context, s Setup, r *report) {
+	var folders []string
+	for _, pattern := range []string{"*", "*/*"} {
+		found, _ := filepath.Glob(filepath.Join(s.ModelsDir, pattern, "tokenizer.json"))
+		folders = append(folders, found...)
+	}
+	if len(folders) > maxFolders {
+		r.note(fmt.Sprintf("only %d of %d models in --models-dir are checked", maxFolders, len(folders)), "")
+		folders = folders[:maxFolders]
+	}
+	for _, path := range folders {
+		dir := filepath.Dir(path)
+		s.Opening.Name = dir
+		model, err := tokens.Open(ctx, s.Opening, silent())
+		if err != nil {
+			r.mend(fmt.Sprintf("the tokenizer in %s is not used, workers tokenize the prompts: %v", dir, err), "replace the file, or remove the folder")
+			continue
+		}
+		describe(dir, model, r)
+		model.Close()
+	}
 }
 
 // checkPorts checks that the router's own ports, and those of workers that it starts,

@@ -15,6 +15,9 @@ typedef struct { size_t start, end; uint32_t tokens; } text_piece;
 typedef struct { uint8_t *data; size_t len; } chat_bytes;
 
 int32_t text_encode(const void *tokenizer, const uint8_t *text, size_t len, int32_t add_special, token_ids *out);
+void *text_tokenizer_new(const uint8_t *json, size_t len, chat_bytes *error);
+int32_t text_decode(const void *tokenizer, const uint32_t *ids, size_t count, chat_bytes *out);
+void text_tokenizer_free(void *tokenizer);
 void *fast_encoder_new(const uint8_t *json, size_t len, chat_bytes *error);
 token_ids fast_encode(const void *Encoder, const uint8_t *text, size_t len, text_piece *pieces, size_t count, int32_t add_special);
 void fast_encoder_free(void *Encoder);
@@ -31,12 +34,14 @@ import (
 	"slices"
 	"strings"
 	"sync"
+	"time"
 	"unsafe"
 
-	"github.com/daulet/tokenizers"
 	"github.com/tidwall/gjson"
 	"github.com/tidwall/sjson"
 	"github.com/zeebo/xxh3"
+
+	"kvrouter/internal/guard"
 )
 
 // Encoder converts between text and tokens; it is safe for concurrent use. It encodes
@@ -50,20 +55,29 @@ type Encoder struct {
 	read  func() ([]byte, error) // tokenizer.json
 	sum   uint64                 // of what it was when the model was opened
 	mu    sync.Mutex             // guards exact
-	exact *tokenizers.Tokenizer  // nil: not in memory
+	exact unsafe.Pointer         // crate tokenizers'; nil: not in memory
+
+	limits guard.Pause // after texts for which it took too much memory or time
 }
 
-// New returns an encoder for the content of a tokenizer.json. read returns the same
-// content again when it is needed later.
+// New returns an encoder for the content of a tokenizer.json, which Check has accepted.
+// read returns the same content again when it is needed later.
 func New(tokenizerJSON []byte, read func() ([]byte, error)) (*Encoder, error) {
 	// fastokens first: what is freed again should be last in memory.
 	fast, why := newFast(tokenizerJSON)
-	exact, err := tokenizers.FromBytes(tokenizerJSON)
+	exact, err := newExact(tokenizerJSON)
 	if err != nil {
 		C.fast_encoder_free(fast)
 		return nil, err
 	}
 	e := &Encoder{fast: fast, why: why, read: read, sum: xxh3.Hash(tokenizerJSON), exact: exact}
+	for _, text := range probePieces {
+		e.encodeExact(make([][]uint32, 1), []string{text}, true, func(int) bool { return true })
+		if e.limits.Hits() > 0 {
+			e.Close()
+			return nil, errors.New("it takes too much memory for short texts")
+		}
+	}
 	if e.fast == nil {
 		return e, nil
 	}
@@ -72,9 +86,25 @@ func New(tokenizerJSON []byte, read func() ([]byte, error)) (*Encoder, error) {
 		e.fast, e.why = nil, fmt.Sprintf("its tokens differ for %.40q", text)
 		return e, nil
 	}
-	e.exact.Close()
+	C.text_tokenizer_free(e.exact)
 	e.exact = nil
 	return e, nil
+}
+
+// newExact makes a tokenizer of crate tokenizers.
+func newExact(tokenizerJSON []byte) (unsafe.Pointer, error) {
+	var problem C.chat_bytes
+	exact := C.text_tokenizer_new((*C.uint8_t)(unsafe.SliceData(tokenizerJSON)), C.size_t(len(tokenizerJSON)), &problem)
+	if exact == nil {
+		return nil, errors.New(takeBytes(problem))
+	}
+	return exact, nil
+}
+
+// takeBytes copies the library's text and frees it.
+func takeBytes(b C.chat_bytes) string {
+	defer C.chat_bytes_free(b)
+	return string(unsafe.Slice((*byte)(b.data), int(b.len)))
 }
 
 // newFast makes fastokens' encoder, or returns the reason why it cannot.
@@ -82,8 +112,7 @@ func newFast(tokenizerJSON []byte) (fast unsafe.Pointer, why string) {
 	var problem C.chat_bytes
 	fast = C.fast_encoder_new((*C.uint8_t)(unsafe.SliceData(tokenizerJSON)), C.size_t(len(tokenizerJSON)), &problem)
 	if fast == nil {
-		why = string(unsafe.Slice((*byte)(problem.data), int(problem.len)))
-		C.chat_bytes_free(problem)
+		why = takeBytes(problem)
 	}
 	return fast, why
 }
@@ -91,14 +120,12 @@ func newFast(tokenizerJSON []byte) (fast unsafe.Pointer, why string) {
 // Close frees the encoder; no other call may be under way.
 func (e *Encoder) Close() {
 	C.fast_encoder_free(e.fast)
-	if e.exact != nil {
-		e.exact.Close()
-	}
+	C.text_tokenizer_free(e.exact)
 }
 
 // loadExact returns the tokenizer of crate tokenizers and loads it if it is not in
 // memory. The error means that the file cannot be read or has changed.
-func (e *Encoder) loadExact() (*tokenizers.Tokenizer, error) {
+func (e *Encoder) loadExact() (unsafe.Pointer, error) {
 	e.mu.Lock()
 	defer e.mu.Unlock()
 	if e.exact != nil {
@@ -111,7 +138,7 @@ func (e *Encoder) loadExact() (*tokenizers.Tokenizer, error) {
 	if xxh3.Hash(tokenizerJSON) != e.sum {
 		return nil, errors.New("tokenizer.json has changed since startup: restart to use the new file")
 	}
-	e.exact, err = tokenizers.FromBytes(tokenizerJSON)
+	e.exact, err = newExact(tokenizerJSON)
 	return e.exact, err
 }
 
@@ -130,7 +157,13 @@ func (e *Encoder) Decode(tokens []uint32) (string, error) {
 	if err != nil {
 		return "", err
 	}
-	return exact.Decode(tokens, false), nil
+	var out C.chat_bytes
+	decoded := C.text_decode(exact, (*C.uint32_t)(unsafe.SliceData(tokens)), C.size_t(len(tokens)), &out) == 1
+	text := takeBytes(out)
+	if !decoded {
+		return "", errors.New(text)
+	}
+	return text, nil
 }
 
 // WithoutLimits returns a read function that removes the truncation and padding from
@@ -151,8 +184,16 @@ func WithoutLimits(read func() ([]byte, error)) func() ([]byte, error) {
 const failedPiece = math.MaxUint32
 
 // Encode returns the tokens of pieces of a text, each encoded as if it were a whole
-// text. Not ok: the tokenizer failed.
+// text. Not ok: the tokenizer failed, or reached its limits with a text of at most that
+// length a moment ago.
 func (e *Encoder) Encode(text string, pieces []string, addSpecial bool) (tokens [][]uint32, ok bool) {
+	longest := 0
+	for _, piece := range pieces {
+		longest = max(longest, len(piece))
+	}
+	if e.limits.On(longest) {
+		return nil, false
+	}
 	tokens = make([][]uint32, len(pieces))
 	if e.fast == nil {
 		return tokens, e.encodeExact(tokens, pieces, addSpecial, func(int) bool { return true })
@@ -189,19 +230,20 @@ func copied(tokens []uint32) []uint32 {
 
 // encodeExact fills in the tokens of the pieces that are requested, by crate tokenizers.
 func (e *Encoder) encodeExact(tokens [][]uint32, pieces []string, addSpecial bool, asked func(i int) bool) (ok bool) {
-	exact, err := e.loadExact()
+	handle, err := e.loadExact()
 	if err != nil {
 		return false
 	}
-	// The library's own type is nothing but this pointer; its pinned version says
-	// so, and a nil here would fail every test.
-	handle := *(*unsafe.Pointer)(unsafe.Pointer(exact))
 	for i, piece := range pieces {
 		if !asked(i) {
 			continue
 		}
 		var out C.token_ids
-		if C.text_encode(handle, bytePointer(piece), C.size_t(len(piece)), special(addSpecial), &out) != 1 {
+		started := time.Now()
+		if result := C.text_encode(handle, bytePointer(piece), C.size_t(len(piece)), special(addSpecial), &out); result != 1 {
+			if result == 2 {
+				e.limits.Hit(time.Since(started), len(piece))
+			}
 			return false
 		}
 		tokens[i] = copied(unsafe.Slice((*uint32)(out.data), int(out.len)))

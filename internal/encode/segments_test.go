@@ -41,11 +41,20 @@ func open(read func() ([]byte, error)) (*model, error) {
 }
 
 func openFolder(dir string) (*model, error) {
-	m, err := open(func() ([]byte, error) { return os.ReadFile(filepath.Join(dir, "tokenizer.json")) })
-	if err == nil {
-		m.dir = dir
+	path := filepath.Join(dir, "tokenizer.json")
+	m, err := open(func() ([]byte, error) { return os.ReadFile(path) })
+	if err != nil {
+		return nil, err
 	}
-	return m, err
+	m.dir = dir
+	tokenizerJSON, err := os.ReadFile(path)
+	if err != nil {
+		return nil, err
+	}
+	if square, err := Check(tokenizerJSON); square || err != nil {
+		return nil, fmt.Errorf("%s is not bounded: square %v, %v", path, square, err)
+	}
+	return m, nil
 }
 
 // opened is open for the time of a test.
@@ -102,7 +111,7 @@ func segmentModels(t *testing.T) map[string]*model {
 // renderedChats returns the texts of the chats that the model's template renders.
 func renderedChats(t *testing.T, m *model, chats []testkit.ParityChat) (texts []string) {
 	t.Helper()
-	files, err := chat.ReadFiles(m.dir)
+	files, err := chat.ReadFiles(m.dir, chat.DefaultLimits)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -129,13 +138,17 @@ func renderedChats(t *testing.T, m *model, chats []testkit.ParityChat) (texts []
 	return texts
 }
 
-// exactTokens returns what the tokenizer library itself makes of a text.
+// exactTokens returns what the tokenizer library itself makes of a text: with the tokens
+// around it, which are removed for the other case.
 func exactTokens(t interface{ Fatalf(string, ...any) }, m *model, text string, addSpecial bool) []uint32 {
-	exact, err := m.loadExact()
-	if err != nil {
-		t.Fatalf("%v", err)
+	tokens := make([][]uint32, 1)
+	if !m.encodeExact(tokens, []string{text}, true, func(int) bool { return true }) {
+		t.Fatalf("the library cannot encode %q", text)
 	}
-	return exact.EncodeWithOptions(text, addSpecial).IDs
+	if addSpecial {
+		return tokens[0]
+	}
+	return tokens[0][len(m.segments.before) : len(tokens[0])-len(m.segments.after)]
 }
 
 // sameTokens compares a text's tokens, cut and remembered, with what the

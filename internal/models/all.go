@@ -270,6 +270,7 @@ type Sample struct {
 	Name              string
 	BlockSize         int     // tokens
 	Local             bool    // the router has its tokenizer
+	FilesRefused      bool    // its tokenizer or chat template could not be used
 	Ranks             int     // that are up
 	InFlight          int     // requests
 	Queued            int     // requests that wait for capacity
@@ -286,7 +287,7 @@ func (s *Set) Samples() (samples []Sample) {
 	s.mu.Unlock()
 	waiting := s.waitingByModel()
 	for i, m := range s.All() {
-		one := Sample{Name: m.Name, BlockSize: m.Router.BlockSize(), Local: m.Tokens.Local(), Ranks: m.Router.Count(), Requests: m.Requests.Load(), Refused: m.Refused.Load(), Waiting: waiting[m], Saturation: m.saturation(waiting[m])}
+		one := Sample{Name: m.Name, BlockSize: m.Router.BlockSize(), Local: m.Tokens.Local(), FilesRefused: m.refused, Ranks: m.Router.Count(), Requests: m.Requests.Load(), Refused: m.Refused.Load(), Waiting: waiting[m], Saturation: m.saturation(waiting[m])}
 		if i == 0 && m.Name == "" {
 			one.Name = claimed
 		}

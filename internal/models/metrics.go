@@ -15,7 +15,7 @@ import (
 // ejected workers and sources of prompt tokens.
 func NewCollector(s *Set) prometheus.Collector {
 	var set metrics.Set
-	info := set.Gauge("kvrouter_model_info", "Always 1; the labels have the base model's block size in tokens and where its prompts are tokenized (router, workers).", "model", "block_size", "tokenizer")
+	info := set.Gauge("kvrouter_model_info", "Always 1; the labels have the base model's block size in tokens and where its prompts are tokenized (router, workers, or refused: workers, because its tokenizer or chat template cannot be used).", "model", "block_size", "tokenizer")
 	perModel := []struct {
 		metrics.Metric
 		value func(m *Sample) float64
@@ -57,7 +57,10 @@ func NewCollector(s *Set) prometheus.Collector {
 			}
 			shown[name] = true
 			tokenizer := "workers"
-			if m.Local {
+			switch {
+			case m.FilesRefused:
+				tokenizer = "refused"
+			case m.Local:
 				tokenizer = "router"
 			}
 			out.Show(info, 1, name, strconv.Itoa(m.BlockSize), tokenizer)

@@ -1,15 +1,20 @@
 package models_test
 
 import (
+	"bytes"
 	"fmt"
+	"log/slog"
+	"path/filepath"
 	"strings"
 	"testing"
 
+	"kvrouter/internal/jsonbody"
 	"kvrouter/internal/kv"
 	"kvrouter/internal/models"
 	"kvrouter/internal/router"
 	"kvrouter/internal/testkit"
 	"kvrouter/internal/testkit/routertest"
+	"kvrouter/internal/tokens"
 )
 
 func TestWorkersAreShownUnderTheTypeThatTheyHave(t *testing.T) {
@@ -51,4 +56,46 @@ func TestWorkersAreShownUnderTheTypeThatTheyHave(t *testing.T) {
 	booking.End()
 	rt.Down(target.Key)
 	shown("gone", "decode")
+}
+
+// TestAModelWhoseFilesAreRefusedIsShownAndDoesNotAffectOthers: its prompts, or only its
+// chats, go to workers.
+func TestAModelWhoseFilesAreRefusedIsShownAndDoesNotAffectOthers(t *testing.T) {
+	dir := t.TempDir()
+	for _, name := range []string{"good", "evil", "loops"} {
+		testkit.TokenizerFolder(t, filepath.Join(dir, name))
+	}
+	testkit.WriteFiles(t, dir, map[string]string{
+		"evil/tokenizer.json":       strings.Repeat("[", 100_000),
+		"loops/chat_template.jinja": `{% for i in range(90000) %}{% for j in range(90000) %}{% endfor %}{% endfor %}`,
+	})
+	var out bytes.Buffer
+	s := newLoggingSet(t, slog.New(slog.NewTextHandler(&out, nil)), models.Settings{Flags: models.Flags{ModelsDir: dir}, ServedModelName: "a"})
+	metrics := models.NewCollector(s)
+	for i, name := range []string{"evil", "good", "loops"} {
+		join(t, s, uint64(i+1), serves("", 16, name))
+	}
+	shown := testkit.Scrape(t, metrics)
+	for name, tokenizer := range map[string]string{"a": "workers", "good": "router", "evil": "refused", "loops": "refused"} {
+		found := false
+		for series := range shown {
+			found = found || strings.HasPrefix(series, "kvrouter_model_info{") && strings.Contains(series, `model="`+name+`"`) && strings.Contains(series, `tokenizer="`+tokenizer+`"`)
+		}
+		if !found {
+			t.Errorf("%s is not shown with the tokenizer %s", name, tokenizer)
+		}
+	}
+	parsed, _ := jsonbody.Parse([]byte(`{"prompt":"a b"}`))
+	for name, source := range map[string]string{"good": tokens.SourceLocal, "loops": tokens.SourceLocal, "evil": tokens.SourceNone} {
+		m, _ := s.Of(name)
+		if prompts := m.Tokens.CompletionBody(t.Context(), parsed); prompts[0].Source != source {
+			t.Errorf("%s: the prompt is from %q, want %q", name, prompts[0].Source, source)
+		}
+	}
+	log := out.String()
+	for _, want := range []string{"levels deep", "fuel"} {
+		if strings.Count(log, want) != 1 {
+			t.Errorf("the log names %q %d times:\n%s", want, strings.Count(log, want), log)
+		}
+	}
 }

@@ -15,6 +15,7 @@ import (
 	"sync/atomic"
 	"time"
 
+	"kvrouter/internal/chat"
 	"kvrouter/internal/kv"
 	"kvrouter/internal/policies"
 	"kvrouter/internal/radix"
@@ -35,7 +36,8 @@ const (
 
 // Flags are the settings of further models.
 type Flags struct {
-	ModelsDir string `group:"Model and engine" placeholder:"DIR" help:"Folder of tokenizer files for further models that workers serve, one subfolder each, named after the model or the last part of its name. Otherwise the local Hugging Face cache is searched; without files, workers tokenize the prompts."`
+	ModelsDir   string `group:"Model and engine" placeholder:"DIR" help:"Folder of tokenizer files for further models that workers serve, one subfolder each, named after the model or the last part of its name. Otherwise the local Hugging Face cache is searched; without files, workers tokenize the prompts."`
+	chat.Limits `embed:""`
 }
 
 // Settings name the default model, and configure further ones.
@@ -57,12 +59,13 @@ type Settings struct {
 
 // Deps are the parts that a Set uses.
 type Deps struct {
-	Router    *router.Router        // of the default model
-	Index     radix.Index           // of Router, for the KV events that change it
-	Tokenizer *tokens.Model         // of the default model; nil: workers tokenize the prompts
-	Ask       Ask                   // nil: no worker is asked
-	Look      func(context.Context) // refreshes the models of the workers; nil: they are current
-	Log       *slog.Logger
+	Router           *router.Router        // of the default model
+	Index            radix.Index           // of Router, for the KV events that change it
+	Tokenizer        *tokens.Model         // of the default model; nil: workers tokenize the prompts
+	TokenizerRefused bool                  // Tokenizer is nil because its files could not be used
+	Ask              Ask                   // nil: no worker is asked
+	Look             func(context.Context) // refreshes the models of the workers; nil: they are current
+	Log              *slog.Logger
 }
 
 // Ask sends a request to a worker and returns its answer.
@@ -77,11 +80,12 @@ type Model struct {
 
 	Requests, Refused atomic.Uint64 // of the OpenAI port: all, and those that no worker could serve
 
-	ask   Ask
-	dir   string                   // of files; empty: there are none
-	files *tokens.Model            // of a further model; nil: workers tokenize its prompts
-	names atomic.Pointer[[]string] // last reported by a worker; nil: none yet
-	stop  context.CancelFunc       // ends the comparison of its tokens; nil: it has not begun
+	ask     Ask
+	dir     string                   // of files; empty: there are none
+	files   *tokens.Model            // of a further model; nil: workers tokenize its prompts
+	refused bool                     // its files, or its chat template
+	names   atomic.Pointer[[]string] // last reported by a worker; nil: none yet
+	stop    context.CancelFunc       // ends the comparison of its tokens; nil: it has not begun
 
 	// The Set's mu guards these.
 	members int       // workers that have joined
@@ -133,6 +137,7 @@ type Set struct {
 // New returns a set of the default model alone.
 func New(settings Settings, deps Deps) *Set {
 	standard := &Model{Name: settings.ServedModelName, Router: deps.Router, Index: deps.Index, ask: deps.Ask}
+	standard.refused = deps.TokenizerRefused || deps.Tokenizer != nil && deps.Tokenizer.Problem() != ""
 	standard.Tokens = tokens.NewSource(deps.Tokenizer, standard.askAny, settings.TokenTimeout, deps.Log)
 	s := &Set{settings: settings, look: deps.Look, log: deps.Log, spare: map[string][]*tokens.Model{}, homes: map[uint64]*Model{}, cordoned: map[uint64]bool{}, gone: tokens.Stats{Reasons: map[string]uint64{}}}
 	s.all.Store(&[]*Model{standard})
@@ -362,6 +367,7 @@ func (s *Set) create(name, root string, size int) (*Model, error) {
 	m := &Model{Name: name, Router: router.New(routing, router.Deps{Index: index, Policy: rule, BlockSize: size, Seed: seed + s.made, Names: s.Names(), Log: log}), Index: index, ask: s.Default().ask}
 	if m.dir = s.folder(name, root); m.dir != "" {
 		m.files = s.open(m.dir, log)
+		m.refused = m.files == nil || m.files.Problem() != ""
 	} else {
 		log.Info("no tokenizer files: workers tokenize the prompts", "remedy", "add a folder with the model's name and its tokenizer files to --models-dir")
 	}

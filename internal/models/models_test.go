@@ -28,6 +28,11 @@ import (
 // newSet returns models whose default one has blocks of testkit.BlockSize tokens.
 func newSet(t *testing.T, settings models.Settings, change ...func(*router.Settings)) *models.Set {
 	t.Helper()
+	return newLoggingSet(t, slog.New(slog.DiscardHandler), settings, change...)
+}
+
+func newLoggingSet(t *testing.T, log *slog.Logger, settings models.Settings, change ...func(*router.Settings)) *models.Set {
+	t.Helper()
 	settings.Policy, settings.Scoring, settings.Index, settings.Routing = "round-robin", testkit.Defaults[policies.Settings](), testkit.Defaults[router.IndexSettings](), testkit.Defaults[router.Settings]()
 	for _, f := range change {
 		f(&settings.Routing)
@@ -39,7 +44,7 @@ func newSet(t *testing.T, settings models.Settings, change ...func(*router.Setti
 		Ask: func(context.Context, kv.Target, string, string, http.Header, []byte) (int, []byte, error) {
 			return http.StatusNotFound, nil, nil
 		},
-		Log: slog.New(slog.DiscardHandler),
+		Log: log,
 	})
 }
 

@@ -44,7 +44,7 @@ func (s *Set) open(dir string, log *slog.Logger) *tokens.Model {
 		s.spare[dir] = spare[1:]
 		return spare[0]
 	}
-	model, err := tokens.Open(context.Background(), tokens.Opening{Name: dir, CacheTokens: s.settings.CacheTokens}, log)
+	model, err := tokens.Open(context.Background(), tokens.Opening{Name: dir, CacheTokens: s.settings.CacheTokens, Limits: s.settings.Limits}, log)
 	if err != nil {
 		log.Warn("cannot open the tokenizer: workers tokenize the prompts", "folder", dir, "error", err)
 		return nil

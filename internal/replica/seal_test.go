@@ -15,7 +15,7 @@ import (
 const sharedKey = "0123456789abcdef"
 
 // sealed returns both ends of a connection whose clocks a test moves.
-func sealed(t *testing.T, key string) (out *seal, in *seal, here, there *time.Time) {
+func sealed(t *testing.T, key string) (out *seal, in *opener, here, there *time.Time) {
 	t.Helper()
 	out, err := newSeal(sharedKey)
 	if err != nil {
@@ -23,7 +23,7 @@ func sealed(t *testing.T, key string) (out *seal, in *seal, here, there *time.Ti
 	}
 	a, b := time.Unix(1_000_000, 0), time.Unix(1_000_000, 0)
 	out.now = func() time.Time { return a }
-	in = &seal{now: func() time.Time { return b }}
+	in = &opener{now: func() time.Time { return b }}
 	if key != "" {
 		in.key = []byte(key)
 	}
@@ -201,7 +201,7 @@ func FuzzOpen(f *testing.F) {
 	f.Add([]byte(nil), true)
 	f.Add(make([]byte, saltSize+stampSize), true)
 	f.Fuzz(func(t *testing.T, message []byte, keyed bool) {
-		in := &seal{now: time.Now}
+		in := &opener{now: time.Now}
 		if keyed {
 			in.key = []byte("a key that is not of the seeds")
 		}

@@ -228,8 +228,8 @@ func FuzzTake(f *testing.F) {
 		rt := routertest.New(t, "work", 2, routertest.WithSettings(func(s *router.Settings) { s.SessionHeader = "x-session-id" }))
 		p := newOther(testMesh(rt))
 		for range 2 {
-			_ = p.message(&seal{now: time.Now}, [][]byte{[]byte(topic), text})
-			_ = p.message(&seal{now: time.Now}, [][]byte{[]byte(slotTopic), slotMessage(t, nil, fields{"request_id": "own", "data": fields{"AddRequest": fields{}}})})
+			_ = p.message(&opener{now: time.Now}, [][]byte{[]byte(topic), text})
+			_ = p.message(&opener{now: time.Now}, [][]byte{[]byte(slotTopic), slotMessage(t, nil, fields{"request_id": "own", "data": fields{"AddRequest": fields{}}})})
 			if err := p.check(); err != nil {
 				t.Fatal(err)
 			}

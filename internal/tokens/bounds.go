@@ -204,6 +204,8 @@ func fallback(err error) (reason string, ask bool) {
 		return reasonTooLong, false
 	case errors.Is(err, errNoTurn):
 		return reasonNoTurn, false
+	case errors.Is(err, chat.ErrLimit):
+		return reasonLimit, true
 	}
 	return reasonNotRenderable, true
 }

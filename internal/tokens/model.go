@@ -4,8 +4,8 @@ import (
 	"encoding/json"
 	"errors"
 	"fmt"
-	"os"
 	"path/filepath"
+	"slices"
 	"strings"
 	"sync"
 	"sync/atomic"
@@ -28,6 +28,7 @@ type Model struct {
 	maxModelLen atomic.Int64
 
 	longestToken int  // of the vocabulary, characters; 0: unknown
+	square       bool // encoding takes a time in proportion to the square of a text's length
 	wordPiece    bool // the tokenizer's algorithm
 
 	read func() ([]byte, error) // returns tokenizer.json, which is too large to keep
@@ -39,13 +40,17 @@ type Model struct {
 // engine with these chat options. A model without a usable template opens too: its chats
 // are chat.ErrNotRenderable.
 func OpenModel(dir string, options chat.Options) (*Model, error) {
+	return openModel(dir, options, chat.DefaultLimits)
+}
+
+func openModel(dir string, options chat.Options, limits chat.Limits) (*Model, error) {
 	encode.BoundArenas()
 	path := filepath.Join(dir, "tokenizer.json")
-	files, err := chat.ReadFiles(dir)
+	files, err := chat.ReadFiles(dir, limits)
 	if err != nil {
 		return nil, err
 	}
-	return NewModel(path, func() ([]byte, error) { return os.ReadFile(path) }, files, options)
+	return NewModel(path, func() ([]byte, error) { return chat.ReadJSON(path, limits.MaxTokenizerBytes) }, files, options)
 }
 
 // NewModel returns a model of the tokenizer.json that read returns and of the files
@@ -56,6 +61,10 @@ func NewModel(path string, read func() ([]byte, error), files *chat.Files, optio
 	if err != nil {
 		return nil, fmt.Errorf("the model folder has no readable tokenizer.json: %w", err)
 	}
+	square, err := encode.Check(raw)
+	if err != nil {
+		return nil, fmt.Errorf("%s is refused: %w", path, err)
+	}
 	defer encode.ReadInPages()()
 	encoder, err := encode.New(raw, read)
 	if err != nil {
@@ -63,7 +72,7 @@ func NewModel(path string, read func() ([]byte, error), files *chat.Files, optio
 	}
 	m := &Model{
 		encoder: encoder, segments: encode.NewSegments(raw, encoder.Encode, encode.DefaultCache), chats: chat.NewRenderer(files, options),
-		turns: newTurns(), files: files, read: read,
+		turns: newTurns(), files: files, read: read, square: square,
 		longestToken: longestToken(raw), wordPiece: gjson.GetBytes(raw, "model.type").Str == "WordPiece",
 	}
 	m.Vocabulary = sync.OnceValue(m.readVocabulary)
@@ -73,6 +82,10 @@ func NewModel(path string, read func() ([]byte, error), files *chat.Files, optio
 
 // Encoder names the library that encodes, and the reason if it is not the fast one.
 func (m *Model) Encoder() (name, why string) { return m.encoder.Library() }
+
+// Problem returns why the model's chat templates are not used; empty: they are, or there
+// are none.
+func (m *Model) Problem() string { return m.chats.Problem() }
 
 // Close frees the model; no other call may be running.
 func (m *Model) Close() {
@@ -168,16 +181,32 @@ func (m *Model) encode(b bounds, text string, addSpecial bool) (tokens []uint32,
 		return nil, err
 	case !ok || len(tokens) == 0 && text != "":
 		return nil, errNoTokens
+	case len(tokens) > tokensPerByte*len(text)+tokensAround:
+		return nil, errManyTokens
 	}
 	return tokens, nil
 }
 
-var errNoTokens = chat.NotRenderable("the tokenizer found no tokens")
+// A normalizer makes at most 12 bytes of one (U+FDFA in NFKD), and each byte is a token at
+// most; what is put around a text has a few tokens.
+const (
+	tokensPerByte = 16
+	tokensAround  = 1024
+)
+
+var (
+	errNoTokens   = chat.NotRenderable("the tokenizer found no tokens")
+	errManyTokens = chat.NotRenderable("the tokenizer makes more tokens of a text than it may")
+	errSquare     = chat.NotRenderable("a text is too long for this tokenizer, whose time grows with the square of it")
+)
 
 // encodePieces encodes pieces of a text, as many in one turn as are a small text
 // together: a prompt of many small pieces blocks no other request, and encoding it ends
 // when its client leaves.
 func (m *Model) encodePieces(b bounds, text string, pieces []string, addSpecial bool) (tokens [][]uint32, err error) {
+	if m.square && slices.ContainsFunc(pieces, func(piece string) bool { return len(piece) > encode.SquareText }) {
+		return nil, errSquare
+	}
 	for len(pieces) > 0 {
 		n, size := 1, len(pieces[0])
 		for n < len(pieces) && size+len(pieces[n]) <= largeText {

@@ -70,6 +70,7 @@ func (e *AskError) Error() string {
 const (
 	reasonNoFiles       = "no model files"
 	reasonNotRenderable = "not renderable"
+	reasonLimit         = "template limit"
 	reasonParity        = "parity"
 	reasonOtherAPI      = "other api"
 	reasonTooLong       = "too long"     // for the model: workers are not asked
@@ -363,7 +364,11 @@ func (t *Source) whyNot(features []string) string {
 func (t *Source) countReason(reason string) {
 	t.mu.Lock()
 	t.reasons[reason]++
+	first := t.reasons[reason] == 1
 	t.mu.Unlock()
+	if first && reason == reasonLimit {
+		t.log.Warn("the chat template took too much time or memory for a chat: workers render such chats, and for ten times as long those that are as large")
+	}
 }
 
 func (t *Source) unknown(shape string) Prompt {

@@ -1,20 +1,74 @@
 //! The C functions that render chat templates. All of them catch panics, which must
 //! not unwind into Go.
 
-use crate::{detect, filters, python, source};
-use minijinja::machinery::{parse, WhitespaceConfig};
+use crate::limits::{within, Failure, Limits};
+use crate::{detect, filters, guarded, python, source, stack};
+use minijinja::machinery::{make_string_output, parse, CompiledTemplate, Instructions, TemplateConfig, Vm, WhitespaceConfig};
 use minijinja::syntax::SyntaxConfig;
-use minijinja::{Environment, Output, State, UndefinedBehavior, Value};
+use minijinja::{AutoEscape, Environment, ErrorKind, Output, State, UndefinedBehavior, Value};
 use serde::de::{Deserialize, Deserializer, Error as _, MapAccess, SeqAccess, Visitor};
+use std::collections::BTreeMap;
 use std::fmt;
-use std::panic::{catch_unwind, AssertUnwindSafe};
+use std::sync::Arc;
 
 const NAME: &str = "chat";
 
+const MIB: usize = 1 << 20;
+
+/// Instructions that a render may execute, for contexts of up to so many bytes. Templates
+/// of known models take at most about 250 for a message, which has 30 bytes or more.
+const FUEL: [(u64, usize); 4] = [(1 << 18, 16 << 10), (1 << 20, 64 << 10), (1 << 22, 256 << 10), (1 << 24, usize::MAX)];
+
+/// Maximum text of a context of so many bytes.
+fn max_text(context: usize) -> usize {
+    MIB + 16 * context
+}
+
 /// A compiled template. Rendering only reads it, so threads may share it.
 pub struct ChatTemplate {
-    env: Environment<'static>,
+    code: Instructions<'static>,
+    blocks: BTreeMap<&'static str, Instructions<'static>>,
+    environments: Vec<Environment<'static>>, // one for each of FUEL
     wants_parts: bool,
+    _text: Text, // last: the fields above refer to it
+}
+
+/// Text that lives until it is dropped, at an address that does not change.
+struct Text(*mut str);
+
+impl Text {
+    fn new(text: String) -> Text {
+        Text(Box::into_raw(text.into_boxed_str()))
+    }
+
+    /// # Safety
+    /// The text must not be used after self is dropped.
+    unsafe fn get(&self) -> &'static str {
+        &*self.0
+    }
+}
+
+impl Drop for Text {
+    fn drop(&mut self) {
+        // SAFETY: it came from a box.
+        drop(unsafe { Box::from_raw(self.0) });
+    }
+}
+
+// SAFETY: nothing changes the text.
+unsafe impl Send for Text {}
+unsafe impl Sync for Text {}
+
+/// Why there is no result: the template's own error, or the limit that it reached.
+enum Problem {
+    Error(String),
+    Limit(String),
+}
+
+impl From<String> for Problem {
+    fn from(reason: String) -> Problem {
+        Problem::Error(reason)
+    }
 }
 
 /// Address and length of a list that Go owns until it frees it. The address of an empty
@@ -50,9 +104,10 @@ impl chat_bytes {
 #[no_mangle]
 pub unsafe extern "C" fn chat_template_new(source: *const u8, len: usize, error: *mut chat_bytes) -> *mut ChatTemplate {
     let bytes = slice(source, len);
-    match guard(|| compile(bytes)) {
+    let limits = Limits { memory: 32 * MIB + 256 * len, turnover: 1024 * MIB, work: 1 << 24 };
+    match on_large(|| settled(within(limits, || compile(bytes)))?) {
         Ok(template) => Box::into_raw(Box::new(template)),
-        Err(reason) => {
+        Err(Problem::Error(reason) | Problem::Limit(reason)) => {
             *error = chat_bytes::new(reason.into_bytes());
             std::ptr::null_mut()
         }
@@ -70,7 +125,8 @@ pub unsafe extern "C" fn chat_template_wants_parts(template: *const ChatTemplate
 }
 
 /// Renders the template with a JSON object as its variables, key order kept.
-/// Returns 1 with the text in out, or 0 with the reason in out.
+/// Returns 1 with the text in out, 0 with the reason in out, or 2 with the limit in out
+/// that the template reached.
 ///
 /// # Safety
 /// template must come from chat_template_new and not be freed yet, context point
@@ -83,9 +139,10 @@ pub unsafe extern "C" fn chat_render(
     out: *mut chat_bytes,
 ) -> i32 {
     let (template, bytes) = (&*template, slice(context, len));
-    let (ok, text) = match guard(|| render(template, bytes)) {
-        Ok(text) => (1, text),
-        Err(reason) => (0, reason.into_bytes()),
+    let (ok, text) = match render(template, bytes) {
+        Ok(text) => (1, text.into_bytes()),
+        Err(Problem::Error(reason)) => (0, reason.into_bytes()),
+        Err(Problem::Limit(reason)) => (2, reason.into_bytes()),
     };
     *out = chat_bytes::new(text);
     ok
@@ -122,33 +179,58 @@ pub(crate) unsafe fn slice<'a>(data: *const u8, len: usize) -> &'a [u8] {
     }
 }
 
-fn guard<T>(work: impl FnOnce() -> Result<T, String>) -> Result<T, String> {
-    catch_unwind(AssertUnwindSafe(work)).unwrap_or_else(|_| Err("the template engine panicked".to_string()))
+/// Runs a call on a large stack: values and expressions may be nested deeply, and to free
+/// them takes a call for each level.
+fn on_large<T>(call: impl FnOnce() -> Result<T, Problem>) -> Result<T, Problem> {
+    stack::on_large(call).unwrap_or_else(|| Err(Problem::Error("no memory for the template engine".to_string())))
 }
 
-fn compile(template: &[u8]) -> Result<ChatTemplate, String> {
+fn compile(template: &[u8]) -> Result<ChatTemplate, Problem> {
     let text = std::str::from_utf8(template).map_err(|e| format!("the template is not UTF-8: {e}"))?;
-    let text = source::generation_as_with(text);
-    let whitespace = WhitespaceConfig { keep_trailing_newline: false, lstrip_blocks: true, trim_blocks: true };
-    let wants_parts = parse(&text, NAME, SyntaxConfig::default(), whitespace)
-        .map(|tree| detect::wants_parts(&tree))
-        .map_err(|e| describe(&e))?;
+    let text = Text::new(source::generation_as_with(text));
+    // SAFETY: the result owns the text, and all that refers to it.
+    let source = unsafe { text.get() };
+    guarded::check_tags(source)?;
+    let whitespace = || WhitespaceConfig { keep_trailing_newline: false, lstrip_blocks: true, trim_blocks: true };
+    let wants_parts = {
+        let tree = parse(source, NAME, SyntaxConfig::default(), whitespace()).map_err(|e| describe(&e))?;
+        for operator in detect::operators(&tree) {
+            guarded::check_constant(operator)?;
+        }
+        detect::wants_parts(&tree)
+    };
 
     let mut env = Environment::new();
     env.set_trim_blocks(true);
     env.set_lstrip_blocks(true);
     env.set_undefined_behavior(UndefinedBehavior::Lenient);
-    env.set_auto_escape_callback(|_| minijinja::AutoEscape::None);
+    env.set_auto_escape_callback(|_| AutoEscape::None);
     env.set_formatter(format_as_python);
+    guarded::install(&mut env);
     filters::install(&mut env);
-    env.add_template_owned(NAME, source::as_python(&text)).map_err(|e| describe(&e))?;
     // jinja2 defines these where minijinja leaves them undefined, so the text
     // would differ without an error.
-    let unknown = env.get_template(NAME).map_err(|e| describe(&e))?.undeclared_variables(false);
+    let unknown = env.template_from_str(source).map_err(|e| describe(&e))?.undeclared_variables(false);
     if let Some(name) = ["varargs", "kwargs"].into_iter().find(|name| unknown.contains(*name)) {
-        return Err(format!("the template uses {name}, which is not supported"));
+        return Err(format!("the template uses {name}, which is not supported").into());
     }
-    Ok(ChatTemplate { env, wants_parts })
+    let config = TemplateConfig {
+        syntax_config: SyntaxConfig::default(),
+        ws_config: whitespace(),
+        default_auto_escape: Arc::new(|_: &str| AutoEscape::None),
+    };
+    let compiled = CompiledTemplate::new(NAME, source, &config).map_err(|e| describe(&e))?;
+    let code = guarded::guarded(&compiled.instructions)?;
+    let mut blocks = BTreeMap::new();
+    for (name, block) in &compiled.blocks {
+        blocks.insert(*name, guarded::guarded(block)?);
+    }
+    let fueled = |(fuel, _)| {
+        let mut env = env.clone();
+        env.set_fuel(Some(fuel));
+        env
+    };
+    Ok(ChatTemplate { code, blocks, environments: FUEL.map(fueled).into(), wants_parts, _text: text })
 }
 
 fn format_as_python(out: &mut Output, _: &State, value: &Value) -> Result<(), minijinja::Error> {
@@ -159,13 +241,53 @@ fn format_as_python(out: &mut Output, _: &State, value: &Value) -> Result<(), mi
     Ok(())
 }
 
-fn render(template: &ChatTemplate, context: &[u8]) -> Result<Vec<u8>, String> {
-    // Most texts are about as long as their context: allocating that size avoids copies while growing.
-    let mut text = Vec::with_capacity(context.len() + 256);
-    let Json(context) = serde_json::from_slice(context).map_err(|e| format!("reading the request: {e}"))?;
-    let rendered = template.env.get_template(NAME).and_then(|t| t.render_captured_to(context, &mut text).map(|_| ()));
-    rendered.map_err(|e| describe(&e))?;
-    Ok(text)
+fn render(template: &ChatTemplate, context: &[u8]) -> Result<String, Problem> {
+    let size = context.len();
+    // Short lists take the most memory by byte.
+    let limits = Limits { memory: MIB + 64 * size, turnover: MIB + 256 * size, work: 0 };
+    let fuel = FUEL.iter().position(|(_, up_to)| size <= *up_to).unwrap_or(0);
+    on_large(|| {
+        // What exceeds the limits here is the request's, not the template's.
+        let Json(context) = match within(limits, || serde_json::from_slice(context)) {
+            Ok(read) => read.map_err(|e| format!("reading the request: {e}"))?,
+            Err(_) => return Err("the request takes too much memory".to_string().into()),
+        };
+        let limits = Limits {
+            memory: 16 * MIB + max_text(size),
+            turnover: 1024 * MIB + 256 * size,
+            work: (1 << 24) + 16 * size,
+        };
+        settled(within(limits, || {
+            // Most texts are about as long as their context: allocating that size avoids copies while growing.
+            let mut text = String::with_capacity(size + 256);
+            let mut out = make_string_output(&mut text);
+            let vm = Vm::new(&template.environments[fuel]);
+            let rendered = vm.eval(&template.code, context, &template.blocks, &mut out, AutoEscape::None).map(|_| ());
+            rendered.map_err(|e| if out_of_fuel(&e) { Problem::Limit(describe(&e)) } else { Problem::Error(describe(&e)) })?;
+            if text.len() > max_text(size) {
+                return Err(Problem::Limit(format!("it renders {} bytes; the limit is {}", text.len(), max_text(size))));
+            }
+            Ok(text)
+        }))?
+    })
+}
+
+fn settled<T>(result: Result<T, Failure>) -> Result<T, Problem> {
+    result.map_err(|failure| match failure {
+        Failure::Limit(limit) => Problem::Limit(format!("it exceeds the limit of {limit}")),
+        Failure::Panic => Problem::Error("the template engine panicked".to_string()),
+    })
+}
+
+fn out_of_fuel(error: &minijinja::Error) -> bool {
+    let mut cause: Option<&dyn std::error::Error> = Some(error);
+    while let Some(e) = cause {
+        if e.downcast_ref::<minijinja::Error>().is_some_and(|e| e.kind() == ErrorKind::OutOfFuel) {
+            return true;
+        }
+        cause = e.source();
+    }
+    false
 }
 
 /// Formats an error on one line: failure, position and cause.

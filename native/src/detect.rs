@@ -2,6 +2,7 @@
 //! (a list of parts) when some loop of the template runs over a message's content,
 //! else "string". It follows the rules of vllm/renderers/hf.py on minijinja's tree.
 
+use crate::limits::charge;
 use minijinja::machinery::ast::{Call, CallArg, Expr, ForLoop, Macro, Stmt};
 use minijinja::Value;
 use std::collections::{HashMap, HashSet, VecDeque};
@@ -16,6 +17,7 @@ struct Found<'t, 's> {
     loops: Vec<&'t ForLoop<'s>>,
     calls: Vec<&'t Call<'s>>,
     macros: Vec<&'t Macro<'s>>,
+    operators: Vec<&'t Expr<'s>>, // of two operands, each after its operands
 }
 
 /// Returns whether the template expects message content as a list of parts.
@@ -23,6 +25,13 @@ pub fn wants_parts(template: &Stmt) -> bool {
     let mut found = Found::default();
     statement(template, &mut found);
     iterates_content(&found).unwrap_or(false)
+}
+
+/// Returns the operators of a template, each after its operands.
+pub fn operators<'t, 's>(template: &'t Stmt<'s>) -> Vec<&'t Expr<'s>> {
+    let mut found = Found::default();
+    statement(template, &mut found);
+    found.operators
 }
 
 fn iterates_content(found: &Found) -> Result<bool, Unknown> {
@@ -35,6 +44,7 @@ fn iterates_content(found: &Found) -> Result<bool, Unknown> {
         let names: Vec<&str> = declared.args.iter().filter_map(var_name).collect();
         let mut bound: HashSet<&str> = HashSet::new();
         for call in &found.calls {
+            charge(1);
             if var_name(&call.expr) != Some(declared.name) {
                 continue;
             }
@@ -117,6 +127,7 @@ fn var_name<'s>(e: &Expr<'s>) -> Option<&'s str> {
 /// Returns whether e is the variable name, or its item key, seen through filters,
 /// tests and slices.
 fn is_access(e: &Expr, name: &str, key: Option<&str>) -> bool {
+    charge(1);
     match (e, key) {
         (Expr::Filter(f), _) => f.expr.as_ref().is_some_and(|inner| is_access(inner, name, key)),
         (Expr::Test(t), _) => is_access(&t.expr, name, key),
@@ -195,6 +206,7 @@ fn expression<'t, 's>(e: &'t Expr<'s>, found: &mut Found<'t, 's>) {
         Expr::BinOp(b) => {
             expression(&b.left, found);
             expression(&b.right, found);
+            found.operators.push(e);
         }
         Expr::Compare(c) => {
             expression(&c.expr, found);

@@ -6,8 +6,9 @@
 //! frees its cache, after an idle time or after a number of bytes.
 
 use crate::chat::{chat_bytes, slice};
-use crate::encode::token_ids;
-use std::panic::{catch_unwind, AssertUnwindSafe};
+use crate::encode::{describe, limits, limits_of_file, token_ids};
+use crate::limits::within;
+use std::panic::catch_unwind;
 use std::sync::mpsc::{sync_channel, RecvTimeoutError, SyncSender};
 use std::sync::{Arc, Mutex, Once};
 use std::time::Duration;
@@ -16,6 +17,8 @@ use std::time::Duration;
 const IDLE: Duration = Duration::from_secs(10);
 /// Maximum bytes that a thread encodes, which bounds its cache.
 const LIFE: usize = 8 << 20;
+/// Bytes that the cache of a thread may take at once, when it grows.
+const CACHE: usize = 192 << 20;
 /// Instead of a number of tokens: the text could not be encoded.
 const FAILED: u32 = u32::MAX;
 
@@ -68,7 +71,9 @@ impl Shared {
                 continue;
             }
             let text = String::from_utf8_lossy(&job.text[piece.start..piece.end]);
-            let encoded = catch_unwind(AssertUnwindSafe(|| self.tokenizer.encode_with_special_tokens(&text, job.add_special)));
+            let mut limits = limits(text.len());
+            limits.memory += CACHE;
+            let encoded = within(limits, || self.tokenizer.encode_with_special_tokens(&text, job.add_special));
             out.whole &= encoded.is_ok();
             out.counts.push(match encoded {
                 Ok(Ok(ids)) => {
@@ -168,8 +173,8 @@ fn load(json: &[u8]) -> Result<fastokens::Tokenizer, String> {
 pub unsafe extern "C" fn fast_encoder_new(json: *const u8, len: usize, error: *mut chat_bytes) -> *mut FastEncoder {
     settle();
     let json = slice(json, len);
-    let made = catch_unwind(|| load(json));
-    match made.unwrap_or_else(|_| Err("it panicked".to_string())) {
+    let made = within(limits_of_file(len), || load(json));
+    match made.unwrap_or_else(|failure| Err(describe(failure))) {
         Ok(tokenizer) => Box::into_raw(Box::new(FastEncoder(Arc::new(Shared { tokenizer, idle: Mutex::default() })))),
         Err(reason) => {
             *error = chat_bytes::new(reason.into_bytes());

@@ -1,13 +1,12 @@
 //! Filters, tests and methods where jinja2 (with Hugging Face's settings) and
 //! minijinja differ.
 
+use crate::guarded::{check_key, length as items_of, weigh};
+use crate::limits::charge;
 use crate::python::{is_space, to_str, write_json, JsonStyle};
 use minijinja::value::{from_args, Kwargs, Rest, Value, ValueKind};
 use minijinja::{Environment, Error, ErrorKind, State};
 use minijinja_contrib::pycompat;
-
-/// The filter that source.rs applies to the operand of a loop.
-pub const ITERATED: &str = "_iterated";
 
 /// Adds the filters, tests and methods of this file to env.
 pub fn install(env: &mut Environment) {
@@ -27,7 +26,6 @@ pub fn install(env: &mut Environment) {
     env.add_filter("d", default);
     env.add_filter("indent", indent);
     env.add_filter("items", items);
-    env.add_filter(ITERATED, iterated);
     env.add_filter("sum", sum);
     env.add_filter("attr", attr);
     env.add_filter("wordcount", |v: &Value| to_str(v).split(is_space).filter(|w| !w.is_empty()).count());
@@ -130,6 +128,7 @@ fn strip<'s>(s: &'s str, chars: Option<&Value>, left: bool, right: bool) -> Resu
         },
         _ => None,
     };
+    charge(set.as_ref().map_or(0, |set| set.len().saturating_mul(s.len()) / 64));
     let dropped = |c: char| set.as_ref().map_or_else(|| is_space(c), |set| set.contains(&c));
     let s = if left { s.trim_start_matches(dropped) } else { s };
     Ok(if right { s.trim_end_matches(dropped) } else { s })
@@ -155,12 +154,18 @@ fn join(value: &Value, args: Rest<Value>, kwargs: Kwargs) -> Result<String, Erro
             out.push_str(&separator);
         }
         let item = match &attribute {
-            Some(name) => item.get_item(name)?,
+            Some(name) => member(&item, name)?,
             None => item,
         };
         out.push_str(&to_str(&item));
     }
     Ok(out)
+}
+
+/// The member of that name; a name that is a list would be hashed at any cost.
+fn member(value: &Value, name: &Value) -> Result<Value, Error> {
+    check_key(name)?;
+    value.get_item(name)
 }
 
 fn capitalize(s: &str) -> String {
@@ -254,7 +259,7 @@ fn sum(state: &State, value: &Value, args: Rest<Value>, kwargs: Kwargs) -> Resul
     let mut terms: Vec<Value> = start.into_iter().collect();
     for item in value.try_iter()? {
         terms.push(match &attribute {
-            Some(name) => item.get_item(name)?,
+            Some(name) => member(&item, name)?,
             None => item,
         });
     }
@@ -266,14 +271,7 @@ fn attr(value: &Value, name: &Value) -> Result<Value, Error> {
     if value.kind() == ValueKind::Map {
         return Ok(Value::UNDEFINED);
     }
-    value.get_item(name)
-}
-
-fn iterated(value: &Value) -> Result<Value, Error> {
-    if value.is_none() {
-        return fail("None is not iterable");
-    }
-    Ok(value.clone())
+    member(value, name)
 }
 
 fn pairs(map: &Value) -> Result<Value, Error> {
@@ -347,6 +345,9 @@ fn split(s: &str, separator: Option<&str>, limit: Option<usize>, from_right: boo
 
 /// Methods of Python's str, list and dict that pycompat lacks.
 fn method(state: &State, value: &Value, name: &str, args: &[Value]) -> Result<Value, Error> {
+    for v in args.iter().chain([value]) {
+        charge(1 + v.as_str().map_or(0, |s| s.len() / 16));
+    }
     match value.kind() {
         ValueKind::String => string_method(state, value, name, args),
         ValueKind::Map => match name {
@@ -357,18 +358,25 @@ fn method(state: &State, value: &Value, name: &str, args: &[Value]) -> Result<Va
                 Ok(Value::from(keys.iter().map(|k| value.get_item(k)).collect::<Result<Vec<_>, _>>()?))
             }
             "copy" => Ok(value.clone()),
-            _ => pycompat::unknown_method_callback(state, value, name, args),
+            _ => {
+                args.iter().take(1).try_for_each(check_key)?;
+                pycompat::unknown_method_callback(state, value, name, args)
+            }
         },
         ValueKind::Seq | ValueKind::Iterable => match name {
             "copy" => Ok(value.clone()),
             "index" => {
                 let (wanted,): (&Value,) = from_args(args)?;
+                charge(weigh(wanted).saturating_mul(items_of(value)));
                 match value.try_iter()?.position(|v| &v == wanted) {
                     Some(i) => Ok(Value::from(i)),
                     None => fail("index: the value is not in the list"),
                 }
             }
-            _ => pycompat::unknown_method_callback(state, value, name, args),
+            _ => {
+                charge(args.iter().map(weigh).sum::<usize>().saturating_mul(items_of(value)));
+                pycompat::unknown_method_callback(state, value, name, args)
+            }
         },
         _ => pycompat::unknown_method_callback(state, value, name, args),
     }

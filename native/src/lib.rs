@@ -1,14 +1,18 @@
-//! The router's static library: the C functions of github.com/daulet/tokenizers
-//! and chat templates on minijinja, behind one name, because two Rust static
-//! libraries in one Go binary would each bring their own runtime.
+//! The router's static library: tokenizers and chat templates behind C functions. They are
+//! in one library, because two Rust static libraries in one Go binary would each bring
+//! their own runtime.
 
-// scripts/build-native.sh sets TOKENIZERS_SRC to the Go module's folder.
-include!(concat!(env!("TOKENIZERS_SRC"), "/src/lib.rs"));
+// limits.rs needs it; scripts/build-native.sh permits it on a stable compiler.
+#![feature(alloc_error_hook)]
 
 mod chat;
 mod detect;
 mod encode;
 mod fast;
 mod filters;
+mod guarded;
+mod limits;
 mod python;
+mod regexes;
 mod source;
+mod stack;

@@ -1,6 +1,8 @@
 //! Python's formatting of values: str(), repr() and json.dumps(). Chat templates are
 //! written for Python's jinja2, so a prompt depends on these formats.
 
+use crate::guarded::MAX_NESTING;
+use crate::limits::{charge, reached};
 use minijinja::value::{Value, ValueKind};
 use minijinja::{Error, ErrorKind};
 use std::fmt::Write;
@@ -27,7 +29,7 @@ pub fn write_str(out: &mut String, value: &Value) {
     match value.as_str() {
         Some(s) => out.push_str(s),
         None if value.is_undefined() => {}
-        None => write_repr(out, value),
+        None => write_repr(out, value, 0),
     }
 }
 
@@ -38,8 +40,17 @@ pub fn to_str(value: &Value) -> String {
     out
 }
 
+/// Counts an item that is written at that depth of nesting.
+fn count(depth: usize) {
+    charge(1);
+    if depth > MAX_NESTING {
+        reached("nesting");
+    }
+}
+
 /// Appends repr(value).
-pub fn write_repr(out: &mut String, value: &Value) {
+fn write_repr(out: &mut String, value: &Value, depth: usize) {
+    count(depth);
     match value.kind() {
         ValueKind::Undefined => out.push_str("Undefined"),
         ValueKind::None => out.push_str("None"),
@@ -52,7 +63,7 @@ pub fn write_repr(out: &mut String, value: &Value) {
                 if i > 0 {
                     out.push_str(", ");
                 }
-                write_repr(out, &item);
+                write_repr(out, &item, depth + 1);
             }
             out.push(']');
         }
@@ -62,9 +73,9 @@ pub fn write_repr(out: &mut String, value: &Value) {
                 if i > 0 {
                     out.push_str(", ");
                 }
-                write_repr(out, &key);
+                write_repr(out, &key, depth + 1);
                 out.push_str(": ");
-                write_repr(out, &value.get_item(&key).unwrap_or_default());
+                write_repr(out, &value.get_item(&key).unwrap_or_default(), depth + 1);
             }
             out.push('}');
         }
@@ -76,6 +87,7 @@ pub fn write_repr(out: &mut String, value: &Value) {
 
 /// Appends json.dumps(value); an error where Python raises TypeError.
 pub fn write_json(out: &mut String, value: &Value, style: &JsonStyle, depth: usize) -> Result<(), Error> {
+    count(depth);
     match value.kind() {
         ValueKind::None => out.push_str("null"),
         ValueKind::Bool => out.push_str(if value.is_true() { "true" } else { "false" }),
