@@ -29,7 +29,7 @@ type Settings struct {
 	Flags
 	Host      string    // address of its ports
 	Keys      *web.Keys // that it asks for; nil: none
-	APIKeyed  bool      // the OpenAI port asks for a key
+	APIKeyed  bool      // the OpenAI port requires a key
 	Secure    bool      // its ports speak TLS
 	Version   string
 	Policy    string

@@ -55,7 +55,7 @@ func newID() string {
 	return "page-" + hex.EncodeToString(random[:])
 }
 
-// try sends a chat and streams the answer back. Where only the OpenAI port asks for a key,
+// try sends a chat and streams the answer back. Where only the OpenAI port requires a key,
 // the chat needs one of that port, whose limits hold.
 func (p *Page) try(c *gin.Context) {
 	request := inside(c, chatPath, c.Request.Body, c.Request.ContentLength)
