@@ -6,6 +6,7 @@
 #![cfg_attr(feature = "alloc_error_hook", feature(alloc_error_hook))]
 
 mod chat;
+mod daulet;
 mod detect;
 mod encode;
 mod fast;
