@@ -6,6 +6,7 @@ require (
 	github.com/alecthomas/kong v1.17.0
 	github.com/chromedp/cdproto v0.159.0 // tests: the messages of chromedp
 	github.com/chromedp/chromedp v0.23.0 // tests: drives a browser, to look at the page as a person does
+	github.com/daulet/tokenizers v1.24.0
 	github.com/envoyproxy/go-control-plane/envoy v1.40.0 // the messages of ext_proc, by which gateways ask
 	github.com/gin-gonic/gin v1.12.0
 	github.com/go-zeromq/zmq4 v0.17.0

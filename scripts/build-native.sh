@@ -25,16 +25,15 @@ fi
 # PCRE2 is linked into the library, because cgo does not link the system's.
 export PCRE2_SYS_STATIC=1
 
-key=$( (cat native/Cargo.toml native/Cargo.lock native/src/*.rs; rustc -vV; [ -z "${1:-}" ] || { echo "$1"; cat scripts/build-native.sh; }) | sha256sum | cut -c1-16)
 cache=${XDG_CACHE_HOME:-$HOME/.cache}/kvrouter/native
-kept=$cache/$key/libtokenizers.a
 lib=native/lib
+triple=${1:-}
 builds=$cache/target
 built=$builds/release
-if [ -n "${1:-}" ]; then
-    lib=native/target/$1
+if [ -n "$triple" ]; then
+    lib=native/target/$triple
     builds=$cache/target-dist
-    built=$builds/$1/release
+    built=$builds/$triple/release
     export CARGO_TARGET_AARCH64_UNKNOWN_LINUX_GNU_LINKER=aarch64-linux-gnu-gcc
     crates=${CARGO_HOME:-$HOME/.cargo}
     # A static program cannot look up getrandom at run time: without this setting it would need /dev/urandom.
@@ -45,14 +44,30 @@ fi
 target=$lib/libtokenizers.a
 marker=$lib/kvrouter_native.h
 
-if [ ! -f "$kept" ]; then
-    echo "build-native: compiling the tokenizer and template library (a minute or two)" >&2
-    # The crate's one unstable feature (native/src/lib.rs) is permitted for it alone.
-    RUSTC_BOOTSTRAP=tokenizers cargo build --locked --release --quiet \
-        --manifest-path native/Cargo.toml --target-dir "$builds" ${1:+--target "$1"}
-    mkdir -p "$cache/$key"
-    cp "$built/libtokenizers.a" "$kept.$$"
-    mv "$kept.$$" "$kept" # atomic, also with two builds at once
+# build FEATURES sets kept to the library with these features of the crate, and compiles it
+# if it is not cached.
+build() {
+    local key
+    key=$( (cat native/Cargo.toml native/Cargo.lock native/src/*.rs; echo "$1"; rustc -vV; [ -z "$triple" ] || { echo "$triple"; cat scripts/build-native.sh; }) | sha256sum | cut -c1-16) || return
+    kept=$cache/$key/libtokenizers.a
+    [ ! -f "$kept" ] || return 0
+    echo "build-native: compiling the tokenizer and template library (a minute or two)" >&3
+    cargo build --locked --release --quiet --features "$1" \
+        --manifest-path native/Cargo.toml --target-dir "$builds" ${triple:+--target "$triple"} || return
+    mkdir -p "$cache/$key" &&
+        cp "$built/libtokenizers.a" "$kept.$$" &&
+        mv "$kept.$$" "$kept" # atomic, also with two builds at once
+}
+
+# The one unstable feature is permitted for this crate alone. A compiler that lacks it is
+# tried anew each time: another reason for the failure must not weaken the library for good.
+export RUSTC_BOOTSTRAP=tokenizers
+exec 3>&2
+log=$(mktemp)
+trap 'rm -f "$log"' EXIT
+if ! build alloc_error_hook 2>"$log"; then
+    build "" || exit 1
+    echo "build-native: built without Rust's alloc_error_hook ($(grep -m 1 '^error' "$log" || echo "no error message")): a model file over its memory limit ends the process instead of being refused" >&2
 fi
 if ! cmp -s "$kept" "$target"; then
     mkdir -p "$lib"

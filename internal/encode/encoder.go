@@ -15,9 +15,6 @@ typedef struct { size_t start, end; uint32_t tokens; } text_piece;
 typedef struct { uint8_t *data; size_t len; } chat_bytes;
 
 int32_t text_encode(const void *tokenizer, const uint8_t *text, size_t len, int32_t add_special, token_ids *out);
-void *text_tokenizer_new(const uint8_t *json, size_t len, chat_bytes *error);
-int32_t text_decode(const void *tokenizer, const uint32_t *ids, size_t count, chat_bytes *out);
-void text_tokenizer_free(void *tokenizer);
 void *fast_encoder_new(const uint8_t *json, size_t len, chat_bytes *error);
 token_ids fast_encode(const void *Encoder, const uint8_t *text, size_t len, text_piece *pieces, size_t count, int32_t add_special);
 void fast_encoder_free(void *Encoder);
@@ -37,6 +34,7 @@ import (
 	"time"
 	"unsafe"
 
+	"github.com/daulet/tokenizers"
 	"github.com/tidwall/gjson"
 	"github.com/tidwall/sjson"
 	"github.com/zeebo/xxh3"
@@ -55,7 +53,7 @@ type Encoder struct {
 	read  func() ([]byte, error) // tokenizer.json
 	sum   uint64                 // of what it was when the model was opened
 	mu    sync.Mutex             // guards exact
-	exact unsafe.Pointer         // crate tokenizers'; nil: not in memory
+	exact *tokenizers.Tokenizer  // nil: not in memory
 
 	limits guard.Pause // after texts for which it took too much memory or time
 }
@@ -65,7 +63,7 @@ type Encoder struct {
 func New(tokenizerJSON []byte, read func() ([]byte, error)) (*Encoder, error) {
 	// fastokens first: what is freed again should be last in memory.
 	fast, why := newFast(tokenizerJSON)
-	exact, err := newExact(tokenizerJSON)
+	exact, err := tokenizers.FromBytes(tokenizerJSON)
 	if err != nil {
 		C.fast_encoder_free(fast)
 		return nil, err
@@ -86,19 +84,9 @@ func New(tokenizerJSON []byte, read func() ([]byte, error)) (*Encoder, error) {
 		e.fast, e.why = nil, fmt.Sprintf("its tokens differ for %.40q", text)
 		return e, nil
 	}
-	C.text_tokenizer_free(e.exact)
+	e.exact.Close()
 	e.exact = nil
 	return e, nil
-}
-
-// newExact makes a tokenizer of crate tokenizers.
-func newExact(tokenizerJSON []byte) (unsafe.Pointer, error) {
-	var problem C.chat_bytes
-	exact := C.text_tokenizer_new((*C.uint8_t)(unsafe.SliceData(tokenizerJSON)), C.size_t(len(tokenizerJSON)), &problem)
-	if exact == nil {
-		return nil, errors.New(takeBytes(problem))
-	}
-	return exact, nil
 }
 
 // takeBytes copies the library's text and frees it.
@@ -120,12 +108,14 @@ func newFast(tokenizerJSON []byte) (fast unsafe.Pointer, why string) {
 // Close frees the encoder; no other call may be under way.
 func (e *Encoder) Close() {
 	C.fast_encoder_free(e.fast)
-	C.text_tokenizer_free(e.exact)
+	if e.exact != nil {
+		e.exact.Close()
+	}
 }
 
 // loadExact returns the tokenizer of crate tokenizers and loads it if it is not in
 // memory. The error means that the file cannot be read or has changed.
-func (e *Encoder) loadExact() (unsafe.Pointer, error) {
+func (e *Encoder) loadExact() (*tokenizers.Tokenizer, error) {
 	e.mu.Lock()
 	defer e.mu.Unlock()
 	if e.exact != nil {
@@ -138,7 +128,7 @@ func (e *Encoder) loadExact() (unsafe.Pointer, error) {
 	if xxh3.Hash(tokenizerJSON) != e.sum {
 		return nil, errors.New("tokenizer.json has changed since startup: restart to use the new file")
 	}
-	e.exact, err = newExact(tokenizerJSON)
+	e.exact, err = tokenizers.FromBytes(tokenizerJSON)
 	return e.exact, err
 }
 
@@ -151,19 +141,23 @@ func (e *Encoder) Library() (name, why string) {
 }
 
 // Decode returns the text of tokens, including special tokens. The error means that the
-// tokenizer's file cannot be read or has changed.
+// tokenizer's file cannot be read or has changed, that there are too many tokens, or that
+// the tokenizer failed or reached its limits.
 func (e *Encoder) Decode(tokens []uint32) (string, error) {
 	exact, err := e.loadExact()
 	if err != nil {
 		return "", err
 	}
-	var out C.chat_bytes
-	decoded := C.text_decode(exact, (*C.uint32_t)(unsafe.SliceData(tokens)), C.size_t(len(tokens)), &out) == 1
-	text := takeBytes(out)
-	if !decoded {
-		return "", errors.New(text)
+	if uint64(len(tokens)) > math.MaxUint32 {
+		return "", fmt.Errorf("%d tokens; the maximum is %d", len(tokens), uint32(math.MaxUint32))
 	}
-	return text, nil
+	// The library has no other way to return a reason. native/src/daulet.rs uses what no
+	// text in UTF-8 contains: 0xff before a reason, and 0xc0 0x80 for a zero byte.
+	text := exact.Decode(tokens, false)
+	if reason, failed := strings.CutPrefix(text, "\xff"); failed {
+		return "", errors.New(reason)
+	}
+	return strings.ReplaceAll(text, "\xc0\x80", "\x00"), nil
 }
 
 // WithoutLimits returns a read function that removes the truncation and padding from
@@ -230,10 +224,13 @@ func copied(tokens []uint32) []uint32 {
 
 // encodeExact fills in the tokens of the pieces that are requested, by crate tokenizers.
 func (e *Encoder) encodeExact(tokens [][]uint32, pieces []string, addSpecial bool, asked func(i int) bool) (ok bool) {
-	handle, err := e.loadExact()
+	exact, err := e.loadExact()
 	if err != nil {
 		return false
 	}
+	// The library's own type is nothing but this pointer; its pinned version says
+	// so, and a nil here would fail every test.
+	handle := *(*unsafe.Pointer)(unsafe.Pointer(exact))
 	for i, piece := range pieces {
 		if !asked(i) {
 			continue

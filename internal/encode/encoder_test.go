@@ -11,6 +11,7 @@ import (
 	"time"
 	"unicode/utf8"
 
+	"github.com/daulet/tokenizers"
 	"github.com/tidwall/gjson"
 
 	"kvrouter/internal/jsonbody"
@@ -210,6 +211,72 @@ func TestAnEncoderThatDiffersIsNotUsed(t *testing.T) {
 	}
 	if text, differs := (&Encoder{fast: other.fast, exact: one.exact, read: one.read, sum: one.sum}).differs([]string{"a", "ab"}); !differs || text != "ab" {
 		t.Errorf("%q, %v", text, differs)
+	}
+}
+
+func TestDecodeReturnsTheWholeTextOrAnError(t *testing.T) {
+	grow := `{"type":"Replace","pattern":{"String":"a"},"content":"` + strings.Repeat("a", 50) + `"}`
+	bytes := `{"type":"ByteLevel","add_prefix_space":true,"trim_offsets":true,"use_regex":true}`
+	plain := byteTokenizer("")
+	grows := strings.Replace(plain, `"decoder":`+bytes, `"decoder":{"type":"Sequence","decoders":[`+bytes+strings.Repeat(","+grow, 8)+`]}`, 1)
+	for _, c := range []struct {
+		file   string
+		tokens []uint32
+		text   string // where there is no error
+		reason string // of the error
+	}{
+		{file: plain, tokens: nil, text: ""},
+		{file: plain, tokens: []uint32{255, 256}, text: "ab ab"},
+		{file: plain, tokens: []uint32{0, 255, 0, 0, 256, 0}, text: "\x00ab\x00\x00 ab\x00"},
+		{file: plain, tokens: []uint32{'a' - 1, 0xff - 1, 0xc0 - 1, 0x80 - 1}, text: "a\ufffd\ufffd\ufffd"},
+		{file: plain, tokens: []uint32{1 << 31}, text: ""}, // the model has no such token
+		{file: grows, tokens: []uint32{'b' - 1}, text: "b"},
+		{file: grows, tokens: []uint32{'a' - 1}, reason: "the limit of memory"},
+	} {
+		e, err := New([]byte(c.file), func() ([]byte, error) { return []byte(c.file), nil })
+		if err != nil {
+			t.Fatal(err)
+		}
+		text, err := e.Decode(c.tokens)
+		if text != c.text || (err == nil) != (c.reason == "") || err != nil && !strings.Contains(err.Error(), c.reason) {
+			t.Errorf("%v: %.100q, %v; want %q, error %q", c.tokens, text, err, c.text, c.reason)
+		}
+		if text, err := e.Decode([]uint32{'b' - 1}); text != "b" || err != nil {
+			t.Errorf("after %v: %.100q, %v", c.tokens, text, err)
+		}
+		e.Close()
+	}
+}
+
+// TestTheLibraryBehindTheGoModule calls the functions that the router does not use: they
+// work, or say that they do not.
+func TestTheLibraryBehindTheGoModule(t *testing.T) {
+	plain := []byte(byteTokenizer(""))
+	all, err := tokenizers.FromBytes(plain, tokenizers.WithEncodeSpecialTokens())
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer all.Close()
+	if n := all.VocabSize(); n != 259 {
+		t.Errorf("%d tokens", n)
+	}
+	if text := all.Decode([]uint32{255, 256}, true); text != "ab ab" {
+		t.Errorf("decoded: %q", text)
+	}
+	if ids, names := all.Encode("ab", false); ids != nil || names != nil {
+		t.Errorf("encoded without a limit: %v, %v", ids, names)
+	}
+	for name, open := range map[string]func() (*tokenizers.Tokenizer, error){
+		"control character": func() (*tokenizers.Tokenizer, error) { return tokenizers.FromBytes([]byte("{\"\x00")) },
+		"use FromBytes":     func() (*tokenizers.Tokenizer, error) { return tokenizers.FromFile("/") },
+		"not truncate": func() (*tokenizers.Tokenizer, error) {
+			return tokenizers.FromBytesWithTruncation(plain, 1, tokenizers.TruncationDirectionLeft)
+		},
+		"support tiktoken": func() (*tokenizers.Tokenizer, error) { return tokenizers.FromTiktoken("/", "/", "a") },
+	} {
+		if made, err := open(); made != nil || err == nil || !strings.Contains(err.Error(), name) {
+			t.Errorf("%s: %v, %v", name, made, err)
+		}
 	}
 }
 

@@ -1,7 +1,7 @@
 //! The C functions that render chat templates. All of them catch panics, which must
 //! not unwind into Go.
 
-use crate::limits::{within, Failure, Limits};
+use crate::limits::{within, Failure, Limits, REFUSES};
 use crate::{detect, filters, guarded, python, source, stack};
 use minijinja::machinery::{make_string_output, parse, CompiledTemplate, Instructions, TemplateConfig, Vm, WhitespaceConfig};
 use minijinja::syntax::SyntaxConfig;
@@ -243,8 +243,9 @@ fn format_as_python(out: &mut Output, _: &State, value: &Value) -> Result<(), mi
 
 fn render(template: &ChatTemplate, context: &[u8]) -> Result<String, Problem> {
     let size = context.len();
-    // Short lists take the most memory by byte.
-    let limits = Limits { memory: MIB + 64 * size, turnover: MIB + 256 * size, work: 0 };
+    // Short lists take the most memory by byte. A client's request must not end the process.
+    let (memory, turnover) = if REFUSES { (MIB + 64 * size, MIB + 256 * size) } else { (usize::MAX, usize::MAX) };
+    let limits = Limits { memory, turnover, work: 0 };
     let fuel = FUEL.iter().position(|(_, up_to)| size <= *up_to).unwrap_or(0);
     on_large(|| {
         // What exceeds the limits here is the request's, not the template's.

@@ -1,9 +1,8 @@
 //! Token ids of texts by crate tokenizers, without the strings, offsets and masks of a
 //! full encoding, which cost far more than the ids.
 
-use crate::chat::{chat_bytes, handed_over, slice};
+use crate::chat::{handed_over, slice};
 use crate::limits::{within, Failure, Limits};
-use std::sync::Once;
 use tokenizers::{Model, OffsetReferential, OffsetType, PreTokenizer, Result, Tokenizer};
 
 /// Token ids allocated by the library, to be freed with token_ids_free.
@@ -18,15 +17,6 @@ impl token_ids {
         let (data, len) = handed_over(ids);
         token_ids { data, len }
     }
-}
-
-/// Maximum steps back in one search of a regular expression, about a second.
-const MAX_RETRIES: libc::c_ulong = 50_000_000;
-
-extern "C" {
-    /// Of the library that runs the regular expressions of crate tokenizers; its own
-    /// default has no limit.
-    fn onig_set_retry_limit_in_search(n: libc::c_ulong) -> libc::c_int;
 }
 
 /// What a tokenizer may use for a text of so many bytes. Crate tokenizers takes about 60
@@ -45,49 +35,6 @@ pub(crate) fn describe(failure: Failure) -> String {
         Failure::Limit(limit) => format!("it exceeds the limit of {limit}"),
         Failure::Panic => "it panicked".to_string(),
     }
-}
-
-/// Reads the content of a tokenizer.json; null and the reason in error if that fails.
-///
-/// # Safety
-/// json must point to len readable bytes, error to a writable chat_bytes.
-#[no_mangle]
-pub unsafe extern "C" fn text_tokenizer_new(json: *const u8, len: usize, error: *mut chat_bytes) -> *mut Tokenizer {
-    static ONCE: Once = Once::new();
-    ONCE.call_once(|| {
-        onig_set_retry_limit_in_search(MAX_RETRIES);
-    });
-    let json = slice(json, len);
-    let read = within(limits_of_file(len), || {
-        Tokenizer::from_bytes(json).map(|read| Box::into_raw(Box::new(read))).map_err(|e| e.to_string())
-    });
-    read.unwrap_or_else(|failure| Err(describe(failure))).unwrap_or_else(|reason: String| {
-        *error = chat_bytes::new(reason.into_bytes());
-        std::ptr::null_mut()
-    })
-}
-
-/// Decodes tokens, special ones included. Returns 1 with the text in out, or 0 with the
-/// reason why there is none.
-///
-/// # Safety
-/// tokenizer must be one of this library and not be freed yet, ids point to count readable
-/// numbers, out to a writable chat_bytes.
-#[no_mangle]
-pub unsafe extern "C" fn text_decode(
-    tokenizer: *const Tokenizer,
-    ids: *const u32,
-    count: usize,
-    out: *mut chat_bytes,
-) -> i32 {
-    let ids = if count == 0 { &[] } else { std::slice::from_raw_parts(ids, count) };
-    let decoded = within(limits(16 * count), || (*tokenizer).decode(ids, false).map_err(|e| e.to_string()));
-    let (ok, text) = match decoded.unwrap_or_else(|failure| Err(describe(failure))) {
-        Ok(text) => (1, text),
-        Err(reason) => (0, reason),
-    };
-    *out = chat_bytes::new(text.into_bytes());
-    ok
 }
 
 fn encode(tokenizer: &Tokenizer, text: &str, add_special: bool) -> Result<Vec<u32>> {
@@ -129,17 +76,6 @@ pub unsafe extern "C" fn text_encode(
         }
         Err(Failure::Limit(_)) => 2,
         _ => 0,
-    }
-}
-
-/// Frees a tokenizer.
-///
-/// # Safety
-/// tokenizer must come from text_tokenizer_new and be freed once, with no call under way.
-#[no_mangle]
-pub unsafe extern "C" fn text_tokenizer_free(tokenizer: *mut Tokenizer) {
-    if !tokenizer.is_null() {
-        drop(Box::from_raw(tokenizer));
     }
 }
 

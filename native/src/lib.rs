@@ -2,10 +2,11 @@
 //! in one library, because two Rust static libraries in one Go binary would each bring
 //! their own runtime.
 
-// limits.rs needs it; scripts/build-native.sh permits it on a stable compiler.
-#![feature(alloc_error_hook)]
+// For limits.rs; scripts/build-native.sh permits it on a stable compiler.
+#![cfg_attr(feature = "alloc_error_hook", feature(alloc_error_hook))]
 
 mod chat;
+mod daulet;
 mod detect;
 mod encode;
 mod fast;

@@ -2,11 +2,14 @@
 //! from whoever published the model. A thread counts what it allocates between the
 //! beginning and the end of `within`. An allocation beyond the limits fails, and the hook
 //! for failed allocations unwinds to `within` where the standard library would abort.
+//! Without feature alloc_error_hook it aborts.
 
-use std::alloc::{set_alloc_error_hook, GlobalAlloc, Layout, System};
+use std::alloc::{GlobalAlloc, Layout, System};
 use std::cell::Cell;
 use std::panic::{catch_unwind, resume_unwind, AssertUnwindSafe};
-use std::sync::Once;
+
+/// Whether a call that takes too much memory fails; otherwise the process ends.
+pub const REFUSES: bool = cfg!(feature = "alloc_error_hook");
 
 /// What one call may use.
 pub struct Limits {
@@ -111,6 +114,7 @@ unsafe impl GlobalAlloc for Counting {
 
 /// Ends a limited call whose allocation has failed. Returns outside of one, or without
 /// memory in the system: then the process aborts.
+#[cfg(feature = "alloc_error_hook")]
 fn out_of_memory(layout: Layout) {
     let left = MEMORY.get();
     if left != OFF && !take_limited(left, layout.size() as isize) {
@@ -141,8 +145,11 @@ pub fn charge(units: usize) {
 
 /// Runs a call within limits. Memory that it returns stays allocated. Calls do not nest.
 pub fn within<T>(limits: Limits, call: impl FnOnce() -> T) -> Result<T, Failure> {
-    static HOOK: Once = Once::new();
-    HOOK.call_once(|| set_alloc_error_hook(out_of_memory));
+    #[cfg(feature = "alloc_error_hook")]
+    {
+        static HOOK: std::sync::Once = std::sync::Once::new();
+        HOOK.call_once(|| std::alloc::set_alloc_error_hook(out_of_memory));
+    }
     let bounded = |n: usize| n.min(isize::MAX as usize / 4) as isize;
     TURNOVER.set(bounded(limits.turnover));
     WORK.set(bounded(limits.work));
