@@ -2,6 +2,7 @@ package outlier
 
 import (
 	"math"
+	"slices"
 	"time"
 
 	"kvrouter/internal/kv"
@@ -24,23 +25,26 @@ func (d *Detector) mostOut(all int) int {
 	return most
 }
 
-// out counts the workers that are ejected, of all that are up.
-func (d *Detector) out() (out, all int) {
+// out counts the workers of a role that are ejected, and those of which the cap is a
+// share. Each role has a cap of its own, because a leg can be served by workers of its role
+// alone. That of prefill workers is a share of all workers: without a prefill worker,
+// requests are aggregated.
+func (d *Detector) out(role kv.Role) (out, all int) {
 	for _, w := range d.workers {
-		if w.gone {
+		if w.gone || w.role != role && role != kv.RolePrefill {
 			continue
 		}
 		all++
-		if w.phase == phaseOut {
+		if w.phase == phaseOut && w.role == role {
 			out++
 		}
 	}
 	return out, all
 }
 
-// mayEject reports whether one more worker may be out.
-func (d *Detector) mayEject() bool {
-	out, all := d.out()
+// mayEject reports whether one more worker of a role may be out.
+func (d *Detector) mayEject(role kv.Role) bool {
+	out, all := d.out(role)
 	return !d.TooMany(out+1, all)
 }
 
@@ -62,18 +66,18 @@ func (d *Detector) unspare(w *worker) {
 	}
 }
 
-// keepCap brings workers back until no more are out than may be, the one whose trial is
-// due next first.
-func (d *Detector) keepCap(now time.Time) {
+// keepCap brings workers of a role back until no more are out than may be, the one whose
+// trial is due next first.
+func (d *Detector) keepCap(role kv.Role, now time.Time) {
 	for {
-		out, all := d.out()
+		out, all := d.out(role)
 		if !d.TooMany(out, all) {
 			return
 		}
 		var next *worker
 		var at kv.WorkerKey
 		for key, w := range d.workers {
-			if w.phase == phaseOut && (next == nil || w.until.Before(next.until) || w.until.Equal(next.until) && key.Compare(at) < 0) {
+			if w.phase == phaseOut && w.role == role && (next == nil || w.until.Before(next.until) || w.until.Equal(next.until) && key.Compare(at) < 0) {
 				next, at = w, key
 			}
 		}
@@ -135,6 +139,5 @@ func (r Rate) Worse(best Rate) bool {
 // Panic reports whether more workers fail than may be out: those with the better success
 // rate are used first then.
 func (d *Detector) Panic() bool {
-	out, all := d.out()
-	return d.spared > 0 || d.TooMany(out, all)
+	return d.spared > 0 || slices.ContainsFunc([]kv.Role{kv.RoleBoth, kv.RolePrefill, kv.RoleDecode}, func(role kv.Role) bool { return d.TooMany(d.out(role)) })
 }

@@ -6,6 +6,7 @@ import (
 	"testing"
 	"time"
 
+	"kvrouter/internal/kv"
 	"kvrouter/internal/testkit"
 )
 
@@ -15,7 +16,7 @@ func newCapped(workers, percent int) *bench {
 	settings.MaxEjectionPercent = percent
 	b := &bench{Detector: New(settings), now: time.Unix(1_000_000, 0), random: rand.New(rand.NewPCG(1, 1))}
 	for i := range workers {
-		b.Join(key(i), 1, b.now)
+		b.Join(key(i), 1, kv.RoleBoth, b.now)
 	}
 	return b
 }
@@ -33,7 +34,7 @@ func TestNoMoreWorkersAreOutThanMayBe(t *testing.T) {
 						b.fail(i, kind)
 					}
 				}
-				out, _ := b.out()
+				out, _ := b.out(kv.RoleBoth)
 				if out != test.want {
 					t.Errorf("%d are out, want %d", out, test.want)
 				}
@@ -100,12 +101,12 @@ func TestWorkersThatGoDownBringOthersBack(t *testing.T) {
 		b.pass(time.Second)
 	}
 	b.Leave(key(3), b.now)
-	if out, all := b.out(); out != 1 || all != 3 || b.IsOut(key(0), b.now) || !b.IsOut(key(1), b.now) {
+	if out, all := b.out(kv.RoleBoth); out != 1 || all != 3 || b.IsOut(key(0), b.now) || !b.IsOut(key(1), b.now) {
 		t.Errorf("%d of %d are out; the one that was out first is to be back", out, all)
 	}
 	b.Leave(key(2), b.now)
 	b.Leave(key(0), b.now)
-	if out, all := b.out(); out != 0 || all != 1 {
+	if out, all := b.out(kv.RoleBoth); out != 0 || all != 1 {
 		t.Errorf("%d of %d are out", out, all)
 	}
 }
@@ -143,5 +144,21 @@ func TestWhoIsWorse(t *testing.T) {
 		if got := test.rate.Worse(test.best); got != test.want {
 			t.Errorf("%+v beside %+v: worse %v", test.rate, test.best, got)
 		}
+	}
+}
+
+// TestEachRoleHasItsCap: failing decode workers must not keep a failing prefill worker in.
+func TestEachRoleHasItsCap(t *testing.T) {
+	b := newBench(4)
+	for i, role := range []kv.Role{kv.RolePrefill, kv.RolePrefill, kv.RoleDecode, kv.RoleDecode} {
+		b.Join(key(i), 1, role, b.now)
+	}
+	for _, i := range []int{2, 3, 0} {
+		for range b.settings.EjectAfter {
+			b.fail(i, Status)
+		}
+	}
+	if !b.IsOut(key(2), b.now) || b.IsOut(key(3), b.now) || !b.IsOut(key(0), b.now) || !b.Panic() {
+		t.Errorf("out: %v, %v, %v; panic %v", b.IsOut(key(2), b.now), b.IsOut(key(3), b.now), b.IsOut(key(0), b.now), b.Panic())
 	}
 }

@@ -7,6 +7,8 @@ import (
 	"time"
 
 	"pgregory.net/rapid"
+
+	"kvrouter/internal/kv"
 )
 
 // sentBy is an attempt of a client that is sent to a worker now.
@@ -122,7 +124,7 @@ func TestWhoIsDiscredited(t *testing.T) {
 			b.failBy("bad", 0, Status)
 			b.failBy("bad", 1, Status)
 			b.Leave(key(0), b.now)
-			b.Join(key(0), 1, b.now)
+			b.Join(key(0), 1, kv.RoleBoth, b.now)
 			b.goodBy("good", 0)
 			b.goodBy("good", 1)
 			b.failBy("bad", 1, Status)
@@ -149,7 +151,7 @@ func TestRanksAreNoWitnessesForEachOther(t *testing.T) {
 	b := newBench(1)
 	second := key(0)
 	second.Rank = 1
-	b.Join(second, 1, b.now)
+	b.Join(second, 1, kv.RoleBoth, b.now)
 	for range 3 {
 		for _, k := range []Attempt{{Worker: key(0), Generation: 1}, {Worker: second, Generation: 1}} {
 			b.pass(time.Millisecond)
@@ -242,7 +244,7 @@ func TestTwoClientsFindAWorkerThatFailsNowAndThen(t *testing.T) {
 				b.goodBy(client, i)
 			}
 			b.pass(10 * time.Millisecond)
-			if out, _ := b.out(); out == 2 {
+			if out, _ := b.out(kv.RoleBoth); out == 2 {
 				first = n
 			}
 		}
@@ -303,7 +305,7 @@ func TestOneClientsFailuresTakeNoWorkerOut(t *testing.T) {
 			},
 			"time": func(t *rapid.T) { b.pass(time.Duration(rapid.IntRange(1, 2000).Draw(t, "ms")) * time.Millisecond) },
 			"": func(t *rapid.T) {
-				if out, _ := b.out(); out > 3 {
+				if out, _ := b.out(kv.RoleBoth); out > 3 {
 					t.Fatalf("%d of 6 are out", out)
 				}
 				for _, name := range []string{"a", "b"} {

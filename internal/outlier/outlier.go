@@ -90,6 +90,7 @@ const (
 // worker is the state of one worker rank.
 type worker struct {
 	generation int
+	role       kv.Role
 	gone       bool // not up
 	phase      phase
 	since      time.Time // of phaseOut, or when it came or came back
@@ -152,8 +153,8 @@ type Attempt struct {
 	Client     string // whose request it is; empty: unknown
 }
 
-// Join adds a worker. A new incarnation starts with an empty record.
-func (d *Detector) Join(key kv.WorkerKey, generation int, now time.Time) {
+// Join adds a worker of that role. A new incarnation starts with an empty record.
+func (d *Detector) Join(key kv.WorkerKey, generation int, role kv.Role, now time.Time) {
 	w := d.workers[key]
 	if w == nil {
 		w = new(worker)
@@ -161,6 +162,7 @@ func (d *Detector) Join(key kv.WorkerKey, generation int, now time.Time) {
 	if w.since.IsZero() || w.gone || w.generation != generation {
 		d.workers[key] = &worker{generation: generation, since: now, ejections: w.ejections}
 	}
+	d.workers[key].role = role
 	d.recount()
 }
 
@@ -188,7 +190,7 @@ func (d *Detector) Leave(key kv.WorkerKey, now time.Time) {
 	if gone > keptGone {
 		delete(d.workers, key)
 	}
-	d.keepCap(now)
+	d.keepCap(w.role, now)
 	d.recount()
 }
 
@@ -424,7 +426,7 @@ func (d *Detector) strike(a Attempt, w *worker, kind Kind, why string, now time.
 func (d *Detector) eject(a Attempt, w *worker, kind Kind, why string, now time.Time) {
 	key := a.Worker
 	if w.phase != phaseOut {
-		if !d.mayEject() {
+		if !d.mayEject(w.role) {
 			d.spare(key, w, kind, why, now)
 			return
 		}
@@ -502,7 +504,7 @@ func (d *Detector) Readmit(key kv.WorkerKey, now time.Time) {
 	if w.phase == phaseOut {
 		d.bringBack(key, w, now)
 	}
-	*w = worker{generation: w.generation, since: now, answered: w.answered, seen: w.seen, ejections: w.ejections}
+	*w = worker{generation: w.generation, role: w.role, since: now, answered: w.answered, seen: w.seen, ejections: w.ejections}
 	d.recount()
 }
 

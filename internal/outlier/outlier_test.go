@@ -24,7 +24,7 @@ type bench struct {
 func newBench(workers int) *bench {
 	b := &bench{Detector: New(testkit.Defaults[Settings]()), now: time.Unix(1_000_000, 0), random: rand.New(rand.NewPCG(1, 1))}
 	for i := range workers {
-		b.Join(key(i), 1, b.now)
+		b.Join(key(i), 1, kv.RoleBoth, b.now)
 	}
 	return b
 }
@@ -304,7 +304,7 @@ func TestRanksShareTheirServer(t *testing.T) {
 	}{{Refused, true}, {Misconfigured, true}, {Status, false}, {Broken, false}, {Stuck, false}} {
 		b := newBench(4)
 		other := kv.WorkerKey{Worker: 0, Rank: 1}
-		b.Join(other, 1, b.now)
+		b.Join(other, 1, kv.RoleBoth, b.now)
 		for range 3 {
 			b.fail(0, test.kind)
 		}
@@ -323,7 +323,7 @@ func TestANewIncarnationHasACleanRecord(t *testing.T) {
 	if !b.Quiet() {
 		t.Error("a worker that is gone counts")
 	}
-	b.Join(key(0), 2, b.now)
+	b.Join(key(0), 2, kv.RoleBoth, b.now)
 	if b.level(0) != In {
 		t.Error("the new incarnation is out")
 	}
@@ -451,10 +451,10 @@ func TestDetectorKeepsItsInvariants(t *testing.T) {
 			},
 			"time": func(t *rapid.T) { b.pass(time.Duration(rapid.IntRange(1, 8000).Draw(t, "ms")) * time.Millisecond) },
 			"down": func(t *rapid.T) { b.Leave(key(rapid.IntRange(0, 3).Draw(t, "worker")), b.now) },
-			"up":   func(t *rapid.T) { b.Join(key(rapid.IntRange(0, 3).Draw(t, "worker")), 1, b.now) },
+			"up":   func(t *rapid.T) { b.Join(key(rapid.IntRange(0, 3).Draw(t, "worker")), 1, kv.RoleBoth, b.now) },
 			"": func(t *rapid.T) {
 				odd, spared := 0, 0
-				if out, all := b.out(); out > max(1, all/2) || all == 1 && out > 0 {
+				if out, all := b.out(kv.RoleBoth); out > max(1, all/2) || all == 1 && out > 0 {
 					t.Fatalf("%d of %d workers are out", out, all)
 				}
 				for k, w := range b.workers {
@@ -491,7 +491,7 @@ func TestDetectorKeepsItsInvariants(t *testing.T) {
 			},
 		})
 		for i := range 4 {
-			b.Join(key(i), 1, b.now)
+			b.Join(key(i), 1, kv.RoleBoth, b.now)
 		}
 		// Whatever was: after good answers and some time every worker is in again.
 		for range 200 {
@@ -538,7 +538,7 @@ func TestHintsHoldAWorkerForAFirstEjectionAtMost(t *testing.T) {
 	d := New(settings)
 	key := func(i int) kv.WorkerKey { return kv.WorkerKey{Worker: uint64(i)} }
 	for i := range 4 {
-		d.Join(key(i), 0, now)
+		d.Join(key(i), 0, kv.RoleBoth, now)
 	}
 	if d.Hint(key(9), time.Second, now) || d.Hint(key(0), 0, now) {
 		t.Error("a hint of an unknown worker, or of no time, was taken")
@@ -557,8 +557,8 @@ func TestHintsHoldAWorkerForAFirstEjectionAtMost(t *testing.T) {
 	}
 	settings.EjectAfter = 0
 	d = New(settings)
-	d.Join(key(0), 0, now)
-	d.Join(key(1), 0, now)
+	d.Join(key(0), 0, kv.RoleBoth, now)
+	d.Join(key(1), 0, kv.RoleBoth, now)
 	if d.Hint(key(0), time.Second, now) {
 		t.Error("a hint was taken though failures take no worker out")
 	}

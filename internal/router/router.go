@@ -285,7 +285,7 @@ func (r *Router) Up(t kv.Target) {
 	} else {
 		r.targets, r.targetLoads = slices.Insert(r.targets, at, t), slices.Insert(r.targetLoads, at, load)
 	}
-	r.outliers.Join(t.Key, t.Generation, r.now())
+	r.outliers.Join(t.Key, t.Generation, t.Role, r.now())
 	r.notePairs()
 	r.dispatch(r.now())
 }

@@ -60,7 +60,7 @@ func TestChartHasTheAlertsAndTheBoard(t *testing.T) {
 			}
 		}
 		if has, err := os.ReadFile(to); err != nil || !bytes.Equal(has, text) {
-			t.Errorf("%s is not the same as %s (%v): run go test -run TestChart -update ./test/deploy", to, from, err)
+			t.Errorf("%s is not the same as %s (%v): run go test ./test/deploy -run TestChart -update", to, from, err)
 		}
 	}
 	for _, expr := range regexp.MustCompile(`job="(\w+)"`).FindAllStringSubmatch(Read(t, "prometheus/alerts.yaml"), -1) {
@@ -113,7 +113,7 @@ func TestChartSchemaKnowsEveryFlag(t *testing.T) {
 		return true
 	})
 	if !slices.Equal(has, want) {
-		t.Errorf("%s: config has not the keys that are flags: run go test -run TestChart -update ./test/deploy", chartSchema)
+		t.Errorf("%s: config has not the keys that are flags: run go test ./test/deploy -run TestChart -update", chartSchema)
 	}
 }
 
