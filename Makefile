@@ -52,8 +52,9 @@ demo: ## Run four simulated workers with traffic; dashboard at http://127.0.0.1:
 	@scripts/build-native.sh
 	go run . --engine mocker --demo --num-workers 4 $(ARGS)
 
+# Four packages at a time, because many tests wait more than they compute.
 check: lint ## Run the linters and the short tests
-	go test -short ./...
+	go test -short -p 4 ./...
 
 # The race detector watches the packages, and the built program in test/; there the tests themselves go without.
 # A simulation is one goroutine: the long ones run without it.
