@@ -25,7 +25,7 @@ var layers = []map[string]string{
 	},
 	{ // knowing
 		"hints": "jsonbody kv", "radix": "blockpool kv table", "engine": "blockpool kv",
-		"chat": "guard jsonbody", "encode": "guard", "keys": "textfile web",
+		"chat": "guard jsonbody", "encode": "guard", "keys": "textfile web", "reload": "textfile",
 	},
 	{ // prompts
 		"tokens": "chat encode jsonbody kv",

@@ -8,6 +8,8 @@ import (
 	"net/http"
 	"os"
 	"os/signal"
+	"reflect"
+	"slices"
 	"strings"
 	"sync"
 	"syscall"
@@ -19,7 +21,9 @@ import (
 	"kvrouter/internal/encode"
 	"kvrouter/internal/logs"
 	"kvrouter/internal/page"
+	"kvrouter/internal/reload"
 	"kvrouter/internal/settings"
+	"kvrouter/internal/telemetry"
 )
 
 func main() {
@@ -69,8 +73,60 @@ func serve(config Config) error {
 		fresh, _, err := ParseConfig(os.Args[1:])
 		return fresh, err
 	}
-	go newReloader(app, level, reread).run(ctx, reloads)
+	go reload.New(app.noteReload, log, app.reloaded(level, reread)...).Run(ctx, reloads)
 	return app.run(ctx)
+}
+
+// reloaded returns what SIGHUP reloads: the log level and the busy thresholds of the
+// settings, which reread reads again, keys and certificates.
+func (r *app) reloaded(level *slog.LevelVar, reread func() (Config, error)) []reload.Source {
+	config, thresholds := &r.config, r.config.Routing.BusyThresholds
+	return []reload.Source{
+		{File: telemetry.FileConfig, Flags: "--config", Paths: []string{config.ConfigFile}, Read: func() (func() []any, error) {
+			fresh, err := reread()
+			return func() []any {
+				if now := fresh.Routing.BusyThresholds; !reflect.DeepEqual(now, thresholds) {
+					r.models.SetBusyThresholds(now)
+					thresholds = now
+				}
+				level.Set(logs.Level(fresh.LogLevel))
+				return []any{"log_level", fresh.LogLevel, "busy_thresholds", fresh.Routing.BusyThresholds.Set()}
+			}, err
+		}},
+		{File: telemetry.FileKeys, Read: func() (func() []any, error) {
+			use, err := r.keys.Read()
+			return func() []any { return []any{"api_keys", use()} }, err
+		}},
+		{File: telemetry.FileTLS, Flags: "--tls-cert, --tls-key, --tls-client-ca:", Paths: []string{config.Web.TLS.TLSCert, config.Web.TLS.TLSKey, config.Web.TLS.TLSClientCA}, Read: func() (func() []any, error) {
+			use, err := r.certificates.Read()
+			return func() []any {
+				use()
+				return []any{"tls", r.certificates != nil}
+			}, err
+		}},
+	}
+}
+
+// noteReload shows the result of reading a file again, if it is in use.
+func (r *app) noteReload(file string, failed bool) {
+	if slices.Contains(r.config.reloadedFiles(), file) {
+		r.reloads.Note(file, failed)
+	}
+}
+
+// reloadedFiles are the files in use that are read again while the router runs.
+func (c *Config) reloadedFiles() []string {
+	files := []string{telemetry.FileConfig}
+	if c.Keys.APIKeysFile != "" {
+		files = append(files, telemetry.FileKeys)
+	}
+	if c.Web.TLS.TLSCert != "" {
+		files = append(files, telemetry.FileTLS)
+	}
+	if c.Discovery.File() != "" {
+		files = append(files, telemetry.FileWorkers)
+	}
+	return files
 }
 
 // errInterrupted is the cause of an end by SIGINT: by a person, not by a balancer's

@@ -93,7 +93,7 @@ func build(ctx context.Context, config Config, log *slog.Logger) (*app, error) {
 	r.fleet = workers.New(config.fleetSettings(), workers.Deps{
 		Start: start, Index: r.changed, Peers: events.NewPeers(config.IndexerPeers, peerKey(config), nil), Names: r.router.Names(), Edges: r.edges, Log: log,
 	})
-	r.reloads = telemetry.NewReloads(config.reloaded()...)
+	r.reloads = telemetry.NewReloads(config.reloadedFiles()...)
 	fileRead := func(failed bool) { r.reloads.Note(telemetry.FileWorkers, failed) }
 	if r.source, err = discovery.Open(config.Discovery, fileRead, log); err != nil {
 		return nil, err

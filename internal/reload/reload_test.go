@@ -1,4 +1,4 @@
-package main
+package reload
 
 import (
 	"context"
@@ -21,41 +21,46 @@ import (
 	"kvrouter/internal/web"
 )
 
-// reloading is a reloader over a file of keys and one of settings.
+// reloading is a reloader of a file of keys and one of settings.
 type reloading struct {
-	*reloader
-	t      *testing.T
-	dir    string
-	log    testkit.LogBuffer
-	reads  chan (func() error) // answers the next readings of the settings; empty: they are good
-	signal chan os.Signal
+	*Reloader
+	t       *testing.T
+	dir     string
+	log     testkit.LogBuffer
+	keys    *keys.Ring
+	results *telemetry.Reloads
+	reads   chan (func() error) // answers the next readings of the settings; empty: they are good
+	signal  chan os.Signal
 }
 
 func newReloading(t *testing.T) *reloading {
 	t.Helper()
-	r := &reloading{t: t, dir: t.TempDir(), reads: make(chan func() error, 100), signal: make(chan os.Signal, 1)}
-	config := Config{Keys: keys.Settings{APIKeysFile: r.path("keys")}, ConfigFile: r.path("config")}
+	r := &reloading{t: t, dir: t.TempDir(), results: telemetry.NewReloads("config", "api_keys"), reads: make(chan func() error, 100), signal: make(chan os.Signal, 1)}
 	r.write("keys", "- {name: a, key: first-key}\n- {name: b, key: other-key}")
 	r.write("config", "")
-	ring := keys.New(config.Keys, nil)
-	use, err := ring.Read()
+	r.keys = keys.New(keys.Settings{APIKeysFile: r.path("keys")}, nil)
+	use, err := r.keys.Read()
 	if err != nil {
 		t.Fatal(err)
 	}
 	use()
-	log := slog.New(slog.NewTextHandler(&r.log, nil))
-	r.reloader = newReloader(&app{config: config, log: log, keys: ring, reloads: telemetry.NewReloads(config.reloaded()...)}, new(slog.LevelVar), func() (Config, error) {
+	config := Source{File: telemetry.FileConfig, Flags: "--config", Paths: []string{r.path("config"), ""}, Read: func() (func() []any, error) {
 		select {
 		case read := <-r.reads:
-			return Config{LogLevel: "info"}, read()
+			return func() []any { return nil }, read()
 		default:
-			return Config{LogLevel: "info"}, nil
+			return func() []any { return nil }, nil
 		}
-	})
+	}}
+	ring := Source{File: telemetry.FileKeys, Read: func() (func() []any, error) {
+		use, err := r.keys.Read()
+		return func() []any { return []any{"api_keys", use()} }, err
+	}}
+	r.Reloader = New(r.results.Note, slog.New(slog.NewTextHandler(&r.log, nil)), config, ring)
 	ctx, stop := context.WithCancel(t.Context())
 	ended := make(chan bool)
 	go func() {
-		r.run(ctx, r.signal)
+		r.Run(ctx, r.signal)
 		close(ended)
 	}()
 	t.Cleanup(func() {
@@ -76,8 +81,8 @@ func (r *reloading) write(name, text string) {
 	}
 }
 
-// reload sends the signal and waits for the next line of the log, which has want.
-func (r *reloading) reload(want string) {
+// hangUp sends the signal and waits for the next line of the log, which has want.
+func (r *reloading) hangUp(want string) {
 	r.t.Helper()
 	before := strings.Count(r.log.String(), "\n")
 	r.signal <- syscall.SIGHUP
@@ -95,7 +100,7 @@ func (r *reloading) says(before int, want string) {
 // accepts reports whether a key is let in.
 func (r *reloading) accepts(key string) bool {
 	engine := gin.New()
-	engine.Use(r.app.keys.Guard(web.OpenAIError))
+	engine.Use(r.keys.Guard(web.OpenAIError))
 	engine.GET("/", func(*gin.Context) {})
 	request := httptest.NewRequest(http.MethodGet, "/", nil)
 	request.Header.Set("Authorization", "Bearer "+key)
@@ -107,7 +112,7 @@ func (r *reloading) accepts(key string) bool {
 // failed checks the metric.
 func (r *reloading) failed(config, keys float64) {
 	r.t.Helper()
-	lines := testkit.Scrape(r.t, r.app.reloads.Collectors()...)
+	lines := testkit.Scrape(r.t, r.results.Collectors()...)
 	for file, want := range map[string]float64{"config": config, "api_keys": keys} {
 		if got, has := lines[fmt.Sprintf("kvrouter_config_reload_failed{file=%q}", file)]; !has || got != want {
 			r.t.Errorf("%s is %v (%v), want %v", file, got, has, want)
@@ -151,7 +156,7 @@ func TestFileThatCannotBeUsedChangesNothing(t *testing.T) {
 		{"both", func() { r.write("keys", "") }, "it is not a regular file; --api-keys-file " + r.path("keys") + ": it has no keys", 1, 1},
 	} {
 		test.change()
-		r.reload(test.want)
+		r.hangUp(test.want)
 		r.failed(test.config, test.keys)
 		if !r.accepts("first-key") || !r.accepts("other-key") || r.accepts("second-key") {
 			t.Errorf("%s: the keys have changed", test.name)
@@ -159,7 +164,7 @@ func TestFileThatCannotBeUsedChangesNothing(t *testing.T) {
 	}
 	r.write("config", "")
 	r.write("keys", "- {name: a, key: second-key}")
-	r.reload("api_keys=1")
+	r.hangUp("api_keys=1")
 	r.failed(0, 0)
 	if r.accepts("first-key") || r.accepts("other-key") || !r.accepts("second-key") {
 		t.Error("the good file does not count")
@@ -192,12 +197,12 @@ func TestReloadThatHangsIsLeftBehind(t *testing.T) {
 	}
 	for range maxHung - 1 {
 		r.reads <- hang
-		r.reload("its files were not read within 100ms")
+		r.hangUp("its files were not read within 100ms")
 		r.failed(1, 0)
 	}
-	r.reload("8 earlier reloads still wait for their files")
+	r.hangUp("8 earlier reloads still wait for their files")
 	close(back)
 	testkit.Eventually(t, 10*time.Second, "they have come back", func() bool { return len(r.reading) == 0 })
-	r.reload("api_keys=1")
+	r.hangUp("api_keys=1")
 	r.failed(0, 0)
 }
