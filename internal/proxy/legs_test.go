@@ -1,12 +1,14 @@
 package proxy
 
 import (
+	"errors"
 	"io"
 	"net/http"
 	"net/http/httptest"
 	"slices"
 	"strings"
 	"testing"
+	"testing/synctest"
 	"time"
 
 	"github.com/tidwall/gjson"
@@ -200,5 +202,47 @@ func newFarPair(b *testing.B, kind kv.Kind, way time.Duration) func() float64 {
 			b.Fatalf("%+v: %v", x, err)
 		}
 		return float64(x.FirstChunk.Sub(began)) / float64(time.Millisecond)
+	}
+}
+
+// TestAFailedDecodeLegWaitsForThePrefillLegsFailure: the decode worker may report first
+// that the prefill worker is gone.
+func TestAFailedDecodeLegWaitsForThePrefillLegsFailure(t *testing.T) {
+	gone := errors.New("the prefill worker is gone")
+	for _, test := range []struct {
+		name         string
+		after, waits time.Duration
+		want         error
+	}{
+		{"which is known", 0, 0, gone},
+		{"which comes a moment later", prefillGrace / 2, prefillGrace / 2, gone},
+		{"which never comes", time.Hour, prefillGrace, nil},
+	} {
+		t.Run(test.name, func(t *testing.T) {
+			synctest.Test(t, func(t *testing.T) {
+				ended := make(chan error, 1)
+				go func() {
+					time.Sleep(test.after)
+					ended <- gone
+				}()
+				synctest.Wait()
+				began := time.Now()
+				hearPrefill(ended)
+				if took := time.Since(began); took != test.waits {
+					t.Errorf("it waited %s, want %s", took, test.waits)
+				}
+				select {
+				case err := <-ended:
+					if err != test.want {
+						t.Errorf("got %v, want %v", err, test.want)
+					}
+				default:
+					if test.want != nil {
+						t.Errorf("got nothing, want %v", test.want)
+					}
+				}
+				time.Sleep(test.after) // the leg ends
+			})
+		})
 	}
 }

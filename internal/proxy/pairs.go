@@ -293,6 +293,9 @@ func (p *Proxy) concurrent(ctx context.Context, w http.ResponseWriter, l legs, x
 	}()
 	err := p.send(decodeCtx, w, l.decode, x, l.decision(), retry)
 	cut := decodeCtx.Err() != nil
+	if err != nil && !cut && !errors.Is(err, ErrAnswered) {
+		hearPrefill(prefilled)
+	}
 	endPrefill(errDecodeEnded)
 	prefillErr := <-prefilled
 	l.shared.stop()
@@ -311,6 +314,23 @@ func (p *Proxy) concurrent(ctx context.Context, w http.ResponseWriter, l legs, x
 		p.abort(l, l.pair.Decode.Target)
 	}
 	return err
+}
+
+// prefillGrace is the time for which a failed decode leg waits for the prefill leg's
+// failure. A decode worker often reports first that its prefill worker is gone; without
+// the reason, the next attempt may choose that prefill worker again.
+const prefillGrace = 100 * time.Millisecond
+
+// hearPrefill waits until the prefill leg has ended, prefillGrace at most. It leaves its
+// error in ended, which has room for one.
+func hearPrefill(ended chan error) {
+	grace := time.NewTimer(prefillGrace)
+	defer grace.Stop()
+	select {
+	case err := <-ended:
+		ended <- err
+	case <-grace.C:
+	}
 }
 
 // prefill sends the prefill leg and returns its answer, which is kept from the
