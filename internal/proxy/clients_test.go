@@ -14,6 +14,7 @@ import (
 	"time"
 
 	"kvrouter/internal/outlier"
+	"kvrouter/internal/testkit"
 	"kvrouter/internal/policies"
 )
 
@@ -106,7 +107,7 @@ func (c *crowd) ask(ctx context.Context, client, kind string, count *tallied, be
 func TestOneClientsFailuresStayWithThatClient(t *testing.T) {
 	const lasts = 6 * time.Second
 	rules := policies.Names
-	if testing.Short() {
+	if testing.Short() || testkit.RaceDetector {
 		rules = []string{"work", "round-robin"}
 	}
 	for kind := range poisons {

@@ -170,7 +170,7 @@ func breaks(w http.ResponseWriter, r *http.Request) {
 func TestAWorkerThatFailsFastDoesNotDrawTheTraffic(t *testing.T) {
 	const requests, clients = 240, 12
 	rules := policies.Names
-	if testing.Short() {
+	if testing.Short() || testkit.RaceDetector {
 		rules = []string{"work", "standalone"}
 	}
 	for _, kind := range []struct {
