@@ -14,8 +14,8 @@ import (
 	"time"
 
 	"kvrouter/internal/outlier"
-	"kvrouter/internal/testkit"
 	"kvrouter/internal/policies"
+	"kvrouter/internal/testkit"
 )
 
 // poisons are the ways in which a request can fail at every worker.
