@@ -69,7 +69,7 @@ func TestBadIndexSnapshotsAreRefusedWithOneLine(t *testing.T) {
 		{"a bit flipped", flipped, true, false},
 		{"truncated", good[:len(good)/2], true, false},
 		{"empty", nil, true, false},
-		{"another version", bytes.Replace(good, []byte("snapshot 1"), []byte("snapshot 2"), 1), true, false},
+		{"another version", bytes.Replace(good, []byte("snapshot 2"), []byte("snapshot 1"), 1), true, false},
 		{"a text of 65,535 bytes", sealed(append(rank, 0xff, 0xff)...), true, false},
 		{"4,294,967,295 blocks", sealed(append(rank, 0, 0, 0, 0, 0xff, 0xff, 0xff, 0xff)...), true, false},
 		{"another magic", append([]byte("KV"), good[2:]...), false, false},

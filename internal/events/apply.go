@@ -9,6 +9,7 @@ import (
 	"github.com/zeebo/xxh3"
 
 	"kvrouter/internal/guard"
+	"kvrouter/internal/kv"
 	"kvrouter/internal/radix"
 )
 
@@ -99,8 +100,16 @@ func (s *Stream) applyBatch(seq uint64, payload []byte, live bool) error {
 		}
 	}
 	defer s.trim()
+	if drops := s.drops.Load(); drops != s.layout.DropsLast {
+		s.setLayout(kv.Layout{Groups: s.layout.Groups, DropsLast: drops})
+	}
 	for s.dec.more() {
+		place := s.dec.mark()
 		e, err := s.dec.next()
+		if err == nil && !s.knowsGroup(e) {
+			s.learnGroups(place)
+			e, err = s.dec.next()
+		}
 		if err == nil {
 			err = s.applyEvent(e)
 		}
@@ -133,6 +142,9 @@ func (s *Stream) trim() {
 	if cap(s.blocks) > keptBlocks {
 		s.blocks = nil
 	}
+	if cap(s.hashes) > keptBlocks {
+		s.hashes = nil
+	}
 }
 
 func (s *Stream) applyEvent(e *kvEvent) error {
@@ -140,12 +152,24 @@ func (s *Stream) applyEvent(e *kvEvent) error {
 	case eventStored:
 		return s.applyStored(e)
 	case eventRemoved:
-		if !ownCache(e) || e.hasGroup && s.groupKnown && e.group != s.group {
+		group, known := s.groupOf(e)
+		if !ownCache(e) || !known {
 			s.stats.Ignored.Add(1)
 			return nil
 		}
-		unknown := s.index.Remove(s.Src.Worker, e.hashes)
-		s.history.removed(e.hashes)
+		unknown := 0
+		if group > 0 {
+			unknown = s.index.Drop(s.Src.Worker, group, e.hashes)
+			s.history.dropped(group, e.hashes)
+		} else {
+			hashes := e.hashes
+			if parts := s.parts(); parts > 1 {
+				s.hashes = partHashes(s.hashes[:0], e.hashes, parts)
+				hashes = s.hashes
+			}
+			unknown = s.index.Remove(s.Src.Worker, hashes)
+			s.history.removed(hashes)
+		}
 		s.stats.Removed.Add(1)
 		s.stats.RemovedBlocks.Add(uint64(len(e.hashes) - unknown))
 		if unknown > 0 {
@@ -166,44 +190,41 @@ func (s *Stream) applyEvent(e *kvEvent) error {
 }
 
 func (s *Stream) applyStored(e *kvEvent) error {
-	if !ownCache(e) || !fullAttention(e) {
+	group, known := s.groupOf(e)
+	if !ownCache(e) || !known {
 		s.stats.Ignored.Add(1)
 		return nil
 	}
 	if len(e.hashes) == 0 {
 		return nil
 	}
-	if e.blockSize != s.Src.BlockSize {
+	if e.blockSize <= 0 || e.blockSize%s.Src.BlockSize != 0 || e.blockSize/s.Src.BlockSize > maxParts {
 		s.stats.BlockSizeMismatch.Add(1)
 		s.stats.Cold.Store(true)
 		if !s.warned["block size"] {
 			s.warned["block size"] = true
-			s.log.Error("the engine's block size differs from the router's: its events are dropped; start both with the same --block-size",
+			s.log.Error("the engine's block size is not a multiple of the router's: its events are dropped; start both with the same --block-size",
 				"engine", e.blockSize, "router", s.Src.BlockSize)
 		}
 		return nil
 	}
-	if e.hasGroup {
-		// The groups of a hybrid model hold the same prompt side by side, with
-		// the same block ids. One of them stands for all.
-		if !s.groupKnown {
-			s.group, s.groupKnown = e.group, true
-		}
-		if e.group != s.group {
-			s.stats.Ignored.Add(1)
-			return nil
-		}
+	if group > 0 {
+		return s.applyHeld(group, e.hashes)
+	}
+	if parts := s.parts(); len(s.layout.Groups) > 0 && e.blockSize != s.layout.Groups[0].Block {
+		return fmt.Errorf("block_size is %d, that of the group is %d", e.blockSize, s.layout.Groups[0].Block)
+	} else if s.overflows(parts * len(e.hashes)) {
+		return nil
 	}
 	var err error
-	s.blocks, err = s.dec.blocks(s.blocks[:0], e)
+	s.blocks, err = s.dec.blocks(s.blocks[:0], e, e.blockSize/s.Src.BlockSize)
 	if err != nil {
 		return err
 	}
-	if s.overflows(len(s.blocks)) {
-		return nil
-	}
 	if s.seeded { // or a block from the peer counts twice
-		s.index.Remove(s.Src.Worker, e.hashes)
+		for _, b := range s.blocks {
+			s.index.Remove(s.Src.Worker, []uint64{b.Engine})
+		}
 	}
 	s.batch.stored = true
 	switch err := s.index.Store(s.Src.Worker, e.parent, e.hasParent, s.blocks); {
@@ -230,9 +251,9 @@ func (s *Stream) applyStored(e *kvEvent) error {
 func (s *Stream) overflows(more int) bool {
 	most := maxHeld
 	if capacity := s.capacity.Load(); capacity > 0 {
-		most = int(min(maxHeld, heldFactor*min(capacity, maxHeld)+heldSlack))
+		most = int(min(maxHeld, heldFactor*min(capacity*int64(s.parts()), maxHeld)+heldSlack))
 	}
-	held := s.index.Blocks(s.Src.Worker)
+	held := s.index.AllBlocks(s.Src.Worker)
 	if held+more <= most {
 		return false
 	}
@@ -246,18 +267,4 @@ func (s *Stream) overflows(more int) bool {
 // than an offloading tier or another process.
 func ownCache(e *kvEvent) bool {
 	return (len(e.medium) == 0 || string(e.medium) == "GPU") && string(e.locality) != "REMOTE"
-}
-
-// fullAttention reports whether a stored block means that the whole prefix up to
-// it is usable. Groups with a sliding window, a state or cross attention keep
-// some blocks only. Where the engine does not report the kind, its first group
-// counts.
-func fullAttention(e *kvEvent) bool {
-	switch string(e.specKind) {
-	case "":
-		return !e.hasGroup || e.group == 0
-	case "full_attention", "mla_attention", "sink_full_attention":
-		return true
-	}
-	return false
 }

@@ -2,6 +2,7 @@ package events
 
 import (
 	"bytes"
+	"encoding/binary"
 	"fmt"
 
 	"github.com/vmihailenco/msgpack/v5/msgpcode"
@@ -17,9 +18,33 @@ const (
 	loraIDSeed   = 3
 )
 
+// partSeed mixes an engine's hash and the number of a part of its block into the hash
+// of that part.
+const partSeed = 4
+
+// partHash returns the hash of a part of an engine's block, other than the last,
+// which has the engine's.
+func partHash(engine uint64, part int) uint64 {
+	var both [16]byte
+	binary.LittleEndian.PutUint64(both[:8], engine)
+	binary.LittleEndian.PutUint64(both[8:], uint64(part))
+	return xxh3.HashSeed(both[:], partSeed)
+}
+
+// partHashes appends the hashes of all parts of the blocks with these engine hashes.
+func partHashes(dst, engine []uint64, parts int) []uint64 {
+	for _, e := range engine {
+		for part := range parts - 1 {
+			dst = append(dst, partHash(e, part))
+		}
+		dst = append(dst, e)
+	}
+	return dst
+}
+
 // blocks appends the blocks of a store event with their local hashes. It fails
-// if the fields do not fit each other, as in a group that keeps some of a
-// prompt's blocks only.
+// if the fields do not fit each other. An engine's block has as many parts as it has
+// blocks of the index, and all parts come and go together.
 //
 // A block's extra keys are, in vLLM's order (generate_block_hash_extra_keys in
 // vllm/v1/core/kv_cache_utils.py): the LoRA name again, multimodal items, the
@@ -27,7 +52,7 @@ const (
 // name and the salt enter as HashBlocks does it, media as HashMediaBlocks; all
 // else is mixed in as raw bytes, so that nothing matches it. SGLang has no extra keys: it sends the cache salt with every event, of
 // whichever part of the prompt.
-func (d *batchDecoder) blocks(dst []kv.StoredBlock, e *kvEvent) ([]kv.StoredBlock, error) {
+func (d *batchDecoder) blocks(dst []kv.StoredBlock, e *kvEvent, parts int) ([]kv.StoredBlock, error) {
 	switch n := len(e.hashes); {
 	case n == 0:
 		return dst, nil
@@ -58,7 +83,17 @@ func (d *batchDecoder) blocks(dst []kv.StoredBlock, e *kvEvent) ([]kv.StoredBloc
 		}
 		tokens := e.tokens[i*e.blockSize : (i+1)*e.blockSize]
 		d.words = kv.MediaWords(d.words[:0], d.media)
-		dst = append(dst, kv.StoredBlock{Engine: engine, Local: kv.HashMediaBlock(tokens, d.words, seed)})
+		size := e.blockSize / parts
+		for part := range parts - 1 {
+			// The words of media are those of the whole block: a prompt's parts have
+			// others, so that such a block may be missed.
+			local := kv.HashMediaBlock(tokens[part*size:(part+1)*size], d.words, seed)
+			dst = append(dst, kv.StoredBlock{Engine: partHash(engine, part), Local: local})
+			if i == 0 && !e.hasParent {
+				seed = base // without the salt
+			}
+		}
+		dst = append(dst, kv.StoredBlock{Engine: engine, Local: kv.HashMediaBlock(tokens[(parts-1)*size:], d.words, seed)})
 	}
 	return dst, nil
 }

@@ -57,6 +57,7 @@ type kvEvent struct {
 	group    int    // KV-cache group of a hybrid model; valid if hasGroup
 	hasGroup bool
 	specKind []byte // attention kind of the group; empty: unknown
+	window   int    // tokens of the group's sliding window; 0: none
 }
 
 // The fields of an event in the order in which engines up to vLLM 0.23 send
@@ -120,6 +121,18 @@ func (d *batchDecoder) trim() {
 	if cap(d.media) > keptBlocks {
 		d.media = nil
 	}
+}
+
+// mark is a place in a batch.
+type mark struct{ pos, left int }
+
+// mark returns the place before the next event.
+func (d *batchDecoder) mark() mark { return mark{d.pos(), d.left} }
+
+// reset goes back to a place in the same batch.
+func (d *batchDecoder) reset(to mark) {
+	d.seek(to.pos)
+	d.left = to.left
 }
 
 // more reports whether the batch has another event.
@@ -277,6 +290,11 @@ func (d *batchDecoder) field(e *kvEvent, name string) (err error) {
 		e.locality, err = d.optionalText()
 	case "kv_cache_spec_kind":
 		e.specKind, err = d.optionalText()
+	case "kv_cache_spec_sliding_window":
+		if d.isNil() {
+			return d.skip()
+		}
+		e.window, err = d.int()
 	case "extra_keys":
 		e.extra, err = d.extraKeys(e.extra[:0])
 	case "group_idx":

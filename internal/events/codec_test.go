@@ -103,7 +103,7 @@ func TestExtraKeysKeepBlocksOfDifferentOwnersApart(t *testing.T) {
 			if err != nil {
 				t.Fatal(err)
 			}
-			blocks, err := d.blocks(nil, e)
+			blocks, err := d.blocks(nil, e, 1)
 			if err != nil {
 				t.Fatal(err)
 			}
@@ -168,7 +168,7 @@ func TestSGLangTellsTheSaltWithEveryEvent(t *testing.T) {
 			if err != nil {
 				t.Fatal(name, err)
 			}
-			blocks, err := d.blocks(nil, e)
+			blocks, err := d.blocks(nil, e, 1)
 			if err != nil {
 				t.Fatal(name, err)
 			}
@@ -223,7 +223,7 @@ func TestEventDecoderStepsOverBadEvents(t *testing.T) {
 			for i := 0; d.more(); i++ {
 				e, err := d.next()
 				if err == nil && e.kind == eventStored {
-					_, err = d.blocks(nil, e)
+					_, err = d.blocks(nil, e, 1)
 				}
 				switch {
 				case i == 1 && (err == nil || errors.Is(err, errBrokenPayload)):
@@ -314,7 +314,7 @@ func drainEvents(d *batchDecoder, payload []byte) (values int) {
 		e, err := d.next()
 		values += len(e.hashes) + len(e.tokens) + len(e.extra)
 		if err == nil && e.kind == eventStored {
-			blocks, _ = d.blocks(blocks[:0], e)
+			blocks, _ = d.blocks(blocks[:0], e, 1)
 		}
 	}
 	d.rank()

@@ -9,6 +9,7 @@ import (
 	"io"
 	"iter"
 	"log/slog"
+	"slices"
 	"strings"
 	"time"
 
@@ -116,10 +117,38 @@ func WriteDump(w io.Writer, index radix.Index, blockSize int, parts []DumpPart) 
 				events++
 			}
 		}
-		out.WriteString("]}")
+		out.WriteByte(']')
+		if groups := cacheGroupsOf(index, part.Workers); len(groups) > 0 {
+			text, _ := json.Marshal(groups)
+			fmt.Fprintf(out, `,%q:%s`, dumpGroups, text)
+		}
+		out.WriteByte('}')
 	}
 	out.WriteByte('}')
 	return out.Flush()
+}
+
+// dumpGroups is the member of a partition, beside those of Dynamo's form, with the
+// KV-cache groups of its workers. It comes after the events.
+const dumpGroups = "cache_groups"
+
+// dumpRank is the KV-cache groups of one rank in a dump.
+type dumpRank struct {
+	WorkerID uint64        `json:"worker_id"`
+	DPRank   uint32        `json:"dp_rank"`
+	Layout   string        `json:"layout"`
+	Held     []groupBlocks `json:"held"`
+}
+
+// cacheGroupsOf returns the groups of those of the workers that have others than one.
+func cacheGroupsOf(index radix.Index, workers []kv.WorkerKey) (ranks []dumpRank) {
+	for _, key := range workers {
+		if layout := index.LayoutOf(key).String(); layout != "" {
+			held := slices.Collect(heldTogether(index.HeldOf(key)))
+			ranks = append(ranks, dumpRank{WorkerID: key.Worker, DPRank: key.Rank, Layout: layout, Held: held})
+		}
+	}
+	return ranks
 }
 
 // dumpedTogether bounds the blocks of one event of a dump.
@@ -310,10 +339,38 @@ func (r *dumpReader) partition(of Partition) error {
 				return fmt.Errorf("%s: events precede block_size", of)
 			}
 			return r.events(of, size == r.blockSize)
+		case dumpGroups:
+			return r.list(func() error { return r.groups(of, size == r.blockSize) })
 		}
 		var other json.RawMessage
 		return r.decoder.Decode(&other)
 	})
+}
+
+// groups reads the KV-cache groups of one rank.
+func (r *dumpReader) groups(of Partition, wanted bool) error {
+	var rank dumpRank
+	if err := r.decoder.Decode(&rank); err != nil || !wanted {
+		return err
+	}
+	layout, err := kv.ParseLayout(rank.Layout)
+	if err != nil {
+		return err
+	}
+	key := kv.WorkerKey{Worker: rank.WorkerID, Rank: rank.DPRank}
+	if r.ranks[key] = true; len(r.ranks) > maxDumpRanks {
+		return fmt.Errorf("it contains more than %d workers and ranks", maxDumpRanks)
+	}
+	r.found.Partition[rank.WorkerID] = of
+	if !fits(layout, r.blockSize) {
+		r.index.Clear(key)
+		return nil
+	}
+	r.index.SetLayout(key, layout, r.blockSize)
+	for _, held := range rank.Held {
+		r.index.Hold(key, held.Group, held.Blocks)
+	}
+	return nil
 }
 
 func (r *dumpReader) events(of Partition, wanted bool) error {

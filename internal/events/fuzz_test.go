@@ -48,7 +48,7 @@ func FuzzEventBatch(f *testing.F) {
 			t.Errorf("%d lines of log", n)
 		}
 		local := kv.HashBlocks(nil, testkit.PromptTokens(2, 1), testkit.BlockSize, "", "")
-		if !slices.Contains(index.Match(local, nil), kv.Match{Worker: testkit.EventWorker, Blocks: 1}) {
+		if !slices.Contains(index.Match(local, len(local), nil), kv.Match{Worker: testkit.EventWorker, Blocks: 1}) {
 			t.Errorf("the next batch is not in the index; log:\n%s", log)
 		}
 		if kept := s.History().blocks; kept > loggedBlocks {

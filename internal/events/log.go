@@ -29,6 +29,7 @@ type Log struct {
 	open    bool       // a batch is being applied
 	batches []loggedBatch
 	blocks  int      // in them
+	layout  string   // of the rank
 	at      position // that the rank's blocks are as of
 }
 
@@ -42,9 +43,8 @@ type loggedBatch struct {
 
 // position is the place in a publisher's sequence that a rank's blocks are as of.
 type position struct {
-	next, sum  uint64 // the batch that comes next, and the hash of the one before it; next 0: not known
-	group      int    // KV-cache group whose events count; valid if groupKnown
-	groupKnown bool
+	next, sum uint64 // the batch that comes next, and the hash of the one before it; next 0: not known
+	layout    string // as kv.Layout's String writes it
 }
 
 // peerEvent is one event as routers exchange it. Those of a batch share its
@@ -55,7 +55,16 @@ type peerEvent struct {
 		Stored  *dumpStored `json:"stored,omitempty"`
 		Removed []uint64    `json:"removed,omitempty"` // engine hashes
 		Cleared bool        `json:"cleared,omitempty"`
+		// Of KV-cache groups other than the first:
+		Held    *groupBlocks `json:"held,omitempty"`
+		Dropped *groupBlocks `json:"dropped,omitempty"`
 	} `json:"data"`
+}
+
+// groupBlocks is blocks of a KV-cache group by their engine hashes.
+type groupBlocks struct {
+	Group  int      `json:"group"` // place in the layout, at least 1
+	Blocks []uint64 `json:"blocks"`
 }
 
 // Kinds of Answer.
@@ -72,6 +81,8 @@ type Answer struct {
 	DPRank    uint32 `json:"dp_rank"`
 	BlockSize int    `json:"block_size"`
 	Complete  bool   `json:"complete"` // nothing before the events is missing
+	// Layout is the KV-cache groups of the rank, as kv.Layout's String writes them.
+	Layout string `json:"layout,omitempty"`
 	// Last is the number of the batch to continue from: the one after which the
 	// index is as sent, or the newest. It is never an event's id. Without it
 	// nothing is known.
@@ -169,6 +180,43 @@ func (l *Log) removed(engine []uint64) {
 	l.note(e, len(engine))
 }
 
+// holds and dropped note changes of a group other than the first.
+func (l *Log) holds(group int, engine []uint64) {
+	if len(engine) > 0 {
+		var e peerEvent
+		e.Data.Held = &groupBlocks{group, slices.Clone(engine)}
+		l.note(e, len(engine))
+	}
+}
+
+func (l *Log) dropped(group int, engine []uint64) {
+	if len(engine) > 0 {
+		var e peerEvent
+		e.Data.Dropped = &groupBlocks{group, slices.Clone(engine)}
+		l.note(e, len(engine))
+	}
+}
+
+// relaid notes a new layout. Events before it name other groups, so that they are
+// answered by all blocks.
+func (l *Log) relaid(layout string) {
+	if !l.open {
+		l.mu.Lock()
+		defer l.mu.Unlock()
+	}
+	if l.layout == layout {
+		return
+	}
+	l.layout = layout
+	for i := range l.batches {
+		b := &l.batches[i]
+		if l.blocks -= b.blocks; l.open && i == len(l.batches)-1 {
+			l.blocks += b.blocks // an open batch is counted at its end
+		}
+		b.events, b.blocks, b.tooLarge = nil, 0, true
+	}
+}
+
 // note adds an event to the open batch. One batch can be larger than what all
 // together may have: then its events are not kept, and a request for them gets
 // all blocks.
@@ -213,16 +261,16 @@ func (l *Log) position() position {
 	return l.at
 }
 
-// held returns the rank's blocks as they are between two batches, and what they are
-// as of. complete means that none is missing; count is the number of them, copies
+// held returns the rank's blocks as they are between two batches, those of groups other
+// than the first as others, and what they are as of. complete means that none is missing; count is the number of them, copies
 // counted once.
-func (l *Log) held() (at position, complete bool, count int, blocks iter.Seq[radix.PlacedBlock]) {
+func (l *Log) held() (at position, complete bool, count int, blocks iter.Seq[radix.PlacedBlock], others []radix.HeldBlock) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	if l.at.next == 0 {
-		return l.at, false, 0, nil
+		return l.at, false, 0, nil, nil
 	}
-	return l.at, !l.stats.Cold.Load(), l.index.Blocks(l.worker), l.index.DumpOf(l.worker)
+	return l.at, !l.stats.Cold.Load(), l.index.Blocks(l.worker), l.index.DumpOf(l.worker), l.index.HeldOf(l.worker)
 }
 
 // digest returns that of a batch, nil if it is not kept.
@@ -240,6 +288,7 @@ func (l *Log) Query(start, end, check *uint64) Answer {
 	answer := Answer{Kind: kindDump, WorkerID: l.worker.Worker, DPRank: l.worker.Rank}
 	l.mu.Lock()
 	defer l.mu.Unlock()
+	answer.Layout = l.layout
 	answer.Complete = !l.stats.Cold.Load()
 	if len(l.batches) > 0 {
 		newest := *l.newest()
@@ -252,7 +301,7 @@ func (l *Log) Query(start, end, check *uint64) Answer {
 		answer.BeforeDigest = l.digest(*start - 1)
 	}
 	if answer.Last == nil || start == nil || *start < l.batches[0].seq {
-		answer.dump = dumped(l.index.DumpOf(l.worker))
+		answer.dump = dumped(l.index, l.worker)
 		return answer
 	}
 	if *start > *answer.Last {
@@ -267,7 +316,7 @@ func (l *Log) Query(start, end, check *uint64) Answer {
 		}
 	}
 	if slices.ContainsFunc(batches, func(b loggedBatch) bool { return b.tooLarge }) {
-		answer.dump = dumped(l.index.DumpOf(l.worker))
+		answer.dump = dumped(l.index, l.worker)
 		return answer
 	}
 	answer.Kind = kindEvents
@@ -278,8 +327,10 @@ func (l *Log) Query(start, end, check *uint64) Answer {
 	return answer
 }
 
-// dumped yields store events for all blocks, parents before children.
-func dumped(blocks iter.Seq[radix.PlacedBlock]) iter.Seq[peerEvent] {
+// dumped yields store events for all blocks of w, parents before children, and then
+// those of its other groups.
+func dumped(index radix.Index, w kv.WorkerKey) iter.Seq[peerEvent] {
+	blocks, others := index.DumpOf(w), index.HeldOf(w)
 	return func(yield func(peerEvent) bool) {
 		var e peerEvent
 		for run := range runsOf(blocks) {
@@ -288,6 +339,35 @@ func dumped(blocks iter.Seq[radix.PlacedBlock]) iter.Seq[peerEvent] {
 				return
 			}
 			e.ID++
+		}
+		e.Data.Stored = nil
+		for held := range heldTogether(others) {
+			e.Data.Held = &held
+			if !yield(e) {
+				return
+			}
+			e.ID++
+		}
+	}
+}
+
+// heldTogether yields blocks in parts of one group each, copies one by one.
+func heldTogether(others []radix.HeldBlock) iter.Seq[groupBlocks] {
+	return func(yield func(groupBlocks) bool) {
+		var part groupBlocks
+		for _, b := range others {
+			for range b.Copies {
+				if len(part.Blocks) > 0 && (part.Group != b.Group || len(part.Blocks) == dumpedTogether) {
+					if !yield(part) {
+						return
+					}
+					part.Blocks = nil
+				}
+				part.Group, part.Blocks = b.Group, append(part.Blocks, b.Engine)
+			}
+		}
+		if len(part.Blocks) > 0 {
+			yield(part)
 		}
 	}
 }

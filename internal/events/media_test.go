@@ -65,7 +65,8 @@ func TestMediaMatchAsInVLLM(t *testing.T) {
 				want++
 			}
 			got := 0
-			for _, m := range index.Match(asked.local(t), nil) {
+			local := asked.local(t)
+			for _, m := range index.Match(local, len(local), nil) {
 				got = m.Blocks
 			}
 			if got != want {
@@ -118,7 +119,7 @@ func TestOtherExtraKeysMatchNothing(t *testing.T) {
 		if err != nil {
 			t.Fatal(name, err)
 		}
-		blocks, err := d.blocks(nil, e)
+		blocks, err := d.blocks(nil, e, 1)
 		if err != nil {
 			t.Fatal(name, err)
 		}

@@ -104,7 +104,7 @@ func get(ctx context.Context, client *http.Client, peer, path, query, key string
 func readAnswer(in io.Reader) (answer Answer, err error) {
 	r := dumpReader{decoder: json.NewDecoder(in)}
 	fields := map[string]any{
-		"kind": &answer.Kind, "worker_id": &answer.WorkerID, "dp_rank": &answer.DPRank, "block_size": &answer.BlockSize, "complete": &answer.Complete,
+		"kind": &answer.Kind, "worker_id": &answer.WorkerID, "dp_rank": &answer.DPRank, "block_size": &answer.BlockSize, "layout": &answer.Layout, "complete": &answer.Complete,
 		"last_event_id": &answer.Last, "last_digest": &answer.LastDigest, "before_digest": &answer.BeforeDigest, "check_digest": &answer.CheckDigest,
 	}
 	size := 0
@@ -123,6 +123,11 @@ func readAnswer(in io.Reader) (answer Answer, err error) {
 			}
 			if size += peerEventSize + len(e.Data.Removed); e.Data.Stored != nil {
 				size += len(e.Data.Stored.Blocks)
+			}
+			for _, group := range []*groupBlocks{e.Data.Held, e.Data.Dropped} {
+				if group != nil {
+					size += len(group.Blocks)
+				}
 			}
 			if size > peerAnswerSize {
 				return fmt.Errorf("it contains more than %d blocks", peerAnswerSize)
@@ -189,8 +194,15 @@ func (s *Stream) askPeers(ctx context.Context, seq, sum uint64) (ok bool) {
 func (s *Stream) take(answer Answer) bool {
 	s.history.cleared() // it cannot vouch for batches that it has not seen
 	if answer.Kind == kindDump {
+		layout, err := kv.ParseLayout(answer.Layout)
+		if err != nil || !fits(layout, s.Src.BlockSize) {
+			return false
+		}
 		s.Begin(0)
+		s.setLayout(layout)
 		s.stats.PeerDumps.Add(1)
+	} else if answer.Layout != s.layout.String() {
+		return false // its events name other groups
 	} else {
 		s.stats.PeerEvents.Add(uint64(len(answer.Events)))
 	}
@@ -204,6 +216,10 @@ func (s *Stream) take(answer Answer) bool {
 			}
 		case e.Data.Cleared:
 			s.index.Clear(s.Src.Worker)
+		case e.Data.Held != nil:
+			s.index.Hold(s.Src.Worker, e.Data.Held.Group, e.Data.Held.Blocks)
+		case e.Data.Dropped != nil:
+			s.index.Drop(s.Src.Worker, e.Data.Dropped.Group, e.Data.Dropped.Blocks)
 		default:
 			s.index.Remove(s.Src.Worker, e.Data.Removed)
 		}

@@ -47,6 +47,16 @@ type recordedData struct {
 	Stored  *dumpStored      `json:"stored,omitempty"`
 	Removed *recordedRemoved `json:"removed,omitempty"`
 	Cleared bool             `json:"-"`
+	// Not in Dynamo's form: KV-cache groups other than the first.
+	Layout  *recordedLayout `json:"layout,omitempty"`
+	Held    *groupBlocks    `json:"held,omitempty"`
+	Dropped *groupBlocks    `json:"dropped,omitempty"`
+}
+
+// recordedLayout is the KV-cache groups of a rank.
+type recordedLayout struct {
+	Groups string `json:"groups"` // as kv.Layout's String writes them
+	Block  int    `json:"block_size"`
 }
 
 type recordedRemoved struct {
@@ -76,7 +86,13 @@ func (d *recordedData) UnmarshalJSON(text []byte) error {
 	if err := json.Unmarshal(text, (*plain)(d)); err != nil {
 		return err
 	}
-	if (d.Stored == nil) == (d.Removed == nil) {
+	set := 0
+	for _, has := range []bool{d.Stored != nil, d.Removed != nil, d.Layout != nil, d.Held != nil, d.Dropped != nil} {
+		if has {
+			set++
+		}
+	}
+	if set != 1 {
 		return errors.New(`data is neither {"stored":...} nor {"removed":...} nor "cleared"`)
 	}
 	return nil
@@ -159,6 +175,31 @@ func (r *Recording) Remove(w kv.WorkerKey, engine []uint64) (unknown int) {
 	unknown = r.Index.Remove(w, engine)
 	for part := range slices.Chunk(engine, dumpedTogether) {
 		r.note(w, recordedData{Removed: &recordedRemoved{slices.Clone(part)}}, 8*len(part))
+	}
+	return unknown
+}
+
+// SetLayout sets and records the layout of w.
+func (r *Recording) SetLayout(w kv.WorkerKey, layout kv.Layout, block int) {
+	r.Index.SetLayout(w, layout, block)
+	if !layout.Plain(block) {
+		r.note(w, recordedData{Layout: &recordedLayout{layout.String(), block}}, 0)
+	}
+}
+
+// Hold and Drop change and record a group of w other than the first.
+func (r *Recording) Hold(w kv.WorkerKey, group int, engine []uint64) {
+	r.Index.Hold(w, group, engine)
+	for part := range slices.Chunk(engine, dumpedTogether) {
+		r.note(w, recordedData{Held: &groupBlocks{group, slices.Clone(part)}}, 8*len(part))
+	}
+}
+
+// Drop records blocks including those that w does not have.
+func (r *Recording) Drop(w kv.WorkerKey, group int, engine []uint64) (unknown int) {
+	unknown = r.Index.Drop(w, group, engine)
+	for part := range slices.Chunk(engine, dumpedTogether) {
+		r.note(w, recordedData{Dropped: &groupBlocks{group, slices.Clone(part)}}, 8*len(part))
 	}
 	return unknown
 }

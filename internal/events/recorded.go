@@ -167,7 +167,7 @@ func (r *Replayed) apply(number int, line *recordedLine) error {
 		r.fail(number, fmt.Sprintf("worker %d rank %d: %s", key.Worker, key.Rank, what))
 	}
 	r.held -= rank.held
-	rank.held = r.index.Blocks(key)
+	rank.held = r.index.AllBlocks(key)
 	if r.held += rank.held; r.held > maxRecordedBlocks {
 		return fmt.Errorf("line %d: the workers have more than %d blocks", number, maxRecordedBlocks)
 	}
@@ -195,6 +195,19 @@ func (r *replayedRank) change(index radix.Index, key kv.WorkerKey, data *recorde
 		if unknown > 0 {
 			return fmt.Sprintf("%d of %d removed blocks were not in the index", unknown, len(hashes))
 		}
+	case data.Layout != nil:
+		layout, err := kv.ParseLayout(data.Layout.Groups)
+		if err == nil && (data.Layout.Block < 1 || !fits(layout, data.Layout.Block)) {
+			err = fmt.Errorf("layout %s does not fit blocks of %d tokens", layout, data.Layout.Block)
+		}
+		if err != nil {
+			return err.Error()
+		}
+		index.SetLayout(key, layout, data.Layout.Block)
+	case data.Held != nil:
+		index.Hold(key, data.Held.Group, data.Held.Blocks)
+	case data.Dropped != nil:
+		index.Drop(key, data.Dropped.Group, data.Dropped.Blocks)
 	default:
 		return r.store(index, key, data.Stored)
 	}
@@ -247,7 +260,7 @@ func (c *ReplayCommand) printPrompt(out io.Writer, index radix.Index, blockSize 
 		return
 	}
 	local := kv.HashBlocks(nil, c.PromptTokens, blockSize, "", "")
-	matches := index.Match(local, nil)
+	matches := index.Match(local, len(local), nil)
 	slices.SortStableFunc(matches, func(a, b kv.Match) int { return cmp.Compare(b.Blocks, a.Blocks) })
 	fmt.Fprintf(out, "the prompt has %d blocks of %d tokens; %d ranks hold its beginning\n", len(local), blockSize, len(matches))
 	for _, m := range matches {

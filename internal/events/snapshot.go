@@ -76,6 +76,7 @@ type savedRank struct {
 	worker          kv.WorkerKey
 	endpoint, topic string
 	at              position
+	layout          kv.Layout
 	complete        bool // no block that the rank held is missing
 	blocks          int
 	runs            []byte // as in the file
@@ -157,7 +158,7 @@ func (s *Snapshot) Resume(stream *Stream) {
 		return
 	}
 	stream.saved, stream.sure = rank, true
-	stream.next, stream.sum, stream.group, stream.groupKnown = rank.at.next, rank.at.sum, rank.at.group, rank.at.groupKnown
+	stream.next, stream.sum, stream.layout = rank.at.next, rank.at.sum, rank.layout
 }
 
 // restore puts the snapshot's blocks into the index: the publisher has proved that
@@ -169,11 +170,15 @@ func (s *Stream) restore() {
 	}
 	cold := !rank.complete
 	s.index.Clear(s.Src.Worker)
+	s.setLayout(rank.layout)
 	for r := (snapshotReader{data: rank.runs}); len(r.data) > 0; {
-		var parent uint64
-		var hasParent bool
-		s.blocks, parent, hasParent = r.run(s.blocks[:0])
-		if s.index.Store(s.Src.Worker, parent, hasParent, s.blocks) != nil {
+		var head runHead
+		s.blocks, head = r.run(s.blocks[:0])
+		if head.kind == runHeld {
+			for _, b := range s.blocks {
+				s.hold(int(head.parent), b.Engine, b.Local)
+			}
+		} else if s.index.Store(s.Src.Worker, head.parent, head.kind == runFollows, s.blocks) != nil {
 			cold = true
 		}
 	}
@@ -182,6 +187,13 @@ func (s *Stream) restore() {
 	s.history.reach(rank.at) // before the file's copy is forgotten: the next file has one of the two
 	s.settle()
 	s.log.Info("restored the worker's blocks from --index-snapshot", "batch", rank.at.next-1, "blocks", s.index.Blocks(s.Src.Worker))
+}
+
+// hold restores the copies of one block of a group other than the first.
+func (s *Stream) hold(group int, engine, copies uint64) {
+	for range min(copies, maxCopies) {
+		s.index.Hold(s.Src.Worker, group, []uint64{engine})
+	}
 }
 
 // settle ends the wait for a proof of the snapshot's blocks.

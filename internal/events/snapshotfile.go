@@ -8,6 +8,7 @@ import (
 	"fmt"
 	"io"
 	"os"
+	"slices"
 	"strings"
 
 	"github.com/zeebo/xxh3"
@@ -21,7 +22,7 @@ import (
 // appendRun for a rank.
 const (
 	snapshotName  = "kvrouter index snapshot "
-	snapshotMagic = snapshotName + "1\n" // with the version
+	snapshotMagic = snapshotName + "2\n" // with the version
 	// snapshotTail is the zero byte after the ranks and the checksum.
 	snapshotTail = 1 + 8
 	// maxSnapshotBytes bounds the file; a block takes 16 bytes in it.
@@ -111,7 +112,7 @@ func writeSnapshot(ctx context.Context, file io.Writer, blockSize int, streams [
 // most, make it incomplete. Not ok: its place in the sequence is not known.
 func (w *snapshotWriter) stream(ctx context.Context, stream *Stream) (at position, ok bool) {
 	src := stream.Src
-	at, complete, held, blocks := stream.history.held()
+	at, complete, held, blocks, others := stream.history.held()
 	if at.next == 0 || !fitsSnapshot(src) {
 		return at, false
 	}
@@ -142,6 +143,18 @@ func (w *snapshotWriter) stream(ctx context.Context, stream *Stream) (at positio
 			return at, false
 		}
 	}
+	for part := range slices.Chunk(others, dumpedTogether) {
+		for len(part) > 0 {
+			same := 1
+			for same < len(part) && part[same].Group == part[0].Group {
+				same++
+			}
+			if w.write(appendHeld(buffer[:0], part[:same])); w.err != nil {
+				return at, false
+			}
+			part = part[same:]
+		}
+	}
 	w.write(appendRankEnd(nil, complete && held == 0))
 	return at, true
 }
@@ -154,43 +167,61 @@ func fitsSnapshot(src Source) bool {
 	return len(src.Endpoint) <= maxSnapshotText && len(src.Topic) <= maxSnapshotText
 }
 
-// Flags of a rank and of its end.
+// snapshotComplete is the flag at a rank's end: no block is missing.
+const snapshotComplete = 1
+
+// Kinds of a run.
 const (
-	snapshotGroup    = 1 // the KV-cache group is known
-	snapshotComplete = 1 // no block is missing
+	runBegins  = 0 // its blocks begin a prompt
+	runFollows = 1 // they follow the parent
+	runHeld    = 2 // they are of a group other than the first, which stands for the parent; copies stand for local hashes
 )
 
+// maxCopies bounds the copies of a block that a file may name.
+const maxCopies = 1 << 10
+
+// runHead is the head of a run.
+type runHead struct {
+	kind   byte
+	parent uint64
+}
+
 // appendRank appends a rank's head: a 1, worker, rank, the number of the last batch,
-// its hash, flags, KV-cache group, and length and text of endpoint and topic. Runs
-// and appendRankEnd follow it.
+// its hash, and length and text of layout, endpoint and topic. Runs and appendRankEnd
+// follow it.
 func appendRank(to []byte, rank *savedRank) []byte {
 	to = append(to, 1)
 	to = binary.LittleEndian.AppendUint64(to, rank.worker.Worker)
 	to = binary.LittleEndian.AppendUint32(to, rank.worker.Rank)
 	to = binary.LittleEndian.AppendUint64(to, rank.at.next-1)
 	to = binary.LittleEndian.AppendUint64(to, rank.at.sum)
-	flags := byte(0)
-	if rank.at.groupKnown {
-		flags |= snapshotGroup
-	}
-	to = append(to, flags)
-	to = binary.LittleEndian.AppendUint64(to, uint64(rank.at.group))
-	for _, text := range []string{rank.endpoint, rank.topic} {
+	for _, text := range []string{rank.at.layout, rank.endpoint, rank.topic} {
 		to = binary.LittleEndian.AppendUint16(to, uint16(len(text)))
 		to = append(to, text...)
 	}
 	return to
 }
 
-// appendRun appends the number of blocks, 1 if they have a parent else 0, the
-// parent, and of each block the engine's hash and the local one.
+// appendHeld appends a run of a group other than the first.
+func appendHeld(to []byte, blocks []radix.HeldBlock) []byte {
+	to = binary.LittleEndian.AppendUint32(to, uint32(len(blocks)))
+	to = binary.LittleEndian.AppendUint64(append(to, runHeld), uint64(blocks[0].Group))
+	for _, b := range blocks {
+		to = binary.LittleEndian.AppendUint64(to, b.Engine)
+		to = binary.LittleEndian.AppendUint64(to, uint64(b.Copies))
+	}
+	return to
+}
+
+// appendRun appends the number of blocks, the kind, the parent, and of each block the
+// engine's hash and the local one.
 func appendRun(to []byte, run run) []byte {
 	to = binary.LittleEndian.AppendUint32(to, uint32(len(run.blocks)))
-	hasParent := byte(0)
+	kind := byte(runBegins)
 	if run.hasParent {
-		hasParent = 1
+		kind = runFollows
 	}
-	to = binary.LittleEndian.AppendUint64(append(to, hasParent), run.parent)
+	to = binary.LittleEndian.AppendUint64(append(to, kind), run.parent)
 	for _, b := range run.blocks {
 		to = binary.LittleEndian.AppendUint64(to, b.Engine)
 		to = binary.LittleEndian.AppendUint64(to, b.Local)
@@ -224,7 +255,7 @@ func parseSnapshot(data []byte, blockSize int) (map[kv.WorkerKey]*savedRank, err
 	if xxh3.Hash(body) != sum {
 		return nil, fmt.Errorf("%w: its checksum is wrong", errBrokenSnapshot)
 	}
-	r := snapshotReader{data: body[len(snapshotMagic):]}
+	r := snapshotReader{data: body[len(snapshotMagic):], block: blockSize}
 	if size := r.uint32(); int64(size) != int64(blockSize) {
 		return nil, fmt.Errorf("its block size is %d, the router's is %d", size, blockSize)
 	}
@@ -246,6 +277,7 @@ func parseSnapshot(data []byte, blockSize int) (map[kv.WorkerKey]*savedRank, err
 // says so; no memory is taken for them.
 type snapshotReader struct {
 	data  []byte
+	block int  // tokens in a block of the index
 	short bool // the data ended too early or make no sense
 }
 
@@ -296,9 +328,12 @@ func (r *snapshotReader) text() string {
 func (r *snapshotReader) rank() *savedRank {
 	rank := &savedRank{worker: kv.WorkerKey{Worker: r.uint64(), Rank: r.uint32()}}
 	rank.at.next, rank.at.sum = r.uint64()+1, r.uint64()
-	rank.at.groupKnown = r.byte()&snapshotGroup != 0
-	rank.at.group = int(r.uint64())
+	rank.at.layout = r.text()
 	rank.endpoint, rank.topic = r.text(), r.text()
+	var err error
+	if rank.layout, err = kv.ParseLayout(rank.at.layout); err != nil || !fits(rank.layout, r.block) {
+		r.short = true
+	}
 	if rank.at.next == 0 { // the number that ends a replay
 		r.short = true
 	}
@@ -325,12 +360,11 @@ func (r *snapshotReader) rank() *savedRank {
 }
 
 // run reads a run of a checked rank into blocks.
-func (r *snapshotReader) run(blocks []kv.StoredBlock) (_ []kv.StoredBlock, parent uint64, hasParent bool) {
+func (r *snapshotReader) run(blocks []kv.StoredBlock) ([]kv.StoredBlock, runHead) {
 	count := r.uint32()
-	hasParent = r.byte() == 1
-	parent = r.uint64()
+	head := runHead{r.byte(), r.uint64()}
 	for range count {
 		blocks = append(blocks, kv.StoredBlock{Engine: r.uint64(), Local: r.uint64()})
 	}
-	return blocks, parent, hasParent
+	return blocks, head
 }

@@ -1,6 +1,10 @@
 package events
 
-import "sync/atomic"
+import (
+	"sync/atomic"
+
+	"kvrouter/internal/kv"
+)
 
 // Stats counts the events of one stream. It may be read at any time.
 type Stats struct {
@@ -8,6 +12,8 @@ type Stats struct {
 	// Cold: blocks of the worker may be missing in the index, because its history
 	// since its start or last reset is incomplete.
 	Cold atomic.Bool
+
+	layout atomic.Pointer[kv.Layout]
 
 	Lagged atomic.Bool  // Lag has been measured
 	Lag    atomic.Int64 // age of the last live batch when it was applied, ns
@@ -34,9 +40,20 @@ type Stats struct {
 	RemovedIncomplete atomic.Uint64 // remove events with such blocks
 	InvalidStored     atomic.Uint64 // invalid store events: skipped
 	Ignored           atomic.Uint64 // events of another medium, group, kind or type
-	BlockSizeMismatch atomic.Uint64 // store events with another block size: dropped
+	BlockSizeMismatch atomic.Uint64 // store events whose block size is no multiple of the index's: dropped
+	UnknownGroups     atomic.Uint64 // KV-cache groups that are passed over
 	Overflows         atomic.Uint64 // times the rank would have exceeded its cache: cleared
 }
+
+// Layout returns the KV-cache groups of the rank, as far as events have shown them.
+func (s *Stats) Layout() kv.Layout {
+	if layout := s.layout.Load(); layout != nil {
+		return *layout
+	}
+	return kv.Layout{}
+}
+
+func (s *Stats) setLayout(layout kv.Layout) { s.layout.Store(&layout) }
 
 // Counts returns the counters by their name on the metrics page.
 func (s *Stats) Counts() map[string]uint64 {
@@ -47,7 +64,7 @@ func (s *Stats) Counts() map[string]uint64 {
 		"replays": &s.Replays, "replay_failures": &s.ReplayFailures, "restarts": &s.Restarts, "reconnects": &s.Reconnects,
 		"decode_errors": &s.DecodeErrors, "unknown_parent": &s.UnknownParent, "unknown_removed": &s.UnknownRemoved,
 		"peer_events": &s.PeerEvents, "peer_dumps": &s.PeerDumps, "removed_incomplete": &s.RemovedIncomplete, "invalid_stored": &s.InvalidStored,
-		"ignored": &s.Ignored, "block_size_mismatch": &s.BlockSizeMismatch,
+		"ignored": &s.Ignored, "block_size_mismatch": &s.BlockSizeMismatch, "unknown_groups": &s.UnknownGroups,
 		"overflows": &s.Overflows,
 	} {
 		counts[name] = counter.Load()

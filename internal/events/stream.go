@@ -75,6 +75,8 @@ type Stream struct {
 	stats   Stats
 
 	capacity atomic.Int64 // blocks that the rank's cache holds; 0: not known
+	drops    atomic.Bool  // Engine.DropsLast
+	chunk    atomic.Int64 // Engine.AttentionChunk
 
 	// The rest belongs to Run's goroutine.
 
@@ -105,13 +107,14 @@ type Stream struct {
 	kept    bool // the last replay brought a batch
 	asked   bool // peers were asked during this connection
 
-	group      int // KV-cache group whose events count; valid if groupKnown
-	groupKnown bool
-	dec        *batchDecoder
-	blocks     []kv.StoredBlock
-	warned     map[string]bool // reasons already logged
-	batch      batchResult     // of the batch that is being applied
-	applying   bool            // a batch is
+	layout   kv.Layout    // the KV-cache groups seen so far
+	unknown  map[int]bool // groups that are passed over
+	dec      *batchDecoder
+	blocks   []kv.StoredBlock
+	hashes   []uint64
+	warned   map[string]bool // reasons already logged
+	batch    batchResult     // of the batch that is being applied
+	applying bool            // a batch is
 }
 
 // Options are the optional parts of a Stream.
@@ -153,6 +156,7 @@ func NewStream(src Source, index radix.Index, options Options, log *slog.Logger)
 		seeded:   src.Seeded,
 		dec:      newBatchDecoder(),
 		warned:   make(map[string]bool),
+		unknown:  make(map[int]bool),
 	}
 	s.stats.Cold.Store(true)
 	s.history = &Log{worker: src.Worker, index: index, stats: &s.stats}
@@ -173,6 +177,19 @@ func (s *Stream) Close() { s.history.cleared() }
 // SetCapacity sets the capacity of the rank's cache in blocks; 0: unknown. A rank
 // that has far more in the index is cleared. It may be called at any time.
 func (s *Stream) SetCapacity(blocks int) { s.capacity.Store(int64(blocks)) }
+
+// Engine is what the events do not say of the engine that sends them.
+type Engine struct {
+	DropsLast      bool // it computes the last block of a match again: see kv.Layout
+	AttentionChunk int  // tokens of a chunk of its chunked local attention; 0: unknown
+}
+
+// SetEngine sets what is known of the engine. It may be called at any time, and counts
+// from the next batch on.
+func (s *Stream) SetEngine(e Engine) {
+	s.drops.Store(e.DropsLast)
+	s.chunk.Store(int64(e.AttentionChunk))
+}
 
 // Run follows the events until ctx ends, connecting again whenever the connection
 // is lost. When it returns, its goroutines have ended; the rank's blocks remain in
@@ -391,14 +408,18 @@ func (s *Stream) Begin(seq uint64) {
 		s.seeded = false
 	}
 	s.history.cleared()
-	s.groupKnown = false
+	if clear(s.unknown); s.seeded {
+		s.layout = s.index.LayoutOf(s.Src.Worker)
+	} else {
+		s.layout = kv.Layout{}
+	}
 	s.sure, s.next = true, seq
 	s.stats.Cold.Store(seq > 0)
 }
 
 // position returns the place in the sequence that the blocks are as of.
 func (s *Stream) position() position {
-	return position{next: s.next, sum: s.sum, group: s.group, groupKnown: s.groupKnown}
+	return position{next: s.next, sum: s.sum, layout: s.layout.String()}
 }
 
 // restarted notes that the the publisher has restarted: nothing of the old holds.
@@ -410,7 +431,8 @@ func (s *Stream) restarted() {
 // forget drops the rank's blocks and its place in the sequence.
 func (s *Stream) forget(why string) {
 	s.clear(why)
-	s.sure, s.next, s.groupKnown = false, 0, false
+	s.sure, s.next, s.layout = false, 0, kv.Layout{}
+	clear(s.unknown)
 }
 
 func (s *Stream) warnOnce(reason, msg string, args ...any) {

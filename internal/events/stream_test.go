@@ -334,42 +334,129 @@ func TestEventStreamClearsWhenARemovalMayHaveBeenMissed(t *testing.T) {
 
 func TestEventStreamNamesBothBlockSizesOnce(t *testing.T) {
 	e := testkit.StoredEvent(1, 0, 2)
-	e["block_size"] = 8
+	e["block_size"] = 6
 	e["stored"] = testkit.BlockIDs(1, 0, 1)
 	f := eventstest.Applied(t, testkit.Payload(t, 1, e, e), testkit.Payload(t, 1, e))
 	f.Holds(t, 1, 2, 0)
 	f.Has(t, map[string]uint64{"block_size_mismatch": 3, "stored_blocks": 0})
-	if log := f.Log.String(); strings.Count(log, "level=ERROR") != 1 || !strings.Contains(log, "engine=8") || !strings.Contains(log, "router=4") {
+	if log := f.Log.String(); strings.Count(log, "level=ERROR") != 1 || !strings.Contains(log, "engine=6") || !strings.Contains(log, "router=4") {
 		t.Errorf("log:\n%s", log)
 	}
 }
 
-func TestEventStreamCountsOneFullAttentionGroupOnly(t *testing.T) {
-	in := func(e testkit.Event, group any, kind any) testkit.Event {
-		e["group_idx"] = group
-		if kind != nil {
-			e["kv_cache_spec_kind"] = kind
-		}
-		return e
+// inGroup names the KV-cache group of an event; of a store also its kind, and its window if not 0.
+func inGroup(e testkit.Event, group int, kind string, window int) testkit.Event {
+	e["group_idx"] = group
+	if kind != "" {
+		e["kv_cache_spec_kind"] = kind
 	}
-	t.Run("kinds", func(t *testing.T) {
+	if window > 0 {
+		e["kv_cache_spec_sliding_window"] = window
+	}
+	return e
+}
+
+// sparse leaves out the engine hashes of a prompt's first blocks, as a group that does
+// not keep them.
+func sparse(e testkit.Event, from int) testkit.Event {
+	e["stored"] = e["stored"].([]uint64)[from:]
+	return e
+}
+
+func TestEventStreamFindsWhatAllCacheGroupsHold(t *testing.T) {
+	const full, window, state = "full_attention", "sliding_window", "mamba"
+	stored, removed := testkit.StoredEvent, testkit.RemovedEvent
+	type step struct {
+		event testkit.Event
+		holds int // of the six blocks of prompt 1
+	}
+	for name, steps := range map[string][]step{
+		"two groups of full attention": {
+			{inGroup(stored(1, 0, 6), 0, "mla_attention", 0), 6},
+			{inGroup(stored(1, 0, 4), 1, full, 0), 4},
+			{inGroup(removed(1, 2, 3), 1, "", 0), 2},
+			{inGroup(removed(1, 5, 6), 0, "", 0), 2},
+		},
+		"a window of two blocks": {
+			{inGroup(stored(1, 0, 6), 1, full, 0), 6},
+			{inGroup(sparse(stored(1, 0, 6), 3), 0, window, 9), 6},
+			{inGroup(removed(1, 3, 4), 0, "", 0), 6}, // before the window of the whole
+			{inGroup(removed(1, 5, 6), 0, "", 0), 0}, // the rest ends in block 4, whose window begins in 3
+			{inGroup(stored(1, 3, 4), 0, window, 9), 5},
+			{inGroup(removed(1, 4, 6), 1, "", 0), 0},
+		},
+		"the beginning is a window": {
+			{inGroup(stored(1, 0, 6), 0, full, 0), 6},
+			{inGroup(stored(1, 0, 2), 1, window, 100), 2},
+		},
+		"a state": {
+			{inGroup(stored(1, 0, 6), 0, full, 0), 6},
+			{inGroup(sparse(stored(1, 0, 6), 6), 1, state, 0), 0}, // without any hash
+			{inGroup(sparse(stored(1, 0, 5), 4), 1, state, 0), 5},
+			{inGroup(sparse(stored(1, 0, 2), 1), 1, state, 0), 5},
+			{inGroup(removed(1, 4, 5), 1, "", 0), 2},
+		},
+		"copies of a window": {
+			{inGroup(stored(1, 0, 6), 0, full, 0), 6},
+			{inGroup(stored(1, 0, 6), 1, window, 5), 6},
+			{inGroup(stored(1, 4, 6), 1, window, 5), 6},
+			{inGroup(removed(1, 5, 6), 1, "", 0), 6},
+			{inGroup(removed(1, 5, 6), 1, "", 0), 5},
+		},
+		"a window without a size": {
+			{inGroup(stored(1, 0, 6), 1, full, 0), 6},
+			{inGroup(stored(1, 0, 2), 0, window, 0), 6},
+			{inGroup(removed(1, 0, 2), 0, "", 0), 6},
+		},
+		"windows only": {
+			{inGroup(stored(1, 0, 6), 0, window, 9), 6},
+			{inGroup(removed(1, 0, 4), 0, "", 0), 6},
+			{inGroup(removed(1, 5, 6), 0, "", 0), 0},
+		},
+		"no kinds, the first group counts": {
+			{inGroup(stored(1, 0, 2), 1, "", 0), 0},
+			{inGroup(stored(1, 0, 2), 0, "", 0), 2},
+			{inGroup(removed(1, 1, 2), 1, "", 0), 2},
+		},
+		"an unknown kind": {{inGroup(stored(1, 0, 2), 0, "unknown", 0), 0}},
+	} {
+		t.Run(name, func(t *testing.T) {
+			f := eventstest.Applied(t)
+			for i, s := range steps {
+				f.Apply(uint64(i), testkit.Payload(t, 1, s.event), true)
+				f.Holds(t, 1, 6, s.holds)
+			}
+		})
+	}
+	t.Run("the window comes first in its batch", func(t *testing.T) {
 		f := eventstest.Applied(t, testkit.Payload(t, 1,
-			in(testkit.StoredEvent(1, 0, 2), 0, "sliding_window"), in(testkit.StoredEvent(2, 0, 2), 1, "mla_attention"), in(testkit.StoredEvent(2, 0, 2), 2, "full_attention"),
-			in(testkit.RemovedEvent(2, 0, 2), 0, nil), in(testkit.RemovedEvent(2, 0, 2), 2, nil), in(testkit.StoredEvent(3, 0, 1), 3, "mamba")))
-		f.Holds(t, 1, 2, 0)
-		f.Holds(t, 2, 2, 2)
-		f.Has(t, map[string]uint64{"ignored": 5, "stored_blocks": 2})
-		f.Apply(1, testkit.Payload(t, 1, in(testkit.RemovedEvent(2, 1, 2), 1, nil)), true)
-		f.Holds(t, 2, 2, 1)
+			inGroup(sparse(stored(1, 0, 6), 4), 0, window, 9), inGroup(stored(1, 0, 6), 1, full, 0),
+			inGroup(removed(1, 0, 1), 0, "", 0)))
+		f.Holds(t, 1, 6, 6)
+		f.Has(t, map[string]uint64{"unknown_parent": 0, "unknown_groups": 0, "unknown_removed": 1})
 	})
-	t.Run("no kinds", func(t *testing.T) {
-		f := eventstest.Applied(t, testkit.Payload(t, 1, in(testkit.StoredEvent(1, 0, 2), 1, nil), in(testkit.StoredEvent(2, 0, 2), 0, nil), in(testkit.RemovedEvent(2, 1, 2), 1, nil)))
-		f.Holds(t, 1, 2, 0)
-		f.Holds(t, 2, 2, 2)
+	t.Run("a group with a block of twice the size", func(t *testing.T) {
+		large := inGroup(testkit.StoredEvent(1, 0, 4), 1, window, 9)
+		large["block_size"], large["stored"] = 2*testkit.BlockSize, []uint64{testkit.BlockIDs(1, 1, 2)[0], testkit.BlockIDs(1, 3, 4)[0]}
+		f := eventstest.Applied(t, testkit.Payload(t, 1, inGroup(stored(1, 0, 6), 0, full, 0), large))
+		f.Holds(t, 1, 6, 4)
+		f.Holds(t, 1, 3, 2)
 	})
-	t.Run("unknown kind", func(t *testing.T) {
-		f := eventstest.Applied(t, testkit.Payload(t, 1, in(testkit.StoredEvent(1, 0, 2), 0, "unknown")))
-		f.Holds(t, 1, 2, 0)
+	t.Run("an engine's block of three of ours", func(t *testing.T) {
+		e := inGroup(stored(1, 0, 6), 0, full, 0)
+		e["block_size"], e["stored"] = 3*testkit.BlockSize, testkit.BlockIDs(1, 0, 2)
+		f := eventstest.Applied(t, testkit.Payload(t, 1, e))
+		f.Holds(t, 1, 6, 6)
+		f.Holds(t, 1, 5, 3)
+		f.Apply(1, testkit.Payload(t, 1, inGroup(removed(1, 1, 2), 0, "", 0)), true)
+		f.Holds(t, 1, 6, 3)
+		f.Has(t, map[string]uint64{"block_size_mismatch": 0, "unknown_removed": 0, "removed_blocks": 1})
+	})
+	t.Run("the last block is computed again", func(t *testing.T) {
+		f := eventstest.Applied(t)
+		f.SetEngine(events.Engine{DropsLast: true})
+		f.Apply(0, testkit.Payload(t, 1, inGroup(stored(1, 0, 6), 0, full, 0)), true)
+		f.Holds(t, 1, 6, 5)
 	})
 }
 

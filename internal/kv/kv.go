@@ -32,8 +32,11 @@ type StoredBlock struct {
 	Local  uint64
 }
 
-// Match is the number of leading blocks of a prompt in a worker's cache.
+// Match is the part of a prompt that a request finds in a worker's cache.
 type Match struct {
 	Worker WorkerKey
-	Blocks int
+	Blocks int // leading blocks, as many as all KV-cache groups accept
+	// Held is the number of leading blocks in the first group if another group accepts
+	// fewer, otherwise 0. That other group is Limit, by the engine's number.
+	Held, Limit int
 }

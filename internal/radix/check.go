@@ -174,6 +174,7 @@ func (r *Tree) checkSlots(free []bool) error {
 		return fmt.Errorf("%d words for %d slots", len(r.live), len(r.slots))
 	}
 	uses := make([]int, len(r.slots))
+	grouped, beyond := 0, 0
 	for i, p := range r.workers {
 		if i > 0 && p.key.Compare(r.workers[i-1].key) <= 0 {
 			return fmt.Errorf("worker %v is out of order", p.key)
@@ -182,6 +183,36 @@ func (r *Tree) checkSlots(free []bool) error {
 			return fmt.Errorf("worker %v has slot %d, which is not live", p.key, p.slot)
 		}
 		uses[p.slot]++
+		g := r.slots[p.slot].groups
+		if g == nil {
+			continue
+		}
+		if grouped++; g.rules.beyond() {
+			beyond++
+		}
+		if want := max(0, len(g.layout.Groups)-1); len(g.others) != want {
+			return fmt.Errorf("worker %v has %d slots for %d groups beside the first", p.key, len(g.others), want)
+		}
+		for _, slot := range g.others {
+			if hasSlot(r.live, slot) {
+				return fmt.Errorf("slot %d of a group of worker %v is live", slot, p.key)
+			}
+			uses[slot]++
+			var err error
+			s := &r.slots[slot]
+			s.waiting.Each(func(engine uint64, _, _ uint32) bool {
+				if s.blocks.Get(engine, 0) != 0 || r.slots[p.slot].blocks.Get(engine, 0) != 0 {
+					err = fmt.Errorf("slot %d of a group of worker %v waits for the place of %d, which is known", slot, p.key, engine)
+				}
+				return err == nil
+			})
+			if err != nil {
+				return err
+			}
+		}
+	}
+	if grouped != r.grouped || beyond != r.beyond {
+		return fmt.Errorf("%d workers with groups, %d of them beyond, are counted as %d and %d", grouped, beyond, r.grouped, r.beyond)
 	}
 	for _, slot := range slices.Concat(r.retired, r.vacant) {
 		if r.live[slot/64]>>(slot%64)&1 != 0 {

@@ -13,7 +13,7 @@ import (
 // predicting combines both, and blind is empty. A lookup waits for at most one
 // change of the index.
 type Index interface {
-	Match(local []uint64, dst []kv.Match) []kv.Match
+	Match(local []uint64, usable int, dst []kv.Match) []kv.Match
 	// CanMatch is false for an index that never matches, so that callers need not
 	// hash prompts.
 	CanMatch() bool
@@ -24,6 +24,14 @@ type Index interface {
 	Workers() []kv.WorkerKey
 	Blocks(w kv.WorkerKey) int
 	DumpOf(w kv.WorkerKey) iter.Seq[PlacedBlock]
+
+	// The KV-cache groups of engines that have others than one of full attention.
+	SetLayout(w kv.WorkerKey, layout kv.Layout, block int)
+	Hold(w kv.WorkerKey, group int, engine []uint64)
+	Drop(w kv.WorkerKey, group int, engine []uint64) (unknown int)
+	LayoutOf(w kv.WorkerKey) kv.Layout
+	HeldOf(w kv.WorkerKey) []HeldBlock
+	AllBlocks(w kv.WorkerKey) int
 }
 
 // Assumer is an Index that learns from routing decisions.
@@ -50,7 +58,7 @@ type blind struct{ *Tree }
 func (blind) CanMatch() bool { return false }
 
 // Match appends nothing.
-func (blind) Match(_ []uint64, dst []kv.Match) []kv.Match { return dst }
+func (blind) Match(_ []uint64, _ int, dst []kv.Match) []kv.Match { return dst }
 
 // predicting combines the exact index with recently routed prompts; the longer match
 // of a worker counts. It bridges the time until a prompt's events come.
@@ -60,11 +68,11 @@ type predicting struct {
 }
 
 // Match appends the longer match of each worker.
-func (x *predicting) Match(local []uint64, dst []kv.Match) []kv.Match {
+func (x *predicting) Match(local []uint64, usable int, dst []kv.Match) []kv.Match {
 	start := len(dst)
-	dst = x.Tree.Match(local, dst)
+	dst = x.Tree.Match(local, usable, dst)
 	exact := len(dst)
-	dst = x.routed.Match(local, dst)
+	dst = x.routed.Match(local, usable, dst)
 	if len(dst) == exact {
 		return dst
 	}

@@ -90,6 +90,8 @@ type Tree struct {
 	vacant   []uint32 // unused slots
 	retired  []uint32 // slots still to be swept, oldest first
 	seed     uint64   // of all tables
+	grouped  int      // workers with groupSlots
+	beyond   int      // of them, those whose rules are beyond
 
 	scratch sync.Pool // *matchScratch, for concurrent lookups
 }
@@ -106,12 +108,16 @@ type workerSlot struct {
 	blocks  table.Table // engine hash -> node
 	copies  table.Table // engine hash -> copies beyond the first
 	aliases table.Table // node -> engine hashes there beyond the first
+	groups  *groupSlots // nil: a match is the leading blocks
+	waiting table.Table // of a group's slot: engine hash -> copies of a block without a node
 }
 
 // matchScratch is the working memory of one lookup.
 type matchScratch struct {
 	active []uint64 // bitset of the slots that hold every block so far
 	blocks []int    // by slot: leading blocks held, once that is known
+	runs   []pathRun
+	path   path
 }
 
 // NewTree returns an empty index.
@@ -222,9 +228,18 @@ func (r *Tree) removePart(w kv.WorkerKey, engine []uint64) (unknown int) {
 func (r *Tree) Clear(w kv.WorkerKey) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
-	if slot, known := r.slot(w); known && r.slots[slot].blocks.Len() > 0 {
-		r.retire(slot)
-		r.takeSlot(w)
+	slot, known := r.slot(w)
+	if !known {
+		return
+	}
+	groups := r.slots[slot].groups
+	if groups == nil && r.slots[slot].blocks.Len() == 0 {
+		return
+	}
+	r.retire(slot)
+	slot = r.takeSlot(w)
+	if groups != nil {
+		r.clearGroups(groups, slot)
 	}
 }
 
@@ -234,6 +249,12 @@ func (r *Tree) Forget(worker uint64) {
 	defer r.mu.Unlock()
 	r.workers = slices.DeleteFunc(r.workers, func(p workerPlace) bool {
 		if p.key.Worker == worker {
+			if g := r.slots[p.slot].groups; g != nil {
+				r.countGroups(g, -1)
+				for _, other := range g.others {
+					r.retire(other)
+				}
+			}
 			r.retire(p.slot)
 		}
 		return p.key.Worker == worker
@@ -243,10 +264,12 @@ func (r *Tree) Forget(worker uint64) {
 // CanMatch is true.
 func (*Tree) CanMatch() bool { return true }
 
-// Match appends to dst, ordered by worker and rank, every worker that holds at
-// least the first block of the prompt with these local hashes, and how many it
-// holds without a gap from there. Other elements of dst are left as they are.
-func (r *Tree) Match(local []uint64, dst []kv.Match) []kv.Match {
+// Match appends to dst, ordered by worker and rank, every worker in which a request
+// finds a beginning of the prompt with these local hashes, and the length of it.
+// usable is the greatest number of blocks that an engine uses of the prompt, because
+// it computes the last token: it limits the matches that follow a Layout, not the
+// plain ones. Other elements of dst are left as they are.
+func (r *Tree) Match(local []uint64, usable int, dst []kv.Match) []kv.Match {
 	if len(local) == 0 {
 		return dst
 	}
@@ -271,6 +294,7 @@ func (r *Tree) Match(local []uint64, dst []kv.Match) []kv.Match {
 	for i, word := range first {
 		active[i] = word & r.live[i]
 	}
+	runs := append(scratch.runs[:0], pathRun{0, set})
 	depth := 1
 	for ; depth < len(local); depth++ {
 		run := r.nodes.run(n, set, local[depth:])
@@ -283,19 +307,50 @@ func (r *Tree) Match(local []uint64, dst []kv.Match) []kv.Match {
 		}
 		if s := r.nodes.at(n).members; s != set {
 			set = s
-			if !narrow(active, r.sets.words(s), depth, scratch.blocks) {
+			runs = append(runs, pathRun{depth, set})
+			if !narrow(active, r.sets.words(s), depth, scratch.blocks) && r.beyond == 0 {
 				break
 			}
 		}
 	}
 	narrow(active, nil, depth, scratch.blocks)
+	scratch.runs = runs
 
+	walked := &scratch.path
+	walked.sets, walked.runs, walked.length = &r.sets, runs, depth
 	for i := range r.workers {
-		if p := &r.workers[i]; hasSlot(first, p.slot) {
+		p := &r.workers[i]
+		if r.grouped > 0 && r.slots[p.slot].groups != nil {
+			held := 0
+			if hasSlot(first, p.slot) {
+				held = scratch.blocks[p.slot]
+			}
+			dst = r.matchGroups(p, walked, held, min(usable, len(local)), len(local), dst)
+		} else if hasSlot(first, p.slot) {
 			dst = append(dst, kv.Match{Worker: p.key, Blocks: scratch.blocks[p.slot]})
 		}
 	}
 	return dst
+}
+
+// matchGroups appends the match of a worker with a Layout, if it holds anything of the prompt.
+func (r *Tree) matchGroups(p *workerPlace, walked *path, held, usable, whole int, dst []kv.Match) []kv.Match {
+	g := r.slots[p.slot].groups
+	if !g.rules.rooted {
+		held = walked.length
+	}
+	if held == 0 {
+		return dst
+	}
+	m := kv.Match{Worker: p.key}
+	m.Blocks, m.Limit = g.hit(p.slot, walked, held, usable, whole)
+	if !g.rules.rooted && m.Blocks == 0 {
+		return dst
+	}
+	if m.Held = held; m.Blocks >= min(held, usable) || !g.rules.rooted {
+		m.Held, m.Limit = 0, 0
+	}
+	return append(dst, m)
 }
 
 // Workers returns all workers with stored blocks, in order, including those that
@@ -351,6 +406,9 @@ func (r *Tree) storeBlock(slot, at uint32, block kv.StoredBlock) uint32 {
 	}
 	s.blocks.Put(block.Engine, 0, n)
 	r.addMember(slot, n)
+	if s.groups != nil {
+		r.follow(s.groups, block.Engine, n)
+	}
 	if old != 0 {
 		// After addMember, which keeps the path to n from being freed.
 		s.copies.Delete(block.Engine, 0)
@@ -455,18 +513,7 @@ func (r *Tree) slot(w kv.WorkerKey) (slot uint32, known bool) {
 
 // takeSlot gives w a slot that holds nothing.
 func (r *Tree) takeSlot(w kv.WorkerKey) uint32 {
-	var slot uint32
-	if n := len(r.vacant); n > 0 {
-		slot, r.vacant = r.vacant[n-1], r.vacant[:n-1]
-	} else {
-		slot = uint32(len(r.slots))
-		r.slots = append(r.slots, workerSlot{})
-		if int(slot/64) == len(r.live) {
-			r.live = append(r.live, 0)
-		}
-	}
-	empty := table.Table{Seed: r.seed}
-	r.slots[slot] = workerSlot{blocks: empty, copies: empty, aliases: empty}
+	slot := r.newSlot()
 	r.live[slot/64] |= 1 << (slot % 64)
 	if at, known := r.place(w); known {
 		r.workers[at].slot = slot
@@ -481,7 +528,7 @@ func (r *Tree) takeSlot(w kv.WorkerKey) uint32 {
 func (r *Tree) retire(slot uint32) {
 	r.live[slot/64] &^= 1 << (slot % 64)
 	s := &r.slots[slot]
-	s.copies, s.aliases = table.Table{}, table.Table{}
+	s.copies, s.aliases, s.waiting, s.groups = table.Table{}, table.Table{}, table.Table{}, nil
 	r.retired = append(r.retired, slot)
 }
 

@@ -435,7 +435,7 @@ func (r *Router) lookUp(request Request, scratch *workspace) (p prompt, d Decisi
 		p.local = scratch.local
 	}
 	hashed := r.now()
-	scratch.matches = r.index.Match(p.local, scratch.matches[:0])
+	scratch.matches = r.index.Match(p.local, r.usableOf(&p), scratch.matches[:0])
 	p.matches = scratch.matches
 	lookedUp := r.now()
 	p.shared = r.settings.RouterAssumeKVReuse
@@ -599,6 +599,14 @@ func (r *Router) usableBlocks(tokens int) int {
 	return (tokens - 1) / r.blockSize
 }
 
+// usableOf is usableBlocks of p; all of its blocks if the number of its tokens is unknown.
+func (r *Router) usableOf(p *prompt) int {
+	if p.tokens <= 0 {
+		return len(p.local)
+	}
+	return r.usableBlocks(p.tokens)
+}
+
 // Overlap is the number of a prompt's leading blocks that one worker holds.
 type Overlap struct {
 	Worker kv.WorkerKey
@@ -612,7 +620,11 @@ func (r *Router) Overlaps(request Request) (overlaps []Overlap, blocks int) {
 	if len(request.Tokens) > 0 {
 		local = request.Hashes(nil, r.blockSize)
 	}
-	matches := r.index.Match(local, nil)
+	usable := len(local)
+	if request.NumTokens > 0 || len(request.Tokens) > 0 {
+		usable = r.usableBlocks(max(request.NumTokens, len(request.Tokens)))
+	}
+	matches := r.index.Match(local, usable, nil)
 	for _, t := range r.Targets() {
 		overlap := Overlap{Worker: t.Key}
 		if i := slices.IndexFunc(matches, func(m kv.Match) bool { return m.Worker == t.Key }); i >= 0 {

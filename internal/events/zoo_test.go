@@ -1,0 +1,105 @@
+package events
+
+import (
+	"bufio"
+	"compress/gzip"
+	"encoding/json"
+	"log/slog"
+	"os"
+	"path/filepath"
+	"strings"
+	"testing"
+
+	"kvrouter/internal/kv"
+	"kvrouter/internal/radix"
+	"kvrouter/internal/testkit"
+)
+
+// capturedLine is a line of a capture: an event batch, or a request with what the
+// engine found.
+type capturedLine struct {
+	Kind    string   `json:"kind"` // event, request
+	Seq     uint64   `json:"seq"`
+	Payload []byte   `json:"payload"`
+	Prompt  []uint32 `json:"prompt_token_ids"`
+	Usage   struct {
+		Details struct {
+			Cached int `json:"cached_tokens"`
+		} `json:"prompt_tokens_details"`
+	} `json:"usage"`
+}
+
+// replayCapture returns the requests of a capture, those whose prediction from the
+// events before was exact, and the most that was promised too much, tokens.
+func replayCapture(t *testing.T, name string, block int, engine Engine) (requests, exact, most int) {
+	t.Helper()
+	file, err := os.Open(name)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer file.Close()
+	zip, err := gzip.NewReader(file)
+	if err != nil {
+		t.Fatal(err)
+	}
+	index := radix.NewTree()
+	s := NewStream(Source{Worker: testkit.EventWorker, BlockSize: block}, index, Options{}, slog.New(slog.DiscardHandler))
+	s.SetEngine(engine)
+	s.Begin(0)
+	lines := bufio.NewScanner(zip)
+	lines.Buffer(nil, 1<<24)
+	// An answer comes after the events of its own prompt: they are applied after it.
+	var pending []capturedLine
+	apply := func() {
+		for _, line := range pending {
+			s.Apply(line.Seq, line.Payload, false)
+		}
+		pending = pending[:0]
+	}
+	for lines.Scan() {
+		var line capturedLine
+		if err := json.Unmarshal(lines.Bytes(), &line); err != nil {
+			t.Fatal(err)
+		}
+		if line.Kind == "event" {
+			pending = append(pending, line)
+			continue
+		}
+		local := kv.HashBlocks(nil, line.Prompt, block, "", "")
+		found := 0
+		for _, m := range index.Match(local, (len(line.Prompt)-1)/block, nil) {
+			found = min(m.Blocks, (len(line.Prompt)-1)/block) * block
+		}
+		if requests++; found == line.Usage.Details.Cached {
+			exact++
+		} else {
+			t.Logf("request %d of %d tokens: %d predicted, %d found", requests, len(line.Prompt), found, line.Usage.Details.Cached)
+		}
+		most = max(most, found-line.Usage.Details.Cached)
+		apply()
+	}
+	apply()
+	if err := lines.Err(); err != nil {
+		t.Fatal(err)
+	}
+	if err := index.Check(); err != nil {
+		t.Fatal(err)
+	}
+	t.Logf("layout %s", s.Stats().Layout())
+	return requests, exact, most
+}
+
+func TestPredictionsOfCapturedModelsAreExact(t *testing.T) {
+	files, err := filepath.Glob("testdata/zoo/*.jsonl.gz")
+	if err != nil || len(files) == 0 {
+		t.Fatalf("no captures: %v", err)
+	}
+	for _, name := range files {
+		t.Run(strings.TrimSuffix(filepath.Base(name), ".jsonl.gz"), func(t *testing.T) {
+			requests, exact, most := replayCapture(t, name, 32, Engine{})
+			if requests == 0 || exact < requests {
+				t.Errorf("%d of %d predictions were exact; up to %d tokens too many", exact, requests, most)
+			}
+		})
+	}
+}

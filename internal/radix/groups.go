@@ -1,0 +1,270 @@
+package radix
+
+import (
+	"slices"
+
+	"kvrouter/internal/kv"
+	"kvrouter/internal/table"
+)
+
+// groupSlots are the KV-cache groups of a worker whose Layout is not plain. The
+// worker's own slot has the blocks of the first group, and each other group a slot of
+// its own, which no lookup takes for a worker. So the sets of the nodes say what each
+// group holds, and a node lives for as long as any group holds it.
+//
+// The groups of an engine hash a prefix alike, and the stores of a group other than
+// the first may leave out blocks, so that their tokens do not place them. Their hashes do:
+// a block of a group stands at the node of the same hash in another group. Until there
+// is one, the hash waits in the slot, which its events may change like the rest.
+type groupSlots struct {
+	layout kv.Layout
+	others []uint32 // slots of layout.Groups[1:]
+	rules  rules
+}
+
+// SetLayout sets the KV-cache groups of w's engine, in the order of their precedence
+// for Hold and Drop. Groups of the same number and the same kind keep their blocks;
+// with another first group, w is empty afterwards. block is the number of tokens in a
+// block of the index, which must divide the block sizes of all groups.
+func (r *Tree) SetLayout(w kv.WorkerKey, layout kv.Layout, block int) {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	slot, known := r.slot(w)
+	if layout.Plain(block) && (!known || r.slots[slot].groups == nil) {
+		return
+	}
+	if !known {
+		slot = r.takeSlot(w)
+	}
+	var old kv.Layout
+	var slots []uint32
+	if g := r.slots[slot].groups; g != nil {
+		old, slots = g.layout, g.others
+		r.countGroups(g, -1)
+	}
+	r.slots[slot].groups = nil
+	if len(old.Groups) > 0 && (len(layout.Groups) == 0 || old.Groups[0] != layout.Groups[0]) {
+		for _, other := range slots {
+			r.retire(other)
+		}
+		old, slots = kv.Layout{}, nil
+		r.retire(slot)
+		slot = r.takeSlot(w)
+	}
+	next := &groupSlots{layout: layout, rules: rulesOf(layout, block)}
+	for i := 1; i < len(layout.Groups); i++ {
+		at := slices.Index(old.Groups, layout.Groups[i])
+		if at > 0 {
+			next.others = append(next.others, slots[at-1])
+			continue
+		}
+		next.others = append(next.others, r.newSlot())
+	}
+	for i, other := range slots {
+		if !slices.Contains(layout.Groups, old.Groups[i+1]) {
+			r.retire(other)
+		}
+	}
+	if layout.Plain(block) {
+		return
+	}
+	r.slots[slot].groups = next
+	r.countGroups(next, 1)
+}
+
+// countGroups counts g among the layouts that lookups must see.
+func (r *Tree) countGroups(g *groupSlots, by int) {
+	r.grouped += by
+	if g.rules.beyond() {
+		r.beyond += by
+	}
+}
+
+// group returns the slot of a group of w, by its place in the Layout; known is false
+// if there is none.
+func (r *Tree) group(w kv.WorkerKey, group int) (first, slot uint32, known bool) {
+	first, known = r.slot(w)
+	if !known {
+		return 0, 0, false
+	}
+	g := r.slots[first].groups
+	if g == nil || group < 1 || group > len(g.others) {
+		return 0, 0, false
+	}
+	return first, g.others[group-1], true
+}
+
+// Hold records that a group of w, Groups[group] of its Layout with group at least 1,
+// now holds the blocks with these engine hashes, each a copy more. It does nothing for
+// a group that the Layout does not have.
+func (r *Tree) Hold(w kv.WorkerKey, group int, engine []uint64) {
+	for part := range slices.Chunk(engine, partBlocks) {
+		r.holdPart(w, group, part)
+	}
+}
+
+func (r *Tree) holdPart(w kv.WorkerKey, group int, engine []uint64) {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	r.sweep(sweepPerPart + sweepPerBlock*len(engine))
+	first, slot, known := r.group(w, group)
+	if !known {
+		return
+	}
+	s := &r.slots[slot]
+	for _, e := range engine {
+		if s.blocks.Get(e, 0) != 0 {
+			s.copies.Put(e, 0, s.copies.Get(e, 0)+1)
+			continue
+		}
+		n := r.slots[first].blocks.Get(e, 0)
+		for i := 0; n == 0 && i < len(r.slots[first].groups.others); i++ {
+			n = r.slots[r.slots[first].groups.others[i]].blocks.Get(e, 0)
+		}
+		if n == 0 {
+			s.waiting.Put(e, 0, s.waiting.Get(e, 0)+1)
+			continue
+		}
+		s.blocks.Put(e, 0, n)
+		r.addMember(slot, n)
+	}
+}
+
+// Drop records that a group of w dropped one copy of each of these blocks, and returns
+// the number of those that it did not have.
+func (r *Tree) Drop(w kv.WorkerKey, group int, engine []uint64) (unknown int) {
+	for part := range slices.Chunk(engine, partBlocks) {
+		unknown += r.dropPart(w, group, part)
+	}
+	return unknown
+}
+
+func (r *Tree) dropPart(w kv.WorkerKey, group int, engine []uint64) (unknown int) {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	r.sweep(sweepPerPart + sweepPerBlock*len(engine))
+	_, slot, known := r.group(w, group)
+	if !known {
+		return len(engine)
+	}
+	s := &r.slots[slot]
+	for _, e := range engine {
+		if more := s.copies.Get(e, 0); more != 0 {
+			s.copies.SetOrDelete(e, more-1)
+		} else if n := s.blocks.Delete(e, 0); n != 0 {
+			r.dropMember(slot, n)
+		} else if waiting := s.waiting.Get(e, 0); waiting != 0 {
+			s.waiting.SetOrDelete(e, waiting-1)
+		} else {
+			unknown++
+		}
+	}
+	return unknown
+}
+
+// follow puts the blocks of a worker's other groups with the engine hash to node n, at
+// which the first group has just stored it.
+func (r *Tree) follow(g *groupSlots, engine uint64, n uint32) {
+	for _, slot := range g.others {
+		s := &r.slots[slot]
+		old := s.blocks.Get(engine, 0)
+		if waiting := s.waiting.Get(engine, 0); waiting != 0 {
+			s.waiting.Delete(engine, 0)
+			s.copies.SetOrDelete(engine, waiting-1)
+		} else if old == 0 || old == n {
+			continue
+		}
+		s.blocks.Put(engine, 0, n)
+		r.addMember(slot, n)
+		if old != 0 {
+			r.dropMember(slot, old)
+		}
+	}
+}
+
+// clearGroups empties the groups of the worker whose slot was first, and gives them to
+// its new slot.
+func (r *Tree) clearGroups(g *groupSlots, slot uint32) {
+	next := &groupSlots{layout: g.layout, rules: g.rules}
+	for _, other := range g.others {
+		r.retire(other)
+		next.others = append(next.others, r.newSlot())
+	}
+	r.slots[slot].groups = next
+}
+
+// LayoutOf returns the Layout of w; the zero value if none was set.
+func (r *Tree) LayoutOf(w kv.WorkerKey) kv.Layout {
+	r.mu.RLock()
+	defer r.mu.RUnlock()
+	if slot, known := r.slot(w); known && r.slots[slot].groups != nil {
+		return r.slots[slot].groups.layout
+	}
+	return kv.Layout{}
+}
+
+// HeldBlock is a block of a group other than the first.
+type HeldBlock struct {
+	Group  int // place in the Layout, at least 1
+	Engine uint64
+	Copies int
+}
+
+// HeldOf returns the blocks of all groups of w but the first, in no order. Together
+// with its Layout and DumpOf they are all that the index has of w.
+func (r *Tree) HeldOf(w kv.WorkerKey) (held []HeldBlock) {
+	r.mu.RLock()
+	defer r.mu.RUnlock()
+	slot, known := r.slot(w)
+	if !known || r.slots[slot].groups == nil {
+		return nil
+	}
+	for i, other := range r.slots[slot].groups.others {
+		s := &r.slots[other]
+		held = slices.Grow(held, s.blocks.Len()+s.waiting.Len())
+		s.blocks.Each(func(engine uint64, _, _ uint32) bool {
+			held = append(held, HeldBlock{Group: i + 1, Engine: engine, Copies: 1 + int(s.copies.Get(engine, 0))})
+			return true
+		})
+		s.waiting.Each(func(engine uint64, _, copies uint32) bool {
+			held = append(held, HeldBlock{Group: i + 1, Engine: engine, Copies: int(copies)})
+			return true
+		})
+	}
+	return held
+}
+
+// AllBlocks returns the number of blocks that all groups of w hold, by engine hash and
+// group; copies of one block count once.
+func (r *Tree) AllBlocks(w kv.WorkerKey) int {
+	r.mu.RLock()
+	defer r.mu.RUnlock()
+	slot, known := r.slot(w)
+	if !known {
+		return 0
+	}
+	count := r.slots[slot].blocks.Len()
+	if g := r.slots[slot].groups; g != nil {
+		for _, other := range g.others {
+			count += r.slots[other].blocks.Len() + r.slots[other].waiting.Len()
+		}
+	}
+	return count
+}
+
+// newSlot returns a slot that holds nothing and belongs to no worker.
+func (r *Tree) newSlot() uint32 {
+	var slot uint32
+	if n := len(r.vacant); n > 0 {
+		slot, r.vacant = r.vacant[n-1], r.vacant[:n-1]
+	} else {
+		slot = uint32(len(r.slots))
+		r.slots = append(r.slots, workerSlot{})
+		if int(slot/64) == len(r.live) {
+			r.live = append(r.live, 0)
+		}
+	}
+	empty := table.Table{Seed: r.seed}
+	r.slots[slot] = workerSlot{blocks: empty, copies: empty, aliases: empty, waiting: empty}
+	return slot
+}

@@ -1,0 +1,246 @@
+package radix
+
+import (
+	"cmp"
+	"slices"
+
+	"kvrouter/internal/kv"
+)
+
+// rules say how many leading blocks of a prompt a request finds in a worker's groups.
+// Lengths are in blocks of the index where no other unit is named.
+//
+// They are vLLM's (find_longest_cache_hit in v1/core/kv_cache_coordinator.py and
+// v1/core/single_type_kv_cache_manager.py, read in 0.32.0): the longest prefix, a
+// multiple of unit and short enough to leave one token to compute, that each group
+// accepts.
+type rules struct {
+	tokens int  // of a block of the index
+	unit   int  // least common multiple of the groups' block sizes
+	rooted bool // the first group needs all blocks from the first one on
+	drops  bool // the last block is computed again
+	// kinds are the groups, those of one specification together, full attention first.
+	kinds []rule
+}
+
+// rule is the rule of groups with one specification. They accept what each of them does.
+type rule struct {
+	attention kv.Attention
+	block     int   // size of a block
+	need      int   // of a sliding window: blocks of the group up to the end of the match
+	chunk     int   // of chunked local attention: its length, tokens
+	index     int   // the engine's number of the first of them
+	places    []int // in the Layout
+}
+
+// beyond reports whether a match depends on blocks behind those that the first group
+// holds.
+func (r *rules) beyond() bool { return !r.rooted || r.drops && len(r.kinds) > 1 }
+
+// maxUnit bounds the least common multiple, in blocks of the index.
+const maxUnit = 1 << 24
+
+// rulesOf returns the rules for a layout whose block sizes are multiples of block tokens.
+func rulesOf(layout kv.Layout, block int) rules {
+	r := rules{tokens: block, unit: 1, rooted: true, drops: layout.DropsLast}
+	for i, g := range layout.Groups {
+		next := rule{attention: g.Attention, block: max(1, g.Block/block), index: g.Index}
+		switch g.Attention {
+		case kv.SlidingWindow:
+			next.need = (g.Window - 1 + g.Block - 1) / g.Block
+		case kv.ChunkedLocal:
+			next.chunk = g.Window
+		}
+		if i == 0 {
+			r.rooted = g.Attention == kv.FullAttention
+		}
+		r.unit = min(lcm(r.unit, next.block), maxUnit)
+		at := slices.IndexFunc(layout.Groups[:i], func(o kv.CacheGroup) bool {
+			return o.Attention == g.Attention && o.Window == g.Window && o.Block == g.Block
+		})
+		if at < 0 {
+			next.places = []int{i}
+			r.kinds = append(r.kinds, next)
+			continue
+		}
+		for k := range r.kinds {
+			if slices.Contains(r.kinds[k].places, at) {
+				r.kinds[k].places = append(r.kinds[k].places, i)
+			}
+		}
+	}
+	slices.SortStableFunc(r.kinds, func(a, b rule) int {
+		return cmp.Compare(min(a.attention, 1), min(b.attention, 1)) // full attention is 0
+	})
+	return r
+}
+
+func lcm(a, b int) int {
+	x, y := a, b
+	for y != 0 {
+		x, y = y, x%y
+	}
+	return a / x * b
+}
+
+// pathRun is nodes of a prompt's path that have the same set of slots.
+type pathRun struct {
+	start int    // block of the prompt at which they begin
+	set   uint32 // of workerSets
+}
+
+// path is the nodes of a prompt, as far as they exist. It is read backwards.
+type path struct {
+	sets   *workerSets
+	runs   []pathRun
+	length int // blocks
+
+	slots [kv.MaxCacheGroups]uint32 // that has is about
+	count int                       // of them
+	run   int                       // of the last answer
+	held  bool                      // the last answer
+}
+
+// begin makes p answer for the groups at these places in the Layout, from its end on.
+func (p *path) begin(g *groupSlots, first uint32, places []int) {
+	p.count = 0
+	for _, at := range places {
+		slot := first
+		if at > 0 {
+			slot = g.others[at-1]
+		}
+		p.slots[p.count] = slot
+		p.count++
+	}
+	p.run = len(p.runs) - 1
+	p.look()
+}
+
+func (p *path) look() {
+	p.held = true
+	for _, slot := range p.slots[:p.count] {
+		p.held = p.held && p.sets.has(p.runs[p.run].set, slot)
+	}
+}
+
+// has reports whether all the groups hold block i of the prompt. No i may be greater
+// than that of the call before.
+func (p *path) has(i int) bool {
+	if i < p.runs[p.run].start {
+		for i < p.runs[p.run].start {
+			p.run--
+		}
+		p.look()
+	}
+	return p.held && i < p.length
+}
+
+// hit returns how many leading blocks of a prompt the worker with groups g and the
+// slot first finds, and the number of the group that accepts no more. held is the
+// number of leading blocks in the first group, or the path's length if the rules are
+// not rooted; usable is the greatest number of blocks that leaves a token to compute,
+// and whole the number of full blocks.
+//
+// It is the fixed point of vLLM's HybridKVCacheCoordinator, in its order: with a
+// drafter that order matters, because each specification drops its last block once only.
+func (g *groupSlots) hit(first uint32, p *path, held, usable, whole int) (length, limit int) {
+	r := &g.rules
+	if len(r.kinds) == 0 {
+		if length = min(held, usable); r.drops {
+			length = max(0, length-1)
+		}
+		return length, 0
+	}
+	limit = r.kinds[0].index
+	single := len(r.kinds) == 1 && len(r.kinds[0].places) == 1 // vLLM's UnitaryKVCacheCoordinator
+	var verified uint64
+	full := [kv.MaxCacheGroups]int{} // by kind: what it accepts, plus 1
+	for length = usable; ; {
+		current := length
+		for i := range r.kinds {
+			k := &r.kinds[i]
+			if full[i] > 0 {
+				current = min(current, full[i]-1)
+				continue
+			}
+			drop := r.drops && verified>>i&1 == 0
+			most := current
+			if drop && !single && k.attention != kv.State && k.attention != kv.ChunkedLocal {
+				most = min(current+k.block, whole)
+			}
+			if i == 0 && r.rooted {
+				most = min(most, held)
+			}
+			p.begin(g, first, k.places)
+			found := k.longest(p, most, drop, r)
+			if drop {
+				verified |= 1 << i
+			} else if found < current {
+				verified = 0
+			}
+			if found < min(current, held) {
+				limit = k.index
+			}
+			if current = found; k.attention == kv.FullAttention {
+				full[i] = found + 1
+			}
+		}
+		if current >= length || len(r.kinds) == 1 || len(r.kinds) == 2 && r.rooted {
+			return current, limit
+		}
+		length = current
+	}
+}
+
+// longest returns the greatest multiple of the rules' unit that the groups of path p
+// accept of the first most blocks; with drop, the last block of it goes.
+func (k *rule) longest(p *path, most int, drop bool, r *rules) int {
+	step, dropped := k.block, 0
+	if drop {
+		dropped = step
+	}
+	most = most / step * step
+	switch k.attention {
+	case kv.SlidingWindow:
+		return k.longestWindow(p, most, dropped, r)
+	case kv.State:
+		for most = most / r.unit * r.unit; most > 0 && !p.has(most-1); most -= r.unit {
+		}
+		return most
+	case kv.ChunkedLocal, kv.FullAttention:
+		start, end := 0, most
+		if k.attention == kv.ChunkedLocal {
+			start, dropped = most*r.tokens/k.chunk*k.chunk/r.tokens/step*step, 0
+		}
+		for at := end; at > start; at -= step {
+			if !p.has(at - 1) {
+				end = at - step
+			}
+		}
+		return max(0, end-dropped) / r.unit * r.unit
+	}
+	return most
+}
+
+// longestWindow is longest for a sliding window: need blocks without a gap up to the
+// end, or all of them.
+func (k *rule) longestWindow(p *path, most, dropped int, r *rules) int {
+	step, need := k.block, k.need
+	if dropped > 0 {
+		need++
+	}
+	need = max(1, need) // a window of one token needs none, but vLLM begins at one
+	aligned := func(end int) int { return max(0, end-dropped)/r.unit*r.unit + dropped }
+	end, count := min(most, aligned(most)), 0
+	for at := end; at > 0 && count < need; {
+		if p.has(at - 1) {
+			count++
+			at -= step
+			continue
+		}
+		count = 0
+		end = min(at-step, aligned(at-step))
+		at = end
+	}
+	return max(0, end-dropped) / r.unit * r.unit
+}
