@@ -101,7 +101,7 @@ func build(ctx context.Context, config Config, log *slog.Logger) (*app, error) {
 	if r.tracer, err = tracing.Open(settings.Version(), log); err != nil {
 		return nil, err
 	}
-	r.telemetry = telemetry.New(telemetry.Deps{Names: r.router.Names(), Fleet: r.fleet.IDs, Thompson: r.router, Exemplars: r.tracer != nil})
+	r.telemetry = telemetry.New(telemetry.Deps{Names: r.router.Names(), Fleet: r.fleet.IDs, Thompson: r.router, Exemplars: r.tracer != nil, Compared: r.fleet.Compared})
 	r.proxy = proxy.New(config.proxySettings(), proxy.Deps{
 		Observer: r.telemetry, Failed: r.fleet.ReportFailure, Names: r.router.Names(), Hop: config.Hop, Transport: web.NewTransport(config.WorkerTLS), Log: log,
 	})

@@ -164,6 +164,9 @@ func (c *Config) fleetSettings() workers.Settings {
 	}
 	if starts {
 		s.Engine, s.Signs = engine.Kind, engine.Signs
+		if engine.Traits != nil {
+			s.Traits = engine.Traits(c.engineSettings())
+		}
 	} else {
 		s.ReadyPoll, s.Engine = mockReadyPoll, c.Mock.Engine()
 	}

@@ -272,9 +272,11 @@ func (r *report) checkCache(s Setup, size int, keeps bool, sizeFlag, keepRemedy 
 	switch {
 	case size == 0:
 		r.note("does not report its block size", fmt.Sprintf("make sure that it runs with %s %d", sizeFlag, s.BlockSize))
-	case size != s.BlockSize:
+	case size%max(1, s.BlockSize) != 0:
 		r.mend(fmt.Sprintf("its blocks have %d tokens and the router's have %d: no cached prefix would be found", size, s.BlockSize),
 			fmt.Sprintf("start it with %s %d, or the router with --block-size %d", sizeFlag, s.BlockSize, size))
+	case size != s.BlockSize:
+		r.ok("blocks of %d tokens, %d blocks of the router each", size, size/s.BlockSize)
 	default:
 		r.ok("blocks of %d tokens, as in the router", size)
 	}

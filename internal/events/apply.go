@@ -216,6 +216,9 @@ func (s *Stream) applyStored(e *kvEvent) error {
 	} else if s.overflows(parts * len(e.hashes)) {
 		return nil
 	}
+	if s.windowed() {
+		return s.applyTail(e)
+	}
 	var err error
 	s.blocks, err = s.dec.blocks(s.blocks[:0], e, e.blockSize/s.Src.BlockSize)
 	if err != nil {
@@ -251,7 +254,7 @@ func (s *Stream) applyStored(e *kvEvent) error {
 func (s *Stream) overflows(more int) bool {
 	most := maxHeld
 	if capacity := s.capacity.Load(); capacity > 0 {
-		most = int(min(maxHeld, heldFactor*min(capacity*int64(s.parts()), maxHeld)+heldSlack))
+		most = int(min(maxHeld, heldFactor*min(capacity, maxHeld)+heldSlack))
 	}
 	held := s.index.AllBlocks(s.Src.Worker)
 	if held+more <= most {

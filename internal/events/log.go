@@ -197,6 +197,12 @@ func (l *Log) dropped(group int, engine []uint64) {
 	}
 }
 
+// relay makes requests for the open batch's events be answered by all blocks.
+func (l *Log) relay() {
+	b := l.newest()
+	b.events, b.blocks, b.tooLarge = nil, 0, true
+}
+
 // relaid notes a new layout. Events before it name other groups, so that they are
 // answered by all blocks.
 func (l *Log) relaid(layout string) {

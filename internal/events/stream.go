@@ -75,8 +75,8 @@ type Stream struct {
 	stats   Stats
 
 	capacity atomic.Int64 // blocks that the rank's cache holds; 0: not known
-	drops    atomic.Bool  // Engine.DropsLast
-	chunk    atomic.Int64 // Engine.AttentionChunk
+	drops    atomic.Bool  // kv.Traits.DropsLast
+	chunk    atomic.Int64 // kv.Traits.AttentionChunk
 
 	// The rest belongs to Run's goroutine.
 
@@ -107,14 +107,16 @@ type Stream struct {
 	kept    bool // the last replay brought a batch
 	asked   bool // peers were asked during this connection
 
-	layout   kv.Layout    // the KV-cache groups seen so far
-	unknown  map[int]bool // groups that are passed over
-	dec      *batchDecoder
-	blocks   []kv.StoredBlock
-	hashes   []uint64
-	warned   map[string]bool // reasons already logged
-	batch    batchResult     // of the batch that is being applied
-	applying bool            // a batch is
+	layout     kv.Layout       // the KV-cache groups seen so far
+	unknown    map[int]bool    // groups that are passed over
+	tails      map[uint64]tail // of a windowed rank, by the last hash
+	tailBlocks int             // in them
+	dec        *batchDecoder
+	blocks     []kv.StoredBlock
+	hashes     []uint64
+	warned     map[string]bool // reasons already logged
+	batch      batchResult     // of the batch that is being applied
+	applying   bool            // a batch is
 }
 
 // Options are the optional parts of a Stream.
@@ -178,17 +180,11 @@ func (s *Stream) Close() { s.history.cleared() }
 // that has far more in the index is cleared. It may be called at any time.
 func (s *Stream) SetCapacity(blocks int) { s.capacity.Store(int64(blocks)) }
 
-// Engine is what the events do not say of the engine that sends them.
-type Engine struct {
-	DropsLast      bool // it computes the last block of a match again: see kv.Layout
-	AttentionChunk int  // tokens of a chunk of its chunked local attention; 0: unknown
-}
-
-// SetEngine sets what is known of the engine. It may be called at any time, and counts
+// SetTraits sets what is known of the engine. It may be called at any time, and counts
 // from the next batch on.
-func (s *Stream) SetEngine(e Engine) {
-	s.drops.Store(e.DropsLast)
-	s.chunk.Store(int64(e.AttentionChunk))
+func (s *Stream) SetTraits(t kv.Traits) {
+	s.drops.Store(t.DropsLast)
+	s.chunk.Store(int64(t.AttentionChunk))
 }
 
 // Run follows the events until ctx ends, connecting again whenever the connection
@@ -433,6 +429,7 @@ func (s *Stream) forget(why string) {
 	s.clear(why)
 	s.sure, s.next, s.layout = false, 0, kv.Layout{}
 	clear(s.unknown)
+	s.tails = nil
 }
 
 func (s *Stream) warnOnce(reason, msg string, args ...any) {

@@ -454,7 +454,7 @@ func TestEventStreamFindsWhatAllCacheGroupsHold(t *testing.T) {
 	})
 	t.Run("the last block is computed again", func(t *testing.T) {
 		f := eventstest.Applied(t)
-		f.SetEngine(events.Engine{DropsLast: true})
+		f.SetTraits(kv.Traits{DropsLast: true})
 		f.Apply(0, testkit.Payload(t, 1, inGroup(stored(1, 0, 6), 0, full, 0)), true)
 		f.Holds(t, 1, 6, 5)
 	})

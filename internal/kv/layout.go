@@ -76,6 +76,12 @@ type Layout struct {
 	DropsLast bool
 }
 
+// Traits are what an engine's KV-cache events do not say of it.
+type Traits struct {
+	DropsLast      bool // see Layout
+	AttentionChunk int  // tokens of a chunk of its chunked local attention; 0: unknown
+}
+
 // Plain reports whether a match is the leading blocks held, in blocks of that many tokens.
 func (l Layout) Plain(block int) bool {
 	return !l.DropsLast && (len(l.Groups) == 0 ||

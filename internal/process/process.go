@@ -37,6 +37,8 @@ type Engine struct {
 	// by the arguments; 0: not set. BatchFlag is the argument that sets the first.
 	Limits    func(args []string, blockSize int) (maxBatchedTokens, totalBlocks int)
 	BatchFlag string
+	// Traits returns what the settings say of the engine's KV cache; nil: nothing.
+	Traits func(s Settings) kv.Traits
 	// Key returns the key that workers will require; empty: none.
 	Key func(args []string) string
 

@@ -1,6 +1,7 @@
 package radix
 
 import (
+	"fmt"
 	"slices"
 
 	"kvrouter/internal/kv"
@@ -160,6 +161,42 @@ func (r *Tree) dropPart(w kv.WorkerKey, group int, engine []uint64) (unknown int
 		}
 	}
 	return unknown
+}
+
+// StoreTail is Store for a first group that does not keep all blocks of a prompt, such
+// as that of a model with sliding windows only: w holds blocks, but not those before
+// them, which have the local hashes skipped and follow the block parent. blocks must not
+// be empty.
+func (r *Tree) StoreTail(w kv.WorkerKey, parent uint64, hasParent bool, skipped []uint64, blocks []kv.StoredBlock) error {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	r.sweep(sweepPerPart + sweepPerBlock*len(blocks))
+	slot, known := r.slot(w)
+	at := rootNode
+	if hasParent {
+		if known {
+			at = r.slots[slot].blocks.Get(parent, 0)
+		}
+		if at == rootNode {
+			return fmt.Errorf("worker %d rank %d: store of %d blocks after engine hash %d: %w", w.Worker, w.Rank, len(blocks), parent, ErrParentUnknown)
+		}
+	}
+	if !known {
+		slot = r.takeSlot(w)
+	}
+	// Until the first of blocks is stored, the path to it has neither workers nor
+	// children; under the lock that is not seen.
+	for _, local := range skipped {
+		n := r.child(at, local)
+		if n == 0 {
+			n = r.addChild(at, local)
+		}
+		at = n
+	}
+	for _, b := range blocks {
+		at = r.storeBlock(slot, at, b)
+	}
+	return nil
 }
 
 // follow puts the blocks of a worker's other groups with the engine hash to node n, at

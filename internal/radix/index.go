@@ -27,6 +27,7 @@ type Index interface {
 
 	// The KV-cache groups of engines that have others than one of full attention.
 	SetLayout(w kv.WorkerKey, layout kv.Layout, block int)
+	StoreTail(w kv.WorkerKey, parent uint64, hasParent bool, skipped []uint64, blocks []kv.StoredBlock) error
 	Hold(w kv.WorkerKey, group int, engine []uint64)
 	Drop(w kv.WorkerKey, group int, engine []uint64) (unknown int)
 	LayoutOf(w kv.WorkerKey) kv.Layout

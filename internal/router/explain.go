@@ -52,10 +52,14 @@ type Receipt struct {
 
 // ReceiptCandidate is the state of a worker at a decision.
 type ReceiptCandidate struct {
-	Worker        uint64   `json:"worker_id"`
-	WorkerName    string   `json:"worker_name,omitempty"`
-	Rank          uint32   `json:"dp_rank"`
-	Overlap       int      `json:"overlap_blocks"` // by the policy's reckoning
+	Worker     uint64 `json:"worker_id"`
+	WorkerName string `json:"worker_name,omitempty"`
+	Rank       uint32 `json:"dp_rank"`
+	Overlap    int    `json:"overlap_blocks"` // by the policy's reckoning
+	// Held is the number of leading blocks in the worker's first KV-cache group, and
+	// LimitedBy the engine's number of the group that accepts fewer; nil: none does.
+	Held          int      `json:"held_blocks,omitempty"`
+	LimitedBy     *int     `json:"limited_by_group,omitempty"`
 	NewBlocks     int      `json:"new_blocks"`
 	InFlight      int      `json:"in_flight"`
 	PrefillTokens int      `json:"prefill_tokens"`
@@ -185,12 +189,12 @@ func (r *Router) receiptCandidates(p *prompt, e *policy.Explanation, trial bool,
 		if at == len(r.candidates) || r.candidates[at].Target.Key != t.Key {
 			var c policy.Candidate
 			r.candidate(&c, p, i, now)
-			line := r.receiptCandidate(&c)
+			line := r.receiptCandidate(p, &c)
 			line.Excluded = r.exclusion(p, t, trial, now)
 			list = append(list, line)
 			continue
 		}
-		line := r.receiptCandidate(&r.candidates[at])
+		line := r.receiptCandidate(p, &r.candidates[at])
 		if at < len(e.Scores) {
 			line.Score = &e.Scores[at]
 			line.Excluded = line.Score.Excluded
@@ -201,10 +205,14 @@ func (r *Router) receiptCandidates(p *prompt, e *policy.Explanation, trial bool,
 	return list
 }
 
-func (r *Router) receiptCandidate(c *policy.Candidate) ReceiptCandidate {
+func (r *Router) receiptCandidate(p *prompt, c *policy.Candidate) ReceiptCandidate {
 	line := ReceiptCandidate{
 		Worker: c.Target.Key.Worker, WorkerName: r.names.Name(c.Target.Key.Worker), Rank: c.Target.Key.Rank, Overlap: c.Overlap, NewBlocks: c.NewBlocks,
 		InFlight: c.Load.InFlight, PrefillTokens: c.Load.PrefillTokens, ActiveBlocks: c.Load.ActiveBlocks,
+	}
+	if i := slices.IndexFunc(p.matches, func(m kv.Match) bool { return m.Worker == c.Target.Key && m.Held > 0 }); i >= 0 {
+		limit := p.matches[i].Limit
+		line.Held, line.LimitedBy = p.matches[i].Held, &limit
 	}
 	if c.Load.Fresh {
 		waiting, usage := c.Load.Waiting, policy.Finite(c.Load.KVUsage)

@@ -48,6 +48,8 @@ type Metrics struct {
 	denied        *prometheus.CounterVec
 	eventLag      *prometheus.HistogramVec
 
+	reportCompared func(worker kv.WorkerKey, predicted, found int) // nil: nothing is reported
+
 	// seen has the value of worker_id of every worker that may have series above: a
 	// sync.Map, as nearly every request finds its worker there.
 	seen sync.Map
@@ -58,10 +60,13 @@ type Metrics struct {
 
 // Deps are the parts that Metrics reads.
 type Deps struct {
-	Names     *kv.Names       // of workers; nil: workers are named by their ids
-	Fleet     func() []uint64 // ids of the current workers; nil: no series is ever deleted
-	Thompson  *router.Router  // its policy has metrics if it is thompson, for which Fleet must be set; nil: none
-	Exemplars bool            // offer OpenMetrics, with trace ids as exemplars of the time to first token
+	Names    *kv.Names       // of workers; nil: workers are named by their ids
+	Fleet    func() []uint64 // ids of the current workers; nil: no series is ever deleted
+	Thompson *router.Router  // its policy has metrics if it is thompson, for which Fleet must be set; nil: none
+	// Compared is called with each prediction for a worker and what it found of the
+	// prompt, tokens; nil: nothing is.
+	Compared  func(worker kv.WorkerKey, predicted, found int)
+	Exemplars bool // offer OpenMetrics, with trace ids as exemplars of the time to first token
 }
 
 // secondsBuckets range from one token of a fast engine to a long prompt on a slow one.
@@ -72,7 +77,7 @@ var decisionBuckets = prometheus.ExponentialBuckets(0.000001, 3, 16)
 
 // New returns the metrics of requests, of the Go runtime and of the process.
 func New(deps Deps) *Metrics {
-	t := &Metrics{registry: prometheus.NewRegistry(), names: deps.Names, fleet: deps.Fleet, exemplars: deps.Exemplars}
+	t := &Metrics{registry: prometheus.NewRegistry(), names: deps.Names, fleet: deps.Fleet, exemplars: deps.Exemplars, reportCompared: deps.Compared}
 	register := promauto.With(t.registry)
 	counter := func(name, help string, labels ...string) *prometheus.CounterVec {
 		return register.NewCounterVec(prometheus.CounterOpts{Name: "kvrouter_" + name, Help: help}, labels)
@@ -90,7 +95,7 @@ func New(deps Deps) *Metrics {
 	t.predicted = counter("overlap_tokens_predicted_total", "Prompt tokens that the index predicted in the cache of the selected worker.", "worker_id")
 	t.cached = counter("cached_tokens_reported_total", "Prompt tokens that the worker reported as cached.", "worker_id")
 	t.compared = counter("compared_prompt_tokens_total", "Prompt tokens of the requests counted in kvrouter_cached_tokens_reported_total.", "worker_id")
-	t.predictions = counter("predictions_total", "Responses with reported cached tokens, by accuracy of the prediction: exact, over, under.", "result")
+	t.predictions = counter("predictions_total", "Responses with reported cached tokens, by worker and accuracy of the prediction: exact, over, under.", "worker_id", "result")
 	t.promptDiffers = counter("prompt_tokens_mismatch_total", "Responses whose usage.prompt_tokens differs from the router's own count, by source of the router's tokens.", "source")
 	t.retries = counter("retries_total", "Retries on another worker after the worker failed before the first byte of its response.", "worker_id")
 	t.denied = counter("retry_budget_exhausted_total", "Retries denied because of the retry budget, by reason: total, client.", "reason")
@@ -133,7 +138,7 @@ func (t *Metrics) see(worker string) {
 func (t *Metrics) perWorker() []*prometheus.MetricVec {
 	list := []*prometheus.MetricVec{
 		t.requests.MetricVec, t.firstToken.MetricVec, t.interToken.MetricVec, t.promptTokens.MetricVec, t.outputTokens.MetricVec,
-		t.predicted.MetricVec, t.cached.MetricVec, t.compared.MetricVec, t.retries.MetricVec, t.eventLag.MetricVec,
+		t.predicted.MetricVec, t.cached.MetricVec, t.compared.MetricVec, t.predictions.MetricVec, t.retries.MetricVec, t.eventLag.MetricVec,
 	}
 	if t.thompson != nil {
 		list = append(list, t.thompson.routed.MetricVec)
@@ -270,7 +275,10 @@ func (t *Metrics) Finished(x *proxy.Exchange, now time.Time) {
 		} else if x.Decision.OverlapTokens < x.Usage.CachedTokens {
 			result = "under"
 		}
-		t.predictions.WithLabelValues(result).Inc()
+		t.predictions.WithLabelValues(worker, result).Inc()
+		if t.reportCompared != nil && x.Shared == nil {
+			t.reportCompared(x.Decision.Target.Key, x.Decision.OverlapTokens, x.Usage.CachedTokens)
+		}
 	}
 }
 

@@ -21,12 +21,6 @@ func (t *Metrics) Totals() proxy.Totals {
 	sum.InterToken.Add(t.gone.InterToken)
 	sum.Workers = map[string]proxy.WorkerTotals{}
 	t.sum(&sum, func(string) bool { return true })
-	each(t.predictions, func(m *dto.Metric) {
-		n := count(m)
-		if sum.Compared += n; label(m, "result") == "exact" {
-			sum.Exact += n
-		}
-	})
 	return sum
 }
 
@@ -58,6 +52,11 @@ func (t *Metrics) sum(sum *proxy.Totals, of func(worker string) bool) {
 		sum.CachedTokens, w.CachedTokens = sum.CachedTokens+n, w.CachedTokens+n
 	})
 	add(t.outputTokens, func(_ *dto.Metric, n uint64, _ *proxy.WorkerTotals) { sum.OutputTokens += n })
+	add(t.predictions, func(m *dto.Metric, n uint64, _ *proxy.WorkerTotals) {
+		if sum.Compared += n; label(m, "result") == "exact" {
+			sum.Exact += n
+		}
+	})
 	add(t.predicted, func(_ *dto.Metric, n uint64, _ *proxy.WorkerTotals) { sum.PredictedTokens += n })
 	add(t.firstToken, func(m *dto.Metric, _ uint64, _ *proxy.WorkerTotals) { sum.FirstToken.Add(histogram(m)) })
 	add(t.interToken, func(m *dto.Metric, _ uint64, _ *proxy.WorkerTotals) { sum.InterToken.Add(histogram(m)) })

@@ -43,6 +43,7 @@ func Engine() process.Engine {
 			return flags.Number(args, "max-num-batched-tokens"), flags.Number(args, "num-gpu-blocks-override")
 		},
 		BatchFlag: "--max-num-batched-tokens",
+		Traits:    traits,
 		Key:       key,
 		CheckMachine: func(s process.Settings) error {
 			if len(s.GPUs) == 0 && s.BlockSize%cpuBlockMultiple != 0 {

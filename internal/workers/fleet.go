@@ -77,23 +77,24 @@ const (
 
 // Status is the state of one worker as seen from outside.
 type Status struct {
-	ID            uint64    `json:"id"`
-	Name          string    `json:"name,omitempty"` // of a discovered one
-	Cordon        kv.Cordon `json:"held,omitempty"` // why a discovered one gets no new requests
-	URL           string    `json:"url"`
-	Engine        kv.Engine `json:"engine"`
-	Attached      bool      `json:"attached"` // not started by this router
-	State         string    `json:"state"`
-	Stage         string    `json:"stage,omitempty"` // how far its start is
-	Since         time.Time `json:"since"`           // of the state
-	PID           int       `json:"pid,omitempty"`   // its process group, too
-	Restarts      int       `json:"restarts"`        // times that it ended and was started again
-	Generation    int       `json:"generation"`      // incarnations so far
-	Ranks         []uint32  `json:"ranks,omitempty"` // data-parallel ranks
-	Models        []string  `json:"models,omitempty"`
-	KVEvents      string    `json:"kv_events,omitempty"` // endpoint of rank 0's KV events
-	Replay        string    `json:"replay,omitempty"`    // and of their replay
-	LastError     string    `json:"last_error,omitempty"`
+	ID         uint64    `json:"id"`
+	Name       string    `json:"name,omitempty"` // of a discovered one
+	Cordon     kv.Cordon `json:"held,omitempty"` // why a discovered one gets no new requests
+	URL        string    `json:"url"`
+	Engine     kv.Engine `json:"engine"`
+	Attached   bool      `json:"attached"` // not started by this router
+	State      string    `json:"state"`
+	Stage      string    `json:"stage,omitempty"` // how far its start is
+	Since      time.Time `json:"since"`           // of the state
+	PID        int       `json:"pid,omitempty"`   // its process group, too
+	Restarts   int       `json:"restarts"`        // times that it ended and was started again
+	Generation int       `json:"generation"`      // incarnations so far
+	Ranks      []uint32  `json:"ranks,omitempty"` // data-parallel ranks
+	Models     []string  `json:"models,omitempty"`
+	KVEvents   string    `json:"kv_events,omitempty"` // endpoint of rank 0's KV events
+	Replay     string    `json:"replay,omitempty"`    // and of their replay
+	LastError  string    `json:"last_error,omitempty"`
+	Exactness
 	CordonedSince time.Time `json:"-"`
 	Disagg        kv.Disagg `json:"-"`
 }
@@ -161,6 +162,7 @@ type Settings struct {
 	Ports            process.Ports // of started workers
 	MaxBatchedTokens int           // of a pass of a started worker; 0: unknown
 	TotalBlocks      int           // of a started worker's KV cache; 0: unknown
+	Traits           kv.Traits     // of started workers
 	ReadyPoll        time.Duration // between checks of a starting worker; 0: 250 ms
 	Attached         []Attached    // that run already
 	ServedModelName  string        // for workers that report no model
@@ -240,6 +242,9 @@ type worker struct {
 	status  Status
 	key     kv.Secret // of spec
 	streams map[kv.WorkerKey]*events.Stream
+	// accuracy is of the ranks of this incarnation; traits are of its engine.
+	accuracy map[kv.WorkerKey]*accuracy
+	traits   kv.Traits
 
 	publishes publishing
 }
@@ -270,7 +275,8 @@ func New(cfg Settings, deps Deps) *Fleet {
 
 func newWorker(spec probe.Server, attached, passKey bool, state string) *worker {
 	return &worker{
-		id: spec.ID, spec: spec, key: spec.Key, attached: attached, passKey: passKey, wake: make(chan struct{}, 1), look: make(chan chan struct{}), streams: map[kv.WorkerKey]*events.Stream{},
+		id: spec.ID, spec: spec, key: spec.Key, attached: attached, passKey: passKey, wake: make(chan struct{}, 1), look: make(chan chan struct{}),
+		streams: map[kv.WorkerKey]*events.Stream{}, accuracy: map[kv.WorkerKey]*accuracy{},
 		status:    Status{ID: spec.ID, URL: spec.URL, Attached: attached, State: state, Since: time.Now(), Disagg: spec.Disagg},
 		publishes: publishing{host: plainHost(probe.HostOf(spec.URL)), given: spec.KVEvents},
 	}
@@ -399,6 +405,9 @@ func (f *Fleet) Workers() []Status {
 	list := make([]Status, 0, len(workers))
 	for _, w := range workers {
 		status := w.current()
+		w.mu.Lock()
+		status.Exactness = w.exactness()
+		w.mu.Unlock()
 		status.Ranks, status.Models = slices.Clone(status.Ranks), slices.Clone(status.Models)
 		list = append(list, status)
 	}

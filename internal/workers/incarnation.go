@@ -112,6 +112,7 @@ func (in *incarnation) forget() {
 		stream.Close()
 	}
 	clear(in.w.streams)
+	clear(in.w.accuracy)
 	in.w.mu.Unlock()
 	in.index.Forget(in.w.id)
 }
@@ -135,6 +136,10 @@ func (in *incarnation) followEvents(source events.Source) {
 		in.f.update(in.w, func(s *Status) { s.KVEvents, s.Replay = source.Endpoint, source.Replay })
 	}
 	in.w.mu.Lock()
+	if in.w.traits = (kv.Traits{}); !in.w.attached {
+		in.w.traits = in.f.cfg.Traits
+	}
+	stream.SetTraits(in.w.traits)
 	in.w.streams[source.Worker] = stream
 	in.w.mu.Unlock()
 	in.followers.Go(func() { stream.Run(in.ctx) })

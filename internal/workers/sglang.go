@@ -33,8 +33,8 @@ func (in *incarnation) warnOfEvents(sources []events.Source) {
 		in.f.log.Warn(fmt.Sprintf("%s: publishes no KV events: routed by load only", in.w), "url", in.w.spec.URL, "remedy", remedy)
 		return
 	}
-	if in.info != nil && in.info.Events != nil && in.info.Events.BlockSize > 0 && in.info.Events.BlockSize != int64(in.blockSize) {
-		in.f.log.Error(fmt.Sprintf("%s: the engine's block size differs from the router's: its events are dropped; start both with the same size (--page-size of SGLang, --block-size of the router)", in.w),
+	if in.info != nil && in.info.Events != nil && in.info.Events.BlockSize > 0 && in.info.Events.BlockSize%int64(in.blockSize) != 0 {
+		in.f.log.Error(fmt.Sprintf("%s: the engine's block size is not a multiple of the router's: its events are dropped; start both with the same size (--page-size of SGLang, --block-size of the router)", in.w),
 			"url", in.w.spec.URL, "engine", in.info.Events.BlockSize, "router", in.blockSize)
 	}
 	for _, source := range sources {

@@ -354,7 +354,7 @@ func streamsOf(f *Fleet) map[kv.WorkerKey]events.Source {
 // TestWhatIsNotLearnedIsSaidWithItsRemedy: a server without events was routed to blindly,
 // and nothing said so.
 func TestWhatIsNotLearnedIsSaidWithItsRemedy(t *testing.T) {
-	const silent, noReplay, size = "worker 3: publishes no KV events: routed by load only", "worker 3: its KV events have no replay", "worker 3: the engine's block size differs from the router's"
+	const silent, noReplay, size = "worker 3: publishes no KV events: routed by load only", "worker 3: its KV events have no replay", "worker 3: the engine's block size is not a multiple of the router's"
 	all := []string{silent, noReplay, size}
 	for _, test := range []struct {
 		name    string

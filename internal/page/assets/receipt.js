@@ -120,6 +120,9 @@ function TermBars({ terms, total, scale }) {
     <div class="sum" style=${{ left: `${(scale.origin + scale.of(total)) * 100}%` }}></div></div>`;
 }
 
+// limited says which KV-cache group of the worker ends its match.
+const limited = (c) => (known(c.limited_by_group) ? ` (${count(c.held_blocks)} held, limited by cache group ${c.limited_by_group})` : "");
+
 function Candidate({ c, receipt, scale, second, ranks, unit }) {
   const chosen = isChosen(receipt)(c);
   const name = (c.worker_name ? "" : "Worker ") + workerName(c.worker_id, c.dp_rank, ranks, c.worker_name);
@@ -130,7 +133,7 @@ function Candidate({ c, receipt, scale, second, ranks, unit }) {
     ${Array.isArray(c.terms) && c.terms.length > 0 && html`<${TermBars} terms=${c.terms} total=${c.total} scale=${scale} />
       <ul class="terms">${c.terms.filter((term) => term.value !== 0).map((term) => html`<li><i class=${`key t${scale.names.indexOf(term.name) % 8}`}></i>${words(term.name)} <span class="num">${signed(term.value)}</span></li>`)}</ul>`}
     ${c.excluded && !chosen && html`<p class="why">Not chosen: ${whyNot(c)}.</p>`}
-    <p class="knew">${count(c.overlap_blocks)} of ${count(receipt.blocks)} blocks cached · ${count(c.in_flight)} in flight
+    <p class="knew">${count(c.overlap_blocks)} of ${count(receipt.blocks)} blocks cached${limited(c)} · ${count(c.in_flight)} in flight
       · ${count(c.prefill_tokens)} tokens to prefill${known(c.waiting) ? ` · ${count(c.waiting)} waiting` : ""}${known(c.kv_usage) ? ` · KV cache ${percent(c.kv_usage)}` : ""}${known(c.chance) ? ` · chance ${percent(c.chance)}` : ""}</p>
   </li>`;
 }

@@ -1,0 +1,146 @@
+package workers
+
+import (
+	"fmt"
+	"log/slog"
+
+	"kvrouter/internal/events"
+	"kvrouter/internal/kv"
+)
+
+// Predictions of cached tokens are compared with what the engine reports. Each rank
+// keeps the last comparedKept results. A share of exact ones below exactLow is
+// reported once, by the worker's name, until it is exactGood again.
+const (
+	comparedKept     = 64
+	comparedLeast    = 32 // results before a share is reported
+	exactLow         = 0.8
+	exactGood        = 0.95
+	dropsAfter       = 6 // results in a row that are off by one block of the engine
+	maxComparedRanks = 64
+)
+
+// accuracy is how exact the predictions for one rank were lately.
+type accuracy struct {
+	exact  [comparedKept]bool
+	count  int // of results; the last comparedKept are in exact
+	high   int // in a row: one block of the engine too high
+	low    int // in a row: one block too low
+	drops  bool
+	warned bool
+}
+
+// share returns the share of exact predictions, and the number of those that it is of.
+func (a *accuracy) share() (share float64, of int) {
+	of = min(a.count, comparedKept)
+	exact := 0
+	for _, was := range a.exact[:of] {
+		if was {
+			exact++
+		}
+	}
+	return float64(exact) / float64(max(1, of)), of
+}
+
+// Compared notes a prediction for a prompt and what the engine found of it, tokens.
+//
+// An engine whose drafter needs the last block of a match again finds one block less
+// each time. Neither its events nor its answers name the drafter, so that this is
+// learned from results in a row.
+func (f *Fleet) Compared(key kv.WorkerKey, predicted, found int) {
+	w := f.byID(key.Worker)
+	if w == nil || predicted == 0 && found == 0 {
+		return
+	}
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	stream := w.streams[key]
+	if stream == nil || stream.Stats().Cold.Load() {
+		return
+	}
+	a := w.accuracy[key]
+	if a == nil {
+		if len(w.accuracy) >= maxComparedRanks {
+			return
+		}
+		a = &accuracy{drops: w.traits.DropsLast}
+		w.accuracy[key] = a
+	}
+	a.exact[a.count%comparedKept] = predicted == found
+	a.count++
+	unit := stream.Src.BlockSize
+	if groups := stream.Stats().Layout().Groups; len(groups) > 0 {
+		unit = groups[0].Block
+	}
+	switch predicted - found {
+	case unit:
+		a.high, a.low = a.high+1, 0
+	case -unit:
+		a.high, a.low = 0, a.low+1
+	default:
+		a.high, a.low = 0, 0
+	}
+	if !a.drops && a.high >= dropsAfter || a.drops && a.low >= dropsAfter {
+		a.drops, a.high, a.low = !a.drops, 0, 0
+		traits := w.traits
+		traits.DropsLast = a.drops
+		stream.SetTraits(traits)
+		f.log.Info(fmt.Sprintf("%s: learned from its answers whether it computes the last block of a match again, as with an EAGLE or MTP drafter", w), "rank", key.Rank, "drops_last", a.drops)
+		return
+	}
+	w.warnOfMisses(a, key, stream, f.log)
+}
+
+// warnOfMisses logs that the share of exact predictions has fallen, or that it has risen
+// again.
+func (w *worker) warnOfMisses(a *accuracy, key kv.WorkerKey, stream *events.Stream, log *slog.Logger) {
+	share, of := a.share()
+	if of < comparedLeast {
+		return
+	}
+	args := []any{"rank", key.Rank, "exact", share, "of", of, "kv_cache_groups", stream.Stats().Layout().String()}
+	switch {
+	case !a.warned && share < exactLow:
+		a.warned = true
+		log.Warn(fmt.Sprintf("%s: few predictions of cached tokens are exact; docs/predictions.md names the models and settings for which they are", w), args...)
+	case a.warned && share >= exactGood:
+		a.warned = false
+		log.Info(fmt.Sprintf("%s: predictions of cached tokens are exact again", w), args...)
+	}
+}
+
+// Exactness is how exact the predictions for a worker were lately, and the KV-cache
+// groups by which they are made.
+type Exactness struct {
+	Groups string   `json:"kv_cache_groups,omitempty"`   // as kv.Layout's String writes them, of the first rank that has shown any
+	Exact  *float64 `json:"exact_predictions,omitempty"` // share of the last 64 a rank; nil: none was compared
+}
+
+// exactness returns that of w; w.mu is held.
+func (w *worker) exactness() (e Exactness) {
+	sum, of := 0.0, 0
+	for key, stream := range w.streams {
+		if e.Groups == "" {
+			e.Groups = stream.Stats().Layout().String()
+		}
+		if a := w.accuracy[key]; a != nil {
+			share, n := a.share()
+			sum, of = sum+share*float64(n), of+n
+		}
+	}
+	if of > 0 {
+		share := sum / float64(of)
+		e.Exact = &share
+	}
+	return e
+}
+
+// byID returns the worker with that id; nil: there is none.
+func (f *Fleet) byID(id uint64) *worker {
+	for _, w := range f.all() {
+		if w.id == id {
+			return w
+		}
+	}
+	return nil
+}
