@@ -91,8 +91,10 @@ type Status struct {
 	Generation    int       `json:"generation"`      // incarnations so far
 	Ranks         []uint32  `json:"ranks,omitempty"` // data-parallel ranks
 	Models        []string  `json:"models,omitempty"`
-	KVEvents      string    `json:"kv_events,omitempty"` // endpoint of rank 0's KV events
-	Replay        string    `json:"replay,omitempty"`    // and of their replay
+	KVEvents      string    `json:"kv_events,omitempty"`   // endpoint of rank 0's KV events
+	Replay        string    `json:"replay,omitempty"`      // and of their replay
+	Predictions   string    `json:"predictions,omitempty"` // what is known about their exactness; empty: nothing special
+	Speculation   string    `json:"speculation,omitempty"` // its algorithm of speculative decoding, as far as known
 	LastError     string    `json:"last_error,omitempty"`
 	CordonedSince time.Time `json:"-"`
 	Disagg        kv.Disagg `json:"-"`
