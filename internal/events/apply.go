@@ -205,6 +205,9 @@ func (s *Stream) applyStored(e *kvEvent) error {
 	if s.seeded { // or a block from the peer counts twice
 		s.index.Remove(s.Src.Worker, e.hashes)
 	}
+	if e.lookahead {
+		s.index.LookaheadStored()
+	}
 	s.batch.stored = true
 	switch err := s.index.Store(s.Src.Worker, e.parent, e.hasParent, s.blocks); {
 	case errors.Is(err, radix.ErrParentUnknown):

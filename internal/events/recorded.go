@@ -248,6 +248,7 @@ func (c *ReplayCommand) printPrompt(out io.Writer, index radix.Index, blockSize 
 	}
 	local := kv.HashBlocks(nil, c.PromptTokens, blockSize, "", "")
 	matches := index.Match(local, nil)
+	matches = index.Match(kv.HashLookaheadBlocks(nil, c.PromptTokens, blockSize, "", "", nil), matches)
 	slices.SortStableFunc(matches, func(a, b kv.Match) int { return cmp.Compare(b.Blocks, a.Blocks) })
 	fmt.Fprintf(out, "the prompt has %d blocks of %d tokens; %d ranks hold its beginning\n", len(local), blockSize, len(matches))
 	for _, m := range matches {

@@ -11,6 +11,7 @@ import (
 	"math/rand/v2"
 	"slices"
 	"sync"
+	"sync/atomic"
 
 	"kvrouter/internal/kv"
 	"kvrouter/internal/table"
@@ -90,6 +91,8 @@ type Tree struct {
 	vacant   []uint32 // unused slots
 	retired  []uint32 // slots still to be swept, oldest first
 	seed     uint64   // of all tables
+
+	lookahead atomic.Bool // of LookaheadStored
 
 	scratch sync.Pool // *matchScratch, for concurrent lookups
 }
@@ -242,6 +245,14 @@ func (r *Tree) Forget(worker uint64) {
 
 // CanMatch is true.
 func (*Tree) CanMatch() bool { return true }
+
+// LookaheadStored records that a worker stores blocks with hashes of
+// kv.HashLookaheadBlocks.
+func (r *Tree) LookaheadStored() { r.lookahead.Store(true) }
+
+// HasLookahead reports whether any worker has stored such blocks: then a prompt matches
+// by those hashes, too.
+func (r *Tree) HasLookahead() bool { return r.lookahead.Load() }
 
 // Match appends to dst, ordered by worker and rank, every worker that holds at
 // least the first block of the prompt with these local hashes, and how many it

@@ -44,6 +44,7 @@ func TestPredictionsOfCapturedSGLangServers(t *testing.T) {
 	}{
 		{"full", 50, 0},   // Llama
 		{"window", 50, 7}, // of 256 tokens in three of four layers
+		{"eagle", 50, 0},  // SGLang's tree of pairs of tokens, driven without a server
 	} {
 		t.Run(test.name, func(t *testing.T) {
 			file, err := os.Open(filepath.Join("testdata/sglang", test.name+".jsonl.gz"))

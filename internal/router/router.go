@@ -79,6 +79,16 @@ func (q *Request) Hashes(dst []uint64, blockSize int) []uint64 {
 	return kv.HashMediaBlocks(dst, q.Tokens, blockSize, q.LoRA, q.Salt, q.Media)
 }
 
+// lookaheadHashes are Hashes of workers whose blocks depend on the token behind them. Such
+// an engine does not look a prompt's last token up, not even behind a block.
+func (q *Request) lookaheadHashes(blockSize int) []uint64 {
+	tokens := q.Tokens
+	if len(tokens) > 0 && len(tokens) >= q.NumTokens {
+		tokens = tokens[:len(tokens)-1]
+	}
+	return kv.HashLookaheadBlocks(make([]uint64, 0, len(tokens)/blockSize), tokens, blockSize, q.LoRA, q.Salt, q.Media)
+}
+
 // Follow applies the client's hints to the request, except the session.
 func (q *Request) Follow(h hints.Hints) {
 	q.QueryOnly, q.Pinned, q.PinnedPrefill = h.Query, h.Pinned, h.PinnedPrefill
@@ -186,14 +196,15 @@ type workspace struct {
 // prompt is a request with the results of lookUp, which needs no lock.
 type prompt struct {
 	Request
-	tokens   int        // its length; 0: unknown
-	local    []uint64   // local block hashes
-	matches  []kv.Match // by worker
-	next     int        // of matches, where matched goes on
-	workers  int        // that are up for the leg, whether they may serve it or not
-	counted  bool       // its blocks count as active
-	shared   bool       // those that other requests have too count once
-	sequence []uint64   // their sequence hashes, if shared
+	tokens    int        // its length; 0: unknown
+	local     []uint64   // local block hashes
+	lookahead []uint64   // those of workers whose blocks depend on the token behind them
+	matches   []kv.Match // by worker
+	next      int        // of matches, where matched goes on
+	workers   int        // that are up for the leg, whether they may serve it or not
+	counted   bool       // its blocks count as active
+	shared    bool       // those that other requests have too count once
+	sequence  []uint64   // their sequence hashes, if shared
 
 	stays       bool   // its session's worker is the only candidate for that reason
 	sessionGoes string // what becomes of its session; empty: it has none, or nothing is decided
@@ -434,8 +445,11 @@ func (r *Router) lookUp(request Request, scratch *workspace) (p prompt, d Decisi
 		scratch.local = request.Hashes(scratch.local[:0], r.blockSize)
 		p.local = scratch.local
 	}
+	if r.index.CanMatch() && r.index.HasLookahead() {
+		p.lookahead = request.lookaheadHashes(r.blockSize)
+	}
 	hashed := r.now()
-	scratch.matches = r.index.Match(p.local, scratch.matches[:0])
+	scratch.matches = r.match(scratch.matches[:0], p.local, p.lookahead)
 	p.matches = scratch.matches
 	lookedUp := r.now()
 	p.shared = r.settings.RouterAssumeKVReuse
@@ -450,6 +464,19 @@ func (r *Router) lookUp(request Request, scratch *workspace) (p prompt, d Decisi
 	}
 	sequenced := r.now()
 	return p, Decision{Tokens: p.tokens, HashTime: hashed.Sub(began), LookupTime: lookedUp.Sub(hashed), SequenceTime: sequenced.Sub(lookedUp)}
+}
+
+// match appends to dst, by worker, how many leading blocks of a prompt each has. A worker
+// with both kinds of blocks, of which one is assumed, has the longer match.
+func (r *Router) match(dst []kv.Match, local, lookahead []uint64) []kv.Match {
+	start := len(dst)
+	dst = r.index.Match(local, dst)
+	plain := len(dst)
+	dst = r.index.Match(lookahead, dst)
+	if plain > start && len(dst) > plain {
+		dst = dst[:start+len(radix.Longest(dst[start:]))]
+	}
+	return dst
 }
 
 // schedule chooses among the workers that are up and books, under the lock, or
@@ -612,7 +639,11 @@ func (r *Router) Overlaps(request Request) (overlaps []Overlap, blocks int) {
 	if len(request.Tokens) > 0 {
 		local = request.Hashes(nil, r.blockSize)
 	}
-	matches := r.index.Match(local, nil)
+	var lookahead []uint64
+	if r.index.HasLookahead() {
+		lookahead = request.lookaheadHashes(r.blockSize)
+	}
+	matches := r.match(nil, local, lookahead)
 	for _, t := range r.Targets() {
 		overlap := Overlap{Worker: t.Key}
 		if i := slices.IndexFunc(matches, func(m kv.Match) bool { return m.Worker == t.Key }); i >= 0 {
