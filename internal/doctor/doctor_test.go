@@ -195,6 +195,12 @@ func TestEachFaultIsFoundWithWhatToChange(t *testing.T) {
 				return strings.Replace(body, `"disaggregation_mode":"null"`, `"disaggregation_mode":"decode"`, 1)
 			})
 		}, Note, []string{"caches no prompts", "--disaggregation-decode-enable-radix-cache"}},
+		{"an SGLang server whose events leave states out", func(c *mocker.Settings) { c.MockAPI = "sglang" }, func(t *testing.T, w *ward, _ *Setup) {
+			w.attached[0].Load = fmt.Sprintf("tcp://127.0.0.1:%d", w.load)
+			front(t, &w.attached[0], func(_ string, _ *http.Response, body string) string {
+				return strings.Replace(body, `"disaggregation_mode":"null"`, `"disaggregation_mode":"null","uses_mamba_radix_cache":true`, 1)
+			})
+		}, Note, []string{"predictions are not exact", "upper bound"}},
 		{"another page size of an older SGLang", func(c *mocker.Settings) { c.BlockSize, c.MockAPI = 16, "sglang" }, func(t *testing.T, w *ward, _ *Setup) {
 			front(t, &w.attached[0], func(path string, response *http.Response, body string) string {
 				if path == "/server_info" {

@@ -252,6 +252,12 @@ func (v visitor) checkSGLang(ctx context.Context, s Setup, server *probe.ServerI
 	p.version = "SGLang " + cmp.Or(shorten(server.Version), "of an unknown version")
 	r.ok("%s serves %s", p.version, listed(p.models))
 	keeps, remedy := server.KeepsPrompts()
+	if predictions := server.Predictions(); predictions != "" {
+		r.note("predictions are not exact: "+predictions, "")
+	}
+	if server.Speculation != "" {
+		r.ok("drafts tokens by %s", shorten(server.Speculation))
+	}
 	anew := server.Decodes() && !keeps // the default of SGLang's decode servers
 	r.checkCache(s, server.BlockSize(), keeps || anew, "--page-size", remedy)
 	if anew {

@@ -229,6 +229,9 @@ func (s *Stream) applyStored(e *kvEvent) error {
 			s.index.Remove(s.Src.Worker, []uint64{b.Engine})
 		}
 	}
+	if e.lookahead {
+		s.index.LookaheadStored()
+	}
 	s.batch.stored = true
 	switch err := s.index.Store(s.Src.Worker, e.parent, e.hasParent, s.blocks); {
 	case errors.Is(err, radix.ErrParentUnknown):

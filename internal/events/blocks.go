@@ -53,14 +53,19 @@ func partHashes(dst, engine []uint64, parts int) []uint64 {
 // else is mixed in as raw bytes, so that nothing matches it. SGLang has no extra keys: it sends the cache salt with every event, of
 // whichever part of the prompt.
 func (d *batchDecoder) blocks(dst []kv.StoredBlock, e *kvEvent, parts int) ([]kv.StoredBlock, error) {
+	behind := 0 // tokens that a block depends on beside its own
+	if e.lookahead {
+		behind = 1
+	}
+	own := len(e.tokens) - behind
 	switch n := len(e.hashes); {
 	case n == 0:
 		return dst, nil
 	case e.blockSize <= 0:
 		return dst, fmt.Errorf("block_size is %d, want a positive number of tokens", e.blockSize)
 	// Compared by division: the product could overflow.
-	case len(e.tokens)%e.blockSize != 0 || len(e.tokens)/e.blockSize != n:
-		return dst, fmt.Errorf("%d tokens for %d blocks of %d", len(e.tokens), n, e.blockSize)
+	case own%e.blockSize != 0 || own/e.blockSize != n:
+		return dst, fmt.Errorf("%d tokens for %d blocks of %d", own, n, e.blockSize)
 	case len(e.extra) != 0 && len(e.extra) != n:
 		return dst, fmt.Errorf("extra keys for %d blocks of %d", len(e.extra), n)
 	}
@@ -81,7 +86,7 @@ func (d *batchDecoder) blocks(dst []kv.StoredBlock, e *kvEvent, parts int) ([]kv
 		} else if i == 0 && !e.hasParent && len(e.salt) > 0 {
 			seed += kv.BlockSeed("", string(e.salt)) - kv.HashSeed
 		}
-		tokens := e.tokens[i*e.blockSize : (i+1)*e.blockSize]
+		tokens := e.tokens[i*e.blockSize : (i+1)*e.blockSize+behind]
 		d.words = kv.MediaWords(d.words[:0], d.media)
 		size := e.blockSize / parts
 		for part := range parts - 1 {

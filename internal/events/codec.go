@@ -45,7 +45,8 @@ type kvEvent struct {
 	hashes    []uint64 // the engine's block ids, in prompt order
 	parent    uint64   // block id before hashes[0]; valid if hasParent
 	hasParent bool
-	tokens    []uint32 // blockSize tokens for each hash
+	tokens    []uint32 // blockSize tokens for each hash; with lookahead one more behind the last
+	lookahead bool     // a block depends on the token behind it, too: SGLang with EAGLE
 	blockSize int      // tokens
 	lora      []byte   // adapter name; empty: none
 	loraID    []byte   // adapter number as msgpack; nil: none
@@ -275,7 +276,7 @@ func (d *batchDecoder) field(e *kvEvent, name string) (err error) {
 		e.hasParent = true
 		e.parent, err = d.hash()
 	case "token_ids":
-		e.tokens, err = d.tokens(e.tokens[:0])
+		e.tokens, e.lookahead, err = d.tokens(e.tokens[:0])
 	case "block_size":
 		e.blockSize, err = d.int()
 	case "lora_id":
@@ -357,28 +358,72 @@ func (d *batchDecoder) hash() (uint64, error) {
 	return h, nil
 }
 
-func (d *batchDecoder) tokens(dst []uint32) ([]uint32, error) {
+// tokens reads a list of token ids. With EAGLE, SGLang sends each token in a pair with
+// the next one (mem_cache/events.py, record_store); then the last one of all follows
+// the others, and lookahead is true.
+func (d *batchDecoder) tokens(dst []uint32) (_ []uint32, lookahead bool, err error) {
 	n, err := d.arrayLen()
 	if err != nil {
-		return dst, err
+		return dst, false, err
 	}
 	if n > maxEventTokens {
-		return dst, fmt.Errorf("%d token ids, want at most %d", n, maxEventTokens)
+		return dst, false, fmt.Errorf("%d token ids, want at most %d", n, maxEventTokens)
+	}
+	if n == 0 {
+		return dst, false, nil
+	}
+	code, err := d.dec.PeekCode()
+	if err != nil {
+		return dst, false, errBrokenPayload
+	}
+	if msgpcode.IsFixedArray(code) {
+		dst, err = d.pairs(dst, n)
+		return dst, true, err
 	}
 	for range n {
-		if d.isNil() {
-			return dst, errors.New("nil, want a token id")
+		t, err := d.token()
+		if err != nil {
+			return dst, false, err
 		}
-		t, err := d.dec.DecodeUint64()
+		dst = append(dst, t)
+	}
+	return dst, false, nil
+}
+
+// pairs reads n pairs of a token and the next one, at least one pair.
+func (d *batchDecoder) pairs(dst []uint32, n int) ([]uint32, error) {
+	var next uint32
+	for i := range n {
+		if count, err := d.arrayLen(); err != nil || count != 2 {
+			return dst, fmt.Errorf("token %d is not in a pair as the others", i)
+		}
+		t, err := d.token()
 		if err != nil {
 			return dst, err
 		}
-		if t > math.MaxUint32 {
-			return dst, fmt.Errorf("token id %d, want 0 to %d", int64(t), uint32(math.MaxUint32))
+		if i > 0 && t != next {
+			return dst, fmt.Errorf("pair %d of tokens begins with %d, the one before ends with %d", i, t, next)
 		}
-		dst = append(dst, uint32(t))
+		if next, err = d.token(); err != nil {
+			return dst, err
+		}
+		dst = append(dst, t)
 	}
-	return dst, nil
+	return append(dst, next), nil
+}
+
+func (d *batchDecoder) token() (uint32, error) {
+	if d.isNil() {
+		return 0, errors.New("nil, want a token id")
+	}
+	t, err := d.dec.DecodeUint64()
+	if err != nil {
+		return 0, err
+	}
+	if t > math.MaxUint32 {
+		return 0, fmt.Errorf("token id %d, want 0 to %d", int64(t), uint32(math.MaxUint32))
+	}
+	return uint32(t), nil
 }
 
 // extraKeys notes where each block's list of extra keys begins; blocks reads

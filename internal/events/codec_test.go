@@ -178,6 +178,60 @@ func TestSGLangTellsTheSaltWithEveryEvent(t *testing.T) {
 	}
 }
 
+// With EAGLE, SGLang sends each token in a pair with the next one.
+func TestSGLangBlocksWithPairsDependOnTheTokenBehindThem(t *testing.T) {
+	prompt := []uint32{0, 1, 2, 3, 4, 5, 6, 7, 300000}
+	pairs := func(from, to int) (list [][]uint32) {
+		for i := from; i < to; i++ {
+			list = append(list, prompt[i:i+2])
+		}
+		return list
+	}
+	want := kv.HashLookaheadBlocks(nil, prompt, 4, "", "", nil)
+	for name, c := range map[string]struct {
+		hashes []int
+		tokens any
+		want   []uint64
+		err    string
+	}{
+		"two blocks":        {[]int{7, 8}, pairs(0, 8), want, ""},
+		"one block":         {[]int{7}, pairs(0, 4), want[:1], ""},
+		"its token":         {[]int{7}, append(pairs(0, 3), []uint32{3, 9}), kv.HashLookaheadBlocks(nil, []uint32{0, 1, 2, 3, 9}, 4, "", "", nil), ""},
+		"none":              {[]int{}, []int{}, nil, ""},
+		"a pair too few":    {[]int{7, 8}, pairs(0, 7), nil, "7 tokens for 2 blocks of 4"},
+		"a gap":             {[]int{7}, append(pairs(0, 3), []uint32{4, 5}), nil, "begins with 4, the one before ends with 3"},
+		"a triple":          {[]int{7}, append(pairs(0, 3), []uint32{3, 4, 5}), nil, "token 3 is not in a pair"},
+		"a pair, then one":  {[]int{7}, []any{[]int{0, 1}, 1, 2, 3}, nil, "token 1 is not in a pair"},
+		"one, then a pair":  {[]int{7}, []any{0, []int{1, 2}, 2, 3}, nil, "token_ids"},
+		"a pair of nothing": {[]int{7}, []any{[]any{nil, 1}}, nil, "nil, want a token id"},
+	} {
+		t.Run(name, func(t *testing.T) {
+			e := map[string]any{"type": "BlockStored", "block_hashes": c.hashes, "parent_block_hash": nil, "token_ids": c.tokens, "block_size": 4}
+			payload, err := msgpack.Marshal([]any{1.5, []any{e}, 0})
+			if err != nil {
+				t.Fatal(err)
+			}
+			d := newBatchDecoder()
+			if _, err := d.start(payload); err != nil {
+				t.Fatal(err)
+			}
+			var local []uint64
+			event, err := d.next()
+			if err == nil {
+				var blocks []kv.StoredBlock
+				blocks, err = d.blocks(nil, event, 1)
+				for _, b := range blocks {
+					local = append(local, b.Local)
+				}
+			}
+			if c.err == "" && err != nil || c.err != "" && (err == nil || !strings.Contains(err.Error(), c.err)) {
+				t.Errorf("error %v, want %q", err, c.err)
+			}
+			testkit.WantEqual(t, "local hashes", local, c.want)
+		})
+	}
+}
+
 func TestEventDecoderStepsOverBadEvents(t *testing.T) {
 	good := map[string]any{"type": "BlockRemoved", "block_hashes": []int{7}, "medium": "GPU"}
 	changed := func(change map[string]any) map[string]any {

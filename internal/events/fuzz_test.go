@@ -37,6 +37,7 @@ func FuzzEventBatch(f *testing.F) {
 	f.Add(testkit.Payload(f, 1, testkit.RemovedEvent(1, 1, 2), testkit.StoredEvent(1, 1, 3), testkit.StoredEvent(9, 4, 5), testkit.Event{"cleared": true}))
 	f.Add(testkit.Payload(f, 1, testkit.Event{"as is": map[string]any{"type": "BlockStored", "block_hashes": []int64{-7}, "parent_block_hash": nil, "token_ids": []int{1, 2, 3, 4}, "block_size": 4, "lora_id": nil, "medium": "GPU", "cache_salt": "s", "session_id": "t", "lora_name": "l"}}))
 	f.Add(testkit.Payload(f, 1, testkit.Event{"as is": map[string]any{"type": "BlockStored", "block_hashes": []int64{-7}, "parent_block_hash": nil, "token_ids": []int{1, 2, 3, 4}, "block_size": 4, "medium": "GPU", "extra_keys": []any{[]any{[]any{"photo", -2}, []any{"sound", 1}, "salt"}}}}))
+	f.Add(testkit.Payload(f, 1, testkit.Event{"as is": map[string]any{"type": "BlockStored", "block_hashes": []int64{-7}, "parent_block_hash": nil, "token_ids": [][]int{{1, 2}, {2, 3}, {3, 4}, {4, 5}}, "block_size": 4, "medium": "GPU"}}))
 	f.Add(append([]byte("\x92\xcb\x00\x00\x00\x00\x00\x00\x00\x00\xdc\x00\x40"), bytes.Repeat([]byte{0xc0}, 64)...))
 	f.Add([]byte("\x92\xcb\x7f\xf8\x00\x00\x00\x00\x00\x00\x91\x91\xb0AllBlocksCleared"))
 	f.Fuzz(func(t *testing.T, payload []byte) {

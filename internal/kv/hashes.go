@@ -48,16 +48,28 @@ func HashBlocks(dst []uint64, tokens []uint32, blockSize int, lora, salt string)
 // HashMediaBlocks is HashBlocks for a prompt with media: media has the words of
 // each block, as MediaWords makes them. Blocks beyond its end have none.
 func HashMediaBlocks(dst []uint64, tokens []uint32, blockSize int, lora, salt string, media [][]uint64) []uint64 {
+	return hashBlocks(dst, tokens, blockSize, 0, lora, salt, media)
+}
+
+// HashLookaheadBlocks is HashMediaBlocks for engines whose blocks depend on the token
+// behind them, too, as SGLang's do with EAGLE: that token is hashed as the block's last
+// one, and a block without it has no hash.
+func HashLookaheadBlocks(dst []uint64, tokens []uint32, blockSize int, lora, salt string, media [][]uint64) []uint64 {
+	return hashBlocks(dst, tokens, blockSize, 1, lora, salt, media)
+}
+
+// hashBlocks hashes blocks together with that many tokens behind them.
+func hashBlocks(dst []uint64, tokens []uint32, blockSize, behind int, lora, salt string, media [][]uint64) []uint64 {
 	seed := BlockSeed(lora, salt)
 	rest := seed
 	if salt != "" {
 		rest = BlockSeed(lora, "")
 	}
-	for ; len(tokens) >= blockSize; tokens = tokens[blockSize:] {
+	for ; len(tokens) >= blockSize+behind; tokens = tokens[blockSize:] {
 		if len(media) == 0 {
-			dst = append(dst, HashBlock(tokens[:blockSize], seed))
+			dst = append(dst, HashBlock(tokens[:blockSize+behind], seed))
 		} else {
-			dst = append(dst, HashMediaBlock(tokens[:blockSize], media[0], seed))
+			dst = append(dst, HashMediaBlock(tokens[:blockSize+behind], media[0], seed))
 			media = media[1:]
 		}
 		seed = rest

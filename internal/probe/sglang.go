@@ -9,6 +9,7 @@ import (
 	"io"
 	"maps"
 	"net"
+	"slices"
 	"time"
 
 	"kvrouter/internal/events"
@@ -34,8 +35,19 @@ type ServerInfo struct {
 
 	ModelPath string `json:"model_path"` // a name or a folder
 
+	KeepsStates bool       `json:"uses_mamba_radix_cache"` // a prompt is usable up to the positions whose state is kept
+	States      []rankInfo `json:"internal_states"`        // by rank
+	Speculation string     `json:"speculative_algorithm"`  // such as EAGLE; empty: none
+
 	EventsConfig string      `json:"kv_events_config"` // its flag; empty: events are off
 	Events       *EventsInfo `json:"kv_events"`        // nil: off, or not over TCP
+}
+
+// rankInfo has the used fields of the state of a rank.
+type rankInfo struct {
+	Memory struct {
+		WindowTokens *float64 `json:"token_capacity_swa"` // of the cache of layers with a sliding window; nil: there is none
+	} `json:"memory_usage"`
 }
 
 // EventsInfo has the endpoints of an SGLang server's KV events and load: rank r on
@@ -219,6 +231,28 @@ func (i *ServerInfo) Load(s Server, rank uint32) string {
 		s.Load = i.endpoint(s.URL, i.Events.Load)
 	}
 	return ofRank(s.Load, rank)
+}
+
+// Reasons why predictions for an SGLang server are too high at times: its KV events
+// report blocks of full attention only (mem_cache/unified_cache/unified_tree_core.py).
+const (
+	unknownWindows = "the KV events of SGLang do not report which blocks sliding-window layers still have"
+	unknownStates  = "the KV events of SGLang do not report up to where a prompt's state is cached"
+)
+
+// Predictions describes predictions for the server; empty: they are exact.
+func (i *ServerInfo) Predictions() string {
+	const upper = "upper bound: "
+	windows := slices.ContainsFunc(i.States, func(r rankInfo) bool { return r.Memory.WindowTokens != nil })
+	switch {
+	case windows && i.KeepsStates:
+		return upper + unknownWindows + "; " + unknownStates
+	case windows:
+		return upper + unknownWindows
+	case i.KeepsStates:
+		return upper + unknownStates
+	}
+	return ""
 }
 
 // Decodes reports whether the server is a decode server.

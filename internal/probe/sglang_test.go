@@ -45,6 +45,39 @@ func TestSettingsReplaceWhatSGLangReports(t *testing.T) {
 	}
 }
 
+func TestPredictionsOfAnSGLangServer(t *testing.T) {
+	captured, err := os.ReadFile("testdata/sglang_server_info.json")
+	if err != nil {
+		t.Fatal(err)
+	}
+	const windows, states = `"token_capacity_swa": 3200`, `"uses_mamba_radix_cache": true`
+	for _, test := range []struct {
+		name, changed string
+		want          []string // parts of it; none: exact
+	}{
+		{"as captured: full attention", string(captured), nil},
+		{"sliding windows", `{"disaggregation_mode":"null","internal_states":[{"memory_usage":{` + windows + `}}]}`, []string{"upper bound: ", "sliding-window"}},
+		{"windows of the second rank", `{"disaggregation_mode":"null","internal_states":[{},{"memory_usage":{` + windows + `}}]}`, []string{"upper bound: ", "sliding-window"}},
+		{"states", `{"disaggregation_mode":"null",` + states + `}`, []string{"upper bound: ", "state is cached"}},
+		{"both", `{"disaggregation_mode":"null",` + states + `,"internal_states":[{"memory_usage":{` + windows + `}}]}`, []string{"upper bound: ", "sliding-window", "state is cached"}},
+		{"another report", `{"disaggregation_mode":"null","internal_states":{"memory_usage":1},"uses_mamba_radix_cache":"no"}`, nil},
+	} {
+		info := ParseServerInfo([]byte(test.changed))
+		if info == nil {
+			t.Fatal(test.name)
+		}
+		got := info.Predictions()
+		if got != "" && len(test.want) == 0 {
+			t.Errorf("%s: %q, want none", test.name, got)
+		}
+		for _, part := range test.want {
+			if !strings.Contains(got, part) {
+				t.Errorf("%s: %q, want %q in it", test.name, got, part)
+			}
+		}
+	}
+}
+
 func FuzzServerInfo(f *testing.F) {
 	captured, err := os.ReadFile("testdata/sglang_server_info.json")
 	if err != nil {

@@ -17,6 +17,8 @@ type Index interface {
 	// CanMatch is false for an index that never matches, so that callers need not
 	// hash prompts.
 	CanMatch() bool
+	LookaheadStored()
+	HasLookahead() bool
 	Store(w kv.WorkerKey, parent uint64, hasParent bool, blocks []kv.StoredBlock) error
 	Remove(w kv.WorkerKey, engine []uint64) (unknown int)
 	Clear(w kv.WorkerKey)
@@ -77,11 +79,15 @@ func (x *predicting) Match(local []uint64, usable int, dst []kv.Match) []kv.Matc
 	if len(dst) == exact {
 		return dst
 	}
-	slices.SortFunc(dst[start:], func(a, b kv.Match) int {
+	return dst[:start+len(Longest(dst[start:]))]
+}
+
+// Longest sorts matches by worker in place and returns each worker's longest.
+func Longest(matches []kv.Match) []kv.Match {
+	slices.SortFunc(matches, func(a, b kv.Match) int {
 		return cmp.Or(a.Worker.Compare(b.Worker), cmp.Compare(b.Blocks, a.Blocks))
 	})
-	longest := slices.CompactFunc(dst[start:], func(a, b kv.Match) bool { return a.Worker == b.Worker })
-	return dst[:start+len(longest)]
+	return slices.CompactFunc(matches, func(a, b kv.Match) bool { return a.Worker == b.Worker })
 }
 
 // Clear empties w in both.

@@ -11,6 +11,7 @@ import (
 	"math/rand/v2"
 	"slices"
 	"sync"
+	"sync/atomic"
 
 	"kvrouter/internal/kv"
 	"kvrouter/internal/table"
@@ -92,6 +93,8 @@ type Tree struct {
 	seed     uint64   // of all tables
 	grouped  int      // workers with groupSlots
 	beyond   int      // of them, those whose rules are beyond
+
+	lookahead atomic.Bool // of LookaheadStored
 
 	scratch sync.Pool // *matchScratch, for concurrent lookups
 }
@@ -263,6 +266,14 @@ func (r *Tree) Forget(worker uint64) {
 
 // CanMatch is true.
 func (*Tree) CanMatch() bool { return true }
+
+// LookaheadStored records that a worker stores blocks with hashes of
+// kv.HashLookaheadBlocks.
+func (r *Tree) LookaheadStored() { r.lookahead.Store(true) }
+
+// HasLookahead reports whether any worker has stored such blocks: then a prompt matches
+// by those hashes, too.
+func (r *Tree) HasLookahead() bool { return r.lookahead.Load() }
 
 // Match appends to dst, ordered by worker and rank, every worker in which a request
 // finds a beginning of the prompt with these local hashes, and the length of it.

@@ -214,7 +214,7 @@ func (r *Router) dequeue(w *waiter) bool {
 
 // lookUpAgain brings up to date what w's workers have of its prompt.
 func (r *Router) lookUpAgain(w *waiter) {
-	matches := r.index.Match(w.prompt.local, r.usableOf(&w.prompt), nil)
+	matches := r.match(nil, &w.prompt)
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	w.prompt.matches, w.prompt.next = matches, 0

@@ -79,6 +79,16 @@ func (q *Request) Hashes(dst []uint64, blockSize int) []uint64 {
 	return kv.HashMediaBlocks(dst, q.Tokens, blockSize, q.LoRA, q.Salt, q.Media)
 }
 
+// lookaheadHashes are Hashes of workers whose blocks depend on the token behind them. Such
+// an engine does not look a prompt's last token up, not even behind a block.
+func (q *Request) lookaheadHashes(blockSize int) []uint64 {
+	tokens := q.Tokens
+	if len(tokens) > 0 && len(tokens) >= q.NumTokens {
+		tokens = tokens[:len(tokens)-1]
+	}
+	return kv.HashLookaheadBlocks(make([]uint64, 0, len(tokens)/blockSize), tokens, blockSize, q.LoRA, q.Salt, q.Media)
+}
+
 // Follow applies the client's hints to the request, except the session.
 func (q *Request) Follow(h hints.Hints) {
 	q.QueryOnly, q.Pinned, q.PinnedPrefill = h.Query, h.Pinned, h.PinnedPrefill
@@ -186,14 +196,15 @@ type workspace struct {
 // prompt is a request with the results of lookUp, which needs no lock.
 type prompt struct {
 	Request
-	tokens   int        // its length; 0: unknown
-	local    []uint64   // local block hashes
-	matches  []kv.Match // by worker
-	next     int        // of matches, where matched goes on
-	workers  int        // that are up for the leg, whether they may serve it or not
-	counted  bool       // its blocks count as active
-	shared   bool       // those that other requests have too count once
-	sequence []uint64   // their sequence hashes, if shared
+	tokens    int        // its length; 0: unknown
+	local     []uint64   // local block hashes
+	lookahead []uint64   // those of workers whose blocks depend on the token behind them
+	matches   []kv.Match // by worker
+	next      int        // of matches, where matched goes on
+	workers   int        // that are up for the leg, whether they may serve it or not
+	counted   bool       // its blocks count as active
+	shared    bool       // those that other requests have too count once
+	sequence  []uint64   // their sequence hashes, if shared
 
 	stays       bool   // its session's worker is the only candidate for that reason
 	sessionGoes string // what becomes of its session; empty: it has none, or nothing is decided
@@ -434,8 +445,11 @@ func (r *Router) lookUp(request Request, scratch *workspace) (p prompt, d Decisi
 		scratch.local = request.Hashes(scratch.local[:0], r.blockSize)
 		p.local = scratch.local
 	}
+	if r.index.CanMatch() && r.index.HasLookahead() {
+		p.lookahead = request.lookaheadHashes(r.blockSize)
+	}
 	hashed := r.now()
-	scratch.matches = r.index.Match(p.local, r.usableOf(&p), scratch.matches[:0])
+	scratch.matches = r.match(scratch.matches[:0], &p)
 	p.matches = scratch.matches
 	lookedUp := r.now()
 	p.shared = r.settings.RouterAssumeKVReuse
@@ -450,6 +464,22 @@ func (r *Router) lookUp(request Request, scratch *workspace) (p prompt, d Decisi
 	}
 	sequenced := r.now()
 	return p, Decision{Tokens: p.tokens, HashTime: hashed.Sub(began), LookupTime: lookedUp.Sub(hashed), SequenceTime: sequenced.Sub(lookedUp)}
+}
+
+// match appends to dst, by worker, how many leading blocks of p each has. A worker
+// with both kinds of blocks, of which one is assumed, has the longer match.
+func (r *Router) match(dst []kv.Match, p *prompt) []kv.Match {
+	start := len(dst)
+	dst = r.index.Match(p.local, r.usableOf(p), dst)
+	if len(p.lookahead) == 0 {
+		return dst
+	}
+	plain := len(dst)
+	dst = r.index.Match(p.lookahead, min(r.usableOf(p), len(p.lookahead)), dst)
+	if plain > start && len(dst) > plain {
+		dst = dst[:start+len(radix.Longest(dst[start:]))]
+	}
+	return dst
 }
 
 // schedule chooses among the workers that are up and books, under the lock, or
@@ -620,11 +650,11 @@ func (r *Router) Overlaps(request Request) (overlaps []Overlap, blocks int) {
 	if len(request.Tokens) > 0 {
 		local = request.Hashes(nil, r.blockSize)
 	}
-	usable := len(local)
-	if request.NumTokens > 0 || len(request.Tokens) > 0 {
-		usable = r.usableBlocks(max(request.NumTokens, len(request.Tokens)))
+	p := prompt{Request: request, local: local, tokens: max(request.NumTokens, len(request.Tokens))}
+	if r.index.HasLookahead() {
+		p.lookahead = request.lookaheadHashes(r.blockSize)
 	}
-	matches := r.index.Match(local, usable, nil)
+	matches := r.match(nil, &p)
 	for _, t := range r.Targets() {
 		overlap := Overlap{Worker: t.Key}
 		if i := slices.IndexFunc(matches, func(m kv.Match) bool { return m.Worker == t.Key }); i >= 0 {

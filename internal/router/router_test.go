@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"slices"
 	"sync"
 	"testing"
 	"time"
@@ -64,6 +65,54 @@ func TestOverlapLeavesTheLastTokenToTheEngine(t *testing.T) {
 	}
 	if d.OverlapTokens != 2*testkit.BlockSize {
 		t.Errorf("overlap of a prompt of exactly 3 cached blocks is %d tokens, want %d", d.OverlapTokens, 2*testkit.BlockSize)
+	}
+}
+
+// TestOverlapOfWorkersThatHoldTheTokenBehindABlock, as SGLang with EAGLE does, beside one
+// that does not.
+func TestOverlapOfWorkersThatHoldTheTokenBehindABlock(t *testing.T) {
+	const size = testkit.BlockSize
+	r := NewTestRouter(t, "standalone", 3)
+	prompt := testkit.Tokens(1, 4*size)
+	Hold(r, 0, prompt)
+	for i, local := range kv.HashLookaheadBlocks(nil, prompt, size, "", "", nil) {
+		r.Index().Store(kv.WorkerKey{Worker: 2}, uint64(i), i > 0, []kv.StoredBlock{{Engine: uint64(i + 1), Local: local}})
+	}
+	r.Index().LookaheadStored()
+	parts := func(end int, other ...uint32) []uint32 { return append(slices.Clone(prompt[:end]), other...) }
+	for name, c := range map[string]struct {
+		request      Request
+		plain, ahead int // blocks
+	}{
+		"goes on as before":               {Request{Tokens: parts(3*size+2, 5000, 5000)}, 3, 3},
+		"differs behind a block":          {Request{Tokens: parts(2*size, 5000, 5000)}, 2, 1},
+		"differs one later":               {Request{Tokens: parts(2*size+1, 5000, 5000)}, 2, 2},
+		"ends with a block":               {Request{Tokens: parts(2 * size)}, 1, 1},
+		"ends behind a block":             {Request{Tokens: parts(2*size + 1)}, 2, 1},
+		"ends two behind a block":         {Request{Tokens: parts(2*size + 2)}, 2, 2},
+		"its end is not known":            {Request{Tokens: parts(2*size + 1), NumTokens: 5 * size}, 2, 2},
+		"hashes, without tokens":          {Request{Local: kv.HashBlocks(nil, prompt, size, "", ""), NumTokens: 5 * size}, 4, 0},
+		"another cache salt":              {Request{Tokens: prompt, Salt: "s"}, 0, 0},
+		"one token":                       {Request{Tokens: prompt[:1]}, 0, 0},
+		"no tokens, routed by load alone": {Request{NumTokens: 100}, 0, 0},
+	} {
+		for worker, want := range []int{c.plain, 0, c.ahead} {
+			c.request.Pinned = &kv.WorkerKey{Worker: uint64(worker)}
+			d, err := r.Route(t.Context(), c.request)
+			if err != nil {
+				t.Fatal(err)
+			}
+			d.Booking.End()
+			if d.Overlap != want {
+				t.Errorf("%s: worker %d has %d blocks, want %d", name, worker, d.Overlap, want)
+			}
+		}
+		overlaps, _ := r.Overlaps(c.request)
+		for _, o := range overlaps {
+			if o.Worker.Worker == 2 && o.Blocks != c.ahead {
+				t.Errorf("%s: Overlaps has %d blocks, want %d", name, o.Blocks, c.ahead)
+			}
+		}
 	}
 }
 

@@ -273,7 +273,9 @@ type WorkerRecord struct {
 	KVCacheUsage  float64  `json:"kv_cache_usage"`
 	Blocks        int      `json:"blocks"`
 
-	Engine kv.Engine `json:"engine"` // as detected so far
+	Engine      kv.Engine `json:"engine"`                // as detected so far
+	Predictions string    `json:"predictions,omitempty"` // why they are not exact, as detected so far
+	Speculation string    `json:"speculation,omitempty"` // algorithm of its speculative decoding, likewise
 
 	Failures *failureRecord `json:"failures,omitempty"` // nil: it is not up
 }
@@ -383,7 +385,7 @@ func (s *Service) specOf(status workers.Status) workerSpec {
 func (s *Service) record(w workers.Status, spec workerSpec, up bool) WorkerRecord {
 	r := WorkerRecord{
 		WorkerID: w.ID, Name: w.Name, workerSpec: spec, Lifecycle: LifecycleSchedulable,
-		State: w.State, Engine: w.Engine, PID: w.PID, Restarts: w.Restarts, Generation: w.Generation,
+		State: w.State, Engine: w.Engine, Predictions: w.Predictions, Speculation: w.Speculation, PID: w.PID, Restarts: w.Restarts, Generation: w.Generation,
 	}
 	for _, key := range w.Keys() {
 		r.add(s.models.LoadOf(key))

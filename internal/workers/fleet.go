@@ -77,24 +77,26 @@ const (
 
 // Status is the state of one worker as seen from outside.
 type Status struct {
-	ID         uint64    `json:"id"`
-	Name       string    `json:"name,omitempty"` // of a discovered one
-	Cordon     kv.Cordon `json:"held,omitempty"` // why a discovered one gets no new requests
-	URL        string    `json:"url"`
-	Engine     kv.Engine `json:"engine"`
-	Attached   bool      `json:"attached"` // not started by this router
-	State      string    `json:"state"`
-	Stage      string    `json:"stage,omitempty"` // how far its start is
-	Since      time.Time `json:"since"`           // of the state
-	PID        int       `json:"pid,omitempty"`   // its process group, too
-	Restarts   int       `json:"restarts"`        // times that it ended and was started again
-	Generation int       `json:"generation"`      // incarnations so far
-	Ranks      []uint32  `json:"ranks,omitempty"` // data-parallel ranks
-	Models     []string  `json:"models,omitempty"`
-	KVEvents   string    `json:"kv_events,omitempty"` // endpoint of rank 0's KV events
-	Replay     string    `json:"replay,omitempty"`    // and of their replay
-	LastError  string    `json:"last_error,omitempty"`
+	ID          uint64    `json:"id"`
+	Name        string    `json:"name,omitempty"` // of a discovered one
+	Cordon      kv.Cordon `json:"held,omitempty"` // why a discovered one gets no new requests
+	URL         string    `json:"url"`
+	Engine      kv.Engine `json:"engine"`
+	Attached    bool      `json:"attached"` // not started by this router
+	State       string    `json:"state"`
+	Stage       string    `json:"stage,omitempty"` // how far its start is
+	Since       time.Time `json:"since"`           // of the state
+	PID         int       `json:"pid,omitempty"`   // its process group, too
+	Restarts    int       `json:"restarts"`        // times that it ended and was started again
+	Generation  int       `json:"generation"`      // incarnations so far
+	Ranks       []uint32  `json:"ranks,omitempty"` // data-parallel ranks
+	Models      []string  `json:"models,omitempty"`
+	KVEvents    string    `json:"kv_events,omitempty"`   // endpoint of rank 0's KV events
+	Replay      string    `json:"replay,omitempty"`      // and of their replay
+	Predictions string    `json:"predictions,omitempty"` // what is known about their exactness; empty: nothing special
+	Speculation string    `json:"speculation,omitempty"` // its algorithm of speculative decoding, as far as known
 	Exactness
+	LastError     string    `json:"last_error,omitempty"`
 	CordonedSince time.Time `json:"-"`
 	Disagg        kv.Disagg `json:"-"`
 }

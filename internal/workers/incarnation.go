@@ -70,7 +70,7 @@ func (f *Fleet) begin(ctx context.Context, w *worker) *incarnation {
 	}
 	f.update(w, func(s *Status) {
 		s.Generation++
-		in.generation, s.Engine = s.Generation, in.engine
+		in.generation, s.Engine, s.Predictions, s.Speculation = s.Generation, in.engine, "", ""
 	})
 	in.setDisagg(w.spec.Disagg)
 	return in
@@ -417,7 +417,12 @@ func spread(d time.Duration) time.Duration { return d - rand.N(d/5+1) }
 // cacheBlocks asks the worker how many blocks the KV cache of each rank has; ranks of
 // unknown size are left out.
 func (in *incarnation) cacheBlocks(ranks []uint32) map[uint32]int {
-	blocks, err := in.f.probe.CacheTokens(in.ctx, in.w.spec, in.engine, in.info, ranks)
+	info := in.info
+	if info == nil && in.engine == kv.EngineSGLang { // the router has started it
+		info, _ = in.f.probe.ServerInfo(in.ctx, in.w.spec) // or CacheTokens has the error
+		in.describe(info)
+	}
+	blocks, err := in.f.probe.CacheTokens(in.ctx, in.w.spec, in.engine, info, ranks)
 	for rank := range blocks {
 		blocks[rank] /= in.blockSize
 	}

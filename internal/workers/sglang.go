@@ -65,6 +65,20 @@ func (in *incarnation) know(info *probe.ServerInfo) {
 	}
 	in.info, in.ranks = info, info.Ranks()
 	in.isSGLang()
+	in.describe(info)
+}
+
+// describe notes how exact predictions for an SGLang server are, and whether it drafts
+// tokens.
+func (in *incarnation) describe(info *probe.ServerInfo) {
+	if info == nil {
+		return
+	}
+	predictions := info.Predictions()
+	if predictions != "" {
+		in.f.log.Info(fmt.Sprintf("%s: predictions are not exact", in.w), "url", in.w.spec.URL, "predictions", predictions)
+	}
+	in.f.update(in.w, func(s *Status) { s.Predictions, s.Speculation = predictions, info.Speculation })
 }
 
 // isSGLang notes that the worker runs SGLang.

@@ -187,6 +187,19 @@ func (t *targets) wantLoad(test *testing.T, rank uint32, want policy.Published) 
 	})
 }
 
+func TestSGLangWorkerShowsWhatIsKnownOfItsPredictions(t *testing.T) {
+	s := newSGLangServer(t, map[string]any{"kv_events": nil, "uses_mamba_radix_cache": true, "speculative_algorithm": "EAGLE"})
+	f, up := sglangFleet(t, s, "")
+	f.probe = noLoads{f.probe}
+	f.start()
+	up.want(t, 1)
+	status := f.Workers()[0]
+	if !strings.HasPrefix(status.Predictions, "upper bound: ") || status.Speculation != "EAGLE" {
+		t.Errorf("%+v", status)
+	}
+	f.stop()
+}
+
 // TestSGLangIsKnownByItsURLAlone: it was followed as a vLLM server that tells nothing.
 func TestSGLangIsKnownByItsURLAlone(t *testing.T) {
 	for _, test := range []struct {
