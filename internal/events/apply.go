@@ -100,7 +100,7 @@ func (s *Stream) applyBatch(seq uint64, payload []byte, live bool) error {
 		}
 	}
 	defer s.trim()
-	if drops := s.drops.Load(); drops != s.layout.DropsLast {
+	if drops := s.drops.Load() && !s.looksAhead; drops != s.layout.DropsLast {
 		s.setLayout(kv.Layout{Groups: s.layout.Groups, DropsLast: drops})
 	}
 	for s.dec.more() {
@@ -229,8 +229,9 @@ func (s *Stream) applyStored(e *kvEvent) error {
 			s.index.Remove(s.Src.Worker, []uint64{b.Engine})
 		}
 	}
-	if e.lookahead {
-		s.index.LookaheadStored()
+	if ahead := e.lookahead(); ahead.Tokens > 0 {
+		s.index.LookaheadStored(ahead)
+		s.looksAhead = true
 	}
 	s.batch.stored = true
 	switch err := s.index.Store(s.Src.Worker, e.parent, e.hasParent, s.blocks); {

@@ -53,11 +53,11 @@ func partHashes(dst, engine []uint64, parts int) []uint64 {
 // else is mixed in as raw bytes, so that nothing matches it. SGLang has no extra keys: it sends the cache salt with every event, of
 // whichever part of the prompt.
 func (d *batchDecoder) blocks(dst []kv.StoredBlock, e *kvEvent, parts int) ([]kv.StoredBlock, error) {
-	behind := 0 // tokens that a block depends on beside its own
-	if e.lookahead {
-		behind = 1
+	behind := e.lookahead().Tokens
+	own := len(e.tokens)
+	if e.pairs {
+		own--
 	}
-	own := len(e.tokens) - behind
 	switch n := len(e.hashes); {
 	case n == 0:
 		return dst, nil
@@ -66,6 +66,8 @@ func (d *batchDecoder) blocks(dst []kv.StoredBlock, e *kvEvent, parts int) ([]kv
 	// Compared by division: the product could overflow.
 	case own%e.blockSize != 0 || own/e.blockSize != n:
 		return dst, fmt.Errorf("%d tokens for %d blocks of %d", own, n, e.blockSize)
+	case !e.pairs && len(e.ahead) != n*behind:
+		return dst, fmt.Errorf("%d lookahead tokens for %d blocks", len(e.ahead), n)
 	case len(e.extra) != 0 && len(e.extra) != n:
 		return dst, fmt.Errorf("extra keys for %d blocks of %d", len(e.extra), n)
 	}
@@ -86,13 +88,19 @@ func (d *batchDecoder) blocks(dst []kv.StoredBlock, e *kvEvent, parts int) ([]kv
 		} else if i == 0 && !e.hasParent && len(e.salt) > 0 {
 			seed += kv.BlockSeed("", string(e.salt)) - kv.HashSeed
 		}
-		tokens := e.tokens[i*e.blockSize : (i+1)*e.blockSize+behind]
+		tokens := e.tokens[i*e.blockSize : (i+1)*e.blockSize]
+		if e.pairs {
+			tokens = e.tokens[i*e.blockSize : (i+1)*e.blockSize+behind]
+		} else if behind > 0 {
+			d.joined = append(append(d.joined[:0], tokens...), e.ahead[i*behind:(i+1)*behind]...)
+			tokens = d.joined
+		}
 		d.words = kv.MediaWords(d.words[:0], d.media)
 		size := e.blockSize / parts
 		for part := range parts - 1 {
 			// The words of media are those of the whole block: a prompt's parts have
 			// others, so that such a block may be missed.
-			local := kv.HashMediaBlock(tokens[part*size:(part+1)*size], d.words, seed)
+			local := kv.HashMediaBlock(tokens[part*size:(part+1)*size+behind], d.words, seed)
 			dst = append(dst, kv.StoredBlock{Engine: partHash(engine, part), Local: local})
 			if i == 0 && !e.hasParent {
 				seed = base // without the salt
@@ -101,6 +109,15 @@ func (d *batchDecoder) blocks(dst []kv.StoredBlock, e *kvEvent, parts int) ([]kv
 		dst = append(dst, kv.StoredBlock{Engine: engine, Local: kv.HashMediaBlock(tokens[(parts-1)*size:], d.words, seed)})
 	}
 	return dst, nil
+}
+
+// lookahead returns how the blocks of a store event depend on the tokens behind them;
+// the zero value: they do not.
+func (e *kvEvent) lookahead() kv.Lookahead {
+	if e.pairs {
+		return kv.Lookahead{Tokens: 1, Cut: 1}
+	}
+	return kv.Lookahead{Tokens: e.behind}
 }
 
 // extraSeed returns what block i's extra keys add to its seed, 0 for none, and

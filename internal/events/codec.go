@@ -46,7 +46,9 @@ type kvEvent struct {
 	parent    uint64   // block id before hashes[0]; valid if hasParent
 	hasParent bool
 	tokens    []uint32 // blockSize tokens for each hash; with lookahead one more behind the last
-	lookahead bool     // a block depends on the token behind it, too: SGLang with EAGLE
+	pairs     bool     // a block depends on the token behind it, too: SGLang with EAGLE
+	ahead     []uint32 // behind tokens for each hash, on which it depends too: vLLM with EAGLE or MTP
+	behind    int      // 0: none
 	blockSize int      // tokens
 	lora      []byte   // adapter name; empty: none
 	loraID    []byte   // adapter number as msgpack; nil: none
@@ -85,6 +87,7 @@ type batchDecoder struct {
 	event  kvEvent
 	media  []kv.Media // of the block that blocks is at
 	words  []uint64   // of the same
+	joined []uint32   // its tokens and those behind it
 }
 
 func newBatchDecoder() *batchDecoder {
@@ -145,7 +148,7 @@ func (d *batchDecoder) more() bool { return d.left > 0 }
 func (d *batchDecoder) next() (*kvEvent, error) {
 	d.left--
 	e := &d.event
-	*e = kvEvent{hashes: e.hashes[:0], tokens: e.tokens[:0], extra: e.extra[:0]}
+	*e = kvEvent{hashes: e.hashes[:0], tokens: e.tokens[:0], extra: e.extra[:0], ahead: e.ahead[:0]}
 	end, err := ValueEnd(d.data, d.pos())
 	if err != nil {
 		d.left = 0
@@ -276,7 +279,9 @@ func (d *batchDecoder) field(e *kvEvent, name string) (err error) {
 		e.hasParent = true
 		e.parent, err = d.hash()
 	case "token_ids":
-		e.tokens, e.lookahead, err = d.tokens(e.tokens[:0])
+		e.tokens, e.pairs, err = d.tokens(e.tokens[:0])
+	case "lookahead_token_ids":
+		e.ahead, e.behind, err = d.lookahead(e.ahead[:0])
 	case "block_size":
 		e.blockSize, err = d.int()
 	case "lora_id":
@@ -360,8 +365,8 @@ func (d *batchDecoder) hash() (uint64, error) {
 
 // tokens reads a list of token ids. With EAGLE, SGLang sends each token in a pair with
 // the next one (mem_cache/events.py, record_store); then the last one of all follows
-// the others, and lookahead is true.
-func (d *batchDecoder) tokens(dst []uint32) (_ []uint32, lookahead bool, err error) {
+// the others, and pairs is true.
+func (d *batchDecoder) tokens(dst []uint32) (_ []uint32, pairs bool, err error) {
 	n, err := d.arrayLen()
 	if err != nil {
 		return dst, false, err
@@ -388,6 +393,38 @@ func (d *batchDecoder) tokens(dst []uint32) (_ []uint32, lookahead bool, err err
 		dst = append(dst, t)
 	}
 	return dst, false, nil
+}
+
+// lookahead reads lists of tokens of one length, which it returns; 0 for nil or no lists.
+func (d *batchDecoder) lookahead(dst []uint32) (_ []uint32, behind int, err error) {
+	if d.isNil() {
+		return dst, 0, d.skip()
+	}
+	n, err := d.arrayLen()
+	if err != nil {
+		return dst, 0, err
+	}
+	if n > maxEventBlocks {
+		return dst, 0, fmt.Errorf("%d lists, want at most %d", n, maxEventBlocks)
+	}
+	for i := range n {
+		count, err := d.arrayLen()
+		switch {
+		case err != nil:
+			return dst, 0, err
+		case count < 1 || count > kv.MaxLookahead || i > 0 && count != behind:
+			return dst, 0, fmt.Errorf("list %d has %d tokens, want 1 to %d, as many as the others", i, count, kv.MaxLookahead)
+		}
+		behind = count
+		for range count {
+			t, err := d.token()
+			if err != nil {
+				return dst, 0, err
+			}
+			dst = append(dst, t)
+		}
+	}
+	return dst, behind, nil
 }
 
 // pairs reads n pairs of a token and the next one, at least one pair.

@@ -187,7 +187,7 @@ func TestSGLangBlocksWithPairsDependOnTheTokenBehindThem(t *testing.T) {
 		}
 		return list
 	}
-	want := kv.HashLookaheadBlocks(nil, prompt, 4, "", "", nil)
+	want := kv.HashLookaheadBlocks(nil, prompt, 4, 1, "", "", nil)
 	for name, c := range map[string]struct {
 		hashes []int
 		tokens any
@@ -196,7 +196,7 @@ func TestSGLangBlocksWithPairsDependOnTheTokenBehindThem(t *testing.T) {
 	}{
 		"two blocks":        {[]int{7, 8}, pairs(0, 8), want, ""},
 		"one block":         {[]int{7}, pairs(0, 4), want[:1], ""},
-		"its token":         {[]int{7}, append(pairs(0, 3), []uint32{3, 9}), kv.HashLookaheadBlocks(nil, []uint32{0, 1, 2, 3, 9}, 4, "", "", nil), ""},
+		"its token":         {[]int{7}, append(pairs(0, 3), []uint32{3, 9}), kv.HashLookaheadBlocks(nil, []uint32{0, 1, 2, 3, 9}, 4, 1, "", "", nil), ""},
 		"none":              {[]int{}, []int{}, nil, ""},
 		"a pair too few":    {[]int{7, 8}, pairs(0, 7), nil, "7 tokens for 2 blocks of 4"},
 		"a gap":             {[]int{7}, append(pairs(0, 3), []uint32{4, 5}), nil, "begins with 4, the one before ends with 3"},

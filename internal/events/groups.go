@@ -102,7 +102,7 @@ func (s *Stream) setGroups(groups []kv.CacheGroup) {
 	if len(s.layout.Groups) > 0 && groups[0] != s.layout.Groups[0] {
 		s.clear("its KV-cache groups have changed")
 	}
-	s.setLayout(kv.Layout{Groups: groups, DropsLast: s.drops.Load()})
+	s.setLayout(kv.Layout{Groups: groups, DropsLast: s.drops.Load() && !s.looksAhead})
 }
 
 // setLayout gives the index a layout.
@@ -173,6 +173,7 @@ func (s *Stream) applyTail(e *kvEvent) error {
 	// Extra keys are those of the blocks that are kept. The seed of the others is that of
 	// plain text: with a salt or media, nothing is found.
 	whole := *e
+	whole.ahead, whole.behind = nil, 0
 	whole.tokens, whole.hashes = e.tokens[:all*e.blockSize], s.hashes[:0]
 	for range all {
 		whole.hashes = append(whole.hashes, 0)

@@ -261,8 +261,10 @@ func (c *ReplayCommand) printPrompt(out io.Writer, index radix.Index, blockSize 
 	}
 	local := kv.HashBlocks(nil, c.PromptTokens, blockSize, "", "")
 	matches := index.Match(local, len(local), nil)
-	ahead := kv.HashLookaheadBlocks(nil, c.PromptTokens, blockSize, "", "", nil)
-	matches = index.Match(ahead, len(ahead), matches)
+	for _, l := range index.Lookaheads() {
+		ahead := kv.HashLookaheadBlocks(nil, c.PromptTokens, blockSize, l.Tokens, "", "", nil)
+		matches = index.Match(ahead, len(ahead), matches)
+	}
 	slices.SortStableFunc(matches, func(a, b kv.Match) int { return cmp.Compare(b.Blocks, a.Blocks) })
 	fmt.Fprintf(out, "the prompt has %d blocks of %d tokens; %d ranks hold its beginning\n", len(local), blockSize, len(matches))
 	for _, m := range matches {

@@ -107,7 +107,10 @@ type Stream struct {
 	kept    bool // the last replay brought a batch
 	asked   bool // peers were asked during this connection
 
-	layout     kv.Layout       // the KV-cache groups seen so far
+	layout kv.Layout // the KV-cache groups seen so far
+	// looksAhead means that its blocks depend on the tokens behind them, for which an
+	// engine does not compute the last block again.
+	looksAhead bool
 	unknown    map[int]bool    // groups that are passed over
 	tails      map[uint64]tail // of a windowed rank, by the last hash
 	tailBlocks int             // in them

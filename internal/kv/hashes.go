@@ -51,11 +51,24 @@ func HashMediaBlocks(dst []uint64, tokens []uint32, blockSize int, lora, salt st
 	return hashBlocks(dst, tokens, blockSize, 0, lora, salt, media)
 }
 
-// HashLookaheadBlocks is HashMediaBlocks for engines whose blocks depend on the token
-// behind them, too, as SGLang's do with EAGLE: that token is hashed as the block's last
-// one, and a block without it has no hash.
-func HashLookaheadBlocks(dst []uint64, tokens []uint32, blockSize int, lora, salt string, media [][]uint64) []uint64 {
-	return hashBlocks(dst, tokens, blockSize, 1, lora, salt, media)
+// Lookahead is how an engine's blocks depend on the tokens behind them, as they do with
+// the drafters of speculative decoding.
+type Lookahead struct {
+	Tokens int // behind each block, hashed as its last ones; 1 to MaxLookahead
+	Cut    int // at a prompt's end that the engine does not look up
+}
+
+// MaxLookahead bounds Lookahead.Tokens, and MaxLookaheads the different ones of an index.
+const (
+	MaxLookahead  = 16
+	MaxLookaheads = 4
+)
+
+// HashLookaheadBlocks is HashMediaBlocks for engines whose blocks depend on that many
+// tokens behind them, too: they are hashed as the block's last ones, and a block without
+// them has no hash.
+func HashLookaheadBlocks(dst []uint64, tokens []uint32, blockSize, behind int, lora, salt string, media [][]uint64) []uint64 {
+	return hashBlocks(dst, tokens, blockSize, behind, lora, salt, media)
 }
 
 // hashBlocks hashes blocks together with that many tokens behind them.

@@ -51,16 +51,16 @@ func TestSequenceHashesDependOnAllBlocksBefore(t *testing.T) {
 // TestLookaheadBlockDependsOnTheTokenBehindIt, and on no other one.
 func TestLookaheadBlockDependsOnTheTokenBehindIt(t *testing.T) {
 	prompt := sequence(1, 9)
-	full := HashLookaheadBlocks(nil, prompt, 4, "", "", nil)
+	full := HashLookaheadBlocks(nil, prompt, 4, 1, "", "", nil)
 	for n, want := range map[int]int{0: 0, 4: 0, 5: 1, 8: 1, 9: 2} {
-		if got := HashLookaheadBlocks(nil, prompt[:n], 4, "", "", nil); !slices.Equal(got, full[:want]) {
+		if got := HashLookaheadBlocks(nil, prompt[:n], 4, 1, "", "", nil); !slices.Equal(got, full[:want]) {
 			t.Errorf("%d tokens in blocks of 4: hashes %d, want %d", n, got, full[:want])
 		}
 	}
 	for at := range prompt {
 		changed := slices.Clone(prompt)
 		changed[at] = 1000
-		got := HashLookaheadBlocks(nil, changed, 4, "", "", nil)
+		got := HashLookaheadBlocks(nil, changed, 4, 1, "", "", nil)
 		if first, second := got[0] != full[0], got[1] != full[1]; first != (at <= 4) || second != (at >= 4) {
 			t.Errorf("token %d changes the first block: %v, the second: %v", at, first, second)
 		}
@@ -68,7 +68,7 @@ func TestLookaheadBlockDependsOnTheTokenBehindIt(t *testing.T) {
 	if plain := HashBlocks(nil, prompt, 4, "", ""); plain[0] == full[0] || plain[1] == full[1] {
 		t.Error("a block with the token behind it has the hash of one without")
 	}
-	if salted := HashLookaheadBlocks(nil, prompt, 4, "", "s", nil); salted[0] == full[0] || salted[1] != full[1] {
+	if salted := HashLookaheadBlocks(nil, prompt, 4, 1, "", "s", nil); salted[0] == full[0] || salted[1] != full[1] {
 		t.Error("a salt is not in the first block alone")
 	}
 }

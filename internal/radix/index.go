@@ -17,8 +17,8 @@ type Index interface {
 	// CanMatch is false for an index that never matches, so that callers need not
 	// hash prompts.
 	CanMatch() bool
-	LookaheadStored()
-	HasLookahead() bool
+	LookaheadStored(kv.Lookahead)
+	Lookaheads() []kv.Lookahead
 	Store(w kv.WorkerKey, parent uint64, hasParent bool, blocks []kv.StoredBlock) error
 	Remove(w kv.WorkerKey, engine []uint64) (unknown int)
 	Clear(w kv.WorkerKey)

@@ -94,7 +94,7 @@ type Tree struct {
 	grouped  int      // workers with groupSlots
 	beyond   int      // of them, those whose rules are beyond
 
-	lookahead atomic.Bool // of LookaheadStored
+	lookaheads atomic.Pointer[[]kv.Lookahead] // of LookaheadStored
 
 	scratch sync.Pool // *matchScratch, for concurrent lookups
 }
@@ -268,12 +268,32 @@ func (r *Tree) Forget(worker uint64) {
 func (*Tree) CanMatch() bool { return true }
 
 // LookaheadStored records that a worker stores blocks with hashes of
-// kv.HashLookaheadBlocks.
-func (r *Tree) LookaheadStored() { r.lookahead.Store(true) }
+// kv.HashLookaheadBlocks. Of more than kv.MaxLookaheads kinds the others are ignored.
+func (r *Tree) LookaheadStored(l kv.Lookahead) {
+	for {
+		old := r.lookaheads.Load()
+		var kinds []kv.Lookahead
+		if old != nil {
+			kinds = *old
+		}
+		if slices.Contains(kinds, l) || len(kinds) == kv.MaxLookaheads {
+			return
+		}
+		next := append(slices.Clone(kinds), l)
+		if r.lookaheads.CompareAndSwap(old, &next) {
+			return
+		}
+	}
+}
 
-// HasLookahead reports whether any worker has stored such blocks: then a prompt matches
-// by those hashes, too.
-func (r *Tree) HasLookahead() bool { return r.lookahead.Load() }
+// Lookaheads returns the kinds of such blocks that any worker has stored: a prompt
+// matches by those hashes, too. It must not be changed.
+func (r *Tree) Lookaheads() []kv.Lookahead {
+	if kinds := r.lookaheads.Load(); kinds != nil {
+		return *kinds
+	}
+	return nil
+}
 
 // Match appends to dst, ordered by worker and rank, every worker in which a request
 // finds a beginning of the prompt with these local hashes, and the length of it.

@@ -79,14 +79,17 @@ func (q *Request) Hashes(dst []uint64, blockSize int) []uint64 {
 	return kv.HashMediaBlocks(dst, q.Tokens, blockSize, q.LoRA, q.Salt, q.Media)
 }
 
-// lookaheadHashes are Hashes of workers whose blocks depend on the token behind them. Such
-// an engine does not look a prompt's last token up, not even behind a block.
-func (q *Request) lookaheadHashes(blockSize int) []uint64 {
-	tokens := q.Tokens
-	if len(tokens) > 0 && len(tokens) >= q.NumTokens {
-		tokens = tokens[:len(tokens)-1]
+// lookaheadHashes are Hashes of workers whose blocks depend on the tokens behind them, for
+// each kind of them.
+func (q *Request) lookaheadHashes(kinds []kv.Lookahead, blockSize int) (all [][]uint64) {
+	for _, l := range kinds {
+		tokens := q.Tokens
+		if len(tokens) >= q.NumTokens {
+			tokens = tokens[:max(0, len(tokens)-l.Cut)]
+		}
+		all = append(all, kv.HashLookaheadBlocks(make([]uint64, 0, len(tokens)/blockSize), tokens, blockSize, l.Tokens, q.LoRA, q.Salt, q.Media))
 	}
-	return kv.HashLookaheadBlocks(make([]uint64, 0, len(tokens)/blockSize), tokens, blockSize, q.LoRA, q.Salt, q.Media)
+	return all
 }
 
 // Follow applies the client's hints to the request, except the session.
@@ -198,7 +201,7 @@ type prompt struct {
 	Request
 	tokens    int        // its length; 0: unknown
 	local     []uint64   // local block hashes
-	lookahead []uint64   // those of workers whose blocks depend on the token behind them
+	lookahead [][]uint64 // those of workers whose blocks depend on the tokens behind them
 	matches   []kv.Match // by worker
 	next      int        // of matches, where matched goes on
 	workers   int        // that are up for the leg, whether they may serve it or not
@@ -445,8 +448,8 @@ func (r *Router) lookUp(request Request, scratch *workspace) (p prompt, d Decisi
 		scratch.local = request.Hashes(scratch.local[:0], r.blockSize)
 		p.local = scratch.local
 	}
-	if r.index.CanMatch() && r.index.HasLookahead() {
-		p.lookahead = request.lookaheadHashes(r.blockSize)
+	if r.index.CanMatch() {
+		p.lookahead = request.lookaheadHashes(r.index.Lookaheads(), r.blockSize)
 	}
 	hashed := r.now()
 	scratch.matches = r.match(scratch.matches[:0], &p)
@@ -471,13 +474,12 @@ func (r *Router) lookUp(request Request, scratch *workspace) (p prompt, d Decisi
 func (r *Router) match(dst []kv.Match, p *prompt) []kv.Match {
 	start := len(dst)
 	dst = r.index.Match(p.local, r.usableOf(p), dst)
-	if len(p.lookahead) == 0 {
-		return dst
-	}
-	plain := len(dst)
-	dst = r.index.Match(p.lookahead, min(r.usableOf(p), len(p.lookahead)), dst)
-	if plain > start && len(dst) > plain {
-		dst = dst[:start+len(radix.Longest(dst[start:]))]
+	for _, local := range p.lookahead {
+		before := len(dst)
+		dst = r.index.Match(local, min(r.usableOf(p), len(local)), dst)
+		if before > start && len(dst) > before {
+			dst = dst[:start+len(radix.Longest(dst[start:]))]
+		}
 	}
 	return dst
 }
@@ -651,9 +653,7 @@ func (r *Router) Overlaps(request Request) (overlaps []Overlap, blocks int) {
 		local = request.Hashes(nil, r.blockSize)
 	}
 	p := prompt{Request: request, local: local, tokens: max(request.NumTokens, len(request.Tokens))}
-	if r.index.HasLookahead() {
-		p.lookahead = request.lookaheadHashes(r.blockSize)
-	}
+	p.lookahead = request.lookaheadHashes(r.index.Lookaheads(), r.blockSize)
 	matches := r.match(nil, &p)
 	for _, t := range r.Targets() {
 		overlap := Overlap{Worker: t.Key}

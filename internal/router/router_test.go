@@ -75,10 +75,10 @@ func TestOverlapOfWorkersThatHoldTheTokenBehindABlock(t *testing.T) {
 	r := NewTestRouter(t, "standalone", 3)
 	prompt := testkit.Tokens(1, 4*size)
 	Hold(r, 0, prompt)
-	for i, local := range kv.HashLookaheadBlocks(nil, prompt, size, "", "", nil) {
+	for i, local := range kv.HashLookaheadBlocks(nil, prompt, size, 1, "", "", nil) {
 		r.Index().Store(kv.WorkerKey{Worker: 2}, uint64(i), i > 0, []kv.StoredBlock{{Engine: uint64(i + 1), Local: local}})
 	}
-	r.Index().LookaheadStored()
+	r.Index().LookaheadStored(kv.Lookahead{Tokens: 1, Cut: 1})
 	parts := func(end int, other ...uint32) []uint32 { return append(slices.Clone(prompt[:end]), other...) }
 	for name, c := range map[string]struct {
 		request      Request
