@@ -44,7 +44,9 @@ func TestPredictionsOfCapturedSGLangServers(t *testing.T) {
 	}{
 		{"full", 50, 0},   // Llama
 		{"window", 50, 7}, // of 256 tokens in three of four layers
-		{"eagle", 50, 0},  // SGLang's tree of pairs of tokens, driven without a server
+		// SGLang's own tree, driven without a server as its scheduler does.
+		{"eagle", 50, 0},  // keys of pairs of tokens
+		{"state", 50, 25}, // a state every 64 tokens of a prefill, 24 states
 	} {
 		t.Run(test.name, func(t *testing.T) {
 			file, err := os.Open(filepath.Join("testdata/sglang", test.name+".jsonl.gz"))
