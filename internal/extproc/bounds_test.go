@@ -3,11 +3,14 @@ package extproc
 import (
 	"bytes"
 	"context"
+	"crypto/tls"
 	"encoding/binary"
+	"errors"
 	"fmt"
 	"io"
 	"net"
 	"net/http"
+	"os"
 	"runtime"
 	"strings"
 	"testing"
@@ -422,7 +425,15 @@ func TestAConnectionWithARequestStays(t *testing.T) {
 				t.Fatal(err)
 			}
 			defer other.Close()
-			time.Sleep(2 * web.FreshFor) // a connection may be replaced from then on
+			other.SetDeadline(time.Now().Add(2 * web.FreshFor)) // a connection may be replaced after half of it
+			if secure {
+				err = tls.Client(other, &tls.Config{InsecureSkipVerify: true}).Handshake()
+			} else {
+				_, err = other.Read(make([]byte, 1))
+			}
+			if !errors.Is(err, os.ErrDeadlineExceeded) {
+				t.Errorf("the new connection was accepted: %v", err)
+			}
 			g.tell(responseHeaders(true, ":status", "200"))
 			if m := g.hear(); m.GetResponseHeaders() == nil {
 				t.Errorf("answered %v", m)
@@ -450,11 +461,19 @@ func TestAnIdleConnectionIsClosed(t *testing.T) {
 	}
 }
 
-// TestAHealthCheckThatAsksNothingIsEnded covers both methods.
+// TestAHealthCheckThatAsksNothingIsEnded covers both methods. A watch with a request
+// continues.
 func TestAHealthCheckThatAsksNothingIsEnded(t *testing.T) {
 	p := listenWith(t, Settings{}, limits{idle: idleLimit, silence: 20 * time.Millisecond}, maxConnections, newRelay().handle)
 	c := connect(t, p, false)
-	for _, method := range []string{"Check", "Watch"} {
+	watch, err := grpc_health_v1.NewHealthClient(c).Watch(t.Context(), &grpc_health_v1.HealthCheckRequest{})
+	if err != nil {
+		t.Fatal(err)
+	}
+	if _, err := watch.Recv(); err != nil {
+		t.Fatal(err)
+	}
+	for _, method := range []string{"Check", "Watch"} { // they end after the watch would have
 		ctx, cancel := context.WithTimeout(t.Context(), patience)
 		defer cancel()
 		stream, err := c.NewStream(ctx, &grpc_health_v1.Health_ServiceDesc.Streams[0], fmt.Sprintf("/%s/%s", grpc_health_v1.Health_ServiceDesc.ServiceName, method))
@@ -465,18 +484,11 @@ func TestAHealthCheckThatAsksNothingIsEnded(t *testing.T) {
 			t.Errorf("%s goes on: %v", method, err)
 		}
 	}
-	watch, err := grpc_health_v1.NewHealthClient(c).Watch(t.Context(), &grpc_health_v1.HealthCheckRequest{})
-	if err != nil {
-		t.Fatal(err)
-	}
-	if _, err := watch.Recv(); err != nil {
-		t.Fatal(err)
-	}
-	time.Sleep(2 * p.limits.silence) // a watch that has asked goes on
-	if watch.Context().Err() != nil {
-		t.Error("the watch has ended")
-	}
 	testkit.Eventually(t, patience, "only the watch's memory is held", func() bool { return p.memory.held.Load() < 2*streamMemory })
+	p.Drain(patience)
+	if _, err := watch.Recv(); status.Code(err) != codes.Unavailable {
+		t.Errorf("the watch ended with %v before the router drained", err)
+	}
 }
 
 // TestEveryKindOfMessageIsLookedInto holds codec's table against the descriptors.
