@@ -98,8 +98,8 @@ func TestHeadersAreBounded(t *testing.T) {
 	}
 }
 
-// TestAMessageThatIsRefusedIsNotDecoded pins the memory that 4 MB of empty headers take:
-// decoded they would be some 200 MB.
+// TestAMessageThatIsRefusedIsNotDecoded verifies the memory for 4 MB of empty headers:
+// decoded they would take some 200 MB.
 func TestAMessageThatIsRefusedIsNotDecoded(t *testing.T) {
 	text, err := proto.Marshal(manyHeaders(600_000, 0))
 	if err != nil {
@@ -121,7 +121,7 @@ func TestAMessageThatIsRefusedIsNotDecoded(t *testing.T) {
 	}
 }
 
-// TestAMessageThatIsTooLargeEndsItsStream pins gRPC's own bound, and its count.
+// TestAMessageThatIsTooLargeEndsItsStream verifies gRPC's own limit, and its count.
 func TestAMessageThatIsTooLargeEndsItsStream(t *testing.T) {
 	p := listenTest(t, Settings{}, bodyReader(64<<20))
 	g := ask(t, p)
@@ -133,7 +133,7 @@ func TestAMessageThatIsTooLargeEndsItsStream(t *testing.T) {
 	testkit.Eventually(t, patience, "it is counted", func() bool { return p.refused[reasonMessage].Load() == 1 })
 }
 
-// small is a picker whose streams may hold that much together.
+// small returns a picker with that much memory for all streams.
 func small(t *testing.T, most int64, handle handler) *Server {
 	t.Helper()
 	return listenWith(t, Settings{ExtProcMaxInflightBytes: most}, usual, maxConnections, handle)
@@ -169,7 +169,7 @@ func TestStreamsShareOneMemory(t *testing.T) {
 	<-h.began
 }
 
-// TestStreamsThatDoNotFitAreRefused fills the memory with streams that ask nothing.
+// TestStreamsThatDoNotFitAreRefused fills the memory with streams without requests.
 func TestStreamsThatDoNotFitAreRefused(t *testing.T) {
 	p := small(t, 3*(streamMemory+4<<10), newRelay().handle)
 	c := connect(t, p, false)
@@ -183,7 +183,7 @@ func TestStreamsThatDoNotFitAreRefused(t *testing.T) {
 	}
 }
 
-// TestRefusalsNeedNoMemory has nothing left at all.
+// TestRefusalsNeedNoMemory: the memory is completely used up.
 func TestRefusalsNeedNoMemory(t *testing.T) {
 	begun := make(chan struct{})
 	p := listenTest(t, Settings{}, func(w http.ResponseWriter, r *http.Request, _ *proxy.Gateway) {
@@ -204,7 +204,7 @@ func TestRefusalsNeedNoMemory(t *testing.T) {
 	wantImmediate(t, g, http.StatusForbidden, "no")
 }
 
-// TestAShareOfAStreamThatHasEndedHoldsNothing covers what comes after the end.
+// TestAShareOfAStreamThatHasEndedHoldsNothing covers reservations after the end.
 func TestAShareOfAStreamThatHasEndedHoldsNothing(t *testing.T) {
 	m := &memory{most: 10}
 	s := &share{of: m}
@@ -219,8 +219,8 @@ func TestAShareOfAStreamThatHasEndedHoldsNothing(t *testing.T) {
 	}
 }
 
-// TestPiecesThatAreNotReadAreBounded has a handler read nothing: its gateway's pieces are
-// held up to the memory, and the request ends with an error.
+// TestPiecesThatAreNotReadAreBounded has a handler that reads nothing: its gateway's pieces
+// are kept up to the memory limit, then the request ends with an error.
 func TestPiecesThatAreNotReadAreBounded(t *testing.T) {
 	late := make(chan struct{})
 	read := bodyReader(64 << 20)
@@ -267,8 +267,8 @@ func TestPiecesOfAnAnswerAreBounded(t *testing.T) {
 	testkit.Eventually(t, patience, "nothing is held", func() bool { return p.memory.held.Load() == 0 })
 }
 
-// TestOwnAnswersAreBounded has handlers write more than the memory holds, and more than
-// an answer may have: nothing is cut without an error.
+// TestOwnAnswersAreBounded has handlers that write more than the memory, and more than the
+// maximum of an answer: no answer is truncated without an error.
 func TestOwnAnswersAreBounded(t *testing.T) {
 	for name, test := range map[string]struct {
 		memory int64
@@ -289,7 +289,7 @@ func TestOwnAnswersAreBounded(t *testing.T) {
 	}
 }
 
-// TestABodyOfAnyLengthFits passes on more than the memory, piece by piece.
+// TestABodyOfAnyLengthFits passes on a body larger than the memory, piece by piece.
 func TestABodyOfAnyLengthFits(t *testing.T) {
 	p := small(t, 1<<20, bodyReader(64<<20))
 	g := ask(t, p)
@@ -319,7 +319,7 @@ func literal(name, value string) []byte {
 	return append(append(append([]byte{0, byte(len(name))}, name...), byte(len(value))), value...)
 }
 
-// rawGateway is a connection that speaks HTTP/2 and reads nothing but to throw it away.
+// rawGateway is an HTTP/2 connection that discards all it reads.
 func rawGateway(t *testing.T, p *Server) net.Conn {
 	t.Helper()
 	c, err := net.Dial("tcp", p.Address())
@@ -383,8 +383,8 @@ func TestCompressedHeadersTakeLittleMemory(t *testing.T) {
 	}
 }
 
-// TestSilentConnectionsDoNotKeepAGatewayOut opens more connections than the port takes.
-// Half of them open a stream, too, and ask nothing.
+// TestSilentConnectionsDoNotKeepAGatewayOut opens more connections than the port accepts.
+// Half of them also open a stream without a request.
 func TestSilentConnectionsDoNotKeepAGatewayOut(t *testing.T) {
 	h := newRelay()
 	p := listenTest(t, Settings{}, h.handle)
@@ -408,8 +408,8 @@ func TestSilentConnectionsDoNotKeepAGatewayOut(t *testing.T) {
 	}
 }
 
-// TestAConnectionWithARequestStays pins that a new connection does not replace it, with
-// TLS as without.
+// TestAConnectionWithARequestStays verifies that a new connection does not replace it, with
+// and without TLS.
 func TestAConnectionWithARequestStays(t *testing.T) {
 	for _, secure := range []bool{false, true} {
 		t.Run(fmt.Sprintf("TLS %v", secure), func(t *testing.T) {
@@ -491,7 +491,7 @@ func TestAHealthCheckThatAsksNothingIsEnded(t *testing.T) {
 	}
 }
 
-// TestEveryKindOfMessageIsLookedInto holds codec's table against the descriptors.
+// TestEveryKindOfMessageIsLookedInto compares codec's table with the descriptors.
 func TestEveryKindOfMessageIsLookedInto(t *testing.T) {
 	seen := map[protoreflect.FullName]bool{}
 	var check func(message protoreflect.MessageDescriptor, k *kind)
