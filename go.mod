@@ -3,11 +3,13 @@ module kvrouter
 go 1.26.0
 
 require (
+	charm.land/bubbletea/v2 v2.1.1 // kvrouter top: terminal output, keys
 	github.com/alecthomas/kong v1.17.0
-	github.com/chromedp/cdproto v0.159.0 // tests: the messages of chromedp
-	github.com/chromedp/chromedp v0.23.0 // tests: drives a browser, to look at the page as a person does
+	github.com/charmbracelet/x/ansi v0.11.9 // kvrouter top: width of text
+	github.com/chromedp/cdproto v0.159.0 // tests: messages of chromedp
+	github.com/chromedp/chromedp v0.23.0 // tests: the dashboard in a browser
 	github.com/daulet/tokenizers v1.24.0
-	github.com/envoyproxy/go-control-plane/envoy v1.40.0 // the messages of ext_proc, by which gateways ask
+	github.com/envoyproxy/go-control-plane/envoy v1.40.0 // messages of ext_proc
 	github.com/gin-gonic/gin v1.12.0
 	github.com/go-zeromq/zmq4 v0.17.0
 	github.com/goccy/go-yaml v1.19.2
@@ -15,8 +17,8 @@ require (
 	github.com/prometheus/client_golang v1.23.2
 	github.com/prometheus/client_model v0.6.3
 	github.com/prometheus/common v0.67.5
-	github.com/prometheus/prometheus v0.309.1 // tests only: its PromQL parser holds the board and the alerts
-	github.com/santhosh-tekuri/jsonschema/v6 v6.0.3 // tests: the schema of the chart's values
+	github.com/prometheus/prometheus v0.309.1 // tests: PromQL parser, for the dashboard and alerts of deploy/
+	github.com/santhosh-tekuri/jsonschema/v6 v6.0.3 // tests: schema of the chart's values
 	github.com/tidwall/gjson v1.19.1
 	github.com/tidwall/sjson v1.2.5
 	github.com/vmihailenco/msgpack/v5 v5.4.1
@@ -39,11 +41,7 @@ require (
 	k8s.io/client-go v0.37.2
 	k8s.io/klog/v2 v2.140.0
 	pgregory.net/rapid v1.3.0
-)
-
-require (
-	charm.land/bubbletea/v2 v2.1.1 // kvrouter top: draws the terminal, reads its keys
-	github.com/charmbracelet/x/ansi v0.11.9 // the width of text there
+	sigs.k8s.io/yaml v1.6.0 // tests: manifests of deploy/
 )
 
 require (
@@ -141,5 +139,4 @@ require (
 	sigs.k8s.io/json v0.0.0-20250730193827-2d320260d730 // indirect
 	sigs.k8s.io/randfill v1.0.0 // indirect
 	sigs.k8s.io/structured-merge-diff/v6 v6.4.2 // indirect
-	sigs.k8s.io/yaml v1.6.0 // indirect
 )

@@ -6,9 +6,9 @@ import (
 	"strings"
 	"testing"
 
-	"kvrouter/internal/chat"
 	"kvrouter/internal/settings"
 	"kvrouter/internal/testkit"
+	"kvrouter/internal/testkit/tokenstest"
 	"kvrouter/internal/tokens"
 )
 
@@ -21,7 +21,7 @@ func ModelFolder() string {
 // prepared it.
 func OpenModel(t testing.TB) *tokens.Model {
 	t.Helper()
-	m, err := tokens.OpenModel(ModelFolder(), chat.Options{})
+	m, err := tokenstest.Open(t.Context(), ModelFolder())
 	if err != nil {
 		t.Fatal("run make setup: ", err)
 	}

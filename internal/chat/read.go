@@ -43,8 +43,8 @@ const (
 	maxNamedTemplates = 64
 )
 
-// ReadFile reads a regular file, or one that links lead to, of at most max bytes. Nothing
-// that it meets blocks, or is read without a limit.
+// ReadFile reads a regular file, or one that links lead to, of at most max bytes. Opening
+// and reading it does not block.
 func ReadFile(path string, max int64) ([]byte, error) {
 	file, err := os.OpenFile(path, os.O_RDONLY|syscall.O_NONBLOCK, 0) // a named pipe would block
 	if err != nil {
@@ -107,7 +107,7 @@ func nesting(data []byte) (deepest int) {
 	return deepest
 }
 
-// readTemplate reads a chat template; not there: it is a missing file.
+// readTemplate reads a chat template; there is false if the file is missing.
 func readTemplate(path string, limits Limits) (text string, there bool, err error) {
 	data, err := ReadFile(path, limits.MaxTemplateBytes)
 	if errors.Is(err, os.ErrNotExist) {

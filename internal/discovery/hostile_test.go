@@ -112,16 +112,31 @@ func TestTwentyThousandPods(t *testing.T) {
 	}
 }
 
-// watchClusterSlowly is watchCluster with the pauses of the program.
-func watchClusterSlowly(t *testing.T, s *kubetest.Server) *watched {
+// watchOnePod watches an API server with Pod a, with the pauses of the program.
+func watchOnePod(t *testing.T) (*kubetest.Server, *watched) {
 	t.Helper()
+	s := kubetest.New(t)
+	s.Pod("a", kubetest.Pod{UID: "a", IP: "10.0.0.1"})
 	w := &watched{t: t}
 	source, err := newKubernetes(Settings{Discovery: kubernetes, Selector: "app=vllm", WorkerPort: 8000}, &rest.Config{Host: "http://" + s.Address}, "ns", w.logger())
 	if err != nil {
 		t.Fatal(err)
 	}
 	w.watch(source)
-	return w
+	w.wants("a=10.0.0.1:8000")
+	return s, w
+}
+
+// goesOn checks that the worker of watchOnePod stayed while API server s failed, and
+// that another one is found afterwards.
+func (w *watched) goesOn(s *kubetest.Server) {
+	w.t.Helper()
+	if got := shown(w.last()); got != "a=10.0.0.1:8000" {
+		w.t.Errorf("the workers are %q", got)
+	}
+	s.Instead(nil)
+	s.Pod("b", kubetest.Pod{UID: "b", IP: "10.0.0.2"})
+	w.wants("a=10.0.0.1:8000; b=10.0.0.2:8000")
 }
 
 // TestAnAPIServerThatAlwaysSaysGone is asked less and less, and the workers stay.
@@ -144,10 +159,7 @@ func TestAnAPIServerThatAlwaysSaysGone(t *testing.T) {
 	} {
 		t.Run(name, func(t *testing.T) {
 			t.Parallel()
-			s := kubetest.New(t)
-			s.Pod("a", kubetest.Pod{UID: "a", IP: "10.0.0.1"})
-			w := watchClusterSlowly(t, s)
-			w.wants("a=10.0.0.1:8000")
+			s, w := watchOnePod(t)
 			s.Instead(instead)
 			before := s.Questions("list pods") + s.Questions("watch pods")
 			s.EndWatches()
@@ -155,22 +167,14 @@ func TestAnAPIServerThatAlwaysSaysGone(t *testing.T) {
 			if n := s.Questions("list pods") + s.Questions("watch pods") - before; n == 0 || n > 24 {
 				t.Errorf("%d requests in 4 s", n)
 			}
-			if got := shown(w.last()); got != "a=10.0.0.1:8000" {
-				t.Errorf("the workers are %q", got)
-			}
-			s.Instead(nil)
-			s.Pod("b", kubetest.Pod{UID: "b", IP: "10.0.0.2"})
-			w.wants("a=10.0.0.1:8000; b=10.0.0.2:8000")
+			w.goesOn(s)
 		})
 	}
 }
 
 // TestAWatchWhoseLineNeverEnds is given up, and the workers stay.
 func TestAWatchWhoseLineNeverEnds(t *testing.T) {
-	s := kubetest.New(t)
-	s.Pod("a", kubetest.Pod{UID: "a", IP: "10.0.0.1"})
-	w := watchClusterSlowly(t, s)
-	w.wants("a=10.0.0.1:8000")
+	s, w := watchOnePod(t)
 	sent := make(chan int, 100)
 	s.Instead(func(w http.ResponseWriter, r *http.Request, verb string) bool {
 		if verb != "watch" {
@@ -194,20 +198,12 @@ func TestAWatchWhoseLineNeverEnds(t *testing.T) {
 		t.Fatal("no watch")
 	}
 	w.says("an object has more than 8 MiB, which is the maximum")
-	if got := shown(w.last()); got != "a=10.0.0.1:8000" {
-		t.Errorf("the workers are %q", got)
-	}
-	s.Instead(nil)
-	s.Pod("b", kubetest.Pod{UID: "b", IP: "10.0.0.2"})
-	w.wants("a=10.0.0.1:8000; b=10.0.0.2:8000")
+	w.goesOn(s)
 }
 
 // TestAWatchOfAnotherContentTypeIsClosed, and the workers stay.
 func TestAWatchOfAnotherContentTypeIsClosed(t *testing.T) {
-	s := kubetest.New(t)
-	s.Pod("a", kubetest.Pod{UID: "a", IP: "10.0.0.1"})
-	w := watchCluster(t, s, Settings{Selector: "app=vllm"})
-	w.wants("a=10.0.0.1:8000")
+	s, w := watchOnePod(t)
 	closed := make(chan struct{}, 1)
 	s.Instead(func(w http.ResponseWriter, r *http.Request, verb string) bool {
 		if verb != "watch" {
@@ -230,12 +226,7 @@ func TestAWatchOfAnotherContentTypeIsClosed(t *testing.T) {
 		t.Error("its connection stays open")
 	}
 	w.says("the content type of a watch is")
-	if got := shown(w.last()); got != "a=10.0.0.1:8000" {
-		t.Errorf("the workers are %q", got)
-	}
-	s.Instead(nil)
-	s.Pod("b", kubetest.Pod{UID: "b", IP: "10.0.0.2"})
-	w.wants("a=10.0.0.1:8000; b=10.0.0.2:8000")
+	w.goesOn(s)
 }
 
 // TestAnAnswerOfTheAPIServerIsBounded at each place in it where a line may end.

@@ -25,16 +25,16 @@ const (
 	maxCharsmap   = 8 << 20  // bytes of the same with the table of a Precompiled normalizer
 	maxAdded      = 1 << 15  // added tokens
 	maxTokenChars = 4096     // characters of a token
-	maxPieceChars = 512      // the same for Unigram, which looks for tokens of each length at each place
-	maxWordChars  = 256      // longest word that WordPiece divides, in a time that grows with its cube
+	maxPieceChars = 512      // the same for Unigram, which tries tokens of each length at each position
+	maxWordChars  = 256      // longest word that WordPiece splits, in a time that grows with its cube
 )
 
 // SquareText is the maximum length of a text for a tokenizer that may take a time in
 // proportion to the square of it, bytes: about a second.
 const SquareText = 32 << 10
 
-// Check returns an error that says why the tokenizer in tokenizerJSON could take any
-// time or memory for a text, and whether the time may grow with the square of its length.
+// Check returns an error if the tokenizer in tokenizerJSON could take unlimited time or
+// memory for a text, and whether the time may grow with the square of its length.
 func Check(tokenizerJSON []byte) (square bool, err error) {
 	c := checker{}
 	for _, name := range []string{"normalizer", "pre_tokenizer", "post_processor", "decoder"} {
@@ -56,10 +56,10 @@ func Check(tokenizerJSON []byte) (square bool, err error) {
 	return c.square, checkModel(tokenizerJSON)
 }
 
-// checker goes through the sections of a tokenizer.
+// checker checks the sections of a tokenizer.
 type checker struct {
 	steps  int
-	square bool // some expression may take a time in proportion to the square
+	square bool // some expression may take a time that grows with the square
 }
 
 // section checks the regular expressions of a section, and counts its steps.
@@ -88,7 +88,7 @@ func (c *checker) expression(text string) error {
 	case 2:
 		c.square = true
 	default:
-		return fmt.Errorf("the regular expression %.60q may take any time: %s", text, takeBytes(problem))
+		return fmt.Errorf("the regular expression %.60q may take unlimited time: %s", text, takeBytes(problem))
 	}
 	return nil
 }

@@ -7,7 +7,6 @@ import (
 
 	"kvrouter/internal/events"
 	"kvrouter/internal/testkit"
-	"kvrouter/internal/testkit/eventstest"
 )
 
 // neverChecks lets a quiet connection be.
@@ -20,11 +19,7 @@ func neverChecks(s *events.Stream) {
 func TestEventStreamMixesNoBatchOfAnEndedPublisherIn(t *testing.T) {
 	for name, late := range map[string]uint64{"with the number that comes next": 2, "with a later number": 7} {
 		t.Run(name, func(t *testing.T) {
-			p := testkit.NewFakePublisher(t)
-			f := eventstest.Follow(t, eventstest.SourceOf(p), neverChecks)
-			f.Subscribed(t, p)
-			p.Batch(false, testkit.StoredEvent(1, 0, 2))
-			f.Holds(t, 1, 2, 2)
+			p, f := followFirst(t, 2, neverChecks)
 			batch := func(number int) []byte {
 				return testkit.Payload(t, float64(time.Now().UnixNano())/1e9, testkit.StoredEvent(number, 0, 2))
 			}
@@ -48,11 +43,7 @@ func TestEventStreamMixesNoBatchOfAnEndedPublisherIn(t *testing.T) {
 // TestEventStreamKeepsAConnectionThatLeadsToTheNewPublisher restarts the engine behind a
 // proxy that keeps connections.
 func TestEventStreamKeepsAConnectionThatLeadsToTheNewPublisher(t *testing.T) {
-	p := testkit.NewFakePublisher(t)
-	f := eventstest.Follow(t, eventstest.SourceOf(p), neverChecks)
-	f.Subscribed(t, p)
-	p.Batch(false, testkit.StoredEvent(1, 0, 2))
-	f.Holds(t, 1, 2, 2)
+	p, f := followFirst(t, 2, neverChecks)
 	p.Locked(func() { p.History = nil })
 	p.Batch(false, testkit.StoredEvent(2, 0, 2))
 	p.Batch(false, testkit.StoredEvent(3, 0, 2))
@@ -65,11 +56,7 @@ func TestEventStreamKeepsAConnectionThatLeadsToTheNewPublisher(t *testing.T) {
 // TestEventStreamAsksAgainWhenTheEndOfAReplayIsLost leaves the newest batches out of one
 // replay, as a full queue does.
 func TestEventStreamAsksAgainWhenTheEndOfAReplayIsLost(t *testing.T) {
-	p := testkit.NewFakePublisher(t)
-	f := eventstest.Follow(t, eventstest.SourceOf(p), neverChecks)
-	f.Subscribed(t, p)
-	p.Batch(false, testkit.StoredEvent(1, 0, 2))
-	f.Holds(t, 1, 2, 2)
+	p, f := followFirst(t, 2, neverChecks)
 	p.Locked(func() {
 		p.Replay = func(from uint64) (seqs []uint64, end bool) {
 			p.Replay = nil

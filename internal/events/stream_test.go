@@ -17,12 +17,20 @@ import (
 	"kvrouter/internal/testkit/eventstest"
 )
 
-func TestEventStreamFetchesAGapBeforeItGoesOn(t *testing.T) {
+// followFirst starts a publisher, and a stream that has its first batch: that many blocks
+// of prompt 1. tweak is as for eventstest.Follow.
+func followFirst(t *testing.T, blocks int, tweak func(*events.Stream)) (*testkit.FakePublisher, *eventstest.Follower) {
+	t.Helper()
 	p := testkit.NewFakePublisher(t)
-	f := eventstest.Follow(t, eventstest.SourceOf(p), nil)
+	f := eventstest.Follow(t, eventstest.SourceOf(p), tweak)
 	f.Subscribed(t, p)
-	p.Batch(false, testkit.StoredEvent(1, 0, 2))
-	f.Holds(t, 1, 5, 2)
+	p.Batch(false, testkit.StoredEvent(1, 0, blocks))
+	f.Holds(t, 1, blocks, blocks)
+	return p, f
+}
+
+func TestEventStreamFetchesAGapBeforeItGoesOn(t *testing.T) {
+	p, f := followFirst(t, 2, nil)
 	p.Batch(true, testkit.StoredEvent(1, 2, 3))
 	p.Batch(true, testkit.RemovedEvent(1, 1, 3))
 	p.Batch(false, testkit.StoredEvent(1, 1, 5))
@@ -58,13 +66,9 @@ func TestEventStreamClearsAfterAGapWithoutReplay(t *testing.T) {
 }
 
 func TestEventStreamClearsWhenAReplayIsNotAnswered(t *testing.T) {
-	p := testkit.NewFakePublisher(t)
-	f := eventstest.Follow(t, eventstest.SourceOf(p), func(s *events.Stream) {
+	p, f := followFirst(t, 2, func(s *events.Stream) {
 		s.Timing.ReplayLimit, s.Timing.Retry = 20*time.Millisecond, 100*time.Millisecond
 	})
-	f.Subscribed(t, p)
-	p.Batch(false, testkit.StoredEvent(1, 0, 2))
-	f.Holds(t, 1, 2, 2)
 	p.Locked(func() { p.Replay = func(uint64) ([]uint64, bool) { return nil, false } })
 	p.Batch(true, testkit.RemovedEvent(1, 0, 2))
 	p.Batch(false, testkit.StoredEvent(2, 0, 2))
@@ -218,11 +222,7 @@ func TestEventStreamNoticesANewPublisher(t *testing.T) {
 }
 
 func TestEventStreamKeepsItsBlocksOverALostConnection(t *testing.T) {
-	p := testkit.NewFakePublisher(t)
-	f := eventstest.Follow(t, eventstest.SourceOf(p), nil)
-	f.Subscribed(t, p)
-	p.Batch(false, testkit.StoredEvent(1, 0, 1))
-	f.Holds(t, 1, 1, 1)
+	p, f := followFirst(t, 1, nil)
 	p.Drop()
 	p.Batch(true, testkit.StoredEvent(1, 1, 2))
 	f.Holds(t, 1, 2, 2)
@@ -231,11 +231,7 @@ func TestEventStreamKeepsItsBlocksOverALostConnection(t *testing.T) {
 }
 
 func TestEventStreamForgetsAWorkerThatStaysAway(t *testing.T) {
-	p := testkit.NewFakePublisher(t)
-	f := eventstest.Follow(t, eventstest.SourceOf(p), func(s *events.Stream) { s.Timing.Grace = 50 * time.Millisecond })
-	f.Subscribed(t, p)
-	p.Batch(false, testkit.StoredEvent(1, 0, 1))
-	f.Holds(t, 1, 1, 1)
+	p, f := followFirst(t, 1, func(s *events.Stream) { s.Timing.Grace = 50 * time.Millisecond })
 	p.Pub.Close()
 	f.Holds(t, 1, 1, 0)
 	f.Has(t, map[string]uint64{"cold": 1, "connected": 0})

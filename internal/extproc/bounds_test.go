@@ -3,11 +3,14 @@ package extproc
 import (
 	"bytes"
 	"context"
+	"crypto/tls"
 	"encoding/binary"
+	"errors"
 	"fmt"
 	"io"
 	"net"
 	"net/http"
+	"os"
 	"runtime"
 	"strings"
 	"testing"
@@ -95,8 +98,8 @@ func TestHeadersAreBounded(t *testing.T) {
 	}
 }
 
-// TestAMessageThatIsRefusedIsNotDecoded pins the memory that 4 MB of empty headers take:
-// decoded they would be some 200 MB.
+// TestAMessageThatIsRefusedIsNotDecoded verifies the memory for 4 MB of empty headers:
+// decoded they would take some 200 MB.
 func TestAMessageThatIsRefusedIsNotDecoded(t *testing.T) {
 	text, err := proto.Marshal(manyHeaders(600_000, 0))
 	if err != nil {
@@ -118,7 +121,7 @@ func TestAMessageThatIsRefusedIsNotDecoded(t *testing.T) {
 	}
 }
 
-// TestAMessageThatIsTooLargeEndsItsStream pins gRPC's own bound, and its count.
+// TestAMessageThatIsTooLargeEndsItsStream verifies gRPC's own limit, and its count.
 func TestAMessageThatIsTooLargeEndsItsStream(t *testing.T) {
 	p := listenTest(t, Settings{}, bodyReader(64<<20))
 	g := ask(t, p)
@@ -130,7 +133,7 @@ func TestAMessageThatIsTooLargeEndsItsStream(t *testing.T) {
 	testkit.Eventually(t, patience, "it is counted", func() bool { return p.refused[reasonMessage].Load() == 1 })
 }
 
-// small is a picker whose streams may hold that much together.
+// small returns a picker with that much memory for all streams.
 func small(t *testing.T, most int64, handle handler) *Server {
 	t.Helper()
 	return listenWith(t, Settings{ExtProcMaxInflightBytes: most}, usual, maxConnections, handle)
@@ -166,7 +169,7 @@ func TestStreamsShareOneMemory(t *testing.T) {
 	<-h.began
 }
 
-// TestStreamsThatDoNotFitAreRefused fills the memory with streams that ask nothing.
+// TestStreamsThatDoNotFitAreRefused fills the memory with streams without requests.
 func TestStreamsThatDoNotFitAreRefused(t *testing.T) {
 	p := small(t, 3*(streamMemory+4<<10), newRelay().handle)
 	c := connect(t, p, false)
@@ -180,7 +183,7 @@ func TestStreamsThatDoNotFitAreRefused(t *testing.T) {
 	}
 }
 
-// TestRefusalsNeedNoMemory has nothing left at all.
+// TestRefusalsNeedNoMemory: the memory is completely used up.
 func TestRefusalsNeedNoMemory(t *testing.T) {
 	begun := make(chan struct{})
 	p := listenTest(t, Settings{}, func(w http.ResponseWriter, r *http.Request, _ *proxy.Gateway) {
@@ -201,7 +204,7 @@ func TestRefusalsNeedNoMemory(t *testing.T) {
 	wantImmediate(t, g, http.StatusForbidden, "no")
 }
 
-// TestAShareOfAStreamThatHasEndedHoldsNothing covers what comes after the end.
+// TestAShareOfAStreamThatHasEndedHoldsNothing covers reservations after the end.
 func TestAShareOfAStreamThatHasEndedHoldsNothing(t *testing.T) {
 	m := &memory{most: 10}
 	s := &share{of: m}
@@ -216,8 +219,8 @@ func TestAShareOfAStreamThatHasEndedHoldsNothing(t *testing.T) {
 	}
 }
 
-// TestPiecesThatAreNotReadAreBounded has a handler read nothing: its gateway's pieces are
-// held up to the memory, and the request ends with an error.
+// TestPiecesThatAreNotReadAreBounded has a handler that reads nothing: its gateway's pieces
+// are kept up to the memory limit, then the request ends with an error.
 func TestPiecesThatAreNotReadAreBounded(t *testing.T) {
 	late := make(chan struct{})
 	read := bodyReader(64 << 20)
@@ -264,8 +267,8 @@ func TestPiecesOfAnAnswerAreBounded(t *testing.T) {
 	testkit.Eventually(t, patience, "nothing is held", func() bool { return p.memory.held.Load() == 0 })
 }
 
-// TestOwnAnswersAreBounded has handlers write more than the memory holds, and more than
-// an answer may have: nothing is cut without an error.
+// TestOwnAnswersAreBounded has handlers that write more than the memory, and more than the
+// maximum of an answer: no answer is truncated without an error.
 func TestOwnAnswersAreBounded(t *testing.T) {
 	for name, test := range map[string]struct {
 		memory int64
@@ -286,7 +289,7 @@ func TestOwnAnswersAreBounded(t *testing.T) {
 	}
 }
 
-// TestABodyOfAnyLengthFits passes on more than the memory, piece by piece.
+// TestABodyOfAnyLengthFits passes on a body larger than the memory, piece by piece.
 func TestABodyOfAnyLengthFits(t *testing.T) {
 	p := small(t, 1<<20, bodyReader(64<<20))
 	g := ask(t, p)
@@ -316,7 +319,7 @@ func literal(name, value string) []byte {
 	return append(append(append([]byte{0, byte(len(name))}, name...), byte(len(value))), value...)
 }
 
-// rawGateway is a connection that speaks HTTP/2 and reads nothing but to throw it away.
+// rawGateway is an HTTP/2 connection that discards all it reads.
 func rawGateway(t *testing.T, p *Server) net.Conn {
 	t.Helper()
 	c, err := net.Dial("tcp", p.Address())
@@ -380,8 +383,8 @@ func TestCompressedHeadersTakeLittleMemory(t *testing.T) {
 	}
 }
 
-// TestSilentConnectionsDoNotKeepAGatewayOut opens more connections than the port takes.
-// Half of them open a stream, too, and ask nothing.
+// TestSilentConnectionsDoNotKeepAGatewayOut opens more connections than the port accepts.
+// Half of them also open a stream without a request.
 func TestSilentConnectionsDoNotKeepAGatewayOut(t *testing.T) {
 	h := newRelay()
 	p := listenTest(t, Settings{}, h.handle)
@@ -405,8 +408,8 @@ func TestSilentConnectionsDoNotKeepAGatewayOut(t *testing.T) {
 	}
 }
 
-// TestAConnectionWithARequestStays pins that a new connection does not replace it, with
-// TLS as without.
+// TestAConnectionWithARequestStays verifies that a new connection does not replace it, with
+// and without TLS.
 func TestAConnectionWithARequestStays(t *testing.T) {
 	for _, secure := range []bool{false, true} {
 		t.Run(fmt.Sprintf("TLS %v", secure), func(t *testing.T) {
@@ -422,7 +425,15 @@ func TestAConnectionWithARequestStays(t *testing.T) {
 				t.Fatal(err)
 			}
 			defer other.Close()
-			time.Sleep(2 * web.FreshFor) // a connection may be replaced from then on
+			other.SetDeadline(time.Now().Add(2 * web.FreshFor)) // a connection may be replaced after half of it
+			if secure {
+				err = tls.Client(other, &tls.Config{InsecureSkipVerify: true}).Handshake()
+			} else {
+				_, err = other.Read(make([]byte, 1))
+			}
+			if !errors.Is(err, os.ErrDeadlineExceeded) {
+				t.Errorf("the new connection was accepted: %v", err)
+			}
 			g.tell(responseHeaders(true, ":status", "200"))
 			if m := g.hear(); m.GetResponseHeaders() == nil {
 				t.Errorf("answered %v", m)
@@ -450,11 +461,19 @@ func TestAnIdleConnectionIsClosed(t *testing.T) {
 	}
 }
 
-// TestAHealthCheckThatAsksNothingIsEnded covers both methods.
+// TestAHealthCheckThatAsksNothingIsEnded covers both methods. A watch with a request
+// continues.
 func TestAHealthCheckThatAsksNothingIsEnded(t *testing.T) {
 	p := listenWith(t, Settings{}, limits{idle: idleLimit, silence: 20 * time.Millisecond}, maxConnections, newRelay().handle)
 	c := connect(t, p, false)
-	for _, method := range []string{"Check", "Watch"} {
+	watch, err := grpc_health_v1.NewHealthClient(c).Watch(t.Context(), &grpc_health_v1.HealthCheckRequest{})
+	if err != nil {
+		t.Fatal(err)
+	}
+	if _, err := watch.Recv(); err != nil {
+		t.Fatal(err)
+	}
+	for _, method := range []string{"Check", "Watch"} { // they end after the watch would have
 		ctx, cancel := context.WithTimeout(t.Context(), patience)
 		defer cancel()
 		stream, err := c.NewStream(ctx, &grpc_health_v1.Health_ServiceDesc.Streams[0], fmt.Sprintf("/%s/%s", grpc_health_v1.Health_ServiceDesc.ServiceName, method))
@@ -465,21 +484,14 @@ func TestAHealthCheckThatAsksNothingIsEnded(t *testing.T) {
 			t.Errorf("%s goes on: %v", method, err)
 		}
 	}
-	watch, err := grpc_health_v1.NewHealthClient(c).Watch(t.Context(), &grpc_health_v1.HealthCheckRequest{})
-	if err != nil {
-		t.Fatal(err)
-	}
-	if _, err := watch.Recv(); err != nil {
-		t.Fatal(err)
-	}
-	time.Sleep(2 * p.limits.silence) // a watch that has asked goes on
-	if watch.Context().Err() != nil {
-		t.Error("the watch has ended")
-	}
 	testkit.Eventually(t, patience, "only the watch's memory is held", func() bool { return p.memory.held.Load() < 2*streamMemory })
+	p.Drain(patience)
+	if _, err := watch.Recv(); status.Code(err) != codes.Unavailable {
+		t.Errorf("the watch ended with %v before the router drained", err)
+	}
 }
 
-// TestEveryKindOfMessageIsLookedInto holds codec's table against the descriptors.
+// TestEveryKindOfMessageIsLookedInto compares codec's table with the descriptors.
 func TestEveryKindOfMessageIsLookedInto(t *testing.T) {
 	seen := map[protoreflect.FullName]bool{}
 	var check func(message protoreflect.MessageDescriptor, k *kind)

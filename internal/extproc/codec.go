@@ -16,13 +16,14 @@ import (
 )
 
 const (
-	// maxParts bounds the fields of a message, at all depths: an empty one takes 2 bytes
-	// before it is decoded, and about 100 after. A subset of maxSubset addresses has two
-	// for each.
+	// maxParts is the maximum number of fields of a message, at all depths: an empty one
+	// takes 2 bytes encoded and about 100 decoded. A subset of maxSubset addresses has two
+	// fields for each.
 	maxParts = 64 << 10
-	// maxDepth bounds their nesting.
+	// maxDepth is the maximum depth of nested messages.
 	maxDepth = 64
-	// maxNumber is the largest number of a field that is looked into. Envoy's have less.
+	// maxNumber is the maximum number of a field whose message is counted. Envoy's numbers
+	// are lower.
 	maxNumber = 1 << 10
 )
 
@@ -33,10 +34,10 @@ var errParts = &refusal{reasonHeaders, web.BodyError{Status: http.StatusRequestH
 // incoming is a message of a gateway.
 type incoming struct {
 	message *extprocv3.ProcessingRequest
-	refused error // it is not decoded, since it goes beyond a bound
+	refused error // the limit that it exceeds; it is not decoded then
 }
 
-// codec decodes the messages of gateways within bounds, and all others as usual.
+// codec decodes the messages of gateways within limits, and all others without.
 type codec struct {
 	encoding.CodecV2
 	kind *kind // of extprocv3.ProcessingRequest
@@ -47,11 +48,11 @@ func newCodec() codec {
 	return codec{encoding.GetCodecV2(grpcproto.Name), kindOf(request, map[protoreflect.FullName]*kind{})}
 }
 
-// kind is a type of messages: the fields that are messages, too, with their types. A
-// descriptor says the same, in several times the time that decoding takes.
+// kind is a message type: its fields that are messages, with their types. Reading the same
+// from a descriptor takes several times as long as decoding.
 type kind struct{ fields []*kind }
 
-// kindOf returns the kind of a descriptor. known are those that were made before.
+// kindOf returns the kind of a descriptor. known are the kinds made before.
 func kindOf(message protoreflect.MessageDescriptor, known map[protoreflect.FullName]*kind) *kind {
 	if k := known[message.FullName()]; k != nil {
 		return k
@@ -87,8 +88,8 @@ func (c codec) Unmarshal(data mem.BufferSlice, v any) error {
 	return proto.Unmarshal(text, in.message)
 }
 
-// countParts takes the fields of a message from left, and fails with errParts if there
-// are more, or if they are nested deeper.
+// countParts subtracts the fields of a message from left. It fails with errParts if there
+// are more, or if they are nested deeper than allowed.
 func countParts(text []byte, k *kind, left *int, depth int) error {
 	if depth == 0 {
 		return errParts

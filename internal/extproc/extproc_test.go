@@ -99,8 +99,8 @@ func randomText(n int) string {
 	return string(b)
 }
 
-// TestAnAnswerGoesOnAsItCame pins that each piece goes on before the next has come, and
-// that only changed headers are told.
+// TestAnAnswerGoesOnAsItCame verifies that each piece is passed on before the next arrives,
+// and that only changed headers are sent.
 func TestAnAnswerGoesOnAsItCame(t *testing.T) {
 	h := newRelay()
 	g := ask(t, listenTest(t, Settings{}, h.handle))
@@ -247,7 +247,7 @@ func TestMalformedAnswerBecomesABadGateway(t *testing.T) {
 	for _, test := range []struct {
 		name  string
 		tell  []*extprocv3.ProcessingRequest
-		begun bool // the first headers have been let through
+		begun bool // the first headers have been passed on
 	}{
 		{name: "status 0", tell: []*extprocv3.ProcessingRequest{responseHeaders(true, ":status", "0")}},
 		{name: "status 099", tell: []*extprocv3.ProcessingRequest{responseHeaders(false, ":status", "099"), responseBody("x", true)}},
@@ -480,7 +480,7 @@ func TestHealth(t *testing.T) {
 	}
 }
 
-// TestDrainLetsRequestsFinishAndThenCutsThem pins both halves of the end.
+// TestDrainLetsRequestsFinishAndThenCutsThem covers both phases of a drain.
 func TestDrainLetsRequestsFinishAndThenCutsThem(t *testing.T) {
 	for name, finish := range map[string]bool{"one that ends": true, "one that does not": false} {
 		t.Run(name, func(t *testing.T) {
@@ -510,7 +510,7 @@ func TestDrainLetsRequestsFinishAndThenCutsThem(t *testing.T) {
 	}
 }
 
-// TestAGatewayThatTakesNothingIsLeft pins that the time to write bounds a stream.
+// TestAGatewayThatTakesNothingIsLeft verifies that the write deadline ends a stream.
 func TestAGatewayThatTakesNothingIsLeft(t *testing.T) {
 	ended := make(chan error, 1)
 	p := listenTest(t, Settings{}, func(w http.ResponseWriter, r *http.Request, via *proxy.Gateway) {
@@ -545,7 +545,7 @@ func TestAGatewayThatTakesNothingIsLeft(t *testing.T) {
 	}
 }
 
-// TestAStreamThatAsksNothingIsEnded pins that nobody holds streams open for nothing.
+// TestAStreamThatAsksNothingIsEnded verifies the time limit of streams without a request.
 func TestAStreamThatAsksNothingIsEnded(t *testing.T) {
 	p := listenWith(t, Settings{}, limits{idle: idleLimit, silence: 20 * time.Millisecond}, maxConnections, newRelay().handle)
 	if _, err := ask(t, p).Recv(); status.Code(err) != codes.DeadlineExceeded {

@@ -74,8 +74,8 @@ func join(messages ...*extprocv3.ProcessingRequest) (data []byte) {
 	return data
 }
 
-// FuzzMessages has a gateway send anything: no panic is let through, and each stream
-// ends once the gateway has ended it.
+// FuzzMessages sends arbitrary messages: no panic escapes, and each stream ends after the
+// gateway has ended it.
 func FuzzMessages(f *testing.F) {
 	f.Add(join(post("/v1/chat/completions"), requestBody("{}", true), responseHeaders(false, ":status", "200"), responseBody("a", false), responseBody("", true)))
 	f.Add(join(post("/v1/chat/completions"), requestBody("{}", false), requestTrailers, responseHeaders(false, ":status", "200"), responseBody("a", false), responseTrailers))

@@ -48,7 +48,7 @@ func listenWith(t testing.TB, s Settings, l limits, connections int, handle hand
 	return p
 }
 
-// serve has a picker serve until the test ends.
+// serve runs a picker until the test ends.
 func serve(t testing.TB, p *Server) {
 	t.Helper()
 	served := make(chan error, 1)

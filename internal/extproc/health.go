@@ -11,14 +11,14 @@ import (
 	"google.golang.org/grpc/status"
 )
 
-// Services of health checks: that the process lives, and that it can serve requests.
+// Services of health checks: the process is alive; it can serve requests.
 const (
 	serviceLiveness  = "liveness"
 	serviceReadiness = "readiness"
 )
 
-// watchPoll is how often the state of a watched service is read, and watchLimit the
-// longest watch: clients then open another one.
+// watchPoll is the interval at which the state of a watched service is read. watchLimit is
+// the maximum duration of a watch: clients then open another one.
 const (
 	watchPoll  = time.Second
 	watchLimit = time.Hour
@@ -31,7 +31,7 @@ type health struct {
 	leaving <-chan struct{} // closed when watches are to end
 }
 
-// now returns the state of a service; not known: there is none of that name.
+// now returns the state of a service. known is false if there is no service of that name.
 func (h *health) now(service string) (state grpc_health_v1.HealthCheckResponse_ServingStatus, known bool) {
 	switch service {
 	case serviceLiveness:

@@ -11,15 +11,15 @@ import (
 )
 
 const (
-	// streamMemory is what a stream takes beside its messages, bytes: its goroutines and
-	// their stacks, and gRPC's buffers. Measured with 10,000 streams.
+	// streamMemory is the memory of a stream without its messages, bytes: goroutines,
+	// stacks and gRPC's buffers. Measured with 10,000 streams.
 	streamMemory = 16 << 10
-	// headerMemory is what a header takes beside its text, bytes, in the request and in
-	// the copy that goes to a worker: strings, slices and entries of maps.
+	// headerMemory is the memory of a header without its text, bytes, in the request and in
+	// the copy for the worker: strings, slices and map entries.
 	headerMemory = 256
 )
 
-// memory limits what all streams hold together: their headers, and the pieces of bodies
+// memory limits the total memory of all streams: their headers, and the pieces of bodies
 // that have not been passed on. It is safe for concurrent use.
 type memory struct {
 	most int64 // bytes
@@ -38,13 +38,14 @@ func (m *memory) take(n int64) bool {
 // give releases n bytes.
 func (m *memory) give(n int64) { m.held.Add(-n) }
 
-// full refuses what does not fit.
+// full is the refusal of a request that does not fit.
 func (m *memory) full() error {
 	return &refusal{reasonMemory, web.BodyError{Status: http.StatusServiceUnavailable,
 		Message: fmt.Sprintf("the requests of gateways have reached the limit of %d bytes (--ext-proc-max-inflight-bytes): try again", m.most)}}
 }
 
-// share is what one stream holds of a memory. It is safe for concurrent use.
+// share is the part of a memory that one stream has reserved. It is safe for concurrent
+// use.
 type share struct {
 	of *memory
 
@@ -53,7 +54,8 @@ type share struct {
 	over bool
 }
 
-// take reserves n bytes until give, or until the stream ends: then it reserves none.
+// take reserves n bytes until give, or until the end of the stream. After the end it
+// reserves nothing.
 func (s *share) take(n int64) bool {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -94,8 +96,8 @@ func memoryOf(headers map[string][]string) (n int64) {
 	return n
 }
 
-// refusal is why a stream goes beyond a bound. It has the status and the message for the
-// client, if that can be answered still.
+// refusal is the limit that a stream exceeds, with status and message for the client if it
+// can still be answered.
 type refusal struct {
 	reason reason
 	web.BodyError
@@ -108,11 +110,11 @@ func (r *refusal) Unwrap() error { return &r.BodyError }
 type reason int
 
 const (
-	reasonHeaders reason = iota // headers, or other data beside a body, are too many or too large
+	reasonHeaders reason = iota // too many or too large headers or metadata
 	reasonBody                  // a body is longer than announced
 	reasonMessage               // a message is larger than maxMessage
 	reasonMemory                // the memory of all streams is used up
-	reasonSilence               // a stream's first message has not come in time
+	reasonSilence               // the first message of a stream is late
 	reasons
 )
 

@@ -2,7 +2,7 @@ package extproc
 
 import "github.com/prometheus/client_golang/prometheus"
 
-// Collectors returns the metrics of the picker's bounds and of session tokens.
+// Collectors returns the metrics of the picker's limits and of session tokens.
 func (p *Server) Collectors() []prometheus.Collector {
 	all := []prometheus.Collector{
 		prometheus.NewGaugeFunc(prometheus.GaugeOpts{Name: "kvrouter_ext_proc_inflight_bytes", Help: "Memory used by the in-flight requests of gateways, bytes."},

@@ -26,7 +26,7 @@ func TestPiecesAfterTheEndAreDropped(t *testing.T) {
 	}
 }
 
-// TestABodyIsWholeOnlyAtItsEnd pins that its length alone does not complete a body.
+// TestABodyIsWholeOnlyAtItsEnd verifies that its length alone does not complete a body.
 func TestABodyIsWholeOnlyAtItsEnd(t *testing.T) {
 	for name, test := range map[string]struct {
 		length int64
@@ -64,8 +64,8 @@ func TestABodyIsWholeOnlyAtItsEnd(t *testing.T) {
 	}
 }
 
-// TestNothingIsBookedBeforeABodyEnds has gateways send all bytes of a body and no end:
-// the time for the body goes on, and no worker is asked for.
+// TestNothingIsBookedBeforeABodyEnds has gateways send all bytes of a body without its end:
+// the body deadline stays in effect, and no worker is chosen.
 func TestNothingIsBookedBeforeABodyEnds(t *testing.T) {
 	const body = `{"messages":[]}`
 	for name, test := range map[string]struct{ length, body string }{
@@ -97,7 +97,7 @@ func TestNothingIsBookedBeforeABodyEnds(t *testing.T) {
 	}
 }
 
-// TestABodyBeyondItsLengthIsRefused pins what the client is answered.
+// TestABodyBeyondItsLengthIsRefused verifies the answer to the client.
 func TestABodyBeyondItsLengthIsRefused(t *testing.T) {
 	g := ask(t, listenTest(t, Settings{}, bodyReader(1<<20)))
 	g.tell(post("/v1/chat/completions", "content-length", "4"))

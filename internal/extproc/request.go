@@ -34,12 +34,12 @@ const (
 )
 
 const (
-	// maxHeaders bounds the bytes of a message's headers, each of which counts for
-	// headerCost more (RFC 9113, section 6.5.2), and maxHeaderCount their number.
+	// maxHeaders is the maximum size of a message's headers, bytes, plus headerCost for
+	// each (RFC 9113, section 6.5.2). maxHeaderCount is their maximum number.
 	maxHeaders     = 256 << 10
 	maxHeaderCount = 1000
 	headerCost     = 32
-	// maxSubset bounds the addresses of a subset.
+	// maxSubset is the maximum number of addresses of a subset.
 	maxSubset = 16 << 10
 )
 
@@ -161,8 +161,8 @@ func clientAddress(message *extprocv3.ProcessingRequest) string {
 	return address.String()
 }
 
-// attribute returns a text that the gateway states beside the headers, so not the client;
-// empty: it is not configured to.
+// attribute returns an attribute that the gateway, not the client, has set; empty: the
+// gateway is not configured to send it.
 func attribute(message *extprocv3.ProcessingRequest, name string) string {
 	for _, attributes := range message.GetAttributes() {
 		if text := attributes.GetFields()[name].GetStringValue(); text != "" {
@@ -172,8 +172,8 @@ func attribute(message *extprocv3.ProcessingRequest, name string) string {
 	return ""
 }
 
-// gateway returns the data on the request in a stream's first message beside its headers,
-// and the conformance tests' choice where that is taken.
+// gateway returns the data about the request in a stream's first message, without its
+// headers, and the choice of the conformance tests if that is enabled.
 func (p *Server) gateway(message *extprocv3.ProcessingRequest, header http.Header) *proxy.Gateway {
 	g := &proxy.Gateway{
 		Subset: subset(message.GetMetadataContext()), Others: p.settings.ExtProcFallbacks, Any: p.settings.ExtProcConformance,
@@ -195,7 +195,7 @@ func metadata(addresses string) *structpb.Struct {
 	return &structpb.Struct{Fields: map[string]*structpb.Value{metadataEnvoy: {Kind: &structpb.Value_StructValue{StructValue: inner}}}}
 }
 
-// mutation returns what makes headers of those that came.
+// mutation returns the mutation that turns the received headers into those.
 func mutation(came, headers http.Header) *extprocv3.HeaderMutation {
 	m := new(extprocv3.HeaderMutation)
 	for name := range came {
@@ -211,7 +211,7 @@ func mutation(came, headers http.Header) *extprocv3.HeaderMutation {
 	return m
 }
 
-// appendHeader appends what sets a header to those values.
+// appendHeader appends options that set a header to those values.
 func appendHeader(options []*corev3.HeaderValueOption, name string, values ...string) []*corev3.HeaderValueOption {
 	action := corev3.HeaderValueOption_OVERWRITE_IF_EXISTS_OR_ADD
 	for _, value := range values {

@@ -36,30 +36,30 @@ import (
 )
 
 const (
-	// maxConnections and maxStreams bound the gateways' connections, and the requests on
-	// each: Envoy has one connection for each of its threads. maxChecks bounds the
-	// connections to the port of health checks.
+	// maxConnections and maxStreams limit the gateways' connections, and the requests on
+	// each: Envoy has one connection per thread. maxChecks limits the connections to the
+	// port of health checks.
 	maxConnections = 512
 	maxStreams     = 16 << 10
 	maxChecks      = 64
-	// maxStreamHeaders bounds the headers with which a stream begins, bytes, each of which
-	// counts for 32 more. A request's own headers come in a message.
+	// maxStreamHeaders is the maximum size of the headers of a gRPC stream, bytes, plus 32
+	// for each. The headers of the request arrive in a message.
 	maxStreamHeaders = 64 << 10
-	// maxMessage bounds one message, bytes: a gateway sends bodies in pieces of at most
-	// its own buffer, which is 1 MiB where nothing is said.
+	// maxMessage is the maximum size of a message, bytes: a gateway sends bodies in pieces
+	// of at most its own buffer, 1 MiB by default.
 	maxMessage = 4 << 20
-	// windowSize is how much a gateway may send ahead on a connection, bytes: less would make
-	// each large body wait for its window.
+	// windowSize is the flow-control window of a connection, bytes: a smaller one would
+	// delay each large body.
 	windowSize = 1 << 20
 	// idlePing is the idle time of a connection before a keepalive ping.
 	idlePing = 30 * time.Second
-	// idleLimit is the time that a connection without a stream stays open.
+	// idleLimit is the time after which a connection without a stream is closed.
 	idleLimit = 2 * time.Minute
-	// silenceLimit is the time that a stream may be open before its request begins.
+	// silenceLimit is the maximum time from the start of a stream to its request headers.
 	silenceLimit = 30 * time.Second
 	// overTime is the same for a health check when the memory of all streams is used up.
 	overTime = 20 * time.Millisecond
-	// selfSigned is the time that a certificate made at the start is valid.
+	// selfSigned is the validity of a certificate generated at startup.
 	selfSigned = 10 * 365 * 24 * time.Hour
 )
 
@@ -81,31 +81,31 @@ type Server struct {
 	cut        context.CancelCauseFunc
 	base       context.Context
 	handlers   sync.WaitGroup // goroutines that may outlive their stream's Process: handlers, and readers
-	warned     sync.Once      // of a gateway that sends bodies otherwise
+	warned     sync.Once      // about a gateway that sends bodies in another mode
 	leave      sync.Once
-	leaving    chan struct{} // closed when no new request is taken any more
+	leaving    chan struct{} // closed when new requests are refused
 }
 
 // Deps are the picker's listeners and the receiver of its requests.
 type Deps struct {
 	Host   string      // of both ports
-	Secure *tls.Config // for --ext-proc-tls; nil: a certificate is made
+	Secure *tls.Config // for --ext-proc-tls; nil: a certificate is generated
 	// Serve serves a request that came from a gateway.
 	Serve func(w http.ResponseWriter, r *http.Request, via *proxy.Gateway)
 	Ready func() (ready bool) // requests can be served
-	// Secret is what routers of the same workers share, from which the key of session
-	// tokens is derived without --session-token-key; empty: there is none.
+	// Secret is shared by the routers of the same workers. Without --session-token-key, the
+	// key of session tokens is derived from it; empty: there is none.
 	Secret string
-	// SessionTTL is the time that a session token holds.
+	// SessionTTL is the validity of a session token.
 	SessionTTL time.Duration
-	// Connections is the most that the picker's port takes at once; it never takes more
-	// than maxConnections.
+	// Connections is the maximum number of connections of the picker's port, at most
+	// maxConnections.
 	Connections int
 	Edges       *guard.Edges
 	Log         *slog.Logger
 }
 
-// limits are the times that a gateway may do nothing.
+// limits are the maximum times of inactivity of a gateway.
 type limits struct {
 	idle    time.Duration // of a connection without a stream
 	silence time.Duration // of a stream before its request begins
@@ -136,7 +136,7 @@ func open(s Settings, deps Deps, l limits) (*Server, error) {
 	options := append([]grpc.ServerOption{
 		grpc.MaxConcurrentStreams(maxStreams), grpc.MaxRecvMsgSize(maxMessage), grpc.InitialWindowSize(windowSize), grpc.InitialConnWindowSize(windowSize * 4),
 		grpc.ForceServerCodecV2(newCodec()),
-		grpc.WaitForHandlers(true), // Close leaves no handler behind
+		grpc.WaitForHandlers(true), // Close waits for all handlers
 	}, bounds...)
 	if s.ExtProcTLS {
 		config := deps.Secure
@@ -173,9 +173,9 @@ func listen(host string, port int, flag string, most int) (net.Listener, error) 
 	return web.BoundMultiplexed(listener, most), nil
 }
 
-// admit counts the memory of a stream that begins; Process refuses one that does not fit.
-// A health check ends if it asks nothing for the silence, or for overTime where it does not
-// fit. It runs in its connection's goroutine. To fail here would leak the stream's
+// admit counts the memory of a stream that begins; Process refuses one that does not fit. A
+// health check without a request ends after the silence, or after overTime if it does not
+// fit. admit runs in the connection's goroutine. An error here would leak the stream's
 // context until the connection is closed.
 func (p *Server) admit(ctx context.Context, info *tap.Info) (context.Context, error) {
 	n, silence := streamMemory+memoryOf(info.Header), p.limits.silence
@@ -199,7 +199,7 @@ type fitsKey struct{}
 // silentKey is the context key of the timer that ends a health check.
 type silentKey struct{}
 
-// heard stops the timer that ends a health check which asks nothing.
+// heard stops the timer that ends a health check without a request.
 func heard(ctx context.Context) {
 	if silent, ok := ctx.Value(silentKey{}).(*time.Timer); ok {
 		silent.Stop()
@@ -248,7 +248,7 @@ func (p *Server) Drain(limit time.Duration) (whole bool) {
 	return false
 }
 
-// cutTime is the time that requests that were cut may take to answer their clients.
+// cutTime is the time for canceled requests to answer their clients.
 const cutTime = 2 * time.Second
 
 // Close stops listening and ends every stream at once.
@@ -256,7 +256,7 @@ func (p *Server) Close() {
 	p.leave.Do(func() { close(p.leaving) })
 	p.cut(web.ErrStopped)
 	p.grpc.Stop()
-	p.picker.Close() // where Serve was not reached
+	p.picker.Close() // if Serve was not called
 	if p.health != nil {
 		p.health.Stop()
 		p.checks.Close()
@@ -264,7 +264,7 @@ func (p *Server) Close() {
 	p.handlers.Wait()
 }
 
-// ownCertificate makes a certificate that is signed by itself.
+// ownCertificate generates a self-signed certificate.
 func ownCertificate() (*tls.Config, error) {
 	key, err := ecdsa.GenerateKey(elliptic.P256(), rand.Reader)
 	if err != nil {

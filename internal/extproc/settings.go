@@ -7,15 +7,15 @@ import (
 	"strings"
 )
 
-// maxFallbacks is the most addresses that a gateway gets beside the first.
+// maxFallbacks is the maximum number of fallback addresses.
 const maxFallbacks = 16
 
 const (
-	// leastKey is the least length of SessionTokenKey, bytes: a client can try keys on a
+	// leastKey is the minimum length of SessionTokenKey, bytes: a client can try keys on a
 	// token.
 	leastKey = 16
-	// leastInflight is the least ExtProcMaxInflightBytes, and leastDefault its least default;
-	// unsetInflight is the default where the machine's memory is unknown.
+	// leastInflight is the minimum of ExtProcMaxInflightBytes, and leastDefault the minimum
+	// of its default; unsetInflight is the default if the machine's memory is unknown.
 	leastInflight = 16 << 20
 	leastDefault  = 64 << 20
 	unsetInflight = 512 << 20

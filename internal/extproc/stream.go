@@ -23,20 +23,20 @@ import (
 )
 
 const (
-	// pieceSize is the most bytes of a body in one message: protocol 004 allows 64 KiB,
-	// and gRPC has buffers of 32 KiB, and then of 1 MiB.
+	// pieceSize is the maximum size of a body piece in one message, bytes: protocol 004
+	// allows 64 KiB, and gRPC's buffers have 32 KiB, the next larger ones 1 MiB.
 	pieceSize = 32000
-	// piecesAhead is how many pieces of a body wait here to be read.
+	// piecesAhead is the maximum number of unread pieces of a body.
 	piecesAhead = 4
 )
 
 // errGone means that the gateway has ended the stream: its client disconnected.
 var errGone = errors.New("the gateway has ended the stream")
 
-// errLonger refuses a body that goes on beyond its Content-Length.
+// errLonger refuses a body that is longer than its Content-Length.
 var errLonger = &refusal{reasonBody, web.BodyError{Status: http.StatusBadRequest, Message: "the request body is longer than its Content-Length"}}
 
-// pieces is a body that comes in messages. One goroutine puts, another reads.
+// pieces is a body that arrives in messages. One goroutine puts, another reads.
 type pieces struct {
 	share    *share // of which the pieces take their memory until they are read
 	length   int64  // announced; negative: unknown. Set before the first piece
@@ -55,8 +55,8 @@ func newPieces(s *share) *pieces {
 	return &pieces{share: s, length: -1, next: make(chan []byte, piecesAhead), over: make(chan struct{})}
 }
 
-// put hands a piece to the reader; with last it is the end. What comes after the end is
-// dropped: Envoy may send the last piece again (its issue 46237). An error is a refusal.
+// put passes a piece to the reader; last marks the end. Pieces after the end are dropped:
+// Envoy may send the last one twice (its issue 46237). An error is a refusal.
 func (b *pieces) put(ctx context.Context, piece []byte, last bool) error {
 	select {
 	case <-b.over:
@@ -85,7 +85,7 @@ func (b *pieces) put(ctx context.Context, piece []byte, last bool) error {
 	return nil
 }
 
-// end ends the body: the pieces that were put are read still.
+// end ends the body. Pieces already put can still be read.
 func (b *pieces) end(err error) {
 	b.once.Do(func() {
 		b.err = err
@@ -93,8 +93,8 @@ func (b *pieces) end(err error) {
 	})
 }
 
-// Read reads no more than one piece. The last bytes of a body of known length are read
-// only once its end has come: what is read as a whole is complete.
+// Read returns at most one piece. The last bytes of a body of known length are returned
+// only after its end: a body that is read to its length is complete.
 func (b *pieces) Read(into []byte) (int, error) {
 	for len(b.rest) == 0 {
 		select {
@@ -130,7 +130,7 @@ func (b *pieces) Close() error {
 	return nil
 }
 
-// stream is one request on its way through a gateway.
+// stream is one request of a gateway.
 type stream struct {
 	server  *Server
 	grpc    extprocv3.ExternalProcessor_ProcessServer
@@ -143,15 +143,15 @@ type stream struct {
 	asked, answered *pieces // the request's body, and the answer's
 	bodiless        bool    // the request has no body
 	answers         chan *http.Response
-	malformed       chan struct{} // closed by read when the answer is none
+	malformed       chan struct{} // closed by read when the answer is malformed
 	served          string        // the worker that served, as the gateway reports; set before answers has one
 
 	came  http.Header // the answer's headers; set before answers has one
-	empty bool        // the answer has no body; likewise
+	empty bool        // the answer has no body; set before answers has one
 
 	target    string // first address that the gateway got
 	answering bool   // the worker's answer has begun
-	headed    bool   // its headers have been let through
+	headed    bool   // its headers have been passed on
 }
 
 // Process serves one request of a gateway.
@@ -193,8 +193,8 @@ func (p *Server) Process(process extprocv3.ExternalProcessor_ProcessServer) erro
 	}
 }
 
-// serve serves the first message's request and sends the result to ended. Not ok: it
-// has been sent, for the message is no request.
+// serve serves the request of the first message and sends the result to ended. ok is false
+// if the message is no request; the result has been sent then.
 func (s *stream) serve(w *writer, first *extprocv3.ProcessingRequest, ended chan<- error) (ok bool) {
 	p := s.server
 	if err := p.edges.Do(guard.ExtProc, p.log, func() error { return s.begin(first) }); err != nil {
@@ -240,7 +240,7 @@ func (s *stream) begin(first *extprocv3.ProcessingRequest) error {
 	request.RemoteAddr = clientAddress(first)
 	s.bodiless = headers.GetEndOfStream()
 	if s.asked.length = request.ContentLength; s.asked.length == 0 && !s.bodiless {
-		request.ContentLength = -1 // its end is waited for as well
+		request.ContentLength = -1 // its end must arrive, too
 	}
 	s.gateway = s.server.gateway(first, request.Header)
 	if !s.share.take(memoryOf(request.Header) + memoryOf(http.Header{"": s.gateway.Subset})) {
@@ -251,8 +251,8 @@ func (s *stream) begin(first *extprocv3.ProcessingRequest) error {
 	return nil
 }
 
-// receive receives the gateway's next message. It fails with a refusal if the message goes
-// beyond a bound.
+// receive receives the gateway's next message. It fails with a refusal if the message
+// exceeds a limit.
 func (s *stream) receive() (*extprocv3.ProcessingRequest, error) {
 	var in incoming
 	err := s.grpc.RecvMsg(&in)
@@ -265,7 +265,7 @@ func (s *stream) receive() (*extprocv3.ProcessingRequest, error) {
 	return nil, err
 }
 
-// read takes the gateway's messages until it ends the stream. If one goes beyond a bound,
+// read processes the gateway's messages until the stream ends. If one exceeds a limit,
 // ended gets the stream's status.
 func (s *stream) read(ended chan<- error) {
 	for {
@@ -277,7 +277,7 @@ func (s *stream) read(ended chan<- error) {
 			ended <- status.Error(codes.ResourceExhausted, err.Error())
 		}
 		if err != nil {
-			s.cancel(errGone) // before the answer breaks off: its worker has not failed
+			s.cancel(errGone) // before the answer ends: its worker has not failed
 			s.asked.end(errGone)
 			s.answered.end(errGone)
 			return
@@ -285,7 +285,7 @@ func (s *stream) read(ended chan<- error) {
 	}
 }
 
-// take takes one message after the first.
+// take processes one message after the first.
 func (s *stream) take(message *extprocv3.ProcessingRequest) error {
 	switch m := message.GetRequest().(type) {
 	case *extprocv3.ProcessingRequest_RequestBody:
@@ -316,7 +316,7 @@ func (s *stream) take(message *extprocv3.ProcessingRequest) error {
 	return nil
 }
 
-// refuse ends the answer as malformed: its client gets a 502. Only read calls it.
+// refuse ends the answer as malformed: the client gets a 502. Only read calls it.
 func (s *stream) refuse() {
 	if !s.refused() {
 		close(s.malformed)
@@ -334,7 +334,7 @@ func (s *stream) refused() bool {
 	}
 }
 
-// trail ends a body with trailers.
+// trail ends a body by trailers.
 func (b *pieces) trail() {
 	b.once.Do(func() {
 		b.err, b.trailers = io.EOF, true
@@ -352,8 +352,7 @@ func (b *pieces) trailed() bool {
 	}
 }
 
-// send gives the gateway the request's destinations, hands the request back and waits
-// for the answer.
+// send passes the destinations and the request to the gateway and waits for the answer.
 func (s *stream) send(routed proxy.Routed) (*http.Response, string, error) {
 	addresses := []string{routed.Target.Address()}
 	for i := range routed.Others {
@@ -377,7 +376,7 @@ func (s *stream) send(routed proxy.Routed) (*http.Response, string, error) {
 	}
 }
 
-// askFor hands the request back to the gateway.
+// askFor passes the request back to the gateway.
 func (s *stream) askFor(request *http.Request, addresses string) error {
 	came := s.request.Header
 	header := request.Header
@@ -398,7 +397,7 @@ func (s *stream) askFor(request *http.Request, addresses string) error {
 	trailed := s.asked.trailed()
 	w := &pieceWriter{left: request.ContentLength, ends: !trailed, send: s.sendAsked}
 	if request.ContentLength > 0 {
-		_, err = io.Copy(w, request.Body) // of a body in memory it copies nothing
+		_, err = io.Copy(w, request.Body) // copies nothing of a body in memory
 	} else if !trailed {
 		err = s.sendAsked(nil, true)
 	}

@@ -20,16 +20,16 @@ import (
 )
 
 const (
-	// maxOwnAnswer bounds an answer of the router's own, bytes: lists of models, tokens,
-	// errors.
+	// maxOwnAnswer is the maximum size of the router's own answers, bytes: lists of models,
+	// tokens, errors.
 	maxOwnAnswer = 16 << 20
-	// shortAnswer is as much of one as takes no further memory, bytes: an error is
-	// answered when the memory of all streams is used up.
+	// shortAnswer is the size of an answer that needs no reservation, bytes: errors are
+	// answered even if the memory of all streams is used up.
 	shortAnswer = 4 << 10
 )
 
-// writer is where a handler writes the answer: a worker's goes back to the gateway piece
-// by piece, one of the router's own in one message at the end.
+// writer is the handler's ResponseWriter. A worker's answer goes to the gateway piece by
+// piece, the router's own in one message at the end.
 type writer struct {
 	stream *stream
 	header http.Header
@@ -39,7 +39,7 @@ type writer struct {
 
 	mu    sync.Mutex    // guards timer and over
 	stuck chan struct{} // closed when the time to write is over
-	timer *time.Timer   // of that; nil: there is no limit
+	timer *time.Timer   // of that time; nil: no limit
 	over  bool
 }
 
@@ -114,7 +114,8 @@ func (w *writer) SetReadDeadline(at time.Time) error {
 	return nil
 }
 
-// SetWriteDeadline ends the stream if a message was not sent by then; zero: never.
+// SetWriteDeadline sets the time at which a stream with an unsent message ends; zero:
+// never.
 func (w *writer) SetWriteDeadline(at time.Time) error {
 	w.mu.Lock()
 	defer w.mu.Unlock()
@@ -155,8 +156,8 @@ func (w *writer) stop() {
 	w.over = true
 }
 
-// refuse answers with an error in OpenAI's shape: with the status of a web.BodyError, or
-// as an invalid request.
+// refuse answers with an error in OpenAI's format: with the status of a web.BodyError,
+// otherwise as an invalid request.
 func (w *writer) refuse(err error) error {
 	code := http.StatusBadRequest
 	var own *web.BodyError

@@ -19,7 +19,7 @@ const (
 	ReplicaServer = "replica_server" // one connection from another router
 	ExtProc       = "ext_proc"       // one message of a gateway
 	other         = "other"          // edges beyond maxEdges
-	maxEdges      = 64               // different names that are counted apart
+	maxEdges      = 64               // edges with their own count
 	maxStack      = 4 << 10          // bytes of a panic's stack that are logged
 )
 

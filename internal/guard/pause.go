@@ -5,17 +5,17 @@ import (
 	"time"
 )
 
-// pauseFactor is how much longer the pause is than what led to it: a function that always
-// reaches its limits takes a tenth of a processor's time.
+// pauseFactor is the length of the pause as a multiple of the call that caused it: a
+// function that always reaches its limits takes a tenth of a processor's time.
 const pauseFactor = 10
 
-// Pause keeps a function from being called again at once for an input as large as one for
-// which it has reached a limit of time or memory. It is safe for concurrent use.
+// Pause prevents immediate further calls of a function with inputs at least as large as one
+// that reached a limit of time or memory. It is safe for concurrent use.
 type Pause struct {
 	mu    sync.Mutex // guards all below
 	hits  uint64
 	until time.Time
-	size  int // of the smallest input since the pause began, bytes
+	size  int // smallest input since the pause began, bytes
 }
 
 // Hit begins or extends a pause after a call for an input of that many bytes took that
@@ -40,7 +40,8 @@ func (p *Pause) Hits() uint64 {
 	return p.hits
 }
 
-// On reports whether the function must not be called now for an input of that many bytes.
+// On reports whether a call for an input of that many bytes must wait for the end of the
+// pause.
 func (p *Pause) On(size int) bool {
 	p.mu.Lock()
 	defer p.mu.Unlock()

@@ -34,7 +34,7 @@ func TestWithoutAHitThereIsNoPause(t *testing.T) {
 	}
 }
 
-// TestSmallerInputsGoOn: one client's large request does not stop those of others.
+// TestSmallerInputsGoOn: one client's large request does not block those of others.
 func TestSmallerInputsGoOn(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		var p Pause

@@ -7,29 +7,26 @@ import (
 )
 
 const (
-	// mostCharged bounds the tokens of one charge, and mostOwed the debt of a key: both
-	// are far beyond what engines compute in a year, and a float64 counts that many one
-	// by one.
+	// mostCharged is the maximum number of tokens of one charge, and mostOwed the maximum
+	// debt of a key. Both are more than engines compute in a year, and exact in a float64.
 	mostCharged = 1 << 40
 	mostOwed    = 1 << 50
-	// mostWait bounds how long a key is sent away.
+	// mostWait is the maximum wait in an answer.
 	mostWait = 10 * 365 * 24 * time.Hour
-	// rounding is a part of a token, which sums of floats may lack.
+	// rounding is the tolerance for sums of floats, tokens.
 	rounding = 1e-6
 )
 
-// bucket is what is left of a number of tokens a minute. It may be less than nothing: a
-// debt, which has to be refilled before anything more is taken. It is safe for concurrent
-// use.
+// bucket is a token bucket, refilled over a minute. Its content may be negative: a debt,
+// which must be refilled before anything more is taken. It is safe for concurrent use.
 type bucket struct {
 	mu    sync.Mutex // guards the rest
-	limit float64    // tokens a minute, all of them at once if need be; 0: any number
+	limit float64    // tokens a minute, which may be taken at once; 0: no limit
 	left  float64    // tokens at that time
 	at    time.Time
 }
 
-// set changes the limit; 0: there is none. With another limit than before the bucket is
-// full, but a debt stays.
+// set sets the limit; 0 means none. A changed limit fills the bucket, but keeps a debt.
 func (b *bucket) set(limit int, now time.Time) {
 	b.mu.Lock()
 	defer b.mu.Unlock()
@@ -43,14 +40,13 @@ func (b *bucket) set(limit int, now time.Time) {
 	}
 }
 
-// now is what is left at a time. It changes nothing, so that being asked often does not
-// lose the little that has come since. b.mu is held.
+// now returns the content at a time. It changes nothing, so that frequent calls lose no
+// fractions. b.mu is held.
 func (b *bucket) now(now time.Time) float64 {
 	return min(b.limit, b.left+b.limit*max(0, now.Sub(b.at).Minutes()))
 }
 
-// add puts n tokens in; a negative n takes them, whether they are there or not. b.mu is
-// held.
+// add adds n tokens; a negative n removes them, even into debt. b.mu is held.
 func (b *bucket) add(n float64, now time.Time) {
 	if b.limit == 0 {
 		return
@@ -61,8 +57,8 @@ func (b *bucket) add(n float64, now time.Time) {
 	}
 }
 
-// take takes n tokens, at most mostCharged, if they are there and there is no debt. Else
-// it returns how long that will take; negative: for ever, since the limit is less than n.
+// take takes n tokens, at most mostCharged, if the bucket contains them. Otherwise it
+// returns the time until it does; negative: never, because the limit is less than n.
 func (b *bucket) take(n int, now time.Time) (wait time.Duration, ok bool) {
 	b.mu.Lock()
 	defer b.mu.Unlock()
@@ -79,20 +75,20 @@ func (b *bucket) take(n int, now time.Time) (wait time.Duration, ok bool) {
 	return 0, true
 }
 
-// give puts n tokens back, or takes them where n is negative.
+// give returns n tokens, or takes them if n is negative.
 func (b *bucket) give(n int, now time.Time) {
 	b.mu.Lock()
 	defer b.mu.Unlock()
 	b.add(float64(n), now)
 }
 
-// refill is the time until n more tokens are there. b.mu is held.
+// refill returns the time to refill n tokens. b.mu is held.
 func (b *bucket) refill(n float64) time.Duration {
 	seconds := n / b.limit * 60
 	return time.Duration(math.Min(seconds, mostWait.Seconds()) * float64(time.Second))
 }
 
-// state returns what is left and the time until all of it is there.
+// state returns the content and the time until the bucket is full.
 func (b *bucket) state(now time.Time) (limit, left int, full time.Duration) {
 	b.mu.Lock()
 	defer b.mu.Unlock()

@@ -128,8 +128,8 @@ func TestRefundLeavesNoTrace(t *testing.T) {
 	})
 }
 
-// TestDebtIsPaidInFull: 240,500 tokens at 3,000 a minute take 80 minutes, however often
-// the key asks meanwhile.
+// TestDebtIsPaidInFull: 240,500 tokens at 3,000 a minute take 80 minutes, however often the
+// key sends requests in between.
 func TestDebtIsPaidInFull(t *testing.T) {
 	now := time.Unix(1_000_000, 0)
 	b := new(bucket)

@@ -22,28 +22,27 @@ type entry struct {
 	sum    [sha256.Size]byte // of the key
 	limits limits
 	salt   bool
-	trust  *bool // nil: as the flags say
+	trust  *bool // nil: as set by the flags
 }
 
 const (
-	// mostKeys is the number of keys that a file may have.
+	// mostKeys is the maximum number of keys of a file.
 	mostKeys = 10_000
-	// fieldsOfKey is the most entries that one has in the file, limits and itself among
-	// them.
+	// fieldsOfKey is the maximum number of YAML entries of a key, including its limits and
+	// itself.
 	fieldsOfKey = 12
-	// mostOf bounds a limit's number.
+	// mostOf is the maximum value of a limit.
 	mostOf = 1 << 31
 )
 
-// nameForm is that of a name, which becomes a metric's label.
+// nameForm is the form of a name, which becomes a label of metrics.
 var nameForm = regexp.MustCompile(`^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$`)
 
 // place is the line and column that begin an error of the YAML library. The rest of
 // such an error may show a key.
 var place = regexp.MustCompile(`^\[(\d+):\d+\]`)
 
-// parse reads a file of keys. Its errors say which entry is meant and never show a
-// key.
+// parse reads a file of keys. Its errors name the entry and never show a key.
 func parse(text []byte) (entries []entry, err error) {
 	defer func() {
 		if recover() != nil { // the library's text might show a key
@@ -164,8 +163,7 @@ func parseLimits(given map[string]any) (l limits, err error) {
 	return l, nil
 }
 
-// number reads a number above 0 that is no larger than mostOf; else it is 0 and
-// not ok.
+// number reads a number above 0 and at most mostOf; otherwise ok is false.
 func number(value any) (n float64, ok bool) {
 	switch v := value.(type) {
 	case uint64:

@@ -76,15 +76,15 @@ func New(settings Settings, given []string) *Ring {
 	return r
 }
 
-// Asks reports whether the port requires a key.
+// Asks reports whether the port requires API keys.
 func (r *Ring) Asks() bool { return len(r.given) > 0 || r.settings.APIKeysFile != "" }
 
-// fileLimit is the most that a file of keys has, in bytes: 10,000 with hashes and all
-// limits have a good 3 MB.
+// fileLimit is the maximum size of a file of keys, bytes: 10,000 keys with hashes and all
+// limits take about 3 MB.
 const fileLimit = 4 << 20
 
-// errNoKeys refuses a file that was emptied or is being written: it would lock out
-// every client of its keys.
+// errNoKeys refuses a file that was emptied or is being written: it would lock out all
+// clients.
 var errNoKeys = errors.New("it has no keys: a reload must leave at least one; to revoke all keys of the file, restart the router")
 
 // Read reads the file of keys, if there is one. The keys take effect when use is
@@ -112,8 +112,8 @@ func (r *Ring) Read() (use func() int, err error) {
 	}, nil
 }
 
-// acceptable refuses a file without keys in place of one with some, and a key of the
-// file that --api-key has, too.
+// acceptable refuses a file without keys if the previous one had some, and a key that
+// --api-key has, too.
 func (r *Ring) acceptable(entries []entry) error {
 	if len(entries) == 0 && r.current.Load().ofFile > 0 {
 		return errNoKeys
@@ -131,11 +131,11 @@ func (r *Ring) acceptable(entries []entry) error {
 // givenName is the name of a key of --api-key, counted from 0.
 func givenName(i int) string { return fmt.Sprintf("%s%d", givenPrefix, i+1) }
 
-// givenPrefix begins the names of keys of --api-key, and no others.
+// givenPrefix is the prefix of the names of keys of --api-key, reserved for them.
 const givenPrefix = "api-key-"
 
-// table returns a table of the keys of --api-key and of those entries. Callers
-// that were there before keep their counts.
+// table returns a table of the keys of --api-key and of those entries. Existing callers
+// keep their counts.
 func (r *Ring) table(entries []entry) *table {
 	alone := len(r.given) <= 1 && r.settings.APIKeysFile == ""
 	usually := func(set *bool) bool {
@@ -186,7 +186,7 @@ func (r *Ring) table(entries []entry) *table {
 	return t
 }
 
-// errUnknown means that a request has no key, or none of ours.
+// errUnknown means that a request has no key, or an unknown one.
 var errUnknown = errors.New("missing or unknown API key: send it as Authorization: Bearer KEY")
 
 // find returns the holder of a key. It compares hashes, so that its timing does not
@@ -202,7 +202,7 @@ func (t *table) find(key string) (*Caller, error) {
 	return nil, errUnknown
 }
 
-// callerKey is where a request's Caller is kept.
+// callerKey is the context key of a request's Caller.
 const callerKey = "kvrouter.caller"
 
 // Of returns the caller of a request that Guard has accepted.
@@ -251,8 +251,8 @@ func (r *Ring) Guard(fail func(c *gin.Context, status int, message string)) gin.
 	}
 }
 
-// Trusted refuses requests (403) of keys whose hints are not honored: they may not
-// change the routing of all requests either. It must run after Guard.
+// Trusted refuses requests (403) of keys whose hints are not honored: they must not change
+// the routing of all requests either. It must run after Guard.
 func (r *Ring) Trusted(fail func(c *gin.Context, status int, message string)) gin.HandlerFunc {
 	return func(c *gin.Context) {
 		if !r.Of(c).Trusted {
@@ -262,9 +262,9 @@ func (r *Ring) Trusted(fail func(c *gin.Context, status int, message string)) gi
 	}
 }
 
-// Prompt charges the caller n prompt tokens, which are known or estimated, before its
-// request is sent to a worker. Settle must follow once it is known what was computed. An
-// error is a refusal to be answered with 429; the headers of the answer are set.
+// Prompt charges the caller n prompt tokens, known or estimated, before its request is sent
+// to a worker. Settle must follow with the computed tokens. An error is a refusal with
+// status 429; the headers of the answer are set.
 func (r *Ring) Prompt(c *gin.Context, n int, estimated bool) (*Charge, error) {
 	caller := r.Of(c)
 	if caller.count == nil {

@@ -16,17 +16,17 @@ type limits struct {
 	requests     float64 // a second, on average
 	burst        int     // requests at once, at least 1 where requests is set
 	concurrent   int     // requests at the same time
-	promptTokens int     // a minute, all of them at once if need be
+	promptTokens int     // a minute, which may be used at once
 }
 
-// bounds are limits and what is left of the requests. What is left of the prompt tokens
-// is in counts: requests that were charged before a reload are settled after it.
+// bounds are limits and the remaining requests. The remaining prompt tokens are in counts:
+// requests charged before a reload are settled after it.
 type bounds struct {
 	limits
 	asked *rate.Limiter // requests; nil: no limit
 }
 
-// newBounds returns bounds of which nothing is used.
+// newBounds returns unused bounds.
 func newBounds(l limits) bounds {
 	b := bounds{limits: l}
 	if l.requests > 0 {
@@ -42,7 +42,7 @@ const (
 	limitPromptTokens = "prompt_tokens"
 )
 
-// What came of a key's requests, in metrics.
+// Results of a key's requests in metrics.
 const (
 	resultOK      = "ok"
 	resultRefused = "refused" // status 400 to 499, limits aside
@@ -50,7 +50,7 @@ const (
 	resultLimited = "limited"
 )
 
-// counts are of one name, for all its keys and limits.
+// counts are the counts of one name, for all its keys and limits.
 type counts struct {
 	running                                atomic.Int64
 	ok, refused, failed, limited           atomic.Uint64
@@ -58,12 +58,13 @@ type counts struct {
 	prompt                                 bucket // prompt tokens
 }
 
-// refusal says which limit a request exceeds.
+// refusal names the limit that a request exceeds.
 type refusal struct{ message string }
 
 func (r *refusal) Error() string { return r.message }
 
-// refuse counts a refusal by a limit and says when to come again; wait 0: never.
+// refuse counts a refusal by a limit and returns it with the time to wait; 0: it is not
+// stated.
 func (c *Caller) refuse(by *atomic.Uint64, wait time.Duration, header http.Header, format string, values ...any) *refusal {
 	by.Add(1)
 	message := fmt.Sprintf(format, values...)
@@ -75,7 +76,7 @@ func (c *Caller) refuse(by *atomic.Uint64, wait time.Duration, header http.Heade
 	return &refusal{"rate limit of this key: " + message}
 }
 
-// enter lets a request in, or says why not; leave must follow where it does.
+// enter admits a request or returns the refusal. leave must follow for an admitted one.
 func (c *Caller) enter(now time.Time, header http.Header) *refusal {
 	defer c.tell(now, header)
 	running := c.count.running.Add(1)
@@ -95,7 +96,7 @@ func (c *Caller) enter(now time.Time, header http.Header) *refusal {
 	return refused
 }
 
-// leave counts a request that was let in and has ended with that HTTP status.
+// leave counts the end of an admitted request with that HTTP status.
 func (c *Caller) leave(status int) {
 	c.count.running.Add(-1)
 	switch {
@@ -110,15 +111,15 @@ func (c *Caller) leave(status int) {
 	}
 }
 
-// Charge is what a request has taken from its key's limit of prompt tokens. A nil Charge
-// has taken nothing. It is not safe for concurrent use.
+// Charge is the prompt tokens that a request has taken from its key's limit. A nil Charge
+// has taken none. It is not safe for concurrent use.
 type Charge struct {
 	prompt *bucket
 	now    func() time.Time
 	tokens int
 }
 
-// Tokens returns the tokens that are charged.
+// Tokens returns the charged tokens.
 func (c *Charge) Tokens() int {
 	if c == nil {
 		return 0
@@ -126,8 +127,8 @@ func (c *Charge) Tokens() int {
 	return c.tokens
 }
 
-// Settle changes the charge to the tokens that were computed, at least 0. What is missing
-// is taken at once, and may leave the key in debt; what is too much is given back.
+// Settle changes the charge to the computed tokens, at least 0. Missing tokens are taken at
+// once, and may leave the key in debt; excess tokens are returned.
 func (c *Charge) Settle(tokens int) {
 	if c == nil {
 		return
@@ -140,8 +141,8 @@ func (c *Charge) Settle(tokens int) {
 // Metered reports whether the caller's prompt tokens are limited.
 func (c *Caller) Metered() bool { return c.bounds.promptTokens > 0 }
 
-// take charges n prompt tokens, or says why not. An estimate is never more than the
-// limit: what it is about may be less.
+// take charges n prompt tokens or returns the refusal. An estimate is charged up to the
+// limit only, because the actual number may be lower.
 func (c *Caller) take(now func() time.Time, n int, estimated bool, header http.Header) (*Charge, *refusal) {
 	at, most := now(), c.bounds.promptTokens
 	defer func() { c.tell(at, header) }()
@@ -162,14 +163,13 @@ func (c *Caller) take(now func() time.Time, n int, estimated bool, header http.H
 	return nil, c.refuse(&c.count.byPromptSize, wait, header, "%d prompt tokens per minute, this request has %d", most, n)
 }
 
-// until returns how long it takes until l has n left.
+// until returns the time until l has n left.
 func until(l *rate.Limiter, now time.Time, n int) time.Duration {
 	missing := float64(n) - l.TokensAt(now)
 	return max(time.Millisecond, time.Duration(missing/float64(l.Limit())*float64(time.Second)))
 }
 
-// tell sets OpenAI's headers: the limits, their remainder, and the time until
-// all of it is back.
+// tell sets OpenAI's headers: limits, remainders, and the times until they are full again.
 func (c *Caller) tell(now time.Time, header http.Header) {
 	show := func(name string, limit, left int, full time.Duration) {
 		header.Set("X-Ratelimit-Limit-"+name, strconv.Itoa(limit))

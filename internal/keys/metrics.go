@@ -4,8 +4,8 @@ import (
 	"github.com/prometheus/client_golang/prometheus"
 )
 
-// Collector exports the results of each key's requests by its name. Series of removed
-// names disappear.
+// Collector exports the results of each key's requests by its name. Series of removed names
+// are deleted.
 type Collector struct {
 	ring              *Ring
 	requests, limited *prometheus.Desc

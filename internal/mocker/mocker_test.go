@@ -8,7 +8,6 @@ import (
 	"strings"
 	"testing"
 
-	"kvrouter/internal/chat"
 	"kvrouter/internal/engine"
 	"kvrouter/internal/kv"
 	"kvrouter/internal/settings"
@@ -26,7 +25,7 @@ func TestMockWordsSurviveTheTokenizer(t *testing.T) {
 	defer builtin.Close()
 	models["built-in"] = builtin
 	dir := filepath.Join(settings.CacheDir(os.Getenv), "smollm2-135m-instruct")
-	if real, err := tokens.OpenModel(dir, chat.Options{}); err == nil {
+	if real, err := tokenstest.Open(t.Context(), dir); err == nil {
 		defer real.Close()
 		models["SmolLM2"] = real
 	}

@@ -46,6 +46,19 @@ type blocksStored struct {
 	Kind      string     `msgpack:"kv_cache_spec_kind"`
 }
 
+// storedHashes returns the engine hashes of an event's stored blocks and of their parent;
+// nil: they have none.
+func storedHashes[H int64 | uint64](event *Event) (hashes []H, parent *H) {
+	for _, block := range event.Stored {
+		hashes = append(hashes, H(block.Engine))
+	}
+	if event.HasParent {
+		parent = new(H)
+		*parent = H(event.Parent)
+	}
+	return hashes, parent
+}
+
 // vllmEvent is an event as vLLM encodes it.
 func vllmEvent(event *Event, blockSize int) any {
 	switch {
@@ -54,15 +67,10 @@ func vllmEvent(event *Event, blockSize int) any {
 	case event.Removed != nil:
 		return blocksRemoved{Type: "BlockRemoved", Hashes: event.Removed, Medium: medium}
 	}
+	hashes, parent := storedHashes[uint64](event)
 	stored := blocksStored{
 		Type: "BlockStored", Tokens: event.Tokens, BlockSize: blockSize, Medium: medium, Kind: "full_attention",
-		ExtraKeys: make([][]string, len(event.Stored)),
-	}
-	for _, block := range event.Stored {
-		stored.Hashes = append(stored.Hashes, block.Engine)
-	}
-	if event.HasParent {
-		stored.Parent = &event.Parent
+		ExtraKeys: make([][]string, len(event.Stored)), Hashes: hashes, Parent: parent,
 	}
 	if event.Adapter.Name != "" {
 		stored.LoraID, stored.LoraName = &event.Adapter.Id, &event.Adapter.Name
@@ -102,19 +110,12 @@ func sglangEvent(event *Event, blockSize int) any {
 	case event.Cleared:
 		return blocksCleared{"AllBlocksCleared"}
 	case event.Removed != nil:
-		removed := sglangRemoved{Type: "BlockRemoved", Hashes: make([]int64, len(event.Removed)), Medium: medium}
+		removed := make([]int64, len(event.Removed))
 		for i, hash := range event.Removed {
-			removed.Hashes[i] = int64(hash)
+			removed[i] = int64(hash)
 		}
-		return removed
+		return sglangRemoved{"BlockRemoved", removed, medium}
 	}
-	stored := sglangStored{Type: "BlockStored", Tokens: event.Tokens, BlockSize: blockSize, Medium: medium, Salt: event.Salt, LoraName: event.Adapter.Name}
-	for _, block := range event.Stored {
-		stored.Hashes = append(stored.Hashes, int64(block.Engine))
-	}
-	if event.HasParent {
-		parent := int64(event.Parent)
-		stored.Parent = &parent
-	}
-	return stored
+	hashes, parent := storedHashes[int64](event)
+	return sglangStored{Type: "BlockStored", Tokens: event.Tokens, BlockSize: blockSize, Medium: medium, Salt: event.Salt, LoraName: event.Adapter.Name, Hashes: hashes, Parent: parent}
 }

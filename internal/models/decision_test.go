@@ -11,7 +11,6 @@ import (
 	"testing"
 	"time"
 
-	"kvrouter/internal/chat"
 	"kvrouter/internal/encode"
 	"kvrouter/internal/kv"
 	"kvrouter/internal/radix"
@@ -32,7 +31,7 @@ func testModelFolder() string {
 // testModel opens that model.
 func testModel(t testing.TB) *tokens.Model {
 	t.Helper()
-	m, err := tokens.OpenModel(testModelFolder(), chat.Options{})
+	m, err := tokenstest.Open(t.Context(), testModelFolder())
 	if err != nil && testing.Short() {
 		t.Skip("the test model is not set up: ", err)
 	}

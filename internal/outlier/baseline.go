@@ -8,26 +8,26 @@ import (
 )
 
 const (
-	// baselineSize is how many first bytes the baseline is computed from.
+	// baselineSize is the number of first bytes from which the baseline is computed.
 	baselineSize = 128
 	// slowFactor and longestFactor bound a wait far above the baseline: multiples
 	// of the 95th percentile of the waits, and of the longest.
 	slowFactor, longestFactor = 8, 2
-	// silentFloor is the shortest wait that is ever too long, and trialFloor the
-	// same on a worker's trial.
+	// silentFloor is the lower bound of a wait that counts as too long, and trialFloor the
+	// same during a worker's trial.
 	silentFloor, trialFloor = 3 * time.Second, time.Second
-	// waitsLeast is how many waits must be known to call one too long, when the
-	// client has given it up and when it has not.
+	// waitsLeast is the number of known waits from which one can be too long: after the
+	// client gave up, and while it still waits.
 	waitsLeast, waitsLeastStuck = 3, 5
-	// paceFactor is how many times the baseline of a prompt token is allowed
-	// for each token computed first; paceDefault is that time while
-	// fewer than paceLeast are known: a slow engine on a CPU.
+	// paceFactor is the allowed multiple of the baseline time of a prompt token, for each
+	// token to be computed first. paceDefault is that time while fewer than paceLeast are
+	// known: a slow engine on a CPU.
 	paceFactor  = 4
 	paceDefault = 2 * time.Millisecond
 	paceLeast   = 8
-	// paceTokens is the fewest tokens that say something about their time.
+	// paceTokens is the minimum number of tokens from which a time per token is computed.
 	paceTokens = 256
-	// othersWithin is how lately another worker must have answered for a silent
+	// othersWithin is the time within which another worker must have answered for a silent
 	// one to be at fault.
 	othersWithin = time.Minute
 )
@@ -46,7 +46,7 @@ func ClassOf(leg kv.Leg, whole bool) Class {
 
 const classes = 2 * (int(kv.LegDecode) + 1)
 
-// baseline is the time that requests waited for their first byte lately, on all workers.
+// baseline is the recent waits of requests for their first byte, on all workers.
 type baseline struct {
 	waits [classes]ring
 	pace  ring // of a prompt token, where known
@@ -55,7 +55,7 @@ type baseline struct {
 // ring holds the last values.
 type ring struct {
 	values [baselineSize]time.Duration
-	count  int // values ever
+	count  int // values added so far
 }
 
 func (r *ring) add(d time.Duration) {
@@ -63,7 +63,7 @@ func (r *ring) add(d time.Duration) {
 	r.count++
 }
 
-// high returns what 95 % of the values stay below, and the highest of them.
+// high returns the 95th percentile of the values, and the highest.
 func (r *ring) high() (most, all time.Duration) {
 	n := min(r.count, baselineSize)
 	if n == 0 {
@@ -97,7 +97,7 @@ func (u *baseline) allowed(c Class, tokens int, floor time.Duration, least int) 
 	return max(floor, slowFactor*most, longestFactor*all) + paceFactor*pace*time.Duration(max(0, tokens)), true
 }
 
-// othersAnswer reports whether another worker has answered lately.
+// othersAnswer reports whether another worker has answered within othersWithin.
 func (d *Detector) othersAnswer(key kv.WorkerKey, now time.Time) bool {
 	for other, w := range d.workers {
 		if other.Worker != key.Worker && !w.answered.IsZero() && now.Sub(w.answered) <= othersWithin {
@@ -114,9 +114,10 @@ func (d *Detector) LeftInVain(a Attempt, c Class, tokens int, wait time.Duration
 	return known && wait >= allowed && d.othersAnswer(a.Worker, now)
 }
 
-// Silent judges a worker that has sent no byte of any answer for that time, since an
-// attempt of that class was sent there at the earliest. If that is far longer than
-// baseline it is stuck: ejected, or spared. Else it must be checked again after that time.
+// Silent judges a worker that has sent no byte of any answer for that time, counted from an
+// attempt of that class at the earliest. If the time is far above the baseline, the worker
+// is stuck: it is ejected, or spared. Otherwise it must be checked again after the returned
+// time.
 func (d *Detector) Silent(a Attempt, c Class, tokens int, silent time.Duration, now time.Time) (stuck bool, again time.Duration) {
 	const lookAgain = time.Second
 	w := d.of(a)

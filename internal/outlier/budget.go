@@ -7,16 +7,16 @@ import (
 )
 
 const (
-	// BudgetSeconds is the span over which retries are counted, and BudgetLeast
-	// how many of it are allowed beside the share of the requests, so that small loads are
-	// repeated, too.
+	// BudgetSeconds is the time span over which retries are counted. BudgetLeast is the
+	// number of retries per span that are allowed in addition to the share of the requests,
+	// so that small loads have retries, too.
 	BudgetSeconds, BudgetLeast = 10, 10
-	// budgetClients bounds the clients that a budget knows. Beyond it the one that was not
-	// heard of for longest is forgotten; its requests and retries still count in the total.
+	// budgetClients is the maximum number of clients of a budget. Beyond it the least
+	// recently active one is removed; its requests and retries still count in the total.
 	budgetClients = 1024
-	// reservedShare is the part of a client's fair share that others cannot take while the
-	// client does not use it, and mostOfFair how many times its fair share it may have of
-	// what others do not use.
+	// reservedShare is the part of a client's unused fair share that others cannot take.
+	// mostOfFair is the maximum for a client, as a multiple of its fair share, if others
+	// leave theirs unused.
 	reservedShare, mostOfFair = 0.5, 2
 )
 
@@ -26,29 +26,29 @@ type Denial string
 // The reasons.
 const (
 	DeniedTotal  Denial = "total"  // the whole budget is used up
-	DeniedClient Denial = "client" // what is left of it is for other clients
+	DeniedClient Denial = "client" // the rest is for other clients
 )
 
 // Budget bounds retries to a share of the requests, so that they do not multiply the load
 // where all workers fail, and divides them between clients, so that the failures of one
 // client do not cost another its retries.
 //
-// Of the last BudgetSeconds the total is BudgetLeast + share x all requests. A client's fair
-// share of it is BudgetLeast / clients + share x its own requests; clients are those that
-// sent a request or had a retry in that time. Half of the fair share (reservedShare) is
-// reserved: while the client has not used it, no other can, and a whole retry of it is
-// granted even if the total is used up, as it may be when a client has just come. What is
-// not reserved goes to the first that needs it, up to twice the fair share (mostOfFair): with a share of 0.2 a client that
-// fails everywhere has at most 1.4 attempts a request, beside its part of BudgetLeast.
+// Of the last BudgetSeconds the total is BudgetLeast + share x all requests. A client's
+// fair share of it is BudgetLeast / clients + share x its own requests; clients are those
+// that sent a request or had a retry in that time. Half of the fair share (reservedShare)
+// is reserved for the client. A reserved retry is granted even if the total is used up,
+// such as when a client is new. The rest is granted in the order of requests, up to twice
+// the fair share (mostOfFair): with a share of 0.2, a client that fails everywhere has at
+// most 1.4 attempts per request, in addition to its part of BudgetLeast.
 //
-// It is safe for concurrent use; nil has no bound.
+// It is safe for concurrent use. A nil Budget has no limit.
 type Budget struct {
 	share float64
 
 	mu      sync.Mutex // guards the rest
 	all     spending
 	clients map[string]*list.Element // of *spending, in recent
-	recent  *list.List               // the client that was heard of last first
+	recent  *list.List               // most recently active first
 }
 
 // spending is the requests and retries of one client, or of all, in the last
@@ -82,8 +82,7 @@ func (b *Budget) Request(client string, now time.Time) {
 	b.forget(at)
 }
 
-// Take counts a retry of a client if there is one left for it; else it returns the
-// reason.
+// Take counts a retry of a client if the budget allows it; otherwise it returns the reason.
 func (b *Budget) Take(client string, now time.Time) Denial {
 	if b == nil {
 		return ""
@@ -105,8 +104,8 @@ func (b *Budget) Take(client string, now time.Time) Denial {
 	return ""
 }
 
-// denied says why a retry of a client is denied. The counts of the client and of all are
-// those of that second.
+// denied returns the reason why a retry of a client is denied, given the counts of the
+// client and of all for that second.
 func (b *Budget) denied(s *spending, at int64) Denial {
 	free := BudgetLeast + b.share*float64(b.all.requests) - float64(b.all.retries)
 	reserved := b.reserved(s)
@@ -115,7 +114,7 @@ func (b *Budget) denied(s *spending, at int64) Denial {
 		return ""
 	case free < 1:
 		return DeniedTotal
-	case reserved > 0: // a client of few requests has a part of a retry, and all such have some together
+	case reserved > 0: // clients with few requests have fractions of retries, which add up
 		return ""
 	case float64(s.retries+1) > mostOfFair*b.fair(s):
 		return DeniedClient
@@ -142,7 +141,7 @@ func (b *Budget) reserved(s *spending) float64 {
 	return max(0, reservedShare*b.fair(s)-float64(s.retries))
 }
 
-// of returns the counts of a client, which is the latest then.
+// of returns the counts of a client and makes it the most recently active one.
 func (b *Budget) of(client string, at int64) *spending {
 	if e := b.clients[client]; e != nil {
 		b.recent.MoveToFront(e)
@@ -155,7 +154,8 @@ func (b *Budget) of(client string, at int64) *spending {
 	return s
 }
 
-// forget removes the clients that sent nothing lately, and those beyond budgetClients.
+// forget removes clients that were not active within BudgetSeconds, and those beyond
+// budgetClients.
 func (b *Budget) forget(at int64) {
 	for e := b.recent.Back(); e != b.recent.Front(); e = b.recent.Back() {
 		s := e.Value.(*spending)
@@ -167,8 +167,8 @@ func (b *Budget) forget(at int64) {
 	}
 }
 
-// upTo takes what is older than BudgetSeconds off the sums, and returns the counts of that
-// second, or of the latest one if the clock has gone back.
+// upTo removes counts older than BudgetSeconds from the sums, and returns the counts of
+// that second, or of the latest one if the clock has been set back.
 func (s *spending) upTo(at int64) *struct{ requests, retries int } {
 	at = max(at, s.at)
 	for s.at = max(s.at, at-BudgetSeconds); s.at < at; {

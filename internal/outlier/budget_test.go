@@ -8,7 +8,7 @@ import (
 	"pgregory.net/rapid"
 )
 
-// purse is a budget with a clock that the test moves.
+// purse is a budget with a clock that the test advances.
 type purse struct {
 	*Budget
 	now time.Time
@@ -48,7 +48,7 @@ func TestRetriesHaveABudget(t *testing.T) {
 	}
 }
 
-// TestAClientThatFailsLeavesOthersTheirRetries: whoever comes first.
+// TestAClientThatFailsLeavesOthersTheirRetries in either order of the clients.
 func TestAClientThatFailsLeavesOthersTheirRetries(t *testing.T) {
 	p := newPurse(0.2)
 	p.ask("bad", 1000)
@@ -76,7 +76,7 @@ func TestNobodyGetsFarMoreThanItsShare(t *testing.T) {
 	}
 }
 
-// TestIdleSharesAreUsed: clients that ask for nothing more are none.
+// TestIdleSharesAreUsed: idle clients have no share.
 func TestIdleSharesAreUsed(t *testing.T) {
 	p := newPurse(0.2)
 	for i := range 20 {
@@ -88,7 +88,7 @@ func TestIdleSharesAreUsed(t *testing.T) {
 	}
 }
 
-// TestManySmallClientsShareTheirParts: none of them has a whole retry of its own.
+// TestManySmallClientsShareTheirParts: each alone has less than one retry.
 func TestManySmallClientsShareTheirParts(t *testing.T) {
 	p := newPurse(0.2)
 	p.ask("bad", 1000)
@@ -121,8 +121,8 @@ func TestABudgetKnowsABoundedNumberOfClients(t *testing.T) {
 	}
 }
 
-// TestBudgetKeepsItsPromises drives a budget with random calls beside a model that keeps
-// every request and retry.
+// TestBudgetKeepsItsPromises compares a budget with a model that records every request and
+// retry, under random calls.
 func TestBudgetKeepsItsPromises(t *testing.T) {
 	const share = 0.2
 	type event struct {

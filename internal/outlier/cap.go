@@ -8,15 +8,15 @@ import (
 	"kvrouter/internal/kv"
 )
 
-// sparedFor is the time for which a worker that is spared is told from others, from its
-// last failure on. Its success rate is of that time.
+// sparedFor is the time after its last failure for which a spared worker is marked as such.
+// Its success rate covers that time.
 const sparedFor = windowSeconds * time.Second
 
-// TooMany reports whether more of all workers are out than MaxEjectionPercent allows: that
-// share of them, but of two or more at least one, unless it is 0.
+// TooMany reports whether more workers are out than MaxEjectionPercent of all allows. Of
+// two or more workers at least one may be out, unless the percentage is 0.
 func (d *Detector) TooMany(out, all int) bool { return out > d.mostOut(all) }
 
-// mostOut is how many of all workers may be out at a time.
+// mostOut is the maximum number of workers that may be out at a time.
 func (d *Detector) mostOut(all int) int {
 	most := d.settings.MaxEjectionPercent * all / 100
 	if most == 0 && all > 1 && d.settings.MaxEjectionPercent > 0 {
@@ -25,9 +25,9 @@ func (d *Detector) mostOut(all int) int {
 	return most
 }
 
-// out counts the workers of a role that are ejected, and those of which the cap is a
-// share. Each role has a cap of its own, because a leg can be served by workers of its role
-// alone. That of prefill workers is a share of all workers: without a prefill worker,
+// out returns the number of ejected workers of a role, and the number of which the cap is a
+// share. Each role has its own cap, because a leg can be served by workers of its role
+// only. The cap of prefill workers is a share of all workers: without a prefill worker,
 // requests are aggregated.
 func (d *Detector) out(role kv.Role) (out, all int) {
 	for _, w := range d.workers {
@@ -48,8 +48,8 @@ func (d *Detector) mayEject(role kv.Role) bool {
 	return !d.TooMany(out+1, all)
 }
 
-// spare notes that w would be out, but for the others that are. It keeps its place; its
-// success rate says how it does beside them.
+// spare marks w as failing but not ejected, because of the cap. It stays in service; its
+// success rate is compared with the others'.
 func (d *Detector) spare(key kv.WorkerKey, w *worker, kind Kind, why string, now time.Time) {
 	first := w.spared.IsZero()
 	if w.spared = now; first {
@@ -58,7 +58,7 @@ func (d *Detector) spare(key kv.WorkerKey, w *worker, kind Kind, why string, now
 	}
 }
 
-// unspare ends that.
+// unspare removes the mark.
 func (d *Detector) unspare(w *worker) {
 	if !w.spared.IsZero() {
 		w.spared = time.Time{}
@@ -66,8 +66,8 @@ func (d *Detector) unspare(w *worker) {
 	}
 }
 
-// keepCap brings workers of a role back until no more are out than may be, the one whose
-// trial is due next first.
+// keepCap returns workers of a role to service until the cap holds, those with the earliest
+// trial first.
 func (d *Detector) keepCap(role kv.Role, now time.Time) {
 	for {
 		out, all := d.out(role)
@@ -85,8 +85,7 @@ func (d *Detector) keepCap(role kv.Role, now time.Time) {
 	}
 }
 
-// Spared reports whether a worker fails so that it would be out, but for the others that
-// are.
+// Spared reports whether only the cap keeps a failing worker from being ejected.
 func (d *Detector) Spared(key kv.WorkerKey, now time.Time) bool {
 	if d.spared == 0 {
 		return false
@@ -99,14 +98,14 @@ func (d *Detector) Spared(key kv.WorkerKey, now time.Time) bool {
 	return !w.spared.IsZero()
 }
 
-// Rate is how a worker answered its requests of the last 10 s.
+// Rate is the success rate of a worker's requests of the last 10 s.
 type Rate struct {
 	Share float64 // of good answers, 0 to 1
 	n     int     // requests
 }
 
-// SuccessRate returns how a worker answered its requests of the last 10 s. Where there were
-// none the share is 1, or 0 while the worker is out.
+// SuccessRate returns the success rate of a worker's requests of the last 10 s. Without
+// requests the share is 1, or 0 while the worker is out.
 func (d *Detector) SuccessRate(key kv.WorkerKey, now time.Time) Rate {
 	w := d.workers[key]
 	if w == nil {
@@ -122,8 +121,8 @@ func (d *Detector) SuccessRate(key kv.WorkerKey, now time.Time) Rate {
 	return Rate{Share: 1}
 }
 
-// Worse reports whether a worker with that rate is to be avoided where one with the rate best
-// can be had: its share is rateBelow less, or less by the test of two proportions.
+// Worse reports whether a worker with that rate is avoided in favor of one with the rate
+// best: its share is lower by rateBelow, or lower by the test of two proportions.
 func (r Rate) Worse(best Rate) bool {
 	switch {
 	case r.Share < best.Share-rateBelow:
@@ -136,8 +135,8 @@ func (r Rate) Worse(best Rate) bool {
 	return r.Share < best.Share-rateDeviations*math.Sqrt(pooled*(1-pooled)*(1/n+1/m))
 }
 
-// Panic reports whether more workers fail than may be out: those with the better success
-// rate are used first then.
+// Panic reports whether more workers fail than the cap allows to eject. Those with the
+// better success rate are then used first.
 func (d *Detector) Panic() bool {
 	return d.spared > 0 || slices.ContainsFunc([]kv.Role{kv.RoleBoth, kv.RolePrefill, kv.RoleDecode}, func(role kv.Role) bool { return d.TooMany(d.out(role)) })
 }

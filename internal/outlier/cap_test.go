@@ -10,7 +10,7 @@ import (
 	"kvrouter/internal/testkit"
 )
 
-// newCapped is newBench with a limit of the workers that may be out, percent.
+// newCapped is newBench with a maximum percentage of ejected workers.
 func newCapped(workers, percent int) *bench {
 	settings := testkit.Defaults[Settings]()
 	settings.MaxEjectionPercent = percent
@@ -21,7 +21,7 @@ func newCapped(workers, percent int) *bench {
 	return b
 }
 
-// TestNoMoreWorkersAreOutThanMayBe: whatever the failure is.
+// TestNoMoreWorkersAreOutThanMayBe covers every kind of failure.
 func TestNoMoreWorkersAreOutThanMayBe(t *testing.T) {
 	for _, test := range []struct{ workers, percent, want int }{
 		{4, 50, 2}, {4, 10, 1}, {4, 0, 0}, {4, 100, 4}, {1, 50, 0}, {2, 50, 1}, {2, 10, 1}, {3, 50, 1}, {3, 67, 2}, {10, 25, 2},
@@ -90,8 +90,8 @@ func TestASparedWorkerIsLikeOthersAgain(t *testing.T) {
 	}
 }
 
-// TestWorkersThatGoDownBringOthersBack: what is down is not out, and of the rest no more are
-// out than may be.
+// TestWorkersThatGoDownBringOthersBack: a worker that is down is not ejected, and the cap
+// holds for the rest.
 func TestWorkersThatGoDownBringOthersBack(t *testing.T) {
 	b := newCapped(4, 50)
 	for i := range 2 {

@@ -8,27 +8,27 @@ import (
 )
 
 // A request that no worker can serve fails wherever it is sent, and says nothing about the
-// workers. A client that sends such requests is found by the workers at which others are
-// served. The rule:
+// workers. A client that sends such requests is recognized by the workers on which others
+// are served. The rule:
 //
-// A client that fails at a worker is followed there for followedFor, at the last
-// followedWorkers workers at which it failed. From its first failure there on, its requests are counted
-// that ended well and that failed, and so are those of all other clients which are not
-// discredited. A request to pause counts as a failure here. The worker is a witness if one of
-// those others has ended well there. If at least witnesses workers are, the shares of failed
-// requests there are compared at each further failure: the client is discredited for
-// discreditedFor if its own share is at least discreditedBy above that of the others, else
-// it is credited again at once. With fewer witnesses nothing changes.
+// A client that fails on a worker is tracked there for followedFor, on the last
+// followedWorkers workers on which it failed. From its first failure there, its successful
+// and failed requests are counted, and those of all other clients that are not discredited.
+// A request to pause counts as a failure here. The worker is a witness if a request of
+// those others has succeeded there. With at least witnesses such workers, the shares of
+// failed requests on them are compared at each further failure: the client is discredited
+// for discreditedFor if its share is at least discreditedBy above that of the others,
+// otherwise it is no longer discredited. With fewer witnesses nothing changes.
 //
-// What a discredited client meets counts against no worker: no failure, no silence, no
-// wish for a pause. Its requests are no trials. When it becomes discredited, ejections, pauses
-// and failures in a row for which it alone is the reason are undone; a reason is shared
-// if another client failed there within the same windowSeconds.
+// Requests of a discredited client count against no worker: neither failures, nor silence,
+// nor requested pauses. They are no trials. When a client becomes discredited, ejections,
+// pauses and consecutive failures that it alone caused are undone. Another client that
+// failed there within the same windowSeconds is a cause, too.
 //
-// So a client that an ill worker fails is not discredited: it fails there alone, or others
-// fail there as well. A client without others beside it has no witnesses and never is.
-// Refused connections always count against the worker, which has not seen the request, and
-// so does what another worker accepts (Misconfigured).
+// A client is therefore not discredited by one failing worker: it fails on that worker
+// only, or others fail there, too. A single client has no witnesses and is never
+// discredited. Refused connections always count against the worker, which has not seen the
+// request, and so do requests that another worker accepts (Misconfigured).
 const (
 	followedClients = 256
 	followedWorkers = 8
@@ -36,12 +36,12 @@ const (
 	witnesses       = 2
 	discreditedBy   = 0.1
 	discreditedFor  = 30 * time.Second
-	// tidyEvery is the least time between two searches for clients that are followed no
-	// more.
+	// tidyEvery is the minimum time between two searches for clients that are no longer
+	// tracked.
 	tidyEvery = 5 * time.Second
 )
 
-// tally counts requests that ended.
+// tally counts finished requests.
 type tally struct{ well, failed int }
 
 func (t tally) minus(other tally) tally { return tally{t.well - other.well, t.failed - other.failed} }
@@ -51,7 +51,7 @@ func (t *tally) add(other tally) { t.well, t.failed = t.well+other.well, t.faile
 // failedShare is the share of requests that failed; t has at least one.
 func (t tally) failedShare() float64 { return float64(t.failed) / float64(t.well+t.failed) }
 
-// visit is what a client has met at one worker since it first failed there.
+// visit is the results of a client on one worker since its first failure there.
 type visit struct {
 	key     kv.WorkerKey
 	worker  *worker // the incarnation
@@ -61,14 +61,14 @@ type visit struct {
 	counted tally // those of them that are in worker.seen
 }
 
-// client is a client whose requests failed lately.
+// client is a client with recently failed requests.
 type client struct {
 	failed      time.Time // when last
 	discredited time.Time // until then
 	visits      []visit   // at most followedWorkers, the oldest first
 }
 
-// at returns the client's visit at a worker; nil: there is none.
+// at returns the client's visit of a worker, or nil.
 func (c *client) at(w *worker, now time.Time) *visit {
 	for i := range c.visits {
 		if v := &c.visits[i]; v.worker == w && now.Sub(v.since) < followedFor {
@@ -88,7 +88,7 @@ func (c *client) begin(key kv.WorkerKey, w *worker, now time.Time) *visit {
 	return &c.visits[len(c.visits)-1]
 }
 
-// Discredited reports whether what a client meets says nothing about workers.
+// Discredited reports whether a client's failures are not counted against workers.
 func (d *Detector) Discredited(name string, now time.Time) bool {
 	c := d.clients[name]
 	return c != nil && now.Before(c.discredited)
@@ -104,7 +104,7 @@ func (d *Detector) CountDiscredited(now time.Time) (n int) {
 	return n
 }
 
-// servedWell notes that w answered an attempt well.
+// servedWell records a successful attempt on w.
 func (d *Detector) servedWell(a Attempt, w *worker, now time.Time) {
 	if len(d.clients) > 0 {
 		d.tidy(now)
@@ -123,8 +123,8 @@ func (d *Detector) servedWell(a Attempt, w *worker, now time.Time) {
 	w.seen.well++
 }
 
-// ownFault notes that w failed an attempt, or asked for a pause, and reports whether that is
-// its client's own fault.
+// ownFault records that w failed an attempt or requested a pause, and reports whether the
+// client is the cause.
 func (d *Detector) ownFault(a Attempt, now time.Time) bool {
 	w := d.of(a)
 	if w == nil {
@@ -158,8 +158,8 @@ func (d *Detector) ownFault(a Attempt, now time.Time) bool {
 	return true
 }
 
-// compare sums up what a client and others met at the witnesses; not known: there are too
-// few.
+// compare sums up the results of a client and of others on the witnesses. known is false if
+// there are too few.
 func (d *Detector) compare(c *client, now time.Time) (own, others tally, known bool) {
 	var servers [followedWorkers]uint64 // the witnesses: their ranks are one
 	n := 0
@@ -194,7 +194,7 @@ func (d *Detector) follow(name string, now time.Time) *client {
 	return c
 }
 
-// tidy forgets the clients that are followed no more.
+// tidy removes the clients that are no longer tracked.
 func (d *Detector) tidy(now time.Time) {
 	if now.Sub(d.tidied) < tidyEvery {
 		return
@@ -207,7 +207,7 @@ func (d *Detector) tidy(now time.Time) {
 	}
 }
 
-// forgetOldest forgets the client that has not failed for longest.
+// forgetOldest removes the client with the oldest last failure.
 func (d *Detector) forgetOldest() {
 	oldest, at := "", time.Time{}
 	for name, c := range d.clients {
@@ -218,7 +218,7 @@ func (d *Detector) forgetOldest() {
 	delete(d.clients, oldest)
 }
 
-// undo takes back what a client alone did to workers.
+// undo reverts the ejections, pauses and failure counts that a client alone caused.
 func (d *Detector) undo(name string, now time.Time) {
 	for key, w := range d.workers {
 		if w.gone {
@@ -240,13 +240,13 @@ func (d *Detector) undo(name string, now time.Time) {
 	d.recount()
 }
 
-// blame is the last failure of a worker that a client met.
+// blame is a client's last failure on a worker.
 type blame struct {
 	client string
 	at     time.Time
 }
 
-// blamed notes that a client's request failed at w.
+// blamed records that a client's request failed on w.
 func (w *worker) blamed(name string, now time.Time) {
 	if w.blames[0].client != name {
 		w.blames[1] = w.blames[0]
@@ -254,8 +254,7 @@ func (w *worker) blamed(name string, now time.Time) {
 	w.blames[0] = blame{name, now}
 }
 
-// only reports whether all failures at w within windowSeconds are of one client, which is
-// that one.
+// only reports whether all failures on w within windowSeconds are of the client name.
 func (w *worker) only(name string, now time.Time) bool {
 	return name != "" && w.blames[0].client == name && now.Sub(w.blames[1].at) >= windowSeconds*time.Second
 }

@@ -11,14 +11,14 @@ import (
 	"kvrouter/internal/kv"
 )
 
-// sentBy is an attempt of a client that is sent to a worker now.
+// sentBy is a client's attempt, sent to a worker now.
 func (b *bench) sentBy(client string, i int) Attempt {
 	a := b.sent(i)
 	a.Client = client
 	return a
 }
 
-// failBy has a worker fail a client's request, and goodBy answer one.
+// failBy records a client's failed request on a worker, goodBy a successful one.
 func (b *bench) failBy(client string, i int, kind Kind) {
 	a := b.sentBy(client, i)
 	b.pass(time.Millisecond)
@@ -146,7 +146,7 @@ func TestWhoIsDiscredited(t *testing.T) {
 	}
 }
 
-// TestRanksAreNoWitnessesForEachOther: they share a server that may be ill.
+// TestRanksAreNoWitnessesForEachOther: they share a server, which may be the cause.
 func TestRanksAreNoWitnessesForEachOther(t *testing.T) {
 	b := newBench(1)
 	second := key(0)
@@ -167,8 +167,8 @@ func TestRanksAreNoWitnessesForEachOther(t *testing.T) {
 	}
 }
 
-// TestWhatADiscreditedClientDidIsUndone: before others were served there it looked like the
-// workers' fault.
+// TestWhatADiscreditedClientDidIsUndone: until others were served there, the workers seemed
+// to be the cause.
 func TestWhatADiscreditedClientDidIsUndone(t *testing.T) {
 	b := newBench(6)
 	for range 3 {
@@ -226,8 +226,8 @@ func TestWhatADiscreditedClientDidIsUndone(t *testing.T) {
 	}
 }
 
-// TestTwoClientsFindAWorkerThatFailsNowAndThen: both fail at two of four workers, where
-// the other is served now and then. Neither is to be discredited for long.
+// TestTwoClientsFindAWorkerThatFailsNowAndThen: both fail on two of four workers, which
+// sometimes serve the other. Neither may stay discredited.
 func TestTwoClientsFindAWorkerThatFailsNowAndThen(t *testing.T) {
 	for seed := range uint64(20) {
 		b := newBench(4)
@@ -278,8 +278,8 @@ func TestFollowedClientsAreBounded(t *testing.T) {
 	}
 }
 
-// TestOneClientsFailuresTakeNoWorkerOut drives a detector with a client that fails everywhere, one
-// that fails at ill workers only, and one that is served elsewhere.
+// TestOneClientsFailuresTakeNoWorkerOut drives a detector with a client that fails
+// everywhere, one that fails on failing workers only, and one that is served elsewhere.
 func TestOneClientsFailuresTakeNoWorkerOut(t *testing.T) {
 	rapid.Check(t, func(t *rapid.T) {
 		b := newBench(6)

@@ -14,8 +14,8 @@ const (
 	Engine                    // an answer that reports a failed engine
 	Left                      // the client left after a wait far above the baseline
 	Stuck                     // no byte for long while others answered
-	Asked                     // a question about a prompt was not answered
-	Misconfigured             // it refuses what others accept
+	Asked                     // a request for prompt tokens was not answered
+	Misconfigured             // it refuses requests that others accept
 	kinds
 )
 
@@ -33,9 +33,9 @@ func (k Kind) ofServer() bool {
 	return k == Refused || k == Dropped || k == Misconfigured || k == Asked
 }
 
-// dependsOnRequest reports whether the request itself may be the reason: the worker has seen it, and
-// no other worker has accepted it.
+// dependsOnRequest reports whether the request itself may be the cause: the worker has read
+// it, and no other worker has accepted it.
 func (k Kind) dependsOnRequest() bool { return k != Refused && k != Misconfigured }
 
-// atOnce reports whether one such failure takes a worker out.
+// atOnce reports whether a single such failure ejects a worker.
 func (k Kind) atOnce() bool { return k == Stuck || k == Misconfigured }

@@ -8,22 +8,22 @@ import (
 	"kvrouter/internal/kv"
 )
 
-// News is the ejection of a worker, its return, an ejection that was not allowed, or that a
-// client is discredited.
+// News is an ejection, a return to service, an ejection that the cap prevented, or a client
+// that became discredited.
 type News struct {
 	Worker kv.WorkerKey
-	Client string // that is discredited; empty: none is
+	Client string // that became discredited, or empty
 	Out    bool
-	Spared bool // it would be out, but as many are as may be
+	Spared bool // only the cap prevented the ejection
 	Kind   Kind
-	For    time.Duration // how long it will be out, or was
+	For    time.Duration // duration of the ejection, planned or past
 	Why    string
 }
 
-// Log writes the news; its worker, if it has one, is called so.
+// Log writes the news to the log, with name for the worker.
 func (n News) Log(log *slog.Logger, called string) {
 	if n.Client != "" {
-		log.Warn("client "+n.Client+": its requests fail at several workers where others' succeed; for now its failures are not counted against workers", "for", n.For)
+		log.Warn("client "+n.Client+": its requests fail on several workers on which others' succeed; its failures are not counted against workers", "for", n.For)
 		return
 	}
 	name := "worker " + called
@@ -32,7 +32,7 @@ func (n News) Log(log *slog.Logger, called string) {
 	}
 	switch {
 	case n.Spared:
-		log.Warn(fmt.Sprintf("%s: not ejected, because as many workers are as --max-ejection-percent allows: %s", name, n.Why), "reason", n.Kind.String())
+		log.Warn(fmt.Sprintf("%s: not ejected, because of --max-ejection-percent: %s", name, n.Why), "reason", n.Kind.String())
 	case !n.Out:
 		log.Info(name+": returned to service", "after", n.For.Round(time.Millisecond), "reason", n.Kind.String())
 	case n.Kind == Misconfigured:
@@ -42,7 +42,7 @@ func (n News) Log(log *slog.Logger, called string) {
 	}
 }
 
-// maxNews bounds the news not yet taken.
+// maxNews is the maximum number of news that were not taken.
 const maxNews = 256
 
 func (d *Detector) tell(n News) {

@@ -41,49 +41,48 @@ func (s Settings) Validate() error {
 }
 
 const (
-	// wellFor is the time that a worker must be in for its next ejection to be one
-	// step shorter.
+	// wellFor is the time in service after which the next ejection of a worker is one step
+	// shorter.
 	wellFor = 30 * time.Second
-	// trialLimit is the time that a trial without a result keeps others from being
-	// made.
+	// trialLimit is the time after which a trial without a result no longer prevents
+	// another one.
 	trialLimit = 30 * time.Second
-	// trialFlows is the time that a trial's answer must have been coming for the
-	// worker to be back before the answer's end.
+	// trialFlows is the time of streaming after which the worker is returned to service
+	// before the end of a trial's answer.
 	trialFlows = 2 * time.Second
-	// leastShare is the share of its requests that a worker which is just back
-	// gets.
+	// leastShare is the share of requests at the start of slow start.
 	leastShare = 0.1
-	// suspectFor is the longest time for which a worker is held while another one
-	// is asked whether the request was wrong.
+	// suspectFor is the maximum time for which a worker is paused while the request is
+	// tried on another one.
 	suspectFor = 5 * time.Second
-	// agreedFor is the time that a status that two workers gave to one request counts
-	// as the clients' mistake.
+	// agreedFor is the time for which a status that two workers returned for one request
+	// counts as caused by clients.
 	agreedFor = time.Second
-	// LongestPause is the longest pause that a worker may ask for.
+	// LongestPause is the maximum pause that a worker can request.
 	LongestPause = time.Minute
-	// firstGuess and longestGuess bound the pause of a worker that does not say
-	// how long it has too much to do.
+	// firstGuess and longestGuess are the minimum and maximum pause of a worker that does
+	// not state a time.
 	firstGuess, longestGuess = time.Second, 8 * time.Second
-	// askedFor is the time that a worker is held that has not answered a question about
-	// a prompt for askedSlowly.
+	// askedFor is the pause of a worker that did not answer a request for prompt tokens for
+	// askedSlowly.
 	askedFor, askedSlowly = 10 * time.Second, time.Second
 
 	// windowSeconds is the span over which success rates are compared.
 	windowSeconds = 10
-	// rateLeast is how many requests of that span a worker, and the others
-	// together, must have had; failuresLeast how many of its own must have failed.
+	// rateLeast is the minimum number of requests in that span, of the worker and of the
+	// others together. failuresLeast is the minimum number of its failures.
 	rateLeast, failuresLeast = 10, 3
-	// rateBelow is by how much its share of good answers must lie below the
-	// others', and rateDeviations by how many standard deviations of chance.
+	// rateBelow is the minimum difference between the others' success rate and its own, and
+	// rateDeviations the same in standard deviations.
 	rateBelow, rateDeviations = 0.2, 3
 )
 
-// phase is where a worker is in its way out and back.
+// phase is a worker's state of ejection.
 type phase uint8
 
 const (
 	phaseIn   phase = iota
-	phaseOut        // gets no requests, but for one on trial when its time is over
+	phaseOut        // gets no requests, except a trial when its time is over
 	phaseBack       // its share grows
 )
 
@@ -95,25 +94,25 @@ type worker struct {
 	phase      phase
 	since      time.Time // of phaseOut, or when it came or came back
 	until      time.Time // phaseOut: when a trial is due
-	times      int       // ejections that the length of the next one counts
+	times      int       // ejections that determine the length of the next one
 	reason     Kind      // of the last ejection
 	why        string    // the same, as text
-	outBy      string    // the client that alone is the reason of phaseOut; empty: none is
+	outBy      string    // the client that alone caused phaseOut, or empty
 	row        int       // failures in a row
 	broken     int       // of those, answers that broke off
 
 	trial      time.Time // when a request on trial was sent; zero: none is under way
 	trialHeard time.Time // when its answer began
 
-	spared  time.Time // when it last failed so that it would be out, but for the others that are; zero: it would not
-	held    time.Time // gets no requests until then; zero: not held
-	heldBy  string    // the client that met its wish for a pause; empty: none alone
-	suspect bool      // held for a status that may be the client's mistake
-	pressed time.Time // when it last asked for a pause
-	presses int       // how often it did since it last answered
+	spared  time.Time // when the cap last prevented its ejection; zero: never
+	held    time.Time // paused until then; zero: not paused
+	heldBy  string    // the client that alone caused the pause, or empty
+	suspect bool      // paused because of a status that the client may have caused
+	pressed time.Time // when it last requested a pause
+	presses int       // pauses requested since its last answer
 
 	answered  time.Time // when it last answered well
-	askFailed time.Time // when it last failed to answer a question about a prompt
+	askFailed time.Time // when it last failed to answer a request for prompt tokens
 	window    [windowSeconds]second
 	seen      tally    // requests of clients that are not discredited
 	blames    [2]blame // the last failures of two clients, the latest first
@@ -130,13 +129,13 @@ type second struct {
 type Detector struct {
 	settings Settings
 	workers  map[kv.WorkerKey]*worker
-	odd      int // workers that are not simply in
-	spared   int // of those, workers that are in only because too many others are out
+	odd      int // workers with a state other than in
+	spared   int // of those, workers that the cap keeps in
 	agreed   map[int]time.Time
 	news     []News
 	baseline baseline
-	clients  map[string]*client // whose requests failed lately
-	tidied   time.Time          // when those were last looked through
+	clients  map[string]*client // with recently failed requests
+	tidied   time.Time          // when clients was last tidied
 }
 
 // New returns a detector without workers.
@@ -166,12 +165,12 @@ func (d *Detector) Join(key kv.WorkerKey, generation int, role kv.Role, now time
 	d.recount()
 }
 
-// keptGone bounds the workers that are gone of which the count of ejections is
-// kept.
+// keptGone is the maximum number of removed workers whose count of ejections is kept.
 const keptGone = 1024
 
-// Leave forgets how a worker that is down did, but not how often it was out. Where more of
-// the others are out than may be then, the one whose trial is due next is back.
+// Leave removes the results of a worker that is down, but keeps its number of ejections. If
+// more of the others are out than the cap then allows, those with the earliest trial
+// return.
 func (d *Detector) Leave(key kv.WorkerKey, now time.Time) {
 	w := d.workers[key]
 	if w == nil {
@@ -194,7 +193,7 @@ func (d *Detector) Leave(key kv.WorkerKey, now time.Time) {
 	d.recount()
 }
 
-// recount counts the workers that are not simply in.
+// recount counts the workers with a state other than in.
 func (d *Detector) recount() {
 	d.odd, d.spared = 0, 0
 	for _, w := range d.workers {
@@ -217,7 +216,7 @@ type Level uint8
 const (
 	In   Level = iota // takes it
 	Slow              // takes requests again, but not this one: its share is still growing
-	Held              // has asked for a pause, or is suspected
+	Held              // has requested a pause, or is suspected
 	Out               // ejected
 )
 
@@ -305,7 +304,7 @@ func (d *Detector) Begin(key kv.WorkerKey, now time.Time) (trial bool) {
 	return false
 }
 
-// bringUpToDate ends what time alone ends.
+// bringUpToDate ends states whose time is over.
 func (d *Detector) bringUpToDate(key kv.WorkerKey, w *worker, now time.Time) {
 	changed := false
 	if !w.held.IsZero() && !now.Before(w.held) {
@@ -388,7 +387,7 @@ func (d *Detector) Failed(a Attempt, kind Kind, why string, now time.Time) {
 func (d *Detector) strike(a Attempt, w *worker, kind Kind, why string, now time.Time) {
 	w.blamed(a.Client, now)
 	switch {
-	case w.phase == phaseOut && !a.Trial: // it was sent before, or for want of others
+	case w.phase == phaseOut && !a.Trial: // it was sent before the ejection, or because no other worker was left
 		if a.Sent.After(w.since) {
 			w.count(now).failed++
 		}
@@ -401,7 +400,7 @@ func (d *Detector) strike(a Attempt, w *worker, kind Kind, why string, now time.
 		return
 	}
 	w.row++
-	if kind == Broken { // its client cannot be served elsewhere: it counts twice
+	if kind == Broken { // it cannot be retried elsewhere: it counts twice
 		w.broken++
 	}
 	w.count(now).failed++
@@ -422,7 +421,7 @@ func (d *Detector) strike(a Attempt, w *worker, kind Kind, why string, now time.
 	}
 }
 
-// eject takes w out, for a failure of that attempt.
+// eject ejects w because of that attempt's failure.
 func (d *Detector) eject(a Attempt, w *worker, kind Kind, why string, now time.Time) {
 	key := a.Worker
 	if w.phase != phaseOut {
@@ -456,7 +455,7 @@ func (d *Detector) eject(a Attempt, w *worker, kind Kind, why string, now time.T
 	d.tell(News{Worker: key, Kind: kind, Out: true, For: long, Why: why})
 }
 
-// bringBack lets w have requests again.
+// bringBack returns w to service.
 func (d *Detector) bringBack(key kv.WorkerKey, w *worker, now time.Time) {
 	d.tell(News{Worker: key, Kind: w.reason, For: now.Sub(w.since)})
 	w.phase, w.since, w.row, w.broken = phaseBack, now, 0, 0

@@ -5,10 +5,10 @@ import (
 	"time"
 )
 
-// Pressed notes that a worker asks for a pause: it gets nothing for that time, at most
-// LongestPause. 0: it did not say for how long; then that is a second, and each
-// time without an answer between double, up to longestGuess. It is no failure. It reports
-// whether the worker is held.
+// Pressed records that a worker requested a pause: it gets no requests for that time, at
+// most LongestPause. 0 means that it stated no time: the pause is then a second, doubled up
+// to longestGuess each time without an answer in between. A pause is no failure. Pressed
+// reports whether the worker is paused.
 func (d *Detector) Pressed(a Attempt, pause time.Duration, now time.Time) (held bool) {
 	if d.ownFault(a, now) {
 		d.Ended(a)
@@ -82,9 +82,9 @@ func (d *Detector) Convict(a Attempt, status int, now time.Time) {
 	d.Failed(a, Misconfigured, fmt.Sprintf("it answers %d to requests that others accept", status), now)
 }
 
-// AskFailed notes that a worker did not answer a question about a prompt that was
-// put at a.Sent, unless it has answered a request since. If the question had to
-// wait, requests would: the worker is held.
+// AskFailed records that a worker did not answer a request for prompt tokens that was sent
+// at a.Sent, unless it has answered a request since. If it had to wait, requests would,
+// too: the worker is paused.
 func (d *Detector) AskFailed(a Attempt, now time.Time) {
 	w := d.of(a)
 	if w == nil || !w.answered.Before(a.Sent) {

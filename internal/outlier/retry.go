@@ -24,15 +24,15 @@ func (k RetrySettings) Validate() error {
 
 const (
 	maxRetries = 10
-	// maxLettings is the number of times that one request is taken off a worker that is down or
-	// stuck, beside its retries.
+	// maxLettings is the maximum number of times that a request is aborted on a worker that
+	// is down or stuck and sent again, in addition to its retries.
 	maxLettings = 3
 )
 
 // Tries counts the retries of a request.
 type Tries struct {
 	Retries  int
-	lettings int // it was taken off a worker that is down or stuck
+	lettings int // aborts on workers that are down or stuck
 }
 
 // Left reports whether a failure of the next attempt may be retried; most is the
@@ -49,10 +49,10 @@ func (t *Tries) LetGo(most int) bool {
 	return true
 }
 
-// Again reports whether a request of that client, which a worker failed, is sent again,
-// and counts it then. out means that the worker gets nothing more for a while: that takes
-// nothing from the budget. denied says why the budget alone is in the way; empty: it is
-// not.
+// Again reports whether a client's request that failed on a worker is retried, and counts
+// the retry. out means that the worker is ejected or paused: such a retry does not count
+// against the budget. denied is the reason if only the budget prevents the retry, otherwise
+// empty.
 func (t *Tries) Again(b *Budget, client string, most int, out bool, now time.Time) (again bool, denied Denial) {
 	if !t.Left(most) {
 		return false, ""

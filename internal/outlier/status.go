@@ -25,7 +25,7 @@ type Record struct {
 	Why         string    // the same, as text
 	Row         int       // failures in a row
 	Requests    int       // that ended in the last 10 s
-	SuccessRate float64   // of those, 0 to 1; 1 where there are none
+	SuccessRate float64   // of those, 0 to 1; 1 without requests
 	Ejections   map[Kind]uint64
 }
 

@@ -1,5 +1,5 @@
-// Package reload reads files again on a signal, in bounded time: all of them are taken
-// over, or none.
+// Package reload reads files again on a signal, in bounded time. Either all of them take
+// effect, or none.
 package reload
 
 import (
@@ -15,20 +15,20 @@ import (
 )
 
 const (
-	// limit is the time that a reload may take.
+	// limit is the time limit of a reload.
 	limit = 30 * time.Second
-	// maxHung bounds the reloads that have not come back, such as from a file system
-	// that is gone.
+	// maxHung is the maximum number of hanging reloads, such as on a file system that does
+	// not answer.
 	maxHung = 8
 )
 
-// Source is settings that are read again.
+// Source is settings that can be read again.
 type Source struct {
 	File  string   // name of the file in metrics
 	Flags string   // the flags that name Paths, for errors
-	Paths []string // which must be regular files, because reading a pipe may never end; empty ones are left out
-	// Read reads them. use takes them over and returns what the log says of them, as
-	// arguments of slog. It is called only if every source could be read.
+	Paths []string // must be regular files, because reading a pipe may never end; empty ones are ignored
+	// Read reads them. use applies them and returns arguments of slog for the log line. It
+	// is called only if every source could be read.
 	Read func() (use func() []any, err error)
 }
 
@@ -38,17 +38,17 @@ type Reloader struct {
 	note    func(file string, failed bool)
 	log     *slog.Logger
 	limit   time.Duration
-	reading chan struct{} // has an entry for each reading that has not come back
+	reading chan struct{} // has an entry for each read in progress
 }
 
-// New returns a reloader of sources, which are read and used in their order. note gets the
-// result of each reload for each of their files.
+// New returns a reloader of sources, which are read and applied in order. note gets the
+// result of each reload for each file.
 func New(note func(file string, failed bool), log *slog.Logger, sources ...Source) *Reloader {
 	return &Reloader{sources: sources, note: note, log: log, limit: limit, reading: make(chan struct{}, maxHung)}
 }
 
-// Run reloads with every signal until ctx is done. A signal during a reload is kept for
-// after it.
+// Run reloads on every signal until ctx is done. A signal during a reload is handled after
+// it.
 func (r *Reloader) Run(ctx context.Context, signals <-chan os.Signal) {
 	for {
 		select {
@@ -60,14 +60,14 @@ func (r *Reloader) Run(ctx context.Context, signals <-chan os.Signal) {
 	}
 }
 
-// failure is a file that a reload cannot use.
+// failure is a file that a reload cannot use, with the reason.
 type failure struct {
 	file string
 	err  error
 }
 
-// reload takes over what the sources read. If one of them fails, or reading takes too
-// long, it changes nothing.
+// reload applies what the sources read. If one of them fails, or reading takes too long, it
+// changes nothing.
 func (r *Reloader) reload(ctx context.Context) {
 	file := r.sources[0].File
 	select {
@@ -107,8 +107,8 @@ func (r *Reloader) reload(ctx context.Context) {
 	}
 }
 
-// read reads every source, also after one that cannot be used. It sends to at which one it
-// begins.
+// read reads every source, even after one that cannot be used. Before each it sends its
+// number to at.
 func (r *Reloader) read(at chan<- string) (uses []func() []any, failures []failure) {
 	for _, s := range r.sources {
 		at <- s.File
@@ -134,7 +134,7 @@ func (s *Source) read() (use func() []any, err error) {
 	return s.Read()
 }
 
-// refuse reports a reload that has changed nothing.
+// refuse reports a refused reload.
 func (r *Reloader) refuse(failures ...failure) {
 	var reasons []string
 	for _, f := range failures {
@@ -155,7 +155,7 @@ func (r *Reloader) noteAll(failures []failure) {
 	}
 }
 
-// use takes over what was read.
+// use applies what was read.
 func (r *Reloader) use(uses []func() []any) {
 	var said []any
 	for _, use := range uses {

@@ -81,7 +81,7 @@ func (r *reloading) write(name, text string) {
 	}
 }
 
-// hangUp sends the signal and waits for the next line of the log, which has want.
+// hangUp sends the signal and waits for the next log line, which must contain want.
 func (r *reloading) hangUp(want string) {
 	r.t.Helper()
 	before := strings.Count(r.log.String(), "\n")
@@ -97,7 +97,7 @@ func (r *reloading) says(before int, want string) {
 	}
 }
 
-// accepts reports whether a key is let in.
+// accepts reports whether a key is accepted.
 func (r *reloading) accepts(key string) bool {
 	engine := gin.New()
 	engine.Use(r.keys.Guard(web.OpenAIError))
@@ -123,8 +123,8 @@ func (r *reloading) failed(config, keys float64) {
 	}
 }
 
-// TestFileThatCannotBeUsedChangesNothing: whatever is wrong with a file, its keys before
-// it stay, the reason is logged, the metric shows it, and the next good file counts.
+// TestFileThatCannotBeUsedChangesNothing: with any error in a file, the previous keys stay
+// in use, the reason is logged, the metric shows it, and the next valid file takes effect.
 func TestFileThatCannotBeUsedChangesNothing(t *testing.T) {
 	r := newReloading(t)
 	r.failed(0, 0)
@@ -174,8 +174,8 @@ func TestFileThatCannotBeUsedChangesNothing(t *testing.T) {
 	}
 }
 
-// TestReloadThatHangsIsLeftBehind: such as on a file system that is gone. A signal
-// meanwhile is neither lost nor blocked.
+// TestReloadThatHangsIsLeftBehind: such as on a file system that does not answer. A signal
+// during it is neither lost nor blocked.
 func TestReloadThatHangsIsLeftBehind(t *testing.T) {
 	r := newReloading(t)
 	r.limit = 100 * time.Millisecond

@@ -1,5 +1,5 @@
-// Package textfile reads small files that others write, and bounds what is in them before
-// it is decoded.
+// Package textfile reads small untrusted files, and limits their content before it is
+// decoded.
 package textfile
 
 import (

@@ -90,7 +90,7 @@ func TestTextThatCostsTheDecoderTooMuchIsRefused(t *testing.T) {
 	}
 }
 
-// nested is that many mappings in each other, by indentation.
+// nested returns that many nested mappings, by indentation.
 func nested(deep int) (text string) {
 	for i := range deep {
 		text += strings.Repeat(" ", i) + "a:\n"
@@ -98,8 +98,7 @@ func nested(deep int) (text string) {
 	return text + strings.Repeat(" ", deep)
 }
 
-// FuzzBoundYAML: what passes is decoded in a bounded time, and errors show nothing of
-// the text.
+// FuzzBoundYAML: accepted text is decoded in bounded time, and errors do not show the text.
 func FuzzBoundYAML(f *testing.F) {
 	for _, seed := range []string{"a: [http://h:1]", "- &x\n- *x", "- - -", "[[[[{a: {a: ", "a:\n b:\n  - - c", "a: |\n\n", "a: '[' # ["} {
 		f.Add([]byte(seed))

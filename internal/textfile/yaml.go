@@ -6,16 +6,16 @@ import (
 	"strings"
 )
 
-// Bounds of YAML. The decoder's work grows with the square of these, or faster.
+// Limits of YAML. The decoder's time grows with their square, or faster.
 const (
-	maxNesting = 16  // lists and mappings in each other
+	maxNesting = 16  // nested lists and mappings
 	maxBlank   = 100 // lines in a row that start nothing
 )
 
-// BoundYAML refuses text that costs the decoder more than a list of small mappings can: deep
-// nesting, anchors and aliases, and what else such a list has no use for. It does not
-// know all of YAML: ambiguous text counts as nesting. most is how many entries of lists and
-// mappings there may be altogether. Errors name the line and show nothing of it.
+// BoundYAML refuses text that can take the decoder longer than a list of small mappings:
+// deep nesting, anchors, aliases, and other syntax that such a list does not need. It does
+// not parse all of YAML: ambiguous text counts as nesting. most is the maximum number of
+// entries of all lists and mappings. Errors name the line and never show its text.
 func BoundYAML(data []byte, most int) error {
 	b := yamlBounds{left: most}
 	text := strings.NewReplacer("\r\n", "\n", "\r", "\n").Replace(string(data))
@@ -33,17 +33,17 @@ func BoundYAML(data []byte, most int) error {
 	return nil
 }
 
-// yamlBounds is what BoundYAML knows of the lines so far.
+// yamlBounds is the state of BoundYAML after the lines so far.
 type yamlBounds struct {
-	columns []int // of the blocks that are open
-	flow    int   // brackets that are open
+	columns []int // of the open blocks
+	flow    int   // open brackets
 	blank   int   // lines in a row that start nothing
-	left    int   // entries that may come
+	left    int   // entries left of the maximum
 }
 
 var errNesting = fmt.Errorf("lists and mappings are nested more than %d deep", maxNesting)
 
-// line looks at the next line.
+// line checks the next line.
 func (b *yamlBounds) line(line string) error {
 	at := len(line) - len(strings.TrimLeft(line, " \t"))
 	starts := b.flow > 0 || line[at:] == "-" || strings.HasPrefix(line[at:], "- ") || strings.Contains(line, ": ") || strings.HasSuffix(strings.TrimRight(line, " \t"), ":")
@@ -71,7 +71,7 @@ func (b *yamlBounds) line(line string) error {
 	return b.rest(line[at:])
 }
 
-// rest looks at a line without what opens blocks.
+// rest checks a line after the start of its blocks.
 func (b *yamlBounds) rest(text string) error {
 	fresh, space, values := true, true, 0 // a value may start here; a comment may
 	for i := 0; i < len(text); i++ {
@@ -84,7 +84,7 @@ func (b *yamlBounds) rest(text string) error {
 		case c == '#' && before:
 			return b.passed(text[i:])
 		case c == '[' || c == '{':
-			if !fresh && b.flow == 0 { // within a text, as in http://[::1]:8000
+			if !fresh && b.flow == 0 { // within a plain scalar, as in http://[::1]:8000
 				continue
 			}
 			if b.flow++; b.flow+len(b.columns) > maxNesting {
@@ -127,7 +127,7 @@ func (b *yamlBounds) rest(text string) error {
 	return nil
 }
 
-// passed counts brackets in text that starts and ends no list.
+// passed counts brackets in text that neither starts nor ends a list.
 func (b *yamlBounds) passed(text string) error {
 	open, most := 0, 0
 	for _, c := range []byte(text) {
@@ -145,7 +145,8 @@ func (b *yamlBounds) passed(text string) error {
 	return nil
 }
 
-// quoteEnd is where the quoted text ends that starts there; -1: not on this line.
+// quoteEnd returns the end of the quoted text that starts there; -1: it is not on this
+// line.
 func quoteEnd(text string, start int) int {
 	for i := start + 1; i < len(text); i++ {
 		switch {

@@ -373,7 +373,7 @@ func (c *leavingClient) Err() error {
 func TestDetokenizeAsksAWorkerIfTheFileHasChanged(t *testing.T) {
 	dir := t.TempDir()
 	testkit.TokenizerFolder(t, dir)
-	m, err := OpenModel(dir, chat.Options{})
+	m, err := openModel(dir, chat.Options{}, chat.DefaultLimits)
 	if err != nil {
 		t.Fatal(err)
 	}

@@ -164,7 +164,7 @@ func TestAHostileTemplateEndsWithAnError(t *testing.T) {
 		for when, template := range map[string]string{"always": template, "in a chat": `{% if messages[-1].content != 'u' %}` + template + `{% endif %}`} {
 			name := name + ", " + when
 			bounded(t, name, func() {
-				m, err := OpenModel(hostileFolder(t, map[string]any{"chat_template.jinja": template}), chat.Options{})
+				m, err := openModel(hostileFolder(t, map[string]any{"chat_template.jinja": template}), chat.Options{}, chat.DefaultLimits)
 				if err != nil {
 					t.Errorf("%s: the model does not open: %v", name, err)
 					return
@@ -280,7 +280,7 @@ func TestAHostileTokenizerIsRefusedOrBounded(t *testing.T) {
 	texts := []string{strings.Repeat("hello ", 300), "x ꙮꙮ y", strings.Repeat("a", 20_000), strings.Repeat("a", 200_000), strings.Repeat(" ", 20_000) + "x", "hi there"}
 	for name, content := range hostileTokenizers(t) {
 		bounded(t, name, func() {
-			m, err := OpenModel(hostileFolder(t, map[string]any{"tokenizer.json": content}), chat.Options{})
+			m, err := openModel(hostileFolder(t, map[string]any{"tokenizer.json": content}), chat.Options{}, chat.DefaultLimits)
 			if err != nil {
 				if !strings.Contains(err.Error(), "tokenizer.json") || len(err.Error()) > 1000 {
 					t.Errorf("%s: the error does not name the file: %v", name, err)
@@ -312,7 +312,7 @@ func TestTheAttackIsNamedWhereItIsFound(t *testing.T) {
 		"expression of a normalizer": "normalizer", "many added tokens": "added tokens", "long words": "max_input_chars_per_word", "long pieces": "512 characters",
 		"growing text in front": "memory", "many tokens around a text": "post_processor has",
 	} {
-		if _, err := OpenModel(hostileFolder(t, map[string]any{"tokenizer.json": tokenizers[name]}), chat.Options{}); err == nil || !strings.Contains(err.Error(), want) {
+		if _, err := openModel(hostileFolder(t, map[string]any{"tokenizer.json": tokenizers[name]}), chat.Options{}, chat.DefaultLimits); err == nil || !strings.Contains(err.Error(), want) {
 			t.Errorf("%s: %v", name, err)
 		}
 	}
@@ -321,7 +321,7 @@ func TestTheAttackIsNamedWhereItIsFound(t *testing.T) {
 		"namespace that holds itself": "cannot hold a namespace", "long chain of operators": "tokens", "constant list times a number": "multiplies a constant list",
 		"one output repeated": "memory", "comparison of long texts": "work", "list in a list in a list": "nesting", "macro that calls itself twice": "recursion",
 	} {
-		m, err := OpenModel(hostileFolder(t, map[string]any{"chat_template.jinja": `{% if messages[-1].content != 'u' %}` + hostileTemplates[name] + `{% endif %}`}), chat.Options{})
+		m, err := openModel(hostileFolder(t, map[string]any{"chat_template.jinja": `{% if messages[-1].content != 'u' %}` + hostileTemplates[name] + `{% endif %}`}), chat.Options{}, chat.DefaultLimits)
 		if err != nil {
 			t.Fatal(err)
 		}
@@ -347,7 +347,7 @@ func TestFilesThatAreNoneDoNotBlock(t *testing.T) {
 	for kind, content := range map[string]func(string) error{"a pipe": pipe, "an endless device": zeros, "a folder": folder, "too large": large} {
 		for _, name := range []string{"tokenizer.json", "tokenizer_config.json", "config.json", "special_tokens_map.json"} {
 			bounded(t, name+" is "+kind, func() {
-				m, err := OpenModel(hostileFolder(t, map[string]any{name: content}), chat.Options{})
+				m, err := openModel(hostileFolder(t, map[string]any{name: content}), chat.Options{}, chat.DefaultLimits)
 				if err == nil {
 					m.Close()
 					t.Errorf("%s is %s: it is opened", name, kind)
@@ -357,7 +357,7 @@ func TestFilesThatAreNoneDoNotBlock(t *testing.T) {
 			})
 		}
 		bounded(t, "the template is "+kind, func() {
-			m, err := OpenModel(hostileFolder(t, map[string]any{"chat_template.jinja": content}), chat.Options{})
+			m, err := openModel(hostileFolder(t, map[string]any{"chat_template.jinja": content}), chat.Options{}, chat.DefaultLimits)
 			if err != nil {
 				t.Fatal(err)
 			}
@@ -383,7 +383,7 @@ func TestFilesBehindLinksAreRead(t *testing.T) {
 			t.Fatal(err)
 		}
 	}
-	m, err := OpenModel(dir, chat.Options{})
+	m, err := openModel(dir, chat.Options{}, chat.DefaultLimits)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -416,7 +416,7 @@ func TestTheSizeOfFilesIsASetting(t *testing.T) {
 // TestATokenizerThatTakesTheSquareOfTheLength encodes no long text: 200,000 characters
 // would take it a minute.
 func TestATokenizerThatTakesTheSquareOfTheLength(t *testing.T) {
-	m, err := OpenModel(hostileFolder(t, map[string]any{"tokenizer.json": hostileTokenizers(t)["square of the length"]}), chat.Options{})
+	m, err := openModel(hostileFolder(t, map[string]any{"tokenizer.json": hostileTokenizers(t)["square of the length"]}), chat.Options{}, chat.DefaultLimits)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -431,7 +431,7 @@ func TestATokenizerThatTakesTheSquareOfTheLength(t *testing.T) {
 
 // TestAfterALimitLargerChatsGoToWorkersForAWhile, and smaller ones do not.
 func TestAfterALimitLargerChatsGoToWorkersForAWhile(t *testing.T) {
-	m, err := OpenModel(hostileFolder(t, map[string]any{"chat_template.jinja": `{% if messages[-1].content == 'now' %}` + hostileTemplates["doubling by +"] + `{% endif %}` + wordTemplate}), chat.Options{})
+	m, err := openModel(hostileFolder(t, map[string]any{"chat_template.jinja": `{% if messages[-1].content == 'now' %}` + hostileTemplates["doubling by +"] + `{% endif %}` + wordTemplate}), chat.Options{}, chat.DefaultLimits)
 	if err != nil {
 		t.Fatal(err)
 	}

@@ -36,13 +36,9 @@ type Model struct {
 	Vocabulary func() []string
 }
 
-// OpenModel reads the tokenizer and the chat templates in a model's folder, for an
+// openModel reads the tokenizer and the chat templates in a model's folder, for an
 // engine with these chat options. A model without a usable template opens too: its chats
 // are chat.ErrNotRenderable.
-func OpenModel(dir string, options chat.Options) (*Model, error) {
-	return openModel(dir, options, chat.DefaultLimits)
-}
-
 func openModel(dir string, options chat.Options, limits chat.Limits) (*Model, error) {
 	encode.BoundArenas()
 	path := filepath.Join(dir, "tokenizer.json")

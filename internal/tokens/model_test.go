@@ -97,7 +97,7 @@ func TestTokenizeAnswers(t *testing.T) {
 func TestModelWithoutTemplate(t *testing.T) {
 	dir := t.TempDir()
 	testkit.WriteFiles(t, dir, map[string]string{"tokenizer.json": wordTokenizer})
-	m, err := OpenModel(dir, chat.Options{})
+	m, err := openModel(dir, chat.Options{}, chat.DefaultLimits)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -118,7 +118,7 @@ func TestModelThatCannotOpen(t *testing.T) {
 	} {
 		dir := t.TempDir()
 		testkit.WriteFiles(t, dir, files)
-		if m, err := OpenModel(dir, chat.Options{}); err == nil || m != nil {
+		if m, err := openModel(dir, chat.Options{}, chat.DefaultLimits); err == nil || m != nil {
 			t.Errorf("%s: %v, %v", name, m, err)
 		}
 	}

@@ -27,5 +27,5 @@ func testModel(t testing.TB) *Model {
 }
 
 var sharedModel = sync.OnceValues(func() (*Model, error) {
-	return OpenModel(filepath.Join(settings.CacheDir(os.Getenv), "smollm2-135m-instruct"), chat.Options{})
+	return openModel(filepath.Join(settings.CacheDir(os.Getenv), "smollm2-135m-instruct"), chat.Options{}, chat.DefaultLimits)
 })

@@ -24,7 +24,7 @@ func wordModel(t testing.TB, options chat.Options) *Model {
 	t.Helper()
 	dir := t.TempDir()
 	testkit.WriteFiles(t, dir, map[string]string{"tokenizer.json": wordTokenizer, "chat_template.jinja": wordTemplate, "config.json": `{"max_position_embeddings":99}`})
-	m, err := OpenModel(dir, options)
+	m, err := openModel(dir, options, chat.DefaultLimits)
 	if err != nil {
 		t.Fatal(err)
 	}

@@ -104,7 +104,7 @@ func TestBodiesMustBeJSON(t *testing.T) {
 func TestRequireKey(t *testing.T) {
 	handler := guarded(RequireKey(NewKeys([]string{"one", "other"}), "the key", OpenAIError))
 	for given, want := range map[string]int{
-		"": 401, "Bearer": 401, "Bearer ": 401, "Bearer on": 401, "Bearer one,other": 401, "Basic one": 401, "Bearer one": 200, "Bearer other": 200,
+		"": 401, "Bearer": 401, "Bearer ": 401, "Bearer on": 401, "Bearer one,other": 401, "Basic one": 401, "Bearer one": 200, "bearer one": 200, "BEARER  one": 200, "bearer": 401, "bearer two": 401, "Bearer other": 200,
 	} {
 		if got := ask(handler, http.MethodGet, "", "Authorization", given); got != want {
 			t.Errorf("%q: %d, want %d", given, got, want)

@@ -101,11 +101,13 @@ func NewServer(handler http.Handler) *http.Server {
 	}
 }
 
-// Bearer returns the bearer key of a request; empty: none.
+// Bearer returns the bearer key of a request; empty: none. The case of the scheme does not
+// matter (RFC 9110, section 11.1). A value without a scheme is the key.
 func Bearer(r *http.Request) string {
-	given, _ := strings.CutPrefix(r.Header.Get("Authorization"), "Bearer ")
-	if given == "Bearer" { // servers trim the value
-		return ""
+	given := r.Header.Get("Authorization")
+	scheme, key, _ := strings.Cut(given, " ")
+	if strings.EqualFold(scheme, "Bearer") {
+		return strings.TrimLeft(key, " ")
 	}
 	return given
 }

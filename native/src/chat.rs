@@ -15,11 +15,11 @@ const NAME: &str = "chat";
 
 const MIB: usize = 1 << 20;
 
-/// Instructions that a render may execute, for contexts of up to so many bytes. Templates
+/// Maximum instructions of a render, by the maximum size of the context in bytes. Templates
 /// of known models take at most about 250 for a message, which has 30 bytes or more.
 const FUEL: [(u64, usize); 4] = [(1 << 18, 16 << 10), (1 << 20, 64 << 10), (1 << 22, 256 << 10), (1 << 24, usize::MAX)];
 
-/// Maximum text of a context of so many bytes.
+/// Maximum text for a context of that many bytes.
 fn max_text(context: usize) -> usize {
     MIB + 16 * context
 }
@@ -179,8 +179,8 @@ pub(crate) unsafe fn slice<'a>(data: *const u8, len: usize) -> &'a [u8] {
     }
 }
 
-/// Runs a call on a large stack: values and expressions may be nested deeply, and to free
-/// them takes a call for each level.
+/// Runs a call on a large stack: values and expressions may be nested deeply, and freeing
+/// them recurses for each level.
 fn on_large<T>(call: impl FnOnce() -> Result<T, Problem>) -> Result<T, Problem> {
     stack::on_large(call).unwrap_or_else(|| Err(Problem::Error("no memory for the template engine".to_string())))
 }
@@ -243,12 +243,13 @@ fn format_as_python(out: &mut Output, _: &State, value: &Value) -> Result<(), mi
 
 fn render(template: &ChatTemplate, context: &[u8]) -> Result<String, Problem> {
     let size = context.len();
-    // Short lists take the most memory by byte. A client's request must not end the process.
+    // Short lists take the most memory per byte. A client's request must not end the
+    // process.
     let (memory, turnover) = if REFUSES { (MIB + 64 * size, MIB + 256 * size) } else { (usize::MAX, usize::MAX) };
     let limits = Limits { memory, turnover, work: 0 };
     let fuel = FUEL.iter().position(|(_, up_to)| size <= *up_to).unwrap_or(0);
     on_large(|| {
-        // What exceeds the limits here is the request's, not the template's.
+        // Exceeding the limits here is caused by the request, not by the template.
         let Json(context) = match within(limits, || serde_json::from_slice(context)) {
             Ok(read) => read.map_err(|e| format!("reading the request: {e}"))?,
             Err(_) => return Err("the request takes too much memory".to_string().into()),

@@ -10,13 +10,13 @@ use std::ptr::null_mut;
 use std::sync::Once;
 use tokenizers::Tokenizer;
 
-/// The first byte of a text that is not decoded tokens, but the reason why there are
-/// none. It occurs in no text in UTF-8. internal/encode knows it and ZERO.
+/// The first byte of a result that is an error message instead of decoded tokens. It occurs
+/// in no UTF-8 text. internal/encode has the same values of FAILED and ZERO.
 const FAILED: u8 = 0xff;
-/// Stands for a zero byte, which would end the text. It too occurs in no text in UTF-8.
+/// Stands for a zero byte, which would end the text. It occurs in no UTF-8 text either.
 const ZERO: [u8; 2] = [0xc0, 0x80];
 
-/// Maximum steps back in one search of a regular expression, about a second.
+/// Maximum backtracking steps of one search by a regular expression, about a second.
 const MAX_RETRIES: libc::c_ulong = 50_000_000;
 
 extern "C" {

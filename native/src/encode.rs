@@ -19,13 +19,13 @@ impl token_ids {
     }
 }
 
-/// What a tokenizer may use for a text of so many bytes. Crate tokenizers takes about 60
-/// bytes for each.
+/// Limits of a tokenizer for a text of that many bytes. Crate tokenizers takes about 60
+/// bytes of memory for each.
 pub(crate) fn limits(text: usize) -> Limits {
     Limits { memory: (64 << 20) + 512 * text, turnover: (1 << 30) + (16 << 10) * text, work: 0 }
 }
 
-/// What it may use to be read from so many bytes.
+/// Limits for reading a tokenizer of that many bytes.
 pub(crate) fn limits_of_file(json: usize) -> Limits {
     Limits { memory: (64 << 20) + 64 * json, turnover: (1 << 30) + 1024 * json, work: 0 }
 }

@@ -162,7 +162,8 @@ fn join(value: &Value, args: Rest<Value>, kwargs: Kwargs) -> Result<String, Erro
     Ok(out)
 }
 
-/// The member of that name; a name that is a list would be hashed at any cost.
+/// Returns the member of that name. A name that is a list is refused, because hashing it
+/// takes unlimited time.
 fn member(value: &Value, name: &Value) -> Result<Value, Error> {
     check_key(name)?;
     value.get_item(name)

@@ -1,8 +1,8 @@
-//! Compiled templates whose every instruction costs about the same. The fuel of minijinja
-//! counts instructions, but some of its operators take any time or memory: comparing
-//! lists that hold the same list many times, `[0] * n`, which is a list of n items that
-//! takes no memory, and slices of slices. They become filters of this file, which count
-//! what they do.
+//! Compiled templates whose instructions all cost about the same. The fuel of minijinja
+//! counts instructions, but some of its operators take unlimited time or memory:
+//! comparisons of lists that contain the same list many times, `[0] * n`, which is a list
+//! of n items without memory, and slices of slices. They become filters of this file, which
+//! count their work.
 
 use crate::limits::{charge, reached};
 use crate::python::to_str;
@@ -12,11 +12,12 @@ use minijinja::syntax::SyntaxConfig;
 use minijinja::value::{Rest, Value, ValueKind};
 use minijinja::{tests, Environment, Error, ErrorKind, State};
 
-/// Maximum tokens of a tag: the compiler calls itself for each operator of a chain.
+/// Maximum tokens of a tag: the compiler recurses for each operator of a chain.
 const MAX_TAG: usize = 2000;
 /// Maximum nesting of a value that is compared or printed.
 pub const MAX_NESTING: usize = 1000;
-/// minijinja remembers that many filters of a template by number, others by name.
+/// Number of filters of a template that minijinja refers to by number; it refers to others
+/// by name.
 const NUMBERED: u8 = 50;
 const UNNUMBERED: u8 = !0;
 
@@ -29,7 +30,7 @@ pub fn check_tags(template: &str) -> Result<(), String> {
     let mut length = 0;
     for token in tokenize(template, false, SyntaxConfig::default(), WhitespaceConfig::default()) {
         let Ok((token, span)) = token else {
-            return Ok(()); // the parser will say what is wrong
+            return Ok(()); // the parser reports the error
         };
         length = if matches!(token, Token::BlockStart | Token::VariableStart) { 0 } else { length + 1 };
         if length > MAX_TAG {
@@ -39,8 +40,8 @@ pub fn check_tags(template: &str) -> Result<(), String> {
     Ok(())
 }
 
-/// Returns an error if the compiler would compute a constant that takes any time, or one
-/// that Python prints differently. Its parts have been checked before.
+/// Returns an error if the compiler would compute a constant that takes unlimited time, or
+/// one that Python prints differently. Its parts have been checked before.
 pub fn check_constant(e: &Expr) -> Result<(), String> {
     let Expr::BinOp(op) = e else {
         return Ok(());
@@ -94,7 +95,7 @@ fn target<'i>(instruction: &'i mut Instruction<'static>) -> Option<&'i mut u32> 
     }
 }
 
-/// Returns the instructions with counting operators. Jumps lead to the same places.
+/// Returns the instructions with counting operators, and jumps adjusted to them.
 pub fn guarded(code: &Instructions<'static>) -> Result<Instructions<'static>, String> {
     let mut all: Vec<Instruction<'static>> = (0..).map_while(|i| code.get(i).cloned()).collect();
     let mut numbers = Numbers { next: 0, known: Vec::new() };
@@ -111,7 +112,7 @@ pub fn guarded(code: &Instructions<'static>) -> Result<Instructions<'static>, St
     let mut moved = Vec::with_capacity(all.len() + 1);
     for (i, instruction) in all.iter().enumerate() {
         moved.push(out.len() as u32);
-        // The constant on top of the stack, if it is one on every way here.
+        // The constant on top of the stack, if it is one on every path to here.
         let constant = match i.checked_sub(1).map(|before| &all[before]) {
             Some(Instruction::LoadConst(value)) if !reached_by_jump[i] => Some(value),
             _ => None,
@@ -239,15 +240,15 @@ pub fn install(env: &mut Environment) {
             state.apply_filter(own, &args)
         });
     }
-    // jinja2 has none of these, or prints otherwise.
+    // jinja2 lacks these, or prints them differently.
     for name in ["chain", "zip", "lines", "split", "bool", "pprint"] {
         env.remove_filter(name);
     }
     env.remove_global("debug");
 }
 
-/// Counts the items of a value, those of its items included, and returns their number. A
-/// list that a value holds twice counts twice, as it is compared twice.
+/// Counts the items of a value, including nested ones, and returns their number. A list
+/// that occurs twice counts twice, because it is compared twice.
 pub fn weigh(value: &Value) -> usize {
     if value.as_object().is_none() {
         let weight = 1 + value.as_str().map_or(0, |s| s.len() / 64);
@@ -279,7 +280,7 @@ pub fn weigh(value: &Value) -> usize {
     weight
 }
 
-/// Compares two values. The comparison ends where the smaller one does.
+/// Compares two values. The cost is that of the smaller one.
 fn counted(a: &Value, b: &Value, compare: fn(&Value, &Value) -> bool) -> bool {
     match (a.as_object(), b.as_object()) {
         (Some(_), Some(_)) => {
@@ -295,7 +296,7 @@ fn equal(a: &Value, b: &Value) -> bool {
     counted(a, b, |a, b| a == b)
 }
 
-/// Returns an error for what Python cannot have as the key of a dict.
+/// Returns an error for a value that cannot be the key of a dict in Python.
 pub fn check_key(key: &Value) -> Result<(), Error> {
     match key.as_object() {
         Some(_) => fail("a list or dict cannot be the key of a dict"),
@@ -325,7 +326,7 @@ fn contains(state: &State, value: &Value, container: &Value) -> Result<bool, Err
     }
 }
 
-/// The number of items, or what it may be at most.
+/// The number of items, or its upper bound.
 pub fn length(value: &Value) -> usize {
     value.len().unwrap_or(1 << 20)
 }
@@ -440,8 +441,8 @@ fn dict(pairs: Rest<Value>) -> Result<Value, Error> {
     Ok(Value::from(map))
 }
 
-/// Returns a value that a namespace may hold: one that holds no namespace, and no macro or
-/// loop, which may. Otherwise a cycle of them would never be freed.
+/// Returns a value that a namespace may hold: one without a namespace in it, and without a
+/// macro or loop, which may contain one. A cycle would never be freed.
 fn storable(value: Value) -> Result<Value, Error> {
     if value.as_object().is_none() {
         return Ok(value);

@@ -1,5 +1,5 @@
-//! Limits on the memory and the work of one call, because templates and tokenizers come
-//! from whoever published the model. A thread counts what it allocates between the
+//! Limits on the memory and the work of one call, because templates and tokenizers are
+//! untrusted files of the model's publisher. A thread counts its allocations between the
 //! beginning and the end of `within`. An allocation beyond the limits fails, and the hook
 //! for failed allocations unwinds to `within` where the standard library would abort.
 //! Without feature alloc_error_hook it aborts.
@@ -8,14 +8,14 @@ use std::alloc::{GlobalAlloc, Layout, System};
 use std::cell::Cell;
 use std::panic::{catch_unwind, resume_unwind, AssertUnwindSafe};
 
-/// Whether a call that takes too much memory fails; otherwise the process ends.
+/// Whether a call fails that takes too much memory; otherwise the process ends.
 pub const REFUSES: bool = cfg!(feature = "alloc_error_hook");
 
-/// What one call may use.
+/// The limits of one call.
 pub struct Limits {
-    /// Bytes allocated at a time.
+    /// Bytes allocated at the same time.
     pub memory: usize,
-    /// Bytes allocated in all, freed ones included: the work of copying.
+    /// Bytes allocated in total, including freed ones: the cost of copying.
     pub turnover: usize,
     /// Units passed to `charge`: about 10 ns each.
     pub work: usize,
@@ -31,12 +31,12 @@ pub enum Failure {
 /// The payload of an unwinding call.
 struct Reached(&'static str);
 
-/// Stands for no limit; far from what counting can reach.
+/// Stands for no limit; out of reach for counting.
 const OFF: isize = isize::MAX;
-/// What an allocation costs beside its bytes.
+/// Cost of an allocation in addition to its bytes.
 const PER_ALLOCATION: isize = 32;
 
-// None has a destructor, so that the allocator may use them at any time.
+// They have no destructors, so that the allocator can use them at any time.
 thread_local! {
     static MEMORY: Cell<isize> = const { Cell::new(OFF) };
     static TURNOVER: Cell<isize> = const { Cell::new(0) };
@@ -112,8 +112,8 @@ unsafe impl GlobalAlloc for Counting {
     }
 }
 
-/// Ends a limited call whose allocation has failed. Returns outside of one, or without
-/// memory in the system: then the process aborts.
+/// Ends a limited call whose allocation failed. It returns outside of such a call, or if
+/// the system has no memory: then the process aborts.
 #[cfg(feature = "alloc_error_hook")]
 fn out_of_memory(layout: Layout) {
     let left = MEMORY.get();
@@ -129,7 +129,7 @@ pub fn reached(limit: &'static str) -> ! {
     resume_unwind(Box::new(Reached(limit)))
 }
 
-/// Counts work that allocates nothing; beyond the limit the call ends.
+/// Counts work without allocations; beyond the limit, the call ends.
 #[inline]
 pub fn charge(units: usize) {
     let left = WORK.get();

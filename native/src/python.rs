@@ -18,8 +18,7 @@ pub struct JsonStyle {
     pub key_separator: String,
 }
 
-/// Returns str.isspace() of c; Rust's White_Space leaves out the
-/// four separators of ASCII.
+/// Returns str.isspace() of c; Rust's White_Space lacks the four separators of ASCII.
 pub fn is_space(c: char) -> bool {
     c.is_whitespace() || ('\u{1c}'..='\u{1f}').contains(&c)
 }

@@ -1,6 +1,6 @@
-//! A check of the regular expressions in a tokenizer. The engines that run them try all
-//! ways to match, so an expression may take a time exponential in the text. The check
-//! refuses what may take more steps than the square of the text's length.
+//! A check of the regular expressions in a tokenizer. The engines that run them backtrack,
+//! so an expression may take time exponential in the length of the text. The check refuses
+//! expressions that may take more steps than the square of the length.
 
 use crate::chat::{chat_bytes, slice};
 use fancy_regex::Expr;
@@ -8,13 +8,13 @@ use std::panic::catch_unwind;
 
 /// Maximum length of an expression, bytes.
 const MAX_LENGTH: usize = 8 << 10;
-/// Maximum number of characters that one repetition may match to count as a bounded one.
+/// Maximum number of characters of a repetition that counts as bounded.
 const MAX_BOUNDED: usize = 64;
-/// Maximum number of ways to match the bounded repetitions and choices one after another.
+/// Maximum number of ways to match consecutive bounded repetitions and alternatives.
 const MAX_WAYS: usize = 4096;
 
-/// Expressions of known models that try each character a few times only, although the
-/// check cannot see it: where a repetition is tried in vain, another one takes the same
+/// Expressions of known models that visit each character only a few times, although the
+/// check cannot derive it: where one repetition fails, another one matches the same
 /// characters.
 const LINEAR: [&str; 9] = [
     // GPT-2
@@ -35,7 +35,7 @@ const LINEAR: [&str; 9] = [
     r"[\p{Han}]+|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]*[\p{Ll}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]+(?i:'s|'t|'re|'ve|'m|'ll|'d)?|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]+[\p{Ll}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
 ];
 
-/// The cost of an expression, together with what follows it.
+/// The cost of an expression and of what follows it.
 #[derive(Clone, Copy)]
 struct Cost {
     /// Unbounded repetitions after which the match may still fail.
@@ -70,7 +70,7 @@ fn is_one_char(e: &Expr) -> bool {
     }
 }
 
-/// The number of characters that the expression matches, if that and the way are fixed.
+/// The number of characters that the expression matches, if number and way are fixed.
 fn fixed_length(e: &Expr) -> Option<usize> {
     match e {
         Expr::Literal { val, .. } => Some(val.chars().count()),
@@ -128,8 +128,8 @@ fn cost(e: &Expr, after: Cost) -> Result<Cost, &'static str> {
     })
 }
 
-/// Returns whether the expression takes steps in proportion to the text, and not to the
-/// square of its length; an error if more.
+/// Returns whether the steps grow with the length of the text (true) or with its square
+/// (false); an error if faster.
 fn check(expression: &str) -> Result<bool, String> {
     let escaped = expression.replace('\r', "\\r").replace('\n', "\\n");
     if LINEAR.contains(&escaped.as_str()) {
@@ -149,8 +149,8 @@ fn check(expression: &str) -> Result<bool, String> {
     Ok(cost.retried == 0)
 }
 
-/// Checks a regular expression in UTF-8. Returns 1 if it takes steps in proportion to the
-/// text, 2 if to the square of its length, or 0 with the reason in out why it is refused.
+/// Checks a regular expression in UTF-8. Returns 1 if its steps grow with the length of the
+/// text, 2 if with the square of the length, or 0 with the reason of the refusal in out.
 ///
 /// # Safety
 /// expression must point to len readable bytes, out to a writable chat_bytes.

@@ -1,4 +1,5 @@
-//! Rewrites of a template's source, for behaviour that minijinja cannot be configured for.
+//! Rewrites of a template's source, for behavior that minijinja cannot be configured to
+//! have.
 
 /// Returns the template with its `generation` blocks as `with` blocks: the same
 /// text and the same scope.

@@ -1,6 +1,6 @@
-//! Large stacks for what calls itself for each level of a nested value or expression. Their
-//! memory is reserved, not touched, and kept for the next call: the system takes longer to
-//! map a stack than a template to render a short chat.
+//! Large stacks for functions that recurse for each level of a nested value or expression.
+//! Their address space is reserved, and kept for the next call: mapping a stack takes
+//! longer than rendering a short chat.
 
 use std::panic::{catch_unwind, AssertUnwindSafe};
 use std::ptr::null_mut;
@@ -8,13 +8,14 @@ use std::sync::Mutex;
 
 /// Bytes of a stack.
 const SIZE: usize = 256 << 20;
-/// The lowest bytes cannot be used: to run over the end is a fault, not other memory.
+/// Size of the guard pages at the lowest addresses: an overflow is a fault, instead of a
+/// write to other memory.
 const GUARD: usize = 64 << 10;
-/// Bytes of a kept stack that may stay in memory.
+/// Maximum bytes of a kept stack in memory.
 const TOUCHED: usize = 1 << 20;
-/// At most the bytes of a page, which divide the ones above.
+/// At most the size of a page; divides the numbers above.
 const PAGE: usize = 4 << 10;
-/// Maximum number of kept stacks; each has been used at the same time as the others.
+/// Maximum number of kept stacks: all have been in use at the same time.
 const KEPT: usize = 32;
 
 /// The lowest address of a stack.
@@ -31,7 +32,7 @@ impl Stack {
             return Some(stack);
         }
         let flags = libc::MAP_PRIVATE | libc::MAP_ANON | libc::MAP_NORESERVE;
-        // SAFETY: the system chooses an address that nothing else has.
+        // SAFETY: the system chooses an unused address.
         unsafe {
             let base = libc::mmap(null_mut(), SIZE, libc::PROT_READ | libc::PROT_WRITE, flags, -1, 0);
             if base == libc::MAP_FAILED {
@@ -42,8 +43,8 @@ impl Stack {
         }
     }
 
-    /// Whether more than TOUCHED bytes have been used: each page of a stack is written to
-    /// before those below it. To read a page that was not takes no memory.
+    /// Whether more than TOUCHED bytes have been used: a stack is written page by page,
+    /// from the top. Reading an untouched page takes no memory.
     fn is_large(&self) -> bool {
         // SAFETY: the page is one of the stack, and nothing uses it.
         let page = unsafe { std::slice::from_raw_parts(self.0.add(SIZE - TOUCHED - PAGE).cast::<u64>(), PAGE / 8) };

@@ -29,8 +29,8 @@ type client struct {
 	done   chan struct{}
 
 	routed  bool            // guarded by node.mu
-	tries   int             // the request's goroutine uses it
-	yields  uint64          // likewise
+	tries   int             // used by the request's goroutine
+	yields  uint64          // used by the request's goroutine
 	attempt context.Context // of the last attempt; guarded by world.mu
 	result  string          // read after done
 }
@@ -79,7 +79,7 @@ func (c *client) run() {
 	}
 }
 
-// judge returns the number of tokens that came, and what is wrong with the answer.
+// judge returns the number of received tokens, and the error of the answer.
 func (c *client) judge(out *recorder, err error) (tokens int, fault string) {
 	ended, text := false, ""
 	switch {
@@ -148,8 +148,8 @@ func (r *recorder) Write(b []byte) (int, error) {
 	return r.body.Write(b)
 }
 
-// FlushError implements what http.ResponseController asks for.
+// FlushError implements flushing for http.ResponseController.
 func (r *recorder) FlushError() error { return nil }
 
-// SetWriteDeadline does the same.
+// SetWriteDeadline implements deadlines for http.ResponseController.
 func (r *recorder) SetWriteDeadline(time.Time) error { return nil }

@@ -16,19 +16,19 @@ import (
 	"github.com/zeebo/xxh3"
 )
 
-// network carries bytes between hosts in virtual time. Connections keep order, as TCP's
-// do. A message on a connection whose listener has losses may be lost, sent twice or
-// sent before the one before it, as a whole.
+// network carries bytes between hosts in virtual time. Connections keep the order, as in
+// TCP. On a connection whose listener has losses, a message may be lost, duplicated or
+// swapped with the previous one, as a whole.
 //
-// All its chances are hashes of the seed, the two hosts, the part that has dialed, the
-// number of its connection and that of the packet. So they do not depend on the order in which
-// goroutines run within one instant.
+// All random choices are hashes of the seed, the two hosts, the part that dialed, and the
+// numbers of connection and packet. They do not depend on the order of goroutines within
+// one instant.
 type network struct {
 	seed  uint64
-	delay time.Duration // longest of a packet without trouble
+	delay time.Duration // maximum delay of a packet without faults
 
-	mu        sync.Mutex // guards what follows, and all flows
-	faulty    bool       // losses and spikes happen
+	mu        sync.Mutex // guards the rest, and all flows
+	faulty    bool       // losses and delay spikes occur
 	spike     float64    // share of packets that take up to 2 s longer
 	listeners map[string]*listener
 	conns     []*conn        // open ones, one end of each
@@ -45,8 +45,8 @@ func pair(a, b string) hosts {
 	return hosts{a, b}
 }
 
-// losses are the shares of messages that meet a fault. The first spared ones on a
-// connection meet none: a queue that overflows has taken some.
+// losses are the shares of messages with a fault. The first spared messages of a connection
+// have none: a queue that overflows has accepted some.
 type losses struct {
 	Drop, Twice, Swap float64
 	spared            int
@@ -56,7 +56,7 @@ func newNetwork(seed uint64) *network {
 	return &network{seed: seed, listeners: map[string]*listener{}, cut: map[hosts]bool{}}
 }
 
-// chance is a number from 0 to below 1 that follows from the seed and what.
+// chance returns a number of [0, 1) that depends on the seed and what.
 func (n *network) chance(what ...uint64) float64 {
 	return float64(mix(n.seed, what...)>>11) / (1 << 53)
 }
@@ -75,7 +75,7 @@ func mix(seed uint64, what ...uint64) uint64 {
 type listener struct {
 	net     *network
 	address string
-	losses  *losses // of what its side sends; nil: none
+	losses  *losses // of messages from its side; nil: none
 	waiting []*conn
 	wake    chan struct{}
 	closed  bool
@@ -147,8 +147,8 @@ func (address) Network() string { return "tcp" }
 // String implements net.Addr.
 func (a address) String() string { return string(a) }
 
-// dialer returns what connects from a host for one part of it, which salt names. Dialing
-// takes at most limit, and a connection whose other side has vanished fails after dead.
+// dialer returns the dial function of a part of a host, named by salt. Dialing takes at
+// most limit. A connection whose other side has vanished fails after dead.
 func (n *network) dialer(from string, salt uint64, limit, dead time.Duration) func(ctx context.Context, network, address string) (net.Conn, error) {
 	dials := map[string]uint64{} // by address
 	return func(ctx context.Context, _, to string) (net.Conn, error) {
@@ -160,7 +160,7 @@ func (n *network) dialer(from string, salt uint64, limit, dead time.Duration) fu
 		dials[to]++
 		id := mix(n.seed, xxh3.HashString(from), salt, xxh3.HashString(to), dials[to])
 		n.mu.Unlock()
-		// Other limits are as long, and which of them ends first must not be left to chance.
+		// Other limits are as long, and their order must not depend on the runtime.
 		ctx, cancel := context.WithTimeout(ctx, limit+time.Duration((n.chance(id, 1)-0.5)*1e6))
 		defer cancel()
 		trip := time.NewTimer(time.Duration(2 * n.chance(id) * float64(n.delay)))
@@ -206,10 +206,10 @@ func (n *network) connect(from, host, to string, id uint64, dead time.Duration) 
 	return near, nil
 }
 
-// flow is what comes to one end of a connection.
+// flow is one direction of a connection.
 type flow struct {
 	id      uint64
-	losses  *losses // that its sender's messages meet; nil: none
+	losses  *losses // of its sender's messages; nil: none
 	packets []packet
 	sent    int       // bytes so far
 	count   uint64    // packets so far
@@ -217,9 +217,9 @@ type flow struct {
 	last    time.Time // the latest arrival
 	wake    chan struct{}
 
-	ends   time.Time // then the end has come, by the error end; zero: it has not
+	ends   time.Time // when it ended, with the error end; zero: it has not
 	end    error
-	silent bool // nothing arrives any more
+	silent bool // no packet arrives
 }
 
 // packet is the bytes of one Write.
@@ -262,7 +262,7 @@ func (c *conn) Write(b []byte) (int, error) {
 	case c.in.end != nil && c.in.end != io.EOF && !time.Now().Before(c.in.ends):
 		return 0, &net.OpError{Op: "write", Err: c.in.end}
 	case c.peer.closed || f.end != nil:
-		return len(b), nil // the answer to it is on its way
+		return len(b), nil // its answer is in transit
 	}
 	now := time.Now()
 	number := f.count
@@ -309,7 +309,8 @@ func (c *conn) Read(b []byte) (int, error) {
 	}
 }
 
-// read takes what has arrived. If nothing has, wait waits until that may have changed.
+// read takes the bytes that have arrived. If there are none, wait waits until there may be
+// some.
 func (c *conn) read(b []byte) (int, func(), error) {
 	c.net.mu.Lock()
 	defer c.net.mu.Unlock()
@@ -358,7 +359,7 @@ func (c *conn) read(b []byte) (int, func(), error) {
 	}, nil
 }
 
-// finish ends the flow with err, after what has been sent. The network is locked.
+// finish ends the flow with err, after the bytes already sent. The network is locked.
 func (n *network) finish(f *flow, err error, after time.Duration) {
 	if f.end != nil {
 		return
@@ -430,14 +431,14 @@ func (n *network) each(a, b string, f func(*conn)) {
 	}
 }
 
-// partition keeps all packets between two hosts until mend.
+// partition holds back all packets between two hosts until mend.
 func (n *network) partition(a, b string) {
 	n.mu.Lock()
 	defer n.mu.Unlock()
 	n.cut[pair(a, b)] = true
 }
 
-// mend ends a partition: what waits is sent again.
+// mend ends a partition and delivers the packets held back.
 func (n *network) mend(a, b string) {
 	n.mu.Lock()
 	defer n.mu.Unlock()
@@ -457,16 +458,16 @@ func (n *network) mend(a, b string) {
 	})
 }
 
-// resetAll breaks the connections of a host, or those between two. What is under way is
-// lost if it comes later than the break.
+// resetAll breaks the connections of a host, or those between two. Packets that would
+// arrive after the reset are lost.
 func (n *network) resetAll(a, b string) {
 	n.mu.Lock()
 	defer n.mu.Unlock()
 	n.each(a, b, func(c *conn) { c.reset(0) })
 }
 
-// vanish lets both ends of the connections between two hosts hear nothing any more, until
-// they give up.
+// vanish silences the connections between two hosts in both directions, until their ends
+// time out.
 func (n *network) vanish(a, b string) {
 	n.mu.Lock()
 	defer n.mu.Unlock()
@@ -491,7 +492,7 @@ func (n *network) calm() {
 	}
 }
 
-// open names the connections that are open, for messages.
+// open returns the names of the open connections, for messages.
 func (n *network) open() (list []string) {
 	n.mu.Lock()
 	defer n.mu.Unlock()

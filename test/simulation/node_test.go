@@ -45,7 +45,7 @@ func newDefaults() defaults {
 	return d
 }
 
-// requestTimeout is the longest wait for a worker's next byte.
+// requestTimeout is the maximum wait for a worker's next byte.
 const requestTimeout = 20 * time.Second
 
 // node is one incarnation of a router: the real index, event streams, books, mesh and
@@ -71,17 +71,17 @@ type node struct {
 	cancel  context.CancelFunc
 	running sync.WaitGroup
 
-	mu      sync.Mutex         // guards what follows; the world's goroutine alone changes follows
+	mu      sync.Mutex         // guards the rest; only the world's goroutine changes follows
 	follows map[uint64]*follow // by worker
-	routed  int                // requests that are booked and not over
+	routed  int                // booked requests in flight
 	asked   []time.Time        // when requests came
-	retries []time.Time        // when one was sent again out of the budget
-	asks    map[uint64]bool    // workers that have failed a request, and whether its retry counts
+	retries []time.Time        // when a retry was taken from the budget
+	asks    map[uint64]bool    // workers that failed a request, and whether its retry counts
 }
 
-// follow is one worker as the node knows it.
+// follow is a node's state of one worker.
 type follow struct {
-	generation int // 0: it is not up here
+	generation int // 0: not up for this node
 	stream     *events.Stream
 	cancel     context.CancelFunc
 	done       chan struct{}
@@ -89,7 +89,7 @@ type follow struct {
 
 func hostOf(router int) string { return fmt.Sprintf("r%d", router) }
 
-// salt is a number that follows from the seed for a part of this incarnation.
+// salt returns a number for a part of this incarnation, derived from the seed.
 func (n *node) salt(part uint64) uint64 {
 	return mix(n.world.seed, uint64(n.id), n.incarnation, part)
 }
@@ -132,7 +132,7 @@ func startNode(w *world, id int) *node {
 	return n
 }
 
-// join makes the node a part of the mesh.
+// join connects the node to the mesh.
 func (n *node) join() {
 	w := n.world
 	settings := replica.Settings{ReplicaSyncHost: n.host, ReplicaSyncPort: 7100}
@@ -150,7 +150,7 @@ func (n *node) join() {
 	n.running.Go(func() { n.mesh.Run(n.ctx) })
 }
 
-// stop ends the node at once, or in good order.
+// stop ends the node at once, or after a drain.
 func (n *node) stop(crash bool) {
 	if crash {
 		n.world.net.resetAll(n.host, "")
@@ -164,7 +164,7 @@ func (n *node) stop(crash bool) {
 	n.proxy.Close()
 }
 
-// look brings the node up to date about a worker, as health checks do.
+// look updates the node's state of a worker, as health checks do.
 func (n *node) look(w *worker) {
 	w.mu.Lock()
 	up, generation := w.up, w.generation
@@ -193,7 +193,7 @@ func (n *node) look(w *worker) {
 	}
 }
 
-// know makes a worker known.
+// know adds a worker.
 func (n *node) know(worker uint64) *follow {
 	n.mu.Lock()
 	defer n.mu.Unlock()
@@ -202,7 +202,7 @@ func (n *node) know(worker uint64) *follow {
 	return f
 }
 
-// stream returns what follows a worker; nil: nothing does.
+// stream returns the event stream of a worker, or nil.
 func (n *node) stream(worker uint64) *events.Stream {
 	n.mu.Lock()
 	defer n.mu.Unlock()
@@ -212,7 +212,7 @@ func (n *node) stream(worker uint64) *events.Stream {
 	return nil
 }
 
-// follow follows the worker's KV events.
+// follow starts the worker's event stream.
 func (n *node) follow(w *worker, f *follow) {
 	source := events.Source{Worker: w.key(), Endpoint: "tcp://" + w.host + ":5557", Topic: process.KVEventsTopic, Buffer: w.keep, BlockSize: blockSize}
 	if w.replay {
@@ -234,7 +234,7 @@ func (n *node) follow(w *worker, f *follow) {
 	}()
 }
 
-// forget ends what follows a worker, and empties its index.
+// forget ends the event stream of a worker, and clears its index.
 func (n *node) forget(worker uint64) {
 	f := n.follows[worker]
 	n.mu.Lock()
@@ -289,7 +289,7 @@ func (c *client) Route(exclude []uint64) (router.Decision, error) {
 	return d, nil
 }
 
-// leave notes that the last attempt is over: its booking must be.
+// leave records the end of the last attempt, whose booking must have ended, too.
 func (c *client) leave() {
 	c.node.mu.Lock()
 	defer c.node.mu.Unlock()
@@ -310,8 +310,8 @@ func (c *client) Rebook(router.Decision, kv.WorkerKey) (router.Decision, error) 
 // IsUp implements proxy.Chooser.
 func (c *client) IsUp(t kv.Target) bool { return c.node.router.IsUp(t) }
 
-// watched is the transport of a node to workers. It holds that a request is at one worker
-// at a time. Where many requests fail at once, the seed says in which order that is seen.
+// watched is a node's transport to workers. It checks that a request is on one worker at a
+// time. If many requests fail at once, the seed determines the order.
 type watched struct{ node *node }
 
 // RoundTrip implements http.RoundTripper.
@@ -349,7 +349,7 @@ func (f failing) Read(b []byte) (int, error) {
 	return n, err
 }
 
-// yield waits for up to a millisecond, as the seed says.
+// yield waits for up to a millisecond, as determined by the seed.
 func (c *client) yield() {
 	c.yields++
 	time.Sleep(time.Duration(1e6 * c.world.net.chance(xxh3.HashString(c.id), c.yields)))
@@ -358,13 +358,13 @@ func (c *client) yield() {
 // CloseIdleConnections is called by the proxy's Close.
 func (t watched) CloseIdleConnections() { t.node.http.CloseIdleConnections() }
 
-// observer holds the retries of a node against its budget.
+// observer checks the retries of a node against its budget.
 type observer struct {
 	testkit.SilentObserver
 	n *node
 }
 
-// failed is called with each worker that has failed a request, before that is sent again.
+// failed is called with each worker that failed a request, before the retry.
 func (o observer) failed(worker uint64) {
 	n := o.n
 	list, panicking := n.router.Outliers()
@@ -380,7 +380,7 @@ func (o observer) Retried(worker uint64) {
 	n.world.count(func(c *counts) { c.Retries++ })
 	n.mu.Lock()
 	defer n.mu.Unlock()
-	if !n.asks[worker] { // it costs nothing: the worker is out, down or stuck
+	if !n.asks[worker] { // it is not counted: the worker is out, down or stuck
 		return
 	}
 	n.asks[worker] = false
@@ -409,11 +409,11 @@ func (o observer) RetryDenied(string) {
 	clear(o.n.asks)
 }
 
-// mostTries is the number of workers that one request may be sent to: the first, those
-// of its retries, and three more where it was taken off one that is down or stuck.
+// mostTries is the maximum number of workers that a request is sent to: the first, its
+// retries, and three more after aborts on workers that are down or stuck.
 func (d *defaults) mostTries() int { return 1 + d.proxy.Retries + 3 }
 
-// sabotage is a bug that is put in to see that the checks find it.
+// sabotage is a planted bug that the checks must find.
 type sabotage string
 
 const (
@@ -423,7 +423,7 @@ const (
 	unseenGap   sabotage = "a batch is lost before it gets its number"
 )
 
-// index returns the index as a node's events change it.
+// index returns the index that a node's events change.
 func (s sabotage) index(index radix.Index) radix.Index {
 	if s == lostRemoval {
 		return &forgetful{Index: index}

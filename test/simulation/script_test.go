@@ -16,8 +16,8 @@ import (
 	"kvrouter/internal/kv"
 )
 
-// setup is what a seed makes of a world: its size, and which troubles there are at all.
-// Few worlds have all of them, so that each is seen alone and together with others.
+// setup is the part of a world that a seed determines before the script: size and kinds of
+// faults. Few worlds have all kinds, so that each occurs alone and combined with others.
 type setup struct {
 	Routers, Workers int
 	Policy           string
@@ -28,7 +28,7 @@ type setup struct {
 	Delay            time.Duration
 	Spike            float64
 	Losses           losses
-	Long             time.Duration // of the part with troubles
+	Long             time.Duration // of the part with faults
 	Requests         int
 	Troubles         map[string]int // number of each kind
 }
@@ -68,8 +68,8 @@ const (
 	doLook      = "look"       // router a checks worker b
 	doRepublish = "republish"  // worker a's publisher restarts
 	doReset     = "reset"      // worker a empties its prefix cache
-	doCut       = "cut"        // a and b hear nothing of each other
-	doMend      = "mend"       // they do again
+	doCut       = "cut"        // a and b are partitioned
+	doMend      = "mend"       // the partition ends
 	doBreak     = "break"      // the connections between a and b are reset
 	doVanish    = "vanish"     // the connections between a and b go silent
 	doServe     = "set-serves" // worker a's modes
@@ -79,13 +79,13 @@ const (
 	doHang      = "set-hangs"
 )
 
-// troubles are the kinds of trouble: a worker or a router that crashes, or an action.
+// troubles are the kinds of faults: a crash of a worker or router, or an action.
 var troubles = []string{"worker", "router", doRepublish, doReset, doCut, doBreak, doVanish, doFail, doPress, doBroken, doHang}
 
 // newSetup draws a world.
 func newSetup(random *rand.Rand) setup {
 	one := func(share float64) bool { return random.Float64() < share }
-	up := func(most float64) float64 { // half of the worlds have none of it
+	up := func(most float64) float64 { // 0 in half of the worlds
 		if one(0.5) {
 			return 0
 		}
@@ -171,11 +171,11 @@ func newScript(s *setup, random *rand.Rand) (script []step) {
 	return script
 }
 
-// prompts is the number of prompts that clients send, answer the most tokens of an
-// answer, and touches the number of prompts with which workers are made to publish.
+// prompts is the number of different prompts of clients, answer the maximum tokens of an
+// answer, and touches the number of prompts that make workers publish.
 const prompts, answer, touches = 12, 9, 24
 
-// newPrompts draws prompts, of which many begin like others.
+// newPrompts draws prompts, many with common prefixes.
 func newPrompts(random *rand.Rand) (list []*prompt) {
 	for i := range prompts + touches {
 		p := &prompt{}
@@ -262,7 +262,7 @@ func loadScenario(file string) (*scenario, error) {
 	}
 }
 
-// shrink leaves out of a scenario what it does not need to fail.
+// shrink removes the parts of a failing scenario that it does not need to fail.
 func (s *scenario) shrink(fails func(*scenario) bool) *scenario {
 	for size := (len(s.steps) + 1) / 2; size > 0; size /= 2 {
 		for at := 0; at < len(s.steps); {

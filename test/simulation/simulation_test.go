@@ -37,7 +37,7 @@ func simulate(t *testing.T, s *scenario, d *defaults, bug sabotage, show func(st
 	return w
 }
 
-// report shrinks a scenario that fails, and shows it.
+// report shrinks a failing scenario and prints it.
 func report(t *testing.T, s *scenario, d *defaults, failure string) {
 	small := s.shrink(func(s *scenario) bool { return simulate(t, s, d, sound, nil).failure != "" })
 	last := simulate(t, small, d, sound, nil).failure
@@ -50,8 +50,8 @@ func report(t *testing.T, s *scenario, d *defaults, failure string) {
 	}
 }
 
-// TestSimulation runs many worlds, each of which a seed draws. It shows the steps of one
-// that fails.
+// TestSimulation runs many worlds, each drawn by a seed. It prints the steps of a failing
+// one.
 func TestSimulation(t *testing.T) {
 	d := newDefaults()
 	if *oneSeed != 0 || *oneFile != "" {
@@ -97,7 +97,7 @@ func TestSimulation(t *testing.T) {
 	t.Logf("%d seeds in %s: %+v", n, time.Since(began).Round(time.Millisecond), sum[0])
 }
 
-// TestSimulationOfPastFailures runs the scenarios that have failed once.
+// TestSimulationOfPastFailures runs saved scenarios that failed in the past.
 func TestSimulationOfPastFailures(t *testing.T) {
 	d := newDefaults()
 	files, err := filepath.Glob("testdata/*.jsonl")
@@ -115,7 +115,7 @@ func TestSimulationOfPastFailures(t *testing.T) {
 	}
 }
 
-// TestSimulationRepeats holds that a scenario is all that a simulation depends on.
+// TestSimulationRepeats checks that a simulation depends on its scenario only.
 func TestSimulationRepeats(t *testing.T) {
 	d := newDefaults()
 	for seed := *fromSeed; seed < *fromSeed+uint64(max(50, *seeds)); seed++ {
@@ -126,7 +126,7 @@ func TestSimulationRepeats(t *testing.T) {
 	}
 }
 
-// TestSimulationFindsBugs puts bugs in, and holds that a seed finds each.
+// TestSimulationFindsBugs plants bugs and checks that a seed finds each.
 func TestSimulationFindsBugs(t *testing.T) {
 	d := newDefaults()
 	for _, bug := range []sabotage{lostRemoval, doubleFree, unseenGap} {

@@ -27,8 +27,8 @@ const blockSize = 4
 
 // prompt is one prompt of a world with the answer that every engine gives.
 type prompt struct {
-	tokens []uint32         // with those of the answer
-	length int              // tokens without it
+	tokens []uint32         // prompt and answer
+	length int              // tokens of the prompt
 	local  []uint64         // hashes of the prompt's full blocks
 	blocks []kv.StoredBlock // all full blocks
 }
@@ -41,7 +41,7 @@ const (
 	fails   mode = "fails"   // 500
 	presses mode = "presses" // 429 with Retry-After
 	breaks  mode = "breaks"  // the connection, after two tokens
-	hangs   mode = "hangs"   // its engine makes no pass
+	hangs   mode = "hangs"   // the engine makes no progress
 )
 
 // worker is a simulated vLLM server: an engine with its cache, a publisher of KV events
@@ -54,7 +54,7 @@ type worker struct {
 	keep   int // batches in the replay buffer
 	replay bool
 
-	mu         sync.Mutex // guards what follows
+	mu         sync.Mutex // guards the rest
 	up         bool
 	generation int
 	mode       mode
@@ -62,8 +62,8 @@ type worker struct {
 	engine     *engine.Engine
 	publisher  *mocker.Events
 	history    []*publication // of all publishers, the last one's at the end
-	pending    []mocker.Event // changes of the cache that are not published yet
-	lost       int            // batches that the publisher is to lose before it numbers them
+	pending    []mocker.Event // unpublished changes of the cache
+	lost       int            // batches to lose before they are numbered
 	wake       chan struct{}
 	cancel     context.CancelFunc
 	server     *http.Server
@@ -86,11 +86,11 @@ type publication struct {
 	now   int
 }
 
-// span is the batches after which a block is held: from the first to below the second,
-// or without end if that is 0.
+// span is the batches after which a block is held: from the first up to, but not including,
+// the second; 0 means no end.
 type span [2]int
 
-// apply notes the changes of the next batch.
+// apply records the changes of the next batch.
 func (p *publication) apply(events []mocker.Event) {
 	remove := func(block uint64) {
 		if spans := p.held[block]; len(spans) > 0 && spans[len(spans)-1][1] == 0 {
@@ -229,7 +229,7 @@ func (w *worker) reset() {
 	}
 }
 
-// touch lets the engine compute a prompt without a client, so that it publishes.
+// touch has the engine compute a prompt without a client, so that it publishes events.
 func (w *worker) touch(p *prompt) {
 	w.mu.Lock()
 	defer w.mu.Unlock()
@@ -246,7 +246,7 @@ func (w *worker) signal() {
 	}
 }
 
-// cacheChanged notes a change of the engine's cache. w.mu is held.
+// cacheChanged records a change of the engine's cache. w.mu is held.
 func (w *worker) cacheChanged(e engine.Event) {
 	if !e.Stored {
 		w.pending = append(w.pending, mocker.Event{Removed: slices.Clone(e.Removed)})
@@ -301,7 +301,7 @@ func (w *worker) run(ctx context.Context) {
 		w.mu.Lock()
 		for _, r := range w.engine.End() {
 			if c := r.Tag.(*call); c.emit != nil {
-				c.emit <- r.Generated // it has room for all
+				c.emit <- r.Generated // buffered for all tokens
 			}
 		}
 		w.flush()
@@ -371,7 +371,7 @@ func (w *worker) serve(out http.ResponseWriter, r *http.Request) {
 		w.mu.Lock()
 		defer w.mu.Unlock()
 		w.engine.Abort(request)
-		w.signal() // what waits may go on
+		w.signal() // waiting requests may continue
 	}()
 	w.answer(r.Context(), out, question, request, name, how)
 }
@@ -411,7 +411,7 @@ func (w *worker) answer(ctx context.Context, out http.ResponseWriter, question a
 	fmt.Fprintf(out, `{"choices":[{"index":0,"text":"%s","finish_reason":"length"}],"usage":%s}`, text, usage)
 }
 
-// idle reports what the engine still has to do; nil: nothing.
+// idle returns an error if the engine has work left.
 func (w *worker) idle() error {
 	w.mu.Lock()
 	defer w.mu.Unlock()

@@ -1,5 +1,5 @@
-// Package simulation runs routers, workers and the network between them in virtual time.
-// A seed draws a world, a script of requests and troubles, and every chance in it; the
+// Package simulation runs routers, workers and the network between them in virtual time. A
+// seed draws a world, a script of requests and faults, and all random choices. The router's
 // parts are the real ones.
 package simulation
 
@@ -26,7 +26,7 @@ type world struct {
 	losses   *losses
 	defaults *defaults
 	sabotage sabotage
-	show     func(string) // gets each line of the trace; nil: nothing does
+	show     func(string) // gets each line of the trace; may be nil
 	net      *network
 	began    time.Time
 	prompts  []*prompt
@@ -38,14 +38,14 @@ type world struct {
 	touched      int
 	trace        xxh3.Hasher
 
-	mu      sync.Mutex // guards what follows
+	mu      sync.Mutex // guards the rest
 	failure string     // the first
 	clients map[string]*client
 	inOrder []*client
 	counts  counts
 }
 
-// known is where a block stands.
+// known is a block's place in a prompt.
 type known struct {
 	local, parent uint64
 	hasParent     bool
@@ -112,8 +112,8 @@ func (w *world) run(script []step) {
 	w.stop()
 }
 
-// settle waits until nothing moves any more at this instant, and checks the invariants.
-// It reports whether one does not hold.
+// settle waits until all goroutines are blocked, and checks the invariants. It reports
+// whether one is violated.
 func (w *world) settle(what string) (failed bool) {
 	synctest.Wait()
 	w.check()
@@ -121,8 +121,7 @@ func (w *world) settle(what string) (failed bool) {
 	return w.failed()
 }
 
-// do takes one step. One for which the world is not as it was when the script was drawn
-// does nothing.
+// do executes one step. A step that the state of the world no longer permits does nothing.
 func (w *world) do(s step) {
 	a, b := w.host(s.A), w.host(s.B)
 	switch s.What {
@@ -213,7 +212,7 @@ func (w *world) stop() {
 	time.Sleep(time.Minute) // net/http dials on when a request is over
 }
 
-// fail notes that an invariant does not hold.
+// fail records a violated invariant.
 func (w *world) fail(format string, args ...any) {
 	w.mu.Lock()
 	defer w.mu.Unlock()
@@ -239,7 +238,7 @@ func (w *world) count(change func(*counts)) {
 	change(&w.counts)
 }
 
-// gather adds what a node that has stopped counted.
+// gather adds the counts of a stopped node.
 func (w *world) gather(n *node) {
 	if n.mesh != nil {
 		w.count(func(c *counts) { c.Resent += n.mesh.Counts().Resent })
@@ -281,7 +280,7 @@ func (l lines) Write(b []byte) (int, error) {
 	return len(b), nil
 }
 
-// note adds a line to the trace: a step, and what can be seen after it.
+// note adds a line to the trace: a step, and the state after it.
 func (w *world) note(what string) {
 	out := &strings.Builder{}
 	fmt.Fprintf(out, "%s %s:", time.Since(w.began), what)
@@ -316,7 +315,7 @@ func (w *world) note(what string) {
 	}
 }
 
-// check checks what holds at every moment.
+// check checks the invariants of every moment.
 func (w *world) check() {
 	for _, n := range w.nodes {
 		if n == nil {
@@ -347,11 +346,11 @@ func (w *world) check() {
 	}
 }
 
-// checkIndex holds a worker's blocks in an index against the batches that it has
-// published up to the one that was applied last.
+// checkIndex compares a worker's blocks in an index with its published batches up to the
+// last applied one.
 func (w *world) checkIndex(n *node, worker *worker, s *events.Stream) error {
 	if n.tree.Blocks(worker.key()) == 0 {
-		return nil // which is never wrong
+		return nil // an empty index is never wrong
 	}
 	batches, cold := int(s.Stats().LastSeq.Load())+1, s.Stats().Cold.Load()
 	worker.mu.Lock()
@@ -370,8 +369,8 @@ func (w *world) checkIndex(n *node, worker *worker, s *events.Stream) error {
 	return err
 }
 
-// compare holds a worker's blocks in an index against those of a publication after that
-// many batches: none may be there that is not held, and unless it is cold, all that are.
+// compare compares a worker's blocks in an index with those of a publication after that
+// many batches: the index must have no others, and unless it is cold, all of them.
 func (w *world) compare(n *node, worker *worker, p *publication, batches int, cold bool) error {
 	count := 0
 	for b := range n.tree.DumpOf(worker.key()) {
@@ -390,7 +389,7 @@ func (w *world) compare(n *node, worker *worker, p *publication, batches int, co
 	return nil
 }
 
-// recover ends all troubles and waits until the routers have got over them.
+// recover ends all faults and waits until the routers have recovered.
 func (w *world) recover() {
 	w.net.calm()
 	for _, worker := range w.workers {
@@ -446,7 +445,7 @@ func (w *world) recover() {
 	w.fail("nothing has been asked for 40 s, and still %s", why)
 }
 
-// unwell reports what is not well yet although there is no trouble any more.
+// unwell describes what has not recovered after the end of the faults; empty: nothing.
 func (w *world) unwell() string {
 	for _, n := range w.nodes {
 		list, _ := n.router.Outliers()
@@ -465,7 +464,7 @@ func (w *world) unwell() string {
 	return ""
 }
 
-// restless reports what is not as it must be once nothing is under way.
+// restless describes load or work that is left although nothing is in flight; empty: none.
 func (w *world) restless() string {
 	for _, worker := range w.workers {
 		if err := worker.idle(); err != nil {
@@ -506,8 +505,8 @@ func (w *world) restless() string {
 	return ""
 }
 
-// stale reports how a worker's blocks in an index differ from its cache, now that all
-// events have come.
+// stale describes how a worker's blocks in an index differ from its cache after all events
+// were delivered.
 func (w *world) stale(n *node, worker *worker) string {
 	s := n.stream(worker.id)
 	worker.mu.Lock()

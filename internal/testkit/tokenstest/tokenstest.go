@@ -1,11 +1,20 @@
-// Package tokenstest computes the tokens of requests as they come, for tests.
+// Package tokenstest opens models and computes the tokens of requests, for tests.
 package tokenstest
 
 import (
+	"context"
+	"log/slog"
+
 	"kvrouter/internal/chat"
+	"kvrouter/internal/encode"
 	"kvrouter/internal/jsonbody"
 	"kvrouter/internal/tokens"
 )
+
+// Open opens the model in a folder, for vLLM without arguments.
+func Open(ctx context.Context, folder string) (*tokens.Model, error) {
+	return tokens.Open(ctx, tokens.Opening{Name: folder, CacheTokens: encode.DefaultCache}, slog.New(slog.DiscardHandler))
+}
 
 // Chat returns the prompt tokens of the body of a chat.
 func Chat(m *tokens.Model, body []byte) ([]uint32, error) {
