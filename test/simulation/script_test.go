@@ -184,6 +184,12 @@ func (s *setup) pairUp(random *rand.Rand) {
 	}
 }
 
+// rush makes so many requests fail within so short a time that the retry budget is used up.
+func (s *setup) rush(random *rand.Rand) {
+	s.Requests, s.Long = 60+random.IntN(60), time.Duration(4+random.IntN(5))*time.Second
+	s.Troubles[doFail] = 3 + random.IntN(4)
+}
+
 // workerHost names a worker's host.
 func workerHost(i int) string { return fmt.Sprintf("w%d", i) }
 
@@ -295,6 +301,9 @@ type scenario struct {
 func newScenario(seed uint64) *scenario {
 	random := rand.New(rand.NewPCG(seed, 0))
 	s := &scenario{Seed: seed, Setup: newSetup(random)}
+	if other := rand.New(rand.NewPCG(seed, 3)); other.Float64() < 0.03 {
+		s.Setup.rush(other)
+	}
 	s.steps = newScript(&s.Setup, random)
 	return s
 }
