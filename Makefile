@@ -17,7 +17,7 @@ FROM ?= 1
 GRID ?= policies
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-sglang run run-disagg run-sglang run-sglang-disagg demo check test test-mooncake test-sglang test-kubernetes test-gateway test-traces test-boards test-page test-mesh lint dist test-dist bench index-bench growth sim bench-real bench-gateway bench-herding wire-speed peers parity segments soak fuzz chaos dst clean
+.PHONY: help setup setup-sglang run run-disagg run-sglang run-sglang-disagg demo check test test-mooncake test-sglang test-kubernetes test-gateway test-traces test-boards test-page test-mesh lint dist test-dist bench index-bench growth sim bench-real bench-gateway bench-herding wire-speed peers parity segments soak fuzz chaos dst dst-bugs clean
 
 help: ## List the targets
 	@printf 'kvrouter: KV-cache-aware routing for vLLM and SGLang\n\n'
@@ -161,6 +161,10 @@ dst: ## Simulate routers, workers and a faulty network in virtual time (SEEDS=10
 	@scripts/build-native.sh
 	@mkdir -p out/dst
 	go test -run '^TestSimulation$$' -v -count 1 -timeout 0 ./test/simulation -seeds $(SEEDS) -from $(FROM) -save $(CURDIR)/out/dst
+
+dst-bugs: ## Plant bugs in a copy of the code, each of which the simulation must find within 1,000 seeds (10 minutes)
+	@scripts/build-native.sh
+	KVROUTER_PLANTED=1 go test -run '^TestPlantedBugs$$' -v -count 1 -timeout 60m ./test/simulation
 
 clean: ## Remove build output (keeps the cache of vLLM and models)
 	rm -rf out native/lib native/target kvrouter *.test *.prof

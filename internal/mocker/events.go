@@ -54,7 +54,7 @@ type Events struct {
 
 	Pub     *zmq.Publisher
 	router  *zmq.Router
-	batches chan batch
+	batches chan batch // made by start: its 5 MB serve add alone, not PublishNow
 	stop    chan struct{}
 	running sync.WaitGroup
 	Added   atomic.Uint64 // batches, published or not yet
@@ -68,7 +68,7 @@ type Events struct {
 
 // NewEvents listens at both addresses. It publishes nothing until start is called.
 func NewEvents(address, replayAddress string, blockSize int, options ...zmq.Option) (*Events, error) {
-	e := &Events{blockSize: blockSize, Keep: process.ReplayBatches, batches: make(chan batch, eventQueue), stop: make(chan struct{})}
+	e := &Events{blockSize: blockSize, Keep: process.ReplayBatches, stop: make(chan struct{})}
 	e.packer = msgpack.NewEncoder(&e.packed)
 	e.packer.UseCompactInts(true)
 	var err error
@@ -86,11 +86,12 @@ func NewEvents(address, replayAddress string, blockSize int, options ...zmq.Opti
 // it does nothing where there are no events to be published.
 func (e *Events) start() {
 	if e != nil {
+		e.batches = make(chan batch, eventQueue)
 		e.running.Go(e.run)
 	}
 }
 
-// add queues a step's changes. The slices in it must not change any more.
+// add queues a step's changes, after start. The slices in it must not change any more.
 func (e *Events) add(events []Event) {
 	if e == nil {
 		return

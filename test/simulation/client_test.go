@@ -12,7 +12,9 @@ import (
 
 	"github.com/tidwall/gjson"
 
+	"kvrouter/internal/jsonbody"
 	"kvrouter/internal/proxy"
+	"kvrouter/internal/router"
 )
 
 // client is one request of a gateway to a router.
@@ -28,11 +30,15 @@ type client struct {
 	cancel context.CancelFunc
 	done   chan struct{}
 
-	routed  bool            // guarded by node.mu
-	tries   int             // used by the request's goroutine
-	yields  uint64          // used by the request's goroutine
-	attempt context.Context // of the last attempt; guarded by world.mu
-	result  string          // read after done
+	session  string // empty: none
+	fellBack bool   // its prefill leg has failed; the request's goroutine uses it
+
+	routed   bool                  // guarded by node.mu
+	tries    int                   // likewise
+	booked   [legs]*router.Booking // likewise, of the last decision
+	yields   [legs]uint64          // the leg's goroutine uses it
+	attempts [legs]attempt         // guarded by world.mu
+	result   string                // read after done
 }
 
 // request sends a request to a node.
@@ -42,7 +48,10 @@ func (w *world) request(n *node, s step) {
 		world: w, node: n, id: id, prompt: w.prompts[s.N], output: s.M, stream: s.What == doStream, done: make(chan struct{}),
 		body: fmt.Sprintf(`{ "prompt":%d,"max_tokens":%d, "stream":%t}`, s.N, s.M, s.What == doStream),
 	}
-	c.ctx, c.cancel = context.WithCancel(n.ctx)
+	if s.S > 0 {
+		c.session = fmt.Sprintf("s%d", s.S)
+	}
+	c.ctx, c.cancel = context.WithCancel(context.WithValue(n.ctx, inquirer{}, c))
 	n.mu.Lock()
 	n.asked = append(n.asked, time.Now())
 	n.mu.Unlock()
@@ -61,10 +70,12 @@ func (c *client) run() {
 	defer c.cancel()
 	began := time.Now()
 	out := &recorder{header: http.Header{}}
+	body, _ := jsonbody.Parse([]byte(c.body))
 	x := &proxy.Exchange{ID: c.id, Route: "/v1/completions", Arrived: began}
 	err := c.node.proxy.Forward(c.ctx, out, proxy.Upstream{
 		Method: http.MethodPost, Path: "/v1/completions", Header: proxy.ClientHeader(http.Header{"Content-Type": {"application/json"}}, c.id, false, false),
 		Body: []byte(c.body), Route: "/v1/completions", RequestID: c.id, Arrived: began, MaxRetries: c.world.defaults.proxy.Retries, EndMarked: c.stream,
+		Paired: c.node.router.Paired() || c.world.setup.Enforce, Parsed: body,
 	}, x, c)
 	c.leave()
 	tokens, fault := c.judge(out, err)
@@ -74,7 +85,7 @@ func (c *client) run() {
 		c.world.fail("%s: %s: status %d, error %v, body %q", c.id, fault, out.status, err, out.body.String())
 	case c.tries > c.world.defaults.mostTries():
 		c.world.fail("%s was sent to workers %d times, at most %d are allowed", c.id, c.tries, c.world.defaults.mostTries())
-	case took > time.Duration(c.tries+1)*requestTimeout:
+	case took > time.Duration(c.tries+1)*(requestTimeout+legTimeout):
 		c.world.fail("%s took %s with %d tries", c.id, took, c.tries)
 	}
 }

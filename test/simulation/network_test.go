@@ -33,7 +33,12 @@ type network struct {
 	listeners map[string]*listener
 	conns     []*conn        // open ones, one end of each
 	cut       map[hosts]bool // pairs that are partitioned
+	met       faults
 }
+
+// faults count the messages that were lost, sent twice and sent too early, and the packets
+// that were delayed.
+type faults struct{ Lost, Doubled, Swapped, Delayed int }
 
 // hosts are two hosts, in order.
 type hosts [2]string
@@ -270,6 +275,7 @@ func (c *conn) Write(b []byte) (int, error) {
 	at := now.Add(time.Duration((0.1 + n.chance(f.id, number)) * float64(n.delay)))
 	if n.faulty && n.spike > 0 && n.chance(f.id, number, 1) < n.spike {
 		at = at.Add(time.Duration(n.chance(f.id, number, 2) * 2e9))
+		n.met.Delayed++
 	}
 	if !at.After(f.last) {
 		at = f.last.Add(1)
@@ -283,13 +289,16 @@ func (c *conn) Write(b []byte) (int, error) {
 	if message && f.said > f.losses.spared {
 		switch chance := n.chance(f.id, number, 3); {
 		case chance < f.losses.Drop:
+			n.met.Lost++
 			return len(b), nil
 		case chance < f.losses.Drop+f.losses.Twice:
 			f.packets = append(f.packets, p)
 			p.at = p.at.Add(1)
+			n.met.Doubled++
 		case chance < f.losses.Drop+f.losses.Twice+f.losses.Swap && len(f.packets) > 0 && f.packets[len(f.packets)-1].data[0]&command == 0:
 			before := &f.packets[len(f.packets)-1]
 			before.data, p.data = p.data, before.data
+			n.met.Swapped++
 		}
 	}
 	f.packets = append(f.packets, p)

@@ -16,8 +16,6 @@ import (
 	"sync/atomic"
 	"time"
 
-	"github.com/zeebo/xxh3"
-
 	"kvrouter/internal/events"
 	"kvrouter/internal/guard"
 	"kvrouter/internal/kv"
@@ -41,12 +39,15 @@ type defaults struct {
 
 func newDefaults() defaults {
 	d := defaults{testkit.Defaults[router.Settings](), testkit.Defaults[policies.Settings](), testkit.Defaults[proxy.Settings]()}
-	d.proxy.RequestTimeout = requestTimeout
+	d.proxy.RequestTimeout, d.proxy.DisaggPrefillTimeout, d.proxy.DisaggHandoverTimeout = requestTimeout, legTimeout, legTimeout
 	return d
 }
 
 // requestTimeout is the maximum wait for a worker's next byte.
 const requestTimeout = 20 * time.Second
+
+// legTimeout is the longest time for a prompt at a prefill worker, and for its handing over.
+const legTimeout = 8 * time.Second
 
 // node is one incarnation of a router: the real index, event streams, books, mesh and
 // proxy, wired as the root package wires them.
@@ -55,17 +56,19 @@ type node struct {
 	id          int
 	host        string
 	incarnation uint64
-	followed    uint64 // event streams so far
+	streamed    uint64 // event streams so far
 
-	log    *slog.Logger
-	tree   *radix.Tree
-	index  radix.Index // tree, as KV events change it
-	router *router.Router
-	mesh   *replica.Mesh // nil: it is alone
-	proxy  *proxy.Proxy
-	http   *http.Transport
-	peers  *events.Peers
-	server *http.Server
+	log       *slog.Logger
+	saved     *events.Snapshot // nil: it keeps none
+	endSaving func()
+	tree      *radix.Tree
+	index     radix.Index // tree, as KV events change it
+	router    *router.Router
+	mesh      *replica.Mesh // nil: it is alone
+	proxy     *proxy.Proxy
+	http      *http.Transport
+	peers     *events.Peers
+	server    *http.Server
 
 	ctx     context.Context
 	cancel  context.CancelFunc
@@ -73,15 +76,16 @@ type node struct {
 
 	mu      sync.Mutex         // guards the rest; only the world's goroutine changes follows
 	follows map[uint64]*follow // by worker
-	routed  int                // booked requests in flight
 	asked   []time.Time        // when requests came
-	retries []time.Time        // when a retry was taken from the budget
-	asks    map[uint64]bool    // workers that failed a request, and whether its retry counts
+	retries []time.Time        // when one was sent again out of the budget
+	asks    map[uint64]bool    // workers that have failed a request, and whether its retry counts
+	homes   map[string]home    // of sessions, as this router has decided last
 }
 
 // follow is a node's state of one worker.
 type follow struct {
-	generation int // 0: not up for this node
+	generation int       // 0: it is not up here
+	since      time.Time // when the stream began
 	stream     *events.Stream
 	cancel     context.CancelFunc
 	done       chan struct{}
@@ -96,7 +100,7 @@ func (n *node) salt(part uint64) uint64 {
 
 // startNode starts a router.
 func startNode(w *world, id int) *node {
-	n := &node{world: w, id: id, host: hostOf(id), follows: map[uint64]*follow{}, asks: map[uint64]bool{}}
+	n := &node{world: w, id: id, host: hostOf(id), follows: map[uint64]*follow{}, asks: map[uint64]bool{}, endSaving: func() {}, homes: map[string]home{}}
 	w.incarnations[id]++
 	n.incarnation = uint64(w.incarnations[id])
 	n.ctx, n.cancel = context.WithCancel(context.Background())
@@ -107,10 +111,10 @@ func startNode(w *world, id int) *node {
 	if err != nil {
 		panic(err)
 	}
-	n.router = router.New(w.defaults.router, router.Deps{Index: n.index, Policy: rule, BlockSize: blockSize, Seed: n.salt(0), Log: n.log})
+	n.router = router.New(w.setup.router(w.defaults.router), router.Deps{Index: n.index, Policy: rule, BlockSize: blockSize, Seed: n.salt(0), Log: n.log})
 	n.http = web.NewTransport(nil)
 	n.http.DialContext = w.net.dialer(n.host, n.salt(0), 3*time.Second, 10*time.Second)
-	n.proxy = proxy.New(w.defaults.proxy, proxy.Deps{Observer: observer{n: n}, Failed: observer{n: n}.failed, Names: n.router.Names(), Transport: watched{n}, Log: n.log})
+	n.proxy = proxy.New(w.setup.proxy(w.defaults.proxy), proxy.Deps{Observer: observer{n: n}, Failed: observer{n: n}.failed, Names: n.router.Names(), Transport: watched{n}, Log: n.log})
 	if w.setup.Routers > 1 {
 		n.join()
 	}
@@ -123,6 +127,7 @@ func startNode(w *world, id int) *node {
 		}
 		n.peers = events.NewPeers(urls, "", n.http)
 	}
+	n.openSnapshot()
 	listener, err := w.net.listen(n.host+":7000", nil)
 	if err != nil {
 		panic(err)
@@ -155,6 +160,7 @@ func (n *node) stop(crash bool) {
 	if crash {
 		n.world.net.resetAll(n.host, "")
 	}
+	n.endSaving()
 	n.cancel()
 	for worker := range n.follows {
 		n.forget(worker)
@@ -187,7 +193,7 @@ func (n *node) look(w *worker) {
 		return
 	}
 	f.generation = generation
-	n.router.Up(kv.Target{Key: w.key(), URL: "http://" + w.host + ":8000", Ranks: 1, Generation: generation, TotalBlocks: w.blocks})
+	n.router.Up(kv.Target{Key: w.key(), URL: "http://" + w.host + ":8000", Ranks: 1, Generation: generation, TotalBlocks: w.blocks, Disagg: w.role})
 	if f.stream == nil {
 		n.follow(w, f)
 	}
@@ -204,12 +210,28 @@ func (n *node) know(worker uint64) *follow {
 
 // stream returns the event stream of a worker, or nil.
 func (n *node) stream(worker uint64) *events.Stream {
+	stream, _ := n.followed(worker)
+	return stream
+}
+
+// followed returns the same, and since when.
+func (n *node) followed(worker uint64) (*events.Stream, time.Time) {
 	n.mu.Lock()
 	defer n.mu.Unlock()
 	if f := n.follows[worker]; f != nil {
-		return f.stream
+		return f.stream, f.since
 	}
-	return nil
+	return nil, time.Time{}
+}
+
+// streams returns all of them, by worker.
+func (n *node) streams() (list []*events.Stream) {
+	for _, w := range n.world.workers {
+		if stream := n.stream(w.id); stream != nil {
+			list = append(list, stream)
+		}
+	}
+	return list
 }
 
 // follow starts the worker's event stream.
@@ -218,13 +240,14 @@ func (n *node) follow(w *worker, f *follow) {
 	if w.replay {
 		source.Replay = "tcp://" + w.host + ":5757"
 	}
-	n.followed++
-	salt := n.salt(1 + n.followed)
+	n.streamed++
+	salt := n.salt(1 + n.streamed)
 	random := rand.New(rand.NewPCG(n.world.seed, salt))
 	stream := events.NewStream(source, n.index, events.Options{Peers: n.peers, Edges: guard.New(), Dial: n.world.net.dialer(n.host, salt, 5*time.Second, 30*time.Second), Random: random}, n.log)
 	stream.SetCapacity(w.blocks)
+	n.saved.Resume(stream)
 	n.mu.Lock()
-	f.stream = stream
+	f.stream, f.since = stream, time.Now()
 	n.mu.Unlock()
 	ctx, cancel := context.WithCancel(n.ctx)
 	f.cancel, f.done = cancel, make(chan struct{})
@@ -270,38 +293,6 @@ func number(query url.Values, name string) *uint64 {
 	return &n
 }
 
-// Route implements proxy.Chooser.
-func (c *client) Route(exclude []uint64) (router.Decision, error) {
-	c.leave()
-	request := router.Request{Tokens: c.prompt.tokens[:c.prompt.length], Exclude: exclude}
-	d, err := c.node.router.Route(c.ctx, request)
-	if err != nil {
-		return d, err
-	}
-	if slices.Contains(exclude, d.Target.Key.Worker) {
-		c.world.fail("%s goes to worker %d again, which has failed it", c.id, d.Target.Key.Worker)
-	}
-	c.world.sabotage.booked(d.Booking)
-	c.node.mu.Lock()
-	defer c.node.mu.Unlock()
-	c.node.routed++
-	c.routed, c.tries = true, c.tries+1
-	return d, nil
-}
-
-// leave records the end of the last attempt, whose booking must have ended, too.
-func (c *client) leave() {
-	c.node.mu.Lock()
-	defer c.node.mu.Unlock()
-	if c.routed {
-		c.routed = false
-		c.node.routed--
-	}
-}
-
-// RoutePair implements proxy.Chooser.
-func (c *client) RoutePair([]uint64, string) (router.Pair, error) { panic("one worker serves it") }
-
 // Rebook implements proxy.Chooser.
 func (c *client) Rebook(router.Decision, kv.WorkerKey) (router.Decision, error) {
 	return router.Decision{}, router.ErrNoWorker
@@ -309,51 +300,6 @@ func (c *client) Rebook(router.Decision, kv.WorkerKey) (router.Decision, error) 
 
 // IsUp implements proxy.Chooser.
 func (c *client) IsUp(t kv.Target) bool { return c.node.router.IsUp(t) }
-
-// watched is a node's transport to workers. It checks that a request is on one worker at a
-// time. If many requests fail at once, the seed determines the order.
-type watched struct{ node *node }
-
-// RoundTrip implements http.RoundTripper.
-func (t watched) RoundTrip(r *http.Request) (*http.Response, error) {
-	w := t.node.world
-	id := r.Header.Get(web.HeaderRequest)
-	w.mu.Lock()
-	c := w.clients[id]
-	if c.attempt != nil && c.attempt.Err() == nil {
-		w.failLocked("%s is sent to %s while it is under way elsewhere", id, r.URL.Host)
-	}
-	c.attempt = r.Context()
-	w.mu.Unlock()
-	response, err := t.node.http.RoundTrip(r)
-	if err != nil {
-		c.yield()
-		return nil, err
-	}
-	response.Body = failing{response.Body, c}
-	return response, nil
-}
-
-// failing is the body of an answer.
-type failing struct {
-	io.ReadCloser
-	c *client
-}
-
-// Read implements io.Reader.
-func (f failing) Read(b []byte) (int, error) {
-	n, err := f.ReadCloser.Read(b)
-	if err != nil && err != io.EOF {
-		f.c.yield()
-	}
-	return n, err
-}
-
-// yield waits for up to a millisecond, as determined by the seed.
-func (c *client) yield() {
-	c.yields++
-	time.Sleep(time.Duration(1e6 * c.world.net.chance(xxh3.HashString(c.id), c.yields)))
-}
 
 // CloseIdleConnections is called by the proxy's Close.
 func (t watched) CloseIdleConnections() { t.node.http.CloseIdleConnections() }
@@ -375,9 +321,18 @@ func (o observer) failed(worker uint64) {
 }
 
 // Retried implements proxy.Observer.
-func (o observer) Retried(worker uint64) {
-	n := o.n
-	n.world.count(func(c *counts) { c.Retries++ })
+func (o observer) Retried(uint64) { o.n.world.count(func(c *counts) { c.Retries++ }) }
+
+// SharedEnded implements proxy.Observer.
+func (o observer) SharedEnded(_ kv.Kind, result string, _ time.Duration) {
+	if result == proxy.SharedOK {
+		o.n.world.count(func(c *counts) { c.Shared++ })
+	}
+}
+
+// spend holds a request that is sent again, after that worker has failed it, against the
+// budget.
+func (n *node) spend(worker uint64) {
 	n.mu.Lock()
 	defer n.mu.Unlock()
 	if !n.asks[worker] { // it is not counted: the worker is out, down or stuck
@@ -409,9 +364,10 @@ func (o observer) RetryDenied(string) {
 	clear(o.n.asks)
 }
 
-// mostTries is the maximum number of workers that a request is sent to: the first, its
-// retries, and three more after aborts on workers that are down or stuck.
-func (d *defaults) mostTries() int { return 1 + d.proxy.Retries + 3 }
+// mostTries is the number of decisions on one request: the first, those of its retries,
+// three more where it was taken off a worker that is down or stuck, and one where its
+// prefill leg has failed.
+func (d *defaults) mostTries() int { return 1 + d.proxy.Retries + 3 + 1 }
 
 // sabotage is a planted bug that the checks must find.
 type sabotage string

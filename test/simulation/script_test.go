@@ -31,6 +31,30 @@ type setup struct {
 	Long             time.Duration // of the part with faults
 	Requests         int
 	Troubles         map[string]int // number of each kind
+
+	Kind          kv.Kind   // of the workers' KV connector; none: they serve requests alone
+	Roles         []kv.Role // of each worker; none: they serve requests alone
+	LeastUncached int       // prompt tokens for which a prefill worker is used
+	Enforce       bool      // no request goes to one worker alone
+	Sessions      int       // that requests name; 0: none do
+	SessionTTL    time.Duration
+	SessionLimit  int
+	Snapshot      time.Duration // between two writes of each router's snapshot; 0: there is none
+}
+
+// role returns worker i's part in disaggregated serving.
+func (s *setup) role(i int) kv.Disagg {
+	if s.Kind == kv.KindNone {
+		return kv.Disagg{}
+	}
+	d := kv.Disagg{Role: s.Roles[i], Kind: s.Kind}
+	switch {
+	case d.Role == kv.RoleBoth && d.Kind != kv.KindNIXL: // it is not disaggregated
+		d.Kind = kv.KindNone
+	case d.Role == kv.RolePrefill && d.Kind != kv.KindNIXL:
+		d.Bootstrap = kv.Bootstrap{Host: workerHost(i), Port: transferPort}
+	}
+	return d
 }
 
 // step is one action of a script.
@@ -40,6 +64,8 @@ type step struct {
 	A, B string        // hosts
 	N, M int           // prompt and tokens of the answer
 	D    time.Duration // until the client leaves; 0: it stays
+	S    int           // its session; 0: none
+	File fileFault     // of the snapshot of a router that crashes
 }
 
 // String returns the step as it is printed.
@@ -55,6 +81,12 @@ func (s step) String() string {
 		if s.D > 0 {
 			text += fmt.Sprintf(" leaves after %s", s.D)
 		}
+		if s.S > 0 {
+			text += fmt.Sprintf(" session %d", s.S)
+		}
+	}
+	if s.File != "" {
+		text += fmt.Sprintf(", its snapshot is %s (%d)", s.File, s.M)
 	}
 	return text
 }
@@ -79,8 +111,20 @@ const (
 	doHang      = "set-hangs"
 )
 
-// troubles are the kinds of faults: a crash of a worker or router, or an action.
-var troubles = []string{"worker", "router", doRepublish, doReset, doCut, doBreak, doVanish, doFail, doPress, doBroken, doHang}
+// The kinds of trouble that are a crash and a start.
+const troubleWorker, troubleRouter = "worker", "router"
+
+// trouble reports whether the step is a fault: not a request, nor the end of a fault.
+func (s step) trouble() bool {
+	switch s.What {
+	case doRequest, doStream, doStart, doLook, doMend, doServe:
+		return false
+	}
+	return true
+}
+
+// troubles are the kinds of trouble: a worker or a router that crashes, or an action.
+var troubles = []string{troubleWorker, troubleRouter, doRepublish, doReset, doCut, doBreak, doVanish, doFail, doPress, doBroken, doHang}
 
 // newSetup draws a world.
 func newSetup(random *rand.Rand) setup {
@@ -108,7 +152,42 @@ func newSetup(random *rand.Rand) setup {
 			s.Troubles[trouble] = 1 + random.IntN(3)
 		}
 	}
+	if one(0.35) {
+		s.pairUp(random)
+	}
+	if one(0.4) {
+		s.Sessions, s.SessionTTL, s.SessionLimit = 1+random.IntN(3), time.Duration(12+random.IntN(28))*time.Second, 1000
+		if one(0.1) {
+			s.SessionLimit = 1
+		}
+	}
+	if one(0.3) {
+		s.Snapshot = time.Duration(100+random.IntN(4000)) * time.Millisecond
+		s.Troubles[troubleRouter] = max(1, s.Troubles[troubleRouter])
+	}
 	return s
+}
+
+// pairUp gives the workers roles: a prefill and a decode worker at least.
+func (s *setup) pairUp(random *rand.Rand) {
+	s.Kind = []kv.Kind{kv.KindNIXL, kv.KindSGLang, kv.KindMooncake}[random.IntN(3)]
+	if s.Enforce = random.Float64() < 0.15; !s.Enforce { // a short prompt is not shared even then
+		s.LeastUncached = random.IntN(3) * blockSize
+	}
+	for s.Workers < 2+random.IntN(3) {
+		s.Workers++
+		s.Keep, s.Replay = append(s.Keep, 1000), append(s.Replay, random.Float64() < 0.8)
+	}
+	s.Roles = []kv.Role{kv.RolePrefill, kv.RoleDecode}
+	for len(s.Roles) < s.Workers {
+		s.Roles = append(s.Roles, []kv.Role{kv.RoleBoth, kv.RolePrefill, kv.RoleDecode}[random.IntN(3)])
+	}
+}
+
+// rush makes so many requests fail within so short a time that the retry budget is used up.
+func (s *setup) rush(random *rand.Rand) {
+	s.Requests, s.Long = 60+random.IntN(60), time.Duration(4+random.IntN(5))*time.Second
+	s.Troubles[doFail] = 3 + random.IntN(4)
 }
 
 // workerHost names a worker's host.
@@ -132,6 +211,9 @@ func newScript(s *setup, random *rand.Rand) (script []step) {
 		if random.Float64() < 0.2 {
 			next.D = at(500 * time.Millisecond)
 		}
+		if s.Sessions > 0 && random.Float64() < 0.7 {
+			next.S = 1 + random.IntN(s.Sessions)
+		}
 		add(next)
 	}
 	for _, trouble := range troubles {
@@ -139,14 +221,18 @@ func newScript(s *setup, random *rand.Rand) (script []step) {
 			begin, long := at(s.Long), at(s.Long/2)
 			a, b := worker(), router()
 			switch trouble {
-			case "worker":
+			case troubleWorker:
 				add(step{At: begin, What: doCrash, A: a})
 				add(step{At: begin + long, What: doStart, A: a})
 				for range 3 {
 					add(step{At: begin + at(2*long+time.Second), What: doLook, A: router(), B: a})
 				}
-			case "router":
-				add(step{At: begin, What: doCrash, A: b})
+			case troubleRouter:
+				crash := step{At: begin, What: doCrash, A: b}
+				if s.Snapshot > 0 {
+					crash.File, crash.M = fileFaults[random.IntN(len(fileFaults))], random.IntN(1000)
+				}
+				add(crash)
 				add(step{At: begin + long, What: doStart, A: b})
 			case doCut, doBreak, doVanish:
 				if random.Float64() < 0.3 {
@@ -215,6 +301,9 @@ type scenario struct {
 func newScenario(seed uint64) *scenario {
 	random := rand.New(rand.NewPCG(seed, 0))
 	s := &scenario{Seed: seed, Setup: newSetup(random)}
+	if other := rand.New(rand.NewPCG(seed, 3)); other.Float64() < 0.03 {
+		s.Setup.rush(other)
+	}
 	s.steps = newScript(&s.Setup, random)
 	return s
 }

@@ -5,6 +5,7 @@ import (
 	"fmt"
 	"path/filepath"
 	"runtime"
+	"runtime/debug"
 	"testing"
 	"testing/synctest"
 	"time"
@@ -17,10 +18,18 @@ var (
 	oneFile  = flag.String("scenario", "", "the same with the scenario of this file")
 	seeds    = flag.Int("seeds", 0, "number of seeds to run; 0: 10,000, with -short 300")
 	fromSeed = flag.Uint64("from", 1, "first seed")
+	toFirst  = flag.Bool("first", false, "run the seeds one after the other, up to the first that fails")
 	saveIn   = flag.String("save", "", "folder that gets the shrunk scenario of each seed that fails")
 )
 
-func TestMain(m *testing.M) { leaks.Main(m) }
+// collectLess is the garbage collector's GOGC: a world lives for milliseconds, and most of
+// what it takes is dead with it.
+const collectLess = 400
+
+func TestMain(m *testing.M) {
+	debug.SetGCPercent(collectLess)
+	leaks.Main(m)
+}
 
 // simulate runs a scenario.
 func simulate(t *testing.T, s *scenario, d *defaults, bug sabotage, show func(string)) (w *world) {
@@ -74,6 +83,14 @@ func TestSimulation(t *testing.T) {
 		if n = 10_000; testing.Short() {
 			n = 300
 		}
+	}
+	if *toFirst {
+		for i := range uint64(n) {
+			if w := simulate(t, newScenario(*fromSeed+i), &d, sound, nil); w.failure != "" {
+				t.Fatalf("first seed that fails: %d: %s", *fromSeed+i, w.failure)
+			}
+		}
+		return
 	}
 	began := time.Now()
 	var sum [2]counts

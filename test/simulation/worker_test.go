@@ -53,6 +53,7 @@ type worker struct {
 	blocks int // of the cache
 	keep   int // batches in the replay buffer
 	replay bool
+	role   kv.Disagg
 
 	mu         sync.Mutex // guards the rest
 	up         bool
@@ -67,20 +68,27 @@ type worker struct {
 	wake       chan struct{}
 	cancel     context.CancelFunc
 	server     *http.Server
+	side       *http.Server // of the transfer port; nil: it has none
 	running    sync.WaitGroup
 	attempts   map[string]int // by request
+	rooms      map[string]*room
+	named      map[string]context.CancelFunc // requests that can be aborted by that name
+	life       context.Context               // of this incarnation
 }
 
 // call is a request in the engine.
 type call struct {
 	prompt *prompt
-	emit   chan int // gets the tokens so far
+	emit   chan int      // gets the tokens so far
+	placed chan struct{} // closed when there are blocks for a prompt that is fetched
+	failed chan error    // gets why it cannot be
 }
 
 // publication is the batches of one publisher.
 type publication struct {
-	whole bool // it began with an empty cache
-	seqs  int  // batches so far
+	whole bool      // it began with an empty cache
+	ended time.Time // zero: it has not
+	seqs  int       // batches so far
 	held  map[uint64][]span
 	count []int // of blocks held after each batch
 	now   int
@@ -149,17 +157,39 @@ func (w *worker) start() {
 	w.generation++
 	w.changed, w.wake = make(chan struct{}), make(chan struct{}, 1)
 	w.pending = nil
-	w.engine = engine.New(engine.Settings{Blocks: w.blocks, BlockSize: blockSize, MaxSeqs: 8, MaxBatchedTokens: 64, Timing: engine.DefaultTiming()}, w.cacheChanged)
+	w.engine = engine.New(engine.Settings{Blocks: w.blocks, BlockSize: blockSize, MaxSeqs: 8, MaxBatchedTokens: 64, Caching: w.caching(), Timing: engine.DefaultTiming()}, w.cacheChanged)
+	w.engine.Fetch = func(r *engine.Request) { close(r.Tag.(*call).placed) }
+	w.rooms, w.named = map[string]*room{}, map[string]context.CancelFunc{}
 	w.publish(true)
 	ctx, cancel := context.WithCancel(context.Background())
-	w.cancel = cancel
+	w.life, w.cancel = ctx, cancel
 	listener, err := w.world.net.listen(w.host+":8000", nil)
 	if err != nil {
 		panic(err)
 	}
 	w.server = &http.Server{Handler: http.HandlerFunc(w.serve), ErrorLog: log.New(io.Discard, "", 0), BaseContext: func(net.Listener) context.Context { return ctx }}
 	w.running.Go(func() { _ = w.server.Serve(listener) })
+	if w.side = nil; w.role.Kind != kv.KindNone {
+		listener, err := w.world.net.listen(fmt.Sprintf("%s:%d", w.host, transferPort), nil)
+		if err != nil {
+			panic(err)
+		}
+		side := &http.Server{Handler: http.HandlerFunc(w.sides), ErrorLog: w.server.ErrorLog, BaseContext: w.server.BaseContext}
+		w.running.Go(func() { _ = side.Serve(listener) })
+		w.side = side
+	}
 	w.running.Go(func() { w.run(ctx) })
+}
+
+// caching is when the engine's blocks come into its cache.
+func (w *worker) caching() engine.Caching {
+	switch {
+	case w.role.Kind != kv.KindSGLang:
+		return engine.CacheFilled
+	case w.role.Role == kv.RoleDecode:
+		return engine.CacheNothing
+	}
+	return engine.CacheComputed
 }
 
 // publish starts a publisher. w.mu is held.
@@ -178,7 +208,15 @@ func (w *worker) publish(whole bool) {
 	}
 	events.Keep = w.keep
 	w.publisher = events
+	w.endHistory()
 	w.history = append(w.history, &publication{whole: whole, held: map[uint64][]span{}})
+}
+
+// endHistory notes that the last publisher has ended. w.mu is held.
+func (w *worker) endHistory() {
+	if n := len(w.history); n > 0 && w.history[n-1].ended.IsZero() {
+		w.history[n-1].ended = time.Now()
+	}
 }
 
 // crash ends the worker at once.
@@ -189,12 +227,16 @@ func (w *worker) crash() {
 		return
 	}
 	w.up = false
-	publisher, server := w.publisher, w.server
+	publisher, server, side := w.publisher, w.server, w.side
+	w.endHistory()
 	w.cancel()
 	w.mu.Unlock()
 	w.world.net.resetAll(w.host, "")
 	publisher.Close()
 	_ = server.Close()
+	if side != nil {
+		_ = side.Close()
+	}
 	w.running.Wait()
 }
 
@@ -314,6 +356,12 @@ type ask struct {
 	Prompt int  `json:"prompt"`
 	Output int  `json:"max_tokens"`
 	Stream bool `json:"stream"`
+
+	Room     *uint64   `json:"bootstrap_room"`
+	RoomHost string    `json:"bootstrap_host"`
+	RoomPort int       `json:"bootstrap_port"`
+	Rid      string    `json:"rid"`
+	Transfer *transfer `json:"kv_transfer_params"`
 }
 
 // serve answers a request for a completion. Each token of the answer names the worker,
@@ -330,14 +378,27 @@ func (w *worker) serve(out http.ResponseWriter, r *http.Request) {
 	if err != nil {
 		return // its sender is gone
 	}
-	if want := w.world.bodyOf(id); string(body) != want {
-		w.world.fail("worker %d got the body %s of %s, want %s", w.id, body, id, want)
+	if r.URL.Path == "/abort_request" {
+		w.abort(question.Rid)
+		return
 	}
+	ctx, cancel := context.WithCancel(r.Context())
+	defer cancel()
 	w.mu.Lock()
 	w.attempts[id]++
 	name := fmt.Sprintf("%d.%d.%d", w.id, w.generation, w.attempts[id])
 	how, generation := w.mode, w.generation
+	if question.Rid != "" {
+		w.named[question.Rid] = cancel
+		defer func(named map[string]context.CancelFunc) {
+			w.mu.Lock()
+			defer w.mu.Unlock()
+			delete(named, question.Rid)
+		}(w.named)
+	}
 	w.mu.Unlock()
+	leg, meeting, from := w.leg(&question, id+"."+name)
+	w.judgeLeg(id, body, &question, leg)
 	switch how {
 	case fails:
 		http.Error(out, `{"error":{"message":"it fails","code":500}}`, http.StatusInternalServerError)
@@ -348,23 +409,44 @@ func (w *worker) serve(out http.ResponseWriter, r *http.Request) {
 		return
 	}
 	p := w.world.prompts[question.Prompt]
-	c := &call{prompt: p, emit: make(chan int, question.Output)}
-	request := &engine.Request{Blocks: p.blocks, Prompt: p.length, Output: question.Output, Tag: c}
+	c := &call{prompt: p, emit: make(chan int, question.Output), placed: make(chan struct{}), failed: make(chan error, 1)}
+	request := &engine.Request{Blocks: p.blocks, Prompt: p.length, Output: question.Output, Tag: c, Keep: leg == kv.LegPrefill, Fetch: leg == kv.LegDecode}
 	select { // or the engine may see a request whose end comes with it
-	case <-r.Context().Done():
+	case <-ctx.Done():
 		panic(http.ErrAbortHandler)
 	case <-time.After(time.Microsecond + time.Duration(1e6*w.world.net.chance(xxh3.HashString(name)))):
 	}
-	w.mu.Lock()
-	if !w.up || w.generation != generation {
+	var in *room
+	if leg == kv.LegPrefill {
+		request.Output = 1
+		in = w.enter(meeting, true)
+		w.mu.Lock()
+		in.prompt = question.Prompt
 		w.mu.Unlock()
-		return
+		if w.role.Kind == kv.KindSGLang && !wait(ctx, in.joined, joinLimit) { // the decode worker comes first
+			w.letGo(meeting, in, request)
+			http.Error(out, `{"error":{"message":"no decode worker has come","code":500}}`, http.StatusInternalServerError)
+			return
+		}
 	}
-	err = w.engine.Submit(request)
-	w.signal()
+	w.mu.Lock()
+	here := w.up && w.generation == generation
+	if here {
+		err = w.engine.Submit(request)
+		w.signal()
+	}
 	w.mu.Unlock()
 	if err != nil {
 		w.world.fail("worker %d cannot take %s: %v", w.id, id, err)
+	}
+	switch {
+	case in != nil && here && err == nil:
+		w.prefill(ctx, out, &question, in, meeting, request, generation, how)
+		return
+	case in != nil:
+		w.letGo(meeting, in, request)
+		return
+	case !here || err != nil:
 		return
 	}
 	defer func() {
@@ -373,7 +455,10 @@ func (w *worker) serve(out http.ResponseWriter, r *http.Request) {
 		w.engine.Abort(request)
 		w.signal() // waiting requests may continue
 	}()
-	w.answer(r.Context(), out, question, request, name, how)
+	if leg == kv.LegDecode {
+		w.running.Go(func() { w.fetch(ctx, from, id+"."+name, generation, request) })
+	}
+	w.answer(ctx, out, question, request, name, how)
 }
 
 // answer relays the engine's tokens.
@@ -383,6 +468,9 @@ func (w *worker) answer(ctx context.Context, out http.ResponseWriter, question a
 		select {
 		case <-ctx.Done():
 			panic(http.ErrAbortHandler)
+		case err := <-request.Tag.(*call).failed:
+			http.Error(out, fmt.Sprintf(`{"error":{"message":"%s","code":500}}`, err), http.StatusInternalServerError)
+			return
 		case <-request.Tag.(*call).emit:
 		}
 		if how == breaks && i == 2 {

@@ -7,6 +7,7 @@ import (
 	"fmt"
 	"log/slog"
 	"math/rand/v2"
+	"os"
 	"strings"
 	"sync"
 	"testing/synctest"
@@ -38,8 +39,12 @@ type world struct {
 	touched      int
 	trace        xxh3.Hasher
 
-	mu      sync.Mutex // guards the rest
-	failure string     // the first
+	folder string   // of snapshots
+	copies [][]byte // of snapshots as they were once
+
+	mu      sync.Mutex            // guards what follows
+	failure string                // the first
+	bound   map[binding]time.Time // of sessions: when that was decided last
 	clients map[string]*client
 	inOrder []*client
 	counts  counts
@@ -55,6 +60,9 @@ type known struct {
 type counts struct {
 	Steps, Requests, Answered, Retries, Denied           int
 	Batches, Gaps, Replays, Restarts, PeerEvents, Resent uint64
+	Faults, Shared, Transfers, Restored                  int
+	SessionsNew, SessionsKept, SessionsMoved             uint64
+	Network                                              faults
 	Cold, Streams                                        int // at the end
 	Virtual                                              time.Duration
 }
@@ -63,12 +71,15 @@ type counts struct {
 func (c *counts) add(o counts) {
 	c.Steps, c.Requests, c.Answered, c.Retries, c.Denied = c.Steps+o.Steps, c.Requests+o.Requests, c.Answered+o.Answered, c.Retries+o.Retries, c.Denied+o.Denied
 	c.Batches, c.Gaps, c.Replays, c.Restarts, c.PeerEvents, c.Resent = c.Batches+o.Batches, c.Gaps+o.Gaps, c.Replays+o.Replays, c.Restarts+o.Restarts, c.PeerEvents+o.PeerEvents, c.Resent+o.Resent
+	c.Faults, c.Shared, c.Transfers, c.Restored = c.Faults+o.Faults, c.Shared+o.Shared, c.Transfers+o.Transfers, c.Restored+o.Restored
+	c.SessionsNew, c.SessionsKept, c.SessionsMoved = c.SessionsNew+o.SessionsNew, c.SessionsKept+o.SessionsKept, c.SessionsMoved+o.SessionsMoved
+	c.Network = faults{c.Network.Lost + o.Network.Lost, c.Network.Doubled + o.Network.Doubled, c.Network.Swapped + o.Network.Swapped, c.Network.Delayed + o.Network.Delayed}
 	c.Cold, c.Streams, c.Virtual = c.Cold+o.Cold, c.Streams+o.Streams, c.Virtual+o.Virtual
 }
 
 // newWorld returns the world of a scenario.
 func newWorld(s *scenario, d *defaults) *world {
-	w := &world{seed: s.Seed, setup: &s.Setup, losses: &s.Setup.Losses, defaults: d, clients: map[string]*client{}, known: map[uint64]known{}}
+	w := &world{seed: s.Seed, setup: &s.Setup, losses: &s.Setup.Losses, defaults: d, clients: map[string]*client{}, known: map[uint64]known{}, bound: map[binding]time.Time{}}
 	w.prompts = newPrompts(rand.New(rand.NewPCG(s.Seed, 1)))
 	for _, p := range w.prompts {
 		for i, b := range p.blocks {
@@ -85,10 +96,14 @@ func newWorld(s *scenario, d *defaults) *world {
 // run runs the script in a synctest bubble.
 func (w *world) run(script []step) {
 	w.began = time.Now()
+	if w.setup.Snapshot > 0 {
+		w.folder = snapshotFolder()
+		defer os.RemoveAll(w.folder)
+	}
 	w.net = newNetwork(w.seed)
 	w.net.delay, w.net.spike, w.net.faulty = w.setup.Delay, w.setup.Spike, true
 	for i := range w.setup.Workers {
-		wk := &worker{world: w, id: uint64(i), host: workerHost(i), blocks: w.setup.Blocks, keep: w.setup.Keep[i], replay: w.setup.Replay[i], attempts: map[string]int{}}
+		wk := &worker{world: w, id: uint64(i), host: workerHost(i), blocks: w.setup.Blocks, keep: w.setup.Keep[i], replay: w.setup.Replay[i], role: w.setup.role(i), attempts: map[string]int{}}
 		if wk.start(); w.sabotage == unseenGap {
 			wk.lost = 3
 		}
@@ -100,6 +115,10 @@ func (w *world) run(script []step) {
 	}
 	for _, s := range script {
 		time.Sleep(time.Until(w.began.Add(s.At)))
+		if s.trouble() {
+			w.count(func(c *counts) { c.Faults++ })
+			w.keepSnapshots()
+		}
 		w.do(s)
 		if w.settle(s.String()) {
 			break
@@ -110,6 +129,7 @@ func (w *world) run(script []step) {
 	}
 	w.count(func(c *counts) { c.Virtual, c.Steps, c.Requests = time.Since(w.began), len(script), len(w.inOrder) })
 	w.stop()
+	w.count(func(c *counts) { c.Network = w.net.met })
 }
 
 // settle waits until all goroutines are blocked, and checks the invariants. It reports
@@ -133,7 +153,7 @@ func (w *world) do(s step) {
 		if a.worker != nil {
 			a.worker.crash()
 		} else if a.node != nil {
-			w.stopNode(a.node, true)
+			w.stopWith(a.node, s.File, s.M)
 		}
 	case doStart:
 		if a.worker != nil {
@@ -240,9 +260,13 @@ func (w *world) count(change func(*counts)) {
 
 // gather adds the counts of a stopped node.
 func (w *world) gather(n *node) {
-	if n.mesh != nil {
-		w.count(func(c *counts) { c.Resent += n.mesh.Counts().Resent })
-	}
+	_, sessions := n.router.Sessions()
+	w.count(func(c *counts) {
+		c.SessionsNew, c.SessionsKept, c.SessionsMoved = c.SessionsNew+sessions.New, c.SessionsKept+sessions.Kept, c.SessionsMoved+sessions.Moved
+		if n.mesh != nil {
+			c.Resent += n.mesh.Counts().Resent
+		}
+	})
 }
 
 // bodyOf returns the body of a request.
@@ -257,6 +281,9 @@ func (w *world) bodyOf(id string) string {
 
 // logger returns a part's logger.
 func (w *world) logger(host string) *slog.Logger {
+	if w.show == nil && w.setup.Snapshot > 0 {
+		return slog.New(restores{w})
+	}
 	if w.show == nil {
 		return slog.New(slog.DiscardHandler)
 	}
@@ -331,14 +358,12 @@ func (w *world) check() {
 		if n.mesh != nil {
 			held = int(n.mesh.Counts().Held)
 		}
-		n.mu.Lock()
-		if booked != n.routed+held {
-			w.fail("%s: %d requests are booked, %d are under way, and %d of other routers", n.host, booked, n.routed, held)
+		if open := w.checkBookings(n); booked != open+held {
+			w.fail("%s: %d requests are booked, %d are under way, and %d of other routers", n.host, booked, open, held)
 		}
-		n.mu.Unlock()
 		for _, worker := range w.workers {
-			if s := n.stream(worker.id); s != nil {
-				if err := w.checkIndex(n, worker, s); err != nil {
+			if s, since := n.followed(worker.id); s != nil {
+				if err := w.checkIndex(n, worker, s, since); err != nil {
 					w.fail("%s: index of worker %d: %v", n.host, worker.id, err)
 				}
 			}
@@ -346,9 +371,25 @@ func (w *world) check() {
 	}
 }
 
-// checkIndex compares a worker's blocks in an index with its published batches up to the
-// last applied one.
-func (w *world) checkIndex(n *node, worker *worker, s *events.Stream) error {
+// checkBookings checks the bookings of a node's clients, and returns how many have not
+// ended.
+func (w *world) checkBookings(n *node) (open int) {
+	n.mu.Lock()
+	defer n.mu.Unlock()
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	for _, c := range w.inOrder {
+		if c.node == n {
+			open += c.checkBookings()
+		}
+	}
+	return open
+}
+
+// checkIndex holds a worker's blocks in an index against the batches that it has
+// published up to the one that was applied last. A publisher that ended before the
+// stream began counts no more.
+func (w *world) checkIndex(n *node, worker *worker, s *events.Stream, since time.Time) error {
 	if n.tree.Blocks(worker.key()) == 0 {
 		return nil // an empty index is never wrong
 	}
@@ -357,7 +398,7 @@ func (w *world) checkIndex(n *node, worker *worker, s *events.Stream) error {
 	defer worker.mu.Unlock()
 	var err error
 	for i := len(worker.history) - 1; i >= 0; i-- {
-		if p := worker.history[i]; batches <= p.seqs {
+		if p := worker.history[i]; batches <= p.seqs && (p.ended.IsZero() || !p.ended.Before(since)) {
 			if err = w.compare(n, worker, p, batches, cold); err == nil {
 				return nil
 			}
@@ -411,7 +452,7 @@ func (w *world) recover() {
 		time.Sleep(time.Duration(300e6 + random.Int64N(400e6)))
 		for _, n := range w.nodes {
 			time.Sleep(time.Duration(1 + random.Int64N(20e6)))
-			w.request(n, step{What: doStream, N: random.IntN(prompts), M: 1 + random.IntN(answer)})
+			w.request(n, step{What: doStream, N: random.IntN(prompts), M: 1 + random.IntN(answer), S: random.IntN(w.setup.Sessions + 1)})
 		}
 		for _, worker := range w.workers {
 			time.Sleep(time.Duration(1 + random.Int64N(20e6)))
@@ -461,7 +502,7 @@ func (w *world) unwell() string {
 			return fmt.Sprintf("%s hears %d of %d routers", n.host, n.mesh.Counts().Peers, len(w.nodes)-1)
 		}
 	}
-	return ""
+	return w.owners()
 }
 
 // restless describes load or work that is left although nothing is in flight; empty: none.
