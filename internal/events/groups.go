@@ -22,7 +22,17 @@ func (s *Stream) knowsGroup(e *kvEvent) bool {
 		return false
 	}
 	g, ok := s.cacheGroup(e)
-	return !ok || g == s.layout.Groups[known]
+	return !ok || s.layout.Groups[known] == smaller(s.layout.Groups[known], g)
+}
+
+// smaller returns g as it is known by one more event. With hits inside a block, vLLM
+// stores a state at the end of its block, and also in the middle of one; the block size
+// of such an event is the part. Where hits end is the smaller of the two.
+func smaller(known, g kv.CacheGroup) kv.CacheGroup {
+	if known.Attention == kv.State && g.Attention == kv.State {
+		g.Block = min(g.Block, known.Block)
+	}
+	return g
 }
 
 // cacheGroup returns the group that a store event describes; not ok: its rule is not
@@ -63,7 +73,7 @@ func (s *Stream) learnGroups(from mark) {
 		known := slices.IndexFunc(groups, func(g kv.CacheGroup) bool { return g.Index == e.group })
 		switch {
 		case known >= 0 && ok:
-			groups[known] = g
+			groups[known] = smaller(groups[known], g)
 		case known >= 0:
 		case !ok || len(groups) == kv.MaxCacheGroups:
 			s.passOver(e)

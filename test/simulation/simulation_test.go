@@ -5,7 +5,6 @@ import (
 	"fmt"
 	"path/filepath"
 	"runtime"
-	"runtime/debug"
 	"testing"
 	"testing/synctest"
 	"time"
@@ -22,12 +21,7 @@ var (
 	saveIn   = flag.String("save", "", "folder that gets the shrunk scenario of each seed that fails")
 )
 
-// collectLess is the garbage collector's GOGC: a world lives for milliseconds, and most of
-// what it takes is dead with it.
-const collectLess = 400
-
 func TestMain(m *testing.M) {
-	debug.SetGCPercent(collectLess)
 	leaks.Main(m)
 }
 
