@@ -261,13 +261,17 @@ func (c *chaos) report(d time.Duration, looks, wrong int) {
 	row("first byte of a stream", quantile(s.firsts, 0.5), quantile(s.firsts, 0.99))
 	row("whole answer", quantile(s.wholes, 0.5), quantile(s.wholes, 0.99))
 	row("first router", "beginning", "middle", "end")
+	streams := 0.0 // that a gateway may have at one router or at the other
+	if c.gateway != 0 {
+		streams = float64(c.Clients)
+	}
 	for _, of := range []struct {
 		name  string
 		slack float64 // that is no growth
 		of    func(size) float64
 	}{
-		{"memory, MB", 16, func(s size) float64 { return s.memory }},
-		{"goroutines", 50, func(s size) float64 { return s.goroutines }},
+		{"memory, MB", 16 + streams/25, func(s size) float64 { return s.memory }},
+		{"goroutines", 50 + streams, func(s size) float64 { return s.goroutines }},
 		{"descriptors", 50, func(s size) float64 { return s.descriptors }},
 	} {
 		first, second, third := middle(c.sizes[0], of.of), middle(c.sizes[1], of.of), middle(c.sizes[2], of.of)

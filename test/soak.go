@@ -207,7 +207,7 @@ func (s *soak) ask(messages []map[string]string, stream bool, tokens int, patien
 	whole, problems := false, 0
 	if !stream || response.StatusCode != http.StatusOK {
 		answer, err := io.ReadAll(response.Body)
-		if s.gateway && err == nil && response.StatusCode/100 == 5 && strings.HasPrefix(response.Header.Get("Content-Type"), "text/plain") {
+		if s.gateway && err == nil && response.StatusCode/100 == 5 && (len(answer) == 0 || strings.HasPrefix(response.Header.Get("Content-Type"), "text/plain")) {
 			s.note(func() {
 				s.refused[response.StatusCode]++
 				s.texts[fmt.Sprintf("%d %.150s", response.StatusCode, answer)]++
