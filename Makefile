@@ -17,7 +17,7 @@ FROM ?= 1
 GRID ?= policies
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-sglang run run-disagg run-sglang run-sglang-disagg demo check test test-mooncake test-sglang test-kubernetes test-gateway test-traces test-boards test-page test-mesh lint dist test-dist bench index-bench growth sim bench-real bench-gateway bench-herding wire-speed peers parity segments soak fuzz chaos dst dst-bugs clean
+.PHONY: help setup setup-sglang run run-disagg run-sglang run-sglang-disagg demo check test test-mooncake test-sglang test-kubernetes test-gateway test-traces test-boards test-page test-mesh lint dist test-dist bench index-bench growth sim bench-real bench-gateway bench-herding wire-speed peers parity segments soak fuzz chaos chaos-gateway dst dst-bugs clean
 
 help: ## List the targets
 	@printf 'kvrouter: KV-cache-aware routing for vLLM and SGLang\n\n'
@@ -154,8 +154,11 @@ fuzz: ## Run every fuzz target in turn; stops at the first crash (FUZZTIME=10s e
 	@scripts/build-native.sh
 	@FUZZTIME=$(FUZZTIME) scripts/fuzz.sh
 
-chaos: setup ## Restart two routers in turn while their workers crash, fail, hang and stop responding (CHAOS=2m), then test each fault alone
-	KVROUTER_CHAOS=$(CHAOS) go test -run '^(TestChaos|TestOneOfFourWorkers)' -v -count 1 -timeout 90m ./test
+chaos: setup ## Restart two routers in turn while their workers crash, fail, hang and stop responding (CHAOS=2m), then test each fault alone, and every policy with a client whose requests fail (15 minutes more)
+	KVROUTER_CHAOS=$(CHAOS) go test -run '^(TestChaos|TestOneOfFourWorkers|TestOneKeysFailures)' -v -count 1 -timeout 120m ./test
+
+chaos-gateway: setup ## The same behind a real Envoy with 1,000 requests in flight (CHAOS=2m), and every policy with a client whose requests fail (7 minutes more)
+	@KVROUTER_CHAOS=$(CHAOS) scripts/gateway.sh chaos
 
 dst: ## Simulate routers, workers and a faulty network in virtual time (SEEDS=100000 seeds, FROM=1; 15 ms of CPU each)
 	@scripts/build-native.sh

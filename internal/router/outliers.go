@@ -318,6 +318,9 @@ func (b *Booking) FirstLook() (after time.Duration, ok bool) {
 	return outlier.FirstLook(b.trial), b.leg != kv.LegDecode
 }
 
+// IsTrial reports whether the request is the trial of an ejected worker.
+func (b *Booking) IsTrial() bool { return b.trial }
+
 // WorkerIsOut reports whether the worker is ejected.
 func (b *Booking) WorkerIsOut() (out bool) {
 	b.locked(func(r *Router, now time.Time) { out = r.outliers.Ejected(b.worker, now) })

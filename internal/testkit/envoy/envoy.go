@@ -53,21 +53,43 @@ type Envoy struct {
 // unless the environment variable Program is set.
 func Start(t testing.TB, o Options) *Envoy {
 	t.Helper()
-	program := os.Getenv(Program)
-	if program == "" {
-		t.Skip("make test-gateway runs it")
-	}
 	ports := testkit.FreePorts(t, 2)
 	var config bytes.Buffer
 	if err := configuration.Execute(&config, settings{Options: o, Port: ports, AdminPort: ports + 1}); err != nil {
 		t.Fatal(err)
 	}
+	return start(t, config.Bytes(), ports)
+}
+
+// StartDeployed starts a gateway at port, with its admin port after that, with a configuration
+// file of deploy/gateway, in which only the addresses are replaced: of its listener, of the
+// workers and of the pickers, which are given as host:port. It is Start otherwise.
+func StartDeployed(t testing.TB, file string, port int, pickers, workers []string) *Envoy {
+	t.Helper()
+	text, err := os.ReadFile(file)
+	if err != nil {
+		t.Fatal(err)
+	}
+	config, err := readdress(text, port, pickers, workers)
+	if err != nil {
+		t.Fatalf("%s: %v", file, err)
+	}
+	return start(t, config, port)
+}
+
+// start starts a gateway at port, with its admin port after that.
+func start(t testing.TB, config []byte, port int) *Envoy {
+	t.Helper()
+	program := os.Getenv(Program)
+	if program == "" {
+		t.Skip("make test-gateway runs it")
+	}
 	path := filepath.Join(t.TempDir(), "envoy.yaml")
-	if err := os.WriteFile(path, config.Bytes(), 0o600); err != nil {
+	if err := os.WriteFile(path, config, 0o600); err != nil {
 		t.Fatal(err)
 	}
 	e := &Envoy{
-		URL: fmt.Sprintf("http://127.0.0.1:%d", ports), Admin: fmt.Sprintf("http://127.0.0.1:%d", ports+1), t: t,
+		URL: fmt.Sprintf("http://127.0.0.1:%d", port), Admin: fmt.Sprintf("http://127.0.0.1:%d", port+1), t: t,
 		command: exec.Command(program, "-c", path, "--disable-hot-restart", "--concurrency", "2", "--log-level", "warning"),
 		ended:   make(chan struct{}), web: &http.Client{Timeout: 5 * time.Second, Transport: &http.Transport{DisableKeepAlives: true}},
 	}
