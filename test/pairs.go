@@ -94,7 +94,7 @@ func LastUsage(answer []byte) (last proxy.Usage) {
 func SumOf(page []byte, name string) (sum float64) {
 	for line := range strings.Lines(string(page)) {
 		rest, found := strings.CutPrefix(line, name)
-		if !found || (rest[0] != ' ' && rest[0] != '{') {
+		if !found || !strings.ContainsRune(" {,", rune(rest[0])) {
 			continue
 		}
 		value, err := strconv.ParseFloat(strings.TrimSpace(line[strings.LastIndexByte(line, ' '):]), 64)

@@ -426,7 +426,7 @@ func TestCachedTokensOfAPairAreThePrefillWorkers(t *testing.T) {
 			page := h.metrics(t)
 			_, total, _ := strings.Cut(page, `kvrouter_cached_tokens_reported_total{worker_id="0"} `)
 			total, _, _ = strings.Cut(total, "\n")
-			if none := strings.Contains(page, `kvrouter_predictions_total{result="exact"} 1`); total != c.total || none != c.none {
+			if none := strings.Contains(page, `kvrouter_predictions_total{result="exact",worker_id="0"} 1`); total != c.total || none != c.none {
 				t.Errorf("%q cached, none of one request: %v; want %q and %v", total, none, c.total, c.none)
 			}
 			if h.router.ReportsCached(kv.WorkerKey{Worker: 10}) {

@@ -120,7 +120,7 @@ func TestGenerateIsRoutedByPrefix(t *testing.T) {
 		}
 	}
 	// Only single prompts with known tokens are compared.
-	h.counts(t, testkit.MetricsLines{`kvrouter_predictions_total{result="exact"}`: 2, `kvrouter_predictions_total{result="under"}`: 3})
+	h.counts(t, testkit.MetricsLines{`kvrouter_predictions_total{result="exact",worker_id="0"}`: 2, `kvrouter_predictions_total{result="under",worker_id="0"}`: 3})
 }
 
 // TestAnEmptyPromptReachesNoSGLangServer: it would end the server's scheduler. vLLM
@@ -294,6 +294,6 @@ func TestCachedTokensOfSeveralAnswersAreNotComparedOnSGLang(t *testing.T) {
 		targets[0].Engine = engine
 		h := newTestAPIOf(t, setup{}, model, targets...)
 		h.post(t, "/v1/completions", `{"prompt":"abcdefghi","n":2}`)
-		h.counts(t, testkit.MetricsLines{`kvrouter_prompt_tokens_total{worker_id="0"}`: 9, `kvrouter_predictions_total{result="under"}`: compared})
+		h.counts(t, testkit.MetricsLines{`kvrouter_prompt_tokens_total{worker_id="0"}`: 9, `kvrouter_predictions_total{result="under",worker_id="0"}`: compared})
 	}
 }

@@ -89,19 +89,20 @@ type pathRun struct {
 	set   uint32 // of workerSets
 }
 
-// path is the nodes of a prompt, as far as they exist. It is read backwards.
+// path is the nodes of a prompt, as far as they exist. It is read backwards, run by run.
 type path struct {
 	sets   *workerSets
 	runs   []pathRun
 	length int // blocks
 
-	slots [kv.MaxCacheGroups]uint32 // that has is about
+	slots [kv.MaxCacheGroups]uint32 // that held is about
 	count int                       // of them
-	run   int                       // of the last answer
-	held  bool                      // the last answer
+	run   int                       // that held is about
+	held  bool                      // all slots hold the blocks of the run
+	full  []int                     // of hit: by kind, what it accepts plus 1
 }
 
-// begin makes p answer for the groups at these places in the Layout, from its end on.
+// begin makes p answer for the groups at these places in the Layout, from block end-1 on.
 func (p *path) begin(g *groupSlots, first uint32, places []int) {
 	p.count = 0
 	for _, at := range places {
@@ -117,22 +118,30 @@ func (p *path) begin(g *groupSlots, first uint32, places []int) {
 }
 
 func (p *path) look() {
+	words := p.sets.words(p.runs[p.run].set)
 	p.held = true
 	for _, slot := range p.slots[:p.count] {
-		p.held = p.held && p.sets.has(p.runs[p.run].set, slot)
+		p.held = p.held && hasSlot(words, slot)
 	}
 }
 
-// has reports whether all the groups hold block i of the prompt. No i may be greater
-// than that of the call before.
-func (p *path) has(i int) bool {
+// seek goes back to the run of block i, and returns the first block of it. No i may be
+// greater than that of the call before.
+func (p *path) seek(i int) (start int) {
 	if i < p.runs[p.run].start {
 		for i < p.runs[p.run].start {
 			p.run--
 		}
 		p.look()
 	}
-	return p.held && i < p.length
+	return p.runs[p.run].start
+}
+
+// has reports whether all the groups hold block i of the prompt, which must be below its
+// length and not above that of the call before.
+func (p *path) has(i int) bool {
+	p.seek(i)
+	return p.held
 }
 
 // hit returns how many leading blocks of a prompt the worker with groups g and the
@@ -154,13 +163,13 @@ func (g *groupSlots) hit(first uint32, p *path, held, usable, whole int) (length
 	limit = r.kinds[0].index
 	single := len(r.kinds) == 1 && len(r.kinds[0].places) == 1 // vLLM's UnitaryKVCacheCoordinator
 	var verified uint64
-	full := [kv.MaxCacheGroups]int{} // by kind: what it accepts, plus 1
+	p.full = append(p.full[:0], make([]int, len(r.kinds))...)
 	for length = usable; ; {
 		current := length
 		for i := range r.kinds {
 			k := &r.kinds[i]
-			if full[i] > 0 {
-				current = min(current, full[i]-1)
+			if p.full[i] > 0 {
+				current = min(current, p.full[i]-1)
 				continue
 			}
 			drop := r.drops && verified>>i&1 == 0
@@ -171,8 +180,13 @@ func (g *groupSlots) hit(first uint32, p *path, held, usable, whole int) (length
 			if i == 0 && r.rooted {
 				most = min(most, held)
 			}
-			p.begin(g, first, k.places)
-			found := k.longest(p, most, drop, r)
+			found := 0
+			if i == 0 && r.rooted && len(k.places) == 1 { // held says it
+				found = k.dropped(most/k.block*k.block, drop, r)
+			} else {
+				p.begin(g, first, k.places)
+				found = k.longest(p, most, drop, r)
+			}
 			if drop {
 				verified |= 1 << i
 			} else if found < current {
@@ -182,7 +196,7 @@ func (g *groupSlots) hit(first uint32, p *path, held, usable, whole int) (length
 				limit = k.index
 			}
 			if current = found; k.attention == kv.FullAttention {
-				full[i] = found + 1
+				p.full[i] = found + 1
 			}
 		}
 		if current >= length || len(r.kinds) == 1 || len(r.kinds) == 2 && r.rooted {
@@ -192,55 +206,73 @@ func (g *groupSlots) hit(first uint32, p *path, held, usable, whole int) (length
 	}
 }
 
+// dropped returns what a hit of length blocks is with the last block dropped, if it is,
+// and as a multiple of the rules' unit.
+func (k *rule) dropped(length int, drop bool, r *rules) int {
+	if drop {
+		length -= k.block
+	}
+	return max(0, length) / r.unit * r.unit
+}
+
 // longest returns the greatest multiple of the rules' unit that the groups of path p
 // accept of the first most blocks; with drop, the last block of it goes.
 func (k *rule) longest(p *path, most int, drop bool, r *rules) int {
-	step, dropped := k.block, 0
-	if drop {
-		dropped = step
-	}
-	most = most / step * step
+	step, beyond := k.block, most // behind the path, nothing is held
+	most = min(most, p.length) / step * step
 	switch k.attention {
 	case kv.SlidingWindow:
-		return k.longestWindow(p, most, dropped, r)
+		return k.longestWindow(p, most, drop, r)
 	case kv.State:
-		for most = most / r.unit * r.unit; most > 0 && !p.has(most-1); most -= r.unit {
+		for most = most / r.unit * r.unit; most > 0 && !p.has(most-1); {
+			most = min(most-1, p.seek(most-1)) / r.unit * r.unit
 		}
 		return most
 	case kv.ChunkedLocal, kv.FullAttention:
 		start, end := 0, most
 		if k.attention == kv.ChunkedLocal {
-			start, dropped = most*r.tokens/k.chunk*k.chunk/r.tokens/step*step, 0
+			start, drop = beyond/step*step*r.tokens/k.chunk*k.chunk/r.tokens/step*step, false
+			end = max(start, end) // before its chunk it needs nothing
 		}
-		for at := end; at > start; at -= step {
-			if !p.has(at - 1) {
-				end = at - step
+		for at := end; at > start; {
+			held, begins := p.has(at-1), at-step
+			if step == 1 {
+				begins = max(start, p.seek(at-1)) // the run is like its last block
 			}
+			if !held {
+				end = begins
+			}
+			at = begins
 		}
-		return max(0, end-dropped) / r.unit * r.unit
+		return k.dropped(end, drop, r)
 	}
 	return most
 }
 
 // longestWindow is longest for a sliding window: need blocks without a gap up to the
 // end, or all of them.
-func (k *rule) longestWindow(p *path, most, dropped int, r *rules) int {
-	step, need := k.block, k.need
-	if dropped > 0 {
+func (k *rule) longestWindow(p *path, most int, drop bool, r *rules) int {
+	step, need, dropped := k.block, k.need, 0
+	if drop {
+		dropped = step
 		need++
 	}
 	need = max(1, need) // a window of one token needs none, but vLLM begins at one
-	aligned := func(end int) int { return max(0, end-dropped)/r.unit*r.unit + dropped }
-	end, count := min(most, aligned(most)), 0
+	aligned := func(end int) int { return min(end, max(0, end-dropped)/r.unit*r.unit+dropped) }
+	end, count := aligned(most), 0
 	for at := end; at > 0 && count < need; {
-		if p.has(at - 1) {
-			count++
-			at -= step
+		held, begins := p.has(at-1), at-step
+		if step == 1 {
+			begins = p.seek(at - 1) // the run is like its last block
+		}
+		if held {
+			count += (at - begins) / step
+			at = begins
 			continue
 		}
 		count = 0
-		end = min(at-step, aligned(at-step))
+		end = aligned(begins)
 		at = end
 	}
-	return max(0, end-dropped) / r.unit * r.unit
+	return k.dropped(end, drop, r)
 }

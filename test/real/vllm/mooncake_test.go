@@ -54,7 +54,7 @@ func TestMooncakeWorkersOnRealVLLM(t *testing.T) {
 	}
 	reused := func() float64 { return s.Engine(test.Prefill, "vllm:prefix_cache_hits_total") }
 	exact := func() float64 {
-		return test.SumOf(s.Get(s.OpenAI+"/metrics"), `kvrouter_predictions_total{result="exact"}`)
+		return test.SumOf(s.Get(s.OpenAI+"/metrics"), `kvrouter_predictions_total{result="exact"`)
 	}
 	fetchedBefore, reusedBefore, exactBefore, first := fetched(), reused(), exact(), shared(proxy.SharedOK)
 	began, tokens := time.Now(), 0
