@@ -77,10 +77,10 @@ func tableOf(results []result) string {
 	fmt.Fprintln(out, "form\tengine\texact\tfound cached\tmost too many\t")
 	for _, r := range results {
 		if r.requests == 0 {
-			fmt.Fprintf(out, "%s\t%s\tnot run: %s\n", r.form, cmp.Or(r.version, "vLLM"), cmp.Or(r.note, "it failed"))
+			fmt.Fprintf(out, "%s\t%s\tnot run\t\t\t%s\n", r.form, cmp.Or(r.version, "vLLM"), cmp.Or(r.note, "it failed"))
 			continue
 		}
-		fmt.Fprintf(out, "%s\t%s\t%d of %d\t%d\t%d\t%s\n", r.form, r.version, r.exact, r.requests, r.found, r.over, r.note)
+		fmt.Fprintf(out, "%s\t%s\t%d of %d\t%d\t%d\t\n", r.form, r.version, r.exact, r.requests, r.found, r.over)
 	}
 	out.Flush()
 	return text.String()
