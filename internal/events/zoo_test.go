@@ -66,10 +66,15 @@ func replayCapture(t *testing.T, name string, block int, traits kv.Traits) (requ
 			pending = append(pending, line)
 			continue
 		}
-		local := kv.HashBlocks(nil, line.Prompt, block, "", "")
+		lookups := [][]uint64{kv.HashBlocks(nil, line.Prompt, block, "", "")}
+		for _, l := range index.Lookaheads() {
+			lookups = append(lookups, kv.HashLookaheadBlocks(nil, line.Prompt, block, l.Tokens, "", "", nil))
+		}
 		found := 0
-		for _, m := range index.Match(local, (len(line.Prompt)-1)/block, nil) {
-			found = min(m.Blocks, (len(line.Prompt)-1)/block) * block
+		for _, local := range lookups {
+			for _, m := range index.Match(local, (len(line.Prompt)-1)/block, nil) {
+				found = max(found, min(m.Blocks, (len(line.Prompt)-1)/block)*block)
+			}
 		}
 		if requests++; found == line.Usage.Details.Cached {
 			exact++
@@ -95,8 +100,12 @@ func form(name string) string { return strings.TrimSuffix(filepath.Base(name), "
 
 // capturedTraits are what the captures do not say of their engines.
 var capturedTraits = map[string]kv.Traits{
-	"vllm-0.32.0-eagle":  {DropsLast: true},
-	"vllm-0.32.0-llama4": {AttentionChunk: 512},
+	"vllm-0.32.0-eagle":               {DropsLast: true},
+	"vllm-0.32.0-engine-eagle":        {DropsLast: true},
+	"vllm-0.32.0-engine-eagle-gemma3": {DropsLast: true},
+	"vllm-0.32.0-engine-mtp-mamba":    {DropsLast: true},
+	"vllm-0.32.0-llama4":              {AttentionChunk: 512},
+	"vllm-0.33.0-llama4":              {AttentionChunk: 512},
 }
 
 // tolerated are predictions that cannot be exact: the events of a model with sliding

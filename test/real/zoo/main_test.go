@@ -1,0 +1,11 @@
+// Package zoo compares predictions with a real vLLM for models of every form: `make
+// test-zoo`.
+package zoo
+
+import (
+	"testing"
+
+	"kvrouter/test"
+)
+
+func TestMain(m *testing.M) { test.Main(m) }
