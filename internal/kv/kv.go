@@ -38,5 +38,5 @@ type Match struct {
 	Blocks int // leading blocks, as many as all KV-cache groups accept
 	// Held is the number of leading blocks in the first group if another group accepts
 	// fewer, otherwise 0. That other group is Limit, by the engine's number.
-	Held, Limit int
+	Held, Limit int32
 }

@@ -464,7 +464,7 @@ func FuzzRules(f *testing.F) {
 		most := min(int(stored), int(asked))
 		for usable := range int(asked) + 1 {
 			m := matchOf(x.Tree, testkit.W1, p[:asked], usable)
-			if m.Blocks < 0 || m.Blocks > most || m.Held > most || !layout.Plain(4) && m.Blocks > usable {
+			if m.Blocks < 0 || m.Blocks > most || int(m.Held) > most || !layout.Plain(4) && m.Blocks > usable {
 				t.Fatalf("%s: %+v with %d blocks stored, %d asked and %d usable", layout, m, stored, asked, usable)
 			}
 		}

@@ -347,18 +347,32 @@ func (r *Tree) Match(local []uint64, usable int, dst []kv.Match) []kv.Match {
 	narrow(active, nil, depth, scratch.blocks)
 	scratch.runs = runs
 
-	walked := &scratch.path
-	walked.sets, walked.runs, walked.length = &r.sets, runs, depth
+	if r.grouped > 0 {
+		walked := &scratch.path
+		walked.sets, walked.runs, walked.length = &r.sets, runs, depth
+		return r.matchLayouts(first, scratch, min(usable, len(local)), len(local), dst)
+	}
+	for i := range r.workers {
+		if p := &r.workers[i]; hasSlot(first, p.slot) {
+			dst = append(dst, kv.Match{Worker: p.key, Blocks: scratch.blocks[p.slot]})
+		}
+	}
+	return dst
+}
+
+// matchLayouts is the end of Match where some workers have a Layout. first is the set of
+// the first block.
+func (r *Tree) matchLayouts(first []uint64, scratch *matchScratch, usable, whole int, dst []kv.Match) []kv.Match {
 	for i := range r.workers {
 		p := &r.workers[i]
-		if r.grouped > 0 && r.slots[p.slot].groups != nil {
-			held := 0
-			if hasSlot(first, p.slot) {
-				held = scratch.blocks[p.slot]
-			}
-			dst = r.matchGroups(p, walked, held, min(usable, len(local)), len(local), dst)
-		} else if hasSlot(first, p.slot) {
-			dst = append(dst, kv.Match{Worker: p.key, Blocks: scratch.blocks[p.slot]})
+		held := 0
+		if hasSlot(first, p.slot) {
+			held = scratch.blocks[p.slot]
+		}
+		if r.slots[p.slot].groups != nil {
+			dst = r.matchGroups(p, &scratch.path, held, usable, whole, dst)
+		} else if held > 0 {
+			dst = append(dst, kv.Match{Worker: p.key, Blocks: held})
 		}
 	}
 	return dst
@@ -374,11 +388,12 @@ func (r *Tree) matchGroups(p *workerPlace, walked *path, held, usable, whole int
 		return dst
 	}
 	m := kv.Match{Worker: p.key}
-	m.Blocks, m.Limit = g.hit(p.slot, walked, held, usable, whole)
+	blocks, limit := g.hit(p.slot, walked, held, usable, whole)
+	m.Blocks, m.Limit = blocks, int32(limit)
 	if !g.rules.rooted && m.Blocks == 0 {
 		return dst
 	}
-	if m.Held = held; m.Blocks >= min(held, usable) || !g.rules.rooted {
+	if m.Held = int32(held); m.Blocks >= min(held, usable) || !g.rules.rooted {
 		m.Held, m.Limit = 0, 0
 	}
 	return append(dst, m)

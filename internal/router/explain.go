@@ -211,8 +211,8 @@ func (r *Router) receiptCandidate(p *prompt, c *policy.Candidate) ReceiptCandida
 		InFlight: c.Load.InFlight, PrefillTokens: c.Load.PrefillTokens, ActiveBlocks: c.Load.ActiveBlocks,
 	}
 	if i := slices.IndexFunc(p.matches, func(m kv.Match) bool { return m.Worker == c.Target.Key && m.Held > 0 }); i >= 0 {
-		limit := p.matches[i].Limit
-		line.Held, line.LimitedBy = p.matches[i].Held, &limit
+		limit := int(p.matches[i].Limit)
+		line.Held, line.LimitedBy = int(p.matches[i].Held), &limit
 	}
 	if c.Load.Fresh {
 		waiting, usage := c.Load.Waiting, policy.Finite(c.Load.KVUsage)
