@@ -42,6 +42,7 @@ func (s *Stream) clear(why string) {
 	s.batch.stored = false
 	s.stats.Cold.Store(true)
 	s.index.Clear(s.Src.Worker)
+	s.tails = nil
 	s.history.cleared()
 	s.seeded = false
 	s.settle()
@@ -103,10 +104,12 @@ func (s *Stream) applyBatch(seq uint64, payload []byte, live bool) error {
 	if drops := s.drops.Load() && !s.looksAhead; drops != s.layout.DropsLast {
 		s.setLayout(kv.Layout{Groups: s.layout.Groups, DropsLast: drops})
 	}
+	learned := 0
 	for s.dec.more() {
 		place := s.dec.mark()
 		e, err := s.dec.next()
-		if err == nil && !s.knowsGroup(e) {
+		if err == nil && learned < maxLearned && !s.knowsGroup(e) {
+			learned++
 			s.learnGroups(place)
 			e, err = s.dec.next()
 		}
@@ -178,6 +181,7 @@ func (s *Stream) applyEvent(e *kvEvent) error {
 		}
 	case eventCleared:
 		s.index.Clear(s.Src.Worker)
+		s.tails = nil
 		s.history.cleared()
 		s.batch.stored = false
 		s.stats.Cleared.Add(1)

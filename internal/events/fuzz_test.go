@@ -38,6 +38,12 @@ func FuzzEventBatch(f *testing.F) {
 	f.Add(testkit.Payload(f, 1, testkit.Event{"as is": map[string]any{"type": "BlockStored", "block_hashes": []int64{-7}, "parent_block_hash": nil, "token_ids": []int{1, 2, 3, 4}, "block_size": 4, "lora_id": nil, "medium": "GPU", "cache_salt": "s", "session_id": "t", "lora_name": "l"}}))
 	f.Add(testkit.Payload(f, 1, testkit.Event{"as is": map[string]any{"type": "BlockStored", "block_hashes": []int64{-7}, "parent_block_hash": nil, "token_ids": []int{1, 2, 3, 4}, "block_size": 4, "medium": "GPU", "extra_keys": []any{[]any{[]any{"photo", -2}, []any{"sound", 1}, "salt"}}}}))
 	f.Add(testkit.Payload(f, 1, testkit.Event{"as is": map[string]any{"type": "BlockStored", "block_hashes": []int64{-7}, "parent_block_hash": nil, "token_ids": [][]int{{1, 2}, {2, 3}, {3, 4}, {4, 5}}, "block_size": 4, "medium": "GPU"}}))
+	group := func(kind string, index, window, size int, hashes ...uint64) testkit.Event {
+		return testkit.Event{"as is": map[string]any{"type": "BlockStored", "block_hashes": hashes, "parent_block_hash": nil, "token_ids": []int{1, 2, 3, 4, 5, 6, 7, 8}, "block_size": size, "group_idx": index, "kv_cache_spec_kind": kind, "kv_cache_spec_sliding_window": window}}
+	}
+	f.Add(testkit.Payload(f, 1, group("sliding_window", 0, 5, 4, 12), group("full_attention", 1, 0, 4, 11, 12), group("mamba", 2, 0, 8), group("mamba", 2, 0, 4, 11)))
+	f.Add(testkit.Payload(f, 1, group("sliding_window", 0, 5, 4, 12), group("sliding_window", 0, 1<<62, 4, 12), group("odd", 63, 0, 4, 11), group("full_attention", -1, 0, 1<<40, 11)))
+	f.Add(testkit.Payload(f, 1, group("chunked_local_attention", 7, 8, 4, 11, 12), group("full_attention", 1, 0, 8, 12)))
 	f.Add(append([]byte("\x92\xcb\x00\x00\x00\x00\x00\x00\x00\x00\xdc\x00\x40"), bytes.Repeat([]byte{0xc0}, 64)...))
 	f.Add([]byte("\x92\xcb\x7f\xf8\x00\x00\x00\x00\x00\x00\x91\x91\xb0AllBlocksCleared"))
 	f.Fuzz(func(t *testing.T, payload []byte) {
@@ -49,7 +55,10 @@ func FuzzEventBatch(f *testing.F) {
 			t.Errorf("%d lines of log", n)
 		}
 		local := kv.HashBlocks(nil, testkit.PromptTokens(2, 1), testkit.BlockSize, "", "")
-		if !slices.Contains(index.Match(local, len(local), nil), kv.Match{Worker: testkit.EventWorker, Blocks: 1}) {
+		// Groups that the batch has named may accept less than the first one holds.
+		matches := index.Match(local, len(local), nil)
+		held := slices.ContainsFunc(matches, func(m kv.Match) bool { return max(m.Blocks, int(m.Held)) == 1 })
+		if layout := index.LayoutOf(testkit.EventWorker); !held && len(layout.Groups) == 0 && !layout.DropsLast {
 			t.Errorf("the next batch is not in the index; log:\n%s", log)
 		}
 		if kept := s.History().blocks; kept > loggedBlocks {

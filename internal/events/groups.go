@@ -11,6 +11,10 @@ import (
 // model with states to some hundreds of tokens.
 const maxParts = 256
 
+// maxLearned is how often one batch may change the layout: each time, the rest of it is
+// read.
+const maxLearned = 2
+
 // knowsGroup reports whether the KV-cache group of a store event is in the layout, or
 // is none that it could be in.
 func (s *Stream) knowsGroup(e *kvEvent) bool {
@@ -100,7 +104,7 @@ func (s *Stream) passOver(e *kvEvent) {
 	}
 	s.unknown[e.group] = true
 	s.stats.UnknownGroups.Add(1)
-	s.log.Warn("a KV-cache group of the engine cannot be followed: predictions for this worker may be too high",
+	s.warnOnce("group", "a KV-cache group of the engine cannot be followed: predictions for this worker may be too high",
 		"group", e.group, "kind", fmt.Sprintf("%.40q", e.specKind), "block_size", e.blockSize, "window", e.window)
 }
 
@@ -112,14 +116,18 @@ func (s *Stream) setGroups(groups []kv.CacheGroup) {
 	if len(s.layout.Groups) > 0 && groups[0] != s.layout.Groups[0] {
 		s.clear("its KV-cache groups have changed")
 	}
+	layout := kv.Layout{Groups: groups}
+	if !layout.Plain(s.Src.BlockSize) {
+		s.log.Info("the engine has several KV-cache groups, or blocks of another size: predictions take them into account", "groups", layout.String())
+	}
 	s.setLayout(kv.Layout{Groups: groups, DropsLast: s.drops.Load() && !s.looksAhead})
 }
 
 // setLayout gives the index a layout.
 func (s *Stream) setLayout(layout kv.Layout) {
-	s.layout = layout
+	s.layout, s.layoutText = layout, layout.String()
 	s.index.SetLayout(s.Src.Worker, layout, s.Src.BlockSize)
-	s.history.relaid(layout.String())
+	s.history.relaid(s.layoutText)
 	s.stats.setLayout(layout)
 }
 

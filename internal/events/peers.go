@@ -201,7 +201,7 @@ func (s *Stream) take(answer Answer) bool {
 		s.Begin(0)
 		s.setLayout(layout)
 		s.stats.PeerDumps.Add(1)
-	} else if answer.Layout != s.layout.String() {
+	} else if answer.Layout != s.layoutText {
 		return false // its events name other groups
 	} else {
 		s.stats.PeerEvents.Add(uint64(len(answer.Events)))

@@ -158,7 +158,7 @@ func (s *Snapshot) Resume(stream *Stream) {
 		return
 	}
 	stream.saved, stream.sure = rank, true
-	stream.next, stream.sum, stream.layout = rank.at.next, rank.at.sum, rank.layout
+	stream.next, stream.sum, stream.layout, stream.layoutText = rank.at.next, rank.at.sum, rank.layout, rank.at.layout
 }
 
 // restore puts the snapshot's blocks into the index: the publisher has proved that

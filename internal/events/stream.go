@@ -107,7 +107,8 @@ type Stream struct {
 	kept    bool // the last replay brought a batch
 	asked   bool // peers were asked during this connection
 
-	layout kv.Layout // the KV-cache groups seen so far
+	layout     kv.Layout // the KV-cache groups seen so far
+	layoutText string    // the same as text
 	// looksAhead means that its blocks depend on the tokens behind them, for which an
 	// engine does not compute the last block again.
 	looksAhead bool
@@ -412,13 +413,14 @@ func (s *Stream) Begin(seq uint64) {
 	} else {
 		s.layout = kv.Layout{}
 	}
+	s.layoutText = s.layout.String()
 	s.sure, s.next = true, seq
 	s.stats.Cold.Store(seq > 0)
 }
 
 // position returns the place in the sequence that the blocks are as of.
 func (s *Stream) position() position {
-	return position{next: s.next, sum: s.sum, layout: s.layout.String()}
+	return position{next: s.next, sum: s.sum, layout: s.layoutText}
 }
 
 // restarted notes that the the publisher has restarted: nothing of the old holds.
@@ -430,7 +432,7 @@ func (s *Stream) restarted() {
 // forget drops the rank's blocks and its place in the sequence.
 func (s *Stream) forget(why string) {
 	s.clear(why)
-	s.sure, s.next, s.layout = false, 0, kv.Layout{}
+	s.sure, s.next, s.layout, s.layoutText = false, 0, kv.Layout{}, ""
 	clear(s.unknown)
 	s.tails = nil
 }

@@ -2,12 +2,14 @@ package events
 
 import (
 	"bufio"
+	"bytes"
 	"cmp"
 	"compress/gzip"
 	"encoding/json"
 	"log/slog"
 	"os"
 	"path/filepath"
+	"slices"
 	"strings"
 	"testing"
 
@@ -30,9 +32,16 @@ type capturedLine struct {
 	} `json:"usage"`
 }
 
-// replayCapture returns the requests of a capture, those whose prediction from the
-// events before was exact, and the most that was promised too much, tokens.
-func replayCapture(t *testing.T, name string, block int, traits kv.Traits) (requests, exact, most int) {
+// replayed is what became of a capture.
+type replayed struct {
+	stream                *Stream
+	index                 *radix.Tree
+	prompts               [][]uint32
+	requests, exact, most int // those whose prediction from the events before was exact; the most promised too much, tokens
+}
+
+// replayCapture applies the events of a capture and compares its requests.
+func replayCapture(t *testing.T, name string, block int, traits kv.Traits) (r replayed) {
 	t.Helper()
 	file, err := os.Open(name)
 	if err != nil {
@@ -66,6 +75,7 @@ func replayCapture(t *testing.T, name string, block int, traits kv.Traits) (requ
 			pending = append(pending, line)
 			continue
 		}
+		r.prompts = append(r.prompts, line.Prompt)
 		lookups := [][]uint64{kv.HashBlocks(nil, line.Prompt, block, "", "")}
 		for _, l := range index.Lookaheads() {
 			lookups = append(lookups, kv.HashLookaheadBlocks(nil, line.Prompt, block, l.Tokens, "", "", nil))
@@ -76,12 +86,12 @@ func replayCapture(t *testing.T, name string, block int, traits kv.Traits) (requ
 				found = max(found, min(m.Blocks, (len(line.Prompt)-1)/block)*block)
 			}
 		}
-		if requests++; found == line.Usage.Details.Cached {
-			exact++
+		if r.requests++; found == line.Usage.Details.Cached {
+			r.exact++
 		} else {
-			t.Logf("request %d of %d tokens: %d predicted, %d found", requests, len(line.Prompt), found, line.Usage.Details.Cached)
+			t.Logf("request %d of %d tokens: %d predicted, %d found", r.requests, len(line.Prompt), found, line.Usage.Details.Cached)
 		}
-		most = max(most, found-line.Usage.Details.Cached)
+		r.most = max(r.most, found-line.Usage.Details.Cached)
 		apply()
 	}
 	apply()
@@ -92,7 +102,8 @@ func replayCapture(t *testing.T, name string, block int, traits kv.Traits) (requ
 		t.Fatal(err)
 	}
 	t.Logf("layout %s", s.Stats().Layout())
-	return requests, exact, most
+	r.stream, r.index = s, index
+	return r
 }
 
 // form returns the name of a capture: the engine, its version and the model's form.
@@ -120,11 +131,93 @@ func TestPredictionsOfCapturedModelsAreExact(t *testing.T) {
 	}
 	for _, name := range files {
 		t.Run(form(name), func(t *testing.T) {
-			requests, exact, most := replayCapture(t, name, 32, capturedTraits[form(name)])
-			t.Logf("%d of %d predictions were exact; up to %d tokens too many", exact, requests, most)
-			if requests == 0 || exact < requests-tolerated[form(name)] {
-				t.Errorf("%d of %d predictions were exact; up to %d tokens too many", exact, requests, most)
+			r := replayCapture(t, name, 32, capturedTraits[form(name)])
+			t.Logf("%d of %d predictions were exact; up to %d tokens too many", r.exact, r.requests, r.most)
+			if r.requests == 0 || r.exact < r.requests-tolerated[form(name)] {
+				t.Errorf("%d of %d predictions were exact; up to %d tokens too many", r.exact, r.requests, r.most)
 			}
+		})
+	}
+}
+
+// TestCopiesOfAnIndexHaveAllCacheGroups: a dump, a snapshot and another router's answer
+// give the same predictions as the events.
+func TestCopiesOfAnIndexHaveAllCacheGroups(t *testing.T) {
+	const block = 32
+	for _, name := range []string{"vllm-0.32.0-gemma3", "vllm-0.32.0-lfm2", "vllm-0.32.0-engine-wide", "vllm-0.32.0-eagle"} {
+		original := replayCapture(t, filepath.Join("testdata/zoo", name+".jsonl.gz"), block, capturedTraits[name])
+		another := func() (*Stream, *radix.Tree) {
+			index := radix.NewTree()
+			return NewStream(Source{Worker: testkit.EventWorker, Endpoint: "tcp://127.0.0.1:1", BlockSize: block}, index, Options{}, slog.New(slog.DiscardHandler)), index
+		}
+		equal := func(t *testing.T, index *radix.Tree) {
+			t.Helper()
+			if err := index.Check(); err != nil {
+				t.Fatal(err)
+			}
+			found := 0
+			for _, prompt := range original.prompts {
+				local := kv.HashBlocks(nil, prompt, block, "", "")
+				got, want := index.Match(local, len(local), nil), original.index.Match(local, len(local), nil)
+				if !slices.Equal(got, want) {
+					t.Fatalf("a prompt of %d blocks matches %+v, want %+v", len(local), got, want)
+				}
+				if len(want) > 0 && want[0].Blocks > 0 {
+					found++
+				}
+			}
+			if found == 0 {
+				t.Error("no prompt matches anything")
+			}
+			if got, want := index.AllBlocks(testkit.EventWorker), original.index.AllBlocks(testkit.EventWorker); got != want {
+				t.Errorf("%d blocks, want %d", got, want)
+			}
+		}
+		t.Run(name+"/dump", func(t *testing.T) {
+			var text bytes.Buffer
+			if err := WriteDump(&text, original.index, block, []DumpPart{{"m:g", []kv.WorkerKey{testkit.EventWorker}}}); err != nil {
+				t.Fatal(err)
+			}
+			_, index := another()
+			if found, err := readDump(&text, index, block, slog.New(slog.DiscardHandler)); err != nil || found.LeftOut > 0 {
+				t.Fatalf("%+v: %v", found, err)
+			}
+			equal(t, index)
+		})
+		t.Run(name+"/snapshot", func(t *testing.T) {
+			var file bytes.Buffer
+			original.stream.Src.Endpoint = "tcp://127.0.0.1:1"
+			if _, _, err := writeSnapshot(t.Context(), &file, block, []*Stream{original.stream}, nil); err != nil {
+				t.Fatal(err)
+			}
+			ranks, err := parseSnapshot(file.Bytes(), block)
+			if err != nil || ranks[testkit.EventWorker] == nil {
+				t.Fatalf("%v: %v", ranks, err)
+			}
+			s, index := another()
+			s.saved = ranks[testkit.EventWorker]
+			s.restore()
+			equal(t, index)
+			if s.layout.String() != original.stream.layout.String() {
+				t.Errorf("layout %s, want %s", s.layout, original.stream.layout)
+			}
+		})
+		t.Run(name+"/peer", func(t *testing.T) {
+			answer := original.stream.History().Query(nil, nil, nil)
+			answer.BlockSize = block
+			var text bytes.Buffer
+			if err := answer.Write(&text); err != nil {
+				t.Fatal(err)
+			}
+			read, err := readAnswer(&text)
+			if err != nil {
+				t.Fatal(err)
+			}
+			s, index := another()
+			if !s.take(read) {
+				t.Fatal("the answer is not taken")
+			}
+			equal(t, index)
 		})
 	}
 }

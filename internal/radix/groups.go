@@ -30,6 +30,7 @@ type groupSlots struct {
 func (r *Tree) SetLayout(w kv.WorkerKey, layout kv.Layout, block int) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
+	r.sweep(sweepPerPart)
 	slot, known := r.slot(w)
 	if layout.Plain(block) && (!known || r.slots[slot].groups == nil) {
 		return
@@ -238,37 +239,6 @@ func (r *Tree) LayoutOf(w kv.WorkerKey) kv.Layout {
 		return r.slots[slot].groups.layout
 	}
 	return kv.Layout{}
-}
-
-// HeldBlock is a block of a group other than the first.
-type HeldBlock struct {
-	Group  int // place in the Layout, at least 1
-	Engine uint64
-	Copies int
-}
-
-// HeldOf returns the blocks of all groups of w but the first, in no order. Together
-// with its Layout and DumpOf they are all that the index has of w.
-func (r *Tree) HeldOf(w kv.WorkerKey) (held []HeldBlock) {
-	r.mu.RLock()
-	defer r.mu.RUnlock()
-	slot, known := r.slot(w)
-	if !known || r.slots[slot].groups == nil {
-		return nil
-	}
-	for i, other := range r.slots[slot].groups.others {
-		s := &r.slots[other]
-		held = slices.Grow(held, s.blocks.Len()+s.waiting.Len())
-		s.blocks.Each(func(engine uint64, _, _ uint32) bool {
-			held = append(held, HeldBlock{Group: i + 1, Engine: engine, Copies: 1 + int(s.copies.Get(engine, 0))})
-			return true
-		})
-		s.waiting.Each(func(engine uint64, _, copies uint32) bool {
-			held = append(held, HeldBlock{Group: i + 1, Engine: engine, Copies: int(copies)})
-			return true
-		})
-	}
-	return held
 }
 
 // AllBlocks returns the number of blocks that all groups of w hold, by engine hash and

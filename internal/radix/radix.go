@@ -3,10 +3,8 @@
 package radix
 
 import (
-	"cmp"
 	"errors"
 	"fmt"
-	"iter"
 	"math/bits"
 	"math/rand/v2"
 	"slices"
@@ -421,23 +419,6 @@ func (r *Tree) Blocks(w kv.WorkerKey) int {
 	return 0
 }
 
-// PlacedBlock is a block and the engine hash of the one that it follows.
-type PlacedBlock struct {
-	kv.StoredBlock
-	Parent    uint64
-	HasParent bool // false: it is a prompt's first
-}
-
-// DumpOf yields every block of w that Match can reach, each after its parent. Storing
-// the yielded blocks one by one into an empty index gives the same matches; a block with
-// several copies is yielded once for each. Blocks behind a hole are omitted, because their
-// parent is unknown. DumpOf first copies 32 bytes per block, during which lookups continue
-// and changes wait; the rest is computed without a lock while the blocks are consumed.
-func (r *Tree) DumpOf(w kv.WorkerKey) iter.Seq[PlacedBlock] {
-	held := r.snapshot(w)
-	return func(yield func(PlacedBlock) bool) { dumpWorker(held, yield) }
-}
-
 // storeBlock adds block to slot as a child of node at, and returns its node.
 func (r *Tree) storeBlock(slot, at uint32, block kv.StoredBlock) uint32 {
 	n := r.child(at, block.Local)
@@ -615,90 +596,4 @@ func narrow(active, set []uint64, held int, blocks []int) bool {
 		active[i] = kept
 	}
 	return left != 0
-}
-
-// heldBlock is one entry of a worker's table, as DumpOf needs it.
-type heldBlock struct {
-	block        kv.StoredBlock
-	node, parent uint32 // parent is rootNode for the first block of a prompt
-	copies       int
-}
-
-// snapshot returns what w holds, in no order.
-func (r *Tree) snapshot(w kv.WorkerKey) []heldBlock {
-	r.mu.RLock()
-	defer r.mu.RUnlock()
-	slot, known := r.slot(w)
-	if !known {
-		return nil
-	}
-	s := &r.slots[slot]
-	held := make([]heldBlock, 0, s.blocks.Len())
-	s.blocks.Each(func(engine uint64, _, n uint32) bool {
-		node := r.nodes.at(n)
-		held = append(held, heldBlock{
-			block:  kv.StoredBlock{Engine: engine, Local: node.local},
-			node:   n,
-			parent: node.parent,
-			copies: 1 + int(s.copies.Get(engine, 0)),
-		})
-		return true
-	})
-	return held
-}
-
-// dumpWorker yields the reachable blocks among held, each after its parent, until
-// yield returns false. It puts held in the order of nodes and engine hashes.
-func dumpWorker(held []heldBlock, yield func(PlacedBlock) bool) {
-	slices.SortFunc(held, func(a, b heldBlock) int {
-		return cmp.Or(cmp.Compare(a.node, b.node), cmp.Compare(a.block.Engine, b.block.Engine))
-	})
-	byNode := table.Table{} // node -> 1 + index of its first entry in held
-	for i := len(held) - 1; i >= 0; i-- {
-		byNode.Put(uint64(held[i].node), 0, uint32(i)+1)
-	}
-	const (
-		unknown = iota
-		reachable
-		unreachable
-	)
-	state := make([]uint8, len(held)) // of the first entry of each node
-	var path []int
-	for start := range held {
-		// Up to the root, a hole, or an ancestor whose state is known ...
-		path = path[:0]
-		var result uint8
-		for i := int(byNode.Get(uint64(held[start].node), 0)) - 1; ; {
-			if result = state[i]; result != unknown {
-				break
-			}
-			path = append(path, i)
-			if held[i].parent == rootNode {
-				result = reachable
-				break
-			}
-			if i = int(byNode.Get(uint64(held[i].parent), 0)) - 1; i < 0 {
-				result = unreachable
-				break
-			}
-		}
-		// ... and back down.
-		for _, first := range slices.Backward(path) {
-			state[first] = result
-			if result == unreachable {
-				continue
-			}
-			parent, hasParent := uint64(0), held[first].parent != rootNode
-			if hasParent {
-				parent = held[byNode.Get(uint64(held[first].parent), 0)-1].block.Engine
-			}
-			for i := first; i < len(held) && held[i].node == held[first].node; i++ {
-				for range held[i].copies {
-					if !yield(PlacedBlock{held[i].block, parent, hasParent}) {
-						return
-					}
-				}
-			}
-		}
-	}
 }

@@ -1,0 +1,87 @@
+package workers
+
+import (
+	"log/slog"
+	"strings"
+	"testing"
+
+	"kvrouter/internal/events"
+	"kvrouter/internal/kv"
+	"kvrouter/internal/probe"
+	"kvrouter/internal/radix"
+	"kvrouter/internal/testkit"
+)
+
+// comparedFleet is a fleet of one worker whose KV events have been followed from the
+// start; apply lets the worker publish something.
+func comparedFleet(t *testing.T, log *testkit.LogBuffer) (f *Fleet, key kv.WorkerKey, apply func()) {
+	t.Helper()
+	key = kv.WorkerKey{Worker: 3}
+	f = New(Settings{BlockSize: testkit.BlockSize}, Deps{Log: slog.New(slog.NewTextHandler(log, nil))})
+	w := newWorker(probe.Server{ID: key.Worker, URL: "http://127.0.0.1:1"}, true, false, StateReady)
+	stream := events.NewStream(events.Source{Worker: key, BlockSize: testkit.BlockSize}, radix.NewTree(), events.Options{}, f.log)
+	stream.Begin(0)
+	w.streams[key] = stream
+	f.workers = []*worker{w}
+	var seq uint64
+	return f, key, func() {
+		stream.Apply(seq, testkit.Payload(t, 1), true)
+		seq++
+	}
+}
+
+func TestDroppedBlockIsLearnedFromAnswers(t *testing.T) {
+	var log testkit.LogBuffer
+	f, key, apply := comparedFleet(t, &log)
+	drops := func() bool {
+		apply()
+		return strings.Contains(f.Workers()[0].Groups, "drops_last")
+	}
+	compare := func(times, predicted, found int) {
+		for range times {
+			f.Compared(key, predicted, found)
+		}
+	}
+	compare(dropsAfter-1, 12, 8)
+	compare(1, 12, 12) // one exact prediction: it is no drafter
+	compare(dropsAfter-1, 12, 8)
+	compare(20, 0, 0) // nothing to be found says nothing
+	if drops() {
+		t.Error("learned from too few answers")
+	}
+	compare(1, 12, 8)
+	if !drops() {
+		t.Errorf("not learned:\n%s", &log)
+	}
+	compare(dropsAfter, 4, 8) // one block too low now
+	if drops() {
+		t.Error("it does not get back")
+	}
+	compare(2*dropsAfter, 16, 8)
+	if drops() {
+		t.Error("learned from predictions that are two blocks off")
+	}
+}
+
+func TestWorkerWithFewExactPredictionsIsNamedOnce(t *testing.T) {
+	var log testkit.LogBuffer
+	f, key, _ := comparedFleet(t, &log)
+	const few, again = "worker 3: few predictions", "worker 3: predictions of cached tokens are exact again"
+	for i := range 4 * comparedKept {
+		f.Compared(key, 40, 40*(i%3)) // a third is exact
+	}
+	if n := strings.Count(log.String(), few); n != 1 {
+		t.Errorf("said %d times, want once:\n%s", n, &log)
+	}
+	if exact := f.Workers()[0].Exact; exact == nil || *exact > 0.4 || *exact < 0.25 {
+		t.Errorf("a share of %v, want a third", exact)
+	}
+	for range 2 * comparedKept {
+		f.Compared(key, 40, 40)
+	}
+	if n := strings.Count(log.String(), again); n != 1 {
+		t.Errorf("the end is said %d times, want once:\n%s", n, &log)
+	}
+	f.Compared(kv.WorkerKey{Worker: 9}, 4, 8) // unknown workers and ranks are ignored
+	f.Compared(kv.WorkerKey{Worker: 3, Rank: 7}, 4, 8)
+}
