@@ -224,7 +224,7 @@ func TestEventStreamFollowsVLLMsPublisher(t *testing.T) {
 		p := start(t, 10000)
 		f := eventstest.Follow(t, p.source(), nil)
 		larger := testkit.StoredEvent(5, 0, 2)
-		larger["block_size"], larger["stored"] = 8, testkit.BlockIDs(5, 0, 1)
+		larger["block_size"], larger["stored"] = 6, testkit.BlockIDs(5, 0, 1)
 		p.publish(t, one(testkit.StoredEvent(1, 0, 1), testkit.Event{"raw": "82a474797065ab426c6f636b53746f726564ac626c6f636b5f68617368657303"},
 			testkit.Event{"raw": "81a474797065aa426c6f636b4d6f766564"}, larger, testkit.StoredEvent(1, 1, 2)))
 		f.Holds(t, 1, 2, 2)

@@ -118,6 +118,7 @@ type matchScratch struct {
 	active []uint64 // bitset of the slots that hold every block so far
 	blocks []int    // by slot: leading blocks held, once that is known
 	runs   []pathRun
+	few    [128]pathRun // of runs, which seldom has more
 	path   path
 }
 
@@ -313,6 +314,7 @@ func (r *Tree) Match(local []uint64, usable int, dst []kv.Match) []kv.Match {
 	if len(scratch.blocks) < len(r.slots) {
 		scratch.blocks = make([]int, len(r.slots))
 		scratch.active = make([]uint64, len(r.live))
+		scratch.runs = scratch.few[:0]
 	}
 
 	// Along a prompt the workers seldom change from one block to the next, and
