@@ -276,6 +276,7 @@ type WorkerRecord struct {
 	Engine      kv.Engine `json:"engine"`                // as detected so far
 	Predictions string    `json:"predictions,omitempty"` // why they are not exact, as detected so far
 	Speculation string    `json:"speculation,omitempty"` // algorithm of its speculative decoding, likewise
+	workers.Exactness
 
 	Failures *failureRecord `json:"failures,omitempty"` // nil: it is not up
 }
@@ -385,7 +386,7 @@ func (s *Service) specOf(status workers.Status) workerSpec {
 func (s *Service) record(w workers.Status, spec workerSpec, up bool) WorkerRecord {
 	r := WorkerRecord{
 		WorkerID: w.ID, Name: w.Name, workerSpec: spec, Lifecycle: LifecycleSchedulable,
-		State: w.State, Engine: w.Engine, Predictions: w.Predictions, Speculation: w.Speculation, PID: w.PID, Restarts: w.Restarts, Generation: w.Generation,
+		State: w.State, Engine: w.Engine, Predictions: w.Predictions, Speculation: w.Speculation, Exactness: w.Exactness, PID: w.PID, Restarts: w.Restarts, Generation: w.Generation,
 	}
 	for _, key := range w.Keys() {
 		r.add(s.models.LoadOf(key))

@@ -408,7 +408,10 @@ func (f *Fleet) Workers() []Status {
 	for _, w := range workers {
 		status := w.current()
 		w.mu.Lock()
-		status.Exactness = w.exactness()
+		var missed bool
+		if status.Exactness, missed = w.exactness(); missed && status.Predictions == "" {
+			status.Predictions = groupsMissed
+		}
 		w.mu.Unlock()
 		status.Ranks, status.Models = slices.Clone(status.Ranks), slices.Clone(status.Models)
 		list = append(list, status)

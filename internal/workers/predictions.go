@@ -116,10 +116,15 @@ type Exactness struct {
 	Exact  *float64 `json:"exact_predictions,omitempty"` // share of the last 64 a rank; nil: none was compared
 }
 
-// exactness returns that of w; w.mu is held.
-func (w *worker) exactness() (e Exactness) {
+// groupsMissed is why the predictions for a worker are not exact.
+const groupsMissed = "upper bound: a KV-cache group of the engine cannot be followed"
+
+// exactness returns that of w, and whether a KV-cache group cannot be followed; w.mu is
+// held.
+func (w *worker) exactness() (e Exactness, missed bool) {
 	sum, of := 0.0, 0
 	for key, stream := range w.streams {
+		missed = missed || stream.Stats().UnknownGroups.Load() > 0
 		if e.Groups == "" {
 			e.Groups = stream.Stats().Layout().String()
 		}
@@ -132,7 +137,7 @@ func (w *worker) exactness() (e Exactness) {
 		share := sum / float64(of)
 		e.Exact = &share
 	}
-	return e
+	return e, missed
 }
 
 // byID returns the worker with that id; nil: there is none.

@@ -12,6 +12,23 @@ import (
 	"kvrouter/internal/testkit"
 )
 
+func TestWorkerWithAGroupThatCannotBeFollowedIsShown(t *testing.T) {
+	var log testkit.LogBuffer
+	f, key, _ := comparedFleet(t, &log)
+	if got := f.Workers()[0]; got.Predictions != "" {
+		t.Errorf("%+v", got)
+	}
+	e := testkit.StoredEvent(1, 0, 1)
+	e["group_idx"], e["kv_cache_spec_kind"] = 2, "odd"
+	f.workers[0].streams[key].Apply(0, testkit.Payload(t, 1, e), true)
+	if got := f.Workers()[0].Predictions; got != groupsMissed {
+		t.Errorf("predictions %q, want %q", got, groupsMissed)
+	}
+	if !strings.Contains(log.String(), "cannot be followed") {
+		t.Errorf("log:\n%s", &log)
+	}
+}
+
 // comparedFleet is a fleet of one worker whose KV events have been followed from the
 // start; apply lets the worker publish something.
 func comparedFleet(t *testing.T, log *testkit.LogBuffer) (f *Fleet, key kv.WorkerKey, apply func()) {
