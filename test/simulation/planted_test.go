@@ -20,7 +20,7 @@ type planted struct {
 
 var bugs = []planted{
 	{"a removal loses its first block", "internal/events/apply.go",
-		"unknown := s.index.Remove(s.Src.Worker, e.hashes)", "unknown := s.index.Remove(s.Src.Worker, e.hashes[min(1, len(e.hashes)):])"},
+		"unknown = s.index.Remove(s.Src.Worker, hashes)", "unknown = s.index.Remove(s.Src.Worker, hashes[min(1, len(hashes)):])"},
 	{"a booking is released twice", "internal/router/booking.go",
 		"if b.ended.Load() {\n\t\treturn\n\t}\n\tb.ended.Store(true)", "b.ended.Store(true)"},
 	{"a replay skips a batch that is missing", "internal/events/replay.go",
@@ -36,8 +36,8 @@ var bugs = []planted{
 		"leg.Leg, leg.Kinds, leg.Override, leg.Cached = kv.LegDecode, kv.KindsOf(prefill.Kind), &override, &none", "leg.Leg, leg.Kinds, leg.Override, leg.Cached = kv.LegWhole, 0, &override, &none"},
 
 	{"a snapshot is restored without a proof", "internal/events/snapshot.go",
-		"stream.next, stream.sum, stream.group, stream.groupKnown = rank.at.next, rank.at.sum, rank.at.group, rank.at.groupKnown\n",
-		"stream.next, stream.sum, stream.group, stream.groupKnown = rank.at.next, rank.at.sum, rank.at.group, rank.at.groupKnown\n\tstream.restore()\n"},
+		"stream.next, stream.sum, stream.layout, stream.layoutText = rank.at.next, rank.at.sum, rank.layout, rank.at.layout\n",
+		"stream.next, stream.sum, stream.layout, stream.layoutText = rank.at.next, rank.at.sum, rank.layout, rank.at.layout\n\tstream.restore()\n"},
 	{"a snapshot's checksum is not checked", "internal/events/snapshotfile.go",
 		"if xxh3.Hash(body) != sum {", "if xxh3.Hash(body) != sum && sum == 0 {"},
 	{"a snapshot claims a batch that it does not have", "internal/events/snapshot.go",
