@@ -19,7 +19,7 @@ const (
 	portsEach = 5
 )
 
-// chaosAll tells whether every policy is to meet every fault.
+// chaosAll reports whether every policy is tested with every fault.
 func chaosAll() bool { return os.Getenv("KVROUTER_CHAOS") != "" }
 
 // beside runs a subtest for each of n, atATime of them at a time, with portsEach ports for

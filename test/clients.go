@@ -47,7 +47,7 @@ type poison struct {
 	name  string
 	serve http.HandlerFunc
 	fails bool // it discredits the client
-	cuts  bool // but not behind a gateway, which tells the router that a worker cut an answer short as if the client had left
+	cuts  bool // but not behind a gateway: it reports an answer cut by its worker like a client that disconnects
 }
 
 var poisons = []poison{

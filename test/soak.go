@@ -331,7 +331,7 @@ func matches(r *Router) func(t *testing.T, prompts [][]uint64) matcher {
 }
 
 // compare stops each worker's engine in turn until the index has seen all that
-// it told, and holds the index against its cache; look opens the index. A worker
+// it published, and compares the index with its cache; look opens the index. A worker
 // that hangs or dies is left out, and so is one whose last batch was dropped: that
 // only shows after a while, and its clients cannot wait as long.
 func (s *soak) compare(t *testing.T, asked [][]map[string]string, look func(t *testing.T, prompts [][]uint64) matcher) (found standing) {

@@ -165,11 +165,7 @@ func (s *Stream) applyEvent(e *kvEvent) error {
 			unknown = s.index.Drop(s.Src.Worker, group, e.hashes)
 			s.history.dropped(group, e.hashes)
 		} else {
-			hashes := e.hashes
-			if parts := s.parts(); parts > 1 {
-				s.hashes = partHashes(s.hashes[:0], e.hashes, parts)
-				hashes = s.hashes
-			}
+			hashes := s.inParts(e.hashes)
 			unknown = s.index.Remove(s.Src.Worker, hashes)
 			s.history.removed(hashes)
 		}
@@ -215,6 +211,9 @@ func (s *Stream) applyStored(e *kvEvent) error {
 	if group > 0 {
 		return s.applyHeld(group, e.hashes)
 	}
+	if len(s.layout.Groups) == 0 && e.blockSize != s.Src.BlockSize { // SGLang names no groups
+		s.setGroups([]kv.CacheGroup{{Block: e.blockSize}})
+	}
 	if parts := s.parts(); len(s.layout.Groups) > 0 && e.blockSize != s.layout.Groups[0].Block {
 		return fmt.Errorf("block_size is %d, that of the group is %d", e.blockSize, s.layout.Groups[0].Block)
 	} else if s.overflows(parts * len(e.hashes)) {
@@ -224,14 +223,12 @@ func (s *Stream) applyStored(e *kvEvent) error {
 		return s.applyTail(e)
 	}
 	var err error
-	s.blocks, err = s.dec.blocks(s.blocks[:0], e, e.blockSize/s.Src.BlockSize)
+	s.blocks, err = s.dec.blocks(s.blocks[:0], e, s.parts())
 	if err != nil {
 		return err
 	}
 	if s.seeded { // or a block from the peer counts twice
-		for _, b := range s.blocks {
-			s.index.Remove(s.Src.Worker, []uint64{b.Engine})
-		}
+		s.index.Remove(s.Src.Worker, s.inParts(e.hashes))
 	}
 	if ahead := e.lookahead(); ahead.Tokens > 0 {
 		s.index.LookaheadStored(ahead)

@@ -155,6 +155,16 @@ func (s *Stream) parts() int {
 	return max(1, s.layout.Groups[0].Block/s.Src.BlockSize)
 }
 
+// inParts returns the hashes of all parts of the first group's blocks, until the next call.
+func (s *Stream) inParts(engine []uint64) []uint64 {
+	parts := s.parts()
+	if parts == 1 {
+		return engine
+	}
+	s.hashes = partHashes(s.hashes[:0], engine, parts)
+	return s.hashes
+}
+
 // windowed reports whether no group needs all blocks of a prompt: those of the first do
 // not follow each other.
 func (s *Stream) windowed() bool {
@@ -210,7 +220,7 @@ func (s *Stream) applyTail(e *kvEvent) error {
 	t := tail{e.parent, e.hasParent, locals, slices.Clone(e.hashes)}
 	s.batch.stored = true
 	if before, known := s.tails[e.parent]; known && e.hasParent && slices.Equal(locals[:parts], before.locals[len(before.locals)-parts:]) {
-		s.index.Remove(s.Src.Worker, partHashes(nil, before.hashes, parts))
+		s.index.Remove(s.Src.Worker, s.inParts(before.hashes))
 		s.storeTail(before, len(before.locals)/parts-len(before.hashes)-1)
 		delete(s.tails, e.parent)
 	}

@@ -268,7 +268,8 @@ func (l *Log) position() position {
 }
 
 // held returns the rank's blocks as they are between two batches, those of groups other
-// than the first as others, and what they are as of. complete means that none is missing; count is the number of them, copies
+// than the first as others, and what they are as of. complete means that none is
+// missing; count is the number of those of the first group, copies
 // counted once.
 func (l *Log) held() (at position, complete bool, count int, blocks iter.Seq[radix.PlacedBlock], others []radix.HeldBlock) {
 	l.mu.Lock()

@@ -448,6 +448,17 @@ func TestEventStreamFindsWhatAllCacheGroupsHold(t *testing.T) {
 		f.Holds(t, 1, 6, 3)
 		f.Has(t, map[string]uint64{"block_size_mismatch": 0, "unknown_removed": 0, "removed_blocks": 1})
 	})
+	t.Run("an engine's block of three of ours, without groups", func(t *testing.T) {
+		e := stored(1, 0, 6)
+		e["block_size"], e["stored"] = 3*testkit.BlockSize, testkit.BlockIDs(1, 0, 2)
+		f := eventstest.Applied(t, testkit.Payload(t, 1, e))
+		f.Holds(t, 1, 6, 6)
+		f.Apply(1, testkit.Payload(t, 1, removed(1, 1, 2)), true)
+		f.Holds(t, 1, 6, 3)
+		f.Apply(2, testkit.Payload(t, 1, removed(1, 0, 1)), true)
+		f.Holds(t, 1, 6, 0)
+		f.Has(t, map[string]uint64{"unknown_removed": 0})
+	})
 	t.Run("the last block is computed again", func(t *testing.T) {
 		f := eventstest.Applied(t)
 		f.SetTraits(kv.Traits{DropsLast: true})

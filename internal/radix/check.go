@@ -43,6 +43,15 @@ func (r *Tree) checkNodes() (free []bool, err error) {
 	if err := r.branches.Check(); err != nil {
 		return nil, fmt.Errorf("branches: %w", err)
 	}
+	bare := 0
+	for n := uint32(1); n < nodes.next; n++ {
+		if !free[n] && nodes.at(n).members == 0 {
+			bare++
+		}
+	}
+	if bare != r.bare {
+		return nil, fmt.Errorf("%d nodes without a worker are counted as %d", bare, r.bare)
+	}
 	children := make([]uint32, nodes.next)
 	branches := 0
 	for n := uint32(1); n < nodes.next; n++ {

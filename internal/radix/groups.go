@@ -1,7 +1,6 @@
 package radix
 
 import (
-	"fmt"
 	"slices"
 
 	"kvrouter/internal/kv"
@@ -44,15 +43,12 @@ func (r *Tree) SetLayout(w kv.WorkerKey, layout kv.Layout, block int) {
 		old, slots = g.layout, g.others
 		r.countGroups(g, -1)
 	}
-	r.slots[slot].groups = nil
 	if len(old.Groups) > 0 && (len(layout.Groups) == 0 || old.Groups[0] != layout.Groups[0]) {
-		for _, other := range slots {
-			r.retire(other)
-		}
-		old, slots = kv.Layout{}, nil
 		r.retire(slot)
 		slot = r.takeSlot(w)
+		old, slots = kv.Layout{}, nil
 	}
+	r.slots[slot].groups = nil
 	next := &groupSlots{layout: layout, rules: rulesOf(layout, block)}
 	for i := 1; i < len(layout.Groups); i++ {
 		at := slices.Index(old.Groups, layout.Groups[i])
@@ -167,37 +163,9 @@ func (r *Tree) dropPart(w kv.WorkerKey, group int, engine []uint64) (unknown int
 // StoreTail is Store for a first group that does not keep all blocks of a prompt, such
 // as that of a model with sliding windows only: w holds blocks, but not those before
 // them, which have the local hashes skipped and follow the block parent. blocks must not
-// be empty.
+// be empty. It also fails with ErrTooManyBare.
 func (r *Tree) StoreTail(w kv.WorkerKey, parent uint64, hasParent bool, skipped []uint64, blocks []kv.StoredBlock) error {
-	r.mu.Lock()
-	defer r.mu.Unlock()
-	r.sweep(sweepPerPart + sweepPerBlock*len(blocks))
-	slot, known := r.slot(w)
-	at := rootNode
-	if hasParent {
-		if known {
-			at = r.slots[slot].blocks.Get(parent, 0)
-		}
-		if at == rootNode {
-			return fmt.Errorf("worker %d rank %d: store of %d blocks after engine hash %d: %w", w.Worker, w.Rank, len(blocks), parent, ErrParentUnknown)
-		}
-	}
-	if !known {
-		slot = r.takeSlot(w)
-	}
-	// Until the first of blocks is stored, the path to it has neither workers nor
-	// children; under the lock that is not seen.
-	for _, local := range skipped {
-		n := r.child(at, local)
-		if n == 0 {
-			n = r.addChild(at, local)
-		}
-		at = n
-	}
-	for _, b := range blocks {
-		at = r.storeBlock(slot, at, b)
-	}
-	return nil
+	return r.storePart(w, parent, hasParent, skipped, blocks)
 }
 
 // follow puts the blocks of a worker's other groups with the engine hash to node n, at
@@ -220,12 +188,10 @@ func (r *Tree) follow(g *groupSlots, engine uint64, n uint32) {
 	}
 }
 
-// clearGroups empties the groups of the worker whose slot was first, and gives them to
-// its new slot.
-func (r *Tree) clearGroups(g *groupSlots, slot uint32) {
+// emptyGroups gives a new slot of a worker the groups that it had, empty.
+func (r *Tree) emptyGroups(g *groupSlots, slot uint32) {
 	next := &groupSlots{layout: g.layout, rules: g.rules}
-	for _, other := range g.others {
-		r.retire(other)
+	for range g.others {
 		next.others = append(next.others, r.newSlot())
 	}
 	r.slots[slot].groups = next

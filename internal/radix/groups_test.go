@@ -1,6 +1,7 @@
 package radix
 
 import (
+	"errors"
 	"fmt"
 	"maps"
 	"slices"
@@ -469,4 +470,24 @@ func FuzzRules(f *testing.F) {
 			}
 		}
 	})
+}
+
+func TestTailBehindTooManyBarePrefixesIsRefused(t *testing.T) {
+	x := newIndex(t)
+	chain := testkit.Chain(testkit.Prompt(1, 1))
+	if err := x.StoreTail(testkit.W1, 0, false, make([]uint64, maxBare+1), chain); !errors.Is(err, ErrTooManyBare) {
+		t.Errorf("error %v", err)
+	}
+	x.wantsCounts(testkit.W1, 0, 0)
+	if err := x.StoreTail(testkit.W1, 0, false, []uint64{7, 8}, chain); err != nil {
+		t.Fatal(err)
+	}
+	x.checked()
+	if x.bare != 2 {
+		t.Errorf("%d bare nodes, want 2", x.bare)
+	}
+	x.remove(testkit.W1, chain[0].Engine)
+	if x.bare != 0 || x.nodes.used != 1 {
+		t.Errorf("%d bare nodes of %d remain", x.bare, x.nodes.used)
+	}
 }

@@ -23,7 +23,13 @@ var (
 	ErrParentUnknown = errors.New("parent block unknown")
 	// ErrSelfParent: a block is named as its own parent.
 	ErrSelfParent = errors.New("block is its own parent")
+	// ErrTooManyBare: prefixes that no worker holds, on the way to blocks that some do,
+	// have reached their maximum.
+	ErrTooManyBare = errors.New("too many prefixes without a worker")
 )
+
+// maxBare bounds the nodes without a worker that StoreTail may leave, of 24 bytes each.
+const maxBare = 1 << 22
 
 // sweepPerPart and sweepPerBlock are the entries of cleared workers that every part
 // of a Store or Remove sweeps: a base, and as many more for each of its blocks.
@@ -89,6 +95,7 @@ type Tree struct {
 	vacant   []uint32 // unused slots
 	retired  []uint32 // slots still to be swept, oldest first
 	seed     uint64   // of all tables
+	bare     int      // nodes without a worker, the root not among them
 	grouped  int      // workers with groupSlots
 	beyond   int      // of them, those whose rules are beyond
 
@@ -152,10 +159,10 @@ func (r *Tree) Store(w kv.WorkerKey, parent uint64, hasParent bool, blocks []kv.
 	}
 
 	if len(blocks) == 0 {
-		return r.storePart(w, parent, hasParent, nil)
+		return r.storePart(w, parent, hasParent, nil, nil)
 	}
 	for part := range slices.Chunk(blocks, partBlocks) {
-		if err := r.storePart(w, parent, hasParent, part); err != nil {
+		if err := r.storePart(w, parent, hasParent, nil, part); err != nil {
 			return err
 		}
 		parent, hasParent = part[len(part)-1].Engine, true
@@ -163,8 +170,9 @@ func (r *Tree) Store(w kv.WorkerKey, parent uint64, hasParent bool, blocks []kv.
 	return nil
 }
 
-// storePart is Store for as many blocks as lookups may wait for.
-func (r *Tree) storePart(w kv.WorkerKey, parent uint64, hasParent bool, blocks []kv.StoredBlock) error {
+// storePart is Store for as many blocks as lookups may wait for, behind those that are
+// skipped: see StoreTail.
+func (r *Tree) storePart(w kv.WorkerKey, parent uint64, hasParent bool, skipped []uint64, blocks []kv.StoredBlock) error {
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	r.sweep(sweepPerPart + sweepPerBlock*len(blocks))
@@ -182,12 +190,24 @@ func (r *Tree) storePart(w kv.WorkerKey, parent uint64, hasParent bool, blocks [
 	if len(blocks) == 0 {
 		return nil
 	}
+	if len(skipped) > 0 && r.bare+len(skipped) > maxBare {
+		return fmt.Errorf("worker %d rank %d: store behind %d blocks: %w", w.Worker, w.Rank, len(skipped), ErrTooManyBare)
+	}
 	if !known {
 		slot = r.takeSlot(w)
 	}
 	held := &r.slots[slot].blocks
 	for _, b := range blocks {
 		_ = held.Get(b.Engine, 0)
+	}
+	// Until the first of blocks is stored, the path to it has neither workers nor
+	// children; under the lock that is not seen.
+	for _, local := range skipped {
+		n := r.child(at, local)
+		if n == 0 {
+			n = r.addChild(at, local)
+		}
+		at = n
 	}
 	for _, b := range blocks {
 		at = r.storeBlock(slot, at, b)
@@ -241,7 +261,7 @@ func (r *Tree) Clear(w kv.WorkerKey) {
 	r.retire(slot)
 	slot = r.takeSlot(w)
 	if groups != nil {
-		r.clearGroups(groups, slot)
+		r.emptyGroups(groups, slot)
 	}
 }
 
@@ -253,9 +273,6 @@ func (r *Tree) Forget(worker uint64) {
 		if p.key.Worker == worker {
 			if g := r.slots[p.slot].groups; g != nil {
 				r.countGroups(g, -1)
-				for _, other := range g.others {
-					r.retire(other)
-				}
 			}
 			r.retire(p.slot)
 		}
@@ -473,6 +490,11 @@ func (r *Tree) toggleMember(slot, n uint32) {
 	node := r.nodes.at(n)
 	old := node.members
 	node.members = r.sets.toggle(old, slot)
+	if old == 0 {
+		r.bare--
+	} else if node.members == 0 {
+		r.bare++
+	}
 	r.sets.acquire(node.members)
 	r.sets.release(old)
 }
@@ -496,6 +518,7 @@ func (r *Tree) child(n uint32, local uint64) uint32 {
 func (r *Tree) addChild(n uint32, local uint64) uint32 {
 	c := r.nodes.alloc()
 	*r.nodes.at(c) = treeNode{local: local, parent: n}
+	r.bare++
 	parent := r.nodes.at(n)
 	if parent.child == 0 {
 		parent.child = c
@@ -523,6 +546,7 @@ func (r *Tree) freeUnused(n uint32) {
 		parent.children--
 		up := node.parent
 		r.nodes.release(n)
+		r.bare--
 		n = up
 	}
 }
@@ -557,6 +581,11 @@ func (r *Tree) takeSlot(w kv.WorkerKey) uint32 {
 func (r *Tree) retire(slot uint32) {
 	r.live[slot/64] &^= 1 << (slot % 64)
 	s := &r.slots[slot]
+	if s.groups != nil {
+		for _, other := range s.groups.others {
+			r.retire(other)
+		}
+	}
 	s.copies, s.aliases, s.waiting, s.groups = table.Table{}, table.Table{}, table.Table{}, nil
 	r.retired = append(r.retired, slot)
 }

@@ -72,7 +72,7 @@ func TestGatewayLeavesAStuckWorker(t *testing.T) {
 			switch kind {
 			case "stream":
 				fine = err == nil && status == http.StatusOK && strings.Count(answer, `"error"`) == 1
-			case "half": // it cannot be told apart from a whole one but by its connection
+			case "half": // only its connection distinguishes it from a complete one
 				fine = errors.Is(err, io.ErrUnexpectedEOF)
 			default:
 				fine = err == nil && status == http.StatusBadGateway && strings.Contains(answer, `"error"`)
