@@ -27,6 +27,10 @@ const (
 	paceLeast   = 8
 	// paceTokens is the minimum number of tokens from which a time per token is computed.
 	paceTokens = 256
+	// stalledFloor is the lower bound of the silence of running answers that counts as too
+	// long, and stalledFactor the multiple of the longest one after which a worker went on.
+	stalledFloor  = 10 * time.Second
+	stalledFactor = 4
 	// othersWithin is the time within which another worker must have answered for a silent
 	// one to be at fault.
 	othersWithin = time.Minute
@@ -90,11 +94,16 @@ func (u *baseline) allowed(c Class, tokens int, floor time.Duration, least int) 
 		return 0, false
 	}
 	most, all := r.high()
+	return max(floor, slowFactor*most, longestFactor*all) + paceFactor*u.paceOf(tokens), true
+}
+
+// paceOf returns the 95th percentile of the time for so many prompt tokens.
+func (u *baseline) paceOf(tokens int) time.Duration {
 	pace := paceDefault
 	if u.pace.count >= paceLeast {
 		pace, _ = u.pace.high()
 	}
-	return max(floor, slowFactor*most, longestFactor*all) + paceFactor*pace*time.Duration(max(0, tokens)), true
+	return pace * time.Duration(max(0, tokens))
 }
 
 // othersAnswer reports whether another worker has answered within othersWithin.
@@ -138,8 +147,28 @@ func (d *Detector) Silent(a Attempt, c Class, tokens int, silent time.Duration, 
 	case silent < allowed:
 		return false, max(allowed-silent, lookAgain/10)
 	}
+	return d.stuck(a, w, silent, now), lookAgain
+}
+
+// Stalled judges a worker whose running answers have all been silent for that time, while
+// others went on. gap is the longest silence of lately after which a worker went on, and
+// tokens are the prompt tokens that it may be computing meanwhile. If the silence is far
+// above these, the worker is stuck: it is ejected, or spared.
+func (d *Detector) Stalled(a Attempt, silent, gap time.Duration, tokens int, now time.Time) (stuck bool) {
+	w := d.of(a)
+	if w == nil || d.settings.EjectAfter == 0 || d.Discredited(a.Client, now) {
+		return false
+	}
+	if silent < max(stalledFloor, stalledFactor*gap)+d.baseline.paceOf(tokens) {
+		return false
+	}
+	return d.stuck(a, w, silent, now)
+}
+
+// stuck records that w is stuck. It reports whether its requests must end.
+func (d *Detector) stuck(a Attempt, w *worker, silent time.Duration, now time.Time) bool {
 	d.Failed(a, Stuck, "no data received for "+silent.Round(time.Millisecond).String()+" while other workers answered", now)
-	return w.phase == phaseOut || w.spared.Equal(now), lookAgain
+	return w.phase == phaseOut || w.spared.Equal(now)
 }
 
 // FirstLook returns the time from sending a request to the first check for silence.

@@ -58,13 +58,17 @@ type inflight struct {
 // workerInflight holds the requests in flight on one worker.
 type workerInflight struct {
 	requests map[*inflight]struct{}
-	last     int64 // when the last byte came of those that are over, Unix ns
+	last     int64         // when the last byte came of those that are over, Unix ns
+	timer    *time.Timer   // of the next look at the running answers
+	silent   time.Duration // of the running answers at the last look; 0: they are too few
 }
 
 // inflights are the requests in flight, by worker.
 type inflights struct {
-	mu      sync.Mutex // guards workers and the last fields of each inflight
+	mu      sync.Mutex // guards the rest and the last fields of each inflight
 	workers map[uint64]*workerInflight
+	gaps    gaps      // of running answers, on all workers
+	over    heardLast // of answers that are over
 }
 
 // sent notes that a request is sent. cancel ends it with a cause. ended must follow.
@@ -76,6 +80,7 @@ func (p *Proxy) sent(b *router.Booking, target kv.Target, cancel context.CancelC
 	if l == nil {
 		l = &workerInflight{requests: map[*inflight]struct{}{}}
 		p.inflights.workers[target.Key.Worker] = l
+		l.timer = time.AfterFunc(flowLook, func() { p.lookAtFlow(target.Key.Worker, l) })
 	}
 	l.requests[f] = struct{}{}
 	f.moves, f.judges = by.moves && watched, by.judges && watched
@@ -104,8 +109,10 @@ func (p *Proxy) ended(f *inflight) {
 	}
 	l := p.inflights.workers[f.target.Key.Worker]
 	l.last = max(l.last, f.heard.Load())
+	p.inflights.over.note(f.target.Key.Worker, f.heard.Load())
 	if delete(l.requests, f); len(l.requests) == 0 {
 		delete(p.inflights.workers, f.target.Key.Worker)
+		l.timer.Stop()
 	}
 }
 
@@ -165,15 +172,7 @@ func (p *Proxy) look(f *inflight) {
 		f.timer.Reset(again)
 		return
 	}
-	for other := range l.requests {
-		switch {
-		case other.target.Generation != f.target.Generation:
-		case other.moves && other.heard.Load() == 0:
-			other.cancel(&abortError{why: "no data received while other workers answered", stuck: true})
-		default:
-			p.endStalled(other)
-		}
-	}
+	p.leave(l, f.target.Generation)
 }
 
 // lookAtUnmoved ends a request that may not be sent elsewhere and has had no byte for

@@ -312,6 +312,21 @@ func (b *Booking) Silent(silent time.Duration) (stuck bool, again time.Duration)
 	return stuck, again
 }
 
+// Stalled evaluates the worker, whose running answers have all been silent for that time.
+// gap is the longest silence after which a worker went on lately; ahead are the requests
+// there whose prompts it may be computing. It reports whether the worker is stuck, as
+// Silent does.
+func (b *Booking) Stalled(silent, gap time.Duration, ahead []*Booking) (stuck bool) {
+	b.locked(func(r *Router, now time.Time) {
+		tokens := 0
+		for _, other := range ahead {
+			tokens = max(tokens, other.queued)
+		}
+		stuck = r.outliers.Stalled(b.attempt(), silent, gap, tokens, now)
+	})
+	return stuck
+}
+
 // FirstLook returns the time from sending the request to the first call of Silent.
 // Not ok: never, because a decode leg may wait for its prefill leg.
 func (b *Booking) FirstLook() (after time.Duration, ok bool) {
