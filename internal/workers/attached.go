@@ -94,7 +94,7 @@ func (f *Fleet) eventSources(ctx context.Context, w *worker) []events.Source {
 		return sources
 	}
 	f.log.Debug("worker reports no KV event sources", "worker", w.id, "error", err)
-	if w.spec.EventsPort == 0 || !probe.NotFound(err) {
+	if w.spec.EventsPort == 0 && w.spec.KVEvents == "" || !probe.NotFound(err) {
 		return sources
 	}
 	inferred, err := f.probe.InferEventSources(ctx, w.spec)

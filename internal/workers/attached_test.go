@@ -211,6 +211,51 @@ func TestAttachedWorkerThatHidesItsModelsIsUsedAllTheSame(t *testing.T) {
 	a.server.Close()
 }
 
+// TestAServerOfSomeRanksOfADeployment: with --data-parallel-hybrid-lb, vLLM's header names a
+// rank from the server's own first one on, and all else by its number in the deployment.
+func TestAServerOfSomeRanksOfADeployment(t *testing.T) {
+	defer goleak.VerifyNone(t)
+	defer http.DefaultClient.CloseIdleConnections()
+	a := newAttachedServer(t, `{"2":{"enable_kv_cache_events":true,"endpoint":"tcp://*:5559","replay_endpoint":"tcp://*:5759"},"3":{"enable_kv_cache_events":true,"endpoint":"tcp://*:5560"}}`)
+	a.metrics = `vllm:cache_config_info{block_size="64",engine="2",num_gpu_blocks="202"} 1` + "\n" + `vllm:cache_config_info{block_size="64",engine="3",num_gpu_blocks="202"} 1` + "\n"
+	a.start()
+	f := attachedFleet(t, a, "")
+	targets := make(chan kv.Target, 2)
+	f.hooks.Up = func(target kv.Target) { f.observed.up(target); targets <- target }
+	f.start()
+	f.wantEvents("up 3.2 g1", "up 3.3 g1")
+	for _, server := range []uint32{0, 1} {
+		if target := <-targets; target.Key.Rank != server+2 || target.ServerRank() != server || target.Ranks != 2 || target.TotalBlocks != 100 {
+			t.Errorf("rank %d of the server: %+v", server, target)
+		}
+	}
+	if s := f.Workers()[0]; s.KVEvents != "tcp://127.0.0.1:5559" || s.Replay != "tcp://127.0.0.1:5759" || s.Predictions != "" {
+		t.Errorf("%+v", s)
+	}
+	f.stop()
+	a.server.Close()
+}
+
+// TestRanksThatTheRouterCannotTellApartAreNamed: the server chooses among them by itself.
+func TestRanksThatTheRouterCannotTellApartAreNamed(t *testing.T) {
+	defer goleak.VerifyNone(t)
+	defer http.DefaultClient.CloseIdleConnections()
+	a := newAttachedServer(t, `{"0":{"enable_kv_cache_events":true,"endpoint":"tcp://*:5557"}}`)
+	a.metrics = `vllm:cache_config_info{block_size="64",engine="0",num_gpu_blocks="202"} 1` + "\n" + `vllm:cache_config_info{block_size="64",engine="1",num_gpu_blocks="202"} 1` + "\n"
+	a.start()
+	f := attachedFleet(t, a, "")
+	f.start()
+	f.wantEvents("up 3.0 g1")
+	if s := f.Workers()[0]; !strings.Contains(s.Predictions, "2 data-parallel ranks, and the router knows the KV events of 1") {
+		t.Errorf("%+v", s)
+	}
+	if log := f.out.String(); strings.Count(log, "chooses the rank of each request itself") != 1 {
+		t.Errorf("log: %s", log)
+	}
+	f.stop()
+	a.server.Close()
+}
+
 // TestTheIndexHoldsNoMoreThanAWorkerSaysItsCacheCan: one that never told of a removal
 // filled the router's memory.
 func TestTheIndexHoldsNoMoreThanAWorkerSaysItsCacheCan(t *testing.T) {
