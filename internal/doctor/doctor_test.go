@@ -267,6 +267,11 @@ func TestEachFaultIsFoundWithWhatToChange(t *testing.T) {
 				return strings.Replace(body, "vllm:cache_config_info{", `vllm:cache_config_info{block_size="64",engine="1"} 1`+"\nvllm:cache_config_info{", 1)
 			})
 		}, Note, []string{"has 2 data-parallel ranks and names the KV events of 1", "/kv_event_sources"}},
+		{"parts of blocks", nil, func(t *testing.T, w *ward, _ *Setup) {
+			front(t, &w.attached[0], func(path string, _ *http.Response, body string) string {
+				return strings.Replace(body, "vllm:cache_config_info{", `vllm:cache_config_info{prefix_match_unit="32",`, 1)
+			})
+		}, Note, []string{"predictions are not exact", "--prefix-match-unit"}},
 		{"no render route", nil, func(t *testing.T, w *ward, _ *Setup) {
 			front(t, &w.attached[0], func(path string, response *http.Response, body string) string {
 				if strings.HasSuffix(path, "/render") {

@@ -206,6 +206,9 @@ func (v visitor) checkVLLM(ctx context.Context, s Setup, p *patient) {
 	for _, kept := range cachesOf(metrics.Caches()) {
 		r.checkCache(s, kept.blockSize, kept.keeps, "--block-size", "start it with --enable-prefix-caching")
 	}
+	if slices.ContainsFunc(metrics.Caches(), probe.FindsParts) {
+		r.note("predictions are not exact: its KV events do not say where the parts of blocks are that --prefix-match-unit lets it find", "")
+	}
 	if len(metrics.Caches()) == 0 {
 		r.note("does not report its block size", fmt.Sprintf("make sure that it runs with --block-size %d", s.BlockSize))
 	}

@@ -208,6 +208,7 @@ func (c *Client) Models(ctx context.Context, s Server) (served Models, err error
 type Caches struct {
 	Tokens  map[uint32]int // that the cache of each rank holds; ranks of unknown size are left out
 	Engines int            // data-parallel ranks that a vLLM server's metrics page shows; 0: unknown
+	Block   int            // tokens a block, of a vLLM server; 0: unknown
 	// Retention is vLLM's --prefix-cache-retention-interval, tokens: windows are kept at
 	// multiples of it, too. 0: unknown, or none are.
 	Retention int
@@ -221,7 +222,7 @@ func (c *Client) Caches(ctx context.Context, s Server, engine kv.Engine, info *S
 		return Caches{Tokens: sizes}, err
 	}
 	page, err := c.page(ctx, s, []string{cacheName})
-	return Caches{Tokens: page.cacheTokens(), Engines: len(page.engines()), Retention: page.retention()}, err
+	return Caches{Tokens: page.cacheTokens(), Engines: len(page.engines()), Block: page.blockSize(), Retention: page.retention()}, err
 }
 
 // get fetches a path of a server within limit and, unless into is nil, decodes its JSON.

@@ -322,3 +322,10 @@ func (p Page) blockSize() int {
 func BlockOf(cache map[string]string) int {
 	return max(labelNumber(cache, "block_size"), labelNumber(cache, "effective_attention_block_size"))
 }
+
+// FindsParts reports whether an engine with these settings of its KV cache finds parts of
+// blocks, which its KV events do not place (--prefix-match-unit).
+func FindsParts(cache map[string]string) bool {
+	unit := labelNumber(cache, "prefix_match_unit")
+	return unit > 0 && unit < BlockOf(cache)
+}

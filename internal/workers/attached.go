@@ -213,6 +213,7 @@ func (in *incarnation) eventSources() []events.Source {
 // follow follows these event streams of an attached worker and the load of its targets,
 // and announces them.
 func (in *incarnation) follow(served probe.Models, sources []events.Source) {
+	in.learn()
 	for _, source := range sources {
 		in.followEvents(source)
 	}

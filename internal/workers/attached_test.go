@@ -256,6 +256,37 @@ func TestRanksThatTheRouterCannotTellApartAreNamed(t *testing.T) {
 	a.server.Close()
 }
 
+// TestWhatAWorkerReportsPlacesItsBlocks: of a model with sliding windows only, the interval
+// of --prefix-cache-retention-interval says which blocks the hashes of an event are.
+func TestWhatAWorkerReportsPlacesItsBlocks(t *testing.T) {
+	defer http.DefaultClient.CloseIdleConnections()
+	p := testkit.NewFakePublisher(t)
+	a := newAttachedServer(t, fmt.Sprintf(`{"0":{"enable_kv_cache_events":true,"endpoint":%q,"replay_endpoint":%q,"topic":"kv"}}`, p.Pub.Endpoint(), p.Router.Endpoint()))
+	a.metrics = fmt.Sprintf(`vllm:cache_config_info{block_size="%d",engine="0",num_gpu_blocks="1001",prefix_cache_retention_interval="%d"} 1`+"\n", testkit.BlockSize, 4*testkit.BlockSize)
+	a.start()
+	stored := testkit.StoredEvent(1, 0, 9) // kept: blocks 3 and 7 before multiples of 4, and block 8 before the prompt's end
+	ids := testkit.BlockIDs(1, 0, 9)
+	stored["stored"] = append(ids[3:4:4], ids[7], ids[8])
+	stored["group_idx"], stored["kv_cache_spec_kind"], stored["kv_cache_spec_sliding_window"] = 0, "sliding_window", testkit.BlockSize
+	p.Batch(true, stored)
+	f := attachedFleet(t, a, "")
+	f.cfg.BlockSize = testkit.BlockSize
+	f.start()
+	f.wantEvents("up 3.0 g1")
+	local := kv.HashBlocks(nil, testkit.PromptTokens(1, 9), testkit.BlockSize, "", "")
+	testkit.Settles(t, func() error {
+		for blocks, want := range map[int]int{3: 0, 4: 4, 7: 4, 8: 8, 9: 9} {
+			found := f.index.Match(local[:blocks], blocks, nil)
+			if want == 0 && len(found) > 0 && found[0].Blocks > 0 || want > 0 && (len(found) != 1 || found[0].Blocks != want) {
+				return fmt.Errorf("of %d blocks: %+v, want %d", blocks, found, want)
+			}
+		}
+		return nil
+	})
+	f.stop()
+	a.server.Close()
+}
+
 // TestTheIndexHoldsNoMoreThanAWorkerSaysItsCacheCan: one that never told of a removal
 // filled the router's memory.
 func TestTheIndexHoldsNoMoreThanAWorkerSaysItsCacheCan(t *testing.T) {

@@ -408,10 +408,9 @@ func (f *Fleet) Workers() []Status {
 	for _, w := range workers {
 		status := w.current()
 		w.mu.Lock()
-		var missed bool
-		if status.Exactness, missed = w.exactness(); missed && status.Predictions == "" {
-			status.Predictions = groupsMissed
-		}
+		var why string
+		status.Exactness, why = w.exactness()
+		status.Predictions = cmp.Or(status.Predictions, why)
 		w.mu.Unlock()
 		status.Ranks, status.Models = slices.Clone(status.Ranks), slices.Clone(status.Models)
 		list = append(list, status)

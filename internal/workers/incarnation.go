@@ -38,6 +38,8 @@ type incarnation struct {
 	heard  probe.Hearing     // of an SGLang server's load sockets
 	stuck  atomic.Bool       // an SGLang server's schedulers do not answer
 
+	reported probe.Caches // of a vLLM server, as far as its metrics page has been read
+
 	index     radix.Index // of its blocks
 	blockSize int         // tokens
 
@@ -136,9 +138,7 @@ func (in *incarnation) followEvents(source events.Source) {
 	if len(in.w.streams) == 0 {
 		in.w.status.KVEvents, in.w.status.Replay = source.Endpoint, source.Replay
 	}
-	if in.w.traits = (kv.Traits{}); !in.w.attached {
-		in.w.traits = in.f.cfg.Traits
-	}
+	in.w.traits = in.traits()
 	stream.SetTraits(in.w.traits)
 	in.w.streams[source.Worker] = stream
 	in.w.mu.Unlock()
@@ -417,6 +417,28 @@ func rarer(workers int) int { return min(max(workers/50, 1), 4) }
 // spread shortens a pause by up to a fifth.
 func spread(d time.Duration) time.Duration { return d - rand.N(d/5+1) }
 
+// traits returns what is known of the worker's engine: by the arguments of a started one,
+// and by what it reports.
+func (in *incarnation) traits() (t kv.Traits) {
+	if !in.w.attached {
+		t = in.f.cfg.Traits
+	}
+	t.Block, t.Retention = cmp.Or(in.reported.Block, t.Block), cmp.Or(in.reported.Retention, t.Retention)
+	return t
+}
+
+// learn asks an attached vLLM server, before its events are followed, for what decides
+// where their blocks belong. Without an answer, such blocks are not found.
+func (in *incarnation) learn() {
+	if in.engine == kv.EngineSGLang {
+		return
+	}
+	var err error
+	if in.reported, err = in.f.probe.Caches(in.ctx, in.w.spec, in.engine, nil, nil); err != nil {
+		in.f.log.Debug("worker does not report its KV cache", "worker", in.w.id, "error", err)
+	}
+}
+
 // caches asks the worker about the KV caches of its ranks. It returns how many blocks each
 // has; ranks of unknown size are left out.
 func (in *incarnation) caches(ranks []uint32) map[uint32]int {
@@ -434,7 +456,18 @@ func (in *incarnation) caches(ranks []uint32) map[uint32]int {
 		in.f.log.Warn(fmt.Sprintf("%s: does not report the size of its KV cache: its prompts count as cached for --router-ttl-secs", in.w), "error", err)
 	}
 	if in.engine != kv.EngineSGLang {
+		in.reported = reported
 		in.doubtRanks(reported.Engines, len(ranks))
+		in.w.mu.Lock()
+		defer in.w.mu.Unlock()
+		in.w.traits = in.traits()
+		for key, stream := range in.w.streams {
+			of := in.w.traits
+			if a := in.w.accuracy[key]; a != nil {
+				of.DropsLast = a.drops
+			}
+			stream.SetTraits(of)
+		}
 	}
 	return blocks
 }
