@@ -49,7 +49,7 @@ func merged(known, g kv.CacheGroup) kv.CacheGroup {
 func (s *Stream) cacheGroup(e *kvEvent) (g kv.CacheGroup, ok bool) {
 	g = kv.CacheGroup{Index: e.group, Block: e.blockSize}
 	if len(e.specKind) == 0 {
-		// Engines before vLLM 0.20 do not report the kind: the first group counts.
+		// vLLM 0.20 numbers groups without their kind: the first group counts.
 		return g, e.group == 0 && e.blockSize%s.Src.BlockSize == 0 && e.blockSize > 0
 	}
 	if g.Attention, ok = kv.AttentionOf(string(e.specKind)); !ok {

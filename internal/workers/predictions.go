@@ -126,6 +126,8 @@ func doubt(stream *events.Stream, traits kv.Traits, attached bool) string {
 	switch {
 	case stats.UnknownGroups.Load() > 0:
 		return "upper bound: a KV-cache group of the engine cannot be followed"
+	case stats.Misplaced.Load() > 0:
+		return "estimate: all layers have sliding windows, and KV events do not say which blocks the engine keeps: its --prefix-cache-retention-interval is not known, or it computes prompts in chunks"
 	case stats.Ambiguous.Load() > 0:
 		return "upper bound: all layers have sliding windows, and KV events do not say whether a prompt ended with a block"
 	case layout.DropsLast && windows && len(layout.Groups) > 1 && (attached || traits.DropsSome):
