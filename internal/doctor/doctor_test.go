@@ -179,6 +179,11 @@ func TestEachFaultIsFoundWithWhatToChange(t *testing.T) {
 		}, Mend, []string{"does not answer", "refused", "url="}},
 		{"another block size", func(c *mocker.Settings) { c.BlockSize = 16 }, nil, Mend, []string{"have 16 tokens and the router's have 64", "--block-size 64", "--block-size 16"}},
 		{"another page size of SGLang", func(c *mocker.Settings) { c.BlockSize, c.MockAPI = 16, "sglang" }, nil, Mend, []string{"have 16 tokens", "--page-size 64"}},
+		{"context parallelism, blocks of an odd size", nil, func(t *testing.T, w *ward, _ *Setup) {
+			front(t, &w.attached[0], func(path string, _ *http.Response, body string) string {
+				return strings.Replace(body, "vllm:cache_config_info{", `vllm:cache_config_info{effective_attention_block_size="96",`, 1)
+			})
+		}, Mend, []string{"have 96 tokens and the router's have 64"}},
 		{"prefix caching is off", nil, func(t *testing.T, w *ward, _ *Setup) {
 			front(t, &w.attached[0], func(path string, _ *http.Response, body string) string {
 				return strings.Replace(body, "vllm:cache_config_info{", `vllm:cache_config_info{enable_prefix_caching="False",`, 1)
@@ -257,6 +262,16 @@ func TestEachFaultIsFoundWithWhatToChange(t *testing.T) {
 				return body
 			})
 		}, Mend, []string{"unhealthy", "503"}},
+		{"ranks that cannot be told apart", nil, func(t *testing.T, w *ward, _ *Setup) {
+			front(t, &w.attached[0], func(path string, _ *http.Response, body string) string {
+				return strings.Replace(body, "vllm:cache_config_info{", `vllm:cache_config_info{block_size="64",engine="1"} 1`+"\nvllm:cache_config_info{", 1)
+			})
+		}, Note, []string{"has 2 data-parallel ranks and names the KV events of 1", "/kv_event_sources"}},
+		{"parts of blocks", nil, func(t *testing.T, w *ward, _ *Setup) {
+			front(t, &w.attached[0], func(path string, _ *http.Response, body string) string {
+				return strings.Replace(body, "vllm:cache_config_info{", `vllm:cache_config_info{prefix_match_unit="32",`, 1)
+			})
+		}, Note, []string{"predictions are not exact", "--prefix-match-unit"}},
 		{"no render route", nil, func(t *testing.T, w *ward, _ *Setup) {
 			front(t, &w.attached[0], func(path string, response *http.Response, body string) string {
 				if strings.HasSuffix(path, "/render") {

@@ -206,6 +206,9 @@ func (v visitor) checkVLLM(ctx context.Context, s Setup, p *patient) {
 	for _, kept := range cachesOf(metrics.Caches()) {
 		r.checkCache(s, kept.blockSize, kept.keeps, "--block-size", "start it with --enable-prefix-caching")
 	}
+	if slices.ContainsFunc(metrics.Caches(), probe.FindsParts) {
+		r.note("predictions are not exact: its KV events do not say where the parts of blocks are that --prefix-match-unit lets it find", "")
+	}
 	if len(metrics.Caches()) == 0 {
 		r.note("does not report its block size", fmt.Sprintf("make sure that it runs with --block-size %d", s.BlockSize))
 	}
@@ -217,6 +220,10 @@ func (v visitor) checkVLLM(ctx context.Context, s Setup, p *patient) {
 		found, err := probe.ParseEventSources(sources.body, v.at)
 		if err != nil {
 			r.note(shorten(err.Error()), "")
+		}
+		if engines := len(metrics.Caches()); len(found) > 0 && engines > len(found) {
+			r.note(fmt.Sprintf("has %d data-parallel ranks and names the KV events of %d: it chooses the rank of each request itself, and predictions are not exact", engines, len(found)),
+				"run a vLLM with /kv_event_sources, or a server for each rank")
 		}
 		v.checkEvents(ctx, found, kv.EngineVLLM, p)
 	}
@@ -235,8 +242,7 @@ type cache struct {
 // cachesOf returns the different settings of a page, in its order, maxCaches at most.
 func cachesOf(shown []map[string]string) (found []cache) {
 	for _, labels := range shown {
-		size, _ := strconv.Atoi(labels["block_size"])
-		one := cache{size, !strings.EqualFold(labels["enable_prefix_caching"], "false")}
+		one := cache{probe.BlockOf(labels), !strings.EqualFold(labels["enable_prefix_caching"], "false")}
 		if !slices.Contains(found, one) {
 			if found = append(found, one); len(found) == maxCaches {
 				break

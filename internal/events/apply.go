@@ -214,6 +214,10 @@ func (s *Stream) applyStored(e *kvEvent) error {
 	if len(s.layout.Groups) == 0 && e.blockSize != s.Src.BlockSize { // SGLang names no groups
 		s.setGroups([]kv.CacheGroup{{Block: e.blockSize}})
 	}
+	if len(s.layout.Groups) > 0 && s.layout.Groups[0].Attention == kv.FullAttention && s.layout.Groups[0].Block > e.blockSize && s.layout.Groups[0].Block%e.blockSize == 0 {
+		s.stats.PartBlocks.Add(1)
+		return nil
+	}
 	if parts := s.parts(); len(s.layout.Groups) > 0 && e.blockSize != s.layout.Groups[0].Block {
 		return fmt.Errorf("block_size is %d, that of the group is %d", e.blockSize, s.layout.Groups[0].Block)
 	} else if s.overflows(parts * len(e.hashes)) {
@@ -259,7 +263,11 @@ func (s *Stream) applyStored(e *kvEvent) error {
 func (s *Stream) overflows(more int) bool {
 	most := maxHeld
 	if capacity := s.capacity.Load(); capacity > 0 {
-		most = int(min(maxHeld, heldFactor*min(capacity, maxHeld)+heldSlack))
+		scale := int64(1)
+		if block := s.block.Load(); block > 0 && len(s.layout.Groups) > 0 { // context parallelism, in older versions
+			scale = max(1, int64(s.layout.Groups[0].Block)/block)
+		}
+		most = int(min(maxHeld, heldFactor*min(capacity, maxHeld)*min(scale, maxParts)+heldSlack))
 	}
 	held := s.index.AllBlocks(s.Src.Worker)
 	if held+more <= most {

@@ -9,7 +9,6 @@ import (
 	"io"
 	"iter"
 	"log/slog"
-	"slices"
 	"strings"
 	"time"
 
@@ -118,9 +117,8 @@ func WriteDump(w io.Writer, index radix.Index, blockSize int, parts []DumpPart) 
 			}
 		}
 		out.WriteByte(']')
-		if groups := cacheGroupsOf(index, part.Workers); len(groups) > 0 {
-			text, _ := json.Marshal(groups)
-			fmt.Fprintf(out, `,%q:%s`, dumpGroups, text)
+		if err := writeGroups(out, index, part.Workers); err != nil {
+			return err
 		}
 		out.WriteByte('}')
 	}
@@ -132,7 +130,8 @@ func WriteDump(w io.Writer, index radix.Index, blockSize int, parts []DumpPart) 
 // KV-cache groups of its workers. It comes after the events.
 const dumpGroups = "cache_groups"
 
-// dumpRank is the KV-cache groups of one rank in a dump.
+// dumpRank is the KV-cache groups of one rank in a dump, with some of their blocks: a
+// rank has as many as its blocks need.
 type dumpRank struct {
 	WorkerID uint64        `json:"worker_id"`
 	DPRank   uint32        `json:"dp_rank"`
@@ -140,15 +139,38 @@ type dumpRank struct {
 	Held     []groupBlocks `json:"held"`
 }
 
-// cacheGroupsOf returns the groups of those of the workers that have others than one.
-func cacheGroupsOf(index radix.Index, workers []kv.WorkerKey) (ranks []dumpRank) {
+// writeGroups writes the groups of those of the workers that have others than one.
+func writeGroups(out *bufio.Writer, index radix.Index, workers []kv.WorkerKey) error {
+	written := 0
+	write := func(r dumpRank) error {
+		text, _ := json.Marshal(r) // plain values always can be
+		if written++; written == 1 {
+			fmt.Fprintf(out, `,%q:[`, dumpGroups)
+		} else {
+			out.WriteByte(',')
+		}
+		_, err := out.Write(text)
+		return err
+	}
 	for _, key := range workers {
-		if layout := index.LayoutOf(key).String(); layout != "" {
-			held := slices.Collect(heldTogether(index.HeldOf(key)))
-			ranks = append(ranks, dumpRank{WorkerID: key.Worker, DPRank: key.Rank, Layout: layout, Held: held})
+		r := dumpRank{WorkerID: key.Worker, DPRank: key.Rank, Layout: index.LayoutOf(key).String()}
+		if r.Layout == "" {
+			continue
+		}
+		if err := write(r); err != nil {
+			return err
+		}
+		for held := range heldTogether(index.HeldOf(key)) {
+			r.Held = []groupBlocks{held}
+			if err := write(r); err != nil {
+				return err
+			}
 		}
 	}
-	return ranks
+	if written > 0 {
+		out.WriteByte(']')
+	}
+	return nil
 }
 
 // dumpedTogether bounds the blocks of one event of a dump.
@@ -197,6 +219,7 @@ func (r run) stored() *dumpStored {
 // Limits of a dump that is read.
 const (
 	maxDumpBytes = 2 << 30
+	maxDumpValue = 16 << 20         // bytes of one event, or of some blocks of a group
 	maxDumpRanks = 1 << 16          // different workers and ranks
 	dumpTimeout  = 60 * time.Second // for the whole of it
 )
@@ -251,7 +274,8 @@ func recoverFrom(ctx context.Context, index radix.Index, blockSize int, key, pee
 // readDump stores a dump in the index. Partitions of another block size are
 // left out. After an error the workers in the answer may hold a part.
 func readDump(in io.Reader, index radix.Index, blockSize int, log *slog.Logger) (Recovered, error) {
-	r := dumpReader{decoder: json.NewDecoder(in), index: index, blockSize: blockSize, log: log, ranks: map[kv.WorkerKey]bool{}, found: Recovered{Partition: map[uint64]Partition{}}}
+	value := &valueReader{in, maxDumpValue}
+	r := dumpReader{in: value, decoder: json.NewDecoder(value), index: index, blockSize: blockSize, log: log, ranks: map[kv.WorkerKey]bool{}, found: Recovered{Partition: map[uint64]Partition{}}}
 	err := r.object(func(name string) error {
 		at := strings.LastIndexByte(name, ':')
 		if at < 0 {
@@ -265,8 +289,24 @@ func readDump(in io.Reader, index radix.Index, blockSize int, log *slog.Logger) 
 	return r.found, nil
 }
 
+// valueReader fails where a value is too large to be read into memory.
+type valueReader struct {
+	in   io.Reader
+	left int // bytes that may be read until the value ends
+}
+
+func (r *valueReader) Read(to []byte) (n int, err error) {
+	if r.left <= 0 {
+		return 0, fmt.Errorf("a value is larger than %d bytes", maxDumpValue)
+	}
+	n, err = r.in.Read(to[:min(len(to), r.left)])
+	r.left -= n
+	return n, err
+}
+
 // dumpReader reads a dump event by event, so that it need not fit into memory.
 type dumpReader struct {
+	in        *valueReader
 	decoder   *json.Decoder
 	index     radix.Index
 	blockSize int
@@ -287,6 +327,7 @@ func (r *dumpReader) object(member func(name string) error) error {
 			return err
 		}
 		name, _ := token.(string) // the decoder takes nothing else for a name
+		r.in.left = maxDumpValue
 		if err := member(name); err != nil {
 			return err
 		}
@@ -300,6 +341,7 @@ func (r *dumpReader) list(item func() error) error {
 		return err
 	}
 	for r.decoder.More() {
+		r.in.left = maxDumpValue
 		if err := item(); err != nil {
 			return err
 		}

@@ -122,6 +122,63 @@ func TestBrokenDumpsAreErrors(t *testing.T) {
 	}
 }
 
+// TestDumpsOfManyBlocksAreReadInParts: the blocks of a rank's groups were one value.
+func TestDumpsOfManyBlocksAreReadInParts(t *testing.T) {
+	index, key := radix.NewTree(), kv.WorkerKey{Worker: 1}
+	layout, err := kv.ParseLayout("0:full_attention/4 1:sliding_window=8/4")
+	if err != nil {
+		t.Fatal(err)
+	}
+	index.SetLayout(key, layout, 4)
+	const many = 200_000
+	engines := make([]uint64, many)
+	for i := range engines {
+		engines[i] = uint64(i) << 40
+	}
+	index.Hold(key, 1, engines)
+	text := dumpOf(t, index, 4)
+	largest := 0
+	for _, value := range strings.SplitAfter(text, "}") {
+		largest = max(largest, len(value))
+	}
+	if largest > 64<<10 {
+		t.Errorf("a value of %d bytes", largest)
+	}
+	restored := radix.NewTree()
+	if _, err := readDump(strings.NewReader(text), restored, 4, slog.New(slog.DiscardHandler)); err != nil || restored.AllBlocks(key) != many || restored.LayoutOf(key).String() != layout.String() {
+		t.Errorf("%d blocks of %s: %v", restored.AllBlocks(key), restored.LayoutOf(key), err)
+	}
+}
+
+// endless is a text that repeats its second part.
+type endless struct{ first, again string }
+
+func (e *endless) Read(to []byte) (n int, err error) {
+	for n < len(to) {
+		if e.first == "" {
+			e.first = e.again
+		}
+		more := copy(to[n:], e.first)
+		e.first = e.first[more:]
+		n += more
+	}
+	return n, nil
+}
+
+func TestDumpsWithoutEndAreErrors(t *testing.T) {
+	for name, text := range map[string]endless{
+		"blocks of a group": {`{"m:g":{"block_size":4,"cache_groups":[{"worker_id":1,"layout":"0:full_attention/4 1:mamba/4","held":[{"group":1,"blocks":[1`, `,1`},
+		"an event":          {`{"m:g":{"block_size":4,"events":[{"event":{"data":{"stored":{"blocks":[{"block_hash":1}`, `,{"block_hash":1}`},
+		"an unknown member": {`{"m:g":{"block_size":4,"other":["`, `x`},
+		"a name":            {`{"m`, `:`},
+		"white space":       {`{"m:g":`, ` `},
+	} {
+		if _, err := readDump(&text, radix.NewTree(), 4, slog.New(slog.DiscardHandler)); err == nil || !strings.Contains(err.Error(), "a value is larger than 16777216 bytes") {
+			t.Errorf("%s: %v", name, err)
+		}
+	}
+}
+
 func FuzzDump(f *testing.F) {
 	f.Add(dumpText(4, dumpEventText("device", "null", "null", 7), dumpEventText("device", "7", "null", 8)))
 	f.Fuzz(func(t *testing.T, text string) {

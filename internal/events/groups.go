@@ -26,15 +26,20 @@ func (s *Stream) knowsGroup(e *kvEvent) bool {
 		return false
 	}
 	g, ok := s.cacheGroup(e)
-	return !ok || s.layout.Groups[known] == smaller(s.layout.Groups[known], g)
+	return !ok || s.layout.Groups[known] == merged(s.layout.Groups[known], g)
 }
 
-// smaller returns g as it is known by one more event. With hits inside a block, vLLM
-// stores a state at the end of its block, and also in the middle of one; the block size
-// of such an event is the part. Where hits end is the smaller of the two.
-func smaller(known, g kv.CacheGroup) kv.CacheGroup {
-	if known.Attention == kv.State && g.Attention == kv.State {
+// merged returns g as it is known by one more event. With hits inside a block, vLLM also
+// stores parts of blocks, and the block size of such an event is the part. A state is
+// found at the smaller of the two. Of full attention, a part is the last of its prompt,
+// behind others that no event names: only whole blocks have a place.
+func merged(known, g kv.CacheGroup) kv.CacheGroup {
+	switch {
+	case known.Attention != g.Attention:
+	case g.Attention == kv.State:
 		g.Block = min(g.Block, known.Block)
+	case g.Attention == kv.FullAttention && known.Block%g.Block == 0:
+		g.Block = known.Block
 	}
 	return g
 }
@@ -44,7 +49,7 @@ func smaller(known, g kv.CacheGroup) kv.CacheGroup {
 func (s *Stream) cacheGroup(e *kvEvent) (g kv.CacheGroup, ok bool) {
 	g = kv.CacheGroup{Index: e.group, Block: e.blockSize}
 	if len(e.specKind) == 0 {
-		// Engines before vLLM 0.20 do not report the kind: the first group counts.
+		// vLLM 0.20 numbers groups without their kind: the first group counts.
 		return g, e.group == 0 && e.blockSize%s.Src.BlockSize == 0 && e.blockSize > 0
 	}
 	if g.Attention, ok = kv.AttentionOf(string(e.specKind)); !ok {
@@ -77,7 +82,7 @@ func (s *Stream) learnGroups(from mark) {
 		known := slices.IndexFunc(groups, func(g kv.CacheGroup) bool { return g.Index == e.group })
 		switch {
 		case known >= 0 && ok:
-			groups[known] = smaller(groups[known], g)
+			groups[known] = merged(groups[known], g)
 		case known >= 0:
 		case !ok || len(groups) == kv.MaxCacheGroups:
 			s.passOver(e)
@@ -169,105 +174,6 @@ func (s *Stream) inParts(engine []uint64) []uint64 {
 // not follow each other.
 func (s *Stream) windowed() bool {
 	return len(s.layout.Groups) > 0 && s.layout.Groups[0].Attention != kv.FullAttention
-}
-
-// tail is a store event of a windowed rank that leaves blocks out.
-type tail struct {
-	parent    uint64
-	hasParent bool
-	locals    []uint64 // of all its blocks, in blocks of the index
-	hashes    []uint64 // of those that the engine keeps
-}
-
-// maxTails and maxTailBlocks bound the tails that a stream remembers.
-const (
-	maxTails      = 256
-	maxTailBlocks = 1 << 16
-)
-
-// applyTail applies a store event of the first group of a windowed rank. It has the
-// tokens of all blocks and the hashes of those that the engine keeps: the window that
-// ends where the prompt is looked up next. That is its last whole block; if the prompt
-// ends with a block, it is the one before (reachable_block_mask and replay_boundaries in
-// vLLM's v1/core). With more blocks than the window has, the two look alike: the last
-// blocks are taken. The next event behind shows it if that was one too far, because it
-// begins with the tokens of the last block.
-func (s *Stream) applyTail(e *kvEvent) error {
-	parts, need := s.parts(), (s.layout.Groups[0].Window-2)/e.blockSize+1
-	all, kept := len(e.tokens)/e.blockSize, len(e.hashes)
-	if kept > all {
-		return fmt.Errorf("%d tokens for %d blocks of %d", len(e.tokens), kept, e.blockSize)
-	}
-	// Extra keys are those of the blocks that are kept. The seed of the others is that of
-	// plain text: with a salt or media, nothing is found.
-	whole := *e
-	whole.ahead, whole.behind = nil, 0
-	whole.tokens, whole.hashes = e.tokens[:all*e.blockSize], s.hashes[:0]
-	for range all {
-		whole.hashes = append(whole.hashes, 0)
-	}
-	if s.hashes = whole.hashes; kept < all {
-		whole.extra = nil
-	}
-	var err error
-	if s.blocks, err = s.dec.blocks(s.blocks[:0], &whole, parts); err != nil {
-		return err
-	}
-	locals := make([]uint64, len(s.blocks))
-	for i, b := range s.blocks {
-		locals[i] = b.Local
-	}
-	t := tail{e.parent, e.hasParent, locals, slices.Clone(e.hashes)}
-	s.batch.stored = true
-	if before, known := s.tails[e.parent]; known && e.hasParent && slices.Equal(locals[:parts], before.locals[len(before.locals)-parts:]) {
-		s.index.Remove(s.Src.Worker, s.inParts(before.hashes))
-		s.storeTail(before, len(before.locals)/parts-len(before.hashes)-1)
-		delete(s.tails, e.parent)
-	}
-	skipped := all - kept
-	if kept == all-1 && all <= need {
-		skipped = 0
-	} else if skipped > 0 {
-		s.remember(t)
-	}
-	s.storeTail(t, skipped)
-	s.history.relay()
-	return nil
-}
-
-// storeTail stores the blocks that t keeps behind its first skipped ones.
-func (s *Stream) storeTail(t tail, skipped int) {
-	parts := s.parts()
-	blocks := s.blocks[:0]
-	for i, hash := range t.hashes {
-		for part := range parts {
-			b := kv.StoredBlock{Engine: hash, Local: t.locals[(skipped+i)*parts+part]}
-			if part < parts-1 {
-				b.Engine = partHash(hash, part)
-			}
-			if s.seeded {
-				s.index.Remove(s.Src.Worker, []uint64{b.Engine})
-			}
-			blocks = append(blocks, b)
-		}
-	}
-	s.blocks = blocks
-	if err := s.index.StoreTail(s.Src.Worker, t.parent, t.hasParent, t.locals[:skipped*parts], blocks); err != nil {
-		s.stats.UnknownParent.Add(1) // the engine need not hold it either
-		return
-	}
-	s.stats.Stored.Add(1)
-	s.stats.StoredBlocks.Add(uint64(len(blocks)))
-}
-
-// remember keeps t until an event shows where it ends.
-func (s *Stream) remember(t tail) {
-	if s.tailBlocks += len(t.locals); len(s.tails) >= maxTails || s.tailBlocks > maxTailBlocks || s.tails == nil {
-		s.tails, s.tailBlocks = map[uint64]tail{}, len(t.locals)
-	}
-	if len(t.locals) <= maxTailBlocks {
-		s.tails[t.hashes[len(t.hashes)-1]] = t
-	}
 }
 
 // applyHeld applies a store event of a group other than the first.

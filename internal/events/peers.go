@@ -102,7 +102,8 @@ func get(ctx context.Context, client *http.Client, peer, path, query, key string
 // readAnswer reads an answer event by event, so that its text need not fit into
 // memory.
 func readAnswer(in io.Reader) (answer Answer, err error) {
-	r := dumpReader{decoder: json.NewDecoder(in)}
+	value := &valueReader{in, maxDumpValue}
+	r := dumpReader{in: value, decoder: json.NewDecoder(value)}
 	fields := map[string]any{
 		"kind": &answer.Kind, "worker_id": &answer.WorkerID, "dp_rank": &answer.DPRank, "block_size": &answer.BlockSize, "layout": &answer.Layout, "complete": &answer.Complete,
 		"last_event_id": &answer.Last, "last_digest": &answer.LastDigest, "before_digest": &answer.BeforeDigest, "check_digest": &answer.CheckDigest,

@@ -42,6 +42,9 @@ type Stats struct {
 	Ignored           atomic.Uint64 // events of another medium, group, kind or type
 	BlockSizeMismatch atomic.Uint64 // store events whose block size is no multiple of the index's: dropped
 	UnknownGroups     atomic.Uint64 // KV-cache groups that are passed over
+	Misplaced         atomic.Uint64 // store events of sliding windows whose blocks have no known place: skipped
+	Ambiguous         atomic.Uint64 // the same with two possible places: the likely one is taken
+	PartBlocks        atomic.Uint64 // store events of a part of a block of full attention: skipped
 	Overflows         atomic.Uint64 // times the rank would have exceeded its cache: cleared
 }
 
@@ -64,7 +67,7 @@ func (s *Stats) Counts() map[string]uint64 {
 		"replays": &s.Replays, "replay_failures": &s.ReplayFailures, "restarts": &s.Restarts, "reconnects": &s.Reconnects,
 		"decode_errors": &s.DecodeErrors, "unknown_parent": &s.UnknownParent, "unknown_removed": &s.UnknownRemoved,
 		"peer_events": &s.PeerEvents, "peer_dumps": &s.PeerDumps, "removed_incomplete": &s.RemovedIncomplete, "invalid_stored": &s.InvalidStored,
-		"ignored": &s.Ignored, "block_size_mismatch": &s.BlockSizeMismatch, "unknown_groups": &s.UnknownGroups,
+		"ignored": &s.Ignored, "block_size_mismatch": &s.BlockSizeMismatch, "unknown_groups": &s.UnknownGroups, "misplaced": &s.Misplaced, "ambiguous": &s.Ambiguous, "part_blocks": &s.PartBlocks,
 		"overflows": &s.Overflows,
 	} {
 		counts[name] = counter.Load()

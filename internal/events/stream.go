@@ -77,6 +77,9 @@ type Stream struct {
 	capacity atomic.Int64 // blocks that the rank's cache holds; 0: not known
 	drops    atomic.Bool  // kv.Traits.DropsLast
 	chunk    atomic.Int64 // kv.Traits.AttentionChunk
+	block    atomic.Int64 // kv.Traits.Block
+	// retention is kv.Traits.Retention.
+	retention atomic.Int64
 
 	// The rest belongs to Run's goroutine.
 
@@ -189,6 +192,8 @@ func (s *Stream) SetCapacity(blocks int) { s.capacity.Store(int64(blocks)) }
 func (s *Stream) SetTraits(t kv.Traits) {
 	s.drops.Store(t.DropsLast)
 	s.chunk.Store(int64(t.AttentionChunk))
+	s.block.Store(int64(t.Block))
+	s.retention.Store(int64(t.Retention))
 }
 
 // Run follows the events until ctx ends, connecting again whenever the connection

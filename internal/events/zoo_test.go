@@ -111,12 +111,13 @@ func form(name string) string { return strings.TrimSuffix(filepath.Base(name), "
 
 // capturedTraits are what the captures do not say of their engines.
 var capturedTraits = map[string]kv.Traits{
-	"vllm-0.32.0-eagle":               {DropsLast: true},
-	"vllm-0.32.0-engine-eagle":        {DropsLast: true},
-	"vllm-0.32.0-engine-eagle-gemma3": {DropsLast: true},
-	"vllm-0.32.0-engine-mtp-mamba":    {DropsLast: true},
-	"vllm-0.32.0-llama4":              {AttentionChunk: 512},
-	"vllm-0.33.0-llama4":              {AttentionChunk: 512},
+	"vllm-0.32.0-eagle":                   {DropsLast: true},
+	"vllm-0.32.0-engine-eagle":            {DropsLast: true},
+	"vllm-0.32.0-engine-eagle-gemma3":     {DropsLast: true},
+	"vllm-0.32.0-engine-mtp-mamba":        {DropsLast: true},
+	"vllm-0.32.0-engine-sliding-interval": {Retention: 512},
+	"vllm-0.32.0-llama4":                  {AttentionChunk: 512},
+	"vllm-0.33.0-llama4":                  {AttentionChunk: 512},
 }
 
 // tolerated are predictions that cannot be exact: the events of a model with sliding

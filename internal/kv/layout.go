@@ -79,7 +79,10 @@ type Layout struct {
 // Traits are what an engine's KV-cache events do not say of it.
 type Traits struct {
 	DropsLast      bool // see Layout
+	DropsSome      bool // the drafter is known to need the last block again in some groups only, as MTP does
 	AttentionChunk int  // tokens of a chunk of its chunked local attention; 0: unknown
+	Block          int  // tokens a block by its own account; 0: unknown
+	Retention      int  // vLLM's --prefix-cache-retention-interval, tokens; 0: none, or unknown
 }
 
 // Plain reports whether a match is the leading blocks held, in blocks of that many tokens.

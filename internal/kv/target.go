@@ -11,6 +11,7 @@ type Target struct {
 	URL        string // without a slash at the end
 	Engine     Engine // that it runs
 	Ranks      int    // data-parallel ranks of the worker; with several, a request names its own
+	FirstRank  uint32 // of the worker: a server of some of the ranks of a deployment numbers them as the deployment does
 	Generation int    // counts the worker's incarnations, from 1
 	Models     []string
 	Adapters   []string // those of Models that are LoRA adapters
@@ -35,6 +36,11 @@ func (t *Target) Address() string {
 	address, _, _ := strings.Cut(rest, "/")
 	return address
 }
+
+// ServerRank returns the number under which a request names the target's rank. A vLLM
+// server counts from its own first rank there, also where its events, their ports and its
+// metrics count the ranks of the whole deployment (--data-parallel-hybrid-lb).
+func (t *Target) ServerRank() uint32 { return t.Key.Rank - min(t.FirstRank, t.Key.Rank) }
 
 // Serves reports whether the target serves the model; an empty name means its
 // default, and a target that names no models takes any.

@@ -519,6 +519,11 @@ func TestTheChosenRankIsNamed(t *testing.T) {
 	if got := worker.Header.Get(web.HeaderRank); got != "1" {
 		t.Errorf("rank %q reached the worker, want 1", got)
 	}
+	h.router.Up(kv.Target{Key: kv.WorkerKey{Worker: 0, Rank: 1}, Ranks: 2, FirstRank: 1, URL: worker.URL})
+	h.post(t, testkit.ChatPath, `{}`)
+	if got := worker.Header.Get(web.HeaderRank); got != "0" {
+		t.Errorf("rank %q reached a worker that has ranks 1 and 2 of its deployment, want 0: vLLM counts from its own first", got)
+	}
 	h.router.Up(kv.Target{Key: kv.WorkerKey{Worker: 0, Rank: 1}, Ranks: 1, URL: worker.URL})
 	h.post(t, testkit.ChatPath, `{}`)
 	if got := worker.Header.Get(web.HeaderRank); got != "" {

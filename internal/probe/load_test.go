@@ -242,11 +242,11 @@ func sizesOn(page string) (map[uint32]int, error) {
 
 func TestCacheSizesAreReadByRank(t *testing.T) {
 	page := "# TYPE vllm:cache_config_info gauge\n" +
-		`vllm:cache_config_info{block_size="64",engine="0",num_gpu_blocks="100"} 1` + "\n" +
-		`vllm:cache_config_info{block_size="32",engine="1",num_gpu_blocks="100",num_cpu_blocks="7"} 1` + "\n" +
-		`vllm:cache_config_info{block_size="64",engine="2",num_gpu_blocks="None"} 1` + "\n"
+		`vllm:cache_config_info{block_size="64",engine="4",num_gpu_blocks="300"} 1` + "\n" +
+		`vllm:cache_config_info{block_size="32",effective_attention_block_size="128",engine="5",num_gpu_blocks="300",num_cpu_blocks="7"} 1` + "\n" +
+		`vllm:cache_config_info{block_size="64",engine="6",num_gpu_blocks="None"} 1` + "\n"
 	sizes, err := sizesOn(page)
-	if err != nil || len(sizes) != 2 || sizes[0] != 6336 || sizes[1] != 3168 {
+	if err != nil || len(sizes) != 2 || sizes[4] != 99*64 || sizes[5] != 99*128 { // 300 are those of three engines together
 		t.Errorf("%v %v", sizes, err)
 	}
 	if sizes, err := sizesOn(""); err != nil || len(sizes) != 0 {

@@ -204,15 +204,25 @@ func (c *Client) Models(ctx context.Context, s Server) (served Models, err error
 	return served, nil
 }
 
-// CacheTokens queries the size of each rank's KV cache in tokens; ranks of unknown
-// size are omitted. info is the caller's data on an SGLang server; nil: it is
-// queried. Sizes may be returned with an error.
-func (c *Client) CacheTokens(ctx context.Context, s Server, engine kv.Engine, info *ServerInfo, ranks []uint32) (map[uint32]int, error) {
+// Caches is what a server reports about the KV caches of its ranks.
+type Caches struct {
+	Tokens  map[uint32]int // that the cache of each rank holds; ranks of unknown size are left out
+	Engines int            // data-parallel ranks that a vLLM server's metrics page shows; 0: unknown
+	Block   int            // tokens a block, of a vLLM server; 0: unknown
+	// Retention is vLLM's --prefix-cache-retention-interval, tokens: windows are kept at
+	// multiples of it, too. 0: unknown, or none are.
+	Retention int
+}
+
+// Caches queries the KV caches of a server's ranks. info is the caller's data on an
+// SGLang server; nil: it is queried. Sizes may be returned with an error.
+func (c *Client) Caches(ctx context.Context, s Server, engine kv.Engine, info *ServerInfo, ranks []uint32) (Caches, error) {
 	if engine == kv.EngineSGLang {
-		return c.sglangCaches(ctx, s, info, ranks)
+		sizes, err := c.sglangCaches(ctx, s, info, ranks)
+		return Caches{Tokens: sizes}, err
 	}
 	page, err := c.page(ctx, s, []string{cacheName})
-	return page.cacheTokens(), err
+	return Caches{Tokens: page.cacheTokens(), Engines: len(page.engines()), Block: page.blockSize(), Retention: page.retention()}, err
 }
 
 // get fetches a path of a server within limit and, unless into is nil, decodes its JSON.

@@ -36,7 +36,7 @@ func TestQuestionsFollowNoRedirects(t *testing.T) {
 	if err := c.Health(t.Context(), at, time.Second, true); err == nil || !strings.Contains(err.Error(), "307") {
 		t.Errorf("a redirect is no error: %v", err)
 	}
-	if _, err := c.CacheTokens(t.Context(), at, kv.EngineVLLM, nil, nil); err == nil {
+	if _, err := c.Caches(t.Context(), at, kv.EngineVLLM, nil, nil); err == nil {
 		t.Error("a redirected page was read")
 	}
 	_, _ = c.ServerInfo(t.Context(), at)

@@ -219,7 +219,9 @@ func (i *ServerInfo) Sources(s Server) []events.Source {
 	for rank := uint32(0); rank < uint32(i.Ranks()) && first.Endpoint != ""; rank++ {
 		source := first
 		source.Endpoint, source.Replay = ofRank(first.Endpoint, rank), ofRank(first.Replay, rank)
-		byRank[rank] = source
+		if source.Endpoint != "" {
+			byRank[rank] = source
+		}
 	}
 	return inOrder(byRank, s.ID)
 }
@@ -278,8 +280,8 @@ func (i *ServerInfo) EventsRemedy() string {
 	return remedy
 }
 
-// sglangCaches is CacheTokens of an SGLang server. Its report about itself
-// is rank 0's: others may have more or less memory.
+// sglangCaches returns the tokens that the KV cache of each rank of an SGLang server holds.
+// Its report about itself is rank 0's: others may have more or less memory.
 func (c *Client) sglangCaches(ctx context.Context, s Server, info *ServerInfo, ranks []uint32) (_ map[uint32]int, err error) {
 	sizes := map[uint32]int{}
 	if info == nil { // the router has started it

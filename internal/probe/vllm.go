@@ -4,6 +4,7 @@ import (
 	"context"
 	"encoding/json"
 	"fmt"
+	"maps"
 	"math"
 	"net"
 	"slices"
@@ -82,22 +83,28 @@ func ParseEventSources(answer []byte, s Server) ([]events.Source, error) {
 }
 
 // InferEventSources returns the event streams of a vLLM server that has no route that
-// names them: one for each rank on its metrics page, at consecutive ports from
-// s.EventsPort on. If the page fails, the error comes with the stream of a single rank;
-// a server without such a page has a single rank.
+// names them: one for each rank on its metrics page, at the port s.EventsPort plus the
+// rank. With several ranks, the ports of s.KVEvents and s.Replay count likewise. If the
+// page fails, the error comes with the stream of a single rank; a server without such a
+// page has a single rank.
 func (c *Client) InferEventSources(ctx context.Context, s Server) ([]events.Source, error) {
 	page, err := c.page(ctx, s, []string{cacheName})
 	if Rejected(err) {
 		err = nil
 	}
-	sizes := page.cacheTokens()
-	if len(sizes) == 0 {
-		sizes = map[uint32]int{0: 0}
+	engines := page.engines()
+	if len(engines) == 0 {
+		engines[0] = nil
+	}
+	base, replay := fmt.Sprintf("tcp://*:%d", s.EventsPort), ""
+	if s.KVEvents != "" && len(engines) > 1 {
+		base, replay = s.KVEvents, s.Replay
+		s.KVEvents, s.Replay = "", ""
 	}
 	inferred := map[string]rankEvents{}
-	for rank := range sizes {
-		if port := uint32(s.EventsPort) + rank; rank < kv.MaxRanks && port <= math.MaxUint16 {
-			inferred[fmt.Sprint(rank)] = rankEvents{Enable: true, Endpoint: fmt.Sprintf("tcp://*:%d", port)}
+	for rank := range engines {
+		if rank < kv.MaxRanks {
+			inferred[fmt.Sprint(rank)] = rankEvents{Enable: true, Endpoint: ofRank(base, rank), Replay: ofRank(replay, rank)}
 		}
 	}
 	return sourcesOf(inferred, s), err
@@ -117,16 +124,30 @@ func sourcesOf(reported map[string]rankEvents, s Server) []events.Source {
 			Endpoint: reachable(source.Endpoint, host), Replay: reachable(source.Replay, host), Topic: source.Topic, Buffer: source.batches(),
 		}
 	}
+	rank := firstRank(byRank)
+	first, known := byRank[rank]
 	if s.KVEvents != "" {
-		first := byRank[0]
-		first.Endpoint = s.KVEvents
-		byRank[0] = first
+		first.Endpoint, known = s.KVEvents, true
 	}
-	if first, ok := byRank[0]; ok && s.Replay != "" {
+	if s.Replay != "" {
 		first.Replay = s.Replay
-		byRank[0] = first
+	}
+	if known {
+		byRank[rank] = first
 	}
 	return inOrder(byRank, s.ID)
+}
+
+// firstRank returns the least rank, 0 if there is none. That of a server with some of the
+// ranks of a deployment (--data-parallel-hybrid-lb, --data-parallel-rank) is not 0: vLLM
+// numbers event sources, their ports and the engines on its metrics page by the rank in
+// the deployment.
+func firstRank(byRank map[uint32]events.Source) uint32 {
+	ranks := slices.Sorted(maps.Keys(byRank))
+	if len(ranks) == 0 {
+		return 0
+	}
+	return ranks[0]
 }
 
 // inOrder returns the sources of a worker in the order of their ranks.
@@ -167,14 +188,17 @@ func cutLast(s, separator string) (before, after string, found bool) {
 }
 
 // ofRank returns the endpoint of a rank from that of rank 0: ranks have consecutive
-// ports. An endpoint without a port is that of all.
+// ports. An endpoint without a port is that of all. It is empty if there is no such port.
 func ofRank(endpoint string, rank uint32) string {
 	address, port, found := cutLast(endpoint, ":")
 	number, err := strconv.ParseUint(port, 10, 16)
 	if rank == 0 || !found || err != nil {
 		return endpoint
 	}
-	return fmt.Sprintf("%s:%d", address, number+uint64(rank))
+	if number += uint64(rank); number > math.MaxUint16 {
+		return ""
+	}
+	return fmt.Sprintf("%s:%d", address, number)
 }
 
 // vllmLoadNames are vLLM's metrics of its load; the last is the older name of the usage.
@@ -226,24 +250,49 @@ func labelsOf(metric *dto.Metric) map[string]string {
 	return labels
 }
 
+// engines returns the settings of the KV cache of each data-parallel rank of the server.
+func (p Page) engines() map[uint32]map[string]string {
+	engines := map[uint32]map[string]string{}
+	for _, labels := range p.Caches() {
+		engines[uint32(labelNumber(labels, "engine"))] = labels
+	}
+	return engines
+}
+
+// labelNumber reads a label that is a number; 0: it is not one, or too great.
+func labelNumber(labels map[string]string, label string) int {
+	n, err := strconv.ParseUint(labels[label], 10, 31)
+	if err != nil {
+		return 0
+	}
+	return int(n)
+}
+
 // cacheTokens returns the number of tokens that the KV cache of each data-parallel rank holds;
 // engines of unknown size are left out.
+//
+// vLLM shows each engine the sum of the blocks of all engines of the server
+// (_apply_ready_response in vllm/v1/engine/core_client.py).
 func (p Page) cacheTokens() map[uint32]int {
-	sizes := map[uint32]int{}
-	for _, labels := range p.Caches() {
-		number := func(label string) uint64 {
-			n, err := strconv.ParseUint(labels[label], 10, 31)
-			if err != nil {
-				return 0
-			}
-			return n
-		}
+	sizes, engines := map[uint32]int{}, p.engines()
+	for rank, labels := range engines {
+		block := BlockOf(labels)
 		// vLLM keeps one block for itself.
-		if blocks := number("num_gpu_blocks"); blocks > 1 && number("block_size") > 0 {
-			sizes[uint32(number("engine"))] = int(min((blocks-1)*number("block_size"), kv.MaxTokens))
+		if blocks := labelNumber(labels, "num_gpu_blocks") / len(engines); blocks > 1 && block > 0 {
+			sizes[rank] = min((blocks-1)*block, kv.MaxTokens)
 		}
 	}
 	return sizes
+}
+
+// retention returns vLLM's --prefix-cache-retention-interval, tokens; 0: unknown or none.
+func (p Page) retention() int {
+	for _, labels := range p.Caches() {
+		if n := labelNumber(labels, "prefix_cache_retention_interval"); n > 0 {
+			return n
+		}
+	}
+	return 0
 }
 
 // maxBlockSize bounds a server's reported block size, tokens: far more than
@@ -259,9 +308,24 @@ func (c *Client) BlockSize(ctx context.Context, s Server) (int, error) {
 // blockSize returns the tokens in a block of an engine's KV cache; 0: unknown.
 func (p Page) blockSize() int {
 	for _, labels := range p.Caches() {
-		if n, err := strconv.ParseUint(labels["block_size"], 10, 31); err == nil && n <= maxBlockSize {
-			return int(n)
+		if n := BlockOf(labels); n > 0 && n <= maxBlockSize {
+			return n
 		}
 	}
 	return 0
+}
+
+// BlockOf returns the tokens in a block of full attention of a KV cache with these settings;
+// 0: unknown. With decode context parallelism they are those of all ranks of a group
+// together (--block-size times --decode-context-parallel-size), as in the KV events;
+// vLLM before 0.32 shows those of one.
+func BlockOf(cache map[string]string) int {
+	return max(labelNumber(cache, "block_size"), labelNumber(cache, "effective_attention_block_size"))
+}
+
+// FindsParts reports whether an engine with these settings of its KV cache finds parts of
+// blocks, which its KV events do not place (--prefix-match-unit).
+func FindsParts(cache map[string]string) bool {
+	unit := labelNumber(cache, "prefix_match_unit")
+	return unit > 0 && unit < BlockOf(cache)
 }

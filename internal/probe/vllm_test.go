@@ -43,6 +43,79 @@ func TestSettingsReplaceWhatAServerReportsOfItsEvents(t *testing.T) {
 	}
 }
 
+// TestRanksAreThoseOfTheDeployment has the forms of vLLM 0.33: /kv_event_sources is keyed by
+// the rank in the deployment, as are the ports and the engines of the metrics page
+// (engine_ranks_managed in vllm/v1/engine/core_client.py, offset_endpoint_port in
+// vllm/distributed/kv_events.py).
+func TestRanksAreThoseOfTheDeployment(t *testing.T) {
+	sources := func(ranks ...int) string {
+		of := map[string]rankEvents{}
+		for _, rank := range ranks {
+			of[fmt.Sprint(rank)] = rankEvents{Enable: true, Kind: "zmq", Endpoint: fmt.Sprintf("tcp://*:%d", 5557+rank), Replay: fmt.Sprintf("tcp://*:%d", 5757+rank)}
+		}
+		text, err := json.Marshal(of)
+		if err != nil {
+			t.Fatal(err)
+		}
+		return string(text)
+	}
+	for name, test := range map[string]struct {
+		sources string // empty: no such route
+		engines []int  // on the metrics page
+		at      Server
+		want    string // rank=event port/replay port
+	}{
+		"internal balancing":              {sources: sources(0, 1), want: "0=5557/5757 1=5558/5758"},
+		"hybrid, second node of two":      {sources: sources(2, 3), want: "2=5559/5759 3=5560/5760"},
+		"hybrid, endpoint given":          {sources: sources(2, 3), at: Server{KVEvents: "tcp://127.0.0.1:1", Replay: "tcp://127.0.0.1:2"}, want: "2=1/2 3=5560/5760"},
+		"external, rank 3":                {sources: sources(3), want: "3=5560/5760"},
+		"external, endpoint given":        {sources: sources(3), at: Server{KVEvents: "tcp://127.0.0.1:1"}, want: "3=1/5760"},
+		"no route, nothing known":         {engines: []int{0, 1}, want: ""},
+		"no route, default port":          {engines: []int{0, 1}, at: Server{EventsPort: 5557}, want: "0=5557/ 1=5558/"},
+		"no route, hybrid":                {engines: []int{2, 3}, at: Server{EventsPort: 5557}, want: "2=5559/ 3=5560/"},
+		"no route, endpoint of base port": {engines: []int{2, 3}, at: Server{KVEvents: "tcp://127.0.0.1:6000", Replay: "tcp://127.0.0.1:7000"}, want: "2=6002/7002 3=6003/7003"},
+		"no route, endpoint of one rank":  {engines: []int{3}, at: Server{KVEvents: "tcp://127.0.0.1:6000"}, want: "3=6000/"},
+		"no route, port beyond the last":  {engines: []int{0, 1}, at: Server{KVEvents: "tcp://127.0.0.1:65535"}, want: "0=65535/"},
+		"no route, no page":               {at: Server{KVEvents: "tcp://127.0.0.1:6000"}, want: "0=6000/"},
+	} {
+		t.Run(name, func(t *testing.T) {
+			server := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+				switch {
+				case r.URL.Path == "/kv_event_sources" && test.sources != "":
+					fmt.Fprint(w, test.sources)
+				case r.URL.Path == metricsPath && test.engines != nil:
+					for _, engine := range test.engines {
+						fmt.Fprintf(w, "vllm:cache_config_info{block_size=\"64\",engine=\"%d\",num_gpu_blocks=\"100\"} 1\n", engine)
+					}
+				default:
+					http.NotFound(w, r)
+				}
+			}))
+			defer server.Close()
+			c, at := newClient(t), test.at
+			at.URL = server.URL
+			found, err := c.EventSources(t.Context(), at)
+			if NotFound(err) && (at.EventsPort != 0 || at.KVEvents != "") {
+				found, err = c.InferEventSources(t.Context(), at)
+			}
+			if err != nil && !NotFound(err) {
+				t.Fatal(err)
+			}
+			port := func(endpoint string) string {
+				_, port, _ := cutLast(endpoint, ":")
+				return port
+			}
+			var got []string
+			for _, s := range found {
+				got = append(got, fmt.Sprintf("%d=%s/%s", s.Worker.Rank, port(s.Endpoint), port(s.Replay)))
+			}
+			if all := strings.Join(got, " "); all != test.want {
+				t.Errorf("%q, want %q", all, test.want)
+			}
+		})
+	}
+}
+
 func TestWildcardsBecomeTheHostOfTheURL(t *testing.T) {
 	for _, test := range []struct{ endpoint, host, want string }{
 		{"tcp://*:5557", "10.0.0.1", "tcp://10.0.0.1:5557"},

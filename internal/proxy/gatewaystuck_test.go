@@ -88,19 +88,31 @@ func answersAfter(ctx context.Context, wait time.Duration) (*http.Response, stri
 	return answered(200, "application/json", wholeAnswer), "", nil
 }
 
+// hangs answers nothing, as far as ctx goes.
+func hangs(ctx context.Context) (*http.Response, string, error) {
+	<-ctx.Done()
+	return nil, "", context.Cause(ctx)
+}
+
+// fleetWith is a fleet in a bubble of time whose worker 0 answers so, while two others
+// answer well until stop is called. What an answer takes is known.
+func fleetWith(t *testing.T, answer func(ctx context.Context) (*http.Response, string, error)) (g *gatewayFleet, stop func()) {
+	g = newGatewayFleet(t, 3, func(to kv.Target, ctx context.Context) (*http.Response, string, error) {
+		if to.Key.Worker > 0 {
+			return answersAfter(ctx, 20*time.Millisecond)
+		}
+		return answer(ctx)
+	})
+	stop = g.busy(t)
+	time.Sleep(time.Second)
+	return g, stop
+}
+
 // TestBehindAGatewayAStuckWorkerIsLeft: /health answers, requests hang, and those that hang
 // end, since nothing else would end them.
 func TestBehindAGatewayAStuckWorkerIsLeft(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
-		g := newGatewayFleet(t, 3, func(to kv.Target, ctx context.Context) (*http.Response, string, error) {
-			if to.Key.Worker > 0 {
-				return answersAfter(ctx, 20*time.Millisecond)
-			}
-			<-ctx.Done()
-			return nil, "", context.Cause(ctx)
-		})
-		stop := g.busy(t)
-		time.Sleep(time.Second) // of the bubble: the baseline is known
+		g, stop := fleetWith(t, hangs)
 		var all sync.WaitGroup
 		for range silentLeast {
 			all.Go(func() {
@@ -123,21 +135,15 @@ func TestBehindAGatewayAStuckWorkerIsLeft(t *testing.T) {
 func TestBehindAGatewayAnAnswerThatStallsEnds(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		first := true
-		g := newGatewayFleet(t, 3, func(to kv.Target, ctx context.Context) (*http.Response, string, error) {
-			if to.Key.Worker > 0 {
-				return answersAfter(ctx, 20*time.Millisecond)
-			}
+		g, stop := fleetWith(t, func(ctx context.Context) (*http.Response, string, error) {
 			if first {
 				first = false
 				body, begun := io.Pipe() // nothing but its Close ends a read
 				go io.WriteString(begun, "data: "+testkit.TokenEvent+"\n\n")
 				return &http.Response{StatusCode: 200, Header: http.Header{"Content-Type": {"text/event-stream"}}, Body: body}, "", nil
 			}
-			<-ctx.Done()
-			return nil, "", context.Cause(ctx)
+			return hangs(ctx)
 		})
-		stop := g.busy(t)
-		time.Sleep(time.Second)
 		var all sync.WaitGroup
 		all.Go(func() {
 			began := time.Now()
@@ -158,14 +164,7 @@ func TestBehindAGatewayAnAnswerThatStallsEnds(t *testing.T) {
 // TestBehindAGatewayALongAnswerIsWaitedFor: it cannot be had elsewhere.
 func TestBehindAGatewayALongAnswerIsWaitedFor(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
-		g := newGatewayFleet(t, 3, func(to kv.Target, ctx context.Context) (*http.Response, string, error) {
-			if to.Key.Worker > 0 {
-				return answersAfter(ctx, 20*time.Millisecond)
-			}
-			return answersAfter(ctx, time.Minute)
-		})
-		stop := g.busy(t)
-		time.Sleep(time.Second)
+		g, stop := fleetWith(t, func(ctx context.Context) (*http.Response, string, error) { return answersAfter(ctx, time.Minute) })
 		var all sync.WaitGroup
 		for range silentLeast - 1 {
 			all.Go(func() {
@@ -251,15 +250,7 @@ func TestBehindAGatewayAnotherWorkersAnswerIsWaitedFor(t *testing.T) {
 // which others have.
 func TestBehindAGatewayAFewRequestsAtAnEjectedWorkerEnd(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
-		g := newGatewayFleet(t, 3, func(to kv.Target, ctx context.Context) (*http.Response, string, error) {
-			if to.Key.Worker > 0 {
-				return answersAfter(ctx, 20*time.Millisecond)
-			}
-			<-ctx.Done()
-			return nil, "", context.Cause(ctx)
-		})
-		stop := g.busy(t)
-		time.Sleep(time.Second)
+		g, stop := fleetWith(t, hangs)
 		var all sync.WaitGroup
 		all.Go(func() {
 			began := time.Now()

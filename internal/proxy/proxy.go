@@ -79,7 +79,7 @@ func (p *Proxy) request(ctx context.Context, u *Upstream, t kv.Target) (*http.Re
 	request.Header = p.header(u.Header, t)
 	u.attempt.Inject(request.Header)
 	if t.Ranks > 1 {
-		rank := strconv.FormatUint(uint64(t.Key.Rank), 10)
+		rank := strconv.FormatUint(uint64(t.ServerRank()), 10)
 		request.Header.Set(web.HeaderRank, rank)
 		if u.Route == generateRoute { // SGLang reads no header there
 			named := u.ofRank(rank)

@@ -168,6 +168,21 @@ func (r *Tree) StoreTail(w kv.WorkerKey, parent uint64, hasParent bool, skipped 
 	return r.storePart(w, parent, hasParent, skipped, blocks)
 }
 
+// Depth returns the number of blocks of the prefix that ends with the block of that engine
+// hash in the first group of w; it is not known if w does not hold the block.
+func (r *Tree) Depth(w kv.WorkerKey, engine uint64) (blocks int, known bool) {
+	r.mu.RLock()
+	defer r.mu.RUnlock()
+	slot, known := r.slot(w)
+	if !known {
+		return 0, false
+	}
+	for n := r.slots[slot].blocks.Get(engine, 0); n != rootNode; n = r.nodes.at(n).parent {
+		blocks++
+	}
+	return blocks, blocks > 0
+}
+
 // follow puts the blocks of a worker's other groups with the engine hash to node n, at
 // which the first group has just stored it.
 func (r *Tree) follow(g *groupSlots, engine uint64, n uint32) {

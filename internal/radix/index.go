@@ -33,6 +33,7 @@ type Index interface {
 	Hold(w kv.WorkerKey, group int, engine []uint64)
 	Drop(w kv.WorkerKey, group int, engine []uint64) (unknown int)
 	LayoutOf(w kv.WorkerKey) kv.Layout
+	Depth(w kv.WorkerKey, engine uint64) (blocks int, known bool)
 	HeldOf(w kv.WorkerKey) []HeldBlock
 	AllBlocks(w kv.WorkerKey) int
 }

@@ -14,7 +14,13 @@ import (
 // traits returns what a worker's arguments and its model's config.json say of its KV
 // cache.
 func traits(cfg process.Settings) kv.Traits {
-	return kv.Traits{DropsLast: dropsLast(cfg.Args), AttentionChunk: attentionChunk(cfg)}
+	method := drafter(cfg.Args)
+	return kv.Traits{
+		DropsLast:      slices.Contains(dropMethods, method),
+		DropsSome:      method == "mtp", // of a hybrid model the group of its own last layer
+		AttentionChunk: attentionChunk(cfg),
+		Retention:      max(0, flags.Number(cfg.Args, "prefix-cache-retention-interval")),
+	}
 }
 
 // dropMethods are the methods of speculative decoding with which vLLM up to 0.32
@@ -22,8 +28,9 @@ func traits(cfg process.Settings) kv.Traits {
 // Newer versions hash the tokens behind a block instead, which their events show.
 var dropMethods = []string{"eagle", "eagle3", "mtp", "dflash", "dspark"}
 
-// dropsLast reports whether the arguments choose one of dropMethods.
-func dropsLast(args []string) bool {
+// drafter returns the method of speculative decoding that the arguments choose; empty:
+// none, or one without the drop.
+func drafter(args []string) string {
 	var config struct {
 		Method   string `json:"method"`
 		Disabled bool   `json:"disable_eagle_block_drop"`
@@ -45,11 +52,13 @@ func dropsLast(args []string) bool {
 			config.Disabled = strings.EqualFold(value, "true")
 		}
 	}
-	method := config.Method
-	if strings.HasSuffix(method, "_mtp") { // the older names, one for each model
-		method = "mtp"
+	switch {
+	case config.Disabled:
+		return ""
+	case strings.HasSuffix(config.Method, "_mtp"): // the older names, one for each model
+		return "mtp"
 	}
-	return !config.Disabled && slices.Contains(dropMethods, method)
+	return config.Method
 }
 
 // attentionChunk returns the chunk of the model's chunked local attention, tokens; 0:

@@ -21,12 +21,14 @@ func TestTraitsFollowTheArgumentsAndTheModel(t *testing.T) {
 	}{
 		"none":             {nil, false, kv.Traits{}},
 		"EAGLE":            {[]string{"--speculative-config", `{"method":"eagle3","model":"m"}`}, false, kv.Traits{DropsLast: true}},
-		"MTP by its field": {[]string{"--speculative-config.method=deepseek_mtp"}, false, kv.Traits{DropsLast: true}},
-		"two arguments":    {[]string{"--speculative_config.method", "mtp"}, false, kv.Traits{DropsLast: true}},
+		"MTP by its field": {[]string{"--speculative-config.method=deepseek_mtp"}, false, kv.Traits{DropsLast: true, DropsSome: true}},
+		"two arguments":    {[]string{"--speculative_config.method", "mtp"}, false, kv.Traits{DropsLast: true, DropsSome: true}},
 		"n-grams":          {[]string{`--speculative-config={"method":"ngram"}`}, false, kv.Traits{}},
 		"without the drop": {[]string{"--speculative-config", `{"method":"eagle","disable_eagle_block_drop":true}`}, false, kv.Traits{}},
 		"no JSON":          {[]string{"--speculative-config", "{"}, false, kv.Traits{}},
 		"no value":         {[]string{"--speculative-config"}, false, kv.Traits{}},
+		"interval":         {[]string{"--prefix-cache-retention-interval", "512"}, false, kv.Traits{Retention: 512}},
+		"no interval":      {[]string{"--prefix-cache-retention-interval=None"}, false, kv.Traits{}},
 		"chunks":           {nil, true, kv.Traits{AttentionChunk: 8192}},
 	} {
 		t.Run(name, func(t *testing.T) {

@@ -94,7 +94,7 @@ func (f *Fleet) eventSources(ctx context.Context, w *worker) []events.Source {
 		return sources
 	}
 	f.log.Debug("worker reports no KV event sources", "worker", w.id, "error", err)
-	if w.spec.EventsPort == 0 || !probe.NotFound(err) {
+	if w.spec.EventsPort == 0 && w.spec.KVEvents == "" || !probe.NotFound(err) {
 		return sources
 	}
 	inferred, err := f.probe.InferEventSources(ctx, w.spec)
@@ -213,6 +213,7 @@ func (in *incarnation) eventSources() []events.Source {
 // follow follows these event streams of an attached worker and the load of its targets,
 // and announces them.
 func (in *incarnation) follow(served probe.Models, sources []events.Source) {
+	in.learn()
 	for _, source := range sources {
 		in.followEvents(source)
 	}

@@ -211,6 +211,82 @@ func TestAttachedWorkerThatHidesItsModelsIsUsedAllTheSame(t *testing.T) {
 	a.server.Close()
 }
 
+// TestAServerOfSomeRanksOfADeployment: with --data-parallel-hybrid-lb, vLLM's header names a
+// rank from the server's own first one on, and all else by its number in the deployment.
+func TestAServerOfSomeRanksOfADeployment(t *testing.T) {
+	defer goleak.VerifyNone(t)
+	defer http.DefaultClient.CloseIdleConnections()
+	a := newAttachedServer(t, `{"2":{"enable_kv_cache_events":true,"endpoint":"tcp://*:5559","replay_endpoint":"tcp://*:5759"},"3":{"enable_kv_cache_events":true,"endpoint":"tcp://*:5560"}}`)
+	a.metrics = `vllm:cache_config_info{block_size="64",engine="2",num_gpu_blocks="202"} 1` + "\n" + `vllm:cache_config_info{block_size="64",engine="3",num_gpu_blocks="202"} 1` + "\n"
+	a.start()
+	f := attachedFleet(t, a, "")
+	targets := make(chan kv.Target, 2)
+	f.hooks.Up = func(target kv.Target) { f.observed.up(target); targets <- target }
+	f.start()
+	f.wantEvents("up 3.2 g1", "up 3.3 g1")
+	for _, server := range []uint32{0, 1} {
+		if target := <-targets; target.Key.Rank != server+2 || target.ServerRank() != server || target.Ranks != 2 || target.TotalBlocks != 100 {
+			t.Errorf("rank %d of the server: %+v", server, target)
+		}
+	}
+	if s := f.Workers()[0]; s.KVEvents != "tcp://127.0.0.1:5559" || s.Replay != "tcp://127.0.0.1:5759" || s.Predictions != "" {
+		t.Errorf("%+v", s)
+	}
+	f.stop()
+	a.server.Close()
+}
+
+// TestRanksThatTheRouterCannotTellApartAreNamed: the server chooses among them by itself.
+func TestRanksThatTheRouterCannotTellApartAreNamed(t *testing.T) {
+	defer goleak.VerifyNone(t)
+	defer http.DefaultClient.CloseIdleConnections()
+	a := newAttachedServer(t, `{"0":{"enable_kv_cache_events":true,"endpoint":"tcp://*:5557"}}`)
+	a.metrics = `vllm:cache_config_info{block_size="64",engine="0",num_gpu_blocks="202"} 1` + "\n" + `vllm:cache_config_info{block_size="64",engine="1",num_gpu_blocks="202"} 1` + "\n"
+	a.start()
+	f := attachedFleet(t, a, "")
+	f.start()
+	f.wantEvents("up 3.0 g1")
+	if s := f.Workers()[0]; !strings.Contains(s.Predictions, "2 data-parallel ranks, and the router knows the KV events of 1") {
+		t.Errorf("%+v", s)
+	}
+	if log := f.out.String(); strings.Count(log, "chooses the rank of each request itself") != 1 {
+		t.Errorf("log: %s", log)
+	}
+	f.stop()
+	a.server.Close()
+}
+
+// TestWhatAWorkerReportsPlacesItsBlocks: of a model with sliding windows only, the interval
+// of --prefix-cache-retention-interval says which blocks the hashes of an event are.
+func TestWhatAWorkerReportsPlacesItsBlocks(t *testing.T) {
+	defer http.DefaultClient.CloseIdleConnections()
+	p := testkit.NewFakePublisher(t)
+	a := newAttachedServer(t, fmt.Sprintf(`{"0":{"enable_kv_cache_events":true,"endpoint":%q,"replay_endpoint":%q,"topic":"kv"}}`, p.Pub.Endpoint(), p.Router.Endpoint()))
+	a.metrics = fmt.Sprintf(`vllm:cache_config_info{block_size="%d",engine="0",num_gpu_blocks="1001",prefix_cache_retention_interval="%d"} 1`+"\n", testkit.BlockSize, 4*testkit.BlockSize)
+	a.start()
+	stored := testkit.StoredEvent(1, 0, 9) // kept: blocks 3 and 7 before multiples of 4, and block 8 before the prompt's end
+	ids := testkit.BlockIDs(1, 0, 9)
+	stored["stored"] = append(ids[3:4:4], ids[7], ids[8])
+	stored["group_idx"], stored["kv_cache_spec_kind"], stored["kv_cache_spec_sliding_window"] = 0, "sliding_window", testkit.BlockSize
+	p.Batch(true, stored)
+	f := attachedFleet(t, a, "")
+	f.cfg.BlockSize = testkit.BlockSize
+	f.start()
+	f.wantEvents("up 3.0 g1")
+	local := kv.HashBlocks(nil, testkit.PromptTokens(1, 9), testkit.BlockSize, "", "")
+	testkit.Settles(t, func() error {
+		for blocks, want := range map[int]int{3: 0, 4: 4, 7: 4, 8: 8, 9: 9} {
+			found := f.index.Match(local[:blocks], blocks, nil)
+			if want == 0 && len(found) > 0 && found[0].Blocks > 0 || want > 0 && (len(found) != 1 || found[0].Blocks != want) {
+				return fmt.Errorf("of %d blocks: %+v, want %d", blocks, found, want)
+			}
+		}
+		return nil
+	})
+	f.stop()
+	a.server.Close()
+}
+
 // TestTheIndexHoldsNoMoreThanAWorkerSaysItsCacheCan: one that never told of a removal
 // filled the router's memory.
 func TestTheIndexHoldsNoMoreThanAWorkerSaysItsCacheCan(t *testing.T) {

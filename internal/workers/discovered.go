@@ -282,6 +282,7 @@ func (in *incarnation) followAnew(ctx context.Context) []events.Source {
 	if len(sources) == 0 { // it may not have answered in time
 		in.warnedOfEvents, in.began = false, time.Now()
 	}
+	in.learn()
 	for _, source := range sources {
 		in.followEvents(source)
 	}

@@ -60,7 +60,7 @@ type prober interface {
 	EventSources(context.Context, probe.Server) ([]events.Source, error)
 	InferEventSources(context.Context, probe.Server) ([]events.Source, error)
 	BlockSize(context.Context, probe.Server) (int, error)
-	CacheTokens(ctx context.Context, s probe.Server, engine kv.Engine, info *probe.ServerInfo, ranks []uint32) (map[uint32]int, error)
+	Caches(ctx context.Context, s probe.Server, engine kv.Engine, info *probe.ServerInfo, ranks []uint32) (probe.Caches, error)
 	FollowLoad(ctx context.Context, s probe.LoadSource, log *slog.Logger, report func(kv.WorkerKey, policy.Published))
 	Close()
 }
@@ -91,7 +91,7 @@ type Status struct {
 	Generation  int       `json:"generation"`      // incarnations so far
 	Ranks       []uint32  `json:"ranks,omitempty"` // data-parallel ranks
 	Models      []string  `json:"models,omitempty"`
-	KVEvents    string    `json:"kv_events,omitempty"`   // endpoint of rank 0's KV events
+	KVEvents    string    `json:"kv_events,omitempty"`   // endpoint of the first rank's KV events
 	Replay      string    `json:"replay,omitempty"`      // and of their replay
 	Predictions string    `json:"predictions,omitempty"` // what is known about their exactness; empty: nothing special
 	Speculation string    `json:"speculation,omitempty"` // its algorithm of speculative decoding, as far as known
@@ -408,10 +408,9 @@ func (f *Fleet) Workers() []Status {
 	for _, w := range workers {
 		status := w.current()
 		w.mu.Lock()
-		var missed bool
-		if status.Exactness, missed = w.exactness(); missed && status.Predictions == "" {
-			status.Predictions = groupsMissed
-		}
+		var why string
+		status.Exactness, why = w.exactness()
+		status.Predictions = cmp.Or(status.Predictions, why)
 		w.mu.Unlock()
 		status.Ranks, status.Models = slices.Clone(status.Ranks), slices.Clone(status.Models)
 		list = append(list, status)

@@ -38,6 +38,8 @@ type incarnation struct {
 	heard  probe.Hearing     // of an SGLang server's load sockets
 	stuck  atomic.Bool       // an SGLang server's schedulers do not answer
 
+	reported probe.Caches // of a vLLM server, as far as its metrics page has been read
+
 	index     radix.Index // of its blocks
 	blockSize int         // tokens
 
@@ -132,13 +134,11 @@ func (in *incarnation) followEvents(source events.Source) {
 	if in.blockSize == in.f.cfg.BlockSize { // a snapshot has blocks of one size
 		in.f.snapshot.Resume(stream)
 	}
-	if source.Worker.Rank == 0 {
-		in.f.update(in.w, func(s *Status) { s.KVEvents, s.Replay = source.Endpoint, source.Replay })
-	}
 	in.w.mu.Lock()
-	if in.w.traits = (kv.Traits{}); !in.w.attached {
-		in.w.traits = in.f.cfg.Traits
+	if len(in.w.streams) == 0 {
+		in.w.status.KVEvents, in.w.status.Replay = source.Endpoint, source.Replay
 	}
+	in.w.traits = in.traits()
 	stream.SetTraits(in.w.traits)
 	in.w.streams[source.Worker] = stream
 	in.w.mu.Unlock()
@@ -168,13 +168,16 @@ func (in *incarnation) setTargets(served probe.Models, sources []events.Source) 
 	if in.info != nil {
 		batched = cmp.Or(batched, in.info.MaxBatchedTokens())
 	}
-	in.aim(ranks, in.cacheBlocks(ranks), kv.Target{Ranks: len(ranks), Models: served.Names, Adapters: served.Adapters, MaxBatchedTokens: batched, TotalBlocks: blocks})
+	in.aim(ranks, in.caches(ranks), kv.Target{Ranks: len(ranks), Models: served.Names, Adapters: served.Adapters, MaxBatchedTokens: batched, TotalBlocks: blocks})
 	in.f.update(in.w, func(s *Status) { s.Models, s.Ranks = served.Names, ranks })
 }
 
 // aim makes the ranks the routing targets of the worker, each like t, and bounds their event
 // streams. sizes has the blocks of those ranks that do not have t's.
 func (in *incarnation) aim(ranks []uint32, sizes map[uint32]int, t kv.Target) {
+	if in.engine != kv.EngineSGLang { // SGLang has no servers of some ranks
+		t.FirstRank = slices.Min(ranks)
+	}
 	t.URL, t.Engine, t.Generation, t.Bearer, t.Disagg = in.w.spec.URL, in.engine, in.generation, in.w.bearer(), in.disagg
 	in.targets = in.targets[:0]
 	in.w.mu.Lock()
@@ -414,20 +417,69 @@ func rarer(workers int) int { return min(max(workers/50, 1), 4) }
 // spread shortens a pause by up to a fifth.
 func spread(d time.Duration) time.Duration { return d - rand.N(d/5+1) }
 
-// cacheBlocks asks the worker how many blocks the KV cache of each rank has; ranks of
-// unknown size are left out.
-func (in *incarnation) cacheBlocks(ranks []uint32) map[uint32]int {
+// traits returns what is known of the worker's engine: by the arguments of a started one,
+// and by what it reports.
+func (in *incarnation) traits() (t kv.Traits) {
+	if !in.w.attached {
+		t = in.f.cfg.Traits
+	}
+	t.Block, t.Retention = cmp.Or(in.reported.Block, t.Block), cmp.Or(in.reported.Retention, t.Retention)
+	return t
+}
+
+// learn asks an attached vLLM server, before its events are followed, for what decides
+// where their blocks belong. Without an answer, such blocks are not found.
+func (in *incarnation) learn() {
+	if in.engine == kv.EngineSGLang {
+		return
+	}
+	var err error
+	if in.reported, err = in.f.probe.Caches(in.ctx, in.w.spec, in.engine, nil, nil); err != nil {
+		in.f.log.Debug("worker does not report its KV cache", "worker", in.w.id, "error", err)
+	}
+}
+
+// caches asks the worker about the KV caches of its ranks. It returns how many blocks each
+// has; ranks of unknown size are left out.
+func (in *incarnation) caches(ranks []uint32) map[uint32]int {
 	info := in.info
 	if info == nil && in.engine == kv.EngineSGLang { // the router has started it
-		info, _ = in.f.probe.ServerInfo(in.ctx, in.w.spec) // or CacheTokens has the error
+		info, _ = in.f.probe.ServerInfo(in.ctx, in.w.spec) // or Caches has the error
 		in.describe(info)
 	}
-	blocks, err := in.f.probe.CacheTokens(in.ctx, in.w.spec, in.engine, info, ranks)
+	reported, err := in.f.probe.Caches(in.ctx, in.w.spec, in.engine, info, ranks)
+	blocks := reported.Tokens
 	for rank := range blocks {
 		blocks[rank] /= in.blockSize
 	}
 	if (err != nil || len(blocks) == 0) && in.f.cfg.AssumesSizes {
 		in.f.log.Warn(fmt.Sprintf("%s: does not report the size of its KV cache: its prompts count as cached for --router-ttl-secs", in.w), "error", err)
 	}
+	if in.engine != kv.EngineSGLang {
+		in.reported = reported
+		in.doubtRanks(reported.Engines, len(ranks))
+		in.w.mu.Lock()
+		defer in.w.mu.Unlock()
+		in.w.traits = in.traits()
+		for key, stream := range in.w.streams {
+			of := in.w.traits
+			if a := in.w.accuracy[key]; a != nil {
+				of.DropsLast = a.drops
+			}
+			stream.SetTraits(of)
+		}
+	}
 	return blocks
+}
+
+// doubtRanks notes that a vLLM server has more data-parallel ranks than the router knows,
+// so that it spreads requests over them by itself.
+func (in *incarnation) doubtRanks(engines, known int) {
+	doubt := ""
+	if in.f.cfg.KVEvents && engines > known {
+		doubt = fmt.Sprintf("unknown: the server has %d data-parallel ranks, and the router knows the KV events of %d", engines, known)
+		in.f.log.Warn(fmt.Sprintf("%s: predictions are not exact: it does not report which rank publishes where, and chooses the rank of each request itself", in.w),
+			"url", in.w.spec.URL, "ranks", engines, "known", known, "remedy", "run a vLLM with /kv_event_sources, or a server for each rank")
+	}
+	in.f.update(in.w, func(s *Status) { s.Predictions = doubt })
 }

@@ -1,8 +1,10 @@
 package workers
 
 import (
+	"cmp"
 	"fmt"
 	"log/slog"
+	"slices"
 
 	"kvrouter/internal/events"
 	"kvrouter/internal/kv"
@@ -116,15 +118,31 @@ type Exactness struct {
 	Exact  *float64 `json:"exact_predictions,omitempty"` // share of the last 64 a rank; nil: none was compared
 }
 
-// groupsMissed is why the predictions for a worker are not exact.
-const groupsMissed = "upper bound: a KV-cache group of the engine cannot be followed"
+// doubt returns why the predictions by a stream may not be exact; empty: there is no reason
+// known. attached means that the router does not know the engine's arguments.
+func doubt(stream *events.Stream, traits kv.Traits, attached bool) string {
+	stats, layout := stream.Stats(), stream.Stats().Layout()
+	windows := slices.ContainsFunc(layout.Groups, func(g kv.CacheGroup) bool { return g.Attention == kv.SlidingWindow })
+	switch {
+	case stats.UnknownGroups.Load() > 0:
+		return "upper bound: a KV-cache group of the engine cannot be followed"
+	case stats.Misplaced.Load() > 0:
+		return "estimate: all layers have sliding windows, and KV events do not say which blocks the engine keeps: its --prefix-cache-retention-interval is not known, or it computes prompts in chunks"
+	case stats.Ambiguous.Load() > 0:
+		return "upper bound: all layers have sliding windows, and KV events do not say whether a prompt ended with a block"
+	case layout.DropsLast && windows && len(layout.Groups) > 1 && (attached || traits.DropsSome):
+		return "estimate: KV events do not say which KV-cache groups a drafter beside sliding windows needs"
+	case stats.PartBlocks.Load() > 0:
+		return "lower bound: KV events do not say where the parts of blocks are that --prefix-match-unit lets the engine find"
+	}
+	return ""
+}
 
-// exactness returns that of w, and whether a KV-cache group cannot be followed; w.mu is
-// held.
-func (w *worker) exactness() (e Exactness, missed bool) {
+// exactness returns that of w, and why predictions for it may not be exact; w.mu is held.
+func (w *worker) exactness() (e Exactness, why string) {
 	sum, of := 0.0, 0
 	for key, stream := range w.streams {
-		missed = missed || stream.Stats().UnknownGroups.Load() > 0
+		why = cmp.Or(why, doubt(stream, w.traits, w.attached))
 		if e.Groups == "" {
 			e.Groups = stream.Stats().Layout().String()
 		}
@@ -137,7 +155,7 @@ func (w *worker) exactness() (e Exactness, missed bool) {
 		share := sum / float64(of)
 		e.Exact = &share
 	}
-	return e, missed
+	return e, why
 }
 
 // byID returns the worker with that id; nil: there is none.

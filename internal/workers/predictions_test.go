@@ -21,11 +21,71 @@ func TestWorkerWithAGroupThatCannotBeFollowedIsShown(t *testing.T) {
 	e := testkit.StoredEvent(1, 0, 1)
 	e["group_idx"], e["kv_cache_spec_kind"] = 2, "odd"
 	f.workers[0].streams[key].Apply(0, testkit.Payload(t, 1, e), true)
-	if got := f.Workers()[0].Predictions; got != groupsMissed {
-		t.Errorf("predictions %q, want %q", got, groupsMissed)
+	if got := f.Workers()[0].Predictions; !strings.HasPrefix(got, "upper bound: a KV-cache group") {
+		t.Errorf("predictions %q", got)
 	}
 	if !strings.Contains(log.String(), "cannot be followed") {
 		t.Errorf("log:\n%s", &log)
+	}
+}
+
+// TestPredictionsThatCannotBeExactHaveAReason: from the first event on that leaves out what
+// decides, not from the first wrong prediction.
+func TestPredictionsThatCannotBeExactHaveAReason(t *testing.T) {
+	const full, sliding = "full_attention", "sliding_window"
+	stored := func(number, blocks, group int, kind string, window int, kept ...uint64) testkit.Event {
+		e := testkit.StoredEvent(number, 0, blocks)
+		e["group_idx"], e["kv_cache_spec_kind"] = group, kind
+		if window > 0 {
+			e["kv_cache_spec_sliding_window"] = window
+		}
+		if len(kept) > 0 {
+			e["stored"] = kept
+		}
+		return e
+	}
+	part := func() testkit.Event {
+		e := stored(2, 1, 0, full, 0)
+		e["parent"] = uint64(77) // no event has named it
+		return e
+	}
+	whole := func() testkit.Event {
+		e := stored(1, 4, 0, full, 0, 9)
+		e["block_size"] = 4 * testkit.BlockSize
+		return e
+	}
+	for name, c := range map[string]struct {
+		events  []testkit.Event
+		traits  kv.Traits
+		started bool
+		want    string // its beginning
+	}{
+		"full attention":                     {events: []testkit.Event{stored(1, 3, 0, full, 0)}},
+		"windows beside it":                  {events: []testkit.Event{stored(1, 3, 0, full, 0), stored(1, 3, 1, sliding, 8)}},
+		"windows alone, all kept":            {events: []testkit.Event{stored(1, 3, 0, sliding, 64)}},
+		"windows alone, some kept":           {events: []testkit.Event{stored(1, 9, 0, sliding, 2*testkit.BlockSize, 1, 2)}, want: "upper bound: all layers have sliding windows"},
+		"windows alone, an odd number kept":  {events: []testkit.Event{stored(1, 9, 0, sliding, 2*testkit.BlockSize, 1, 2, 3, 4, 5)}, want: "estimate: all layers have sliding windows"},
+		"parts of blocks":                    {events: []testkit.Event{whole(), part()}, want: "lower bound: KV events do not say where the parts"},
+		"a drafter":                          {events: []testkit.Event{stored(1, 3, 0, full, 0)}, traits: kv.Traits{DropsLast: true}},
+		"a drafter beside windows, attached": {events: []testkit.Event{stored(1, 3, 0, full, 0), stored(1, 3, 1, sliding, 8)}, traits: kv.Traits{DropsLast: true}, want: "estimate: KV events do not say which KV-cache groups a drafter"},
+		"EAGLE beside windows, started":      {events: []testkit.Event{stored(1, 3, 0, full, 0), stored(1, 3, 1, sliding, 8)}, traits: kv.Traits{DropsLast: true}, started: true},
+		"MTP beside windows, started":        {events: []testkit.Event{stored(1, 3, 0, full, 0), stored(1, 3, 1, sliding, 8)}, traits: kv.Traits{DropsLast: true, DropsSome: true}, started: true, want: "estimate: "},
+	} {
+		t.Run(name, func(t *testing.T) {
+			var log testkit.LogBuffer
+			f, key, _ := comparedFleet(t, &log)
+			w := f.workers[0]
+			w.attached, w.traits = !c.started, c.traits
+			w.streams[key].SetTraits(c.traits)
+			w.streams[key].Apply(0, testkit.Payload(t, 1, c.events...), true)
+			got := f.Workers()[0].Predictions
+			if c.want == "" && got != "" || !strings.HasPrefix(got, c.want) {
+				t.Errorf("%q, want %q", got, c.want)
+			}
+			if stats := w.streams[key].Stats(); stats.Cold.Load() || stats.DecodeErrors.Load() > 0 {
+				t.Errorf("cold %v, %d invalid events:\n%s", stats.Cold.Load(), stats.DecodeErrors.Load(), &log)
+			}
+		})
 	}
 }
 

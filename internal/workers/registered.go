@@ -286,7 +286,7 @@ func (in *incarnation) register(r Registration) {
 	if in.info != nil {
 		batched = cmp.Or(batched, in.info.MaxBatchedTokens())
 		if r.TotalBlocks == 0 {
-			sizes = in.cacheBlocks(r.Ranks)
+			sizes = in.caches(r.Ranks)
 		}
 	}
 	in.aim(r.Ranks, sizes, kv.Target{Ranks: max(len(r.Ranks), in.ranks), Models: []string{r.Model}, MaxBatchedTokens: batched, TotalBlocks: r.TotalBlocks, Unanswered: in.unanswered})

@@ -35,12 +35,8 @@ func TestGatewayTakesManyRequests(t *testing.T) {
 		}
 	}
 	workers := []*testkit.FakeWorker{testkit.NewFakeWorker(t, handler), testkit.NewFakeWorker(t, handler)}
-	var args, at []string
-	for i, w := range workers {
-		at = append(at, w.Listener.Addr().String())
-		args = append(args, fmt.Sprintf("--worker=url=%s,id=%d", w.URL, i))
-	}
-	s := test.StartAt(t, test.PlainProgram, testkit.FreePorts(t, 2), nil, p.flags(append(args, "--engine=none", "--no-kv-events", "--drain-timeout=1s")...)...)
+	at := []string{workers[0].Listener.Addr().String(), workers[1].Listener.Addr().String()}
+	s := test.StartAt(t, test.PlainProgram, testkit.FreePorts(t, 2), nil, p.flags(fakeArgs(workers)...)...)
 	s.WaitReady(2, 20*time.Second)
 	e := envoy.StartDeployed(t, deployed, testkit.FreePorts(t, 2), []string{p.address()}, at)
 	e.WaitForPicker(true)

@@ -109,15 +109,20 @@ func (g *gateway) freed() {
 	})
 }
 
+// fakeArgs are the flags of a router of these workers.
+func fakeArgs(workers []*testkit.FakeWorker) []string {
+	args := []string{"--engine=none", "--no-kv-events", "--drain-timeout=1s"}
+	for i, w := range workers {
+		args = append(args, fmt.Sprintf("--worker=url=%s,id=%d", w.URL, i))
+	}
+	return args
+}
+
 // routeFakes starts a router over workers whose answers the test gives, and waits until
 // all are up.
 func routeFakes(t testing.TB, workers []*testkit.FakeWorker, args ...string) *test.Router {
 	t.Helper()
-	var all []string
-	for i, w := range workers {
-		all = append(all, fmt.Sprintf("--worker=url=%s,id=%d", w.URL, i))
-	}
-	s := test.Start(t, append(append(all, "--engine=none", "--no-kv-events", "--drain-timeout=1s"), args...)...)
+	s := test.Start(t, append(fakeArgs(workers), args...)...)
 	s.WaitReady(len(workers), 20*time.Second)
 	return s
 }

@@ -53,6 +53,7 @@ FORMS = {
     "mamba-512": (["state 512", "full"], 110, dict(model="next")),  # found at places within a state's block, too
     "mamba-only": (["state"] * 2, 40, dict(model="next")),
     "sliding-dense": (["window 256"] * 4, 110, dict(prefix_cache_retention_interval=32)),
+    "sliding-interval": (["window 256"] * 4, 200, dict(prefix_cache_retention_interval=512)),
     "chunked-prefill": (["window 256"] * 5 + ["full"], 460, dict(max_num_batched_tokens=256, max_num_seqs=4)),
     "eagle": (["full"] * 5, 100, dict(speculative_config=EAGLE)),
     "eagle-gemma3": (["window 256"] * 3 + ["full"] * 2, 330, dict(speculative_config=EAGLE)),
