@@ -342,6 +342,43 @@ func (r *Tree) Match(local []uint64, usable int, dst []kv.Match) []kv.Match {
 	for i, word := range first {
 		active[i] = word & r.live[i]
 	}
+	if r.grouped > 0 {
+		return r.matchLayouts(n, active, scratch, local, usable, dst)
+	}
+	depth := 1
+	for ; depth < len(local); depth++ {
+		run := r.nodes.run(n, set, local[depth:])
+		n += uint32(run)
+		if depth += run; depth == len(local) {
+			break
+		}
+		if n = r.child(n, local[depth]); n == 0 {
+			break
+		}
+		if s := r.nodes.at(n).members; s != set {
+			set = s
+			if !narrow(active, r.sets.words(s), depth, scratch.blocks) {
+				break
+			}
+		}
+	}
+	narrow(active, nil, depth, scratch.blocks)
+
+	for i := range r.workers {
+		if p := &r.workers[i]; hasSlot(first, p.slot) {
+			dst = append(dst, kv.Match{Worker: p.key, Blocks: scratch.blocks[p.slot]})
+		}
+	}
+	return dst
+}
+
+// matchLayouts is Match where some workers have a Layout: it also notes the sets along
+// the prompt, and may go on where no worker's first group does. It is apart because
+// the plain loop would be slower for it. n is the node of the first block, and active
+// what holds it.
+func (r *Tree) matchLayouts(n uint32, active []uint64, scratch *matchScratch, local []uint64, usable int, dst []kv.Match) []kv.Match {
+	set := r.nodes.at(n).members
+	first := r.sets.words(set)
 	runs := append(scratch.runs[:0], pathRun{0, set})
 	depth := 1
 	for ; depth < len(local); depth++ {
@@ -363,23 +400,9 @@ func (r *Tree) Match(local []uint64, usable int, dst []kv.Match) []kv.Match {
 	}
 	narrow(active, nil, depth, scratch.blocks)
 	scratch.runs = runs
+	walked := &scratch.path
+	walked.sets, walked.runs, walked.length = &r.sets, runs, depth
 
-	if r.grouped > 0 {
-		walked := &scratch.path
-		walked.sets, walked.runs, walked.length = &r.sets, runs, depth
-		return r.matchLayouts(first, scratch, min(usable, len(local)), len(local), dst)
-	}
-	for i := range r.workers {
-		if p := &r.workers[i]; hasSlot(first, p.slot) {
-			dst = append(dst, kv.Match{Worker: p.key, Blocks: scratch.blocks[p.slot]})
-		}
-	}
-	return dst
-}
-
-// matchLayouts is the end of Match where some workers have a Layout. first is the set of
-// the first block.
-func (r *Tree) matchLayouts(first []uint64, scratch *matchScratch, usable, whole int, dst []kv.Match) []kv.Match {
 	for i := range r.workers {
 		p := &r.workers[i]
 		held := 0
@@ -387,7 +410,7 @@ func (r *Tree) matchLayouts(first []uint64, scratch *matchScratch, usable, whole
 			held = scratch.blocks[p.slot]
 		}
 		if r.slots[p.slot].groups != nil {
-			dst = r.matchGroups(p, &scratch.path, held, usable, whole, dst)
+			dst = r.matchGroups(p, walked, held, min(usable, len(local)), len(local), dst)
 		} else if held > 0 {
 			dst = append(dst, kv.Match{Worker: p.key, Blocks: held})
 		}
