@@ -526,11 +526,11 @@ func TestTailBehindTooManyBarePrefixesIsRefused(t *testing.T) {
 		t.Fatal(err)
 	}
 	x.checked()
-	if x.bare != 2 {
-		t.Errorf("%d bare nodes, want 2", x.bare)
+	if x.bare() != 2 {
+		t.Errorf("%d bare nodes, want 2", x.bare())
 	}
 	x.remove(testkit.W1, chain[0].Engine)
-	if x.bare != 0 || x.nodes.used != 1 {
-		t.Errorf("%d bare nodes of %d remain", x.bare, x.nodes.used)
+	if x.bare() != 0 || x.nodes.used != 1 {
+		t.Errorf("%d bare nodes of %d remain", x.bare(), x.nodes.used)
 	}
 }

@@ -95,7 +95,6 @@ type Tree struct {
 	vacant   []uint32 // unused slots
 	retired  []uint32 // slots still to be swept, oldest first
 	seed     uint64   // of all tables
-	bare     int      // nodes without a worker, the root not among them
 	grouped  int      // workers with groupSlots
 	beyond   int      // of them, those whose rules are beyond
 
@@ -190,7 +189,7 @@ func (r *Tree) storePart(w kv.WorkerKey, parent uint64, hasParent bool, skipped 
 	if len(blocks) == 0 {
 		return nil
 	}
-	if len(skipped) > 0 && r.bare+len(skipped) > maxBare {
+	if len(skipped) > 0 && r.bare()+len(skipped) > maxBare {
 		return fmt.Errorf("worker %d rank %d: store behind %d blocks: %w", w.Worker, w.Rank, len(skipped), ErrTooManyBare)
 	}
 	if !known {
@@ -508,16 +507,14 @@ func (r *Tree) dropMember(slot, n uint32) {
 	r.freeUnused(n)
 }
 
+// bare returns the number of nodes without a worker, the root not among them.
+func (r *Tree) bare() int { return r.nodes.used - 1 - r.sets.refs }
+
 // toggleMember puts slot into the worker set of node n, or takes it out.
 func (r *Tree) toggleMember(slot, n uint32) {
 	node := r.nodes.at(n)
 	old := node.members
 	node.members = r.sets.toggle(old, slot)
-	if old == 0 {
-		r.bare--
-	} else if node.members == 0 {
-		r.bare++
-	}
 	r.sets.acquire(node.members)
 	r.sets.release(old)
 }
@@ -541,7 +538,6 @@ func (r *Tree) child(n uint32, local uint64) uint32 {
 func (r *Tree) addChild(n uint32, local uint64) uint32 {
 	c := r.nodes.alloc()
 	*r.nodes.at(c) = treeNode{local: local, parent: n}
-	r.bare++
 	parent := r.nodes.at(n)
 	if parent.child == 0 {
 		parent.child = c
@@ -569,7 +565,6 @@ func (r *Tree) freeUnused(n uint32) {
 		parent.children--
 		up := node.parent
 		r.nodes.release(n)
-		r.bare--
 		n = up
 	}
 }
