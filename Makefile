@@ -17,7 +17,7 @@ FROM ?= 1
 GRID ?= policies
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-sglang run run-disagg run-sglang run-sglang-disagg demo check test test-mooncake test-sglang test-zoo test-kubernetes test-gateway test-traces test-boards test-page test-mesh lint dist test-dist bench index-bench growth sim bench-real bench-gateway bench-herding wire-speed peers parity segments soak fuzz chaos chaos-gateway dst dst-bugs clean
+.PHONY: help setup setup-sglang run run-disagg run-sglang run-sglang-disagg demo check test test-mooncake test-sglang test-zoo test-kubernetes test-gateway test-traces test-boards test-page test-mesh lint dist test-dist bench index-bench growth sim bench-real bench-gateway bench-herding wire-speed peers peers-predictions parity segments soak fuzz chaos chaos-gateway dst dst-bugs clean
 
 help: ## List the targets
 	@printf 'kvrouter: KV-cache-aware routing for vLLM and SGLang\n\n'
@@ -137,7 +137,10 @@ bench-herding: ## Compare three routers, with and without --replica-sync, with o
 wire-speed: setup ## Compare the CPU time per indexed KV event with dynamo.indexer
 	scripts/peers.sh wire
 
-peers: setup ## Compare with other routers: KV events, simulator, proxy path
+peers-predictions: setup ## Compare predicted cache hits with those of Dynamo and vllm-router, for models with windows and states (4 minutes)
+	scripts/peers.sh predictions
+
+peers: setup ## Compare with other routers: KV events, simulator, proxy path, predictions
 	scripts/peers.sh
 
 test-mesh: ## Test two kvrouters and a Dynamo selection service in one mesh: load, sessions, late joiners, lost messages

@@ -4,6 +4,7 @@
 #   wire        indexing KV events from the wire: dynamo.indexer
 #   simulator   trace simulation: Dynamo's simulator
 #   proxy       proxying requests: vllm-router
+#   predictions predicted cache hits for models with several KV-cache groups: Dynamo's selection service, vllm-router
 # Usage: scripts/peers.sh [PART [OPTIONS of scripts/peers_PART.py]]; all parts if none is named.
 # Tables go to stdout and out/peers_PART.txt, progress and the results of the checks to stderr. Needs `make setup`.
 set -euo pipefail
@@ -29,7 +30,12 @@ measure() {
     wire) runs="$DYNAMO/bin/python" needs=(--ours out/wire.test) ;;
     simulator) runs="$DYNAMO/bin/python" needs=(--kvrouter out/kvrouter) ;;
     proxy) needs=(--kvrouter out/kvrouter --test-binary out/peers.test --vllm-router "$vllm_router/bin/vllm-router" --model "$CACHE/smollm2-135m-instruct") ;;
-    *) die "unknown part $part: must be wire, simulator or proxy" ;;
+    predictions)
+      KVROUTER_PEERS_DYNAMO="$DYNAMO/bin/python" KVROUTER_PEERS_VLLM_ROUTER="$vllm_router/bin/vllm-router" \
+        out/peers.test -test.run '^TestPeersPredictions$' -test.v "$@" 9>&- | tee "out/peers_$part.txt"
+      return
+      ;;
+    *) die "unknown part $part: must be wire, simulator, proxy or predictions" ;;
   esac
   PYTHONDONTWRITEBYTECODE=1 "$runs" "scripts/peers_$part.py" "${needs[@]}" "$@" 9>&- | tee "out/peers_$part.txt"
 }
@@ -41,7 +47,7 @@ go build -o out/kvrouter .
 go test -c -o out/peers.test ./test/real/peers
 go test -c -o out/wire.test ./internal/events
 
-parts=(wire simulator proxy)
+parts=(wire simulator proxy predictions)
 if [ $# -gt 0 ]; then
   parts=("$1")
   shift

@@ -49,8 +49,8 @@ func (r *Tree) checkNodes() (free []bool, err error) {
 			bare++
 		}
 	}
-	if bare != r.bare {
-		return nil, fmt.Errorf("%d nodes without a worker are counted as %d", bare, r.bare)
+	if bare != r.bare() {
+		return nil, fmt.Errorf("%d nodes without a worker are counted as %d", bare, r.bare())
 	}
 	children := make([]uint32, nodes.next)
 	branches := 0

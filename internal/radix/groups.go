@@ -18,8 +18,28 @@ import (
 // is one, the hash waits in the slot, which its events may change like the rest.
 type groupSlots struct {
 	layout kv.Layout
-	others []uint32 // slots of layout.Groups[1:]
+	others []uint32  // slots of layout.Groups[1:]
+	bits   []setBits // of others
 	rules  rules
+}
+
+// setBits are some slots in a word of a worker set.
+type setBits struct {
+	word int
+	bits uint64
+}
+
+// bitsOf returns slots by the words of a worker set.
+func bitsOf(slots []uint32) (words []setBits) {
+	for _, slot := range slots {
+		at := slices.IndexFunc(words, func(b setBits) bool { return b.word == int(slot/64) })
+		if at < 0 {
+			at = len(words)
+			words = append(words, setBits{word: int(slot / 64)})
+		}
+		words[at].bits |= 1 << (slot % 64)
+	}
+	return words
 }
 
 // SetLayout sets the KV-cache groups of w's engine, in the order of their precedence
@@ -66,6 +86,7 @@ func (r *Tree) SetLayout(w kv.WorkerKey, layout kv.Layout, block int) {
 	if layout.Plain(block) {
 		return
 	}
+	next.bits = bitsOf(next.others)
 	r.slots[slot].groups = next
 	r.countGroups(next, 1)
 }
@@ -209,6 +230,7 @@ func (r *Tree) emptyGroups(g *groupSlots, slot uint32) {
 	for range g.others {
 		next.others = append(next.others, r.newSlot())
 	}
+	next.bits = bitsOf(next.others)
 	r.slots[slot].groups = next
 }
 

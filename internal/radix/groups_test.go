@@ -431,6 +431,49 @@ func TestChangedLayoutKeepsTheGroupsThatStay(t *testing.T) {
 	}
 }
 
+// TestSufficientBlocksGiveTheMatchOfTheRules looks up a prompt with and without the
+// shortcut, for all blocks that a window and a state can hold of it.
+func TestSufficientBlocksGiveTheMatchOfTheRules(t *testing.T) {
+	const blocks = 5
+	layout, err := kv.ParseLayout("2:full_attention/4 0:sliding_window=9/4 1:mamba/4")
+	if err != nil {
+		t.Fatal(err)
+	}
+	p := testkit.Prompt(1, blocks)
+	chain := testkit.Chain(p)
+	quick := 0
+	for held := range 1 << (2 * blocks) {
+		tree := NewTree()
+		tree.SetLayout(testkit.W1, layout, 4)
+		if err := tree.Store(testkit.W1, 0, false, chain); err != nil {
+			t.Fatal(err)
+		}
+		for i := range 2 * blocks {
+			if held>>i&1 != 0 {
+				tree.Hold(testkit.W1, 1+i/blocks, []uint64{chain[i%blocks].Engine})
+			}
+		}
+		slot, _ := tree.slot(testkit.W1)
+		rules := &tree.slots[slot].groups.rules
+		for usable := range blocks + 1 {
+			got := matchOf(tree, testkit.W1, p, usable)
+			enough := rules.quick
+			rules.quick = 0
+			want := matchOf(tree, testkit.W1, p, usable)
+			rules.quick = enough
+			if got != want {
+				t.Fatalf("held %010b, %d usable: %+v, want %+v", held, usable, got, want)
+			}
+			if enough == 2 && usable > 0 && got.Blocks == usable {
+				quick++
+			}
+		}
+	}
+	if quick == 0 {
+		t.Error("no match was as long as it could be")
+	}
+}
+
 // FuzzRules holds that no layout makes a lookup fail, or promise more than is held.
 func FuzzRules(f *testing.F) {
 	for _, text := range layouts {
@@ -483,11 +526,11 @@ func TestTailBehindTooManyBarePrefixesIsRefused(t *testing.T) {
 		t.Fatal(err)
 	}
 	x.checked()
-	if x.bare != 2 {
-		t.Errorf("%d bare nodes, want 2", x.bare)
+	if x.bare() != 2 {
+		t.Errorf("%d bare nodes, want 2", x.bare())
 	}
 	x.remove(testkit.W1, chain[0].Engine)
-	if x.bare != 0 || x.nodes.used != 1 {
-		t.Errorf("%d bare nodes of %d remain", x.bare, x.nodes.used)
+	if x.bare() != 0 || x.nodes.used != 1 {
+		t.Errorf("%d bare nodes of %d remain", x.bare(), x.nodes.used)
 	}
 }

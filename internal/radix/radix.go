@@ -95,7 +95,6 @@ type Tree struct {
 	vacant   []uint32 // unused slots
 	retired  []uint32 // slots still to be swept, oldest first
 	seed     uint64   // of all tables
-	bare     int      // nodes without a worker, the root not among them
 	grouped  int      // workers with groupSlots
 	beyond   int      // of them, those whose rules are beyond
 
@@ -190,7 +189,7 @@ func (r *Tree) storePart(w kv.WorkerKey, parent uint64, hasParent bool, skipped 
 	if len(blocks) == 0 {
 		return nil
 	}
-	if len(skipped) > 0 && r.bare+len(skipped) > maxBare {
+	if len(skipped) > 0 && r.bare()+len(skipped) > maxBare {
 		return fmt.Errorf("worker %d rank %d: store behind %d blocks: %w", w.Worker, w.Rank, len(skipped), ErrTooManyBare)
 	}
 	if !known {
@@ -342,6 +341,43 @@ func (r *Tree) Match(local []uint64, usable int, dst []kv.Match) []kv.Match {
 	for i, word := range first {
 		active[i] = word & r.live[i]
 	}
+	if r.grouped > 0 {
+		return r.matchLayouts(n, active, scratch, local, usable, dst)
+	}
+	depth := 1
+	for ; depth < len(local); depth++ {
+		run := r.nodes.run(n, set, local[depth:])
+		n += uint32(run)
+		if depth += run; depth == len(local) {
+			break
+		}
+		if n = r.child(n, local[depth]); n == 0 {
+			break
+		}
+		if s := r.nodes.at(n).members; s != set {
+			set = s
+			if !narrow(active, r.sets.words(s), depth, scratch.blocks) {
+				break
+			}
+		}
+	}
+	narrow(active, nil, depth, scratch.blocks)
+
+	for i := range r.workers {
+		if p := &r.workers[i]; hasSlot(first, p.slot) {
+			dst = append(dst, kv.Match{Worker: p.key, Blocks: scratch.blocks[p.slot]})
+		}
+	}
+	return dst
+}
+
+// matchLayouts is Match where some workers have a Layout: it also notes the sets along
+// the prompt, and may go on where no worker's first group does. It is apart because
+// the plain loop would be slower for it. n is the node of the first block, and active
+// what holds it.
+func (r *Tree) matchLayouts(n uint32, active []uint64, scratch *matchScratch, local []uint64, usable int, dst []kv.Match) []kv.Match {
+	set := r.nodes.at(n).members
+	first := r.sets.words(set)
 	runs := append(scratch.runs[:0], pathRun{0, set})
 	depth := 1
 	for ; depth < len(local); depth++ {
@@ -363,23 +399,9 @@ func (r *Tree) Match(local []uint64, usable int, dst []kv.Match) []kv.Match {
 	}
 	narrow(active, nil, depth, scratch.blocks)
 	scratch.runs = runs
+	walked := &scratch.path
+	walked.sets, walked.runs, walked.length = &r.sets, runs, depth
 
-	if r.grouped > 0 {
-		walked := &scratch.path
-		walked.sets, walked.runs, walked.length = &r.sets, runs, depth
-		return r.matchLayouts(first, scratch, min(usable, len(local)), len(local), dst)
-	}
-	for i := range r.workers {
-		if p := &r.workers[i]; hasSlot(first, p.slot) {
-			dst = append(dst, kv.Match{Worker: p.key, Blocks: scratch.blocks[p.slot]})
-		}
-	}
-	return dst
-}
-
-// matchLayouts is the end of Match where some workers have a Layout. first is the set of
-// the first block.
-func (r *Tree) matchLayouts(first []uint64, scratch *matchScratch, usable, whole int, dst []kv.Match) []kv.Match {
 	for i := range r.workers {
 		p := &r.workers[i]
 		held := 0
@@ -387,7 +409,7 @@ func (r *Tree) matchLayouts(first []uint64, scratch *matchScratch, usable, whole
 			held = scratch.blocks[p.slot]
 		}
 		if r.slots[p.slot].groups != nil {
-			dst = r.matchGroups(p, &scratch.path, held, usable, whole, dst)
+			dst = r.matchGroups(p, walked, held, min(usable, len(local)), len(local), dst)
 		} else if held > 0 {
 			dst = append(dst, kv.Match{Worker: p.key, Blocks: held})
 		}
@@ -485,16 +507,14 @@ func (r *Tree) dropMember(slot, n uint32) {
 	r.freeUnused(n)
 }
 
+// bare returns the number of nodes without a worker, the root not among them.
+func (r *Tree) bare() int { return r.nodes.used - 1 - r.sets.refs }
+
 // toggleMember puts slot into the worker set of node n, or takes it out.
 func (r *Tree) toggleMember(slot, n uint32) {
 	node := r.nodes.at(n)
 	old := node.members
 	node.members = r.sets.toggle(old, slot)
-	if old == 0 {
-		r.bare--
-	} else if node.members == 0 {
-		r.bare++
-	}
 	r.sets.acquire(node.members)
 	r.sets.release(old)
 }
@@ -518,7 +538,6 @@ func (r *Tree) child(n uint32, local uint64) uint32 {
 func (r *Tree) addChild(n uint32, local uint64) uint32 {
 	c := r.nodes.alloc()
 	*r.nodes.at(c) = treeNode{local: local, parent: n}
-	r.bare++
 	parent := r.nodes.at(n)
 	if parent.child == 0 {
 		parent.child = c
@@ -546,7 +565,6 @@ func (r *Tree) freeUnused(n uint32) {
 		parent.children--
 		up := node.parent
 		r.nodes.release(n)
-		r.bare--
 		n = up
 	}
 }

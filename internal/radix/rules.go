@@ -19,6 +19,7 @@ type rules struct {
 	unit   int  // least common multiple of the groups' block sizes
 	rooted bool // the first group needs all blocks from the first one on
 	drops  bool // the last block is computed again
+	quick  int  // blocks of all other groups up to a match's end with which they accept it; 0: not known
 	// kinds are the groups, those of one specification together, full attention first.
 	kinds []rule
 }
@@ -72,7 +73,23 @@ func rulesOf(layout kv.Layout, block int) rules {
 	slices.SortStableFunc(r.kinds, func(a, b rule) int {
 		return cmp.Compare(min(a.attention, 1), min(b.attention, 1)) // full attention is 0
 	})
+	r.quick = r.sufficient()
 	return r
+}
+
+// sufficient returns quick: for windows and states beside one group of full attention,
+// with blocks of one size.
+func (r *rules) sufficient() (blocks int) {
+	if len(r.kinds) < 2 || !r.rooted || r.drops || r.unit > 1 || len(r.kinds[0].places) > 1 {
+		return 0
+	}
+	for _, k := range r.kinds[1:] {
+		if k.attention != kv.SlidingWindow && k.attention != kv.State {
+			return 0
+		}
+		blocks = max(1, blocks, k.need)
+	}
+	return blocks
 }
 
 func lcm(a, b int) int {
@@ -144,6 +161,27 @@ func (p *path) has(i int) bool {
 	return p.held
 }
 
+// hold reports whether all groups but the first hold the blocks of a prompt from start
+// to end, which must not be above the path's length.
+func (g *groupSlots) hold(p *path, start, end int) bool {
+	for i := len(p.runs) - 1; i >= 0; i-- {
+		run := p.runs[i]
+		if run.start >= end {
+			continue
+		}
+		words := p.sets.words(run.set)
+		for _, o := range g.bits {
+			if o.word >= len(words) || words[o.word]&o.bits != o.bits {
+				return false
+			}
+		}
+		if run.start <= start {
+			return true
+		}
+	}
+	return true
+}
+
 // hit returns how many leading blocks of a prompt the worker with groups g and the
 // slot first finds, and the number of the group that accepts no more. held is the
 // number of leading blocks in the first group, or the path's length if the rules are
@@ -161,6 +199,9 @@ func (g *groupSlots) hit(first uint32, p *path, held, usable, whole int) (length
 		return length, 0
 	}
 	limit = r.kinds[0].index
+	if length = min(held, usable); r.quick > 0 && g.hold(p, length-r.quick, length) {
+		return length, limit
+	}
 	single := len(r.kinds) == 1 && len(r.kinds[0].places) == 1 // vLLM's UnitaryKVCacheCoordinator
 	var verified uint64
 	p.full = append(p.full[:0], make([]int, len(r.kinds))...)

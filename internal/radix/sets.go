@@ -16,6 +16,7 @@ type workerSets struct {
 	free  []uint32    // ids of sets that no node refers to
 	index table.Table // hash of a set -> id of the first set with that hash
 	last  setChange   // the change requested last: chains request the same again
+	refs  int         // nodes that refer to any set but the empty one
 }
 
 // workerSet is a bitset by slot without zero words at its end, so that equal
@@ -61,6 +62,7 @@ func (s *workerSets) toggle(id, slot uint32) uint32 {
 func (s *workerSets) acquire(id uint32) {
 	if id != 0 {
 		s.sets[id].refs++
+		s.refs++
 	}
 }
 
@@ -69,6 +71,7 @@ func (s *workerSets) release(id uint32) {
 	if id == 0 {
 		return
 	}
+	s.refs--
 	set := &s.sets[id]
 	if set.refs--; set.refs > 0 {
 		return
