@@ -18,6 +18,7 @@ import (
 
 	"github.com/tidwall/gjson"
 
+	"kvrouter/internal/kv"
 	"kvrouter/internal/testkit"
 	"kvrouter/internal/web"
 	"kvrouter/test"
@@ -87,13 +88,18 @@ func adapterFolder(t *testing.T, model string, random *rand.Rand) string {
 func start(t *testing.T, f form) *test.Router {
 	t.Helper()
 	model, length := modelFolder(t, cmp.Or(f.config, f.name)), strconv.Itoa(cmp.Or(f.length, 2048))
-	args := []string{"--model=" + model, fmt.Sprintf("--block-size=%d", block), "--", "--load-format", "dummy"}
-	args = append(args, "--max-model-len", length, "--num-gpu-blocks-override", strconv.Itoa(f.cache))
+	args := []string{"--model=" + model, fmt.Sprintf("--block-size=%d", block), "--engine=" + f.engine.String(), "--", "--load-format", "dummy"}
+	if f.engine == kv.EngineSGLang {
+		args = append(args, "--context-length", length, "--max-total-tokens", strconv.Itoa(f.cache*block))
+	} else {
+		args = append(args, "--max-model-len", length, "--num-gpu-blocks-override", strconv.Itoa(f.cache))
+	}
 	if f.draft != "" {
 		args = append(args, "--speculative-config", fmt.Sprintf(`{"method":"eagle","model":%q,"num_speculative_tokens":2}`, modelFolder(t, f.draft)))
 	}
 	if len(f.adapters) > 0 {
-		args = append(args, "--enable-lora", "--max-loras", strconv.Itoa(len(f.adapters)), "--max-lora-rank", "8", "--lora-modules")
+		args = append(args, "--enable-lora", "--max-lora-rank", "8")
+		args = append(args, "--max-loras", strconv.Itoa(len(f.adapters)), "--lora-modules")
 		random := rand.New(rand.NewPCG(8, 8))
 		for _, name := range f.adapters {
 			args = append(args, name+"="+adapterFolder(t, model, random))
@@ -103,15 +109,23 @@ func start(t *testing.T, f form) *test.Router {
 }
 
 // about returns an engine's name and version, and the ports of its ranks' KV events.
-func about(t *testing.T, s *test.Router) (version string, ports []string) {
+func about(t *testing.T, s *test.Router, f form) (version string, ports []string) {
 	t.Helper()
 	worker := *s.Workers()[0].Endpoint
-	sources := gjson.ParseBytes(s.Get(worker + "/kv_event_sources")).Map()
-	for rank := range len(sources) {
-		endpoint := sources[strconv.Itoa(rank)].Get("endpoint").Str
-		ports = append(ports, endpoint[strings.LastIndex(endpoint, ":")+1:])
+	if f.engine == kv.EngineSGLang {
+		info := gjson.ParseBytes(s.Get(worker + "/server_info"))
+		for rank := range info.Get("kv_events.dp_size").Int() {
+			ports = append(ports, strconv.FormatInt(info.Get("kv_events.endpoint_port_base").Int()+rank, 10))
+		}
+		version = "SGLang " + info.Get("version").Str
+	} else {
+		sources := gjson.ParseBytes(s.Get(worker + "/kv_event_sources")).Map()
+		for rank := range len(sources) {
+			endpoint := sources[strconv.Itoa(rank)].Get("endpoint").Str
+			ports = append(ports, endpoint[strings.LastIndex(endpoint, ":")+1:])
+		}
+		version = "vLLM " + gjson.GetBytes(s.Get(worker+"/version"), "version").Str
 	}
-	version = "vLLM " + gjson.GetBytes(s.Get(worker+"/version"), "version").Str
 	if len(ports) == 0 {
 		t.Fatal("the engine names no KV events")
 	}
@@ -126,17 +140,22 @@ type answer struct {
 
 // ask sends a prompt and reads the answer. Some forms cannot be sampled with a seed on a
 // CPU, and the weights are made up anyway.
-func ask(t *testing.T, s *test.Router, one *conversation, tokens int) (a answer) {
+func ask(t *testing.T, s *test.Router, f form, one *conversation, tokens int) (a answer) {
 	t.Helper()
-	query := map[string]any{"prompt": one.tokens, "max_tokens": tokens, "ignore_eos": true, "return_token_ids": true, "temperature": 0}
+	path, query := "/v1/completions", map[string]any{"prompt": one.tokens, "max_tokens": tokens, "ignore_eos": true, "return_token_ids": true, "temperature": 0}
 	if one.adapter != "" {
 		query["model"] = one.adapter
+	}
+	cached, output := "usage.prompt_tokens_details.cached_tokens", "choices.0.token_ids"
+	if f.engine == kv.EngineSGLang {
+		path, query = "/generate", map[string]any{"input_ids": one.tokens, "sampling_params": map[string]any{"max_new_tokens": tokens, "ignore_eos": true, "temperature": 0}}
+		cached, output = "meta_info.cached_tokens", "output_ids"
 	}
 	text, err := json.Marshal(query)
 	if err != nil {
 		t.Fatal(err)
 	}
-	response, err := http.Post(s.OpenAI+"/v1/completions", "application/json", bytes.NewReader(text))
+	response, err := http.Post(s.OpenAI+path, "application/json", bytes.NewReader(text))
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -149,8 +168,8 @@ func ask(t *testing.T, s *test.Router, one *conversation, tokens int) (a answer)
 	if err != nil {
 		t.Fatalf("%s: %v", web.HeaderOverlap, err)
 	}
-	a.cached = int(gjson.GetBytes(body, "usage.prompt_tokens_details.cached_tokens").Int())
-	for _, token := range gjson.GetBytes(body, "choices.0.token_ids").Array() {
+	a.cached = int(gjson.GetBytes(body, cached).Int())
+	for _, token := range gjson.GetBytes(body, output).Array() {
 		a.output = append(a.output, uint32(token.Uint()))
 	}
 	if len(a.output) == 0 {

@@ -1,12 +1,15 @@
 package zoo
 
+import "kvrouter/internal/kv"
+
 // form is a small model of some architecture, with made-up weights.
 type form struct {
 	name     string
-	config   string   // file of testdata, without .json; empty: name
-	length   int      // of a context, tokens; 0: 2048
-	cache    int      // blocks of the engine's cache, small enough for evictions
-	args     []string // for the engine
+	engine   kv.Engine // empty: vLLM
+	config   string    // file of testdata, without .json; empty: name
+	length   int       // of a context, tokens; 0: 2048
+	cache    int       // blocks of the engine's cache, small enough for evictions
+	args     []string  // for the engine
 	env      []string
 	draft    string   // file of testdata of the EAGLE drafter; empty: none
 	adapters []string // names of LoRA adapters
@@ -45,4 +48,6 @@ var forms = []form{
 	{name: "llama-lora", config: "llama", cache: 160, adapters: []string{"sql", "legal"}, prompt: short},
 	{name: "deepseek-mla", off: "vLLM has no prefix cache for MLA on a CPU (platforms/cpu.py)"},
 	{name: "granite4-mamba2", off: "vLLM has no Mamba 2 kernel for CPUs: its first request fails in mamba_mixer2.py"},
+	{name: "sglang-llama", engine: kv.EngineSGLang, config: "llama", cache: 160, prompt: short},
+	{name: "sglang-eagle", engine: kv.EngineSGLang, off: "SGLang has no drafter for torch_native, the only attention that it computes on this CPU (speculative/draft_utils.py)"},
 }
