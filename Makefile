@@ -69,8 +69,8 @@ test-mooncake: setup ## Test two real vLLM CPU workers with MooncakeConnector ov
 test-sglang: setup-sglang ## Test real SGLang CPU servers: KV events, data-parallel ranks, load, disaggregation, crashes (minutes)
 	KVROUTER_SGLANG=1 go test -v -count 1 -timeout 40m ./test/real/sglang
 
-test-zoo: setup ## Test predictions with a real vLLM for 13 forms of models: windows, chunks, states, drafters (20 to 60 minutes; ZOO=folder keeps captures)
-	KVROUTER_ZOO=$(or $(ZOO),run) go test -run '^TestZoo$$' -v -count 1 -timeout 90m ./test/real/zoo
+test-zoo: setup-sglang ## Test predictions with real engines for 15 forms of models: windows, chunks, states, drafters, adapters (40 to 90 minutes; ZOO=folder keeps captures)
+	KVROUTER_ZOO=$(or $(ZOO),run) go test -run '^TestZoo$$' -v -count 1 -timeout 3h ./test/real/zoo
 
 test-kubernetes: ## Test with a real Kubernetes API server: rollouts, API server outage, 200 pods, RBAC, Helm chart (5 minutes; builds the servers and Helm once)
 	@scripts/build-native.sh

@@ -24,6 +24,7 @@ type capturedLine struct {
 	Kind    string   `json:"kind"` // event, request
 	Seq     uint64   `json:"seq"`
 	Payload []byte   `json:"payload"`
+	Adapter string   `json:"lora_name"`
 	Prompt  []uint32 `json:"prompt_token_ids"`
 	Usage   struct {
 		Details struct {
@@ -76,9 +77,9 @@ func replayCapture(t *testing.T, name string, block int, traits kv.Traits) (r re
 			continue
 		}
 		r.prompts = append(r.prompts, line.Prompt)
-		lookups := [][]uint64{kv.HashBlocks(nil, line.Prompt, block, "", "")}
+		lookups := [][]uint64{kv.HashBlocks(nil, line.Prompt, block, line.Adapter, "")}
 		for _, l := range index.Lookaheads() {
-			lookups = append(lookups, kv.HashLookaheadBlocks(nil, line.Prompt, block, l.Tokens, "", "", nil))
+			lookups = append(lookups, kv.HashLookaheadBlocks(nil, line.Prompt, block, l.Tokens, line.Adapter, "", nil))
 		}
 		found := 0
 		for _, local := range lookups {

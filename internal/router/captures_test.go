@@ -43,6 +43,7 @@ func TestPredictionsOfCapturedSGLangServers(t *testing.T) {
 		over     int // predicted too high, where the events do not tell enough; never too low
 	}{
 		{"full", 50, 0},   // Llama
+		{"gemma3", 50, 0}, // windows in five of six layers, which SGLang keeps whole
 		{"window", 50, 7}, // of 256 tokens in three of four layers
 		// SGLang's own tree, driven without a server as its scheduler does.
 		{"eagle", 50, 0},  // keys of pairs of tokens

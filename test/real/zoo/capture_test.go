@@ -10,12 +10,9 @@ import (
 	"maps"
 	"path/filepath"
 	"slices"
-	"strings"
 	"sync"
 	"testing"
 	"time"
-
-	"github.com/tidwall/gjson"
 
 	"kvrouter/internal/testkit"
 	"kvrouter/internal/zmq"
@@ -38,9 +35,10 @@ type eventLine struct {
 }
 
 type requestLine struct {
-	Kind   string    `json:"kind"`
-	Prompt []uint32  `json:"prompt_token_ids"`
-	Usage  usageLine `json:"usage"`
+	Kind    string    `json:"kind"`
+	Adapter string    `json:"lora_name,omitempty"`
+	Prompt  []uint32  `json:"prompt_token_ids"`
+	Usage   usageLine `json:"usage"`
 }
 
 type usageLine struct {
@@ -49,9 +47,8 @@ type usageLine struct {
 	} `json:"prompt_tokens_details"`
 }
 
-// listen subscribes to all ranks in a worker's answer to /kv_event_sources, until the
-// test ends.
-func listen(t *testing.T, sources []byte) *listener {
+// listen subscribes to the KV events of all ranks, by their ports, until the test ends.
+func listen(t *testing.T, ports []string) *listener {
 	t.Helper()
 	l := &listener{received: map[uint32]int{}, lines: map[uint32][]any{}}
 	ctx, stop := context.WithCancel(t.Context())
@@ -60,10 +57,8 @@ func listen(t *testing.T, sources []byte) *listener {
 		stop()
 		done.Wait()
 	})
-	gjson.ParseBytes(sources).ForEach(func(number, source gjson.Result) bool {
-		rank := uint32(number.Uint())
-		endpoint := source.Get("endpoint").Str
-		conn, err := zmq.DialSub(ctx, "tcp://127.0.0.1"+endpoint[strings.LastIndex(endpoint, ":"):], "")
+	for rank, port := range ports {
+		conn, err := zmq.DialSub(ctx, "tcp://127.0.0.1:"+port, "")
 		if err != nil {
 			t.Fatal(err)
 		}
@@ -75,12 +70,11 @@ func listen(t *testing.T, sources []byte) *listener {
 					return
 				}
 				if len(frames) == 3 && len(frames[1]) == 8 {
-					l.add(rank, binary.BigEndian.Uint64(frames[1]), frames[2])
+					l.add(uint32(rank), binary.BigEndian.Uint64(frames[1]), frames[2])
 				}
 			}
 		})
-		return true
-	})
+	}
 	return l
 }
 
@@ -116,8 +110,8 @@ func (l *listener) settled(t *testing.T, applied func(rank uint32) int) {
 
 // request adds a request and what the engine found of it, to the rank whose events have
 // come since the last one. One that no rank stored a block for is left out.
-func (l *listener) request(prompt []uint32, cached int) {
-	line := requestLine{Kind: "request", Prompt: slices.Clone(prompt)}
+func (l *listener) request(one *conversation, cached int) {
+	line := requestLine{Kind: "request", Adapter: one.adapter, Prompt: slices.Clone(one.tokens)}
 	line.Usage.Details.Cached = cached
 	l.mu.Lock()
 	defer l.mu.Unlock()

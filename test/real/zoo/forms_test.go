@@ -1,16 +1,20 @@
 package zoo
 
+import "kvrouter/internal/kv"
+
 // form is a small model of some architecture, with made-up weights.
 type form struct {
-	name   string
-	config string   // file of testdata, without .json; empty: name
-	length int      // --max-model-len; 0: 2048
-	cache  int      // blocks of the engine's cache, small enough for evictions
-	args   []string // for vLLM
-	env    []string
-	draft  string // file of testdata of the EAGLE drafter; empty: none
-	prompt prompts
-	off    string // why this form cannot run on a CPU; empty: it can
+	name     string
+	engine   kv.Engine // empty: vLLM
+	config   string    // file of testdata, without .json; empty: name
+	length   int       // of a context, tokens; 0: 2048
+	cache    int       // blocks of the engine's cache, small enough for evictions
+	args     []string  // for the engine
+	env      []string
+	draft    string   // file of testdata of the EAGLE drafter; empty: none
+	adapters []string // names of LoRA adapters
+	prompt   prompts
+	off      string // why this form cannot run on a CPU; empty: it can
 }
 
 // prompts are lengths in tokens.
@@ -41,6 +45,9 @@ var forms = []form{
 	{name: "llama-eagle", config: "llama", cache: 160, draft: "eagle", prompt: short},
 	{name: "llama-ngram", config: "llama", cache: 160, args: []string{"--speculative-config", `{"method":"ngram","num_speculative_tokens":2,"prompt_lookup_max":3}`}, prompt: short},
 	{name: "llama-two-ranks", config: "llama", cache: 110, args: []string{"--data-parallel-size", "2"}, prompt: short},
+	{name: "llama-lora", config: "llama", cache: 160, adapters: []string{"sql", "legal"}, prompt: short},
 	{name: "deepseek-mla", off: "vLLM has no prefix cache for MLA on a CPU (platforms/cpu.py)"},
 	{name: "granite4-mamba2", off: "vLLM has no Mamba 2 kernel for CPUs: its first request fails in mamba_mixer2.py"},
+	{name: "sglang-llama", engine: kv.EngineSGLang, config: "llama", cache: 160, prompt: short},
+	{name: "sglang-eagle", engine: kv.EngineSGLang, off: "SGLang has no drafter for torch_native, the only attention that it computes on this CPU (speculative/draft_utils.py)"},
 }

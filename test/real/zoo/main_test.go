@@ -1,4 +1,4 @@
-// Package zoo compares predictions with a real vLLM for models of every form: `make
+// Package zoo compares predictions with real engines for models of every form: `make
 // test-zoo`.
 package zoo
 
