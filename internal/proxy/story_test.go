@@ -29,7 +29,7 @@ import (
 type writer struct {
 	requests atomic.Int32
 	bodies   chan string
-	seen     chan struct{} // closed when the client has a part of the answer
+	seen     chan struct{}                 // closed when the client has a part of the answer
 	dies     func(request int) (after int) // tokens until the connection breaks; below 0: it does not
 	engine   bool                          // an error event takes the place of the broken connection
 	old      bool                          // it ignores kv_transfer_params.prompt_token_ids
