@@ -363,7 +363,7 @@ func (p *Proxy) attempt(ctx context.Context, w http.ResponseWriter, u Upstream, 
 	if err := checkStatus(response); err != nil {
 		return p.unanswered(worker, err, outlier.Broken)
 	}
-	answer := &upstreamAnswer{Response: response, ctx: ctx, heard: heard}
+	answer := &upstreamAnswer{Response: response, ctx: ctx, heard: heard, sent: f}
 	stream := strings.HasPrefix(response.Header.Get("Content-Type"), "text/event-stream")
 	x.refusal = refusalOf(response.StatusCode, response.Header, u.Route, p.now())
 	if (retry || x.tried) && x.refusal != (refusal{}) {

@@ -30,7 +30,8 @@ type upstreamAnswer struct {
 	*http.Response
 	ctx    context.Context
 	heard  func() // bytes have come: the wait for the next ones begins
-	broken error  // why the body ended too early
+	sent   *inflight
+	broken error // why the body ended too early
 }
 
 // Read reads the body.
@@ -194,6 +195,9 @@ func (r *streamRelay) take(chunk []byte) error {
 		if err := http.NewResponseController(r.w).Flush(); err != nil {
 			return errors.Join(ErrAnswered, err)
 		}
+	}
+	if r.u.Story != nil {
+		r.answer.sent.goesOn.Store(r.u.Story.mayMove())
 	}
 	return r.broken()
 }

@@ -131,6 +131,9 @@ func (s *Story) restart() {
 // continues reports whether the client has a part of the answer that may be continued.
 func (s *Story) continues() bool { return s.open() && s.why == "" }
 
+// mayMove reports whether the answer may leave a worker that works.
+func (s *Story) mayMove() bool { return s.continues() && !s.reasoning && !s.finished }
+
 // open reports whether the answer's headers are out, so that it must be continued or end.
 func (s *Story) open() bool { return s != nil && s.begun }
 

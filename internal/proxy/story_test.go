@@ -12,6 +12,7 @@ import (
 	"sync"
 	"sync/atomic"
 	"testing"
+	"time"
 
 	"github.com/tidwall/gjson"
 
@@ -34,6 +35,8 @@ type writer struct {
 	engine   bool                          // an error event takes the place of the broken connection
 	old      bool                          // it ignores kv_transfer_params.prompt_token_ids
 	mute     bool                          // it returns no token ids
+	drains   bool                          // it is cordoned in place of dying, and its answer stands still
+	drain    func()
 }
 
 func (v *writer) ServeHTTP(w http.ResponseWriter, r *http.Request) {
@@ -71,6 +74,10 @@ func (v *writer) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 	for i := range most {
 		if i == dies {
 			<-v.seen // or the router tries another worker instead
+			if v.drain != nil {
+				v.drain()
+				<-r.Context().Done()
+			}
 			if v.engine {
 				io := `data: {"error":{"message":"EngineCore encountered an issue","type":"InternalServerError","code":500}}` + "\n\ndata: [DONE]\n\n"
 				fmt.Fprint(w, io)
@@ -161,6 +168,7 @@ func TestAStreamGoesOnAtAnotherWorker(t *testing.T) {
 		"in the middle":           {usage, first(9), nil, MigratedOK, "", true},
 		"without usage":           {"", first(9), nil, MigratedOK, "", true},
 		"after the last token":    {usage, first(19), nil, MigratedOK, "", true},
+		"by a drain":              {usage, first(9), func(v *writer) { v.drains = true }, MigratedOK, "", false},
 		"by its engine":           {usage, first(9), func(v *writer) { v.engine = true }, MigratedOK, "", true},
 		"three times":             {usage, func(n int) int { return []int{0, 3, 4, 5, -1}[n] }, nil, MigratedOK, "", true},
 		"too often":               {usage, always(2), nil, MigratedFailed, whyLimit, true},
@@ -253,6 +261,14 @@ func tellStory(t *testing.T, path, options string, v *writer) (events, result st
 	}
 	results := make(chan string, 10)
 	settings := testkit.Defaults[Settings]()
+	if v.drains {
+		settings.DrainMigrateAfter = time.Millisecond
+		v.drain = func() {
+			if err := rt.Cordon(0); err != nil {
+				t.Error(err)
+			}
+		}
+	}
 	p := New(settings, Deps{Observer: migrated{results: results}, Failed: func(uint64) {}})
 	t.Cleanup(p.Close)
 	prompt := []uint32{1, 2, 3}
