@@ -10,10 +10,15 @@ import (
 	"strconv"
 	"time"
 
+	"github.com/tidwall/gjson"
+
 	"kvrouter/internal/outlier"
 	"kvrouter/internal/policy"
 	"kvrouter/internal/web"
 )
+
+// responsesRoute is the route whose answers may be stored by their worker.
+const responsesRoute = "/v1/responses"
 
 // streamBuffer is the memory for relaying one stream; later streams reuse it.
 type streamBuffer struct {
@@ -92,6 +97,9 @@ func (p *Proxy) relayWhole(w http.ResponseWriter, answer *upstreamAnswer, u Upst
 		return &workerError{worker: worker, called: x.Worker, err: errors.New("stopped its answer: " + finish), abort: &abortError{why: finish}}
 	}
 	x.Usage, x.Ending, x.finish = usage, endingOf(answer.StatusCode, finish), finish
+	if u.Route == responsesRoute && answer.StatusCode == http.StatusOK {
+		x.StoredID = gjson.GetBytes(body, "id").Str
+	}
 	writeHead(w, answer.Response, u, x)
 	if _, err := w.Write(body); err != nil {
 		return errors.Join(ErrAnswered, err)
@@ -221,6 +229,7 @@ func (r *streamRelay) broken() error {
 
 // note keeps the facts of the stream that has ended.
 func (r *streamRelay) note() {
+	r.x.StoredID = r.events.storedID
 	r.x.Usage, r.x.Ending, r.x.finish = r.events.usage(), r.events.ending(r.answer.StatusCode, r.u.EndMarked), r.events.finish
 }
 

@@ -27,12 +27,13 @@ type eventScanner struct {
 	out       []byte // reused
 	long      bool   // the event is longer than maxEvent: its beginning has been taken
 
-	Count  int    // events with a part of the answer that ended in the last chunk
-	seen   bool   // an event has come
-	done   bool   // the event that ends the stream has come
-	status int    // HTTP status of the error in an event; 0: none
-	finish string // why the answer ended; empty: it has not, or does not say
-	Usage  Usage  // as far as reported
+	Count    int    // events with a part of the answer that ended in the last chunk
+	seen     bool   // an event has come
+	done     bool   // the event that ends the stream has come
+	status   int    // HTTP status of the error in an event; 0: none
+	storedID string // id of an answer of the responses API
+	finish   string // why the answer ended; empty: it has not, or does not say
+	Usage    Usage  // as far as reported
 
 	generated generated
 }
@@ -195,6 +196,9 @@ func (s *eventScanner) takeNamed(event []byte) {
 		return
 	}
 	switch string(name) {
+	case "response.created":
+		s.storedID = gjson.GetBytes(data, "response.id").Str
+		return
 	case "message_stop", "response.completed", "response.incomplete":
 		s.done = true
 	case "message_delta": // not of its text
