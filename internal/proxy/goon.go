@@ -56,7 +56,7 @@ func (p *Proxy) goOn(ctx context.Context, w http.ResponseWriter, u Upstream, x *
 			return nil
 		}
 		began := x.Trace.Now()
-		decision, none := u.chooser.Continue(t.exclude, s.tokens)
+		decision, none := t.next()
 		x.Trace.Decided(began, none, &decision)
 		if none != nil {
 			p.observer.Migrated(MigratedNoWorker)
@@ -69,6 +69,18 @@ func (p *Proxy) goOn(ctx context.Context, w http.ResponseWriter, u Upstream, x *
 			x.Decision.Tokens, x.Decision.OverlapTokens = decided.Tokens, decided.OverlapTokens
 			return nil
 		}
+	}
+}
+
+// next chooses the worker that continues the answer.
+func (t *tries) next() (router.Decision, error) {
+	for {
+		decision, err := t.u.chooser.Continue(t.exclude, t.u.Story.tokens)
+		if err != nil || !decision.Target.RunsSGLang() {
+			return decision, err
+		}
+		decision.Booking.End()
+		t.exclude = append(t.exclude, decision.Target.Key.Worker)
 	}
 }
 

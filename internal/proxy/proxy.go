@@ -266,9 +266,6 @@ func (p *Proxy) Forward(ctx context.Context, w http.ResponseWriter, u Upstream, 
 	if p.settings.MigrationLimit == 0 {
 		u.Story = nil
 	}
-	if u.Story != nil {
-		u.Head, u.Body = u.Story.ask(u.Parsed, u.Head, u.Body)
-	}
 	t := p.begin(u, x)
 	defer t.over()
 	for {
@@ -296,6 +293,9 @@ func (p *Proxy) Forward(ctx context.Context, w http.ResponseWriter, u Upstream, 
 func (p *Proxy) send(ctx context.Context, w http.ResponseWriter, u Upstream, x *Exchange, decision router.Decision, retry bool) error {
 	x.Decision, x.Worker, x.Ending, x.refusal = decision, p.names.Label(decision.Target.Key.Worker), policy.Abandoned, refusal{}
 	defer func() { x.Decision.Booking.End() }() // if relaying panics
+	if u.Story != nil && !u.Story.begun {
+		u.Head, u.Body = u.Story.ask(&decision.Target, &u)
+	}
 	u.attempt = x.Trace.Attempt(x.leg(), &decision.Target, p.names.Name(decision.Target.Key.Worker), u.Method, u.Route)
 	err := p.attempt(ctx, w, u, x, retry)
 	u.attempt.End(x.FirstChunk, err)

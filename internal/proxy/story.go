@@ -2,6 +2,7 @@ package proxy
 
 import (
 	"bytes"
+	"cmp"
 	"fmt"
 	"slices"
 	"strconv"
@@ -9,6 +10,7 @@ import (
 	"github.com/tidwall/gjson"
 
 	"kvrouter/internal/jsonbody"
+	"kvrouter/internal/kv"
 )
 
 // maxStory is the maximum number of tokens of an answer that can be continued.
@@ -64,7 +66,7 @@ type Story struct {
 // NewStory returns the story of a request's answer. The prompt must be exact. The answer is
 // never continued if the request does not allow it; then the story says so in the error
 // event. nil: the answer is no stream.
-func NewStory(route string, body *jsonbody.Body, prompt []uint32, exact bool, several, sglang bool) *Story {
+func NewStory(route string, body *jsonbody.Body, prompt []uint32, exact bool, several bool) *Story {
 	chat := route == "/v1/chat/completions"
 	if !chat && route != "/v1/completions" || !body.Get("stream").Bool() {
 		return nil
@@ -72,8 +74,6 @@ func NewStory(route string, body *jsonbody.Body, prompt []uint32, exact bool, se
 	options := body.Get("stream_options")
 	s := &Story{prompt: prompt, chat: chat, asked: body.Get("return_token_ids").Bool(), usage: options.Get("include_usage").Bool()}
 	switch {
-	case sglang:
-		s.why = whySGLang
 	case several:
 		s.why = whySeveral
 	case !exact || len(prompt) == 0:
@@ -105,20 +105,23 @@ func whyNotContinued(body *jsonbody.Body) string {
 	return ""
 }
 
-// ask returns the request for token ids, in front of a body that begins with head.
-func (s *Story) ask(body *jsonbody.Body, head, rest []byte) ([]byte, []byte) {
-	if s == nil || s.why != "" || s.asked {
-		return head, rest
+// ask returns the body of u with a request for token ids, for a worker that streams them:
+// SGLang refuses it.
+func (s *Story) ask(t *kv.Target, u *Upstream) (head, body []byte) {
+	switch {
+	case t.RunsSGLang():
+		s.why = cmp.Or(s.why, whySGLang)
+	case u.Parsed.Get("return_token_ids").Exists() && !s.asked:
+		s.why = cmp.Or(s.why, whyNoTokens) // the client refuses them
+	}
+	if s.why != "" || s.asked {
+		return u.Head, u.Body
 	}
 	const member = `{"return_token_ids":true,`
-	if asked := body.Get("return_token_ids"); asked.Exists() {
-		s.why = whyNoTokens // the client refuses them
-		return head, rest
+	if len(u.Head) > 0 {
+		return append([]byte(member), u.Head[1:]...), u.Body
 	}
-	if len(head) > 0 {
-		return append([]byte(member), head[1:]...), rest
-	}
-	return []byte(member), rest[bytes.IndexByte(rest, '{')+1:]
+	return []byte(member), u.Body[bytes.IndexByte(u.Body, '{')+1:]
 }
 
 // restart forgets an answer of which the client has nothing.

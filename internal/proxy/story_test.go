@@ -37,6 +37,7 @@ type writer struct {
 	mute     bool                          // it returns no token ids
 	drains   bool                          // it is cordoned in place of dying, and its answer stands still
 	drain    func()
+	kind     kv.Engine // SGLang refuses to stream token ids
 }
 
 func (v *writer) ServeHTTP(w http.ResponseWriter, r *http.Request) {
@@ -44,6 +45,10 @@ func (v *writer) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 	v.bodies <- string(body.Raw)
 	dies := v.dies(int(v.requests.Add(1)))
 	chat := r.URL.Path == testkit.ChatPath
+	if v.kind == kv.EngineSGLang && body.Get("return_token_ids").Bool() {
+		w.WriteHeader(http.StatusBadRequest)
+		return
+	}
 	ids, most := []int64{1, 2, 3}, int(body.Get("max_tokens").Int()) // of the prompt "hi"
 	given := body.Get("kv_transfer_params").Get("prompt_token_ids")
 	if !chat {
@@ -175,6 +180,7 @@ func TestAStreamGoesOnAtAnotherWorker(t *testing.T) {
 		"with token ids":          {usage + `,"return_token_ids":true`, first(9), nil, MigratedOK, "", false},
 		"without token ids":       {"", first(9), func(v *writer) { v.mute = true }, MigratedRefused, whyNoTokens, true},
 		"without a worker for it": {"", first(9), func(v *writer) { v.old = true }, MigratedFailed, whyNotTaken, false},
+		"at SGLang":               {"", first(9), func(v *writer) { v.kind = kv.EngineSGLang }, MigratedRefused, whySGLang, true},
 		"with tools":              {`,"tools":[{}]`, first(9), nil, MigratedRefused, whyTools, false},
 		"with a format":           {`,"response_format":{"type":"json_object"}`, first(9), nil, MigratedRefused, whyGuided, true},
 		"with a penalty":          {`,"presence_penalty":1`, first(9), nil, MigratedRefused, whyPenalty, true},
@@ -257,7 +263,7 @@ func tellStory(t *testing.T, path, options string, v *writer) (events, result st
 	for i := range uint64(5) {
 		server := httptest.NewServer(v)
 		t.Cleanup(server.Close)
-		rt.Up(kv.Target{Key: kv.WorkerKey{Worker: i}, URL: server.URL, Generation: 1})
+		rt.Up(kv.Target{Key: kv.WorkerKey{Worker: i}, URL: server.URL, Generation: 1, Engine: v.kind})
 	}
 	results := make(chan string, 10)
 	settings := testkit.Defaults[Settings]()
@@ -282,7 +288,7 @@ func tellStory(t *testing.T, path, options string, v *writer) (events, result st
 	}
 	u := Upstream{Method: http.MethodPost, Path: path, Route: path, Header: http.Header{web.HeaderRequest: {"r"}}, Body: body.Raw, Parsed: body, EndMarked: true, MaxRetries: 2}
 	u.Head, u.Body, u.HideUsage = AskForUsage(body)
-	u.Story = NewStory(path, body, prompt, true, false, false)
+	u.Story = NewStory(path, body, prompt, true, false)
 	x := &Exchange{}
 	v.seen = make(chan struct{})
 	w := &reader{ResponseRecorder: httptest.NewRecorder(), seen: v.seen}
@@ -327,7 +333,7 @@ func FuzzStory(f *testing.F) {
 	f.Add("data: {\"prompt_token_ids\":[1,2,3,1001],\"id\":\"b\",\"choices\":[{\"delta\":{\"role\":\"a\"}}],\"usage\":{\"prompt_tokens\":4,\"completion_tokens\":1}}\n\n", uint8(200), true)
 	body, _ := jsonbody.Parse([]byte(`{"stream":true,"max_tokens":5,"messages":[]}`))
 	f.Fuzz(func(t *testing.T, stream string, cut uint8, rest bool) {
-		s := NewStory(testkit.ChatPath, body, []uint32{1, 2, 3}, true, false, false)
+		s := NewStory(testkit.ChatPath, body, []uint32{1, 2, 3}, true, false)
 		s.begun = true
 		if rest {
 			s.tokens, s.id, s.created = []uint32{1001}, `"a"`, "1"
