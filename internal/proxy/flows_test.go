@@ -109,3 +109,37 @@ func TestRunningAnswersThatFallSilent(t *testing.T) {
 		})
 	}
 }
+
+// TestBehindAGatewayATrialAtAStuckWorkerEnds though the baseline allows it to wait for
+// longer: the worker is ejected already.
+func TestBehindAGatewayATrialAtAStuckWorkerEnds(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		failing := true
+		g := newGatewayFleet(t, 3, func(to kv.Target, ctx context.Context) (*http.Response, string, error) {
+			switch {
+			case to.Key.Worker > 0:
+				return answersAfter(ctx, 20*time.Second)
+			case failing:
+				return answered(500, "application/json", `{}`), "", nil
+			}
+			<-ctx.Done()
+			return nil, "", context.Cause(ctx)
+		})
+		stop := g.busy(t)
+		time.Sleep(200 * time.Second) // the baseline is known
+		for range 3 {
+			g.forward(t.Context(), 0)
+		}
+		failing = false
+		records, _ := g.router.Outliers()
+		if records[0].State != outlier.StateOut {
+			t.Fatalf("after three failures the worker is %s", records[0].State)
+		}
+		time.Sleep(6 * time.Second) // its trial is due
+		began := time.Now()
+		if _, err := g.forward(t.Context(), 0); err == nil || time.Since(began) > stalledStart+lateLook {
+			t.Errorf("the trial ended after %s: %v", time.Since(began), err)
+		}
+		stop()
+	})
+}

@@ -22,6 +22,10 @@ const flows = 2 * time.Second
 // begun, stalledStart before.
 const stalledAnswer, stalledStart = 5 * time.Second, 15 * time.Second
 
+// lateLook is the longest time between two looks at a request that may not be sent elsewhere
+// and has had no byte for stalledStart: its worker may be ejected meanwhile.
+const lateLook = 5 * time.Second
+
 // silentLeast is how many requests that may not be sent elsewhere must have had no byte
 // for their worker to be stuck: one alone may have a long answer, which would be lost.
 const silentLeast = 3
@@ -171,6 +175,11 @@ func (p *Proxy) look(f *inflight) {
 		return
 	}
 	if !stuck {
+		if age := now.Sub(f.began); !f.moves && age < stalledStart { // or it would wait for its own silence
+			again = min(again, stalledStart-age)
+		} else if !f.moves {
+			again = min(again, lateLook)
+		}
 		f.timer.Reset(again)
 		return
 	}
