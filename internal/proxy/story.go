@@ -60,6 +60,7 @@ type Story struct {
 	id        string   // JSON, of the first event
 	created   string   // JSON, of the first event
 	model     string   // JSON, of the first event
+	text      int      // offset of the text's member in events; 0: unknown
 	cached    int      // prompt tokens that the first worker had cached, as predicted
 }
 
@@ -199,13 +200,18 @@ var (
 	markEmpty     = []byte(`"delta":{}`)
 	markReasoning = []byte(`"reasoning`)
 	markUsage     = []byte(`"usage":{`)
+	markContent   = []byte(`"delta":{"content":"`)
+	markText      = []byte(`"text":"`)
 )
 
 // tell appends an event to out as the client gets it, and remembers it. Events that only
 // the router has asked for are left out, and so is the failure of an engine whose answer
-// may be continued.
-func (s *Story) tell(out, event []byte, failed bool) []byte {
+// may be continued. finished means that a finish reason has come.
+func (s *Story) tell(out, event []byte, failed, finished bool) []byte {
 	if failed && s.continues() {
+		return out
+	}
+	if out, ok := s.quick(out, event, finished); ok {
 		return out
 	}
 	data, ok := bytes.CutPrefix(event, []byte("data:"))
@@ -247,12 +253,46 @@ func (s *Story) tell(out, event []byte, failed bool) []byte {
 	} else if !opening && !bytes.Contains(data, markEmpty) {
 		s.reasoning = false
 	}
-	done := reasonGiven(data)
-	s.finished = s.finished || done
-	if !s.asked && !done && bytes.Contains(data, markEmpty) && gjson.GetBytes(data, "choices.0.logprobs").Type == gjson.Null {
+	s.finished = s.finished || finished
+	if s.text == 0 {
+		if at := bytes.Index(event, s.member()); at > 0 {
+			s.text = at
+		}
+	}
+	if !s.asked && !reasonGiven(data) && bytes.Contains(data, markEmpty) && gjson.GetBytes(data, "choices.0.logprobs").Type == gjson.Null {
 		return out // without token ids, the engine sends no event for tokens without text
 	}
 	return append(out, s.renumber(s.hide(event))...)
+}
+
+// member returns the beginning of the member that has an event's text.
+func (s *Story) member() []byte {
+	if s.chat {
+		return markContent
+	}
+	return markText
+}
+
+// quick is tell for an event of one answer's text that begins as those before it.
+func (s *Story) quick(out, event []byte, finished bool) (_ []byte, ok bool) {
+	if s.text == 0 || s.moves > 0 || s.why != "" || len(event) < s.text || !bytes.HasPrefix(event[s.text:], s.member()) {
+		return out, false
+	}
+	at := bytes.LastIndex(event, markIDs)
+	if at < s.text {
+		return out, false
+	}
+	from, had := at+len(markIDs), len(s.tokens)
+	ids, length, ok := readTokens(event[from:], s.tokens)
+	if !ok || len(ids) > maxStory {
+		s.tokens = s.tokens[:had]
+		return out, false
+	}
+	s.tokens, s.reasoning, s.finished = ids, false, s.finished || finished
+	if s.asked {
+		return append(out, event...), true
+	}
+	return append(append(append(out, event[:from-1]...), "null"...), event[from+length:]...), true
 }
 
 // remember keeps the tokens of an event. It reports whether there were any.

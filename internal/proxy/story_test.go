@@ -356,3 +356,19 @@ func FuzzStory(f *testing.F) {
 		s.close(nil)
 	})
 }
+
+// BenchmarkStory reads one event of a token with its id, and takes the id out.
+func BenchmarkStory(b *testing.B) {
+	body, _ := jsonbody.Parse([]byte(`{"stream":true,"max_tokens":5,"messages":[]}`))
+	event := []byte(`data: {"id":"chatcmpl-1","object":"chat.completion.chunk","created":1700000000,"model":"m","choices":[{"index":0,"delta":{"content":" token"},"logprobs":null,"finish_reason":null,"token_ids":[12345]}]}` + "\n\n")
+	s := NewStory(testkit.ChatPath, body, []uint32{1, 2, 3}, true, false)
+	s.begun = true
+	events := eventScanner{Story: s}
+	b.SetBytes(int64(len(event)))
+	b.ReportAllocs()
+	for b.Loop() {
+		if events.Scan(event); len(s.tokens) > maxStory/2 {
+			s.tokens = s.tokens[:0]
+		}
+	}
+}

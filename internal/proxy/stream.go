@@ -124,7 +124,7 @@ func (s *eventScanner) edits() bool { return s.HideUsage || s.Story != nil }
 // tell hands a whole event on.
 func (s *eventScanner) tell(event []byte) {
 	if s.Story != nil {
-		s.out = s.Story.tell(s.out, event, s.status >= http.StatusInternalServerError)
+		s.out = s.Story.tell(s.out, event, s.status >= http.StatusInternalServerError, s.finish != "")
 		return
 	}
 	s.show(event)
