@@ -99,6 +99,7 @@ func New(s Settings, deps Deps) *API {
 	clients.GET("/v1/responses/:id", a.broadcastUntilFound)
 	clients.DELETE("/v1/responses/:id", a.broadcastUntilFound)
 	clients.POST("/v1/responses/:id/cancel", a.broadcastUntilFound)
+	clients.GET(realtimeRoute, a.realtime)
 	for path, kind := range tokens.Routes {
 		clients.POST(path, func(c *gin.Context) { a.infer(c, path, kind) })
 	}
