@@ -263,9 +263,7 @@ func (p *Proxy) Forward(ctx context.Context, w http.ResponseWriter, u Upstream, 
 	if u.Paired {
 		return p.forwardPair(ctx, w, u, x)
 	}
-	if p.settings.MigrationLimit == 0 {
-		u.Story = nil
-	}
+	u.Story = p.story(u)
 	t := p.begin(u, x)
 	defer t.over()
 	for {
@@ -287,6 +285,14 @@ func (p *Proxy) Forward(ctx context.Context, w http.ResponseWriter, u Upstream, 
 			return t.end(ctx, w, err)
 		}
 	}
+}
+
+// story returns the story of u, if answers are continued.
+func (p *Proxy) story(u Upstream) *Story {
+	if p.settings.MigrationLimit == 0 {
+		return nil
+	}
+	return u.Story
 }
 
 // send is attempt with the booking of the decision, which ends here.
