@@ -96,6 +96,7 @@ type Config struct {
 	Seed             uint64               `group:"Routing" default:"0" help:"Random seed. 0 seeds from the clock."`
 	TokenTimeout     time.Duration        `group:"Routing" default:"2s" help:"Maximum time to wait for a worker to tokenize a prompt that the router cannot render itself."`
 	TokenCacheTokens int                  `group:"Routing" default:"2097152" help:"Size of the tokenization cache, in tokens of 4 bytes. It holds the tokens of system prompts and turns, so that the same text is encoded once. 0 disables the cache."`
+	CORSOrigins      []string             `name:"cors-origins" group:"Requests" placeholder:"ORIGIN,..." help:"Origins whose pages may use the OpenAI port, such as https://chat.example.com; * allows all. Default: none."`
 	CollectUsage     bool                 `group:"Routing" default:"true" negatable:"" help:"Request usage from workers for streams whose client did not ask for it, and remove it from the answer."`
 	Routing          router.Settings      `embed:""`
 	IndexerPeers     []string             `group:"Routing" placeholder:"URL" help:"Routers (or Dynamo services) to copy the index from at startup: the first that answers GET /dump. They also supply KV events that a worker cannot replay. Comma-separated."`
@@ -392,6 +393,9 @@ func (c *Config) validate() error {
 		return err
 	}
 	if err := c.Routing.Validate(); err != nil {
+		return err
+	}
+	if err := web.CheckOrigins("--cors-origins", c.CORSOrigins); err != nil {
 		return err
 	}
 	if c.Routing.RecordDecisions && c.Record == "" {

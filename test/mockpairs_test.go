@@ -257,3 +257,28 @@ func TestSoakOfPairs(t *testing.T) {
 		})
 	}
 }
+
+// TestMockPairsContinueTheStreamsOfADecodeWorker: it dies in the midst of its answers, and
+// the other one goes on with them.
+func TestMockPairsContinueTheStreamsOfADecodeWorker(t *testing.T) {
+	t.Parallel()
+	s := StartPairs(t, kv.KindNIXL, 1, 2, "--speedup-ratio=1", "--restart-backoff-max=1s", "--mock-decode-ms=20,0,0")
+	const chats, tokens = 8, 100
+	var jobs sync.WaitGroup
+	for i := range chats {
+		jobs.Go(func() {
+			a, err := s.Chat(t.Context(), LongPrompt(i), true, tokens)
+			if err != nil || !a.Finished || a.Broken || a.Output != tokens || len(a.Text) != tokens {
+				t.Errorf("chat %d: %v %+v", i, err, a)
+			}
+		})
+	}
+	generated := func() int64 { return s.Rank(kv.WorkerKey{Worker: 1}).Counts.GenerationTokens.Load() }
+	testkit.Eventually(t, 20*time.Second, "the first decode worker answers", func() bool { return generated() > tokens/4 })
+	s.Mocker.Worker(1).End(mocker.ErrMockCrash)
+	jobs.Wait()
+	if n := s.Metrics()[`kvrouter_migrations_total{result="ok"}`]; n < 1 {
+		t.Errorf("%v streams were continued", n)
+	}
+	testkit.Eventually(t, 20*time.Second, "nothing is in flight", s.idle)
+}

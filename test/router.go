@@ -231,6 +231,7 @@ type Answer struct {
 	Predicted int    // tokens of overlap in the header
 	Cached    int    // tokens the engine says it had
 	Prompt    int    // tokens of the prompt
+	Output    int    // tokens of the answer
 	Finished  bool
 	Broken    bool // ended with an error event
 }
@@ -271,7 +272,7 @@ func ReadAnswer(header http.Header, text io.Reader, stream bool) (Answer, error)
 	read := func(chunk []byte) {
 		a.Text += gjson.GetBytes(chunk, "choices.0.delta.content").String() + gjson.GetBytes(chunk, "choices.0.message.content").String()
 		if u := proxy.ReadUsage(chunk); u.Known {
-			a.Cached, a.Prompt = u.CachedTokens, u.PromptTokens
+			a.Cached, a.Prompt, a.Output = u.CachedTokens, u.PromptTokens, u.OutputTokens
 		}
 		if gjson.GetBytes(chunk, "error").Exists() {
 			a.Broken = true

@@ -135,7 +135,7 @@ func isZero(v gjson.Result) bool {
 // prompt is.
 func (f *fields) check(transfers bool) {
 	f.supported()
-	if v := f.body.Get("kv_transfer_params"); !IsNull(v) && !transfers {
+	if v := f.body.Get("kv_transfer_params"); !IsNull(v) && !transfers && !(len(v.Map()) == 1 && promptIDs(f.body).IsArray()) {
 		f.fail(badRequest("kv_transfer_params", "kv_transfer_params: this simulated worker hands nothing over; start it with --prefill-workers and --decode-workers"))
 	}
 	if options := f.body.Get("stream_options"); options.IsObject() && len(options.Map()) > 0 && !f.flag("stream") {
@@ -220,8 +220,20 @@ func (f *fields) stop() Stop {
 	return s
 }
 
+// promptIDs returns the tokens that replace a chat's messages.
+func promptIDs(body *jsonbody.Body) gjson.Result {
+	return body.Get("kv_transfer_params").Get("prompt_token_ids")
+}
+
 // prompts returns the prompts of a request as tokens.
 func (w *Worker) prompts(body *jsonbody.Body, chat bool) ([][]uint32, *refusal) {
+	if ids := promptIDs(body); chat && ids.IsArray() {
+		tokens, err := tokens.ReadTokens(ids)
+		if err != nil {
+			return nil, badRequest("kv_transfer_params", "%v", err)
+		}
+		return [][]uint32{tokens}, nil
+	}
 	if chat {
 		tokens, err := w.model.ChatBodyTokens(body)
 		if err != nil {

@@ -31,6 +31,7 @@ type Settings struct {
 	AllowEngineAdmin bool      // pass administration requests to the workers
 	CollectUsage     bool      // ask workers for the usage of streams
 	PageURL          string    // of the dashboard; empty: there is none
+	CORSOrigins      []string  // whose pages may use the port; empty: none
 
 	RequestTimeout    time.Duration // longest wait for a worker's next byte
 	HoldWhenEmpty     time.Duration // how long requests wait for a first worker
@@ -63,13 +64,14 @@ type API struct {
 	observers observers
 	log       *slog.Logger
 	engine    *gin.Engine
+	stored    stored // workers of stored responses
 	draining  atomic.Bool
 }
 
 // New returns the port's routes.
 func New(s Settings, deps Deps) *API {
 	a := &API{settings: s, keys: deps.Keys, bodies: deps.Bodies, models: deps.Models, proxy: deps.Proxy, observers: deps.Observers, log: deps.Log, engine: web.NewEngine(deps.Log)}
-	a.engine.Use(deps.Hop.Refuse)
+	a.engine.Use(web.CORS(s.CORSOrigins), deps.Hop.Refuse)
 	guard := a.keys.Guard(web.OpenAIError)
 	a.engine.NoRoute(func(c *gin.Context) {
 		if g := gatewayOf(c); g != nil && g.Any {
@@ -95,7 +97,9 @@ func New(s Settings, deps Deps) *API {
 	clients.POST("/tokenize", a.tokenized((*tokens.Source).Tokenize))
 	clients.POST("/detokenize", a.tokenized((*tokens.Source).Detokenize))
 	clients.GET("/v1/responses/:id", a.broadcastUntilFound)
+	clients.DELETE("/v1/responses/:id", a.broadcastUntilFound)
 	clients.POST("/v1/responses/:id/cancel", a.broadcastUntilFound)
+	clients.GET(realtimeRoute, a.realtime)
 	for path, kind := range tokens.Routes {
 		clients.POST(path, func(c *gin.Context) { a.infer(c, path, kind) })
 	}

@@ -55,7 +55,7 @@ func (r *inference) settleCharge(charge *keys.Charge, err error) {
 
 // computes reports whether a worker computes the prompts of a route's requests.
 func computes(route string) bool {
-	return route != "/v1/messages/count_tokens" && !strings.HasSuffix(route, "/render")
+	return route != "/v1/messages/count_tokens" && !strings.HasSuffix(route, "/render") && !strings.HasSuffix(route, "/derender")
 }
 
 // Members of a body that have text or token ids for the model: those of prompts, and those

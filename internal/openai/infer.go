@@ -57,6 +57,7 @@ func (a *API) infer(c *gin.Context, path string, kind tokens.Kind) {
 		return
 	}
 	r.findPrompt()
+	r.stays(c.Request.Header)
 	if r.empty {
 		a.fail(c, http.StatusBadRequest, "", "the prompt must contain at least one token")
 		return
@@ -77,6 +78,9 @@ func (a *API) infer(c *gin.Context, path string, kind tokens.Kind) {
 	err := r.gateway.Follow(&r.request, r.model.Router, proxy.Client{Key: caller.Name, Model: x.Model, Trusted: caller.Trusted})
 	if err == nil {
 		err = a.proxy.Forward(r.ctx, c.Writer, r.upstream(c), x, r)
+	}
+	if x.StoredID != "" {
+		a.stored.note(x.StoredID, x.Decision.Target.Key.Worker)
 	}
 	r.settle(c, err)
 	r.settleCharge(charge, err)
@@ -111,6 +115,7 @@ func (r *inference) upstream(c *gin.Context) proxy.Upstream {
 	}
 	if r.gateway == nil && r.model.Router.Count() > 1 && r.request.Pinned == nil {
 		u.MaxRetries = a.settings.Retries
+		u.Story = proxy.NewStory(x.Route, body, r.prompt.Tokens, r.prompt.Exact == len(r.prompt.Tokens) && len(r.prompt.Media) == 0, r.multiple || r.several)
 	}
 	return u
 }

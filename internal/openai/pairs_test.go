@@ -596,6 +596,10 @@ type choosePair func(exclude []uint64, why string) (router.Pair, error)
 
 func (choosePair) Route([]uint64) (router.Decision, error) { panic("two workers serve it") }
 
+func (choosePair) Continue([]uint64, []uint32) (router.Decision, error) {
+	panic("two workers serve it")
+}
+
 func (f choosePair) RoutePair(exclude []uint64, why string) (router.Pair, error) {
 	return f(exclude, why)
 }

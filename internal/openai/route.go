@@ -3,6 +3,7 @@ package openai
 import (
 	"errors"
 	"net/http"
+	"slices"
 	"strconv"
 	"time"
 
@@ -30,6 +31,15 @@ func (r *inference) Route(exclude []uint64) (router.Decision, error) {
 	pair := router.Pair{Decode: d, Whole: router.WholeNoPair}
 	r.decided(&pair)
 	return pair.Decode, nil
+}
+
+// Continue implements proxy.Chooser.
+func (r *inference) Continue(exclude []uint64, answered []uint32) (router.Decision, error) {
+	request := r.request
+	request.Exclude, request.Tokens = exclude, slices.Concat(r.prompt.Tokens, answered)
+	request.NumTokens = len(request.Tokens)
+	request.ID = ""
+	return r.decide(request)
 }
 
 // RoutePair implements proxy.Chooser.

@@ -15,6 +15,10 @@ type chooseOne func(exclude []uint64) (router.Decision, error)
 
 func (f chooseOne) Route(exclude []uint64) (router.Decision, error) { return f(exclude) }
 
+func (chooseOne) Continue([]uint64, []uint32) (router.Decision, error) {
+	return router.Decision{}, router.ErrNoWorker
+}
+
 func (chooseOne) RoutePair([]uint64, string) (router.Pair, error) { panic("one worker serves it") }
 
 func (chooseOne) Rebook(router.Decision, kv.WorkerKey) (router.Decision, error) {
@@ -27,6 +31,10 @@ func (chooseOne) IsUp(kv.Target) bool { return true }
 type choosePair func() (router.Pair, error)
 
 func (choosePair) Route([]uint64) (router.Decision, error) { panic("two workers serve it") }
+
+func (choosePair) Continue([]uint64, []uint32) (router.Decision, error) {
+	panic("two workers serve it")
+}
 
 func (f choosePair) RoutePair([]uint64, string) (router.Pair, error) { return f() }
 

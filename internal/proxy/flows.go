@@ -48,6 +48,7 @@ func (g *gaps) rotate(now time.Time) {
 
 // flow is the state of one worker's running answers.
 type flow struct {
+	any     *inflight     // one of the requests
 	answers int           // running ones
 	witness *inflight     // one of them
 	last    time.Time     // when a byte of any answer last came
@@ -66,7 +67,7 @@ func (l *workerInflight) flowOf(now time.Time) (f flow) {
 	f.last = time.Unix(0, last)
 	f.silent = now.Sub(f.last)
 	for r := range l.requests {
-		switch {
+		switch f.any = r; {
 		case r.target.Generation != generation:
 		case r.heard.Load() != 0:
 			f.answers++
@@ -152,6 +153,7 @@ func (p *Proxy) lookAtFlow(worker uint64, l *workerInflight) {
 			stuck = f.silent >= stalledStart && f.witness.booking.WorkerIsOut()
 		}
 	}
+	drains := p.settings.DrainMigrateAfter > 0 && f.any.booking.WorkerIsCordoned()
 	p.inflights.mu.Lock()
 	defer p.inflights.mu.Unlock()
 	if p.inflights.workers[worker] != l {
@@ -159,6 +161,14 @@ func (p *Proxy) lookAtFlow(worker uint64, l *workerInflight) {
 	}
 	if stuck {
 		p.leave(l, f.witness.target.Generation)
+	}
+	switch {
+	case !drains:
+		l.drains = time.Time{}
+	case l.drains.IsZero():
+		l.drains = now
+	case now.Sub(l.drains) >= p.settings.DrainMigrateAfter:
+		l.handOn()
 	}
 	l.timer.Reset(flowLook)
 }
@@ -170,6 +180,15 @@ func bookings(of []*inflight) []*router.Booking {
 		all[i] = r.booking
 	}
 	return all
+}
+
+// handOn ends the answers that may be continued on another worker.
+func (l *workerInflight) handOn() {
+	for f := range l.requests {
+		if f.goesOn.Load() {
+			f.cancel(&abortError{why: "its worker is drained"})
+		}
+	}
 }
 
 // leave ends the requests of an incarnation that is stuck: those that may be sent elsewhere

@@ -52,6 +52,7 @@ type inflight struct {
 	cancel  context.CancelCauseFunc
 	began   time.Time
 	heard   atomic.Int64 // when a byte last came, Unix ns; 0: none has
+	goesOn  atomic.Bool  // its answer has begun and may be continued elsewhere
 	watch
 
 	timer    *time.Timer // of the next look; nil: none
@@ -65,6 +66,7 @@ type workerInflight struct {
 	last     int64         // when the last byte came of those that are over, Unix ns
 	timer    *time.Timer   // of the next look at the running answers
 	silent   time.Duration // of the running answers at the last look; 0: they are too few
+	drains   time.Time     // since when it is cordoned, as seen by the looks; zero: it is not
 }
 
 // inflights are the requests in flight, by worker.

@@ -64,6 +64,7 @@ type Upstream struct {
 	Parsed     *jsonbody.Body
 	Aggregated string
 	Gateway    *Gateway // sends the request to its worker; nil: the proxy does
+	Story      *Story   // of a stream that may be continued on another worker; nil: it ends with its worker
 
 	chooser Chooser
 	prefill *router.Decision // of a gateway's request that two workers serve; nil: one serves it
@@ -158,6 +159,8 @@ type Observer interface {
 	// RetryDenied counts a request that is not sent again because of the retry
 	// budget: DeniedTotal or DeniedClient.
 	RetryDenied(why string)
+	// Migrated counts a stream whose worker failed during the answer, by result.
+	Migrated(result string)
 	// EngineFailed counts an attempt that failed on a worker.
 	EngineFailed()
 	// InterToken records the gap between two chunks of tokens.
@@ -179,6 +182,8 @@ type Observer interface {
 type Chooser interface {
 	// Route books the request on a worker that is not among exclude.
 	Route(exclude []uint64) (router.Decision, error)
+	// Continue is Route for the rest of an answer, of which the client has those tokens.
+	Continue(exclude []uint64, answered []uint32) (router.Decision, error)
 	// RoutePair is Route for a request that may be disaggregated; why is the reason
 	// if it must be aggregated.
 	RoutePair(exclude []uint64, why string) (router.Pair, error)
@@ -258,6 +263,7 @@ func (p *Proxy) Forward(ctx context.Context, w http.ResponseWriter, u Upstream, 
 	if u.Paired {
 		return p.forwardPair(ctx, w, u, x)
 	}
+	u.Story = p.story(u)
 	t := p.begin(u, x)
 	defer t.over()
 	for {
@@ -272,16 +278,30 @@ func (p *Proxy) Forward(ctx context.Context, w http.ResponseWriter, u Upstream, 
 		if err == nil {
 			return nil
 		}
+		if u.Story.open() {
+			return p.goOn(ctx, w, u, x, t, err)
+		}
 		if !t.again(ctx, err, false) {
 			return t.end(ctx, w, err)
 		}
 	}
 }
 
+// story returns the story of u, if answers are continued.
+func (p *Proxy) story(u Upstream) *Story {
+	if p.settings.MigrationLimit == 0 {
+		return nil
+	}
+	return u.Story
+}
+
 // send is attempt with the booking of the decision, which ends here.
 func (p *Proxy) send(ctx context.Context, w http.ResponseWriter, u Upstream, x *Exchange, decision router.Decision, retry bool) error {
 	x.Decision, x.Worker, x.Ending, x.refusal = decision, p.names.Label(decision.Target.Key.Worker), policy.Abandoned, refusal{}
 	defer func() { x.Decision.Booking.End() }() // if relaying panics
+	if u.Story != nil && !u.Story.begun {
+		u.Head, u.Body = u.Story.ask(&decision.Target, &u)
+	}
 	u.attempt = x.Trace.Attempt(x.leg(), &decision.Target, p.names.Name(decision.Target.Key.Worker), u.Method, u.Route)
 	err := p.attempt(ctx, w, u, x, retry)
 	u.attempt.End(x.FirstChunk, err)
@@ -349,7 +369,8 @@ func (p *Proxy) attempt(ctx context.Context, w http.ResponseWriter, u Upstream, 
 	if err := checkStatus(response); err != nil {
 		return p.unanswered(worker, err, outlier.Broken)
 	}
-	answer := &upstreamAnswer{Response: response, ctx: ctx, heard: heard}
+	answer := &upstreamAnswer{Response: response, ctx: ctx, heard: heard, sent: f}
+	stream := strings.HasPrefix(response.Header.Get("Content-Type"), "text/event-stream")
 	x.refusal = refusalOf(response.StatusCode, response.Header, u.Route, p.now())
 	if (retry || x.tried) && x.refusal != (refusal{}) {
 		kept, err := keep(answer, x)
@@ -360,7 +381,10 @@ func (p *Proxy) attempt(ctx context.Context, w http.ResponseWriter, u Upstream, 
 			return &workerError{worker: worker, called: x.Worker, err: fmt.Errorf("answered %s", response.Status), kind: outlier.Status, refusal: x.refusal, answer: kept}
 		}
 	}
-	if strings.HasPrefix(response.Header.Get("Content-Type"), "text/event-stream") {
+	if u.Story.open() && !(stream && response.StatusCode == http.StatusOK) {
+		return fmt.Errorf("worker %s answered %s to the rest of an answer", x.Worker, response.Status)
+	}
+	if stream {
 		return p.relayStream(w, answer, u, x, retry)
 	}
 	if u.Gateway != nil {

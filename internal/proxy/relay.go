@@ -10,10 +10,15 @@ import (
 	"strconv"
 	"time"
 
+	"github.com/tidwall/gjson"
+
 	"kvrouter/internal/outlier"
 	"kvrouter/internal/policy"
 	"kvrouter/internal/web"
 )
+
+// responsesRoute is the route whose answers may be stored by their worker.
+const responsesRoute = "/v1/responses"
 
 // streamBuffer is the memory for relaying one stream; later streams reuse it.
 type streamBuffer struct {
@@ -30,7 +35,8 @@ type upstreamAnswer struct {
 	*http.Response
 	ctx    context.Context
 	heard  func() // bytes have come: the wait for the next ones begins
-	broken error  // why the body ended too early
+	sent   *inflight
+	broken error // why the body ended too early
 }
 
 // Read reads the body.
@@ -91,6 +97,9 @@ func (p *Proxy) relayWhole(w http.ResponseWriter, answer *upstreamAnswer, u Upst
 		return &workerError{worker: worker, called: x.Worker, err: errors.New("stopped its answer: " + finish), abort: &abortError{why: finish}}
 	}
 	x.Usage, x.Ending, x.finish = usage, endingOf(answer.StatusCode, finish), finish
+	if u.Route == responsesRoute && answer.StatusCode == http.StatusOK {
+		x.StoredID = gjson.GetBytes(body, "id").Str
+	}
 	writeHead(w, answer.Response, u, x)
 	if _, err := w.Write(body); err != nil {
 		return errors.Join(ErrAnswered, err)
@@ -128,13 +137,14 @@ func (p *Proxy) relayStream(w http.ResponseWriter, answer *upstreamAnswer, u Ups
 	answer.Header.Del("Content-Length") // an event may be taken out
 	memory := p.streams.Get().(*streamBuffer)
 	defer p.streams.Put(memory)
-	r := streamRelay{proxy: p, w: w, answer: answer, u: u, x: x, retry: retry}
-	r.events = eventScanner{HideUsage: u.HideUsage, Generate: u.Route == generateRoute, pending: memory.pending[:0], out: memory.out[:0]}
+	r := streamRelay{proxy: p, w: w, answer: answer, u: u, x: x, retry: retry, started: u.Story.open()}
+	r.events = eventScanner{HideUsage: u.HideUsage, Generate: u.Route == generateRoute, Story: u.Story, pending: memory.pending[:0], out: memory.out[:0]}
 	defer func() {
 		if cap(r.events.pending)+cap(r.events.out) <= pooledBuffer {
 			memory.pending, memory.out = r.events.pending, r.events.out
 		}
 	}()
+	u.Story.restart()
 	if u.Gateway != nil {
 		r.start()
 	}
@@ -159,6 +169,7 @@ func (r *streamRelay) start() {
 	if !r.started {
 		writeHead(r.w, r.answer.Response, r.u, r.x)
 		r.started = true
+		r.u.Story.begin(&r.x.Decision)
 	}
 }
 
@@ -172,7 +183,9 @@ func (r *streamRelay) take(chunk []byte) error {
 	if r.events.Count > 0 {
 		now := p.now()
 		if r.last.IsZero() {
-			x.FirstChunk = now
+			if x.FirstChunk.IsZero() {
+				x.FirstChunk = now
+			}
 			x.Decision.Booking.FirstToken()
 		} else {
 			p.observer.InterToken(x.Worker, now.Sub(r.last), r.events.Count)
@@ -182,27 +195,50 @@ func (r *streamRelay) take(chunk []byte) error {
 			x.Decision.Booking.Generated(r.tokens)
 		}
 	}
-	if len(out) == 0 {
-		return nil
+	if len(out) > 0 {
+		r.start()
+		if _, err := r.w.Write(out); err != nil {
+			return errors.Join(ErrAnswered, err)
+		}
+		if err := http.NewResponseController(r.w).Flush(); err != nil {
+			return errors.Join(ErrAnswered, err)
+		}
 	}
-	r.start()
-	if _, err := r.w.Write(out); err != nil {
-		return errors.Join(ErrAnswered, err)
+	if r.u.Story != nil {
+		r.answer.sent.goesOn.Store(r.u.Story.mayMove())
 	}
-	if err := http.NewResponseController(r.w).Flush(); err != nil {
-		return errors.Join(ErrAnswered, err)
+	return r.broken()
+}
+
+// engineFailed reports whether an event says that the engine failed an answer that may be
+// continued.
+func (r *streamRelay) engineFailed() bool {
+	return r.u.Story.continues() && r.events.status >= http.StatusInternalServerError
+}
+
+// broken returns the error of a stream whose events say that it cannot go on.
+func (r *streamRelay) broken() error {
+	switch {
+	case r.engineFailed():
+		return r.fail(errors.New("its engine failed during the answer"))
+	case r.u.Story.open() && r.u.Story.why == whyNotTaken: // which is no failure of its own
+		return fmt.Errorf("worker %s does not take the token ids of an answer", r.x.Worker)
 	}
 	return nil
 }
 
 // note keeps the facts of the stream that has ended.
 func (r *streamRelay) note() {
+	r.x.StoredID = r.events.storedID
 	r.x.Usage, r.x.Ending, r.x.finish = r.events.usage(), r.events.ending(r.answer.StatusCode, r.u.EndMarked), r.events.finish
 }
 
 // end relays the end of the stream.
 func (r *streamRelay) end() error {
 	r.note()
+	if r.u.Story.continues() && r.x.Ending == policy.Failed {
+		return r.fail(io.ErrUnexpectedEOF)
+	}
 	r.start()
 	if rest := r.events.Rest(); len(rest) > 0 {
 		if _, err := r.w.Write(rest); err != nil {
@@ -220,18 +256,30 @@ func (r *streamRelay) fail(err error) error {
 	if !r.started {
 		return p.unanswered(worker, err, outlier.Broken)
 	}
-	if r.events.done { // many clients leave as soon as they have read the end
+	if r.events.done && !r.engineFailed() { // many clients leave as soon as they have read the end
 		return nil
 	}
-	// The status has been sent: the failure is reported as an event.
-	if !r.u.HideUsage && len(r.events.pending) > 0 {
+	failed := p.unanswered(worker, err, outlier.Broken)
+	if r.u.Story != nil {
+		return failed // goOn ends the stream, or continues it
+	}
+	if !r.events.edits() && len(r.events.pending) > 0 {
 		fmt.Fprint(r.w, "\n\n") // ends the event that broke off
 	}
-	status, why := http.StatusBadGateway, fmt.Sprintf("worker %s failed during its answer", r.x.Worker)
-	if errors.Is(err, web.ErrStopped) {
-		status, why = http.StatusServiceUnavailable, web.ErrStopped.Error()
+	endStream(r.w, r.x, err, "")
+	return errors.Join(ErrAnswered, failed)
+}
+
+// endStream reports a failure as an event: the status has been sent. why is the reason for
+// which the answer is not continued; empty: it never is.
+func endStream(w http.ResponseWriter, x *Exchange, err error, why string) {
+	status, message := http.StatusBadGateway, fmt.Sprintf("worker %s failed during its answer", x.Worker)
+	if why != "" {
+		message += ", which is not continued: " + why
 	}
-	fmt.Fprintf(r.w, "data: %s\n\n", web.ErrorJSON(status, web.ErrorType(status), "", why))
-	http.NewResponseController(r.w).Flush()
-	return errors.Join(ErrAnswered, p.unanswered(worker, err, outlier.Broken))
+	if errors.Is(err, web.ErrStopped) {
+		status, message = http.StatusServiceUnavailable, web.ErrStopped.Error()
+	}
+	fmt.Fprintf(w, "data: %s\n\n", web.ErrorJSON(status, web.ErrorType(status), "", message))
+	http.NewResponseController(w).Flush()
 }

@@ -2,6 +2,7 @@ package proxy
 
 import (
 	"errors"
+	"fmt"
 	"time"
 
 	"kvrouter/internal/outlier"
@@ -15,6 +16,8 @@ type Settings struct {
 	EnforceDisagg           bool          `group:"Disaggregation" help:"Refuse requests whose prompt no prefill worker can compute, instead of sending them to a decode worker."`
 
 	outlier.RetrySettings
+	MigrationLimit    int           `group:"Failing workers" default:"3" help:"Maximum number of times that a streamed answer is continued on another worker after its worker fails. 0 disables it."`
+	DrainMigrateAfter time.Duration `group:"Failing workers" default:"20s" help:"Time after which the streams of a cordoned or draining worker are continued on other workers. 0 lets them end there."`
 
 	// RequestTimeout is the maximum wait for a worker's next byte, and for the
 	// client to read it; 0: no limit. OutputBlocks books the blocks of streams as
@@ -23,6 +26,9 @@ type Settings struct {
 	OutputBlocks   bool          `kong:"-"`
 }
 
+// maxMigrations is the maximum of --migration-limit.
+const maxMigrations = 100
+
 // Validate checks the settings; its errors name the flag.
 func (k Settings) Validate() error {
 	switch {
@@ -30,6 +36,10 @@ func (k Settings) Validate() error {
 		return errors.New("--disagg-min-uncached-tokens cannot be negative: 0 sends every prompt to prefill workers")
 	case k.DisaggPrefillTimeout <= 0:
 		return errors.New("--disagg-prefill-timeout must be more than 0")
+	case k.DrainMigrateAfter < 0:
+		return errors.New("--drain-migrate-after cannot be negative: 0 disables it")
+	case k.MigrationLimit < 0 || k.MigrationLimit > maxMigrations:
+		return fmt.Errorf("--migration-limit %d: give 0 to %d", k.MigrationLimit, maxMigrations)
 	case k.DisaggHandoverTimeout <= 0:
 		return errors.New("--disagg-handover-timeout must be more than 0")
 	}

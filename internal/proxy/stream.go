@@ -22,16 +22,18 @@ const maxStatus = 599
 type eventScanner struct {
 	HideUsage bool
 	Generate  bool   // the stream is one of generateRoute
+	Story     *Story // remembers the events, and changes them for the client; nil: none does
 	pending   []byte // an event of which the end has not come
 	out       []byte // reused
 	long      bool   // the event is longer than maxEvent: its beginning has been taken
 
-	Count  int    // events with a part of the answer that ended in the last chunk
-	seen   bool   // an event has come
-	done   bool   // the event that ends the stream has come
-	status int    // HTTP status of the error in an event; 0: none
-	finish string // why the answer ended; empty: it has not, or does not say
-	Usage  Usage  // as far as reported
+	Count    int    // events with a part of the answer that ended in the last chunk
+	seen     bool   // an event has come
+	done     bool   // the event that ends the stream has come
+	status   int    // HTTP status of the error in an event; 0: none
+	storedID string // id of an answer of the responses API
+	finish   string // why the answer ended; empty: it has not, or does not say
+	Usage    Usage  // as far as reported
 
 	generated generated
 }
@@ -95,8 +97,10 @@ func (s *eventScanner) Scan(chunk []byte) []byte {
 				break
 			}
 		}
-		if s.long || !s.take(rest[:end]) {
+		if s.long {
 			s.show(rest[:end])
+		} else if !s.take(rest[:end]) {
+			s.tell(rest[:end])
 		}
 		rest, from, whole, s.long = rest[end:], 0, false, false
 	}
@@ -108,22 +112,37 @@ func (s *eventScanner) Scan(chunk []byte) []byte {
 	if !carried || !whole {
 		s.pending = append(s.pending[:0], rest...)
 	}
-	if s.HideUsage {
+	if s.edits() {
 		return s.out
 	}
 	return chunk // nothing is ever taken out
 }
 
+// edits reports whether the client does not get the stream as it is.
+func (s *eventScanner) edits() bool { return s.HideUsage || s.Story != nil }
+
+// tell hands a whole event on.
+func (s *eventScanner) tell(event []byte) {
+	if s.Story != nil {
+		s.out = s.Story.tell(s.out, event, s.status >= http.StatusInternalServerError, s.finish != "")
+		return
+	}
+	s.show(event)
+}
+
 // show hands a part of the stream on where parts may be taken out.
 func (s *eventScanner) show(part []byte) {
-	if s.HideUsage {
+	if s.Story != nil {
+		s.Story.why = whyLong
+	}
+	if s.edits() {
 		s.out = append(s.out, part...)
 	}
 }
 
 // Rest returns the buffered bytes of an incomplete last event.
 func (s *eventScanner) Rest() []byte {
-	if !s.HideUsage {
+	if !s.edits() {
 		return nil
 	}
 	return s.pending
@@ -177,6 +196,9 @@ func (s *eventScanner) takeNamed(event []byte) {
 		return
 	}
 	switch string(name) {
+	case "response.created":
+		s.storedID = gjson.GetBytes(data, "response.id").Str
+		return
 	case "message_stop", "response.completed", "response.incomplete":
 		s.done = true
 	case "message_delta": // not of its text

@@ -342,6 +342,12 @@ func (b *Booking) WorkerIsOut() (out bool) {
 	return out
 }
 
+// WorkerIsCordoned reports whether the worker gets no new requests.
+func (b *Booking) WorkerIsCordoned() (cordoned bool) {
+	b.locked(func(r *Router, _ time.Time) { cordoned = r.isCordoned(b.worker.Worker) })
+	return cordoned
+}
+
 // WorkerIsUp reports whether the incarnation that the request is booked on is up.
 func (b *Booking) WorkerIsUp() bool {
 	return b.router.IsUp(kv.Target{Key: b.worker, Generation: b.generation})

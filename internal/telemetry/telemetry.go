@@ -46,6 +46,7 @@ type Metrics struct {
 	promptDiffers *prometheus.CounterVec
 	retries       *prometheus.CounterVec
 	denied        *prometheus.CounterVec
+	migrations    *prometheus.CounterVec
 	eventLag      *prometheus.HistogramVec
 
 	reportCompared func(worker kv.WorkerKey, predicted, found int) // nil: nothing is reported
@@ -98,6 +99,7 @@ func New(deps Deps) *Metrics {
 	t.predictions = counter("predictions_total", "Responses with reported cached tokens, by worker and accuracy of the prediction: exact, over, under.", "worker_id", "result")
 	t.promptDiffers = counter("prompt_tokens_mismatch_total", "Responses whose usage.prompt_tokens differs from the router's own count, by source of the router's tokens.", "source")
 	t.retries = counter("retries_total", "Retries on another worker after the worker failed before the first byte of its response.", "worker_id")
+	t.migrations = counter("migrations_total", "Streams whose worker failed during the answer, by result: ok, failed, refused, limited, no_worker.", "result")
 	t.denied = counter("retry_budget_exhausted_total", "Retries denied because of the retry budget, by reason: total, client.", "reason")
 	for _, why := range []string{proxy.DeniedTotal, proxy.DeniedClient} {
 		t.denied.WithLabelValues(string(why))
@@ -220,6 +222,9 @@ func (t *Metrics) Retried(worker uint64) {
 
 // RetryDenied implements proxy.Observer.
 func (t *Metrics) RetryDenied(why string) { t.denied.WithLabelValues(why).Inc() }
+
+// Migrated implements proxy.Observer.
+func (t *Metrics) Migrated(result string) { t.migrations.WithLabelValues(result).Inc() }
 
 // InterToken implements proxy.Observer.
 func (t *Metrics) InterToken(worker string, gap time.Duration, n int) {

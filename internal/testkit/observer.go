@@ -12,6 +12,9 @@ type SilentObserver struct{}
 // Retried does nothing.
 func (SilentObserver) Retried(uint64) {}
 
+// Migrated does nothing.
+func (SilentObserver) Migrated(string) {}
+
 // RetryDenied does nothing.
 func (SilentObserver) RetryDenied(string) {}
 

@@ -293,6 +293,11 @@ func number(query url.Values, name string) *uint64 {
 	return &n
 }
 
+// Continue implements proxy.Chooser.
+func (c *client) Continue([]uint64, []uint32) (router.Decision, error) {
+	return router.Decision{}, router.ErrNoWorker
+}
+
 // Rebook implements proxy.Chooser.
 func (c *client) Rebook(router.Decision, kv.WorkerKey) (router.Decision, error) {
 	return router.Decision{}, router.ErrNoWorker

@@ -123,21 +123,25 @@ func killed(t *testing.T, s *test.Router) {
 	killed := make(chan struct{})
 	var traffic sync.WaitGroup
 	var mu sync.Mutex
-	served, broken := map[uint64]int{}, 0
+	served := map[uint64]int{}
+	texts := make([]map[string]int, len(prompts)) // of the answers to each prompt
+	for i := range texts {
+		texts[i] = map[string]int{}
+	}
 	for i := range 6 {
 		traffic.Go(func() {
 			for n := 0; ; n++ {
-				a, err := s.Chat(ctx, prompts[(i+n)%len(prompts)], true, 24)
+				which := (i + n) % len(prompts)
+				a, err := s.Chat(ctx, prompts[which], true, 24)
 				mu.Lock()
 				switch {
 				case err != nil:
 					t.Errorf("a request failed before its first byte: %v", err)
-				case a.Broken:
-					broken++
-				case !a.Finished:
-					t.Errorf("a stream ended without [DONE] or an error event: %+v", a)
+				case a.Broken || !a.Finished || a.Output > 24:
+					t.Errorf("a stream did not go on as one answer: %+v", a)
 				default:
 					served[a.Worker]++
+					texts[which][a.Text]++
 				}
 				enough := served[0] >= 3 && served[1] >= 6
 				mu.Unlock()
@@ -165,7 +169,11 @@ func killed(t *testing.T, s *test.Router) {
 	}
 	close(killed)
 	traffic.Wait()
-	t.Logf("served %v, %d streams broken off in the middle", served, broken)
+	migrated := s.Metrics()[`kvrouter_migrations_total{result="ok"}`]
+	t.Logf("served %v, %v streams continued, texts of the answers to each prompt: %v", served, migrated, texts)
+	if migrated < 1 {
+		t.Error("no stream was continued on the other worker")
+	}
 
 	// The worker comes back with an empty index.
 	testkit.Eventually(t, time.Minute, "the worker seen dead", func() bool { return s.Workers()[0].Lifecycle != "schedulable" || s.Workers()[0].Restarts > 0 })

@@ -1,0 +1,50 @@
+package openai
+
+import (
+	"net/http"
+	"time"
+
+	"github.com/gin-gonic/gin"
+
+	"kvrouter/internal/kv"
+	"kvrouter/internal/proxy"
+	"kvrouter/internal/router"
+	"kvrouter/internal/web"
+)
+
+// realtimeRoute is the route of WebSocket connections.
+const realtimeRoute = "/v1/realtime"
+
+// realtime passes a WebSocket connection to the least loaded worker of the model that the
+// query names. What passes on it is not read.
+func (a *API) realtime(c *gin.Context) {
+	caller := a.keys.Of(c)
+	x := &proxy.Exchange{ID: web.RequestID(c), Route: realtimeRoute, Worker: kv.NoWorker, Arrived: time.Now(), Trusted: caller.Trusted, Model: c.Query("model")}
+	r := &inference{api: a, ctx: c.Request.Context(), exchange: x, caller: caller, model: a.models.Default()}
+	r.client = clientOf(c.Request, caller)
+	r.ctx = router.ForClient(r.ctx, r.client)
+	a.observers.began(c.Request, x)
+	defer func() { r.finish(c.Writer.Status()) }()
+	if c.Request.Header.Get("Upgrade") == "" {
+		a.fail(c, http.StatusUpgradeRequired, "", "open a WebSocket connection")
+		return
+	}
+	model, known, err := a.models.Find(r.ctx, router.Need{Model: x.Model, Whole: true})
+	if !known {
+		a.fail(c, http.StatusNotFound, "model", "The model does not exist.")
+		return
+	}
+	r.model = model
+	if err == nil {
+		r.request = router.Request{Model: x.Model, Client: r.client, AnsweredWhole: true}
+		var decision router.Decision
+		if decision, err = r.Route(nil); err == nil {
+			x.Decision, x.Worker = decision, a.models.Names().Label(decision.Target.Key.Worker)
+			err = a.proxy.Tunnel(c.Writer, c.Request, proxy.ClientHeader(c.Request.Header, x.ID, false, a.keys.Asks()), decision)
+		}
+	}
+	if err == nil && c.Writer.Status() == http.StatusOK { // nothing else was written
+		x.Status = http.StatusSwitchingProtocols
+	}
+	r.settle(c, err)
+}

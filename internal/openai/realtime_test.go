@@ -1,0 +1,90 @@
+package openai
+
+import (
+	"bufio"
+	"fmt"
+	"io"
+	"net"
+	"net/http"
+	"net/http/httptest"
+	"strings"
+	"testing"
+	"time"
+
+	"kvrouter/internal/kv"
+	"kvrouter/internal/testkit"
+)
+
+// echo is a worker that accepts an upgrade and sends back what it gets.
+func echo(t *testing.T) *httptest.Server {
+	server := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		if r.Header.Get("Upgrade") != "websocket" || r.URL.RequestURI() != realtimeRoute+"?model=m" || r.Header.Get("Sec-WebSocket-Key") != "a" {
+			t.Errorf("%s %v", r.URL, r.Header)
+		}
+		conn, buffered, err := http.NewResponseController(w).Hijack()
+		if err != nil {
+			t.Error(err)
+			return
+		}
+		defer conn.Close()
+		io.WriteString(conn, "HTTP/1.1 101 Switching Protocols\r\nConnection: Upgrade\r\nUpgrade: websocket\r\n\r\n")
+		io.Copy(conn, buffered)
+	}))
+	t.Cleanup(server.Close)
+	return server
+}
+
+// dialRealtime opens a connection and returns the status of the answer.
+func dialRealtime(t *testing.T, h *testAPI, model string) (conn net.Conn, text *bufio.Reader, status int) {
+	conn, err := net.Dial("tcp", h.Listener.Addr().String())
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { conn.Close() })
+	fmt.Fprintf(conn, "GET %s?model=%s HTTP/1.1\r\nHost: x\r\nConnection: Upgrade\r\nUpgrade: websocket\r\nSec-WebSocket-Key: a\r\n\r\n", realtimeRoute, model)
+	text = bufio.NewReader(conn)
+	response, err := http.ReadResponse(text, nil)
+	if err != nil {
+		t.Fatal(err)
+	}
+	return conn, text, response.StatusCode
+}
+
+func TestWebSocketsPassThrough(t *testing.T) {
+	h := newTestAPI(t, setup{RequestTimeout: time.Second}, echo(t).URL)
+	inFlight := func() int { return h.router.Load(kv.WorkerKey{}).InFlight }
+	conn, text, status := dialRealtime(t, h, "m")
+	if status != http.StatusSwitchingProtocols {
+		t.Fatalf("status %d", status)
+	}
+	for _, said := range []string{"a", strings.Repeat("b", 100_000)} {
+		go io.WriteString(conn, said+"\n")
+		if got, err := text.ReadString('\n'); err != nil || got != said+"\n" {
+			t.Fatalf("%d bytes came back of %d: %v", len(got), len(said), err)
+		}
+	}
+	if n := inFlight(); n != 1 {
+		t.Errorf("%d are booked", n)
+	}
+	if _, err := text.ReadString('\n'); err == nil { // it is idle
+		t.Error("the idle connection was not ended")
+	}
+	testkit.Eventually(t, 5*time.Second, "the booking has ended", func() bool { return inFlight() == 0 })
+
+	conn, _, _ = dialRealtime(t, h, "m")
+	conn.Close()
+	testkit.Eventually(t, 5*time.Second, "the booking has ended with its client", func() bool { return inFlight() == 0 })
+
+	if _, _, status := dialRealtime(t, h, "other"); status != http.StatusNotFound {
+		t.Errorf("another model: %d", status)
+	}
+	response, err := http.Get(h.URL + realtimeRoute + "?model=m")
+	if err != nil || response.StatusCode != http.StatusUpgradeRequired {
+		t.Errorf("no WebSocket: %v %v", response, err)
+	}
+	response.Body.Close()
+	none := newTestAPI(t, setup{}, "http://127.0.0.1:1")
+	if _, _, status := dialRealtime(t, none, "m"); status != http.StatusBadGateway {
+		t.Errorf("no worker answers: %d", status)
+	}
+}

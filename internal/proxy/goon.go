@@ -1,0 +1,115 @@
+package proxy
+
+import (
+	"context"
+	"errors"
+	"net/http"
+
+	"kvrouter/internal/router"
+)
+
+// Results of a stream whose worker failed during the answer, for
+// kvrouter_migrations_total.
+const (
+	MigratedOK       = "ok"        // it was continued to its end
+	MigratedFailed   = "failed"    // it was continued, and ended with an error
+	MigratedRefused  = "refused"   // its request or its worker does not allow it
+	MigratedLimited  = "limited"   // by --migration-limit or the retry budget
+	MigratedNoWorker = "no_worker" // no other worker was ready
+)
+
+// begin notes that the client has the headers of the answer.
+func (s *Story) begin(d *router.Decision) {
+	if s != nil {
+		s.begun, s.cached = true, d.OverlapTokens
+	}
+}
+
+// goOn continues a stream that broke off with err on other workers, to its end. If that
+// is not possible, the stream ends with an error event.
+func (p *Proxy) goOn(ctx context.Context, w http.ResponseWriter, u Upstream, x *Exchange, t *tries, err error) error {
+	s, decided := u.Story, x.Decision
+	for {
+		worker, failed, ok := blamed(err)
+		if !ok || ctx.Err() != nil { // the client has left, or its sender has ended it
+			if s.moves > 0 {
+				p.observer.Migrated(MigratedFailed)
+			}
+			return p.breakOff(w, x, err, s.why)
+		}
+		t.exclude, x.tried = append(t.exclude, worker), true
+		if failed.abort == nil && !failed.refusal.pressed {
+			p.failed(worker)
+		}
+		result, why := t.mayGoOn(failed)
+		if why != "" {
+			if s.moves > 0 {
+				result = MigratedFailed
+			}
+			p.observer.Migrated(result)
+			return p.breakOff(w, x, err, why)
+		}
+		if left, limited := s.left(u.Parsed); s.finished || limited && left <= 0 {
+			p.observer.Migrated(MigratedOK)
+			w.Write(s.close(nil))
+			http.NewResponseController(w).Flush()
+			return nil
+		}
+		began := x.Trace.Now()
+		decision, none := t.next()
+		x.Trace.Decided(began, none, &decision)
+		if none != nil {
+			p.observer.Migrated(MigratedNoWorker)
+			return p.breakOff(w, x, err, whyNoWorker)
+		}
+		x.Receipts = append(x.Receipts, decision.Receipts...)
+		if err = p.send(ctx, w, s.rest(u), x, decision, true); err == nil {
+			p.observer.Migrated(MigratedOK)
+			s.merge(&x.Usage)
+			x.Decision.Tokens, x.Decision.OverlapTokens = decided.Tokens, decided.OverlapTokens
+			return nil
+		}
+	}
+}
+
+// next chooses the worker that continues the answer.
+func (t *tries) next() (router.Decision, error) {
+	for {
+		decision, err := t.u.chooser.Continue(t.exclude, t.u.Story.tokens)
+		if err != nil || !decision.Target.RunsSGLang() {
+			return decision, err
+		}
+		decision.Booking.End()
+		t.exclude = append(t.exclude, decision.Target.Key.Worker)
+	}
+}
+
+// mayGoOn returns why a stream may not be continued after a failure, and the result then;
+// empty: it may.
+func (t *tries) mayGoOn(failed *workerError) (result, why string) {
+	s := t.u.Story
+	switch {
+	case s.why != "":
+		return MigratedRefused, s.why
+	case s.reasoning:
+		return MigratedRefused, whyReasoning
+	case s.moves >= t.proxy.settings.MigrationLimit:
+		return MigratedLimited, whyLimit
+	case failed.abort != nil || failed.out: // the budget is not for workers that are gone
+		return "", ""
+	}
+	if denied := t.proxy.budget.Take(t.u.Client, t.proxy.now()); denied != "" {
+		t.proxy.observer.RetryDenied(string(denied))
+		return MigratedLimited, whyBudget
+	}
+	return "", ""
+}
+
+// breakOff ends a stream with an error event.
+func (p *Proxy) breakOff(w http.ResponseWriter, x *Exchange, err error, why string) error {
+	if errors.Is(err, ErrAnswered) { // it cannot be written
+		return err
+	}
+	endStream(w, x, err, why)
+	return errors.Join(ErrAnswered, err)
+}

@@ -1,0 +1,421 @@
+package proxy
+
+import (
+	"bytes"
+	"cmp"
+	"fmt"
+	"slices"
+	"strconv"
+
+	"github.com/tidwall/gjson"
+
+	"kvrouter/internal/jsonbody"
+	"kvrouter/internal/kv"
+)
+
+// maxStory is the maximum number of tokens of an answer that can be continued.
+const maxStory = maxReportedOutput
+
+// maxStoryPrompt is the maximum number of tokens of its prompt, which come back in one event
+// of at most maxEvent bytes.
+const maxStoryPrompt = maxEvent / 8
+
+// Why a stream cannot be continued on another worker; the client reads it in the error
+// event.
+const (
+	whyNoTokens  = "the worker returned no token ids"
+	whyLong      = "an event or the answer is too long"
+	whyTools     = "the request has tools"
+	whyReasoning = "its reasoning had not ended"
+	whyGuided    = "the output is constrained"
+	whySeveral   = "the request asks for several answers"
+	whyPrompt    = "the tokens of the prompt are not known exactly"
+	whyPenalty   = "a penalty counts the tokens of the answer"
+	whyLogprobs  = "the request asks for logprobs of its prompt, or with offsets"
+	whyNotTaken  = "the next worker does not take token ids"
+	whyLimit     = "--migration-limit is reached"
+	whyBudget    = "the retry budget is used up"
+	whyNoWorker  = "no other worker is ready"
+	whySGLang    = "SGLang's answers are not continued"
+)
+
+// Story is a streamed answer of one choice as far as the client has it, with what is needed
+// to continue it on another worker. One goroutine uses a Story.
+type Story struct {
+	prompt []uint32 // of the request
+	chat   bool
+	asked  bool // the client requests the token ids, too
+	usage  bool // the client requests the usage
+
+	why string // it cannot be continued; empty: it can
+
+	begun     bool     // the client has the headers
+	tokens    []uint32 // of the answer
+	sent      int      // of them, those that were sent with the prompt to the worker that continues
+	moves     int      // continuations
+	verified  bool     // the worker that continues has confirmed the tokens sent
+	reasoning bool     // the last text was of the reasoning
+	finished  bool     // a finish reason has come
+	counted   bool     // the usage has come
+	id        string   // JSON, of the first event
+	created   string   // JSON, of the first event
+	model     string   // JSON, of the first event
+	text      int      // offset of the text's member in events; 0: unknown
+	cached    int      // prompt tokens that the first worker had cached, as predicted
+}
+
+// NewStory returns the story of a request's answer. The prompt must be exact. The answer is
+// never continued if the request does not allow it; then the story says so in the error
+// event. nil: the answer is no stream.
+func NewStory(route string, body *jsonbody.Body, prompt []uint32, exact bool, several bool) *Story {
+	chat := route == "/v1/chat/completions"
+	if !chat && route != "/v1/completions" || !body.Get("stream").Bool() {
+		return nil
+	}
+	options := body.Get("stream_options")
+	s := &Story{prompt: prompt, chat: chat, asked: body.Get("return_token_ids").Bool(), usage: options.Get("include_usage").Bool()}
+	switch {
+	case several:
+		s.why = whySeveral
+	case !exact || len(prompt) == 0:
+		s.why = whyPrompt
+	case len(prompt) > maxStoryPrompt:
+		s.why = whyLong
+	default:
+		s.why = whyNotContinued(body)
+	}
+	return s
+}
+
+// whyNotContinued returns why an answer to the request cannot be continued; empty: it can.
+func whyNotContinued(body *jsonbody.Body) string {
+	number := func(key string) bool { v := body.Get(key); return v.Type == gjson.Number && v.Num != 0 }
+	switch format := body.Get("response_format"); {
+	case asks(body, "tools") && body.Get("tool_choice").Str != "none", asks(body, "functions"):
+		return whyTools
+	case format.IsObject() && format.Get("type").Str != "text",
+		slices.ContainsFunc([]string{"structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar"}, func(key string) bool { return asks(body, key) }):
+		return whyGuided
+	case number("presence_penalty"), number("frequency_penalty"):
+		return whyPenalty
+	case asks(body, "prompt_logprobs"), asks(body, "echo"), body.Get("logprobs").Type == gjson.Number, asks(body, "suffix"):
+		return whyLogprobs
+	case asks(body, "use_beam_search"):
+		return whySeveral
+	}
+	return ""
+}
+
+// ask returns the body of u with a request for token ids, for a worker that streams them:
+// SGLang refuses it.
+func (s *Story) ask(t *kv.Target, u *Upstream) (head, body []byte) {
+	switch {
+	case t.RunsSGLang():
+		s.why = cmp.Or(s.why, whySGLang)
+	case u.Parsed.Get("return_token_ids").Exists() && !s.asked:
+		s.why = cmp.Or(s.why, whyNoTokens) // the client refuses them
+	}
+	if s.why != "" || s.asked {
+		return u.Head, u.Body
+	}
+	const member = `{"return_token_ids":true,`
+	if len(u.Head) > 0 {
+		return append([]byte(member), u.Head[1:]...), u.Body
+	}
+	return []byte(member), u.Body[bytes.IndexByte(u.Body, '{')+1:]
+}
+
+// restart forgets an answer of which the client has nothing.
+func (s *Story) restart() {
+	if s != nil && !s.begun {
+		s.tokens, s.id, s.finished, s.counted, s.reasoning = s.tokens[:0], "", false, false, false
+	}
+}
+
+// continues reports whether the client has a part of the answer that may be continued.
+func (s *Story) continues() bool { return s.open() && s.why == "" }
+
+// mayMove reports whether the answer may leave a worker that works.
+func (s *Story) mayMove() bool { return s.continues() && !s.reasoning && !s.finished }
+
+// open reports whether the answer's headers are out, so that it must be continued or end.
+func (s *Story) open() bool { return s != nil && s.begun }
+
+// rest returns u as a request for the rest of the answer.
+func (s *Story) rest(u Upstream) Upstream {
+	s.moves, s.sent, s.verified = s.moves+1, len(s.tokens), false
+	body := u.Parsed
+	all := appendTokens(appendTokens([]byte{'['}, s.prompt), s.tokens)
+	all = append(all, ']')
+	if s.chat {
+		fields := []jsonbody.Field(nil)
+		for _, m := range jsonbody.Members(body.Get("kv_transfer_params")) {
+			fields = append(fields, jsonbody.Field{Key: m.Key, Raw: m.Value.Raw})
+		}
+		fields = jsonbody.MergeFields(fields, []jsonbody.Field{{Key: "prompt_token_ids", Raw: string(all)}})
+		body = body.With("kv_transfer_params", string(jsonbody.AppendObject(nil, fields)))
+	} else {
+		body = body.With("prompt", string(all))
+	}
+	for _, key := range []string{"max_tokens", "max_completion_tokens", "min_tokens"} {
+		if v := body.Get(key); v.Type == gjson.Number {
+			body = body.With(key, strconv.Itoa(max(0, int(v.Int())-s.sent)))
+		}
+	}
+	body = body.With("return_token_ids", "true")
+	u.Head, u.Body = nil, body.Raw
+	if u.HideUsage {
+		u.Head, u.Body, _ = AskForUsage(body)
+	}
+	return u
+}
+
+// left returns how many tokens the client still allows; known is false without a limit.
+func (s *Story) left(body *jsonbody.Body) (tokens int, known bool) {
+	for _, key := range []string{"max_completion_tokens", "max_tokens"} {
+		if v := body.Get(key); v.Type == gjson.Number {
+			return int(v.Int()) - len(s.tokens), true
+		}
+	}
+	return 0, false
+}
+
+// appendTokens appends token ids, separated by commas.
+func appendTokens(out []byte, ids []uint32) []byte {
+	for _, id := range ids {
+		if out[len(out)-1] != '[' {
+			out = append(out, ',')
+		}
+		out = strconv.AppendUint(out, uint64(id), 10)
+	}
+	return out
+}
+
+// Marks in events. None of them can stand inside of a JSON string, whose quotes are escaped.
+var (
+	markIDs       = []byte(`"token_ids":[`)
+	markPromptIDs = []byte(`"prompt_token_ids":[`)
+	markChoice    = []byte(`"choices":[{`)
+	markRole      = []byte(`"role":`)
+	markEmpty     = []byte(`"delta":{}`)
+	markReasoning = []byte(`"reasoning`)
+	markUsage     = []byte(`"usage":{`)
+	markContent   = []byte(`"delta":{"content":"`)
+	markText      = []byte(`"text":"`)
+)
+
+// tell appends an event to out as the client gets it, and remembers it. Events that only
+// the router has asked for are left out, and so is the failure of an engine whose answer
+// may be continued. finished means that a finish reason has come.
+func (s *Story) tell(out, event []byte, failed, finished bool) []byte {
+	if failed && s.continues() {
+		return out
+	}
+	if out, ok := s.quick(out, event, finished); ok {
+		return out
+	}
+	data, ok := bytes.CutPrefix(event, []byte("data:"))
+	if !ok || bytes.HasPrefix(bytes.TrimSpace(data), []byte("[DONE]")) {
+		return append(out, event...)
+	}
+	if s.why != "" && s.moves == 0 {
+		return append(out, s.hide(event)...)
+	}
+	if s.id == "" {
+		s.id, s.created, s.model = gjson.GetBytes(data, "id").Raw, gjson.GetBytes(data, "created").Raw, gjson.GetBytes(data, "model").Raw
+	}
+	if bytes.Contains(data, markUsage) && !bytes.Contains(data, markChoice) {
+		s.counted = true
+		return append(out, s.renumber(event)...)
+	}
+	if !bytes.Contains(data, markChoice) {
+		return append(out, event...)
+	}
+	if s.moves > 0 && !s.verified {
+		if !s.verify(data) {
+			s.why = whyNotTaken
+			return out
+		}
+	}
+	opening := s.chat && bytes.Contains(data, markRole) && !bytes.Contains(data, markIDs)
+	if opening && s.moves > 0 {
+		return out // the client has it
+	}
+	if s.why == "" && !opening && !s.remember(data) {
+		s.why = whyNoTokens
+	}
+	if len(s.tokens) > maxStory {
+		s.why = whyLong
+	}
+	if bytes.Contains(data, markReasoning) {
+		delta := gjson.GetBytes(data, "choices.0.delta")
+		s.reasoning = delta.Get("reasoning").Str != "" || delta.Get("reasoning_content").Str != ""
+	} else if !opening && !bytes.Contains(data, markEmpty) {
+		s.reasoning = false
+	}
+	s.finished = s.finished || finished
+	if s.text == 0 {
+		if at := bytes.Index(event, s.member()); at > 0 {
+			s.text = at
+		}
+	}
+	if !s.asked && !reasonGiven(data) && bytes.Contains(data, markEmpty) && gjson.GetBytes(data, "choices.0.logprobs").Type == gjson.Null {
+		return out // without token ids, the engine sends no event for tokens without text
+	}
+	return append(out, s.renumber(s.hide(event))...)
+}
+
+// member returns the beginning of the member that has an event's text.
+func (s *Story) member() []byte {
+	if s.chat {
+		return markContent
+	}
+	return markText
+}
+
+// quick is tell for an event of one answer's text that begins as those before it.
+func (s *Story) quick(out, event []byte, finished bool) (_ []byte, ok bool) {
+	if s.text == 0 || s.moves > 0 || s.why != "" || len(event) < s.text || !bytes.HasPrefix(event[s.text:], s.member()) {
+		return out, false
+	}
+	at := bytes.LastIndex(event, markIDs)
+	if at < s.text {
+		return out, false
+	}
+	from, had := at+len(markIDs), len(s.tokens)
+	ids, length, ok := readTokens(event[from:], s.tokens)
+	if !ok || len(ids) > maxStory {
+		s.tokens = s.tokens[:had]
+		return out, false
+	}
+	s.tokens, s.reasoning, s.finished = ids, false, s.finished || finished
+	if s.asked {
+		return append(out, event...), true
+	}
+	return append(append(append(out, event[:from-1]...), "null"...), event[from+length:]...), true
+}
+
+// remember keeps the tokens of an event. It reports whether there were any.
+func (s *Story) remember(data []byte) bool {
+	at := bytes.Index(data, markIDs)
+	if at < 0 {
+		return false
+	}
+	ids, _, ok := readTokens(data[at+len(markIDs):], s.tokens)
+	s.tokens = ids
+	return ok
+}
+
+// readTokens appends the ids of a list that begins after its bracket, and returns the
+// length of the list.
+func readTokens(text []byte, ids []uint32) (all []uint32, length int, ok bool) {
+	id, digits := uint64(0), 0
+	for i, b := range text {
+		switch {
+		case b >= '0' && b <= '9' && digits < 10:
+			id, digits = 10*id+uint64(b-'0'), digits+1
+		case b == ' ' && digits == 0:
+		case (b == ',' || b == ']') && digits > 0 && id <= 1<<32-1:
+			ids = append(ids, uint32(id))
+			if id, digits = 0, 0; b == ']' {
+				return ids, i + 1, true
+			}
+		case b == ']' && digits == 0:
+			return ids, i + 1, true
+		default:
+			return ids, 0, false
+		}
+	}
+	return ids, 0, false
+}
+
+// verify reports whether the worker that continues confirms the tokens of prompt and answer
+// that it was sent.
+func (s *Story) verify(data []byte) bool {
+	at := bytes.Index(data, markPromptIDs)
+	if at < 0 {
+		return false
+	}
+	ids, _, ok := readTokens(data[at+len(markPromptIDs):], nil)
+	s.verified = ok && len(ids) == len(s.prompt)+s.sent && slices.Equal(ids[:len(s.prompt)], s.prompt) && slices.Equal(ids[len(s.prompt):], s.tokens[:s.sent])
+	return s.verified
+}
+
+// hide replaces the lists of token ids by null, as the engine answers without the request
+// for them.
+func (s *Story) hide(event []byte) []byte {
+	if s.asked {
+		return event
+	}
+	for _, mark := range [][]byte{markIDs, markPromptIDs} {
+		at := bytes.Index(event, mark)
+		if at < 0 {
+			continue
+		}
+		from := at + len(mark)
+		_, length, ok := readTokens(event[from:], nil)
+		if !ok {
+			continue
+		}
+		event = slices.Concat(event[:from-1], []byte("null"), event[from+length:])
+	}
+	return event
+}
+
+// renumber gives an event of a worker that continues the identity of the first one, and its
+// usage the tokens of the whole answer.
+func (s *Story) renumber(event []byte) []byte {
+	if s.moves == 0 {
+		return event
+	}
+	from := len("data:")
+	for _, f := range []struct{ path, value string }{{"id", s.id}, {"created", s.created}} {
+		if v := gjson.GetBytes(event[from:], f.path); v.Exists() && v.Index > 0 && f.value != "" {
+			event = splice(event, from+v.Index, len(v.Raw), f.value)
+		}
+	}
+	if usage := gjson.GetBytes(event[from:], "usage"); usage.IsObject() {
+		for path, change := range map[string]func(int64) int64{
+			"usage.prompt_tokens":                       func(int64) int64 { return int64(len(s.prompt)) },
+			"usage.completion_tokens":                   func(n int64) int64 { return n + int64(s.sent) },
+			"usage.prompt_tokens_details.cached_tokens": func(int64) int64 { return int64(s.cached) },
+		} {
+			if v := gjson.GetBytes(event[from:], path); v.Type == gjson.Number && v.Index > 0 {
+				event = splice(event, from+v.Index, len(v.Raw), strconv.FormatInt(change(v.Int()), 10))
+			}
+		}
+	}
+	return event
+}
+
+// splice returns b with n bytes at that place replaced.
+func splice(b []byte, at, n int, by string) []byte {
+	return slices.Concat(b[:at], []byte(by), b[at+n:])
+}
+
+// close appends what is missing of an answer whose last token has come: its finish reason if
+// the limit of tokens is reached, its usage and its end.
+func (s *Story) close(out []byte) []byte {
+	kind, choice := "text_completion", `{"index":0,"text":"","logprobs":null,"finish_reason":"length","stop_reason":null}`
+	if s.chat {
+		kind, choice = "chat.completion.chunk", `{"index":0,"delta":{},"logprobs":null,"finish_reason":"length","stop_reason":null}`
+	}
+	head := fmt.Sprintf(`data: {"id":%s,"object":%q,"created":%s,"model":%s,`, s.id, kind, s.created, s.model)
+	if !s.finished {
+		out = fmt.Appendf(out, "%s\"choices\":[%s]}\n\n", head, choice)
+	}
+	if s.usage && !s.counted {
+		out = fmt.Appendf(out, "%s\"choices\":[],\"usage\":{\"prompt_tokens\":%d,\"total_tokens\":%d,\"completion_tokens\":%d,\"prompt_tokens_details\":{\"cached_tokens\":%d}}}\n\n",
+			head, len(s.prompt), len(s.prompt)+len(s.tokens), len(s.tokens), s.cached)
+	}
+	return append(out, "data: [DONE]\n\n"...)
+}
+
+// merge makes the usage of the worker that continued that of the whole answer.
+func (s *Story) merge(u *Usage) {
+	if s == nil || s.moves == 0 || !u.Known {
+		return
+	}
+	u.PromptTokens, u.OutputTokens = len(s.prompt), len(s.tokens)
+	u.CachedTokens = min(u.CachedTokens, s.cached)
+}

@@ -1,0 +1,374 @@
+package proxy
+
+import (
+	"context"
+	"encoding/json"
+	"fmt"
+	"net/http"
+	"net/http/httptest"
+	"slices"
+	"strconv"
+	"strings"
+	"sync"
+	"sync/atomic"
+	"testing"
+	"time"
+
+	"github.com/tidwall/gjson"
+
+	"kvrouter/internal/jsonbody"
+	"kvrouter/internal/kv"
+	"kvrouter/internal/router"
+	"kvrouter/internal/testkit"
+	"kvrouter/internal/testkit/routertest"
+	"kvrouter/internal/web"
+)
+
+// writer is a fake vLLM whose answer's token at place p of the sequence is 1000 + p, with
+// the text "p,". So the rest of an answer is right only if it begins after the last token
+// that the client has.
+type writer struct {
+	requests atomic.Int32
+	bodies   chan string
+	seen     chan struct{}                 // closed when the client has a part of the answer
+	dies     func(request int) (after int) // tokens until the connection breaks; below 0: it does not
+	engine   bool                          // an error event takes the place of the broken connection
+	old      bool                          // it ignores kv_transfer_params.prompt_token_ids
+	mute     bool                          // it returns no token ids
+	drains   bool                          // it is cordoned in place of dying, and its answer stands still
+	drain    func()
+	kind     kv.Engine // SGLang refuses to stream token ids
+}
+
+func (v *writer) ServeHTTP(w http.ResponseWriter, r *http.Request) {
+	body := readBody(r)
+	v.bodies <- string(body.Raw)
+	dies := v.dies(int(v.requests.Add(1)))
+	chat := r.URL.Path == testkit.ChatPath
+	if v.kind == kv.EngineSGLang && body.Get("return_token_ids").Bool() {
+		w.WriteHeader(http.StatusBadRequest)
+		return
+	}
+	ids, most := []int64{1, 2, 3}, int(body.Get("max_tokens").Int()) // of the prompt "hi"
+	given := body.Get("kv_transfer_params").Get("prompt_token_ids")
+	if !chat {
+		given = body.Get("prompt")
+	}
+	if given.IsArray() && !v.old {
+		ids = nil
+		for _, id := range given.Array() {
+			ids = append(ids, id.Int())
+		}
+	}
+	list := func(of ...int64) string {
+		if !body.Get("return_token_ids").Bool() || v.mute {
+			return "null"
+		}
+		text, _ := json.Marshal(of)
+		return string(text)
+	}
+	w.Header().Set("Content-Type", "text/event-stream")
+	id := fmt.Sprintf("answer-%p-%d", v, v.requests.Load())
+	event := func(choices, rest string) {
+		fmt.Fprintf(w, `data: {"id":%q,"object":"chunk","created":%d,"model":"m","choices":[%s]%s}`+"\n\n", id, 1000+v.requests.Load(), choices, rest)
+		w.(http.Flusher).Flush()
+	}
+	if chat {
+		event(`{"index":0,"delta":{"role":"assistant","content":""},"logprobs":null,"finish_reason":null}`, `,"prompt_token_ids":`+list(ids...))
+	}
+	for i := range most {
+		if i == dies {
+			<-v.seen // or the router tries another worker instead
+			if v.drain != nil {
+				v.drain()
+				<-r.Context().Done()
+			}
+			if v.engine {
+				io := `data: {"error":{"message":"EngineCore encountered an issue","type":"InternalServerError","code":500}}` + "\n\ndata: [DONE]\n\n"
+				fmt.Fprint(w, io)
+				return
+			}
+			panic(http.ErrAbortHandler)
+		}
+		place := int64(len(ids) + i)
+		finish := "null"
+		if i == most-1 {
+			finish = `"length"`
+		}
+		text := strconv.Quote(fmt.Sprintf("%d,", place))
+		if chat && place%5 == 0 { // a token without text
+			event(fmt.Sprintf(`{"index":0,"delta":{},"logprobs":null,"finish_reason":%s,"token_ids":%s}`, finish, list(1000+place)), "")
+			continue
+		}
+		if chat {
+			event(fmt.Sprintf(`{"index":0,"delta":{"content":%s},"logprobs":null,"finish_reason":%s,"token_ids":%s}`, text, finish, list(1000+place)), "")
+		} else {
+			first := "null"
+			if i == 0 {
+				first = list(ids...)
+			}
+			event(fmt.Sprintf(`{"index":0,"text":%s,"logprobs":null,"finish_reason":%s,"prompt_token_ids":%s,"token_ids":%s}`, text, finish, first, list(1000+place)), "")
+		}
+	}
+	if body.Get("stream_options").Get("include_usage").Bool() {
+		event("", fmt.Sprintf(`,"usage":{"prompt_tokens":%d,"total_tokens":%d,"completion_tokens":%d,"prompt_tokens_details":{"cached_tokens":%d}}`, len(ids), len(ids)+most, most, len(ids)-3))
+	}
+	fmt.Fprint(w, "data: [DONE]\n\n")
+}
+
+// reader closes seen at its first byte.
+type reader struct {
+	*httptest.ResponseRecorder
+	once sync.Once
+	seen chan struct{}
+}
+
+func (r *reader) Write(b []byte) (int, error) {
+	r.once.Do(func() { close(r.seen) })
+	return r.ResponseRecorder.Write(b)
+}
+
+// migrated counts by result.
+type migrated struct {
+	testkit.SilentObserver
+	results chan string
+}
+
+func (m migrated) Migrated(result string) { m.results <- result }
+
+// continues is a chooser whose answers may be continued.
+type continues struct {
+	chooseOne
+	next func(exclude []uint64, answered []uint32) (router.Decision, error)
+}
+
+func (c continues) Continue(exclude []uint64, answered []uint32) (router.Decision, error) {
+	return c.next(exclude, answered)
+}
+
+// TestAStreamGoesOnAtAnotherWorker compares the client's bytes with those of an answer that
+// was not interrupted.
+func TestAStreamGoesOnAtAnotherWorker(t *testing.T) {
+	const usage = `,"stream_options":{"include_usage":true}`
+	never := func(int) int { return -1 }
+	first := func(after int) func(int) int {
+		return func(request int) int {
+			if request == 1 {
+				return after
+			}
+			return -1
+		}
+	}
+	always := func(after int) func(int) int { return func(int) int { return after } }
+	for name, c := range map[string]struct {
+		options   string // of the request
+		dies      func(int) int
+		change    func(*writer)
+		result    string // of kvrouter_migrations_total; empty: none
+		why       string // in the error event; empty: the answer is whole
+		completed bool   // it asks for a completion too
+	}{
+		"not interrupted":         {"", never, nil, "", "", true},
+		"after one token":         {usage, first(1), nil, MigratedOK, "", true},
+		"in the middle":           {usage, first(9), nil, MigratedOK, "", true},
+		"without usage":           {"", first(9), nil, MigratedOK, "", true},
+		"after the last token":    {usage, first(19), nil, MigratedOK, "", true},
+		"by a drain":              {usage, first(9), func(v *writer) { v.drains = true }, MigratedOK, "", false},
+		"by its engine":           {usage, first(9), func(v *writer) { v.engine = true }, MigratedOK, "", true},
+		"three times":             {usage, func(n int) int { return []int{0, 3, 4, 5, -1}[n] }, nil, MigratedOK, "", true},
+		"too often":               {usage, always(2), nil, MigratedFailed, whyLimit, true},
+		"with token ids":          {usage + `,"return_token_ids":true`, first(9), nil, MigratedOK, "", false},
+		"without token ids":       {"", first(9), func(v *writer) { v.mute = true }, MigratedRefused, whyNoTokens, true},
+		"without a worker for it": {"", first(9), func(v *writer) { v.old = true }, MigratedFailed, whyNotTaken, false},
+		"at SGLang":               {"", first(9), func(v *writer) { v.kind = kv.EngineSGLang }, MigratedRefused, whySGLang, true},
+		"with tools":              {`,"tools":[{}]`, first(9), nil, MigratedRefused, whyTools, false},
+		"with a format":           {`,"response_format":{"type":"json_object"}`, first(9), nil, MigratedRefused, whyGuided, true},
+		"with a penalty":          {`,"presence_penalty":1`, first(9), nil, MigratedRefused, whyPenalty, true},
+	} {
+		for _, path := range []string{testkit.ChatPath, "/v1/completions"} {
+			if path != testkit.ChatPath && !c.completed {
+				continue
+			}
+			t.Run(name+path, func(t *testing.T) {
+				whole, _ := tellStory(t, path, c.options, &writer{dies: never})
+				v := &writer{dies: c.dies}
+				if c.change != nil {
+					c.change(v)
+				}
+				got, result := tellStory(t, path, c.options, v)
+				if result != c.result {
+					t.Errorf("result %q, want %q: %s", result, c.result, got)
+				}
+				if c.why == "" {
+					if normal(got) != normal(whole) {
+						t.Errorf("the client has\n%s\nof an uninterrupted answer it has\n%s", got, whole)
+					}
+					return
+				}
+				at := strings.Index(got, `data: {"error"`)
+				if at < 0 || !strings.Contains(got[at:], c.why) || strings.Count(got, `"error"`) != 1 {
+					t.Fatalf("want one error event with %q, got\n%s", c.why, got)
+				}
+				if text := textOf(got[:at]); !strings.HasPrefix(textOf(whole), text) {
+					t.Errorf("text %q, of %q", text, textOf(whole))
+				}
+			})
+		}
+	}
+}
+
+// normal replaces what differs between any two answers.
+func normal(events string) string {
+	var out []string
+	id, created := "", ""
+	for line := range strings.Lines(events) {
+		data, ok := strings.CutPrefix(line, "data: ")
+		if v := gjson.Get(data, "id"); ok && v.Exists() {
+			if id == "" {
+				id, created = v.Raw, gjson.Get(data, "created").Raw
+			}
+			line = strings.Replace(strings.Replace(line, id, `"id"`, 1), `"created":`+created, `"created":0`, 1)
+		}
+		out = append(out, line)
+	}
+	return strings.Join(out, "")
+}
+
+// textOf returns the text of an answer.
+func textOf(events string) (text string) {
+	for line := range strings.Lines(events) {
+		data := strings.TrimPrefix(line, "data: ")
+		text += gjson.Get(data, "choices.0.delta.content").Str + gjson.Get(data, "choices.0.text").Str
+	}
+	return text
+}
+
+func readBody(r *http.Request) *jsonbody.Body {
+	raw := make([]byte, r.ContentLength)
+	for n := 0; n < len(raw); {
+		m, err := r.Body.Read(raw[n:])
+		if n += m; err != nil {
+			break
+		}
+	}
+	body, _ := jsonbody.Parse(raw)
+	return body
+}
+
+// tellStory sends a request of 20 tokens to one of two servers of v, and returns the
+// client's bytes.
+func tellStory(t *testing.T, path, options string, v *writer) (events, result string) {
+	v.bodies = make(chan string, 100)
+	rt := routertest.New(t, "round-robin", 0)
+	for i := range uint64(5) {
+		server := httptest.NewServer(v)
+		t.Cleanup(server.Close)
+		rt.Up(kv.Target{Key: kv.WorkerKey{Worker: i}, URL: server.URL, Generation: 1, Engine: v.kind})
+	}
+	results := make(chan string, 10)
+	settings := testkit.Defaults[Settings]()
+	if v.drains {
+		settings.DrainMigrateAfter = time.Millisecond
+		v.drain = func() {
+			if err := rt.Cordon(0); err != nil {
+				t.Error(err)
+			}
+		}
+	}
+	p := New(settings, Deps{Observer: migrated{results: results}, Failed: func(uint64) {}})
+	t.Cleanup(p.Close)
+	prompt := []uint32{1, 2, 3}
+	text := `"messages":[{"role":"user","content":"hi"}]`
+	if path != testkit.ChatPath {
+		text = `"prompt":"hi"`
+	}
+	body, ok := jsonbody.Parse([]byte(`{` + text + `,"stream":true,"max_tokens":20` + options + `}`))
+	if !ok {
+		t.Fatal("no JSON")
+	}
+	u := Upstream{Method: http.MethodPost, Path: path, Route: path, Header: http.Header{web.HeaderRequest: {"r"}}, Body: body.Raw, Parsed: body, EndMarked: true, MaxRetries: 2}
+	u.Head, u.Body, u.HideUsage = AskForUsage(body)
+	u.Story = NewStory(path, body, prompt, true, false)
+	x := &Exchange{}
+	v.seen = make(chan struct{})
+	w := &reader{ResponseRecorder: httptest.NewRecorder(), seen: v.seen}
+	request := router.Request{Tokens: prompt}
+	err := p.Forward(context.Background(), w, u, x, continues{chooseOne(func(exclude []uint64) (router.Decision, error) {
+		request.Exclude = exclude
+		return rt.Route(t.Context(), request)
+	}), func(exclude []uint64, answered []uint32) (router.Decision, error) {
+		for i, token := range answered {
+			if token != uint32(1000+len(prompt)+i) {
+				t.Fatalf("%d tokens answered: %v", len(answered), answered)
+			}
+		}
+		request := request
+		request.Exclude, request.Tokens = exclude, slices.Concat(prompt, answered)
+		return rt.Route(t.Context(), request)
+	}})
+	if failed := strings.Contains(w.Body.String(), `"error"`); failed != (err != nil) {
+		t.Errorf("%v: %s", err, w.Body)
+	}
+	if err == nil && (x.Usage.PromptTokens != 3 || x.Usage.OutputTokens != 20) {
+		t.Errorf("usage %+v", x.Usage)
+	}
+	if n := routertest.InFlight(rt); n != 0 {
+		t.Errorf("%d are still booked", n)
+	}
+	if len(results) > 1 {
+		t.Errorf("%d results", len(results))
+	}
+	if len(results) > 0 {
+		result = <-results
+	}
+	return w.Body.String(), result
+}
+
+// FuzzStory holds that no stream of a worker, however it is cut, breaks a Story, that its
+// memory is bounded by what came, and that a stream without token ids goes on as it is.
+func FuzzStory(f *testing.F) {
+	f.Add("data: {\"id\":\"a\",\"created\":1,\"choices\":[{\"delta\":{\"content\":\"x\"},\"token_ids\":[1,2]}]}\n\n", uint8(7), false)
+	f.Add("data: {\"choices\":[{\"delta\":{},\"token_ids\":[4294967296]}]}\n\ndata: [DONE]\n\n", uint8(3), true)
+	f.Add("data: {\"error\":{\"code\":500}}\n\n", uint8(1), true)
+	f.Add("data: {\"prompt_token_ids\":[1,2,3,1001],\"id\":\"b\",\"choices\":[{\"delta\":{\"role\":\"a\"}}],\"usage\":{\"prompt_tokens\":4,\"completion_tokens\":1}}\n\n", uint8(200), true)
+	body, _ := jsonbody.Parse([]byte(`{"stream":true,"max_tokens":5,"messages":[]}`))
+	f.Fuzz(func(t *testing.T, stream string, cut uint8, rest bool) {
+		s := NewStory(testkit.ChatPath, body, []uint32{1, 2, 3}, true, false)
+		s.begun = true
+		if rest {
+			s.tokens, s.id, s.created = []uint32{1001}, `"a"`, "1"
+			s.rest(Upstream{Parsed: body})
+		}
+		events := eventScanner{Story: s}
+		var out []byte
+		for text := []byte(stream); len(text) > 0; {
+			n := min(len(text), int(cut)+1)
+			out = append(out, events.Scan(text[:n])...)
+			text = text[n:]
+		}
+		out = append(out, events.Rest()...)
+		if len(s.tokens) > len(stream)+1 {
+			t.Errorf("%d tokens of %d bytes", len(s.tokens), len(stream))
+		}
+		if !rest && !strings.Contains(stream, "token_ids") && !strings.Contains(stream, "error") && !strings.Contains(stream, `"delta":{}`) && string(out) != stream {
+			t.Errorf("%q became %q", stream, out)
+		}
+		s.close(nil)
+	})
+}
+
+// BenchmarkStory reads one event of a token with its id, and takes the id out.
+func BenchmarkStory(b *testing.B) {
+	body, _ := jsonbody.Parse([]byte(`{"stream":true,"max_tokens":5,"messages":[]}`))
+	event := []byte(`data: {"id":"chatcmpl-1","object":"chat.completion.chunk","created":1700000000,"model":"m","choices":[{"index":0,"delta":{"content":" token"},"logprobs":null,"finish_reason":null,"token_ids":[12345]}]}` + "\n\n")
+	s := NewStory(testkit.ChatPath, body, []uint32{1, 2, 3}, true, false)
+	s.begun = true
+	events := eventScanner{Story: s}
+	b.SetBytes(int64(len(event)))
+	b.ReportAllocs()
+	for b.Loop() {
+		if events.Scan(event); len(s.tokens) > maxStory/2 {
+			s.tokens = s.tokens[:0]
+		}
+	}
+}

@@ -1,0 +1,99 @@
+package proxy
+
+import (
+	"bufio"
+	"context"
+	"io"
+	"log"
+	"net"
+	"net/http"
+	"net/http/httputil"
+	"net/url"
+	"time"
+
+	"kvrouter/internal/outlier"
+	"kvrouter/internal/router"
+)
+
+// Tunnel passes a WebSocket connection to the decided worker and back until one side
+// closes it, or no byte comes for --request-timeout. The booking of the decision ends with
+// it. An error means that the worker could not be reached, and nothing was written to w.
+func (p *Proxy) Tunnel(w http.ResponseWriter, r *http.Request, header http.Header, decision router.Decision) (failed error) {
+	defer decision.Booking.End()
+	target := decision.Target
+	to, err := url.Parse(target.URL)
+	if err != nil {
+		return err
+	}
+	ctx, cancel := context.WithCancelCause(r.Context())
+	defer cancel(nil)
+	header = p.header(header, target)
+	for _, name := range []string{"Connection", "Upgrade"} {
+		header.Set(name, r.Header.Get(name))
+	}
+	tunnel := httputil.ReverseProxy{
+		Rewrite: func(out *httputil.ProxyRequest) {
+			out.SetURL(to)
+			out.Out.Header = header
+		},
+		Transport: p.client.Transport,
+		ErrorHandler: func(_ http.ResponseWriter, _ *http.Request, err error) {
+			e := p.unanswered(target.Key.Worker, cause(ctx, err), outlier.Refused)
+			if failed = e; r.Context().Err() == nil {
+				decision.Booking.FailAs(e.kind, e.Error())
+				p.failed(target.Key.Worker)
+			}
+		},
+		ErrorLog: log.New(io.Discard, "", 0),
+	}
+	tunnel.ServeHTTP(&watchedWriter{ResponseWriter: w, idle: p.settings.RequestTimeout, cancel: cancel}, r.WithContext(ctx))
+	return failed
+}
+
+// watchedWriter cancels a connection that was hijacked and is idle for too long.
+type watchedWriter struct {
+	http.ResponseWriter
+	idle   time.Duration // 0: no limit
+	cancel context.CancelCauseFunc
+}
+
+// Unwrap returns the writer of the HTTP server.
+func (w *watchedWriter) Unwrap() http.ResponseWriter { return w.ResponseWriter }
+
+// Hijack implements http.Hijacker.
+func (w *watchedWriter) Hijack() (net.Conn, *bufio.ReadWriter, error) {
+	conn, buffered, err := http.NewResponseController(w.ResponseWriter).Hijack()
+	if err == nil && w.idle > 0 {
+		conn = &watchedConn{Conn: conn, idle: w.idle, timer: time.AfterFunc(w.idle, func() { w.cancel(ErrSilent) })}
+	}
+	return conn, buffered, err
+}
+
+// watchedConn sets the timer back with each byte that passes.
+type watchedConn struct {
+	net.Conn
+	idle  time.Duration
+	timer *time.Timer
+}
+
+func (c *watchedConn) Read(b []byte) (int, error) {
+	n, err := c.Conn.Read(b)
+	if n > 0 {
+		c.timer.Reset(c.idle)
+	}
+	return n, err
+}
+
+func (c *watchedConn) Write(b []byte) (int, error) {
+	n, err := c.Conn.Write(b)
+	if n > 0 {
+		c.timer.Reset(c.idle)
+	}
+	return n, err
+}
+
+// Close ends the watch, too.
+func (c *watchedConn) Close() error {
+	c.timer.Stop()
+	return c.Conn.Close()
+}
