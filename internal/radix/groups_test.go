@@ -474,7 +474,8 @@ func TestSufficientBlocksGiveTheMatchOfTheRules(t *testing.T) {
 	}
 }
 
-// FuzzRules holds that no layout makes a lookup fail, or promise more than is held.
+// FuzzRules holds that no layout makes a lookup fail, or find other than what the engine
+// finds.
 func FuzzRules(f *testing.F) {
 	for _, text := range layouts {
 		f.Add(text, uint8(8), uint8(8), uint64(0xf0), true)
@@ -497,19 +498,49 @@ func FuzzRules(f *testing.F) {
 		if err := x.Store(testkit.W1, 0, false, chain[:stored]); err != nil {
 			t.Fatal(err)
 		}
-		for g := 1; g < len(layout.Groups); g++ {
-			for i := range chain {
-				if held>>((i+g)%64)&1 != 0 {
+		engine := engineCache{layout: layout, unit: 1}
+		for _, g := range layout.Groups {
+			engine.unit = lcm(engine.unit, g.Block)
+			engine.held = append(engine.held, map[uint64]int{})
+		}
+		ids := make([]uint64, asked)
+		for i := range chain {
+			if i < int(asked) {
+				ids[i] = chain[i].Engine
+			}
+			for g := range layout.Groups {
+				switch {
+				case g == 0 && i < int(stored):
+					engine.held[0][chain[i].Engine] = 1
+				case g > 0 && held>>((i+g)%64)&1 != 0:
 					x.Hold(testkit.W1, g, []uint64{chain[i].Engine})
+					if i < int(stored) { // others have no place
+						engine.held[g][chain[i].Engine] = 1
+					}
 				}
 			}
 		}
 		x.checked()
+		// The engine has no other layouts: full attention first, and chunks in blocks of one size, without a drafter.
+		usual := len(layout.Groups) > 0
+		for i, g := range layout.Groups {
+			usual = usual && (g.Attention != kv.FullAttention || i == 0 || layout.Groups[0].Attention == kv.FullAttention)
+			usual = usual && (g.Attention != kv.ChunkedLocal || !layout.DropsLast && g.Block == engine.unit && g.Window%g.Block == 0)
+		}
 		most := min(int(stored), int(asked))
+		if len(layout.Groups) > 0 && layout.Groups[0].Attention == kv.ChunkedLocal {
+			most = int(asked) // before its last chunk, it needs no block
+		}
 		for usable := range int(asked) + 1 {
 			m := matchOf(x.Tree, testkit.W1, p[:asked], usable)
 			if m.Blocks < 0 || m.Blocks > most || int(m.Held) > most || !layout.Plain(4) && m.Blocks > usable {
 				t.Fatalf("%s: %+v with %d blocks stored, %d asked and %d usable", layout, m, stored, asked, usable)
+			}
+			if !usual {
+				continue
+			}
+			if want := engine.find(ids, 4, usable*4) / 4; min(m.Blocks, usable) != want {
+				t.Fatalf("%s: %+v with %d blocks stored, %d asked and %d usable; the engine finds %d", layout, m, stored, asked, usable, want)
 			}
 		}
 	})
