@@ -17,6 +17,11 @@ alternate. The printed bound is the maximum hit rate of this load with caches of
   scripts/bench_real.py --engine mocker                    simulated workers, which start at once: tests the script only
   scripts/bench_real.py --shared --multi-turn --policies cache-threshold,variance,kv,work,round-robin
   scripts/bench_real.py --urls URL,URL                     no router: in-script round robin between running workers
+  scripts/bench_real.py --shared --policies work --binary old=FILE,new=FILE --runs 3
+                                                           two builds of kvrouter in turn, and the medians of their runs
+  scripts/bench_real.py --shared --form test/real/zoo/testdata/gemma3-wide.json --blocks 240
+      --engine-args "--no-disable-hybrid-kv-cache-manager --max-model-len 3072"
+                                                           a model with sliding windows and made-up weights
 
 Only Python's standard library is needed. The exit code is 0 if every request was answered, for any hit rate.
 """
@@ -30,6 +35,8 @@ import json
 import os
 import random
 import re
+import shlex
+import shutil
 import signal
 import socket
 import statistics
@@ -327,7 +334,7 @@ class Router:
             return
         # vLLM keeps one block for itself, and refuses to start if the others cannot hold one longest request.
         longest = (args.blocks - 1) * BLOCK_SIZE
-        self.command += ["--", "--num-gpu-blocks-override", str(args.blocks), "--max-model-len", str(longest)]
+        self.command += ["--", "--num-gpu-blocks-override", str(args.blocks), "--max-model-len", str(longest), *args.engine_args]
 
     def __enter__(self):
         self.log = open(self.log_path, "w")
@@ -458,8 +465,30 @@ def percentile(ordered, percent):
 
 
 def print_table(results):
-    rows = [LABELS, *(r.row() for r in results)]
-    widths = [max(len(row[i]) for row in rows) for i in range(len(LABELS))]
+    print_rows([LABELS, *(r.row() for r in results)])
+
+
+def print_medians(results):
+    """Per policy and binary the medians of its runs."""
+    runs = {}
+    for r in results:
+        runs.setdefault(r.name, []).append(r)
+    rows = [["policy", "hit rate", "least and most", "TTFT mean, ms", "least and most", "exact"]]
+    for name, of in runs.items():
+        rates = [r.hits / max(1, r.queries) for r in of]
+        means = [statistics.mean([a.first_chunk * 1000 for a in r.answers if not a.error] or [0]) for r in of]
+        known = [a for r in of for a in r.answers if not a.error and a.predicted is not None]
+        rows.append([
+            name, f"{statistics.median(rates):.3f}", f"{min(rates):.3f} to {max(rates):.3f}",
+            f"{statistics.median(means):.0f}", f"{min(means):.0f} to {max(means):.0f}",
+            f"{sum(a.predicted == a.cached for a in known)} of {len(known)}",
+        ])  # fmt: skip
+    print_rows(rows)
+
+
+def print_rows(rows):
+    """The first row is the heading."""
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     for number, row in enumerate(rows):
         print("| " + " | ".join(cell.ljust(width) for cell, width in zip(row, widths)) + " |")
         if number == 0:
@@ -535,6 +564,25 @@ def build_router(out):
     return binary
 
 
+def binaries(args, out):
+    """(name, path) of every kvrouter to measure; the name is empty if there is only one."""
+    named = [part.rpartition("=") for part in args.binary.split(",")] if args.binary else []
+    found = [(name if len(named) > 1 else "", Path(path).resolve()) for name, _, path in named]
+    return found or [("", build_router(out))]
+
+
+def make_model(args, out):
+    """A model folder for --form: that config.json, the test model's tokenizer, and no weights."""
+    tokenizer = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "kvrouter" / "smollm2-135m-instruct"
+    folder = out / "model"
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    shutil.copy(args.form, folder / "config.json")
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json"):
+        shutil.copy(tokenizer / name, folder)
+    return folder
+
+
 def policy_names(binary):
     """The policies of a kvrouter, from its error message for an unknown policy."""
     refused = subprocess.run([binary, "simulate", "--trace=none", "--concurrency=1", "--policy=?"], capture_output=True, text=True)
@@ -569,8 +617,11 @@ def parse_arguments():
     parser.add_argument("--engine", default="vllm", choices=("vllm", "sglang", "mocker"), help="engine of the workers (default %(default)s)")
     parser.add_argument("--policies", default="", metavar="A,B", help="kvrouter policies, one run each (default: all)")
     parser.add_argument("--urls", default="", metavar="URL,URL", help="measure these running workers with in-script round robin instead")
-    parser.add_argument("--binary", default="", metavar="FILE", help="path of a kvrouter binary (default: build it)")
+    parser.add_argument("--binary", default="", metavar="FILE", help="path of a kvrouter binary, or NAME=FILE,NAME=FILE: several in turn (default: build it)")
+    parser.add_argument("--runs", type=int, default=1, metavar="N", help="runs of each policy and binary, in turn; the table has their medians (default %(default)s)")
     parser.add_argument("--model", default="", metavar="DIR", help="model for kvrouter (default: kvrouter's default)")
+    parser.add_argument("--form", default="", metavar="FILE", help="config.json of a model with made-up weights, instead of --model")
+    parser.add_argument("--engine-args", type=shlex.split, default=[], metavar="ARGS", help="additional arguments of vLLM, in one string")
     parser.add_argument("--shared", action="store_true", help="use the same workers for all runs, with caches reset before each")
     parser.add_argument("--workers", type=int, default=2, metavar="N", help="number of workers (default %(default)s)")
     parser.add_argument("--blocks", type=int, default=60, metavar="N", help="KV blocks of 64 tokens per worker (default %(default)s)")
@@ -589,7 +640,7 @@ def parse_arguments():
     args = parser.parse_args()
     if args.prompts is None:
         args.prompts = 10 if args.multi_turn else 12
-    for name in ("workers", "blocks", "prompts", "words", "requests", "conversations", "turns", "question_words", "concurrency", "max_tokens"):
+    for name in ("workers", "blocks", "prompts", "words", "requests", "conversations", "turns", "question_words", "concurrency", "max_tokens", "runs"):
         if getattr(args, name) < 1:
             parser.error(f"--{name.replace('_', '-')} {getattr(args, name)}: must be at least 1")
     if args.blocks < 2:
@@ -610,6 +661,9 @@ def main():
         if results:
             print()
             print_table(results)
+            if args.runs > 1:
+                print(f"\nMedians of {args.runs} runs\n")
+                print_medians(results)
     return 1 if any(result.errors() for result in results) else 0
 
 
@@ -621,14 +675,18 @@ def measure_all(load, args, results):
     else:
         out = ROOT / "out" / "bench-real"
         out.mkdir(parents=True, exist_ok=True)
-        binary = Path(args.binary).resolve() if args.binary else build_router(out)
+        routers = binaries(args, out)
+        if args.form:
+            args.model = str(make_model(args, out))
+            args.engine_args += ["--load-format", "dummy"]
         with contextlib.ExitStack() as until_end:
             owner = None
             if args.shared:
                 print(f"starting {args.workers} workers of {args.blocks} blocks (about a minute; log {out / 'workers.log'})", flush=True)
-                owner = until_end.enter_context(Router(binary, ["--policy", "round-robin"], args, out / "workers.log"))
-            for label, flags in list(policy_runs(args.policies, binary)):
-                log_path = out / f"{label.replace('/', '-')}.log"
+                owner = until_end.enter_context(Router(routers[-1][1], ["--policy", "round-robin"], args, out / "workers.log"))
+            for label, flags, name, binary in [(*run, *b) for _ in range(args.runs) for run in policy_runs(args.policies, routers[-1][1]) for b in routers]:
+                label = f"{label} ({name})" if name else label
+                log_path = out / f"{re.sub('[^a-z0-9-]+', '-', label)}.log"
                 print(f"{label}: starting kvrouter (log {log_path})", flush=True)
                 if owner:
                     owner.empty_caches()
@@ -636,7 +694,7 @@ def measure_all(load, args, results):
                     print(f"{label}: sending", flush=True)
                     results.append(measure(label, [router.http], router.workers, load, args))
                     router.ping()
-                    if len(results) == 1:
+                    if len(results) == 1 and not args.form:
                         print(bound(router.http, load[1], results[0].answers, args), flush=True)
 
 
