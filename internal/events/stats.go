@@ -40,12 +40,24 @@ type Stats struct {
 	RemovedIncomplete atomic.Uint64 // remove events with such blocks
 	InvalidStored     atomic.Uint64 // invalid store events: skipped
 	Ignored           atomic.Uint64 // events of another medium, group, kind or type
+	UnknownMedia      atomic.Uint64 // of them, those of a medium that is not known
 	BlockSizeMismatch atomic.Uint64 // store events whose block size is no multiple of the index's: dropped
 	UnknownGroups     atomic.Uint64 // KV-cache groups that are passed over
 	Misplaced         atomic.Uint64 // store events of sliding windows whose blocks have no known place: skipped
 	Ambiguous         atomic.Uint64 // the same with two possible places: the likely one is taken
 	PartBlocks        atomic.Uint64 // store events of a part of a block of full attention: skipped
 	Overflows         atomic.Uint64 // times the rank would have exceeded its cache: cleared
+
+	LowerLost atomic.Uint64 // blocks of lower tiers that the index had to drop for its bounds
+	// Lower counts the blocks of events by kv.Tier; the device's place is unused.
+	Lower [1 + len(kv.LowerTiers)]LowerCounts
+}
+
+// LowerCounts counts the blocks of one lower tier in events.
+type LowerCounts struct {
+	Stored         atomic.Uint64
+	Removed        atomic.Uint64 // those that were in the index
+	UnknownRemoved atomic.Uint64 // those that were not
 }
 
 // Layout returns the KV-cache groups of the rank, as far as events have shown them.
@@ -68,7 +80,7 @@ func (s *Stats) Counts() map[string]uint64 {
 		"decode_errors": &s.DecodeErrors, "unknown_parent": &s.UnknownParent, "unknown_removed": &s.UnknownRemoved,
 		"peer_events": &s.PeerEvents, "peer_dumps": &s.PeerDumps, "removed_incomplete": &s.RemovedIncomplete, "invalid_stored": &s.InvalidStored,
 		"ignored": &s.Ignored, "block_size_mismatch": &s.BlockSizeMismatch, "unknown_groups": &s.UnknownGroups, "misplaced": &s.Misplaced, "ambiguous": &s.Ambiguous, "part_blocks": &s.PartBlocks,
-		"overflows": &s.Overflows,
+		"overflows": &s.Overflows, "unknown_media": &s.UnknownMedia, "lower_lost": &s.LowerLost,
 	} {
 		counts[name] = counter.Load()
 	}

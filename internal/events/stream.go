@@ -80,6 +80,9 @@ type Stream struct {
 	block    atomic.Int64 // kv.Traits.Block
 	// retention is kv.Traits.Retention.
 	retention atomic.Int64
+	// pinned means that the engine is SGLang, by the medium of its host tier. Run's
+	// goroutine sets it.
+	pinned atomic.Bool
 
 	// The rest belongs to Run's goroutine.
 
@@ -115,15 +118,18 @@ type Stream struct {
 	// looksAhead means that its blocks depend on the tokens behind them, for which an
 	// engine does not compute the last block again.
 	looksAhead bool
-	unknown    map[int]bool    // groups that are passed over
-	tails      map[uint64]tail // of a windowed rank, by the last hash
-	tailBlocks int             // in them
-	dec        *batchDecoder
-	blocks     []kv.StoredBlock
-	hashes     []uint64
-	warned     map[string]bool // reasons already logged
-	batch      batchResult     // of the batch that is being applied
-	applying   bool            // a batch is
+	// chunkBlocks is the number of blocks that the engine loads together from lower tiers; 0
+	// before the first.
+	chunkBlocks int
+	unknown     map[int]bool    // groups that are passed over
+	tails       map[uint64]tail // of a windowed rank, by the last hash
+	tailBlocks  int             // in them
+	dec         *batchDecoder
+	blocks      []kv.StoredBlock
+	hashes      []uint64
+	warned      map[string]bool // reasons already logged
+	batch       batchResult     // of the batch that is being applied
+	applying    bool            // a batch is
 }
 
 // Options are the optional parts of a Stream.
@@ -419,6 +425,7 @@ func (s *Stream) Begin(seq uint64) {
 		s.layout = kv.Layout{}
 	}
 	s.layoutText = s.layout.String()
+	s.chunkBlocks = 0
 	s.sure, s.next = true, seq
 	s.stats.Cold.Store(seq > 0)
 }
@@ -438,6 +445,7 @@ func (s *Stream) restarted() {
 func (s *Stream) forget(why string) {
 	s.clear(why)
 	s.sure, s.next, s.layout, s.layoutText = false, 0, kv.Layout{}, ""
+	s.pinned.Store(false)
 	clear(s.unknown)
 	s.tails = nil
 }

@@ -39,4 +39,9 @@ type Match struct {
 	// Held is the number of leading blocks in the first group if another group accepts
 	// fewer, otherwise 0. That other group is Limit, by the engine's number.
 	Held, Limit int32
+	// Lower counts the blocks that continue Blocks in the tiers below the device, each in
+	// the fastest tier that has it. The run ends at the first block that no tier has.
+	Lower LowerBlocks
+	// Doubtful means that the lower tiers may have been emptied without an event.
+	Doubtful bool
 }

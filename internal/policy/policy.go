@@ -33,7 +33,10 @@ type Query struct {
 // Candidate is a worker that may serve the request.
 type Candidate struct {
 	Target  kv.Target
-	Overlap int // leading blocks of the prompt in its cache
+	Overlap int // leading blocks of the prompt in its device cache
+	// Lower counts the blocks that continue Overlap in its lower tiers, which it loads
+	// instead of computing them.
+	Lower kv.LowerBlocks
 	// NewBlocks is the number of the prompt's full blocks that no in-flight request
 	// on it has; counted only for policies that request it.
 	NewBlocks int
