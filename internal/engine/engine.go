@@ -19,7 +19,7 @@ type Settings struct {
 	MaxBatchedTokens int // maximum tokens computed in one pass
 	Caching          Caching
 	Timing           Timing
-	Lower            []*Store // tiers below the cache, from the fastest on; they get a copy of every computed block
+	Silent           bool // requests find nothing in the tiers below the cache
 }
 
 // Caching is the time from which later requests find a block.
@@ -138,6 +138,7 @@ type Event struct {
 // in the cache as Settings.Caching says.
 type Engine struct {
 	Cfg     Settings
+	Lower   []*Store // tiers below the cache, from the fastest on; they get a copy of every computed block
 	events  func(Event)
 	Pool    *blockpool.Pool
 	running []*Request // in the order of admission
@@ -155,13 +156,14 @@ type Engine struct {
 	removed []uint64   // reused
 }
 
-// New returns an idle engine with an empty cache. events is called for
-// every change of the cache, in order; it may be nil.
-func New(cfg Settings, events func(Event)) *Engine {
+// New returns an idle engine with an empty cache and the tiers below it, from the fastest
+// on. events is called for every change of the cache and of these tiers, in order; it may
+// be nil.
+func New(cfg Settings, events func(Event), lower ...*Store) *Engine {
 	if events == nil {
 		events = func(Event) {}
 	}
-	return &Engine{Cfg: cfg, events: events, Pool: blockpool.New(cfg.Blocks)}
+	return &Engine{Cfg: cfg, Lower: lower, events: events, Pool: blockpool.New(cfg.Blocks)}
 }
 
 // Submit queues a request. It refuses a request larger than the cache, which the

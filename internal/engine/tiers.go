@@ -16,10 +16,10 @@ type Store struct {
 	// Tier is where the blocks are, and Loads how long one takes to load.
 	Tier  kv.Tier
 	Loads Loads
-	// Silent means that it takes blocks and finds none.
-	Silent bool
 	// Untold means that evictions are not reported, as files are deleted.
 	Untold bool
+	// Shared means that several engines have it.
+	Shared bool
 
 	mu   sync.Mutex // guards pool
 	pool *blockpool.Pool
@@ -38,6 +38,32 @@ func (l Loads) Takes(tokens int) time.Duration {
 		return 0
 	}
 	return Handover{Bandwidth: l.Bandwidth, BytesPerToken: l.BytesPerToken}.Takes(tokens)
+}
+
+// TierSettings are those of a tier of each engine, or of all together.
+type TierSettings struct {
+	Tier           kv.Tier
+	Blocks         int
+	Loads          Loads
+	Untold, Shared bool
+}
+
+// Stores returns the empty tiers of an engine. Those that it shares are the ones of
+// shared, which gets them if it has none.
+func Stores(tiers []TierSettings, shared map[kv.Tier]*Store) []*Store {
+	var stores []*Store
+	for _, t := range tiers {
+		s := shared[t.Tier]
+		if s == nil || !t.Shared {
+			s = NewStore(t.Tier, t.Blocks, t.Loads)
+			s.Untold, s.Shared = t.Untold, t.Shared
+		}
+		if t.Shared {
+			shared[t.Tier] = s
+		}
+		stores = append(stores, s)
+	}
+	return stores
 }
 
 // NewStore returns an empty tier of that many blocks.
@@ -106,13 +132,16 @@ func (s *Store) keep(blocks []kv.StoredBlock) (stored []int, evicted []uint64) {
 // continued counts the blocks that continue r's first cached ones in the lower tiers,
 // each in the fastest one that has it.
 func (e *Engine) continued(r *Request, cached int) (found [len(kv.LowerTiers)]int) {
+	if e.Cfg.Silent {
+		return found
+	}
 	longest := min(len(r.Blocks), (r.Prompt+r.Generated-1)/e.Cfg.BlockSize)
 	for i := cached; i < longest; i++ {
-		at := slices.IndexFunc(e.Cfg.Lower, func(s *Store) bool { return !s.Silent && s.Has(r.Blocks[i].Engine) })
+		at := slices.IndexFunc(e.Lower, func(s *Store) bool { return s.Has(r.Blocks[i].Engine) })
 		if at < 0 {
 			break
 		}
-		found[e.Cfg.Lower[at].Tier-kv.Host]++
+		found[e.Lower[at].Tier-kv.Host]++
 	}
 	return found
 }
@@ -126,7 +155,7 @@ func lowerBlocks(found [len(kv.LowerTiers)]int) kv.LowerBlocks {
 // owner, which must call Loaded. loads is false if they have nothing of it; ok is
 // false if there are not enough blocks.
 func (e *Engine) beginLoad(r *Request) (loads, ok bool) {
-	if len(e.Cfg.Lower) == 0 {
+	if len(e.Lower) == 0 {
 		return false, true
 	}
 	cached, _ := e.found(r)
@@ -150,11 +179,13 @@ func (e *Engine) beginLoad(r *Request) (loads, ok bool) {
 	return true, true
 }
 
-// LoadTime returns how long the load of a request takes, without those before it.
+// LoadTime returns how long the load of a request takes, without those before it. What
+// comes from a slower tier passes through the faster ones.
 func (e *Engine) LoadTime(r *Request) (d time.Duration) {
-	for _, s := range e.Cfg.Lower {
-		if n := r.Load.Of(s.Tier); n > 0 {
-			d += s.Loads.Fixed + s.Loads.Takes(n*e.Cfg.BlockSize)
+	blocks := 0
+	for _, s := range slices.Backward(e.Lower) {
+		if blocks += r.Load.Of(s.Tier); blocks > 0 {
+			d += s.Loads.Fixed + s.Loads.Takes(blocks*e.Cfg.BlockSize)
 		}
 	}
 	return d
@@ -183,7 +214,7 @@ func (e *Engine) Loaded(r *Request) {
 
 // offloadComputed is offload of the full blocks of r's first tokens.
 func (e *Engine) offloadComputed(r *Request, tokens int) {
-	if len(e.Cfg.Lower) > 0 && !r.unkeyed {
+	if len(e.Lower) > 0 && !r.unkeyed {
 		e.offload(r, tokens/e.Cfg.BlockSize)
 	}
 }
@@ -198,7 +229,7 @@ func (e *Engine) offload(r *Request, blocks int) {
 		return
 	}
 	r.offloaded = blocks
-	for _, s := range e.Cfg.Lower {
+	for _, s := range e.Lower {
 		stored, evicted := s.keep(r.Blocks[:blocks])
 		if len(evicted) > 0 && !s.Untold {
 			e.events(Event{Tier: s.Tier, Removed: evicted})
@@ -216,7 +247,7 @@ func (e *Engine) offload(r *Request, blocks int) {
 
 // ResetLower empties the lower tiers of the engine.
 func (e *Engine) ResetLower() {
-	for _, s := range e.Cfg.Lower {
+	for _, s := range e.Lower {
 		s.Reset()
 	}
 }

@@ -14,7 +14,7 @@ import (
 // loads at once, and what it has asked to load.
 func tiered(blocks int, events func(Event), lower ...*Store) (e *Engine, loading *[]*Request) {
 	e = smallEngine(blocks, events)
-	e.Cfg.MaxBatchedTokens, e.Cfg.Lower = 64, lower
+	e.Cfg.MaxBatchedTokens, e.Lower = 64, lower
 	loading = new([]*Request)
 	e.LoadNow = func(r *Request) { *loading = append(*loading, r) }
 	return e, loading
@@ -112,8 +112,8 @@ func TestALoadTakesTheTimeOfItsTier(t *testing.T) {
 
 func TestASilentTierIsFullAndFindsNothing(t *testing.T) {
 	host := NewStore(kv.Host, 100, Loads{})
-	host.Silent = true
 	e, loading := tiered(6, nil, host)
+	e.Cfg.Silent = true
 	for range 2 {
 		if r := serve(t, e, loading, simRequest(4, []uint64{1, 2, 3, 4}, 1, 1)); r.Lower.Total() != 0 {
 			t.Errorf("%+v", r.Lower)
@@ -161,7 +161,7 @@ func TestTiersAlwaysHoldWhatTheirEventsTell(t *testing.T) {
 				delete(told[event.Tier], hash)
 			}
 		}
-		e.Cfg.Lower = []*Store{host, disk}
+		e.Lower = []*Store{host, disk}
 		e.Cfg.Caching = rapid.SampledFrom([]Caching{CacheFilled, CacheComputed}).Draw(t, "caching")
 		var loading, open []*Request
 		e.LoadNow = func(r *Request) { loading = append(loading, r) }
@@ -217,7 +217,7 @@ func TestTiersAlwaysHoldWhatTheirEventsTell(t *testing.T) {
 				t.Fatalf("a request of %d tokens has %d of %d", r.Prompt, r.Generated, r.Output)
 			}
 		}
-		for _, s := range e.Cfg.Lower {
+		for _, s := range e.Lower {
 			if len(told[s.Tier]) != s.Held() {
 				t.Fatalf("%v has %d blocks, its events tell %d", s.Tier, s.Held(), len(told[s.Tier]))
 			}

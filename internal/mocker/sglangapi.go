@@ -180,7 +180,7 @@ func (w *Worker) loadsPage(out http.ResponseWriter, in *http.Request) {
 }
 
 func (w *Worker) flushCache(out http.ResponseWriter, in *http.Request) {
-	switch idle, ended := w.resetCaches(in.Context()); {
+	switch idle, ended := w.resetCaches(in.Context(), true); {
 	case ended:
 	case idle:
 		fmt.Fprint(out, flushed)
