@@ -42,7 +42,7 @@ func (s *Stream) clear(why string) {
 	s.batch.stored = false
 	s.stats.Cold.Store(true)
 	s.index.Clear(s.Src.Worker)
-	s.tails = nil
+	s.tails, s.chunkBlocks = nil, 0
 	s.history.cleared()
 	s.seeded = false
 	s.settle()
@@ -151,12 +151,16 @@ func (s *Stream) trim() {
 }
 
 func (s *Stream) applyEvent(e *kvEvent) error {
+	if (e.kind == eventStored || e.kind == eventRemoved) && !e.onDevice() {
+		s.applyLower(e)
+		return nil
+	}
 	switch e.kind {
 	case eventStored:
 		return s.applyStored(e)
 	case eventRemoved:
 		group, known := s.groupOf(e)
-		if !ownCache(e) || !known {
+		if !known {
 			s.stats.Ignored.Add(1)
 			return nil
 		}
@@ -176,7 +180,9 @@ func (s *Stream) applyEvent(e *kvEvent) error {
 			s.stats.RemovedIncomplete.Add(1)
 		}
 	case eventCleared:
-		s.index.Clear(s.Src.Worker)
+		// SGLang clears the host's memory, too. vLLM does or does not, and sends the same
+		// (reset_external of POST /reset_prefix_cache): its lower tiers become doubtful.
+		s.index.ClearDevice(s.Src.Worker, s.pinned)
 		s.tails = nil
 		s.history.cleared()
 		s.batch.stored = false
@@ -191,7 +197,7 @@ func (s *Stream) applyEvent(e *kvEvent) error {
 
 func (s *Stream) applyStored(e *kvEvent) error {
 	group, known := s.groupOf(e)
-	if !ownCache(e) || !known {
+	if !known {
 		s.stats.Ignored.Add(1)
 		return nil
 	}
@@ -269,10 +275,4 @@ func (s *Stream) overflows(more int) bool {
 	s.clear(fmt.Sprintf("its KV events remove too few blocks: the index would have %d, the cache has at most %d", held+more, most))
 	s.resync, s.retryAt = true, time.Now().Add(s.Timing.Retry)
 	return true
-}
-
-// ownCache reports whether an event is about the engine's own KV cache rather
-// than an offloading tier or another process.
-func ownCache(e *kvEvent) bool {
-	return (len(e.medium) == 0 || string(e.medium) == "GPU") && string(e.locality) != "REMOTE"
 }

@@ -55,12 +55,13 @@ type kvEvent struct {
 	extra     []int    // payload offset of each block's extra keys; nil: none
 	salt      []byte   // cache salt of the whole prompt, as SGLang sends it; empty: none
 
-	medium   []byte // "GPU" or empty: the engine's own cache
-	locality []byte // "REMOTE": held by another process
-	group    int    // KV-cache group of a hybrid model; valid if hasGroup
-	hasGroup bool
-	specKind []byte // attention kind of the group; empty: unknown
-	window   int    // tokens of the group's sliding window; 0: none
+	medium    []byte // "GPU" or empty: the engine's own cache
+	locality  []byte // "REMOTE": held by another process
+	ownership []byte // name of the store that holds it; empty: none
+	group     int    // KV-cache group of a hybrid model; valid if hasGroup
+	hasGroup  bool
+	specKind  []byte // attention kind of the group; empty: unknown
+	window    int    // tokens of the group's sliding window; 0: none
 }
 
 // The fields of an event in the order in which engines up to vLLM 0.23 send
@@ -294,6 +295,8 @@ func (d *batchDecoder) field(e *kvEvent, name string) (err error) {
 		e.medium, err = d.optionalText()
 	case "locality":
 		e.locality, err = d.optionalText()
+	case "ownership":
+		e.ownership, err = d.optionalText()
 	case "kv_cache_spec_kind":
 		e.specKind, err = d.optionalText()
 	case "kv_cache_spec_sliding_window":

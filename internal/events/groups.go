@@ -18,7 +18,7 @@ const maxLearned = 2
 // knowsGroup reports whether the KV-cache group of a store event is in the layout, or
 // is none that it could be in.
 func (s *Stream) knowsGroup(e *kvEvent) bool {
-	if e.kind != eventStored || !e.hasGroup || !ownCache(e) || s.unknown[e.group] {
+	if e.kind != eventStored || !e.hasGroup || !e.onDevice() || s.unknown[e.group] {
 		return true
 	}
 	known := slices.IndexFunc(s.layout.Groups, func(g kv.CacheGroup) bool { return g.Index == e.group })
@@ -70,7 +70,7 @@ func (s *Stream) learnGroups(from mark) {
 	groups := slices.Clone(s.layout.Groups)
 	for s.dec.more() {
 		e, err := s.dec.next()
-		if err != nil || e.kind != eventStored || !e.hasGroup || !ownCache(e) {
+		if err != nil || e.kind != eventStored || !e.hasGroup || !e.onDevice() {
 			continue
 		}
 		g, ok := s.cacheGroup(e)

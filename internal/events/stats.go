@@ -40,9 +40,20 @@ type Stats struct {
 	RemovedIncomplete atomic.Uint64 // remove events with such blocks
 	InvalidStored     atomic.Uint64 // invalid store events: skipped
 	Ignored           atomic.Uint64 // events of another medium, group, kind or type
+	UnknownMedia      atomic.Uint64 // of them, those of a medium that is not known
 	BlockSizeMismatch atomic.Uint64 // store events whose block size is no multiple of the index's: dropped
 	UnknownGroups     atomic.Uint64 // KV-cache groups that are passed over
 	Overflows         atomic.Uint64 // times the rank would have exceeded its cache: cleared
+
+	// Lower counts the blocks of events by kv.Tier; the device's place is unused.
+	Lower [1 + len(kv.LowerTiers)]LowerCounts
+}
+
+// LowerCounts counts the blocks of one lower tier in events.
+type LowerCounts struct {
+	Stored         atomic.Uint64
+	Removed        atomic.Uint64 // those that were in the index
+	UnknownRemoved atomic.Uint64 // those that were not
 }
 
 // Layout returns the KV-cache groups of the rank, as far as events have shown them.
@@ -65,7 +76,7 @@ func (s *Stats) Counts() map[string]uint64 {
 		"decode_errors": &s.DecodeErrors, "unknown_parent": &s.UnknownParent, "unknown_removed": &s.UnknownRemoved,
 		"peer_events": &s.PeerEvents, "peer_dumps": &s.PeerDumps, "removed_incomplete": &s.RemovedIncomplete, "invalid_stored": &s.InvalidStored,
 		"ignored": &s.Ignored, "block_size_mismatch": &s.BlockSizeMismatch, "unknown_groups": &s.UnknownGroups,
-		"overflows": &s.Overflows,
+		"overflows": &s.Overflows, "unknown_media": &s.UnknownMedia,
 	} {
 		counts[name] = counter.Load()
 	}

@@ -112,15 +112,19 @@ type Stream struct {
 	// looksAhead means that its blocks depend on the tokens behind them, for which an
 	// engine does not compute the last block again.
 	looksAhead bool
-	unknown    map[int]bool    // groups that are passed over
-	tails      map[uint64]tail // of a windowed rank, by the last hash
-	tailBlocks int             // in them
-	dec        *batchDecoder
-	blocks     []kv.StoredBlock
-	hashes     []uint64
-	warned     map[string]bool // reasons already logged
-	batch      batchResult     // of the batch that is being applied
-	applying   bool            // a batch is
+	// pinned means that the engine is SGLang, by the medium of its host tier; chunkBlocks is
+	// the number of blocks that it loads together from lower tiers, 0 before the first.
+	pinned      bool
+	chunkBlocks int
+	unknown     map[int]bool    // groups that are passed over
+	tails       map[uint64]tail // of a windowed rank, by the last hash
+	tailBlocks  int             // in them
+	dec         *batchDecoder
+	blocks      []kv.StoredBlock
+	hashes      []uint64
+	warned      map[string]bool // reasons already logged
+	batch       batchResult     // of the batch that is being applied
+	applying    bool            // a batch is
 }
 
 // Options are the optional parts of a Stream.
@@ -414,6 +418,7 @@ func (s *Stream) Begin(seq uint64) {
 		s.layout = kv.Layout{}
 	}
 	s.layoutText = s.layout.String()
+	s.chunkBlocks = 0
 	s.sure, s.next = true, seq
 	s.stats.Cold.Store(seq > 0)
 }
@@ -433,6 +438,7 @@ func (s *Stream) restarted() {
 func (s *Stream) forget(why string) {
 	s.clear(why)
 	s.sure, s.next, s.layout, s.layoutText = false, 0, kv.Layout{}, ""
+	s.pinned = false
 	clear(s.unknown)
 	s.tails = nil
 }

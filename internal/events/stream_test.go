@@ -467,7 +467,7 @@ func TestEventStreamFindsWhatAllCacheGroupsHold(t *testing.T) {
 	})
 }
 
-func TestEventStreamTakesTheEnginesOwnCacheOnly(t *testing.T) {
+func TestEventStreamKeepsOtherTiersApartFromTheDevice(t *testing.T) {
 	tier := func(e testkit.Event, key, value string) testkit.Event {
 		e[key] = value
 		return e
@@ -477,7 +477,13 @@ func TestEventStreamTakesTheEnginesOwnCacheOnly(t *testing.T) {
 	f.Holds(t, 1, 2, 2)
 	f.Holds(t, 2, 1, 0)
 	f.Holds(t, 3, 1, 0)
-	f.Has(t, map[string]uint64{"ignored": 4, "decode_errors": 0})
+	f.Has(t, map[string]uint64{"ignored": 2, "unknown_media": 1, "decode_errors": 0})
+	if got := f.Stats().Lower[kv.Disk].Stored.Load(); got != 1 {
+		t.Errorf("%d blocks are stored on disk, want 1", got)
+	}
+	if got := f.Stats().Lower[kv.Host].UnknownRemoved.Load(); got != 2 {
+		t.Errorf("%d removed blocks of the host were unknown, want 2", got)
+	}
 }
 
 func TestEventStreamNeverRootsBlocksOfAnUnknownParent(t *testing.T) {

@@ -220,6 +220,9 @@ func (r *Tree) checkSlots(free []bool) error {
 			}
 		}
 	}
+	if err := r.checkLower(uses); err != nil {
+		return err
+	}
 	if grouped != r.grouped || beyond != r.beyond {
 		return fmt.Errorf("%d workers with groups, %d of them beyond, are counted as %d and %d", grouped, beyond, r.grouped, r.beyond)
 	}
@@ -284,6 +287,92 @@ func (r *Tree) checkSlots(free []bool) error {
 				return fmt.Errorf("node %d names slot %d, which does not hold it", n, slot)
 			}
 		}
+	}
+	return nil
+}
+
+// checkLower checks the lower tiers of all workers and the stores, and counts the uses of
+// their slots.
+func (r *Tree) checkLower(uses []int) error {
+	held, lowered := 0, 0
+	readers := map[*sharedStore]int{}
+	use := func(slots *tierSlots) error {
+		for _, slot := range slots {
+			if slot == noSlot {
+				continue
+			}
+			if int(slot) >= len(r.slots) || hasSlot(r.live, slot) {
+				return fmt.Errorf("slot %d of a lower tier is live or does not exist", slot)
+			}
+			uses[slot]++
+			held += r.slots[slot].blocks.Len()
+		}
+		return nil
+	}
+	for _, p := range r.workers {
+		lower := r.slots[p.slot].lower
+		if lower == nil {
+			continue
+		}
+		lowered++
+		for _, s := range lower.stores {
+			readers[s]++
+		}
+		if err := use(&lower.own); err != nil {
+			return err
+		}
+		if err := r.checkWaiting(p, lower); err != nil {
+			return err
+		}
+	}
+	for _, s := range r.stores {
+		if s.readers == 0 || s.readers != readers[s] {
+			return fmt.Errorf("store %q counts %d readers and has %d", s.name, s.readers, readers[s])
+		}
+		delete(readers, s)
+		if err := use(&s.slots); err != nil {
+			return err
+		}
+	}
+	if len(readers) > 0 || lowered != r.lowered || held != r.lowerHeld || held > r.lowerMost {
+		return fmt.Errorf("%d unknown stores; %d workers with lower tiers hold %d blocks of at most %d and are counted as %d and %d", len(readers), lowered, held, r.lowerMost, r.lowered, r.lowerHeld)
+	}
+	return nil
+}
+
+// checkWaiting checks the blocks of a worker that wait for their place.
+func (r *Tree) checkWaiting(p workerPlace, lower *lowerTiers) error {
+	w := &lower.waiting
+	if len(w.ready) > 0 || len(w.blocks) > maxWaiting {
+		return fmt.Errorf("worker %v: %d blocks wait, %d are ready", p.key, len(w.blocks), len(w.ready))
+	}
+	listed := 0
+	for _, keys := range w.byHash {
+		listed += len(keys)
+	}
+	if listed != len(w.blocks) {
+		return fmt.Errorf("worker %v: %d blocks wait and %d are listed", p.key, len(w.blocks), listed)
+	}
+	children := 0
+	for key, b := range w.blocks {
+		if !slices.Contains(w.byHash[key.engine], key) {
+			return fmt.Errorf("worker %v: waiting block %d is not listed", p.key, key.engine)
+		}
+		if r.placed(p.slot, key.store, key.engine) != 0 {
+			return fmt.Errorf("worker %v: block %d waits and has a place", p.key, key.engine)
+		}
+		if !b.hasLocal || !b.hasParent {
+			continue
+		}
+		if children++; !slices.Contains(w.children[b.parent], key) {
+			return fmt.Errorf("worker %v: waiting block %d is not among the children of %d", p.key, key.engine, b.parent)
+		}
+	}
+	for _, keys := range w.children {
+		children -= len(keys)
+	}
+	if children != 0 {
+		return fmt.Errorf("worker %v: %d more children wait than are listed", p.key, children)
 	}
 	return nil
 }

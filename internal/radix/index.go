@@ -35,6 +35,16 @@ type Index interface {
 	LayoutOf(w kv.WorkerKey) kv.Layout
 	HeldOf(w kv.WorkerKey) []HeldBlock
 	AllBlocks(w kv.WorkerKey) int
+
+	// The tiers below the device.
+	StoreLower(at LowerTier, parent uint64, hasParent bool, blocks []kv.StoredBlock)
+	HoldLower(at LowerTier, engine []uint64)
+	RemoveLower(at LowerTier, engine []uint64) (unknown int)
+	ClearDevice(w kv.WorkerKey, host bool)
+	SetChunk(w kv.WorkerKey, blocks int)
+	SettleLower(w kv.WorkerKey, held bool) (settled bool)
+	LowerOf(w kv.WorkerKey) LowerState
+	LowerLosses() LowerLosses
 }
 
 // Assumer is an Index that learns from routing decisions.
@@ -82,12 +92,19 @@ func (x *predicting) Match(local []uint64, usable int, dst []kv.Match) []kv.Matc
 	return dst[:start+len(Longest(dst[start:]))]
 }
 
-// Longest sorts matches by worker in place and returns each worker's longest.
+// Longest sorts matches by worker in place and returns each worker's longest, lower tiers
+// included.
 func Longest(matches []kv.Match) []kv.Match {
 	slices.SortFunc(matches, func(a, b kv.Match) int {
-		return cmp.Or(a.Worker.Compare(b.Worker), cmp.Compare(b.Blocks, a.Blocks))
+		return cmp.Or(a.Worker.Compare(b.Worker), cmp.Compare(b.Blocks+b.Lower.Total(), a.Blocks+a.Lower.Total()), cmp.Compare(b.Blocks, a.Blocks))
 	})
 	return slices.CompactFunc(matches, func(a, b kv.Match) bool { return a.Worker == b.Worker })
+}
+
+// ClearDevice empties the device of w in both.
+func (x *predicting) ClearDevice(w kv.WorkerKey, host bool) {
+	x.Tree.ClearDevice(w, host)
+	x.routed.Clear(w)
 }
 
 // Clear empties w in both.

@@ -97,7 +97,12 @@ type Tree struct {
 	seed     uint64   // of all tables
 	bare     int      // nodes without a worker, the root not among them
 	grouped  int      // workers with groupSlots
+	lowered  int      // workers with lowerTiers
 	beyond   int      // of them, those whose rules are beyond
+
+	stores               []*sharedStore // those with readers
+	lowerHeld, lowerMost int            // blocks of all lower tiers, and their maximum
+	losses               LowerLosses
 
 	lookaheads atomic.Pointer[[]kv.Lookahead] // of LookaheadStored
 
@@ -118,6 +123,7 @@ type workerSlot struct {
 	aliases table.Table // node -> engine hashes there beyond the first
 	groups  *groupSlots // nil: a match is the leading blocks
 	waiting table.Table // of a group's slot: engine hash -> copies of a block without a node
+	lower   *lowerTiers // nil: a match ends with the device's blocks
 }
 
 // matchScratch is the working memory of one lookup.
@@ -133,9 +139,10 @@ type matchScratch struct {
 func NewTree() *Tree {
 	seed := rand.Uint64() // affects the placing of entries only, never a result
 	r := &Tree{
-		seed:     seed,
-		branches: table.Table{Seed: seed},
-		sets:     workerSets{sets: make([]workerSet, 1), index: table.Table{Seed: seed}},
+		seed:      seed,
+		branches:  table.Table{Seed: seed},
+		lowerMost: MaxLowerBlocks,
+		sets:      workerSets{sets: make([]workerSet, 1), index: table.Table{Seed: seed}},
 	}
 	r.nodes.alloc() // node 0, the root
 	r.scratch.New = func() any { return new(matchScratch) }
@@ -181,6 +188,9 @@ func (r *Tree) storePart(w kv.WorkerKey, parent uint64, hasParent bool, skipped 
 	if hasParent {
 		if known {
 			at = r.slots[slot].blocks.Get(parent, 0)
+			if at == rootNode && r.slots[slot].lower != nil {
+				at = r.placed(slot, nil, parent)
+			}
 		}
 		if at == rootNode {
 			return fmt.Errorf("worker %d rank %d: store of %d blocks after engine hash %d: %w",
@@ -211,6 +221,12 @@ func (r *Tree) storePart(w kv.WorkerKey, parent uint64, hasParent bool, skipped 
 	}
 	for _, b := range blocks {
 		at = r.storeBlock(slot, at, b)
+	}
+	if lower := r.slots[slot].lower; lower != nil && len(lower.waiting.blocks) > 0 {
+		for _, b := range blocks {
+			lower.waiting.place(b.Engine)
+		}
+		r.settleAll(slot)
 	}
 	return nil
 }
@@ -254,8 +270,13 @@ func (r *Tree) Clear(w kv.WorkerKey) {
 	if !known {
 		return
 	}
+	r.empty(w, slot)
+}
+
+// empty empties the slot of w, or gives w another one.
+func (r *Tree) empty(w kv.WorkerKey, slot uint32) {
 	groups := r.slots[slot].groups
-	if groups == nil && r.slots[slot].blocks.Len() == 0 {
+	if groups == nil && r.slots[slot].lower == nil && r.slots[slot].blocks.Len() == 0 {
 		return
 	}
 	r.retire(slot)
@@ -356,7 +377,7 @@ func (r *Tree) Match(local []uint64, usable int, dst []kv.Match) []kv.Match {
 		if s := r.nodes.at(n).members; s != set {
 			set = s
 			runs = append(runs, pathRun{depth, set})
-			if !narrow(active, r.sets.words(s), depth, scratch.blocks) && r.beyond == 0 {
+			if !narrow(active, r.sets.words(s), depth, scratch.blocks) && r.beyond+r.lowered == 0 {
 				break
 			}
 		}
@@ -364,7 +385,7 @@ func (r *Tree) Match(local []uint64, usable int, dst []kv.Match) []kv.Match {
 	narrow(active, nil, depth, scratch.blocks)
 	scratch.runs = runs
 
-	if r.grouped > 0 {
+	if r.grouped+r.lowered > 0 {
 		walked := &scratch.path
 		walked.sets, walked.runs, walked.length = &r.sets, runs, depth
 		return r.matchLayouts(first, scratch, min(usable, len(local)), len(local), dst)
@@ -377,12 +398,12 @@ func (r *Tree) Match(local []uint64, usable int, dst []kv.Match) []kv.Match {
 	return dst
 }
 
-// matchLayouts is the end of Match where some workers have a Layout. first is the set of
-// the first block.
+// matchLayouts is the end of Match where some workers have a Layout or lower tiers. first
+// is the set of the first block.
 func (r *Tree) matchLayouts(first []uint64, scratch *matchScratch, usable, whole int, dst []kv.Match) []kv.Match {
 	for i := range r.workers {
 		p := &r.workers[i]
-		held := 0
+		held, start := 0, len(dst)
 		if hasSlot(first, p.slot) {
 			held = scratch.blocks[p.slot]
 		}
@@ -390,6 +411,9 @@ func (r *Tree) matchLayouts(first []uint64, scratch *matchScratch, usable, whole
 			dst = r.matchGroups(p, &scratch.path, held, usable, whole, dst)
 		} else if held > 0 {
 			dst = append(dst, kv.Match{Worker: p.key, Blocks: held})
+		}
+		if r.slots[p.slot].lower != nil {
+			dst = r.matchLower(p, &scratch.path, usable, whole, start, dst)
 		}
 	}
 	return dst
@@ -579,6 +603,7 @@ func (r *Tree) takeSlot(w kv.WorkerKey) uint32 {
 // retire takes slot out of all lookups and leaves its blocks to sweep. The
 // caller sees to the slot's key.
 func (r *Tree) retire(slot uint32) {
+	r.forgetLower(slot)
 	r.live[slot/64] &^= 1 << (slot % 64)
 	s := &r.slots[slot]
 	if s.groups != nil {

@@ -1,0 +1,114 @@
+package events
+
+import (
+	"bytes"
+	"fmt"
+	"strings"
+
+	"kvrouter/internal/kv"
+	"kvrouter/internal/radix"
+)
+
+// Media of vLLM's offloading connector and of SGLang's hierarchical cache, in upper case.
+const (
+	mediumCPU     = "CPU"
+	mediumStorage = "STORAGE"
+	mediumPinned  = "CPU_PINNED"
+)
+
+// remote is the locality of a store that other workers read, too.
+const remote = "REMOTE"
+
+// onDevice reports whether an event is about the engine's own cache, rather than a lower
+// tier or another process.
+func (e *kvEvent) onDevice() bool {
+	return (len(e.medium) == 0 || string(e.medium) == "GPU" || bytes.EqualFold(e.medium, []byte("GPU"))) && string(e.locality) != remote
+}
+
+// maxMedium bounds the name of a medium that may be known, bytes.
+const maxMedium = 32
+
+// lowerTier returns the lower tier that an event is about; not ok: its medium is not known,
+// or the device of another process.
+func (s *Stream) lowerTier(e *kvEvent) (at radix.LowerTier, medium string, ok bool) {
+	if len(e.medium) <= maxMedium {
+		medium = strings.ToUpper(string(e.medium))
+		at.Tier, ok = kv.TierOf(medium)
+	}
+	if !ok || at.Tier == kv.Device {
+		s.stats.UnknownMedia.Add(1)
+		s.warnOnce("medium", "ignored KV events of an unknown medium", "medium", fmt.Sprintf("%.40q", e.medium), "locality", fmt.Sprintf("%.40q", e.locality))
+		return at, medium, false
+	}
+	at.Worker, at.Again = s.Src.Worker, s.seeded
+	if at.Shared = string(e.locality) == remote; at.Shared {
+		at.Store = string(e.ownership)
+	}
+	return at, medium, true
+}
+
+// followsTiers reports whether the index can continue a match in lower tiers: the engine
+// has one KV-cache group, of full attention.
+func (s *Stream) followsTiers() bool {
+	return !s.layout.DropsLast && (len(s.layout.Groups) == 0 || len(s.layout.Groups) == 1 && !s.windowed())
+}
+
+// applyLower applies a store or removal of a lower tier.
+func (s *Stream) applyLower(e *kvEvent) {
+	at, medium, ok := s.lowerTier(e)
+	group, known := s.groupOf(e)
+	if !ok || !known || group > 0 || !s.followsTiers() {
+		s.stats.Ignored.Add(1)
+		return
+	}
+	if len(e.hashes) == 0 {
+		return
+	}
+	counts := &s.stats.Lower[at.Tier]
+	if e.kind == eventRemoved {
+		hashes := s.inParts(e.hashes)
+		unknown := s.index.RemoveLower(at, hashes)
+		counts.Removed.Add(uint64(len(hashes) - unknown))
+		counts.UnknownRemoved.Add(uint64(unknown))
+		s.history.relay()
+		return
+	}
+	s.batch.stored = true
+	s.pinned = s.pinned || medium == mediumPinned
+	defer s.history.relay()
+	if len(e.tokens) == 0 || s.looksAhead {
+		// vLLM names no more than the hash unless its events are self-describing.
+		hashes := s.inParts(e.hashes)
+		s.index.HoldLower(at, hashes)
+		counts.Stored.Add(uint64(len(hashes)))
+		return
+	}
+	own := s.Src.BlockSize
+	if len(s.layout.Groups) > 0 {
+		own = s.layout.Groups[0].Block
+	}
+	parts := e.blockSize / s.Src.BlockSize
+	var err error
+	if e.blockSize <= 0 || e.blockSize%s.Src.BlockSize != 0 || parts > maxParts {
+		err = fmt.Errorf("block_size is %d, want a multiple of %d", e.blockSize, s.Src.BlockSize)
+	} else {
+		s.blocks, err = s.dec.blocks(s.blocks[:0], e, parts)
+	}
+	if err != nil { // the device's blocks are as they were
+		s.stats.InvalidStored.Add(1)
+		s.warnOnce("lower", "skipped an invalid KV event of a lower tier", "medium", medium, "error", err)
+		return
+	}
+	// vLLM announces the blocks of a chunk together, SGLang many that are loaded one by one.
+	chunk := parts
+	if offloaded := medium == mediumCPU || medium == mediumStorage; offloaded {
+		chunk = len(s.blocks)
+		at.Partial = e.blockSize == own
+	}
+	if chunk != s.chunkBlocks && (chunk > 1 || s.chunkBlocks > 1) {
+		s.index.SetChunk(s.Src.Worker, chunk)
+	}
+	s.chunkBlocks = chunk
+	s.index.StoreLower(at, e.parent, e.hasParent, s.blocks)
+	counts.Stored.Add(uint64(len(s.blocks)))
+}

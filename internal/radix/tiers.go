@@ -1,0 +1,492 @@
+package radix
+
+import (
+	"math"
+	"slices"
+
+	"kvrouter/internal/kv"
+)
+
+// LowerTier names blocks below the device: a tier of a worker, or of a store that no
+// worker owns.
+type LowerTier struct {
+	Worker kv.WorkerKey // whose events name the blocks
+	Tier   kv.Tier      // not kv.Device
+	// Shared means that the blocks are in a store that every worker reads which has named
+	// blocks of it; Store is its name, empty for the usual one.
+	Shared bool
+	Store  string
+	// Again means that the event may have been applied before: a held block has no copy more.
+	Again bool
+	// Partial means that the events of the tier do not name all that the engine's hashes
+	// depend on, such as cache salts: the first block of a prompt is placed by its hash only.
+	Partial bool
+}
+
+// Bounds of the lower tiers.
+const (
+	// MaxLowerBlocks bounds the blocks of all lower tiers of an index, of some 55 bytes each.
+	// Beyond it the largest tier is dropped.
+	MaxLowerBlocks = 10 << 20
+	// maxWaiting bounds the blocks of a worker that wait for their place, of some 150 bytes
+	// each. Beyond it all that wait are dropped.
+	maxWaiting = 1 << 14
+	maxStores  = 16  // stores of an index
+	maxStore   = 256 // bytes of a store's name
+	maxChunk   = 1 << 12
+	// settledTogether is the number of waiting blocks that get their place before lookups
+	// may go on.
+	settledTogether = 32
+)
+
+// noSlot is no slot of a tier: it is in no set.
+const noSlot = math.MaxUint32
+
+// tierSlots are the slots of the lower tiers of a worker or a store, by kv.Tier-1. As
+// those of KV-cache groups, they stand in the sets of the nodes, and no lookup takes them
+// for workers. A node lives for as long as any tier holds it.
+type tierSlots [len(kv.LowerTiers)]uint32
+
+func noSlots() tierSlots { return tierSlots{noSlot, noSlot, noSlot} }
+
+// lowerTiers are the lower tiers of a worker.
+type lowerTiers struct {
+	own    tierSlots
+	stores []*sharedStore // that it reads
+	// chunk is the number of blocks that the engine loads whole or not at all; 0: one.
+	chunk int
+	// doubtful means that the own tiers may have been emptied without an event.
+	doubtful bool
+	waiting  waiting
+}
+
+// sharedStore is a store that several workers read.
+type sharedStore struct {
+	name    string
+	slots   tierSlots
+	readers int
+}
+
+// LowerState is what an index has of a worker's lower tiers.
+type LowerState struct {
+	Own    kv.LowerBlocks
+	Shared kv.LowerBlocks // of the stores that it reads
+	// Waiting is the number of blocks whose place in a prompt is not known yet.
+	Waiting  int
+	Chunk    int // blocks that are loaded whole or not at all; 0: one
+	Doubtful bool
+}
+
+// LowerLosses counts blocks of lower tiers that were dropped.
+type LowerLosses struct {
+	Overflowed uint64 // because all tiers together had too many
+	Waited     uint64 // because too many waited for their place
+}
+
+// StoreLower records that a lower tier now holds blocks, one after the other, the first
+// following the block with the engine hash parent, or starting a prompt if hasParent is
+// false. A block whose place the index knows by its hash keeps it. Blocks come in any
+// order: those whose parent is not known wait until it is. A block that the tier holds
+// counts as a further copy.
+//
+// vLLM announces a hash that several chunks contain once for each of them, and removes it
+// as often (v1/offloading/events.py, read in 0.32.0).
+func (r *Tree) StoreLower(at LowerTier, parent uint64, hasParent bool, blocks []kv.StoredBlock) {
+	for part := range slices.Chunk(blocks, partBlocks) {
+		r.storeLowerPart(at, parent, hasParent, part)
+		parent, hasParent = part[len(part)-1].Engine, true
+	}
+}
+
+// HoldLower records that a lower tier now holds the blocks with these engine hashes. Those
+// whose place is not known wait for a store that names it.
+func (r *Tree) HoldLower(at LowerTier, engine []uint64) {
+	for part := range slices.Chunk(engine, partBlocks) {
+		r.holdLowerPart(at, part)
+	}
+}
+
+func (r *Tree) storeLowerPart(at LowerTier, parent uint64, hasParent bool, blocks []kv.StoredBlock) {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	r.sweep(sweepPerPart + sweepPerBlock*len(blocks))
+	slot, store, ok := r.lowerOf(at)
+	if !ok {
+		return
+	}
+	for _, b := range blocks {
+		if hasParent && b.Engine == parent {
+			break // it is its own parent
+		}
+		n := r.placed(slot, store, b.Engine)
+		if n == 0 {
+			under := rootNode
+			if hasParent {
+				under = r.placed(slot, store, parent)
+			}
+			if under != rootNode || !hasParent && !at.Partial {
+				if n = r.child(under, b.Local); n == 0 {
+					n = r.addChild(under, b.Local)
+				}
+			}
+		}
+		if n != 0 {
+			r.holdAt(slot, store, at, b.Engine, n)
+		} else {
+			r.wait(r.slots[slot].lower, store, at.Tier, waitingBlock{engine: b.Engine, parent: parent, hasParent: hasParent, local: b.Local, hasLocal: hasParent || !at.Partial})
+		}
+		parent, hasParent = b.Engine, true
+	}
+	r.settleAll(slot)
+}
+
+func (r *Tree) holdLowerPart(at LowerTier, engine []uint64) {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	r.sweep(sweepPerPart + sweepPerBlock*len(engine))
+	slot, store, ok := r.lowerOf(at)
+	if !ok {
+		return
+	}
+	for _, e := range engine {
+		if n := r.placed(slot, store, e); n != 0 {
+			r.holdAt(slot, store, at, e, n)
+		} else {
+			r.wait(r.slots[slot].lower, store, at.Tier, waitingBlock{engine: e})
+		}
+	}
+	r.settleAll(slot)
+}
+
+// RemoveLower records that a lower tier dropped one copy of each of the blocks with these
+// engine hashes, and returns the number of those that it did not have.
+func (r *Tree) RemoveLower(at LowerTier, engine []uint64) (unknown int) {
+	for part := range slices.Chunk(engine, partBlocks) {
+		unknown += r.removeLowerPart(at, part)
+	}
+	return unknown
+}
+
+func (r *Tree) removeLowerPart(at LowerTier, engine []uint64) (unknown int) {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	r.sweep(sweepPerPart + sweepPerBlock*len(engine))
+	slot := uint32(noSlot)
+	first, known := r.slot(at.Worker)
+	if store := r.store(at.Store); at.Shared && store != nil {
+		slot = store.slots[at.Tier-1]
+	} else if !at.Shared && known && r.slots[first].lower != nil {
+		slot = r.slots[first].lower.own[at.Tier-1]
+	}
+	for _, e := range engine {
+		held := r.removeLower(slot, e)
+		if waited := (known || at.Shared) && r.removeWaiting(at, first, e); !held && !waited {
+			unknown++
+		}
+	}
+	return unknown
+}
+
+// removeLower takes one copy of a block out of the slot of a tier, and reports whether it
+// was there.
+func (r *Tree) removeLower(slot uint32, engine uint64) bool {
+	if slot == noSlot {
+		return false
+	}
+	s := &r.slots[slot]
+	if more := s.copies.Get(engine, 0); more != 0 {
+		s.copies.SetOrDelete(engine, more-1)
+		return true
+	}
+	n := s.blocks.Delete(engine, 0)
+	if n == 0 {
+		return false
+	}
+	r.lowerHeld--
+	r.dropMember(slot, n)
+	return true
+}
+
+// removeWaiting takes a block of a tier out of those that wait: of a store, whichever
+// worker has named it. first is the worker's slot.
+func (r *Tree) removeWaiting(at LowerTier, first uint32, engine uint64) (found bool) {
+	if !at.Shared {
+		lower := r.slots[first].lower
+		return lower != nil && lower.waiting.remove(engine, nil, at.Tier)
+	}
+	store := r.store(at.Store)
+	if store == nil {
+		return false
+	}
+	for _, p := range r.workers {
+		if lower := r.slots[p.slot].lower; lower != nil && lower.waiting.remove(engine, store, at.Tier) {
+			found = true
+		}
+	}
+	return found
+}
+
+// lowerOf returns the slot of the worker of a lower tier and, if that is shared, the store,
+// which are made if they do not exist; not ok: there are too many stores.
+func (r *Tree) lowerOf(at LowerTier) (slot uint32, store *sharedStore, ok bool) {
+	if at.Shared {
+		if store = r.store(at.Store); store == nil && (len(r.stores) == maxStores || len(at.Store) > maxStore) {
+			return 0, nil, false
+		}
+	}
+	slot, known := r.slot(at.Worker)
+	if !known {
+		slot = r.takeSlot(at.Worker)
+	}
+	lower := r.slots[slot].lower
+	if lower == nil {
+		lower = &lowerTiers{own: noSlots()}
+		r.slots[slot].lower = lower
+		r.lowered++
+	}
+	if !at.Shared {
+		return slot, nil, true
+	}
+	if store == nil {
+		store = &sharedStore{name: at.Store, slots: noSlots()}
+		r.stores = append(r.stores, store)
+	}
+	if !slices.Contains(lower.stores, store) {
+		store.readers++
+		lower.stores = append(lower.stores, store)
+	}
+	return slot, store, true
+}
+
+// store returns the store of that name, or nil.
+func (r *Tree) store(name string) *sharedStore {
+	for _, s := range r.stores {
+		if s.name == name {
+			return s
+		}
+	}
+	return nil
+}
+
+// placed returns the node at which a block of a worker stands by its engine hash, or 0:
+// on its device, in its tiers or in a store that it reads, of which store comes first.
+func (r *Tree) placed(slot uint32, store *sharedStore, engine uint64) uint32 {
+	if n := r.slots[slot].blocks.Get(engine, 0); n != 0 {
+		return n
+	}
+	lower := r.slots[slot].lower
+	if n := r.placedIn(&lower.own, engine); n != 0 {
+		return n
+	}
+	if store != nil {
+		if n := r.placedIn(&store.slots, engine); n != 0 {
+			return n
+		}
+	}
+	for _, other := range lower.stores {
+		if other != store {
+			if n := r.placedIn(&other.slots, engine); n != 0 {
+				return n
+			}
+		}
+	}
+	return 0
+}
+
+func (r *Tree) placedIn(slots *tierSlots, engine uint64) uint32 {
+	for _, slot := range slots {
+		if slot != noSlot {
+			if n := r.slots[slot].blocks.Get(engine, 0); n != 0 {
+				return n
+			}
+		}
+	}
+	return 0
+}
+
+// holdAt notes a block of a lower tier at its node, and makes what has waited for it ready.
+// first is the worker's slot, and at says which tier.
+func (r *Tree) holdAt(first uint32, store *sharedStore, at LowerTier, engine uint64, n uint32) {
+	lower := r.slots[first].lower
+	slots, again := &lower.own, at.Again
+	if store != nil {
+		slots = &store.slots
+		again = true // several workers may announce it
+	} else if lower.doubtful {
+		again = true // the engine stores it because it has lost it
+	}
+	slot := slots[at.Tier-1]
+	if slot == noSlot {
+		slot = r.newSlot()
+		slots[at.Tier-1] = slot
+	}
+	s := &r.slots[slot]
+	old := s.blocks.Get(engine, 0)
+	if old == n {
+		if again {
+			s.copies.Delete(engine, 0)
+		} else {
+			s.copies.Put(engine, 0, s.copies.Get(engine, 0)+1)
+		}
+	} else {
+		s.blocks.Put(engine, 0, n)
+		r.addMember(slot, n)
+		if old != 0 {
+			s.copies.Delete(engine, 0)
+			r.dropMember(slot, old)
+		} else {
+			r.lowerHeld++
+		}
+	}
+	lower.waiting.place(engine)
+	if r.lowerHeld > r.lowerMost {
+		r.dropLargest()
+	}
+}
+
+// dropLargest empties the lower tier that holds the most blocks, of all workers and
+// stores.
+func (r *Tree) dropLargest() {
+	var largest *uint32
+	most := -1
+	look := func(slots *tierSlots) {
+		for i, slot := range slots {
+			if slot != noSlot && r.slots[slot].blocks.Len() > most {
+				largest, most = &slots[i], r.slots[slot].blocks.Len()
+			}
+		}
+	}
+	for _, p := range r.workers {
+		if lower := r.slots[p.slot].lower; lower != nil {
+			look(&lower.own)
+		}
+	}
+	for _, s := range r.stores {
+		look(&s.slots)
+	}
+	if largest != nil {
+		r.losses.Overflowed += uint64(most)
+		r.emptyTier(largest)
+	}
+}
+
+// emptyTier drops all blocks of a tier.
+func (r *Tree) emptyTier(slot *uint32) {
+	if *slot != noSlot {
+		r.lowerHeld -= r.slots[*slot].blocks.Len()
+		r.retire(*slot)
+		*slot = noSlot
+	}
+}
+
+// forgetLower drops all that is known of a worker's lower tiers. A store goes with its
+// last reader.
+func (r *Tree) forgetLower(first uint32) {
+	lower := r.slots[first].lower
+	if lower == nil {
+		return
+	}
+	for i := range lower.own {
+		r.emptyTier(&lower.own[i])
+	}
+	for _, s := range lower.stores {
+		if s.readers--; s.readers == 0 {
+			for i := range s.slots {
+				r.emptyTier(&s.slots[i])
+			}
+			r.stores = slices.DeleteFunc(r.stores, func(o *sharedStore) bool { return o == s })
+		}
+	}
+	r.slots[first].lower = nil
+	r.lowered--
+}
+
+// ClearDevice empties the device of w, as its engine reports. Its own lower tiers remain
+// and become doubtful until SettleLower; with host, its host tier is emptied, too, and
+// nothing is doubtful.
+func (r *Tree) ClearDevice(w kv.WorkerKey, host bool) {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	slot, known := r.slot(w)
+	if !known {
+		return
+	}
+	lower := r.slots[slot].lower
+	if lower != nil && host {
+		r.emptyTier(&lower.own[kv.Host-1])
+		lower.waiting.drop(nil, kv.Host)
+	} else if lower != nil {
+		lower.doubtful = lower.own != noSlots()
+	}
+	r.slots[slot].lower = nil
+	r.empty(w, slot)
+	slot, _ = r.slot(w)
+	r.slots[slot].lower = lower
+}
+
+// SettleLower ends the doubt about the lower tiers of w: an answer has shown whether they
+// still have what a Match counted. If not, they are emptied, and w reads no store until it
+// names a block of one. It returns whether there was anything to settle.
+func (r *Tree) SettleLower(w kv.WorkerKey, held bool) (settled bool) {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	slot, known := r.slot(w)
+	if !known || r.slots[slot].lower == nil {
+		return false
+	}
+	lower := r.slots[slot].lower
+	if held {
+		settled, lower.doubtful = lower.doubtful, false
+		return settled
+	}
+	chunk := lower.chunk
+	if settled = lower.own != noSlots() || len(lower.stores) > 0; settled {
+		r.forgetLower(slot)
+		r.slots[slot].lower = &lowerTiers{own: noSlots(), chunk: chunk}
+		r.lowered++
+	}
+	return settled
+}
+
+// SetChunk sets the number of blocks that the engine of w loads from its lower tiers whole
+// or not at all, counted from the start of the prompt.
+func (r *Tree) SetChunk(w kv.WorkerKey, blocks int) {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	slot, _, _ := r.lowerOf(LowerTier{Worker: w, Tier: kv.Host})
+	r.slots[slot].lower.chunk = min(max(0, blocks), maxChunk)
+}
+
+// LowerOf returns what the index has of the lower tiers of w.
+func (r *Tree) LowerOf(w kv.WorkerKey) (state LowerState) {
+	r.mu.RLock()
+	defer r.mu.RUnlock()
+	slot, known := r.slot(w)
+	if !known || r.slots[slot].lower == nil {
+		return state
+	}
+	lower := r.slots[slot].lower
+	count := func(slots *tierSlots) (b kv.LowerBlocks) {
+		for j, to := range []*int32{&b.Host, &b.Disk, &b.External} {
+			if slots[j] != noSlot {
+				*to = int32(r.slots[slots[j]].blocks.Len())
+			}
+		}
+		return b
+	}
+	state = LowerState{Own: count(&lower.own), Waiting: len(lower.waiting.blocks), Chunk: lower.chunk, Doubtful: lower.doubtful}
+	for _, s := range lower.stores {
+		b := count(&s.slots)
+		state.Shared.Host += b.Host
+		state.Shared.Disk += b.Disk
+		state.Shared.External += b.External
+	}
+	return state
+}
+
+// LowerLosses returns what was dropped of all lower tiers so far.
+func (r *Tree) LowerLosses() LowerLosses {
+	r.mu.RLock()
+	defer r.mu.RUnlock()
+	return r.losses
+}

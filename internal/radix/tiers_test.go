@@ -1,0 +1,252 @@
+package radix
+
+import (
+	"fmt"
+	"slices"
+	"testing"
+
+	"pgregory.net/rapid"
+
+	"kvrouter/internal/kv"
+)
+
+// tierModel is what engines do with their tiers, in maps: see naiveMatch.
+type tierModel struct {
+	workers map[kv.WorkerKey]*modelWorker
+	stores  map[string]map[uint64]bool
+}
+
+type modelWorker struct {
+	device, host, disk map[uint64]int // copies by engine hash
+	reads              map[string]bool
+	chunk              int
+	doubtful           bool
+}
+
+func newModelWorker() *modelWorker {
+	return &modelWorker{device: map[uint64]int{}, host: map[uint64]int{}, disk: map[uint64]int{}, reads: map[string]bool{}}
+}
+
+// match is the rule: device blocks from the first on, then each block in any lower tier,
+// the fastest first, never back to the device.
+func (m *tierModel) match(w *modelWorker, hashes []uint64, usable int) (device int, lower kv.LowerBlocks) {
+	for device < len(hashes) && w.device[hashes[device]] > 0 {
+		device++
+	}
+	in := func(h uint64) kv.Tier {
+		switch {
+		case w.host[h] > 0:
+			return kv.Host
+		case w.disk[h] > 0:
+			return kv.Disk
+		}
+		for name := range w.reads {
+			if m.stores[name][h] {
+				return kv.External
+			}
+		}
+		return kv.Device
+	}
+	if w.chunk <= 1 {
+		for i := device; i < usable; i++ {
+			tier := in(hashes[i])
+			if tier == kv.Device {
+				break
+			}
+			add(&lower, tier, 1)
+		}
+		return device, lower
+	}
+	end, found := device, kv.LowerBlocks{}
+	for at := device / w.chunk * w.chunk; at+w.chunk <= len(hashes) && device < usable; at += w.chunk {
+		if slices.ContainsFunc(hashes[at:at+w.chunk], func(h uint64) bool { return in(h) == kv.Device }) {
+			break
+		}
+		end = at + w.chunk
+		add(&found, in(hashes[end-1]), min(end, usable)-max(at, device))
+	}
+	if end-device < w.chunk {
+		found = kv.LowerBlocks{}
+	}
+	return device, found
+}
+
+// A prompt of the model is a path in a tree of two children a node; a block's engine hash
+// names its path, and its local hash its last step.
+func modelPrompt(t *rapid.T) (hashes []uint64, blocks []kv.StoredBlock) {
+	path := uint64(1)
+	for range rapid.IntRange(1, 6).Draw(t, "length") {
+		step := rapid.Uint64Range(0, 1).Draw(t, "step")
+		path = path*2 + step
+		hashes = append(hashes, path)
+		blocks = append(blocks, kv.StoredBlock{Engine: path, Local: 100 + step})
+	}
+	return hashes, blocks
+}
+
+// TestTiersMatchAsTheModel changes an index with tiers and maps alike.
+func TestTiersMatchAsTheModel(t *testing.T) {
+	rapid.Check(t, func(t *rapid.T) {
+		r := NewTree()
+		m := &tierModel{workers: map[kv.WorkerKey]*modelWorker{}, stores: map[string]map[uint64]bool{"": {}, "s": {}}}
+		keys := []kv.WorkerKey{{Worker: 1}, {Worker: 2}, {Worker: 2, Rank: 1}}
+		for _, key := range keys {
+			m.workers[key] = newModelWorker()
+		}
+		for range rapid.IntRange(1, 40).Draw(t, "changes") {
+			key := rapid.SampledFrom(keys).Draw(t, "worker")
+			w := m.workers[key]
+			hashes, blocks := modelPrompt(t)
+			tier := rapid.SampledFrom(kv.LowerTiers[:]).Draw(t, "tier")
+			at := LowerTier{Worker: key, Tier: tier}
+			if tier == kv.External { // of stores
+				at.Shared, at.Store = true, rapid.SampledFrom([]string{"", "s"}).Draw(t, "store")
+			}
+			hold := func(hash uint64) {
+				switch {
+				case at.Shared:
+					w.reads[at.Store] = true
+					m.stores[at.Store][hash] = true
+				case tier == kv.Host:
+					w.host[hash]++
+				default:
+					w.disk[hash]++
+				}
+			}
+			switch rapid.IntRange(0, 7).Draw(t, "change") {
+			case 0, 1: // a prompt is computed
+				for _, hash := range hashes {
+					w.device[hash]++
+				}
+				if err := r.Store(key, 0, false, blocks); err != nil {
+					t.Fatal(err)
+				}
+			case 2, 3: // it is stored below, in any order, each block an event
+				for _, i := range rapid.Permutation([]int{0, 1, 2, 3, 4, 5}).Draw(t, "order") {
+					if i >= len(hashes) {
+						continue
+					}
+					hold(hashes[i])
+					parent, hasParent := uint64(0), i > 0
+					if hasParent {
+						parent = hashes[i-1]
+					}
+					r.StoreLower(at, parent, hasParent, blocks[i:i+1])
+				}
+			case 4: // the same, without tokens, and known from the device or later
+				for _, hash := range hashes {
+					hold(hash)
+				}
+				r.HoldLower(at, hashes)
+				for _, hash := range hashes {
+					w.device[hash]++
+				}
+				if err := r.Store(key, 0, false, blocks); err != nil {
+					t.Fatal(err)
+				}
+			case 5: // the device evicts
+				last := hashes[len(hashes)-1]
+				unknown := 1
+				if w.device[last] > 0 {
+					w.device[last]--
+					unknown = 0
+				}
+				if got := r.Remove(key, []uint64{last}); got != unknown {
+					t.Fatalf("%d removed blocks were unknown, want %d", got, unknown)
+				}
+			case 6: // a tier evicts
+				for _, hash := range hashes {
+					unknown := 1
+					switch {
+					case at.Shared:
+						if m.stores[at.Store][hash] {
+							unknown = 0
+						}
+						delete(m.stores[at.Store], hash)
+					case tier == kv.Host && w.host[hash] > 0:
+						w.host[hash]--
+						unknown = 0
+					case tier == kv.Disk && w.disk[hash] > 0:
+						w.disk[hash]--
+						unknown = 0
+					}
+					if got := r.RemoveLower(at, []uint64{hash}); got != unknown {
+						t.Fatalf("%d removed blocks of %s were unknown, want %d", got, tier, unknown)
+					}
+				}
+			case 7:
+				switch rapid.IntRange(0, 5).Draw(t, "reset") {
+				case 0:
+					host := rapid.Bool().Draw(t, "host")
+					r.ClearDevice(key, host)
+					clear(w.device)
+					if host {
+						clear(w.host)
+					} else {
+						w.doubtful = len(w.host)+len(w.disk) > 0
+					}
+				case 1:
+					held := rapid.Bool().Draw(t, "held")
+					r.SettleLower(key, held)
+					w.doubtful = false
+					if !held {
+						clear(w.host)
+						clear(w.disk)
+						m.unread(w)
+					}
+				case 2:
+					r.Clear(key)
+					m.unread(w)
+					m.workers[key] = newModelWorker()
+				case 3:
+					w.chunk = rapid.IntRange(1, 3).Draw(t, "chunk")
+					r.SetChunk(key, w.chunk)
+				}
+			}
+			if err := r.Check(); err != nil {
+				t.Fatal(err)
+			}
+			hashes, blocks = modelPrompt(t)
+			compareTiers(t, r, m, keys, hashes, blocks)
+		}
+	})
+}
+
+// unread ends the worker's reading of its stores: a store goes with its last reader.
+func (m *tierModel) unread(w *modelWorker) {
+	clear(w.reads)
+	for name := range m.stores {
+		read := false
+		for _, other := range m.workers {
+			read = read || other.reads[name]
+		}
+		if !read {
+			clear(m.stores[name])
+		}
+	}
+}
+
+func compareTiers(t *rapid.T, r *Tree, m *tierModel, keys []kv.WorkerKey, hashes []uint64, blocks []kv.StoredBlock) {
+	local := make([]uint64, len(blocks))
+	for i, b := range blocks {
+		local[i] = b.Local
+	}
+	usable := rapid.IntRange(len(local)-1, len(local)).Draw(t, "usable")
+	var want []string
+	for _, key := range keys {
+		device, lower := m.match(m.workers[key], hashes, usable)
+		if device > 0 || lower.Total() > 0 {
+			want = append(want, fmt.Sprint(key, device, lower))
+		}
+	}
+	var got []string
+	for _, match := range r.Match(local, usable, nil) {
+		got = append(got, fmt.Sprint(match.Worker, match.Blocks, match.Lower))
+		if doubt := match.Lower.Total() > 0 && m.workers[match.Worker].doubtful; doubt && !match.Doubtful {
+			t.Fatalf("%v is not doubtful", match)
+		}
+	}
+	if !slices.Equal(got, want) {
+		t.Fatalf("a prompt of %v, usable %d, matches %v, want %v", hashes, usable, got, want)
+	}
+}
