@@ -70,16 +70,18 @@ func (s *Stream) applyLower(e *kvEvent) {
 		unknown := s.index.RemoveLower(at, hashes)
 		counts.Removed.Add(uint64(len(hashes) - unknown))
 		counts.UnknownRemoved.Add(uint64(unknown))
-		s.history.relay()
+		s.history.lowerRemoved(at, hashes)
 		return
 	}
 	s.batch.stored = true
-	s.pinned = s.pinned || medium == mediumPinned
-	defer s.history.relay()
+	if medium == mediumPinned {
+		s.pinned.Store(true)
+	}
 	if len(e.tokens) == 0 || s.looksAhead {
 		// vLLM names no more than the hash unless its events are self-describing.
 		hashes := s.inParts(e.hashes)
 		s.index.HoldLower(at, hashes)
+		s.history.lowerHeld(at, hashes)
 		counts.Stored.Add(uint64(len(hashes)))
 		return
 	}
@@ -107,8 +109,10 @@ func (s *Stream) applyLower(e *kvEvent) {
 	}
 	if chunk != s.chunkBlocks && (chunk > 1 || s.chunkBlocks > 1) {
 		s.index.SetChunk(s.Src.Worker, chunk)
+		s.history.lowered(lowerChange{SetChunk: chunk})
 	}
 	s.chunkBlocks = chunk
 	s.index.StoreLower(at, e.parent, e.hasParent, s.blocks)
+	s.history.lowerStored(at, e.parent, e.hasParent, s.blocks)
 	counts.Stored.Add(uint64(len(s.blocks)))
 }

@@ -44,6 +44,8 @@ type Index interface {
 	SetChunk(w kv.WorkerKey, blocks int)
 	SettleLower(w kv.WorkerKey, held bool) (settled bool)
 	LowerOf(w kv.WorkerKey) LowerState
+	DumpLowerOf(w kv.WorkerKey) LowerDump
+	RestoreLower(w kv.WorkerKey, chunk int, doubtful bool, stores []string)
 	LowerLosses() LowerLosses
 }
 

@@ -453,8 +453,20 @@ func (r *Tree) SettleLower(w kv.WorkerKey, held bool) (settled bool) {
 func (r *Tree) SetChunk(w kv.WorkerKey, blocks int) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
-	slot, _, _ := r.lowerOf(LowerTier{Worker: w, Tier: kv.Host})
+	slot, _, _ := r.lowerOf(LowerTier{Worker: w})
 	r.slots[slot].lower.chunk = min(max(0, blocks), maxChunk)
+}
+
+// RestoreLower sets what a LowerDump says of w beside the blocks.
+func (r *Tree) RestoreLower(w kv.WorkerKey, chunk int, doubtful bool, stores []string) {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	for _, store := range stores[:min(len(stores), maxStores)] {
+		r.lowerOf(LowerTier{Worker: w, Shared: true, Store: store})
+	}
+	slot, _, _ := r.lowerOf(LowerTier{Worker: w})
+	r.slots[slot].lower.chunk = min(max(0, chunk), maxChunk)
+	r.slots[slot].lower.doubtful = doubtful
 }
 
 // LowerOf returns what the index has of the lower tiers of w.
