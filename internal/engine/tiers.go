@@ -179,16 +179,21 @@ func (e *Engine) beginLoad(r *Request) (loads, ok bool) {
 	return true, true
 }
 
-// LoadTime returns how long the load of a request takes, without those before it. What
-// comes from a slower tier passes through the faster ones.
+// LoadTime returns how long the load of a request takes, without those before it.
 func (e *Engine) LoadTime(r *Request) (d time.Duration) {
+	e.EachLoad(r, func(s *Store, tokens int) { d += s.Loads.Fixed + s.Loads.Takes(tokens) })
+	return d
+}
+
+// EachLoad calls f with the tokens that the load of a request moves out of each tier. What
+// comes from a slower tier passes through the faster ones.
+func (e *Engine) EachLoad(r *Request, f func(s *Store, tokens int)) {
 	blocks := 0
 	for _, s := range slices.Backward(e.Lower) {
 		if blocks += r.Load.Of(s.Tier); blocks > 0 {
-			d += s.Loads.Fixed + s.Loads.Takes(blocks*e.Cfg.BlockSize)
+			f(s, blocks*e.Cfg.BlockSize)
 		}
 	}
-	return d
 }
 
 // Loaded ends the load of a request from the lower tiers. Its blocks are in the cache

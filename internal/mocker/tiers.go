@@ -94,20 +94,16 @@ func (r *Rank) loadLower(request *engine.Request) {
 	})
 }
 
-// countLoad counts what a load moves, as vLLM: what comes from files passes through the
-// host.
+// countLoad counts what a load moves, as vLLM.
 func (r *Rank) countLoad(request *engine.Request) {
-	for _, s := range r.Engine.Lower {
-		tokens := request.Load.Of(s.Tier) * r.w.cfg.BlockSize
+	r.Engine.EachLoad(request, func(s *engine.Store, tokens int) {
 		bytes, micros := &r.Counts.tiers.loadBytes, &r.Counts.tiers.loadMicros
-		if s.Tier == kv.Host {
-			tokens = request.Load.Total() * r.w.cfg.BlockSize
-		} else {
+		if s.Tier != kv.Host {
 			bytes, micros = &r.Counts.tiers.readBytes, &r.Counts.tiers.readMicros
 		}
 		bytes.Add(int64(tokens * s.Loads.BytesPerToken))
 		micros.Add(s.Loads.Takes(tokens).Microseconds())
-	}
+	})
 }
 
 // tierChanged applies one change of a lower tier.

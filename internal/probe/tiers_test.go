@@ -78,3 +78,19 @@ func TestTiersOfAnSGLangServer(t *testing.T) {
 		}
 	}
 }
+
+func FuzzTiers(f *testing.F) {
+	f.Add([]byte(offloadPage))
+	f.Add([]byte(`{"vllm_config":{"kv_transfer_config":{"kv_connector":"OffloadingConnector","kv_connector_extra_config":{"connectors":[{}],"secondary_tiers":[{"type":"fs"}]}}}}`))
+	f.Add([]byte(`{"disaggregation_mode":"null","enable_hierarchical_cache":true,"hicache_storage_backend":"file"}`))
+	f.Fuzz(func(t *testing.T, foreign []byte) {
+		tiers := ParseVLLMTiers(foreign)
+		tiers.AddVLLMConfig(foreign)
+		if info := ParseServerInfo(foreign); info != nil {
+			_ = info.Tiers()
+		}
+		if len(tiers.Storage) > maxTierNames || len(tiers.Connector) > 64 {
+			t.Errorf("%+v", tiers)
+		}
+	})
+}
