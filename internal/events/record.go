@@ -208,24 +208,26 @@ func (r *Recording) Drop(w kv.WorkerKey, group int, engine []uint64) (unknown in
 }
 
 // StoreLower stores and records blocks of a lower tier.
-func (r *Recording) StoreLower(at radix.LowerTier, parent uint64, hasParent bool, blocks []kv.StoredBlock) {
-	r.Index.StoreLower(at, parent, hasParent, blocks)
+func (r *Recording) StoreLower(at radix.LowerTier, parent uint64, hasParent bool, blocks []kv.StoredBlock) (lost int) {
+	lost = r.Index.StoreLower(at, parent, hasParent, blocks)
 	for part := range slices.Chunk(blocks, dumpedTogether) {
 		c := lowerChangeAt(at)
 		c.Stored = run{parent, hasParent, part}.stored()
 		r.note(at.Worker, recordedData{Lower: &c}, 16*len(part))
 		parent, hasParent = part[len(part)-1].Engine, true
 	}
+	return lost
 }
 
 // HoldLower stores and records blocks of a lower tier.
-func (r *Recording) HoldLower(at radix.LowerTier, engine []uint64) {
-	r.Index.HoldLower(at, engine)
+func (r *Recording) HoldLower(at radix.LowerTier, engine []uint64) (lost int) {
+	lost = r.Index.HoldLower(at, engine)
 	for part := range slices.Chunk(engine, dumpedTogether) {
 		c := lowerChangeAt(at)
 		c.Held = slices.Clone(part)
 		r.note(at.Worker, recordedData{Lower: &c}, 8*len(part))
 	}
+	return lost
 }
 
 // RemoveLower removes and records blocks of a lower tier, including those that it does not

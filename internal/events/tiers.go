@@ -80,7 +80,7 @@ func (s *Stream) applyLower(e *kvEvent) {
 	if len(e.tokens) == 0 || s.looksAhead {
 		// vLLM names no more than the hash unless its events are self-describing.
 		hashes := s.inParts(e.hashes)
-		s.index.HoldLower(at, hashes)
+		s.lost(s.index.HoldLower(at, hashes))
 		s.history.lowerHeld(at, hashes)
 		counts.Stored.Add(uint64(len(hashes)))
 		return
@@ -103,16 +103,26 @@ func (s *Stream) applyLower(e *kvEvent) {
 	}
 	// vLLM announces the blocks of a chunk together, SGLang many that are loaded one by one.
 	chunk := parts
-	if offloaded := medium == mediumCPU || medium == mediumStorage; offloaded {
+	if at.Partial = (medium == mediumCPU || medium == mediumStorage) && e.blockSize == own; at.Partial {
 		chunk = len(s.blocks)
-		at.Partial = e.blockSize == own
 	}
-	if chunk != s.chunkBlocks && (chunk > 1 || s.chunkBlocks > 1) {
+	if chunk > max(1, s.chunkBlocks) {
 		s.index.SetChunk(s.Src.Worker, chunk)
 		s.history.lowered(lowerChange{SetChunk: chunk})
 	}
-	s.chunkBlocks = chunk
-	s.index.StoreLower(at, e.parent, e.hasParent, s.blocks)
+	s.chunkBlocks = max(s.chunkBlocks, chunk)
+	s.lost(s.index.StoreLower(at, e.parent, e.hasParent, s.blocks))
 	s.history.lowerStored(at, e.parent, e.hasParent, s.blocks)
 	counts.Stored.Add(uint64(len(s.blocks)))
 }
+
+// lost counts blocks of lower tiers that the index had to drop for its bounds.
+func (s *Stream) lost(blocks int) {
+	if blocks > 0 {
+		s.stats.LowerLost.Add(uint64(blocks))
+		s.warnOnce("lost", "dropped blocks of lower tiers from the index: they are too many, or too many have no place", "blocks", blocks, "maximum", radix.MaxLowerBlocks)
+	}
+}
+
+// Lower returns what the index has of the rank's lower tiers.
+func (s *Stream) Lower() radix.LowerState { return s.index.LowerOf(s.Src.Worker) }

@@ -37,8 +37,8 @@ type Index interface {
 	AllBlocks(w kv.WorkerKey) int
 
 	// The tiers below the device.
-	StoreLower(at LowerTier, parent uint64, hasParent bool, blocks []kv.StoredBlock)
-	HoldLower(at LowerTier, engine []uint64)
+	StoreLower(at LowerTier, parent uint64, hasParent bool, blocks []kv.StoredBlock) (lost int)
+	HoldLower(at LowerTier, engine []uint64) (lost int)
 	RemoveLower(at LowerTier, engine []uint64) (unknown int)
 	ClearDevice(w kv.WorkerKey, host bool)
 	SetChunk(w kv.WorkerKey, blocks int)
@@ -46,7 +46,6 @@ type Index interface {
 	LowerOf(w kv.WorkerKey) LowerState
 	DumpLowerOf(w kv.WorkerKey) LowerDump
 	RestoreLower(w kv.WorkerKey, chunk int, doubtful bool, stores []string)
-	LowerLosses() LowerLosses
 }
 
 // Assumer is an Index that learns from routing decisions.

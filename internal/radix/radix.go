@@ -102,7 +102,7 @@ type Tree struct {
 
 	stores               []*sharedStore // those with readers
 	lowerHeld, lowerMost int            // blocks of all lower tiers, and their maximum
-	losses               LowerLosses
+	lowerLost            int            // blocks dropped for the bounds so far
 
 	lookaheads atomic.Pointer[[]kv.Lookahead] // of LookaheadStored
 

@@ -77,43 +77,41 @@ type LowerState struct {
 	Doubtful bool
 }
 
-// LowerLosses counts blocks of lower tiers that were dropped.
-type LowerLosses struct {
-	Overflowed uint64 // because all tiers together had too many
-	Waited     uint64 // because too many waited for their place
-}
-
 // StoreLower records that a lower tier now holds blocks, one after the other, the first
 // following the block with the engine hash parent, or starting a prompt if hasParent is
 // false. A block whose place the index knows by its hash keeps it. Blocks come in any
 // order: those whose parent is not known wait until it is. A block that the tier holds
-// counts as a further copy.
+// counts as a further copy. lost is the number of blocks of any worker that had to be
+// dropped for them.
 //
 // vLLM announces a hash that several chunks contain once for each of them, and removes it
 // as often (v1/offloading/events.py, read in 0.32.0).
-func (r *Tree) StoreLower(at LowerTier, parent uint64, hasParent bool, blocks []kv.StoredBlock) {
+func (r *Tree) StoreLower(at LowerTier, parent uint64, hasParent bool, blocks []kv.StoredBlock) (lost int) {
 	for part := range slices.Chunk(blocks, partBlocks) {
-		r.storeLowerPart(at, parent, hasParent, part)
+		lost += r.storeLowerPart(at, parent, hasParent, part)
 		parent, hasParent = part[len(part)-1].Engine, true
 	}
+	return lost
 }
 
 // HoldLower records that a lower tier now holds the blocks with these engine hashes. Those
-// whose place is not known wait for a store that names it.
-func (r *Tree) HoldLower(at LowerTier, engine []uint64) {
+// whose place is not known wait for a store that names it. lost is that of StoreLower.
+func (r *Tree) HoldLower(at LowerTier, engine []uint64) (lost int) {
 	for part := range slices.Chunk(engine, partBlocks) {
-		r.holdLowerPart(at, part)
+		lost += r.holdLowerPart(at, part)
 	}
+	return lost
 }
 
-func (r *Tree) storeLowerPart(at LowerTier, parent uint64, hasParent bool, blocks []kv.StoredBlock) {
+func (r *Tree) storeLowerPart(at LowerTier, parent uint64, hasParent bool, blocks []kv.StoredBlock) (lost int) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	r.sweep(sweepPerPart + sweepPerBlock*len(blocks))
 	slot, store, ok := r.lowerOf(at)
 	if !ok {
-		return
+		return 0
 	}
+	before := r.lowerLost
 	for _, b := range blocks {
 		if hasParent && b.Engine == parent {
 			break // it is its own parent
@@ -138,16 +136,18 @@ func (r *Tree) storeLowerPart(at LowerTier, parent uint64, hasParent bool, block
 		parent, hasParent = b.Engine, true
 	}
 	r.settleAll(slot)
+	return r.lowerLost - before
 }
 
-func (r *Tree) holdLowerPart(at LowerTier, engine []uint64) {
+func (r *Tree) holdLowerPart(at LowerTier, engine []uint64) (lost int) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	r.sweep(sweepPerPart + sweepPerBlock*len(engine))
 	slot, store, ok := r.lowerOf(at)
 	if !ok {
-		return
+		return 0
 	}
+	before := r.lowerLost
 	for _, e := range engine {
 		if n := r.placed(slot, store, e); n != 0 {
 			r.holdAt(slot, store, at, e, n)
@@ -156,6 +156,7 @@ func (r *Tree) holdLowerPart(at LowerTier, engine []uint64) {
 		}
 	}
 	r.settleAll(slot)
+	return r.lowerLost - before
 }
 
 // RemoveLower records that a lower tier dropped one copy of each of the blocks with these
@@ -365,7 +366,7 @@ func (r *Tree) dropLargest() {
 		look(&s.slots)
 	}
 	if largest != nil {
-		r.losses.Overflowed += uint64(most)
+		r.lowerLost += most
 		r.emptyTier(largest)
 	}
 }
@@ -494,11 +495,4 @@ func (r *Tree) LowerOf(w kv.WorkerKey) (state LowerState) {
 		state.Shared.External += b.External
 	}
 	return state
-}
-
-// LowerLosses returns what was dropped of all lower tiers so far.
-func (r *Tree) LowerLosses() LowerLosses {
-	r.mu.RLock()
-	defer r.mu.RUnlock()
-	return r.losses
 }
