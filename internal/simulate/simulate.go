@@ -534,7 +534,7 @@ func (s *simulator) hear(f *flight, first, last bool) {
 func (s *simulator) answered(f *flight) {
 	f.end = s.now
 	if f.prefill == nil { // else the cached tokens came from there
-		f.booking.Cached(f.Request.Cached)
+		f.booking.Cached(f.Request.Cached, kv.TierTokens{})
 	}
 	f.booking.Finish(f.Output)
 	f.booking, f.Blocks = nil, nil
