@@ -17,7 +17,7 @@ FROM ?= 1
 GRID ?= policies
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-sglang run run-disagg run-sglang run-sglang-disagg demo check test test-mooncake test-sglang test-zoo test-kubernetes test-gateway test-traces test-boards test-page test-mesh lint dist test-dist bench index-bench growth sim bench-real bench-gateway bench-herding wire-speed peers peers-predictions parity segments soak fuzz chaos chaos-gateway dst dst-bugs clean
+.PHONY: help setup setup-sglang run run-disagg run-sglang run-sglang-disagg demo check test test-mooncake test-sglang test-zoo test-tiers test-kubernetes test-gateway test-traces test-boards test-page test-mesh lint dist test-dist bench index-bench growth sim bench-real bench-gateway bench-herding wire-speed peers peers-predictions parity segments soak fuzz chaos chaos-gateway dst dst-bugs clean
 
 help: ## List the targets
 	@printf 'kvrouter: KV-cache-aware routing for vLLM and SGLang\n\n'
@@ -71,6 +71,9 @@ test-sglang: setup-sglang ## Test real SGLang CPU servers: KV events, data-paral
 
 test-zoo: setup-sglang ## Test predictions with real engines for 15 forms of models: windows, chunks, states, drafters, adapters (40 to 90 minutes; ZOO=folder keeps captures)
 	KVROUTER_ZOO=$(or $(ZOO),run) go test -run '^TestZoo$$' -v -count 1 -timeout 3h ./test/real/zoo
+
+test-tiers: setup-sglang ## Test predictions with real vLLM and SGLang workers that offload KV blocks to host memory and files (20 to 40 minutes)
+	KVROUTER_TIERS=200 go test -v -count 1 -timeout 90m ./test/real/tiers
 
 test-kubernetes: ## Test with a real Kubernetes API server: rollouts, API server outage, 200 pods, RBAC, Helm chart (5 minutes; builds the servers and Helm once)
 	@scripts/build-native.sh

@@ -55,6 +55,9 @@ const (
 // the small model of `make setup`.
 const DefaultGPUModel = "deepseek-ai/DeepSeek-R1-Distill-Llama-8B"
 
+// maxOffloadGiB bounds --kv-offload-gib: more than a machine has.
+const maxOffloadGiB = 1 << 20
+
 // Config contains all settings. Each flag can also be given as an environment
 // variable (KVROUTER_ and the flag's name in capitals, _ for -) or as a key of the
 // YAML file of --config (the flag's name). Precedence: command line, environment,
@@ -62,16 +65,17 @@ const DefaultGPUModel = "deepseek-ai/DeepSeek-R1-Distill-Llama-8B"
 // command reads.
 type Config struct {
 	// The model, the engine, and the workers started.
-	Model           string `group:"Model and engine" placeholder:"NAME|DIR" help:"Model to serve: a Hugging Face name or a folder. Default: deepseek-ai/DeepSeek-R1-Distill-Llama-8B with a GPU, otherwise the SmolLM2 135M of 'make setup'."`
-	ServedModelName string `group:"Model and engine" placeholder:"NAME" help:"Model name in the API. Default: the name of --model; for a folder, its last path element."`
-	Engine          string `group:"Model and engine" default:"vllm" enum:"vllm,sglang,mocker,none" help:"Engine to start: vllm; sglang; mocker (simulated workers, which need no GPU, Python or model); none (route to attached and registered workers only)."`
-	Demo            bool   `group:"Model and engine" help:"With --engine mocker: generate traffic to watch: conversations, agents with shared prefixes, clients that disconnect, and a worker that fails now and then."`
-	WorkersGiven    *int   `group:"Model and engine" name:"num-workers" placeholder:"N" help:"Number of workers to start. Default: 2."`
-	PrefillWorkers  int    `group:"Model and engine" placeholder:"N" help:"Number of prefill workers to start, instead of --num-workers. They compute prompts and transfer them by NIXL (mock workers: --mock-disagg-kind)."`
-	DecodeWorkers   int    `group:"Model and engine" placeholder:"N" help:"Number of decode workers to start, with --prefill-workers."`
-	BlockSize       int    `group:"Model and engine" default:"64" help:"Tokens per KV-cache block. Must equal the engine's block size (SGLang: page size). For vLLM on a CPU, a multiple of 32."`
-	GPUsPerWorker   int    `group:"Model and engine" name:"gpus-per-worker" default:"1" help:"GPUs per worker, or per data-parallel rank (tensor parallelism)."`
-	Python          string `group:"Model and engine" placeholder:"PATH" help:"Python interpreter with vLLM or SGLang installed. Default: the environment prepared by 'make setup' or 'make setup-sglang', otherwise python3."`
+	Model           string  `group:"Model and engine" placeholder:"NAME|DIR" help:"Model to serve: a Hugging Face name or a folder. Default: deepseek-ai/DeepSeek-R1-Distill-Llama-8B with a GPU, otherwise the SmolLM2 135M of 'make setup'."`
+	ServedModelName string  `group:"Model and engine" placeholder:"NAME" help:"Model name in the API. Default: the name of --model; for a folder, its last path element."`
+	Engine          string  `group:"Model and engine" default:"vllm" enum:"vllm,sglang,mocker,none" help:"Engine to start: vllm; sglang; mocker (simulated workers, which need no GPU, Python or model); none (route to attached and registered workers only)."`
+	Demo            bool    `group:"Model and engine" help:"With --engine mocker: generate traffic to watch: conversations, agents with shared prefixes, clients that disconnect, and a worker that fails now and then."`
+	WorkersGiven    *int    `group:"Model and engine" name:"num-workers" placeholder:"N" help:"Number of workers to start. Default: 2."`
+	PrefillWorkers  int     `group:"Model and engine" placeholder:"N" help:"Number of prefill workers to start, instead of --num-workers. They compute prompts and transfer them by NIXL (mock workers: --mock-disagg-kind)."`
+	DecodeWorkers   int     `group:"Model and engine" placeholder:"N" help:"Number of decode workers to start, with --prefill-workers."`
+	BlockSize       int     `group:"Model and engine" default:"64" help:"Tokens per KV-cache block. Must equal the engine's block size (SGLang: page size). For vLLM on a CPU, a multiple of 32."`
+	GPUsPerWorker   int     `group:"Model and engine" name:"gpus-per-worker" default:"1" help:"GPUs per worker, or per data-parallel rank (tensor parallelism)."`
+	KVOffloadGiB    float64 `group:"Model and engine" name:"kv-offload-gib" default:"0" help:"Host memory for offloaded KV blocks of each worker, or data-parallel rank, GiB: vLLM's OffloadingConnector or SGLang's hierarchical cache. SGLang takes whole GB for each GPU. 0 offloads nothing."`
+	Python          string  `group:"Model and engine" placeholder:"PATH" help:"Python interpreter with vLLM or SGLang installed. Default: the environment prepared by 'make setup' or 'make setup-sglang', otherwise python3."`
 
 	// Workers that run already, and how started ones are looked after.
 	workers.Flags
@@ -194,7 +198,7 @@ var notSimulated = []string{"thompson-state", "thompson-traces"}
 var simulateFlags = []string{
 	"config", "policy", "seed", "block-size", "prefill-workers", "decode-workers", "disagg-min-uncached-tokens",
 	"speedup-ratio", "mock-num-gpu-blocks", "mock-max-num-seqs", "mock-max-num-batched-tokens", "mock-prefill-ms", "mock-decode-ms",
-	"mock-kv-transfer-bandwidth", "mock-kv-bytes-per-token", "mock-disagg-kind", "mock-api",
+	"mock-kv-transfer-bandwidth", "mock-kv-bytes-per-token", "mock-host-blocks", "mock-host-bandwidth", "mock-host-latency", "mock-disk-blocks", "mock-disk-bandwidth", "mock-disk-latency", "mock-disk-shared", "mock-disagg-kind", "mock-api",
 	"router-queue-threshold", "router-queue-policy", "router-queue-timeout", "router-queue-limit", "router-track-active-blocks", "router-track-prefill-tokens",
 	"router-assume-kv-reuse", "active-decode-blocks-threshold", "active-prefill-tokens-threshold", "active-prefill-tokens-threshold-frac",
 }
@@ -433,6 +437,12 @@ func (c *Config) validate() error {
 	if c.DrainDelay < 0 || c.DrainTimeout < 0 || c.RequestTimeout < 0 {
 		return errors.New("--drain-delay, --drain-timeout and --request-timeout cannot be negative")
 	}
+	if c.KVOffloadGiB < 0 || c.KVOffloadGiB > maxOffloadGiB || c.KVOffloadGiB != c.KVOffloadGiB {
+		return fmt.Errorf("--kv-offload-gib %v: give 0 to %d GiB", c.KVOffloadGiB, maxOffloadGiB)
+	}
+	if !starts && c.KVOffloadGiB > 0 {
+		return fmt.Errorf("--kv-offload-gib %v, but --engine %s starts no worker process; for attached workers, set their own flags", c.KVOffloadGiB, c.Engine)
+	}
 	if !starts && len(c.EngineArgs) > 0 {
 		return fmt.Errorf("%q follows --, but --engine %s starts no worker process", c.EngineArgs[0], c.Engine)
 	}
@@ -455,7 +465,7 @@ func (c *Config) validate() error {
 		}
 	}
 	if starts {
-		if err := engine.CheckArgs(c.EngineArgs, c.PrefillWorkers > 0); err != nil {
+		if err := engine.CheckArgs(c.engineSettings()); err != nil {
 			return err
 		}
 	}
@@ -484,7 +494,7 @@ func (c *Config) validate() error {
 func (c *Config) simulation() simulate.Simulation {
 	return simulate.Simulation{
 		Scoring: c.Scoring, Index: c.Index, Engine: c.Mock.SimConfig(c.BlockSize), Workers: c.simulatedWorkers(), Prefills: c.PrefillWorkers,
-		Kind: c.Mock.DisaggKind(), Handover: c.Mock.Handover(), LeastUncached: c.Proxy.DisaggMinUncachedTokens, Seed: c.Seed, Routing: c.Routing, Retry: c.Proxy.RetrySettings,
+		Kind: c.Mock.DisaggKind(), Handover: c.Mock.Handover(), Tiers: c.Mock.Tiers(), LeastUncached: c.Proxy.DisaggMinUncachedTokens, Seed: c.Seed, Routing: c.Routing, Retry: c.Proxy.RetrySettings,
 	}
 }
 

@@ -119,7 +119,7 @@ func (c *Config) engineSettings() process.Settings {
 	return process.Settings{
 		Python: c.Python, Model: c.Model, ModelFolder: c.ModelFolder, ServedModelName: c.ServedModelName,
 		NumWorkers: c.NumWorkers, PrefillWorkers: c.PrefillWorkers, BlockSize: c.BlockSize,
-		GPUsPerWorker: c.GPUsPerWorker, GPUs: c.GPUs, Cores: c.Cores, KVEvents: c.KVEvents(), Args: c.EngineArgs,
+		GPUsPerWorker: c.GPUsPerWorker, GPUs: c.GPUs, Cores: c.Cores, KVEvents: c.KVEvents(), Args: c.EngineArgs, OffloadGiB: c.KVOffloadGiB,
 		Ports: c.workerPorts(),
 	}
 }

@@ -56,7 +56,7 @@ func TestCommandOfEachWorker(t *testing.T) {
 			environ: []string{"OMP_NUM_THREADS=7", "VLLM_CPU_KVCACHE_SPACE=9", "VLLM_CPU_OMP_THREADS_BIND=0-3", "VLLM_NO_USAGE_STATS=0", "PYTHONPATH=/mine", "VLLM_PLUGINS=a,b"},
 			argv:    []string{"--max_model_len=512", "--no-enforce-eager", "--seed", "3"},
 			env: []string{"OMP_NUM_THREADS=7", "VLLM_CPU_KVCACHE_SPACE=9", "VLLM_CPU_OMP_THREADS_BIND=0-3", "VLLM_NO_USAGE_STATS=0", "PYTHONPATH=/plugin:/mine",
-				"VLLM_PLUGINS=a,b,kvrouter_load,kvrouter_loopback,kvrouter_nixl", common[0], common[1]},
+				"VLLM_PLUGINS=a,b,kvrouter_load,kvrouter_loopback,kvrouter_nixl,kvrouter_tiers", common[0], common[1]},
 		},
 		{
 			name: "CPU, the router is traced", args: "--model org/name --num-workers 16",
@@ -303,5 +303,46 @@ func TestStartedWorkersHaveTheirParts(t *testing.T) {
 		if diff := cmp.Diff(test.want, parts); diff != "" {
 			t.Errorf("%s: %s", test.name, diff)
 		}
+	}
+}
+
+func TestWorkersOffloadBlocks(t *testing.T) {
+	const offloading = `{"kv_connector":"OffloadingConnector","kv_role":"kv_both","kv_connector_extra_config":{"cpu_bytes_to_use":1610612736,"self_describing_kv_events":true}}`
+	for _, test := range []struct {
+		name string
+		gpus []string
+		args string
+		want []string // --kv-transfer-config by worker; empty: none
+		shim bool     // blocks are copied by the plugin
+	}{
+		{"on the CPU", nil, "--kv-offload-gib 1.5", []string{offloading, offloading}, true},
+		{"on GPUs", []string{"0", "1"}, "--kv-offload-gib 1.5", []string{offloading, offloading}, false},
+		{"beside NIXL", nil, "--kv-offload-gib 1.5 --prefill-workers 1 --decode-workers 1", []string{
+			`{"kv_connector":"MultiConnector","kv_role":"kv_producer","kv_load_failure_policy":"recompute","kv_connector_extra_config":{"connectors":[{"kv_connector":"NixlConnector","kv_role":"kv_producer","kv_buffer_device":"cpu","kv_load_failure_policy":"recompute"},` + offloading + `]}}`,
+			`{"kv_connector":"MultiConnector","kv_role":"kv_consumer","kv_load_failure_policy":"recompute","kv_connector_extra_config":{"connectors":[{"kv_connector":"NixlConnector","kv_role":"kv_consumer","kv_buffer_device":"cpu","kv_load_failure_policy":"recompute"},` + offloading + `]}}`,
+		}, true},
+		{"nothing", nil, "", []string{"", ""}, false},
+		{"by the user's own connector", nil, "-- --kv-transfer-config {}", []string{"{}", "{}"}, true},
+		{"by vLLM's own flag", nil, "-- --kv_offloading_size 2", []string{"", ""}, true},
+	} {
+		t.Run(test.name, func(t *testing.T) {
+			cfg := mustParse(t, testMachine(t, test.gpus...), append([]string{"--python", "py", "--model", "org/name"}, strings.Fields(test.args)...)...)
+			for i, want := range test.want {
+				spec, err := vllm.Engine().Command(cfg.engineSettings(), i, "/plugin", nil)
+				if err != nil {
+					t.Fatal(err)
+				}
+				got := ""
+				if at := slices.Index(spec.Argv, "--kv-transfer-config"); at >= 0 {
+					got = spec.Argv[at+1]
+				}
+				if diff := cmp.Diff(want, got); diff != "" {
+					t.Errorf("worker %d: %s", i, diff)
+				}
+				if shim := slices.Contains(spec.Env, "KVROUTER_CPU_TIERS=1"); shim != test.shim {
+					t.Errorf("worker %d: plugin %v, want %v", i, shim, test.shim)
+				}
+			}
+		})
 	}
 }

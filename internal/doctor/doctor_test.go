@@ -15,6 +15,7 @@ import (
 	"net/url"
 	"os/exec"
 	"path/filepath"
+	"regexp"
 	"slices"
 	"strings"
 	"testing"
@@ -165,6 +166,58 @@ func TestAGoodSetupHasNothingToMend(t *testing.T) {
 	}
 }
 
+// tiers gives workers a host tier.
+func tiers(c *mocker.Settings) { c.MockHostBlocks = 9 }
+
+// reports has a worker in development mode report its KV connector.
+func reports(connector string) func(*testing.T, *ward, *Setup) {
+	return func(t *testing.T, w *ward, _ *Setup) {
+		front(t, &w.attached[0], func(path string, response *http.Response, body string) string {
+			if path != "/server_info" {
+				return body
+			}
+			response.StatusCode = http.StatusOK
+			return `{"vllm_config":{"kv_transfer_config":` + connector + `}}`
+		})
+	}
+}
+
+func TestTiersAreListed(t *testing.T) {
+	for name, test := range map[string]struct {
+		tweak  func(*mocker.Settings)
+		change func(*testing.T, *ward, *Setup)
+		want   string
+	}{
+		"vLLM's host": {tiers, reports(`{"kv_connector":"OffloadingConnector","kv_connector_extra_config":{"self_describing_kv_events":true}}`), "keeps blocks in host memory"},
+		"vLLM's files": {func(c *mocker.Settings) { tiers(c); c.MockDiskBlocks = 9 },
+			reports(`{"kv_connector":"OffloadingConnector","kv_connector_extra_config":{"self_describing_kv_events":true,"secondary_tiers":[{"type":"fs","enable_kv_events":true}]}}`), "keeps blocks in host memory and 1:fs"},
+		"SGLang's": {func(c *mocker.Settings) { c.MockAPI = "sglang"; tiers(c) }, nil, "keeps blocks in host memory"},
+		"none":     {nil, nil, ""},
+	} {
+		t.Run(name, func(t *testing.T) {
+			w := newWard(t, 1, test.tweak)
+			s := setup(w)
+			w.attached[0].Load = fmt.Sprintf("tcp://127.0.0.1:%d", w.load)
+			if test.change != nil {
+				test.change(t, w, &s)
+			}
+			all, _ := visit(t, Command{Wait: wait}, s)
+			listed := ""
+			for _, f := range all {
+				if strings.HasPrefix(f.Text, "keeps blocks") {
+					listed = f.Text
+				}
+				if f.Level == Note && strings.HasPrefix(f.About, "worker") {
+					t.Errorf("%+v", f)
+				}
+			}
+			if listed != test.want {
+				t.Errorf("%q, want %q", listed, test.want)
+			}
+		})
+	}
+}
+
 func TestEachFaultIsFoundWithWhatToChange(t *testing.T) {
 	nowhere := func(t *testing.T) string { return fmt.Sprintf("tcp://127.0.0.1:%d", testkit.FreePorts(t, 1)) }
 	for _, test := range []struct {
@@ -272,6 +325,31 @@ func TestEachFaultIsFoundWithWhatToChange(t *testing.T) {
 				return strings.Replace(body, "vllm:cache_config_info{", `vllm:cache_config_info{prefix_match_unit="32",`, 1)
 			})
 		}, Note, []string{"predictions are not exact", "--prefix-match-unit"}},
+		{"a host tier of unknown events", tiers, nil, Note, []string{"does not report", `"self_describing_kv_events":true`}},
+		{"a host tier of events without tokens", tiers, reports(`{"kv_connector":"OffloadingConnector"}`), Note, []string{"no tokens and parents", `"self_describing_kv_events":true`}},
+		{"files without events", func(c *mocker.Settings) { tiers(c); c.MockDiskBlocks = 9 },
+			reports(`{"kv_connector":"MultiConnector","kv_connector_extra_config":{"connectors":[{"kv_connector":"NixlConnector"},{"kv_connector":"OffloadingConnector","kv_connector_extra_config":{"self_describing_kv_events":true,"secondary_tiers":[{"type":"fs"}]}}]}}`),
+			Note, []string{"1:fs publishes no KV events", `"enable_kv_events":true`}},
+		{"a tier that finds nothing", tiers, func(t *testing.T, w *ward, _ *Setup) {
+			front(t, &w.attached[0], func(path string, response *http.Response, body string) string {
+				if path == "/server_info" {
+					response.StatusCode = http.StatusOK
+					return `{"vllm_config":{"kv_transfer_config":{"kv_connector":"OffloadingConnector","kv_connector_extra_config":{"self_describing_kv_events":true}}}}`
+				}
+				return regexp.MustCompile(`(external_prefix_cache_queries_total\{[^}]*\}) 0`).ReplaceAllString(body, "$1 2e+05")
+			})
+		}, Note, []string{"found nothing of 200000 tokens"}},
+		{"LMCache without evictions", nil, func(t *testing.T, w *ward, _ *Setup) {
+			front(t, &w.attached[0], func(path string, _ *http.Response, body string) string {
+				if path == "/metrics" {
+					body += "lmcache:num_hit_tokens_total 5\n"
+				}
+				return body
+			})
+		}, Note, []string{"LMCacheConnectorV1", "LMCacheMPConnector"}},
+		{"a storage of SGLang", func(c *mocker.Settings) { c.MockAPI = "sglang"; tiers(c); c.MockDiskBlocks = 9 }, func(_ *testing.T, w *ward, _ *Setup) {
+			w.attached[0].Load = fmt.Sprintf("tcp://127.0.0.1:%d", w.load)
+		}, Note, []string{"predictions are not exact", "no KV events of its storage"}},
 		{"no render route", nil, func(t *testing.T, w *ward, _ *Setup) {
 			front(t, &w.attached[0], func(path string, response *http.Response, body string) string {
 				if strings.HasSuffix(path, "/render") {

@@ -212,6 +212,7 @@ func (v visitor) checkVLLM(ctx context.Context, s Setup, p *patient) {
 	if len(metrics.Caches()) == 0 {
 		r.note("does not report its block size", fmt.Sprintf("make sure that it runs with --block-size %d", s.BlockSize))
 	}
+	v.checkVLLMTiers(ctx, s, page.body, r)
 	if s.KVEvents {
 		sources, err := v.ask(ctx, http.MethodGet, "/kv_event_sources")
 		if err == nil && sources.status != http.StatusOK {
@@ -261,6 +262,7 @@ func (v visitor) checkSGLang(ctx context.Context, s Setup, server *probe.ServerI
 	if predictions := server.Predictions(); predictions != "" {
 		r.note("predictions are not exact: "+predictions, "")
 	}
+	r.checkSGLangTiers(server)
 	if server.Speculation != "" {
 		r.ok("drafts tokens by %s", shorten(server.Speculation))
 	}

@@ -19,6 +19,7 @@ type Settings struct {
 	MaxBatchedTokens int // maximum tokens computed in one pass
 	Caching          Caching
 	Timing           Timing
+	Silent           bool // requests find nothing in the tiers below the cache
 }
 
 // Caching is the time from which later requests find a block.
@@ -90,6 +91,9 @@ type Request struct {
 	// Missing is the number of prompt tokens to fetch: those of blocks that are not
 	// in the cache. Valid after the owner was notified.
 	Missing int
+	// Lower counts the blocks of Cached that were loaded from lower tiers, and Load those
+	// of the load under way, or of the last one.
+	Lower, Load kv.LowerBlocks
 	// Keep retains the blocks after the last token until Abort, so that another
 	// engine can fetch them.
 	Keep bool
@@ -102,18 +106,22 @@ type Request struct {
 	running  bool     // is in the batch
 	decoding bool     // its last pass emitted a token
 	unkeyed  bool     // the cache was reset under it: it stores nothing more
+
+	offloaded int  // first blocks that lower tiers have got
+	counts    bool // the load under way counts as Cached
 }
 
-// Event is one change of a simulated engine's prefix cache: blocks stored
-// or blocks removed.
+// Event is one change of a simulated engine's prefix cache, or of a tier below it:
+// blocks stored or blocks removed.
 type Event struct {
+	Tier      kv.Tier
 	Stored    bool
 	Parent    uint64           // engine hash that Blocks follow
 	HasParent bool             // false: Blocks start a prompt
 	Blocks    []kv.StoredBlock // stored, one after the other; part of Request.Blocks
 	First     int              // index of Blocks[0] in Request.Blocks
 	Request   *Request         // owner of the prompt
-	Removed   []uint64         // engine hashes; only valid during the call
+	Removed   []uint64         // engine hashes; only valid during the call if the tier is the device
 }
 
 // Engine is the core of a simulated vLLM worker: paged blocks with prefix
@@ -130,6 +138,7 @@ type Event struct {
 // in the cache as Settings.Caching says.
 type Engine struct {
 	Cfg     Settings
+	Lower   []*Store // tiers below the cache, from the fastest on; they get a copy of every computed block
 	events  func(Event)
 	Pool    *blockpool.Pool
 	running []*Request // in the order of admission
@@ -138,6 +147,7 @@ type Engine struct {
 	Fetch    func(*Request) // called with requests whose prompts must be fetched
 	fetching []*Request     // they have blocks for it
 	fetched  []*Request     // their prompts have come; the batch was full
+	LoadNow  func(*Request) // called with requests of which lower tiers have blocks
 	kept     []*Request     // ended ones that Keep their blocks
 
 	inPass  bool
@@ -146,13 +156,14 @@ type Engine struct {
 	removed []uint64   // reused
 }
 
-// New returns an idle engine with an empty cache. events is called for
-// every change of the cache, in order; it may be nil.
-func New(cfg Settings, events func(Event)) *Engine {
+// New returns an idle engine with an empty cache and the tiers below it, from the fastest
+// on. events is called for every change of the cache and of these tiers, in order; it may
+// be nil.
+func New(cfg Settings, events func(Event), lower ...*Store) *Engine {
 	if events == nil {
 		events = func(Event) {}
 	}
-	return &Engine{Cfg: cfg, events: events, Pool: blockpool.New(cfg.Blocks)}
+	return &Engine{Cfg: cfg, Lower: lower, events: events, Pool: blockpool.New(cfg.Blocks)}
 }
 
 // Submit queues a request. It refuses a request larger than the cache, which the
@@ -252,6 +263,12 @@ func (e *Engine) Begin() (d time.Duration, busy bool) {
 			e.waiting = e.waiting[1:]
 			continue
 		}
+		if loads, ok := e.beginLoad(r); !ok {
+			break
+		} else if loads {
+			e.waiting = e.waiting[1:]
+			continue
+		}
 		if !e.admit(r, budget) {
 			break
 		}
@@ -281,6 +298,7 @@ func (e *Engine) End() (emitted []*Request) {
 		r.computed += r.step
 		if r.step > 0 && !r.decoding {
 			e.cacheComputed(r, min(r.computed, r.Prompt))
+			e.offloadComputed(r, min(r.computed, r.Prompt))
 		}
 		if r.step > 0 && r.left() == 0 {
 			r.Generated++
@@ -293,6 +311,7 @@ func (e *Engine) End() (emitted []*Request) {
 			continue
 		}
 		e.cacheComputed(r, r.computed)
+		e.offloadComputed(r, r.computed)
 		if r.Keep {
 			r.running = false
 			e.kept = append(e.kept, r)
@@ -433,8 +452,11 @@ func (e *Engine) hold(r *Request, tokens int) bool {
 }
 
 // tellStored reports that blocks of r, from first to below end, are in the cache.
-func (e *Engine) tellStored(r *Request, first, end int) {
-	event := Event{Stored: true, Blocks: r.Blocks[first:end], First: first, Request: r}
+func (e *Engine) tellStored(r *Request, first, end int) { e.tellTier(kv.Device, r, first, end) }
+
+// tellTier is tellStored of a tier.
+func (e *Engine) tellTier(tier kv.Tier, r *Request, first, end int) {
+	event := Event{Tier: tier, Stored: true, Blocks: r.Blocks[first:end], First: first, Request: r}
 	if first > 0 {
 		event.Parent, event.HasParent = r.Blocks[first-1].Engine, true
 	}
@@ -513,6 +535,7 @@ func (e *Engine) drop(r *Request) {
 	r.Held = r.Held[:0]
 	r.computed, r.step = 0, 0
 	r.running, r.decoding, r.unkeyed = false, false, false
+	r.offloaded = 0
 }
 
 // left is how many tokens of r are still to be computed before it emits one.

@@ -42,6 +42,11 @@ type Match struct {
 	// Lower counts the blocks that continue Blocks in the tiers below the device, each in
 	// the fastest tier that has it. The run ends at the first block that no tier has.
 	Lower LowerBlocks
+	// Staged counts the same as Dynamo does: first a run in host memory, from its end on a
+	// run on disk, then one in external stores, all of the worker itself, the prompt's last
+	// block included. It ends where a run goes back to a faster tier, which an engine takes as
+	// it comes, and counts none that may have been emptied.
+	Staged LowerBlocks
 	// Doubtful means that the lower tiers may have been emptied without an event.
 	Doubtful bool
 }

@@ -48,6 +48,11 @@ type LowerBlocks struct{ Host, Disk, External int32 }
 // Total returns the blocks of all lower tiers.
 func (l LowerBlocks) Total() int { return int(l.Host) + int(l.Disk) + int(l.External) }
 
+// Tokens returns the tokens of the blocks of that size.
+func (l LowerBlocks) Tokens(blockSize int) TierTokens {
+	return TierTokens{Host: int(l.Host) * blockSize, Disk: int(l.Disk) * blockSize, External: int(l.External) * blockSize}
+}
+
 // Of returns the blocks of a lower tier; 0 for the device.
 func (l LowerBlocks) Of(t Tier) int {
 	switch t {
@@ -59,4 +64,38 @@ func (l LowerBlocks) Of(t Tier) int {
 		return int(l.External)
 	}
 	return 0
+}
+
+// Beyond returns the blocks that are left without the first n, the fastest tiers' first.
+func (l LowerBlocks) Beyond(n int) LowerBlocks {
+	for _, of := range [...]*int32{&l.Host, &l.Disk, &l.External} {
+		less := int32(min(max(n, 0), int(*of)))
+		*of, n = *of-less, n-int(less)
+	}
+	return l
+}
+
+// Within returns at most n blocks, the fastest tiers' first.
+func (l LowerBlocks) Within(n int) LowerBlocks {
+	for _, of := range [...]*int32{&l.Host, &l.Disk, &l.External} {
+		*of = int32(min(max(n, 0), int(*of)))
+		n -= int(*of)
+	}
+	return l
+}
+
+// TierTokens counts cached tokens of a prompt by the tier that they came from.
+type TierTokens struct{ Device, Host, Disk, External int }
+
+// Total returns the tokens of all tiers.
+func (t TierTokens) Total() int { return t.Device + t.Host + t.Disk + t.External }
+
+// Plus returns the sums of both.
+func (t TierTokens) Plus(u TierTokens) TierTokens {
+	return TierTokens{t.Device + u.Device, t.Host + u.Host, t.Disk + u.Disk, t.External + u.External}
+}
+
+// Of returns the tokens of a tier.
+func (t TierTokens) Of(tier Tier) int {
+	return [...]int{Device: t.Device, Host: t.Host, Disk: t.Disk, External: t.External}[tier]
 }

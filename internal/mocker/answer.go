@@ -41,6 +41,8 @@ type Answer struct {
 	list     bool // several answers to /generate, though it may be one
 
 	promptIDs bool // the prompt's tokens come with those
+	details   bool // the request asks for the sources of cached tokens
+	storage   bool // files may be one of them
 }
 
 // kind is the route that an answer belongs to.
@@ -86,6 +88,8 @@ type Choice struct {
 
 	cached    atomic.Int64 // prompt tokens that were not to be computed; valid with the first generated one
 	hits      atomic.Int64 // those of them that were in the cache
+	host      atomic.Int64 // those that were loaded from host memory
+	disk      atomic.Int64 // those that were loaded from files
 	generated atomic.Int64
 	aborted   atomic.Bool // it ends with its tokens so far: SGLang's /abort_request
 }
@@ -93,7 +97,10 @@ type Choice struct {
 // advance reports the tokens so far to the answer's handler.
 func (c *Choice) advance(r *engine.Request) {
 	c.cached.Store(int64(r.Cached))
-	c.hits.Store(int64(r.Cached - r.Missing))
+	size := c.Answer.blockSize
+	c.hits.Store(int64(r.Cached - r.Missing - r.Lower.Total()*size))
+	c.host.Store(int64(int(r.Lower.Host) * size))
+	c.disk.Store(int64(int(r.Lower.Disk) * size))
 	if r.Keep && r.Generated == r.Output {
 		c.blocks = slices.Clone(r.Held)
 	}

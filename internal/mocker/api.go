@@ -308,17 +308,18 @@ func (w *Worker) eventSources(out http.ResponseWriter, _ *http.Request) {
 }
 
 func (w *Worker) reset(out http.ResponseWriter, in *http.Request) {
-	if success, ended := w.resetCaches(in.Context()); !ended {
+	lower := in.URL.Query().Get("reset_external") == "true"
+	if success, ended := w.resetCaches(in.Context(), lower); !ended {
 		answerJSON(out, http.StatusOK, map[string]any{"success": success})
 	}
 }
 
-// resetCaches empties the caches of all ranks; not all: one is in use. ended means that
+// resetCaches empties the caches of all ranks, with lower also the tiers below; not all: one is in use. ended means that
 // the client has left, or the worker has ended.
-func (w *Worker) resetCaches(ctx context.Context) (all, ended bool) {
+func (w *Worker) resetCaches(ctx context.Context, lower bool) (all, ended bool) {
 	all = true
 	for _, rank := range w.Ranks {
-		if !rank.Ask(ctx, func(e *engine.Engine) { all = rank.ResetPrefixCache(e) && all }) {
+		if !rank.Ask(ctx, func(e *engine.Engine) { all = rank.ResetPrefixCache(e, lower) && all }) {
 			return false, true
 		}
 	}

@@ -18,6 +18,7 @@ import (
 
 // Event is one published change of a mock worker's cache.
 type Event struct {
+	Tier      kv.Tier
 	Cleared   bool
 	Removed   []uint64
 	Stored    []kv.StoredBlock
@@ -26,6 +27,10 @@ type Event struct {
 	Tokens    []uint32 // of the stored blocks
 	Adapter   Adapter  // that computed them
 	Salt      string   // of the first one, if it starts a prompt that has one; with SGLang, of all
+
+	// Of lower tiers:
+	Shared      bool // several workers have the blocks
+	Placeholder bool // vLLM's form without tokens and parent
 }
 
 // batch is what one step of a mock worker published.

@@ -47,9 +47,12 @@ func (w *Worker) metrics(out http.ResponseWriter, _ *http.Request) {
 	page.gauge("kv_cache_usage_perc", func(_ *Rank, l Load) float64 { return l.Usage })
 	page.count("prefix_cache_queries_total", "", func(c *counts) *atomic.Int64 { return &c.prefixQueries })
 	page.count("prefix_cache_hits_total", "", func(c *counts) *atomic.Int64 { return &c.prefixHits })
-	if w.part.Kind == kv.KindNIXL {
-		page.count("external_prefix_cache_hits_total", "", func(c *counts) *atomic.Int64 { return &c.ExternalHits })
+	if w.part.Kind == kv.KindNIXL || len(w.cfg.Tiers()) > 0 {
+		page.add("counter", "external_prefix_cache_hits_total", "", func(r *Rank, _ Load) float64 {
+			return float64(r.Counts.ExternalHits.Load() + r.Counts.tiers.host.Load() + r.Counts.tiers.disk.Load())
+		})
 	}
+	page.tierMetrics(&w.cfg)
 	page.count("prompt_tokens_total", "", func(c *counts) *atomic.Int64 { return &c.PromptTokens })
 	page.count("generation_tokens_total", "", func(c *counts) *atomic.Int64 { return &c.GenerationTokens })
 	page.count("request_success_total", `,finished_reason="stop"`, func(c *counts) *atomic.Int64 { return &c.finishedStop })
@@ -103,6 +106,11 @@ func (w *Worker) sglangMetrics(out http.ResponseWriter, _ *http.Request) {
 	})
 	page.count("prefill_effective_tokens_total", `,mode="input"`, func(c *counts) *atomic.Int64 { return &c.prefilled })
 	page.count("prefill_effective_tokens_total", `,mode="device_hit"`, func(c *counts) *atomic.Int64 { return &c.prefixHits })
+	page.count("prefill_effective_tokens_total", `,mode="host_hit"`, func(c *counts) *atomic.Int64 { return &c.tiers.host })
+	page.count("prefill_effective_tokens_total", `,mode="storage_hit"`, func(c *counts) *atomic.Int64 { return &c.tiers.disk })
+	page.count("cached_tokens_total", `,cache_source="device"`, func(c *counts) *atomic.Int64 { return &c.prefixHits })
+	page.count("cached_tokens_total", `,cache_source="host"`, func(c *counts) *atomic.Int64 { return &c.tiers.host })
+	page.count("cached_tokens_total", `,cache_source="storage"`, func(c *counts) *atomic.Int64 { return &c.tiers.disk })
 	out.Header().Set("Content-Type", "text/plain; version=1.0.0; charset=utf-8")
 	_, _ = out.Write(page.text)
 }

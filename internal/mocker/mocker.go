@@ -30,8 +30,9 @@ type Mocker struct {
 	began  time.Time // crashes are counted from here
 	Starts atomic.Uint64
 
-	mu      sync.Mutex // guards workers
+	mu      sync.Mutex // guards the rest
 	workers map[int]*Worker
+	shared  map[kv.Tier]*engine.Store // tiers that all workers share
 }
 
 // NewMocker returns a mocker whose workers serve model.
@@ -40,7 +41,7 @@ func NewMocker(cfg Settings, model *tokens.Model, log *slog.Logger) (*Mocker, er
 	if err != nil {
 		return nil, fmt.Errorf("--engine mocker: %w", err)
 	}
-	return &Mocker{cfg: cfg, model: model, words: words, log: log, began: time.Now(), workers: map[int]*Worker{}}, nil
+	return &Mocker{cfg: cfg, model: model, words: words, log: log, began: time.Now(), workers: map[int]*Worker{}, shared: map[kv.Tier]*engine.Store{}}, nil
 }
 
 // Start starts worker i. It listens when Start returns, and must be ended.
@@ -67,6 +68,11 @@ func (m *Mocker) Start(i int) (*Worker, error) {
 	w.maxModelLen = settings.Blocks * settings.BlockSize
 	if n := m.model.MaxModelLen(); n > 0 {
 		w.maxModelLen = min(n, w.maxModelLen)
+	}
+	w.tiers = func() []*engine.Store {
+		m.mu.Lock()
+		defer m.mu.Unlock()
+		return engine.Stores(m.cfg.Tiers(), m.shared)
 	}
 	if err := w.listen(settings); err != nil {
 		return nil, fmt.Errorf("mock worker %d: %w", i, err)
@@ -114,7 +120,8 @@ type Worker struct {
 	model       *tokens.Model
 	words       *vocabulary
 	log         *slog.Logger
-	maxModelLen int // longest prompt with its answer, tokens
+	maxModelLen int                    // longest prompt with its answer, tokens
+	tiers       func() []*engine.Store // makes those of a rank
 	started     time.Time
 
 	Ranks    []*Rank

@@ -11,6 +11,7 @@ import (
 	"time"
 
 	"kvrouter/internal/engine"
+	"kvrouter/internal/kv"
 	"kvrouter/internal/zmq"
 )
 
@@ -31,8 +32,11 @@ type Rank struct {
 	commands []func(*engine.Engine)
 
 	// What follows belongs to the engine's goroutine.
-	Engine  *engine.Engine
-	changes []Event // of the step under way
+	Engine   *engine.Engine
+	changes  []Event    // of the step under way
+	lower    []Event    // of vLLM's lower tiers, since the last batch
+	shuffle  *rand.Rand // orders them
+	loadsEnd time.Time  // when the last load from lower tiers ends
 	// told has the hashes that other names have outside: SGLang's events do not carry
 	// apart blocks that differ by their extra_key alone. By the name in the engine.
 	told map[uint64]uint64
@@ -60,6 +64,7 @@ type counts struct {
 
 	prefilled, prefillMicros atomic.Int64 // prompt tokens computed, and how long the passes took that did
 	evicted                  atomic.Int64 // tokens of blocks
+	tiers                    tierCounts
 }
 
 // newRank opens the ports of a worker's rank, numbered after those of the
@@ -67,7 +72,10 @@ type counts struct {
 func newRank(w *Worker, number int, settings engine.Settings) (*Rank, error) {
 	r := &Rank{w: w, number: number, wake: make(chan struct{}, 1), loadChanged: make(chan struct{}, 1), told: map[uint64]uint64{}}
 	r.free.Store(int64(settings.Blocks))
-	r.Engine = engine.New(settings, r.cacheChanged)
+	settings.Silent = slices.Contains(w.cfg.MockSilentTiers, uint64(w.number))
+	r.shuffle = rand.New(rand.NewPCG(w.random.Uint64(), 2))
+	r.Engine = engine.New(settings, r.cacheChanged, w.tiers()...)
+	r.Engine.LoadNow = r.loadLower
 	r.Engine.Fetch = func(request *engine.Request) { close(request.Tag.(*Choice).fetching) }
 	cfg, at := &w.cfg, w.number*w.cfg.Ports.Ranks+number
 	var err error
@@ -141,6 +149,11 @@ func (r *Rank) leave(answer *Answer) {
 	r.inFlight.Add(-int64(len(answer.choices)))
 	for _, c := range answer.choices {
 		r.Counts.prefixHits.Add(c.hits.Load())
+		if len(r.Engine.Lower) > 0 {
+			r.Counts.tiers.queries.Add(int64(c.prompt) - c.hits.Load())
+			r.Counts.tiers.host.Add(c.host.Load())
+			r.Counts.tiers.disk.Add(c.disk.Load())
+		}
 		switch {
 		case c.Sent < c.Output || c.Finish == finishAbort:
 			r.Counts.Aborted.Add(1)
@@ -169,6 +182,8 @@ func (r *Rank) step() {
 		if !busy {
 			if r.w.sglang() { // a request that was aborted has left blocks
 				r.publishChanges()
+			} else if lower := r.takeLower(); len(lower) > 0 {
+				r.Events.add(lower)
 			}
 			r.reportLoad()
 			select {
@@ -224,23 +239,26 @@ func (r *Rank) runCommands() {
 
 // cacheChanged applies one change of the engine's cache.
 func (r *Rank) cacheChanged(e engine.Event) {
+	if e.Tier != kv.Device {
+		r.tierChanged(e)
+		return
+	}
 	if !e.Stored {
 		r.Counts.evicted.Add(int64(len(e.Removed) * r.w.cfg.BlockSize))
-		removed := slices.Clone(e.Removed)
-		for i, name := range removed {
-			if told, renamed := r.told[name]; renamed {
-				delete(r.told, name)
-				removed[i] = told
-			}
-		}
+		removed := r.renamed(e.Removed)
 		// A step's removals are one event, as long as no store comes between.
-		if n := len(r.changes); n > 0 && r.changes[n-1].Removed != nil {
+		if n := len(r.changes); n > 0 && r.changes[n-1].Removed != nil && r.changes[n-1].Tier == kv.Device {
 			r.changes[n-1].Removed = append(r.changes[n-1].Removed, removed...)
 			return
 		}
 		r.changes = append(r.changes, Event{Removed: removed})
 		return
 	}
+	r.changes = append(r.changes, r.stored(e))
+}
+
+// stored is the published form of blocks that were stored.
+func (r *Rank) stored(e engine.Event) Event {
 	choice := e.Request.Tag.(*Choice)
 	size := r.w.cfg.BlockSize
 	change := Event{
@@ -260,25 +278,34 @@ func (r *Rank) cacheChanged(e engine.Event) {
 			change.Parent = choice.told[e.First-1]
 		}
 	}
-	r.changes = append(r.changes, change)
+	return change
 }
 
 func (r *Rank) publishChanges() {
+	r.changes = append(r.changes, r.takeLower()...)
 	if len(r.changes) > 0 {
 		r.Events.add(r.changes)
 		r.changes = nil
 	}
 }
 
-// ResetPrefixCache empties the cache. Like vLLM it refuses that while requests use
+// ResetPrefixCache empties the cache and, with lower, the tiers below it, of SGLang's
+// the host. Like vLLM it refuses that while requests use
 // blocks, like SGLang also while requests wait. vLLM's next step publishes it.
-func (r *Rank) ResetPrefixCache(e *engine.Engine) bool {
+func (r *Rank) ResetPrefixCache(e *engine.Engine, lower bool) bool {
 	running, waiting, usage := e.Load()
 	if usage > 0 || r.w.sglang() && running+waiting > 0 {
 		return false
 	}
 	e.Reset()
-	clear(r.told)
+	for _, s := range e.Lower {
+		if lower && (!r.w.sglang() || s.Tier == kv.Host) {
+			s.Reset()
+		}
+	}
+	if len(e.Lower) == 0 { // else tiers may have them
+		clear(r.told)
+	}
 	r.changes = append(r.changes, Event{Cleared: true})
 	if r.w.sglang() {
 		r.publishChanges()

@@ -18,32 +18,33 @@ import (
 // Settings are the flags of simulated workers; the simulate command uses those of
 // SimConfig. Flags with help that starts with "Fault" inject faults for tests.
 type Settings struct {
-	SpeedupRatio            float64                  `group:"Mock workers, with --engine mocker" default:"1" help:"Speed of a mock worker relative to the simulated GPU. 0: no delays."`
-	MockAPI                 string                   `group:"Mock workers, with --engine mocker" name:"mock-api" default:"vllm" enum:"vllm,sglang" help:"Engine that mock workers simulate, with its routes, KV events and load: vllm or sglang."`
-	MockNumGPUBlocks        int                      `group:"Mock workers, with --engine mocker" name:"mock-num-gpu-blocks" default:"16384" help:"KV-cache blocks of a mock worker (vLLM's --num-gpu-blocks-override)."`
-	MockMaxNumSeqs          int                      `group:"Mock workers, with --engine mocker" default:"256" help:"Maximum requests in a mock worker's batch (vLLM's --max-num-seqs)."`
-	MockMaxNumBatchedTokens int                      `group:"Mock workers, with --engine mocker" default:"8192" help:"Maximum tokens that a mock worker computes in one step (vLLM's --max-num-batched-tokens)."`
-	MockDataParallelSize    int                      `group:"Mock workers, with --engine mocker" default:"1" help:"Data-parallel ranks of a mock worker (vLLM's --data-parallel-size), each with its own cache, event and load port."`
-	MockLora                []string                 `group:"Mock workers, with --engine mocker" name:"mock-lora" placeholder:"NAME" help:"Comma-separated LoRA adapters that a mock worker serves as models (vLLM's --lora-modules)."`
-	MockPrefillMS           []float64                `group:"Mock workers, with --engine mocker" name:"mock-prefill-ms" default:"16.50142,0.01518344,4.209989e-07" placeholder:"A,B,C" help:"Prefill time of a step, ms: A + B*n + C*n^2 for n uncached prompt tokens."`
-	MockDecodeMS            []float64                `group:"Mock workers, with --engine mocker" name:"mock-decode-ms" default:"5.74,54.01,-25.74" placeholder:"A,B,C" help:"Decode time of a step, ms: A + B*u + C*u^2, at least 1, where u (0 to 1) is the share of the KV cache that decoding requests fill."`
-	MockOutputTokens        int                      `group:"Mock workers, with --engine mocker" default:"128" help:"Length of a mock answer, tokens, unless the request sets ignore_eos or a smaller max_tokens."`
-	MockKVTransferBandwidth float64                  `group:"Mock workers, with --engine mocker" name:"mock-kv-transfer-bandwidth" default:"64" placeholder:"GB/S" help:"Bandwidth of KV-cache transfers between mock workers, GB (10^9 bytes) per second."`
-	MockKVBytesPerToken     int                      `group:"Mock workers, with --engine mocker" name:"mock-kv-bytes-per-token" default:"131072" help:"KV cache per prompt token, bytes. Default: Llama 8B in 16 bits (2 * 32 layers * 8 heads * 128 * 2)."`
-	MockDisaggKind          string                   `group:"Mock workers, with --engine mocker" default:"" enum:",nixl,sglang" help:"KV-transfer protocol of mock workers with --prefill-workers: nixl (vLLM's, the default) or sglang (the default with --mock-api sglang)."`
-	MockKVLease             time.Duration            `group:"Mock workers, with --engine mocker" name:"mock-kv-lease" default:"30s" help:"Time that a prefill mock worker keeps blocks that no decode worker requests (vLLM's kv_lease_duration)."`
-	MockKVLoadFailure       string                   `group:"Mock workers, with --engine mocker" name:"mock-kv-load-failure" default:"recompute" enum:"recompute,fail" help:"Action of a decode mock worker when the KV transfer fails: recompute or fail (vLLM's kv_load_failure_policy)."`
-	MockBootstrapTimeout    time.Duration            `group:"Mock workers, with --engine mocker" default:"5m" help:"Time that SGLang mock workers wait for each other."`
-	MockShutdownTimeout     time.Duration            `group:"Mock workers, with --engine mocker" default:"0s" help:"Maximum time for in-flight requests to finish when a mock worker is stopped. 0: stop immediately."`
-	MockBufferSteps         int                      `group:"Mock workers, with --engine mocker" default:"10000" help:"KV-event batches that a mock worker can replay (vLLM's buffer_steps)."`
-	MockArrayEvents         bool                     `group:"Mock workers, with --engine mocker" help:"Encode KV events as arrays, as vLLM up to 0.23, instead of maps."`
-	MockErrorRate           float64                  `group:"Mock workers, with --engine mocker" default:"0" help:"Fault: share of requests, 0 to 1, that a mock worker answers with status 500."`
-	MockCrashEvery          time.Duration            `group:"Mock workers, with --engine mocker" default:"0s" help:"Fault: interval at which a mock worker crashes, each in turn. 0: never."`
-	MockHangWorker          map[uint64]time.Duration `group:"Mock workers, with --engine mocker" mapsep:"," placeholder:"ID=AFTER" help:"Fault: mock worker ID hangs (its ports stay open) this long after each start. Comma-separated."`
-	MockSlowWorker          map[uint64]float64       `group:"Mock workers, with --engine mocker" mapsep:"," placeholder:"ID=FACTOR" help:"Fault: mock worker ID is slower by FACTOR in every step. Comma-separated."`
-	MockDropEvents          float64                  `group:"Mock workers, with --engine mocker" default:"0" help:"Fault: share of KV-event batches, 0 to 1, that are not sent but can be replayed."`
-	MockDuplicateEvents     float64                  `group:"Mock workers, with --engine mocker" default:"0" help:"Fault: share of KV-event batches, 0 to 1, that are sent twice."`
-	MockDelayEvents         time.Duration            `group:"Mock workers, with --engine mocker" default:"0s" help:"Fault: delay of each KV-event batch."`
+	SpeedupRatio            float64       `group:"Mock workers, with --engine mocker" default:"1" help:"Speed of a mock worker relative to the simulated GPU. 0: no delays."`
+	MockAPI                 string        `group:"Mock workers, with --engine mocker" name:"mock-api" default:"vllm" enum:"vllm,sglang" help:"Engine that mock workers simulate, with its routes, KV events and load: vllm or sglang."`
+	MockNumGPUBlocks        int           `group:"Mock workers, with --engine mocker" name:"mock-num-gpu-blocks" default:"16384" help:"KV-cache blocks of a mock worker (vLLM's --num-gpu-blocks-override)."`
+	MockMaxNumSeqs          int           `group:"Mock workers, with --engine mocker" default:"256" help:"Maximum requests in a mock worker's batch (vLLM's --max-num-seqs)."`
+	MockMaxNumBatchedTokens int           `group:"Mock workers, with --engine mocker" default:"8192" help:"Maximum tokens that a mock worker computes in one step (vLLM's --max-num-batched-tokens)."`
+	MockDataParallelSize    int           `group:"Mock workers, with --engine mocker" default:"1" help:"Data-parallel ranks of a mock worker (vLLM's --data-parallel-size), each with its own cache, event and load port."`
+	MockLora                []string      `group:"Mock workers, with --engine mocker" name:"mock-lora" placeholder:"NAME" help:"Comma-separated LoRA adapters that a mock worker serves as models (vLLM's --lora-modules)."`
+	MockPrefillMS           []float64     `group:"Mock workers, with --engine mocker" name:"mock-prefill-ms" default:"16.50142,0.01518344,4.209989e-07" placeholder:"A,B,C" help:"Prefill time of a step, ms: A + B*n + C*n^2 for n uncached prompt tokens."`
+	MockDecodeMS            []float64     `group:"Mock workers, with --engine mocker" name:"mock-decode-ms" default:"5.74,54.01,-25.74" placeholder:"A,B,C" help:"Decode time of a step, ms: A + B*u + C*u^2, at least 1, where u (0 to 1) is the share of the KV cache that decoding requests fill."`
+	MockOutputTokens        int           `group:"Mock workers, with --engine mocker" default:"128" help:"Length of a mock answer, tokens, unless the request sets ignore_eos or a smaller max_tokens."`
+	MockKVTransferBandwidth float64       `group:"Mock workers, with --engine mocker" name:"mock-kv-transfer-bandwidth" default:"64" placeholder:"GB/S" help:"Bandwidth of KV-cache transfers between mock workers, GB (10^9 bytes) per second."`
+	MockKVBytesPerToken     int           `group:"Mock workers, with --engine mocker" name:"mock-kv-bytes-per-token" default:"131072" help:"KV cache per prompt token, bytes. Default: Llama 8B in 16 bits (2 * 32 layers * 8 heads * 128 * 2)."`
+	MockDisaggKind          string        `group:"Mock workers, with --engine mocker" default:"" enum:",nixl,sglang" help:"KV-transfer protocol of mock workers with --prefill-workers: nixl (vLLM's, the default) or sglang (the default with --mock-api sglang)."`
+	MockKVLease             time.Duration `group:"Mock workers, with --engine mocker" name:"mock-kv-lease" default:"30s" help:"Time that a prefill mock worker keeps blocks that no decode worker requests (vLLM's kv_lease_duration)."`
+	MockKVLoadFailure       string        `group:"Mock workers, with --engine mocker" name:"mock-kv-load-failure" default:"recompute" enum:"recompute,fail" help:"Action of a decode mock worker when the KV transfer fails: recompute or fail (vLLM's kv_load_failure_policy)."`
+	MockBootstrapTimeout    time.Duration `group:"Mock workers, with --engine mocker" default:"5m" help:"Time that SGLang mock workers wait for each other."`
+	MockShutdownTimeout     time.Duration `group:"Mock workers, with --engine mocker" default:"0s" help:"Maximum time for in-flight requests to finish when a mock worker is stopped. 0: stop immediately."`
+	MockBufferSteps         int           `group:"Mock workers, with --engine mocker" default:"10000" help:"KV-event batches that a mock worker can replay (vLLM's buffer_steps)."`
+	MockArrayEvents         bool          `group:"Mock workers, with --engine mocker" help:"Encode KV events as arrays, as vLLM up to 0.23, instead of maps."`
+	TierFlags
+	MockErrorRate       float64                  `group:"Mock workers, with --engine mocker" default:"0" help:"Fault: share of requests, 0 to 1, that a mock worker answers with status 500."`
+	MockCrashEvery      time.Duration            `group:"Mock workers, with --engine mocker" default:"0s" help:"Fault: interval at which a mock worker crashes, each in turn. 0: never."`
+	MockHangWorker      map[uint64]time.Duration `group:"Mock workers, with --engine mocker" mapsep:"," placeholder:"ID=AFTER" help:"Fault: mock worker ID hangs (its ports stay open) this long after each start. Comma-separated."`
+	MockSlowWorker      map[uint64]float64       `group:"Mock workers, with --engine mocker" mapsep:"," placeholder:"ID=FACTOR" help:"Fault: mock worker ID is slower by FACTOR in every step. Comma-separated."`
+	MockDropEvents      float64                  `group:"Mock workers, with --engine mocker" default:"0" help:"Fault: share of KV-event batches, 0 to 1, that are not sent but can be replayed."`
+	MockDuplicateEvents float64                  `group:"Mock workers, with --engine mocker" default:"0" help:"Fault: share of KV-event batches, 0 to 1, that are sent twice."`
+	MockDelayEvents     time.Duration            `group:"Mock workers, with --engine mocker" default:"0s" help:"Fault: delay of each KV-event batch."`
 
 	// Set by the caller, not by flags of the mocker.
 	ServedModelName string        `kong:"-"`
@@ -133,6 +134,9 @@ func (c *Settings) Validate(workers int) error {
 		if name == "" || slices.Contains(c.MockLora[:i], name) {
 			return fmt.Errorf("--mock-lora %s: give each adapter once, with a name", strings.Join(c.MockLora, ","))
 		}
+	}
+	if err := c.TierFlags.validate(workers); err != nil {
+		return err
 	}
 	for id := range c.MockHangWorker {
 		if id >= uint64(workers) {

@@ -93,6 +93,9 @@ func (a *Answer) appendSGLangEnd(out []byte) []byte {
 			out = a.appendDelta(out, c, `"reasoning_content":null`, true, -1)
 		}
 	}
+	if text := a.appendSources(nil); len(text) > 0 && a.kind != generateKind {
+		out = append(append(append(a.head(out), `"choices":[]`...), text...), "}\n\n"...)
+	}
 	if a.usage && a.kind != generateKind {
 		out = a.appendWholeUsage(append(a.head(out), `"choices":[],"usage":`...), a.kind == chatKind)
 		out = append(out, "}\n\n"...)
@@ -136,7 +139,8 @@ func (a *Answer) wholeSGLang() []byte {
 	}
 	out = a.appendWholeUsage(append(out, `],"usage":`...), true)
 	out = append(out, `,"metadata":{"weight_version":"default",`...)
-	return append(a.choices[0].appendVersions(out), "}}"...)
+	out = append(a.choices[0].appendVersions(out), '}')
+	return append(a.appendSources(out), '}')
 }
 
 // appendWholeUsage appends the usage of all: like SGLang it counts each prompt, and
@@ -171,6 +175,26 @@ func appendSGLangUsage(out []byte, prompt, generated, cached int) []byte {
 	return append(out, `,"reasoning_tokens":0`+noDetails...)
 }
 
+// sources are the tiers that a choice's cached tokens came from, JSON.
+func (c *Choice) sources() string {
+	storage := ""
+	if c.Answer.storage {
+		storage = fmt.Sprintf(`,"storage":%d,"storage_backend":"HiCacheFile"`, c.disk.Load())
+	}
+	return fmt.Sprintf(`{"device":%d,"host":%d%s}`, c.hits.Load(), c.host.Load(), storage)
+}
+
+// appendSources appends the sources of the first choice that has any, if the request
+// asks for them.
+func (a *Answer) appendSources(out []byte) []byte {
+	for _, c := range a.choices {
+		if a.details && c.cached.Load() > 0 {
+			return fmt.Appendf(out, `,"sglext":{"cached_tokens_details":%s}`, c.sources())
+		}
+	}
+	return out
+}
+
 // appendVersions appends which weights made a choice's tokens.
 func (c *Choice) appendVersions(out []byte) []byte {
 	return fmt.Appendf(out, `"weight_versions":[{"version":"default","start":0,"end":%d}]`, c.shown(c.Output))
@@ -200,7 +224,7 @@ func (a *Answer) appendGenerated(out []byte, c *Choice, now int) []byte {
 		finish = fmt.Sprintf(`{"type":"length","length":%d}`, shown)
 	}
 	if cached > 0 {
-		details = fmt.Sprintf(`{"device":%d,"host":0}`, cached)
+		details = c.sources()
 	}
 	if a.rank != nil {
 		rank = strconv.Itoa(*a.rank)

@@ -377,7 +377,7 @@ func TestMockResetIsRefusedWhileRequestsHoldBlocks(t *testing.T) {
 			t.Error(err)
 		}
 		e.Begin()
-		if rank.ResetPrefixCache(e) {
+		if rank.ResetPrefixCache(e, false) {
 			t.Error("reset while a request holds blocks")
 		}
 		e.End()

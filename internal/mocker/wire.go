@@ -1,9 +1,16 @@
 package mocker
 
-import "github.com/vmihailenco/msgpack/v5"
+import (
+	"github.com/vmihailenco/msgpack/v5"
 
-// medium is where the blocks of all events are.
-const medium = "GPU"
+	"kvrouter/internal/kv"
+)
+
+// vllmMedia and sglangMedia are where the blocks of an event are, by tier.
+var (
+	vllmMedia   = [...]string{kv.Device: "GPU", kv.Host: "CPU", kv.Disk: "STORAGE"}
+	sglangMedia = [...]string{kv.Device: "GPU", kv.Host: "CPU_PINNED"}
+)
 
 // wireTokens are the tokens of an event, most of its bytes: they are written without the
 // library's reflection, which takes three times as long.
@@ -46,6 +53,40 @@ type blocksStored struct {
 	Kind      string     `msgpack:"kv_cache_spec_kind"`
 }
 
+// tierStored is vLLM's BlockStored of a lower tier, with the fields that are left out of
+// a placeholder and of a tier without a locality.
+type tierStored struct {
+	Type      string     `msgpack:"type"`
+	Hashes    []uint64   `msgpack:"block_hashes"`
+	Parent    *uint64    `msgpack:"parent_block_hash"`
+	Tokens    wireTokens `msgpack:"token_ids"`
+	BlockSize int        `msgpack:"block_size"`
+	LoraID    *int       `msgpack:"lora_id"` // never given
+	Medium    string     `msgpack:"medium"`
+	LoraName  *string    `msgpack:"lora_name"`
+	Group     int        `msgpack:"group_idx"`
+	Kind      string     `msgpack:"kv_cache_spec_kind,omitempty"`
+	Locality  string     `msgpack:"locality,omitempty"`
+}
+
+// vllmTierStored is an event of blocks stored in a lower tier as vLLM encodes it.
+func vllmTierStored(event *Event, blockSize int) tierStored {
+	stored := tierStored{Type: "BlockStored", Medium: vllmMedia[event.Tier], Tokens: wireTokens{}}
+	stored.Hashes, stored.Parent = storedHashes[uint64](event)
+	if event.Shared {
+		stored.Locality = "REMOTE"
+	}
+	if event.Placeholder {
+		stored.Parent = nil
+		return stored
+	}
+	stored.Tokens, stored.BlockSize, stored.Kind = event.Tokens, blockSize, "full_attention"
+	if event.Adapter.Name != "" {
+		stored.LoraID, stored.LoraName = &event.Adapter.Id, &event.Adapter.Name
+	}
+	return stored
+}
+
 // storedHashes returns the engine hashes of an event's stored blocks and of their parent;
 // nil: they have none.
 func storedHashes[H int64 | uint64](event *Event) (hashes []H, parent *H) {
@@ -65,11 +106,13 @@ func vllmEvent(event *Event, blockSize int) any {
 	case event.Cleared:
 		return blocksCleared{"AllBlocksCleared"}
 	case event.Removed != nil:
-		return blocksRemoved{Type: "BlockRemoved", Hashes: event.Removed, Medium: medium}
+		return blocksRemoved{Type: "BlockRemoved", Hashes: event.Removed, Medium: vllmMedia[event.Tier]}
+	case event.Tier != kv.Device:
+		return vllmTierStored(event, blockSize)
 	}
 	hashes, parent := storedHashes[uint64](event)
 	stored := blocksStored{
-		Type: "BlockStored", Tokens: event.Tokens, BlockSize: blockSize, Medium: medium, Kind: "full_attention",
+		Type: "BlockStored", Tokens: event.Tokens, BlockSize: blockSize, Medium: vllmMedia[kv.Device], Kind: "full_attention",
 		ExtraKeys: make([][]string, len(event.Stored)), Hashes: hashes, Parent: parent,
 	}
 	if event.Adapter.Name != "" {
@@ -114,8 +157,8 @@ func sglangEvent(event *Event, blockSize int) any {
 		for i, hash := range event.Removed {
 			removed[i] = int64(hash)
 		}
-		return sglangRemoved{"BlockRemoved", removed, medium}
+		return sglangRemoved{"BlockRemoved", removed, sglangMedia[event.Tier]}
 	}
 	hashes, parent := storedHashes[int64](event)
-	return sglangStored{Type: "BlockStored", Tokens: event.Tokens, BlockSize: blockSize, Medium: medium, Salt: event.Salt, LoraName: event.Adapter.Name, Hashes: hashes, Parent: parent}
+	return sglangStored{Type: "BlockStored", Tokens: event.Tokens, BlockSize: blockSize, Medium: sglangMedia[event.Tier], Salt: event.Salt, LoraName: event.Adapter.Name, Hashes: hashes, Parent: parent}
 }

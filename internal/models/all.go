@@ -31,6 +31,11 @@ func (s *Set) Down(t kv.Target, _ string) { s.For(t.Key.Worker).Router.Down(t.Ke
 // Load stores the load that w has published.
 func (s *Set) Load(w kv.WorkerKey, p policy.Published) { s.For(w.Worker).Router.Publish(w, p) }
 
+// Transferred stores the counters of w's loads from lower tiers.
+func (s *Set) Transferred(w kv.WorkerKey, t policy.Transfers) {
+	s.For(w.Worker).Router.Transferred(w, t)
+}
+
 // CordonDiscovered stops new requests to a worker while on is true, for every model that
 // it serves now or later.
 func (s *Set) CordonDiscovered(worker uint64, on bool) {

@@ -157,8 +157,8 @@ func TestTraitsOfEveryPolicy(t *testing.T) {
 	matching := policy.Traits{ActiveBlocks: true, Siblings: true, WholeMatch: true}
 	want := map[string]policy.Traits{
 		"least-loaded": {}, "power-of-two": {}, "round-robin": {}, "random": {},
-		"kv":              {ActiveBlocks: true, WholeMatch: true},
-		"work":            {ActiveBlocks: true, Siblings: true},
+		"kv":              {ActiveBlocks: true, WholeMatch: true, Staged: true, HostCredit: 0.75, DiskCredit: 0.25},
+		"work":            {ActiveBlocks: true, Siblings: true, HostCredit: 1, DiskCredit: 1},
 		"cache-threshold": matching, "variance": matching,
 		"standalone": {WholeMatch: true}, "thompson": {WholeMatch: true},
 	}
@@ -176,7 +176,7 @@ func TestTraitsOfEveryPolicy(t *testing.T) {
 	settings := testkit.Defaults[Settings]()
 	settings.Ties = "smallest-tree"
 	p, err := New("kv", settings)
-	if got := p.Traits(); err != nil || got != (policy.Traits{ActiveBlocks: true, WholeMatch: true, TreeBlocks: true}) {
+	if got := p.Traits(); err != nil || got != (policy.Traits{ActiveBlocks: true, WholeMatch: true, TreeBlocks: true, Staged: true, HostCredit: 0.75, DiskCredit: 0.25}) {
 		t.Errorf("kv with --ties smallest-tree wants %+v counted, %v", got, err)
 	}
 }

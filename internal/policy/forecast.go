@@ -1,6 +1,10 @@
 package policy
 
-import "time"
+import (
+	"time"
+
+	"kvrouter/internal/kv"
+)
 
 // Wait predicts the delay of the first token of a new request on a worker with that
 // load, compared to an idle one. It simulates the passes of the prompts booked
@@ -41,6 +45,9 @@ func (p *Work) overdue(now time.Time, load *Load) (waits int, late float64) {
 		tokens := max(oldest.Queued, oldest.Tokens)
 		passes := float64(2 + wholePasses(tokens)) // one runs when it is sent
 		due := passes*(p.Timing.Pass+p.Timing.Decoding(load.ContextTokens)) + p.Timing.Token*float64(tokens)
+		if oldest.Loads != (kv.TierTokens{}) {
+			due += p.loadsOf(load.Tiers, oldest.Loads)
+		}
 		if late = milliseconds(now.Sub(oldest.Sent)) - due; late < (overduePrompts-1)*due {
 			return 0, 0
 		}

@@ -12,6 +12,8 @@ type Settings struct {
 	PrefillLoadScale          float64  `group:"Policy kv" default:"1" help:"Weight of prompt blocks to compute relative to blocks in use."`
 	OverlapScoreCredit        float64  `group:"Policy kv" default:"1" help:"Credit in blocks for each cached block of the prompt; above 1, requests concentrate on workers with their prefix."`
 	OverlapScoreCreditDecay   float64  `group:"Policy kv" default:"0" help:"Decay of that credit on workers with more prompt tokens queued than the least busy one. 0 disables it."`
+	RouterHostCacheHitWeight  float64  `group:"Policy kv" default:"0.75" help:"Credit in blocks for each block of the prompt in host memory that continues its cached blocks. 0 to 1."`
+	RouterDiskCacheHitWeight  float64  `group:"Policy kv" default:"0.25" help:"Credit in blocks for each block on disk or in an external store that continues those in host memory. 0 to 1."`
 	DecodeActiveRequestWeight float64  `group:"Policy kv" default:"0" help:"Cost in blocks of each in-flight request, in addition to its own blocks."`
 	RouterTemperature         float64  `group:"Policy kv" default:"0" help:"Softmax temperature of the choice. 0 always selects the cheapest worker; 1 is close to random."`
 	OverlapScoreWeight        *float64 `group:"Policy kv" placeholder:"NUMBER" help:"Older name of --prefill-load-scale, which it overrides; 0 also sets --overlap-score-credit 0."`
@@ -48,6 +50,11 @@ func (s Settings) Validate() error {
 		{"--overlap-score-weight", s.Resolved().PrefillLoadScale},
 	}); err != nil {
 		return err
+	}
+	for _, f := range []flagValue{{"--router-host-cache-hit-weight", s.RouterHostCacheHitWeight}, {"--router-disk-cache-hit-weight", s.RouterDiskCacheHitWeight}} {
+		if !(f.value >= 0 && f.value <= 1) {
+			return fmt.Errorf("%s %v: give a number from 0 to 1", f.flag, f.value)
+		}
 	}
 	return s.CacheSettings.validate()
 }
@@ -102,13 +109,19 @@ func (s Settings) with(o *Override) Settings {
 
 // kvPolicy is the rule of Dynamo's KvRouter 1.6.1: the lowest of
 //
-//	prefill_load_scale·max(0, queued + prompt − credit·overlap) +
+//	prefill_load_scale·max(0, queued + prompt − cached) +
 //	active + new + decode_active_request_weight·in flight
 //
 // in blocks: queued are the uncached prompt tokens of requests without a first
-// token, active the distinct prompt blocks in use and new those that this
-// prompt would add. The credit is overlap_score_credit / (1 + decay·excess /
-// ⌈prompt⌉), where excess is the queue beyond the worker with the least.
+// token, cached is
+//
+//	credit·overlap + host_cache_hit_weight·host + disk_cache_hit_weight·(disk + external)
+//
+// active the distinct prompt blocks in use and new those that this prompt would add.
+// The credit is overlap_score_credit / (1 + decay·excess / ⌈prompt⌉), where
+// excess is the queue beyond the worker with the least. The lower tiers continue
+// the overlap, one after the other (dynamo-kv-router, scheduling/selector/reference.rs
+// and indexer/lower_tier_indexers.rs).
 // Ties are broken at random, or as in Dynamo 1.0 by the smallest tree and then at
 // random. A temperature above 0 draws instead, by the softmax of −cost / (highest
 // − lowest cost) / temperature. Where prompt tokens are not tracked, they cost
@@ -116,7 +129,10 @@ func (s Settings) with(o *Override) Settings {
 type kvPolicy struct{ settings Settings }
 
 func (p kvPolicy) Traits() Traits {
-	return Traits{ActiveBlocks: true, WholeMatch: true, TreeBlocks: p.settings.Ties == tiesSmallestTree}
+	return Traits{
+		ActiveBlocks: true, WholeMatch: true, TreeBlocks: p.settings.Ties == tiesSmallestTree,
+		Staged: true, HostCredit: p.settings.RouterHostCacheHitWeight, DiskCredit: p.settings.RouterDiskCacheHitWeight,
+	}
 }
 
 func (p kvPolicy) Choose(q Query, candidates []Candidate, random *rand.Rand) int {
@@ -177,6 +193,9 @@ func (p kvPolicy) terms(q Query, c *Candidate, least int) kvTerms {
 		credit /= 1 + p.settings.OverlapScoreCreditDecay*(float64(excess)/block)/math.Ceil(float64(q.Tokens)/block)
 	}
 	cached := credit * float64(c.Overlap)
+	if !q.FreePrefill || credit > 0 {
+		cached += p.Traits().Loaded(c)
+	}
 	decode := float64(c.Load.ActiveBlocks + c.NewBlocks)
 	requests := p.settings.DecodeActiveRequestWeight * float64(c.Load.InFlight)
 	if q.FreePrefill {

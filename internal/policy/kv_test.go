@@ -4,6 +4,7 @@ import (
 	"math/rand/v2"
 	"testing"
 
+	"kvrouter/internal/kv"
 	"kvrouter/internal/testkit"
 )
 
@@ -28,12 +29,21 @@ func TestKVFollowsDynamosFormula(t *testing.T) {
 		p.candidates[len(p.candidates)-1].NewBlocks = fresh
 		return p
 	}
+	lower := func(p *pool, overlap int, blocks kv.LowerBlocks) *pool {
+		return add(p, overlap, 10, kvLoad(0, 0, 0)).lower(blocks, broken(20, blocks)) // what came of them does not count
+	}
 	tests := []struct {
 		name  string
 		knobs Settings
 		pool  *pool
 		want  int // -1: a tie of all
 	}{
+		{"four blocks in host memory are worth three on the device", knobs(nil), add(lower(new(pool), 0, kv.LowerBlocks{Host: 4}), 3, 10, kvLoad(0, 0, 0)), -1},
+		{"four blocks on disk are worth one", knobs(nil), add(lower(new(pool), 0, kv.LowerBlocks{Disk: 4}), 1, 10, kvLoad(0, 0, 0)), -1},
+		{"a store counts like a disk", knobs(nil), lower(lower(new(pool), 2, kv.LowerBlocks{External: 4}), 2, kv.LowerBlocks{Disk: 3, External: 1}), -1},
+		{"lower tiers add to the device", knobs(nil), lower(lower(new(pool), 2, kv.LowerBlocks{Host: 2, Disk: 3}), 2, kv.LowerBlocks{Host: 2, Disk: 2}), 0},
+		{"their weights are settings", knobs(func(k *Settings) { k.RouterHostCacheHitWeight, k.RouterDiskCacheHitWeight = 0.2, 1 }), lower(lower(new(pool), 0, kv.LowerBlocks{Host: 8}), 0, kv.LowerBlocks{Disk: 2}), 1},
+		{"the credit of the device is not theirs", knobs(func(k *Settings) { k.OverlapScoreCredit = 0 }), lower(add(new(pool), 9, 10, kvLoad(0, 0, 0)), 0, kv.LowerBlocks{Host: 1}), 1},
 		{"cached blocks are not computed", knobs(nil), add(add(new(pool), 3, 10, kvLoad(0, 0, 0)), 4, 10, kvLoad(0, 0, 0)), 1},
 		{"queued prompt tokens count like the prompt's own", knobs(nil), add(add(new(pool), 4, 10, kvLoad(320, 0, 0)), 0, 10, kvLoad(0, 0, 0)), 1},
 		{"a block in use counts like one to compute", knobs(nil), add(add(new(pool), 4, 10, kvLoad(0, 4, 0)), 0, 10, kvLoad(0, 0, 0)), -1},

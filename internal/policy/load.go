@@ -1,6 +1,10 @@
 package policy
 
-import "time"
+import (
+	"time"
+
+	"kvrouter/internal/kv"
+)
 
 // Published is a worker's load as reported by the worker.
 type Published struct {
@@ -25,13 +29,15 @@ type Load struct {
 	ActiveBlocks  int  // blocks of requests in flight, shared ones once and by their weights; see Traits
 
 	Prefills   []Prefill // the requests without a first token, as they were sent; to be read under the router's lock
+	Tiers      *Tiers    // what is known of its lower tiers, likewise; nil: nothing
 	FirstToken time.Time // when a first token last came from it; zero: never
 }
 
 // Prefill is a prompt that a worker computes, or will.
 type Prefill struct {
-	Tokens        int // uncached ones
-	Queued        int // uncached ones of all that were to be computed there when it was sent, its own included
+	Tokens        int           // uncached ones
+	Queued        int           // uncached ones of all that were to be computed there when it was sent, its own included
+	Loads         kv.TierTokens // those of its tokens that are to be loaded from lower tiers
 	Sent          time.Time
 	AnsweredWhole bool // its first token will not be reported
 }

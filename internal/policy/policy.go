@@ -36,7 +36,8 @@ type Candidate struct {
 	Overlap int // leading blocks of the prompt in its device cache
 	// Lower counts the blocks that continue Overlap in its lower tiers, which it loads
 	// instead of computing them.
-	Lower kv.LowerBlocks
+	Lower    kv.LowerBlocks
+	Doubtful bool // the lower tiers may have been emptied without an event
 	// NewBlocks is the number of the prompt's full blocks that no in-flight request
 	// on it has; counted only for policies that request it.
 	NewBlocks int
@@ -68,6 +69,13 @@ type Traits struct {
 	WholeMatch bool
 	// TreeBlocks requests Candidate.TreeBlocks.
 	TreeBlocks bool
+	// HostCredit and DiskCredit are how much of a block counts as computed that is loaded
+	// from host memory, or from a slower tier: 0 to 1. Without either, lower tiers do not
+	// count.
+	HostCredit, DiskCredit float64
+	// Staged counts the lower tiers as Dynamo does: one after the other, whether they
+	// delivered what they were expected to or not, and none that is in doubt.
+	Staged bool
 }
 
 // Learner is a policy that learns from finished requests. Learn is called under the
@@ -79,6 +87,9 @@ type Outcome struct {
 	Worker     kv.WorkerKey
 	Leg        kv.Leg
 	Uncached   int           // prompt tokens to be computed
+	Loads      kv.TierTokens // prompt tokens that it was expected to load
+	Loaded     bool          // the engine reports as many cached tokens as were expected
+	Tiers      *Tiers        // of its worker; nil: nothing is known
 	Output     int           // tokens of the answer
 	Alone      bool          // its worker had no other prompt to compute when it was sent
 	FirstToken time.Duration // from when it was sent

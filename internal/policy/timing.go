@@ -3,6 +3,8 @@ package policy
 import (
 	"math"
 	"time"
+
+	"kvrouter/internal/kv"
 )
 
 // EngineTiming estimates the duration of an engine's passes from the
@@ -60,15 +62,26 @@ func (t *EngineTiming) Learn(o Outcome) {
 	if passes := float64(o.Output - 1); passes >= timingLeastTokens {
 		t.observe([4]float64{min(prefillPasses(o.During), passes), float64(o.During.Tokens), passes, passes * o.During.Context}, milliseconds(o.Decode))
 	}
-	if o.Alone {
-		passes := float64((o.Before.Tokens + workPass - 1) / workPass)
-		row := [4]float64{passes, float64(o.Before.Tokens)}
-		if o.Before.Context > 0 {
-			passes += 0.5 // the pass that ran when it was sent
-			row[2], row[3] = passes, passes*o.Before.Context
-		}
-		t.observe(row, milliseconds(o.FirstToken))
+	if o.Alone && o.Loads == (kv.TierTokens{}) {
+		t.observe(firstTokenRow(&o), milliseconds(o.FirstToken))
 	}
+}
+
+// firstTokenRow is what the passes until a first token did, if the prompt did not wait.
+func firstTokenRow(o *Outcome) [4]float64 {
+	passes := float64((o.Before.Tokens + workPass - 1) / workPass)
+	row := [4]float64{passes, float64(o.Before.Tokens)}
+	if o.Before.Context > 0 {
+		passes += 0.5 // the pass that ran when it was sent
+		row[2], row[3] = passes, passes*o.Before.Context
+	}
+	return row
+}
+
+// firstToken returns how long the passes until a first token take, ms.
+func (t *EngineTiming) firstToken(o *Outcome) float64 {
+	row := firstTokenRow(o)
+	return row[0]*t.Pass + row[1]*t.Token + row[2]*t.decode + row[3]*t.context
 }
 
 // observe is a step of recursive least squares for row·(pass, token, decode,

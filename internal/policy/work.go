@@ -10,10 +10,13 @@ import (
 // Work chooses the worker where a request costs the least time, summed over all
 // affected requests. All terms are in ms:
 //
-//	f·(first − copy + pushed + foreign + later) + decode + others + slower
+//	f·(first + load − copy + pushed + foreign + later) + decode + others + slower
 //
 //	first    predicted time to first token: the worker's next passes are
 //	         simulated, see coming.
+//	load     delay by loads from lower tiers, those before on the worker included:
+//	         for each tier a fixed time and one for each token, see loadTime. Engines
+//	         load what they have, also where computing would be faster.
 //	copy     the part of own, the time to compute the uncached tokens, that later
 //	         requests save. A new copy of a prefix is an investment: in the
 //	         next turnover of the caches as many requests will use the prefix as
@@ -47,6 +50,7 @@ type Work struct {
 	gap        runningMean // ms between two requests
 	last       time.Time   // when the last one came
 	reuse      reuseCounts
+	loads      [len(kv.LowerTiers)]loadFit // of all workers
 }
 
 // workMeanOver is the number of requests that the means are over, about.
@@ -72,13 +76,16 @@ func NewWork() *Work { return &Work{Timing: NewEngineTiming()} }
 
 // Traits requests siblings: an engine computes prompts in order, so their blocks
 // will be cached.
-func (*Work) Traits() Traits { return Traits{ActiveBlocks: true, Siblings: true} }
+func (*Work) Traits() Traits {
+	return Traits{ActiveBlocks: true, Siblings: true, HostCredit: 1, DiskCredit: 1}
+}
 
 // Learn learns from a finished request. The first token of a request whose prompt
 // another worker computed is not used; a prompt alone has no mean answer.
 func (p *Work) Learn(o Outcome) {
 	o.Alone = o.Alone && o.Leg != kv.LegDecode
 	p.Timing.Learn(o)
+	p.learnLoad(&o)
 	if o.Leg != kv.LegPrefill {
 		p.LearnUsual(o)
 	}
@@ -219,18 +226,18 @@ func (p *Work) usual(q Query, candidates []Candidate, routers float64) workUsual
 
 // workTerms are the parts of a cost, ms: the first ones are f times what Work says.
 type workTerms struct {
-	first, copy, pushed, foreign, later float64
-	decode, others, slower              float64
+	first, load, copy, pushed, foreign, later float64
+	decode, others, slower                    float64
 }
 
 func (t workTerms) cost() float64 {
-	return t.first - t.copy + t.pushed + t.foreign + t.later + t.decode + t.others + t.slower
+	return t.first + t.load - t.copy + t.pushed + t.foreign + t.later + t.decode + t.others + t.slower
 }
 
 func (t workTerms) explain() Score {
 	return Score{
 		Terms: []Term{
-			{"first_token", -t.first}, {"copy", t.copy}, {"pushed", -t.pushed}, {"foreign", -t.foreign}, {"later", -t.later},
+			{"first_token", -t.first}, {"load", -t.load}, {"copy", t.copy}, {"pushed", -t.pushed}, {"foreign", -t.foreign}, {"later", -t.later},
 			{"decode", -t.decode}, {"others", -t.others}, {"slower", -t.slower},
 		},
 		Total: -t.cost(),
@@ -238,15 +245,19 @@ func (t workTerms) explain() Score {
 }
 
 func (p *Work) terms(q Query, c *Candidate, u *workUsual) workTerms {
-	uncached := uncachedTokens(q, c)
+	uncached, loaded, load := uncachedTokens(q, c), 0, 0.0
+	if c.Lower != (kv.LowerBlocks{}) && q.Leg != kv.LegDecode {
+		loaded, load = p.loading(q, c)
+		uncached = max(1, uncached-loaded)
+	}
 	first, pushed, begun := p.coming(q.Now, &c.Load, uncached)
 	own := p.Timing.Prefill(uncached)
 	copied := 0.0
 	if uncached > 0 {
-		copied = min(own, p.Timing.Prefill(q.BlockSize)*p.reuse.others(c.Overlap))
+		copied = min(own, p.Timing.Prefill(q.BlockSize)*p.reuse.others(c.Overlap+loaded/q.BlockSize))
 	}
 	t := workTerms{
-		first: u.f * first, copy: u.f * copied, pushed: u.f * pushed,
+		first: u.f * first, load: u.f * load, copy: u.f * copied, pushed: u.f * pushed,
 		foreign: u.f * foreignWait(&c.Load) * u.decoding,
 		later:   u.f * u.delayed * (own - copied) * (first - own/2),
 	}

@@ -39,6 +39,9 @@ type ServerInfo struct {
 	States      []rankInfo `json:"internal_states"`        // by rank
 	Speculation string     `json:"speculative_algorithm"`  // such as EAGLE; empty: none
 
+	Hierarchical bool   `json:"enable_hierarchical_cache"` // blocks are kept in host memory
+	Storage      string `json:"hicache_storage_backend"`   // and behind it, such as file; empty: nowhere
+
 	EventsConfig string      `json:"kv_events_config"` // its flag; empty: events are off
 	Events       *EventsInfo `json:"kv_events"`        // nil: off, or not over TCP
 }
@@ -242,6 +245,9 @@ const (
 	unknownStates  = "the KV events of SGLang do not report up to where a prompt's state is cached"
 )
 
+// unknownStorage is why predictions for an SGLang server are too low at times.
+const unknownStorage = "lower bound: SGLang publishes no KV events of its storage"
+
 // Predictions describes predictions for the server; empty: they are exact.
 func (i *ServerInfo) Predictions() string {
 	const upper = "upper bound: "
@@ -253,6 +259,8 @@ func (i *ServerInfo) Predictions() string {
 		return upper + unknownWindows
 	case i.KeepsStates:
 		return upper + unknownStates
+	case len(i.Tiers().Storage) > 0:
+		return unknownStorage
 	}
 	return ""
 }

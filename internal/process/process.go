@@ -25,10 +25,10 @@ type Engine struct {
 	// Setup is the command that prepares that folder.
 	Setup string
 
-	// CheckArgs refuses arguments after -- that the router sets itself or could not
-	// follow; apart: prefill and decode workers are started. Its errors name the
-	// argument and what to use instead.
-	CheckArgs func(args []string, apart bool) error
+	// CheckArgs refuses arguments after -- that the router sets itself, could not
+	// follow, or that contradict other settings. Those of the machine are not known
+	// yet. Its errors name the argument and what to use instead.
+	CheckArgs func(s Settings) error
 	// Ranks returns the number of data-parallel ranks of a worker by the arguments,
 	// at least 1. RanksFlag is the argument that sets it.
 	Ranks     func(args []string) int
@@ -72,6 +72,7 @@ type Settings struct {
 	GPUsPerWorker   int      // of each rank
 	GPUs            []string // for workers, in the form of CUDA_VISIBLE_DEVICES; none: the CPU
 	Cores           int      // of the CPU, divided among the workers
+	OffloadGiB      float64  // memory of the machine for offloaded KV blocks, of each rank, GiB; 0: none
 	KVEvents        bool     // workers publish KV events
 	Args            []string // the arguments after --
 	Ports           Ports

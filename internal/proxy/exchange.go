@@ -16,8 +16,9 @@ type Usage struct {
 	OutputTokens int
 	CachedKnown  bool // the worker reports cached tokens at all
 	CachedTokens int
-	CachedUntold bool // it does not, though the answer has a place for them
-	Partial      bool // it may have computed more prompt tokens than are counted
+	CachedByTier kv.TierTokens // of CachedTokens; all 0: the worker does not report tiers
+	CachedUntold bool          // it does not, though the answer has a place for them
+	Partial      bool          // it may have computed more prompt tokens than are counted
 }
 
 // Exchange describes one request and its answer so far.

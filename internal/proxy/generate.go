@@ -151,6 +151,7 @@ func (g *generated) take(index int, meta gjson.Result) {
 	g.answers[index] = Usage{
 		Known: true, PromptTokens: reported(meta.Get("prompt_tokens"), maxReportedPrompt), OutputTokens: reported(meta.Get("completion_tokens"), maxReportedOutput),
 		CachedKnown: cached.Type == gjson.Number, CachedTokens: reported(cached, maxReportedPrompt),
+		CachedByTier: readTiers(meta.Get("cached_tokens_details")),
 	}
 	if why := meta.Get("finish_reason.type").Str; why != "" && g.finish == "" {
 		g.finish = why
@@ -164,6 +165,7 @@ func (g *generated) usage() (sum Usage) {
 		sum.PromptTokens = min(maxReportedPrompt, sum.PromptTokens+one.PromptTokens)
 		sum.OutputTokens = min(maxReportedOutput, sum.OutputTokens+one.OutputTokens)
 		sum.CachedTokens = min(maxReportedPrompt, sum.CachedTokens+one.CachedTokens)
+		sum.CachedByTier = sum.CachedByTier.Plus(one.CachedByTier)
 	}
 	sum.Partial = g.more || sum.PromptTokens == maxReportedPrompt
 	return sum

@@ -8,6 +8,7 @@ import (
 	"testing"
 
 	"kvrouter/internal/jsonbody"
+	"kvrouter/internal/kv"
 	"kvrouter/internal/policy"
 )
 
@@ -43,6 +44,8 @@ func TestOutcomeOfWholeAnswers(t *testing.T) {
 		{"an answer", generateRoute, one, known(70, 8, 0), "length"},
 		{"several", generateRoute, `[` + one + `,{"meta_info":{"finish_reason":{"type":"stop"},"prompt_tokens":5,"completion_tokens":2,"cached_tokens":4}}]`, known(75, 10, 4), "length"},
 		{"aborted", generateRoute, `{"meta_info":{"finish_reason":{"type":"abort","message":"Aborted"},"prompt_tokens":5,"completion_tokens":1,"cached_tokens":0}}`, known(5, 1, 0), "abort"},
+		{"tiers", generateRoute, `{"meta_info":{"prompt_tokens":99,"completion_tokens":1,"cached_tokens":70,"cached_tokens_details":{"device":10,"host":20,"storage":40,"storage_backend":"HiCacheFile"}}}`, Usage{Known: true, PromptTokens: 99, OutputTokens: 1, CachedKnown: true, CachedTokens: 70, CachedByTier: kv.TierTokens{Device: 10, Host: 20, Disk: 40}}, ""},
+		{"a store behind the network", generateRoute, `{"meta_info":{"prompt_tokens":99,"completion_tokens":1,"cached_tokens":40,"cached_tokens_details":{"device":null,"host":-3,"storage":40,"storage_backend":"MooncakeStore"}}}`, Usage{Known: true, PromptTokens: 99, OutputTokens: 1, CachedKnown: true, CachedTokens: 40, CachedByTier: kv.TierTokens{External: 40}}, ""},
 		{"foreign numbers", generateRoute, `{"meta_info":{"prompt_tokens":1e300,"completion_tokens":-4,"cached_tokens":null}}`, Usage{Known: true, PromptTokens: maxReportedPrompt, Partial: true}, ""},
 		{"an error", generateRoute, `{"error":{"message":"The input is too long"}}`, Usage{}, ""},
 		{"no JSON", generateRoute, `{"meta_info":`, Usage{}, ""},
@@ -65,7 +68,7 @@ func TestStreamsOfGenerateAreRead(t *testing.T) {
 		usage        Usage
 		ending       policy.Ending
 	}{
-		{"as captured", string(generateStream(t)), Usage{Known: true, PromptTokens: 43, OutputTokens: 8, CachedKnown: true, CachedTokens: 32}, policy.Finished},
+		{"as captured", string(generateStream(t)), Usage{Known: true, PromptTokens: 43, OutputTokens: 8, CachedKnown: true, CachedTokens: 32, CachedByTier: kv.TierTokens{Device: 32}}, policy.Finished},
 		{"several answers, in turn", event(0, 1, "null") + event(1, 1, "null") + event(0, 2, `{"type":"stop"}`) + event(1, 3, `{"type":"length"}`) + streamEnd, Usage{Known: true, PromptTokens: 30, OutputTokens: 5, CachedKnown: true, CachedTokens: 8}, policy.Finished},
 		{"aborted by its client", event(0, 1, `{"type":"abort","message":"Aborted"}`) + streamEnd, Usage{Known: true, PromptTokens: 10, OutputTokens: 1, CachedKnown: true, CachedTokens: 4}, policy.Abandoned},
 		{"refused", `data: {"error":{"message":"too long","type":"invalid_request_error","code":400,"retryable":false}}` + "\n\n" + streamEnd, Usage{}, policy.Abandoned},

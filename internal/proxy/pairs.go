@@ -369,7 +369,7 @@ func (p *Proxy) prefill(ctx context.Context, l legs) ([]byte, error) {
 		switch {
 		case l.prefill.CachedTokensMislead:
 		case usage.CachedKnown:
-			booking.Cached(usage.CachedTokens)
+			booking.Cached(usage.CachedTokens, usage.CachedByTier)
 		case usage.CachedUntold:
 			usage.CachedKnown = booking.CachedUnreported()
 		}

@@ -138,6 +138,7 @@ func TestUsageSaysWhetherCachedTokensWereLeftOut(t *testing.T) {
 	}{
 		{"told", `{"usage":{"prompt_tokens":9,"completion_tokens":2,"prompt_tokens_details":{"cached_tokens":4}}}`, Usage{Known: true, PromptTokens: 9, OutputTokens: 2, CachedKnown: true, CachedTokens: 4}},
 		{"told none", `{"usage":{"prompt_tokens":9,"completion_tokens":2,"prompt_tokens_details":{"cached_tokens":0}}}`, Usage{Known: true, PromptTokens: 9, OutputTokens: 2, CachedKnown: true}},
+		{"told by tier", `{"usage":{"prompt_tokens":9,"completion_tokens":2,"prompt_tokens_details":{"cached_tokens":4}},"sglext":{"cached_tokens_details":{"device":1,"host":3}}}`, Usage{Known: true, PromptTokens: 9, OutputTokens: 2, CachedKnown: true, CachedTokens: 4, CachedByTier: kv.TierTokens{Device: 1, Host: 3}}},
 		{"null", `{"usage":{"prompt_tokens":9,"completion_tokens":2,"prompt_tokens_details":null}}`, Usage{Known: true, PromptTokens: 9, OutputTokens: 2, CachedUntold: true}},
 		{"left out", `{"usage":{"prompt_tokens":9,"completion_tokens":2}}`, Usage{Known: true, PromptTokens: 9, OutputTokens: 2, CachedUntold: true}},
 		{"null inside", `{"usage":{"prompt_tokens":9,"completion_tokens":2,"prompt_tokens_details":{"cached_tokens":null}}}`, Usage{Known: true, PromptTokens: 9, OutputTokens: 2, CachedUntold: true}},

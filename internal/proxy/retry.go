@@ -331,7 +331,7 @@ func (p *Proxy) finished(u Upstream, x *Exchange) {
 		switch {
 		case u.CachedTokensMislead:
 		case x.Usage.CachedKnown:
-			b.Cached(x.Usage.CachedTokens)
+			b.Cached(x.Usage.CachedTokens, x.Usage.CachedByTier)
 		case x.Usage.CachedUntold:
 			x.Usage.CachedKnown = b.CachedUnreported()
 		}

@@ -6,6 +6,7 @@ import (
 	"github.com/tidwall/gjson"
 
 	"kvrouter/internal/jsonbody"
+	"kvrouter/internal/kv"
 )
 
 // AskForUsage returns the body in two parts, with a request for usage added if it
@@ -59,6 +60,21 @@ func reported(v gjson.Result, most int) int {
 	return int(n)
 }
 
+// readTiers reads SGLang's report of the tiers that cached tokens came from.
+func readTiers(details gjson.Result) (t kv.TierTokens) {
+	if !details.IsObject() {
+		return t
+	}
+	t.Device, t.Host = reported(details.Get("device"), maxReportedPrompt), reported(details.Get("host"), maxReportedPrompt)
+	storage := reported(details.Get("storage"), maxReportedPrompt)
+	if details.Get("storage_backend").Str == "HiCacheFile" {
+		t.Disk = storage
+	} else {
+		t.External = storage
+	}
+	return t
+}
+
 // ReadUsage returns the usage of an answer or a chunk, in the format of chat
 // completions or of the responses and messages APIs. Numbers are clamped to 0 and
 // to 2^24 tokens of a prompt, 2^20 of an answer.
@@ -97,6 +113,7 @@ func ReadUsage(body []byte) Usage {
 	usage.Partial = usage.PromptTokens == maxReportedPrompt
 	usage.CachedKnown = cached.Exists() && cached.Type != gjson.Null
 	usage.CachedTokens = reported(cached, maxReportedPrompt)
+	usage.CachedByTier = readTiers(gjson.GetBytes(body, "sglext.cached_tokens_details"))
 	usage.CachedUntold = completions && !usage.CachedKnown && usage.OutputTokens > 0
 	return usage
 }

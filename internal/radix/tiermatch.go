@@ -22,7 +22,16 @@ func (r *Tree) matchLower(p *workerPlace, walked *path, usable, whole, start int
 		held = dst[start].Blocks
 	}
 	lower := s.lower
-	if held >= usable || lower.own == noSlots() && len(lower.stores) == 0 {
+	if lower.own == noSlots() && len(lower.stores) == 0 {
+		return dst
+	}
+	if staged := r.stagedRun(lower, walked, held, min(whole, walked.length)); staged != (kv.LowerBlocks{}) {
+		if len(dst) == start {
+			dst = append(dst, kv.Match{Worker: p.key})
+		}
+		dst[start].Staged = staged
+	}
+	if held >= usable {
 		return dst
 	}
 	chunk := max(1, lower.chunk)
@@ -60,6 +69,26 @@ func (r *Tree) matchLower(p *workerPlace, walked *path, usable, whole, start int
 	return dst
 }
 
+// stagedRun returns kv.Match.Staged from block at on: like Dynamo, of the worker's own
+// tiers, blocks alone, and none that may have been emptied.
+func (r *Tree) stagedRun(lower *lowerTiers, walked *path, at, end int) (staged kv.LowerBlocks) {
+	if lower.doubtful {
+		return staged
+	}
+	for place, tier := range kv.LowerTiers {
+		for at < end {
+			words, until := walked.at(at)
+			if !hasSlot(words, lower.own[place]) {
+				break
+			}
+			until = min(until, end)
+			add(&staged, tier, until-at)
+			at = until
+		}
+	}
+	return staged
+}
+
 // runLower adds to found the blocks from at on, in their fastest tier, and returns the
 // first that no tier has, or end.
 func (r *Tree) runLower(lower *lowerTiers, walked *path, at, end int, found *kv.LowerBlocks) int {
@@ -78,15 +107,7 @@ func (r *Tree) runLower(lower *lowerTiers, walked *path, at, end int, found *kv.
 // tierAt returns the fastest lower tier that has block i of the prompt, kv.Device if none
 // does, and the end of the blocks of which the same is true.
 func (r *Tree) tierAt(lower *lowerTiers, walked *path, i int) (tier kv.Tier, until int) {
-	at := len(walked.runs) - 1
-	for walked.runs[at].start > i {
-		at--
-	}
-	until = walked.length
-	if at+1 < len(walked.runs) {
-		until = walked.runs[at+1].start
-	}
-	words := walked.sets.words(walked.runs[at].set)
+	words, until := walked.at(i)
 	for place, tier := range kv.LowerTiers {
 		if hasSlot(words, lower.own[place]) {
 			return tier, until
@@ -98,6 +119,19 @@ func (r *Tree) tierAt(lower *lowerTiers, walked *path, i int) (tier kv.Tier, unt
 		}
 	}
 	return kv.Device, until
+}
+
+// at returns the slots that have block i, and the end of the blocks that the same have.
+func (p *path) at(i int) (slots []uint64, until int) {
+	at := len(p.runs) - 1
+	for p.runs[at].start > i {
+		at--
+	}
+	until = p.length
+	if at+1 < len(p.runs) {
+		until = p.runs[at+1].start
+	}
+	return p.sets.words(p.runs[at].set), until
 }
 
 func add(to *kv.LowerBlocks, tier kv.Tier, blocks int) {

@@ -71,6 +71,19 @@ func (m *tierModel) match(w *modelWorker, hashes []uint64, usable int) (device i
 	return device, found
 }
 
+// staged is Dynamo's rule: host memory from the device's end on, then disk from where that
+// ends.
+func (w *modelWorker) staged(hashes []uint64, device int) (b kv.LowerBlocks) {
+	at := device
+	for ; at < len(hashes) && w.host[hashes[at]] > 0; at++ {
+		b.Host++
+	}
+	for ; at < len(hashes) && w.disk[hashes[at]] > 0; at++ {
+		b.Disk++
+	}
+	return b
+}
+
 // A prompt of the model is a path in a tree of two children a node; a block's engine hash
 // names its path, and its local hash its last step.
 func modelPrompt(t *rapid.T) (hashes []uint64, blocks []kv.StoredBlock) {
@@ -235,13 +248,17 @@ func compareTiers(t *rapid.T, r *Tree, m *tierModel, keys []kv.WorkerKey, hashes
 	var want []string
 	for _, key := range keys {
 		device, lower := m.match(m.workers[key], hashes, usable)
-		if device > 0 || lower.Total() > 0 {
-			want = append(want, fmt.Sprint(key, device, lower))
+		var staged kv.LowerBlocks
+		if !r.LowerOf(key).Doubtful {
+			staged = m.workers[key].staged(hashes, device)
+		}
+		if device > 0 || lower.Total() > 0 || staged.Total() > 0 {
+			want = append(want, fmt.Sprint(key, device, lower, staged))
 		}
 	}
 	var got []string
 	for _, match := range r.Match(local, usable, nil) {
-		got = append(got, fmt.Sprint(match.Worker, match.Blocks, match.Lower))
+		got = append(got, fmt.Sprint(match.Worker, match.Blocks, match.Lower, match.Staged))
 		if doubt := match.Lower.Total() > 0 && m.workers[match.Worker].doubtful; doubt && !match.Doubtful {
 			t.Fatalf("%v is not doubtful", match)
 		}

@@ -30,7 +30,7 @@ func (r *Router) alternatives(p *prompt, chosen kv.WorkerKey, now time.Time) []k
 		}
 		var c policy.Candidate
 		r.candidate(&c, p, i, now)
-		found = append(found, alternative{*t, p.tokens - c.Overlap*r.blockSize + sessionWork(&c.Load)})
+		found = append(found, alternative{*t, r.uncached(p.tokens, &c) + sessionWork(&c.Load)})
 	}
 	slices.SortStableFunc(found, func(a, b alternative) int { return cmp.Compare(a.work, b.work) })
 	targets := make([]kv.Target, 0, p.Alternatives)
@@ -49,13 +49,13 @@ func (r *Router) alternatives(p *prompt, chosen kv.WorkerKey, now time.Time) []k
 // of decision, and returns the changed decision. The caller ends the previous
 // booking. It fails as Book does.
 func (r *Router) Rebook(request Request, decision Decision, taken kv.WorkerKey) (Decision, error) {
-	booking, c, err := r.bookOn(request, taken)
+	booking, on, err := r.bookOn(request, taken)
 	if err != nil {
 		return decision, err
 	}
-	decision.Booking, decision.Target, decision.Sequence = booking, c.Target, booking.sequence
-	decision.Overlap = min(c.Overlap, r.usableBlocks(decision.Tokens))
-	decision.OverlapTokens = decision.Overlap * r.blockSize
-	decision.MatchedBlocks, decision.EffectivePrefillTokens = c.Overlap, decision.Tokens-c.Overlap*r.blockSize
+	decision.Booking, decision.Target, decision.Sequence = booking, on.Target, booking.sequence
+	decision.Overlap, decision.Lower = on.Overlap, on.Lower
+	decision.OverlapTokens, decision.Predicted, decision.Guessed = on.OverlapTokens, on.Predicted, on.Guessed
+	decision.MatchedBlocks, decision.MatchedLower, decision.EffectivePrefillTokens = on.MatchedBlocks, on.MatchedLower, on.EffectivePrefillTokens
 	return decision, nil
 }

@@ -15,15 +15,19 @@ import (
 type Booking struct {
 	router        *Router
 	worker        kv.WorkerKey
-	client        string   // whose request it is; empty: unknown
-	generation    int      // of the worker
-	trial         bool     // it shows whether an ejected worker is well again
-	id            string   // empty: none
-	sequence      []uint64 // sequence hashes booked as active blocks
-	prompt        int      // tokens
-	uncached      int      // those of them to be computed
-	expected      int      // tokens of the answer; 0: unknown
-	answeredWhole bool     // its first token is not reported
+	client        string         // whose request it is; empty: unknown
+	generation    int            // of the worker
+	trial         bool           // it shows whether an ejected worker is well again
+	id            string         // empty: none
+	sequence      []uint64       // sequence hashes booked as active blocks
+	prompt        int            // tokens
+	uncached      int            // those of them to be computed
+	device        int            // blocks that the worker was expected to find on its device
+	lower         kv.LowerBlocks // blocks that it was expected to load
+	loads         kv.TierTokens  // the same in tokens
+	doubtful      bool           // its lower tiers may have been emptied
+	expected      int            // tokens of the answer; 0: unknown
+	answeredWhole bool           // its first token is not reported
 	leg           kv.Leg
 	lora          string // adapter; empty: none
 	remote        bool   // of another router
@@ -58,7 +62,7 @@ func (b *Booking) Ended() bool { return b.ended.Load() }
 // prefill returns the booking as policies see prompts that wait for their first
 // token.
 func (b *Booking) prefill() policy.Prefill {
-	return policy.Prefill{Tokens: b.uncached, Queued: b.queued, Sent: b.sent, AnsweredWhole: b.answeredWhole}
+	return policy.Prefill{Tokens: b.uncached, Queued: b.queued, Loads: b.loads, Sent: b.sent, AnsweredWhole: b.answeredWhole}
 }
 
 // locked runs f with the router's lock held, which guards the booking.
@@ -110,16 +114,36 @@ func (b *Booking) Generated(tokens int) {
 	}
 }
 
-// Cached sets the number of cached prompt tokens that the answer reports. It has no
-// effect after the end.
-func (b *Booking) Cached(tokens int) {
+// Cached sets the number of cached prompt tokens that the answer reports, and those of
+// each tier; all 0: it does not report them. It has no effect after the end.
+func (b *Booking) Cached(tokens int, tiers kv.TierTokens) {
 	b.router.mu.Lock()
 	defer b.router.mu.Unlock()
 	if b.ended.Load() {
 		return
 	}
-	b.cached = tokens / b.router.blockSize
+	b.came(tokens/b.router.blockSize, tiers)
 	b.router.loads.of(b.worker).reportsCached = true
+}
+
+// came notes how many blocks of the prompt the engine found cached, and teaches the
+// worker's tiers. Answers with fewer blocks than the device was to have say nothing
+// about the tiers behind it. The caller holds the lock.
+func (b *Booking) came(blocks int, tiers kv.TierTokens) {
+	first := b.cached < 0
+	b.cached = blocks
+	if !first || b.lower == (kv.LowerBlocks{}) || b.leg == kv.LegDecode || blocks < b.device {
+		return
+	}
+	known := b.router.loads.of(b.worker).tiers()
+	if tiers.Total()/b.router.blockSize == blocks && blocks > 0 {
+		known.CameFrom(b.lower, tiers, b.router.blockSize)
+	} else {
+		known.Came(b.lower, blocks-b.device)
+	}
+	if b.doubtful {
+		b.router.index.SettleLower(b.worker, blocks > b.device)
+	}
 }
 
 // CachedUnreported records that the answer reports its tokens but no cached ones,
@@ -132,7 +156,7 @@ func (b *Booking) CachedUnreported() (none bool) {
 	if b.ended.Load() || !b.router.loads.of(b.worker).reportsCached {
 		return false
 	}
-	b.cached = 0
+	b.came(0, kv.TierTokens{})
 	return true
 }
 
@@ -315,7 +339,7 @@ func (r *Router) PotentialLoads(request Request) []WorkerLoad {
 		r.candidate(&c, &p, i, now)
 		load := WorkerLoad{Key: t.Key, PotentialPrefillTokens: c.Load.PrefillTokens, PotentialDecodeBlocks: c.Load.ActiveBlocks + c.NewBlocks, ActiveRequests: c.Load.InFlight}
 		if r.tracksPrefill(&p) {
-			load.PotentialPrefillTokens += p.tokens - c.Overlap*r.blockSize
+			load.PotentialPrefillTokens += r.uncached(p.tokens, &c)
 		}
 		loads = append(loads, load)
 	}

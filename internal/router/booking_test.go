@@ -488,7 +488,7 @@ func TestNoCachedTokensMeansNoneWhereTheWorkerTellsOfSome(t *testing.T) {
 	if overlap := send(2000, untold(false)); overlap != 10 {
 		t.Errorf("%d blocks are left of a worker that never tells, want 10", overlap)
 	}
-	send(1000, func(b *Booking) { b.Cached(9 * testkit.BlockSize) })
+	send(1000, func(b *Booking) { b.Cached(9*testkit.BlockSize, kv.TierTokens{}) })
 	send(1000, untold(true)) // so what was used before is gone too
 	if a, b := send(0, untold(true)), send(2000, untold(true)); a != 0 || b != 0 {
 		t.Errorf("%d and %d blocks are left, want none", a, b)
@@ -499,7 +499,7 @@ func TestNoCachedTokensMeansNoneWhereTheWorkerTellsOfSome(t *testing.T) {
 	d := MustRoute(t, r, Request{Tokens: testkit.Tokens(1, 4)})
 	d.Booking.End()
 	r.Down(testkit.W0)
-	if d.Booking.Cached(4); d.Booking.CachedUnreported() || r.loads.byWorker[testkit.W0] != nil {
+	if d.Booking.Cached(4, kv.TierTokens{}); d.Booking.CachedUnreported() || r.loads.byWorker[testkit.W0] != nil {
 		t.Error("an answer after the end counts")
 	}
 }

@@ -1,6 +1,7 @@
 package router
 
 import (
+	"math"
 	"slices"
 	"time"
 
@@ -83,16 +84,20 @@ func (r *Router) snapshot(p *prompt) {
 
 // candidate sets c to the target at that place as p sees it.
 func (r *Router) candidate(c *policy.Candidate, p *prompt, at int, now time.Time) {
-	c.Target, c.Overlap, c.NewBlocks, c.TreeBlocks = r.targets[at], 0, p.newBlocks(), 0
+	c.Target, c.Overlap, c.Lower, c.Doubtful, c.NewBlocks, c.TreeBlocks = r.targets[at], 0, kv.LowerBlocks{}, false, p.newBlocks(), 0
 	r.targetLoads[at].asOf(now, &c.Load)
 	if p.Cached != nil {
 		c.Overlap = *p.Cached / r.blockSize
-	} else if blocks := p.matched(c.Target.Key); blocks > 0 {
-		c.Overlap = blocks
-		if r.traits.TreeBlocks {
+	} else if m := p.matched(c.Target.Key); m != nil {
+		c.Overlap = m.Blocks
+		if m.Lower != (kv.LowerBlocks{}) || m.Staged != (kv.LowerBlocks{}) {
+			c.Lower, c.Doubtful = r.counted(m), r.doubts(m)
+		}
+		if r.traits.TreeBlocks && m.Blocks > 0 {
 			c.TreeBlocks = r.index.Blocks(c.Target.Key)
 		}
 	}
+	matched := c.Overlap
 	if p.counted && p.shared {
 		active := r.loads.activeOn(r.targetLoads[at])
 		c.NewBlocks -= active
@@ -105,20 +110,63 @@ func (r *Router) candidate(c *policy.Candidate, p *prompt, at int, now time.Time
 		usable = p.tokens / r.blockSize
 	}
 	c.Overlap = min(c.Overlap, usable)
+	if c.Lower != (kv.LowerBlocks{}) {
+		c.Lower = c.Lower.Beyond(c.Overlap - matched).Within(usable - c.Overlap)
+	}
 }
 
-// matched returns how many blocks of p the index has of w. Workers are mostly asked
+// doubts reports whether the own lower tiers of the match's worker may have been emptied.
+// A match is also doubtful for blocks of which no engine announces the removal: how many
+// of these come is what policies learn.
+func (r *Router) doubts(m *kv.Match) bool {
+	return m.Doubtful && (m.Lower.Disk+m.Lower.External == 0 || r.index.LowerOf(m.Worker).Doubtful)
+}
+
+// counted returns the blocks in lower tiers that the policy counts.
+func (r *Router) counted(m *kv.Match) kv.LowerBlocks {
+	if r.traits.Staged {
+		return m.Staged
+	}
+	return m.Lower
+}
+
+// uncached returns how many tokens of a prompt the candidate has to compute, by the
+// policy's reckoning.
+func (r *Router) uncached(tokens int, c *policy.Candidate) int {
+	loaded := 0
+	if c.Lower != (kv.LowerBlocks{}) {
+		loaded = int(math.Round(r.traits.Loaded(c) * float64(r.blockSize)))
+	}
+	return tokens - c.Overlap*r.blockSize - loaded
+}
+
+// finds returns what the engine of the candidate is expected to find cached of p: blocks
+// on the device, and those that continue them in lower tiers, also where the policy
+// counts them differently.
+func (r *Router) finds(p *prompt, c *policy.Candidate) (device int, lower kv.LowerBlocks) {
+	usable := r.usableBlocks(p.tokens)
+	device, lower = min(c.Overlap, usable), c.Lower
+	if r.traits.Staged && p.Cached == nil {
+		lower = kv.LowerBlocks{}
+		if m := p.matched(c.Target.Key); m != nil {
+			lower = m.Lower.Beyond(c.Overlap - m.Blocks)
+		}
+	}
+	return device, lower.Within(usable - device)
+}
+
+// matched returns what the index has of p on w; nil: nothing. Workers are mostly asked
 // for in their order, which is that of the matches.
-func (p *prompt) matched(w kv.WorkerKey) int {
+func (p *prompt) matched(w kv.WorkerKey) *kv.Match {
 	if p.next > 0 && w.Compare(p.matches[p.next-1].Worker) <= 0 {
 		p.next = 0
 	}
 	for ; p.next < len(p.matches); p.next++ {
 		if order := p.matches[p.next].Worker.Compare(w); order == 0 {
-			return p.matches[p.next].Blocks
+			return &p.matches[p.next]
 		} else if order > 0 {
 			break
 		}
 	}
-	return 0
+	return nil
 }

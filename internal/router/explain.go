@@ -55,7 +55,13 @@ type ReceiptCandidate struct {
 	Worker     uint64 `json:"worker_id"`
 	WorkerName string `json:"worker_name,omitempty"`
 	Rank       uint32 `json:"dp_rank"`
-	Overlap    int    `json:"overlap_blocks"` // by the policy's reckoning
+	Overlap    int    `json:"overlap_blocks"` // on its device, by the policy's reckoning
+	// Host, Disk and External are the blocks that continue them in lower tiers; Doubtful:
+	// these may have been emptied.
+	Host     int  `json:"host_blocks,omitempty"`
+	Disk     int  `json:"disk_blocks,omitempty"`
+	External int  `json:"external_blocks,omitempty"`
+	Doubtful bool `json:"doubtful,omitempty"`
 	// Held is the number of leading blocks in the worker's first KV-cache group, and
 	// LimitedBy the engine's number of the group that accepts fewer; nil: none does.
 	Held          int      `json:"held_blocks,omitempty"`
@@ -208,6 +214,7 @@ func (r *Router) receiptCandidates(p *prompt, e *policy.Explanation, trial bool,
 func (r *Router) receiptCandidate(p *prompt, c *policy.Candidate) ReceiptCandidate {
 	line := ReceiptCandidate{
 		Worker: c.Target.Key.Worker, WorkerName: r.names.Name(c.Target.Key.Worker), Rank: c.Target.Key.Rank, Overlap: c.Overlap, NewBlocks: c.NewBlocks,
+		Host: int(c.Lower.Host), Disk: int(c.Lower.Disk), External: int(c.Lower.External), Doubtful: c.Doubtful && c.Lower != (kv.LowerBlocks{}),
 		InFlight: c.Load.InFlight, PrefillTokens: c.Load.PrefillTokens, ActiveBlocks: c.Load.ActiveBlocks,
 	}
 	if i := slices.IndexFunc(p.matches, func(m kv.Match) bool { return m.Worker == c.Target.Key && m.Held > 0 }); i >= 0 {

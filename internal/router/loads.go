@@ -45,6 +45,14 @@ type workerLoad struct {
 	output  float64            // sum of the weights of output blocks
 }
 
+// tiers returns what is known of the worker's lower tiers, to be added to.
+func (l *workerLoad) tiers() *policy.Tiers {
+	if l.Tiers == nil {
+		l.Tiers = new(policy.Tiers)
+	}
+	return l.Tiers
+}
+
 // activeBlocks is the sum of all weights, rounded.
 func (l *workerLoad) activeBlocks() int {
 	return int(math.Round(float64(l.blocks) + l.excess + l.output))
@@ -254,6 +262,9 @@ func (l *loads) outcome(b *Booking, output int, now time.Time) policy.Outcome {
 	o := policy.Outcome{
 		Worker: b.worker, Leg: b.leg, Uncached: b.uncached, Output: output, Alone: b.alone,
 		FirstToken: b.first.Sub(b.sent), Decode: now.Sub(b.first),
+	}
+	if b.lower != (kv.LowerBlocks{}) {
+		o.Loads, o.Loaded, o.Tiers = b.loads, b.cached == b.device+b.lower.Total(), l.of(b.worker).tiers()
 	}
 	o.Before = b.atFirst.since(b.atSent, o.FirstToken)
 	o.During = l.of(b.worker).tallyAt(now).since(b.atFirst, o.Decode)

@@ -145,7 +145,7 @@ func (r *Router) pairings(p *prompt, enforce bool) pairings {
 	now := r.now()
 	var could pairings
 	var prefill, well, decode kv.Kinds
-	most := 0
+	least := p.tokens
 	whole, first, second := *p, *p, *p
 	whole.Kinds, whole.Leg, first.Leg, second.Leg = 0, kv.LegWhole, kv.LegPrefill, kv.LegDecode
 	first.Pinned = p.PinnedPrefill
@@ -155,7 +155,7 @@ func (r *Router) pairings(p *prompt, enforce bool) pairings {
 		if whole.mayUse(t) {
 			var c policy.Candidate
 			r.candidate(&c, p, i, now)
-			could.whole, most = true, max(most, c.Overlap)
+			could.whole, least = true, min(least, r.uncached(p.tokens, &c))
 		}
 		if first.mayUse(t) {
 			prefill |= kv.KindsOf(t.Kind)
@@ -170,6 +170,6 @@ func (r *Router) pairings(p *prompt, enforce bool) pairings {
 	if could.whole && !enforce && p.PinnedPrefill == nil && well&decode == 0 {
 		prefill = 0
 	}
-	could.kinds, could.uncached = prefill&decode, p.tokens-most*r.blockSize
+	could.kinds, could.uncached = prefill&decode, least
 	return could
 }

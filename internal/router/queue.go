@@ -64,14 +64,14 @@ type waitResult struct {
 	err      error
 }
 
-// queueScore is the order in the queue; best are the blocks that the best worker for p
-// has of it. The formulas are Dynamo's.
-func (r *Router) queueScore(p *prompt, best int, now time.Time) float64 {
+// queueScore is the order in the queue; uncached are the tokens of p that its best worker
+// has to compute. The formulas are Dynamo's.
+func (r *Router) queueScore(p *prompt, uncached int, now time.Time) float64 {
 	jump := max(0, p.PriorityJump)
 	since := now.Sub(r.began).Seconds()
 	switch r.settings.RouterQueuePolicy {
 	case queueWSPT:
-		return (1 + jump) / float64(max(1, p.tokens-best*r.blockSize))
+		return (1 + jump) / float64(max(1, uncached))
 	case queueLCFS:
 		return jump + since
 	}
@@ -103,11 +103,11 @@ func (r *Router) enqueue(p *prompt, now time.Time) (*waiter, error) {
 	if r.began.IsZero() {
 		r.began = now
 	}
-	best := 0
+	uncached := p.tokens
 	for i := range r.candidates {
-		best = max(best, r.candidates[i].Overlap)
+		uncached = min(uncached, r.uncached(p.tokens, &r.candidates[i]))
 	}
-	w := &waiter{prompt: *p, since: now, score: r.queueScore(p, best, now), decided: make(chan waitResult, 1)}
+	w := &waiter{prompt: *p, since: now, score: r.queueScore(p, uncached, now), decided: make(chan waitResult, 1)}
 	at := slices.IndexFunc(r.waiting, func(other *waiter) bool {
 		if p.StrictPriority != other.prompt.StrictPriority {
 			return p.StrictPriority > other.prompt.StrictPriority

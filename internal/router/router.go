@@ -102,16 +102,20 @@ func (q *Request) Follow(h hints.Hints) {
 // Decision is the worker chosen for a request, with the cached part of its prompt.
 type Decision struct {
 	Target        kv.Target
-	Tokens        int // prompt length; 0: unknown
-	Overlap       int // blocks of the prompt in the worker's cache that it can use
-	OverlapTokens int // the same in tokens
+	Tokens        int            // prompt length; 0: unknown
+	Overlap       int            // blocks of the prompt in the worker's device cache that it can use
+	Lower         kv.LowerBlocks // blocks that continue them in lower tiers
+	OverlapTokens int            // Predicted in all
+	Predicted     kv.TierTokens  // tokens that the engine is expected to find cached
+	Guessed       kv.TierTokens  // tokens of Lower that may be gone without an event, not in Predicted
 	Booking       *Booking
 	Alternatives  []kv.Target // fallbacks if Target is unreachable, best first
 
-	MatchedBlocks          int      // of the prompt in the worker's cache, by the policy's reckoning
-	EffectivePrefillTokens int      // prompt tokens to be computed, by the policy's reckoning
-	PotentialDecodeBlocks  int      // active blocks of the worker once it has this prompt; 0: not counted
-	Sequence               []uint64 // booked sequence hashes; must not be changed
+	MatchedBlocks          int            // of the prompt in the worker's device cache, by the policy's reckoning
+	MatchedLower           kv.LowerBlocks // that continue them in lower tiers, by the policy's reckoning
+	EffectivePrefillTokens int            // prompt tokens to be computed, by the policy's reckoning
+	PotentialDecodeBlocks  int            // active blocks of the worker once it has this prompt; 0: not counted
+	Sequence               []uint64       // booked sequence hashes; must not be changed
 
 	HashTime     time.Duration // spent on block hashes
 	LookupTime   time.Duration // spent in the index
@@ -331,6 +335,15 @@ func (r *Router) Publish(w kv.WorkerKey, p policy.Published) {
 	}
 }
 
+// Transferred stores the counters of w's loads from lower tiers.
+func (r *Router) Transferred(w kv.WorkerKey, t policy.Transfers) {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	if at, up := r.target(w); up {
+		r.targetLoads[at].tiers().Count(t)
+	}
+}
+
 // IsUp reports whether that incarnation of a worker is up.
 func (r *Router) IsUp(t kv.Target) bool {
 	r.mu.Lock()
@@ -393,6 +406,10 @@ func (r *Router) Load(w kv.WorkerKey) policy.Load {
 	defer r.mu.Unlock()
 	load := r.loads.get(w, r.now())
 	load.Prefills = slices.Clone(load.Prefills)
+	if load.Tiers != nil {
+		tiers := *load.Tiers
+		load.Tiers = &tiers
+	}
 	return load
 }
 
@@ -531,10 +548,7 @@ func (r *Router) choose(p *prompt, d *Decision, now time.Time) {
 	}
 	chosen := &r.candidates[at]
 	d.Target, d.Tokens = chosen.Target, p.tokens
-	d.Overlap = min(chosen.Overlap, r.usableBlocks(p.tokens))
-	d.OverlapTokens = d.Overlap * r.blockSize
-	d.MatchedBlocks = chosen.Overlap
-	d.EffectivePrefillTokens = p.tokens - chosen.Overlap*r.blockSize
+	r.predict(p, d, chosen)
 	d.PotentialDecodeBlocks = chosen.Load.ActiveBlocks + chosen.NewBlocks
 	d.Sequence = p.sequence
 	d.Alternatives = r.alternatives(p, chosen.Target.Key, now)
@@ -552,6 +566,20 @@ func (r *Router) choose(p *prompt, d *Decision, now time.Time) {
 	d.Sequence = d.Booking.sequence
 }
 
+// predict sets what of p is cached on the candidate.
+func (r *Router) predict(p *prompt, d *Decision, c *policy.Candidate) {
+	d.Overlap, d.Lower = r.finds(p, c)
+	d.Predicted, d.Guessed = d.Lower.Tokens(r.blockSize), kv.TierTokens{}
+	if d.Predicted != d.Guessed {
+		if m := p.matched(c.Target.Key); m == nil || m.Doubtful {
+			d.Predicted, d.Guessed = d.Guessed, d.Predicted
+		}
+	}
+	d.Predicted.Device = d.Overlap * r.blockSize
+	d.OverlapTokens = d.Predicted.Total()
+	d.MatchedBlocks, d.MatchedLower, d.EffectivePrefillTokens = c.Overlap, c.Lower, r.uncached(p.tokens, c)
+}
+
 // tracksPrefill reports whether p's tokens are counted.
 func (r *Router) tracksPrefill(p *prompt) bool {
 	if p.Override != nil && p.Override.TrackPrefillTokens != nil {
@@ -566,8 +594,10 @@ func (r *Router) book(p *prompt, c *policy.Candidate, now time.Time) *Booking {
 		router: r, worker: c.Target.Key, client: p.Client, id: p.ID, prompt: p.tokens, expected: p.ExpectedOutput, sequence: p.sequence, answeredWhole: p.AnsweredWhole, leg: p.Leg, lora: p.LoRA,
 		assumed: r.assume(c.Target.Key, p), cached: -1, generation: c.Target.Generation, trial: r.outliers.Begin(c.Target.Key, now),
 	}
+	b.device, b.lower = r.finds(p, c)
+	b.loads, b.doubtful = b.lower.Tokens(r.blockSize), c.Doubtful
 	if r.tracksPrefill(p) {
-		b.uncached = p.tokens - c.Overlap*r.blockSize
+		b.uncached = r.uncached(p.tokens, c)
 		if p.Cached != nil { // which need not be whole blocks
 			b.uncached = p.tokens - *p.Cached
 		}
@@ -599,9 +629,10 @@ func (r *Router) Book(request Request, worker kv.WorkerKey) (*Booking, error) {
 	return booking, err
 }
 
-// bookOn is Book that returns the worker, too, as the request sees it.
-func (r *Router) bookOn(request Request, worker kv.WorkerKey) (*Booking, policy.Candidate, error) {
+// bookOn is Book that returns what is cached on the worker, too.
+func (r *Router) bookOn(request Request, worker kv.WorkerKey) (*Booking, Decision, error) {
 	var c policy.Candidate
+	var d Decision
 	scratch := r.scratch.Get().(*workspace)
 	defer r.scratch.Put(scratch)
 	p, _ := r.lookUp(request, scratch)
@@ -611,14 +642,16 @@ func (r *Router) bookOn(request Request, worker kv.WorkerKey) (*Booking, policy.
 	r.expire(now)
 	at, found := r.target(worker)
 	if !found {
-		return nil, c, ErrUnknownWorker
+		return nil, d, ErrUnknownWorker
 	}
 	if r.taken(&p) {
-		return nil, c, ErrDuplicate
+		return nil, d, ErrDuplicate
 	}
 	r.snapshot(&p)
 	r.candidate(&c, &p, at, now)
-	return r.book(&p, &c, now), c, nil
+	d.Target = c.Target
+	r.predict(&p, &d, &c)
+	return r.book(&p, &c, now), d, nil
 }
 
 // usableBlocks is how many cached blocks an engine can use of a prompt of that
@@ -642,7 +675,8 @@ func (r *Router) usableOf(p *prompt) int {
 // Overlap is the number of a prompt's leading blocks that one worker holds.
 type Overlap struct {
 	Worker kv.WorkerKey
-	Blocks int
+	Blocks int            // on the device
+	Staged kv.LowerBlocks // as of kv.Match
 }
 
 // Overlaps returns the overlap of every worker that is up, and the number of the
@@ -658,7 +692,7 @@ func (r *Router) Overlaps(request Request) (overlaps []Overlap, blocks int) {
 	for _, t := range r.Targets() {
 		overlap := Overlap{Worker: t.Key}
 		if i := slices.IndexFunc(matches, func(m kv.Match) bool { return m.Worker == t.Key }); i >= 0 {
-			overlap.Blocks = matches[i].Blocks
+			overlap.Blocks, overlap.Staged = matches[i].Blocks, matches[i].Staged
 		}
 		overlaps = append(overlaps, overlap)
 	}

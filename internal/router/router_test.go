@@ -338,7 +338,7 @@ func TestAnApproximateIndexIsToldWhatWasRouted(t *testing.T) {
 		t.Errorf("overlap %d, want 10", d.Overlap)
 	}
 	route(Request{Tokens: testkit.Tokens(200, 4), ChooseOnly: true})
-	d.Booking.Cached(0) // all of before was gone
+	d.Booking.Cached(0, kv.TierTokens{}) // all of before was gone
 	d.Booking.End()
 	if overlap := route(Request{Tokens: testkit.Tokens(200, 8), QueryOnly: true}).Overlap; overlap != 1 {
 		t.Errorf("overlap %d with what was routed later, want 1", overlap)

@@ -64,11 +64,12 @@ const (
 )
 
 // readArgs are the flags beside reservedArgs that the router reads.
-var readArgs = []string{tensorFlag, ranksFlag, attentionFlag, batchFlag, tokensFlag, keyFlag, "enable-dp-attention"}
+var readArgs = append([]string{tensorFlag, ranksFlag, attentionFlag, batchFlag, tokensFlag, keyFlag, "enable-dp-attention", offloadFlag}, sizeFlags...)
 
 // checkArgs refuses arguments for SGLang that the router sets itself or could not
 // follow; its errors name the argument and what to use instead.
-func checkArgs(args []string, apart bool) error {
+func checkArgs(s process.Settings) error {
+	args := s.Args
 	for _, arg := range args {
 		name := flags.Name(arg)
 		if name == "" {
@@ -85,6 +86,10 @@ func checkArgs(args []string, apart bool) error {
 		if value, given := flags.Value(args, flag); given && flags.Number(args, flag) < 1 {
 			return fmt.Errorf("--%s %s after --: must be at least 1", flag, value)
 		}
+	}
+	apart := s.PrefillWorkers > 0
+	if apart && s.OffloadGiB > 0 {
+		return errors.New("--kv-offload-gib with --prefill-workers: not supported for SGLang; start such workers yourself and attach them with --worker")
 	}
 	if apart && ranks(args) > 1 {
 		return errors.New("--dp-size after -- with --prefill-workers: the router starts SGLang's prefill and decode workers with one rank each; increase the number of workers")

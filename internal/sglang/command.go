@@ -14,8 +14,9 @@ import (
 )
 
 // pluginFiles are the Python modules that started workers load: the one that keeps
-// their sockets on loopback, those that let them wait, and use NIXL, on a CPU, and
-// in the folder cpu what stands in for SGLang's compiled kernels there.
+// their sockets on loopback, those that let them wait, use NIXL, and keep KV blocks in
+// host memory, on a CPU, and in the folder cpu what stands in for SGLang's compiled
+// kernels there.
 //
 //go:embed plugin
 var pluginFiles embed.FS
@@ -45,7 +46,7 @@ func Engine() process.Engine {
 		Ranks:     ranks, RanksFlag: "--" + ranksFlag,
 		Limits: limits, BatchFlag: "--" + batchFlag,
 		Key:          key,
-		CheckMachine: func(process.Settings) error { return nil },
+		CheckMachine: checkOffload,
 		CheckPython:  checkPython,
 		Command:      command,
 	}
@@ -83,7 +84,7 @@ func command(cfg process.Settings, i int, pluginDir string, environ []string) (p
 	}
 	argv = append(argv, "--enable-metrics", "--enable-cache-report")
 	env := process.NewEnvironment(environ)
-	env.AllowPlugins("SGLANG_PLUGINS", "kvrouter_loopback,kvrouter_idle,kvrouter_nixl")
+	env.AllowPlugins("SGLANG_PLUGINS", "kvrouter_loopback,kvrouter_idle,kvrouter_nixl,kvrouter_tiers")
 	env["KVROUTER_LOOPBACK"] = "1"
 	// Else /health computes a token and takes a second at least, and a long prompt
 	// before it makes a busy worker look dead.
@@ -99,6 +100,7 @@ func command(cfg process.Settings, i int, pluginDir string, environ []string) (p
 		// The ranks' messages to each other use this address, too.
 		env["SGLANG_HOST_IP"] = "127.0.0.1"
 	}
+	argv = append(argv, offloadArgs(cfg)...)
 
 	if len(cfg.GPUs) > 0 {
 		devices, err := cfg.DevicesOf(i)
@@ -164,6 +166,9 @@ func setCPUEnvironment(cfg process.Settings, i int, env process.Environment) {
 	env.SetDefault("OMP_WAIT_POLICY", "passive")
 	env.SetDefault("SGLANG_CPU_OMP_THREADS_BIND", coresOf(cfg, i))
 	env["KVROUTER_IDLE_POLL_MS"] = "100"
+	if offloads(cfg) {
+		env["KVROUTER_CPU_TIERS"] = "1"
+	}
 	if cfg.PrefillWorkers > 0 {
 		env.SetNIXLOnCPU()
 	}

@@ -61,7 +61,7 @@ func TestCommandOfEachWorker(t *testing.T) {
 			},
 			env: []string{
 				"OMP_NUM_THREADS=7", "OMP_WAIT_POLICY=active", "SGLANG_CPU_OMP_THREADS_BIND=0-3", "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION=true", "PYTHONPATH=/plugin:/plugin/cpu:/mine",
-				"SGLANG_PLUGINS=a,b,kvrouter_loopback,kvrouter_idle,kvrouter_nixl", "KVROUTER_LOOPBACK=1", onCPU[0], onCPU[1], onCPU[2],
+				"SGLANG_PLUGINS=a,b,kvrouter_loopback,kvrouter_idle,kvrouter_nixl,kvrouter_tiers", "KVROUTER_LOOPBACK=1", onCPU[0], onCPU[1], onCPU[2],
 			},
 		},
 		{
@@ -276,15 +276,15 @@ func TestArgumentsThatTheRouterSetsAreRefused(t *testing.T) {
 		"--max-total 9":                       "--max-total-tokens; use the full name",
 		"--seed 3 --served-model-name before": "--served-model-name before --",
 	} {
-		if err := checkArgs(strings.Fields(args), false); err == nil || !strings.Contains(err.Error(), want) {
+		if err := checkArgs(process.Settings{Args: strings.Fields(args)}); err == nil || !strings.Contains(err.Error(), want) {
 			t.Errorf("%s: %v, want %q in it", args, err, want)
 		}
 	}
 	for _, args := range []string{"", "--tp 2 --dp 2", "--enable-metrics --log-level debug", "--chat-template x.jinja", "--max-total-tokens 9", "--disaggregation-transfer-backend mooncake"} {
-		if err := checkArgs(strings.Fields(args), true); (err != nil) != strings.Contains(args, "--dp") {
+		if err := checkArgs(process.Settings{Args: strings.Fields(args), PrefillWorkers: 1}); (err != nil) != strings.Contains(args, "--dp") {
 			t.Errorf("%s, apart: %v", args, err)
 		}
-		if err := checkArgs(strings.Fields(args), false); err != nil {
+		if err := checkArgs(process.Settings{Args: strings.Fields(args)}); err != nil {
 			t.Errorf("%s: %v", args, err)
 		}
 	}
@@ -338,7 +338,7 @@ func TestPluginFolderHoldsTheEntryPointsOfItsModules(t *testing.T) {
 		}
 		return err
 	})
-	want := []string{"cpu/sgl_kernel.py", "kvrouter_idle.py", "kvrouter_loopback.py", "kvrouter_nixl.py", "kvrouter_sglang.dist-info/METADATA", "kvrouter_sglang.dist-info/entry_points.txt"}
+	want := []string{"cpu/sgl_kernel.py", "kvrouter_idle.py", "kvrouter_loopback.py", "kvrouter_nixl.py", "kvrouter_sglang.dist-info/METADATA", "kvrouter_sglang.dist-info/entry_points.txt", "kvrouter_tiers.py"}
 	if err != nil || !slices.Equal(files, want) {
 		t.Errorf("files %q, %v; want %q", files, err, want)
 	}
@@ -363,5 +363,44 @@ for kernel in (copy_all_layer_kv_cache_cpu, transfer_kv_direct):
 	want := "sgl_kernel.copy_all_layer_kv_cache_cpu has no stand-in on a CPU\nsgl_kernel.kvcacheio.transfer_kv_direct has no stand-in on a CPU\n"
 	if string(out) != want || err != nil {
 		t.Errorf("%v\n%s", err, out)
+	}
+}
+
+func TestHierarchicalCacheHasTheMemoryOfTheFlag(t *testing.T) {
+	cpu := "--hicache-write-policy write_through --hicache-io-backend direct --hicache-mem-layout layer_first"
+	for _, test := range []struct {
+		name string
+		gib  float64
+		gpus []string
+		each int // GPUs of a rank
+		args string
+		want string
+	}{
+		{"on the CPU", 2, nil, 1, "", "--enable-hierarchical-cache --hicache-size 2 " + cpu},
+		{"one GPU", 32, []string{"0"}, 1, "", "--enable-hierarchical-cache --hicache-size 34 --hicache-write-policy write_through"},
+		{"split over two GPUs", 32, []string{"0", "1"}, 2, "", "--enable-hierarchical-cache --hicache-size 17 --hicache-write-policy write_through"},
+		{"each rank of a shared model", 32, []string{"0", "1"}, 1, "--attn-dp-size 2", "--enable-hierarchical-cache --hicache-size 34 --hicache-write-policy write_through"},
+		{"the user's choice wins", 1, nil, 1, "--hicache-ratio=3 --hicache-write-policy write_back", "--enable-hierarchical-cache --hicache-io-backend direct --hicache-mem-layout layer_first"},
+		{"the user's own cache", 0, nil, 1, "--enable-hierarchical-cache", ""},
+		{"none", 0, nil, 1, "", ""},
+	} {
+		t.Run(test.name, func(t *testing.T) {
+			cfg := settings(1, test.gpus, strings.Fields(test.args)...)
+			cfg.OffloadGiB, cfg.GPUsPerWorker = test.gib, test.each
+			if err := checkOffload(cfg); err != nil {
+				t.Fatal(err)
+			}
+			spec, err := command(cfg, 0, "/plugin", nil)
+			if err != nil {
+				t.Fatal(err)
+			}
+			if got := strings.Join(offloadArgs(cfg), " "); got != test.want || !strings.Contains(strings.Join(spec.Argv, " "), test.want) {
+				t.Errorf("got %q in %q, want %q", got, spec.Argv, test.want)
+			}
+			wants := len(test.gpus) == 0 && test.name != "none"
+			if shim := slices.Contains(spec.Env, "KVROUTER_CPU_TIERS=1"); shim != wants {
+				t.Errorf("plugin %v, want %v", shim, wants)
+			}
+		})
 	}
 }

@@ -67,6 +67,7 @@ type gridPolicy struct {
 	Routing        router.Settings       `embed:""`
 	Retry          outlier.RetrySettings `embed:""`
 	SyntheticHints bool                  `default:"true" negatable:""`
+	TierEvents     bool                  `default:"true" negatable:""`
 }
 
 // gridRow is one load with what comes of it.
@@ -204,7 +205,7 @@ func (s Settings) runGrid(base Simulation, out, progress io.Writer) error {
 	if err != nil {
 		return err
 	}
-	given := gridPolicy{Name: "random", Scoring: base.Scoring, Index: base.Index, Routing: base.Routing, Retry: base.Retry, SyntheticHints: true}
+	given := gridPolicy{Name: "random", Scoring: base.Scoring, Index: base.Index, Routing: base.Routing, Retry: base.Retry, SyntheticHints: true, TierEvents: true}
 	if !reflect.DeepEqual(defaults, given) {
 		return errors.New("--grid: set the flags of policies, the index, the queue and failing workers in the grid file, after each policy")
 	}

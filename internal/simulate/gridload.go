@@ -13,6 +13,7 @@ import (
 	"github.com/alecthomas/kong"
 
 	"kvrouter/internal/engine"
+	"kvrouter/internal/kv"
 )
 
 // gridAgents is the first word of a load of made-up agents.
@@ -37,6 +38,10 @@ type gridLoad struct {
 	lag               time.Duration
 	routers           int
 	untold            bool
+
+	// Of the tiers below the cache; 0: as the flags say.
+	hostBlocks, diskBlocks       int
+	hostBandwidth, diskBandwidth float64 // GB/s
 }
 
 // most is the largest number that a load may give, of anything that it counts.
@@ -106,6 +111,10 @@ func (l *gridLoad) commonWords() map[string]func(string) error {
 			return nil
 		},
 		"kv":      whole(&l.cacheBlocks, 1, 1<<24),
+		"host":    whole(&l.hostBlocks, 1, 1<<24),
+		"hostbw":  decimal(&l.hostBandwidth, 1e-3, 1e6),
+		"disk":    whole(&l.diskBlocks, 1, 1<<24),
+		"diskbw":  decimal(&l.diskBandwidth, 1e-3, 1e6),
 		"lag":     span(&l.lag),
 		"routers": whole(&l.routers, 1, maxRouters),
 		"untold":  func(value string) error { l.untold = true; return nothing(value) },
@@ -253,5 +262,33 @@ func (l *gridLoad) on(base Simulation, seed uint64) Simulation {
 	run.EventLag = cmp.Or(l.lag, run.EventLag)
 	run.Routers = max(run.Routers, l.routers)
 	run.UntoldCache = run.UntoldCache || l.untold
+	run.Tiers = l.tiers(base.Tiers)
 	return run
 }
+
+// tiers returns the tiers below the cache with what base says and the load does not.
+func (l *gridLoad) tiers(base []engine.TierSettings) (tiers []engine.TierSettings) {
+	for i, given := range []struct {
+		blocks    int
+		bandwidth float64
+	}{{l.hostBlocks, l.hostBandwidth}, {l.diskBlocks, l.diskBandwidth}} {
+		t := engine.TierSettings{Tier: kv.LowerTiers[i], Loads: engine.Loads{Bandwidth: tierBandwidths[i], BytesPerToken: tierBytes}}
+		for _, b := range base {
+			if b.Tier == t.Tier {
+				t = b
+			}
+		}
+		t.Blocks = cmp.Or(given.blocks, t.Blocks)
+		t.Loads.Bandwidth = cmp.Or(given.bandwidth, t.Loads.Bandwidth)
+		if t.Blocks > 0 {
+			tiers = append(tiers, t)
+		}
+	}
+	return tiers
+}
+
+// Defaults of the tiers of a load for which no flag is set: those of the flags
+// --mock-host-bandwidth, --mock-disk-bandwidth and --mock-kv-bytes-per-token.
+var tierBandwidths = [...]float64{25, 2}
+
+const tierBytes = 131072

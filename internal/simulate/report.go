@@ -31,6 +31,7 @@ type Report struct {
 	Reuse           float64        `json:"reuse"`
 	Predicted       float64        `json:"predicted_reuse"`
 	PredictionError float64        `json:"prediction_error_tokens"` // mean |predicted − actual| of the first admissions
+	Lower           *TierReport    `json:"lower_tiers,omitempty"`   // nil: the workers have none
 	Pairs           int            `json:"pairs,omitempty"`         // disaggregated requests
 	MakespanS       float64        `json:"makespan_s"`
 	OutputPerSec    float64        `json:"output_tokens_per_s"`
@@ -128,6 +129,7 @@ func (s *simulator) report() *Report {
 		MakespanS: last.Seconds(), OutputPerSec: float64(output) / last.Seconds(),
 		TTFT: distribution(ttft), ITL: distribution(itl), EndToEnd: distribution(endToEnd),
 	}
+	r.Lower = s.tierReport()
 	if s.Concurrency == 0 {
 		r.Speedup = s.Speedup
 	}
@@ -226,6 +228,9 @@ func writeReports(out io.Writer, reports []*Report) error {
 		return err
 	}
 	for _, r := range reports {
+		if r.Lower != nil {
+			fmt.Fprintf(out, "%s: %.3f of the prompt tokens were loaded from host memory, %.3f from disk\n", r.Policy, r.Lower.Host, r.Lower.Disk)
+		}
 		r.writeTroubles(out)
 	}
 	for _, r := range reports {

@@ -35,6 +35,7 @@ type Settings struct {
 	EventLag       float64  `default:"0" placeholder:"MS" help:"Delay of KV events to the router, ms."`
 	RoundTrip      float64  `default:"0" placeholder:"MS" help:"Network round-trip time between router and worker, ms."`
 	Routers        int      `default:"1" placeholder:"N" help:"Number of routers in front of the same workers; each request goes to a random one. Each follows KV events of all workers, but knows only its own in-flight requests."`
+	TierEvents     bool     `default:"true" negatable:"" help:"Pass KV events of the tiers below the cache (--mock-host-blocks, --mock-disk-blocks) to the router."`
 	UntoldCache    bool     `help:"Workers do not report the size of their KV cache to the router."`
 	Faults         []string `placeholder:"FAULT" help:"Comma-separated faults to inject, such as 'worker=2 at=60s for=30s kind=error rate=0.3'. kind: error (status 500), refuse (connection refused), hang (no answer) or slow. rate: share of failing requests, or remaining speed. Default: 1."`
 	PrioritySettings
@@ -100,11 +101,13 @@ type Simulation struct {
 	Way           time.Duration // one-way latency between router and worker
 	LeastUncached int           // requests with fewer uncached prompt tokens are aggregated
 	Engine        engine.Settings
-	Concurrency   int           // conversations in flight; a new one begins when one ends; 0: by arrival times
-	Speedup       float64       // arrival times are divided by it
-	EventLag      time.Duration // delay of events to the index
-	Routers       int           // number of routers in front of the workers; 0 counts as 1
-	UntoldCache   bool          // the router does not know the size of a worker's cache
+	Concurrency   int                   // conversations in flight; a new one begins when one ends; 0: by arrival times
+	Speedup       float64               // arrival times are divided by it
+	EventLag      time.Duration         // delay of events to the index
+	Routers       int                   // number of routers in front of the workers; 0 counts as 1
+	UntoldCache   bool                  // the router does not know the size of a worker's cache
+	Tiers         []engine.TierSettings // below the cache of each worker
+	UntoldTiers   bool                  // the router does not know what they hold
 	Routing       router.Settings
 	Retry         outlier.RetrySettings
 	Priority      PrioritySettings
@@ -156,6 +159,8 @@ type worker struct {
 	busy   time.Duration // sum of its passes
 	sent   int
 
+	loadsEnd time.Duration // when its last load from lower tiers ends
+
 	// Where there are faults:
 	fault   *fault        // its current fault; nil: none
 	heard   time.Duration // when it last emitted a token
@@ -200,6 +205,7 @@ func (s Settings) Run(base Simulation, policies []string, out, progress *os.File
 	base.EventLag, base.WithoutHints = time.Duration(s.EventLag*float64(time.Millisecond)), !s.SyntheticHints
 	base.Way = time.Duration(s.RoundTrip / 2 * float64(time.Millisecond))
 	base.Routers, base.UntoldCache, base.Priority, base.Faults = s.Routers, s.UntoldCache, s.PrioritySettings, s.Faults
+	base.UntoldTiers = !s.TierEvents
 	if s.Grid != "" {
 		return s.runGrid(base, out, progress)
 	}
@@ -307,6 +313,8 @@ func (s Simulation) start() (*simulator, error) {
 		return nil, errors.New("a simulation needs a concurrency or a speedup of more than 0")
 	case s.Prefills > 0 && (len(s.Faults) > 0 || s.Routing.RouterQueueThreshold != nil || s.Routing.BusyThresholds.Set()):
 		return nil, errors.New("faults, the queue and busy thresholds are not simulated with disaggregation: leave out --faults, --router-queue-threshold and the --active thresholds")
+	case s.Prefills > 0 && len(s.Tiers) > 0:
+		return nil, errors.New("tiers below the cache are not simulated with disaggregation: leave out --mock-host-blocks and --mock-disk-blocks")
 	case s.Way > 0 && len(s.Faults) > 0:
 		return nil, errors.New("--round-trip is not simulated with --faults: leave one of them out")
 	case s.Routing.RouterTrackOutputBlocks || s.Routing.RecordDecisions:
@@ -360,9 +368,10 @@ func newSimulator(s Simulation, choosers ...policy.Policy) *simulator {
 	if s.UntoldCache {
 		blocks = 0
 	}
+	shared := map[kv.Tier]*engine.Store{}
 	for i := range run.workers {
-		simulated := engine.New(s.Engine, func(event engine.Event) { run.cacheChanged(i, event) })
-		simulated.Fetch = run.beginFetch
+		simulated := engine.New(s.Engine, func(event engine.Event) { run.cacheChanged(i, event) }, engine.Stores(s.Tiers, shared)...)
+		simulated.Fetch, simulated.LoadNow = run.beginFetch, run.beginLoad
 		run.workers[i].engine = simulated
 		for _, router := range run.routers {
 			router.Up(kv.Target{Key: kv.WorkerKey{Worker: uint64(i)}, TotalBlocks: blocks, MaxBatchedTokens: s.Engine.MaxBatchedTokens, Disagg: s.part(i)})
@@ -525,7 +534,7 @@ func (s *simulator) hear(f *flight, first, last bool) {
 func (s *simulator) answered(f *flight) {
 	f.end = s.now
 	if f.prefill == nil { // else the cached tokens came from there
-		f.booking.Cached(f.Request.Cached)
+		f.booking.Cached(f.Request.Cached, kv.TierTokens{})
 	}
 	f.booking.Finish(f.Output)
 	f.booking, f.Blocks = nil, nil
@@ -547,7 +556,7 @@ func (s *simulator) answered(f *flight) {
 // cacheChanged takes a change of worker w's cache to the index, at once or late.
 func (s *simulator) cacheChanged(w int, event engine.Event) {
 	switch {
-	case !s.follows:
+	case !s.follows || event.Tier != kv.Device && s.UntoldTiers:
 	case s.EventLag == 0:
 		s.apply(w, event)
 	default:
@@ -570,7 +579,9 @@ func (s *simulator) catchUp() {
 func (s *simulator) apply(w int, event engine.Event) {
 	key := kv.WorkerKey{Worker: uint64(w)}
 	for _, index := range s.indexes {
-		if !event.Stored {
+		if event.Tier != kv.Device {
+			s.applyLower(index, w, event)
+		} else if !event.Stored {
 			if unknown := index.Remove(key, event.Removed); unknown > 0 {
 				s.err = fmt.Errorf("simulated worker %d removed %d blocks that the index does not know", w, unknown)
 			}

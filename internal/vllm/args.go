@@ -35,7 +35,8 @@ var reservedArgs = map[string]string{
 
 // checkArgs refuses arguments for vLLM that the router sets itself or could not
 // follow; its errors name the argument and what to use instead.
-func checkArgs(args []string, apart bool) error {
+func checkArgs(s process.Settings) error {
+	args := s.Args
 	for _, arg := range args {
 		if instead, reserved := reservedArgs[flags.Name(arg)]; reserved {
 			return fmt.Errorf("%s after --: not supported; use %s", arg, instead)
@@ -44,7 +45,12 @@ func checkArgs(args []string, apart bool) error {
 	if value, given := flags.Value(args, ranksFlag); given && flags.Number(args, ranksFlag) < 1 {
 		return fmt.Errorf("--data-parallel-size %s after --: must be at least 1", value)
 	}
-	if apart && flags.Has(args, "kv-transfer-config") {
+	for _, flag := range []string{"kv-transfer-config", "kv-offloading-size", "kv-offloading-backend"} {
+		if s.OffloadGiB > 0 && flags.Has(args, flag) {
+			return fmt.Errorf("--%s after -- with --kv-offload-gib: both set the KV connector; use one of them", flag)
+		}
+	}
+	if s.PrefillWorkers > 0 && flags.Has(args, "kv-transfer-config") {
 		return errors.New("--kv-transfer-config after --: with --prefill-workers the router sets it for each worker; for other settings start the workers yourself and attach them with --worker url=...,role=prefill and role=decode")
 	}
 	return nil

@@ -16,8 +16,8 @@ import (
 )
 
 // pluginFiles are the Python modules that every started vLLM loads: the load
-// publisher, the one that keeps KV events on loopback, and the one that lets
-// NIXL wait without computing.
+// publisher, the one that keeps KV events on loopback, the one that lets NIXL
+// wait without computing, and the one that offloads KV blocks on a CPU.
 //
 //go:embed plugin
 var pluginFiles embed.FS
@@ -76,14 +76,14 @@ func command(cfg process.Settings, i int, pluginDir string, environ []string) (p
 	}
 	argv = append(argv, "--enable-prompt-tokens-details", "--enable-scale-out")
 	env := process.NewEnvironment(environ)
+	argv = append(argv, transferArgs(cfg, i)...)
 	if cfg.PrefillWorkers > 0 {
-		argv = append(argv, "--kv-transfer-config", nixlConfig(cfg, i))
 		setNIXLEnvironment(cfg, first, env)
 	}
 	env["KVROUTER_LOAD_ENDPOINT"] = cfg.Ports.LoadEndpoint(i, 0)
 	env["KVROUTER_LOOPBACK_EVENTS"] = "1"
 	env.AddPath(pluginDir)
-	env.AllowPlugins("VLLM_PLUGINS", "kvrouter_load,kvrouter_loopback,kvrouter_nixl")
+	env.AllowPlugins("VLLM_PLUGINS", "kvrouter_load,kvrouter_loopback,kvrouter_nixl,kvrouter_tiers")
 	env.SetDefault("VLLM_NO_USAGE_STATS", "1")
 	if flags.Has(cfg.Args, "otlp-traces-endpoint") {
 		env[process.EnvServiceName] = "vllm" // its spans would have no name
@@ -105,6 +105,9 @@ func command(cfg process.Settings, i int, pluginDir string, environ []string) (p
 		env.SetDefault("OMP_NUM_THREADS", strconv.Itoa(cfg.Threads()))
 		env.SetDefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
 		env.SetDefault("VLLM_CPU_KVCACHE_SPACE", "1") // GiB
+		if offloads(cfg) {
+			env["KVROUTER_CPU_TIERS"] = "1"
+		}
 		if !flags.Has(cfg.Args, "enforce-eager", "no-enforce-eager") {
 			argv = append(argv, "--enforce-eager")
 		}

@@ -15,7 +15,7 @@ func TestPluginFolderHoldsTheEntryPointsOfItsModules(t *testing.T) {
 		}
 		return err
 	})
-	want := []string{"kvrouter_loopback.py", "kvrouter_nixl.py", "kvrouter_stats.dist-info/METADATA", "kvrouter_stats.dist-info/entry_points.txt", "kvrouter_stats.py"}
+	want := []string{"kvrouter_loopback.py", "kvrouter_nixl.py", "kvrouter_stats.dist-info/METADATA", "kvrouter_stats.dist-info/entry_points.txt", "kvrouter_stats.py", "kvrouter_tiers.py"}
 	if err != nil || !slices.Equal(files, want) {
 		t.Errorf("files %q, %v; want %q", files, err, want)
 	}

@@ -1,20 +1,14 @@
 package vllm
 
 import (
-	"encoding/json"
 	"strconv"
 
 	"kvrouter/internal/process"
 )
 
-// nixlConfig returns the --kv-transfer-config of started worker i.
-func nixlConfig(cfg process.Settings, i int) string {
-	settings := struct {
-		Connector string `json:"kv_connector"`
-		Role      string `json:"kv_role"`
-		Device    string `json:"kv_buffer_device,omitempty"`
-		OnFailure string `json:"kv_load_failure_policy"`
-	}{
+// nixl is the connector of started worker i that hands prompts over.
+func nixl(cfg process.Settings, i int) connector {
+	settings := connector{
 		Connector: "NixlConnector", Role: "kv_consumer",
 		// A prefill worker that dies with a prompt costs its decode worker time, not
 		// the request.
@@ -26,11 +20,7 @@ func nixlConfig(cfg process.Settings, i int) string {
 	if len(cfg.GPUs) == 0 {
 		settings.Device = "cpu"
 	}
-	text, err := json.Marshal(settings)
-	if err != nil {
-		panic(err) // strings can always be written
-	}
-	return string(text)
+	return settings
 }
 
 // setNIXLEnvironment sets what NIXL reads from the environment. first is the

@@ -36,11 +36,12 @@ type Members interface {
 	Join(worker uint64, serves kv.Served) (index radix.Index, blockSize int, err error)
 	// Leave ends a Join, after Down.
 	Leave(worker uint64)
-	Up(kv.Target)                            // may be routed to, or has changed
-	Down(t kv.Target, why string)            // may not be routed to
-	Load(kv.WorkerKey, policy.Published)     // a load report
-	CordonDiscovered(worker uint64, on bool) // keeps new requests from a discovered worker
-	Busy(worker uint64) bool                 // reports whether it has in-flight requests
+	Up(kv.Target)                               // may be routed to, or has changed
+	Down(t kv.Target, why string)               // may not be routed to
+	Load(kv.WorkerKey, policy.Published)        // a load report
+	Transferred(kv.WorkerKey, policy.Transfers) // its counters of loads from lower tiers
+	CordonDiscovered(worker uint64, on bool)    // keeps new requests from a discovered worker
+	Busy(worker uint64) bool                    // reports whether it has in-flight requests
 }
 
 // Listener gets further notifications, by the same rules.
@@ -62,6 +63,7 @@ type prober interface {
 	BlockSize(context.Context, probe.Server) (int, error)
 	Caches(ctx context.Context, s probe.Server, engine kv.Engine, info *probe.ServerInfo, ranks []uint32) (probe.Caches, error)
 	FollowLoad(ctx context.Context, s probe.LoadSource, log *slog.Logger, report func(kv.WorkerKey, policy.Published))
+	FollowTransfers(ctx context.Context, s probe.LoadSource, log *slog.Logger, report func(kv.WorkerKey, policy.Transfers))
 	Close()
 }
 

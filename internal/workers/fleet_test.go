@@ -65,13 +65,14 @@ func (o *observed) children() (pids []int) {
 
 // hooks are the calls of a fleet that a test looks at; nil ones are ignored.
 type hooks struct {
-	Up    func(kv.Target)
-	Heard func(kv.Target, string) // Down of the listener
-	Load  func(kv.WorkerKey, policy.Published)
-	Hold  func(worker uint64, hold bool)
-	Busy  func(worker uint64) bool
-	Join  func(worker uint64, serves kv.Served) (radix.Index, int, error)
-	Leave func(worker uint64)
+	Up          func(kv.Target)
+	Heard       func(kv.Target, string) // Down of the listener
+	Load        func(kv.WorkerKey, policy.Published)
+	Transferred func(kv.WorkerKey, policy.Transfers)
+	Hold        func(worker uint64, hold bool)
+	Busy        func(worker uint64) bool
+	Join        func(worker uint64, serves kv.Served) (radix.Index, int, error)
+	Leave       func(worker uint64)
 }
 
 // fakeMembers calls the hooks of a fleet.
@@ -89,6 +90,12 @@ func (m fakeMembers) Busy(worker uint64) bool { return m.hooks.Busy != nil && m.
 func (m fakeMembers) Load(key kv.WorkerKey, p policy.Published) {
 	if m.hooks.Load != nil {
 		m.hooks.Load(key, p)
+	}
+}
+
+func (m fakeMembers) Transferred(key kv.WorkerKey, t policy.Transfers) {
+	if m.hooks.Transferred != nil {
+		m.hooks.Transferred(key, t)
 	}
 }
 

@@ -216,11 +216,13 @@ func (in *incarnation) followLoads() {
 		in.followers.Go(func() { in.f.probe.FollowLoad(ctx, s, in.w.logger(in.f.log), in.f.members.Load) })
 	}
 	pages := probe.LoadSource{URL: in.w.spec.URL, Engine: in.engine, Key: in.w.currentKey}
+	all := pages
 	for _, target := range in.targets {
 		if in.loaded[target.Key] {
 			continue
 		}
 		in.loaded[target.Key] = true
+		all.Ranks, all.Apart = append(all.Ranks, target.Key), target.Ranks > 1
 		socket := in.loadOf(target.Key.Rank)
 		if socket == "" {
 			pages.Ranks, pages.Apart = append(pages.Ranks, target.Key), target.Ranks > 1
@@ -235,6 +237,9 @@ func (in *incarnation) followLoads() {
 	}
 	if len(pages.Ranks) > 0 {
 		follow(pages)
+	}
+	if len(all.Ranks) > 0 {
+		in.followers.Go(func() { in.f.probe.FollowTransfers(ctx, all, in.w.logger(in.f.log), in.f.members.Transferred) })
 	}
 }
 

@@ -306,6 +306,10 @@ func TestRanksHaveCachesOfTheirOwnSize(t *testing.T) {
 // noLoads follows no load.
 type noLoads struct{ prober }
 
+func (noLoads) FollowTransfers(ctx context.Context, _ probe.LoadSource, _ *slog.Logger, _ func(kv.WorkerKey, policy.Transfers)) {
+	<-ctx.Done()
+}
+
 func (noLoads) FollowLoad(ctx context.Context, _ probe.LoadSource, _ *slog.Logger, _ func(kv.WorkerKey, policy.Published)) {
 	<-ctx.Done()
 }

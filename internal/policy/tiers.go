@@ -1,0 +1,308 @@
+package policy
+
+import (
+	"math"
+	"time"
+
+	"kvrouter/internal/kv"
+)
+
+// Tiers is what is known of the tiers below the device of one worker: the share of
+// the blocks expected there that requests found of late, and how long loads take. The zero
+// value, and nil, trusts all tiers and knows no times. The router's lock guards it.
+type Tiers struct {
+	missing [len(kv.LowerTiers)]float64 // share of the expected blocks that were not there, of late
+	fits    [len(kv.LowerTiers)]loadFit
+
+	counted    *Transfers // the engine's counters, as last read; nil: not yet
+	host, disk rate       // bytes: from host memory to the device, from slower tiers to host memory
+	lookups    rate       // in slower tiers
+	tokens     rate       // bytes loaded into the device, for each token
+}
+
+const (
+	// tierForget is the weight of the last answer in the share that a tier delivers: after
+	// ten misses in a row 11 % of it is left, after twenty 1 %.
+	tierForget = 0.2
+	// tierDoubt is what a tier counts that may have been emptied without an event.
+	tierDoubt = 0.5
+	// tierGuess is the assumed time of a load relative to that of computing the same tokens,
+	// until one has been measured. On a CPU 0.01 was measured.
+	tierGuess = 0.2
+	// mostTransferred bounds what counters may show between two readings.
+	mostTransferred = 1 << 60
+	// tierForgetRate is the weight that what counters show loses with each later reading.
+	tierForgetRate = 0.1
+)
+
+// tierAt returns the place of a lower tier in arrays.
+func tierAt(t kv.Tier) int { return int(t - kv.Host) }
+
+// Trust returns the share of the tokens expected in a lower tier that requests found there
+// of late, 0 to 1.
+func (t *Tiers) Trust(tier kv.Tier) float64 {
+	if t == nil {
+		return 1
+	}
+	return 1 - t.missing[tierAt(tier)]
+}
+
+// Came notes how many of the blocks that a request was expected to load the engine
+// found. A run of blocks ends at the first that is not there, and mostly goes from the
+// faster to the slower tiers: so the missing ones are of the tier in which it ended, and
+// nothing is known of the tiers behind.
+func (t *Tiers) Came(expected kv.LowerBlocks, found int) {
+	for _, tier := range kv.LowerTiers {
+		n := expected.Of(tier)
+		if n == 0 {
+			continue
+		}
+		if found = max(found, 0); !t.cameFrom(tier, n, min(n, found)) {
+			return
+		}
+		found -= n
+	}
+}
+
+// CameFrom is Came with the tokens of each tier, as the engine reports them.
+func (t *Tiers) CameFrom(expected kv.LowerBlocks, found kv.TierTokens, blockSize int) {
+	for _, tier := range kv.LowerTiers {
+		if n := expected.Of(tier); n > 0 {
+			t.cameFrom(tier, n, min(n, found.Of(tier)/blockSize))
+		}
+	}
+}
+
+// cameFrom notes how many of the blocks expected in a tier were there, and reports whether
+// all were.
+func (t *Tiers) cameFrom(tier kv.Tier, expected, found int) (all bool) {
+	missing := &t.missing[tierAt(tier)]
+	*missing += tierForget * (1 - float64(found)/float64(expected) - *missing)
+	return found == expected
+}
+
+// expected returns how many blocks of a lower tier a request to the candidate is
+// expected to load of those that the index has.
+func (c *Candidate) expected(tier kv.Tier) float64 {
+	n := float64(c.Lower.Of(tier)) * c.Load.Tiers.Trust(tier)
+	if c.Doubtful {
+		n *= tierDoubt
+	}
+	return n
+}
+
+// Loaded returns how many blocks of the candidate's Lower count as not to be computed.
+func (t Traits) Loaded(c *Candidate) float64 {
+	if c.Lower == (kv.LowerBlocks{}) {
+		return 0
+	}
+	if t.Staged {
+		return t.HostCredit*float64(c.Lower.Host) + t.DiskCredit*float64(c.Lower.Disk+c.Lower.External)
+	}
+	return t.HostCredit*c.expected(kv.Host) + t.DiskCredit*(c.expected(kv.Disk)+c.expected(kv.External))
+}
+
+// loading returns how many tokens the candidate is expected to load instead of
+// computing them, and by how many ms this delays the first token.
+func (p *Work) loading(q Query, c *Candidate) (tokens int, ms float64) {
+	sum := 0.0
+	for _, tier := range kv.LowerTiers {
+		if blocks := c.expected(tier); blocks > 0 {
+			sum += blocks * float64(q.BlockSize)
+			ms += p.loadTime(c.Load.Tiers, tier, blocks/float64(c.Lower.Of(tier)), blocks*float64(q.BlockSize))
+		}
+	}
+	if sum > 0 {
+		ms += p.loadsBefore(q.Now, &c.Load)
+	}
+	return int(sum), ms
+}
+
+// loadsBefore is how long the loads of requests without a first token still take on a
+// worker, ms: it serves them in order.
+func (p *Work) loadsBefore(now time.Time, load *Load) float64 {
+	at := math.Inf(-1)
+	for i := range load.Prefills {
+		if f := &load.Prefills[i]; f.Loads != (kv.TierTokens{}) {
+			at = max(at, milliseconds(f.Sent.Sub(now))) + p.loadsOf(load.Tiers, f.Loads)
+		}
+	}
+	return max(at, 0)
+}
+
+// loadsOf is how long a worker takes to load tokens, of which it has the expected
+// share, ms.
+func (p *Work) loadsOf(t *Tiers, loads kv.TierTokens) (ms float64) {
+	for _, tier := range kv.LowerTiers {
+		if n := loads.Of(tier); n > 0 {
+			trust := t.Trust(tier)
+			ms += p.loadTime(t, tier, trust, trust*float64(n))
+		}
+	}
+	return ms
+}
+
+// loadTime is how long a worker takes to load tokens from a tier, ms, if a load happens with
+// a chance. It is what the worker's counters say, else what first tokens said, of the
+// worker or of others, else a guess.
+func (p *Work) loadTime(t *Tiers, tier kv.Tier, chance, tokens float64) float64 {
+	if fixed, token, known := t.counters(tier); known {
+		return chance*fixed + token*tokens
+	}
+	if t != nil && t.fits[tierAt(tier)].known() {
+		return t.fits[tierAt(tier)].time(chance, tokens)
+	}
+	if fit := &p.loads[tierAt(tier)]; fit.known() {
+		return fit.time(chance, tokens)
+	}
+	return tierGuess * p.Timing.Prefill(1) * tokens
+}
+
+// counters returns what the engine's counters say about loads from a tier: the ms of a
+// load whatever its length, and of each token. What slower tiers have goes through host
+// memory.
+func (t *Tiers) counters(tier kv.Tier) (fixed, token float64, known bool) {
+	if t == nil || !t.host.known() || !t.tokens.known() {
+		return 0, 0, false
+	}
+	seconds := t.host.each()
+	if tier != kv.Host {
+		if !t.disk.known() {
+			return 0, 0, false
+		}
+		seconds += t.disk.each()
+		if t.lookups.known() {
+			fixed = 1000 * t.lookups.each()
+		}
+	}
+	return fixed, 1000 * seconds * t.BytesPerToken(), true
+}
+
+// BytesPerToken returns the bytes that the engine loads for a token; 0: unknown.
+func (t *Tiers) BytesPerToken() float64 {
+	if t == nil || !t.tokens.known() {
+		return 0
+	}
+	return t.tokens.each()
+}
+
+// Bandwidth returns the measured bytes a second of loads from host memory to the device,
+// and for slower tiers of reads into host memory; 0: unknown.
+func (t *Tiers) Bandwidth(tier kv.Tier) float64 {
+	if t == nil {
+		return 0
+	}
+	of := &t.host
+	if tier != kv.Host {
+		of = &t.disk
+	}
+	if !of.known() {
+		return 0
+	}
+	return 1 / of.each()
+}
+
+// Transfers are an engine's counters of loads from its lower tiers: totals since its
+// start. What an engine does not count is 0.
+type Transfers struct {
+	HostBytes, HostSeconds float64       // from host memory to the device
+	HostTokens             float64       // that HostBytes are
+	DiskBytes, DiskSeconds float64       // from slower tiers to host memory
+	Lookups, LookupSeconds float64       // in slower tiers
+	Cached                 kv.TierTokens // cached prompt tokens by the tier that they came from
+}
+
+// Count takes over the engine's counters as they are now. Counters that have fallen are
+// those of a new process.
+func (t *Tiers) Count(now Transfers) {
+	last := t.counted
+	t.counted = &now
+	if last == nil || now.HostBytes < last.HostBytes || now.DiskBytes < last.DiskBytes || now.HostTokens < last.HostTokens {
+		return
+	}
+	t.host.add(now.HostSeconds-last.HostSeconds, now.HostBytes-last.HostBytes, tierForgetRate)
+	t.disk.add(now.DiskSeconds-last.DiskSeconds, now.DiskBytes-last.DiskBytes, tierForgetRate)
+	t.lookups.add(now.LookupSeconds-last.LookupSeconds, now.Lookups-last.Lookups, tierForgetRate)
+	t.tokens.add(now.HostBytes-last.HostBytes, now.HostTokens-last.HostTokens, 0)
+}
+
+// Counted returns the engine's counters as last read; false: none have been.
+func (t *Tiers) Counted() (Transfers, bool) {
+	if t == nil || t.counted == nil {
+		return Transfers{}, false
+	}
+	return *t.counted, true
+}
+
+// rate is the mean of an amount for each of something.
+type rate struct{ amount, of float64 }
+
+// add adds what came in between; what was before loses the share forget.
+func (r *rate) add(amount, of, forget float64) {
+	if !(amount >= 0 && amount <= mostTransferred && of > 0 && of <= mostTransferred) {
+		return
+	}
+	r.amount, r.of = r.amount*(1-forget)+amount, r.of*(1-forget)+of
+}
+
+func (r *rate) known() bool   { return r.of > 0 && r.amount > 0 }
+func (r *rate) each() float64 { return r.amount / r.of }
+
+// loadFit is a line through times of loads: a fixed part, and one for each token, neither
+// negative. Older observations count less.
+type loadFit struct{ n, x, xx, y, xy float64 }
+
+const (
+	// fitForget is the weight that an observation loses with each later one.
+	fitForget = 1.0 / 64
+	// fitLeast is how many observations a line takes.
+	fitLeast = 4
+)
+
+// observe adds a load of that many tokens which took ms, perhaps less than none: what
+// else a first token takes is subtracted.
+func (f *loadFit) observe(tokens, ms float64) {
+	for _, sum := range [...]*float64{&f.n, &f.x, &f.xx, &f.y, &f.xy} {
+		*sum *= 1 - fitForget
+	}
+	f.n, f.x, f.xx, f.y, f.xy = f.n+1, f.x+tokens, f.xx+tokens*tokens, f.y+ms, f.xy+tokens*ms
+}
+
+func (f *loadFit) known() bool { return f.n > fitLeast-0.5 }
+
+// time returns the ms of a load of that many tokens that happens with a chance.
+func (f *loadFit) time(chance, tokens float64) float64 {
+	// Loads of about one length do not tell the parts apart.
+	spread := f.n*f.xx - f.x*f.x
+	slope := max(0, f.xy/f.xx)
+	if spread > 0.01*f.x*f.x {
+		slope = (f.n*f.xy - f.x*f.y) / spread
+		if fixed := (f.y - slope*f.x) / f.n; slope >= 0 && fixed >= 0 {
+			return chance*fixed + slope*tokens
+		}
+		if slope < 0 {
+			return chance * max(0, f.y/f.n)
+		}
+		slope = max(0, f.xy/f.xx)
+	}
+	return slope * tokens
+}
+
+// learnLoad learns from the first token of a request that loaded what was expected,
+// from one tier, on a worker without other prompts: what it took longer than its passes.
+func (p *Work) learnLoad(o *Outcome) {
+	if !o.Alone || o.Leg == kv.LegDecode {
+		return
+	}
+	for i, tier := range kv.LowerTiers {
+		n := o.Loads.Of(tier)
+		if !o.Loaded || n == 0 || n != o.Loads.Total() {
+			continue
+		}
+		ms := milliseconds(o.FirstToken) - p.Timing.firstToken(o)
+		p.loads[i].observe(float64(n), ms)
+		if o.Tiers != nil {
+			o.Tiers.fits[i].observe(float64(n), ms)
+		}
+	}
+}

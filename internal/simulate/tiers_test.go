@@ -1,0 +1,76 @@
+package simulate
+
+import (
+	"encoding/json"
+	"testing"
+
+	"kvrouter/internal/engine"
+	"kvrouter/internal/kv"
+)
+
+// tiered is a run of the synthetic trace whose workers have a host tier of four times
+// their cache, with loads at that many GB/s.
+func tiered(t *testing.T, policy string, requests int, bandwidth float64) Simulation {
+	t.Helper()
+	s := simulation(loadTraces(t)["synthetic"][:requests], policy, 64)
+	s.Engine.Blocks = 3072
+	s.Tiers = []engine.TierSettings{{Tier: kv.Host, Blocks: 12288, Loads: engine.Loads{Bandwidth: bandwidth, BytesPerToken: 131072}}}
+	return s
+}
+
+func TestEvictedBlocksAreReusedFromTheHost(t *testing.T) {
+	with := tiered(t, "work", 1500, 25)
+	without := with
+	without.Tiers = nil
+	a, b := mustRun(t, with), mustRun(t, without)
+	if a.Reuse <= b.Reuse || a.Lower == nil || a.Lower.Host <= 0 || b.Lower != nil {
+		t.Errorf("reuse %v with a host tier (%+v), %v without", a.Reuse, a.Lower, b.Reuse)
+	}
+	slow := with
+	slow.Tiers = []engine.TierSettings{with.Tiers[0]}
+	slow.Tiers[0].Loads.Bandwidth = 0.05
+	if c := mustRun(t, slow); c.TTFT.Mean <= a.TTFT.Mean {
+		t.Errorf("TTFT %v ms at 0.05 GB/s, %v at 25", c.TTFT.Mean, a.TTFT.Mean)
+	}
+}
+
+func TestRunsWithTiersAreEqual(t *testing.T) {
+	s := tiered(t, "work", 500, 1)
+	s.Tiers = append(s.Tiers, engine.TierSettings{Tier: kv.Disk, Blocks: 20000, Loads: engine.Loads{Bandwidth: 1, BytesPerToken: 131072}, Shared: true, Untold: true})
+	var texts [2]string
+	for i := range texts {
+		text, err := json.Marshal(mustRun(t, s))
+		if err != nil {
+			t.Fatal(err)
+		}
+		texts[i] = string(text)
+	}
+	if texts[0] != texts[1] {
+		t.Errorf("%s\n%s", texts[0], texts[1])
+	}
+}
+
+func TestLoadsOfAGridHaveTiers(t *testing.T) {
+	l, err := parseGridLoad("conv c4 host100 hostbw2.5 disk7", []string{"conv"})
+	if err != nil {
+		t.Fatal(err)
+	}
+	tiers := l.on(Simulation{}, 1).Tiers
+	if len(tiers) != 2 || tiers[0].Tier != kv.Host || tiers[0].Blocks != 100 || tiers[0].Loads.Bandwidth != 2.5 ||
+		tiers[1].Tier != kv.Disk || tiers[1].Blocks != 7 || tiers[1].Loads.Bandwidth != 2 || tiers[1].Loads.BytesPerToken != 131072 {
+		t.Errorf("%+v", tiers)
+	}
+	base := Simulation{Tiers: []engine.TierSettings{{Tier: kv.Host, Blocks: 5, Loads: engine.Loads{Bandwidth: 9, BytesPerToken: 3}}}}
+	l, err = parseGridLoad("conv c4", []string{"conv"})
+	if err != nil {
+		t.Fatal(err)
+	}
+	if tiers := l.on(base, 1).Tiers; len(tiers) != 1 || tiers[0] != base.Tiers[0] {
+		t.Errorf("%+v", tiers)
+	}
+	for _, wrong := range []string{"conv c4 host0", "conv c4 hostbw0", "conv c4 disk"} {
+		if _, err := parseGridLoad(wrong, []string{"conv"}); err == nil {
+			t.Errorf("%s is no error", wrong)
+		}
+	}
+}

@@ -1,0 +1,94 @@
+package tiers
+
+import (
+	"fmt"
+	"os"
+	"path/filepath"
+	"strconv"
+	"syscall"
+	"testing"
+	"time"
+
+	"kvrouter/internal/testkit"
+	"kvrouter/test"
+)
+
+// Sizes of the workers: a cache that the conversations do not fit into, and host memory
+// for ten times as much. A block of the test model has 1,474,560 bytes.
+const (
+	deviceBlocks = 60
+	hostGiB      = 600 * 1474560. / (1 << 30)
+	longest      = (deviceBlocks - 2) * 64
+)
+
+// requests is the number of prompts that KVROUTER_TIERS asks of a fresh load. A test that
+// `make test-tiers` does not run is skipped.
+func requests(t *testing.T) int {
+	t.Helper()
+	n, err := strconv.Atoi(os.Getenv("KVROUTER_TIERS"))
+	if err != nil {
+		t.Skip("make test-tiers runs it")
+	}
+	return n
+}
+
+func TestHostMemoryOfVLLM(t *testing.T) {
+	n := requests(t)
+	r := test.StartEngines(t, 2, []string{"VLLM_SERVER_DEV_MODE=1"}, fmt.Sprintf("--kv-offload-gib=%v", hostGiB), "--",
+		"--num-gpu-blocks-override", strconv.Itoa(deviceBlocks), "--max-model-len", strconv.Itoa(longest))
+	s := test.NewTierSite(r)
+	s.Load(n, "fresh load", false)
+	s.Loaded("host")
+
+	// The tier survives the first reset, and not the second. The event is the same: what is
+	// doubtful is not predicted until an answer has shown it.
+	for _, path := range []string{"/reset_prefix_cache", "/reset_prefix_cache?reset_external=true"} {
+		for _, w := range s.Workers() {
+			s.Post(*w.Endpoint + path)
+		}
+		for range 8 {
+			if f := s.Ask(s.Next()); f.Predicted > f.Cached {
+				t.Errorf("after %s: predicted %d, cached %d", path, f.Predicted, f.Cached)
+			}
+		}
+		s.Load(20, "after "+path, false)
+	}
+
+	args := []string{"--engine=none", "--model=" + test.ModelFolder()}
+	for _, w := range s.Workers() {
+		args = append(args, "--worker=url="+*w.Endpoint)
+	}
+	other := test.NewTierSite(test.Start(t, args...))
+	other.WaitReady(2, time.Minute)
+	other.Talks = s.Talks
+	other.Calm()
+	other.Load(20, "another router", false)
+
+	dies := s.Workers()[0]
+	if err := syscall.Kill(-dies.PID, syscall.SIGKILL); err != nil {
+		t.Fatal(err)
+	}
+	testkit.Eventually(t, time.Minute, "the worker seen dead", func() bool { return s.Workers()[0].Restarts > dies.Restarts })
+	s.WaitReady(2, 8*time.Minute)
+	s.Calm()
+	s.Load(20, "a restarted worker", false)
+}
+
+func TestFilesOfVLLM(t *testing.T) {
+	n := requests(t)
+	config := fmt.Sprintf(`{"kv_connector":"OffloadingConnector","kv_role":"kv_both","kv_connector_extra_config":{"spec_name":"TieringOffloadingSpec",`+
+		`"cpu_bytes_to_use":%d,"self_describing_kv_events":true,"secondary_tiers":[{"type":"fs","root_dir":%q,"n_read_threads":2,"n_write_threads":2,"enable_kv_events":true,"locality":"REMOTE"}]}}`,
+		90*1474560, filepath.Join(t.TempDir(), "store"))
+	s := test.NewTierSite(test.StartEngines(t, 1, []string{"VLLM_SERVER_DEV_MODE=1"}, "--",
+		"--num-gpu-blocks-override", strconv.Itoa(deviceBlocks), "--max-model-len", strconv.Itoa(longest), "--kv-transfer-config", config))
+	s.Load(max(1, n/2), "fresh load", true)
+	s.Loaded("disk")
+}
+
+func TestHostMemoryOfSGLang(t *testing.T) {
+	n := requests(t)
+	s := test.NewTierSite(test.StartEngines(t, 1, nil, "--engine=sglang", "--kv-offload-gib=1", "--",
+		"--max-total-tokens", strconv.Itoa(deviceBlocks*64), "--hicache-ratio", "10"))
+	s.Load(max(1, n/2), "fresh load", false)
+	s.Loaded("host")
+}

@@ -1,0 +1,180 @@
+package test
+
+import (
+	"encoding/json"
+	"fmt"
+	"io"
+	"math/rand/v2"
+	"net/http"
+	"regexp"
+	"strconv"
+	"strings"
+	"time"
+
+	"github.com/tidwall/gjson"
+
+	"kvrouter/internal/testkit"
+	"kvrouter/internal/web"
+)
+
+// TierSite is a router whose workers have lower tiers.
+type TierSite struct {
+	*Router
+	random *rand.Rand
+	Talks  [][]uint32    // conversations that go on
+	Quiet  time.Duration // without KV events, after which none of an answer is to come
+}
+
+// Found is what one request found cached.
+type Found struct {
+	Worker, Prompt    int
+	Predicted, Cached int // tokens
+}
+
+// tokens returns that many random ones.
+func (s *TierSite) tokens(n int) []uint32 {
+	list := make([]uint32, n)
+	for i := range list {
+		list[i] = 1000 + s.random.Uint32N(40000)
+	}
+	return list
+}
+
+// Next returns a prompt: a conversation goes on, branches off, or begins.
+func (s *TierSite) Next() []uint32 {
+	const kept, most = 14, 1100
+	turn := s.tokens(20 + s.random.IntN(100))
+	p := s.random.Float64()
+	if len(s.Talks) < kept/2 || p < 0.1 {
+		if s.Talks = append(s.Talks, append(s.tokens(200+s.random.IntN(500)), turn...)); len(s.Talks) > kept {
+			s.Talks = s.Talks[1:]
+		}
+		return s.Talks[len(s.Talks)-1]
+	}
+	talk := &s.Talks[s.random.IntN(len(s.Talks))]
+	from := *talk
+	if p < 0.3 {
+		from = from[:1+s.random.IntN(len(from))]
+	}
+	next := append(append([]uint32{}, from[:min(len(from), most)]...), turn...)
+	if p >= 0.3 {
+		*talk = next
+	}
+	return next
+}
+
+// Ask sends a prompt and waits until the events of its blocks are applied.
+func (s *TierSite) Ask(prompt []uint32) (f Found) {
+	s.T.Helper()
+	text, err := json.Marshal(map[string]any{"prompt": prompt, "max_tokens": 2, "ignore_eos": true, "temperature": 0})
+	if err != nil {
+		s.T.Fatal(err)
+	}
+	response, err := http.Post(s.OpenAI+"/v1/completions", "application/json", strings.NewReader(string(text)))
+	if err != nil {
+		s.T.Fatal(err)
+	}
+	defer response.Body.Close()
+	answer, err := io.ReadAll(response.Body)
+	if err != nil || response.StatusCode != http.StatusOK {
+		s.T.Fatalf("%s: %v: %.500s", response.Status, err, answer)
+	}
+	f.Prompt = len(prompt)
+	f.Worker, _ = strconv.Atoi(response.Header.Get(web.HeaderWorker))
+	if f.Predicted, err = strconv.Atoi(response.Header.Get(web.HeaderOverlap)); err != nil {
+		s.T.Fatalf("%s: %v", web.HeaderOverlap, err)
+	}
+	f.Cached = int(gjson.GetBytes(answer, "usage.prompt_tokens_details.cached_tokens").Int())
+	s.Calm()
+	return f
+}
+
+// Calm waits until no KV event has come for a while: those of lower tiers come after the
+// answer.
+func (s *TierSite) Calm() {
+	s.T.Helper()
+	last, since := -1.0, time.Now()
+	testkit.Eventually(s.T, time.Minute, "no more KV events", func() bool {
+		if n := SumOf(s.Get(s.OpenAI+"/metrics"), "kvrouter_kv_events_total"); n != last {
+			last, since = n, time.Now()
+		}
+		return time.Since(since) > s.Quiet
+	})
+}
+
+// source is the tokens that all workers found cached in a tier, by their own count.
+func (s *TierSite) source(name string) (sum float64) {
+	for _, w := range s.Workers() {
+		for line := range strings.SplitSeq(string(s.Get(*w.Endpoint+"/metrics")), "\n") {
+			if sources.MatchString(line) && strings.Contains(line, fmt.Sprintf("%q", name)) {
+				n, _ := strconv.ParseFloat(line[strings.LastIndex(line, " ")+1:], 64)
+				sum += n
+			}
+		}
+	}
+	return sum
+}
+
+// sources are the lines of engines about the tiers that cached tokens came from.
+var sources = regexp.MustCompile(`^(vllm:prompt_tokens_cached_by_source_total|sglang:cached_tokens_total)\{`)
+
+// Load sends so many prompts, one at a time, and demands that nearly all predictions are
+// exact, apart from those of files.
+func (s *TierSite) Load(requests int, what string, files bool) {
+	s.T.Helper()
+	const goal = 0.98
+	exact, all, predicted := 0, 0, 0
+	before := map[string]float64{}
+	for _, name := range []string{"device", "host", "disk", "storage"} {
+		before[name] = s.source(name)
+	}
+	for i := range requests {
+		f := s.Ask(s.Next())
+		all, predicted = all+f.Cached, predicted+f.Predicted
+		if f.Predicted == f.Cached || files && f.Predicted < f.Cached {
+			exact++
+		} else {
+			s.T.Logf("%s, request %d of %d tokens at worker %d: predicted %d, cached %d", what, i, f.Prompt, f.Worker, f.Predicted, f.Cached)
+		}
+	}
+	if float64(exact) < goal*float64(requests) {
+		s.T.Errorf("%s: %d of %d predictions were exact", what, exact, requests)
+	}
+	// An engine counts with its next step.
+	came := map[string]float64{}
+	testkit.Eventually(s.T, 20*time.Second, what+": the engines' counts of cached tokens equal their answers'", func() bool {
+		sum := 0.0
+		for name, was := range before {
+			came[name] = s.source(name) - was
+			sum += came[name]
+		}
+		return int(sum) == all
+	})
+	s.T.Logf("%s: %d of %d exact; %d of %d tokens predicted; %v", what, exact, requests, predicted, all, came)
+}
+
+// Loaded checks that requests were loaded from a tier.
+func (s *TierSite) Loaded(name string) {
+	s.T.Helper()
+	if s.source(name) == 0 {
+		s.T.Errorf("no request was loaded from %s: the test shows nothing", name)
+	}
+}
+
+// NewTierSite returns a site without conversations.
+func NewTierSite(r *Router) *TierSite {
+	return &TierSite{Router: r, random: rand.New(rand.NewPCG(11, 11)), Quiet: 300 * time.Millisecond}
+}
+
+// Post posts nothing to a worker.
+func (s *TierSite) Post(url string) {
+	s.T.Helper()
+	response, err := http.Post(url, "application/json", strings.NewReader("{}"))
+	if err != nil {
+		s.T.Fatal(err)
+	}
+	response.Body.Close()
+	if response.StatusCode != http.StatusOK {
+		s.T.Fatalf("POST %s: %s", url, response.Status)
+	}
+}
