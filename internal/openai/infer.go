@@ -115,7 +115,7 @@ func (r *inference) upstream(c *gin.Context) proxy.Upstream {
 	}
 	if r.gateway == nil && r.model.Router.Count() > 1 && r.request.Pinned == nil {
 		u.MaxRetries = a.settings.Retries
-		u.Story = proxy.NewStory(x.Route, body, r.prompt.Tokens, r.prompt.Exact == len(r.prompt.Tokens) && len(r.prompt.Media) == 0, r.multiple || r.several)
+		u.Migration = proxy.NewMigration(x.Route, body, r.prompt.Tokens, r.prompt.Exact == len(r.prompt.Tokens) && len(r.prompt.Media) == 0, r.multiple || r.several)
 	}
 	return u
 }

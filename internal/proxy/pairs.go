@@ -80,7 +80,7 @@ var errDecodeEnded = errors.New("the decode leg has ended")
 // fails before the first byte of the answer, the request goes to one worker that serves
 // it alone, unless pairs are enforced; where a decode leg does, to another pair.
 func (p *Proxy) forwardPair(ctx context.Context, w http.ResponseWriter, u Upstream, x *Exchange) error {
-	u.Story = p.story(u)
+	u.Migration = p.migration(u)
 	t := p.begin(u, x)
 	defer t.over()
 	why := u.Aggregated
@@ -106,8 +106,8 @@ func (p *Proxy) forwardPair(ctx context.Context, w http.ResponseWriter, u Upstre
 		if err == nil {
 			return nil
 		}
-		if u.Story.open() {
-			return p.goOn(ctx, w, u, x, t, err)
+		if u.Migration.open() {
+			return p.migrate(ctx, w, u, x, t, err)
 		}
 		var refusal *prefillRefusal
 		if errors.As(err, &refusal) && ctx.Err() == nil {
@@ -196,7 +196,7 @@ func (p *Proxy) legs(ctx context.Context, u Upstream, pair router.Pair) (legs, e
 			fields = append(fields, jsonbody.Field{Key: "disagg_prefill_dp_rank", Raw: strconv.FormatUint(uint64(target.Key.Rank), 10)})
 		}
 		l.decode = u.withFields(fields...)
-		l.decode.Story = nil
+		l.decode.Migration = nil
 	}
 	l.decode.CachedTokensMislead = true // its part of the prompt came from the other
 	return l, nil

@@ -63,8 +63,8 @@ type Upstream struct {
 	Paired     bool
 	Parsed     *jsonbody.Body
 	Aggregated string
-	Gateway    *Gateway // sends the request to its worker; nil: the proxy does
-	Story      *Story   // of a stream that may be continued on another worker; nil: it ends with its worker
+	Gateway    *Gateway   // sends the request to its worker; nil: the proxy does
+	Migration  *Migration // of a stream that may be continued on another worker; nil: it ends with its worker
 
 	chooser Chooser
 	prefill *router.Decision // of a gateway's request that two workers serve; nil: one serves it
@@ -263,7 +263,7 @@ func (p *Proxy) Forward(ctx context.Context, w http.ResponseWriter, u Upstream, 
 	if u.Paired {
 		return p.forwardPair(ctx, w, u, x)
 	}
-	u.Story = p.story(u)
+	u.Migration = p.migration(u)
 	t := p.begin(u, x)
 	defer t.over()
 	for {
@@ -278,8 +278,8 @@ func (p *Proxy) Forward(ctx context.Context, w http.ResponseWriter, u Upstream, 
 		if err == nil {
 			return nil
 		}
-		if u.Story.open() {
-			return p.goOn(ctx, w, u, x, t, err)
+		if u.Migration.open() {
+			return p.migrate(ctx, w, u, x, t, err)
 		}
 		if !t.again(ctx, err, false) {
 			return t.end(ctx, w, err)
@@ -287,20 +287,20 @@ func (p *Proxy) Forward(ctx context.Context, w http.ResponseWriter, u Upstream, 
 	}
 }
 
-// story returns the story of u, if answers are continued.
-func (p *Proxy) story(u Upstream) *Story {
+// migration returns the migration of u, if answers are continued.
+func (p *Proxy) migration(u Upstream) *Migration {
 	if p.settings.MigrationLimit == 0 {
 		return nil
 	}
-	return u.Story
+	return u.Migration
 }
 
 // send is attempt with the booking of the decision, which ends here.
 func (p *Proxy) send(ctx context.Context, w http.ResponseWriter, u Upstream, x *Exchange, decision router.Decision, retry bool) error {
 	x.Decision, x.Worker, x.Ending, x.refusal = decision, p.names.Label(decision.Target.Key.Worker), policy.Abandoned, refusal{}
 	defer func() { x.Decision.Booking.End() }() // if relaying panics
-	if u.Story != nil && !u.Story.begun {
-		u.Head, u.Body = u.Story.ask(&decision.Target, &u)
+	if u.Migration != nil && !u.Migration.begun {
+		u.Head, u.Body = u.Migration.ask(&decision.Target, &u)
 	}
 	u.attempt = x.Trace.Attempt(x.leg(), &decision.Target, p.names.Name(decision.Target.Key.Worker), u.Method, u.Route)
 	err := p.attempt(ctx, w, u, x, retry)
@@ -381,7 +381,7 @@ func (p *Proxy) attempt(ctx context.Context, w http.ResponseWriter, u Upstream, 
 			return &workerError{worker: worker, called: x.Worker, err: fmt.Errorf("answered %s", response.Status), kind: outlier.Status, refusal: x.refusal, answer: kept}
 		}
 	}
-	if u.Story.open() && !(stream && response.StatusCode == http.StatusOK) {
+	if u.Migration.open() && !(stream && response.StatusCode == http.StatusOK) {
 		return fmt.Errorf("worker %s answered %s to the rest of an answer", x.Worker, response.Status)
 	}
 	if stream {

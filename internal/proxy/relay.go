@@ -137,14 +137,14 @@ func (p *Proxy) relayStream(w http.ResponseWriter, answer *upstreamAnswer, u Ups
 	answer.Header.Del("Content-Length") // an event may be taken out
 	memory := p.streams.Get().(*streamBuffer)
 	defer p.streams.Put(memory)
-	r := streamRelay{proxy: p, w: w, answer: answer, u: u, x: x, retry: retry, started: u.Story.open()}
-	r.events = eventScanner{HideUsage: u.HideUsage, Generate: u.Route == generateRoute, Story: u.Story, pending: memory.pending[:0], out: memory.out[:0]}
+	r := streamRelay{proxy: p, w: w, answer: answer, u: u, x: x, retry: retry, started: u.Migration.open()}
+	r.events = eventScanner{HideUsage: u.HideUsage, Generate: u.Route == generateRoute, Migration: u.Migration, pending: memory.pending[:0], out: memory.out[:0]}
 	defer func() {
 		if cap(r.events.pending)+cap(r.events.out) <= pooledBuffer {
 			memory.pending, memory.out = r.events.pending, r.events.out
 		}
 	}()
-	u.Story.restart()
+	u.Migration.restart()
 	if u.Gateway != nil {
 		r.start()
 	}
@@ -169,7 +169,7 @@ func (r *streamRelay) start() {
 	if !r.started {
 		writeHead(r.w, r.answer.Response, r.u, r.x)
 		r.started = true
-		r.u.Story.begin(&r.x.Decision)
+		r.u.Migration.begin(&r.x.Decision)
 	}
 }
 
@@ -204,8 +204,8 @@ func (r *streamRelay) take(chunk []byte) error {
 			return errors.Join(ErrAnswered, err)
 		}
 	}
-	if r.u.Story != nil {
-		r.answer.sent.goesOn.Store(r.u.Story.mayMove())
+	if r.u.Migration != nil {
+		r.answer.sent.goesOn.Store(r.u.Migration.mayMove())
 	}
 	return r.broken()
 }
@@ -213,7 +213,7 @@ func (r *streamRelay) take(chunk []byte) error {
 // engineFailed reports whether an event says that the engine failed an answer that may be
 // continued.
 func (r *streamRelay) engineFailed() bool {
-	return r.u.Story.continues() && r.events.status >= http.StatusInternalServerError
+	return r.u.Migration.continues() && r.events.status >= http.StatusInternalServerError
 }
 
 // broken returns the error of a stream whose events say that it cannot go on.
@@ -221,7 +221,7 @@ func (r *streamRelay) broken() error {
 	switch {
 	case r.engineFailed():
 		return r.fail(errors.New("its engine failed during the answer"))
-	case r.u.Story.open() && r.u.Story.why == whyNotTaken: // which is no failure of its own
+	case r.u.Migration.open() && r.u.Migration.why == whyNotTaken: // which is no failure of its own
 		return fmt.Errorf("worker %s does not take the token ids of an answer", r.x.Worker)
 	}
 	return nil
@@ -236,7 +236,7 @@ func (r *streamRelay) note() {
 // end relays the end of the stream.
 func (r *streamRelay) end() error {
 	r.note()
-	if r.u.Story.continues() && r.x.Ending == policy.Failed {
+	if r.u.Migration.continues() && r.x.Ending == policy.Failed {
 		return r.fail(io.ErrUnexpectedEOF)
 	}
 	r.start()
@@ -260,8 +260,8 @@ func (r *streamRelay) fail(err error) error {
 		return nil
 	}
 	failed := p.unanswered(worker, err, outlier.Broken)
-	if r.u.Story != nil {
-		return failed // goOn ends the stream, or continues it
+	if r.u.Migration != nil {
+		return failed // migrate ends the stream, or continues it
 	}
 	if !r.events.edits() && len(r.events.pending) > 0 {
 		fmt.Fprint(r.w, "\n\n") // ends the event that broke off

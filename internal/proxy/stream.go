@@ -21,11 +21,11 @@ const maxStatus = 599
 // and removes the usage event where the client did not request it.
 type eventScanner struct {
 	HideUsage bool
-	Generate  bool   // the stream is one of generateRoute
-	Story     *Story // remembers the events, and changes them for the client; nil: none does
-	pending   []byte // an event of which the end has not come
-	out       []byte // reused
-	long      bool   // the event is longer than maxEvent: its beginning has been taken
+	Generate  bool       // the stream is one of generateRoute
+	Migration *Migration // remembers the events, and changes them for the client; nil: none does
+	pending   []byte     // an event of which the end has not come
+	out       []byte     // reused
+	long      bool       // the event is longer than maxEvent: its beginning has been taken
 
 	Count    int    // events with a part of the answer that ended in the last chunk
 	seen     bool   // an event has come
@@ -119,12 +119,12 @@ func (s *eventScanner) Scan(chunk []byte) []byte {
 }
 
 // edits reports whether the client does not get the stream as it is.
-func (s *eventScanner) edits() bool { return s.HideUsage || s.Story != nil }
+func (s *eventScanner) edits() bool { return s.HideUsage || s.Migration != nil }
 
 // tell hands a whole event on.
 func (s *eventScanner) tell(event []byte) {
-	if s.Story != nil {
-		s.out = s.Story.tell(s.out, event, s.status >= http.StatusInternalServerError, s.finish != "")
+	if s.Migration != nil {
+		s.out = s.Migration.rewrite(s.out, event, s.status >= http.StatusInternalServerError, s.finish != "")
 		return
 	}
 	s.show(event)
@@ -132,8 +132,8 @@ func (s *eventScanner) tell(event []byte) {
 
 // show hands a part of the stream on where parts may be taken out.
 func (s *eventScanner) show(part []byte) {
-	if s.Story != nil {
-		s.Story.why = whyLong
+	if s.Migration != nil {
+		s.Migration.why = whyLong
 	}
 	if s.edits() {
 		s.out = append(s.out, part...)

@@ -36,7 +36,7 @@ var forms = []form{
 	{name: "qwen3", cache: 160, prompt: short},
 	{name: "qwen3-moe", config: "qwen3moe", cache: 160, prompt: short},
 	{name: "gemma3", cache: 420, args: []string{groups}, prompt: short},
-	{name: "gemma3-one-group", config: "gemma3", cache: 160, prompt: short},
+	{name: "gemma3-one-group", config: "gemma3", cache: 420, prompt: short},
 	{name: "gpt-oss", config: "gptoss", cache: 260, args: []string{groups}, prompt: short},
 	{name: "mistral-all-sliding", config: "mistral", cache: 160, args: []string{groups}, prompt: short},
 	{name: "llama4-chunked", config: "llama4", cache: 330, args: []string{groups}, env: []string{"VLLM_ALLOW_CHUNKED_LOCAL_ATTN_WITH_HYBRID_KV_CACHE=1"}, prompt: short},

@@ -190,12 +190,12 @@ func TestAStreamGoesOnAtAnotherWorker(t *testing.T) {
 				continue
 			}
 			t.Run(name+path, func(t *testing.T) {
-				whole, _ := tellStory(t, path, c.options, &writer{dies: never})
+				whole, _ := answerOf(t, path, c.options, &writer{dies: never})
 				v := &writer{dies: c.dies}
 				if c.change != nil {
 					c.change(v)
 				}
-				got, result := tellStory(t, path, c.options, v)
+				got, result := answerOf(t, path, c.options, v)
 				if result != c.result {
 					t.Errorf("result %q, want %q: %s", result, c.result, got)
 				}
@@ -255,9 +255,9 @@ func readBody(r *http.Request) *jsonbody.Body {
 	return body
 }
 
-// tellStory sends a request of 20 tokens to one of two servers of v, and returns the
+// answerOf sends a request of 20 tokens to one of two servers of v, and returns the
 // client's bytes.
-func tellStory(t *testing.T, path, options string, v *writer) (events, result string) {
+func answerOf(t *testing.T, path, options string, v *writer) (events, result string) {
 	v.bodies = make(chan string, 100)
 	rt := routertest.New(t, "round-robin", 0)
 	for i := range uint64(5) {
@@ -288,7 +288,7 @@ func tellStory(t *testing.T, path, options string, v *writer) (events, result st
 	}
 	u := Upstream{Method: http.MethodPost, Path: path, Route: path, Header: http.Header{web.HeaderRequest: {"r"}}, Body: body.Raw, Parsed: body, EndMarked: true, MaxRetries: 2}
 	u.Head, u.Body, u.HideUsage = AskForUsage(body)
-	u.Story = NewStory(path, body, prompt, true, false)
+	u.Migration = NewMigration(path, body, prompt, true, false)
 	x := &Exchange{}
 	v.seen = make(chan struct{})
 	w := &reader{ResponseRecorder: httptest.NewRecorder(), seen: v.seen}
@@ -324,22 +324,22 @@ func tellStory(t *testing.T, path, options string, v *writer) (events, result st
 	return w.Body.String(), result
 }
 
-// FuzzStory holds that no stream of a worker, however it is cut, breaks a Story, that its
+// FuzzMigration holds that no stream of a worker, however it is cut, breaks a Migration, that its
 // memory is bounded by what came, and that a stream without token ids goes on as it is.
-func FuzzStory(f *testing.F) {
+func FuzzMigration(f *testing.F) {
 	f.Add("data: {\"id\":\"a\",\"created\":1,\"choices\":[{\"delta\":{\"content\":\"x\"},\"token_ids\":[1,2]}]}\n\n", uint8(7), false)
 	f.Add("data: {\"choices\":[{\"delta\":{},\"token_ids\":[4294967296]}]}\n\ndata: [DONE]\n\n", uint8(3), true)
 	f.Add("data: {\"error\":{\"code\":500}}\n\n", uint8(1), true)
 	f.Add("data: {\"prompt_token_ids\":[1,2,3,1001],\"id\":\"b\",\"choices\":[{\"delta\":{\"role\":\"a\"}}],\"usage\":{\"prompt_tokens\":4,\"completion_tokens\":1}}\n\n", uint8(200), true)
 	body, _ := jsonbody.Parse([]byte(`{"stream":true,"max_tokens":5,"messages":[]}`))
 	f.Fuzz(func(t *testing.T, stream string, cut uint8, rest bool) {
-		s := NewStory(testkit.ChatPath, body, []uint32{1, 2, 3}, true, false)
+		s := NewMigration(testkit.ChatPath, body, []uint32{1, 2, 3}, true, false)
 		s.begun = true
 		if rest {
 			s.tokens, s.id, s.created = []uint32{1001}, `"a"`, "1"
 			s.rest(Upstream{Parsed: body})
 		}
-		events := eventScanner{Story: s}
+		events := eventScanner{Migration: s}
 		var out []byte
 		for text := []byte(stream); len(text) > 0; {
 			n := min(len(text), int(cut)+1)
@@ -357,17 +357,17 @@ func FuzzStory(f *testing.F) {
 	})
 }
 
-// BenchmarkStory reads one event of a token with its id, and takes the id out.
-func BenchmarkStory(b *testing.B) {
+// BenchmarkMigration reads one event of a token with its id, and takes the id out.
+func BenchmarkMigration(b *testing.B) {
 	body, _ := jsonbody.Parse([]byte(`{"stream":true,"max_tokens":5,"messages":[]}`))
 	event := []byte(`data: {"id":"chatcmpl-1","object":"chat.completion.chunk","created":1700000000,"model":"m","choices":[{"index":0,"delta":{"content":" token"},"logprobs":null,"finish_reason":null,"token_ids":[12345]}]}` + "\n\n")
-	s := NewStory(testkit.ChatPath, body, []uint32{1, 2, 3}, true, false)
+	s := NewMigration(testkit.ChatPath, body, []uint32{1, 2, 3}, true, false)
 	s.begun = true
-	events := eventScanner{Story: s}
+	events := eventScanner{Migration: s}
 	b.SetBytes(int64(len(event)))
 	b.ReportAllocs()
 	for b.Loop() {
-		if events.Scan(event); len(s.tokens) > maxStory/2 {
+		if events.Scan(event); len(s.tokens) > maxMigratedAnswer/2 {
 			s.tokens = s.tokens[:0]
 		}
 	}

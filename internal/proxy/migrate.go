@@ -19,16 +19,16 @@ const (
 )
 
 // begin notes that the client has the headers of the answer.
-func (s *Story) begin(d *router.Decision) {
+func (s *Migration) begin(d *router.Decision) {
 	if s != nil {
 		s.begun, s.cached = true, d.OverlapTokens
 	}
 }
 
-// goOn continues a stream that broke off with err on other workers, to its end. If that
+// migrate continues a stream that broke off with err on other workers, to its end. If that
 // is not possible, the stream ends with an error event.
-func (p *Proxy) goOn(ctx context.Context, w http.ResponseWriter, u Upstream, x *Exchange, t *tries, err error) error {
-	s, decided := u.Story, x.Decision
+func (p *Proxy) migrate(ctx context.Context, w http.ResponseWriter, u Upstream, x *Exchange, t *tries, err error) error {
+	s, decided := u.Migration, x.Decision
 	for {
 		worker, failed, ok := blamed(err)
 		if !ok || ctx.Err() != nil { // the client has left, or its sender has ended it
@@ -41,7 +41,7 @@ func (p *Proxy) goOn(ctx context.Context, w http.ResponseWriter, u Upstream, x *
 		if failed.abort == nil && !failed.refusal.pressed {
 			p.failed(worker)
 		}
-		result, why := t.mayGoOn(failed)
+		result, why := t.mayMigrate(failed)
 		if why != "" {
 			if s.moves > 0 {
 				result = MigratedFailed
@@ -75,7 +75,7 @@ func (p *Proxy) goOn(ctx context.Context, w http.ResponseWriter, u Upstream, x *
 // next chooses the worker that continues the answer.
 func (t *tries) next() (router.Decision, error) {
 	for {
-		decision, err := t.u.chooser.Continue(t.exclude, t.u.Story.tokens)
+		decision, err := t.u.chooser.Continue(t.exclude, t.u.Migration.tokens)
 		if err != nil || !decision.Target.RunsSGLang() {
 			return decision, err
 		}
@@ -84,10 +84,10 @@ func (t *tries) next() (router.Decision, error) {
 	}
 }
 
-// mayGoOn returns why a stream may not be continued after a failure, and the result then;
+// mayMigrate returns why a stream may not be continued after a failure, and the result then;
 // empty: it may.
-func (t *tries) mayGoOn(failed *workerError) (result, why string) {
-	s := t.u.Story
+func (t *tries) mayMigrate(failed *workerError) (result, why string) {
+	s := t.u.Migration
 	switch {
 	case s.why != "":
 		return MigratedRefused, s.why

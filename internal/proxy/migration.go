@@ -13,12 +13,12 @@ import (
 	"kvrouter/internal/kv"
 )
 
-// maxStory is the maximum number of tokens of an answer that can be continued.
-const maxStory = maxReportedOutput
+// maxMigratedAnswer is the maximum number of tokens of an answer that can be continued.
+const maxMigratedAnswer = maxReportedOutput
 
-// maxStoryPrompt is the maximum number of tokens of its prompt, which come back in one event
+// maxMigratedPrompt is the maximum number of tokens of its prompt, which come back in one event
 // of at most maxEvent bytes.
-const maxStoryPrompt = maxEvent / 8
+const maxMigratedPrompt = maxEvent / 8
 
 // Why a stream cannot be continued on another worker; the client reads it in the error
 // event.
@@ -39,9 +39,9 @@ const (
 	whySGLang    = "SGLang's answers are not continued"
 )
 
-// Story is a streamed answer of one choice as far as the client has it, with what is needed
-// to continue it on another worker. One goroutine uses a Story.
-type Story struct {
+// Migration is a streamed answer as far as the client has it, with what is needed to continue
+// it on another worker. One goroutine uses a Migration.
+type Migration struct {
 	prompt []uint32 // of the request
 	chat   bool
 	asked  bool // the client requests the token ids, too
@@ -64,22 +64,23 @@ type Story struct {
 	cached    int      // prompt tokens that the first worker had cached, as predicted
 }
 
-// NewStory returns the story of a request's answer. The prompt must be exact. The answer is
-// never continued if the request does not allow it; then the story says so in the error
-// event. nil: the answer is no stream.
-func NewStory(route string, body *jsonbody.Body, prompt []uint32, exact bool, several bool) *Story {
+// NewMigration returns what continues the answer to a request. exact means that the tokens of
+// the prompt are the engine's; several, that the request has several prompts or answers. An
+// answer that may not be continued ends with the reason in the error event. nil: the answer
+// is no stream of a chat or a completion.
+func NewMigration(route string, body *jsonbody.Body, prompt []uint32, exact, several bool) *Migration {
 	chat := route == "/v1/chat/completions"
 	if !chat && route != "/v1/completions" || !body.Get("stream").Bool() {
 		return nil
 	}
 	options := body.Get("stream_options")
-	s := &Story{prompt: prompt, chat: chat, asked: body.Get("return_token_ids").Bool(), usage: options.Get("include_usage").Bool()}
+	s := &Migration{prompt: prompt, chat: chat, asked: body.Get("return_token_ids").Bool(), usage: options.Get("include_usage").Bool()}
 	switch {
 	case several:
 		s.why = whySeveral
 	case !exact || len(prompt) == 0:
 		s.why = whyPrompt
-	case len(prompt) > maxStoryPrompt:
+	case len(prompt) > maxMigratedPrompt:
 		s.why = whyLong
 	default:
 		s.why = whyNotContinued(body)
@@ -108,7 +109,7 @@ func whyNotContinued(body *jsonbody.Body) string {
 
 // ask returns the body of u with a request for token ids, for a worker that streams them:
 // SGLang refuses it.
-func (s *Story) ask(t *kv.Target, u *Upstream) (head, body []byte) {
+func (s *Migration) ask(t *kv.Target, u *Upstream) (head, body []byte) {
 	switch {
 	case t.RunsSGLang():
 		s.why = cmp.Or(s.why, whySGLang)
@@ -126,23 +127,23 @@ func (s *Story) ask(t *kv.Target, u *Upstream) (head, body []byte) {
 }
 
 // restart forgets an answer of which the client has nothing.
-func (s *Story) restart() {
+func (s *Migration) restart() {
 	if s != nil && !s.begun {
 		s.tokens, s.id, s.finished, s.counted, s.reasoning = s.tokens[:0], "", false, false, false
 	}
 }
 
 // continues reports whether the client has a part of the answer that may be continued.
-func (s *Story) continues() bool { return s.open() && s.why == "" }
+func (s *Migration) continues() bool { return s.open() && s.why == "" }
 
 // mayMove reports whether the answer may leave a worker that works.
-func (s *Story) mayMove() bool { return s.continues() && !s.reasoning && !s.finished }
+func (s *Migration) mayMove() bool { return s.continues() && !s.reasoning && !s.finished }
 
 // open reports whether the answer's headers are out, so that it must be continued or end.
-func (s *Story) open() bool { return s != nil && s.begun }
+func (s *Migration) open() bool { return s != nil && s.begun }
 
 // rest returns u as a request for the rest of the answer.
-func (s *Story) rest(u Upstream) Upstream {
+func (s *Migration) rest(u Upstream) Upstream {
 	s.moves, s.sent, s.verified = s.moves+1, len(s.tokens), false
 	body := u.Parsed
 	all := appendTokens(appendTokens([]byte{'['}, s.prompt), s.tokens)
@@ -171,7 +172,7 @@ func (s *Story) rest(u Upstream) Upstream {
 }
 
 // left returns how many tokens the client still allows; known is false without a limit.
-func (s *Story) left(body *jsonbody.Body) (tokens int, known bool) {
+func (s *Migration) left(body *jsonbody.Body) (tokens int, known bool) {
 	for _, key := range []string{"max_completion_tokens", "max_tokens"} {
 		if v := body.Get(key); v.Type == gjson.Number {
 			return int(v.Int()) - len(s.tokens), true
@@ -204,10 +205,10 @@ var (
 	markText      = []byte(`"text":"`)
 )
 
-// tell appends an event to out as the client gets it, and remembers it. Events that only
+// rewrite appends an event to out as the client gets it, and remembers it. Events that only
 // the router has asked for are left out, and so is the failure of an engine whose answer
 // may be continued. finished means that a finish reason has come.
-func (s *Story) tell(out, event []byte, failed, finished bool) []byte {
+func (s *Migration) rewrite(out, event []byte, failed, finished bool) []byte {
 	if failed && s.continues() {
 		return out
 	}
@@ -244,7 +245,7 @@ func (s *Story) tell(out, event []byte, failed, finished bool) []byte {
 	if s.why == "" && !opening && !s.remember(data) {
 		s.why = whyNoTokens
 	}
-	if len(s.tokens) > maxStory {
+	if len(s.tokens) > maxMigratedAnswer {
 		s.why = whyLong
 	}
 	if bytes.Contains(data, markReasoning) {
@@ -266,15 +267,15 @@ func (s *Story) tell(out, event []byte, failed, finished bool) []byte {
 }
 
 // member returns the beginning of the member that has an event's text.
-func (s *Story) member() []byte {
+func (s *Migration) member() []byte {
 	if s.chat {
 		return markContent
 	}
 	return markText
 }
 
-// quick is tell for an event of one answer's text that begins as those before it.
-func (s *Story) quick(out, event []byte, finished bool) (_ []byte, ok bool) {
+// quick is rewrite for an event of one answer's text that begins as those before it.
+func (s *Migration) quick(out, event []byte, finished bool) (_ []byte, ok bool) {
 	if s.text == 0 || s.moves > 0 || s.why != "" || len(event) < s.text || !bytes.HasPrefix(event[s.text:], s.member()) {
 		return out, false
 	}
@@ -284,7 +285,7 @@ func (s *Story) quick(out, event []byte, finished bool) (_ []byte, ok bool) {
 	}
 	from, had := at+len(markIDs), len(s.tokens)
 	ids, length, ok := readTokens(event[from:], s.tokens)
-	if !ok || len(ids) > maxStory {
+	if !ok || len(ids) > maxMigratedAnswer {
 		s.tokens = s.tokens[:had]
 		return out, false
 	}
@@ -296,7 +297,7 @@ func (s *Story) quick(out, event []byte, finished bool) (_ []byte, ok bool) {
 }
 
 // remember keeps the tokens of an event. It reports whether there were any.
-func (s *Story) remember(data []byte) bool {
+func (s *Migration) remember(data []byte) bool {
 	at := bytes.Index(data, markIDs)
 	if at < 0 {
 		return false
@@ -331,7 +332,7 @@ func readTokens(text []byte, ids []uint32) (all []uint32, length int, ok bool) {
 
 // verify reports whether the worker that continues confirms the tokens of prompt and answer
 // that it was sent.
-func (s *Story) verify(data []byte) bool {
+func (s *Migration) verify(data []byte) bool {
 	at := bytes.Index(data, markPromptIDs)
 	if at < 0 {
 		return false
@@ -343,7 +344,7 @@ func (s *Story) verify(data []byte) bool {
 
 // hide replaces the lists of token ids by null, as the engine answers without the request
 // for them.
-func (s *Story) hide(event []byte) []byte {
+func (s *Migration) hide(event []byte) []byte {
 	if s.asked {
 		return event
 	}
@@ -364,7 +365,7 @@ func (s *Story) hide(event []byte) []byte {
 
 // renumber gives an event of a worker that continues the identity of the first one, and its
 // usage the tokens of the whole answer.
-func (s *Story) renumber(event []byte) []byte {
+func (s *Migration) renumber(event []byte) []byte {
 	if s.moves == 0 {
 		return event
 	}
@@ -395,7 +396,7 @@ func splice(b []byte, at, n int, by string) []byte {
 
 // close appends what is missing of an answer whose last token has come: its finish reason if
 // the limit of tokens is reached, its usage and its end.
-func (s *Story) close(out []byte) []byte {
+func (s *Migration) close(out []byte) []byte {
 	kind, choice := "text_completion", `{"index":0,"text":"","logprobs":null,"finish_reason":"length","stop_reason":null}`
 	if s.chat {
 		kind, choice = "chat.completion.chunk", `{"index":0,"delta":{},"logprobs":null,"finish_reason":"length","stop_reason":null}`
@@ -412,7 +413,7 @@ func (s *Story) close(out []byte) []byte {
 }
 
 // merge makes the usage of the worker that continued that of the whole answer.
-func (s *Story) merge(u *Usage) {
+func (s *Migration) merge(u *Usage) {
 	if s == nil || s.moves == 0 || !u.Known {
 		return
 	}
