@@ -468,7 +468,7 @@ func (p *parity) costs(query map[string]any) parityCosts {
 	p.sameRows("POST /potential_loads", loads, ours.Result, theirs.Result, "potential_prefill_tokens", "potential_decode_blocks", "active_requests")
 	cached := map[string]float64{}
 	for _, row := range ask(p, p.theirs, "POST", "/overlap_scores", loads).Get("workers").Array() {
-		cached[place(row)] = row.Get("device_blocks").Float()
+		cached[place(row)] = row.Get("device_blocks").Float() + 0.75*row.Get("host_pinned_extension_blocks").Float() + 0.25*row.Get("disk_extension_blocks").Float()
 	}
 	weight, weighted := overrides["overlap_score_weight"].(float64)
 	costs := parityCosts{map[string]float64{}, map[string]float64{}}
@@ -520,7 +520,7 @@ func (p *parity) compareSelect(what string, query map[string]any, costs parityCo
 		}
 	}
 	if a == b {
-		p.same(what, query, ours.Result, theirs.Result, "endpoint", "overlap.longest_matched", "overlap.gpu", "overlap.dp", "effective_prefill_tokens", "potential_decode_blocks")
+		p.same(what, query, ours.Result, theirs.Result, "endpoint", "overlap.longest_matched", "overlap.gpu", "overlap.dp", "overlap.cpu", "overlap.disk", "effective_prefill_tokens", "potential_decode_blocks")
 		return true
 	}
 	switch overrides, _ := query["router_config_override"].(map[string]any); {
@@ -630,7 +630,7 @@ func (p *parity) step() {
 			query := map[string]any{"model_name": parityModel, "token_ids": p.prompt()}
 			ours, theirs := p.both("POST", "/overlap_scores", query)
 			p.same("POST /overlap_scores", query, ours.Result, theirs.Result, "block_size", "num_blocks")
-			p.sameRows("POST /overlap_scores", query, ours.Get("workers"), theirs.Get("workers"), "device_blocks")
+			p.sameRows("POST /overlap_scores", query, ours.Get("workers"), theirs.Get("workers"), tierFields...)
 		}},
 		{"loads", 8, p.loads},
 		{"dump", 1, p.dump},

@@ -6,7 +6,6 @@ import (
 	"errors"
 	"fmt"
 	"io"
-	"maps"
 	"math"
 	"net/http"
 	"slices"
@@ -116,26 +115,41 @@ type selectAnswer struct {
 	PotentialDecodeBlocks  int           `json:"potential_decode_blocks"`
 }
 
-// overlapAnswer has the cached prompt tokens of the selected worker: DP of all its ranks,
-// the others of its best rank.
+// overlapAnswer has the cached prompt tokens of the selected worker: DP of all its ranks on
+// the device, the others of its best rank. CPU includes the device's, Disk both.
 type overlapAnswer struct {
 	LongestMatched int            `json:"longest_matched"`
 	GPU            int            `json:"gpu"`
 	DP             map[uint32]int `json:"dp"`
+	CPU            int            `json:"cpu"`
+	Disk           int            `json:"disk"`
+}
+
+// add adds what a rank has.
+func (a *overlapAnswer) add(o router.Overlap, blockSize int) {
+	device := o.Blocks * blockSize
+	host := device + int(o.Staged.Host)*blockSize
+	disk := host + int(o.Staged.Disk+o.Staged.External)*blockSize
+	a.DP[o.Worker.Rank] = device
+	a.GPU, a.CPU, a.Disk = max(a.GPU, device), max(a.CPU, host), max(a.Disk, disk)
+	a.LongestMatched = a.Disk
 }
 
 func (s *Service) selectAnswer(of events.Partition, id string, request router.Request, d router.Decision) selectAnswer {
 	size := s.router(of).BlockSize()
-	byRank := map[uint32]int{d.Target.Key.Rank: d.MatchedBlocks * size}
-	if d.Target.Ranks > 1 {
+	overlap := overlapAnswer{DP: map[uint32]int{}}
+	selected := router.Overlap{Worker: d.Target.Key, Blocks: d.MatchedBlocks}
+	if d.Target.Ranks > 1 || d.MatchedLower != (kv.LowerBlocks{}) {
 		overlaps, _ := s.router(of).Overlaps(request)
 		for _, o := range overlaps {
-			if o.Worker.Worker == d.Target.Key.Worker && o.Worker != d.Target.Key {
-				byRank[o.Worker.Rank] = o.Blocks * size
+			if o.Worker == d.Target.Key {
+				selected.Staged = o.Staged
+			} else if o.Worker.Worker == d.Target.Key.Worker {
+				overlap.add(o, size)
 			}
 		}
 	}
-	longest := slices.Max(slices.Collect(maps.Values(byRank)))
+	overlap.add(selected, size)
 	partial := 0 // the last block, if it is not full, is in use as well
 	if d.Tokens%size != 0 {
 		partial = 1
@@ -143,7 +157,7 @@ func (s *Service) selectAnswer(of events.Partition, id string, request router.Re
 	return selectAnswer{
 		SelectionID: id, ModelName: s.modelOf(of, d.Target), RoutingGroup: of.Group,
 		WorkerID: d.Target.Key.Worker, DPRank: d.Target.Key.Rank, Endpoint: d.Target.URL, BlockSize: size,
-		Overlap:                overlapAnswer{longest, longest, byRank},
+		Overlap:                overlap,
 		EffectivePrefillTokens: d.EffectivePrefillTokens, PotentialDecodeBlocks: d.PotentialDecodeBlocks + partial,
 	}
 }
@@ -201,7 +215,7 @@ func (s *Service) selectWorker(c *gin.Context, of events.Partition, id string, r
 	}
 	if id != "" {
 		request.QueryOnly, request.Pinned, request.Allowed = false, nil, nil
-		cached := decision.MatchedBlocks * s.router(of).BlockSize()
+		cached := decision.Tokens - decision.EffectivePrefillTokens
 		request.Cached = &cached
 		s.pending.put(pendingSelection{key: pendingKey{of, id}, request: request, worker: decision.Target.Key})
 	}

@@ -372,15 +372,24 @@ func (s *Service) overlapScores(c *gin.Context, of events.Partition, request rou
 		return
 	}
 	overlaps, blocks := s.router(of).Overlaps(request)
-	cached := map[kv.WorkerKey]int{}
+	cached := map[kv.WorkerKey]router.Overlap{}
 	for _, o := range overlaps {
-		cached[o.Worker] = o.Blocks
+		cached[o.Worker] = o
 	}
 	workers := []gin.H{}
 	for _, t := range targets {
-		workers = append(workers, gin.H{"worker_id": t.Key.Worker, "dp_rank": t.Key.Rank, "device_blocks": cached[t.Key]})
+		o := cached[t.Key]
+		host, disk := int(o.Staged.Host), int(o.Staged.Disk+o.Staged.External)
+		workers = append(workers, gin.H{
+			"worker_id": t.Key.Worker, "dp_rank": t.Key.Rank,
+			"device_blocks": o.Blocks, "host_pinned_blocks": o.Blocks + host, "disk_blocks": o.Blocks + host + disk,
+			"host_pinned_extension_blocks": host, "disk_extension_blocks": disk, "shared_beyond_device_blocks": nil,
+		})
 	}
-	c.JSON(http.StatusOK, gin.H{"block_size": s.router(of).BlockSize(), "num_blocks": blocks, "workers": workers})
+	c.JSON(http.StatusOK, gin.H{
+		"block_size": s.router(of).BlockSize(), "num_blocks": blocks, "workers": workers,
+		"shared_cache": gin.H{"enabled": false, "total_hit_blocks": 0, "ranges": [][2]int{}, "error": nil},
+	})
 }
 
 // dump streams the index of the default model as store events, from which another router

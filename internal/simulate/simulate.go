@@ -159,7 +159,9 @@ type worker struct {
 	busy   time.Duration // sum of its passes
 	sent   int
 
-	loadsEnd time.Duration // when its last load from lower tiers ends
+	loadsEnd time.Duration    // when its last load from lower tiers ends
+	moved    policy.Transfers // by these loads
+	reported time.Duration    // when the routers last read that
 
 	// Where there are faults:
 	fault   *fault        // its current fault; nil: none

@@ -1,6 +1,8 @@
 package simulate
 
 import (
+	"time"
+
 	"kvrouter/internal/engine"
 	"kvrouter/internal/kv"
 	"kvrouter/internal/radix"
@@ -13,9 +15,35 @@ func (s *simulator) beginLoad(r *engine.Request) {
 	worker := &s.workers[flight.worker]
 	worker.loadsEnd = max(worker.loadsEnd, s.now) + worker.engine.LoadTime(r)
 	s.after(worker.loadsEnd-s.now, func() {
+		s.countLoad(flight.worker, r)
 		worker.engine.Loaded(r)
 		s.wake(flight.worker)
 	})
+}
+
+// countsEvery is the time between two readings of a worker's counters by the router.
+const countsEvery = 5 * time.Second
+
+// countLoad counts what a load has moved, and reports it to the routers from time to time.
+func (s *simulator) countLoad(w int, r *engine.Request) {
+	worker := &s.workers[w]
+	worker.engine.EachLoad(r, func(store *engine.Store, tokens int) {
+		bytes, seconds := &worker.moved.HostBytes, &worker.moved.HostSeconds
+		if store.Tier == kv.Host {
+			worker.moved.HostTokens += float64(tokens)
+		} else {
+			bytes, seconds = &worker.moved.DiskBytes, &worker.moved.DiskSeconds
+		}
+		*bytes += float64(tokens * store.Loads.BytesPerToken)
+		*seconds += store.Loads.Takes(tokens).Seconds()
+	})
+	if s.now-worker.reported < countsEvery {
+		return
+	}
+	worker.reported = s.now
+	for _, router := range s.routers {
+		router.Transferred(kv.WorkerKey{Worker: uint64(w)}, worker.moved)
+	}
 }
 
 // applyLower changes an index as a lower tier of worker w has changed.

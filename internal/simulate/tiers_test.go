@@ -50,6 +50,19 @@ func TestRunsWithTiersAreEqual(t *testing.T) {
 	}
 }
 
+func TestTheRouterPredictsWhatLowerTiersHave(t *testing.T) {
+	// With a request at a time nothing comes between decision and admission.
+	s := tiered(t, "work", 300, 25)
+	s.Concurrency = 1
+	if r := mustRun(t, s); r.Predicted != r.Reuse || r.Lower.Host == 0 {
+		t.Errorf("predicted reuse %v, actual %v, %+v", r.Predicted, r.Reuse, r.Lower)
+	}
+	s.UntoldTiers = true
+	if r := mustRun(t, s); r.Predicted >= r.Reuse {
+		t.Errorf("predicted reuse %v without the tiers' events, actual %v", r.Predicted, r.Reuse)
+	}
+}
+
 func TestLoadsOfAGridHaveTiers(t *testing.T) {
 	l, err := parseGridLoad("conv c4 host100 hostbw2.5 disk7", []string{"conv"})
 	if err != nil {

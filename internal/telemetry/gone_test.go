@@ -5,6 +5,7 @@ import (
 	"log/slog"
 	"net/http"
 	"net/http/httptest"
+	"slices"
 	"strings"
 	"testing"
 	"time"
@@ -171,5 +172,48 @@ func TestRequestsRoutedByLoadAloneAreNotInTheHitRate(t *testing.T) {
 	m.Finished(&proxy.Exchange{Worker: "1", Route: "/r", Status: 200, Usage: proxy.Usage{Known: true, PromptTokens: 9, CachedKnown: true, CachedTokens: 4}}, time.Unix(1000, 0))
 	if got := m.Totals(); got.PromptTokens != 9 || got.CachedTokens != 0 || got.ComparedTokens != 0 {
 		t.Errorf("%+v", got)
+	}
+}
+
+// TestPredictionsAreComparedByTier: the sum with every answer, each tier with those that
+// report tiers, and guesses apart.
+func TestPredictionsAreComparedByTier(t *testing.T) {
+	var reported []kv.TierTokens
+	m := New(Deps{Names: new(kv.Names), Fleet: func() []uint64 { return []uint64{1} }, Compared: func(_ kv.WorkerKey, predicted kv.TierTokens, _ int) { reported = append(reported, predicted) }})
+	finish := func(predicted, guessed kv.TierTokens, cached int, byTier kv.TierTokens) {
+		d := router.Decision{Target: kv.Target{Key: kv.WorkerKey{Worker: 1}}, Tokens: 900, Predicted: predicted, Guessed: guessed, OverlapTokens: predicted.Total()}
+		m.Finished(&proxy.Exchange{Worker: "1", Route: "/r", Status: 200, Decision: d, Usage: proxy.Usage{Known: true, PromptTokens: 900, CachedKnown: true, CachedTokens: cached, CachedByTier: byTier}}, time.Unix(1000, 0))
+	}
+	host := kv.TierTokens{Device: 100, Host: 300}
+	finish(host, kv.TierTokens{}, 400, kv.TierTokens{})
+	finish(host, kv.TierTokens{}, 400, kv.TierTokens{Device: 100, Host: 200, Disk: 100})
+	finish(host, kv.TierTokens{}, 400, kv.TierTokens{Device: 7}) // does not add up
+	finish(kv.TierTokens{Device: 100}, kv.TierTokens{Disk: 64}, 164, kv.TierTokens{})
+	finish(kv.TierTokens{Device: 100}, kv.TierTokens{Disk: 64}, 100, kv.TierTokens{})
+	lines := page(m)
+	for _, want := range []string{
+		`kvrouter_predictions_total{result="exact",worker_id="1"} 3`,
+		`kvrouter_guesses_total{result="exact",worker_id="1"} 1`,
+		`kvrouter_guesses_total{result="over",worker_id="1"} 1`,
+		`kvrouter_predicted_tokens_total{tier="device",worker_id="1"} 500`,
+		`kvrouter_predicted_tokens_total{tier="host",worker_id="1"} 900`,
+		`kvrouter_predicted_tokens_total{tier="disk",worker_id="1"} 128`,
+		`kvrouter_tier_predictions_total{result="exact",tier="device",worker_id="1"} 1`,
+		`kvrouter_tier_predictions_total{result="over",tier="host",worker_id="1"} 1`,
+		`kvrouter_tier_predictions_total{result="under",tier="disk",worker_id="1"} 1`,
+		`kvrouter_overlap_tokens_predicted_total{worker_id="1"} 1400`,
+	} {
+		if !slices.Contains(lines, want+"\n") {
+			t.Errorf("no %s in\n%s", want, strings.Join(lines, ""))
+		}
+	}
+	if len(reported) != 3 {
+		t.Errorf("%d predictions were reported, want the 3 that are no guess", len(reported))
+	}
+	m.fleet = func() []uint64 { return nil }
+	for _, line := range page(m) {
+		if strings.Contains(line, `worker_id="1"`) {
+			t.Errorf("%s stays of a worker that is gone", line)
+		}
 	}
 }

@@ -32,24 +32,27 @@ type Metrics struct {
 	disagg    *disaggMetrics
 	thompson  *thompsonMetrics // nil: another policy
 
-	requests      *prometheus.CounterVec
-	duration      *prometheus.HistogramVec
-	firstToken    *prometheus.HistogramVec
-	interToken    *prometheus.HistogramVec
-	decision      *prometheus.HistogramVec
-	promptTokens  *prometheus.CounterVec
-	outputTokens  *prometheus.CounterVec
-	predicted     *prometheus.CounterVec
-	cached        *prometheus.CounterVec
-	compared      *prometheus.CounterVec
-	predictions   *prometheus.CounterVec
-	promptDiffers *prometheus.CounterVec
-	retries       *prometheus.CounterVec
-	denied        *prometheus.CounterVec
-	migrations    *prometheus.CounterVec
-	eventLag      *prometheus.HistogramVec
+	requests        *prometheus.CounterVec
+	duration        *prometheus.HistogramVec
+	firstToken      *prometheus.HistogramVec
+	interToken      *prometheus.HistogramVec
+	decision        *prometheus.HistogramVec
+	promptTokens    *prometheus.CounterVec
+	outputTokens    *prometheus.CounterVec
+	predicted       *prometheus.CounterVec
+	cached          *prometheus.CounterVec
+	compared        *prometheus.CounterVec
+	predictions     *prometheus.CounterVec
+	predictedByTier *prometheus.CounterVec
+	tierPredictions *prometheus.CounterVec
+	guesses         *prometheus.CounterVec
+	promptDiffers   *prometheus.CounterVec
+	retries         *prometheus.CounterVec
+	denied          *prometheus.CounterVec
+	migrations      *prometheus.CounterVec
+	eventLag        *prometheus.HistogramVec
 
-	reportCompared func(worker kv.WorkerKey, predicted, found int) // nil: nothing is reported
+	reportCompared func(worker kv.WorkerKey, predicted kv.TierTokens, found int) // nil: nothing is reported
 
 	// seen has the value of worker_id of every worker that may have series above: a
 	// sync.Map, as nearly every request finds its worker there.
@@ -64,9 +67,9 @@ type Deps struct {
 	Names    *kv.Names       // of workers; nil: workers are named by their ids
 	Fleet    func() []uint64 // ids of the current workers; nil: no series is ever deleted
 	Thompson *router.Router  // its policy has metrics if it is thompson, for which Fleet must be set; nil: none
-	// Compared is called with each prediction for a worker and what it found of the
-	// prompt, tokens; nil: nothing is.
-	Compared  func(worker kv.WorkerKey, predicted, found int)
+	// Compared is called with each prediction for a worker, by tier, and what it found of
+	// the prompt, tokens; nil: nothing is.
+	Compared  func(worker kv.WorkerKey, predicted kv.TierTokens, found int)
 	Exemplars bool // offer OpenMetrics, with trace ids as exemplars of the time to first token
 }
 
@@ -97,6 +100,9 @@ func New(deps Deps) *Metrics {
 	t.cached = counter("cached_tokens_reported_total", "Prompt tokens that the worker reported as cached.", "worker_id")
 	t.compared = counter("compared_prompt_tokens_total", "Prompt tokens of the requests counted in kvrouter_cached_tokens_reported_total.", "worker_id")
 	t.predictions = counter("predictions_total", "Responses with reported cached tokens, by worker and accuracy of the prediction: exact, over, under.", "worker_id", "result")
+	t.predictedByTier = counter("predicted_tokens_total", "Prompt tokens that the index predicted or guessed in the cache of the selected worker, by tier, of responses with reported cached tokens.", "worker_id", "tier")
+	t.guesses = counter("guesses_total", "Responses with reported cached tokens of which the prediction includes blocks that may be gone without an event, by worker and accuracy: exact, over, under.", "worker_id", "result")
+	t.tierPredictions = counter("tier_predictions_total", "Responses that report cached tokens by tier, by worker, tier and accuracy of the prediction: exact, over, under.", "worker_id", "tier", "result")
 	t.promptDiffers = counter("prompt_tokens_mismatch_total", "Responses whose usage.prompt_tokens differs from the router's own count, by source of the router's tokens.", "source")
 	t.retries = counter("retries_total", "Retries on another worker after the worker failed before the first byte of its response.", "worker_id")
 	t.migrations = counter("migrations_total", "Streams whose worker failed during the answer, by result: ok, failed, refused, limited, no_worker.", "result")
@@ -140,7 +146,7 @@ func (t *Metrics) see(worker string) {
 func (t *Metrics) perWorker() []*prometheus.MetricVec {
 	list := []*prometheus.MetricVec{
 		t.requests.MetricVec, t.firstToken.MetricVec, t.interToken.MetricVec, t.promptTokens.MetricVec, t.outputTokens.MetricVec,
-		t.predicted.MetricVec, t.cached.MetricVec, t.compared.MetricVec, t.predictions.MetricVec, t.retries.MetricVec, t.eventLag.MetricVec,
+		t.predicted.MetricVec, t.cached.MetricVec, t.compared.MetricVec, t.predictions.MetricVec, t.predictedByTier.MetricVec, t.tierPredictions.MetricVec, t.guesses.MetricVec, t.retries.MetricVec, t.eventLag.MetricVec,
 	}
 	if t.thompson != nil {
 		list = append(list, t.thompson.routed.MetricVec)
@@ -272,19 +278,44 @@ func (t *Metrics) Finished(x *proxy.Exchange, now time.Time) {
 			worker = x.Shared.Worker
 		}
 		t.predicted.WithLabelValues(worker).Add(float64(x.Decision.OverlapTokens))
+		t.compareTiers(worker, x.Decision.Predicted.Plus(x.Decision.Guessed), x.Usage)
 		t.cached.WithLabelValues(worker).Add(float64(x.Usage.CachedTokens))
 		t.compared.WithLabelValues(worker).Add(float64(x.Usage.PromptTokens))
-		result := "exact"
-		if x.Decision.OverlapTokens > x.Usage.CachedTokens {
-			result = "over"
-		} else if x.Decision.OverlapTokens < x.Usage.CachedTokens {
-			result = "under"
+		if guess := x.Decision.Guessed.Total(); guess > 0 {
+			t.guesses.WithLabelValues(worker, resultOf(x.Decision.OverlapTokens+guess, x.Usage.CachedTokens)).Inc()
+			return
 		}
-		t.predictions.WithLabelValues(worker, result).Inc()
+		t.predictions.WithLabelValues(worker, resultOf(x.Decision.OverlapTokens, x.Usage.CachedTokens)).Inc()
 		if t.reportCompared != nil && x.Shared == nil {
-			t.reportCompared(x.Decision.Target.Key, x.Decision.OverlapTokens, x.Usage.CachedTokens)
+			t.reportCompared(x.Decision.Target.Key, x.Decision.Predicted, x.Usage.CachedTokens)
 		}
 	}
+}
+
+// compareTiers counts a prediction by tier and, if the answer reports tiers, how exact it
+// was for each.
+func (t *Metrics) compareTiers(worker string, predicted kv.TierTokens, usage proxy.Usage) {
+	found := usage.CachedByTier
+	reported := usage.CachedTokens > 0 && found.Total() == usage.CachedTokens
+	for tier := kv.Device; tier <= kv.External; tier++ {
+		if n := predicted.Of(tier); n > 0 {
+			t.predictedByTier.WithLabelValues(worker, tier.String()).Add(float64(n))
+		}
+		if reported && predicted.Of(tier)+found.Of(tier) > 0 {
+			t.tierPredictions.WithLabelValues(worker, tier.String(), resultOf(predicted.Of(tier), found.Of(tier))).Inc()
+		}
+	}
+}
+
+// resultOf is the value of the label result for a prediction.
+func resultOf(predicted, found int) string {
+	switch {
+	case predicted > found:
+		return "over"
+	case predicted < found:
+		return "under"
+	}
+	return "exact"
 }
 
 // observe records a duration, with the id of a trace as its exemplar unless it is empty.

@@ -5,6 +5,7 @@ import (
 
 	"kvrouter/internal/kv"
 	"kvrouter/internal/metrics"
+	"kvrouter/internal/policy"
 )
 
 // NewCollector returns the metrics of the ranks that samples lists, with names for
@@ -32,6 +33,25 @@ func NewCollector(names *kv.Names, samples func() []Sample) prometheus.Collector
 		{gauge("kvrouter_kv_events_connected", "1 while the router is connected to the worker's KV events."), func(s *Sample) float64 { return metrics.Bool(s.Connected) }},
 		{gauge("kvrouter_worker_cold", "1 while the index may lack blocks of the worker because the history of its cache is incomplete."), func(s *Sample) float64 { return metrics.Bool(s.Cold) }},
 	}
+	trust := set.Gauge("kvrouter_worker_tier_trust", "Share of the blocks expected in the tier that requests found there of late, 0 to 1.", "worker_id", "dp_rank", "tier")
+	bandwidth := set.Gauge("kvrouter_worker_tier_bandwidth_bytes", "Bytes per second of loads from host memory to the device (host) or from slower tiers to host memory (disk), by the worker's counters.", "worker_id", "dp_rank", "tier")
+	cached := set.Counter("kvrouter_worker_cached_tokens_total", "Cached prompt tokens by tier, as counted by the worker, of all its clients.", "worker_id", "dp_rank", "tier")
+	tiers := func(out metrics.Out, rank []string, t *policy.Tiers) {
+		if t == nil {
+			return
+		}
+		for _, tier := range kv.LowerTiers {
+			out.Show(trust, t.Trust(tier), append(rank, tier.String())...)
+			if b := t.Bandwidth(tier); b > 0 && tier != kv.External {
+				out.Show(bandwidth, b, append(rank, tier.String())...)
+			}
+		}
+		if counted, ok := t.Counted(); ok {
+			for tier := kv.Device; tier <= kv.External; tier++ {
+				out.Show(cached, float64(counted.Cached.Of(tier)), append(rank, tier.String())...)
+			}
+		}
+	}
 	info := set.Gauge("kvrouter_worker_info", "Always 1; the labels have the worker's URL, its first served model, its role and its engine.", "worker_id", "dp_rank", "url", "model", "role", "engine")
 	applied := set.Counter("dynamo_component_kv_cache_events_applied", "KV events applied to the index, by type and result.", "worker_id", "dp_rank", "event_type", "status")
 	events := set.Counter("kvrouter_kv_events_total", "KV events of the worker, by kind.", "worker_id", "dp_rank", "kind")
@@ -57,6 +77,7 @@ func NewCollector(names *kv.Names, samples func() []Sample) prometheus.Collector
 			if s.Load.Fresh {
 				showAll(published)
 			}
+			tiers(out, rank, s.Load.Tiers)
 			n := s.EventCount
 			if n == nil {
 				continue

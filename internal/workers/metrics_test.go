@@ -2,10 +2,12 @@ package workers
 
 import (
 	"fmt"
+	"math"
 	"strings"
 	"testing"
 
 	"kvrouter/internal/kv"
+	"kvrouter/internal/policy"
 	"kvrouter/internal/testkit"
 )
 
@@ -25,6 +27,33 @@ func TestWorkerInfoIsBounded(t *testing.T) {
 	} {
 		if page[want] != 1 {
 			t.Errorf("no %s in\n%v", want, page)
+		}
+	}
+}
+
+func TestTiersOfWorkersAreShown(t *testing.T) {
+	tiers := new(policy.Tiers)
+	tiers.Came(kv.LowerBlocks{Host: 4}, 0)
+	tiers.Count(policy.Transfers{})
+	tiers.Count(policy.Transfers{HostBytes: 3e9, HostSeconds: 2, HostTokens: 1e5, DiskBytes: 1e9, DiskSeconds: 2, Cached: kv.TierTokens{Device: 1, Host: 2, Disk: 3, External: 4}})
+	page := testkit.Scrape(t, NewCollector(nil, func() []Sample {
+		return []Sample{{Worker: kv.WorkerKey{Worker: 1}, Load: policy.Load{Tiers: tiers}}, {Worker: kv.WorkerKey{Worker: 2}}}
+	}))
+	for want, value := range map[string]float64{
+		`kvrouter_worker_tier_trust{dp_rank="0",tier="host",worker_id="1"}`:              0.8,
+		`kvrouter_worker_tier_trust{dp_rank="0",tier="external",worker_id="1"}`:          1,
+		`kvrouter_worker_tier_bandwidth_bytes{dp_rank="0",tier="host",worker_id="1"}`:    1.5e9,
+		`kvrouter_worker_tier_bandwidth_bytes{dp_rank="0",tier="disk",worker_id="1"}`:    5e8,
+		`kvrouter_worker_cached_tokens_total{dp_rank="0",tier="device",worker_id="1"}`:   1,
+		`kvrouter_worker_cached_tokens_total{dp_rank="0",tier="external",worker_id="1"}`: 4,
+	} {
+		if got := page[want]; math.Abs(got-value) > 1e-6*value {
+			t.Errorf("%s is %v, want %v", want, got, value)
+		}
+	}
+	for line := range page {
+		if strings.Contains(line, "tier=") && strings.Contains(line, `worker_id="2"`) {
+			t.Errorf("%s of a worker without tiers", line)
 		}
 	}
 }

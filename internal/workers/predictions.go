@@ -23,21 +23,33 @@ const (
 	maxComparedRanks = 64
 )
 
+// results are the last ones of predictions.
+type results struct {
+	exact [comparedKept]bool
+	count int // of results; the last comparedKept are in exact
+}
+
+// add adds a result.
+func (r *results) add(exact bool) {
+	r.exact[r.count%comparedKept] = exact
+	r.count++
+}
+
 // accuracy is how exact the predictions for one rank were lately.
 type accuracy struct {
-	exact  [comparedKept]bool
-	count  int // of results; the last comparedKept are in exact
-	high   int // in a row: one block of the engine too high
-	low    int // in a row: one block too low
+	results
+	lower  results // of those that expected blocks in lower tiers
+	high   int     // in a row: one block of the engine too high
+	low    int     // in a row: one block too low
 	drops  bool
 	warned bool
 }
 
 // share returns the share of exact predictions, and the number of those that it is of.
-func (a *accuracy) share() (share float64, of int) {
-	of = min(a.count, comparedKept)
+func (r *results) share() (share float64, of int) {
+	of = min(r.count, comparedKept)
 	exact := 0
-	for _, was := range a.exact[:of] {
+	for _, was := range r.exact[:of] {
 		if was {
 			exact++
 		}
@@ -45,13 +57,14 @@ func (a *accuracy) share() (share float64, of int) {
 	return float64(exact) / float64(max(1, of)), of
 }
 
-// Compared notes a prediction for a prompt and what the engine found of it, tokens.
+// Compared notes a prediction for a prompt, by tier, and what the engine found of it in
+// all tiers, tokens.
 //
 // An engine whose drafter needs the last block of a match again finds one block less
 // each time. Neither its events nor its answers name the drafter, so that this is
 // learned from results in a row.
-func (f *Fleet) Compared(key kv.WorkerKey, predicted, found int) {
-	w := f.byID(key.Worker)
+func (f *Fleet) Compared(key kv.WorkerKey, expected kv.TierTokens, found int) {
+	w, predicted := f.byID(key.Worker), expected.Total()
 	if w == nil || predicted == 0 && found == 0 {
 		return
 	}
@@ -69,16 +82,19 @@ func (f *Fleet) Compared(key kv.WorkerKey, predicted, found int) {
 		a = &accuracy{drops: w.traits.DropsLast}
 		w.accuracy[key] = a
 	}
-	a.exact[a.count%comparedKept] = predicted == found
-	a.count++
+	a.add(predicted == found)
+	if predicted > expected.Device {
+		a.lower.add(predicted == found)
+	}
 	unit := stream.Src.BlockSize
 	if groups := stream.Stats().Layout().Groups; len(groups) > 0 {
 		unit = groups[0].Block
 	}
-	switch predicted - found {
-	case unit:
+	switch drops := predicted - found; {
+	case predicted > expected.Device && drops != 0: // a lower tier may be to blame
+	case drops == unit:
 		a.high, a.low = a.high+1, 0
-	case -unit:
+	case drops == -unit:
 		a.high, a.low = 0, a.low+1
 	default:
 		a.high, a.low = 0, 0
@@ -101,7 +117,11 @@ func (w *worker) warnOfMisses(a *accuracy, key kv.WorkerKey, stream *events.Stre
 	if of < comparedLeast {
 		return
 	}
-	args := []any{"rank", key.Rank, "exact", share, "of", of, "kv_cache_groups", stream.Stats().Layout().String()}
+	args := []any{"rank", key.Rank, "exact", share, "of", of}
+	if lower, n := a.lower.share(); n > 0 {
+		args = append(args, "exact_in_lower_tiers", lower, "of_lower", n)
+	}
+	args = append(args, "kv_cache_groups", stream.Stats().Layout().String())
 	switch {
 	case !a.warned && share < exactLow:
 		a.warned = true
@@ -117,6 +137,8 @@ func (w *worker) warnOfMisses(a *accuracy, key kv.WorkerKey, stream *events.Stre
 type Exactness struct {
 	Groups string   `json:"kv_cache_groups,omitempty"`   // as kv.Layout's String writes them, of the first rank that has shown any
 	Exact  *float64 `json:"exact_predictions,omitempty"` // share of the last 64 a rank; nil: none was compared
+	// ExactLower is the same of the last 64 that expected blocks in tiers below the device.
+	ExactLower *float64 `json:"exact_lower_tier_predictions,omitempty"`
 
 	LowerTiers *LowerTiers `json:"lower_tiers,omitempty"` // nil: it has none
 }
@@ -172,7 +194,7 @@ func doubt(stream *events.Stream, traits kv.Traits, attached bool) string {
 
 // exactness returns that of w, and why predictions for it may not be exact; w.mu is held.
 func (w *worker) exactness() (e Exactness, why string) {
-	sum, of := 0.0, 0
+	var all, lower mean
 	for key, stream := range w.streams {
 		why = cmp.Or(why, doubt(stream, w.traits, w.attached))
 		e.addLower(stream.Lower())
@@ -180,15 +202,29 @@ func (w *worker) exactness() (e Exactness, why string) {
 			e.Groups = stream.Stats().Layout().String()
 		}
 		if a := w.accuracy[key]; a != nil {
-			share, n := a.share()
-			sum, of = sum+share*float64(n), of+n
+			all.add(a.share())
+			lower.add(a.lower.share())
 		}
 	}
-	if of > 0 {
-		share := sum / float64(of)
-		e.Exact = &share
-	}
+	e.Exact, e.ExactLower = all.value(), lower.value()
 	return e, why
+}
+
+// mean is that of shares, each of a number of results.
+type mean struct {
+	sum float64
+	of  int
+}
+
+func (m *mean) add(share float64, of int) { m.sum, m.of = m.sum+share*float64(of), m.of+of }
+
+// value returns the mean; nil: of nothing.
+func (m *mean) value() *float64 {
+	if m.of == 0 {
+		return nil
+	}
+	value := m.sum / float64(m.of)
+	return &value
 }
 
 // byID returns the worker with that id; nil: there is none.

@@ -117,7 +117,7 @@ func TestDroppedBlockIsLearnedFromAnswers(t *testing.T) {
 	}
 	compare := func(times, predicted, found int) {
 		for range times {
-			f.Compared(key, predicted, found)
+			f.Compared(key, kv.TierTokens{Device: predicted}, found)
 		}
 	}
 	compare(dropsAfter-1, 12, 8)
@@ -146,7 +146,7 @@ func TestWorkerWithFewExactPredictionsIsNamedOnce(t *testing.T) {
 	f, key, _ := comparedFleet(t, &log)
 	const few, again = "worker 3: few predictions", "worker 3: predictions of cached tokens are exact again"
 	for i := range 4 * comparedKept {
-		f.Compared(key, 40, 40*(i%3)) // a third is exact
+		f.Compared(key, kv.TierTokens{Device: 40}, 40*(i%3)) // a third is exact
 	}
 	if n := strings.Count(log.String(), few); n != 1 {
 		t.Errorf("said %d times, want once:\n%s", n, &log)
@@ -155,13 +155,39 @@ func TestWorkerWithFewExactPredictionsIsNamedOnce(t *testing.T) {
 		t.Errorf("a share of %v, want a third", exact)
 	}
 	for range 2 * comparedKept {
-		f.Compared(key, 40, 40)
+		f.Compared(key, kv.TierTokens{Device: 40}, 40)
 	}
 	if n := strings.Count(log.String(), again); n != 1 {
 		t.Errorf("the end is said %d times, want once:\n%s", n, &log)
 	}
-	f.Compared(kv.WorkerKey{Worker: 9}, 4, 8) // unknown workers and ranks are ignored
-	f.Compared(kv.WorkerKey{Worker: 3, Rank: 7}, 4, 8)
+	f.Compared(kv.WorkerKey{Worker: 9}, kv.TierTokens{Device: 4}, 8) // unknown workers and ranks are ignored
+	f.Compared(kv.WorkerKey{Worker: 3, Rank: 7}, kv.TierTokens{Device: 4}, 8)
+}
+
+func TestPredictionsOfLowerTiersAreKeptApart(t *testing.T) {
+	var log testkit.LogBuffer
+	f, key, apply := comparedFleet(t, &log)
+	for range comparedKept {
+		f.Compared(key, kv.TierTokens{Device: 40}, 40)
+	}
+	w := f.Workers()[0]
+	if w.Exact == nil || *w.Exact != 1 || w.ExactLower != nil {
+		t.Errorf("shares %v, %v before any block of a lower tier was expected", w.Exact, w.ExactLower)
+	}
+	for range 2 * dropsAfter { // the tier delivers a block less: that is no drafter
+		f.Compared(key, kv.TierTokens{Device: 8, Host: 8}, 12)
+	}
+	apply()
+	w = f.Workers()[0]
+	if w.ExactLower == nil || *w.ExactLower != 0 || *w.Exact > 0.9 || strings.Contains(w.Groups, "drops_last") {
+		t.Errorf("shares %v, %v, groups %q", *w.Exact, w.ExactLower, w.Groups)
+	}
+	for range comparedKept {
+		f.Compared(key, kv.TierTokens{Host: 8}, 8)
+	}
+	if w = f.Workers()[0]; *w.ExactLower != 1 {
+		t.Errorf("share %v, want 1", *w.ExactLower)
+	}
 }
 
 func TestLowerTiersAreShown(t *testing.T) {
