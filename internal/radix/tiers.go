@@ -383,6 +383,21 @@ func (r *Tree) holdAt(first uint32, store *sharedStore, at LowerTier, engine uin
 	}
 }
 
+// followLower puts a block of a worker's lower tiers to node n, at which the device has just
+// stored it: events of lower tiers do not name all that its place depends on.
+func (r *Tree) followLower(lower *lowerTiers, engine uint64, n uint32) {
+	for _, t := range lower.present {
+		s := &r.slots[t.slot]
+		old := s.blocks.Get(engine, 0)
+		if old == 0 || old == n {
+			continue
+		}
+		s.blocks.Put(engine, 0, n)
+		r.addMember(t.slot, n)
+		r.dropMember(t.slot, old)
+	}
+}
+
 // dropLargest empties the lower tier that holds the most blocks, of all workers and
 // stores.
 func (r *Tree) dropLargest() {
