@@ -182,9 +182,9 @@ func (s *Stream) applyEvent(e *kvEvent) error {
 	case eventCleared:
 		// SGLang clears the host's memory, too. vLLM does or does not, and sends the same
 		// (reset_external of POST /reset_prefix_cache): its lower tiers become doubtful.
-		s.index.ClearDevice(s.Src.Worker, s.pinned)
+		s.index.ClearDevice(s.Src.Worker, s.pinned.Load())
 		s.tails = nil
-		s.history.cleared()
+		s.history.deviceCleared(s.pinned.Load())
 		s.batch.stored = false
 		s.stats.Cleared.Add(1)
 		s.stats.Cold.Store(false)

@@ -122,6 +122,9 @@ func WriteDump(w io.Writer, index radix.Index, blockSize int, parts []DumpPart) 
 			text, _ := json.Marshal(groups)
 			fmt.Fprintf(out, `,%q:%s`, dumpGroups, text)
 		}
+		if err := writeLower(out, index, part.Workers); err != nil {
+			return err // the reader is gone
+		}
 		out.WriteByte('}')
 	}
 	out.WriteByte('}')
@@ -149,6 +152,38 @@ func cacheGroupsOf(index radix.Index, workers []kv.WorkerKey) (ranks []dumpRank)
 		}
 	}
 	return ranks
+}
+
+// dumpTiers is a member of a partition as dumpGroups, with the lower tiers of its workers.
+const dumpTiers = "lower_tiers"
+
+// dumpLower is one change of the lower tiers of one rank in a dump.
+type dumpLower struct {
+	WorkerID uint64      `json:"worker_id"`
+	DPRank   uint32      `json:"dp_rank"`
+	Change   lowerChange `json:"change"`
+}
+
+// writeLower writes the lower tiers of the workers, if any has some.
+func writeLower(out *bufio.Writer, index radix.Index, workers []kv.WorkerKey) error {
+	written := 0
+	for _, key := range workers {
+		for change := range lowerChanges(index.DumpLowerOf(key)) {
+			text, _ := json.Marshal(dumpLower{WorkerID: key.Worker, DPRank: key.Rank, Change: change}) // plain values always can be
+			if written++; written == 1 {
+				fmt.Fprintf(out, `,%q:[`, dumpTiers)
+			} else {
+				out.WriteByte(',')
+			}
+			if _, err := out.Write(text); err != nil {
+				return err
+			}
+		}
+	}
+	if written > 0 {
+		out.WriteByte(']')
+	}
+	return nil
 }
 
 // dumpedTogether bounds the blocks of one event of a dump.
@@ -205,7 +240,7 @@ const (
 type Recovered struct {
 	Peer      string
 	Blocks    int
-	LeftOut   int                  // blocks whose parent the dump does not have, or that are in no GPU's cache
+	LeftOut   int                  // blocks whose parent the dump does not have, or whose tier is not known
 	Partition map[uint64]Partition // of every worker in it
 }
 
@@ -341,6 +376,8 @@ func (r *dumpReader) partition(of Partition) error {
 			return r.events(of, size == r.blockSize)
 		case dumpGroups:
 			return r.list(func() error { return r.groups(of, size == r.blockSize) })
+		case dumpTiers:
+			return r.list(func() error { return r.lower(of, size == r.blockSize) })
 		}
 		var other json.RawMessage
 		return r.decoder.Decode(&other)
@@ -357,11 +394,10 @@ func (r *dumpReader) groups(of Partition, wanted bool) error {
 	if err != nil {
 		return err
 	}
-	key := kv.WorkerKey{Worker: rank.WorkerID, Rank: rank.DPRank}
-	if r.ranks[key] = true; len(r.ranks) > maxDumpRanks {
-		return fmt.Errorf("it contains more than %d workers and ranks", maxDumpRanks)
+	key, err := r.rank(of, rank.WorkerID, rank.DPRank)
+	if err != nil {
+		return err
 	}
-	r.found.Partition[rank.WorkerID] = of
 	if !fits(layout, r.blockSize) {
 		r.index.Clear(key)
 		return nil
@@ -371,6 +407,29 @@ func (r *dumpReader) groups(of Partition, wanted bool) error {
 		r.index.Hold(key, held.Group, held.Blocks)
 	}
 	return nil
+}
+
+// lower reads one change of the lower tiers of a rank.
+func (r *dumpReader) lower(of Partition, wanted bool) error {
+	var e dumpLower
+	if err := r.decoder.Decode(&e); err != nil || !wanted {
+		return err
+	}
+	key, err := r.rank(of, e.WorkerID, e.DPRank)
+	if err == nil {
+		_, err = e.Change.apply(r.index, key)
+	}
+	return err
+}
+
+// rank notes a rank of the dump.
+func (r *dumpReader) rank(of Partition, worker uint64, rank uint32) (kv.WorkerKey, error) {
+	key := kv.WorkerKey{Worker: worker, Rank: rank}
+	if r.ranks[key] = true; len(r.ranks) > maxDumpRanks {
+		return key, fmt.Errorf("it contains more than %d workers and ranks", maxDumpRanks)
+	}
+	r.found.Partition[worker] = of
+	return key, nil
 }
 
 func (r *dumpReader) events(of Partition, wanted bool) error {
@@ -384,18 +443,24 @@ func (r *dumpReader) events(of Partition, wanted bool) error {
 		if !wanted || stored == nil {
 			return nil
 		}
-		key := kv.WorkerKey{Worker: e.WorkerID, Rank: e.Event.DPRank}
-		if r.ranks[key] = true; len(r.ranks) > maxDumpRanks {
-			return fmt.Errorf("it contains more than %d workers and ranks", maxDumpRanks)
+		key, err := r.rank(of, e.WorkerID, e.Event.DPRank)
+		if err != nil {
+			return err
 		}
-		r.found.Partition[e.WorkerID] = of
-		if !strings.EqualFold(e.StorageTier, dumpTier) && e.StorageTier != "" || !stored.placed() {
+		if !stored.placed() {
 			r.found.LeftOut += len(stored.Blocks)
+			return nil
+		}
+		if !strings.EqualFold(e.StorageTier, dumpTier) && e.StorageTier != "" { // Dynamo's dumps have them among the others
+			c := lowerChange{Tier: strings.ToLower(e.StorageTier), Stored: stored, Again: true}
+			if _, err := c.apply(r.index, key); err != nil {
+				r.found.LeftOut += len(stored.Blocks)
+			}
 			return nil
 		}
 		blocks = stored.stored(blocks[:0])
 		parent, hasParent := stored.parent()
-		err := r.index.Store(key, parent, hasParent, blocks)
+		err = r.index.Store(key, parent, hasParent, blocks)
 		switch {
 		case errors.Is(err, radix.ErrParentUnknown), errors.Is(err, radix.ErrSelfParent):
 			r.found.LeftOut += len(blocks)

@@ -94,7 +94,7 @@ func TestDumpLeavesOutWhatHasNoPlace(t *testing.T) {
 		{"an unknown parent", dumpText(4, dumpEventText("device", "6", "null", 7)), 0, 1},
 		{"its own parent", dumpText(4, dumpEventText("device", "7", "null", 7)), 0, 1},
 		{"a place without a parent", dumpText(4, dumpEventText("device", "null", "3", 7)), 0, 1},
-		{"another tier", dumpText(4, dumpEventText("host_pinned", "null", "null", 7)), 0, 1},
+		{"another tier", dumpText(4, dumpEventText("tape", "null", "null", 7)), 0, 1},
 		{"another block size", dumpText(8, dumpEventText("device", "null", "null", 7)), 0, 0},
 		{"other events", dumpText(4, `{"worker_id":1,"event":{"event_id":0,"data":"cleared","dp_rank":0}}`, `{"worker_id":1,"event":{"data":{"removed":{"block_hashes":[1]}}}}`), 0, 0},
 		{"unknown members", `{"a:b:c":{"since":{"x":[1]},"block_size":4,"events":[]}}`, 0, 0},
@@ -106,6 +106,22 @@ func TestDumpLeavesOutWhatHasNoPlace(t *testing.T) {
 		if err != nil || found.Blocks != c.blocks || found.LeftOut != c.leftOut || held != c.blocks {
 			t.Errorf("%s: %d stored, %d left out, %d held, %v; want %d and %d", c.name, found.Blocks, found.LeftOut, held, err, c.blocks, c.leftOut)
 		}
+	}
+}
+
+// Dynamo's dumps have lower tiers among the others, and in no order.
+func TestDumpOfDynamoHasLowerTiers(t *testing.T) {
+	index := radix.NewTree()
+	text := dumpText(4, dumpEventText("Host_Pinned", "7", "null", 8), dumpEventText("disk", "8", "null", 9), dumpEventText("device", "null", "0", 7))
+	if found, err := readDump(strings.NewReader(text), index, 4, slog.New(slog.DiscardHandler)); err != nil || found.LeftOut > 0 {
+		t.Fatalf("%+v: %v", found, err)
+	}
+	got := index.LowerOf(kv.WorkerKey{Worker: 1})
+	if want := (radix.LowerState{Own: kv.LowerBlocks{Host: 1, Disk: 1}}); got != want {
+		t.Errorf("%+v, want %+v", got, want)
+	}
+	if err := index.Check(); err != nil {
+		t.Error(err)
 	}
 }
 

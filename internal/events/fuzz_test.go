@@ -44,12 +44,37 @@ func FuzzEventBatch(f *testing.F) {
 	f.Add(testkit.Payload(f, 1, group("sliding_window", 0, 5, 4, 12), group("full_attention", 1, 0, 4, 11, 12), group("mamba", 2, 0, 8), group("mamba", 2, 0, 4, 11)))
 	f.Add(testkit.Payload(f, 1, group("sliding_window", 0, 5, 4, 12), group("sliding_window", 0, 1<<62, 4, 12), group("odd", 63, 0, 4, 11), group("full_attention", -1, 0, 1<<40, 11)))
 	f.Add(testkit.Payload(f, 1, group("chunked_local_attention", 7, 8, 4, 11, 12), group("full_attention", 1, 0, 8, 12)))
+	tier := func(medium string, e map[string]any) testkit.Event {
+		e["type"], e["medium"] = "BlockStored", medium
+		return testkit.Event{"as is": e}
+	}
+	f.Add(testkit.Payload(f, 1,
+		tier("CPU", map[string]any{"block_hashes": testkit.BlockIDs(1, 1, 2), "parent_block_hash": testkit.BlockIDs(1, 0, 1)[0], "token_ids": testkit.PromptTokens(1, 2)[testkit.BlockSize:], "block_size": testkit.BlockSize}),
+		tier("cpu", map[string]any{"block_hashes": []uint64{77}, "parent_block_hash": nil, "token_ids": []int{}, "block_size": 0}),
+		tier("STORAGE", map[string]any{"block_hashes": []uint64{77, 77}, "parent_block_hash": 77, "token_ids": []int{1, 2, 3, 4, 5, 6, 7, 8}, "block_size": 4, "locality": "REMOTE", "ownership": "store"}),
+		testkit.Event{"as is": map[string]any{"type": "BlockRemoved", "block_hashes": []uint64{77, 78}, "medium": "CPU"}}, testkit.Event{"cleared": true}))
+	f.Add(testkit.Payload(f, 1, tier("CPU_PINNED", map[string]any{"block_hashes": []uint64{1, 2}, "parent_block_hash": 3, "token_ids": []int{1, 2, 3, 4, 5, 6, 7, 8}, "block_size": 4}), testkit.Event{"cleared": true},
+		tier("EXTERNAL", map[string]any{"block_hashes": []uint64{5}, "parent_block_hash": nil, "token_ids": []int{1, 2, 3, 4, 5, 6, 7, 8}, "block_size": 8}), tier("TAPE", map[string]any{"block_hashes": []uint64{5}})))
 	f.Add(append([]byte("\x92\xcb\x00\x00\x00\x00\x00\x00\x00\x00\xdc\x00\x40"), bytes.Repeat([]byte{0xc0}, 64)...))
 	f.Add([]byte("\x92\xcb\x7f\xf8\x00\x00\x00\x00\x00\x00\x91\x91\xb0AllBlocksCleared"))
 	f.Fuzz(func(t *testing.T, payload []byte) {
 		s, index, log := streamWith(good, payload, next)
 		if err := index.Check(); err != nil {
 			t.Fatal(err)
+		}
+		if n := index.LowerOf(testkit.EventWorker).Waiting; n > len(payload) {
+			t.Errorf("%d blocks wait for their place, of a batch of %d bytes", n, len(payload))
+		}
+		if at, _, _, _, _, lower := s.History().held(); at.next > 0 && !lower.Empty() {
+			another := radix.NewTree()
+			for change := range lowerChanges(lower) {
+				if _, err := change.apply(another, testkit.EventWorker); err != nil {
+					t.Error(err)
+				}
+			}
+			if err := another.Check(); err != nil {
+				t.Error(err)
+			}
 		}
 		if n := bytes.Count([]byte(log.String()), []byte("\n")); n > 8 {
 			t.Errorf("%d lines of log", n)
@@ -82,6 +107,7 @@ func FuzzEventsAnswer(f *testing.F) {
 	for _, text := range []string{
 		`{"kind":"tree_dump","last_event_id":18446744073709551615,"last_digest":1,"events":[{"data":{"stored":{"parent_hash":5,"blocks":[{"block_hash":5}]}}}]}`,
 		`{"kind":"events","last_event_id":1,"last_digest":1,"events":[{},{},{"data":{"removed":[1,2]}},{"data":{"cleared":true}}]}`,
+		`{"kind":"events","last_event_id":1,"last_digest":1,"events":[{"data":{"lower":{"tier":"host","stored":{"parent_hash":7,"blocks":[{"block_hash":5,"tokens_hash":6}]}}}},{"data":{"cleared":true,"kept":"lower"}},{"data":{"lower":{"tier":"disk","shared":true,"store":"s","held":[5,7]}}},{"data":{"lower":{"tier":"disk","removed":[5]}}},{"data":{"lower":{"set_chunk":4}}},{"data":{"lower":{"chunk":-1,"doubtful":true,"stores":["s","t"]}}},{"data":{"lower":{"settled":false}}}]}`,
 		`{"events":null}`, `{"events":{}}`, `[]`, `{"kind":"events","x":{"y":[1]},"events":[`, ``,
 	} {
 		f.Add([]byte(text))

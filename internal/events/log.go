@@ -39,6 +39,7 @@ type loggedBatch struct {
 	blocks      int // named in events, which count as one each at least
 	events      []peerEvent
 	tooLarge    bool // events are not kept
+	lowered     bool // some were of lower tiers
 }
 
 // position is the place in a publisher's sequence that a rank's blocks are as of.
@@ -55,9 +56,12 @@ type peerEvent struct {
 		Stored  *dumpStored `json:"stored,omitempty"`
 		Removed []uint64    `json:"removed,omitempty"` // engine hashes
 		Cleared bool        `json:"cleared,omitempty"`
+		// Kept is what remains of the lower tiers when the blocks are Cleared; empty: nothing.
+		Kept string `json:"kept,omitempty"`
 		// Of KV-cache groups other than the first:
 		Held    *groupBlocks `json:"held,omitempty"`
 		Dropped *groupBlocks `json:"dropped,omitempty"`
+		Lower   *lowerChange `json:"lower,omitempty"`
 	} `json:"data"`
 }
 
@@ -66,6 +70,12 @@ type groupBlocks struct {
 	Group  int      `json:"group"` // place in the layout, at least 1
 	Blocks []uint64 `json:"blocks"`
 }
+
+// Kinds of Kept.
+const (
+	keptLower = "lower" // all of them, doubtful
+	keptFiles = "files" // those below the host
+)
 
 // Kinds of Answer.
 const (
@@ -236,12 +246,26 @@ func (l *Log) note(e peerEvent, blocks int) {
 	b.events = append(b.events, e)
 }
 
+// deviceCleared notes that the open batch has cleared the device, and with host the host.
+func (l *Log) deviceCleared(host bool) {
+	b := l.newest()
+	var e peerEvent
+	e.Data.Cleared, e.Data.Kept = true, keptLower
+	if host {
+		e.Data.Kept = keptFiles
+	}
+	if !b.lowered { // whatever it did before is undone
+		b.events, b.blocks, b.tooLarge = b.events[:0], 0, false
+	}
+	l.note(e, 0)
+}
+
 // cleared also serves outside of a batch: the known blocks are then doubtful, and
 // the log begins afresh.
 func (l *Log) cleared() {
 	if l.open {
 		b := l.newest() // whatever it did before is undone
-		b.events, b.blocks, b.tooLarge = b.events[:0], 0, false
+		b.events, b.blocks, b.tooLarge, b.lowered = b.events[:0], 0, false, false
 		var e peerEvent
 		e.Data.Cleared = true
 		l.note(e, 0)
@@ -269,15 +293,15 @@ func (l *Log) position() position {
 
 // held returns the rank's blocks as they are between two batches, those of groups other
 // than the first as others, and what they are as of. complete means that none is
-// missing; count is the number of those of the first group, copies
+// missing of the device; count is the number of those of the first group, copies
 // counted once.
-func (l *Log) held() (at position, complete bool, count int, blocks iter.Seq[radix.PlacedBlock], others []radix.HeldBlock) {
+func (l *Log) held() (at position, complete bool, count int, blocks iter.Seq[radix.PlacedBlock], others []radix.HeldBlock, lower radix.LowerDump) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	if l.at.next == 0 {
-		return l.at, false, 0, nil, nil
+		return l.at, false, 0, nil, nil, lower
 	}
-	return l.at, !l.stats.Cold.Load(), l.index.Blocks(l.worker), l.index.DumpOf(l.worker), l.index.HeldOf(l.worker)
+	return l.at, !l.stats.Cold.Load(), l.index.Blocks(l.worker), l.index.DumpOf(l.worker), l.index.HeldOf(l.worker), l.index.DumpLowerOf(l.worker)
 }
 
 // digest returns that of a batch, nil if it is not kept.
@@ -335,9 +359,9 @@ func (l *Log) Query(start, end, check *uint64) Answer {
 }
 
 // dumped yields store events for all blocks of w, parents before children, and then
-// those of its other groups.
+// those of its other groups and of its lower tiers.
 func dumped(index radix.Index, w kv.WorkerKey) iter.Seq[peerEvent] {
-	blocks, others := index.DumpOf(w), index.HeldOf(w)
+	blocks, others, lower := index.DumpOf(w), index.HeldOf(w), index.DumpLowerOf(w)
 	return func(yield func(peerEvent) bool) {
 		var e peerEvent
 		for run := range runsOf(blocks) {
@@ -350,6 +374,14 @@ func dumped(index radix.Index, w kv.WorkerKey) iter.Seq[peerEvent] {
 		e.Data.Stored = nil
 		for held := range heldTogether(others) {
 			e.Data.Held = &held
+			if !yield(e) {
+				return
+			}
+			e.ID++
+		}
+		e.Data.Held = nil
+		for change := range lowerChanges(lower) {
+			e.Data.Lower = &change
 			if !yield(e) {
 				return
 			}

@@ -124,6 +124,9 @@ func readAnswer(in io.Reader) (answer Answer, err error) {
 			if size += peerEventSize + len(e.Data.Removed); e.Data.Stored != nil {
 				size += len(e.Data.Stored.Blocks)
 			}
+			if e.Data.Lower != nil {
+				size += e.Data.Lower.blocks() + len(e.Data.Lower.Stores)
+			}
 			for _, group := range []*groupBlocks{e.Data.Held, e.Data.Dropped} {
 				if group != nil {
 					size += len(group.Blocks)
@@ -214,8 +217,14 @@ func (s *Stream) take(answer Answer) bool {
 			if s.index.Store(s.Src.Worker, parent, hasParent, s.blocks) != nil {
 				return false
 			}
+		case e.Data.Cleared && e.Data.Kept != "":
+			s.index.ClearDevice(s.Src.Worker, e.Data.Kept == keptFiles)
 		case e.Data.Cleared:
 			s.index.Clear(s.Src.Worker)
+		case e.Data.Lower != nil:
+			if _, err := e.Data.Lower.apply(s.index, s.Src.Worker); err != nil {
+				return false
+			}
 		case e.Data.Held != nil:
 			s.index.Hold(s.Src.Worker, e.Data.Held.Group, e.Data.Held.Blocks)
 		case e.Data.Dropped != nil:
@@ -224,6 +233,7 @@ func (s *Stream) take(answer Answer) bool {
 			s.index.Remove(s.Src.Worker, e.Data.Removed)
 		}
 	}
+	s.chunkBlocks = s.index.LowerOf(s.Src.Worker).Chunk
 	s.sure, s.next, s.sum = true, *answer.Last+1, *answer.LastDigest
 	s.history.reach(s.position())
 	s.resync = false

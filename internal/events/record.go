@@ -51,6 +51,9 @@ type recordedData struct {
 	Layout  *recordedLayout `json:"layout,omitempty"`
 	Held    *groupBlocks    `json:"held,omitempty"`
 	Dropped *groupBlocks    `json:"dropped,omitempty"`
+	// Lower is a change of lower tiers, and Kept what a clearing of the device leaves of them.
+	Lower *lowerChange `json:"lower,omitempty"`
+	Kept  string       `json:"device_cleared,omitempty"` // as in peerEvent
 }
 
 // recordedLayout is the KV-cache groups of a rank.
@@ -87,7 +90,7 @@ func (d *recordedData) UnmarshalJSON(text []byte) error {
 		return err
 	}
 	set := 0
-	for _, has := range []bool{d.Stored != nil, d.Removed != nil, d.Layout != nil, d.Held != nil, d.Dropped != nil} {
+	for _, has := range []bool{d.Stored != nil, d.Removed != nil, d.Layout != nil, d.Held != nil, d.Dropped != nil, d.Lower != nil, d.Kept != ""} {
 		if has {
 			set++
 		}
@@ -202,6 +205,75 @@ func (r *Recording) Drop(w kv.WorkerKey, group int, engine []uint64) (unknown in
 		r.note(w, recordedData{Dropped: &groupBlocks{group, slices.Clone(part)}}, 8*len(part))
 	}
 	return unknown
+}
+
+// StoreLower stores and records blocks of a lower tier.
+func (r *Recording) StoreLower(at radix.LowerTier, parent uint64, hasParent bool, blocks []kv.StoredBlock) (lost int) {
+	lost = r.Index.StoreLower(at, parent, hasParent, blocks)
+	for part := range slices.Chunk(blocks, dumpedTogether) {
+		c := lowerChangeAt(at)
+		c.Stored = run{parent, hasParent, part}.stored()
+		r.note(at.Worker, recordedData{Lower: &c}, 16*len(part))
+		parent, hasParent = part[len(part)-1].Engine, true
+	}
+	return lost
+}
+
+// HoldLower stores and records blocks of a lower tier.
+func (r *Recording) HoldLower(at radix.LowerTier, engine []uint64) (lost int) {
+	lost = r.Index.HoldLower(at, engine)
+	for part := range slices.Chunk(engine, dumpedTogether) {
+		c := lowerChangeAt(at)
+		c.Held = slices.Clone(part)
+		r.note(at.Worker, recordedData{Lower: &c}, 8*len(part))
+	}
+	return lost
+}
+
+// RemoveLower removes and records blocks of a lower tier, including those that it does not
+// have.
+func (r *Recording) RemoveLower(at radix.LowerTier, engine []uint64) (unknown int) {
+	unknown = r.Index.RemoveLower(at, engine)
+	for part := range slices.Chunk(engine, dumpedTogether) {
+		c := lowerChangeAt(at)
+		c.Removed = slices.Clone(part)
+		r.note(at.Worker, recordedData{Lower: &c}, 8*len(part))
+	}
+	return unknown
+}
+
+// SetChunk sets and records the chunks of w.
+func (r *Recording) SetChunk(w kv.WorkerKey, blocks int) {
+	r.Index.SetChunk(w, blocks)
+	r.note(w, recordedData{Lower: &lowerChange{SetChunk: blocks}}, 0)
+}
+
+// RestoreLower sets and records the state of the lower tiers of w.
+func (r *Recording) RestoreLower(w kv.WorkerKey, chunk int, doubtful bool, stores []string) {
+	r.Index.RestoreLower(w, chunk, doubtful, stores)
+	r.note(w, recordedData{Lower: &lowerChange{Chunk: chunk, Doubtful: doubtful, Stores: slices.Clone(stores)}}, 0)
+}
+
+// SettleLower settles and records a doubt.
+func (r *Recording) SettleLower(w kv.WorkerKey, held bool) (settled bool) {
+	if settled = r.Index.SettleLower(w, held); settled {
+		r.note(w, recordedData{Lower: &lowerChange{Settled: &held}}, 0)
+	}
+	return settled
+}
+
+// ClearDevice empties the device of w and records it.
+func (r *Recording) ClearDevice(w kv.WorkerKey, host bool) {
+	r.Index.ClearDevice(w, host)
+	if r.Index.LowerOf(w) == (radix.LowerState{}) {
+		r.note(w, recordedData{Cleared: true}, 0)
+		return
+	}
+	kept := keptLower
+	if host {
+		kept = keptFiles
+	}
+	r.note(w, recordedData{Kept: kept}, 0)
 }
 
 // Clear empties w and records it.

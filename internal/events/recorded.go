@@ -118,7 +118,8 @@ type replayedRank struct {
 	cleared         int // times
 	orphans         int // blocks that follow one which the rank does not hold
 	notHeld         int // blocks that were to be removed
-	elsewhere       int // events of other tiers than the engine's cache
+	lower           int // blocks in changes of lower tiers
+	elsewhere       int // events of other owners than the worker
 	missing         uint64
 	held            int // blocks now
 	next            uint64
@@ -159,7 +160,7 @@ func (r *Replayed) apply(number int, line *recordedLine) error {
 		rank.missing += e.Event.EventID - rank.next
 	}
 	rank.seen, rank.next = true, e.Event.EventID+1
-	if !e.ownCache() {
+	if !e.worker() {
 		rank.elsewhere++
 		return nil
 	}
@@ -174,11 +175,19 @@ func (r *Replayed) apply(number int, line *recordedLine) error {
 	return nil
 }
 
-// ownCache reports whether an event is about the KV cache of the worker's engine,
-// rather than a tier behind it or another engine's cache.
-func (e *recordedEvent) ownCache() bool {
+// worker reports whether an event is about the caches of a worker, rather than those of
+// another owner. Dynamo's form of a change of a lower tier becomes ours.
+func (e *recordedEvent) worker() bool {
+	data := &e.Event.Data
+	if e.StorageTier != "" && !strings.EqualFold(e.StorageTier, dumpTier) && (data.Stored != nil || data.Removed != nil) {
+		c := &lowerChange{Tier: strings.ToLower(e.StorageTier), Stored: data.Stored}
+		if data.Removed != nil {
+			c.Removed = data.Removed.BlockHashes
+		}
+		*data = recordedData{Lower: c}
+	}
 	domain := string(e.Domain)
-	return (e.StorageTier == "" || strings.EqualFold(e.StorageTier, dumpTier)) && (domain == "" || domain == "null" || domain == `"worker"`)
+	return domain == "" || domain == "null" || domain == `"worker"`
 }
 
 // change applies data to the index and returns their fault.
@@ -187,6 +196,18 @@ func (r *replayedRank) change(index radix.Index, key kv.WorkerKey, data *recorde
 	case data.Cleared:
 		index.Clear(key)
 		r.cleared++
+	case data.Kept != "":
+		index.ClearDevice(key, data.Kept == keptFiles)
+		r.cleared++
+	case data.Lower != nil:
+		unknown, err := data.Lower.apply(index, key)
+		r.lower += data.Lower.blocks()
+		if err != nil {
+			return err.Error()
+		}
+		if unknown > 0 {
+			return fmt.Sprintf("%d of %d blocks removed from %s were not in the index", unknown, len(data.Lower.Removed), data.Lower.Tier)
+		}
 	case data.Removed != nil:
 		hashes := data.Removed.BlockHashes
 		unknown := index.Remove(key, hashes)
@@ -239,11 +260,11 @@ func (r *Replayed) print(out io.Writer, name string, index radix.Index) {
 	}
 	fmt.Fprintf(out, "%s: %d events of %s, the last after %v\n", name, r.events, times, time.Duration(min(r.last, 1<<40))*time.Millisecond)
 	table := tabwriter.NewWriter(out, 0, 0, 2, ' ', tabwriter.AlignRight)
-	fmt.Fprintln(table, "worker\trank\tstored\tremoved\tcleared\tunknown parent\tunknown removed\tother tiers\tevents missing\tblocks\t")
+	fmt.Fprintln(table, "worker\trank\tstored\tremoved\tcleared\tunknown parent\tunknown removed\tlower tiers\tother owners\tevents missing\tblocks\t")
 	for _, key := range slices.SortedFunc(maps.Keys(r.ranks), kv.WorkerKey.Compare) {
 		rank := r.ranks[key]
-		fmt.Fprintf(table, "%d\t%d\t%d\t%d\t%d\t%d\t%d\t%d\t%d\t%d\t\n", key.Worker, key.Rank,
-			rank.stored, rank.removed, rank.cleared, rank.orphans, rank.notHeld, rank.elsewhere, rank.missing, index.Blocks(key))
+		fmt.Fprintf(table, "%d\t%d\t%d\t%d\t%d\t%d\t%d\t%d\t%d\t%d\t%d\t\n", key.Worker, key.Rank,
+			rank.stored, rank.removed, rank.cleared, rank.orphans, rank.notHeld, rank.lower, rank.elsewhere, rank.missing, index.Blocks(key))
 	}
 	_ = table.Flush()
 	for _, text := range r.errors {
@@ -268,6 +289,12 @@ func (c *ReplayCommand) printPrompt(out io.Writer, index radix.Index, blockSize 
 	slices.SortStableFunc(matches, func(a, b kv.Match) int { return cmp.Compare(b.Blocks, a.Blocks) })
 	fmt.Fprintf(out, "the prompt has %d blocks of %d tokens; %d ranks hold its beginning\n", len(local), blockSize, len(matches))
 	for _, m := range matches {
-		fmt.Fprintf(out, "worker %d rank %d holds %d blocks, %d tokens\n", m.Worker.Worker, m.Worker.Rank, m.Blocks, m.Blocks*blockSize)
+		fmt.Fprintf(out, "worker %d rank %d holds %d blocks, %d tokens", m.Worker.Worker, m.Worker.Rank, m.Blocks, m.Blocks*blockSize)
+		for _, tier := range kv.LowerTiers {
+			if n := m.Lower.Of(tier); n > 0 {
+				fmt.Fprintf(out, ", and %d blocks on %s", n, tier)
+			}
+		}
+		fmt.Fprintln(out)
 	}
 }

@@ -15,6 +15,7 @@ import (
 	"time"
 
 	"kvrouter/internal/kv"
+	"kvrouter/internal/radix"
 )
 
 // A snapshot is the blocks of every followed rank in a file, each rank with the
@@ -77,7 +78,9 @@ type savedRank struct {
 	endpoint, topic string
 	at              position
 	layout          kv.Layout
-	complete        bool // no block that the rank held is missing
+	complete        bool            // no block that the rank held is missing
+	pinned          bool            // Stream.pinned
+	lower           radix.LowerDump // without its blocks
 	blocks          int
 	runs            []byte // as in the file
 	// settled means that its blocks are in the index, or never will be.
@@ -174,7 +177,9 @@ func (s *Stream) restore() {
 	for r := (snapshotReader{data: rank.runs}); len(r.data) > 0; {
 		var head runHead
 		s.blocks, head = r.run(s.blocks[:0])
-		if head.kind == runHeld {
+		if head.kind>>runTierShift != 0 || head.kind == runPlaceless {
+			s.restoreLower(rank, head)
+		} else if head.kind == runHeld {
 			for _, b := range s.blocks {
 				s.hold(int(head.parent), b.Engine, b.Local)
 			}
@@ -182,11 +187,38 @@ func (s *Stream) restore() {
 			cold = true
 		}
 	}
+	if rank.lower.Chunk > 0 || rank.lower.Doubtful || len(rank.lower.Stores) > 0 {
+		s.index.RestoreLower(s.Src.Worker, rank.lower.Chunk, rank.lower.Doubtful, rank.lower.Stores)
+	}
+	s.pinned.Store(rank.pinned)
+	s.chunkBlocks = rank.lower.Chunk
 	s.stats.Cold.Store(cold)
 	s.stats.LastSeq.Store(rank.at.next - 1)
 	s.history.reach(rank.at) // before the file's copy is forgotten: the next file has one of the two
 	s.settle()
 	s.log.Info("restored the worker's blocks from --index-snapshot", "batch", rank.at.next-1, "blocks", s.index.Blocks(s.Src.Worker))
+}
+
+// restoreLower restores a run of a lower tier, which is in s.blocks.
+func (s *Stream) restoreLower(rank *savedRank, head runHead) {
+	at := radix.LowerTier{Worker: s.Src.Worker, Tier: kv.Tier(head.kind >> runTierShift & runKinds)}
+	store := int(head.kind >> runStoreShift)
+	if at.Tier == kv.Device || store > len(rank.lower.Stores) {
+		return
+	}
+	if store > 0 {
+		at.Shared, at.Store = true, rank.lower.Stores[store-1]
+	}
+	switch kind := head.kind & runKinds; kind {
+	case runBegins, runFollows:
+		s.index.StoreLower(at, head.parent, kind == runFollows, s.blocks)
+	case runPlaceless:
+		s.hashes = s.hashes[:0]
+		for _, b := range s.blocks {
+			s.hashes = append(s.hashes, b.Engine)
+		}
+		s.index.HoldLower(at, s.hashes)
+	}
 }
 
 // hold restores the copies of one block of a group other than the first.

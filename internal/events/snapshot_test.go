@@ -174,7 +174,7 @@ func TestBadSnapshotsAreLeftOutWithOneLine(t *testing.T) {
 		"cut":                 {good[:len(good)-20], "checksum", testkit.BlockSize, false},
 		"head only":           {good[:head], "it is corrupt", testkit.BlockSize, false},
 		"more behind it":      {good + "x", "checksum", testkit.BlockSize, false},
-		"its version is not":  {strings.Replace(good, "snapshot 2", "snapshot 9", 1), "its version is not", testkit.BlockSize, false},
+		"its version is not":  {strings.Replace(good, "snapshot 3", "snapshot 9", 1), "its version is not", testkit.BlockSize, false},
 		"another block size":  {good, "its block size is", testkit.BlockSize * 2, false},
 		"cut and sealed":      {sealed(body[:len(body)-20]), "it is corrupt", testkit.BlockSize, false},
 		"a rank twice":        {sealed(body[:head] + rank + rank + "\x00"), "it is corrupt", testkit.BlockSize, false},

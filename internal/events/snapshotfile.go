@@ -22,7 +22,7 @@ import (
 // appendRun for a rank.
 const (
 	snapshotName  = "kvrouter index snapshot "
-	snapshotMagic = snapshotName + "2\n" // with the version
+	snapshotMagic = snapshotName + "3\n" // with the version
 	// snapshotTail is the zero byte after the ranks and the checksum.
 	snapshotTail = 1 + 8
 	// maxSnapshotBytes bounds the file; a block takes 16 bytes in it.
@@ -101,7 +101,7 @@ func writeSnapshot(ctx context.Context, file io.Writer, blockSize int, streams [
 		if _, twice := written[rank.worker]; !twice {
 			w.write(appendRank(nil, rank))
 			w.write(rank.runs)
-			w.write(appendRankEnd(nil, rank.complete))
+			w.write(appendRankEnd(nil, rank))
 		}
 	}
 	err = w.close()
@@ -112,11 +112,12 @@ func writeSnapshot(ctx context.Context, file io.Writer, blockSize int, streams [
 // most, make it incomplete. Not ok: its place in the sequence is not known.
 func (w *snapshotWriter) stream(ctx context.Context, stream *Stream) (at position, ok bool) {
 	src := stream.Src
-	at, complete, held, blocks, others := stream.history.held()
+	at, complete, held, blocks, others, lower := stream.history.held()
 	if at.next == 0 || !fitsSnapshot(src) {
 		return at, false
 	}
-	w.write(appendRank(nil, &savedRank{worker: src.Worker, endpoint: src.Endpoint, topic: src.Topic, at: at}))
+	rank := &savedRank{worker: src.Worker, endpoint: src.Endpoint, topic: src.Topic, at: at, pinned: stream.pinned.Load(), lower: lower}
+	w.write(appendRank(nil, rank))
 	counted := func(yield func(radix.PlacedBlock) bool) {
 		var last radix.PlacedBlock
 		count := 0
@@ -155,7 +156,19 @@ func (w *snapshotWriter) stream(ctx context.Context, stream *Stream) (at positio
 			part = part[same:]
 		}
 	}
-	w.write(appendRankEnd(nil, complete && held == 0))
+	for change := range lowerChanges(lower) {
+		if buffer = appendLower(buffer[:0], &change, rank.lower.Stores); len(buffer) > 0 {
+			w.write(buffer)
+		}
+		if w.err == nil {
+			w.err = ctx.Err()
+		}
+		if w.err != nil {
+			return at, false
+		}
+	}
+	rank.complete = complete && held == 0
+	w.write(appendRankEnd(nil, rank))
 	return at, true
 }
 
@@ -167,14 +180,25 @@ func fitsSnapshot(src Source) bool {
 	return len(src.Endpoint) <= maxSnapshotText && len(src.Topic) <= maxSnapshotText
 }
 
-// snapshotComplete is the flag at a rank's end: no block is missing.
-const snapshotComplete = 1
+// Flags at a rank's end.
+const (
+	snapshotComplete = 1 // no block of the device is missing
+	snapshotDoubtful = 2 // its lower tiers are doubtful
+	snapshotPinned   = 4 // Stream.pinned
+)
 
 // Kinds of a run.
 const (
-	runBegins  = 0 // its blocks begin a prompt
-	runFollows = 1 // they follow the parent
-	runHeld    = 2 // they are of a group other than the first, which stands for the parent; copies stand for local hashes
+	runBegins    = 0 // its blocks begin a prompt
+	runFollows   = 1 // they follow the parent
+	runHeld      = 2 // they are of a group other than the first, which stands for the parent; copies stand for local hashes
+	runPlaceless = 3 // of a lower tier, without a place and a local hash
+
+	// A run of a lower tier also has the tier, and the place of the store plus 1 among those
+	// of the rank; 0: it is the rank's own.
+	runKinds      = 3
+	runTierShift  = 2
+	runStoreShift = 4
 )
 
 // maxCopies bounds the copies of a block that a file may name.
@@ -187,8 +211,8 @@ type runHead struct {
 }
 
 // appendRank appends a rank's head: a 1, worker, rank, the number of the last batch,
-// its hash, and length and text of layout, endpoint and topic. Runs and appendRankEnd
-// follow it.
+// its hash, length and text of layout, endpoint and topic, and the number of the stores that
+// it reads, with length and text of each name. Runs and appendRankEnd follow it.
 func appendRank(to []byte, rank *savedRank) []byte {
 	to = append(to, 1)
 	to = binary.LittleEndian.AppendUint64(to, rank.worker.Worker)
@@ -199,6 +223,43 @@ func appendRank(to []byte, rank *savedRank) []byte {
 		to = binary.LittleEndian.AppendUint16(to, uint16(len(text)))
 		to = append(to, text...)
 	}
+	stores := rank.lower.Stores[:min(len(rank.lower.Stores), maxSavedStores)]
+	to = append(to, byte(len(stores)))
+	for _, name := range stores {
+		to = binary.LittleEndian.AppendUint16(to, uint16(len(name)))
+		to = append(to, name...)
+	}
+	return to
+}
+
+// maxSavedStores bounds the stores of a rank: their places have four bits.
+const maxSavedStores = 15
+
+// appendLower appends a run of a lower tier; nothing for a change without blocks, and for
+// one of a store beyond maxSavedStores.
+func appendLower(to []byte, c *lowerChange, stores []string) []byte {
+	store := 0
+	if c.Shared {
+		store = 1 + slices.Index(stores, c.Store)
+	}
+	tier, err := lowerTierNamed(c.Tier)
+	if err != nil || c.Shared && store == 0 || store > maxSavedStores {
+		return to
+	}
+	place := byte(tier)<<runTierShift | byte(store)<<runStoreShift
+	if c.Stored == nil {
+		to = binary.LittleEndian.AppendUint32(to, uint32(len(c.Held)))
+		to = binary.LittleEndian.AppendUint64(append(to, runPlaceless|place), 0)
+		for _, hash := range c.Held {
+			to = binary.LittleEndian.AppendUint64(to, hash)
+			to = binary.LittleEndian.AppendUint64(to, 0)
+		}
+		return to
+	}
+	at := len(to) + 4
+	parent, hasParent := c.Stored.parent()
+	to = appendRun(to, run{parent, hasParent, c.Stored.stored(nil)})
+	to[at] |= place
 	return to
 }
 
@@ -229,13 +290,17 @@ func appendRun(to []byte, run run) []byte {
 	return to
 }
 
-// appendRankEnd appends a run of no blocks, shortened to its number, and flags.
-func appendRankEnd(to []byte, complete bool) []byte {
-	to = append(to, 0, 0, 0, 0)
-	if complete {
-		return append(to, snapshotComplete)
+// appendRankEnd appends a run of no blocks, shortened to its number, flags, and the number
+// of blocks that are loaded together from lower tiers.
+func appendRankEnd(to []byte, rank *savedRank) []byte {
+	flags := byte(0)
+	for flag, set := range map[byte]bool{snapshotComplete: rank.complete, snapshotDoubtful: rank.lower.Doubtful, snapshotPinned: rank.pinned} {
+		if set {
+			flags |= flag
+		}
 	}
-	return append(to, 0)
+	to = append(to, 0, 0, 0, 0, flags)
+	return binary.LittleEndian.AppendUint32(to, uint32(rank.lower.Chunk))
 }
 
 // parseSnapshot checks a whole file. The ranks in the answer share its memory.
@@ -330,6 +395,12 @@ func (r *snapshotReader) rank() *savedRank {
 	rank.at.next, rank.at.sum = r.uint64()+1, r.uint64()
 	rank.at.layout = r.text()
 	rank.endpoint, rank.topic = r.text(), r.text()
+	for range r.byte() {
+		rank.lower.Stores = append(rank.lower.Stores, r.text())
+	}
+	if len(rank.lower.Stores) > maxSavedStores {
+		r.short = true
+	}
 	var err error
 	if rank.layout, err = kv.ParseLayout(rank.at.layout); err != nil || !fits(rank.layout, r.block) {
 		r.short = true
@@ -345,14 +416,16 @@ func (r *snapshotReader) rank() *savedRank {
 		if count == 0 {
 			break
 		}
-		if rank.blocks += int(count); count > dumpedTogether || rank.blocks > maxHeld {
+		if rank.blocks += int(count); count > dumpedTogether || rank.blocks > 2*maxHeld { // with those of lower tiers
 			r.short = true
 			break
 		}
 		r.bytes(runHead + int(count)*perBlock)
 		size = len(all) - len(r.data)
 	}
-	rank.complete = r.byte()&snapshotComplete != 0
+	flags := r.byte()
+	rank.complete, rank.lower.Doubtful, rank.pinned = flags&snapshotComplete != 0, flags&snapshotDoubtful != 0, flags&snapshotPinned != 0
+	rank.lower.Chunk = int(r.uint32())
 	if !r.short {
 		rank.runs = all[:size]
 	}

@@ -45,6 +45,7 @@ type Stats struct {
 	UnknownGroups     atomic.Uint64 // KV-cache groups that are passed over
 	Overflows         atomic.Uint64 // times the rank would have exceeded its cache: cleared
 
+	LowerLost atomic.Uint64 // blocks of lower tiers that the index had to drop for its bounds
 	// Lower counts the blocks of events by kv.Tier; the device's place is unused.
 	Lower [1 + len(kv.LowerTiers)]LowerCounts
 }
@@ -76,7 +77,7 @@ func (s *Stats) Counts() map[string]uint64 {
 		"decode_errors": &s.DecodeErrors, "unknown_parent": &s.UnknownParent, "unknown_removed": &s.UnknownRemoved,
 		"peer_events": &s.PeerEvents, "peer_dumps": &s.PeerDumps, "removed_incomplete": &s.RemovedIncomplete, "invalid_stored": &s.InvalidStored,
 		"ignored": &s.Ignored, "block_size_mismatch": &s.BlockSizeMismatch, "unknown_groups": &s.UnknownGroups,
-		"overflows": &s.Overflows, "unknown_media": &s.UnknownMedia,
+		"overflows": &s.Overflows, "unknown_media": &s.UnknownMedia, "lower_lost": &s.LowerLost,
 	} {
 		counts[name] = counter.Load()
 	}

@@ -77,6 +77,9 @@ type Stream struct {
 	capacity atomic.Int64 // blocks that the rank's cache holds; 0: not known
 	drops    atomic.Bool  // kv.Traits.DropsLast
 	chunk    atomic.Int64 // kv.Traits.AttentionChunk
+	// pinned means that the engine is SGLang, by the medium of its host tier. Run's
+	// goroutine sets it.
+	pinned atomic.Bool
 
 	// The rest belongs to Run's goroutine.
 
@@ -112,9 +115,8 @@ type Stream struct {
 	// looksAhead means that its blocks depend on the tokens behind them, for which an
 	// engine does not compute the last block again.
 	looksAhead bool
-	// pinned means that the engine is SGLang, by the medium of its host tier; chunkBlocks is
-	// the number of blocks that it loads together from lower tiers, 0 before the first.
-	pinned      bool
+	// chunkBlocks is the number of blocks that the engine loads together from lower tiers; 0
+	// before the first.
 	chunkBlocks int
 	unknown     map[int]bool    // groups that are passed over
 	tails       map[uint64]tail // of a windowed rank, by the last hash
@@ -438,7 +440,7 @@ func (s *Stream) restarted() {
 func (s *Stream) forget(why string) {
 	s.clear(why)
 	s.sure, s.next, s.layout, s.layoutText = false, 0, kv.Layout{}, ""
-	s.pinned = false
+	s.pinned.Store(false)
 	clear(s.unknown)
 	s.tails = nil
 }

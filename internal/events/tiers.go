@@ -48,9 +48,10 @@ func (s *Stream) lowerTier(e *kvEvent) (at radix.LowerTier, medium string, ok bo
 }
 
 // followsTiers reports whether the index can continue a match in lower tiers: the engine
-// has one KV-cache group, of full attention.
+// has one KV-cache group, of full attention, and no drafter, with which vLLM's connector
+// leaves out the last chunk.
 func (s *Stream) followsTiers() bool {
-	return !s.layout.DropsLast && (len(s.layout.Groups) == 0 || len(s.layout.Groups) == 1 && !s.windowed())
+	return !s.layout.DropsLast && !s.looksAhead && (len(s.layout.Groups) == 0 || len(s.layout.Groups) == 1 && !s.windowed())
 }
 
 // applyLower applies a store or removal of a lower tier.
@@ -70,22 +71,20 @@ func (s *Stream) applyLower(e *kvEvent) {
 		unknown := s.index.RemoveLower(at, hashes)
 		counts.Removed.Add(uint64(len(hashes) - unknown))
 		counts.UnknownRemoved.Add(uint64(unknown))
-		s.history.relay()
+		s.history.lowerRemoved(at, hashes)
 		return
 	}
 	s.batch.stored = true
-	s.pinned = s.pinned || medium == mediumPinned
-	defer s.history.relay()
-	if len(e.tokens) == 0 || s.looksAhead {
+	if medium == mediumPinned {
+		s.pinned.Store(true)
+	}
+	if len(e.tokens) == 0 {
 		// vLLM names no more than the hash unless its events are self-describing.
 		hashes := s.inParts(e.hashes)
-		s.index.HoldLower(at, hashes)
+		s.lost(s.index.HoldLower(at, hashes))
+		s.history.lowerHeld(at, hashes)
 		counts.Stored.Add(uint64(len(hashes)))
 		return
-	}
-	own := s.Src.BlockSize
-	if len(s.layout.Groups) > 0 {
-		own = s.layout.Groups[0].Block
 	}
 	parts := e.blockSize / s.Src.BlockSize
 	var err error
@@ -101,14 +100,28 @@ func (s *Stream) applyLower(e *kvEvent) {
 	}
 	// vLLM announces the blocks of a chunk together, SGLang many that are loaded one by one.
 	chunk := parts
-	if offloaded := medium == mediumCPU || medium == mediumStorage; offloaded {
+	// Other block sizes are those of other caches, whose hashes the device does not name.
+	own := len(s.layout.Groups) == 0 || e.blockSize == s.layout.Groups[0].Block
+	if at.Partial = own && (medium == mediumCPU || medium == mediumStorage); at.Partial {
 		chunk = len(s.blocks)
-		at.Partial = e.blockSize == own
 	}
-	if chunk != s.chunkBlocks && (chunk > 1 || s.chunkBlocks > 1) {
+	if chunk > max(1, s.chunkBlocks) {
 		s.index.SetChunk(s.Src.Worker, chunk)
+		s.history.lowered(lowerChange{SetChunk: chunk})
 	}
-	s.chunkBlocks = chunk
-	s.index.StoreLower(at, e.parent, e.hasParent, s.blocks)
+	s.chunkBlocks = max(s.chunkBlocks, chunk)
+	s.lost(s.index.StoreLower(at, e.parent, e.hasParent, s.blocks))
+	s.history.lowerStored(at, e.parent, e.hasParent, s.blocks)
 	counts.Stored.Add(uint64(len(s.blocks)))
 }
+
+// lost counts blocks of lower tiers that the index had to drop for its bounds.
+func (s *Stream) lost(blocks int) {
+	if blocks > 0 {
+		s.stats.LowerLost.Add(uint64(blocks))
+		s.warnOnce("lost", "dropped blocks of lower tiers from the index: they are too many, or too many have no place", "blocks", blocks, "maximum", radix.MaxLowerBlocks)
+	}
+}
+
+// Lower returns what the index has of the rank's lower tiers.
+func (s *Stream) Lower() radix.LowerState { return s.index.LowerOf(s.Src.Worker) }

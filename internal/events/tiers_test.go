@@ -2,6 +2,7 @@ package events
 
 import (
 	"bufio"
+	"bytes"
 	"compress/gzip"
 	"encoding/json"
 	"fmt"
@@ -181,5 +182,119 @@ func TestTiersAreDoubtfulAfterAReset(t *testing.T) {
 	want("stored again", "15 15 false")
 	if !slices.Equal(index.Workers(), []kv.WorkerKey{testkit.EventWorker}) {
 		t.Errorf("workers %v", index.Workers())
+	}
+}
+
+// Whatever keeps or sends an index keeps its lower tiers: all prompts match the same.
+func TestTiersAreKeptAndSent(t *testing.T) {
+	for _, name := range []string{"vllm-0.32.0-cpu", "vllm-0.32.0-cpu-fs", "sglang-0.5.23-host"} {
+		s, index := tierStream()
+		s.Src.Endpoint = "tcp://127.0.0.1:1"
+		file := t.TempDir() + "/recording"
+		recorded, recording, err := OpenRecording(Settings{RecordEvents: file, RecordEventsMaxBytes: 1 << 30}, index, slog.New(slog.DiscardHandler))
+		if err != nil {
+			t.Fatal(err)
+		}
+		s.index, s.history.index = recorded, recorded
+		prompts := map[string][]uint32{}
+		for _, line := range tierCapture(t, name) {
+			switch line.Kind {
+			case "prompt":
+				prompts[line.Prompt] = line.IDs
+			case "event":
+				s.Apply(line.Seq, line.Payload, false)
+			case "request":
+				compareKept(t, name, s, prompts, index)
+			}
+		}
+		recording.Close()
+		lines, err := os.Open(file)
+		if err != nil {
+			t.Fatal(err)
+		}
+		defer lines.Close()
+		replayed := radix.NewTree()
+		if r, err := new(ReplayCommand).Replay(lines, replayed); err != nil || r.wrong > 0 {
+			t.Errorf("%s: replay of the recording: %d invalid lines, %v", name, r.wrong, err)
+		}
+		sameTiers(t, name+": recording", prompts, replayed, index)
+	}
+}
+
+func sameTiers(t *testing.T, what string, prompts map[string][]uint32, got, want radix.Index) {
+	t.Helper()
+	for name, ids := range prompts {
+		if got, want := found(got, ids), found(want, ids); got != want {
+			t.Errorf("%s: prompt %s matches %+v, want %+v", what, name, got, want)
+		}
+	}
+}
+
+func compareKept(t *testing.T, what string, s *Stream, prompts map[string][]uint32, index *radix.Tree) {
+	t.Helper()
+	another := func(name string, fill func(s *Stream, index *radix.Tree)) {
+		t.Helper()
+		copied, filled := tierStream()
+		fill(copied, filled)
+		if err := filled.Check(); err != nil {
+			t.Fatalf("%s: %s: %v", what, name, err)
+		}
+		sameTiers(t, what+": "+name, prompts, filled, index)
+		got, want := filled.LowerOf(testkit.EventWorker), index.LowerOf(testkit.EventWorker)
+		got.Own, got.Shared, want.Own, want.Shared = kv.LowerBlocks{}, kv.LowerBlocks{}, kv.LowerBlocks{}, kv.LowerBlocks{} // blocks behind holes
+		if got != want {
+			t.Errorf("%s: %s: %+v, want %+v", what, name, got, want)
+		}
+	}
+	another("dump", func(_ *Stream, index *radix.Tree) {
+		var text bytes.Buffer
+		if err := WriteDump(&text, s.index, tierBlock, []DumpPart{{"m:g", []kv.WorkerKey{testkit.EventWorker}}}); err != nil {
+			t.Fatal(err)
+		}
+		if found, err := readDump(&text, index, tierBlock, slog.New(slog.DiscardHandler)); err != nil || found.LeftOut > 0 {
+			t.Fatalf("%+v: %v", found, err)
+		}
+	})
+	another("snapshot", func(to *Stream, _ *radix.Tree) {
+		var file bytes.Buffer
+		if _, _, err := writeSnapshot(t.Context(), &file, tierBlock, []*Stream{s}, nil); err != nil {
+			t.Fatal(err)
+		}
+		ranks, err := parseSnapshot(file.Bytes(), tierBlock)
+		if err != nil {
+			t.Fatal(err)
+		}
+		if to.saved = ranks[testkit.EventWorker]; to.saved == nil {
+			if s.history.position().next > 0 {
+				t.Error("the rank is not in the snapshot")
+			}
+			return
+		}
+		to.restore()
+	})
+	another("peer", func(to *Stream, _ *radix.Tree) { takeAnswer(t, to, s.History().Query(nil, nil, nil)) })
+	first := uint64(0)
+	if s.next > 0 {
+		another("events of a peer", func(to *Stream, _ *radix.Tree) { takeAnswer(t, to, s.History().Query(&first, nil, nil)) })
+	}
+}
+
+func takeAnswer(t *testing.T, to *Stream, answer Answer) {
+	t.Helper()
+	answer.BlockSize = tierBlock
+	var text bytes.Buffer
+	if err := answer.Write(&text); err != nil {
+		t.Fatal(err)
+	}
+	read, err := readAnswer(&text)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if read.Last == nil {
+		return // nothing was published
+	}
+	to.layout, to.layoutText = kv.Layout{}, read.Layout
+	if !to.take(read) {
+		t.Error("the answer is not taken")
 	}
 }

@@ -23,7 +23,9 @@ type PlacedBlock struct {
 // and changes wait; the rest is computed without a lock while the blocks are consumed.
 func (r *Tree) DumpOf(w kv.WorkerKey) iter.Seq[PlacedBlock] {
 	held := r.snapshot(w)
-	return func(yield func(PlacedBlock) bool) { dumpWorker(held, yield) }
+	return func(yield func(PlacedBlock) bool) {
+		dumpWorker(held, func(_ *heldBlock, b PlacedBlock) bool { return yield(b) })
+	}
 }
 
 // HeldBlock is a block of a group other than the first.
@@ -57,11 +59,13 @@ func (r *Tree) HeldOf(w kv.WorkerKey) (held []HeldBlock) {
 	return held
 }
 
-// heldBlock is one entry of a worker's table, as DumpOf needs it.
+// heldBlock is one entry of a worker's table, as DumpOf and DumpLowerOf need it.
 type heldBlock struct {
 	block        kv.StoredBlock
 	node, parent uint32 // parent is rootNode for the first block of a prompt
-	copies       int
+	copies       uint32
+	tier         kv.Tier
+	store        int8 // of a lower tier: place among the stores that the worker reads; -1: its own
 }
 
 // snapshot returns what w holds, in no order.
@@ -72,15 +76,25 @@ func (r *Tree) snapshot(w kv.WorkerKey) []heldBlock {
 	if !known {
 		return nil
 	}
+	return r.appendHeld(nil, slot, kv.Device, -1, r.slots[slot].blocks.Len())
+}
+
+// appendHeld appends what a slot holds, at most that many blocks.
+func (r *Tree) appendHeld(held []heldBlock, slot uint32, tier kv.Tier, store int8, most int) []heldBlock {
 	s := &r.slots[slot]
-	held := make([]heldBlock, 0, s.blocks.Len())
+	held = slices.Grow(held, min(most, s.blocks.Len()))
 	s.blocks.Each(func(engine uint64, _, n uint32) bool {
+		if most--; most < 0 {
+			return false
+		}
 		node := r.nodes.at(n)
 		held = append(held, heldBlock{
 			block:  kv.StoredBlock{Engine: engine, Local: node.local},
 			node:   n,
 			parent: node.parent,
-			copies: 1 + int(s.copies.Get(engine, 0)),
+			copies: 1 + s.copies.Get(engine, 0),
+			tier:   tier,
+			store:  store,
 		})
 		return true
 	})
@@ -88,10 +102,10 @@ func (r *Tree) snapshot(w kv.WorkerKey) []heldBlock {
 }
 
 // dumpWorker yields the reachable blocks among held, each after its parent, until
-// yield returns false. It puts held in the order of nodes and engine hashes.
-func dumpWorker(held []heldBlock, yield func(PlacedBlock) bool) {
+// yield returns false. It puts held in the order of nodes, tiers and engine hashes.
+func dumpWorker(held []heldBlock, yield func(*heldBlock, PlacedBlock) bool) {
 	slices.SortFunc(held, func(a, b heldBlock) int {
-		return cmp.Or(cmp.Compare(a.node, b.node), cmp.Compare(a.block.Engine, b.block.Engine))
+		return cmp.Or(cmp.Compare(a.node, b.node), cmp.Compare(a.tier, b.tier), cmp.Compare(a.store, b.store), cmp.Compare(a.block.Engine, b.block.Engine))
 	})
 	byNode := table.Table{} // node -> 1 + index of its first entry in held
 	for i := len(held) - 1; i >= 0; i-- {
@@ -134,7 +148,7 @@ func dumpWorker(held []heldBlock, yield func(PlacedBlock) bool) {
 			}
 			for i := first; i < len(held) && held[i].node == held[first].node; i++ {
 				for range held[i].copies {
-					if !yield(PlacedBlock{held[i].block, parent, hasParent}) {
+					if !yield(&held[i], PlacedBlock{held[i].block, parent, hasParent}) {
 						return
 					}
 				}

@@ -37,14 +37,15 @@ type Index interface {
 	AllBlocks(w kv.WorkerKey) int
 
 	// The tiers below the device.
-	StoreLower(at LowerTier, parent uint64, hasParent bool, blocks []kv.StoredBlock)
-	HoldLower(at LowerTier, engine []uint64)
+	StoreLower(at LowerTier, parent uint64, hasParent bool, blocks []kv.StoredBlock) (lost int)
+	HoldLower(at LowerTier, engine []uint64) (lost int)
 	RemoveLower(at LowerTier, engine []uint64) (unknown int)
 	ClearDevice(w kv.WorkerKey, host bool)
 	SetChunk(w kv.WorkerKey, blocks int)
 	SettleLower(w kv.WorkerKey, held bool) (settled bool)
 	LowerOf(w kv.WorkerKey) LowerState
-	LowerLosses() LowerLosses
+	DumpLowerOf(w kv.WorkerKey) LowerDump
+	RestoreLower(w kv.WorkerKey, chunk int, doubtful bool, stores []string)
 }
 
 // Assumer is an Index that learns from routing decisions.

@@ -102,7 +102,7 @@ type Tree struct {
 
 	stores               []*sharedStore // those with readers
 	lowerHeld, lowerMost int            // blocks of all lower tiers, and their maximum
-	losses               LowerLosses
+	lowerLost            int            // blocks dropped for the bounds so far
 
 	lookaheads atomic.Pointer[[]kv.Lookahead] // of LookaheadStored
 
@@ -478,6 +478,9 @@ func (r *Tree) storeBlock(slot, at uint32, block kv.StoredBlock) uint32 {
 	r.addMember(slot, n)
 	if s.groups != nil {
 		r.follow(s.groups, block.Engine, n)
+	}
+	if s.lower != nil {
+		r.followLower(s.lower, block.Engine, n)
 	}
 	if old != 0 {
 		// After addMember, which keeps the path to n from being freed.

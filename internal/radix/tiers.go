@@ -53,11 +53,19 @@ func noSlots() tierSlots { return tierSlots{noSlot, noSlot, noSlot} }
 type lowerTiers struct {
 	own    tierSlots
 	stores []*sharedStore // that it reads
+	// present are the slots of own and stores that exist, the fastest tiers first.
+	present []presentTier
 	// chunk is the number of blocks that the engine loads whole or not at all; 0: one.
 	chunk int
 	// doubtful means that the own tiers may have been emptied without an event.
 	doubtful bool
 	waiting  waiting
+}
+
+// presentTier is a tier that holds blocks.
+type presentTier struct {
+	slot uint32
+	tier kv.Tier
 }
 
 // sharedStore is a store that several workers read.
@@ -77,43 +85,41 @@ type LowerState struct {
 	Doubtful bool
 }
 
-// LowerLosses counts blocks of lower tiers that were dropped.
-type LowerLosses struct {
-	Overflowed uint64 // because all tiers together had too many
-	Waited     uint64 // because too many waited for their place
-}
-
 // StoreLower records that a lower tier now holds blocks, one after the other, the first
 // following the block with the engine hash parent, or starting a prompt if hasParent is
 // false. A block whose place the index knows by its hash keeps it. Blocks come in any
 // order: those whose parent is not known wait until it is. A block that the tier holds
-// counts as a further copy.
+// counts as a further copy. lost is the number of blocks of any worker that had to be
+// dropped for them.
 //
 // vLLM announces a hash that several chunks contain once for each of them, and removes it
 // as often (v1/offloading/events.py, read in 0.32.0).
-func (r *Tree) StoreLower(at LowerTier, parent uint64, hasParent bool, blocks []kv.StoredBlock) {
+func (r *Tree) StoreLower(at LowerTier, parent uint64, hasParent bool, blocks []kv.StoredBlock) (lost int) {
 	for part := range slices.Chunk(blocks, partBlocks) {
-		r.storeLowerPart(at, parent, hasParent, part)
+		lost += r.storeLowerPart(at, parent, hasParent, part)
 		parent, hasParent = part[len(part)-1].Engine, true
 	}
+	return lost
 }
 
 // HoldLower records that a lower tier now holds the blocks with these engine hashes. Those
-// whose place is not known wait for a store that names it.
-func (r *Tree) HoldLower(at LowerTier, engine []uint64) {
+// whose place is not known wait for a store that names it. lost is that of StoreLower.
+func (r *Tree) HoldLower(at LowerTier, engine []uint64) (lost int) {
 	for part := range slices.Chunk(engine, partBlocks) {
-		r.holdLowerPart(at, part)
+		lost += r.holdLowerPart(at, part)
 	}
+	return lost
 }
 
-func (r *Tree) storeLowerPart(at LowerTier, parent uint64, hasParent bool, blocks []kv.StoredBlock) {
+func (r *Tree) storeLowerPart(at LowerTier, parent uint64, hasParent bool, blocks []kv.StoredBlock) (lost int) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	r.sweep(sweepPerPart + sweepPerBlock*len(blocks))
 	slot, store, ok := r.lowerOf(at)
 	if !ok {
-		return
+		return 0
 	}
+	before := r.lowerLost
 	for _, b := range blocks {
 		if hasParent && b.Engine == parent {
 			break // it is its own parent
@@ -138,16 +144,18 @@ func (r *Tree) storeLowerPart(at LowerTier, parent uint64, hasParent bool, block
 		parent, hasParent = b.Engine, true
 	}
 	r.settleAll(slot)
+	return r.lowerLost - before
 }
 
-func (r *Tree) holdLowerPart(at LowerTier, engine []uint64) {
+func (r *Tree) holdLowerPart(at LowerTier, engine []uint64) (lost int) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	r.sweep(sweepPerPart + sweepPerBlock*len(engine))
 	slot, store, ok := r.lowerOf(at)
 	if !ok {
-		return
+		return 0
 	}
+	before := r.lowerLost
 	for _, e := range engine {
 		if n := r.placed(slot, store, e); n != 0 {
 			r.holdAt(slot, store, at, e, n)
@@ -156,6 +164,7 @@ func (r *Tree) holdLowerPart(at LowerTier, engine []uint64) {
 		}
 	}
 	r.settleAll(slot)
+	return r.lowerLost - before
 }
 
 // RemoveLower records that a lower tier dropped one copy of each of the blocks with these
@@ -254,8 +263,33 @@ func (r *Tree) lowerOf(at LowerTier) (slot uint32, store *sharedStore, ok bool) 
 	if !slices.Contains(lower.stores, store) {
 		store.readers++
 		lower.stores = append(lower.stores, store)
+		lower.relist()
 	}
 	return slot, store, true
+}
+
+// relist makes present again, after own or stores have changed.
+func (l *lowerTiers) relist() {
+	l.present = l.present[:0]
+	for i, tier := range kv.LowerTiers {
+		if l.own[i] != noSlot {
+			l.present = append(l.present, presentTier{l.own[i], tier})
+		}
+		for _, s := range l.stores {
+			if s.slots[i] != noSlot {
+				l.present = append(l.present, presentTier{s.slots[i], tier})
+			}
+		}
+	}
+}
+
+// relistAll does so for all workers.
+func (r *Tree) relistAll() {
+	for _, p := range r.workers {
+		if lower := r.slots[p.slot].lower; lower != nil {
+			lower.relist()
+		}
+	}
 }
 
 // store returns the store of that name, or nil.
@@ -319,6 +353,11 @@ func (r *Tree) holdAt(first uint32, store *sharedStore, at LowerTier, engine uin
 	if slot == noSlot {
 		slot = r.newSlot()
 		slots[at.Tier-1] = slot
+		if store != nil {
+			r.relistAll()
+		} else {
+			lower.relist()
+		}
 	}
 	s := &r.slots[slot]
 	old := s.blocks.Get(engine, 0)
@@ -344,6 +383,21 @@ func (r *Tree) holdAt(first uint32, store *sharedStore, at LowerTier, engine uin
 	}
 }
 
+// followLower puts a block of a worker's lower tiers to node n, at which the device has just
+// stored it: events of lower tiers do not name all that its place depends on.
+func (r *Tree) followLower(lower *lowerTiers, engine uint64, n uint32) {
+	for _, t := range lower.present {
+		s := &r.slots[t.slot]
+		old := s.blocks.Get(engine, 0)
+		if old == 0 || old == n {
+			continue
+		}
+		s.blocks.Put(engine, 0, n)
+		r.addMember(t.slot, n)
+		r.dropMember(t.slot, old)
+	}
+}
+
 // dropLargest empties the lower tier that holds the most blocks, of all workers and
 // stores.
 func (r *Tree) dropLargest() {
@@ -365,12 +419,13 @@ func (r *Tree) dropLargest() {
 		look(&s.slots)
 	}
 	if largest != nil {
-		r.losses.Overflowed += uint64(most)
+		r.lowerLost += most
 		r.emptyTier(largest)
+		r.relistAll()
 	}
 }
 
-// emptyTier drops all blocks of a tier.
+// emptyTier drops all blocks of a tier. The caller lists the tiers of its workers again.
 func (r *Tree) emptyTier(slot *uint32) {
 	if *slot != noSlot {
 		r.lowerHeld -= r.slots[*slot].blocks.Len()
@@ -415,6 +470,7 @@ func (r *Tree) ClearDevice(w kv.WorkerKey, host bool) {
 	if lower != nil && host {
 		r.emptyTier(&lower.own[kv.Host-1])
 		lower.waiting.drop(nil, kv.Host)
+		lower.relist()
 	} else if lower != nil {
 		lower.doubtful = lower.own != noSlots()
 	}
@@ -453,8 +509,20 @@ func (r *Tree) SettleLower(w kv.WorkerKey, held bool) (settled bool) {
 func (r *Tree) SetChunk(w kv.WorkerKey, blocks int) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
-	slot, _, _ := r.lowerOf(LowerTier{Worker: w, Tier: kv.Host})
+	slot, _, _ := r.lowerOf(LowerTier{Worker: w})
 	r.slots[slot].lower.chunk = min(max(0, blocks), maxChunk)
+}
+
+// RestoreLower sets what a LowerDump says of w beside the blocks.
+func (r *Tree) RestoreLower(w kv.WorkerKey, chunk int, doubtful bool, stores []string) {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	for _, store := range stores[:min(len(stores), maxStores)] {
+		r.lowerOf(LowerTier{Worker: w, Shared: true, Store: store})
+	}
+	slot, _, _ := r.lowerOf(LowerTier{Worker: w})
+	r.slots[slot].lower.chunk = min(max(0, chunk), maxChunk)
+	r.slots[slot].lower.doubtful = doubtful
 }
 
 // LowerOf returns what the index has of the lower tiers of w.
@@ -482,11 +550,4 @@ func (r *Tree) LowerOf(w kv.WorkerKey) (state LowerState) {
 		state.Shared.External += b.External
 	}
 	return state
-}
-
-// LowerLosses returns what was dropped of all lower tiers so far.
-func (r *Tree) LowerLosses() LowerLosses {
-	r.mu.RLock()
-	defer r.mu.RUnlock()
-	return r.losses
 }

@@ -267,3 +267,71 @@ func compareTiers(t *rapid.T, r *Tree, m *tierModel, keys []kv.WorkerKey, hashes
 		t.Fatalf("a prompt of %v, usable %d, matches %v, want %v", hashes, usable, got, want)
 	}
 }
+
+// Without removals, as of files, the index keeps its bounds and its sense.
+func TestTiersAreBounded(t *testing.T) {
+	r := NewTree()
+	r.lowerMost = 1000
+	lost, engine := 0, uint64(0)
+	worker := func(id uint64) LowerTier { return LowerTier{Worker: kv.WorkerKey{Worker: id}, Tier: kv.Disk} }
+	if n := r.StoreLower(LowerTier{Worker: kv.WorkerKey{Worker: 9}, Tier: kv.Host}, 0, false, []kv.StoredBlock{{Engine: 1, Local: 1}}); n != 0 {
+		t.Errorf("%d blocks are lost at once", n)
+	}
+	for i := range 10_000 {
+		engine++
+		lost += r.StoreLower(worker(uint64(i%3)), 0, false, []kv.StoredBlock{{Engine: engine << 8, Local: engine}})
+	}
+	if err := r.Check(); err != nil {
+		t.Fatal(err)
+	}
+	held := 0
+	for _, w := range r.Workers() {
+		held += r.LowerOf(w).Own.Total()
+	}
+	if held > 1000 || held+lost != 10_001 {
+		t.Errorf("%d blocks are held and %d lost of 10001", held, lost)
+	}
+	if got := r.LowerOf(kv.WorkerKey{Worker: 9}).Own.Host; got != 1 {
+		t.Errorf("the smallest tier has %d blocks: the largest must go", got)
+	}
+
+	// Blocks without a place.
+	lost = 0
+	for i := range uint64(3 * maxWaiting) {
+		lost += r.HoldLower(worker(1), []uint64{1<<40 + i})
+		lost += r.StoreLower(worker(2), 1<<50+i, true, []kv.StoredBlock{{Engine: 1<<45 + i, Local: i}})
+	}
+	if err := r.Check(); err != nil {
+		t.Fatal(err)
+	}
+	if got := r.LowerOf(kv.WorkerKey{Worker: 1}).Waiting; got > maxWaiting || got == 0 || lost < 2*maxWaiting {
+		t.Errorf("%d blocks wait, %d are lost", got, lost)
+	}
+	// A chain whose first block comes last has its place at once.
+	r = NewTree()
+	for i := uint64(maxWaiting - 1); i > 0; i-- {
+		r.StoreLower(worker(1), i, true, []kv.StoredBlock{{Engine: i + 1, Local: i}})
+	}
+	r.StoreLower(worker(1), 0, false, []kv.StoredBlock{{Engine: 1, Local: 0}})
+	local := make([]uint64, maxWaiting)
+	for i := range local {
+		local[i] = uint64(i)
+	}
+	if m := r.Match(local, len(local), nil); len(m) != 1 || m[0].Lower.Disk != maxWaiting {
+		t.Errorf("%+v, want %d blocks on disk", m, maxWaiting)
+	}
+	if err := r.Check(); err != nil {
+		t.Fatal(err)
+	}
+	// Stores have a bound, too.
+	for i := range 2 * maxStores {
+		r.StoreLower(LowerTier{Worker: kv.WorkerKey{Worker: 1}, Tier: kv.External, Shared: true, Store: fmt.Sprint(i)}, 0, false, []kv.StoredBlock{{Engine: 1 << 60, Local: 7}})
+	}
+	if len(r.stores) != maxStores {
+		t.Errorf("%d stores", len(r.stores))
+	}
+	r.Forget(1)
+	if err := r.Check(); err != nil || len(r.stores) != 0 || r.lowered != 0 {
+		t.Errorf("%d stores and %d workers with tiers after all are gone: %v", len(r.stores), r.lowered, err)
+	}
+}

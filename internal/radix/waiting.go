@@ -31,7 +31,7 @@ type waitingBlock struct {
 func (r *Tree) wait(lower *lowerTiers, store *sharedStore, tier kv.Tier, b waitingBlock) {
 	w := &lower.waiting
 	if w.blocks == nil || len(w.blocks) >= maxWaiting {
-		r.losses.Waited += uint64(len(w.blocks))
+		r.lowerLost += len(w.blocks)
 		*w = waiting{blocks: map[waitingKey]*waitingBlock{}, byHash: map[uint64][]waitingKey{}, children: map[uint64][]waitingKey{}}
 	}
 	key := waitingKey{b.engine, store}

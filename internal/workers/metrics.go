@@ -55,6 +55,10 @@ func NewCollector(names *kv.Names, samples func() []Sample) prometheus.Collector
 	info := set.Gauge("kvrouter_worker_info", "Always 1; the labels have the worker's URL, its first served model, its role and its engine.", "worker_id", "dp_rank", "url", "model", "role", "engine")
 	applied := set.Counter("dynamo_component_kv_cache_events_applied", "KV events applied to the index, by type and result.", "worker_id", "dp_rank", "event_type", "status")
 	events := set.Counter("kvrouter_kv_events_total", "KV events of the worker, by kind.", "worker_id", "dp_rank", "kind")
+	lower := set.Gauge("kvrouter_kv_tier_blocks", "KV blocks in the index that the worker can load from a lower tier, by owner: worker or store.", "worker_id", "dp_rank", "tier", "owner")
+	lowerEvents := set.Counter("kvrouter_kv_tier_event_blocks_total", "KV blocks in events of lower tiers, by kind.", "worker_id", "dp_rank", "tier", "kind")
+	waiting := gauge("kvrouter_kv_tier_waiting_blocks", "KV blocks of lower tiers whose place in a prompt is not known yet.")
+	doubtful := gauge("kvrouter_kv_tier_doubtful", "1 while the worker's lower tiers may have been emptied without an event.")
 	return set.Collector(func(out metrics.Out) {
 		names := names.Now()
 		for _, s := range samples() {
@@ -81,6 +85,20 @@ func NewCollector(names *kv.Names, samples func() []Sample) prometheus.Collector
 			showAll(followed)
 			for kind, count := range n {
 				out.Show(events, float64(count), append(rank, kind)...)
+			}
+			for _, tier := range kv.LowerTiers {
+				for owner, blocks := range map[string]kv.LowerBlocks{"worker": s.Lower.Own, "store": s.Lower.Shared} {
+					if n := blocks.Of(tier); n > 0 {
+						out.Show(lower, float64(n), append(rank, tier.String(), owner)...)
+					}
+				}
+			}
+			for _, c := range s.LowerCount {
+				out.Show(lowerEvents, float64(c.Count), append(rank, c.Tier.String(), c.Kind)...)
+			}
+			if len(s.LowerCount) > 0 {
+				out.Show(waiting, float64(s.Lower.Waiting), rank...)
+				out.Show(doubtful, metrics.Bool(s.Lower.Doubtful), rank...)
 			}
 			show := func(event, status string, count uint64) {
 				out.Show(applied, float64(count), append(rank, event, status)...)

@@ -6,6 +6,7 @@ import (
 
 	"kvrouter/internal/events"
 	"kvrouter/internal/kv"
+	"kvrouter/internal/radix"
 )
 
 // Predictions of cached tokens are compared with what the engine reports. Each rank
@@ -130,12 +131,43 @@ func (w *worker) warnOfMisses(a *accuracy, key kv.WorkerKey, stream *events.Stre
 }
 
 // Exactness is how exact the predictions for a worker were lately, and the KV-cache
-// groups by which they are made.
+// groups and lower tiers by which they are made.
 type Exactness struct {
 	Groups string   `json:"kv_cache_groups,omitempty"`   // as kv.Layout's String writes them, of the first rank that has shown any
 	Exact  *float64 `json:"exact_predictions,omitempty"` // share of the last 64 a rank; nil: none was compared
 	// ExactLower is the same of the last 64 that expected blocks in tiers below the device.
 	ExactLower *float64 `json:"exact_lower_tier_predictions,omitempty"`
+
+	LowerTiers *LowerTiers `json:"lower_tiers,omitempty"` // nil: it has none
+}
+
+// LowerTiers is what the index has of the lower tiers of a worker, blocks of all ranks.
+type LowerTiers struct {
+	Host     int  `json:"host_blocks"`
+	Disk     int  `json:"disk_blocks"`
+	External int  `json:"external_blocks"`
+	Shared   int  `json:"shared_blocks"` // of the stores that it reads
+	Waiting  int  `json:"waiting_blocks,omitempty"`
+	Chunk    int  `json:"chunk_blocks,omitempty"` // loaded whole or not at all; of one rank
+	Doubtful bool `json:"doubtful,omitempty"`     // of any rank: they may have been emptied
+}
+
+// addLower adds the lower tiers of a rank.
+func (e *Exactness) addLower(s radix.LowerState) {
+	if s == (radix.LowerState{}) {
+		return
+	}
+	if e.LowerTiers == nil {
+		e.LowerTiers = new(LowerTiers)
+	}
+	t := e.LowerTiers
+	t.Host += int(s.Own.Host)
+	t.Disk += int(s.Own.Disk)
+	t.External += int(s.Own.External)
+	t.Shared += s.Shared.Total()
+	t.Waiting += s.Waiting
+	t.Chunk = max(t.Chunk, s.Chunk)
+	t.Doubtful = t.Doubtful || s.Doubtful
 }
 
 // groupsMissed is why the predictions for a worker are not exact.
@@ -147,6 +179,7 @@ func (w *worker) exactness() (e Exactness, missed bool) {
 	var all, lower mean
 	for key, stream := range w.streams {
 		missed = missed || stream.Stats().UnknownGroups.Load() > 0
+		e.addLower(stream.Lower())
 		if e.Groups == "" {
 			e.Groups = stream.Stats().Layout().String()
 		}

@@ -7,6 +7,7 @@ import (
 
 	"kvrouter/internal/events"
 	"kvrouter/internal/kv"
+	"kvrouter/internal/policy"
 	"kvrouter/internal/probe"
 	"kvrouter/internal/radix"
 	"kvrouter/internal/testkit"
@@ -128,3 +129,45 @@ func TestPredictionsOfLowerTiersAreKeptApart(t *testing.T) {
 		t.Errorf("share %v, want 1", *w.ExactLower)
 	}
 }
+
+func TestLowerTiersAreShown(t *testing.T) {
+	var log testkit.LogBuffer
+	f, key, _ := comparedFleet(t, &log)
+	if got := f.Workers()[0].LowerTiers; got != nil {
+		t.Errorf("%+v without any", got)
+	}
+	stored := func(from, to int, medium, locality string) testkit.Event {
+		e := testkit.StoredEvent(1, from, to)
+		e["medium"], e["locality"] = medium, locality
+		return e
+	}
+	removed := testkit.RemovedEvent(1, 1, 3)
+	removed["medium"] = "CPU"
+	f.workers[0].streams[key].Apply(0, testkit.Payload(t, 1, testkit.StoredEvent(1, 0, 4), stored(0, 2, "CPU", "LOCAL"), stored(2, 4, "STORAGE", ""), stored(0, 4, "STORAGE", "REMOTE"), removed, testkit.Event{"cleared": true}), true)
+	want := LowerTiers{Host: 1, Disk: 2, Shared: 4, Chunk: 4, Doubtful: true}
+	if got := f.Workers()[0].LowerTiers; got == nil || *got != want {
+		t.Errorf("%+v, want %+v", got, want)
+	}
+	page := testkit.Scrape(t, NewCollector(nil, func() []Sample { return f.Samples(noBooks{}) }))
+	for name, want := range map[string]float64{
+		`kvrouter_kv_tier_blocks{dp_rank="0",owner="worker",tier="host",worker_id="3"}`:                     1,
+		`kvrouter_kv_tier_blocks{dp_rank="0",owner="worker",tier="disk",worker_id="3"}`:                     2,
+		`kvrouter_kv_tier_blocks{dp_rank="0",owner="store",tier="disk",worker_id="3"}`:                      4,
+		`kvrouter_kv_tier_event_blocks_total{dp_rank="0",kind="stored",tier="disk",worker_id="3"}`:          6,
+		`kvrouter_kv_tier_event_blocks_total{dp_rank="0",kind="removed",tier="host",worker_id="3"}`:         1,
+		`kvrouter_kv_tier_event_blocks_total{dp_rank="0",kind="unknown_removed",tier="host",worker_id="3"}`: 1,
+		`kvrouter_kv_tier_doubtful{dp_rank="0",worker_id="3"}`:                                              1,
+		`kvrouter_kv_tier_waiting_blocks{dp_rank="0",worker_id="3"}`:                                        0,
+	} {
+		if got, shown := page[name]; !shown || got != want {
+			t.Errorf("%s is %v (shown: %v), want %v", name, got, shown, want)
+		}
+	}
+}
+
+// noBooks is a router without workers.
+type noBooks struct{}
+
+func (noBooks) Targets() []kv.Target            { return nil }
+func (noBooks) LoadOf(kv.WorkerKey) policy.Load { return policy.Load{} }
+func (noBooks) Blocks(kv.WorkerKey) int         { return 0 }

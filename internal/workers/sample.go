@@ -3,8 +3,10 @@ package workers
 import (
 	"time"
 
+	"kvrouter/internal/events"
 	"kvrouter/internal/kv"
 	"kvrouter/internal/policy"
+	"kvrouter/internal/radix"
 )
 
 // Sample is the current state of one worker rank, for metrics and dashboard.
@@ -21,7 +23,16 @@ type Sample struct {
 	EventCount map[string]uint64 // by kind: batches, stored, gaps, ...; nil: no event stream
 	Connected  bool              // to its KV events
 	Cold       bool              // blocks may be missing in the index, because its history is incomplete
+	Lower      radix.LowerState  // of its lower tiers, in the index
+	LowerCount []LowerCount      // of the blocks in events of lower tiers
 	Lag        time.Duration     // age of the last batch of KV events on arrival; negative: none
+}
+
+// LowerCount counts blocks of a lower tier in events.
+type LowerCount struct {
+	Tier  kv.Tier
+	Kind  string // stored, removed, unknown_removed
+	Count uint64
 }
 
 // Books are the router's records of the workers.
@@ -37,11 +48,12 @@ func (f *Fleet) Samples(books Books) (samples []Sample) {
 	for _, t := range books.Targets() {
 		up[t.Key] = !t.Cordoned && !t.Unanswered
 	}
-	streams := f.Streams()
+	streams, lower := f.Streams(), f.lower()
 	for _, w := range f.Workers() {
 		for _, key := range w.Keys() {
 			s := Sample{Worker: key, URL: w.URL, Models: w.Models, Role: w.Disagg.Role, Engine: w.Engine, Up: up[key], Restarts: w.Restarts, Blocks: books.Blocks(key), Load: books.LoadOf(key), Lag: -1}
 			if stats := streams[key]; stats != nil {
+				s.Lower, s.LowerCount = lower[key], lowerCounts(stats)
 				s.EventCount, s.Connected, s.Cold = stats.Counts(), stats.Connected.Load(), stats.Cold.Load()
 				if stats.Lagged.Load() {
 					s.Lag = time.Duration(stats.Lag.Load())
@@ -51,4 +63,30 @@ func (f *Fleet) Samples(books Books) (samples []Sample) {
 		}
 	}
 	return samples
+}
+
+// lower returns what the index has of the lower tiers of all ranks whose events are
+// followed.
+func (f *Fleet) lower() map[kv.WorkerKey]radix.LowerState {
+	all := map[kv.WorkerKey]radix.LowerState{}
+	for _, w := range f.all() {
+		w.mu.Lock()
+		for key, stream := range w.streams {
+			all[key] = stream.Lower()
+		}
+		w.mu.Unlock()
+	}
+	return all
+}
+
+func lowerCounts(stats *events.Stats) (counts []LowerCount) {
+	for _, tier := range kv.LowerTiers {
+		n := &stats.Lower[tier]
+		stored, removed, unknown := n.Stored.Load(), n.Removed.Load(), n.UnknownRemoved.Load()
+		if stored+removed+unknown == 0 {
+			continue
+		}
+		counts = append(counts, LowerCount{tier, "stored", stored}, LowerCount{tier, "removed", removed}, LowerCount{tier, "unknown_removed", unknown})
+	}
+	return counts
 }
