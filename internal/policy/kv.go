@@ -4,6 +4,8 @@ import (
 	"fmt"
 	"math"
 	"math/rand/v2"
+
+	"kvrouter/internal/kv"
 )
 
 // Settings are the settings of the policies in this package. Those of policy kv
@@ -193,7 +195,7 @@ func (p kvPolicy) terms(q Query, c *Candidate, least int) kvTerms {
 		credit /= 1 + p.settings.OverlapScoreCreditDecay*(float64(excess)/block)/math.Ceil(float64(q.Tokens)/block)
 	}
 	cached := credit * float64(c.Overlap)
-	if !q.FreePrefill || credit > 0 {
+	if c.Lower != (kv.LowerBlocks{}) && (!q.FreePrefill || credit > 0) {
 		cached += p.Traits().Loaded(c)
 	}
 	decode := float64(c.Load.ActiveBlocks + c.NewBlocks)

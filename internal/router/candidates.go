@@ -84,7 +84,9 @@ func (r *Router) snapshot(p *prompt) {
 
 // candidate sets c to the target at that place as p sees it.
 func (r *Router) candidate(c *policy.Candidate, p *prompt, at int, now time.Time) {
-	c.Target, c.Overlap, c.Lower, c.Doubtful, c.NewBlocks, c.TreeBlocks = r.targets[at], 0, kv.LowerBlocks{}, false, p.newBlocks(), 0
+	c.Target = r.targets[at]
+	c.Overlap, c.NewBlocks, c.TreeBlocks = 0, p.newBlocks(), 0
+	c.Lower, c.Doubtful = kv.LowerBlocks{}, false
 	r.targetLoads[at].asOf(now, &c.Load)
 	if p.Cached != nil {
 		c.Overlap = *p.Cached / r.blockSize
