@@ -197,6 +197,8 @@ func TestDumpsWithoutEndAreErrors(t *testing.T) {
 
 func FuzzDump(f *testing.F) {
 	f.Add(dumpText(4, dumpEventText("device", "null", "null", 7), dumpEventText("device", "7", "null", 8)))
+	f.Add(dumpText(4, dumpEventText("host_pinned", "7", "null", 8), dumpEventText("tape", "null", "null", 7)))
+	f.Add(`{"m:g":{"block_size":4,"events":[],"lower_tiers":[{"worker_id":1,"dp_rank":0,"change":{"stores":["s"]}},{"worker_id":1,"change":{"tier":"disk","shared":true,"store":"s","stored":{"parent_hash":7,"blocks":[{"block_hash":8,"tokens_hash":8}]}}},{"worker_id":1,"change":{"tier":"host","held":[7]}},{"worker_id":1,"change":{"chunk":4,"doubtful":true}}]}}`)
 	f.Fuzz(func(t *testing.T, text string) {
 		index := radix.NewTree()
 		found, err := readDump(strings.NewReader(text), index, 4, slog.New(slog.DiscardHandler))

@@ -277,6 +277,9 @@ func FuzzReplay(f *testing.F) {
 	}
 	f.Add([]byte(`{"timestamp":18446744073709551615,"event":{"worker_id":1,"event":{"event_id":18446744073709551615,"data":{"removed":{"block_hashes":null}}}}}`))
 	f.Add([]byte(`{"timestamp":1,"event":{"worker_id":1,"event":{"event_id":1}}}`))
+	f.Add([]byte(`{"timestamp":1,"event":{"worker_id":1,"storage_tier":"disk","event":{"event_id":1,"data":{"removed":{"block_hashes":[1]}}}}}
+{"timestamp":1,"event":{"worker_id":1,"event":{"event_id":2,"data":{"lower":{"tier":"host","stored":{"parent_hash":1,"blocks":[{"block_hash":1,"tokens_hash":2}]}}}}}}
+{"timestamp":1,"event":{"worker_id":1,"event":{"event_id":3,"data":{"device_cleared":"lower"}}}}`))
 	f.Add([]byte(`{"timestamp":1,"event":{"event":{"data":{"stored":{"parent_hash":1,"blocks":[{"block_hash":1}]}}}}}`))
 	f.Fuzz(func(t *testing.T, text []byte) {
 		index := radix.NewTree()

@@ -174,6 +174,9 @@ func (s *Stream) restore() {
 	cold := !rank.complete
 	s.index.Clear(s.Src.Worker)
 	s.setLayout(rank.layout)
+	if len(rank.lower.Stores) > 0 {
+		s.index.RestoreLower(s.Src.Worker, 0, false, rank.lower.Stores)
+	}
 	for r := (snapshotReader{data: rank.runs}); len(r.data) > 0; {
 		var head runHead
 		s.blocks, head = r.run(s.blocks[:0])
@@ -187,8 +190,8 @@ func (s *Stream) restore() {
 			cold = true
 		}
 	}
-	if rank.lower.Chunk > 0 || rank.lower.Doubtful || len(rank.lower.Stores) > 0 {
-		s.index.RestoreLower(s.Src.Worker, rank.lower.Chunk, rank.lower.Doubtful, rank.lower.Stores)
+	if rank.lower.Chunk > 0 || rank.lower.Doubtful {
+		s.index.RestoreLower(s.Src.Worker, rank.lower.Chunk, rank.lower.Doubtful, nil)
 	}
 	s.pinned.Store(rank.pinned)
 	s.chunkBlocks = rank.lower.Chunk

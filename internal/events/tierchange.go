@@ -25,7 +25,7 @@ type lowerChange struct {
 	SetChunk int   `json:"set_chunk,omitempty"`
 	Settled  *bool `json:"settled,omitempty"` // of radix.Index.SettleLower
 
-	// Of a rank as a whole, behind the blocks of a dump.
+	// Of a rank as a whole: the stores before the blocks of a dump, the rest behind them.
 	Chunk    int      `json:"chunk,omitempty"`
 	Doubtful bool     `json:"doubtful,omitempty"`
 	Stores   []string `json:"stores,omitempty"`
@@ -101,6 +101,9 @@ func lowerChanges(d radix.LowerDump) iter.Seq[lowerChange] {
 		if d.Empty() {
 			return
 		}
+		if len(d.Stores) > 0 && !yield(lowerChange{Stores: d.Stores}) {
+			return
+		}
 		var at radix.LowerTier
 		var open run
 		var held []uint64
@@ -136,7 +139,7 @@ func lowerChanges(d radix.LowerDump) iter.Seq[lowerChange] {
 			open.blocks = append(open.blocks, b.StoredBlock)
 		}
 		if flush() {
-			yield(lowerChange{Chunk: d.Chunk, Doubtful: d.Doubtful, Stores: d.Stores})
+			yield(lowerChange{Chunk: d.Chunk, Doubtful: d.Doubtful})
 		}
 	}
 }

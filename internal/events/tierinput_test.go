@@ -58,6 +58,7 @@ func TestTierEvents(t *testing.T) {
 		{"on both", many(device(1, 0, 6), cpu{1, 0, 6}), "6 {0 0 0}", 0, nil},
 		{"evicted from the device", many(device(1, 0, 6), cpu{1, 0, 6}, off(1, 2, 6)), "2 {4 0 0}", 0, nil},
 		{"in lower case", many(device(1, 0, 6), in(chunk(1, 0, 6), "medium", "cpu"), off(1, 0, 6)), "0 {6 0 0}", 0, nil},
+		{"the device by another name", many(in(device(1, 0, 2), "medium", "device"), in(device(1, 2, 4), "medium", "gpu")), "4 {0 0 0}", 0, nil},
 		{"media unknown", many(device(1, 0, 2), in(chunk(1, 2, 6), "medium", "TAPE")), "2 {0 0 0}", 0, map[string]uint64{"unknown_media": 1, "ignored": 1}},
 		{"the device of another process", many(device(1, 0, 2), in(device(1, 2, 6), "locality", "REMOTE")), "2 {0 0 0}", 0, map[string]uint64{"unknown_media": 1}},
 		{"children before parents", many(cpu{1, 5, 6}, cpu{1, 3, 4}, cpu{1, 4, 5}, cpu{1, 2, 3}, cpu{1, 1, 2}, device(1, 0, 1)), "1 {5 0 0}", 0, nil},

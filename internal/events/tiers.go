@@ -1,7 +1,6 @@
 package events
 
 import (
-	"bytes"
 	"fmt"
 	"strings"
 
@@ -22,7 +21,14 @@ const remote = "REMOTE"
 // onDevice reports whether an event is about the engine's own cache, rather than a lower
 // tier or another process.
 func (e *kvEvent) onDevice() bool {
-	return (len(e.medium) == 0 || string(e.medium) == "GPU" || bytes.EqualFold(e.medium, []byte("GPU"))) && string(e.locality) != remote
+	if string(e.locality) == remote {
+		return false
+	}
+	if len(e.medium) == 0 || string(e.medium) == "GPU" {
+		return true
+	}
+	tier, known := kv.TierOf(string(e.medium[:min(len(e.medium), maxMedium)]))
+	return known && tier == kv.Device
 }
 
 // maxMedium bounds the name of a medium that may be known, bytes.

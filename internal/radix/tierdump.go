@@ -23,9 +23,10 @@ type LowerDump struct {
 	Doubtful bool
 	Stores   []string // that it reads
 	// Blocks yields each block after its parent, a block with several copies once for each.
-	// Storing them one by one, behind the worker's blocks on the device, gives the same
-	// matches. The blocks of a store are with the first worker that reads it. Blocks behind
-	// a hole are omitted.
+	// Storing them one by one, behind the worker's blocks on the device and the attachment
+	// of its stores, gives the same matches. The blocks of a store are with the first worker that reads it. Blocks behind
+	// a hole are omitted, as are those of a store behind blocks that only another reader of it
+	// holds.
 	Blocks iter.Seq[LowerBlock]
 }
 
@@ -56,8 +57,12 @@ func (r *Tree) DumpLowerOf(w kv.WorkerKey) (d LowerDump) {
 	tiers(&lower.own, -1)
 	for i, s := range lower.stores {
 		d.Stores = append(d.Stores, s.name)
-		if r.firstReader(s) == w {
-			tiers(&s.slots, int8(i))
+		from := len(held)
+		tiers(&s.slots, int8(i))
+		if r.firstReader(s) != w { // they only give their children a place
+			for j := range held[from:] {
+				held[from+j].copies = 0
+			}
 		}
 	}
 	waiting := lower.dumpWaiting(w)

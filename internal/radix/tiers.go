@@ -264,6 +264,7 @@ func (r *Tree) lowerOf(at LowerTier) (slot uint32, store *sharedStore, ok bool) 
 		store.readers++
 		lower.stores = append(lower.stores, store)
 		lower.relist()
+		lower.waiting.all()
 	}
 	return slot, store, true
 }
@@ -378,6 +379,9 @@ func (r *Tree) holdAt(first uint32, store *sharedStore, at LowerTier, engine uin
 		}
 	}
 	lower.waiting.place(engine)
+	if store != nil {
+		r.placeForReaders(store, engine)
+	}
 	if r.lowerHeld > r.lowerMost {
 		r.dropLargest()
 	}
@@ -513,7 +517,8 @@ func (r *Tree) SetChunk(w kv.WorkerKey, blocks int) {
 	r.slots[slot].lower.chunk = min(max(0, blocks), maxChunk)
 }
 
-// RestoreLower sets what a LowerDump says of w beside the blocks.
+// RestoreLower sets what a LowerDump says of w beside the blocks: the stores before them,
+// the rest behind them. A chunk of 0 and no stores change nothing.
 func (r *Tree) RestoreLower(w kv.WorkerKey, chunk int, doubtful bool, stores []string) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
@@ -521,8 +526,11 @@ func (r *Tree) RestoreLower(w kv.WorkerKey, chunk int, doubtful bool, stores []s
 		r.lowerOf(LowerTier{Worker: w, Shared: true, Store: store})
 	}
 	slot, _, _ := r.lowerOf(LowerTier{Worker: w})
-	r.slots[slot].lower.chunk = min(max(0, chunk), maxChunk)
+	if chunk > 0 {
+		r.slots[slot].lower.chunk = min(chunk, maxChunk)
+	}
 	r.slots[slot].lower.doubtful = doubtful
+	r.settleAll(slot)
 }
 
 // LowerOf returns what the index has of the lower tiers of w.

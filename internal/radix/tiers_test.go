@@ -222,7 +222,68 @@ func TestTiersMatchAsTheModel(t *testing.T) {
 			hashes, blocks = modelPrompt(t)
 			compareTiers(t, r, m, keys, hashes, blocks)
 		}
+		restored := restoredTiers(t, r)
+		for range 5 {
+			_, blocks := modelPrompt(t)
+			restoredMatches(t, restored, r, m, blocks)
+		}
 	})
+}
+
+// restoredTiers returns another index with what the dumps of r yield.
+func restoredTiers(t *rapid.T, r *Tree) *Tree {
+	restored := NewTree()
+	workers := r.Workers()
+	if rapid.Bool().Draw(t, "backwards") { // the first reader of a store comes last
+		slices.Reverse(workers)
+	}
+	for _, w := range workers {
+		for b := range r.DumpOf(w) {
+			if err := restored.Store(w, b.Parent, b.HasParent, []kv.StoredBlock{b.StoredBlock}); err != nil {
+				t.Fatal(err)
+			}
+		}
+		lower := r.DumpLowerOf(w)
+		if lower.Empty() {
+			continue
+		}
+		restored.RestoreLower(w, 0, false, lower.Stores)
+		for b := range lower.Blocks {
+			if b.Placed {
+				restored.StoreLower(b.At, b.Parent, b.HasParent, []kv.StoredBlock{b.StoredBlock})
+			} else {
+				restored.HoldLower(b.At, []uint64{b.Engine})
+			}
+		}
+		restored.RestoreLower(w, lower.Chunk, lower.Doubtful, nil)
+	}
+	if err := restored.Check(); err != nil {
+		t.Fatal(err)
+	}
+	return restored
+}
+
+// restoredMatches compares a restored index with the original one. A block of a store
+// behind one that only another reader holds may be missing.
+func restoredMatches(t *rapid.T, restored, r *Tree, m *tierModel, blocks []kv.StoredBlock) {
+	local := make([]uint64, len(blocks))
+	for i, b := range blocks {
+		local[i] = b.Local
+	}
+	got, want := restored.Match(local, len(local), nil), r.Match(local, len(local), nil)
+	reads := false
+	for _, w := range m.workers {
+		reads = reads || len(w.reads) > 0
+	}
+	if !reads && !slices.Equal(got, want) {
+		t.Fatalf("a restored index matches %+v, want %+v", got, want)
+	}
+	for _, g := range got {
+		i := slices.IndexFunc(want, func(w kv.Match) bool { return w.Worker == g.Worker })
+		if i < 0 || g.Blocks != want[i].Blocks || g.Lower.Total() > want[i].Lower.Total() {
+			t.Fatalf("a restored index matches %+v, more than %+v", got, want)
+		}
+	}
 }
 
 // unread ends the worker's reading of its stores: a store goes with its last reader.

@@ -61,6 +61,24 @@ func (w *waiting) place(engine uint64) {
 	delete(w.children, engine)
 }
 
+// all makes all blocks ready: the worker reads one store more.
+func (w *waiting) all() {
+	for key := range w.blocks {
+		w.ready = append(w.ready, key)
+	}
+}
+
+// placeForReaders makes ready what other workers have waiting for a block of a store.
+func (r *Tree) placeForReaders(store *sharedStore, engine uint64) {
+	for _, p := range r.workers {
+		lower := r.slots[p.slot].lower
+		if lower != nil && len(lower.waiting.blocks) > 0 && slices.Contains(lower.stores, store) {
+			lower.waiting.place(engine)
+			r.readers = r.readers || len(lower.waiting.ready) > 0
+		}
+	}
+}
+
 // remove takes one copy of a block in a tier out, all of one in a store, and reports
 // whether it was there.
 func (w *waiting) remove(engine uint64, store *sharedStore, tier kv.Tier) bool {
@@ -117,9 +135,23 @@ func without(lists map[uint64][]waitingKey, at uint64, key waitingKey) {
 	}
 }
 
-// settleAll gives all ready blocks of a worker their place. It unlocks r.mu for a moment
-// after each settledTogether of them, so that lookups may go on.
+// settleAll gives all ready blocks of a worker their place, and of others those that waited
+// for a block of a store. It unlocks r.mu for a moment after each settledTogether of them,
+// so that lookups may go on.
 func (r *Tree) settleAll(slot uint32) {
+	r.settleOne(slot)
+	for r.readers {
+		r.readers = false
+		for i := 0; i < len(r.workers); i++ { // which may change meanwhile
+			slot := r.workers[i].slot
+			if lower := r.slots[slot].lower; lower != nil && len(lower.waiting.ready) > 0 {
+				r.settleOne(slot)
+			}
+		}
+	}
+}
+
+func (r *Tree) settleOne(slot uint32) {
 	lower := r.slots[slot].lower
 	for r.settle(slot, lower) {
 		r.mu.Unlock()
