@@ -145,8 +145,31 @@ func lowerChanges(d radix.LowerDump) iter.Seq[lowerChange] {
 func (l *Log) lowered(c lowerChange) {
 	var e peerEvent
 	e.Data.Lower = &c
-	l.newest().lowered = true
-	l.note(e, c.blocks())
+	b := l.newest()
+	b.lowered = true
+	if n := len(b.events); n > 0 && b.events[n-1].Data.Lower.joins(&c) {
+		if b.blocks += c.blocks(); b.blocks > loggedBlocks {
+			l.relay()
+		}
+		return
+	}
+	l.note(e, loggedLower+c.blocks())
+}
+
+// loggedLower is what a change of a lower tier counts beside its blocks in a Log: it takes
+// some 300 bytes.
+const loggedLower = 8
+
+// joins adds the blocks of next to c, if both are hashes for the same.
+func (c *lowerChange) joins(next *lowerChange) bool {
+	if c == nil || c.Stored != nil || next.Stored != nil || c.Tier != next.Tier || c.Shared != next.Shared || c.Store != next.Store || c.Again != next.Again {
+		return false
+	}
+	if held := len(c.Held) > 0; c.blocks() == 0 || next.blocks() == 0 || held != (len(next.Held) > 0) {
+		return false
+	}
+	c.Held, c.Removed = append(c.Held, next.Held...), append(c.Removed, next.Removed...)
+	return true
 }
 
 // lowerStored, lowerHeld and lowerRemoved note changes of the tier at.

@@ -172,6 +172,52 @@ func TestTiersKeepSaltsApart(t *testing.T) {
 	}
 }
 
+// Nor do they name media: the device puts such a block to its place.
+func TestTiersFollowTheDevice(t *testing.T) {
+	media := in(testkit.StoredEvent(1, 1, 2), "extra_keys", []any{[]any{[]any{"photo", 0}}})
+	_, index, _ := streamWith(testkit.Payload(t, 1, testkit.StoredEvent(1, 0, 1), chunk(1, 1, 2), media, testkit.RemovedEvent(1, 1, 2)))
+	if err := index.Check(); err != nil {
+		t.Fatal(err)
+	}
+	words := [][]uint64{nil, kv.MediaWords(nil, []kv.Media{{Hash: kv.MediaHash("photo")}})}
+	for name, local := range map[string][]uint64{
+		"text":  kv.HashBlocks(nil, testkit.PromptTokens(1, 2), testkit.BlockSize, "", ""),
+		"media": kv.HashMediaBlocks(nil, testkit.PromptTokens(1, 2), testkit.BlockSize, "", "", words),
+	} {
+		want := map[string]int{"text": 0, "media": 1}[name]
+		if m := index.Match(local, 2, nil); len(m) != 1 || m[0].Blocks != 1 || m[0].Lower.Total() != want {
+			t.Errorf("%s: %+v, want 1 block and %d lower", name, m, want)
+		}
+	}
+}
+
+// What a log keeps of tiers is bounded, and hashes that come one by one are together.
+func TestLogOfTiersIsBounded(t *testing.T) {
+	s, _, _ := streamWith(testkit.Payload(t, 1, testkit.StoredEvent(1, 0, 6)))
+	off := make([]testkit.Event, 1000)
+	for i := range off {
+		off[i] = in(testkit.Event{"removed": []uint64{uint64(i)}}, "medium", "CPU")
+	}
+	s.Apply(1, testkit.Payload(t, 1, off...), true)
+	if n := len(s.History().newest().events); n != 1 {
+		t.Errorf("%d events for removals in one tier", n)
+	}
+	stores := make([]testkit.Event, 5000)
+	for i := range stores {
+		stores[i] = in(testkit.Event{"stored": []uint64{uint64(i) + 1}, "parent": uint64(i) + 2, "tokens": []int{1, 2, 3, 4}, "block_size": 4}, "medium", "CPU")
+	}
+	kept := 0
+	for seq := range uint64(20) {
+		s.Apply(2+seq, testkit.Payload(t, 1, clones(stores)...), true)
+	}
+	for _, b := range s.History().batches {
+		kept += len(b.events)
+	}
+	if blocks := s.History().blocks; blocks > loggedBlocks || kept > loggedBlocks/loggedLower || kept < 5000 {
+		t.Errorf("%d events with %d blocks are kept", kept, blocks)
+	}
+}
+
 // What is in a store is there for all that read it.
 func TestStoresAreReadByAllThatNameThem(t *testing.T) {
 	index := radix.NewTree()

@@ -48,9 +48,10 @@ func (s *Stream) lowerTier(e *kvEvent) (at radix.LowerTier, medium string, ok bo
 }
 
 // followsTiers reports whether the index can continue a match in lower tiers: the engine
-// has one KV-cache group, of full attention.
+// has one KV-cache group, of full attention, and no drafter, with which vLLM's connector
+// leaves out the last chunk.
 func (s *Stream) followsTiers() bool {
-	return !s.layout.DropsLast && (len(s.layout.Groups) == 0 || len(s.layout.Groups) == 1 && !s.windowed())
+	return !s.layout.DropsLast && !s.looksAhead && (len(s.layout.Groups) == 0 || len(s.layout.Groups) == 1 && !s.windowed())
 }
 
 // applyLower applies a store or removal of a lower tier.
@@ -77,17 +78,13 @@ func (s *Stream) applyLower(e *kvEvent) {
 	if medium == mediumPinned {
 		s.pinned.Store(true)
 	}
-	if len(e.tokens) == 0 || s.looksAhead {
+	if len(e.tokens) == 0 {
 		// vLLM names no more than the hash unless its events are self-describing.
 		hashes := s.inParts(e.hashes)
 		s.lost(s.index.HoldLower(at, hashes))
 		s.history.lowerHeld(at, hashes)
 		counts.Stored.Add(uint64(len(hashes)))
 		return
-	}
-	own := s.Src.BlockSize
-	if len(s.layout.Groups) > 0 {
-		own = s.layout.Groups[0].Block
 	}
 	parts := e.blockSize / s.Src.BlockSize
 	var err error
@@ -103,7 +100,9 @@ func (s *Stream) applyLower(e *kvEvent) {
 	}
 	// vLLM announces the blocks of a chunk together, SGLang many that are loaded one by one.
 	chunk := parts
-	if at.Partial = (medium == mediumCPU || medium == mediumStorage) && e.blockSize == own; at.Partial {
+	// Other block sizes are those of other caches, whose hashes the device does not name.
+	own := len(s.layout.Groups) == 0 || e.blockSize == s.layout.Groups[0].Block
+	if at.Partial = own && (medium == mediumCPU || medium == mediumStorage); at.Partial {
 		chunk = len(s.blocks)
 	}
 	if chunk > max(1, s.chunkBlocks) {

@@ -315,6 +315,10 @@ func (r *Tree) checkLower(uses []int) error {
 			continue
 		}
 		lowered++
+		again := lowerTiers{own: lower.own, stores: lower.stores}
+		if again.relist(); !slices.Equal(lower.present, again.present) {
+			return fmt.Errorf("worker %v lists the tiers %v, and has %v", p.key, lower.present, again.present)
+		}
 		for _, s := range lower.stores {
 			readers[s]++
 		}

@@ -479,6 +479,9 @@ func (r *Tree) storeBlock(slot, at uint32, block kv.StoredBlock) uint32 {
 	if s.groups != nil {
 		r.follow(s.groups, block.Engine, n)
 	}
+	if s.lower != nil {
+		r.followLower(s.lower, block.Engine, n)
+	}
 	if old != 0 {
 		// After addMember, which keeps the path to n from being freed.
 		s.copies.Delete(block.Engine, 0)

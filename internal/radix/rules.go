@@ -97,6 +97,7 @@ type path struct {
 
 	slots [kv.MaxCacheGroups]uint32 // that held is about
 	count int                       // of them
+	last  int                       // run that runAt has found
 	run   int                       // that held is about
 	held  bool                      // all slots hold the blocks of the run
 	full  []int                     // of hit: by kind, what it accepts plus 1

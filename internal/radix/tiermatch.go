@@ -22,7 +22,7 @@ func (r *Tree) matchLower(p *workerPlace, walked *path, usable, whole, start int
 		held = dst[start].Blocks
 	}
 	lower := s.lower
-	if lower.own == noSlots() && len(lower.stores) == 0 {
+	if len(lower.present) == 0 {
 		return dst
 	}
 	if staged := r.stagedRun(lower, walked, held, min(whole, walked.length)); staged != (kv.LowerBlocks{}) {
@@ -48,8 +48,8 @@ func (r *Tree) matchLower(p *workerPlace, walked *path, usable, whole, start int
 			}
 			// The chunk is where its last block is.
 			from, to := max(at, held), min(at+chunk, usable)
-			tier, _ := r.tierAt(lower, walked, at+chunk-1)
-			add(&found, tier, to-from)
+			last := walked.runs[walked.runAt(at+chunk-1)].set
+			add(&found, lower.fastest(walked.sets.words(last)), to-from)
 			end = at + chunk
 		}
 		if end-held < chunk {
@@ -77,11 +77,14 @@ func (r *Tree) stagedRun(lower *lowerTiers, walked *path, at, end int) (staged k
 	}
 	for place, tier := range kv.LowerTiers {
 		for at < end {
-			words, until := walked.at(at)
-			if !hasSlot(words, lower.own[place]) {
+			run := walked.runAt(at)
+			if !hasSlot(walked.sets.words(walked.runs[run].set), lower.own[place]) {
 				break
 			}
-			until = min(until, end)
+			until := end
+			if run+1 < len(walked.runs) {
+				until = min(until, walked.runs[run+1].start)
+			}
 			add(&staged, tier, until-at)
 			at = until
 		}
@@ -92,46 +95,42 @@ func (r *Tree) stagedRun(lower *lowerTiers, walked *path, at, end int) (staged k
 // runLower adds to found the blocks from at on, in their fastest tier, and returns the
 // first that no tier has, or end.
 func (r *Tree) runLower(lower *lowerTiers, walked *path, at, end int, found *kv.LowerBlocks) int {
-	for at < end {
-		tier, until := r.tierAt(lower, walked, at)
+	for i := walked.runAt(at); at < end; i++ {
+		tier := lower.fastest(walked.sets.words(walked.runs[i].set))
 		if tier == kv.Device {
 			return at
 		}
-		until = min(until, end)
+		until := end
+		if i+1 < len(walked.runs) {
+			until = min(end, walked.runs[i+1].start)
+		}
 		add(found, tier, until-at)
 		at = until
 	}
 	return end
 }
 
-// tierAt returns the fastest lower tier that has block i of the prompt, kv.Device if none
-// does, and the end of the blocks of which the same is true.
-func (r *Tree) tierAt(lower *lowerTiers, walked *path, i int) (tier kv.Tier, until int) {
-	words, until := walked.at(i)
-	for place, tier := range kv.LowerTiers {
-		if hasSlot(words, lower.own[place]) {
-			return tier, until
-		}
-		for _, store := range lower.stores {
-			if hasSlot(words, store.slots[place]) {
-				return tier, until
-			}
+// fastest returns the fastest lower tier among slots, kv.Device if none is.
+func (l *lowerTiers) fastest(slots []uint64) kv.Tier {
+	for _, t := range l.present {
+		if hasSlot(slots, t.slot) {
+			return t.tier
 		}
 	}
-	return kv.Device, until
+	return kv.Device
 }
 
-// at returns the slots that have block i, and the end of the blocks that the same have.
-func (p *path) at(i int) (slots []uint64, until int) {
-	at := len(p.runs) - 1
+// runAt returns the run that has block i.
+func (p *path) runAt(i int) int {
+	at := min(p.last, len(p.runs)-1)
 	for p.runs[at].start > i {
 		at--
 	}
-	until = p.length
-	if at+1 < len(p.runs) {
-		until = p.runs[at+1].start
+	for at+1 < len(p.runs) && p.runs[at+1].start <= i {
+		at++
 	}
-	return p.sets.words(p.runs[at].set), until
+	p.last = at
+	return at
 }
 
 func add(to *kv.LowerBlocks, tier kv.Tier, blocks int) {

@@ -53,11 +53,19 @@ func noSlots() tierSlots { return tierSlots{noSlot, noSlot, noSlot} }
 type lowerTiers struct {
 	own    tierSlots
 	stores []*sharedStore // that it reads
+	// present are the slots of own and stores that exist, the fastest tiers first.
+	present []presentTier
 	// chunk is the number of blocks that the engine loads whole or not at all; 0: one.
 	chunk int
 	// doubtful means that the own tiers may have been emptied without an event.
 	doubtful bool
 	waiting  waiting
+}
+
+// presentTier is a tier that holds blocks.
+type presentTier struct {
+	slot uint32
+	tier kv.Tier
 }
 
 // sharedStore is a store that several workers read.
@@ -255,8 +263,33 @@ func (r *Tree) lowerOf(at LowerTier) (slot uint32, store *sharedStore, ok bool) 
 	if !slices.Contains(lower.stores, store) {
 		store.readers++
 		lower.stores = append(lower.stores, store)
+		lower.relist()
 	}
 	return slot, store, true
+}
+
+// relist makes present again, after own or stores have changed.
+func (l *lowerTiers) relist() {
+	l.present = l.present[:0]
+	for i, tier := range kv.LowerTiers {
+		if l.own[i] != noSlot {
+			l.present = append(l.present, presentTier{l.own[i], tier})
+		}
+		for _, s := range l.stores {
+			if s.slots[i] != noSlot {
+				l.present = append(l.present, presentTier{s.slots[i], tier})
+			}
+		}
+	}
+}
+
+// relistAll does so for all workers.
+func (r *Tree) relistAll() {
+	for _, p := range r.workers {
+		if lower := r.slots[p.slot].lower; lower != nil {
+			lower.relist()
+		}
+	}
 }
 
 // store returns the store of that name, or nil.
@@ -320,6 +353,11 @@ func (r *Tree) holdAt(first uint32, store *sharedStore, at LowerTier, engine uin
 	if slot == noSlot {
 		slot = r.newSlot()
 		slots[at.Tier-1] = slot
+		if store != nil {
+			r.relistAll()
+		} else {
+			lower.relist()
+		}
 	}
 	s := &r.slots[slot]
 	old := s.blocks.Get(engine, 0)
@@ -342,6 +380,21 @@ func (r *Tree) holdAt(first uint32, store *sharedStore, at LowerTier, engine uin
 	lower.waiting.place(engine)
 	if r.lowerHeld > r.lowerMost {
 		r.dropLargest()
+	}
+}
+
+// followLower puts a block of a worker's lower tiers to node n, at which the device has just
+// stored it: events of lower tiers do not name all that its place depends on.
+func (r *Tree) followLower(lower *lowerTiers, engine uint64, n uint32) {
+	for _, t := range lower.present {
+		s := &r.slots[t.slot]
+		old := s.blocks.Get(engine, 0)
+		if old == 0 || old == n {
+			continue
+		}
+		s.blocks.Put(engine, 0, n)
+		r.addMember(t.slot, n)
+		r.dropMember(t.slot, old)
 	}
 }
 
@@ -368,10 +421,11 @@ func (r *Tree) dropLargest() {
 	if largest != nil {
 		r.lowerLost += most
 		r.emptyTier(largest)
+		r.relistAll()
 	}
 }
 
-// emptyTier drops all blocks of a tier.
+// emptyTier drops all blocks of a tier. The caller lists the tiers of its workers again.
 func (r *Tree) emptyTier(slot *uint32) {
 	if *slot != noSlot {
 		r.lowerHeld -= r.slots[*slot].blocks.Len()
@@ -416,6 +470,7 @@ func (r *Tree) ClearDevice(w kv.WorkerKey, host bool) {
 	if lower != nil && host {
 		r.emptyTier(&lower.own[kv.Host-1])
 		lower.waiting.drop(nil, kv.Host)
+		lower.relist()
 	} else if lower != nil {
 		lower.doubtful = lower.own != noSlots()
 	}
