@@ -105,18 +105,34 @@ func (s *TierSite) Calm() {
 // source is the tokens that all workers found cached in a tier, by their own count.
 func (s *TierSite) source(name string) (sum float64) {
 	for _, w := range s.Workers() {
-		for line := range strings.SplitSeq(string(s.Get(*w.Endpoint+"/metrics")), "\n") {
-			if sources.MatchString(line) && strings.Contains(line, fmt.Sprintf("%q", name)) {
-				n, _ := strconv.ParseFloat(line[strings.LastIndex(line, " ")+1:], 64)
-				sum += n
-			}
-		}
+		sum += sumOf(s.Get(*w.Endpoint+"/metrics"), sources, name)
 	}
 	return sum
 }
 
-// sources are the lines of engines about the tiers that cached tokens came from.
-var sources = regexp.MustCompile(`^(vllm:prompt_tokens_cached_by_source_total|sglang:cached_tokens_total)\{`)
+// predicted is the tokens that the router has predicted for a tier.
+func (s *TierSite) predicted(tier string) float64 {
+	return sumOf(s.Get(s.OpenAI+"/metrics"), predictions, tier)
+}
+
+// sources are the lines of engines about the tiers that cached tokens came from, and
+// predictions those of the router about the tiers that it predicted them for.
+var (
+	sources     = regexp.MustCompile(`^(vllm:prompt_tokens_cached_by_source_total|sglang:cached_tokens_total)\{`)
+	predictions = regexp.MustCompile(`^kvrouter_predicted_tokens_total\{`)
+)
+
+// sumOf adds up the values of the lines of a page that match and have the value of a
+// label.
+func sumOf(page []byte, match *regexp.Regexp, value string) (sum float64) {
+	for line := range strings.SplitSeq(string(page), "\n") {
+		if match.MatchString(line) && strings.Contains(line, fmt.Sprintf("%q", value)) {
+			n, _ := strconv.ParseFloat(line[strings.LastIndex(line, " ")+1:], 64)
+			sum += n
+		}
+	}
+	return sum
+}
 
 // Load sends so many prompts, one at a time, and demands that nearly all predictions are
 // exact, apart from those of files.
@@ -128,6 +144,7 @@ func (s *TierSite) Load(requests int, what string, files bool) {
 	for _, name := range []string{"device", "host", "disk", "storage"} {
 		before[name] = s.source(name)
 	}
+	device, host := s.predicted("device"), s.predicted("host")
 	for i := range requests {
 		f := s.Ask(s.Next())
 		all, predicted = all+f.Cached, predicted+f.Predicted
@@ -150,6 +167,12 @@ func (s *TierSite) Load(requests int, what string, files bool) {
 		}
 		return int(sum) == all
 	})
+	// Where all are exact, they are in each tier. The router counts a request at its end.
+	if exact == requests && !files {
+		testkit.Eventually(s.T, 20*time.Second, fmt.Sprintf("%s: predictions by tier equal the engines' counts: %v", what, came), func() bool {
+			return s.predicted("device")-device == came["device"] && s.predicted("host")-host == came["host"]
+		})
+	}
 	s.T.Logf("%s: %d of %d exact; %d of %d tokens predicted; %v", what, exact, requests, predicted, all, came)
 }
 

@@ -15,6 +15,9 @@ func TestTiersOfMockWorkersArePredicted(t *testing.T) {
 		"SGLang":            {"--mock-host-blocks=300", "--mock-api=sglang"},
 	} {
 		t.Run(name, func(t *testing.T) {
+			if testing.Short() && name != "vLLM" {
+				t.Skip("one form is enough for a short run")
+			}
 			s := NewTierSite(StartMocks(t, 2, append(args, "--mock-num-gpu-blocks=60", "--speedup-ratio=0")...).Router)
 			s.Quiet = 40 * time.Millisecond
 			s.WaitReady(2, time.Minute)

@@ -93,8 +93,10 @@ func (w *Worker) serverInfo(out http.ResponseWriter, _ *http.Request) {
 		"max_running_requests": w.cfg.MockMaxNumSeqs, "max_total_tokens": w.capacity(), "max_prefill_tokens": w.cfg.MockMaxNumBatchedTokens,
 		"chunked_prefill_size": w.cfg.MockMaxNumBatchedTokens, "api_key": nil, "kv_events_config": nil,
 	}
-	args["enable_hierarchical_cache"] = len(w.cfg.Tiers()) > 0
-	if args["hicache_storage_backend"] = nil; w.cfg.MockDiskBlocks > 0 {
+	if len(w.cfg.Tiers()) > 0 {
+		args["enable_hierarchical_cache"] = true
+	}
+	if w.cfg.MockDiskBlocks > 0 {
 		args["hicache_storage_backend"] = "file"
 	}
 	var follow map[string]any

@@ -46,11 +46,7 @@ func TestHostMemoryOfVLLM(t *testing.T) {
 		for _, w := range s.Workers() {
 			s.Post(*w.Endpoint + path)
 		}
-		for range 8 {
-			if f := s.Ask(s.Next()); f.Predicted > f.Cached {
-				t.Errorf("after %s: predicted %d, cached %d", path, f.Predicted, f.Cached)
-			}
-		}
+		settle(s, path)
 		s.Load(20, "after "+path, false)
 	}
 
@@ -62,6 +58,7 @@ func TestHostMemoryOfVLLM(t *testing.T) {
 	other.WaitReady(2, time.Minute)
 	other.Talks = s.Talks
 	other.Calm()
+	settle(other, "another router") // has read of the resets, and not of the answers after them
 	other.Load(20, "another router", false)
 
 	dies := s.Workers()[0]
@@ -72,6 +69,17 @@ func TestHostMemoryOfVLLM(t *testing.T) {
 	s.WaitReady(2, 8*time.Minute)
 	s.Calm()
 	s.Load(20, "a restarted worker", false)
+}
+
+// settle sends prompts until the answers have shown what doubtful tiers still have. Only
+// the first may find less than predicted: vLLM publishes a reset with its next step.
+func settle(s *test.TierSite, after string) {
+	s.T.Helper()
+	for i := range 8 {
+		if f := s.Ask(s.Next()); f.Predicted > f.Cached && i > 0 {
+			s.T.Errorf("after %s, request %d: predicted %d, cached %d", after, i, f.Predicted, f.Cached)
+		}
+	}
 }
 
 func TestFilesOfVLLM(t *testing.T) {
