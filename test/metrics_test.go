@@ -6,6 +6,7 @@ import (
 	"io"
 	"kvrouter/internal/kv"
 	"kvrouter/internal/testkit"
+	"kvrouter/internal/tokens"
 	"maps"
 	"net/http"
 	"os"
@@ -127,6 +128,31 @@ func TestMetricsPage(t *testing.T) {
 	})
 	t.Run("traced", func(t *testing.T) {
 		look(startTraced(t, traceTo(deadURL()), 1).Router)
+	})
+	t.Run("lower tiers", func(t *testing.T) {
+		for _, api := range []string{"vllm", "sglang"} {
+			farm := StartMocks(t, 1, "--mock-api="+api, "--mock-host-blocks=70", "--mock-disk-blocks=200", "--mock-num-gpu-blocks=60", "--speedup-ratio=100")
+			s := NewTierSite(farm.Router)
+			s.Quiet = 40 * time.Millisecond
+			s.WaitReady(1, time.Minute)
+			s.Load(30, "load", true)
+			look(s.Router)
+			r, seen := s.Router, "kvrouter_tier_predictions_total"
+			if api == "sglang" { // only its answers have the tiers
+				for range 2 {
+					Post(t, s.OpenAI+"/generate", fmt.Sprintf(`{"input_ids":%s,"sampling_params":{"max_new_tokens":1}}`, tokens.AppendTokens(nil, s.Talks[0])))
+				}
+			} else { // a new router reads the counters of loads every 5 s from the start
+				r, seen = Start(t, append([]string{"--engine=none"}, farm.Attach()...)...), "kvrouter_worker_tier_bandwidth_bytes"
+			}
+			testkit.Eventually(t, time.Minute, seen, func() bool {
+				if api == "vllm" {
+					s.Load(5, "more load", true)
+				}
+				look(r)
+				return found[seen] != ""
+			})
+		}
 	})
 	t.Run("work, workers that fail", func(t *testing.T) {
 		s := StartMocks(t, 2, "--eject-after=3")

@@ -57,7 +57,7 @@ func TestBadIndexSnapshotsAreRefusedWithOneLine(t *testing.T) {
 		body := append(bytes.Clone(head), rest...)
 		return binary.LittleEndian.AppendUint64(body, xxh3.Hash(body))
 	}
-	const beforeText = 1 + 8 + 4 + 8 + 8 + 1 + 8 // of a rank
+	const beforeText = 1 + 8 + 4 + 8 + 8 // of a rank
 	rank := append([]byte{1}, make([]byte, beforeText-1)...)
 	for _, c := range []struct {
 		name   string
@@ -69,9 +69,9 @@ func TestBadIndexSnapshotsAreRefusedWithOneLine(t *testing.T) {
 		{"a bit flipped", flipped, true, false},
 		{"truncated", good[:len(good)/2], true, false},
 		{"empty", nil, true, false},
-		{"another version", bytes.Replace(good, []byte("snapshot 2"), []byte("snapshot 1"), 1), true, false},
+		{"another version", bytes.Replace(good, []byte("snapshot 3"), []byte("snapshot 2"), 1), true, false},
 		{"a text of 65,535 bytes", sealed(append(rank, 0xff, 0xff)...), true, false},
-		{"4,294,967,295 blocks", sealed(append(rank, 0, 0, 0, 0, 0xff, 0xff, 0xff, 0xff)...), true, false},
+		{"4,294,967,295 blocks", sealed(append(rank, 0, 0, 0, 0, 0, 0, 0, 0xff, 0xff, 0xff, 0xff)...), true, false},
 		{"another magic", append([]byte("KV"), good[2:]...), false, false},
 		{"somebody else's", []byte("worker: http://gpu-1:8100\n"), false, false},
 	} {

@@ -106,6 +106,9 @@ func New(deps Deps) *Metrics {
 	t.promptDiffers = counter("prompt_tokens_mismatch_total", "Responses whose usage.prompt_tokens differs from the router's own count, by source of the router's tokens.", "source")
 	t.retries = counter("retries_total", "Retries on another worker after the worker failed before the first byte of its response.", "worker_id")
 	t.migrations = counter("migrations_total", "Streams whose worker failed during the answer, by result: ok, failed, refused, limited, no_worker.", "result")
+	for _, result := range []string{proxy.MigratedOK, proxy.MigratedFailed, proxy.MigratedRefused, proxy.MigratedLimited, proxy.MigratedNoWorker} {
+		t.migrations.WithLabelValues(result)
+	}
 	t.denied = counter("retry_budget_exhausted_total", "Retries denied because of the retry budget, by reason: total, client.", "reason")
 	for _, why := range []string{proxy.DeniedTotal, proxy.DeniedClient} {
 		t.denied.WithLabelValues(string(why))
