@@ -137,11 +137,7 @@ func keysFile(t *testing.T, text string) string {
 }
 
 // deadURL is an address where nothing listens.
-func deadURL() string {
-	s := httptest.NewServer(http.NotFoundHandler())
-	s.Close()
-	return s.URL
-}
+func deadURL(t testing.TB) string { return "http://" + testkit.DeadAddress(t) }
 
 // readAll reads an answer's body and closes it.
 func readAll(t testing.TB, body io.ReadCloser) string {

@@ -127,7 +127,7 @@ func TestMetricsPage(t *testing.T) {
 		look(s.Router)
 	})
 	t.Run("traced", func(t *testing.T) {
-		look(startTraced(t, traceTo(deadURL()), 1).Router)
+		look(startTraced(t, traceTo(deadURL(t)), 1).Router)
 	})
 	t.Run("lower tiers", func(t *testing.T) {
 		for _, api := range []string{"vllm", "sglang"} {

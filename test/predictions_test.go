@@ -603,7 +603,7 @@ func TestRouterTakesFromItsPeerWhatAWorkerCannotReplay(t *testing.T) {
 	chat(1)
 	farm.Settle()
 	before := farm.Blocks(key)
-	second := Start(t, "--engine=none", "--worker=url="+farm.URL(0)+",id=0,replay=tcp"+strings.TrimPrefix(deadURL(), "http"), "--indexer-peers="+farm.Port)
+	second := Start(t, "--engine=none", "--worker=url="+farm.URL(0)+",id=0,replay=tcp"+strings.TrimPrefix(deadURL(t), "http"), "--indexer-peers="+farm.Port)
 	connected, cold := func() bool { return second.Gauge("kvrouter_kv_events_connected", key) == 1 }, func() bool { return second.Gauge("kvrouter_worker_cold", key) == 1 }
 	testkit.Eventually(t, 20*time.Second, "events followed", func() bool { return connected() && farm.Rank(key).Events.Pub.Subscribers() == 2 })
 	chat(2)

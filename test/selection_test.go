@@ -31,7 +31,7 @@ type selectionSite struct {
 func startSelection(t *testing.T, args ...string) *selectionSite {
 	t.Helper()
 	all := []string{"--engine=none", "--policy=kv", "--block-size=4", "--seed=1"}
-	return &selectionSite{Start(t, append(all, args...)...), map[uint64]*mocker.Events{}, deadURL()}
+	return &selectionSite{Start(t, append(all, args...)...), map[uint64]*mocker.Events{}, deadURL(t)}
 }
 
 // register adds a worker of model m with a publisher of its own.
@@ -530,7 +530,7 @@ func TestRegisteredWorkersAreRemovedByTheirURL(t *testing.T) {
 func TestWhatCannotBeAdded(t *testing.T) {
 	t.Parallel()
 	s := startSelection(t, "--startup-timeout=300ms")
-	dead := deadURL()
+	dead := deadURL(t)
 	for _, test := range []struct {
 		query  string
 		status int
@@ -581,7 +581,7 @@ func TestManagingWorkersIsGuarded(t *testing.T) {
 func TestClientThatLeavesAddsNoWorker(t *testing.T) {
 	t.Parallel()
 	s := startSelection(t)
-	request, err := http.NewRequestWithContext(t.Context(), "POST", s.Port+"/add_worker?url="+deadURL(), nil)
+	request, err := http.NewRequestWithContext(t.Context(), "POST", s.Port+"/add_worker?url="+deadURL(t), nil)
 	if err != nil {
 		t.Fatal(err)
 	}

@@ -232,7 +232,7 @@ func (p *parity) addWorker(id uint64, start, count int) {
 		added = append(added, &parityRank{key: kv.WorkerKey{Worker: id, Rank: uint32(rank)}, events: events, held: map[uint64]uint64{}, children: map[uint64]int{}})
 	}
 	query := map[string]any{
-		"worker_id": id, "model_name": parityModel, "endpoint": deadURL(), "block_size": parityBlockSize,
+		"worker_id": id, "model_name": parityModel, "endpoint": deadURL(p), "block_size": parityBlockSize,
 		"max_num_batched_tokens": 8192, "total_kv_blocks": 1000,
 	}
 	if count == 1 && start == 0 {

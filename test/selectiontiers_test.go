@@ -57,7 +57,7 @@ func (p *parity) addTierWorker(id uint64) *tierRank {
 	}
 	p.Cleanup(pub.Close)
 	query := object{
-		"worker_id": id, "model_name": parityModel, "endpoint": deadURL(), "block_size": parityBlockSize,
+		"worker_id": id, "model_name": parityModel, "endpoint": deadURL(p), "block_size": parityBlockSize,
 		"max_num_batched_tokens": 8192, "total_kv_blocks": 1000, "kv_events_endpoint": pub.Endpoint(),
 	}
 	ours, theirs := p.both("POST", "/workers", query)

@@ -272,8 +272,8 @@ func TestCollectorThatIsGoneBlocksNothing(t *testing.T) {
 	silent.Start()
 	defer silent.Close()
 	for _, test := range []struct{ name, url, protocol string }{
-		{"nobody listens, HTTP", deadURL(), "http/protobuf"},
-		{"nobody listens, gRPC", deadURL(), "grpc"},
+		{"nobody listens, HTTP", deadURL(t), "http/protobuf"},
+		{"nobody listens, gRPC", deadURL(t), "grpc"},
 		{"it never answers, HTTP", silent.URL, "http/protobuf"},
 	} {
 		t.Run(test.name, func(t *testing.T) {

@@ -10,6 +10,7 @@ import (
 	"strings"
 	"testing"
 
+	"kvrouter/internal/testkit"
 	"kvrouter/internal/testkit/leaks"
 )
 
@@ -23,18 +24,14 @@ func TestGatewayGoesWhereThePickerSays(t *testing.T) {
 	}))
 	defer worker.Close()
 	there := worker.Listener.Addr().String()
-	gone, err := net.Listen("tcp", "127.0.0.1:0")
-	if err != nil {
-		t.Fatal(err)
-	}
-	_ = gone.Close()
+	gone := testkit.DeadAddress(t)
 	for name, test := range map[string]struct {
 		addresses string
 		workers   []string // of the gateway
 		served    string
 	}{
 		"one address":                        {addresses: there},
-		"the second where the first is dead": {addresses: gone.Addr().String() + "," + there, workers: []string{gone.Addr().String(), there}, served: there},
+		"the second where the first is dead": {addresses: gone + "," + there, workers: []string{gone, there}, served: there},
 	} {
 		t.Run(name, func(t *testing.T) {
 			listener, err := net.Listen("tcp", "127.0.0.1:0")
