@@ -49,6 +49,7 @@ type Migration struct {
 
 	why string // it cannot be continued; empty: it can
 
+	added     bool     // the router has requested the token ids
 	begun     bool     // the client has the headers
 	tokens    []uint32 // of the answer
 	sent      int      // of them, those that were sent with the prompt to the worker that continues
@@ -119,6 +120,7 @@ func (s *Migration) ask(t *kv.Target, u *Upstream) (head, body []byte) {
 	if s.why != "" || s.asked {
 		return u.Head, u.Body
 	}
+	s.added = true
 	const member = `{"return_token_ids":true,`
 	if len(u.Head) > 0 {
 		return append([]byte(member), u.Head[1:]...), u.Body

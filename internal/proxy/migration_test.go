@@ -37,6 +37,7 @@ type writer struct {
 	mute     bool                          // it returns no token ids
 	drains   bool                          // it is cordoned in place of dying, and its answer stands still
 	drain    func()
+	strict   bool      // it refuses unknown fields
 	kind     kv.Engine // SGLang refuses to stream token ids
 }
 
@@ -45,6 +46,11 @@ func (v *writer) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 	v.bodies <- string(body.Raw)
 	dies := v.dies(int(v.requests.Add(1)))
 	chat := r.URL.Path == testkit.ChatPath
+	if v.strict && body.Get("return_token_ids").Exists() {
+		w.WriteHeader(http.StatusUnprocessableEntity)
+		fmt.Fprint(w, `{"error":{"message":"unknown field return_token_ids"}}`)
+		return
+	}
 	if v.kind == kv.EngineSGLang && body.Get("return_token_ids").Bool() {
 		w.WriteHeader(http.StatusBadRequest)
 		return
@@ -180,6 +186,7 @@ func TestAStreamGoesOnAtAnotherWorker(t *testing.T) {
 		"with token ids":          {usage + `,"return_token_ids":true`, first(9), nil, MigratedOK, "", false},
 		"without token ids":       {"", first(9), func(v *writer) { v.mute = true }, MigratedRefused, whyNoTokens, true},
 		"without a worker for it": {"", first(9), func(v *writer) { v.old = true }, MigratedFailed, whyNotTaken, false},
+		"at a strict engine":      {"", func(n int) int { return []int{0, -1, 9, -1}[n] }, func(v *writer) { v.strict = true }, MigratedRefused, whyNoTokens, true},
 		"at SGLang":               {"", first(9), func(v *writer) { v.kind = kv.EngineSGLang }, MigratedRefused, whySGLang, true},
 		"with tools":              {`,"tools":[{}]`, first(9), nil, MigratedRefused, whyTools, false},
 		"with a format":           {`,"response_format":{"type":"json_object"}`, first(9), nil, MigratedRefused, whyGuided, true},

@@ -109,6 +109,9 @@ func (p *Proxy) forwardPair(ctx context.Context, w http.ResponseWriter, u Upstre
 		if u.Migration.open() {
 			return p.migrate(ctx, w, u, x, t, err)
 		}
+		if errors.Is(err, errTokenIDsRefused) {
+			continue
+		}
 		var refusal *prefillRefusal
 		if errors.As(err, &refusal) && ctx.Err() == nil {
 			return refusal.relay(w, u, x)

@@ -218,6 +218,7 @@ type Proxy struct {
 	streams   sync.Pool // of *streamBuffer
 	inflights inflights
 	engines   mooncakeEngines
+	refusers  refusers
 
 	aborts     sync.WaitGroup
 	abortSlots chan struct{} // has a token for each abort that runs
@@ -281,6 +282,9 @@ func (p *Proxy) Forward(ctx context.Context, w http.ResponseWriter, u Upstream, 
 		if u.Migration.open() {
 			return p.migrate(ctx, w, u, x, t, err)
 		}
+		if errors.Is(err, errTokenIDsRefused) {
+			continue
+		}
 		if !t.again(ctx, err, false) {
 			return t.end(ctx, w, err)
 		}
@@ -300,6 +304,9 @@ func (p *Proxy) send(ctx context.Context, w http.ResponseWriter, u Upstream, x *
 	x.Decision, x.Worker, x.Ending, x.refusal = decision, p.names.Label(decision.Target.Key.Worker), policy.Abandoned, refusal{}
 	defer func() { x.Decision.Booking.End() }() // if relaying panics
 	if u.Migration != nil && !u.Migration.begun {
+		if p.refusers.has(&decision.Target) {
+			u.Migration.refused()
+		}
 		u.Head, u.Body = u.Migration.ask(&decision.Target, &u)
 	}
 	u.attempt = x.Trace.Attempt(x.leg(), &decision.Target, p.names.Name(decision.Target.Key.Worker), u.Method, u.Route)
@@ -379,6 +386,15 @@ func (p *Proxy) attempt(ctx context.Context, w http.ResponseWriter, u Upstream, 
 		}
 		if kept != nil {
 			return &workerError{worker: worker, called: x.Worker, err: fmt.Errorf("answered %s", response.Status), kind: outlier.Status, refusal: x.refusal, answer: kept}
+		}
+	}
+	if u.Migration.mayBeRefused(response.StatusCode) {
+		if refused, err := refusesTokenIDs(answer); err != nil {
+			return p.unanswered(worker, err, outlier.Broken)
+		} else if refused {
+			p.refusers.add(&x.Decision.Target)
+			u.Migration.refused()
+			return errTokenIDsRefused
 		}
 	}
 	if u.Migration.open() && !(stream && response.StatusCode == http.StatusOK) {

@@ -1,0 +1,69 @@
+package proxy
+
+import (
+	"bytes"
+	"errors"
+	"io"
+	"net/http"
+	"sync"
+
+	"kvrouter/internal/kv"
+)
+
+// errTokenIDsRefused means that a worker refused a request because of return_token_ids, which
+// the router had added: it must be sent again without.
+var errTokenIDsRefused = errors.New("the worker refuses return_token_ids")
+
+// mostRefusers bounds the workers that are remembered.
+const mostRefusers = 4096
+
+// refusers are the workers that refuse requests for token ids. The zero value is empty.
+type refusers struct {
+	mu          sync.Mutex     // guards generations
+	generations map[uint64]int // by worker
+}
+
+func (r *refusers) add(t *kv.Target) {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	if r.generations == nil || len(r.generations) >= mostRefusers {
+		r.generations = map[uint64]int{}
+	}
+	r.generations[t.Key.Worker] = t.Generation
+}
+
+// has reports whether that incarnation of a worker has refused.
+func (r *refusers) has(t *kv.Target) bool {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	generation, known := r.generations[t.Key.Worker]
+	return known && generation == t.Generation
+}
+
+// refused notes that the worker returns no token ids.
+func (s *Migration) refused() {
+	if s.why == "" {
+		s.why = whyNoTokens
+	}
+	s.added = false
+}
+
+// mayBeRefused reports whether an answer with that status may refuse the router's request for
+// token ids.
+func (s *Migration) mayBeRefused(status int) bool {
+	return s != nil && s.added && !s.begun && (status == http.StatusBadRequest || status == http.StatusUnprocessableEntity)
+}
+
+// refusesTokenIDs reports whether an answer refuses a request because of return_token_ids,
+// which it names. The answer can still be read.
+func refusesTokenIDs(answer *upstreamAnswer) (refused bool, err error) {
+	body, err := io.ReadAll(io.LimitReader(answer, keptLimit))
+	if err != nil {
+		return false, err
+	}
+	answer.Body = struct {
+		io.Reader
+		io.Closer
+	}{io.MultiReader(bytes.NewReader(body), answer.Body), answer.Body}
+	return bytes.Contains(body, []byte("return_token_ids")), nil
+}
