@@ -211,7 +211,7 @@ func (l *loads) firstToken(b *Booking, now time.Time) {
 	}
 	b.first, b.atFirst = now, load.done
 	load.PrefillTokens -= b.uncached
-	if i := slices.Index(load.Prefills, b.prefill()); i >= 0 {
+	if i := b.among(load.Prefills); i >= 0 {
 		load.Prefills = slices.Delete(load.Prefills, i, i+1)
 	}
 	if !b.answeredWhole {
@@ -362,4 +362,15 @@ func (l *loads) of(w kv.WorkerKey) *workerLoad {
 		l.byWorker[w] = load
 	}
 	return load
+}
+
+// among returns the place of b in prefills, which are in the order in which they were sent;
+// -1: it is not among them.
+func (b *Booking) among(prefills []policy.Prefill) int {
+	want := b.prefill()
+	from, _ := slices.BinarySearchFunc(prefills, want.Sent, func(p policy.Prefill, sent time.Time) int { return p.Sent.Compare(sent) })
+	if i := slices.Index(prefills[from:], want); i >= 0 {
+		return from + i
+	}
+	return slices.Index(prefills, want)
 }
