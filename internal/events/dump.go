@@ -142,37 +142,50 @@ type dumpRank struct {
 	Held     []groupBlocks `json:"held"`
 }
 
+// listWriter writes a member of a partition that is a list. Without an item there is no
+// member.
+type listWriter struct {
+	out     *bufio.Writer
+	name    string
+	written int
+}
+
+func (l *listWriter) add(item any) error {
+	text, _ := json.Marshal(item) // plain values always can be
+	if l.written++; l.written == 1 {
+		fmt.Fprintf(l.out, `,%q:[`, l.name)
+	} else {
+		l.out.WriteByte(',')
+	}
+	_, err := l.out.Write(text)
+	return err
+}
+
+func (l *listWriter) end() {
+	if l.written > 0 {
+		l.out.WriteByte(']')
+	}
+}
+
 // writeGroups writes the groups of those of the workers that have others than one.
 func writeGroups(out *bufio.Writer, index radix.Index, workers []kv.WorkerKey) error {
-	written := 0
-	write := func(r dumpRank) error {
-		text, _ := json.Marshal(r) // plain values always can be
-		if written++; written == 1 {
-			fmt.Fprintf(out, `,%q:[`, dumpGroups)
-		} else {
-			out.WriteByte(',')
-		}
-		_, err := out.Write(text)
-		return err
-	}
+	list := listWriter{out: out, name: dumpGroups}
 	for _, key := range workers {
 		r := dumpRank{WorkerID: key.Worker, DPRank: key.Rank, Layout: index.LayoutOf(key).String()}
 		if r.Layout == "" {
 			continue
 		}
-		if err := write(r); err != nil {
+		if err := list.add(r); err != nil {
 			return err
 		}
 		for held := range heldTogether(index.HeldOf(key)) {
 			r.Held = []groupBlocks{held}
-			if err := write(r); err != nil {
+			if err := list.add(r); err != nil {
 				return err
 			}
 		}
 	}
-	if written > 0 {
-		out.WriteByte(']')
-	}
+	list.end()
 	return nil
 }
 
@@ -188,23 +201,15 @@ type dumpLower struct {
 
 // writeLower writes the lower tiers of the workers, if any has some.
 func writeLower(out *bufio.Writer, index radix.Index, workers []kv.WorkerKey) error {
-	written := 0
+	list := listWriter{out: out, name: dumpTiers}
 	for _, key := range workers {
 		for change := range lowerChanges(index.DumpLowerOf(key)) {
-			text, _ := json.Marshal(dumpLower{WorkerID: key.Worker, DPRank: key.Rank, Change: change}) // plain values always can be
-			if written++; written == 1 {
-				fmt.Fprintf(out, `,%q:[`, dumpTiers)
-			} else {
-				out.WriteByte(',')
-			}
-			if _, err := out.Write(text); err != nil {
+			if err := list.add(dumpLower{WorkerID: key.Worker, DPRank: key.Rank, Change: change}); err != nil {
 				return err
 			}
 		}
 	}
-	if written > 0 {
-		out.WriteByte(']')
-	}
+	list.end()
 	return nil
 }
 

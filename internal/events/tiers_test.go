@@ -279,9 +279,10 @@ func compareKept(t *testing.T, what string, s *Stream, prompts map[string][]uint
 	}
 }
 
-func takeAnswer(t *testing.T, to *Stream, answer Answer) {
+// reread returns an answer as the router that asked reads it.
+func reread(t *testing.T, answer Answer, block int) Answer {
 	t.Helper()
-	answer.BlockSize = tierBlock
+	answer.BlockSize = block
 	var text bytes.Buffer
 	if err := answer.Write(&text); err != nil {
 		t.Fatal(err)
@@ -290,6 +291,12 @@ func takeAnswer(t *testing.T, to *Stream, answer Answer) {
 	if err != nil {
 		t.Fatal(err)
 	}
+	return read
+}
+
+func takeAnswer(t *testing.T, to *Stream, answer Answer) {
+	t.Helper()
+	read := reread(t, answer, tierBlock)
 	if read.Last == nil {
 		return // nothing was published
 	}

@@ -205,16 +205,7 @@ func TestCopiesOfAnIndexHaveAllCacheGroups(t *testing.T) {
 			}
 		})
 		t.Run(name+"/peer", func(t *testing.T) {
-			answer := original.stream.History().Query(nil, nil, nil)
-			answer.BlockSize = block
-			var text bytes.Buffer
-			if err := answer.Write(&text); err != nil {
-				t.Fatal(err)
-			}
-			read, err := readAnswer(&text)
-			if err != nil {
-				t.Fatal(err)
-			}
+			read := reread(t, original.stream.History().Query(nil, nil, nil), block)
 			s, index := another()
 			if !s.take(read) {
 				t.Fatal("the answer is not taken")
