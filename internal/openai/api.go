@@ -191,6 +191,11 @@ func (a *API) admin(c *gin.Context) {
 	c.JSON(a.proxy.Administer(c.Request.Context(), having(c.FullPath(), a.workers()), a.question(c, body)))
 }
 
+// noModel refuses a request for a model that no worker serves.
+func (a *API) noModel(c *gin.Context, name string) {
+	a.fail(c, http.StatusNotFound, "model", fmt.Sprintf("The model `%.256s` does not exist.", name))
+}
+
 // fail answers with an error in OpenAI's shape.
 func (a *API) fail(c *gin.Context, status int, param, message string) {
 	c.Header(web.HeaderRequest, web.RequestID(c))

@@ -3,7 +3,6 @@ package openai
 import (
 	"context"
 	"errors"
-	"fmt"
 	"net/http"
 
 	"github.com/gin-gonic/gin"
@@ -52,7 +51,7 @@ func (a *API) listModels(c *gin.Context) {
 				return
 			}
 		}
-		a.fail(c, http.StatusNotFound, "model", fmt.Sprintf("The model `%.256s` does not exist.", name))
+		a.noModel(c, name)
 		return
 	}
 	c.JSON(http.StatusOK, gin.H{"object": "list", "data": list})

@@ -1,7 +1,6 @@
 package openai
 
 import (
-	"fmt"
 	"net/http"
 	"strings"
 	"time"
@@ -48,7 +47,7 @@ func (r *inference) read(c *gin.Context) (ok bool) {
 	}
 	r.model, known, err = a.models.Find(r.ctx, need)
 	if r.held = time.Since(began); !known && !form {
-		a.fail(c, http.StatusNotFound, "model", fmt.Sprintf("The model `%.256s` does not exist.", model))
+		a.noModel(c, model)
 		return false
 	}
 	if !form {

@@ -31,7 +31,7 @@ func (a *API) realtime(c *gin.Context) {
 	}
 	model, known, err := a.models.Find(r.ctx, router.Need{Model: x.Model, Whole: true})
 	if !known {
-		a.fail(c, http.StatusNotFound, "model", "The model does not exist.")
+		a.noModel(c, x.Model)
 		return
 	}
 	r.model = model

@@ -15,7 +15,6 @@ import (
 )
 
 const (
-	responsesRoute = "/v1/responses"
 	// maxStored is the number of stored responses whose worker is remembered.
 	maxStored = 1 << 16
 	// maxResponseID is the length of a response's id from which it is not remembered, bytes.
@@ -67,7 +66,7 @@ func (s *stored) of(id string) (worker uint64, known bool) {
 // such a worker any may answer, which says that there is no such response.
 func (r *inference) stays(header http.Header) {
 	previous := r.body.Get("previous_response_id")
-	if r.exchange.Route != responsesRoute || previous.Type != gjson.String || previous.Str == "" || r.request.Pinned != nil {
+	if r.exchange.Route != proxy.ResponsesRoute || previous.Type != gjson.String || previous.Str == "" || r.request.Pinned != nil {
 		return
 	}
 	worker, known := r.api.stored.of(previous.Str)
@@ -83,7 +82,7 @@ func (r *inference) stays(header http.Header) {
 func (r *inference) find(id string, header http.Header) (worker uint64, found bool) {
 	ctx, cancel := context.WithTimeout(r.ctx, findTimeout)
 	defer cancel()
-	q := proxy.Question{Method: http.MethodGet, Path: responsesRoute + "/" + url.PathEscape(id), Header: proxy.ClientHeader(header, r.exchange.ID, false, r.api.keys.Asks())}
+	q := proxy.Question{Method: http.MethodGet, Path: proxy.ResponsesRoute + "/" + url.PathEscape(id), Header: proxy.ClientHeader(header, r.exchange.ID, false, r.api.keys.Asks())}
 	q.Header.Del("Content-Type")
 	targets := slices.DeleteFunc(kv.OnePerWorker(r.model.Router.Targets()), func(t kv.Target) bool { return t.Role == kv.RolePrefill })
 	r.api.proxy.AskAll(ctx, targets, q, func(a proxy.Answer) bool {

@@ -10,6 +10,7 @@ import (
 
 	"github.com/tidwall/gjson"
 
+	"kvrouter/internal/proxy"
 	"kvrouter/internal/testkit"
 )
 
@@ -24,7 +25,7 @@ type storing struct {
 func (s *storing) serve(w http.ResponseWriter, r *http.Request) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	if id, named := strings.CutPrefix(r.URL.Path, responsesRoute+"/"); named {
+	if id, named := strings.CutPrefix(r.URL.Path, proxy.ResponsesRoute+"/"); named {
 		s.asked++
 		if !s.has[id] {
 			http.NotFound(w, r)
@@ -86,7 +87,7 @@ func TestAStoredResponseIsContinuedWhereItIs(t *testing.T) {
 			if n%2 == 0 {
 				options += `,"stream":true`
 			}
-			response, text := api.post(t, responsesRoute, `{"model":"m","input":"hi"`+options+`}`)
+			response, text := api.post(t, proxy.ResponsesRoute, `{"model":"m","input":"hi"`+options+`}`)
 			if response.StatusCode != http.StatusOK {
 				t.Fatalf("conversation %d, turn %d after %q: %d %s", n, turn, previous, response.StatusCode, text)
 			}
@@ -110,14 +111,14 @@ func TestAStoredResponseIsContinuedWhereItIs(t *testing.T) {
 		method string
 		status int
 	}{{http.MethodGet, 200}, {http.MethodDelete, 200}, {http.MethodGet, 404}} {
-		request, _ := http.NewRequestWithContext(t.Context(), c.method, apis[1].URL+responsesRoute+"/resp_a_1", nil)
+		request, _ := http.NewRequestWithContext(t.Context(), c.method, apis[1].URL+proxy.ResponsesRoute+"/resp_a_1", nil)
 		response, err := http.DefaultClient.Do(request)
 		if err != nil || response.StatusCode != c.status {
 			t.Errorf("%s: %v %v", c.method, response, err)
 		}
 		response.Body.Close()
 	}
-	if response, text := apis[0].post(t, responsesRoute, `{"model":"m","input":"hi","previous_response_id":"resp_x"}`); response.StatusCode != http.StatusNotFound {
+	if response, text := apis[0].post(t, proxy.ResponsesRoute, `{"model":"m","input":"hi","previous_response_id":"resp_x"}`); response.StatusCode != http.StatusNotFound {
 		t.Errorf("%d %s", response.StatusCode, text)
 	}
 }

@@ -36,7 +36,7 @@ func WhyWhole(path string, body *jsonbody.Body, whole, multiple bool) (why strin
 		return wholeAnswers, kv.KindsOf(kv.KindSGLang)
 	case asks(body, "prompt_logprobs"), asks(body, "echo"), path == generateRoute && ComputesAnew(body):
 		return wholePrompt, kv.KindsOf(kv.KindSGLang)
-	case path == "/v1/responses" && (asks(body, "background") || asks(body, "previous_response_id")):
+	case path == ResponsesRoute && (asks(body, "background") || asks(body, "previous_response_id")):
 		return wholeStored, kv.KindsOf(kv.KindNone)
 	}
 	return "", 0
@@ -55,7 +55,7 @@ func prefillBody(path string, body *jsonbody.Body, params string) []byte {
 	fields := make([]jsonbody.Field, 0, len(body.Top)+3)
 	limit := "max_tokens"
 	switch {
-	case path == "/v1/responses":
+	case path == ResponsesRoute:
 		limit = "max_output_tokens"
 	case path == "/v1/chat/completions" && body.Get("max_completion_tokens").Exists():
 		limit = "max_completion_tokens"
@@ -68,7 +68,7 @@ func prefillBody(path string, body *jsonbody.Body, params string) []byte {
 		fields = append(fields, jsonbody.Field{Key: m.Key, Raw: m.Value.Raw})
 	}
 	over := []jsonbody.Field{{Key: "stream", Raw: "false"}, {Key: limit, Raw: "1"}, {Key: "ignore_eos", Raw: "true"}, {Key: "kv_transfer_params", Raw: params}}
-	if path == "/v1/responses" {
+	if path == ResponsesRoute {
 		over = append(over, jsonbody.Field{Key: "store", Raw: "false"})
 	}
 	return jsonbody.AppendObject(make([]byte, 0, len(body.Raw)+512), jsonbody.MergeFields(fields, over))

@@ -111,6 +111,7 @@ func whyNotContinued(body *jsonbody.Body) string {
 // ask returns the body of u with a request for token ids, for a worker that streams them:
 // SGLang refuses it.
 func (s *Migration) ask(t *kv.Target, u *Upstream) (head, body []byte) {
+	s.added = false
 	switch {
 	case t.RunsSGLang():
 		s.why = cmp.Or(s.why, whySGLang)
@@ -360,7 +361,7 @@ func (s *Migration) hide(event []byte) []byte {
 		if !ok {
 			continue
 		}
-		event = slices.Concat(event[:from-1], []byte("null"), event[from+length:])
+		event = splice(event, from-1, 1+length, "null")
 	}
 	return event
 }

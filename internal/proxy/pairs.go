@@ -80,7 +80,6 @@ var errDecodeEnded = errors.New("the decode leg has ended")
 // fails before the first byte of the answer, the request goes to one worker that serves
 // it alone, unless pairs are enforced; where a decode leg does, to another pair.
 func (p *Proxy) forwardPair(ctx context.Context, w http.ResponseWriter, u Upstream, x *Exchange) error {
-	u.Migration = p.migration(u)
 	t := p.begin(u, x)
 	defer t.over()
 	why := u.Aggregated

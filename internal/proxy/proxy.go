@@ -261,10 +261,12 @@ var ErrSilent = errors.New("no data received within --request-timeout")
 // ErrAnswered means that nothing was written to w.
 func (p *Proxy) Forward(ctx context.Context, w http.ResponseWriter, u Upstream, x *Exchange, chooser Chooser) error {
 	u.chooser = chooser
+	if p.settings.MigrationLimit == 0 {
+		u.Migration = nil
+	}
 	if u.Paired {
 		return p.forwardPair(ctx, w, u, x)
 	}
-	u.Migration = p.migration(u)
 	t := p.begin(u, x)
 	defer t.over()
 	for {
@@ -289,14 +291,6 @@ func (p *Proxy) Forward(ctx context.Context, w http.ResponseWriter, u Upstream, 
 			return t.end(ctx, w, err)
 		}
 	}
-}
-
-// migration returns the migration of u, if answers are continued.
-func (p *Proxy) migration(u Upstream) *Migration {
-	if p.settings.MigrationLimit == 0 {
-		return nil
-	}
-	return u.Migration
 }
 
 // send is attempt with the booking of the decision, which ends here.

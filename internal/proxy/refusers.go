@@ -2,6 +2,7 @@ package proxy
 
 import (
 	"bytes"
+	"cmp"
 	"errors"
 	"io"
 	"net/http"
@@ -42,10 +43,7 @@ func (r *refusers) has(t *kv.Target) bool {
 
 // refused notes that the worker returns no token ids.
 func (s *Migration) refused() {
-	if s.why == "" {
-		s.why = whyNoTokens
-	}
-	s.added = false
+	s.why = cmp.Or(s.why, whyNoTokens)
 }
 
 // mayBeRefused reports whether an answer with that status may refuse the router's request for
@@ -61,9 +59,6 @@ func refusesTokenIDs(answer *upstreamAnswer) (refused bool, err error) {
 	if err != nil {
 		return false, err
 	}
-	answer.Body = struct {
-		io.Reader
-		io.Closer
-	}{io.MultiReader(bytes.NewReader(body), answer.Body), answer.Body}
+	answer.unread(body)
 	return bytes.Contains(body, []byte("return_token_ids")), nil
 }

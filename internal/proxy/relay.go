@@ -1,6 +1,7 @@
 package proxy
 
 import (
+	"bytes"
 	"context"
 	"errors"
 	"fmt"
@@ -17,8 +18,8 @@ import (
 	"kvrouter/internal/web"
 )
 
-// responsesRoute is the route whose answers may be stored by their worker.
-const responsesRoute = "/v1/responses"
+// ResponsesRoute is the route whose answers may be stored by their worker.
+const ResponsesRoute = "/v1/responses"
 
 // streamBuffer is the memory for relaying one stream; later streams reuse it.
 type streamBuffer struct {
@@ -50,6 +51,14 @@ func (a *upstreamAnswer) Read(b []byte) (int, error) {
 		a.broken = err
 	}
 	return n, err
+}
+
+// unread has the bytes read again, which were read from the beginning of the body.
+func (a *upstreamAnswer) unread(body []byte) {
+	a.Body = struct {
+		io.Reader
+		io.Closer
+	}{io.MultiReader(bytes.NewReader(body), a.Body), a.Body}
 }
 
 // cause returns why ctx was cancelled where that explains err.
@@ -97,7 +106,7 @@ func (p *Proxy) relayWhole(w http.ResponseWriter, answer *upstreamAnswer, u Upst
 		return &workerError{worker: worker, called: x.Worker, err: errors.New("stopped its answer: " + finish), abort: &abortError{why: finish}}
 	}
 	x.Usage, x.Ending, x.finish = usage, endingOf(answer.StatusCode, finish), finish
-	if u.Route == responsesRoute && answer.StatusCode == http.StatusOK {
+	if u.Route == ResponsesRoute && answer.StatusCode == http.StatusOK {
 		x.StoredID = gjson.GetBytes(body, "id").Str
 	}
 	writeHead(w, answer.Response, u, x)

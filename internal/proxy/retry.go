@@ -1,7 +1,6 @@
 package proxy
 
 import (
-	"bytes"
 	"context"
 	"errors"
 	"fmt"
@@ -37,7 +36,7 @@ func refusalOf(status int, header http.Header, route string, now time.Time) refu
 	switch {
 	case status == http.StatusTooManyRequests, status == web.StatusOverloaded, status == http.StatusServiceUnavailable && given:
 		return refusal{pressed: true, pause: after}
-	case status == http.StatusUnauthorized, status == http.StatusForbidden, status == http.StatusNotFound && route != "/v1/responses":
+	case status == http.StatusUnauthorized, status == http.StatusForbidden, status == http.StatusNotFound && route != ResponsesRoute:
 		return refusal{suspect: true}
 	case status >= http.StatusInternalServerError && status != http.StatusNotImplemented: // which no worker could
 		return refusal{failed: true}
@@ -81,10 +80,7 @@ func keep(answer *upstreamAnswer, x *Exchange) (*keptAnswer, error) {
 		return nil, err
 	}
 	if len(body) > keptLimit {
-		answer.Body = struct {
-			io.Reader
-			io.Closer
-		}{io.MultiReader(bytes.NewReader(body), answer.Body), answer.Body}
+		answer.unread(body)
 		return nil, nil
 	}
 	return &keptAnswer{status: answer.StatusCode, header: answer.Header, body: body, decision: x.Decision, worker: x.Worker}, nil
