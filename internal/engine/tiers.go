@@ -16,8 +16,8 @@ type Store struct {
 	// Tier is where the blocks are, and Loads how long one takes to load.
 	Tier  kv.Tier
 	Loads Loads
-	// Untold means that evictions are not reported, as files are deleted.
-	Untold bool
+	// Unpublished means that evictions are not reported, as files are deleted.
+	Unpublished bool
 	// Shared means that several engines have it.
 	Shared bool
 
@@ -42,10 +42,10 @@ func (l Loads) Takes(tokens int) time.Duration {
 
 // TierSettings are those of a tier of each engine, or of all together.
 type TierSettings struct {
-	Tier           kv.Tier
-	Blocks         int
-	Loads          Loads
-	Untold, Shared bool
+	Tier                kv.Tier
+	Blocks              int
+	Loads               Loads
+	Unpublished, Shared bool
 }
 
 // Stores returns the empty tiers of an engine. Those that it shares are the ones of
@@ -56,7 +56,7 @@ func Stores(tiers []TierSettings, shared map[kv.Tier]*Store) []*Store {
 		s := shared[t.Tier]
 		if s == nil || !t.Shared {
 			s = NewStore(t.Tier, t.Blocks, t.Loads)
-			s.Untold, s.Shared = t.Untold, t.Shared
+			s.Unpublished, s.Shared = t.Unpublished, t.Shared
 		}
 		if t.Shared {
 			shared[t.Tier] = s
@@ -236,7 +236,7 @@ func (e *Engine) offload(r *Request, blocks int) {
 	r.offloaded = blocks
 	for _, s := range e.Lower {
 		stored, evicted := s.keep(r.Blocks[:blocks])
-		if len(evicted) > 0 && !s.Untold {
+		if len(evicted) > 0 && !s.Unpublished {
 			e.events(Event{Tier: s.Tier, Removed: evicted})
 		}
 		for len(stored) > 0 {

@@ -74,23 +74,23 @@ func TestEvictedBlocksAreLoadedFromTheFastestTier(t *testing.T) {
 
 func TestAPromotionIsToldBeforeTheLoadedBlocks(t *testing.T) {
 	host, disk := NewStore(kv.Host, 4, Loads{}), NewStore(kv.Disk, 100, Loads{})
-	disk.Untold = true
+	disk.Unpublished = true
 	type change struct {
 		tier   kv.Tier
 		stored bool
 		n      int
 	}
-	var told []change
+	var published []change
 	e, loading := tiered(5, func(event Event) {
-		told = append(told, change{event.Tier, event.Stored, len(event.Blocks) + len(event.Removed)})
+		published = append(published, change{event.Tier, event.Stored, len(event.Blocks) + len(event.Removed)})
 	}, host, disk)
 	serve(t, e, loading, simRequest(4, []uint64{1, 2, 3, 4}, 1, 1))
 	serve(t, e, loading, simRequest(4, []uint64{11, 12, 13, 14}, 1, 1))
-	told = nil
+	published = nil
 	r := serve(t, e, loading, simRequest(4, []uint64{1, 2, 3, 4}, 1, 1))
 	want := []change{{kv.Device, false, 3}, {kv.Host, false, 4}, {kv.Host, true, 4}, {kv.Device, true, 4}, {kv.Device, false, 1}}
-	if !slices.Equal(told, want) || r.Lower != (kv.LowerBlocks{Disk: 4}) {
-		t.Errorf("%+v, told %+v, want %+v", r.Lower, told, want)
+	if !slices.Equal(published, want) || r.Lower != (kv.LowerBlocks{Disk: 4}) {
+		t.Errorf("%+v, published %+v, want %+v", r.Lower, published, want)
 	}
 }
 
@@ -129,14 +129,14 @@ func TestASharedStoreServesTheOtherEngine(t *testing.T) {
 	disk := NewStore(kv.Disk, 100, Loads{})
 	e, loading := tiered(6, nil, disk)
 	serve(t, e, loading, simRequest(4, []uint64{1, 2, 3, 4}, 1, 1))
-	var told int
+	var published int
 	other, loads := tiered(6, func(event Event) {
 		if event.Tier == kv.Disk {
-			told++
+			published++
 		}
 	}, disk)
-	if r := serve(t, other, loads, simRequest(4, []uint64{1, 2, 3, 4}, 1, 1)); r.Lower.Disk != 4 || told != 0 {
-		t.Errorf("%+v, and %d events of the store", r.Lower, told)
+	if r := serve(t, other, loads, simRequest(4, []uint64{1, 2, 3, 4}, 1, 1)); r.Lower.Disk != 4 || published != 0 {
+		t.Errorf("%+v, and %d events of the store", r.Lower, published)
 	}
 }
 
@@ -145,20 +145,20 @@ func TestASharedStoreServesTheOtherEngine(t *testing.T) {
 func TestTiersAlwaysHoldWhatTheirEventsTell(t *testing.T) {
 	rapid.Check(t, func(t *rapid.T) {
 		host, disk := NewStore(kv.Host, rapid.IntRange(1, 30).Draw(t, "host"), Loads{}), NewStore(kv.Disk, rapid.IntRange(1, 60).Draw(t, "disk"), Loads{})
-		told := map[kv.Tier]map[uint64]bool{kv.Device: {}, kv.Host: {}, kv.Disk: {}}
+		published := map[kv.Tier]map[uint64]bool{kv.Device: {}, kv.Host: {}, kv.Disk: {}}
 		e := smallEngine(24, nil)
 		e.events = func(event Event) {
 			for _, b := range event.Blocks {
-				if told[event.Tier][b.Engine] {
+				if published[event.Tier][b.Engine] {
 					t.Fatalf("%v stores a block that it has", event.Tier)
 				}
-				told[event.Tier][b.Engine] = true
+				published[event.Tier][b.Engine] = true
 			}
 			for _, hash := range event.Removed {
-				if !told[event.Tier][hash] {
+				if !published[event.Tier][hash] {
 					t.Fatalf("%v removes a block that it has not", event.Tier)
 				}
-				delete(told[event.Tier], hash)
+				delete(published[event.Tier], hash)
 			}
 		}
 		e.Lower = []*Store{host, disk}
@@ -186,7 +186,7 @@ func TestTiersAlwaysHoldWhatTheirEventsTell(t *testing.T) {
 			case 4:
 				if rapid.IntRange(0, 4).Draw(t, "resets") == 0 {
 					e.Reset()
-					clear(told[kv.Device])
+					clear(published[kv.Device])
 				}
 			case 5, 6:
 				for _, r := range loading {
@@ -218,10 +218,10 @@ func TestTiersAlwaysHoldWhatTheirEventsTell(t *testing.T) {
 			}
 		}
 		for _, s := range e.Lower {
-			if len(told[s.Tier]) != s.Held() {
-				t.Fatalf("%v has %d blocks, its events tell %d", s.Tier, s.Held(), len(told[s.Tier]))
+			if len(published[s.Tier]) != s.Held() {
+				t.Fatalf("%v has %d blocks, its events have %d", s.Tier, s.Held(), len(published[s.Tier]))
 			}
-			for hash := range told[s.Tier] {
+			for hash := range published[s.Tier] {
 				if !s.Has(hash) {
 					t.Fatalf("%v lacks a block that its events tell", s.Tier)
 				}

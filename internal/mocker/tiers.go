@@ -52,7 +52,7 @@ func (c *Settings) Tiers() (tiers []engine.TierSettings) {
 	if c.MockDiskBlocks > 0 {
 		tiers = append(tiers, engine.TierSettings{
 			Tier: kv.Disk, Blocks: c.MockDiskBlocks, Loads: engine.Loads{Fixed: c.MockDiskLatency, Bandwidth: c.MockDiskBandwidth, BytesPerToken: c.MockKVBytesPerToken},
-			Shared: c.MockDiskShared, Untold: true,
+			Shared: c.MockDiskShared, Unpublished: true,
 		})
 	}
 	return tiers

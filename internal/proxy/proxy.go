@@ -1,7 +1,8 @@
 // Package proxy sends requests to workers and relays their answers. It forwards the
 // client's bytes unchanged, relays streams chunk by chunk, and ends the booking of
 // every request. A request is aggregated (one worker) or disaggregated (a prefill
-// and a decode worker).
+// and a decode worker). A stream whose worker fails is continued on another one
+// (Migration).
 package proxy
 
 import (

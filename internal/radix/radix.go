@@ -1,5 +1,6 @@
 // Package radix implements the index of the workers' cached blocks: exact, from KV
-// events (Tree), or approximate, from routed prompts (Approx, Trees).
+// events (Tree), or approximate, from routed prompts (Approx, Trees). A Tree follows the
+// KV-cache groups of engines (groups.go) and their tiers below the device (tiers.go).
 package radix
 
 import (

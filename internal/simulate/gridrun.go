@@ -84,7 +84,7 @@ func (g *grid) plan(base Simulation, known gridTable, of int) (runs []gridRun) {
 				simulation.Policy, simulation.Scoring, simulation.Index = policy.Name, policy.Scoring, policy.Index
 				simulation.Routing, simulation.Retry = policy.Routing, policy.Retry
 				simulation.WithoutHints = base.WithoutHints || !policy.SyntheticHints
-				simulation.UntoldTiers = base.UntoldTiers || !policy.TierEvents
+				simulation.UnpublishedTiers = base.UnpublishedTiers || !policy.TierEvents
 				runs = append(runs, gridRun{simulation: simulation, requests: requests, row: row, to: &row.figures[i][at]})
 			}
 		}

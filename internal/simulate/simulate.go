@@ -89,32 +89,32 @@ func (s Settings) validateSynthetic() error {
 // Simulation is one run: a trace, the workers, and the arrival of its requests.
 // Each request of the trace begins a conversation; others may follow it.
 type Simulation struct {
-	Source        string // names the trace in reports
-	Requests      []TraceRequest
-	Policy        string
-	Scoring       policies.Settings
-	Index         router.IndexSettings
-	Workers       int
-	Prefills      int     // number of prefill workers, which come first; the others are decode workers; 0: all are aggregated
-	Kind          kv.Kind // KV connector: SGLang's legs are concurrent, NIXL's sequential
-	Handover      engine.Handover
-	Way           time.Duration // one-way latency between router and worker
-	LeastUncached int           // requests with fewer uncached prompt tokens are aggregated
-	Engine        engine.Settings
-	Concurrency   int                   // conversations in flight; a new one begins when one ends; 0: by arrival times
-	Speedup       float64               // arrival times are divided by it
-	EventLag      time.Duration         // delay of events to the index
-	Routers       int                   // number of routers in front of the workers; 0 counts as 1
-	UntoldCache   bool                  // the router does not know the size of a worker's cache
-	Tiers         []engine.TierSettings // below the cache of each worker
-	UntoldTiers   bool                  // the router does not know what they hold
-	Routing       router.Settings
-	Retry         outlier.RetrySettings
-	Priority      PrioritySettings
-	Faults        []string // in the format of --faults
-	WithoutHints  bool     // the router gets no hints
-	Seed          uint64
-	Progress      func(done int) // called periodically; may be nil
+	Source           string // names the trace in reports
+	Requests         []TraceRequest
+	Policy           string
+	Scoring          policies.Settings
+	Index            router.IndexSettings
+	Workers          int
+	Prefills         int     // number of prefill workers, which come first; the others are decode workers; 0: all are aggregated
+	Kind             kv.Kind // KV connector: SGLang's legs are concurrent, NIXL's sequential
+	Handover         engine.Handover
+	Way              time.Duration // one-way latency between router and worker
+	LeastUncached    int           // requests with fewer uncached prompt tokens are aggregated
+	Engine           engine.Settings
+	Concurrency      int                   // conversations in flight; a new one begins when one ends; 0: by arrival times
+	Speedup          float64               // arrival times are divided by it
+	EventLag         time.Duration         // delay of events to the index
+	Routers          int                   // number of routers in front of the workers; 0 counts as 1
+	UntoldCache      bool                  // the router does not know the size of a worker's cache
+	Tiers            []engine.TierSettings // below the cache of each worker
+	UnpublishedTiers bool                  // the router does not know what they hold
+	Routing          router.Settings
+	Retry            outlier.RetrySettings
+	Priority         PrioritySettings
+	Faults           []string // in the format of --faults
+	WithoutHints     bool     // the router gets no hints
+	Seed             uint64
+	Progress         func(done int) // called periodically; may be nil
 }
 
 // simulator replays a trace in virtual time. It is one goroutine, and two runs of
@@ -207,7 +207,7 @@ func (s Settings) Run(base Simulation, policies []string, out, progress *os.File
 	base.EventLag, base.WithoutHints = time.Duration(s.EventLag*float64(time.Millisecond)), !s.SyntheticHints
 	base.Way = time.Duration(s.RoundTrip / 2 * float64(time.Millisecond))
 	base.Routers, base.UntoldCache, base.Priority, base.Faults = s.Routers, s.UntoldCache, s.PrioritySettings, s.Faults
-	base.UntoldTiers = !s.TierEvents
+	base.UnpublishedTiers = !s.TierEvents
 	if s.Grid != "" {
 		return s.runGrid(base, out, progress)
 	}
@@ -558,7 +558,7 @@ func (s *simulator) answered(f *flight) {
 // cacheChanged takes a change of worker w's cache to the index, at once or late.
 func (s *simulator) cacheChanged(w int, event engine.Event) {
 	switch {
-	case !s.follows || event.Tier != kv.Device && s.UntoldTiers:
+	case !s.follows || event.Tier != kv.Device && s.UnpublishedTiers:
 	case s.EventLag == 0:
 		s.apply(w, event)
 	default:

@@ -36,7 +36,7 @@ func TestEvictedBlocksAreReusedFromTheHost(t *testing.T) {
 
 func TestRunsWithTiersAreEqual(t *testing.T) {
 	s := tiered(t, "work", 500, 1)
-	s.Tiers = append(s.Tiers, engine.TierSettings{Tier: kv.Disk, Blocks: 20000, Loads: engine.Loads{Bandwidth: 1, BytesPerToken: 131072}, Shared: true, Untold: true})
+	s.Tiers = append(s.Tiers, engine.TierSettings{Tier: kv.Disk, Blocks: 20000, Loads: engine.Loads{Bandwidth: 1, BytesPerToken: 131072}, Shared: true, Unpublished: true})
 	var texts [2]string
 	for i := range texts {
 		text, err := json.Marshal(mustRun(t, s))
@@ -57,7 +57,7 @@ func TestTheRouterPredictsWhatLowerTiersHave(t *testing.T) {
 	if r := mustRun(t, s); r.Predicted != r.Reuse || r.Lower.Host == 0 {
 		t.Errorf("predicted reuse %v, actual %v, %+v", r.Predicted, r.Reuse, r.Lower)
 	}
-	s.UntoldTiers = true
+	s.UnpublishedTiers = true
 	if r := mustRun(t, s); r.Predicted >= r.Reuse {
 		t.Errorf("predicted reuse %v without the tiers' events, actual %v", r.Predicted, r.Reuse)
 	}
