@@ -17,7 +17,8 @@ import (
 const (
 	// maxStored is the number of stored responses whose worker is remembered.
 	maxStored = 1 << 16
-	// maxResponseID is the length of a response's id from which it is not remembered, bytes.
+	// maxResponseID is the maximum length of a response's id that is remembered and asked
+	// for, bytes.
 	maxResponseID = 128
 	// findTimeout bounds the search for the worker that has a response.
 	findTimeout = 2 * time.Second
@@ -66,7 +67,7 @@ func (s *stored) of(id string) (worker uint64, known bool) {
 // such a worker any may answer, which says that there is no such response.
 func (r *inference) stays(header http.Header) {
 	previous := r.body.Get("previous_response_id")
-	if r.exchange.Route != proxy.ResponsesRoute || previous.Type != gjson.String || previous.Str == "" || r.request.Pinned != nil {
+	if r.exchange.Route != proxy.ResponsesRoute || previous.Type != gjson.String || previous.Str == "" || len(previous.Str) > maxResponseID || r.request.Pinned != nil {
 		return
 	}
 	worker, known := r.api.stored.of(previous.Str)

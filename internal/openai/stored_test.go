@@ -118,8 +118,23 @@ func TestAStoredResponseIsContinuedWhereItIs(t *testing.T) {
 		}
 		response.Body.Close()
 	}
-	if response, text := apis[0].post(t, proxy.ResponsesRoute, `{"model":"m","input":"hi","previous_response_id":"resp_x"}`); response.StatusCode != http.StatusNotFound {
-		t.Errorf("%d %s", response.StatusCode, text)
+	searches := func() (n int) {
+		for _, s := range workers {
+			s.mu.Lock()
+			n += s.asked
+			s.mu.Unlock()
+		}
+		return n
+	}
+	before := searches()
+	for id, asked := range map[string]int{"resp_x": 4, strings.Repeat("x", maxResponseID+1): 0} {
+		if response, text := apis[0].post(t, proxy.ResponsesRoute, fmt.Sprintf(`{"model":"m","input":"hi","previous_response_id":%q}`, id)); response.StatusCode != http.StatusNotFound {
+			t.Errorf("%.20s: %d %s", id, response.StatusCode, text)
+		}
+		if n := searches() - before; n != asked {
+			t.Errorf("%.20s: %d workers were asked, want %d", id, n, asked)
+		}
+		before = searches()
 	}
 }
 
