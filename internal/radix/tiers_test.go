@@ -120,10 +120,15 @@ func TestTiersMatchAsTheModel(t *testing.T) {
 				case at.Shared:
 					w.reads[at.Store] = true
 					m.stores[at.Store][hash] = true
-				case tier == kv.Host:
-					w.host[hash]++
 				default:
-					w.disk[hash]++
+					held := w.host
+					if tier == kv.Disk {
+						held = w.disk
+					}
+					if w.doubtful { // stored again, since it was lost
+						held[hash] = 0
+					}
+					held[hash]++
 				}
 			}
 			switch rapid.IntRange(0, 7).Draw(t, "change") {

@@ -1,6 +1,7 @@
 package vllm
 
 import (
+	"bufio"
 	"bytes"
 	"context"
 	"encoding/json"
@@ -22,6 +23,7 @@ import (
 	"kvrouter/internal/selection"
 	"kvrouter/internal/testkit"
 	"kvrouter/internal/testkit/collector"
+	"kvrouter/internal/web"
 	"kvrouter/test"
 )
 
@@ -163,11 +165,15 @@ func killed(t *testing.T, s *test.Router) {
 		defer mu.Unlock()
 		return served[0] >= 3 && s.Workers()[0].InFlight > 0
 	})
+	long := longAnswer(t, ctx, s, 0, random)
 	before := s.Workers()[0]
 	if err := syscall.Kill(before.PID, syscall.SIGKILL); err != nil {
 		t.Fatal(err)
 	}
 	close(killed)
+	if a := <-long; a.Broken || !a.Finished || a.Output != longTokens {
+		t.Errorf("the stream that its worker had begun did not go on as one answer: %+v", a)
+	}
 	traffic.Wait()
 	migrated := s.Metrics()[`kvrouter_migrations_total{result="ok"}`]
 	t.Logf("served %v, %v streams continued, texts of the answers to each prompt: %v", served, migrated, texts)
@@ -209,6 +215,44 @@ func killed(t *testing.T, s *test.Router) {
 	}
 
 	s.KillFamily(4) // two API servers and two engine cores at least
+}
+
+// longTokens is the length of an answer that runs for seconds.
+const longTokens = 200
+
+// longAnswer starts chats until one is answered by that worker, and returns when its answer
+// has begun.
+func longAnswer(t *testing.T, ctx context.Context, s *test.Router, worker uint64, random *rand.Rand) <-chan test.Answer {
+	t.Helper()
+	answer := make(chan test.Answer, 1)
+	for range 20 {
+		body, _ := json.Marshal(map[string]any{
+			"messages": []map[string]string{test.Message("user", test.Words(random, 50))}, "stream": true, "stream_options": map[string]bool{"include_usage": true},
+			"max_tokens": longTokens, "ignore_eos": true, "temperature": 0,
+		})
+		request, _ := http.NewRequestWithContext(ctx, http.MethodPost, s.OpenAI+testkit.ChatPath, bytes.NewReader(body))
+		request.Header.Set("Content-Type", "application/json")
+		response, err := http.DefaultClient.Do(request)
+		if err != nil {
+			t.Fatal(err)
+		}
+		events := bufio.NewReader(response.Body)
+		if _, err := events.Peek(1); err != nil {
+			t.Fatal(err)
+		}
+		if response.Header.Get(web.HeaderWorker) != strconv.FormatUint(worker, 10) {
+			defer response.Body.Close() // until then it makes its worker the busier one
+			continue
+		}
+		go func() { // ends with the answer, or with ctx
+			defer response.Body.Close()
+			a, _ := test.ReadAnswer(response.Header, events, true)
+			answer <- a
+		}()
+		return answer
+	}
+	t.Fatalf("worker %d answered none of 20 chats", worker)
+	return nil
 }
 
 // clientTrace is the trace that clients of these tests are in, and clientParent what
