@@ -188,7 +188,7 @@ func (t kvTerms) explain() Score {
 }
 
 // terms returns the cost of c; least is the least PrefillTokens of all candidates.
-func (p kvPolicy) terms(q Query, c *Candidate, least int) kvTerms {
+func (p *kvPolicy) terms(q Query, c *Candidate, least int) kvTerms {
 	block := float64(q.BlockSize)
 	credit := p.settings.OverlapScoreCredit
 	if excess := c.Load.PrefillTokens - least; excess > 0 && q.Tokens > 0 {

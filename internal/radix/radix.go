@@ -386,9 +386,13 @@ func (r *Tree) Match(local []uint64, usable int, dst []kv.Match) []kv.Match {
 	}
 	narrow(active, nil, depth, scratch.blocks)
 
+	dst = slices.Grow(dst, len(r.workers))
 	for i := range r.workers {
 		if p := &r.workers[i]; hasSlot(first, p.slot) {
-			dst = append(dst, kv.Match{Worker: p.key, Blocks: scratch.blocks[p.slot]})
+			dst = dst[:len(dst)+1] // in place: many matches are slow to copy
+			m := &dst[len(dst)-1]
+			*m = kv.Match{}
+			m.Worker, m.Blocks = p.key, scratch.blocks[p.slot]
 		}
 	}
 	return dst
