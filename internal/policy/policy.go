@@ -34,6 +34,9 @@ type Query struct {
 type Candidate struct {
 	Target  kv.Target
 	Overlap int // leading blocks of the prompt in its device cache
+	// Held is kv.Match.Held: more than Overlap if the first KV-cache group holds more leading
+	// blocks than another one accepts, otherwise 0.
+	Held int
 	// Lower counts the blocks that continue Overlap in its lower tiers, which it loads
 	// instead of computing them.
 	Lower    kv.LowerBlocks

@@ -21,7 +21,10 @@ import (
 //	         requests save. A new copy of a prefix is an investment: in the
 //	         next turnover of the caches as many requests will use the prefix as
 //	         in the last one, over N workers. So of a block that was used u
-//	         times, u/(u + N) is theirs.
+//	         times, u/(u + N) is theirs. Of windows and states, engines keep only those
+//	         where two prompts parted: where another group than the first ends the match
+//	         of any worker, a copy is worth something only behind what the worker's
+//	         first group holds.
 //	pushed   delay of the first tokens of earlier requests that share a pass.
 //	foreign  wait for queued requests of other clients of the worker.
 //	later    λ·(own − copy)·(first − own/2)/(1 − ρ): work that is added to a queue
@@ -111,6 +114,9 @@ func (p *Work) Choose(q Query, candidates []Candidate, random *rand.Rand) int {
 		p.arrive(q, candidates)
 	}
 	u := p.usual(q, candidates, routers)
+	for i := range candidates {
+		u.parts = u.parts || candidates[i].Held > candidates[i].Overlap
+	}
 	if q.Explain != nil {
 		q.Explain.Rank("work", candidates, func(c *Candidate) Score { return p.terms(q, c, &u).explain() })
 	}
@@ -197,6 +203,7 @@ type workUsual struct {
 	f        float64
 	output   float64 // tokens
 	decoding float64 // ms
+	parts    bool    // another group than the first ends a match
 	delayed  float64 // requests that come to a worker until a queue is empty, for each ms of it
 }
 
@@ -254,7 +261,12 @@ func (p *Work) terms(q Query, c *Candidate, u *workUsual) workTerms {
 	own := p.Timing.Prefill(uncached)
 	copied := 0.0
 	if uncached > 0 {
-		copied = min(own, p.Timing.Prefill(q.BlockSize)*p.reuse.others(c.Overlap+loaded/q.BlockSize))
+		cached := c.Overlap + loaded/q.BlockSize
+		blocks := p.reuse.others(cached)
+		if u.parts {
+			blocks -= p.reuse.others(max(cached, c.Held))
+		}
+		copied = min(own, p.Timing.Prefill(q.BlockSize)*blocks)
 	}
 	t := workTerms{
 		first: u.f * first, load: u.f * load, copy: u.f * copied, pushed: u.f * pushed,

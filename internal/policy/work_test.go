@@ -317,3 +317,31 @@ func TestWorkTakesNoLongerForAPromptThatCannotBe(t *testing.T) {
 		p.coming(testNow, &load, 100_000)
 	}
 }
+
+// TestWorkCopiesWhereAnotherCopyIsFound: engines keep windows and states only where two
+// prompts parted, so a second prompt of a prefix pays where the first one was computed.
+func TestWorkCopiesWhereAnotherCopyIsFound(t *testing.T) {
+	query := Query{Now: testNow, Tokens: 2000, BlockSize: 10, Sequence: sequenceOf(0, 200, 200)}
+	busy := func(answers int) Load { return Load{InFlight: answers, ContextTokens: 100 * answers} }
+	for _, c := range []struct {
+		name       string
+		candidates []Candidate
+		want       int
+	}{
+		{"the first group of one has the prefix", []Candidate{{}, {Held: 150}}, 1},
+		{"also if it has some more answers to give", []Candidate{{}, {Held: 150, Load: busy(2)}}, 1},
+		{"with many more, another one begins", []Candidate{{}, {Held: 150, Load: busy(60)}}, 0},
+		{"what all groups accept is worth more", []Candidate{{Overlap: 140}, {Held: 100}}, 0},
+	} {
+		p := NewWork()
+		for range 20 {
+			p.reuse.look(query.Sequence[:150], 2, true)
+		}
+		for seed := range uint64(20) {
+			if got := p.Choose(query, c.candidates, rand.New(rand.NewPCG(seed, 1))); got != c.want {
+				t.Errorf("%s: chose %d, want %d", c.name, got, c.want)
+				break
+			}
+		}
+	}
+}

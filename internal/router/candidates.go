@@ -85,13 +85,13 @@ func (r *Router) snapshot(p *prompt) {
 // candidate sets c to the target at that place as p sees it.
 func (r *Router) candidate(c *policy.Candidate, p *prompt, at int, now time.Time) {
 	c.Target = r.targets[at]
-	c.Overlap, c.NewBlocks, c.TreeBlocks = 0, p.newBlocks(), 0
+	c.Overlap, c.Held, c.NewBlocks, c.TreeBlocks = 0, 0, p.newBlocks(), 0
 	c.Lower, c.Doubtful = kv.LowerBlocks{}, false
 	r.targetLoads[at].asOf(now, &c.Load)
 	if p.Cached != nil {
 		c.Overlap = *p.Cached / r.blockSize
 	} else if m := p.matched(c.Target.Key); m != nil {
-		c.Overlap = m.Blocks
+		c.Overlap, c.Held = m.Blocks, int(m.Held)
 		if m.Lower != (kv.LowerBlocks{}) || m.Staged != (kv.LowerBlocks{}) {
 			c.Lower, c.Doubtful = r.counted(m), r.doubts(m)
 		}
