@@ -140,7 +140,7 @@ bench-herding: ## Compare three routers, with and without --replica-sync, with o
 wire-speed: setup ## Compare the CPU time per indexed KV event with dynamo.indexer
 	scripts/peers.sh wire
 
-peers-predictions: setup ## Compare predicted cache hits with those of Dynamo and vllm-router, for models with windows and states (4 minutes)
+peers-predictions: setup ## Compare predicted cache hits with those of Dynamo and vllm-router, for models with windows and states, and lower tiers (5 minutes)
 	scripts/peers.sh predictions
 
 peers: setup ## Compare with other routers: KV events, simulator, proxy path, predictions

@@ -18,7 +18,9 @@ alternate. The printed bound is the maximum hit rate of this load with caches of
   scripts/bench_real.py --shared --multi-turn --policies cache-threshold,variance,kv,work,round-robin
   scripts/bench_real.py --urls URL,URL                     no router: in-script round robin between running workers
   scripts/bench_real.py --shared --policies work --binary old=FILE,new=FILE --runs 3
-                                                           two builds of kvrouter in turn, and the medians of their runs
+                                                           two builds of kvrouter in turn, and the medians of their runs;
+                                                           --policies work@old,kv@new,work@new: each with one of them
+  scripts/bench_real.py --shared --offload-gib 0.83        workers that keep evicted blocks in host memory
   scripts/bench_real.py --shared --form test/real/zoo/testdata/gemma3-wide.json --blocks 240
       --engine-args "--no-disable-hybrid-kv-cache-manager --max-model-len 3072"
                                                            a model with sliding windows and made-up weights
@@ -250,10 +252,10 @@ def run_load(targets, model, load, args):
 # --- the engines' own counters ---------------------------------------------------------------------------------------
 
 
-# An engine's counters of prompt tokens that were found in its cache, and of all prompt tokens.
+# An engine's counters of prompt tokens that were found in its cache and the tiers below it, and of all prompt tokens.
 COUNTERS = {
-    "vllm": ("vllm:prefix_cache_hits_total", "vllm:prefix_cache_queries_total"),
-    "sglang": ("sglang:cached_tokens_total", "sglang:prompt_tokens_total"),
+    "vllm": (("vllm:prefix_cache_hits_total", "vllm:external_prefix_cache_hits_total"), "vllm:prefix_cache_queries_total"),
+    "sglang": (("sglang:cached_tokens_total",), "sglang:prompt_tokens_total"),
 }
 COUNTERS["mocker"] = COUNTERS["vllm"]  # --mock-api vllm
 
@@ -265,12 +267,12 @@ def prefix_cache_counters(worker_url, engine):
     if status != 200:
         raise RuntimeError(f"GET {worker_url}/metrics answered {status}")
     hits, queries = COUNTERS[engine]
-    sums = {hits: 0.0, queries: 0.0}
+    sums = dict.fromkeys((*hits, queries), 0.0)
     for line in text.splitlines():
         name = line.split("{", 1)[0].split(" ", 1)[0]
         if name in sums:
             sums[name] += float(line.rsplit(" ", 1)[1])
-    return sums[hits], sums[queries]
+    return sum(sums[name] for name in hits), sums[queries]
 
 
 def all_counters(worker_urls, engine):
@@ -326,6 +328,8 @@ class Router:
             self.command += args.router_args
         if attach:
             return
+        if args.offload_gib:
+            self.command += ["--kv-offload-gib", str(args.offload_gib)]
         if args.engine == "mocker":
             self.command += ["--mock-num-gpu-blocks", str(args.blocks)]
             return
@@ -394,7 +398,7 @@ class Router:
     def empty_caches(self):
         """Resets the workers' prefix caches. An engine reports a reset with its next step only, so a short chat follows:
         otherwise the first predictions would use the old cache."""
-        path = "/flush_cache" if self.args.engine == "sglang" else "/reset_prefix_cache"
+        path = "/flush_cache" if self.args.engine == "sglang" else "/reset_prefix_cache?reset_external=true"
         for url in self.workers:
             connection = connect(url, timeout=30)
             connection.request("POST", path)
@@ -599,23 +603,28 @@ def policy_variants(name):
     return [(name, [])]
 
 
-def policy_runs(policies, binary):
-    """(label, flags) of every run that --policies asks for; empty: all."""
-    known = policy_names(binary)
+def policy_runs(policies, routers):
+    """(label, flags, binary's name, binary) of every run that --policies asks for; empty: all."""
+    known = policy_names(routers[-1][1])
     for wanted in policies.split(",") if policies else known:
+        wanted, _, binary = wanted.partition("@")
         name, _, source = wanted.partition("/")
         runs = [run for run in policy_variants(name) if not source or run[0] == wanted]
         if name not in known or not runs:
             raise RuntimeError(f"--policies {wanted}: choose among {', '.join(known)}; "
                                f"{' and '.join(PREFIX_SOURCE_POLICIES)} also with {' or '.join('/' + s for s in PREFIX_SOURCES)}")  # fmt: skip
+        chosen = [r for r in routers if binary in ("", r[0])]
+        if not chosen:
+            raise RuntimeError(f"--policies ...@{binary}: --binary has no such name")
         for label, flags in runs:
-            yield label, ["--policy", name, *flags]
+            for router in chosen:
+                yield label, ["--policy", name, *flags], *router
 
 
 def parse_arguments():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--engine", default="vllm", choices=("vllm", "sglang", "mocker"), help="engine of the workers (default %(default)s)")
-    parser.add_argument("--policies", default="", metavar="A,B", help="kvrouter policies, one run each (default: all)")
+    parser.add_argument("--policies", default="", metavar="A,B", help="kvrouter policies, one run each (default: all); NAME@BINARY: with that one of --binary only")
     parser.add_argument("--urls", default="", metavar="URL,URL", help="measure these running workers with in-script round robin instead")
     parser.add_argument("--binary", default="", metavar="FILE", help="path of a kvrouter binary, or NAME=FILE,NAME=FILE: several in turn (default: build it)")
     parser.add_argument("--runs", type=int, default=1, metavar="N", help="runs of each policy and binary, in turn; the table has their medians (default %(default)s)")
@@ -625,6 +634,7 @@ def parse_arguments():
     parser.add_argument("--shared", action="store_true", help="use the same workers for all runs, with caches reset before each")
     parser.add_argument("--workers", type=int, default=2, metavar="N", help="number of workers (default %(default)s)")
     parser.add_argument("--blocks", type=int, default=60, metavar="N", help="KV blocks of 64 tokens per worker (default %(default)s)")
+    parser.add_argument("--offload-gib", type=float, default=0, metavar="G", help="host memory below each worker's cache, GiB (kvrouter's --kv-offload-gib; default none)")
     parser.add_argument("--multi-turn", action="store_true", help="send conversations of several turns")
     parser.add_argument("--prompts", "--groups", type=int, metavar="N", help="number of system prompts (default 12; 10 with --multi-turn)")
     parser.add_argument("--words", type=int, default=400, metavar="N", help="words per system prompt (default %(default)s)")
@@ -684,7 +694,7 @@ def measure_all(load, args, results):
             if args.shared:
                 print(f"starting {args.workers} workers of {args.blocks} blocks (about a minute; log {out / 'workers.log'})", flush=True)
                 owner = until_end.enter_context(Router(routers[-1][1], ["--policy", "round-robin"], args, out / "workers.log"))
-            for label, flags, name, binary in [(*run, *b) for _ in range(args.runs) for run in policy_runs(args.policies, routers[-1][1]) for b in routers]:
+            for label, flags, name, binary in [run for _ in range(args.runs) for run in policy_runs(args.policies, routers)]:
                 label = f"{label} ({name})" if name else label
                 log_path = out / f"{re.sub('[^a-z0-9-]+', '-', label)}.log"
                 print(f"{label}: starting kvrouter (log {log_path})", flush=True)

@@ -4,7 +4,7 @@
 #   wire        indexing KV events from the wire: dynamo.indexer
 #   simulator   trace simulation: Dynamo's simulator
 #   proxy       proxying requests: vllm-router
-#   predictions predicted cache hits for models with several KV-cache groups: Dynamo's selection service, vllm-router
+#   predictions predicted cache hits for models with several KV-cache groups and workers with lower tiers: Dynamo's selection service, vllm-router
 # Usage: scripts/peers.sh [PART [OPTIONS of scripts/peers_PART.py]]; all parts if none is named.
 # Tables go to stdout and out/peers_PART.txt, progress and the results of the checks to stderr. Needs `make setup`.
 set -euo pipefail
@@ -32,7 +32,7 @@ measure() {
     proxy) needs=(--kvrouter out/kvrouter --test-binary out/peers.test --vllm-router "$vllm_router/bin/vllm-router" --model "$CACHE/smollm2-135m-instruct") ;;
     predictions)
       KVROUTER_PEERS_DYNAMO="$DYNAMO/bin/python" KVROUTER_PEERS_VLLM_ROUTER="$vllm_router/bin/vllm-router" \
-        out/peers.test -test.run '^TestPeersPredictions$' -test.v "$@" 9>&- | tee "out/peers_$part.txt"
+        out/peers.test -test.run '^TestPeers(Predictions|Tiers)$' -test.v "$@" 9>&- | tee "out/peers_$part.txt"
       return
       ;;
     *) die "unknown part $part: must be wire, simulator, proxy or predictions" ;;

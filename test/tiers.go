@@ -189,10 +189,10 @@ func NewTierSite(r *Router) *TierSite {
 	return &TierSite{Router: r, random: rand.New(rand.NewPCG(11, 11)), Quiet: 300 * time.Millisecond}
 }
 
-// Post posts nothing to a worker.
-func (s *TierSite) Post(url string) {
+// Post posts a body to a worker, which must succeed.
+func (s *TierSite) Post(url, body string) {
 	s.T.Helper()
-	response, err := http.Post(url, "application/json", strings.NewReader("{}"))
+	response, err := http.Post(url, "application/json", strings.NewReader(body))
 	if err != nil {
 		s.T.Fatal(err)
 	}

@@ -110,7 +110,7 @@ func TestTierEvents(t *testing.T) {
 				local := kv.HashBlocks(nil, testkit.PromptTokens(1, 6), testkit.BlockSize, "", "")
 				got := "0 {0 0 0}"
 				for _, m := range index.Match(local, len(local), nil) {
-					if got = fmt.Sprint(m.Blocks, " ", m.Lower); m.Doubtful {
+					if got = fmt.Sprint(m.Blocks, " ", m.Lower); m.Doubtful() {
 						got += " doubtful"
 					}
 				}

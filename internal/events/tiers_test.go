@@ -116,7 +116,7 @@ func TestTiersPredictWhatTheEnginesFind(t *testing.T) {
 					} else {
 						t.Log(text)
 					}
-					if m.Lower.Disk > 0 && !m.Doubtful {
+					if m.Lower.Disk > 0 && !m.Doubtful() {
 						t.Errorf("files do not make it doubtful: %s", text)
 					}
 				}

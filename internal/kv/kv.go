@@ -47,6 +47,10 @@ type Match struct {
 	// block included. It ends where a run goes back to a faster tier, which an engine takes as
 	// it comes, and counts none that may have been emptied.
 	Staged LowerBlocks
-	// Doubtful means that the lower tiers may have been emptied without an event.
-	Doubtful bool
+	// Sure is the number of leading blocks of Lower, all in host memory, whose removal would
+	// have been announced. The others may be gone.
+	Sure int32
 }
+
+// Doubtful reports whether some of m.Lower may be gone without an event.
+func (m *Match) Doubtful() bool { return int(m.Sure) < m.Lower.Total() }

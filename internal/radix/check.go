@@ -4,6 +4,7 @@ import (
 	"fmt"
 	"slices"
 
+	"kvrouter/internal/kv"
 	"kvrouter/internal/table"
 )
 
@@ -324,6 +325,22 @@ func (r *Tree) checkLower(uses []int) error {
 		}
 		if err := use(&lower.own); err != nil {
 			return err
+		}
+		if err := use(&lower.sure); err != nil {
+			return err
+		}
+		for i, slot := range lower.sure {
+			if slot == noSlot {
+				continue
+			}
+			if !lower.doubtful || lower.own[i] == noSlot {
+				return fmt.Errorf("worker %v is sure of blocks of a tier that is not doubtful", p.key)
+			}
+			for _, h := range r.appendHeld(nil, slot, kv.LowerTiers[i], -1, r.slots[slot].blocks.Len()) {
+				if own := r.slots[lower.own[i]].blocks.Get(h.block.Engine, 0); own == 0 || own != r.slots[slot].blocks.Get(h.block.Engine, 0) {
+					return fmt.Errorf("worker %v is sure of block %d, which its tier has not or elsewhere", p.key, h.block.Engine)
+				}
+			}
 		}
 		if err := r.checkWaiting(p, lower); err != nil {
 			return err

@@ -36,15 +36,19 @@ func (r *Tree) matchLower(p *workerPlace, walked *path, usable, whole, start int
 	}
 	chunk := max(1, lower.chunk)
 	var found kv.LowerBlocks
-	end := held
+	end, sure := held, held // the end of what is sure
 	if chunk == 1 {
-		end = r.runLower(lower, walked, held, min(usable, walked.length), &found)
+		end = r.runLower(lower, walked, held, min(usable, walked.length), &found, &sure)
 	} else {
 		most := min(whole, walked.length)
 		for at := held / chunk * chunk; at+chunk <= most; at += chunk {
 			var blocks kv.LowerBlocks
-			if r.runLower(lower, walked, at, at+chunk, &blocks) < at+chunk {
+			certain := at
+			if r.runLower(lower, walked, at, at+chunk, &blocks, &certain) < at+chunk {
 				break
+			}
+			if certain == at+chunk && sure >= at {
+				sure = min(certain, usable)
 			}
 			// The chunk is where its last block is.
 			from, to := max(at, held), min(at+chunk, usable)
@@ -63,22 +67,21 @@ func (r *Tree) matchLower(p *workerPlace, walked *path, usable, whole, start int
 		dst = append(dst, kv.Match{Worker: p.key})
 	}
 	m := &dst[start]
-	m.Lower = found
-	// No engine announces what it removes from files or from a store.
-	m.Doubtful = lower.doubtful || found.Disk+found.External > 0
+	m.Lower, m.Sure = found, int32(sure-held)
 	return dst
 }
 
 // stagedRun returns kv.Match.Staged from block at on: like Dynamo, of the worker's own
 // tiers, blocks alone, and none that may have been emptied.
 func (r *Tree) stagedRun(lower *lowerTiers, walked *path, at, end int) (staged kv.LowerBlocks) {
+	own := &lower.own
 	if lower.doubtful {
-		return staged
+		own = &lower.sure
 	}
 	for place, tier := range kv.LowerTiers {
 		for at < end {
 			run := walked.runAt(at)
-			if !hasSlot(walked.sets.words(walked.runs[run].set), lower.own[place]) {
+			if !hasSlot(walked.sets.words(walked.runs[run].set), own[place]) {
 				break
 			}
 			until := end
@@ -93,10 +96,12 @@ func (r *Tree) stagedRun(lower *lowerTiers, walked *path, at, end int) (staged k
 }
 
 // runLower adds to found the blocks from at on, in their fastest tier, and returns the
-// first that no tier has, or end.
-func (r *Tree) runLower(lower *lowerTiers, walked *path, at, end int, found *kv.LowerBlocks) int {
+// first that no tier has, or end. sure is moved from at to the first block that may be
+// gone without an event: no engine announces what it removes from files or from a store.
+func (r *Tree) runLower(lower *lowerTiers, walked *path, at, end int, found *kv.LowerBlocks, sure *int) int {
 	for i := walked.runAt(at); at < end; i++ {
-		tier := lower.fastest(walked.sets.words(walked.runs[i].set))
+		words := walked.sets.words(walked.runs[i].set)
+		tier := lower.fastest(words)
 		if tier == kv.Device {
 			return at
 		}
@@ -105,6 +110,9 @@ func (r *Tree) runLower(lower *lowerTiers, walked *path, at, end int, found *kv.
 			until = min(end, walked.runs[i+1].start)
 		}
 		add(found, tier, until-at)
+		if *sure == at && tier == kv.Host && (!lower.doubtful || hasSlot(words, lower.sure[kv.Host-1])) {
+			*sure = until
+		}
 		at = until
 	}
 	return end

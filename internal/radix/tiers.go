@@ -57,8 +57,10 @@ type lowerTiers struct {
 	present []presentTier
 	// chunk is the number of blocks that the engine loads whole or not at all; 0: one.
 	chunk int
-	// doubtful means that the own tiers may have been emptied without an event.
+	// doubtful means that the own tiers may have been emptied without an event. What they
+	// have stored since is in sure, too.
 	doubtful bool
+	sure     tierSlots
 	waiting  waiting
 }
 
@@ -180,14 +182,15 @@ func (r *Tree) removeLowerPart(at LowerTier, engine []uint64) (unknown int) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	r.sweep(sweepPerPart + sweepPerBlock*len(engine))
-	slot := uint32(noSlot)
+	slot, sure := uint32(noSlot), uint32(noSlot)
 	first, known := r.slot(at.Worker)
 	if store := r.store(at.Store); at.Shared && store != nil {
 		slot = store.slots[at.Tier-1]
 	} else if !at.Shared && known && r.slots[first].lower != nil {
-		slot = r.slots[first].lower.own[at.Tier-1]
+		slot, sure = r.slots[first].lower.own[at.Tier-1], r.slots[first].lower.sure[at.Tier-1]
 	}
 	for _, e := range engine {
+		r.removeLower(sure, e)
 		held := r.removeLower(slot, e)
 		if waited := (known || at.Shared) && r.removeWaiting(at, first, e); !held && !waited {
 			unknown++
@@ -249,7 +252,7 @@ func (r *Tree) lowerOf(at LowerTier) (slot uint32, store *sharedStore, ok bool) 
 	}
 	lower := r.slots[slot].lower
 	if lower == nil {
-		lower = &lowerTiers{own: noSlots()}
+		lower = &lowerTiers{own: noSlots(), sure: noSlots()}
 		r.slots[slot].lower = lower
 		r.lowered++
 	}
@@ -348,7 +351,12 @@ func (r *Tree) holdAt(first uint32, store *sharedStore, at LowerTier, engine uin
 		slots = &store.slots
 		again = true // several workers may announce it
 	} else if lower.doubtful {
-		again = true // the engine stores it because it has lost it
+		if lower.sure[at.Tier-1] == noSlot {
+			lower.sure[at.Tier-1] = r.newSlot()
+		}
+		if !r.holdIn(lower.sure[at.Tier-1], engine, n, at.Again) {
+			again = true // the engine stores it because it has lost it
+		}
 	}
 	slot := slots[at.Tier-1]
 	if slot == noSlot {
@@ -360,24 +368,7 @@ func (r *Tree) holdAt(first uint32, store *sharedStore, at LowerTier, engine uin
 			lower.relist()
 		}
 	}
-	s := &r.slots[slot]
-	old := s.blocks.Get(engine, 0)
-	if old == n {
-		if again {
-			s.copies.Delete(engine, 0)
-		} else {
-			s.copies.Put(engine, 0, s.copies.Get(engine, 0)+1)
-		}
-	} else {
-		s.blocks.Put(engine, 0, n)
-		r.addMember(slot, n)
-		if old != 0 {
-			s.copies.Delete(engine, 0)
-			r.dropMember(slot, old)
-		} else {
-			r.lowerHeld++
-		}
-	}
+	r.holdIn(slot, engine, n, again)
 	lower.waiting.place(engine)
 	if store != nil {
 		r.placeForReaders(store, engine)
@@ -387,44 +378,78 @@ func (r *Tree) holdAt(first uint32, store *sharedStore, at LowerTier, engine uin
 	}
 }
 
+// holdIn notes a block in the slot of a tier, and reports whether it was there. Unless
+// again, it is then one copy more.
+func (r *Tree) holdIn(slot uint32, engine uint64, n uint32, again bool) (held bool) {
+	s := &r.slots[slot]
+	old := s.blocks.Get(engine, 0)
+	if old == n {
+		if again {
+			s.copies.Delete(engine, 0)
+		} else {
+			s.copies.Put(engine, 0, s.copies.Get(engine, 0)+1)
+		}
+		return true
+	}
+	s.blocks.Put(engine, 0, n)
+	r.addMember(slot, n)
+	if old != 0 {
+		s.copies.Delete(engine, 0)
+		r.dropMember(slot, old)
+	} else {
+		r.lowerHeld++
+	}
+	return old != 0
+}
+
 // followLower puts a block of a worker's lower tiers to node n, at which the device has just
 // stored it: events of lower tiers do not name all that its place depends on.
 func (r *Tree) followLower(lower *lowerTiers, engine uint64, n uint32) {
-	for _, t := range lower.present {
-		s := &r.slots[t.slot]
+	follow := func(slot uint32) {
+		s := &r.slots[slot]
 		old := s.blocks.Get(engine, 0)
 		if old == 0 || old == n {
-			continue
+			return
 		}
 		s.blocks.Put(engine, 0, n)
-		r.addMember(t.slot, n)
-		r.dropMember(t.slot, old)
+		r.addMember(slot, n)
+		r.dropMember(slot, old)
+	}
+	for _, t := range lower.present {
+		follow(t.slot)
+	}
+	for _, slot := range lower.sure {
+		if slot != noSlot {
+			follow(slot)
+		}
 	}
 }
 
 // dropLargest empties the lower tier that holds the most blocks, of all workers and
 // stores.
 func (r *Tree) dropLargest() {
-	var largest *uint32
+	var largest, sure *uint32
 	most := -1
-	look := func(slots *tierSlots) {
+	look := func(slots, certain *tierSlots) {
 		for i, slot := range slots {
 			if slot != noSlot && r.slots[slot].blocks.Len() > most {
-				largest, most = &slots[i], r.slots[slot].blocks.Len()
+				largest, sure, most = &slots[i], &certain[i], r.slots[slot].blocks.Len()
 			}
 		}
 	}
 	for _, p := range r.workers {
 		if lower := r.slots[p.slot].lower; lower != nil {
-			look(&lower.own)
+			look(&lower.own, &lower.sure)
 		}
 	}
+	none := noSlots()
 	for _, s := range r.stores {
-		look(&s.slots)
+		look(&s.slots, &none)
 	}
 	if largest != nil {
 		r.lowerLost += most
 		r.emptyTier(largest)
+		r.emptyTier(sure)
 		r.relistAll()
 	}
 }
@@ -447,6 +472,7 @@ func (r *Tree) forgetLower(first uint32) {
 	}
 	for i := range lower.own {
 		r.emptyTier(&lower.own[i])
+		r.emptyTier(&lower.sure[i])
 	}
 	for _, s := range lower.stores {
 		if s.readers--; s.readers == 0 {
@@ -473,10 +499,11 @@ func (r *Tree) ClearDevice(w kv.WorkerKey, host bool) {
 	lower := r.slots[slot].lower
 	if lower != nil && host {
 		r.emptyTier(&lower.own[kv.Host-1])
+		r.emptyTier(&lower.sure[kv.Host-1])
 		lower.waiting.drop(nil, kv.Host)
 		lower.relist()
 	} else if lower != nil {
-		lower.doubtful = lower.own != noSlots()
+		r.doubt(lower, lower.own != noSlots())
 	}
 	r.slots[slot].lower = nil
 	r.empty(w, slot)
@@ -484,9 +511,21 @@ func (r *Tree) ClearDevice(w kv.WorkerKey, host bool) {
 	r.slots[slot].lower = lower
 }
 
+// doubt sets whether all blocks of the own tiers are doubtful, or none is.
+func (r *Tree) doubt(lower *lowerTiers, doubtful bool) {
+	lower.doubtful = doubtful
+	for i := range lower.sure {
+		r.emptyTier(&lower.sure[i])
+	}
+	for key, b := range lower.waiting.blocks {
+		b.old = b.old || doubtful && key.store == nil
+	}
+}
+
 // SettleLower ends the doubt about the lower tiers of w: an answer has shown whether they
-// still have what a Match counted. If not, they are emptied, and w reads no store until it
-// names a block of one. It returns whether there was anything to settle.
+// still have what a Match counted and was not sure of. If not, they have what they stored
+// since the doubt began, and w reads no store until it names a block of one. It returns
+// whether there was anything to settle.
 func (r *Tree) SettleLower(w kv.WorkerKey, held bool) (settled bool) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
@@ -496,13 +535,16 @@ func (r *Tree) SettleLower(w kv.WorkerKey, held bool) (settled bool) {
 	}
 	lower := r.slots[slot].lower
 	if held {
-		settled, lower.doubtful = lower.doubtful, false
+		settled = lower.doubtful
+		r.doubt(lower, false)
 		return settled
 	}
-	chunk := lower.chunk
 	if settled = lower.own != noSlots() || len(lower.stores) > 0; settled {
+		left := &lowerTiers{own: lower.sure, sure: noSlots(), chunk: lower.chunk}
+		lower.sure = noSlots()
 		r.forgetLower(slot)
-		r.slots[slot].lower = &lowerTiers{own: noSlots(), chunk: chunk}
+		left.relist()
+		r.slots[slot].lower = left
 		r.lowered++
 	}
 	return settled
@@ -529,7 +571,7 @@ func (r *Tree) RestoreLower(w kv.WorkerKey, chunk int, doubtful bool, stores []s
 	if chunk > 0 {
 		r.slots[slot].lower.chunk = min(chunk, maxChunk)
 	}
-	r.slots[slot].lower.doubtful = doubtful
+	r.doubt(r.slots[slot].lower, doubtful)
 	r.settleAll(slot)
 }
 

@@ -24,6 +24,7 @@ type waitingKey struct {
 type waitingBlock struct {
 	engine, parent, local uint64
 	hasParent, hasLocal   bool // hasLocal: the parent's place, or the root if there is none, is enough
+	old                   bool // the worker's own tiers may have been emptied since
 	copies                [len(kv.LowerTiers)]uint32
 }
 
@@ -196,6 +197,9 @@ func (r *Tree) settle(slot uint32, lower *lowerTiers) (more bool) {
 		for tier, count := range copies {
 			for range min(count, maxCopiesWaited) {
 				r.holdAt(slot, key.store, LowerTier{Tier: kv.Tier(tier + 1)}, b.engine, n)
+			}
+			if b.old {
+				r.removeLower(lower.sure[tier], b.engine)
 			}
 		}
 	}

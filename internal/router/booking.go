@@ -26,6 +26,7 @@ type Booking struct {
 	lower         kv.LowerBlocks // blocks that it was expected to load
 	loads         kv.TierTokens  // the same in tokens
 	doubtful      bool           // its lower tiers may have been emptied
+	sure          kv.LowerBlocks // those of lower that are then still there
 	expected      int            // tokens of the answer; 0: unknown
 	answeredWhole bool           // its first token is not reported
 	leg           kv.Leg
@@ -142,7 +143,7 @@ func (b *Booking) came(blocks int, tiers kv.TierTokens) {
 		known.Came(b.lower, blocks-b.device)
 	}
 	if b.doubtful {
-		b.router.index.SettleLower(b.worker, blocks > b.device)
+		b.router.index.SettleLower(b.worker, blocks > b.device+b.sure.Total())
 	}
 }
 

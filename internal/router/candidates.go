@@ -121,7 +121,7 @@ func (r *Router) candidate(c *policy.Candidate, p *prompt, at int, now time.Time
 // A match is also doubtful for blocks of which no engine announces the removal: how many
 // of these come is what policies learn.
 func (r *Router) doubts(m *kv.Match) bool {
-	return m.Doubtful && (m.Lower.Disk+m.Lower.External == 0 || r.index.LowerOf(m.Worker).Doubtful)
+	return m.Doubtful() && (m.Lower.Disk+m.Lower.External == 0 || r.index.LowerOf(m.Worker).Doubtful)
 }
 
 // counted returns the blocks in lower tiers that the policy counts.
@@ -155,6 +155,16 @@ func (r *Router) finds(p *prompt, c *policy.Candidate) (device int, lower kv.Low
 		}
 	}
 	return device, lower.Within(usable - device)
+}
+
+// certain splits the blocks in lower tiers that the candidate is expected to find behind
+// so many on the device: those whose removal would have been announced, and the others.
+func (p *prompt) certain(c *policy.Candidate, device int, lower kv.LowerBlocks) (sure, guessed kv.LowerBlocks) {
+	if m := p.matched(c.Target.Key); m != nil {
+		sure.Host = min(max(0, m.Sure-int32(device-m.Blocks)), lower.Host)
+	}
+	lower.Host -= sure.Host
+	return sure, lower
 }
 
 // matched returns what the index has of p on w; nil: nothing. Workers are mostly asked

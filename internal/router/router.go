@@ -569,12 +569,8 @@ func (r *Router) choose(p *prompt, d *Decision, now time.Time) {
 // predict sets what of p is cached on the candidate.
 func (r *Router) predict(p *prompt, d *Decision, c *policy.Candidate) {
 	d.Overlap, d.Lower = r.finds(p, c)
-	d.Predicted, d.Guessed = d.Lower.Tokens(r.blockSize), kv.TierTokens{}
-	if d.Predicted != d.Guessed {
-		if m := p.matched(c.Target.Key); m == nil || m.Doubtful {
-			d.Predicted, d.Guessed = d.Guessed, d.Predicted
-		}
-	}
+	sure, guessed := p.certain(c, d.Overlap, d.Lower)
+	d.Predicted, d.Guessed = sure.Tokens(r.blockSize), guessed.Tokens(r.blockSize)
 	d.Predicted.Device = d.Overlap * r.blockSize
 	d.OverlapTokens = d.Predicted.Total()
 	d.MatchedBlocks, d.MatchedLower, d.EffectivePrefillTokens = c.Overlap, c.Lower, r.uncached(p.tokens, c)
@@ -596,6 +592,7 @@ func (r *Router) book(p *prompt, c *policy.Candidate, now time.Time) *Booking {
 	}
 	b.device, b.lower = r.finds(p, c)
 	b.loads, b.doubtful = b.lower.Tokens(r.blockSize), c.Doubtful
+	b.sure, _ = p.certain(c, b.device, b.lower)
 	if r.tracksPrefill(p) {
 		b.uncached = r.uncached(p.tokens, c)
 		if p.Cached != nil { // which need not be whole blocks

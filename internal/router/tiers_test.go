@@ -39,8 +39,8 @@ func TestDecisionsCountLowerTiers(t *testing.T) {
 		{"the prompt's last block is computed", "work", 3, [2]int{0, 10}, [2]int{}, kv.LowerBlocks{Host: 6}, kv.TierTokens{Device: 3 * size, Host: 6 * size}, kv.TierTokens{}, size},
 		{"nothing on the device", "work", 0, [2]int{0, 4}, [2]int{}, kv.LowerBlocks{Host: 4}, kv.TierTokens{Host: 4 * size}, kv.TierTokens{}, 6 * size},
 		{"behind a gap nothing counts", "work", 2, [2]int{3, 9}, [2]int{}, kv.LowerBlocks{}, kv.TierTokens{Device: 2 * size}, kv.TierTokens{}, 8 * size},
-		{"files are a guess", "work", 2, [2]int{0, 4}, [2]int{0, 6}, kv.LowerBlocks{Host: 2, Disk: 2}, kv.TierTokens{Device: 2 * size}, kv.TierTokens{Host: 2 * size, Disk: 2 * size}, 4 * size},
-		{"kv weighs them", "kv", 2, [2]int{0, 4}, [2]int{0, 6}, kv.LowerBlocks{Host: 2, Disk: 2}, kv.TierTokens{Device: 2 * size}, kv.TierTokens{Host: 2 * size, Disk: 2 * size}, 10*size - 2*size - (3*2+2)*size/4},
+		{"files are a guess", "work", 2, [2]int{0, 4}, [2]int{0, 6}, kv.LowerBlocks{Host: 2, Disk: 2}, kv.TierTokens{Device: 2 * size, Host: 2 * size}, kv.TierTokens{Disk: 2 * size}, 4 * size},
+		{"kv weighs them", "kv", 2, [2]int{0, 4}, [2]int{0, 6}, kv.LowerBlocks{Host: 2, Disk: 2}, kv.TierTokens{Device: 2 * size, Host: 2 * size}, kv.TierTokens{Disk: 2 * size}, 10*size - 2*size - (3*2+2)*size/4},
 		{"kv takes the last block", "kv", 3, [2]int{0, 10}, [2]int{}, kv.LowerBlocks{Host: 6}, kv.TierTokens{Device: 3 * size, Host: 6 * size}, kv.TierTokens{}, 7*size - 7*3*size/4},
 		{"the others pass them over", "least-loaded", 2, [2]int{0, 4}, [2]int{}, kv.LowerBlocks{Host: 2}, kv.TierTokens{Device: 2 * size, Host: 2 * size}, kv.TierTokens{}, 8 * size},
 	} {
@@ -144,6 +144,33 @@ func TestAnAnswerSettlesTheDoubtAboutTiers(t *testing.T) {
 				t.Errorf("then predicted %+v, guessed %+v, want %d", d.Predicted, d.Guessed, cached)
 			}
 		})
+	}
+}
+
+// TestAnAnswerSaysNothingOfOtherBlocks: blocks that a tier has stored since its reset are
+// predicted at once, and finding them does not show that those before it are still there.
+func TestAnAnswerSaysNothingOfOtherBlocks(t *testing.T) {
+	const size = testkit.BlockSize
+	r := NewTestRouter(t, "work", 1)
+	old, fresh := testkit.Tokens(1, 10*size), testkit.Tokens(2, 10*size)
+	holdLower(r, 0, kv.Host, old, 0, 10)
+	r.Index().ClearDevice(testkit.W0, false)
+	holdLower(r, 0, kv.Host, fresh, 0, 5)
+	found := func(prompt []uint32, cached, predicted, guessed int) {
+		t.Helper()
+		d := MustRoute(t, r, Request{Tokens: prompt})
+		if d.Predicted.Total() != predicted*size || d.Guessed.Total() != guessed*size {
+			t.Errorf("predicted %+v, guessed %+v, want %d and %d blocks", d.Predicted, d.Guessed, predicted, guessed)
+		}
+		d.Booking.Cached(cached*size, kv.TierTokens{})
+		d.Booking.Finish(1)
+	}
+	found(fresh, 5, 5, 0)
+	found(old, 0, 0, 9) // settles it
+	found(old, 0, 0, 0)
+	found(fresh, 5, 5, 0)
+	if err := r.Check(); err != nil {
+		t.Error(err)
 	}
 }
 

@@ -26,14 +26,14 @@ def install():
         logger.warning("KV blocks cannot be offloaded on a CPU: %s", error)
 
 
-def copy_pages(sources, targets, source_tokens, target_tokens, page_size):
+def copy_pages(src_layers, dst_layers, src_indices, dst_indices, page_size):
     """Copies tokens between buffers of the same layers, whose shapes may differ.
 
     The compiled one goes page by page; here each token has its index.
     """
-    for source, target in zip(sources, targets):
-        rows = source[source_tokens]
-        target[target_tokens] = rows.reshape(-1, *target.shape[1:])
+    for source, target in zip(src_layers, dst_layers):
+        rows = source[src_indices]
+        target[dst_indices] = rows.reshape(-1, *target.shape[1:])
 
 
 def _install():

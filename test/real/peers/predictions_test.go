@@ -51,18 +51,34 @@ type follower struct {
 	found func(prompt []uint32) int
 
 	exact, most int // predictions: exact ones; tokens promised too much, at most
+	sum         int // tokens that it took the engine to hold, of all requests
 }
 
 // capturedRequest is a request of a capture and what the engine found.
 type capturedRequest struct {
-	batches [][]byte // since the request before, those of the request among them
+	before  [][]byte // batches that are not the request's
 	prompt  []uint32
 	cached  int
+	batches [][]byte // of the request, and until the next
 }
 
-func readCapture(t *testing.T, name string) (requests []capturedRequest) {
+// capturedLine is a line of a capture: a batch of events or a request.
+type capturedLine struct {
+	Kind    string
+	Payload []byte
+	IDs     []uint32 `json:"prompt_token_ids"`
+	Usage   struct {
+		Details struct {
+			Cached int `json:"cached_tokens"`
+		} `json:"prompt_tokens_details"`
+	}
+	tierRequest
+}
+
+// readLines reads a capture of internal/events/testdata.
+func readLines(t *testing.T, name string) (all []capturedLine) {
 	t.Helper()
-	file, err := os.Open(filepath.Join("internal/events/testdata/zoo", name+".jsonl.gz"))
+	file, err := os.Open(filepath.Join("internal/events/testdata", name+".jsonl.gz"))
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -71,28 +87,32 @@ func readCapture(t *testing.T, name string) (requests []capturedRequest) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	var batches [][]byte
 	lines := bufio.NewScanner(zip)
 	lines.Buffer(nil, 1<<24)
 	for lines.Scan() {
-		var line struct {
-			Kind    string
-			Payload []byte
-			Prompt  []uint32 `json:"prompt_token_ids"`
-		}
+		var line capturedLine
 		if err := json.Unmarshal(lines.Bytes(), &line); err != nil {
 			t.Fatal(err)
 		}
+		all = append(all, line)
+	}
+	if lines.Err() != nil || len(all) == 0 {
+		t.Fatalf("%d lines: %v", len(all), lines.Err())
+	}
+	return all
+}
+
+// readCapture reads a capture whose requests stand behind their batches.
+func readCapture(t *testing.T, name string) (requests []capturedRequest) {
+	t.Helper()
+	var batches [][]byte
+	for _, line := range readLines(t, "zoo/"+name) {
 		if line.Kind == "event" {
 			batches = append(batches, line.Payload)
 			continue
 		}
-		cached := int(gjson.GetBytes(lines.Bytes(), "usage.prompt_tokens_details.cached_tokens").Int())
-		requests = append(requests, capturedRequest{batches, line.Prompt, cached})
+		requests = append(requests, capturedRequest{nil, line.IDs, line.Usage.Details.Cached, batches})
 		batches = nil
-	}
-	if lines.Err() != nil || len(requests) == 0 {
-		t.Fatalf("%d requests: %v", len(requests), lines.Err())
 	}
 	return requests
 }
@@ -147,7 +167,16 @@ func compare(t *testing.T, requests []capturedRequest, block int, python, progra
 	}
 	testkit.Eventually(t, 30*time.Second, "all routers follow the events", func() bool { return topical.Subscribers() >= 2 && bare.Subscribers() >= 1 })
 	published := 0
+	publish := func(batches [][]byte) {
+		for _, payload := range batches {
+			seq := binary.BigEndian.AppendUint64(nil, uint64(published))
+			topical.Publish([]byte("kv-events"), seq, payload)
+			bare.Publish(nil, seq, payload)
+			published++
+		}
+	}
 	for _, r := range requests {
+		publish(r.before)
 		most := (len(r.prompt) - 1) / block * block // an engine computes the last token
 		for _, f := range followers {
 			testkit.Eventually(t, 30*time.Second, fmt.Sprintf("%s has applied %d batches", f.name, published), func() bool { return f.caughtUp(published) })
@@ -156,13 +185,9 @@ func compare(t *testing.T, requests []capturedRequest, block int, python, progra
 				f.exact++
 			}
 			f.most = max(f.most, found-r.cached)
+			f.sum += found
 		}
-		for _, payload := range r.batches {
-			seq := binary.BigEndian.AppendUint64(nil, uint64(published))
-			topical.Publish([]byte("kv-events"), seq, payload)
-			bare.Publish(nil, seq, payload)
-			published++
-		}
+		publish(r.batches)
 	}
 	return followers
 }
@@ -206,25 +231,36 @@ func register(t *testing.T, service, events, engine string, block int) {
 	})
 }
 
-// overlap asks a selection service how much of a prompt the worker holds, in tokens.
+// overlap asks a selection service how much of a prompt the worker holds in all tiers, in
+// tokens.
 func overlap(t *testing.T, service string, block int, prompt []uint32) int {
 	t.Helper()
 	rows := post(t, service+"/overlap_scores", map[string]any{"model_name": "m", "token_ids": prompt}).Get("workers").Array()
 	if len(rows) != 1 {
 		return 0
 	}
-	return int(rows[0].Get("device_blocks").Int()) * block
+	return int(rows[0].Get("disk_blocks").Int()) * block // with those of the tiers above
 }
 
+// followKvrouter starts kvrouter, whose decisions say what a worker has in each tier.
 func followKvrouter(t *testing.T, events, engine string, block int) *follower {
-	s := test.Start(t, "--engine=none", "--policy=kv", fmt.Sprintf("--block-size=%d", block))
+	s := test.Start(t, "--engine=none", fmt.Sprintf("--block-size=%d", block))
 	register(t, s.Port, events, engine, block)
+	s.Get(s.Port + "/decisions")
 	return &follower{
 		name: "kvrouter",
 		caughtUp: func(batches int) bool {
 			return int(s.Metrics()[`kvrouter_kv_events_total{dp_rank="0",kind="batches",worker_id="0"}`]) >= batches
 		},
-		found: func(prompt []uint32) int { return overlap(t, s.Port, block, prompt) },
+		found: func(prompt []uint32) int {
+			post(t, s.Port+"/select", map[string]any{"model_name": "m", "token_ids": prompt})
+			c := gjson.GetBytes(s.Get(s.Port+"/decisions?last=1"), "decisions.0.candidates.0")
+			blocks := 0
+			for _, tier := range []string{"overlap", "host", "disk", "external"} {
+				blocks += int(c.Get(tier + "_blocks").Int())
+			}
+			return blocks * block
+		},
 	}
 }
 
@@ -265,7 +301,8 @@ func followVLLMRouter(t *testing.T, program, events, engine string, block int) *
 	url := fmt.Sprintf("http://127.0.0.1:%d", ports)
 	log := startPeer(t, url+"/health", program, "--port", fmt.Sprint(ports), "--prometheus-port", fmt.Sprint(ports+1), "--worker-urls", engine,
 		"--worker-startup-check-interval", "1", "--policy", "kv_aware", "--kv-event-source", engine+"="+events,
-		"--kv-event-block-size", fmt.Sprint(block), "--kv-event-model", "m", "--log-level", "debug")
+		"--kv-event-block-size", fmt.Sprint(block), "--kv-event-model", "m", "--log-level", "debug",
+		"--kv-penalty-host", "1", "--kv-penalty-disk", "1", "--kv-penalty-external", "1") // of a token cached there
 	read := func(line *regexp.Regexp) []string {
 		var numbers []string
 		for _, match := range line.FindAllStringSubmatch(colors.ReplaceAllString(log.String(), ""), -1) {
