@@ -133,7 +133,8 @@ type Event struct {
 // requests in the order of their admission (one each if decoding, else what is
 // left of the prompt), then those of waiting ones, first come first served; the
 // first whose whole prompt does not fit into the free and the inactive blocks
-// blocks the others. A running request that finds no
+// blocks the others. One of which a load for another brings blocks waits for that load,
+// and the others go before it. A running request that finds no
 // block preempts the one admitted last, which starts over later. Full blocks are
 // in the cache as Settings.Caching says.
 type Engine struct {
@@ -254,25 +255,30 @@ func (e *Engine) Begin() (d time.Duration, busy bool) {
 			prefill += r.step
 		}
 	}
-	for !preempted && budget > 0 && len(e.waiting) > 0 && len(e.running) < e.Cfg.MaxSeqs {
-		r := e.waiting[0]
+admission:
+	for next := 0; !preempted && budget > 0 && next < len(e.waiting) && len(e.running) < e.Cfg.MaxSeqs; {
+		r := e.waiting[next]
 		if r.Fetch {
 			if !e.beginFetch(r) {
 				break
 			}
-			e.waiting = e.waiting[1:]
+			e.leaveWaiting(next)
 			continue
 		}
-		if loads, ok := e.beginLoad(r); !ok {
-			break
-		} else if loads {
-			e.waiting = e.waiting[1:]
+		switch e.beginLoad(r) {
+		case loadBegun:
+			e.leaveWaiting(next)
 			continue
+		case loadComing:
+			next++
+			continue
+		case loadNeedsBlocks:
+			break admission
 		}
 		if !e.admit(r, budget) {
 			break
 		}
-		e.waiting = e.waiting[1:]
+		e.leaveWaiting(next)
 		budget -= r.step
 		prefill += r.step
 	}
@@ -524,6 +530,15 @@ func (e *Engine) preemptLast() {
 	e.running = e.running[:n]
 	e.drop(r)
 	e.waiting = slices.Insert(e.waiting, 0, r)
+}
+
+// leaveWaiting takes the request at that place out of the queue.
+func (e *Engine) leaveWaiting(at int) {
+	if at == 0 {
+		e.waiting = e.waiting[1:]
+		return
+	}
+	e.waiting = slices.Delete(e.waiting, at, at+1)
 }
 
 // drop takes its blocks from r, the end of the prompt first, so that the end

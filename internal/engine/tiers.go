@@ -151,21 +151,34 @@ func lowerBlocks(found [len(kv.LowerTiers)]int) kv.LowerBlocks {
 	return kv.LowerBlocks{Host: int32(found[0]), Disk: int32(found[1]), External: int32(found[2])}
 }
 
+// loadState is what became of the load of a request from the lower tiers.
+type loadState uint8
+
+const (
+	loadNothing     loadState = iota // they have nothing of it
+	loadBegun                        // the owner was notified
+	loadComing                       // blocks of it are being loaded for another request
+	loadNeedsBlocks                  // there are not enough blocks
+)
+
 // beginLoad takes blocks for what the lower tiers have of r's prompt, and notifies the
-// owner, which must call Loaded. loads is false if they have nothing of it; ok is
-// false if there are not enough blocks.
-func (e *Engine) beginLoad(r *Request) (loads, ok bool) {
+// owner, which must call Loaded. No block is loaded twice at a time, as in vLLM's
+// OffloadingConnector (_chunks_being_loaded).
+func (e *Engine) beginLoad(r *Request) loadState {
 	if len(e.Lower) == 0 {
-		return false, true
+		return loadNothing
 	}
 	cached, _ := e.found(r)
 	found := lowerBlocks(e.continued(r, cached))
-	if found.Total() == 0 {
-		return false, true
+	switch {
+	case found.Total() == 0:
+		return loadNothing
+	case slices.ContainsFunc(e.fetching, func(other *Request) bool { return e.brings(other, r, cached, cached+found.Total()) }):
+		return loadComing
 	}
 	r.counts = !r.admitted
 	if !e.holdCached(r) {
-		return true, false
+		return loadNeedsBlocks
 	}
 	if r.Load = found; r.counts {
 		r.Lower = found
@@ -176,7 +189,15 @@ func (e *Engine) beginLoad(r *Request) (loads, ok bool) {
 	}
 	e.fetching = append(e.fetching, r)
 	e.LoadNow(r)
-	return true, true
+	return loadBegun
+}
+
+// brings reports whether the load of another request brings blocks of r's, of those from
+// first to below end. Prompts with an equal block are equal up to it.
+func (e *Engine) brings(other, r *Request, first, end int) bool {
+	from := other.computed / e.Cfg.BlockSize
+	at := max(first, from)
+	return at < min(end, from+other.Load.Total()) && other.Blocks[at].Engine == r.Blocks[at].Engine
 }
 
 // LoadTime returns how long the load of a request takes, without those before it.

@@ -110,6 +110,39 @@ func TestALoadTakesTheTimeOfItsTier(t *testing.T) {
 	}
 }
 
+// TestNoBlockIsLoadedTwiceAtATime: vLLM's connector delays a request of which a load under
+// way brings blocks, and the scheduler goes on with those behind it.
+func TestNoBlockIsLoadedTwiceAtATime(t *testing.T) {
+	e, loading := tiered(30, nil, NewStore(kv.Host, 100, Loads{}))
+	serve(t, e, loading, simRequest(4, []uint64{1, 2, 3, 4}, 1, 1))
+	e.Reset()
+	first, second := simRequest(4, []uint64{1, 2, 3, 4}, 1, 1), simRequest(4, []uint64{1, 2, 3, 5}, 1, 1)
+	other := simRequest(4, []uint64{11, 12}, 1, 1)
+	for _, r := range []*Request{first, second, other} {
+		if err := e.Submit(r); err != nil {
+			t.Fatal(err)
+		}
+	}
+	e.Begin()
+	e.End()
+	if len(*loading) != 1 || other.Generated != 1 || second.Generated != 0 {
+		t.Fatalf("%d loads, the request behind has %d tokens, the one of the same blocks %d; want 1, 1, 0", len(*loading), other.Generated, second.Generated)
+	}
+	e.Loaded(first)
+	for second.Generated == 0 {
+		if _, busy := e.Begin(); !busy {
+			t.Fatal("the request waits after the load is over")
+		}
+		e.End()
+		if err := e.Check(); err != nil {
+			t.Fatal(err)
+		}
+	}
+	if len(*loading) != 1 || first.Lower.Host != 4 || second.Lower.Total() != 0 || second.Cached != 12 {
+		t.Errorf("%d loads; %+v of the first, %+v of the second, which found %d tokens; want 1, 4, none, 12", len(*loading), first.Lower, second.Lower, second.Cached)
+	}
+}
+
 func TestASilentTierIsFullAndFindsNothing(t *testing.T) {
 	host := NewStore(kv.Host, 100, Loads{})
 	e, loading := tiered(6, nil, host)

@@ -16,7 +16,7 @@ import (
 // nothing is known of answers, its wait is that of the oldest prompt so far.
 // Non-streamed answers report no first token, so only streamed ones can be overdue.
 func (p *Work) Wait(now time.Time, load *Load) time.Duration {
-	first, _, _ := p.coming(now, load, 1)
+	first, _, _, _ := p.coming(now, load, 1, 0)
 	wait := first - p.passTime(1)
 	if waits, late := p.overdue(now, load); waits > 0 {
 		if running := load.InFlight - len(load.Prefills); running > 0 && p.decoding.Value > 0 {

@@ -1,32 +1,39 @@
 package policy
 
-import "time"
+import (
+	"math"
+	"time"
+)
 
 // workPass is the engine's batched-token budget, tokens a pass (vLLM's
 // max_num_batched_tokens).
 const workPass = 8192
 
 // coming plays a worker's coming passes through, with a prompt of that many
-// uncached tokens at the end of its queue: in how many ms that has its first
-// token, by how many ms together the first tokens of those before it come later
-// for it, and how many passes compute prompts only because of it.
+// uncached tokens at the end of its queue, which joins no pass before ready ms: in
+// how many ms that has its first token, by how many ms together the first tokens of
+// those before it come later for it, how many passes compute prompts only because of
+// it, and in how many ms the first of its passes begins.
 //
 // An engine computes prompts in the order in which they came, up to workPass
 // tokens a pass. The running pass began with the last first token, or when the
 // oldest prompt without one was sent, whichever was later; a prompt that came
-// after a pass began waits for the next one.
-func (p *Work) coming(now time.Time, load *Load, uncached int) (first, pushed float64, begun int) {
+// after a pass began waits for the next one. Prompts whose loads last longer than
+// ready are left out: it passes them.
+func (p *Work) coming(now time.Time, load *Load, uncached int, ready float64) (first, pushed float64, begun int, joined float64) {
 	decode := p.Timing.Decoding(load.ContextTokens)
+	queue := p.computing(now, load, ready)
+	joined = math.Inf(1)
 	at := decode / 2 // a pass that only decodes ends about then
-	if len(load.Prefills) > 0 {
-		at = milliseconds(load.Prefills[0].Sent.Sub(now))
+	if len(queue) > 0 {
+		at = milliseconds(queue[0].Sent.Sub(now))
 		if !load.FirstToken.IsZero() {
 			at = max(at, milliseconds(load.FirstToken.Sub(now)))
 		}
 	}
 	whole := p.passTime(workPass) + decode // a pass of nothing but one prompt
-	queue := load.Prefills
-	for rest := 0; ; { // rest are tokens of queue[0] that are computed
+	// rest are tokens of queue[0] that are computed.
+	for rest := 0; ; {
 		computed, ends, silent, joins := 0, 0, true, false
 		if len(queue) > 0 {
 			at = max(at, milliseconds(queue[0].Sent.Sub(now)))
@@ -44,14 +51,15 @@ func (p *Work) coming(now time.Time, load *Load, uncached int) (first, pushed fl
 			silent = silent && queue[0].AnsweredWhole
 			queue, rest, ends = queue[1:], 0, ends+1
 		}
-		if len(queue) == 0 && computed == 0 && at < 0 {
-			at = max(decode/2, 0)
+		if len(queue) == 0 && computed == 0 && at < ready {
+			at = max(ready+decode/2, 0)
 		}
-		if len(queue) == 0 && !(at < 0) {
+		if len(queue) == 0 && !(at < ready) {
 			joins = computed < workPass
 		}
 		step := 0
 		if joins {
+			joined = min(joined, at)
 			if computed == 0 && ends == 0 {
 				passes := wholePasses(uncached)
 				uncached -= passes * workPass
@@ -77,7 +85,7 @@ func (p *Work) coming(now time.Time, load *Load, uncached int) (first, pushed fl
 			at = max(at, 0) // they would have been heard of
 		}
 		if joins && uncached <= 0 {
-			return at, pushed, begun
+			return at, pushed, begun, joined
 		}
 	}
 }

@@ -1,11 +1,6 @@
 package policy
 
-import (
-	"math"
-	"time"
-
-	"kvrouter/internal/kv"
-)
+import "kvrouter/internal/kv"
 
 // Tiers is what is known of the tiers below the device of one worker: the share of
 // the blocks expected there that requests found of late, and how long loads take. The zero
@@ -102,62 +97,6 @@ func (t Traits) Loaded(c *Candidate) float64 {
 	return t.HostCredit*c.expected(kv.Host) + t.DiskCredit*(c.expected(kv.Disk)+c.expected(kv.External))
 }
 
-// loading returns how many tokens the candidate is expected to load instead of
-// computing them, and by how many ms this delays the first token.
-func (p *Work) loading(q Query, c *Candidate) (tokens int, ms float64) {
-	sum := 0.0
-	for _, tier := range kv.LowerTiers {
-		if blocks := c.expected(tier); blocks > 0 {
-			sum += blocks * float64(q.BlockSize)
-			ms += p.loadTime(c.Load.Tiers, tier, blocks/float64(c.Lower.Of(tier)), blocks*float64(q.BlockSize))
-		}
-	}
-	if sum > 0 {
-		ms += p.loadsBefore(q.Now, &c.Load)
-	}
-	return int(sum), ms
-}
-
-// loadsBefore is how long the loads of requests without a first token still take on a
-// worker, ms: it serves them in order.
-func (p *Work) loadsBefore(now time.Time, load *Load) float64 {
-	at := math.Inf(-1)
-	for i := range load.Prefills {
-		if f := &load.Prefills[i]; f.Loads != (kv.TierTokens{}) {
-			at = max(at, milliseconds(f.Sent.Sub(now))) + p.loadsOf(load.Tiers, f.Loads)
-		}
-	}
-	return max(at, 0)
-}
-
-// loadsOf is how long a worker takes to load tokens, of which it has the expected
-// share, ms.
-func (p *Work) loadsOf(t *Tiers, loads kv.TierTokens) (ms float64) {
-	for _, tier := range kv.LowerTiers {
-		if n := loads.Of(tier); n > 0 {
-			trust := t.Trust(tier)
-			ms += p.loadTime(t, tier, trust, trust*float64(n))
-		}
-	}
-	return ms
-}
-
-// loadTime is how long a worker takes to load tokens from a tier, ms, if a load happens with
-// a chance. It is what the worker's counters say, else what first tokens said, of the
-// worker or of others, else a guess.
-func (p *Work) loadTime(t *Tiers, tier kv.Tier, chance, tokens float64) float64 {
-	if fixed, token, known := t.counters(tier); known {
-		return chance*fixed + token*tokens
-	}
-	if t != nil && t.fits[tierAt(tier)].known() {
-		return t.fits[tierAt(tier)].time(chance, tokens)
-	}
-	if fit := &p.loads[tierAt(tier)]; fit.known() {
-		return fit.time(chance, tokens)
-	}
-	return tierGuess * p.Timing.Prefill(1) * tokens
-}
-
 // counters returns what the engine's counters say about loads from a tier: the ms of a
 // load whatever its length, and of each token. What slower tiers have goes through host
 // memory.
@@ -247,62 +186,3 @@ func (r *rate) add(amount, of, forget float64) {
 
 func (r *rate) known() bool   { return r.of > 0 && r.amount > 0 }
 func (r *rate) each() float64 { return r.amount / r.of }
-
-// loadFit is a line through times of loads: a fixed part, and one for each token, neither
-// negative. Older observations count less.
-type loadFit struct{ n, x, xx, y, xy float64 }
-
-const (
-	// fitForget is the weight that an observation loses with each later one.
-	fitForget = 1.0 / 64
-	// fitLeast is how many observations a line takes.
-	fitLeast = 4
-)
-
-// observe adds a load of that many tokens which took ms, perhaps less than none: what
-// else a first token takes is subtracted.
-func (f *loadFit) observe(tokens, ms float64) {
-	for _, sum := range [...]*float64{&f.n, &f.x, &f.xx, &f.y, &f.xy} {
-		*sum *= 1 - fitForget
-	}
-	f.n, f.x, f.xx, f.y, f.xy = f.n+1, f.x+tokens, f.xx+tokens*tokens, f.y+ms, f.xy+tokens*ms
-}
-
-func (f *loadFit) known() bool { return f.n > fitLeast-0.5 }
-
-// time returns the ms of a load of that many tokens that happens with a chance.
-func (f *loadFit) time(chance, tokens float64) float64 {
-	// Loads of about one length do not tell the parts apart.
-	spread := f.n*f.xx - f.x*f.x
-	slope := max(0, f.xy/f.xx)
-	if spread > 0.01*f.x*f.x {
-		slope = (f.n*f.xy - f.x*f.y) / spread
-		if fixed := (f.y - slope*f.x) / f.n; slope >= 0 && fixed >= 0 {
-			return chance*fixed + slope*tokens
-		}
-		if slope < 0 {
-			return chance * max(0, f.y/f.n)
-		}
-		slope = max(0, f.xy/f.xx)
-	}
-	return slope * tokens
-}
-
-// learnLoad learns from the first token of a request that loaded what was expected,
-// from one tier, on a worker without other prompts: what it took longer than its passes.
-func (p *Work) learnLoad(o *Outcome) {
-	if !o.Alone || o.Leg == kv.LegDecode {
-		return
-	}
-	for i, tier := range kv.LowerTiers {
-		n := o.Loads.Of(tier)
-		if !o.Loaded || n == 0 || n != o.Loads.Total() {
-			continue
-		}
-		ms := milliseconds(o.FirstToken) - p.Timing.firstToken(o)
-		p.loads[i].observe(float64(n), ms)
-		if o.Tiers != nil {
-			o.Tiers.fits[i].observe(float64(n), ms)
-		}
-	}
-}

@@ -76,6 +76,71 @@ func TestWorkWeighsLoadsFromLowerTiers(t *testing.T) {
 	}
 }
 
+// TestWorkSparesTheLoadsBehind: where loads are rare, one that is a little faster than
+// computing wins; where the queue of loads is hardly ever empty, those to come pay for it.
+func TestWorkSparesTheLoadsBehind(t *testing.T) {
+	query := Query{Now: testNow, Tokens: 6400, BlockSize: 64}
+	tiers := transferring(6e7, 0) // 0.0167 ms a token; computing takes 0.02
+	for _, test := range []struct {
+		name        string
+		share, busy float64
+		want        int
+	}{
+		{"loads are rare", 0.01, 0, 0},
+		{"many load, and find the queue empty", 0.9, 0.1, 0},
+		{"many load, and wait for each other", 0.9, 0.95, 1},
+	} {
+		t.Run(test.name, func(t *testing.T) {
+			counts := map[int]int{}
+			for seed := range uint64(100) {
+				p := NewWork()
+				p.gap, p.busy = runningMean{50, workMeanOver}, runningMean{0.1, workMeanOver}
+				p.loadShare, p.loadBusy = runningMean{test.share, workMeanOver}, runningMean{test.busy, workMeanOver}
+				counts[p.Choose(query, new(pool).add(0, Load{}).lower(kv.LowerBlocks{Host: 99}, tiers).add(0, Load{}).candidates, rand.New(rand.NewPCG(seed, 1)))]++
+			}
+			if counts[test.want] != 100 {
+				t.Errorf("chosen %v times, want always candidate %d", counts, test.want)
+			}
+		})
+	}
+}
+
+// TestAWorkerThatLoadsDoesNotCompute: prompts that wait for loads make the queue of loads
+// busy, not the passes.
+func TestAWorkerThatLoadsDoesNotCompute(t *testing.T) {
+	p := NewWork()
+	candidates := new(pool).add(0, loadingPrompt(0, 50_000, 1)).add(0, loadingPrompt(10*time.Second, 50_000, 1)).add(0, waiting(0, 1)).add(0, Load{}).candidates
+	if computing, loading := p.busyShares(testNow, candidates); computing != 0.5 || loading != 0.25 {
+		t.Errorf("%v compute and %v load, want 0.5 and 0.25", computing, loading)
+	}
+}
+
+// TestALoadBeginsWithAPassThatHasRoom: behind prompts that fill passes it is not yet asked
+// for, and it waits for the loads before.
+func TestALoadBeginsWithAPassThatHasRoom(t *testing.T) {
+	p := NewWork()
+	p.Timing.Pass, p.Timing.Token, p.Timing.decode, p.Timing.context = 10, 0.01, 5, 0.0001
+	tiers := transferring(5e7, 0) // 0.02 ms a token
+	for _, test := range []struct {
+		name        string
+		load        Load
+		asked, over float64 // ms
+	}{
+		{"on an idle worker", Load{Tiers: tiers}, 0, 64},
+		{"behind prompts", waiting(0, 8192, 8192), 2 * 91.92, 2*91.92 + 64},
+		{"behind a load", loadingPrompt(0, 5000, 1), 0, 100 + 64},
+		{"behind the rest of a load", loadingPrompt(60*time.Millisecond, 5000, 1), 0, 40 + 64},
+	} {
+		t.Run(test.name, func(t *testing.T) {
+			test.load.Tiers = tiers
+			l := p.loading(Query{Now: testNow, BlockSize: 64}, &Candidate{Lower: kv.LowerBlocks{Host: 50}, Load: test.load})
+			if math.Abs(l.own-64) > 1e-6 || math.Abs(l.asked-test.asked) > 1e-6 || math.Abs(l.over-test.over) > 1e-6 || l.tokens != 3200 {
+				t.Errorf("%+v; want 64 ms, asked in %v, over in %v", l, test.asked, test.over)
+			}
+		})
+	}
+}
+
 // TestWorkLeavesASlowTierWhereItIsSlower moves the true speed of loads across that of
 // computing. The policy learns both from first tokens alone, with noise.
 func TestWorkLeavesASlowTierWhereItIsSlower(t *testing.T) {
@@ -229,9 +294,9 @@ func TestForeignNumbersOfTiers(t *testing.T) {
 				p.learnLoad(&Outcome{Alone: true, Loaded: true, Loads: lower.Tokens(64), Tiers: &tiers, FirstToken: time.Duration(rapid.Int64Range(0, int64(time.Hour)).Draw(t, "first"))})
 			}
 			c := Candidate{Lower: lower, Doubtful: rapid.Bool().Draw(t, "doubtful"), Load: Load{Tiers: &tiers}}
-			tokens, ms := p.loading(Query{Now: testNow, BlockSize: 64}, &c)
-			if !(ms >= 0) || tokens < 0 || tokens > lower.Total()*64 {
-				t.Fatalf("%+v are %d tokens in %v ms", lower, tokens, ms)
+			l := p.loading(Query{Now: testNow, BlockSize: 64}, &c)
+			if !(l.own >= 0) || !(l.delay() >= l.own) || l.tokens < 0 || l.tokens > lower.Total()*64 {
+				t.Fatalf("%+v are %+v", lower, l)
 			}
 			for _, tier := range kv.LowerTiers {
 				if trust := tiers.Trust(tier); !(trust >= 0 && trust <= 1) {

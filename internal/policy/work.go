@@ -16,7 +16,8 @@ import (
 //	         simulated, see coming.
 //	load     delay by loads from lower tiers, those before on the worker included:
 //	         for each tier a fixed time and one for each token, see loadTime. Engines
-//	         load what they have, also where computing would be faster.
+//	         load what they have, also where computing would be faster. A load
+//	         begins with the first pass that has room for the prompt.
 //	copy     the part of own, the time to compute the uncached tokens, that later
 //	         requests save. A new copy of a prefix is an investment: in the
 //	         next turnover of the caches as many requests will use the prefix as
@@ -31,6 +32,10 @@ import (
 //	         delays all requests that arrive before it is empty (M/G/1). λ is the
 //	         arrival rate of a worker per ms, ρ the share of time with prompts to
 //	         compute, estimated by the share of workers that decisions find so.
+//	         Loads of a worker are served one after the other, beside the passes: a
+//	         second queue, with the rate λₗ of loads and the share ρₗ of time with
+//	         loads under way. It adds λₗ·l·(load − l/2)/(1 − ρₗ), where l is the time
+//	         of this load alone: (load − l) of waiting and half of its own.
 //	decode   slowdown of this answer by the context on the worker.
 //	others   n·(own − copy + Pass·begun): the n in-flight requests pause in passes
 //	         that compute this prompt; begun are those without another prompt.
@@ -50,10 +55,13 @@ type Work struct {
 	decoding   runningMean // ms from first to last token
 	Output     runningMean // tokens
 	busy       runningMean // share of the workers with prompts to compute
+	loadBusy   runningMean // share of the workers with loads from lower tiers under way
+	loadShare  runningMean // share of the requests that load
 	gap        runningMean // ms between two requests
 	last       time.Time   // when the last one came
 	reuse      reuseCounts
 	loads      [len(kv.LowerTiers)]loadFit // of all workers
+	ordered    []Prefill                   // reused by computing
 }
 
 // workMeanOver is the number of requests that the means are over, about.
@@ -121,6 +129,13 @@ func (p *Work) Choose(q Query, candidates []Candidate, random *rand.Rand) int {
 		q.Explain.Rank("work", candidates, func(c *Candidate) Score { return p.terms(q, c, &u).explain() })
 	}
 	chosen := Best(candidates, random, func(c *Candidate) float64 { return -p.terms(q, c, &u).cost() })
+	if learns {
+		loads := 0.0
+		if candidates[chosen].Lower != (kv.LowerBlocks{}) {
+			loads = 1
+		}
+		p.loadShare.add(loads)
+	}
 	if learns && q.Tokens > 0 {
 		stored := float64(uncachedTokens(q, &candidates[chosen])) + u.output
 		caches := cacheTokens(q, candidates) * float64(fleet(q, candidates)) / float64(len(candidates))
@@ -153,7 +168,9 @@ func (p *Work) arrive(q Query, candidates []Candidate) {
 	}
 	p.last = q.Now
 	if 2*len(candidates) >= fleet(q, candidates) {
-		p.busy.add(busyShare(candidates))
+		computing, loading := p.busyShares(q.Now, candidates)
+		p.busy.add(computing)
+		p.loadBusy.add(loading)
 	}
 }
 
@@ -161,15 +178,20 @@ func (p *Work) arrive(q Query, candidates []Candidate) {
 // may go to few of them, the others get other ones.
 func fleet(q Query, candidates []Candidate) int { return max(q.Workers, len(candidates)) }
 
-// busyShare is the share of the candidates that have prompts to compute.
-func busyShare(candidates []Candidate) float64 {
-	busy := 0
+// busyShares returns the shares of the candidates that have prompts to compute, and that
+// have loads from lower tiers under way.
+func (p *Work) busyShares(now time.Time, candidates []Candidate) (computing, loading float64) {
 	for i := range candidates {
-		if len(candidates[i].Load.Prefills) > 0 {
-			busy++
+		load := &candidates[i].Load
+		if len(p.computing(now, load, 0)) > 0 {
+			computing++
+		}
+		if p.loadsBefore(now, load) > 0 {
+			loading++
 		}
 	}
-	return float64(busy) / float64(len(candidates))
+	n := float64(len(candidates))
+	return computing / n, loading / n
 }
 
 // workUntoldCache is the assumed cache size, tokens, of a worker that reports none:
@@ -205,6 +227,7 @@ type workUsual struct {
 	decoding float64 // ms
 	parts    bool    // another group than the first ends a match
 	delayed  float64 // requests that come to a worker until a queue is empty, for each ms of it
+	behind   float64 // the same of loads, until no more are under way
 }
 
 const (
@@ -226,7 +249,9 @@ func (p *Work) usual(q Query, candidates []Candidate, routers float64) workUsual
 	first = max(first, 1)
 	u.f = 1 + workFirstToken*(first+u.decoding)/first
 	if p.gap.Value > 0 {
-		u.delayed = routers / p.gap.Value / float64(fleet(q, candidates)) / (1 - min(p.busy.Value, workMostBusy))
+		rate := routers / p.gap.Value / float64(fleet(q, candidates))
+		u.delayed = rate / (1 - min(p.busy.Value, workMostBusy))
+		u.behind = rate * p.loadShare.Value / (1 - min(p.loadBusy.Value, workMostBusy))
 	}
 	return u
 }
@@ -252,16 +277,17 @@ func (t workTerms) explain() Score {
 }
 
 func (p *Work) terms(q Query, c *Candidate, u *workUsual) workTerms {
-	uncached, loaded, load := uncachedTokens(q, c), 0, 0.0
+	uncached, load := uncachedTokens(q, c), loading{}
 	if c.Lower != (kv.LowerBlocks{}) && q.Leg != kv.LegDecode {
-		loaded, load = p.loading(q, c)
-		uncached = max(1, uncached-loaded)
+		load = p.loading(q, c)
+		uncached = max(1, uncached-load.tokens)
 	}
-	first, pushed, begun := p.coming(q.Now, &c.Load, uncached)
+	first, pushed, begun, _ := p.coming(q.Now, &c.Load, uncached, load.over)
+	first -= load.delay()
 	own := p.Timing.Prefill(uncached)
 	copied := 0.0
 	if uncached > 0 {
-		cached := c.Overlap + loaded/q.BlockSize
+		cached := c.Overlap + load.tokens/q.BlockSize
 		blocks := p.reuse.others(cached)
 		if u.parts {
 			blocks -= p.reuse.others(max(cached, c.Held))
@@ -269,9 +295,12 @@ func (p *Work) terms(q Query, c *Candidate, u *workUsual) workTerms {
 		copied = min(own, p.Timing.Prefill(q.BlockSize)*blocks)
 	}
 	t := workTerms{
-		first: u.f * first, load: u.f * load, copy: u.f * copied, pushed: u.f * pushed,
+		first: u.f * first, load: u.f * load.delay(), copy: u.f * copied, pushed: u.f * pushed,
 		foreign: u.f * foreignWait(&c.Load) * u.decoding,
 		later:   u.f * u.delayed * (own - copied) * (first - own/2),
+	}
+	if load.own > 0 {
+		t.later += u.f * load.later(u.behind)
 	}
 	if q.Leg != kv.LegPrefill {
 		n := float64(c.Load.requests())

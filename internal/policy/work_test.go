@@ -22,6 +22,15 @@ func waiting(ago time.Duration, tokens ...int) Load {
 	return l
 }
 
+// loadingPrompt is a load of a prompt that was sent ago before testNow, of which so many
+// tokens are loaded, at 0.02 ms each, and the others computed.
+func loadingPrompt(ago time.Duration, loads, tokens int) Load {
+	l := waiting(ago, tokens)
+	l.Prefills[0].Loads = kv.TierTokens{Host: loads}
+	l.Tiers = transferring(5e7, 0)
+	return l
+}
+
 var testNow = time.Unix(1_000_000, 0)
 
 func TestWorkWeighsWaitsAgainstEachOther(t *testing.T) {
@@ -70,22 +79,29 @@ func TestWorkPlaysComingPassesThrough(t *testing.T) {
 		name          string
 		load          Load
 		uncached      int
+		ready         float64
 		first, pushed float64 // ms
 		begun         int
 	}{
-		{"an idle worker begins at once", Load{}, 1000, 20, 0, 1},
-		{"a cached prompt still takes a pass", Load{}, 1, 10.01, 0, 1},
-		{"a long prompt takes several passes", Load{}, 8192 + 1000, 91.92 + 20, 0, 2},
-		{"a decoding worker ends its pass first, and decodes on", Load{ContextTokens: 10000}, 1000, 3 + 20 + 6, 0, 1},
-		{"prompts sent at one time share a pass, and end with it", waiting(0, 1000), 1000, 30, 10, 0},
-		{"a pass that runs is not joined", waiting(5*time.Millisecond, 1000), 1000, 15 + 20, 0, 1},
-		{"the rest of a pass is filled up", waiting(0, 8000), 1000, 91.92 + 10 + 8.08, 1.92, 1},
-		{"a pass began with the last first token", heard(waiting(time.Second, 1000), 5*time.Millisecond), 1000, 15 + 20, 0, 1},
-		{"a late first token is expected any moment", waiting(time.Second, 1000), 1000, 20, 0, 1},
-		{"nobody waits for tokens that nobody tells of", silent, 1000, 20, 0, 1},
+		{"an idle worker begins at once", Load{}, 1000, 0, 20, 0, 1},
+		{"a cached prompt still takes a pass", Load{}, 1, 0, 10.01, 0, 1},
+		{"a long prompt takes several passes", Load{}, 8192 + 1000, 0, 91.92 + 20, 0, 2},
+		{"a decoding worker ends its pass first, and decodes on", Load{ContextTokens: 10000}, 1000, 0, 3 + 20 + 6, 0, 1},
+		{"prompts sent at one time share a pass, and end with it", waiting(0, 1000), 1000, 0, 30, 10, 0},
+		{"a pass that runs is not joined", waiting(5*time.Millisecond, 1000), 1000, 0, 15 + 20, 0, 1},
+		{"the rest of a pass is filled up", waiting(0, 8000), 1000, 0, 91.92 + 10 + 8.08, 1.92, 1},
+		{"a pass began with the last first token", heard(waiting(time.Second, 1000), 5*time.Millisecond), 1000, 0, 15 + 20, 0, 1},
+		{"a late first token is expected any moment", waiting(time.Second, 1000), 1000, 0, 20, 0, 1},
+		{"nobody waits for tokens that nobody tells of", silent, 1000, 0, 20, 0, 1},
+		{"a load puts the prompt off", Load{}, 1000, 200, 200 + 20, 0, 1},
+		{"it is computed after those that came meanwhile", waiting(0, 1000), 1000, 200, 200 + 20, 0, 1},
+		{"or with those that are not yet", waiting(0, 20_000), 1000, 150, 91.92 + 91.92 + 46.16 + 10, 10, 0},
+		{"a prompt that loads is passed", loadingPrompt(0, 5000, 20_000), 1000, 0, 20, 0, 1},
+		{"a prompt that has loaded is not", loadingPrompt(time.Second, 5000, 1000), 1000, 0, 20, 0, 1},
+		{"a prompt that will have loaded is not", loadingPrompt(0, 5000, 8000), 1000, 100, 100 + 91.92 + 10 + 8.08, 1.92, 1},
 	} {
 		t.Run(test.name, func(t *testing.T) {
-			first, pushed, begun := p.coming(testNow, &test.load, test.uncached)
+			first, pushed, begun, _ := p.coming(testNow, &test.load, test.uncached, test.ready)
 			if math.Abs(first-test.first) > 1e-3 || math.Abs(pushed-test.pushed) > 1e-3 || begun != test.begun {
 				t.Errorf("first token in %.3f ms, %.3f ms pushed, %d passes begun; want %.3f, %.3f and %d", first, pushed, begun, test.first, test.pushed, test.begun)
 			}
@@ -283,7 +299,7 @@ func TestWorkJumpsOverWholePassesWithoutAnotherResult(t *testing.T) {
 			load.FirstToken = testNow.Add(-time.Duration(rapid.IntRange(0, 1000).Draw(t, "first token ago")) * time.Millisecond)
 		}
 		uncached := tokens.Draw(t, "uncached")
-		first, pushed, begun := p.coming(testNow, &load, uncached)
+		first, pushed, begun, _ := p.coming(testNow, &load, uncached, 0)
 		if wantFirst, wantPushed, want := comingPassByPass(p, testNow, &load, uncached); !near(first, wantFirst) || !near(pushed, wantPushed) || begun != want {
 			t.Fatalf("first token in %v ms, %v ms pushed, %d passes begun; want %v, %v and %d", first, pushed, begun, wantFirst, wantPushed, want)
 		}
@@ -298,7 +314,7 @@ func TestWorkTakesNoLongerForAPromptThatCannotBe(t *testing.T) {
 	for _, tokens := range []int{kv.MaxTokens, 1 << 53, 1 << 62, math.MaxInt, math.MinInt} {
 		load := waiting(time.Second, tokens, tokens)
 		for _, uncached := range []int{0, tokens} {
-			if first, _, _ := p.coming(testNow, &load, uncached); tokens == kv.MaxTokens && !(first > 0 && first < math.Inf(1)) {
+			if first, _, _, _ := p.coming(testNow, &load, uncached, 0); tokens == kv.MaxTokens && !(first > 0 && first < math.Inf(1)) {
 				t.Errorf("%d tokens: first token in %v ms", tokens, first)
 			}
 		}
@@ -312,9 +328,9 @@ func TestWorkTakesNoLongerForAPromptThatCannotBe(t *testing.T) {
 		p.Timing.decode, p.Timing.Pass = broken, broken
 		load := waiting(time.Second, 100_000, 1)
 		load.ContextTokens = 5
-		p.coming(testNow, &load, 100_000)
+		p.coming(testNow, &load, 100_000, 0)
 		load.Prefills = nil
-		p.coming(testNow, &load, 100_000)
+		p.coming(testNow, &load, 100_000, 0)
 	}
 }
 

@@ -34,6 +34,21 @@ func TestEvictedBlocksAreReusedFromTheHost(t *testing.T) {
 	}
 }
 
+// TestKnowingSlowTiersDoesNotHurt: loads that take longer than computing delay each other
+// and are worth less than nothing, which a policy must see that knows of them.
+func TestKnowingSlowTiersDoesNotHurt(t *testing.T) {
+	for _, bandwidth := range []float64{1, 5, 25} {
+		known := tiered(t, "work", 1500, bandwidth)
+		known.Workers = 4
+		unknown := known
+		unknown.UnpublishedTiers = true
+		a, b := mustRun(t, known), mustRun(t, unknown)
+		if a.EndToEnd.Mean > 1.01*b.EndToEnd.Mean {
+			t.Errorf("%v GB/s: %.0f ms end to end with the tiers known, %.0f without", bandwidth, a.EndToEnd.Mean, b.EndToEnd.Mean)
+		}
+	}
+}
+
 func TestRunsWithTiersAreEqual(t *testing.T) {
 	s := tiered(t, "work", 500, 1)
 	s.Tiers = append(s.Tiers, engine.TierSettings{Tier: kv.Disk, Blocks: 20000, Loads: engine.Loads{Bandwidth: 1, BytesPerToken: 131072}, Shared: true, Unpublished: true})
