@@ -43,6 +43,8 @@ type Setup struct {
 	TLS       *tls.Config // to workers; nil: the system's roots
 	BlockSize int         // tokens
 	KVEvents  bool        // the index is built from KV events
+
+	SendTokens bool // workers get the tokens of long prompts
 }
 
 // Level is the severity of a finding.

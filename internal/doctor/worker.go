@@ -17,6 +17,7 @@ import (
 
 	"kvrouter/internal/kv"
 	"kvrouter/internal/probe"
+	"kvrouter/internal/tokens"
 	"kvrouter/internal/web"
 )
 
@@ -60,12 +61,25 @@ type visitor struct {
 
 // ask sends a request and reads its answer, whatever its status.
 func (v visitor) ask(ctx context.Context, method, path string) (answer, error) {
-	ctx, cancel := context.WithTimeout(ctx, v.wait)
-	defer cancel()
 	var body io.Reader
 	if method == http.MethodPost {
 		body = strings.NewReader("{}")
 	}
+	return v.send(ctx, method, path, body)
+}
+
+// post implements tokens.Asker.
+func (v visitor) post(ctx context.Context, path string, body []byte) ([]byte, error) {
+	a, err := v.send(ctx, http.MethodPost, path, bytes.NewReader(body))
+	if err == nil && a.status != http.StatusOK {
+		err = &tokens.AskError{Status: a.status, Answer: a.body}
+	}
+	return a.body, err
+}
+
+func (v visitor) send(ctx context.Context, method, path string, body io.Reader) (answer, error) {
+	ctx, cancel := context.WithTimeout(ctx, v.wait)
+	defer cancel()
 	request, err := http.NewRequestWithContext(ctx, method, v.at.URL+path, body)
 	if err != nil {
 		return answer{}, err
@@ -229,8 +243,25 @@ func (v visitor) checkVLLM(ctx context.Context, s Setup, p *patient) {
 		v.checkEvents(ctx, found, kv.EngineVLLM, p)
 	}
 	v.checkLoad(ctx, v.at.Load, r)
+	v.checkTokens(ctx, s, false, r)
 	if a, err := v.ask(ctx, http.MethodPost, "/v1/chat/completions/render"); err == nil && (a.status == http.StatusNotFound || a.status == http.StatusMethodNotAllowed) {
 		r.note("does not render prompts: prompts that the router cannot render itself are routed by load only", "start it with --enable-scale-out")
+	}
+}
+
+// checkTokens checks whether a worker takes the tokens of prompts.
+func (v visitor) checkTokens(ctx context.Context, s Setup, sglang bool, r *report) {
+	if !s.SendTokens {
+		return
+	}
+	takes, err := tokens.NewSource(nil, nil, v.wait, silent()).AskTakes(ctx, tokens.Peer{SGLang: sglang, Ask: v.post})
+	switch routes := takes.Routes(); {
+	case err != nil:
+		r.note("cannot be asked whether it takes the tokens of prompts: "+shorten(err.Error()), "")
+	case len(routes) == 0:
+		r.note("tokenizes prompts itself: it does not take their tokens", "run vLLM 0.32, SGLang 0.5.23 or a newer one, for a faster first token of long prompts")
+	default:
+		r.ok("takes the tokens of long prompts on %s", strings.Join(routes, " and "))
 	}
 }
 
@@ -273,6 +304,9 @@ func (v visitor) checkSGLang(ctx context.Context, s Setup, server *probe.ServerI
 	}
 	if s.KVEvents && (!anew || v.at.KVEvents != "") {
 		v.checkEvents(ctx, server.Sources(v.at), kv.EngineSGLang, p)
+	}
+	if server.Mode != nil && *server.Mode == "null" { // a part of a pair answers no request alone
+		v.checkTokens(ctx, s, true, r)
 	}
 	load := server.Load(v.at, 0)
 	v.checkLoad(ctx, load, r)

@@ -135,7 +135,7 @@ func isZero(v gjson.Result) bool {
 // prompt is.
 func (f *fields) check(transfers bool) {
 	f.supported()
-	if v := f.body.Get("kv_transfer_params"); !IsNull(v) && !transfers && !(len(v.Map()) == 1 && promptIDs(f.body).IsArray()) {
+	if v := f.body.Get("kv_transfer_params"); !IsNull(v) && !transfers && !(len(v.Map()) == 1 && !IsNull(promptIDs(f.body))) {
 		f.fail(badRequest("kv_transfer_params", "kv_transfer_params: this simulated worker hands nothing over; start it with --prefill-workers and --decode-workers"))
 	}
 	if options := f.body.Get("stream_options"); options.IsObject() && len(options.Map()) > 0 && !f.flag("stream") {
@@ -227,10 +227,10 @@ func promptIDs(body *jsonbody.Body) gjson.Result {
 
 // prompts returns the prompts of a request as tokens.
 func (w *Worker) prompts(body *jsonbody.Body, chat bool) ([][]uint32, *refusal) {
-	if ids := promptIDs(body); chat && ids.IsArray() {
+	if ids := promptIDs(body); chat && !IsNull(ids) {
 		tokens, err := tokens.ReadTokens(ids)
-		if err != nil {
-			return nil, badRequest("kv_transfer_params", "%v", err)
+		if err != nil || len(tokens) == 0 || !ids.IsArray() {
+			return nil, badRequest("kv_transfer_params.prompt_token_ids", "`kv_transfer_params['prompt_token_ids']` must be a non-empty list of non-negative integers. (parameter=kv_transfer_params.prompt_token_ids)")
 		}
 		return [][]uint32{tokens}, nil
 	}

@@ -204,6 +204,15 @@ func (w *Worker) sglangPrompts(body *jsonbody.Body, of kind) (prompts [][]uint32
 		if !body.Get("messages").Get("0").Exists() {
 			return nil, invalid("Messages cannot be empty.")
 		}
+		if ids := body.Get("input_ids"); !IsNull(ids) { // they replace the messages
+			if !ids.IsArray() || ids.Get("0").IsArray() || ids.Get("0").Type == gjson.String {
+				return nil, badField("input_ids", "list of integers", ids)
+			}
+			if !ids.Get("0").Exists() {
+				return nil, invalid("input_ids cannot be empty.")
+			}
+			return w.promptTokens("input_ids", ids)
+		}
 		tokens, err := w.model.SGLangChatTokens(body)
 		if err != nil {
 			return nil, invalid("%v", err)

@@ -38,7 +38,12 @@ const (
 type Flags struct {
 	ModelsDir   string `group:"Model and engine" placeholder:"DIR" help:"Folder of tokenizer files for further models that workers serve, one subfolder each, named after the model or the last part of its name. Otherwise the local Hugging Face cache is searched; without files, workers tokenize the prompts."`
 	chat.Limits `embed:""`
+
+	SendTokens string `group:"Model and engine" enum:"auto,never" default:"auto" help:"Send the tokens of prompts to workers, which then need not tokenize the text again: auto (prompts of 1,024 tokens or more, to workers that have shown at attach that they take them) or never."`
 }
+
+// SendAuto is the value of --send-tokens with which long prompts are sent as tokens.
+const SendAuto = "auto"
 
 // Settings name the default model, and configure further ones.
 type Settings struct {
@@ -81,6 +86,7 @@ type Model struct {
 	Requests, Refused atomic.Uint64 // of the OpenAI port: all, and those that no worker could serve
 
 	ask     Ask
+	sends   bool                     // prompts as tokens
 	dir     string                   // of files; empty: there are none
 	files   *tokens.Model            // of a further model; nil: workers tokenize its prompts
 	refused bool                     // its files, or its chat template
@@ -136,7 +142,7 @@ type Set struct {
 
 // New returns a set of the default model alone.
 func New(settings Settings, deps Deps) *Set {
-	standard := &Model{Name: settings.ServedModelName, Router: deps.Router, Index: deps.Index, ask: deps.Ask}
+	standard := &Model{Name: settings.ServedModelName, Router: deps.Router, Index: deps.Index, ask: deps.Ask, sends: settings.SendTokens == SendAuto}
 	standard.refused = deps.TokenizerRefused || deps.Tokenizer != nil && deps.Tokenizer.Problem() != ""
 	standard.Tokens = tokens.NewSource(deps.Tokenizer, standard.askAny, settings.TokenTimeout, deps.Log)
 	s := &Set{settings: settings, look: deps.Look, log: deps.Log, spare: map[string][]*tokens.Model{}, homes: map[uint64]*Model{}, cordoned: map[uint64]bool{}, gone: tokens.Stats{Reasons: map[string]uint64{}}}
@@ -364,7 +370,7 @@ func (s *Set) create(name, root string, size int) (*Model, error) {
 	seed := cmp.Or(s.settings.Seed, uint64(time.Now().UnixNano()))
 	routing := s.settings.Routing
 	routing.BusyThresholds = s.BusyThresholds()
-	m := &Model{Name: name, Router: router.New(routing, router.Deps{Index: index, Policy: rule, BlockSize: size, Seed: seed + s.made, Names: s.Names(), Log: log}), Index: index, ask: s.Default().ask}
+	m := &Model{Name: name, Router: router.New(routing, router.Deps{Index: index, Policy: rule, BlockSize: size, Seed: seed + s.made, Names: s.Names(), Log: log}), Index: index, ask: s.Default().ask, sends: s.Default().sends}
 	if m.dir = s.folder(name, root); m.dir != "" {
 		m.files = s.open(m.dir, log)
 		m.refused = m.files == nil || m.files.Problem() != ""

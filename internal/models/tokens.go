@@ -100,9 +100,39 @@ func (m *Model) peers() (peers []tokens.Peer) {
 		peers = append(peers, tokens.Peer{ID: t.Key.Worker, Generation: t.Generation, SGLang: t.Engine == kv.EngineSGLang, Ask: m.asker(t), MaxModelLen: func(ctx context.Context) int {
 			_, answer, _ := m.ask(ctx, t, http.MethodGet, "/v1/models", nil, nil)
 			return int(gjson.GetBytes(answer, "data.0.max_model_len").Int())
-		}})
+		}, MayTake: m.mayTake(t)})
 	}
 	return peers
+}
+
+// TakesTokens returns the routes on which that incarnation of a worker takes the tokens of
+// prompts; nil: it has not been asked.
+func (s *Set) TakesTokens(worker uint64, generation int) (routes []string) {
+	takes, known := s.For(worker).Tokens.Takes(worker, generation)
+	if !known {
+		return nil
+	}
+	return takes.Routes()
+}
+
+// mayTake returns whether a worker may be asked whether it takes token ids; nil: it is not.
+// A part of a pair of SGLang's answers no request alone, and its chat templates with a
+// name of their own add stop strings, which it leaves out with token ids.
+func (m *Model) mayTake(t kv.Target) func(context.Context) bool {
+	switch {
+	case !m.sends:
+		return nil
+	case t.Engine != kv.EngineSGLang:
+		return func(context.Context) bool { return true }
+	}
+	return func(ctx context.Context) bool {
+		if t.Role != kv.RoleBoth {
+			return false
+		}
+		status, answer, err := m.ask(ctx, t, http.MethodGet, "/server_info", nil, nil)
+		info := gjson.ParseBytes(answer)
+		return err == nil && status == http.StatusOK && info.IsObject() && info.Get("chat_template").Type == gjson.Null && info.Get("completion_template").Type == gjson.Null
+	}
 }
 
 // Run compares the router's prompt tokens of every model with those of its workers until

@@ -117,6 +117,11 @@ func (r *inference) upstream(c *gin.Context) proxy.Upstream {
 		u.MaxRetries = a.settings.Retries
 		u.Migration = proxy.NewMigration(x.Route, body, r.prompt.Tokens, r.prompt.Exact == len(r.prompt.Tokens) && len(r.prompt.Media) == 0, r.multiple || r.several)
 	}
+	if r.gateway == nil && !r.multiple && len(r.prompt.Tokens) >= tokens.SendFrom {
+		u.PromptTokens = proxy.NewPromptTokens(x.Route, body, r.prompt.Tokens, func(t *kv.Target) bool {
+			return r.model.Tokens.Sends(t.Key.Worker, t.Generation, &r.prompt, proxy.TokenLimit(x.Route, body))
+		})
+	}
 	return u
 }
 

@@ -97,9 +97,9 @@ func asks(body *jsonbody.Body, key string) bool {
 // request does not say.
 const defaultNewTokens = 128
 
-// tokenLimit returns the number of tokens that the longest answer may have; 0: the request does
+// TokenLimit returns the number of tokens that the longest answer may have; 0: the request does
 // not say.
-func tokenLimit(path string, body *jsonbody.Body) (most int) {
+func TokenLimit(path string, body *jsonbody.Body) (most int) {
 	if path != generateRoute {
 		for _, key := range []string{"max_completion_tokens", "max_tokens", "max_output_tokens"} {
 			if most = reported(body.Get(key), maxReportedOutput); most > 0 {

@@ -155,7 +155,7 @@ func TestWhatARequestWants(t *testing.T) {
 		{generateRoute, `{"return_logprob":true,"logprob_start_len":0}`, false, 128, true},
 	} {
 		body := parsed(t, test.body)
-		if several, limit, anew := SeveralAnswers(test.route, body), tokenLimit(test.route, body), ComputesAnew(body); several != test.several || limit != test.limit || anew != test.anew {
+		if several, limit, anew := SeveralAnswers(test.route, body), TokenLimit(test.route, body), ComputesAnew(body); several != test.several || limit != test.limit || anew != test.anew {
 			t.Errorf("%s %s: several %v, at most %d tokens, computed anew %v", test.route, test.body, several, limit, anew)
 		}
 	}

@@ -70,8 +70,8 @@ type Migration struct {
 // answer that may not be continued ends with the reason in the error event. nil: the answer
 // is no stream of a chat or a completion.
 func NewMigration(route string, body *jsonbody.Body, prompt []uint32, exact, several bool) *Migration {
-	chat := route == "/v1/chat/completions"
-	if !chat && route != "/v1/completions" || !body.Get("stream").Bool() {
+	chat := route == chatRoute
+	if !chat && route != completionRoute || !body.Get("stream").Bool() {
 		return nil
 	}
 	options := body.Get("stream_options")
@@ -149,29 +149,18 @@ func (s *Migration) open() bool { return s != nil && s.begun }
 func (s *Migration) rest(u Upstream) Upstream {
 	s.moves, s.sent, s.verified = s.moves+1, len(s.tokens), false
 	body := u.Parsed
-	all := appendTokens(appendTokens([]byte{'['}, s.prompt), s.tokens)
-	all = append(all, ']')
 	if s.chat {
-		fields := []jsonbody.Field(nil)
-		for _, m := range jsonbody.Members(body.Get("kv_transfer_params")) {
-			fields = append(fields, jsonbody.Field{Key: m.Key, Raw: m.Value.Raw})
-		}
-		fields = jsonbody.MergeFields(fields, []jsonbody.Field{{Key: "prompt_token_ids", Raw: string(all)}})
-		body = body.With("kv_transfer_params", string(jsonbody.AppendObject(nil, fields)))
+		body = body.With("kv_transfer_params", withPromptTokens(body.Get("kv_transfer_params"), s.prompt, s.tokens))
 	} else {
-		body = body.With("prompt", string(all))
+		body = body.With("prompt", tokenList(s.prompt, s.tokens))
 	}
 	for _, key := range []string{"max_tokens", "max_completion_tokens", "min_tokens"} {
 		if v := body.Get(key); v.Type == gjson.Number {
 			body = body.With(key, strconv.Itoa(max(0, int(v.Int())-s.sent)))
 		}
 	}
-	body = body.With("return_token_ids", "true")
-	u.Head, u.Body = nil, body.Raw
-	if u.HideUsage {
-		u.Head, u.Body, _ = AskForUsage(body)
-	}
-	return u
+	u.PromptTokens = nil // they are in it
+	return u.withBody(body.With("return_token_ids", "true"))
 }
 
 // left returns how many tokens the client still allows; known is false without a limit.

@@ -37,6 +37,7 @@ type writer struct {
 	mute     bool                          // it returns no token ids
 	drains   bool                          // it is cordoned in place of dying, and its answer stands still
 	drain    func()
+	tokens   bool      // it takes the tokens of prompts
 	strict   bool      // it refuses unknown fields
 	kind     kv.Engine // SGLang refuses to stream token ids
 }
@@ -296,6 +297,7 @@ func answerOf(t *testing.T, path, options string, v *writer) (events, result str
 	u := Upstream{Method: http.MethodPost, Path: path, Route: path, Header: http.Header{web.HeaderRequest: {"r"}}, Body: body.Raw, Parsed: body, EndMarked: true, MaxRetries: 2}
 	u.Head, u.Body, u.HideUsage = AskForUsage(body)
 	u.Migration = NewMigration(path, body, prompt, true, false)
+	u.PromptTokens = NewPromptTokens(path, body, prompt, func(*kv.Target) bool { return v.tokens })
 	x := &Exchange{}
 	v.seen = make(chan struct{})
 	w := &reader{ResponseRecorder: httptest.NewRecorder(), seen: v.seen}

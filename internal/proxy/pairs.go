@@ -1,6 +1,7 @@
 package proxy
 
 import (
+	"bytes"
 	"context"
 	"crypto/rand"
 	"encoding/binary"
@@ -108,7 +109,7 @@ func (p *Proxy) forwardPair(ctx context.Context, w http.ResponseWriter, u Upstre
 		if u.Migration.open() {
 			return p.migrate(ctx, w, u, x, t, err)
 		}
-		if errors.Is(err, errTokenIDsRefused) {
+		if resent(err) {
 			continue
 		}
 		var refusal *prefillRefusal
@@ -176,14 +177,14 @@ func (p *Proxy) legs(ctx context.Context, u Upstream, pair router.Pair) (legs, e
 	name := u.RequestID + "-" + nonce()
 	switch l.kind {
 	case kv.KindNIXL:
-		l.prefill.Head, l.prefill.Body = nil, prefillBody(u.Route, u.Parsed, PrefillParams)
+		l.prefill = p.forPrefill(u, &target, PrefillParams)
 	case kv.KindMooncake:
 		engine, err := p.engineID(ctx, target)
 		if err != nil {
 			return l, &PrefillFailure{target.Key.Worker, l.shared.Worker, p.unanswered(target.Key.Worker, err, outlier.Refused)}
 		}
 		keep, fetch := mooncakeParams(target.Bootstrap, engine, name)
-		l.prefill.Head, l.prefill.Body = nil, prefillBody(u.Route, u.Parsed, keep)
+		l.prefill = p.forPrefill(u, &target, keep)
 		l.fetch = fetch
 	case kv.KindSGLang:
 		fields := sglangFields(target.Bootstrap, newRoom(target))
@@ -251,9 +252,8 @@ func (p *Proxy) sequential(ctx context.Context, w http.ResponseWriter, l legs, x
 		return err
 	}
 	params := l.transfer(answer)
-	if params != "" {
-		l.decode = l.decode.withFields(jsonbody.Field{Key: "kv_transfer_params", Raw: params})
-	} else {
+	l.decode = p.withTokens(l.decode, &l.pair.Decode.Target, params)
+	if params == "" {
 		l.shared.note(func(r *SharedRequest) { r.lost = true }) // the decode worker computes the prompt again
 	}
 	var watch sync.WaitGroup
@@ -383,6 +383,9 @@ func (p *Proxy) prefill(ctx context.Context, l legs) ([]byte, error) {
 		left(ctx, booking)
 		return nil, cause(ctx, err)
 	case errors.As(err, &refusal):
+		if p.refusesTokens(&l.prefill, &target, refusal.status, bytes.NewReader(refusal.body)) != nil {
+			return nil, errTokensRefused
+		}
 		return nil, refusal
 	case l.kind == kv.KindSGLang && errors.Is(err, late): // it waits for the decode worker, too
 		return nil, late
@@ -486,7 +489,7 @@ func (p *Proxy) decodeLimit(kind kv.Kind, route string, parsed *jsonbody.Body) *
 	if parsed.Get("stream").Bool() {
 		return late
 	}
-	most := tokenLimit(route, parsed)
+	most := TokenLimit(route, parsed)
 	if most == 0 || kind != kv.KindSGLang {
 		return nil
 	}

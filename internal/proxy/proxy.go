@@ -40,7 +40,7 @@ const (
 )
 
 // Upstream is a request to a worker. Its body is the client's, except for an added
-// request for usage.
+// request for usage, and for the tokens of its prompt.
 type Upstream struct {
 	Method     string
 	Path       string // with query
@@ -66,10 +66,13 @@ type Upstream struct {
 	Aggregated string
 	Gateway    *Gateway   // sends the request to its worker; nil: the proxy does
 	Migration  *Migration // of a stream that may be continued on another worker; nil: it ends with its worker
+	// PromptTokens go to the workers that take them; nil: every worker gets the text.
+	PromptTokens *PromptTokens
 
-	chooser Chooser
-	prefill *router.Decision // of a gateway's request that two workers serve; nil: one serves it
-	attempt *tracing.Attempt // whose trace the worker continues; nil: the client's, if any
+	chooser  Chooser
+	prefill  *router.Decision // of a gateway's request that two workers serve; nil: one serves it
+	asTokens bool             // its prompt is in the body as tokens
+	attempt  *tracing.Attempt // whose trace the worker continues; nil: the client's, if any
 }
 
 // request is u as a request to a worker.
@@ -219,7 +222,9 @@ type Proxy struct {
 	streams   sync.Pool // of *streamBuffer
 	inflights inflights
 	engines   mooncakeEngines
-	refusers  refusers
+	refusers  refusers // of requests for the tokens of answers
+
+	tokenRefusers refusers // of the tokens of prompts
 
 	aborts     sync.WaitGroup
 	abortSlots chan struct{} // has a token for each abort that runs
@@ -285,7 +290,7 @@ func (p *Proxy) Forward(ctx context.Context, w http.ResponseWriter, u Upstream, 
 		if u.Migration.open() {
 			return p.migrate(ctx, w, u, x, t, err)
 		}
-		if errors.Is(err, errTokenIDsRefused) {
+		if resent(err) {
 			continue
 		}
 		if !t.again(ctx, err, false) {
@@ -298,6 +303,9 @@ func (p *Proxy) Forward(ctx context.Context, w http.ResponseWriter, u Upstream, 
 func (p *Proxy) send(ctx context.Context, w http.ResponseWriter, u Upstream, x *Exchange, decision router.Decision, retry bool) error {
 	x.Decision, x.Worker, x.Ending, x.refusal = decision, p.names.Label(decision.Target.Key.Worker), policy.Abandoned, refusal{}
 	defer func() { x.Decision.Booking.End() }() // if relaying panics
+	if !u.asTokens {
+		u = p.withTokens(u, &decision.Target, "")
+	}
 	if u.Migration != nil && !u.Migration.begun {
 		if p.refusers.has(&decision.Target) {
 			u.Migration.refused()
@@ -382,6 +390,11 @@ func (p *Proxy) attempt(ctx context.Context, w http.ResponseWriter, u Upstream, 
 		if kept != nil {
 			return &workerError{worker: worker, called: x.Worker, err: fmt.Errorf("answered %s", response.Status), kind: outlier.Status, refusal: x.refusal, answer: kept}
 		}
+	}
+	if err := p.refusesTokens(&u, &x.Decision.Target, response.StatusCode, answer); err == errTokensRefused {
+		return err
+	} else if err != nil {
+		return p.unanswered(worker, err, outlier.Broken)
 	}
 	if u.Migration.mayBeRefused(response.StatusCode) {
 		if refused, err := refusesTokenIDs(answer); err != nil {

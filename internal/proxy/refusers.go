@@ -15,10 +15,20 @@ import (
 // the router had added: it must be sent again without.
 var errTokenIDsRefused = errors.New("the worker refuses return_token_ids")
 
+// errTokensRefused means that a worker refused a request that had the tokens of its prompt, and
+// perhaps because of them: it must be sent again without.
+var errTokensRefused = errors.New("the worker refuses the tokens of the prompt")
+
+// resent reports whether a request that failed with err must be sent again as the client wrote
+// it, because a worker refused what the router had added.
+func resent(err error) bool {
+	return errors.Is(err, errTokenIDsRefused) || errors.Is(err, errTokensRefused)
+}
+
 // mostRefusers bounds the workers that are remembered.
 const mostRefusers = 4096
 
-// refusers are the workers that refuse requests for token ids. The zero value is empty.
+// refusers are the workers that refuse what the router adds to requests. The zero value is empty.
 type refusers struct {
 	mu          sync.Mutex     // guards generations
 	generations map[uint64]int // by worker

@@ -18,6 +18,12 @@ import (
 	"kvrouter/internal/web"
 )
 
+// Routes whose prompts may be sent as tokens.
+const (
+	chatRoute       = "/v1/chat/completions"
+	completionRoute = "/v1/completions"
+)
+
 // ResponsesRoute is the route whose answers may be stored by their worker.
 const ResponsesRoute = "/v1/responses"
 

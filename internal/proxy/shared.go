@@ -119,7 +119,7 @@ func (r *SharedRequest) result(ctx context.Context, status int, err error) strin
 		return SharedOK
 	case errors.As(err, &late):
 		return late.result
-	case errors.As(err, &refusal):
+	case errors.As(err, &refusal), resent(err):
 		return SharedRefused
 	case errors.As(err, &prefill):
 		return SharedPrefillFailed

@@ -276,6 +276,7 @@ type WorkerRecord struct {
 	Engine      kv.Engine `json:"engine"`                // as detected so far
 	Predictions string    `json:"predictions,omitempty"` // why they are not exact, as detected so far
 	Speculation string    `json:"speculation,omitempty"` // algorithm of its speculative decoding, likewise
+	TakesTokens []string  `json:"takes_tokens,omitzero"` // routes on which it gets the tokens of long prompts; nil: it has not been asked
 	workers.Exactness
 
 	Failures *failureRecord `json:"failures,omitempty"` // nil: it is not up
@@ -392,6 +393,7 @@ func (s *Service) record(w workers.Status, spec workerSpec, up bool) WorkerRecor
 		r.add(s.models.LoadOf(key))
 		r.Blocks += s.models.Blocks(key)
 	}
+	r.TakesTokens = s.models.TakesTokens(w.ID, w.Generation)
 	if !up {
 		r.Lifecycle = LifecycleUnschedulable
 		r.Reasons = []string{w.State}

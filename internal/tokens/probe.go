@@ -56,6 +56,8 @@ type Peer struct {
 	// MaxModelLen queries the maximum length of a prompt with its answer, tokens; 0: it does not
 	// report it. nil: not queried.
 	MaxModelLen func(ctx context.Context) int
+	// MayTake reports whether the worker is to be asked whether it takes token ids. nil: not.
+	MayTake func(ctx context.Context) bool
 }
 
 const (
@@ -75,8 +77,10 @@ type verdict struct {
 	sglang      bool
 	differs     map[string]bool // by feature; one that it would not render is left out
 	maxModelLen int             // tokens; 0: unknown
-	failures    int             // in a row: it could not be asked
-	again       time.Time       // when to compare again; zero: not in this incarnation
+	takes       Takes
+	takesKnown  bool      // it has been asked
+	failures    int       // in a row: it could not be asked
+	again       time.Time // when to compare again; zero: not in this incarnation
 }
 
 // KeepComparing compares the router's prompt tokens with those of each ready worker
@@ -149,6 +153,9 @@ func (t *Source) compareWith(ctx context.Context, peers []Peer) {
 				limited, cancel := context.WithTimeout(ctx, t.timeout)
 				v.maxModelLen = min(maxModelLen, p.MaxModelLen(limited))
 				cancel()
+			}
+			if err == nil && p.MayTake != nil {
+				t.askTakes(ctx, p, &v)
 			}
 			t.settle(ctx, p, v, err)
 			return nil
@@ -285,18 +292,7 @@ func (p probe) names() []string {
 func (t *Source) probe(ctx context.Context, peer Peer, p probe) (own, theirs []uint32, ok bool, err error) {
 	body := []byte(p.body)
 	parsed, _ := jsonbody.Parse(body)
-	switch {
-	case p.path != "/v1/completions":
-		own, err = t.model.engineChatTokens(peer.SGLang, bounds{}, parsed)
-	case peer.SGLang:
-		own, err = t.model.promptTokens(bounds{}, parsed.Get("prompt"), gjson.Result{}, true)
-	default:
-		var lists [][]uint32
-		if lists, err = t.model.CompletionBodyTokens(parsed); err == nil {
-			own = lists[0]
-		}
-	}
-	if err != nil {
+	if own, err = t.ownTokens(peer.SGLang, p.path, parsed); err != nil {
 		t.log.Debug("cannot render a probe", "why", err)
 		return nil, nil, false, nil
 	}
@@ -305,6 +301,21 @@ func (t *Source) probe(ctx context.Context, peer Peer, p probe) (own, theirs []u
 		t.log.Debug("a worker refused a probe", "worker", peer.ID, "answer", refused)
 	}
 	return own, theirs, err == nil && refused == "", err
+}
+
+// ownTokens returns the tokens of a request with one prompt, by an engine's rules.
+func (t *Source) ownTokens(sglang bool, path string, body *jsonbody.Body) (own []uint32, err error) {
+	switch {
+	case path != "/v1/completions":
+		return t.model.engineChatTokens(sglang, bounds{}, body)
+	case sglang:
+		return t.model.promptTokens(bounds{}, body.Get("prompt"), gjson.Result{}, true)
+	}
+	lists, err := t.model.CompletionBodyTokens(body)
+	if err != nil {
+		return nil, err
+	}
+	return lists[0], nil
 }
 
 // askProbe returns a worker's tokens of a probe, or its refusal.

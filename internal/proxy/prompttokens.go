@@ -1,0 +1,133 @@
+package proxy
+
+import (
+	"bytes"
+	"io"
+	"net/http"
+	"slices"
+
+	"github.com/tidwall/gjson"
+
+	"kvrouter/internal/jsonbody"
+	"kvrouter/internal/kv"
+)
+
+// PromptTokens are the tokens of a request's prompt, for the workers that take them in place of
+// its text. One goroutine uses a PromptTokens.
+type PromptTokens struct {
+	ids   []uint32
+	takes func(*kv.Target) bool
+	plain bool // a worker has refused a request with them
+}
+
+// NewPromptTokens returns the tokens of a request's prompt; nil: engines need its text. takes
+// reports whether a worker takes them.
+func NewPromptTokens(route string, body *jsonbody.Body, prompt []uint32, takes func(*kv.Target) bool) *PromptTokens {
+	if len(prompt) == 0 || route != chatRoute && route != completionRoute || SeveralAnswers(route, body) {
+		return nil
+	}
+	needed := []string{
+		"echo", "suffix", // they show or frame the text
+		"prompt_logprobs", "prompt_embeds", "return_token_offsets", // of the text
+		"kv_transfer_params", "bootstrap_room", "input_ids", // the client's own
+		"truncate_prompt_tokens", "truncation_side", // not applied to token ids
+	}
+	if slices.ContainsFunc(needed, func(key string) bool { return asks(body, key) }) {
+		return nil
+	}
+	if prompt := body.Get("prompt"); route == completionRoute && prompt.Type != gjson.String {
+		return nil // it has tokens already, or several texts
+	}
+	return &PromptTokens{ids: prompt, takes: takes}
+}
+
+// sendsTokens reports whether a worker gets the tokens of the prompt of u.
+func (p *Proxy) sendsTokens(u *Upstream, t *kv.Target) bool {
+	s := u.PromptTokens
+	return s != nil && !s.plain && !p.tokenRefusers.has(t) && s.takes(t)
+}
+
+// withTokens returns u with the tokens of its prompt for a worker, if that takes them. params
+// are the transfer parameters of the request, JSON; empty: none.
+func (p *Proxy) withTokens(u Upstream, t *kv.Target, params string) Upstream {
+	if u.asTokens = p.sendsTokens(&u, t); u.asTokens && u.Route == completionRoute {
+		u = u.withBody(u.Parsed.With("prompt", tokenList(u.PromptTokens.ids)))
+	}
+	switch {
+	case u.asTokens && u.Route == chatRoute && t.RunsSGLang():
+		u = u.withFields(jsonbody.Field{Key: "input_ids", Raw: tokenList(u.PromptTokens.ids)})
+	case u.asTokens && u.Route == chatRoute:
+		params = withPromptTokens(gjson.Parse(params), u.PromptTokens.ids)
+	}
+	if params != "" {
+		u = u.withFields(jsonbody.Field{Key: "kv_transfer_params", Raw: params})
+	}
+	if !u.asTokens {
+		u.PromptTokens = nil
+	}
+	return u
+}
+
+// forPrefill returns u as the prefill leg of a vLLM worker, with these transfer parameters.
+func (p *Proxy) forPrefill(u Upstream, t *kv.Target, params string) Upstream {
+	body := u.Parsed
+	switch u.asTokens = p.sendsTokens(&u, t); {
+	case u.asTokens && u.Route == completionRoute:
+		body = body.With("prompt", tokenList(u.PromptTokens.ids))
+	case u.asTokens:
+		params = withPromptTokens(gjson.Parse(params), u.PromptTokens.ids)
+	}
+	u.Head, u.Body = nil, prefillBody(u.Route, body, params)
+	return u
+}
+
+// withBody returns u with another body.
+func (u Upstream) withBody(body *jsonbody.Body) Upstream {
+	u.Head, u.Body = nil, body.Raw
+	if u.HideUsage {
+		u.Head, u.Body, _ = AskForUsage(body)
+	}
+	return u
+}
+
+// withPromptTokens returns a chat's kv_transfer_params with the tokens of its prompt, by which
+// vLLM replaces its messages.
+func withPromptTokens(params gjson.Result, lists ...[]uint32) string {
+	var fields []jsonbody.Field
+	for _, m := range jsonbody.Members(params) {
+		fields = append(fields, jsonbody.Field{Key: m.Key, Raw: m.Value.Raw})
+	}
+	fields = jsonbody.MergeFields(fields, []jsonbody.Field{{Key: "prompt_token_ids", Raw: tokenList(lists...)}})
+	return string(jsonbody.AppendObject(nil, fields))
+}
+
+// tokenList returns token ids as a JSON list.
+func tokenList(lists ...[]uint32) string {
+	most := 2
+	for _, ids := range lists {
+		most += 7 * len(ids)
+	}
+	out := append(make([]byte, 0, most), '[')
+	for _, ids := range lists {
+		out = appendTokens(out, ids)
+	}
+	return string(append(out, ']'))
+}
+
+// refusesTokens reports whether an answer with that status may refuse a request because of
+// its prompt's tokens. It is sent again as the client wrote it, so that an answer that
+// refuses the client's own request is the one to that. The answer can still be read.
+func (p *Proxy) refusesTokens(u *Upstream, t *kv.Target, status int, answer io.Reader) error {
+	if !u.asTokens || status != http.StatusBadRequest && status != http.StatusRequestEntityTooLarge && status != http.StatusUnprocessableEntity {
+		return nil
+	}
+	body, err := io.ReadAll(io.LimitReader(answer, keptLimit))
+	if err != nil {
+		return err
+	}
+	if bytes.Contains(body, []byte("prompt_token_ids")) || bytes.Contains(body, []byte("input_ids")) {
+		p.tokenRefusers.add(t)
+	}
+	u.PromptTokens.plain = true
+	return errTokensRefused
+}

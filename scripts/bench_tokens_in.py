@@ -1,0 +1,96 @@
+#!/usr/bin/env python3
+"""First token of chats whose prompt is cached, with its text and with its tokens (--send-tokens): paired requests to one
+vLLM server, in random order within each pair. Prints a table of docs/prompt-tokens.md.
+
+    scripts/bench_tokens_in.py http://127.0.0.1:8100 --lengths 1000,10000,60000,100000 --pairs 21
+"""
+
+from __future__ import annotations
+
+import argparse
+import http.client
+import json
+import random
+import statistics
+import time
+import urllib.parse
+
+WORDS = """time people work year place hand part case week company system program question government number night point home
+water room mother area money story fact month lot right study book eye job word business issue side kind head house service
+friend father power hour game line end member law car city community name president team minute idea body information back
+parent face others level office door health person art war history party result change morning reason research girl guy moment
+air teacher force education""".split()
+
+
+class Server:
+    def __init__(self, url: str):
+        at = urllib.parse.urlsplit(url)
+        self.connection = http.client.HTTPConnection(at.hostname, at.port, timeout=900)
+
+    def post(self, path: str, body: dict) -> http.client.HTTPResponse:
+        self.connection.request("POST", path, json.dumps(body, separators=(",", ":")), {"Content-Type": "application/json"})
+        response = self.connection.getresponse()
+        if response.status != 200:
+            raise SystemExit(f"{path} answered {response.status}: {response.read(500)!r}")
+        return response
+
+    def tokens(self, messages: list) -> list[int]:
+        return json.load(self.post("/tokenize", {"messages": messages}))["tokens"]
+
+    def first_token(self, body: dict) -> tuple[float, str]:
+        """Seconds to the event with the first token, and the whole answer without what names the request."""
+        body = body | {"stream": True, "max_tokens": 2, "temperature": 0, "ignore_eos": True, "stream_options": {"include_usage": True}}
+        began = time.perf_counter()
+        response = self.post("/v1/chat/completions", body)
+        first, said = 0.0, []
+        for line in response:
+            if not line.startswith(b"data: {"):
+                continue
+            event = json.loads(line[6:])
+            opening = event["choices"] and event["choices"][0]["delta"].get("role")
+            if not first and event["choices"] and not opening:
+                first = time.perf_counter() - began
+            said.append(json.dumps([event["choices"], (event.get("usage") or {}).get("prompt_tokens")]))
+        return first, "\n".join(said)
+
+
+def messages_of(random_: random.Random, tokens: int, server: Server) -> tuple[list, list[int]]:
+    """A chat of about so many tokens, as turns of 500 words."""
+    def make(words: int) -> list:
+        text = [random_.choice(WORDS) for _ in range(words)]
+        turns = [" ".join(text[i : i + 500]) for i in range(0, words, 500)]
+        turns = turns if len(turns) % 2 else turns[:-1] + [turns[-1] + " ?", "Go on."]
+        return [{"role": ("user", "assistant")[i % 2], "content": turn} for i, turn in enumerate(turns)]
+
+    chat = make(tokens * 24 // 25)
+    return chat, server.tokens(chat)
+
+
+def main() -> None:
+    options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    options.add_argument("url", help="of a vLLM server")
+    options.add_argument("--lengths", default="1000,10000,60000,100000", help="of prompts, tokens")
+    options.add_argument("--pairs", type=int, default=21)
+    args = options.parse_args()
+    server, random_ = Server(args.url), random.Random(1)
+    print("| prompt, tokens | text, ms | tokens, ms | difference |\n|---|---|---|---|", flush=True)
+    for length in map(int, args.lengths.split(",")):
+        chat, tokens = messages_of(random_, length, server)
+        bodies = [{"messages": chat}, {"messages": chat, "kv_transfer_params": {"prompt_token_ids": tokens}}]
+        for body in bodies * 2:  # computes the prompt, warms both ways up
+            server.first_token(body)
+        took: list[list[float]] = [[], []]
+        for _ in range(args.pairs):
+            said = {}
+            for way in random_.sample([0, 1], 2):
+                seconds, said[way] = server.first_token(bodies[way])
+                took[way].append(1000 * seconds)
+            if said[0] != said[1]:
+                raise SystemExit(f"the answers differ:\n{said[0]}\n{said[1]}")
+        text, ids = map(statistics.median, took)
+        differences = statistics.median(100 * (b - a) / a for a, b in zip(*took))
+        print(f"| {len(tokens):,} | {text:.1f} | {ids:.1f} | {differences:+.0f} % |", flush=True)
+
+
+if __name__ == "__main__":
+    main()
