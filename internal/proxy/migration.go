@@ -346,12 +346,17 @@ func (s *Migration) verify(data []byte) bool {
 }
 
 // hide replaces the lists of token ids by null, as the engine answers without the request
-// for them.
+// for them. Of a worker that continues, the client never gets those of the prompt: it has
+// them, and these have the answer, too.
 func (s *Migration) hide(event []byte) []byte {
-	if s.asked {
+	marks := [][]byte{markPromptIDs, markIDs}
+	switch {
+	case s.asked && s.moves == 0:
 		return event
+	case s.asked:
+		marks = marks[:1]
 	}
-	for _, mark := range [][]byte{markIDs, markPromptIDs} {
+	for _, mark := range marks {
 		at := bytes.Index(event, mark)
 		if at < 0 {
 			continue

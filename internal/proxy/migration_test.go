@@ -183,7 +183,7 @@ func TestAStreamGoesOnAtAnotherWorker(t *testing.T) {
 		"by its engine":           {usage, first(9), func(v *writer) { v.engine = true }, MigratedOK, "", true},
 		"three times":             {usage, func(n int) int { return []int{0, 3, 4, 5, -1}[n] }, nil, MigratedOK, "", true},
 		"too often":               {usage, always(2), nil, MigratedFailed, whyLimit, true},
-		"with token ids":          {usage + `,"return_token_ids":true`, first(9), nil, MigratedOK, "", false},
+		"with token ids":          {usage + `,"return_token_ids":true`, first(9), nil, MigratedOK, "", true},
 		"without token ids":       {"", first(9), func(v *writer) { v.mute = true }, MigratedRefused, whyNoTokens, true},
 		"without a worker for it": {"", first(9), func(v *writer) { v.old = true }, MigratedFailed, whyNotTaken, false},
 		"at a strict engine":      {"", func(n int) int { return []int{0, -1, 9, -1}[n] }, func(v *writer) { v.strict = true }, MigratedRefused, whyNoTokens, true},
