@@ -49,6 +49,7 @@ func (p *Proxy) migrate(ctx context.Context, w http.ResponseWriter, u Upstream, 
 			p.observer.Migrated(result)
 			return p.breakOff(w, x, err, why)
 		}
+		s.rewind()
 		if left, limited := s.left(u.Parsed); s.finished || limited && left <= 0 {
 			p.observer.Migrated(MigratedOK)
 			w.Write(s.close(nil))
