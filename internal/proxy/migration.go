@@ -61,6 +61,7 @@ type Migration struct {
 	held      []byte   // events of the others, for the client
 	sent      int      // of them, those that were sent with the prompt to the worker that continues
 	moves     int      // continuations
+	drained   int      // of them, those from a worker that was drained
 	verified  bool     // the worker that continues has confirmed the tokens sent
 	reasoning bool     // the last text was of the reasoning
 	finished  bool     // a finish reason has come
