@@ -28,7 +28,11 @@ func (r *app) openAI(pageURL string) *openai.API {
 	if r.recorder != nil {
 		observers = append(observers, r.recorder)
 	}
-	return openai.New(r.config.openAISettings(pageURL), openai.Deps{
-		Keys: r.keys, Bodies: r.bodies, Models: r.models, Proxy: r.proxy, Metrics: r.telemetry.Handler(), Hop: r.config.Hop, Observers: observers, Log: r.log,
-	})
+	deps := openai.Deps{
+		Keys: r.keys, Bodies: r.bodies, Models: r.models, Proxy: r.proxy, Metrics: r.telemetry.Handler(), Hop: r.config.Hop, Observers: observers, Stored: r.stored, Log: r.log,
+	}
+	if r.replicas != nil {
+		deps.ShareStored = r.replicas.Store
+	}
+	return openai.New(r.config.openAISettings(pageURL), deps)
 }

@@ -62,6 +62,7 @@ type app struct {
 	page       *page.Page
 	ports      []*web.Port         // the OpenAI port, the router port and, if it has one, the page's
 	replicas   *replica.Mesh       // nil: none
+	stored     *openai.Stored      // responses
 	gateway    *extproc.Server     // nil: none
 	traces     *jsonlines.Writer   // of policy thompson; nil: none
 	learned    *thompson.StateFile // by policy thompson; nil: it is not kept
@@ -73,7 +74,7 @@ type app struct {
 // build makes every part and hands it those it needs. Nothing runs yet.
 func build(ctx context.Context, config Config, log *slog.Logger) (*app, error) {
 	config.Hop, config.RouterKeys = web.NewHop(), web.NewKeys(config.RouterAPIKey)
-	r := &app{config: config, log: log, edges: guard.New(), index: router.NewIndex(config.Index, config.Policy, config.Scoring.Settings, config.BlockSize, time.Now)}
+	r := &app{config: config, stored: &openai.Stored{}, log: log, edges: guard.New(), index: router.NewIndex(config.Index, config.Policy, config.Scoring.Settings, config.BlockSize, time.Now)}
 	var err error
 	if r.model, err = openModel(ctx, config, log); err != nil {
 		return nil, err
@@ -138,7 +139,7 @@ func build(ctx context.Context, config Config, log *slog.Logger) (*app, error) {
 	if config.Replica.ReplicaSync {
 		mesh := config.Replica
 		mesh.ReplicaSyncHost = config.replicaHost()
-		deps := replica.Deps{Router: r.router, Edges: r.edges, Log: log, Partition: r.partitions.Of}
+		deps := replica.Deps{Router: r.router, Edges: r.edges, Log: log, Partition: r.partitions.Of, Stored: func(id string, worker uint64) { r.stored.Note(id, worker) }}
 		if mesh.ReplicaDiscovery != "" {
 			found, err := discovery.OpenPeers(mesh.ReplicaDiscovery, log)
 			if err != nil {

@@ -4,6 +4,7 @@
 package openai
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
@@ -51,7 +52,11 @@ type Deps struct {
 	Metrics   http.Handler // serves GET /metrics
 	Hop       web.Hop      // refuses requests that this router has sent
 	Observers []Observer   // in the order of their calls
-	Log       *slog.Logger
+	Stored    *Stored      // workers of stored responses, as far as other routers have said; nil: there are none
+	// ShareStored sends other routers the worker of a response. It must not block. nil: there
+	// are no others.
+	ShareStored func(id string, worker uint64)
+	Log         *slog.Logger
 }
 
 // API implements the OpenAI port. It is safe for concurrent use.
@@ -64,13 +69,18 @@ type API struct {
 	observers observers
 	log       *slog.Logger
 	engine    *gin.Engine
-	stored    stored // workers of stored responses
+	stored    *Stored
 	draining  atomic.Bool
+
+	shareStored func(id string, worker uint64) // see Deps
 }
 
 // New returns the port's routes.
 func New(s Settings, deps Deps) *API {
-	a := &API{settings: s, keys: deps.Keys, bodies: deps.Bodies, models: deps.Models, proxy: deps.Proxy, observers: deps.Observers, log: deps.Log, engine: web.NewEngine(deps.Log)}
+	a := &API{
+		settings: s, keys: deps.Keys, bodies: deps.Bodies, models: deps.Models, proxy: deps.Proxy, observers: deps.Observers, log: deps.Log, engine: web.NewEngine(deps.Log),
+		stored: cmp.Or(deps.Stored, &Stored{}), shareStored: deps.ShareStored,
+	}
 	a.engine.Use(web.CORS(s.CORSOrigins), deps.Hop.Refuse)
 	guard := a.keys.Guard(web.OpenAIError)
 	a.engine.NoRoute(func(c *gin.Context) {

@@ -6,6 +6,7 @@ import (
 	"time"
 
 	"github.com/gin-gonic/gin"
+	"github.com/tidwall/gjson"
 
 	"kvrouter/internal/hints"
 	"kvrouter/internal/jsonbody"
@@ -79,8 +80,8 @@ func (a *API) infer(c *gin.Context, path string, kind tokens.Kind) {
 	if err == nil {
 		err = a.proxy.Forward(r.ctx, c.Writer, r.upstream(c), x, r)
 	}
-	if x.StoredID != "" {
-		a.stored.note(x.StoredID, x.Decision.Target.Key.Worker)
+	if x.StoredID != "" && r.body.Get("store").Type != gjson.False {
+		a.noteStored(x.StoredID, x.Decision.Target.Key.Worker)
 	}
 	r.settle(c, err)
 	r.settleCharge(charge, err)

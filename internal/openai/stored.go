@@ -24,26 +24,28 @@ const (
 	findTimeout = 2 * time.Second
 )
 
-// stored remembers the workers that have the last maxStored responses. The zero value is
+// Stored remembers the workers that have the last maxStored responses. The zero value is
 // empty. It is safe for concurrent use.
-type stored struct {
+type Stored struct {
 	mu     sync.Mutex // guards the rest
 	worker map[string]uint64
 	ring   []string // ids in their order; next is overwritten
 	next   int
 }
 
-// note remembers the worker of a response.
-func (s *stored) note(id string, worker uint64) {
+// Note remembers the worker of a response. It reports whether that is news: ids of more than
+// maxResponseID bytes are not remembered.
+func (s *Stored) Note(id string, worker uint64) (news bool) {
 	if id == "" || len(id) > maxResponseID {
-		return
+		return false
 	}
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	if s.worker == nil {
 		s.worker = map[string]uint64{}
 	}
-	if _, known := s.worker[id]; !known {
+	had, known := s.worker[id]
+	if !known {
 		if len(s.ring) < maxStored {
 			s.ring = append(s.ring, id)
 		} else {
@@ -53,10 +55,11 @@ func (s *stored) note(id string, worker uint64) {
 		s.next = (s.next + 1) % maxStored
 	}
 	s.worker[id] = worker
+	return !known || had != worker
 }
 
 // of returns the worker of a response.
-func (s *stored) of(id string) (worker uint64, known bool) {
+func (s *Stored) of(id string) (worker uint64, known bool) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	worker, known = s.worker[id]
@@ -93,7 +96,14 @@ func (r *inference) find(id string, header http.Header) (worker uint64, found bo
 		return !found
 	})
 	if found {
-		r.api.stored.note(id, worker)
+		r.api.noteStored(id, worker)
 	}
 	return worker, found
+}
+
+// noteStored remembers the worker of a response, and has other routers remember it.
+func (a *API) noteStored(id string, worker uint64) {
+	if a.stored.Note(id, worker) && a.shareStored != nil {
+		a.shareStored(id, worker)
+	}
 }

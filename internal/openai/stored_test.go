@@ -136,16 +136,28 @@ func TestAStoredResponseIsContinuedWhereItIs(t *testing.T) {
 		}
 		before = searches()
 	}
+	_, text := apis[0].post(t, proxy.ResponsesRoute, `{"model":"m","input":"hi","store":false}`)
+	apis[0].post(t, proxy.ResponsesRoute, fmt.Sprintf(`{"model":"m","input":"hi","previous_response_id":%q}`, gjson.Get(text, "id").Str))
+	if searches() == before {
+		t.Error("a response that no worker stores is remembered")
+	}
 }
 
 // TestStoredResponsesAreBounded holds that the oldest go first.
 func TestStoredResponsesAreBounded(t *testing.T) {
-	var s stored
+	var s Stored
 	for i := range 2*maxStored + 1 {
-		s.note(fmt.Sprint(i), uint64(i))
+		s.Note(fmt.Sprint(i), uint64(i))
 	}
-	s.note(strings.Repeat("x", maxResponseID+1), 1)
-	s.note(fmt.Sprint(2*maxStored), 7)
+	for _, again := range []struct {
+		id     string
+		worker uint64
+		news   bool
+	}{{strings.Repeat("x", maxResponseID+1), 1, false}, {"", 1, false}, {fmt.Sprint(2 * maxStored), 2 * maxStored, false}, {fmt.Sprint(2 * maxStored), 7, true}} {
+		if news := s.Note(again.id, again.worker); news != again.news {
+			t.Errorf("%.20q at %d: news %v", again.id, again.worker, news)
+		}
+	}
 	if _, known := s.of(fmt.Sprint(maxStored)); known || len(s.worker) != maxStored || len(s.ring) != maxStored {
 		t.Errorf("%d are known, %d in order", len(s.worker), len(s.ring))
 	}

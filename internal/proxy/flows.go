@@ -153,7 +153,7 @@ func (p *Proxy) lookAtFlow(worker uint64, l *workerInflight) {
 			stuck = f.silent >= stalledStart && f.witness.booking.WorkerIsOut()
 		}
 	}
-	drains := p.settings.DrainMigrateAfter > 0 && f.any.booking.WorkerIsCordoned()
+	drains := p.settings.DrainMigrateAfter > 0 && f.any.booking.WorkerIsCordoned() && f.any.booking.OthersTakeOver()
 	p.inflights.mu.Lock()
 	defer p.inflights.mu.Unlock()
 	if p.inflights.workers[worker] != l {
@@ -186,7 +186,7 @@ func bookings(of []*inflight) []*router.Booking {
 func (l *workerInflight) handOn() {
 	for f := range l.requests {
 		if f.goesOn.Load() {
-			f.cancel(&abortError{why: "its worker is drained"})
+			f.cancel(&abortError{why: "its worker is drained", drain: true})
 		}
 	}
 }

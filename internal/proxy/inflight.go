@@ -34,6 +34,7 @@ const silentLeast = 3
 type abortError struct {
 	why   string
 	stuck bool // the worker is up, but silent
+	drain bool // the worker is up and answers, but is cordoned
 }
 
 func (e *abortError) Error() string { return e.why }

@@ -37,7 +37,12 @@ func (p *Proxy) migrate(ctx context.Context, w http.ResponseWriter, u Upstream, 
 			}
 			return p.breakOff(w, x, err, s.why)
 		}
-		t.exclude, x.tried = append(t.exclude, worker), true
+		x.tried = true
+		if failed.abort != nil && failed.abort.drain {
+			s.drained++ // it is no failure, and the worker is welcome again when it is back
+		} else {
+			t.exclude = append(t.exclude, worker)
+		}
 		if failed.abort == nil && !failed.refusal.pressed {
 			p.failed(worker)
 		}
@@ -49,6 +54,7 @@ func (p *Proxy) migrate(ctx context.Context, w http.ResponseWriter, u Upstream, 
 			p.observer.Migrated(result)
 			return p.breakOff(w, x, err, why)
 		}
+		s.rewind()
 		if left, limited := s.left(u.Parsed); s.finished || limited && left <= 0 {
 			p.observer.Migrated(MigratedOK)
 			w.Write(s.close(nil))
@@ -72,8 +78,19 @@ func (p *Proxy) migrate(ctx context.Context, w http.ResponseWriter, u Upstream, 
 	}
 }
 
-// next chooses the worker that continues the answer.
+// next chooses the worker that continues the answer. Workers that failed it long ago may be
+// back: they are asked where no other is ready.
 func (t *tries) next() (router.Decision, error) {
+	decision, err := t.unlike()
+	if n := len(t.exclude); errors.Is(err, router.ErrNoWorker) && n > 1 {
+		t.exclude = t.exclude[n-1:]
+		decision, err = t.unlike()
+	}
+	return decision, err
+}
+
+// unlike chooses a worker that has not failed the answer.
+func (t *tries) unlike() (router.Decision, error) {
 	for {
 		decision, err := t.u.chooser.Continue(t.exclude, t.u.Migration.tokens)
 		if err != nil || !decision.Target.RunsSGLang() {
@@ -93,7 +110,7 @@ func (t *tries) mayMigrate(failed *workerError) (result, why string) {
 		return MigratedRefused, s.why
 	case s.reasoning:
 		return MigratedRefused, whyReasoning
-	case s.moves >= t.proxy.settings.MigrationLimit:
+	case s.moves-s.drained >= t.proxy.settings.MigrationLimit:
 		return MigratedLimited, whyLimit
 	case failed.abort != nil || failed.out: // the budget is not for workers that are gone
 		return "", ""

@@ -6,6 +6,7 @@ import (
 	"fmt"
 	"slices"
 	"strconv"
+	"unicode/utf8"
 
 	"github.com/tidwall/gjson"
 
@@ -20,6 +21,9 @@ const maxMigratedAnswer = maxReportedOutput
 // of at most maxEvent bytes.
 const maxMigratedPrompt = maxEvent / 8
 
+// maxHeld bounds the events that are held back because their tokens have no text yet, bytes.
+const maxHeld = 64 << 10
+
 // Why a stream cannot be continued on another worker; the client reads it in the error
 // event.
 const (
@@ -31,6 +35,7 @@ const (
 	whySeveral   = "the request asks for several answers"
 	whyPrompt    = "the tokens of the prompt are not known exactly"
 	whyPenalty   = "a penalty counts the tokens of the answer"
+	whyStop      = "the engine holds back text for its stop strings"
 	whyLogprobs  = "the request asks for logprobs of its prompt, or with offsets"
 	whyNotTaken  = "the next worker does not take token ids"
 	whyLimit     = "--migration-limit is reached"
@@ -52,8 +57,11 @@ type Migration struct {
 	added     bool     // the router has requested the token ids
 	begun     bool     // the client has the headers
 	tokens    []uint32 // of the answer
+	whole     int      // of them, those of which the client has the text
+	held      []byte   // events of the others, for the client
 	sent      int      // of them, those that were sent with the prompt to the worker that continues
 	moves     int      // continuations
+	drained   int      // of them, those from a worker that was drained
 	verified  bool     // the worker that continues has confirmed the tokens sent
 	reasoning bool     // the last text was of the reasoning
 	finished  bool     // a finish reason has come
@@ -104,6 +112,8 @@ func whyNotContinued(body *jsonbody.Body) string {
 		return whyLogprobs
 	case asks(body, "use_beam_search"):
 		return whySeveral
+	case !body.Get("include_stop_str_in_output").Bool() && slices.ContainsFunc(append(body.Get("stop").Array(), body.Get("stop")), func(stop gjson.Result) bool { return utf8.RuneCountInString(stop.Str) > 1 }):
+		return whyStop
 	}
 	return ""
 }
@@ -132,6 +142,7 @@ func (s *Migration) ask(t *kv.Target, u *Upstream) (head, body []byte) {
 // restart forgets an answer of which the client has nothing.
 func (s *Migration) restart() {
 	if s != nil && !s.begun {
+		s.whole, s.held = 0, s.held[:0]
 		s.tokens, s.id, s.finished, s.counted, s.reasoning = s.tokens[:0], "", false, false, false
 	}
 }
@@ -144,6 +155,14 @@ func (s *Migration) mayMove() bool { return s.continues() && !s.reasoning && !s.
 
 // open reports whether the answer's headers are out, so that it must be continued or end.
 func (s *Migration) open() bool { return s != nil && s.begun }
+
+// rewind forgets the tokens of an interrupted answer of which the client has no text yet: they
+// may be a part of a character, which only the worker that made all of it can show.
+func (s *Migration) rewind() {
+	if !s.finished {
+		s.tokens, s.held = s.tokens[:s.whole], s.held[:0]
+	}
+}
 
 // rest returns u as a request for the rest of the answer.
 func (s *Migration) rest(u Upstream) Upstream {
@@ -207,6 +226,35 @@ func (s *Migration) rewrite(out, event []byte, failed, finished bool) []byte {
 	if out, ok := s.quick(out, event, finished); ok {
 		return out
 	}
+	if !s.withoutText(event, finished) {
+		out, s.held = append(out, s.held...), s.held[:0]
+		s.whole = len(s.tokens)
+		defer func() { s.whole = len(s.tokens) }() // with those of this event
+		return s.show(out, event, finished)
+	}
+	if s.held = s.show(s.held, event, finished); s.why != "" || len(s.held) > maxHeld {
+		out, s.held = append(out, s.held...), s.held[:0]
+		s.whole = len(s.tokens)
+	}
+	return out
+}
+
+// withoutText reports whether an event has tokens of the answer, but no text, and is not the last.
+func (s *Migration) withoutText(event []byte, finished bool) bool {
+	if finished || !bytes.Contains(event, markIDs) || !bytes.Contains(event, markChoice) {
+		return false
+	}
+	choice := gjson.GetBytes(event[len("data:"):], "choices.0")
+	for _, path := range []string{"text", "delta.content", "delta.reasoning", "delta.reasoning_content"} {
+		if choice.Get(path).Str != "" {
+			return false
+		}
+	}
+	return true
+}
+
+// show appends an event to out as the client gets it, and remembers it.
+func (s *Migration) show(out, event []byte, finished bool) []byte {
 	data, ok := bytes.CutPrefix(event, []byte("data:"))
 	if !ok || bytes.HasPrefix(bytes.TrimSpace(data), []byte("[DONE]")) {
 		return append(out, event...)
@@ -268,11 +316,11 @@ func (s *Migration) member() []byte {
 
 // quick is rewrite for an event of one answer's text that begins as those before it.
 func (s *Migration) quick(out, event []byte, finished bool) (_ []byte, ok bool) {
-	if s.text == 0 || s.moves > 0 || s.why != "" || len(event) < s.text || !bytes.HasPrefix(event[s.text:], s.member()) {
+	if s.text == 0 || s.moves > 0 || s.why != "" || len(s.held) > 0 || len(event) < s.text || !bytes.HasPrefix(event[s.text:], s.member()) {
 		return out, false
 	}
 	at := bytes.LastIndex(event, markIDs)
-	if at < s.text {
+	if at < s.text || event[s.text+len(s.member())] == '"' { // there is no text
 		return out, false
 	}
 	from, had := at+len(markIDs), len(s.tokens)
@@ -281,7 +329,7 @@ func (s *Migration) quick(out, event []byte, finished bool) (_ []byte, ok bool) 
 		s.tokens = s.tokens[:had]
 		return out, false
 	}
-	s.tokens, s.reasoning, s.finished = ids, false, s.finished || finished
+	s.tokens, s.whole, s.reasoning, s.finished = ids, len(ids), false, s.finished || finished
 	if s.asked {
 		return append(out, event...), true
 	}
@@ -335,12 +383,17 @@ func (s *Migration) verify(data []byte) bool {
 }
 
 // hide replaces the lists of token ids by null, as the engine answers without the request
-// for them.
+// for them. Of a worker that continues, the client never gets those of the prompt: it has
+// them, and these have the answer, too.
 func (s *Migration) hide(event []byte) []byte {
-	if s.asked {
+	marks := [][]byte{markPromptIDs, markIDs}
+	switch {
+	case s.asked && s.moves == 0:
 		return event
+	case s.asked:
+		marks = marks[:1]
 	}
-	for _, mark := range [][]byte{markIDs, markPromptIDs} {
+	for _, mark := range marks {
 		at := bytes.Index(event, mark)
 		if at < 0 {
 			continue

@@ -39,6 +39,7 @@ type writer struct {
 	drain    func()
 	tokens   bool      // it takes the tokens of prompts
 	strict   bool      // it refuses unknown fields
+	halves   bool      // places that 3 divides are half a character, which has its text with the other half
 	kind     kv.Engine // SGLang refuses to stream token ids
 }
 
@@ -103,7 +104,16 @@ func (v *writer) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 			finish = `"length"`
 		}
 		text := strconv.Quote(fmt.Sprintf("%d,", place))
-		if chat && place%5 == 0 { // a token without text
+		if v.halves && place%3 == 1 {
+			if text = `"\u00e9"`; i == 0 {
+				text = `"\ufffd"` // it has the other half from the prompt
+			}
+		}
+		half := v.halves && place%3 == 0 && i < most-1
+		if half {
+			text = `""`
+		}
+		if chat && (half || !v.halves && place%5 == 0) { // a token without text
 			event(fmt.Sprintf(`{"index":0,"delta":{},"logprobs":null,"finish_reason":%s,"token_ids":%s}`, finish, list(1000+place)), "")
 			continue
 		}
@@ -184,13 +194,19 @@ func TestAStreamGoesOnAtAnotherWorker(t *testing.T) {
 		"by its engine":           {usage, first(9), func(v *writer) { v.engine = true }, MigratedOK, "", true},
 		"three times":             {usage, func(n int) int { return []int{0, 3, 4, 5, -1}[n] }, nil, MigratedOK, "", true},
 		"too often":               {usage, always(2), nil, MigratedFailed, whyLimit, true},
-		"with token ids":          {usage + `,"return_token_ids":true`, first(9), nil, MigratedOK, "", false},
+		"with token ids":          {usage + `,"return_token_ids":true`, first(9), nil, MigratedOK, "", true},
 		"without token ids":       {"", first(9), func(v *writer) { v.mute = true }, MigratedRefused, whyNoTokens, true},
 		"without a worker for it": {"", first(9), func(v *writer) { v.old = true }, MigratedFailed, whyNotTaken, false},
 		"at a strict engine":      {"", func(n int) int { return []int{0, -1, 9, -1}[n] }, func(v *writer) { v.strict = true }, MigratedRefused, whyNoTokens, true},
 		"at SGLang":               {"", first(9), func(v *writer) { v.kind = kv.EngineSGLang }, MigratedRefused, whySGLang, true},
 		"with tools":              {`,"tools":[{}]`, first(9), nil, MigratedRefused, whyTools, false},
 		"with a format":           {`,"response_format":{"type":"json_object"}`, first(9), nil, MigratedRefused, whyGuided, true},
+		"within a character":      {usage, first(10), func(v *writer) { v.halves = true }, MigratedOK, "", true},
+		"at its second half":      {usage + `,"return_token_ids":true`, first(10), func(v *writer) { v.halves = true }, MigratedOK, "", true},
+		"with a stop character":   {`,"stop":["}",";"]`, first(9), nil, MigratedOK, "", true},
+		"with a stop string":      {`,"stop":"END"`, first(9), nil, MigratedRefused, whyStop, true},
+		"with stop strings":       {`,"stop":["}","END"]`, first(9), nil, MigratedRefused, whyStop, true},
+		"with stop strings shown": {`,"stop":["END"],"include_stop_str_in_output":true`, first(9), nil, MigratedOK, "", true},
 		"with a penalty":          {`,"presence_penalty":1`, first(9), nil, MigratedRefused, whyPenalty, true},
 	} {
 		for _, path := range []string{testkit.ChatPath, "/v1/completions"} {
@@ -198,11 +214,11 @@ func TestAStreamGoesOnAtAnotherWorker(t *testing.T) {
 				continue
 			}
 			t.Run(name+path, func(t *testing.T) {
-				whole, _ := answerOf(t, path, c.options, &writer{dies: never})
 				v := &writer{dies: c.dies}
 				if c.change != nil {
 					c.change(v)
 				}
+				whole, _ := answerOf(t, path, c.options, &writer{dies: never, halves: v.halves})
 				got, result := answerOf(t, path, c.options, v)
 				if result != c.result {
 					t.Errorf("result %q, want %q: %s", result, c.result, got)

@@ -385,6 +385,12 @@ func (p *otherRouter) takeOwn(m *ownMessage) {
 		}
 	case kindHeld:
 		p.keep(m.Bucket, m.Requests)
+	case kindStored:
+		for _, response := range m.Requests {
+			if r.stored != nil {
+				r.stored(response, m.Worker.Worker)
+			}
+		}
 	case kindEjection:
 		w := kv.WorkerKey{Worker: m.Worker.Worker, Rank: m.Worker.Rank}
 		long := time.Duration(m.Milliseconds) * time.Millisecond

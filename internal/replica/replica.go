@@ -74,6 +74,7 @@ const (
 type Mesh struct {
 	discover  func(ctx context.Context, use func(addresses []string)) // see Deps
 	partition func(worker uint64) (model, group string)               // see Deps
+	stored    func(response string, worker uint64)                    // see Deps
 
 	router *router.Router
 	id     uint64 // drawn at each start; never 0
@@ -137,6 +138,9 @@ type Deps struct {
 	// Partition returns the model and the routing group of a worker, by which Dynamo
 	// distinguishes workers. nil: "default" for all.
 	Partition func(worker uint64) (model, group string)
+	// Stored is called with the worker that has a stored response, as another router says. It
+	// must not block. nil: nothing is done.
+	Stored func(response string, worker uint64)
 	// ID names this router to the others; no two have the same, nor one after a restart.
 	// 0: it is drawn.
 	ID uint64
@@ -169,7 +173,7 @@ func New(settings Settings, deps Deps) (*Mesh, error) {
 		deps.Partition = func(uint64) (model, group string) { return "default", "default" }
 	}
 	r := &Mesh{
-		discover: deps.Find, partition: deps.Partition, seal: sealing,
+		discover: deps.Find, partition: deps.Partition, stored: deps.Stored, seal: sealing,
 		router: deps.Router, id: cmp.Or(deps.ID, max(1, rand.Uint64())), dial: deps.Dial, log: deps.Log, pub: pub, edges: deps.Edges, queue: make(chan message, queueLimit),
 		timing: timing{
 			tick: 100 * time.Millisecond, digest: 5, silence: 5 * time.Second, foreign: 20 * time.Second,
@@ -223,6 +227,12 @@ func (r *Mesh) put(m message) {
 		r.Dropped.Add(1)
 		r.missed.Store(true)
 	}
+}
+
+// Store sends kvrouters the worker that has a stored response. It never waits; what is lost
+// is not sent again.
+func (r *Mesh) Store(response string, worker uint64) {
+	r.say(ownMessage{Kind: kindStored, Worker: &rank{Worker: worker}, Requests: []string{response}})
 }
 
 // say queues a message to kvrouters.

@@ -106,6 +106,7 @@ const (
 	kindAsk      = "ask"      // another router, Of, is asked to send Buckets again
 	kindHeld     = "held"     // Requests are all that is in flight of a bucket
 	kindEjection = "ejection" // Worker gets nothing from here for Milliseconds
+	kindStored   = "stored"   // Worker has the responses Requests
 )
 
 // ownMessage is a message between kvrouters beyond Dynamo.
@@ -326,7 +327,7 @@ func decodeOwn(text []byte) (m ownMessage, err error) {
 		}},
 		field{"milliseconds", uintTo(uint64(math.MaxInt64/time.Millisecond), &m.Milliseconds)},
 	)
-	if err == nil && (m.Router == 0 || m.Kind == "" || m.Kind == kindEjection && m.Worker == nil || len(m.Sums) != 0 && len(m.Sums) != buckets) {
+	if err == nil && (m.Router == 0 || m.Kind == "" || (m.Kind == kindEjection || m.Kind == kindStored) && m.Worker == nil || len(m.Sums) != 0 && len(m.Sums) != buckets) {
 		err = errShape
 	}
 	return m, err

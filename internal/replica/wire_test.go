@@ -121,6 +121,7 @@ func TestKvroutersTellEachOtherAllOfABooking(t *testing.T) {
 		{Router: 5, Kind: kindAsk, Of: 6, Buckets: 1 << 63},
 		{Router: 5, Kind: kindHeld, Bucket: 63, Requests: []string{"a", "b"}},
 		{Router: 5, Kind: kindEjection, Worker: &rank{1, 2}, Milliseconds: 5000},
+		{Router: 5, Kind: kindStored, Worker: &rank{1, 0}, Requests: []string{"resp_1"}},
 	} {
 		if got, err := decodeOwn(encode(&m)); err != nil || !reflect.DeepEqual(got, m) {
 			t.Errorf("%+v, %v; want %+v", got, err, m)
@@ -184,7 +185,7 @@ func TestMessagesWithoutTheirShapeAreRefused(t *testing.T) {
 	}
 	for name, text := range map[string][]byte{
 		"no router": pack(t, fields{"kind": kindDigest}), "no kind": pack(t, fields{"router_id": 1}), "few sums": pack(t, fields{"router_id": 1, "kind": kindDigest, "sums": []uint64{1}}),
-		"no worker": pack(t, fields{"router_id": 1, "kind": kindEjection}), "a bucket too many": pack(t, fields{"router_id": 1, "kind": kindHeld, "bucket": buckets}),
+		"no worker": pack(t, fields{"router_id": 1, "kind": kindEjection}), "no worker of a response": pack(t, fields{"router_id": 1, "kind": kindStored, "requests": []string{"a"}}), "a long response": pack(t, fields{"router_id": 1, "kind": kindStored, "worker": fields{"worker_id": 1, "dp_rank": 0}, "requests": []string{strings.Repeat("x", idLimit+1)}}), "a bucket too many": pack(t, fields{"router_id": 1, "kind": kindHeld, "bucket": buckets}),
 		"for ever": pack(t, fields{"router_id": 1, "kind": kindEjection, "worker": fields{"worker_id": 1, "dp_rank": 0}, "milliseconds": uint64(math.MaxUint64)}),
 	} {
 		if m, err := decodeOwn(text); err == nil {

@@ -348,6 +348,16 @@ func (b *Booking) WorkerIsCordoned() (cordoned bool) {
 	return cordoned
 }
 
+// OthersTakeOver reports whether another worker that generates tokens gets new requests.
+func (b *Booking) OthersTakeOver() (ready bool) {
+	b.locked(func(r *Router, _ time.Time) {
+		ready = r.has(func(t *kv.Target) bool {
+			return t.Key.Worker != b.worker.Worker && t.Role != kv.RolePrefill && !r.isCordoned(t.Key.Worker)
+		})
+	})
+	return ready
+}
+
 // WorkerIsUp reports whether the incarnation that the request is booked on is up.
 func (b *Booking) WorkerIsUp() bool {
 	return b.router.IsUp(kv.Target{Key: b.worker, Generation: b.generation})

@@ -1,0 +1,95 @@
+package test
+
+import (
+	"fmt"
+	"io"
+	"net/http"
+	"net/http/httptest"
+	"sync"
+	"testing"
+	"time"
+
+	"github.com/tidwall/gjson"
+
+	"kvrouter/internal/proxy"
+	"kvrouter/internal/testkit"
+)
+
+// storing is a server that keeps its responses, as vLLM and SGLang do. It does not answer for
+// one by its id: a router that has not heard of the response finds no worker for it.
+type storing struct {
+	name string
+
+	mu  sync.Mutex // guards has
+	has map[string]bool
+}
+
+func (s *storing) ServeHTTP(w http.ResponseWriter, r *http.Request) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	w.Header().Set("Content-Type", "application/json")
+	switch {
+	case r.URL.Path == "/v1/models":
+		io.WriteString(w, `{"object":"list","data":[{"id":"m","object":"model"}]}`)
+	case r.URL.Path == "/health":
+	case r.URL.Path != proxy.ResponsesRoute:
+		http.NotFound(w, r)
+	default:
+		raw, _ := io.ReadAll(r.Body)
+		if previous := gjson.GetBytes(raw, "previous_response_id").Str; previous != "" && !s.has[previous] {
+			http.NotFound(w, r)
+			return
+		}
+		id := fmt.Sprintf("resp_%s_%d", s.name, len(s.has))
+		s.has[id] = true
+		fmt.Fprintf(w, `{"id":%q,"object":"response","status":"completed","usage":{"input_tokens":9,"output_tokens":2}}`, id)
+	}
+}
+
+// TestRoutersShareTheWorkersOfStoredResponses continues conversations at the other router.
+func TestRoutersShareTheWorkersOfStoredResponses(t *testing.T) {
+	var servers []*storing
+	workers := []string{"--engine=none", "--policy=round-robin", "--no-kv-events", "--replica-sync"}
+	for i := range 3 {
+		s := &storing{name: string(rune('a' + i)), has: map[string]bool{}}
+		server := httptest.NewServer(s)
+		t.Cleanup(server.Close)
+		servers, workers = append(servers, s), append(workers, fmt.Sprintf("--worker=url=%s,id=%d", server.URL, i))
+	}
+	at := testkit.FreePorts(t, 6)
+	var routers []*Router
+	for i := range 2 {
+		routers = append(routers, StartAt(t, Program, at+3*i, nil, append([]string{fmt.Sprintf("--replica-sync-port=%d", at+3*i+2), fmt.Sprintf("--replica-peers=127.0.0.1:%d", at+3*(1-i)+2)}, workers...)...))
+	}
+	for _, r := range routers {
+		r.WaitReady(3, 20*time.Second)
+		testkit.Eventually(t, 20*time.Second, "the routers hear each other", func() bool { return r.Metrics()["kvrouter_replica_peers"] == 1 })
+	}
+	respond := func(r *Router, options string) (id string) {
+		t.Helper()
+		_, answer := Post(t, r.OpenAI+proxy.ResponsesRoute, `{"model":"m","input":"hi"`+options+`}`)
+		return gjson.GetBytes(answer, "id").Str
+	}
+	used := map[string]bool{}
+	for range 6 {
+		previous := respond(routers[0], "")
+		if previous == "" {
+			t.Fatal("no response")
+		}
+		used[previous[:6]] = true
+		for turn := range 4 {
+			id := ""
+			testkit.Eventually(t, 20*time.Second, "the other router knows the worker", func() bool {
+				id = respond(routers[1-turn%2], fmt.Sprintf(`,"previous_response_id":%q`, previous))
+				return id != ""
+			})
+			if id[:6] != previous[:6] {
+				t.Fatalf("%s continues %s", id, previous)
+			}
+			previous = id
+		}
+	}
+	if len(used) != 3 {
+		t.Errorf("workers used: %v", used)
+	}
+}
