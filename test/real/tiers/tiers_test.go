@@ -103,10 +103,16 @@ func TestFilesOfVLLM(t *testing.T) {
 	config := fmt.Sprintf(`{"kv_connector":"OffloadingConnector","kv_role":"kv_both","kv_connector_extra_config":{"spec_name":"TieringOffloadingSpec",`+
 		`"cpu_bytes_to_use":%d,"self_describing_kv_events":true,"secondary_tiers":[{"type":"fs","root_dir":%q,"n_read_threads":2,"n_write_threads":2,"enable_kv_events":true,"locality":"REMOTE"}]}}`,
 		90*1474560, filepath.Join(t.TempDir(), "store"))
-	s := test.NewTierSite(test.StartEngines(t, 1, []string{"VLLM_SERVER_DEV_MODE=1"}, "--",
+	s := test.NewTierSite(test.StartEngines(t, 2, []string{"VLLM_SERVER_DEV_MODE=1"}, "--",
 		"--num-gpu-blocks-override", strconv.Itoa(deviceBlocks), "--max-model-len", strconv.Itoa(longest), "--kv-transfer-config", config))
-	s.Load(max(1, n/2), "fresh load", true)
+	s.Load(n, "fresh load", true)
 	s.Loaded("disk")
+
+	// Host memory is emptied, and the files are not.
+	reset(s, "/reset_prefix_cache?reset_external=true")
+	s.Load(20, "after a reset", true)
+
+	another(t, s).Load(20, "another router", true)
 }
 
 func TestHostMemoryOfSGLang(t *testing.T) {
