@@ -244,7 +244,8 @@ func predicted(t *testing.T, worker string) {
 			t.Error("too few were compared, or the server counted other prompt tokens than the router")
 		}
 	})
-	t.Run("answers are the same with the tokens of prompts", func(t *testing.T) { test.CompareTokens(t, worker) })
+	// SGLang samples by seeds only with --enable-deterministic-inference.
+	t.Run("answers are the same with the tokens of prompts", func(t *testing.T) { test.CompareTokens(t, worker, false) })
 	t.Run("a stream of generate goes through byte for byte", func(t *testing.T) {
 		url, sent := recorder(t, worker)
 		second := attach(t, []string{url}, fmt.Sprintf("--block-size=%d", page))
