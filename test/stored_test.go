@@ -48,13 +48,12 @@ func (s *storing) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 
 // TestRoutersShareTheWorkersOfStoredResponses continues conversations at the other router.
 func TestRoutersShareTheWorkersOfStoredResponses(t *testing.T) {
-	var servers []*storing
 	workers := []string{"--engine=none", "--policy=round-robin", "--no-kv-events", "--replica-sync"}
 	for i := range 3 {
 		s := &storing{name: string(rune('a' + i)), has: map[string]bool{}}
 		server := httptest.NewServer(s)
 		t.Cleanup(server.Close)
-		servers, workers = append(servers, s), append(workers, fmt.Sprintf("--worker=url=%s,id=%d", server.URL, i))
+		workers = append(workers, fmt.Sprintf("--worker=url=%s,id=%d", server.URL, i))
 	}
 	at := testkit.FreePorts(t, 6)
 	var routers []*Router
