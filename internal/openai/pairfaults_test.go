@@ -458,7 +458,11 @@ func TestNothingIsSentAgainThatMayHaveBegun(t *testing.T) {
 			}
 			t.Run(kind.String()+" "+test.name, func(t *testing.T) {
 				begun, broken := make(chan struct{}), make(chan struct{})
-				h := newTestPairAPI(t, setup{RequestTimeout: 500 * time.Millisecond}, kind, 2, 2, func(id uint64, serve engineServe) engineServe {
+				timeout := faultLimit
+				if test.status == 504 {
+					timeout = faultTimeout
+				}
+				h := newTestPairAPI(t, setup{RequestTimeout: timeout}, kind, 2, 2, func(id uint64, serve engineServe) engineServe {
 					return func(w http.ResponseWriter, r *http.Request, body gjson.Result) {
 						switch {
 						case id == 0 && test.prefill:
