@@ -66,10 +66,20 @@ func (p *Work) loadOver(now time.Time, tiers *Tiers, f *Prefill, before float64)
 	return max(before, begins) + p.loadsOf(tiers, f.Loads)
 }
 
+// loads reports whether any prompt without a first token loads from lower tiers.
+func (l *Load) loads() bool {
+	for i := range l.Prefills {
+		if l.Prefills[i].Loads != (kv.TierTokens{}) {
+			return true
+		}
+	}
+	return false
+}
+
 // computing returns the prompts of a worker whose loads are over in ready ms, in the order
 // in which they can be computed: Sent of one that loads is when that is over.
 func (p *Work) computing(now time.Time, load *Load, ready float64) []Prefill {
-	if !slices.ContainsFunc(load.Prefills, func(f Prefill) bool { return f.Loads != (kv.TierTokens{}) }) {
+	if !load.loads() {
 		return load.Prefills
 	}
 	p.ordered = p.ordered[:0]

@@ -183,6 +183,13 @@ func fleet(q Query, candidates []Candidate) int { return max(q.Workers, len(cand
 func (p *Work) busyShares(now time.Time, candidates []Candidate) (computing, loading float64) {
 	for i := range candidates {
 		load := &candidates[i].Load
+		switch {
+		case len(load.Prefills) == 0:
+			continue
+		case !load.loads():
+			computing++
+			continue
+		}
 		if len(p.computing(now, load, 0)) > 0 {
 			computing++
 		}

@@ -92,7 +92,7 @@ func TestWorkPlaysComingPassesThrough(t *testing.T) {
 		{"the rest of a pass is filled up", waiting(0, 8000), 1000, 0, 91.92 + 10 + 8.08, 1.92, 1},
 		{"a pass began with the last first token", heard(waiting(time.Second, 1000), 5*time.Millisecond), 1000, 0, 15 + 20, 0, 1},
 		{"a late first token is expected any moment", waiting(time.Second, 1000), 1000, 0, 20, 0, 1},
-		{"nobody waits for tokens that nobody tells of", silent, 1000, 0, 20, 0, 1},
+		{"a first token that is not reported delays no other", silent, 1000, 0, 20, 0, 1},
 		{"a load puts the prompt off", Load{}, 1000, 200, 200 + 20, 0, 1},
 		{"it is computed after those that came meanwhile", waiting(0, 1000), 1000, 200, 200 + 20, 0, 1},
 		{"or with those that are not yet", waiting(0, 20_000), 1000, 150, 91.92 + 91.92 + 46.16 + 10, 10, 0},
