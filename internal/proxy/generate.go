@@ -61,7 +61,7 @@ func Answers(path string, body *jsonbody.Body) int {
 	most := 1
 	take := func(v gjson.Result) { most = max(most, reported(v, mostAnswers)) }
 	switch path {
-	case "/v1/chat/completions", "/v1/completions":
+	case chatRoute, completionRoute:
 		take(body.Get("n"))
 		take(body.Get("best_of"))
 	case generateRoute, "/inference/v1/generate":

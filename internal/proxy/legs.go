@@ -57,7 +57,7 @@ func prefillBody(path string, body *jsonbody.Body, params string) []byte {
 	switch {
 	case path == ResponsesRoute:
 		limit = "max_output_tokens"
-	case path == "/v1/chat/completions" && body.Get("max_completion_tokens").Exists():
+	case path == chatRoute && body.Get("max_completion_tokens").Exists():
 		limit = "max_completion_tokens"
 	}
 	for _, m := range body.Top {

@@ -116,7 +116,8 @@ func tokenList(lists ...[]uint32) string {
 
 // refusesTokens reports whether an answer with that status may refuse a request because of
 // its prompt's tokens. It is sent again as the client wrote it, so that an answer that
-// refuses the client's own request is the one to that. The answer can still be read.
+// refuses the client's own request is the one to that. Without an error, nothing of the
+// answer has been read.
 func (p *Proxy) refusesTokens(u *Upstream, t *kv.Target, status int, answer io.Reader) error {
 	if !u.asTokens || status != http.StatusBadRequest && status != http.StatusRequestEntityTooLarge && status != http.StatusUnprocessableEntity {
 		return nil
