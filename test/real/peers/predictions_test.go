@@ -117,16 +117,23 @@ func readCapture(t *testing.T, name string) (requests []capturedRequest) {
 	return requests
 }
 
-// TestPeersPredictions is scripts/peers.sh predictions: it publishes captured KV events
-// to kvrouter, Dynamo's selection service and vllm-router at once, asks each before
-// every captured request how much of its prompt is cached, and compares that with what
-// the engine found. KVROUTER_PEERS_DYNAMO is a Python with ai-dynamo-runtime,
-// KVROUTER_PEERS_VLLM_ROUTER the program vllm-router.
-func TestPeersPredictions(t *testing.T) {
-	python, program := os.Getenv("KVROUTER_PEERS_DYNAMO"), os.Getenv("KVROUTER_PEERS_VLLM_ROUTER")
+// peers returns the programs to compare with: KVROUTER_PEERS_DYNAMO, a Python with
+// ai-dynamo-runtime, and KVROUTER_PEERS_VLLM_ROUTER, the program vllm-router.
+func peers(t *testing.T) (python, program string) {
+	t.Helper()
+	python, program = os.Getenv("KVROUTER_PEERS_DYNAMO"), os.Getenv("KVROUTER_PEERS_VLLM_ROUTER")
 	if python == "" || program == "" {
 		t.Skip("run scripts/peers.sh predictions")
 	}
+	return python, program
+}
+
+// TestPeersPredictions is scripts/peers.sh predictions: it publishes captured KV events
+// to kvrouter, Dynamo's selection service and vllm-router at once, asks each before
+// every captured request how much of its prompt is cached, and compares that with what
+// the engine found.
+func TestPeersPredictions(t *testing.T) {
+	python, program := peers(t)
 	var table strings.Builder
 	out := tabwriter.NewWriter(&table, 0, 0, 1, ' ', tabwriter.Debug)
 	for i, c := range captured {

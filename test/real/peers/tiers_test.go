@@ -2,7 +2,6 @@ package peers
 
 import (
 	"fmt"
-	"os"
 	"strings"
 	"testing"
 	"text/tabwriter"
@@ -41,15 +40,12 @@ func readTiers(t *testing.T, name string) (requests []capturedRequest) {
 // TestPeersTiers is TestPeersPredictions for engines with host memory and files below
 // their cache. vllm-router only says what its tiers are worth: here a token in any.
 func TestPeersTiers(t *testing.T) {
-	python, program := os.Getenv("KVROUTER_PEERS_DYNAMO"), os.Getenv("KVROUTER_PEERS_VLLM_ROUTER")
-	if python == "" || program == "" {
-		t.Skip("run scripts/peers.sh predictions")
-	}
+	python, program := peers(t)
 	var table strings.Builder
 	out := tabwriter.NewWriter(&table, 0, 0, 1, ' ', tabwriter.Debug)
 	for i, c := range []struct {
-		name   string
-		untold int // requests of which no event names all that the engine has
+		name        string
+		unpublished int // requests of which no event names all that the engine has
 	}{
 		{"vllm-0.32.0-cpu", 0}, // events with the hash only, vLLM's default
 		{"vllm-0.32.0-cpu-fs", 0},
@@ -75,7 +71,7 @@ func TestPeersTiers(t *testing.T) {
 				fmt.Fprintf(out, "%d: %d, +%d\t", f.sum, f.exact, f.most)
 			}
 			fmt.Fprintln(out)
-			if ours := followers[0]; ours.exact != len(requests)-c.untold || ours.most > 0 {
+			if ours := followers[0]; ours.exact != len(requests)-c.unpublished || ours.most > 0 {
 				t.Errorf("%d of %d predictions of kvrouter were exact, and up to %d tokens too many", ours.exact, len(requests), ours.most)
 			}
 		})
