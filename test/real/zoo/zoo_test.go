@@ -13,7 +13,7 @@ import (
 )
 
 const (
-	requests  = 80
+	requests  = 90
 	leastHits = requests / 4 // with fewer, a form shows nothing
 	exactGoal = 0.98
 )
