@@ -56,10 +56,10 @@ func (p *Proxy) migrate(ctx context.Context, w http.ResponseWriter, u Upstream, 
 		}
 		s.rewind()
 		if left, limited := s.left(u.Parsed); s.finished || limited && left <= 0 {
-			p.observer.Migrated(MigratedOK)
 			w.Write(s.close(nil))
 			http.NewResponseController(w).Flush()
-			return nil
+			x.Usage.Known = true // the worker may have died before it
+			break
 		}
 		began := x.Trace.Now()
 		decision, none := t.next()
@@ -70,12 +70,13 @@ func (p *Proxy) migrate(ctx context.Context, w http.ResponseWriter, u Upstream, 
 		}
 		x.Receipts = append(x.Receipts, decision.Receipts...)
 		if err = p.send(ctx, w, s.rest(u), x, decision, true); err == nil {
-			p.observer.Migrated(MigratedOK)
-			s.merge(&x.Usage)
-			x.Decision.Tokens, x.Decision.OverlapTokens = decided.Tokens, decided.OverlapTokens
-			return nil
+			break
 		}
 	}
+	p.observer.Migrated(MigratedOK)
+	s.merge(&x.Usage)
+	x.Decision.Tokens, x.Decision.OverlapTokens = decided.Tokens, decided.OverlapTokens
+	return nil
 }
 
 // next chooses the worker that continues the answer. Workers that failed it long ago may be

@@ -457,11 +457,13 @@ func (s *Migration) close(out []byte) []byte {
 	return append(out, "data: [DONE]\n\n"...)
 }
 
-// merge makes the usage of the worker that continued that of the whole answer.
+// merge makes u, the usage that the last worker reported, that of the whole answer.
 func (s *Migration) merge(u *Usage) {
-	if s == nil || s.moves == 0 || !u.Known {
+	if !u.Known {
 		return
 	}
 	u.PromptTokens, u.OutputTokens = len(s.prompt), len(s.tokens)
-	u.CachedTokens = min(u.CachedTokens, s.cached)
+	if s.moves > 0 {
+		u.CachedTokens = min(u.CachedTokens, s.cached)
+	}
 }

@@ -31,7 +31,7 @@ type writer struct {
 	requests atomic.Int32
 	bodies   chan string
 	seen     chan struct{}                 // closed when the client has a part of the answer
-	dies     func(request int) (after int) // tokens until the connection breaks; below 0: it does not
+	dies     func(request int) (after int) // tokens until the connection breaks: below 0, it does not; one more than all, it does after the usage
 	engine   bool                          // an error event takes the place of the broken connection
 	old      bool                          // it ignores kv_transfer_params.prompt_token_ids
 	mute     bool                          // it returns no token ids
@@ -40,6 +40,7 @@ type writer struct {
 	tokens   bool      // it takes the tokens of prompts
 	strict   bool      // it refuses unknown fields
 	halves   bool      // places that 3 divides are half a character, which has its text with the other half
+	fault    string    // of its first answer's sixth token: "repeated", "skipped", "wrong id"
 	kind     kv.Engine // SGLang refuses to stream token ids
 }
 
@@ -68,6 +69,7 @@ func (v *writer) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 			ids = append(ids, id.Int())
 		}
 	}
+	faulty := v.fault != "" && v.requests.Load() == 1
 	list := func(of ...int64) string {
 		if !body.Get("return_token_ids").Bool() || v.mute {
 			return "null"
@@ -76,27 +78,33 @@ func (v *writer) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 		return string(text)
 	}
 	w.Header().Set("Content-Type", "text/event-stream")
-	id := fmt.Sprintf("answer-%p-%d", v, v.requests.Load())
+	id, object := fmt.Sprintf("answer-%p-%d", v, v.requests.Load()), "text_completion"
+	if chat {
+		object = "chat.completion.chunk"
+	}
 	event := func(choices, rest string) {
-		fmt.Fprintf(w, `data: {"id":%q,"object":"chunk","created":%d,"model":"m","choices":[%s]%s}`+"\n\n", id, 1000+v.requests.Load(), choices, rest)
+		fmt.Fprintf(w, `data: {"id":%q,"object":%q,"created":%d,"model":"m","choices":[%s]%s}`+"\n\n", id, object, 1000+v.requests.Load(), choices, rest)
 		w.(http.Flusher).Flush()
+	}
+	die := func() {
+		<-v.seen // or the router tries another worker instead
+		if v.drain != nil {
+			v.drain()
+			<-r.Context().Done()
+		}
+		if v.engine {
+			fmt.Fprint(w, `data: {"error":{"message":"EngineCore encountered an issue","type":"InternalServerError","code":500}}`+"\n\ndata: [DONE]\n\n")
+			return
+		}
+		panic(http.ErrAbortHandler)
 	}
 	if chat {
 		event(`{"index":0,"delta":{"role":"assistant","content":""},"logprobs":null,"finish_reason":null}`, `,"prompt_token_ids":`+list(ids...))
 	}
 	for i := range most {
 		if i == dies {
-			<-v.seen // or the router tries another worker instead
-			if v.drain != nil {
-				v.drain()
-				<-r.Context().Done()
-			}
-			if v.engine {
-				io := `data: {"error":{"message":"EngineCore encountered an issue","type":"InternalServerError","code":500}}` + "\n\ndata: [DONE]\n\n"
-				fmt.Fprint(w, io)
-				return
-			}
-			panic(http.ErrAbortHandler)
+			die()
+			return
 		}
 		place := int64(len(ids) + i)
 		finish := "null"
@@ -113,22 +121,43 @@ func (v *writer) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 		if half {
 			text = `""`
 		}
+		token, times := 1000+place, 1
+		if faulty && i == 5 {
+			switch v.fault {
+			case "repeated":
+				times = 2
+			case "skipped":
+				continue
+			case "wrong id":
+				token = 7
+			}
+		}
 		if chat && (half || !v.halves && place%5 == 0) { // a token without text
-			event(fmt.Sprintf(`{"index":0,"delta":{},"logprobs":null,"finish_reason":%s,"token_ids":%s}`, finish, list(1000+place)), "")
+			event(fmt.Sprintf(`{"index":0,"delta":{},"logprobs":null,"finish_reason":%s,"token_ids":%s}`, finish, list(token)), "")
 			continue
 		}
-		if chat {
-			event(fmt.Sprintf(`{"index":0,"delta":{"content":%s},"logprobs":null,"finish_reason":%s,"token_ids":%s}`, text, finish, list(1000+place)), "")
-		} else {
+		for range times {
+			if chat {
+				event(fmt.Sprintf(`{"index":0,"delta":{"content":%s},"logprobs":null,"finish_reason":%s,"token_ids":%s}`, text, finish, list(token)), "")
+				continue
+			}
 			first := "null"
 			if i == 0 {
 				first = list(ids...)
 			}
-			event(fmt.Sprintf(`{"index":0,"text":%s,"logprobs":null,"finish_reason":%s,"prompt_token_ids":%s,"token_ids":%s}`, text, finish, first, list(1000+place)), "")
+			event(fmt.Sprintf(`{"index":0,"text":%s,"logprobs":null,"finish_reason":%s,"prompt_token_ids":%s,"token_ids":%s}`, text, finish, first, list(token)), "")
 		}
+	}
+	if dies == most {
+		die()
+		return
 	}
 	if body.Get("stream_options").Get("include_usage").Bool() {
 		event("", fmt.Sprintf(`,"usage":{"prompt_tokens":%d,"total_tokens":%d,"completion_tokens":%d,"prompt_tokens_details":{"cached_tokens":%d}}`, len(ids), len(ids)+most, most, len(ids)-3))
+	}
+	if dies > most {
+		die()
+		return
 	}
 	fmt.Fprint(w, "data: [DONE]\n\n")
 }
@@ -189,7 +218,12 @@ func TestAStreamGoesOnAtAnotherWorker(t *testing.T) {
 		"after one token":         {usage, first(1), nil, MigratedOK, "", true},
 		"in the middle":           {usage, first(9), nil, MigratedOK, "", true},
 		"without usage":           {"", first(9), nil, MigratedOK, "", true},
-		"after the last token":    {usage, first(19), nil, MigratedOK, "", true},
+		"before the last token":   {usage, first(19), nil, MigratedOK, "", true},
+		"before its usage":        {usage, first(20), nil, MigratedOK, "", true},
+		"before the end":          {"", first(20), nil, MigratedOK, "", true},
+		"after its usage":         {usage, first(21), nil, MigratedOK, "", true},
+		"before its usage, moved": {usage, func(n int) int { return []int{0, 9, 11}[n] }, nil, MigratedOK, "", true},
+		"after its usage, moved":  {usage, func(n int) int { return []int{0, 9, 12}[n] }, nil, MigratedOK, "", true},
 		"by a drain":              {usage, first(9), func(v *writer) { v.drains = true }, MigratedOK, "", false},
 		"by its engine":           {usage, first(9), func(v *writer) { v.engine = true }, MigratedOK, "", true},
 		"three times":             {usage, func(n int) int { return []int{0, 3, 4, 5, -1}[n] }, nil, MigratedOK, "", true},
@@ -238,6 +272,46 @@ func TestAStreamGoesOnAtAnotherWorker(t *testing.T) {
 				}
 			})
 		}
+	}
+}
+
+// TestTheRestFollowsTheTokensOfTheWorker has a worker that repeats an event, skips one, or
+// returns an id that is not that of the text: the next worker gets the ids as they came, so
+// that nothing of the answer is doubled or missing that the first worker has not doubled or left
+// out.
+func TestTheRestFollowsTheTokensOfTheWorker(t *testing.T) {
+	for fault, want := range map[string]string{
+		"repeated": "1003 1004 1005 1006 1007 1008 1008 1009 1010 1011",
+		"skipped":  "1003 1004 1005 1006 1007 1009 1010 1011",
+		"wrong id": "1003 1004 1005 1006 1007 7 1009 1010 1011",
+	} {
+		t.Run(fault, func(t *testing.T) {
+			v := &writer{fault: fault, dies: func(n int) int { return []int{0, 9, -1}[n] }}
+			got, result := answerOf(t, "/v1/completions", `,"return_token_ids":true,"stream_options":{"include_usage":true}`, v)
+			if result != MigratedOK {
+				t.Errorf("result %q", result)
+			}
+			<-v.bodies // of the first worker
+			var sent []string
+			for _, id := range gjson.Get(<-v.bodies, "prompt").Array()[3:] {
+				sent = append(sent, id.Raw)
+			}
+			if text := strings.Join(sent, " "); text != want {
+				t.Errorf("the next worker gets %s, want %s", text, want)
+			}
+			for place := 3 + len(sent); len(sent) < 20; place++ {
+				sent = append(sent, strconv.Itoa(1000+place))
+			}
+			var shown []string
+			for line := range strings.Lines(got) {
+				for _, id := range gjson.Get(strings.TrimPrefix(line, "data: "), "choices.0.token_ids").Array() {
+					shown = append(shown, id.Raw)
+				}
+			}
+			if !slices.Equal(shown, sent) {
+				t.Errorf("the client has %v, want %v", shown, sent)
+			}
+		})
 	}
 }
 
@@ -323,7 +397,7 @@ func answerOf(t *testing.T, path, options string, v *writer) (events, result str
 		return rt.Route(t.Context(), request)
 	}), func(exclude []uint64, answered []uint32) (router.Decision, error) {
 		for i, token := range answered {
-			if token != uint32(1000+len(prompt)+i) {
+			if v.fault == "" && token != uint32(1000+len(prompt)+i) {
 				t.Fatalf("%d tokens answered: %v", len(answered), answered)
 			}
 		}
