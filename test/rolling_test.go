@@ -2,8 +2,10 @@ package test
 
 import (
 	"bufio"
+	"cmp"
 	"fmt"
 	"net/http"
+	"os"
 	"strings"
 	"sync"
 	"testing"
@@ -17,15 +19,20 @@ import (
 	"kvrouter/internal/testkit"
 )
 
-// rollingTokens is the length of the answers that outlive all their workers: 20 s and more.
-const rollingTokens = 500
+// rollingDecode is the time between the tokens of the answers that outlive all their workers.
+const rollingDecode = 40 * time.Millisecond
 
 // TestRollingRestartLosesNoLongAnswer drains and restarts four workers one after the other
-// under answers that run all the time.
+// under answers that run all the time: of 20 s and more, or of KVROUTER_ROLLING (such as 10m).
 func TestRollingRestartLosesNoLongAnswer(t *testing.T) {
 	t.Parallel()
+	lasts, err := time.ParseDuration(cmp.Or(os.Getenv("KVROUTER_ROLLING"), "20s"))
+	if err != nil {
+		t.Fatalf("KVROUTER_ROLLING: %v", err)
+	}
 	const workers, streams = 4, 12
-	s := StartMocks(t, workers, "--router-api-key="+pageKey, "--drain-migrate-after=1s", "--speedup-ratio=1", "--mock-decode-ms=40,0,0")
+	rollingTokens := int(lasts / rollingDecode)
+	s := StartMocks(t, workers, "--router-api-key="+pageKey, "--drain-migrate-after=1s", "--speedup-ratio=1", fmt.Sprintf("--mock-decode-ms=%d,0,0", rollingDecode.Milliseconds()))
 	v := look(t, s.Port)
 	judge := StartWorkers(t, 1, "--speedup-ratio=1000") // which answers the same at once
 	answers := make([][]uint32, streams)

@@ -48,18 +48,26 @@ func TestHostMemoryOfVLLM(t *testing.T) {
 		s.Load(20, "after "+path, false)
 	}
 
-	other := another(t, s)
+	restart := another(t, s)
+	other := restart()
 	settle(other, "another router") // has read of the resets, and not of the answers after them
 	other.Load(20, "another router", false)
+	restart().Load(20, "a restarted router", false)
 
+	kill(s)
+	s.Load(20, "a restarted worker", false)
+}
+
+// kill ends the first worker, and waits until it is there again.
+func kill(s *test.TierSite) {
+	s.T.Helper()
 	dies := s.Workers()[0]
 	if err := syscall.Kill(-dies.PID, syscall.SIGKILL); err != nil {
-		t.Fatal(err)
+		s.T.Fatal(err)
 	}
-	testkit.Eventually(t, time.Minute, "the worker seen dead", func() bool { return s.Workers()[0].Restarts > dies.Restarts })
+	testkit.Eventually(s.T, time.Minute, "the worker seen dead", func() bool { return s.Workers()[0].Restarts > dies.Restarts })
 	s.WaitReady(2, 8*time.Minute)
 	s.Calm()
-	s.Load(20, "a restarted worker", false)
 }
 
 // reset empties the caches of all workers by a path of theirs.
@@ -72,19 +80,29 @@ func reset(s *test.TierSite, path string) {
 	s.Calm()
 }
 
-// another starts a router that has read the events of the workers of s, and none of their
-// answers.
-func another(t *testing.T, s *test.TierSite) *test.TierSite {
+// another returns what starts a router that has read the events of the workers of s, and none
+// of their answers. Each call restarts that router, with the snapshot of its index.
+func another(t *testing.T, s *test.TierSite) (restart func() *test.TierSite) {
 	t.Helper()
-	args := []string{"--engine=none", "--model=" + test.ModelFolder()}
+	args := []string{"--engine=none", "--model=" + test.ModelFolder(), "--index-snapshot=" + filepath.Join(t.TempDir(), "index")}
 	for _, w := range s.Workers() {
 		args = append(args, "--worker=url="+*w.Endpoint)
 	}
-	other := test.NewTierSite(test.Start(t, args...))
-	other.WaitReady(len(s.Workers()), time.Minute)
-	other.Talks = s.Talks
-	other.Calm()
-	return other
+	port := testkit.FreePorts(t, 2)
+	talks := s.Talks
+	var other *test.TierSite
+	return func() *test.TierSite {
+		t.Helper()
+		if other != nil {
+			talks = other.Talks
+			other.Stop()
+		}
+		other = test.NewTierSite(test.StartAt(t, test.Program, port, nil, args...))
+		other.WaitReady(len(s.Workers()), time.Minute)
+		other.Talks = talks
+		other.Calm()
+		return other
+	}
 }
 
 // settle sends prompts until the answers have shown what doubtful tiers still have. Until
@@ -112,7 +130,9 @@ func TestFilesOfVLLM(t *testing.T) {
 	reset(s, "/reset_prefix_cache?reset_external=true")
 	s.Load(20, "after a reset", true)
 
-	another(t, s).Load(20, "another router", true)
+	restart := another(t, s)
+	restart().Load(20, "another router", true)
+	restart().Load(20, "a restarted router", true)
 }
 
 func TestHostMemoryOfSGLang(t *testing.T) {
@@ -124,4 +144,11 @@ func TestHostMemoryOfSGLang(t *testing.T) {
 
 	reset(s, "/flush_cache")
 	s.Load(20, "after /flush_cache", false)
+
+	restart := another(t, s)
+	restart().Load(20, "another router", false)
+	restart().Load(20, "a restarted router", false)
+
+	kill(s)
+	s.Load(20, "a restarted worker", false)
 }
