@@ -124,15 +124,18 @@ func (d *Detector) SuccessRate(key kv.WorkerKey, now time.Time) Rate {
 // Worse reports whether a worker with that rate is avoided in favor of one with the rate
 // best: its share is lower by rateBelow, or lower by the test of two proportions.
 func (r Rate) Worse(best Rate) bool {
-	switch {
-	case r.Share < best.Share-rateBelow:
-		return true
-	case r.n < rateLeast || best.n < rateLeast:
+	return r.Share < best.Share-rateBelow || r.below(best, rateDeviations)
+}
+
+// below reports whether a share is lower than another one by that many standard deviations, by
+// the test of two proportions.
+func (r Rate) below(other Rate, deviations float64) bool {
+	if r.n < rateLeast || other.n < rateLeast {
 		return false
 	}
-	n, m := float64(r.n), float64(best.n)
-	pooled := (r.Share*n + best.Share*m + 1) / (n + m + 2)
-	return r.Share < best.Share-rateDeviations*math.Sqrt(pooled*(1-pooled)*(1/n+1/m))
+	n, m := float64(r.n), float64(other.n)
+	pooled := (r.Share*n + other.Share*m + 1) / (n + m + 2)
+	return r.Share < other.Share-deviations*math.Sqrt(pooled*(1-pooled)*(1/n+1/m))
 }
 
 // Panic reports whether more workers fail than the cap allows to eject. Those with the

@@ -225,7 +225,7 @@ func (d *Detector) undo(name string, now time.Time) {
 			continue
 		}
 		if w.heldBy == name {
-			w.held, w.suspect, w.heldBy = time.Time{}, false, ""
+			w.unhold()
 		}
 		if w.phase != phaseIn && w.outBy == name {
 			if w.phase == phaseOut {

@@ -93,10 +93,12 @@ type worker struct {
 	gone       bool // not up
 	phase      phase
 	since      time.Time // of phaseOut, or when it came or came back
+	back       time.Time // when it last came back; zero: never
 	until      time.Time // phaseOut: when a trial is due
 	times      int       // ejections that determine the length of the next one
 	reason     Kind      // of the last ejection
 	why        string    // the same, as text
+	byRate     bool      // it was ejected because its success rate is worse than that of the others
 	outBy      string    // the client that alone caused phaseOut, or empty
 	row        int       // failures in a row
 	broken     int       // of those, answers that broke off
@@ -108,6 +110,7 @@ type worker struct {
 	held    time.Time // paused until then; zero: not paused
 	heldBy  string    // the client that alone caused the pause, or empty
 	suspect bool      // paused because of a status that the client may have caused
+	asked   time.Time // when the pause began, if it requested it; zero: it did not
 	pressed time.Time // when it last requested a pause
 	presses int       // pauses requested since its last answer
 
@@ -132,6 +135,7 @@ type Detector struct {
 	odd      int // workers with a state other than in
 	spared   int // of those, workers that the cap keeps in
 	agreed   map[int]time.Time
+	refuted  map[kv.Role]time.Time // when pauses of a role last turned out to be not needed
 	news     []News
 	baseline baseline
 	clients  map[string]*client // with recently failed requests
@@ -140,7 +144,7 @@ type Detector struct {
 
 // New returns a detector without workers.
 func New(settings Settings) *Detector {
-	return &Detector{settings: settings, workers: map[kv.WorkerKey]*worker{}, agreed: map[int]time.Time{}, clients: map[string]*client{}}
+	return &Detector{settings: settings, workers: map[kv.WorkerKey]*worker{}, agreed: map[int]time.Time{}, refuted: map[kv.Role]time.Time{}, clients: map[string]*client{}}
 }
 
 // Attempt is a request that was sent to a worker.
@@ -308,7 +312,8 @@ func (d *Detector) Begin(key kv.WorkerKey, now time.Time) (trial bool) {
 func (d *Detector) bringUpToDate(key kv.WorkerKey, w *worker, now time.Time) {
 	changed := false
 	if !w.held.IsZero() && !now.Before(w.held) {
-		w.held, w.heldBy, w.suspect, changed = time.Time{}, "", false, true
+		w.unhold()
+		changed = true
 	}
 	if w.phase == phaseOut && !w.trialHeard.IsZero() && now.Sub(w.trialHeard) >= trialFlows {
 		d.bringBack(key, w, now)
@@ -352,6 +357,9 @@ func (d *Detector) Succeeded(a Attempt, now time.Time) {
 	w.count(now).well++
 	d.servedWell(a, w, now)
 	d.unspare(w)
+	if !w.asked.IsZero() && a.Sent.After(w.asked) {
+		d.refute(w.role, now)
+	}
 	if w.phase == phaseOut && (a.Trial || a.Sent.After(w.since)) {
 		d.bringBack(a.Worker, w, now)
 	}
@@ -373,13 +381,15 @@ func (d *Detector) Failed(a Attempt, kind Kind, why string, now time.Time) {
 	if w := d.of(a); w != nil {
 		d.strike(a, w, kind, why, now)
 	}
-	if !kind.ofServer() {
-		return
-	}
-	for key, w := range d.workers { // the other ranks share the server
-		if key.Worker == a.Worker.Worker && key != a.Worker && !w.gone && w.generation == a.Generation {
-			d.strike(Attempt{Worker: key, Generation: a.Generation, Sent: a.Sent, Client: a.Client}, w, kind, why, now)
+	if kind.ofServer() {
+		for key, w := range d.workers { // the other ranks share the server
+			if key.Worker == a.Worker.Worker && key != a.Worker && !w.gone && w.generation == a.Generation {
+				d.strike(Attempt{Worker: key, Generation: a.Generation, Sent: a.Sent, Client: a.Client}, w, kind, why, now)
+			}
 		}
+	}
+	if kind.dependsOnRequest() {
+		d.returnAlike(now)
 	}
 }
 
@@ -410,15 +420,23 @@ func (d *Detector) strike(a Attempt, w *worker, kind Kind, why string, now time.
 	switch {
 	case kind.atOnce():
 		d.eject(a, w, kind, why, now)
+	case kind.dependsOnRequest() && d.failAlike(a.Worker, w, now):
+		d.judge(a, w, kind, why, now)
 	case w.phase == phaseBack:
 		d.eject(a, w, kind, "it failed again: "+why, now)
 	case w.row+w.broken >= d.settings.EjectAfter:
 		d.eject(a, w, kind, fmt.Sprintf("%d consecutive failures, the last: %s", w.row, why), now)
 	default:
 		if share, others, worse := d.worse(a.Worker, now); worse {
-			d.eject(a, w, kind, fmt.Sprintf("success rate %.0f %%, of the other workers %.0f %%; last failure: %s", 100*share, 100*others, why), now)
+			d.ejectByRate(a, w, kind, why, share, others, now)
 		}
 	}
+}
+
+// ejectByRate ejects w because its share of good answers is worse than that of the others.
+func (d *Detector) ejectByRate(a Attempt, w *worker, kind Kind, why string, share, others float64, now time.Time) {
+	d.eject(a, w, kind, fmt.Sprintf("success rate %.0f %%, of the other workers %.0f %%; last failure: %s", 100*share, 100*others, why), now)
+	w.byRate = w.phase == phaseOut
 }
 
 // eject ejects w because of that attempt's failure.
@@ -429,6 +447,7 @@ func (d *Detector) eject(a Attempt, w *worker, kind Kind, why string, now time.T
 			d.spare(key, w, kind, why, now)
 			return
 		}
+		w.byRate = false
 		w.times = max(0, w.times-int(now.Sub(w.since)/wellFor))
 	}
 	long := d.settings.EjectionTime
@@ -448,8 +467,9 @@ func (d *Detector) eject(a Attempt, w *worker, kind Kind, why string, now time.T
 	if first {
 		w.since = now
 	}
-	w.row, w.broken, w.suspect = 0, 0, false
-	w.trial, w.trialHeard, w.held, w.heldBy, w.spared = time.Time{}, time.Time{}, time.Time{}, "", time.Time{}
+	w.unhold()
+	w.row, w.broken = 0, 0
+	w.trial, w.trialHeard, w.spared = time.Time{}, time.Time{}, time.Time{}
 	w.ejections[kind]++
 	d.recount()
 	d.tell(News{Worker: key, Kind: kind, Out: true, For: long, Why: why})
@@ -458,7 +478,7 @@ func (d *Detector) eject(a Attempt, w *worker, kind Kind, why string, now time.T
 // bringBack returns w to service.
 func (d *Detector) bringBack(key kv.WorkerKey, w *worker, now time.Time) {
 	d.tell(News{Worker: key, Kind: w.reason, For: now.Sub(w.since)})
-	w.phase, w.since, w.row, w.broken = phaseBack, now, 0, 0
+	w.phase, w.since, w.back, w.row, w.broken = phaseBack, now, now, 0, 0
 	w.trial, w.trialHeard = time.Time{}, time.Time{}
 	w.window = [windowSeconds]second{}
 	d.recount()
@@ -518,9 +538,12 @@ func (w *worker) count(now time.Time) *second {
 }
 
 // counts sums up the window.
-func (w *worker) counts(now time.Time) (well, failed int) {
+func (w *worker) counts(now time.Time) (well, failed int) { return w.countsSince(time.Time{}, now) }
+
+// countsSince sums up the seconds of the window that began after a time.
+func (w *worker) countsSince(from, now time.Time) (well, failed int) {
 	for _, s := range w.window {
-		if age := now.Unix() - s.at; age >= 0 && age < windowSeconds {
+		if age := now.Unix() - s.at; age >= 0 && age < windowSeconds && s.at > from.Unix() {
 			well, failed = well+s.well, failed+s.failed
 		}
 	}
@@ -528,17 +551,18 @@ func (w *worker) counts(now time.Time) (well, failed int) {
 }
 
 // worse compares a worker's share of good answers with the others' by the test of
-// two proportions. The others' share is smoothed, so that it has a deviation even
+// two proportions, since it last came back. The others' share is smoothed, so that it has a deviation even
 // where none of their answers is bad.
 func (d *Detector) worse(key kv.WorkerKey, now time.Time) (share, others float64, worse bool) {
 	var well, all int
+	from := d.workers[key].back
 	for other, w := range d.workers {
 		if other != key && w.phase == phaseIn {
-			good, bad := w.counts(now)
+			good, bad := w.countsSince(from, now)
 			well, all = well+good, all+good+bad
 		}
 	}
-	good, bad := d.workers[key].counts(now)
+	good, bad := d.workers[key].countsSince(from, now)
 	n := good + bad
 	if n < rateLeast || bad < failuresLeast || all < rateLeast {
 		return 0, 0, false

@@ -8,9 +8,14 @@ import (
 // Pressed records that a worker requested a pause: it gets no requests for that time, at
 // most LongestPause. 0 means that it stated no time: the pause is then a second, doubled up
 // to longestGuess each time without an answer in between. A pause is no failure. Pressed
-// reports whether the worker is paused.
+// reports whether the worker is paused: it is not if pauses have just turned out to be not
+// needed.
 func (d *Detector) Pressed(a Attempt, pause time.Duration, now time.Time) (held bool) {
 	if d.ownFault(a, now) {
+		d.Ended(a)
+		return false
+	}
+	if w := d.of(a); w != nil && now.Sub(d.refuted[w.role]) < refutedFor {
 		d.Ended(a)
 		return false
 	}
@@ -23,7 +28,7 @@ func (d *Detector) Pressed(a Attempt, pause time.Duration, now time.Time) (held 
 			until = w.pressed.Add(min(firstGuess<<min(w.presses-1, 10), longestGuess))
 		}
 		if w.held.IsZero() || w.suspect {
-			w.heldBy = a.Client
+			w.heldBy, w.asked = a.Client, now
 		} else if w.heldBy != a.Client {
 			w.heldBy = ""
 		}
@@ -71,7 +76,7 @@ func (d *Detector) Acquit(a Attempt, status int, agreed bool, now time.Time) {
 	}
 	d.hold(a, func(w *worker) {
 		if w.suspect {
-			w.held, w.heldBy, w.suspect = time.Time{}, "", false
+			w.unhold()
 		}
 	})
 }
@@ -96,7 +101,7 @@ func (d *Detector) AskFailed(a Attempt, now time.Time) {
 	}
 	w.askFailed = now
 	if now.Sub(a.Sent) >= askedSlowly && w.phase == phaseIn && d.settings.EjectAfter > 0 && now.Add(askedFor).After(w.held) {
-		w.held, w.heldBy = now.Add(askedFor), a.Client
+		w.held, w.heldBy, w.asked = now.Add(askedFor), a.Client, time.Time{}
 		d.recount()
 	}
 }

@@ -258,7 +258,7 @@ type follower struct {
 // hear books what one connection to a router sends, until it fails; then the
 // router's bookings end.
 func (r *Mesh) hear(ctx context.Context, f *follower) error {
-	conn, err := r.dial.DialSub(ctx, "tcp://"+f.address, slotTopic, sessionTopic, ownTopic)
+	conn, err := r.dial.DialSub(ctx, "tcp://"+f.address, slotTopic, sessionTopic, replicaTopic)
 	if err != nil {
 		return err
 	}
@@ -347,7 +347,7 @@ func (p *otherRouter) message(from *opener, frames [][]byte) error {
 			p.mesh.Received.Add(1)
 		}
 		return err
-	case ownTopic:
+	case replicaTopic:
 		m, err := decodeOwn(text)
 		if err == nil {
 			err = p.from(m.Router, func() { p.takeOwn(&m) })

@@ -280,7 +280,7 @@ func (r *Mesh) tell(ctx context.Context) {
 func (r *Mesh) send(books *ownBooks, m message) {
 	switch {
 	case m.own != nil:
-		r.publish(ownTopic, m.own)
+		r.publish(replicaTopic, m.own)
 	case m.session != nil:
 		b := m.session
 		model, group := r.partition(b.Worker.Worker)
@@ -320,7 +320,7 @@ func (r *Mesh) publish(topic string, what any) (size int) {
 	if r.pub.Subscribers() == 0 {
 		return 0
 	}
-	if topic != ownTopic {
+	if topic != replicaTopic {
 		r.Sent.Add(1)
 	}
 	text := r.seal.close(topic, encode(what))
@@ -351,7 +351,7 @@ func (r *Mesh) again(books *ownBooks, ask uint64) {
 		ask &^= 1 << i
 		in := books.buckets[i]
 		requests := slices.Sorted(maps.Keys(in))
-		r.publish(ownTopic, &ownMessage{Router: r.id, Kind: kindHeld, Bucket: uint64(i), Requests: requests})
+		r.publish(replicaTopic, &ownMessage{Router: r.id, Kind: kindHeld, Bucket: uint64(i), Requests: requests})
 		for _, request := range requests {
 			held := in[request]
 			r.Resent.Add(1)
@@ -371,7 +371,7 @@ func (r *Mesh) digest(books *ownBooks) {
 	if len(books.names) > 0 {
 		m.Sums = books.sums[:]
 	}
-	r.publish(ownTopic, &m)
+	r.publish(replicaTopic, &m)
 }
 
 // Counts counts the messages between routers.

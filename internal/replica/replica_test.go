@@ -245,7 +245,7 @@ func TestReplicasForgetARouterThatHangs(t *testing.T) {
 	r := startReplica(t, append(peers, mute.Endpoint()[len("tcp://"):]), 0, func(r *Mesh) { r.timing.silence = 100 * time.Millisecond })
 	add := slotMessage(t, fields{"kvrouter": fields{"prompt_tokens": 100, "prefill_tokens": 60}}, fields{"data": fields{"AddRequest": fields{"token_sequence": []uint64{1}}}})
 	testkit.Eventually(t, 20*time.Second, "it is heard", func() bool {
-		mute.Publish([]byte(ownTopic), encode(&ownMessage{Router: 9, Kind: kindAsk}))
+		mute.Publish([]byte(replicaTopic), encode(&ownMessage{Router: 9, Kind: kindAsk}))
 		mute.Publish([]byte(slotTopic), add)
 		return r.Load(kv.WorkerKey{Worker: 1}).PrefillTokens == 60
 	})

@@ -69,7 +69,7 @@ func TestForeignMessagesAreRefused(t *testing.T) {
 	if _, err := in.open(slotTopic, []byte(`{"kind":"add","booking":1,"router":2}`)); !errors.Is(err, errUnsealed) {
 		t.Errorf("not sealed: %v", err)
 	}
-	if _, err := in.open(ownTopic, message); !errors.Is(err, errUnsealed) {
+	if _, err := in.open(replicaTopic, message); !errors.Is(err, errUnsealed) {
 		t.Errorf("of another topic: %v", err)
 	}
 	if _, err := in.open(slotTopic, message); err != nil {
@@ -174,8 +174,8 @@ func TestForgedMessagesChangeNothing(t *testing.T) {
 		{[]byte(slotTopic)},
 		{[]byte(slotTopic), sealed, sealed},
 		{[]byte(slotTopic + "x"), sealed},
-		{[]byte(ownTopic), encode(&ownMessage{Router: 9, Kind: kindEjection, Worker: &rank{1, 0}, Milliseconds: 1000})},
-		{[]byte(ownTopic), encode(&ownMessage{Router: 9, Kind: kindHeld, Bucket: bucketOf("r")})},
+		{[]byte(replicaTopic), encode(&ownMessage{Router: 9, Kind: kindEjection, Worker: &rank{1, 0}, Milliseconds: 1000})},
+		{[]byte(replicaTopic), encode(&ownMessage{Router: 9, Kind: kindHeld, Bucket: bucketOf("r")})},
 		{[]byte(slotTopic), honest.close(slotTopic, []byte("malformed"))},
 	} {
 		before++

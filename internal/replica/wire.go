@@ -23,7 +23,7 @@ import (
 const (
 	slotTopic    = "dynamo.slot-tracker.v1"
 	sessionTopic = "dynamo.session-affinity.v1"
-	ownTopic     = "kvrouter.v1"
+	replicaTopic = "kvrouter.v1"
 )
 
 // Limits of one message.
@@ -302,7 +302,7 @@ func decodeSession(text []byte) (b router.SessionBinding, err error) {
 	return b, err
 }
 
-// decodeOwn reads a message of ownTopic.
+// decodeOwn reads a message of replicaTopic.
 func decodeOwn(text []byte) (m ownMessage, err error) {
 	var w kv.WorkerKey
 	err = readFields(text, 0,

@@ -221,10 +221,10 @@ func FuzzTake(f *testing.F) {
 	}
 	f.Add(slotTopic, slotMessage(f, fields{"kvrouter": fields{"prompt_tokens": uint64(1) << 62, "prefill_tokens": uint64(1) << 62}}, fields{"data": fields{"AddRequest": fields{}}}))
 	f.Add(slotTopic, slotMessage(f, fields{"kvrouter": fields{"prompt_tokens": 100, "prefill_tokens": 60, "leg": 2, "answered_whole": true}}, fields{"data": fields{"AddRequest": fields{"token_sequence": []uint64{1, 2}}}}))
-	f.Add(ownTopic, encode(&ownMessage{Router: 9, Kind: kindDigest, Sums: make([]uint64, buckets)}))
-	f.Add(ownTopic, encode(&ownMessage{Router: 9, Kind: kindAsk, Of: 1, Buckets: 5}))
-	f.Add(ownTopic, encode(&ownMessage{Router: 9, Kind: kindHeld, Requests: []string{"r"}}))
-	f.Add(ownTopic, encode(&ownMessage{Router: 9, Kind: kindEjection, Worker: &rank{1, 0}, Milliseconds: 1 << 40}))
+	f.Add(replicaTopic, encode(&ownMessage{Router: 9, Kind: kindDigest, Sums: make([]uint64, buckets)}))
+	f.Add(replicaTopic, encode(&ownMessage{Router: 9, Kind: kindAsk, Of: 1, Buckets: 5}))
+	f.Add(replicaTopic, encode(&ownMessage{Router: 9, Kind: kindHeld, Requests: []string{"r"}}))
+	f.Add(replicaTopic, encode(&ownMessage{Router: 9, Kind: kindEjection, Worker: &rank{1, 0}, Milliseconds: 1 << 40}))
 	f.Fuzz(func(t *testing.T, topic string, text []byte) {
 		rt := routertest.New(t, "work", 2, routertest.WithSettings(func(s *router.Settings) { s.SessionHeader = "x-session-id" }))
 		p := newOther(testMesh(rt))
