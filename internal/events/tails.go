@@ -72,7 +72,7 @@ func (s *Stream) applyTail(e *kvEvent) error {
 		s.stats.Misplaced.Add(1) // other than by vLLM's rule: they are not found
 		return nil
 	}
-	if len(places) > 1 {
+	if places = s.consistent(t, start, places); len(places) > 1 {
 		s.stats.Ambiguous.Add(1)
 		if t.before = places[1]; places[0][kept-1] == all-1 && places[1][kept-1] == all-2 {
 			s.remember(t)
@@ -81,6 +81,25 @@ func (s *Stream) applyTail(e *kvEvent) error {
 	s.storeTail(t, places[0])
 	s.history.relay()
 	return nil
+}
+
+// consistent leaves of the possible places of t's blocks those that the index confirms, if it
+// has one of them from another event: an engine hash stands for all tokens before it, too,
+// so that a block has one place.
+func (s *Stream) consistent(t tail, start int, places [][]int) [][]int {
+	if len(places) == 1 {
+		return places
+	}
+	for i, hash := range t.hashes {
+		depth, known := s.index.Depth(s.Src.Worker, hash)
+		if !known {
+			continue
+		}
+		if at := slices.IndexFunc(places, func(p []int) bool { return (start+p[i]+1)*s.parts() == depth }); at >= 0 {
+			return places[at : at+1]
+		}
+	}
+	return places
 }
 
 // window is which blocks an engine keeps of a group of sliding windows, if no group needs

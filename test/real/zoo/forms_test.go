@@ -14,6 +14,7 @@ type form struct {
 	draft    string   // file of testdata of the EAGLE drafter; empty: none
 	adapters []string // names of LoRA adapters
 	prompt   prompts
+	note     string // what GET /workers says of the predictions
 	off      string // why this form cannot run on a CPU; empty: it can
 }
 
@@ -38,7 +39,8 @@ var forms = []form{
 	{name: "gemma3", cache: 420, args: []string{groups}, prompt: short},
 	{name: "gemma3-one-group", config: "gemma3", cache: 420, prompt: short},
 	{name: "gpt-oss", config: "gptoss", cache: 260, args: []string{groups}, prompt: short},
-	{name: "mistral-all-sliding", config: "mistral", cache: 160, args: []string{groups}, prompt: short},
+	{name: "mistral-all-sliding", config: "mistral", cache: 160, args: []string{groups}, prompt: short,
+		note: "upper bound: all layers have sliding windows, and KV events do not say whether a prompt ended with a block"},
 	{name: "llama4-chunked", config: "llama4", cache: 330, args: []string{groups}, env: []string{"VLLM_ALLOW_CHUNKED_LOCAL_ATTN_WITH_HYBRID_KV_CACHE=1"}, prompt: short},
 	{name: "lfm2", cache: 160, args: []string{groups}, prompt: short},
 	{name: "qwen3-next", config: "qwen3next", length: 4096, cache: 18, args: []string{groups}, prompt: long},

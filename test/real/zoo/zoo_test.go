@@ -54,8 +54,8 @@ func TestZoo(t *testing.T) {
 				t.Skip(r.note)
 			}
 			serve(t, f, &r, folder)
-			if r.note != "" {
-				t.Errorf("predictions is %q in GET /workers", r.note)
+			if r.note != f.note {
+				t.Errorf("predictions is %q in GET /workers, want %q", r.note, f.note)
 			}
 			if goal := exactGoal * float64(r.requests); float64(r.exact) < goal {
 				t.Errorf("%d of %d predictions were exact, want %.0f at least", r.exact, r.requests, goal)
