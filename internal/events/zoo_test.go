@@ -113,7 +113,6 @@ func form(name string) string { return strings.TrimSuffix(filepath.Base(name), "
 // capturedTraits are what the captures do not say of their engines.
 var capturedTraits = map[string]kv.Traits{
 	"vllm-0.32.0-eagle":                   {DropsLast: true},
-	"vllm-0.32.0-engine-eagle":            {DropsLast: true},
 	"vllm-0.32.0-engine-eagle-gemma3":     {DropsLast: true},
 	"vllm-0.32.0-engine-mtp-mamba":        {DropsLast: true},
 	"vllm-0.32.0-engine-sliding-interval": {Retention: 512},
