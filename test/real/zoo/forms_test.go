@@ -43,7 +43,7 @@ var forms = []form{
 		note: "upper bound: all layers have sliding windows, and KV events do not say whether a prompt ended with a block"},
 	{name: "llama4-chunked", config: "llama4", cache: 330, args: []string{groups}, env: []string{"VLLM_ALLOW_CHUNKED_LOCAL_ATTN_WITH_HYBRID_KV_CACHE=1"}, prompt: short},
 	{name: "lfm2", cache: 160, args: []string{groups}, prompt: short},
-	{name: "qwen3-next", config: "qwen3next", length: 4096, cache: 18, args: []string{groups}, prompt: long},
+	{name: "qwen3-next", config: "qwen3next", length: 4096, cache: 24, args: []string{groups}, prompt: long},
 	{name: "llama-eagle", config: "llama", cache: 160, draft: "eagle", prompt: short},
 	{name: "llama-ngram", config: "llama", cache: 160, args: []string{"--speculative-config", `{"method":"ngram","num_speculative_tokens":2,"prompt_lookup_max":3}`}, prompt: short},
 	{name: "llama-two-ranks", config: "llama", cache: 110, args: []string{"--data-parallel-size", "2"}, prompt: short},
