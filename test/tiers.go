@@ -21,6 +21,7 @@ import (
 type TierSite struct {
 	*Router
 	random *rand.Rand
+	asked  int           // requests
 	Talks  [][]uint32    // conversations that go on
 	Quiet  time.Duration // without KV events, after which none of an answer is to come
 }
@@ -79,6 +80,7 @@ func (s *TierSite) Ask(prompt []uint32) (f Found) {
 	if err != nil || response.StatusCode != http.StatusOK {
 		s.T.Fatalf("%s: %v: %.500s", response.Status, err, answer)
 	}
+	s.asked++
 	f.Prompt = len(prompt)
 	f.Worker, _ = strconv.Atoi(response.Header.Get(web.HeaderWorker))
 	if f.Predicted, err = strconv.Atoi(response.Header.Get(web.HeaderOverlap)); err != nil {
@@ -140,6 +142,9 @@ func (s *TierSite) Load(requests int, what string, files bool) {
 	s.T.Helper()
 	const goal = 0.98
 	exact, all, predicted := 0, 0, 0
+	testkit.Eventually(s.T, 20*time.Second, what+": the router has counted all requests before", func() bool {
+		return int(SumOf(s.Get(s.OpenAI+"/metrics"), "kvrouter_requests_total")) >= s.asked
+	})
 	before := map[string]float64{}
 	for _, name := range []string{"device", "host", "disk", "storage"} {
 		before[name] = s.source(name)
