@@ -117,10 +117,15 @@ func (d *Detector) othersAnswer(key kv.WorkerKey, now time.Time) bool {
 }
 
 // LeftInVain reports whether a client disconnected after a wait for the first byte
-// that is far above the baseline.
+// that is far above the baseline, and clients have not just left most other workers so.
 func (d *Detector) LeftInVain(a Attempt, c Class, tokens int, wait time.Duration, now time.Time) bool {
 	allowed, known := d.baseline.allowed(c, tokens, silentFloor, waitsLeast)
-	return known && wait >= allowed && d.othersAnswer(a.Worker, now)
+	w := d.of(a)
+	if w == nil || !known || wait < allowed || !d.othersAnswer(a.Worker, now) {
+		return false
+	}
+	w.left = now
+	return !d.leftAlike(a.Worker, w, now)
 }
 
 // Silent judges a worker that has sent no byte of any answer for that time, counted from an

@@ -115,6 +115,7 @@ type worker struct {
 	presses int       // pauses requested since its last answer
 
 	answered  time.Time // when it last answered well
+	left      time.Time // when a client last left it after a long wait
 	askFailed time.Time // when it last failed to answer a request for prompt tokens
 	window    [windowSeconds]second
 	seen      tally    // requests of clients that are not discredited
