@@ -64,17 +64,14 @@ func (w *worker) besides(other *worker) bool {
 // judge ejects w, whose failures the others share, only if it serves clearly fewer of its
 // requests than they do since it came or returned.
 func (d *Detector) judge(a Attempt, w *worker, kind Kind, why string, now time.Time) {
-	var all Rate
-	good := 0
+	well, failed := 0, 0
 	for key, other := range d.workers {
 		if other.besides(w) && key.Worker != a.Worker.Worker {
-			well, failed := other.countsSince(w.back, now)
-			good, all.n = good+well, all.n+well+failed
+			good, bad := other.countsSince(w.back, now)
+			well, failed = well+good, failed+bad
 		}
 	}
-	all.Share = float64(good) / float64(max(1, all.n))
-	well, failed := w.countsSince(w.back, now)
-	own := Rate{float64(well) / float64(max(1, well+failed)), well + failed}
+	own, all := rateOf(w.countsSince(w.back, now)), rateOf(well, failed)
 	if own.Share < alikeShare*all.Share && own.below(all, alikeDeviations) {
 		d.ejectByRate(a, w, kind, why, own.Share, all.Share, now)
 	}

@@ -112,13 +112,16 @@ func (d *Detector) SuccessRate(key kv.WorkerKey, now time.Time) Rate {
 		return Rate{Share: 1}
 	}
 	well, failed := w.counts(now)
-	switch n := well + failed; {
-	case n > 0:
-		return Rate{float64(well) / float64(n), n}
-	case w.phase == phaseOut:
-		return Rate{}
+	if well+failed == 0 && w.phase != phaseOut {
+		return Rate{Share: 1}
 	}
-	return Rate{Share: 1}
+	return rateOf(well, failed)
+}
+
+// rateOf returns the rate of these numbers of requests; without any, the share is 0.
+func rateOf(well, failed int) Rate {
+	n := well + failed
+	return Rate{float64(well) / float64(max(1, n)), n}
 }
 
 // Worse reports whether a worker with that rate is avoided in favor of one with the rate

@@ -1,7 +1,7 @@
 // Package outlier ejects failing workers. It compares the results of each worker's last
 // requests with those of the others, and decides which workers may get new requests. A
 // failing one is ejected for a time, then gets one request on trial, then a growing
-// share. The method follows Envoy's outlier detection and slow start.
+// share. While all fail (alike.go), only one that is clearly worse is ejected. The method follows Envoy's outlier detection and slow start.
 package outlier
 
 import (
@@ -551,8 +551,8 @@ func (w *worker) countsSince(from, now time.Time) (well, failed int) {
 	return well, failed
 }
 
-// worse compares a worker's share of good answers with the others' by the test of
-// two proportions, since it last came back. The others' share is smoothed, so that it has a deviation even
+// worse compares a worker's share of good answers since it last came back with the others' by
+// the test of two proportions. The others' share is smoothed, so that it has a deviation even
 // where none of their answers is bad.
 func (d *Detector) worse(key kv.WorkerKey, now time.Time) (share, others float64, worse bool) {
 	var well, all int
