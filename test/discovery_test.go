@@ -102,7 +102,7 @@ func TestAFileOfWorkersIsFollowedAndNoRequestIsLost(t *testing.T) {
 		return fmt.Sprintf("{name: w%d, url: %q%s}", i, mocks.URL(i), more)
 	}
 	file.write(entry(0, ""), entry(1, ""))
-	s := Start(t, "--engine=none", "--policy=least-loaded", "--discovery=file:"+file.path)
+	s := Start(t, "--engine=none", "--policy=least-loaded", "--send-tokens=never", "--discovery=file:"+file.path)
 	s.wantLifecycles("w0 "+selection.LifecycleSchedulable, "w1 "+selection.LifecycleSchedulable)
 	id := map[string]uint64{}
 	for _, w := range s.Workers() {

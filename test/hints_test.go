@@ -17,7 +17,7 @@ import (
 
 func TestDryRunChangesNothing(t *testing.T) {
 	t.Parallel()
-	s := StartMocks(t, 2, "--policy=kv")
+	s := StartMocks(t, 2, "--policy=kv", "--send-tokens=never")
 	text := strings.Repeat("who would serve this ", 30)
 	warm, err := s.Chat(t.Context(), Say(text), false, 1)
 	if err != nil {

@@ -57,7 +57,8 @@ func TestMockPairsAnswerAsOneWorkerDoes(t *testing.T) {
 	})
 	for _, v := range mockPairs {
 		t.Run(v.name(), func(t *testing.T) {
-			s := StartPairs(t, v.kind, 2, 2, "--mock-api="+v.api)
+			// Workers are asked whether they take tokens by requests, which would count below.
+			s := StartPairs(t, v.kind, 2, 2, "--send-tokens=never", "--mock-api="+v.api)
 			var jobs sync.WaitGroup
 			next := make(chan int)
 			for range 8 {
@@ -104,7 +105,7 @@ func TestMockPairsSurviveAPrefillWorker(t *testing.T) {
 			prefills = 2
 		}
 		t.Run(v.name(), func(t *testing.T) {
-			s := StartPairs(t, v.kind, prefills, 2, "--speedup-ratio=3", "--restart-backoff-max=1s", "--mock-api="+v.api)
+			s := StartPairs(t, v.kind, prefills, 2, "--speedup-ratio=3", "--restart-backoff-max=1s", "--send-tokens=never", "--mock-api="+v.api)
 			const chats, rounds = 20, 2
 			for round := range rounds {
 				var jobs sync.WaitGroup

@@ -495,7 +495,7 @@ func TestTokenDataMisleadsNobody(t *testing.T) {
 
 func TestAttachedRanksAreWorkersOfTheirOwn(t *testing.T) {
 	t.Parallel()
-	s := StartWorkers(t, 2, "--mock-data-parallel-size=2", "--mock-lora=sql").attach(t, "--policy=kv")
+	s := StartWorkers(t, 2, "--mock-data-parallel-size=2", "--mock-lora=sql").attach(t, "--policy=kv", "--send-tokens=never")
 	computed := func(key kv.WorkerKey) int64 { return s.Rank(key).Counts.PromptTokens.Load() }
 	text := strings.Repeat("keep the ranks apart ", 20)
 	settle := func(want kv.WorkerKey, blocks int) {
