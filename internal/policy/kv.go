@@ -146,7 +146,7 @@ func (p kvPolicy) Choose(q Query, candidates []Candidate, random *rand.Rand) int
 	byTree := p.settings.Ties == tiesSmallestTree && p.settings.RouterTemperature == 0
 	if q.Explain != nil {
 		q.Explain.Rank("kv", candidates, func(c *Candidate) Score {
-			s := p.terms(q, c, least).explain()
+			s := p.terms(&q, c, least).explain()
 			if fewer := -float64(c.TreeBlocks); byTree {
 				s.TieBreak = &fewer
 			}
@@ -154,9 +154,9 @@ func (p kvPolicy) Choose(q Query, candidates []Candidate, random *rand.Rand) int
 		})
 	}
 	if p.settings.RouterTemperature > 0 {
-		return softmaxOfCosts(candidates, p.settings.RouterTemperature, random, func(c *Candidate) float64 { return p.terms(q, c, least).cost() }, q.Explain)
+		return softmaxOfCosts(candidates, p.settings.RouterTemperature, random, func(c *Candidate) float64 { return p.terms(&q, c, least).cost() }, q.Explain)
 	}
-	score := func(c *Candidate) float64 { return -p.terms(q, c, least).cost() }
+	score := func(c *Candidate) float64 { return -p.terms(&q, c, least).cost() }
 	if byTree {
 		return bestOfSmallestTree(candidates, random, score)
 	}
@@ -188,7 +188,7 @@ func (t kvTerms) explain() Score {
 }
 
 // terms returns the cost of c; least is the least PrefillTokens of all candidates.
-func (p *kvPolicy) terms(q Query, c *Candidate, least int) kvTerms {
+func (p *kvPolicy) terms(q *Query, c *Candidate, least int) kvTerms {
 	block := float64(q.BlockSize)
 	credit := p.settings.OverlapScoreCredit
 	if excess := c.Load.PrefillTokens - least; excess > 0 && q.Tokens > 0 {

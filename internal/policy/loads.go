@@ -31,7 +31,7 @@ func (l loading) delay() float64 { return l.over - l.asked }
 func (l loading) later(behind float64) float64 { return behind * l.own * (l.delay() - l.own/2) }
 
 // loading returns the load of a prompt on the candidate.
-func (p *Work) loading(q Query, c *Candidate) (l loading) {
+func (p *Work) loading(q *Query, c *Candidate) (l loading) {
 	sum := 0.0
 	for _, tier := range kv.LowerTiers {
 		if blocks := c.expected(tier); blocks > 0 {

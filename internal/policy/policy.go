@@ -195,16 +195,16 @@ func (standalone) Choose(q Query, candidates []Candidate, random *rand.Rand) int
 		longest = max(longest, candidates[i].Load.QueueLength())
 	}
 	if q.Explain != nil {
-		q.Explain.Rank("standalone", candidates, func(c *Candidate) Score { return standaloneTermsOf(q, c, longest).explain() })
+		q.Explain.Rank("standalone", candidates, func(c *Candidate) Score { return standaloneTermsOf(&q, c, longest).explain() })
 	}
-	return Best(candidates, random, func(c *Candidate) float64 { return standaloneTermsOf(q, c, longest).score() })
+	return Best(candidates, random, func(c *Candidate) float64 { return standaloneTermsOf(&q, c, longest).score() })
 }
 
 // standaloneTerms are the parts of a score.
 type standaloneTerms struct{ overlap, usage, waiting float64 }
 
 // standaloneTermsOf returns those of c; longest is the longest queue.
-func standaloneTermsOf(q Query, c *Candidate, longest int) (t standaloneTerms) {
+func standaloneTermsOf(q *Query, c *Candidate, longest int) (t standaloneTerms) {
 	if q.Tokens > 0 {
 		t.overlap = 2 * float64(c.Overlap*q.BlockSize) / float64(q.Tokens)
 	}

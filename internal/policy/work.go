@@ -126,9 +126,9 @@ func (p *Work) Choose(q Query, candidates []Candidate, random *rand.Rand) int {
 		u.parts = u.parts || candidates[i].Held > candidates[i].Overlap
 	}
 	if q.Explain != nil {
-		q.Explain.Rank("work", candidates, func(c *Candidate) Score { return p.terms(q, c, &u).explain() })
+		q.Explain.Rank("work", candidates, func(c *Candidate) Score { return p.terms(&q, c, &u).explain() })
 	}
-	chosen := Best(candidates, random, func(c *Candidate) float64 { return -p.terms(q, c, &u).cost() })
+	chosen := Best(candidates, random, func(c *Candidate) float64 { return -p.terms(&q, c, &u).cost() })
 	if learns {
 		loads := 0.0
 		if candidates[chosen].Lower != (kv.LowerBlocks{}) {
@@ -137,7 +137,7 @@ func (p *Work) Choose(q Query, candidates []Candidate, random *rand.Rand) int {
 		p.loadShare.add(loads)
 	}
 	if learns && q.Tokens > 0 {
-		stored := float64(uncachedTokens(q, &candidates[chosen])) + u.output
+		stored := float64(uncachedTokens(&q, &candidates[chosen])) + u.output
 		caches := cacheTokens(q, candidates) * float64(fleet(q, candidates)) / float64(len(candidates))
 		p.reuse.pass(min(routers*stored/caches, 1))
 	}
@@ -220,7 +220,7 @@ func cacheTokens(q Query, candidates []Candidate) float64 {
 
 // uncachedTokens is how many tokens of the prompt the candidate has to compute: of a
 // prompt at least one, also where nothing is known of it.
-func uncachedTokens(q Query, c *Candidate) int {
+func uncachedTokens(q *Query, c *Candidate) int {
 	if q.Leg == kv.LegDecode {
 		return 0
 	}
@@ -283,7 +283,7 @@ func (t workTerms) explain() Score {
 	}
 }
 
-func (p *Work) terms(q Query, c *Candidate, u *workUsual) workTerms {
+func (p *Work) terms(q *Query, c *Candidate, u *workUsual) workTerms {
 	uncached, load := uncachedTokens(q, c), loading{}
 	if c.Lower != (kv.LowerBlocks{}) && q.Leg != kv.LegDecode {
 		load = p.loading(q, c)
