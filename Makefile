@@ -72,7 +72,7 @@ test-sglang: setup-sglang ## Test real SGLang CPU servers: KV events, data-paral
 test-migration: setup ## Test 200 greedy streams over three real vLLM CPU workers, one killed every 20 s, against uninterrupted ones (10 minutes; STREAMS=n)
 	KVROUTER_MIGRATION=$(or $(STREAMS),200) go test -v -count 1 -timeout 60m ./test/real/migration
 
-test-zoo: setup-sglang ## Test predictions with real engines for 15 forms of models: windows, chunks, states, drafters, adapters (40 to 90 minutes; ZOO=folder keeps captures)
+test-zoo: setup-sglang ## Test predictions with real engines for 16 forms of models: windows, chunks, states, drafters, adapters (40 to 90 minutes; ZOO=folder keeps captures)
 	KVROUTER_ZOO=$(or $(ZOO),run) go test -run '^TestZoo$$' -v -count 1 -timeout 3h ./test/real/zoo
 
 test-tiers: setup-sglang ## Test predictions with real vLLM and SGLang workers that offload KV blocks to host memory and files (20 to 40 minutes)

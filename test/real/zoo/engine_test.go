@@ -94,8 +94,8 @@ func start(t *testing.T, f form) *test.Router {
 	} else {
 		args = append(args, "--max-model-len", length, "--num-gpu-blocks-override", strconv.Itoa(f.cache))
 	}
-	if f.draft != "" {
-		args = append(args, "--speculative-config", fmt.Sprintf(`{"method":"eagle","model":%q,"num_speculative_tokens":2}`, modelFolder(t, f.draft)))
+	if f.drafter != "" {
+		args = append(args, "--speculative-config", fmt.Sprintf(`{"method":%q,"model":%q,"num_speculative_tokens":2}`, f.drafter, modelFolder(t, f.drafter)))
 	}
 	if len(f.adapters) > 0 {
 		args = append(args, "--enable-lora", "--max-lora-rank", "8")

@@ -11,7 +11,7 @@ type form struct {
 	cache    int       // blocks of the engine's cache, small enough for evictions
 	args     []string  // for the engine
 	env      []string
-	draft    string   // file of testdata of the EAGLE drafter; empty: none
+	drafter  string   // method of speculative decoding of draft, and its file of testdata; empty: none
 	adapters []string // names of LoRA adapters
 	prompt   prompts
 	note     string // what GET /workers says of the predictions
@@ -44,10 +44,12 @@ var forms = []form{
 	{name: "llama4-chunked", config: "llama4", cache: 330, args: []string{groups}, env: []string{"VLLM_ALLOW_CHUNKED_LOCAL_ATTN_WITH_HYBRID_KV_CACHE=1"}, prompt: short},
 	{name: "lfm2", cache: 160, args: []string{groups}, prompt: short},
 	{name: "qwen3-next", config: "qwen3next", length: 4096, cache: 24, args: []string{groups}, prompt: long},
-	{name: "llama-eagle", config: "llama", cache: 160, draft: "eagle", prompt: short},
+	{name: "llama-eagle", config: "llama", cache: 160, drafter: "eagle", prompt: short},
+	{name: "gpt-oss-eagle3", config: "gptoss", cache: 260, args: []string{groups}, drafter: "eagle3", prompt: short},
 	{name: "llama-ngram", config: "llama", cache: 160, args: []string{"--speculative-config", `{"method":"ngram","num_speculative_tokens":2,"prompt_lookup_max":3}`}, prompt: short},
 	{name: "llama-two-ranks", config: "llama", cache: 110, args: []string{"--data-parallel-size", "2"}, prompt: short},
 	{name: "llama-lora", config: "llama", cache: 160, adapters: []string{"sql", "legal"}, prompt: short},
+	{name: "qwen3-next-mtp", off: "vLLM computes states behind a drafter with Triton only: its first request fails on a CPU"},
 	{name: "deepseek-mla", off: "vLLM has no prefix cache for MLA on a CPU (platforms/cpu.py)"},
 	{name: "granite4-mamba2", off: "vLLM has no Mamba 2 kernel for CPUs: its first request fails in mamba_mixer2.py"},
 	{name: "sglang-llama", engine: kv.EngineSGLang, config: "llama", cache: 160, prompt: short},
