@@ -87,6 +87,14 @@ type slotDetail struct {
 	Uncached      uint64 `msgpack:"prefill_tokens"`
 	AnsweredWhole bool   `msgpack:"answered_whole"`
 	Leg           uint64 `msgpack:"leg"`
+	Loads         *loads `msgpack:"loads,omitempty"` // nil: it loads nothing
+}
+
+// loads are prompt tokens that a worker is expected to load from its lower tiers.
+type loads struct {
+	Host     uint64 `msgpack:"host"`
+	Disk     uint64 `msgpack:"disk"`
+	External uint64 `msgpack:"external"`
 }
 
 // sessionEvent is where a session is, on the wire.
@@ -160,7 +168,11 @@ func slotOf(change router.Change, request string, id uint64) slotChange {
 
 // detailOf returns what Dynamo's form of a booking lacks.
 func detailOf(change router.Change) *slotDetail {
-	return &slotDetail{uint64(max(0, change.Tokens)), uint64(max(0, change.Uncached)), change.AnsweredWhole, uint64(change.Leg)}
+	d := &slotDetail{uint64(max(0, change.Tokens)), uint64(max(0, change.Uncached)), change.AnsweredWhole, uint64(change.Leg), nil}
+	if l := change.Loads; l.Total() > 0 {
+		d.Loads = &loads{uint64(l.Host), uint64(l.Disk), uint64(l.External)}
+	}
+	return d
 }
 
 // decoded is a change of another router's books.
@@ -284,6 +296,13 @@ func decodeDetail(text []byte, c *router.Change) error {
 		field{"prefill_tokens", uintTo(math.MaxInt, &c.Uncached)},
 		field{"answered_whole", boolTo(&c.AnsweredWhole)},
 		field{"leg", uintTo(uint64(kv.LegDecode), &c.Leg)},
+		field{"loads", func(value []byte) error {
+			return readFields(value, 0,
+				field{"host", uintTo(kv.MaxTokens, &c.Loads.Host)},
+				field{"disk", uintTo(kv.MaxTokens, &c.Loads.Disk)},
+				field{"external", uintTo(kv.MaxTokens, &c.Loads.External)},
+			)
+		}},
 	)
 }
 

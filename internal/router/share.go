@@ -22,9 +22,10 @@ type Change struct {
 	Kind          string
 	Request       string // id of the booking; empty: none of its own
 	Worker        kv.WorkerKey
-	Tokens        int // of the prompt
-	Uncached      int // uncached ones
-	Expected      int // tokens of the answer; 0: unknown
+	Tokens        int           // of the prompt
+	Uncached      int           // uncached ones
+	Loads         kv.TierTokens // tokens of the prompt that the worker is expected to load
+	Expected      int           // tokens of the answer; 0: unknown
 	AnsweredWhole bool
 	Leg           kv.Leg // that the worker was chosen for
 	LoRA          string
@@ -35,7 +36,7 @@ type Change struct {
 // it reads never change, so it needs no lock.
 func (b *Booking) Change(kind string) Change {
 	return Change{
-		Kind: kind, Request: b.id, Worker: b.worker, Tokens: b.prompt, Uncached: b.uncached, Expected: b.expected,
+		Kind: kind, Request: b.id, Worker: b.worker, Tokens: b.prompt, Uncached: b.uncached, Loads: b.loads, Expected: b.expected,
 		AnsweredWhole: b.answeredWhole, Leg: b.leg, LoRA: b.lora, Sequence: b.sequence,
 	}
 }
@@ -119,7 +120,7 @@ func (r *Router) share(kind string, b *Booking) {
 func (r *Router) BookRemote(change Change) *Booking {
 	b := &Booking{
 		router: r, remote: true, worker: change.Worker, prompt: max(0, change.Tokens), uncached: max(0, change.Uncached),
-		answeredWhole: change.AnsweredWhole, leg: change.Leg,
+		loads: change.Loads, answeredWhole: change.AnsweredWhole, leg: change.Leg,
 	}
 	r.mu.Lock()
 	defer r.mu.Unlock()

@@ -197,3 +197,17 @@ func TestCountersOfAWorkerReachThePolicy(t *testing.T) {
 		t.Error("a late report keeps the books of a worker that is gone")
 	}
 }
+
+// TestLoadsOfOtherRoutersAreBooked: what another router has a worker load delays loads
+// there for this router, too.
+func TestLoadsOfOtherRoutersAreBooked(t *testing.T) {
+	ours, theirs := NewTestRouter(t, "work", 1), NewTestRouter(t, "work", 1)
+	prompt := testkit.Tokens(1, 8*testkit.BlockSize+1)
+	holdLower(theirs, 0, kv.Host, prompt, 0, 8)
+	d := MustRoute(t, theirs, Request{Tokens: prompt})
+	ours.BookRemote(d.Booking.Change(ChangeAdd))
+	want := kv.TierTokens{Host: 8 * testkit.BlockSize}
+	if got := ours.Load(testkit.W0).Prefills; len(got) != 1 || got[0].Loads != want {
+		t.Errorf("%+v, want loads of %+v", got, want)
+	}
+}
