@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
 """First token of chats whose prompt is cached, with its text and with its tokens (--send-tokens): paired requests to one
-vLLM server, in random order within each pair. Prints a table of docs/prompt-tokens.md.
+vLLM server, in random order within each pair. With --cold no prompt is cached. Prints a table of docs/prompt-tokens.md.
 
     scripts/bench_tokens_in.py http://127.0.0.1:8100 --lengths 1000,10000,60000,100000 --pairs 21
 """
@@ -71,6 +71,7 @@ def main() -> None:
     options.add_argument("url", help="of a vLLM server")
     options.add_argument("--lengths", default="1000,10000,60000,100000", help="of prompts, tokens")
     options.add_argument("--pairs", type=int, default=21)
+    options.add_argument("--cold", action="store_true", help="give each request a salt of its own, so that its prompt is computed")
     args = options.parse_args()
     server, random_ = Server(args.url), random.Random(1)
     print("| prompt, tokens | text, ms | tokens, ms | difference |\n|---|---|---|---|", flush=True)
@@ -83,7 +84,8 @@ def main() -> None:
         for _ in range(args.pairs):
             said = {}
             for way in random_.sample([0, 1], 2):
-                seconds, said[way] = server.first_token(bodies[way])
+                salt = {"cache_salt": f"{random_.getrandbits(64):x}"} if args.cold else {}
+                seconds, said[way] = server.first_token(bodies[way] | salt)
                 took[way].append(1000 * seconds)
             if said[0] != said[1]:
                 raise SystemExit(f"the answers differ:\n{said[0]}\n{said[1]}")
