@@ -116,7 +116,8 @@ func (r *inference) upstream(c *gin.Context) proxy.Upstream {
 	}
 	if r.gateway == nil && r.model.Router.Count() > 1 && r.request.Pinned == nil {
 		u.MaxRetries = a.settings.Retries
-		u.Migration = proxy.NewMigration(x.Route, body, r.prompt.Tokens, r.prompt.Exact == len(r.prompt.Tokens) && len(r.prompt.Media) == 0, r.multiple || r.several)
+		u.Migration = proxy.NewMigration(x.Route, body, r.prompt.Tokens, r.prompt.Exact == len(r.prompt.Tokens) && len(r.prompt.Media) == 0, r.multiple || r.several,
+			func(ids []uint32) (string, error) { return r.model.Tokens.TextOf(r.ctx, ids) })
 	}
 	if r.gateway == nil && !r.multiple && len(r.prompt.Tokens) >= tokens.SendFrom {
 		u.PromptTokens = proxy.NewPromptTokens(x.Route, body, r.prompt.Tokens, func(t *kv.Target) bool {
