@@ -72,7 +72,7 @@ test-sglang: setup-sglang ## Test real SGLang CPU servers: KV events, data-paral
 test-migration: setup ## Test 200 greedy streams over three real vLLM CPU workers, one killed every 20 s, against uninterrupted ones (10 minutes; STREAMS=n)
 	KVROUTER_MIGRATION=$(or $(STREAMS),200) go test -v -count 1 -timeout 60m ./test/real/migration
 
-test-sglang-migration: setup-sglang ## Test 60 greedy streams over two real SGLang CPU workers, one killed every 20 s, against uninterrupted ones (20 minutes; STREAMS=n)
+test-sglang-migration: setup-sglang ## Test 60 greedy streams over two real SGLang CPU workers, one killed every 20 s, against uninterrupted ones (STREAMS=n; 18 take 16 minutes beside other work)
 	KVROUTER_SGLANG_MIGRATION=$(or $(STREAMS),60) go test -run KilledSGLang -v -count 1 -timeout 60m ./test/real/migration
 
 test-zoo: setup-sglang ## Test predictions with real engines for 15 forms of models: windows, chunks, states, drafters, adapters (40 to 90 minutes; ZOO=folder keeps captures)
