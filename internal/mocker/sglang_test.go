@@ -11,6 +11,7 @@ import (
 	"net/http"
 	"os"
 	"path/filepath"
+	"regexp"
 	"slices"
 	"strings"
 	"testing"
@@ -221,6 +222,36 @@ func TestSGLangAnswersAreAsCaptured(t *testing.T) {
 	}
 	if !strings.HasSuffix(own, "}}\n\ndata: [DONE]\n\n") {
 		t.Errorf("the end is %q", own[len(own)-40:])
+	}
+}
+
+// TestSGLangCompletionsStreamTheirTokensAsCaptured compares the streams of completions with token
+// ids: which members an event has, and in which order.
+func TestSGLangCompletionsStreamTheirTokensAsCaptured(t *testing.T) {
+	w := testWorker(t, func(s *Settings) { s.SpeedupRatio = 1 }) // tokens come one by one
+	_, own := w.ask(t, "/v1/completions", `{"model":"m","prompt":"Hi","max_tokens":40,"stream":true,"return_token_ids":true,"stream_options":{"include_usage":true}}`)
+	got, real := streamOf(own), streamOf(captured(t, "completion_stream.txt"))
+	numbers := regexp.MustCompile(`0(,0)*`)
+	texts := regexp.MustCompile(`"text":"[^"]*"`)
+	form := func(event gjson.Result) string {
+		return texts.ReplaceAllString(numbers.ReplaceAllString(strings.ReplaceAll(shapeText(event), event.Get("model").Raw, `"m"`), "0"), `"text":""`)
+	}
+	for name, place := range map[string]func(events []gjson.Result) gjson.Result{
+		"first":  func(events []gjson.Result) gjson.Result { return events[0] },
+		"second": func(events []gjson.Result) gjson.Result { return events[1] },
+		"last":   func(events []gjson.Result) gjson.Result { return events[len(events)-2] },
+		"usage":  func(events []gjson.Result) gjson.Result { return events[len(events)-1] },
+	} {
+		if own, want := form(place(got)), form(place(real)); own != want {
+			t.Errorf("%s event\n%s\nthe server's\n%s", name, own, want)
+		}
+	}
+	var ids int
+	for _, event := range got {
+		ids += len(event.Get("choices.0.token_ids").Array())
+	}
+	if want := got[len(got)-1].Get("usage.completion_tokens").Int(); int64(ids) != want {
+		t.Errorf("%d ids of %d tokens", ids, want)
 	}
 }
 

@@ -5,6 +5,7 @@ import (
 	"errors"
 	"net/http"
 
+	"kvrouter/internal/kv"
 	"kvrouter/internal/router"
 )
 
@@ -46,6 +47,7 @@ func (p *Proxy) migrate(ctx context.Context, w http.ResponseWriter, u Upstream, 
 		if failed.abort == nil && !failed.refusal.pressed {
 			p.failed(worker)
 		}
+		s.rewind()
 		result, why := t.mayMigrate(failed)
 		if why != "" {
 			if s.moves > 0 {
@@ -54,7 +56,6 @@ func (p *Proxy) migrate(ctx context.Context, w http.ResponseWriter, u Upstream, 
 			p.observer.Migrated(result)
 			return p.breakOff(w, x, err, why)
 		}
-		s.rewind()
 		if left, limited := s.left(u.Parsed); s.finished || limited && left <= 0 {
 			w.Write(s.close(nil))
 			http.NewResponseController(w).Flush()
@@ -90,11 +91,13 @@ func (t *tries) next() (router.Decision, error) {
 	return decision, err
 }
 
-// unlike chooses a worker that has not failed the answer.
+// unlike chooses a worker that has not failed the answer, and runs the same engine: events of
+// another one have another form. A part of a pair of SGLang's answers no request alone.
 func (t *tries) unlike() (router.Decision, error) {
 	for {
 		decision, err := t.u.chooser.Continue(t.exclude, t.u.Migration.tokens)
-		if err != nil || !decision.Target.RunsSGLang() {
+		target := &decision.Target
+		if err != nil || target.RunsSGLang() == t.u.Migration.sglang && (target.Kind != kv.KindSGLang || target.Role == kv.RoleBoth) {
 			return decision, err
 		}
 		decision.Booking.End()

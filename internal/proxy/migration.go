@@ -41,16 +41,24 @@ const (
 	whyLimit     = "--migration-limit is reached"
 	whyBudget    = "the retry budget is used up"
 	whyNoWorker  = "no other worker is ready"
-	whySGLang    = "SGLang's answers are not continued"
+	whyChat      = "SGLang streams no token ids of chats"
+	whyRegex     = "the request has a stop_regex"
+	whyExtras    = "the request asks SGLang for more than text and tokens"
+	whyDeltas    = "the worker streams output_ids in parts"
+	whyText      = "the text of its last tokens is not known"
+	whyDiffers   = "the next worker's answer differs at the interruption"
 )
 
 // Migration is a streamed answer as far as the client has it, with what is needed to continue
 // it on another worker. One goroutine uses a Migration.
 type Migration struct {
-	prompt []uint32 // of the request
-	chat   bool
-	asked  bool // the client requests the token ids, too
-	usage  bool // the client requests the usage
+	prompt   []uint32 // of the request
+	chat     bool
+	generate bool                               // it is an answer of generateRoute
+	asked    bool                               // the client requests the token ids, too
+	usage    bool                               // the client requests the usage
+	stops    bool                               // vLLM holds back text for stop strings
+	decode   func(ids []uint32) (string, error) // returns the text of tokens; nil: there is none
 
 	why string // it cannot be continued; empty: it can
 
@@ -70,20 +78,33 @@ type Migration struct {
 	created   string   // JSON, of the first event
 	model     string   // JSON, of the first event
 	text      int      // offset of the text's member in events; 0: unknown
-	cached    int      // prompt tokens that the first worker had cached, as predicted
+	cached    int      // prompt tokens that the first worker had cached, as predicted or reported
+
+	// Of SGLang's answers alone.
+	sglang     bool
+	last       []byte   // the last event with text that the client has
+	base       string   // text before the continued part of an answer of generateRoute, JSON without quotes
+	details    string   // cached_tokens_details of the first worker, JSON
+	again      string   // text that the client has and the worker that continues makes again
+	dropped    []uint32 // tokens likewise; of them the client has the ids if it requests them
+	made       string   // text of the worker that continues, until again is a part of it
+	remakes    bool     // again and dropped have not been made yet
+	cumulative bool     // events of generateRoute have the whole answer so far
+	torn       bool     // the answer cannot be joined to what the client has
 }
 
 // NewMigration returns what continues the answer to a request. exact means that the tokens of
-// the prompt are the engine's; several, that the request has several prompts or answers. An
-// answer that may not be continued ends with the reason in the error event. nil: the answer
-// is no stream of a chat or a completion.
-func NewMigration(route string, body *jsonbody.Body, prompt []uint32, exact, several bool) *Migration {
-	chat := route == chatRoute
-	if !chat && route != completionRoute || !body.Get("stream").Bool() {
+// the prompt are the engine's; several, that the request has several prompts or answers.
+// decode returns the text of tokens; nil: there is none. An answer that may not be continued
+// ends with the reason in the error event. nil: the answer is no stream of a chat, a completion
+// or SGLang's own route.
+func NewMigration(route string, body *jsonbody.Body, prompt []uint32, exact, several bool, decode func([]uint32) (string, error)) *Migration {
+	chat, generate := route == chatRoute, route == generateRoute
+	if !chat && !generate && route != completionRoute || !body.Get("stream").Bool() {
 		return nil
 	}
 	options := body.Get("stream_options")
-	s := &Migration{prompt: prompt, chat: chat, asked: body.Get("return_token_ids").Bool(), usage: options.Get("include_usage").Bool()}
+	s := &Migration{prompt: prompt, chat: chat, generate: generate, asked: generate || body.Get("return_token_ids").Bool(), usage: options.Get("include_usage").Bool(), decode: decode}
 	switch {
 	case several:
 		s.why = whySeveral
@@ -91,8 +112,9 @@ func NewMigration(route string, body *jsonbody.Body, prompt []uint32, exact, sev
 		s.why = whyPrompt
 	case len(prompt) > maxMigratedPrompt:
 		s.why = whyLong
-	default:
+	case !generate:
 		s.why = whyNotContinued(body)
+		s.stops = !body.Get("include_stop_str_in_output").Bool() && slices.ContainsFunc(append(body.Get("stop").Array(), body.Get("stop")), func(stop gjson.Result) bool { return utf8.RuneCountInString(stop.Str) > 1 })
 	}
 	return s
 }
@@ -112,20 +134,21 @@ func whyNotContinued(body *jsonbody.Body) string {
 		return whyLogprobs
 	case asks(body, "use_beam_search"):
 		return whySeveral
-	case !body.Get("include_stop_str_in_output").Bool() && slices.ContainsFunc(append(body.Get("stop").Array(), body.Get("stop")), func(stop gjson.Result) bool { return utf8.RuneCountInString(stop.Str) > 1 }):
-		return whyStop
 	}
 	return ""
 }
 
-// ask returns the body of u with a request for token ids, for a worker that streams them:
-// SGLang refuses it.
+// ask returns the body of u with a request for token ids, for a worker that streams them only
+// then.
 func (s *Migration) ask(t *kv.Target, u *Upstream) (head, body []byte) {
-	s.added = false
+	s.added, s.sglang = false, t.RunsSGLang()
 	switch {
-	case t.RunsSGLang():
-		s.why = cmp.Or(s.why, whySGLang)
-	case u.Parsed.Get("return_token_ids").Exists() && !s.asked:
+	case s.sglang:
+		s.why = cmp.Or(s.why, s.whyNotOnSGLang(u.Parsed))
+	case s.stops:
+		s.why = cmp.Or(s.why, whyStop)
+	}
+	if u.Parsed.Get("return_token_ids").Exists() && !s.asked {
 		s.why = cmp.Or(s.why, whyNoTokens) // the client refuses them
 	}
 	if s.why != "" || s.asked {
@@ -142,7 +165,7 @@ func (s *Migration) ask(t *kv.Target, u *Upstream) (head, body []byte) {
 // restart forgets an answer of which the client has nothing.
 func (s *Migration) restart() {
 	if s != nil && !s.begun {
-		s.whole, s.held = 0, s.held[:0]
+		s.whole, s.held, s.last, s.text, s.cumulative = 0, s.held[:0], s.last[:0], 0, false
 		s.tokens, s.id, s.finished, s.counted, s.reasoning = s.tokens[:0], "", false, false, false
 	}
 }
@@ -159,15 +182,30 @@ func (s *Migration) open() bool { return s != nil && s.begun }
 // rewind forgets the tokens of an interrupted answer of which the client has no text yet: they
 // may be a part of a character, which only the worker that made all of it can show.
 func (s *Migration) rewind() {
-	if !s.finished {
+	switch {
+	case s.why != "":
+		return
+	case s.remakes: // the client has no more than at the last interruption
+		s.tokens, s.whole, s.held, s.made = s.tokens[:s.sent], s.sent, s.held[:0], ""
+		return
+	case s.generate:
+		s.load()
+	case !s.finished:
 		s.tokens, s.held = s.tokens[:s.whole], s.held[:0]
+	}
+	if s.sglang && !s.finished && s.why == "" {
+		s.cut()
 	}
 }
 
 // rest returns u as a request for the rest of the answer.
 func (s *Migration) rest(u Upstream) Upstream {
 	s.moves, s.sent, s.verified = s.moves+1, len(s.tokens), false
+	u.PromptTokens = nil // they are in it
 	body := u.Parsed
+	if s.generate {
+		return u.withBody(s.generateRest(body))
+	}
 	if s.chat {
 		body = body.With("kv_transfer_params", withPromptTokens(body.Get("kv_transfer_params"), s.prompt, s.tokens))
 	} else {
@@ -178,12 +216,15 @@ func (s *Migration) rest(u Upstream) Upstream {
 			body = body.With(key, strconv.Itoa(max(0, int(v.Int())-s.sent)))
 		}
 	}
-	u.PromptTokens = nil // they are in it
 	return u.withBody(body.With("return_token_ids", "true"))
 }
 
 // left returns how many tokens the client still allows; known is false without a limit.
 func (s *Migration) left(body *jsonbody.Body) (tokens int, known bool) {
+	if s.generate {
+		most := newTokens(body.Get("sampling_params"))
+		return most - len(s.tokens), most > 0
+	}
 	for _, key := range []string{"max_completion_tokens", "max_tokens"} {
 		if v := body.Get(key); v.Type == gjson.Number {
 			return int(v.Int()) - len(s.tokens), true
@@ -220,17 +261,26 @@ var (
 // the router has asked for are left out, and so is the failure of an engine whose answer
 // may be continued. finished means that a finish reason has come.
 func (s *Migration) rewrite(out, event []byte, failed, finished bool) []byte {
-	if failed && s.continues() {
+	if failed && s.continues() || s.torn {
 		return out
+	}
+	if s.generate {
+		return s.rewriteGenerated(out, event, finished)
 	}
 	if out, ok := s.quick(out, event, finished); ok {
 		return out
 	}
 	if !s.withoutText(event, finished) {
-		out, s.held = append(out, s.held...), s.held[:0]
-		s.whole = len(s.tokens)
-		defer func() { s.whole = len(s.tokens) }() // with those of this event
-		return s.show(out, event, finished)
+		if !s.remakes {
+			out, s.held = append(out, s.held...), s.held[:0]
+			s.whole = len(s.tokens)
+		}
+		out = s.show(out, event, finished)
+		if !s.remakes && !s.torn {
+			s.whole = len(s.tokens) // with those of this event
+			s.keep(event)
+		}
+		return out
 	}
 	if s.held = s.show(s.held, event, finished); s.why != "" || len(s.held) > maxHeld {
 		out, s.held = append(out, s.held...), s.held[:0]
@@ -270,11 +320,11 @@ func (s *Migration) show(out, event []byte, finished bool) []byte {
 		return append(out, s.renumber(event)...)
 	}
 	if !bytes.Contains(data, markChoice) {
-		return append(out, event...)
+		return append(out, s.renumber(event)...)
 	}
 	if s.moves > 0 && !s.verified {
 		if !s.verify(data) {
-			s.why = whyNotTaken
+			s.tear(whyNotTaken)
 			return out
 		}
 	}
@@ -303,7 +353,11 @@ func (s *Migration) show(out, event []byte, finished bool) []byte {
 	if !s.asked && !reasonGiven(data) && bytes.Contains(data, markEmpty) && gjson.GetBytes(data, "choices.0.logprobs").Type == gjson.Null {
 		return out // without token ids, the engine sends no event for tokens without text
 	}
-	return append(out, s.renumber(s.hide(event))...)
+	shown := s.renumber(s.hide(event))
+	if s.remakes {
+		shown = s.withoutAgain(shown, finished)
+	}
+	return append(out, shown...)
 }
 
 // member returns the beginning of the member that has an event's text.
@@ -323,17 +377,24 @@ func (s *Migration) quick(out, event []byte, finished bool) (_ []byte, ok bool) 
 	if at < s.text || event[s.text+len(s.member())] == '"' { // there is no text
 		return out, false
 	}
-	from, had := at+len(markIDs), len(s.tokens)
+	from, had, null := at+len(markIDs), len(s.tokens), "null"
+	begin := from - 1
+	if s.sglang { // without the request for them, it has no such member
+		if begin, null = at-1, ""; event[begin] != ',' {
+			return out, false
+		}
+	}
 	ids, length, ok := readTokens(event[from:], s.tokens)
 	if !ok || len(ids) > maxMigratedAnswer {
 		s.tokens = s.tokens[:had]
 		return out, false
 	}
 	s.tokens, s.whole, s.reasoning, s.finished = ids, len(ids), false, s.finished || finished
+	s.keep(event)
 	if s.asked {
 		return append(out, event...), true
 	}
-	return append(append(append(out, event[:from-1]...), "null"...), event[from+length:]...), true
+	return append(append(append(out, event[:begin]...), null...), event[from+length:]...), true
 }
 
 // remember keeps the tokens of an event. It reports whether there were any.
@@ -382,9 +443,9 @@ func (s *Migration) verify(data []byte) bool {
 	return s.verified
 }
 
-// hide replaces the lists of token ids by null, as the engine answers without the request
-// for them. Of a worker that continues, the client never gets those of the prompt: it has
-// them, and these have the answer, too.
+// hide replaces the lists of token ids by null, or for SGLang takes them out, as the engine
+// answers without the request for them. Of a worker that continues, the client never gets
+// those of the prompt: it has them, and these have the answer, too.
 func (s *Migration) hide(event []byte) []byte {
 	marks := [][]byte{markPromptIDs, markIDs}
 	switch {
@@ -403,7 +464,11 @@ func (s *Migration) hide(event []byte) []byte {
 		if !ok {
 			continue
 		}
-		event = splice(event, from-1, 1+length, "null")
+		if s.sglang && at > 0 && event[at-1] == ',' {
+			event = splice(event, at-1, from+length-(at-1), "")
+		} else {
+			event = splice(event, from-1, 1+length, "null")
+		}
 	}
 	return event
 }
@@ -442,17 +507,25 @@ func splice(b []byte, at, n int, by string) []byte {
 // close appends what is missing of an answer whose last token has come: its finish reason if
 // the limit of tokens is reached, its usage and its end.
 func (s *Migration) close(out []byte) []byte {
+	if s.generate {
+		return s.closeGenerated(out)
+	}
 	kind, choice := "text_completion", `{"index":0,"text":"","logprobs":null,"finish_reason":"length","stop_reason":null}`
 	if s.chat {
 		kind, choice = "chat.completion.chunk", `{"index":0,"delta":{},"logprobs":null,"finish_reason":"length","stop_reason":null}`
+	}
+	reasoned := ""
+	if s.sglang {
+		choice = `{"index":0,"text":"","logprobs":null,"finish_reason":"length","matched_stop":null}`
+		reasoned = `,"reasoning_tokens":0`
 	}
 	head := fmt.Sprintf(`data: {"id":%s,"object":%q,"created":%s,"model":%s,`, s.id, kind, s.created, s.model)
 	if !s.finished {
 		out = fmt.Appendf(out, "%s\"choices\":[%s]}\n\n", head, choice)
 	}
 	if s.usage && !s.counted {
-		out = fmt.Appendf(out, "%s\"choices\":[],\"usage\":{\"prompt_tokens\":%d,\"total_tokens\":%d,\"completion_tokens\":%d,\"prompt_tokens_details\":{\"cached_tokens\":%d}}}\n\n",
-			head, len(s.prompt), len(s.prompt)+len(s.tokens), len(s.tokens), s.cached)
+		out = fmt.Appendf(out, "%s\"choices\":[],\"usage\":{\"prompt_tokens\":%d,\"total_tokens\":%d,\"completion_tokens\":%d,\"prompt_tokens_details\":{\"cached_tokens\":%d}%s}}\n\n",
+			head, len(s.prompt), len(s.prompt)+len(s.tokens), len(s.tokens), s.cached, reasoned)
 	}
 	return append(out, "data: [DONE]\n\n"...)
 }

@@ -41,7 +41,9 @@ type writer struct {
 	strict   bool      // it refuses unknown fields
 	halves   bool      // places that 3 divides are half a character, which has its text with the other half
 	fault    string    // of its first answer's sixth token: "repeated", "skipped", "wrong id"
-	kind     kv.Engine // SGLang refuses to stream token ids
+	kind     kv.Engine // SGLang refuses to stream token ids of chats
+	script   *script   // it answers as SGLang does; nil: as vLLM
+	decode   func([]uint32) (string, error)
 }
 
 func (v *writer) ServeHTTP(w http.ResponseWriter, r *http.Request) {
@@ -54,8 +56,12 @@ func (v *writer) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 		fmt.Fprint(w, `{"error":{"message":"unknown field return_token_ids"}}`)
 		return
 	}
-	if v.kind == kv.EngineSGLang && body.Get("return_token_ids").Bool() {
+	if v.kind == kv.EngineSGLang && chat && body.Get("return_token_ids").Bool() {
 		w.WriteHeader(http.StatusBadRequest)
+		return
+	}
+	if v.script != nil {
+		v.script.serve(v, w, r, body, dies)
 		return
 	}
 	ids, most := []int64{1, 2, 3}, int(body.Get("max_tokens").Int()) // of the prompt "hi"
@@ -88,15 +94,7 @@ func (v *writer) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 	}
 	die := func() {
 		<-v.seen // or the router tries another worker instead
-		if v.drain != nil {
-			v.drain()
-			<-r.Context().Done()
-		}
-		if v.engine {
-			fmt.Fprint(w, `data: {"error":{"message":"EngineCore encountered an issue","type":"InternalServerError","code":500}}`+"\n\ndata: [DONE]\n\n")
-			return
-		}
-		panic(http.ErrAbortHandler)
+		v.die(w, r)
 	}
 	if chat {
 		event(`{"index":0,"delta":{"role":"assistant","content":""},"logprobs":null,"finish_reason":null}`, `,"prompt_token_ids":`+list(ids...))
@@ -160,6 +158,19 @@ func (v *writer) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 		return
 	}
 	fmt.Fprint(w, "data: [DONE]\n\n")
+}
+
+// die ends an answer as the test has it.
+func (v *writer) die(w http.ResponseWriter, r *http.Request) {
+	if v.drain != nil {
+		v.drain()
+		<-r.Context().Done()
+	}
+	if v.engine {
+		fmt.Fprint(w, `data: {"error":{"message":"EngineCore encountered an issue","type":"InternalServerError","code":500}}`+"\n\ndata: [DONE]\n\n")
+		return
+	}
+	panic(http.ErrAbortHandler)
 }
 
 // reader closes seen at its first byte.
@@ -232,7 +243,7 @@ func TestAStreamGoesOnAtAnotherWorker(t *testing.T) {
 		"without token ids":       {"", first(9), func(v *writer) { v.mute = true }, MigratedRefused, whyNoTokens, true},
 		"without a worker for it": {"", first(9), func(v *writer) { v.old = true }, MigratedFailed, whyNotTaken, false},
 		"at a strict engine":      {"", func(n int) int { return []int{0, -1, 9, -1}[n] }, func(v *writer) { v.strict = true }, MigratedRefused, whyNoTokens, true},
-		"at SGLang":               {"", first(9), func(v *writer) { v.kind = kv.EngineSGLang }, MigratedRefused, whySGLang, true},
+		"of SGLang's chats":       {"", first(9), func(v *writer) { v.kind = kv.EngineSGLang }, MigratedRefused, whyChat, false},
 		"with tools":              {`,"tools":[{}]`, first(9), nil, MigratedRefused, whyTools, false},
 		"with a format":           {`,"response_format":{"type":"json_object"}`, first(9), nil, MigratedRefused, whyGuided, true},
 		"within a character":      {usage, first(10), func(v *writer) { v.halves = true }, MigratedOK, "", true},
@@ -377,8 +388,14 @@ func answerOf(t *testing.T, path, options string, v *writer) (events, result str
 	t.Cleanup(p.Close)
 	prompt := []uint32{1, 2, 3}
 	text := `"messages":[{"role":"user","content":"hi"}]`
-	if path != testkit.ChatPath {
+	switch path {
+	case completionRoute:
 		text = `"prompt":"hi"`
+	case generateRoute:
+		text = `"text":"hi"`
+		if !strings.Contains(options, "sampling_params") {
+			options += `,"sampling_params":{"max_new_tokens":20}`
+		}
 	}
 	body, ok := jsonbody.Parse([]byte(`{` + text + `,"stream":true,"max_tokens":20` + options + `}`))
 	if !ok {
@@ -386,7 +403,7 @@ func answerOf(t *testing.T, path, options string, v *writer) (events, result str
 	}
 	u := Upstream{Method: http.MethodPost, Path: path, Route: path, Header: http.Header{web.HeaderRequest: {"r"}}, Body: body.Raw, Parsed: body, EndMarked: true, MaxRetries: 2}
 	u.Head, u.Body, u.HideUsage = AskForUsage(body)
-	u.Migration = NewMigration(path, body, prompt, true, false)
+	u.Migration = NewMigration(path, body, prompt, true, SeveralAnswers(path, body), v.decode)
 	u.PromptTokens = NewPromptTokens(path, body, prompt, func(*kv.Target) bool { return v.tokens })
 	x := &Exchange{}
 	v.seen = make(chan struct{})
@@ -432,7 +449,7 @@ func FuzzMigration(f *testing.F) {
 	f.Add("data: {\"prompt_token_ids\":[1,2,3,1001],\"id\":\"b\",\"choices\":[{\"delta\":{\"role\":\"a\"}}],\"usage\":{\"prompt_tokens\":4,\"completion_tokens\":1}}\n\n", uint8(200), true)
 	body, _ := jsonbody.Parse([]byte(`{"stream":true,"max_tokens":5,"messages":[]}`))
 	f.Fuzz(func(t *testing.T, stream string, cut uint8, rest bool) {
-		s := NewMigration(testkit.ChatPath, body, []uint32{1, 2, 3}, true, false)
+		s := NewMigration(testkit.ChatPath, body, []uint32{1, 2, 3}, true, false, nil)
 		s.begun = true
 		if rest {
 			s.tokens, s.id, s.created = []uint32{1001}, `"a"`, "1"
@@ -460,7 +477,7 @@ func FuzzMigration(f *testing.F) {
 func BenchmarkMigration(b *testing.B) {
 	body, _ := jsonbody.Parse([]byte(`{"stream":true,"max_tokens":5,"messages":[]}`))
 	event := []byte(`data: {"id":"chatcmpl-1","object":"chat.completion.chunk","created":1700000000,"model":"m","choices":[{"index":0,"delta":{"content":" token"},"logprobs":null,"finish_reason":null,"token_ids":[12345]}]}` + "\n\n")
-	s := NewMigration(testkit.ChatPath, body, []uint32{1, 2, 3}, true, false)
+	s := NewMigration(testkit.ChatPath, body, []uint32{1, 2, 3}, true, false, nil)
 	s.begun = true
 	events := eventScanner{Migration: s}
 	b.SetBytes(int64(len(event)))

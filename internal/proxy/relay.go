@@ -236,8 +236,8 @@ func (r *streamRelay) broken() error {
 	switch {
 	case r.engineFailed():
 		return r.fail(errors.New("its engine failed during the answer"))
-	case r.u.Migration.open() && r.u.Migration.why == whyNotTaken: // which is no failure of its own
-		return fmt.Errorf("worker %s does not take the token ids of an answer", r.x.Worker)
+	case r.u.Migration.open() && r.u.Migration.torn: // which is no failure of its own
+		return fmt.Errorf("worker %s does not continue the answer that it was sent", r.x.Worker)
 	}
 	return nil
 }

@@ -132,8 +132,8 @@ func (s *eventScanner) tell(event []byte) {
 
 // show hands a part of the stream on where parts may be taken out.
 func (s *eventScanner) show(part []byte) {
-	if s.Migration != nil {
-		s.Migration.why = whyLong
+	if s.Migration != nil && s.Migration.tooLong() {
+		return
 	}
 	if s.edits() {
 		s.out = append(s.out, part...)

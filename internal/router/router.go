@@ -176,6 +176,7 @@ type Router struct {
 
 	mu          sync.Mutex    // guards all below, and the busy thresholds of settings
 	targets     []kv.Target   // the workers that are up, by key
+	several     bool          // more than one has been up at once
 	targetLoads []*workerLoad // of loads, for each of targets
 	loads       *loads
 	outliers    *outlier.Detector
@@ -303,6 +304,7 @@ func (r *Router) Up(t kv.Target) {
 	} else {
 		r.targets, r.targetLoads = slices.Insert(r.targets, at, t), slices.Insert(r.targetLoads, at, load)
 	}
+	r.several = r.several || len(r.targets) > 1
 	r.outliers.Join(t.Key, t.Generation, t.Role, r.now())
 	r.notePairs()
 	r.dispatch(r.now())
@@ -369,6 +371,14 @@ func (r *Router) Count() (n int) {
 		}
 	}
 	return n
+}
+
+// Several reports whether more than one worker has been up at once, so that another one may be
+// up again before a request ends.
+func (r *Router) Several() bool {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	return r.several
 }
 
 // Has reports whether is returns true for any worker that is up. is is called under

@@ -500,3 +500,18 @@ func TestOutcomesTellWhatAWorkerDidMeanwhile(t *testing.T) {
 		t.Errorf("left in the books: %+v", l)
 	}
 }
+
+// TestARouterKnowsThatItHasHadSeveralWorkers holds that a worker that is alone for a while, as
+// after the crash of the other, still counts as one of several.
+func TestARouterKnowsThatItHasHadSeveralWorkers(t *testing.T) {
+	r := NewTestRouter(t, "round-robin", 1)
+	r.Up(kv.Target{Key: testkit.W0, Generation: 2}) // itself again
+	if r.Several() {
+		t.Error("one worker counts as several")
+	}
+	r.Up(kv.Target{Key: testkit.W1})
+	r.Down(testkit.W0)
+	if !r.Several() || r.Count() != 1 {
+		t.Errorf("several %v, %d up", r.Several(), r.Count())
+	}
+}

@@ -313,6 +313,27 @@ func (t *Source) Detokenize(ctx context.Context, body []byte) ([]byte, error) {
 	return t.forward(ctx, "/detokenize", body)
 }
 
+// TextOf returns the text of tokens, including special ones: by the tokenizer's file, or without
+// it by a worker.
+func (t *Source) TextOf(ctx context.Context, ids []uint32) (string, error) {
+	if t.model != nil {
+		return t.model.decode(ids)
+	}
+	body := append(AppendTokens([]byte(`{"skip_special_tokens":false,"tokens":`), ids), '}')
+	answer, err := t.forward(ctx, "/detokenize", body)
+	if err != nil {
+		return "", err
+	}
+	text := gjson.GetBytes(answer, "text") // SGLang's name for it
+	if !text.Exists() {
+		text = gjson.GetBytes(answer, "prompt") // vLLM's
+	}
+	if text.Type != gjson.String {
+		return "", errors.New("the worker's answer has no text")
+	}
+	return text.Str, nil
+}
+
 func (t *Source) forward(ctx context.Context, path string, body []byte) ([]byte, error) {
 	if !json.Valid(body) {
 		return nil, &BadRequest{"the body is not valid JSON"}

@@ -35,16 +35,19 @@ const (
 	tie = 0.05
 )
 
-// streams is the number of streams that KVROUTER_MIGRATION asks for. A test that
-// `make test-migration` does not run is skipped.
-func streams(t *testing.T) int {
+// streams is the number of streams that the variable asks for. A test that the target does not
+// run is skipped.
+func streams(t *testing.T, variable, target string) int {
 	t.Helper()
-	n, err := strconv.Atoi(os.Getenv("KVROUTER_MIGRATION"))
+	n, err := strconv.Atoi(os.Getenv(variable))
 	if err != nil {
-		t.Skip("make test-migration runs it")
+		t.Skip(target + " runs it")
 	}
 	return n
 }
+
+// generatePath is SGLang's own route, whose events have the whole answer so far.
+const generatePath = "/generate"
 
 // stream is a greedy request and what it is answered.
 type stream struct {
@@ -62,8 +65,9 @@ type stream struct {
 	came   []time.Time // of each token
 }
 
-// greedy returns n streams: chats and completions, half of them with token ids. Every
-// fifth answer has characters of several tokens.
+// greedy returns n streams, half of them completions; the others are chats, or for SGLang on its
+// own route. Half of the chats and completions are with token ids. Every fifth answer has
+// characters of several tokens.
 func greedy(n int, engine string) []*stream {
 	random := rand.New(rand.NewPCG(31, 31))
 	foreign := []string{"請繼續寫下去：今天天氣很好，我們一起去公園散步，", "Продолжай: зима пришла в наш город, и", "🎉🎊🎈 🎉🎊🎈 🎉🎊", "日本の春は桜の季節です。人々は"}
@@ -76,13 +80,16 @@ func greedy(n int, engine string) []*stream {
 			prompt = fmt.Sprintf("%d. %s", i, strings.Repeat(foreign[i/5%len(foreign)], 1+random.IntN(3)))
 		}
 		switch {
-		case i%2 == 0 || engine == "sglang":
+		case i%2 == 1 && engine == "sglang":
+			s.path, s.ids = generatePath, true
+			body = map[string]any{"text": prompt, "stream": true, "sampling_params": map[string]any{"temperature": 0, "max_new_tokens": outputTokens, "ignore_eos": true}}
+		case i%2 == 0:
 			s.path = "/v1/completions"
 			body["prompt"] = prompt
 		default:
 			body["messages"] = []map[string]string{test.Message("user", prompt)}
 		}
-		if s.ids {
+		if s.ids && s.path != generatePath {
 			body["return_token_ids"] = true
 		}
 		text, _ := json.Marshal(body)
@@ -112,6 +119,10 @@ func (s *stream) ask(r *test.Router) {
 		if failed := event.Get("error"); failed.Exists() {
 			s.err = errors.New(failed.Raw)
 		}
+		if s.path == generatePath {
+			s.takeWhole(event)
+			continue
+		}
 		choice := event.Get("choices.0")
 		s.text += choice.Get("delta.content").Str + choice.Get("text").Str
 		for _, id := range choice.Get("token_ids").Array() {
@@ -134,6 +145,24 @@ func (s *stream) ask(r *test.Router) {
 	}
 }
 
+// takeWhole takes an event with the whole answer so far, which must begin with what came before.
+func (s *stream) takeWhole(event gjson.Result) {
+	text, ids, meta := event.Get("text").Str, event.Get("output_ids").Array(), event.Get("meta_info")
+	if !strings.HasPrefix(text, s.text) || len(ids) < len(s.tokens) || meta.Exists() && int(meta.Get("completion_tokens").Int()) != len(ids) {
+		s.err = fmt.Errorf("after %q and %d tokens came %s", s.text, len(s.tokens), event.Raw)
+	}
+	for i, id := range ids {
+		if i >= len(s.tokens) {
+			s.tokens, s.came = append(s.tokens, id.Int()), append(s.came, time.Now())
+		} else if s.tokens[i] != id.Int() {
+			s.err = fmt.Errorf("token %d was %d and became %d", i, s.tokens[i], id.Int())
+		}
+	}
+	s.text = text
+	s.finish += meta.Get("finish_reason.type").Str
+	s.usage = proxy.Usage{Known: true, PromptTokens: int(meta.Get("prompt_tokens").Int()), OutputTokens: int(meta.Get("completion_tokens").Int())}
+}
+
 // wrong says what an answer has too much or too little; empty: nothing.
 func (s *stream) wrong() string {
 	switch {
@@ -143,7 +172,7 @@ func (s *stream) wrong() string {
 		return "no end"
 	case s.finish != "length" || s.usage.OutputTokens != outputTokens:
 		return fmt.Sprintf("finish reason %q, usage %+v", s.finish, s.usage)
-	case s.ids && (len(s.tokens) != outputTokens || len(s.prompt) != s.usage.PromptTokens):
+	case s.ids && (len(s.tokens) != outputTokens || s.path != generatePath && len(s.prompt) != s.usage.PromptTokens):
 		return fmt.Sprintf("%d tokens, %d of the prompt, usage %+v", len(s.tokens), len(s.prompt), s.usage)
 	}
 	return ""
@@ -249,16 +278,37 @@ func compared(a, b []*stream) (differ int) {
 // TestGreedyStreamsOverKilledVLLM asks the same greedy streams of three workers three times:
 // twice undisturbed, then with a worker killed every 20 s.
 func TestGreedyStreamsOverKilledVLLM(t *testing.T) {
-	n := streams(t)
+	n := streams(t, "KVROUTER_MIGRATION", "make test-migration")
 	r := test.StartEngines(t, 3, nil, "--", "--num-gpu-blocks-override", "200", "--max-model-len", "4096", "--max-num-seqs", "16")
 	once, again, torn := greedy(n, "vllm"), greedy(n, "vllm"), greedy(n, "vllm")
 	round(t, r, "undisturbed", once)
 	round(t, r, "undisturbed again", again)
 	kills := torment(t, r, torn)
 	r.WaitReady(3, 8*time.Minute)
+	judge(t, r, torn, greediest)
+	report(t, r, once, again, torn, kills)
+}
+
+// TestGreedyStreamsOverKilledSGLang is the same with SGLang's workers, of which a CPU of two
+// cores runs two at a time.
+func TestGreedyStreamsOverKilledSGLang(t *testing.T) {
+	n := streams(t, "KVROUTER_SGLANG_MIGRATION", "make test-sglang-migration")
+	r := test.StartParts(t, []string{"--num-workers=2", "--engine=sglang", "--restart-backoff-max=1s"}, 2, nil, "--", "--max-total-tokens", "8000")
+	once, again, torn := greedy(n, "sglang"), greedy(n, "sglang"), greedy(n, "sglang")
+	round(t, r, "undisturbed", once)
+	round(t, r, "undisturbed again", again)
+	kills := torment(t, r, torn)
+	r.WaitReady(2, 8*time.Minute)
+	judge(t, r, torn, greediestOfSGLang)
+	report(t, r, once, again, torn, kills)
+}
+
+// judge has the engine judge the tokens of all whole streams that have ids.
+func judge(t *testing.T, r *test.Router, torn []*stream, greediest func(*testing.T, *test.Router, *stream) (int, float64)) {
+	t.Helper()
 	judged, behind := 0, 0.0
 	for i, s := range torn {
-		if !s.ids || s.wrong() != "" {
+		if !s.ids || s.wrong() != "" || len(s.prompt) == 0 {
 			continue
 		}
 		judged++
@@ -267,7 +317,6 @@ func TestGreedyStreamsOverKilledVLLM(t *testing.T) {
 			t.Errorf("stream %d (%s): token %d is %.2f behind the engine's choice", i, s.path, at, gap)
 		}
 	}
-	report(t, r, once, again, torn, kills)
 	t.Logf("%d streams judged by the engine: every token is its choice after all tokens before it, or at most %.3f behind in log probability", judged, behind)
 	if judged == 0 {
 		t.Error("no stream was judged")
@@ -351,6 +400,27 @@ func greediest(t *testing.T, r *test.Router, s *stream) (at int, behind float64)
 			return true
 		})
 		if gap := best - own; gap > behind {
+			at, behind = i, gap
+		}
+	}
+	return at, behind
+}
+
+// greediestOfSGLang is greediest for SGLang's workers.
+func greediestOfSGLang(t *testing.T, r *test.Router, s *stream) (at int, behind float64) {
+	t.Helper()
+	text, _ := json.Marshal(map[string]any{"input_ids": append(append([]int64{}, s.prompt...), s.tokens...), "return_logprob": true, "logprob_start_len": len(s.prompt) - 1, "top_logprobs_num": 1,
+		"sampling_params": map[string]any{"max_new_tokens": 1, "temperature": 0}})
+	status, answer := test.Post(t, *r.Workers()[0].Endpoint+generatePath, string(text))
+	own, best := gjson.GetBytes(answer, "meta_info.input_token_logprobs").Array(), gjson.GetBytes(answer, "meta_info.input_top_logprobs").Array()
+	if status != http.StatusOK || len(own) != len(s.tokens)+1 || len(best) != len(own) {
+		t.Fatalf("%d, %d log probabilities: %.300s", status, len(own), answer)
+	}
+	for i, id := range s.tokens {
+		if got := own[i+1].Get("1").Int(); got != id {
+			t.Fatalf("token %d is %d, judged as %d", i, id, got)
+		}
+		if gap := best[i+1].Get("0.0").Num - own[i+1].Get("0").Num; gap > behind {
 			at, behind = i, gap
 		}
 	}
