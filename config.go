@@ -494,7 +494,7 @@ func (c *Config) validate() error {
 func (c *Config) simulation() simulate.Simulation {
 	return simulate.Simulation{
 		Scoring: c.Scoring, Index: c.Index, Engine: c.Mock.SimConfig(c.BlockSize), Workers: c.simulatedWorkers(), Prefills: c.PrefillWorkers,
-		Kind: c.Mock.DisaggKind(), Handover: c.Mock.Handover(), Tiers: c.Mock.Tiers(), LeastUncached: c.Proxy.DisaggMinUncachedTokens, Seed: c.Seed, Routing: c.Routing, Retry: c.Proxy.RetrySettings,
+		Kind: c.Mock.DisaggKind(), Handover: c.Mock.Handover(), Tiers: c.Mock.Tiers(), Peers: c.Mock.Peers(), LeastUncached: c.Proxy.DisaggMinUncachedTokens, Seed: c.Seed, Routing: c.Routing, Retry: c.Proxy.RetrySettings,
 	}
 }
 

@@ -86,6 +86,9 @@ func (c *Config) nixl() bool { return c.Engine == EngineVLLM && c.PrefillWorkers
 // startedPart returns the part of started worker i where prefill and decode are
 // apart: prefill workers have the lowest numbers.
 func (c *Config) startedPart(i int) kv.Disagg {
+	if c.PrefillWorkers == 0 && c.Engine == EngineMocker && c.Mock.MockPeerBandwidth > 0 {
+		return kv.Disagg{P2P: kv.Bootstrap{Host: "127.0.0.1", Port: uint16(c.BaseWorkerPort + i)}} // its side channel is at the HTTP port
+	}
 	if c.PrefillWorkers == 0 {
 		return kv.Disagg{}
 	}

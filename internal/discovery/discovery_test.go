@@ -84,6 +84,9 @@ func shown(list []kv.Worker) string {
 		if w.Bootstrap.Known() {
 			text += " " + w.Bootstrap.String()
 		}
+		if w.P2P.Known() {
+			text += " p2p " + w.P2P.String()
+		}
 		if w.Cordon != "" {
 			text += " " + string(w.Cordon)
 		}

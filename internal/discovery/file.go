@@ -101,6 +101,7 @@ type fileWorker struct {
 	Role      kv.Role      `yaml:"role"`
 	Kind      kv.Kind      `yaml:"kind"`
 	Bootstrap kv.Bootstrap `yaml:"bootstrap"`
+	P2P       kv.Bootstrap `yaml:"p2p"`
 	Draining  bool         `yaml:"draining"`
 }
 
@@ -189,7 +190,7 @@ func (w fileWorker) worker() (kv.Worker, error) {
 	}
 	found := kv.Worker{
 		ID: idOf(base), Name: cmp.Or(plainName(w.Name), hostPort(base)), URL: base, KVEvents: w.KVEvents, Replay: w.Replay, Load: w.Load, EventsPort: eventsPort,
-		Disagg: kv.Disagg{Role: w.Role, Kind: w.Kind, Bootstrap: w.Bootstrap},
+		Disagg: kv.Disagg{Role: w.Role, Kind: w.Kind, Bootstrap: w.Bootstrap, P2P: w.P2P},
 	}
 	if w.Draining {
 		found.Cordon = kv.CordonDraining

@@ -25,6 +25,7 @@ workers:
     role: prefill
     kind: sglang
     bootstrap: 10.0.0.1:8998
+    p2p: 10.0.0.1:5710
     draining: true
 `))
 	if err != nil {
@@ -32,7 +33,7 @@ workers:
 	}
 	want := kv.Worker{
 		ID: idOf("https://10.0.0.1:8100"), Name: "a", URL: "https://10.0.0.1:8100", KVEvents: "tcp://10.0.0.1:6000", Replay: "tcp://10.0.0.1:6001", Load: "tcp://10.0.0.1:6002",
-		Cordon: kv.CordonDraining, EventsPort: 5557, Disagg: kv.Disagg{Role: kv.RolePrefill, Kind: kv.KindSGLang, Bootstrap: kv.Bootstrap{Host: "10.0.0.1", Port: 8998}},
+		Cordon: kv.CordonDraining, EventsPort: 5557, Disagg: kv.Disagg{Role: kv.RolePrefill, Kind: kv.KindSGLang, Bootstrap: kv.Bootstrap{Host: "10.0.0.1", Port: 8998}, P2P: kv.Bootstrap{Host: "10.0.0.1", Port: 5710}},
 	}
 	bare := kv.Worker{ID: idOf("http://10.0.0.2:8100"), Name: "10.0.0.2:8100", URL: "http://10.0.0.2:8100", EventsPort: 5557}
 	if len(list) != 2 || list[0] != bare || list[1] != want {

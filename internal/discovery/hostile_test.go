@@ -50,7 +50,7 @@ func TestHostilePods(t *testing.T) {
 			content := test.content.Content()
 			content["metadata"].(map[string]any)["name"] = test.pod
 			p := podOf(&unstructured.Unstructured{Object: content})
-			if n := len(p.role) + len(p.engine) + len(p.active) + len(p.ports) + len(p.connector) + len(p.bootstrap); n > 6*maxMark+6*4 {
+			if n := len(p.role) + len(p.engine) + len(p.active) + len(p.ports) + len(p.connector) + len(p.bootstrap) + len(p.p2p); n > 7*maxMark+6*4 {
 				t.Errorf("%d bytes of its marks are kept", n)
 			}
 			list, problem := p.workers(nil, []uint16{8000}, false)

@@ -95,6 +95,8 @@ func TestWorkersOfAPod(t *testing.T) {
 		"SGLang prefill":          {pod: kubetest.Pod{Labels: marks(labelRole, "prefill", labelEngine, "SGLang"), Annotations: marks(annotationBootstrap, "8998")}, want: "p=10.0.0.1:8000 prefill/sglang 10.0.0.1:8998"},
 		"SGLang decode":           {pod: kubetest.Pod{Labels: marks(labelRole, "decode", labelEngine, "sglang"), Annotations: marks(annotationBootstrap, "8998")}, want: "p=10.0.0.1:8000 decode/sglang"},
 		"by its selector":         {pod: kubetest.Pod{Labels: marks(labelRole, "router"), Annotations: marks(annotationBootstrap, "9000")}, as: &prefill, want: "p=10.0.0.1:8000 prefill/sglang 10.0.0.1:9000"},
+		"pulls":                   {pod: kubetest.Pod{Annotations: marks(annotationP2P, "7777")}, want: "p=10.0.0.1:8000 p2p 10.0.0.1:7777"},
+		"bad p2p port":            {pod: kubetest.Pod{Annotations: marks(annotationP2P, "0")}, want: "p=10.0.0.1:8000", problem: annotationP2P},
 		"bad bootstrap":           {pod: kubetest.Pod{Annotations: marks(annotationBootstrap, "x")}, want: "p=10.0.0.1:8000", problem: annotationBootstrap},
 		"Mooncake":                {pod: kubetest.Pod{Annotations: marks(annotationConnector, "MooncakeConnector", annotationBootstrap, "8998")}, want: "p=10.0.0.1:8000 both/mooncake 10.0.0.1:8998"},
 		"smg's ports":             {pod: kubetest.Pod{Annotations: marks(annotationPorts, "9001, 9002")}, want: "p-rank-0=10.0.0.1:9001; p-rank-1=10.0.0.1:9002"},

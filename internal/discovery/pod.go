@@ -22,6 +22,7 @@ const (
 	annotationPorts        = "smg.ai/worker-ports"                      // one server at each
 	annotationConnector    = "smg.ai/kv-connector"                      // how prompts are handed over
 	annotationBootstrap    = "sglang.ai/bootstrap-port"                 // of a prefill server
+	annotationP2P          = "kvrouter/p2p-port"                        // of vLLM's tier p2p, of the first server; the others follow
 )
 
 // maxPorts bounds the servers of a Pod.
@@ -36,7 +37,7 @@ type pod struct {
 	address              string // empty: none yet
 	ready, ending, ended bool
 
-	role, engine, active, ports, connector, bootstrap string // as marked
+	role, engine, active, ports, connector, bootstrap, p2p string // as marked
 }
 
 // podOf reads a Pod. Fields of another shape than Kubernetes' count as missing.
@@ -53,7 +54,7 @@ func podOf(u *unstructured.Unstructured) pod {
 		namespace: u.GetNamespace(), name: u.GetName(), uid: string(u.GetUID()), ending: u.GetDeletionTimestamp() != nil,
 		role: labels[labelRole], engine: strings.ToLower(labels[labelEngine]),
 		active: cmp.Or(annotations[annotationActive], annotations[annotationActiveLegacy]), ports: annotations[annotationPorts],
-		connector: strings.ToLower(annotations[annotationConnector]), bootstrap: annotations[annotationBootstrap],
+		connector: strings.ToLower(annotations[annotationConnector]), bootstrap: annotations[annotationBootstrap], p2p: annotations[annotationP2P],
 	}
 	phase, _, _ := unstructured.NestedString(u.Object, "status", "phase")
 	p.ended = phase == "Succeeded" || phase == "Failed"
@@ -105,6 +106,14 @@ func (p pod) workers(as *kv.Role, ports []uint16, pool bool) (list []kv.Worker, 
 			part.Bootstrap = kv.Bootstrap{Host: p.address, Port: port}
 		}
 	}
+	if p.p2p != "" {
+		port, ok := kv.ParsePort(p.p2p)
+		if !ok {
+			problem = fmt.Sprintf("annotation %s: %.40q is not a port", annotationP2P, p.p2p)
+		} else {
+			part.P2P = kv.Bootstrap{Host: p.address, Port: port}
+		}
+	}
 	serving := ports
 	for _, mark := range []struct{ name, value string }{{annotationPorts, p.ports}, {annotationActive, p.active}} {
 		if mark.value == "" {
@@ -129,6 +138,9 @@ func (p pod) workers(as *kv.Role, ports []uint16, pool bool) (list []kv.Worker, 
 		}
 		w := kv.Worker{
 			ID: idOf(fmt.Sprintf("%s/%s/%s:%d", p.namespace, p.name, p.uid, port)), Name: plainName(p.name), URL: baseURL(p.address, port), EventsPort: eventsPort + uint16(i), Disagg: part,
+		}
+		if w.P2P.Known() {
+			w.P2P.Port += uint16(i)
 		}
 		if len(ports) > 1 {
 			rank := fmt.Sprintf("-rank-%d", i)

@@ -94,6 +94,10 @@ type Request struct {
 	// Lower counts the blocks of Cached that were loaded from lower tiers, and Load those
 	// of the load under way, or of the last one.
 	Lower, Load kv.LowerBlocks
+	// Served is the number of the prompt's first blocks that another engine sends: what
+	// neither the cache nor the lower tiers have of them is loaded from there, with Peer.
+	Served int
+	Peer   Loads
 	// Keep retains the blocks after the last token until Abort, so that another
 	// engine can fetch them.
 	Keep bool

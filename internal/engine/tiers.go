@@ -48,6 +48,12 @@ type TierSettings struct {
 	Unpublished, Shared bool
 }
 
+// PeerSettings are those of pulls from other engines' host memory.
+type PeerSettings struct {
+	Loads            // Bandwidth 0: nobody pulls
+	Failures float64 // share of the pulls of which nothing comes
+}
+
 // Stores returns the empty tiers of an engine. Those that it shares are the ones of
 // shared, which gets them if it has none.
 func Stores(tiers []TierSettings, shared map[kv.Tier]*Store) []*Store {
@@ -76,6 +82,16 @@ func (s *Store) Has(hash uint64) bool {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	return s.pool.Find(hash) != 0
+}
+
+// Leading returns how many of the blocks, from the first on, are in the tier.
+func (s *Store) Leading(blocks []kv.StoredBlock) (n int) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	for n < len(blocks) && s.pool.Find(blocks[n].Engine) != 0 {
+		n++
+	}
+	return n
 }
 
 // Held returns the number of blocks in the tier.
@@ -130,7 +146,7 @@ func (s *Store) keep(blocks []kv.StoredBlock) (stored []int, evicted []uint64) {
 }
 
 // continued counts the blocks that continue r's first cached ones in the lower tiers,
-// each in the fastest one that has it.
+// each in the fastest one that has it. Those of another engine are external.
 func (e *Engine) continued(r *Request, cached int) (found [len(kv.LowerTiers)]int) {
 	if e.Cfg.Silent {
 		return found
@@ -138,6 +154,10 @@ func (e *Engine) continued(r *Request, cached int) (found [len(kv.LowerTiers)]in
 	longest := min(len(r.Blocks), (r.Prompt+r.Generated-1)/e.Cfg.BlockSize)
 	for i := cached; i < longest; i++ {
 		at := slices.IndexFunc(e.Lower, func(s *Store) bool { return s.Has(r.Blocks[i].Engine) })
+		if at < 0 && i < r.Served {
+			found[kv.External-kv.Host]++
+			continue
+		}
 		if at < 0 {
 			break
 		}
@@ -165,7 +185,7 @@ const (
 // owner, which must call Loaded. No block is loaded twice at a time, as in vLLM's
 // OffloadingConnector (_chunks_being_loaded).
 func (e *Engine) beginLoad(r *Request) loadState {
-	if len(e.Lower) == 0 {
+	if len(e.Lower) == 0 && r.Served == 0 {
 		return loadNothing
 	}
 	cached, _ := e.found(r)
@@ -210,6 +230,11 @@ func (e *Engine) LoadTime(r *Request) (d time.Duration) {
 // comes from a slower tier passes through the faster ones.
 func (e *Engine) EachLoad(r *Request, f func(s *Store, tokens int)) {
 	blocks := 0
+	if r.Served > 0 {
+		if blocks = r.Load.Of(kv.External); blocks > 0 {
+			f(&Store{Tier: kv.External, Loads: r.Peer}, blocks*e.Cfg.BlockSize)
+		}
+	}
 	for _, s := range slices.Backward(e.Lower) {
 		if blocks += r.Load.Of(s.Tier); blocks > 0 {
 			f(s, blocks*e.Cfg.BlockSize)

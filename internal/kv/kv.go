@@ -50,6 +50,9 @@ type Match struct {
 	// Sure is the number of leading blocks of Lower, all in host memory, whose removal would
 	// have been announced. The others may be gone.
 	Sure int32
+	// Hosted is the number of leading blocks in the worker's own host memory, without those
+	// that may be gone: what others can pull. It is 0 unless the index counts it.
+	Hosted int32
 }
 
 // Doubtful reports whether some of m.Lower may be gone without an event.

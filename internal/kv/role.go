@@ -101,12 +101,15 @@ func (b *Bootstrap) UnmarshalText(text []byte) error {
 	return nil
 }
 
-// Disagg is a worker's part in disaggregated serving. The zero value is a worker that
-// serves aggregated requests only.
+// Disagg is a worker's part in serving together with others. The zero value is a worker
+// that serves aggregated requests only, and neither pulls blocks nor is pulled from.
 type Disagg struct {
 	Role      Role
 	Kind      Kind
 	Bootstrap Bootstrap // of a prefill worker that has one
+	// P2P is where other workers pull blocks of the worker's first rank from, and shows
+	// that it pulls theirs: the side channel of vLLM's tier p2p.
+	P2P Bootstrap
 }
 
 // Leg is the part of a request that a worker is chosen for.

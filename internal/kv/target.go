@@ -37,6 +37,16 @@ func (t *Target) Address() string {
 	return address
 }
 
+// Pulls reports whether requests can have the target pull blocks from others, and others
+// from it.
+func (t *Target) Pulls() bool { return t.P2P.Known() && !t.RunsSGLang() }
+
+// PeerAddress returns where others pull blocks of the target's rank from: vLLM adds the
+// number of the rank to the port.
+func (t *Target) PeerAddress() Bootstrap {
+	return Bootstrap{Host: t.P2P.Host, Port: t.P2P.Port + uint16(t.Key.Rank)}
+}
+
 // ServerRank returns the number under which a request names the target's rank. A vLLM
 // server counts from its own first rank there, also where its events, their ports and its
 // metrics count the ranks of the whole deployment (--data-parallel-hybrid-lb).

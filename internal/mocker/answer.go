@@ -90,6 +90,7 @@ type Choice struct {
 	hits      atomic.Int64 // those of them that were in the cache
 	host      atomic.Int64 // those that were loaded from host memory
 	disk      atomic.Int64 // those that were loaded from files
+	peer      atomic.Int64 // those that were pulled from another worker
 	generated atomic.Int64
 	aborted   atomic.Bool // it ends with its tokens so far: SGLang's /abort_request
 }
@@ -101,6 +102,7 @@ func (c *Choice) advance(r *engine.Request) {
 	c.hits.Store(int64(r.Cached - r.Missing - r.Lower.Total()*size))
 	c.host.Store(int64(int(r.Lower.Host) * size))
 	c.disk.Store(int64(int(r.Lower.Disk) * size))
+	c.peer.Store(int64(int(r.Lower.External) * size))
 	if r.Keep && r.Generated == r.Output {
 		c.blocks = slices.Clone(r.Held)
 	}

@@ -34,6 +34,7 @@ const (
 func (w *Worker) routes() http.Handler {
 	mux := http.NewServeMux()
 	mux.HandleFunc("GET "+transferPath, w.joinRoom)
+	mux.HandleFunc("POST "+peerPath, w.servePeer)
 	if w.sglang() {
 		w.addSGLangRoutes(mux)
 	} else {
@@ -155,6 +156,7 @@ func (w *Worker) infer(out http.ResponseWriter, in *http.Request, of kind) {
 	if !w.warm(ctx, rank, answer) {
 		return
 	}
+	w.findSource(ctx, body, answer)
 	refused := rank.submit(answer)
 	defer rank.leave(answer)
 	failed := make(chan *refusal, len(legs))

@@ -49,7 +49,7 @@ func (w *Worker) metrics(out http.ResponseWriter, _ *http.Request) {
 	page.count("prefix_cache_hits_total", "", func(c *counts) *atomic.Int64 { return &c.prefixHits })
 	if w.part.Kind == kv.KindNIXL || len(w.cfg.Tiers()) > 0 {
 		page.add("counter", "external_prefix_cache_hits_total", "", func(r *Rank, _ Load) float64 {
-			return float64(r.Counts.ExternalHits.Load() + r.Counts.tiers.host.Load() + r.Counts.tiers.disk.Load())
+			return float64(r.Counts.ExternalHits.Load() + r.Counts.tiers.host.Load() + r.Counts.tiers.disk.Load() + r.Counts.tiers.peer.Load())
 		})
 	}
 	page.tierMetrics(&w.cfg)

@@ -153,6 +153,7 @@ func (r *Rank) leave(answer *Answer) {
 			r.Counts.tiers.queries.Add(int64(c.prompt) - c.hits.Load())
 			r.Counts.tiers.host.Add(c.host.Load())
 			r.Counts.tiers.disk.Add(c.disk.Load())
+			r.Counts.tiers.peer.Add(c.peer.Load())
 		}
 		switch {
 		case c.Sent < c.Output || c.Finish == finishAbort:

@@ -278,7 +278,7 @@ func (w *Worker) tooLong(tokens int, isText bool) *refusal {
 func (w *Worker) prepare(body *jsonbody.Body, of kind) (*Answer, *refusal) {
 	chat := of == chatKind
 	f := &fields{body: body}
-	f.check(w.part.Kind == kv.KindNIXL)
+	f.check(w.part.Kind == kv.KindNIXL || w.cfg.pulls())
 	n, limit, stop := f.choices(), f.limit(chat, w.maxModelLen), f.stop()
 	if w.prefillsFor(body) {
 		limit, stop.After = 1, min(stop.After, 1)

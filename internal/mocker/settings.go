@@ -115,6 +115,9 @@ func (c *Settings) Validate(workers int) error {
 	if c.Engine() == kv.EngineSGLang && c.MockDisaggKind == kv.KindNIXL.String() {
 		return errors.New("--mock-disagg-kind nixl with --mock-api sglang: SGLang has its own protocol; remove --mock-disagg-kind")
 	}
+	if c.pulls() && (c.Engine() == kv.EngineSGLang || c.MockDataParallelSize > 1) {
+		return errors.New("--mock-peer-bandwidth: vLLM mock workers of one rank pull; remove --mock-api sglang and --mock-data-parallel-size")
+	}
 	if c.Engine() == kv.EngineSGLang && c.MockArrayEvents {
 		return errors.New("--mock-array-events with --mock-api sglang: only vLLM has sent events as arrays; remove one of the two")
 	}

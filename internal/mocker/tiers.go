@@ -1,6 +1,7 @@
 package mocker
 
 import (
+	"errors"
 	"fmt"
 	"slices"
 	"sync/atomic"
@@ -19,6 +20,9 @@ type TierFlags struct {
 	MockDiskBandwidth float64       `group:"Mock workers, with --engine mocker" default:"2" placeholder:"GB/S" help:"Bandwidth of reads of files, GB per second."`
 	MockDiskLatency   time.Duration `group:"Mock workers, with --engine mocker" default:"0s" help:"Fixed time of each read of files."`
 	MockDiskShared    bool          `group:"Mock workers, with --engine mocker" help:"All mock workers share the files of --mock-disk-blocks (locality REMOTE in vLLM's events)."`
+	MockPeerBandwidth float64       `group:"Mock workers, with --engine mocker" name:"mock-peer-bandwidth" default:"0" placeholder:"GB/S" help:"vLLM mock workers pull blocks from each other's host memory (vLLM's secondary tier p2p) at this bandwidth, GB per second. Requires --mock-host-blocks. 0: they do not."`
+	MockPeerLatency   time.Duration `group:"Mock workers, with --engine mocker" name:"mock-peer-latency" default:"0s" help:"Fixed time of each pull."`
+	MockPeerFailures  float64       `group:"Mock workers, with --engine mocker" name:"mock-peer-failures" default:"0" help:"Fault: share of the pulls, 0 to 1, of which nothing comes."`
 	MockTierEvents    string        `group:"Mock workers, with --engine mocker" default:"described" enum:"described,placeholder,none" help:"KV events of a vLLM mock worker's lower tiers: described (self_describing_kv_events), placeholder (vLLM's default: a hash without tokens and parent) or none."`
 	MockSilentTiers   []uint64      `group:"Mock workers, with --engine mocker" placeholder:"ID" help:"Fault: the lower tiers of mock worker ID take blocks and publish them, but no request finds any. Comma-separated."`
 }
@@ -30,6 +34,12 @@ func (c *TierFlags) validate(workers int) error {
 	}
 	if !(c.MockHostBandwidth > 0) || !(c.MockDiskBandwidth > 0) || c.MockHostLatency < 0 || c.MockDiskLatency < 0 {
 		return fmt.Errorf("--mock-host-bandwidth %v and --mock-disk-bandwidth %v must be more than 0 GB/s, and --mock-host-latency and --mock-disk-latency cannot be negative", c.MockHostBandwidth, c.MockDiskBandwidth)
+	}
+	if !(c.MockPeerBandwidth >= 0) || c.MockPeerLatency < 0 || !(c.MockPeerFailures >= 0 && c.MockPeerFailures <= 1) {
+		return fmt.Errorf("--mock-peer-bandwidth %v, --mock-peer-latency %v and --mock-peer-failures %v: give at least 0, and failures as a share up to 1", c.MockPeerBandwidth, c.MockPeerLatency, c.MockPeerFailures)
+	}
+	if c.MockPeerBandwidth > 0 && c.MockHostBlocks == 0 {
+		return errors.New("--mock-peer-bandwidth: workers pull from each other's host memory; set --mock-host-blocks")
 	}
 	for _, id := range c.MockSilentTiers {
 		if id >= uint64(workers) {
@@ -58,6 +68,11 @@ func (c *Settings) Tiers() (tiers []engine.TierSettings) {
 	return tiers
 }
 
+// Peers returns how mock workers pull from each other.
+func (c *Settings) Peers() engine.PeerSettings {
+	return engine.PeerSettings{Loads: engine.Loads{Fixed: c.MockPeerLatency, Bandwidth: c.MockPeerBandwidth, BytesPerToken: c.MockKVBytesPerToken}, Failures: c.MockPeerFailures}
+}
+
 // Names of --mock-tier-events.
 const (
 	tierPlaceholder = "placeholder"
@@ -66,6 +81,8 @@ const (
 
 // tierCounts count loads from lower tiers.
 type tierCounts struct {
+	peer, pullBytes       atomic.Int64 // tokens and bytes from other workers
+	pullMicros            atomic.Int64
 	queries, host, disk   atomic.Int64 // tokens that the cache did not have, and those found below
 	loadBytes, loadMicros atomic.Int64 // from the host, those that come from files too
 	readBytes, readMicros atomic.Int64 // from files
@@ -98,8 +115,11 @@ func (r *Rank) loadLower(request *engine.Request) {
 func (r *Rank) countLoad(request *engine.Request) {
 	r.Engine.EachLoad(request, func(s *engine.Store, tokens int) {
 		bytes, micros := &r.Counts.tiers.loadBytes, &r.Counts.tiers.loadMicros
-		if s.Tier != kv.Host {
+		switch s.Tier {
+		case kv.Disk:
 			bytes, micros = &r.Counts.tiers.readBytes, &r.Counts.tiers.readMicros
+		case kv.External:
+			bytes, micros = &r.Counts.tiers.pullBytes, &r.Counts.tiers.pullMicros
 		}
 		bytes.Add(int64(tokens * s.Loads.BytesPerToken))
 		micros.Add(s.Loads.Takes(tokens).Microseconds())
@@ -185,6 +205,7 @@ func (p *metricsPage) tierMetrics(cfg *Settings) {
 	}{
 		{"device", func(c *counts) int64 { return c.prefixHits.Load() }},
 		{"host", func(c *counts) int64 { return c.tiers.host.Load() }},
+		{"p2p", func(c *counts) int64 { return c.tiers.peer.Load() }},
 		{"disk", func(c *counts) int64 { return c.tiers.disk.Load() }},
 	} {
 		p.add("counter", "prompt_tokens_cached_by_source_total", fmt.Sprintf(`,source=%q`, source.name), func(r *Rank, _ Load) float64 { return float64(source.tokens(&r.Counts)) })
@@ -201,6 +222,10 @@ func (p *metricsPage) tierMetrics(cfg *Settings) {
 	p.count("kv_offload_total_bytes_total", `,transfer_type="CPU_to_GPU"`, func(c *counts) *atomic.Int64 { return &c.tiers.loadBytes })
 	p.add("counter", "kv_offload_total_time_total", `,transfer_type="CPU_to_GPU"`, seconds(func(t *tierCounts) *atomic.Int64 { return &t.loadMicros }))
 	p.gauge("kv_offload_cpu_cache_usage_perc", func(*Rank, Load) float64 { return 0 }) // nothing is pinned
+	if cfg.pulls() {
+		p.count("kv_offload_tiering_read_bytes_total", `,tier="2:p2p"`, func(c *counts) *atomic.Int64 { return &c.tiers.pullBytes })
+		p.add("counter", "kv_offload_tiering_read_time_total", `,tier="2:p2p"`, seconds(func(t *tierCounts) *atomic.Int64 { return &t.pullMicros }))
+	}
 	if cfg.MockDiskBlocks > 0 {
 		p.count("kv_offload_tiering_read_bytes_total", `,tier="1:fs"`, func(c *counts) *atomic.Int64 { return &c.tiers.readBytes })
 		p.add("counter", "kv_offload_tiering_read_time_total", `,tier="1:fs"`, seconds(func(t *tierCounts) *atomic.Int64 { return &t.readMicros }))

@@ -109,4 +109,5 @@ func (r *inference) findPrompt() {
 		Session: r.model.Router.SessionOf(r.caller.Name, r.hints.Session), SessionID: router.SessionID(r.caller.Name, r.hints.Session),
 	}
 	r.request.Follow(r.hints)
+	r.request.Pulls = !r.multiple && proxy.Pulls(x.Route, r.body)
 }

@@ -1,10 +1,6 @@
 package policy
 
-import (
-	"time"
-
-	"kvrouter/internal/kv"
-)
+import "time"
 
 // Wait predicts the delay of the first token of a new request on a worker with that
 // load, compared to an idle one. It simulates the passes of the prompts booked
@@ -45,8 +41,8 @@ func (p *Work) overdue(now time.Time, load *Load) (waits int, late float64) {
 		tokens := max(oldest.Queued, oldest.Tokens)
 		passes := float64(2 + wholePasses(tokens)) // one runs when it is sent
 		due := passes*(p.Timing.Pass+p.Timing.Decoding(load.ContextTokens)) + p.Timing.Token*float64(tokens)
-		if oldest.Loads != (kv.TierTokens{}) {
-			due += p.loadsOf(load.Tiers, oldest.Loads)
+		if oldest.loads() {
+			due += p.loadsOf(load.Tiers, oldest.Loads) + p.pullsOf(load.Tiers, oldest.Pulled)
 		}
 		if late = milliseconds(now.Sub(oldest.Sent)) - due; late < (overduePrompts-1)*due {
 			return 0, 0

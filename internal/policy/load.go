@@ -38,6 +38,7 @@ type Prefill struct {
 	Tokens        int           // uncached ones
 	Queued        int           // uncached ones of all that were to be computed there when it was sent, its own included
 	Loads         kv.TierTokens // those of its tokens that are to be loaded from lower tiers
+	Pulled        int           // those that are to be pulled from another worker
 	Sent          time.Time
 	AnsweredWhole bool // its first token will not be reported
 }

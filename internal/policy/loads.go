@@ -16,7 +16,9 @@ import (
 // loading is the load of a prompt from lower tiers on a worker, times in ms.
 type loading struct {
 	tokens int     // that are loaded instead of computed
-	own    float64 // how long it takes
+	pulled int     // that are pulled from another worker instead of computed
+	pull   float64 // how long that takes
+	own    float64 // how long it takes in all
 	asked  float64 // from now on, when a pass first has room for the prompt: it begins then at the earliest
 	over   float64 // from now on, when it is over
 }
@@ -30,18 +32,22 @@ func (l loading) delay() float64 { return l.over - l.asked }
 // by all of it, those that come while it runs by half of it in the mean.
 func (l loading) later(behind float64) float64 { return behind * l.own * (l.delay() - l.own/2) }
 
-// loading returns the load of a prompt on the candidate.
-func (p *Work) loading(q *Query, c *Candidate) (l loading) {
-	sum := 0.0
+// loading returns the load of a prompt on the candidate, which may pull, too.
+func (p *Work) loading(q *Query, c *Candidate, pulls bool) (l loading) {
+	sum, ahead := 0.0, 0.0
 	for _, tier := range kv.LowerTiers {
 		if blocks := c.expected(tier); blocks > 0 {
 			sum += blocks * float64(q.BlockSize)
 			l.own += p.loadTime(c.Load.Tiers, tier, blocks/float64(c.Lower.Of(tier)), blocks*float64(q.BlockSize))
 		}
 	}
-	if sum > 0 {
+	if pulls {
+		l.pulled, l.pull, ahead = p.pulling(q, c)
+		l.own += l.pull
+	}
+	if sum > 0 || pulls {
 		_, _, _, l.asked = p.coming(q.Now, &c.Load, 1, 0)
-		l.over = l.own + max(l.asked, p.loadsBefore(q.Now, &c.Load))
+		l.over = l.own + max(l.asked, p.loadsBefore(q.Now, &c.Load), ahead)
 	}
 	l.tokens = int(sum)
 	return l
@@ -52,7 +58,7 @@ func (p *Work) loading(q *Query, c *Candidate) (l loading) {
 func (p *Work) loadsBefore(now time.Time, load *Load) float64 {
 	over := math.Inf(-1)
 	for i := range load.Prefills {
-		if f := &load.Prefills[i]; f.Loads != (kv.TierTokens{}) {
+		if f := &load.Prefills[i]; f.loads() {
 			over = p.loadOver(now, load.Tiers, f, over)
 		}
 	}
@@ -63,13 +69,16 @@ func (p *Work) loadsBefore(now time.Time, load *Load) float64 {
 // over at before; negative: it has been. It begins when the prompts before are computed.
 func (p *Work) loadOver(now time.Time, tiers *Tiers, f *Prefill, before float64) float64 {
 	begins := milliseconds(f.Sent.Sub(now)) + p.Timing.Prefill(f.Queued-f.Tokens)
-	return max(before, begins) + p.loadsOf(tiers, f.Loads)
+	return max(before, begins) + p.loadsOf(tiers, f.Loads) + p.pullsOf(tiers, f.Pulled)
 }
 
-// loads reports whether any prompt without a first token loads from lower tiers.
+// loads reports whether the prompt loads from lower tiers or pulls from another worker.
+func (f *Prefill) loads() bool { return f.Loads != (kv.TierTokens{}) || f.Pulled > 0 }
+
+// loads reports whether any prompt without a first token loads.
 func (l *Load) loads() bool {
 	for i := range l.Prefills {
-		if l.Prefills[i].Loads != (kv.TierTokens{}) {
+		if l.Prefills[i].loads() {
 			return true
 		}
 	}
@@ -85,7 +94,7 @@ func (p *Work) computing(now time.Time, load *Load, ready float64) []Prefill {
 	p.ordered = p.ordered[:0]
 	over := math.Inf(-1)
 	for _, f := range load.Prefills {
-		if f.Loads != (kv.TierTokens{}) {
+		if f.loads() {
 			over = p.loadOver(now, load.Tiers, &f, over)
 			if !(over <= ready) {
 				continue
@@ -170,6 +179,10 @@ func (f *loadFit) time(chance, tokens float64) float64 {
 // from one tier, on a worker without other prompts: what it took longer than its passes.
 func (p *Work) learnLoad(o *Outcome) {
 	if !o.Alone || o.Leg == kv.LegDecode {
+		return
+	}
+	if o.Pulled > 0 {
+		p.learnPull(o)
 		return
 	}
 	for i, tier := range kv.LowerTiers {

@@ -24,6 +24,7 @@ type Query struct {
 	Sequence    []uint64  // the prompt's sequence hashes; nil if the router does not count shared active blocks
 	DryRun      bool      // nothing is sent: the policy learns nothing from the choice
 	Prefix      hints.Prefix
+	Pulling     int          // pulls of any worker that are under way
 	Workers     int          // that are up for that leg, including excluded ones
 	Retry       bool         // another worker has failed it before
 	Decision    uint64       // number for the feedback to a judged policy; 0: there is none
@@ -41,6 +42,7 @@ type Candidate struct {
 	// instead of computing them.
 	Lower    kv.LowerBlocks
 	Doubtful bool // the lower tiers may have been emptied without an event
+	Pull     Pull // that it could begin with
 	// NewBlocks is the number of the prompt's full blocks that no in-flight request
 	// on it has; counted only for policies that request it.
 	NewBlocks int
@@ -48,6 +50,18 @@ type Candidate struct {
 	// without a match; counted only for policies that request it.
 	TreeBlocks int
 	Load       Load
+}
+
+// Pull is what a worker can have of a prompt from another one instead of computing it.
+type Pull struct {
+	From   kv.WorkerKey
+	Blocks int    // that continue Overlap and Lower; 0: there is no such worker
+	Ahead  int    // tokens that other requests pull from that worker now
+	Source *Tiers // what is known of that worker; nil: nothing
+
+	// Tokens are those of Blocks that are expected to come. Choose sets it on the
+	// chosen candidate if the request is to pull; 0: it is to compute them.
+	Tokens int
 }
 
 // Policy chooses one of at least one candidate and returns its index. It is called
@@ -91,6 +105,7 @@ type Outcome struct {
 	Leg        kv.Leg
 	Uncached   int           // prompt tokens to be computed
 	Loads      kv.TierTokens // prompt tokens that it was expected to load
+	Pulled     int           // prompt tokens that it was expected to pull from another worker
 	Loaded     bool          // the engine reports as many cached tokens as were expected
 	Tiers      *Tiers        // of its worker; nil: nothing is known
 	Output     int           // tokens of the answer

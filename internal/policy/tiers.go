@@ -9,7 +9,13 @@ type Tiers struct {
 	missing [len(kv.LowerTiers)]float64 // share of the expected blocks that were not there, of late
 	fits    [len(kv.LowerTiers)]loadFit
 
+	pulls  pullRecord // of what it pulled from others
+	serves pullRecord // of what others pulled from it
+
+	pullCounts PullCounts
+
 	counted    *Transfers // the engine's counters, as last read; nil: not yet
+	peer       rate       // bytes: from other workers to host memory
 	host, disk rate       // bytes: from host memory to the device, from slower tiers to host memory
 	lookups    rate       // in slower tiers
 	tokens     rate       // bytes loaded into the device, for each token
@@ -147,6 +153,7 @@ type Transfers struct {
 	HostBytes, HostSeconds float64       // from host memory to the device
 	HostTokens             float64       // that HostBytes are
 	DiskBytes, DiskSeconds float64       // from slower tiers to host memory
+	PeerBytes, PeerSeconds float64       // from other workers to host memory
 	Lookups, LookupSeconds float64       // in slower tiers
 	Cached                 kv.TierTokens // cached prompt tokens by the tier that they came from
 }
@@ -156,11 +163,12 @@ type Transfers struct {
 func (t *Tiers) Count(now Transfers) {
 	last := t.counted
 	t.counted = &now
-	if last == nil || now.HostBytes < last.HostBytes || now.DiskBytes < last.DiskBytes || now.HostTokens < last.HostTokens {
+	if last == nil || now.HostBytes < last.HostBytes || now.DiskBytes < last.DiskBytes || now.PeerBytes < last.PeerBytes || now.HostTokens < last.HostTokens {
 		return
 	}
 	t.host.add(now.HostSeconds-last.HostSeconds, now.HostBytes-last.HostBytes, tierForgetRate)
 	t.disk.add(now.DiskSeconds-last.DiskSeconds, now.DiskBytes-last.DiskBytes, tierForgetRate)
+	t.peer.add(now.PeerSeconds-last.PeerSeconds, now.PeerBytes-last.PeerBytes, tierForgetRate)
 	t.lookups.add(now.LookupSeconds-last.LookupSeconds, now.Lookups-last.Lookups, tierForgetRate)
 	t.tokens.add(now.HostBytes-last.HostBytes, now.HostTokens-last.HostTokens, 0)
 }

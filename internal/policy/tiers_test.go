@@ -133,7 +133,7 @@ func TestALoadBeginsWithAPassThatHasRoom(t *testing.T) {
 	} {
 		t.Run(test.name, func(t *testing.T) {
 			test.load.Tiers = tiers
-			l := p.loading(&Query{Now: testNow, BlockSize: 64}, &Candidate{Lower: kv.LowerBlocks{Host: 50}, Load: test.load})
+			l := p.loading(&Query{Now: testNow, BlockSize: 64}, &Candidate{Lower: kv.LowerBlocks{Host: 50}, Load: test.load}, false)
 			if math.Abs(l.own-64) > 1e-6 || math.Abs(l.asked-test.asked) > 1e-6 || math.Abs(l.over-test.over) > 1e-6 || l.tokens != 3200 {
 				t.Errorf("%+v; want 64 ms, asked in %v, over in %v", l, test.asked, test.over)
 			}
@@ -294,7 +294,7 @@ func TestForeignNumbersOfTiers(t *testing.T) {
 				p.learnLoad(&Outcome{Alone: true, Loaded: true, Loads: lower.Tokens(64), Tiers: &tiers, FirstToken: time.Duration(rapid.Int64Range(0, int64(time.Hour)).Draw(t, "first"))})
 			}
 			c := Candidate{Lower: lower, Doubtful: rapid.Bool().Draw(t, "doubtful"), Load: Load{Tiers: &tiers}}
-			l := p.loading(&Query{Now: testNow, BlockSize: 64}, &c)
+			l := p.loading(&Query{Now: testNow, BlockSize: 64}, &c, false)
 			if !(l.own >= 0) || !(l.delay() >= l.own) || l.tokens < 0 || l.tokens > lower.Total()*64 {
 				t.Fatalf("%+v are %+v", lower, l)
 			}

@@ -1,6 +1,7 @@
 package policy
 
 import (
+	"math"
 	"math/rand/v2"
 	"time"
 
@@ -62,6 +63,9 @@ type Work struct {
 	reuse      reuseCounts
 	loads      [len(kv.LowerTiers)]loadFit // of all workers
 	ordered    []Prefill                   // reused by computing
+	pulls      loadFit                     // of all workers
+	pulledAt   time.Time                   // when pulls last learned
+	found      runningMean                 // share of a prompt's tokens that was cached
 }
 
 // workMeanOver is the number of requests that the means are over, about.
@@ -122,21 +126,30 @@ func (p *Work) Choose(q Query, candidates []Candidate, random *rand.Rand) int {
 		p.arrive(q, candidates)
 	}
 	u := p.usual(q, candidates, routers)
+	pulls := false
 	for i := range candidates {
 		u.parts = u.parts || candidates[i].Held > candidates[i].Overlap
+		pulls = pulls || candidates[i].Pull.Blocks > 0
+	}
+	if pulls {
+		u.starts = p.startsBest(&q, candidates, &u)
 	}
 	if q.Explain != nil {
 		q.Explain.Rank("work", candidates, func(c *Candidate) Score { return p.terms(&q, c, &u).explain() })
 	}
 	chosen := Best(candidates, random, func(c *Candidate) float64 { return -p.terms(&q, c, &u).cost() })
+	if c := &candidates[chosen]; c.Pull.Blocks > 0 {
+		c.Pull.Tokens = p.terms(&q, c, &u).pulled
+	}
 	if learns {
 		loads := 0.0
-		if candidates[chosen].Lower != (kv.LowerBlocks{}) {
+		if candidates[chosen].Lower != (kv.LowerBlocks{}) || candidates[chosen].Pull.Tokens > 0 {
 			loads = 1
 		}
 		p.loadShare.add(loads)
 	}
 	if learns && q.Tokens > 0 {
+		p.found.add(1 - float64(uncachedTokens(&q, &candidates[chosen]))/float64(q.Tokens))
 		stored := float64(uncachedTokens(&q, &candidates[chosen])) + u.output
 		caches := cacheTokens(q, candidates) * float64(fleet(q, candidates)) / float64(len(candidates))
 		p.reuse.pass(min(routers*stored/caches, 1))
@@ -232,6 +245,7 @@ type workUsual struct {
 	f        float64
 	output   float64 // tokens
 	decoding float64 // ms
+	starts   float64 // of startsBest
 	parts    bool    // another group than the first ends a match
 	delayed  float64 // requests that come to a worker until a queue is empty, for each ms of it
 	behind   float64 // the same of loads, until no more are under way
@@ -267,44 +281,90 @@ func (p *Work) usual(q Query, candidates []Candidate, routers float64) workUsual
 type workTerms struct {
 	first, load, copy, pushed, foreign, later float64
 	decode, others, slower                    float64
+
+	pull    float64
+	starts  float64 // until the first token, not times f
+	pulled  int     // tokens that it is expected to pull
+	sourced bool    // it could pull
 }
 
 func (t workTerms) cost() float64 {
-	return t.first + t.load - t.copy + t.pushed + t.foreign + t.later + t.decode + t.others + t.slower
+	return t.first + t.load + t.pull - t.copy + t.pushed + t.foreign + t.later + t.decode + t.others + t.slower
 }
 
 func (t workTerms) explain() Score {
-	return Score{
+	s := Score{
 		Terms: []Term{
 			{"first_token", -t.first}, {"load", -t.load}, {"copy", t.copy}, {"pushed", -t.pushed}, {"foreign", -t.foreign}, {"later", -t.later},
 			{"decode", -t.decode}, {"others", -t.others}, {"slower", -t.slower},
 		},
 		Total: -t.cost(),
 	}
+	if t.sourced {
+		s.Terms = append(s.Terms, Term{"pull", -t.pull})
+	}
+	return s
 }
 
-func (p *Work) terms(q *Query, c *Candidate, u *workUsual) workTerms {
-	uncached, load := uncachedTokens(q, c), loading{}
-	if c.Lower != (kv.LowerBlocks{}) && q.Leg != kv.LegDecode {
-		load = p.loading(q, c)
-		uncached = max(1, uncached-load.tokens)
+// startsBest returns when the first token comes, ms, at the candidate that is best if nobody
+// pulls.
+func (p *Work) startsBest(q *Query, candidates []Candidate, u *workUsual) (ms float64) {
+	least := math.Inf(1)
+	for i := range candidates {
+		if t := p.termsOf(q, &candidates[i], u, false); t.cost() < least {
+			least, ms = t.cost(), t.starts
+		}
 	}
-	first, pushed, begun, _ := p.coming(q.Now, &c.Load, uncached, load.over)
-	first -= load.delay()
+	return ms
+}
+
+// terms returns the parts of a candidate's cost: that of computing what it does not have,
+// or of pulling it, whichever is less. A pull must bring the first token no later than
+// the best candidate without pulls: what it moves between workers to spare the answers of
+// others has paid in no simulation.
+func (p *Work) terms(q *Query, c *Candidate, u *workUsual) workTerms {
+	t := p.termsOf(q, c, u, false)
+	if c.Pull.Blocks == 0 {
+		return t
+	}
+	if pulled := p.termsOf(q, c, u, true); pulled.pulled > 0 && pulled.cost() < t.cost() && pulled.starts <= u.starts {
+		t = pulled
+	}
+	t.sourced = true
+	return t
+}
+
+// termsOf returns the parts of a candidate's cost if it pulls, or if it does not.
+func (p *Work) termsOf(q *Query, c *Candidate, u *workUsual, pulls bool) workTerms {
+	uncached, load := uncachedTokens(q, c), loading{}
+	if (c.Lower != (kv.LowerBlocks{}) || pulls) && q.Leg != kv.LegDecode {
+		load = p.loading(q, c, pulls)
+		uncached = max(1, uncached-load.tokens-load.pulled)
+	}
+	starts, pushed, begun, _ := p.coming(q.Now, &c.Load, uncached, load.over)
+	first := starts - load.delay()
 	own := p.Timing.Prefill(uncached)
 	copied := 0.0
 	if uncached > 0 {
 		cached := c.Overlap + load.tokens/q.BlockSize
-		blocks := p.reuse.others(cached)
-		if u.parts {
-			blocks -= p.reuse.others(max(cached, c.Held))
+		if c.Pull.Blocks > 0 {
+			copied = p.copiedBeside(q, c, u, cached, pulls)
+		} else {
+			blocks := p.reuse.others(cached)
+			if u.parts {
+				blocks -= p.reuse.others(max(cached, c.Held))
+			}
+			copied = p.Timing.Prefill(q.BlockSize) * blocks
 		}
-		copied = min(own, p.Timing.Prefill(q.BlockSize)*blocks)
+		copied = min(own, copied)
 	}
 	t := workTerms{
-		first: u.f * first, load: u.f * load.delay(), copy: u.f * copied, pushed: u.f * pushed,
+		first: u.f * first, load: u.f * (load.delay() - load.pull), pull: u.f * load.pull, starts: starts, pulled: load.pulled, copy: u.f * copied, pushed: u.f * pushed,
 		foreign: u.f * foreignWait(&c.Load) * u.decoding,
 		later:   u.f * u.delayed * (own - copied) * (first - own/2),
+	}
+	if load.pulled > 0 {
+		t.pull += u.f * p.evicted(load.pulled)
 	}
 	if load.own > 0 {
 		t.later += u.f * load.later(u.behind)
@@ -316,6 +376,24 @@ func (p *Work) terms(q *Query, c *Candidate, u *workUsual) workTerms {
 		t.slower = n * u.output / 2 * p.Timing.context * float64(max(1, q.Tokens))
 	}
 	return t
+}
+
+// copiedBeside returns the time that later requests save by a new copy of what the
+// candidate computes, if another worker has blocks that they could pull. Of such a block
+// they save a pull at most, and the copy is worth nothing that the candidate pulls itself:
+// the one that it is pulled from stays.
+func (p *Work) copiedBeside(q *Query, c *Candidate, u *workUsual, cached int, pulls bool) float64 {
+	if u.parts {
+		return 0 // only of models whose blocks are not pulled
+	}
+	there := cached + c.Pull.Blocks
+	compute := p.Timing.Prefill(q.BlockSize)
+	saved := compute * p.reuse.others(there)
+	if pulls {
+		return saved
+	}
+	pull, _ := p.pullTime(q.Now, c.Load.Tiers, float64(q.BlockSize))
+	return saved + min(compute, pull)*max(0, p.reuse.others(cached)-p.reuse.others(there))
 }
 
 // foreignWait is how many answers will be given before the requests have left the queue

@@ -5,6 +5,7 @@ import (
 	"log/slog"
 	"math"
 	"slices"
+	"strings"
 	"time"
 
 	dto "github.com/prometheus/client_model/go"
@@ -36,6 +37,7 @@ const (
 	vllmLookups     = "vllm:kv_offload_lookup_async_delay_seconds"
 	vllmBySource    = "vllm:prompt_tokens_cached_by_source"
 	vllmLoadingType = "CPU_to_GPU"
+	vllmPeers       = ":p2p" // ends the label tier of the tier whose blocks other workers have
 )
 
 // SGLang's counters.
@@ -103,7 +105,10 @@ func (p Page) Transfers(engine string) (t policy.Transfers, shown bool) {
 	if t.HostTokens == 0 {
 		t.HostTokens = float64(loaded)
 	}
-	t.DiskBytes, t.DiskSeconds = sum(vllmReadBytes, all), sum(vllmReadTime, all)
+	peers := func(_ string, labels map[string]string) bool { return strings.HasSuffix(labels["tier"], vllmPeers) }
+	files := func(_ string, labels map[string]string) bool { return !strings.HasSuffix(labels["tier"], vllmPeers) }
+	t.DiskBytes, t.DiskSeconds = sum(vllmReadBytes, files), sum(vllmReadTime, files)
+	t.PeerBytes, t.PeerSeconds = sum(vllmReadBytes, peers), sum(vllmReadTime, peers)
 	t.Lookups, t.LookupSeconds = p.histogram(vllmLookups, engine)
 	return t, t.HostBytes > 0 || loaded > 0
 }

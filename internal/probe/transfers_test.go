@@ -95,6 +95,7 @@ func TestPageShowsLoadsFromLowerTiers(t *testing.T) {
 		{"another rank", offloadingPage, "1", policy.Transfers{Cached: kv.TierTokens{Device: 7}}, false},
 		{"SGLang", hicachePage, "", policy.Transfers{HostBytes: 2e6, HostSeconds: 1, HostTokens: 2000, Cached: kv.TierTokens{Device: 100, Host: 1472, Disk: 640}}, true},
 		{"another engine", "# TYPE x counter\nx 1\n", "", policy.Transfers{}, false},
+		{"blocks of other workers", "vllm:kv_offload_load_bytes_total 7\nvllm:kv_offload_tiering_read_bytes_total{tier=\"1:fs\"} 3\nvllm:kv_offload_tiering_read_bytes_total{tier=\"2:p2p\"} 5\nvllm:kv_offload_tiering_read_time_total{tier=\"2:p2p\"} 2\n", "", policy.Transfers{HostBytes: 7, DiskBytes: 3, PeerBytes: 5, PeerSeconds: 2}, true},
 		{"foreign numbers", "vllm:kv_offload_load_bytes_total 1e300\nvllm:kv_offload_load_time_total NaN\nvllm:kv_offload_tiering_read_bytes_total -5\n", "", policy.Transfers{HostBytes: mostCounted}, true},
 	} {
 		if got, shown := transfersOn(t, test.page, test.engine); got != test.want || shown != test.shown {

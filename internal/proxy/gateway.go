@@ -165,6 +165,10 @@ func (p *Proxy) sendByGateway(request *http.Request, u *Upstream, x *Exchange) (
 	target := x.Decision.Target
 	request.Header.Del(HeaderPrefiller) // a client's would choose the address that the sidecar asks
 	request.Header.Del(HeaderDataParallel)
+	request.Header.Del(HeaderSource)
+	if source := x.Decision.Source; source != nil {
+		request.Header.Set(HeaderSource, source.Address())
+	}
 	if target.Ranks > 1 {
 		request.Header.Set(HeaderDataParallel, target.Address())
 	}

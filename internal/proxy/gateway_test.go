@@ -157,7 +157,7 @@ func sendByGatewayAs(t *testing.T, rt *router.Router, change func(*Upstream), se
 	request := router.Request{Tokens: testkit.Tokens(1, 256), Alternatives: 3}
 	u := Upstream{
 		Method: http.MethodPost, Path: testkit.ChatPath, Body: []byte(`{}`), Route: testkit.ChatPath, EndMarked: true,
-		Header:  http.Header{HeaderPrefiller: {"169.254.169.254:80"}, HeaderDataParallel: {"169.254.169.254:80"}},
+		Header:  http.Header{HeaderPrefiller: {"169.254.169.254:80"}, HeaderDataParallel: {"169.254.169.254:80"}, HeaderSource: {"169.254.169.254:80"}},
 		Gateway: &Gateway{Send: send},
 	}
 	change(&u)
@@ -204,7 +204,7 @@ func TestAGatewaysAnswerEndsItsBooking(t *testing.T) {
 			if err == nil && (w.Code != test.status || x.Usage.CachedTokens != test.cached) {
 				t.Errorf("status %d, %d cached; want %d, %d", w.Code, x.Usage.CachedTokens, test.status, test.cached)
 			}
-			for _, name := range []string{HeaderPrefiller, HeaderDataParallel} {
+			for _, name := range []string{HeaderPrefiller, HeaderDataParallel, HeaderSource} {
 				if given := routed.Request.Header[name]; given != nil {
 					t.Errorf("%s: %s of the client goes on", name, given)
 				}

@@ -304,7 +304,7 @@ func (p *Proxy) send(ctx context.Context, w http.ResponseWriter, u Upstream, x *
 	x.Decision, x.Worker, x.Ending, x.refusal = decision, p.names.Label(decision.Target.Key.Worker), policy.Abandoned, refusal{}
 	defer func() { x.Decision.Booking.End() }() // if relaying panics
 	if !u.asTokens {
-		u = p.withTokens(u, &decision.Target, "")
+		u = p.withTokens(u, &decision.Target, pullParams(&u, &decision))
 	}
 	if u.Migration != nil && !u.Migration.begun {
 		if p.refusers.has(&decision.Target) {

@@ -47,6 +47,9 @@ type Index interface {
 	LowerOf(w kv.WorkerKey) LowerState
 	DumpLowerOf(w kv.WorkerKey) LowerDump
 	RestoreLower(w kv.WorkerKey, chunk int, doubtful bool, stores []string)
+
+	// CountHosted makes matches have kv.Match.Hosted, which takes time.
+	CountHosted()
 }
 
 // Assumer is an Index that learns from routing decisions.

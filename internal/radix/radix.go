@@ -104,6 +104,7 @@ type Tree struct {
 	lowerHeld, lowerMost int            // blocks of all lower tiers, and their maximum
 	lowerLost            int            // blocks dropped for the bounds so far
 	readers              bool           // some worker may have ready blocks, because of a store
+	countsHosted         bool           // matches have kv.Match.Hosted
 
 	lookaheads atomic.Pointer[[]kv.Lookahead] // of LookaheadStored
 

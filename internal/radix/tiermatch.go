@@ -31,6 +31,14 @@ func (r *Tree) matchLower(p *workerPlace, walked *path, usable, whole, start int
 		}
 		dst[start].Staged = staged
 	}
+	if r.countsHosted {
+		if hosted := r.hostedRun(lower, walked, min(whole, walked.length)); hosted > 0 {
+			if len(dst) == start {
+				dst = append(dst, kv.Match{Worker: p.key})
+			}
+			dst[start].Hosted = int32(hosted)
+		}
+	}
 	if held >= usable {
 		return dst
 	}
@@ -93,6 +101,33 @@ func (r *Tree) stagedRun(lower *lowerTiers, walked *path, at, end int) (staged k
 		}
 	}
 	return staged
+}
+
+// hostedRun returns kv.Match.Hosted. Chunks that are not whole cannot be looked up.
+func (r *Tree) hostedRun(lower *lowerTiers, walked *path, end int) (blocks int) {
+	slot := lower.own[kv.Host-1]
+	if lower.doubtful {
+		slot = lower.sure[kv.Host-1]
+	}
+	for blocks < end {
+		run := walked.runAt(blocks)
+		if !hasSlot(walked.sets.words(walked.runs[run].set), slot) {
+			break
+		}
+		blocks = end
+		if run+1 < len(walked.runs) {
+			blocks = min(end, walked.runs[run+1].start)
+		}
+	}
+	chunk := max(1, lower.chunk)
+	return blocks / chunk * chunk
+}
+
+// CountHosted makes later matches have kv.Match.Hosted.
+func (r *Tree) CountHosted() {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	r.countsHosted = true
 }
 
 // runLower adds to found the blocks from at on, in their fastest tier, and returns the

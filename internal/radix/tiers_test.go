@@ -111,6 +111,15 @@ func (w *modelWorker) staged(hashes []uint64, device int) (b kv.LowerBlocks) {
 	return b
 }
 
+// hosted is the number of leading blocks that are in host memory for sure, in whole chunks.
+func (w *modelWorker) hosted(hashes []uint64) (blocks int) {
+	for blocks < len(hashes) && w.host[hashes[blocks]] > 0 && (!w.doubtful || w.sure[kv.Host][hashes[blocks]]) {
+		blocks++
+	}
+	chunk := max(1, w.chunk)
+	return blocks / chunk * chunk
+}
+
 // A prompt of the model is a path in a tree of two children a node; a block's engine hash
 // names its path, and its local hash its last step.
 func modelPrompt(t *rapid.T) (hashes []uint64, blocks []kv.StoredBlock) {
@@ -128,6 +137,7 @@ func modelPrompt(t *rapid.T) (hashes []uint64, blocks []kv.StoredBlock) {
 func TestTiersMatchAsTheModel(t *testing.T) {
 	rapid.Check(t, func(t *rapid.T) {
 		r := NewTree()
+		r.CountHosted()
 		m := &tierModel{workers: map[kv.WorkerKey]*modelWorker{}, stores: map[string]map[uint64]bool{"": {}, "s": {}}}
 		keys := []kv.WorkerKey{{Worker: 1}, {Worker: 2}, {Worker: 2, Rank: 1}}
 		for _, key := range keys {
@@ -264,6 +274,7 @@ func TestTiersMatchAsTheModel(t *testing.T) {
 // restoredTiers returns another index with what the dumps of r yield.
 func restoredTiers(t *rapid.T, r *Tree) *Tree {
 	restored := NewTree()
+	restored.CountHosted()
 	workers := r.Workers()
 	if rapid.Bool().Draw(t, "backwards") { // the first reader of a store comes last
 		slices.Reverse(workers)
@@ -342,13 +353,14 @@ func compareTiers(t *rapid.T, r *Tree, m *tierModel, keys []kv.WorkerKey, hashes
 	for _, key := range keys {
 		device, lower, sure := m.match(m.workers[key], hashes, usable)
 		staged := m.workers[key].staged(hashes, device)
-		if device > 0 || lower.Total() > 0 || staged.Total() > 0 {
-			want = append(want, fmt.Sprint(key, device, lower, sure, staged))
+		hosted := m.workers[key].hosted(hashes)
+		if device > 0 || lower.Total() > 0 || staged.Total() > 0 || hosted > 0 {
+			want = append(want, fmt.Sprint(key, device, lower, sure, staged, hosted))
 		}
 	}
 	var got []string
 	for _, match := range r.Match(local, usable, nil) {
-		got = append(got, fmt.Sprint(match.Worker, match.Blocks, match.Lower, match.Sure, match.Staged))
+		got = append(got, fmt.Sprint(match.Worker, match.Blocks, match.Lower, match.Sure, match.Staged, match.Hosted))
 	}
 	if !slices.Equal(got, want) {
 		t.Fatalf("a prompt of %v, usable %d, matches %v, want %v", hashes, usable, got, want)

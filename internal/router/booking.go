@@ -27,6 +27,7 @@ type Booking struct {
 	loads         kv.TierTokens  // the same in tokens
 	doubtful      bool           // its lower tiers may have been emptied
 	sure          kv.LowerBlocks // those of lower that are then still there
+	pull          policy.Pull    // what it is to pull from another worker; Tokens 0: nothing
 	expected      int            // tokens of the answer; 0: unknown
 	answeredWhole bool           // its first token is not reported
 	leg           kv.Leg
@@ -37,6 +38,8 @@ type Booking struct {
 
 	// All below is guarded by router.mu.
 	shared       bool // sent to the other routers
+	pulled       policy.PullResult
+	pulledBlocks int // that came
 	sent         time.Time
 	queued       int    // uncached prompt tokens on the worker then, its own included
 	fault        *fault // how the worker failed it; nil: not reported
@@ -63,7 +66,7 @@ func (b *Booking) Ended() bool { return b.ended.Load() }
 // prefill returns the booking as policies see prompts that wait for their first
 // token.
 func (b *Booking) prefill() policy.Prefill {
-	return policy.Prefill{Tokens: b.uncached, Queued: b.queued, Loads: b.loads, Sent: b.sent, AnsweredWhole: b.answeredWhole}
+	return policy.Prefill{Tokens: b.uncached, Queued: b.queued, Loads: b.loads, Pulled: b.pull.Tokens, Sent: b.sent, AnsweredWhole: b.answeredWhole}
 }
 
 // locked runs f with the router's lock held, which guards the booking.
@@ -133,6 +136,9 @@ func (b *Booking) Cached(tokens int, tiers kv.TierTokens) {
 func (b *Booking) came(blocks int, tiers kv.TierTokens) {
 	first := b.cached < 0
 	b.cached = blocks
+	if first && b.pull.Tokens > 0 {
+		b.pullCame(blocks, b.router.now())
+	}
 	if !first || b.lower == (kv.LowerBlocks{}) || b.leg == kv.LegDecode || blocks < b.device {
 		return
 	}
@@ -238,6 +244,9 @@ func (r *Router) finishAs(b *Booking, how policy.Ending, output int, reason stri
 			f.FirstToken = b.first.Sub(b.sent)
 		}
 		judged.Judge(f)
+	}
+	if b.pulled != policy.PullNone {
+		r.loads.of(b.worker).tiers().PullEnded(b.pulled, b.pulledBlocks*r.blockSize)
 	}
 	r.loads.end(b, now)
 	if how == policy.Failed {

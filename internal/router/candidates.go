@@ -14,6 +14,7 @@ func (r *Router) collect(p *prompt, now time.Time) error {
 	r.candidates = slices.Grow(r.candidates[:0], len(r.targets))
 	err := ErrNoWorker
 	r.snapshot(p)
+	r.findSources(p, now)
 	p.workers, p.stays = 0, false
 	for i := range r.targets {
 		t := &r.targets[i]
@@ -86,7 +87,7 @@ func (r *Router) snapshot(p *prompt) {
 func (r *Router) candidate(c *policy.Candidate, p *prompt, at int, now time.Time) {
 	c.Target = r.targets[at]
 	c.Overlap, c.Held, c.NewBlocks, c.TreeBlocks = 0, 0, p.newBlocks(), 0
-	c.Lower, c.Doubtful = kv.LowerBlocks{}, false
+	c.Lower, c.Doubtful, c.Pull = kv.LowerBlocks{}, false, policy.Pull{}
 	r.targetLoads[at].asOf(now, &c.Load)
 	if p.Cached != nil {
 		c.Overlap = *p.Cached / r.blockSize
@@ -115,6 +116,9 @@ func (r *Router) candidate(c *policy.Candidate, p *prompt, at int, now time.Time
 	if c.Lower != (kv.LowerBlocks{}) {
 		c.Lower = c.Lower.Beyond(c.Overlap - matched).Within(usable - c.Overlap)
 	}
+	if p.sources[0].blocks > 0 && c.Target.Pulls() {
+		c.Pull = p.pullTo(c, usable)
+	}
 }
 
 // doubts reports whether the own lower tiers of the match's worker may have been emptied.
@@ -139,7 +143,7 @@ func (r *Router) uncached(tokens int, c *policy.Candidate) int {
 	if c.Lower != (kv.LowerBlocks{}) {
 		loaded = int(math.Round(r.traits.Loaded(c) * float64(r.blockSize)))
 	}
-	return tokens - c.Overlap*r.blockSize - loaded
+	return tokens - c.Overlap*r.blockSize - loaded - c.Pull.Tokens
 }
 
 // finds returns what the engine of the candidate is expected to find cached of p: blocks

@@ -35,6 +35,7 @@ func (r *Router) Check() error {
 	counts := map[kv.WorkerKey]*recount{}
 	var last *Booking
 	named := 0
+	served := map[kv.WorkerKey]int{}
 	for b := l.oldest; b != nil; last, b = b, b.newer {
 		switch {
 		case b.ended.Load():
@@ -51,6 +52,9 @@ func (r *Router) Check() error {
 		if c == nil {
 			c = &recount{requests: map[uint64]uint32{}}
 			counts[b.worker] = c
+		}
+		if !b.computed {
+			served[b.pull.From] += b.pull.Tokens
 		}
 		c.inFlight++
 		c.output += b.outputWeight
@@ -84,6 +88,9 @@ func (r *Router) Check() error {
 		delete(counts, w)
 		if load.InFlight != c.inFlight || load.Load.PrefillTokens != c.prefill || load.ContextTokens != c.context || load.AwaitedTokens != c.awaited || len(load.Prefills) != len(c.prefills) {
 			return fmt.Errorf("worker %v: in flight %d, prefill %d, context %d, awaited %d, %d prompts; recounted %+v", w, load.InFlight, load.Load.PrefillTokens, load.ContextTokens, load.AwaitedTokens, len(load.Prefills), *c)
+		}
+		if load.served > served[w] {
+			return fmt.Errorf("worker %v serves %d tokens to others, which pull %d", w, load.served, served[w])
 		}
 		for _, p := range c.prefills {
 			if !slices.Contains(load.Prefills, p) {

@@ -21,6 +21,8 @@ type loads struct {
 	shared   []int32  // by worker number, of the prompt that snapshot was asked about last
 	unused   []uint32 // numbers of workers that are gone
 
+	pulling int // requests without a first token that pull from another worker
+
 	byID           map[string]*Booking
 	oldest, newest *Booking // by time of the last message about them
 }
@@ -36,6 +38,8 @@ type workerLoad struct {
 
 	peaks [2]int    // most requests in flight in this span of peakSpan, and in the one before
 	since time.Time // this one began
+
+	served int // tokens that others pull from it now
 
 	reportsCached bool // an answer of it has said how many of its prompt's tokens were cached
 
@@ -151,6 +155,7 @@ func (l *loads) begin(b *Booking, now time.Time) {
 		b.queued = load.PrefillTokens
 		load.Prefills = append(load.Prefills, b.prefill())
 	}
+	l.serves(b, 1)
 	l.activate(b.worker, b.sequence)
 	if b.id != "" {
 		l.byID[b.id] = b
@@ -199,6 +204,7 @@ func (l *loads) firstToken(b *Booking, now time.Time) {
 	load := l.of(b.worker)
 	load.tallyAt(now)
 	load.ContextTokens += b.prompt
+	l.serves(b, -1)
 	if b.leg == kv.LegDecode {
 		load.AwaitedTokens -= b.prompt
 		b.first, b.atFirst = now, load.done
@@ -263,8 +269,11 @@ func (l *loads) outcome(b *Booking, output int, now time.Time) policy.Outcome {
 		Worker: b.worker, Leg: b.leg, Uncached: b.uncached, Output: output, Alone: b.alone,
 		FirstToken: b.first.Sub(b.sent), Decode: now.Sub(b.first),
 	}
-	if b.lower != (kv.LowerBlocks{}) {
+	if b.lower != (kv.LowerBlocks{}) || b.pull.Tokens > 0 {
 		o.Loads, o.Loaded, o.Tiers = b.loads, b.cached == b.device+b.lower.Total(), l.of(b.worker).tiers()
+	}
+	if b.pull.Tokens > 0 {
+		o.Pulled, o.Loaded = b.pull.Blocks*b.router.blockSize, b.pulled == policy.PullCame
 	}
 	o.Before = b.atFirst.since(b.atSent, o.FirstToken)
 	o.During = l.of(b.worker).tallyAt(now).since(b.atFirst, o.Decode)

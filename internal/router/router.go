@@ -67,6 +67,7 @@ type Request struct {
 	SessionID      string  // of SessionID: the session's id among routers; empty: not shared
 	Home           *uint64 // preferred worker, as of a session: used if healthy and not overloaded; nil: none
 	Alternatives   int     // maximum number of further workers in the decision
+	Pulls          bool    // the caller tells the worker from which other one to pull blocks
 
 	QueryOnly     bool // dry run: choose without a booking or any other change
 	ChooseOnly    bool // the end of the request will not be reported: book nothing
@@ -110,6 +111,7 @@ type Decision struct {
 	Guessed       kv.TierTokens  // tokens of Lower that may be gone without an event, not in Predicted
 	Booking       *Booking
 	Alternatives  []kv.Target // fallbacks if Target is unreachable, best first
+	Source        *kv.Target  // the worker from which Target is to pull blocks; nil: none
 
 	MatchedBlocks          int            // of the prompt in the worker's device cache, by the policy's reckoning
 	MatchedLower           kv.LowerBlocks // that continue them in lower tiers, by the policy's reckoning
@@ -192,6 +194,7 @@ type Router struct {
 	unavailable map[uint64]bool      // cordoned by discovery
 	receipts    receipts             // of the last decisions, while requested
 	sessions    *sessions
+	pulling     int          // of targets, those that pull
 	forecast    *policy.Work // knows how long the engine's passes take; the policy itself if it does
 }
 
@@ -210,6 +213,7 @@ type prompt struct {
 	matches   []kv.Match // by worker
 	next      int        // of matches, where matched goes on
 	workers   int        // that are up for the leg, whether they may serve it or not
+	sources   [2]source  // the best workers to pull from; blocks 0: there is none
 	counted   bool       // its blocks count as active
 	shared    bool       // those that other requests have too count once
 	sequence  []uint64   // their sequence hashes, if shared
@@ -307,6 +311,7 @@ func (r *Router) Up(t kv.Target) {
 	r.several = r.several || len(r.targets) > 1
 	r.outliers.Join(t.Key, t.Generation, t.Role, r.now())
 	r.notePairs()
+	r.notePulls()
 	r.dispatch(r.now())
 }
 
@@ -325,6 +330,7 @@ func (r *Router) Down(w kv.WorkerKey) {
 	r.loads.silence(w)
 	r.outliers.Leave(w, r.now())
 	r.notePairs()
+	r.notePulls()
 	r.dispatch(r.now())
 }
 
@@ -543,7 +549,7 @@ func (r *Router) taken(p *prompt) bool {
 
 // choose lets the policy choose among the candidates and books.
 func (r *Router) choose(p *prompt, d *Decision, now time.Time) {
-	query := policy.Query{Now: now, Tokens: p.tokens, BlockSize: r.blockSize, FreePrefill: !r.tracksPrefill(p), Override: p.Override, Leg: p.Leg, Sequence: p.sequence, DryRun: p.QueryOnly, Prefix: p.Prefix, Workers: p.workers, Retry: len(p.Exclude) > 0}
+	query := policy.Query{Now: now, Tokens: p.tokens, BlockSize: r.blockSize, FreePrefill: !r.tracksPrefill(p), Override: p.Override, Leg: p.Leg, Sequence: p.sequence, DryRun: p.QueryOnly, Prefix: p.Prefix, Pulling: r.loads.pulling, Workers: p.workers, Retry: len(p.Exclude) > 0}
 	if _, is := r.policy.(policy.Judged); is && !p.QueryOnly && !p.ChooseOnly {
 		r.decisions++
 		query.Decision = r.decisions
@@ -583,6 +589,13 @@ func (r *Router) predict(p *prompt, d *Decision, c *policy.Candidate) {
 	d.Predicted, d.Guessed = sure.Tokens(r.blockSize), guessed.Tokens(r.blockSize)
 	d.Predicted.Device = d.Overlap * r.blockSize
 	d.OverlapTokens = d.Predicted.Total()
+	if c.Pull.Tokens > 0 {
+		d.Guessed.External += c.Pull.Blocks * r.blockSize
+		if at, up := r.target(c.Pull.From); up {
+			from := r.targets[at]
+			d.Source = &from
+		}
+	}
 	d.MatchedBlocks, d.MatchedLower, d.EffectivePrefillTokens = c.Overlap, c.Lower, r.uncached(p.tokens, c)
 }
 
@@ -603,6 +616,9 @@ func (r *Router) book(p *prompt, c *policy.Candidate, now time.Time) *Booking {
 	b.device, b.lower = r.finds(p, c)
 	b.loads, b.doubtful = b.lower.Tokens(r.blockSize), c.Doubtful
 	b.sure, _ = p.certain(c, b.device, b.lower)
+	if c.Pull.Tokens > 0 {
+		b.pull, b.pulled = c.Pull, policy.PullUnreported
+	}
 	if r.tracksPrefill(p) {
 		b.uncached = r.uncached(p.tokens, c)
 		if p.Cached != nil { // which need not be whole blocks

@@ -60,7 +60,9 @@ type workerSpec struct {
 	Kind              *kv.Kind          `json:"kind,omitempty"`
 	BootstrapHost     *string           `json:"bootstrap_host,omitempty"`
 	BootstrapPort     *uint16           `json:"bootstrap_port,omitempty"`
-	APIKey            *kv.Secret        `json:"api_key,omitempty"` // never shown
+	P2PHost           *string           `json:"p2p_host,omitempty"`
+	P2PPort           *uint16           `json:"p2p_port,omitempty"` // of the first rank; further ranks have the next ports
+	APIKey            *kv.Secret        `json:"api_key,omitempty"`  // never shown
 }
 
 // shown returns the spec without its secret.
@@ -76,7 +78,7 @@ func (s workerSpec) check() error {
 		most         int
 	}{
 		{"model_name", Given(s.ModelName, ""), maxName}, {"routing_group", Given(s.RoutingGroup, ""), maxName},
-		{"bootstrap_host", Given(s.BootstrapHost, ""), maxName}, {"api_key", string(Given(s.APIKey, "")), maxKey},
+		{"bootstrap_host", Given(s.BootstrapHost, ""), maxName}, {"p2p_host", Given(s.P2PHost, ""), maxName}, {"api_key", string(Given(s.APIKey, "")), maxKey},
 	} {
 		if len(text.value) > text.most || strings.ContainsFunc(text.value, unicode.IsControl) {
 			return fmt.Errorf("%s: give at most %d bytes without control characters", text.field, text.most)
@@ -128,6 +130,8 @@ func (s workerSpec) patched(patch workerSpec) workerSpec {
 	s.Kind = cmp.Or(patch.Kind, s.Kind)
 	s.BootstrapHost = cmp.Or(patch.BootstrapHost, s.BootstrapHost)
 	s.BootstrapPort = cmp.Or(patch.BootstrapPort, s.BootstrapPort)
+	s.P2PHost = cmp.Or(patch.P2PHost, s.P2PHost)
+	s.P2PPort = cmp.Or(patch.P2PPort, s.P2PPort)
 	return s
 }
 
@@ -161,7 +165,7 @@ func (w registeredWorker) registration(settings Settings, existing int) (r worke
 		return r, nil, err
 	}
 	r = workers.Registration{ID: w.id, Model: *spec.ModelName, MaxBatchedTokens: Given(spec.MaxBatchedTokens, 0), TotalBlocks: Given(spec.TotalBlocks, 0), BlockSize: Given(spec.BlockSize, 0), Key: Given(spec.APIKey, "")}
-	r.Disagg = kv.Disagg{Role: Given(spec.Role, kv.RoleBoth), Kind: Given(spec.Kind, kv.KindNone), Bootstrap: kv.Bootstrap{Host: Given(spec.BootstrapHost, ""), Port: Given(spec.BootstrapPort, 0)}}
+	r.Disagg = kv.Disagg{Role: Given(spec.Role, kv.RoleBoth), Kind: Given(spec.Kind, kv.KindNone), Bootstrap: kv.Bootstrap{Host: Given(spec.BootstrapHost, ""), Port: Given(spec.BootstrapPort, 0)}, P2P: kv.Bootstrap{Host: Given(spec.P2PHost, ""), Port: Given(spec.P2PPort, 0)}}
 	if Given(spec.Endpoint, "") == "" {
 		missing = append(missing, "endpoint is required")
 	} else if r.URL, err = kv.ParseURL(*spec.Endpoint); err != nil {
@@ -272,6 +276,9 @@ type WorkerRecord struct {
 	WaitingReqs   int      `json:"num_waiting_reqs"`
 	KVCacheUsage  float64  `json:"kv_cache_usage"`
 	Blocks        int      `json:"blocks"`
+	// Pulls counts the requests for which it was told to pull blocks from another worker, by
+	// result; nil: none.
+	Pulls map[string]int64 `json:"kv_pulls,omitempty"`
 
 	Engine      kv.Engine `json:"engine"`                // as detected so far
 	Predictions string    `json:"predictions,omitempty"` // why they are not exact, as detected so far
@@ -380,6 +387,9 @@ func (s *Service) specOf(status workers.Status) workerSpec {
 		if d.Bootstrap.Known() {
 			spec.BootstrapHost, spec.BootstrapPort = &d.Bootstrap.Host, &d.Bootstrap.Port
 		}
+		if d.P2P.Known() {
+			spec.P2PHost, spec.P2PPort = &d.P2P.Host, &d.P2P.Port
+		}
 	}
 	return spec
 }
@@ -414,6 +424,14 @@ func (s *Service) record(w workers.Status, spec workerSpec, up bool) WorkerRecor
 func (r *WorkerRecord) add(load policy.Load) {
 	r.InFlight += load.InFlight
 	r.PrefillTokens += load.PrefillTokens
+	if counts := load.Tiers.PullCounts(); counts != (policy.PullCounts{}) {
+		if r.Pulls == nil {
+			r.Pulls = map[string]int64{}
+		}
+		for result := policy.PullUnreported; int(result) < len(policy.PullResults); result++ {
+			r.Pulls[policy.PullResults[result]] += counts.Results[result]
+		}
+	}
 	r.RunningReqs += load.Running
 	r.WaitingReqs += load.Waiting
 	if usage := load.KVUsage; usage > r.KVCacheUsage && !math.IsInf(usage, 1) { // JSON has numbers only

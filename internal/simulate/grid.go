@@ -68,6 +68,7 @@ type gridPolicy struct {
 	Retry          outlier.RetrySettings `embed:""`
 	SyntheticHints bool                  `default:"true" negatable:""`
 	TierEvents     bool                  `default:"true" negatable:""`
+	Pulls          bool                  `default:"true" negatable:""`
 }
 
 // gridRow is one load with what comes of it.
@@ -170,7 +171,7 @@ func parseGridPolicy(label, text string) (gridPolicy, error) {
 		_, err = parser.Parse(strings.Fields(text))
 	}
 	if err == nil {
-		_, err = policies.New(p.Name, p.Scoring)
+		_, err = chooser(p.Name, p.Scoring)
 	}
 	if err == nil {
 		err = cmp.Or(p.Index.Validate(p.Name), p.Routing.Validate(), p.Retry.Validate())
@@ -205,7 +206,7 @@ func (s Settings) runGrid(base Simulation, out, progress io.Writer) error {
 	if err != nil {
 		return err
 	}
-	given := gridPolicy{Name: "random", Scoring: base.Scoring, Index: base.Index, Routing: base.Routing, Retry: base.Retry, SyntheticHints: true, TierEvents: true}
+	given := gridPolicy{Name: "random", Scoring: base.Scoring, Index: base.Index, Routing: base.Routing, Retry: base.Retry, SyntheticHints: true, TierEvents: true, Pulls: true}
 	if !reflect.DeepEqual(defaults, given) {
 		return errors.New("--grid: set the flags of policies, the index, the queue and failing workers in the grid file, after each policy")
 	}

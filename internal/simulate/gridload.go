@@ -42,6 +42,7 @@ type gridLoad struct {
 	// Of the tiers below the cache; 0: as the flags say.
 	hostBlocks, diskBlocks       int
 	hostBandwidth, diskBandwidth float64 // GB/s
+	peerBandwidth                float64 // of pulls from other workers
 }
 
 // most is the largest number that a load may give, of anything that it counts.
@@ -115,6 +116,7 @@ func (l *gridLoad) commonWords() map[string]func(string) error {
 		"hostbw":  decimal(&l.hostBandwidth, 1e-3, 1e6),
 		"disk":    whole(&l.diskBlocks, 1, 1<<24),
 		"diskbw":  decimal(&l.diskBandwidth, 1e-3, 1e6),
+		"peerbw":  decimal(&l.peerBandwidth, 1e-3, 1e6),
 		"lag":     span(&l.lag),
 		"routers": whole(&l.routers, 1, maxRouters),
 		"untold":  func(value string) error { l.untold = true; return nothing(value) },
@@ -263,6 +265,9 @@ func (l *gridLoad) on(base Simulation, seed uint64) Simulation {
 	run.Routers = max(run.Routers, l.routers)
 	run.UntoldCache = run.UntoldCache || l.untold
 	run.Tiers = l.tiers(base.Tiers)
+	if l.peerBandwidth > 0 {
+		run.Peers.Bandwidth, run.Peers.BytesPerToken = l.peerBandwidth, cmp.Or(base.Peers.BytesPerToken, tierBytes)
+	}
 	return run
 }
 

@@ -85,6 +85,7 @@ func (g *grid) plan(base Simulation, known gridTable, of int) (runs []gridRun) {
 				simulation.Routing, simulation.Retry = policy.Routing, policy.Retry
 				simulation.WithoutHints = base.WithoutHints || !policy.SyntheticHints
 				simulation.UnpublishedTiers = base.UnpublishedTiers || !policy.TierEvents
+				simulation.WithoutPulls = base.WithoutPulls || !policy.Pulls
 				runs = append(runs, gridRun{simulation: simulation, requests: requests, row: row, to: &row.figures[i][at]})
 			}
 		}

@@ -13,7 +13,7 @@ func (s *Simulation) part(w int) kv.Disagg {
 	kind := cmp.Or(s.Kind, kv.KindNIXL)
 	switch {
 	case s.Prefills == 0:
-		return kv.Disagg{}
+		return kv.Disagg{P2P: s.peerAddress(w)}
 	case w < s.Prefills:
 		return kv.Disagg{Role: kv.RolePrefill, Kind: kind, Bootstrap: kv.Bootstrap{Host: "simulated", Port: kv.SGLangPort}}
 	}

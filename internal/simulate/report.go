@@ -230,6 +230,9 @@ func writeReports(out io.Writer, reports []*Report) error {
 	for _, r := range reports {
 		if r.Lower != nil {
 			fmt.Fprintf(out, "%s: %.3f of the prompt tokens were loaded from host memory, %.3f from disk\n", r.Policy, r.Lower.Host, r.Lower.Disk)
+			if r.Lower.Pulls > 0 {
+				fmt.Fprintf(out, "%s: %.3f of the prompt tokens were pulled from other workers, by %d requests\n", r.Policy, r.Lower.Peer, r.Lower.Pulls)
+			}
 		}
 		r.writeTroubles(out)
 	}

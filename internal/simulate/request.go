@@ -79,7 +79,7 @@ func (s *simulator) prior(request *TraceRequest) bool {
 
 // question is a request for a decision of a router.
 func (s *simulator) question(e *simRequest) router.Request {
-	asked := router.Request{Local: e.local, NumTokens: e.request.Prompt, Prefix: e.request.Hints, Exclude: e.exclude}
+	asked := router.Request{Local: e.local, NumTokens: e.request.Prompt, Prefix: e.request.Hints, Exclude: e.exclude, Pulls: s.Peers.Bandwidth > 0 && !s.WithoutPulls}
 	if s.WithoutHints {
 		asked.Prefix = hints.Prefix{}
 	}
@@ -164,6 +164,9 @@ func (s *simulator) leaveQueue() {
 func (s *simulator) dispatch(e *simRequest, pair router.Pair) {
 	flight := s.newFlight(e, pair.Decode, engine.Request{Blocks: e.blocks, Prompt: e.request.Prompt, Output: e.request.Output})
 	if pair.Prefill.Booking == nil {
+		if source := pair.Decode.Source; source != nil {
+			s.pull(flight, int(source.Key.Worker))
+		}
 		s.deliver(flight)
 		return
 	}

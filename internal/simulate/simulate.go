@@ -36,6 +36,7 @@ type Settings struct {
 	RoundTrip      float64  `default:"0" placeholder:"MS" help:"Network round-trip time between router and worker, ms."`
 	Routers        int      `default:"1" placeholder:"N" help:"Number of routers in front of the same workers; each request goes to a random one. Each follows KV events of all workers, but knows only its own in-flight requests."`
 	TierEvents     bool     `default:"true" negatable:"" help:"Pass KV events of the tiers below the cache (--mock-host-blocks, --mock-disk-blocks) to the router."`
+	Pulls          bool     `default:"true" negatable:"" help:"Let workers pull blocks from each other (--mock-peer-bandwidth)."`
 	UntoldCache    bool     `help:"Workers do not report the size of their KV cache to the router."`
 	Faults         []string `placeholder:"FAULT" help:"Comma-separated faults to inject, such as 'worker=2 at=60s for=30s kind=error rate=0.3'. kind: error (status 500), refuse (connection refused), hang (no answer) or slow. rate: share of failing requests, or remaining speed. Default: 1."`
 	PrioritySettings
@@ -107,6 +108,8 @@ type Simulation struct {
 	Routers          int                   // number of routers in front of the workers; 0 counts as 1
 	UntoldCache      bool                  // the router does not know the size of a worker's cache
 	Tiers            []engine.TierSettings // below the cache of each worker
+	Peers            engine.PeerSettings   // pulls from other workers
+	WithoutPulls     bool                  // nobody pulls
 	UnpublishedTiers bool                  // the router does not know what they hold
 	Routing          router.Settings
 	Retry            outlier.RetrySettings
@@ -149,6 +152,8 @@ type simulator struct {
 	drawFault *rand.Rand
 	priors    map[*TraceRequest]bool // turns to come of conversations that have begun
 	drawPrior *rand.Rand
+	drawPull  *rand.Rand
+	pulls     int // requests that were to pull
 }
 
 // worker is one simulated worker.
@@ -160,6 +165,7 @@ type worker struct {
 	sent   int
 
 	loadsEnd time.Duration    // when its last load from lower tiers ends
+	sendsEnd time.Duration    // when its last block is sent that another worker pulls
 	moved    policy.Transfers // by these loads
 	reported time.Duration    // when the routers last read that
 
@@ -174,6 +180,7 @@ type flight struct {
 	engine.Request
 	simulated *simRequest
 	worker    int
+	source    int // the worker that it pulls from, if Served
 	booking   *router.Booking
 	sent      time.Duration
 	first     time.Duration // end of the pass that emitted the first token
@@ -207,7 +214,7 @@ func (s Settings) Run(base Simulation, policies []string, out, progress *os.File
 	base.EventLag, base.WithoutHints = time.Duration(s.EventLag*float64(time.Millisecond)), !s.SyntheticHints
 	base.Way = time.Duration(s.RoundTrip / 2 * float64(time.Millisecond))
 	base.Routers, base.UntoldCache, base.Priority, base.Faults = s.Routers, s.UntoldCache, s.PrioritySettings, s.Faults
-	base.UnpublishedTiers = !s.TierEvents
+	base.UnpublishedTiers, base.WithoutPulls = !s.TierEvents, !s.Pulls
 	if s.Grid != "" {
 		return s.runGrid(base, out, progress)
 	}
@@ -329,7 +336,7 @@ func (s Simulation) start() (*simulator, error) {
 	choosers := make([]policy.Policy, max(1, s.Routers))
 	for i := range choosers {
 		var err error
-		if choosers[i], err = policies.New(s.Policy, s.Scoring); err != nil {
+		if choosers[i], err = chooser(s.Policy, s.Scoring); err != nil {
 			return nil, err
 		}
 	}
@@ -355,6 +362,7 @@ func newSimulator(s Simulation, choosers ...policy.Policy) *simulator {
 		lost:       map[string]int{},
 		priors:     map[*TraceRequest]bool{},
 		drawPrior:  rand.New(rand.NewPCG(s.Seed, 4)),
+		drawPull:   rand.New(rand.NewPCG(s.Seed, 5)),
 		follows:    s.Index.Follows(s.Policy, s.Scoring.Settings),
 		workers:    make([]worker, s.Workers),
 		total:      total,

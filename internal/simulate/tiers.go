@@ -1,10 +1,13 @@
 package simulate
 
 import (
+	"math/rand/v2"
 	"time"
 
 	"kvrouter/internal/engine"
 	"kvrouter/internal/kv"
+	"kvrouter/internal/policies"
+	"kvrouter/internal/policy"
 	"kvrouter/internal/radix"
 )
 
@@ -13,7 +16,13 @@ import (
 func (s *simulator) beginLoad(r *engine.Request) {
 	flight := r.Tag.(*flight)
 	worker := &s.workers[flight.worker]
-	worker.loadsEnd = max(worker.loadsEnd, s.now) + worker.engine.LoadTime(r)
+	begin := max(worker.loadsEnd, s.now)
+	if r.Load.External > 0 { // its source sends to one worker after the other
+		source := &s.workers[flight.source]
+		begin = max(begin, source.sendsEnd)
+		source.sendsEnd = begin + r.Peer.Takes(int(r.Load.External)*s.Engine.BlockSize)
+	}
+	worker.loadsEnd = begin + worker.engine.LoadTime(r)
 	s.after(worker.loadsEnd-s.now, func() {
 		s.countLoad(flight.worker, r)
 		worker.engine.Loaded(r)
@@ -29,9 +38,12 @@ func (s *simulator) countLoad(w int, r *engine.Request) {
 	worker := &s.workers[w]
 	worker.engine.EachLoad(r, func(store *engine.Store, tokens int) {
 		bytes, seconds := &worker.moved.HostBytes, &worker.moved.HostSeconds
-		if store.Tier == kv.Host {
+		switch store.Tier {
+		case kv.Host:
 			worker.moved.HostTokens += float64(tokens)
-		} else {
+		case kv.External:
+			bytes, seconds = &worker.moved.PeerBytes, &worker.moved.PeerSeconds
+		default:
 			bytes, seconds = &worker.moved.DiskBytes, &worker.moved.DiskSeconds
 		}
 		*bytes += float64(tokens * store.Loads.BytesPerToken)
@@ -44,6 +56,51 @@ func (s *simulator) countLoad(w int, r *engine.Request) {
 	for _, router := range s.routers {
 		router.Transferred(kv.WorkerKey{Worker: uint64(w)}, worker.moved)
 	}
+}
+
+// pull lets a flight have blocks of another worker's host memory, unless the pull fails.
+func (s *simulator) pull(f *flight, from int) {
+	s.pulls++
+	if s.Peers.Failures > 0 && s.drawPull.Float64() < s.Peers.Failures {
+		return
+	}
+	f.source = from
+	for _, store := range s.workers[from].engine.Lower {
+		if store.Tier == kv.Host {
+			f.Served, f.Peer = store.Leading(f.Blocks), s.Peers.Loads
+		}
+	}
+}
+
+// peerAddress is where others pull from worker w; unknown: nobody pulls.
+func (s *Simulation) peerAddress(w int) kv.Bootstrap {
+	if s.Peers.Bandwidth == 0 || s.WithoutPulls {
+		return kv.Bootstrap{}
+	}
+	return kv.Bootstrap{Host: "simulated", Port: uint16(1 + w)}
+}
+
+// LoadFirst is the name of a policy that only runs are made with: the worker with the
+// fewest requests in flight, which pulls all that another one has. It is the rule of
+// llm-d's p2p-source-producer behind placement by load.
+const LoadFirst = "load-first"
+
+type loadFirst struct{}
+
+func (loadFirst) Traits() policy.Traits { return policy.Traits{HostCredit: 1, DiskCredit: 1} }
+
+func (loadFirst) Choose(q policy.Query, candidates []policy.Candidate, random *rand.Rand) int {
+	at := policy.Best(candidates, random, func(c *policy.Candidate) float64 { return -float64(c.Load.InFlight) })
+	candidates[at].Pull.Tokens = candidates[at].Pull.Blocks * q.BlockSize
+	return at
+}
+
+// chooser returns a policy by its name.
+func chooser(name string, settings policies.Settings) (policy.Policy, error) {
+	if name == LoadFirst {
+		return loadFirst{}, settings.Validate()
+	}
+	return policies.New(name, settings)
 }
 
 // applyLower changes an index as a lower tier of worker w has changed.
@@ -64,6 +121,9 @@ func (s *simulator) applyLower(index radix.Index, w int, event engine.Event) {
 type TierReport struct {
 	Host float64 `json:"host"`
 	Disk float64 `json:"disk"`
+	// Peer is what came from other workers, and Pulls how many requests were to pull.
+	Peer  float64 `json:"peer,omitempty"`
+	Pulls int     `json:"pulls,omitempty"`
 }
 
 // tierReport returns that of the run; nil: the workers have no such tiers.
@@ -71,11 +131,12 @@ func (s *simulator) tierReport() *TierReport {
 	if len(s.Tiers) == 0 {
 		return nil
 	}
-	prompt, host, disk := 0, 0, 0
+	prompt, host, disk, peer := 0, 0, 0, 0
 	for _, f := range s.ledger {
 		prompt += f.Prompt
 		host += int(f.Lower.Host) * s.Engine.BlockSize
 		disk += int(f.Lower.Disk) * s.Engine.BlockSize
+		peer += int(f.Lower.External) * s.Engine.BlockSize
 	}
-	return &TierReport{float64(host) / float64(prompt), float64(disk) / float64(prompt)}
+	return &TierReport{Host: float64(host) / float64(prompt), Disk: float64(disk) / float64(prompt), Peer: float64(peer) / float64(prompt), Pulls: s.pulls}
 }

@@ -21,10 +21,10 @@ type Attached struct {
 }
 
 // attachedKeys are the keys that UnmarshalText reads.
-const attachedKeys = "url, id, kv-events, replay, load, key-env, role, kind, bootstrap"
+const attachedKeys = "url, id, kv-events, replay, load, key-env, role, kind, bootstrap, p2p"
 
 // UnmarshalText reads url=...,id=...,kv-events=...,replay=...,load=...,key-env=...,
-// role=...,kind=...,bootstrap=... in any order, or a bare URL.
+// role=...,kind=...,bootstrap=...,p2p=... in any order, or a bare URL.
 func (w *Attached) UnmarshalText(text []byte) error {
 	*w = Attached{}
 	seen := map[string]bool{}
@@ -66,6 +66,8 @@ func (w *Attached) UnmarshalText(text []byte) error {
 			err = w.Kind.UnmarshalText([]byte(value))
 		case "bootstrap":
 			err = w.Bootstrap.UnmarshalText([]byte(value))
+		case "p2p":
+			err = w.P2P.UnmarshalText([]byte(value))
 		default:
 			return fmt.Errorf("worker %q: unknown key %s; the keys are %s", text, key, attachedKeys)
 		}

@@ -76,7 +76,7 @@ func TestURLsOfWorkers(t *testing.T) {
 
 func FuzzAttached(f *testing.F) {
 	for _, seed := range []string{
-		"http://h:8100", "url=http://h:1,id=3,kv-events=tcp://h:5557,replay=tcp://h:5757,load=ipc:///run/l,key-env=K,role=prefill,kind=sglang,bootstrap=h:8998",
+		"http://h:8100", "url=http://h:1,id=3,kv-events=tcp://h:5557,replay=tcp://h:5757,load=ipc:///run/l,key-env=K,role=prefill,kind=sglang,bootstrap=h:8998,p2p=h:5710",
 		"url=", ",,,", "id=-1,url=http://h", "url=http://h,url=http://h", "url=http://u:p@h,id=2",
 	} {
 		f.Add(seed)
