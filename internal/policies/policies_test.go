@@ -56,7 +56,7 @@ func drawCandidates(rt *rapid.T, q policy.Query) []policy.Candidate {
 	var list []policy.Candidate
 	for i := range rapid.IntRange(1, 6).Draw(rt, "workers") {
 		c := policy.Candidate{
-			Target:  kv.Target{Key: kv.WorkerKey{Worker: uint64(i)}, Generation: 1},
+			Target:  &kv.Target{Key: kv.WorkerKey{Worker: uint64(i)}, Generation: 1},
 			Overlap: rapid.IntRange(0, q.Tokens/q.BlockSize).Draw(rt, "overlap"), NewBlocks: rapid.IntRange(0, 3).Draw(rt, "new"), TreeBlocks: rapid.IntRange(0, 2).Draw(rt, "tree"),
 			Load: policy.Load{
 				Published: policy.Published{Running: rapid.IntRange(0, 2).Draw(rt, "running"), Waiting: rapid.IntRange(0, 2).Draw(rt, "waiting"), KVUsage: rapid.SampledFrom([]float64{0, 0.25, 1}).Draw(rt, "usage")},

@@ -17,7 +17,7 @@ func TestTheSmallestTreeIsToldAsWhatDecided(t *testing.T) {
 		t.Fatal(err)
 	}
 	why := new(Explanation)
-	chosen := p.Choose(Query{Tokens: 640, BlockSize: 64, Explain: why}, []Candidate{{TreeBlocks: 2}, {TreeBlocks: 1}}, rand.New(rand.NewPCG(1, 1)))
+	chosen := p.Choose(Query{Tokens: 640, BlockSize: 64, Explain: why}, unnamed(Candidate{TreeBlocks: 2}, Candidate{TreeBlocks: 1}), rand.New(rand.NewPCG(1, 1)))
 	if winners := why.Winners(); chosen != 1 || !slices.Equal(winners, []int{1}) {
 		t.Errorf("candidate %d, by its explanation %v, want 1", chosen, winners)
 	}

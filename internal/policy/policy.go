@@ -33,7 +33,7 @@ type Query struct {
 
 // Candidate is a worker that may serve the request.
 type Candidate struct {
-	Target  kv.Target
+	Target  *kv.Target
 	Overlap int // leading blocks of the prompt in its device cache
 	// Held is kv.Match.Held: more than Overlap if the first KV-cache group holds more leading
 	// blocks than another one accepts, otherwise 0.

@@ -13,13 +13,21 @@ type pool struct{ candidates []Candidate }
 
 func (p *pool) add(overlap int, load Load) *pool {
 	id := uint64(len(p.candidates))
-	p.candidates = append(p.candidates, Candidate{Target: kv.Target{Key: kv.WorkerKey{Worker: id}}, Overlap: overlap, Load: load})
+	p.candidates = append(p.candidates, Candidate{Target: &kv.Target{Key: kv.WorkerKey{Worker: id}}, Overlap: overlap, Load: load})
 	return p
 }
 
 // published is a fresh load message.
 func published(waiting int, usage float64) Load {
 	return Load{Published: Published{Waiting: waiting, KVUsage: usage, At: time.Unix(1, 0)}, Fresh: true}
+}
+
+// unnamed returns candidates whose workers have said nothing of themselves.
+func unnamed(candidates ...Candidate) []Candidate {
+	for i := range candidates {
+		candidates[i].Target = &kv.Target{}
+	}
+	return candidates
 }
 
 // draws returns how often the policy chooses each candidate in 1,000 calls.

@@ -135,9 +135,9 @@ func (p *Work) Choose(q Query, candidates []Candidate, random *rand.Rand) int {
 		u.starts = p.startsBest(&q, candidates, &u)
 	}
 	if q.Explain != nil {
-		q.Explain.Rank("work", candidates, func(c *Candidate) Score { return p.terms(&q, c, &u).explain() })
+		q.Explain.Rank("work", candidates, func(c *Candidate) Score { t := p.terms(&q, c, &u); return t.explain() })
 	}
-	chosen := Best(candidates, random, func(c *Candidate) float64 { return -p.terms(&q, c, &u).cost() })
+	chosen := Best(candidates, random, func(c *Candidate) float64 { t := p.terms(&q, c, &u); return -t.cost() })
 	if c := &candidates[chosen]; c.Pull.Blocks > 0 {
 		c.Pull.Tokens = p.terms(&q, c, &u).pulled
 	}
@@ -288,11 +288,11 @@ type workTerms struct {
 	sourced bool    // it could pull
 }
 
-func (t workTerms) cost() float64 {
+func (t *workTerms) cost() float64 {
 	return t.first + t.load + t.pull - t.copy + t.pushed + t.foreign + t.later + t.decode + t.others + t.slower
 }
 
-func (t workTerms) explain() Score {
+func (t *workTerms) explain() Score {
 	s := Score{
 		Terms: []Term{
 			{"first_token", -t.first}, {"load", -t.load}, {"copy", t.copy}, {"pushed", -t.pushed}, {"foreign", -t.foreign}, {"later", -t.later},
@@ -311,7 +311,8 @@ func (t workTerms) explain() Score {
 func (p *Work) startsBest(q *Query, candidates []Candidate, u *workUsual) (ms float64) {
 	least := math.Inf(1)
 	for i := range candidates {
-		if t := p.termsOf(q, &candidates[i], u, false); t.cost() < least {
+		var t workTerms
+		if p.setTerms(&t, q, &candidates[i], u, false); t.cost() < least {
 			least, ms = t.cost(), t.starts
 		}
 	}
@@ -322,20 +323,21 @@ func (p *Work) startsBest(q *Query, candidates []Candidate, u *workUsual) (ms fl
 // or of pulling it, whichever is less. A pull must bring the first token no later than
 // the best candidate without pulls: what it moves between workers to spare the answers of
 // others has paid in no simulation.
-func (p *Work) terms(q *Query, c *Candidate, u *workUsual) workTerms {
-	t := p.termsOf(q, c, u, false)
+func (p *Work) terms(q *Query, c *Candidate, u *workUsual) (t workTerms) {
+	p.setTerms(&t, q, c, u, false)
 	if c.Pull.Blocks == 0 {
 		return t
 	}
-	if pulled := p.termsOf(q, c, u, true); pulled.pulled > 0 && pulled.cost() < t.cost() && pulled.starts <= u.starts {
+	var pulled workTerms
+	if p.setTerms(&pulled, q, c, u, true); pulled.pulled > 0 && pulled.cost() < t.cost() && pulled.starts <= u.starts {
 		t = pulled
 	}
 	t.sourced = true
 	return t
 }
 
-// termsOf returns the parts of a candidate's cost if it pulls, or if it does not.
-func (p *Work) termsOf(q *Query, c *Candidate, u *workUsual, pulls bool) workTerms {
+// setTerms sets t, which is zero, to the parts of a candidate's cost if it pulls, or if it does not.
+func (p *Work) setTerms(t *workTerms, q *Query, c *Candidate, u *workUsual, pulls bool) {
 	uncached, load := uncachedTokens(q, c), loading{}
 	if (c.Lower != (kv.LowerBlocks{}) || pulls) && q.Leg != kv.LegDecode {
 		load = p.loading(q, c, pulls)
@@ -358,13 +360,11 @@ func (p *Work) termsOf(q *Query, c *Candidate, u *workUsual, pulls bool) workTer
 		}
 		copied = min(own, copied)
 	}
-	t := workTerms{
-		first: u.f * first, load: u.f * (load.delay() - load.pull), pull: u.f * load.pull, starts: starts, pulled: load.pulled, copy: u.f * copied, pushed: u.f * pushed,
-		foreign: u.f * foreignWait(&c.Load) * u.decoding,
-		later:   u.f * u.delayed * (own - copied) * (first - own/2),
-	}
+	t.first, t.load, t.copy, t.pushed, t.starts = u.f*first, u.f*(load.delay()-load.pull), u.f*copied, u.f*pushed, starts
+	t.foreign = u.f * foreignWait(&c.Load) * u.decoding
+	t.later = u.f * u.delayed * (own - copied) * (first - own/2)
 	if load.pulled > 0 {
-		t.pull += u.f * p.evicted(load.pulled)
+		t.pull, t.pulled = u.f*(load.pull+p.evicted(load.pulled)), load.pulled
 	}
 	if load.own > 0 {
 		t.later += u.f * load.later(u.behind)
@@ -375,7 +375,6 @@ func (p *Work) termsOf(q *Query, c *Candidate, u *workUsual, pulls bool) workTer
 		t.others = n * (own - copied + p.Timing.Pass*float64(begun))
 		t.slower = n * u.output / 2 * p.Timing.context * float64(max(1, q.Tokens))
 	}
-	return t
 }
 
 // copiedBeside returns the time that later requests save by a new copy of what the

@@ -170,13 +170,13 @@ func TestWorkKnowsItsShare(t *testing.T) {
 		alone, shared := NewWork(), NewWork()
 		for at := range 2 {
 			query.Now = testNow.Add(time.Duration(at) * time.Second)
-			alone.Choose(query, []Candidate{{}, {}}, rand.New(rand.NewPCG(1, 1)))
-			shared.Choose(query, []Candidate{{Load: load}, {}}, rand.New(rand.NewPCG(1, 1)))
+			alone.Choose(query, unnamed(Candidate{}, Candidate{}), rand.New(rand.NewPCG(1, 1)))
+			shared.Choose(query, unnamed(Candidate{Load: load}, Candidate{}), rand.New(rand.NewPCG(1, 1)))
 		}
 		if got, want := shared.reuse.clock, 4*alone.reuse.clock; math.Abs(got-want) > 1e-9 {
 			t.Errorf("%s: %v turnovers, want %v", name, got, want)
 		}
-		candidates := []Candidate{{Load: load}, {}}
+		candidates := unnamed(Candidate{Load: load}, Candidate{})
 		u := shared.usual(query, candidates, routersOf(candidates))
 		if want := 4.0 / 1000 / 2; math.Abs(u.delayed-want) > 1e-9 {
 			t.Errorf("%s: %v requests a ms come to a worker, want %v", name, u.delayed, want)
@@ -193,7 +193,8 @@ func TestWorkKnowsItsShare(t *testing.T) {
 func TestWorkIsNotMisledByOneWorkersAccount(t *testing.T) {
 	p, random := NewWork(), rand.New(rand.NewPCG(1, 1))
 	query := Query{Now: testNow, Tokens: 6400, BlockSize: 64, Sequence: sequenceOf(0, 100, 100)}
-	liar := []Candidate{{Load: Load{Foreign: 1 << 31}, Target: kv.Target{TotalBlocks: 1}}, {}}
+	liar := unnamed(Candidate{Load: Load{Foreign: 1 << 31}}, Candidate{})
+	liar[0].Target.TotalBlocks = 1
 	for range 3 {
 		before := p.reuse.clock
 		query.Now = query.Now.Add(time.Second)
@@ -213,8 +214,8 @@ func TestWorkCountsAPinnedRequestAsOneOfTheFleets(t *testing.T) {
 	free, pinned := NewWork(), NewWork()
 	for range 3 {
 		query.Now = query.Now.Add(time.Second)
-		free.Choose(query, make([]Candidate, 8), rand.New(rand.NewPCG(1, 1)))
-		pinned.Choose(query, make([]Candidate, 1), rand.New(rand.NewPCG(1, 1)))
+		free.Choose(query, unnamed(make([]Candidate, 8)...), rand.New(rand.NewPCG(1, 1)))
+		pinned.Choose(query, unnamed(make([]Candidate, 1)...), rand.New(rand.NewPCG(1, 1)))
 	}
 	if math.Abs(free.reuse.clock-pinned.reuse.clock) > 1e-9 {
 		t.Errorf("%v turnovers passed, %v where all are pinned", free.reuse.clock, pinned.reuse.clock)
@@ -223,7 +224,7 @@ func TestWorkCountsAPinnedRequestAsOneOfTheFleets(t *testing.T) {
 		t.Error("one worker tells how many are busy")
 	}
 	query.Sequence = nil
-	if a, b := free.usual(query, make([]Candidate, 8), 1).delayed, pinned.usual(query, make([]Candidate, 1), 1).delayed; math.Abs(a-b) > 1e-12 {
+	if a, b := free.usual(query, unnamed(make([]Candidate, 8)...), 1).delayed, pinned.usual(query, unnamed(make([]Candidate, 1)...), 1).delayed; math.Abs(a-b) > 1e-12 {
 		t.Errorf("%v requests a ms come to a worker, %v where all are pinned", a, b)
 	}
 }
@@ -318,7 +319,7 @@ func TestWorkTakesNoLongerForAPromptThatCannotBe(t *testing.T) {
 				t.Errorf("%d tokens: first token in %v ms", tokens, first)
 			}
 		}
-		candidates := []Candidate{{Load: load}, {}}
+		candidates := unnamed(Candidate{Load: load}, Candidate{})
 		if chosen := p.Choose(Query{Now: testNow, Tokens: tokens, BlockSize: 64}, candidates, random); tokens == kv.MaxTokens && chosen != 1 {
 			t.Errorf("%d tokens: chosen %d", tokens, chosen)
 		}
@@ -344,10 +345,10 @@ func TestWorkCopiesWhereAnotherCopyIsFound(t *testing.T) {
 		candidates []Candidate
 		want       int
 	}{
-		{"the first group of one has the prefix", []Candidate{{}, {Held: 150}}, 1},
-		{"also if it has some more answers to give", []Candidate{{}, {Held: 150, Load: busy(2)}}, 1},
-		{"with many more, another one begins", []Candidate{{}, {Held: 150, Load: busy(60)}}, 0},
-		{"what all groups accept is worth more", []Candidate{{Overlap: 140}, {Held: 100}}, 0},
+		{"the first group of one has the prefix", unnamed(Candidate{}, Candidate{Held: 150}), 1},
+		{"also if it has some more answers to give", unnamed(Candidate{}, Candidate{Held: 150, Load: busy(2)}), 1},
+		{"with many more, another one begins", unnamed(Candidate{}, Candidate{Held: 150, Load: busy(60)}), 0},
+		{"what all groups accept is worth more", unnamed(Candidate{Overlap: 140}, Candidate{Held: 100}), 0},
 	} {
 		p := NewWork()
 		for range 20 {

@@ -85,9 +85,12 @@ func (r *Router) snapshot(p *prompt) {
 
 // candidate sets c to the target at that place as p sees it.
 func (r *Router) candidate(c *policy.Candidate, p *prompt, at int, now time.Time) {
-	c.Target = r.targets[at]
+	c.Target = &r.targets[at]
 	c.Overlap, c.Held, c.NewBlocks, c.TreeBlocks = 0, 0, p.newBlocks(), 0
-	c.Lower, c.Doubtful, c.Pull = kv.LowerBlocks{}, false, policy.Pull{}
+	c.Lower, c.Doubtful = kv.LowerBlocks{}, false
+	if c.Pull.Blocks != 0 {
+		c.Pull = policy.Pull{}
+	}
 	r.targetLoads[at].asOf(now, &c.Load)
 	if p.Cached != nil {
 		c.Overlap = *p.Cached / r.blockSize

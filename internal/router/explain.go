@@ -142,7 +142,7 @@ func (r *Router) logsDecisions() bool {
 // explain returns the receipt of the decision for a candidate, before it is booked,
 // and keeps it.
 func (r *Router) explain(p *prompt, e *policy.Explanation, chosen int, now time.Time) *Receipt {
-	target := &r.candidates[chosen].Target
+	target := r.candidates[chosen].Target
 	receipt := r.newReceipt(p, now)
 	worker := target.Key.Worker // a copy: r.candidates is reused
 	receipt.Worker, receipt.WorkerName, receipt.Rank = &worker, r.names.Name(worker), target.Key.Rank

@@ -92,7 +92,7 @@ func (r *Router) mustWait(p *prompt) bool {
 	if r.settings.RouterQueueThreshold == nil || p.QueryOnly || p.ChooseOnly {
 		return false
 	}
-	return !slices.ContainsFunc(r.candidates, func(c policy.Candidate) bool { return r.hasCapacity(&c.Target, c.Load.PrefillTokens) })
+	return !slices.ContainsFunc(r.candidates, func(c policy.Candidate) bool { return r.hasCapacity(c.Target, c.Load.PrefillTokens) })
 }
 
 // enqueue puts p, whose candidates have been gathered, into the queue.

@@ -558,12 +558,12 @@ func (r *Router) choose(p *prompt, d *Decision, now time.Time) {
 		query.Explain = &policy.Explanation{Decision: query.Decision}
 	}
 	at := r.policy.Choose(query, r.candidates, r.random)
-	p.sessionGoes = r.sessionGoes(p, &r.candidates[at].Target, now)
+	p.sessionGoes = r.sessionGoes(p, r.candidates[at].Target, now)
 	if query.Explain != nil {
 		d.Receipts = []*Receipt{r.explain(p, query.Explain, at, now)}
 	}
 	chosen := &r.candidates[at]
-	d.Target, d.Tokens = chosen.Target, p.tokens
+	d.Target, d.Tokens = *chosen.Target, p.tokens
 	r.predict(p, d, chosen)
 	d.PotentialDecodeBlocks = chosen.Load.ActiveBlocks + chosen.NewBlocks
 	d.Sequence = p.sequence
@@ -571,7 +571,7 @@ func (r *Router) choose(p *prompt, d *Decision, now time.Time) {
 	if p.QueryOnly {
 		return
 	}
-	r.noteSession(p, &chosen.Target, now)
+	r.noteSession(p, chosen.Target, now)
 	if p.ChooseOnly {
 		r.loads.bump(chosen.Target.Key)
 		r.assume(chosen.Target.Key, p).End(0, -1)
@@ -672,7 +672,7 @@ func (r *Router) bookOn(request Request, worker kv.WorkerKey) (*Booking, Decisio
 	}
 	r.snapshot(&p)
 	r.candidate(&c, &p, at, now)
-	d.Target = c.Target
+	d.Target = *c.Target
 	r.predict(&p, &d, &c)
 	return r.book(&p, &c, now), d, nil
 }

@@ -291,7 +291,7 @@ func reuseOf(h hints.Prefix, s *requestSeries, retry bool) int {
 }
 
 // worker returns the arm of t's worker.
-func (p *Policy) worker(t kv.Target) *arm {
+func (p *Policy) worker(t *kv.Target) *arm {
 	w := p.workers.get(t.Key)
 	if w == nil {
 		w = p.newWorker(t.Key)

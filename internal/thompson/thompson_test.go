@@ -41,7 +41,7 @@ type pool struct {
 func newPool(t *testing.T, fixes string, workers int) *pool {
 	p := &pool{t: t, policy: mustPolicy(t, fixes), now: epoch, random: rand.New(rand.NewPCG(1, 1))}
 	for i := range workers {
-		p.candidates = append(p.candidates, policy.Candidate{Target: kv.Target{Key: kv.WorkerKey{Worker: uint64(i)}, Generation: 1}})
+		p.candidates = append(p.candidates, policy.Candidate{Target: &kv.Target{Key: kv.WorkerKey{Worker: uint64(i)}, Generation: 1}})
 	}
 	return p
 }
@@ -345,7 +345,7 @@ func TestKVLoadTakesTheLeastUsage(t *testing.T) {
 	candidates := []policy.Candidate{{Overlap: 9, Load: load(0, 0.3)}, {Load: load(90, 0.2)}, {Load: load(0, 0.2)}}
 	p, random, counts := newPolicy(config), rand.New(rand.NewPCG(1, 2)), [3]int{}
 	for i := range candidates {
-		candidates[i].Target.Key.Worker = uint64(i)
+		candidates[i].Target = &kv.Target{Key: kv.WorkerKey{Worker: uint64(i)}}
 	}
 	for range 1000 {
 		counts[p.Choose(policy.Query{Tokens: 640, BlockSize: 64, Decision: 1}, candidates, random)]++
@@ -458,7 +458,7 @@ func BenchmarkDecision(b *testing.B) {
 			random := rand.New(rand.NewPCG(1, 1))
 			candidates := make([]policy.Candidate, 8)
 			for i := range candidates {
-				candidates[i].Target = kv.Target{Key: kv.WorkerKey{Worker: uint64(i)}, Generation: 1}
+				candidates[i].Target = &kv.Target{Key: kv.WorkerKey{Worker: uint64(i)}, Generation: 1}
 			}
 			var decision uint64
 			decide := func() {
