@@ -220,6 +220,9 @@ func (w *Workers) Attach() (args []string) {
 		if part.Role != kv.RoleBoth {
 			flag += fmt.Sprintf(",role=%s,kind=%s", part.Role, part.Kind)
 		}
+		if w.Settings.MockPeerBandwidth > 0 {
+			flag += ",p2p=" + strings.TrimPrefix(w.URL(i), "http://")
+		}
 		args = append(args, flag)
 	}
 	return args
