@@ -5,6 +5,7 @@ import (
 	"fmt"
 	"kvrouter/internal/hints"
 	"kvrouter/internal/kv"
+	"kvrouter/internal/mocker"
 	"kvrouter/internal/page"
 	"kvrouter/internal/selection"
 	"kvrouter/internal/testkit"
@@ -244,5 +245,33 @@ func TestAFileThatCannotBeReadStopsTheStart(t *testing.T) {
 	}
 	if text, err := Output(t, "--engine=none", "--discovery=zookeeper://h"); err == nil || !strings.Contains(text, "--discovery zookeeper://h: unknown source") {
 		t.Error(text, err)
+	}
+}
+
+// TestAStreamThatBeganOnTheOnlyWorkerGoesOn: the other worker is away when it begins, and back
+// when its own dies.
+func TestAStreamThatBeganOnTheOnlyWorkerGoesOn(t *testing.T) {
+	t.Parallel()
+	mocks := StartWorkers(t, 2, "--speedup-ratio=1")
+	file := &workersFile{t, filepath.Join(t.TempDir(), "workers.yaml")}
+	entry := func(i int) string { return fmt.Sprintf("{name: w%d, url: %q}", i, mocks.URL(i)) }
+	file.write(entry(0), entry(1))
+	s := Start(t, "--engine=none", "--model="+BuiltinModel(t), "--served-model-name="+mocks.Settings.ServedModelName, "--send-tokens=never", "--discovery=file:"+file.path)
+	up := "w0 " + selection.LifecycleSchedulable
+	s.wantLifecycles(up, "w1 "+selection.LifecycleSchedulable)
+	file.write(entry(0))
+	s.wantLifecycles(up)
+
+	ends := make(chan exchange, 1)
+	go func() {
+		ends <- s.ask(map[string]any{"messages": Say("Tell me all of it"), "max_tokens": 1500, "ignore_eos": true, "stream": true})
+	}()
+	worker := mocks.Mocker.Worker(0)
+	testkit.Eventually(t, 20*time.Second, "it runs", func() bool { return worker.Ranks[0].Counts.GenerationTokens.Load() > 3 })
+	file.write(entry(0), entry(1))
+	s.wantLifecycles(up, "w1 "+selection.LifecycleSchedulable)
+	worker.End(mocker.ErrMockCrash)
+	if e := <-ends; !strings.HasSuffix(e.Text, "data: [DONE]\n\n") || strings.Contains(e.Text, `"error"`) || s.Metrics()[`kvrouter_migrations_total{result="ok"}`] != 1 {
+		t.Errorf("%d bytes, the last are %s", len(e.Text), e.Text[max(0, len(e.Text)-300):])
 	}
 }
