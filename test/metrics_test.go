@@ -129,6 +129,11 @@ func TestMetricsPage(t *testing.T) {
 	t.Run("traced", func(t *testing.T) {
 		look(startTraced(t, traceTo(deadURL(t)), 1).Router)
 	})
+	t.Run("pulls", func(t *testing.T) {
+		s := startPulling(t, 0)
+		s.pull(t)
+		look(s.Router)
+	})
 	t.Run("lower tiers", func(t *testing.T) {
 		for _, api := range []string{"vllm", "sglang"} {
 			farm := StartMocks(t, 1, "--mock-api="+api, "--mock-host-blocks=70", "--mock-disk-blocks=200", "--mock-num-gpu-blocks=60", "--speedup-ratio=100")

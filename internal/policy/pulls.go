@@ -159,14 +159,6 @@ func (t *Tiers) peerToken() (ms float64, known bool) {
 	return 1000 * (t.peer.each() + t.host.each()) * t.BytesPerToken(), true
 }
 
-// PeerBandwidth returns the measured bytes a second of pulls into host memory; 0: unknown.
-func (t *Tiers) PeerBandwidth() float64 {
-	if t == nil || !t.peer.known() {
-		return 0
-	}
-	return 1 / t.peer.each()
-}
-
 // learnPull learns from the first token of a request that pulled all that was expected on
 // a worker without other prompts: what it took longer than its passes.
 func (p *Work) learnPull(o *Outcome) {

@@ -38,7 +38,6 @@ func NewCollector(names *kv.Names, samples func() []Sample) prometheus.Collector
 	cached := set.Counter("kvrouter_worker_cached_tokens_total", "Cached prompt tokens by tier, as counted by the worker, of all its clients.", "worker_id", "dp_rank", "tier")
 	pulls := set.Counter("kvrouter_kv_pulls_total", "Requests for which the worker was told to pull blocks from another one, by result: came, part, failed, unreported.", "worker_id", "dp_rank", "result")
 	pulled := set.Counter("kvrouter_kv_pulled_tokens_total", "Prompt tokens that came from other workers, by the worker's responses.", "worker_id", "dp_rank")
-	peerBandwidth := gauge("kvrouter_worker_pull_bandwidth_bytes", "Bytes per second of pulls from other workers into host memory, by the worker's counters.")
 	pullsOf := func(out metrics.Out, rank []string, t *policy.Tiers) {
 		counts := t.PullCounts()
 		if counts == (policy.PullCounts{}) {
@@ -48,9 +47,6 @@ func NewCollector(names *kv.Names, samples func() []Sample) prometheus.Collector
 			out.Show(pulls, float64(counts.Results[result]), append(rank, policy.PullResults[result])...)
 		}
 		out.Show(pulled, float64(counts.Tokens), rank...)
-		if b := t.PeerBandwidth(); b > 0 {
-			out.Show(peerBandwidth, b, rank...)
-		}
 	}
 	tiers := func(out metrics.Out, rank []string, t *policy.Tiers) {
 		if t == nil {
