@@ -157,7 +157,9 @@ func alike(answer []byte) string {
 				joined["logprobs"] += one.Raw
 			}
 			for _, one := range []string{"tokens", "token_logprobs", "top_logprobs", "text_offset"} {
-				joined[one] += strings.Trim(choice.Get("logprobs."+one).Raw, "[]")
+				for _, each := range choice.Get("logprobs." + one).Array() { // a busy engine puts several into an event
+					joined[one] += each.Raw + " "
+				}
 			}
 		}
 		for _, key := range []string{"error", "usage.prompt_tokens", "usage.completion_tokens"} {
