@@ -98,21 +98,21 @@ func (p pod) workers(as *kv.Role, ports []uint16, pool bool) (list []kv.Worker, 
 		problem = fmt.Sprintf("label %s: %.40q is not a role: the role is both", labelRole, p.role)
 	}
 	part := kv.Disagg{Role: role, Kind: p.kind(role)}
-	if p.bootstrap != "" {
-		port, ok := kv.ParsePort(p.bootstrap)
-		if !ok {
-			problem = fmt.Sprintf("annotation %s: %.40q is not a port", annotationBootstrap, p.bootstrap)
-		} else if role != kv.RoleDecode {
-			part.Bootstrap = kv.Bootstrap{Host: p.address, Port: port}
+	for _, mark := range []struct {
+		name, value string
+		to          *kv.Bootstrap
+	}{{annotationBootstrap, p.bootstrap, &part.Bootstrap}, {annotationP2P, p.p2p, &part.P2P}} {
+		if mark.value == "" {
+			continue
+		}
+		if port, ok := kv.ParsePort(mark.value); ok {
+			*mark.to = kv.Bootstrap{Host: p.address, Port: port}
+		} else {
+			problem = fmt.Sprintf("annotation %s: %.40q is not a port", mark.name, mark.value)
 		}
 	}
-	if p.p2p != "" {
-		port, ok := kv.ParsePort(p.p2p)
-		if !ok {
-			problem = fmt.Sprintf("annotation %s: %.40q is not a port", annotationP2P, p.p2p)
-		} else {
-			part.P2P = kv.Bootstrap{Host: p.address, Port: port}
-		}
+	if role == kv.RoleDecode {
+		part.Bootstrap = kv.Bootstrap{}
 	}
 	serving := ports
 	for _, mark := range []struct{ name, value string }{{annotationPorts, p.ports}, {annotationActive, p.active}} {

@@ -50,7 +50,7 @@ type TierSettings struct {
 
 // PeerSettings are those of pulls from other engines' host memory.
 type PeerSettings struct {
-	Loads            // Bandwidth 0: nobody pulls
+	Loads            // Bandwidth 0: no pulls
 	Failures float64 // share of the pulls of which nothing comes
 }
 

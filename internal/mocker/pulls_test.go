@@ -59,7 +59,7 @@ func TestAPullThatFailsIsComputed(t *testing.T) {
 		change func(*Settings)
 	}{
 		{"unknown prompt", "b", func(w *Worker) int { return w.cfg.Ports.HTTP }, nil},
-		{"nobody listens", "a", func(*Worker) int { return 1 }, nil},
+		{"no source listens", "a", func(*Worker) int { return 1 }, nil},
 		{"the fault", "a", func(w *Worker) int { return w.cfg.Ports.HTTP }, func(s *Settings) { s.MockPeerFailures = 1 }},
 	} {
 		t.Run(test.name, func(t *testing.T) {

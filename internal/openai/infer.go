@@ -114,12 +114,14 @@ func (r *inference) upstream(c *gin.Context) proxy.Upstream {
 	if a.settings.CollectUsage && (r.kind == tokens.ChatPrompt || r.kind == tokens.CompletionPrompt) {
 		u.Head, u.Body, u.HideUsage = proxy.AskForUsage(body)
 	}
-	if r.gateway == nil && r.request.Pinned == nil && r.model.Router.Count() > 1 {
-		u.MaxRetries = a.settings.Retries
-	}
-	if r.gateway == nil && r.request.Pinned == nil && r.model.Router.Several() {
-		u.Migration = proxy.NewMigration(x.Route, body, r.prompt.Tokens, r.prompt.Exact == len(r.prompt.Tokens) && len(r.prompt.Media) == 0, r.multiple || r.several,
-			func(ids []uint32) (string, error) { return r.model.Tokens.TextOf(r.ctx, ids) })
+	if r.gateway == nil && r.request.Pinned == nil {
+		if r.model.Router.Count() > 1 {
+			u.MaxRetries = a.settings.Retries
+		}
+		if r.model.Router.Several() {
+			u.Migration = proxy.NewMigration(x.Route, body, r.prompt.Tokens, r.prompt.Exact == len(r.prompt.Tokens) && len(r.prompt.Media) == 0, r.multiple || r.several,
+				func(ids []uint32) (string, error) { return r.model.Tokens.TextOf(r.ctx, ids) })
+		}
 	}
 	if r.gateway == nil && !r.multiple && len(r.prompt.Tokens) >= tokens.SendFrom {
 		u.PromptTokens = proxy.NewPromptTokens(x.Route, body, r.prompt.Tokens, func(t *kv.Target) bool {

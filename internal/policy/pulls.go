@@ -97,8 +97,8 @@ func (t *Tiers) PullTrust(now time.Time) float64 {
 }
 
 // pulling is the pull of a prompt to the candidate, times in ms. Until pulls have been
-// measured, one goes at a time, to a worker without other prompts: each can be slow, and only
-// such a one tells how slow.
+// measured, one runs at a time, to a worker without other prompts: pulls can be slow, and
+// only such a pull measures how slow.
 func (p *Work) pulling(q *Query, c *Candidate) (tokens int, own, ahead float64) {
 	trust := c.Load.Tiers.PullTrust(q.Now)
 	if c.Pull.Source != nil {

@@ -20,21 +20,9 @@ func (p *pool) pullable(blocks, ahead int, tiers, source *Tiers) *pool {
 // pullingAt has learned from first tokens, with noise, that computing takes 0.02 ms a token
 // and a pull that share of it.
 func pullingAt(share float64, tiers *Tiers) *Work {
-	const perToken = 0.02
-	p, random := NewWork(), rand.New(rand.NewPCG(3, 4))
+	p := NewWork()
 	p.last, tiers.pulls.at = testNow, testNow
-	noise := func(ms float64) time.Duration {
-		return time.Duration(ms * (0.95 + 0.1*random.Float64()) * float64(time.Millisecond))
-	}
-	for range 200 {
-		n := 1000 + random.IntN(8000)
-		p.Learn(Outcome{Uncached: n, Output: 1, Alone: true, FirstToken: noise(5 + perToken*float64(n)), Before: Meanwhile{Prompts: 1, Passes: 1, Tokens: n}})
-	}
-	for range 50 {
-		n := 64 * (20 + random.IntN(80))
-		p.Learn(Outcome{Uncached: 64, Output: 1, Alone: true, Pulled: n, Loaded: true, Tiers: tiers,
-			FirstToken: noise(5 + perToken*64 + share*perToken*float64(n)), Before: Meanwhile{Prompts: 1, Passes: 1, Tokens: 64}})
-	}
+	learnLoads(p, 0.02, share, func(o *Outcome, tokens int) { o.Pulled, o.Tiers = tokens, tiers })
 	return p
 }
 

@@ -142,6 +142,25 @@ func TestALoadBeginsWithAPassThatHasRoom(t *testing.T) {
 }
 
 // TestWorkLeavesASlowTierWhereItIsSlower moves the true speed of loads across that of
+// learnLoads has a policy learn from first tokens, with noise: computing takes perToken ms a
+// token, and a load share of that. loads sets the outcome of a load of so many tokens.
+func learnLoads(p *Work, perToken, share float64, loads func(o *Outcome, tokens int)) {
+	random := rand.New(rand.NewPCG(3, 4))
+	noise := func(ms float64) time.Duration {
+		return time.Duration(ms * (0.95 + 0.1*random.Float64()) * float64(time.Millisecond))
+	}
+	for range 200 {
+		n := 1000 + random.IntN(8000)
+		p.Learn(Outcome{Uncached: n, Output: 1, Alone: true, FirstToken: noise(5 + perToken*float64(n)), Before: Meanwhile{Prompts: 1, Passes: 1, Tokens: n}})
+	}
+	for range 50 {
+		n := 64 * (20 + random.IntN(80))
+		o := Outcome{Uncached: 64, Output: 1, Alone: true, Loaded: true, FirstToken: noise(5 + perToken*64 + share*perToken*float64(n)), Before: Meanwhile{Prompts: 1, Passes: 1, Tokens: 64}}
+		loads(&o, n)
+		p.Learn(o)
+	}
+}
+
 // computing. The policy learns both from first tokens alone, with noise.
 func TestWorkLeavesASlowTierWhereItIsSlower(t *testing.T) {
 	const perToken = 0.02 // ms of computing
@@ -153,19 +172,8 @@ func TestWorkLeavesASlowTierWhereItIsSlower(t *testing.T) {
 		{"hardly anything", 0.01, 0}, {"half", 0.5, 0}, {"four fifths", 0.8, 0}, {"six fifths", 1.2, 1}, {"five times", 5, 1},
 	} {
 		t.Run(test.name, func(t *testing.T) {
-			p, tiers, random := NewWork(), new(Tiers), rand.New(rand.NewPCG(3, 4))
-			noise := func(ms float64) time.Duration {
-				return time.Duration(ms * (0.95 + 0.1*random.Float64()) * float64(time.Millisecond))
-			}
-			for range 200 {
-				n := 1000 + random.IntN(8000)
-				p.Learn(Outcome{Uncached: n, Output: 1, Alone: true, FirstToken: noise(5 + perToken*float64(n)), Before: Meanwhile{Prompts: 1, Passes: 1, Tokens: n}})
-			}
-			for range 50 {
-				n := 64 * (20 + random.IntN(80))
-				p.Learn(Outcome{Uncached: 64, Output: 1, Alone: true, Loads: kv.TierTokens{Host: n}, Loaded: true, Tiers: tiers,
-					FirstToken: noise(5 + perToken*64 + test.share*perToken*float64(n)), Before: Meanwhile{Prompts: 1, Passes: 1, Tokens: 64}})
-			}
+			p, tiers := NewWork(), new(Tiers)
+			learnLoads(p, perToken, test.share, func(o *Outcome, tokens int) { o.Loads, o.Tiers = kv.TierTokens{Host: tokens}, tiers })
 			ms := p.loadTime(tiers, kv.Host, 1, 6400)
 			if want := test.share * perToken * 6400; math.Abs(ms-want) > max(0.2*want, 2) {
 				t.Errorf("a load of 6,400 tokens takes %.1f ms, want about %.1f", ms, want)

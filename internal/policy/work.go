@@ -149,8 +149,9 @@ func (p *Work) Choose(q Query, candidates []Candidate, random *rand.Rand) int {
 		p.loadShare.add(loads)
 	}
 	if learns && q.Tokens > 0 {
-		p.found.add(1 - float64(uncachedTokens(&q, &candidates[chosen]))/float64(q.Tokens))
-		stored := float64(uncachedTokens(&q, &candidates[chosen])) + u.output
+		uncached := float64(uncachedTokens(&q, &candidates[chosen]))
+		p.found.add(1 - uncached/float64(q.Tokens))
+		stored := uncached + u.output
 		caches := cacheTokens(q, candidates) * float64(fleet(q, candidates)) / float64(len(candidates))
 		p.reuse.pass(min(routers*stored/caches, 1))
 	}
@@ -306,7 +307,7 @@ func (t *workTerms) explain() Score {
 	return s
 }
 
-// startsBest returns when the first token comes, ms, at the candidate that is best if nobody
+// startsBest returns when the first token comes, ms, at the candidate that is best without
 // pulls.
 func (p *Work) startsBest(q *Query, candidates []Candidate, u *workUsual) (ms float64) {
 	least := math.Inf(1)
@@ -320,9 +321,9 @@ func (p *Work) startsBest(q *Query, candidates []Candidate, u *workUsual) (ms fl
 }
 
 // terms returns the parts of a candidate's cost: that of computing what it does not have,
-// or of pulling it, whichever is less. A pull must bring the first token no later than
-// the best candidate without pulls: what it moves between workers to spare the answers of
-// others has paid in no simulation.
+// or of pulling it, whichever is less. With a pull, the first token must come no later than
+// at the best candidate without pulls: later ones, which spare the answers of others, paid
+// in no simulation.
 func (p *Work) terms(q *Query, c *Candidate, u *workUsual) (t workTerms) {
 	p.setTerms(&t, q, c, u, false)
 	if c.Pull.Blocks == 0 {
@@ -336,7 +337,7 @@ func (p *Work) terms(q *Query, c *Candidate, u *workUsual) (t workTerms) {
 	return t
 }
 
-// setTerms sets t, which is zero, to the parts of a candidate's cost if it pulls, or if it does not.
+// setTerms sets t, which is zero, to the parts of a candidate's cost, with its pull or without.
 func (p *Work) setTerms(t *workTerms, q *Query, c *Candidate, u *workUsual, pulls bool) {
 	uncached, load := uncachedTokens(q, c), loading{}
 	if (c.Lower != (kv.LowerBlocks{}) || pulls) && q.Leg != kv.LegDecode {

@@ -15,8 +15,8 @@ import (
 )
 
 const (
-	// tailTokens is the number of tokens whose text tells whether the last of them ends within
-	// a character.
+	// tailTokens is the number of last tokens that are decoded to find out whether they end
+	// within a character.
 	tailTokens = 16
 	// mostCut bounds the tokens that are made again. A character has at most four bytes, each
 	// of which may be a token.

@@ -8,13 +8,13 @@ import (
 	"kvrouter/internal/router"
 )
 
-// HeaderSource tells llm-d's sidecar the worker from which its engine pulls the beginning
-// of the prompt.
+// HeaderSource is the header that names llm-d's sidecar the worker from which its engine
+// pulls the beginning of the prompt.
 const HeaderSource = "X-Kv-Cache-Source-Host-Port"
 
-// Pulls reports whether a worker can be told to pull blocks for a request of that route:
-// not where the client has given transfer parameters itself, or asks for what an engine
-// computes the prompt for.
+// Pulls reports whether a request of that route can have its worker pull blocks. It cannot
+// if the client sets transfer parameters itself, or asks for more than one answer or for
+// figures of the prompt's tokens, for which an engine computes the prompt.
 func Pulls(route string, body *jsonbody.Body) bool {
 	if route != chatRoute && route != completionRoute || SeveralAnswers(route, body) {
 		return false

@@ -297,11 +297,12 @@ func TestReplicasDropBookingsThatCannotBe(t *testing.T) {
 	for i, change := range []router.Change{
 		{Tokens: kv.MaxTokens + 1}, {Tokens: 1 << 62, Uncached: 1 << 62}, {Tokens: 10, Uncached: 11}, {Uncached: 1 << 62}, {Tokens: -1, Uncached: 1},
 		{Tokens: 1, Sequence: make([]uint64, 2)}, {Sequence: make([]uint64, 1)}, {Tokens: 5, Leg: kv.LegDecode + 1},
+		{Tokens: 5, Loads: kv.TierTokens{Host: 3, Disk: 3}}, {Loads: kv.TierTokens{External: kv.MaxTokens}},
 	} {
 		change.Kind, change.Request, change.Worker.Worker = router.ChangeAdd, fmt.Sprint(i), 1
 		p.takeChange(change)
 	}
-	if load := rt.Load(kv.WorkerKey{Worker: 1}); load.InFlight != 0 || p.mesh.Dropped.Load() != 8 {
+	if load := rt.Load(kv.WorkerKey{Worker: 1}); load.InFlight != 0 || p.mesh.Dropped.Load() != 10 {
 		t.Errorf("%+v, %d dropped", load, p.mesh.Dropped.Load())
 	}
 	// The largest that can be are counted, and cost no time.

@@ -20,8 +20,8 @@ func (s *source) before(o *source) bool {
 	return s.blocks > o.blocks || s.blocks == o.blocks && s.ahead < o.ahead
 }
 
-// notePulls counts the workers that pull. While there are two, the index looks for what
-// they could.
+// notePulls counts the workers that pull. Once there are two, the index counts what they
+// can pull from each other.
 func (r *Router) notePulls() {
 	r.pulling = 0
 	for i := range r.targets {
@@ -34,9 +34,9 @@ func (r *Router) notePulls() {
 	}
 }
 
-// findSources finds the two best workers to pull blocks of p from: the best one has no use
-// for itself. Of equal ones it is that from which the least is pulled. Workers that are
-// cordoned may serve, those that fail may not.
+// findSources finds the two best workers to pull blocks of p from: the second one is the
+// best one's own source. Of equal ones, the one from which the least is pulled is better.
+// Cordoned workers can be sources, ejected ones cannot.
 func (r *Router) findSources(p *prompt, now time.Time) {
 	p.sources = [2]source{}
 	if r.pulling < 2 || !p.Pulls || p.Leg != kv.LegWhole || p.Cached != nil {

@@ -114,7 +114,7 @@ func TestNobodyPulls(t *testing.T) {
 		name, rule string
 		change     func(r *Router, q *Request)
 	}{
-		{"the caller tells no worker from where", "work", func(_ *Router, q *Request) { q.Pulls = false }},
+		{"the caller names no source", "work", func(_ *Router, q *Request) { q.Pulls = false }},
 		{"the policy does not price pulls", "least-loaded", func(*Router, *Request) {}},
 		{"the source does not serve", "work", func(r *Router, _ *Request) {
 			r.Up(kv.Target{Key: testkit.W0, URL: "http://worker", Models: []string{"m"}})

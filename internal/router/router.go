@@ -67,7 +67,7 @@ type Request struct {
 	SessionID      string  // of SessionID: the session's id among routers; empty: not shared
 	Home           *uint64 // preferred worker, as of a session: used if healthy and not overloaded; nil: none
 	Alternatives   int     // maximum number of further workers in the decision
-	Pulls          bool    // the caller tells the worker from which other one to pull blocks
+	Pulls          bool    // the caller can name the worker a source to pull blocks from
 
 	QueryOnly     bool // dry run: choose without a booking or any other change
 	ChooseOnly    bool // the end of the request will not be reported: book nothing

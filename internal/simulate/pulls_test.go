@@ -1,7 +1,6 @@
 package simulate
 
 import (
-	"encoding/json"
 	"testing"
 
 	"kvrouter/internal/engine"
@@ -58,15 +57,5 @@ func TestRunsWithPullsAreEqual(t *testing.T) {
 	s := peered(t, "work", 25)
 	s.Requests = s.Requests[:500]
 	s.Peers.Failures = 0.3
-	var texts [2]string
-	for i := range texts {
-		text, err := json.Marshal(mustRun(t, s))
-		if err != nil {
-			t.Fatal(err)
-		}
-		texts[i] = string(text)
-	}
-	if texts[0] != texts[1] {
-		t.Errorf("%s\n%s", texts[0], texts[1])
-	}
+	repeats(t, s)
 }

@@ -109,7 +109,7 @@ type Simulation struct {
 	UntoldCache      bool                  // the router does not know the size of a worker's cache
 	Tiers            []engine.TierSettings // below the cache of each worker
 	Peers            engine.PeerSettings   // pulls from other workers
-	WithoutPulls     bool                  // nobody pulls
+	WithoutPulls     bool                  // workers do not pull
 	UnpublishedTiers bool                  // the router does not know what they hold
 	Routing          router.Settings
 	Retry            outlier.RetrySettings

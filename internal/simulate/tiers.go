@@ -72,7 +72,8 @@ func (s *simulator) pull(f *flight, from int) {
 	}
 }
 
-// peerAddress is where others pull from worker w; unknown: nobody pulls.
+// peerAddress returns the address from which others pull worker w's blocks; unknown: workers
+// do not pull.
 func (s *Simulation) peerAddress(w int) kv.Bootstrap {
 	if s.Peers.Bandwidth == 0 || s.WithoutPulls {
 		return kv.Bootstrap{}

@@ -52,6 +52,12 @@ func TestKnowingSlowTiersDoesNotHurt(t *testing.T) {
 func TestRunsWithTiersAreEqual(t *testing.T) {
 	s := tiered(t, "work", 500, 1)
 	s.Tiers = append(s.Tiers, engine.TierSettings{Tier: kv.Disk, Blocks: 20000, Loads: engine.Loads{Bandwidth: 1, BytesPerToken: 131072}, Shared: true, Unpublished: true})
+	repeats(t, s)
+}
+
+// repeats checks that two runs of a simulation have the same report.
+func repeats(t *testing.T, s Simulation) {
+	t.Helper()
 	var texts [2]string
 	for i := range texts {
 		text, err := json.Marshal(mustRun(t, s))

@@ -280,13 +280,7 @@ func compared(a, b []*stream) (differ int) {
 func TestGreedyStreamsOverKilledVLLM(t *testing.T) {
 	n := streams(t, "KVROUTER_MIGRATION", "make test-migration")
 	r := test.StartEngines(t, 3, nil, "--", "--num-gpu-blocks-override", "200", "--max-model-len", "4096", "--max-num-seqs", "16")
-	once, again, torn := greedy(n, "vllm"), greedy(n, "vllm"), greedy(n, "vllm")
-	round(t, r, "undisturbed", once)
-	round(t, r, "undisturbed again", again)
-	kills := torment(t, r, torn)
-	r.WaitReady(3, 8*time.Minute)
-	judge(t, r, torn, greediest)
-	report(t, r, once, again, torn, kills)
+	goesOn(t, r, n, "vllm", 3, greediest)
 }
 
 // TestGreedyStreamsOverKilledSGLang is the same with SGLang's workers, of which a CPU of two
@@ -294,12 +288,18 @@ func TestGreedyStreamsOverKilledVLLM(t *testing.T) {
 func TestGreedyStreamsOverKilledSGLang(t *testing.T) {
 	n := streams(t, "KVROUTER_SGLANG_MIGRATION", "make test-sglang-migration")
 	r := test.StartParts(t, []string{"--num-workers=2", "--engine=sglang", "--restart-backoff-max=1s"}, 2, nil, "--", "--max-total-tokens", "8000")
-	once, again, torn := greedy(n, "sglang"), greedy(n, "sglang"), greedy(n, "sglang")
+	goesOn(t, r, n, "sglang", 2, greediestOfSGLang)
+}
+
+// goesOn asks n streams of so many workers of an engine: twice undisturbed, then with kills.
+func goesOn(t *testing.T, r *test.Router, n int, engine string, workers int, greediest func(*testing.T, *test.Router, *stream) (int, float64)) {
+	t.Helper()
+	once, again, torn := greedy(n, engine), greedy(n, engine), greedy(n, engine)
 	round(t, r, "undisturbed", once)
 	round(t, r, "undisturbed again", again)
 	kills := torment(t, r, torn)
-	r.WaitReady(2, 8*time.Minute)
-	judge(t, r, torn, greediestOfSGLang)
+	r.WaitReady(workers, 8*time.Minute)
+	judge(t, r, torn, greediest)
 	report(t, r, once, again, torn, kills)
 }
 
