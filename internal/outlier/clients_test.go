@@ -284,7 +284,7 @@ func TestOneClientsFailuresTakeNoWorkerOut(t *testing.T) {
 	rapid.Check(t, func(t *rapid.T) {
 		b := newBench(6)
 		ill := rapid.IntRange(0, 2).Draw(t, "ill") // workers, the first ones
-		inARow := make([]int, ill)                 // failures of those since they were in
+		inARow := make([]int, ill)                 // failures of those since they were in, while others did not fail alike
 		kind := rapid.SampledFrom([]Kind{Status, Engine, Dropped, Timeout, Left})
 		t.Repeat(map[string]func(*rapid.T){
 			"bad": func(t *rapid.T) {
@@ -295,7 +295,7 @@ func TestOneClientsFailuresTakeNoWorkerOut(t *testing.T) {
 			"good": func(t *rapid.T) {
 				client := rapid.SampledFrom([]string{"a", "b"}).Draw(t, "client")
 				if i := rapid.IntRange(0, 5).Draw(t, "worker"); i < ill {
-					if inARow[i]++; b.level(i) == Out {
+					if inARow[i]++; b.level(i) == Out || b.failAlike(key(i), b.workers[key(i)], b.now) {
 						inARow[i] = 0
 					}
 					b.failBy(client, i, kind.Draw(t, "kind"))
@@ -319,7 +319,10 @@ func TestOneClientsFailuresTakeNoWorkerOut(t *testing.T) {
 					if i >= ill && discredited && (w.phase == phaseOut || w.row > 0) {
 						t.Fatalf("worker %d is well and has phase %d, %d failures in a row", i, w.phase, w.row)
 					}
-					if i < ill && inARow[i] >= 3 && w.phase != phaseOut && w.spared.IsZero() {
+					if i < ill && w.phase == phaseOut {
+						inARow[i] = 0
+					}
+					if i < ill && inARow[i] >= 3 && w.spared.IsZero() {
 						t.Fatalf("worker %d is in after %d failures in a row", i, inARow[i])
 					}
 				}
