@@ -1,9 +1,12 @@
 package replica
 
 import (
+	"cmp"
 	"encoding/binary"
 	"fmt"
+	"maps"
 	"math/bits"
+	"slices"
 	"time"
 
 	"github.com/zeebo/xxh3"
@@ -115,8 +118,9 @@ type otherRouter struct {
 	own     bool   // it is a kvrouter
 	open    map[string]*heldBooking
 	sums    sums
-	hashes  int // of all of them
-	waiting int // bookings on workers that are not up here
+	added   uint64 // bookings so far
+	hashes  int    // of all that are open
+	waiting int    // bookings on workers that are not up here
 	tried   time.Time
 	asked   int  // digests in a row that differed in as many buckets as the one before, or in more
 	differ  int  // buckets of the last one
@@ -127,7 +131,8 @@ type otherRouter struct {
 type heldBooking struct {
 	*router.Booking // nil: its worker is not up here, or it cannot be
 	change          router.Change
-	refused         bool // it cannot be
+	number          uint64 // of those of its router, in the order in which they came
+	refused         bool   // it cannot be
 	computed        bool
 	sum             uint64
 }
@@ -195,7 +200,8 @@ func (p *otherRouter) add(c *router.Change) {
 		r.Dropped.Add(1)
 		return
 	}
-	held := &heldBooking{change: *c, sum: sumOf(c.Request, c, false), refused: !sensible(c)}
+	p.added++
+	held := &heldBooking{change: *c, number: p.added, sum: sumOf(c.Request, c, false), refused: !sensible(c)}
 	if held.refused {
 		r.Dropped.Add(1)
 		held.change.Sequence = nil
@@ -333,9 +339,11 @@ func (p *otherRouter) keep(bucket uint64, requests []string) {
 	}
 }
 
-// forget ends all that the other router has booked.
+// forget ends all that the other router has booked, the latest first: a worker's prompts are in
+// the order in which they came, and to take out one of them moves those behind it.
 func (p *otherRouter) forget() {
-	for _, held := range p.open {
+	all := slices.SortedFunc(maps.Values(p.open), func(a, b *heldBooking) int { return cmp.Compare(b.number, a.number) })
+	for _, held := range all {
 		p.drop(held)
 	}
 	if p.id != 0 {

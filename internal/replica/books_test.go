@@ -175,3 +175,17 @@ func (p *otherRouter) check() error {
 	}
 	return nil
 }
+
+// BenchmarkForget ends 100,000 bookings of a router that has left.
+func BenchmarkForget(b *testing.B) {
+	rt := routertest.New(b, "kv", 4)
+	for b.Loop() {
+		b.StopTimer()
+		p := newOther(testMesh(rt))
+		for i := range uint64(100_000) {
+			p.takeChange(router.Change{Kind: router.ChangeAdd, Request: fmt.Sprint(i), Worker: kv.WorkerKey{Worker: i % 4}, Tokens: 100})
+		}
+		b.StartTimer()
+		p.forget()
+	}
+}
