@@ -17,7 +17,7 @@ FROM ?= 1
 GRID ?= policies
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-sglang run run-disagg run-sglang run-sglang-disagg demo check test test-mooncake test-sglang test-zoo test-tiers test-migration test-sglang-migration test-kubernetes test-gateway test-traces test-boards test-page test-mesh lint dist test-dist bench index-bench growth sim bench-real bench-gateway bench-herding wire-speed peers peers-predictions parity segments soak fuzz chaos chaos-gateway dst dst-bugs clean
+.PHONY: help setup setup-sglang run run-disagg run-sglang run-sglang-disagg demo check test test-mooncake test-sglang test-zoo test-tiers test-migration test-sglang-migration test-routes test-kubernetes test-gateway test-traces test-boards test-page test-mesh lint dist test-dist bench index-bench growth sim bench-real bench-gateway bench-herding wire-speed peers peers-predictions parity segments soak fuzz chaos chaos-gateway dst dst-bugs clean
 
 help: ## List the targets
 	@printf 'kvrouter: KV-cache-aware routing for vLLM and SGLang\n\n'
@@ -74,6 +74,10 @@ test-migration: setup ## Test 200 greedy streams over three real vLLM CPU worker
 
 test-sglang-migration: setup-sglang ## Test 60 greedy streams over two real SGLang CPU workers, one killed every 20 s, against uninterrupted ones (STREAMS=n; 18 take 16 minutes beside other work)
 	KVROUTER_SGLANG_MIGRATION=$(or $(STREAMS),60) go test -run KilledSGLang -v -count 1 -timeout 60m ./test/real/migration
+
+test-routes: setup ## Compare the answers of real vLLM workers on the routes without an exact prompt (batch, embeddings, scores, rendering, speech) with and without the router (5 minutes)
+	@$(PYTHON) -m pip install --quiet --no-deps --upgrade --target out/speech soundfile==0.14.0
+	KVROUTER_ROUTES=$(CURDIR)/out/speech go test -v -count 1 -timeout 30m ./test/real/routes
 
 test-zoo: setup-sglang ## Test predictions with real engines for 16 forms of models: windows, chunks, states, drafters, adapters (40 to 90 minutes; ZOO=folder keeps captures)
 	KVROUTER_ZOO=$(or $(ZOO),run) go test -run '^TestZoo$$' -v -count 1 -timeout 3h ./test/real/zoo

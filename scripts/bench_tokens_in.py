@@ -1,8 +1,10 @@
 #!/usr/bin/env python3
 """First token of chats whose prompt is cached, with its text and with its tokens (--send-tokens): paired requests to one
-vLLM server, in random order within each pair. With --cold no prompt is cached. Prints a table of docs/prompt-tokens.md.
+vLLM or SGLang server, in random order within each pair. With --cold no prompt is cached. Prints a table of
+docs/prompt-tokens.md. For SGLang, run it with the Python of SGLang: the tokens come from its transformers.
 
     scripts/bench_tokens_in.py http://127.0.0.1:8100 --lengths 1000,10000,60000,100000 --pairs 21
+    PYTHON scripts/bench_tokens_in.py http://127.0.0.1:8100 --sglang MODEL_FOLDER
 """
 
 from __future__ import annotations
@@ -23,9 +25,14 @@ air teacher force education""".split()
 
 
 class Server:
-    def __init__(self, url: str):
+    def __init__(self, url: str, sglang: str | None):
         at = urllib.parse.urlsplit(url)
         self.connection = http.client.HTTPConnection(at.hostname, at.port, timeout=900)
+        self.tokenizer = None
+        if sglang:
+            from transformers import AutoTokenizer
+
+            self.tokenizer = AutoTokenizer.from_pretrained(sglang)
 
     def post(self, path: str, body: dict) -> http.client.HTTPResponse:
         self.connection.request("POST", path, json.dumps(body, separators=(",", ":")), {"Content-Type": "application/json"})
@@ -35,7 +42,14 @@ class Server:
         return response
 
     def tokens(self, messages: list) -> list[int]:
+        if self.tokenizer:
+            return self.tokenizer.encode(self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
         return json.load(self.post("/tokenize", {"messages": messages}))["tokens"]
+
+    def with_tokens(self, messages: list, tokens: list[int]) -> dict:
+        if self.tokenizer:
+            return {"messages": messages, "input_ids": tokens}
+        return {"messages": messages, "kv_transfer_params": {"prompt_token_ids": tokens}}
 
     def first_token(self, body: dict) -> tuple[float, str]:
         """Seconds to the event with the first token, and the whole answer without what names the request."""
@@ -68,16 +82,17 @@ def messages_of(random_: random.Random, tokens: int, server: Server) -> tuple[li
 
 def main() -> None:
     options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    options.add_argument("url", help="of a vLLM server")
+    options.add_argument("url", help="of a vLLM server, or of an SGLang server with --sglang")
+    options.add_argument("--sglang", metavar="FOLDER", help="the server is SGLang and serves the model in that folder")
     options.add_argument("--lengths", default="1000,10000,60000,100000", help="of prompts, tokens")
     options.add_argument("--pairs", type=int, default=21)
     options.add_argument("--cold", action="store_true", help="give each request a salt of its own, so that its prompt is computed")
     args = options.parse_args()
-    server, random_ = Server(args.url), random.Random(1)
+    server, random_ = Server(args.url, args.sglang), random.Random(1)
     print("| prompt, tokens | text, ms | tokens, ms | difference |\n|---|---|---|---|", flush=True)
     for length in map(int, args.lengths.split(",")):
         chat, tokens = messages_of(random_, length, server)
-        bodies = [{"messages": chat}, {"messages": chat, "kv_transfer_params": {"prompt_token_ids": tokens}}]
+        bodies = [{"messages": chat}, server.with_tokens(chat, tokens)]
         for body in bodies * 2:  # computes the prompt, warms both ways up
             server.first_token(body)
         took: list[list[float]] = [[], []]

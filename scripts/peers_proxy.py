@@ -70,16 +70,17 @@ def main():
     parser.add_argument("--test-binary", required=True, help="kvrouter's test binary, with the engines and the load generator")
     parser.add_argument("--vllm-router", required=True)
     parser.add_argument("--model", required=True)
+    parser.add_argument("--before", help="another kvrouter, to which the first one is compared")
     parser.add_argument("--runs", type=int, default=5)
     parser.add_argument("--requests", type=int, default=800)
     parser.add_argument("--corpora", default=",".join(CORPORA))
     parser.add_argument("--concurrency", default="1,32")
     options = parser.parse_args()
-    peers.give_up_after(600)
+    peers.give_up_after(900)
 
-    ports = peers.free_ports(ENGINES + 5)
+    ports = peers.free_ports(ENGINES + 7)
     engines = [f"http://127.0.0.1:{p}" for p in ports[:ENGINES]]
-    own, own_router, theirs, their_metrics, bare = ports[ENGINES:]
+    own, own_router, theirs, their_metrics, bare, old, old_router = ports[ENGINES:]
     log = open("out/peers_proxy.log", "w")
     started = []
 
@@ -87,20 +88,26 @@ def main():
         started.append(subprocess.Popen(command, stdout=stdout, stderr=log, **more))
         return started[-1]
 
+    def serve(program, port, router_port):
+        return start(program, "--engine", "none", "--model", options.model, "--served-model-name", "m", "--http-port", str(port),
+                     "--router-port", str(router_port), *(a for i, url in enumerate(engines) for a in ("--worker", f"url={url},id={i}")))
+
     try:
         start(options.test_binary, "-test.run", "^TestPeersBackends$", "-test.timeout", "0", stdin=subprocess.PIPE,
               env=dict(os.environ, KVROUTER_PEERS_BACKENDS=",".join(map(str, ports[:ENGINES]))))
         for url in engines:
             peers.wait_for("an engine", 30, lambda: peers.answers(url + "/health"))
-        kvrouter = start(options.kvrouter, "--engine", "none", "--model", options.model, "--served-model-name", "m", "--http-port", str(own),
-                         "--router-port", str(own_router), *(a for i, url in enumerate(engines) for a in ("--worker", f"url={url},id={i}")))
+        kvrouter = serve(options.kvrouter, own, own_router)
         vllm_router = start(options.vllm_router, "--host", "127.0.0.1", "--port", str(theirs), "--prometheus-port", str(their_metrics),
                             "--policy", "cache_aware", "--log-level", "warning", "--worker-urls", *engines)
         least = start(options.test_binary, "-test.run", "^TestPeersBare$", "-test.timeout", "0", stdin=subprocess.PIPE,
                       env=dict(os.environ, KVROUTER_PEERS_BARE=",".join(map(str, [bare, *ports[:ENGINES]]))))
         routers = {"kvrouter": (kvrouter.pid, f"http://127.0.0.1:{own}"), "vllm-router": (vllm_router.pid, f"http://127.0.0.1:{theirs}"),
                    "bare": (least.pid, f"http://127.0.0.1:{bare}")}
-        peers.wait_for("kvrouter", 30, lambda: peers.answers(routers["kvrouter"][1] + "/ready"))
+        if options.before:
+            routers["before"] = (serve(options.before, old, old_router).pid, f"http://127.0.0.1:{old}")
+        for name in routers.keys() & {"kvrouter", "before"}:
+            peers.wait_for(name, 30, lambda: peers.answers(routers[name][1] + "/ready"))
         peers.wait_for("vllm-router", 60, lambda: peers.answers(routers["vllm-router"][1] + "/health"))
         peers.wait_for("the bare proxy", 30, lambda: peers.answers(routers["bare"][1] + "/health"))
         load = Load(start(options.test_binary, "-test.run", "^TestPeersLoad$", "-test.timeout", "0", stdin=subprocess.PIPE, stdout=subprocess.PIPE,
@@ -149,10 +156,22 @@ def main():
     report(rows, wrong, checked, options)
 
 
+def compare(rows):
+    """Prints the median ratios to the older kvrouter, of the pairs of runs."""
+    lines = []
+    for (corpus, concurrency), by in rows.items():
+        ratios = [f"{statistics.median(now[key] / before[key] for now, before in zip(by['kvrouter'], by['before'])):.3f}" for key in ("cpu_ms", "ttft_ms", "mb")]
+        lines.append([CORPORA[corpus], concurrency, *ratios])
+    peers.table(["prompts", "concurrency", "CPU a request, now / before", "first token", "resident"], lines)
+    print()
+
+
 def report(rows, wrong, checked, options):
     print(f"Proxy path: {ENGINES} engines answering 32 SSE chunks at once, 1,500-word prompts, medians of {options.runs} alternating runs of {options.requests} requests\n")
     medians = {setting: {name: {key: statistics.median(m[key] for m in runs) for key in ("cpu_ms", "added_ms", "mb")} for name, runs in by.items()}
                for setting, by in rows.items()}
+    if options.before:
+        compare(rows)
     head = ["prompts", "concurrency", "CPU a request, ms", "vllm-router", "ratio", "a bare proxy in Go", "its ratio", "added time to first token, ms", "vllm-router", "resident, MB", "vllm-router"]
     lines = []
     for (corpus, concurrency), by in medians.items():

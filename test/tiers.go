@@ -13,6 +13,7 @@ import (
 
 	"github.com/tidwall/gjson"
 
+	"kvrouter/internal/hints"
 	"kvrouter/internal/testkit"
 	"kvrouter/internal/web"
 )
@@ -30,10 +31,11 @@ type TierSite struct {
 type Found struct {
 	Worker, Prompt    int
 	Predicted, Cached int // tokens
+	Text              string
 }
 
-// tokens returns that many random ones.
-func (s *TierSite) tokens(n int) []uint32 {
+// Tokens returns that many random ones.
+func (s *TierSite) Tokens(n int) []uint32 {
 	list := make([]uint32, n)
 	for i := range list {
 		list[i] = 1000 + s.random.Uint32N(40000)
@@ -44,10 +46,10 @@ func (s *TierSite) tokens(n int) []uint32 {
 // Next returns a prompt: a conversation goes on, branches off, or begins.
 func (s *TierSite) Next() []uint32 {
 	const kept, most = 14, 1100
-	turn := s.tokens(20 + s.random.IntN(100))
+	turn := s.Tokens(20 + s.random.IntN(100))
 	p := s.random.Float64()
 	if len(s.Talks) < kept/2 || p < 0.1 {
-		if s.Talks = append(s.Talks, append(s.tokens(200+s.random.IntN(500)), turn...)); len(s.Talks) > kept {
+		if s.Talks = append(s.Talks, append(s.Tokens(200+s.random.IntN(500)), turn...)); len(s.Talks) > kept {
 			s.Talks = s.Talks[1:]
 		}
 		return s.Talks[len(s.Talks)-1]
@@ -65,13 +67,29 @@ func (s *TierSite) Next() []uint32 {
 }
 
 // Ask sends a prompt and waits until the events of its blocks are applied.
-func (s *TierSite) Ask(prompt []uint32) (f Found) {
+func (s *TierSite) Ask(prompt []uint32) Found { return s.ask(prompt, nil) }
+
+// AskOf is Ask for one worker.
+func (s *TierSite) AskOf(worker uint64, prompt []uint32) Found {
+	return s.ask(prompt, http.Header{hints.HeaderPinnedWorker: {strconv.FormatUint(worker, 10)}})
+}
+
+// ask sends a prompt with those headers.
+func (s *TierSite) ask(prompt []uint32, header http.Header) (f Found) {
 	s.T.Helper()
 	text, err := json.Marshal(map[string]any{"prompt": prompt, "max_tokens": 2, "ignore_eos": true, "temperature": 0})
 	if err != nil {
 		s.T.Fatal(err)
 	}
-	response, err := http.Post(s.OpenAI+"/v1/completions", "application/json", strings.NewReader(string(text)))
+	request, err := http.NewRequest(http.MethodPost, s.OpenAI+"/v1/completions", strings.NewReader(string(text)))
+	if err != nil {
+		s.T.Fatal(err)
+	}
+	for name, values := range header {
+		request.Header[name] = values
+	}
+	request.Header.Set("Content-Type", "application/json")
+	response, err := http.DefaultClient.Do(request)
 	if err != nil {
 		s.T.Fatal(err)
 	}
@@ -81,7 +99,7 @@ func (s *TierSite) Ask(prompt []uint32) (f Found) {
 		s.T.Fatalf("%s: %v: %.500s", response.Status, err, answer)
 	}
 	s.asked++
-	f.Prompt = len(prompt)
+	f.Prompt, f.Text = len(prompt), gjson.GetBytes(answer, "choices.0.text").Str
 	f.Worker, _ = strconv.Atoi(response.Header.Get(web.HeaderWorker))
 	if f.Predicted, err = strconv.Atoi(response.Header.Get(web.HeaderOverlap)); err != nil {
 		s.T.Fatalf("%s: %v", web.HeaderOverlap, err)
@@ -104,8 +122,8 @@ func (s *TierSite) Calm() {
 	})
 }
 
-// source is the tokens that all workers found cached in a tier, by their own count.
-func (s *TierSite) source(name string) (sum float64) {
+// Source is the tokens that all workers found cached in a tier, by their own count.
+func (s *TierSite) Source(name string) (sum float64) {
 	for _, w := range s.Workers() {
 		sum += sumOf(s.Get(*w.Endpoint+"/metrics"), sources, name)
 	}
@@ -147,7 +165,7 @@ func (s *TierSite) Load(requests int, what string, files bool) {
 	})
 	before := map[string]float64{}
 	for _, name := range []string{"device", "host", "disk", "storage"} {
-		before[name] = s.source(name)
+		before[name] = s.Source(name)
 	}
 	device, host := s.predicted("device"), s.predicted("host")
 	for i := range requests {
@@ -167,7 +185,7 @@ func (s *TierSite) Load(requests int, what string, files bool) {
 	testkit.Eventually(s.T, 20*time.Second, what+": the engines' counts of cached tokens equal their answers'", func() bool {
 		sum := 0.0
 		for name, was := range before {
-			came[name] = s.source(name) - was
+			came[name] = s.Source(name) - was
 			sum += came[name]
 		}
 		return int(sum) == all
@@ -184,7 +202,7 @@ func (s *TierSite) Load(requests int, what string, files bool) {
 // Loaded checks that requests were loaded from a tier.
 func (s *TierSite) Loaded(name string) {
 	s.T.Helper()
-	if s.source(name) == 0 {
+	if s.Source(name) == 0 {
 		s.T.Errorf("no request was loaded from %s: the test shows nothing", name)
 	}
 }

@@ -135,6 +135,57 @@ func TestFilesOfVLLM(t *testing.T) {
 	restart().Load(20, "a restarted router", true)
 }
 
+// TestPullsOfVLLM has one worker compute prompts that the other one is then asked for: it pulls
+// their blocks, answers as the first one did, and computes them once the first one is away.
+func TestPullsOfVLLM(t *testing.T) {
+	n := requests(t) / 10
+	peers := testkit.FreePorts(t, 2)
+	args := []string{"--engine=none", "--model=" + test.ModelFolder(), "--policy=work"}
+	var servers []*test.Router
+	for i := range 2 {
+		config := fmt.Sprintf(`{"kv_connector":"OffloadingConnector","kv_role":"kv_both","kv_connector_extra_config":{"spec_name":"TieringOffloadingSpec",`+
+			`"cpu_bytes_to_use":%d,"self_describing_kv_events":true,"secondary_tiers":[{"type":"p2p","host":"127.0.0.1","port":%d}]}}`, 600*1474560, peers+i)
+		server := test.StartEngines(t, 1, []string{"VLLM_SERVER_DEV_MODE=1", "PYTHONHASHSEED=0"}, "--",
+			"--num-gpu-blocks-override", strconv.Itoa(deviceBlocks), "--max-model-len", strconv.Itoa(longest), "--kv-transfer-config", config)
+		servers = append(servers, server)
+		args = append(args, fmt.Sprintf("--worker=url=%s,id=%d,p2p=127.0.0.1:%d", *server.Workers()[0].Endpoint, i, peers+i))
+	}
+	s := test.NewTierSite(test.Start(t, args...))
+	s.WaitReady(2, time.Minute)
+	s.Calm()
+
+	pulled := 0
+	for i := range n {
+		prompt := s.Tokens(1500 + 64*i)
+		first := s.AskOf(0, prompt)
+		second := s.AskOf(1, prompt)
+		if first.Text != second.Text {
+			t.Errorf("prompt %d: the worker that computed it answers %q, the other one %q", i, first.Text, second.Text)
+		}
+		if second.Cached > 0 {
+			pulled++
+		}
+		t.Logf("prompt %d of %d tokens: %d cached, %d predicted", i, second.Prompt, second.Cached, second.Predicted)
+	}
+	s.Loaded("p2p")
+	came := s.Metrics()[`kvrouter_kv_pulls_total{dp_rank="0",result="came",worker_id="1"}`]
+	t.Logf("%d of %d prompts were pulled, %v by the metric, %v tokens by the engine", pulled, n, came, s.Source("p2p"))
+	if pulled < n-1 || int(came) != pulled {
+		t.Errorf("%d of %d prompts were pulled, %v by the metric", pulled, n, came)
+	}
+
+	prompt := s.Tokens(1500)
+	first := s.AskOf(0, prompt)
+	servers[0].Stop()
+	testkit.Eventually(t, time.Minute, "the first worker seen away", func() bool {
+		w, _ := s.Record(0)
+		return w.Lifecycle != "schedulable"
+	})
+	if second := s.AskOf(1, prompt); second.Cached != 0 || first.Text != second.Text {
+		t.Errorf("without the source: %d tokens cached, the answer is %q, was %q", second.Cached, second.Text, first.Text)
+	}
+}
+
 func TestHostMemoryOfSGLang(t *testing.T) {
 	n := requests(t)
 	s := test.NewTierSite(test.StartEngines(t, 2, nil, "--engine=sglang", "--kv-offload-gib=1", "--",
