@@ -75,7 +75,7 @@ test-migration: setup ## Test 200 greedy streams over three real vLLM CPU worker
 test-sglang-migration: setup-sglang ## Test 60 greedy streams over two real SGLang CPU workers, one killed every 20 s, against uninterrupted ones (STREAMS=n; 18 take 16 minutes beside other work)
 	KVROUTER_SGLANG_MIGRATION=$(or $(STREAMS),60) go test -run KilledSGLang -v -count 1 -timeout 60m ./test/real/migration
 
-test-routes: setup ## Compare the answers of real vLLM workers on the routes without an exact prompt (batch, embeddings, scores, rendering, speech) with and without the router (5 minutes)
+test-routes: setup ## Compare the answers of real vLLM workers on the routes without an exact prompt (batch, embeddings, scores, rendering, speech) with and without the router (4 minutes)
 	@$(PYTHON) -m pip install --quiet --no-deps --upgrade --target out/speech soundfile==0.14.0
 	KVROUTER_ROUTES=$(CURDIR)/out/speech go test -v -count 1 -timeout 30m ./test/real/routes
 
