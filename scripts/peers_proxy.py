@@ -4,7 +4,8 @@ Both routers use the same four engines, which answer 32 SSE chunks at once. Runs
 alternate between the routers; the table contains medians of the runs. CPU is the CPU
 time of the router's processes per request. The baseline is a minimal Go proxy: round
 robin without parsing the request. Added time to first token is the median through
-the router minus the median without a router, in the same run. After each run
+the router minus the median without a router, in the same run. With --before, a
+second kvrouter is measured in the same runs. After each run
 kvrouter's index and predictions are compared with the engines' actual caches.
 Started by peers.sh.
 """

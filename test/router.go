@@ -329,7 +329,13 @@ func (r *Router) Get(url string) []byte {
 // Post sends a body of JSON to a URL and returns status and answer.
 func Post(t testing.TB, url, body string) (status int, answer []byte) {
 	t.Helper()
-	response, err := http.Post(url, "application/json", strings.NewReader(body))
+	return PostAs(t, url, "application/json", strings.NewReader(body))
+}
+
+// PostAs is Post of a body with that content type.
+func PostAs(t testing.TB, url, kind string, body io.Reader) (status int, answer []byte) {
+	t.Helper()
+	response, err := http.Post(url, kind, body)
 	if err != nil {
 		t.Fatal(err)
 	}

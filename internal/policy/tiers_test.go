@@ -141,7 +141,6 @@ func TestALoadBeginsWithAPassThatHasRoom(t *testing.T) {
 	}
 }
 
-// TestWorkLeavesASlowTierWhereItIsSlower moves the true speed of loads across that of
 // learnLoads has a policy learn from first tokens, with noise: computing takes perToken ms a
 // token, and a load share of that. loads sets the outcome of a load of so many tokens.
 func learnLoads(p *Work, perToken, share float64, loads func(o *Outcome, tokens int)) {
@@ -161,6 +160,7 @@ func learnLoads(p *Work, perToken, share float64, loads func(o *Outcome, tokens 
 	}
 }
 
+// TestWorkLeavesASlowTierWhereItIsSlower moves the true speed of loads across that of
 // computing. The policy learns both from first tokens alone, with noise.
 func TestWorkLeavesASlowTierWhereItIsSlower(t *testing.T) {
 	const perToken = 0.02 // ms of computing

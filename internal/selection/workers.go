@@ -300,7 +300,7 @@ type failureRecord struct {
 	SuccessRate float64    `json:"success_rate"` // of the last 10 s, 0 to 1
 }
 
-// failuresOf combines the records of each worker's ranks. One without any has none.
+// failuresOf combines the records of each worker's ranks, by worker.
 func failuresOf(records []outlier.Record) map[uint64]*failureRecord {
 	states := []string{outlier.StateIn, outlier.StateBack, outlier.StateHeld, outlier.StateOut}
 	all := make(map[uint64]*failureRecord, len(records))

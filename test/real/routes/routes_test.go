@@ -80,31 +80,27 @@ func bothOf(t *testing.T, s *test.Router) pair {
 func (p pair) equal(route, body string, status int) []byte {
 	p.t.Helper()
 	var own []byte
-	got := p.same(route, func(base string) (int, string) {
+	p.same(route, status, func(base string) (int, string) {
 		status, answer := test.Post(p.t, base+route, body)
 		if base == p.worker {
 			own = answer
 		}
 		return status, plain(answer)
 	})
-	if got != status {
-		p.t.Errorf("%s: the worker answers %d, not %d: %.500s", route, got, status, own)
-	}
 	return own
 }
 
-// same reports a difference between what ask gets from the worker and through the router. It
-// returns the worker's status.
-func (p pair) same(what string, ask func(base string) (status int, answer string)) (status int) {
+// same reports a difference between what ask gets from the worker and through the router, or
+// another status than that one.
+func (p pair) same(what string, want int, ask func(base string) (status int, answer string)) {
 	p.t.Helper()
 	status, own := ask(p.worker)
 	routed, relayed := ask(p.router)
-	if routed != status || own != relayed {
-		p.t.Errorf("%s: the worker answers %d\n%.2000s\nthrough the router %d\n%.2000s", what, status, own, routed, relayed)
-	} else {
-		p.t.Logf("%s: %d, %d bytes, equal: %.120s", what, status, len(relayed), relayed)
+	if status != want || routed != want || own != relayed {
+		p.t.Errorf("%s: want %d, the worker answers %d\n%.2000s\nthrough the router %d\n%.2000s", what, want, status, own, routed, relayed)
+		return
 	}
-	return status
+	p.t.Logf("%s: %d, %d bytes, equal: %.120s", what, status, len(relayed), relayed)
 }
 
 // plain returns an answer, or each event of a stream, without what differs between two answers

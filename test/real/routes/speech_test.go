@@ -6,7 +6,6 @@ import (
 	"encoding/binary"
 	"encoding/json"
 	"fmt"
-	"io"
 	"math"
 	"mime/multipart"
 	"net/http"
@@ -93,7 +92,7 @@ func TestRoutesOfASpeechModel(t *testing.T) {
 	both := bothOf(t, s)
 	for _, route := range []string{"/v1/audio/transcriptions", "/v1/audio/translations"} {
 		for _, stream := range []string{"false", "true"} {
-			both.same(route+" stream="+stream, func(base string) (int, string) { return transcribe(t, base+route, stream) })
+			both.same(route+" stream="+stream, http.StatusOK, func(base string) (int, string) { return transcribe(t, base+route, stream) })
 		}
 	}
 }
@@ -109,23 +108,15 @@ func transcribe(t *testing.T, url, stream string) (status int, answer string) {
 		form.WriteField(name, value)
 	}
 	form.Close()
-	response, err := http.Post(url, form.FormDataContentType(), &body)
-	if err != nil {
-		t.Fatal(err)
-	}
-	defer response.Body.Close()
-	text, err := io.ReadAll(response.Body)
-	if err != nil {
-		t.Fatal(err)
-	}
-	return response.StatusCode, plain(text)
+	status, text := test.PostAs(t, url, form.FormDataContentType(), &body)
+	return status, plain(text)
 }
 
 // TestRealtimeOfASpeechModel holds one conversation over a WebSocket.
 func TestRealtimeOfASpeechModel(t *testing.T) {
 	s := startSpeech(t, "Qwen3ASRRealtimeGeneration")
 	both := bothOf(t, s)
-	both.same("/v1/realtime", func(base string) (int, string) { return http.StatusOK, converse(t, base) })
+	both.same("/v1/realtime", http.StatusOK, func(base string) (int, string) { return http.StatusOK, converse(t, base) })
 }
 
 // converse speaks for seven seconds in pieces of a second, and returns the text and usage that

@@ -116,11 +116,16 @@ func settle(s *test.TierSite, after string) {
 	}
 }
 
+// tiering returns the --kv-transfer-config of a vLLM worker with room for so many blocks in host
+// memory, and a tier below it.
+func tiering(blocks int, below string) string {
+	return fmt.Sprintf(`{"kv_connector":"OffloadingConnector","kv_role":"kv_both","kv_connector_extra_config":{"spec_name":"TieringOffloadingSpec",`+
+		`"cpu_bytes_to_use":%d,"self_describing_kv_events":true,"secondary_tiers":[%s]}}`, blocks*1474560, below)
+}
+
 func TestFilesOfVLLM(t *testing.T) {
 	n := requests(t)
-	config := fmt.Sprintf(`{"kv_connector":"OffloadingConnector","kv_role":"kv_both","kv_connector_extra_config":{"spec_name":"TieringOffloadingSpec",`+
-		`"cpu_bytes_to_use":%d,"self_describing_kv_events":true,"secondary_tiers":[{"type":"fs","root_dir":%q,"n_read_threads":2,"n_write_threads":2,"enable_kv_events":true,"locality":"REMOTE"}]}}`,
-		90*1474560, filepath.Join(t.TempDir(), "store"))
+	config := tiering(90, fmt.Sprintf(`{"type":"fs","root_dir":%q,"n_read_threads":2,"n_write_threads":2,"enable_kv_events":true,"locality":"REMOTE"}`, filepath.Join(t.TempDir(), "store")))
 	s := test.NewTierSite(test.StartEngines(t, 2, []string{"VLLM_SERVER_DEV_MODE=1"}, "--",
 		"--num-gpu-blocks-override", strconv.Itoa(deviceBlocks), "--max-model-len", strconv.Itoa(longest), "--kv-transfer-config", config))
 	s.Load(n, "fresh load", true)
@@ -144,8 +149,7 @@ func TestPullsOfVLLM(t *testing.T) {
 	args := []string{"--engine=none", "--model=" + test.ModelFolder(), "--policy=work"}
 	var servers []*test.Router
 	for i := range 2 {
-		config := fmt.Sprintf(`{"kv_connector":"OffloadingConnector","kv_role":"kv_both","kv_connector_extra_config":{"spec_name":"TieringOffloadingSpec",`+
-			`"cpu_bytes_to_use":%d,"self_describing_kv_events":true,"secondary_tiers":[{"type":"p2p","host":"127.0.0.1","port":%d}]}}`, 600*1474560, peers+i)
+		config := tiering(600, fmt.Sprintf(`{"type":"p2p","host":"127.0.0.1","port":%d}`, peers+i))
 		server := test.StartEngines(t, 1, []string{"VLLM_SERVER_DEV_MODE=1", "PYTHONHASHSEED=0"}, "--",
 			"--num-gpu-blocks-override", strconv.Itoa(deviceBlocks), "--max-model-len", strconv.Itoa(longest), "--kv-transfer-config", config)
 		servers = append(servers, server)
