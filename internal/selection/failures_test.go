@@ -25,7 +25,7 @@ func TestAWorkerDoesAsItsWorstRank(t *testing.T) {
 		{"one rank is out", []outlier.Record{rank(0, 0, outlier.StateBack), rank(0, 1, outlier.StateOut), rank(0, 2, outlier.StateIn), rank(1, 3, outlier.StateOut)},
 			`{"state":"ejected","reason":"broken","ejected_until":"2026-11-22T07:00:05Z","ejections":9,"consecutive_failures":1,"success_rate":0.5}`},
 	} {
-		if got, err := json.Marshal(failuresOf(0, test.records)); err != nil || string(got) != test.want {
+		if got, err := json.Marshal(failuresOf(test.records)[0]); err != nil || string(got) != test.want {
 			t.Errorf("%s: %s, %v; want %s", test.name, got, err, test.want)
 		}
 	}

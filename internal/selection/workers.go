@@ -300,14 +300,12 @@ type failureRecord struct {
 	SuccessRate float64    `json:"success_rate"` // of the last 10 s, 0 to 1
 }
 
-// failuresOf combines the records of a worker's ranks; nil: there are none.
-func failuresOf(worker uint64, records []outlier.Record) *failureRecord {
+// failuresOf combines the records of each worker's ranks. One without any has none.
+func failuresOf(records []outlier.Record) map[uint64]*failureRecord {
 	states := []string{outlier.StateIn, outlier.StateBack, outlier.StateHeld, outlier.StateOut}
-	var sum *failureRecord
-	for _, r := range records {
-		if r.Worker.Worker != worker {
-			continue
-		}
+	all := make(map[uint64]*failureRecord, len(records))
+	for i := range records {
+		r := &records[i]
 		one := failureRecord{State: r.State, Row: r.Row, SuccessRate: r.SuccessRate}
 		switch r.State {
 		case outlier.StateOut:
@@ -318,16 +316,17 @@ func failuresOf(worker uint64, records []outlier.Record) *failureRecord {
 		for _, n := range r.Ejections {
 			one.Ejections += n
 		}
+		sum := all[r.Worker.Worker]
 		if sum != nil {
 			one.Ejections += sum.Ejections
 		}
 		if sum == nil || slices.Index(states, one.State) >= slices.Index(states, sum.State) {
-			sum = &one
+			all[r.Worker.Worker] = &one
 		} else {
 			sum.Ejections = one.Ejections
 		}
 	}
-	return sum
+	return all
 }
 
 // partition returns the partition of the worker.
@@ -343,6 +342,7 @@ func (s *Service) records(want func(WorkerRecord) bool) []WorkerRecord {
 	}
 	waiting := s.partitions.list() // below without those that the fleet knows
 	outliers, _ := s.models.Outliers()
+	failures := failuresOf(outliers)
 	records := []WorkerRecord{}
 	add := func(r WorkerRecord) {
 		if want == nil || want(r) {
@@ -357,7 +357,7 @@ func (s *Service) records(want func(WorkerRecord) bool) []WorkerRecord {
 			spec = s.specOf(status)
 		}
 		record := s.record(status, spec, up[status.ID])
-		record.Failures = failuresOf(status.ID, outliers)
+		record.Failures = failures[status.ID]
 		add(record)
 	}
 	for _, w := range waiting {
