@@ -74,6 +74,7 @@ type Config struct {
 	DecodeWorkers   int     `group:"Model and engine" placeholder:"N" help:"Number of decode workers to start, with --prefill-workers."`
 	BlockSize       int     `group:"Model and engine" default:"64" help:"Tokens per KV-cache block. Must equal the engine's block size (SGLang: page size). For vLLM on a CPU, a multiple of 32."`
 	GPUsPerWorker   int     `group:"Model and engine" name:"gpus-per-worker" default:"1" help:"GPUs per worker, or per data-parallel rank (tensor parallelism)."`
+	KVP2P           bool    `group:"Model and engine" name:"kv-p2p" default:"false" help:"Let started vLLM workers pull KV blocks from each other's host memory, with --kv-offload-gib: vLLM's secondary tier p2p."`
 	KVOffloadGiB    float64 `group:"Model and engine" name:"kv-offload-gib" default:"0" help:"Host memory for offloaded KV blocks of each worker, or data-parallel rank, GiB: vLLM's OffloadingConnector or SGLang's hierarchical cache. SGLang takes whole GB for each GPU. 0 offloads nothing."`
 	Python          string  `group:"Model and engine" placeholder:"PATH" help:"Python interpreter with vLLM or SGLang installed. Default: the environment prepared by 'make setup' or 'make setup-sglang', otherwise python3."`
 
@@ -93,6 +94,7 @@ type Config struct {
 	Web               web.Settings `embed:""`
 	Page              page.Flags   `embed:""`
 	BaseNIXLPort      int          `group:"Addresses" name:"base-nixl-port" default:"5600" help:"First NIXL side-channel port of started vLLM workers, with --prefill-workers; worker i listens on this port plus i."`
+	BaseP2PPort       int          `group:"Addresses" name:"base-p2p-port" default:"5710" help:"First port of started vLLM workers for pulls, with --kv-p2p; worker i listens on this port plus i."`
 	BaseBootstrapPort int          `group:"Addresses" default:"8998" help:"First bootstrap port of started SGLang prefill workers; worker i listens on this port plus i."`
 
 	// Choice of a worker, index of caches, and disaggregation.
@@ -443,6 +445,9 @@ func (c *Config) validate() error {
 	if !starts && c.KVOffloadGiB > 0 {
 		return fmt.Errorf("--kv-offload-gib %v, but --engine %s starts no worker process; for attached workers, set their own flags", c.KVOffloadGiB, c.Engine)
 	}
+	if c.KVP2P && (c.Engine != EngineVLLM || c.KVOffloadGiB == 0 || c.PrefillWorkers > 0) {
+		return errors.New("--kv-p2p: only with --engine vllm, --kv-offload-gib and without --prefill-workers; it moves KV blocks between the host memory of whole vLLM workers")
+	}
 	if !starts && len(c.EngineArgs) > 0 {
 		return fmt.Errorf("%q follows --, but --engine %s starts no worker process", c.EngineArgs[0], c.Engine)
 	}
@@ -605,6 +610,9 @@ func (c *Config) ports() []settings.PortUse {
 			workers("--base-metrics-port", c.BaseMetricsPort, at)
 			if c.nixl() {
 				workers("--base-nixl-port", c.BaseNIXLPort, at)
+			}
+			if c.KVP2P {
+				workers("--base-p2p-port", c.BaseP2PPort, at)
 			}
 		}
 	}

@@ -139,7 +139,7 @@ func TestEveryFlagIsInATableWithItsDefault(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	row := regexp.MustCompile("(?m)^\\| `--((?:\\[no-\\])?)([a-z0-9.-]+)[^`]*` \\| ([^|]*) \\| `KVROUTER_[A-Z_]+` \\| .+ \\| ((?:replay-events|top|doctor|(?:serve|simulate|serve, simulate)(?:, replay-events)?(?:, top)?)) \\|$")
+	row := regexp.MustCompile("(?m)^\\| `--((?:\\[no-\\])?)([a-z0-9.-]+)[^`]*` \\| ([^|]*) \\| `KVROUTER_[A-Z0-9_]+` \\| .+ \\| ((?:replay-events|top|doctor|(?:serve|simulate|serve, simulate)(?:, replay-events)?(?:, top)?)) \\|$")
 	type spelling struct{ negatable, value string }
 	rows := map[string]spelling{}
 	for _, match := range row.FindAllStringSubmatch(string(text), -1) {
