@@ -14,6 +14,7 @@ import (
 
 	"github.com/google/go-cmp/cmp"
 
+	"kvrouter/internal/batch"
 	"kvrouter/internal/chat"
 	"kvrouter/internal/discovery"
 	"kvrouter/internal/doctor"
@@ -625,5 +626,18 @@ func TestSimulatedPartsAreCheckedBeforeTheRun(t *testing.T) {
 		if says == "" && err != nil || says != "" && (err == nil || !strings.Contains(err.Error(), says)) {
 			t.Errorf("%s: %v, want %q", args, err, says)
 		}
+	}
+}
+
+func TestBatchIsACommand(t *testing.T) {
+	config, command, err := ParseConfig([]string{"batch", "FILE", "--url=http://h:1/v1", "--concurrency=3", "--api-key=k", "--drain-timeout=2s"})
+	if err != nil || command != CommandBatch || config.DrainTimeout != 2*time.Second || !slices.Equal(config.APIKey, []string{"k"}) {
+		t.Fatal(command, err)
+	}
+	if diff := cmp.Diff(batch.Command{File: "FILE", URL: "http://h:1/v1", Concurrency: 3, Attempts: 6, AnswerTimeout: time.Hour, GiveUpAfter: 10 * time.Minute}, config.Batch); diff != "" {
+		t.Errorf("(-want +got):\n%s", diff)
+	}
+	if _, _, err := ParseConfig([]string{"batch", "FILE", "--concurrency=0"}); err == nil || !strings.Contains(err.Error(), "--concurrency") {
+		t.Errorf("error %v", err)
 	}
 }
