@@ -596,8 +596,8 @@ func TestTheEngineToSimulateIsThatOfTheMocksFlags(t *testing.T) {
 		t.Errorf("without flags %+v", got)
 	}
 	got := parse("--block-size=16", "--mock-num-gpu-blocks=100", "--mock-max-num-seqs=5", "--mock-max-num-batched-tokens=512",
-		"--mock-prefill-ms=1,2,3", "--mock-decode-ms=4,5,6", "--speedup-ratio=7")
-	want := engine.Settings{Blocks: 100, BlockSize: 16, MaxSeqs: 5, MaxBatchedTokens: 512,
+		"--mock-prefill-ms=1,2,3", "--mock-decode-ms=4,5,6", "--speedup-ratio=7", "--mock-max-loras=3", "--mock-lora-load=50ms")
+	want := engine.Settings{Blocks: 100, BlockSize: 16, MaxSeqs: 5, MaxBatchedTokens: 512, Adapters: engine.AdapterSettings{Slots: 3, LoadMS: 50},
 		Timing: engine.Timing{Prefill: [3]float64{1, 2, 3}, Decode: [3]float64{4, 5, 6}, MinDecode: 1, Speedup: 7}}
 	if got != want {
 		t.Errorf("got %+v, want %+v", got, want)
