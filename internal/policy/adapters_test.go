@@ -317,3 +317,23 @@ func TestTheTimeToLoadAnAdapterIsLearned(t *testing.T) {
 		t.Errorf("loads of adapters have changed the timing of passes: %+v", *p.Timing)
 	}
 }
+
+// TestTheTermOfAnAdapterIsExplained: it is there for requests with an adapter alone, and the
+// terms add up.
+func TestTheTermOfAnAdapterIsExplained(t *testing.T) {
+	for _, adapter := range []string{"", "a"} {
+		why := new(Explanation)
+		q := Query{Now: testNow, Tokens: 640, BlockSize: 64, Adapter: adapter, Explain: why}
+		NewWork().Choose(q, new(pool).add(0, adapted(1, "b*")).add(0, adapted(1, "a")).candidates, rand.New(rand.NewPCG(1, 2)))
+		for i, score := range why.Scores {
+			sum, has := 0.0, false
+			for _, term := range score.Terms {
+				sum += term.Value
+				has = has || term.Name == "adapter"
+			}
+			if has != (adapter != "") || math.Abs(sum-score.Total) > 1e-6 {
+				t.Errorf("adapter %q, candidate %d: %+v", adapter, i, score)
+			}
+		}
+	}
+}
