@@ -11,6 +11,7 @@ import (
 
 	"github.com/alecthomas/kong"
 
+	"kvrouter/internal/batch"
 	"kvrouter/internal/discovery"
 	"kvrouter/internal/doctor"
 	"kvrouter/internal/events"
@@ -46,6 +47,7 @@ const (
 	CommandSimulate = "simulate"
 	CommandReplay   = "replay-events"
 	CommandTop      = "top"
+	CommandBatch    = "batch"
 	CommandDoctor   = "doctor"
 	CommandVersion  = "version"
 	CommandHelp     = "help" // the help or the version has been printed; nothing is left to do
@@ -163,6 +165,8 @@ type Config struct {
 	Replay events.ReplayCommand `kong:"-"`
 	// Top has the settings of CommandTop.
 	Top top.Command `kong:"-"`
+	// Batch has the settings of CommandBatch.
+	Batch batch.Command `kong:"-"`
 	// Doctor has the settings of CommandDoctor.
 	Doctor doctor.Command `kong:"-"`
 	// ModelFolder means that Model is a local folder. Set by ResolveDefaults.
@@ -177,6 +181,7 @@ type cli struct {
 	Simulate simulate.Settings    `cmd:"" help:"Replay a trace or generated conversations through the router and simulated workers, and compare policies."`
 	Replay   events.ReplayCommand `cmd:"" name:"replay-events" help:"Apply a file written by --record-events or by Dynamo's recorder to an empty index, and print the result."`
 	Top      top.Command          `cmd:"" help:"Show the workers and latest requests of a running router in the terminal."`
+	Batch    batch.Command        `cmd:"" help:"Send a file of requests through an OpenAI endpoint, and go on where a killed run ended."`
 	Doctor   doctor.Command       `cmd:"" help:"Check this machine, the ports and the workers named by the other flags before a start."`
 	Version  struct{}             `cmd:"" help:"Print the version."`
 
@@ -200,7 +205,7 @@ var notSimulated = []string{"thompson-state", "thompson-traces"}
 var simulateFlags = []string{
 	"config", "policy", "seed", "block-size", "prefill-workers", "decode-workers", "disagg-min-uncached-tokens",
 	"speedup-ratio", "mock-num-gpu-blocks", "mock-max-num-seqs", "mock-max-num-batched-tokens", "mock-prefill-ms", "mock-decode-ms",
-	"mock-kv-transfer-bandwidth", "mock-kv-bytes-per-token", "mock-host-blocks", "mock-host-bandwidth", "mock-host-latency", "mock-disk-blocks", "mock-disk-bandwidth", "mock-disk-latency", "mock-disk-shared", "mock-disagg-kind", "mock-api",
+	"mock-kv-transfer-bandwidth", "mock-kv-bytes-per-token", "mock-host-blocks", "mock-host-bandwidth", "mock-host-latency", "mock-disk-blocks", "mock-disk-bandwidth", "mock-disk-latency", "mock-disk-shared", "mock-disagg-kind", "mock-api", "mock-max-loras", "mock-lora-load",
 	"router-queue-threshold", "router-queue-policy", "router-queue-timeout", "router-queue-limit", "router-track-active-blocks", "router-track-prefill-tokens",
 	"router-assume-kv-reuse", "active-decode-blocks-threshold", "active-prefill-tokens-threshold", "active-prefill-tokens-threshold-frac",
 }
@@ -215,7 +220,9 @@ func takesFlag(command string, flag *kong.Flag) bool {
 	case command == CommandSimulate && slices.Contains(simulateGroups, flag.Group.Title):
 		return !slices.Contains(notSimulated, flag.Name)
 	}
-	return command == CommandSimulate && slices.Contains(simulateFlags, flag.Name) || command == CommandReplay && flag.Name == "block-size" || command == CommandTop && flag.Name == "router-api-key"
+	return slices.Contains(map[string][]string{
+		CommandSimulate: simulateFlags, CommandReplay: {"block-size"}, CommandTop: {"router-api-key"}, CommandBatch: {"api-key", "drain-timeout"},
+	}[command], flag.Name)
 }
 
 // printHelp prints the help of the command, or of CommandServe where none is
@@ -301,7 +308,7 @@ func parseConfig(args []string, machine settings.Machine) (Config, string, error
 		cfg.Simulate = c.Simulate
 		return cfg, command, cfg.validateSimulate()
 	default:
-		cfg.Replay, cfg.Top = c.Replay, c.Top
+		cfg.Replay, cfg.Top, cfg.Batch = c.Replay, c.Top, c.Batch
 		return cfg, command, nil
 	}
 	if err := cfg.validate(); err != nil {

@@ -14,6 +14,7 @@ import (
 
 	"github.com/google/go-cmp/cmp"
 
+	"kvrouter/internal/batch"
 	"kvrouter/internal/chat"
 	"kvrouter/internal/discovery"
 	"kvrouter/internal/doctor"
@@ -599,8 +600,8 @@ func TestTheEngineToSimulateIsThatOfTheMocksFlags(t *testing.T) {
 		t.Errorf("without flags %+v", got)
 	}
 	got := parse("--block-size=16", "--mock-num-gpu-blocks=100", "--mock-max-num-seqs=5", "--mock-max-num-batched-tokens=512",
-		"--mock-prefill-ms=1,2,3", "--mock-decode-ms=4,5,6", "--speedup-ratio=7")
-	want := engine.Settings{Blocks: 100, BlockSize: 16, MaxSeqs: 5, MaxBatchedTokens: 512,
+		"--mock-prefill-ms=1,2,3", "--mock-decode-ms=4,5,6", "--speedup-ratio=7", "--mock-max-loras=3", "--mock-lora-load=50ms")
+	want := engine.Settings{Blocks: 100, BlockSize: 16, MaxSeqs: 5, MaxBatchedTokens: 512, Adapters: engine.AdapterSettings{Slots: 3, LoadMS: 50},
 		Timing: engine.Timing{Prefill: [3]float64{1, 2, 3}, Decode: [3]float64{4, 5, 6}, MinDecode: 1, Speedup: 7}}
 	if got != want {
 		t.Errorf("got %+v, want %+v", got, want)
@@ -629,5 +630,18 @@ func TestSimulatedPartsAreCheckedBeforeTheRun(t *testing.T) {
 		if says == "" && err != nil || says != "" && (err == nil || !strings.Contains(err.Error(), says)) {
 			t.Errorf("%s: %v, want %q", args, err, says)
 		}
+	}
+}
+
+func TestBatchIsACommand(t *testing.T) {
+	config, command, err := ParseConfig([]string{"batch", "FILE", "--url=http://h:1/v1", "--concurrency=3", "--api-key=k", "--drain-timeout=2s"})
+	if err != nil || command != CommandBatch || config.DrainTimeout != 2*time.Second || !slices.Equal(config.APIKey, []string{"k"}) {
+		t.Fatal(command, err)
+	}
+	if diff := cmp.Diff(batch.Command{File: "FILE", URL: "http://h:1/v1", Concurrency: 3, Attempts: 6, AnswerTimeout: time.Hour, GiveUpAfter: 10 * time.Minute}, config.Batch); diff != "" {
+		t.Errorf("(-want +got):\n%s", diff)
+	}
+	if _, _, err := ParseConfig([]string{"batch", "FILE", "--concurrency=0"}); err == nil || !strings.Contains(err.Error(), "--concurrency") {
+		t.Errorf("error %v", err)
 	}
 }

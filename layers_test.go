@@ -57,7 +57,7 @@ var layers = []map[string]string{
 		"page": "jsonbody keys kv models outlier policy proxy router tokens web workers",
 	},
 	{ // looking from elsewhere
-		"top": "page",
+		"top": "page", "batch": "jsonlines",
 	},
 }
 

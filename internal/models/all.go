@@ -36,6 +36,11 @@ func (s *Set) Transferred(w kv.WorkerKey, t policy.Transfers) {
 	s.For(w.Worker).Router.Transferred(w, t)
 }
 
+// ShowAdapters stores what w's engine shows of its LoRA adapters.
+func (s *Set) ShowAdapters(w kv.WorkerKey, report policy.AdapterReport) {
+	s.For(w.Worker).Router.ShowAdapters(w, report)
+}
+
 // CordonDiscovered stops new requests to a worker while on is true, for every model that
 // it serves now or later.
 func (s *Set) CordonDiscovered(worker uint64, on bool) {

@@ -31,7 +31,9 @@ type Booking struct {
 	expected      int            // tokens of the answer; 0: unknown
 	answeredWhole bool           // its first token is not reported
 	leg           kv.Leg
-	lora          string // adapter; empty: none
+	lora          string           // adapter; empty: none
+	adapters      *policy.Adapters // those of the worker's incarnation, if it has one
+	adapter       policy.AdapterState
 	remote        bool   // of another router
 	decision      uint64 // of a judged policy; 0: none
 	ended         atomic.Bool

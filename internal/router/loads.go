@@ -57,6 +57,14 @@ func (l *workerLoad) tiers() *policy.Tiers {
 	return l.Tiers
 }
 
+// adapters returns what is known of the worker's LoRA adapters, to be added to.
+func (l *workerLoad) adapters() *policy.Adapters {
+	if l.Adapters == nil {
+		l.Adapters = new(policy.Adapters)
+	}
+	return l.Adapters
+}
+
 // activeBlocks is the sum of all weights, rounded.
 func (l *workerLoad) activeBlocks() int {
 	return int(math.Round(float64(l.blocks) + l.excess + l.output))
@@ -143,6 +151,10 @@ func (l *loads) begin(b *Booking, now time.Time) {
 	load := l.of(b.worker)
 	b.sent, b.alone, b.atSent = now, len(load.Prefills) == 0, load.tallyAt(now)
 	load.InFlight++
+	if b.lora != "" {
+		b.adapters = load.adapters()
+		b.adapter = b.adapters.Begin(b.lora, now)
+	}
 	if b.remote {
 		load.Remote++
 	}
@@ -230,6 +242,9 @@ func (l *loads) end(b *Booking, now time.Time) {
 	load := l.of(b.worker)
 	load.tallyAt(now)
 	load.InFlight--
+	if b.adapters != nil {
+		b.adapters.End(b.lora, now)
+	}
 	if b.remote {
 		load.Remote--
 	}
@@ -267,7 +282,7 @@ func (l *loads) outputBlock(b *Booking, share *float64) {
 func (l *loads) outcome(b *Booking, output int, now time.Time) policy.Outcome {
 	o := policy.Outcome{
 		Worker: b.worker, Leg: b.leg, Uncached: b.uncached, Output: output, Alone: b.alone,
-		FirstToken: b.first.Sub(b.sent), Decode: now.Sub(b.first),
+		FirstToken: b.first.Sub(b.sent), Decode: now.Sub(b.first), Adapter: b.adapter,
 	}
 	if b.lower != (kv.LowerBlocks{}) || b.pull.Tokens > 0 {
 		o.Loads, o.Loaded, o.Tiers = b.loads, b.cached == b.device+b.lower.Total(), l.of(b.worker).tiers()
@@ -339,7 +354,7 @@ func (l *workerLoad) asOf(now time.Time, answer *policy.Load) {
 func (l *loads) silence(w kv.WorkerKey) {
 	if load := l.byWorker[w]; load != nil {
 		load.Published = policy.Published{}
-		load.Bumped, load.Foreign = 0, 0
+		load.Bumped, load.Foreign, load.Adapters = 0, 0, nil
 		load.gone = true
 		l.drop(w)
 	}

@@ -352,6 +352,15 @@ func (r *Router) Transferred(w kv.WorkerKey, t policy.Transfers) {
 	}
 }
 
+// ShowAdapters stores what w's engine shows of its LoRA adapters.
+func (r *Router) ShowAdapters(w kv.WorkerKey, report policy.AdapterReport) {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	if at, up := r.target(w); up {
+		r.targetLoads[at].adapters().Show(report, r.now())
+	}
+}
+
 // IsUp reports whether that incarnation of a worker is up.
 func (r *Router) IsUp(t kv.Target) bool {
 	r.mu.Lock()
@@ -426,6 +435,7 @@ func (r *Router) Load(w kv.WorkerKey) policy.Load {
 		tiers := *load.Tiers
 		load.Tiers = &tiers
 	}
+	load.Adapters = load.Adapters.Clone()
 	return load
 }
 
@@ -549,7 +559,7 @@ func (r *Router) taken(p *prompt) bool {
 
 // choose lets the policy choose among the candidates and books.
 func (r *Router) choose(p *prompt, d *Decision, now time.Time) {
-	query := policy.Query{Now: now, Tokens: p.tokens, BlockSize: r.blockSize, FreePrefill: !r.tracksPrefill(p), Override: p.Override, Leg: p.Leg, Sequence: p.sequence, DryRun: p.QueryOnly, Prefix: p.Prefix, Pulling: r.loads.pulling, Workers: p.workers, Retry: len(p.Exclude) > 0}
+	query := policy.Query{Now: now, Tokens: p.tokens, BlockSize: r.blockSize, FreePrefill: !r.tracksPrefill(p), Override: p.Override, Leg: p.Leg, Sequence: p.sequence, DryRun: p.QueryOnly, Prefix: p.Prefix, Pulling: r.loads.pulling, Workers: p.workers, Retry: len(p.Exclude) > 0, Adapter: p.LoRA}
 	if _, is := r.policy.(policy.Judged); is && !p.QueryOnly && !p.ChooseOnly {
 		r.decisions++
 		query.Decision = r.decisions

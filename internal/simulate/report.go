@@ -32,6 +32,7 @@ type Report struct {
 	Predicted       float64        `json:"predicted_reuse"`
 	PredictionError float64        `json:"prediction_error_tokens"` // mean |predicted − actual| of the first admissions
 	Lower           *TierReport    `json:"lower_tiers,omitempty"`   // nil: the workers have none
+	Adapters        *AdapterReport `json:"adapters,omitempty"`      // nil: no request has one
 	Pairs           int            `json:"pairs,omitempty"`         // disaggregated requests
 	MakespanS       float64        `json:"makespan_s"`
 	OutputPerSec    float64        `json:"output_tokens_per_s"`
@@ -129,7 +130,7 @@ func (s *simulator) report() *Report {
 		MakespanS: last.Seconds(), OutputPerSec: float64(output) / last.Seconds(),
 		TTFT: distribution(ttft), ITL: distribution(itl), EndToEnd: distribution(endToEnd),
 	}
-	r.Lower = s.tierReport()
+	r.Lower, r.Adapters = s.tierReport(), s.adapterReport()
 	if s.Concurrency == 0 {
 		r.Speedup = s.Speedup
 	}
@@ -233,6 +234,9 @@ func writeReports(out io.Writer, reports []*Report) error {
 			if r.Lower.Pulls > 0 {
 				fmt.Fprintf(out, "%s: %.3f of the prompt tokens were pulled from other workers, by %d requests\n", r.Policy, r.Lower.Peer, r.Lower.Pulls)
 			}
+		}
+		if r.Adapters != nil {
+			fmt.Fprintf(out, "%s: %.1f loads of adapters per 1,000 requests, each adapter on %.2f workers\n", r.Policy, r.Adapters.Loads, r.Adapters.Spread)
 		}
 		r.writeTroubles(out)
 	}

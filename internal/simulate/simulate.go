@@ -38,6 +38,7 @@ type Settings struct {
 	TierEvents     bool     `default:"true" negatable:"" help:"Pass KV events of the tiers below the cache (--mock-host-blocks, --mock-disk-blocks) to the router."`
 	Pulls          bool     `default:"true" negatable:"" help:"Let workers pull blocks from each other (--mock-peer-bandwidth)."`
 	UntoldCache    bool     `help:"Workers do not report the size of their KV cache to the router."`
+	UntoldAdapters bool     `help:"The router does not know the LoRA adapters of requests (--synthetic-adapters)."`
 	Faults         []string `placeholder:"FAULT" help:"Comma-separated faults to inject, such as 'worker=2 at=60s for=30s kind=error rate=0.3'. kind: error (status 500), refuse (connection refused), hang (no answer) or slow. rate: share of failing requests, or remaining speed. Default: 1."`
 	PrioritySettings
 	JSON         bool              `name:"json" help:"Print the results as JSON, one object per policy."`
@@ -107,6 +108,7 @@ type Simulation struct {
 	EventLag         time.Duration         // delay of events to the index
 	Routers          int                   // number of routers in front of the workers; 0 counts as 1
 	UntoldCache      bool                  // the router does not know the size of a worker's cache
+	UntoldAdapters   bool                  // the router does not know the adapters of requests
 	Tiers            []engine.TierSettings // below the cache of each worker
 	Peers            engine.PeerSettings   // pulls from other workers
 	WithoutPulls     bool                  // workers do not pull
@@ -168,6 +170,8 @@ type worker struct {
 	sendsEnd time.Duration    // when its last block is sent that another worker pulls
 	moved    policy.Transfers // by these loads
 	reported time.Duration    // when the routers last read that
+	shown    time.Duration    // when the routers last read its adapters
+	adapters map[string]bool  // that it was sent
 
 	// Where there are faults:
 	fault   *fault        // its current fault; nil: none
@@ -214,7 +218,7 @@ func (s Settings) Run(base Simulation, policies []string, out, progress *os.File
 	base.EventLag, base.WithoutHints = time.Duration(s.EventLag*float64(time.Millisecond)), !s.SyntheticHints
 	base.Way = time.Duration(s.RoundTrip / 2 * float64(time.Millisecond))
 	base.Routers, base.UntoldCache, base.Priority, base.Faults = s.Routers, s.UntoldCache, s.PrioritySettings, s.Faults
-	base.UnpublishedTiers, base.WithoutPulls = !s.TierEvents, !s.Pulls
+	base.UnpublishedTiers, base.WithoutPulls, base.UntoldAdapters = !s.TierEvents, !s.Pulls, s.UntoldAdapters
 	if s.Grid != "" {
 		return s.runGrid(base, out, progress)
 	}
@@ -473,6 +477,7 @@ func (s *simulator) travel(f func()) {
 func (s *simulator) arrive(flight *flight) {
 	worker := &s.workers[flight.worker]
 	worker.sent++
+	worker.notes(flight.Adapter)
 	if err := worker.engine.Submit(&flight.Request); err != nil {
 		s.err = fmt.Errorf("request of %s: %w", s.Source, err)
 		return
@@ -523,6 +528,7 @@ func (s *simulator) endPass(w int) {
 		s.travel(func() { s.hear(flight, first, last) })
 	}
 	running, waiting, usage := worker.engine.Load()
+	s.showAdapters(w)
 	for _, router := range s.routers {
 		router.Publish(kv.WorkerKey{Worker: uint64(w)}, policy.Published{Running: running, Waiting: waiting, KVUsage: usage, At: s.clock()})
 	}
