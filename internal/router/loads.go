@@ -339,7 +339,7 @@ func (l *workerLoad) asOf(now time.Time, answer *policy.Load) {
 func (l *loads) silence(w kv.WorkerKey) {
 	if load := l.byWorker[w]; load != nil {
 		load.Published = policy.Published{}
-		load.Bumped, load.Foreign = 0, 0
+		load.Bumped, load.Foreign, load.Fill = 0, 0, 0
 		load.gone = true
 		l.drop(w)
 	}
