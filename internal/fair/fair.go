@@ -75,6 +75,7 @@ type Item[T any] struct {
 
 	flow   *flow[T] // in which it waits; nil: it does not
 	number uint64   // of its arrival
+	passed int      // how many have gone before it
 }
 
 // due is when the first token of the item has to come.
@@ -184,6 +185,16 @@ func New[T any](s Settings) *Queue[T] {
 
 // Len returns the number of items.
 func (q *Queue[T]) Len() int { return q.length }
+
+// Waiting returns the cost of the items, ms.
+func (q *Queue[T]) Waiting() (ms float64) {
+	for i := range q.lanes {
+		for _, f := range q.lanes[i].backlogged {
+			ms += f.waiting
+		}
+	}
+	return ms
+}
 
 // place is the class's place in lanes.
 func place(c Class) int { return int(c.known() - Interactive) }
@@ -310,29 +321,54 @@ type Verdict int
 const (
 	Kept  Verdict = iota // it waits on; the next one is offered
 	Taken                // it leaves the queue; the next one is offered
+	Later                // it would rather wait for another worker: others of its tenant may go first
 	Stop                 // it waits on, and so do all that come after it
 )
 
-// Walk offers the items in order, each once. offer may call Begin: the order of the items
-// that have not been offered follows it.
-func (q *Queue[T]) Walk(offer func(*Item[T]) Verdict) {
+const (
+	// Window is how many of a tenant's items behind one that says Later are offered before it.
+	Window = 8
+	// MostPassed is how many of them go before it at most.
+	MostPassed = 8
+)
+
+// Walk offers the items in order. An item that says Later is offered again, after up to Window
+// of its tenant's with the same priority: if none of them goes, or if MostPassed have gone before
+// it, it must go itself if it can. So requests may find their prefixes where these are, and what
+// another tenant receives does not change. offer may call Begin: the order of the items that
+// have not been offered follows it.
+func (q *Queue[T]) Walk(offer func(it *Item[T], must bool) Verdict) {
 	q.walk++
 	for i := range q.lanes {
-		for {
-			f := q.lanes[i].first(q.walk)
-			if f == nil {
-				break
+		for f := q.lanes[i].first(q.walk); f != nil; f = q.lanes[i].first(q.walk) {
+			it, at := f.items[f.next], f.next
+			must := it.passed >= MostPassed
+			v := offer(it, must)
+			if v == Later && !must {
+				v, at = q.passing(f, offer)
 			}
-			switch offer(f.items[f.next]) {
-			case Taken:
-				q.take(f, f.next)
-			case Kept:
-				f.next++
-			default:
+			switch {
+			case v == Stop:
 				return
+			case v != Taken:
+				f.next++
+				continue
+			case at > f.next:
+				it.passed++
 			}
+			q.take(f, at)
 		}
 	}
+}
+
+// passing offers the items behind the next one of a flow, and that itself if none of them goes.
+func (q *Queue[T]) passing(f *flow[T], offer func(it *Item[T], must bool) Verdict) (v Verdict, at int) {
+	for at = f.next + 1; at < len(f.items) && at <= f.next+Window && f.items[at].Priority == f.items[f.next].Priority; at++ {
+		if v = offer(f.items[at], false); v == Taken || v == Stop {
+			return v, at
+		}
+	}
+	return offer(f.items[f.next], true), f.next
 }
 
 // Each calls f with every item, in no particular order.

@@ -38,7 +38,7 @@ func queue(t testing.TB, items ...*Item[string]) *Queue[string] {
 func serve(t testing.TB, q *Queue[string], n int) string {
 	t.Helper()
 	var served []string
-	q.Walk(func(it *Item[string]) Verdict {
+	q.Walk(func(it *Item[string], _ bool) Verdict {
 		if n--; n < 0 {
 			return Stop
 		}
@@ -205,7 +205,7 @@ func TestAFullQueueKeepsTheLightTenants(t *testing.T) {
 func TestWhatIsKeptIsOfferedOnceAndStays(t *testing.T) {
 	q := queue(t, of("a", "a1", 1), of("a", "a2", 1), of("b", "b1", 1), of("b", "b2", 1))
 	var offered []string
-	q.Walk(func(it *Item[string]) Verdict {
+	q.Walk(func(it *Item[string], _ bool) Verdict {
 		offered = append(offered, it.Value)
 		if it.Tenant.Name == "b" {
 			return Taken
@@ -218,6 +218,50 @@ func TestWhatIsKeptIsOfferedOnceAndStays(t *testing.T) {
 	}
 	if got := serve(t, q, 9); got != "a1 a2" {
 		t.Error(got)
+	}
+}
+
+// TestLaterLetsTheTenantsOwnPass: as many as MostPassed of the next Window items, of no other
+// tenant and of no lower priority.
+func TestLaterLetsTheTenantsOwnPass(t *testing.T) {
+	q := queue(t, of("a", "head", 1), of("b", "b1", 1))
+	for i := range 12 {
+		q.Push(of("a", fmt.Sprint("a", i), 1))
+	}
+	// Only one item a walk finds its worker.
+	turn := func(wants string) (taken string) {
+		q.Walk(func(it *Item[string], must bool) Verdict {
+			switch {
+			case taken != "":
+				return Stop
+			case it.Tenant.Name == "a" && it.Value != wants && !must:
+				return Later
+			}
+			taken = it.Value
+			q.Begin(it.Tenant, it.Class, it.Cost).End(it.Cost)
+			return Taken
+		})
+		if err := q.Check(); err != nil {
+			t.Fatal(err)
+		}
+		return taken
+	}
+	for _, test := range []struct{ wants, want string }{
+		{"a7", "a7"}, {"", "b1"}, // a has had its turn
+		{"a10", "head"}, // it is beyond the window
+		{"a1", "a1"}, {"a2", "a2"}, {"a3", "a3"}, {"a4", "a4"}, {"a5", "a5"}, {"a6", "a6"}, {"a8", "a8"}, {"a9", "a9"},
+		{"a10", "a0"}, // has been passed often enough
+	} {
+		if got := turn(test.wants); got != test.want {
+			t.Errorf("%s goes instead of %s", got, test.want)
+		}
+	}
+
+	high, low := of("a", "high", 1), of("a", "low", 1)
+	high.Priority = 1
+	q = queue(t, high, low)
+	if got := turn("low"); got != "high" {
+		t.Errorf("%s passes a higher priority", got)
 	}
 }
 
@@ -347,7 +391,7 @@ func TestServiceOfBackloggedTenantsStaysWithinItsBound(t *testing.T) {
 			},
 			"serve": func(t *rapid.T) {
 				n := rapid.IntRange(1, 6).Draw(t, "requests")
-				q.Walk(func(it *Item[string]) Verdict {
+				q.Walk(func(it *Item[string], _ bool) Verdict {
 					if n--; n < 0 {
 						return Stop
 					}
@@ -395,7 +439,7 @@ func TestWrongPredictionsEvenOut(t *testing.T) {
 	}
 	var runs []running
 	service := map[string]float64{}
-	q.Walk(func(it *Item[string]) Verdict {
+	q.Walk(func(it *Item[string], _ bool) Verdict {
 		if service["right"] >= 1000 {
 			return Stop
 		}
@@ -450,14 +494,20 @@ func TestEveryItemIsServedOnceOrLeaves(t *testing.T) {
 				}
 			},
 			"walk": func(t *rapid.T) {
-				seen := map[int]bool{}
-				stopped := false
-				q.Walk(func(it *Item[int]) Verdict {
-					if seen[it.Value] || there[it.Value] != it || stopped {
-						t.Fatalf("item %d is offered twice, is gone, or comes after Stop", it.Value)
+				seen, musts := map[int]bool{}, map[int]bool{}
+				stopped, offers, most := false, 0, (Window+2)*q.Len()
+				q.Walk(func(it *Item[int], must bool) Verdict {
+					if there[it.Value] != it || stopped || must && musts[it.Value] {
+						t.Fatalf("item %d is gone, comes after Stop, or must go twice", it.Value)
 					}
 					seen[it.Value] = true
-					v := Verdict(rapid.IntRange(0, 2).Draw(t, "verdict"))
+					if must {
+						musts[it.Value] = true
+					}
+					if offers++; offers > most {
+						t.Fatal("a walk without an end")
+					}
+					v := Verdict(rapid.IntRange(int(Kept), int(Stop)).Draw(t, "verdict"))
 					if v == Taken {
 						q.Begin(it.Tenant, it.Class, it.Cost).End(it.Cost)
 						delete(there, it.Value)
@@ -496,7 +546,7 @@ func BenchmarkTurn(b *testing.B) {
 	b.ReportAllocs()
 	for b.Loop() {
 		var again *Item[int]
-		q.Walk(func(it *Item[int]) Verdict {
+		q.Walk(func(it *Item[int], _ bool) Verdict {
 			if again != nil {
 				return Stop
 			}

@@ -76,17 +76,6 @@ func (p *Work) UsualOutput() float64 {
 	return workFirstOutput
 }
 
-// InTime reports whether the first tokens of a worker's prompts are awaited, and none
-// of them is overdue.
-func (p *Work) InTime(now time.Time, load *Load) bool {
-	awaited := false
-	for i := range load.Prefills {
-		awaited = awaited || !load.Prefills[i].AnsweredWhole
-	}
-	waits, _ := p.overdue(now, load)
-	return awaited && waits == 0
-}
-
 // mostForecast bounds predictions: a longer one is a foreign number.
 const mostForecast = time.Hour
 

@@ -1,9 +1,6 @@
 package policy
 
-import (
-	"testing"
-	"time"
-)
+import "testing"
 
 func TestPriceOfTokens(t *testing.T) {
 	p := NewWork()
@@ -34,28 +31,6 @@ func TestTimeOfAPromptAlone(t *testing.T) {
 	for tokens, want := range map[int]float64{-1: 16.01, 0: 16.01, 1: 16.01, 100: 17, workPass: 97.92, workPass + 100: 97.92 + 17, 2 * workPass: 2 * 97.92} {
 		if got := milliseconds(p.Alone(tokens)); got < want-0.001 || got > want+0.001 {
 			t.Errorf("%d tokens: %v ms, want %v", tokens, got, want)
-		}
-	}
-}
-
-func TestInTime(t *testing.T) {
-	p, now := NewWork(), time.Unix(1_000_000, 0)
-	sent := func(ago time.Duration, whole bool) Prefill {
-		return Prefill{Tokens: 10, Queued: 10, Sent: now.Add(-ago), AnsweredWhole: whole}
-	}
-	for name, test := range map[string]struct {
-		prompts []Prefill
-		want    bool
-	}{
-		"nothing awaited":               {nil, false},
-		"just sent":                     {[]Prefill{sent(0, false)}, true},
-		"overdue":                       {[]Prefill{sent(time.Minute, false), sent(0, false)}, false},
-		"only answers that come whole":  {[]Prefill{sent(0, true)}, false},
-		"beside one that comes whole":   {[]Prefill{sent(time.Minute, true), sent(0, false)}, true},
-		"overdue beside one that whole": {[]Prefill{sent(0, true), sent(time.Minute, false)}, false},
-	} {
-		if got := p.InTime(now, &Load{Prefills: test.prompts}); got != test.want {
-			t.Errorf("%s: %v", name, got)
 		}
 	}
 }

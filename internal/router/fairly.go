@@ -170,7 +170,7 @@ func (r *Router) dispatchFairly(now time.Time) {
 		return
 	}
 	var blocked []alike
-	r.fair.Walk(func(it *fair.Item[*waiter]) fair.Verdict {
+	r.fair.Walk(func(it *fair.Item[*waiter], must bool) fair.Verdict {
 		w := it.Value
 		if !r.anyCapacity(now) {
 			return fair.Stop
@@ -183,14 +183,35 @@ func (r *Router) dispatchFairly(now time.Time) {
 			w.tell(waitResult{err: shed(now.Sub(w.prompt.Deadline))})
 			return fair.Taken
 		}
-		if r.decide(w, now) {
+		switch r.decide(w, must, now) {
+		case fair.Taken:
 			return fair.Taken
+		case fair.Later:
+			return fair.Later
 		}
 		if kind.known {
 			blocked = append(blocked, kind)
 		}
 		return fair.Kept
 	})
+}
+
+// leastMissed is how many tokens fewer a full worker has to compute for which a request would
+// rather wait.
+const leastMissed = 256
+
+// missesPrefix reports whether a candidate without capacity has more of p cached than all those
+// that have.
+func (r *Router) missesPrefix(p *prompt, now time.Time) bool {
+	best, there := p.tokens, p.tokens
+	for i := range r.candidates {
+		c := &r.candidates[i]
+		uncached := r.uncached(p.tokens, c)
+		if best = min(best, uncached); uncached < there && r.hasCapacity(c, now) {
+			there = uncached
+		}
+	}
+	return there-best >= leastMissed
 }
 
 // alike says what a request needs of a worker. Where one finds no room, those that are alike

@@ -167,8 +167,10 @@ func TestRoomIsWhatTheEngineRunsAtOnce(t *testing.T) {
 	for range 3 {
 		running = append(running, MustRoute(t, r, tenant("a", 1)).Booking)
 	}
-	running[0].FirstToken()
-	running[1].FirstToken()
+	for _, b := range running[:2] { // in one pass each
+		clock.Advance(time.Second)
+		b.FirstToken()
+	}
 	publish(2, 1)
 	if got := r.Load(kv.WorkerKey{}).Fill; got != 0 {
 		t.Errorf("one report teaches nothing: %d", got)
@@ -196,6 +198,24 @@ func TestRoomIsWhatTheEngineRunsAtOnce(t *testing.T) {
 	for _, b := range []*Booking{running[2], d.Booking, last.Booking} {
 		b.End()
 	}
+	whole := tenant("a", 1)
+	whole.AnsweredWhole = true
+	running = nil
+	for range 3 {
+		running = append(running, MustRoute(t, r, whole).Booking)
+	}
+	publish(1, 2)
+	publish(2, 1)
+	if got := r.Load(kv.WorkerKey{}).Fill; got != 3 {
+		t.Errorf("more run than before: learned %d", got)
+	}
+	publish(2, 1)
+	if got := r.Load(kv.WorkerKey{}).Fill; got != 2 {
+		t.Errorf("answers come whole, and the engine runs 2 at once: learned %d", got)
+	}
+	for _, b := range running {
+		b.End()
+	}
 	r.Down(kv.WorkerKey{})
 	r.Up(kv.Target{Key: kv.WorkerKey{}, Models: []string{"m"}, MaxBatchedTokens: 16})
 	if got := r.Load(kv.WorkerKey{}).Fill; got != 0 {
@@ -203,12 +223,17 @@ func TestRoomIsWhatTheEngineRunsAtOnce(t *testing.T) {
 	}
 }
 
+// TestWaitsForAPassTeachNothing: a request that has come while the last passes ran waits for the
+// next one.
 func TestWaitsForAPassTeachNothing(t *testing.T) {
 	r, clock := newFairRouter(t, 1)
-	for range 3 {
-		MustRoute(t, r, tenant("a", 1))
+	for range 2 {
+		b := MustRoute(t, r, tenant("a", 1)).Booking
+		clock.Advance(time.Second)
+		b.FirstToken()
 	}
-	for range 2 { // while no first token is overdue
+	MustRoute(t, r, tenant("a", 1))
+	for range 2 {
 		r.Publish(kv.WorkerKey{}, policy.Published{Running: 2, Waiting: 1, At: clock.Now()})
 	}
 	if got := r.Load(kv.WorkerKey{}).Fill; got != 0 {
@@ -331,6 +356,36 @@ func TestATenantIsChargedForWhatItGot(t *testing.T) {
 			d.Booking.End()
 		}
 	}
+}
+
+// TestPrefixesStayWhereTheyAre: of two requests of a tenant, the one whose prefix the worker with
+// room holds goes first, also if it came later.
+func TestPrefixesStayWhereTheyAre(t *testing.T) {
+	r, _ := newFairRouter(t, 2)
+	prompts := [2][]uint32{testkit.Tokens(1, 2001), testkit.Tokens(2, 2001)}
+	full := [2]*Booking{}
+	for w := range full {
+		Hold(r, uint64(w), prompts[w])
+		full[w] = occupy(t, r, uint64(w), 16)
+	}
+	request := func(prompt int) Request {
+		return Request{Tenant: fair.Tenant{Name: "a"}, Tokens: prompts[prompt], ExpectedOutput: 1}
+	}
+	waits := park(t, r, request(0), request(0), request(1))
+	full[1].Finish(1)
+	last, err := waits[2].get(t)
+	if err != nil || last.Target.Key.Worker != 1 {
+		t.Fatalf("%+v, %v", last.Target, err)
+	}
+	full[0].Finish(1)
+	for _, q := range waits[:2] {
+		d, err := q.get(t)
+		if err != nil {
+			t.Fatal(err)
+		}
+		d.Booking.Finish(1)
+	}
+	last.Booking.Finish(1)
 }
 
 func TestReachableIsWhatTheBestEligibleWorkerHolds(t *testing.T) {

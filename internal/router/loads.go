@@ -39,6 +39,9 @@ type workerLoad struct {
 	peaks [2]int    // most requests in flight in this span of peakSpan, and in the one before
 	since time.Time // this one began
 
+	passBefore time.Time // when the pass before that of Load.FirstToken gave first tokens; zero: there was none
+	ranBefore  int       // Running of the report before Published
+
 	served int // tokens that others pull from it now
 
 	reportsCached bool // an answer of it has said how many of its prompt's tokens were cached
@@ -117,7 +120,7 @@ func newLoads() *loads {
 // only beyond the most that were in flight of late: it may count some that have ended.
 func (l *loads) publish(w kv.WorkerKey, p policy.Published) {
 	load := l.of(w)
-	load.Published = p
+	load.ranBefore, load.Published = load.Running, p
 	load.Bumped = 0
 	load.Foreign = max(0, p.Running+p.Waiting-load.peak(p.At))
 }
@@ -221,6 +224,9 @@ func (l *loads) firstToken(b *Booking, now time.Time) {
 		load.Prefills = slices.Delete(load.Prefills, i, i+1)
 	}
 	if !b.answeredWhole {
+		if now.Sub(load.Load.FirstToken) > samePass {
+			load.passBefore = load.Load.FirstToken
+		}
 		load.Load.FirstToken = now
 	}
 }

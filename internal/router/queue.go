@@ -194,7 +194,7 @@ func (r *Router) dispatch(now time.Time) {
 			kept = append(kept, r.waiting[i:]...)
 			break
 		}
-		if !r.decide(w, now) {
+		if r.decide(w, true, now) == fair.Kept {
 			kept = append(kept, w)
 		}
 	}
@@ -202,11 +202,15 @@ func (r *Router) dispatch(now time.Time) {
 	r.waiting = kept
 }
 
-// decide decides a waiting request, unless it has to wait on.
-func (r *Router) decide(w *waiter, now time.Time) (decided bool) {
+// decide decides a waiting request, unless it has to wait on, or should wait for the worker that
+// holds its prefix and need not go now.
+func (r *Router) decide(w *waiter, must bool, now time.Time) fair.Verdict {
 	err := r.collect(&w.prompt, now)
-	if errors.Is(err, ErrBusy) || err == nil && r.mustWait(&w.prompt, now) {
-		return false
+	switch {
+	case errors.Is(err, ErrBusy), err == nil && r.mustWait(&w.prompt, now):
+		return fair.Kept
+	case err == nil && !must && r.missesPrefix(&w.prompt, now):
+		return fair.Later
 	}
 	result := waitResult{err: err}
 	if err != nil {
@@ -216,7 +220,7 @@ func (r *Router) decide(w *waiter, now time.Time) (decided bool) {
 		r.choose(&w.prompt, &result.decision, now)
 	}
 	w.tell(result)
-	return true
+	return fair.Taken
 }
 
 // anyCapacity reports whether any worker that takes requests has capacity, or there is

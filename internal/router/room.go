@@ -53,12 +53,11 @@ func (r *Router) pending(load *policy.Load, now time.Time) int {
 // more where its engine keeps none waiting.
 const fillGrowth = 8
 
-// learnRoom learns from what a worker has just published, after before, how many requests
-// its engine runs at once. Where two reports after each other say that requests wait in the
-// engine, that no more of them run, and that their prompts would fit in a pass, the engine's
-// batch or cache is full with those that run. What waits for a pass that has just begun is
-// told apart by its first token, which is not overdue. Where none waits with so many, more
-// may be possible.
+// learnRoom learns from a worker's second report in a row that requests wait in its engine how
+// many that runs at once. If their prompts would fit in a pass, and at least one of them was
+// there when the last passes over prompts began, these have left it out: the engine's batch or
+// cache is full with those that run. Of answers that come whole the passes are not known; then
+// no more may run than before. Where none waits with so many, more may be possible.
 func (r *Router) learnRoom(at int, before policy.Published) {
 	load, now := r.targetLoads[at], r.now()
 	told := load.Published
@@ -67,10 +66,28 @@ func (r *Router) learnRoom(at int, before policy.Published) {
 		if load.Fill > 0 && requests >= load.Fill {
 			load.Fill += max(1, load.Fill/fillGrowth)
 		}
-	case before.Waiting == 0 || told.Running > before.Running || now.Sub(before.At) >= loadFreshFor:
-	case r.pending(&load.Load, now) >= passOf(&r.targets[at]):
-	case r.forecast.InTime(now, &load.Load):
-	default:
+	case before.Waiting == 0 || now.Sub(before.At) >= loadFreshFor || r.pending(&load.Load, now) >= passOf(&r.targets[at]):
+	case load.leftOut(told):
 		load.Fill = max(1, told.Running)
 	}
+}
+
+// leftOut reports whether requests wait that the last two passes over prompts have left out. An
+// engine may choose the prompts of a pass while the one before runs, so what has come since
+// the last pass but one may have come too late for both.
+func (l *workerLoad) leftOut(told policy.Published) bool {
+	late, streams := 0, 0
+	for i := range l.Prefills {
+		p := &l.Prefills[i]
+		if !p.AnsweredWhole {
+			streams++
+		}
+		if p.Sent.After(l.passBefore) {
+			late++
+		}
+	}
+	if streams == 0 {
+		return told.Running <= l.ranBefore
+	}
+	return !l.passBefore.IsZero() && told.Waiting > late
 }

@@ -579,6 +579,9 @@ func (r *Router) taken(p *prompt) bool {
 // choose lets the policy choose among the candidates and books.
 func (r *Router) choose(p *prompt, d *Decision, now time.Time) {
 	query := policy.Query{Now: now, Tokens: p.tokens, BlockSize: r.blockSize, FreePrefill: !r.tracksPrefill(p), Override: p.Override, Leg: p.Leg, Sequence: p.sequence, DryRun: p.QueryOnly, Prefix: p.Prefix, Pulling: r.loads.pulling, Workers: p.workers, Retry: len(p.Exclude) > 0}
+	if r.fair != nil && r.fair.Len() > 0 {
+		query.Backlog = r.fair.Waiting() / float64(len(r.targets))
+	}
 	if _, is := r.policy.(policy.Judged); is && !p.QueryOnly && !p.ChooseOnly {
 		r.decisions++
 		query.Decision = r.decisions
