@@ -7,11 +7,15 @@ import (
 	"testing"
 	"time"
 
+	"pgregory.net/rapid"
+
 	"kvrouter/internal/fair"
 	"kvrouter/internal/kv"
 	"kvrouter/internal/outlier"
 	"kvrouter/internal/policy"
+	"kvrouter/internal/radix"
 	"kvrouter/internal/testkit"
+	"kvrouter/internal/testkit/policytest"
 )
 
 // newFairRouter returns a router with a fair queue over workers with passes of 16 tokens.
@@ -404,6 +408,155 @@ func TestReachableIsWhatTheBestEligibleWorkerHolds(t *testing.T) {
 	} else {
 		d.Booking.End()
 	}
+}
+
+// TestFairQueueServesEverybody drives a fair queue at random. Nobody waits who has a worker with
+// room, nobody is shed while a worker is idle, and the books are even.
+func TestFairQueueServesEverybody(t *testing.T) {
+	rapid.Check(t, func(t *rapid.T) {
+		knobs := testkit.Defaults[Settings]()
+		knobs.QueueSettings = QueueSettings{RouterQueuePolicy: queueFair, RouterQueueTimeout: time.Minute, RouterQueueLimit: 6}
+		clock := new(testkit.StandingClock)
+		r := New(knobs, Deps{Index: radix.NewTree(), Policy: policytest.MustPolicy(t, rapid.SampledFrom([]string{"work", "kv"}).Draw(t, "rule")), BlockSize: testkit.BlockSize, Seed: 1, Now: clock.Now})
+		up := func(w uint64) { r.Up(kv.Target{Key: kv.WorkerKey{Worker: w}, MaxBatchedTokens: 16}) }
+		for w := range uint64(3) {
+			up(w)
+		}
+		prompts := [][]uint32{testkit.Tokens(1, 400), testkit.Tokens(2, 400)}
+		Hold(r, 0, prompts[0])
+		Hold(r, 1, prompts[1])
+		var running []*Booking
+		var parked []*waiter
+		worker := func(t *rapid.T) kv.WorkerKey { return kv.WorkerKey{Worker: rapid.Uint64Range(0, 2).Draw(t, "worker")} }
+		mayShed := func(p *prompt) {
+			if !p.Sheddable || r.anyIdle(p) {
+				t.Fatal("a request is shed that may not be")
+			}
+		}
+		t.Repeat(map[string]func(*rapid.T){
+			"come": func(t *rapid.T) {
+				request := Request{
+					NumTokens: rapid.SampledFrom([]int{1, 1, 5, 30}).Draw(t, "tokens"), StrictPriority: rapid.Uint32Range(0, 1).Draw(t, "priority"), PriorityJump: rapid.Float64Range(0, 5).Draw(t, "jump"),
+					Tenant: fair.Tenant{Name: rapid.SampledFrom([]string{"", "a", "b"}).Draw(t, "tenant"), Weight: rapid.Float64Range(0, 2).Draw(t, "weight")}, Class: fair.Class(rapid.IntRange(-1, 1).Draw(t, "class")),
+					AnsweredWhole: rapid.Bool().Draw(t, "whole"), Sheddable: rapid.Bool().Draw(t, "sheddable"),
+				}
+				if rapid.Bool().Draw(t, "long") {
+					request.Tokens, request.NumTokens = rapid.SampledFrom(prompts).Draw(t, "prompt"), 0
+				}
+				if rapid.Bool().Draw(t, "choosy") {
+					request.Allowed = []uint64{worker(t).Worker}
+				}
+				if rapid.Bool().Draw(t, "due") {
+					request.Deadline = clock.Now().Add(time.Duration(rapid.IntRange(-1, 5).Draw(t, "within")) * time.Second)
+				}
+				p, d := r.lookUp(request, &workspace{})
+				w, err := r.schedule(&p, &d)
+				switch {
+				case errors.Is(err, ErrShed):
+					mayShed(&p)
+				case errors.Is(err, ErrQueueFull) && len(parked) == 6, errors.Is(err, ErrNoWorker):
+				case err != nil:
+					t.Fatal(err)
+				case w != nil:
+					parked = append(parked, w)
+				default:
+					running = append(running, d.Booking)
+				}
+			},
+			"leave": func(t *rapid.T) {
+				if len(parked) > 0 {
+					i := rapid.IntRange(0, len(parked)-1).Draw(t, "which")
+					r.leave(parked[i])
+					parked = append(parked[:i], parked[i+1:]...)
+				}
+			},
+			"first token": func(t *rapid.T) {
+				if len(running) > 0 {
+					rapid.SampledFrom(running).Draw(t, "which").FirstToken()
+				}
+			},
+			"answer": func(t *rapid.T) {
+				if len(running) > 0 {
+					rapid.SampledFrom(running).Draw(t, "which").Answered(rapid.IntRange(-1, 500).Draw(t, "answered"))
+				}
+			},
+			"end": func(t *rapid.T) {
+				if len(running) > 0 {
+					i := rapid.IntRange(0, len(running)-1).Draw(t, "which")
+					switch rapid.IntRange(0, 2).Draw(t, "how") {
+					case 0:
+						running[i].End()
+					case 1:
+						running[i].Finish(rapid.IntRange(0, 500).Draw(t, "output"))
+					default:
+						running[i].FailAs(outlier.Engine, "it broke")
+						r.Readmit(running[i].Worker().Worker)
+					}
+					running = append(running[:i], running[i+1:]...)
+				}
+			},
+			"publish": func(t *rapid.T) {
+				r.Publish(worker(t), policy.Published{Running: rapid.IntRange(0, 4).Draw(t, "runs"), Waiting: rapid.IntRange(0, 2).Draw(t, "waits"), At: clock.Now()})
+			},
+			"learn": func(t *rapid.T) { // as if reports had said so
+				at, found := r.target(worker(t))
+				if found && (r.targetLoads[at].Fill == 0 || r.targetLoads[at].Fill > 1) {
+					r.targetLoads[at].Fill = 1
+				}
+			},
+			"down": func(t *rapid.T) { r.Down(worker(t)) },
+			"up":   func(t *rapid.T) { up(worker(t).Worker) },
+			"time": func(t *rapid.T) {
+				clock.Advance(time.Duration(rapid.IntRange(1, 20).Draw(t, "seconds")) * time.Second)
+				for _, w := range parked {
+					w.look = time.NewTimer(time.Hour)
+					r.lookForRoom(w)
+				}
+			},
+			"": func(t *rapid.T) {
+				still := parked[:0]
+				for _, w := range parked {
+					select {
+					case result := <-w.decided:
+						switch {
+						case result.err == nil:
+							running = append(running, result.decision.Booking)
+						case errors.Is(result.err, ErrShed):
+							if !w.prompt.Sheddable {
+								t.Fatal("a request is shed that may not be")
+							}
+						case !errors.Is(result.err, ErrNoWorker) && !errors.Is(result.err, ErrQueueFull):
+							t.Fatal(result.err)
+						}
+					default:
+						still = append(still, w)
+					}
+				}
+				parked = still
+				if n, _ := r.QueueDepth(); n != len(parked) {
+					t.Fatalf("%d wait, want %d", n, len(parked))
+				}
+				r.mu.Lock()
+				for _, w := range parked {
+					if r.collect(&w.prompt, clock.Now()) == nil && !r.mustWait(&w.prompt, clock.Now()) {
+						t.Errorf("a request waits although a worker has room")
+					}
+				}
+				charged := 0
+				for _, s := range r.fair.States() {
+					charged += s.Running
+				}
+				err := r.fair.Check()
+				r.mu.Unlock()
+				if charged != len(running) || err != nil {
+					t.Fatalf("%d requests are charged, %d run; %v", charged, len(running), err)
+				}
+				if err := r.Check(); err != nil {
+					t.Fatal(err)
+				}
+			},
+		})
+	})
 }
 
 func TestFairQueueSettings(t *testing.T) {
