@@ -68,10 +68,11 @@ type Item[T any] struct {
 	Value    T
 	Tenant   Tenant
 	Class    Class
-	Cost     float64   // predicted, ms
-	Priority uint32    // among those of its tenant in its class: the higher go first
-	Since    time.Time // its arrival
-	Deadline time.Time // for its first token; zero: none
+	Cost     float64       // predicted, ms
+	Priority uint32        // among those of its tenant in its class: the higher go first
+	Since    time.Time     // its arrival
+	Deadline time.Time     // for its first token; zero: none
+	Jump     time.Duration // by which it counts as due earlier
 
 	flow   *flow[T] // in which it waits; nil: it does not
 	number uint64   // of its arrival
@@ -81,9 +82,9 @@ type Item[T any] struct {
 // due is when the first token of the item has to come.
 func (it *Item[T]) due() time.Time {
 	if it.Deadline.IsZero() {
-		return it.Since.Add(Patience)
+		return it.Since.Add(Patience - it.Jump)
 	}
-	return it.Deadline
+	return it.Deadline.Add(-it.Jump)
 }
 
 // before orders the items of one flow.

@@ -74,6 +74,7 @@ func TestOrder(t *testing.T) {
 		"deadlines go before arrival":              {[]*Item[string]{of("a", "none", 1), with(of("a", "late", 1), due(9)), with(of("a", "soon", 1), due(3))}, "soon late none"},
 		"patience ends":                            {[]*Item[string]{with(of("a", "late", 1), due(31)), of("a", "none", 1)}, "none late"},
 		"a deadline goes before nobody else's":     {[]*Item[string]{of("a", "a1", 1), with(of("b", "b1", 1), due(1)), with(of("b", "b2", 1), due(0.5))}, "a1 b2 b1"},
+		"a jump makes it due earlier":              {[]*Item[string]{of("a", "none", 1), with(of("a", "late", 1), func(it *Item[string]) { it.Deadline, it.Jump = seconds(40), 11*time.Second })}, "late none"},
 		"a priority goes before deadlines":         {[]*Item[string]{with(of("a", "soon", 1), due(1)), with(of("a", "prior", 1), func(it *Item[string]) { it.Priority = 1 })}, "prior soon"},
 		"foreign costs are clamped":                {[]*Item[string]{of("a", "a1", math.NaN()), of("a", "a2", -5), of("a", "a3", math.Inf(1)), of("a", "a4", 1), of("b", "b1", 1), of("b", "b2", 1)}, "a1 a2 a3 b1 b2 a4"},
 	} {

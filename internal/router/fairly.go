@@ -131,10 +131,10 @@ func (r *Router) enqueueFairly(p *prompt, now time.Time) (*waiter, error) {
 	}
 	price := r.priceOn(p, &r.candidates[best])
 	w := &waiter{prompt: *p, since: now, decided: make(chan waitResult, 1)}
-	ahead := time.Duration(max(0, p.PriorityJump) * float64(time.Second))
+	jump := time.Duration(min(max(0, p.PriorityJump), BookingExpiry.Seconds()) * float64(time.Second))
 	w.item = &fair.Item[*waiter]{
 		Value: w, Tenant: p.Tenant, Class: p.Class, Cost: float64(least)*price.prompt + r.answerOf(p)*price.answer,
-		Priority: p.StrictPriority, Since: now.Add(-min(ahead, BookingExpiry)), Deadline: p.Deadline,
+		Priority: p.StrictPriority, Since: now, Deadline: p.Deadline, Jump: jump,
 	}
 	if p.Sheddable && !p.Deadline.IsZero() {
 		if late := now.Add(r.firstTokenIn(w.item, least, now)).Sub(p.Deadline); late > 0 {
