@@ -34,7 +34,7 @@ const longTopic = 1_000_000
 func (r *Router) streamAs(ctx context.Context, key string, i, tokens int, headers ...string) *http.Response {
 	length := 8
 	if i == longTopic {
-		length = 300
+		length = 150
 	}
 	body := fmt.Sprintf(`{"messages":[{"role":"user","content":%q}],"max_tokens":%d,"ignore_eos":true,"stream":true}`, strings.Repeat(fmt.Sprintf("prompt %d of %s ", i, key), length), tokens)
 	request, err := http.NewRequestWithContext(ctx, http.MethodPost, r.OpenAI+testkit.ChatPath, strings.NewReader(body))
