@@ -5,6 +5,7 @@ import (
 	"slices"
 	"time"
 
+	"kvrouter/internal/fair"
 	"kvrouter/internal/kv"
 	"kvrouter/internal/outlier"
 	"kvrouter/internal/policy"
@@ -153,6 +154,15 @@ func (s *Set) QueueDepth() (requests, tokens int) {
 		requests, tokens = requests+r, tokens+t
 	}
 	return requests, tokens
+}
+
+// Tenants returns the tenants that have requests in the fair queue or in flight, for each
+// model and class.
+func (s *Set) Tenants() (states []fair.State) {
+	for _, m := range s.All() {
+		states = append(states, m.Router.Tenants()...)
+	}
+	return states
 }
 
 // Discredited returns the number of clients whose failures count against no worker of a

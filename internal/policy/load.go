@@ -20,6 +20,7 @@ type Load struct {
 	Published
 	Fresh         bool // Published is recent enough to be used
 	Foreign       int  // requests in the engine by Published, where Fresh, beyond those that this router knows of
+	Fill          int  // requests that its engine runs at once, as learned by a fair queue; 0: not known
 	Bumped        int  // requests sent since the last Published
 	InFlight      int  // requests sent and not yet ended
 	Remote        int  // those of them that other routers sent and reported

@@ -29,8 +29,9 @@ import (
 //	         first group holds.
 //	pushed   delay of the first tokens of earlier requests that share a pass.
 //	foreign  wait for queued requests of other clients of the worker.
-//	later    λ·(own − copy)·(first − own/2)/(1 − ρ): work that is added to a queue
-//	         delays all requests that arrive before it is empty (M/G/1). λ is the
+//	later    λ·(own − copy)·(first + backlog − own/2)/(1 − ρ): work that is added to a
+//	         queue delays all requests that arrive before it is empty (M/G/1). backlog
+//	         is what waits in the router for each worker, with a fair queue. λ is the
 //	         arrival rate of a worker per ms, ρ the share of time with prompts to
 //	         compute, estimated by the share of workers that decisions find so.
 //	         Loads of a worker are served one after the other, beside the passes: a
@@ -388,7 +389,7 @@ func (p *Work) setTerms(t *workTerms, q *Query, c *Candidate, u *workUsual, pull
 	}
 	t.first, t.load, t.copy, t.pushed, t.starts = u.f*first, u.f*(load.delay()-load.pull), u.f*copied, u.f*pushed, starts
 	t.foreign = u.f * foreignWait(&c.Load) * u.decoding
-	t.later = u.f * u.delayed * (own - copied) * (first - own/2)
+	t.later = u.f * u.delayed * (own - copied) * (first + q.Backlog - own/2)
 	if load.pulled > 0 {
 		t.pull, t.pulled = u.f*(load.pull+p.evicted(load.pulled)), load.pulled
 	}

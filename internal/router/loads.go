@@ -39,6 +39,9 @@ type workerLoad struct {
 	peaks [2]int    // most requests in flight in this span of peakSpan, and in the one before
 	since time.Time // this one began
 
+	passBefore time.Time // when the pass before that of Load.FirstToken gave first tokens; zero: there was none
+	ranBefore  int       // Running of the report before Published
+
 	served int // tokens that others pull from it now
 
 	reportsCached bool // an answer of it has said how many of its prompt's tokens were cached
@@ -125,7 +128,7 @@ func newLoads() *loads {
 // only beyond the most that were in flight of late: it may count some that have ended.
 func (l *loads) publish(w kv.WorkerKey, p policy.Published) {
 	load := l.of(w)
-	load.Published = p
+	load.ranBefore, load.Published = load.Running, p
 	load.Bumped = 0
 	load.Foreign = max(0, p.Running+p.Waiting-load.peak(p.At))
 }
@@ -233,6 +236,9 @@ func (l *loads) firstToken(b *Booking, now time.Time) {
 		load.Prefills = slices.Delete(load.Prefills, i, i+1)
 	}
 	if !b.answeredWhole {
+		if now.Sub(load.Load.FirstToken) > samePass {
+			load.passBefore = load.Load.FirstToken
+		}
 		load.Load.FirstToken = now
 	}
 }
@@ -354,7 +360,7 @@ func (l *workerLoad) asOf(now time.Time, answer *policy.Load) {
 func (l *loads) silence(w kv.WorkerKey) {
 	if load := l.byWorker[w]; load != nil {
 		load.Published = policy.Published{}
-		load.Bumped, load.Foreign, load.Adapters = 0, 0, nil
+		load.Bumped, load.Foreign, load.Fill, load.Adapters = 0, 0, 0, nil
 		load.gone = true
 		l.drop(w)
 	}

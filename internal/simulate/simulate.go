@@ -324,7 +324,7 @@ func (s Simulation) start() (*simulator, error) {
 		return nil, errors.New("a simulation needs at least one worker")
 	case s.Concurrency < 0 || s.Speedup < 0 || s.Concurrency == 0 && s.Speedup == 0:
 		return nil, errors.New("a simulation needs a concurrency or a speedup of more than 0")
-	case s.Prefills > 0 && (len(s.Faults) > 0 || s.Routing.RouterQueueThreshold != nil || s.Routing.BusyThresholds.Set()):
+	case s.Prefills > 0 && (len(s.Faults) > 0 || s.Routing.Queues() || s.Routing.BusyThresholds.Set()):
 		return nil, errors.New("faults, the queue and busy thresholds are not simulated with disaggregation: leave out --faults, --router-queue-threshold and the --active thresholds")
 	case s.Prefills > 0 && len(s.Tiers) > 0:
 		return nil, errors.New("tiers below the cache are not simulated with disaggregation: leave out --mock-host-blocks and --mock-disk-blocks")
