@@ -24,7 +24,7 @@ var layers = []map[string]string{
 		"logs": "", "manual": "", "textfile": "", "fair": "",
 	},
 	{ // knowing
-		"hints": "jsonbody kv", "radix": "blockpool kv table", "engine": "blockpool kv",
+		"hints": "fair jsonbody kv", "radix": "blockpool kv table", "engine": "blockpool kv",
 		"chat": "guard jsonbody", "encode": "guard", "keys": "fair textfile web", "reload": "textfile",
 	},
 	{ // prompts
@@ -57,7 +57,7 @@ var layers = []map[string]string{
 		"page": "jsonbody keys kv models outlier policy proxy router tokens web workers",
 	},
 	{ // looking from elsewhere
-		"top": "page", "batch": "jsonlines",
+		"top": "page", "batch": "fair hints jsonlines",
 	},
 }
 

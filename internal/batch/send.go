@@ -17,6 +17,9 @@ import (
 	"time"
 
 	"github.com/tidwall/gjson"
+
+	"kvrouter/internal/fair"
+	"kvrouter/internal/hints"
 )
 
 const (
@@ -24,10 +27,6 @@ const (
 	maxAnswer = 32 << 20
 	// maxText bounds the part of an answer that is not JSON that is kept, bytes.
 	maxText = 4096
-	// ClassHeader marks the requests of a batch with the value ClassBatch.
-	ClassHeader = "X-Kvrouter-Class"
-	// ClassBatch is the class that is served with what the others leave.
-	ClassBatch = "batch"
 )
 
 // errEnd is wrapped by errors that end the run: every other request would fail likewise.
@@ -88,7 +87,7 @@ func (s *sender) send(ctx context.Context, r *request) (a attempt, err error) {
 	}
 	in.Header.Set("Content-Type", "application/json")
 	in.Header.Set("User-Agent", "kvrouter-batch")
-	in.Header.Set(ClassHeader, ClassBatch)
+	in.Header.Set(hints.HeaderClass, fair.Batch.String())
 	if s.key != "" {
 		in.Header.Set("Authorization", "Bearer "+s.key)
 	}

@@ -13,6 +13,7 @@ import (
 
 	"github.com/tidwall/gjson"
 
+	"kvrouter/internal/fair"
 	"kvrouter/internal/jsonbody"
 	"kvrouter/internal/kv"
 )
@@ -45,6 +46,7 @@ type Hints struct {
 	Prefix         Prefix
 	Tenant         string        // whose share of a fair queue it uses; empty: its key's
 	TTFT           time.Duration // objective of the time to first token; 0: none
+	Class          *fair.Class   // that the client names; nil: none. An untrusted client may only lower its own
 	Session        string        // name of its session; empty: none. Set by the caller of Read
 }
 
@@ -106,6 +108,7 @@ func Read(header http.Header, nvext gjson.Result, names *kv.Names, trusted bool)
 		r.agentHints(nvext.Get("agent_hints"), &hints)
 	}
 	r.prefixHeaders(header, &hints.Prefix)
+	hints.Class = r.class(hint{HeaderClass, header.Get(HeaderClass)})
 	if trusted {
 		hints.Tenant, hints.TTFT = tenantOf(header), r.objective(hint{HeaderTTFT, header.Get(HeaderTTFT)})
 	}

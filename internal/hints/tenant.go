@@ -5,6 +5,8 @@ import (
 	"strconv"
 	"strings"
 	"time"
+
+	"kvrouter/internal/fair"
 )
 
 // Headers of the Gateway API Inference Extension and of llm-d about a request's share: whose
@@ -14,6 +16,9 @@ const (
 	HeaderGatewayFairness = "X-Gateway-Inference-Fairness-Id"
 	HeaderTTFT            = "X-Llm-D-Slo-Ttft-Ms"
 )
+
+// HeaderClass names the class of a request in a fair queue. Not only trusted clients may use it.
+const HeaderClass = "X-Kvrouter-Class"
 
 const (
 	// maxTenant bounds the name of a tenant, bytes.
@@ -42,4 +47,17 @@ func (r *hintReader) objective(h hint) time.Duration {
 		return 0
 	}
 	return time.Duration(ms * float64(time.Millisecond))
+}
+
+// class reads the name of a class; nothing is none.
+func (r *hintReader) class(h hint) *fair.Class {
+	if h.text == "" {
+		return nil
+	}
+	class, ok := fair.ClassOf(h.text)
+	if !ok {
+		r.fail(h, "interactive, standard or batch")
+		return nil
+	}
+	return &class
 }

@@ -47,3 +47,22 @@ func TestTenantsAndObjectives(t *testing.T) {
 		})
 	}
 }
+
+// TestClasses: every client may name a class, and a name that is none is an error.
+func TestClasses(t *testing.T) {
+	for name, want := range map[string]string{"": "", "interactive": "interactive", "standard": "standard", "batch": "batch", "urgent": "error", "Batch": "error"} {
+		for _, trusted := range []bool{true, false} {
+			got := ""
+			hints, bad := Read(http.Header{HeaderClass: {name}}, gjson.Result{}, nil, trusted)
+			switch {
+			case bad != nil && bad.Param == HeaderClass:
+				got = "error"
+			case hints.Class != nil:
+				got = hints.Class.String()
+			}
+			if got != want {
+				t.Errorf("%q, trusted %v: %q (%v), want %q", name, trusted, got, bad, want)
+			}
+		}
+	}
+}

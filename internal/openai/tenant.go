@@ -29,8 +29,8 @@ func (r *inference) setTenant() {
 }
 
 // class returns the class of the request: its key's, unless service_tier, then priority of
-// the body, then the gateway's objective say otherwise. A client that is not trusted can
-// only lower it.
+// the body, then hints.HeaderClass, then the gateway's objective say otherwise. A client that
+// is not trusted can only lower it.
 func (r *inference) class() fair.Class {
 	class := r.caller.Class
 	say := func(to fair.Class) {
@@ -44,11 +44,7 @@ func (r *inference) class() fair.Class {
 	case "priority":
 		say(fair.Interactive)
 	}
-	priority := 0.0
-	if given := r.body.Get("priority"); given.Type == gjson.Number {
-		priority = -given.Num // of vLLM, where the lower go first
-	}
-	for _, above := range []float64{priority, float64(r.gateway.ObjectivePriority())} {
+	sayPriority := func(above float64) {
 		switch {
 		case above > 0:
 			say(fair.Interactive)
@@ -56,5 +52,12 @@ func (r *inference) class() fair.Class {
 			say(fair.Batch)
 		}
 	}
+	if priority := r.body.Get("priority"); priority.Type == gjson.Number {
+		sayPriority(-priority.Num) // of vLLM, where the lower go first
+	}
+	if r.hints.Class != nil {
+		say(*r.hints.Class)
+	}
+	sayPriority(float64(r.gateway.ObjectivePriority()))
 	return class
 }
