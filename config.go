@@ -206,7 +206,7 @@ var simulateFlags = []string{
 	"config", "policy", "seed", "block-size", "prefill-workers", "decode-workers", "disagg-min-uncached-tokens",
 	"speedup-ratio", "mock-num-gpu-blocks", "mock-max-num-seqs", "mock-max-num-batched-tokens", "mock-prefill-ms", "mock-decode-ms",
 	"mock-kv-transfer-bandwidth", "mock-kv-bytes-per-token", "mock-host-blocks", "mock-host-bandwidth", "mock-host-latency", "mock-disk-blocks", "mock-disk-bandwidth", "mock-disk-latency", "mock-disk-shared", "mock-disagg-kind", "mock-api", "mock-max-loras", "mock-lora-load",
-	"router-queue-threshold", "router-queue-policy", "router-queue-timeout", "router-queue-limit", "router-track-active-blocks", "router-track-prefill-tokens",
+	"router-queue-threshold", "router-queue-policy", "router-queue-timeout", "router-queue-limit", "router-batch-share", "router-track-active-blocks", "router-track-prefill-tokens",
 	"router-assume-kv-reuse", "active-decode-blocks-threshold", "active-prefill-tokens-threshold", "active-prefill-tokens-threshold-frac",
 }
 

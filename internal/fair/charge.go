@@ -3,9 +3,11 @@ package fair
 // Charge is what a tenant is charged for one request that runs. It must end once. A nil
 // Charge charges nothing.
 type Charge[T any] struct {
-	flow   *flow[T]
-	weight float64 // the tenant's when it began
-	cost   float64 // charged so far, ms
+	queue    *Queue[T]
+	flow     *flow[T]
+	contends bool    // it counts for the share of class Batch
+	weight   float64 // the tenant's when it began
+	cost     float64 // charged so far, ms
 }
 
 // Begin charges a tenant the predicted cost of a request, ms, that begins now: one that
@@ -16,7 +18,7 @@ func (q *Queue[T]) Begin(t Tenant, c Class, predicted float64) *Charge[T] {
 		f.served = max(f.served, f.lane.floor())
 	}
 	f.running++
-	charge := &Charge[T]{flow: f, weight: f.weight}
+	charge := &Charge[T]{queue: q, flow: f, contends: q.contends(f.lane), weight: f.weight}
 	charge.Set(predicted)
 	return charge
 }
@@ -28,6 +30,9 @@ func (c *Charge[T]) Set(ms float64) {
 	}
 	ms = cost(ms)
 	c.flow.pending += (ms - c.cost) / c.weight
+	if c.contends {
+		c.queue.share(c.flow.lane, ms-c.cost)
+	}
 	c.cost = ms
 }
 

@@ -35,6 +35,9 @@ func (q *Queue[T]) Check() error {
 			}
 		}
 	}
+	if math.IsNaN(q.owed) || math.Abs(q.owed) > MostDebt {
+		return fmt.Errorf("class %v is owed %v ms, at most %d may be", Batch, q.owed, MostDebt)
+	}
 	if length != q.length || length > q.settings.Limit {
 		return fmt.Errorf("%d items wait, %d are counted, at most %d may", length, q.length, q.settings.Limit)
 	}

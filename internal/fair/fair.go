@@ -27,6 +27,17 @@
 // most by which a prediction is wrong. The reason: f is chosen only while its counter is not
 // above g's, and then gains on g by one request. Counters differ from true costs by the
 // errors of what runs, at both instants.
+//
+// Classes go one after the other, but a share s of the service can be kept for class Batch.
+// Between two instants while requests of that and of another class wait all the time, and may
+// go to the same workers, the service B of those of class Batch and the service S of all that
+// began between them obey
+//
+//	|B − s·S| ≤ d + C + 2·n·E
+//
+// d is what class Batch is owed of its share at the first instant, n how many requests run at
+// once, and C and E are as above. The reason: class Batch goes first only while it is owed
+// something, and the others only while it is not. What it is owed, or owes, is at most MostDebt.
 package fair
 
 import (
@@ -134,6 +145,22 @@ func (l *lane[T]) floor() float64 {
 	return least
 }
 
+// length is the number of items.
+func (l *lane[T]) length() (n int) {
+	for _, f := range l.backlogged {
+		n += len(f.items)
+	}
+	return n
+}
+
+// cost is the predicted cost of the items, ms.
+func (l *lane[T]) cost() (ms float64) {
+	for _, f := range l.backlogged {
+		ms += f.waiting
+	}
+	return ms
+}
+
 // join lifts a flow that is about to wait.
 func (l *lane[T]) join(f *flow[T]) {
 	floor := l.floor()
@@ -161,6 +188,8 @@ func (l *lane[T]) first(walk uint64) (best *flow[T]) {
 type Settings struct {
 	Limit   int // most items that wait, at least 1
 	Tenants int // most tenants of a class that are remembered; what comes beyond them shares the flow of the common tenant
+
+	BatchShare float64 // of the service, and of Limit, that is kept for class Batch, 0 to 1
 }
 
 // Queue holds the items that wait and the service of their tenants. It has no lock: its
@@ -173,11 +202,12 @@ type Queue[T any] struct {
 	length   int
 	walk     uint64
 	arrived  uint64
+	owed     float64 // to class Batch of its share, ms; below 0: it has received more
 }
 
 // New returns an empty queue.
 func New[T any](s Settings) *Queue[T] {
-	q := &Queue[T]{settings: Settings{Limit: max(1, s.Limit), Tenants: max(1, s.Tenants)}}
+	q := &Queue[T]{settings: Settings{Limit: max(1, s.Limit), Tenants: max(1, s.Tenants), BatchShare: shareWithin(s.BatchShare)}}
 	for i := range q.flows {
 		q.flows[i], q.used[i] = map[string]*flow[T]{}, list.New()
 	}
@@ -190,15 +220,16 @@ func (q *Queue[T]) Len() int { return q.length }
 // Waiting returns the cost of the items, ms.
 func (q *Queue[T]) Waiting() (ms float64) {
 	for i := range q.lanes {
-		for _, f := range q.lanes[i].backlogged {
-			ms += f.waiting
-		}
+		ms += q.lanes[i].cost()
 	}
 	return ms
 }
 
 // place is the class's place in lanes.
 func place(c Class) int { return int(c.known() - Interactive) }
+
+// batch returns the lane of class Batch.
+func (q *Queue[T]) batch() *lane[T] { return &q.lanes[place(Batch)] }
 
 // flow returns the flow of a tenant, a new one if there is none.
 func (q *Queue[T]) flow(t Tenant, c Class) *flow[T] {
@@ -252,6 +283,9 @@ func (q *Queue[T]) Push(it *Item[T]) (out *Item[T]) {
 		q.Remove(out)
 	}
 	if len(f.items) == 0 {
+		if f.lane == q.batch() && len(f.lane.backlogged) == 0 {
+			q.owed = min(q.owed, 0) // it has no credit for the time in which none waited
+		}
 		f.lane.join(f)
 		f.lane.backlogged = append(f.lane.backlogged, f)
 	}
@@ -270,9 +304,19 @@ func (q *Queue[T]) Push(it *Item[T]) (out *Item[T]) {
 }
 
 // last returns the item that has to leave for one more of f; nil: that has to leave itself.
+// Class Batch keeps its share of the places.
 func (q *Queue[T]) last(f *flow[T]) *Item[T] {
+	batch := q.batch()
+	places := batch.length()
+	if f.lane == batch {
+		places++
+	}
+	keeps := places > 0 && float64(places) <= q.settings.BatchShare*float64(q.settings.Limit)
 	for i := len(q.lanes) - 1; i >= 0; i-- {
 		l := &q.lanes[i]
+		if keeps && l == batch {
+			continue
+		}
 		var longest *flow[T]
 		for _, g := range l.backlogged {
 			if longest == nil || float64(len(g.items))/g.weight > float64(len(longest.items))/longest.weight {
@@ -340,26 +384,39 @@ const (
 // have not been offered follows it.
 func (q *Queue[T]) Walk(offer func(it *Item[T], must bool) Verdict) {
 	q.walk++
-	for i := range q.lanes {
-		for f := q.lanes[i].first(q.walk); f != nil; f = q.lanes[i].first(q.walk) {
-			it, at := f.items[f.next], f.next
-			must := it.passed >= MostPassed
-			v := offer(it, must)
-			if v == Later && !must {
-				v, at = q.passing(f, offer)
-			}
-			switch {
-			case v == Stop:
-				return
-			case v != Taken:
-				f.next++
-				continue
-			case at > f.next:
-				it.passed++
-			}
-			q.take(f, at)
+	for f := q.next(); f != nil; f = q.next() {
+		it, at := f.items[f.next], f.next
+		must := it.passed >= MostPassed
+		v := offer(it, must)
+		if v == Later && !must {
+			v, at = q.passing(f, offer)
+		}
+		switch {
+		case v == Stop:
+			return
+		case v != Taken:
+			f.next++
+			continue
+		case at > f.next:
+			it.passed++
+		}
+		q.take(f, at)
+	}
+}
+
+// next returns the flow of which Walk offers an item; nil: all items have been offered.
+func (q *Queue[T]) next() *flow[T] {
+	if q.owed > 0 {
+		if f := q.batch().first(q.walk); f != nil {
+			return f
 		}
 	}
+	for i := range q.lanes {
+		if f := q.lanes[i].first(q.walk); f != nil {
+			return f
+		}
+	}
+	return nil
 }
 
 // passing offers the items behind the next one of a flow, and that itself if none of them goes.
@@ -384,16 +441,11 @@ func (q *Queue[T]) Each(f func(*Item[T])) {
 }
 
 // Ahead returns the cost, ms, of the items that will go before it, which does not wait yet,
-// if nothing else comes and predictions hold: those of earlier classes, earlier ones of its
-// tenant, and of each other tenant what that is to receive until its counter is where it's
-// will be.
-func (q *Queue[T]) Ahead(it *Item[T]) (ms float64) {
+// if nothing else comes and predictions hold: earlier ones of its tenant, of each other tenant
+// of its class what that is to receive until its counter is where it's will be, and of the
+// other classes those that go first.
+func (q *Queue[T]) Ahead(it *Item[T]) float64 {
 	at := place(it.Class)
-	for i := range at {
-		for _, f := range q.lanes[i].backlogged {
-			ms += f.waiting
-		}
-	}
 	l, f := &q.lanes[at], q.flows[at][it.Tenant.Name]
 	begins, own := l.floor(), 0.0
 	if f != nil {
@@ -406,12 +458,58 @@ func (q *Queue[T]) Ahead(it *Item[T]) (ms float64) {
 		}
 	}
 	begins += own / it.Tenant.weight()
+	ms := own
 	for _, g := range l.backlogged {
 		if g != f {
 			ms += min(g.waiting, max(0, begins-g.counter())*g.weight)
 		}
 	}
-	return ms + own
+	earlier := 0.0
+	for i := range at {
+		earlier += q.lanes[i].cost()
+	}
+	switch share := q.settings.BatchShare; {
+	case share == 0:
+		return ms + earlier
+	case it.Class.known() == Batch:
+		return ms + min(earlier, (ms+cost(it.Cost))*(1-share)/share)
+	case share == 1:
+		return ms + earlier + q.batch().cost()
+	default:
+		return ms + earlier + min(q.batch().cost(), (ms+earlier)*share/(1-share))
+	}
+}
+
+// contends reports whether what an item of that lane receives is taken from class Batch, or is
+// taken by that from the others.
+func (q *Queue[T]) contends(l *lane[T]) bool {
+	batch := q.batch()
+	if l != batch {
+		return len(batch.backlogged) > 0
+	}
+	for i := range q.lanes {
+		if other := &q.lanes[i]; other != batch && len(other.backlogged) > 0 {
+			return true
+		}
+	}
+	return false
+}
+
+// share counts service of a lane that contends, ms.
+func (q *Queue[T]) share(l *lane[T], ms float64) {
+	q.owed += ms * q.settings.BatchShare
+	if l == q.batch() {
+		q.owed -= ms
+	}
+	q.owed = min(max(q.owed, -MostDebt), MostDebt)
+}
+
+// shareWithin returns a share within its bounds.
+func shareWithin(s float64) float64 {
+	if !(s > 0) { // NaN too
+		return 0
+	}
+	return min(s, 1)
 }
 
 // cost returns a cost within its bounds.

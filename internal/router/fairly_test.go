@@ -3,6 +3,7 @@ package router
 import (
 	"errors"
 	"fmt"
+	"math"
 	"strings"
 	"testing"
 	"time"
@@ -104,6 +105,31 @@ func TestFairQueueOrders(t *testing.T) {
 				t.Error(err)
 			}
 		})
+	}
+}
+
+// TestBatchKeepsItsShare: of requests of one cost, class batch gets one of four.
+func TestBatchKeepsItsShare(t *testing.T) {
+	r, _ := newFairRouter(t, 1, func(k *Settings) { k.RouterBatchShare = 0.25 })
+	full := occupy(t, r, 0, 16)
+	var requests []Request
+	for _, class := range []fair.Class{fair.Interactive, fair.Batch} {
+		for range 5 {
+			request := tenant("a", 20)
+			request.Class = class
+			requests = append(requests, request)
+		}
+	}
+	all := park(t, r, requests...)
+	order := ""
+	for range requests {
+		var which int
+		which, full = goes(t, full, all)
+		order += requests[which].Class.String()[:1]
+	}
+	full.End()
+	if want := "ibiiibibbb"; order != want {
+		t.Errorf("order %s, want %s", order, want)
 	}
 }
 
@@ -555,6 +581,9 @@ func TestFairQueueSettings(t *testing.T) {
 	for want, change := range map[string]func(*Settings){
 		"--class-ttft urgent=1s: give interactive":                            func(k *Settings) { k.ClassTTFT = map[string]time.Duration{"urgent": time.Second} },
 		"--class-ttft batch=0s: give interactive":                             func(k *Settings) { k.ClassTTFT = map[string]time.Duration{"batch": 0} },
+		"--router-batch-share 1.5: give a share from 0 to 1":                  func(k *Settings) { k.RouterBatchShare = 1.5 },
+		"--router-batch-share NaN: give a share from 0 to 1":                  func(k *Settings) { k.RouterBatchShare = math.NaN() },
+		"--router-batch-share 0.1 needs --router-queue-policy fair":           func(k *Settings) { k.RouterBatchShare, k.RouterQueuePolicy = 0.1, queueFCFS },
 		"--router-queue-limit 0: give at least 1, or another":                 func(k *Settings) { k.RouterQueueLimit = 0 },
 		"--router-queue-timeout 0s: give more than 0, or another":             func(k *Settings) { k.RouterQueueTimeout = 0 },
 		"--router-queue-policy fair counts prompt tokens: remove --no-router": func(k *Settings) { k.RouterTrackPrefillTokens = false },

@@ -31,6 +31,7 @@ type QueueSettings struct {
 	RouterQueuePolicy    string                   `group:"Routing" default:"fcfs" enum:"fcfs,wspt,lcfs,fair" help:"Order of the queue: ${enum} (first come, fewest uncached tokens, last come, by class and fairly over tenants: see docs/fairness.md)."`
 	RouterQueueTimeout   time.Duration            `group:"Routing" default:"5m" help:"Maximum time in the queue; the request is then rejected."`
 	RouterQueueLimit     int                      `group:"Routing" default:"1024" help:"Maximum number of queued requests; further ones are rejected."`
+	RouterBatchShare     float64                  `group:"Routing" default:"0" placeholder:"SHARE" help:"Share of the workers' time, 0 to 1, that is kept for requests of class batch while they wait, with --router-queue-policy fair. 0: they use what the other classes leave."`
 	ClassTTFT            map[string]time.Duration `group:"Routing" name:"class-ttft" mapsep:"," placeholder:"CLASS=TIME" help:"Objective of the time to first token for requests without one of their own, by class: interactive, standard, batch. Comma-separated, such as interactive=1s,batch=10m. It orders the requests of a tenant with --router-queue-policy fair. Default: none."`
 }
 
@@ -61,7 +62,12 @@ func (k QueueSettings) validate() error {
 			return fmt.Errorf("--class-ttft %s=%s: give interactive, standard or batch, and more than 0, such as interactive=1s", name, objective)
 		}
 	}
-	if !k.Queues() {
+	switch {
+	case !(k.RouterBatchShare >= 0 && k.RouterBatchShare <= 1):
+		return fmt.Errorf("--router-batch-share %v: give a share from 0 to 1", k.RouterBatchShare)
+	case k.RouterBatchShare > 0 && !k.Fair():
+		return fmt.Errorf("--router-batch-share %v needs --router-queue-policy fair", k.RouterBatchShare)
+	case !k.Queues():
 		return nil
 	}
 	off := "leave out --router-queue-threshold"

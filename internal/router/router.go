@@ -289,7 +289,7 @@ func New(settings Settings, deps Deps) *Router {
 		forecast:    forecast,
 	}
 	if settings.Fair() {
-		r.fair = fair.New[*waiter](fair.Settings{Limit: settings.RouterQueueLimit, Tenants: mostTenants})
+		r.fair = fair.New[*waiter](fair.Settings{Limit: settings.RouterQueueLimit, Tenants: mostTenants, BatchShare: settings.RouterBatchShare})
 	}
 	return r
 }

@@ -42,7 +42,7 @@ func (s *setup) router(d router.Settings) router.Settings {
 		d.SessionHeader, d.SessionTTL, d.SessionLimit = "x-session-id", s.SessionTTL, s.SessionLimit
 	}
 	if s.Fair {
-		d.RouterQueuePolicy, d.RouterQueueTimeout, d.RouterQueueLimit = "fair", queueTimeout, 20
+		d.RouterQueuePolicy, d.RouterQueueTimeout, d.RouterQueueLimit, d.RouterBatchShare = "fair", queueTimeout, 20, 0.2
 	}
 	return d
 }
