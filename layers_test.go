@@ -48,7 +48,7 @@ var layers = []map[string]string{
 	},
 	{ // carrying
 		"replica": "events guard kv router zmq", "proxy": "jsonbody kv outlier policy router tracing web", "workers": "events guard kv metrics policy probe process radix web",
-		"mocker": "chat engine events jsonbody kv process tokens web zmq", "simulate": "engine hints jsonlines kv outlier policies policy radix router",
+		"mocker": "chat engine events jsonbody kv process tokens web zmq", "simulate": "engine fair hints jsonlines kv outlier policies policy radix router",
 		"vllm": "kv process", "sglang": "kv process", "discovery": "kv textfile",
 	},
 	{ // showing, offering

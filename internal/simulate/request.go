@@ -83,6 +83,9 @@ func (s *simulator) question(e *simRequest) router.Request {
 	if !s.UntoldAdapters {
 		asked.LoRA = e.request.Adapter
 	}
+	if t := e.request.tenant; t != nil {
+		asked.Tenant, asked.Class = t.Tenant, t.group.class
+	}
 	if s.WithoutHints {
 		asked.Prefix = hints.Prefix{}
 	}
@@ -251,6 +254,9 @@ func (s *simulator) giveUp(e *simRequest) {
 // been answered: so all policies get the same requests.
 func (s *simulator) lose(e *simRequest, why string) {
 	s.lost[why]++
+	if t := e.request.tenant; t != nil {
+		s.lostBy[t.group]++
+	}
 	if e.hit != nil {
 		e.hit.lost++
 	}

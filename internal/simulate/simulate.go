@@ -40,6 +40,7 @@ type Settings struct {
 	UntoldCache    bool     `help:"Workers do not report the size of their KV cache to the router."`
 	UntoldAdapters bool     `help:"The router does not know the LoRA adapters of requests (--synthetic-adapters)."`
 	Faults         []string `placeholder:"FAULT" help:"Comma-separated faults to inject, such as 'worker=2 at=60s for=30s kind=error rate=0.3'. kind: error (status 500), refuse (connection refused), hang (no answer) or slow. rate: share of failing requests, or remaining speed. Default: 1."`
+	Tenants        []string `placeholder:"TENANT" help:"Comma-separated tenants of the conversations, by chance: NAME[*COUNT]:SHARE[:weight=W][:class=CLASS][:absent], such as flood:0.84,light*8:0.16. COUNT tenants have SHARE of the conversations together, relative to the other shares. absent: their conversations are left out. The report has the times of each."`
 	PrioritySettings
 	JSON         bool              `name:"json" help:"Print the results as JSON, one object per policy."`
 	Plot         string            `placeholder:"FILE" help:"HTML file for the distribution of the time to first token and the load of the workers."`
@@ -62,6 +63,11 @@ func (s Settings) Validate() error {
 		return fmt.Errorf("--event-lag %v and --round-trip %v: give 0 to %v ms", s.EventLag, s.RoundTrip, longestDelay)
 	case s.Grid != "":
 		return s.validateGrid()
+	}
+	if _, err := parseTenants(s.Tenants); err != nil {
+		return err
+	}
+	switch {
 	case s.Synthetic != "":
 		return s.validateSynthetic()
 	case (s.Concurrency > 0) == (s.Speedup > 0):
@@ -116,8 +122,9 @@ type Simulation struct {
 	Routing          router.Settings
 	Retry            outlier.RetrySettings
 	Priority         PrioritySettings
-	Faults           []string // in the format of --faults
-	WithoutHints     bool     // the router gets no hints
+	Faults           []string       // in the format of --faults
+	Tenants          []*tenantGroup // of the requests, for the report; none: there are none
+	WithoutHints     bool           // the router gets no hints
 	Seed             uint64
 	Progress         func(done int) // called periodically; may be nil
 }
@@ -143,11 +150,12 @@ type simulator struct {
 	ledger  []*flight   // that were answered
 	err     error
 
-	budgets   []*outlier.Budget // of the routers
-	later     int               // calls of after
-	decided   []decidedRequest  // that have left the queue
-	waits     []float64         // in the queue, ms
-	lost      map[string]int    // requests, by why
+	budgets   []*outlier.Budget    // of the routers
+	later     int                  // calls of after
+	decided   []decidedRequest     // that have left the queue
+	waits     []float64            // in the queue, ms
+	lost      map[string]int       // requests, by why
+	lostBy    map[*tenantGroup]int // the same, of tenants
 	retried   int
 	denied    int // retries, for want of budget
 	faults    []*fault
@@ -228,6 +236,14 @@ func (s Settings) Run(base Simulation, policies []string, out, progress *os.File
 	}
 	if torn > 0 {
 		fmt.Fprintf(progress, "%s: skipped %d incomplete lines\n", source, torn)
+	}
+	if base.Tenants, err = parseTenants(s.Tenants); err != nil {
+		return err
+	}
+	if len(base.Tenants) > 0 {
+		if requests = assignTenants(requests, base.Tenants, base.Seed); len(requests) == 0 {
+			return errors.New("--tenants: no conversation is of a tenant that is not absent")
+		}
 	}
 	total := countRequests(requests)
 	base.Source, base.Requests = source, requests
@@ -364,6 +380,7 @@ func newSimulator(s Simulation, choosers ...policy.Policy) *simulator {
 		Simulation: s,
 		random:     rand.New(rand.NewPCG(s.Seed, 3)),
 		lost:       map[string]int{},
+		lostBy:     map[*tenantGroup]int{},
 		priors:     map[*TraceRequest]bool{},
 		drawPrior:  rand.New(rand.NewPCG(s.Seed, 4)),
 		drawPull:   rand.New(rand.NewPCG(s.Seed, 5)),

@@ -36,6 +36,7 @@ type TraceRequest struct {
 	Part    int           // tokens per entry of hashes
 	known   int           // tokens that hashes stand for
 	ended   time.Duration // when the recorded answer did
+	tenant  *tenant       // nil: the common one
 }
 
 // traceBlock is the number of tokens that one of a Mooncake trace's hash_ids stands for.
