@@ -1,6 +1,7 @@
 package simulate
 
 import (
+	"errors"
 	"fmt"
 	"math/rand/v2"
 	"slices"
@@ -45,7 +46,7 @@ func parseTenants(texts []string) (groups []*tenantGroup, err error) {
 		groups = append(groups, g)
 	}
 	if total > 0 && !slices.ContainsFunc(groups, func(g *tenantGroup) bool { return !g.absent }) {
-		return nil, fmt.Errorf("--tenants: all are absent")
+		return nil, errors.New("--tenants: all are absent")
 	}
 	return groups, nil
 }
@@ -54,7 +55,7 @@ func parseTenants(texts []string) (groups []*tenantGroup, err error) {
 func parseTenantGroup(text string) (*tenantGroup, error) {
 	parts := strings.Split(strings.TrimSpace(text), ":")
 	if len(parts) < 2 {
-		return nil, fmt.Errorf("give NAME[*COUNT]:SHARE[:weight=W][:class=CLASS][:absent], such as light*8:0.16:weight=2")
+		return nil, errors.New("give NAME[*COUNT]:SHARE[:weight=W][:class=CLASS][:absent], such as light*8:0.16:weight=2")
 	}
 	name, number, several := strings.Cut(parts[0], "*")
 	count := 1
@@ -66,7 +67,7 @@ func parseTenantGroup(text string) (*tenantGroup, error) {
 	g.share, err = strconv.ParseFloat(parts[1], 64)
 	switch {
 	case name == "":
-		return nil, fmt.Errorf("the name is missing")
+		return nil, errors.New("the name is missing")
 	case count < 1 || count > maxTenants:
 		return nil, fmt.Errorf("*%s: give a number of tenants from 1 to %d", number, maxTenants)
 	case err != nil || !(g.share > 0 && g.share <= 1e6):
