@@ -10,7 +10,7 @@ import (
 func (c *Config) openAISettings(pageURL string) openai.Settings {
 	return openai.Settings{
 		Host: c.Host, RouterKeys: c.RouterKeys, ServedModelName: c.ServedModelName, AllowEngineAdmin: c.AllowEngineAdmin, CollectUsage: c.CollectUsage, PageURL: page.URL(pageURL), CORSOrigins: c.CORSOrigins,
-		RequestTimeout: c.RequestTimeout, HoldWhenEmpty: c.Routing.HoldWhenEmpty, SessionHeader: c.Routing.SessionHeader, SessionCookie: c.Routing.SessionCookie,
+		RequestTimeout: c.RequestTimeout, ClassTTFT: c.Routing.Objectives(), HoldWhenEmpty: c.Routing.HoldWhenEmpty, SessionHeader: c.Routing.SessionHeader, SessionCookie: c.Routing.SessionCookie,
 		MinUncachedTokens: c.Proxy.DisaggMinUncachedTokens, EnforceDisagg: c.Proxy.EnforceDisagg, Retries: c.Proxy.Retries,
 	}
 }
@@ -24,7 +24,7 @@ func (c *Config) proxySettings() proxy.Settings {
 
 // openAI makes the OpenAI port. pageURL is the dashboard's port.
 func (r *app) openAI(pageURL string) *openai.API {
-	observers := []openai.Observer{openai.Traced(r.tracer), r.journal, r.telemetry}
+	observers := []openai.Observer{openai.Traced(r.tracer), r.journal, r.telemetry, r.tenants}
 	if r.recorder != nil {
 		observers = append(observers, r.recorder)
 	}

@@ -11,6 +11,7 @@ import (
 
 	"github.com/alecthomas/kong"
 
+	"kvrouter/internal/batch"
 	"kvrouter/internal/discovery"
 	"kvrouter/internal/doctor"
 	"kvrouter/internal/events"
@@ -46,6 +47,7 @@ const (
 	CommandSimulate = "simulate"
 	CommandReplay   = "replay-events"
 	CommandTop      = "top"
+	CommandBatch    = "batch"
 	CommandDoctor   = "doctor"
 	CommandVersion  = "version"
 	CommandHelp     = "help" // the help or the version has been printed; nothing is left to do
@@ -74,6 +76,7 @@ type Config struct {
 	DecodeWorkers   int     `group:"Model and engine" placeholder:"N" help:"Number of decode workers to start, with --prefill-workers."`
 	BlockSize       int     `group:"Model and engine" default:"64" help:"Tokens per KV-cache block. Must equal the engine's block size (SGLang: page size). For vLLM on a CPU, a multiple of 32."`
 	GPUsPerWorker   int     `group:"Model and engine" name:"gpus-per-worker" default:"1" help:"GPUs per worker, or per data-parallel rank (tensor parallelism)."`
+	KVP2P           bool    `group:"Model and engine" name:"kv-p2p" default:"false" help:"Let started vLLM workers pull KV blocks from each other's host memory, with --kv-offload-gib: vLLM's secondary tier p2p."`
 	KVOffloadGiB    float64 `group:"Model and engine" name:"kv-offload-gib" default:"0" help:"Host memory for offloaded KV blocks of each worker, or data-parallel rank, GiB: vLLM's OffloadingConnector or SGLang's hierarchical cache. SGLang takes whole GB for each GPU. 0 offloads nothing."`
 	Python          string  `group:"Model and engine" placeholder:"PATH" help:"Python interpreter with vLLM or SGLang installed. Default: the environment prepared by 'make setup' or 'make setup-sglang', otherwise python3."`
 
@@ -93,6 +96,7 @@ type Config struct {
 	Web               web.Settings `embed:""`
 	Page              page.Flags   `embed:""`
 	BaseNIXLPort      int          `group:"Addresses" name:"base-nixl-port" default:"5600" help:"First NIXL side-channel port of started vLLM workers, with --prefill-workers; worker i listens on this port plus i."`
+	BaseP2PPort       int          `group:"Addresses" name:"base-p2p-port" default:"5710" help:"First port of started vLLM workers for pulls, with --kv-p2p; worker i listens on this port plus i."`
 	BaseBootstrapPort int          `group:"Addresses" default:"8998" help:"First bootstrap port of started SGLang prefill workers; worker i listens on this port plus i."`
 
 	// Choice of a worker, index of caches, and disaggregation.
@@ -161,6 +165,8 @@ type Config struct {
 	Replay events.ReplayCommand `kong:"-"`
 	// Top has the settings of CommandTop.
 	Top top.Command `kong:"-"`
+	// Batch has the settings of CommandBatch.
+	Batch batch.Command `kong:"-"`
 	// Doctor has the settings of CommandDoctor.
 	Doctor doctor.Command `kong:"-"`
 	// ModelFolder means that Model is a local folder. Set by ResolveDefaults.
@@ -175,6 +181,7 @@ type cli struct {
 	Simulate simulate.Settings    `cmd:"" help:"Replay a trace or generated conversations through the router and simulated workers, and compare policies."`
 	Replay   events.ReplayCommand `cmd:"" name:"replay-events" help:"Apply a file written by --record-events or by Dynamo's recorder to an empty index, and print the result."`
 	Top      top.Command          `cmd:"" help:"Show the workers and latest requests of a running router in the terminal."`
+	Batch    batch.Command        `cmd:"" help:"Send a file of requests through an OpenAI endpoint, and go on where a killed run ended."`
 	Doctor   doctor.Command       `cmd:"" help:"Check this machine, the ports and the workers named by the other flags before a start."`
 	Version  struct{}             `cmd:"" help:"Print the version."`
 
@@ -198,8 +205,8 @@ var notSimulated = []string{"thompson-state", "thompson-traces"}
 var simulateFlags = []string{
 	"config", "policy", "seed", "block-size", "prefill-workers", "decode-workers", "disagg-min-uncached-tokens",
 	"speedup-ratio", "mock-num-gpu-blocks", "mock-max-num-seqs", "mock-max-num-batched-tokens", "mock-prefill-ms", "mock-decode-ms",
-	"mock-kv-transfer-bandwidth", "mock-kv-bytes-per-token", "mock-host-blocks", "mock-host-bandwidth", "mock-host-latency", "mock-disk-blocks", "mock-disk-bandwidth", "mock-disk-latency", "mock-disk-shared", "mock-disagg-kind", "mock-api",
-	"router-queue-threshold", "router-queue-policy", "router-queue-timeout", "router-queue-limit", "router-track-active-blocks", "router-track-prefill-tokens",
+	"mock-kv-transfer-bandwidth", "mock-kv-bytes-per-token", "mock-host-blocks", "mock-host-bandwidth", "mock-host-latency", "mock-disk-blocks", "mock-disk-bandwidth", "mock-disk-latency", "mock-disk-shared", "mock-disagg-kind", "mock-api", "mock-max-loras", "mock-lora-load",
+	"router-queue-threshold", "router-queue-policy", "router-queue-timeout", "router-queue-limit", "router-batch-share", "router-track-active-blocks", "router-track-prefill-tokens",
 	"router-assume-kv-reuse", "active-decode-blocks-threshold", "active-prefill-tokens-threshold", "active-prefill-tokens-threshold-frac",
 }
 
@@ -213,7 +220,9 @@ func takesFlag(command string, flag *kong.Flag) bool {
 	case command == CommandSimulate && slices.Contains(simulateGroups, flag.Group.Title):
 		return !slices.Contains(notSimulated, flag.Name)
 	}
-	return command == CommandSimulate && slices.Contains(simulateFlags, flag.Name) || command == CommandReplay && flag.Name == "block-size" || command == CommandTop && flag.Name == "router-api-key"
+	return slices.Contains(map[string][]string{
+		CommandSimulate: simulateFlags, CommandReplay: {"block-size"}, CommandTop: {"router-api-key"}, CommandBatch: {"api-key", "drain-timeout"},
+	}[command], flag.Name)
 }
 
 // printHelp prints the help of the command, or of CommandServe where none is
@@ -299,7 +308,7 @@ func parseConfig(args []string, machine settings.Machine) (Config, string, error
 		cfg.Simulate = c.Simulate
 		return cfg, command, cfg.validateSimulate()
 	default:
-		cfg.Replay, cfg.Top = c.Replay, c.Top
+		cfg.Replay, cfg.Top, cfg.Batch = c.Replay, c.Top, c.Batch
 		return cfg, command, nil
 	}
 	if err := cfg.validate(); err != nil {
@@ -442,6 +451,9 @@ func (c *Config) validate() error {
 	}
 	if !starts && c.KVOffloadGiB > 0 {
 		return fmt.Errorf("--kv-offload-gib %v, but --engine %s starts no worker process; for attached workers, set their own flags", c.KVOffloadGiB, c.Engine)
+	}
+	if c.KVP2P && (c.Engine != EngineVLLM || c.KVOffloadGiB == 0 || c.PrefillWorkers > 0) {
+		return errors.New("--kv-p2p: only with --engine vllm, --kv-offload-gib and without --prefill-workers; it moves KV blocks between the host memory of whole vLLM workers")
 	}
 	if !starts && len(c.EngineArgs) > 0 {
 		return fmt.Errorf("%q follows --, but --engine %s starts no worker process", c.EngineArgs[0], c.Engine)
@@ -605,6 +617,9 @@ func (c *Config) ports() []settings.PortUse {
 			workers("--base-metrics-port", c.BaseMetricsPort, at)
 			if c.nixl() {
 				workers("--base-nixl-port", c.BaseNIXLPort, at)
+			}
+			if c.KVP2P {
+				workers("--base-p2p-port", c.BaseP2PPort, at)
 			}
 		}
 	}

@@ -14,6 +14,7 @@ import (
 
 	"github.com/google/go-cmp/cmp"
 
+	"kvrouter/internal/batch"
 	"kvrouter/internal/chat"
 	"kvrouter/internal/discovery"
 	"kvrouter/internal/doctor"
@@ -71,7 +72,7 @@ func TestDefaultsOnACPUMachine(t *testing.T) {
 		Model: filepath.Join(home, ".cache/kvrouter/smollm2-135m-instruct"), ServedModelName: "smollm2-135m-instruct", ModelFolder: true,
 		Engine: "vllm", NumWorkers: 2, BlockSize: 64, GPUsPerWorker: 1, Python: "python3",
 		Flags: workers.Flags{StartupTimeout: 10 * time.Minute, RestartBackoffMax: 30 * time.Second}, Models: models.Flags{Limits: chat.DefaultLimits, SendTokens: models.SendAuto},
-		Host: "127.0.0.1", HTTPPort: 8000, RouterPort: 7000, BaseWorkerPort: 8100, BaseKVEventsPort: 5557, BaseKVReplayPort: 5757, BaseMetricsPort: 5657, BaseNIXLPort: 5600, BaseBootstrapPort: 8998,
+		Host: "127.0.0.1", HTTPPort: 8000, RouterPort: 7000, BaseWorkerPort: 8100, BaseKVEventsPort: 5557, BaseKVReplayPort: 5757, BaseMetricsPort: 5657, BaseNIXLPort: 5600, BaseP2PPort: 5710, BaseBootstrapPort: 8998,
 		Policy: "work", TokenTimeout: 2 * time.Second, TokenCacheTokens: encode.DefaultCache, CollectUsage: true, Routing: testkit.Defaults[router.Settings](), Scoring: testkit.Defaults[policies.Settings](), Index: testkit.Defaults[router.IndexSettings](), Snapshot: events.Settings{IndexSnapshotInterval: 30 * time.Second, RecordEventsMaxBytes: 1 << 30}, Proxy: testkit.Defaults[proxy.Settings](),
 		MaxBodyBytes: 64 << 20, RequestTimeout: 30 * time.Minute, Web: web.Settings{RouterHost: "127.0.0.1"}, DrainDelay: 5 * time.Second, DrainTimeout: 30 * time.Second,
 		LogLevel: "info", LogFormat: "text", Cores: 8, Replica: replica.Settings{ReplicaSyncPort: 7100}, Mock: testkit.Defaults[mocker.Settings](),
@@ -355,6 +356,10 @@ func TestWrongSettingsSayWhatWouldBeRight(t *testing.T) {
 		{"no number of memory for blocks", cpu, "--kv-offload-gib NaN", []string{"--kv-offload-gib NaN", "0 to"}},
 		{"memory for blocks of no worker", cpu, "--engine none --worker http://h:1 --kv-offload-gib 1", []string{"--kv-offload-gib 1", "--engine none"}},
 		{"memory for blocks of mock workers", cpu, "--engine mocker --kv-offload-gib 1", []string{"--kv-offload-gib 1", "--engine mocker"}},
+		{"pulls without memory", cpu, "--kv-p2p", []string{"--kv-p2p", "--kv-offload-gib"}},
+		{"pulls of SGLang", cpu, "--engine sglang --kv-offload-gib 1 --kv-p2p", []string{"--kv-p2p", "--engine vllm"}},
+		{"pulls of parts", cpu, "--prefill-workers 1 --decode-workers 1 --kv-offload-gib 1 --kv-p2p", []string{"--kv-p2p", "--prefill-workers"}},
+		{"pulls meet other ports", cpu, "--kv-offload-gib 1 --kv-p2p --base-p2p-port 8100", []string{"--base-p2p-port 8100", "--base-worker-port 8100"}},
 		{"a part of a GB for SGLang", cpu, "--engine sglang --kv-offload-gib 0.5", []string{"--kv-offload-gib 0.5", "--hicache-ratio after --"}},
 		{"memory for blocks of SGLang's parts", cpu, "--engine sglang --prefill-workers 1 --decode-workers 1 --kv-offload-gib 4", []string{"--kv-offload-gib with --prefill-workers", "SGLang"}},
 		{"a setting of transfers of the user's own", cpu, "--prefill-workers 1 --decode-workers 1 -- --kv-transfer-config.kv_role kv_both", []string{"--kv-transfer-config after --"}},
@@ -595,8 +600,8 @@ func TestTheEngineToSimulateIsThatOfTheMocksFlags(t *testing.T) {
 		t.Errorf("without flags %+v", got)
 	}
 	got := parse("--block-size=16", "--mock-num-gpu-blocks=100", "--mock-max-num-seqs=5", "--mock-max-num-batched-tokens=512",
-		"--mock-prefill-ms=1,2,3", "--mock-decode-ms=4,5,6", "--speedup-ratio=7")
-	want := engine.Settings{Blocks: 100, BlockSize: 16, MaxSeqs: 5, MaxBatchedTokens: 512,
+		"--mock-prefill-ms=1,2,3", "--mock-decode-ms=4,5,6", "--speedup-ratio=7", "--mock-max-loras=3", "--mock-lora-load=50ms")
+	want := engine.Settings{Blocks: 100, BlockSize: 16, MaxSeqs: 5, MaxBatchedTokens: 512, Adapters: engine.AdapterSettings{Slots: 3, LoadMS: 50},
 		Timing: engine.Timing{Prefill: [3]float64{1, 2, 3}, Decode: [3]float64{4, 5, 6}, MinDecode: 1, Speedup: 7}}
 	if got != want {
 		t.Errorf("got %+v, want %+v", got, want)
@@ -625,5 +630,18 @@ func TestSimulatedPartsAreCheckedBeforeTheRun(t *testing.T) {
 		if says == "" && err != nil || says != "" && (err == nil || !strings.Contains(err.Error(), says)) {
 			t.Errorf("%s: %v, want %q", args, err, says)
 		}
+	}
+}
+
+func TestBatchIsACommand(t *testing.T) {
+	config, command, err := ParseConfig([]string{"batch", "FILE", "--url=http://h:1/v1", "--concurrency=3", "--api-key=k", "--drain-timeout=2s"})
+	if err != nil || command != CommandBatch || config.DrainTimeout != 2*time.Second || !slices.Equal(config.APIKey, []string{"k"}) {
+		t.Fatal(command, err)
+	}
+	if diff := cmp.Diff(batch.Command{File: "FILE", URL: "http://h:1/v1", Concurrency: 3, Attempts: 6, AnswerTimeout: time.Hour, GiveUpAfter: 10 * time.Minute}, config.Batch); diff != "" {
+		t.Errorf("(-want +got):\n%s", diff)
+	}
+	if _, _, err := ParseConfig([]string{"batch", "FILE", "--concurrency=0"}); err == nil || !strings.Contains(err.Error(), "--concurrency") {
+		t.Errorf("error %v", err)
 	}
 }

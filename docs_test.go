@@ -24,7 +24,7 @@ Each flag is also an environment variable and a key of the YAML file of ` + "`" 
 
 - The last column lists the commands that use the flag. Other commands ignore it, or refuse it with a reason.
 - ` + "`" + `doctor` + "`" + ` reads all flags of ` + "`" + `serve` + "`" + `.
-- Flags used by ` + "`" + `simulate` + "`" + `, ` + "`" + `replay-events` + "`" + `, ` + "`" + `top` + "`" + ` or ` + "`" + `doctor` + "`" + ` only are given after that word; the file has no keys for them.
+- Flags used by ` + "`" + `simulate` + "`" + `, ` + "`" + `replay-events` + "`" + `, ` + "`" + `top` + "`" + `, ` + "`" + `batch` + "`" + ` or ` + "`" + `doctor` + "`" + ` only are given after that word; the file has no keys for them.
 - Boolean flags take no value; ` + "`" + `[no-]` + "`" + ` means that ` + "`" + `--no-...` + "`" + ` disables them.
 - — means no default, or a default described in the meaning.
 - ` + "`" + `--help` + "`" + ` and ` + "`" + `--version` + "`" + ` print their text and exit. Arguments after ` + "`" + `--` + "`" + ` go to every started engine.
@@ -64,7 +64,7 @@ func flagGroups(t *testing.T) (groups []*flagGroup, of map[*kong.Flag][]string) 
 			continue
 		}
 		var commands []string
-		for _, command := range []string{CommandServe, CommandSimulate, CommandReplay, CommandTop} {
+		for _, command := range []string{CommandServe, CommandSimulate, CommandReplay, CommandTop, CommandBatch} {
 			if takesFlag(command, flag) {
 				commands = append(commands, command)
 			}
@@ -139,7 +139,7 @@ func TestEveryFlagIsInATableWithItsDefault(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	row := regexp.MustCompile("(?m)^\\| `--((?:\\[no-\\])?)([a-z0-9.-]+)[^`]*` \\| ([^|]*) \\| `KVROUTER_[A-Z_]+` \\| .+ \\| ((?:replay-events|top|doctor|(?:serve|simulate|serve, simulate)(?:, replay-events)?(?:, top)?)) \\|$")
+	row := regexp.MustCompile("(?m)^\\| `--((?:\\[no-\\])?)([a-z0-9.-]+)[^`]*` \\| ([^|]*) \\| `KVROUTER_[A-Z0-9_]+` \\| .+ \\| ((?:replay-events|top|batch|doctor|(?:serve|simulate|serve, simulate)(?:, replay-events)?(?:, top)?(?:, batch)?)) \\|$")
 	type spelling struct{ negatable, value string }
 	rows := map[string]spelling{}
 	for _, match := range row.FindAllStringSubmatch(string(text), -1) {

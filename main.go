@@ -38,6 +38,8 @@ func main() {
 			err = config.Doctor.Run(untilSignal(), config.setup(), os.Stdout)
 		case CommandReplay:
 			err = config.Replay.Run(config.BlockSize, os.Stdout)
+		case CommandBatch:
+			err = config.Batch.Run(untilSignal(), config.APIKey, config.DrainTimeout, os.Stdout, os.Stderr)
 		case CommandTop:
 			err = config.Top.Run(untilSignal(), config.RouterAPIKey, os.Stdout)
 		case CommandSimulate:

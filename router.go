@@ -50,6 +50,7 @@ type app struct {
 	model      *tokens.Model     // the default one's; nil: prompt tokens come from the workers
 	proxy      *proxy.Proxy
 	telemetry  *telemetry.Metrics
+	tenants    *telemetry.Tenants
 	recorder   *telemetry.Recorder // nil: nothing is recorded
 	tracer     *tracing.Tracer     // nil: nothing is traced
 	edges      *guard.Edges        // counts the panics of parsers
@@ -107,6 +108,7 @@ func build(ctx context.Context, config Config, log *slog.Logger) (*app, error) {
 		Observer: r.telemetry, Failed: r.fleet.ReportFailure, Names: r.router.Names(), Hop: config.Hop, Transport: web.NewTransport(config.WorkerTLS), Log: log,
 	})
 	r.models = models.New(config.modelSettings(), models.Deps{Router: r.router, Index: r.changed, Tokenizer: r.model, TokenizerRefused: r.model == nil && config.Model != "", Ask: r.proxy.Ask, Look: r.fleet.LookForModels, Log: log})
+	r.tenants = telemetry.NewTenants(r.models.Tenants)
 	r.partitions = selection.NewPartitions(config.ServedModelName, r.models)
 	r.keys, r.bodies = keys.New(config.Keys, config.APIKey), web.NewBodies(config.MaxBodyBytes, config.Bodies.MaxInflightBodyBytes)
 	r.certificates = web.NewCertificates(config.Web.TLS)
@@ -128,7 +130,7 @@ func build(ctx context.Context, config Config, log *slog.Logger) (*app, error) {
 		}
 	}
 	samples := func() []workers.Sample { return r.fleet.Samples(r.models) }
-	r.telemetry.Register(workers.NewCollector(r.router.Names(), samples), models.NewCollector(r.models), guard.NewCollector(r.edges), keys.NewCollector(r.keys), logs.NewCollector(log), telemetry.NewLostLines(r.recorder, r.recording))
+	r.telemetry.Register(workers.NewCollector(r.router.Names(), samples), models.NewCollector(r.models), guard.NewCollector(r.edges), keys.NewCollector(r.keys), r.tenants.Collector(), logs.NewCollector(log), telemetry.NewLostLines(r.recorder, r.recording))
 	r.telemetry.Register(r.bodies.Collectors()...)
 	r.telemetry.Register(r.reloads.Collectors()...)
 	r.telemetry.Register(r.tracer.Collectors()...)
@@ -152,7 +154,7 @@ func build(ctx context.Context, config Config, log *slog.Logger) (*app, error) {
 		}
 		r.telemetry.Register(r.replicas.Collectors()...)
 	}
-	r.selection = selection.New(config.selectionSettings(), selection.Deps{Models: r.models, Fleet: r.fleet, Partitions: r.partitions, Mesh: r.replicas, Log: log})
+	r.selection = selection.New(config.selectionSettings(), selection.Deps{Models: r.models, Fleet: r.fleet, Partitions: r.partitions, Mesh: r.replicas, Tenants: r.tenants, Log: log})
 	if err := r.listen(); err != nil {
 		r.close()
 		return nil, err

@@ -89,6 +89,9 @@ func (c *Config) startedPart(i int) kv.Disagg {
 	if c.PrefillWorkers == 0 && c.Engine == EngineMocker && c.Mock.MockPeerBandwidth > 0 {
 		return kv.Disagg{P2P: kv.Bootstrap{Host: "127.0.0.1", Port: uint16(c.BaseWorkerPort + i)}} // its side channel is at the HTTP port
 	}
+	if c.KVP2P {
+		return kv.Disagg{P2P: kv.Bootstrap{Host: "127.0.0.1", Port: uint16(c.BaseP2PPort + i*c.Ranks())}}
+	}
 	if c.PrefillWorkers == 0 {
 		return kv.Disagg{}
 	}
@@ -113,7 +116,7 @@ func (c *Config) startedPart(i int) kv.Disagg {
 func (c *Config) workerPorts() process.Ports {
 	return process.Ports{
 		HTTP: c.BaseWorkerPort, KVEvents: c.BaseKVEventsPort, KVReplay: c.BaseKVReplayPort, Load: c.BaseMetricsPort, NIXL: c.BaseNIXLPort,
-		Bootstrap: c.BaseBootstrapPort, Ranks: c.Ranks(),
+		Bootstrap: c.BaseBootstrapPort, P2P: c.BaseP2PPort, Ranks: c.Ranks(),
 	}
 }
 
@@ -122,7 +125,7 @@ func (c *Config) engineSettings() process.Settings {
 	return process.Settings{
 		Python: c.Python, Model: c.Model, ModelFolder: c.ModelFolder, ServedModelName: c.ServedModelName,
 		NumWorkers: c.NumWorkers, PrefillWorkers: c.PrefillWorkers, BlockSize: c.BlockSize,
-		GPUsPerWorker: c.GPUsPerWorker, GPUs: c.GPUs, Cores: c.Cores, KVEvents: c.KVEvents(), Args: c.EngineArgs, OffloadGiB: c.KVOffloadGiB,
+		GPUsPerWorker: c.GPUsPerWorker, GPUs: c.GPUs, Cores: c.Cores, KVEvents: c.KVEvents(), Args: c.EngineArgs, OffloadGiB: c.KVOffloadGiB, Pulls: c.KVP2P,
 		Ports: c.workerPorts(),
 	}
 }

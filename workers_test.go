@@ -289,6 +289,9 @@ func TestStartedWorkersHaveTheirParts(t *testing.T) {
 	}{
 		{"apart", apart, []kv.Disagg{{Role: kv.RolePrefill, Kind: kv.KindNIXL}, {Role: kv.RolePrefill, Kind: kv.KindNIXL}, {Role: kv.RoleDecode, Kind: kv.KindNIXL}}},
 		{"whole", whole, []kv.Disagg{{}, {}}},
+		{"that pull", config("--kv-offload-gib", "1", "--kv-p2p", "--base-p2p-port", "6000"), []kv.Disagg{
+			{P2P: kv.Bootstrap{Host: "127.0.0.1", Port: 6000}}, {P2P: kv.Bootstrap{Host: "127.0.0.1", Port: 6001}},
+		}},
 		{"apart, of SGLang", config("--engine", "sglang", "--prefill-workers", "2", "--decode-workers", "1", "--base-bootstrap-port", "9000"), []kv.Disagg{
 			{Role: kv.RolePrefill, Kind: kv.KindSGLang, Bootstrap: kv.Bootstrap{Host: "127.0.0.1", Port: 9000}},
 			{Role: kv.RolePrefill, Kind: kv.KindSGLang, Bootstrap: kv.Bootstrap{Host: "127.0.0.1", Port: 9001}},
@@ -308,6 +311,7 @@ func TestStartedWorkersHaveTheirParts(t *testing.T) {
 
 func TestWorkersOffloadBlocks(t *testing.T) {
 	const offloading = `{"kv_connector":"OffloadingConnector","kv_role":"kv_both","kv_connector_extra_config":{"cpu_bytes_to_use":1610612736,"self_describing_kv_events":true}}`
+	const pulling = `{"kv_connector":"OffloadingConnector","kv_role":"kv_both","kv_connector_extra_config":{"spec_name":"TieringOffloadingSpec","cpu_bytes_to_use":1610612736,"self_describing_kv_events":true,"secondary_tiers":[{"type":"p2p","host":"127.0.0.1","port":`
 	for _, test := range []struct {
 		name string
 		gpus []string
@@ -321,6 +325,7 @@ func TestWorkersOffloadBlocks(t *testing.T) {
 			`{"kv_connector":"MultiConnector","kv_role":"kv_producer","kv_load_failure_policy":"recompute","kv_connector_extra_config":{"connectors":[{"kv_connector":"NixlConnector","kv_role":"kv_producer","kv_buffer_device":"cpu","kv_load_failure_policy":"recompute"},` + offloading + `]}}`,
 			`{"kv_connector":"MultiConnector","kv_role":"kv_consumer","kv_load_failure_policy":"recompute","kv_connector_extra_config":{"connectors":[{"kv_connector":"NixlConnector","kv_role":"kv_consumer","kv_buffer_device":"cpu","kv_load_failure_policy":"recompute"},` + offloading + `]}}`,
 		}, true},
+		{"that others pull", nil, "--kv-offload-gib 1.5 --kv-p2p -- --data-parallel-size 2", []string{pulling + `5710}]}}`, pulling + `5712}]}}`}, true},
 		{"nothing", nil, "", []string{"", ""}, false},
 		{"by the user's own connector", nil, "-- --kv-transfer-config {}", []string{"{}", "{}"}, true},
 		{"by vLLM's own flag", nil, "-- --kv_offloading_size 2", []string{"", ""}, true},

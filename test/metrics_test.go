@@ -129,6 +129,11 @@ func TestMetricsPage(t *testing.T) {
 	t.Run("traced", func(t *testing.T) {
 		look(startTraced(t, traceTo(deadURL(t)), 1).Router)
 	})
+	t.Run("adapters", func(t *testing.T) {
+		s := StartMocks(t, 1, "--mock-lora=sql")
+		s.ask(map[string]any{"model": "sql", "messages": Say("Hi"), "max_tokens": 1})
+		look(s.Router)
+	})
 	t.Run("pulls", func(t *testing.T) {
 		s := startPulling(t, 0)
 		s.pull(t)

@@ -19,6 +19,7 @@ type Settings struct {
 	MaxBatchedTokens int // maximum tokens computed in one pass
 	Caching          Caching
 	Timing           Timing
+	Adapters         AdapterSettings
 	Silent           bool // requests find nothing in the tiers below the cache
 }
 
@@ -65,6 +66,11 @@ func (t Timing) Pass(prefill int, usage float64, decoding bool) time.Duration {
 		u := min(1, usage)
 		ms += max(t.MinDecode, t.Decode[0]+t.Decode[1]*u+t.Decode[2]*u*u)
 	}
+	return t.scaled(ms)
+}
+
+// scaled returns a time of the engine, ms.
+func (t Timing) scaled(ms float64) time.Duration {
 	if t.Speedup > 0 {
 		ms /= t.Speedup
 	}
@@ -77,12 +83,13 @@ type Request struct {
 	// local hash) and then, if they are cached too, those that the output
 	// will fill.
 	Blocks    []kv.StoredBlock
-	Prompt    int // tokens, at least 1
-	Output    int // tokens to generate; less than 1 counts as 1
-	Cached    int // prompt tokens found in the cache when first admitted
-	Reused    int // the same, summed over all admissions: a preempted request is admitted again
-	Generated int // tokens emitted so far
-	Tag       any // the owner's
+	Prompt    int    // tokens, at least 1
+	Output    int    // tokens to generate; less than 1 counts as 1
+	Cached    int    // prompt tokens found in the cache when first admitted
+	Reused    int    // the same, summed over all admissions: a preempted request is admitted again
+	Generated int    // tokens emitted so far
+	Tag       any    // the owner's
+	Adapter   string // LoRA adapter; empty: none
 
 	// Fetch means that another engine has computed the prompt: this one allocates
 	// blocks for it, notifies its owner, waits for Fetched, and computes the last
@@ -154,6 +161,9 @@ type Engine struct {
 	fetched  []*Request     // their prompts have come; the batch was full
 	LoadNow  func(*Request) // called with requests of which lower tiers have blocks
 	kept     []*Request     // ended ones that Keep their blocks
+
+	AdapterLoads int      // since the start
+	loaded       []string // LoRA adapters, the last used at the end
 
 	inPass  bool
 	prefill int        // prompt tokens that the pass computes
@@ -262,6 +272,10 @@ func (e *Engine) Begin() (d time.Duration, busy bool) {
 admission:
 	for next := 0; !preempted && budget > 0 && next < len(e.waiting) && len(e.running) < e.Cfg.MaxSeqs; {
 		r := e.waiting[next]
+		if e.waitsForSlot(r) {
+			next++
+			continue
+		}
 		if r.Fetch {
 			if !e.beginFetch(r) {
 				break
@@ -291,7 +305,7 @@ admission:
 	}
 	e.inPass, e.prefill = true, prefill
 	usage := float64(context) / float64(e.Cfg.Blocks*e.Cfg.BlockSize)
-	return e.Cfg.Timing.Pass(prefill, usage, decoding), true
+	return e.Cfg.Timing.Pass(prefill, usage, decoding) + e.Cfg.Timing.scaled(e.loadAdapters()), true
 }
 
 // End ends the pass and returns the requests that emitted one token, those with

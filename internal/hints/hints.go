@@ -9,9 +9,11 @@ import (
 	"slices"
 	"strconv"
 	"strings"
+	"time"
 
 	"github.com/tidwall/gjson"
 
+	"kvrouter/internal/fair"
 	"kvrouter/internal/jsonbody"
 	"kvrouter/internal/kv"
 )
@@ -42,7 +44,10 @@ type Hints struct {
 	StrictPriority uint32        // higher ones leave the queue first
 	ExpectedOutput int           // tokens; 0: unknown
 	Prefix         Prefix
-	Session        string // name of its session; empty: none. Set by the caller of Read
+	Tenant         string        // whose share of a fair queue it uses; empty: its key's
+	TTFT           time.Duration // objective of the time to first token; 0: none
+	Class          *fair.Class   // that the client names; nil: none. An untrusted client may only lower its own
+	Session        string        // name of its session; empty: none. Set by the caller of Read
 }
 
 // Session returns the name of a request's session, from the header of that name,
@@ -59,9 +64,11 @@ func Session(header http.Header, name, cookie string) (session string) {
 	return session
 }
 
-// Untrusted returns h without priorities and pinned workers, which affect other clients.
+// Untrusted returns h without priorities, tenants, objectives and pinned workers, which affect
+// other clients.
 func (h Hints) Untrusted() Hints {
 	h.Pinned, h.PinnedPrefill, h.Whole, h.PriorityJump, h.StrictPriority = nil, nil, false, 0, 0
+	h.Tenant, h.TTFT = "", 0
 	return h
 }
 
@@ -101,6 +108,10 @@ func Read(header http.Header, nvext gjson.Result, names *kv.Names, trusted bool)
 		r.agentHints(nvext.Get("agent_hints"), &hints)
 	}
 	r.prefixHeaders(header, &hints.Prefix)
+	hints.Class = r.class(hint{HeaderClass, header.Get(HeaderClass)})
+	if trusted {
+		hints.Tenant, hints.TTFT = tenantOf(header), r.objective(hint{HeaderTTFT, header.Get(HeaderTTFT)})
+	}
 	var worker, rank, prefill, prefillRank hint
 	if hints.Pinned != nil {
 		worker = hint{"nvext.annotations", strconv.FormatUint(hints.Pinned.Worker, 10)}

@@ -10,9 +10,11 @@ import (
 	"regexp"
 	"slices"
 	"strings"
+	"time"
 
 	"github.com/goccy/go-yaml"
 
+	"kvrouter/internal/fair"
 	"kvrouter/internal/textfile"
 )
 
@@ -23,6 +25,7 @@ type entry struct {
 	limits limits
 	salt   bool
 	trust  *bool // nil: as set by the flags
+	terms  Terms
 }
 
 const (
@@ -30,7 +33,9 @@ const (
 	mostKeys = 10_000
 	// fieldsOfKey is the maximum number of YAML entries of a key, including its limits and
 	// itself.
-	fieldsOfKey = 12
+	fieldsOfKey = 16
+	// mostTTFT is the maximum objective of the time to first token.
+	mostTTFT = 24 * time.Hour
 	// mostOf is the maximum value of a limit.
 	mostOf = 1 << 31
 )
@@ -120,8 +125,26 @@ func parseEntry(fields map[string]any) (e entry, err error) {
 			} else if e.limits, err = parseLimits(given); err != nil {
 				bad = err.Error()
 			}
+		case "weight":
+			if e.terms.Weight, ok = number(value); !ok || e.terms.Weight < fair.LeastWeight || e.terms.Weight > fair.MostWeight {
+				bad = fmt.Sprintf("must be a number from %v to %v", fair.LeastWeight, fair.MostWeight)
+			}
+		case "class":
+			name, _ := value.(string)
+			if e.terms.Class, ok = fair.ClassOf(name); !ok {
+				bad = "must be interactive, standard or batch"
+			}
+		case "ttft-ms":
+			ms, ok := number(value)
+			if e.terms.TTFT = time.Duration(ms) * time.Millisecond; !ok || ms != math.Trunc(ms) || e.terms.TTFT > mostTTFT {
+				bad = fmt.Sprintf("must be a whole number of milliseconds above 0 and at most %d", mostTTFT.Milliseconds())
+			}
+		case "sheddable":
+			if e.terms.Sheddable, ok = value.(bool); !ok {
+				bad = "must be true or false"
+			}
 		default:
-			return e, fmt.Errorf("%s: unknown field; the fields are name, key, key-sha256, limits, salt and trust-hints", e.name) // which may be a key
+			return e, fmt.Errorf("%s: unknown field; the fields are name, key, key-sha256, limits, salt, trust-hints, weight, class, ttft-ms and sheddable", e.name) // which may be a key
 		}
 		if bad != "" {
 			return e, fmt.Errorf("%s: %s: %s", e.name, field, bad)

@@ -5,8 +5,11 @@ import (
 	"fmt"
 	"strings"
 	"testing"
+	"time"
 
 	"github.com/google/go-cmp/cmp"
+
+	"kvrouter/internal/fair"
 )
 
 // secret is a key that no error may show.
@@ -29,6 +32,8 @@ func TestFileOfKeys(t *testing.T) {
   salt: true
   trust-hints: true
 - {name: c, key: cc, limits: {}, salt: false, trust-hints: false}
+- {name: d, key: dd, weight: 0.5, class: batch, ttft-ms: 1500, sheddable: true}
+- {name: e, key: ee, weight: 4, class: interactive, sheddable: false}
 `))
 	if err != nil {
 		t.Fatal(err)
@@ -37,6 +42,8 @@ func TestFileOfKeys(t *testing.T) {
 		{name: "team-a", sum: sha256.Sum256([]byte(secret)), limits: limits{requests: .5, burst: 1, concurrent: 8, promptTokens: 100000}},
 		{name: "team.b_2", sum: sha256.Sum256([]byte("b")), limits: limits{requests: 10, burst: 20}, salt: true, trust: &yes},
 		{name: "c", sum: sha256.Sum256([]byte("cc")), trust: &no},
+		{name: "d", sum: sha256.Sum256([]byte("dd")), terms: Terms{Weight: .5, Class: fair.Batch, TTFT: 1500 * time.Millisecond, Sheddable: true}},
+		{name: "e", sum: sha256.Sum256([]byte("ee")), terms: Terms{Weight: 4, Class: fair.Interactive}},
 	}
 	if diff := cmp.Diff(want, entries, cmp.AllowUnexported(entry{}, limits{})); diff != "" {
 		t.Error(diff)
@@ -74,6 +81,14 @@ func TestFileOfKeysThatIsWrong(t *testing.T) {
 		"a limit beyond":       {one + "  limits: {prompt-tokens-per-minute: 1e30}", "prompt-tokens-per-minute: must be"},
 		"a limit that is none": {one + "  limits: {requests-per-second: .nan}", "requests-per-second: must be"},
 		"half a request":       {one + "  limits: {concurrent-requests: 1.5}", "concurrent-requests: must be"},
+		"a weight of nothing":  {one + "  weight: 0", "weight: must be a number from 0.001 to 1000"},
+		"a weight beyond":      {one + "  weight: 1001", "weight: must be a number from 0.001 to 1000"},
+		"an unknown class":     {one + "  class: urgent", "class: must be interactive, standard or batch"},
+		"a class that is none": {one + "  class: 1", "class: must be interactive, standard or batch"},
+		"an objective below":   {one + "  ttft-ms: -1", "ttft-ms: must be a whole number"},
+		"an objective beyond":  {one + "  ttft-ms: 86400001", "ttft-ms: must be a whole number"},
+		"half a millisecond":   {one + "  ttft-ms: 0.5", "ttft-ms: must be a whole number"},
+		"sheddable is a text":  {one + "  sheddable: 'yes'", "sheddable: must be true or false"},
 		"a burst alone":        {one + "  limits: {burst: 2}", "burst: requires"},
 	} {
 		entries, err := parse([]byte(test.text))
@@ -88,7 +103,7 @@ func TestFileOfKeysThatIsWrong(t *testing.T) {
 func FuzzFileOfKeys(f *testing.F) {
 	for _, seed := range []string{
 		"", "- name: a\n  key: b\n", "- name: a\n  key-sha256: '" + sumText("b") + "'\n  limits: {requests-per-second: 1.5, burst: 3, concurrent-requests: 2, prompt-tokens-per-minute: 9}\n  salt: true\n  trust-hints: false\n",
-		"- [a]", "{a: b}", "- {name: a, key: *x}", "- &x {name: a, key: b}\n- *x", "- !!binary a", "- name: a\n  key: |\n    b\n", "\t", "- name: 'a", "- <<: {name: a}\n  key: b",
+		"- [a]", "{a: b}", "- {name: a, key: *x}", "- &x {name: a, key: b}\n- *x", "- !!binary a", "- name: a\n  key: |\n    b\n", "- {name: a, key: b, weight: 2, class: batch, ttft-ms: 5, sheddable: true}", "\t", "- name: 'a", "- <<: {name: a}\n  key: b",
 	} {
 		f.Add([]byte(seed))
 	}
@@ -99,7 +114,7 @@ func FuzzFileOfKeys(f *testing.F) {
 		}
 		for _, e := range entries {
 			l := e.limits
-			if !nameForm.MatchString(e.name) || e.sum == ([sha256.Size]byte{}) || l.requests < 0 || l.burst < 0 || l.concurrent < 0 || l.promptTokens < 0 || (l.requests > 0) != (l.burst > 0) {
+			if !nameForm.MatchString(e.name) || e.sum == ([sha256.Size]byte{}) || l.requests < 0 || l.burst < 0 || l.concurrent < 0 || l.promptTokens < 0 || (l.requests > 0) != (l.burst > 0) || !(e.terms.Weight >= 0 && e.terms.Weight <= fair.MostWeight) || e.terms.TTFT < 0 || e.terms.TTFT > mostTTFT {
 				t.Errorf("%+v", e)
 			}
 		}

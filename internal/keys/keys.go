@@ -15,6 +15,7 @@ import (
 
 	"github.com/gin-gonic/gin"
 
+	"kvrouter/internal/fair"
 	"kvrouter/internal/textfile"
 	"kvrouter/internal/web"
 )
@@ -31,11 +32,20 @@ type Caller struct {
 	Name          string // of the key; empty: no key is required
 	Trusted       bool   // its priorities and pinned workers are honored
 	SeesDecisions bool   // its answers name the chosen worker and the reason
+	Terms                // of its requests in a fair queue
 
 	sum    [sha256.Size]byte // of the key
 	salted bool              // its blocks are its own
 	bounds bounds
 	count  *counts // nil: no key is required
+}
+
+// Terms are how requests of a key are treated in a fair queue.
+type Terms struct {
+	Weight    float64       // of its share; 0: 1
+	Class     fair.Class    // of requests that do not name another
+	TTFT      time.Duration // objective of the time to first token; 0: that of the class
+	Sheddable bool          // its requests may be refused where they would miss their objective
 }
 
 // Salt returns the cache_salt for the engine and the index, given the request's own.
@@ -174,7 +184,7 @@ func (r *Ring) table(entries []entry) *table {
 		add(&Caller{Name: givenName(i), Trusted: trusted, SeesDecisions: shown, sum: sha256.Sum256([]byte(key))})
 	}
 	for _, e := range entries {
-		c := &Caller{Name: e.name, Trusted: trusted, SeesDecisions: shown, sum: e.sum, salted: e.salt, bounds: bounds{limits: e.limits}}
+		c := &Caller{Name: e.name, Trusted: trusted, SeesDecisions: shown, Terms: e.terms, sum: e.sum, salted: e.salt, bounds: bounds{limits: e.limits}}
 		if e.trust != nil {
 			c.Trusted = *e.trust
 		}

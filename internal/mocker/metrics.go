@@ -6,6 +6,7 @@ import (
 	"net/http"
 	"strconv"
 	"sync/atomic"
+	"time"
 
 	"kvrouter/internal/kv"
 )
@@ -62,8 +63,35 @@ func (w *Worker) metrics(out http.ResponseWriter, _ *http.Request) {
 		return fmt.Sprintf(`block_size="%d",engine="%d",num_gpu_blocks="%d"`, w.cfg.BlockSize, r.number, w.cfg.MockNumGPUBlocks*len(w.Ranks)) // vLLM shows the sum
 	}
 	page.gauge("cache_config_info", func(*Rank, Load) float64 { return 1 })
+	page.adapters()
 	out.Header().Set("Content-Type", "text/plain; version=0.0.4; charset=utf-8")
 	_, _ = out.Write(page.text)
+}
+
+// adapters adds vLLM's metric of the LoRA adapters, which names those of requests that run or
+// wait under both labels. Its value is when they were last so: samples of other adapters stay
+// on vLLM's page, here that of none.
+func (p *metricsPage) adapters() {
+	slots := p.w.cfg.loraSlots()
+	if slots == 0 {
+		return
+	}
+	sample := func(names string, at time.Time) {
+		p.text = fmt.Appendf(p.text, "vllm:lora_requests_info{max_lora=\"%d\",running_lora_adapters=%q,waiting_lora_adapters=%q} %s\n",
+			slots, names, names, strconv.FormatFloat(float64(at.UnixMicro())/1e6, p.format, -1, 64))
+	}
+	p.text = append(p.text, "# TYPE vllm:lora_requests_info gauge\n"...)
+	none := p.w.started
+	for _, r := range p.w.Ranks {
+		switch shown := r.adapters.Load(); {
+		case shown == nil:
+		case shown.names == "":
+			none = shown.at
+		default:
+			sample(shown.names, shown.at)
+		}
+	}
+	sample("", none)
 }
 
 // sglangMetrics serves SGLang's page.
@@ -96,6 +124,9 @@ func (w *Worker) sglangMetrics(out http.ResponseWriter, _ *http.Request) {
 		"gen_throughput", "num_prefill_bootstrap_queue_reqs", "num_prefill_inflight_queue_reqs", "num_decode_prealloc_queue_reqs", "num_decode_transfer_queue_reqs",
 	} {
 		page.gauge(name, func(*Rank, Load) float64 { return 0 })
+	}
+	if slots := w.cfg.loraSlots(); slots > 0 {
+		page.gauge("lora_pool_slots_total", func(*Rank, Load) float64 { return float64(slots) })
 	}
 	page.count("prompt_tokens_total", "", func(c *counts) *atomic.Int64 { return &c.PromptTokens })
 	page.count("generation_tokens_total", "", func(c *counts) *atomic.Int64 { return &c.GenerationTokens })

@@ -6,6 +6,7 @@ import (
 	"encoding/binary"
 	"math/rand/v2"
 	"slices"
+	"strings"
 	"sync"
 	"sync/atomic"
 	"time"
@@ -44,6 +45,7 @@ type Rank struct {
 	loadChanged chan struct{} // holds a token when load is new
 	load        atomic.Pointer[Load]
 	free        atomic.Int64 // blocks that hold nothing
+	adapters    atomic.Pointer[shownAdapters]
 }
 
 // Load is a rank's load as published.
@@ -56,6 +58,12 @@ type Load struct {
 	Used     int `json:"-"` // of requests in the batch
 	Queued   int `json:"-"` // of waiting prompts
 	Uncached int `json:"-"` // those of them that were not in the cache
+}
+
+// shownAdapters are the LoRA adapters of requests that run or wait after a step.
+type shownAdapters struct {
+	names string // separated by commas
+	at    time.Time
 }
 
 // counts are the counters of a rank on the metrics page.
@@ -324,6 +332,9 @@ const (
 func (r *Rank) reportLoad() {
 	running, waiting, usage := r.Engine.Load()
 	load := &Load{Waiting: waiting, Running: running, Usage: usage}
+	if r.w.cfg.loraSlots() > 0 {
+		r.adapters.Store(&shownAdapters{strings.Join(r.Engine.Adapters(), ","), time.Now()})
+	}
 	if r.w.sglang() {
 		load.Used = r.Engine.Pool.Active() * r.w.cfg.BlockSize
 		load.Queued, load.Uncached = r.Engine.Queued()

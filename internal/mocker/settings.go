@@ -25,6 +25,8 @@ type Settings struct {
 	MockMaxNumBatchedTokens int           `group:"Mock workers, with --engine mocker" default:"8192" help:"Maximum tokens that a mock worker computes in one step (vLLM's --max-num-batched-tokens)."`
 	MockDataParallelSize    int           `group:"Mock workers, with --engine mocker" default:"1" help:"Data-parallel ranks of a mock worker (vLLM's --data-parallel-size), each with its own cache, event and load port."`
 	MockLora                []string      `group:"Mock workers, with --engine mocker" name:"mock-lora" placeholder:"NAME" help:"Comma-separated LoRA adapters that a mock worker serves as models (vLLM's --lora-modules)."`
+	MockMaxLoras            int           `group:"Mock workers, with --engine mocker" default:"0" help:"Adapters that a mock worker has loaded, and in its batch, at a time (vLLM's --max-loras). 0: all, without loading."`
+	MockLoraLoad            time.Duration `group:"Mock workers, with --engine mocker" default:"100ms" help:"Time that a mock worker takes to load an adapter, with --mock-max-loras."`
 	MockPrefillMS           []float64     `group:"Mock workers, with --engine mocker" name:"mock-prefill-ms" default:"16.50142,0.01518344,4.209989e-07" placeholder:"A,B,C" help:"Prefill time of a step, ms: A + B*n + C*n^2 for n uncached prompt tokens."`
 	MockDecodeMS            []float64     `group:"Mock workers, with --engine mocker" name:"mock-decode-ms" default:"5.74,54.01,-25.74" placeholder:"A,B,C" help:"Decode time of a step, ms: A + B*u + C*u^2, at least 1, where u (0 to 1) is the share of the KV cache that decoding requests fill."`
 	MockOutputTokens        int           `group:"Mock workers, with --engine mocker" default:"128" help:"Length of a mock answer, tokens, unless the request sets ignore_eos or a smaller max_tokens."`
@@ -85,11 +87,17 @@ func (c *Settings) SimConfig(blockSize int) engine.Settings {
 		Blocks: c.MockNumGPUBlocks, BlockSize: blockSize, MaxSeqs: c.MockMaxNumSeqs, MaxBatchedTokens: c.MockMaxNumBatchedTokens,
 		Timing: engine.DefaultTiming(),
 	}
+	if c.MockMaxLoras > 0 {
+		settings.Adapters = engine.AdapterSettings{Slots: c.MockMaxLoras, LoadMS: float64(c.MockLoraLoad) / float64(time.Millisecond)}
+	}
 	copy(settings.Timing.Prefill[:], c.MockPrefillMS)
 	copy(settings.Timing.Decode[:], c.MockDecodeMS)
 	settings.Timing.Speedup = c.SpeedupRatio
 	return settings
 }
+
+// loraSlots is the number of adapters that the engine has slots for; 0: it serves none.
+func (c *Settings) loraSlots() int { return cmp.Or(c.MockMaxLoras, len(c.MockLora)) }
 
 // Handover returns the transfer speed of prompts between mock workers.
 func (c *Settings) Handover() engine.Handover {
@@ -132,6 +140,9 @@ func (c *Settings) Validate(workers int) error {
 	}
 	if len(c.MockPrefillMS) != 3 || len(c.MockDecodeMS) != 3 {
 		return errors.New("--mock-prefill-ms and --mock-decode-ms take three numbers, separated by commas")
+	}
+	if c.MockMaxLoras < 0 || c.MockLoraLoad < 0 {
+		return fmt.Errorf("--mock-max-loras %d and --mock-lora-load %s: neither can be negative", c.MockMaxLoras, c.MockLoraLoad)
 	}
 	for i, name := range c.MockLora {
 		if name == "" || slices.Contains(c.MockLora[:i], name) {

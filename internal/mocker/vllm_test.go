@@ -304,6 +304,37 @@ func TestMockAdaptersAreLoadedAsInVLLM(t *testing.T) {
 	}
 }
 
+// TestMockAdaptersAreShownAndLoaded: of two adapters with one slot the second waits for the
+// first, and its load delays its first token.
+func TestMockAdaptersAreShownAndLoaded(t *testing.T) {
+	w := vllmWorker(t, func(s *Settings) {
+		s.MockLora, s.MockMaxLoras, s.MockLoraLoad, s.SpeedupRatio = []string{"sql", "legal"}, 1, 200*time.Millisecond, 1
+	})
+	if _, page := w.ask(t, "/metrics", ""); !strings.Contains(page, `vllm:lora_requests_info{max_lora="1",running_lora_adapters="",waiting_lora_adapters=""} `) {
+		t.Errorf("no adapters in\n%s", page)
+	}
+	answered := make(chan time.Duration, 2)
+	began := time.Now()
+	for _, name := range []string{"sql", "legal"} {
+		go func() {
+			w.ask(t, testkit.ChatPath, `{"model":"`+name+`","messages":[{"role":"user","content":"Hi"}],"max_tokens":20,"ignore_eos":true}`)
+			answered <- time.Since(began)
+		}()
+	}
+	testkit.Eventually(t, 10*time.Second, "both adapters on the page", func() bool {
+		_, page := w.ask(t, "/metrics", "")
+		return strings.Contains(page, `running_lora_adapters="sql,legal",waiting_lora_adapters="sql,legal"}`) || strings.Contains(page, `running_lora_adapters="legal,sql",waiting_lora_adapters="legal,sql"}`)
+	})
+	if first, second := <-answered, <-answered; first < 200*time.Millisecond || second < first+200*time.Millisecond {
+		t.Errorf("answered after %s and %s", first, second)
+	}
+	loads := 0
+	w.Ranks[0].Ask(t.Context(), func(e *engine.Engine) { loads = e.AdapterLoads })
+	if loads != 2 {
+		t.Errorf("%d loads", loads)
+	}
+}
+
 // TestMockFaultsOfTests pins the faults that have no flag.
 func TestMockFaultsOfTests(t *testing.T) {
 	w := vllmWorker(t, nil)

@@ -5,6 +5,7 @@ import (
 	"slices"
 	"time"
 
+	"kvrouter/internal/fair"
 	"kvrouter/internal/kv"
 	"kvrouter/internal/outlier"
 	"kvrouter/internal/policy"
@@ -34,6 +35,11 @@ func (s *Set) Load(w kv.WorkerKey, p policy.Published) { s.For(w.Worker).Router.
 // Transferred stores the counters of w's loads from lower tiers.
 func (s *Set) Transferred(w kv.WorkerKey, t policy.Transfers) {
 	s.For(w.Worker).Router.Transferred(w, t)
+}
+
+// ShowAdapters stores what w's engine shows of its LoRA adapters.
+func (s *Set) ShowAdapters(w kv.WorkerKey, report policy.AdapterReport) {
+	s.For(w.Worker).Router.ShowAdapters(w, report)
 }
 
 // CordonDiscovered stops new requests to a worker while on is true, for every model that
@@ -148,6 +154,15 @@ func (s *Set) QueueDepth() (requests, tokens int) {
 		requests, tokens = requests+r, tokens+t
 	}
 	return requests, tokens
+}
+
+// Tenants returns the tenants that have requests in the fair queue or in flight, for each
+// model and class.
+func (s *Set) Tenants() (states []fair.State) {
+	for _, m := range s.All() {
+		states = append(states, m.Router.Tenants()...)
+	}
+	return states
 }
 
 // Discredited returns the number of clients whose failures count against no worker of a

@@ -15,6 +15,7 @@ import (
 
 	"github.com/gin-gonic/gin"
 
+	"kvrouter/internal/fair"
 	"kvrouter/internal/keys"
 	"kvrouter/internal/kv"
 	"kvrouter/internal/models"
@@ -34,13 +35,14 @@ type Settings struct {
 	PageURL          string    // of the dashboard; empty: there is none
 	CORSOrigins      []string  // whose pages may use the port; empty: none
 
-	RequestTimeout    time.Duration // longest wait for a worker's next byte
-	HoldWhenEmpty     time.Duration // how long requests wait for a first worker
-	SessionHeader     string        // names the session; empty: no header does
-	SessionCookie     string        // likewise
-	MinUncachedTokens int           // fewest uncached prompt tokens for which a prefill worker is used
-	EnforceDisagg     bool          // refuse requests that no pair of workers can serve
-	Retries           int           // further workers to try while nothing was answered
+	RequestTimeout    time.Duration                // longest wait for a worker's next byte
+	ClassTTFT         map[fair.Class]time.Duration // objective of the time to first token of requests without one
+	HoldWhenEmpty     time.Duration                // how long requests wait for a first worker
+	SessionHeader     string                       // names the session; empty: no header does
+	SessionCookie     string                       // likewise
+	MinUncachedTokens int                          // fewest uncached prompt tokens for which a prefill worker is used
+	EnforceDisagg     bool                         // refuse requests that no pair of workers can serve
+	Retries           int                          // further workers to try while nothing was answered
 }
 
 // Deps are the parts that the port uses.

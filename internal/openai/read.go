@@ -109,5 +109,6 @@ func (r *inference) findPrompt() {
 		Session: r.model.Router.SessionOf(r.caller.Name, r.hints.Session), SessionID: router.SessionID(r.caller.Name, r.hints.Session),
 	}
 	r.request.Follow(r.hints)
+	r.setTenant()
 	r.request.Pulls = !r.multiple && proxy.Pulls(x.Route, r.body)
 }

@@ -6,6 +6,7 @@ import (
 
 	"github.com/gin-gonic/gin"
 
+	"kvrouter/internal/fair"
 	"kvrouter/internal/kv"
 	"kvrouter/internal/proxy"
 	"kvrouter/internal/router"
@@ -36,7 +37,7 @@ func (a *API) realtime(c *gin.Context) {
 	}
 	r.model = model
 	if err == nil {
-		r.request = router.Request{Model: x.Model, Client: r.client, AnsweredWhole: true}
+		r.request = router.Request{Model: x.Model, Client: r.client, Tenant: fair.Tenant{Name: caller.Name, Weight: caller.Weight}, Class: caller.Class, AnsweredWhole: true}
 		var decision router.Decision
 		if decision, err = r.Route(nil); err == nil {
 			x.Decision, x.Worker = decision, a.models.Names().Label(decision.Target.Key.Worker)

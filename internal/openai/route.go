@@ -38,7 +38,10 @@ func (r *inference) Continue(exclude []uint64, answered []uint32) (router.Decisi
 	request := r.request
 	request.Exclude, request.Tokens = exclude, slices.Concat(r.prompt.Tokens, answered)
 	request.NumTokens = len(request.Tokens)
-	request.ID = ""
+	request.ID, request.Sheddable = "", false
+	if request.Deadline.IsZero() {
+		request.Deadline = r.exchange.Arrived // its client waits for the next token
+	}
 	return r.decide(request)
 }
 

@@ -5,6 +5,7 @@ import (
 	"errors"
 	"fmt"
 	"net/http"
+	"strconv"
 
 	"github.com/gin-gonic/gin"
 
@@ -41,7 +42,7 @@ func (r *inference) settle(c *gin.Context, err error) {
 		a.fail(c, http.StatusBadRequest, "n", err.Error())
 	case errors.Is(err, proxy.ErrSilent):
 		a.fail(c, http.StatusGatewayTimeout, "", fmt.Sprintf("worker %s did not answer within %s", x.Worker, a.settings.RequestTimeout))
-	case errors.Is(err, router.ErrNoWorker), errors.Is(err, router.ErrBusy), errors.Is(err, router.ErrQueueFull), errors.Is(err, router.ErrQueueTimeout), errors.Is(err, router.ErrNoPair):
+	case errors.Is(err, router.ErrNoWorker), errors.Is(err, router.ErrBusy), errors.Is(err, router.ErrQueueFull), errors.Is(err, router.ErrQueueTimeout), errors.Is(err, router.ErrShed), errors.Is(err, router.ErrNoPair):
 		r.refuse(c, err)
 	case proxy.OutOfDescriptors(err):
 		a.log.Warn("too many open files or connections", "route", x.Route, "error", err)
@@ -64,9 +65,12 @@ func (r *inference) refuse(c *gin.Context, err error) {
 	a, x := r.api, r.exchange
 	status, message, again := http.StatusServiceUnavailable, err.Error(), "1"
 	var pinned *hints.PinnedError
+	var shed *router.ShedError
 	switch {
 	case errors.Is(err, router.ErrQueueFull):
 		status = web.StatusOverloaded
+	case errors.As(err, &shed):
+		status, again = http.StatusTooManyRequests, strconv.Itoa(shed.Seconds())
 	case errors.As(err, &pinned):
 	case errors.Is(err, router.ErrBusy):
 		message = "Service temporarily unavailable: All workers are busy, please retry later"

@@ -54,6 +54,28 @@ func (p *Work) overdue(now time.Time, load *Load) (waits int, late float64) {
 // Compute returns the time that a worker takes for that many prompt tokens.
 func (p *Work) Compute(tokens int) time.Duration { return duration(p.Timing.Prefill(tokens)) }
 
+// Alone returns the time from the begin of a prompt's first pass to its first token, where
+// so many of its tokens are computed beside nothing else.
+func (p *Work) Alone(uncached int) time.Duration {
+	whole := wholePasses(uncached)
+	return duration(float64(whole)*p.passTime(workPass) + p.passTime(max(1, uncached)-whole*workPass))
+}
+
+// Price returns how much of a worker's time, ms, a prompt token takes that is computed, and
+// a token of the answer to a prompt of that many tokens, where so many requests share the
+// worker's passes.
+func (p *Work) Price(prompt, together int) (computed, answered float64) {
+	return p.Timing.Prefill(1), p.Timing.decode/float64(max(1, together)) + p.Timing.context*float64(max(0, prompt))
+}
+
+// UsualOutput returns the mean tokens of answers.
+func (p *Work) UsualOutput() float64 {
+	if p.Output.count > 0 {
+		return p.Output.Value
+	}
+	return workFirstOutput
+}
+
 // mostForecast bounds predictions: a longer one is a foreign number.
 const mostForecast = time.Hour
 

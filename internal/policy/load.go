@@ -20,6 +20,7 @@ type Load struct {
 	Published
 	Fresh         bool // Published is recent enough to be used
 	Foreign       int  // requests in the engine by Published, where Fresh, beyond those that this router knows of
+	Fill          int  // requests that its engine runs at once, as learned by a fair queue; 0: not known
 	Bumped        int  // requests sent since the last Published
 	InFlight      int  // requests sent and not yet ended
 	Remote        int  // those of them that other routers sent and reported
@@ -30,6 +31,7 @@ type Load struct {
 
 	Prefills   []Prefill // the requests without a first token, as they were sent; to be read under the router's lock
 	Tiers      *Tiers    // what is known of its lower tiers, likewise; nil: nothing
+	Adapters   *Adapters // what is known of its LoRA adapters, likewise; nil: nothing
 	FirstToken time.Time // when a first token last came from it; zero: never
 }
 

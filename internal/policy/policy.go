@@ -26,7 +26,9 @@ type Query struct {
 	Prefix      hints.Prefix
 	Pulling     int          // pulls of any worker that are under way
 	Workers     int          // that are up for that leg, including excluded ones
+	Backlog     float64      // cost of the requests that wait in a fair queue, for each worker, ms
 	Retry       bool         // another worker has failed it before
+	Adapter     string       // LoRA adapter; empty: none
 	Decision    uint64       // number for the feedback to a judged policy; 0: there is none
 	Explain     *Explanation // filled in by Choose; nil: not wanted
 }
@@ -107,6 +109,7 @@ type Outcome struct {
 	Loads      kv.TierTokens // prompt tokens that it was expected to load
 	Pulled     int           // prompt tokens that it was expected to pull from another worker
 	Loaded     bool          // the engine reports as many cached tokens as were expected
+	Adapter    AdapterState  // of its LoRA adapter, when it was sent
 	Tiers      *Tiers        // of its worker; nil: nothing is known
 	Output     int           // tokens of the answer
 	Alone      bool          // its worker had no other prompt to compute when it was sent

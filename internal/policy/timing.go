@@ -62,7 +62,7 @@ func (t *EngineTiming) Learn(o Outcome) {
 	if passes := float64(o.Output - 1); passes >= timingLeastTokens {
 		t.observe([4]float64{min(prefillPasses(o.During), passes), float64(o.During.Tokens), passes, passes * o.During.Context}, milliseconds(o.Decode))
 	}
-	if o.Alone && o.Loads == (kv.TierTokens{}) && o.Pulled == 0 {
+	if o.Alone && o.Loads == (kv.TierTokens{}) && o.Pulled == 0 && o.Adapter == AdapterReady {
 		t.observe(firstTokenRow(&o), milliseconds(o.FirstToken))
 	}
 }

@@ -11,7 +11,7 @@ import (
 // Work chooses the worker where a request costs the least time, summed over all
 // affected requests. All terms are in ms:
 //
-//	f·(first + load − copy + pushed + foreign + later) + decode + others + slower
+//	f·(first + load − copy + pushed + foreign + later) + decode + others + slower + adapter
 //
 //	first    predicted time to first token: the worker's next passes are
 //	         simulated, see coming.
@@ -29,8 +29,9 @@ import (
 //	         first group holds.
 //	pushed   delay of the first tokens of earlier requests that share a pass.
 //	foreign  wait for queued requests of other clients of the worker.
-//	later    λ·(own − copy)·(first − own/2)/(1 − ρ): work that is added to a queue
-//	         delays all requests that arrive before it is empty (M/G/1). λ is the
+//	later    λ·(own − copy)·(first + backlog − own/2)/(1 − ρ): work that is added to a
+//	         queue delays all requests that arrive before it is empty (M/G/1). backlog
+//	         is what waits in the router for each worker, with a fair queue. λ is the
 //	         arrival rate of a worker per ms, ρ the share of time with prompts to
 //	         compute, estimated by the share of workers that decisions find so.
 //	         Loads of a worker are served one after the other, beside the passes: a
@@ -42,6 +43,11 @@ import (
 //	         that compute this prompt; begun are those without another prompt.
 //	slower   slowdown of their decoding by this prompt. Two answers of random
 //	         (exponential) length overlap for half of one.
+//	adapter  of requests with a LoRA adapter: (f + n)·load where the worker does not have
+//	         it loaded, less the part that later requests save as of copy, and that
+//	         part of f·load of the adapter that is evicted for it; f times the wait for a
+//	         slot, and up to an eighth of f·load, less that part, by which each adapter
+//	         prefers a worker, see placement. load is learned from first tokens.
 //	f        1 + ½·(mean duration)/(mean time to first token): minimizes
 //	         ln(mean duration) + ½·ln(mean time to first token). The ½ is a
 //	         preference, the only chosen constant.
@@ -66,6 +72,9 @@ type Work struct {
 	pulls      loadFit                     // of all workers
 	pulledAt   time.Time                   // when pulls last learned
 	found      runningMean                 // share of a prompt's tokens that was cached
+
+	adapterLoad runningMean // ms to load an adapter
+	adapterUses adapterUses
 }
 
 // workMeanOver is the number of requests that the means are over, about.
@@ -87,7 +96,7 @@ func (m *runningMean) add(value float64) {
 const longestGap = 1000
 
 // NewWork returns policy work with an engine's timing to begin with.
-func NewWork() *Work { return &Work{Timing: NewEngineTiming()} }
+func NewWork() *Work { return &Work{Timing: NewEngineTiming(), adapterUses: adapterUses{}} }
 
 // Traits requests siblings: an engine computes prompts in order, so their blocks
 // will be cached.
@@ -101,6 +110,7 @@ func (p *Work) Learn(o Outcome) {
 	o.Alone = o.Alone && o.Leg != kv.LegDecode
 	p.Timing.Learn(o)
 	p.learnLoad(&o)
+	p.learnAdapter(&o)
 	if o.Leg != kv.LegPrefill {
 		p.LearnUsual(o)
 	}
@@ -124,6 +134,9 @@ func (p *Work) Choose(q Query, candidates []Candidate, random *rand.Rand) int {
 	}
 	if learns {
 		p.arrive(q, candidates)
+		if q.Adapter != "" {
+			p.adapterUses.add(q.Adapter, q.Now)
+		}
 	}
 	u := p.usual(q, candidates, routers)
 	pulls := false
@@ -250,6 +263,11 @@ type workUsual struct {
 	parts    bool    // another group than the first ends a match
 	delayed  float64 // requests that come to a worker until a queue is empty, for each ms of it
 	behind   float64 // the same of loads, until no more are under way
+
+	// Of a request with an adapter:
+	adapters int     // that a worker may have, see adapterMost
+	workers  float64 // that share the requests
+	once     float64 // part of a load that later requests do not save
 }
 
 const (
@@ -270,6 +288,10 @@ func (p *Work) usual(q Query, candidates []Candidate, routers float64) workUsual
 	}
 	first = max(first, 1)
 	u.f = 1 + workFirstToken*(first+u.decoding)/first
+	if q.Adapter != "" {
+		u.adapters, u.workers = adapterMost(q.Adapter, candidates), float64(fleet(q, candidates))
+		u.once = 1 - p.adapterUses.share(q.Adapter, q.Now, u.workers)
+	}
 	if p.gap.Value > 0 {
 		rate := routers / p.gap.Value / float64(fleet(q, candidates))
 		u.delayed = rate / (1 - min(p.busy.Value, workMostBusy))
@@ -284,13 +306,14 @@ type workTerms struct {
 	decode, others, slower                    float64
 
 	pull    float64
+	adapter float64 // not times f
 	starts  float64 // until the first token, not times f
 	pulled  int     // tokens that it is expected to pull
 	sourced bool    // it could pull
 }
 
 func (t *workTerms) cost() float64 {
-	return t.first + t.load + t.pull - t.copy + t.pushed + t.foreign + t.later + t.decode + t.others + t.slower
+	return t.first + t.load + t.pull - t.copy + t.pushed + t.foreign + t.later + t.decode + t.others + t.slower + t.adapter
 }
 
 func (t *workTerms) explain() Score {
@@ -300,6 +323,9 @@ func (t *workTerms) explain() Score {
 			{"decode", -t.decode}, {"others", -t.others}, {"slower", -t.slower},
 		},
 		Total: -t.cost(),
+	}
+	if t.adapter != 0 {
+		s.Terms = append(s.Terms, Term{"adapter", -t.adapter})
 	}
 	if t.sourced {
 		s.Terms = append(s.Terms, Term{"pull", -t.pull})
@@ -363,12 +389,15 @@ func (p *Work) setTerms(t *workTerms, q *Query, c *Candidate, u *workUsual, pull
 	}
 	t.first, t.load, t.copy, t.pushed, t.starts = u.f*first, u.f*(load.delay()-load.pull), u.f*copied, u.f*pushed, starts
 	t.foreign = u.f * foreignWait(&c.Load) * u.decoding
-	t.later = u.f * u.delayed * (own - copied) * (first - own/2)
+	t.later = u.f * u.delayed * (own - copied) * (first + q.Backlog - own/2)
 	if load.pulled > 0 {
 		t.pull, t.pulled = u.f*(load.pull+p.evicted(load.pulled)), load.pulled
 	}
 	if load.own > 0 {
 		t.later += u.f * load.later(u.behind)
+	}
+	if q.Adapter != "" {
+		t.adapter = p.adapter(q, c, u)
 	}
 	if q.Leg != kv.LegPrefill {
 		n := float64(c.Load.requests())

@@ -67,6 +67,24 @@ func TestWorkWeighsWaitsAgainstEachOther(t *testing.T) {
 	}
 }
 
+// TestWorkKeepsPrefixesWhereTheyAreWhileManyWait: what is computed twice delays all that wait in
+// the router.
+func TestWorkKeepsPrefixesWhereTheyAreWhileManyWait(t *testing.T) {
+	for backlog, want := range map[float64]int{0: 1, 5000: 0} {
+		p := NewWork()
+		candidates := new(pool).add(50, waiting(0, 3200)).add(0, Load{}).candidates
+		query := Query{Now: testNow, Tokens: 6400, BlockSize: 64, Backlog: backlog}
+		for i := range 100 { // every 100 ms a request comes, and finds one of two workers busy
+			query.Now = testNow.Add(time.Duration(i-100) * 100 * time.Millisecond)
+			p.arrive(query, candidates)
+		}
+		query.Now, query.DryRun = testNow, true
+		if got := p.Choose(query, candidates, rand.New(rand.NewPCG(1, 1))); got != want {
+			t.Errorf("with %v ms of work waiting: worker %d", backlog, got)
+		}
+	}
+}
+
 func TestWorkPlaysComingPassesThrough(t *testing.T) {
 	p := NewWork()
 	p.Timing.Pass, p.Timing.Token, p.Timing.decode, p.Timing.context = 10, 0.01, 5, 0.0001

@@ -54,13 +54,15 @@ var transferNames = []string{
 	sglangLoadBytes, sglangLoadTime, sglangLoadTokens, sglangBySource,
 }
 
-// FollowTransfers reports an engine's counters of loads from lower tiers for each rank of a
-// source until ctx is done: every 5 s, or every minute while its page shows none.
-func (c *Client) FollowTransfers(ctx context.Context, s LoadSource, log *slog.Logger, report func(kv.WorkerKey, policy.Transfers)) {
+// FollowTransfers reports an engine's counters of loads from lower tiers, and its LoRA
+// adapters, for each rank of a source until ctx is done: every 5 s, or every minute while its
+// page shows neither.
+func (c *Client) FollowTransfers(ctx context.Context, s LoadSource, log *slog.Logger, report func(kv.WorkerKey, policy.Transfers), adapters func(kv.WorkerKey, policy.AdapterReport)) {
+	names := slices.Concat(transferNames, adapterNames)
 	for ctx.Err() == nil {
 		pause := transfersLook
 		_ = c.edges.Do(guard.WorkerLoad, log, func() error { // FollowLoad reports what fails
-			page, err := c.page(ctx, s.server(), transferNames)
+			page, err := c.page(ctx, s.server(), names)
 			if err != nil {
 				return err
 			}
@@ -68,6 +70,13 @@ func (c *Client) FollowTransfers(ctx context.Context, s LoadSource, log *slog.Lo
 				if t, shown := page.Transfers(s.engine(rank)); shown {
 					pause = transfersEvery
 					report(rank, t)
+				}
+				if a, shown := page.Adapters(); shown {
+					pause = transfersEvery
+					if s.Apart { // the names are of any rank
+						a.Active, a.Stamp = nil, 0
+					}
+					adapters(rank, a)
 				}
 			}
 			return nil

@@ -2,15 +2,19 @@ package process
 
 import "fmt"
 
-// CheckNIXL rejects a Python without NIXL for prefill and decode workers: the engine
+// CheckNIXL rejects a Python without NIXL for workers that transfer KV blocks: the engine
 // would end after a minute of loading. setup is the command that installs it.
 func (s Settings) CheckNIXL(setup string) error {
-	if s.PrefillWorkers == 0 {
+	flag := "--prefill-workers"
+	switch {
+	case s.Pulls:
+		flag = "--kv-p2p"
+	case s.PrefillWorkers == 0:
 		return nil
 	}
 	lacks, err := Lacks(s.Python, "nixl", "nixl_rocm")
 	if lacks {
-		return fmt.Errorf("--prefill-workers: %s lacks NIXL, which transfers KV caches between workers; run `%s`, or %s -m pip install nixl", s.Python, setup, s.Python)
+		return fmt.Errorf("%s: %s lacks NIXL, which transfers KV caches between workers; run `%s`, or %s -m pip install nixl", flag, s.Python, setup, s.Python)
 	}
 	return err
 }

@@ -20,7 +20,7 @@ const (
 // HTTP+i, and Bootstrap+i if it is one of SGLang's that computes prompts. The
 // others count ranks: rank r of worker i has the base plus i·Ranks+r.
 type Ports struct {
-	HTTP, KVEvents, KVReplay, Load, NIXL, Bootstrap int
+	HTTP, KVEvents, KVReplay, Load, NIXL, Bootstrap, P2P int
 
 	Ranks int // data-parallel ranks of a worker, at least 1
 }

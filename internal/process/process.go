@@ -73,6 +73,7 @@ type Settings struct {
 	GPUs            []string // for workers, in the form of CUDA_VISIBLE_DEVICES; none: the CPU
 	Cores           int      // of the CPU, divided among the workers
 	OffloadGiB      float64  // memory of the machine for offloaded KV blocks, of each rank, GiB; 0: none
+	Pulls           bool     // workers pull KV blocks from each other's part of that memory
 	KVEvents        bool     // workers publish KV events
 	Args            []string // the arguments after --
 	Ports           Ports

@@ -100,6 +100,14 @@ func (g *Gateway) Follow(request *router.Request, r *router.Router, client Clien
 	return nil
 }
 
+// ObjectivePriority returns the priority of the request's objective; 0: none.
+func (g *Gateway) ObjectivePriority() int {
+	if g == nil {
+		return 0
+	}
+	return g.Priority
+}
+
 // Rename returns the body with the gateway's model, if it replaces the model.
 func (g *Gateway) Rename(body *jsonbody.Body) *jsonbody.Body {
 	if g == nil || g.Model == "" || body.Top == nil {
@@ -153,7 +161,7 @@ func (g *Gateway) Refusal(err error) (status int, reason string) {
 		return http.StatusTooManyRequests, "queue_full"
 	case errors.Is(err, router.ErrQueueTimeout):
 		return http.StatusTooManyRequests, "queue_timeout"
-	case errors.Is(err, router.ErrBusy):
+	case errors.Is(err, router.ErrBusy), errors.Is(err, router.ErrShed):
 		return http.StatusTooManyRequests, "saturated"
 	}
 	return http.StatusServiceUnavailable, "no_endpoints"

@@ -206,8 +206,12 @@ func (r *streamRelay) take(chunk []byte) error {
 			p.observer.InterToken(x.Worker, now.Sub(r.last), r.events.Count)
 		}
 		r.last = now
+		before := r.tokens
 		if r.tokens += r.events.Count; p.settings.OutputBlocks {
 			x.Decision.Booking.Generated(r.tokens)
+		}
+		if step := x.Decision.Booking.AnswerStep(); step > 0 && before/step < r.tokens/step {
+			x.Decision.Booking.Answered(r.tokens)
 		}
 	}
 	if len(out) > 0 {

@@ -244,6 +244,10 @@ func decodeEvent(text []byte, d *decoded) error {
 		field{"worker", workerTo(&c.Worker)},
 		field{"data", func(value []byte) error { return decodeData(value, c) }},
 		field{"router_id", uintTo(math.MaxUint64, &d.router)},
+		field{"lora_name", func(value []byte) error {
+			_ = readText(value, &c.LoRA) // without a name of that length it is a booking all the same
+			return nil
+		}},
 	)
 	if err == nil && c.Request == "" {
 		err = errShape

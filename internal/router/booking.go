@@ -5,6 +5,7 @@ import (
 	"sync/atomic"
 	"time"
 
+	"kvrouter/internal/fair"
 	"kvrouter/internal/kv"
 	"kvrouter/internal/policy"
 	"kvrouter/internal/radix"
@@ -31,10 +32,16 @@ type Booking struct {
 	expected      int            // tokens of the answer; 0: unknown
 	answeredWhole bool           // its first token is not reported
 	leg           kv.Leg
-	lora          string // adapter; empty: none
+	lora          string           // adapter; empty: none
+	adapters      *policy.Adapters // those of the worker's incarnation, if it has one
+	adapter       policy.AdapterState
 	remote        bool   // of another router
 	decision      uint64 // of a judged policy; 0: none
 	ended         atomic.Bool
+
+	charge  *fair.Charge[*waiter] // of its tenant; nil: the queue is not fair
+	price   price                 // of its tokens then
+	expects float64               // tokens of its answer that were predicted
 
 	// All below is guarded by router.mu.
 	shared       bool // sent to the other routers
@@ -52,6 +59,7 @@ type Booking struct {
 	cached       int            // blocks of it that the engine found cached; -1: not reported
 	outputs      int            // blocks of the answer
 	outputWeight float64        // their total weight
+	answered     int            // tokens of the answer, as told by Answered
 	heard        time.Time      // time of the last message about it
 	older, newer *Booking       // its neighbours in loads, by that time
 }
@@ -227,6 +235,9 @@ func (r *Router) finishAs(b *Booking, how policy.Ending, output int, reason stri
 	}
 	b.ended.Store(true)
 	r.judge(b, how, now)
+	if b.charge != nil {
+		b.settle(how, output)
+	}
 	answered := b.computed
 	r.prefillDone(b, now)
 	if answered && !b.answeredWhole && output > 0 {

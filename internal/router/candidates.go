@@ -15,7 +15,7 @@ func (r *Router) collect(p *prompt, now time.Time) error {
 	err := ErrNoWorker
 	r.snapshot(p)
 	r.findSources(p, now)
-	p.workers, p.stays = 0, false
+	p.workers, p.reachable, p.stays = 0, 0, false
 	for i := range r.targets {
 		t := &r.targets[i]
 		if t.Takes(p.Leg) && p.reaches(t) {
@@ -29,7 +29,11 @@ func (r *Router) collect(p *prompt, now time.Time) error {
 			continue
 		}
 		r.candidates = r.candidates[:len(r.candidates)+1]
-		r.candidate(&r.candidates[len(r.candidates)-1], p, i, now)
+		c := &r.candidates[len(r.candidates)-1]
+		if r.candidate(c, p, i, now); c.Overlap > p.reachable || c.Lower != (kv.LowerBlocks{}) {
+			device, lower := r.finds(p, c)
+			p.reachable = max(p.reachable, device+lower.Total())
+		}
 	}
 	if len(r.candidates) == 0 {
 		return err

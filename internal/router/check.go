@@ -35,6 +35,7 @@ func (r *Router) Check() error {
 	counts := map[kv.WorkerKey]*recount{}
 	var last *Booking
 	named := 0
+	charged := 0
 	served := map[kv.WorkerKey]int{}
 	for b := l.oldest; b != nil; last, b = b, b.newer {
 		switch {
@@ -47,6 +48,9 @@ func (r *Router) Check() error {
 		}
 		if b.id != "" {
 			named++
+		}
+		if b.charge != nil {
+			charged++
 		}
 		c := counts[b.worker]
 		if c == nil {
@@ -73,6 +77,17 @@ func (r *Router) Check() error {
 	}
 	if last != l.newest || named != len(l.byID) {
 		return fmt.Errorf("the list ends at %p, not %p; %d of %d named bookings are in it", last, l.newest, named, len(l.byID))
+	}
+	if r.fair != nil {
+		for _, s := range r.fair.States() {
+			charged -= s.Running
+		}
+		if charged != 0 {
+			return fmt.Errorf("%d more bookings are charged than tenants have requests", charged)
+		}
+		if err := r.fair.Check(); err != nil {
+			return err
+		}
 	}
 	entries := 0
 	numbers := slices.Clone(l.unused)

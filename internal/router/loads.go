@@ -39,6 +39,9 @@ type workerLoad struct {
 	peaks [2]int    // most requests in flight in this span of peakSpan, and in the one before
 	since time.Time // this one began
 
+	passBefore time.Time // when the pass before that of Load.FirstToken gave first tokens; zero: there was none
+	ranBefore  int       // Running of the report before Published
+
 	served int // tokens that others pull from it now
 
 	reportsCached bool // an answer of it has said how many of its prompt's tokens were cached
@@ -55,6 +58,14 @@ func (l *workerLoad) tiers() *policy.Tiers {
 		l.Tiers = new(policy.Tiers)
 	}
 	return l.Tiers
+}
+
+// adapters returns what is known of the worker's LoRA adapters, to be added to.
+func (l *workerLoad) adapters() *policy.Adapters {
+	if l.Adapters == nil {
+		l.Adapters = new(policy.Adapters)
+	}
+	return l.Adapters
 }
 
 // activeBlocks is the sum of all weights, rounded.
@@ -117,7 +128,7 @@ func newLoads() *loads {
 // only beyond the most that were in flight of late: it may count some that have ended.
 func (l *loads) publish(w kv.WorkerKey, p policy.Published) {
 	load := l.of(w)
-	load.Published = p
+	load.ranBefore, load.Published = load.Running, p
 	load.Bumped = 0
 	load.Foreign = max(0, p.Running+p.Waiting-load.peak(p.At))
 }
@@ -143,6 +154,10 @@ func (l *loads) begin(b *Booking, now time.Time) {
 	load := l.of(b.worker)
 	b.sent, b.alone, b.atSent = now, len(load.Prefills) == 0, load.tallyAt(now)
 	load.InFlight++
+	if b.lora != "" {
+		b.adapters = load.adapters()
+		b.adapter = b.adapters.Begin(b.lora, now)
+	}
 	if b.remote {
 		load.Remote++
 	}
@@ -221,6 +236,9 @@ func (l *loads) firstToken(b *Booking, now time.Time) {
 		load.Prefills = slices.Delete(load.Prefills, i, i+1)
 	}
 	if !b.answeredWhole {
+		if now.Sub(load.Load.FirstToken) > samePass {
+			load.passBefore = load.Load.FirstToken
+		}
 		load.Load.FirstToken = now
 	}
 }
@@ -230,6 +248,9 @@ func (l *loads) end(b *Booking, now time.Time) {
 	load := l.of(b.worker)
 	load.tallyAt(now)
 	load.InFlight--
+	if b.adapters != nil {
+		b.adapters.End(b.lora, now)
+	}
 	if b.remote {
 		load.Remote--
 	}
@@ -267,7 +288,7 @@ func (l *loads) outputBlock(b *Booking, share *float64) {
 func (l *loads) outcome(b *Booking, output int, now time.Time) policy.Outcome {
 	o := policy.Outcome{
 		Worker: b.worker, Leg: b.leg, Uncached: b.uncached, Output: output, Alone: b.alone,
-		FirstToken: b.first.Sub(b.sent), Decode: now.Sub(b.first),
+		FirstToken: b.first.Sub(b.sent), Decode: now.Sub(b.first), Adapter: b.adapter,
 	}
 	if b.lower != (kv.LowerBlocks{}) || b.pull.Tokens > 0 {
 		o.Loads, o.Loaded, o.Tiers = b.loads, b.cached == b.device+b.lower.Total(), l.of(b.worker).tiers()
@@ -339,7 +360,7 @@ func (l *workerLoad) asOf(now time.Time, answer *policy.Load) {
 func (l *loads) silence(w kv.WorkerKey) {
 	if load := l.byWorker[w]; load != nil {
 		load.Published = policy.Published{}
-		load.Bumped, load.Foreign = 0, 0
+		load.Bumped, load.Foreign, load.Fill, load.Adapters = 0, 0, 0, nil
 		load.gone = true
 		l.drop(w)
 	}

@@ -126,6 +126,7 @@ func (p *prompt) decodeLeg(prefill kv.Target) prompt {
 	override.TrackPrefillTokens = &no
 	leg.Leg, leg.Kinds, leg.Override, leg.Cached = kv.LegDecode, kv.KindsOf(prefill.Kind), &override, &none
 	leg.shared, leg.Prefix = false, hints.Prefix{}
+	leg.Sheddable = false // its prompt is computed, or soon will be
 	return leg
 }
 

@@ -7,7 +7,7 @@ import (
 	"slices"
 	"time"
 
-	"kvrouter/internal/kv"
+	"kvrouter/internal/fair"
 	"kvrouter/internal/policy"
 )
 
@@ -22,14 +22,34 @@ const (
 	queueFCFS = "fcfs"
 	queueWSPT = "wspt"
 	queueLCFS = "lcfs"
+	queueFair = "fair"
 )
 
 // QueueSettings are the settings of the queue, with Dynamo's names and defaults.
 type QueueSettings struct {
-	RouterQueueThreshold *float64      `group:"Routing" placeholder:"NUMBER" help:"Queue requests in the router while every eligible worker has more uncached prompt tokens pending than this many of its passes (--max-num-batched-tokens). Default: no queue."`
-	RouterQueuePolicy    string        `group:"Routing" default:"fcfs" enum:"fcfs,wspt,lcfs" help:"Order of the queue: ${enum} (first come, fewest uncached tokens, last come)."`
-	RouterQueueTimeout   time.Duration `group:"Routing" default:"5m" help:"Maximum time in the queue; the request is then rejected."`
-	RouterQueueLimit     int           `group:"Routing" default:"1024" help:"Maximum number of queued requests; further ones are rejected."`
+	RouterQueueThreshold *float64                 `group:"Routing" placeholder:"NUMBER" help:"Queue requests in the router while every eligible worker has more uncached prompt tokens pending than this many of its passes (--max-num-batched-tokens). Default: no queue; with --router-queue-policy fair, what each worker has room for is learned."`
+	RouterQueuePolicy    string                   `group:"Routing" default:"fcfs" enum:"fcfs,wspt,lcfs,fair" help:"Order of the queue: ${enum} (first come, fewest uncached tokens, last come, by class and fairly over tenants: see docs/fairness.md)."`
+	RouterQueueTimeout   time.Duration            `group:"Routing" default:"5m" help:"Maximum time in the queue; the request is then rejected."`
+	RouterQueueLimit     int                      `group:"Routing" default:"1024" help:"Maximum number of queued requests; further ones are rejected."`
+	RouterBatchShare     float64                  `group:"Routing" default:"0" placeholder:"SHARE" help:"Share of the workers' time, 0 to 1, that is kept for requests of class batch while they wait, with --router-queue-policy fair. 0: they use what the other classes leave."`
+	ClassTTFT            map[string]time.Duration `group:"Routing" name:"class-ttft" mapsep:"," placeholder:"CLASS=TIME" help:"Objective of the time to first token for requests without one of their own, by class: interactive, standard, batch. Comma-separated, such as interactive=1s,batch=10m. It orders the requests of a tenant with --router-queue-policy fair. Default: none."`
+}
+
+// Queues reports whether requests can wait in the queue.
+func (k QueueSettings) Queues() bool { return k.RouterQueueThreshold != nil || k.Fair() }
+
+// Fair reports whether the order of the queue is fair.
+func (k QueueSettings) Fair() bool { return k.RouterQueuePolicy == queueFair }
+
+// Objectives returns the objectives of the time to first token by class.
+func (k QueueSettings) Objectives() map[fair.Class]time.Duration {
+	all := make(map[fair.Class]time.Duration, len(k.ClassTTFT))
+	for name, objective := range k.ClassTTFT {
+		if class, ok := fair.ClassOf(name); ok {
+			all[class] = objective
+		}
+	}
+	return all
 }
 
 // validate checks the settings; its errors name the flag.
@@ -37,11 +57,28 @@ func (k QueueSettings) validate() error {
 	if t := k.RouterQueueThreshold; t != nil && !(*t >= 0) {
 		return fmt.Errorf("--router-queue-threshold %v: give a number of at least 0", *t)
 	}
-	if k.RouterQueueThreshold != nil && k.RouterQueueLimit < 1 {
-		return fmt.Errorf("--router-queue-limit %d: give at least 1, or leave out --router-queue-threshold", k.RouterQueueLimit)
+	for name, objective := range k.ClassTTFT {
+		if _, ok := fair.ClassOf(name); !ok || objective <= 0 {
+			return fmt.Errorf("--class-ttft %s=%s: give interactive, standard or batch, and more than 0, such as interactive=1s", name, objective)
+		}
 	}
-	if k.RouterQueueThreshold != nil && k.RouterQueueTimeout <= 0 {
-		return fmt.Errorf("--router-queue-timeout %s: give more than 0, or leave out --router-queue-threshold", k.RouterQueueTimeout)
+	switch {
+	case !(k.RouterBatchShare >= 0 && k.RouterBatchShare <= 1):
+		return fmt.Errorf("--router-batch-share %v: give a share from 0 to 1", k.RouterBatchShare)
+	case k.RouterBatchShare > 0 && !k.Fair():
+		return fmt.Errorf("--router-batch-share %v needs --router-queue-policy fair", k.RouterBatchShare)
+	case !k.Queues():
+		return nil
+	}
+	off := "leave out --router-queue-threshold"
+	if k.Fair() {
+		off = "another --router-queue-policy than fair"
+	}
+	if k.RouterQueueLimit < 1 {
+		return fmt.Errorf("--router-queue-limit %d: give at least 1, or %s", k.RouterQueueLimit, off)
+	}
+	if k.RouterQueueTimeout <= 0 {
+		return fmt.Errorf("--router-queue-timeout %s: give more than 0, or %s", k.RouterQueueTimeout, off)
 	}
 	return nil
 }
@@ -54,8 +91,19 @@ const QueueRefresh = 10 * time.Second
 type waiter struct {
 	prompt  prompt
 	since   time.Time
-	score   float64         // the higher go first, of those with one StrictPriority
-	decided chan waitResult // of one; where the prompt has decided, that is called instead
+	score   float64             // the higher go first, of those with one StrictPriority
+	item    *fair.Item[*waiter] // its place in a fair queue; nil: the queue is another
+	look    *time.Timer         // of looks; nil: none
+	decided chan waitResult     // of one; where the prompt has decided, that is called instead
+}
+
+// tell passes on what was decided.
+func (w *waiter) tell(result waitResult) {
+	if w.prompt.decided != nil {
+		w.prompt.decided(result.decision, result.err)
+		return
+	}
+	w.decided <- result
 }
 
 // waitResult is what dispatch decided on a waiting request.
@@ -78,36 +126,42 @@ func (r *Router) queueScore(p *prompt, uncached int, now time.Time) float64 {
 	return jump - since
 }
 
-// hasCapacity reports whether a worker with that many uncached prompt tokens to
-// compute may get one more request.
-func (r *Router) hasCapacity(t *kv.Target, prefillTokens int) bool {
+// hasCapacity reports whether a candidate may get one more request.
+func (r *Router) hasCapacity(c *policy.Candidate, now time.Time) bool {
+	if r.fair != nil && r.settings.RouterQueueThreshold == nil {
+		return r.hasRoom(c.Target, &c.Load, now)
+	}
 	threshold := r.settings.RouterQueueThreshold
-	return threshold == nil || t.MaxBatchedTokens <= 0 || float64(prefillTokens) <= *threshold*float64(t.MaxBatchedTokens)
+	return threshold == nil || c.Target.MaxBatchedTokens <= 0 || float64(c.Load.PrefillTokens) <= *threshold*float64(c.Target.MaxBatchedTokens)
 }
 
 // mustWait reports whether p has to wait for one of the candidates. Those that
 // wait already need not be asked: had one of the candidates capacity for them, they
 // would not wait.
-func (r *Router) mustWait(p *prompt) bool {
-	if r.settings.RouterQueueThreshold == nil || p.QueryOnly || p.ChooseOnly {
+func (r *Router) mustWait(p *prompt, now time.Time) bool {
+	if !r.settings.Queues() || p.QueryOnly || p.ChooseOnly {
 		return false
 	}
-	return !slices.ContainsFunc(r.candidates, func(c policy.Candidate) bool { return r.hasCapacity(c.Target, c.Load.PrefillTokens) })
+	for i := range r.candidates {
+		if r.hasCapacity(&r.candidates[i], now) {
+			return false
+		}
+	}
+	return true
 }
 
 // enqueue puts p, whose candidates have been gathered, into the queue.
 func (r *Router) enqueue(p *prompt, now time.Time) (*waiter, error) {
+	if r.fair != nil {
+		return r.enqueueFairly(p, now)
+	}
 	if len(r.waiting) >= r.settings.RouterQueueLimit {
 		return nil, ErrQueueFull
 	}
 	if r.began.IsZero() {
 		r.began = now
 	}
-	uncached := p.tokens
-	for i := range r.candidates {
-		uncached = min(uncached, r.uncached(p.tokens, &r.candidates[i]))
-	}
-	w := &waiter{prompt: *p, since: now, score: r.queueScore(p, uncached, now), decided: make(chan waitResult, 1)}
+	w := &waiter{prompt: *p, since: now, score: r.queueScore(p, r.leastUncached(p), now), decided: make(chan waitResult, 1)}
 	at := slices.IndexFunc(r.waiting, func(other *waiter) bool {
 		if p.StrictPriority != other.prompt.StrictPriority {
 			return p.StrictPriority > other.prompt.StrictPriority
@@ -121,47 +175,68 @@ func (r *Router) enqueue(p *prompt, now time.Time) (*waiter, error) {
 	return w, nil
 }
 
+// leastUncached returns the tokens of p that its best candidate has to compute.
+func (r *Router) leastUncached(p *prompt) int {
+	uncached := p.tokens
+	for i := range r.candidates {
+		uncached = min(uncached, r.uncached(p.tokens, &r.candidates[i]))
+	}
+	return uncached
+}
+
 // dispatch decides the waiting requests that a worker has capacity for, in queue
 // order. It is called whenever capacity may have been freed.
 func (r *Router) dispatch(now time.Time) {
+	if r.fair != nil {
+		r.dispatchFairly(now)
+		return
+	}
 	if len(r.waiting) == 0 {
 		return
 	}
 	kept := r.waiting[:0]
 	for i, w := range r.waiting {
-		if !r.anyCapacity() {
+		if !r.anyCapacity(now) {
 			kept = append(kept, r.waiting[i:]...)
 			break
 		}
-		err := r.collect(&w.prompt, now)
-		if errors.Is(err, ErrBusy) || err == nil && r.mustWait(&w.prompt) {
+		if r.decide(w, true, now) == fair.Kept {
 			kept = append(kept, w)
-			continue
-		}
-		result := waitResult{err: err}
-		if err != nil {
-			r.explainRefusal(&w.prompt, &result.decision, err, now)
-		} else {
-			result.decision.QueueTime = now.Sub(w.since)
-			r.choose(&w.prompt, &result.decision, now)
-		}
-		if tell := w.prompt.decided; tell != nil {
-			tell(result.decision, result.err)
-		} else {
-			w.decided <- result
 		}
 	}
 	clear(r.waiting[len(kept):])
 	r.waiting = kept
 }
 
+// decide decides a waiting request, unless it has to wait on, or should wait for the worker that
+// holds its prefix and need not go now.
+func (r *Router) decide(w *waiter, must bool, now time.Time) fair.Verdict {
+	err := r.collect(&w.prompt, now)
+	switch {
+	case errors.Is(err, ErrBusy), err == nil && r.mustWait(&w.prompt, now):
+		return fair.Kept
+	case err == nil && !must && r.missesPrefix(&w.prompt, now):
+		return fair.Later
+	}
+	result := waitResult{err: err}
+	if err != nil {
+		r.explainRefusal(&w.prompt, &result.decision, err, now)
+	} else {
+		result.decision.QueueTime = now.Sub(w.since)
+		r.choose(&w.prompt, &result.decision, now)
+	}
+	w.tell(result)
+	return fair.Taken
+}
+
 // anyCapacity reports whether any worker that takes requests has capacity, or there is
 // none to wait for.
-func (r *Router) anyCapacity() bool {
+func (r *Router) anyCapacity(now time.Time) bool {
 	none := true
+	var c policy.Candidate
 	for i := range r.targets {
-		if t := &r.targets[i]; !t.Cordoned {
-			if r.hasCapacity(t, r.targetLoads[i].Load.PrefillTokens) {
+		if c.Target = &r.targets[i]; !c.Target.Cordoned {
+			if r.targetLoads[i].asOf(now, &c.Load); r.hasCapacity(&c, now) {
 				return true
 			}
 			none = false
@@ -177,6 +252,8 @@ func (r *Router) wait(ctx context.Context, w *waiter) (Decision, error) {
 	defer cancel()
 	refresh := time.NewTicker(QueueRefresh)
 	defer refresh.Stop()
+	look, stop := r.looks(w)
+	defer stop()
 	for {
 		select {
 		case result := <-w.decided:
@@ -186,6 +263,8 @@ func (r *Router) wait(ctx context.Context, w *waiter) (Decision, error) {
 			return Decision{}, context.Cause(ctx)
 		case <-refresh.C:
 			r.lookUpAgain(w)
+		case <-look:
+			r.lookForRoom(w)
 		}
 	}
 }
@@ -205,6 +284,9 @@ func (r *Router) leave(w *waiter) {
 func (r *Router) dequeue(w *waiter) bool {
 	r.mu.Lock()
 	defer r.mu.Unlock()
+	if r.fair != nil {
+		return r.fair.Remove(w.item)
+	}
 	at := slices.Index(r.waiting, w)
 	if at >= 0 {
 		r.waiting = slices.Delete(r.waiting, at, at+1)
@@ -254,8 +336,18 @@ func (w *Waiting) Leave() bool { return w.router.dequeue(w.waiter) }
 func (r *Router) QueueDepth() (requests, tokens int) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
-	for _, w := range r.waiting {
-		tokens += w.prompt.tokens
+	r.eachWaiting(func(w *waiter) {
+		requests, tokens = requests+1, tokens+w.prompt.tokens
+	})
+	return requests, tokens
+}
+
+// eachWaiting calls f with every waiting request, in no particular order.
+func (r *Router) eachWaiting(f func(*waiter)) {
+	if r.fair != nil {
+		r.fair.Each(func(it *fair.Item[*waiter]) { f(it.Value) })
 	}
-	return len(r.waiting), tokens
+	for _, w := range r.waiting {
+		f(w)
+	}
 }

@@ -17,6 +17,7 @@ import (
 	"sync/atomic"
 	"time"
 
+	"kvrouter/internal/fair"
 	"kvrouter/internal/hints"
 	"kvrouter/internal/kv"
 	"kvrouter/internal/outlier"
@@ -58,6 +59,11 @@ type Request struct {
 	Unanswered bool // also workers whose URL has never answered: the client sends the request itself
 
 	PinnedPrefill *kv.WorkerKey // as Pinned, for the prefill leg of a disaggregated request
+
+	Tenant    fair.Tenant // who is charged for it in a fair queue
+	Class     fair.Class  // its place there
+	Deadline  time.Time   // by which its first token should come; zero: none
+	Sheddable bool        // it may be refused where that is predicted to come too late
 
 	Prefix         hints.Prefix
 	ExpectedOutput int     // tokens of the answer; 0: unknown
@@ -113,6 +119,8 @@ type Decision struct {
 	Alternatives  []kv.Target // fallbacks if Target is unreachable, best first
 	Source        *kv.Target  // the worker from which Target is to pull blocks; nil: none
 
+	Reachable int // prompt tokens that the eligible worker with the most of them is expected to find cached
+
 	MatchedBlocks          int            // of the prompt in the worker's device cache, by the policy's reckoning
 	MatchedLower           kv.LowerBlocks // that continue them in lower tiers, by the policy's reckoning
 	EffectivePrefillTokens int            // prompt tokens to be computed, by the policy's reckoning
@@ -151,6 +159,9 @@ func (k Settings) Validate() error {
 	if k.RouterTrackOutputBlocks && !k.RouterTrackActiveBlocks {
 		return errors.New("--router-track-output-blocks adds to the active blocks: remove --no-router-track-active-blocks")
 	}
+	if k.Fair() && !k.RouterTrackPrefillTokens {
+		return errors.New("--router-queue-policy fair counts prompt tokens: remove --no-router-track-prefill-tokens")
+	}
 	if err := k.BusyThresholds.Validate(); err != nil {
 		return fmt.Errorf("--%w", err)
 	}
@@ -188,6 +199,7 @@ type Router struct {
 	expired     time.Time            // when forgotten bookings were last looked for
 	began       time.Time            // of the queue's clock: when a request first had to wait
 	waiting     []*waiter            // for a worker with capacity, the first to go at the front
+	fair        *fair.Queue[*waiter] // those that wait, in place of waiting; nil: the order is not fair
 	sharing     *Sharing             // with other routers; nil: none
 	decisions   uint64               // reported to a judged policy
 	cordoned    map[uint64]time.Time // by users, since when
@@ -213,6 +225,7 @@ type prompt struct {
 	matches   []kv.Match // by worker
 	next      int        // of matches, where matched goes on
 	workers   int        // that are up for the leg, whether they may serve it or not
+	reachable int        // blocks of it that some eligible worker has
 	sources   [2]source  // the best workers to pull from; blocks 0: there is none
 	counted   bool       // its blocks count as active
 	shared    bool       // those that other requests have too count once
@@ -256,7 +269,7 @@ func New(settings Settings, deps Deps) *Router {
 	if deps.Now == nil {
 		deps.Now = time.Now
 	}
-	return &Router{
+	r := &Router{
 		index:       deps.Index,
 		assumes:     assumes,
 		blockSize:   deps.BlockSize,
@@ -275,6 +288,10 @@ func New(settings Settings, deps Deps) *Router {
 		sessions:    newSessions(),
 		forecast:    forecast,
 	}
+	if settings.Fair() {
+		r.fair = fair.New[*waiter](fair.Settings{Limit: settings.RouterQueueLimit, Tenants: mostTenants, BatchShare: settings.RouterBatchShare})
+	}
+	return r
 }
 
 // Index returns the index of the router's lookups.
@@ -337,9 +354,16 @@ func (r *Router) Down(w kv.WorkerKey) {
 // Publish stores the load that w reports.
 func (r *Router) Publish(w kv.WorkerKey, p policy.Published) {
 	r.mu.Lock()
-	defer r.mu.Unlock()
-	if _, up := r.target(w); up { // a late report would keep the books of a removed worker
-		r.loads.publish(w, p)
+	defer r.unlock()
+	at, up := r.target(w)
+	if !up { // a late report would keep the books of a removed worker
+		return
+	}
+	before := r.targetLoads[at].Published
+	r.loads.publish(w, p)
+	if r.fair != nil {
+		r.learnRoom(at, before)
+		r.dispatch(r.now())
 	}
 }
 
@@ -349,6 +373,15 @@ func (r *Router) Transferred(w kv.WorkerKey, t policy.Transfers) {
 	defer r.mu.Unlock()
 	if at, up := r.target(w); up {
 		r.targetLoads[at].tiers().Count(t)
+	}
+}
+
+// ShowAdapters stores what w's engine shows of its LoRA adapters.
+func (r *Router) ShowAdapters(w kv.WorkerKey, report policy.AdapterReport) {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	if at, up := r.target(w); up {
+		r.targetLoads[at].adapters().Show(report, r.now())
 	}
 }
 
@@ -426,6 +459,7 @@ func (r *Router) Load(w kv.WorkerKey) policy.Load {
 		tiers := *load.Tiers
 		load.Tiers = &tiers
 	}
+	load.Adapters = load.Adapters.Clone()
 	return load
 }
 
@@ -446,7 +480,7 @@ func (r *Router) Adapter(model string) (adapter string, listed bool) {
 // Route chooses a worker for the request and books the request on it. Unless the
 // request is QueryOnly or ChooseOnly, the caller must end the decision's Booking.
 // If all workers are at capacity, it waits until one has capacity or ctx is done.
-// It fails with ErrNoWorker, ErrBusy, ErrQueueFull, ErrQueueTimeout, ErrDuplicate
+// It fails with ErrNoWorker, ErrBusy, ErrQueueFull, ErrQueueTimeout, ErrShed, ErrDuplicate
 // or the cause for which ctx ended.
 func (r *Router) Route(ctx context.Context, request Request) (Decision, error) {
 	scratch := r.scratch.Get().(*workspace)
@@ -527,11 +561,14 @@ func (r *Router) schedule(p *prompt, d *Decision) (*waiter, error) {
 	if r.taken(p) {
 		return nil, ErrDuplicate
 	}
+	if r.fair != nil {
+		r.dispatchFairly(now) // room may have come with time: who waits goes first
+	}
 	if err := r.collect(p, now); err != nil {
 		r.explainRefusal(p, d, err, now)
 		return nil, err
 	}
-	if r.mustWait(p) {
+	if r.mustWait(p, now) {
 		return r.enqueue(p, now)
 	}
 	r.choose(p, d, now)
@@ -544,12 +581,17 @@ func (r *Router) taken(p *prompt) bool {
 	if p.ID == "" || p.QueryOnly || p.ChooseOnly {
 		return false
 	}
-	return r.loads.byID[p.ID] != nil || slices.ContainsFunc(r.waiting, func(w *waiter) bool { return w.prompt.ID == p.ID })
+	taken := r.loads.byID[p.ID] != nil
+	r.eachWaiting(func(w *waiter) { taken = taken || w.prompt.ID == p.ID })
+	return taken
 }
 
 // choose lets the policy choose among the candidates and books.
 func (r *Router) choose(p *prompt, d *Decision, now time.Time) {
-	query := policy.Query{Now: now, Tokens: p.tokens, BlockSize: r.blockSize, FreePrefill: !r.tracksPrefill(p), Override: p.Override, Leg: p.Leg, Sequence: p.sequence, DryRun: p.QueryOnly, Prefix: p.Prefix, Pulling: r.loads.pulling, Workers: p.workers, Retry: len(p.Exclude) > 0}
+	query := policy.Query{Now: now, Tokens: p.tokens, BlockSize: r.blockSize, FreePrefill: !r.tracksPrefill(p), Override: p.Override, Leg: p.Leg, Sequence: p.sequence, DryRun: p.QueryOnly, Prefix: p.Prefix, Pulling: r.loads.pulling, Workers: p.workers, Retry: len(p.Exclude) > 0, Adapter: p.LoRA}
+	if r.fair != nil && r.fair.Len() > 0 {
+		query.Backlog = r.fair.Waiting() / float64(len(r.targets))
+	}
 	if _, is := r.policy.(policy.Judged); is && !p.QueryOnly && !p.ChooseOnly {
 		r.decisions++
 		query.Decision = r.decisions
@@ -589,6 +631,7 @@ func (r *Router) predict(p *prompt, d *Decision, c *policy.Candidate) {
 	d.Predicted, d.Guessed = sure.Tokens(r.blockSize), guessed.Tokens(r.blockSize)
 	d.Predicted.Device = d.Overlap * r.blockSize
 	d.OverlapTokens = d.Predicted.Total()
+	d.Reachable = max(d.OverlapTokens, p.reachable*r.blockSize)
 	if c.Pull.Tokens > 0 {
 		d.Guessed.External += c.Pull.Blocks * r.blockSize
 		if at, up := r.target(c.Pull.From); up {
@@ -633,6 +676,9 @@ func (r *Router) book(p *prompt, c *policy.Candidate, now time.Time) *Booking {
 	}
 	r.loads.bump(b.worker)
 	r.loads.begin(b, now)
+	if r.fair != nil {
+		r.charge(b, p, c)
+	}
 	r.share(ChangeAdd, b)
 	return b
 }

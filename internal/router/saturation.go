@@ -66,9 +66,9 @@ func (r *Router) Wait() (wait time.Duration, up bool) {
 		return 0, false
 	}
 	queued, longest := 0, time.Duration(0)
-	for _, w := range r.waiting {
+	r.eachWaiting(func(w *waiter) {
 		queued += w.prompt.tokens
 		longest = max(longest, now.Sub(w.since))
-	}
+	})
 	return max(wait+r.forecast.Compute(queued)/time.Duration(workers), longest), true
 }

@@ -120,7 +120,7 @@ func (r *Router) share(kind string, b *Booking) {
 func (r *Router) BookRemote(change Change) *Booking {
 	b := &Booking{
 		router: r, remote: true, worker: change.Worker, prompt: max(0, change.Tokens), uncached: max(0, change.Uncached),
-		loads: change.Loads, answeredWhole: change.AnsweredWhole, leg: change.Leg,
+		loads: change.Loads, answeredWhole: change.AnsweredWhole, leg: change.Leg, lora: change.LoRA,
 	}
 	r.mu.Lock()
 	defer r.mu.Unlock()

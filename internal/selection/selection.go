@@ -45,6 +45,7 @@ type Service struct {
 	fleet      *workers.Fleet
 	partitions *Partitions
 	mesh       *replica.Mesh // with peer routers; nil: --replica-sync is off
+	tenants    http.Handler  // serves GET /tenants; nil: it is no route
 	log        *slog.Logger
 
 	history func(kv.WorkerKey) *events.Log // of a rank's KV events; nil result: they are not followed
@@ -75,13 +76,14 @@ type Deps struct {
 	Fleet      *workers.Fleet
 	Partitions *Partitions
 	Mesh       *replica.Mesh // with peer routers; nil: --replica-sync is off
+	Tenants    http.Handler  // serves GET /tenants; nil: it is no route
 	Log        *slog.Logger
 }
 
 // New returns the router port.
 func New(settings Settings, deps Deps) *Service {
 	return &Service{
-		settings: settings, models: deps.Models, fleet: deps.Fleet, partitions: deps.Partitions, mesh: deps.Mesh, log: deps.Log, history: deps.Fleet.History,
+		settings: settings, models: deps.Models, fleet: deps.Fleet, partitions: deps.Partitions, mesh: deps.Mesh, tenants: deps.Tenants, log: deps.Log, history: deps.Fleet.History,
 		reserved: newReservations(), pending: newPendingSelections(),
 		decisions: openDecisions{byID: map[string]*openDecision{}}, dumps: make(chan struct{}, maxDumps),
 	}
@@ -112,6 +114,9 @@ func (s *Service) Handler() http.Handler {
 	guarded.DELETE("/reservations/:id", s.free)
 	guarded.GET("/decisions", s.explainDecisions)
 	guarded.GET("/loads", s.loads)
+	if s.tenants != nil {
+		guarded.GET("/tenants", gin.WrapH(s.tenants))
+	}
 	guarded.POST("/potential_loads", s.withSelection(s.potentialLoads))
 	guarded.POST("/route", withBody(s.route))
 	guarded.GET("/dump", s.dump)

@@ -35,8 +35,8 @@ type GridSettings struct {
 // validateGrid checks the settings of a grid; its errors name the flag.
 func (s Settings) validateGrid() error {
 	switch {
-	case s.Trace != "" || s.Synthetic != "" || s.Concurrency != 0 || s.Speedup != 0 || s.Plot != "" || s.JSON:
-		return errors.New("--grid FILE defines the requests: leave out --trace, --synthetic, --concurrency, --speedup, --plot and --json")
+	case s.Trace != "" || s.Synthetic != "" || s.Concurrency != 0 || s.Speedup != 0 || s.Plot != "" || s.JSON || len(s.Tenants) > 0:
+		return errors.New("--grid FILE defines the requests: leave out --trace, --synthetic, --concurrency, --speedup, --tenants, --plot and --json")
 	case s.Jobs < 0:
 		return fmt.Errorf("--jobs %d: give at least 1", s.Jobs)
 	}

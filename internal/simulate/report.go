@@ -32,6 +32,7 @@ type Report struct {
 	Predicted       float64        `json:"predicted_reuse"`
 	PredictionError float64        `json:"prediction_error_tokens"` // mean |predicted − actual| of the first admissions
 	Lower           *TierReport    `json:"lower_tiers,omitempty"`   // nil: the workers have none
+	Adapters        *AdapterReport `json:"adapters,omitempty"`      // nil: no request has one
 	Pairs           int            `json:"pairs,omitempty"`         // disaggregated requests
 	MakespanS       float64        `json:"makespan_s"`
 	OutputPerSec    float64        `json:"output_tokens_per_s"`
@@ -41,6 +42,7 @@ type Report struct {
 	Balance         []WorkerReport `json:"balance"`
 
 	Priority *Distribution  `json:"priority_ttft_ms,omitempty"` // of prioritized requests
+	Tenants  []TenantReport `json:"tenants,omitempty"`          // in the order of --tenants
 	Queue    *QueueReport   `json:"queue,omitempty"`            // of the routers; nil: no request was queued
 	Lost     map[string]int `json:"lost,omitempty"`             // requests that ended with an error, by reason; all other fields exclude them
 	Retries  int            `json:"retries,omitempty"`
@@ -129,7 +131,7 @@ func (s *simulator) report() *Report {
 		MakespanS: last.Seconds(), OutputPerSec: float64(output) / last.Seconds(),
 		TTFT: distribution(ttft), ITL: distribution(itl), EndToEnd: distribution(endToEnd),
 	}
-	r.Lower = s.tierReport()
+	r.Lower, r.Adapters = s.tierReport(), s.adapterReport()
 	if s.Concurrency == 0 {
 		r.Speedup = s.Speedup
 	}
@@ -137,6 +139,7 @@ func (s *simulator) report() *Report {
 		waits := distribution(prior)
 		r.Priority = &waits
 	}
+	r.Tenants = s.tenantReports()
 	if len(s.waits) > 0 {
 		r.Queue = &QueueReport{Waited: len(s.waits), WaitMS: distribution(s.waits)}
 	}
@@ -234,8 +237,12 @@ func writeReports(out io.Writer, reports []*Report) error {
 				fmt.Fprintf(out, "%s: %.3f of the prompt tokens were pulled from other workers, by %d requests\n", r.Policy, r.Lower.Peer, r.Lower.Pulls)
 			}
 		}
+		if r.Adapters != nil {
+			fmt.Fprintf(out, "%s: %.1f loads of adapters per 1,000 requests, each adapter on %.2f workers\n", r.Policy, r.Adapters.Loads, r.Adapters.Spread)
+		}
 		r.writeTroubles(out)
 	}
+	writeTenants(table, reports)
 	for _, r := range reports {
 		row := func(name, format string, of func(WorkerReport) any) {
 			fmt.Fprintf(table, "%s\t", name)
@@ -254,6 +261,21 @@ func writeReports(out io.Writer, reports []*Report) error {
 		fmt.Fprintln(table)
 	}
 	return table.Flush()
+}
+
+// writeTenants adds a row for each policy and group of tenants, where there are any.
+func writeTenants(table io.Writer, reports []*Report) {
+	if len(reports[0].Tenants) == 0 {
+		return
+	}
+	fmt.Fprintln(table, "policy\ttenants\tclass\tweight\trequests\tlost\tcomputed tok\tout tok\tTTFT ms mean\tp50\tp99\te2e ms mean\tp50\tp99\t")
+	for _, r := range reports {
+		for _, t := range r.Tenants {
+			fmt.Fprintf(table, "%s\t%s*%d\t%s\t%g\t%d\t%d\t%d\t%d\t%.1f\t%.1f\t%.1f\t%.1f\t%.1f\t%.1f\t\n", r.Policy, t.Tenant, t.Tenants, t.Class, t.Weight,
+				t.Requests, t.Lost, t.Computed, t.Answered, t.TTFT.Mean, t.TTFT.P50, t.TTFT.P99, t.EndToEnd.Mean, t.EndToEnd.P50, t.EndToEnd.P99)
+		}
+	}
+	fmt.Fprintln(table)
 }
 
 // writeTroubles prints the queue, lost requests and faults, where there was

@@ -38,7 +38,9 @@ type Settings struct {
 	TierEvents     bool     `default:"true" negatable:"" help:"Pass KV events of the tiers below the cache (--mock-host-blocks, --mock-disk-blocks) to the router."`
 	Pulls          bool     `default:"true" negatable:"" help:"Let workers pull blocks from each other (--mock-peer-bandwidth)."`
 	UntoldCache    bool     `help:"Workers do not report the size of their KV cache to the router."`
+	UntoldAdapters bool     `help:"The router does not know the LoRA adapters of requests (--synthetic-adapters)."`
 	Faults         []string `placeholder:"FAULT" help:"Comma-separated faults to inject, such as 'worker=2 at=60s for=30s kind=error rate=0.3'. kind: error (status 500), refuse (connection refused), hang (no answer) or slow. rate: share of failing requests, or remaining speed. Default: 1."`
+	Tenants        []string `placeholder:"TENANT" help:"Comma-separated tenants of the conversations, by chance: NAME[*COUNT]:SHARE[:weight=W][:class=CLASS][:absent], such as flood:0.84,light*8:0.16. COUNT tenants have SHARE of the conversations together, relative to the other shares. absent: their conversations are left out. The report has the times of each."`
 	PrioritySettings
 	JSON         bool              `name:"json" help:"Print the results as JSON, one object per policy."`
 	Plot         string            `placeholder:"FILE" help:"HTML file for the distribution of the time to first token and the load of the workers."`
@@ -61,6 +63,11 @@ func (s Settings) Validate() error {
 		return fmt.Errorf("--event-lag %v and --round-trip %v: give 0 to %v ms", s.EventLag, s.RoundTrip, longestDelay)
 	case s.Grid != "":
 		return s.validateGrid()
+	}
+	if _, err := parseTenants(s.Tenants); err != nil {
+		return err
+	}
+	switch {
 	case s.Synthetic != "":
 		return s.validateSynthetic()
 	case (s.Concurrency > 0) == (s.Speedup > 0):
@@ -107,6 +114,7 @@ type Simulation struct {
 	EventLag         time.Duration         // delay of events to the index
 	Routers          int                   // number of routers in front of the workers; 0 counts as 1
 	UntoldCache      bool                  // the router does not know the size of a worker's cache
+	UntoldAdapters   bool                  // the router does not know the adapters of requests
 	Tiers            []engine.TierSettings // below the cache of each worker
 	Peers            engine.PeerSettings   // pulls from other workers
 	WithoutPulls     bool                  // workers do not pull
@@ -114,8 +122,9 @@ type Simulation struct {
 	Routing          router.Settings
 	Retry            outlier.RetrySettings
 	Priority         PrioritySettings
-	Faults           []string // in the format of --faults
-	WithoutHints     bool     // the router gets no hints
+	Faults           []string       // in the format of --faults
+	Tenants          []*tenantGroup // of the requests, for the report; none: there are none
+	WithoutHints     bool           // the router gets no hints
 	Seed             uint64
 	Progress         func(done int) // called periodically; may be nil
 }
@@ -141,11 +150,12 @@ type simulator struct {
 	ledger  []*flight   // that were answered
 	err     error
 
-	budgets   []*outlier.Budget // of the routers
-	later     int               // calls of after
-	decided   []decidedRequest  // that have left the queue
-	waits     []float64         // in the queue, ms
-	lost      map[string]int    // requests, by why
+	budgets   []*outlier.Budget    // of the routers
+	later     int                  // calls of after
+	decided   []decidedRequest     // that have left the queue
+	waits     []float64            // in the queue, ms
+	lost      map[string]int       // requests, by why
+	lostBy    map[*tenantGroup]int // the same, of tenants
 	retried   int
 	denied    int // retries, for want of budget
 	faults    []*fault
@@ -168,6 +178,8 @@ type worker struct {
 	sendsEnd time.Duration    // when its last block is sent that another worker pulls
 	moved    policy.Transfers // by these loads
 	reported time.Duration    // when the routers last read that
+	shown    time.Duration    // when the routers last read its adapters
+	adapters map[string]bool  // that it was sent
 
 	// Where there are faults:
 	fault   *fault        // its current fault; nil: none
@@ -214,7 +226,7 @@ func (s Settings) Run(base Simulation, policies []string, out, progress *os.File
 	base.EventLag, base.WithoutHints = time.Duration(s.EventLag*float64(time.Millisecond)), !s.SyntheticHints
 	base.Way = time.Duration(s.RoundTrip / 2 * float64(time.Millisecond))
 	base.Routers, base.UntoldCache, base.Priority, base.Faults = s.Routers, s.UntoldCache, s.PrioritySettings, s.Faults
-	base.UnpublishedTiers, base.WithoutPulls = !s.TierEvents, !s.Pulls
+	base.UnpublishedTiers, base.WithoutPulls, base.UntoldAdapters = !s.TierEvents, !s.Pulls, s.UntoldAdapters
 	if s.Grid != "" {
 		return s.runGrid(base, out, progress)
 	}
@@ -224,6 +236,14 @@ func (s Settings) Run(base Simulation, policies []string, out, progress *os.File
 	}
 	if torn > 0 {
 		fmt.Fprintf(progress, "%s: skipped %d incomplete lines\n", source, torn)
+	}
+	if base.Tenants, err = parseTenants(s.Tenants); err != nil {
+		return err
+	}
+	if len(base.Tenants) > 0 {
+		if requests = assignTenants(requests, base.Tenants, base.Seed); len(requests) == 0 {
+			return errors.New("--tenants: no conversation is of a tenant that is not absent")
+		}
 	}
 	total := countRequests(requests)
 	base.Source, base.Requests = source, requests
@@ -320,7 +340,7 @@ func (s Simulation) start() (*simulator, error) {
 		return nil, errors.New("a simulation needs at least one worker")
 	case s.Concurrency < 0 || s.Speedup < 0 || s.Concurrency == 0 && s.Speedup == 0:
 		return nil, errors.New("a simulation needs a concurrency or a speedup of more than 0")
-	case s.Prefills > 0 && (len(s.Faults) > 0 || s.Routing.RouterQueueThreshold != nil || s.Routing.BusyThresholds.Set()):
+	case s.Prefills > 0 && (len(s.Faults) > 0 || s.Routing.Queues() || s.Routing.BusyThresholds.Set()):
 		return nil, errors.New("faults, the queue and busy thresholds are not simulated with disaggregation: leave out --faults, --router-queue-threshold and the --active thresholds")
 	case s.Prefills > 0 && len(s.Tiers) > 0:
 		return nil, errors.New("tiers below the cache are not simulated with disaggregation: leave out --mock-host-blocks and --mock-disk-blocks")
@@ -360,6 +380,7 @@ func newSimulator(s Simulation, choosers ...policy.Policy) *simulator {
 		Simulation: s,
 		random:     rand.New(rand.NewPCG(s.Seed, 3)),
 		lost:       map[string]int{},
+		lostBy:     map[*tenantGroup]int{},
 		priors:     map[*TraceRequest]bool{},
 		drawPrior:  rand.New(rand.NewPCG(s.Seed, 4)),
 		drawPull:   rand.New(rand.NewPCG(s.Seed, 5)),
@@ -473,6 +494,7 @@ func (s *simulator) travel(f func()) {
 func (s *simulator) arrive(flight *flight) {
 	worker := &s.workers[flight.worker]
 	worker.sent++
+	worker.notes(flight.Adapter)
 	if err := worker.engine.Submit(&flight.Request); err != nil {
 		s.err = fmt.Errorf("request of %s: %w", s.Source, err)
 		return
@@ -523,6 +545,7 @@ func (s *simulator) endPass(w int) {
 		s.travel(func() { s.hear(flight, first, last) })
 	}
 	running, waiting, usage := worker.engine.Load()
+	s.showAdapters(w)
 	for _, router := range s.routers {
 		router.Publish(kv.WorkerKey{Worker: uint64(w)}, policy.Published{Running: running, Waiting: waiting, KVUsage: usage, At: s.clock()})
 	}

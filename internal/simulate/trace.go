@@ -31,10 +31,12 @@ type TraceRequest struct {
 	Think   time.Duration // time from the end of this answer to Next, whose Arrival is not used
 	AtOnce  bool          // is sent with the previous one, regardless of the concurrency
 	Hints   hints.Prefix  // of its client
+	Adapter string        // LoRA adapter; empty: none
 	Hashes  []uint64      // of the parts of the prompt and of the known answer; each covers all tokens up to its end
 	Part    int           // tokens per entry of hashes
 	known   int           // tokens that hashes stand for
 	ended   time.Duration // when the recorded answer did
+	tenant  *tenant       // nil: the common one
 }
 
 // traceBlock is the number of tokens that one of a Mooncake trace's hash_ids stands for.

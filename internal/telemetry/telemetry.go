@@ -40,6 +40,7 @@ type Metrics struct {
 	promptTokens    *prometheus.CounterVec
 	outputTokens    *prometheus.CounterVec
 	predicted       *prometheus.CounterVec
+	reachable       *prometheus.CounterVec
 	cached          *prometheus.CounterVec
 	compared        *prometheus.CounterVec
 	predictions     *prometheus.CounterVec
@@ -97,6 +98,7 @@ func New(deps Deps) *Metrics {
 	t.promptTokens = counter("prompt_tokens_total", "Prompt tokens, as reported in the workers' usage.", "worker_id")
 	t.outputTokens = counter("output_tokens_total", "Output tokens, as reported in the workers' usage.", "worker_id")
 	t.predicted = counter("overlap_tokens_predicted_total", "Prompt tokens that the index predicted in the cache of the selected worker.", "worker_id")
+	t.reachable = counter("reachable_cached_tokens_total", "Prompt tokens that the index predicted in the cache of the eligible worker with the most of them, of the requests counted in kvrouter_overlap_tokens_predicted_total.")
 	t.cached = counter("cached_tokens_reported_total", "Prompt tokens that the worker reported as cached.", "worker_id")
 	t.compared = counter("compared_prompt_tokens_total", "Prompt tokens of the requests counted in kvrouter_cached_tokens_reported_total.", "worker_id")
 	t.predictions = counter("predictions_total", "Responses with reported cached tokens, by worker and accuracy of the prediction: exact, over, under.", "worker_id", "result")
@@ -281,6 +283,7 @@ func (t *Metrics) Finished(x *proxy.Exchange, now time.Time) {
 			worker = x.Shared.Worker
 		}
 		t.predicted.WithLabelValues(worker).Add(float64(x.Decision.OverlapTokens))
+		t.reachable.WithLabelValues().Add(float64(x.Decision.Reachable))
 		t.compareTiers(worker, x.Decision.Predicted.Plus(x.Decision.Guessed), x.Usage)
 		t.cached.WithLabelValues(worker).Add(float64(x.Usage.CachedTokens))
 		t.compared.WithLabelValues(worker).Add(float64(x.Usage.PromptTokens))

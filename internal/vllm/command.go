@@ -80,6 +80,9 @@ func command(cfg process.Settings, i int, pluginDir string, environ []string) (p
 	if cfg.PrefillWorkers > 0 {
 		setNIXLEnvironment(cfg, first, env)
 	}
+	if cfg.Pulls {
+		setPullEnvironment(cfg, env)
+	}
 	env["KVROUTER_LOAD_ENDPOINT"] = cfg.Ports.LoadEndpoint(i, 0)
 	env["KVROUTER_LOOPBACK_EVENTS"] = "1"
 	env.AddPath(pluginDir)

@@ -33,7 +33,7 @@ func transferArgs(cfg process.Settings, i int) []string {
 		all = append(all, nixl(cfg, i))
 	}
 	if cfg.OffloadGiB > 0 {
-		all = append(all, offloading(cfg.OffloadGiB))
+		all = append(all, offloading(cfg, i))
 	}
 	switch len(all) {
 	case 0:
@@ -49,16 +49,36 @@ func transferArgs(cfg process.Settings, i int) []string {
 	}.String()}
 }
 
-// offloading is the connector that keeps blocks in gib GiB of the machine's memory.
-func offloading(gib float64) connector {
-	return connector{
-		Connector: "OffloadingConnector", Role: "kv_both",
-		Extra: struct {
-			Bytes int64 `json:"cpu_bytes_to_use"`
-			// By default KV events of the tier have neither tokens nor parent: a router
-			// that has missed the block's first event could not place them.
-			Describes bool `json:"self_describing_kv_events"`
-		}{int64(gib * (1 << 30)), true},
+// tier is a place for blocks below the machine's memory.
+type tier struct {
+	Type string `json:"type"`
+	Host string `json:"host"`
+	Port int    `json:"port"` // of the first rank: vLLM adds a rank's number
+}
+
+// offloading is the connector of worker i that keeps blocks in the machine's memory, from
+// where others pull them if they are to.
+func offloading(cfg process.Settings, i int) connector {
+	extra := struct {
+		Spec  string `json:"spec_name,omitempty"`
+		Bytes int64  `json:"cpu_bytes_to_use"`
+		// By default KV events of the tier have neither tokens nor parent: a router
+		// that has missed the block's first event could not place them.
+		Describes bool   `json:"self_describing_kv_events"`
+		Tiers     []tier `json:"secondary_tiers,omitempty"`
+	}{Bytes: int64(cfg.OffloadGiB * (1 << 30)), Describes: true}
+	if cfg.Pulls {
+		extra.Spec, extra.Tiers = "TieringOffloadingSpec", []tier{{"p2p", "127.0.0.1", cfg.Ports.P2P + i*cfg.Ports.Ranks}}
+	}
+	return connector{Connector: "OffloadingConnector", Role: "kv_both", Extra: extra}
+}
+
+// setPullEnvironment has workers find each other's blocks: they compare hashes, which are
+// equal only with equal seeds. On a CPU everything stays on loopback.
+func setPullEnvironment(cfg process.Settings, env process.Environment) {
+	env.SetDefault("PYTHONHASHSEED", "0")
+	if len(cfg.GPUs) == 0 {
+		env.SetNIXLOnCPU()
 	}
 }
 

@@ -40,8 +40,9 @@ type Members interface {
 	Down(t kv.Target, why string)               // may not be routed to
 	Load(kv.WorkerKey, policy.Published)        // a load report
 	Transferred(kv.WorkerKey, policy.Transfers) // its counters of loads from lower tiers
-	CordonDiscovered(worker uint64, on bool)    // keeps new requests from a discovered worker
-	Busy(worker uint64) bool                    // reports whether it has in-flight requests
+	ShowAdapters(kv.WorkerKey, policy.AdapterReport)
+	CordonDiscovered(worker uint64, on bool) // keeps new requests from a discovered worker
+	Busy(worker uint64) bool                 // reports whether it has in-flight requests
 }
 
 // Listener gets further notifications, by the same rules.
@@ -63,7 +64,7 @@ type prober interface {
 	BlockSize(context.Context, probe.Server) (int, error)
 	Caches(ctx context.Context, s probe.Server, engine kv.Engine, info *probe.ServerInfo, ranks []uint32) (probe.Caches, error)
 	FollowLoad(ctx context.Context, s probe.LoadSource, log *slog.Logger, report func(kv.WorkerKey, policy.Published))
-	FollowTransfers(ctx context.Context, s probe.LoadSource, log *slog.Logger, report func(kv.WorkerKey, policy.Transfers))
+	FollowTransfers(ctx context.Context, s probe.LoadSource, log *slog.Logger, report func(kv.WorkerKey, policy.Transfers), adapters func(kv.WorkerKey, policy.AdapterReport))
 	Close()
 }
 

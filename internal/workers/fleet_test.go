@@ -93,6 +93,8 @@ func (m fakeMembers) Load(key kv.WorkerKey, p policy.Published) {
 	}
 }
 
+func (m fakeMembers) ShowAdapters(kv.WorkerKey, policy.AdapterReport) {}
+
 func (m fakeMembers) Transferred(key kv.WorkerKey, t policy.Transfers) {
 	if m.hooks.Transferred != nil {
 		m.hooks.Transferred(key, t)

@@ -239,7 +239,9 @@ func (in *incarnation) followLoads() {
 		follow(pages)
 	}
 	if len(all.Ranks) > 0 {
-		in.followers.Go(func() { in.f.probe.FollowTransfers(ctx, all, in.w.logger(in.f.log), in.f.members.Transferred) })
+		in.followers.Go(func() {
+			in.f.probe.FollowTransfers(ctx, all, in.w.logger(in.f.log), in.f.members.Transferred, in.f.members.ShowAdapters)
+		})
 	}
 }
 

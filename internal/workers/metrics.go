@@ -64,6 +64,7 @@ func NewCollector(names *kv.Names, samples func() []Sample) prometheus.Collector
 			}
 		}
 	}
+	adapters := set.Counter("kvrouter_adapter_requests_total", "Requests with a LoRA adapter that were sent to the worker, by what the adapter was expected to need: ready, load, wait.", "worker_id", "dp_rank", "result")
 	info := set.Gauge("kvrouter_worker_info", "Always 1; the labels have the worker's URL, its first served model, its role and its engine.", "worker_id", "dp_rank", "url", "model", "role", "engine")
 	applied := set.Counter("dynamo_component_kv_cache_events_applied", "KV events applied to the index, by type and result.", "worker_id", "dp_rank", "event_type", "status")
 	events := set.Counter("kvrouter_kv_events_total", "KV events of the worker, by kind.", "worker_id", "dp_rank", "kind")
@@ -91,6 +92,11 @@ func NewCollector(names *kv.Names, samples func() []Sample) prometheus.Collector
 			}
 			tiers(out, rank, s.Load.Tiers)
 			pullsOf(out, rank, s.Load.Tiers)
+			if s.Load.Adapters != nil {
+				for state, n := range s.Load.Adapters.Counts() {
+					out.Show(adapters, float64(n), append(rank, policy.AdapterStates[state])...)
+				}
+			}
 			n := s.EventCount
 			if n == nil {
 				continue

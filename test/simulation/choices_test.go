@@ -2,6 +2,7 @@ package simulation
 
 import (
 	"context"
+	"fmt"
 	"io"
 	"net/http"
 	"slices"
@@ -10,6 +11,7 @@ import (
 
 	"github.com/zeebo/xxh3"
 
+	"kvrouter/internal/fair"
 	"kvrouter/internal/kv"
 	"kvrouter/internal/proxy"
 	"kvrouter/internal/router"
@@ -46,6 +48,9 @@ func (c *client) question(exclude []uint64) router.Request {
 	request := router.Request{Tokens: c.prompt.tokens[:c.prompt.length], Exclude: exclude}
 	if c.session != "" {
 		request.Session, request.SessionID = c.node.router.SessionOf("", c.session), router.SessionID("", c.session)
+	}
+	if c.world.setup.Fair {
+		request.Tenant, request.Class = fair.Tenant{Name: fmt.Sprint(c.prompt.length % 3)}, fair.Classes[c.output%len(fair.Classes)]
 	}
 	return request
 }

@@ -85,7 +85,7 @@ func (c *client) run() {
 		c.world.fail("%s: %s: status %d, error %v, body %q", c.id, fault, out.status, err, out.body.String())
 	case c.tries > c.world.defaults.mostTries():
 		c.world.fail("%s was sent to workers %d times, at most %d are allowed", c.id, c.tries, c.world.defaults.mostTries())
-	case took > time.Duration(c.tries+1)*(requestTimeout+legTimeout):
+	case took > time.Duration(c.tries+1)*c.world.setup.longestTry():
 		c.world.fail("%s took %s with %d tries", c.id, took, c.tries)
 	}
 }

@@ -193,7 +193,7 @@ func (n *node) look(w *worker) {
 		return
 	}
 	f.generation = generation
-	n.router.Up(kv.Target{Key: w.key(), URL: "http://" + w.host + ":8000", Ranks: 1, Generation: generation, TotalBlocks: w.blocks, Disagg: w.role})
+	n.router.Up(kv.Target{Key: w.key(), URL: "http://" + w.host + ":8000", Ranks: 1, Generation: generation, TotalBlocks: w.blocks, MaxBatchedTokens: passTokens, Disagg: w.role})
 	if f.stream == nil {
 		n.follow(w, f)
 	}

@@ -40,6 +40,7 @@ type setup struct {
 	SessionTTL    time.Duration
 	SessionLimit  int
 	Snapshot      time.Duration // between two writes of each router's snapshot; 0: there is none
+	Fair          bool          // requests wait in a fair queue while all workers are full
 }
 
 // role returns worker i's part in disaggregated serving.
@@ -304,6 +305,8 @@ func newScenario(seed uint64) *scenario {
 	if other := rand.New(rand.NewPCG(seed, 3)); other.Float64() < 0.03 {
 		s.Setup.rush(other)
 	}
+	// A session leaves a worker that is full.
+	s.Setup.Fair = s.Setup.Sessions == 0 && rand.New(rand.NewPCG(seed, 4)).Float64() < 0.3
 	s.steps = newScript(&s.Setup, random)
 	return s
 }

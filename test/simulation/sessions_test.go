@@ -25,10 +25,24 @@ func homeOf(session string, leg kv.Leg) string {
 	return session
 }
 
+// queueTimeout is the maximum wait in a fair queue.
+const queueTimeout = 10 * time.Second
+
+// longestTry is the time limit of one attempt at a request.
+func (s *setup) longestTry() time.Duration {
+	if s.Fair {
+		return requestTimeout + legTimeout + 2*queueTimeout // of two legs
+	}
+	return requestTimeout + legTimeout
+}
+
 // router returns the settings of routers.
 func (s *setup) router(d router.Settings) router.Settings {
 	if s.Sessions > 0 {
 		d.SessionHeader, d.SessionTTL, d.SessionLimit = "x-session-id", s.SessionTTL, s.SessionLimit
+	}
+	if s.Fair {
+		d.RouterQueuePolicy, d.RouterQueueTimeout, d.RouterQueueLimit, d.RouterBatchShare = "fair", queueTimeout, 20, 0.2
 	}
 	return d
 }

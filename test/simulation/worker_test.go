@@ -22,6 +22,9 @@ import (
 	"kvrouter/internal/zmq"
 )
 
+// passTokens is how many tokens an engine computes in a pass.
+const passTokens = 64
+
 // blockSize is that of the simulated engines, tokens.
 const blockSize = 4
 
@@ -157,7 +160,7 @@ func (w *worker) start() {
 	w.generation++
 	w.changed, w.wake = make(chan struct{}), make(chan struct{}, 1)
 	w.pending = nil
-	w.engine = engine.New(engine.Settings{Blocks: w.blocks, BlockSize: blockSize, MaxSeqs: 8, MaxBatchedTokens: 64, Caching: w.caching(), Timing: engine.DefaultTiming()}, w.cacheChanged)
+	w.engine = engine.New(engine.Settings{Blocks: w.blocks, BlockSize: blockSize, MaxSeqs: 8, MaxBatchedTokens: passTokens, Caching: w.caching(), Timing: engine.DefaultTiming()}, w.cacheChanged)
 	w.engine.Fetch = func(r *engine.Request) { close(r.Tag.(*call).placed) }
 	w.rooms, w.named = map[string]*room{}, map[string]context.CancelFunc{}
 	w.publish(true)

@@ -13,6 +13,7 @@ const meanings = {
   decode: "slowdown of this answer by the context on the worker",
   others: "pause of in-flight requests while the prompt is computed",
   slower: "slowdown of their decoding by this prompt",
+  adapter: "loading the LoRA adapter, and the wait for a slot",
   prefill: "uncached blocks to compute",
   requests: "in-flight requests",
   overlap: "cached share of the prompt",

@@ -1,0 +1,45 @@
+package fair
+
+import (
+	"fmt"
+	"math"
+	"slices"
+)
+
+// Check reports the first violated invariant of the queue. Tests call it after changes.
+func (q *Queue[T]) Check() error {
+	length := 0
+	for i := range q.lanes {
+		l := &q.lanes[i]
+		if len(q.flows[i]) != q.used[i].Len() || len(q.flows[i]) > q.settings.Tenants+1 {
+			return fmt.Errorf("class %v: %d flows are known, %d are in order, at most %d may be", Classes[i], len(q.flows[i]), q.used[i].Len(), q.settings.Tenants+1)
+		}
+		for name, f := range q.flows[i] {
+			length += len(f.items)
+			sum := 0.0
+			for at, it := range f.items {
+				sum += it.Cost
+				if it.flow != f || at > 0 && !f.items[at-1].before(it) {
+					return fmt.Errorf("tenant %q: item %d is out of order", name, at)
+				}
+			}
+			switch {
+			case f.name != name || f.lane != l:
+				return fmt.Errorf("tenant %q has the flow of %q", name, f.name)
+			case slices.Contains(l.backlogged, f) != (len(f.items) > 0):
+				return fmt.Errorf("tenant %q has %d items, and is backlogged or not", name, len(f.items))
+			case math.Abs(sum-f.waiting) > 1e-6*(1+sum):
+				return fmt.Errorf("tenant %q waits for %v ms, its items for %v", name, f.waiting, sum)
+			case f.running < 0 || math.IsNaN(f.counter()) || math.IsInf(f.counter(), 0) || f.pending < -1e-6:
+				return fmt.Errorf("tenant %q: %d run, counter %v, pending %v", name, f.running, f.counter(), f.pending)
+			}
+		}
+	}
+	if math.IsNaN(q.owed) || math.Abs(q.owed) > MostDebt {
+		return fmt.Errorf("class %v is owed %v ms, at most %d may be", Batch, q.owed, MostDebt)
+	}
+	if length != q.length || length > q.settings.Limit {
+		return fmt.Errorf("%d items wait, %d are counted, at most %d may", length, q.length, q.settings.Limit)
+	}
+	return nil
+}

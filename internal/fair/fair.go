@@ -1,0 +1,521 @@
+// Package fair orders the requests that wait for a worker: by class, inside a class fairly
+// over tenants by the service that each has received, and inside a tenant by deadline.
+//
+// Service is the time that workers spend on a tenant's requests, ms: prompt tokens that
+// must be computed times their cost, and answer tokens times theirs. So a request whose
+// prompt is cached costs little, and no tenant pays for what its worker did not do.
+//
+// Each tenant has a counter for each class: the service that it has received and that its
+// running requests are predicted to cost, divided by its weight. Of the tenants that wait, the
+// one with the lowest counter is next (Sheng et al., Fairness in Serving Large Language Models,
+// OSDI 2024). A request is charged its predicted cost when it begins, more if its answer gets
+// longer, and its true cost when it ends:
+//
+//   - The service received of a tenant that begins to wait is lifted to the least of those
+//     that wait already: it has no credit for having been idle. Nor is it ahead of that by
+//     more than MostDebt.
+//   - What ends while no request of its class waits is not charged: it was taken from nobody.
+//
+// So for two tenants f and g of a class of which requests wait all the time between two
+// instants, and may go to the same workers, the service S of the requests that began between
+// them obeys
+//
+//	|S(f)/w(f) − S(g)/w(g)| ≤ d + C/w + 2·(n(f)·E/w(f) + n(g)·E/w(g))
+//
+// d is the difference of their counters at the first instant, C the most that one request
+// costs, w the lower of their weights, n how many requests of a tenant run at once, and E the
+// most by which a prediction is wrong. The reason: f is chosen only while its counter is not
+// above g's, and then gains on g by one request. Counters differ from true costs by the
+// errors of what runs, at both instants.
+//
+// Classes go one after the other, but a share s of the service can be kept for class Batch.
+// Between two instants while requests of that and of another class wait all the time, and may
+// go to the same workers, the service B of those of class Batch and the service S of all that
+// began between them obey
+//
+//	|B − s·S| ≤ d + C + 2·n·E
+//
+// d is what class Batch is owed of its share at the first instant, n how many requests run at
+// once, and C and E are as above. The reason: class Batch goes first only while it is owed
+// something, and the others only while it is not. What it is owed, or owes, is at most MostDebt.
+package fair
+
+import (
+	"container/list"
+	"math"
+	"slices"
+	"time"
+)
+
+const (
+	// MostDebt is the most service divided by the weight, ms, by which a tenant that begins
+	// to wait is behind the others for what it received before.
+	MostDebt = 10_000
+	// MostCost bounds the cost of one request, ms.
+	MostCost = 3_600_000
+	// LeastWeight and MostWeight bound the weight of a tenant.
+	LeastWeight, MostWeight = 0.001, 1000
+	// Patience is when a request without a deadline counts as due, after its arrival: so
+	// those with one cannot keep it waiting for ever.
+	Patience = 30 * time.Second
+)
+
+// Tenant is who receives the service of a request.
+type Tenant struct {
+	Name   string  // empty: the common tenant of all that have no name
+	Weight float64 // of its share of a class, LeastWeight to MostWeight; 0: 1
+}
+
+// weight returns the weight within its bounds.
+func (t Tenant) weight() float64 {
+	if !(t.Weight > 0) { // NaN too
+		return 1
+	}
+	return min(max(t.Weight, LeastWeight), MostWeight)
+}
+
+// Item is one waiting request.
+type Item[T any] struct {
+	Value    T
+	Tenant   Tenant
+	Class    Class
+	Cost     float64       // predicted, ms
+	Priority uint32        // among those of its tenant in its class: the higher go first
+	Since    time.Time     // its arrival
+	Deadline time.Time     // for its first token; zero: none
+	Jump     time.Duration // by which it counts as due earlier
+
+	flow   *flow[T] // in which it waits; nil: it does not
+	number uint64   // of its arrival
+	passed int      // how many have gone before it
+}
+
+// due is when the first token of the item has to come.
+func (it *Item[T]) due() time.Time {
+	if it.Deadline.IsZero() {
+		return it.Since.Add(Patience - it.Jump)
+	}
+	return it.Deadline.Add(-it.Jump)
+}
+
+// before orders the items of one flow.
+func (it *Item[T]) before(other *Item[T]) bool {
+	if it.Priority != other.Priority {
+		return it.Priority > other.Priority
+	}
+	if order := it.due().Compare(other.due()); order != 0 {
+		return order < 0
+	}
+	return it.number < other.number
+}
+
+// flow is one tenant in one class: what waits, and the counter of its service.
+type flow[T any] struct {
+	lane    *lane[T]
+	name    string
+	weight  float64
+	served  float64    // service received divided by weight, ms
+	pending float64    // the same of what runs, as charged
+	items   []*Item[T] // in order
+	waiting float64    // their cost, ms
+	running int        // charges that have not ended
+	next    int        // of items, that walk offers
+	walk    uint64     // that next is for
+	used    *list.Element
+}
+
+// counter is what decides whose turn it is.
+func (f *flow[T]) counter() float64 { return f.served + f.pending }
+
+// lane is one class.
+type lane[T any] struct {
+	backlogged []*flow[T] // those with items, in no order
+	clock      float64    // floor while any waited last
+}
+
+// floor is the service to which a flow is lifted that begins to wait.
+func (l *lane[T]) floor() float64 {
+	if len(l.backlogged) == 0 {
+		return l.clock
+	}
+	least := math.Inf(1)
+	for _, f := range l.backlogged {
+		least = min(least, f.served)
+	}
+	return least
+}
+
+// length is the number of items.
+func (l *lane[T]) length() (n int) {
+	for _, f := range l.backlogged {
+		n += len(f.items)
+	}
+	return n
+}
+
+// cost is the predicted cost of the items, ms.
+func (l *lane[T]) cost() (ms float64) {
+	for _, f := range l.backlogged {
+		ms += f.waiting
+	}
+	return ms
+}
+
+// join lifts a flow that is about to wait.
+func (l *lane[T]) join(f *flow[T]) {
+	floor := l.floor()
+	f.served = min(max(f.served, floor), floor+MostDebt)
+}
+
+// first returns the flow of which an item is to be offered in that walk; nil: all have been.
+// There are at most as many flows as items, so a search is fast enough.
+func (l *lane[T]) first(walk uint64) (best *flow[T]) {
+	for _, f := range l.backlogged {
+		if f.walk != walk {
+			f.walk, f.next = walk, 0
+		}
+		if f.next == len(f.items) {
+			continue
+		}
+		if best == nil || f.counter() < best.counter() || f.counter() == best.counter() && f.items[f.next].number < best.items[best.next].number {
+			best = f
+		}
+	}
+	return best
+}
+
+// Settings bound a queue.
+type Settings struct {
+	Limit   int // most items that wait, at least 1
+	Tenants int // most tenants of a class that are remembered; what comes beyond them shares the flow of the common tenant
+
+	BatchShare float64 // of the service, and of Limit, that is kept for class Batch, 0 to 1
+}
+
+// Queue holds the items that wait and the service of their tenants. It has no lock: its
+// owner guards it.
+type Queue[T any] struct {
+	settings Settings
+	lanes    [len(Classes)]lane[T]
+	flows    [len(Classes)]map[string]*flow[T]
+	used     [len(Classes)]*list.List // of flows, the one used last at the back
+	length   int
+	walk     uint64
+	arrived  uint64
+	owed     float64 // to class Batch of its share, ms; below 0: it has received more
+}
+
+// New returns an empty queue.
+func New[T any](s Settings) *Queue[T] {
+	q := &Queue[T]{settings: Settings{Limit: max(1, s.Limit), Tenants: max(1, s.Tenants), BatchShare: shareWithin(s.BatchShare)}}
+	for i := range q.flows {
+		q.flows[i], q.used[i] = map[string]*flow[T]{}, list.New()
+	}
+	return q
+}
+
+// Len returns the number of items.
+func (q *Queue[T]) Len() int { return q.length }
+
+// Waiting returns the cost of the items, ms.
+func (q *Queue[T]) Waiting() (ms float64) {
+	for i := range q.lanes {
+		ms += q.lanes[i].cost()
+	}
+	return ms
+}
+
+// place is the class's place in lanes.
+func place(c Class) int { return int(c.known() - Interactive) }
+
+// batch returns the lane of class Batch.
+func (q *Queue[T]) batch() *lane[T] { return &q.lanes[place(Batch)] }
+
+// flow returns the flow of a tenant, a new one if there is none.
+func (q *Queue[T]) flow(t Tenant, c Class) *flow[T] {
+	at := place(c)
+	flows, used := q.flows[at], q.used[at]
+	f := flows[t.Name]
+	if f == nil && len(flows) >= q.settings.Tenants && !q.forget(at) {
+		t = Tenant{}
+		f = flows[t.Name]
+	}
+	if f == nil {
+		f = &flow[T]{lane: &q.lanes[at], name: t.Name, served: q.lanes[at].clock}
+		f.used = used.PushBack(f)
+		flows[t.Name] = f
+	}
+	used.MoveToBack(f.used)
+	f.weight = t.weight()
+	return f
+}
+
+// mostTried is how many flows are tried where one must be forgotten.
+const mostTried = 32
+
+// forget drops the flow that was used least recently of those that neither wait nor run.
+// Not ok: none was found.
+func (q *Queue[T]) forget(at int) (ok bool) {
+	e := q.used[at].Front()
+	for range mostTried {
+		if e == nil {
+			break
+		}
+		if f := e.Value.(*flow[T]); len(f.items) == 0 && f.running == 0 {
+			delete(q.flows[at], f.name)
+			q.used[at].Remove(e)
+			return true
+		}
+		e = e.Next()
+	}
+	return false
+}
+
+// Push lets an item wait. Where the queue is full, out is the item that has to leave it
+// instead, perhaps it itself: one of the last class that waits, of the tenant with the most
+// waiting items for its weight. nil: none has to.
+func (q *Queue[T]) Push(it *Item[T]) (out *Item[T]) {
+	f := q.flow(it.Tenant, it.Class)
+	if q.length >= q.settings.Limit {
+		if out = q.last(f); out == nil {
+			return it
+		}
+		q.Remove(out)
+	}
+	if len(f.items) == 0 {
+		if f.lane == q.batch() && len(f.lane.backlogged) == 0 {
+			q.owed = min(q.owed, 0) // it has no credit for the time in which none waited
+		}
+		f.lane.join(f)
+		f.lane.backlogged = append(f.lane.backlogged, f)
+	}
+	q.arrived++
+	it.flow, it.number, it.Cost = f, q.arrived, cost(it.Cost)
+	at, _ := slices.BinarySearchFunc(f.items, it, func(a, b *Item[T]) int {
+		if a.before(b) {
+			return -1
+		}
+		return 1
+	})
+	f.items = slices.Insert(f.items, at, it)
+	f.waiting += it.Cost
+	q.length++
+	return out
+}
+
+// last returns the item that has to leave for one more of f; nil: that has to leave itself.
+// Class Batch keeps its share of the places.
+func (q *Queue[T]) last(f *flow[T]) *Item[T] {
+	batch := q.batch()
+	places := batch.length()
+	if f.lane == batch {
+		places++
+	}
+	keeps := places > 0 && float64(places) <= q.settings.BatchShare*float64(q.settings.Limit)
+	for i := len(q.lanes) - 1; i >= 0; i-- {
+		l := &q.lanes[i]
+		if keeps && l == batch {
+			continue
+		}
+		var longest *flow[T]
+		for _, g := range l.backlogged {
+			if longest == nil || float64(len(g.items))/g.weight > float64(len(longest.items))/longest.weight {
+				longest = g
+			}
+		}
+		switch {
+		case l == f.lane && (longest == nil || float64(len(longest.items))/longest.weight <= float64(len(f.items)+1)/f.weight):
+			return nil
+		case longest != nil:
+			return longest.items[len(longest.items)-1]
+		}
+	}
+	return nil
+}
+
+// Remove takes an item out, and reports whether it waited. It must not be called during
+// Walk.
+func (q *Queue[T]) Remove(it *Item[T]) bool {
+	f := it.flow
+	if f == nil {
+		return false
+	}
+	q.take(f, slices.Index(f.items, it))
+	return true
+}
+
+// take removes an item of a flow.
+func (q *Queue[T]) take(f *flow[T], at int) {
+	it := f.items[at]
+	it.flow = nil
+	f.items = slices.Delete(f.items, at, at+1)
+	f.waiting -= it.Cost
+	q.length--
+	if len(f.items) > 0 {
+		return
+	}
+	f.items, f.waiting = nil, 0 // what rounding left
+	l := f.lane
+	l.clock = l.floor()
+	l.backlogged = slices.DeleteFunc(l.backlogged, func(g *flow[T]) bool { return g == f })
+}
+
+// Verdict is what becomes of an item that Walk offers.
+type Verdict int
+
+const (
+	Kept  Verdict = iota // it waits on; the next one is offered
+	Taken                // it leaves the queue; the next one is offered
+	Later                // it would rather wait for another worker: others of its tenant may go first
+	Stop                 // it waits on, and so do all that come after it
+)
+
+const (
+	// Window is how many of a tenant's items behind one that says Later are offered before it.
+	Window = 8
+	// MostPassed is how many of them go before it at most.
+	MostPassed = 8
+)
+
+// Walk offers the items in order. An item that says Later is offered again, after up to Window
+// of its tenant's with the same priority: if none of them goes, or if MostPassed have gone before
+// it, it must go itself if it can. So requests may find their prefixes where these are, and what
+// another tenant receives does not change. offer may call Begin: the order of the items that
+// have not been offered follows it.
+func (q *Queue[T]) Walk(offer func(it *Item[T], must bool) Verdict) {
+	q.walk++
+	for f := q.next(); f != nil; f = q.next() {
+		it, at := f.items[f.next], f.next
+		must := it.passed >= MostPassed
+		v := offer(it, must)
+		if v == Later && !must {
+			v, at = q.passing(f, offer)
+		}
+		switch {
+		case v == Stop:
+			return
+		case v != Taken:
+			f.next++
+			continue
+		case at > f.next:
+			it.passed++
+		}
+		q.take(f, at)
+	}
+}
+
+// next returns the flow of which Walk offers an item; nil: all items have been offered.
+func (q *Queue[T]) next() *flow[T] {
+	if q.owed > 0 {
+		if f := q.batch().first(q.walk); f != nil {
+			return f
+		}
+	}
+	for i := range q.lanes {
+		if f := q.lanes[i].first(q.walk); f != nil {
+			return f
+		}
+	}
+	return nil
+}
+
+// passing offers the items behind the next one of a flow, and that itself if none of them goes.
+func (q *Queue[T]) passing(f *flow[T], offer func(it *Item[T], must bool) Verdict) (v Verdict, at int) {
+	for at = f.next + 1; at < len(f.items) && at <= f.next+Window && f.items[at].Priority == f.items[f.next].Priority; at++ {
+		if v = offer(f.items[at], false); v == Taken || v == Stop {
+			return v, at
+		}
+	}
+	return offer(f.items[f.next], true), f.next
+}
+
+// Each calls f with every item, in no particular order.
+func (q *Queue[T]) Each(f func(*Item[T])) {
+	for i := range q.lanes {
+		for _, flow := range q.lanes[i].backlogged {
+			for _, it := range flow.items {
+				f(it)
+			}
+		}
+	}
+}
+
+// Ahead returns the cost, ms, of the items that will go before it, which does not wait yet,
+// if nothing else comes and predictions hold: earlier ones of its tenant, of each other tenant
+// of its class what that is to receive until its counter is where it's will be, and of the
+// other classes those that go first.
+func (q *Queue[T]) Ahead(it *Item[T]) float64 {
+	at := place(it.Class)
+	l, f := &q.lanes[at], q.flows[at][it.Tenant.Name]
+	begins, own := l.floor(), 0.0
+	if f != nil {
+		begins = f.pending + max(f.served, begins)
+		it.number = q.arrived + 1
+		for _, other := range f.items {
+			if other.before(it) {
+				own += other.Cost
+			}
+		}
+	}
+	begins += own / it.Tenant.weight()
+	ms := own
+	for _, g := range l.backlogged {
+		if g != f {
+			ms += min(g.waiting, max(0, begins-g.counter())*g.weight)
+		}
+	}
+	earlier := 0.0
+	for i := range at {
+		earlier += q.lanes[i].cost()
+	}
+	switch share := q.settings.BatchShare; {
+	case share == 0:
+		return ms + earlier
+	case it.Class.known() == Batch:
+		return ms + min(earlier, (ms+cost(it.Cost))*(1-share)/share)
+	case share == 1:
+		return ms + earlier + q.batch().cost()
+	default:
+		return ms + earlier + min(q.batch().cost(), (ms+earlier)*share/(1-share))
+	}
+}
+
+// contends reports whether what an item of that lane receives is taken from class Batch, or is
+// taken by that from the others.
+func (q *Queue[T]) contends(l *lane[T]) bool {
+	batch := q.batch()
+	if l != batch {
+		return len(batch.backlogged) > 0
+	}
+	for i := range q.lanes {
+		if other := &q.lanes[i]; other != batch && len(other.backlogged) > 0 {
+			return true
+		}
+	}
+	return false
+}
+
+// share counts service of a lane that contends, ms.
+func (q *Queue[T]) share(l *lane[T], ms float64) {
+	q.owed += ms * q.settings.BatchShare
+	if l == q.batch() {
+		q.owed -= ms
+	}
+	q.owed = min(max(q.owed, -MostDebt), MostDebt)
+}
+
+// shareWithin returns a share within its bounds.
+func shareWithin(s float64) float64 {
+	if !(s > 0) { // NaN too
+		return 0
+	}
+	return min(s, 1)
+}
+
+// cost returns a cost within its bounds.
+func cost(ms float64) float64 {
+	if !(ms > 0) { // NaN too
+		return 0
+	}
+	return min(ms, MostCost)
+}

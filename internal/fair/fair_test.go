@@ -1,0 +1,560 @@
+package fair
+
+import (
+	"fmt"
+	"math"
+	"slices"
+	"strings"
+	"testing"
+	"time"
+
+	"pgregory.net/rapid"
+)
+
+// dawn is when tests begin.
+var dawn = time.Date(2026, 1, 1, 0, 0, 0, 0, time.UTC)
+
+// seconds is an instant after dawn.
+func seconds(s float64) time.Time { return dawn.Add(time.Duration(s * float64(time.Second))) }
+
+// of is an item of a tenant in class standard.
+func of(tenant, value string, cost float64) *Item[string] {
+	return &Item[string]{Value: value, Tenant: Tenant{Name: tenant}, Cost: cost, Since: dawn}
+}
+
+// queue returns a queue in which those items wait.
+func queue(t testing.TB, items ...*Item[string]) *Queue[string] {
+	t.Helper()
+	q := New[string](Settings{Limit: 100, Tenants: 100})
+	for _, it := range items {
+		if out := q.Push(it); out != nil {
+			t.Fatalf("%s has to leave", out.Value)
+		}
+	}
+	return q
+}
+
+// serve takes n items of the queue, and returns their values.
+func serve(t testing.TB, q *Queue[string], n int) string {
+	t.Helper()
+	var served []string
+	q.Walk(func(it *Item[string], _ bool) Verdict {
+		if n--; n < 0 {
+			return Stop
+		}
+		q.Begin(it.Tenant, it.Class, it.Cost).End(it.Cost)
+		served = append(served, it.Value)
+		return Taken
+	})
+	if err := q.Check(); err != nil {
+		t.Fatal(err)
+	}
+	return strings.Join(served, " ")
+}
+
+func TestOrder(t *testing.T) {
+	with := func(it *Item[string], change func(*Item[string])) *Item[string] {
+		change(it)
+		return it
+	}
+	class := func(c Class) func(*Item[string]) { return func(it *Item[string]) { it.Class = c } }
+	due := func(s float64) func(*Item[string]) { return func(it *Item[string]) { it.Deadline = seconds(s) } }
+	weight := func(w float64) func(*Item[string]) { return func(it *Item[string]) { it.Tenant.Weight = w } }
+	for name, test := range map[string]struct {
+		items []*Item[string]
+		want  string
+	}{
+		"classes go first":                         {[]*Item[string]{with(of("a", "batch", 1), class(Batch)), of("a", "standard", 1), with(of("b", "interactive", 9), class(Interactive))}, "interactive standard batch"},
+		"a class that is none is the nearest":      {[]*Item[string]{with(of("a", "batch", 1), class(77)), of("a", "standard", 1), with(of("b", "interactive", 9), class(-99))}, "interactive standard batch"},
+		"one tenant's are in the order of arrival": {[]*Item[string]{of("a", "1", 9), of("a", "2", 1), of("a", "3", 5)}, "1 2 3"},
+		"tenants take turns":                       {[]*Item[string]{of("a", "a1", 1), of("a", "a2", 1), of("a", "a3", 1), of("b", "b1", 1), of("b", "b2", 1)}, "a1 b1 a2 b2 a3"},
+		"a light tenant goes before a flood":       {[]*Item[string]{of("a", "a1", 9), of("a", "a2", 9), of("a", "a3", 9), of("b", "b1", 1), of("b", "b2", 1), of("b", "b3", 1)}, "a1 b1 b2 b3 a2 a3"},
+		"cached prompts cost little":               {[]*Item[string]{of("a", "a1", 2), of("b", "b1", 8), of("a", "a2", 2), of("a", "a3", 2), of("b", "b2", 8), of("a", "a4", 2), of("a", "a5", 2)}, "a1 b1 a2 a3 a4 b2 a5"},
+		"a weight of 2 is served twice as much":    {[]*Item[string]{with(of("a", "a1", 2), weight(2)), with(of("a", "a2", 2), weight(2)), with(of("a", "a3", 2), weight(2)), with(of("a", "a4", 2), weight(2)), of("b", "b1", 2), of("b", "b2", 2)}, "a1 b1 a2 a3 b2 a4"},
+		"deadlines go before arrival":              {[]*Item[string]{of("a", "none", 1), with(of("a", "late", 1), due(9)), with(of("a", "soon", 1), due(3))}, "soon late none"},
+		"patience ends":                            {[]*Item[string]{with(of("a", "late", 1), due(31)), of("a", "none", 1)}, "none late"},
+		"a deadline goes before nobody else's":     {[]*Item[string]{of("a", "a1", 1), with(of("b", "b1", 1), due(1)), with(of("b", "b2", 1), due(0.5))}, "a1 b2 b1"},
+		"a jump makes it due earlier":              {[]*Item[string]{of("a", "none", 1), with(of("a", "late", 1), func(it *Item[string]) { it.Deadline, it.Jump = seconds(40), 11*time.Second })}, "late none"},
+		"a priority goes before deadlines":         {[]*Item[string]{with(of("a", "soon", 1), due(1)), with(of("a", "prior", 1), func(it *Item[string]) { it.Priority = 1 })}, "prior soon"},
+		"foreign costs are clamped":                {[]*Item[string]{of("a", "a1", math.NaN()), of("a", "a2", -5), of("a", "a3", math.Inf(1)), of("a", "a4", 1), of("b", "b1", 1), of("b", "b2", 1)}, "a1 a2 a3 b1 b2 a4"},
+	} {
+		t.Run(name, func(t *testing.T) {
+			if got := serve(t, queue(t, test.items...), len(test.items)); got != test.want {
+				t.Errorf("%s, want %s", got, test.want)
+			}
+		})
+	}
+}
+
+func TestAnIdleTenantHasNoCredit(t *testing.T) {
+	q := queue(t)
+	for i := range 20 {
+		q.Push(of("a", fmt.Sprint("a", i), 1))
+	}
+	serve(t, q, 10)
+	for i := range 5 {
+		q.Push(of("b", fmt.Sprint("b", i), 1))
+	}
+	if got, want := serve(t, q, 6), "a10 b0 a11 b1 a12 b2"; got != want {
+		t.Errorf("%s, want %s", got, want)
+	}
+}
+
+func TestATenantPaysForWhatItReceivedWhileOthersWaited(t *testing.T) {
+	q := queue(t, of("a", "a1", 1), of("b", "b1", 1), of("b", "b2", 1), of("b", "b3", 1), of("b", "b4", 1))
+	first := q.Begin(Tenant{Name: "a"}, Standard, 1)
+	first.Set(3) // its answer is longer than predicted
+	if got := serve(t, q, 3); got != "b1 b2 b3" {
+		t.Error(got)
+	}
+	first.End(0) // nothing came of it
+	if got := serve(t, q, 2); got != "a1 b4" {
+		t.Error(got)
+	}
+}
+
+// TestWhatRunsCounts: a tenant that has many requests running is behind one that has none.
+func TestWhatRunsCounts(t *testing.T) {
+	q := queue(t)
+	for range 3 {
+		q.Begin(Tenant{Name: "a"}, Standard, 1)
+	}
+	for i := range 3 {
+		q.Push(of("a", fmt.Sprint("a", i), 1))
+	}
+	for i := range 5 {
+		q.Push(of("b", fmt.Sprint("b", i), 1))
+	}
+	if got, want := serve(t, q, 6), "b0 b1 b2 a0 b3 a1"; got != want {
+		t.Errorf("%s, want %s", got, want)
+	}
+}
+
+func TestDebtsAreBounded(t *testing.T) {
+	q := queue(t, of("b", "b0", 1))
+	q.Begin(Tenant{Name: "a"}, Standard, 1).End(MostCost)
+	q.Push(of("a", "a1", 1))
+	for i := range 12 {
+		q.Push(of("b", fmt.Sprint("b", i+1), MostDebt/10))
+	}
+	if got, want := serve(t, q, 14), "b0 b1 b2 b3 b4 b5 b6 b7 b8 b9 b10 a1 b11 b12"; got != want {
+		t.Errorf("%s, want %s", got, want)
+	}
+}
+
+func TestServiceThatNobodyWaitedForIsFree(t *testing.T) {
+	q := queue(t)
+	for range 100 {
+		if got := q.Begin(Tenant{Name: "a"}, Standard, 50).End(70); got != 70 {
+			t.Fatal(got)
+		}
+	}
+	q.Push(of("a", "a1", 1))
+	q.Push(of("b", "b1", 1))
+	q.Push(of("a", "a2", 1))
+	if got := serve(t, q, 3); got != "a1 b1 a2" {
+		t.Error(got)
+	}
+}
+
+func TestAChargeEndsOnce(t *testing.T) {
+	q := queue(t, of("b", "b1", 1))
+	c := q.Begin(Tenant{Name: "a"}, Standard, 5)
+	c.End(7)
+	c.Set(9)
+	if got := c.End(9); got != 0 || c.Cost() != 7 {
+		t.Error(got, c.Cost())
+	}
+	var none *Charge[string]
+	none.Set(3)
+	if none.End(4) != 0 || none.Cost() != 0 {
+		t.Error("nil charges")
+	}
+	if err := q.Check(); err != nil {
+		t.Error(err)
+	}
+}
+
+func TestAFullQueueKeepsTheLightTenants(t *testing.T) {
+	q := New[string](Settings{Limit: 4, Tenants: 10})
+	push := func(tenant, value string, class Class, want string) {
+		t.Helper()
+		it := of(tenant, value, 1)
+		it.Class = class
+		got := ""
+		if out := q.Push(it); out != nil {
+			got = out.Value
+		}
+		if got != want {
+			t.Errorf("%s: %q has to leave, want %q", value, got, want)
+		}
+		if err := q.Check(); err != nil {
+			t.Error(err)
+		}
+	}
+	for i := range 4 {
+		push("flood", fmt.Sprint("f", i), Standard, "")
+	}
+	push("flood", "f4", Standard, "f4")
+	push("light", "l0", Standard, "f3")
+	push("light", "l1", Standard, "f2")
+	push("light", "l2", Standard, "l2")
+	push("light", "batch", Batch, "batch")
+	push("flood", "urgent", Interactive, "f1")
+}
+
+func TestWhatIsKeptIsOfferedOnceAndStays(t *testing.T) {
+	q := queue(t, of("a", "a1", 1), of("a", "a2", 1), of("b", "b1", 1), of("b", "b2", 1))
+	var offered []string
+	q.Walk(func(it *Item[string], _ bool) Verdict {
+		offered = append(offered, it.Value)
+		if it.Tenant.Name == "b" {
+			return Taken
+		}
+		return Kept
+	})
+	slices.Sort(offered)
+	if got := strings.Join(offered, " "); got != "a1 a2 b1 b2" || q.Len() != 2 {
+		t.Errorf("%s were offered, %d stay", got, q.Len())
+	}
+	if got := serve(t, q, 9); got != "a1 a2" {
+		t.Error(got)
+	}
+}
+
+// TestLaterLetsTheTenantsOwnPass: as many as MostPassed of the next Window items, of no other
+// tenant and of no lower priority.
+func TestLaterLetsTheTenantsOwnPass(t *testing.T) {
+	q := queue(t, of("a", "head", 1), of("b", "b1", 1))
+	for i := range 12 {
+		q.Push(of("a", fmt.Sprint("a", i), 1))
+	}
+	// Only one item a walk finds its worker.
+	turn := func(wants string) (taken string) {
+		q.Walk(func(it *Item[string], must bool) Verdict {
+			switch {
+			case taken != "":
+				return Stop
+			case it.Tenant.Name == "a" && it.Value != wants && !must:
+				return Later
+			}
+			taken = it.Value
+			q.Begin(it.Tenant, it.Class, it.Cost).End(it.Cost)
+			return Taken
+		})
+		if err := q.Check(); err != nil {
+			t.Fatal(err)
+		}
+		return taken
+	}
+	for _, test := range []struct{ wants, want string }{
+		{"a7", "a7"}, {"", "b1"}, // a has had its turn
+		{"a10", "head"}, // it is beyond the window
+		{"a1", "a1"}, {"a2", "a2"}, {"a3", "a3"}, {"a4", "a4"}, {"a5", "a5"}, {"a6", "a6"}, {"a8", "a8"}, {"a9", "a9"},
+		{"a10", "a0"}, // has been passed often enough
+	} {
+		if got := turn(test.wants); got != test.want {
+			t.Errorf("%s goes instead of %s", got, test.want)
+		}
+	}
+
+	high, low := of("a", "high", 1), of("a", "low", 1)
+	high.Priority = 1
+	q = queue(t, high, low)
+	if got := turn("low"); got != "high" {
+		t.Errorf("%s passes a higher priority", got)
+	}
+}
+
+func TestTenantsAreBounded(t *testing.T) {
+	q := New[string](Settings{Limit: 1000, Tenants: 3})
+	for i := range 100 {
+		q.Begin(Tenant{Name: fmt.Sprint(i)}, Standard, 1).End(1)
+		if err := q.Check(); err != nil {
+			t.Fatal(err)
+		}
+	}
+	for i := range 100 {
+		q.Push(of(fmt.Sprint(i), "", 1))
+		if err := q.Check(); err != nil {
+			t.Fatal(err)
+		}
+	}
+}
+
+func TestAhead(t *testing.T) {
+	q := queue(t, of("a", "", 10), of("a", "", 10), of("a", "", 10), of("b", "", 4))
+	batch := of("c", "", 7)
+	batch.Class = Batch
+	q.Push(batch)
+	for name, test := range map[string]struct {
+		it   *Item[string]
+		want float64
+	}{
+		"a new tenant goes before all that have as much as it": {of("c", "", 1), 0},
+		"behind its own and what others receive meanwhile":     {of("b", "", 1), 4 + 4},
+		"behind its own and all of a light one":                {of("a", "", 1), 30 + 4},
+		"a deadline goes before its own":                       {func() *Item[string] { it := of("a", "", 1); it.Deadline = seconds(1); return it }(), 0},
+		"a later class is behind all":                          {func() *Item[string] { it := of("x", "", 1); it.Class = Batch; return it }(), 34},
+	} {
+		t.Run(name, func(t *testing.T) {
+			if got := q.Ahead(test.it); got != test.want {
+				t.Errorf("%v ms, want %v", got, test.want)
+			}
+		})
+	}
+}
+
+func TestClassNames(t *testing.T) {
+	for _, c := range Classes {
+		if got, ok := ClassOf(c.String()); got != c || !ok {
+			t.Errorf("%v is %v", c, got)
+		}
+	}
+	if _, ok := ClassOf("urgent"); ok {
+		t.Error("there is no class urgent")
+	}
+}
+
+// TestServiceOfBackloggedTenantsStaysWithinItsBound plays random arrivals, predictions that are
+// wrong, and endings, and holds the bound of the package's comment for each two tenants that
+// wait all the time.
+func TestServiceOfBackloggedTenantsStaysWithinItsBound(t *testing.T) {
+	const most, wrong = 100.0, 60.0 // ms that a request costs, and by which predictions are wrong
+	type running struct {
+		charge *Charge[string]
+		tenant int
+		actual float64
+	}
+	weights := []float64{1, 1, 2, 0.5}
+	type pair struct {
+		since bool
+		began float64 // difference of counters then
+		from  float64 // difference of services then
+		runs  [2]int  // most at once since
+	}
+	rapid.Check(t, func(t *rapid.T) {
+		q := New[string](Settings{Limit: 1000, Tenants: 10})
+		exact := rapid.Bool().Draw(t, "exact")
+		bias := rapid.SliceOfN(rapid.SampledFrom([]float64{0, wrong, -wrong}), len(weights), len(weights)).Draw(t, "bias") // of the predictions for each tenant
+		service := make([]float64, len(weights))                                                                           // of requests that have begun, their true costs
+		runs := make([]int, len(weights))
+		var all []running
+		pairs := map[[2]int]*pair{}
+		tenant := func(i int) Tenant { return Tenant{Name: fmt.Sprint(i), Weight: weights[i]} }
+		flowOf := func(i int) *flow[string] { return q.flows[place(Standard)][fmt.Sprint(i)] }
+		waits := func(i int) bool { f := flowOf(i); return f != nil && len(f.items) > 0 }
+		check := func() {
+			for f := range weights {
+				for g := range f {
+					p := pairs[[2]int{f, g}]
+					if p == nil {
+						p = &pair{}
+						pairs[[2]int{f, g}] = p
+					}
+					if !waits(f) || !waits(g) {
+						p.since = false
+						continue
+					}
+					now := service[f]/weights[f] - service[g]/weights[g]
+					if !p.since {
+						*p = pair{since: true, began: math.Abs(flowOf(f).counter() - flowOf(g).counter()), from: now}
+					}
+					p.runs = [2]int{max(p.runs[0], runs[f]), max(p.runs[1], runs[g])}
+					miss := 0.0
+					if !exact {
+						miss = wrong
+					}
+					bound := p.began + most/min(weights[f], weights[g]) + 2*miss*(float64(p.runs[0])/weights[f]+float64(p.runs[1])/weights[g])
+					if got := math.Abs(now - p.from); got > bound+1e-6 {
+						t.Fatalf("tenants %d and %d: services differ by %v, the bound is %v", f, g, got, bound)
+					}
+				}
+			}
+		}
+		// What a request really costs is drawn when it begins.
+		begin := func(it *Item[string]) {
+			actual, i := it.Cost, int(it.Tenant.Name[0]-'0')
+			if !exact {
+				actual = min(max(it.Cost+bias[i], 0), most)
+			}
+			all = append(all, running{q.Begin(it.Tenant, it.Class, it.Cost), i, actual})
+			service[i] += actual
+			runs[i]++
+		}
+		t.Repeat(map[string]func(*rapid.T){
+			"push": func(t *rapid.T) {
+				i := rapid.IntRange(0, len(weights)-1).Draw(t, "tenant")
+				for range rapid.IntRange(1, 5).Draw(t, "requests") {
+					q.Push(&Item[string]{Tenant: tenant(i), Cost: rapid.Float64Range(0, most).Draw(t, "cost"), Since: dawn})
+					check()
+				}
+			},
+			"serve": func(t *rapid.T) {
+				n := rapid.IntRange(1, 6).Draw(t, "requests")
+				q.Walk(func(it *Item[string], _ bool) Verdict {
+					if n--; n < 0 {
+						return Stop
+					}
+					begin(it)
+					return Taken
+				})
+			},
+			"pass": func(t *rapid.T) { // one that need not wait
+				if q.Len() == 0 {
+					i := rapid.IntRange(0, len(weights)-1).Draw(t, "tenant")
+					begin(&Item[string]{Tenant: tenant(i), Cost: rapid.Float64Range(0, most).Draw(t, "cost")})
+				}
+			},
+			"end": func(t *rapid.T) {
+				if len(all) > 0 {
+					at := rapid.IntRange(0, len(all)-1).Draw(t, "which")
+					all[at].charge.End(all[at].actual)
+					runs[all[at].tenant]--
+					all = slices.Delete(all, at, at+1)
+				}
+			},
+			"": func(t *rapid.T) {
+				if err := q.Check(); err != nil {
+					t.Fatal(err)
+				}
+				check()
+			},
+		})
+	})
+}
+
+// TestWrongPredictionsEvenOut: what a tenant's requests truly cost decides in the end.
+func TestWrongPredictionsEvenOut(t *testing.T) {
+	const predicted, together = 10, 4
+	costs := map[string]float64{"short": 1, "right": 10, "long": 100}
+	q := New[string](Settings{Limit: 3000, Tenants: 10})
+	for tenant := range costs {
+		for range 1000 {
+			q.Push(of(tenant, "", predicted))
+		}
+	}
+	type running struct {
+		charge *Charge[string]
+		cost   float64
+	}
+	var runs []running
+	service := map[string]float64{}
+	q.Walk(func(it *Item[string], _ bool) Verdict {
+		if service["right"] >= 1000 {
+			return Stop
+		}
+		if len(runs) == together {
+			runs[0].charge.End(runs[0].cost)
+			runs = runs[1:]
+		}
+		cost := costs[it.Tenant.Name]
+		runs = append(runs, running{q.Begin(it.Tenant, it.Class, it.Cost), cost})
+		service[it.Tenant.Name] += cost
+		return Taken
+	})
+	for tenant, got := range service {
+		if miss := math.Abs(got - service["right"]); miss > 100+2*together*90 {
+			t.Errorf("tenant %s received %v, another %v", tenant, got, service["right"])
+		}
+	}
+}
+
+// TestEveryItemIsServedOnceOrLeaves compares the queue with a set of the items that are there.
+func TestEveryItemIsServedOnceOrLeaves(t *testing.T) {
+	rapid.Check(t, func(t *rapid.T) {
+		q := New[int](Settings{Limit: 8, Tenants: 3})
+		there := map[int]*Item[int]{}
+		next := 0
+		t.Repeat(map[string]func(*rapid.T){
+			"push": func(t *rapid.T) {
+				next++
+				it := &Item[int]{
+					Value: next, Tenant: Tenant{Name: rapid.SampledFrom([]string{"", "a", "b", "c", "d", "e"}).Draw(t, "tenant"), Weight: rapid.Float64Range(-1, 3).Draw(t, "weight")},
+					Class: Class(rapid.IntRange(-2, 2).Draw(t, "class")), Cost: rapid.Float64().Draw(t, "cost"), Priority: rapid.Uint32Range(0, 2).Draw(t, "priority"), Since: dawn,
+				}
+				if rapid.Bool().Draw(t, "due") {
+					it.Deadline = seconds(rapid.Float64Range(0, 60).Draw(t, "deadline"))
+				}
+				before := len(there)
+				there[next] = it
+				if out := q.Push(it); out != nil {
+					if before < 8 {
+						t.Fatal("one has to leave a queue that is not full")
+					}
+					delete(there, out.Value)
+				}
+			},
+			"remove": func(t *rapid.T) {
+				for value, it := range there {
+					if !q.Remove(it) || q.Remove(it) {
+						t.Fatal("an item leaves once")
+					}
+					delete(there, value)
+					break
+				}
+			},
+			"walk": func(t *rapid.T) {
+				seen, musts := map[int]bool{}, map[int]bool{}
+				stopped, offers, most := false, 0, (Window+2)*q.Len()
+				q.Walk(func(it *Item[int], must bool) Verdict {
+					if there[it.Value] != it || stopped || must && musts[it.Value] {
+						t.Fatalf("item %d is gone, comes after Stop, or must go twice", it.Value)
+					}
+					seen[it.Value] = true
+					if must {
+						musts[it.Value] = true
+					}
+					if offers++; offers > most {
+						t.Fatal("a walk without an end")
+					}
+					v := Verdict(rapid.IntRange(int(Kept), int(Stop)).Draw(t, "verdict"))
+					if v == Taken {
+						q.Begin(it.Tenant, it.Class, it.Cost).End(it.Cost)
+						delete(there, it.Value)
+					}
+					stopped = v == Stop
+					return v
+				})
+				if !stopped && len(seen) < q.Len() {
+					t.Fatalf("%d of %d items were offered", len(seen), q.Len())
+				}
+			},
+			"": func(t *rapid.T) {
+				if err := q.Check(); err != nil {
+					t.Fatal(err)
+				}
+				n := 0
+				q.Each(func(it *Item[int]) {
+					if n++; there[it.Value] != it {
+						t.Fatalf("item %d is not there", it.Value)
+					}
+				})
+				if n != len(there) || n != q.Len() {
+					t.Fatalf("%d items wait, want %d", n, len(there))
+				}
+			},
+		})
+	})
+}
+
+// BenchmarkTurn is one item served and one pushed, with a thousand tenants waiting.
+func BenchmarkTurn(b *testing.B) {
+	q := New[int](Settings{Limit: 2000, Tenants: 2000})
+	for i := range 1000 {
+		q.Push(&Item[int]{Tenant: Tenant{Name: fmt.Sprint(i)}, Cost: float64(i%7 + 1)})
+	}
+	b.ReportAllocs()
+	for b.Loop() {
+		var again *Item[int]
+		q.Walk(func(it *Item[int], _ bool) Verdict {
+			if again != nil {
+				return Stop
+			}
+			q.Begin(it.Tenant, it.Class, it.Cost).End(it.Cost)
+			again = it
+			return Taken
+		})
+		q.Push(again)
+	}
+}

@@ -1,0 +1,286 @@
+package router
+
+import (
+	"errors"
+	"fmt"
+	"slices"
+	"time"
+
+	"kvrouter/internal/fair"
+	"kvrouter/internal/kv"
+	"kvrouter/internal/policy"
+)
+
+// mostTenants is how many tenants of a class are remembered by a fair queue. More than keys
+// of a file: those that are named by a header come and go.
+const mostTenants = 16_384
+
+// ErrShed means that a request that may be shed would get its first token too late.
+var ErrShed = errors.New("all workers are at capacity, and the first token would come later than its objective")
+
+// ShedError is ErrShed with a time.
+type ShedError struct {
+	RetryAfter time.Duration // when the request is predicted to be in time; at least 1 s
+}
+
+// Error implements error.
+func (e *ShedError) Error() string {
+	return fmt.Sprintf("%v: try again in %d s", ErrShed, e.Seconds())
+}
+
+// Seconds returns RetryAfter in whole seconds.
+func (e *ShedError) Seconds() int { return int((e.RetryAfter + time.Second - 1) / time.Second) }
+
+// Unwrap returns ErrShed.
+func (e *ShedError) Unwrap() error { return ErrShed }
+
+// shed is a ShedError of a request whose first token is predicted to be late by that time.
+func shed(late time.Duration) error {
+	return &ShedError{RetryAfter: min(max(late, time.Second), mostRetryAfter)}
+}
+
+// mostRetryAfter bounds what a client is told: the load may be another by then.
+const mostRetryAfter = 10 * time.Minute
+
+// price is the time of a worker that a token takes, ms.
+type price struct{ prompt, answer float64 }
+
+// priceOn returns the price of p's tokens on a candidate, once it is there, too.
+func (r *Router) priceOn(p *prompt, c *policy.Candidate) (is price) {
+	is.prompt, is.answer = r.forecast.Price(p.tokens, c.Load.InFlight+c.Load.Foreign+1)
+	switch p.Leg {
+	case kv.LegPrefill:
+		is.answer = 0
+	case kv.LegDecode:
+		is.prompt = 0
+	}
+	return is
+}
+
+// answerOf returns the expected tokens of p's answer.
+func (r *Router) answerOf(p *prompt) float64 {
+	if p.ExpectedOutput > 0 {
+		return float64(p.ExpectedOutput)
+	}
+	return r.forecast.UsualOutput()
+}
+
+// charge charges the tenant of p for what it is predicted to cost on the candidate, where b
+// has been booked.
+func (r *Router) charge(b *Booking, p *prompt, c *policy.Candidate) {
+	b.price = r.priceOn(p, c)
+	b.expects = r.answerOf(p)
+	b.charge = r.fair.Begin(p.Tenant, p.Class, b.promptCost()+b.expects*b.price.answer)
+}
+
+// promptCost is the cost of the prompt, ms: of what the engine has computed, once it has
+// reported that.
+func (b *Booking) promptCost() float64 {
+	uncached := b.uncached
+	if b.cached >= 0 && b.leg != kv.LegDecode {
+		uncached = max(0, b.prompt-b.cached*b.router.blockSize)
+	}
+	return float64(uncached) * b.price.prompt
+}
+
+// answerStep is after how many tokens of an answer its tenant is charged again.
+const answerStep = 64
+
+// AnswerStep returns after how many tokens of an answer Answered is to be called; 0: never.
+func (b *Booking) AnswerStep() int {
+	if b.charge == nil {
+		return 0
+	}
+	return answerStep
+}
+
+// Answered sets the answer's tokens so far. A tenant is charged for an answer that is
+// longer than predicted as it comes.
+func (b *Booking) Answered(tokens int) {
+	r := b.router
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	if b.charge == nil || b.ended.Load() {
+		return
+	}
+	b.answered = max(b.answered, tokens)
+	b.charge.Set(b.promptCost() + max(b.expects, float64(b.answered))*b.price.answer)
+}
+
+// settle makes the charge of a request that ends what its workers did. What a worker failed
+// costs nothing. The caller holds the lock.
+func (b *Booking) settle(how policy.Ending, output int) {
+	answer := float64(max(output, b.answered))
+	switch {
+	case how == policy.Failed:
+		b.charge.End(0)
+		return
+	case how == policy.Finished && output == 0 && b.answered == 0:
+		answer = b.expects // it is not known
+	}
+	b.charge.End(b.promptCost() + answer*b.price.answer)
+}
+
+// enqueueFairly is enqueue for a fair queue.
+func (r *Router) enqueueFairly(p *prompt, now time.Time) (*waiter, error) {
+	best, least := 0, p.tokens
+	for i := range r.candidates {
+		if n := r.uncached(p.tokens, &r.candidates[i]); n < least {
+			best, least = i, n
+		}
+	}
+	price := r.priceOn(p, &r.candidates[best])
+	w := &waiter{prompt: *p, since: now, decided: make(chan waitResult, 1)}
+	jump := time.Duration(min(max(0, p.PriorityJump), BookingExpiry.Seconds()) * float64(time.Second))
+	w.item = &fair.Item[*waiter]{
+		Value: w, Tenant: p.Tenant, Class: p.Class, Cost: float64(least)*price.prompt + r.answerOf(p)*price.answer,
+		Priority: p.StrictPriority, Since: now, Deadline: p.Deadline, Jump: jump,
+	}
+	if p.Sheddable && !p.Deadline.IsZero() {
+		if late := now.Add(r.firstTokenIn(w.item, least, now)).Sub(p.Deadline); late > 0 {
+			return nil, shed(late)
+		}
+	}
+	switch out := r.fair.Push(w.item); out {
+	case nil:
+	case w.item:
+		return nil, ErrQueueFull
+	default:
+		out.Value.tell(waitResult{err: ErrQueueFull})
+	}
+	return w, nil
+}
+
+// firstTokenIn predicts when the first token of a request comes that is to wait: once one of
+// the candidates, which have their fill, has room, and all have done what goes before it.
+func (r *Router) firstTokenIn(it *fair.Item[*waiter], uncached int, now time.Time) time.Duration {
+	room := time.Duration(-1)
+	for i := range r.candidates {
+		if wait := r.forecast.Wait(now, &r.candidates[i].Load); room < 0 || wait < room {
+			room = wait
+		}
+	}
+	ahead := r.fair.Ahead(it) / float64(len(r.candidates))
+	return room + time.Duration(ahead*float64(time.Millisecond)) + r.forecast.Alone(uncached)
+}
+
+// dispatchFairly is dispatch for a fair queue.
+func (r *Router) dispatchFairly(now time.Time) {
+	if r.fair.Len() == 0 || !r.anyCapacity(now) {
+		return
+	}
+	var blocked []alike
+	r.fair.Walk(func(it *fair.Item[*waiter], must bool) fair.Verdict {
+		w := it.Value
+		if !r.anyCapacity(now) {
+			return fair.Stop
+		}
+		kind := w.prompt.alike()
+		if slices.Contains(blocked, kind) {
+			return fair.Kept
+		}
+		if w.late(now) && !r.anyIdle(&w.prompt) {
+			w.tell(waitResult{err: shed(now.Sub(w.prompt.Deadline))})
+			return fair.Taken
+		}
+		switch r.decide(w, must, now) {
+		case fair.Taken:
+			return fair.Taken
+		case fair.Later:
+			return fair.Later
+		}
+		if kind.known {
+			blocked = append(blocked, kind)
+		}
+		return fair.Kept
+	})
+}
+
+// leastMissed is how many tokens fewer a full worker has to compute for which a request would
+// rather wait.
+const leastMissed = 256
+
+// missesPrefix reports whether a candidate without capacity has more of p cached than all those
+// that have.
+func (r *Router) missesPrefix(p *prompt, now time.Time) bool {
+	best, there := p.tokens, p.tokens
+	for i := range r.candidates {
+		c := &r.candidates[i]
+		uncached := r.uncached(p.tokens, c)
+		if best = min(best, uncached); uncached < there && r.hasCapacity(c, now) {
+			there = uncached
+		}
+	}
+	return there-best >= leastMissed
+}
+
+// alike says what a request needs of a worker. Where one finds no room, those that are alike
+// need not look.
+type alike struct {
+	known  bool // nothing else restricts it
+	model  string
+	leg    kv.Leg
+	kinds  kv.Kinds
+	sglang bool
+}
+
+func (p *prompt) alike() alike {
+	free := p.Pinned == nil && p.Allowed == nil && len(p.Exclude) == 0 && p.Session == 0 && p.Home == nil && !p.Unanswered
+	if !free {
+		return alike{}
+	}
+	return alike{known: true, model: p.Model, leg: p.Leg, kinds: p.Kinds, sglang: p.SGLang}
+}
+
+// late reports whether a request that may be shed can no longer be in time.
+func (w *waiter) late(now time.Time) bool {
+	return w.prompt.Sheddable && !w.prompt.Deadline.IsZero() && now.After(w.prompt.Deadline)
+}
+
+// anyIdle reports whether a worker that could serve p has nothing to do.
+func (r *Router) anyIdle(p *prompt) bool {
+	for i := range r.targets {
+		if load := &r.targetLoads[i].Load; p.mayUse(&r.targets[i]) && load.InFlight+load.Foreign == 0 {
+			return true
+		}
+	}
+	return false
+}
+
+// lookEvery is how often room is looked for that comes with time, not with an event.
+const lookEvery = 20 * time.Millisecond
+
+// looks returns the timer by which a request that waits in a fair queue looks for room, or
+// finds that it is shed; nil: it need not. stop must follow.
+func (r *Router) looks(w *waiter) (look <-chan time.Time, stop func()) {
+	if w.item == nil {
+		return nil, func() {}
+	}
+	w.look = time.NewTimer(lookEvery)
+	return w.look.C, func() { w.look.Stop() }
+}
+
+// lookForRoom gives those that wait room that has come with time, and sheds w if it has
+// become too late. All that wait look about once in lookEvery together.
+func (r *Router) lookForRoom(w *waiter) {
+	r.mu.Lock()
+	defer r.unlock()
+	now := r.now()
+	r.dispatchFairly(now)
+	if w.late(now) && !r.anyIdle(&w.prompt) && r.fair.Remove(w.item) {
+		w.tell(waitResult{err: shed(now.Sub(w.prompt.Deadline))})
+		return
+	}
+	w.look.Reset(lookEvery * time.Duration(max(1, r.fair.Len())))
+}
+
+// Tenants returns the tenants that have requests in the queue or in flight; none where the
+// queue is not fair.
+func (r *Router) Tenants() []fair.State {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	if r.fair == nil {
+		return nil
+	}
+	return r.fair.States()
+}

@@ -1,0 +1,173 @@
+package simulate
+
+import (
+	"errors"
+	"fmt"
+	"math/rand/v2"
+	"slices"
+	"strconv"
+	"strings"
+
+	"kvrouter/internal/fair"
+)
+
+// maxTenants bounds the tenants of a run.
+const maxTenants = 1000
+
+// tenantGroup is one entry of --tenants: tenants that are alike.
+type tenantGroup struct {
+	name   string
+	share  float64 // of the conversations, of all its tenants; relative to the other groups'
+	class  fair.Class
+	absent bool // its conversations are left out
+	all    []*tenant
+}
+
+// tenant is whose a conversation is.
+type tenant struct {
+	fair.Tenant
+	group *tenantGroup
+}
+
+// parseTenants reads --tenants.
+func parseTenants(texts []string) (groups []*tenantGroup, err error) {
+	total := 0
+	for _, text := range texts {
+		g, err := parseTenantGroup(text)
+		if err != nil {
+			return nil, fmt.Errorf("--tenants %q: %w", text, err)
+		}
+		if slices.ContainsFunc(groups, func(other *tenantGroup) bool { return other.name == g.name }) {
+			return nil, fmt.Errorf("--tenants %q: %s stands there twice", text, g.name)
+		}
+		if total += len(g.all); total > maxTenants {
+			return nil, fmt.Errorf("--tenants: more than %d tenants", maxTenants)
+		}
+		groups = append(groups, g)
+	}
+	if total > 0 && !slices.ContainsFunc(groups, func(g *tenantGroup) bool { return !g.absent }) {
+		return nil, errors.New("--tenants: all are absent")
+	}
+	return groups, nil
+}
+
+// parseTenantGroup reads NAME[*COUNT]:SHARE, followed by options.
+func parseTenantGroup(text string) (*tenantGroup, error) {
+	parts := strings.Split(strings.TrimSpace(text), ":")
+	if len(parts) < 2 {
+		return nil, errors.New("give NAME[*COUNT]:SHARE[:weight=W][:class=CLASS][:absent], such as light*8:0.16:weight=2")
+	}
+	name, number, several := strings.Cut(parts[0], "*")
+	count := 1
+	if several {
+		count, _ = strconv.Atoi(number)
+	}
+	g := &tenantGroup{name: name}
+	var err error
+	g.share, err = strconv.ParseFloat(parts[1], 64)
+	switch {
+	case name == "":
+		return nil, errors.New("the name is missing")
+	case count < 1 || count > maxTenants:
+		return nil, fmt.Errorf("*%s: give a number of tenants from 1 to %d", number, maxTenants)
+	case err != nil || !(g.share > 0 && g.share <= 1e6):
+		return nil, fmt.Errorf("%s: give a share of the conversations above 0, relative to those of the others", parts[1])
+	}
+	weight := 1.0
+	for _, option := range parts[2:] {
+		key, value, _ := strings.Cut(option, "=")
+		ok := false
+		switch key {
+		case "weight":
+			weight, err = strconv.ParseFloat(value, 64)
+			ok = err == nil && weight >= fair.LeastWeight && weight <= fair.MostWeight
+		case "class":
+			g.class, ok = fair.ClassOf(value)
+		case "absent":
+			g.absent, ok = true, option == key
+		}
+		if !ok {
+			return nil, fmt.Errorf("%s: give weight=%v to %v, class=interactive, standard or batch, or absent", option, fair.LeastWeight, fair.MostWeight)
+		}
+	}
+	for i := range count {
+		t := &tenant{Tenant: fair.Tenant{Name: name, Weight: weight}, group: g}
+		if count > 1 {
+			t.Name = fmt.Sprintf("%s-%d", name, i)
+		}
+		g.all = append(g.all, t)
+	}
+	return g, nil
+}
+
+// assignTenants draws whose each conversation is, for all of its turns, and returns those of
+// tenants that are not absent. A seed always gives the same tenants, absent or not.
+func assignTenants(requests []TraceRequest, groups []*tenantGroup, seed uint64) []TraceRequest {
+	random := rand.New(rand.NewPCG(seed, 6))
+	sum := 0.0
+	for _, g := range groups {
+		sum += g.share
+	}
+	kept := make([]TraceRequest, 0, len(requests))
+	for _, first := range requests {
+		at := random.Float64() * sum
+		g := groups[len(groups)-1]
+		for _, other := range groups {
+			if at -= other.share; at < 0 {
+				g = other
+				break
+			}
+		}
+		t := g.all[random.IntN(len(g.all))]
+		if first.tenant = t; g.absent {
+			continue
+		}
+		for r := first.Next; r != nil; r = r.Next {
+			r.tenant = t
+		}
+		kept = append(kept, first)
+	}
+	return kept
+}
+
+// TenantReport is what the tenants of one group got.
+type TenantReport struct {
+	Tenant   string       `json:"tenant"`  // of the group
+	Tenants  int          `json:"tenants"` // in it
+	Class    string       `json:"class"`
+	Weight   float64      `json:"weight"`
+	Requests int          `json:"requests"` // that were answered
+	Lost     int          `json:"lost"`
+	Computed int          `json:"computed_tokens"` // of their prompts
+	Answered int          `json:"answered_tokens"`
+	TTFT     Distribution `json:"ttft_ms"`
+	EndToEnd Distribution `json:"end_to_end_ms"`
+}
+
+// tenantReports sums up the groups of tenants, in their order; none: there are no tenants.
+func (s *simulator) tenantReports() (reports []TenantReport) {
+	for _, g := range s.Tenants {
+		if g.absent {
+			continue
+		}
+		r := TenantReport{Tenant: g.name, Tenants: len(g.all), Class: g.class.String(), Weight: g.all[0].Weight, Lost: s.lostBy[g]}
+		var ttft, endToEnd []float64
+		for _, f := range s.ledger {
+			if t := f.simulated.request.tenant; t == nil || t.group != g {
+				continue
+			}
+			computes := f // the leg that computes the prompt
+			if f.prefill != nil {
+				computes = f.prefill
+			}
+			r.Requests++
+			r.Computed += max(0, f.Prompt-computes.Reused)
+			r.Answered += f.Output
+			ttft = append(ttft, milliseconds(f.first-f.simulated.asked))
+			endToEnd = append(endToEnd, milliseconds(f.end-f.simulated.asked))
+		}
+		r.TTFT, r.EndToEnd = distribution(ttft), distribution(endToEnd)
+		reports = append(reports, r)
+	}
+	return reports
+}

@@ -1,0 +1,113 @@
+package simulate
+
+import (
+	"encoding/json"
+	"reflect"
+	"strings"
+	"testing"
+
+	"kvrouter/internal/fair"
+)
+
+func TestTenantsAreParsed(t *testing.T) {
+	groups, err := parseTenants(strings.Split("flood:0.84, light*8:0.16:weight=2:class=batch,heavy:3:absent", ","))
+	if err != nil || len(groups) != 3 {
+		t.Fatal(groups, err)
+	}
+	flood, light, heavy := groups[0], groups[1], groups[2]
+	if flood.share != 0.84 || len(flood.all) != 1 || flood.all[0].Tenant != (fair.Tenant{Name: "flood", Weight: 1}) || flood.class != fair.Standard || flood.absent {
+		t.Errorf("%+v", flood)
+	}
+	if light.share != 0.16 || len(light.all) != 8 || light.all[7].Tenant != (fair.Tenant{Name: "light-7", Weight: 2}) || light.class != fair.Batch || !heavy.absent {
+		t.Errorf("%+v, %+v", light, heavy)
+	}
+	for text, want := range map[string]string{
+		"flood":              "give NAME[*COUNT]:SHARE",
+		":1":                 "the name is missing",
+		"a*0:1":              "*0: give a number of tenants",
+		"a*x:1":              "*x: give a number of tenants",
+		"a*1001:1":           "*1001: give a number of tenants",
+		"a:0":                "0: give a share",
+		"a:NaN":              "NaN: give a share",
+		"a:1:weight=0":       "weight=0: give weight=",
+		"a:1:weight=NaN":     "weight=NaN: give weight=",
+		"a:1:class=urgent":   "class=urgent: give weight=",
+		"a:1:absent=no":      "absent=no: give weight=",
+		"a:1:loud":           "loud: give weight=",
+		"a:1,a:2":            "a stands there twice",
+		"a:1:absent":         "all are absent",
+		"a*600:1,b*600:1":    "more than 1000 tenants",
+		"a:1,b:2:class=soon": "class=soon: give weight=",
+	} {
+		if _, err := parseTenants(strings.Split(text, ",")); err == nil || !strings.Contains(err.Error(), want) {
+			t.Errorf("%s: %v, want %s", text, err, want)
+		}
+	}
+}
+
+// tenanted is a run of chats of those tenants over workers that a flood fills.
+func tenanted(t *testing.T, tenants, order string) Simulation {
+	t.Helper()
+	settings := syntheticSettings()
+	settings.Conversations, settings.Rate, settings.Groups = 600, 30, 50
+	groups, err := parseTenants(strings.Split(tenants, ","))
+	if err != nil {
+		t.Fatal(err)
+	}
+	s := simulation(assignTenants(mustChat(t, settings, 1), groups, 1), "work", 1)
+	s.Workers, s.Engine.MaxSeqs, s.Tenants, s.Routing.RouterQueuePolicy = 2, 16, groups, order
+	return s
+}
+
+// TestAFloodOfTheSimulator: light tenants wait less in a fair queue, those of class batch longest,
+// and every request is of one tenant.
+func TestAFloodOfTheSimulator(t *testing.T) {
+	const tenants = "flood:0.7,light*4:0.15,night:0.15:class=batch"
+	reports := map[string][]TenantReport{}
+	for _, order := range []string{"fcfs", "fair"} {
+		r := mustRun(t, tenanted(t, tenants, order))
+		sum := 0
+		for _, group := range r.Tenants {
+			sum += group.Requests
+			t.Logf("%s: %+v", order, group)
+		}
+		if sum != r.Requests {
+			t.Errorf("%s: %d requests of tenants, %d in all", order, sum, r.Requests)
+		}
+		if again := mustRun(t, tenanted(t, tenants, order)); !reflect.DeepEqual(r.Tenants, again.Tenants) {
+			t.Errorf("%s: two runs differ", order)
+		}
+		if text, err := json.Marshal(r); err != nil || !strings.Contains(string(text), `"tenants":[{"tenant":"flood","tenants":1,"class":"standard"`) {
+			t.Errorf("%s: %s, %v", order, text, err)
+		}
+		reports[order] = r.Tenants
+	}
+	if fair, before := reports["fair"][1], reports["fcfs"][1]; fair.TTFT.Mean > before.TTFT.Mean/2 {
+		t.Errorf("a light tenant's first token after %+v, without a fair queue %+v", fair.TTFT, before.TTFT)
+	}
+	if night, flood := reports["fair"][2], reports["fair"][0]; night.TTFT.Mean < flood.TTFT.Mean {
+		t.Errorf("class batch goes before the flood: %+v, %+v", night.TTFT, flood.TTFT)
+	}
+}
+
+// TestAbsentTenantsChangeNobodysConversations: those of the others are the same without them.
+func TestAbsentTenantsChangeNobodysConversations(t *testing.T) {
+	all, alone := tenanted(t, "flood:0.84,light*8:0.16", "fair"), tenanted(t, "flood:0.84:absent,light*8:0.16", "fair")
+	var lights []TraceRequest
+	for _, r := range all.Requests {
+		if r.tenant.group.name == "light" {
+			lights = append(lights, r)
+		}
+	}
+	if len(lights) == 0 || len(lights) != len(alone.Requests) {
+		t.Fatalf("%d conversations of light tenants, %d alone", len(lights), len(alone.Requests))
+	}
+	for i := range lights {
+		if lights[i].Arrival != alone.Requests[i].Arrival || lights[i].Prompt != alone.Requests[i].Prompt || lights[i].tenant.Name != alone.Requests[i].tenant.Name {
+			t.Errorf("conversation %d differs", i)
+		}
+	}
+	if r := mustRun(t, alone); len(r.Tenants) != 1 || r.Tenants[0].Requests != r.Requests {
+		t.Errorf("%+v", r.Tenants)
+	}
+}
