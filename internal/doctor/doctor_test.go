@@ -330,6 +330,12 @@ func TestEachFaultIsFoundWithWhatToChange(t *testing.T) {
 		{"files without events", func(c *mocker.Settings) { tiers(c); c.MockDiskBlocks = 9 },
 			reports(`{"kv_connector":"MultiConnector","kv_connector_extra_config":{"connectors":[{"kv_connector":"NixlConnector"},{"kv_connector":"OffloadingConnector","kv_connector_extra_config":{"self_describing_kv_events":true,"secondary_tiers":[{"type":"fs"}]}}]}}`),
 			Note, []string{"1:fs publishes no KV events", `"enable_kv_events":true`}},
+		{"a tier for pulls at an unknown address", tiers, reports(`{"kv_connector":"OffloadingConnector","kv_connector_extra_config":{"self_describing_kv_events":true,"secondary_tiers":[{"type":"p2p","port":5710}]}}`),
+			Note, []string{"can pull blocks from other workers", "p2p=HOST:5710"}},
+		{"an address for pulls without a tier", tiers, func(t *testing.T, w *ward, s *Setup) {
+			reports(`{"kv_connector":"OffloadingConnector","kv_connector_extra_config":{"self_describing_kv_events":true}}`)(t, w, s)
+			w.attached[0].P2P = kv.Bootstrap{Host: "127.0.0.1", Port: 5710}
+		}, Note, []string{"has no tier p2p", `{"type":"p2p"}`}},
 		{"a tier that finds nothing", tiers, func(t *testing.T, w *ward, _ *Setup) {
 			front(t, &w.attached[0], func(path string, response *http.Response, body string) string {
 				if path == "/server_info" {

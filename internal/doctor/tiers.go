@@ -44,6 +44,16 @@ func (v visitor) checkVLLMTiers(ctx context.Context, s Setup, page []byte, r *re
 	case !t.Told:
 		r.note(fmt.Sprintf("a tier of %s publishes no KV events: hits there are not predicted", shorten(names)), `set "enable_kv_events":true for each of its secondary_tiers`)
 	}
+	switch known := v.at.P2P.Known(); {
+	case t.Pulls && !known:
+		address := "HOST:PORT"
+		if t.PullPort != 0 {
+			address = fmt.Sprintf("HOST:%d", t.PullPort)
+		}
+		r.note("can pull blocks from other workers (its tier p2p), and the router does not know its address for that", "add p2p="+address+" to its --worker")
+	case t.Connector != "" && !t.Pulls && known:
+		r.note("has no tier p2p: blocks cannot be pulled", `add {"type":"p2p"} to the secondary_tiers `+set+", or remove p2p= from its --worker")
+	}
 	if t.LookedUp >= leastLookedUp && t.Found == 0 {
 		r.note(fmt.Sprintf("has found nothing of %.0f tokens in its lower tiers", t.LookedUp), "see its log: the connector may have no device, or another hash seed")
 	}

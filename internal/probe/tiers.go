@@ -5,6 +5,7 @@ import (
 	"encoding/json"
 	"regexp"
 	"slices"
+	"strings"
 )
 
 // maxTierNames bounds the names of lower tiers that are kept of a server.
@@ -14,6 +15,10 @@ const maxTierNames = 8
 type Tiers struct {
 	Host    bool     // it keeps blocks in memory of its machine
 	Storage []string // its further tiers by the engine's names, such as 1:fs or file
+	// Pulls reports that it can pull blocks from other workers: vLLM's tier p2p. Its port
+	// for them is PullPort; 0: not reported.
+	Pulls    bool
+	PullPort uint16
 	// LookedUp and Found are the tokens that requests have looked for below the cache, and
 	// those found there; 0 for SGLang.
 	LookedUp, Found float64
@@ -26,7 +31,7 @@ type Tiers struct {
 }
 
 // Any reports whether there is a lower tier.
-func (t Tiers) Any() bool { return t.Host || len(t.Storage) > 0 || t.LMCache }
+func (t Tiers) Any() bool { return t.Host || len(t.Storage) > 0 || t.LMCache || t.Pulls }
 
 // tierLabel is the name of a further tier on vLLM's metrics page.
 var tierLabel = regexp.MustCompile(`\btier="([^"\n]{1,64})"`)
@@ -43,6 +48,10 @@ func ParseVLLMTiers(page []byte) Tiers {
 	for _, label := range tierLabel.FindAllSubmatch(page, -1) {
 		// 0 is the first tier, host memory.
 		name := string(label[1])
+		if strings.HasSuffix(name, ":p2p") {
+			t.Pulls = true
+			continue
+		}
 		if name[0] != '0' && !slices.Contains(t.Storage, name) && len(t.Storage) < maxTierNames {
 			t.Storage = append(t.Storage, name)
 		}
@@ -71,6 +80,7 @@ type vllmConnector struct {
 		Secondary  []struct {
 			Kind   string `json:"type"`
 			Events bool   `json:"enable_kv_events"`
+			Port   uint16 `json:"port"`
 		} `json:"secondary_tiers"`
 	} `json:"kv_connector_extra_config"`
 }
@@ -92,6 +102,10 @@ func (t *Tiers) AddVLLMConfig(answer []byte) {
 		}
 		t.Connector, t.Described, t.Told = c.Name, c.Extra.Describes, true
 		for _, tier := range c.Extra.Secondary {
+			if tier.Kind == "p2p" {
+				t.Pulls, t.PullPort = true, tier.Port
+				continue
+			}
 			t.Told = t.Told && tier.Events
 		}
 		if c.Name == "OffloadingConnector" {

@@ -27,9 +27,11 @@ func TestTiersAreReadFromVLLMsMetrics(t *testing.T) {
 		want Tiers
 	}{
 		"host and files": {offloadPage, Tiers{Host: true, Storage: []string{"1:fs"}, LookedUp: 340, Found: 7}},
-		"none":           {"# TYPE vllm:num_requests_running gauge\nvllm:num_requests_running 0\n", Tiers{}},
-		"LMCache":        {"x 1\nlmcache:num_hit_tokens_total 5\n", Tiers{LMCache: true}},
-		"no page":        {"{}", Tiers{}},
+		"files and peers": {"# x\nvllm:kv_offload_tiering_read_bytes_total{engine=\"0\",tier=\"1:fs\"} 3\nvllm:kv_offload_tiering_read_bytes_total{engine=\"0\",tier=\"2:p2p\"} 5\n",
+			Tiers{Host: true, Storage: []string{"1:fs"}, Pulls: true}},
+		"none":    {"# TYPE vllm:num_requests_running gauge\nvllm:num_requests_running 0\n", Tiers{}},
+		"LMCache": {"x 1\nlmcache:num_hit_tokens_total 5\n", Tiers{LMCache: true}},
+		"no page": {"{}", Tiers{}},
 	} {
 		if diff := cmp.Diff(test.want, ParseVLLMTiers([]byte(test.page))); diff != "" {
 			t.Errorf("%s: %s", name, diff)
@@ -51,6 +53,8 @@ func TestTiersAreReadFromVLLMsConfig(t *testing.T) {
 		"no connector":            {`{"vllm_config":{"kv_transfer_config":null}}`, Tiers{}},
 		"described, a silent file tier": {`{"vllm_config":{"kv_transfer_config":{"kv_connector":"OffloadingConnector","kv_connector_extra_config":{"self_describing_kv_events":true,"secondary_tiers":[{"type":"fs","enable_kv_events":true},{"type":"obj"}]}}}}`,
 			Tiers{Connector: "OffloadingConnector", Described: true}},
+		"files that publish events, and peers": {`{"vllm_config":{"kv_transfer_config":{"kv_connector":"OffloadingConnector","kv_connector_extra_config":{"secondary_tiers":[{"type":"p2p","host":"10.0.0.1","port":5710},{"type":"fs","enable_kv_events":true}]}}}}`,
+			Tiers{Connector: "OffloadingConnector", Told: true, Pulls: true, PullPort: 5710}},
 		"one of several": {`{"vllm_config":{"kv_transfer_config":{"kv_connector":"MultiConnector","kv_connector_extra_config":{"connectors":[{"kv_connector":"OffloadingConnector"},{"kv_connector":"NixlConnector"}]}}}}`,
 			Tiers{Connector: "OffloadingConnector", Told: true}},
 	} {
