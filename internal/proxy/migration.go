@@ -289,9 +289,33 @@ func (s *Migration) rewrite(out, event []byte, failed, finished bool) []byte {
 	return out
 }
 
+// trim takes the token ids of the prompt out of an answer's first event, in place: there are as
+// many as the prompt is long, and all that reads the event afterwards would search them.
+func (s *Migration) trim(event []byte) []byte {
+	if !s.added || s.moves > 0 || s.id != "" {
+		return event
+	}
+	at := bytes.Index(event, markPromptIDs)
+	if at < 0 {
+		return event
+	}
+	from := at + len(markPromptIDs) - 1
+	length := bytes.IndexByte(event[from:], ']') + 1
+	if length == 0 {
+		return event
+	}
+	if s.sglang && at > 0 && event[at-1] == ',' {
+		return slices.Delete(event, at-1, from+length)
+	}
+	return slices.Replace(event, from, from+length, []byte("null")...)
+}
+
 // withoutText reports whether an event has tokens of the answer, but no text, and is not the last.
 func (s *Migration) withoutText(event []byte, finished bool) bool {
 	if finished || !bytes.Contains(event, markIDs) || !bytes.Contains(event, markChoice) {
+		return false
+	}
+	if at := bytes.Index(event, s.member()); at > 0 && event[at+len(s.member())] != '"' {
 		return false
 	}
 	choice := gjson.GetBytes(event[len("data:"):], "choices.0")

@@ -450,7 +450,7 @@ func FuzzMigration(f *testing.F) {
 	body, _ := jsonbody.Parse([]byte(`{"stream":true,"max_tokens":5,"messages":[]}`))
 	f.Fuzz(func(t *testing.T, stream string, cut uint8, rest bool) {
 		s := NewMigration(testkit.ChatPath, body, []uint32{1, 2, 3}, true, false, nil)
-		s.begun = true
+		s.begun, s.added = true, !rest
 		if rest {
 			s.tokens, s.id, s.created = []uint32{1001}, `"a"`, "1"
 			s.rest(Upstream{Parsed: body})
@@ -471,6 +471,25 @@ func FuzzMigration(f *testing.F) {
 		}
 		s.close(nil)
 	})
+}
+
+func TestPromptTokensAreTakenOutOfTheFirstEvent(t *testing.T) {
+	for name, test := range map[string]struct {
+		s           Migration
+		event, want string
+	}{
+		"vLLM's":          {Migration{added: true}, `{"choices":[],"prompt_token_ids":[1,2,3],"usage":null}`, `{"choices":[],"prompt_token_ids":null,"usage":null}`},
+		"SGLang's":        {Migration{added: true, sglang: true}, `{"choices":[],"prompt_token_ids":[1,2,3],"usage":null}`, `{"choices":[],"usage":null}`},
+		"empty":           {Migration{added: true}, `{"prompt_token_ids":[]}`, `{"prompt_token_ids":null}`},
+		"without end":     {Migration{added: true}, `{"prompt_token_ids":[1,2`, `{"prompt_token_ids":[1,2`},
+		"of the client":   {Migration{}, `{"prompt_token_ids":[1]}`, `{"prompt_token_ids":[1]}`},
+		"to be verified":  {Migration{added: true, moves: 1}, `{"prompt_token_ids":[1]}`, `{"prompt_token_ids":[1]}`},
+		"of later events": {Migration{added: true, id: `"a"`}, `{"prompt_token_ids":[1]}`, `{"prompt_token_ids":[1]}`},
+	} {
+		if got := test.s.trim([]byte(test.event)); string(got) != test.want {
+			t.Errorf("%s: %s became %s", name, test.event, got)
+		}
+	}
 }
 
 // BenchmarkMigration reads one event of a token with its id, and takes the id out.

@@ -3,6 +3,7 @@
 package peers
 
 import (
+	"bytes"
 	"encoding/json"
 	"fmt"
 	"io"
@@ -65,6 +66,28 @@ const (
 	headerPeersCached = "X-Peers-Cached"
 )
 
+// promptIDs is about the length of the prompts of peersCorpus in tokens.
+const promptIDs = 2_200
+
+// withTokenIDs returns the events of a chat as vLLM sends them if the request has
+// return_token_ids: the first one has the ids of the prompt, too. The ids are made up:
+// no router compares them before an answer moves.
+func withTokenIDs(events [][]byte) [][]byte {
+	ids := make([]string, promptIDs)
+	for i := range ids {
+		ids[i] = strconv.Itoa(1_000 + i*7_919%40_000)
+	}
+	out := make([][]byte, len(events))
+	for i, event := range events {
+		event = bytes.Replace(event, []byte(`"finish_reason":null`), fmt.Appendf(nil, `"finish_reason":null,"token_ids":[%s]`, ids[i]), 1)
+		if i == 0 {
+			event = bytes.Replace(event, []byte(`}]}`), fmt.Appendf(nil, `}],"prompt_token_ids":[%s]}`, strings.Join(ids, ",")), 1)
+		}
+		out[i] = event
+	}
+	return out
+}
+
 // Handler serves the engine's HTTP API, as far as a router needs it, and GET
 // /peers_blocks: how many blocks it has published, or 503 while prompts are waiting.
 func (b *Backend) Handler() http.Handler {
@@ -73,6 +96,7 @@ func (b *Backend) Handler() http.Handler {
 		answer = append(answer, fmt.Appendf(nil, `data: {"id":"chatcmpl-1","object":"chat.completion.chunk","created":1700000000,"model":"m","choices":[{"index":0,"delta":{"content":" word%d"},"logprobs":null,"finish_reason":null}]}`+"\n\n", i))
 	}
 	end := []byte("data: [DONE]\n\n")
+	withIDs := withTokenIDs(answer)
 	mux := http.NewServeMux()
 	mux.HandleFunc("POST /v1/chat/completions", func(w http.ResponseWriter, r *http.Request) {
 		body, err := io.ReadAll(r.Body)
@@ -91,7 +115,11 @@ func (b *Backend) Handler() http.Handler {
 			w.Header().Set(headerPeersCached, strconv.Itoa(cached))
 			usage = fmt.Appendf(nil, `data: {"choices":[],"usage":{"prompt_tokens":%d,"completion_tokens":32,"prompt_tokens_details":{"cached_tokens":%d}}}`+"\n\n", tokens, cached)
 		}
-		for _, chunk := range append(slices.Clip(answer), append(usage, end...)) {
+		chunks := answer
+		if bytes.Contains(body, []byte(`"return_token_ids":true`)) {
+			chunks = withIDs
+		}
+		for _, chunk := range append(slices.Clip(chunks), append(usage, end...)) {
 			_, _ = w.Write(chunk)
 			w.(http.Flusher).Flush()
 		}
