@@ -4,11 +4,13 @@ import (
 	"fmt"
 	"os"
 	"path/filepath"
+	"slices"
 	"strconv"
 	"syscall"
 	"testing"
 	"time"
 
+	"kvrouter/internal/selection"
 	"kvrouter/internal/testkit"
 	"kvrouter/test"
 )
@@ -105,15 +107,20 @@ func another(t *testing.T, s *test.TierSite) (restart func() *test.TierSite) {
 	}
 }
 
-// settle sends prompts until the answers have shown what doubtful tiers still have. Until
-// then less may be predicted, and never more.
+// settle sends prompts until the answers of both workers have shown what their tiers still have.
+// Until then less may be predicted, and never more.
 func settle(s *test.TierSite, after string) {
 	s.T.Helper()
-	for i := range 8 {
+	for i := range 60 {
+		if !slices.ContainsFunc(s.Workers(), func(w selection.WorkerRecord) bool { return w.LowerTiers != nil && w.LowerTiers.Doubtful }) {
+			s.T.Logf("after %s, the tiers are certain after %d requests", after, i)
+			return
+		}
 		if f := s.Ask(s.Next()); f.Predicted > f.Cached {
 			s.T.Errorf("after %s, request %d at worker %d: predicted %d, cached %d", after, i, f.Worker, f.Predicted, f.Cached)
 		}
 	}
+	s.T.Errorf("after %s, 60 requests have not shown what the tiers still have", after)
 }
 
 // tiering returns the --kv-transfer-config of a vLLM worker with room for so many blocks in host
