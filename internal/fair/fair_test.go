@@ -175,22 +175,28 @@ func TestAChargeEndsOnce(t *testing.T) {
 	}
 }
 
+// leaves pushes an item and holds which one has to leave; empty: none.
+func leaves(t *testing.T, q *Queue[string], it *Item[string], want string) {
+	t.Helper()
+	got := ""
+	if out := q.Push(it); out != nil {
+		got = out.Value
+	}
+	if got != want {
+		t.Errorf("%s: %q has to leave, want %q", it.Value, got, want)
+	}
+	if err := q.Check(); err != nil {
+		t.Error(err)
+	}
+}
+
 func TestAFullQueueKeepsTheLightTenants(t *testing.T) {
 	q := New[string](Settings{Limit: 4, Tenants: 10})
 	push := func(tenant, value string, class Class, want string) {
 		t.Helper()
 		it := of(tenant, value, 1)
 		it.Class = class
-		got := ""
-		if out := q.Push(it); out != nil {
-			got = out.Value
-		}
-		if got != want {
-			t.Errorf("%s: %q has to leave, want %q", value, got, want)
-		}
-		if err := q.Check(); err != nil {
-			t.Error(err)
-		}
+		leaves(t, q, it, want)
 	}
 	for i := range 4 {
 		push("flood", fmt.Sprint("f", i), Standard, "")

@@ -69,16 +69,7 @@ func TestAFullQueueKeepsPlacesForBatch(t *testing.T) {
 	q := shared(4, 0.5)
 	push := func(c Class, value, want string) {
 		t.Helper()
-		got := ""
-		if out := q.Push(classed(c, value, 1)); out != nil {
-			got = out.Value
-		}
-		if got != want {
-			t.Errorf("%s: %q has to leave, want %q", value, got, want)
-		}
-		if err := q.Check(); err != nil {
-			t.Error(err)
-		}
+		leaves(t, q, classed(c, value, 1), want)
 	}
 	for i := range 4 {
 		push(Interactive, fmt.Sprint("i", i), "")

@@ -292,7 +292,7 @@ func (s *Migration) rewrite(out, event []byte, failed, finished bool) []byte {
 // trim takes the token ids of the prompt out of an answer's first event, in place: there are as
 // many as the prompt is long, and all that reads the event afterwards would search them.
 func (s *Migration) trim(event []byte) []byte {
-	if !s.added || s.moves > 0 || s.id != "" {
+	if s == nil || !s.added || s.moves > 0 || s.id != "" {
 		return event
 	}
 	at := bytes.Index(event, markPromptIDs)
@@ -304,10 +304,18 @@ func (s *Migration) trim(event []byte) []byte {
 	if length == 0 {
 		return event
 	}
+	begin, by := s.hidden(event, at, from)
+	return slices.Replace(event, begin, from+length, []byte(by)...)
+}
+
+// hidden returns where the part of an event begins that hides a list of token ids, and what
+// replaces it: without the request for them vLLM has null, SGLang no such member. The member
+// begins at at, its list at list.
+func (s *Migration) hidden(event []byte, at, list int) (begin int, by string) {
 	if s.sglang && at > 0 && event[at-1] == ',' {
-		return slices.Delete(event, at-1, from+length)
+		return at - 1, ""
 	}
-	return slices.Replace(event, from, from+length, []byte("null")...)
+	return list, "null"
 }
 
 // withoutText reports whether an event has tokens of the answer, but no text, and is not the last.
@@ -488,11 +496,8 @@ func (s *Migration) hide(event []byte) []byte {
 		if !ok {
 			continue
 		}
-		if s.sglang && at > 0 && event[at-1] == ',' {
-			event = splice(event, at-1, from+length-(at-1), "")
-		} else {
-			event = splice(event, from-1, 1+length, "null")
-		}
+		begin, by := s.hidden(event, at, from-1)
+		event = splice(event, begin, from+length-begin, by)
 	}
 	return event
 }

@@ -99,7 +99,7 @@ func (s *eventScanner) Scan(chunk []byte) []byte {
 		}
 		if s.long {
 			s.show(rest[:end])
-		} else if event := s.trim(rest[:end:end]); !s.take(event) {
+		} else if event := s.Migration.trim(rest[:end:end]); !s.take(event) {
 			s.tell(event)
 		}
 		rest, from, whole, s.long = rest[end:], 0, false, false
@@ -120,14 +120,6 @@ func (s *eventScanner) Scan(chunk []byte) []byte {
 
 // edits reports whether the client does not get the stream as it is.
 func (s *eventScanner) edits() bool { return s.HideUsage || s.Migration != nil }
-
-// trim takes out of an event what the router has asked for and does not need.
-func (s *eventScanner) trim(event []byte) []byte {
-	if s.Migration == nil {
-		return event
-	}
-	return s.Migration.trim(event)
-}
 
 // tell hands a whole event on.
 func (s *eventScanner) tell(event []byte) {
