@@ -3,6 +3,7 @@ package probe
 import (
 	"bytes"
 	"encoding/json"
+	"math"
 	"regexp"
 	"slices"
 	"strings"
@@ -80,7 +81,7 @@ type vllmConnector struct {
 		Secondary  []struct {
 			Kind   string `json:"type"`
 			Events bool   `json:"enable_kv_events"`
-			Port   uint16 `json:"port"`
+			Port   any    `json:"port"` // a number; another value does not spoil the rest
 		} `json:"secondary_tiers"`
 	} `json:"kv_connector_extra_config"`
 }
@@ -103,7 +104,10 @@ func (t *Tiers) AddVLLMConfig(answer []byte) {
 		t.Connector, t.Described, t.Told = c.Name, c.Extra.Describes, true
 		for _, tier := range c.Extra.Secondary {
 			if tier.Kind == "p2p" {
-				t.Pulls, t.PullPort = true, tier.Port
+				t.Pulls = true
+				if port, ok := tier.Port.(float64); ok && port > 0 && port <= math.MaxUint16 {
+					t.PullPort = uint16(port)
+				}
 				continue
 			}
 			t.Told = t.Told && tier.Events

@@ -55,6 +55,8 @@ func TestTiersAreReadFromVLLMsConfig(t *testing.T) {
 			Tiers{Connector: "OffloadingConnector", Described: true}},
 		"files that publish events, and peers": {`{"vllm_config":{"kv_transfer_config":{"kv_connector":"OffloadingConnector","kv_connector_extra_config":{"secondary_tiers":[{"type":"p2p","host":"10.0.0.1","port":5710},{"type":"fs","enable_kv_events":true}]}}}}`,
 			Tiers{Connector: "OffloadingConnector", Told: true, Pulls: true, PullPort: 5710}},
+		"a port that is none": {`{"vllm_config":{"kv_transfer_config":{"kv_connector":"OffloadingConnector","kv_connector_extra_config":{"secondary_tiers":[{"type":"p2p","port":"x"},{"type":"p2p","port":70000},{"type":"p2p","port":-1}]}}}}`,
+			Tiers{Connector: "OffloadingConnector", Told: true, Pulls: true}},
 		"one of several": {`{"vllm_config":{"kv_transfer_config":{"kv_connector":"MultiConnector","kv_connector_extra_config":{"connectors":[{"kv_connector":"OffloadingConnector"},{"kv_connector":"NixlConnector"}]}}}}`,
 			Tiers{Connector: "OffloadingConnector", Told: true}},
 	} {
