@@ -26,7 +26,7 @@ func TestMain(m *testing.M) { test.Main(m) }
 
 // emptyPanels are queries of the board that find nothing while all goes well, as
 // nothing of the kind has happened, by what they begin with.
-var emptyPanels = []string{"Missed or invalid KV events", "Losses and panics C", "Tokenization fallbacks", "Losses and panics D"}
+var emptyPanels = []string{"Missed or invalid KV events", "Losses and panics C", "Tokenization fallbacks", "Losses and panics D", "Waiting requests by tenant"}
 
 // TestBoardsOnPrometheus has Prometheus scrape routers under load, and asks it every
 // expression of the board and of the alerts. `make test-boards` names the program.
