@@ -77,7 +77,7 @@ func TestWithoutOverlapWeightThereIsNoIndex(t *testing.T) {
 	if err := x.Store(testkit.W0, 0, false, testkit.Chain(testkit.Prompt(1, 3))); err != nil {
 		t.Fatal(err)
 	}
-	if got := x.Match(testkit.Prompt(1, 3), 3, nil); got != nil {
+	if got := x.Match(testkit.Prompt(1, 3), 3, 0, nil); got != nil {
 		t.Errorf("matches %v", got)
 	}
 	if _, exact := router.NewIndex(testkit.Defaults[router.IndexSettings](), "work", knobs.Settings, testkit.BlockSize, time.Now).(*radix.Tree); !exact {

@@ -63,7 +63,7 @@ func TestDumpRestoresTheSameMatches(t *testing.T) {
 		for i := range local {
 			local[i] = random.Uint64N(3)
 		}
-		if a, b := index.Match(local, len(local), nil), restored.Match(local, len(local), nil); !slices.Equal(a, b) {
+		if a, b := index.Match(local, len(local), kv.AllParts, nil), restored.Match(local, len(local), kv.AllParts, nil); !slices.Equal(a, b) {
 			t.Fatalf("%v: %v, restored %v", local, a, b)
 		}
 	}

@@ -81,7 +81,7 @@ func FuzzEventBatch(f *testing.F) {
 		}
 		local := kv.HashBlocks(nil, testkit.PromptTokens(2, 1), testkit.BlockSize, "", "")
 		// Groups that the batch has named may accept less than the first one holds.
-		matches := index.Match(local, len(local), nil)
+		matches := index.Match(local, len(local), kv.AllParts, nil)
 		held := slices.ContainsFunc(matches, func(m kv.Match) bool { return max(m.Blocks, int(m.Held)) == 1 })
 		if layout := index.LayoutOf(testkit.EventWorker); !held && len(layout.Groups) == 0 && !layout.DropsLast {
 			t.Errorf("the next batch is not in the index; log:\n%s", log)

@@ -135,7 +135,7 @@ func FuzzGroupEvents(f *testing.F) {
 		}
 		for p := range prompts {
 			local := kv.HashBlocks(nil, testkit.PromptTokens(p+1, blocks), testkit.BlockSize, "", "")
-			for _, m := range index.Match(local, blocks, nil) {
+			for _, m := range index.Match(local, blocks, kv.AllParts, nil) {
 				for _, g := range layout.Groups {
 					if m.Blocks > 0 && !engine.accepts(g, ids[p], m.Blocks) {
 						t.Fatalf("%s: prompt %d: %+v, which group %d does not accept; it holds %s; log:\n%s", layout, p, m, g.Index, fmt.Sprint(engine[g.Index]), log)

@@ -66,7 +66,7 @@ func TestMediaMatchAsInVLLM(t *testing.T) {
 			}
 			got := 0
 			local := asked.local(t)
-			for _, m := range index.Match(local, len(local), nil) {
+			for _, m := range index.Match(local, len(local), kv.AllParts, nil) {
 				got = m.Blocks
 			}
 			if got != want {

@@ -281,10 +281,10 @@ func (c *ReplayCommand) printPrompt(out io.Writer, index radix.Index, blockSize 
 		return
 	}
 	local := kv.HashBlocks(nil, c.PromptTokens, blockSize, "", "")
-	matches := index.Match(local, len(local), nil)
+	matches := index.Match(local, len(local), 0, nil)
 	for _, l := range index.Lookaheads() {
 		ahead := kv.HashLookaheadBlocks(nil, c.PromptTokens, blockSize, l.Tokens, "", "", nil)
-		matches = index.Match(ahead, len(ahead), matches)
+		matches = index.Match(ahead, len(ahead), 0, matches)
 	}
 	slices.SortStableFunc(matches, func(a, b kv.Match) int { return cmp.Compare(b.Blocks, a.Blocks) })
 	fmt.Fprintf(out, "the prompt has %d blocks of %d tokens; %d ranks hold its beginning\n", len(local), blockSize, len(matches))

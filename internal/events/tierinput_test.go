@@ -109,7 +109,7 @@ func TestTierEvents(t *testing.T) {
 				}
 				local := kv.HashBlocks(nil, testkit.PromptTokens(1, 6), testkit.BlockSize, "", "")
 				got := "0 {0 0 0}"
-				for _, m := range index.Match(local, len(local), nil) {
+				for _, m := range index.Match(local, len(local), kv.AllParts, nil) {
 					if got = fmt.Sprint(m.Blocks, " ", m.Lower); m.Doubtful() {
 						got += " doubtful"
 					}
@@ -162,7 +162,7 @@ func TestTiersKeepSaltsApart(t *testing.T) {
 			for salt, want := range map[string]int{"": 0, "pepper": 3} {
 				local := kv.HashBlocks(nil, testkit.PromptTokens(1, 3), testkit.BlockSize, "", salt)
 				got := 0
-				for _, m := range index.Match(local, len(local), nil) {
+				for _, m := range index.Match(local, len(local), kv.AllParts, nil) {
 					got = m.Lower.Total()
 				}
 				if got != want {
@@ -186,7 +186,7 @@ func TestTiersFollowTheDevice(t *testing.T) {
 		"media": kv.HashMediaBlocks(nil, testkit.PromptTokens(1, 2), testkit.BlockSize, "", "", words),
 	} {
 		want := map[string]int{"text": 0, "media": 1}[name]
-		if m := index.Match(local, 2, nil); len(m) != 1 || m[0].Blocks != 1 || m[0].Lower.Total() != want {
+		if m := index.Match(local, 2, kv.AllParts, nil); len(m) != 1 || m[0].Blocks != 1 || m[0].Lower.Total() != want {
 			t.Errorf("%s: %+v, want 1 block and %d lower", name, m, want)
 		}
 	}
@@ -238,7 +238,7 @@ func TestStoresAreReadByAllThatNameThem(t *testing.T) {
 		t.Helper()
 		local := kv.HashBlocks(nil, testkit.PromptTokens(1, 6), testkit.BlockSize, "", "")
 		got := map[uint64]int{}
-		for _, m := range index.Match(local, len(local), nil) {
+		for _, m := range index.Match(local, len(local), kv.AllParts, nil) {
 			got[m.Worker.Worker] = m.Blocks + m.Lower.Total()
 		}
 		testkit.WantEqual(t, when, got, want)

@@ -71,7 +71,7 @@ func tierStream() (*Stream, *radix.Tree) {
 func found(index radix.Index, ids []uint32) kv.Match {
 	local := kv.HashBlocks(nil, ids, tierBlock, "", "")
 	usable := (len(ids) - 1) / tierBlock
-	matches := index.Match(local, usable, nil)
+	matches := index.Match(local, usable, kv.AllParts, nil)
 	if len(matches) == 0 {
 		return kv.Match{}
 	}

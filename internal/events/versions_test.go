@@ -65,7 +65,7 @@ func TestEventsOfEveryVLLMSince0_9(t *testing.T) {
 				for tokens, want := range map[*[]uint32]int{&prompt: want.prompt, &branch: want.branch} {
 					local := kv.HashBlocks(nil, *tokens, 4, "", "")
 					found := 0
-					for _, m := range index.Match(local, len(local), nil) {
+					for _, m := range index.Match(local, len(local), kv.AllParts, nil) {
 						found = m.Blocks
 					}
 					if found != want {

@@ -83,7 +83,7 @@ func replayCapture(t *testing.T, name string, block int, traits kv.Traits) (r re
 		}
 		found := 0
 		for _, local := range lookups {
-			for _, m := range index.Match(local, (len(line.Prompt)-1)/block, nil) {
+			for _, m := range index.Match(local, (len(line.Prompt)-1)/block, kv.AllParts, nil) {
 				found = max(found, min(m.Blocks, (len(line.Prompt)-1)/block)*block)
 			}
 		}
@@ -159,7 +159,7 @@ func TestCopiesOfAnIndexHaveAllCacheGroups(t *testing.T) {
 			found := 0
 			for _, prompt := range original.prompts {
 				local := kv.HashBlocks(nil, prompt, block, "", "")
-				got, want := index.Match(local, len(local), nil), original.index.Match(local, len(local), nil)
+				got, want := index.Match(local, len(local), kv.AllParts, nil), original.index.Match(local, len(local), kv.AllParts, nil)
 				if !slices.Equal(got, want) {
 					t.Fatalf("a prompt of %d blocks matches %+v, want %+v", len(local), got, want)
 				}

@@ -45,15 +45,25 @@ type Match struct {
 	// Staged counts the same as Dynamo does: first a run in host memory, from its end on a
 	// run on disk, then one in external stores, all of the worker itself, the prompt's last
 	// block included. It ends where a run goes back to a faster tier, which an engine takes as
-	// it comes, and counts none that may have been emptied.
+	// it comes, and counts none that may have been emptied. It is 0 without StagedPart.
 	Staged LowerBlocks
 	// Sure is the number of leading blocks of Lower, all in host memory, whose removal would
 	// have been announced. The others may be gone.
 	Sure int32
 	// Hosted is the number of leading blocks in the worker's own host memory, without those
-	// that may be gone: what others can pull. It is 0 unless the index counts it.
+	// that may be gone: what others can pull. It is 0 without HostedPart.
 	Hosted int32
 }
+
+// MatchParts are the parts of a Match that only some callers need, as they take time.
+type MatchParts uint8
+
+// The parts.
+const (
+	StagedPart MatchParts = 1 << iota // Match.Staged
+	HostedPart                        // Match.Hosted
+	AllParts   = StagedPart | HostedPart
+)
 
 // Doubtful reports whether some of m.Lower may be gone without an event.
 func (m *Match) Doubtful() bool { return int(m.Sure) < m.Lower.Total() }

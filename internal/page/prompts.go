@@ -198,7 +198,7 @@ func (n *node) sequence() uint64 {
 
 // hottest returns the nodes with the most hits, parents first, with the workers that
 // hold them by match, for the prompts that end there.
-func (t *prompts) hottest(now time.Time, match func(local []uint64, usable int, dst []kv.Match) []kv.Match) Cache {
+func (t *prompts) hottest(now time.Time, match func(local []uint64, usable int, parts kv.MatchParts, dst []kv.Match) []kv.Match) Cache {
 	t.mu.Lock()
 	defer t.mu.Unlock()
 	var all []*node
@@ -226,7 +226,7 @@ func (t *prompts) hottest(now time.Time, match func(local []uint64, usable int, 
 	for i := len(all) - 1; i >= 0; i-- { // from the leaves up: one look-up covers a whole branch
 		if _, done := held[all[i]]; !done {
 			path := all[i].path()
-			t.note(held, all[i], match(path, len(path), nil))
+			t.note(held, all[i], match(path, len(path), 0, nil))
 		}
 	}
 	for _, n := range all {

@@ -14,7 +14,7 @@ import (
 )
 
 // none matches nothing.
-func none([]uint64, int, []kv.Match) []kv.Match { return nil }
+func none([]uint64, int, kv.MatchParts, []kv.Match) []kv.Match { return nil }
 
 // outline writes a cache as a person would.
 func outline(c Cache) string {
@@ -42,7 +42,7 @@ func TestPromptsThatBeginAlikeShareABranch(t *testing.T) {
 	tree.add(a, now, text("a"))
 	tree.add(b, now, text("b"))
 	tree.add(a, now.Add(time.Second), nil)
-	match := func(local []uint64, _ int, _ []kv.Match) []kv.Match {
+	match := func(local []uint64, _ int, _ kv.MatchParts, _ []kv.Match) []kv.Match {
 		held := []kv.Match{{Worker: kv.WorkerKey{Worker: 3}, Blocks: 10}, {Worker: kv.WorkerKey{Worker: 5}, Blocks: 9}, {Worker: kv.WorkerKey{Worker: 7, Rank: 1}, Blocks: len(local)}, {Worker: kv.WorkerKey{Worker: 7, Rank: 2}, Blocks: len(local)}}
 		return held
 	}

@@ -148,13 +148,13 @@ func (a *Approx) Forget(worker uint64) {
 }
 
 // Match is Tree.Match after expired blocks have been removed.
-func (a *Approx) Match(local []uint64, usable int, dst []kv.Match) []kv.Match {
+func (a *Approx) Match(local []uint64, usable int, parts kv.MatchParts, dst []kv.Match) []kv.Match {
 	if now := a.now().UnixNano(); now >= a.due.Load() {
 		a.mu.Lock()
 		a.expire(now)
 		a.mu.Unlock()
 	}
-	return a.Tree.Match(local, usable, dst)
+	return a.Tree.Match(local, usable, parts, dst)
 }
 
 // Routed records that a prompt with these local hashes is sent to w, where it

@@ -20,7 +20,7 @@ func TestPredictedRealEventsDoNotExpire(t *testing.T) {
 	p := testkit.Prompt(1, 6)
 	wants := func(want ...kv.Match) {
 		t.Helper()
-		if got := x.Match(p, len(p), []kv.Match{{Worker: testkit.W2, Blocks: 99}}); !slices.Equal(got[1:], want) || got[0] != (kv.Match{Worker: testkit.W2, Blocks: 99}) {
+		if got := x.Match(p, len(p), kv.AllParts, []kv.Match{{Worker: testkit.W2, Blocks: 99}}); !slices.Equal(got[1:], want) || got[0] != (kv.Match{Worker: testkit.W2, Blocks: 99}) {
 			t.Fatalf("%v, want %v", got, want)
 		}
 	}

@@ -288,7 +288,7 @@ func checkMatches(t *rapid.T, x Index, prompts [][]uint64, workers []kv.WorkerKe
 				want = append(want, kv.Match{Worker: w, Blocks: n})
 			}
 		}
-		if got := x.Match(local, len(local), nil); !slices.Equal(got, want) {
+		if got := x.Match(local, len(local), kv.AllParts, nil); !slices.Equal(got, want) {
 			t.Fatalf("match of %v: %v, want %v", local, got, want)
 		}
 	}

@@ -61,7 +61,7 @@ func BenchmarkGroupMatch(b *testing.B) {
 				b.ReportAllocs()
 				b.ResetTimer()
 				for b.Loop() {
-					dst = r.Match(prompts[rng.IntN(len(prompts))], depth, dst[:0])
+					dst = r.Match(prompts[rng.IntN(len(prompts))], depth, 0, dst[:0])
 				}
 				b.StopTimer()
 				if len(dst) != workers || dst[workers-1].Blocks != depth {

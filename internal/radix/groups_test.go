@@ -359,7 +359,7 @@ func locals(p []kv.StoredBlock) []uint64 {
 
 // matchOf returns the match of one worker.
 func matchOf(tree *Tree, w kv.WorkerKey, local []uint64, usable int) kv.Match {
-	for _, m := range tree.Match(local, usable, nil) {
+	for _, m := range tree.Match(local, usable, kv.AllParts, nil) {
 		if m.Worker == w {
 			return m
 		}

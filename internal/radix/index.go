@@ -13,7 +13,7 @@ import (
 // predicting combines both, and blind is empty. A lookup waits for at most one
 // change of the index.
 type Index interface {
-	Match(local []uint64, usable int, dst []kv.Match) []kv.Match
+	Match(local []uint64, usable int, parts kv.MatchParts, dst []kv.Match) []kv.Match
 	// CanMatch is false for an index that never matches, so that callers need not
 	// hash prompts.
 	CanMatch() bool
@@ -47,9 +47,6 @@ type Index interface {
 	LowerOf(w kv.WorkerKey) LowerState
 	DumpLowerOf(w kv.WorkerKey) LowerDump
 	RestoreLower(w kv.WorkerKey, chunk int, doubtful bool, stores []string)
-
-	// CountHosted makes matches have kv.Match.Hosted, which takes time.
-	CountHosted()
 }
 
 // Assumer is an Index that learns from routing decisions.
@@ -76,7 +73,7 @@ type blind struct{ *Tree }
 func (blind) CanMatch() bool { return false }
 
 // Match appends nothing.
-func (blind) Match(_ []uint64, _ int, dst []kv.Match) []kv.Match { return dst }
+func (blind) Match(_ []uint64, _ int, _ kv.MatchParts, dst []kv.Match) []kv.Match { return dst }
 
 // predicting combines the exact index with recently routed prompts; the longer match
 // of a worker counts. It bridges the time until a prompt's events come.
@@ -86,11 +83,11 @@ type predicting struct {
 }
 
 // Match appends the longer match of each worker.
-func (x *predicting) Match(local []uint64, usable int, dst []kv.Match) []kv.Match {
+func (x *predicting) Match(local []uint64, usable int, parts kv.MatchParts, dst []kv.Match) []kv.Match {
 	start := len(dst)
-	dst = x.Tree.Match(local, usable, dst)
+	dst = x.Tree.Match(local, usable, parts, dst)
 	exact := len(dst)
-	dst = x.routed.Match(local, usable, dst)
+	dst = x.routed.Match(local, usable, parts, dst)
 	if len(dst) == exact {
 		return dst
 	}

@@ -193,7 +193,7 @@ func replayTrace(b *testing.B, index *radix.Tree, ops []traceOp, window time.Dur
 					continue
 				}
 				start := time.Now()
-				dst = index.Match(op.prompt, len(op.prompt), dst[:0])
+				dst = index.Match(op.prompt, len(op.prompt), 0, dst[:0])
 				r.lookups = append(r.lookups, time.Since(start))
 				r.waits = append(r.waits, start.Sub(began)-due)
 			}

@@ -9,7 +9,7 @@ import (
 
 func matches(t testing.TB, x Index, local []uint64, want ...kv.Match) {
 	t.Helper()
-	if got := x.Match(local, len(local), nil); !slices.Equal(got, want) {
+	if got := x.Match(local, len(local), kv.AllParts, nil); !slices.Equal(got, want) {
 		t.Fatalf("match of %d blocks: %v, want %v", len(local), got, want)
 	}
 }

@@ -104,7 +104,6 @@ type Tree struct {
 	lowerHeld, lowerMost int            // blocks of all lower tiers, and their maximum
 	lowerLost            int            // blocks dropped for the bounds so far
 	readers              bool           // some worker may have ready blocks, because of a store
-	countsHosted         bool           // matches have kv.Match.Hosted
 
 	lookaheads atomic.Pointer[[]kv.Lookahead] // of LookaheadStored
 
@@ -338,8 +337,9 @@ func (r *Tree) Lookaheads() []kv.Lookahead {
 // finds a beginning of the prompt with these local hashes, and the length of it.
 // usable is the greatest number of blocks that an engine uses of the prompt, because
 // it computes the last token: it limits the matches that follow a Layout, not the
-// plain ones. Other elements of dst are left as they are.
-func (r *Tree) Match(local []uint64, usable int, dst []kv.Match) []kv.Match {
+// plain ones. Of parts a match has those that are asked for. Other elements of dst are left
+// as they are.
+func (r *Tree) Match(local []uint64, usable int, parts kv.MatchParts, dst []kv.Match) []kv.Match {
 	if len(local) == 0 {
 		return dst
 	}
@@ -366,7 +366,7 @@ func (r *Tree) Match(local []uint64, usable int, dst []kv.Match) []kv.Match {
 		active[i] = word & r.live[i]
 	}
 	if r.grouped+r.lowered > 0 {
-		return r.matchLayouts(n, active, scratch, local, usable, dst)
+		return r.matchLayouts(n, active, scratch, local, usable, parts, dst)
 	}
 	depth := 1
 	for ; depth < len(local); depth++ {
@@ -390,10 +390,7 @@ func (r *Tree) Match(local []uint64, usable int, dst []kv.Match) []kv.Match {
 	dst = slices.Grow(dst, len(r.workers))
 	for i := range r.workers {
 		if p := &r.workers[i]; hasSlot(first, p.slot) {
-			dst = dst[:len(dst)+1] // in place: many matches are slow to copy
-			m := &dst[len(dst)-1]
-			*m = kv.Match{}
-			m.Worker, m.Blocks = p.key, scratch.blocks[p.slot]
+			dst = appendMatch(dst, p.key, scratch.blocks[p.slot])
 		}
 	}
 	return dst
@@ -403,7 +400,7 @@ func (r *Tree) Match(local []uint64, usable int, dst []kv.Match) []kv.Match {
 // the prompt, and may go on where no worker's first group does. It is apart because
 // the plain loop would be slower for it. n is the node of the first block, and active
 // what holds it.
-func (r *Tree) matchLayouts(n uint32, active []uint64, scratch *matchScratch, local []uint64, usable int, dst []kv.Match) []kv.Match {
+func (r *Tree) matchLayouts(n uint32, active []uint64, scratch *matchScratch, local []uint64, usable int, parts kv.MatchParts, dst []kv.Match) []kv.Match {
 	set := r.nodes.at(n).members
 	first := r.sets.words(set)
 	runs := append(scratch.runs[:0], pathRun{0, set})
@@ -439,12 +436,23 @@ func (r *Tree) matchLayouts(n uint32, active []uint64, scratch *matchScratch, lo
 		if r.slots[p.slot].groups != nil {
 			dst = r.matchGroups(p, walked, held, min(usable, len(local)), len(local), dst)
 		} else if held > 0 {
-			dst = append(dst, kv.Match{Worker: p.key, Blocks: held})
+			dst = appendMatch(dst, p.key, held)
 		}
 		if r.slots[p.slot].lower != nil {
-			dst = r.matchLower(p, walked, min(usable, len(local)), len(local), start, dst)
+			dst = r.matchLower(p, walked, min(usable, len(local)), len(local), parts, start, dst)
 		}
 	}
+	return dst
+}
+
+// appendMatch appends a match of so many blocks, which is made in place: many are slow to
+// copy.
+func appendMatch(dst []kv.Match, w kv.WorkerKey, blocks int) []kv.Match {
+	dst = slices.Grow(dst, 1)
+	dst = dst[:len(dst)+1]
+	m := &dst[len(dst)-1]
+	*m = kv.Match{}
+	m.Worker, m.Blocks = w, blocks
 	return dst
 }
 

@@ -61,7 +61,7 @@ func BenchmarkRadixMatch(b *testing.B) {
 		b.ReportAllocs()
 		b.ResetTimer()
 		for b.Loop() {
-			dst = r.Match(hot[rng.IntN(len(hot))], depth, dst[:0])
+			dst = r.Match(hot[rng.IntN(len(hot))], depth, 0, dst[:0])
 		}
 		b.StopTimer()
 		if len(dst) != workers || dst[workers-1].Blocks != depth {
@@ -147,7 +147,7 @@ func BenchmarkRadixMatchUnderWrites(b *testing.B) {
 	b.RunParallel(func(pb *testing.PB) {
 		dst := make([]kv.Match, 0, 64)
 		for i := 0; pb.Next(); i++ {
-			dst = r.Match(hot[i%len(hot)], len(hot[i%len(hot)]), dst[:0])
+			dst = r.Match(hot[i%len(hot)], len(hot[i%len(hot)]), 0, dst[:0])
 		}
 	})
 	b.StopTimer()
@@ -196,7 +196,7 @@ func BenchmarkRadixClear(b *testing.B) {
 		start := time.Now()
 		r.Clear(testkit.W0)
 		clearing += time.Since(start)
-		if r.Match(testkit.Prompt(0, 1), 1, nil) != nil {
+		if r.Match(testkit.Prompt(0, 1), 1, 0, nil) != nil {
 			b.Fatal("a cleared block matches")
 		}
 		start = time.Now()

@@ -78,7 +78,7 @@ func (x index) swept() {
 // wants fails the test unless the prompt matches exactly these workers.
 func (x index) wants(local []uint64, want ...kv.Match) {
 	x.t.Helper()
-	if got := x.Match(local, len(local), nil); !slices.Equal(got, want) {
+	if got := x.Match(local, len(local), kv.AllParts, nil); !slices.Equal(got, want) {
 		x.t.Fatalf("match of %d blocks: %v, want %v", len(local), got, want)
 	}
 }
@@ -157,7 +157,7 @@ func TestMatchesAreAppendedInOrderOfWorkerAndRank(t *testing.T) {
 		x.store(w, testkit.Prompt(1, i+1)...)
 	}
 	kept := kv.Match{Worker: kv.WorkerKey{Worker: 9, Rank: 9}, Blocks: 99}
-	got := x.Match(testkit.Prompt(1, 5), 5, []kv.Match{kept})
+	got := x.Match(testkit.Prompt(1, 5), 5, kv.AllParts, []kv.Match{kept})
 	want := []kv.Match{kept, {Worker: keys[1], Blocks: 2}, {Worker: keys[4], Blocks: 5}, {Worker: keys[2], Blocks: 3}, {Worker: keys[0], Blocks: 1}, {Worker: keys[3], Blocks: 4}}
 	if !slices.Equal(got, want) {
 		t.Errorf("matches %v, want %v", got, want)
@@ -628,11 +628,11 @@ func TestRestoredDumpIsEqual(t *testing.T) {
 	}
 	for i := range 30 {
 		p := testkit.Diverging(shared, i, uint64(i))
-		y.wants(p, x.Match(p, len(p), nil)...)
+		y.wants(p, x.Match(p, len(p), kv.AllParts, nil)...)
 	}
 	// A copy that was dumped must be removed as often.
 	y.remove(testkit.W1, testkit.EngineHashes(shared)[0], 77)
-	y.wants(shared[:1], x.Match(shared[:1], len(shared[:1]), nil)...)
+	y.wants(shared[:1], x.Match(shared[:1], len(shared[:1]), kv.AllParts, nil)...)
 }
 
 func TestDumpLeavesOutWhatIsBehindAHole(t *testing.T) {
@@ -698,7 +698,7 @@ func TestMatchDoesNotAllocate(t *testing.T) {
 		}
 	}
 	dst := make([]kv.Match, 0, 100)
-	if n := testing.AllocsPerRun(1000, func() { dst = x.Match(p, len(p), dst[:0]) }); n >= 1 {
+	if n := testing.AllocsPerRun(1000, func() { dst = x.Match(p, len(p), kv.AllParts, dst[:0]) }); n >= 1 {
 		t.Errorf("%v allocations a lookup", n)
 	}
 }
@@ -742,7 +742,7 @@ func TestReadersAndWritersAtOnce(t *testing.T) {
 					return
 				default:
 				}
-				dst = x.Match(always, len(always), dst[:0])
+				dst = x.Match(always, len(always), kv.AllParts, dst[:0])
 				if n := len(dst); n == 0 || dst[n-1] != (kv.Match{Worker: kv.WorkerKey{Worker: 100}, Blocks: 64}) {
 					t.Errorf("match %v does not end in the worker that always holds all", dst)
 					return
@@ -975,7 +975,7 @@ func compareWithModel(t *rapid.T, honest bool) {
 			}
 			for range 5 {
 				local := locals.Draw(t, "query")
-				if got, want := copied.Match(local, len(local), nil), m.match(local); !slices.Equal(got, want) {
+				if got, want := copied.Match(local, len(local), kv.AllParts, nil), m.match(local); !slices.Equal(got, want) {
 					t.Fatalf("restored: match of %d: %v, want %v", local, got, want)
 				}
 			}
@@ -994,7 +994,7 @@ func compareWithModel(t *rapid.T, honest bool) {
 			}
 			for range 3 {
 				local := locals.Draw(t, "query")
-				if got, want := r.Match(local, len(local), nil), m.match(local); !slices.Equal(got, want) {
+				if got, want := r.Match(local, len(local), kv.AllParts, nil), m.match(local); !slices.Equal(got, want) {
 					t.Fatalf("match of %d: %v, want %v", local, got, want)
 				}
 			}

@@ -12,76 +12,95 @@ import (
 // With chunks of several blocks it is vLLM's _lookup_complete_chunks
 // (v1/offloading/scheduler.py, read in 0.32.0): it looks up whole chunks from the one on in
 // which the device's blocks end, and ignores less than a chunk.
-func (r *Tree) matchLower(p *workerPlace, walked *path, usable, whole, start int, dst []kv.Match) []kv.Match {
+func (r *Tree) matchLower(p *workerPlace, walked *path, usable, whole int, parts kv.MatchParts, start int, dst []kv.Match) []kv.Match {
 	s := &r.slots[p.slot]
 	if s.groups != nil && !s.groups.rules.simple() {
 		return dst
-	}
-	held := 0
-	if len(dst) > start {
-		held = dst[start].Blocks
 	}
 	lower := s.lower
 	if len(lower.present) == 0 {
 		return dst
 	}
-	if staged := r.stagedRun(lower, walked, held, min(whole, walked.length)); staged != (kv.LowerBlocks{}) {
-		if len(dst) == start {
-			dst = append(dst, kv.Match{Worker: p.key})
-		}
-		dst[start].Staged = staged
+	matched := len(dst) > start
+	if !matched {
+		dst = appendMatch(dst, p.key, 0)
 	}
-	if r.countsHosted {
-		if hosted := r.hostedRun(lower, walked, min(whole, walked.length)); hosted > 0 {
-			if len(dst) == start {
-				dst = append(dst, kv.Match{Worker: p.key})
-			}
-			dst[start].Hosted = int32(hosted)
-		}
+	m := &dst[start] // is written in place: many copies are slow
+	held, most := m.Blocks, min(whole, walked.length)
+	if parts&kv.HostedPart != 0 {
+		m.Hosted = int32(hostedRun(lower, walked, most))
 	}
-	if held >= usable {
-		return dst
+	if parts&kv.StagedPart != 0 {
+		m.Staged = stagedRun(lower, walked, held, most)
 	}
-	chunk := max(1, lower.chunk)
-	var found kv.LowerBlocks
-	end, sure := held, held // the end of what is sure
-	if chunk == 1 {
-		end = r.runLower(lower, walked, held, min(usable, walked.length), &found, &sure)
+	sure := held
+	if lower.chunk <= 1 {
+		_, sure = lower.read(walked, held, min(usable, most), &m.Lower)
 	} else {
-		most := min(whole, walked.length)
-		for at := held / chunk * chunk; at+chunk <= most; at += chunk {
-			var blocks kv.LowerBlocks
-			certain := at
-			if r.runLower(lower, walked, at, at+chunk, &blocks, &certain) < at+chunk {
-				break
-			}
-			if certain == at+chunk && sure >= at {
-				sure = min(certain, usable)
-			}
-			// The chunk is where its last block is.
-			from, to := max(at, held), min(at+chunk, usable)
-			last := walked.runs[walked.runAt(at+chunk-1)].set
-			add(&found, lower.fastest(walked.sets.words(last)), to-from)
-			end = at + chunk
-		}
-		if end-held < chunk {
-			return dst
-		}
+		sure = lower.readChunks(walked, held, usable, most, &m.Lower)
 	}
-	if end == held {
-		return dst
+	m.Sure = int32(sure - held)
+	if !matched && m.Hosted == 0 && m.Lower == (kv.LowerBlocks{}) && m.Staged == (kv.LowerBlocks{}) {
+		return dst[:start]
 	}
-	if len(dst) == start {
-		dst = append(dst, kv.Match{Worker: p.key})
-	}
-	m := &dst[start]
-	m.Lower, m.Sure = found, int32(sure-held)
 	return dst
+}
+
+// readChunks adds to found the whole chunks that continue the held blocks of a path, of
+// which the engine uses so many, and returns the end of what is sure. Less than a chunk
+// is not loaded.
+func (l *lowerTiers) readChunks(walked *path, held, usable, most int, found *kv.LowerBlocks) (sure int) {
+	sure = held
+	if held >= usable {
+		return sure
+	}
+	chunk, end := l.chunk, held
+	var all kv.LowerBlocks
+	for at := held / chunk * chunk; at+chunk <= most; at += chunk {
+		var blocks kv.LowerBlocks
+		to, certain := l.read(walked, at, at+chunk, &blocks)
+		if to < at+chunk {
+			break
+		}
+		if certain == to && sure >= at {
+			sure = min(certain, usable)
+		}
+		// The chunk is where its last block is.
+		last := walked.runs[walked.runAt(to-1)].set
+		add(&all, l.fastest(walked.sets.words(last)), min(to, usable)-max(at, held))
+		end = to
+	}
+	if end-held < chunk {
+		return held
+	}
+	*found = all
+	return sure
+}
+
+// read adds to found the blocks of a path from one on up to end, each in its fastest tier,
+// and returns the first that no tier has. sure is the first that may be gone without an
+// event: no engine announces what it removes from files or from a store.
+func (l *lowerTiers) read(walked *path, from, end int, found *kv.LowerBlocks) (at, sure int) {
+	at, sure = from, from
+	for i := walked.runAt(from); at < end; i++ {
+		words := walked.sets.words(walked.runs[i].set)
+		tier := l.fastest(words)
+		if tier == kv.Device {
+			break
+		}
+		until := min(end, walked.end(i))
+		add(found, tier, until-at)
+		if sure == at && tier == kv.Host && (!l.doubtful || hasSlot(words, l.sure[kv.Host-1])) {
+			sure = until
+		}
+		at = until
+	}
+	return at, sure
 }
 
 // stagedRun returns kv.Match.Staged from block at on: like Dynamo, of the worker's own
 // tiers, blocks alone, and none that may have been emptied.
-func (r *Tree) stagedRun(lower *lowerTiers, walked *path, at, end int) (staged kv.LowerBlocks) {
+func stagedRun(lower *lowerTiers, walked *path, at, end int) (staged kv.LowerBlocks) {
 	own := &lower.own
 	if lower.doubtful {
 		own = &lower.sure
@@ -92,10 +111,7 @@ func (r *Tree) stagedRun(lower *lowerTiers, walked *path, at, end int) (staged k
 			if !hasSlot(walked.sets.words(walked.runs[run].set), own[place]) {
 				break
 			}
-			until := end
-			if run+1 < len(walked.runs) {
-				until = min(until, walked.runs[run+1].start)
-			}
+			until := min(end, walked.end(run))
 			add(&staged, tier, until-at)
 			at = until
 		}
@@ -104,7 +120,7 @@ func (r *Tree) stagedRun(lower *lowerTiers, walked *path, at, end int) (staged k
 }
 
 // hostedRun returns kv.Match.Hosted. Chunks that are not whole cannot be looked up.
-func (r *Tree) hostedRun(lower *lowerTiers, walked *path, end int) (blocks int) {
+func hostedRun(lower *lowerTiers, walked *path, end int) (blocks int) {
 	slot := lower.own[kv.Host-1]
 	if lower.doubtful {
 		slot = lower.sure[kv.Host-1]
@@ -114,43 +130,10 @@ func (r *Tree) hostedRun(lower *lowerTiers, walked *path, end int) (blocks int) 
 		if !hasSlot(walked.sets.words(walked.runs[run].set), slot) {
 			break
 		}
-		blocks = end
-		if run+1 < len(walked.runs) {
-			blocks = min(end, walked.runs[run+1].start)
-		}
+		blocks = min(end, walked.end(run))
 	}
 	chunk := max(1, lower.chunk)
 	return blocks / chunk * chunk
-}
-
-// CountHosted makes later matches have kv.Match.Hosted.
-func (r *Tree) CountHosted() {
-	r.mu.Lock()
-	defer r.mu.Unlock()
-	r.countsHosted = true
-}
-
-// runLower adds to found the blocks from at on, in their fastest tier, and returns the
-// first that no tier has, or end. sure is moved from at to the first block that may be
-// gone without an event: no engine announces what it removes from files or from a store.
-func (r *Tree) runLower(lower *lowerTiers, walked *path, at, end int, found *kv.LowerBlocks, sure *int) int {
-	for i := walked.runAt(at); at < end; i++ {
-		words := walked.sets.words(walked.runs[i].set)
-		tier := lower.fastest(words)
-		if tier == kv.Device {
-			return at
-		}
-		until := end
-		if i+1 < len(walked.runs) {
-			until = min(end, walked.runs[i+1].start)
-		}
-		add(found, tier, until-at)
-		if *sure == at && tier == kv.Host && (!lower.doubtful || hasSlot(words, lower.sure[kv.Host-1])) {
-			*sure = until
-		}
-		at = until
-	}
-	return end
 }
 
 // fastest returns the fastest lower tier among slots, kv.Device if none is.
@@ -161,6 +144,14 @@ func (l *lowerTiers) fastest(slots []uint64) kv.Tier {
 		}
 	}
 	return kv.Device
+}
+
+// end returns the first block behind run i.
+func (p *path) end(i int) int {
+	if i+1 < len(p.runs) {
+		return p.runs[i+1].start
+	}
+	return p.length
 }
 
 // runAt returns the run that has block i.

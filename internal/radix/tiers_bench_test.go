@@ -16,7 +16,8 @@ func BenchmarkMatchTiers(b *testing.B) {
 	for _, c := range []struct {
 		name    string
 		lowered bool
-	}{{"device", false}, {"three tiers", true}} {
+		parts   kv.MatchParts
+	}{{"device", false, 0}, {"three tiers", true, 0}, {"three tiers and staged", true, kv.StagedPart}} {
 		b.Run(c.name, func(b *testing.B) {
 			r := NewTree()
 			blocks := make([]kv.StoredBlock, length)
@@ -44,7 +45,7 @@ func BenchmarkMatchTiers(b *testing.B) {
 			var dst []kv.Match
 			b.ReportAllocs()
 			for b.Loop() {
-				dst = r.Match(local, length-1, dst[:0])
+				dst = r.Match(local, length-1, c.parts, dst[:0])
 			}
 			if len(dst) != workers || dst[0].Blocks+dst[0].Lower.Total() < length-1 {
 				b.Fatalf("%+v", dst)

@@ -137,7 +137,6 @@ func modelPrompt(t *rapid.T) (hashes []uint64, blocks []kv.StoredBlock) {
 func TestTiersMatchAsTheModel(t *testing.T) {
 	rapid.Check(t, func(t *rapid.T) {
 		r := NewTree()
-		r.CountHosted()
 		m := &tierModel{workers: map[kv.WorkerKey]*modelWorker{}, stores: map[string]map[uint64]bool{"": {}, "s": {}}}
 		keys := []kv.WorkerKey{{Worker: 1}, {Worker: 2}, {Worker: 2, Rank: 1}}
 		for _, key := range keys {
@@ -274,7 +273,6 @@ func TestTiersMatchAsTheModel(t *testing.T) {
 // restoredTiers returns another index with what the dumps of r yield.
 func restoredTiers(t *rapid.T, r *Tree) *Tree {
 	restored := NewTree()
-	restored.CountHosted()
 	workers := r.Workers()
 	if rapid.Bool().Draw(t, "backwards") { // the first reader of a store comes last
 		slices.Reverse(workers)
@@ -312,7 +310,7 @@ func restoredMatches(t *rapid.T, restored, r *Tree, m *tierModel, blocks []kv.St
 	for i, b := range blocks {
 		local[i] = b.Local
 	}
-	got, want := restored.Match(local, len(local), nil), r.Match(local, len(local), nil)
+	got, want := restored.Match(local, len(local), kv.AllParts, nil), r.Match(local, len(local), kv.AllParts, nil)
 	reads := false
 	for _, w := range m.workers {
 		reads = reads || len(w.reads) > 0
@@ -359,7 +357,7 @@ func compareTiers(t *rapid.T, r *Tree, m *tierModel, keys []kv.WorkerKey, hashes
 		}
 	}
 	var got []string
-	for _, match := range r.Match(local, usable, nil) {
+	for _, match := range r.Match(local, usable, kv.AllParts, nil) {
 		got = append(got, fmt.Sprint(match.Worker, match.Blocks, match.Lower, match.Sure, match.Staged, match.Hosted))
 	}
 	if !slices.Equal(got, want) {
@@ -416,7 +414,7 @@ func TestTiersAreBounded(t *testing.T) {
 	for i := range local {
 		local[i] = uint64(i)
 	}
-	if m := r.Match(local, len(local), nil); len(m) != 1 || m[0].Lower.Disk != maxWaiting {
+	if m := r.Match(local, len(local), kv.AllParts, nil); len(m) != 1 || m[0].Lower.Disk != maxWaiting {
 		t.Errorf("%+v, want %d blocks on disk", m, maxWaiting)
 	}
 	if err := r.Check(); err != nil {

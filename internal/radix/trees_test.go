@@ -41,7 +41,7 @@ func (x *treesTest) answer(w kv.WorkerKey, local []uint64, cached int) {
 func (x *treesTest) has(w kv.WorkerKey, local []uint64, want int) {
 	x.t.Helper()
 	got := 0
-	for _, m := range x.Match(local, len(local), nil) {
+	for _, m := range x.Match(local, len(local), kv.AllParts, nil) {
 		if m.Worker == w {
 			got = m.Blocks
 		}
@@ -348,7 +348,7 @@ func TestTreesBesideLookups(t *testing.T) {
 		group.Go(func() {
 			for i := range uint64(200) {
 				p := x.Routed(kv.WorkerKey{Worker: i % 3}, testkit.Prompt(i%20, 9))
-				x.Match(testkit.Prompt((i+g)%20, 12), 12, nil)
+				x.Match(testkit.Prompt((i+g)%20, 12), 12, kv.AllParts, nil)
 				if i%7 == g {
 					p.Fail()
 				} else {

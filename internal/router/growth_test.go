@@ -196,7 +196,7 @@ func benchLookup(b *testing.B, n, blocks int) {
 	var matches []kv.Match
 	defer reportCPU(b)()
 	for b.Loop() {
-		matches = tree.Match(hot, len(hot), matches[:0])
+		matches = tree.Match(hot, len(hot), 0, matches[:0])
 	}
 	if len(matches) != n {
 		b.Fatalf("%d workers match", len(matches))

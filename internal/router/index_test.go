@@ -145,7 +145,7 @@ func indexerCases() []indexerCase {
 			}
 		}
 		for _, asked := range [][]uint64{p, testkit.Diverging(p, 4, 2), testkit.Diverging(p, 4, 3), p[:2]} {
-			matches(t, other, asked, x.Match(asked, len(asked), nil)...)
+			matches(t, other, asked, x.Match(asked, len(asked), kv.AllParts, nil)...)
 		}
 	})
 	add("clear", func(t *testing.T, x radix.Index) {
@@ -259,7 +259,7 @@ func stores(t *testing.T, x radix.Index, w kv.WorkerKey, local []uint64) {
 
 func matches(t testing.TB, x radix.Index, local []uint64, want ...kv.Match) {
 	t.Helper()
-	if got := x.Match(local, len(local), nil); !slices.Equal(got, want) {
+	if got := x.Match(local, len(local), kv.AllParts, nil); !slices.Equal(got, want) {
 		t.Fatalf("match of %d blocks: %v, want %v", len(local), got, want)
 	}
 }

@@ -20,18 +20,16 @@ func (s *source) before(o *source) bool {
 	return s.blocks > o.blocks || s.blocks == o.blocks && s.ahead < o.ahead
 }
 
-// notePulls counts the workers that pull. Once there are two, the index counts what they
-// can pull from each other.
+// notePulls notes whether there are two workers that pull: then lookups count what they can
+// pull from each other.
 func (r *Router) notePulls() {
-	r.pulling = 0
+	pulling := 0
 	for i := range r.targets {
 		if r.targets[i].Pulls() {
-			r.pulling++
+			pulling++
 		}
 	}
-	if r.pulling > 1 {
-		r.index.CountHosted()
-	}
+	r.pulls.Store(pulling > 1)
 }
 
 // findSources finds the two best workers to pull blocks of p from: the second one is the
@@ -39,7 +37,7 @@ func (r *Router) notePulls() {
 // Cordoned workers can be sources, ejected ones cannot.
 func (r *Router) findSources(p *prompt, now time.Time) {
 	p.sources = [2]source{}
-	if r.pulling < 2 || !p.Pulls || p.Leg != kv.LegWhole || p.Cached != nil {
+	if !r.pulls.Load() || !p.Pulls || p.Leg != kv.LegWhole || p.Cached != nil {
 		return
 	}
 	for i := range p.matches {

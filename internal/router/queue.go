@@ -296,7 +296,7 @@ func (r *Router) dequeue(w *waiter) bool {
 
 // lookUpAgain brings up to date what w's workers have of its prompt.
 func (r *Router) lookUpAgain(w *waiter) {
-	matches := r.match(nil, &w.prompt)
+	matches := r.match(nil, &w.prompt, r.parts())
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	w.prompt.matches, w.prompt.next = matches, 0

@@ -206,7 +206,7 @@ type Router struct {
 	unavailable map[uint64]bool      // cordoned by discovery
 	receipts    receipts             // of the last decisions, while requested
 	sessions    *sessions
-	pulling     int          // of targets, those that pull
+	pulls       atomic.Bool  // two workers at least can pull from each other
 	forecast    *policy.Work // knows how long the engine's passes take; the policy itself if it does
 }
 
@@ -519,7 +519,7 @@ func (r *Router) lookUp(request Request, scratch *workspace) (p prompt, d Decisi
 		p.lookahead = request.lookaheadHashes(r.index.Lookaheads(), r.blockSize)
 	}
 	hashed := r.now()
-	scratch.matches = r.match(scratch.matches[:0], &p)
+	scratch.matches = r.match(scratch.matches[:0], &p, r.parts())
 	p.matches = scratch.matches
 	lookedUp := r.now()
 	p.shared = r.settings.RouterAssumeKVReuse
@@ -536,14 +536,25 @@ func (r *Router) lookUp(request Request, scratch *workspace) (p prompt, d Decisi
 	return p, Decision{Tokens: p.tokens, HashTime: hashed.Sub(began), LookupTime: lookedUp.Sub(hashed), SequenceTime: sequenced.Sub(lookedUp)}
 }
 
+// parts returns the parts of a match that the choice of a worker needs.
+func (r *Router) parts() (parts kv.MatchParts) {
+	if r.traits.Staged {
+		parts |= kv.StagedPart
+	}
+	if r.pulls.Load() {
+		parts |= kv.HostedPart
+	}
+	return parts
+}
+
 // match appends to dst, by worker, how many leading blocks of p each has. A worker
 // with both kinds of blocks, of which one is assumed, has the longer match.
-func (r *Router) match(dst []kv.Match, p *prompt) []kv.Match {
+func (r *Router) match(dst []kv.Match, p *prompt, parts kv.MatchParts) []kv.Match {
 	start := len(dst)
-	dst = r.index.Match(p.local, r.usableOf(p), dst)
+	dst = r.index.Match(p.local, r.usableOf(p), parts, dst)
 	for _, local := range p.lookahead {
 		before := len(dst)
-		dst = r.index.Match(local, min(r.usableOf(p), len(local)), dst)
+		dst = r.index.Match(local, min(r.usableOf(p), len(local)), parts, dst)
 		if before > start && len(dst) > before {
 			dst = dst[:start+len(radix.Longest(dst[start:]))]
 		}
@@ -757,7 +768,7 @@ func (r *Router) Overlaps(request Request) (overlaps []Overlap, blocks int) {
 	}
 	p := prompt{Request: request, local: local, tokens: max(request.NumTokens, len(request.Tokens))}
 	p.lookahead = request.lookaheadHashes(r.index.Lookaheads(), r.blockSize)
-	matches := r.match(nil, &p)
+	matches := r.match(nil, &p, kv.StagedPart)
 	for _, t := range r.Targets() {
 		overlap := Overlap{Worker: t.Key}
 		if i := slices.IndexFunc(matches, func(m kv.Match) bool { return m.Worker == t.Key }); i >= 0 {

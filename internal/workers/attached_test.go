@@ -276,7 +276,7 @@ func TestWhatAWorkerReportsPlacesItsBlocks(t *testing.T) {
 	local := kv.HashBlocks(nil, testkit.PromptTokens(1, 9), testkit.BlockSize, "", "")
 	testkit.Settles(t, func() error {
 		for blocks, want := range map[int]int{3: 0, 4: 4, 7: 4, 8: 8, 9: 9} {
-			found := f.index.Match(local[:blocks], blocks, nil)
+			found := f.index.Match(local[:blocks], blocks, kv.AllParts, nil)
 			if want == 0 && len(found) > 0 && found[0].Blocks > 0 || want > 0 && (len(found) != 1 || found[0].Blocks != want) {
 				return fmt.Errorf("of %d blocks: %+v, want %d", blocks, found, want)
 			}

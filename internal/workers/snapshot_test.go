@@ -83,7 +83,7 @@ func (e *snapshotEngine) restart() {
 func (e *snapshotEngine) compare(index radix.Index) (wrong, known, all int) {
 	for number := range snapshotPrompts {
 		local := kv.HashBlocks(nil, testkit.PromptTokens(number, snapshotBlocks), testkit.BlockSize, "", "")
-		for _, match := range index.Match(local, len(local), nil) {
+		for _, match := range index.Match(local, len(local), kv.AllParts, nil) {
 			if match.Worker.Worker == e.id {
 				wrong += max(0, match.Blocks-e.held[number])
 				known += min(match.Blocks, e.held[number])

@@ -574,7 +574,7 @@ func (w *world) stale(n *node, worker *worker) string {
 	}
 	var held []kv.Match
 	for at, prompt := range w.prompts {
-		held = n.tree.Match(prompt.local, len(prompt.local), held[:0])
+		held = n.tree.Match(prompt.local, len(prompt.local), kv.AllParts, held[:0])
 		for _, m := range held {
 			if m.Worker != worker.key() {
 				continue

@@ -102,7 +102,7 @@ func (f *Follower) Holds(t *testing.T, number, n, want int) {
 	got := -1
 	f.Until(t, func() bool {
 		got = 0
-		for _, m := range f.index.Match(local, len(local), nil) {
+		for _, m := range f.index.Match(local, len(local), 0, nil) {
 			if m.Worker == testkit.EventWorker {
 				got = m.Blocks
 			}
