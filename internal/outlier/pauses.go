@@ -27,13 +27,16 @@ func (d *Detector) Pressed(a Attempt, pause time.Duration, now time.Time) (held 
 		if pause <= 0 {
 			until = w.pressed.Add(min(firstGuess<<min(w.presses-1, 10), longestGuess))
 		}
-		if w.held.IsZero() || w.suspect || w.silent {
+		if w.suspect || w.silent {
+			w.unhold()
+		}
+		if w.held.IsZero() {
 			w.heldBy, w.asked = a.Client, now
 		} else if w.heldBy != a.Client {
 			w.heldBy = ""
 		}
-		if until.After(w.held) || w.suspect || w.silent {
-			w.held, w.suspect, w.silent = until, false, false
+		if until.After(w.held) {
+			w.held = until
 		}
 	})
 	d.Ended(a)
@@ -101,7 +104,8 @@ func (d *Detector) AskFailed(a Attempt, now time.Time) {
 	}
 	w.askFailed = now
 	if now.Sub(a.Sent) >= askedSlowly && w.phase == phaseIn && d.settings.EjectAfter > 0 && now.Add(askedFor).After(w.held) {
-		w.held, w.heldBy, w.silent, w.asked = now.Add(askedFor), a.Client, true, time.Time{}
+		w.silent = w.silent || w.held.IsZero() // an answer does not end a pause for another reason
+		w.held, w.heldBy, w.asked = now.Add(askedFor), a.Client, time.Time{}
 		d.recount()
 	}
 }
