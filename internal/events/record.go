@@ -255,8 +255,8 @@ func (r *Recording) RestoreLower(w kv.WorkerKey, chunk int, doubtful bool, store
 }
 
 // SettleLower settles and records a doubt.
-func (r *Recording) SettleLower(w kv.WorkerKey, held bool) (settled bool) {
-	if settled = r.Index.SettleLower(w, held); settled {
+func (r *Recording) SettleLower(w kv.WorkerKey, doubt uint32, held bool) (settled bool) {
+	if settled = r.Index.SettleLower(w, doubt, held); settled {
 		r.note(w, recordedData{Lower: &lowerChange{Settled: &held}}, 0)
 	}
 	return settled

@@ -68,7 +68,7 @@ func (c *lowerChange) apply(index radix.Index, w kv.WorkerKey) (unknown int, err
 		return 0, nil
 	}
 	if c.Settled != nil {
-		index.SettleLower(w, *c.Settled)
+		index.SettleLower(w, index.LowerOf(w).Doubt, *c.Settled)
 		return 0, nil
 	}
 	if c.blocks() == 0 {

@@ -256,6 +256,4 @@ func TestStoresAreReadByAllThatNameThem(t *testing.T) {
 	holds("the first is gone", map[uint64]int{2: 6})
 	streams[2].Apply(1, testkit.Payload(t, 1, in(in(testkit.RemovedEvent(1, 4, 6), "medium", "STORAGE"), "locality", "REMOTE")), true)
 	holds("the store has removed", map[uint64]int{2: 4})
-	index.SettleLower(kv.WorkerKey{Worker: 2}, false)
-	holds("an answer has found nothing", map[uint64]int{})
 }

@@ -157,7 +157,7 @@ func TestTiersAreDoubtfulAfterAReset(t *testing.T) {
 	}
 	state := func() string {
 		l := index.LowerOf(testkit.EventWorker)
-		return fmt.Sprint(index.Blocks(testkit.EventWorker), l.Own.Host, l.Doubtful)
+		return fmt.Sprint(index.Blocks(testkit.EventWorker), l.Own.Host, l.Doubt != 0)
 	}
 	want := func(when, want string) {
 		t.Helper()
@@ -169,17 +169,22 @@ func TestTiersAreDoubtfulAfterAReset(t *testing.T) {
 	want("stored", "2 2 false")
 	apply(17) // reset of the device
 	want("reset", "0 2 true")
-	if !index.SettleLower(testkit.EventWorker, true) {
+	doubt := index.LowerOf(testkit.EventWorker).Doubt
+	if !index.SettleLower(testkit.EventWorker, doubt, true) {
 		t.Error("an answer settles nothing")
 	}
 	apply(18)
 	want("loaded again", "15 2 false")
 	apply(19) // reset of all, and the prompt is computed again
 	want("reset of all", "15 2 true")
-	index.SettleLower(testkit.EventWorker, false)
+	index.SettleLower(testkit.EventWorker, doubt, false)
+	want("an answer of before the reset", "15 2 true")
+	doubt = index.LowerOf(testkit.EventWorker).Doubt
+	index.SettleLower(testkit.EventWorker, doubt, false)
 	want("an answer found nothing", "15 0 false")
 	apply(20)
-	want("stored again", "15 15 false")
+	index.SettleLower(testkit.EventWorker, doubt, false)
+	want("stored again, and a later answer found nothing, too", "15 15 false")
 	if !slices.Equal(index.Workers(), []kv.WorkerKey{testkit.EventWorker}) {
 		t.Errorf("workers %v", index.Workers())
 	}

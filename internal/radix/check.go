@@ -333,7 +333,7 @@ func (r *Tree) checkLower(uses []int) error {
 			if slot == noSlot {
 				continue
 			}
-			if !lower.doubtful || lower.own[i] == noSlot {
+			if lower.doubt == 0 || lower.own[i] == noSlot {
 				return fmt.Errorf("worker %v is sure of blocks of a tier that is not doubtful", p.key)
 			}
 			for _, h := range r.appendHeld(nil, slot, kv.LowerTiers[i], -1, r.slots[slot].blocks.Len()) {

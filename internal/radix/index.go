@@ -43,7 +43,7 @@ type Index interface {
 	RemoveLower(at LowerTier, engine []uint64) (unknown int)
 	ClearDevice(w kv.WorkerKey, host bool)
 	SetChunk(w kv.WorkerKey, blocks int)
-	SettleLower(w kv.WorkerKey, held bool) (settled bool)
+	SettleLower(w kv.WorkerKey, doubt uint32, held bool) (settled bool)
 	LowerOf(w kv.WorkerKey) LowerState
 	DumpLowerOf(w kv.WorkerKey) LowerDump
 	RestoreLower(w kv.WorkerKey, chunk int, doubtful bool, stores []string)

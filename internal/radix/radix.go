@@ -103,6 +103,7 @@ type Tree struct {
 	stores               []*sharedStore // those with readers
 	lowerHeld, lowerMost int            // blocks of all lower tiers, and their maximum
 	lowerLost            int            // blocks dropped for the bounds so far
+	doubts               uint32         // about lower tiers so far
 	readers              bool           // some worker may have ready blocks, because of a store
 
 	lookaheads atomic.Pointer[[]kv.Lookahead] // of LookaheadStored

@@ -43,7 +43,7 @@ func (r *Tree) DumpLowerOf(w kv.WorkerKey) (d LowerDump) {
 		return d
 	}
 	lower := r.slots[slot].lower
-	d.Chunk, d.Doubtful = lower.chunk, lower.doubtful
+	d.Chunk, d.Doubtful = lower.chunk, lower.doubt != 0
 	left := maxDumpedLower
 	held := r.appendHeld(nil, slot, kv.Device, -1, r.slots[slot].blocks.Len())
 	device := len(held)

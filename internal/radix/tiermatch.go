@@ -37,7 +37,7 @@ func (l *lowerTiers) read(m *kv.Match, walked *path, end int) {
 		}
 		until := min(end, walked.end(i))
 		add(&m.Lower, tier, until-at)
-		sure = sure && tier == kv.Host && (!l.doubtful || hasSlot(words, l.sure[kv.Host-1]))
+		sure = sure && tier == kv.Host && (l.doubt == 0 || hasSlot(words, l.sure[kv.Host-1]))
 		if sure {
 			m.Sure += int32(until - at)
 		}
@@ -76,7 +76,7 @@ func (l *lowerTiers) readChunks(m *kv.Match, walked *path, usable int) {
 // tiers, blocks alone, and none that may have been emptied.
 func (l *lowerTiers) stagedRun(walked *path, at int) (staged kv.LowerBlocks) {
 	own := &l.own
-	if l.doubtful {
+	if l.doubt != 0 {
 		own = &l.sure
 	}
 	for place, tier := range kv.LowerTiers {
@@ -96,7 +96,7 @@ func (l *lowerTiers) stagedRun(walked *path, at int) (staged kv.LowerBlocks) {
 // hostedRun returns kv.Match.Hosted. Chunks that are not whole cannot be looked up.
 func (l *lowerTiers) hostedRun(walked *path) (blocks int) {
 	slot := l.own[kv.Host-1]
-	if l.doubtful {
+	if l.doubt != 0 {
 		slot = l.sure[kv.Host-1]
 	}
 	for blocks < walked.length {

@@ -57,11 +57,11 @@ type lowerTiers struct {
 	present []presentTier
 	// chunk is the number of blocks that the engine loads whole or not at all; 0: one.
 	chunk int
-	// doubtful means that the own tiers may have been emptied without an event. What they
-	// have stored since is in sure, too.
-	doubtful bool
-	sure     tierSlots
-	waiting  waiting
+	// doubt is the number of the last reset after which the own tiers may have been emptied
+	// without an event; 0: they were not. What they have stored since is in sure, too.
+	doubt   uint32
+	sure    tierSlots
+	waiting waiting
 }
 
 // presentTier is a tier that holds blocks.
@@ -82,9 +82,11 @@ type LowerState struct {
 	Own    kv.LowerBlocks
 	Shared kv.LowerBlocks // of the stores that it reads
 	// Waiting is the number of blocks whose place in a prompt is not known yet.
-	Waiting  int
-	Chunk    int // blocks that are loaded whole or not at all; 0: one
-	Doubtful bool
+	Waiting int
+	Chunk   int // blocks that are loaded whole or not at all; 0: one
+	// Doubt is not 0 if the own tiers may have been emptied without an event: the number of
+	// this doubt, for SettleLower.
+	Doubt uint32
 }
 
 // StoreLower records that a lower tier now holds blocks, one after the other, the first
@@ -350,7 +352,7 @@ func (r *Tree) holdAt(first uint32, store *sharedStore, at LowerTier, engine uin
 	if store != nil {
 		slots = &store.slots
 		again = true // several workers may announce it
-	} else if lower.doubtful {
+	} else if lower.doubt != 0 {
 		if lower.sure[at.Tier-1] == noSlot {
 			lower.sure[at.Tier-1] = r.newSlot()
 		}
@@ -513,7 +515,11 @@ func (r *Tree) ClearDevice(w kv.WorkerKey, host bool) {
 
 // doubt sets whether all blocks of the own tiers are doubtful, or none is.
 func (r *Tree) doubt(lower *lowerTiers, doubtful bool) {
-	lower.doubtful = doubtful
+	lower.doubt = 0
+	if doubtful {
+		r.doubts++
+		lower.doubt = r.doubts
+	}
 	for i := range lower.sure {
 		r.emptyTier(&lower.sure[i])
 	}
@@ -522,11 +528,12 @@ func (r *Tree) doubt(lower *lowerTiers, doubtful bool) {
 	}
 }
 
-// SettleLower ends the doubt about the lower tiers of w: an answer has shown whether they
-// still have what a Match counted and was not sure of. If not, they have what they stored
-// since the doubt began, and w reads no store until it names a block of one. It returns
-// whether there was anything to settle.
-func (r *Tree) SettleLower(w kv.WorkerKey, held bool) (settled bool) {
+// SettleLower ends the doubt of that number about the lower tiers of w: an answer has shown
+// whether they still have what a Match counted and was not sure of. If not, they have what
+// they stored since the doubt began, and w reads no store until it names a block of one. It
+// returns false, and does nothing, if this is not the doubt: of several answers that show
+// the same, the first settles it, and what was stored after it stays.
+func (r *Tree) SettleLower(w kv.WorkerKey, doubt uint32, held bool) (settled bool) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	slot, known := r.slot(w)
@@ -534,20 +541,20 @@ func (r *Tree) SettleLower(w kv.WorkerKey, held bool) (settled bool) {
 		return false
 	}
 	lower := r.slots[slot].lower
+	if doubt == 0 || doubt != lower.doubt {
+		return false
+	}
 	if held {
-		settled = lower.doubtful
 		r.doubt(lower, false)
-		return settled
+		return true
 	}
-	if settled = lower.own != noSlots() || len(lower.stores) > 0; settled {
-		left := &lowerTiers{own: lower.sure, sure: noSlots(), chunk: lower.chunk}
-		lower.sure = noSlots()
-		r.forgetLower(slot)
-		left.relist()
-		r.slots[slot].lower = left
-		r.lowered++
-	}
-	return settled
+	left := &lowerTiers{own: lower.sure, sure: noSlots(), chunk: lower.chunk}
+	lower.sure = noSlots()
+	r.forgetLower(slot)
+	left.relist()
+	r.slots[slot].lower = left
+	r.lowered++
+	return true
 }
 
 // SetChunk sets the number of blocks that the engine of w loads from its lower tiers whole
@@ -592,7 +599,7 @@ func (r *Tree) LowerOf(w kv.WorkerKey) (state LowerState) {
 		}
 		return b
 	}
-	state = LowerState{Own: count(&lower.own), Waiting: len(lower.waiting.blocks), Chunk: lower.chunk, Doubtful: lower.doubtful}
+	state = LowerState{Own: count(&lower.own), Waiting: len(lower.waiting.blocks), Chunk: lower.chunk, Doubt: lower.doubt}
 	for _, s := range lower.stores {
 		b := count(&s.slots)
 		state.Shared.Host += b.Host

@@ -239,7 +239,19 @@ func TestTiersMatchAsTheModel(t *testing.T) {
 					}
 				case 1:
 					held := rapid.Bool().Draw(t, "held")
-					r.SettleLower(key, held)
+					doubt, current := r.LowerOf(key).Doubt, rapid.Bool().Draw(t, "current")
+					if (doubt != 0) != w.doubtful {
+						t.Fatalf("doubt %d, want one: %v", doubt, w.doubtful)
+					}
+					if !current {
+						doubt = rapid.Uint32Max(doubt).Draw(t, "earlier doubt") - 1
+					}
+					settles := current && w.doubtful
+					if got := r.SettleLower(key, doubt, held); got != settles {
+						t.Fatalf("settled: %v, want %v", got, settles)
+					} else if !settles {
+						continue
+					}
 					if !held {
 						for tier, sure := range w.sure {
 							maps.DeleteFunc(w.own(tier), func(h uint64, _ int) bool { return !sure[h] })

@@ -26,7 +26,7 @@ type Booking struct {
 	device        int            // blocks that the worker was expected to find on its device
 	lower         kv.LowerBlocks // blocks that it was expected to load
 	loads         kv.TierTokens  // the same in tokens
-	doubtful      bool           // its lower tiers may have been emptied
+	doubt         uint32         // the number of the doubt about its lower tiers; 0: none
 	sure          kv.LowerBlocks // those of lower that are then still there
 	pull          policy.Pull    // what it is to pull from another worker; Tokens 0: nothing
 	expected      int            // tokens of the answer; 0: unknown
@@ -156,8 +156,8 @@ func (b *Booking) came(blocks int, tiers kv.TierTokens) {
 	} else {
 		known.Came(b.lower, blocks-b.device)
 	}
-	if b.doubtful {
-		b.router.index.SettleLower(b.worker, blocks > b.device+b.sure.Total())
+	if b.doubt != 0 {
+		b.router.index.SettleLower(b.worker, b.doubt, blocks > b.device+b.sure.Total())
 	}
 }
 

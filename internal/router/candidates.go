@@ -132,7 +132,7 @@ func (r *Router) candidate(c *policy.Candidate, p *prompt, at int, now time.Time
 // A match is also doubtful for blocks of which no engine announces the removal: how many
 // of these come is what policies learn.
 func (r *Router) doubts(m *kv.Match) bool {
-	return m.Doubtful() && (m.Lower.Disk+m.Lower.External == 0 || r.index.LowerOf(m.Worker).Doubtful)
+	return m.Doubtful() && (m.Lower.Disk+m.Lower.External == 0 || r.index.LowerOf(m.Worker).Doubt != 0)
 }
 
 // counted returns the blocks in lower tiers that the policy counts.

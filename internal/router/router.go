@@ -668,7 +668,10 @@ func (r *Router) book(p *prompt, c *policy.Candidate, now time.Time) *Booking {
 		assumed: r.assume(c.Target.Key, p), cached: -1, generation: c.Target.Generation, trial: r.outliers.Begin(c.Target.Key, now),
 	}
 	b.device, b.lower = r.finds(p, c)
-	b.loads, b.doubtful = b.lower.Tokens(r.blockSize), c.Doubtful
+	b.loads = b.lower.Tokens(r.blockSize)
+	if c.Doubtful {
+		b.doubt = r.index.LowerOf(b.worker).Doubt
+	}
 	b.sure, _ = p.certain(c, b.device, b.lower)
 	if c.Pull.Tokens > 0 {
 		b.pull, b.pulled = c.Pull, policy.PullUnreported

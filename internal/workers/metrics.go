@@ -117,7 +117,7 @@ func NewCollector(names *kv.Names, samples func() []Sample) prometheus.Collector
 			}
 			if len(s.LowerCount) > 0 {
 				out.Show(waiting, float64(s.Lower.Waiting), rank...)
-				out.Show(doubtful, metrics.Bool(s.Lower.Doubtful), rank...)
+				out.Show(doubtful, metrics.Bool(s.Lower.Doubt != 0), rank...)
 			}
 			show := func(event, status string, count uint64) {
 				out.Show(applied, float64(count), append(rank, event, status)...)

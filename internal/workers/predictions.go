@@ -169,7 +169,7 @@ func (e *Exactness) addLower(s radix.LowerState) {
 	t.Shared += s.Shared.Total()
 	t.Waiting += s.Waiting
 	t.Chunk = max(t.Chunk, s.Chunk)
-	t.Doubtful = t.Doubtful || s.Doubtful
+	t.Doubtful = t.Doubtful || s.Doubt != 0
 }
 
 // doubt returns why the predictions by a stream may not be exact; empty: there is no reason
