@@ -2,6 +2,7 @@ package radix
 
 import (
 	"kvrouter/internal/kv"
+	"kvrouter/internal/sets"
 )
 
 // matchLower continues the match of a worker, which is dst[start] if it has any, in the
@@ -61,7 +62,7 @@ func (r *Tree) matchLower(p *workerPlace, walked *path, usable, whole, start int
 			// The chunk is where its last block is.
 			from, to := max(at, held), min(at+chunk, usable)
 			last := walked.runs[walked.runAt(at+chunk-1)].set
-			add(&found, lower.fastest(walked.sets.words(last)), to-from)
+			add(&found, lower.fastest(walked.sets.Words(last)), to-from)
 			end = at + chunk
 		}
 		if end-held < chunk {
@@ -89,7 +90,7 @@ func (r *Tree) stagedRun(lower *lowerTiers, walked *path, at, end int) (staged k
 	for place, tier := range kv.LowerTiers {
 		for at < end {
 			run := walked.runAt(at)
-			if !hasSlot(walked.sets.words(walked.runs[run].set), own[place]) {
+			if !sets.Has(walked.sets.Words(walked.runs[run].set), own[place]) {
 				break
 			}
 			until := end
@@ -111,7 +112,7 @@ func (r *Tree) hostedRun(lower *lowerTiers, walked *path, end int) (blocks int) 
 	}
 	for blocks < end {
 		run := walked.runAt(blocks)
-		if !hasSlot(walked.sets.words(walked.runs[run].set), slot) {
+		if !sets.Has(walked.sets.Words(walked.runs[run].set), slot) {
 			break
 		}
 		blocks = end
@@ -135,7 +136,7 @@ func (r *Tree) CountHosted() {
 // gone without an event: no engine announces what it removes from files or from a store.
 func (r *Tree) runLower(lower *lowerTiers, walked *path, at, end int, found *kv.LowerBlocks, sure *int) int {
 	for i := walked.runAt(at); at < end; i++ {
-		words := walked.sets.words(walked.runs[i].set)
+		words := walked.sets.Words(walked.runs[i].set)
 		tier := lower.fastest(words)
 		if tier == kv.Device {
 			return at
@@ -145,7 +146,7 @@ func (r *Tree) runLower(lower *lowerTiers, walked *path, at, end int, found *kv.
 			until = min(end, walked.runs[i+1].start)
 		}
 		add(found, tier, until-at)
-		if *sure == at && tier == kv.Host && (!lower.doubtful || hasSlot(words, lower.sure[kv.Host-1])) {
+		if *sure == at && tier == kv.Host && (!lower.doubtful || sets.Has(words, lower.sure[kv.Host-1])) {
 			*sure = until
 		}
 		at = until
@@ -156,7 +157,7 @@ func (r *Tree) runLower(lower *lowerTiers, walked *path, at, end int, found *kv.
 // fastest returns the fastest lower tier among slots, kv.Device if none is.
 func (l *lowerTiers) fastest(slots []uint64) kv.Tier {
 	for _, t := range l.present {
-		if hasSlot(slots, t.slot) {
+		if sets.Has(slots, t.slot) {
 			return t.tier
 		}
 	}

@@ -5,6 +5,7 @@ import (
 	"flag"
 	"fmt"
 	"os"
+	"runtime"
 	"slices"
 	"strconv"
 	"testing"
@@ -26,7 +27,7 @@ const (
 
 // growthSizes are the numbers of workers and of blocks that are measured.
 var (
-	growthWorkers = []int{8, 64, 512}
+	growthWorkers = []int{8, 64, 512, 2048, 4096}
 	growthBlocks  = []int{10_000, 100_000, 1_000_000}
 
 	growthPolicies = []string{"work", "kv", "standalone"}
@@ -220,6 +221,24 @@ func benchStore(b *testing.B, n, blocks int) {
 		if unknown := tree.Remove(w, engine); unknown > 0 {
 			b.Fatalf("%d blocks were unknown", unknown)
 		}
+	}
+}
+
+// BenchmarkGrowthBooks books the two requests of each worker. The memory is that of a
+// block in flight.
+func BenchmarkGrowthBooks(b *testing.B) {
+	for _, n := range growthWorkers {
+		b.Run(fmt.Sprintf("workers=%d", n), func(b *testing.B) {
+			index, bytes := growthIndex(b, n, 0), uint64(0)
+			defer reportCPU(b)()
+			for b.Loop() {
+				before := testkit.LiveHeap()
+				r := growthRouter(b, "work", index, n)
+				bytes += testkit.LiveHeap() - before
+				runtime.KeepAlive(r)
+			}
+			b.ReportMetric(float64(bytes)/float64(b.N)/float64(2*n*growthPrompt), "bytes/block")
+		})
 	}
 }
 
