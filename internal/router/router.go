@@ -453,6 +453,13 @@ func (r *Router) ranksOf(worker uint64) []kv.Target {
 	return r.targets[first:end]
 }
 
+// Ranks returns the ranks of a worker that are up, in order.
+func (r *Router) Ranks(worker uint64) []kv.Target {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	return slices.Clone(r.ranksOf(worker))
+}
+
 // Load returns the load of w.
 func (r *Router) Load(w kv.WorkerKey) policy.Load {
 	r.mu.Lock()

@@ -409,16 +409,30 @@ func (f *Fleet) Workers() []Status {
 	workers := f.all()
 	list := make([]Status, 0, len(workers))
 	for _, w := range workers {
-		status := w.current()
-		w.mu.Lock()
-		var why string
-		status.Exactness, why = w.exactness()
-		status.Predictions = cmp.Or(status.Predictions, why)
-		w.mu.Unlock()
-		status.Ranks, status.Models = slices.Clone(status.Ranks), slices.Clone(status.Models)
-		list = append(list, status)
+		list = append(list, w.shown())
 	}
 	return list
+}
+
+// Worker returns the state of one worker; not ok: there is none with that id.
+func (f *Fleet) Worker(id uint64) (status Status, ok bool) {
+	members := f.all()
+	if at := slices.IndexFunc(members, func(w *worker) bool { return w.id == id }); at >= 0 {
+		return members[at].shown(), true
+	}
+	return status, false
+}
+
+// shown returns the worker's status with what its ranks say of their predictions.
+func (w *worker) shown() Status {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	status := w.status
+	var why string
+	status.Exactness, why = w.exactness()
+	status.Predictions = cmp.Or(status.Predictions, why)
+	status.Ranks, status.Models = slices.Clone(status.Ranks), slices.Clone(status.Models)
+	return status
 }
 
 // Streams returns the counters of all running event streams.
