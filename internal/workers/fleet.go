@@ -132,6 +132,7 @@ type timing struct {
 	selfLimit     time.Duration // for the check whether an address is this router's
 	hangLimit     time.Duration // a started worker that is down for longer is killed
 	modelsEvery   time.Duration // between looks at its models
+	restEvery     time.Duration // between polls of an idle worker's load, for each unhurried workers
 	lookEvery     time.Duration // minimum between looks that requests cause
 	lookLimit     time.Duration // for such a look
 	stopLimit     time.Duration // between SIGTERM and SIGKILL
@@ -150,7 +151,7 @@ func defaultTiming() timing {
 	return timing{
 		readyPoll: 250 * time.Millisecond, healthEvery: 2 * time.Second, firstLook: 250 * time.Millisecond, missPause: 750 * time.Millisecond,
 		healthLimit: 1500 * time.Millisecond, healthMisses: 3, selfLimit: 250 * time.Millisecond,
-		modelsEvery: 10 * time.Second, lookEvery: time.Second, lookLimit: 2 * time.Second,
+		modelsEvery: 10 * time.Second, restEvery: 3 * time.Second, lookEvery: time.Second, lookLimit: 2 * time.Second,
 		hangLimit: 60 * time.Second, stopLimit: 10 * time.Second,
 		backoffFirst: time.Second, backoffReset: 60 * time.Second,
 		progressEvery: 10 * time.Second, silentAfter: 10 * time.Second,
