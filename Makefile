@@ -127,7 +127,7 @@ index-bench: ## Benchmark the index with a trace of 128 workers: event rate, loo
 	@scripts/build-native.sh
 	go test -run '^$$' -bench '^BenchmarkIndexTrace$$' -benchtime 1x -timeout 30m ./internal/radix
 
-growth: ## Measure scaling to 512 workers and 1 M blocks: out/growth.csv, docs/growth.svg (10 minutes)
+growth: ## Measure scaling to 4,096 workers and 10 M blocks: out/growth.csv, docs/growth.svg (about 30 minutes, 4 GB)
 	@scripts/build-native.sh
 	@mkdir -p out && rm -f out/growth.csv
 	KVROUTER_GROWTH=$(CURDIR)/out/growth.csv go test -run '^TestGrowth' -p 1 -timeout 60m ./internal/router ./test

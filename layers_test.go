@@ -15,16 +15,16 @@ import (
 // not in the table is a shortcut, even where the compiler would take it.
 var layers = []map[string]string{
 	{ // mechanisms that others use
-		"metrics": "",
+		"metrics": "", "table": "",
 	},
 	{ // words and mechanisms
-		"kv": "", "guard": "metrics", "table": "",
+		"kv": "", "guard": "metrics", "sets": "table",
 		"blockpool": "", "zmq": "", "jsonbody": "",
 		"jsonlines": "", "web": "", "settings": "",
 		"logs": "", "manual": "", "textfile": "", "fair": "",
 	},
 	{ // knowing
-		"hints": "fair jsonbody kv", "radix": "blockpool kv table", "engine": "blockpool kv",
+		"hints": "fair jsonbody kv", "radix": "blockpool kv sets table", "engine": "blockpool kv",
 		"chat": "guard jsonbody", "encode": "guard", "keys": "fair textfile web", "reload": "textfile",
 	},
 	{ // prompts
@@ -40,7 +40,7 @@ var layers = []map[string]string{
 		"policies": "policy thompson",
 	},
 	{ // deciding, starting
-		"router": "fair hints kv outlier policy radix table", "process": "events kv",
+		"router": "fair hints kv outlier policy radix sets table", "process": "events kv",
 		"probe": "events guard kv policy web zmq",
 	},
 	{ // following

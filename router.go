@@ -103,7 +103,7 @@ func build(ctx context.Context, config Config, log *slog.Logger) (*app, error) {
 	if r.tracer, err = tracing.Open(settings.Version(), log); err != nil {
 		return nil, err
 	}
-	r.telemetry = telemetry.New(telemetry.Deps{Names: r.router.Names(), Fleet: r.fleet.IDs, Thompson: r.router, Exemplars: r.tracer != nil, Compared: r.fleet.Compared})
+	r.telemetry = telemetry.New(telemetry.Deps{Names: r.router.Names(), Fleet: r.fleet.IDs, Thompson: r.router, Exemplars: r.tracer != nil, Compared: r.fleet.Compared, Workers: config.MetricsLimit})
 	r.proxy = proxy.New(config.proxySettings(), proxy.Deps{
 		Observer: r.telemetry, Failed: r.fleet.ReportFailure, Names: r.router.Names(), Hop: config.Hop, Transport: web.NewTransport(config.WorkerTLS), Log: log,
 	})
@@ -130,7 +130,8 @@ func build(ctx context.Context, config Config, log *slog.Logger) (*app, error) {
 		}
 	}
 	samples := func() []workers.Sample { return r.fleet.Samples(r.models) }
-	r.telemetry.Register(workers.NewCollector(r.router.Names(), samples), models.NewCollector(r.models), guard.NewCollector(r.edges), keys.NewCollector(r.keys), r.tenants.Collector(), logs.NewCollector(log), telemetry.NewLostLines(r.recorder, r.recording))
+	shown := func() map[uint64]bool { return r.models.Busiest(r.fleet.IDs(), config.MetricsLimit) }
+	r.telemetry.Register(workers.NewCollector(r.router.Names(), samples, shown), models.NewCollector(r.models, shown), guard.NewCollector(r.edges), keys.NewCollector(r.keys), r.tenants.Collector(), logs.NewCollector(log), telemetry.NewLostLines(r.recorder, r.recording))
 	r.telemetry.Register(r.bodies.Collectors()...)
 	r.telemetry.Register(r.reloads.Collectors()...)
 	r.telemetry.Register(r.tracer.Collectors()...)

@@ -41,7 +41,7 @@ func (p *Work) overdue(now time.Time, load *Load) (waits int, late float64) {
 		tokens := max(oldest.Queued, oldest.Tokens)
 		passes := float64(2 + wholePasses(tokens)) // one runs when it is sent
 		due := passes*(p.Timing.Pass+p.Timing.Decoding(load.ContextTokens)) + p.Timing.Token*float64(tokens)
-		if oldest.loads() {
+		if oldest.Fetches() {
 			due += p.loadsOf(load.Tiers, oldest.Loads) + p.pullsOf(load.Tiers, oldest.Pulled)
 		}
 		if late = milliseconds(now.Sub(oldest.Sent)) - due; late < (overduePrompts-1)*due {

@@ -2,6 +2,7 @@ package radix
 
 import (
 	"kvrouter/internal/kv"
+	"kvrouter/internal/sets"
 )
 
 // matchLower continues the match of a worker, which is dst[start] if it has any, in the
@@ -67,7 +68,7 @@ func (l *lowerTiers) readChunks(walked *path, held, usable, most int, found *kv.
 		}
 		// The chunk is where its last block is.
 		last := walked.runs[walked.runAt(to-1)].set
-		add(&all, l.fastest(walked.sets.words(last)), min(to, usable)-max(at, held))
+		add(&all, l.fastest(walked.sets.Words(last)), min(to, usable)-max(at, held))
 		end = to
 	}
 	if end-held < chunk {
@@ -83,14 +84,14 @@ func (l *lowerTiers) readChunks(walked *path, held, usable, most int, found *kv.
 func (l *lowerTiers) read(walked *path, from, end int, found *kv.LowerBlocks) (at, sure int) {
 	at, sure = from, from
 	for i := walked.runAt(from); at < end; i++ {
-		words := walked.sets.words(walked.runs[i].set)
+		words := walked.sets.Words(walked.runs[i].set)
 		tier := l.fastest(words)
 		if tier == kv.Device {
 			break
 		}
 		until := min(end, walked.end(i))
 		add(found, tier, until-at)
-		if sure == at && tier == kv.Host && (!l.doubtful || hasSlot(words, l.sure[kv.Host-1])) {
+		if sure == at && tier == kv.Host && (!l.doubtful || sets.Has(words, l.sure[kv.Host-1])) {
 			sure = until
 		}
 		at = until
@@ -108,7 +109,7 @@ func stagedRun(lower *lowerTiers, walked *path, at, end int) (staged kv.LowerBlo
 	for place, tier := range kv.LowerTiers {
 		for at < end {
 			run := walked.runAt(at)
-			if !hasSlot(walked.sets.words(walked.runs[run].set), own[place]) {
+			if !sets.Has(walked.sets.Words(walked.runs[run].set), own[place]) {
 				break
 			}
 			until := min(end, walked.end(run))
@@ -127,7 +128,7 @@ func hostedRun(lower *lowerTiers, walked *path, end int) (blocks int) {
 	}
 	for blocks < end {
 		run := walked.runAt(blocks)
-		if !hasSlot(walked.sets.words(walked.runs[run].set), slot) {
+		if !sets.Has(walked.sets.Words(walked.runs[run].set), slot) {
 			break
 		}
 		blocks = min(end, walked.end(run))
@@ -139,7 +140,7 @@ func hostedRun(lower *lowerTiers, walked *path, end int) (blocks int) {
 // fastest returns the fastest lower tier among slots, kv.Device if none is.
 func (l *lowerTiers) fastest(slots []uint64) kv.Tier {
 	for _, t := range l.present {
-		if hasSlot(slots, t.slot) {
+		if sets.Has(slots, t.slot) {
 			return t.tier
 		}
 	}

@@ -66,7 +66,7 @@ func (r *Router) answerOf(p *prompt) float64 {
 }
 
 // charge charges the tenant of p for what it is predicted to cost on the candidate, where b
-// has been booked.
+// is about to be booked.
 func (r *Router) charge(b *Booking, p *prompt, c *policy.Candidate) {
 	b.price = r.priceOn(p, c)
 	b.expects = r.answerOf(p)
@@ -156,7 +156,7 @@ func (r *Router) enqueueFairly(p *prompt, now time.Time) (*waiter, error) {
 func (r *Router) firstTokenIn(it *fair.Item[*waiter], uncached int, now time.Time) time.Duration {
 	room := time.Duration(-1)
 	for i := range r.candidates {
-		if wait := r.forecast.Wait(now, &r.candidates[i].Load); room < 0 || wait < room {
+		if wait := r.forecast.Wait(now, r.candidates[i].Load); room < 0 || wait < room {
 			room = wait
 		}
 	}

@@ -187,6 +187,13 @@ func (r *Router) Outliers() (list []outlier.Record, panicking bool) {
 	return r.outliers.Records(r.now()), r.outliers.Panic()
 }
 
+// Outlier returns the state of w; not ok: it is not up.
+func (r *Router) Outlier(w kv.WorkerKey) (record outlier.Record, ok bool) {
+	r.mu.Lock()
+	defer r.unlock()
+	return r.outliers.Record(w, r.now())
+}
+
 // Discredited returns the number of clients whose failures count against no worker now.
 func (r *Router) Discredited() int {
 	r.mu.Lock()

@@ -129,7 +129,7 @@ func (r *Router) queueScore(p *prompt, uncached int, now time.Time) float64 {
 // hasCapacity reports whether a candidate may get one more request.
 func (r *Router) hasCapacity(c *policy.Candidate, now time.Time) bool {
 	if r.fair != nil && r.settings.RouterQueueThreshold == nil {
-		return r.hasRoom(c.Target, &c.Load, now)
+		return r.hasRoom(c.Target, c.Load, now)
 	}
 	threshold := r.settings.RouterQueueThreshold
 	return threshold == nil || c.Target.MaxBatchedTokens <= 0 || float64(c.Load.PrefillTokens) <= *threshold*float64(c.Target.MaxBatchedTokens)
@@ -236,7 +236,7 @@ func (r *Router) anyCapacity(now time.Time) bool {
 	var c policy.Candidate
 	for i := range r.targets {
 		if c.Target = &r.targets[i]; !c.Target.Cordoned {
-			if r.targetLoads[i].asOf(now, &c.Load); r.hasCapacity(&c, now) {
+			if c.Load = r.targetLoads[i].asOf(now); r.hasCapacity(&c, now) {
 				return true
 			}
 			none = false

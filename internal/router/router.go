@@ -318,6 +318,10 @@ func (r *Router) Up(t kv.Target) {
 		r.assumes.SetCapacity(t.Key, t.TotalBlocks)
 	}
 	t.Cordoned = r.isCordoned(t.Key.Worker)
+	// Most workers have the same names: decisions read them in one place.
+	if i := slices.IndexFunc(r.targets, func(other kv.Target) bool { return slices.Equal(other.Models, t.Models) }); i >= 0 {
+		t.Models = r.targets[i].Models
+	}
 	at, found := r.target(t.Key)
 	load := r.loads.expect(t)
 	if found {
@@ -447,6 +451,13 @@ func (r *Router) ranksOf(worker uint64) []kv.Target {
 		end++
 	}
 	return r.targets[first:end]
+}
+
+// Ranks returns the ranks of a worker that are up, in order.
+func (r *Router) Ranks(worker uint64) []kv.Target {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	return slices.Clone(r.ranksOf(worker))
 }
 
 // Load returns the load of w.
@@ -685,11 +696,11 @@ func (r *Router) book(p *prompt, c *policy.Candidate, now time.Time) *Booking {
 			b.sequence[i] = r.random.Uint64()
 		}
 	}
-	r.loads.bump(b.worker)
-	r.loads.begin(b, now)
 	if r.fair != nil {
 		r.charge(b, p, c)
 	}
+	r.loads.bump(b.worker)
+	r.loads.begin(b, now)
 	r.share(ChangeAdd, b)
 	return b
 }

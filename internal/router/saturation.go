@@ -5,7 +5,6 @@ import (
 	"time"
 
 	"kvrouter/internal/kv"
-	"kvrouter/internal/policy"
 )
 
 // SaturationSettings define the unit of saturation.
@@ -51,9 +50,7 @@ func (r *Router) Wait() (wait time.Duration, up bool) {
 		if !t.Takes(leg) || t.Unanswered || well && !in {
 			continue
 		}
-		var load policy.Load
-		r.targetLoads[i].asOf(now, &load)
-		w := r.forecast.Wait(now, &load)
+		w := r.forecast.Wait(now, r.targetLoads[i].asOf(now))
 		if workers == 0 || in && !well || w < wait {
 			wait = w
 		}
