@@ -1,6 +1,7 @@
 package test
 
 import (
+	"cmp"
 	"context"
 	"fmt"
 	"io"
@@ -27,15 +28,19 @@ const fairKeys = `
 - {name: gateway, key: key-gateway, trust-hints: true}
 `
 
-// longTopic is the number of a prompt that is so long that the others come meanwhile.
-const longTopic = 1_000_000
+// Numbers of prompts that are longer than others.
+const (
+	longTopic   = 1_000_000 // the others come meanwhile
+	passTopic   = 2_000_000 // more tokens than a worker that reports no pass has room for
+	passesTopic = 3_000_000 // several times as many
+)
+
+// topicLengths are how often those repeat themselves.
+var topicLengths = map[int]int{longTopic: 150, passTopic: 350, passesTopic: 1400}
 
 // streamAs begins a stream of a key and reads it to its end; nil: ctx has ended.
 func (r *Router) streamAs(ctx context.Context, key string, i, tokens int, headers ...string) *http.Response {
-	length := 8
-	if i == longTopic {
-		length = 150
-	}
+	length := cmp.Or(topicLengths[i], 8)
 	body := fmt.Sprintf(`{"messages":[{"role":"user","content":%q}],"max_tokens":%d,"ignore_eos":true,"stream":true}`, strings.Repeat(fmt.Sprintf("prompt %d of %s ", i, key), length), tokens)
 	request, err := http.NewRequestWithContext(ctx, http.MethodPost, r.OpenAI+testkit.ChatPath, strings.NewReader(body))
 	if err != nil {
@@ -217,4 +222,48 @@ func TestWeightsAreReloaded(t *testing.T) {
 	s.signal(syscall.SIGHUP)
 	s.says("SIGHUP: reloaded")
 	weight(4)
+}
+
+// TestTwoRoutersShareOneWorker: a light tenant at one router goes before a flood whose request runs
+// at the other one, although the flood came first.
+func TestTwoRoutersShareOneWorker(t *testing.T) {
+	t.Parallel()
+	farm := StartWorkers(t, 1, "--speedup-ratio=0.15")
+	ports := testkit.FreePorts(t, 2)
+	var routers []*Mocks
+	for i := range 2 {
+		routers = append(routers, StartOverAt(t, Program, testkit.FreePorts(t, 2), farm, "--policy=work", "--router-queue-policy=fair", keysFile(t, fairKeys),
+			"--replica-sync", fmt.Sprintf("--replica-sync-port=%d", ports+i), fmt.Sprintf("--replica-peers=127.0.0.1:%d", ports+1-i)))
+	}
+	for _, r := range routers {
+		testkit.Eventually(t, 20*time.Second, "the routers hear each other", func() bool { return r.Metrics()["kvrouter_replica_peers"] == 1 })
+	}
+	first, second := routers[0], routers[1]
+	waiting := func(r *Mocks) float64 { return sum(r.Metrics(), "dynamo_frontend_router_queue_pending_requests") }
+	var all sync.WaitGroup
+	var mu sync.Mutex // guards ended
+	var ended []string
+	send := func(r *Mocks, key string, i int) {
+		all.Go(func() {
+			if response := r.streamAs(t.Context(), "key-"+key, i, 4); response == nil || response.StatusCode != http.StatusOK {
+				t.Errorf("request %d of %s: %+v", i, key, response)
+			}
+			mu.Lock()
+			defer mu.Unlock()
+			ended = append(ended, key)
+		})
+	}
+	send(first, "flood", passesTopic)
+	testkit.Eventually(t, 10*time.Second, "the flood runs at the first router, and the second one knows", func() bool { return first.InFlight() == 1 && second.InFlight() == 1 })
+	send(second, "flood", passTopic)
+	testkit.Eventually(t, 10*time.Second, "it waits at the second router", func() bool { return waiting(second) == 1 })
+	send(second, "light", passTopic)
+	testkit.Eventually(t, 10*time.Second, "so does the light tenant", func() bool { return waiting(second) == 2 })
+	testkit.Eventually(t, 10*time.Second, "the second router knows what runs at the first", func() bool {
+		return gjson.GetBytes(second.Get(second.Port+"/tenants"), `tenants.#(tenant=="flood").elsewhere_ms`).Float() > 0
+	})
+	all.Wait()
+	if want := []string{"flood", "light", "flood"}; !slices.Equal(ended, want) {
+		t.Errorf("order %v, want %v", ended, want)
+	}
 }

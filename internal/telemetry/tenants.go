@@ -57,7 +57,8 @@ type TenantRecord struct {
 	Waiting           map[string]int `json:"waiting"`          // by class
 	Running           int            `json:"running"`
 	OldestWaitSeconds float64        `json:"oldest_wait_seconds"`
-	BehindMS          float64        `json:"behind_ms"` // most service received, divided by the weight, beyond the least of the tenants of a class that wait
+	ElsewhereMS       float64        `json:"elsewhere_ms"` // that its requests at other routers are predicted to cost, divided by the weight
+	BehindMS          float64        `json:"behind_ms"`    // most service received, divided by the weight, beyond the least of the tenants of a class that wait
 	Account
 }
 
@@ -203,6 +204,7 @@ func (t *Tenants) List() []TenantRecord {
 		r.Weight = s.Weight
 		r.Waiting[s.Class.String()] += s.Waiting
 		r.Running += s.Running
+		r.ElsewhereMS += s.Elsewhere
 		r.BehindMS = max(r.BehindMS, s.Behind)
 		if !s.Oldest.IsZero() {
 			r.OldestWaitSeconds = max(r.OldestWaitSeconds, now.Sub(s.Oldest).Seconds())
