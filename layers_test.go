@@ -54,7 +54,7 @@ var layers = []map[string]string{
 	{ // showing, offering
 		"telemetry": "fair hints jsonbody jsonlines kv metrics proxy router thompson", "selection": "events hints kv models outlier policy replica router thompson web workers",
 		"openai": "fair hints jsonbody keys kv models proxy router settings tokens tracing web", "extproc": "guard proxy web", "doctor": "events kv mocker probe process settings tokens web zmq", "demo": "keys",
-		"page": "jsonbody keys kv models outlier policy proxy router tokens web workers",
+		"page": "fair jsonbody keys kv models outlier policy proxy router tokens web workers",
 	},
 	{ // looking from elsewhere
 		"top": "page", "batch": "fair hints jsonlines",
