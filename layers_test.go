@@ -52,7 +52,7 @@ var layers = []map[string]string{
 		"vllm": "kv process", "sglang": "kv process", "discovery": "kv textfile",
 	},
 	{ // showing, offering
-		"telemetry": "fair hints jsonbody jsonlines kv metrics proxy router thompson", "selection": "events hints kv models outlier policy replica router thompson web workers",
+		"telemetry": "fair hints jsonbody jsonlines kv metrics policy proxy router thompson", "selection": "events hints kv models outlier policy replica router thompson web workers",
 		"openai": "fair hints jsonbody keys kv models proxy router settings tokens tracing web", "extproc": "guard proxy web", "doctor": "events kv mocker probe process settings tokens web zmq", "demo": "keys",
 		"page": "fair jsonbody keys kv models outlier policy proxy router tokens web workers",
 	},

@@ -186,7 +186,7 @@ func (r *app) pageTenants() (all []page.Tenant) {
 	for _, t := range r.tenants.List() {
 		one := page.Tenant{
 			Tenant: t.Tenant, Weight: t.Weight, Running: t.Running, OldestWait: t.OldestWaitSeconds, Behind: t.BehindMS / 1000, Requests: t.Requests, PromptTokens: t.PromptTokens,
-			CachedTokens: t.CachedTokens, AnsweredTokens: t.AnsweredTokens, Wait: t.WaitSeconds, Shed: t.Shed, Kept: t.ObjectivesKept, Missed: t.ObjectivesMissed,
+			CachedTokens: t.CachedTokens, AnsweredTokens: t.AnsweredTokens, Wait: t.WaitSeconds, Shed: t.Shed, Kept: t.ObjectivesKept, Missed: t.ObjectivesMissed, TokensKept: t.TokensKept, TokensMissed: t.TokensMissed,
 		}
 		for _, class := range fair.Classes {
 			one.Waiting.Add(class, t.Waiting[class.String()])

@@ -16,7 +16,9 @@ import (
 
 	"github.com/tidwall/gjson"
 
+	"kvrouter/internal/hints"
 	"kvrouter/internal/testkit"
+	"kvrouter/internal/web"
 )
 
 // fairKeys are a flood, a light tenant, and one of class batch.
@@ -196,6 +198,40 @@ func TestShedding(t *testing.T) {
 	}
 	if got := gjson.GetBytes(s.Get(s.Port+"/tenants"), `tenants.#(tenant=="calm").shed`).Int(); got != 1 {
 		t.Errorf("GET /tenants: %d shed", got)
+	}
+}
+
+// TestObjectives: the worker that computes a long prompt gets no request that would miss its
+// objective there, and whether objectives were kept is counted.
+func TestObjectives(t *testing.T) {
+	t.Parallel()
+	s := StartMocks(t, 2, "--policy=round-robin", "--speedup-ratio=0.2", "--decision-headers", keysFile(t, fairKeys))
+	busy := s.streamAs(t.Context(), "key-gateway", 1, 16, "x-llm-d-inference-fairness-id", "kept", "x-llm-d-slo-ttft-ms", "60000", "x-llm-d-slo-tpot-ms", "60000").Header.Get(web.HeaderWorker)
+	for i := range 3 {
+		s.streamAs(t.Context(), "key-gateway", 10+i, 16, "x-llm-d-inference-fairness-id", "missed", "x-llm-d-slo-tpot-ms", "0.001")
+	}
+	ctx, leave := context.WithCancel(t.Context())
+	var all sync.WaitGroup
+	all.Go(func() { s.streamAs(ctx, "key-gateway", passesTopic, 1, hints.HeaderPinnedWorker, busy) })
+	testkit.Eventually(t, 10*time.Second, "the worker is busy", func() bool { return s.InFlight() == 1 })
+	for i := range 3 {
+		response := s.streamAs(t.Context(), "key-gateway", 20+i, 8, "x-llm-d-slo-ttft-ms", "1000")
+		if response == nil || busy == "" || response.Header.Get(web.HeaderWorker) == busy {
+			t.Errorf("a request goes where its first token comes late: %+v", response)
+		}
+	}
+	leave()
+	all.Wait()
+	page := s.Metrics()
+	for series, want := range map[string]float64{
+		`kvrouter_tenant_objectives_total{result="kept",tenant="kept"}`:           1,
+		`kvrouter_tenant_token_objectives_total{result="kept",tenant="kept"}`:     1,
+		`kvrouter_tenant_token_objectives_total{result="missed",tenant="kept"}`:   0,
+		`kvrouter_tenant_token_objectives_total{result="missed",tenant="missed"}`: 3,
+	} {
+		if got, shown := page[series]; got != want || !shown {
+			t.Errorf("%s is %v, want %v", series, got, want)
+		}
 	}
 }
 

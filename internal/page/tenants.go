@@ -30,6 +30,8 @@ type Tenant struct {
 	Shed           uint64  `json:"shed"`
 	Kept           uint64  `json:"objectives_kept"` // of the time to first token
 	Missed         uint64  `json:"objectives_missed"`
+	TokensKept     uint64  `json:"token_objectives_kept"` // of the time per further token
+	TokensMissed   uint64  `json:"token_objectives_missed"`
 }
 
 // Waiting are the requests that wait in each class.

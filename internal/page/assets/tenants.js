@@ -11,11 +11,13 @@ const share = (part, all) => (all > 0 ? percent(part / all) : "–");
 const waitingOf = (waiting) =>
   classes.filter((name) => waiting[name] > 0).map((name) => `${count(waiting[name])} ${name}`).join(", ");
 
+// InTime is the share of the answers with an objective that kept it.
+const InTime = ({ kept, missed }) =>
+  html`<span class=${"verdict" + (missed > 0 ? " is-off" : "")} title=${`${count(missed)} of ${count(kept + missed)} answers were late`}>${share(kept, kept + missed)}</span>`;
+
 function Row({ tenant, fair }) {
   const { waiting } = tenant;
   const waits = classes.reduce((sum, name) => sum + waiting[name], 0);
-  const objectives = tenant.objectives_kept + tenant.objectives_missed;
-  const missed = tenant.objectives_missed > 0 ? " is-off" : "";
   return html`<tr role="row" data-tenant=${tenant.tenant}>
     <td role="cell" class="c-name" title=${tenant.tenant}>${tenant.tenant}${waits > 0 && html` <small>${waitingOf(waiting)}</small>`}</td>
     ${fair && html`<td role="cell" class="num" data-field="weight" data-label="Weight">${tenant.weight > 0 ? level(tenant.weight) : "–"}</td>
@@ -29,13 +31,14 @@ function Row({ tenant, fair }) {
     <td role="cell" class="num" data-field="answered_tokens" data-label="Answer tokens">${short(tenant.answered_tokens)}</td>
     <td role="cell" class="num" data-field="wait" data-label="Mean wait">${tenant.requests > 0 ? seconds(tenant.wait / tenant.requests) : "–"}</td>
     <td role="cell" class="num" data-field="shed" data-label="Shed">${count(tenant.shed)}</td>
-    <td role="cell" class="num" data-field="kept" data-label="In time"><span class=${`verdict${missed}`} title=${`${count(tenant.objectives_missed)} of ${count(objectives)} first tokens were late`}>${share(tenant.objectives_kept, objectives)}</span></td>
+    <td role="cell" class="num" data-field="kept" data-label="In time, first"><${InTime} kept=${tenant.objectives_kept} missed=${tenant.objectives_missed} /></td>
+    <td role="cell" class="num" data-field="tokens_kept" data-label="In time, further"><${InTime} kept=${tenant.token_objectives_kept} missed=${tenant.token_objectives_missed} /></td>
   </tr>`;
 }
 
 const columns = [
   ["Weight", "", true], ["Waiting", "requests", true], ["Running", "requests", true], ["Oldest wait", "", true], ["Behind", "service", true],
-  ["Requests", "routed"], ["Prompt", "tokens"], ["Hit rate", ""], ["Answers", "tokens"], ["Mean wait", "in the queue"], ["Shed", "requests"], ["In time", "first tokens"],
+  ["Requests", "routed"], ["Prompt", "tokens"], ["Hit rate", ""], ["Answers", "tokens"], ["Mean wait", "in the queue"], ["Shed", "requests"], ["In time", "first tokens"], ["In time", "further tokens"],
 ];
 
 // Tenants shows all tenants of the last state.
