@@ -48,6 +48,17 @@ func (k QueueSettings) Objectives() (ttft, tpot map[fair.Class]time.Duration) {
 	return byClass(k.ClassTTFT), byClass(k.ClassTPOT)
 }
 
+// shortestTPOT returns the shortest objective of the time per further token of any class; 0: there
+// is none.
+func (k QueueSettings) shortestTPOT() (shortest time.Duration) {
+	for _, objective := range k.ClassTPOT {
+		if shortest == 0 || objective < shortest {
+			shortest = objective
+		}
+	}
+	return shortest
+}
+
 // byClass returns objectives by class instead of its name.
 func byClass(named map[string]time.Duration) map[fair.Class]time.Duration {
 	all := make(map[fair.Class]time.Duration, len(named))
