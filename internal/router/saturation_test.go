@@ -182,7 +182,9 @@ func TestSaturationOfEachRole(t *testing.T) {
 		want(t, r, "one of two is full", kv.RoleDecode, 0.5, 0.51)
 	})
 	t.Run("tokens", func(t *testing.T) {
-		r, _ := newRouter(t, func(k *Settings) { k.ClassTPOT = map[string]time.Duration{"interactive": 20 * time.Millisecond, "batch": time.Minute} })
+		r, _ := newRouter(t, func(k *Settings) {
+			k.ClassTPOT = map[string]time.Duration{"interactive": 20 * time.Millisecond, "batch": time.Minute}
+		})
 		want(t, r, "idle", kv.RoleDecode, 0, 0)
 		b, err := r.Book(Request{NumTokens: 850_000, Leg: kv.LegDecode}, first) // 6 ms and 34 ms
 		if err != nil {
