@@ -47,14 +47,14 @@ var layers = []map[string]string{
 		"tracing": "kv policy router", "models": "chat fair kv metrics outlier policies policy radix router tokens",
 	},
 	{ // carrying
-		"replica": "events guard kv router zmq", "proxy": "jsonbody kv outlier policy router tracing web", "workers": "events guard kv metrics policy probe process radix web",
+		"replica": "events fair guard kv router zmq", "proxy": "jsonbody kv outlier policy router tracing web", "workers": "events guard kv metrics policy probe process radix web",
 		"mocker": "chat engine events jsonbody kv process tokens web zmq", "simulate": "engine fair hints jsonlines kv outlier policies policy radix router",
 		"vllm": "kv process", "sglang": "kv process", "discovery": "kv textfile",
 	},
 	{ // showing, offering
-		"telemetry": "fair hints jsonbody jsonlines kv metrics proxy router thompson", "selection": "events hints kv models outlier policy replica router thompson web workers",
+		"telemetry": "fair hints jsonbody jsonlines kv metrics policy proxy router thompson", "selection": "events hints kv models outlier policy replica router thompson web workers",
 		"openai": "fair hints jsonbody keys kv models proxy router settings tokens tracing web", "extproc": "guard proxy web", "doctor": "events kv mocker probe process settings tokens web zmq", "demo": "keys",
-		"page": "jsonbody keys kv models outlier policy proxy router tokens web workers",
+		"page": "fair jsonbody keys kv models outlier policy proxy router tokens web workers",
 	},
 	{ // looking from elsewhere
 		"top": "page", "batch": "fair hints jsonlines",

@@ -10,6 +10,7 @@ import (
 	"kvrouter/internal/discovery"
 	"kvrouter/internal/events"
 	"kvrouter/internal/extproc"
+	"kvrouter/internal/fair"
 	"kvrouter/internal/guard"
 	"kvrouter/internal/jsonlines"
 	"kvrouter/internal/keys"
@@ -170,7 +171,7 @@ func (r *app) listen() (err error) {
 		return err
 	}
 	r.api = r.openAI(r.ports[1].URL())
-	r.page = page.New(r.config.pageSettings(), page.Deps{Journal: r.journal, Models: r.models, Fleet: r.fleet, Proxy: r.proxy, Totals: r.telemetry.Totals, Ready: r.api.Ready, OpenAI: r.api, Log: r.log})
+	r.page = page.New(r.config.pageSettings(), page.Deps{Journal: r.journal, Models: r.models, Fleet: r.fleet, Proxy: r.proxy, Totals: r.telemetry.Totals, Tenants: r.pageTenants, Ready: r.api.Ready, OpenAI: r.api, Log: r.log})
 	if r.config.Gateway.ExtProcPort == 0 {
 		return nil
 	}
@@ -179,6 +180,21 @@ func (r *app) listen() (err error) {
 	}
 	r.telemetry.Register(r.gateway.Collectors()...)
 	return nil
+}
+
+// pageTenants returns the tenants as the page shows them.
+func (r *app) pageTenants() (all []page.Tenant) {
+	for _, t := range r.tenants.List() {
+		one := page.Tenant{
+			Tenant: t.Tenant, Weight: t.Weight, Running: t.Running, OldestWait: t.OldestWaitSeconds, Behind: t.BehindMS / 1000, Requests: t.Requests, PromptTokens: t.PromptTokens,
+			CachedTokens: t.CachedTokens, AnsweredTokens: t.AnsweredTokens, Wait: t.WaitSeconds, Shed: t.Shed, Kept: t.ObjectivesKept, Missed: t.ObjectivesMissed, TokensKept: t.TokensKept, TokensMissed: t.TokensMissed,
+		}
+		for _, class := range fair.Classes {
+			one.Waiting.Add(class, t.Waiting[class.String()])
+		}
+		all = append(all, one)
+	}
+	return all
 }
 
 // close closes what build opened, where run is not reached.

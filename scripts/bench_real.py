@@ -322,7 +322,7 @@ class Router:
             "--base-worker-port", str(ports[1]), "--base-kv-events-port", str(ports[2]),
             "--base-kv-replay-port", str(ports[3]), "--base-metrics-port", str(ports[4]),
         ]  # fmt: skip
-        if args.model or attach:
+        if args.model or attach and args.engine != "mocker":  # mock workers have no files: they tokenize the prompts
             self.command += ["--model", args.model or model_folder(attach[0].removeprefix("url=").split(",")[0], args.engine)]
         if attach or not args.shared:  # else it only starts the workers
             self.command += args.router_args

@@ -38,6 +38,12 @@
 // d is what class Batch is owed of its share at the first instant, n how many requests run at
 // once, and C and E are as above. The reason: class Batch goes first only while it is owed
 // something, and the others only while it is not. What it is owed, or owes, is at most MostDebt.
+//
+// Several routers over the same workers have a queue each. They tell each other what tenants
+// receive (Tell, Elsewhere), and a counter is the sum of all. The first bound then holds for the
+// service by all routers together, of tenants that wait at all of them, with 2·u more: u is the
+// most, divided by the weight, that a router has begun of a tenant's requests and has not told.
+// What is told takes a tenant at most MostDebt behind the others.
 package fair
 
 import (
@@ -122,13 +128,18 @@ type flow[T any] struct {
 	next    int        // of items, that walk offers
 	walk    uint64     // that next is for
 	used    *list.Element
+
+	received  float64 // service divided by weight, ms, that has not been told
+	runs      float64 // elsewhere, whole ms
+	elsewhere float64 // of that, what counts
 }
 
 // counter is what decides whose turn it is.
-func (f *flow[T]) counter() float64 { return f.served + f.pending }
+func (f *flow[T]) counter() float64 { return f.served + f.pending + f.elsewhere }
 
 // lane is one class.
 type lane[T any] struct {
+	class      Class
 	backlogged []*flow[T] // those with items, in no order
 	clock      float64    // floor while any waited last
 }
@@ -165,6 +176,7 @@ func (l *lane[T]) cost() (ms float64) {
 func (l *lane[T]) join(f *flow[T]) {
 	floor := l.floor()
 	f.served = min(max(f.served, floor), floor+MostDebt)
+	f.weigh()
 }
 
 // first returns the flow of which an item is to be offered in that walk; nil: all have been.
@@ -199,6 +211,7 @@ type Queue[T any] struct {
 	lanes    [len(Classes)]lane[T]
 	flows    [len(Classes)]map[string]*flow[T]
 	used     [len(Classes)]*list.List // of flows, the one used last at the back
+	untold   map[*flow[T]]bool        // that run, or have received what was not told
 	length   int
 	walk     uint64
 	arrived  uint64
@@ -207,8 +220,9 @@ type Queue[T any] struct {
 
 // New returns an empty queue.
 func New[T any](s Settings) *Queue[T] {
-	q := &Queue[T]{settings: Settings{Limit: max(1, s.Limit), Tenants: max(1, s.Tenants), BatchShare: shareWithin(s.BatchShare)}}
+	q := &Queue[T]{settings: Settings{Limit: max(1, s.Limit), Tenants: max(1, s.Tenants), BatchShare: shareWithin(s.BatchShare)}, untold: map[*flow[T]]bool{}}
 	for i := range q.flows {
+		q.lanes[i].class = Classes[i]
 		q.flows[i], q.used[i] = map[string]*flow[T]{}, list.New()
 	}
 	return q
@@ -263,6 +277,7 @@ func (q *Queue[T]) forget(at int) (ok bool) {
 		}
 		if f := e.Value.(*flow[T]); len(f.items) == 0 && f.running == 0 {
 			delete(q.flows[at], f.name)
+			delete(q.untold, f)
 			q.used[at].Remove(e)
 			return true
 		}
@@ -449,7 +464,7 @@ func (q *Queue[T]) Ahead(it *Item[T]) float64 {
 	l, f := &q.lanes[at], q.flows[at][it.Tenant.Name]
 	begins, own := l.floor(), 0.0
 	if f != nil {
-		begins = f.pending + max(f.served, begins)
+		begins = f.pending + f.elsewhere + max(f.served, begins)
 		it.number = q.arrived + 1
 		for _, other := range f.items {
 			if other.before(it) {

@@ -31,6 +31,7 @@ func NewCollector(s *Set, own func() map[uint64]bool) prometheus.Collector {
 		{set.Counter("kvrouter_model_refused_total", "Requests to the OpenAI port for the base model and its adapters that no worker could serve.", "model"), func(m *Sample) float64 { return float64(m.Refused) }},
 	}
 
+	roleSaturation := set.Gauge("kvrouter_role_saturation", "Saturation of the base model's prefill workers, and of those that decode, by role: prefill (as kvrouter_saturation), decode (share in use of what they can decode; above 1 while requests wait).", "model", "role")
 	decodeBlocks := set.Gauge("dynamo_frontend_worker_active_decode_blocks", "KV blocks of the worker's in-flight requests; a shared block counts once.", "worker_id", "dp_rank", "worker_type")
 	prefillTokens := set.Gauge("dynamo_frontend_worker_active_prefill_tokens", "Uncached prompt tokens of the worker's requests that have no first token yet.", "worker_id", "dp_rank", "worker_type")
 	queueDepth := set.Gauge("dynamo_frontend_router_queue_pending_requests", "Requests queued until a worker has capacity.")
@@ -67,6 +68,10 @@ func NewCollector(s *Set, own func() map[uint64]bool) prometheus.Collector {
 			out.Show(info, 1, name, strconv.Itoa(m.BlockSize), tokenizer)
 			for _, metric := range perModel {
 				out.Show(metric.Metric, metric.value(&m), name)
+			}
+			if m.Paired {
+				out.Show(roleSaturation, m.Prefill, name, kv.RolePrefill.String())
+				out.Show(roleSaturation, m.Decode, name, kv.RoleDecode.String())
 			}
 		}
 

@@ -61,6 +61,7 @@ type Work struct {
 	firstToken runningMean // ms until then
 	decoding   runningMean // ms from first to last token
 	Output     runningMean // tokens
+	stretch    runningMean // of answers, see TokenTime
 	busy       runningMean // share of the workers with prompts to compute
 	loadBusy   runningMean // share of the workers with loads from lower tiers under way
 	loadShare  runningMean // share of the requests that load
@@ -112,6 +113,7 @@ func (p *Work) Learn(o Outcome) {
 	p.learnLoad(&o)
 	p.learnAdapter(&o)
 	if o.Leg != kv.LegPrefill {
+		p.learnStretch(&o)
 		p.LearnUsual(o)
 	}
 }

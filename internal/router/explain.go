@@ -93,6 +93,7 @@ const (
 	excludedSession   = "session"             // the request's session stays with another one
 	excludedTrial     = "trial"               // an ejected one gets the request on trial
 	excludedSlowStart = "slow_start"          // its share is still growing
+	excludedObjective = "objective"           // it is predicted to miss an objective of the request, and others are not
 	excludedFailing   = "failing"             // too many fail to eject it, and others fail less
 )
 
@@ -261,6 +262,8 @@ func (r *Router) exclusion(p *prompt, t *kv.Target, trial bool, now time.Time) s
 		return excludedTrial
 	case r.outliers.IsBack(t.Key, now):
 		return excludedSlowStart
+	case p.keeps:
+		return excludedObjective
 	}
 	return excludedFailing
 }

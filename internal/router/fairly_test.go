@@ -580,6 +580,7 @@ func TestFairQueueServesEverybody(t *testing.T) {
 func TestFairQueueSettings(t *testing.T) {
 	for want, change := range map[string]func(*Settings){
 		"--class-ttft urgent=1s: give interactive":                            func(k *Settings) { k.ClassTTFT = map[string]time.Duration{"urgent": time.Second} },
+		"--class-tpot batch=-1s: give interactive":                            func(k *Settings) { k.ClassTPOT = map[string]time.Duration{"batch": -time.Second} },
 		"--class-ttft batch=0s: give interactive":                             func(k *Settings) { k.ClassTTFT = map[string]time.Duration{"batch": 0} },
 		"--router-batch-share 1.5: give a share from 0 to 1":                  func(k *Settings) { k.RouterBatchShare = 1.5 },
 		"--router-batch-share NaN: give a share from 0 to 1":                  func(k *Settings) { k.RouterBatchShare = math.NaN() },
@@ -595,8 +596,8 @@ func TestFairQueueSettings(t *testing.T) {
 		}
 	}
 	knobs := testkit.Defaults[Settings]()
-	knobs.ClassTTFT = map[string]time.Duration{"batch": time.Hour}
-	if got := knobs.Objectives(); len(got) != 1 || got[fair.Batch] != time.Hour {
-		t.Errorf("%v", got)
+	knobs.ClassTTFT, knobs.ClassTPOT = map[string]time.Duration{"batch": time.Hour}, map[string]time.Duration{"interactive": time.Second}
+	if ttft, tpot := knobs.Objectives(); len(ttft) != 1 || ttft[fair.Batch] != time.Hour || len(tpot) != 1 || tpot[fair.Interactive] != time.Second {
+		t.Errorf("%v %v", ttft, tpot)
 	}
 }

@@ -32,7 +32,8 @@ type QueueSettings struct {
 	RouterQueueTimeout   time.Duration            `group:"Routing" default:"5m" help:"Maximum time in the queue; the request is then rejected."`
 	RouterQueueLimit     int                      `group:"Routing" default:"1024" help:"Maximum number of queued requests; further ones are rejected."`
 	RouterBatchShare     float64                  `group:"Routing" default:"0" placeholder:"SHARE" help:"Share of the workers' time, 0 to 1, that is kept for requests of class batch while they wait, with --router-queue-policy fair. 0: they use what the other classes leave."`
-	ClassTTFT            map[string]time.Duration `group:"Routing" name:"class-ttft" mapsep:"," placeholder:"CLASS=TIME" help:"Objective of the time to first token for requests without one of their own, by class: interactive, standard, batch. Comma-separated, such as interactive=1s,batch=10m. It orders the requests of a tenant with --router-queue-policy fair. Default: none."`
+	ClassTTFT            map[string]time.Duration `group:"Routing" name:"class-ttft" mapsep:"," placeholder:"CLASS=TIME" help:"Objective of the time to first token for requests without one of their own, by class: interactive, standard, batch. Comma-separated, such as interactive=1s,batch=10m. Workers that are predicted to keep it are preferred, and with --router-queue-policy fair it orders the requests of a tenant. Default: none."`
+	ClassTPOT            map[string]time.Duration `group:"Routing" name:"class-tpot" mapsep:"," placeholder:"CLASS=TIME" help:"Objective of the time per output token after the first one for requests without one of their own, by class, such as interactive=40ms. Workers that are predicted to keep it are preferred. Default: none."`
 }
 
 // Queues reports whether requests can wait in the queue.
@@ -41,10 +42,27 @@ func (k QueueSettings) Queues() bool { return k.RouterQueueThreshold != nil || k
 // Fair reports whether the order of the queue is fair.
 func (k QueueSettings) Fair() bool { return k.RouterQueuePolicy == queueFair }
 
-// Objectives returns the objectives of the time to first token by class.
-func (k QueueSettings) Objectives() map[fair.Class]time.Duration {
-	all := make(map[fair.Class]time.Duration, len(k.ClassTTFT))
-	for name, objective := range k.ClassTTFT {
+// Objectives returns the objectives of the time to first token, and of that per further token, by
+// class.
+func (k QueueSettings) Objectives() (ttft, tpot map[fair.Class]time.Duration) {
+	return byClass(k.ClassTTFT), byClass(k.ClassTPOT)
+}
+
+// shortestTPOT returns the shortest objective of the time per further token of any class; 0: there
+// is none.
+func (k QueueSettings) shortestTPOT() (shortest time.Duration) {
+	for _, objective := range k.ClassTPOT {
+		if shortest == 0 || objective < shortest {
+			shortest = objective
+		}
+	}
+	return shortest
+}
+
+// byClass returns objectives by class instead of its name.
+func byClass(named map[string]time.Duration) map[fair.Class]time.Duration {
+	all := make(map[fair.Class]time.Duration, len(named))
+	for name, objective := range named {
 		if class, ok := fair.ClassOf(name); ok {
 			all[class] = objective
 		}
@@ -57,9 +75,14 @@ func (k QueueSettings) validate() error {
 	if t := k.RouterQueueThreshold; t != nil && !(*t >= 0) {
 		return fmt.Errorf("--router-queue-threshold %v: give a number of at least 0", *t)
 	}
-	for name, objective := range k.ClassTTFT {
-		if _, ok := fair.ClassOf(name); !ok || objective <= 0 {
-			return fmt.Errorf("--class-ttft %s=%s: give interactive, standard or batch, and more than 0, such as interactive=1s", name, objective)
+	for _, flag := range []struct {
+		name, such string
+		objectives map[string]time.Duration
+	}{{"--class-ttft", "interactive=1s", k.ClassTTFT}, {"--class-tpot", "interactive=40ms", k.ClassTPOT}} {
+		for name, objective := range flag.objectives {
+			if _, ok := fair.ClassOf(name); !ok || objective <= 0 {
+				return fmt.Errorf("%s %s=%s: give interactive, standard or batch, and more than 0, such as %s", flag.name, name, objective, flag.such)
+			}
 		}
 	}
 	switch {

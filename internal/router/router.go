@@ -60,10 +60,11 @@ type Request struct {
 
 	PinnedPrefill *kv.WorkerKey // as Pinned, for the prefill leg of a disaggregated request
 
-	Tenant    fair.Tenant // who is charged for it in a fair queue
-	Class     fair.Class  // its place there
-	Deadline  time.Time   // by which its first token should come; zero: none
-	Sheddable bool        // it may be refused where that is predicted to come too late
+	Tenant    fair.Tenant   // who is charged for it in a fair queue
+	Class     fair.Class    // its place there
+	Deadline  time.Time     // by which its first token should come; zero: none
+	TPOT      time.Duration // in which each further token should come; 0: none
+	Sheddable bool          // it may be refused where that is predicted to come too late
 
 	Prefix         hints.Prefix
 	ExpectedOutput int     // tokens of the answer; 0: unknown
@@ -231,6 +232,7 @@ type prompt struct {
 	shared    bool       // those that other requests have too count once
 	sequence  []uint64   // their sequence hashes, if shared
 
+	keeps       bool   // its candidates are those that are predicted to keep its objectives, and others are not
 	stays       bool   // its session's worker is the only candidate for that reason
 	sessionGoes string // what becomes of its session; empty: it has none, or nothing is decided
 
@@ -621,6 +623,7 @@ func (r *Router) choose(p *prompt, d *Decision, now time.Time) {
 	if p.Explain || r.explains(now) {
 		query.Explain = &policy.Explanation{Decision: query.Decision}
 	}
+	r.preferKeeping(p, &query)
 	at := r.policy.Choose(query, r.candidates, r.random)
 	p.sessionGoes = r.sessionGoes(p, r.candidates[at].Target, now)
 	if query.Explain != nil {

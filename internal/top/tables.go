@@ -202,6 +202,74 @@ func (f frame) workers(rows int) []string {
 	return f.table(columns)
 }
 
+// plainTenants is the number of tenants in a plain frame at most.
+const plainTenants = 20
+
+// tenants is the table of the busiest tenants, with its header; none where there is only the one
+// of all requests without a name.
+func (f frame) tenants() []string {
+	list := f.state.Tenants
+	if len(list) < 2 {
+		return nil
+	}
+	if f.height == 0 {
+		list = list[:min(len(list), plainTenants)]
+	}
+	var columns []column
+	add := func(title string, rank int, right bool, text func(page.Tenant) cell) {
+		c := column{title: title, rank: rank, right: right}
+		for _, t := range list {
+			c.cells = append(c.cells, text(t))
+		}
+		columns = append(columns, c)
+	}
+	add("TENANT", 0, false, func(t page.Tenant) cell { return cell{called(0, t.Tenant, f.width/4), normal} })
+	if f.state.Fair {
+		add("WAIT", 0, true, func(t page.Tenant) cell { return cell{count(float64(t.Waiting.All())), normal} })
+		add("RUN", 1, true, func(t page.Tenant) cell { return cell{count(float64(t.Running)), normal} })
+		add("OLDEST", 1, true, func(t page.Tenant) cell {
+			if t.Waiting.All() == 0 {
+				return cell{none, faint}
+			}
+			return cell{seconds(t.OldestWait), normal}
+		})
+		add("BEHIND", 3, true, func(t page.Tenant) cell { return cell{seconds(t.Behind), normal} })
+		add("WEIGHT", 5, true, func(t page.Tenant) cell {
+			if t.Weight == 0 {
+				return cell{none, faint}
+			}
+			return cell{strconv.FormatFloat(t.Weight, 'g', 3, 64), normal}
+		})
+	}
+	add("REQUESTS", 1, true, func(t page.Tenant) cell { return cell{count(float64(t.Requests)), normal} })
+	add("PROMPT", 2, true, func(t page.Tenant) cell { return cell{count(float64(t.PromptTokens)), normal} })
+	add("HIT", 2, true, func(t page.Tenant) cell { return cell{share(t.CachedTokens, t.PromptTokens), normal} })
+	add("ANSWERS", 2, true, func(t page.Tenant) cell { return cell{count(float64(t.AnsweredTokens)), normal} })
+	add("SHED", 4, true, func(t page.Tenant) cell {
+		if t.Shed > 0 {
+			return cell{count(float64(t.Shed)), yellow}
+		}
+		return cell{"0", normal}
+	})
+	add("IN TIME", 3, true, func(t page.Tenant) cell {
+		tone := normal
+		if t.Missed > 0 {
+			tone = yellow
+		}
+		return cell{share(t.Kept, t.Kept+t.Missed), tone}
+	})
+	return f.table(columns)
+}
+
+// share writes a part of all as a percentage.
+func share(part, all uint64) string {
+	if all == 0 {
+		return none
+	}
+	of := float64(part) / float64(all)
+	return percent(&of)
+}
+
 // endTone is the colour of a request's ending.
 func endTone(end string) style {
 	switch end {
