@@ -3,6 +3,7 @@ package simulate
 import (
 	"errors"
 	"fmt"
+	"math"
 	"math/rand/v2"
 	"slices"
 	"strconv"
@@ -108,8 +109,7 @@ func assignTenants(requests []TraceRequest, groups []*tenantGroup, seed uint64) 
 	for _, g := range groups {
 		sum += g.share
 	}
-	kept := make([]TraceRequest, 0, len(requests))
-	for _, first := range requests {
+	draw := func() *tenant {
 		at := random.Float64() * sum
 		g := groups[len(groups)-1]
 		for _, other := range groups {
@@ -118,16 +118,53 @@ func assignTenants(requests []TraceRequest, groups []*tenantGroup, seed uint64) 
 				break
 			}
 		}
-		t := g.all[random.IntN(len(g.all))]
-		if first.tenant = t; g.absent {
+		return g.all[random.IntN(len(g.all))]
+	}
+	begun := conversationsOf(requests)
+	tenants := make([]*tenant, len(requests))
+	kept := make([]TraceRequest, 0, len(requests))
+	for i, first := range requests {
+		if tenants[i] = tenants[begun[i]]; begun[i] == i {
+			tenants[i] = draw()
+		}
+		if first.tenant = tenants[i]; first.tenant.group.absent {
 			continue
 		}
 		for r := first.Next; r != nil; r = r.Next {
-			r.tenant = t
+			r.tenant = first.tenant
 		}
 		kept = append(kept, first)
 	}
 	return kept
+}
+
+// conversationsOf returns for each request the place of that which begins its conversation, as
+// far as the requests show it. Those of a trace name no turns that follow them, but have the
+// turns before them in their prompts: of one conversation are those that share a part of the
+// prompt that at most √n of all n requests have. What more have is a system prompt.
+func conversationsOf(requests []TraceRequest) []int {
+	have := map[uint64]int{}
+	for _, r := range requests {
+		for _, h := range r.Hashes {
+			have[h]++
+		}
+	}
+	most := int(math.Sqrt(float64(len(requests))))
+	first := map[uint64]int{} // request that has a part first
+	begun := make([]int, len(requests))
+	for i, r := range requests {
+		begun[i] = i
+		at := slices.IndexFunc(r.Hashes, func(h uint64) bool { return have[h] <= most })
+		if at < 0 || r.Next != nil {
+			continue
+		}
+		if before, known := first[r.Hashes[at]]; known {
+			begun[i] = before
+		} else {
+			first[r.Hashes[at]] = i
+		}
+	}
+	return begun
 }
 
 // TenantReport is what the tenants of one group got.

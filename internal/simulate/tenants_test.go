@@ -111,3 +111,38 @@ func TestAbsentTenantsChangeNobodysConversations(t *testing.T) {
 		t.Errorf("%+v", r.Tenants)
 	}
 }
+
+// TestTurnsOfATraceAreOfOneTenant: requests with the same turns before them are of one
+// conversation, those that share a system prompt only are not.
+func TestTurnsOfATraceAreOfOneTenant(t *testing.T) {
+	const system, conversations = 7, 16
+	var requests []TraceRequest
+	for turn := range 3 {
+		for c := range uint64(conversations) {
+			hashes := []uint64{system}
+			for part := range uint64(turn + 1) {
+				hashes = append(hashes, 1000*(c+1)+part)
+			}
+			requests = append(requests, TraceRequest{Hashes: hashes})
+		}
+	}
+	for i, begun := range conversationsOf(requests) {
+		if begun != i%conversations {
+			t.Errorf("request %d continues %d, want %d", i, begun, i%conversations)
+		}
+	}
+	groups, err := parseTenants([]string{"a*40:1"})
+	if err != nil {
+		t.Fatal(err)
+	}
+	tenants := map[*tenant]bool{}
+	all := assignTenants(requests, groups, 1)
+	for i, r := range all {
+		if tenants[r.tenant] = true; r.tenant != all[i%conversations].tenant {
+			t.Errorf("request %d is of %s, the first of its conversation of %s", i, r.tenant.Name, all[i%conversations].tenant.Name)
+		}
+	}
+	if len(tenants) < 8 {
+		t.Errorf("%d conversations are of %d tenants", conversations, len(tenants))
+	}
+}
