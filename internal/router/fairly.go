@@ -183,26 +183,26 @@ func (r *Router) dispatchFairly(now time.Time) {
 			w.tell(waitResult{err: shed(now.Sub(w.prompt.Deadline))})
 			return fair.Taken
 		}
-		switch r.decide(w, must, now) {
-		case fair.Taken:
-			return fair.Taken
-		case fair.Later:
-			return fair.Later
-		}
-		if kind.known {
+		v := r.decide(w, must, now)
+		if v == fair.Kept && kind.known {
 			blocked = append(blocked, kind)
 		}
-		return fair.Kept
+		return v
 	})
 }
 
-// leastMissed is how many tokens fewer a full worker has to compute for which a request would
-// rather wait.
-const leastMissed = 256
+const (
+	// leastMissed is how many tokens fewer a full worker has to compute for which a request
+	// would rather wait.
+	leastMissed = 256
+	// prefixWorth is how many times as long as computing these tokens takes it lets other
+	// tenants go first for that: computing them delays the answers of a worker, too.
+	prefixWorth = 2
+)
 
-// missesPrefix reports whether a candidate without capacity has more of p cached than all those
-// that have.
-func (r *Router) missesPrefix(p *prompt, now time.Time) bool {
+// missedPrefix returns how many tokens fewer of p a candidate without capacity would compute
+// than all those that have.
+func (r *Router) missedPrefix(p *prompt, now time.Time) int {
 	best, there := p.tokens, p.tokens
 	for i := range r.candidates {
 		c := &r.candidates[i]
@@ -211,7 +211,7 @@ func (r *Router) missesPrefix(p *prompt, now time.Time) bool {
 			there = uncached
 		}
 	}
-	return there-best >= leastMissed
+	return there - best
 }
 
 // alike says what a request needs of a worker. Where one finds no room, those that are alike

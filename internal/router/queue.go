@@ -215,8 +215,13 @@ func (r *Router) decide(w *waiter, must bool, now time.Time) fair.Verdict {
 	switch {
 	case errors.Is(err, ErrBusy), err == nil && r.mustWait(&w.prompt, now):
 		return fair.Kept
-	case err == nil && !must && r.missesPrefix(&w.prompt, now):
-		return fair.Later
+	case err == nil && !must:
+		if missed := r.missedPrefix(&w.prompt, now); missed >= leastMissed {
+			if now.Sub(w.since) < prefixWorth*r.forecast.Compute(missed) {
+				return fair.Yield
+			}
+			return fair.Later
+		}
 	}
 	result := waitResult{err: err}
 	if err != nil {

@@ -599,7 +599,7 @@ func (r *Router) choose(p *prompt, d *Decision, now time.Time) {
 	if p.Explain || r.explains(now) {
 		query.Explain = &policy.Explanation{Decision: query.Decision}
 	}
-	at := r.policy.Choose(query, r.candidates, r.random)
+	at := r.policy.Choose(query, r.candidates[:r.seatsFirst()], r.random)
 	p.sessionGoes = r.sessionGoes(p, r.candidates[at].Target, now)
 	if query.Explain != nil {
 		d.Receipts = []*Receipt{r.explain(p, query.Explain, at, now)}
