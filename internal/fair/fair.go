@@ -134,6 +134,7 @@ func (f *flow[T]) counter() float64 { return f.served + f.pending }
 type lane[T any] struct {
 	backlogged []*flow[T] // those with items, in no order
 	clock      float64    // floor while any waited last
+	running    int        // charges that have not ended
 }
 
 // floor is the service to which a flow is lifted that begins to wait.
@@ -229,15 +230,23 @@ func (q *Queue[T]) Waiting() (ms float64) {
 	return ms
 }
 
-// place is the class's place in lanes.
-func place(c Class) int { return int(c.known() - Interactive) }
+// Owes reports whether requests of the class are the ones to which a part of the service is owed.
+func (q *Queue[T]) Owes(c Class) bool { return c.known() == Batch && q.owed > 0 }
+
+// RunningAfter returns how many requests of classes that come after c run.
+func (q *Queue[T]) RunningAfter(c Class) (n int) {
+	for i := c.Place() + 1; i < len(q.lanes); i++ {
+		n += q.lanes[i].running
+	}
+	return n
+}
 
 // batch returns the lane of class Batch.
-func (q *Queue[T]) batch() *lane[T] { return &q.lanes[place(Batch)] }
+func (q *Queue[T]) batch() *lane[T] { return &q.lanes[Batch.Place()] }
 
 // flow returns the flow of a tenant, a new one if there is none.
 func (q *Queue[T]) flow(t Tenant, c Class) *flow[T] {
-	at := place(c)
+	at := c.Place()
 	flows, used := q.flows[at], q.used[at]
 	f := flows[t.Name]
 	if f == nil && len(flows) >= q.settings.Tenants && !q.forget(at) {
@@ -485,7 +494,7 @@ func (q *Queue[T]) Each(f func(*Item[T])) {
 // of its class what that is to receive until its counter is where it's will be, and of the
 // other classes those that go first.
 func (q *Queue[T]) Ahead(it *Item[T]) float64 {
-	at := place(it.Class)
+	at := it.Class.Place()
 	l, f := &q.lanes[at], q.flows[at][it.Tenant.Name]
 	begins, own := l.floor(), 0.0
 	if f != nil {

@@ -316,7 +316,7 @@ func TestYieldLetsOtherTenantsGoFirst(t *testing.T) {
 	if got := turn(true); got != "a1" {
 		t.Errorf("%s goes instead of a1, which finds its worker", got)
 	}
-	q.Remove(q.flows[place(Standard)]["b"].items[0])
+	q.Remove(q.flows[Standard.Place()]["b"].items[0])
 	q.Push(of("a", "a2", 1))
 	if got := turn(false); got != "a2" {
 		t.Errorf("%q goes instead of a2, which is alone", got)
@@ -400,7 +400,7 @@ func TestServiceOfBackloggedTenantsStaysWithinItsBound(t *testing.T) {
 		var all []running
 		pairs := map[[2]int]*pair{}
 		tenant := func(i int) Tenant { return Tenant{Name: fmt.Sprint(i), Weight: weights[i]} }
-		flowOf := func(i int) *flow[string] { return q.flows[place(Standard)][fmt.Sprint(i)] }
+		flowOf := func(i int) *flow[string] { return q.flows[Standard.Place()][fmt.Sprint(i)] }
 		waits := func(i int) bool { f := flowOf(i); return f != nil && len(f.items) > 0 }
 		check := func() {
 			for f := range weights {

@@ -218,6 +218,7 @@ func (r *Router) missedPrefix(p *prompt, now time.Time) int {
 // need not look.
 type alike struct {
 	known  bool // nothing else restricts it
+	class  fair.Class
 	model  string
 	leg    kv.Leg
 	kinds  kv.Kinds
@@ -229,7 +230,7 @@ func (p *prompt) alike() alike {
 	if !free {
 		return alike{}
 	}
-	return alike{known: true, model: p.Model, leg: p.Leg, kinds: p.Kinds, sglang: p.SGLang}
+	return alike{known: true, class: p.Class, model: p.Model, leg: p.Leg, kinds: p.Kinds, sglang: p.SGLang}
 }
 
 // late reports whether a request that may be shed can no longer be in time.

@@ -144,7 +144,7 @@ func (r *Router) mustWait(p *prompt, now time.Time) bool {
 	}
 	for i := range r.candidates {
 		if r.hasCapacity(&r.candidates[i], now) {
-			return false
+			return r.fair != nil && r.seatsAreKept(p.Class, now)
 		}
 	}
 	return true

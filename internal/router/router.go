@@ -200,6 +200,7 @@ type Router struct {
 	began       time.Time            // of the queue's clock: when a request first had to wait
 	waiting     []*waiter            // for a worker with capacity, the first to go at the front
 	fair        *fair.Queue[*waiter] // those that wait, in place of waiting; nil: the order is not fair
+	reserve     reserve              // of seats, by a fair queue
 	sharing     *Sharing             // with other routers; nil: none
 	decisions   uint64               // reported to a judged policy
 	cordoned    map[uint64]time.Time // by users, since when
@@ -568,7 +569,12 @@ func (r *Router) schedule(p *prompt, d *Decision) (*waiter, error) {
 		r.explainRefusal(p, d, err, now)
 		return nil, err
 	}
-	if r.mustWait(p, now) {
+	waits := r.mustWait(p, now)
+	if r.fair != nil && r.reserves(p) {
+		all, _, _ := r.seats(now)
+		r.reserve.learn(p.Class, waits, r.fair.RunningAfter(p.Class), all)
+	}
+	if waits {
 		return r.enqueue(p, now)
 	}
 	r.choose(p, d, now)
