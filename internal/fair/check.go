@@ -14,7 +14,9 @@ func (q *Queue[T]) Check() error {
 		if len(q.flows[i]) != q.used[i].Len() || len(q.flows[i]) > q.settings.Tenants+1 {
 			return fmt.Errorf("class %v: %d flows are known, %d are in order, at most %d may be", Classes[i], len(q.flows[i]), q.used[i].Len(), q.settings.Tenants+1)
 		}
+		running := 0
 		for name, f := range q.flows[i] {
+			running += f.running
 			length += len(f.items)
 			sum := 0.0
 			for at, it := range f.items {
@@ -35,6 +37,9 @@ func (q *Queue[T]) Check() error {
 			case !(f.elsewhere >= 0 && f.elsewhere <= min(f.runs, MostDebt)) || f.received < 0 || f.running > 0 && !q.untold[f]:
 				return fmt.Errorf("tenant %q: %v ms run elsewhere, %v count; %v ms are to be told", name, f.runs, f.elsewhere, f.received)
 			}
+		}
+		if running != l.running {
+			return fmt.Errorf("class %v: %d requests run, %d are counted", Classes[i], running, l.running)
 		}
 	}
 	if math.IsNaN(q.owed) || math.Abs(q.owed) > MostDebt {

@@ -38,7 +38,7 @@ func (q *Queue[T]) Tell() []Service {
 	})
 	all = all[:min(len(all), MostTold)]
 	for _, s := range all {
-		q.flows[place(s.Class)][s.Tenant].received -= s.Received
+		q.flows[s.Class.Place()][s.Tenant].received -= s.Received
 	}
 	return all
 }
@@ -60,7 +60,7 @@ func (q *Queue[T]) Elsewhere() *Elsewhere[T] {
 func (e *Elsewhere[T]) Take(all []Service) {
 	e.End()
 	for _, s := range all[:min(len(all), MostTold)] {
-		f := e.queue.flows[place(s.Class)][s.Tenant]
+		f := e.queue.flows[s.Class.Place()][s.Tenant]
 		if f == nil {
 			continue
 		}

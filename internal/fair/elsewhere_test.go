@@ -172,7 +172,7 @@ func TestRoutersShareOutTogether(t *testing.T) {
 		var all []running
 		pairs := map[[2]int]*pair{}
 		tenant := func(i int) Tenant { return Tenant{Name: fmt.Sprint(i), Weight: weights[i]} }
-		flowOf := func(q *Queue[string], i int) *flow[string] { return q.flows[place(Standard)][fmt.Sprint(i)] }
+		flowOf := func(q *Queue[string], i int) *flow[string] { return q.flows[Standard.Place()][fmt.Sprint(i)] }
 		waits := func(i int) bool {
 			for _, q := range queues {
 				if f := flowOf(q, i); f == nil || len(f.items) == 0 {

@@ -232,7 +232,7 @@ func TestWhatIsKeptIsOfferedOnceAndStays(t *testing.T) {
 // tenant and of no lower priority.
 func TestLaterLetsTheTenantsOwnPass(t *testing.T) {
 	q := queue(t, of("a", "head", 1), of("b", "b1", 1))
-	for i := range 12 {
+	for i := range MostPassed + 12 {
 		q.Push(of("a", fmt.Sprint("a", i), 1))
 	}
 	// Only one item a walk finds its worker.
@@ -253,22 +253,79 @@ func TestLaterLetsTheTenantsOwnPass(t *testing.T) {
 		}
 		return taken
 	}
-	for _, test := range []struct{ wants, want string }{
-		{"a7", "a7"}, {"", "b1"}, // a has had its turn
-		{"a10", "head"}, // it is beyond the window
-		{"a1", "a1"}, {"a2", "a2"}, {"a3", "a3"}, {"a4", "a4"}, {"a5", "a5"}, {"a6", "a6"}, {"a8", "a8"}, {"a9", "a9"},
-		{"a10", "a0"}, // has been passed often enough
-	} {
-		if got := turn(test.wants); got != test.want {
-			t.Errorf("%s goes instead of %s", got, test.want)
+	goes := func(wants, want string) {
+		t.Helper()
+		if got := turn(wants); got != want {
+			t.Errorf("%s goes instead of %s", got, want)
 		}
 	}
+	goes("a7", "a7")
+	goes("", "b1")      // a has had its turn
+	goes("a10", "head") // it is beyond the window
+	next := 1
+	for range MostPassed {
+		if next == 7 {
+			next++
+		}
+		name := fmt.Sprint("a", next)
+		goes(name, name)
+		next++
+	}
+	goes(fmt.Sprint("a", next), "a0") // has been passed often enough
 
 	high, low := of("a", "high", 1), of("a", "low", 1)
 	high.Priority = 1
 	q = queue(t, high, low)
 	if got := turn("low"); got != "high" {
 		t.Errorf("%s passes a higher priority", got)
+	}
+}
+
+// TestYieldLetsOtherTenantsGoFirst: while that is allowed, and never where a worker would have
+// nothing to do.
+func TestYieldLetsOtherTenantsGoFirst(t *testing.T) {
+	q := queue(t, of("a", "a0", 1))
+	for i := range MostYields + 2 {
+		q.Push(of("b", fmt.Sprint("b", i), 1000))
+	}
+	turn := func(wants bool) (taken string) { // the item that goes where a0 does not find its worker
+		q.Walk(func(it *Item[string], must bool) Verdict {
+			switch {
+			case taken != "":
+				return Stop
+			case it.Tenant.Name == "a" && !wants && !must:
+				return Yield
+			case it.Tenant.Name == "b" && wants:
+				return Kept
+			}
+			taken = it.Value
+			q.Begin(it.Tenant, it.Class, it.Cost)
+			return Taken
+		})
+		if err := q.Check(); err != nil {
+			t.Fatal(err)
+		}
+		return taken
+	}
+	for i := range MostYields {
+		if got, want := turn(false), fmt.Sprint("b", i); got != want {
+			t.Fatalf("%s goes instead of %s", got, want)
+		}
+	}
+	if got := turn(false); got != "a0" {
+		t.Errorf("%s goes, and a0 has yielded often enough", got)
+	}
+	q.Push(of("a", "a1", 1))
+	if got := turn(false); got != fmt.Sprint("b", MostYields) {
+		t.Errorf("%s goes, and a1 may yield: its tenant has not waited", got)
+	}
+	if got := turn(true); got != "a1" {
+		t.Errorf("%s goes instead of a1, which finds its worker", got)
+	}
+	q.Remove(q.flows[Standard.Place()]["b"].items[0])
+	q.Push(of("a", "a2", 1))
+	if got := turn(false); got != "a2" {
+		t.Errorf("%q goes instead of a2, which is alone", got)
 	}
 }
 
@@ -338,6 +395,7 @@ func TestServiceOfBackloggedTenantsStaysWithinItsBound(t *testing.T) {
 		began float64 // difference of counters then
 		from  float64 // difference of services then
 		runs  [2]int  // most at once since
+		yield int     // requests that went before those of either since
 	}
 	rapid.Check(t, func(t *rapid.T) {
 		q := New[string](Settings{Limit: 1000, Tenants: 10})
@@ -348,7 +406,7 @@ func TestServiceOfBackloggedTenantsStaysWithinItsBound(t *testing.T) {
 		var all []running
 		pairs := map[[2]int]*pair{}
 		tenant := func(i int) Tenant { return Tenant{Name: fmt.Sprint(i), Weight: weights[i]} }
-		flowOf := func(i int) *flow[string] { return q.flows[place(Standard)][fmt.Sprint(i)] }
+		flowOf := func(i int) *flow[string] { return q.flows[Standard.Place()][fmt.Sprint(i)] }
 		waits := func(i int) bool { f := flowOf(i); return f != nil && len(f.items) > 0 }
 		check := func() {
 			for f := range weights {
@@ -371,7 +429,10 @@ func TestServiceOfBackloggedTenantsStaysWithinItsBound(t *testing.T) {
 					if !exact {
 						miss = wrong
 					}
-					bound := p.began + most/min(weights[f], weights[g]) + 2*miss*(float64(p.runs[0])/weights[f]+float64(p.runs[1])/weights[g])
+					bound := p.began + float64(1+p.yield)*most/min(weights[f], weights[g]) + 2*miss*(float64(p.runs[0])/weights[f]+float64(p.runs[1])/weights[g])
+					if p.yield > 2*MostYields {
+						t.Fatalf("tenants %d and %d: %d requests went before others, at most %d may for each", f, g, p.yield, MostYields)
+					}
 					if got := math.Abs(now - p.from); got > bound+1e-6 {
 						t.Fatalf("tenants %d and %d: services differ by %v, the bound is %v", f, g, got, bound)
 					}
@@ -398,11 +459,25 @@ func TestServiceOfBackloggedTenantsStaysWithinItsBound(t *testing.T) {
 			},
 			"serve": func(t *rapid.T) {
 				n := rapid.IntRange(1, 6).Draw(t, "requests")
-				q.Walk(func(it *Item[string], _ bool) Verdict {
-					if n--; n < 0 {
+				yields := map[int]bool{}
+				q.Walk(func(it *Item[string], must bool) Verdict {
+					if n == 0 {
 						return Stop
 					}
+					i := int(it.Tenant.Name[0] - '0')
+					if !must && rapid.IntRange(0, 3).Draw(t, "yields") == 0 {
+						yields[i] = true
+						return Yield
+					}
+					n--
 					begin(it)
+					for other := range yields {
+						for two, p := range pairs {
+							if other != i && slices.Contains(two[:], other) && slices.Contains(two[:], i) {
+								p.yield++
+							}
+						}
+					}
 					return Taken
 				})
 			},
@@ -502,7 +577,7 @@ func TestEveryItemIsServedOnceOrLeaves(t *testing.T) {
 			},
 			"walk": func(t *rapid.T) {
 				seen, musts := map[int]bool{}, map[int]bool{}
-				stopped, offers, most := false, 0, (Window+2)*q.Len()
+				stopped, offers, most := false, 0, (Window+3)*q.Len()
 				q.Walk(func(it *Item[int], must bool) Verdict {
 					if there[it.Value] != it || stopped || must && musts[it.Value] {
 						t.Fatalf("item %d is gone, comes after Stop, or must go twice", it.Value)

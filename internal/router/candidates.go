@@ -52,6 +52,22 @@ func (r *Router) collect(p *prompt, now time.Time) error {
 	return nil
 }
 
+// prefer leaves the candidates that are good, in their order, or all if none is. others: some are
+// left out.
+func (r *Router) prefer(good func(*policy.Candidate) bool) (others bool) {
+	kept := r.candidates[:0]
+	for i := range r.candidates { // kept is behind it
+		if c := &r.candidates[i]; good(c) {
+			kept = append(kept, *c)
+		}
+	}
+	if len(kept) == 0 || len(kept) == len(r.candidates) {
+		return false
+	}
+	r.candidates = kept
+	return true
+}
+
 // busy reports whether all ranks of a worker are beyond a threshold.
 func (r *Router) busy(worker uint64, now time.Time) bool {
 	at, _ := r.target(kv.WorkerKey{Worker: worker})

@@ -42,6 +42,35 @@ func shed(late time.Duration) error {
 // mostRetryAfter bounds what a client is told: the load may be another by then.
 const mostRetryAfter = 10 * time.Minute
 
+// Charging is what a tenant is charged for. Everything but ByWork is for comparison, in
+// simulations.
+type Charging int
+
+const (
+	// ByWork charges the time of the workers: of what they computed.
+	ByWork Charging = iota
+	// ByPrompt charges the tokens of the prompt, whether they are cached or not, as if they had
+	// to be computed.
+	ByPrompt
+	// ByRequest charges every request the same, so that tenants take turns.
+	ByRequest
+)
+
+// requestCost is what ByRequest charges, ms.
+const requestCost = 100
+
+// cost returns what a tenant is charged, ms, for a request of which so many tokens are computed
+// of a prompt of that many, and so many are answered.
+func (c Charging) cost(uncached, prompt, answered float64, is price) float64 {
+	switch c {
+	case ByPrompt:
+		return prompt * is.prompt
+	case ByRequest:
+		return requestCost
+	}
+	return uncached*is.prompt + answered*is.answer
+}
+
 // price is the time of a worker that a token takes, ms.
 type price struct{ prompt, answer float64 }
 
@@ -70,17 +99,17 @@ func (r *Router) answerOf(p *prompt) float64 {
 func (r *Router) charge(b *Booking, p *prompt, c *policy.Candidate) {
 	b.price = r.priceOn(p, c)
 	b.expects = r.answerOf(p)
-	b.charge = r.fair.Begin(p.Tenant, p.Class, b.promptCost()+b.expects*b.price.answer)
+	b.charge = r.fair.Begin(p.Tenant, p.Class, b.costOf(b.expects))
 }
 
-// promptCost is the cost of the prompt, ms: of what the engine has computed, once it has
-// reported that.
-func (b *Booking) promptCost() float64 {
+// costOf returns what the tenant is charged for the request with an answer of that many tokens,
+// ms: of the prompt for what the engine has computed, once it has reported that.
+func (b *Booking) costOf(answered float64) float64 {
 	uncached := b.uncached
 	if b.cached >= 0 && b.leg != kv.LegDecode {
 		uncached = max(0, b.prompt-b.cached*b.router.blockSize)
 	}
-	return float64(uncached) * b.price.prompt
+	return b.router.settings.Charging.cost(float64(uncached), float64(b.prompt), answered, b.price)
 }
 
 // answerStep is after how many tokens of an answer its tenant is charged again.
@@ -104,7 +133,7 @@ func (b *Booking) Answered(tokens int) {
 		return
 	}
 	b.answered = max(b.answered, tokens)
-	b.charge.Set(b.promptCost() + max(b.expects, float64(b.answered))*b.price.answer)
+	b.charge.Set(b.costOf(max(b.expects, float64(b.answered))))
 }
 
 // settle makes the charge of a request that ends what its workers did. What a worker failed
@@ -118,7 +147,7 @@ func (b *Booking) settle(how policy.Ending, output int) {
 	case how == policy.Finished && output == 0 && b.answered == 0:
 		answer = b.expects // it is not known
 	}
-	b.charge.End(b.promptCost() + answer*b.price.answer)
+	b.charge.End(b.costOf(answer))
 }
 
 // enqueueFairly is enqueue for a fair queue.
@@ -133,7 +162,7 @@ func (r *Router) enqueueFairly(p *prompt, now time.Time) (*waiter, error) {
 	w := &waiter{prompt: *p, since: now, decided: make(chan waitResult, 1)}
 	jump := time.Duration(min(max(0, p.PriorityJump), BookingExpiry.Seconds()) * float64(time.Second))
 	w.item = &fair.Item[*waiter]{
-		Value: w, Tenant: p.Tenant, Class: p.Class, Cost: float64(least)*price.prompt + r.answerOf(p)*price.answer,
+		Value: w, Tenant: p.Tenant, Class: p.Class, Cost: r.settings.Charging.cost(float64(least), float64(p.tokens), r.answerOf(p), price),
 		Priority: p.StrictPriority, Since: now, Deadline: p.Deadline, Jump: jump,
 	}
 	if p.Sheddable && !p.Deadline.IsZero() {
@@ -183,26 +212,26 @@ func (r *Router) dispatchFairly(now time.Time) {
 			w.tell(waitResult{err: shed(now.Sub(w.prompt.Deadline))})
 			return fair.Taken
 		}
-		switch r.decide(w, must, now) {
-		case fair.Taken:
-			return fair.Taken
-		case fair.Later:
-			return fair.Later
-		}
-		if kind.known {
+		v := r.decide(w, must, now)
+		if v == fair.Kept && kind.known {
 			blocked = append(blocked, kind)
 		}
-		return fair.Kept
+		return v
 	})
 }
 
-// leastMissed is how many tokens fewer a full worker has to compute for which a request would
-// rather wait.
-const leastMissed = 256
+const (
+	// leastMissed is how many tokens fewer a full worker has to compute for which a request
+	// would rather wait.
+	leastMissed = 256
+	// prefixWorth is how many times as long as computing these tokens takes it lets other
+	// tenants go first for that: computing them delays the answers of a worker, too.
+	prefixWorth = 2
+)
 
-// missesPrefix reports whether a candidate without capacity has more of p cached than all those
-// that have.
-func (r *Router) missesPrefix(p *prompt, now time.Time) bool {
+// missedPrefix returns how many tokens fewer of p a candidate without capacity would compute
+// than all those that have.
+func (r *Router) missedPrefix(p *prompt, now time.Time) int {
 	best, there := p.tokens, p.tokens
 	for i := range r.candidates {
 		c := &r.candidates[i]
@@ -211,13 +240,14 @@ func (r *Router) missesPrefix(p *prompt, now time.Time) bool {
 			there = uncached
 		}
 	}
-	return there-best >= leastMissed
+	return there - best
 }
 
 // alike says what a request needs of a worker. Where one finds no room, those that are alike
 // need not look.
 type alike struct {
 	known  bool // nothing else restricts it
+	class  fair.Class
 	model  string
 	leg    kv.Leg
 	kinds  kv.Kinds
@@ -229,7 +259,7 @@ func (p *prompt) alike() alike {
 	if !free {
 		return alike{}
 	}
-	return alike{known: true, model: p.Model, leg: p.Leg, kinds: p.Kinds, sglang: p.SGLang}
+	return alike{known: true, class: p.Class, model: p.Model, leg: p.Leg, kinds: p.Kinds, sglang: p.SGLang}
 }
 
 // late reports whether a request that may be shed can no longer be in time.

@@ -42,6 +42,9 @@ type workerLoad struct {
 	passBefore time.Time // when the pass before that of Load.FirstToken gave first tokens; zero: there was none
 	ranBefore  int       // Running of the report before Published
 
+	probe     time.Duration // after which Load.Fill grows where no request waits in the engine
+	growsFrom time.Time     // the earliest time for that
+
 	served int // tokens that others pull from it now
 
 	reportsCached bool // an answer of it has said how many of its prompt's tokens were cached
@@ -374,6 +377,7 @@ func (l *loads) silence(w kv.WorkerKey) {
 	if load := l.byWorker[w]; load != nil {
 		load.Published = policy.Published{}
 		load.Bumped, load.Foreign, load.Fill, load.Adapters = 0, 0, 0, nil
+		load.probe, load.growsFrom = 0, time.Time{}
 		load.gone = true
 		l.drop(w)
 	}

@@ -11,7 +11,6 @@ import (
 // of them if none is. An objective of the first token that has passed is none any more. A prefill
 // worker keeps the time to the first token, a decode worker that of the further ones.
 func (r *Router) preferKeeping(p *prompt, q *policy.Query) {
-	p.keeps = false
 	first, further := time.Duration(0), time.Duration(0)
 	if p.Leg != kv.LegDecode && !p.Deadline.IsZero() {
 		first = p.Deadline.Sub(q.Now)
@@ -19,27 +18,10 @@ func (r *Router) preferKeeping(p *prompt, q *policy.Query) {
 	if p.Leg != kv.LegPrefill {
 		further = p.TPOT
 	}
-	if first <= 0 && further <= 0 || len(r.candidates) == 1 {
+	if p.keeps = false; first <= 0 && further <= 0 || len(r.candidates) == 1 {
 		return
 	}
-	keeps := func(c *policy.Candidate) bool {
+	p.keeps = r.prefer(func(c *policy.Candidate) bool {
 		return (first <= 0 || r.forecast.FirstToken(q, c) <= first) && (further <= 0 || r.forecast.TokenTime(q, c) <= further)
-	}
-	n := 0
-	for i := range r.candidates {
-		if keeps(&r.candidates[i]) {
-			n++
-		}
-	}
-	if n == 0 || n == len(r.candidates) {
-		return
-	}
-	p.keeps = true
-	kept := r.candidates[:0]
-	for _, c := range r.candidates { // kept is behind it
-		if keeps(&c) {
-			kept = append(kept, c)
-		}
-	}
-	r.candidates = kept
+	})
 }

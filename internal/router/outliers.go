@@ -72,13 +72,7 @@ func (r *Router) preferWell(now time.Time) {
 			best = rate
 		}
 	}
-	kept := r.candidates[:0]
-	for _, c := range r.candidates { // kept is behind it
-		if !r.outliers.SuccessRate(c.Target.Key, now).Worse(best) {
-			kept = append(kept, c)
-		}
-	}
-	r.candidates = kept
+	r.prefer(func(c *policy.Candidate) bool { return !r.outliers.SuccessRate(c.Target.Key, now).Worse(best) })
 }
 
 // onTrial leaves one candidate with a trial due, if p may be it: the one that

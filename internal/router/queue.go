@@ -32,6 +32,7 @@ type QueueSettings struct {
 	RouterQueueTimeout   time.Duration            `group:"Routing" default:"5m" help:"Maximum time in the queue; the request is then rejected."`
 	RouterQueueLimit     int                      `group:"Routing" default:"1024" help:"Maximum number of queued requests; further ones are rejected."`
 	RouterBatchShare     float64                  `group:"Routing" default:"0" placeholder:"SHARE" help:"Share of the workers' time, 0 to 1, that is kept for requests of class batch while they wait, with --router-queue-policy fair. 0: they use what the other classes leave."`
+	Charging             Charging                 `kong:"-"` // of a fair queue
 	ClassTTFT            map[string]time.Duration `group:"Routing" name:"class-ttft" mapsep:"," placeholder:"CLASS=TIME" help:"Objective of the time to first token for requests without one of their own, by class: interactive, standard, batch. Comma-separated, such as interactive=1s,batch=10m. Workers that are predicted to keep it are preferred, and with --router-queue-policy fair it orders the requests of a tenant. Default: none."`
 	ClassTPOT            map[string]time.Duration `group:"Routing" name:"class-tpot" mapsep:"," placeholder:"CLASS=TIME" help:"Objective of the time per output token after the first one for requests without one of their own, by class, such as interactive=40ms. Workers that are predicted to keep it are preferred. Default: none."`
 }
@@ -167,7 +168,7 @@ func (r *Router) mustWait(p *prompt, now time.Time) bool {
 	}
 	for i := range r.candidates {
 		if r.hasCapacity(&r.candidates[i], now) {
-			return false
+			return r.fair != nil && r.seatsAreKept(p.Class, now)
 		}
 	}
 	return true
@@ -238,8 +239,13 @@ func (r *Router) decide(w *waiter, must bool, now time.Time) fair.Verdict {
 	switch {
 	case errors.Is(err, ErrBusy), err == nil && r.mustWait(&w.prompt, now):
 		return fair.Kept
-	case err == nil && !must && r.missesPrefix(&w.prompt, now):
-		return fair.Later
+	case err == nil && !must:
+		if missed := r.missedPrefix(&w.prompt, now); missed >= leastMissed {
+			if now.Sub(w.since) < prefixWorth*r.forecast.Compute(missed) {
+				return fair.Yield
+			}
+			return fair.Later
+		}
 	}
 	result := waitResult{err: err}
 	if err != nil {

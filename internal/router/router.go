@@ -201,6 +201,7 @@ type Router struct {
 	began       time.Time            // of the queue's clock: when a request first had to wait
 	waiting     []*waiter            // for a worker with capacity, the first to go at the front
 	fair        *fair.Queue[*waiter] // those that wait, in place of waiting; nil: the order is not fair
+	reserve     reserve              // of seats, by a fair queue
 	sharing     *Sharing             // with other routers; nil: none
 	decisions   uint64               // reported to a judged policy
 	cordoned    map[uint64]time.Time // by users, since when
@@ -232,6 +233,7 @@ type prompt struct {
 	shared    bool       // those that other requests have too count once
 	sequence  []uint64   // their sequence hashes, if shared
 
+	seated      bool   // its candidates are those whose engine would run it at once, and others are not
 	keeps       bool   // its candidates are those that are predicted to keep its objectives, and others are not
 	stays       bool   // its session's worker is the only candidate for that reason
 	sessionGoes string // what becomes of its session; empty: it has none, or nothing is decided
@@ -592,7 +594,12 @@ func (r *Router) schedule(p *prompt, d *Decision) (*waiter, error) {
 		r.explainRefusal(p, d, err, now)
 		return nil, err
 	}
-	if r.mustWait(p, now) {
+	waits := r.mustWait(p, now)
+	if r.fair != nil && r.reserves(p) {
+		all, _, _ := r.seats(now)
+		r.reserve.learn(p.Class, waits, r.fair.RunningAfter(p.Class), all)
+	}
+	if waits {
 		return r.enqueue(p, now)
 	}
 	r.choose(p, d, now)
@@ -623,6 +630,7 @@ func (r *Router) choose(p *prompt, d *Decision, now time.Time) {
 	if p.Explain || r.explains(now) {
 		query.Explain = &policy.Explanation{Decision: query.Decision}
 	}
+	p.seated = r.preferSeats()
 	r.preferKeeping(p, &query)
 	at := r.policy.Choose(query, r.candidates, r.random)
 	p.sessionGoes = r.sessionGoes(p, r.candidates[at].Target, now)

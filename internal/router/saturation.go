@@ -122,9 +122,6 @@ func (r *Router) SaturationOf(role kv.Role) (saturation float64, up bool) {
 // mostDecodeUse bounds decodeUse: more is a foreign number.
 const mostDecodeUse = 1000
 
-// fullCache is the share of a KV cache in use from which waiting requests wait for its blocks.
-const fullCache = 0.9
-
 // decodeUse is how much of what a worker can decode is in use: 1 is all. It is the most of
 //   - the share of its KV cache, as published or as of the requests in flight; with a full cache,
 //     times the requests that wait in the engine and run, by those that run,

@@ -41,7 +41,7 @@ func TestALoadIsWhatItsWordsSay(t *testing.T) {
 			return l.wants.Kinds == 4 && l.wants.Rate == 1 && s.Routers == 3 && s.UntoldCache && s.Engine.Blocks == 99
 		},
 	} {
-		l, err := parseGridLoad(text, []string{"conv", "synt"})
+		l, err := parseGridLoad(text, []string{"conv", "synt"}, nil)
 		if err != nil {
 			t.Error(err)
 		} else if run := l.on(base, 5); !check(l, run) {
@@ -59,7 +59,7 @@ func TestALoadThatCannotBeReadIsRefused(t *testing.T) {
 		"g3 c5 pd2": "pdP+D", "g3 c5 th": "a time", "g3 c5 th2": "a time", "g3 c5 th48h": "a time", "g3 c5 untold1": "no value", "g3 c5 #": "a seed", "g3 c5 #1,,2": "a seed",
 		"g3 c5 n10 burst6": "at most half", "g3 c5 w4 pd1+3": "w or pd", "g3 c5 n1048576 t1000": "1048576 at most", "g3 c5 p1.5": "whole number", "g3 r1e400": "a number",
 	} {
-		if _, err := parseGridLoad(text, []string{"conv"}); err == nil || !strings.Contains(err.Error(), says) {
+		if _, err := parseGridLoad(text, []string{"conv"}, nil); err == nil || !strings.Contains(err.Error(), says) {
 			t.Errorf("%q: %v, want %q", text, err, says)
 		}
 	}
@@ -70,7 +70,7 @@ func FuzzGridLoad(f *testing.F) {
 	f.Add("conv x2 pd2+6 lag50ms routers2 untold kv99")
 	f.Add("agents r1 s0 burst1 shifts9")
 	f.Fuzz(func(t *testing.T, text string) {
-		if l, err := parseGridLoad(text, []string{"conv"}); err == nil {
+		if l, err := parseGridLoad(text, []string{"conv"}, nil); err == nil {
 			run := l.on(Simulation{Workers: 8, Engine: testkit.Engine()}, 1)
 			if run.Workers < 1 || run.Workers > 1000 || run.Prefills >= run.Workers || run.Concurrency < 0 || !(run.Speedup > 0) || l.n < 1 && l.trace == "" {
 				t.Errorf("%q is %+v", text, run)
@@ -207,7 +207,7 @@ func TestKnownFiguresAreNotRunAgain(t *testing.T) {
 		changed[k] = figures
 	}
 	again, _ := gridTableOf(t, mustGrid(t, smallGrid), changed, 2)
-	if again[key].TTFT != 12345 || again[own] != table[own] {
+	if again[key].TTFT != 12345 || !reflect.DeepEqual(again[own], table[own]) {
 		t.Errorf("tuned %+v, work %+v of %+v", again[key], again[own], table[own])
 	}
 }
@@ -283,6 +283,27 @@ func TestAGridSaysWhatIsWrongWithItsFlags(t *testing.T) {
 		s.Grid = file
 		if err := s.Validate(); err == nil {
 			t.Errorf("%+v is taken", s)
+		}
+	}
+}
+
+// TestTenantsOfAGrid: a load names tenants of the file, and its runs report them.
+func TestTenantsOfAGrid(t *testing.T) {
+	const file = "tenants: {two: 'a:0.5,b:0.5'}\npolicies: {work: work, fair: work --router-queue-policy fair --tenant-cost request}\nloads: {chats: ['g5 c8 n20 w2 @two']}\n"
+	g, err := parseGrid([]byte(file), "")
+	if err != nil {
+		t.Fatal(err)
+	}
+	if g.policies[1].Routing.Charging != router.ByRequest || len(g.rows[0].load.tenants) != 2 {
+		t.Errorf("%+v, %+v", g.policies[1].Routing.QueueSettings, g.rows[0].load.tenants)
+	}
+	for text, want := range map[string]string{
+		strings.Replace(file, "@two", "@three", 1):      "@three",
+		strings.Replace(file, "two: 'a", "two2: 'a", 1): "without digits",
+		strings.Replace(file, "b:0.5", "b:0.5:loud", 1): "loud",
+	} {
+		if _, err := parseGrid([]byte(text), ""); err == nil || !strings.Contains(err.Error(), want) {
+			t.Errorf("%s: %v", text, err)
 		}
 	}
 }

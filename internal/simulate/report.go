@@ -265,7 +265,7 @@ func writeReports(out io.Writer, reports []*Report) error {
 
 // writeTenants adds a row for each policy and group of tenants, where there are any.
 func writeTenants(table io.Writer, reports []*Report) {
-	if len(reports[0].Tenants) == 0 {
+	if !slices.ContainsFunc(reports, func(r *Report) bool { return len(r.Tenants) > 0 }) {
 		return
 	}
 	fmt.Fprintln(table, "policy\ttenants\tclass\tweight\trequests\tlost\tcomputed tok\tout tok\tTTFT ms mean\tp50\tp99\te2e ms mean\tp50\tp99\t")
@@ -273,6 +273,13 @@ func writeTenants(table io.Writer, reports []*Report) {
 		for _, t := range r.Tenants {
 			fmt.Fprintf(table, "%s\t%s*%d\t%s\t%g\t%d\t%d\t%d\t%d\t%.1f\t%.1f\t%.1f\t%.1f\t%.1f\t%.1f\t\n", r.Policy, t.Tenant, t.Tenants, t.Class, t.Weight,
 				t.Requests, t.Lost, t.Computed, t.Answered, t.TTFT.Mean, t.TTFT.P50, t.TTFT.P99, t.EndToEnd.Mean, t.EndToEnd.P50, t.EndToEnd.P99)
+		}
+	}
+	for _, r := range reports {
+		for _, t := range r.Tenants {
+			if o := t.Objective; o != nil {
+				fmt.Fprintf(table, "%s: %s kept its objective for %.1f %% of all requests, missed %d, shed %d and %d late; of %d spared ones %d kept it\t\n", r.Policy, t.Tenant, 100*o.Goodput(t.Lost), o.Missed, o.Shed, o.ShedLate, o.Spared, o.SparedKept)
+			}
 		}
 	}
 	fmt.Fprintln(table)

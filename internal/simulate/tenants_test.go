@@ -5,6 +5,7 @@ import (
 	"reflect"
 	"strings"
 	"testing"
+	"time"
 
 	"kvrouter/internal/fair"
 )
@@ -34,6 +35,10 @@ func TestTenantsAreParsed(t *testing.T) {
 		"a:1:class=urgent":   "class=urgent: give weight=",
 		"a:1:absent=no":      "absent=no: give weight=",
 		"a:1:loud":           "loud: give weight=",
+		"a:1:ttft=0s":        "ttft=0s: give weight=",
+		"a:1:ttft=2h":        "ttft=2h: give weight=",
+		"a:1:limit=0":        "limit=0: give weight=",
+		"a:1:sheddable":      "sheddable needs an objective",
 		"a:1,a:2":            "a stands there twice",
 		"a:1:absent":         "all are absent",
 		"a*600:1,b*600:1":    "more than 1000 tenants",
@@ -42,6 +47,13 @@ func TestTenantsAreParsed(t *testing.T) {
 		if _, err := parseTenants(strings.Split(text, ",")); err == nil || !strings.Contains(err.Error(), want) {
 			t.Errorf("%s: %v, want %s", text, err, want)
 		}
+	}
+}
+
+func TestTermsOfTenantsAreParsed(t *testing.T) {
+	groups, err := parseTenants([]string{"a:1:ttft=2s:sheddable:limit=4"})
+	if err != nil || groups[0].objective != 2*time.Second || !groups[0].sheddable || groups[0].limit != 4 {
+		t.Errorf("%+v, %v", groups, err)
 	}
 }
 
@@ -109,5 +121,70 @@ func TestAbsentTenantsChangeNobodysConversations(t *testing.T) {
 	}
 	if r := mustRun(t, alone); len(r.Tenants) != 1 || r.Tenants[0].Requests != r.Requests {
 		t.Errorf("%+v", r.Tenants)
+	}
+}
+
+// TestTurnsOfATraceAreOfOneTenant: requests with the same turns before them are of one
+// conversation, those that share a system prompt only are not.
+func TestTurnsOfATraceAreOfOneTenant(t *testing.T) {
+	const system, conversations = 7, 16
+	var requests []TraceRequest
+	for turn := range 3 {
+		for c := range uint64(conversations) {
+			hashes := []uint64{system}
+			for part := range uint64(turn + 1) {
+				hashes = append(hashes, 1000*(c+1)+part)
+			}
+			requests = append(requests, TraceRequest{Hashes: hashes})
+		}
+	}
+	for i, begun := range conversationsOf(requests) {
+		if begun != i%conversations {
+			t.Errorf("request %d continues %d, want %d", i, begun, i%conversations)
+		}
+	}
+	groups, err := parseTenants([]string{"a*40:1"})
+	if err != nil {
+		t.Fatal(err)
+	}
+	tenants := map[*tenant]bool{}
+	all := assignTenants(requests, groups, 1)
+	for i, r := range all {
+		if tenants[r.tenant] = true; r.tenant != all[i%conversations].tenant {
+			t.Errorf("request %d is of %s, the first of its conversation of %s", i, r.tenant.Name, all[i%conversations].tenant.Name)
+		}
+	}
+	if len(tenants) < 8 {
+		t.Errorf("%d conversations are of %d tenants", conversations, len(tenants))
+	}
+}
+
+// TestObjectivesOfTheSimulator: each request keeps or misses its objective, or is refused. Shedding
+// keeps more of them, and hardly any request is shed that would have kept its own.
+func TestObjectivesOfTheSimulator(t *testing.T) {
+	goodput := map[string]float64{}
+	for _, tenants := range []string{"a:1:ttft=2s", "a:1:ttft=2s:sheddable"} {
+		r := mustRun(t, tenanted(t, tenants, "fair"))
+		a := r.Tenants[0]
+		o := a.Objective
+		t.Logf("%s: %+v, %+v", tenants, a, o)
+		if o.Kept+o.Missed != a.Requests || o.Shed+o.ShedLate > a.Lost {
+			t.Errorf("%s: %+v of %+v", tenants, o, a)
+		}
+		if shed := o.Shed+o.ShedLate+o.Spared > 0; shed != strings.Contains(tenants, "sheddable") {
+			t.Errorf("%s: %+v", tenants, o)
+		}
+		goodput[tenants] = o.Goodput(a.Lost)
+	}
+	if goodput["a:1:ttft=2s:sheddable"] <= goodput["a:1:ttft=2s"] {
+		t.Errorf("the objective is kept for %v", goodput)
+	}
+}
+
+// TestLimitsOfTheSimulator: a tenant has no more requests in flight than it may.
+func TestLimitsOfTheSimulator(t *testing.T) {
+	r := mustRun(t, tenanted(t, "a:0.9:limit=2,b:0.1", "fcfs"))
+	if r.Lost[lostLimit] == 0 || r.Tenants[0].Lost != r.Lost[lostLimit] || r.Tenants[1].Lost != 0 {
+		t.Errorf("%v, %+v", r.Lost, r.Tenants)
 	}
 }
