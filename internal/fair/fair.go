@@ -37,8 +37,9 @@
 //	|B − s·S| ≤ d + (1+y)·C + 2·n·E
 //
 // d is what class Batch is owed of its share at the first instant, n how many requests run at
-// once, and C, E and y are as above, y of all tenants together. The reason: class Batch goes first only while it is owed
-// something, and the others only while it is not. What it is owed, or owes, is at most MostDebt.
+// once, and C, E and y are as above, y of all tenants together. The reason: class Batch goes first
+// only while it is owed something, and the others only while it is not. What it is owed, or owes,
+// is at most MostDebt.
 //
 // Several routers over the same workers have a queue each. They tell each other what tenants
 // receive (Tell, Elsewhere), and a counter is the sum of all. The first bound then holds for the
@@ -146,6 +147,7 @@ type lane[T any] struct {
 	backlogged []*flow[T] // those with items, in no order
 	clock      float64    // floor while any waited last
 	running    int        // charges that have not ended
+	passed     uint64     // the last walk in which an item said PassClass
 }
 
 // floor is the service to which a flow is lifted that begins to wait.
@@ -186,6 +188,9 @@ func (l *lane[T]) join(f *flow[T]) {
 // first returns the flow of which an item is to be offered in that walk; nil: all have been.
 // There are at most as many flows as items, so a search is fast enough.
 func (l *lane[T]) first(walk uint64) (best *flow[T]) {
+	if l.passed == walk {
+		return nil
+	}
 	for _, f := range l.backlogged {
 		if f.walk != walk {
 			f.walk, f.next = walk, 0
@@ -393,11 +398,12 @@ func (q *Queue[T]) take(f *flow[T], at int) {
 type Verdict int
 
 const (
-	Kept  Verdict = iota // it waits on; the next one is offered
-	Taken                // it leaves the queue; the next one is offered
-	Later                // it would rather wait for another worker: others of its tenant may go first
-	Yield                // the same, and other tenants may go first too
-	Stop                 // it waits on, and so do all that come after it
+	Kept      Verdict = iota // it waits on; the next one is offered
+	Taken                    // it leaves the queue; the next one is offered
+	Later                    // it would rather wait for another worker: others of its tenant may go first
+	Yield                    // the same, and other tenants may go first too
+	PassClass                // it waits on, and so do all of its class
+	Stop                     // it waits on, and so do all that come after it
 )
 
 const (
@@ -415,6 +421,7 @@ const (
 // before it, it must go itself if it can. After Yield it is offered once more after all tenants.
 // So requests may find their prefixes where these are. Later does not change what another tenant
 // receives. offer may call Begin: the order of the items that have not been offered follows it.
+// What of a class comes after PassClass is not offered, and costs nothing, however much waits.
 func (q *Queue[T]) Walk(offer func(it *Item[T], must bool) Verdict) {
 	q.walk++
 	last := false // no item yields any more
@@ -444,6 +451,9 @@ func (q *Queue[T]) Walk(offer func(it *Item[T], must bool) Verdict) {
 		case v == Stop:
 			q.resume()
 			return
+		case v == PassClass:
+			f.lane.passed = q.walk
+			continue
 		case v != Taken:
 			f.next++
 			continue
@@ -468,7 +478,7 @@ func (q *Queue[T]) resume() (any bool) {
 	return any
 }
 
-// next returns the flow of which Walk offers an item; nil: all items have been offered.
+// next returns the flow of which Walk offers an item; nil: all that it offers have been.
 func (q *Queue[T]) next() *flow[T] {
 	if q.owed > 0 {
 		if f := q.batch().first(q.walk); f != nil {
@@ -486,7 +496,7 @@ func (q *Queue[T]) next() *flow[T] {
 // passing offers the items behind the next one of a flow; Kept: none of them goes.
 func (q *Queue[T]) passing(f *flow[T], offer func(it *Item[T], must bool) Verdict) (v Verdict, at int) {
 	for at = f.next + 1; at < len(f.items) && at <= f.next+Window && f.items[at].Priority == f.items[f.next].Priority; at++ {
-		if v = offer(f.items[at], false); v == Taken || v == Stop {
+		if v = offer(f.items[at], false); v == Taken || v == PassClass || v == Stop {
 			return v, at
 		}
 	}

@@ -329,6 +329,51 @@ func TestYieldLetsOtherTenantsGoFirst(t *testing.T) {
 	}
 }
 
+// TestPassClassCostsWhatIsLookedAt: however much of a class waits, a walk looks at one item of it.
+func TestPassClassCostsWhatIsLookedAt(t *testing.T) {
+	for name, test := range map[string]struct {
+		verdicts []Verdict // on the items of class batch, in order; PassClass on further ones
+		want     int       // items of class batch that are offered
+	}{
+		"at once":             {nil, 1},
+		"behind others":       {[]Verdict{Kept, Taken, Kept}, 4},
+		"instead of Later":    {[]Verdict{Later}, 2},
+		"instead of Yield":    {[]Verdict{Yield}, 2},
+		"after others yield":  {[]Verdict{Yield, Kept, Kept, Kept, Kept, Kept, Kept, Kept, Kept}, 10},
+		"never; all are kept": {slices.Repeat([]Verdict{Kept}, 3000), 3000},
+	} {
+		q := queue(t)
+		q.settings.Limit = 10_000
+		for i := range 3000 {
+			it := of(fmt.Sprint(i%3), "batch", 1)
+			it.Class = Batch
+			q.Push(it)
+		}
+		for i := range 5 {
+			q.Push(of(fmt.Sprint(i), "standard", 1))
+		}
+		for range 2 { // the second walk begins anew
+			standard, batch := 0, 0
+			q.Walk(func(it *Item[string], _ bool) Verdict {
+				if it.Value == "standard" {
+					standard++
+					return Kept
+				}
+				if batch++; batch <= len(test.verdicts) {
+					return test.verdicts[batch-1]
+				}
+				return PassClass
+			})
+			if standard != 5 || batch != test.want {
+				t.Errorf("%s: %d and %d items are offered, want 5 and %d", name, standard, batch, test.want)
+			}
+			if err := q.Check(); err != nil {
+				t.Error(err)
+			}
+		}
+	}
+}
+
 func TestTenantsAreBounded(t *testing.T) {
 	q := New[string](Settings{Limit: 1000, Tenants: 3})
 	for i := range 100 {
@@ -578,9 +623,10 @@ func TestEveryItemIsServedOnceOrLeaves(t *testing.T) {
 			"walk": func(t *rapid.T) {
 				seen, musts := map[int]bool{}, map[int]bool{}
 				stopped, offers, most := false, 0, (Window+3)*q.Len()
+				passed := map[int]bool{} // places of classes
 				q.Walk(func(it *Item[int], must bool) Verdict {
-					if there[it.Value] != it || stopped || must && musts[it.Value] {
-						t.Fatalf("item %d is gone, comes after Stop, or must go twice", it.Value)
+					if there[it.Value] != it || stopped || passed[it.Class.Place()] || must && musts[it.Value] {
+						t.Fatalf("item %d is gone, comes after Stop or PassClass, or must go twice", it.Value)
 					}
 					seen[it.Value] = true
 					if must {
@@ -595,11 +641,14 @@ func TestEveryItemIsServedOnceOrLeaves(t *testing.T) {
 						delete(there, it.Value)
 					}
 					stopped = v == Stop
+					passed[it.Class.Place()] = v == PassClass
 					return v
 				})
-				if !stopped && len(seen) < q.Len() {
-					t.Fatalf("%d of %d items were offered", len(seen), q.Len())
-				}
+				q.Each(func(it *Item[int]) {
+					if !stopped && !seen[it.Value] && !passed[it.Class.Place()] {
+						t.Fatalf("item %d was not offered", it.Value)
+					}
+				})
 			},
 			"": func(t *rapid.T) {
 				if err := q.Check(); err != nil {

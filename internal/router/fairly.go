@@ -204,13 +204,16 @@ func (r *Router) dispatchFairly(now time.Time) {
 		if !r.anyCapacity(now) {
 			return fair.Stop
 		}
+		if r.tooLate(w, now) {
+			w.shed(now)
+			return fair.Taken
+		}
+		if r.seatsAreKept(w.prompt.Class, now) {
+			return fair.PassClass
+		}
 		kind := w.prompt.alike()
 		if slices.Contains(blocked, kind) {
 			return fair.Kept
-		}
-		if w.late(now) && !r.anyIdle(&w.prompt) {
-			w.tell(waitResult{err: shed(now.Sub(w.prompt.Deadline))})
-			return fair.Taken
 		}
 		v := r.decide(w, must, now)
 		if v == fair.Kept && kind.known {
@@ -247,7 +250,6 @@ func (r *Router) missedPrefix(p *prompt, now time.Time) int {
 // need not look.
 type alike struct {
 	known  bool // nothing else restricts it
-	class  fair.Class
 	model  string
 	leg    kv.Leg
 	kinds  kv.Kinds
@@ -259,13 +261,16 @@ func (p *prompt) alike() alike {
 	if !free {
 		return alike{}
 	}
-	return alike{known: true, class: p.Class, model: p.Model, leg: p.Leg, kinds: p.Kinds, sglang: p.SGLang}
+	return alike{known: true, model: p.Model, leg: p.Leg, kinds: p.Kinds, sglang: p.SGLang}
 }
 
 // late reports whether a request that may be shed can no longer be in time.
 func (w *waiter) late(now time.Time) bool {
 	return w.prompt.Sheddable && !w.prompt.Deadline.IsZero() && now.After(w.prompt.Deadline)
 }
+
+// shed tells a request that is late that it is shed.
+func (w *waiter) shed(now time.Time) { w.tell(waitResult{err: shed(now.Sub(w.prompt.Deadline))}) }
 
 // anyIdle reports whether a worker that could serve p has nothing to do.
 func (r *Router) anyIdle(p *prompt) bool {
@@ -297,11 +302,27 @@ func (r *Router) lookForRoom(w *waiter) {
 	defer r.unlock()
 	now := r.now()
 	r.dispatchFairly(now)
-	if w.late(now) && !r.anyIdle(&w.prompt) && r.fair.Remove(w.item) {
-		w.tell(waitResult{err: shed(now.Sub(w.prompt.Deadline))})
+	if r.shedLate(w, now) {
 		return
 	}
-	w.look.Reset(lookEvery * time.Duration(max(1, r.fair.Len())))
+	pause := lookEvery * time.Duration(max(1, r.fair.Len()))
+	if left := w.prompt.Deadline.Sub(now); w.prompt.Sheddable && left > 0 {
+		pause = min(pause, max(left, lookEvery)) // dispatchFairly does not look at all that wait
+	}
+	w.look.Reset(pause)
+}
+
+// tooLate reports whether a request that waits is to be shed: it can no longer be in time, and no
+// worker is idle.
+func (r *Router) tooLate(w *waiter, now time.Time) bool { return w.late(now) && !r.anyIdle(&w.prompt) }
+
+// shedLate takes a request that is tooLate out of the queue, and reports whether it did.
+func (r *Router) shedLate(w *waiter, now time.Time) bool {
+	if !r.tooLate(w, now) || !r.fair.Remove(w.item) {
+		return false
+	}
+	w.shed(now)
+	return true
 }
 
 // Tenants returns the tenants that have requests in the queue or in flight; none where the

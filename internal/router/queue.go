@@ -329,7 +329,10 @@ func (r *Router) lookUpAgain(w *waiter) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	w.prompt.matches, w.prompt.next = matches, 0
-	r.dispatch(r.now())
+	now := r.now()
+	if r.dispatch(now); r.fair != nil {
+		r.shedLate(w, now)
+	}
 }
 
 // Waiting is a request of RouteOrWait that is in the queue.
