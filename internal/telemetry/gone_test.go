@@ -35,8 +35,12 @@ func page(m *Metrics) (lines []string) {
 	return lines
 }
 
-// serve counts what a request to a worker brings, of every kind.
-func serve(m *Metrics, worker uint64) {
+// serve counts what a request to a worker brings, of every kind. Another worker, which is not of
+// the fleet, has computed its prompt.
+func serve(m *Metrics, worker uint64) { serveBoth(m, worker, worker+1000) }
+
+// serveBoth is serve with that other worker.
+func serveBoth(m *Metrics, worker, prefill uint64) {
 	label := m.names.Label(worker)
 	now := time.Unix(1000, 0)
 	m.Retried(worker)
@@ -44,7 +48,7 @@ func serve(m *Metrics, worker uint64) {
 	m.InterToken(label, time.Second, 2)
 	m.Finished(&proxy.Exchange{
 		Worker: label, Route: "/r", Status: 200, Arrived: now, FirstChunk: now, Decision: router.Decision{Tokens: 5},
-		Usage: proxy.Usage{Known: true, PromptTokens: 5, OutputTokens: 1, CachedKnown: true}, Shared: &proxy.SharedRequest{Worker: m.names.Label(worker + 1000)},
+		Usage: proxy.Usage{Known: true, PromptTokens: 5, OutputTokens: 1, CachedKnown: true}, Shared: &proxy.SharedRequest{Worker: m.names.Label(prefill)},
 	}, now)
 }
 
@@ -77,6 +81,30 @@ func TestSeriesOfWorkersThatAreGoneGoToo(t *testing.T) {
 	serve(m, 7)
 	if text := strings.Join(page(m), ""); !strings.Contains(text, `kvrouter_requests_total{route="/r",status="200",worker_id="7"} 1`) {
 		t.Error("a worker that came back counts on from before")
+	}
+}
+
+// TestSeriesOfThousandsOfWorkersGoAtOnce: in one pass over all series.
+func TestSeriesOfThousandsOfWorkersGoAtOnce(t *testing.T) {
+	const workers = 4096
+	var fleet []uint64
+	m := New(Deps{Fleet: func() []uint64 { return fleet }})
+	before := len(page(m))
+	for id := range uint64(workers) {
+		fleet = append(fleet, id)
+		serveBoth(m, id, (id+1)%workers)
+	}
+	if n := len(page(m)); n < 10*workers {
+		t.Errorf("%d lines of %d workers", n, workers)
+	}
+	fleet = fleet[:1]
+	one := len(page(m))
+	fleet = nil
+	if text := strings.Join(page(m), ""); one > before+1000 || strings.Contains(text, `worker_id="`) {
+		t.Errorf("%d lines without a worker, %d of one; then\n%s", before, one, text)
+	}
+	if got := m.Totals(); got.Requests != workers {
+		t.Errorf("%d requests are counted", got.Requests)
 	}
 }
 
@@ -251,7 +279,7 @@ func TestWorkersBeyondTheLimitAreSummed(t *testing.T) {
 }
 
 // BenchmarkPage serves the metrics of n workers with requests, all of them and the most
-// loaded.
+// loaded. The page of all 4,096 is of 34 MB, and takes seconds.
 func BenchmarkPage(b *testing.B) {
 	for _, n := range []int{256, 512, 4096} {
 		for _, limit := range []int{0, 256} {
@@ -261,18 +289,18 @@ func BenchmarkPage(b *testing.B) {
 				for i := range n {
 					ids = append(ids, uint64(i))
 				}
-				set := routertest.Models(rt)
+				set, counts := routertest.Models(rt), new(events.Stats).Counts()
 				shown := func() map[uint64]bool { return set.Busiest(ids, limit) }
 				m := New(Deps{Fleet: func() []uint64 { return ids }, Workers: limit})
 				m.Register(models.NewCollector(set, shown), workers.NewCollector(nil, func() (list []workers.Sample) {
 					for _, id := range ids {
 						key := kv.WorkerKey{Worker: id}
-						list = append(list, workers.Sample{Worker: key, URL: "http://w", Models: []string{"m"}, Up: true, Blocks: set.Blocks(key), Load: set.LoadOf(key), EventCount: new(events.Stats).Counts()})
+						list = append(list, workers.Sample{Worker: key, URL: "http://w", Models: []string{"m"}, Up: true, Blocks: set.Blocks(key), Load: set.LoadOf(key), EventCount: counts})
 					}
 					return list
 				}, shown))
-				for _, id := range ids {
-					serve(m, id)
+				for i, id := range ids {
+					serveBoth(m, id, ids[(i+1)%n])
 				}
 				w := httptest.NewRecorder()
 				b.ReportAllocs()
