@@ -74,6 +74,21 @@ func goes(t testing.TB, full *Booking, all []*queued) (which int, next *Booking)
 	return which, d.Booking
 }
 
+// orderOf has the requests wait for the only worker, and returns the order in which they go.
+func orderOf(t testing.TB, r *Router, requests ...Request) string {
+	t.Helper()
+	full := occupy(t, r, 0, 16)
+	all := park(t, r, requests...)
+	var order []string
+	for range requests {
+		var which int
+		which, full = goes(t, full, all)
+		order = append(order, fmt.Sprint(which))
+	}
+	full.End()
+	return strings.Join(order, " ")
+}
+
 func TestFairQueueOrders(t *testing.T) {
 	class := func(r Request, c fair.Class) Request { r.Class = c; return r }
 	for name, test := range map[string]struct {
@@ -89,16 +104,7 @@ func TestFairQueueOrders(t *testing.T) {
 	} {
 		t.Run(name, func(t *testing.T) {
 			r, _ := newFairRouter(t, 1)
-			full := occupy(t, r, 0, 16)
-			all := park(t, r, test.requests...)
-			var order []string
-			for range test.requests {
-				var which int
-				which, full = goes(t, full, all)
-				order = append(order, fmt.Sprint(which))
-			}
-			full.End()
-			if got := strings.Join(order, " "); got != test.want {
+			if got := orderOf(t, r, test.requests...); got != test.want {
 				t.Errorf("order %s, want %s", got, test.want)
 			}
 			if err := r.Check(); err != nil {
@@ -158,6 +164,26 @@ func TestCachedPromptsCostLittle(t *testing.T) {
 	full.End()
 	if served["cached"] != 7 || served["new"] != 1 {
 		t.Errorf("served %v of the first 8", served)
+	}
+}
+
+// TestWhatATenantIsChargedFor: costs of a prompt of 100 tokens, 10 of them not cached, with an
+// answer of 5.
+func TestWhatATenantIsChargedFor(t *testing.T) {
+	for c, want := range map[Charging]float64{ByWork: 10*0.5 + 5*2, ByPrompt: 100 * 0.5, ByRequest: requestCost} {
+		if got := c.cost(10, 100, 5, price{prompt: 0.5, answer: 2}); got != want {
+			t.Errorf("charging %d: %v ms, want %v", c, got, want)
+		}
+	}
+}
+
+// TestTurnsOfRequests: charged by request, tenants take turns, whatever the length of their prompts.
+func TestTurnsOfRequests(t *testing.T) {
+	for c, want := range map[Charging]string{ByWork: "0 3 4 1 2", ByPrompt: "0 3 4 1 2", ByRequest: "0 3 1 4 2"} {
+		r, _ := newFairRouter(t, 1, func(k *Settings) { k.Charging = c })
+		if got := orderOf(t, r, tenant("a", 90), tenant("a", 90), tenant("a", 90), tenant("b", 20), tenant("b", 20)); got != want {
+			t.Errorf("charging %d: order %s, want %s", c, got, want)
+		}
 	}
 }
 

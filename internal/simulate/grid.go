@@ -220,7 +220,7 @@ func (s Settings) runGrid(base Simulation, out, progress io.Writer) error {
 	if err != nil {
 		return err
 	}
-	given := gridPolicy{Name: "random", Scoring: base.Scoring, Index: base.Index, Routing: base.Routing, Retry: base.Retry, SyntheticHints: true, TierEvents: true, Pulls: true, TenantCost: "work"}
+	given := gridPolicy{Name: "random", Scoring: base.Scoring, Index: base.Index, Routing: base.Routing, Retry: base.Retry, SyntheticHints: true, TierEvents: true, Pulls: true, TenantCost: cmp.Or(s.TenantCost, "work")}
 	if !reflect.DeepEqual(defaults, given) {
 		return errors.New("--grid: set the flags of policies, the index, the queue and failing workers in the grid file, after each policy")
 	}

@@ -242,7 +242,7 @@ func TestRatiosAreToTheBestOfTheOthersInEachColumn(t *testing.T) {
 // TestStandardGridsCanBeRead holds the files of testdata, and that no load is in two.
 func TestStandardGridsCanBeRead(t *testing.T) {
 	seen := map[string]string{}
-	for name, least := range map[string]int{"grid.yaml": 70, "holdout.yaml": 30} {
+	for name, least := range map[string]int{"grid.yaml": 70, "holdout.yaml": 30, "tenants.yaml": 8} {
 		g, err := readGrid("../../testdata/grids/" + name)
 		if err != nil {
 			t.Fatal(err)
@@ -279,7 +279,10 @@ func TestAGridSaysWhatIsWrongWithItsFlags(t *testing.T) {
 	if err := (Settings{GridSettings: GridSettings{Grid: file, GridOf: "work"}}).Run(base, nil, nil, nil); err == nil || !strings.Contains(err.Error(), "in the grid file") {
 		t.Error(err)
 	}
-	for _, s := range []Settings{{Trace: "x"}, {Concurrency: 1}, {GridSettings: GridSettings{Jobs: -1}}} {
+	if err := (Settings{TenantCost: "prompt", GridSettings: GridSettings{Grid: file, GridOf: "work"}}).Run(simulation(nil, "", 64), nil, nil, nil); err == nil || !strings.Contains(err.Error(), "in the grid file") {
+		t.Error(err)
+	}
+	for _, s := range []Settings{{Trace: "x"}, {Concurrency: 1}, {Tenants: []string{"a:1"}}, {GridSettings: GridSettings{Jobs: -1}}} {
 		s.Grid = file
 		if err := s.Validate(); err == nil {
 			t.Errorf("%+v is taken", s)
@@ -305,5 +308,36 @@ func TestTenantsOfAGrid(t *testing.T) {
 		if _, err := parseGrid([]byte(text), ""); err == nil || !strings.Contains(err.Error(), want) {
 			t.Errorf("%s: %v", text, err)
 		}
+	}
+	base := simulation(nil, "", 64)
+	var out bytes.Buffer
+	if err := g.run(base, nil, 0, 1, &out, io.Discard); err != nil {
+		t.Fatal(err)
+	}
+	row := g.rows[0]
+	for i, figures := range row.figures {
+		a, b := figures[0].Tenants[0], figures[0].Tenants[1]
+		if a.Tenant != "a" || b.Tenant != "b" || a.Requests == 0 || float64(a.Requests+b.Requests) != figures[0].Requests {
+			t.Errorf("%s: %+v, %+v of %v requests", g.policies[i].Label, a, b, figures[0].Requests)
+		}
+	}
+	for _, want := range []string{"policy  tenants     class  weight", "work      a*1  standard", "fair      b*1  standard"} {
+		if !strings.Contains(out.String(), want) {
+			t.Errorf("nothing of %q in\n%s", want, out.String())
+		}
+	}
+}
+
+// TestTenantCostsOfAGrid: each policy of a grid charges by its own --tenant-cost.
+func TestTenantCostsOfAGrid(t *testing.T) {
+	for text, want := range map[string]router.Charging{
+		"work": router.ByWork, "work --tenant-cost work": router.ByWork, "work --tenant-cost prompt": router.ByPrompt, "work --tenant-cost request": router.ByRequest,
+	} {
+		if p, err := parseGridPolicy("x", text); err != nil || p.Routing.Charging != want {
+			t.Errorf("%s: charges by %v, want %v; %v", text, p.Routing.Charging, want, err)
+		}
+	}
+	if _, err := parseGridPolicy("x", "work --tenant-cost answers"); err == nil || !strings.Contains(err.Error(), "--tenant-cost") {
+		t.Errorf("%v", err)
 	}
 }

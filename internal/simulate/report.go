@@ -275,14 +275,31 @@ func writeTenants(table io.Writer, reports []*Report) {
 				t.Requests, t.Lost, t.Computed, t.Answered, t.TTFT.Mean, t.TTFT.P50, t.TTFT.P99, t.EndToEnd.Mean, t.EndToEnd.P50, t.EndToEnd.P99)
 		}
 	}
+	fmt.Fprintln(table)
+	writeObjectives(table, reports)
+}
+
+// writeObjectives adds a row for each policy and group of tenants with an objective, where there
+// are any.
+func writeObjectives(table io.Writer, reports []*Report) {
+	titled := false
 	for _, r := range reports {
 		for _, t := range r.Tenants {
-			if o := t.Objective; o != nil {
-				fmt.Fprintf(table, "%s: %s kept its objective for %.1f %% of all requests, missed %d, shed %d and %d late; of %d spared ones %d kept it\t\n", r.Policy, t.Tenant, 100*o.Goodput(t.Lost), o.Missed, o.Shed, o.ShedLate, o.Spared, o.SparedKept)
+			o := t.Objective
+			if o == nil {
+				continue
 			}
+			if !titled {
+				fmt.Fprintln(table, "policy\ttenants\tin time\tlate\tof all %\tshed\tshed late\tspared\tin time\tshed in vain %\t")
+				titled = true
+			}
+			fmt.Fprintf(table, "%s\t%s*%d\t%d\t%d\t%.1f\t%d\t%d\t%d\t%d\t%.1f\t\n", r.Policy, t.Tenant, t.Tenants,
+				o.Kept, o.Missed, 100*o.Goodput(t.Lost), o.Shed, o.ShedLate, o.Spared, o.SparedKept, 100*o.Wrong())
 		}
 	}
-	fmt.Fprintln(table)
+	if titled {
+		fmt.Fprintln(table)
+	}
 }
 
 // writeTroubles prints the queue, lost requests and faults, where there was

@@ -1,10 +1,13 @@
 package simulate
 
 import (
+	"bytes"
 	"encoding/json"
 	"reflect"
+	"slices"
 	"strings"
 	"testing"
+	"text/tabwriter"
 	"time"
 
 	"kvrouter/internal/fair"
@@ -37,7 +40,11 @@ func TestTenantsAreParsed(t *testing.T) {
 		"a:1:loud":           "loud: give weight=",
 		"a:1:ttft=0s":        "ttft=0s: give weight=",
 		"a:1:ttft=2h":        "ttft=2h: give weight=",
+		"a:1:ttft=soon":      "ttft=soon: give weight=",
+		"a:1:ttft":           "ttft: give weight=",
 		"a:1:limit=0":        "limit=0: give weight=",
+		"a:1:limit=x":        "limit=x: give weight=",
+		"a:1:sheddable=no":   "sheddable=no: give weight=",
 		"a:1:sheddable":      "sheddable needs an objective",
 		"a:1,a:2":            "a stands there twice",
 		"a:1:absent":         "all are absent",
@@ -51,9 +58,91 @@ func TestTenantsAreParsed(t *testing.T) {
 }
 
 func TestTermsOfTenantsAreParsed(t *testing.T) {
-	groups, err := parseTenants([]string{"a:1:ttft=2s:sheddable:limit=4"})
-	if err != nil || groups[0].objective != 2*time.Second || !groups[0].sheddable || groups[0].limit != 4 {
-		t.Errorf("%+v, %v", groups, err)
+	for text, want := range map[string]tenantGroup{
+		"a:1":                           {},
+		"a:1:ttft=2s":                   {objective: 2 * time.Second},
+		"a:1:ttft=1h:sheddable":         {objective: time.Hour, sheddable: true},
+		"a:1:sheddable:ttft=5ms":        {objective: 5 * time.Millisecond, sheddable: true},
+		"a:1:limit=4":                   {limit: 4},
+		"a:1:ttft=2s:sheddable:limit=1": {objective: 2 * time.Second, sheddable: true, limit: 1},
+	} {
+		groups, err := parseTenants([]string{text})
+		if err != nil {
+			t.Errorf("%s: %v", text, err)
+		} else if g := groups[0]; g.objective != want.objective || g.sheddable != want.sheddable || g.limit != want.limit {
+			t.Errorf("%s: %+v", text, g)
+		}
+	}
+}
+
+// TestFiguresOfAnObjective: of all requests the lost ones keep none, and of the shed ones as many
+// would have kept it as of the spared ones, but none of those that were late already.
+func TestFiguresOfAnObjective(t *testing.T) {
+	for name, test := range map[string]struct {
+		o              ObjectiveReport
+		lost           int
+		goodput, wrong float64
+	}{
+		"nothing":                  {ObjectiveReport{}, 0, 0, 0},
+		"all kept":                 {ObjectiveReport{Kept: 8}, 0, 1, 0},
+		"some late":                {ObjectiveReport{Kept: 6, Missed: 2}, 0, 0.75, 0},
+		"some lost":                {ObjectiveReport{Kept: 6, Missed: 2}, 4, 0.5, 0},
+		"shed, none spared":        {ObjectiveReport{Kept: 2, Shed: 6}, 6, 0.25, 0},
+		"half of the spared kept":  {ObjectiveReport{Kept: 2, Shed: 6, Spared: 4, SparedKept: 2}, 6, 0.25, 0.5},
+		"half of them shed late":   {ObjectiveReport{Kept: 2, Shed: 3, ShedLate: 3, Spared: 4, SparedKept: 2}, 6, 0.25, 0.25},
+		"all of them were late":    {ObjectiveReport{Kept: 2, ShedLate: 6}, 6, 0.25, 0},
+		"spared, and nothing shed": {ObjectiveReport{Kept: 2, Missed: 2, Spared: 2, SparedKept: 1}, 0, 0.5, 0},
+	} {
+		if goodput, wrong := test.o.Goodput(test.lost), test.o.Wrong(); goodput != test.goodput || wrong != test.wrong {
+			t.Errorf("%s: goodput %v, wrong %v, want %v and %v", name, goodput, wrong, test.goodput, test.wrong)
+		}
+	}
+}
+
+// TestReportsOfTenants: a table of all, one of those with objectives, and the same as JSON.
+func TestReportsOfTenants(t *testing.T) {
+	reports := []*Report{
+		{Policy: "none"},
+		{Policy: "work", Tenants: []TenantReport{
+			{Tenant: "flood", Tenants: 1, Class: "batch", Weight: 1, Requests: 90, Lost: 10},
+			{Tenant: "light", Tenants: 8, Class: "standard", Weight: 2, Requests: 14, Lost: 6, Objective: &ObjectiveReport{Kept: 10, Missed: 4, Shed: 5, ShedLate: 1, Spared: 4, SparedKept: 1}},
+		}},
+	}
+	lines := func(reports []*Report) []string {
+		var out bytes.Buffer
+		table := tabwriter.NewWriter(&out, 0, 0, 2, ' ', tabwriter.AlignRight)
+		writeTenants(table, reports)
+		if err := table.Flush(); err != nil {
+			t.Fatal(err)
+		}
+		var lines []string
+		for line := range strings.Lines(out.String()) {
+			if fields := strings.Fields(line); len(fields) > 0 {
+				lines = append(lines, strings.Join(fields, " "))
+			}
+		}
+		return lines
+	}
+	want := []string{
+		"policy tenants class weight requests lost computed tok out tok TTFT ms mean p50 p99 e2e ms mean p50 p99",
+		"work flood*1 batch 1 90 10 0 0 0.0 0.0 0.0 0.0 0.0 0.0",
+		"work light*8 standard 2 14 6 0 0 0.0 0.0 0.0 0.0 0.0 0.0",
+		"policy tenants in time late of all % shed shed late spared in time shed in vain %",
+		"work light*8 10 4 50.0 5 1 4 1 20.8",
+	}
+	if got := lines(reports); !slices.Equal(got, want) {
+		t.Errorf("%q, want %q", got, want)
+	}
+	reports[1].Tenants = reports[1].Tenants[:1]
+	if got := lines(reports); !slices.Equal(got, want[:2]) {
+		t.Errorf("without objectives: %q", got)
+	}
+	if got := lines(reports[:1]); len(got) != 0 {
+		t.Errorf("without tenants: %q", got)
+	}
+	text, err := json.Marshal(TenantReport{Objective: &ObjectiveReport{Kept: 1, Missed: 2, Shed: 3, ShedLate: 4, Spared: 5, SparedKept: 6}})
+	if err != nil || !strings.Contains(string(text), `"objective":{"kept":1,"missed":2,"shed":3,"shed_late":4,"spared":5,"spared_kept":6}`) {
+		t.Errorf("%s, %v", text, err)
 	}
 }
 
