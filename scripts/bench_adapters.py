@@ -23,10 +23,8 @@ import json
 import math
 import os
 import random
-import signal
 import statistics
 import struct
-import subprocess
 import sys
 import threading
 import time
@@ -194,9 +192,7 @@ def parse_arguments():
     parser.add_argument("--startup-timeout", type=float, default=300, metavar="S", help="maximum start time of router and workers, seconds (default %(default)g)")
     parser.add_argument("router_args", nargs="*", metavar="-- FLAG", help="additional flags of kvrouter")
     args = parser.parse_args()
-    for name in ("workers", "blocks", "adapters", "max_loras", "rank", "requests", "concurrency", "words", "question_words", "max_tokens"):
-        if getattr(args, name) < 1:
-            parser.error(f"--{name.replace('_', '-')} {getattr(args, name)}: must be at least 1")
+    bench_real.at_least_one(parser, args, "workers", "blocks", "adapters", "max_loras", "rank", "requests", "concurrency", "words", "question_words", "max_tokens")
     args.shared, args.offload_gib, args.engine_args = True, 0, []
     return args
 
@@ -243,10 +239,4 @@ def main():
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that `with Router` ends its processes
-    try:
-        sys.exit(main())
-    except KeyboardInterrupt:
-        sys.exit(130)
-    except (RuntimeError, OSError, subprocess.CalledProcessError) as problem:
-        sys.exit(f"bench-adapters: {problem}")
+    bench_real.run(main, "bench-adapters")

@@ -19,9 +19,7 @@ from __future__ import annotations
 import argparse
 import json
 import random
-import signal
 import statistics
-import subprocess
 import sys
 import threading
 import time
@@ -157,9 +155,7 @@ def parse_arguments():
     parser.add_argument("--startup-timeout", type=float, default=300, metavar="S", help="maximum start time of router and workers, seconds (default %(default)g)")
     parser.add_argument("router_args", nargs="*", metavar="-- FLAG", help="additional flags of kvrouter")
     args = parser.parse_args()
-    for name in ("workers", "blocks", "together", "flood", "light", "prompts", "words", "question_words", "max_tokens"):
-        if getattr(args, name) < 1:
-            parser.error(f"--{name.replace('_', '-')} {getattr(args, name)}: must be at least 1")
+    bench_real.at_least_one(parser, args, "workers", "blocks", "together", "flood", "light", "prompts", "words", "question_words", "max_tokens")
     if args.seconds <= 0 or args.pause < 0:
         parser.error("--seconds must be above 0, and --pause at least 0")
     args.shared, args.offload_gib = True, 0
@@ -198,10 +194,4 @@ def main():
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that `with Router` ends its processes
-    try:
-        sys.exit(main())
-    except KeyboardInterrupt:
-        sys.exit(130)
-    except (RuntimeError, OSError, subprocess.CalledProcessError) as problem:
-        sys.exit(f"bench-fair: {problem}")
+    bench_real.run(main, "bench-fair")

@@ -182,34 +182,23 @@ func TestRoutersShareOutTogether(t *testing.T) {
 			return true
 		}
 		check := func() {
-			for f := range weights {
-				for g := range f {
-					p := pairs[[2]int{f, g}]
-					if p == nil {
-						p = &pair{}
-						pairs[[2]int{f, g}] = p
-					}
-					if !waits(f) || !waits(g) {
-						p.since = false
-						continue
-					}
-					now := service[f] - service[g]
-					if !p.since {
-						*p = pair{since: true, from: now}
-						for _, q := range queues {
-							p.wide = max(p.wide, math.Abs(flowOf(q, f).counter()-flowOf(q, g).counter()))
-						}
-					}
-					for i := range queues {
-						p.untold = max(p.untold, untold[i][f], untold[i][g])
-					}
-					const rounding = 4 // of what is told, ms
-					bound := p.wide + most/min(weights[f], weights[g]) + 2*p.untold + rounding
-					if got := math.Abs(now - p.from); got > bound {
-						t.Fatalf("tenants %d and %d: services differ by %v, the bound is %v", f, g, got, bound)
+			eachPair(len(weights), pairs, waits, func(f, g int, p *pair) {
+				now := service[f] - service[g]
+				if !p.since {
+					*p = pair{since: true, from: now}
+					for _, q := range queues {
+						p.wide = max(p.wide, math.Abs(flowOf(q, f).counter()-flowOf(q, g).counter()))
 					}
 				}
-			}
+				for i := range queues {
+					p.untold = max(p.untold, untold[i][f], untold[i][g])
+				}
+				const rounding = 4 // of what is told, ms
+				bound := p.wide + most/min(weights[f], weights[g]) + 2*p.untold + rounding
+				if got := math.Abs(now - p.from); got > bound {
+					t.Fatalf("tenants %d and %d: services differ by %v, the bound is %v", f, g, got, bound)
+				}
+			})
 		}
 		which := func(t *rapid.T) int { return rapid.IntRange(0, 1).Draw(t, "router") }
 		t.Repeat(map[string]func(*rapid.T){

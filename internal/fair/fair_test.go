@@ -424,6 +424,24 @@ func TestClassNames(t *testing.T) {
 	}
 }
 
+// eachPair calls check with each two tenants that wait both, and what has been noted of them since
+// they do.
+func eachPair[P any](tenants int, noted map[[2]int]*P, waits func(int) bool, check func(f, g int, p *P)) {
+	for f := range tenants {
+		for g := range f {
+			two := [2]int{f, g}
+			if !waits(f) || !waits(g) {
+				delete(noted, two)
+				continue
+			}
+			if noted[two] == nil {
+				noted[two] = new(P)
+			}
+			check(f, g, noted[two])
+		}
+	}
+}
+
 // TestServiceOfBackloggedTenantsStaysWithinItsBound plays random arrivals, predictions that are
 // wrong, and endings, and holds the bound of the package's comment for each two tenants that
 // wait all the time.
@@ -454,35 +472,24 @@ func TestServiceOfBackloggedTenantsStaysWithinItsBound(t *testing.T) {
 		flowOf := func(i int) *flow[string] { return q.flows[Standard.Place()][fmt.Sprint(i)] }
 		waits := func(i int) bool { f := flowOf(i); return f != nil && len(f.items) > 0 }
 		check := func() {
-			for f := range weights {
-				for g := range f {
-					p := pairs[[2]int{f, g}]
-					if p == nil {
-						p = &pair{}
-						pairs[[2]int{f, g}] = p
-					}
-					if !waits(f) || !waits(g) {
-						p.since = false
-						continue
-					}
-					now := service[f]/weights[f] - service[g]/weights[g]
-					if !p.since {
-						*p = pair{since: true, began: math.Abs(flowOf(f).counter() - flowOf(g).counter()), from: now}
-					}
-					p.runs = [2]int{max(p.runs[0], runs[f]), max(p.runs[1], runs[g])}
-					miss := 0.0
-					if !exact {
-						miss = wrong
-					}
-					bound := p.began + float64(1+p.yield)*most/min(weights[f], weights[g]) + 2*miss*(float64(p.runs[0])/weights[f]+float64(p.runs[1])/weights[g])
-					if p.yield > 2*MostYields {
-						t.Fatalf("tenants %d and %d: %d requests went before others, at most %d may for each", f, g, p.yield, MostYields)
-					}
-					if got := math.Abs(now - p.from); got > bound+1e-6 {
-						t.Fatalf("tenants %d and %d: services differ by %v, the bound is %v", f, g, got, bound)
-					}
+			eachPair(len(weights), pairs, waits, func(f, g int, p *pair) {
+				now := service[f]/weights[f] - service[g]/weights[g]
+				if !p.since {
+					*p = pair{since: true, began: math.Abs(flowOf(f).counter() - flowOf(g).counter()), from: now}
 				}
-			}
+				p.runs = [2]int{max(p.runs[0], runs[f]), max(p.runs[1], runs[g])}
+				miss := 0.0
+				if !exact {
+					miss = wrong
+				}
+				bound := p.began + float64(1+p.yield)*most/min(weights[f], weights[g]) + 2*miss*(float64(p.runs[0])/weights[f]+float64(p.runs[1])/weights[g])
+				if p.yield > 2*MostYields {
+					t.Fatalf("tenants %d and %d: %d requests went before others, at most %d may for each", f, g, p.yield, MostYields)
+				}
+				if got := math.Abs(now - p.from); got > bound+1e-6 {
+					t.Fatalf("tenants %d and %d: services differ by %v, the bound is %v", f, g, got, bound)
+				}
+			})
 		}
 		// What a request really costs is drawn when it begins.
 		begin := func(it *Item[string]) {

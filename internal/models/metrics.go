@@ -13,7 +13,8 @@ import (
 
 // NewCollector returns the metrics of the models of s: their load, queues, sessions,
 // ejected workers and sources of prompt tokens. own returns the workers with series of
-// their own; nil, or if it returns nil: all. Of the others there are the sums of what can be added up.
+// their own; nil, or if it returns nil: all. Of the others there are the sums of what can be
+// added up.
 func NewCollector(s *Set, own func() map[uint64]bool) prometheus.Collector {
 	var set metrics.Set
 	info := set.Gauge("kvrouter_model_info", "Always 1; the labels have the base model's block size in tokens and where its prompts are tokenized (router, workers, or refused: workers, because its tokenizer or chat template cannot be used).", "model", "block_size", "tokenizer")

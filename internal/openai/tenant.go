@@ -8,9 +8,9 @@ import (
 	"kvrouter/internal/fair"
 )
 
-// setTenant sets whose share of a fair queue the request uses, its class and by when its
-// first token, and in which time each further one should come. A trusted client speaks for the tenant that its header names;
-// else the tenant is the key's name.
+// setTenant sets whose share of a fair queue the request uses, its class, by when its first token
+// should come, and in which time each further one. A trusted client speaks for the tenant that its
+// header names; else the tenant is the key's name.
 func (r *inference) setTenant() {
 	terms, q := r.caller.Terms, &r.request
 	q.Tenant = fair.Tenant{Name: r.caller.Name, Weight: terms.Weight}

@@ -340,8 +340,9 @@ func (p *otherRouter) keep(bucket uint64, requests []string) {
 	}
 }
 
-// forget ends what tenants run at the other router, and all that it has booked, the latest first: a worker's prompts are in
-// the order in which they came, and to take out one of them moves those behind it.
+// forget ends what tenants run at the other router, and all that it has booked, the latest first:
+// a worker's prompts are in the order in which they came, and to take out one of them moves those
+// behind it.
 func (p *otherRouter) forget() {
 	all := slices.SortedFunc(maps.Values(p.open), func(a, b *heldBooking) int { return cmp.Compare(b.number, a.number) })
 	for _, held := range all {

@@ -12,7 +12,8 @@ import (
 
 // NewCollector returns the metrics of the ranks that samples lists, with names for
 // the label worker_id; nil names them by their ids. own returns the workers with series of
-// their own; nil, or if it returns nil: all. Of the others there are the sums of what can be added up.
+// their own; nil, or if it returns nil: all. Of the others there are the sums of what can be
+// added up.
 func NewCollector(names *kv.Names, samples func() []Sample, own func() map[uint64]bool) prometheus.Collector {
 	var set metrics.Set
 	gauge := func(name, help string) metrics.Metric { return set.Gauge(name, help, "worker_id", "dp_rank") }
