@@ -202,6 +202,20 @@ func (f frame) workers(rows int) []string {
 	return f.table(columns)
 }
 
+// listing makes the columns of a table with a row for each of a list.
+type listing[T any] struct {
+	list    []T
+	columns []column
+}
+
+func (l *listing[T]) add(title string, rank int, right bool, text func(T) cell) {
+	c := column{title: title, rank: rank, right: right}
+	for _, one := range l.list {
+		c.cells = append(c.cells, text(one))
+	}
+	l.columns = append(l.columns, c)
+}
+
 // plainTenants is the number of tenants in a plain frame at most.
 const plainTenants = 20
 
@@ -215,14 +229,8 @@ func (f frame) tenants() []string {
 	if f.height == 0 {
 		list = list[:min(len(list), plainTenants)]
 	}
-	var columns []column
-	add := func(title string, rank int, right bool, text func(page.Tenant) cell) {
-		c := column{title: title, rank: rank, right: right}
-		for _, t := range list {
-			c.cells = append(c.cells, text(t))
-		}
-		columns = append(columns, c)
-	}
+	table := listing[page.Tenant]{list: list}
+	add := table.add
 	add("TENANT", 0, false, func(t page.Tenant) cell { return cell{called(0, t.Tenant, f.width/4), normal} })
 	if f.state.Fair {
 		add("WAIT", 0, true, func(t page.Tenant) cell { return cell{count(float64(t.Waiting.All())), normal} })
@@ -258,7 +266,7 @@ func (f frame) tenants() []string {
 		}
 		return cell{share(t.Kept, t.Kept+t.Missed), tone}
 	})
-	return f.table(columns)
+	return f.table(table.columns)
 }
 
 // share writes a part of all as a percentage.
@@ -292,14 +300,8 @@ func (f frame) requests() []string {
 	if f.height == 0 {
 		list = list[:min(len(list), plainRequests)]
 	}
-	var columns []column
-	add := func(title string, rank int, right bool, text func(page.Request) cell) {
-		c := column{title: title, rank: rank, right: right}
-		for _, r := range list {
-			c.cells = append(c.cells, text(r))
-		}
-		columns = append(columns, c)
-	}
+	table := listing[page.Request]{list: list}
+	add := table.add
 	add("REQUEST", 0, false, func(r page.Request) cell { return cell{f.clock(r.At), normal} })
 	add("END      ", 0, false, func(r page.Request) cell { return cell{r.End, endTone(r.End)} })
 	add("CODE", 3, true, func(r page.Request) cell {
@@ -342,5 +344,5 @@ func (f frame) requests() []string {
 	add("ROUTE", 5, false, func(r page.Request) cell { return cell{r.Route, normal} })
 	add("MODEL", 7, false, func(r page.Request) cell { return cell{r.Model, normal} })
 	add("ID", 8, false, func(r page.Request) cell { return cell{r.ID, faint} })
-	return f.table(columns)
+	return f.table(table.columns)
 }
