@@ -56,7 +56,7 @@ class Server:
         body = body | {"stream": True, "max_tokens": 2, "temperature": 0, "ignore_eos": True, "stream_options": {"include_usage": True}}
         began = time.perf_counter()
         response = self.post("/v1/chat/completions", body)
-        first, said = 0.0, []
+        first, text, ends = 0.0, "", []
         for line in response:
             if not line.startswith(b"data: {"):
                 continue
@@ -64,8 +64,11 @@ class Server:
             opening = event["choices"] and event["choices"][0]["delta"].get("role")
             if not first and event["choices"] and not opening:
                 first = time.perf_counter() - began
-            said.append(json.dumps([event["choices"], (event.get("usage") or {}).get("prompt_tokens")]))
-        return first, "\n".join(said)
+            for choice in event["choices"]:  # how many tokens an event has is chance
+                text += choice["delta"].get("content") or ""
+                ends.append(choice["finish_reason"])
+            ends.append((event.get("usage") or {}).get("prompt_tokens"))
+        return first, json.dumps([text, [end for end in ends if end is not None]])
 
 
 def messages_of(random_: random.Random, tokens: int, server: Server) -> tuple[list, list[int]]:

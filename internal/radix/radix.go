@@ -427,28 +427,41 @@ func (r *Tree) matchLayouts(n uint32, active []uint64, scratch *matchScratch, lo
 	walked := &scratch.path
 	walked.sets, walked.runs, walked.length = &r.sets, runs, depth
 
+	usable = min(usable, len(local))
+	dst = slices.Grow(dst, len(r.workers))
 	for i := range r.workers {
 		p := &r.workers[i]
+		s := &r.slots[p.slot]
 		held, start := 0, len(dst)
 		if sets.Has(first, p.slot) {
 			held = int(scratch.blocks[p.slot])
 		}
-		if r.slots[p.slot].groups != nil {
-			dst = r.matchGroups(p, walked, held, min(usable, len(local)), len(local), dst)
+		if s.groups != nil {
+			dst = r.matchGroups(p, walked, held, usable, len(local), dst)
+			if s.lower == nil || !s.groups.rules.simple() {
+				continue
+			}
 		} else if held > 0 {
 			dst = appendMatch(dst, p.key, held)
 		}
-		if r.slots[p.slot].lower != nil {
-			dst = r.matchLower(p, walked, min(usable, len(local)), len(local), parts, start, dst)
+		if s.lower == nil || len(s.lower.present) == 0 {
+			continue
+		}
+		matched := len(dst) > start
+		if !matched {
+			dst = appendMatch(dst, p.key, 0)
+		}
+		m := &dst[start]
+		if s.lower.extend(m, walked, usable, len(local), parts); !matched && *m == (kv.Match{Worker: p.key}) {
+			dst = dst[:start]
 		}
 	}
 	return dst
 }
 
-// appendMatch appends a match of so many blocks, which is made in place: many are slow to
-// copy.
+// appendMatch appends a match of so many blocks, for which dst has room. It is made in place:
+// many are slow to copy.
 func appendMatch(dst []kv.Match, w kv.WorkerKey, blocks int) []kv.Match {
-	dst = slices.Grow(dst, 1)
 	dst = dst[:len(dst)+1]
 	m := &dst[len(dst)-1]
 	*m = kv.Match{}

@@ -5,106 +5,106 @@ import (
 	"kvrouter/internal/sets"
 )
 
-// matchLower continues the match of a worker, which is dst[start] if it has any, in the
-// worker's lower tiers and the stores that it reads, as engines do: the blocks behind
-// those on the device, each from the fastest tier that has it, up to the first that none
-// has. usable and whole are those of matchLayouts.
+// extend continues the match of a worker in its lower tiers and the stores that it
+// reads, as engines do: the blocks behind those on the device, each from the fastest tier
+// that has it, up to the first that none has. usable and whole are those of matchLayouts.
 //
 // With chunks of several blocks it is vLLM's _lookup_complete_chunks
 // (v1/offloading/scheduler.py, read in 0.32.0): it looks up whole chunks from the one on in
 // which the device's blocks end, and ignores less than a chunk.
-func (r *Tree) matchLower(p *workerPlace, walked *path, usable, whole int, parts kv.MatchParts, start int, dst []kv.Match) []kv.Match {
-	s := &r.slots[p.slot]
-	if s.groups != nil && !s.groups.rules.simple() {
-		return dst
+func (l *lowerTiers) extend(m *kv.Match, walked *path, usable, whole int, parts kv.MatchParts) {
+	most := min(whole, walked.length)
+	if parts != 0 {
+		l.count(m, walked, most, parts)
 	}
-	lower := s.lower
-	if len(lower.present) == 0 {
-		return dst
+	if l.chunk <= 1 {
+		l.read(m, walked, min(usable, most))
+	} else {
+		l.readChunks(m, walked, usable, most)
 	}
-	matched := len(dst) > start
-	if !matched {
-		dst = appendMatch(dst, p.key, 0)
-	}
-	m := &dst[start] // is written in place: many copies are slow
-	held, most := m.Blocks, min(whole, walked.length)
+}
+
+// count counts parts of m, up to end.
+func (l *lowerTiers) count(m *kv.Match, walked *path, end int, parts kv.MatchParts) {
 	if parts&kv.HostedPart != 0 {
-		m.Hosted = int32(hostedRun(lower, walked, most))
+		m.Hosted = int32(l.hostedRun(walked, end))
 	}
 	if parts&kv.StagedPart != 0 {
-		m.Staged = stagedRun(lower, walked, held, most)
+		m.Staged = l.stagedRun(walked, m.Blocks, end)
 	}
-	sure := held
-	if lower.chunk <= 1 {
-		_, sure = lower.read(walked, held, min(usable, most), &m.Lower)
-	} else {
-		sure = lower.readChunks(walked, held, usable, most, &m.Lower)
-	}
-	m.Sure = int32(sure - held)
-	if !matched && m.Hosted == 0 && m.Lower == (kv.LowerBlocks{}) && m.Staged == (kv.LowerBlocks{}) {
-		return dst[:start]
-	}
-	return dst
 }
 
-// readChunks adds to found the whole chunks that continue the held blocks of a path, of
-// which the engine uses so many, and returns the end of what is sure. Less than a chunk
-// is not loaded.
-func (l *lowerTiers) readChunks(walked *path, held, usable, most int, found *kv.LowerBlocks) (sure int) {
-	sure = held
-	if held >= usable {
-		return sure
+// read adds the blocks behind m to it, up to end, each in its fastest tier, up to the first
+// that no tier has.
+func (l *lowerTiers) read(m *kv.Match, walked *path, end int) {
+	at := m.Blocks
+	runs := walked.runs
+	present := l.present
+	sure := true
+run:
+	for i := walked.runAt(at); at < end; i++ {
+		words := walked.sets.Words(runs[i].set)
+		for _, t := range present {
+			if !sets.Has(words, t.slot) {
+				continue
+			}
+			until := end
+			if i+1 < len(runs) {
+				until = min(end, runs[i+1].start)
+			}
+			n := int32(until - at)
+			at = until
+			sure = sure && t.tier == kv.Host && (!l.doubtful || sets.Has(words, l.sure[kv.Host-1]))
+			if sure {
+				m.Sure += n
+			}
+			switch t.tier {
+			case kv.Host:
+				m.Lower.Host += n
+			case kv.Disk:
+				m.Lower.Disk += n
+			default:
+				m.Lower.External += n
+			}
+			continue run
+		}
+		break
 	}
-	chunk, end := l.chunk, held
-	var all kv.LowerBlocks
+}
+
+// readChunks does so with whole chunks. Less than a chunk is not loaded.
+func (l *lowerTiers) readChunks(m *kv.Match, walked *path, usable, most int) {
+	held, chunk := m.Blocks, l.chunk
+	end, sure := held, held // the end of what is sure
+	var found kv.LowerBlocks
+	if held >= usable {
+		return
+	}
 	for at := held / chunk * chunk; at+chunk <= most; at += chunk {
-		var blocks kv.LowerBlocks
-		to, certain := l.read(walked, at, at+chunk, &blocks)
-		if to < at+chunk {
+		one := kv.Match{Blocks: at}
+		l.read(&one, walked, at+chunk)
+		if one.Lower.Total() < chunk {
 			break
 		}
-		if certain == to && sure >= at {
-			sure = min(certain, usable)
+		end = at + chunk
+		if int(one.Sure) == chunk && sure >= at {
+			sure = min(end, usable)
 		}
 		// The chunk is where its last block is.
-		last := walked.runs[walked.runAt(to-1)].set
-		add(&all, l.fastest(walked.sets.Words(last)), min(to, usable)-max(at, held))
-		end = to
+		last := walked.runs[walked.runAt(end-1)].set
+		add(&found, l.fastest(walked.sets.Words(last)), min(end, usable)-max(at, held))
 	}
-	if end-held < chunk {
-		return held
+	if end-held >= chunk {
+		m.Lower, m.Sure = found, int32(sure-held)
 	}
-	*found = all
-	return sure
-}
-
-// read adds to found the blocks of a path from one on up to end, each in its fastest tier,
-// and returns the first that no tier has. sure is the first that may be gone without an
-// event: no engine announces what it removes from files or from a store.
-func (l *lowerTiers) read(walked *path, from, end int, found *kv.LowerBlocks) (at, sure int) {
-	at, sure = from, from
-	for i := walked.runAt(from); at < end; i++ {
-		words := walked.sets.Words(walked.runs[i].set)
-		tier := l.fastest(words)
-		if tier == kv.Device {
-			break
-		}
-		until := min(end, walked.end(i))
-		add(found, tier, until-at)
-		if sure == at && tier == kv.Host && (!l.doubtful || sets.Has(words, l.sure[kv.Host-1])) {
-			sure = until
-		}
-		at = until
-	}
-	return at, sure
 }
 
 // stagedRun returns kv.Match.Staged from block at on: like Dynamo, of the worker's own
 // tiers, blocks alone, and none that may have been emptied.
-func stagedRun(lower *lowerTiers, walked *path, at, end int) (staged kv.LowerBlocks) {
-	own := &lower.own
-	if lower.doubtful {
-		own = &lower.sure
+func (l *lowerTiers) stagedRun(walked *path, at, end int) (staged kv.LowerBlocks) {
+	own := &l.own
+	if l.doubtful {
+		own = &l.sure
 	}
 	for place, tier := range kv.LowerTiers {
 		for at < end {
@@ -121,10 +121,10 @@ func stagedRun(lower *lowerTiers, walked *path, at, end int) (staged kv.LowerBlo
 }
 
 // hostedRun returns kv.Match.Hosted. Chunks that are not whole cannot be looked up.
-func hostedRun(lower *lowerTiers, walked *path, end int) (blocks int) {
-	slot := lower.own[kv.Host-1]
-	if lower.doubtful {
-		slot = lower.sure[kv.Host-1]
+func (l *lowerTiers) hostedRun(walked *path, end int) (blocks int) {
+	slot := l.own[kv.Host-1]
+	if l.doubtful {
+		slot = l.sure[kv.Host-1]
 	}
 	for blocks < end {
 		run := walked.runAt(blocks)
@@ -133,7 +133,7 @@ func hostedRun(lower *lowerTiers, walked *path, end int) (blocks int) {
 		}
 		blocks = min(end, walked.end(run))
 	}
-	chunk := max(1, lower.chunk)
+	chunk := max(1, l.chunk)
 	return blocks / chunk * chunk
 }
 
