@@ -17,7 +17,7 @@ FROM ?= 1
 GRID ?= policies
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-sglang run run-disagg run-sglang run-sglang-disagg demo check test test-mooncake test-sglang test-zoo test-tiers test-migration test-sglang-migration test-routes test-kubernetes test-gateway test-traces test-boards test-page test-mesh lint dist test-dist bench index-bench growth sim bench-real bench-gateway bench-herding wire-speed peers peers-predictions parity segments soak fuzz chaos chaos-gateway dst dst-bugs clean
+.PHONY: help setup setup-sglang run run-disagg run-sglang run-sglang-disagg demo check test test-mooncake test-sglang test-zoo test-tiers test-migration test-sglang-migration test-routes test-kubernetes test-gateway test-traces test-boards test-page test-mesh lint dist test-dist bench index-bench growth sim bench-real bench-fair bench-adapters bench-gateway bench-herding wire-speed peers peers-predictions parity segments soak fuzz chaos chaos-gateway dst dst-bugs clean
 
 help: ## List the targets
 	@printf 'kvrouter: KV-cache-aware routing for vLLM and SGLang\n\n'
@@ -127,7 +127,7 @@ index-bench: ## Benchmark the index with a trace of 128 workers: event rate, loo
 	@scripts/build-native.sh
 	go test -run '^$$' -bench '^BenchmarkIndexTrace$$' -benchtime 1x -timeout 30m ./internal/radix
 
-growth: ## Measure scaling to 512 workers and 1 M blocks: out/growth.csv, docs/growth.svg (10 minutes)
+growth: ## Measure scaling to 4,096 workers and 10 M blocks: out/growth.csv, docs/growth.svg (about 30 minutes, 4 GB)
 	@scripts/build-native.sh
 	@mkdir -p out && rm -f out/growth.csv
 	KVROUTER_GROWTH=$(CURDIR)/out/growth.csv go test -run '^TestGrowth' -p 1 -timeout 60m ./internal/router ./test
@@ -139,6 +139,12 @@ sim: ## Simulate a grid of loads and policies (minutes; GRID=policies, grid (103
 
 bench-real: setup ## Benchmark every policy on two real vLLM CPU workers (10 minutes; ARGS="--policies work,round-robin")
 	$(PYTHON) scripts/bench_real.py --shared $(ARGS)
+
+bench-fair: setup ## Benchmark a flood beside light chats on two real vLLM CPU workers, with and without a fair queue (10 minutes; ARGS="--seconds 300")
+	$(PYTHON) scripts/bench_fair.py $(ARGS)
+
+bench-adapters: setup ## Benchmark 8 LoRA adapters with made-up weights on two real vLLM CPU workers with slots for 2 (20 minutes; ARGS="--policies work")
+	$(PYTHON) scripts/bench_adapters.py $(ARGS)
 
 bench-gateway: setup ## Measure the overhead of the endpoint picker behind Envoy against a minimal picker and the OpenAI port (10 minutes)
 	@scripts/gateway.sh bench

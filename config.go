@@ -139,6 +139,8 @@ type Config struct {
 	LogFormat  string `group:"Logs and settings" default:"text" enum:"text,json" help:"Log format: ${enum}."`
 	ConfigFile string `group:"Logs and settings" name:"config" placeholder:"FILE" help:"YAML configuration file: flag names as keys; vllm-args or sglang-args (lists) for the arguments after --."`
 
+	MetricsLimit int `group:"Logs and settings" name:"metrics-cardinality-limit" default:"256" placeholder:"N" help:"Maximum number of workers with their own series on /metrics. The sums of the others have worker_id (others). 0 disables the limit."`
+
 	// Mock has the workers of --engine mocker, and the size and timing of the
 	// simulator's engines. Its group is the last one in the help.
 	Mock mocker.Settings `embed:""`
@@ -442,6 +444,9 @@ func (c *Config) validate() error {
 	}
 	if c.TokenCacheTokens < 0 {
 		return errors.New("--token-cache-tokens cannot be negative: 0 disables the cache")
+	}
+	if c.MetricsLimit < 0 {
+		return errors.New("--metrics-cardinality-limit cannot be negative: 0 disables the limit")
 	}
 	if c.DrainDelay < 0 || c.DrainTimeout < 0 || c.RequestTimeout < 0 {
 		return errors.New("--drain-delay, --drain-timeout and --request-timeout cannot be negative")

@@ -15,16 +15,16 @@ import (
 // not in the table is a shortcut, even where the compiler would take it.
 var layers = []map[string]string{
 	{ // mechanisms that others use
-		"metrics": "",
+		"metrics": "", "table": "",
 	},
 	{ // words and mechanisms
-		"kv": "", "guard": "metrics", "table": "",
+		"kv": "", "guard": "metrics", "sets": "table",
 		"blockpool": "", "zmq": "", "jsonbody": "",
 		"jsonlines": "", "web": "", "settings": "",
 		"logs": "", "manual": "", "textfile": "", "fair": "",
 	},
 	{ // knowing
-		"hints": "fair jsonbody kv", "radix": "blockpool kv table", "engine": "blockpool kv",
+		"hints": "fair jsonbody kv", "radix": "blockpool kv sets table", "engine": "blockpool kv",
 		"chat": "guard jsonbody", "encode": "guard", "keys": "fair textfile web", "reload": "textfile",
 	},
 	{ // prompts
@@ -40,21 +40,21 @@ var layers = []map[string]string{
 		"policies": "policy thompson",
 	},
 	{ // deciding, starting
-		"router": "fair hints kv outlier policy radix table", "process": "events kv",
+		"router": "fair hints kv outlier policy radix sets table", "process": "events kv",
 		"probe": "events guard kv policy web zmq",
 	},
 	{ // following
 		"tracing": "kv policy router", "models": "chat fair kv metrics outlier policies policy radix router tokens",
 	},
 	{ // carrying
-		"replica": "events guard kv router zmq", "proxy": "jsonbody kv outlier policy router tracing web", "workers": "events guard kv metrics policy probe process radix web",
+		"replica": "events fair guard kv router zmq", "proxy": "jsonbody kv outlier policy router tracing web", "workers": "events guard kv metrics policy probe process radix web",
 		"mocker": "chat engine events jsonbody kv process tokens web zmq", "simulate": "engine fair hints jsonlines kv outlier policies policy radix router",
 		"vllm": "kv process", "sglang": "kv process", "discovery": "kv textfile",
 	},
 	{ // showing, offering
-		"telemetry": "fair hints jsonbody jsonlines kv metrics proxy router thompson", "selection": "events hints kv models outlier policy replica router thompson web workers",
+		"telemetry": "fair hints jsonbody jsonlines kv metrics policy proxy router thompson", "selection": "events hints kv models outlier policy replica router thompson web workers",
 		"openai": "fair hints jsonbody keys kv models proxy router settings tokens tracing web", "extproc": "guard proxy web", "doctor": "events kv mocker probe process settings tokens web zmq", "demo": "keys",
-		"page": "jsonbody keys kv models outlier policy proxy router tokens web workers",
+		"page": "fair jsonbody keys kv models outlier policy proxy router tokens web workers",
 	},
 	{ // looking from elsewhere
 		"top": "page", "batch": "fair hints jsonlines",

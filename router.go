@@ -10,6 +10,7 @@ import (
 	"kvrouter/internal/discovery"
 	"kvrouter/internal/events"
 	"kvrouter/internal/extproc"
+	"kvrouter/internal/fair"
 	"kvrouter/internal/guard"
 	"kvrouter/internal/jsonlines"
 	"kvrouter/internal/keys"
@@ -103,7 +104,7 @@ func build(ctx context.Context, config Config, log *slog.Logger) (*app, error) {
 	if r.tracer, err = tracing.Open(settings.Version(), log); err != nil {
 		return nil, err
 	}
-	r.telemetry = telemetry.New(telemetry.Deps{Names: r.router.Names(), Fleet: r.fleet.IDs, Thompson: r.router, Exemplars: r.tracer != nil, Compared: r.fleet.Compared})
+	r.telemetry = telemetry.New(telemetry.Deps{Names: r.router.Names(), Fleet: r.fleet.IDs, Thompson: r.router, Exemplars: r.tracer != nil, Compared: r.fleet.Compared, Workers: config.MetricsLimit})
 	r.proxy = proxy.New(config.proxySettings(), proxy.Deps{
 		Observer: r.telemetry, Failed: r.fleet.ReportFailure, Names: r.router.Names(), Hop: config.Hop, Transport: web.NewTransport(config.WorkerTLS), Log: log,
 	})
@@ -130,7 +131,8 @@ func build(ctx context.Context, config Config, log *slog.Logger) (*app, error) {
 		}
 	}
 	samples := func() []workers.Sample { return r.fleet.Samples(r.models) }
-	r.telemetry.Register(workers.NewCollector(r.router.Names(), samples), models.NewCollector(r.models), guard.NewCollector(r.edges), keys.NewCollector(r.keys), r.tenants.Collector(), logs.NewCollector(log), telemetry.NewLostLines(r.recorder, r.recording))
+	shown := func() map[uint64]bool { return r.models.Busiest(r.fleet.IDs(), config.MetricsLimit) }
+	r.telemetry.Register(workers.NewCollector(r.router.Names(), samples, shown), models.NewCollector(r.models, shown), guard.NewCollector(r.edges), keys.NewCollector(r.keys), r.tenants.Collector(), logs.NewCollector(log), telemetry.NewLostLines(r.recorder, r.recording))
 	r.telemetry.Register(r.bodies.Collectors()...)
 	r.telemetry.Register(r.reloads.Collectors()...)
 	r.telemetry.Register(r.tracer.Collectors()...)
@@ -169,7 +171,7 @@ func (r *app) listen() (err error) {
 		return err
 	}
 	r.api = r.openAI(r.ports[1].URL())
-	r.page = page.New(r.config.pageSettings(), page.Deps{Journal: r.journal, Models: r.models, Fleet: r.fleet, Proxy: r.proxy, Totals: r.telemetry.Totals, Ready: r.api.Ready, OpenAI: r.api, Log: r.log})
+	r.page = page.New(r.config.pageSettings(), page.Deps{Journal: r.journal, Models: r.models, Fleet: r.fleet, Proxy: r.proxy, Totals: r.telemetry.Totals, Tenants: r.pageTenants, Ready: r.api.Ready, OpenAI: r.api, Log: r.log})
 	if r.config.Gateway.ExtProcPort == 0 {
 		return nil
 	}
@@ -178,6 +180,21 @@ func (r *app) listen() (err error) {
 	}
 	r.telemetry.Register(r.gateway.Collectors()...)
 	return nil
+}
+
+// pageTenants returns the tenants as the page shows them.
+func (r *app) pageTenants() (all []page.Tenant) {
+	for _, t := range r.tenants.List() {
+		one := page.Tenant{
+			Tenant: t.Tenant, Weight: t.Weight, Running: t.Running, OldestWait: t.OldestWaitSeconds, Behind: t.BehindMS / 1000, Requests: t.Requests, PromptTokens: t.PromptTokens,
+			CachedTokens: t.CachedTokens, AnsweredTokens: t.AnsweredTokens, Wait: t.WaitSeconds, Shed: t.Shed, Kept: t.ObjectivesKept, Missed: t.ObjectivesMissed, TokensKept: t.TokensKept, TokensMissed: t.TokensMissed,
+		}
+		for _, class := range fair.Classes {
+			one.Waiting.Add(class, t.Waiting[class.String()])
+		}
+		all = append(all, one)
+	}
+	return all
 }
 
 // close closes what build opened, where run is not reached.

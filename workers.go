@@ -198,7 +198,7 @@ func (c *Config) selectionSettings() selection.Settings {
 }
 
 func (c *Config) pageSettings() page.Settings {
-	return page.Settings{Flags: c.Page, Host: c.Web.RouterHost, Keys: c.RouterKeys, APIKeyed: len(c.APIKey) > 0 || c.Keys.APIKeysFile != "", Secure: c.Web.TLS.TLSCert != "", Version: settings.Version(), Policy: c.Policy, BlockSize: c.BlockSize, Demo: c.Demo}
+	return page.Settings{Flags: c.Page, Host: c.Web.RouterHost, Keys: c.RouterKeys, APIKeyed: len(c.APIKey) > 0 || c.Keys.APIKeysFile != "", Secure: c.Web.TLS.TLSCert != "", Version: settings.Version(), Policy: c.Policy, BlockSize: c.BlockSize, Demo: c.Demo, Fair: c.Routing.Fair()}
 }
 
 // demo is what makes traffic.

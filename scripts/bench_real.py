@@ -322,7 +322,7 @@ class Router:
             "--base-worker-port", str(ports[1]), "--base-kv-events-port", str(ports[2]),
             "--base-kv-replay-port", str(ports[3]), "--base-metrics-port", str(ports[4]),
         ]  # fmt: skip
-        if args.model or attach:
+        if args.model or attach and args.engine != "mocker":  # mock workers have no files: they tokenize the prompts
             self.command += ["--model", args.model or model_folder(attach[0].removeprefix("url=").split(",")[0], args.engine)]
         if attach or not args.shared:  # else it only starts the workers
             self.command += args.router_args
@@ -621,6 +621,13 @@ def policy_runs(policies, routers):
                 yield label, ["--policy", name, *flags], *router
 
 
+def at_least_one(parser, args, *names):
+    """Refuses arguments of these names below 1."""
+    for name in names:
+        if getattr(args, name) < 1:
+            parser.error(f"--{name.replace('_', '-')} {getattr(args, name)}: must be at least 1")
+
+
 def parse_arguments():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--engine", default="vllm", choices=("vllm", "sglang", "mocker"), help="engine of the workers (default %(default)s)")
@@ -650,9 +657,7 @@ def parse_arguments():
     args = parser.parse_args()
     if args.prompts is None:
         args.prompts = 10 if args.multi_turn else 12
-    for name in ("workers", "blocks", "prompts", "words", "requests", "conversations", "turns", "question_words", "concurrency", "max_tokens", "runs"):
-        if getattr(args, name) < 1:
-            parser.error(f"--{name.replace('_', '-')} {getattr(args, name)}: must be at least 1")
+    at_least_one(parser, args, "workers", "blocks", "prompts", "words", "requests", "conversations", "turns", "question_words", "concurrency", "max_tokens", "runs")
     if args.blocks < 2:
         parser.error("--blocks 1: must be at least 2, because an engine reserves one")
     return args
@@ -708,11 +713,16 @@ def measure_all(load, args, results):
                         print(bound(router.http, load[1], results[0].answers, args), flush=True)
 
 
-if __name__ == "__main__":
+def run(main, name):
+    """Ends the script by main, with the processes of its routers and workers, and with its problem on one line."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that `with Router` ends its processes
     try:
         sys.exit(main())
     except KeyboardInterrupt:
         sys.exit(130)
     except (RuntimeError, OSError, subprocess.CalledProcessError) as problem:
-        sys.exit(f"bench-real: {problem}")
+        sys.exit(f"{name}: {problem}")
+
+
+if __name__ == "__main__":
+    run(main, "bench-real")

@@ -87,7 +87,7 @@ def draw(table):
         (f"the same, {most} workers", "blocks", named(DECISIONS, "blocks", most)),
         ("index, 62 blocks, us", "workers", named(INDEX, "workers")),
         (f"the same, {most} workers", "blocks", named(INDEX, "blocks", most)),
-        ("a router without requests", "workers", named(["idle CPU, % of a core", "resident, MB", "/metrics, ms"], "workers")),
+        ("a router without requests", "workers", named(["idle CPU, % of a core", "resident, MB", "/metrics, ms", "start, s"], "workers")),
         ("KV events of all workers", "workers", named(["KV events a second of CPU"], "workers")),
     ]
     rows = math.ceil(len(pictures) / 2)

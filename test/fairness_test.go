@@ -1,6 +1,7 @@
 package test
 
 import (
+	"cmp"
 	"context"
 	"fmt"
 	"io"
@@ -15,7 +16,9 @@ import (
 
 	"github.com/tidwall/gjson"
 
+	"kvrouter/internal/hints"
 	"kvrouter/internal/testkit"
+	"kvrouter/internal/web"
 )
 
 // fairKeys are a flood, a light tenant, and one of class batch.
@@ -27,15 +30,19 @@ const fairKeys = `
 - {name: gateway, key: key-gateway, trust-hints: true}
 `
 
-// longTopic is the number of a prompt that is so long that the others come meanwhile.
-const longTopic = 1_000_000
+// Numbers of prompts that are longer than others.
+const (
+	longTopic   = 1_000_000 // the others come meanwhile
+	passTopic   = 2_000_000 // more tokens than a worker that reports no pass has room for
+	passesTopic = 3_000_000 // several times as many
+)
+
+// topicLengths are how often those repeat themselves.
+var topicLengths = map[int]int{longTopic: 150, passTopic: 350, passesTopic: 1400}
 
 // streamAs begins a stream of a key and reads it to its end; nil: ctx has ended.
 func (r *Router) streamAs(ctx context.Context, key string, i, tokens int, headers ...string) *http.Response {
-	length := 8
-	if i == longTopic {
-		length = 150
-	}
+	length := cmp.Or(topicLengths[i], 8)
 	body := fmt.Sprintf(`{"messages":[{"role":"user","content":%q}],"max_tokens":%d,"ignore_eos":true,"stream":true}`, strings.Repeat(fmt.Sprintf("prompt %d of %s ", i, key), length), tokens)
 	request, err := http.NewRequestWithContext(ctx, http.MethodPost, r.OpenAI+testkit.ChatPath, strings.NewReader(body))
 	if err != nil {
@@ -194,6 +201,40 @@ func TestShedding(t *testing.T) {
 	}
 }
 
+// TestObjectives: the worker that computes a long prompt gets no request that would miss its
+// objective there, and whether objectives were kept is counted.
+func TestObjectives(t *testing.T) {
+	t.Parallel()
+	s := StartMocks(t, 2, "--policy=round-robin", "--speedup-ratio=0.2", "--decision-headers", keysFile(t, fairKeys))
+	busy := s.streamAs(t.Context(), "key-gateway", 1, 16, "x-llm-d-inference-fairness-id", "kept", "x-llm-d-slo-ttft-ms", "60000", "x-llm-d-slo-tpot-ms", "60000").Header.Get(web.HeaderWorker)
+	for i := range 3 {
+		s.streamAs(t.Context(), "key-gateway", 10+i, 16, "x-llm-d-inference-fairness-id", "missed", "x-llm-d-slo-tpot-ms", "0.001")
+	}
+	ctx, leave := context.WithCancel(t.Context())
+	var all sync.WaitGroup
+	all.Go(func() { s.streamAs(ctx, "key-gateway", passesTopic, 1, hints.HeaderPinnedWorker, busy) })
+	testkit.Eventually(t, 10*time.Second, "the worker is busy", func() bool { return s.InFlight() == 1 })
+	for i := range 3 {
+		response := s.streamAs(t.Context(), "key-gateway", 20+i, 8, "x-llm-d-slo-ttft-ms", "1000")
+		if response == nil || busy == "" || response.Header.Get(web.HeaderWorker) == busy {
+			t.Errorf("a request goes where its first token comes late: %+v", response)
+		}
+	}
+	leave()
+	all.Wait()
+	page := s.Metrics()
+	for series, want := range map[string]float64{
+		`kvrouter_tenant_objectives_total{result="kept",tenant="kept"}`:           1,
+		`kvrouter_tenant_token_objectives_total{result="kept",tenant="kept"}`:     1,
+		`kvrouter_tenant_token_objectives_total{result="missed",tenant="kept"}`:   0,
+		`kvrouter_tenant_token_objectives_total{result="missed",tenant="missed"}`: 3,
+	} {
+		if got, shown := page[series]; got != want || !shown {
+			t.Errorf("%s is %v, want %v", series, got, want)
+		}
+	}
+}
+
 // TestWeightsAreReloaded: SIGHUP changes the terms of requests from then on.
 func TestWeightsAreReloaded(t *testing.T) {
 	t.Parallel()
@@ -217,4 +258,48 @@ func TestWeightsAreReloaded(t *testing.T) {
 	s.signal(syscall.SIGHUP)
 	s.says("SIGHUP: reloaded")
 	weight(4)
+}
+
+// TestTwoRoutersShareOneWorker: a light tenant at one router goes before a flood whose request runs
+// at the other one, although the flood came first.
+func TestTwoRoutersShareOneWorker(t *testing.T) {
+	t.Parallel()
+	farm := StartWorkers(t, 1, "--speedup-ratio=0.15")
+	ports := testkit.FreePorts(t, 2)
+	var routers []*Mocks
+	for i := range 2 {
+		routers = append(routers, StartOverAt(t, Program, testkit.FreePorts(t, 2), farm, "--policy=work", "--router-queue-policy=fair", keysFile(t, fairKeys),
+			"--replica-sync", fmt.Sprintf("--replica-sync-port=%d", ports+i), fmt.Sprintf("--replica-peers=127.0.0.1:%d", ports+1-i)))
+	}
+	for _, r := range routers {
+		testkit.Eventually(t, 20*time.Second, "the routers hear each other", func() bool { return r.Metrics()["kvrouter_replica_peers"] == 1 })
+	}
+	first, second := routers[0], routers[1]
+	waiting := func(r *Mocks) float64 { return sum(r.Metrics(), "dynamo_frontend_router_queue_pending_requests") }
+	var all sync.WaitGroup
+	var mu sync.Mutex // guards ended
+	var ended []string
+	send := func(r *Mocks, key string, i int) {
+		all.Go(func() {
+			if response := r.streamAs(t.Context(), "key-"+key, i, 4); response == nil || response.StatusCode != http.StatusOK {
+				t.Errorf("request %d of %s: %+v", i, key, response)
+			}
+			mu.Lock()
+			defer mu.Unlock()
+			ended = append(ended, key)
+		})
+	}
+	send(first, "flood", passesTopic)
+	testkit.Eventually(t, 10*time.Second, "the flood runs at the first router, and the second one knows", func() bool { return first.InFlight() == 1 && second.InFlight() == 1 })
+	send(second, "flood", passTopic)
+	testkit.Eventually(t, 10*time.Second, "it waits at the second router", func() bool { return waiting(second) == 1 })
+	send(second, "light", passTopic)
+	testkit.Eventually(t, 10*time.Second, "so does the light tenant", func() bool { return waiting(second) == 2 })
+	testkit.Eventually(t, 10*time.Second, "the second router knows what runs at the first", func() bool {
+		return gjson.GetBytes(second.Get(second.Port+"/tenants"), `tenants.#(tenant=="flood").elsewhere_ms`).Float() > 0
+	})
+	all.Wait()
+	if want := []string{"flood", "light", "flood"}; !slices.Equal(ended, want) {
+		t.Errorf("order %v, want %v", ended, want)
+	}
 }

@@ -54,13 +54,13 @@ func TestGrowthOfProcess(t *testing.T) {
 
 // growthWorkers are the numbers of workers that are measured, growthBlock the tokens of a
 // block.
-var growthWorkers = []int{8, 64, 512}
+var growthWorkers = []int{8, 64, 512, 4096}
 
 const growthBlock = 64
 
 const (
 	// growthIdle is over how long a process without requests is watched.
-	growthIdle = 10 * time.Second
+	growthIdle = 30 * time.Second
 	// growthEvents are the KV events that all workers publish together, of so many
 	// blocks each.
 	growthEvents, growthEventBlocks = 50_000, 4
@@ -71,13 +71,16 @@ const (
 func (g *growthTable) process(n int) {
 	fleet := newGrowthFleet(g.t, n)
 	port := testkit.FreePorts(g.t, 2)
+	started := time.Now()
 	s := startPlain(g.t, port, append(fleet.flags, "--engine=none", "--served-model-name=m")...)
-	s.WaitReady(n, time.Minute)
+	s.WaitReady(n, 3*time.Minute)
+	g.add("start, s", n, 0, time.Since(started).Seconds())
+	g.add("CPU of the start, s", n, 0, g.used(s).Seconds())
 	page := func() testkit.MetricsLines {
 		_, text := testkit.HTTPGet(g.t, s.OpenAI+"/metrics")
 		return testkit.ReadMetricsPage(string(text))
 	}
-	testkit.Eventually(g.t, time.Minute, "all event streams are connected", func() bool {
+	testkit.Eventually(g.t, 3*time.Minute, "all event streams are connected", func() bool {
 		connected := 0.0
 		for name, value := range page() {
 			if strings.HasPrefix(name, "kvrouter_kv_events_connected{") {

@@ -18,6 +18,8 @@ func (q *Queue[T]) Begin(t Tenant, c Class, predicted float64) *Charge[T] {
 		f.served = max(f.served, f.lane.floor())
 	}
 	f.running++
+	f.lane.running++
+	q.untold[f] = true
 	charge := &Charge[T]{queue: q, flow: f, contends: q.contends(f.lane), weight: f.weight}
 	charge.Set(predicted)
 	return charge
@@ -53,9 +55,11 @@ func (c *Charge[T]) End(ms float64) float64 {
 	f := c.flow
 	c.Set(ms)
 	f.pending -= c.cost / c.weight
+	f.received += c.cost / c.weight
 	if len(f.lane.backlogged) > 0 {
 		f.served += c.cost / c.weight
 	}
+	f.lane.running--
 	if f.running--; f.running == 0 {
 		f.pending = 0 // what rounding left
 	}

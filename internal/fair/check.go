@@ -14,7 +14,9 @@ func (q *Queue[T]) Check() error {
 		if len(q.flows[i]) != q.used[i].Len() || len(q.flows[i]) > q.settings.Tenants+1 {
 			return fmt.Errorf("class %v: %d flows are known, %d are in order, at most %d may be", Classes[i], len(q.flows[i]), q.used[i].Len(), q.settings.Tenants+1)
 		}
+		running := 0
 		for name, f := range q.flows[i] {
+			running += f.running
 			length += len(f.items)
 			sum := 0.0
 			for at, it := range f.items {
@@ -32,7 +34,12 @@ func (q *Queue[T]) Check() error {
 				return fmt.Errorf("tenant %q waits for %v ms, its items for %v", name, f.waiting, sum)
 			case f.running < 0 || math.IsNaN(f.counter()) || math.IsInf(f.counter(), 0) || f.pending < -1e-6:
 				return fmt.Errorf("tenant %q: %d run, counter %v, pending %v", name, f.running, f.counter(), f.pending)
+			case !(f.elsewhere >= 0 && f.elsewhere <= min(f.runs, MostDebt)) || f.received < 0 || f.running > 0 && !q.untold[f]:
+				return fmt.Errorf("tenant %q: %v ms run elsewhere, %v count; %v ms are to be told", name, f.runs, f.elsewhere, f.received)
 			}
+		}
+		if running != l.running {
+			return fmt.Errorf("class %v: %d requests run, %d are counted", Classes[i], running, l.running)
 		}
 	}
 	if math.IsNaN(q.owed) || math.Abs(q.owed) > MostDebt {

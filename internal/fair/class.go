@@ -39,3 +39,6 @@ func ClassOf(name string) (c Class, ok bool) {
 
 // known is the class, or the nearest that there is.
 func (c Class) known() Class { return min(max(c, Interactive), Batch) }
+
+// Place returns the place of the class in Classes.
+func (c Class) Place() int { return int(c.known() - Interactive) }

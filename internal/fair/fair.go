@@ -20,24 +20,32 @@
 // instants, and may go to the same workers, the service S of the requests that began between
 // them obeys
 //
-//	|S(f)/w(f) − S(g)/w(g)| ≤ d + C/w + 2·(n(f)·E/w(f) + n(g)·E/w(g))
+//	|S(f)/w(f) − S(g)/w(g)| ≤ d + (1+y)·C/w + 2·(n(f)·E/w(f) + n(g)·E/w(g))
 //
 // d is the difference of their counters at the first instant, C the most that one request
 // costs, w the lower of their weights, n how many requests of a tenant run at once, and E the
-// most by which a prediction is wrong. The reason: f is chosen only while its counter is not
-// above g's, and then gains on g by one request. Counters differ from true costs by the
-// errors of what runs, at both instants.
+// most by which a prediction is wrong. y is how many requests went before others that would
+// rather wait for their prefix, at most MostYields for a tenant. The reason: f is chosen only
+// while its counter is not above g's, or g yields, and then gains on g by one request. Counters
+// differ from true costs by the errors of what runs, at both instants.
 //
 // Classes go one after the other, but a share s of the service can be kept for class Batch.
 // Between two instants while requests of that and of another class wait all the time, and may
 // go to the same workers, the service B of those of class Batch and the service S of all that
 // began between them obey
 //
-//	|B − s·S| ≤ d + C + 2·n·E
+//	|B − s·S| ≤ d + (1+y)·C + 2·n·E
 //
 // d is what class Batch is owed of its share at the first instant, n how many requests run at
-// once, and C and E are as above. The reason: class Batch goes first only while it is owed
-// something, and the others only while it is not. What it is owed, or owes, is at most MostDebt.
+// once, and C, E and y are as above, y of all tenants together. The reason: class Batch goes first
+// only while it is owed something, and the others only while it is not. What it is owed, or owes,
+// is at most MostDebt.
+//
+// Several routers over the same workers have a queue each. They tell each other what tenants
+// receive (Tell, Elsewhere), and a counter is the sum of all. The first bound then holds for the
+// service by all routers together, of tenants that wait at all of them, with 2·u more: u is the
+// most, divided by the weight, that a router has begun of a tenant's requests and has not told.
+// What is told takes a tenant at most MostDebt behind the others.
 package fair
 
 import (
@@ -111,26 +119,35 @@ func (it *Item[T]) before(other *Item[T]) bool {
 
 // flow is one tenant in one class: what waits, and the counter of its service.
 type flow[T any] struct {
-	lane    *lane[T]
-	name    string
-	weight  float64
-	served  float64    // service received divided by weight, ms
-	pending float64    // the same of what runs, as charged
-	items   []*Item[T] // in order
-	waiting float64    // their cost, ms
-	running int        // charges that have not ended
-	next    int        // of items, that walk offers
-	walk    uint64     // that next is for
-	used    *list.Element
+	lane     *lane[T]
+	name     string
+	weight   float64
+	served   float64    // service received divided by weight, ms
+	pending  float64    // the same of what runs, as charged
+	items    []*Item[T] // in order
+	waiting  float64    // their cost, ms
+	running  int        // charges that have not ended
+	yields   int        // items of others that went before those that said Yield, since it waits
+	yielding bool       // others are offered first in this walk
+	next     int        // of items, that walk offers
+	walk     uint64     // that next is for
+	used     *list.Element
+
+	received  float64 // service divided by weight, ms, that has not been told
+	runs      float64 // elsewhere, whole ms
+	elsewhere float64 // of that, what counts
 }
 
 // counter is what decides whose turn it is.
-func (f *flow[T]) counter() float64 { return f.served + f.pending }
+func (f *flow[T]) counter() float64 { return f.served + f.pending + f.elsewhere }
 
 // lane is one class.
 type lane[T any] struct {
+	class      Class
 	backlogged []*flow[T] // those with items, in no order
 	clock      float64    // floor while any waited last
+	running    int        // charges that have not ended
+	passed     uint64     // the last walk in which an item said PassClass
 }
 
 // floor is the service to which a flow is lifted that begins to wait.
@@ -165,16 +182,20 @@ func (l *lane[T]) cost() (ms float64) {
 func (l *lane[T]) join(f *flow[T]) {
 	floor := l.floor()
 	f.served = min(max(f.served, floor), floor+MostDebt)
+	f.weigh()
 }
 
 // first returns the flow of which an item is to be offered in that walk; nil: all have been.
 // There are at most as many flows as items, so a search is fast enough.
 func (l *lane[T]) first(walk uint64) (best *flow[T]) {
+	if l.passed == walk {
+		return nil
+	}
 	for _, f := range l.backlogged {
 		if f.walk != walk {
 			f.walk, f.next = walk, 0
 		}
-		if f.next == len(f.items) {
+		if f.yielding || f.next == len(f.items) {
 			continue
 		}
 		if best == nil || f.counter() < best.counter() || f.counter() == best.counter() && f.items[f.next].number < best.items[best.next].number {
@@ -199,7 +220,9 @@ type Queue[T any] struct {
 	lanes    [len(Classes)]lane[T]
 	flows    [len(Classes)]map[string]*flow[T]
 	used     [len(Classes)]*list.List // of flows, the one used last at the back
+	untold   map[*flow[T]]bool        // that run, or have received what was not told
 	length   int
+	yielding []*flow[T] // of which an item said Yield in this walk
 	walk     uint64
 	arrived  uint64
 	owed     float64 // to class Batch of its share, ms; below 0: it has received more
@@ -207,8 +230,9 @@ type Queue[T any] struct {
 
 // New returns an empty queue.
 func New[T any](s Settings) *Queue[T] {
-	q := &Queue[T]{settings: Settings{Limit: max(1, s.Limit), Tenants: max(1, s.Tenants), BatchShare: shareWithin(s.BatchShare)}}
+	q := &Queue[T]{settings: Settings{Limit: max(1, s.Limit), Tenants: max(1, s.Tenants), BatchShare: shareWithin(s.BatchShare)}, untold: map[*flow[T]]bool{}}
 	for i := range q.flows {
+		q.lanes[i].class = Classes[i]
 		q.flows[i], q.used[i] = map[string]*flow[T]{}, list.New()
 	}
 	return q
@@ -225,15 +249,23 @@ func (q *Queue[T]) Waiting() (ms float64) {
 	return ms
 }
 
-// place is the class's place in lanes.
-func place(c Class) int { return int(c.known() - Interactive) }
+// Owes reports whether requests of the class are the ones to which a part of the service is owed.
+func (q *Queue[T]) Owes(c Class) bool { return c.known() == Batch && q.owed > 0 }
+
+// RunningAfter returns how many requests of classes that come after c run.
+func (q *Queue[T]) RunningAfter(c Class) (n int) {
+	for i := c.Place() + 1; i < len(q.lanes); i++ {
+		n += q.lanes[i].running
+	}
+	return n
+}
 
 // batch returns the lane of class Batch.
-func (q *Queue[T]) batch() *lane[T] { return &q.lanes[place(Batch)] }
+func (q *Queue[T]) batch() *lane[T] { return &q.lanes[Batch.Place()] }
 
 // flow returns the flow of a tenant, a new one if there is none.
 func (q *Queue[T]) flow(t Tenant, c Class) *flow[T] {
-	at := place(c)
+	at := c.Place()
 	flows, used := q.flows[at], q.used[at]
 	f := flows[t.Name]
 	if f == nil && len(flows) >= q.settings.Tenants && !q.forget(at) {
@@ -253,16 +285,17 @@ func (q *Queue[T]) flow(t Tenant, c Class) *flow[T] {
 // mostTried is how many flows are tried where one must be forgotten.
 const mostTried = 32
 
-// forget drops the flow that was used least recently of those that neither wait nor run.
-// Not ok: none was found.
+// forget drops the flow that was used least recently of those that neither wait nor run. That
+// of the common tenant stays: others share it. Not ok: none was found.
 func (q *Queue[T]) forget(at int) (ok bool) {
 	e := q.used[at].Front()
 	for range mostTried {
 		if e == nil {
 			break
 		}
-		if f := e.Value.(*flow[T]); len(f.items) == 0 && f.running == 0 {
+		if f := e.Value.(*flow[T]); len(f.items) == 0 && f.running == 0 && f.name != "" {
 			delete(q.flows[at], f.name)
+			delete(q.untold, f)
 			q.used[at].Remove(e)
 			return true
 		}
@@ -286,6 +319,7 @@ func (q *Queue[T]) Push(it *Item[T]) (out *Item[T]) {
 		if f.lane == q.batch() && len(f.lane.backlogged) == 0 {
 			q.owed = min(q.owed, 0) // it has no credit for the time in which none waited
 		}
+		f.yields = 0
 		f.lane.join(f)
 		f.lane.backlogged = append(f.lane.backlogged, f)
 	}
@@ -364,36 +398,62 @@ func (q *Queue[T]) take(f *flow[T], at int) {
 type Verdict int
 
 const (
-	Kept  Verdict = iota // it waits on; the next one is offered
-	Taken                // it leaves the queue; the next one is offered
-	Later                // it would rather wait for another worker: others of its tenant may go first
-	Stop                 // it waits on, and so do all that come after it
+	Kept      Verdict = iota // it waits on; the next one is offered
+	Taken                    // it leaves the queue; the next one is offered
+	Later                    // it would rather wait for another worker: others of its tenant may go first
+	Yield                    // the same, and other tenants may go first too
+	PassClass                // it waits on, and so do all of its class
+	Stop                     // it waits on, and so do all that come after it
 )
 
 const (
 	// Window is how many of a tenant's items behind one that says Later are offered before it.
-	Window = 8
+	Window = 256
 	// MostPassed is how many of them go before it at most.
-	MostPassed = 8
+	MostPassed = 32
+	// MostYields is how many items of others go before those of a tenant that say Yield, at most,
+	// while that waits.
+	MostYields = 64
 )
 
-// Walk offers the items in order. An item that says Later is offered again, after up to Window
-// of its tenant's with the same priority: if none of them goes, or if MostPassed have gone before
-// it, it must go itself if it can. So requests may find their prefixes where these are, and what
-// another tenant receives does not change. offer may call Begin: the order of the items that
-// have not been offered follows it.
+// Walk offers the items in order. An item that says Later or Yield is offered again, after up to
+// Window of its tenant's with the same priority: if none of them goes, or if MostPassed have gone
+// before it, it must go itself if it can. After Yield it is offered once more after all tenants.
+// So requests may find their prefixes where these are. Later does not change what another tenant
+// receives. offer may call Begin: the order of the items that have not been offered follows it.
+// What of a class comes after PassClass is not offered, and costs nothing, however much waits.
 func (q *Queue[T]) Walk(offer func(it *Item[T], must bool) Verdict) {
 	q.walk++
-	for f := q.next(); f != nil; f = q.next() {
+	last := false // no item yields any more
+	for {
+		f := q.next()
+		if f == nil {
+			if last = q.resume(); last {
+				continue
+			}
+			return
+		}
 		it, at := f.items[f.next], f.next
-		must := it.passed >= MostPassed
+		must := last || it.passed >= MostPassed
 		v := offer(it, must)
-		if v == Later && !must {
-			v, at = q.passing(f, offer)
+		if (v == Later || v == Yield) && !must {
+			yields := v == Yield && f.yields < MostYields
+			if v, at = q.passing(f, offer); v == Kept && yields {
+				f.yielding = true
+				q.yielding = append(q.yielding, f)
+				continue
+			}
+			if v == Kept {
+				v = offer(it, true)
+			}
 		}
 		switch {
 		case v == Stop:
+			q.resume()
 			return
+		case v == PassClass:
+			f.lane.passed = q.walk
+			continue
 		case v != Taken:
 			f.next++
 			continue
@@ -401,10 +461,24 @@ func (q *Queue[T]) Walk(offer func(it *Item[T], must bool) Verdict) {
 			it.passed++
 		}
 		q.take(f, at)
+		for _, other := range q.yielding {
+			other.yields++
+		}
 	}
 }
 
-// next returns the flow of which Walk offers an item; nil: all items have been offered.
+// resume lets Walk go on with the flows that yield, and reports whether there are any.
+func (q *Queue[T]) resume() (any bool) {
+	any = len(q.yielding) > 0
+	for _, f := range q.yielding {
+		f.yielding = false
+	}
+	clear(q.yielding)
+	q.yielding = q.yielding[:0]
+	return any
+}
+
+// next returns the flow of which Walk offers an item; nil: all that it offers have been.
 func (q *Queue[T]) next() *flow[T] {
 	if q.owed > 0 {
 		if f := q.batch().first(q.walk); f != nil {
@@ -419,14 +493,14 @@ func (q *Queue[T]) next() *flow[T] {
 	return nil
 }
 
-// passing offers the items behind the next one of a flow, and that itself if none of them goes.
+// passing offers the items behind the next one of a flow; Kept: none of them goes.
 func (q *Queue[T]) passing(f *flow[T], offer func(it *Item[T], must bool) Verdict) (v Verdict, at int) {
 	for at = f.next + 1; at < len(f.items) && at <= f.next+Window && f.items[at].Priority == f.items[f.next].Priority; at++ {
-		if v = offer(f.items[at], false); v == Taken || v == Stop {
+		if v = offer(f.items[at], false); v == Taken || v == PassClass || v == Stop {
 			return v, at
 		}
 	}
-	return offer(f.items[f.next], true), f.next
+	return Kept, f.next
 }
 
 // Each calls f with every item, in no particular order.
@@ -445,11 +519,11 @@ func (q *Queue[T]) Each(f func(*Item[T])) {
 // of its class what that is to receive until its counter is where it's will be, and of the
 // other classes those that go first.
 func (q *Queue[T]) Ahead(it *Item[T]) float64 {
-	at := place(it.Class)
+	at := it.Class.Place()
 	l, f := &q.lanes[at], q.flows[at][it.Tenant.Name]
 	begins, own := l.floor(), 0.0
 	if f != nil {
-		begins = f.pending + max(f.served, begins)
+		begins = f.pending + f.elsewhere + max(f.served, begins)
 		it.number = q.arrived + 1
 		for _, other := range f.items {
 			if other.before(it) {

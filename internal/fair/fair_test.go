@@ -232,7 +232,7 @@ func TestWhatIsKeptIsOfferedOnceAndStays(t *testing.T) {
 // tenant and of no lower priority.
 func TestLaterLetsTheTenantsOwnPass(t *testing.T) {
 	q := queue(t, of("a", "head", 1), of("b", "b1", 1))
-	for i := range 12 {
+	for i := range Window + 3 {
 		q.Push(of("a", fmt.Sprint("a", i), 1))
 	}
 	// Only one item a walk finds its worker.
@@ -253,22 +253,124 @@ func TestLaterLetsTheTenantsOwnPass(t *testing.T) {
 		}
 		return taken
 	}
-	for _, test := range []struct{ wants, want string }{
-		{"a7", "a7"}, {"", "b1"}, // a has had its turn
-		{"a10", "head"}, // it is beyond the window
-		{"a1", "a1"}, {"a2", "a2"}, {"a3", "a3"}, {"a4", "a4"}, {"a5", "a5"}, {"a6", "a6"}, {"a8", "a8"}, {"a9", "a9"},
-		{"a10", "a0"}, // has been passed often enough
-	} {
-		if got := turn(test.wants); got != test.want {
-			t.Errorf("%s goes instead of %s", got, test.want)
+	goes := func(wants, want string) {
+		t.Helper()
+		if got := turn(wants); got != want {
+			t.Errorf("%s goes instead of %s", got, want)
 		}
 	}
+	goes("a7", "a7")
+	goes("", "b1")                          // a has had its turn
+	goes(fmt.Sprint("a", Window+2), "head") // it is beyond the window
+	next := 1
+	for range MostPassed {
+		if next == 7 {
+			next++
+		}
+		name := fmt.Sprint("a", next)
+		goes(name, name)
+		next++
+	}
+	goes(fmt.Sprint("a", next), "a0") // has been passed often enough
 
 	high, low := of("a", "high", 1), of("a", "low", 1)
 	high.Priority = 1
 	q = queue(t, high, low)
 	if got := turn("low"); got != "high" {
 		t.Errorf("%s passes a higher priority", got)
+	}
+}
+
+// TestYieldLetsOtherTenantsGoFirst: while that is allowed, and never where a worker would have
+// nothing to do.
+func TestYieldLetsOtherTenantsGoFirst(t *testing.T) {
+	q := queue(t, of("a", "a0", 1))
+	for i := range MostYields + 2 {
+		q.Push(of("b", fmt.Sprint("b", i), 1000))
+	}
+	turn := func(wants bool) (taken string) { // the item that goes where a0 does not find its worker
+		q.Walk(func(it *Item[string], must bool) Verdict {
+			switch {
+			case taken != "":
+				return Stop
+			case it.Tenant.Name == "a" && !wants && !must:
+				return Yield
+			case it.Tenant.Name == "b" && wants:
+				return Kept
+			}
+			taken = it.Value
+			q.Begin(it.Tenant, it.Class, it.Cost)
+			return Taken
+		})
+		if err := q.Check(); err != nil {
+			t.Fatal(err)
+		}
+		return taken
+	}
+	for i := range MostYields {
+		if got, want := turn(false), fmt.Sprint("b", i); got != want {
+			t.Fatalf("%s goes instead of %s", got, want)
+		}
+	}
+	if got := turn(false); got != "a0" {
+		t.Errorf("%s goes, and a0 has yielded often enough", got)
+	}
+	q.Push(of("a", "a1", 1))
+	if got := turn(false); got != fmt.Sprint("b", MostYields) {
+		t.Errorf("%s goes, and a1 may yield: its tenant has not waited", got)
+	}
+	if got := turn(true); got != "a1" {
+		t.Errorf("%s goes instead of a1, which finds its worker", got)
+	}
+	q.Remove(q.flows[Standard.Place()]["b"].items[0])
+	q.Push(of("a", "a2", 1))
+	if got := turn(false); got != "a2" {
+		t.Errorf("%q goes instead of a2, which is alone", got)
+	}
+}
+
+// TestPassClassCostsWhatIsLookedAt: however much of a class waits, a walk looks at one item of it.
+func TestPassClassCostsWhatIsLookedAt(t *testing.T) {
+	for name, test := range map[string]struct {
+		verdicts []Verdict // on the items of class batch, in order; PassClass on further ones
+		want     int       // items of class batch that are offered
+	}{
+		"at once":             {nil, 1},
+		"behind others":       {[]Verdict{Kept, Taken, Kept}, 4},
+		"instead of Later":    {[]Verdict{Later}, 2},
+		"instead of Yield":    {[]Verdict{Yield}, 2},
+		"after others yield":  {[]Verdict{Yield, Kept, Kept, Kept, Kept, Kept, Kept, Kept, Kept}, 10},
+		"never; all are kept": {slices.Repeat([]Verdict{Kept}, 3000), 3000},
+	} {
+		q := queue(t)
+		q.settings.Limit = 10_000
+		for i := range 3000 {
+			it := of(fmt.Sprint(i%3), "batch", 1)
+			it.Class = Batch
+			q.Push(it)
+		}
+		for i := range 5 {
+			q.Push(of(fmt.Sprint(i), "standard", 1))
+		}
+		for range 2 { // the second walk begins anew
+			standard, batch := 0, 0
+			q.Walk(func(it *Item[string], _ bool) Verdict {
+				if it.Value == "standard" {
+					standard++
+					return Kept
+				}
+				if batch++; batch <= len(test.verdicts) {
+					return test.verdicts[batch-1]
+				}
+				return PassClass
+			})
+			if standard != 5 || batch != test.want {
+				t.Errorf("%s: %d and %d items are offered, want 5 and %d", name, standard, batch, test.want)
+			}
+			if err := q.Check(); err != nil {
+				t.Error(err)
+			}
+		}
 	}
 }
 
@@ -322,6 +424,24 @@ func TestClassNames(t *testing.T) {
 	}
 }
 
+// eachPair calls check with each two tenants that wait both, and what has been noted of them since
+// they do.
+func eachPair[P any](tenants int, noted map[[2]int]*P, waits func(int) bool, check func(f, g int, p *P)) {
+	for f := range tenants {
+		for g := range f {
+			two := [2]int{f, g}
+			if !waits(f) || !waits(g) {
+				delete(noted, two)
+				continue
+			}
+			if noted[two] == nil {
+				noted[two] = new(P)
+			}
+			check(f, g, noted[two])
+		}
+	}
+}
+
 // TestServiceOfBackloggedTenantsStaysWithinItsBound plays random arrivals, predictions that are
 // wrong, and endings, and holds the bound of the package's comment for each two tenants that
 // wait all the time.
@@ -338,6 +458,7 @@ func TestServiceOfBackloggedTenantsStaysWithinItsBound(t *testing.T) {
 		began float64 // difference of counters then
 		from  float64 // difference of services then
 		runs  [2]int  // most at once since
+		yield int     // requests that went before those of either since
 	}
 	rapid.Check(t, func(t *rapid.T) {
 		q := New[string](Settings{Limit: 1000, Tenants: 10})
@@ -348,35 +469,27 @@ func TestServiceOfBackloggedTenantsStaysWithinItsBound(t *testing.T) {
 		var all []running
 		pairs := map[[2]int]*pair{}
 		tenant := func(i int) Tenant { return Tenant{Name: fmt.Sprint(i), Weight: weights[i]} }
-		flowOf := func(i int) *flow[string] { return q.flows[place(Standard)][fmt.Sprint(i)] }
+		flowOf := func(i int) *flow[string] { return q.flows[Standard.Place()][fmt.Sprint(i)] }
 		waits := func(i int) bool { f := flowOf(i); return f != nil && len(f.items) > 0 }
 		check := func() {
-			for f := range weights {
-				for g := range f {
-					p := pairs[[2]int{f, g}]
-					if p == nil {
-						p = &pair{}
-						pairs[[2]int{f, g}] = p
-					}
-					if !waits(f) || !waits(g) {
-						p.since = false
-						continue
-					}
-					now := service[f]/weights[f] - service[g]/weights[g]
-					if !p.since {
-						*p = pair{since: true, began: math.Abs(flowOf(f).counter() - flowOf(g).counter()), from: now}
-					}
-					p.runs = [2]int{max(p.runs[0], runs[f]), max(p.runs[1], runs[g])}
-					miss := 0.0
-					if !exact {
-						miss = wrong
-					}
-					bound := p.began + most/min(weights[f], weights[g]) + 2*miss*(float64(p.runs[0])/weights[f]+float64(p.runs[1])/weights[g])
-					if got := math.Abs(now - p.from); got > bound+1e-6 {
-						t.Fatalf("tenants %d and %d: services differ by %v, the bound is %v", f, g, got, bound)
-					}
+			eachPair(len(weights), pairs, waits, func(f, g int, p *pair) {
+				now := service[f]/weights[f] - service[g]/weights[g]
+				if !p.since {
+					*p = pair{since: true, began: math.Abs(flowOf(f).counter() - flowOf(g).counter()), from: now}
 				}
-			}
+				p.runs = [2]int{max(p.runs[0], runs[f]), max(p.runs[1], runs[g])}
+				miss := 0.0
+				if !exact {
+					miss = wrong
+				}
+				bound := p.began + float64(1+p.yield)*most/min(weights[f], weights[g]) + 2*miss*(float64(p.runs[0])/weights[f]+float64(p.runs[1])/weights[g])
+				if p.yield > 2*MostYields {
+					t.Fatalf("tenants %d and %d: %d requests went before others, at most %d may for each", f, g, p.yield, MostYields)
+				}
+				if got := math.Abs(now - p.from); got > bound+1e-6 {
+					t.Fatalf("tenants %d and %d: services differ by %v, the bound is %v", f, g, got, bound)
+				}
+			})
 		}
 		// What a request really costs is drawn when it begins.
 		begin := func(it *Item[string]) {
@@ -398,11 +511,25 @@ func TestServiceOfBackloggedTenantsStaysWithinItsBound(t *testing.T) {
 			},
 			"serve": func(t *rapid.T) {
 				n := rapid.IntRange(1, 6).Draw(t, "requests")
-				q.Walk(func(it *Item[string], _ bool) Verdict {
-					if n--; n < 0 {
+				yields := map[int]bool{}
+				q.Walk(func(it *Item[string], must bool) Verdict {
+					if n == 0 {
 						return Stop
 					}
+					i := int(it.Tenant.Name[0] - '0')
+					if !must && rapid.IntRange(0, 3).Draw(t, "yields") == 0 {
+						yields[i] = true
+						return Yield
+					}
+					n--
 					begin(it)
+					for other := range yields {
+						for two, p := range pairs {
+							if other != i && slices.Contains(two[:], other) && slices.Contains(two[:], i) {
+								p.yield++
+							}
+						}
+					}
 					return Taken
 				})
 			},
@@ -502,10 +629,11 @@ func TestEveryItemIsServedOnceOrLeaves(t *testing.T) {
 			},
 			"walk": func(t *rapid.T) {
 				seen, musts := map[int]bool{}, map[int]bool{}
-				stopped, offers, most := false, 0, (Window+2)*q.Len()
+				stopped, offers, most := false, 0, (Window+3)*q.Len()
+				passed := map[int]bool{} // places of classes
 				q.Walk(func(it *Item[int], must bool) Verdict {
-					if there[it.Value] != it || stopped || must && musts[it.Value] {
-						t.Fatalf("item %d is gone, comes after Stop, or must go twice", it.Value)
+					if there[it.Value] != it || stopped || passed[it.Class.Place()] || must && musts[it.Value] {
+						t.Fatalf("item %d is gone, comes after Stop or PassClass, or must go twice", it.Value)
 					}
 					seen[it.Value] = true
 					if must {
@@ -520,11 +648,14 @@ func TestEveryItemIsServedOnceOrLeaves(t *testing.T) {
 						delete(there, it.Value)
 					}
 					stopped = v == Stop
+					passed[it.Class.Place()] = v == PassClass
 					return v
 				})
-				if !stopped && len(seen) < q.Len() {
-					t.Fatalf("%d of %d items were offered", len(seen), q.Len())
-				}
+				q.Each(func(it *Item[int]) {
+					if !stopped && !seen[it.Value] && !passed[it.Class.Place()] {
+						t.Fatalf("item %d was not offered", it.Value)
+					}
+				})
 			},
 			"": func(t *rapid.T) {
 				if err := q.Check(); err != nil {

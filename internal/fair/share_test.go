@@ -110,7 +110,7 @@ func TestBatchReceivesItsShare(t *testing.T) {
 		batch, sum := 0.0, 0.0 // service of requests that have begun, their true costs
 		both, from, owed, runs := false, 0.0, 0.0, 0
 		check := func() {
-			if !q.contends(&q.lanes[place(Interactive)]) || !q.contends(q.batch()) {
+			if !q.contends(&q.lanes[Interactive.Place()]) || !q.contends(q.batch()) {
 				both = false
 				return
 			}

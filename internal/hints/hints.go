@@ -46,6 +46,7 @@ type Hints struct {
 	Prefix         Prefix
 	Tenant         string        // whose share of a fair queue it uses; empty: its key's
 	TTFT           time.Duration // objective of the time to first token; 0: none
+	TPOT           time.Duration // objective of the time per further token; 0: none
 	Class          *fair.Class   // that the client names; nil: none. An untrusted client may only lower its own
 	Session        string        // name of its session; empty: none. Set by the caller of Read
 }
@@ -68,7 +69,7 @@ func Session(header http.Header, name, cookie string) (session string) {
 // other clients.
 func (h Hints) Untrusted() Hints {
 	h.Pinned, h.PinnedPrefill, h.Whole, h.PriorityJump, h.StrictPriority = nil, nil, false, 0, 0
-	h.Tenant, h.TTFT = "", 0
+	h.Tenant, h.TTFT, h.TPOT = "", 0, 0
 	return h
 }
 
@@ -110,7 +111,8 @@ func Read(header http.Header, nvext gjson.Result, names *kv.Names, trusted bool)
 	r.prefixHeaders(header, &hints.Prefix)
 	hints.Class = r.class(hint{HeaderClass, header.Get(HeaderClass)})
 	if trusted {
-		hints.Tenant, hints.TTFT = tenantOf(header), r.objective(hint{HeaderTTFT, header.Get(HeaderTTFT)})
+		hints.Tenant = tenantOf(header)
+		hints.TTFT, hints.TPOT = r.objective(hint{HeaderTTFT, header.Get(HeaderTTFT)}), r.objective(hint{HeaderTPOT, header.Get(HeaderTPOT)})
 	}
 	var worker, rank, prefill, prefillRank hint
 	if hints.Pinned != nil {

@@ -10,11 +10,12 @@ import (
 )
 
 // Headers of the Gateway API Inference Extension and of llm-d about a request's share: whose
-// it uses, and by when it needs its first token, ms.
+// it uses, by when it needs its first token, and in which time each further one, ms.
 const (
 	HeaderFairness        = "X-Llm-D-Inference-Fairness-Id"
 	HeaderGatewayFairness = "X-Gateway-Inference-Fairness-Id"
 	HeaderTTFT            = "X-Llm-D-Slo-Ttft-Ms"
+	HeaderTPOT            = "X-Llm-D-Slo-Tpot-Ms"
 )
 
 // HeaderClass names the class of a request in a fair queue. Not only trusted clients may use it.

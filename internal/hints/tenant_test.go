@@ -14,6 +14,7 @@ func TestTenantsAndObjectives(t *testing.T) {
 		headers map[string]string
 		tenant  string
 		ttft    time.Duration
+		tpot    time.Duration
 		bad     string
 	}{
 		"none":                        {},
@@ -23,6 +24,9 @@ func TestTenantsAndObjectives(t *testing.T) {
 		"what is no text is cut":      {headers: map[string]string{HeaderFairness: "a\xffb"}, tenant: "ab"},
 		"an objective":                {headers: map[string]string{HeaderTTFT: "250"}, ttft: 250 * time.Millisecond},
 		"half a millisecond":          {headers: map[string]string{HeaderTTFT: "0.5"}, ttft: 500 * time.Microsecond},
+		"of further tokens":           {headers: map[string]string{HeaderTPOT: "40.5"}, tpot: 40500 * time.Microsecond},
+		"of all tokens":               {headers: map[string]string{HeaderTPOT: "40", HeaderTTFT: "1000"}, ttft: time.Second, tpot: 40 * time.Millisecond},
+		"of further tokens, none":     {headers: map[string]string{HeaderTPOT: "-1"}, bad: HeaderTPOT},
 		"an objective of nothing":     {headers: map[string]string{HeaderTTFT: "0"}, bad: HeaderTTFT},
 		"an objective below 0":        {headers: map[string]string{HeaderTTFT: "-1"}, bad: HeaderTTFT},
 		"an objective beyond a day":   {headers: map[string]string{HeaderTTFT: "86400001"}, bad: HeaderTTFT},
@@ -38,10 +42,10 @@ func TestTenantsAndObjectives(t *testing.T) {
 			if (bad != nil) != (test.bad != "") || bad != nil && bad.Param != test.bad {
 				t.Fatalf("%v, want an error about %q", bad, test.bad)
 			}
-			if got.Tenant != test.tenant || bad == nil && got.TTFT != test.ttft {
-				t.Errorf("tenant %q within %v", got.Tenant, got.TTFT)
+			if got.Tenant != test.tenant || bad == nil && (got.TTFT != test.ttft || got.TPOT != test.tpot) {
+				t.Errorf("tenant %q within %v, then %v a token", got.Tenant, got.TTFT, got.TPOT)
 			}
-			if got, bad := Read(header, gjson.Result{}, nil, false); got.Tenant != "" || got.TTFT != 0 || bad != nil {
+			if got, bad := Read(header, gjson.Result{}, nil, false); got.Tenant != "" || got.TTFT != 0 || got.TPOT != 0 || bad != nil {
 				t.Errorf("of an untrusted client: %+v, %v", got, bad)
 			}
 		})

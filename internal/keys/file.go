@@ -34,8 +34,9 @@ const (
 	// fieldsOfKey is the maximum number of YAML entries of a key, including its limits and
 	// itself.
 	fieldsOfKey = 16
-	// mostTTFT is the maximum objective of the time to first token.
-	mostTTFT = 24 * time.Hour
+	// mostObjective is the maximum objective of the time to the first token, and to each further
+	// one.
+	mostObjective = 24 * time.Hour
 	// mostOf is the maximum value of a limit.
 	mostOf = 1 << 31
 )
@@ -136,15 +137,20 @@ func parseEntry(fields map[string]any) (e entry, err error) {
 			}
 		case "ttft-ms":
 			ms, ok := number(value)
-			if e.terms.TTFT = time.Duration(ms) * time.Millisecond; !ok || ms != math.Trunc(ms) || e.terms.TTFT > mostTTFT {
-				bad = fmt.Sprintf("must be a whole number of milliseconds above 0 and at most %d", mostTTFT.Milliseconds())
+			if e.terms.TTFT = time.Duration(ms) * time.Millisecond; !ok || ms != math.Trunc(ms) || e.terms.TTFT > mostObjective {
+				bad = fmt.Sprintf("must be a whole number of milliseconds above 0 and at most %d", mostObjective.Milliseconds())
+			}
+		case "tpot-ms":
+			ms, ok := number(value)
+			if e.terms.TPOT = time.Duration(ms * float64(time.Millisecond)); !ok || e.terms.TPOT <= 0 || e.terms.TPOT > mostObjective {
+				bad = fmt.Sprintf("must be a number of milliseconds above 0 and at most %d", mostObjective.Milliseconds())
 			}
 		case "sheddable":
 			if e.terms.Sheddable, ok = value.(bool); !ok {
 				bad = "must be true or false"
 			}
 		default:
-			return e, fmt.Errorf("%s: unknown field; the fields are name, key, key-sha256, limits, salt, trust-hints, weight, class, ttft-ms and sheddable", e.name) // which may be a key
+			return e, fmt.Errorf("%s: unknown field; the fields are name, key, key-sha256, limits, salt, trust-hints, weight, class, ttft-ms, tpot-ms and sheddable", e.name) // which may be a key
 		}
 		if bad != "" {
 			return e, fmt.Errorf("%s: %s: %s", e.name, field, bad)

@@ -32,7 +32,7 @@ func TestFileOfKeys(t *testing.T) {
   salt: true
   trust-hints: true
 - {name: c, key: cc, limits: {}, salt: false, trust-hints: false}
-- {name: d, key: dd, weight: 0.5, class: batch, ttft-ms: 1500, sheddable: true}
+- {name: d, key: dd, weight: 0.5, class: batch, ttft-ms: 1500, tpot-ms: 40.5, sheddable: true}
 - {name: e, key: ee, weight: 4, class: interactive, sheddable: false}
 `))
 	if err != nil {
@@ -42,7 +42,7 @@ func TestFileOfKeys(t *testing.T) {
 		{name: "team-a", sum: sha256.Sum256([]byte(secret)), limits: limits{requests: .5, burst: 1, concurrent: 8, promptTokens: 100000}},
 		{name: "team.b_2", sum: sha256.Sum256([]byte("b")), limits: limits{requests: 10, burst: 20}, salt: true, trust: &yes},
 		{name: "c", sum: sha256.Sum256([]byte("cc")), trust: &no},
-		{name: "d", sum: sha256.Sum256([]byte("dd")), terms: Terms{Weight: .5, Class: fair.Batch, TTFT: 1500 * time.Millisecond, Sheddable: true}},
+		{name: "d", sum: sha256.Sum256([]byte("dd")), terms: Terms{Weight: .5, Class: fair.Batch, TTFT: 1500 * time.Millisecond, TPOT: 40500 * time.Microsecond, Sheddable: true}},
 		{name: "e", sum: sha256.Sum256([]byte("ee")), terms: Terms{Weight: 4, Class: fair.Interactive}},
 	}
 	if diff := cmp.Diff(want, entries, cmp.AllowUnexported(entry{}, limits{})); diff != "" {
@@ -88,6 +88,9 @@ func TestFileOfKeysThatIsWrong(t *testing.T) {
 		"an objective below":   {one + "  ttft-ms: -1", "ttft-ms: must be a whole number"},
 		"an objective beyond":  {one + "  ttft-ms: 86400001", "ttft-ms: must be a whole number"},
 		"half a millisecond":   {one + "  ttft-ms: 0.5", "ttft-ms: must be a whole number"},
+		"a token's below":      {one + "  tpot-ms: 0", "tpot-ms: must be a number"},
+		"a token's beyond":     {one + "  tpot-ms: 86400001", "tpot-ms: must be a number"},
+		"a token's is a text":  {one + "  tpot-ms: fast", "tpot-ms: must be a number"},
 		"sheddable is a text":  {one + "  sheddable: 'yes'", "sheddable: must be true or false"},
 		"a burst alone":        {one + "  limits: {burst: 2}", "burst: requires"},
 	} {
@@ -103,7 +106,7 @@ func TestFileOfKeysThatIsWrong(t *testing.T) {
 func FuzzFileOfKeys(f *testing.F) {
 	for _, seed := range []string{
 		"", "- name: a\n  key: b\n", "- name: a\n  key-sha256: '" + sumText("b") + "'\n  limits: {requests-per-second: 1.5, burst: 3, concurrent-requests: 2, prompt-tokens-per-minute: 9}\n  salt: true\n  trust-hints: false\n",
-		"- [a]", "{a: b}", "- {name: a, key: *x}", "- &x {name: a, key: b}\n- *x", "- !!binary a", "- name: a\n  key: |\n    b\n", "- {name: a, key: b, weight: 2, class: batch, ttft-ms: 5, sheddable: true}", "\t", "- name: 'a", "- <<: {name: a}\n  key: b",
+		"- [a]", "{a: b}", "- {name: a, key: *x}", "- &x {name: a, key: b}\n- *x", "- !!binary a", "- name: a\n  key: |\n    b\n", "- {name: a, key: b, weight: 2, class: batch, ttft-ms: 5, tpot-ms: 0.5, sheddable: true}", "\t", "- name: 'a", "- <<: {name: a}\n  key: b",
 	} {
 		f.Add([]byte(seed))
 	}
@@ -114,7 +117,7 @@ func FuzzFileOfKeys(f *testing.F) {
 		}
 		for _, e := range entries {
 			l := e.limits
-			if !nameForm.MatchString(e.name) || e.sum == ([sha256.Size]byte{}) || l.requests < 0 || l.burst < 0 || l.concurrent < 0 || l.promptTokens < 0 || (l.requests > 0) != (l.burst > 0) || !(e.terms.Weight >= 0 && e.terms.Weight <= fair.MostWeight) || e.terms.TTFT < 0 || e.terms.TTFT > mostTTFT {
+			if !nameForm.MatchString(e.name) || e.sum == ([sha256.Size]byte{}) || l.requests < 0 || l.burst < 0 || l.concurrent < 0 || l.promptTokens < 0 || (l.requests > 0) != (l.burst > 0) || !(e.terms.Weight >= 0 && e.terms.Weight <= fair.MostWeight) || e.terms.TTFT < 0 || e.terms.TTFT > mostObjective || e.terms.TPOT < 0 || e.terms.TPOT > mostObjective {
 				t.Errorf("%+v", e)
 			}
 		}

@@ -45,6 +45,7 @@ type Terms struct {
 	Weight    float64       // of its share; 0: 1
 	Class     fair.Class    // of requests that do not name another
 	TTFT      time.Duration // objective of the time to first token; 0: that of the class
+	TPOT      time.Duration // objective of the time per further token; 0: that of the class
 	Sheddable bool          // its requests may be refused where they would miss their objective
 }
 

@@ -5,8 +5,13 @@ import (
 	"sync/atomic"
 )
 
-// NoWorker is the name that means no worker.
-const NoWorker = "none"
+const (
+	// NoWorker is the name that means no worker.
+	NoWorker = "none"
+	// OtherWorkers is the label of the sums over all workers without series of their own. A
+	// worker of that name gets its id appended.
+	OtherWorkers = "(others)"
+)
 
 // Names maps worker ids to unique labels: the configured name of a worker,
 // otherwise its id as a number. The zero value and nil have no names. Only one
@@ -24,7 +29,7 @@ type named struct {
 
 // Set replaces all names by those of the list. If several workers have the same name,
 // the first keeps it and the others get their ids appended, as does a worker whose name
-// is a number (possibly another worker's id) or NoWorker.
+// is a number (possibly another worker's id), NoWorker or OtherWorkers.
 func (n *Names) Set(list []Worker) {
 	if n == nil {
 		return
@@ -52,11 +57,11 @@ func (n *Names) now() named {
 	return named{}
 }
 
-// taken reports whether a name is used, could be an id, or is NoWorker.
+// taken reports whether a name is used, could be an id, or has a meaning.
 func (n *named) taken(label string) bool {
 	_, is := n.ids[label]
 	_, err := strconv.ParseUint(label, 10, 64)
-	return is || err == nil || label == NoWorker
+	return is || err == nil || label == NoWorker || label == OtherWorkers
 }
 
 // Any reports whether any worker has a name.

@@ -7,24 +7,22 @@ import (
 
 // Target is one destination of requests: a worker, or one rank of it.
 type Target struct {
-	Key        WorkerKey
-	URL        string // without a slash at the end
-	Engine     Engine // that it runs
-	Ranks      int    // data-parallel ranks of the worker; with several, a request names its own
-	FirstRank  uint32 // of the worker: a server of some of the ranks of a deployment numbers them as the deployment does
-	Generation int    // counts the worker's incarnations, from 1
-	Models     []string
-	Adapters   []string // those of Models that are LoRA adapters
-
-	MaxBatchedTokens int // most tokens that its engine computes in a pass; 0: unknown
-	TotalBlocks      int // of its KV cache; 0: unknown
-
-	Cordoned   bool // gets no new requests
-	Unanswered bool // registered, and its URL has never answered: the router itself sends it nothing
-
-	Bearer Secret // goes to the worker as Authorization: Bearer, in place of the client's; empty: none does
-
+	// What each decision reads of each worker is 64 bytes, a line of the processor's cache.
+	Key         WorkerKey
+	Models      []string
+	TotalBlocks int  // of its KV cache; 0: unknown
+	Cordoned    bool // gets no new requests
+	Unanswered  bool // registered, and its URL has never answered: the router itself sends it nothing
 	Disagg
+
+	URL              string   // without a slash at the end
+	Engine           Engine   // that it runs
+	Ranks            int      // data-parallel ranks of the worker; with several, a request names its own
+	FirstRank        uint32   // of the worker: a server of some of the ranks of a deployment numbers them as the deployment does
+	Generation       int      // counts the worker's incarnations, from 1
+	Adapters         []string // those of Models that are LoRA adapters
+	MaxBatchedTokens int      // most tokens that its engine computes in a pass; 0: unknown
+	Bearer           Secret   // goes to the worker as Authorization: Bearer, in place of the client's; empty: none does
 }
 
 // Address returns the host and the port of the target's URL, such as 10.0.0.7:8000.

@@ -63,3 +63,12 @@ func (c collector) Describe(out chan<- *prometheus.Desc) {
 
 // Collect implements prometheus.Collector.
 func (c collector) Collect(out chan<- prometheus.Metric) { c.read(out) }
+
+// Own returns the workers with series of their own, of which own may be nil: all, as nil
+// does.
+func Own(own func() map[uint64]bool) map[uint64]bool {
+	if own == nil {
+		return nil
+	}
+	return own()
+}

@@ -296,6 +296,8 @@ type Sample struct {
 	Queued            int     // requests that wait for capacity
 	Waiting           int     // requests that wait until a worker is up
 	Saturation        float64 // Router.Saturation; 1 without workers while requests wait for one
+	Prefill, Decode   float64 // Router.SaturationOf; 1 without such workers while requests wait for one
+	Paired            bool    // a worker has one of these roles
 	Blocks            int     // in its index
 	Requests, Refused uint64
 }
@@ -308,6 +310,9 @@ func (s *Set) Samples() (samples []Sample) {
 	waiting := s.waitingByModel()
 	for i, m := range s.All() {
 		one := Sample{Name: m.Name, BlockSize: m.Router.BlockSize(), Local: m.Tokens.Local(), FilesRefused: m.refused, Ranks: m.Router.Count(), Requests: m.Requests.Load(), Refused: m.Refused.Load(), Waiting: waiting[m], Saturation: m.saturation(waiting[m])}
+		if one.Paired = m.Router.Paired(); one.Paired {
+			one.Prefill, one.Decode = m.saturationOf(kv.RolePrefill, waiting[m]), m.saturationOf(kv.RoleDecode, waiting[m])
+		}
 		if i == 0 && m.Name == "" {
 			one.Name = claimed
 		}

@@ -12,8 +12,10 @@ import (
 )
 
 // NewCollector returns the metrics of the models of s: their load, queues, sessions,
-// ejected workers and sources of prompt tokens.
-func NewCollector(s *Set) prometheus.Collector {
+// ejected workers and sources of prompt tokens. own returns the workers with series of
+// their own; nil, or if it returns nil: all. Of the others there are the sums of what can be
+// added up.
+func NewCollector(s *Set, own func() map[uint64]bool) prometheus.Collector {
 	var set metrics.Set
 	info := set.Gauge("kvrouter_model_info", "Always 1; the labels have the base model's block size in tokens and where its prompts are tokenized (router, workers, or refused: workers, because its tokenizer or chat template cannot be used).", "model", "block_size", "tokenizer")
 	perModel := []struct {
@@ -30,6 +32,7 @@ func NewCollector(s *Set) prometheus.Collector {
 		{set.Counter("kvrouter_model_refused_total", "Requests to the OpenAI port for the base model and its adapters that no worker could serve.", "model"), func(m *Sample) float64 { return float64(m.Refused) }},
 	}
 
+	roleSaturation := set.Gauge("kvrouter_role_saturation", "Saturation of the base model's prefill workers, and of those that decode, by role: prefill (as kvrouter_saturation), decode (share in use of what they can decode; above 1 while requests wait).", "model", "role")
 	decodeBlocks := set.Gauge("dynamo_frontend_worker_active_decode_blocks", "KV blocks of the worker's in-flight requests; a shared block counts once.", "worker_id", "dp_rank", "worker_type")
 	prefillTokens := set.Gauge("dynamo_frontend_worker_active_prefill_tokens", "Uncached prompt tokens of the worker's requests that have no first token yet.", "worker_id", "dp_rank", "worker_type")
 	queueDepth := set.Gauge("dynamo_frontend_router_queue_pending_requests", "Requests queued until a worker has capacity.")
@@ -49,13 +52,13 @@ func NewCollector(s *Set) prometheus.Collector {
 	promptSources := set.Counter("kvrouter_prompt_source_total", "Prompts by the source of their tokens: local, worker_render, worker_tokenize, none (routed by load alone).", "source")
 	promptFallbacks := set.Counter("kvrouter_prompt_fallbacks_total", "Prompts that the router did not tokenize itself, by reason.", "reason")
 	return set.Collector(func(out metrics.Out) {
-		shown := map[string]bool{}
+		named := map[string]bool{}
 		for _, m := range s.Samples() {
 			name := kv.MetricLabel(m.Name)
-			if shown[name] { // two long names may have the same label, and a series that comes twice fails the page
+			if named[name] { // two long names may have the same label, and a series that comes twice fails the page
 				continue
 			}
-			shown[name] = true
+			named[name] = true
 			tokenizer := "workers"
 			switch {
 			case m.FilesRefused:
@@ -67,13 +70,30 @@ func NewCollector(s *Set) prometheus.Collector {
 			for _, metric := range perModel {
 				out.Show(metric.Metric, metric.value(&m), name)
 			}
+			if m.Paired {
+				out.Show(roleSaturation, m.Prefill, name, kv.RolePrefill.String())
+				out.Show(roleSaturation, m.Decode, name, kv.RoleDecode.String())
+			}
 		}
 
-		names := s.Names().Now()
+		names, shown := s.Names().Now(), metrics.Own(own)
+		others := map[string]router.WorkerLoad{} // their sums by worker type
 		for _, load := range s.Loads() {
-			labels := append(names.RankLabels(load.Key), workerType(load.Role))
+			kind := workerType(load.Role)
+			if shown != nil && !shown[load.Key.Worker] {
+				sum := others[kind]
+				sum.PotentialDecodeBlocks += load.PotentialDecodeBlocks
+				sum.PotentialPrefillTokens += load.PotentialPrefillTokens
+				others[kind] = sum
+				continue
+			}
+			labels := append(names.RankLabels(load.Key), kind)
 			out.Show(decodeBlocks, float64(load.PotentialDecodeBlocks), labels...)
 			out.Show(prefillTokens, float64(load.PotentialPrefillTokens), labels...)
+		}
+		for kind, sum := range others {
+			out.Show(decodeBlocks, float64(sum.PotentialDecodeBlocks), kv.OtherWorkers, "", kind)
+			out.Show(prefillTokens, float64(sum.PotentialPrefillTokens), kv.OtherWorkers, "", kind)
 		}
 		requests, tokens := s.QueueDepth()
 		out.Show(queueDepth, float64(requests))
@@ -92,6 +112,9 @@ func NewCollector(s *Set) prometheus.Collector {
 		out.Show(panicMode, metrics.Bool(panicking))
 		out.Show(discredited, float64(s.Discredited()))
 		for _, r := range records {
+			if shown != nil && !shown[r.Worker.Worker] {
+				continue
+			}
 			labels := names.RankLabels(r.Worker)
 			out.Show(ejected, metrics.Bool(r.State == outlier.StateOut), labels...)
 			out.Show(paused, metrics.Bool(r.State == outlier.StateHeld), labels...)

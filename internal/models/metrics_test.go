@@ -19,7 +19,7 @@ import (
 
 func TestWorkersAreShownUnderTheTypeThatTheyHave(t *testing.T) {
 	rt := routertest.New(t, "kv", 1)
-	metrics := models.NewCollector(routertest.Models(rt))
+	metrics := models.NewCollector(routertest.Models(rt), nil)
 	target := kv.Target{Key: kv.WorkerKey{Worker: 1}, Disagg: kv.Disagg{Role: kv.RolePrefill, Kind: kv.KindNIXL}}
 	rt.Up(target)
 	rt.Up(kv.Target{Key: kv.WorkerKey{Worker: 2}, Disagg: kv.Disagg{Role: kv.RoleDecode, Kind: kv.KindNIXL}})
@@ -71,7 +71,7 @@ func TestAModelWhoseFilesAreRefusedIsShownAndDoesNotAffectOthers(t *testing.T) {
 	})
 	var out bytes.Buffer
 	s := newLoggingSet(t, slog.New(slog.NewTextHandler(&out, nil)), models.Settings{Flags: models.Flags{ModelsDir: dir}, ServedModelName: "a"})
-	metrics := models.NewCollector(s)
+	metrics := models.NewCollector(s, nil)
 	for i, name := range []string{"evil", "good", "loops"} {
 		join(t, s, uint64(i+1), serves("", 16, name))
 	}

@@ -8,6 +8,7 @@ import (
 	"sync"
 	"time"
 
+	"kvrouter/internal/kv"
 	"kvrouter/internal/router"
 )
 
@@ -155,6 +156,17 @@ func (s *Set) Saturation() (highest float64) {
 // saturation is Router.Saturation; without workers 1 if requests wait for one.
 func (m *Model) saturation(waiting int) float64 {
 	saturation, up := m.Router.Saturation()
+	return saturationOr(saturation, up, waiting)
+}
+
+// saturationOf is the same of Router.SaturationOf.
+func (m *Model) saturationOf(role kv.Role, waiting int) float64 {
+	saturation, up := m.Router.SaturationOf(role)
+	return saturationOr(saturation, up, waiting)
+}
+
+// saturationOr returns a saturation; without workers 1 if requests wait for one.
+func saturationOr(saturation float64, up bool, waiting int) float64 {
 	if !up && waiting > 0 {
 		return 1
 	}

@@ -37,6 +37,7 @@ type Settings struct {
 
 	RequestTimeout    time.Duration                // longest wait for a worker's next byte
 	ClassTTFT         map[fair.Class]time.Duration // objective of the time to first token of requests without one
+	ClassTPOT         map[fair.Class]time.Duration // the same of the time per further token
 	HoldWhenEmpty     time.Duration                // how long requests wait for a first worker
 	SessionHeader     string                       // names the session; empty: no header does
 	SessionCookie     string                       // likewise

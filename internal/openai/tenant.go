@@ -1,14 +1,16 @@
 package openai
 
 import (
+	"cmp"
+
 	"github.com/tidwall/gjson"
 
 	"kvrouter/internal/fair"
 )
 
-// setTenant sets whose share of a fair queue the request uses, its class and by when its
-// first token should come. A trusted client speaks for the tenant that its header names;
-// else the tenant is the key's name.
+// setTenant sets whose share of a fair queue the request uses, its class, by when its first token
+// should come, and in which time each further one. A trusted client speaks for the tenant that its
+// header names; else the tenant is the key's name.
 func (r *inference) setTenant() {
 	terms, q := r.caller.Terms, &r.request
 	q.Tenant = fair.Tenant{Name: r.caller.Name, Weight: terms.Weight}
@@ -16,16 +18,10 @@ func (r *inference) setTenant() {
 		q.Tenant.Name = r.hints.Tenant
 	}
 	q.Class, q.Sheddable = r.class(), terms.Sheddable
-	objective := terms.TTFT
-	if r.hints.TTFT > 0 {
-		objective = r.hints.TTFT
-	}
-	if objective == 0 {
-		objective = r.api.settings.ClassTTFT[q.Class]
-	}
-	if objective > 0 {
+	if objective := cmp.Or(r.hints.TTFT, terms.TTFT, r.api.settings.ClassTTFT[q.Class]); objective > 0 {
 		q.Deadline = r.exchange.Arrived.Add(objective)
 	}
+	q.TPOT = cmp.Or(r.hints.TPOT, terms.TPOT, r.api.settings.ClassTPOT[q.Class])
 }
 
 // class returns the class of the request: its key's, unless service_tier, then priority of

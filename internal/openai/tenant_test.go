@@ -58,17 +58,18 @@ func TestClassOfARequest(t *testing.T) {
 
 func TestTenantOfARequest(t *testing.T) {
 	arrived := time.Unix(1_000_000, 0)
-	api := &API{settings: Settings{ClassTTFT: map[fair.Class]time.Duration{fair.Batch: time.Hour}}}
+	api := &API{settings: Settings{ClassTTFT: map[fair.Class]time.Duration{fair.Batch: time.Hour}, ClassTPOT: map[fair.Class]time.Duration{fair.Batch: time.Minute}}}
 	for name, test := range map[string]struct {
 		caller keys.Caller
 		hints  hints.Hints
 		tenant fair.Tenant
 		within time.Duration // of the arrival; 0: it has no deadline
+		tpot   time.Duration
 	}{
-		"nobody":                     {keys.Caller{}, hints.Hints{}, fair.Tenant{}, 0},
-		"a key":                      {keys.Caller{Name: "a", Terms: keys.Terms{Weight: 2, TTFT: time.Second}}, hints.Hints{}, fair.Tenant{Name: "a", Weight: 2}, time.Second},
-		"a key that speaks for one":  {keys.Caller{Name: "gateway"}, hints.Hints{Tenant: "b", TTFT: time.Minute}, fair.Tenant{Name: "b"}, time.Minute},
-		"the objective of its class": {keys.Caller{Terms: keys.Terms{Class: fair.Batch}}, hints.Hints{}, fair.Tenant{}, time.Hour},
+		"nobody":                     {keys.Caller{}, hints.Hints{}, fair.Tenant{}, 0, 0},
+		"a key":                      {keys.Caller{Name: "a", Terms: keys.Terms{Weight: 2, TTFT: time.Second, TPOT: time.Millisecond}}, hints.Hints{}, fair.Tenant{Name: "a", Weight: 2}, time.Second, time.Millisecond},
+		"a key that speaks for one":  {keys.Caller{Name: "gateway", Terms: keys.Terms{TPOT: time.Second}}, hints.Hints{Tenant: "b", TTFT: time.Minute, TPOT: time.Hour}, fair.Tenant{Name: "b"}, time.Minute, time.Hour},
+		"the objective of its class": {keys.Caller{Terms: keys.Terms{Class: fair.Batch}}, hints.Hints{}, fair.Tenant{}, time.Hour, time.Minute},
 	} {
 		t.Run(name, func(t *testing.T) {
 			body, _ := jsonbody.Parse([]byte(`{}`))
@@ -79,8 +80,8 @@ func TestTenantOfARequest(t *testing.T) {
 			if test.within > 0 {
 				want = arrived.Add(test.within)
 			}
-			if got := r.request; got.Tenant != test.tenant || !got.Deadline.Equal(want) || !got.Sheddable {
-				t.Errorf("%+v until %v", got.Tenant, got.Deadline)
+			if got := r.request; got.Tenant != test.tenant || !got.Deadline.Equal(want) || got.TPOT != test.tpot || !got.Sheddable {
+				t.Errorf("%+v until %v, then %v a token", got.Tenant, got.Deadline, got.TPOT)
 			}
 		})
 	}

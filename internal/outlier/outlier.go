@@ -162,8 +162,9 @@ type Attempt struct {
 // Join adds a worker of that role. A new incarnation starts with an empty record.
 func (d *Detector) Join(key kv.WorkerKey, generation int, role kv.Role, now time.Time) {
 	w := d.workers[key]
-	if w == nil {
-		w = new(worker)
+	if w == nil { // which is in: thousands that join are not counted anew each time
+		d.workers[key] = &worker{generation: generation, since: now, role: role}
+		return
 	}
 	if w.since.IsZero() || w.gone || w.generation != generation {
 		d.workers[key] = &worker{generation: generation, since: now, ejections: w.ejections}

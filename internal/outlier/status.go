@@ -36,27 +36,39 @@ func (d *Detector) Records(now time.Time) []Record {
 		if w.gone {
 			continue
 		}
-		d.bringUpToDate(key, w, now)
-		s := Record{Worker: key, State: StateIn, Since: w.since, Row: w.row, SuccessRate: 1, Ejections: map[Kind]uint64{}}
-		switch {
-		case w.phase == phaseOut:
-			s.State, s.Until, s.Reason, s.Why = StateOut, w.until, w.reason, w.why
-		case !w.held.IsZero():
-			s.State, s.Until = StateHeld, w.held
-		case w.phase == phaseBack:
-			s.State = StateBack
-		}
-		well, failed := w.counts(now)
-		if s.Requests = well + failed; s.Requests > 0 {
-			s.SuccessRate = float64(well) / float64(s.Requests)
-		}
-		for kind, n := range w.ejections {
-			if n > 0 {
-				s.Ejections[Kind(kind)] = n
-			}
-		}
-		list = append(list, s)
+		list = append(list, d.record(key, w, now))
 	}
 	slices.SortFunc(list, func(a, b Record) int { return a.Worker.Compare(b.Worker) })
 	return list
+}
+
+// Record returns the state of one worker; not ok: it is not there.
+func (d *Detector) Record(key kv.WorkerKey, now time.Time) (r Record, ok bool) {
+	if w := d.workers[key]; w != nil && !w.gone {
+		return d.record(key, w, now), true
+	}
+	return r, false
+}
+
+func (d *Detector) record(key kv.WorkerKey, w *worker, now time.Time) Record {
+	d.bringUpToDate(key, w, now)
+	s := Record{Worker: key, State: StateIn, Since: w.since, Row: w.row, SuccessRate: 1, Ejections: map[Kind]uint64{}}
+	switch {
+	case w.phase == phaseOut:
+		s.State, s.Until, s.Reason, s.Why = StateOut, w.until, w.reason, w.why
+	case !w.held.IsZero():
+		s.State, s.Until = StateHeld, w.held
+	case w.phase == phaseBack:
+		s.State = StateBack
+	}
+	well, failed := w.counts(now)
+	if s.Requests = well + failed; s.Requests > 0 {
+		s.SuccessRate = float64(well) / float64(s.Requests)
+	}
+	for kind, n := range w.ejections {
+		if n > 0 {
+			s.Ejections[Kind(kind)] = n
+		}
+	}
+	return s
 }

@@ -35,6 +35,7 @@ type Settings struct {
 	Policy    string
 	BlockSize int // tokens
 	Demo      bool
+	Fair      bool // the queue is shared out between tenants
 }
 
 // Journal keeps the last requests, and the prompts that arrived while the page was
@@ -73,6 +74,7 @@ type Deps struct {
 	Fleet   *workers.Fleet
 	Proxy   Proxy
 	Totals  func() proxy.Totals           // of all requests
+	Tenants func() []Tenant               // in any order, to be kept by the page; nil: none
 	Ready   func() (ready, draining bool) // of the OpenAI port
 	OpenAI  http.Handler                  // the routes of that port
 	Log     *slog.Logger

@@ -26,7 +26,7 @@ func (p *Page) state(now time.Time) State {
 	queued, _ := p.deps.Models.QueueDepth()
 	s := State{
 		At: unix(now), Version: p.settings.Version, Uptime: seconds(now.Sub(p.began)), Policy: p.settings.Policy, BlockSize: p.settings.BlockSize,
-		ShowText: p.settings.PageShowText, TryAsks: p.tryAsks(), Demo: p.settings.Demo, Models: []string{}, Rates: p.trends.lately(totals, now), Requests: p.requests.list(),
+		ShowText: p.settings.PageShowText, TryAsks: p.tryAsks(), Demo: p.settings.Demo, Fair: p.settings.Fair, Models: []string{}, Rates: p.trends.lately(totals, now), Requests: p.requests.list(),
 		Cache: p.prompts.hottest(now, p.deps.Models.Index().Match),
 		Totals: Totals{
 			Requests: totals.Requests, Errors: totals.Errors, Queued: queued, PromptTokens: totals.PromptTokens, CachedTokens: totals.CachedTokens, ComparedTokens: totals.ComparedTokens,
@@ -34,6 +34,7 @@ func (p *Page) state(now time.Time) State {
 		},
 	}
 	s.Ready, s.Draining = p.deps.Ready()
+	s.Tenants, s.MoreTenants = p.tenants()
 	s.Workers = p.fleet(totals, now)
 	for i := range s.Workers {
 		s.Totals.InFlight += s.Workers[i].InFlight

@@ -1,9 +1,12 @@
 package page
 
 import (
+	"fmt"
+	"strings"
 	"testing"
 	"time"
 
+	"kvrouter/internal/fair"
 	"kvrouter/internal/kv"
 	"kvrouter/internal/outlier"
 	"kvrouter/internal/policy"
@@ -100,5 +103,32 @@ func TestTheFleetIsShownByRank(t *testing.T) {
 	records, _ := b.router.Outliers()
 	if records[1].Why == "" || records[1].State != outlier.StateOut {
 		t.Errorf("why it is out is not told: %+v", records[1])
+	}
+}
+
+func TestTheBusiestTenantsAreShown(t *testing.T) {
+	b := newBench(t)
+	if all, more := b.tenants(); len(all) != 0 || all == nil || more != 0 {
+		t.Errorf("without accounts: %v, %d more", all, more)
+	}
+	b.deps.Tenants = func() (all []Tenant) {
+		for i := range maxTenants {
+			all = append(all, Tenant{Tenant: fmt.Sprint("t", i), Requests: uint64(i)})
+		}
+		return append(all, Tenant{Tenant: "runs", Running: 1}, Tenant{Tenant: strings.Repeat("é", maxTenant), Waiting: Waiting{Batch: 2}})
+	}
+	all, more := b.tenants()
+	if len(all) != maxTenants || more != 2 || all[0].Tenant != strings.Repeat("é", maxTenant/2) || all[1].Tenant != "runs" || all[2].Tenant != fmt.Sprint("t", maxTenants-1) {
+		t.Errorf("%d and %d more: %+v", len(all), more, all[:3])
+	}
+}
+
+func TestWaitingIsCountedByClass(t *testing.T) {
+	var w Waiting
+	for i, class := range fair.Classes {
+		w.Add(class, i+1)
+	}
+	if w != (Waiting{Interactive: 1, Standard: 2, Batch: 3}) || w.All() != 6 {
+		t.Errorf("%+v", w)
 	}
 }

@@ -17,12 +17,15 @@ type State struct {
 	Draining  bool     `json:"draining"`
 	TryAsks   bool     `json:"try_asks"` // a chat needs a key of the OpenAI port
 	Demo      bool     `json:"demo"`     // the traffic is made up, at least in part
+	Fair      bool     `json:"fair"`     // the queue is shared out between tenants
 
-	Totals   Totals    `json:"totals"`
-	Rates    Rates     `json:"rates"`
-	Workers  []Worker  `json:"workers"`  // each rank, by worker and rank
-	Requests []Request `json:"requests"` // the newest first
-	Cache    Cache     `json:"cache"`
+	Totals      Totals    `json:"totals"`
+	Rates       Rates     `json:"rates"`
+	Workers     []Worker  `json:"workers"`  // each rank, by worker and rank
+	Requests    []Request `json:"requests"` // the newest first
+	Cache       Cache     `json:"cache"`
+	Tenants     []Tenant  `json:"tenants"`      // the busiest first
+	MoreTenants int       `json:"more_tenants"` // that are left out
 }
 
 // Totals count since the start of the router.

@@ -58,7 +58,7 @@ func drawCandidates(rt *rapid.T, q policy.Query) []policy.Candidate {
 		c := policy.Candidate{
 			Target:  &kv.Target{Key: kv.WorkerKey{Worker: uint64(i)}, Generation: 1},
 			Overlap: rapid.IntRange(0, q.Tokens/q.BlockSize).Draw(rt, "overlap"), NewBlocks: rapid.IntRange(0, 3).Draw(rt, "new"), TreeBlocks: rapid.IntRange(0, 2).Draw(rt, "tree"),
-			Load: policy.Load{
+			Load: &policy.Load{
 				Published: policy.Published{Running: rapid.IntRange(0, 2).Draw(rt, "running"), Waiting: rapid.IntRange(0, 2).Draw(rt, "waiting"), KVUsage: rapid.SampledFrom([]float64{0, 0.25, 1}).Draw(rt, "usage")},
 				Fresh:     rapid.Bool().Draw(rt, "fresh"), InFlight: rapid.IntRange(0, 40).Draw(rt, "in flight"), Foreign: rapid.IntRange(0, 2).Draw(rt, "foreign"),
 				PrefillTokens: rapid.IntRange(0, 3).Draw(rt, "prefill") * 500, ContextTokens: rapid.IntRange(0, 3).Draw(rt, "context") * 500, ActiveBlocks: rapid.IntRange(0, 9).Draw(rt, "active"),

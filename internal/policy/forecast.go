@@ -1,6 +1,10 @@
 package policy
 
-import "time"
+import (
+	"time"
+
+	"kvrouter/internal/kv"
+)
 
 // Wait predicts the delay of the first token of a new request on a worker with that
 // load, compared to an idle one. It simulates the passes of the prompts booked
@@ -23,6 +27,50 @@ func (p *Work) Wait(now time.Time, load *Load) time.Duration {
 	return duration(wait + foreignWait(load)*p.decoding.Value)
 }
 
+// FirstToken predicts when the first token of a request comes, from now, on a candidate that it
+// is sent to, without pulls: what waits there, or is overdue as of Wait, goes before it.
+func (p *Work) FirstToken(q *Query, c *Candidate) time.Duration {
+	uncached, load := uncachedTokens(q, c), loading{}
+	if c.Lower != (kv.LowerBlocks{}) {
+		load = p.loading(q, c, false)
+		uncached = max(1, uncached-load.tokens)
+	}
+	first, _, _, _ := p.coming(q.Now, c.Load, uncached, load.over)
+	alone := milliseconds(p.Alone(uncached))
+	first = max(first, milliseconds(p.Wait(q.Now, c.Load))+alone)
+	if q.Adapter != "" {
+		first += p.decoding.Value * c.Load.Adapters.slotWait(q.Adapter)
+		if !c.Load.Adapters.Resident(q.Adapter) {
+			first += p.adapterTime()
+		}
+	}
+	return duration(first)
+}
+
+// TokenTime predicts the mean time of each further token of an answer on a candidate: that of a
+// pass that decodes this request beside those that are there, times by how much answers took
+// longer of late than their passes without prompts.
+func (p *Work) TokenTime(q *Query, c *Candidate) time.Duration {
+	stretch := 1.0
+	if p.stretch.count > 0 {
+		stretch = p.stretch.Value
+	}
+	return duration(stretch * p.Timing.Decoding(c.Load.ContextTokens+c.Load.AwaitedTokens+max(1, q.Tokens)))
+}
+
+// mostStretch bounds what one answer says of stretch.
+const mostStretch = 16
+
+// learnStretch learns from an answer by how much its tokens took longer than their passes would
+// have without prompts.
+func (p *Work) learnStretch(o *Outcome) {
+	if passes := o.Output - 1; passes >= timingLeastTokens {
+		if alone := float64(passes) * p.Timing.Decoding(int(max(1, min(o.During.Context, kv.MaxTokens)))); alone > 0 {
+			p.stretch.add(min(max(milliseconds(o.Decode)/alone, 1.0/mostStretch), mostStretch))
+		}
+	}
+}
+
 // overduePrompts is how many times as long as predicted a first token may take before
 // its worker is taken to have no room for it.
 const overduePrompts = 2
@@ -41,7 +89,7 @@ func (p *Work) overdue(now time.Time, load *Load) (waits int, late float64) {
 		tokens := max(oldest.Queued, oldest.Tokens)
 		passes := float64(2 + wholePasses(tokens)) // one runs when it is sent
 		due := passes*(p.Timing.Pass+p.Timing.Decoding(load.ContextTokens)) + p.Timing.Token*float64(tokens)
-		if oldest.loads() {
+		if oldest.Fetches() {
 			due += p.loadsOf(load.Tiers, oldest.Loads) + p.pullsOf(load.Tiers, oldest.Pulled)
 		}
 		if late = milliseconds(now.Sub(oldest.Sent)) - due; late < (overduePrompts-1)*due {

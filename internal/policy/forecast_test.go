@@ -1,6 +1,11 @@
 package policy
 
-import "testing"
+import (
+	"cmp"
+	"math"
+	"testing"
+	"time"
+)
 
 func TestPriceOfTokens(t *testing.T) {
 	p := NewWork()
@@ -32,5 +37,57 @@ func TestTimeOfAPromptAlone(t *testing.T) {
 		if got := milliseconds(p.Alone(tokens)); got < want-0.001 || got > want+0.001 {
 			t.Errorf("%d tokens: %v ms, want %v", tokens, got, want)
 		}
+	}
+}
+
+func TestTimeToTheFirstToken(t *testing.T) {
+	now := time.Unix(1000, 0)
+	ready := &Adapters{}
+	ready.Begin("sql", now)
+	for name, test := range map[string]struct {
+		q    Query
+		c    Candidate
+		want float64 // ms
+	}{
+		"an idle worker":                  {Query{Tokens: 1000}, Candidate{}, 26},
+		"half of it cached":               {Query{Tokens: 1000}, Candidate{Overlap: 5}, 21},
+		"all of it cached":                {Query{Tokens: 1000}, Candidate{Overlap: 10}, 16.01},
+		"a prompt before it":              {Query{Tokens: 1000}, Candidate{Load: &Load{InFlight: 1, Prefills: []Prefill{{Tokens: 8192, Queued: 8192, Sent: now}}}}, 97.92 + 26},
+		"foreign requests before it":      {Query{Tokens: 1000}, Candidate{Load: &Load{Published: Published{Waiting: 2, Running: 4}, Foreign: 2}}, 500 + 26},
+		"an adapter that is to be loaded": {Query{Tokens: 1000, Adapter: "sql"}, Candidate{}, 26 + adapterGuess},
+		"an adapter that is there":        {Query{Tokens: 1000, Adapter: "sql"}, Candidate{Load: &Load{Adapters: ready}}, 26},
+	} {
+		p := NewWork()
+		*p.Timing = EngineTiming{Pass: 16, Token: 0.01, decode: 6}
+		p.decoding.add(1000)
+		test.q.Now, test.q.BlockSize, test.c.Load = now, 100, cmp.Or(test.c.Load, &Load{})
+		if got := milliseconds(p.FirstToken(&test.q, &test.c)); math.Abs(got-test.want) > 0.001 {
+			t.Errorf("%s: %v ms, want %v", name, got, test.want)
+		}
+	}
+}
+
+// TestTimeOfFurtherTokens: as learned from answers beside prompts.
+func TestTimeOfFurtherTokens(t *testing.T) {
+	p := NewWork()
+	*p.Timing = EngineTiming{Pass: 16, Token: 0.01, decode: 6, context: 0.001}
+	q, c := Query{Tokens: 1000}, Candidate{Load: &Load{ContextTokens: 2000, AwaitedTokens: 1000}}
+	want := func(what string, ms float64) {
+		t.Helper()
+		if got := milliseconds(p.TokenTime(&q, &c)); math.Abs(got-ms) > 0.001 {
+			t.Errorf("%s: %v ms, want %v", what, got, ms)
+		}
+	}
+	want("at first", 10)
+	answer := func(o Outcome) { p.learnStretch(&o) } // and not the timing
+	answer(Outcome{Output: 101, Decode: 2 * time.Second, During: Meanwhile{Context: 4000}})
+	want("answers take twice as long", 20)
+	answer(Outcome{Output: 3, Decode: time.Hour, During: Meanwhile{Context: 4000}})
+	want("a short answer says nothing", 20)
+	answer(Outcome{Output: 101, Decode: time.Hour, During: Meanwhile{Context: 4000}})
+	want("one answer says so much at most", 10*(2+mostStretch)/2)
+	q.Tokens, c.Load.ContextTokens = 1<<62, 1<<62
+	if got := p.TokenTime(&q, &c); got < 0 || got > mostForecast {
+		t.Errorf("foreign numbers: %v", got)
 	}
 }

@@ -27,6 +27,7 @@ type Load struct {
 	PrefillTokens int  // uncached prompt tokens of requests without a first token
 	ContextTokens int  // prompt tokens of the others in flight, which decode
 	AwaitedTokens int  // prompt tokens that other workers compute, of requests that will decode here
+	Fetching      int  // of Prefills, those that load from lower tiers or pull
 	ActiveBlocks  int  // blocks of requests in flight, shared ones once and by their weights; see Traits
 
 	Prefills   []Prefill // the requests without a first token, as they were sent; to be read under the router's lock

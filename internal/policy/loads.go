@@ -46,8 +46,8 @@ func (p *Work) loading(q *Query, c *Candidate, pulls bool) (l loading) {
 		l.own += l.pull
 	}
 	if sum > 0 || pulls {
-		_, _, _, l.asked = p.coming(q.Now, &c.Load, 1, 0)
-		l.over = l.own + max(l.asked, p.loadsBefore(q.Now, &c.Load), ahead)
+		_, _, _, l.asked = p.coming(q.Now, c.Load, 1, 0)
+		l.over = l.own + max(l.asked, p.loadsBefore(q.Now, c.Load), ahead)
 	}
 	l.tokens = int(sum)
 	return l
@@ -58,7 +58,7 @@ func (p *Work) loading(q *Query, c *Candidate, pulls bool) (l loading) {
 func (p *Work) loadsBefore(now time.Time, load *Load) float64 {
 	over := math.Inf(-1)
 	for i := range load.Prefills {
-		if f := &load.Prefills[i]; f.loads() {
+		if f := &load.Prefills[i]; f.Fetches() {
 			over = p.loadOver(now, load.Tiers, f, over)
 		}
 	}
@@ -72,29 +72,19 @@ func (p *Work) loadOver(now time.Time, tiers *Tiers, f *Prefill, before float64)
 	return max(before, begins) + p.loadsOf(tiers, f.Loads) + p.pullsOf(tiers, f.Pulled)
 }
 
-// loads reports whether the prompt loads from lower tiers or pulls from another worker.
-func (f *Prefill) loads() bool { return f.Loads != (kv.TierTokens{}) || f.Pulled > 0 }
-
-// loads reports whether any prompt without a first token loads.
-func (l *Load) loads() bool {
-	for i := range l.Prefills {
-		if l.Prefills[i].loads() {
-			return true
-		}
-	}
-	return false
-}
+// Fetches reports whether the prompt loads from lower tiers or pulls from another worker.
+func (f *Prefill) Fetches() bool { return f.Loads != (kv.TierTokens{}) || f.Pulled > 0 }
 
 // computing returns the prompts of a worker whose loads are over in ready ms, in the order
 // in which they can be computed: Sent of one that loads is when that is over.
 func (p *Work) computing(now time.Time, load *Load, ready float64) []Prefill {
-	if !load.loads() {
+	if load.Fetching == 0 {
 		return load.Prefills
 	}
 	p.ordered = p.ordered[:0]
 	over := math.Inf(-1)
 	for _, f := range load.Prefills {
-		if f.loads() {
+		if f.Fetches() {
 			over = p.loadOver(now, load.Tiers, &f, over)
 			if !(over <= ready) {
 				continue

@@ -25,8 +25,10 @@ func (p *Work) coming(now time.Time, load *Load, uncached int, ready float64) (f
 	queue := p.computing(now, load, ready)
 	joined = math.Inf(1)
 	at := decode / 2 // a pass that only decodes ends about then
+	sent := 0.0      // of queue[0], ms from now on
 	if len(queue) > 0 {
-		at = milliseconds(queue[0].Sent.Sub(now))
+		sent = milliseconds(queue[0].Sent.Sub(now))
+		at = sent
 		if !load.FirstToken.IsZero() {
 			at = max(at, milliseconds(load.FirstToken.Sub(now)))
 		}
@@ -36,20 +38,22 @@ func (p *Work) coming(now time.Time, load *Load, uncached int, ready float64) (f
 	for rest := 0; ; {
 		computed, ends, silent, joins := 0, 0, true, false
 		if len(queue) > 0 {
-			at = max(at, milliseconds(queue[0].Sent.Sub(now)))
+			at = max(at, sent)
 			passes := wholePasses(queue[0].Tokens - rest)
 			rest += passes * workPass
 			at += float64(passes) * whole
 		}
 		// The comparisons hold for a time that is no number, too: the loop must end.
-		for len(queue) > 0 && computed < workPass && !(milliseconds(queue[0].Sent.Sub(now)) > at) {
+		for len(queue) > 0 && computed < workPass && !(sent > at) {
 			step := min(queue[0].Tokens-rest, workPass-computed)
 			computed += step
 			if rest += step; rest < queue[0].Tokens {
 				break
 			}
 			silent = silent && queue[0].AnsweredWhole
-			queue, rest, ends = queue[1:], 0, ends+1
+			if queue, rest, ends = queue[1:], 0, ends+1; len(queue) > 0 {
+				sent = milliseconds(queue[0].Sent.Sub(now))
+			}
 		}
 		if len(queue) == 0 && computed == 0 && at < ready {
 			at = max(ready+decode/2, 0)

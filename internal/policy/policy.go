@@ -51,7 +51,7 @@ type Candidate struct {
 	// TreeBlocks is the number of the worker's blocks in the index, 0 for a worker
 	// without a match; counted only for policies that request it.
 	TreeBlocks int
-	Load       Load
+	Load       *Load // to be read only
 }
 
 // Pull is what a worker can have of a prompt from another one instead of computing it.

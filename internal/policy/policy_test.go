@@ -1,6 +1,7 @@
 package policy
 
 import (
+	"cmp"
 	"math/rand/v2"
 	"testing"
 	"time"
@@ -13,7 +14,7 @@ type pool struct{ candidates []Candidate }
 
 func (p *pool) add(overlap int, load Load) *pool {
 	id := uint64(len(p.candidates))
-	p.candidates = append(p.candidates, Candidate{Target: &kv.Target{Key: kv.WorkerKey{Worker: id}}, Overlap: overlap, Load: load})
+	p.candidates = append(p.candidates, Candidate{Target: &kv.Target{Key: kv.WorkerKey{Worker: id}}, Overlap: overlap, Load: &load})
 	return p
 }
 
@@ -26,6 +27,7 @@ func published(waiting int, usage float64) Load {
 func unnamed(candidates ...Candidate) []Candidate {
 	for i := range candidates {
 		candidates[i].Target = &kv.Target{}
+		candidates[i].Load = cmp.Or(candidates[i].Load, &Load{})
 	}
 	return candidates
 }

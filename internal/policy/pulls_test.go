@@ -186,7 +186,7 @@ func TestAPullIsCreditedNoMoreThanItSaves(t *testing.T) {
 			p.reuse.look(sequence, 2, true)
 		}
 		candidates := new(pool).add(0, Load{}).add(0, Load{}).pullable(99, 0, tiers, nil).candidates
-		u := p.usual(q, candidates, 1)
+		u := p.usual(q, candidates, survey{candidates: 2})
 		without, with := p.terms(&q, &candidates[0], &u), p.terms(&q, &candidates[1], &u)
 		pull, _ := p.pullTime(testNow, tiers, 99*64)
 		saved := u.f * (p.Timing.Prefill(99*64) - pull)

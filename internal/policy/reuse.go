@@ -29,6 +29,8 @@ type reuseCounts struct {
 	buckets [][reusePerBucket]reuseCount // none before the first prompt
 	clock   float64                      // turnovers since the counts were last rescaled
 	rest    []float64                    // of the last prompt, see look
+	asked   int                          // depth of the last call of others since then; -1: none
+	answer  float64                      // of that
 }
 
 type reuseCount struct {
@@ -58,7 +60,7 @@ func (u *reuseCounts) look(sequence []uint64, workers float64, count bool) {
 		u.buckets = make([][reusePerBucket]reuseCount, reuseBuckets)
 	}
 	depths := depthsUpTo(len(sequence))
-	u.rest = append(u.rest[:0], make([]float64, depths+1)...)
+	u.rest, u.asked = append(u.rest[:0], make([]float64, depths+1)...), -1
 	added := float32(0)
 	if count {
 		added = float32(math.Exp(u.clock))
@@ -101,8 +103,16 @@ func (u *reuseCounts) use(hash uint64, add float32) float32 {
 }
 
 // others is how many of the prompt's blocks from that depth on later requests will
-// pay for, by their shares.
+// pay for, by their shares. Of thousands of workers most have the same depth as the one
+// before.
 func (u *reuseCounts) others(from int) float64 {
+	if from != u.asked {
+		u.asked, u.answer = from, u.from(from)
+	}
+	return u.answer
+}
+
+func (u *reuseCounts) from(from int) float64 {
 	k := depthsUpTo(from)
 	if k >= len(u.rest)-1 {
 		return 0

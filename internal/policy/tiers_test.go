@@ -45,7 +45,7 @@ func TestWorkWeighsLoadsFromLowerTiers(t *testing.T) {
 	host, disk := kv.LowerBlocks{Host: 90}, kv.LowerBlocks{Disk: 90}
 	loads := func(l Load, ago time.Duration, tokens kv.TierTokens) Load {
 		l.InFlight++
-		l.Prefills = append(l.Prefills, Prefill{Tokens: 1, Loads: tokens, Sent: testNow.Add(-ago)})
+		l.Prefills, l.Fetching = append(l.Prefills, Prefill{Tokens: 1, Loads: tokens, Sent: testNow.Add(-ago)}), l.Fetching+1
 		return l
 	}
 	fast, slow := transferring(1e9, 0), transferring(1e4, 0) // 0.001 and 100 ms a token; computing takes 0.02
@@ -110,8 +110,8 @@ func TestWorkSparesTheLoadsBehind(t *testing.T) {
 func TestAWorkerThatLoadsDoesNotCompute(t *testing.T) {
 	p := NewWork()
 	candidates := new(pool).add(0, loadingPrompt(0, 50_000, 1)).add(0, loadingPrompt(10*time.Second, 50_000, 1)).add(0, waiting(0, 1)).add(0, Load{}).candidates
-	if computing, loading := p.busyShares(testNow, candidates); computing != 0.5 || loading != 0.25 {
-		t.Errorf("%v compute and %v load, want 0.5 and 0.25", computing, loading)
+	if all := p.survey(&Query{Now: testNow}, candidates); all.computing != 2 || all.loading != 1 {
+		t.Errorf("%d compute and %d load, want 2 and 1", all.computing, all.loading)
 	}
 }
 
@@ -133,7 +133,7 @@ func TestALoadBeginsWithAPassThatHasRoom(t *testing.T) {
 	} {
 		t.Run(test.name, func(t *testing.T) {
 			test.load.Tiers = tiers
-			l := p.loading(&Query{Now: testNow, BlockSize: 64}, &Candidate{Lower: kv.LowerBlocks{Host: 50}, Load: test.load}, false)
+			l := p.loading(&Query{Now: testNow, BlockSize: 64}, &Candidate{Lower: kv.LowerBlocks{Host: 50}, Load: &test.load}, false)
 			if math.Abs(l.own-64) > 1e-6 || math.Abs(l.asked-test.asked) > 1e-6 || math.Abs(l.over-test.over) > 1e-6 || l.tokens != 3200 {
 				t.Errorf("%+v; want 64 ms, asked in %v, over in %v", l, test.asked, test.over)
 			}
@@ -301,7 +301,7 @@ func TestForeignNumbersOfTiers(t *testing.T) {
 			case 2:
 				p.learnLoad(&Outcome{Alone: true, Loaded: true, Loads: lower.Tokens(64), Tiers: &tiers, FirstToken: time.Duration(rapid.Int64Range(0, int64(time.Hour)).Draw(t, "first"))})
 			}
-			c := Candidate{Lower: lower, Doubtful: rapid.Bool().Draw(t, "doubtful"), Load: Load{Tiers: &tiers}}
+			c := Candidate{Lower: lower, Doubtful: rapid.Bool().Draw(t, "doubtful"), Load: &Load{Tiers: &tiers}}
 			l := p.loading(&Query{Now: testNow, BlockSize: 64}, &c, false)
 			if !(l.own >= 0) || !(l.delay() >= l.own) || l.tokens < 0 || l.tokens > lower.Total()*64 {
 				t.Fatalf("%+v are %+v", lower, l)

@@ -61,6 +61,7 @@ type Work struct {
 	firstToken runningMean // ms until then
 	decoding   runningMean // ms from first to last token
 	Output     runningMean // tokens
+	stretch    runningMean // of answers, see TokenTime
 	busy       runningMean // share of the workers with prompts to compute
 	loadBusy   runningMean // share of the workers with loads from lower tiers under way
 	loadShare  runningMean // share of the requests that load
@@ -112,6 +113,7 @@ func (p *Work) Learn(o Outcome) {
 	p.learnLoad(&o)
 	p.learnAdapter(&o)
 	if o.Leg != kv.LegPrefill {
+		p.learnStretch(&o)
 		p.LearnUsual(o)
 	}
 }
@@ -128,29 +130,30 @@ func (p *Work) LearnUsual(o Outcome) {
 func (p *Work) Choose(q Query, candidates []Candidate, random *rand.Rand) int {
 	computes := q.Leg != kv.LegDecode
 	learns := computes && !q.DryRun && !q.Retry
-	routers := routersOf(candidates)
+	all := p.survey(&q, candidates)
 	if computes {
-		p.reuse.look(q.Sequence, float64(len(candidates))/routers, learns)
+		p.reuse.look(q.Sequence, float64(len(candidates))/all.routers(), learns)
 	}
 	if learns {
-		p.arrive(q, candidates)
+		p.arrive(q, all)
 		if q.Adapter != "" {
 			p.adapterUses.add(q.Adapter, q.Now)
 		}
 	}
-	u := p.usual(q, candidates, routers)
-	pulls := false
-	for i := range candidates {
-		u.parts = u.parts || candidates[i].Held > candidates[i].Overlap
-		pulls = pulls || candidates[i].Pull.Blocks > 0
-	}
-	if pulls {
+	u := p.usual(q, candidates, all)
+	if all.pulls {
 		u.starts = p.startsBest(&q, candidates, &u)
 	}
 	if q.Explain != nil {
 		q.Explain.Rank("work", candidates, func(c *Candidate) Score { t := p.terms(&q, c, &u); return t.explain() })
 	}
-	chosen := Best(candidates, random, func(c *Candidate) float64 { t := p.terms(&q, c, &u); return -t.cost() })
+	chosen := Best(candidates, random, func(c *Candidate) float64 {
+		var t workTerms
+		if p.setTerms(&t, &q, c, &u, false); c.Pull.Blocks > 0 {
+			t = p.terms(&q, c, &u)
+		}
+		return -t.cost()
+	})
 	if c := &candidates[chosen]; c.Pull.Blocks > 0 {
 		c.Pull.Tokens = p.terms(&q, c, &u).pulled
 	}
@@ -165,85 +168,84 @@ func (p *Work) Choose(q Query, candidates []Candidate, random *rand.Rand) int {
 		uncached := float64(uncachedTokens(&q, &candidates[chosen]))
 		p.found.add(1 - uncached/float64(q.Tokens))
 		stored := uncached + u.output
-		caches := cacheTokens(q, candidates) * float64(fleet(q, candidates)) / float64(len(candidates))
-		p.reuse.pass(min(routers*stored/caches, 1))
+		caches := all.cache * float64(fleet(q, len(candidates))) / float64(len(candidates))
+		p.reuse.pass(min(all.routers()*stored/caches, 1))
 	}
 	return chosen
 }
 
-// routersOf is how many times as many requests as ours the workers have in flight: what
-// this router sees of arrivals and uses is its share of them. More than mostRouters
-// are a worker's false account.
-func routersOf(candidates []Candidate) float64 {
-	ours, others := 0, 0
-	for i := range candidates {
-		load := &candidates[i].Load
-		ours += load.InFlight - load.Remote
-		others += load.Foreign + load.Remote
-	}
-	return min(1+float64(others)/float64(max(1, ours)), mostRouters)
+// survey is what a decision counts of all candidates, in one pass: thousands of them do not
+// fit in the processor's cache.
+type survey struct {
+	candidates         int
+	ours, others       int     // requests in flight from this router, and from others
+	cache              float64 // tokens that the caches hold
+	computing, loading int     // candidates with prompts to compute, and with loads from lower tiers under way
+	parts              bool    // another group than the first ends a match
+	pulls              bool    // one could pull blocks from another worker
 }
 
-// mostRouters bounds routersOf.
-const mostRouters = 64
-
-// arrive counts a request, and the workers that it finds busy, if it has a
-// look at most of them.
-func (p *Work) arrive(q Query, candidates []Candidate) {
-	if !p.last.IsZero() {
-		p.gap.add(min(max(milliseconds(q.Now.Sub(p.last)), 0), longestGap))
-	}
-	p.last = q.Now
-	if 2*len(candidates) >= fleet(q, candidates) {
-		computing, loading := p.busyShares(q.Now, candidates)
-		p.busy.add(computing)
-		p.loadBusy.add(loading)
-	}
-}
-
-// fleet is how many workers share the requests that this one is of: where a request
-// may go to few of them, the others get other ones.
-func fleet(q Query, candidates []Candidate) int { return max(q.Workers, len(candidates)) }
-
-// busyShares returns the shares of the candidates that have prompts to compute, and that
-// have loads from lower tiers under way.
-func (p *Work) busyShares(now time.Time, candidates []Candidate) (computing, loading float64) {
+func (p *Work) survey(q *Query, candidates []Candidate) survey {
+	all := survey{candidates: len(candidates)}
 	for i := range candidates {
-		load := &candidates[i].Load
+		c := &candidates[i]
+		load := c.Load
+		all.ours += load.InFlight - load.Remote
+		all.others += load.Foreign + load.Remote
+		if told := c.Target.TotalBlocks * q.BlockSize; told > 0 {
+			all.cache += float64(told)
+		} else {
+			all.cache += workUntoldCache
+		}
+		all.parts = all.parts || c.Held > c.Overlap
+		all.pulls = all.pulls || c.Pull.Blocks > 0
 		switch {
 		case len(load.Prefills) == 0:
 			continue
-		case !load.loads():
-			computing++
+		case load.Fetching == 0:
+			all.computing++
 			continue
 		}
-		if len(p.computing(now, load, 0)) > 0 {
-			computing++
+		if len(p.computing(q.Now, load, 0)) > 0 {
+			all.computing++
 		}
-		if p.loadsBefore(now, load) > 0 {
-			loading++
+		if p.loadsBefore(q.Now, load) > 0 {
+			all.loading++
 		}
 	}
-	n := float64(len(candidates))
-	return computing / n, loading / n
+	return all
 }
+
+// routers is how many times as many requests as ours the workers have in flight: what
+// this router sees of arrivals and uses is its share of them. More than mostRouters
+// are a worker's false account.
+func (s survey) routers() float64 {
+	return min(1+float64(s.others)/float64(max(1, s.ours)), mostRouters)
+}
+
+// mostRouters bounds survey.routers.
+const mostRouters = 64
 
 // workUntoldCache is the assumed cache size, tokens, of a worker that reports none:
 // about that of an 8B model on a GPU of 80 GB.
 const workUntoldCache = 1 << 19
 
-// cacheTokens is the number of tokens that the candidates' caches hold.
-func cacheTokens(q Query, candidates []Candidate) float64 {
-	tokens := 0.0
-	for i := range candidates {
-		if told := candidates[i].Target.TotalBlocks * q.BlockSize; told > 0 {
-			tokens += float64(told)
-		} else {
-			tokens += workUntoldCache
-		}
+// arrive counts a request, and the workers that it finds busy, if it has a
+// look at most of them.
+func (p *Work) arrive(q Query, all survey) {
+	if !p.last.IsZero() {
+		p.gap.add(min(max(milliseconds(q.Now.Sub(p.last)), 0), longestGap))
 	}
-	return tokens
+	p.last = q.Now
+	if 2*all.candidates >= fleet(q, all.candidates) {
+		p.busy.add(float64(all.computing) / float64(all.candidates))
+		p.loadBusy.add(float64(all.loading) / float64(all.candidates))
+	}
 }
+
+// fleet is how many workers share the requests that this one is of: where a request
+// may go to few of them, the others get other ones.
+func fleet(q Query, candidates int) int { return max(q.Workers, candidates) }
 
 // uncachedTokens is how many tokens of the prompt the candidate has to compute: of a
 // prompt at least one, also where nothing is known of it.
@@ -280,8 +282,8 @@ const (
 	workMostBusy = 0.98
 )
 
-func (p *Work) usual(q Query, candidates []Candidate, routers float64) workUsual {
-	u := workUsual{output: workFirstOutput, decoding: workFirstOutput * p.Timing.decode}
+func (p *Work) usual(q Query, candidates []Candidate, all survey) workUsual {
+	u := workUsual{output: workFirstOutput, decoding: workFirstOutput * p.Timing.decode, parts: all.parts}
 	first := p.Timing.Prefill(q.Tokens)
 	if p.Output.count > 0 {
 		u.output, u.decoding, first = p.Output.Value, p.decoding.Value, p.firstToken.Value
@@ -289,11 +291,11 @@ func (p *Work) usual(q Query, candidates []Candidate, routers float64) workUsual
 	first = max(first, 1)
 	u.f = 1 + workFirstToken*(first+u.decoding)/first
 	if q.Adapter != "" {
-		u.adapters, u.workers = adapterMost(q.Adapter, candidates), float64(fleet(q, candidates))
+		u.adapters, u.workers = adapterMost(q.Adapter, candidates), float64(fleet(q, all.candidates))
 		u.once = 1 - p.adapterUses.share(q.Adapter, q.Now, u.workers)
 	}
 	if p.gap.Value > 0 {
-		rate := routers / p.gap.Value / float64(fleet(q, candidates))
+		rate := all.routers() / p.gap.Value / float64(fleet(q, all.candidates))
 		u.delayed = rate / (1 - min(p.busy.Value, workMostBusy))
 		u.behind = rate * p.loadShare.Value / (1 - min(p.loadBusy.Value, workMostBusy))
 	}
@@ -370,7 +372,7 @@ func (p *Work) setTerms(t *workTerms, q *Query, c *Candidate, u *workUsual, pull
 		load = p.loading(q, c, pulls)
 		uncached = max(1, uncached-load.tokens-load.pulled)
 	}
-	starts, pushed, begun, _ := p.coming(q.Now, &c.Load, uncached, load.over)
+	starts, pushed, begun, _ := p.coming(q.Now, c.Load, uncached, load.over)
 	first := starts - load.delay()
 	own := p.Timing.Prefill(uncached)
 	copied := 0.0
@@ -388,7 +390,7 @@ func (p *Work) setTerms(t *workTerms, q *Query, c *Candidate, u *workUsual, pull
 		copied = min(own, copied)
 	}
 	t.first, t.load, t.copy, t.pushed, t.starts = u.f*first, u.f*(load.delay()-load.pull), u.f*copied, u.f*pushed, starts
-	t.foreign = u.f * foreignWait(&c.Load) * u.decoding
+	t.foreign = u.f * foreignWait(c.Load) * u.decoding
 	t.later = u.f * u.delayed * (own - copied) * (first + q.Backlog - own/2)
 	if load.pulled > 0 {
 		t.pull, t.pulled = u.f*(load.pull+p.evicted(load.pulled)), load.pulled

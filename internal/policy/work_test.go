@@ -26,7 +26,7 @@ func waiting(ago time.Duration, tokens ...int) Load {
 // tokens are loaded, at 0.02 ms each, and the others computed.
 func loadingPrompt(ago time.Duration, loads, tokens int) Load {
 	l := waiting(ago, tokens)
-	l.Prefills[0].Loads = kv.TierTokens{Host: loads}
+	l.Prefills[0].Loads, l.Fetching = kv.TierTokens{Host: loads}, 1
 	l.Tiers = transferring(5e7, 0)
 	return l
 }
@@ -76,7 +76,7 @@ func TestWorkKeepsPrefixesWhereTheyAreWhileManyWait(t *testing.T) {
 		query := Query{Now: testNow, Tokens: 6400, BlockSize: 64, Backlog: backlog}
 		for i := range 100 { // every 100 ms a request comes, and finds one of two workers busy
 			query.Now = testNow.Add(time.Duration(i-100) * 100 * time.Millisecond)
-			p.arrive(query, candidates)
+			p.arrive(query, p.survey(&query, candidates))
 		}
 		query.Now, query.DryRun = testNow, true
 		if got := p.Choose(query, candidates, rand.New(rand.NewPCG(1, 1))); got != want {
@@ -189,13 +189,13 @@ func TestWorkKnowsItsShare(t *testing.T) {
 		for at := range 2 {
 			query.Now = testNow.Add(time.Duration(at) * time.Second)
 			alone.Choose(query, unnamed(Candidate{}, Candidate{}), rand.New(rand.NewPCG(1, 1)))
-			shared.Choose(query, unnamed(Candidate{Load: load}, Candidate{}), rand.New(rand.NewPCG(1, 1)))
+			shared.Choose(query, unnamed(Candidate{Load: &load}, Candidate{}), rand.New(rand.NewPCG(1, 1)))
 		}
 		if got, want := shared.reuse.clock, 4*alone.reuse.clock; math.Abs(got-want) > 1e-9 {
 			t.Errorf("%s: %v turnovers, want %v", name, got, want)
 		}
-		candidates := unnamed(Candidate{Load: load}, Candidate{})
-		u := shared.usual(query, candidates, routersOf(candidates))
+		candidates := unnamed(Candidate{Load: &load}, Candidate{})
+		u := shared.usual(query, candidates, shared.survey(&query, candidates))
 		if want := 4.0 / 1000 / 2; math.Abs(u.delayed-want) > 1e-9 {
 			t.Errorf("%s: %v requests a ms come to a worker, want %v", name, u.delayed, want)
 		}
@@ -211,7 +211,7 @@ func TestWorkKnowsItsShare(t *testing.T) {
 func TestWorkIsNotMisledByOneWorkersAccount(t *testing.T) {
 	p, random := NewWork(), rand.New(rand.NewPCG(1, 1))
 	query := Query{Now: testNow, Tokens: 6400, BlockSize: 64, Sequence: sequenceOf(0, 100, 100)}
-	liar := unnamed(Candidate{Load: Load{Foreign: 1 << 31}}, Candidate{})
+	liar := unnamed(Candidate{Load: &Load{Foreign: 1 << 31}}, Candidate{})
 	liar[0].Target.TotalBlocks = 1
 	for range 3 {
 		before := p.reuse.clock
@@ -221,7 +221,7 @@ func TestWorkIsNotMisledByOneWorkersAccount(t *testing.T) {
 			t.Errorf("%v turnovers passed with one request", passed)
 		}
 	}
-	if u := p.usual(query, liar, routersOf(liar)); u.delayed > 1 {
+	if u := p.usual(query, liar, p.survey(&query, liar)); u.delayed > 1 {
 		t.Errorf("%v requests a ms come to a worker", u.delayed)
 	}
 }
@@ -242,7 +242,7 @@ func TestWorkCountsAPinnedRequestAsOneOfTheFleets(t *testing.T) {
 		t.Error("one worker tells how many are busy")
 	}
 	query.Sequence = nil
-	if a, b := free.usual(query, unnamed(make([]Candidate, 8)...), 1).delayed, pinned.usual(query, unnamed(make([]Candidate, 1)...), 1).delayed; math.Abs(a-b) > 1e-12 {
+	if a, b := free.usual(query, nil, survey{candidates: 8}).delayed, pinned.usual(query, nil, survey{candidates: 1}).delayed; math.Abs(a-b) > 1e-12 {
 		t.Errorf("%v requests a ms come to a worker, %v where all are pinned", a, b)
 	}
 }
@@ -337,7 +337,7 @@ func TestWorkTakesNoLongerForAPromptThatCannotBe(t *testing.T) {
 				t.Errorf("%d tokens: first token in %v ms", tokens, first)
 			}
 		}
-		candidates := unnamed(Candidate{Load: load}, Candidate{})
+		candidates := unnamed(Candidate{Load: &load}, Candidate{})
 		if chosen := p.Choose(Query{Now: testNow, Tokens: tokens, BlockSize: 64}, candidates, random); tokens == kv.MaxTokens && chosen != 1 {
 			t.Errorf("%d tokens: chosen %d", tokens, chosen)
 		}
@@ -357,7 +357,7 @@ func TestWorkTakesNoLongerForAPromptThatCannotBe(t *testing.T) {
 // prompts parted, so a second prompt of a prefix pays where the first one was computed.
 func TestWorkCopiesWhereAnotherCopyIsFound(t *testing.T) {
 	query := Query{Now: testNow, Tokens: 2000, BlockSize: 10, Sequence: sequenceOf(0, 200, 200)}
-	busy := func(answers int) Load { return Load{InFlight: answers, ContextTokens: 100 * answers} }
+	busy := func(answers int) *Load { return &Load{InFlight: answers, ContextTokens: 100 * answers} }
 	for _, c := range []struct {
 		name       string
 		candidates []Candidate

@@ -47,6 +47,9 @@ type LoadSource struct {
 	Apart  bool             // pages show each rank as an engine of that number; otherwise the page describes the only rank
 	Heard  *Hearing         // records each message of the socket; nil: not recorded
 	Key    func() kv.Secret // returns the worker's current key
+	// Rest returns the time between two polls of the page while the worker is idle; what is
+	// less than idleInterval counts as that. nil: idleInterval.
+	Rest func() time.Duration
 }
 
 // from names the source in log lines.
@@ -106,7 +109,7 @@ type publish = func(kv.WorkerKey, policy.Published)
 
 // FollowLoad reports the load of a source's ranks until ctx is done: each message
 // of the socket or, without one, the page, polled every second, or every third
-// second while the worker is idle. It reconnects indefinitely.
+// second while the worker is idle, or when its rest is over. It reconnects indefinitely.
 func (c *Client) FollowLoad(ctx context.Context, s LoadSource, log *slog.Logger, report func(kv.WorkerKey, policy.Published)) {
 	read := c.pollLoad
 	if s.Socket != "" {
@@ -228,7 +231,17 @@ func (c *Client) pollLoad(ctx context.Context, s LoadSource, log *slog.Logger, r
 	ticker := time.NewTicker(pollInterval)
 	defer ticker.Stop()
 	idle := 0 // polls in a row that showed no request
+	var polled time.Time
 	for warned := false; ; {
+		if idle >= idleAfter && s.Rest != nil && time.Since(polled) < s.Rest()-idleInterval/2 {
+			select {
+			case <-ctx.Done():
+				return ctx.Err()
+			case <-ticker.C:
+			}
+			continue
+		}
+		polled = time.Now()
 		idle++
 		lags, err := c.askLoad(ctx, s, func(w kv.WorkerKey, p policy.Published) {
 			if p.Running+p.Waiting > 0 {

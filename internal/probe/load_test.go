@@ -3,12 +3,15 @@ package probe
 import (
 	"context"
 	"fmt"
+	"io"
 	"log/slog"
 	"net/http"
 	"net/http/httptest"
+	"slices"
 	"strings"
 	"sync/atomic"
 	"testing"
+	"testing/synctest"
 	"time"
 
 	"kvrouter/internal/kv"
@@ -84,6 +87,38 @@ func TestMetricsPageIsAskedOnceForAllRanks(t *testing.T) {
 		t.Errorf("asked %d times", n)
 	}
 }
+
+// TestAWorkerAtRestIsNotPolled: its page is asked for a few times, and again once its rest
+// is over.
+func TestAWorkerAtRestIsNotPolled(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		const idle = "vllm:num_requests_running 0\nvllm:num_requests_waiting 0\nvllm:kv_cache_usage_perc 0\n"
+		var polls []int // seconds
+		began := time.Now()
+		c := newClient(t)
+		c.pages = &http.Client{Transport: roundTrip(func(*http.Request) (*http.Response, error) {
+			polls = append(polls, int(time.Since(began).Seconds()))
+			return &http.Response{StatusCode: http.StatusOK, Body: io.NopCloser(strings.NewReader(idle))}, nil
+		})}
+		ctx, cancel := context.WithTimeout(t.Context(), 60*time.Second)
+		defer cancel()
+		rest := func() time.Duration {
+			if time.Since(began) < 50*time.Second {
+				return 30 * time.Second
+			}
+			return 0
+		}
+		_ = c.pollLoad(ctx, LoadSource{URL: "http://w", Ranks: []kv.WorkerKey{{}}, Key: noKey, Rest: rest}, c.log, func(kv.WorkerKey, policy.Published) {})
+		if want := []int{0, 1, 2, 3, 4, 34, 52, 55, 58}; !slices.Equal(polls, want) {
+			t.Errorf("polled after %v s, want %v", polls, want)
+		}
+	})
+}
+
+// roundTrip is an http.RoundTripper.
+type roundTrip func(*http.Request) (*http.Response, error)
+
+func (r roundTrip) RoundTrip(q *http.Request) (*http.Response, error) { return r(q) }
 
 func TestMetricsPageWithoutLoadIsAnError(t *testing.T) {
 	for _, page := range []string{"", "go_goroutines 4\n", "vllm:num_requests_running 1\n", "{{{", "{", "{}", "{}\n" + metricsPage, strings.Repeat("x", maxMetricsLine+1)} {

@@ -68,6 +68,7 @@ type Client struct {
 	log    *slog.Logger
 
 	looks, firstLooks chan struct{} // hold a token for each running health check: of servers that have been healthy, and of others
+	questions         chan struct{} // holds one for each other single question
 }
 
 // New returns a Client. edges counts the panics of parsers; nil counts nothing.
@@ -81,7 +82,7 @@ func New(settings Settings, edges *guard.Edges, log *slog.Logger) *Client {
 	checks := max(4, min(atOnce, web.Descriptors()/16))
 	return &Client{
 		hop: settings.Hop, probes: web.NewClient(probes), pages: web.NewClient(pages), edges: edges, log: log,
-		looks: make(chan struct{}, checks), firstLooks: make(chan struct{}, checks),
+		looks: make(chan struct{}, checks), firstLooks: make(chan struct{}, checks), questions: make(chan struct{}, checks),
 	}
 }
 
@@ -233,6 +234,14 @@ func (c *Client) get(ctx context.Context, s Server, path string, limit time.Dura
 
 // getBy is get by one of the clients.
 func (c *Client) getBy(ctx context.Context, client *http.Client, s Server, path string, limit time.Duration, into any) error {
+	if into != nil && limit <= answerLimit { // thousands of servers may be discovered at once
+		select {
+		case c.questions <- struct{}{}:
+			defer func() { <-c.questions }()
+		case <-ctx.Done():
+			return ctx.Err()
+		}
+	}
 	ctx, cancel := context.WithTimeout(ctx, limit)
 	defer cancel()
 	body, err := c.open(ctx, client, s, path)

@@ -59,6 +59,9 @@ var transferNames = []string{
 // page shows neither.
 func (c *Client) FollowTransfers(ctx context.Context, s LoadSource, log *slog.Logger, report func(kv.WorkerKey, policy.Transfers), adapters func(kv.WorkerKey, policy.AdapterReport)) {
 	names := slices.Concat(transferNames, adapterNames)
+	if s.Rest == nil {
+		s.Rest = func() time.Duration { return 0 }
+	}
 	for ctx.Err() == nil {
 		pause := transfersLook
 		_ = c.edges.Do(guard.WorkerLoad, log, func() error { // FollowLoad reports what fails
@@ -83,7 +86,7 @@ func (c *Client) FollowTransfers(ctx context.Context, s LoadSource, log *slog.Lo
 		})
 		select {
 		case <-ctx.Done():
-		case <-time.After(pause):
+		case <-time.After(max(pause, s.Rest())):
 		}
 	}
 }

@@ -5,6 +5,7 @@ import (
 	"slices"
 
 	"kvrouter/internal/kv"
+	"kvrouter/internal/sets"
 	"kvrouter/internal/table"
 )
 
@@ -112,70 +113,18 @@ func (r *Tree) checkNodes() (free []bool, err error) {
 	return free, nil
 }
 
-// checkSets checks that each worker set in use exists once and counts the nodes
-// that refer to it.
+// checkSets checks the worker sets and how many nodes refer to each.
 func (r *Tree) checkSets(free []bool) error {
-	s := &r.sets
-	if err := s.index.Check(); err != nil {
-		return fmt.Errorf("index of sets: %w", err)
-	}
-	refs := make([]uint32, len(s.sets))
+	refs := map[uint32]uint32{}
 	for n := range r.nodes.next {
-		if id := r.nodes.at(n).members; int(id) >= len(refs) {
-			return fmt.Errorf("node %d has set %d of %d", n, id, len(refs))
-		} else if !free[n] {
-			refs[id]++
+		if !free[n] {
+			refs[r.nodes.at(n).members]++
 		}
 	}
 	if r.nodes.at(rootNode).members != 0 {
 		return fmt.Errorf("the root has workers")
 	}
-	unused := make(map[uint32]bool)
-	for _, id := range s.free {
-		if unused[id] || id == 0 {
-			return fmt.Errorf("set %d is free twice or the empty one", id)
-		}
-		unused[id] = true
-	}
-	seen := make(map[string]int)
-	for id, set := range s.sets {
-		if id == 0 || unused[uint32(id)] {
-			if set.refs != 0 || len(set.words) != 0 {
-				return fmt.Errorf("free set %d has members or references", id)
-			}
-			continue
-		}
-		if set.refs == 0 || set.refs != refs[id] {
-			return fmt.Errorf("set %d counts %d references and has %d", id, set.refs, refs[id])
-		}
-		if n := len(set.words); n == 0 || set.words[n-1] == 0 {
-			return fmt.Errorf("set %d is empty or ends in a zero word", id)
-		}
-		key := fmt.Sprint(set.words)
-		if other, twice := seen[key]; twice {
-			return fmt.Errorf("sets %d and %d are equal", id, other)
-		}
-		seen[key] = id
-		var hash uint64
-		for slot := range uint32(len(set.words) * 64) {
-			if s.has(uint32(id), slot) {
-				hash ^= slotHash(slot)
-			}
-		}
-		at := s.index.Get(hash, 0)
-		for at != 0 && at != uint32(id) {
-			at = s.sets[at].next
-		}
-		if hash != set.hash || at == 0 {
-			return fmt.Errorf("set %d cannot be found by its hash", id)
-		}
-	}
-	if last := s.last; last.valid {
-		if unused[last.from] || unused[last.to] || s.has(last.from, last.slot) == s.has(last.to, last.slot) {
-			return fmt.Errorf("remembered change %+v is wrong", last)
-		}
-	}
-	return nil
+	return r.sets.Check(func(id uint32) uint32 { return refs[id] })
 }
 
 // checkSlots checks each worker's tables against the sets of the nodes.
@@ -189,7 +138,7 @@ func (r *Tree) checkSlots(free []bool) error {
 		if i > 0 && p.key.Compare(r.workers[i-1].key) <= 0 {
 			return fmt.Errorf("worker %v is out of order", p.key)
 		}
-		if !hasSlot(r.live, p.slot) {
+		if !sets.Has(r.live, p.slot) {
 			return fmt.Errorf("worker %v has slot %d, which is not live", p.key, p.slot)
 		}
 		uses[p.slot]++
@@ -204,7 +153,7 @@ func (r *Tree) checkSlots(free []bool) error {
 			return fmt.Errorf("worker %v has %d slots for %d groups beside the first", p.key, len(g.others), want)
 		}
 		for _, slot := range g.others {
-			if hasSlot(r.live, slot) {
+			if sets.Has(r.live, slot) {
 				return fmt.Errorf("slot %d of a group of worker %v is live", slot, p.key)
 			}
 			uses[slot]++
@@ -261,7 +210,7 @@ func (r *Tree) checkSlots(free []bool) error {
 		})
 		aliases := 0
 		for n, hashes := range members[slot] {
-			if n == rootNode || n >= r.nodes.next || free[n] || !r.sets.has(r.nodes.at(n).members, uint32(slot)) {
+			if n == rootNode || n >= r.nodes.next || free[n] || !r.sets.Has(r.nodes.at(n).members, uint32(slot)) {
 				return fmt.Errorf("slot %d maps a block to node %d, which does not name it", slot, n)
 			}
 			if got := int(s.aliases.Get(uint64(n), 0)); got != hashes-1 {
@@ -279,7 +228,7 @@ func (r *Tree) checkSlots(free []bool) error {
 		}
 	}
 	for n := range r.nodes.next {
-		words := r.sets.words(r.nodes.at(n).members)
+		words := r.sets.Words(r.nodes.at(n).members)
 		for slot := range len(words) * 64 {
 			if words[slot/64]>>(slot%64)&1 == 0 {
 				continue
@@ -302,7 +251,7 @@ func (r *Tree) checkLower(uses []int) error {
 			if slot == noSlot {
 				continue
 			}
-			if int(slot) >= len(r.slots) || hasSlot(r.live, slot) {
+			if int(slot) >= len(r.slots) || sets.Has(r.live, slot) {
 				return fmt.Errorf("slot %d of a lower tier is live or does not exist", slot)
 			}
 			uses[slot]++
@@ -429,7 +378,7 @@ func (a *Approx) Check() error {
 		for _, held := range a.Tree.snapshot(w) {
 			if b := c.Pool.Find(held.block.Engine); b == 0 {
 				return fmt.Errorf("%v: the index has a block that the memory has not", w)
-			} else if parent := held.parent; parent != rootNode && !a.Tree.sets.has(a.Tree.nodes.at(parent).members, slot) {
+			} else if parent := held.parent; parent != rootNode && !a.Tree.sets.Has(a.Tree.nodes.at(parent).members, slot) {
 				return fmt.Errorf("%v: block %d has lost the one before it", w, b)
 			}
 		}

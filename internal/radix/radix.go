@@ -6,13 +6,13 @@ package radix
 import (
 	"errors"
 	"fmt"
-	"math/bits"
 	"math/rand/v2"
 	"slices"
 	"sync"
 	"sync/atomic"
 
 	"kvrouter/internal/kv"
+	"kvrouter/internal/sets"
 	"kvrouter/internal/table"
 )
 
@@ -88,8 +88,8 @@ const partBlocks = 8
 type Tree struct {
 	mu       spinLock // guards everything below but scratch
 	nodes    nodeSlab
-	branches table.Table // (local hash, parent node) -> child, for all but inline children
-	sets     workerSets
+	branches table.Table   // (local hash, parent node) -> child, for all but inline children
+	sets     sets.Sets     // of the workers' slots, which nodes refer to
 	workers  []workerPlace // of all that are known, by key
 	slots    []workerSlot
 	live     []uint64 // bitset of the live slots
@@ -131,7 +131,7 @@ type workerSlot struct {
 // matchScratch is the working memory of one lookup.
 type matchScratch struct {
 	active []uint64 // bitset of the slots that hold every block so far
-	blocks []int    // by slot: leading blocks held, once that is known
+	blocks []int32  // by slot: leading blocks held, once that is known
 	runs   []pathRun
 	few    [128]pathRun // of runs, which seldom has more
 	path   path
@@ -144,7 +144,7 @@ func NewTree() *Tree {
 		seed:      seed,
 		branches:  table.Table{Seed: seed},
 		lowerMost: MaxLowerBlocks,
-		sets:      workerSets{sets: make([]workerSet, 1), index: table.Table{Seed: seed}},
+		sets:      sets.New(seed),
 	}
 	r.nodes.alloc() // node 0, the root
 	r.scratch.New = func() any { return new(matchScratch) }
@@ -353,7 +353,7 @@ func (r *Tree) Match(local []uint64, usable int, parts kv.MatchParts, dst []kv.M
 	scratch := r.scratch.Get().(*matchScratch)
 	defer r.scratch.Put(scratch)
 	if len(scratch.blocks) < len(r.slots) {
-		scratch.blocks = make([]int, len(r.slots))
+		scratch.blocks = make([]int32, len(r.slots))
 		scratch.active = make([]uint64, len(r.live))
 		scratch.runs = scratch.few[:0]
 	}
@@ -361,7 +361,7 @@ func (r *Tree) Match(local []uint64, usable int, parts kv.MatchParts, dst []kv.M
 	// Along a prompt the workers seldom change from one block to the next, and
 	// then the set's number does not either.
 	set := r.nodes.at(n).members
-	first := r.sets.words(set)
+	first := r.sets.Words(set)
 	active := scratch.active[:len(first)]
 	for i, word := range first {
 		active[i] = word & r.live[i]
@@ -381,17 +381,17 @@ func (r *Tree) Match(local []uint64, usable int, parts kv.MatchParts, dst []kv.M
 		}
 		if s := r.nodes.at(n).members; s != set {
 			set = s
-			if !narrow(active, r.sets.words(s), depth, scratch.blocks) {
+			if !sets.Narrow(active, r.sets.Words(s), depth, scratch.blocks) {
 				break
 			}
 		}
 	}
-	narrow(active, nil, depth, scratch.blocks)
+	sets.Narrow(active, nil, depth, scratch.blocks)
 
 	dst = slices.Grow(dst, len(r.workers))
 	for i := range r.workers {
-		if p := &r.workers[i]; hasSlot(first, p.slot) {
-			dst = appendMatch(dst, p.key, scratch.blocks[p.slot])
+		if p := &r.workers[i]; sets.Has(first, p.slot) {
+			dst = appendMatch(dst, p.key, int(scratch.blocks[p.slot]))
 		}
 	}
 	return dst
@@ -403,7 +403,7 @@ func (r *Tree) Match(local []uint64, usable int, parts kv.MatchParts, dst []kv.M
 // what holds it.
 func (r *Tree) matchLayouts(n uint32, active []uint64, scratch *matchScratch, local []uint64, usable int, parts kv.MatchParts, dst []kv.Match) []kv.Match {
 	set := r.nodes.at(n).members
-	first := r.sets.words(set)
+	first := r.sets.Words(set)
 	runs := append(scratch.runs[:0], pathRun{0, set})
 	depth := 1
 	for ; depth < len(local); depth++ {
@@ -418,12 +418,12 @@ func (r *Tree) matchLayouts(n uint32, active []uint64, scratch *matchScratch, lo
 		if s := r.nodes.at(n).members; s != set {
 			set = s
 			runs = append(runs, pathRun{depth, set})
-			if !narrow(active, r.sets.words(s), depth, scratch.blocks) && r.beyond+r.lowered == 0 {
+			if !sets.Narrow(active, r.sets.Words(s), depth, scratch.blocks) && r.beyond+r.lowered == 0 {
 				break
 			}
 		}
 	}
-	narrow(active, nil, depth, scratch.blocks)
+	sets.Narrow(active, nil, depth, scratch.blocks)
 	scratch.runs = runs
 	walked := &scratch.path
 	walked.sets, walked.runs, walked.length = &r.sets, runs, depth
@@ -434,8 +434,8 @@ func (r *Tree) matchLayouts(n uint32, active []uint64, scratch *matchScratch, lo
 		p := &r.workers[i]
 		s := &r.slots[p.slot]
 		held, start := 0, len(dst)
-		if hasSlot(first, p.slot) {
-			held = scratch.blocks[p.slot]
+		if sets.Has(first, p.slot) {
+			held = int(scratch.blocks[p.slot])
 		}
 		if s.groups != nil {
 			dst = r.matchGroups(p, walked, held, usable, len(local), dst)
@@ -543,7 +543,7 @@ func (r *Tree) storeBlock(slot, at uint32, block kv.StoredBlock) uint32 {
 
 // addMember counts one more engine hash of slot at node n.
 func (r *Tree) addMember(slot, n uint32) {
-	if members := r.nodes.at(n).members; r.sets.has(members, slot) {
+	if members := r.nodes.at(n).members; r.sets.Has(members, slot) {
 		aliases := &r.slots[slot].aliases
 		aliases.Put(uint64(n), 0, aliases.Get(uint64(n), 0)+1)
 		return
@@ -564,15 +564,15 @@ func (r *Tree) dropMember(slot, n uint32) {
 }
 
 // bare returns the number of nodes without a worker, the root not among them.
-func (r *Tree) bare() int { return r.nodes.used - 1 - r.sets.refs }
+func (r *Tree) bare() int { return r.nodes.used - 1 - r.sets.Refs() }
 
 // toggleMember puts slot into the worker set of node n, or takes it out.
 func (r *Tree) toggleMember(slot, n uint32) {
 	node := r.nodes.at(n)
 	old := node.members
-	node.members = r.sets.toggle(old, slot)
-	r.sets.acquire(node.members)
-	r.sets.release(old)
+	node.members = r.sets.Toggle(old, slot)
+	r.sets.Acquire(node.members)
+	r.sets.Release(old)
 }
 
 // child returns the child of node n for this local hash, or 0.
@@ -673,7 +673,7 @@ func (r *Tree) sweep(limit int) {
 		limit -= s.blocks.Drain(limit, func(n uint32) {
 			// The slot is gone already where two engine hashes led to the node,
 			// which may even stand for another prefix by now.
-			if r.sets.has(r.nodes.at(n).members, slot) {
+			if r.sets.Has(r.nodes.at(n).members, slot) {
 				r.toggleMember(slot, n)
 				r.freeUnused(n)
 			}
@@ -684,22 +684,4 @@ func (r *Tree) sweep(limit int) {
 			r.vacant = append(r.vacant, slot)
 		}
 	}
-}
-
-// narrow keeps in active the slots also in set, and notes for every slot that it
-// takes out how many blocks it holds. It reports whether any is left.
-func narrow(active, set []uint64, held int, blocks []int) bool {
-	var left uint64
-	for i, word := range active {
-		kept := uint64(0)
-		if i < len(set) {
-			kept = word & set[i]
-		}
-		left |= kept
-		for lost := word &^ kept; lost != 0; lost &= lost - 1 {
-			blocks[i*64+bits.TrailingZeros64(lost)] = held
-		}
-		active[i] = kept
-	}
-	return left != 0
 }

@@ -210,7 +210,7 @@ func TestManyWorkersHoldDifferentLengths(t *testing.T) {
 		}
 		x.checked()
 		x.wants(p, want...)
-		if sets := x.sets.len(); sets != workers {
+		if sets := x.sets.Len(); sets != workers {
 			t.Errorf("%d sets for %d workers", sets, workers)
 		}
 	}
@@ -342,7 +342,7 @@ func TestRemovedBlocksNoLongerMatch(t *testing.T) {
 	x.remove(testkit.W1, e[79:]...)
 	x.wants(p)
 	x.wantsCounts(testkit.W0, 0, 0)
-	if sets := x.sets.len(); sets != 0 {
+	if sets := x.sets.Len(); sets != 0 {
 		t.Errorf("%d sets in an empty index", sets)
 	}
 }
@@ -508,8 +508,8 @@ func TestClearedWorkerHoldsNothingButStays(t *testing.T) {
 	x.wants(p)
 	x.swept()
 	x.wantsCounts(testkit.W0, 0, 0)
-	if len(x.vacant)+3 != len(x.slots) || x.sets.len() != 0 {
-		t.Errorf("%d of %d slots vacant, %d sets", len(x.vacant), len(x.slots), x.sets.len())
+	if len(x.vacant)+3 != len(x.slots) || x.sets.Len() != 0 {
+		t.Errorf("%d of %d slots vacant, %d sets", len(x.vacant), len(x.slots), x.sets.Len())
 	}
 }
 
@@ -586,15 +586,15 @@ func TestMemoryIsReusedUnderChurn(t *testing.T) {
 		}
 	}
 	x.checked()
-	if len(x.slots) > 50 || len(x.sets.sets) > 200 || x.nodes.next > 8000 {
-		t.Errorf("%d slots, %d sets, %d nodes for at most 2,000 live blocks", len(x.slots), len(x.sets.sets), x.nodes.next)
+	if len(x.slots) > 50 || x.sets.Len() > 200 || x.nodes.next > 8000 {
+		t.Errorf("%d slots, %d sets, %d nodes for at most 2,000 live blocks", len(x.slots), x.sets.Len(), x.nodes.next)
 	}
 	for worker := range uint64(4) {
 		x.Forget(worker)
 	}
 	x.swept()
-	if x.Nodes() != 0 || x.sets.len() != 0 || x.branches.Len() != 0 {
-		t.Errorf("%d nodes, %d sets, %d branches in an empty index", x.Nodes(), x.sets.len(), x.branches.Len())
+	if x.Nodes() != 0 || x.sets.Len() != 0 || x.branches.Len() != 0 {
+		t.Errorf("%d nodes, %d sets, %d branches in an empty index", x.Nodes(), x.sets.Len(), x.branches.Len())
 	}
 }
 
@@ -1001,9 +1001,6 @@ func compareWithModel(t *rapid.T, honest bool) {
 		},
 	})
 }
-
-// len returns how many sets are in use, without the empty one.
-func (s *workerSets) len() int { return len(s.sets) - 1 - len(s.free) }
 
 // Nodes returns how many distinct prefixes the index has nodes for, among them
 // those kept for their descendants only and those of cleared workers that are

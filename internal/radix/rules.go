@@ -5,6 +5,7 @@ import (
 	"slices"
 
 	"kvrouter/internal/kv"
+	"kvrouter/internal/sets"
 )
 
 // rules say how many leading blocks of a prompt a request finds in a worker's groups.
@@ -103,12 +104,12 @@ func lcm(a, b int) int {
 // pathRun is nodes of a prompt's path that have the same set of slots.
 type pathRun struct {
 	start int    // block of the prompt at which they begin
-	set   uint32 // of workerSets
+	set   uint32 // of sets
 }
 
 // path is the nodes of a prompt, as far as they exist. It is read backwards, run by run.
 type path struct {
-	sets   *workerSets
+	sets   *sets.Sets
 	runs   []pathRun
 	length int // blocks
 
@@ -136,10 +137,10 @@ func (p *path) begin(g *groupSlots, first uint32, places []int) {
 }
 
 func (p *path) look() {
-	words := p.sets.words(p.runs[p.run].set)
+	words := p.sets.Words(p.runs[p.run].set)
 	p.held = true
 	for _, slot := range p.slots[:p.count] {
-		p.held = p.held && hasSlot(words, slot)
+		p.held = p.held && sets.Has(words, slot)
 	}
 }
 
@@ -170,7 +171,7 @@ func (g *groupSlots) hold(p *path, start, end int) bool {
 		if run.start >= end {
 			continue
 		}
-		words := p.sets.words(run.set)
+		words := p.sets.Words(run.set)
 		for _, o := range g.bits {
 			if o.word >= len(words) || words[o.word]&o.bits != o.bits {
 				return false

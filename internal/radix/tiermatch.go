@@ -2,6 +2,7 @@ package radix
 
 import (
 	"kvrouter/internal/kv"
+	"kvrouter/internal/sets"
 )
 
 // extend continues the match of a worker in its lower tiers and the stores that it
@@ -30,14 +31,14 @@ func (l *lowerTiers) extend(m *kv.Match, walked *path, usable int, parts kv.Matc
 func (l *lowerTiers) read(m *kv.Match, walked *path, end int) {
 	at, sure := m.Blocks, true
 	for i := walked.runAt(at); at < end; i++ {
-		words := walked.sets.words(walked.runs[i].set)
+		words := walked.sets.Words(walked.runs[i].set)
 		tier := l.fastest(words)
 		if tier == kv.Device {
 			return
 		}
 		until := min(end, walked.end(i))
 		add(&m.Lower, tier, until-at)
-		sure = sure && tier == kv.Host && (l.doubt == 0 || hasSlot(words, l.sure[kv.Host-1]))
+		sure = sure && tier == kv.Host && (l.doubt == 0 || sets.Has(words, l.sure[kv.Host-1]))
 		if sure {
 			m.Sure += int32(until - at)
 		}
@@ -65,7 +66,7 @@ func (l *lowerTiers) readChunks(m *kv.Match, walked *path, usable int) {
 		}
 		// The chunk is where its last block is.
 		last := walked.runs[walked.runAt(end-1)].set
-		add(&found, l.fastest(walked.sets.words(last)), min(end, usable)-max(at, held))
+		add(&found, l.fastest(walked.sets.Words(last)), min(end, usable)-max(at, held))
 	}
 	if end-held >= chunk {
 		m.Lower, m.Sure = found, int32(sure-held)
@@ -82,7 +83,7 @@ func (l *lowerTiers) stagedRun(walked *path, at int) (staged kv.LowerBlocks) {
 	for place, tier := range kv.LowerTiers {
 		for at < walked.length {
 			run := walked.runAt(at)
-			if !hasSlot(walked.sets.words(walked.runs[run].set), own[place]) {
+			if !sets.Has(walked.sets.Words(walked.runs[run].set), own[place]) {
 				break
 			}
 			until := walked.end(run)
@@ -101,7 +102,7 @@ func (l *lowerTiers) hostedRun(walked *path) (blocks int) {
 	}
 	for blocks < walked.length {
 		run := walked.runAt(blocks)
-		if !hasSlot(walked.sets.words(walked.runs[run].set), slot) {
+		if !sets.Has(walked.sets.Words(walked.runs[run].set), slot) {
 			break
 		}
 		blocks = walked.end(run)
@@ -113,7 +114,7 @@ func (l *lowerTiers) hostedRun(walked *path) (blocks int) {
 // fastest returns the fastest lower tier among slots, kv.Device if none is.
 func (l *lowerTiers) fastest(slots []uint64) kv.Tier {
 	for _, t := range l.present {
-		if hasSlot(slots, t.slot) {
+		if sets.Has(slots, t.slot) {
 			return t.tier
 		}
 	}

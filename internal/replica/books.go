@@ -125,6 +125,7 @@ type otherRouter struct {
 	asked   int  // digests in a row that differed in as many buckets as the one before, or in more
 	differ  int  // buckets of the last one
 	warned  bool // its blocks have another size, which was logged
+	service *router.Elsewhere
 }
 
 // heldBooking is a booking of another router.
@@ -138,7 +139,7 @@ type heldBooking struct {
 }
 
 func newOther(mesh *Mesh) *otherRouter {
-	return &otherRouter{mesh: mesh, open: map[string]*heldBooking{}}
+	return &otherRouter{mesh: mesh, open: map[string]*heldBooking{}, service: mesh.router.Elsewhere()}
 }
 
 // sensible reports whether a booking can be: no prompt is longer than kv.MaxTokens,
@@ -339,13 +340,15 @@ func (p *otherRouter) keep(bucket uint64, requests []string) {
 	}
 }
 
-// forget ends all that the other router has booked, the latest first: a worker's prompts are in
-// the order in which they came, and to take out one of them moves those behind it.
+// forget ends what tenants run at the other router, and all that it has booked, the latest first:
+// a worker's prompts are in the order in which they came, and to take out one of them moves those
+// behind it.
 func (p *otherRouter) forget() {
 	all := slices.SortedFunc(maps.Values(p.open), func(a, b *heldBooking) int { return cmp.Compare(b.number, a.number) })
 	for _, held := range all {
 		p.drop(held)
 	}
+	p.service.End()
 	if p.id != 0 {
 		p.mesh.release(p.id, p)
 	}

@@ -376,6 +376,7 @@ func (p *otherRouter) takeOwn(m *ownMessage) {
 	p.own = true
 	switch m.Kind {
 	case kindDigest:
+		p.service.Take(m.services())
 		if ask := p.compare(m.Sums); ask != 0 {
 			r.say(ownMessage{Kind: kindAsk, Of: p.id, Buckets: ask})
 		}

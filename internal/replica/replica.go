@@ -67,8 +67,8 @@ const (
 	hashLimit = 1 << 24
 )
 
-// Mesh shares bookings, sessions and ejections between several routers over the
-// same workers. Lost bookings are detected by digests, which kvrouters exchange
+// Mesh shares bookings, the service of tenants, sessions and ejections between several
+// routers over the same workers. Lost bookings are detected by digests, which kvrouters exchange
 // twice a second, and re-sent; those of Dynamo remain lost. Blocks of answers are
 // not shared. When a router times out, all of its bookings end.
 type Mesh struct {
@@ -365,9 +365,10 @@ func (r *Mesh) again(books *ownBooks, ask uint64) {
 	}
 }
 
-// digest sends the sums of the in-flight bookings. It also says that this router lives.
+// digest sends the sums of the in-flight bookings, and what tenants have received since the last
+// one. It also says that this router lives.
 func (r *Mesh) digest(books *ownBooks) {
-	m := ownMessage{Router: r.id, Kind: kindDigest}
+	m := ownMessage{Router: r.id, Kind: kindDigest, Service: servicesOf(r.router.Service())}
 	if len(books.names) > 0 {
 		m.Sums = books.sums[:]
 	}

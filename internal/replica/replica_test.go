@@ -37,19 +37,19 @@ type testReplica struct {
 
 // startReplicas starts n routers over the same two workers, each of which has
 // all of them, itself too, as peers.
-func startReplicas(t *testing.T, n int, tweak func(*Mesh)) []*testReplica {
+func startReplicas(t *testing.T, n int, tweak func(*Mesh), options ...routertest.Option) []*testReplica {
 	t.Helper()
-	all := startAll(t, n, tweak)
+	all := startAll(t, n, tweak, options...)
 	hear(t, all...)
 	return all
 }
 
 // startAll is startReplicas, but does not wait until they hear each other.
-func startAll(t *testing.T, n int, tweak func(*Mesh)) (all []*testReplica) {
+func startAll(t *testing.T, n int, tweak func(*Mesh), options ...routertest.Option) (all []*testReplica) {
 	t.Helper()
 	peers := testPeers(t, n)
 	for i := range n {
-		all = append(all, startReplica(t, peers, i, tweak))
+		all = append(all, startReplica(t, peers, i, tweak, options...))
 	}
 	return all
 }
@@ -73,9 +73,10 @@ func hear(t *testing.T, all ...*testReplica) {
 	})
 }
 
-func startReplica(t *testing.T, peers []string, i int, tweak func(*Mesh)) *testReplica {
+func startReplica(t *testing.T, peers []string, i int, tweak func(*Mesh), options ...routertest.Option) *testReplica {
 	t.Helper()
-	rt := routertest.New(t, "kv", 2, routertest.WithSettings(func(s *router.Settings) { s.SessionHeader = "x-session-id" }))
+	named := routertest.WithSettings(func(s *router.Settings) { s.SessionHeader = "x-session-id" })
+	rt := routertest.New(t, "kv", 2, append(options, named)...)
 	host, port, _ := net.SplitHostPort(peers[i])
 	number, _ := strconv.Atoi(port)
 	replicas, err := New(Settings{ReplicaSyncHost: host, ReplicaSyncPort: number, ReplicaPeers: peers}, Deps{Router: rt, Edges: guard.New(), Log: slog.New(slog.DiscardHandler)})

@@ -13,6 +13,7 @@ import (
 	"github.com/vmihailenco/msgpack/v5/msgpcode"
 
 	"kvrouter/internal/events"
+	"kvrouter/internal/fair"
 	"kvrouter/internal/kv"
 	"kvrouter/internal/router"
 )
@@ -110,7 +111,7 @@ type sessionEvent struct {
 
 // Kinds of ownMessage.
 const (
-	kindDigest   = "digest"   // Sums: of the bookings in flight from here
+	kindDigest   = "digest"   // Sums: of the bookings in flight from here; Service: what tenants receive here
 	kindAsk      = "ask"      // another router, Of, is asked to send Buckets again
 	kindHeld     = "held"     // Requests are all that is in flight of a bucket
 	kindEjection = "ejection" // Worker gets nothing from here for Milliseconds
@@ -128,6 +129,40 @@ type ownMessage struct {
 	Requests     []string `msgpack:"requests,omitempty"`
 	Worker       *rank    `msgpack:"worker,omitempty"`
 	Milliseconds uint64   `msgpack:"milliseconds,omitempty"`
+
+	Service []tenantService `msgpack:"service,omitempty"` // at most fair.MostTold
+}
+
+// tenantService is a fair.Service, with whole ms.
+type tenantService struct {
+	Tenant   string `msgpack:"tenant"`
+	Class    string `msgpack:"class"`
+	Received uint64 `msgpack:"received"`
+	Running  uint64 `msgpack:"running"`
+}
+
+// servicesOf puts services into the form of the wire. Those of tenants with longer names than a
+// message takes are left out.
+func servicesOf(all []fair.Service) (services []tenantService) {
+	for _, s := range all {
+		if len(s.Tenant) <= idLimit {
+			services = append(services, tenantService{s.Tenant, s.Class.String(), uint64(min(s.Received, maxService)), uint64(min(s.Running, maxService))})
+		}
+	}
+	return services
+}
+
+// maxService is more than counts of a service, ms.
+const maxService = 1 << 40
+
+// services returns the services of a message. Those of classes that are unknown here say nothing.
+func (m *ownMessage) services() (all []fair.Service) {
+	for _, s := range m.Service {
+		if class, ok := fair.ClassOf(s.Class); ok {
+			all = append(all, fair.Service{Tenant: s.Tenant, Class: class, Received: float64(s.Received), Running: float64(s.Running)})
+		}
+	}
+	return all
 }
 
 // encode writes a message as rmp_serde's to_vec_named does.
@@ -349,6 +384,19 @@ func decodeOwn(text []byte) (m ownMessage, err error) {
 			return err
 		}},
 		field{"milliseconds", uintTo(uint64(math.MaxInt64/time.Millisecond), &m.Milliseconds)},
+		field{"service", func(value []byte) error {
+			return eachItem(value, fair.MostTold, func(value []byte) error {
+				var s tenantService
+				err := readFields(value, 0,
+					field{"tenant", textTo(&s.Tenant)},
+					field{"class", textTo(&s.Class)},
+					field{"received", uintTo(math.MaxUint64, &s.Received)},
+					field{"running", uintTo(math.MaxUint64, &s.Running)},
+				)
+				m.Service = append(m.Service, s)
+				return err
+			})
+		}},
 	)
 	if err == nil && (m.Router == 0 || m.Kind == "" || (m.Kind == kindEjection || m.Kind == kindStored) && m.Worker == nil || len(m.Sums) != 0 && len(m.Sums) != buckets) {
 		err = errShape

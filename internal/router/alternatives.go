@@ -30,7 +30,7 @@ func (r *Router) alternatives(p *prompt, chosen kv.WorkerKey, now time.Time) []k
 		}
 		var c policy.Candidate
 		r.candidate(&c, p, i, now)
-		found = append(found, alternative{*t, r.uncached(p.tokens, &c) + sessionWork(&c.Load)})
+		found = append(found, alternative{*t, r.uncached(p.tokens, &c) + sessionWork(c.Load)})
 	}
 	slices.SortStableFunc(found, func(a, b alternative) int { return cmp.Compare(a.work, b.work) })
 	targets := make([]kv.Target, 0, p.Alternatives)

@@ -329,8 +329,7 @@ func (r *Router) Loads() []WorkerLoad {
 	var list []WorkerLoad
 	for key, entry := range r.loads.byWorker {
 		if _, up := r.target(key); up || entry.InFlight > 0 {
-			var load policy.Load
-			entry.asOf(now, &load)
+			load := entry.asOf(now)
 			list = append(list, WorkerLoad{Key: key, PotentialPrefillTokens: load.PrefillTokens, PotentialDecodeBlocks: load.ActiveBlocks, ActiveRequests: load.InFlight, Role: entry.role})
 		}
 	}

@@ -52,12 +52,27 @@ func (r *Router) collect(p *prompt, now time.Time) error {
 	return nil
 }
 
+// prefer leaves the candidates that are good, in their order, or all if none is. others: some are
+// left out.
+func (r *Router) prefer(good func(*policy.Candidate) bool) (others bool) {
+	kept := r.candidates[:0]
+	for i := range r.candidates { // kept is behind it
+		if c := &r.candidates[i]; good(c) {
+			kept = append(kept, *c)
+		}
+	}
+	if len(kept) == 0 || len(kept) == len(r.candidates) {
+		return false
+	}
+	r.candidates = kept
+	return true
+}
+
 // busy reports whether all ranks of a worker are beyond a threshold.
 func (r *Router) busy(worker uint64, now time.Time) bool {
 	at, _ := r.target(kv.WorkerKey{Worker: worker})
 	for ; at < len(r.targets) && r.targets[at].Key.Worker == worker; at++ {
-		var load policy.Load
-		if r.targetLoads[at].asOf(now, &load); !r.settings.BusyThresholds.exceeded(&r.targets[at], &load) {
+		if load := r.targetLoads[at].asOf(now); !r.settings.BusyThresholds.exceeded(&r.targets[at], load) {
 			return false
 		}
 	}
@@ -95,7 +110,7 @@ func (r *Router) candidate(c *policy.Candidate, p *prompt, at int, now time.Time
 	if c.Pull.Blocks != 0 {
 		c.Pull = policy.Pull{}
 	}
-	r.targetLoads[at].asOf(now, &c.Load)
+	c.Load = r.targetLoads[at].asOf(now)
 	if p.Cached != nil {
 		c.Overlap = *p.Cached / r.blockSize
 	} else if m := p.matched(c.Target.Key); m != nil {

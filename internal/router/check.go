@@ -107,10 +107,17 @@ func (r *Router) Check() error {
 		if load.served > served[w] {
 			return fmt.Errorf("worker %v serves %d tokens to others, which pull %d", w, load.served, served[w])
 		}
+		fetching := 0
 		for _, p := range c.prefills {
 			if !slices.Contains(load.Prefills, p) {
 				return fmt.Errorf("worker %v lacks prompt %v", w, p)
 			}
+			if p.Fetches() {
+				fetching++
+			}
+		}
+		if load.Fetching != fetching {
+			return fmt.Errorf("worker %v: %d prompts are counted that are fetched, %d are", w, load.Fetching, fetching)
 		}
 		excess := 0.0
 		for h, weight := range load.weights {

@@ -93,6 +93,8 @@ const (
 	excludedSession   = "session"             // the request's session stays with another one
 	excludedTrial     = "trial"               // an ejected one gets the request on trial
 	excludedSlowStart = "slow_start"          // its share is still growing
+	excludedFull      = "no_seat"             // its engine runs as many requests as it can, and others could run this one
+	excludedObjective = "objective"           // it is predicted to miss an objective of the request, and others are not
 	excludedFailing   = "failing"             // too many fail to eject it, and others fail less
 )
 
@@ -196,7 +198,7 @@ func (r *Router) receiptCandidates(p *prompt, e *policy.Explanation, trial bool,
 			var c policy.Candidate
 			r.candidate(&c, p, i, now)
 			line := r.receiptCandidate(p, &c)
-			line.Excluded = r.exclusion(p, t, trial, now)
+			line.Excluded = r.exclusion(p, &c, trial, now)
 			list = append(list, line)
 			continue
 		}
@@ -228,8 +230,9 @@ func (r *Router) receiptCandidate(p *prompt, c *policy.Candidate) ReceiptCandida
 	return line
 }
 
-// exclusion says why t is no candidate for p; trial: because another one is on trial.
-func (r *Router) exclusion(p *prompt, t *kv.Target, trial bool, now time.Time) string {
+// exclusion says why c is no candidate for p; trial: because another one is on trial.
+func (r *Router) exclusion(p *prompt, c *policy.Candidate, trial bool, now time.Time) string {
+	t := c.Target
 	switch {
 	case p.Pinned != nil && *p.Pinned != t.Key:
 		return excludedPinned
@@ -261,6 +264,10 @@ func (r *Router) exclusion(p *prompt, t *kv.Target, trial bool, now time.Time) s
 		return excludedTrial
 	case r.outliers.IsBack(t.Key, now):
 		return excludedSlowStart
+	case p.seated && !hasSeat(c.Load):
+		return excludedFull
+	case p.keeps:
+		return excludedObjective
 	}
 	return excludedFailing
 }

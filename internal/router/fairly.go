@@ -42,6 +42,35 @@ func shed(late time.Duration) error {
 // mostRetryAfter bounds what a client is told: the load may be another by then.
 const mostRetryAfter = 10 * time.Minute
 
+// Charging is what a tenant is charged for. Everything but ByWork is for comparison, in
+// simulations.
+type Charging int
+
+const (
+	// ByWork charges the time of the workers: of what they computed.
+	ByWork Charging = iota
+	// ByPrompt charges the tokens of the prompt, whether they are cached or not, as if they had
+	// to be computed.
+	ByPrompt
+	// ByRequest charges every request the same, so that tenants take turns.
+	ByRequest
+)
+
+// requestCost is what ByRequest charges, ms.
+const requestCost = 100
+
+// cost returns what a tenant is charged, ms, for a request of which so many tokens are computed
+// of a prompt of that many, and so many are answered.
+func (c Charging) cost(uncached, prompt, answered float64, is price) float64 {
+	switch c {
+	case ByPrompt:
+		return prompt * is.prompt
+	case ByRequest:
+		return requestCost
+	}
+	return uncached*is.prompt + answered*is.answer
+}
+
 // price is the time of a worker that a token takes, ms.
 type price struct{ prompt, answer float64 }
 
@@ -66,21 +95,21 @@ func (r *Router) answerOf(p *prompt) float64 {
 }
 
 // charge charges the tenant of p for what it is predicted to cost on the candidate, where b
-// has been booked.
+// is about to be booked.
 func (r *Router) charge(b *Booking, p *prompt, c *policy.Candidate) {
 	b.price = r.priceOn(p, c)
 	b.expects = r.answerOf(p)
-	b.charge = r.fair.Begin(p.Tenant, p.Class, b.promptCost()+b.expects*b.price.answer)
+	b.charge = r.fair.Begin(p.Tenant, p.Class, b.costOf(b.expects))
 }
 
-// promptCost is the cost of the prompt, ms: of what the engine has computed, once it has
-// reported that.
-func (b *Booking) promptCost() float64 {
+// costOf returns what the tenant is charged for the request with an answer of that many tokens,
+// ms: of the prompt for what the engine has computed, once it has reported that.
+func (b *Booking) costOf(answered float64) float64 {
 	uncached := b.uncached
 	if b.cached >= 0 && b.leg != kv.LegDecode {
 		uncached = max(0, b.prompt-b.cached*b.router.blockSize)
 	}
-	return float64(uncached) * b.price.prompt
+	return b.router.settings.Charging.cost(float64(uncached), float64(b.prompt), answered, b.price)
 }
 
 // answerStep is after how many tokens of an answer its tenant is charged again.
@@ -104,7 +133,7 @@ func (b *Booking) Answered(tokens int) {
 		return
 	}
 	b.answered = max(b.answered, tokens)
-	b.charge.Set(b.promptCost() + max(b.expects, float64(b.answered))*b.price.answer)
+	b.charge.Set(b.costOf(max(b.expects, float64(b.answered))))
 }
 
 // settle makes the charge of a request that ends what its workers did. What a worker failed
@@ -118,7 +147,7 @@ func (b *Booking) settle(how policy.Ending, output int) {
 	case how == policy.Finished && output == 0 && b.answered == 0:
 		answer = b.expects // it is not known
 	}
-	b.charge.End(b.promptCost() + answer*b.price.answer)
+	b.charge.End(b.costOf(answer))
 }
 
 // enqueueFairly is enqueue for a fair queue.
@@ -133,9 +162,10 @@ func (r *Router) enqueueFairly(p *prompt, now time.Time) (*waiter, error) {
 	w := &waiter{prompt: *p, since: now, decided: make(chan waitResult, 1)}
 	jump := time.Duration(min(max(0, p.PriorityJump), BookingExpiry.Seconds()) * float64(time.Second))
 	w.item = &fair.Item[*waiter]{
-		Value: w, Tenant: p.Tenant, Class: p.Class, Cost: float64(least)*price.prompt + r.answerOf(p)*price.answer,
+		Value: w, Tenant: p.Tenant, Class: p.Class, Cost: r.settings.Charging.cost(float64(least), float64(p.tokens), r.answerOf(p), price),
 		Priority: p.StrictPriority, Since: now, Deadline: p.Deadline, Jump: jump,
 	}
+	r.want(w, now)
 	if p.Sheddable && !p.Deadline.IsZero() {
 		if late := now.Add(r.firstTokenIn(w.item, least, now)).Sub(p.Deadline); late > 0 {
 			return nil, shed(late)
@@ -156,7 +186,7 @@ func (r *Router) enqueueFairly(p *prompt, now time.Time) (*waiter, error) {
 func (r *Router) firstTokenIn(it *fair.Item[*waiter], uncached int, now time.Time) time.Duration {
 	room := time.Duration(-1)
 	for i := range r.candidates {
-		if wait := r.forecast.Wait(now, &r.candidates[i].Load); room < 0 || wait < room {
+		if wait := r.forecast.Wait(now, r.candidates[i].Load); room < 0 || wait < room {
 			room = wait
 		}
 	}
@@ -170,48 +200,40 @@ func (r *Router) dispatchFairly(now time.Time) {
 		return
 	}
 	var blocked []alike
+	room, enters := true, [len(fair.Classes)]bool{} // as of the last item that went
 	r.fair.Walk(func(it *fair.Item[*waiter], must bool) fair.Verdict {
 		w := it.Value
-		if !r.anyCapacity(now) {
+		if room = room || r.anyCapacity(now); !room {
 			return fair.Stop
+		}
+		if r.tooLate(w, now) {
+			w.shed(now)
+			return fair.Taken
+		}
+		if class := w.prompt.Class; !enters[class.Place()] {
+			if r.seatsAreKept(class, now) {
+				return fair.PassClass
+			}
+			enters[class.Place()] = true
 		}
 		kind := w.prompt.alike()
 		if slices.Contains(blocked, kind) {
 			return fair.Kept
 		}
-		if w.late(now) && !r.anyIdle(&w.prompt) {
-			w.tell(waitResult{err: shed(now.Sub(w.prompt.Deadline))})
-			return fair.Taken
+		if !must && r.stillWants(w, now) {
+			return r.yields(w, now)
 		}
-		switch r.decide(w, must, now) {
-		case fair.Taken:
-			return fair.Taken
-		case fair.Later:
-			return fair.Later
-		}
-		if kind.known {
+		// What has been stored and removed since it came decides where it belongs.
+		w.prompt.matches, w.prompt.next = r.match(w.prompt.matches[:0], &w.prompt, r.parts()), 0
+		v := r.decide(w, must, now)
+		switch {
+		case v == fair.Taken:
+			room, enters = false, [len(fair.Classes)]bool{}
+		case v == fair.Kept && kind.known:
 			blocked = append(blocked, kind)
 		}
-		return fair.Kept
+		return v
 	})
-}
-
-// leastMissed is how many tokens fewer a full worker has to compute for which a request would
-// rather wait.
-const leastMissed = 256
-
-// missesPrefix reports whether a candidate without capacity has more of p cached than all those
-// that have.
-func (r *Router) missesPrefix(p *prompt, now time.Time) bool {
-	best, there := p.tokens, p.tokens
-	for i := range r.candidates {
-		c := &r.candidates[i]
-		uncached := r.uncached(p.tokens, c)
-		if best = min(best, uncached); uncached < there && r.hasCapacity(c, now) {
-			there = uncached
-		}
-	}
-	return there-best >= leastMissed
 }
 
 // alike says what a request needs of a worker. Where one finds no room, those that are alike
@@ -237,6 +259,9 @@ func (w *waiter) late(now time.Time) bool {
 	return w.prompt.Sheddable && !w.prompt.Deadline.IsZero() && now.After(w.prompt.Deadline)
 }
 
+// shed tells a request that is late that it is shed.
+func (w *waiter) shed(now time.Time) { w.tell(waitResult{err: shed(now.Sub(w.prompt.Deadline))}) }
+
 // anyIdle reports whether a worker that could serve p has nothing to do.
 func (r *Router) anyIdle(p *prompt) bool {
 	for i := range r.targets {
@@ -260,18 +285,38 @@ func (r *Router) looks(w *waiter) (look <-chan time.Time, stop func()) {
 	return w.look.C, func() { w.look.Stop() }
 }
 
+// lookPause is the time between two looks of a request: all that wait look about once in lookEvery
+// together.
+func (r *Router) lookPause() time.Duration { return lookEvery * time.Duration(max(1, r.fair.Len())) }
+
 // lookForRoom gives those that wait room that has come with time, and sheds w if it has
-// become too late. All that wait look about once in lookEvery together.
+// become too late.
 func (r *Router) lookForRoom(w *waiter) {
 	r.mu.Lock()
 	defer r.unlock()
 	now := r.now()
 	r.dispatchFairly(now)
-	if w.late(now) && !r.anyIdle(&w.prompt) && r.fair.Remove(w.item) {
-		w.tell(waitResult{err: shed(now.Sub(w.prompt.Deadline))})
+	if r.shedLate(w, now) {
 		return
 	}
-	w.look.Reset(lookEvery * time.Duration(max(1, r.fair.Len())))
+	pause := r.lookPause()
+	if left := w.prompt.Deadline.Sub(now); w.prompt.Sheddable && left > 0 {
+		pause = min(pause, max(left, lookEvery)) // dispatchFairly does not look at all that wait
+	}
+	w.look.Reset(pause)
+}
+
+// tooLate reports whether a request that waits is to be shed: it can no longer be in time, and no
+// worker is idle.
+func (r *Router) tooLate(w *waiter, now time.Time) bool { return w.late(now) && !r.anyIdle(&w.prompt) }
+
+// shedLate takes a request that is tooLate out of the queue, and reports whether it did.
+func (r *Router) shedLate(w *waiter, now time.Time) bool {
+	if !r.tooLate(w, now) || !r.fair.Remove(w.item) {
+		return false
+	}
+	w.shed(now)
+	return true
 }
 
 // Tenants returns the tenants that have requests in the queue or in flight; none where the

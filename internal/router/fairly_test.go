@@ -74,6 +74,21 @@ func goes(t testing.TB, full *Booking, all []*queued) (which int, next *Booking)
 	return which, d.Booking
 }
 
+// orderOf has the requests wait for the only worker, and returns the order in which they go.
+func orderOf(t testing.TB, r *Router, requests ...Request) string {
+	t.Helper()
+	full := occupy(t, r, 0, 16)
+	all := park(t, r, requests...)
+	var order []string
+	for range requests {
+		var which int
+		which, full = goes(t, full, all)
+		order = append(order, fmt.Sprint(which))
+	}
+	full.End()
+	return strings.Join(order, " ")
+}
+
 func TestFairQueueOrders(t *testing.T) {
 	class := func(r Request, c fair.Class) Request { r.Class = c; return r }
 	for name, test := range map[string]struct {
@@ -89,16 +104,7 @@ func TestFairQueueOrders(t *testing.T) {
 	} {
 		t.Run(name, func(t *testing.T) {
 			r, _ := newFairRouter(t, 1)
-			full := occupy(t, r, 0, 16)
-			all := park(t, r, test.requests...)
-			var order []string
-			for range test.requests {
-				var which int
-				which, full = goes(t, full, all)
-				order = append(order, fmt.Sprint(which))
-			}
-			full.End()
-			if got := strings.Join(order, " "); got != test.want {
+			if got := orderOf(t, r, test.requests...); got != test.want {
 				t.Errorf("order %s, want %s", got, test.want)
 			}
 			if err := r.Check(); err != nil {
@@ -158,6 +164,26 @@ func TestCachedPromptsCostLittle(t *testing.T) {
 	full.End()
 	if served["cached"] != 7 || served["new"] != 1 {
 		t.Errorf("served %v of the first 8", served)
+	}
+}
+
+// TestWhatATenantIsChargedFor: costs of a prompt of 100 tokens, 10 of them not cached, with an
+// answer of 5.
+func TestWhatATenantIsChargedFor(t *testing.T) {
+	for c, want := range map[Charging]float64{ByWork: 10*0.5 + 5*2, ByPrompt: 100 * 0.5, ByRequest: requestCost} {
+		if got := c.cost(10, 100, 5, price{prompt: 0.5, answer: 2}); got != want {
+			t.Errorf("charging %d: %v ms, want %v", c, got, want)
+		}
+	}
+}
+
+// TestTurnsOfRequests: charged by request, tenants take turns, whatever the length of their prompts.
+func TestTurnsOfRequests(t *testing.T) {
+	for c, want := range map[Charging]string{ByWork: "0 3 4 1 2", ByPrompt: "0 3 4 1 2", ByRequest: "0 3 1 4 2"} {
+		r, _ := newFairRouter(t, 1, func(k *Settings) { k.Charging = c })
+		if got := orderOf(t, r, tenant("a", 90), tenant("a", 90), tenant("a", 90), tenant("b", 20), tenant("b", 20)); got != want {
+			t.Errorf("charging %d: order %s, want %s", c, got, want)
+		}
 	}
 }
 
@@ -418,6 +444,70 @@ func TestPrefixesStayWhereTheyAre(t *testing.T) {
 	last.Booking.Finish(1)
 }
 
+// TestWaitingRequestsKnowWhatIsStoredMeanwhile: a request waits for a full worker that has computed
+// its prefix since it came, and no longer once that has removed it.
+func TestWaitingRequestsKnowWhatIsStoredMeanwhile(t *testing.T) {
+	r, clock := newFairRouter(t, 2)
+	full := [2]*Booking{occupy(t, r, 0, 16), occupy(t, r, 1, 16)}
+	prompt := testkit.Tokens(1, 2001)
+	long := Request{Tenant: fair.Tenant{Name: "a"}, Tokens: prompt, ExpectedOutput: 1}
+	short := tenant("a", 16)
+	short.Allowed = []uint64{0}
+	waits := park(t, r, long, short)
+	Hold(r, 1, prompt)
+	full[0].Finish(1)
+	first, err := waits[1].get(t)
+	if err != nil {
+		t.Fatal(err)
+	}
+	r.Index().Clear(kv.WorkerKey{Worker: 1})
+	clock.Advance(time.Second) // it looks again
+	first.Booking.Finish(1)
+	d, err := waits[0].get(t)
+	if err != nil || d.OverlapTokens != 0 {
+		t.Fatalf("%d cached tokens, %v", d.OverlapTokens, err)
+	}
+	d.Booking.Finish(1)
+	full[1].Finish(1)
+}
+
+// TestObjectivesEndTheWaitForAPrefix: at the last moment at which computing the prompt elsewhere is
+// in time, but not where it would be too late anyway.
+func TestObjectivesEndTheWaitForAPrefix(t *testing.T) {
+	for _, test := range []struct {
+		name   string
+		within time.Duration // beyond the time that computing takes
+		waits  bool
+	}{
+		{"none", 0, true},
+		{"there is time", 10 * time.Second, true},
+		{"the last moment", lastMoment / 2, false},
+		{"too late elsewhere", -lastMoment / 2, true},
+	} {
+		t.Run(test.name, func(t *testing.T) {
+			r, clock := newFairRouter(t, 2)
+			prompt := testkit.Tokens(1, 2001)
+			Hold(r, 1, prompt)
+			full := occupy(t, r, 1, 16)
+			p, _ := r.lookUp(Request{Tokens: prompt, ExpectedOutput: 1}, &workspace{})
+			w := &waiter{prompt: p, since: clock.Now()}
+			if test.within != 0 {
+				w.prompt.Deadline = clock.Now().Add(r.forecast.Alone(len(prompt)) + test.within)
+			}
+			if err := r.collect(&w.prompt, clock.Now()); err != nil {
+				t.Fatal(err)
+			}
+			if got := r.want(w, clock.Now()); got != test.waits || got && !r.stillWants(w, clock.Now()) {
+				t.Errorf("it waits: %t", got)
+			}
+			full.End()
+			if r.stillWants(w, clock.Now()) {
+				t.Error("its worker has room, and it does not look")
+			}
+		})
+	}
+}
+
 func TestReachableIsWhatTheBestEligibleWorkerHolds(t *testing.T) {
 	r := NewTestRouter(t, "round-robin", 3)
 	prompt := testkit.Tokens(1, 42)
@@ -530,8 +620,10 @@ func TestFairQueueServesEverybody(t *testing.T) {
 					r.targetLoads[at].Fill = 1
 				}
 			},
-			"down": func(t *rapid.T) { r.Down(worker(t)) },
-			"up":   func(t *rapid.T) { up(worker(t).Worker) },
+			"stored":  func(t *rapid.T) { Hold(r, worker(t).Worker, rapid.SampledFrom(prompts).Draw(t, "prompt")) },
+			"cleared": func(t *rapid.T) { r.Index().Clear(worker(t)) },
+			"down":    func(t *rapid.T) { r.Down(worker(t)) },
+			"up":      func(t *rapid.T) { up(worker(t).Worker) },
 			"time": func(t *rapid.T) {
 				clock.Advance(time.Duration(rapid.IntRange(1, 20).Draw(t, "seconds")) * time.Second)
 				for _, w := range parked {
@@ -580,6 +672,7 @@ func TestFairQueueServesEverybody(t *testing.T) {
 func TestFairQueueSettings(t *testing.T) {
 	for want, change := range map[string]func(*Settings){
 		"--class-ttft urgent=1s: give interactive":                            func(k *Settings) { k.ClassTTFT = map[string]time.Duration{"urgent": time.Second} },
+		"--class-tpot batch=-1s: give interactive":                            func(k *Settings) { k.ClassTPOT = map[string]time.Duration{"batch": -time.Second} },
 		"--class-ttft batch=0s: give interactive":                             func(k *Settings) { k.ClassTTFT = map[string]time.Duration{"batch": 0} },
 		"--router-batch-share 1.5: give a share from 0 to 1":                  func(k *Settings) { k.RouterBatchShare = 1.5 },
 		"--router-batch-share NaN: give a share from 0 to 1":                  func(k *Settings) { k.RouterBatchShare = math.NaN() },
@@ -595,8 +688,40 @@ func TestFairQueueSettings(t *testing.T) {
 		}
 	}
 	knobs := testkit.Defaults[Settings]()
-	knobs.ClassTTFT = map[string]time.Duration{"batch": time.Hour}
-	if got := knobs.Objectives(); len(got) != 1 || got[fair.Batch] != time.Hour {
-		t.Errorf("%v", got)
+	knobs.ClassTTFT, knobs.ClassTPOT = map[string]time.Duration{"batch": time.Hour}, map[string]time.Duration{"interactive": time.Second}
+	if ttft, tpot := knobs.Objectives(); len(ttft) != 1 || ttft[fair.Batch] != time.Hour || len(tpot) != 1 || tpot[fair.Interactive] != time.Second {
+		t.Errorf("%v %v", ttft, tpot)
+	}
+}
+
+// BenchmarkFairQueueDispatches is a request that goes to the worker that holds its prefix and has
+// room again, while others wait for other workers, and one that begins to wait.
+func BenchmarkFairQueueDispatches(b *testing.B) {
+	const workers = 200
+	r, _ := newFairRouter(b, workers, func(s *Settings) { s.RouterQueueLimit = workers })
+	prompts, full := [workers][]uint32{}, [workers]*Booking{}
+	var went *Booking
+	var again int
+	wait := func(w int) {
+		p, d := r.lookUp(Request{Tokens: prompts[w], ExpectedOutput: 1}, &workspace{})
+		p.decided = func(d Decision, _ error) { went, again = d.Booking, w }
+		if _, err := r.schedule(&p, &d); err != nil {
+			b.Fatal(err)
+		}
+	}
+	for w := range prompts {
+		prompts[w] = testkit.Tokens(uint32(w)*2001, 2001)
+		Hold(r, uint64(w), prompts[w])
+		full[w] = occupy(b, r, uint64(w), 16)
+	}
+	for w := range prompts {
+		wait(w)
+	}
+	b.ReportAllocs()
+	for i := 0; b.Loop(); i = (i + 77) % workers {
+		full[i].End()
+		full[i] = occupy(b, r, uint64(i), 16)
+		went.End()
+		wait(again)
 	}
 }

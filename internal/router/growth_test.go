@@ -5,6 +5,7 @@ import (
 	"flag"
 	"fmt"
 	"os"
+	"runtime"
 	"slices"
 	"strconv"
 	"testing"
@@ -26,8 +27,8 @@ const (
 
 // growthSizes are the numbers of workers and of blocks that are measured.
 var (
-	growthWorkers = []int{8, 64, 512}
-	growthBlocks  = []int{10_000, 100_000, 1_000_000}
+	growthWorkers = []int{8, 64, 512, 4096}
+	growthBlocks  = []int{10_000, 100_000, 1_000_000, 10_000_000}
 
 	growthPolicies = []string{"work", "kv", "standalone"}
 )
@@ -63,6 +64,14 @@ func growthIndex(tb testing.TB, n, blocks int) *radix.Tree {
 		store(i%n, testkit.Prompt(uint64(i), growthPrompt))
 	}
 	return tree
+}
+
+// held is the number of blocks that all workers hold, a block of two workers twice.
+func held(tree *radix.Tree) (blocks int) {
+	for _, w := range tree.Workers() {
+		blocks += tree.Blocks(w)
+	}
+	return blocks
 }
 
 // growthRouter returns a router over n workers that are up, with two requests each:
@@ -108,8 +117,7 @@ func (g *growthTable) add(what string, workers, blocks int, value float64) {
 
 // TestGrowth is `make growth`: it appends to the file that $KVROUTER_GROWTH names how
 // costs grow with workers and blocks, as CSV. Times are CPU time, of several runs the
-// least: this machine does other things, too. With $KVROUTER_GROWTH_BLOCKS the index is
-// measured with so many blocks as well: 10,000,000 take 2 GB.
+// least: this machine does other things, too. 10 M blocks take 2 GB.
 func TestGrowth(t *testing.T) {
 	path := os.Getenv("KVROUTER_GROWTH")
 	if path == "" {
@@ -120,17 +128,9 @@ func TestGrowth(t *testing.T) {
 		t.Fatal(err)
 	}
 	defer file.Close()
-	sizes := growthBlocks
-	if text := os.Getenv("KVROUTER_GROWTH_BLOCKS"); text != "" {
-		largest, err := strconv.Atoi(text)
-		if err != nil {
-			t.Fatalf("KVROUTER_GROWTH_BLOCKS: %v", err)
-		}
-		sizes = append(slices.Clip(sizes), largest)
-	}
 	for _, n := range growthWorkers {
 		t.Run(fmt.Sprintf("workers=%d", n), func(t *testing.T) {
-			for _, blocks := range sizes {
+			for _, blocks := range growthBlocks {
 				(&growthTable{t, csv.NewWriter(file)}).index(n, blocks)
 			}
 		})
@@ -142,7 +142,7 @@ func (g *growthTable) index(n, blocks int) {
 	testkit.LiveHeap() // what was freed by it is gone after the second
 	before := testkit.LiveHeap()
 	tree := growthIndex(g.t, n, blocks)
-	g.add("index memory, MB", n, blocks, float64(testkit.LiveHeap()-before)/1e6)
+	g.add("index memory, bytes a block", n, blocks, float64(testkit.LiveHeap()-before)/float64(held(tree)))
 	if len(tree.Workers()) != n {
 		g.t.Fatal("the index lacks workers")
 	}
@@ -158,10 +158,10 @@ func (g *growthTable) index(n, blocks int) {
 	if err := flag.Set("test.benchtime", "0.1s"); err != nil {
 		g.t.Fatal(err)
 	}
-	g.add("lookup, us", n, blocks, least(func(b *testing.B) { benchLookup(b, n, blocks) }))
-	g.add("store and remove, us", n, blocks, least(func(b *testing.B) { benchStore(b, n, blocks) }))
+	g.add("lookup, us", n, blocks, least(func(b *testing.B) { benchLookup(b, tree, n) }))
+	g.add("store and remove, us", n, blocks, least(func(b *testing.B) { benchStore(b, tree, n) }))
 	for _, rule := range growthPolicies {
-		g.add("decision "+rule+", us", n, blocks, least(func(b *testing.B) { benchDecision(b, rule, n, blocks) }))
+		g.add("decision "+rule+", us", n, blocks, least(func(b *testing.B) { benchDecision(b, rule, tree, n) }))
 	}
 }
 
@@ -170,13 +170,13 @@ func (g *growthTable) index(n, blocks int) {
 func BenchmarkGrowthDecision(b *testing.B) {
 	for _, rule := range growthPolicies {
 		b.Run("policy="+rule, func(b *testing.B) {
-			eachGrowth(b, func(b *testing.B, n, blocks int) { benchDecision(b, rule, n, blocks) })
+			eachGrowth(b, func(b *testing.B, tree *radix.Tree, n int) { benchDecision(b, rule, tree, n) })
 		})
 	}
 }
 
-func benchDecision(b *testing.B, rule string, n, blocks int) {
-	r := growthRouter(b, rule, growthIndex(b, n, blocks), n)
+func benchDecision(b *testing.B, rule string, tree *radix.Tree, n int) {
+	r := growthRouter(b, rule, tree, n)
 	request := router.Request{Tokens: growthTokensOf(0), Model: "m"}
 	defer reportCPU(b)()
 	for b.Loop() {
@@ -191,8 +191,8 @@ func benchDecision(b *testing.B, rule string, n, blocks int) {
 // BenchmarkGrowthLookup looks the prompt up that all workers hold.
 func BenchmarkGrowthLookup(b *testing.B) { eachGrowth(b, benchLookup) }
 
-func benchLookup(b *testing.B, n, blocks int) {
-	tree, hot := growthIndex(b, n, blocks), kv.HashBlocks(nil, growthTokensOf(0), growthBlock, "", "")
+func benchLookup(b *testing.B, tree *radix.Tree, n int) {
+	hot := kv.HashBlocks(nil, growthTokensOf(0), growthBlock, "", "")
 	var matches []kv.Match
 	defer reportCPU(b)()
 	for b.Loop() {
@@ -207,8 +207,8 @@ func benchLookup(b *testing.B, n, blocks int) {
 // prompt is what is counted.
 func BenchmarkGrowthStore(b *testing.B) { eachGrowth(b, benchStore) }
 
-func benchStore(b *testing.B, n, blocks int) {
-	tree, local := growthIndex(b, n, blocks), testkit.Prompt(1<<40, growthPrompt)
+func benchStore(b *testing.B, tree *radix.Tree, n int) {
+	local := testkit.Prompt(1<<40, growthPrompt)
 	chain, engine := testkit.Chain(local), testkit.EngineHashes(local)
 	slices.Reverse(engine)
 	defer reportCPU(b)()
@@ -223,6 +223,24 @@ func benchStore(b *testing.B, n, blocks int) {
 	}
 }
 
+// BenchmarkGrowthBooks books the two requests of each worker. The memory is that of a
+// block in flight.
+func BenchmarkGrowthBooks(b *testing.B) {
+	for _, n := range growthWorkers {
+		b.Run(fmt.Sprintf("workers=%d", n), func(b *testing.B) {
+			index, bytes := growthIndex(b, n, 0), uint64(0)
+			defer reportCPU(b)()
+			for b.Loop() {
+				before := testkit.LiveHeap()
+				r := growthRouter(b, "work", index, n)
+				bytes += testkit.LiveHeap() - before
+				runtime.KeepAlive(r)
+			}
+			b.ReportMetric(float64(bytes)/float64(b.N)/float64(2*n*growthPrompt), "bytes/block")
+		})
+	}
+}
+
 // reportCPU begins to count the process's CPU time, which other processes disturb less
 // than the time by the clock; the function that it returns reports it.
 func reportCPU(b *testing.B) (end func()) {
@@ -231,10 +249,10 @@ func reportCPU(b *testing.B) (end func()) {
 	return func() { b.ReportMetric(float64((testkit.CPUTime()-began).Nanoseconds())/float64(b.N), "cpu-ns/op") }
 }
 
-func eachGrowth(b *testing.B, run func(b *testing.B, n, blocks int)) {
+func eachGrowth(b *testing.B, run func(b *testing.B, tree *radix.Tree, n int)) {
 	for _, n := range growthWorkers {
 		for _, blocks := range growthBlocks {
-			b.Run(fmt.Sprintf("workers=%d/blocks=%d", n, blocks), func(b *testing.B) { run(b, n, blocks) })
+			b.Run(fmt.Sprintf("workers=%d/blocks=%d", n, blocks), func(b *testing.B) { run(b, growthIndex(b, n, blocks), n) })
 		}
 	}
 }

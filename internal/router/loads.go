@@ -29,18 +29,21 @@ type loads struct {
 
 // workerLoad is a worker's load, its number in loads.active and its totals.
 type workerLoad struct {
-	policy.Load
 	number uint32
 	gone   bool // to be dropped with its last booking
 	role   kv.Role
-	done   tally
-	tally  time.Time // when done was brought up to date
+	policy.Load
+	done  tally
+	tally time.Time // when done was brought up to date
 
 	peaks [2]int    // most requests in flight in this span of peakSpan, and in the one before
 	since time.Time // this one began
 
 	passBefore time.Time // when the pass before that of Load.FirstToken gave first tokens; zero: there was none
 	ranBefore  int       // Running of the report before Published
+
+	probe     time.Duration // after which Load.Fill grows where no request waits in the engine
+	growsFrom time.Time     // the earliest time for that
 
 	served int // tokens that others pull from it now
 
@@ -68,9 +71,9 @@ func (l *workerLoad) adapters() *policy.Adapters {
 	return l.Adapters
 }
 
-// activeBlocks is the sum of all weights, rounded.
-func (l *workerLoad) activeBlocks() int {
-	return int(math.Round(float64(l.blocks) + l.excess + l.output))
+// sumBlocks sets ActiveBlocks to the sum of all weights, rounded.
+func (l *workerLoad) sumBlocks() {
+	l.ActiveBlocks = int(math.Round(float64(l.blocks) + l.excess + l.output))
 }
 
 // weigh sets the weight of a block.
@@ -168,7 +171,10 @@ func (l *loads) begin(b *Booking, now time.Time) {
 	} else {
 		load.PrefillTokens += b.uncached
 		b.queued = load.PrefillTokens
-		load.Prefills = append(load.Prefills, b.prefill())
+		prefill := b.prefill()
+		if load.Prefills = append(load.Prefills, prefill); prefill.Fetches() {
+			load.Fetching++
+		}
 	}
 	l.serves(b, 1)
 	l.activate(b.worker, b.sequence)
@@ -233,6 +239,9 @@ func (l *loads) firstToken(b *Booking, now time.Time) {
 	b.first, b.atFirst = now, load.done
 	load.PrefillTokens -= b.uncached
 	if i := b.among(load.Prefills); i >= 0 {
+		if load.Prefills[i].Fetches() {
+			load.Fetching--
+		}
 		load.Prefills = slices.Delete(load.Prefills, i, i+1)
 	}
 	if !b.answeredWhole {
@@ -255,14 +264,15 @@ func (l *loads) end(b *Booking, now time.Time) {
 		load.Remote--
 	}
 	load.ContextTokens -= b.prompt
-	load.output -= b.outputWeight
+	if load.output -= b.outputWeight; load.InFlight == 0 {
+		load.output = 0 // what rounding left
+	}
 	l.deactivate(b.worker, b.sequence)
 	l.unlink(b)
 	if b.id != "" {
 		delete(l.byID, b.id)
 	}
 	if load.InFlight == 0 {
-		load.output = 0 // what rounding left
 		l.drop(b.worker)
 	}
 }
@@ -282,6 +292,7 @@ func (l *loads) outputBlock(b *Booking, share *float64) {
 	}
 	load.output += weight - b.outputWeight
 	b.outputWeight = weight
+	load.sumBlocks()
 }
 
 // outcome sums up a request that is ending now with that many tokens, before end.
@@ -309,6 +320,7 @@ func (l *loads) activate(w kv.WorkerKey, sequence []uint64) {
 			load.blocks++
 		}
 	}
+	load.sumBlocks()
 }
 
 // deactivate undoes activate on w.
@@ -323,6 +335,7 @@ func (l *loads) deactivate(w kv.WorkerKey, sequence []uint64) {
 			load.weigh(h, 1)
 		}
 	}
+	load.sumBlocks()
 }
 
 // snapshot looks up what requests in flight have of a prompt, for activeOn.
@@ -339,20 +352,23 @@ func (l *loads) activeOn(load *workerLoad) int {
 
 // get returns w's load as of now; an unknown worker is idle.
 func (l *loads) get(w kv.WorkerKey, now time.Time) policy.Load {
-	var answer policy.Load
 	if load := l.byWorker[w]; load != nil {
-		load.asOf(now, &answer)
+		return *load.asOf(now)
 	}
-	return answer
+	return policy.Load{}
 }
 
-// asOf sets answer to the load as of now.
-func (l *workerLoad) asOf(now time.Time, answer *policy.Load) {
-	*answer = l.Load
-	answer.ActiveBlocks = l.activeBlocks()
-	if answer.Fresh = !l.At.IsZero() && now.Sub(l.At) < loadFreshFor; !answer.Fresh {
-		answer.Foreign = 0
+// asOf brings the load up to now and returns it, not a copy: the decision among
+// thousands of workers reads little of each. Only the router's lock keeps it as it is.
+func (l *workerLoad) asOf(now time.Time) *policy.Load {
+	fresh := !l.At.IsZero() && now.Sub(l.At) < loadFreshFor
+	if fresh != l.Fresh { // what is only read stays shared between processors
+		l.Fresh = fresh
 	}
+	if !fresh && l.Foreign != 0 {
+		l.Foreign = 0
+	}
+	return &l.Load
 }
 
 // silence forgets what w published: it is down, and its next incarnation starts
@@ -361,6 +377,7 @@ func (l *loads) silence(w kv.WorkerKey) {
 	if load := l.byWorker[w]; load != nil {
 		load.Published = policy.Published{}
 		load.Bumped, load.Foreign, load.Fill, load.Adapters = 0, 0, 0, nil
+		load.probe, load.growsFrom = 0, time.Time{}
 		load.gone = true
 		l.drop(w)
 	}

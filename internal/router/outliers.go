@@ -72,13 +72,7 @@ func (r *Router) preferWell(now time.Time) {
 			best = rate
 		}
 	}
-	kept := r.candidates[:0]
-	for _, c := range r.candidates { // kept is behind it
-		if !r.outliers.SuccessRate(c.Target.Key, now).Worse(best) {
-			kept = append(kept, c)
-		}
-	}
-	r.candidates = kept
+	r.prefer(func(c *policy.Candidate) bool { return !r.outliers.SuccessRate(c.Target.Key, now).Worse(best) })
 }
 
 // onTrial leaves one candidate with a trial due, if p may be it: the one that
@@ -185,6 +179,13 @@ func (r *Router) Outliers() (list []outlier.Record, panicking bool) {
 	r.mu.Lock()
 	defer r.unlock()
 	return r.outliers.Records(r.now()), r.outliers.Panic()
+}
+
+// Outlier returns the state of w; not ok: it is not up.
+func (r *Router) Outlier(w kv.WorkerKey) (record outlier.Record, ok bool) {
+	r.mu.Lock()
+	defer r.unlock()
+	return r.outliers.Record(w, r.now())
 }
 
 // Discredited returns the number of clients whose failures count against no worker now.

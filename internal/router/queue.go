@@ -32,7 +32,9 @@ type QueueSettings struct {
 	RouterQueueTimeout   time.Duration            `group:"Routing" default:"5m" help:"Maximum time in the queue; the request is then rejected."`
 	RouterQueueLimit     int                      `group:"Routing" default:"1024" help:"Maximum number of queued requests; further ones are rejected."`
 	RouterBatchShare     float64                  `group:"Routing" default:"0" placeholder:"SHARE" help:"Share of the workers' time, 0 to 1, that is kept for requests of class batch while they wait, with --router-queue-policy fair. 0: they use what the other classes leave."`
-	ClassTTFT            map[string]time.Duration `group:"Routing" name:"class-ttft" mapsep:"," placeholder:"CLASS=TIME" help:"Objective of the time to first token for requests without one of their own, by class: interactive, standard, batch. Comma-separated, such as interactive=1s,batch=10m. It orders the requests of a tenant with --router-queue-policy fair. Default: none."`
+	Charging             Charging                 `kong:"-"` // of a fair queue
+	ClassTTFT            map[string]time.Duration `group:"Routing" name:"class-ttft" mapsep:"," placeholder:"CLASS=TIME" help:"Objective of the time to first token for requests without one of their own, by class: interactive, standard, batch. Comma-separated, such as interactive=1s,batch=10m. Workers that are predicted to keep it are preferred, and with --router-queue-policy fair it orders the requests of a tenant. Default: none."`
+	ClassTPOT            map[string]time.Duration `group:"Routing" name:"class-tpot" mapsep:"," placeholder:"CLASS=TIME" help:"Objective of the time per output token after the first one for requests without one of their own, by class, such as interactive=40ms. Workers that are predicted to keep it are preferred. Default: none."`
 }
 
 // Queues reports whether requests can wait in the queue.
@@ -41,10 +43,27 @@ func (k QueueSettings) Queues() bool { return k.RouterQueueThreshold != nil || k
 // Fair reports whether the order of the queue is fair.
 func (k QueueSettings) Fair() bool { return k.RouterQueuePolicy == queueFair }
 
-// Objectives returns the objectives of the time to first token by class.
-func (k QueueSettings) Objectives() map[fair.Class]time.Duration {
-	all := make(map[fair.Class]time.Duration, len(k.ClassTTFT))
-	for name, objective := range k.ClassTTFT {
+// Objectives returns the objectives of the time to first token, and of that per further token, by
+// class.
+func (k QueueSettings) Objectives() (ttft, tpot map[fair.Class]time.Duration) {
+	return byClass(k.ClassTTFT), byClass(k.ClassTPOT)
+}
+
+// shortestTPOT returns the shortest objective of the time per further token of any class; 0: there
+// is none.
+func (k QueueSettings) shortestTPOT() (shortest time.Duration) {
+	for _, objective := range k.ClassTPOT {
+		if shortest == 0 || objective < shortest {
+			shortest = objective
+		}
+	}
+	return shortest
+}
+
+// byClass returns objectives by class instead of its name.
+func byClass(named map[string]time.Duration) map[fair.Class]time.Duration {
+	all := make(map[fair.Class]time.Duration, len(named))
+	for name, objective := range named {
 		if class, ok := fair.ClassOf(name); ok {
 			all[class] = objective
 		}
@@ -57,9 +76,14 @@ func (k QueueSettings) validate() error {
 	if t := k.RouterQueueThreshold; t != nil && !(*t >= 0) {
 		return fmt.Errorf("--router-queue-threshold %v: give a number of at least 0", *t)
 	}
-	for name, objective := range k.ClassTTFT {
-		if _, ok := fair.ClassOf(name); !ok || objective <= 0 {
-			return fmt.Errorf("--class-ttft %s=%s: give interactive, standard or batch, and more than 0, such as interactive=1s", name, objective)
+	for _, flag := range []struct {
+		name, such string
+		objectives map[string]time.Duration
+	}{{"--class-ttft", "interactive=1s", k.ClassTTFT}, {"--class-tpot", "interactive=40ms", k.ClassTPOT}} {
+		for name, objective := range flag.objectives {
+			if _, ok := fair.ClassOf(name); !ok || objective <= 0 {
+				return fmt.Errorf("%s %s=%s: give interactive, standard or batch, and more than 0, such as %s", flag.name, name, objective, flag.such)
+			}
 		}
 	}
 	switch {
@@ -93,6 +117,7 @@ type waiter struct {
 	since   time.Time
 	score   float64             // the higher go first, of those with one StrictPriority
 	item    *fair.Item[*waiter] // its place in a fair queue; nil: the queue is another
+	wants   wanted              // in a fair queue
 	look    *time.Timer         // of looks; nil: none
 	decided chan waitResult     // of one; where the prompt has decided, that is called instead
 }
@@ -129,7 +154,7 @@ func (r *Router) queueScore(p *prompt, uncached int, now time.Time) float64 {
 // hasCapacity reports whether a candidate may get one more request.
 func (r *Router) hasCapacity(c *policy.Candidate, now time.Time) bool {
 	if r.fair != nil && r.settings.RouterQueueThreshold == nil {
-		return r.hasRoom(c.Target, &c.Load, now)
+		return r.hasRoom(c.Target, c.Load, now)
 	}
 	threshold := r.settings.RouterQueueThreshold
 	return threshold == nil || c.Target.MaxBatchedTokens <= 0 || float64(c.Load.PrefillTokens) <= *threshold*float64(c.Target.MaxBatchedTokens)
@@ -144,7 +169,7 @@ func (r *Router) mustWait(p *prompt, now time.Time) bool {
 	}
 	for i := range r.candidates {
 		if r.hasCapacity(&r.candidates[i], now) {
-			return false
+			return r.fair != nil && r.seatsAreKept(p.Class, now)
 		}
 	}
 	return true
@@ -208,15 +233,15 @@ func (r *Router) dispatch(now time.Time) {
 	r.waiting = kept
 }
 
-// decide decides a waiting request, unless it has to wait on, or should wait for the worker that
-// holds its prefix and need not go now.
+// decide decides a waiting request, unless it has to wait on, or would rather wait for the worker
+// that holds its prefix and need not go now.
 func (r *Router) decide(w *waiter, must bool, now time.Time) fair.Verdict {
 	err := r.collect(&w.prompt, now)
 	switch {
 	case errors.Is(err, ErrBusy), err == nil && r.mustWait(&w.prompt, now):
 		return fair.Kept
-	case err == nil && !must && r.missesPrefix(&w.prompt, now):
-		return fair.Later
+	case err == nil && !must && r.want(w, now):
+		return r.yields(w, now)
 	}
 	result := waitResult{err: err}
 	if err != nil {
@@ -236,7 +261,7 @@ func (r *Router) anyCapacity(now time.Time) bool {
 	var c policy.Candidate
 	for i := range r.targets {
 		if c.Target = &r.targets[i]; !c.Target.Cordoned {
-			if r.targetLoads[i].asOf(now, &c.Load); r.hasCapacity(&c, now) {
+			if c.Load = r.targetLoads[i].asOf(now); r.hasCapacity(&c, now) {
 				return true
 			}
 			none = false
@@ -300,7 +325,11 @@ func (r *Router) lookUpAgain(w *waiter) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	w.prompt.matches, w.prompt.next = matches, 0
-	r.dispatch(r.now())
+	w.wants.until = time.Time{}
+	now := r.now()
+	if r.dispatch(now); r.fair != nil {
+		r.shedLate(w, now)
+	}
 }
 
 // Waiting is a request of RouteOrWait that is in the queue.

@@ -24,16 +24,32 @@ func passOf(t *kv.Target) int {
 // engine can. So the next pass is full before it begins, and what is more waits in the
 // router. A worker with nothing to do always has room.
 func (r *Router) hasRoom(t *kv.Target, load *policy.Load, now time.Time) bool {
-	requests := load.InFlight + load.Foreign
 	switch {
-	case requests == 0:
+	case load.InFlight+load.Foreign == 0:
 		return true
-	case load.Fresh && load.Fill > 0 && requests >= load.Fill:
+	case !hasSeat(load):
 		return false
 	case load.PrefillTokens < passOf(t):
 		return true
 	}
 	return r.pending(load, now) < passOf(t)
+}
+
+// hasSeat reports whether the engine of a worker with that load would run one more request
+// beside the others.
+func hasSeat(load *policy.Load) bool {
+	requests := load.InFlight + load.Foreign
+	return requests == 0 || !load.Fresh || load.Fill == 0 || requests < load.Fill
+}
+
+// preferSeats leaves those of the candidates whose engine would run the request, if there are any,
+// and reports whether others are left out. In the engine of another one it would wait for the end
+// of an answer, and nothing could go before it any more.
+func (r *Router) preferSeats() (others bool) {
+	if r.fair == nil || r.settings.RouterQueueThreshold != nil {
+		return false
+	}
+	return r.prefer(func(c *policy.Candidate) bool { return hasSeat(c.Load) })
 }
 
 // pending returns the uncached prompt tokens that a worker has yet to compute. The first
@@ -42,34 +58,89 @@ func (r *Router) hasRoom(t *kv.Target, load *policy.Load, now time.Time) bool {
 func (r *Router) pending(load *policy.Load, now time.Time) int {
 	tokens := load.PrefillTokens
 	for i := range load.Prefills {
-		if p := &load.Prefills[i]; p.AnsweredWhole && now.Sub(p.Sent) > r.forecast.Compute(p.Queued+p.Tokens) {
+		if p := &load.Prefills[i]; r.wasComputed(p, now) {
 			tokens -= p.Tokens
 		}
 	}
 	return tokens
 }
 
-// fillGrowth is the part by which the requests that a worker runs at once are taken to be
-// more where its engine keeps none waiting.
-const fillGrowth = 8
+// wasComputed reports whether a prompt is taken to have been computed, the answer to which
+// comes whole.
+func (r *Router) wasComputed(p *policy.Prefill, now time.Time) bool {
+	return p.AnsweredWhole && now.Sub(p.Sent) > r.forecast.Compute(p.Queued+p.Tokens)
+}
+
+const (
+	// fillGrowth is the part by which the requests that a worker runs at once are taken to be
+	// more where its engine keeps none waiting.
+	fillGrowth = 8
+	// fullCache is the share of an engine's cache from which on that is taken to be what keeps
+	// requests waiting, not a full batch.
+	fullCache = 0.75
+	// leastProbe and mostProbe bound the time after which one request more than the batch held
+	// before is tried.
+	leastProbe, mostProbe = time.Second, time.Minute
+)
 
 // learnRoom learns from a worker's second report in a row that requests wait in its engine how
-// many that runs at once. If their prompts would fit in a pass, and at least one of them was
-// there when the last passes over prompts began, these have left it out: the engine's batch or
-// cache is full with those that run. Of answers that come whole the passes are not known; then
-// no more may run than before. Where none waits with so many, more may be possible.
+// many that runs at once. The engine's batch or cache is full with those that run
+//
+//   - if no prompt was computed since the report before, though one was there that waits, or
+//   - if the prompts of those that wait would fit in a pass, and at least one of them was there
+//     when the last passes over prompts began: these have left it out. Of answers that come
+//     whole the passes are not known; then no more may run than before.
+//
+// Where none waits with so many, more may be possible.
 func (r *Router) learnRoom(at int, before policy.Published) {
 	load, now := r.targetLoads[at], r.now()
 	told := load.Published
 	switch requests := load.InFlight + load.Foreign; {
 	case told.Waiting == 0:
-		if load.Fill > 0 && requests >= load.Fill {
-			load.Fill += max(1, load.Fill/fillGrowth)
+		if load.Fill > 0 && requests >= load.Fill && !now.Before(load.growsFrom) {
+			load.growFill(now)
 		}
-	case before.Waiting == 0 || now.Sub(before.At) >= loadFreshFor || r.pending(&load.Load, now) >= passOf(&r.targets[at]):
-	case load.leftOut(told):
-		load.Fill = max(1, told.Running)
+	case before.Waiting == 0 || now.Sub(before.At) >= loadFreshFor:
+	case r.stands(load, before), r.pending(&load.Load, now) < passOf(&r.targets[at]) && load.leftOut(told):
+		load.setFill(max(1, told.Running, load.ranBefore), now)
 	}
+}
+
+// setFill sets how many requests a worker runs at once, as seen. The room of a batch is always
+// the same, and a request that is tried beyond it waits in the engine behind nobody's choice. So
+// the time to the next try doubles with each that fails. The room of a cache changes.
+func (l *workerLoad) setFill(ran int, now time.Time) {
+	switch {
+	case l.KVUsage >= fullCache:
+		l.probe = 0
+	case ran < l.Fill || l.probe == 0:
+		l.probe = min(max(4*l.probe, leastProbe), mostProbe)
+	}
+	l.Fill, l.growsFrom = ran, now.Add(l.probe)
+}
+
+// growFill lets a worker have more requests than it has been seen to run at once.
+func (l *workerLoad) growFill(now time.Time) {
+	if l.probe >= leastProbe {
+		l.Fill++
+	} else {
+		l.Fill += max(1, l.Fill/fillGrowth)
+	}
+	l.probe /= 2
+	l.growsFrom = now.Add(l.probe)
+}
+
+// stands reports whether a worker computed no prompt since the report before, though requests
+// that were there then wait: all prompts are those of requests that wait, and no first token came.
+func (r *Router) stands(load *workerLoad, before policy.Published) bool {
+	prompts, there := 0, false
+	for i := range load.Prefills {
+		if p := &load.Prefills[i]; !r.wasComputed(p, r.now()) {
+			prompts++
+			there = there || p.Sent.Before(before.At)
+		}
+	}
+	return there && prompts <= load.Waiting && !load.Load.FirstToken.After(before.At)
 }
 
 // leftOut reports whether requests wait that the last two passes over prompts have left out. An

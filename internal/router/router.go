@@ -60,10 +60,11 @@ type Request struct {
 
 	PinnedPrefill *kv.WorkerKey // as Pinned, for the prefill leg of a disaggregated request
 
-	Tenant    fair.Tenant // who is charged for it in a fair queue
-	Class     fair.Class  // its place there
-	Deadline  time.Time   // by which its first token should come; zero: none
-	Sheddable bool        // it may be refused where that is predicted to come too late
+	Tenant    fair.Tenant   // who is charged for it in a fair queue
+	Class     fair.Class    // its place there
+	Deadline  time.Time     // by which its first token should come; zero: none
+	TPOT      time.Duration // in which each further token should come; 0: none
+	Sheddable bool          // it may be refused where that is predicted to come too late
 
 	Prefix         hints.Prefix
 	ExpectedOutput int     // tokens of the answer; 0: unknown
@@ -200,6 +201,7 @@ type Router struct {
 	began       time.Time            // of the queue's clock: when a request first had to wait
 	waiting     []*waiter            // for a worker with capacity, the first to go at the front
 	fair        *fair.Queue[*waiter] // those that wait, in place of waiting; nil: the order is not fair
+	reserve     reserve              // of seats, by a fair queue
 	sharing     *Sharing             // with other routers; nil: none
 	decisions   uint64               // reported to a judged policy
 	cordoned    map[uint64]time.Time // by users, since when
@@ -231,6 +233,8 @@ type prompt struct {
 	shared    bool       // those that other requests have too count once
 	sequence  []uint64   // their sequence hashes, if shared
 
+	seated      bool   // its candidates are those whose engine would run it at once, and others are not
+	keeps       bool   // its candidates are those that are predicted to keep its objectives, and others are not
 	stays       bool   // its session's worker is the only candidate for that reason
 	sessionGoes string // what becomes of its session; empty: it has none, or nothing is decided
 
@@ -318,6 +322,10 @@ func (r *Router) Up(t kv.Target) {
 		r.assumes.SetCapacity(t.Key, t.TotalBlocks)
 	}
 	t.Cordoned = r.isCordoned(t.Key.Worker)
+	// Most workers have the same names: decisions read them in one place.
+	if i := slices.IndexFunc(r.targets, func(other kv.Target) bool { return slices.Equal(other.Models, t.Models) }); i >= 0 {
+		t.Models = r.targets[i].Models
+	}
 	at, found := r.target(t.Key)
 	load := r.loads.expect(t)
 	if found {
@@ -447,6 +455,13 @@ func (r *Router) ranksOf(worker uint64) []kv.Target {
 		end++
 	}
 	return r.targets[first:end]
+}
+
+// Ranks returns the ranks of a worker that are up, in order.
+func (r *Router) Ranks(worker uint64) []kv.Target {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	return slices.Clone(r.ranksOf(worker))
 }
 
 // Load returns the load of w.
@@ -579,7 +594,12 @@ func (r *Router) schedule(p *prompt, d *Decision) (*waiter, error) {
 		r.explainRefusal(p, d, err, now)
 		return nil, err
 	}
-	if r.mustWait(p, now) {
+	waits := r.mustWait(p, now)
+	if r.fair != nil && r.reserves(p) {
+		all, _, _ := r.seats(now)
+		r.reserve.learn(p.Class, waits, r.fair.RunningAfter(p.Class), all)
+	}
+	if waits {
 		return r.enqueue(p, now)
 	}
 	r.choose(p, d, now)
@@ -610,6 +630,8 @@ func (r *Router) choose(p *prompt, d *Decision, now time.Time) {
 	if p.Explain || r.explains(now) {
 		query.Explain = &policy.Explanation{Decision: query.Decision}
 	}
+	p.seated = r.preferSeats()
+	r.preferKeeping(p, &query)
 	at := r.policy.Choose(query, r.candidates, r.random)
 	p.sessionGoes = r.sessionGoes(p, r.candidates[at].Target, now)
 	if query.Explain != nil {
@@ -688,11 +710,11 @@ func (r *Router) book(p *prompt, c *policy.Candidate, now time.Time) *Booking {
 			b.sequence[i] = r.random.Uint64()
 		}
 	}
-	r.loads.bump(b.worker)
-	r.loads.begin(b, now)
 	if r.fair != nil {
 		r.charge(b, p, c)
 	}
+	r.loads.bump(b.worker)
+	r.loads.begin(b, now)
 	r.share(ChangeAdd, b)
 	return b
 }

@@ -44,6 +44,11 @@ func (r *Router) Wait() (wait time.Duration, up bool) {
 	if takes(kv.LegPrefill) && takes(kv.LegDecode) {
 		leg = kv.LegPrefill
 	}
+	return r.waitFor(leg, now)
+}
+
+// waitFor is Wait for a leg that computes prompts.
+func (r *Router) waitFor(leg kv.Leg, now time.Time) (wait time.Duration, up bool) {
 	workers, well := 0, false
 	for i := range r.targets {
 		t := &r.targets[i]
@@ -51,9 +56,7 @@ func (r *Router) Wait() (wait time.Duration, up bool) {
 		if !t.Takes(leg) || t.Unanswered || well && !in {
 			continue
 		}
-		var load policy.Load
-		r.targetLoads[i].asOf(now, &load)
-		w := r.forecast.Wait(now, &load)
+		w := r.forecast.Wait(now, r.targetLoads[i].asOf(now))
 		if workers == 0 || in && !well || w < wait {
 			wait = w
 		}
@@ -67,8 +70,80 @@ func (r *Router) Wait() (wait time.Duration, up bool) {
 	}
 	queued, longest := 0, time.Duration(0)
 	r.eachWaiting(func(w *waiter) {
+		if w.prompt.Leg == kv.LegDecode {
+			return // its prompt is computed
+		}
 		queued += w.prompt.tokens
 		longest = max(longest, now.Sub(w.since))
 	})
 	return max(wait+r.forecast.Compute(queued)/time.Duration(workers), longest), true
+}
+
+// SaturationOf returns the saturation of the workers of a role, where disaggregated requests have
+// a worker for each part: for RolePrefill as of Saturation, for RoleDecode the mean of their
+// decodeUse, times the requests that are there and wait in the router's queue to be decoded, by
+// those that are there. Not up: no such worker accepts requests.
+func (r *Router) SaturationOf(role kv.Role) (saturation float64, up bool) {
+	r.mu.Lock()
+	defer r.unlock()
+	now := r.now()
+	r.expire(now)
+	if role == kv.RolePrefill {
+		wait, up := r.waitFor(kv.LegPrefill, now)
+		return wait.Seconds() / r.settings.SaturationTarget.Seconds(), up
+	}
+	sum, workers, requests, well := 0.0, 0, 0, false
+	for i := range r.targets {
+		t := &r.targets[i]
+		in := !r.outliers.IsOut(t.Key, now)
+		if !t.Takes(kv.LegDecode) || t.Unanswered || well && !in {
+			continue
+		}
+		if in && !well {
+			sum, workers, requests, well = 0, 0, 0, true // those that are out count only where all are
+		}
+		load := r.targetLoads[i].asOf(now)
+		sum += r.decodeUse(t, load, now)
+		requests += load.InFlight + load.Foreign
+		workers++
+	}
+	if workers == 0 {
+		return 0, false
+	}
+	waiting := 0
+	r.eachWaiting(func(w *waiter) {
+		if w.prompt.Leg == kv.LegDecode {
+			waiting++
+		}
+	})
+	return sum / float64(workers) * float64(requests+waiting) / float64(max(1, requests)), true
+}
+
+// mostDecodeUse bounds decodeUse: more is a foreign number.
+const mostDecodeUse = 1000
+
+// decodeUse is how much of what a worker can decode is in use: 1 is all. It is the most of
+//   - the share of its KV cache, as published or as of the requests in flight; with a full cache,
+//     times the requests that wait in the engine and run, by those that run,
+//   - the requests there, by those that the engine runs at once, if that has been learned,
+//   - the predicted time per token, by the shortest objective of --class-tpot.
+func (r *Router) decodeUse(t *kv.Target, load *policy.Load, now time.Time) float64 {
+	use := 0.0
+	if t.TotalBlocks > 0 {
+		use = min(float64(load.ActiveBlocks)/float64(t.TotalBlocks), 1)
+	}
+	if load.Fresh && load.KVUsage > use { // not NaN
+		use = min(load.KVUsage, 1)
+	}
+	if load.Fresh && use >= fullCache && load.Running > 0 {
+		use *= float64(load.Running+load.Waiting) / float64(load.Running)
+	}
+	if load.Fill > 0 {
+		use = max(use, float64(load.InFlight+load.Foreign)/float64(load.Fill))
+	}
+	if objective := r.settings.shortestTPOT(); objective > 0 && load.InFlight+load.Foreign > 0 {
+		query := policy.Query{Now: now, BlockSize: r.blockSize, Leg: kv.LegDecode}
+		use = max(use, float64(r.forecast.TokenTime(&query, &policy.Candidate{Target: t, Load: load}))/float64(objective))
+	}
+	return min(max(use, 0), mostDecodeUse)
 }

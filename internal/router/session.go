@@ -204,11 +204,11 @@ func (r *Router) overloaded(at int, now time.Time) bool {
 	if factor == 0 || len(r.candidates) == 1 {
 		return false
 	}
-	own, others, work := sessionWork(&r.candidates[at].Load), 0, 0
+	own, others, work := sessionWork(r.candidates[at].Load), 0, 0
 	for i := range r.candidates {
 		if i != at && !r.outliers.IsOut(r.candidates[i].Target.Key, now) {
 			others++
-			work += sessionWork(&r.candidates[i].Load)
+			work += sessionWork(r.candidates[i].Load)
 		}
 	}
 	return others > 0 && own > sessionFloor && float64(own)*float64(others) > factor*float64(work)

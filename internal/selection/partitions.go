@@ -123,6 +123,19 @@ func (p *Partitions) list() map[uint64]registeredWorker {
 	return maps.Clone(p.registered)
 }
 
+// ranks counts the ranks of the registered workers with several ranks, except for one
+// worker.
+func (p *Partitions) ranks(but uint64) (ranks int) {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	for id, w := range p.registered {
+		if count := Given(w.spec.RankCount, 1); id != but && count > 1 {
+			ranks += int(count)
+		}
+	}
+	return ranks
+}
+
 // put stores a registered worker; not ok: there are maxRegistered others.
 func (p *Partitions) put(w registeredWorker) (ok bool) {
 	p.mu.Lock()

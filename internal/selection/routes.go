@@ -438,7 +438,10 @@ func loadAnswer(l router.WorkerLoad) workerLoads {
 func (s *Service) loads(c *gin.Context) {
 	of := map[uint64]events.Partition{}
 	order := []events.Partition{}
-	for _, r := range s.records(func(r WorkerRecord) bool { return inQuery(c, r.partition()) && r.Lifecycle != lifecycleIncomplete }) {
+	for _, r := range s.records(func(of events.Partition) bool { return inQuery(c, of) }) {
+		if r.Lifecycle == lifecycleIncomplete {
+			continue
+		}
 		of[r.WorkerID] = r.partition()
 		if !slices.Contains(order, r.partition()) {
 			order = append(order, r.partition())

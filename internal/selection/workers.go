@@ -334,8 +334,9 @@ func (r WorkerRecord) partition() events.Partition {
 	return events.Partition{Model: *r.ModelName, Group: *r.RoutingGroup}
 }
 
-// records returns the workers that want accepts (nil: all), sorted by partition and id.
-func (s *Service) records(want func(WorkerRecord) bool) []WorkerRecord {
+// records returns the workers of the partitions that want accepts (nil: all), sorted by
+// partition and id.
+func (s *Service) records(want func(events.Partition) bool) []WorkerRecord {
 	up := map[uint64]bool{}
 	for _, t := range s.models.Targets() {
 		up[t.Key.Worker] = !t.Cordoned
@@ -345,23 +346,19 @@ func (s *Service) records(want func(WorkerRecord) bool) []WorkerRecord {
 	failures := failuresOf(outliers)
 	records := []WorkerRecord{}
 	add := func(r WorkerRecord) {
-		if want == nil || want(r) {
+		if want == nil || want(r.partition()) {
 			records = append(records, r)
 		}
 	}
 	for _, status := range s.fleet.Workers() {
 		w, registered := waiting[status.ID]
 		delete(waiting, status.ID)
-		spec := w.spec.shown()
-		if !registered {
-			spec = s.specOf(status)
-		}
-		record := s.record(status, spec, up[status.ID])
+		record := s.record(status, w, registered, up[status.ID])
 		record.Failures = failures[status.ID]
 		add(record)
 	}
 	for _, w := range waiting {
-		add(WorkerRecord{WorkerID: w.id, workerSpec: w.spec.shown(), Lifecycle: lifecycleIncomplete, Reasons: w.missing, State: workers.StateConnecting})
+		add(w.incomplete())
 	}
 	slices.SortFunc(records, func(a, b WorkerRecord) int {
 		return cmp.Or(cmp.Compare(*a.ModelName, *b.ModelName), cmp.Compare(*a.RoutingGroup, *b.RoutingGroup), cmp.Compare(a.WorkerID, b.WorkerID))
@@ -394,7 +391,18 @@ func (s *Service) specOf(status workers.Status) workerSpec {
 	return spec
 }
 
-func (s *Service) record(w workers.Status, spec workerSpec, up bool) WorkerRecord {
+// incomplete returns the record of a worker that the fleet does not know.
+func (w registeredWorker) incomplete() WorkerRecord {
+	return WorkerRecord{WorkerID: w.id, workerSpec: w.spec.shown(), Lifecycle: lifecycleIncomplete, Reasons: w.missing, State: workers.StateConnecting}
+}
+
+// record returns the record of a worker of the fleet, without its failures. by is its
+// registration, if it is registered; up means that it may get requests.
+func (s *Service) record(w workers.Status, by registeredWorker, registered, up bool) WorkerRecord {
+	spec := by.spec.shown()
+	if !registered {
+		spec = s.specOf(w)
+	}
 	r := WorkerRecord{
 		WorkerID: w.ID, Name: w.Name, workerSpec: spec, Lifecycle: LifecycleSchedulable,
 		State: w.State, Engine: w.Engine, Predictions: w.Predictions, Speculation: w.Speculation, Exactness: w.Exactness, PID: w.PID, Restarts: w.Restarts, Generation: w.Generation,
@@ -439,12 +447,28 @@ func (r *WorkerRecord) add(load policy.Load) {
 	}
 }
 
-// recordOf returns the record of one worker.
+// recordOf returns the record of one worker, without a look at all others.
 func (s *Service) recordOf(id uint64) WorkerRecord {
-	for _, r := range s.records(func(r WorkerRecord) bool { return r.WorkerID == id }) {
-		return r
+	w, registered := s.partitions.get(id)
+	status, known := s.fleet.Worker(id)
+	if !known {
+		if registered {
+			return w.incomplete()
+		}
+		return WorkerRecord{WorkerID: id, Lifecycle: LifecycleUnschedulable}
 	}
-	return WorkerRecord{WorkerID: id, Lifecycle: LifecycleUnschedulable}
+	up := false
+	router := s.models.For(id).Router
+	var failures []outlier.Record
+	for _, t := range router.Ranks(id) {
+		up = !t.Cordoned
+		if record, ok := router.Outlier(t.Key); ok {
+			failures = append(failures, record)
+		}
+	}
+	record := s.record(status, w, registered, up)
+	record.Failures = failuresOf(failures)[id]
+	return record
 }
 
 // inQuery reports whether a partition matches the query parameters model_name and
@@ -456,7 +480,7 @@ func inQuery(c *gin.Context, of events.Partition) bool {
 }
 
 func (s *Service) listWorkers(c *gin.Context) {
-	c.JSON(http.StatusOK, s.records(func(r WorkerRecord) bool { return inQuery(c, r.partition()) }))
+	c.JSON(http.StatusOK, s.records(func(of events.Partition) bool { return inQuery(c, of) }))
 }
 
 // addQuery is a worker to register.
@@ -547,23 +571,12 @@ func (s *Service) registeredAt(c *gin.Context, id uint64) (w registeredWorker, o
 	if w, ok = s.partitions.get(id); ok {
 		return w, true
 	}
-	if slices.ContainsFunc(s.fleet.Workers(), func(status workers.Status) bool { return status.ID == id }) {
+	if _, known := s.fleet.Worker(id); known {
 		plainError(c, http.StatusConflict, fmt.Sprintf("worker %d: %v", id, workers.ErrWorkerTaken))
 	} else {
 		plainError(c, http.StatusNotFound, fmt.Sprintf("worker %d not found", id))
 	}
 	return w, false
-}
-
-// registeredRanks counts the ranks of the registered workers with several ranks, except
-// for one worker.
-func (s *Service) registeredRanks(but uint64) (ranks int) {
-	for id, w := range s.partitions.list() {
-		if count := Given(w.spec.RankCount, 1); id != but && count > 1 {
-			ranks += int(count)
-		}
-	}
-	return ranks
 }
 
 // setWorker registers a worker with the fleet if its spec is complete, and responds with
@@ -575,7 +588,7 @@ func (s *Service) setWorker(c *gin.Context, status int, w registeredWorker) {
 		return
 	}
 	w.missing = missing
-	if others := s.registeredRanks(w.id); len(registration.Ranks) > 1 && others+len(registration.Ranks) > maxRanksTogether {
+	if others := s.partitions.ranks(w.id); len(registration.Ranks) > 1 && others+len(registration.Ranks) > maxRanksTogether {
 		plainError(c, http.StatusServiceUnavailable, fmt.Sprintf("data_parallel_size: other workers have %d ranks; the maximum for all workers with several ranks is %d", others, maxRanksTogether))
 		return
 	}

@@ -12,6 +12,7 @@ import (
 
 	"kvrouter/internal/events"
 	"kvrouter/internal/kv"
+	"kvrouter/internal/probe"
 	"kvrouter/internal/testkit/routertest"
 	"kvrouter/internal/web"
 	"kvrouter/internal/workers"
@@ -224,5 +225,26 @@ func TestWorkersAreShownUnderNamesThatTheyTake(t *testing.T) {
 		if got := *s.specOf(workers.Status{Models: test.serves}).ModelName; got != test.want {
 			t.Errorf("--served-model-name %q, worker serves %q: shown as %q, want %q", test.flag, test.serves, got, test.want)
 		}
+	}
+}
+
+// BenchmarkRecordOf is what each registration costs beside n workers.
+func BenchmarkRecordOf(b *testing.B) {
+	for _, n := range []int{512, 4096} {
+		b.Run(fmt.Sprintf("workers=%d", n), func(b *testing.B) {
+			var attached []workers.Attached
+			for i := range n {
+				attached = append(attached, workers.Attached{Server: probe.Server{ID: uint64(i), URL: fmt.Sprintf("http://10.0.%d.%d:8000", i/256, i%256)}})
+			}
+			router := routertest.New(b, "kv", n)
+			fleet := workers.New(workers.Settings{Attached: attached}, workers.Deps{Index: router.Index(), Log: slog.New(slog.DiscardHandler)})
+			s := New(Settings{}, testDeps(router, fleet))
+			b.ReportAllocs()
+			for i := 0; b.Loop(); i++ {
+				if id := uint64(i % n); s.recordOf(id).Lifecycle != LifecycleSchedulable {
+					b.Fatalf("worker %d gets no requests", id)
+				}
+			}
+		})
 	}
 }

@@ -69,6 +69,7 @@ type gridPolicy struct {
 	SyntheticHints bool                  `default:"true" negatable:""`
 	TierEvents     bool                  `default:"true" negatable:""`
 	Pulls          bool                  `default:"true" negatable:""`
+	TenantCost     string                `default:"work" enum:"work,prompt,request"`
 }
 
 // gridRow is one load with what comes of it.
@@ -89,6 +90,7 @@ const (
 // gridFile is the file of --grid as YAML has it.
 type gridFile struct {
 	Traces   map[string]string `yaml:"traces"`   // name to file, from the grid's own folder
+	Tenants  map[string]string `yaml:"tenants"`  // name to what --tenants takes
 	Policies yaml.MapSlice     `yaml:"policies"` // name to a policy and its flags
 	Loads    yaml.MapSlice     `yaml:"loads"`    // name of a set to a list of loads
 	Limits   gridLimits        `yaml:"limits"`
@@ -135,6 +137,17 @@ func parseGrid(text []byte, folder string) (*grid, error) {
 		g.traces[name] = sync.OnceValues(func() ([]TraceRequest, error) { return ReadTrace(path) })
 	}
 	slices.Sort(names)
+	tenants := map[string][]*tenantGroup{}
+	for name, text := range file.Tenants {
+		if name == "" || strings.ContainsAny(name, " 0123456789.") {
+			return nil, fmt.Errorf("tenants %q: give it a name of one word without digits", name)
+		}
+		groups, err := parseTenants(strings.Split(text, ","))
+		if err != nil {
+			return nil, fmt.Errorf("tenants %s: %w", name, err)
+		}
+		tenants[name] = groups
+	}
 	for _, entry := range file.Policies {
 		p, err := parseGridPolicy(fmt.Sprint(entry.Key), fmt.Sprint(entry.Value))
 		if err != nil {
@@ -149,7 +162,7 @@ func parseGrid(text []byte, folder string) (*grid, error) {
 			return nil, fmt.Errorf("loads: %v is not a list of loads, such as [c32 chats]", entry.Key)
 		}
 		for _, text := range loads {
-			load, err := parseGridLoad(fmt.Sprint(text), names)
+			load, err := parseGridLoad(fmt.Sprint(text), names, tenants)
 			if err != nil {
 				return nil, err
 			}
@@ -179,6 +192,7 @@ func parseGridPolicy(label, text string) (gridPolicy, error) {
 	if err != nil {
 		return gridPolicy{}, fmt.Errorf("policy %s (%s): %w", label, text, err)
 	}
+	p.Routing.Charging = chargings[p.TenantCost]
 	return p, nil
 }
 
@@ -206,7 +220,7 @@ func (s Settings) runGrid(base Simulation, out, progress io.Writer) error {
 	if err != nil {
 		return err
 	}
-	given := gridPolicy{Name: "random", Scoring: base.Scoring, Index: base.Index, Routing: base.Routing, Retry: base.Retry, SyntheticHints: true, TierEvents: true, Pulls: true}
+	given := gridPolicy{Name: "random", Scoring: base.Scoring, Index: base.Index, Routing: base.Routing, Retry: base.Retry, SyntheticHints: true, TierEvents: true, Pulls: true, TenantCost: cmp.Or(s.TenantCost, "work")}
 	if !reflect.DeepEqual(defaults, given) {
 		return errors.New("--grid: set the flags of policies, the index, the queue and failing workers in the grid file, after each policy")
 	}

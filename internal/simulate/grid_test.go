@@ -41,7 +41,7 @@ func TestALoadIsWhatItsWordsSay(t *testing.T) {
 			return l.wants.Kinds == 4 && l.wants.Rate == 1 && s.Routers == 3 && s.UntoldCache && s.Engine.Blocks == 99
 		},
 	} {
-		l, err := parseGridLoad(text, []string{"conv", "synt"})
+		l, err := parseGridLoad(text, []string{"conv", "synt"}, nil)
 		if err != nil {
 			t.Error(err)
 		} else if run := l.on(base, 5); !check(l, run) {
@@ -59,7 +59,7 @@ func TestALoadThatCannotBeReadIsRefused(t *testing.T) {
 		"g3 c5 pd2": "pdP+D", "g3 c5 th": "a time", "g3 c5 th2": "a time", "g3 c5 th48h": "a time", "g3 c5 untold1": "no value", "g3 c5 #": "a seed", "g3 c5 #1,,2": "a seed",
 		"g3 c5 n10 burst6": "at most half", "g3 c5 w4 pd1+3": "w or pd", "g3 c5 n1048576 t1000": "1048576 at most", "g3 c5 p1.5": "whole number", "g3 r1e400": "a number",
 	} {
-		if _, err := parseGridLoad(text, []string{"conv"}); err == nil || !strings.Contains(err.Error(), says) {
+		if _, err := parseGridLoad(text, []string{"conv"}, nil); err == nil || !strings.Contains(err.Error(), says) {
 			t.Errorf("%q: %v, want %q", text, err, says)
 		}
 	}
@@ -70,7 +70,7 @@ func FuzzGridLoad(f *testing.F) {
 	f.Add("conv x2 pd2+6 lag50ms routers2 untold kv99")
 	f.Add("agents r1 s0 burst1 shifts9")
 	f.Fuzz(func(t *testing.T, text string) {
-		if l, err := parseGridLoad(text, []string{"conv"}); err == nil {
+		if l, err := parseGridLoad(text, []string{"conv"}, nil); err == nil {
 			run := l.on(Simulation{Workers: 8, Engine: testkit.Engine()}, 1)
 			if run.Workers < 1 || run.Workers > 1000 || run.Prefills >= run.Workers || run.Concurrency < 0 || !(run.Speedup > 0) || l.n < 1 && l.trace == "" {
 				t.Errorf("%q is %+v", text, run)
@@ -207,7 +207,7 @@ func TestKnownFiguresAreNotRunAgain(t *testing.T) {
 		changed[k] = figures
 	}
 	again, _ := gridTableOf(t, mustGrid(t, smallGrid), changed, 2)
-	if again[key].TTFT != 12345 || again[own] != table[own] {
+	if again[key].TTFT != 12345 || !reflect.DeepEqual(again[own], table[own]) {
 		t.Errorf("tuned %+v, work %+v of %+v", again[key], again[own], table[own])
 	}
 }
@@ -242,7 +242,7 @@ func TestRatiosAreToTheBestOfTheOthersInEachColumn(t *testing.T) {
 // TestStandardGridsCanBeRead holds the files of testdata, and that no load is in two.
 func TestStandardGridsCanBeRead(t *testing.T) {
 	seen := map[string]string{}
-	for name, least := range map[string]int{"grid.yaml": 70, "holdout.yaml": 30} {
+	for name, least := range map[string]int{"grid.yaml": 70, "holdout.yaml": 30, "tenants.yaml": 8} {
 		g, err := readGrid("../../testdata/grids/" + name)
 		if err != nil {
 			t.Fatal(err)
@@ -279,10 +279,65 @@ func TestAGridSaysWhatIsWrongWithItsFlags(t *testing.T) {
 	if err := (Settings{GridSettings: GridSettings{Grid: file, GridOf: "work"}}).Run(base, nil, nil, nil); err == nil || !strings.Contains(err.Error(), "in the grid file") {
 		t.Error(err)
 	}
-	for _, s := range []Settings{{Trace: "x"}, {Concurrency: 1}, {GridSettings: GridSettings{Jobs: -1}}} {
+	if err := (Settings{TenantCost: "prompt", GridSettings: GridSettings{Grid: file, GridOf: "work"}}).Run(simulation(nil, "", 64), nil, nil, nil); err == nil || !strings.Contains(err.Error(), "in the grid file") {
+		t.Error(err)
+	}
+	for _, s := range []Settings{{Trace: "x"}, {Concurrency: 1}, {Tenants: []string{"a:1"}}, {GridSettings: GridSettings{Jobs: -1}}} {
 		s.Grid = file
 		if err := s.Validate(); err == nil {
 			t.Errorf("%+v is taken", s)
 		}
+	}
+}
+
+// TestTenantsOfAGrid: a load names tenants of the file, and its runs report them.
+func TestTenantsOfAGrid(t *testing.T) {
+	const file = "tenants: {two: 'a:0.5,b:0.5'}\npolicies: {work: work, fair: work --router-queue-policy fair --tenant-cost request}\nloads: {chats: ['g5 c8 n20 w2 @two']}\n"
+	g, err := parseGrid([]byte(file), "")
+	if err != nil {
+		t.Fatal(err)
+	}
+	if g.policies[1].Routing.Charging != router.ByRequest || len(g.rows[0].load.tenants) != 2 {
+		t.Errorf("%+v, %+v", g.policies[1].Routing.QueueSettings, g.rows[0].load.tenants)
+	}
+	for text, want := range map[string]string{
+		strings.Replace(file, "@two", "@three", 1):      "@three",
+		strings.Replace(file, "two: 'a", "two2: 'a", 1): "without digits",
+		strings.Replace(file, "b:0.5", "b:0.5:loud", 1): "loud",
+	} {
+		if _, err := parseGrid([]byte(text), ""); err == nil || !strings.Contains(err.Error(), want) {
+			t.Errorf("%s: %v", text, err)
+		}
+	}
+	base := simulation(nil, "", 64)
+	var out bytes.Buffer
+	if err := g.run(base, nil, 0, 1, &out, io.Discard); err != nil {
+		t.Fatal(err)
+	}
+	row := g.rows[0]
+	for i, figures := range row.figures {
+		a, b := figures[0].Tenants[0], figures[0].Tenants[1]
+		if a.Tenant != "a" || b.Tenant != "b" || a.Requests == 0 || float64(a.Requests+b.Requests) != figures[0].Requests {
+			t.Errorf("%s: %+v, %+v of %v requests", g.policies[i].Label, a, b, figures[0].Requests)
+		}
+	}
+	for _, want := range []string{"policy  tenants     class  weight", "work      a*1  standard", "fair      b*1  standard"} {
+		if !strings.Contains(out.String(), want) {
+			t.Errorf("nothing of %q in\n%s", want, out.String())
+		}
+	}
+}
+
+// TestTenantCostsOfAGrid: each policy of a grid charges by its own --tenant-cost.
+func TestTenantCostsOfAGrid(t *testing.T) {
+	for text, want := range map[string]router.Charging{
+		"work": router.ByWork, "work --tenant-cost work": router.ByWork, "work --tenant-cost prompt": router.ByPrompt, "work --tenant-cost request": router.ByRequest,
+	} {
+		if p, err := parseGridPolicy("x", text); err != nil || p.Routing.Charging != want {
+			t.Errorf("%s: charges by %v, want %v; %v", text, p.Routing.Charging, want, err)
+		}
+	}
+	if _, err := parseGridPolicy("x", "work --tenant-cost answers"); err == nil || !strings.Contains(err.Error(), "--tenant-cost") {
+		t.Errorf("%v", err)
 	}
 }

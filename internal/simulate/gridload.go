@@ -8,6 +8,7 @@ import (
 	"slices"
 	"strconv"
 	"strings"
+	"sync"
 	"time"
 
 	"github.com/alecthomas/kong"
@@ -38,6 +39,7 @@ type gridLoad struct {
 	lag               time.Duration
 	routers           int
 	untold            bool
+	tenants           []*tenantGroup // none: there are none
 
 	// Of the tiers below the cache; 0: as the flags say.
 	hostBlocks, diskBlocks       int
@@ -50,8 +52,8 @@ const most = 1 << 20
 
 // parseGridLoad reads a load, which is one line of words: first the name of a trace,
 // agents, or gN for chats; then, in any order, a letter or a word with its value.
-// traces are the names that are known.
-func parseGridLoad(text string, traces []string) (gridLoad, error) {
+// traces are the names that are known, and so are those of tenants.
+func parseGridLoad(text string, traces []string, tenants map[string][]*tenantGroup) (gridLoad, error) {
 	l := gridLoad{text: text, routers: 1}
 	if err := cmp.Or(kong.ApplyDefaults(&l.shape), kong.ApplyDefaults(&l.wants)); err != nil {
 		return l, err
@@ -61,6 +63,9 @@ func parseGridLoad(text string, traces []string) (gridLoad, error) {
 		return l, fmt.Errorf("load %q is empty", text)
 	}
 	keys := l.commonWords()
+	for name, groups := range tenants {
+		keys["@"+name] = func(value string) error { l.tenants = groups; return nothing(value) }
+	}
 	switch {
 	case words[0] == gridAgents:
 		l.agents = true
@@ -252,6 +257,20 @@ func (l *gridLoad) requests(seed uint64, settings engine.Settings) ([]TraceReque
 	return SyntheticChat(l.shape, seed, longest)
 }
 
+// assigned are the requests with the load's tenants, if it has any.
+func (l *gridLoad) assigned(requests func() ([]TraceRequest, error), seed uint64) func() ([]TraceRequest, error) {
+	if len(l.tenants) == 0 {
+		return requests
+	}
+	return sync.OnceValues(func() ([]TraceRequest, error) {
+		all, err := requests()
+		if err == nil {
+			all = assignTenants(all, l.tenants, seed)
+		}
+		return all, err
+	})
+}
+
 // on returns the run of the load with what base says and it does not.
 func (l *gridLoad) on(base Simulation, seed uint64) Simulation {
 	run := base
@@ -264,6 +283,7 @@ func (l *gridLoad) on(base Simulation, seed uint64) Simulation {
 	run.EventLag = cmp.Or(l.lag, run.EventLag)
 	run.Routers = max(run.Routers, l.routers)
 	run.UntoldCache = run.UntoldCache || l.untold
+	run.Tenants = l.tenants
 	run.Tiers = l.tiers(base.Tiers)
 	if l.peerBandwidth > 0 {
 		run.Peers.Bandwidth, run.Peers.BytesPerToken = l.peerBandwidth, cmp.Or(base.Peers.BytesPerToken, tierBytes)

@@ -18,6 +18,8 @@ import (
 // seeds.
 type gridFigures struct {
 	Requests, Reuse, TTFT, TTFTP99, ITL, EndToEnd, EndToEndP99, OutputPerSec, Balance, Lost, Seconds float64
+
+	Tenants []TenantReport // of one run; nil: the load has none, or the figures are known from a file
 }
 
 // gridColumns are the columns of the tables, with their names on the screen and in
@@ -48,7 +50,7 @@ func figuresOf(r *Report) gridFigures {
 	return gridFigures{
 		Requests: float64(r.Requests), Reuse: r.Reuse, TTFT: r.TTFT.Mean, TTFTP99: r.TTFT.P99, ITL: r.ITL.Mean,
 		EndToEnd: r.EndToEnd.Mean, EndToEndP99: r.EndToEnd.P99, OutputPerSec: r.OutputPerSec,
-		Balance: busiest * float64(len(r.Balance)) / sum, Lost: r.LostShare(),
+		Balance: busiest * float64(len(r.Balance)) / sum, Lost: r.LostShare(), Tenants: r.Tenants,
 	}
 }
 
@@ -125,6 +127,19 @@ func (p *gridReport) row(row *gridRow) error {
 	fmt.Fprintln(table)
 	if err := table.Flush(); err != nil {
 		return err
+	}
+	if len(row.load.tenants) > 0 {
+		fmt.Fprintln(p.out)
+		var reports []*Report
+		for i, policy := range p.grid.policies {
+			for _, f := range row.figures[i] {
+				reports = append(reports, &Report{Policy: policy.Label, Tenants: f.Tenants})
+			}
+		}
+		writeTenants(table, reports)
+		if err := table.Flush(); err != nil {
+			return err
+		}
 	}
 	ttft, end := row.toBest(p.grid, p.of, ttftOf), row.toBest(p.grid, p.of, endToEndOf)
 	beyond := p.beyond(ttft, end)

@@ -73,6 +73,7 @@ func (g *grid) plan(base Simulation, known gridTable, of int) (runs []gridRun) {
 			if row.load.trace != "" {
 				requests = g.traces[row.load.trace]
 			}
+			requests = row.load.assigned(requests, seed)
 			for i, policy := range g.policies {
 				if figures, is := known[gridKey{row.load.text, policy.Label}]; is && i != of {
 					row.figures[i] = []gridFigures{figures}

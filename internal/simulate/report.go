@@ -265,7 +265,7 @@ func writeReports(out io.Writer, reports []*Report) error {
 
 // writeTenants adds a row for each policy and group of tenants, where there are any.
 func writeTenants(table io.Writer, reports []*Report) {
-	if len(reports[0].Tenants) == 0 {
+	if !slices.ContainsFunc(reports, func(r *Report) bool { return len(r.Tenants) > 0 }) {
 		return
 	}
 	fmt.Fprintln(table, "policy\ttenants\tclass\tweight\trequests\tlost\tcomputed tok\tout tok\tTTFT ms mean\tp50\tp99\te2e ms mean\tp50\tp99\t")
@@ -276,6 +276,30 @@ func writeTenants(table io.Writer, reports []*Report) {
 		}
 	}
 	fmt.Fprintln(table)
+	writeObjectives(table, reports)
+}
+
+// writeObjectives adds a row for each policy and group of tenants with an objective, where there
+// are any.
+func writeObjectives(table io.Writer, reports []*Report) {
+	titled := false
+	for _, r := range reports {
+		for _, t := range r.Tenants {
+			o := t.Objective
+			if o == nil {
+				continue
+			}
+			if !titled {
+				fmt.Fprintln(table, "policy\ttenants\tin time\tlate\tof all %\tshed\tshed late\tspared\tin time\tshed in vain %\t")
+				titled = true
+			}
+			fmt.Fprintf(table, "%s\t%s*%d\t%d\t%d\t%.1f\t%d\t%d\t%d\t%d\t%.1f\t\n", r.Policy, t.Tenant, t.Tenants,
+				o.Kept, o.Missed, 100*o.Goodput(t.Lost), o.Shed, o.ShedLate, o.Spared, o.SparedKept, 100*o.Wrong())
+		}
+	}
+	if titled {
+		fmt.Fprintln(table)
+	}
 }
 
 // writeTroubles prints the queue, lost requests and faults, where there was

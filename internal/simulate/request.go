@@ -25,6 +25,8 @@ const (
 	lostBusy     = "busy"
 	lostQueue    = "queue_full"
 	lostTimeout  = "queue_timeout"
+	lostShed     = "shed"   // its objective could not be kept
+	lostLimit    = "limit"  // its tenant had as many in flight as it may
 	lostFailed   = "failed" // its worker failed it, and it was not or could not be tried again
 	lostCut      = "cut"    // its answer broke off
 )
@@ -42,6 +44,8 @@ type simRequest struct {
 	router  int
 
 	waiting *router.Waiting // in the queue; nil: it is not
+	spared  bool            // it is served though it was to be shed
+	counts  bool            // in simulator.inFlight
 
 	tries   outlier.Tries
 	exclude []uint64          // workers that have failed it
@@ -61,6 +65,10 @@ func (s *simulator) send(request *TraceRequest) {
 		e.prior = s.prior(request)
 	}
 	s.budgets[e.router].Request("", s.clock())
+	if s.overLimit(e) {
+		s.lose(e, lostLimit)
+		return
+	}
 	s.attempt(e)
 }
 
@@ -85,6 +93,10 @@ func (s *simulator) question(e *simRequest) router.Request {
 	}
 	if t := e.request.tenant; t != nil {
 		asked.Tenant, asked.Class = t.Tenant, t.group.class
+		if t.group.objective > 0 {
+			asked.Deadline = epoch.Add(e.asked + t.group.objective)
+			asked.Sheddable = t.group.sheddable && !e.spared
+		}
 	}
 	if s.WithoutHints {
 		asked.Prefix = hints.Prefix{}
@@ -194,6 +206,12 @@ func (s *simulator) refused(e *simRequest, err error) {
 	}
 	why := lostNoWorker
 	switch {
+	case errors.Is(err, router.ErrShed):
+		if s.spares(e) {
+			s.attempt(e)
+			return
+		}
+		why = lostShed
 	case errors.Is(err, router.ErrBusy):
 		why = lostBusy
 	case errors.Is(err, router.ErrQueueFull):
@@ -266,6 +284,9 @@ func (s *simulator) lose(e *simRequest, why string) {
 // over ends a request; its conversation goes on, or ends.
 func (s *simulator) over(e *simRequest) {
 	s.done++
+	if e.counts {
+		s.inFlight[e.request.tenant]--
+	}
 	if next := e.request.Next; next != nil {
 		heap.Push(&s.coming, happening{at: s.now + e.request.Think, order: s.Workers + s.done, call: func() { s.send(next) }})
 	} else {

@@ -40,7 +40,8 @@ type Settings struct {
 	UntoldCache    bool     `help:"Workers do not report the size of their KV cache to the router."`
 	UntoldAdapters bool     `help:"The router does not know the LoRA adapters of requests (--synthetic-adapters)."`
 	Faults         []string `placeholder:"FAULT" help:"Comma-separated faults to inject, such as 'worker=2 at=60s for=30s kind=error rate=0.3'. kind: error (status 500), refuse (connection refused), hang (no answer) or slow. rate: share of failing requests, or remaining speed. Default: 1."`
-	Tenants        []string `placeholder:"TENANT" help:"Comma-separated tenants of the conversations, by chance: NAME[*COUNT]:SHARE[:weight=W][:class=CLASS][:absent], such as flood:0.84,light*8:0.16. COUNT tenants have SHARE of the conversations together, relative to the other shares. absent: their conversations are left out. The report has the times of each."`
+	Tenants        []string `placeholder:"TENANT" help:"Comma-separated tenants of the conversations, by chance: NAME[*COUNT]:SHARE[:weight=W][:class=CLASS][:ttft=TIME[:sheddable]][:limit=N][:absent], such as flood:0.84,light*8:0.16. COUNT tenants have SHARE of the conversations together, relative to the other shares. ttft: their objective of the time to first token; sheddable: requests that are predicted to miss it may be refused. limit: most requests in flight of one tenant; others are refused. absent: their conversations are left out. The report has the times of each."`
+	TenantCost     string   `default:"work" enum:"work,prompt,request" help:"What a fair queue charges tenants for, for comparison: ${enum} (the workers' time; prompt tokens, cached or not; each request the same, so that tenants take turns)."`
 	PrioritySettings
 	JSON         bool              `name:"json" help:"Print the results as JSON, one object per policy."`
 	Plot         string            `placeholder:"FILE" help:"HTML file for the distribution of the time to first token and the load of the workers."`
@@ -150,20 +151,23 @@ type simulator struct {
 	ledger  []*flight   // that were answered
 	err     error
 
-	budgets   []*outlier.Budget    // of the routers
-	later     int                  // calls of after
-	decided   []decidedRequest     // that have left the queue
-	waits     []float64            // in the queue, ms
-	lost      map[string]int       // requests, by why
-	lostBy    map[*tenantGroup]int // the same, of tenants
-	retried   int
-	denied    int // retries, for want of budget
-	faults    []*fault
-	drawFault *rand.Rand
-	priors    map[*TraceRequest]bool // turns to come of conversations that have begun
-	drawPrior *rand.Rand
-	drawPull  *rand.Rand
-	pulls     int // requests that were to pull
+	budgets    []*outlier.Budget    // of the routers
+	later      int                  // calls of after
+	decided    []decidedRequest     // that have left the queue
+	waits      []float64            // in the queue, ms
+	lost       map[string]int       // requests, by why
+	lostBy     map[*tenantGroup]int // the same, of tenants
+	objectives map[*tenantGroup]*ObjectiveReport
+	inFlight   map[*tenant]int // requests, of tenants with a limit
+	drawSpare  *rand.Rand
+	retried    int
+	denied     int // retries, for want of budget
+	faults     []*fault
+	drawFault  *rand.Rand
+	priors     map[*TraceRequest]bool // turns to come of conversations that have begun
+	drawPrior  *rand.Rand
+	drawPull   *rand.Rand
+	pulls      int // requests that were to pull
 }
 
 // worker is one simulated worker.
@@ -230,6 +234,7 @@ func (s Settings) Run(base Simulation, policies []string, out, progress *os.File
 	if s.Grid != "" {
 		return s.runGrid(base, out, progress)
 	}
+	base.Routing.Charging = chargings[s.TenantCost]
 	source, requests, torn, err := s.requests(base.Seed, base.Engine)
 	if err != nil {
 		return err
@@ -381,6 +386,9 @@ func newSimulator(s Simulation, choosers ...policy.Policy) *simulator {
 		random:     rand.New(rand.NewPCG(s.Seed, 3)),
 		lost:       map[string]int{},
 		lostBy:     map[*tenantGroup]int{},
+		objectives: map[*tenantGroup]*ObjectiveReport{},
+		inFlight:   map[*tenant]int{},
+		drawSpare:  rand.New(rand.NewPCG(s.Seed, 7)),
 		priors:     map[*TraceRequest]bool{},
 		drawPrior:  rand.New(rand.NewPCG(s.Seed, 4)),
 		drawPull:   rand.New(rand.NewPCG(s.Seed, 5)),
@@ -388,6 +396,11 @@ func newSimulator(s Simulation, choosers ...policy.Policy) *simulator {
 		workers:    make([]worker, s.Workers),
 		total:      total,
 		ledger:     make([]*flight, 0, total),
+	}
+	for _, g := range s.Tenants {
+		if g.objective > 0 {
+			run.objectives[g] = new(ObjectiveReport)
+		}
 	}
 	for i, chooser := range choosers {
 		index := router.NewIndex(s.Index, s.Policy, s.Scoring.Settings, s.Engine.BlockSize, run.clock)

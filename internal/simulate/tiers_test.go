@@ -85,7 +85,7 @@ func TestTheRouterPredictsWhatLowerTiersHave(t *testing.T) {
 }
 
 func TestLoadsOfAGridHaveTiers(t *testing.T) {
-	l, err := parseGridLoad("conv c4 host100 hostbw2.5 disk7", []string{"conv"})
+	l, err := parseGridLoad("conv c4 host100 hostbw2.5 disk7", []string{"conv"}, nil)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -95,7 +95,7 @@ func TestLoadsOfAGridHaveTiers(t *testing.T) {
 		t.Errorf("%+v", tiers)
 	}
 	base := Simulation{Tiers: []engine.TierSettings{{Tier: kv.Host, Blocks: 5, Loads: engine.Loads{Bandwidth: 9, BytesPerToken: 3}}}}
-	l, err = parseGridLoad("conv c4", []string{"conv"})
+	l, err = parseGridLoad("conv c4", []string{"conv"}, nil)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -103,7 +103,7 @@ func TestLoadsOfAGridHaveTiers(t *testing.T) {
 		t.Errorf("%+v", tiers)
 	}
 	for _, wrong := range []string{"conv c4 host0", "conv c4 hostbw0", "conv c4 disk"} {
-		if _, err := parseGridLoad(wrong, []string{"conv"}); err == nil {
+		if _, err := parseGridLoad(wrong, []string{"conv"}, nil); err == nil {
 			t.Errorf("%s is no error", wrong)
 		}
 	}

@@ -10,6 +10,7 @@ import (
 	"testing"
 	"time"
 
+	"kvrouter/internal/events"
 	"kvrouter/internal/guard"
 	"kvrouter/internal/kv"
 	"kvrouter/internal/logs"
@@ -34,8 +35,12 @@ func page(m *Metrics) (lines []string) {
 	return lines
 }
 
-// serve counts what a request to a worker brings, of every kind.
-func serve(m *Metrics, worker uint64) {
+// serve counts what a request to a worker brings, of every kind. Another worker, which is not of
+// the fleet, has computed its prompt.
+func serve(m *Metrics, worker uint64) { serveBoth(m, worker, worker+1000) }
+
+// serveBoth is serve with that other worker.
+func serveBoth(m *Metrics, worker, prefill uint64) {
 	label := m.names.Label(worker)
 	now := time.Unix(1000, 0)
 	m.Retried(worker)
@@ -43,7 +48,7 @@ func serve(m *Metrics, worker uint64) {
 	m.InterToken(label, time.Second, 2)
 	m.Finished(&proxy.Exchange{
 		Worker: label, Route: "/r", Status: 200, Arrived: now, FirstChunk: now, Decision: router.Decision{Tokens: 5},
-		Usage: proxy.Usage{Known: true, PromptTokens: 5, OutputTokens: 1, CachedKnown: true}, Shared: &proxy.SharedRequest{Worker: m.names.Label(worker + 1000)},
+		Usage: proxy.Usage{Known: true, PromptTokens: 5, OutputTokens: 1, CachedKnown: true}, Shared: &proxy.SharedRequest{Worker: m.names.Label(prefill)},
 	}, now)
 }
 
@@ -79,17 +84,41 @@ func TestSeriesOfWorkersThatAreGoneGoToo(t *testing.T) {
 	}
 }
 
+// TestSeriesOfThousandsOfWorkersGoAtOnce: in one pass over all series.
+func TestSeriesOfThousandsOfWorkersGoAtOnce(t *testing.T) {
+	const workers = 4096
+	var fleet []uint64
+	m := New(Deps{Fleet: func() []uint64 { return fleet }})
+	before := len(page(m))
+	for id := range uint64(workers) {
+		fleet = append(fleet, id)
+		serveBoth(m, id, (id+1)%workers)
+	}
+	if n := len(page(m)); n < 10*workers {
+		t.Errorf("%d lines of %d workers", n, workers)
+	}
+	fleet = fleet[:1]
+	one := len(page(m))
+	fleet = nil
+	if text := strings.Join(page(m), ""); one > before+1000 || strings.Contains(text, `worker_id="`) {
+		t.Errorf("%d lines without a worker, %d of one; then\n%s", before, one, text)
+	}
+	if got := m.Totals(); got.Requests != workers {
+		t.Errorf("%d requests are counted", got.Requests)
+	}
+}
+
 // TestSeriesOfPodsThatAreGoneGoToo: rolling updates make new names for ever.
 func TestSeriesOfPodsThatAreGoneGoToo(t *testing.T) {
 	names, fleet := new(kv.Names), []uint64{}
 	rt := routertest.New(t, "thompson", 0, routertest.WithNames(names))
 	m := New(Deps{Names: names, Thompson: rt, Fleet: func() []uint64 { return fleet }})
-	m.Register(models.NewCollector(routertest.Models(rt)), workers.NewCollector(names, func() (list []workers.Sample) {
+	m.Register(models.NewCollector(routertest.Models(rt), nil), workers.NewCollector(names, func() (list []workers.Sample) {
 		for _, id := range fleet {
 			list = append(list, workers.Sample{Worker: kv.WorkerKey{Worker: id}})
 		}
 		return list
-	}))
+	}, nil))
 	// roll replaces the Pod by one of that name, which serves a request.
 	roll := func(id uint64, name string) string {
 		target := kv.Target{Key: kv.WorkerKey{Worker: id}}
@@ -214,6 +243,73 @@ func TestPredictionsAreComparedByTier(t *testing.T) {
 	for _, line := range page(m) {
 		if strings.Contains(line, `worker_id="1"`) {
 			t.Errorf("%s stays of a worker that is gone", line)
+		}
+	}
+}
+
+// TestWorkersBeyondTheLimitAreSummed: the sum of a counter over all workers never falls,
+// and a place that a removed worker leaves goes to the next one.
+func TestWorkersBeyondTheLimitAreSummed(t *testing.T) {
+	fleet := []uint64{1, 2, 3, 4, 5}
+	m := New(Deps{Fleet: func() []uint64 { return fleet }, Workers: 2})
+	m.Finished(&proxy.Exchange{Worker: noWorker, Route: "/r", Status: 503}, time.Unix(1000, 0))
+	for range 2 {
+		for _, id := range fleet {
+			m.Retried(id)
+		}
+	}
+	want := func(lines ...string) {
+		t.Helper()
+		text := strings.Join(page(m), "")
+		for _, line := range lines {
+			if !strings.Contains(text, line+"\n") {
+				t.Errorf("no %s in\n%s", line, text)
+			}
+		}
+		if n := strings.Count(text, "kvrouter_retries_total{"); n != len(lines) {
+			t.Errorf("%d series, want %d", n, len(lines))
+		}
+	}
+	want(`kvrouter_retries_total{worker_id="1"} 2`, `kvrouter_retries_total{worker_id="2"} 2`, `kvrouter_retries_total{worker_id="(others)"} 6`)
+	fleet = []uint64{2, 3, 4, 5}
+	page(m)
+	m.Retried(5)
+	m.Retried(4)
+	want(`kvrouter_retries_total{worker_id="2"} 2`, `kvrouter_retries_total{worker_id="5"} 1`, `kvrouter_retries_total{worker_id="(others)"} 7`)
+}
+
+// BenchmarkPage serves the metrics of n workers with requests, all of them and the most
+// loaded. The page of all 4,096 is of 34 MB, and takes seconds.
+func BenchmarkPage(b *testing.B) {
+	for _, n := range []int{256, 512, 4096} {
+		for _, limit := range []int{0, 256} {
+			b.Run(fmt.Sprintf("workers=%d/limit=%d", n, limit), func(b *testing.B) {
+				rt := routertest.New(b, "work", n)
+				var ids []uint64
+				for i := range n {
+					ids = append(ids, uint64(i))
+				}
+				set, counts := routertest.Models(rt), new(events.Stats).Counts()
+				shown := func() map[uint64]bool { return set.Busiest(ids, limit) }
+				m := New(Deps{Fleet: func() []uint64 { return ids }, Workers: limit})
+				m.Register(models.NewCollector(set, shown), workers.NewCollector(nil, func() (list []workers.Sample) {
+					for _, id := range ids {
+						key := kv.WorkerKey{Worker: id}
+						list = append(list, workers.Sample{Worker: key, URL: "http://w", Models: []string{"m"}, Up: true, Blocks: set.Blocks(key), Load: set.LoadOf(key), EventCount: counts})
+					}
+					return list
+				}, shown))
+				for i, id := range ids {
+					serveBoth(m, id, ids[(i+1)%n])
+				}
+				w := httptest.NewRecorder()
+				b.ReportAllocs()
+				for b.Loop() {
+					w = httptest.NewRecorder()
+					m.Handler().ServeHTTP(w, httptest.NewRequest(http.MethodGet, "/metrics", nil))
+				}
+				b.ReportMetric(float64(w.Body.Len()), "bytes")
+			})
 		}
 	}
 }

@@ -24,7 +24,7 @@ func TestMetricsHaveDynamosNames(t *testing.T) {
 		return []workers.Sample{{Worker: kv.WorkerKey{Worker: 1, Rank: 2}, EventCount: map[string]uint64{"stored": 9, "unknown_parent": 2, "invalid_stored": 1, "removed": 7, "removed_incomplete": 3, "cleared": 4}}}
 	}
 	rt := routertest.New(t, "kv", 2)
-	metrics.Register(workers.NewCollector(nil, samples), models.NewCollector(routertest.Models(rt)))
+	metrics.Register(workers.NewCollector(nil, samples, nil), models.NewCollector(routertest.Models(rt), nil))
 	d, err := rt.Route(t.Context(), router.Request{Tokens: testkit.PromptTokens(1, 3)})
 	if err != nil {
 		t.Fatal(err)

@@ -6,12 +6,14 @@ import (
 	"net/http"
 	"strconv"
 	"sync"
+	"sync/atomic"
 	"time"
 
 	"github.com/prometheus/client_golang/prometheus"
 	"github.com/prometheus/client_golang/prometheus/collectors"
 	"github.com/prometheus/client_golang/prometheus/promauto"
 	"github.com/prometheus/client_golang/prometheus/promhttp"
+	dto "github.com/prometheus/client_model/go"
 
 	"kvrouter/internal/jsonbody"
 	"kvrouter/internal/kv"
@@ -57,7 +59,9 @@ type Metrics struct {
 
 	// seen has the value of worker_id of every worker that may have series above: a
 	// sync.Map, as nearly every request finds its worker there.
-	seen sync.Map
+	seen  sync.Map
+	known atomic.Int64 // entries of seen
+	most  int          // of them; 0: no limit
 
 	summing sync.Mutex   // held while series are summed or deleted
 	gone    proxy.Totals // of removed workers; summing guards it
@@ -71,6 +75,7 @@ type Deps struct {
 	// Compared is called with each prediction for a worker, by tier, and what it found of
 	// the prompt, tokens; nil: nothing is.
 	Compared  func(worker kv.WorkerKey, predicted kv.TierTokens, found int)
+	Workers   int  // with series of their own; the others are summed in kv.OtherWorkers. 0: all
 	Exemplars bool // offer OpenMetrics, with trace ids as exemplars of the time to first token
 }
 
@@ -82,7 +87,7 @@ var decisionBuckets = prometheus.ExponentialBuckets(0.000001, 3, 16)
 
 // New returns the metrics of requests, of the Go runtime and of the process.
 func New(deps Deps) *Metrics {
-	t := &Metrics{registry: prometheus.NewRegistry(), names: deps.Names, fleet: deps.Fleet, exemplars: deps.Exemplars, reportCompared: deps.Compared}
+	t := &Metrics{registry: prometheus.NewRegistry(), names: deps.Names, fleet: deps.Fleet, exemplars: deps.Exemplars, most: deps.Workers, reportCompared: deps.Compared}
 	register := promauto.With(t.registry)
 	counter := func(name, help string, labels ...string) *prometheus.CounterVec {
 		return register.NewCounterVec(prometheus.CounterOpts{Name: "kvrouter_" + name, Help: help}, labels)
@@ -120,7 +125,7 @@ func New(deps Deps) *Metrics {
 	t.disagg = newDisaggMetrics(register)
 	if deps.Thompson != nil && thompson.With(deps.Thompson.WithPolicy, func(*thompson.Policy) {}) {
 		t.thompson = newThompsonMetrics(register)
-		t.Register(thompsonCollector(deps.Thompson, deps.Fleet))
+		t.Register(thompsonCollector(deps.Thompson, deps.Fleet, t.hasOwn))
 	}
 	t.Register(collectors.NewGoCollector(), collectors.NewProcessCollector(collectors.ProcessCollectorOpts{}))
 	return t
@@ -139,11 +144,26 @@ func (t *Metrics) Handler() http.Handler {
 	})
 }
 
-// see records that a worker may have series.
-func (t *Metrics) see(worker string) {
-	if _, known := t.seen.Load(worker); !known {
-		t.seen.Store(worker, nil)
+// series returns the value of worker_id under which a worker's values count: its own, or
+// kv.OtherWorkers if it is new and as many as may have series do. A worker keeps its
+// series, whatever its load, because a sum that others leave would look like a restart.
+func (t *Metrics) series(worker string) string {
+	if _, known := t.seen.Load(worker); known {
+		return worker
 	}
+	if worker != noWorker && t.most > 0 && t.known.Load() >= int64(t.most) {
+		return kv.OtherWorkers
+	}
+	if _, known := t.seen.LoadOrStore(worker, nil); !known && worker != noWorker {
+		t.known.Add(1)
+	}
+	return worker
+}
+
+// hasOwn reports whether a worker, one of so many, has series of its own.
+func (t *Metrics) hasOwn(worker string, workers int) bool {
+	_, known := t.seen.Load(worker)
+	return known || t.most <= 0 || workers <= t.most
 }
 
 // perWorker lists the metrics with the label worker_id: their series stay until they
@@ -167,7 +187,7 @@ func (t *Metrics) forgetGone() {
 	}
 	t.summing.Lock()
 	defer t.summing.Unlock()
-	there := map[string]bool{noWorker: true}
+	there := map[string]bool{noWorker: true, kv.OtherWorkers: true}
 	for _, id := range t.fleet() {
 		there[t.names.Label(id)] = true
 	}
@@ -175,6 +195,7 @@ func (t *Metrics) forgetGone() {
 	t.seen.Range(func(worker, _ any) bool {
 		if !there[worker.(string)] {
 			t.seen.Delete(worker) // first: a request that makes a series from now on stores it again
+			t.known.Add(-1)
 			gone[worker.(string)] = true
 		}
 		return true
@@ -183,9 +204,16 @@ func (t *Metrics) forgetGone() {
 		return
 	}
 	t.sum(&t.gone, func(worker string) bool { return gone[worker] })
-	for worker := range gone {
-		for _, metric := range t.perWorker() {
-			metric.DeletePartialMatch(prometheus.Labels{"worker_id": worker})
+	for _, metric := range t.perWorker() {
+		// DeletePartialMatch would go over all series for each worker: 8 s for 4,096 of them.
+		var doomed []prometheus.Labels
+		each(metric, func(m *dto.Metric) {
+			if gone[label(m, "worker_id")] {
+				doomed = append(doomed, labels(m))
+			}
+		})
+		for _, series := range doomed {
+			metric.Delete(series)
 		}
 	}
 }
@@ -216,9 +244,7 @@ func (t *Metrics) Decided(x *proxy.Exchange, pair *router.Pair) {
 	t.decision.WithLabelValues("schedule").Observe(d.ScheduleTime.Seconds())
 	t.decision.WithLabelValues("total").Observe((tokens + d.HashTime + d.LookupTime + d.ScheduleTime).Seconds())
 	t.dynamo.decided(d)
-	worker := t.names.Label(d.Target.Key.Worker)
-	t.see(worker)
-	t.thompson.routedTo(worker)
+	t.thompson.routedTo(t.series(t.names.Label(d.Target.Key.Worker)))
 }
 
 // EngineFailed implements proxy.Observer.
@@ -226,9 +252,7 @@ func (t *Metrics) EngineFailed() { t.thompson.engineFailed() }
 
 // Retried implements proxy.Observer.
 func (t *Metrics) Retried(worker uint64) {
-	label := t.names.Label(worker)
-	t.see(label)
-	t.retries.WithLabelValues(label).Inc()
+	t.retries.WithLabelValues(t.series(t.names.Label(worker))).Inc()
 }
 
 // RetryDenied implements proxy.Observer.
@@ -239,7 +263,7 @@ func (t *Metrics) Migrated(result string) { t.migrations.WithLabelValues(result)
 
 // InterToken implements proxy.Observer.
 func (t *Metrics) InterToken(worker string, gap time.Duration, n int) {
-	observer := t.interToken.WithLabelValues(worker)
+	observer := t.interToken.WithLabelValues(t.series(worker))
 	for range n {
 		observer.Observe(gap.Seconds() / float64(n))
 	}
@@ -247,9 +271,7 @@ func (t *Metrics) InterToken(worker string, gap time.Duration, n int) {
 
 // EventLag records the age of a KV event batch of w on arrival.
 func (t *Metrics) EventLag(w kv.WorkerKey, lag time.Duration) {
-	label := t.names.Label(w.Worker)
-	t.see(label)
-	t.eventLag.WithLabelValues(label).Observe(lag.Seconds())
+	t.eventLag.WithLabelValues(t.series(t.names.Label(w.Worker))).Observe(lag.Seconds())
 }
 
 // Finished implements openai.Observer: it records a finished request.
@@ -260,27 +282,24 @@ func (t *Metrics) Finished(x *proxy.Exchange, now time.Time) {
 	if x.Refused != nil {
 		t.refused(x.Served, x.Route, x.Refused)
 	}
-	t.see(x.Worker)
-	if x.Shared != nil {
-		t.see(x.Shared.Worker)
-	}
-	t.requests.WithLabelValues(x.Worker, x.Route, strconv.Itoa(x.Status)).Inc()
+	by := t.series(x.Worker)
+	t.requests.WithLabelValues(by, x.Route, strconv.Itoa(x.Status)).Inc()
 	t.duration.WithLabelValues(x.Route).Observe(now.Sub(x.Arrived).Seconds())
 	if !x.FirstChunk.IsZero() {
-		observe(t.firstToken.WithLabelValues(x.Worker), x.FirstChunk.Sub(x.Arrived), x.Trace.SampledID())
+		observe(t.firstToken.WithLabelValues(by), x.FirstChunk.Sub(x.Arrived), x.Trace.SampledID())
 	}
 	if !x.Usage.Known {
 		return
 	}
-	t.promptTokens.WithLabelValues(x.Worker).Add(float64(x.Usage.PromptTokens))
-	t.outputTokens.WithLabelValues(x.Worker).Add(float64(x.Usage.OutputTokens))
+	t.promptTokens.WithLabelValues(by).Add(float64(x.Usage.PromptTokens))
+	t.outputTokens.WithLabelValues(by).Add(float64(x.Usage.OutputTokens))
 	if x.Decision.Tokens > 0 && x.Usage.PromptTokens != x.Decision.Tokens {
 		t.promptDiffers.WithLabelValues(x.Source).Inc()
 	}
 	if x.Decision.Tokens > 0 && x.Usage.CachedKnown {
-		worker := x.Worker
+		worker := by
 		if x.Shared != nil { // the prediction was for the prefill worker
-			worker = x.Shared.Worker
+			worker = t.series(x.Shared.Worker)
 		}
 		t.predicted.WithLabelValues(worker).Add(float64(x.Decision.OverlapTokens))
 		t.reachable.WithLabelValues().Add(float64(x.Decision.Reachable))

@@ -16,6 +16,7 @@ import (
 	"kvrouter/internal/jsonbody"
 	"kvrouter/internal/kv"
 	"kvrouter/internal/metrics"
+	"kvrouter/internal/policy"
 	"kvrouter/internal/proxy"
 	"kvrouter/internal/router"
 )
@@ -36,10 +37,12 @@ type Account struct {
 	CachedTokens     uint64  `json:"cached_tokens"`   // those of them that were cached, as predicted where the worker does not report it
 	ComputedTokens   uint64  `json:"computed_tokens"` // the others of them
 	AnsweredTokens   uint64  `json:"answered_tokens"`
-	WaitSeconds      float64 `json:"wait_seconds"`      // in the queue, of requests that left it for a worker
-	Shed             uint64  `json:"shed"`              // requests refused because they would miss their objective
-	ObjectivesKept   uint64  `json:"objectives_kept"`   // of the time to first token
-	ObjectivesMissed uint64  `json:"objectives_missed"` // likewise
+	WaitSeconds      float64 `json:"wait_seconds"`            // in the queue, of requests that left it for a worker
+	Shed             uint64  `json:"shed"`                    // requests refused because they would miss their objective
+	ObjectivesKept   uint64  `json:"objectives_kept"`         // of the time to first token
+	ObjectivesMissed uint64  `json:"objectives_missed"`       // likewise
+	TokensKept       uint64  `json:"token_objectives_kept"`   // of the time per further token
+	TokensMissed     uint64  `json:"token_objectives_missed"` // likewise
 }
 
 // add adds another account.
@@ -47,6 +50,7 @@ func (a *Account) add(b Account) {
 	a.Requests, a.PromptTokens, a.CachedTokens, a.ComputedTokens = a.Requests+b.Requests, a.PromptTokens+b.PromptTokens, a.CachedTokens+b.CachedTokens, a.ComputedTokens+b.ComputedTokens
 	a.AnsweredTokens, a.WaitSeconds, a.Shed = a.AnsweredTokens+b.AnsweredTokens, a.WaitSeconds+b.WaitSeconds, a.Shed+b.Shed
 	a.ObjectivesKept, a.ObjectivesMissed = a.ObjectivesKept+b.ObjectivesKept, a.ObjectivesMissed+b.ObjectivesMissed
+	a.TokensKept, a.TokensMissed = a.TokensKept+b.TokensKept, a.TokensMissed+b.TokensMissed
 }
 
 // TenantRecord is the account of a tenant, and its requests that wait or run in a fair
@@ -57,7 +61,8 @@ type TenantRecord struct {
 	Waiting           map[string]int `json:"waiting"`          // by class
 	Running           int            `json:"running"`
 	OldestWaitSeconds float64        `json:"oldest_wait_seconds"`
-	BehindMS          float64        `json:"behind_ms"` // most service received, divided by the weight, beyond the least of the tenants of a class that wait
+	ElsewhereMS       float64        `json:"elsewhere_ms"` // that its requests at other routers are predicted to cost, divided by the weight
+	BehindMS          float64        `json:"behind_ms"`    // most service received, divided by the weight, beyond the least of the tenants of a class that wait
 	Account
 }
 
@@ -140,6 +145,11 @@ func (t *Tenants) Finished(x *proxy.Exchange, now time.Time) {
 		} else if known {
 			a.ObjectivesMissed++
 		}
+		if kept, known := tokensKept(x, now); known && kept {
+			a.TokensKept++
+		} else if known {
+			a.TokensMissed++
+		}
 		if !x.Usage.Known {
 			return
 		}
@@ -167,6 +177,16 @@ func objectiveKept(x *proxy.Exchange, now time.Time) (kept, known bool) {
 	}
 	kept = x.Status < http.StatusBadRequest && !now.After(deadline)
 	return kept, kept
+}
+
+// tokensKept reports whether the tokens after the first one of a streamed answer that is complete
+// came in time, on average.
+func tokensKept(x *proxy.Exchange, now time.Time) (kept, known bool) {
+	further := time.Duration(x.Usage.OutputTokens - 1)
+	if x.Request.TPOT <= 0 || x.FirstChunk.IsZero() || x.Ending != policy.Finished || !x.Usage.Known || further < 1 {
+		return false, false
+	}
+	return now.Sub(x.FirstChunk)/further <= x.Request.TPOT, true
 }
 
 // List returns the records of all tenants by name.
@@ -203,6 +223,7 @@ func (t *Tenants) List() []TenantRecord {
 		r.Weight = s.Weight
 		r.Waiting[s.Class.String()] += s.Waiting
 		r.Running += s.Running
+		r.ElsewhereMS += s.Elsewhere
 		r.BehindMS = max(r.BehindMS, s.Behind)
 		if !s.Oldest.IsZero() {
 			r.OldestWaitSeconds = max(r.OldestWaitSeconds, now.Sub(s.Oldest).Seconds())
@@ -230,6 +251,7 @@ func (t *Tenants) Collector() prometheus.Collector {
 	waits := set.Counter("kvrouter_tenant_wait_seconds_total", "Time that the tenant's requests spent in the queue before they were sent to a worker.", "tenant")
 	shed := set.Counter("kvrouter_tenant_shed_total", "Requests of the tenant that were refused because they would miss their objective.", "tenant")
 	objectives := set.Counter("kvrouter_tenant_objectives_total", "Answered requests of the tenant with an objective of the time to first token, by result: kept, missed.", "tenant", "result")
+	tokenObjectives := set.Counter("kvrouter_tenant_token_objectives_total", "Streamed answers of the tenant with an objective of the time per output token after the first one, by result: kept, missed.", "tenant", "result")
 	waiting := set.Gauge("kvrouter_tenant_waiting_requests", "Requests of the tenant in the fair queue, by class: interactive, standard, batch.", "tenant", "class")
 	oldest := set.Gauge("kvrouter_tenant_oldest_wait_seconds", "Time for which the oldest request of the tenant has been in the fair queue.", "tenant")
 	return set.Collector(func(out metrics.Out) {
@@ -243,6 +265,8 @@ func (t *Tenants) Collector() prometheus.Collector {
 			out.Show(shed, float64(r.Shed), r.Tenant)
 			out.Show(objectives, float64(r.ObjectivesKept), r.Tenant, "kept")
 			out.Show(objectives, float64(r.ObjectivesMissed), r.Tenant, "missed")
+			out.Show(tokenObjectives, float64(r.TokensKept), r.Tenant, "kept")
+			out.Show(tokenObjectives, float64(r.TokensMissed), r.Tenant, "missed")
 			for class, n := range r.Waiting {
 				out.Show(waiting, float64(n), r.Tenant, class)
 			}

@@ -11,6 +11,7 @@ import (
 	"github.com/google/go-cmp/cmp"
 
 	"kvrouter/internal/fair"
+	"kvrouter/internal/policy"
 	"kvrouter/internal/proxy"
 	"kvrouter/internal/router"
 )
@@ -31,6 +32,7 @@ func TestTenantsAreAccounted(t *testing.T) {
 
 	served := asked("a", now)
 	tenants.Began(nil, served)
+	served.Request.TPOT, served.Ending = time.Second/6, policy.Finished
 	tenants.Accepted(served, nil)
 	tenants.Decided(served, &router.Pair{Decode: router.Decision{QueueTime: 3 * time.Second}, Whole: router.WholeNoPair})
 	served.FirstChunk, served.Decision.OverlapTokens = now, 64
@@ -38,10 +40,21 @@ func TestTenantsAreAccounted(t *testing.T) {
 	tenants.Finished(served, now.Add(time.Second))
 
 	late := asked("a", now)
+	late.Request.TPOT, late.Ending = time.Second, policy.Finished // of one token
 	tenants.Accepted(late, nil)
 	late.FirstChunk, late.Decision.OverlapTokens = now.Add(1), 64
 	late.Usage = proxy.Usage{Known: true, PromptTokens: 50, OutputTokens: 1} // cached tokens are as predicted, of at most the prompt
 	tenants.Finished(late, now)
+
+	slow := asked("a", time.Time{})
+	slow.Request.TPOT, slow.Ending, slow.FirstChunk = time.Second/6-1, policy.Finished, now
+	slow.Usage = proxy.Usage{Known: true, OutputTokens: 7}
+	tenants.Accepted(slow, nil)
+	tenants.Finished(slow, now.Add(time.Second))
+	slow.Ending = policy.Abandoned // whether it would have been in time is not known
+	slow.Usage.OutputTokens = 0
+	tenants.Accepted(slow, nil)
+	tenants.Finished(slow, now.Add(time.Hour))
 
 	whole := asked("a", now) // whether it was in time is not known
 	tenants.Accepted(whole, nil)
@@ -60,7 +73,7 @@ func TestTenantsAreAccounted(t *testing.T) {
 	want := []TenantRecord{
 		{Tenant: CommonTenant, Waiting: none, Account: Account{Requests: 1, Shed: 1}},
 		{Tenant: "a", Weight: 2, Waiting: map[string]int{"interactive": 0, "standard": 0, "batch": 3}, Running: 3, OldestWaitSeconds: 4, BehindMS: 5,
-			Account: Account{Requests: 4, PromptTokens: 150, CachedTokens: 130, ComputedTokens: 20, AnsweredTokens: 8, WaitSeconds: 3, ObjectivesKept: 2, ObjectivesMissed: 1}},
+			Account: Account{Requests: 6, PromptTokens: 150, CachedTokens: 130, ComputedTokens: 20, AnsweredTokens: 15, WaitSeconds: 3, ObjectivesKept: 2, ObjectivesMissed: 1, TokensKept: 1, TokensMissed: 1}},
 	}
 	if diff := cmp.Diff(want, tenants.List()); diff != "" {
 		t.Error(diff)

@@ -81,8 +81,8 @@ func (m *thompsonMetrics) engineFailed() {
 
 // thompsonCollector returns the metrics of what the policy knows, under the names of the
 // router of the NeMo Agent Toolkit, which decides. Those of workers have one series for
-// each worker rank of the fleet.
-func thompsonCollector(of *router.Router, fleet func() []uint64) prometheus.Collector {
+// each worker rank of the fleet that has series of its own.
+func thompsonCollector(of *router.Router, fleet func() []uint64, hasOwn func(worker string, workers int) bool) prometheus.Collector {
 	var set metrics.Set
 	const prefix = "thompson_router_"
 	perRank := []struct {
@@ -119,10 +119,10 @@ func thompsonCollector(of *router.Router, fleet func() []uint64) prometheus.Coll
 		}
 		names := of.Names().Now()
 		for _, w := range stats.Workers {
-			if !there[w.Worker.Worker] {
+			labels := names.RankLabels(w.Worker)
+			if !there[w.Worker.Worker] || !hasOwn(labels[0], len(there)) {
 				continue
 			}
-			labels := names.RankLabels(w.Worker)
 			for _, metric := range perRank {
 				out.Show(metric.Metric, metric.value(&w), labels...)
 			}

@@ -90,6 +90,15 @@ func label(m *dto.Metric, name string) string {
 	return ""
 }
 
+// labels returns copies of all labels of a series.
+func labels(m *dto.Metric) prometheus.Labels {
+	all := make(prometheus.Labels, len(m.GetLabel()))
+	for _, pair := range m.GetLabel() {
+		all[pair.GetName()] = strings.Clone(pair.GetValue())
+	}
+	return all
+}
+
 // histogram converts a series of a histogram.
 func histogram(m *dto.Metric) proxy.Histogram {
 	from := m.GetHistogram()

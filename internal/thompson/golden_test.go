@@ -104,6 +104,7 @@ func (s *goldenState) check(t *testing.T, p *Policy) {
 	workers := make([]*arm, len(s.Workers))
 	for i, w := range s.Workers {
 		c := &candidates[i]
+		c.Load = &policy.Load{}
 		c.Target = &kv.Target{Key: kv.WorkerKey{Worker: uint64(i)}, Generation: 1}
 		c.Overlap, c.Load.Fresh, c.Load.KVUsage, c.Load.Waiting = w.Overlap, w.Fresh, w.Usage, w.Waiting
 		workers[i] = p.worker(c.Target)

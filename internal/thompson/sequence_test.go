@@ -129,6 +129,7 @@ func (c sequenceCheck) decision(s *sequenceStep, now time.Time, number uint64) {
 	candidates := make([]policy.Candidate, len(s.Workers))
 	for i, w := range s.Workers {
 		candidate := &candidates[i]
+		candidate.Load = &policy.Load{}
 		candidate.Target = &kv.Target{Key: kv.WorkerKey{Worker: uint64(w[0].(float64))}, Generation: 1}
 		candidate.Load.Fresh, candidate.Load.KVUsage, candidate.Load.Waiting = w[1].(bool), w[2].(float64), int(w[3].(float64))
 		candidate.Overlap = int(w[4].(float64))

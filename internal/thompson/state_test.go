@@ -25,7 +25,7 @@ func learnedPolicy(t testing.TB, fixes string) *Policy {
 	random := rand.New(rand.NewPCG(1, 1))
 	var candidates []policy.Candidate
 	for i := range 3 {
-		candidates = append(candidates, policy.Candidate{Target: &kv.Target{Key: kv.WorkerKey{Worker: uint64(i)}, Generation: 1}})
+		candidates = append(candidates, policy.Candidate{Target: &kv.Target{Key: kv.WorkerKey{Worker: uint64(i)}, Generation: 1}, Load: &policy.Load{}})
 	}
 	now := epoch
 	for decision := range uint64(100) {
@@ -34,7 +34,7 @@ func learnedPolicy(t testing.TB, fixes string) *Policy {
 		now = now.Add(unit)
 		p.Judge(policy.Feedback{Decision: decision + 1, Worker: chosen, Now: now, Ending: policy.Finished, Latency: 250 * unit, FirstToken: 50 * unit, TokensIn: 400, TokensOut: 21})
 	}
-	candidates = []policy.Candidate{{Target: &kv.Target{Key: kv.WorkerKey{Worker: 1}, Generation: 1}}, {Target: &kv.Target{Key: kv.WorkerKey{Worker: 7, Rank: 3}, Generation: 4}}}
+	candidates = []policy.Candidate{{Target: &kv.Target{Key: kv.WorkerKey{Worker: 1}, Generation: 1}, Load: &policy.Load{}}, {Target: &kv.Target{Key: kv.WorkerKey{Worker: 7, Rank: 3}, Generation: 4}, Load: &policy.Load{}}}
 	for i := range 30 {
 		p.Choose(policy.Query{Now: now, Tokens: 999, BlockSize: 16, Decision: 1_000_000 + uint64(i), Prefix: hints.Prefix{ID: fmt.Sprint(i % 5), Total: 4 + i%5}}, candidates, random)
 	}
@@ -82,7 +82,7 @@ func TestStateSurvivesARestart(t *testing.T) {
 		if after, _ := os.Stat(name); !reflect.DeepEqual(before, after) {
 			t.Errorf("fixes %s: what had not changed was written", fixes)
 		}
-		second.Choose(policy.Query{Now: epoch.Add(time.Hour), Tokens: 400, BlockSize: 16, Decision: 1}, []policy.Candidate{{Target: &kv.Target{Key: kv.WorkerKey{Worker: 2}, Generation: 1}}}, rand.New(rand.NewPCG(1, 1)))
+		second.Choose(policy.Query{Now: epoch.Add(time.Hour), Tokens: 400, BlockSize: 16, Decision: 1}, []policy.Candidate{{Target: &kv.Target{Key: kv.WorkerKey{Worker: 2}, Generation: 1}, Load: &policy.Load{}}}, rand.New(rand.NewPCG(1, 1)))
 		if err := reopened.write(false); err != nil {
 			t.Fatal(err)
 		}
@@ -178,7 +178,7 @@ func FuzzState(f *testing.F) {
 
 func BenchmarkState(b *testing.B) {
 	p := mustPolicy(b, "all")
-	candidates := []policy.Candidate{{Target: &kv.Target{Key: kv.WorkerKey{Worker: 1}}}}
+	candidates := []policy.Candidate{{Target: &kv.Target{Key: kv.WorkerKey{Worker: 1}}, Load: &policy.Load{}}}
 	random := rand.New(rand.NewPCG(1, 1))
 	for i := range maxSeries {
 		p.Choose(policy.Query{Now: epoch, Tokens: 999, BlockSize: 16, Decision: uint64(i + 1), Prefix: hints.Prefix{ID: fmt.Sprint(i), Total: 4}}, candidates, random)

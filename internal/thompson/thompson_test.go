@@ -41,7 +41,7 @@ type pool struct {
 func newPool(t *testing.T, fixes string, workers int) *pool {
 	p := &pool{t: t, policy: mustPolicy(t, fixes), now: epoch, random: rand.New(rand.NewPCG(1, 1))}
 	for i := range workers {
-		p.candidates = append(p.candidates, policy.Candidate{Target: &kv.Target{Key: kv.WorkerKey{Worker: uint64(i)}, Generation: 1}})
+		p.candidates = append(p.candidates, policy.Candidate{Target: &kv.Target{Key: kv.WorkerKey{Worker: uint64(i)}, Generation: 1}, Load: &policy.Load{}})
 	}
 	return p
 }
@@ -339,8 +339,8 @@ func TestLooksWithoutDeciding(t *testing.T) {
 func TestKVLoadTakesTheLeastUsage(t *testing.T) {
 	config := defaultParameters()
 	config.routerType = typeKVLoad
-	load := func(waiting int, usage float64) policy.Load {
-		return policy.Load{Published: policy.Published{Waiting: waiting, KVUsage: usage, At: time.Unix(1, 0)}, Fresh: true}
+	load := func(waiting int, usage float64) *policy.Load {
+		return &policy.Load{Published: policy.Published{Waiting: waiting, KVUsage: usage, At: time.Unix(1, 0)}, Fresh: true}
 	}
 	candidates := []policy.Candidate{{Overlap: 9, Load: load(0, 0.3)}, {Load: load(90, 0.2)}, {Load: load(0, 0.2)}}
 	p, random, counts := newPolicy(config), rand.New(rand.NewPCG(1, 2)), [3]int{}

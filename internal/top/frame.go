@@ -107,13 +107,19 @@ func (f frame) draw() (text string, room int) {
 		lines = []string{f.paint(strong, "kvrouter top") + "  " + f.url, "", cmp.Or(f.problem, "connecting …")}
 	} else {
 		lines = append(f.summary(), "")
-		requests := f.requests()
+		requests, tenants := f.requests(), f.tenants()
 		room = len(f.state.Workers)
 		if f.height > 0 {
 			// Header and total of the workers, and the line of keys, are always there. The
-			// requests, with a blank line and a header, get the rows that the workers leave, but a
-			// quarter of the terminal at least.
+			// tenants, with a blank line and a header, get a sixth of the terminal at most. The
+			// requests, likewise, get the rows that the workers leave, but a quarter of it at least.
 			left := f.height - len(lines) - 3
+			if tenants = tenants[:min(len(tenants), f.height/6)]; len(tenants) < 3 {
+				tenants = nil
+			}
+			if len(tenants) > 0 {
+				left -= len(tenants) + 1
+			}
 			share := min(len(requests)+1, f.height/4)
 			if share < 3 {
 				share = 0
@@ -122,6 +128,9 @@ func (f frame) draw() (text string, room int) {
 			requests = requests[:max(0, min(len(requests), left-room-1))]
 		}
 		lines = append(lines, f.workers(room)...)
+		if len(tenants) > 0 {
+			lines = append(append(lines, ""), tenants...)
+		}
 		if len(requests) > 1 {
 			lines = append(append(lines, ""), requests...)
 		}

@@ -62,6 +62,19 @@ func pods() *page.State {
 	return s
 }
 
+// shared is a router with tenants in a fair queue.
+func shared() *page.State {
+	s := fleet()
+	s.Fair = true
+	s.Tenants = []page.Tenant{
+		{Tenant: "flood", Weight: 1, Waiting: page.Waiting{Standard: 1000, Batch: 24}, Running: 12, OldestWait: 73.4, Behind: 2.31, Requests: 81_200, PromptTokens: 42_011_300, CachedTokens: 30_105_600, AnsweredTokens: 8_810_000, Wait: 9610, Shed: 12, Kept: 790, Missed: 22},
+		{Tenant: "a-team-with-a-name-that-is-longer-than-others-of-the-site", Weight: 0.5, Waiting: page.Waiting{Interactive: 2}, Running: 1, OldestWait: 0.12, Requests: 12, PromptTokens: 1200, AnsweredTokens: 300},
+		{Tenant: "(common)", Requests: 3, Kept: 3},
+		{Tenant: "night", Requests: 1},
+	}
+	return s
+}
+
 func TestLongNamesKeepTheirEnds(t *testing.T) {
 	for _, c := range []struct {
 		name string
@@ -106,6 +119,8 @@ func checkFrame(t *testing.T, f frame) {
 // TestFrames holds frames against files in testdata, which go test -update writes.
 func TestFrames(t *testing.T) {
 	lost := "dial tcp 127.0.0.1:7000: connect: connection refused; again in 4s"
+	accounts := shared()
+	accounts.Fair = false
 	for name, f := range map[string]frame{
 		"once":     {width: 160, state: fleet(), plain: true},
 		"80x24":    {width: 80, height: 24, state: fleet()},
@@ -117,6 +132,9 @@ func TestFrames(t *testing.T) {
 		"hopeless": {width: 1, height: 1, state: fleet()},
 		"named":    {width: 160, height: 20, state: pods()},
 		"named80":  {width: 80, height: 20, state: pods()},
+		"shared":   {width: 160, height: 32, state: shared()},
+		"shared80": {width: 80, height: 20, state: shared()},
+		"accounts": {width: 160, state: accounts, plain: true},
 	} {
 		f.zone = time.UTC
 		checkFrame(t, f)
@@ -133,7 +151,7 @@ func TestFrames(t *testing.T) {
 }
 
 func TestEverySizeIsFilled(t *testing.T) {
-	state := fleet()
+	state := shared()
 	for i := range 40 {
 		state.Workers = append(state.Workers, page.Worker{Worker: uint64(100 + i), State: page.StateReady, Role: "decode", Rank: 1, Model: strings.Repeat("漢", i)})
 	}

@@ -23,6 +23,7 @@ const (
 	maxEvent    = 16 << 20 // bytes of one event
 	maxWorkers  = 8192
 	maxRequests = 200
+	maxTenants  = 100
 	maxModels   = 64
 	maxText     = 200 // characters of a text
 )
@@ -177,6 +178,7 @@ func decodeState(data []byte) (*page.State, error) {
 	s := &wire.State
 	s.Workers = s.Workers[:min(len(s.Workers), maxWorkers)]
 	s.Requests = s.Requests[:min(len(s.Requests), maxRequests)]
+	s.Tenants = s.Tenants[:min(len(s.Tenants), maxTenants)]
 	s.Models = s.Models[:min(len(s.Models), maxModels)]
 	for i := range s.Models {
 		s.Models[i] = cleanText(s.Models[i])
@@ -190,6 +192,9 @@ func decodeState(data []byte) (*page.State, error) {
 	for i := range s.Workers {
 		w := &s.Workers[i]
 		clean(&w.Name, &w.URL, &w.Engine, &w.Role, &w.Model, &w.State, &w.Why)
+	}
+	for i := range s.Tenants {
+		clean(&s.Tenants[i].Tenant)
 	}
 	for i := range s.Requests {
 		r := &s.Requests[i]

@@ -44,16 +44,16 @@ func TestEventsAreReadWithinBounds(t *testing.T) {
 func TestStatesAreMadeFitToBeShown(t *testing.T) {
 	s, err := decodeState([]byte(`{"version":"\u001b[31mv1\u0007","models":["\u202ereversed"],"cache":{"nodes":[1,"x"]},
 		"workers":[{"worker":"3","url":"http://w\r\n\u009b2J","why":"` + strings.Repeat("é", 1000) + `","kv_usage":1e300,"state":"\u0000ready","name":"pod\u001b[2J"}],
-		"requests":[{"id":"\u001b]0;title\u0007","prompt":"secret","worker_name":"\u0007a","prefill_worker_name":"\u0007b"}]}`))
+		"requests":[{"id":"\u001b]0;title\u0007","prompt":"secret","worker_name":"\u0007a","prefill_worker_name":"\u0007b"}],"tenants":[{"tenant":"\u001b[31ma"}]}`))
 	if err != nil {
 		t.Fatal(err)
 	}
 	w, r := s.Workers[0], s.Requests[0]
-	if s.Version != "[31mv1" || s.Models[0] != "reversed" || w.URL != "http://w2J" || w.Why != strings.Repeat("é", maxText) || w.State != "ready" || w.Name != "pod[2J" || r.WorkerName != "a" || r.PrefillName != "b" || r.ID != "]0;title" || r.Prompt != "" {
+	if s.Version != "[31mv1" || s.Models[0] != "reversed" || w.URL != "http://w2J" || w.Why != strings.Repeat("é", maxText) || w.State != "ready" || w.Name != "pod[2J" || r.WorkerName != "a" || r.PrefillName != "b" || r.ID != "]0;title" || s.Tenants[0].Tenant != "[31ma" || r.Prompt != "" {
 		t.Errorf("%+v %+v", s, w)
 	}
-	many := `{"workers":[` + strings.TrimSuffix(strings.Repeat(`{},`, maxWorkers+9), ",") + `],"requests":[` + strings.TrimSuffix(strings.Repeat(`{},`, maxRequests+9), ",") + `]}`
-	if s, err = decodeState([]byte(many)); err != nil || len(s.Workers) != maxWorkers || len(s.Requests) != maxRequests {
+	many := `{"workers":[` + strings.TrimSuffix(strings.Repeat(`{},`, maxWorkers+9), ",") + `],"requests":[` + strings.TrimSuffix(strings.Repeat(`{},`, maxRequests+9), ",") + `],"tenants":[` + strings.TrimSuffix(strings.Repeat(`{},`, maxTenants+9), ",") + `]}`
+	if s, err = decodeState([]byte(many)); err != nil || len(s.Workers) != maxWorkers || len(s.Requests) != maxRequests || len(s.Tenants) != maxTenants {
 		t.Errorf("%v", err)
 	}
 	for _, text := range []string{"", "[]", `{"workers":3}`, `{"at":1e999}`, `{"uptime":"x"}`} {
@@ -68,6 +68,7 @@ func TestStatesAreMadeFitToBeShown(t *testing.T) {
 func FuzzState(f *testing.F) {
 	f.Add([]byte(`{"at":-1e300,"uptime":1e300,"totals":{"requests":18446744073709551615,"in_flight":-9223372036854775808},"workers":[{"worker":"1","since":-1e308,"kv_usage":-3,"blocks":-5,"event_lag":1e308,"restarts":9223372036854775807},{"rank":7}]}`), uint8(80), uint8(24))
 	f.Add([]byte(`{"workers":[{"why":"\u001b[2J","url":"漢字漢字"}],"requests":[{"at":1e18,"worker":"1","prefill_worker":"2","ttft":-1,"status":-4,"id":"👩‍👩‍👧"}]}`), uint8(20), uint8(1))
+	f.Add([]byte(`{"fair":true,"tenants":[{"tenant":"漢字","weight":1e308,"waiting":{"batch":-9223372036854775808,"standard":-1},"oldest_wait":-1e308,"objectives_kept":18446744073709551615,"objectives_missed":1},{"running":-3}]}`), uint8(120), uint8(40))
 	f.Fuzz(func(t *testing.T, data []byte, width, height uint8) {
 		state, err := decodeState(data)
 		if err != nil {

@@ -202,6 +202,82 @@ func (f frame) workers(rows int) []string {
 	return f.table(columns)
 }
 
+// listing makes the columns of a table with a row for each of a list.
+type listing[T any] struct {
+	list    []T
+	columns []column
+}
+
+func (l *listing[T]) add(title string, rank int, right bool, text func(T) cell) {
+	c := column{title: title, rank: rank, right: right}
+	for _, one := range l.list {
+		c.cells = append(c.cells, text(one))
+	}
+	l.columns = append(l.columns, c)
+}
+
+// plainTenants is the number of tenants in a plain frame at most.
+const plainTenants = 20
+
+// tenants is the table of the busiest tenants, with its header; none where there is only the one
+// of all requests without a name.
+func (f frame) tenants() []string {
+	list := f.state.Tenants
+	if len(list) < 2 {
+		return nil
+	}
+	if f.height == 0 {
+		list = list[:min(len(list), plainTenants)]
+	}
+	table := listing[page.Tenant]{list: list}
+	add := table.add
+	add("TENANT", 0, false, func(t page.Tenant) cell { return cell{called(0, t.Tenant, f.width/4), normal} })
+	if f.state.Fair {
+		add("WAIT", 0, true, func(t page.Tenant) cell { return cell{count(float64(t.Waiting.All())), normal} })
+		add("RUN", 1, true, func(t page.Tenant) cell { return cell{count(float64(t.Running)), normal} })
+		add("OLDEST", 1, true, func(t page.Tenant) cell {
+			if t.Waiting.All() == 0 {
+				return cell{none, faint}
+			}
+			return cell{seconds(t.OldestWait), normal}
+		})
+		add("BEHIND", 3, true, func(t page.Tenant) cell { return cell{seconds(t.Behind), normal} })
+		add("WEIGHT", 5, true, func(t page.Tenant) cell {
+			if t.Weight == 0 {
+				return cell{none, faint}
+			}
+			return cell{strconv.FormatFloat(t.Weight, 'g', 3, 64), normal}
+		})
+	}
+	add("REQUESTS", 1, true, func(t page.Tenant) cell { return cell{count(float64(t.Requests)), normal} })
+	add("PROMPT", 2, true, func(t page.Tenant) cell { return cell{count(float64(t.PromptTokens)), normal} })
+	add("HIT", 2, true, func(t page.Tenant) cell { return cell{share(t.CachedTokens, t.PromptTokens), normal} })
+	add("ANSWERS", 2, true, func(t page.Tenant) cell { return cell{count(float64(t.AnsweredTokens)), normal} })
+	add("SHED", 4, true, func(t page.Tenant) cell {
+		if t.Shed > 0 {
+			return cell{count(float64(t.Shed)), yellow}
+		}
+		return cell{"0", normal}
+	})
+	add("IN TIME", 3, true, func(t page.Tenant) cell {
+		tone := normal
+		if t.Missed > 0 {
+			tone = yellow
+		}
+		return cell{share(t.Kept, t.Kept+t.Missed), tone}
+	})
+	return f.table(table.columns)
+}
+
+// share writes a part of all as a percentage.
+func share(part, all uint64) string {
+	if all == 0 {
+		return none
+	}
+	of := float64(part) / float64(all)
+	return percent(&of)
+}
+
 // endTone is the colour of a request's ending.
 func endTone(end string) style {
 	switch end {
@@ -224,14 +300,8 @@ func (f frame) requests() []string {
 	if f.height == 0 {
 		list = list[:min(len(list), plainRequests)]
 	}
-	var columns []column
-	add := func(title string, rank int, right bool, text func(page.Request) cell) {
-		c := column{title: title, rank: rank, right: right}
-		for _, r := range list {
-			c.cells = append(c.cells, text(r))
-		}
-		columns = append(columns, c)
-	}
+	table := listing[page.Request]{list: list}
+	add := table.add
 	add("REQUEST", 0, false, func(r page.Request) cell { return cell{f.clock(r.At), normal} })
 	add("END      ", 0, false, func(r page.Request) cell { return cell{r.End, endTone(r.End)} })
 	add("CODE", 3, true, func(r page.Request) cell {
@@ -274,5 +344,5 @@ func (f frame) requests() []string {
 	add("ROUTE", 5, false, func(r page.Request) cell { return cell{r.Route, normal} })
 	add("MODEL", 7, false, func(r page.Request) cell { return cell{r.Model, normal} })
 	add("ID", 8, false, func(r page.Request) cell { return cell{r.ID, faint} })
-	return f.table(columns)
+	return f.table(table.columns)
 }

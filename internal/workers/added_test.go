@@ -149,7 +149,7 @@ func TestAddedWorkersNameNoSocketsOfThisMachine(t *testing.T) {
 }
 
 func TestLargeFleetsAreLookedAtLessOften(t *testing.T) {
-	for workers, times := range map[int]int{0: 1, 4: 1, 50: 1, 99: 1, 100: 2, 200: 4, 4096: 4} {
+	for workers, times := range map[int]int{0: 1, 4: 1, 50: 1, 99: 1, 100: 2, 200: 4, 512: 4, 1024: 8, 4096: 16} {
 		if got := rarer(workers); got != times {
 			t.Errorf("%d workers: pauses are %d times as long, want %d", workers, got, times)
 		}

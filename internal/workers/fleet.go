@@ -132,6 +132,7 @@ type timing struct {
 	selfLimit     time.Duration // for the check whether an address is this router's
 	hangLimit     time.Duration // a started worker that is down for longer is killed
 	modelsEvery   time.Duration // between looks at its models
+	restEvery     time.Duration // between polls of an idle worker's load, for each unhurried workers
 	lookEvery     time.Duration // minimum between looks that requests cause
 	lookLimit     time.Duration // for such a look
 	stopLimit     time.Duration // between SIGTERM and SIGKILL
@@ -150,7 +151,7 @@ func defaultTiming() timing {
 	return timing{
 		readyPoll: 250 * time.Millisecond, healthEvery: 2 * time.Second, firstLook: 250 * time.Millisecond, missPause: 750 * time.Millisecond,
 		healthLimit: 1500 * time.Millisecond, healthMisses: 3, selfLimit: 250 * time.Millisecond,
-		modelsEvery: 10 * time.Second, lookEvery: time.Second, lookLimit: 2 * time.Second,
+		modelsEvery: 10 * time.Second, restEvery: 3 * time.Second, lookEvery: time.Second, lookLimit: 2 * time.Second,
 		hangLimit: 60 * time.Second, stopLimit: 10 * time.Second,
 		backoffFirst: time.Second, backoffReset: 60 * time.Second,
 		progressEvery: 10 * time.Second, silentAfter: 10 * time.Second,
@@ -409,16 +410,30 @@ func (f *Fleet) Workers() []Status {
 	workers := f.all()
 	list := make([]Status, 0, len(workers))
 	for _, w := range workers {
-		status := w.current()
-		w.mu.Lock()
-		var why string
-		status.Exactness, why = w.exactness()
-		status.Predictions = cmp.Or(status.Predictions, why)
-		w.mu.Unlock()
-		status.Ranks, status.Models = slices.Clone(status.Ranks), slices.Clone(status.Models)
-		list = append(list, status)
+		list = append(list, w.shown())
 	}
 	return list
+}
+
+// Worker returns the state of one worker; not ok: there is none with that id.
+func (f *Fleet) Worker(id uint64) (status Status, ok bool) {
+	members := f.all()
+	if at := slices.IndexFunc(members, func(w *worker) bool { return w.id == id }); at >= 0 {
+		return members[at].shown(), true
+	}
+	return status, false
+}
+
+// shown returns the worker's status with what its ranks say of their predictions.
+func (w *worker) shown() Status {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	status := w.status
+	var why string
+	status.Exactness, why = w.exactness()
+	status.Predictions = cmp.Or(status.Predictions, why)
+	status.Ranks, status.Models = slices.Clone(status.Ranks), slices.Clone(status.Models)
+	return status
 }
 
 // Streams returns the counters of all running event streams.

@@ -215,7 +215,7 @@ func (in *incarnation) followLoads() {
 	follow := func(s probe.LoadSource) {
 		in.followers.Go(func() { in.f.probe.FollowLoad(ctx, s, in.w.logger(in.f.log), in.f.members.Load) })
 	}
-	pages := probe.LoadSource{URL: in.w.spec.URL, Engine: in.engine, Key: in.w.currentKey}
+	pages := probe.LoadSource{URL: in.w.spec.URL, Engine: in.engine, Key: in.w.currentKey, Rest: in.rest}
 	all := pages
 	for _, target := range in.targets {
 		if in.loaded[target.Key] {
@@ -337,7 +337,7 @@ func (in *incarnation) checkHealth() {
 	case err == nil:
 		in.answered = true
 		in.markHealthy()
-		if !in.w.registered() && time.Since(in.modelsAt) >= in.f.timing.modelsEvery {
+		if !in.w.registered() && time.Since(in.modelsAt) >= in.f.timing.modelsEvery*time.Duration(in.f.times()) {
 			in.lookAtModels()
 		}
 		return
@@ -418,8 +418,25 @@ func (f *Fleet) pauseAfter(misses int) time.Duration {
 }
 
 // rarer is how many times longer the pause between health checks is for that many workers:
-// checking 200 costs as much as 50.
-func rarer(workers int) int { return min(max(workers/50, 1), 4) }
+// checking 200 costs as much as 50, and 2,048 as much as 512. Requests that fail cause
+// checks of their own.
+func rarer(workers int) int { return max(min(max(workers/50, 1), 4), min(workers/128, 16)) }
+
+// unhurried is the number of workers up to which those at rest are asked as often as one.
+const unhurried = 512
+
+// times is how many times more rarely a worker at rest is asked because of all others.
+func (f *Fleet) times() int { return max(1, len(f.all())/unhurried) }
+
+// rest is the time between polls of the worker's load while it is idle. The first requests
+// end it, at the next look.
+func (in *incarnation) rest() time.Duration {
+	times := in.f.times()
+	if times == 1 || in.f.members.Busy(in.w.id) {
+		return 0
+	}
+	return in.f.timing.restEvery * time.Duration(times)
+}
 
 // spread shortens a pause by up to a fifth.
 func spread(d time.Duration) time.Duration { return d - rand.N(d/5+1) }

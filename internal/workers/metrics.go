@@ -1,6 +1,8 @@
 package workers
 
 import (
+	"slices"
+
 	"github.com/prometheus/client_golang/prometheus"
 
 	"kvrouter/internal/kv"
@@ -9,17 +11,20 @@ import (
 )
 
 // NewCollector returns the metrics of the ranks that samples lists, with names for
-// the label worker_id; nil names them by their ids.
-func NewCollector(names *kv.Names, samples func() []Sample) prometheus.Collector {
+// the label worker_id; nil names them by their ids. own returns the workers with series of
+// their own; nil, or if it returns nil: all. Of the others there are the sums of what can be
+// added up.
+func NewCollector(names *kv.Names, samples func() []Sample, own func() map[uint64]bool) prometheus.Collector {
 	var set metrics.Set
 	gauge := func(name, help string) metrics.Metric { return set.Gauge(name, help, "worker_id", "dp_rank") }
 	type metric struct {
 		metrics.Metric
 		value func(s *Sample) float64
 	}
+	restarts := set.Counter("kvrouter_worker_restarts_total", "Restarts of the worker's process.", "worker_id", "dp_rank")
 	always := []metric{
 		{gauge("kvrouter_worker_up", "1 while the worker can receive requests."), func(s *Sample) float64 { return metrics.Bool(s.Up) }},
-		{set.Counter("kvrouter_worker_restarts_total", "Restarts of the worker's process.", "worker_id", "dp_rank"), func(s *Sample) float64 { return float64(s.Restarts) }},
+		{restarts, func(s *Sample) float64 { return float64(s.Restarts) }},
 		{gauge("kvrouter_worker_blocks", "KV blocks of the worker in the index."), func(s *Sample) float64 { return float64(s.Blocks) }},
 		{gauge("kvrouter_worker_in_flight", "In-flight requests on the worker."), func(s *Sample) float64 { return float64(s.Load.InFlight) }},
 		{gauge("kvrouter_worker_prefill_tokens", "Uncached prompt tokens of the worker's requests that have no first token yet."), func(s *Sample) float64 { return float64(s.Load.PrefillTokens) }},
@@ -72,9 +77,32 @@ func NewCollector(names *kv.Names, samples func() []Sample) prometheus.Collector
 	lowerEvents := set.Counter("kvrouter_kv_tier_event_blocks_total", "KV blocks in events of lower tiers, by kind.", "worker_id", "dp_rank", "tier", "kind")
 	waiting := gauge("kvrouter_kv_tier_waiting_blocks", "KV blocks of lower tiers whose place in a prompt is not known yet.")
 	doubtful := gauge("kvrouter_kv_tier_doubtful", "1 while the worker's lower tiers may have been emptied without an event.")
+	summed := slices.DeleteFunc(slices.Concat(always, published[:2], followed), func(m metric) bool { return m.Metric == restarts })
+	sumOthers := func(out metrics.Out, others []Sample) {
+		rank := []string{kv.OtherWorkers, ""}
+		for _, m := range summed {
+			sum := 0.0
+			for i := range others {
+				sum += m.value(&others[i])
+			}
+			out.Show(m.Metric, sum, rank...)
+		}
+	}
 	return set.Collector(func(out metrics.Out) {
-		names := names.Now()
-		for _, s := range samples() {
+		names, list := names.Now(), samples()
+		if shown := metrics.Own(own); shown != nil {
+			var alone, others []Sample
+			for _, s := range list {
+				if shown[s.Worker.Worker] {
+					alone = append(alone, s)
+				} else {
+					others = append(others, s)
+				}
+			}
+			sumOthers(out, others)
+			list = alone
+		}
+		for _, s := range list {
 			rank := names.RankLabels(s.Worker)
 			showAll := func(list []metric) {
 				for _, m := range list {
@@ -134,8 +162,8 @@ func NewCollector(names *kv.Names, samples func() []Sample) prometheus.Collector
 
 // IDs returns the ids of the fleet's workers.
 func (f *Fleet) IDs() (ids []uint64) {
-	for _, w := range f.Workers() {
-		ids = append(ids, w.ID)
+	for _, w := range f.all() {
+		ids = append(ids, w.id)
 	}
 	return ids
 }

@@ -6,10 +6,11 @@ import { Fleet } from "./fleet.js";
 import { count, percent, rate, seconds, short, span } from "./format.js";
 import { Spark } from "./parts.js";
 import { Requests } from "./requests.js";
+import { Tenants } from "./tenants.js";
 import { Trends } from "./trends.js";
 import { Try } from "./try.js";
 
-const views = [["fleet", "Fleet"], ["requests", "Requests"], ["cache", "Cache"], ["trends", "Trends"], ["try", "Try"]];
+const views = [["fleet", "Fleet"], ["requests", "Requests"], ["tenants", "Tenants"], ["cache", "Cache"], ["trends", "Trends"], ["try", "Try"]];
 
 const silentAfter = 5000; // ms without a state: the connection counts as lost
 const hiddenFor = 20_000; // ms in the background, after which the stream is closed
@@ -242,6 +243,7 @@ function App() {
       ${state && html`<${Tiles} state=${state} trends=${trends} />
         ${place.view === "fleet" && html`<${Fleet} state=${state} say=${setSaid} />`}
         ${place.view === "requests" && html`<${Requests} state=${state} id=${place.id} />`}
+        ${place.view === "tenants" && html`<${Tenants} state=${state} />`}
         ${place.view === "cache" && html`<${Cache} state=${state} />`}
         ${place.view === "trends" && html`<${Trends} trends=${trends} />`}
         <${Try} state=${state} hidden=${place.view !== "try"} />`}

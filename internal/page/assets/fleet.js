@@ -8,6 +8,9 @@ import { Confirm, Empty, Fact, Meter } from "./parts.js";
 const states = ["down", "unhealthy", "ejected", "cordoned", "draining", "not-ready", "starting", "ready"];
 const stateNames = { down: "Down", unhealthy: "Unhealthy", ejected: "Ejected", cordoned: "Cordoned", draining: "Draining", "not-ready": "Not ready", starting: "Starting", ready: "Ready" };
 
+// Cards of a group that are drawn at first, and that each click adds: thousands would be drawn anew every second.
+const atOnce = 96;
+
 const isUp = (w) => ["ready", "ejected", "cordoned", "draining", "not-ready"].includes(w.state);
 
 // Actions on a worker, for all its ranks.
@@ -79,6 +82,7 @@ function Card({ worker: w, now, ranks, models, onAct }) {
 export function Fleet({ state, say }) {
   const [only, setOnly] = useState("");
   const [find, setFind] = useState("");
+  const [most, setMost] = useState(atOnce);
   const [asked, setAsked] = useState(null); // {worker, action, busy, error}
   const title = useRef(null);
   const workers = state.workers || [];
@@ -113,8 +117,9 @@ export function Fleet({ state, say }) {
     ${workers.length === 0 && html`<${Empty} title="No workers yet"><p>Start workers with <code>--num-workers 2</code>, attach running ones with <code>--worker url=http://host:8100</code>, or register them with <code>POST /workers</code> on the router port.</p></${Empty}>`}
     ${workers.length > 0 && shown.length === 0 && html`<p class="quiet">No worker matches. <button type="button" class="small" onClick=${() => { setOnly(""); setFind(""); title.current.focus(); }}>Show all</button></p>`}
     ${groups.map(([role, list]) => html`<div key=${role}>${titles[role] && html`<h3 class="group">${titles[role]} <span class="quiet num">${count(list.length)}</span></h3>`}
-      <div class="cards">${list.map((w) => html`<${Card} key=${`${w.worker}/${w.rank}`} worker=${w} now=${state.at} ranks=${ranks} models=${(state.models || []).length}
-        onAct=${(worker, action) => setAsked({ worker: allRanks(worker, workers), action, busy: false, error: "" })} />`)}</div></div>`)}
+      <div class="cards">${list.slice(0, most).map((w) => html`<${Card} key=${`${w.worker}/${w.rank}`} worker=${w} now=${state.at} ranks=${ranks} models=${(state.models || []).length}
+        onAct=${(worker, action) => setAsked({ worker: allRanks(worker, workers), action, busy: false, error: "" })} />`)}</div>
+      ${list.length > most && html`<p class="quiet more"><button type="button" class="small" data-action="more" onClick=${() => setMost(most + atOnce)}>Show ${count(Math.min(atOnce, list.length - most))} more</button> ${count(list.length - most)} not shown</p>`}</div>`)}
     ${asked && html`<${Confirm} title=${actions[asked.action].ask(asked.worker)} text=${actions[asked.action].text(asked.worker)} action=${actions[asked.action].name}
       busy=${asked.busy} error=${asked.error} onYes=${run} onNo=${() => setAsked(null)} />`}
   </section>`;

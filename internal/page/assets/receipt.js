@@ -45,6 +45,8 @@ const excluded = {
   session: "the session is bound to another worker",
   trial: "an ejected worker gets this request on trial",
   slow_start: "it is in slow start",
+  no_seat: "its engine runs as many requests as it can",
+  objective: "it is predicted to miss an objective that others keep",
   failing: "it fails more than the others",
   queue_limit: "its queue is too long",
   not_drawn: "it was not drawn at random",

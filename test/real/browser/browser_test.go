@@ -238,6 +238,7 @@ func TestBrowser(t *testing.T) {
 	b.run(t, "cards show what /metrics says", func(t *testing.T) { b.seesMetrics(t, s, workers) })
 	b.run(t, "a request and its receipt", func(t *testing.T) { b.seesReceipt(t, s) })
 	b.run(t, "text stands out from its ground", func(t *testing.T) { b.standsOut(t, s) })
+	b.run(t, "tenants and their accounts", func(t *testing.T) { b.seesTenants(t, s) })
 	b.run(t, "the tree of prompts", func(t *testing.T) { b.seesTree(t, s) })
 	b.run(t, "a worker is drained and readmitted", func(t *testing.T) { b.drains(t, s) })
 	b.run(t, "the try box streams", func(t *testing.T) { b.tries(t, s) })
@@ -400,7 +401,7 @@ const contrast = `(() => {
 func (b *browser) standsOut(t *testing.T, s *test.Mocks) {
 	for _, scheme := range []string{"light", "dark"} {
 		b.like(1600, scheme)
-		for _, view := range []string{"fleet", "requests/page-test-receipt", "cache", "trends", "try"} {
+		for _, view := range []string{"fleet", "requests/page-test-receipt", "tenants", "cache", "trends", "try"} {
 			b.open(s.Port + "/ui/#/" + view)
 			b.until(5*time.Second, view, "document.querySelector('.view:not([hidden])')")
 			b.fits()
@@ -432,6 +433,45 @@ func (b *browser) seesTree(t *testing.T, s *test.Mocks) {
 				t.Errorf("%s has %s %q, it has %v", row, field, shown, node.Get(field))
 			}
 		}
+	}
+}
+
+// seesTenants sends chats of two tenants, and holds the table against their accounts.
+func (b *browser) seesTenants(t *testing.T, s *test.Mocks) {
+	for i, tenant := range []string{"first", "second", "second"} {
+		body, _ := json.Marshal(map[string]any{"messages": []map[string]string{test.Message("user", test.Words(rand.New(rand.NewPCG(5, uint64(i))), 40))}, "max_tokens": 4})
+		request, _ := http.NewRequestWithContext(t.Context(), http.MethodPost, s.OpenAI+testkit.ChatPath, bytes.NewReader(body))
+		request.Header.Set("Content-Type", "application/json")
+		request.Header.Set("x-llm-d-inference-fairness-id", tenant)
+		request.Header.Set("x-llm-d-slo-ttft-ms", "60000")
+		response, err := http.DefaultClient.Do(request)
+		if err != nil {
+			t.Fatal(err)
+		}
+		readAll(t, response.Body)
+	}
+	eval[bool](b, "(location.hash = '#/tenants', true)")
+	accounts := func() []gjson.Result {
+		_, answer := testkit.HTTPGet(t, s.Port+"/tenants")
+		return gjson.GetBytes(answer, "tenants").Array()
+	}
+	b.until(5*time.Second, "a row for each tenant", fmt.Sprintf("document.querySelectorAll('[data-tenant]').length === %d", len(accounts())))
+	testkit.Eventually(t, 5*time.Second, "each row as GET /tenants", func() bool {
+		for _, account := range accounts() {
+			row := "[data-tenant='" + account.Get("tenant").String() + "']"
+			for _, field := range []string{"requests", "prompt_tokens", "answered_tokens", "shed"} {
+				if !same(b.text(row+" [data-field="+field+"]"), account.Get(field).Float()) {
+					return false
+				}
+			}
+		}
+		return true
+	})
+	if kept := b.text("[data-tenant='second'] [data-field=kept]"); number(kept) != 100 {
+		t.Errorf("the objectives kept read %q", kept)
+	}
+	if shown := eval[bool](b, "!!document.querySelector('[data-field=waiting]')"); shown {
+		t.Error("requests wait in a fair queue that is off")
 	}
 }
 

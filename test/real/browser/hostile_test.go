@@ -48,7 +48,7 @@ func TestBrowserShowsHostileTextAsText(t *testing.T) {
 	if err := os.WriteFile(path, []byte(file.String()), 0o600); err != nil {
 		t.Fatal(err)
 	}
-	s := test.Start(t, "--engine=none", "--model="+test.BuiltinModel(t), "--served-model-name=mock", "--discovery=file:"+path, "--page-show-text", "--session-header=x-session")
+	s := test.Start(t, "--engine=none", "--model="+test.BuiltinModel(t), "--served-model-name=mock", "--discovery=file:"+path, "--page-show-text", "--session-header=x-session", "--router-queue-policy=fair")
 	s.WaitReady(len(hostile), 30*time.Second)
 	// One more of a hostile model and state, which never answers.
 	if status, answer := test.Post(t, s.Port+"/workers", fmt.Sprintf(`{"worker_id":7,"model_name":%q,"endpoint":"http://127.0.0.1:1","block_size":64,"kv_events_endpoint":"tcp://127.0.0.1:1"}`, model)); status != http.StatusCreated {
@@ -66,7 +66,7 @@ func TestBrowserShowsHostileTextAsText(t *testing.T) {
 			if err != nil {
 				t.Fatal(err)
 			}
-			for name, value := range map[string]string{"Content-Type": "application/json", web.HeaderRequest: text, "x-session": text, "User-Agent": text, "x-prefix-id": text} {
+			for name, value := range map[string]string{"Content-Type": "application/json", web.HeaderRequest: text, "x-session": text, "x-llm-d-inference-fairness-id": text, "User-Agent": text, "x-prefix-id": text} {
 				request.Header.Set(name, value)
 			}
 			response, err := http.DefaultClient.Do(request)
@@ -92,6 +92,7 @@ func TestBrowserShowsHostileTextAsText(t *testing.T) {
 	for _, view := range []struct{ name, hash, ready string }{
 		{"requests", "#/requests", "document.querySelectorAll('tbody tr').length >= 8"},
 		{"hostile request id", "#/requests/" + hostileURL(hostile[0]), "document.querySelector('main')"},
+		{"tenants", "#/tenants", "document.querySelectorAll('[data-tenant]').length >= 8 && document.querySelector('main').textContent.includes('<img')"},
 		{"cache", "#/cache", "document.querySelector('[data-node]') && document.querySelector('main').textContent.includes('<img')"},
 		{"trends", "#/trends", "document.querySelector('[data-chart]') || document.querySelector('main').innerText.length > 50"},
 		{"hostile view", "#/" + hostileURL(hostile[1]), "document.querySelector('main')"},

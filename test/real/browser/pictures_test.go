@@ -54,6 +54,7 @@ func TestBrowserPictures(t *testing.T) {
 			{"fleet", "#/fleet", "document.querySelector('.card')"},
 			{"requests", "#/requests", "document.querySelector('tbody tr')"},
 			{"receipt", "", "document.querySelector('aside .candidate')"},
+			{"tenants", "#/tenants", "document.querySelector('[data-tenant]')"},
 			{"cache", "#/cache", "document.querySelector('[data-node]')"},
 			{"trends", "#/trends", "document.querySelectorAll('.chart canvas').length === 7"},
 			{"try", "#/try", "document.querySelector('.beside')"},

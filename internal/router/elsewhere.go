@@ -1,0 +1,43 @@
+package router
+
+import "kvrouter/internal/fair"
+
+// Service returns what tenants receive in the fair queue here, for other routers over the same
+// workers: see fair.Queue.Tell. None where the queue is not fair.
+func (r *Router) Service() []fair.Service {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	if r.fair == nil {
+		return nil
+	}
+	return r.fair.Tell()
+}
+
+// Elsewhere is the service that another router tells. One goroutine at a time uses it.
+type Elsewhere struct {
+	router *Router
+	told   *fair.Elsewhere[*waiter] // nil: nothing
+}
+
+// Elsewhere returns the service of one more router.
+func (r *Router) Elsewhere() *Elsewhere { return &Elsewhere{router: r} }
+
+// Take counts what the other router tells; nothing where the queue is not fair.
+func (e *Elsewhere) Take(all []fair.Service) {
+	if e.told == nil && len(all) == 0 {
+		return
+	}
+	r := e.router
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	if r.fair == nil {
+		return
+	}
+	if e.told == nil {
+		e.told = r.fair.Elsewhere()
+	}
+	e.told.Take(all)
+}
+
+// End forgets what runs at the other router.
+func (e *Elsewhere) End() { e.Take(nil) }

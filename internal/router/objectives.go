@@ -1,0 +1,27 @@
+package router
+
+import (
+	"time"
+
+	"kvrouter/internal/kv"
+	"kvrouter/internal/policy"
+)
+
+// preferKeeping leaves those of the candidates that are predicted to keep the objectives of p; all
+// of them if none is. An objective of the first token that has passed is none any more. A prefill
+// worker keeps the time to the first token, a decode worker that of the further ones.
+func (r *Router) preferKeeping(p *prompt, q *policy.Query) {
+	first, further := time.Duration(0), time.Duration(0)
+	if p.Leg != kv.LegDecode && !p.Deadline.IsZero() {
+		first = p.Deadline.Sub(q.Now)
+	}
+	if p.Leg != kv.LegPrefill {
+		further = p.TPOT
+	}
+	if p.keeps = false; first <= 0 && further <= 0 || len(r.candidates) == 1 {
+		return
+	}
+	p.keeps = r.prefer(func(c *policy.Candidate) bool {
+		return (first <= 0 || r.forecast.FirstToken(q, c) <= first) && (further <= 0 || r.forecast.TokenTime(q, c) <= further)
+	})
+}
