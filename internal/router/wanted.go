@@ -14,7 +14,7 @@ const (
 	leastMissed = 256
 	// prefixWorth is how many times as long as computing these tokens takes it lets other
 	// tenants go first for that: computing them delays all answers of a worker, too.
-	prefixWorth = 4
+	prefixWorth = 3
 	// mostWanted bounds the full workers that a request waits for.
 	mostWanted = 64
 	// lastMoment is how long before it would be too late a request with an objective gives up
