@@ -224,7 +224,8 @@ func (r *Router) dispatchFairly(now time.Time) {
 			return r.yields(w, now)
 		}
 		// What has been stored and removed since it came decides where it belongs.
-		w.prompt.matches, w.prompt.next = r.match(w.prompt.matches[:0], &w.prompt, r.parts()), 0
+		w.matches = r.match(w.matches[:0], &w.prompt, r.parts())
+		w.prompt.matches, w.prompt.next = w.matches, 0
 		v := r.decide(w, must, now)
 		switch {
 		case v == fair.Taken:

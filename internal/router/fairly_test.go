@@ -4,6 +4,7 @@ import (
 	"errors"
 	"fmt"
 	"math"
+	"slices"
 	"strings"
 	"testing"
 	"time"
@@ -468,6 +469,30 @@ func TestWaitingRequestsKnowWhatIsStoredMeanwhile(t *testing.T) {
 		t.Fatalf("%d cached tokens, %v", d.OverlapTokens, err)
 	}
 	d.Booking.Finish(1)
+	full[1].Finish(1)
+}
+
+// TestAWaitingLegLeavesTheMatchesOfTheOther: the legs of a pair share what was looked up.
+func TestAWaitingLegLeavesTheMatchesOfTheOther(t *testing.T) {
+	r, _ := newFairRouter(t, 2)
+	full := [2]*Booking{occupy(t, r, 0, 16), occupy(t, r, 1, 16)}
+	prompt := testkit.Tokens(1, 2001)
+	Hold(r, 0, testkit.Tokens(9001, 64))
+	Hold(r, 1, prompt)
+	p, d := r.lookUp(Request{Tokens: prompt, ExpectedOutput: 1}, &workspace{})
+	was := slices.Clone(p.matches)
+	leg := p
+	var went *Booking
+	leg.decided = func(d Decision, _ error) { went = d.Booking }
+	if w, err := r.schedule(&leg, &d); w == nil || err != nil {
+		t.Fatalf("it does not wait: %v", err)
+	}
+	Hold(r, 0, prompt)
+	full[0].Finish(1)
+	if went == nil || !slices.Equal(p.matches, was) {
+		t.Errorf("booked: %v; matches %+v, before %+v", went, p.matches, was)
+	}
+	went.End()
 	full[1].Finish(1)
 }
 

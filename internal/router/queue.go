@@ -8,6 +8,7 @@ import (
 	"time"
 
 	"kvrouter/internal/fair"
+	"kvrouter/internal/kv"
 	"kvrouter/internal/policy"
 )
 
@@ -118,6 +119,7 @@ type waiter struct {
 	score   float64             // the higher go first, of those with one StrictPriority
 	item    *fair.Item[*waiter] // its place in a fair queue; nil: the queue is another
 	wants   wanted              // in a fair queue
+	matches []kv.Match          // reused there; the prompt's first ones are its other leg's too
 	look    *time.Timer         // of looks; nil: none
 	decided chan waitResult     // of one; where the prompt has decided, that is called instead
 }

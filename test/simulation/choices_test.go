@@ -71,7 +71,7 @@ func (c *client) chosen(exclude []uint64, decided ...router.Decision) {
 		c.world.sabotage.booked(d.Booking)
 		c.booked[i] = d.Booking
 	}
-	c.routed = true
+	c.routed, c.pairing = true, false
 	c.tries++
 }
 
@@ -94,8 +94,10 @@ func (c *client) RoutePair(exclude []uint64, why string) (router.Pair, error) {
 	c.fellBack = c.fellBack || beside
 	request := c.begin(exclude, beside)
 	seen := c.node.calm(c.session)
+	c.pairs(true)
 	pair, err := c.node.router.RoutePair(c.ctx, request, router.PairRule{LeastUncached: c.world.setup.LeastUncached, Whole: why, Enforce: c.world.setup.Enforce})
 	if err != nil {
+		c.pairs(false)
 		return pair, err
 	}
 	if pair.Whole != "" {
@@ -109,6 +111,14 @@ func (c *client) RoutePair(exclude []uint64, why string) (router.Pair, error) {
 	}
 	c.chosen(exclude, pair.Prefill, pair.Decode)
 	return pair, nil
+}
+
+// pairs notes that a pair is asked for: its prefill leg is booked while its decode leg waits in
+// a queue.
+func (c *client) pairs(asked bool) {
+	c.node.mu.Lock()
+	defer c.node.mu.Unlock()
+	c.pairing = asked
 }
 
 // leave notes that the last attempt is over: its bookings must be.
@@ -125,8 +135,8 @@ func (c *client) leave() {
 }
 
 // checkBookings holds a client's bookings against what is under way, and returns how many
-// have not ended. node.mu and world.mu are held.
-func (c *client) checkBookings() (open int) {
+// have not ended, and whether one more may be booked already. node.mu and world.mu are held.
+func (c *client) checkBookings() (open int, pairing bool) {
 	for i, b := range c.booked {
 		switch {
 		case b == nil:
@@ -138,7 +148,7 @@ func (c *client) checkBookings() (open int) {
 			c.world.failLocked("%s: its booking on worker %d has ended, and the request there has not", c.id, b.Worker().Worker)
 		}
 	}
-	return open
+	return open, c.pairing && c.world.setup.Fair
 }
 
 // watched is the transport of a node to workers. It holds that each leg of a request is at

@@ -34,6 +34,7 @@ type client struct {
 	fellBack bool   // its prefill leg has failed; the request's goroutine uses it
 
 	routed   bool                  // guarded by node.mu
+	pairing  bool                  // a pair is being chosen; guarded by node.mu
 	tries    int                   // likewise
 	booked   [legs]*router.Booking // likewise, of the last decision
 	yields   [legs]uint64          // the leg's goroutine uses it

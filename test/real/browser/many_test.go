@@ -21,7 +21,7 @@ func TestBrowserShowsManyWorkers(t *testing.T) {
 	b.open(s.Port + "/")
 	cards := func(n int) string { return fmt.Sprintf("document.querySelectorAll('.card').length === %d", n) }
 	b.until(20*time.Second, "some cards", cards(drawn))
-	if said := b.text(".more"); said != "Show 96 more 154 not shown" {
+	if said := b.text("p.more"); said != "Show 96 more 154 not shown" {
 		t.Errorf("below the cards it says %q", said)
 	}
 	b.fill("#find-worker", "http://127.1.1.50:9")
@@ -31,6 +31,6 @@ func TestBrowserShowsManyWorkers(t *testing.T) {
 	b.click("[data-action=more]")
 	b.until(5*time.Second, "more cards", cards(2*drawn))
 	b.click("[data-action=more]")
-	b.until(5*time.Second, "all cards", cards(workers)+" && !document.querySelector('.more')")
+	b.until(5*time.Second, "all cards", cards(workers)+" && !document.querySelector('p.more')")
 	b.clean(s.Port)
 }
