@@ -22,6 +22,7 @@ var layers = []map[string]string{
 		"blockpool": "", "zmq": "", "jsonbody": "",
 		"jsonlines": "", "web": "", "settings": "",
 		"logs": "", "manual": "", "textfile": "", "fair": "",
+		"summary": "table",
 	},
 	{ // knowing
 		"hints": "fair jsonbody kv", "radix": "blockpool kv sets table", "engine": "blockpool kv",
