@@ -25,7 +25,7 @@ var layers = []map[string]string{
 		"summary": "table",
 	},
 	{ // knowing
-		"hints": "fair jsonbody kv", "radix": "blockpool kv sets table", "engine": "blockpool kv",
+		"hints": "fair jsonbody kv", "radix": "blockpool kv sets summary table", "engine": "blockpool kv",
 		"chat": "guard jsonbody", "encode": "guard", "keys": "fair textfile web", "reload": "textfile",
 	},
 	{ // prompts

@@ -248,6 +248,14 @@ func (b *Book) Snapshot() (messages [][]byte, at Position) {
 	return append(messages, part, []byte{kindEnd}), at
 }
 
+// Holders returns how many hold a prefix.
+func (b *Book) Holders(hash uint64) int {
+	b.books.Lock()
+	defer b.books.Unlock()
+	b.catchUp()
+	return int(b.held.Get(hash, 0) / 2)
+}
+
 // Size is what a book holds.
 type Size struct {
 	Held    int // prefixes
