@@ -4,6 +4,7 @@ import (
 	"fmt"
 	"time"
 
+	"kvrouter/internal/fair"
 	"kvrouter/internal/kv"
 	"kvrouter/internal/policy"
 )
@@ -37,18 +38,16 @@ func (r *Router) Wait() (wait time.Duration, up bool) {
 	defer r.unlock()
 	now := r.now()
 	r.expire(now)
-	leg := kv.LegWhole
-	takes := func(leg kv.Leg) bool {
-		return r.has(func(t *kv.Target) bool { return t.Takes(leg) && !t.Unanswered })
-	}
-	if takes(kv.LegPrefill) && takes(kv.LegDecode) {
-		leg = kv.LegPrefill
-	}
-	return r.waitFor(leg, now)
+	return r.waitFor(r.newLeg(), now)
 }
 
 // waitFor is Wait for a leg that computes prompts.
 func (r *Router) waitFor(leg kv.Leg, now time.Time) (wait time.Duration, up bool) {
+	return r.waitOf(fair.Batch, leg, now)
+}
+
+// waitOf is waitFor of a request of that class.
+func (r *Router) waitOf(class fair.Class, leg kv.Leg, now time.Time) (wait time.Duration, up bool) {
 	workers, well := 0, false
 	for i := range r.targets {
 		t := &r.targets[i]
@@ -72,6 +71,9 @@ func (r *Router) waitFor(leg kv.Leg, now time.Time) (wait time.Duration, up bool
 	r.eachWaiting(func(w *waiter) {
 		if w.prompt.Leg == kv.LegDecode {
 			return // its prompt is computed
+		}
+		if r.fair != nil && w.prompt.Class > class {
+			return // it goes later
 		}
 		queued += w.prompt.tokens
 		longest = max(longest, now.Sub(w.since))

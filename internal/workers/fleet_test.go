@@ -23,6 +23,7 @@ import (
 	"kvrouter/internal/policy"
 	"kvrouter/internal/process"
 	"kvrouter/internal/radix"
+	"kvrouter/internal/summary"
 	"kvrouter/internal/testkit"
 	"kvrouter/internal/vllm"
 )
@@ -94,6 +95,8 @@ func (m fakeMembers) Load(key kv.WorkerKey, p policy.Published) {
 }
 
 func (m fakeMembers) ShowAdapters(kv.WorkerKey, policy.AdapterReport) {}
+
+func (m fakeMembers) ShowCell(kv.WorkerKey, policy.CellReport, *summary.View) {}
 
 func (m fakeMembers) Transferred(key kv.WorkerKey, t policy.Transfers) {
 	if m.hooks.Transferred != nil {
