@@ -48,13 +48,13 @@ var layers = []map[string]string{
 		"tracing": "kv policy router", "models": "chat fair kv metrics outlier policies policy radix router summary tokens",
 	},
 	{ // carrying
-		"replica": "events fair guard kv router zmq", "proxy": "jsonbody kv outlier policy router tracing web", "workers": "cells events guard kv metrics policy probe process radix summary web",
+		"replica": "events fair guard kv router zmq", "proxy": "jsonbody kv outlier policy router tracing web", "workers": "cells events fair guard kv metrics policy probe process radix summary web",
 		"mocker": "chat engine events jsonbody kv process tokens web zmq", "simulate": "engine fair hints jsonlines kv outlier policies policy radix router",
 		"vllm": "kv process", "sglang": "kv process", "discovery": "kv textfile",
 	},
 	{ // showing, offering
 		"telemetry": "fair hints jsonbody jsonlines kv metrics policy proxy router thompson", "selection": "events hints kv models outlier policy replica router thompson web workers",
-		"openai": "cells fair hints jsonbody keys kv models proxy router settings tokens tracing web", "extproc": "guard proxy web", "doctor": "events kv mocker probe process settings tokens web zmq", "demo": "keys",
+		"openai": "cells fair hints jsonbody keys kv models proxy router settings tokens tracing web", "extproc": "guard proxy web", "doctor": "cells events kv mocker probe process settings summary tokens web zmq", "demo": "keys",
 		"page": "fair jsonbody keys kv models outlier policy proxy router tokens web workers",
 	},
 	{ // looking from elsewhere

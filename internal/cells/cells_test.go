@@ -263,7 +263,7 @@ func FuzzStream(f *testing.F) {
 	}
 	f.Add(append(all, state...))
 	f.Fuzz(func(t *testing.T, data []byte) {
-		s := &Stream{body: io.NopCloser(bytes.NewReader(data)), view: &summary.View{}, why: func() error { return nil }, timer: time.NewTimer(time.Hour), end: func(error) {}}
+		s := &Stream{own: func(string) bool { return false }, body: io.NopCloser(bytes.NewReader(data)), view: &summary.View{}, why: func() error { return nil }, timer: time.NewTimer(time.Hour), end: func(error) {}}
 		defer s.Close()
 		for range 100 {
 			r, err := s.Next()

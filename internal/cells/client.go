@@ -58,6 +58,7 @@ type Stream struct {
 	Hello Hello
 	First Report // that came with it, without a summary
 
+	own    func(router string) bool // the name is that of this router
 	body   io.ReadCloser
 	end    context.CancelCauseFunc
 	why    func() error // the cause of the end; nil: it has not ended
@@ -102,7 +103,7 @@ func (e *StatusError) Error() string {
 // blocks goes into view, from where that ends if it can be resumed. Close must follow.
 func (c *Client) Open(ctx context.Context, url string, key kv.Secret, view *summary.View) (*Stream, error) {
 	ctx, end := context.WithCancelCause(ctx)
-	s := &Stream{end: end, why: func() error { return context.Cause(ctx) }, view: view}
+	s := &Stream{own: c.own, end: end, why: func() error { return context.Cause(ctx) }, view: view}
 	s.timer = time.AfterFunc(Silence, func() { end(errSilent) })
 	if err := c.open(ctx, s, url, key); err != nil {
 		if errors.Is(s.why(), errSilent) {
@@ -232,7 +233,9 @@ func (s *Stream) Next() (r Report, err error) {
 			if err := json.Unmarshal(body, r.Info); err != nil {
 				return r, fmt.Errorf("what it serves: %w", err)
 			}
-			r.Info.clip()
+			if r.Info.clip(); slices.ContainsFunc(r.Info.Below, s.own) {
+				return r, ErrLeadsBack
+			}
 		case frameSummary:
 			if s.view == nil {
 				continue

@@ -477,6 +477,10 @@ func (r *Router) Load(w kv.WorkerKey) policy.Load {
 		tiers := *load.Tiers
 		load.Tiers = &tiers
 	}
+	if load.Cell != nil {
+		cell := *load.Cell
+		load.Cell = &cell
+	}
 	load.Adapters = load.Adapters.Clone()
 	return load
 }

@@ -74,6 +74,7 @@ type hooks struct {
 	Busy        func(worker uint64) bool
 	Join        func(worker uint64, serves kv.Served) (radix.Index, int, error)
 	Leave       func(worker uint64)
+	Cell        func(kv.WorkerKey, policy.CellReport, *summary.View)
 }
 
 // fakeMembers calls the hooks of a fleet.
@@ -96,7 +97,11 @@ func (m fakeMembers) Load(key kv.WorkerKey, p policy.Published) {
 
 func (m fakeMembers) ShowAdapters(kv.WorkerKey, policy.AdapterReport) {}
 
-func (m fakeMembers) ShowCell(kv.WorkerKey, policy.CellReport, *summary.View) {}
+func (m fakeMembers) ShowCell(key kv.WorkerKey, r policy.CellReport, holds *summary.View) {
+	if m.hooks.Cell != nil {
+		m.hooks.Cell(key, r, holds)
+	}
+}
 
 func (m fakeMembers) Transferred(key kv.WorkerKey, t policy.Transfers) {
 	if m.hooks.Transferred != nil {
