@@ -11,6 +11,7 @@ import (
 	"strings"
 	"sync"
 	"sync/atomic"
+	"syscall"
 	"testing"
 	"time"
 
@@ -91,22 +92,22 @@ func (c *cellTree) held(messages []map[string]string) map[uint64]int {
 	return held
 }
 
-// exact waits until an upper router knows what the cells hold of a prompt.
+// exact waits until an upper router knows what the cells hold of a prompt, which some do.
 func (c *cellTree) exact(upper *Router, messages []map[string]string, limit time.Duration) {
 	c.Helper()
 	testkit.Eventually(c.T, limit, "the upper router knows what the cells hold", func() bool {
 		told, held := upper.heldOf(messages), c.held(messages)
-		same := true
+		same, any := true, false
 		for cell, blocks := range held {
-			same = same && told[cell] == blocks
+			same, any = same && told[cell] == blocks, any || blocks > 0
 		}
-		return same
+		return same && any
 	})
 }
 
 // ask sends a streamed chat through an upper router. begun: the first byte of the answer came.
 func (c *cellTree) ask(ctx context.Context, upper *Router, messages []map[string]string) (begun, whole bool, header http.Header, err error) {
-	body, _ := json.Marshal(map[string]any{"model": "mock", "messages": messages, "max_tokens": 16, "stream": true})
+	body, _ := json.Marshal(map[string]any{"model": "mock", "messages": messages, "max_tokens": 64, "stream": true})
 	request, err := http.NewRequestWithContext(ctx, http.MethodPost, upper.OpenAI+testkit.ChatPath, bytes.NewReader(body))
 	if err != nil {
 		return false, false, nil, err
@@ -238,6 +239,45 @@ func TestRequestsSurviveCellsAndRoutersThatEnd(t *testing.T) {
 		for _, upper := range tree.uppers {
 			tree.exact(upper, Say(prompts[i]), 5*time.Second)
 		}
+	}
+}
+
+// TestACellThatDrainsFinishesItsRequests: and gets no new ones.
+func TestACellThatDrainsFinishesItsRequests(t *testing.T) {
+	t.Parallel()
+	tree := plantCells(t, 2, 1, "--speedup-ratio=0.5")
+	upper := tree.uppers[0]
+	type result struct {
+		whole bool
+		cell  string
+		err   error
+	}
+	results := make(chan result, 1)
+	go func() {
+		_, whole, header, err := tree.ask(t.Context(), upper, Say("hello"))
+		results <- result{whole, header.Get(web.HeaderWorker), err}
+	}()
+	busy := -1
+	testkit.Eventually(t, 10*time.Second, "the request is with a cell", func() bool {
+		for _, w := range upper.Workers() {
+			if w.InFlight > 0 {
+				busy = int(w.WorkerID)
+			}
+		}
+		return busy >= 0
+	})
+	if err := tree.cells[busy].Command.Process.Signal(syscall.SIGTERM); err != nil {
+		t.Fatal(err)
+	}
+	testkit.Eventually(t, 10*time.Second, "the cell gets no new requests", func() bool {
+		record, _ := upper.Record(uint64(busy))
+		return record.Lifecycle != "schedulable"
+	})
+	if r := <-results; !r.whole || r.err != nil || r.cell != fmt.Sprint(busy) {
+		t.Errorf("the request that was in flight on cell %d: %+v", busy, r)
+	}
+	if _, whole, header, err := tree.ask(t.Context(), upper, Say("hello")); !whole || header.Get(web.HeaderWorker) != fmt.Sprint(1-busy) {
+		t.Errorf("the next one: %v %v, cell %s", whole, err, header.Get(web.HeaderWorker))
 	}
 }
 

@@ -12,6 +12,7 @@ import (
 	"encoding/json"
 	"fmt"
 	"io"
+	"slices"
 	"time"
 
 	"kvrouter/internal/fair"
@@ -41,8 +42,8 @@ const (
 // Bounds of what a cell tells.
 const (
 	maxJSON   = 256 << 10 // bytes of a frame
-	maxNames  = 1024      // models, adapters or routers
-	maxName   = 256       // bytes of one
+	maxNames  = 512       // models, adapters or routers: together less than maxJSON
+	maxName   = 128       // bytes of one
 	maxBlocks = 1 << 40   // of all its workers
 	maxWait   = time.Hour
 )
@@ -118,24 +119,16 @@ func (s *State) clamp() {
 // clip bounds foreign lists, and leaves out what is out of range.
 func (i *Info) clip() {
 	for _, list := range []*[]string{&i.Models, &i.Adapters, &i.Below} {
-		kept := (*list)[:0]
-		for _, name := range (*list)[:min(len(*list), maxNames)] {
-			if name != "" && len(name) <= maxName {
-				kept = append(kept, name)
-			}
-		}
-		*list = kept
+		few := slices.Clone((*list)[:min(len(*list), maxNames)])
+		*list = slices.DeleteFunc(few, func(name string) bool { return name == "" || len(name) > maxName })
 	}
 	if len(i.Root) > maxName {
 		i.Root = ""
 	}
-	kept := i.Lookaheads[:0]
-	for _, l := range i.Lookaheads[:min(len(i.Lookaheads), kv.MaxLookaheads)] {
-		if l.Tokens >= 1 && l.Tokens <= kv.MaxLookahead && l.Cut >= 0 && l.Cut <= kv.MaxLookahead {
-			kept = append(kept, l)
-		}
-	}
-	i.Lookaheads = kept
+	few := slices.Clone(i.Lookaheads[:min(len(i.Lookaheads), kv.MaxLookaheads)])
+	i.Lookaheads = slices.DeleteFunc(few, func(l kv.Lookahead) bool {
+		return l.Tokens < 1 || l.Tokens > kv.MaxLookahead || l.Cut < 0 || l.Cut > kv.MaxLookahead
+	})
 }
 
 // appendFrame appends a frame.

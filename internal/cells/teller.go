@@ -17,7 +17,7 @@ import (
 
 // Flags are the flags of a router below others.
 type Flags struct {
-	Cell         bool          `group:"Cells" help:"Tell routers above this one, which attach it by --worker url=URL,kind=router, which prefixes its workers hold. Without it they get its load alone. Needs 30 bytes for each block. See docs/cells.md."`
+	Cell         bool          `group:"Cells" help:"Tell routers above this one, which attach it by --worker url=URL,kind=router, which prefixes its workers hold. Without it they get its load alone. Needs about 60 bytes of memory for each block. See docs/cells.md."`
 	CellInterval time.Duration `group:"Cells" default:"200ms" help:"Time between two reports to a router above, 20ms to 1s."`
 	CellRate     int           `group:"Cells" default:"1000000" placeholder:"BYTES" help:"Maximum rate of changes of the summary to each router above, bytes per second. Snapshots for routers that join are not limited."`
 }
@@ -57,9 +57,9 @@ type Deps struct {
 type Teller struct {
 	flags  Flags
 	deps   Deps
-	hello  []byte // its frame
-	leave  chan struct{}
-	left   sync.Once
+	hello  []byte        // its frame
+	leave  chan struct{} // closed when the last report has been made
+	leaves atomic.Bool
 	counts Counts
 
 	mu    sync.Mutex    // guards the rest
@@ -94,10 +94,10 @@ func (t *Teller) Book() *summary.Book { return t.deps.Book }
 
 // Leave tells that the router drains, and ends all streams.
 func (t *Teller) Leave() {
-	t.left.Do(func() {
-		close(t.leave)
+	if !t.leaves.Swap(true) {
 		t.report()
-	})
+		close(t.leave)
+	}
 }
 
 // Run makes a report in each interval until ctx is done.
@@ -123,17 +123,15 @@ func (t *Teller) Run(ctx context.Context) {
 
 // report makes the frames of now, and wakes the readers.
 func (t *Teller) report() {
+	leaves := t.leaves.Load()
 	var info, state []byte
 	if t.counts.Readers.Load() > 0 {
-		now := t.deps.State()
-		select {
-		case <-t.leave:
-			now.Ready, now.Leaving = false, true
-		default:
-		}
+		now, serves := t.deps.State(), t.deps.Info()
+		now.Ready, now.Leaving = now.Ready && !leaves, leaves
 		now.clamp()
+		serves.clip()
 		var failed [2]error
-		info, failed[0] = appendJSON(nil, frameInfo, t.deps.Info())
+		info, failed[0] = appendJSON(nil, frameInfo, serves)
 		state, failed[1] = appendJSON(nil, frameState, now)
 		if err := errors.Join(failed[:]...); err != nil {
 			t.deps.Log.Error("cell: no report to the routers above", "error", err)
@@ -142,6 +140,9 @@ func (t *Teller) report() {
 	}
 	t.mu.Lock()
 	defer t.mu.Unlock()
+	if leaves != t.leaves.Load() {
+		return // the last report has been made meanwhile
+	}
 	if state != nil {
 		t.info, t.state = info, state
 	}
@@ -181,6 +182,7 @@ func (t *Teller) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 		case <-r.Context().Done():
 			return
 		case <-next:
+		case <-t.leave:
 		}
 		if info, state, next = t.last(); !bytes.Equal(info, told) {
 			if told = info; s.write(info) != nil {

@@ -21,7 +21,7 @@ func (x *Exchange) readBelow(header http.Header) {
 	worker := kv.MetricLabel(header.Get(web.HeaderWorker))
 	overlap, err := strconv.Atoi(header.Get(web.HeaderOverlap))
 	for name := range header {
-		if strings.HasPrefix(name, web.HeaderOwn) {
+		if strings.HasPrefix(name, web.HeaderOwn) { // they are about its workers
 			delete(header, name)
 		}
 	}

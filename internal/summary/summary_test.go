@@ -274,6 +274,33 @@ func TestMalformedMessagesEmptyTheView(t *testing.T) {
 	}
 }
 
+// TestAFalseSummaryCannotClaimEverything: each lane of the largest bucket pair counts for one
+// fingerprint of 65,535.
+func TestAFalseSummaryCannotClaimEverything(t *testing.T) {
+	random := rand.New(rand.NewPCG(3, 4))
+	for name, lane := range map[string]func() uint64{
+		"random": random.Uint64,
+		"equal":  func() uint64 { return lowBits },
+		"full":   func() uint64 { return ^uint64(0) },
+	} {
+		view, part := &View{}, []byte{kindPart}
+		for range 1 << minBits {
+			part = appendChange(part, 1, 0, lane()|lowBits)
+		}
+		reset := append(make([]byte, resetSize-9), minBits)
+		reset[0] = kindReset
+		pass(t, view, append(reset, make([]byte, 8)...), part, []byte{kindEnd})
+		falls := 0
+		const looks = 500_000
+		for range looks {
+			falls += view.Run([]uint64{random.Uint64()})
+		}
+		if rate := float64(falls) / looks; rate > 1.3*FalsePositive {
+			t.Errorf("%s: it holds %.4f %% of what nobody has named, stated are %.4f %%", name, 100*rate, 100*FalsePositive)
+		}
+	}
+}
+
 // FuzzView applies foreign messages: whatever they say, memory stays bounded, and a hash that
 // nobody has named is not found but by chance.
 func FuzzView(f *testing.F) {
