@@ -46,7 +46,7 @@ func (c *Config) book() *summary.Book {
 }
 
 // tellRoutersAbove returns what tells the routers above of the default model.
-func (r *app) tellRoutersAbove(book *summary.Book) (*cells.Teller, error) {
+func (r *app) tellRoutersAbove(book *summary.Book) *cells.Teller {
 	deps := cells.Deps{
 		Hello: cells.Hello{Router: r.config.Hop.Name(), Version: settings.Version(), BlockSize: r.config.BlockSize}, Info: r.tellInfo, State: r.tellState, Log: r.log,
 	}

@@ -56,6 +56,7 @@ type Hello struct {
 	BlockSize int    `json:"block_size"` // tokens
 	Hash      string `json:"hash"`       // HashKind
 	Summary   bool   `json:"summary"`    // the stream has one
+	Epoch     uint64 `json:"epoch"`      // of the summary; another one cannot be resumed
 }
 
 // Info is what changes seldom.
@@ -158,7 +159,7 @@ func readFrame(from io.Reader, memory []byte) (kind byte, body, grown []byte, er
 		most = summary.MaxMessage
 	}
 	if size == 0 || size-1 > most {
-		return 0, nil, memory, fmt.Errorf("cell: a frame %q of %d bytes: at most %d are read", head[4], size, most)
+		return 0, nil, memory, fmt.Errorf("%w: a frame %q of %d bytes: at most %d are read", ErrContent, head[4], size, most)
 	}
 	if size--; uint32(cap(memory)) < size {
 		memory = make([]byte, size)

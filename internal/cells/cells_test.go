@@ -44,10 +44,7 @@ func startBelow(t *testing.T, change func(*Deps)) *below {
 	if change != nil {
 		change(&deps)
 	}
-	var err error
-	if b.Teller, err = NewTeller(Flags{CellInterval: 20 * time.Millisecond, CellRate: 1_000_000}, deps); err != nil {
-		t.Fatal(err)
-	}
+	b.Teller = NewTeller(Flags{CellInterval: 20 * time.Millisecond, CellRate: 1_000_000}, deps)
 	server := httptest.NewServer(b.Teller)
 	ctx, end := context.WithCancel(t.Context())
 	ended := make(chan struct{})
@@ -286,4 +283,17 @@ func TestFramesCarryTheirSize(t *testing.T) {
 	if err := json.Unmarshal(f[5:], &s); err != nil {
 		t.Fatal(err)
 	}
+}
+
+func TestAnotherProcessIsNotResumed(t *testing.T) {
+	c, view := newClient(t, ""), &summary.View{}
+	before := startBelow(t, nil)
+	before.book.Hold(1)
+	until(t, open(t, c, before.url, view), "the block is told", func(Report) bool { return view.Run([]uint64{1}) == 1 })
+	after := startBelow(t, nil)
+	s := open(t, c, after.url, view)
+	if view.Run([]uint64{1}) != 0 {
+		t.Error("what the process before held counts for the next one")
+	}
+	until(t, s, "it tells its own", func(r Report) bool { _, whole := view.Position(); return whole })
 }

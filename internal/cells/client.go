@@ -11,6 +11,7 @@ import (
 	"slices"
 	"strconv"
 	"sync"
+	"sync/atomic"
 	"time"
 
 	"kvrouter/internal/kv"
@@ -18,8 +19,10 @@ import (
 	"kvrouter/internal/web"
 )
 
-// Errors of Open.
+// Errors of Open and Next.
 var (
+	// ErrContent: what came cannot be used. A new stream would bring the same.
+	ErrContent = errors.New("its reports cannot be used")
 	// ErrLeadsBack: the address is this router's own, or that of a router above it.
 	ErrLeadsBack = errors.New("routing loop: this router is below that one: give each router only routers below it as workers")
 	// ErrOther: the router speaks another version of the stream, or names blocks in another
@@ -53,7 +56,7 @@ func NewClient(s Settings) *Client {
 // Close closes the kept connections that are idle.
 func (c *Client) Close() { c.pings.CloseIdleConnections() }
 
-// Stream is the stream of one router. It is used by one goroutine, except for Close.
+// Stream is the stream of one router. It is used by one goroutine, except for Close and Ignore.
 type Stream struct {
 	Hello Hello
 	First Report // that came with it, without a summary
@@ -66,6 +69,8 @@ type Stream struct {
 	memory []byte
 	view   *summary.View
 	close  sync.Once
+
+	ignores atomic.Bool // see Ignore
 }
 
 // Report is what a router tells in one interval.
@@ -158,6 +163,9 @@ func (c *Client) open(ctx context.Context, s *Stream, url string, key kv.Secret)
 	}
 	s.First.Info.clip()
 	s.First.State.clamp()
+	if at, ok := s.view.Position(); ok && at.Epoch != s.Hello.Epoch {
+		s.view.Empty() // it was another process's; a snapshot follows
+	}
 	if c.own(s.Hello.Router) || slices.ContainsFunc(s.First.Info.Below, c.own) {
 		return ErrLeadsBack
 	}
@@ -207,10 +215,11 @@ func (s *Stream) frame() (kind byte, body []byte, err error) {
 	return kind, body, err
 }
 
-// Ignore leaves the view empty: the router's blocks are not comparable.
+// Ignore leaves the view empty from now on: the router's blocks are not comparable. It may be
+// called at any time.
 func (s *Stream) Ignore() {
+	s.ignores.Store(true)
 	s.view.Empty()
-	s.view = nil
 }
 
 // Next waits for the next report, at most for Silence, and applies its summary. An error ends
@@ -224,25 +233,26 @@ func (s *Stream) Next() (r Report, err error) {
 		switch kind {
 		case frameState:
 			if err := json.Unmarshal(body, &r.State); err != nil {
-				return r, fmt.Errorf("its state: %w", err)
+				return r, fmt.Errorf("%w: its state: %w", ErrContent, err)
 			}
 			r.State.clamp()
 			return r, nil
 		case frameInfo:
 			r.Info = new(Info)
 			if err := json.Unmarshal(body, r.Info); err != nil {
-				return r, fmt.Errorf("what it serves: %w", err)
+				return r, fmt.Errorf("%w: what it serves: %w", ErrContent, err)
 			}
 			if r.Info.clip(); slices.ContainsFunc(r.Info.Below, s.own) {
-				return r, ErrLeadsBack
+				return r, fmt.Errorf("%w: %w", ErrContent, ErrLeadsBack)
 			}
 		case frameSummary:
-			if s.view == nil {
+			if s.ignores.Load() {
+				s.view.Empty()
 				continue
 			}
 			before, whole := s.view.Position()
-			if err := s.view.Apply(body); err != nil {
-				return r, err // a new stream begins with a snapshot
+			if err := s.view.Apply(body); err != nil && !s.ignores.Load() {
+				return r, fmt.Errorf("%w: %w", ErrContent, err)
 			}
 			r.Bytes += uint64(len(body))
 			if after, is := s.view.Position(); is && (!whole || after.Epoch != before.Epoch) {

@@ -57,7 +57,6 @@ type Deps struct {
 type Teller struct {
 	flags  Flags
 	deps   Deps
-	hello  []byte        // its frame
 	leave  chan struct{} // closed when the last report has been made
 	leaves atomic.Bool
 	counts Counts
@@ -76,21 +75,26 @@ type Counts struct {
 }
 
 // NewTeller returns a teller. Run must follow.
-func NewTeller(flags Flags, deps Deps) (*Teller, error) {
+func NewTeller(flags Flags, deps Deps) *Teller {
 	deps.Hello.Protocol, deps.Hello.Hash, deps.Hello.Summary = Protocol, HashKind, deps.Book != nil
-	t := &Teller{flags: flags, deps: deps, leave: make(chan struct{}), tick: make(chan struct{})}
-	var err error
-	if t.hello, err = appendJSON(nil, frameHello, deps.Hello); err != nil {
-		return nil, err
+	return &Teller{flags: flags, deps: deps, leave: make(chan struct{}), tick: make(chan struct{})}
+}
+
+// hello returns the first frame of a stream.
+func (t *Teller) hello() []byte {
+	hello := t.deps.Hello
+	if t.deps.Book != nil {
+		hello.Epoch = t.deps.Book.Position().Epoch
 	}
-	return t, nil
+	frame, err := appendJSON(nil, frameHello, hello)
+	if err != nil {
+		t.deps.Log.Error("cell: no report to a router above", "error", err)
+	}
+	return frame
 }
 
 // Counts returns what the teller has done.
 func (t *Teller) Counts() *Counts { return &t.counts }
-
-// Book returns the book that is told; nil: none is.
-func (t *Teller) Book() *summary.Book { return t.deps.Book }
 
 // Leave tells that the router drains, and ends all streams.
 func (t *Teller) Leave() {
@@ -174,7 +178,7 @@ func (t *Teller) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 	w.Header().Set("Content-Type", "application/octet-stream")
 	w.Header().Set("Cache-Control", "no-store")
 	info, state, next := t.last()
-	if s.write(bytes.Join([][]byte{t.hello, info, state}, nil)) != nil || s.summary() != nil {
+	if s.write(bytes.Join([][]byte{t.hello(), info, state}, nil)) != nil || s.summary() != nil {
 		return
 	}
 	for told := info; ; {

@@ -54,10 +54,12 @@ func (l *Load) width() float64 {
 }
 
 // cellWait predicts how long a request of that class waits in a cell, ms: what it told, less the
-// time since then, and the prompts that were sent since then, shared out over its workers.
+// time since then, and the prompts that it did not have then, shared out over its workers: those
+// that were sent later than a round trip before its report came.
 func (p *Work) cellWait(now time.Time, load *Load, class fair.Class) float64 {
 	cell, sent := load.Cell, 0
-	for i := len(load.Prefills) - 1; i >= 0 && load.Prefills[i].Sent.After(cell.Load.At); i-- {
+	unseen := cell.Load.At.Add(-cell.Network)
+	for i := len(load.Prefills) - 1; i >= 0 && load.Prefills[i].Sent.After(unseen); i-- {
 		sent += load.Prefills[i].Tokens
 	}
 	told := milliseconds(cell.Waits[class.Place()])

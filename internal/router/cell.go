@@ -94,10 +94,14 @@ func (r *Router) Waits() (waits [len(fair.Classes)]time.Duration, up bool) {
 	defer r.unlock()
 	now := r.now()
 	r.expire(now)
-	for i, class := range fair.Classes {
-		waits[i], up = r.waitOf(class, r.newLeg(), now)
+	wait, workers := r.shortestWait(r.newLeg(), now)
+	if workers == 0 {
+		return waits, false
 	}
-	return waits, up
+	for i, class := range fair.Classes {
+		waits[i] = r.waitBehind(class, wait, workers, now)
+	}
+	return waits, true
 }
 
 // Sum is the load of all workers of a router.

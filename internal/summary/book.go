@@ -213,6 +213,13 @@ func (b *Book) Publish(most int) Position {
 	return b.at
 }
 
+// Position returns the position after all that has been told.
+func (b *Book) Position() Position {
+	b.books.Lock()
+	defer b.books.Unlock()
+	return b.at
+}
+
 // Since returns the deltas after a position; not ok: they are not kept any more, or the filter
 // is another one. They must not be changed.
 func (b *Book) Since(at Position) (messages [][]byte, ok bool) {

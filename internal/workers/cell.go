@@ -68,7 +68,7 @@ type cell struct {
 	way     cells.Way
 	running sync.WaitGroup // what reads the stream, and measures
 	in      *incarnation   // nil: it has not been ready yet
-	held    bool           // it is not ready: no new requests go to it
+	held    bool           // it is not ready: it gets no new requests, and those in flight go on
 	counts  Cell
 }
 
@@ -88,8 +88,7 @@ func (c *cell) follow(ctx context.Context) (met bool) {
 		c.f.unreachable(ctx, c.w, err)
 		return false
 	}
-	router := c.stream.Hello.Router
-	c.counts = Cell{Router: router, Version: c.stream.Hello.Version}
+	c.counts = Cell{Router: c.stream.Hello.Router, Version: c.stream.Hello.Version}
 	ways := c.measure(ctx)
 	defer c.leave()
 	if err := c.take(ctx, c.stream.First); err != nil {
@@ -192,8 +191,12 @@ func (c *cell) take(ctx context.Context, r cells.Report) error {
 		c.info = *r.Info
 	}
 	if c.in == nil {
-		if !c.last.Ready || len(c.info.Models) == 0 {
+		_, whole := c.view.Position()
+		switch {
+		case !c.last.Ready:
 			c.f.update(c.w, func(s *Status) { s.State, s.LastError = StateConnecting, "no worker of it is ready" })
+			return nil
+		case c.stream.Hello.Summary && !whole: // it comes behind the first report
 			return nil
 		}
 		return c.begin(ctx)
@@ -249,9 +252,12 @@ func (c *cell) aim() {
 
 // show passes on what the router tells.
 func (c *cell) show() {
-	if held := !c.last.Ready; held != c.held {
-		c.held = held
-		c.cordon()
+	before := c.held
+	if c.held = !c.last.Ready; c.held || before { // again and again, because discovery may readmit it
+		c.f.members.CordonDiscovered(c.w.id, c.held || c.w.current().Cordon != "")
+	}
+	if c.held != before {
+		c.f.log.Info(fmt.Sprintf("%s: ready: %t", c.w, !c.held), "leaving", c.last.Leaving)
 	}
 	c.f.members.ShowCell(kv.WorkerKey{Worker: c.w.id}, c.last.Report(c.heard, c.way.Shortest()), c.view)
 	now := c.counts
@@ -261,16 +267,9 @@ func (c *cell) show() {
 	c.f.update(c.w, func(s *Status) { s.Cell = &now })
 }
 
-// cordon keeps new requests from a router that is not ready: those in flight go on.
-func (c *cell) cordon() {
-	cordon := c.w.current().Cordon
-	c.f.members.CordonDiscovered(c.w.id, c.held || cordon != "")
-	c.f.log.Info(fmt.Sprintf("%s: ready: %t", c.w, !c.held), "leaving", c.last.Leaving)
-}
-
 // resume opens the stream again that ended with err. An error means that the router is down.
 func (c *cell) resume(ctx context.Context, err error) error {
-	if c.in == nil {
+	if c.in == nil || errors.Is(err, cells.ErrContent) {
 		return err
 	}
 	if c.last.Leaving {

@@ -43,14 +43,11 @@ func newLowerRouter(t *testing.T) *lowerRouter {
 
 func (c *lowerRouter) start() {
 	c.t.Helper()
-	teller, err := cells.NewTeller(cells.Flags{CellInterval: 20 * time.Millisecond, CellRate: 1_000_000}, cells.Deps{
+	teller := cells.NewTeller(cells.Flags{CellInterval: 20 * time.Millisecond, CellRate: 1_000_000}, cells.Deps{
 		Hello: c.hello, Book: c.book, Log: slog.New(slog.DiscardHandler),
 		Info:  func() cells.Info { return cells.Info{Models: []string{"m"}} },
 		State: func() cells.State { return cells.State{Ready: c.ready.Load(), Workers: 4, Blocks: 1000, Running: 2} },
 	})
-	if err != nil {
-		c.t.Fatal(err)
-	}
 	listener, err := net.Listen("tcp", c.address)
 	if err != nil {
 		c.t.Fatal(err)
@@ -82,12 +79,15 @@ func (c *lowerRouter) kill() {
 }
 
 // follow returns a running fleet of this cell, with id 3, and what it shows.
-func (c *lowerRouter) follow(key kv.Secret) (*fakeFleet, *atomic.Pointer[policy.CellReport]) {
+func (c *lowerRouter) follow(key kv.Secret, change func(*hooks)) (*fakeFleet, *atomic.Pointer[policy.CellReport]) {
 	cfg := fakeConfig(c.t, 0)
 	cfg.fleet.Attached = []Attached{{Server: probe.Server{ID: 3, URL: "http://" + c.address, Key: key, Disagg: kv.Disagg{Kind: kv.KindRouter}}}}
 	f := newFakeFleet(c.t, cfg)
 	var shown atomic.Pointer[policy.CellReport]
 	f.hooks.Cell = func(_ kv.WorkerKey, r policy.CellReport, _ *summary.View) { shown.Store(&r) }
+	if change != nil {
+		change(&f.hooks)
+	}
 	f.start()
 	return f, &shown
 }
@@ -97,7 +97,7 @@ func TestARouterBelowIsFollowed(t *testing.T) {
 	c := newLowerRouter(t)
 	c.key = "secret"
 	c.start()
-	f, shown := c.follow("secret")
+	f, shown := c.follow("secret", nil)
 	f.wantEvents("up 3.0 g1")
 	testkit.Eventually(t, 10*time.Second, "the way is measured", func() bool {
 		r := shown.Load()
@@ -121,20 +121,15 @@ func TestARouterBelowThatIsNotReadyGetsNoNewRequests(t *testing.T) {
 	c := newLowerRouter(t)
 	c.ready.Store(false)
 	c.start()
-	held := make(chan bool, 10)
-	f, _ := c.follow("")
-	f.hooks.Hold = func(_ uint64, hold bool) { held <- hold }
+	var held atomic.Bool
+	f, _ := c.follow("", func(h *hooks) { h.Hold = func(_ uint64, hold bool) { held.Store(hold) } })
 	testkit.Eventually(t, 10*time.Second, "it waits for a worker", func() bool { return strings.Contains(f.Workers()[0].LastError, "no worker of it is ready") })
 	c.ready.Store(true)
 	f.wantEvents("up 3.0 g1")
 	c.ready.Store(false)
-	if !<-held {
-		t.Error("it gets requests while it is not ready")
-	}
+	testkit.Eventually(t, 10*time.Second, "it gets no requests", held.Load)
 	c.ready.Store(true)
-	if <-held {
-		t.Error("it gets none although it is ready")
-	}
+	testkit.Eventually(t, 10*time.Second, "it gets requests again", func() bool { return !held.Load() })
 	f.wantEvents("up 3.0 g1") // its requests went on
 	f.stop()
 	c.kill()
@@ -156,7 +151,7 @@ func TestRoutersBelowThatCannotBeUsed(t *testing.T) {
 			c := newLowerRouter(t)
 			test.change(c)
 			c.start()
-			f, _ := c.follow(test.key)
+			f, _ := c.follow(test.key, nil)
 			testkit.Eventually(t, 10*time.Second, "it says why", func() bool {
 				w := f.Workers()[0]
 				return strings.Contains(w.LastError+w.Predictions, test.says) && (w.State == StateReady) == test.up
