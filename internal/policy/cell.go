@@ -23,10 +23,30 @@ const MaxCellWorkers = 1 << 16
 type Cell struct {
 	CellReport
 	finds runningMean // share of the told overlap that its worker had
+	late  runningMean // by how much first tokens came later than they would by what it tells, ms
 }
 
-// cellFinds is the number of requests that Cell.finds is the mean of, at most.
-const cellFinds = 64
+const (
+	// cellFinds and cellLate are the numbers of requests that Cell.finds and Cell.late are the
+	// means of, at most: a cell that tells too short waits is believed for some requests only.
+	cellFinds, cellLate = 64, 16
+	// mostLate bounds what one request says of late, ms.
+	mostLate = 60_000
+	// cellLooks is how many of the prompts that wait longest are looked at.
+	cellLooks = 32
+)
+
+// Late learns from a first token: by how much it came later than FirstToken said, which knew of
+// what had been late before.
+func (c *Cell) Late(by time.Duration) {
+	if c != nil {
+		c.late.count = min(c.late.count, cellLate-1)
+		c.late.add(min(max(c.late.Value+milliseconds(by), 0), mostLate))
+	}
+}
+
+// Lateness returns by how much first tokens came later than by what the cell tells.
+func (c *Cell) Lateness() time.Duration { return duration(c.late.Value) }
 
 // Found learns from a decision of the cell: how many tokens of a prompt its worker had, and how
 // many a worker of the cell was told to have.
@@ -55,7 +75,8 @@ func (l *Load) width() float64 {
 
 // cellWait predicts how long a request of that class waits in a cell, ms: what it told, less the
 // time since then, and the prompts that it did not have then, shared out over its workers: those
-// that were sent later than a round trip before its report came.
+// that were sent later than a round trip before its report came. What is known to be late counts,
+// too: in the mean of late, and of the prompts that wait now, whose first tokens are due.
 func (p *Work) cellWait(now time.Time, load *Load, class fair.Class) float64 {
 	cell, sent := load.Cell, 0
 	unseen := cell.Load.At.Add(-cell.Network)
@@ -63,7 +84,15 @@ func (p *Work) cellWait(now time.Time, load *Load, class fair.Class) float64 {
 		sent += load.Prefills[i].Tokens
 	}
 	told := milliseconds(cell.Waits[class.Place()])
-	return max(0, told-milliseconds(now.Sub(cell.Load.At))) + p.Timing.Prefill(sent)/load.width()
+	wait := max(0, told-milliseconds(now.Sub(cell.Load.At))) + p.Timing.Prefill(sent)/load.width() + cell.late.Value
+	due, waiting := 0.0, 0
+	for i := range load.Prefills[:min(len(load.Prefills), cellLooks)] {
+		if prefill := &load.Prefills[i]; !prefill.AnsweredWhole {
+			waiting++
+			due += max(0, milliseconds(now.Sub(prefill.Sent)-cell.Network-p.Alone(prefill.Tokens)))
+		}
+	}
+	return max(wait, due/float64(max(1, waiting)))
 }
 
 // cellTerms sets t, which is zero, to the parts of a cell's cost: those of one of its workers

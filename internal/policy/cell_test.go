@@ -24,6 +24,10 @@ func TestWorkWeighsCells(t *testing.T) {
 	for range cellFinds {
 		half.Cell.Found(100, 3200)
 	}
+	tardy := cellLoad(4, 0, 0, Load{})
+	for range cellLate {
+		tardy.Cell.Late(500 * ms)
+	}
 	tests := []struct {
 		name string
 		pool *pool
@@ -38,6 +42,8 @@ func TestWorkWeighsCells(t *testing.T) {
 		{"what was sent since then is shared out", new(pool).add(0, cellLoad(2, 0, 0, waiting(-ms, 6400))).add(0, cellLoad(16, 0, 0, waiting(-ms, 6400))), 1},
 		{"what was sent before is in the told wait", new(pool).add(0, cellLoad(2, 0, ms, waiting(2*ms, 6400, 6400))).add(0, cellLoad(2, 0, 100*ms, Load{})), 0},
 		{"what was under way then counts", new(pool).add(0, cellLoad(2, 0, 10*ms, waiting(2*ms, 6400, 6400))).add(0, cellLoad(2, 0, 20*ms, Load{})), 1},
+		{"a cell whose first tokens come late loses", new(pool).add(50, tardy).add(0, cellLoad(4, 0, 0, Load{})), 1},
+		{"a cell whose first tokens are due loses", new(pool).add(50, cellLoad(4, 0, 0, waiting(2*time.Second, 640, 640))).add(0, cellLoad(4, 0, 0, Load{})), 1},
 		{"an idle worker beside a cell far away wins", new(pool).add(0, cellLoad(4, 0, 30*ms, Load{})).add(0, Load{}), 1},
 		{"a busy worker loses against a cell", new(pool).add(0, cellLoad(4, 0, 10*ms, Load{})).add(0, waiting(0, 9000, 9000)), 0},
 		{"an overlap that is seldom found weighs little", new(pool).add(50, half).add(30, cellLoad(4, 0, 0, Load{})), 1},
@@ -113,6 +119,30 @@ func TestWhatIsFoundIsLearned(t *testing.T) {
 	}
 	var none *Cell
 	none.Found(1, 1) // a worker
+}
+
+// TestATooShortWaitIsBelievedForSomeRequests: a cell tells no wait, and answers after a second.
+func TestATooShortWaitIsBelievedForSomeRequests(t *testing.T) {
+	load := cellLoad(4, 0, 0, Load{})
+	p, c, q := NewWork(), &Candidate{Load: &load}, &Query{Now: testNow, Tokens: 640, BlockSize: 64}
+	for range 20 {
+		load.Cell.Late(time.Second - p.FirstToken(q, c))
+	}
+	if first := p.FirstToken(q, c); first < 900*time.Millisecond || first > 1100*time.Millisecond {
+		t.Errorf("predicted %v", first)
+	}
+	for range 100 {
+		load.Cell.Late(20*time.Millisecond - p.FirstToken(q, c))
+	}
+	if late := load.Cell.Lateness(); late > 20*time.Millisecond {
+		t.Errorf("still late by %v", late)
+	}
+	load.Cell.Late(24 * time.Hour)
+	if late := load.Cell.Lateness(); late > mostLate*time.Millisecond {
+		t.Errorf("late by %v", late)
+	}
+	var none *Cell
+	none.Late(time.Second) // a worker
 }
 
 func TestOutcomesOfCellsAreThoseOfOneWorker(t *testing.T) {

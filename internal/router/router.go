@@ -717,6 +717,9 @@ func (r *Router) book(p *prompt, c *policy.Candidate, now time.Time) *Booking {
 	if r.fair != nil {
 		r.charge(b, p, c)
 	}
+	if c.Load.Cell != nil {
+		b.promised = r.forecast.FirstToken(&policy.Query{Now: now, Tokens: p.tokens, BlockSize: r.blockSize, Leg: p.Leg, Class: p.Class}, c)
+	}
 	r.loads.bump(b.worker)
 	r.loads.begin(b, now)
 	r.share(ChangeAdd, b)

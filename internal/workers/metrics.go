@@ -170,6 +170,7 @@ func showCells(set *metrics.Set) func(out metrics.Out, id string, s *Sample) {
 	network := set.Gauge("kvrouter_cell_network_seconds", "Round trip to the router that is a worker: the shortest of the last 16.", "worker_id")
 	wait := set.Gauge("kvrouter_cell_wait_seconds", "Predicted wait of a new request for its first token, as told by the router that is a worker.", "worker_id", "class")
 	found := set.Gauge("kvrouter_cell_found_ratio", "Share of the told overlap that the router's worker was predicted to have of late, 0 to 1.", "worker_id")
+	late := set.Gauge("kvrouter_cell_late_seconds", "Mean time by which first tokens came later than by what the router tells.", "worker_id")
 	memory := set.Gauge("kvrouter_cell_summary_bytes", "Memory of the summary of what the router's workers hold; 0: it tells none that can be used.", "worker_id")
 	received := set.Counter("kvrouter_cell_summary_received_bytes_total", "Bytes of the summary received since the router was attached.", "worker_id")
 	snapshots := set.Counter("kvrouter_cell_summary_snapshots_total", "Whole summaries received since the router was attached.", "worker_id")
@@ -187,6 +188,7 @@ func showCells(set *metrics.Set) func(out metrics.Out, id string, s *Sample) {
 				out.Show(wait, c.Waits[class.Place()].Seconds(), id, class.String())
 			}
 			out.Show(found, c.Finds(), id)
+			out.Show(late, c.Lateness().Seconds(), id)
 		}
 	}
 }
