@@ -12,6 +12,7 @@ import (
 	"github.com/alecthomas/kong"
 
 	"kvrouter/internal/batch"
+	"kvrouter/internal/cells"
 	"kvrouter/internal/discovery"
 	"kvrouter/internal/doctor"
 	"kvrouter/internal/events"
@@ -127,6 +128,9 @@ type Config struct {
 
 	// How many clients there may be at once.
 	web.ConnectionSettings
+
+	// Cells tells the routers above this one.
+	Cells cells.Flags `embed:""`
 
 	// Gateway is the endpoint picker of gateways.
 	Gateway extproc.Settings `embed:""`
@@ -408,6 +412,9 @@ func (c *Config) validate() error {
 		return err
 	}
 	if err := c.Routing.Validate(); err != nil {
+		return err
+	}
+	if err := c.Cells.Validate(); err != nil {
 		return err
 	}
 	if err := web.CheckOrigins("--cors-origins", c.CORSOrigins); err != nil {

@@ -15,6 +15,7 @@ import (
 	"github.com/google/go-cmp/cmp"
 
 	"kvrouter/internal/batch"
+	"kvrouter/internal/cells"
 	"kvrouter/internal/chat"
 	"kvrouter/internal/discovery"
 	"kvrouter/internal/doctor"
@@ -76,7 +77,7 @@ func TestDefaultsOnACPUMachine(t *testing.T) {
 		Policy: "work", TokenTimeout: 2 * time.Second, TokenCacheTokens: encode.DefaultCache, CollectUsage: true, Routing: testkit.Defaults[router.Settings](), Scoring: testkit.Defaults[policies.Settings](), Index: testkit.Defaults[router.IndexSettings](), Snapshot: events.Settings{IndexSnapshotInterval: 30 * time.Second, RecordEventsMaxBytes: 1 << 30}, Proxy: testkit.Defaults[proxy.Settings](),
 		MaxBodyBytes: 64 << 20, RequestTimeout: 30 * time.Minute, Web: web.Settings{RouterHost: "127.0.0.1"}, DrainDelay: 5 * time.Second, DrainTimeout: 30 * time.Second,
 		LogLevel: "info", LogFormat: "text", MetricsLimit: 256, Cores: 8, Replica: replica.Settings{ReplicaSyncPort: 7100}, Mock: testkit.Defaults[mocker.Settings](),
-		Gateway: extproc.Settings{ExtProcFallbacks: 3}, Discovery: discovery.Settings{WorkerPort: 8000}, Doctor: doctor.Command{Wait: 5 * time.Second},
+		Cells: testkit.Defaults[cells.Flags](), Gateway: extproc.Settings{ExtProcFallbacks: 3}, Discovery: discovery.Settings{WorkerPort: 8000}, Doctor: doctor.Command{Wait: 5 * time.Second},
 	}
 	if diff := cmp.Diff(want, cfg); diff != "" {
 		t.Error(diff)

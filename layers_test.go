@@ -22,16 +22,17 @@ var layers = []map[string]string{
 		"blockpool": "", "zmq": "", "jsonbody": "",
 		"jsonlines": "", "web": "", "settings": "",
 		"logs": "", "manual": "", "textfile": "", "fair": "",
+		"summary": "table",
 	},
 	{ // knowing
-		"hints": "fair jsonbody kv", "radix": "blockpool kv sets table", "engine": "blockpool kv",
+		"hints": "fair jsonbody kv", "radix": "blockpool kv sets summary table", "engine": "blockpool kv",
 		"chat": "guard jsonbody", "encode": "guard", "keys": "fair textfile web", "reload": "textfile",
 	},
 	{ // prompts
 		"tokens": "chat encode jsonbody kv",
 	},
 	{ // judging, hearing
-		"policy": "hints kv", "events": "guard jsonlines kv radix web zmq", "outlier": "kv",
+		"policy": "fair hints kv", "events": "guard jsonlines kv radix web zmq", "outlier": "kv",
 	},
 	{ // learning
 		"thompson": "hints jsonlines kv policy settings",
@@ -40,20 +41,20 @@ var layers = []map[string]string{
 		"policies": "policy thompson",
 	},
 	{ // deciding, starting
-		"router": "fair hints kv outlier policy radix sets table", "process": "events kv",
-		"probe": "events guard kv policy web zmq",
+		"router": "fair hints kv outlier policy radix sets summary table", "process": "events kv",
+		"probe": "events guard kv policy web zmq", "cells": "fair kv metrics policy summary web",
 	},
 	{ // following
-		"tracing": "kv policy router", "models": "chat fair kv metrics outlier policies policy radix router tokens",
+		"tracing": "kv policy router", "models": "chat fair kv metrics outlier policies policy radix router summary tokens",
 	},
 	{ // carrying
-		"replica": "events fair guard kv router zmq", "proxy": "jsonbody kv outlier policy router tracing web", "workers": "events guard kv metrics policy probe process radix web",
+		"replica": "events fair guard kv router zmq", "proxy": "jsonbody kv outlier policy router tracing web", "workers": "cells events fair guard kv metrics policy probe process radix summary web",
 		"mocker": "chat engine events jsonbody kv process tokens web zmq", "simulate": "engine fair hints jsonlines kv outlier policies policy radix router",
 		"vllm": "kv process", "sglang": "kv process", "discovery": "kv textfile",
 	},
 	{ // showing, offering
 		"telemetry": "fair hints jsonbody jsonlines kv metrics policy proxy router thompson", "selection": "events hints kv models outlier policy replica router thompson web workers",
-		"openai": "fair hints jsonbody keys kv models proxy router settings tokens tracing web", "extproc": "guard proxy web", "doctor": "events kv mocker probe process settings tokens web zmq", "demo": "keys",
+		"openai": "cells fair hints jsonbody keys kv models proxy router settings tokens tracing web", "extproc": "guard proxy web", "doctor": "cells events kv mocker probe process settings summary tokens web zmq", "demo": "keys",
 		"page": "fair jsonbody keys kv models outlier policy proxy router tokens web workers",
 	},
 	{ // looking from elsewhere

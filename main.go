@@ -172,6 +172,7 @@ func (r *app) run(ctx context.Context) error {
 	}
 	background(fleet, r.page.Run)
 	background(failed, r.models.Run)
+	background(failed, r.teller.Run)
 	if r.config.Demo {
 		background(failed, func(ctx context.Context) { demo.Run(ctx, r.demo()) })
 	}
@@ -219,6 +220,7 @@ const selectionEnd = 2 * time.Second
 // finish for --drain-timeout. Started workers live on.
 func (r *app) drain(delay time.Duration) {
 	r.api.Drain()
+	r.teller.Leave()
 	r.selection.Drain()
 	for _, port := range r.ports {
 		port.Leave()

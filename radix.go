@@ -2,8 +2,13 @@ package main
 
 import (
 	"context"
+	"path/filepath"
+	"slices"
 
+	"kvrouter/internal/cells"
 	"kvrouter/internal/events"
+	"kvrouter/internal/settings"
+	"kvrouter/internal/summary"
 )
 
 // KVEvents reports whether the router subscribes to the workers' KV events.
@@ -30,4 +35,60 @@ func (r *app) recoverIndex(ctx context.Context) {
 	}
 	r.partitions.SetRecovered(recovered)
 	r.log.Info("loaded the index from a peer", "peer", recovered.Peer, "workers", len(recovered.Partition), "blocks", recovered.Blocks, "left_out", recovered.LeftOut)
+}
+
+// book returns a new book of what the workers hold, for the routers above; nil: none is told.
+func (c *Config) book() *summary.Book {
+	if !c.Cells.Cell {
+		return nil
+	}
+	return summary.NewBook()
+}
+
+// tellRoutersAbove returns what tells the routers above of the default model.
+func (r *app) tellRoutersAbove(book *summary.Book) *cells.Teller {
+	deps := cells.Deps{
+		Hello: cells.Hello{Router: r.config.Hop.Name(), Version: settings.Version(), BlockSize: r.config.BlockSize}, Info: r.tellInfo, State: r.tellState, Log: r.log,
+	}
+	if tree, keeps := r.index.(interface{ Tidy(limit int) bool }); keeps && book != nil {
+		deps.Book, deps.Tidy = book, tree.Tidy
+	}
+	return cells.NewTeller(r.config.Cells, deps)
+}
+
+// tellInfo returns what the router serves.
+func (r *app) tellInfo() (info cells.Info) {
+	for _, t := range r.router.Targets() {
+		for _, name := range t.Models {
+			if !slices.Contains(info.Models, name) {
+				info.Models = append(info.Models, name)
+			}
+		}
+		for _, name := range t.Adapters {
+			if !slices.Contains(info.Adapters, name) {
+				info.Adapters = append(info.Adapters, name)
+			}
+		}
+		info.Engine = t.Engine
+	}
+	if r.config.Model != "" {
+		info.Root = filepath.Base(r.config.Model)
+	}
+	info.Lookaheads = r.index.Lookaheads()
+	for _, w := range r.fleet.Workers() {
+		if w.Cell != nil {
+			info.Below = append(append(info.Below, w.Cell.Router), w.Cell.Below...)
+		}
+	}
+	return info
+}
+
+// tellState returns how the router is.
+func (r *app) tellState() cells.State {
+	sum := r.router.Sum()
+	waits, up := r.router.Waits()
+	_, draining := r.api.Ready()
+	return cells.State{
+		Ready: up && !draining && r.router.Schedulable() > 0, Workers: sum.Workers, Waits: cells.Waits(waits), Running: sum.Running, Waiting: sum.Waiting, Usage: sum.Usage, Blocks: sum.Blocks,
+	}
 }

@@ -7,6 +7,7 @@ import (
 	"sync/atomic"
 	"time"
 
+	"kvrouter/internal/cells"
 	"kvrouter/internal/discovery"
 	"kvrouter/internal/events"
 	"kvrouter/internal/extproc"
@@ -65,6 +66,7 @@ type app struct {
 	ports      []*web.Port         // the OpenAI port, the router port and, if it has one, the page's
 	replicas   *replica.Mesh       // nil: none
 	stored     *openai.Stored      // responses
+	teller     *cells.Teller       // to the routers above
 	gateway    *extproc.Server     // nil: none
 	traces     *jsonlines.Writer   // of policy thompson; nil: none
 	learned    *thompson.StateFile // by policy thompson; nil: it is not kept
@@ -76,7 +78,8 @@ type app struct {
 // build makes every part and hands it those it needs. Nothing runs yet.
 func build(ctx context.Context, config Config, log *slog.Logger) (*app, error) {
 	config.Hop, config.RouterKeys = web.NewHop(), web.NewKeys(config.RouterAPIKey)
-	r := &app{config: config, stored: &openai.Stored{}, log: log, edges: guard.New(), index: router.NewIndex(config.Index, config.Policy, config.Scoring.Settings, config.BlockSize, time.Now)}
+	book := config.book()
+	r := &app{config: config, stored: &openai.Stored{}, log: log, edges: guard.New(), index: router.NewTellingIndex(config.Index, config.Policy, config.Scoring.Settings, config.BlockSize, time.Now, book)}
 	var err error
 	if r.model, err = openModel(ctx, config, log); err != nil {
 		return nil, err
@@ -109,6 +112,8 @@ func build(ctx context.Context, config Config, log *slog.Logger) (*app, error) {
 		Observer: r.telemetry, Failed: r.fleet.ReportFailure, Names: r.router.Names(), Hop: config.Hop, Transport: web.NewTransport(config.WorkerTLS), Log: log,
 	})
 	r.models = models.New(config.modelSettings(), models.Deps{Router: r.router, Index: r.changed, Tokenizer: r.model, TokenizerRefused: r.model == nil && config.Model != "", Ask: r.proxy.Ask, Look: r.fleet.LookForModels, Log: log})
+	r.teller = r.tellRoutersAbove(book)
+	r.telemetry.Register(r.teller.Collector())
 	r.tenants = telemetry.NewTenants(r.models.Tenants)
 	r.partitions = selection.NewPartitions(config.ServedModelName, r.models)
 	r.keys, r.bodies = keys.New(config.Keys, config.APIKey), web.NewBodies(config.MaxBodyBytes, config.Bodies.MaxInflightBodyBytes)

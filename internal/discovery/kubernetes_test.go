@@ -90,6 +90,7 @@ func TestWorkersOfAPod(t *testing.T) {
 		"llm-d prefill":           {pod: kubetest.Pod{Labels: marks(labelRole, "prefill", labelEngine, "vllm")}, want: "p=10.0.0.1:8000 prefill/nixl"},
 		"llm-d decode":            {pod: kubetest.Pod{Labels: marks(labelRole, "decode")}, want: "p=10.0.0.1:8000 decode/none"},
 		"llm-d both":              {pod: kubetest.Pod{Labels: marks(labelRole, "prefill-decode", labelEngine, "vllm")}, want: "p=10.0.0.1:8000"},
+		"a router below":          {pod: kubetest.Pod{Labels: marks(labelEngine, "kvrouter")}, want: "p=10.0.0.1:8000 both/router"},
 		"llm-d encode":            {pod: kubetest.Pod{Labels: marks(labelRole, "encode")}, want: ""},
 		"role of another kind":    {pod: kubetest.Pod{Labels: marks(labelRole, "router")}, want: "p=10.0.0.1:8000", problem: `"router" is not a role`},
 		"SGLang prefill":          {pod: kubetest.Pod{Labels: marks(labelRole, "prefill", labelEngine, "SGLang"), Annotations: marks(annotationBootstrap, "8998")}, want: "p=10.0.0.1:8000 prefill/sglang 10.0.0.1:8998"},

@@ -15,7 +15,7 @@ import (
 // Labels and annotations by which others mark the Pods of workers.
 const (
 	labelRole   = "llm-d.ai/role"        // prefill, decode, prefill-decode, ...
-	labelEngine = "llm-d.ai/engine-type" // vllm, sglang, ...
+	labelEngine = "llm-d.ai/engine-type" // vllm, sglang, kvrouter, ...
 
 	annotationActive       = "llm-d.ai/active-ports"                    // those of the pool's ports that serve
 	annotationActiveLegacy = "inference.networking.k8s.io/active-ports" // the same, before
@@ -163,6 +163,8 @@ func (p pod) workers(as *kv.Role, ports []uint16, pool bool) (list []kv.Worker, 
 // kind is the protocol by which the Pod hands prompts over, as far as its marks say.
 func (p pod) kind(role kv.Role) kv.Kind {
 	switch {
+	case p.engine == "kvrouter":
+		return kv.KindRouter
 	case strings.Contains(p.connector, "mooncake"):
 		return kv.KindMooncake
 	case role == kv.RoleBoth: // an SGLang server says itself whether it takes part

@@ -15,8 +15,10 @@ import (
 	"strings"
 	"time"
 
+	"kvrouter/internal/cells"
 	"kvrouter/internal/kv"
 	"kvrouter/internal/probe"
+	"kvrouter/internal/summary"
 	"kvrouter/internal/tokens"
 	"kvrouter/internal/web"
 )
@@ -138,8 +140,12 @@ func (c Command) checkWorker(ctx context.Context, s Setup, at probe.Server) pati
 	case health.status >= http.StatusInternalServerError:
 		r.mend(fmt.Sprintf("is unhealthy: /health answers %d", health.status), "see its log")
 	}
-	if skew := health.skew; skew.Abs() > skewNoted {
+	if skew := health.skew; skew.Abs() > skewNoted && at.Kind != kv.KindRouter {
 		r.note(fmt.Sprintf("its clock differs from this machine's by %v", skew.Round(time.Second)), "synchronize both by NTP: the measured lag of KV events is off by the difference")
+	}
+	if at.Kind == kv.KindRouter {
+		v.checkCell(ctx, s, &p)
+		return p
 	}
 	if !v.checkModels(ctx, &p) {
 		return p
@@ -187,6 +193,36 @@ func (v visitor) checkModels(ctx context.Context, p *patient) bool {
 	}
 	slices.Sort(p.models)
 	return true
+}
+
+// checkCell checks a router below.
+func (v visitor) checkCell(ctx context.Context, s Setup, p *patient) {
+	r := &p.report
+	client := cells.NewClient(cells.Settings{TLS: s.TLS})
+	defer client.Close()
+	stream, err := client.Open(ctx, v.at.URL, v.key, &summary.View{})
+	if err != nil {
+		r.mend("cannot be followed: "+shorten(err.Error()), "see docs/cells.md")
+		return
+	}
+	defer stream.Close()
+	hello, first := stream.Hello, stream.First
+	for _, model := range first.Info.Models {
+		if !slices.Contains(first.Info.Adapters, model) {
+			p.models = append(p.models, shorten(model))
+		}
+	}
+	slices.Sort(p.models)
+	p.version = "kvrouter " + shorten(hello.Version)
+	r.ok("%s serves %s with %d workers", p.version, listed(p.models), first.State.Workers)
+	if !first.State.Ready {
+		r.note("has no worker that is ready", "see its GET /workers")
+	}
+	if hello.BlockSize != s.BlockSize {
+		r.mend(fmt.Sprintf("its blocks have %d tokens, this router's %d", hello.BlockSize, s.BlockSize), "set --block-size to the same on both: without, it is routed by load alone")
+	} else if !hello.Summary {
+		r.note("tells no summary of what its workers hold", "start it with --cell: without, it is routed by load alone")
+	}
 }
 
 // checkVLLM checks the flags of a vLLM server.

@@ -103,6 +103,9 @@ type hintReader struct {
 // or its name. For an untrusted client it returns only Untrusted hints, and errors do not
 // reveal worker names.
 func Read(header http.Header, nvext gjson.Result, names *kv.Names, trusted bool) (hints Hints, bad *Error) {
+	if header.Get(HeaderRouted) != "" {
+		return readRouted(header, nvext, names, trusted), nil
+	}
 	r := hintReader{names: names, trusted: trusted}
 	if r.object("nvext", nvext) {
 		r.annotations(nvext.Get("annotations"), &hints)

@@ -233,6 +233,11 @@ func Inside(ctx context.Context) context.Context {
 	return context.WithValue(ctx, insideKey{}, &Caller{Trusted: true, SeesDecisions: true})
 }
 
+// Caller returns the holder of a request's key, whose limits do not count.
+func (r *Ring) Caller(request *http.Request) (*Caller, error) {
+	return r.current.Load().find(web.Bearer(request))
+}
+
 // Guard refuses requests without a known key (401) and requests beyond its limits
 // (429), and counts the results of all others. fail writes a refusal.
 func (r *Ring) Guard(fail func(c *gin.Context, status int, message string)) gin.HandlerFunc {

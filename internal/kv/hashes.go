@@ -97,15 +97,20 @@ func SequenceHashes(dst, local []uint64) []uint64 {
 	var previous uint64
 	for i, h := range local {
 		if i > 0 {
-			var pair [16]byte
-			binary.LittleEndian.PutUint64(pair[:8], previous)
-			binary.LittleEndian.PutUint64(pair[8:], h)
-			h = xxh3.HashSeed(pair[:], HashSeed)
+			h = NextSequenceHash(previous, h)
 		}
 		dst = append(dst, h)
 		previous = h
 	}
 	return dst
+}
+
+// NextSequenceHash returns the sequence hash of a block that follows another one.
+func NextSequenceHash(previous, local uint64) uint64 {
+	var pair [16]byte
+	binary.LittleEndian.PutUint64(pair[:8], previous)
+	binary.LittleEndian.PutUint64(pair[8:], local)
+	return xxh3.HashSeed(pair[:], HashSeed)
 }
 
 // littleEndian reports whether this machine stores integers as the wire does.

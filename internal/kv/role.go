@@ -31,9 +31,10 @@ const (
 	KindNIXL                 // vLLM's NixlConnector
 	KindSGLang               // SGLang's bootstrap server
 	KindMooncake             // vLLM's MooncakeConnector
+	KindRouter               // none: it is a router, whose workers serve the requests
 )
 
-var kindNames = []string{KindNone: "none", KindNIXL: "nixl", KindSGLang: "sglang", KindMooncake: "mooncake"}
+var kindNames = []string{KindNone: "none", KindNIXL: "nixl", KindSGLang: "sglang", KindMooncake: "mooncake", KindRouter: "router"}
 
 // String returns the role's name.
 func (r Role) String() string { return roleNames[r] }
@@ -69,8 +70,14 @@ type Kinds uint8
 // KindsOf returns the set of one kind.
 func KindsOf(k Kind) Kinds { return 1 << k }
 
-// Allow reports whether k is in the set; the empty set allows any.
-func (s Kinds) Allow(k Kind) bool { return s == 0 || s&KindsOf(k) != 0 }
+// Allow reports whether k is in the set; the empty set allows any. A router is like a worker
+// without a KV connector.
+func (s Kinds) Allow(k Kind) bool {
+	if k == KindRouter {
+		k = KindNone
+	}
+	return s == 0 || s&KindsOf(k) != 0
+}
 
 // SGLangPort is the default port of SGLang's bootstrap server.
 const SGLangPort = 8998
@@ -138,7 +145,7 @@ func (d Disagg) Takes(leg Leg) bool {
 	case LegPrefill:
 		return d.Role == RolePrefill && (d.Kind == KindNIXL || d.Kind != KindNone && d.Bootstrap.Known())
 	case LegDecode:
-		return d.Role != RolePrefill && d.Kind != KindNone
+		return d.Role != RolePrefill && d.Kind != KindNone && d.Kind != KindRouter
 	}
 	return d.Role == RoleBoth || d.Role == RoleDecode && d.Kind != KindSGLang
 }

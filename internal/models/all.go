@@ -11,6 +11,7 @@ import (
 	"kvrouter/internal/policy"
 	"kvrouter/internal/radix"
 	"kvrouter/internal/router"
+	"kvrouter/internal/summary"
 	"kvrouter/internal/tokens"
 )
 
@@ -40,6 +41,11 @@ func (s *Set) Transferred(w kv.WorkerKey, t policy.Transfers) {
 // ShowAdapters stores what w's engine shows of its LoRA adapters.
 func (s *Set) ShowAdapters(w kv.WorkerKey, report policy.AdapterReport) {
 	s.For(w.Worker).Router.ShowAdapters(w, report)
+}
+
+// ShowCell stores what a router below this one tells of itself, and its summary.
+func (s *Set) ShowCell(w kv.WorkerKey, report policy.CellReport, holds *summary.View) {
+	s.For(w.Worker).Router.ShowCell(w, report, holds)
 }
 
 // CordonDiscovered stops new requests to a worker while on is true, for every model that

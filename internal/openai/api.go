@@ -54,6 +54,7 @@ type Deps struct {
 	Proxy     *proxy.Proxy
 	Metrics   http.Handler // serves GET /metrics
 	Hop       web.Hop      // refuses requests that this router has sent
+	Cell      http.Handler // serves routers above; nil: nothing does
 	Observers []Observer   // in the order of their calls
 	Stored    *Stored      // workers of stored responses, as far as other routers have said; nil: there are none
 	// ShareStored sends other routers the worker of a response. It must not block. nil: there
@@ -122,6 +123,7 @@ func New(s Settings, deps Deps) *API {
 	}
 	a.serveNative(clients, own)
 	a.serveThresholds()
+	a.serveCell(deps.Cell)
 	return a
 }
 

@@ -61,6 +61,7 @@ type setup struct {
 	SessionHeader, SessionCookie   string
 	PageURL                        string
 	transport                      http.RoundTripper
+	Cell                           http.Handler
 }
 
 // newTestAPI serves the given workers round robin: worker 0 gets the first request.
@@ -115,7 +116,7 @@ func newTestAPIWith(t testing.TB, rt *router.Router, config setup, model *tokens
 		Host: "127.0.0.1", RouterKeys: web.NewKeys(config.RouterAPIKey), ServedModelName: "m", AllowEngineAdmin: config.AllowEngineAdmin, CollectUsage: config.CollectUsage, PageURL: config.PageURL,
 		RequestTimeout: config.RequestTimeout, SessionHeader: config.SessionHeader, SessionCookie: config.SessionCookie,
 		MinUncachedTokens: config.Proxy.DisaggMinUncachedTokens, EnforceDisagg: config.Proxy.EnforceDisagg, Retries: config.Proxy.Retries,
-	}, Deps{Keys: ring, Bodies: h.bodies, Models: set, Proxy: h.proxy, Metrics: h.telemetry.Handler(), Observers: []Observer{Traced(nil), h.telemetry}, Log: log})
+	}, Deps{Cell: config.Cell, Keys: ring, Bodies: h.bodies, Models: set, Proxy: h.proxy, Metrics: h.telemetry.Handler(), Observers: []Observer{Traced(nil), h.telemetry}, Log: log})
 	h.Server = httptest.NewServer(h.api)
 	fleet := workers.New(workers.Settings{}, workers.Deps{Index: h.router.Index(), Log: log})
 	h.selection = httptest.NewServer(selection.New(selection.Settings{Host: "127.0.0.1", Keys: web.NewKeys(config.RouterAPIKey)}, selection.Deps{Models: set, Fleet: fleet, Partitions: selection.NewPartitions("m", set), Log: log}).Handler())

@@ -79,6 +79,7 @@ func (p *Journal) Decided(x *proxy.Exchange, pair *router.Pair) {
 	names := p.models.Names()
 	e.Worker, e.WorkerName, e.Rank, e.Attempts = &worker, names.Name(worker), d.Target.Key.Rank, e.Attempts+1
 	e.Model = limited(x.Model, maxName)
+	e.CellWorker, e.CellPredicted = x.Below.Worker, x.Below.Overlap
 	e.PromptTokens, e.Predicted, e.PrefillWorker = max(e.PromptTokens, d.Tokens), d.OverlapTokens, nil
 	e.PrefillName = ""
 	if prefill.Target.URL != "" {

@@ -115,11 +115,13 @@ type Request struct {
 	Rank          uint32   `json:"rank"`
 	PrefillWorker *uint64  `json:"prefill_worker,string"` // that computed the prompt for it
 	PrefillName   string   `json:"prefill_worker_name,omitempty"`
-	PromptTokens  int      `json:"prompt_tokens"` // 0: unknown
-	Predicted     int      `json:"predicted"`     // tokens as predicted by the index
-	Cached        *int     `json:"cached"`        // tokens that the worker reports as cached
-	TTFT          *float64 `json:"ttft"`          // s; nil: no stream, or none so far
-	Duration      *float64 `json:"duration"`      // s; nil: running
+	CellWorker    string   `json:"cell_worker,omitempty"`    // that a router below chose; empty: none did
+	CellPredicted int      `json:"cell_predicted,omitempty"` // tokens that it predicted there
+	PromptTokens  int      `json:"prompt_tokens"`            // 0: unknown
+	Predicted     int      `json:"predicted"`                // tokens as predicted by the index
+	Cached        *int     `json:"cached"`                   // tokens that the worker reports as cached
+	TTFT          *float64 `json:"ttft"`                     // s; nil: no stream, or none so far
+	Duration      *float64 `json:"duration"`                 // s; nil: running
 	OutputTokens  *int     `json:"output_tokens"`
 	End           string   `json:"end"`
 	Status        int      `json:"status"`   // HTTP; 0: running

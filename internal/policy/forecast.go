@@ -3,6 +3,7 @@ package policy
 import (
 	"time"
 
+	"kvrouter/internal/fair"
 	"kvrouter/internal/kv"
 )
 
@@ -16,6 +17,9 @@ import (
 // nothing is known of answers, its wait is that of the oldest prompt so far.
 // Non-streamed answers report no first token, so only streamed ones can be overdue.
 func (p *Work) Wait(now time.Time, load *Load) time.Duration {
+	if load.Cell != nil {
+		return duration(p.cellWait(now, load, fair.Standard))
+	}
 	first, _, _, _ := p.coming(now, load, 1, 0)
 	wait := first - p.passTime(1)
 	if waits, late := p.overdue(now, load); waits > 0 {
@@ -30,6 +34,11 @@ func (p *Work) Wait(now time.Time, load *Load) time.Duration {
 // FirstToken predicts when the first token of a request comes, from now, on a candidate that it
 // is sent to, without pulls: what waits there, or is overdue as of Wait, goes before it.
 func (p *Work) FirstToken(q *Query, c *Candidate) time.Duration {
+	if c.Load.Cell != nil {
+		var t workTerms
+		p.cellTerms(&t, q, c, &workUsual{})
+		return duration(t.starts)
+	}
 	uncached, load := uncachedTokens(q, c), loading{}
 	if c.Lower != (kv.LowerBlocks{}) {
 		load = p.loading(q, c, false)
@@ -55,7 +64,7 @@ func (p *Work) TokenTime(q *Query, c *Candidate) time.Duration {
 	if p.stretch.count > 0 {
 		stretch = p.stretch.Value
 	}
-	return duration(stretch * p.Timing.Decoding(c.Load.ContextTokens+c.Load.AwaitedTokens+max(1, q.Tokens)))
+	return duration(stretch * p.Timing.Decoding(int(float64(c.Load.ContextTokens+c.Load.AwaitedTokens)/c.Load.width())+max(1, q.Tokens)))
 }
 
 // mostStretch bounds what one answer says of stretch.

@@ -33,6 +33,7 @@ type Load struct {
 	Prefills   []Prefill // the requests without a first token, as they were sent; to be read under the router's lock
 	Tiers      *Tiers    // what is known of its lower tiers, likewise; nil: nothing
 	Adapters   *Adapters // what is known of its LoRA adapters, likewise; nil: nothing
+	Cell       *Cell     // of a router whose workers are below it, likewise; nil: it is a worker
 	FirstToken time.Time // when a first token last came from it; zero: never
 }
 

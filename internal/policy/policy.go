@@ -9,6 +9,7 @@ import (
 	"math/rand/v2"
 	"time"
 
+	"kvrouter/internal/fair"
 	"kvrouter/internal/hints"
 	"kvrouter/internal/kv"
 )
@@ -29,6 +30,7 @@ type Query struct {
 	Backlog     float64      // cost of the requests that wait in a fair queue, for each worker, ms
 	Retry       bool         // another worker has failed it before
 	Adapter     string       // LoRA adapter; empty: none
+	Class       fair.Class   // its place in a fair queue
 	Decision    uint64       // number for the feedback to a judged policy; 0: there is none
 	Explain     *Explanation // filled in by Choose; nil: not wanted
 }
@@ -105,6 +107,7 @@ type Learner interface{ Learn(o Outcome) }
 type Outcome struct {
 	Worker     kv.WorkerKey
 	Leg        kv.Leg
+	Prompt     int           // tokens
 	Uncached   int           // prompt tokens to be computed
 	Loads      kv.TierTokens // prompt tokens that it was expected to load
 	Pulled     int           // prompt tokens that it was expected to pull from another worker

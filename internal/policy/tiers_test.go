@@ -111,7 +111,7 @@ func TestAWorkerThatLoadsDoesNotCompute(t *testing.T) {
 	p := NewWork()
 	candidates := new(pool).add(0, loadingPrompt(0, 50_000, 1)).add(0, loadingPrompt(10*time.Second, 50_000, 1)).add(0, waiting(0, 1)).add(0, Load{}).candidates
 	if all := p.survey(&Query{Now: testNow}, candidates); all.computing != 2 || all.loading != 1 {
-		t.Errorf("%d compute and %d load, want 2 and 1", all.computing, all.loading)
+		t.Errorf("%v compute and %d load, want 2 and 1", all.computing, all.loading)
 	}
 }
 

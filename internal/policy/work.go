@@ -11,7 +11,7 @@ import (
 // Work chooses the worker where a request costs the least time, summed over all
 // affected requests. All terms are in ms:
 //
-//	f·(first + load − copy + pushed + foreign + later) + decode + others + slower + adapter
+//	f·(first + load − copy + pushed + foreign + later + network) + decode + others + slower + adapter
 //
 //	first    predicted time to first token: the worker's next passes are
 //	         simulated, see coming.
@@ -48,6 +48,9 @@ import (
 //	         part of f·load of the adapter that is evicted for it; f times the wait for a
 //	         slot, and up to an eighth of f·load, less that part, by which each adapter
 //	         prefers a worker, see placement. load is learned from first tokens.
+//	network  of a cell, a router whose workers are below it: the round trip to it. Its
+//	         other terms are those of one of its workers that has an equal share of its
+//	         load, with the wait that it tells, see cellTerms.
 //	f        1 + ½·(mean duration)/(mean time to first token): minimizes
 //	         ln(mean duration) + ½·ln(mean time to first token). The ½ is a
 //	         preference, the only chosen constant.
@@ -177,12 +180,13 @@ func (p *Work) Choose(q Query, candidates []Candidate, random *rand.Rand) int {
 // survey is what a decision counts of all candidates, in one pass: thousands of them do not
 // fit in the processor's cache.
 type survey struct {
-	candidates         int
-	ours, others       int     // requests in flight from this router, and from others
-	cache              float64 // tokens that the caches hold
-	computing, loading int     // candidates with prompts to compute, and with loads from lower tiers under way
-	parts              bool    // another group than the first ends a match
-	pulls              bool    // one could pull blocks from another worker
+	candidates   int
+	ours, others int     // requests in flight from this router, and from others
+	cache        float64 // tokens that the caches hold
+	computing    float64 // candidates with prompts to compute; of a cell, the share of its workers
+	loading      int     // candidates with loads from lower tiers under way
+	parts        bool    // another group than the first ends a match
+	pulls        bool    // one could pull blocks from another worker
 }
 
 func (p *Work) survey(q *Query, candidates []Candidate) survey {
@@ -201,6 +205,9 @@ func (p *Work) survey(q *Query, candidates []Candidate) survey {
 		all.pulls = all.pulls || c.Pull.Blocks > 0
 		switch {
 		case len(load.Prefills) == 0:
+			continue
+		case load.Cell != nil:
+			all.computing += min(1, float64(len(load.Prefills))/load.width())
 			continue
 		case load.Fetching == 0:
 			all.computing++
@@ -238,7 +245,7 @@ func (p *Work) arrive(q Query, all survey) {
 	}
 	p.last = q.Now
 	if 2*all.candidates >= fleet(q, all.candidates) {
-		p.busy.add(float64(all.computing) / float64(all.candidates))
+		p.busy.add(all.computing / float64(all.candidates))
 		p.loadBusy.add(float64(all.loading) / float64(all.candidates))
 	}
 }
@@ -309,13 +316,15 @@ type workTerms struct {
 
 	pull    float64
 	adapter float64 // not times f
+	network float64 // of a cell
+	far     bool    // it is one
 	starts  float64 // until the first token, not times f
 	pulled  int     // tokens that it is expected to pull
 	sourced bool    // it could pull
 }
 
 func (t *workTerms) cost() float64 {
-	return t.first + t.load + t.pull - t.copy + t.pushed + t.foreign + t.later + t.decode + t.others + t.slower + t.adapter
+	return t.first + t.load + t.pull - t.copy + t.pushed + t.foreign + t.later + t.network + t.decode + t.others + t.slower + t.adapter
 }
 
 func (t *workTerms) explain() Score {
@@ -325,6 +334,9 @@ func (t *workTerms) explain() Score {
 			{"decode", -t.decode}, {"others", -t.others}, {"slower", -t.slower},
 		},
 		Total: -t.cost(),
+	}
+	if t.far {
+		s.Terms = append(s.Terms, Term{"network", -t.network})
 	}
 	if t.adapter != 0 {
 		s.Terms = append(s.Terms, Term{"adapter", -t.adapter})
@@ -367,6 +379,10 @@ func (p *Work) terms(q *Query, c *Candidate, u *workUsual) (t workTerms) {
 
 // setTerms sets t, which is zero, to the parts of a candidate's cost, with its pull or without.
 func (p *Work) setTerms(t *workTerms, q *Query, c *Candidate, u *workUsual, pulls bool) {
+	if c.Load.Cell != nil {
+		p.cellTerms(t, q, c, u)
+		return
+	}
 	uncached, load := uncachedTokens(q, c), loading{}
 	if (c.Lower != (kv.LowerBlocks{}) || pulls) && q.Leg != kv.LegDecode {
 		load = p.loading(q, c, pulls)

@@ -66,6 +66,9 @@ type Upstream struct {
 	Aggregated string
 	Gateway    *Gateway   // sends the request to its worker; nil: the proxy does
 	Migration  *Migration // of a stream that may be continued on another worker; nil: it ends with its worker
+	// Below sets the headers of a request to a router below this one; nil: they are those to
+	// workers.
+	Below func(http.Header)
 	// PromptTokens go to the workers that take them; nil: every worker gets the text.
 	PromptTokens *PromptTokens
 
@@ -82,6 +85,9 @@ func (p *Proxy) request(ctx context.Context, u *Upstream, t kv.Target) (*http.Re
 		return nil, err
 	}
 	request.Header = p.header(u.Header, t)
+	if t.Kind == kv.KindRouter && u.Below != nil {
+		u.Below(request.Header)
+	}
 	u.attempt.Inject(request.Header)
 	if t.Ranks > 1 {
 		rank := strconv.FormatUint(uint64(t.ServerRank()), 10)
@@ -301,7 +307,7 @@ func (p *Proxy) Forward(ctx context.Context, w http.ResponseWriter, u Upstream, 
 
 // send is attempt with the booking of the decision, which ends here.
 func (p *Proxy) send(ctx context.Context, w http.ResponseWriter, u Upstream, x *Exchange, decision router.Decision, retry bool) error {
-	x.Decision, x.Worker, x.Ending, x.refusal = decision, p.names.Label(decision.Target.Key.Worker), policy.Abandoned, refusal{}
+	x.Decision, x.Worker, x.Ending, x.refusal, x.Below = decision, p.names.Label(decision.Target.Key.Worker), policy.Abandoned, refusal{}, Below{}
 	defer func() { x.Decision.Booking.End() }() // if relaying panics
 	if !u.asTokens {
 		u = p.withTokens(u, &decision.Target, pullParams(&u, &decision))
@@ -374,6 +380,9 @@ func (p *Proxy) attempt(ctx context.Context, w http.ResponseWriter, u Upstream, 
 			f = p.sent(x.Decision.Booking, served, cancel, watch{judges: true})
 		}
 		defer context.AfterFunc(ctx, func() { _ = response.Body.Close() })() // which does not end with ctx by itself
+	}
+	if target.Kind == kv.KindRouter {
+		x.readBelow(response.Header)
 	}
 	u.attempt.Answered(response.StatusCode)
 	if err := checkStatus(response); err != nil {

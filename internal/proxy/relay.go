@@ -86,6 +86,7 @@ func writeHead(w http.ResponseWriter, response *http.Response, u Upstream, x *Ex
 	}
 	decided.Set(web.HeaderWorker, x.Worker)
 	decided.Set(web.HeaderOverlap, strconv.Itoa(x.Decision.OverlapTokens))
+	x.Below.show(decided)
 	header.Set(web.HeaderRequest, u.RequestID)
 	u.Gateway.sign(decided, x.Decision.Target.Address())
 	if x.Shared != nil {

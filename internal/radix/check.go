@@ -21,7 +21,46 @@ func (r *Tree) Check() error {
 	if err := r.checkSets(free); err != nil {
 		return err
 	}
+	if err := r.checkTelling(free); err != nil {
+		return err
+	}
 	return r.checkSlots(free)
+}
+
+// checkTelling checks the book against the nodes.
+func (r *Tree) checkTelling(free []bool) error {
+	t := r.telling
+	if t == nil {
+		return nil
+	}
+	if err := t.book.Check(); err != nil {
+		return fmt.Errorf("book: %w", err)
+	}
+	held := 0
+	for n := uint32(1); n < r.nodes.next; n++ {
+		if free[n] {
+			continue
+		}
+		node := r.nodes.at(n)
+		want := node.local
+		if node.parent != rootNode {
+			want = kv.NextSequenceHash(t.sequence(node.parent), node.local)
+		}
+		if t.sequence(n) != want {
+			return fmt.Errorf("node %d has sequence hash %x, not %x", n, t.sequence(n), want)
+		}
+		holders := 0
+		if t.held(r.sets.Words(node.members)) {
+			held, holders = held+1, 1
+		}
+		if in := t.book.Holders(want); in != holders {
+			return fmt.Errorf("node %d has %d holders in the book, not %d", n, in, holders)
+		}
+	}
+	if in := t.book.Size().Held; in != held {
+		return fmt.Errorf("the book has %d prefixes, and %d are held", in, held)
+	}
+	return nil
 }
 
 // checkNodes checks the shape of the tree and returns which nodes are free.

@@ -10,6 +10,7 @@ import (
 	"pgregory.net/rapid"
 
 	"kvrouter/internal/kv"
+	"kvrouter/internal/summary"
 	"kvrouter/internal/testkit"
 )
 
@@ -173,7 +174,7 @@ func TestGroupsFindWhatTheEngineFinds(t *testing.T) {
 		chunked := slices.ContainsFunc(layout.Groups, func(g kv.CacheGroup) bool { return g.Attention == kv.ChunkedLocal })
 		layout.DropsLast = !chunked && // the engine refuses both
 			rapid.Bool().Draw(t, "drops")
-		tree := NewTree()
+		tree := NewTellingTree(summary.NewBook())
 		w := kv.WorkerKey{Worker: 1}
 		tree.SetLayout(w, layout, groupBlock)
 		// A plain worker beside it holds prompts of its own.

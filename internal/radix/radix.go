@@ -106,6 +106,8 @@ type Tree struct {
 	doubts               uint32         // about lower tiers so far
 	readers              bool           // some worker may have ready blocks, because of a store
 
+	telling *telling // nil: no book of held prefixes is kept
+
 	lookaheads atomic.Pointer[[]kv.Lookahead] // of LookaheadStored
 
 	scratch sync.Pool // *matchScratch, for concurrent lookups
@@ -572,6 +574,9 @@ func (r *Tree) toggleMember(slot, n uint32) {
 	old := node.members
 	node.members = r.sets.Toggle(old, slot)
 	r.sets.Acquire(node.members)
+	if r.telling != nil {
+		r.telling.changed(n, r.sets.Words(old), r.sets.Words(node.members))
+	}
 	r.sets.Release(old)
 }
 
@@ -594,6 +599,7 @@ func (r *Tree) child(n uint32, local uint64) uint32 {
 func (r *Tree) addChild(n uint32, local uint64) uint32 {
 	c := r.nodes.alloc()
 	*r.nodes.at(c) = treeNode{local: local, parent: n}
+	r.telling.made(c, n, local)
 	parent := r.nodes.at(n)
 	if parent.child == 0 {
 		parent.child = c
@@ -641,6 +647,7 @@ func (r *Tree) slot(w kv.WorkerKey) (slot uint32, known bool) {
 // takeSlot gives w a slot that holds nothing.
 func (r *Tree) takeSlot(w kv.WorkerKey) uint32 {
 	slot := r.newSlot()
+	r.telling.counts(slot)
 	r.live[slot/64] |= 1 << (slot % 64)
 	if at, known := r.place(w); known {
 		r.workers[at].slot = slot
@@ -680,6 +687,7 @@ func (r *Tree) sweep(limit int) {
 		})
 		if s.blocks.Len() == 0 {
 			*s = workerSlot{}
+			r.telling.ignores(slot)
 			r.retired = r.retired[1:]
 			r.vacant = append(r.vacant, slot)
 		}

@@ -363,6 +363,7 @@ func (r *Tree) holdAt(first uint32, store *sharedStore, at LowerTier, engine uin
 	slot := slots[at.Tier-1]
 	if slot == noSlot {
 		slot = r.newSlot()
+		r.telling.counts(slot)
 		slots[at.Tier-1] = slot
 		if store != nil {
 			r.relistAll()

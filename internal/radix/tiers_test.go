@@ -9,6 +9,7 @@ import (
 	"pgregory.net/rapid"
 
 	"kvrouter/internal/kv"
+	"kvrouter/internal/summary"
 )
 
 // tierModel is what engines do with their tiers, in maps: see naiveMatch.
@@ -136,7 +137,7 @@ func modelPrompt(t *rapid.T) (hashes []uint64, blocks []kv.StoredBlock) {
 // TestTiersMatchAsTheModel changes an index with tiers and maps alike.
 func TestTiersMatchAsTheModel(t *testing.T) {
 	rapid.Check(t, func(t *rapid.T) {
-		r := NewTree()
+		r := NewTellingTree(summary.NewBook())
 		m := &tierModel{workers: map[kv.WorkerKey]*modelWorker{}, stores: map[string]map[uint64]bool{"": {}, "s": {}}}
 		keys := []kv.WorkerKey{{Worker: 1}, {Worker: 2}, {Worker: 2, Rank: 1}}
 		for _, key := range keys {

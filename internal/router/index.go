@@ -8,6 +8,7 @@ import (
 
 	"kvrouter/internal/policy"
 	"kvrouter/internal/radix"
+	"kvrouter/internal/summary"
 )
 
 // IndexSettings holds the settings of the index. Settings of approximate indexes
@@ -93,6 +94,18 @@ func (c IndexSettings) Follows(name string, settings policy.Settings) bool {
 // NewIndex returns the index of these settings for the policy of that name.
 // blockSize is in tokens. now is the clock by which assumed blocks expire.
 func NewIndex(c IndexSettings, name string, settings policy.Settings, blockSize int, now func() time.Time) radix.Index {
+	return NewTellingIndex(c, name, settings, blockSize, now, nil)
+}
+
+// NewTellingIndex is NewIndex of an index that keeps a book of what its workers hold, if it
+// follows KV events; nil: it keeps none.
+func NewTellingIndex(c IndexSettings, name string, settings policy.Settings, blockSize int, now func() time.Time, book *summary.Book) radix.Index {
+	newTree := func() *radix.Tree {
+		if book == nil {
+			return radix.NewTree()
+		}
+		return radix.NewTellingTree(book)
+	}
 	seconds := func(s float64) time.Duration { return time.Duration(s * float64(time.Second)) }
 	switch {
 	case indexless(name, settings):
@@ -111,7 +124,7 @@ func NewIndex(c IndexSettings, name string, settings policy.Settings, blockSize 
 		routed.SetCorrected(c.CacheCorrection)
 		return routed
 	case c.RouterPredictedTTLSecs > 0:
-		return radix.NewPredicting(radix.NewTree(), radix.NewApprox(seconds(c.RouterPredictedTTLSecs), c.RouterMaxTreeSize, c.RouterPruneTargetRatio, now))
+		return radix.NewPredicting(newTree(), radix.NewApprox(seconds(c.RouterPredictedTTLSecs), c.RouterMaxTreeSize, c.RouterPruneTargetRatio, now))
 	}
-	return radix.NewTree()
+	return newTree()
 }

@@ -245,6 +245,7 @@ func (l *loads) firstToken(b *Booking, now time.Time) {
 		load.Prefills = slices.Delete(load.Prefills, i, i+1)
 	}
 	if !b.answeredWhole {
+		load.Cell.Late(now.Sub(b.sent) - b.promised)
 		if now.Sub(load.Load.FirstToken) > samePass {
 			load.passBefore = load.Load.FirstToken
 		}
@@ -298,7 +299,7 @@ func (l *loads) outputBlock(b *Booking, share *float64) {
 // outcome sums up a request that is ending now with that many tokens, before end.
 func (l *loads) outcome(b *Booking, output int, now time.Time) policy.Outcome {
 	o := policy.Outcome{
-		Worker: b.worker, Leg: b.leg, Uncached: b.uncached, Output: output, Alone: b.alone,
+		Worker: b.worker, Leg: b.leg, Prompt: b.prompt, Uncached: b.uncached, Output: output, Alone: b.alone,
 		FirstToken: b.first.Sub(b.sent), Decode: now.Sub(b.first), Adapter: b.adapter,
 	}
 	if b.lower != (kv.LowerBlocks{}) || b.pull.Tokens > 0 {
@@ -309,7 +310,7 @@ func (l *loads) outcome(b *Booking, output int, now time.Time) policy.Outcome {
 	}
 	o.Before = b.atFirst.since(b.atSent, o.FirstToken)
 	o.During = l.of(b.worker).tallyAt(now).since(b.atFirst, o.Decode)
-	return o
+	return o.Narrowed(l.of(b.worker).Cell)
 }
 
 // activate books the blocks of a prompt, by sequence hash, on w.
@@ -376,7 +377,7 @@ func (l *workerLoad) asOf(now time.Time) *policy.Load {
 func (l *loads) silence(w kv.WorkerKey) {
 	if load := l.byWorker[w]; load != nil {
 		load.Published = policy.Published{}
-		load.Bumped, load.Foreign, load.Fill, load.Adapters = 0, 0, 0, nil
+		load.Bumped, load.Foreign, load.Fill, load.Adapters, load.Cell = 0, 0, 0, nil, nil
 		load.probe, load.growsFrom = 0, time.Time{}
 		load.gone = true
 		l.drop(w)

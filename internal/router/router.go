@@ -188,6 +188,8 @@ type Router struct {
 	traits    policy.Traits // the policy's
 	paired    atomic.Bool   // some worker computes only prompts or only answers
 
+	cells atomic.Pointer[[]cell] // by key; nil: none. A loaded slice never changes
+
 	mu          sync.Mutex    // guards all below, and the busy thresholds of settings
 	targets     []kv.Target   // the workers that are up, by key
 	several     bool          // more than one has been up at once
@@ -352,6 +354,7 @@ func (r *Router) Down(w kv.WorkerKey) {
 	if at, found := r.target(w); found {
 		r.targets, r.targetLoads = slices.Delete(r.targets, at, at+1), slices.Delete(r.targetLoads, at, at+1)
 	}
+	r.loseCell(w)
 	r.loads.silence(w)
 	r.outliers.Leave(w, r.now())
 	r.notePairs()
@@ -474,6 +477,10 @@ func (r *Router) Load(w kv.WorkerKey) policy.Load {
 		tiers := *load.Tiers
 		load.Tiers = &tiers
 	}
+	if load.Cell != nil {
+		cell := *load.Cell
+		load.Cell = &cell
+	}
 	load.Adapters = load.Adapters.Clone()
 	return load
 }
@@ -566,10 +573,10 @@ func (r *Router) parts() (parts kv.MatchParts) {
 // with both kinds of blocks, of which one is assumed, has the longer match.
 func (r *Router) match(dst []kv.Match, p *prompt, parts kv.MatchParts) []kv.Match {
 	start := len(dst)
-	dst = r.index.Match(p.local, r.usableOf(p), parts, dst)
+	dst = r.matchCells(r.index.Match(p.local, r.usableOf(p), parts, dst), start, p.local)
 	for _, local := range p.lookahead {
 		before := len(dst)
-		dst = r.index.Match(local, min(r.usableOf(p), len(local)), parts, dst)
+		dst = r.matchCells(r.index.Match(local, min(r.usableOf(p), len(local)), parts, dst), before, local)
 		if before > start && len(dst) > before {
 			dst = dst[:start+len(radix.Longest(dst[start:]))]
 		}
@@ -619,7 +626,7 @@ func (r *Router) taken(p *prompt) bool {
 
 // choose lets the policy choose among the candidates and books.
 func (r *Router) choose(p *prompt, d *Decision, now time.Time) {
-	query := policy.Query{Now: now, Tokens: p.tokens, BlockSize: r.blockSize, FreePrefill: !r.tracksPrefill(p), Override: p.Override, Leg: p.Leg, Sequence: p.sequence, DryRun: p.QueryOnly, Prefix: p.Prefix, Pulling: r.loads.pulling, Workers: p.workers, Retry: len(p.Exclude) > 0, Adapter: p.LoRA}
+	query := policy.Query{Now: now, Tokens: p.tokens, BlockSize: r.blockSize, FreePrefill: !r.tracksPrefill(p), Override: p.Override, Leg: p.Leg, Sequence: p.sequence, DryRun: p.QueryOnly, Prefix: p.Prefix, Pulling: r.loads.pulling, Workers: p.workers, Retry: len(p.Exclude) > 0, Adapter: p.LoRA, Class: p.Class}
 	if r.fair != nil && r.fair.Len() > 0 {
 		query.Backlog = r.fair.Waiting() / float64(len(r.targets))
 	}
@@ -712,6 +719,9 @@ func (r *Router) book(p *prompt, c *policy.Candidate, now time.Time) *Booking {
 	}
 	if r.fair != nil {
 		r.charge(b, p, c)
+	}
+	if c.Load.Cell != nil {
+		b.promised = r.forecast.FirstToken(&policy.Query{Now: now, Tokens: p.tokens, BlockSize: r.blockSize, Leg: p.Leg, Class: p.Class}, c)
 	}
 	r.loads.bump(b.worker)
 	r.loads.begin(b, now)

@@ -480,7 +480,7 @@ func TestOutcomesTellWhatAWorkerDidMeanwhile(t *testing.T) {
 	after(100)
 	a.Finish(11)
 	want := policy.Outcome{
-		Uncached: 100, Output: 11, Alone: true, FirstToken: 50 * time.Millisecond, Decode: 200 * time.Millisecond,
+		Prompt: 100, Uncached: 100, Output: 11, Alone: true, FirstToken: 50 * time.Millisecond, Decode: 200 * time.Millisecond,
 		Before: policy.Meanwhile{Prompts: 1, Passes: 1, Tokens: 100}, During: policy.Meanwhile{Prompts: 1, Passes: 1, Tokens: 300, Context: (100*0.1 + 400*0.1) / 0.2},
 	}
 	if len(rule.outcomes) != 1 || rule.outcomes[0] != want {

@@ -4,6 +4,7 @@ import (
 	"fmt"
 	"time"
 
+	"kvrouter/internal/fair"
 	"kvrouter/internal/kv"
 	"kvrouter/internal/policy"
 )
@@ -37,19 +38,22 @@ func (r *Router) Wait() (wait time.Duration, up bool) {
 	defer r.unlock()
 	now := r.now()
 	r.expire(now)
-	leg := kv.LegWhole
-	takes := func(leg kv.Leg) bool {
-		return r.has(func(t *kv.Target) bool { return t.Takes(leg) && !t.Unanswered })
-	}
-	if takes(kv.LegPrefill) && takes(kv.LegDecode) {
-		leg = kv.LegPrefill
-	}
-	return r.waitFor(leg, now)
+	return r.waitFor(r.newLeg(), now)
 }
 
 // waitFor is Wait for a leg that computes prompts.
 func (r *Router) waitFor(leg kv.Leg, now time.Time) (wait time.Duration, up bool) {
-	workers, well := 0, false
+	wait, workers := r.shortestWait(leg, now)
+	if workers == 0 {
+		return 0, false
+	}
+	return r.waitBehind(fair.Batch, wait, workers, now), true
+}
+
+// shortestWait returns the wait on the worker that takes the leg where it is shortest, and the
+// number of workers that share the router's queue; 0: none accepts requests.
+func (r *Router) shortestWait(leg kv.Leg, now time.Time) (wait time.Duration, workers int) {
+	well := false
 	for i := range r.targets {
 		t := &r.targets[i]
 		in := !r.outliers.IsOut(t.Key, now)
@@ -65,18 +69,24 @@ func (r *Router) waitFor(leg kv.Leg, now time.Time) (wait time.Duration, up bool
 		}
 		workers++
 	}
-	if workers == 0 {
-		return 0, false
-	}
+	return wait, workers
+}
+
+// waitBehind returns the wait of a request of a class behind those in the router's queue that go
+// before it, where so many workers are as of shortestWait.
+func (r *Router) waitBehind(class fair.Class, wait time.Duration, workers int, now time.Time) time.Duration {
 	queued, longest := 0, time.Duration(0)
 	r.eachWaiting(func(w *waiter) {
 		if w.prompt.Leg == kv.LegDecode {
 			return // its prompt is computed
 		}
+		if r.fair != nil && w.prompt.Class > class {
+			return // it goes later
+		}
 		queued += w.prompt.tokens
 		longest = max(longest, now.Sub(w.since))
 	})
-	return max(wait+r.forecast.Compute(queued)/time.Duration(workers), longest), true
+	return max(wait+r.forecast.Compute(queued)/time.Duration(workers), longest)
 }
 
 // SaturationOf returns the saturation of the workers of a role, where disaggregated requests have

@@ -100,6 +100,9 @@ func (s workerSpec) check() error {
 	if n, most := len(s.KVEventsEndpoints), max(sparedRanks, int(Given(s.RankCount, 1))); n > most {
 		return fmt.Errorf("kv_events_endpoints has %d ranks: the maximum is %d or data_parallel_size", n, most)
 	}
+	if Given(s.Kind, kv.KindNone) == kv.KindRouter {
+		return errors.New("kind router cannot be registered: attach that router by --worker url=URL,kind=router or discovery")
+	}
 	for rank, endpoint := range s.KVEventsEndpoints {
 		if len(endpoint) > maxName {
 			return fmt.Errorf("kv_events_endpoints[%d] has %d bytes: the maximum is %d", rank, len(endpoint), maxName)
@@ -286,6 +289,7 @@ type WorkerRecord struct {
 	TakesTokens []string  `json:"takes_tokens,omitzero"` // routes on which it gets the tokens of long prompts; nil: it has not been asked
 	workers.Exactness
 
+	Cell     *workers.Cell  `json:"cell,omitempty"`     // of a router below this one
 	Failures *failureRecord `json:"failures,omitempty"` // nil: it is not up
 }
 
@@ -405,7 +409,7 @@ func (s *Service) record(w workers.Status, by registeredWorker, registered, up b
 	}
 	r := WorkerRecord{
 		WorkerID: w.ID, Name: w.Name, workerSpec: spec, Lifecycle: LifecycleSchedulable,
-		State: w.State, Engine: w.Engine, Predictions: w.Predictions, Speculation: w.Speculation, Exactness: w.Exactness, PID: w.PID, Restarts: w.Restarts, Generation: w.Generation,
+		State: w.State, Engine: w.Engine, Predictions: w.Predictions, Speculation: w.Speculation, Exactness: w.Exactness, Cell: w.Cell, PID: w.PID, Restarts: w.Restarts, Generation: w.Generation,
 	}
 	for _, key := range w.Keys() {
 		r.add(s.models.LoadOf(key))

@@ -42,6 +42,8 @@ type RecordLine struct {
 	Policy          string    `json:"policy"`
 	Worker          string    `json:"worker"`
 	Rank            uint32    `json:"dp_rank"`
+	CellWorker      string    `json:"cell_worker,omitempty"`        // of a router below this one: the worker that it chose
+	CellTokens      *int      `json:"cell_cached_tokens,omitempty"` // that it predicted there
 	PredictedTokens int       `json:"predicted_cached_tokens"`
 	CachedTokens    *int      `json:"cached_tokens"`   // null: not reported
 	FirstTokenMS    *float64  `json:"first_token_ms"`  // from the arrival; null: not a stream
@@ -202,13 +204,16 @@ func (r *Recorder) Finished(x *proxy.Exchange, now time.Time) {
 	tokens := max(x.Request.NumTokens, len(x.Request.Tokens))
 	line := RecordLine{
 		InputLength: tokens, OutputLength: x.Usage.OutputTokens, HashIDs: hashes, HashBlockSize: r.settings.BlockSize, Hints: hints.Record(x.Request.Prefix),
-		Arrived: x.Arrived, Route: x.Route, Status: x.Status, Policy: r.settings.Policy, Worker: x.Worker, Rank: x.Decision.Target.Key.Rank,
+		Arrived: x.Arrived, Route: x.Route, Status: x.Status, Policy: r.settings.Policy, Worker: x.Worker, Rank: x.Decision.Target.Key.Rank, CellWorker: x.Below.Worker,
 		PredictedTokens: x.Decision.OverlapTokens, DurationMS: milliseconds(now.Sub(x.Arrived)),
 		DecisionMS:   milliseconds(x.Decision.HashTime + x.Decision.LookupTime + x.Decision.ScheduleTime),
 		TokensSource: x.Source, PromptMismatch: x.Usage.Known && x.Usage.PromptTokens != tokens,
 	}
 	if r.settings.Decisions {
 		line.Decisions = nameless(x.Receipts)
+	}
+	if x.Below.Worker != "" {
+		line.CellTokens = &x.Below.Overlap
 	}
 	if x.Usage.CachedKnown {
 		cached := x.Usage.CachedTokens

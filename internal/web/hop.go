@@ -72,3 +72,6 @@ func (h Hop) passed(via []string) (mine bool, hops int) {
 	}
 	return mine, hops
 }
+
+// Name returns the router's name in Via headers; empty: it has none.
+func (h Hop) Name() string { return strings.TrimPrefix(string(h), hopProtocol) }

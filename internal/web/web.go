@@ -25,6 +25,13 @@ const (
 	HeaderWorker  = "X-Kvrouter-Worker-Id"
 	HeaderOverlap = "X-Kvrouter-Overlap-Tokens"
 	HeaderRequest = "X-Request-Id"
+
+	// Of the decision of a router below this one.
+	HeaderCellWorker  = "X-Kvrouter-Cell-Worker-Id"
+	HeaderCellOverlap = "X-Kvrouter-Cell-Overlap-Tokens"
+
+	// HeaderOwn is how the names of all headers begin that are a router's own.
+	HeaderOwn = "X-Kvrouter-"
 )
 
 // HeaderRank selects the data-parallel rank of a vLLM worker.

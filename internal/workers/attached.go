@@ -112,6 +112,10 @@ func (f *Fleet) eventSources(ctx context.Context, w *worker) []events.Source {
 // superviseAttached follows a worker that runs already until ctx is done, each time that
 // it goes and comes back.
 func (f *Fleet) superviseAttached(ctx context.Context, w *worker) {
+	if w.spec.Kind == kv.KindRouter {
+		f.superviseCell(ctx, w)
+		return
+	}
 	pause := f.timing.backoffFirst
 	for ctx.Err() == nil {
 		wasUp := f.followAttached(ctx, w)

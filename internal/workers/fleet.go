@@ -16,6 +16,7 @@ import (
 
 	"golang.org/x/sync/errgroup"
 
+	"kvrouter/internal/cells"
 	"kvrouter/internal/events"
 	"kvrouter/internal/guard"
 	"kvrouter/internal/kv"
@@ -23,6 +24,7 @@ import (
 	"kvrouter/internal/probe"
 	"kvrouter/internal/process"
 	"kvrouter/internal/radix"
+	"kvrouter/internal/summary"
 	"kvrouter/internal/web"
 )
 
@@ -41,6 +43,7 @@ type Members interface {
 	Load(kv.WorkerKey, policy.Published)        // a load report
 	Transferred(kv.WorkerKey, policy.Transfers) // its counters of loads from lower tiers
 	ShowAdapters(kv.WorkerKey, policy.AdapterReport)
+	ShowCell(w kv.WorkerKey, report policy.CellReport, holds *summary.View)
 	CordonDiscovered(worker uint64, on bool) // keeps new requests from a discovered worker
 	Busy(worker uint64) bool                 // reports whether it has in-flight requests
 }
@@ -99,6 +102,7 @@ type Status struct {
 	Predictions string    `json:"predictions,omitempty"` // what is known about their exactness; empty: nothing special
 	Speculation string    `json:"speculation,omitempty"` // its algorithm of speculative decoding, as far as known
 	Exactness
+	Cell          *Cell     `json:"cell,omitempty"` // of a router below this one
 	LastError     string    `json:"last_error,omitempty"`
 	CordonedSince time.Time `json:"-"`
 	Disagg        kv.Disagg `json:"-"`
@@ -214,6 +218,7 @@ type Fleet struct {
 	index     radix.Index // of deps
 	log       *slog.Logger
 	probe     prober
+	cells     *cells.Client
 	timing    timing
 	everReady atomic.Bool        // some worker has been ready
 	opened    chan struct{}      // closed when workers can be registered
@@ -260,6 +265,7 @@ func New(cfg Settings, deps Deps) *Fleet {
 	f := &Fleet{
 		cfg: cfg, deps: deps, index: deps.Index, log: deps.Log, timing: defaultTiming(),
 		probe:  probe.New(probe.Settings{TLS: cfg.TLS, Hop: cfg.Hop}, deps.Edges, deps.Log),
+		cells:  cells.NewClient(cells.Settings{TLS: cfg.TLS, Hop: cfg.Hop}),
 		opened: make(chan struct{}), lookers: make(chan chan struct{}),
 	}
 	if cfg.ReadyPoll > 0 {
@@ -338,6 +344,7 @@ func (f *Fleet) all() []*worker {
 // that workers cannot be started at all. Call it once.
 func (f *Fleet) Run(ctx context.Context, members Members, listener Listener) (err error) {
 	defer f.probe.Close()
+	defer f.cells.Close()
 	f.members, f.listener = members, listener
 	if f.cfg.KVEvents {
 		snapshot := events.OpenSnapshot(f.cfg.Snapshot, f.cfg.BlockSize, f.log)

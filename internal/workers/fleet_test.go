@@ -23,6 +23,7 @@ import (
 	"kvrouter/internal/policy"
 	"kvrouter/internal/process"
 	"kvrouter/internal/radix"
+	"kvrouter/internal/summary"
 	"kvrouter/internal/testkit"
 	"kvrouter/internal/vllm"
 )
@@ -73,6 +74,7 @@ type hooks struct {
 	Busy        func(worker uint64) bool
 	Join        func(worker uint64, serves kv.Served) (radix.Index, int, error)
 	Leave       func(worker uint64)
+	Cell        func(kv.WorkerKey, policy.CellReport, *summary.View)
 }
 
 // fakeMembers calls the hooks of a fleet.
@@ -94,6 +96,12 @@ func (m fakeMembers) Load(key kv.WorkerKey, p policy.Published) {
 }
 
 func (m fakeMembers) ShowAdapters(kv.WorkerKey, policy.AdapterReport) {}
+
+func (m fakeMembers) ShowCell(key kv.WorkerKey, r policy.CellReport, holds *summary.View) {
+	if m.hooks.Cell != nil {
+		m.hooks.Cell(key, r, holds)
+	}
+}
 
 func (m fakeMembers) Transferred(key kv.WorkerKey, t policy.Transfers) {
 	if m.hooks.Transferred != nil {

@@ -5,6 +5,7 @@ import (
 
 	"github.com/prometheus/client_golang/prometheus"
 
+	"kvrouter/internal/fair"
 	"kvrouter/internal/kv"
 	"kvrouter/internal/metrics"
 	"kvrouter/internal/policy"
@@ -77,6 +78,7 @@ func NewCollector(names *kv.Names, samples func() []Sample, own func() map[uint6
 	lowerEvents := set.Counter("kvrouter_kv_tier_event_blocks_total", "KV blocks in events of lower tiers, by kind.", "worker_id", "dp_rank", "tier", "kind")
 	waiting := gauge("kvrouter_kv_tier_waiting_blocks", "KV blocks of lower tiers whose place in a prompt is not known yet.")
 	doubtful := gauge("kvrouter_kv_tier_doubtful", "1 while the worker's lower tiers may have been emptied without an event.")
+	cells := showCells(&set)
 	summed := slices.DeleteFunc(slices.Concat(always, published[:2], followed), func(m metric) bool { return m.Metric == restarts })
 	sumOthers := func(out metrics.Out, others []Sample) {
 		rank := []string{kv.OtherWorkers, ""}
@@ -118,6 +120,7 @@ func NewCollector(names *kv.Names, samples func() []Sample, own func() map[uint6
 			if s.Load.Fresh {
 				showAll(published)
 			}
+			cells(out, rank[0], &s)
 			tiers(out, rank, s.Load.Tiers)
 			pullsOf(out, rank, s.Load.Tiers)
 			if s.Load.Adapters != nil {
@@ -158,6 +161,36 @@ func NewCollector(names *kv.Names, samples func() []Sample, own func() map[uint6
 			show("cleared", "ok", n["cleared"])
 		}
 	})
+}
+
+// showCells adds the metrics of routers below this one to the set, and returns what shows those of
+// one.
+func showCells(set *metrics.Set) func(out metrics.Out, id string, s *Sample) {
+	below := set.Gauge("kvrouter_cell_workers", "Workers that are up below the router that is a worker.", "worker_id")
+	network := set.Gauge("kvrouter_cell_network_seconds", "Round trip to the router that is a worker: the shortest of the last 16.", "worker_id")
+	wait := set.Gauge("kvrouter_cell_wait_seconds", "Predicted wait of a new request for its first token, as told by the router that is a worker.", "worker_id", "class")
+	found := set.Gauge("kvrouter_cell_found_ratio", "Share of the told overlap that the router's worker was predicted to have of late, 0 to 1.", "worker_id")
+	late := set.Gauge("kvrouter_cell_late_seconds", "Mean time by which first tokens came later than by what the router tells.", "worker_id")
+	memory := set.Gauge("kvrouter_cell_summary_bytes", "Memory of the summary of what the router's workers hold; 0: it tells none that can be used.", "worker_id")
+	received := set.Counter("kvrouter_cell_summary_received_bytes_total", "Bytes of the summary received since the router was attached.", "worker_id")
+	snapshots := set.Counter("kvrouter_cell_summary_snapshots_total", "Whole summaries received since the router was attached.", "worker_id")
+	return func(out metrics.Out, id string, s *Sample) {
+		if s.Cell == nil {
+			return
+		}
+		out.Show(below, float64(s.Cell.Workers), id)
+		out.Show(network, s.Cell.NetworkMS/1000, id)
+		out.Show(memory, float64(s.Cell.SummaryBytes), id)
+		out.Show(received, float64(s.Cell.Received), id)
+		out.Show(snapshots, float64(s.Cell.Snapshots), id)
+		if c := s.Load.Cell; c != nil {
+			for _, class := range fair.Classes {
+				out.Show(wait, c.Waits[class.Place()].Seconds(), id, class.String())
+			}
+			out.Show(found, c.Finds(), id)
+			out.Show(late, c.Lateness().Seconds(), id)
+		}
+	}
 }
 
 // IDs returns the ids of the fleet's workers.

@@ -21,6 +21,7 @@ type Sample struct {
 	Blocks     int // in the index
 	Load       policy.Load
 	EventCount map[string]uint64 // by kind: batches, stored, gaps, ...; nil: no event stream
+	Cell       *Cell             // of a router below this one
 	Connected  bool              // to its KV events
 	Cold       bool              // blocks may be missing in the index, because its history is incomplete
 	Lower      radix.LowerState  // of its lower tiers, in the index
@@ -51,7 +52,7 @@ func (f *Fleet) Samples(books Books) (samples []Sample) {
 	streams, lower := f.Streams(), f.lower()
 	for _, w := range f.Workers() {
 		for _, key := range w.Keys() {
-			s := Sample{Worker: key, URL: w.URL, Models: w.Models, Role: w.Disagg.Role, Engine: w.Engine, Up: up[key], Restarts: w.Restarts, Blocks: books.Blocks(key), Load: books.LoadOf(key), Lag: -1}
+			s := Sample{Worker: key, URL: w.URL, Models: w.Models, Role: w.Disagg.Role, Engine: w.Engine, Up: up[key], Restarts: w.Restarts, Blocks: books.Blocks(key), Load: books.LoadOf(key), Cell: w.Cell, Lag: -1}
 			if stats := streams[key]; stats != nil {
 				s.Lower, s.LowerCount = lower[key], lowerCounts(stats)
 				s.EventCount, s.Connected, s.Cold = stats.Counts(), stats.Connected.Load(), stats.Cold.Load()

@@ -171,6 +171,7 @@ function Outcome({ entry }) {
       <${Fact} name="Output" field="output_tokens" value=${known(entry.output_tokens) ? `${count(entry.output_tokens)} tokens` : "–"} />
       <${Fact} name="Result" value=${html`<${End} entry=${entry} />`} />
       ${entry.prefill_worker !== null && html`<${Fact} name="Prefill by" value=${`worker ${workerName(entry.prefill_worker, 0, false, entry.prefill_worker_name)}`} />`}
+      ${entry.cell_worker && html`<${Fact} name="In the cell" value=${html`worker ${entry.cell_worker} <span class="quiet">${count(entry.cell_predicted)} predicted</span>`} />`}
       ${entry.attempts > 1 && html`<${Fact} name="Attempts" value=${count(entry.attempts)} />`}
     </dl>
   </div>`;

@@ -1,0 +1,254 @@
+package cells
+
+import (
+	"bytes"
+	"context"
+	"errors"
+	"log/slog"
+	"net/http"
+	"strconv"
+	"sync"
+	"sync/atomic"
+	"time"
+
+	"kvrouter/internal/summary"
+	"kvrouter/internal/web"
+)
+
+// Flags are the flags of a router below others.
+type Flags struct {
+	Cell         bool          `group:"Cells" help:"Tell routers above this one, which attach it by --worker url=URL,kind=router, which prefixes its workers hold. Without it they get its load alone. Needs about 60 bytes of memory for each block. See docs/cells.md."`
+	CellInterval time.Duration `group:"Cells" default:"200ms" help:"Time between two reports to a router above, 20ms to 1s."`
+	CellRate     int           `group:"Cells" default:"1000000" placeholder:"BYTES" help:"Maximum rate of changes of the summary to each router above, bytes per second. Snapshots for routers that join are not limited."`
+}
+
+// Validate checks the flags; its errors name the flag.
+func (f Flags) Validate() error {
+	switch {
+	case f.CellInterval < 20*time.Millisecond || f.CellInterval > time.Second:
+		return errors.New("--cell-interval: give 20ms to 1s: a router without a report for 2.5s is out")
+	case f.CellRate < 10_000:
+		return errors.New("--cell-rate: give at least 10000 bytes per second")
+	}
+	return nil
+}
+
+const (
+	// maxReaders bounds the routers that follow this one.
+	maxReaders = 64
+	// writeLimit is how long a reader may take for one frame.
+	writeLimit = 2500 * time.Millisecond
+	// tidyEach is how many blocks of cleared workers are told as dropped in an interval at
+	// most.
+	tidyEach = 1 << 16
+)
+
+// Deps are the parts that a Teller uses.
+type Deps struct {
+	Hello Hello
+	Info  func() Info
+	State func() State                // without Leaving
+	Book  *summary.Book               // of what the workers hold; nil: no summary is told
+	Tidy  func(limit int) (more bool) // brings the book up to date with cleared workers; nil: it is
+	Log   *slog.Logger
+}
+
+// Teller tells the routers above. It is safe for concurrent use.
+type Teller struct {
+	flags  Flags
+	deps   Deps
+	leave  chan struct{} // closed when the last report has been made
+	leaves atomic.Bool
+	counts Counts
+
+	mu    sync.Mutex    // guards the rest
+	tick  chan struct{} // closed at the next report
+	info  []byte        // frame of the last report
+	state []byte        // likewise
+}
+
+// Counts are what a Teller has done.
+type Counts struct {
+	Readers   atomic.Int64  // routers above now
+	Told      atomic.Uint64 // bytes of summaries
+	Snapshots atomic.Uint64 // whole summaries told
+}
+
+// NewTeller returns a teller. Run must follow.
+func NewTeller(flags Flags, deps Deps) *Teller {
+	deps.Hello.Protocol, deps.Hello.Hash, deps.Hello.Summary = Protocol, HashKind, deps.Book != nil
+	return &Teller{flags: flags, deps: deps, leave: make(chan struct{}), tick: make(chan struct{})}
+}
+
+// hello returns the first frame of a stream.
+func (t *Teller) hello() []byte {
+	hello := t.deps.Hello
+	if t.deps.Book != nil {
+		hello.Epoch = t.deps.Book.Position().Epoch
+	}
+	frame, err := appendJSON(nil, frameHello, hello)
+	if err != nil {
+		t.deps.Log.Error("cell: no report to a router above", "error", err)
+	}
+	return frame
+}
+
+// Counts returns what the teller has done.
+func (t *Teller) Counts() *Counts { return &t.counts }
+
+// Leave tells that the router drains, and ends all streams.
+func (t *Teller) Leave() {
+	if !t.leaves.Swap(true) {
+		t.report()
+		close(t.leave)
+	}
+}
+
+// Run makes a report in each interval until ctx is done.
+func (t *Teller) Run(ctx context.Context) {
+	tick := time.NewTicker(t.flags.CellInterval)
+	defer tick.Stop()
+	for {
+		select {
+		case <-ctx.Done():
+			t.Leave()
+			return
+		case <-tick.C:
+		}
+		if t.deps.Book != nil {
+			if t.deps.Tidy != nil {
+				t.deps.Tidy(tidyEach)
+			}
+			t.deps.Book.Publish(int(float64(t.flags.CellRate) * t.flags.CellInterval.Seconds()))
+		}
+		t.report()
+	}
+}
+
+// report makes the frames of now, and wakes the readers.
+func (t *Teller) report() {
+	leaves := t.leaves.Load()
+	var info, state []byte
+	if t.counts.Readers.Load() > 0 {
+		now, serves := t.deps.State(), t.deps.Info()
+		now.Ready, now.Leaving = now.Ready && !leaves, leaves
+		now.clamp()
+		serves.clip()
+		var failed [2]error
+		info, failed[0] = appendJSON(nil, frameInfo, serves)
+		state, failed[1] = appendJSON(nil, frameState, now)
+		if err := errors.Join(failed[:]...); err != nil {
+			t.deps.Log.Error("cell: no report to the routers above", "error", err)
+			return
+		}
+	}
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	if leaves != t.leaves.Load() {
+		return // the last report has been made meanwhile
+	}
+	if state != nil {
+		t.info, t.state = info, state
+	}
+	close(t.tick)
+	t.tick = make(chan struct{})
+}
+
+// last returns the last report, and what is closed at the next one.
+func (t *Teller) last() (info, state []byte, next <-chan struct{}) {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	return t.info, t.state, t.tick
+}
+
+// ServeHTTP streams to a router above until it goes, falls behind, or this router leaves. The
+// caller has authenticated it.
+func (t *Teller) ServeHTTP(w http.ResponseWriter, r *http.Request) {
+	if t.counts.Readers.Add(1) > maxReaders {
+		t.counts.Readers.Add(-1)
+		w.Header().Set("Retry-After", "10")
+		w.Header().Set("Content-Type", "application/json")
+		w.WriteHeader(http.StatusServiceUnavailable)
+		_, _ = w.Write(web.ErrorJSON(http.StatusServiceUnavailable, web.ErrorType(http.StatusServiceUnavailable), "", "too many routers follow this one: at most "+strconv.Itoa(maxReaders)))
+		return
+	}
+	defer t.counts.Readers.Add(-1)
+	t.report() // the last one may be old
+	s := teller{t: t, w: w, control: http.NewResponseController(w), at: positionOf(r)}
+	w.Header().Set("Content-Type", "application/octet-stream")
+	w.Header().Set("Cache-Control", "no-store")
+	info, state, next := t.last()
+	if s.write(bytes.Join([][]byte{t.hello(), info, state}, nil)) != nil || s.summary() != nil {
+		return
+	}
+	for told := info; ; {
+		select {
+		case <-r.Context().Done():
+			return
+		case <-next:
+		case <-t.leave:
+		}
+		if info, state, next = t.last(); !bytes.Equal(info, told) {
+			if told = info; s.write(info) != nil {
+				return
+			}
+		}
+		if s.summary() != nil || s.write(state) != nil {
+			return
+		}
+		select {
+		case <-t.leave:
+			return
+		default:
+		}
+	}
+}
+
+// positionOf reads from where on a router wants to resume; the zero value: from the beginning.
+func positionOf(r *http.Request) (at summary.Position) {
+	query := r.URL.Query()
+	at.Epoch, _ = strconv.ParseUint(query.Get("epoch"), 10, 64)
+	at.Seq, _ = strconv.ParseUint(query.Get("seq"), 10, 64)
+	return at
+}
+
+// teller is the stream to one router.
+type teller struct {
+	t       *Teller
+	w       http.ResponseWriter
+	control *http.ResponseController
+	at      summary.Position // told
+}
+
+// write sends frames. An error means that the router is gone, or too slow.
+func (s *teller) write(frames []byte) error {
+	if err := s.control.SetWriteDeadline(time.Now().Add(writeLimit)); err != nil && !errors.Is(err, http.ErrNotSupported) {
+		return err
+	}
+	if _, err := s.w.Write(frames); err != nil {
+		return err
+	}
+	return s.control.Flush()
+}
+
+// summary sends what is new of the summary: what is missing, or all of it.
+func (s *teller) summary() error {
+	book := s.t.deps.Book
+	if book == nil {
+		return nil
+	}
+	messages, ok := book.Since(s.at)
+	if ok {
+		s.at.Seq += uint64(len(messages))
+	} else {
+		messages, s.at = book.Snapshot()
+		s.t.counts.Snapshots.Add(1)
+	}
+	for _, m := range messages {
+		if err := s.write(appendFrame(nil, frameSummary, m)); err != nil {
+			return err
+		}
+		s.t.counts.Told.Add(uint64(len(m)))
+	}
+	return nil
+}

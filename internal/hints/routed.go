@@ -1,0 +1,73 @@
+package hints
+
+import (
+	"net/http"
+	"strconv"
+	"strings"
+	"time"
+	"unicode"
+
+	"github.com/tidwall/gjson"
+
+	"kvrouter/internal/fair"
+	"kvrouter/internal/kv"
+)
+
+// HeaderRouted marks a request that a router has sent to a router below it. Then the hints that
+// affect other clients count in headers only, which that router has set, and not in the body,
+// which is its client's. Who sets it otherwise only gives up hints.
+const HeaderRouted = "X-Kvrouter-Routed"
+
+// Routed is what a router tells a router below it of a request.
+type Routed struct {
+	Tenant   string        // empty: none
+	Class    fair.Class    // of the request
+	Deadline time.Time     // by which its first token should come; zero: none
+	TPOT     time.Duration // in which each further token should come; 0: none
+
+	SessionHeader string // names the session; empty: no header does
+	Session       string // empty: none
+}
+
+// Sign sets the headers of the request in place of the client's. now is by the clock of Deadline:
+// what is told is the time that is left.
+func (r Routed) Sign(header http.Header, now time.Time) {
+	for _, name := range []string{HeaderPinnedWorker, HeaderPinnedRank, HeaderPinnedPrefill, headerPrefillRank, HeaderFairness, HeaderGatewayFairness, HeaderTTFT, HeaderTPOT} {
+		header.Del(name)
+	}
+	header.Set(HeaderRouted, "1")
+	header.Set(HeaderClass, r.Class.String())
+	text := func(name, value string) {
+		if name != "" && value != "" && !strings.ContainsFunc(value, unicode.IsControl) {
+			header.Set(name, value)
+		}
+	}
+	text(HeaderFairness, r.Tenant)
+	text(r.SessionHeader, r.Session)
+	objective := func(name string, d time.Duration) {
+		if ms := float64(d) / float64(time.Millisecond); ms > 0 && ms <= maxObjective {
+			header.Set(name, strconv.FormatFloat(ms, 'f', -1, 64))
+		}
+	}
+	if !r.Deadline.IsZero() {
+		objective(HeaderTTFT, max(time.Millisecond, r.Deadline.Sub(now)))
+	}
+	objective(HeaderTPOT, r.TPOT)
+}
+
+// readRouted is Read of a request with HeaderRouted.
+func readRouted(header http.Header, nvext gjson.Result, names *kv.Names, trusted bool) (hints Hints) {
+	r := hintReader{names: names}
+	if r.object("nvext", nvext) {
+		r.annotations(nvext.Get("annotations"), &hints)
+		r.agentHints(nvext.Get("agent_hints"), &hints)
+	}
+	r.prefixHeaders(header, &hints.Prefix)
+	hints = hints.Untrusted()
+	hints.Class = r.class(hint{HeaderClass, header.Get(HeaderClass)})
+	if trusted {
+		hints.Tenant = tenantOf(header)
+		hints.TTFT, hints.TPOT = r.objective(hint{HeaderTTFT, header.Get(HeaderTTFT)}), r.objective(hint{HeaderTPOT, header.Get(HeaderTPOT)})
+	}
+	return hints // the router has refused what is malformed
+}

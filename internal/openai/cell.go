@@ -1,0 +1,46 @@
+package openai
+
+import (
+	"net/http"
+
+	"github.com/gin-gonic/gin"
+
+	"kvrouter/internal/cells"
+	"kvrouter/internal/hints"
+	"kvrouter/internal/web"
+)
+
+// serveCell adds the stream for routers above. It needs a key of the router port, or that of a
+// trusted client, as the requests have that come from there.
+func (a *API) serveCell(stream http.Handler) {
+	if stream == nil {
+		return
+	}
+	s := &a.settings
+	keyed := s.RouterKeys.Asked() || a.keys.Asks()
+	a.engine.GET(cells.Path, web.OwnPages(s.Host, keyed, web.OpenAIError), func(c *gin.Context) {
+		if given := web.Bearer(c.Request); s.RouterKeys.Asked() && s.RouterKeys.Known(given) {
+			return
+		} else if s.RouterKeys.Asked() && !a.keys.Asks() {
+			s.RouterKeys.Refuse(c, given, cells.Path+" needs a key of the router port (--router-api-key): send it as Authorization: Bearer KEY", web.OpenAIError)
+			return
+		}
+		caller, err := a.keys.Caller(c.Request)
+		switch {
+		case err != nil:
+			a.fail(c, http.StatusUnauthorized, "", err.Error())
+			c.Abort()
+		case !caller.Trusted:
+			a.fail(c, http.StatusForbidden, "", cells.Path+" needs a key of the router port (--router-api-key), or one whose hints are honored")
+			c.Abort()
+		}
+	}, gin.WrapH(stream))
+}
+
+// below sets the headers by which the request goes to a router below this one.
+func (r *inference) below(header http.Header) {
+	q := &r.request
+	hints.Routed{
+		Tenant: q.Tenant.Name, Class: q.Class, Deadline: q.Deadline, TPOT: q.TPOT, SessionHeader: r.api.settings.SessionHeader, Session: q.SessionID,
+	}.Sign(header, r.model.Router.Now())
+}

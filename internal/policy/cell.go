@@ -1,0 +1,138 @@
+package policy
+
+import (
+	"math"
+	"time"
+
+	"kvrouter/internal/fair"
+)
+
+// CellReport is what a router tells of itself whose workers are below it.
+type CellReport struct {
+	Workers int                              // ranks that are up, at least 1
+	Waits   [len(fair.Classes)]time.Duration // predicted delay of a new request's first token, compared to an idle worker, by class
+	Network time.Duration                    // measured: of a round trip
+	Load    Published
+}
+
+// MaxCellWorkers bounds CellReport.Workers.
+const MaxCellWorkers = 1 << 16
+
+// Cell is what is known of a router whose workers are below it. A request is sent to it, and it
+// chooses the worker.
+type Cell struct {
+	CellReport
+	finds runningMean // share of the told overlap that its worker had
+	late  runningMean // by how much first tokens came later than they would by what it tells, ms
+}
+
+const (
+	// cellFinds and cellLate are the numbers of requests that Cell.finds and Cell.late are the
+	// means of, at most: a cell that tells too short waits is believed for some requests only.
+	cellFinds, cellLate = 64, 16
+	// mostLate bounds what one request says of late, ms.
+	mostLate = 60_000
+	// cellLooks is how many of the prompts that wait longest are looked at.
+	cellLooks = 32
+)
+
+// Late learns from a first token: by how much it came later than FirstToken said, which knew of
+// what had been late before.
+func (c *Cell) Late(by time.Duration) {
+	if c != nil {
+		c.late.count = min(c.late.count, cellLate-1)
+		c.late.add(min(max(c.late.Value+milliseconds(by), 0), mostLate))
+	}
+}
+
+// Lateness returns by how much first tokens came later than by what the cell tells.
+func (c *Cell) Lateness() time.Duration { return duration(c.late.Value) }
+
+// Found learns from a decision of the cell: how many tokens of a prompt its worker had, and how
+// many a worker of the cell was told to have.
+func (c *Cell) Found(found, told int) {
+	if c != nil && told > 0 {
+		c.finds.count = min(c.finds.count, cellFinds-1)
+		c.finds.add(min(max(float64(found)/float64(told), 0), 1))
+	}
+}
+
+// Finds returns the share of a told overlap that is expected to be found.
+func (c *Cell) Finds() float64 {
+	if c.finds.count == 0 {
+		return 1
+	}
+	return c.finds.Value
+}
+
+// width is how many workers share a load.
+func (l *Load) width() float64 {
+	if l.Cell == nil {
+		return 1
+	}
+	return float64(max(1, l.Cell.Workers))
+}
+
+// cellWait predicts how long a request of that class waits in a cell, ms: what it told, less the
+// time since then, and the prompts that it did not have then, shared out over its workers: those
+// that were sent later than a round trip before its report came. What is known to be late counts,
+// too: in the mean of late, and of the prompts that wait now, whose first tokens are due.
+func (p *Work) cellWait(now time.Time, load *Load, class fair.Class) float64 {
+	cell, sent := load.Cell, 0
+	unseen := cell.Load.At.Add(-cell.Network)
+	for i := len(load.Prefills) - 1; i >= 0 && load.Prefills[i].Sent.After(unseen); i-- {
+		sent += load.Prefills[i].Tokens
+	}
+	told := milliseconds(cell.Waits[class.Place()])
+	wait := max(0, told-milliseconds(now.Sub(cell.Load.At))) + p.Timing.Prefill(sent)/load.width() + cell.late.Value
+	due, waiting := 0.0, 0
+	for i := range load.Prefills[:min(len(load.Prefills), cellLooks)] {
+		if prefill := &load.Prefills[i]; !prefill.AnsweredWhole {
+			waiting++
+			due += max(0, milliseconds(now.Sub(prefill.Sent)-cell.Network-p.Alone(prefill.Tokens)))
+		}
+	}
+	return max(wait, due/float64(max(1, waiting)))
+}
+
+// cellTerms sets t, which is zero, to the parts of a cell's cost: those of one of its workers
+// that has an equal share of the cell's load, and the way there.
+func (p *Work) cellTerms(t *workTerms, q *Query, c *Candidate, u *workUsual) {
+	load, width := c.Load, c.Load.width()
+	cached := int(math.Round(float64(c.Overlap) * load.Cell.Finds()))
+	uncached := max(1, q.Tokens-cached*q.BlockSize)
+	own := p.Timing.Prefill(uncached)
+	copied := min(own, p.Timing.Prefill(q.BlockSize)*p.reuse.others(cached))
+	context := float64(load.ContextTokens+load.AwaitedTokens) / width
+	first := p.cellWait(q.Now, load, q.Class) + milliseconds(p.Alone(uncached)) + p.Timing.Decoding(int(context))/2
+	network := milliseconds(load.Cell.Network)
+	t.first, t.copy, t.starts = u.f*first, u.f*copied, first+network
+	t.network, t.far = u.f*network, true
+	t.later = u.f * u.delayed / width * (own - copied) * (first + q.Backlog/width - own/2)
+	n := float64(load.requests()) / width
+	t.decode = u.output * p.Timing.context * context
+	t.others = n * (own - copied + p.Timing.Pass*float64(1+wholePasses(uncached)))
+	t.slower = n * u.output / 2 * p.Timing.context * float64(max(1, q.Tokens))
+}
+
+// Narrowed is an outcome as one of so many workers has it that share a load equally, without the
+// time on the way to them.
+func (o Outcome) Narrowed(cell *Cell) Outcome {
+	if cell == nil {
+		return o
+	}
+	width := max(1, cell.Workers)
+	o.FirstToken = max(0, o.FirstToken-cell.Network)
+	for _, m := range []*Meanwhile{&o.Before, &o.During} {
+		own := Meanwhile{}
+		if m == &o.Before && m.Prompts > 0 {
+			own = Meanwhile{Prompts: 1, Passes: 1, Tokens: min(o.Uncached, m.Tokens)}
+		}
+		m.Prompts, m.Passes, m.Tokens = own.Prompts+(m.Prompts-own.Prompts)/width, own.Passes+(m.Passes-own.Passes)/width, own.Tokens+(m.Tokens-own.Tokens)/width
+	}
+	// Of the context of an answer, its own part is not shared out.
+	prompt := min(float64(o.Prompt), o.During.Context)
+	o.Before.Context /= float64(width)
+	o.During.Context = prompt + (o.During.Context-prompt)/float64(width)
+	return o
+}

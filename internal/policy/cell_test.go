@@ -1,0 +1,160 @@
+package policy
+
+import (
+	"math/rand/v2"
+	"testing"
+	"time"
+
+	"kvrouter/internal/fair"
+)
+
+// cellLoad is the load of a cell of so many workers that tells so long a wait, that far away.
+func cellLoad(workers int, wait, network time.Duration, l Load) Load {
+	l.Cell = &Cell{CellReport: CellReport{Workers: workers, Network: network, Load: Published{At: testNow}}}
+	for i := range l.Cell.Waits {
+		l.Cell.Waits[i] = wait
+	}
+	return l
+}
+
+func TestWorkWeighsCells(t *testing.T) {
+	query := Query{Now: testNow, Tokens: 6400, BlockSize: 64}
+	ms := time.Millisecond
+	half := cellLoad(4, 0, 0, Load{})
+	for range cellFinds {
+		half.Cell.Found(100, 3200)
+	}
+	tardy := cellLoad(4, 0, 0, Load{})
+	for range cellLate {
+		tardy.Cell.Late(500 * ms)
+	}
+	tests := []struct {
+		name string
+		pool *pool
+		want int
+	}{
+		{"the nearer of equal cells wins", new(pool).add(0, cellLoad(4, 0, 30*ms, Load{})).add(0, cellLoad(4, 0, 10*ms, Load{})), 1},
+		{"a prefix outweighs a short way", new(pool).add(90, cellLoad(4, 0, 30*ms, Load{})).add(0, cellLoad(4, 0, 10*ms, Load{})), 0},
+		{"a long way outweighs a prefix", new(pool).add(50, cellLoad(4, 0, 300*ms, Load{})).add(0, cellLoad(4, 0, 10*ms, Load{})), 1},
+		{"a told wait outweighs a prefix", new(pool).add(50, cellLoad(4, 500*ms, 0, Load{})).add(0, cellLoad(4, 0, 0, Load{})), 1},
+		{"the shorter told wait wins", new(pool).add(0, cellLoad(4, 50*ms, 0, Load{})).add(0, cellLoad(4, 20*ms, 0, Load{})), 1},
+		{"what was sent since then counts", new(pool).add(0, cellLoad(2, 0, 0, waiting(-ms, 6400, 6400))).add(0, cellLoad(2, 0, 0, Load{})), 1},
+		{"what was sent since then is shared out", new(pool).add(0, cellLoad(2, 0, 0, waiting(-ms, 6400))).add(0, cellLoad(16, 0, 0, waiting(-ms, 6400))), 1},
+		{"what was sent before is in the told wait", new(pool).add(0, cellLoad(2, 0, ms, waiting(2*ms, 6400, 6400))).add(0, cellLoad(2, 0, 100*ms, Load{})), 0},
+		{"what was under way then counts", new(pool).add(0, cellLoad(2, 0, 10*ms, waiting(2*ms, 6400, 6400))).add(0, cellLoad(2, 0, 20*ms, Load{})), 1},
+		{"a cell whose first tokens come late loses", new(pool).add(50, tardy).add(0, cellLoad(4, 0, 0, Load{})), 1},
+		{"a cell whose first tokens are due loses", new(pool).add(50, cellLoad(4, 0, 0, waiting(2*time.Second, 640, 640))).add(0, cellLoad(4, 0, 0, Load{})), 1},
+		{"an idle worker beside a cell far away wins", new(pool).add(0, cellLoad(4, 0, 30*ms, Load{})).add(0, Load{}), 1},
+		{"a busy worker loses against a cell", new(pool).add(0, cellLoad(4, 0, 10*ms, Load{})).add(0, waiting(0, 9000, 9000)), 0},
+		{"an overlap that is seldom found weighs little", new(pool).add(50, half).add(30, cellLoad(4, 0, 0, Load{})), 1},
+	}
+	for _, test := range tests {
+		t.Run(test.name, func(t *testing.T) {
+			if counts := draws(NewWork(), query, test.pool.candidates); counts[test.want] != 1000 {
+				t.Errorf("chosen %v times, want always candidate %d", counts, test.want)
+			}
+		})
+	}
+}
+
+func TestACellsTermsAddUp(t *testing.T) {
+	e := &Explanation{}
+	query := Query{Now: testNow, Tokens: 6400, BlockSize: 64, Explain: e}
+	candidates := new(pool).add(10, cellLoad(4, 5*time.Millisecond, 20*time.Millisecond, waiting(0, 100))).add(0, Load{}).candidates
+	NewWork().Choose(query, candidates, rand.New(rand.NewPCG(1, 1)))
+	sum, network := 0.0, 0.0
+	for _, term := range e.Scores[0].Terms {
+		if sum += term.Value; term.Name == "network" {
+			network = term.Value
+		}
+	}
+	if diff := sum - e.Scores[0].Total; diff > 1e-6 || diff < -1e-6 || network >= -20 {
+		t.Errorf("terms add up to %v of %v, network %v", sum, e.Scores[0].Total, network)
+	}
+	for _, term := range e.Scores[1].Terms {
+		if term.Name == "network" {
+			t.Error("a worker has a network term")
+		}
+	}
+}
+
+func TestAWaitIsThatOfTheClass(t *testing.T) {
+	load := cellLoad(1, 0, 10*time.Millisecond, Load{})
+	load.Cell.Waits = [3]time.Duration{time.Millisecond, 100 * time.Millisecond, time.Second}
+	p, c := NewWork(), &Candidate{Load: &load}
+	first := func(class fair.Class) time.Duration {
+		return p.FirstToken(&Query{Now: testNow, Tokens: 64, BlockSize: 64, Class: class}, c)
+	}
+	if a, b := first(fair.Standard)-first(fair.Interactive), first(fair.Batch)-first(fair.Standard); a != 99*time.Millisecond || b != 900*time.Millisecond {
+		t.Errorf("waits differ by %v and %v", a, b)
+	}
+	if wait := p.Wait(testNow, &load); wait != 100*time.Millisecond {
+		t.Errorf("wait %v", wait)
+	}
+	if wait := p.Wait(testNow.Add(time.Second), &load); wait != 0 {
+		t.Errorf("wait %v a second later", wait)
+	}
+}
+
+func TestWhatIsFoundIsLearned(t *testing.T) {
+	var c Cell
+	if c.Finds() != 1 {
+		t.Error("nothing is known: all is expected")
+	}
+	c.Found(10, 0) // nothing was told
+	if c.Finds() != 1 {
+		t.Error("a request without overlap says nothing")
+	}
+	for range 200 {
+		c.Found(50, 100)
+	}
+	if f := c.Finds(); f != 0.5 {
+		t.Errorf("%v", f)
+	}
+	for range 400 {
+		c.Found(500, 100)
+	}
+	if f := c.Finds(); f < 0.9 || f > 1 {
+		t.Errorf("%v: more than was told is all of it", f)
+	}
+	var none *Cell
+	none.Found(1, 1) // a worker
+}
+
+// TestATooShortWaitIsBelievedForSomeRequests: a cell tells no wait, and answers after a second.
+func TestATooShortWaitIsBelievedForSomeRequests(t *testing.T) {
+	load := cellLoad(4, 0, 0, Load{})
+	p, c, q := NewWork(), &Candidate{Load: &load}, &Query{Now: testNow, Tokens: 640, BlockSize: 64}
+	for range 20 {
+		load.Cell.Late(time.Second - p.FirstToken(q, c))
+	}
+	if first := p.FirstToken(q, c); first < 900*time.Millisecond || first > 1100*time.Millisecond {
+		t.Errorf("predicted %v", first)
+	}
+	for range 100 {
+		load.Cell.Late(20*time.Millisecond - p.FirstToken(q, c))
+	}
+	if late := load.Cell.Lateness(); late > 20*time.Millisecond {
+		t.Errorf("still late by %v", late)
+	}
+	load.Cell.Late(24 * time.Hour)
+	if late := load.Cell.Lateness(); late > mostLate*time.Millisecond {
+		t.Errorf("late by %v", late)
+	}
+	var none *Cell
+	none.Late(time.Second) // a worker
+}
+
+func TestOutcomesOfCellsAreThoseOfOneWorker(t *testing.T) {
+	o := Outcome{Prompt: 100, Uncached: 40, FirstToken: 50 * time.Millisecond, Before: Meanwhile{Prompts: 5, Passes: 5, Tokens: 440, Context: 800}, During: Meanwhile{Prompts: 8, Passes: 8, Tokens: 800, Context: 500}}
+	if got := o.Narrowed(nil); got != o {
+		t.Errorf("a worker's: %+v", got)
+	}
+	got := o.Narrowed(&Cell{CellReport: CellReport{Workers: 4, Network: 10 * time.Millisecond}})
+	want := o
+	want.FirstToken = 40 * time.Millisecond
+	want.Before, want.During = Meanwhile{Prompts: 2, Passes: 2, Tokens: 140, Context: 200}, Meanwhile{Prompts: 2, Passes: 2, Tokens: 200, Context: 200}
+	if got != want {
+		t.Errorf("%+v, want %+v", got, want)
+	}
+}

@@ -1,0 +1,278 @@
+package summary
+
+import (
+	"encoding/binary"
+	"math/bits"
+	"math/rand/v2"
+	"slices"
+	"sync"
+
+	"kvrouter/internal/table"
+)
+
+const (
+	// maxPending bounds the operations that wait for Publish, of 16 bytes. More are applied at
+	// once by the one who brings them.
+	maxPending = 1 << 18
+	// maxLog bounds the deltas that are kept for readers that were cut off, bytes.
+	maxLog = 4 << 20
+)
+
+// Book is the exact set of held prefixes, with the filter that is told of it. Hold and Drop may
+// be called under another lock: they seldom do more than append to a list. It is safe for
+// concurrent use.
+type Book struct {
+	mu      sync.Mutex // guards pending
+	pending []operation
+
+	// books guards the rest; it is taken before mu.
+	books  sync.Mutex
+	spare  []operation // memory for pending
+	held   table.Table // hash -> 2·count, and 1 more if it is in the filter
+	filter *filter
+	left   int      // hashes that are not in the filter: it is as large as it may be
+	told   []uint64 // buckets as of the last message
+	dirty  []uint64 // bitset of the buckets that may differ from those
+	marked []uint32 // the same, as a list
+	cursor uint32   // of the next bucket to be told
+	at     Position
+	log    [][]byte // the last deltas
+	logged int      // bytes of them
+}
+
+// operation is a hash that is held once more, or once less.
+type operation struct {
+	hash uint64
+	less bool
+}
+
+// NewBook returns an empty book.
+func NewBook() *Book {
+	b := &Book{held: table.Table{Seed: rand.Uint64()}}
+	b.use(newFilter(rand.Uint64(), minBits, nil))
+	return b
+}
+
+// Hold counts one more holder of the prefix with that sequence hash.
+func (b *Book) Hold(hash uint64) { b.note(operation{hash, false}) }
+
+// Drop undoes a Hold.
+func (b *Book) Drop(hash uint64) { b.note(operation{hash, true}) }
+
+func (b *Book) note(o operation) {
+	b.mu.Lock()
+	b.pending = append(b.pending, o)
+	full := len(b.pending) >= maxPending
+	b.mu.Unlock()
+	if full {
+		b.books.Lock()
+		b.catchUp()
+		b.books.Unlock()
+	}
+}
+
+// catchUp applies the pending operations. b.books is locked.
+func (b *Book) catchUp() {
+	b.mu.Lock()
+	pending := b.pending
+	b.pending = b.spare[:0]
+	b.mu.Unlock()
+	for _, o := range pending {
+		if o.less {
+			b.drop(o.hash)
+		} else {
+			b.hold(o.hash)
+		}
+	}
+	b.spare = pending
+}
+
+const mostHolders = 1 << 30 // of one prefix
+
+func (b *Book) hold(hash uint64) {
+	state := b.held.Get(hash, 0)
+	if state >= 2*mostHolders {
+		return
+	}
+	if state == 0 {
+		if b.filter.full() {
+			b.grow()
+		}
+		for !b.filter.add(hash) {
+			if !b.grow() {
+				b.left++
+				b.held.Put(hash, 0, 2)
+				return
+			}
+		}
+		state = 1
+	}
+	b.held.Put(hash, 0, state+2)
+}
+
+func (b *Book) drop(hash uint64) {
+	state := b.held.Get(hash, 0)
+	switch {
+	case state < 2: // never held
+	case state >= 4:
+		b.held.Put(hash, 0, state-2)
+	default:
+		if b.held.Delete(hash, 0); state&1 == 1 {
+			b.filter.remove(hash)
+		} else {
+			b.left--
+		}
+	}
+}
+
+// grow doubles the filter, which readers get as a new snapshot. Not ok: it is as large as it may
+// be.
+func (b *Book) grow() (ok bool) {
+	for size := bitsOf(len(b.filter.buckets)) + 1; size <= MaxBits; size++ {
+		larger := newFilter(rand.Uint64(), size, func(uint32) {})
+		var outside []uint64
+		fits := true
+		b.held.Each(func(hash uint64, _, state uint32) bool {
+			if state&1 == 0 {
+				outside = append(outside, hash)
+			}
+			fits = larger.add(hash)
+			return fits
+		})
+		if !fits {
+			continue
+		}
+		for _, hash := range outside {
+			b.held.Put(hash, 0, b.held.Get(hash, 0)|1)
+		}
+		b.left = 0
+		b.use(larger)
+		return true
+	}
+	return false
+}
+
+// bitsOf returns the exponent of a power of two.
+func bitsOf(buckets int) int { return bits.TrailingZeros(uint(buckets)) }
+
+// use begins an epoch with that filter, all of which counts as told.
+func (b *Book) use(f *filter) {
+	b.filter, b.told = f, slices.Clone(f.buckets)
+	b.dirty, b.marked, b.cursor = make([]uint64, len(f.buckets)/64), nil, 0
+	b.at = Position{Epoch: rand.Uint64()}
+	b.log, b.logged = nil, 0
+	f.changed = b.mark
+}
+
+// mark notes a change of a bucket.
+func (b *Book) mark(bucket uint32) {
+	if word, bit := &b.dirty[bucket/64], uint64(1)<<(bucket%64); *word&bit == 0 {
+		*word |= bit
+		b.marked = append(b.marked, bucket)
+	}
+}
+
+// Publish tells what has changed since the last call, in a delta of about most bytes, which is
+// at least 1,024 and at most MaxMessage: what does not fit is told by the next calls. It returns
+// the position that readers then have.
+func (b *Book) Publish(most int) Position {
+	b.books.Lock()
+	defer b.books.Unlock()
+	b.catchUp()
+	if len(b.marked) == 0 {
+		return b.at
+	}
+	most = min(max(most, 1024), MaxMessage)
+	slices.Sort(b.marked)
+	start, _ := slices.BinarySearch(b.marked, b.cursor) // so that each has its turn
+	message := binary.LittleEndian.AppendUint64([]byte{kindDelta}, b.at.Seq+1)
+	empty, last, done := len(message), uint32(0), 0
+	for ; done < len(b.marked) && len(message)+mostOfChange <= most; done++ {
+		bucket := b.marked[(start+done)%len(b.marked)]
+		b.dirty[bucket/64] &^= 1 << (bucket % 64)
+		if told, now := b.told[bucket], b.filter.buckets[bucket]; told != now {
+			message = appendChange(message, (bucket-last)&uint32(len(b.told)-1), told, now)
+			b.told[bucket], last = now, bucket
+		}
+	}
+	if done == len(b.marked) {
+		b.marked, b.cursor = b.marked[:0], 0
+	} else {
+		b.cursor = b.marked[(start+done)%len(b.marked)]
+		b.marked = slices.DeleteFunc(b.marked, func(bucket uint32) bool { return b.dirty[bucket/64]>>(bucket%64)&1 == 0 })
+	}
+	if len(message) > empty {
+		b.at.Seq++
+		b.log, b.logged = append(b.log, message), b.logged+len(message)
+		for b.logged > maxLog {
+			b.logged -= len(b.log[0])
+			b.log[0] = nil
+			b.log = b.log[1:]
+		}
+	}
+	return b.at
+}
+
+// Position returns the position after all that has been told.
+func (b *Book) Position() Position {
+	b.books.Lock()
+	defer b.books.Unlock()
+	return b.at
+}
+
+// Since returns the deltas after a position; not ok: they are not kept any more, or the filter
+// is another one. They must not be changed.
+func (b *Book) Since(at Position) (messages [][]byte, ok bool) {
+	b.books.Lock()
+	defer b.books.Unlock()
+	missing := b.at.Seq - at.Seq
+	if at.Epoch != b.at.Epoch || missing > uint64(len(b.log)) {
+		return nil, false
+	}
+	return slices.Clone(b.log[len(b.log)-int(missing):]), true
+}
+
+// Snapshot returns the messages of all that has been told, and the position after them.
+func (b *Book) Snapshot() (messages [][]byte, at Position) {
+	b.books.Lock()
+	seed, told, at := b.filter.seed, slices.Clone(b.told), b.at
+	b.books.Unlock()
+	reset := binary.LittleEndian.AppendUint64([]byte{kindReset}, at.Epoch)
+	reset = binary.LittleEndian.AppendUint64(reset, seed)
+	reset = binary.LittleEndian.AppendUint64(append(reset, byte(bitsOf(len(told)))), at.Seq)
+	messages = append(messages, reset)
+	part, last := []byte{kindPart}, 0
+	for bucket, now := range told {
+		if now == 0 {
+			continue
+		}
+		part = appendChange(part, uint32(bucket-last), 0, now)
+		if last = bucket; len(part) >= partSize {
+			messages = append(messages, part)
+			part, last = []byte{kindPart}, 0
+		}
+	}
+	return append(messages, part, []byte{kindEnd}), at
+}
+
+// Holders returns how many hold a prefix.
+func (b *Book) Holders(hash uint64) int {
+	b.books.Lock()
+	defer b.books.Unlock()
+	b.catchUp()
+	return int(b.held.Get(hash, 0) / 2)
+}
+
+// Size is what a book holds.
+type Size struct {
+	Held    int // prefixes
+	Left    int // of them, those that are not told: the filter is as large as it may be
+	Buckets int // of the filter
+}
+
+// Size returns what the book holds, without pending operations.
+func (b *Book) Size() Size {
+	b.books.Lock()
+	defer b.books.Unlock()
+	return Size{b.held.Len(), b.left, len(b.filter.buckets)}
+}

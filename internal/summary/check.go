@@ -1,0 +1,44 @@
+package summary
+
+import "fmt"
+
+// Check reports the first violated invariant of the book. Its time is proportional to the size
+// of the book.
+func (b *Book) Check() error {
+	b.books.Lock()
+	defer b.books.Unlock()
+	b.catchUp()
+	inside, left := 0, 0
+	var err error
+	b.held.Each(func(hash uint64, _, state uint32) bool {
+		switch {
+		case state < 2:
+			err = fmt.Errorf("hash %x has no holder", hash)
+		case state&1 == 0:
+			left++
+		case !contains(b.filter.buckets, b.filter.seed, hash):
+			err = fmt.Errorf("the filter lacks hash %x", hash)
+		default:
+			inside++
+		}
+		return err == nil
+	})
+	if err != nil {
+		return err
+	}
+	lanes := 0
+	for bucket, word := range b.filter.buckets {
+		for i := range laneCount {
+			if word>>(16*i)&0xffff != 0 {
+				lanes++
+			}
+		}
+		if dirty := b.dirty[bucket/64]>>(bucket%64)&1 == 1; word != b.told[bucket] && !dirty {
+			return fmt.Errorf("bucket %d differs from what was told, and is not to be told", bucket)
+		}
+	}
+	if lanes != b.filter.used || lanes != inside || left != b.left {
+		return fmt.Errorf("%d hashes are in the filter and %d are not, but %d lanes are in use, %d are counted, and %d are counted as outside", inside, left, lanes, b.filter.used, b.left)
+	}
+	return nil
+}

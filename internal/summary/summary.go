@@ -1,0 +1,98 @@
+// Package summary implements compact sets of prompt prefixes, as a router tells another one which
+// blocks its workers hold. A Book follows the exact set and tells it as messages; a View at the
+// other end is what these add up to.
+//
+// A prefix is named by the sequence hash of its last block. The set is a cuckoo filter with
+// fingerprints of 16 bits: it never denies a hash that it was told of, and seems to hold another
+// one with a probability of at most FalsePositive. Messages carry the lanes of the filter that
+// have changed, so that a removal is told like an addition.
+//
+// A View is empty until it has a whole snapshot, and again from a gap on. Whatever messages say,
+// it takes at most 2^MaxBits buckets, and a hash that nobody has named is found in it with no
+// more than that probability: a false filter cannot claim to hold everything.
+package summary
+
+import (
+	"encoding/binary"
+	"errors"
+	"fmt"
+)
+
+// Kinds of messages: the first byte.
+const (
+	kindReset = 'r' // epoch, seed, bits, seq: an empty filter, which is not usable yet
+	kindPart  = 'p' // changes: a part of a snapshot
+	kindEnd   = 'e' // the snapshot is complete
+	kindDelta = 'd' // seq, changes
+)
+
+const (
+	// resetSize is the bytes of a message of kindReset.
+	resetSize = 1 + 8 + 8 + 1 + 8
+	// partSize is up to which size a part of a snapshot is filled, bytes.
+	partSize = 256 << 10
+	// MaxMessage bounds a message, bytes.
+	MaxMessage = 1 << 20
+	// mostOfChange is the longest change, bytes: gap, mask and four fingerprints.
+	mostOfChange = binary.MaxVarintLen32 + 1 + 2*laneCount
+)
+
+// Errors of View.Apply. The view is empty from then on.
+var (
+	// ErrGap: a delta does not follow the last one.
+	ErrGap = errors.New("summary: a message is missing")
+	// ErrMessage: a message is none.
+	ErrMessage = errors.New("summary: malformed message")
+)
+
+func malformed(format string, args ...any) error {
+	return fmt.Errorf("%w: %s", ErrMessage, fmt.Sprintf(format, args...))
+}
+
+// Position is a place in a book's messages.
+type Position struct {
+	Epoch uint64 // of the filter: a random number
+	Seq   uint64 // of the last delta
+}
+
+// appendChange appends the lanes in which a bucket differs from what was told. gap is its
+// distance from the bucket of the change before, or from bucket 0.
+func appendChange(dst []byte, gap uint32, told, now uint64) []byte {
+	mask := uint64(0)
+	for i := range laneCount {
+		if (told^now)>>(16*i)&0xffff != 0 {
+			mask |= 1 << i
+		}
+	}
+	dst = binary.AppendUvarint(dst, uint64(gap)<<laneCount|mask)
+	for i := range laneCount {
+		if mask>>i&1 != 0 {
+			dst = binary.LittleEndian.AppendUint16(dst, uint16(now>>(16*i)))
+		}
+	}
+	return dst
+}
+
+// applyChanges applies the changes of a message to buckets, whose number is a power of two.
+func applyChanges(buckets []uint64, changes []byte) error {
+	bucket := uint32(0)
+	for len(changes) > 0 {
+		head, n := binary.Uvarint(changes)
+		if n <= 0 || head>>laneCount >= uint64(len(buckets)) || head&(1<<laneCount-1) == 0 {
+			return malformed("a change is cut, names no lane, or a bucket beyond %d", len(buckets))
+		}
+		changes = changes[n:]
+		bucket = (bucket + uint32(head>>laneCount)) & uint32(len(buckets)-1)
+		for i := range laneCount {
+			if head>>i&1 == 0 {
+				continue
+			}
+			if len(changes) < 2 {
+				return malformed("a change is cut")
+			}
+			buckets[bucket] = buckets[bucket]&^(0xffff<<(16*i)) | uint64(binary.LittleEndian.Uint16(changes))<<(16*i)
+			changes = changes[2:]
+		}
+	}
+	return nil
+}
