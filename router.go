@@ -4,6 +4,7 @@ import (
 	"cmp"
 	"context"
 	"log/slog"
+	"slices"
 	"sync/atomic"
 	"time"
 
@@ -23,6 +24,7 @@ import (
 	"kvrouter/internal/process"
 	"kvrouter/internal/proxy"
 	"kvrouter/internal/radix"
+	"kvrouter/internal/relay"
 	"kvrouter/internal/replica"
 	"kvrouter/internal/router"
 	"kvrouter/internal/selection"
@@ -66,6 +68,7 @@ type app struct {
 	replicas   *replica.Mesh       // nil: none
 	stored     *openai.Stored      // responses
 	gateway    *extproc.Server     // nil: none
+	relay      *relay.Server       // nil: none
 	traces     *jsonlines.Writer   // of policy thompson; nil: none
 	learned    *thompson.StateFile // by policy thompson; nil: it is not kept
 
@@ -88,6 +91,13 @@ func build(ctx context.Context, config Config, log *slog.Logger) (*app, error) {
 	r.router = router.New(config.Routing, router.Deps{Index: r.index, Policy: rule, BlockSize: config.BlockSize, Seed: cmp.Or(config.Seed, uint64(time.Now().UnixNano())), Log: log})
 	if r.changed, r.recording, err = events.OpenRecording(config.Snapshot, r.index, log); err != nil {
 		return nil, err
+	}
+	r.certificates = web.NewCertificates(config.Web.TLS)
+	if config.Relay.RelayPort != 0 {
+		if r.relay, err = r.openRelay(); err != nil {
+			return nil, err
+		}
+		r.changed = r.relay.Holdings().Follow(r.changed, config.BlockSize)
 	}
 	start, err := r.starter()
 	if err != nil {
@@ -112,7 +122,6 @@ func build(ctx context.Context, config Config, log *slog.Logger) (*app, error) {
 	r.tenants = telemetry.NewTenants(r.models.Tenants)
 	r.partitions = selection.NewPartitions(config.ServedModelName, r.models)
 	r.keys, r.bodies = keys.New(config.Keys, config.APIKey), web.NewBodies(config.MaxBodyBytes, config.Bodies.MaxInflightBodyBytes)
-	r.certificates = web.NewCertificates(config.Web.TLS)
 	useKeys, err := r.keys.Read()
 	if err != nil {
 		return nil, err
@@ -136,6 +145,9 @@ func build(ctx context.Context, config Config, log *slog.Logger) (*app, error) {
 	r.telemetry.Register(r.bodies.Collectors()...)
 	r.telemetry.Register(r.reloads.Collectors()...)
 	r.telemetry.Register(r.tracer.Collectors()...)
+	if r.relay != nil {
+		r.telemetry.Register(r.relay.Collectors()...)
+	}
 	if err := r.openThompson(); err != nil {
 		return nil, err
 	}
@@ -205,6 +217,9 @@ func (r *app) close() {
 	if r.replicas != nil {
 		r.replicas.Close()
 	}
+	if r.relay != nil {
+		r.relay.Close()
+	}
 }
 
 // openPorts opens the OpenAI port, the router port and, if it has one, the page's.
@@ -253,6 +268,59 @@ func (r *app) listenForGateways() (*extproc.Server, error) {
 		Host: r.config.gatewayHost(), Secure: r.certificates.Config(), Serve: r.api.ServeGateway, Ready: ready,
 		Secret: r.config.Replica.ReplicaKey, SessionTTL: r.config.Routing.SessionTTL, Connections: connections, Edges: r.edges, Log: r.log,
 	})
+}
+
+// openRelay opens the port of --relay-port. It tells of the default model.
+func (r *app) openRelay() (*relay.Server, error) {
+	return relay.New(r.config.Relay, relay.Deps{
+		Secure: r.certificates.Config(), BlockSize: r.config.BlockSize, Models: r.toldModels, Load: r.toldLoad, Log: r.log,
+		Ready: func() bool {
+			ready, draining := r.api.Ready()
+			return ready && !draining
+		},
+	})
+}
+
+// toldModels returns the default model and its adapters, once a worker serves it.
+func (r *app) toldModels() []relay.Model {
+	var base relay.Model
+	var adapters []string
+	for _, t := range r.models.Default().Router.Targets() {
+		for _, name := range t.Models {
+			switch {
+			case slices.Contains(t.Adapters, name):
+				adapters = append(adapters, name)
+			case base.Name == "":
+				base = relay.Model{Name: name, Base: name}
+			case name != base.Name && !slices.Contains(base.Aliases, name):
+				base.Aliases = append(base.Aliases, name)
+			}
+		}
+	}
+	if base.Name == "" {
+		return nil
+	}
+	list := []relay.Model{base}
+	slices.Sort(adapters)
+	for _, name := range slices.Compact(adapters) {
+		list = append(list, relay.Model{Name: name, Base: base.Name, Adapter: name})
+	}
+	return list
+}
+
+// toldLoad returns the blocks in use and in all KV caches of the default model's workers,
+// and how many ranks have told theirs.
+func (r *app) toldLoad() (used, total uint64, observed, expected int) {
+	m := r.models.Default()
+	for _, t := range m.Router.Targets() {
+		expected++
+		total += uint64(t.TotalBlocks)
+		if load := m.Router.Load(t.Key); load.Fresh && t.TotalBlocks > 0 {
+			used += uint64(load.KVUsage * float64(t.TotalBlocks))
+			observed++
+		}
+	}
+	return used, total, observed, expected
 }
 
 // openThompson opens the files of policy thompson, if it is in use.

@@ -123,7 +123,7 @@ func TestMetricsPage(t *testing.T) {
 		})
 	})
 	t.Run("keys, gateways", func(t *testing.T) {
-		s := StartMocks(t, 1, keysFile(t, "- {name: a, key: key-a, limits: {requests-per-second: 1, concurrent-requests: 1, prompt-tokens-per-minute: 1}}"), fmt.Sprintf("--ext-proc-port=%d", testkit.FreePorts(t, 1)))
+		s := StartMocks(t, 1, keysFile(t, "- {name: a, key: key-a, limits: {requests-per-second: 1, concurrent-requests: 1, prompt-tokens-per-minute: 1}}"), fmt.Sprintf("--ext-proc-port=%d", testkit.FreePorts(t, 1)), fmt.Sprintf("--relay-port=%d", testkit.FreePorts(t, 1)))
 		look(s.Router)
 	})
 	t.Run("traced", func(t *testing.T) {
