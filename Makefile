@@ -165,7 +165,7 @@ peers: setup ## Compare with other routers: KV events, simulator, proxy path, pr
 test-mesh: ## Test two kvrouters and a Dynamo selection service in one mesh: load, sessions, late joiners, lost messages
 	scripts/selection_parity.sh -run '^TestMeshWithDynamo'
 
-test-relay: setup ## Test the contract of Dynamo's KV relay against Dynamo's own relay, and its selection services below a kvrouter
+test-relay: setup ## Test the contract of Dynamo's KV relay against Dynamo's own relay, and its cells and selection services below a kvrouter
 	scripts/relay.sh
 
 parity: ## Compare every response of the router port with Dynamo's selection service

@@ -508,6 +508,13 @@ func (c *Config) validate() error {
 	if err := workers.AssignIDs(c.Worker, started); err != nil {
 		return err
 	}
+	var ids []uint64
+	for _, w := range c.Worker {
+		ids = append(ids, w.ID)
+	}
+	if err := c.Relay.CheckCells(ids); err != nil {
+		return err
+	}
 	return settings.CheckPortNumbers(c.ports())
 }
 

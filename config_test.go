@@ -574,6 +574,9 @@ func TestPortsThatOthersReachNeedAKey(t *testing.T) {
 		{"--relay-port 5561 --relay-tls", "--relay-tls"},
 		{"--relay-port 5561 --no-kv-events", "--relay-port"},
 		{"--relay-blocks 0", "--relay-blocks 0"},
+		{"--relay-cell 3=a:1", "--relay-cell 3=a:1: no --worker has id=3"},
+		{"--worker http://a --relay-cell 0=a:1", ""},
+		{"--worker http://a --relay-cell 0=a:1,0=b:1", "--relay-cell: worker 0 is given twice"},
 		{"--tls-cert c", "--tls-cert"},
 		{"--drain-delay=-1s", "--drain-delay"},
 	} {

@@ -182,6 +182,9 @@ func (r *app) run(ctx context.Context) error {
 	if r.replicas != nil {
 		background(fleet, r.replicas.Run)
 	}
+	if r.below != nil {
+		background(fleet, r.below.Run)
+	}
 	if r.learned != nil {
 		background(fleet, r.learned.Run)
 	}

@@ -69,6 +69,7 @@ type app struct {
 	stored     *openai.Stored      // responses
 	gateway    *extproc.Server     // nil: none
 	relay      *relay.Server       // nil: none
+	below      *relay.Below        // cells; nil: none
 	traces     *jsonlines.Writer   // of policy thompson; nil: none
 	learned    *thompson.StateFile // by policy thompson; nil: it is not kept
 
@@ -81,6 +82,13 @@ func build(ctx context.Context, config Config, log *slog.Logger) (*app, error) {
 	config.Hop, config.RouterKeys = web.NewHop(), web.NewKeys(config.RouterAPIKey)
 	r := &app{config: config, stored: &openai.Stored{}, log: log, edges: guard.New(), index: router.NewIndex(config.Index, config.Policy, config.Scoring.Settings, config.BlockSize, time.Now)}
 	var err error
+	if len(config.Relay.RelayCells) > 0 {
+		deps := relay.BelowDeps{Model: config.ServedModelName, BlockSize: config.BlockSize, Log: log}
+		if r.below, err = relay.NewBelow(config.Relay.RelayCells, deps); err != nil {
+			return nil, err
+		}
+		r.index = r.below.Over(r.index)
+	}
 	if r.model, err = openModel(ctx, config, log); err != nil {
 		return nil, err
 	}

@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Tests the contract of Dynamo's KV relay against Dynamo's own relay, and Dynamo's selection services below a kvrouter.
+# Tests the contract of Dynamo's KV relay against Dynamo's own relay, and Dynamo's cells and selection services below a
+# kvrouter.
 # Dynamo is installed into its own venv (kept in ${XDG_CACHE_HOME:-~/.cache}/kvrouter). Needs `make setup`.
 # Usage: scripts/relay.sh [ARGUMENTS of go test]
 set -euo pipefail
@@ -16,4 +17,4 @@ install_dynamo
 exec 9>&- # release the lock before the tests
 scripts/build-native.sh
 KVROUTER_DYNAMO_PYTHON=$DYNAMO/bin/python KVROUTER_DYNAMO_MODEL=$CACHE/smollm2-135m-instruct go test -count 1 -v -timeout 10m "$@" ./test/real/relay
-KVROUTER_PEERS_DYNAMO=$DYNAMO/bin/python exec go test -run '^TestSelectionServicesBelow' -count 1 -v -timeout 10m ./test/real/peers
+KVROUTER_PEERS_DYNAMO=$DYNAMO/bin/python KVROUTER_DYNAMO_MODEL=$CACHE/smollm2-135m-instruct exec go test -run '^Test(SelectionServices|DynamoCells)Below' -count 1 -v -timeout 10m ./test/real/peers

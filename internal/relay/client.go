@@ -42,6 +42,7 @@ type Following struct {
 	TLS        *tls.Config   // nil: plaintext, as Dynamo's relay has no other
 	Silence    time.Duration // after which a pool's filter is emptied; 0: 30 s
 	Memory     int64         // bytes of all filters; 0: 256 MiB
+	Want       Want          // what is looked up for an index
 	Log        *slog.Logger
 }
 
@@ -49,7 +50,8 @@ type Following struct {
 type Client struct {
 	settings Following
 	conn     *grpc.ClientConn
-	budget   atomic.Int64 // bytes that filters may still take
+	budget   atomic.Int64            // bytes that filters may still take
+	held     atomic.Pointer[holding] // for Want; nil: not known
 
 	mu        sync.Mutex // guards the rest
 	catalog   *Catalog   // nil: not known
@@ -57,6 +59,7 @@ type Client struct {
 	readiness *Readiness // nil: not known
 	load      *Load      // nil: not known
 	failed    error      // the last failure of the catalog's stream; nil: it is open
+	unfit     string     // see Unfit
 }
 
 // poolStream is a pool's stream that is open, or will be opened again.
@@ -125,6 +128,7 @@ func (c *Client) set(change func()) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	change()
+	c.choose()
 }
 
 // again calls follow until ctx ends. A stream that has been open for a while is opened
@@ -235,6 +239,7 @@ func (c *Client) followCatalog(ctx context.Context) (err error) {
 				delete(c.streams, p) // it may be listed again before its stream has ended
 			}
 		}
+		c.choose()
 		return nil
 	})
 }
@@ -265,7 +270,14 @@ func (c *Client) followPool(ctx context.Context, relay Identity, p Producer, s *
 		if err != nil {
 			return err
 		}
-		return stream.Apply(u)
+		known := stream.Filter().Known()
+		if err := stream.Apply(u); err != nil {
+			return err
+		}
+		if !known && stream.Filter().Known() {
+			c.set(func() {})
+		}
+		return nil
 	})
 }
 

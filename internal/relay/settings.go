@@ -3,6 +3,7 @@ package relay
 import (
 	"errors"
 	"fmt"
+	"slices"
 )
 
 // maxBlocks is the maximum of RelayBlocks: a filter of MaxBuckets.
@@ -15,6 +16,23 @@ type Settings struct {
 	RelayTLS        bool   `group:"Relay" name:"relay-tls" help:"Serve TLS on --relay-port with --tls-cert, and accept only clients that --tls-client-ca has signed, if it is given. Dynamo's own relay and followers speak plaintext behind a proxy."`
 	RelayDataCenter string `group:"Relay" default:"kvrouter" placeholder:"NAME" help:"Name of this cell, different for each that has the same followers."`
 	RelayBlocks     int    `group:"Relay" default:"1048576" help:"Different blocks to tell of, 4 to 8 bytes each. Almost twice as many fit; further ones are left out."`
+	RelayCells      []Cell `group:"Relay" name:"relay-cell" placeholder:"ID=HOST:PORT" help:"Relay of a worker that is a cell of Dynamo's, or of a kvrouter with --relay-port: what its workers hold. ID is the id of a --worker with the URL of the cell's OpenAI port. Plaintext. Comma-separated."`
+}
+
+// CheckCells refuses cells that are no workers. ids are those of the attached workers.
+func (s Settings) CheckCells(ids []uint64) error {
+	if len(s.RelayCells) > maxCells {
+		return fmt.Errorf("--relay-cell: %d cells, at most %d can be followed", len(s.RelayCells), maxCells)
+	}
+	for i, c := range s.RelayCells {
+		if !slices.Contains(ids, c.Worker) {
+			return fmt.Errorf("--relay-cell %d=%s: no --worker has id=%d", c.Worker, c.Address, c.Worker)
+		}
+		if slices.ContainsFunc(s.RelayCells[:i], func(other Cell) bool { return other.Worker == c.Worker }) {
+			return fmt.Errorf("--relay-cell: worker %d is given twice", c.Worker)
+		}
+	}
+	return nil
 }
 
 // Validate checks the settings; its errors name the flag. events is whether the index has
