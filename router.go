@@ -156,6 +156,9 @@ func build(ctx context.Context, config Config, log *slog.Logger) (*app, error) {
 	if r.relay != nil {
 		r.telemetry.Register(r.relay.Collectors()...)
 	}
+	if r.below != nil {
+		r.telemetry.Register(r.below.Collector())
+	}
 	if err := r.openThompson(); err != nil {
 		return nil, err
 	}

@@ -23,7 +23,7 @@ func TestTheRelayTellsWhatTheWorkersHold(t *testing.T) {
 	}
 	t.Parallel()
 	port := testkit.FreePorts(t, 1)
-	s := StartMocks(t, 2, fmt.Sprintf("--relay-port=%d", port), "--relay-data-center=here", "--mock-lora=sql")
+	s := StartMocks(t, 2, fmt.Sprintf("--relay-port=%d", port), "--relay-data-center=here", "--policy=kv", "--mock-lora=sql")
 	c, err := relay.NewClient(relay.Following{Address: fmt.Sprintf("127.0.0.1:%d", port), Subscriber: "test", Log: slog.New(slog.DiscardHandler)})
 	if err != nil {
 		t.Fatal(err)
@@ -77,4 +77,40 @@ func TestTheRelayTellsWhatTheWorkersHold(t *testing.T) {
 		matches, err := c.Match(&relay.Prompt{Model: model})
 		return err != nil && len(matches) == 0
 	})
+}
+
+// startRelayed starts a router over mock workers, and another one above it that knows them
+// by the relay alone.
+func startRelayed(t *testing.T) (upper *Router, cell *Mocks) {
+	t.Helper()
+	port := testkit.FreePorts(t, 1)
+	cell = StartMocks(t, 2, fmt.Sprintf("--relay-port=%d", port))
+	upper = Start(t, "--engine=none", "--policy=kv", "--model="+BuiltinModel(t), "--served-model-name="+cell.Workers.Settings.ServedModelName,
+		"--worker=url="+cell.OpenAI+",id=5", fmt.Sprintf("--relay-cell=5=127.0.0.1:%d", port))
+	upper.WaitReady(1, 30*time.Second)
+	testkit.Eventually(t, 20*time.Second, "the relay is known", func() bool { return upper.Metrics()[`kvrouter_relay_cell_known{worker_id="5"}`] == 1 })
+	return upper, cell
+}
+
+// TestACellIsPredictedByItsRelay has a router above another one predict what the engines of
+// the lower one find.
+func TestACellIsPredictedByItsRelay(t *testing.T) {
+	if testing.Short() {
+		t.Skip("starts processes")
+	}
+	t.Parallel()
+	upper, _ := startRelayed(t)
+	random := rand.New(rand.NewPCG(6, 6))
+	messages := Say(Words(random, 200))
+	for turn := range 4 {
+		a, err := upper.Chat(t.Context(), messages, true, 4)
+		if err != nil || !a.Finished || a.Worker != 5 {
+			t.Fatalf("%+v, %v", a, err)
+		}
+		if a.Predicted != a.Cached || turn > 0 && a.Cached == 0 {
+			t.Errorf("turn %d: %d tokens are predicted, %d found", turn, a.Predicted, a.Cached)
+		}
+		upper.Settled(messages, a)
+		messages = append(messages, Message("assistant", a.Text), Message("user", Words(random, 50)))
+	}
 }

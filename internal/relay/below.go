@@ -101,8 +101,12 @@ func (b *Below) Run(ctx context.Context) {
 }
 
 // Over returns an index that does what index does, and matches each cell with what its
-// relay tells. As long as that is not known, the cell has the matches of index.
+// relay tells. As long as that is not known, the cell has the matches of index. One that
+// never matches is returned as it is.
 func (b *Below) Over(index radix.Index) radix.Index {
+	if !index.CanMatch() {
+		return index
+	}
 	over := overIndex{Index: index, below: b}
 	if assumer, is := index.(radix.Assumer); is {
 		return &overAssumer{over, assumer}
@@ -129,9 +133,6 @@ func (o *overAssumer) SetCapacity(w kv.WorkerKey, blocks int) { o.assumer.SetCap
 func (o *overAssumer) Routed(w kv.WorkerKey, local []uint64) *radix.Assumed {
 	return o.assumer.Routed(w, local)
 }
-
-// CanMatch is true: a cell may hold blocks.
-func (o *overIndex) CanMatch() bool { return true }
 
 // Match appends the matches of all workers, ordered by worker.
 func (o *overIndex) Match(local []uint64, usable int, parts kv.MatchParts, dst []kv.Match) []kv.Match {
@@ -169,6 +170,14 @@ type Want struct {
 
 // holding is the filters of the pools that can be used for a Want.
 type holding []*Filter
+
+// count returns the fingerprints of all pools.
+func (h holding) count() (n int) {
+	for _, f := range h {
+		n += f.Held()
+	}
+	return n
+}
 
 // prefix returns how many leading blocks the best pool holds.
 func (h holding) prefix(sequence []uint64) (most int) {
