@@ -21,7 +21,7 @@ const (
 )
 
 // Holdings are the blocks that a router's workers hold, as a filter that subscribers
-// follow. Follow fills it. Its memory is about 100 bytes for each block of each worker,
+// follow. Follow fills it. Its memory is about 110 bytes for each block of each worker,
 // beside that of the index. Its methods are safe for concurrent use.
 type Holdings struct {
 	relay    Identity
