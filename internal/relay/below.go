@@ -187,52 +187,75 @@ func (h holding) prefix(sequence []uint64) (most int) {
 	return most
 }
 
+// wanted returns the model to look up; empty: it cannot be told. The caller holds c.mu.
+func (c *Client) wanted() (model string) {
+	if model = c.settings.Want.Model; model != "" {
+		return model
+	}
+	for i := range c.catalog.Pools {
+		for j := range c.catalog.Pools[i].Models {
+			base := c.catalog.Pools[i].Models[j].Base
+			if model != "" && base != model {
+				return ""
+			}
+			model = base
+		}
+	}
+	return model
+}
+
+// unfitOf says why a pool cannot be used for the Want; empty: it can.
+func (c *Client) unfitOf(pool *Pool, model string) string {
+	if model == "" {
+		return "its pools have several models: set --served-model-name"
+	}
+	m, serves := pool.Serves(model)
+	switch {
+	case !serves || m.Adapter != "":
+		return fmt.Sprintf("no pool has model %q", model)
+	case !pool.Has(Aggregated) && !pool.Has(Prefill) && !pool.Has(Legacy):
+		return fmt.Sprintf("no pool computes prompts of model %q", model)
+	case pool.BlockSize != c.settings.Want.BlockSize:
+		return fmt.Sprintf("its blocks have %d tokens, those of this router %d: set --block-size", pool.BlockSize, c.settings.Want.BlockSize)
+	case pool.Format != Standard:
+		return "its blocks are hashed with the token behind them"
+	}
+	return ""
+}
+
 // choose sets held to the filters that can be used, nil if none is known. The caller holds
 // c.mu.
 func (c *Client) choose() {
-	c.unfit = ""
 	if c.settings.Want.BlockSize == 0 {
 		return
 	}
 	var chosen holding
-	model, fits := c.settings.Want.Model, false
+	c.unfit = ""
 	if c.catalog != nil {
+		model, fits := c.wanted(), false
 		for i := range c.catalog.Pools {
 			pool := &c.catalog.Pools[i]
-			if c.settings.Want.Model == "" && len(pool.Models) > 0 {
-				base := pool.Models[0].Base
-				if model != "" && base != model {
-					c.unfit, chosen, fits = "its pools have several models: set --served-model-name", nil, false
-					break
-				}
-				model = base
+			if why := c.unfitOf(pool, model); why != "" {
+				c.unfit = why
+				continue
 			}
-			m, serves := pool.Serves(model)
-			switch {
-			case !serves || m.Adapter != "":
-				c.unfit = fmt.Sprintf("no pool has model %q", model)
-			case !pool.Has(Aggregated) && !pool.Has(Prefill) && !pool.Has(Legacy): // it computes no prompts
-			case pool.BlockSize != c.settings.Want.BlockSize:
-				c.unfit = fmt.Sprintf("its blocks have %d tokens, those of this router %d: set --block-size", pool.BlockSize, c.settings.Want.BlockSize)
-			case pool.Format != Standard:
-				c.unfit = "its blocks are hashed with the token behind them"
-			case c.stateOf(pool, m) == Unavailable:
-			default:
-				fits = true
-				if s := c.streams[pool.Producer]; s != nil && s.filter != nil && s.filter.Known() {
-					chosen = append(chosen, s.filter)
-				}
+			fits = true
+			if m, _ := pool.Serves(model); c.stateOf(pool, m) == Unavailable {
+				continue
+			}
+			if s := c.streams[pool.Producer]; s != nil && s.filter != nil && s.filter.Known() {
+				chosen = append(chosen, s.filter)
 			}
 		}
+		if fits {
+			c.unfit = ""
+		}
 	}
-	if fits {
-		c.unfit = ""
-	}
-	if len(chosen) > 0 {
-		c.held.Store(&chosen)
+	if len(chosen) == 0 {
+		c.held.Store(nil)
 		return
 	}
-	c.held.Store(nil)
+	c.held.Store(&chosen)
 }
 
 // Unfit says why no pool of the relay can be used for the Want; empty: one can, or the relay

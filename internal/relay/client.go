@@ -215,8 +215,11 @@ func (c *Client) followCatalog(ctx context.Context) (err error) {
 		c.mu.Lock()
 		defer c.mu.Unlock()
 		c.catalog, c.failed = catalog, nil
-		listed := map[Producer]bool{}
+		listed, model := map[Producer]bool{}, c.wanted()
 		for i := range catalog.Pools {
+			if c.settings.Want.BlockSize > 0 && c.unfitOf(&catalog.Pools[i], model) != "" {
+				continue // its filter would be of no use
+			}
 			p := catalog.Pools[i].Producer
 			if listed[p] = true; c.streams[p] != nil {
 				continue

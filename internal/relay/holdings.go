@@ -144,45 +144,67 @@ func (h *Holdings) remove(w kv.WorkerKey, engine []uint64) {
 
 // clear removes all blocks of w.
 func (h *Holdings) clear(w kv.WorkerKey) {
-	defer h.changing()()
-	h.empty(h.ranks[w])
-}
-
-func (h *Holdings) empty(r *rank) {
-	if r == nil {
-		return
+	h.mu.Lock()
+	var blocks map[uint64]held
+	if r := h.ranks[w]; r != nil {
+		blocks, r.blocks = r.blocks, map[uint64]held{}
 	}
-	for _, one := range r.blocks {
-		if !one.omitted {
-			h.table.drop(one.sequence)
-		}
-	}
-	r.blocks = map[uint64]held{}
+	h.mu.Unlock()
+	h.dropAll(blocks)
 }
 
 // forget removes a worker with all its ranks.
 func (h *Holdings) forget(worker uint64) {
-	defer h.changing()()
+	h.mu.Lock()
+	var gone []map[uint64]held
 	for w, r := range h.ranks {
 		if w.Worker == worker {
-			h.empty(r)
+			gone = append(gone, r.blocks)
 			delete(h.ranks, w)
 		}
+	}
+	h.mu.Unlock()
+	for _, blocks := range gone {
+		h.dropAll(blocks)
 	}
 }
 
 // setApart says whether w's blocks are left out, because a match of w is not its leading
 // blocks alone.
 func (h *Holdings) setApart(w kv.WorkerKey, apart bool) {
-	defer h.changing()()
+	h.mu.Lock()
 	r := h.ranks[w]
 	if r == nil {
 		r = &rank{blocks: map[uint64]held{}}
 		h.ranks[w] = r
 	}
+	var blocks map[uint64]held
 	if r.apart = apart; apart {
-		h.empty(r)
+		blocks, r.blocks = r.blocks, map[uint64]held{}
 	}
+	h.mu.Unlock()
+	h.dropAll(blocks)
+}
+
+// dropPart is the number of blocks that are dropped before others may change h.
+const dropPart = 4096
+
+// dropAll drops blocks that no rank has any more.
+func (h *Holdings) dropAll(blocks map[uint64]held) {
+	if len(blocks) == 0 {
+		return
+	}
+	changed, n := h.changing(), 0
+	for _, one := range blocks {
+		if !one.omitted {
+			h.table.drop(one.sequence)
+		}
+		if n++; n%dropPart == 0 {
+			changed()
+			changed = h.changing()
+		}
+	}
+	changed()
 }
 
 // publish tells all subscribers what has changed since the last time.
@@ -267,15 +289,21 @@ type followed struct {
 	holdings *Holdings
 	block    int // tokens
 
-	// order is held for reading by what stores, for writing by what empties: no block may be
-	// stored in one before, and in the other after that.
-	order sync.RWMutex
+	// order keeps what empties a worker apart from what stores: no block may be stored in one
+	// before, and in the other after that. Each guards some of the workers.
+	order [64]sync.Mutex
+}
+
+// alone locks the changes of a worker, until the result is called.
+func (f *followed) alone(worker uint64) (unlock func()) {
+	m := &f.order[worker%uint64(len(f.order))]
+	m.Lock()
+	return m.Unlock
 }
 
 // Store stores blocks in both.
 func (f *followed) Store(w kv.WorkerKey, parent uint64, hasParent bool, blocks []kv.StoredBlock) error {
-	f.order.RLock()
-	defer f.order.RUnlock()
+	defer f.alone(w.Worker)()
 	err := f.Index.Store(w, parent, hasParent, blocks)
 	if err == nil {
 		f.holdings.store(w, parent, hasParent, blocks)
@@ -291,24 +319,21 @@ func (f *followed) Remove(w kv.WorkerKey, engine []uint64) (unknown int) {
 
 // Clear empties w in both.
 func (f *followed) Clear(w kv.WorkerKey) {
-	f.order.Lock()
-	defer f.order.Unlock()
+	defer f.alone(w.Worker)()
 	f.holdings.clear(w)
 	f.Index.Clear(w)
 }
 
 // ClearDevice empties the device of w in both.
 func (f *followed) ClearDevice(w kv.WorkerKey, host bool) {
-	f.order.Lock()
-	defer f.order.Unlock()
+	defer f.alone(w.Worker)()
 	f.holdings.clear(w)
 	f.Index.ClearDevice(w, host)
 }
 
 // Forget removes a worker from both.
 func (f *followed) Forget(worker uint64) {
-	f.order.Lock()
-	defer f.order.Unlock()
+	defer f.alone(worker)()
 	f.holdings.forget(worker)
 	f.Index.Forget(worker)
 }
@@ -316,8 +341,7 @@ func (f *followed) Forget(worker uint64) {
 // SetLayout sets the layout of w. Only of one whose matches are the leading blocks are the
 // blocks told.
 func (f *followed) SetLayout(w kv.WorkerKey, layout kv.Layout, block int) {
-	f.order.Lock()
-	defer f.order.Unlock()
+	defer f.alone(w.Worker)()
 	f.holdings.setApart(w, !layout.Plain(block) || block != f.block)
 	f.Index.SetLayout(w, layout, block)
 }
@@ -325,8 +349,7 @@ func (f *followed) SetLayout(w kv.WorkerKey, layout kv.Layout, block int) {
 // StoreTail stores blocks that begin within a prompt. The ones before may be missing, so
 // that w's blocks are told no longer.
 func (f *followed) StoreTail(w kv.WorkerKey, parent uint64, hasParent bool, skipped []uint64, blocks []kv.StoredBlock) error {
-	f.order.RLock()
-	defer f.order.RUnlock()
+	defer f.alone(w.Worker)()
 	f.holdings.setApart(w, true)
 	return f.Index.StoreTail(w, parent, hasParent, skipped, blocks)
 }
