@@ -84,7 +84,7 @@ func TestTheRelayTellsWhatTheWorkersHold(t *testing.T) {
 func startRelayed(t *testing.T) (upper *Router, cell *Mocks) {
 	t.Helper()
 	port := testkit.FreePorts(t, 1)
-	cell = StartMocks(t, 2, fmt.Sprintf("--relay-port=%d", port))
+	cell = StartMocks(t, 2, "--policy=kv", fmt.Sprintf("--relay-port=%d", port)) // which always goes where the blocks are
 	upper = Start(t, "--engine=none", "--policy=kv", "--model="+BuiltinModel(t), "--served-model-name="+cell.Workers.Settings.ServedModelName,
 		"--worker=url="+cell.OpenAI+",id=5", fmt.Sprintf("--relay-cell=5=127.0.0.1:%d", port))
 	upper.WaitReady(1, 30*time.Second)
