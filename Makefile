@@ -17,7 +17,7 @@ FROM ?= 1
 GRID ?= policies
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-sglang run run-disagg run-sglang run-sglang-disagg demo check test test-mooncake test-sglang test-zoo test-tiers test-migration test-sglang-migration test-routes test-kubernetes test-gateway test-traces test-boards test-page test-mesh lint dist test-dist bench index-bench growth sim bench-real bench-fair bench-adapters bench-gateway bench-herding wire-speed peers peers-predictions parity segments soak fuzz chaos chaos-gateway dst dst-bugs clean
+.PHONY: help setup setup-sglang run run-disagg run-sglang run-sglang-disagg demo check test test-mooncake test-sglang test-zoo test-tiers test-migration test-sglang-migration test-routes test-kubernetes test-gateway test-traces test-boards test-page test-mesh test-relay lint dist test-dist bench index-bench growth sim bench-real bench-fair bench-adapters bench-gateway bench-herding wire-speed peers peers-predictions parity segments soak fuzz chaos chaos-gateway dst dst-bugs clean
 
 help: ## List the targets
 	@printf 'kvrouter: KV-cache-aware routing for vLLM and SGLang\n\n'
@@ -164,6 +164,9 @@ peers: setup ## Compare with other routers: KV events, simulator, proxy path, pr
 
 test-mesh: ## Test two kvrouters and a Dynamo selection service in one mesh: load, sessions, late joiners, lost messages
 	scripts/selection_parity.sh -run '^TestMeshWithDynamo'
+
+test-relay: setup ## Test the contract of Dynamo's KV relay against Dynamo's own relay, and its cells and selection services below a kvrouter
+	scripts/relay.sh
 
 parity: ## Compare every response of the router port with Dynamo's selection service
 	scripts/selection_parity.sh

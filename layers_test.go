@@ -48,7 +48,7 @@ var layers = []map[string]string{
 		"tracing": "kv policy router", "models": "chat fair kv metrics outlier policies policy radix router summary tokens",
 	},
 	{ // carrying
-		"replica": "events fair guard kv router zmq", "proxy": "jsonbody kv outlier policy router tracing web", "workers": "cells events fair guard kv metrics policy probe process radix summary web",
+		"replica": "events fair guard kv router zmq", "relay": "kv metrics radix web", "proxy": "jsonbody kv outlier policy router tracing web", "workers": "cells events fair guard kv metrics policy probe process radix summary web",
 		"mocker": "chat engine events jsonbody kv process tokens web zmq", "simulate": "engine fair hints jsonlines kv outlier policies policy radix router",
 		"vllm": "kv process", "sglang": "kv process", "discovery": "kv textfile",
 	},

@@ -4,6 +4,7 @@ import (
 	"cmp"
 	"context"
 	"log/slog"
+	"slices"
 	"sync/atomic"
 	"time"
 
@@ -24,6 +25,7 @@ import (
 	"kvrouter/internal/process"
 	"kvrouter/internal/proxy"
 	"kvrouter/internal/radix"
+	"kvrouter/internal/relay"
 	"kvrouter/internal/replica"
 	"kvrouter/internal/router"
 	"kvrouter/internal/selection"
@@ -68,6 +70,8 @@ type app struct {
 	stored     *openai.Stored      // responses
 	teller     *cells.Teller       // to the routers above
 	gateway    *extproc.Server     // nil: none
+	relay      *relay.Server       // nil: none
+	below      *relay.Below        // cells; nil: none
 	traces     *jsonlines.Writer   // of policy thompson; nil: none
 	learned    *thompson.StateFile // by policy thompson; nil: it is not kept
 
@@ -80,7 +84,15 @@ func build(ctx context.Context, config Config, log *slog.Logger) (*app, error) {
 	config.Hop, config.RouterKeys = web.NewHop(), web.NewKeys(config.RouterAPIKey)
 	book := config.book()
 	r := &app{config: config, stored: &openai.Stored{}, log: log, edges: guard.New(), index: router.NewTellingIndex(config.Index, config.Policy, config.Scoring.Settings, config.BlockSize, time.Now, book)}
+	matched := r.index // what choices see: also what relays tell of cells
 	var err error
+	if len(config.Relay.RelayCells) > 0 {
+		deps := relay.BelowDeps{Model: config.ServedModelName, BlockSize: config.BlockSize, Log: log}
+		if r.below, err = relay.NewBelow(config.Relay.RelayCells, deps); err != nil {
+			return nil, err
+		}
+		matched = r.below.Over(r.index)
+	}
 	if r.model, err = openModel(ctx, config, log); err != nil {
 		return nil, err
 	}
@@ -88,9 +100,16 @@ func build(ctx context.Context, config Config, log *slog.Logger) (*app, error) {
 	if err != nil {
 		return nil, err
 	}
-	r.router = router.New(config.Routing, router.Deps{Index: r.index, Policy: rule, BlockSize: config.BlockSize, Seed: cmp.Or(config.Seed, uint64(time.Now().UnixNano())), Log: log})
+	r.router = router.New(config.Routing, router.Deps{Index: matched, Policy: rule, BlockSize: config.BlockSize, Seed: cmp.Or(config.Seed, uint64(time.Now().UnixNano())), Log: log})
 	if r.changed, r.recording, err = events.OpenRecording(config.Snapshot, r.index, log); err != nil {
 		return nil, err
+	}
+	r.certificates = web.NewCertificates(config.Web.TLS)
+	if config.Relay.RelayPort != 0 {
+		if r.relay, err = r.openRelay(); err != nil {
+			return nil, err
+		}
+		r.changed = r.relay.Holdings().Follow(r.changed, config.BlockSize)
 	}
 	start, err := r.starter()
 	if err != nil {
@@ -117,7 +136,6 @@ func build(ctx context.Context, config Config, log *slog.Logger) (*app, error) {
 	r.tenants = telemetry.NewTenants(r.models.Tenants)
 	r.partitions = selection.NewPartitions(config.ServedModelName, r.models)
 	r.keys, r.bodies = keys.New(config.Keys, config.APIKey), web.NewBodies(config.MaxBodyBytes, config.Bodies.MaxInflightBodyBytes)
-	r.certificates = web.NewCertificates(config.Web.TLS)
 	useKeys, err := r.keys.Read()
 	if err != nil {
 		return nil, err
@@ -141,6 +159,12 @@ func build(ctx context.Context, config Config, log *slog.Logger) (*app, error) {
 	r.telemetry.Register(r.bodies.Collectors()...)
 	r.telemetry.Register(r.reloads.Collectors()...)
 	r.telemetry.Register(r.tracer.Collectors()...)
+	if r.relay != nil {
+		r.telemetry.Register(r.relay.Collectors()...)
+	}
+	if r.below != nil {
+		r.telemetry.Register(r.below.Collector())
+	}
 	if err := r.openThompson(); err != nil {
 		return nil, err
 	}
@@ -210,6 +234,9 @@ func (r *app) close() {
 	if r.replicas != nil {
 		r.replicas.Close()
 	}
+	if r.relay != nil {
+		r.relay.Close()
+	}
 }
 
 // openPorts opens the OpenAI port, the router port and, if it has one, the page's.
@@ -258,6 +285,59 @@ func (r *app) listenForGateways() (*extproc.Server, error) {
 		Host: r.config.gatewayHost(), Secure: r.certificates.Config(), Serve: r.api.ServeGateway, Ready: ready,
 		Secret: r.config.Replica.ReplicaKey, SessionTTL: r.config.Routing.SessionTTL, Connections: connections, Edges: r.edges, Log: r.log,
 	})
+}
+
+// openRelay opens the port of --relay-port. It tells of the default model.
+func (r *app) openRelay() (*relay.Server, error) {
+	return relay.New(r.config.Relay, relay.Deps{
+		Secure: r.certificates.Config(), BlockSize: r.config.BlockSize, Models: r.toldModels, Load: r.toldLoad, Log: r.log,
+		Ready: func() bool {
+			ready, draining := r.api.Ready()
+			return ready && !draining
+		},
+	})
+}
+
+// toldModels returns the default model and its adapters, once a worker serves it.
+func (r *app) toldModels() []relay.Model {
+	var base relay.Model
+	var adapters []string
+	for _, t := range r.models.Default().Router.Targets() {
+		for _, name := range t.Models {
+			switch {
+			case slices.Contains(t.Adapters, name):
+				adapters = append(adapters, name)
+			case base.Name == "":
+				base = relay.Model{Name: name, Base: name}
+			case name != base.Name && !slices.Contains(base.Aliases, name):
+				base.Aliases = append(base.Aliases, name)
+			}
+		}
+	}
+	if base.Name == "" {
+		return nil
+	}
+	list := []relay.Model{base}
+	slices.Sort(adapters)
+	for _, name := range slices.Compact(adapters) {
+		list = append(list, relay.Model{Name: name, Base: base.Name, Adapter: name})
+	}
+	return list
+}
+
+// toldLoad returns the blocks in use and in all KV caches of the default model's workers,
+// and how many ranks have told theirs.
+func (r *app) toldLoad() (used, total uint64, observed, expected int) {
+	m := r.models.Default()
+	for _, t := range m.Router.Targets() {
+		expected++
+		total += uint64(t.TotalBlocks)
+		if load := m.Router.Load(t.Key); load.Fresh && t.TotalBlocks > 0 {
+			used += uint64(load.KVUsage * float64(t.TotalBlocks))
+			observed++
+		}
+	}
+	return used, total, observed, expected
 }
 
 // openThompson opens the files of policy thompson, if it is in use.

@@ -1,0 +1,9 @@
+package relay
+
+import (
+	"testing"
+
+	"kvrouter/internal/testkit/leaks"
+)
+
+func TestMain(m *testing.M) { leaks.Main(m) }
