@@ -54,6 +54,7 @@ from cache_bound import best_placement, hit_rate, make_requests
 
 ROOT = Path(__file__).resolve().parent.parent
 BLOCK_SIZE = 64  # tokens; kvrouter's default
+LONGEST = 8192  # tokens that the default model takes; vLLM refuses to start with a longer --max-model-len
 CHAT_TIMEOUT = 300  # seconds of silence after which a chat fails
 PREFIX_SOURCE_POLICIES = ("cache-threshold", "variance")  # those with --prefix-source
 PREFIX_SOURCES = ("approx", "events")
@@ -337,7 +338,7 @@ class Router:
             self.command += ["--", "--max-total-tokens", str(args.blocks * BLOCK_SIZE)]
             return
         # vLLM keeps one block for itself, and refuses to start if the others cannot hold one longest request.
-        longest = (args.blocks - 1) * BLOCK_SIZE
+        longest = min((args.blocks - 1) * BLOCK_SIZE, LONGEST)
         self.command += ["--", "--num-gpu-blocks-override", str(args.blocks), "--max-model-len", str(longest), *args.engine_args]
 
     def __enter__(self):
