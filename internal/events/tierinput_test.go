@@ -256,4 +256,10 @@ func TestStoresAreReadByAllThatNameThem(t *testing.T) {
 	holds("the first is gone", map[uint64]int{2: 6})
 	streams[2].Apply(1, testkit.Payload(t, 1, in(in(testkit.RemovedEvent(1, 4, 6), "medium", "STORAGE"), "locality", "REMOTE")), true)
 	holds("the store has removed", map[uint64]int{2: 4})
+	second := kv.WorkerKey{Worker: 2}
+	index.StoreLower(radix.LowerTier{Worker: second, Tier: kv.Host}, 0, false, []kv.StoredBlock{{Engine: 9, Local: 9}})
+	index.ClearDevice(second, false)
+	holds("the device is cleared", map[uint64]int{2: 4})
+	index.SettleLower(second, index.LowerOf(second).Doubt, false)
+	holds("an answer has found nothing", map[uint64]int{})
 }

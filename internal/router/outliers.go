@@ -85,7 +85,7 @@ func (r *Router) onTrial(p *prompt, now time.Time) bool {
 	for i := range r.candidates {
 		c := &r.candidates[i]
 		since, due := r.outliers.TrialDue(c.Target.Key, now)
-		if due && r.hasCapacity(c, now) && (p.ID == "" || now.Sub(since) >= trialOverdue) && (longest < 0 || since.Before(first)) {
+		if due && r.hasCapacity(c.Target, c.Load, now) && (p.ID == "" || now.Sub(since) >= trialOverdue) && (longest < 0 || since.Before(first)) {
 			longest, first = i, since
 		}
 	}

@@ -153,13 +153,13 @@ func (r *Router) queueScore(p *prompt, uncached int, now time.Time) float64 {
 	return jump - since
 }
 
-// hasCapacity reports whether a candidate may get one more request.
-func (r *Router) hasCapacity(c *policy.Candidate, now time.Time) bool {
+// hasCapacity reports whether a worker with that load may get one more request.
+func (r *Router) hasCapacity(t *kv.Target, load *policy.Load, now time.Time) bool {
 	if r.fair != nil && r.settings.RouterQueueThreshold == nil {
-		return r.hasRoom(c.Target, c.Load, now)
+		return r.hasRoom(t, load, now)
 	}
 	threshold := r.settings.RouterQueueThreshold
-	return threshold == nil || c.Target.MaxBatchedTokens <= 0 || float64(c.Load.PrefillTokens) <= *threshold*float64(c.Target.MaxBatchedTokens)
+	return threshold == nil || t.MaxBatchedTokens <= 0 || float64(load.PrefillTokens) <= *threshold*float64(t.MaxBatchedTokens)
 }
 
 // mustWait reports whether p has to wait for one of the candidates. Those that
@@ -170,7 +170,7 @@ func (r *Router) mustWait(p *prompt, now time.Time) bool {
 		return false
 	}
 	for i := range r.candidates {
-		if r.hasCapacity(&r.candidates[i], now) {
+		if c := &r.candidates[i]; r.hasCapacity(c.Target, c.Load, now) {
 			return r.fair != nil && r.seatsAreKept(p.Class, now)
 		}
 	}
@@ -260,10 +260,9 @@ func (r *Router) decide(w *waiter, must bool, now time.Time) fair.Verdict {
 // none to wait for.
 func (r *Router) anyCapacity(now time.Time) bool {
 	none := true
-	var c policy.Candidate
 	for i := range r.targets {
-		if c.Target = &r.targets[i]; !c.Target.Cordoned {
-			if c.Load = r.targetLoads[i].asOf(now); r.hasCapacity(&c, now) {
+		if t := &r.targets[i]; !t.Cordoned {
+			if r.hasCapacity(t, r.targetLoads[i].asOf(now), now) {
 				return true
 			}
 			none = false

@@ -5,7 +5,6 @@ import (
 
 	"kvrouter/internal/fair"
 	"kvrouter/internal/kv"
-	"kvrouter/internal/policy"
 )
 
 const (
@@ -15,9 +14,9 @@ const (
 	// prefixWorth is how many times as long as computing these tokens takes it lets other
 	// tenants go first for that: computing them delays all answers of a worker, too.
 	prefixWorth = 3
-	// mostWanted bounds the full workers that a request waits for.
+	// mostWanted is the maximum number of full workers that a request waits for.
 	mostWanted = 64
-	// lastMoment is how long before it would be too late a request with an objective gives up
+	// lastMoment is the time left to meet its objective at which a request stops waiting for
 	// its prefix.
 	lastMoment = 5 * lookEvery
 )
@@ -38,7 +37,7 @@ func (r *Router) want(w *waiter, now time.Time) bool {
 	for i := range r.candidates {
 		c := &r.candidates[i]
 		uncached := r.uncached(p.tokens, c)
-		if best = min(best, uncached); uncached < there && r.hasCapacity(c, now) {
+		if best = min(best, uncached); uncached < there && r.hasCapacity(c.Target, c.Load, now) {
 			there = uncached
 		}
 	}
@@ -67,26 +66,22 @@ func (r *Router) want(w *waiter, now time.Time) bool {
 }
 
 // stillWants reports whether w need not look again, because all workers that it wants are full.
-// To look costs as much as a decision, and this is asked of all that wait for each that goes.
+// A look costs as much as a decision, and each dispatch asks this for all waiting requests.
 func (r *Router) stillWants(w *waiter, now time.Time) bool {
 	if len(w.wants.workers) == 0 || !now.Before(w.wants.until) {
 		return false
 	}
-	var c policy.Candidate
 	for _, key := range w.wants.workers {
 		at, up := r.target(key)
-		if !up || r.targets[at].Cordoned {
-			return false
-		}
-		c.Target, c.Load = &r.targets[at], r.targetLoads[at].asOf(now)
-		if r.hasCapacity(&c, now) {
+		if !up || r.targets[at].Cordoned || r.hasCapacity(&r.targets[at], r.targetLoads[at].asOf(now), now) {
 			return false
 		}
 	}
 	return true
 }
 
-// yields says whom w, which wants a full worker, lets go first.
+// yields returns the verdict on w, which waits for a full worker: for a limited time requests of
+// all tenants may go before it, then those of its own tenant only.
 func (r *Router) yields(w *waiter, now time.Time) fair.Verdict {
 	if now.Sub(w.since) < prefixWorth*r.forecast.Compute(w.wants.missed) {
 		return fair.Yield

@@ -196,7 +196,7 @@ func TestAFloodOfTheSimulator(t *testing.T) {
 // are shared by most requests, waiting in the router keeps them where they are.
 func TestOneTenantLosesLittleInAFairQueue(t *testing.T) {
 	if testing.Short() || testkit.RaceDetector {
-		t.Skip("2 runs of a trace")
+		t.Skip("two runs of a whole trace, too slow with the race detector")
 	}
 	run := func(order string) *Report {
 		s := simulation(loadTraces(t)["synthetic"], "work", 256)
