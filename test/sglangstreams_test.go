@@ -22,7 +22,7 @@ import (
 // is a byte of their text, and take back nothing. Chats end with one error event that says why.
 func TestMockSGLangStreamsGoOnWhenAWorkerDies(t *testing.T) {
 	t.Parallel()
-	s := StartMocks(t, 2, "--mock-api=sglang", "--speedup-ratio=1", "--restart-backoff-max=1s", "--mock-decode-ms=20,0,0")
+	s := StartMocks(t, 2, "--mock-api=sglang", "--policy=round-robin", "--speedup-ratio=1", "--restart-backoff-max=1s", "--mock-decode-ms=20,0,0")
 	const streams, length = 12, 100
 	completion := `{"prompt":"story %d","stream":true,"max_tokens":%d,"ignore_eos":true,"return_token_ids":true,"stream_options":{"include_usage":true}}`
 	generate := `{"text":"story %d","stream":true,"sampling_params":{"max_new_tokens":%d,"ignore_eos":true}}`
@@ -74,6 +74,10 @@ func TestMockSGLangStreamsGoOnWhenAWorkerDies(t *testing.T) {
 		return "/generate", fmt.Sprintf(generate, i, length)
 	}
 	var jobs sync.WaitGroup
+	for i := range chats {
+		jobs.Go(func() { _, _, _, chats[i] = read(testkit.ChatPath, fmt.Sprintf(chat, i, length)) })
+	}
+	testkit.Eventually(t, 20*time.Second, "both workers have chats", func() bool { return s.InFlight() == len(chats) })
 	for i := range streams {
 		jobs.Go(func() {
 			path, request := body(i)
@@ -87,11 +91,8 @@ func TestMockSGLangStreamsGoOnWhenAWorkerDies(t *testing.T) {
 			}
 		})
 	}
-	for i := range chats {
-		jobs.Go(func() { _, _, _, chats[i] = read(testkit.ChatPath, fmt.Sprintf(chat, i, length)) })
-	}
 	generated := func() int64 { return s.Rank(kv.WorkerKey{Worker: 0}).Counts.GenerationTokens.Load() }
-	testkit.Eventually(t, 20*time.Second, "the first worker answers", func() bool { return generated() > 2*length })
+	testkit.Eventually(t, 20*time.Second, "the first worker answers", func() bool { return generated() > length })
 	s.Mocker.Worker(0).End(mocker.ErrMockCrash)
 	jobs.Wait()
 	if n := s.Metrics()[`kvrouter_migrations_total{result="ok"}`]; n < 2 {

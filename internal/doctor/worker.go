@@ -140,7 +140,7 @@ func (c Command) checkWorker(ctx context.Context, s Setup, at probe.Server) pati
 	case health.status >= http.StatusInternalServerError:
 		r.mend(fmt.Sprintf("is unhealthy: /health answers %d", health.status), "see its log")
 	}
-	if skew := health.skew; skew.Abs() > skewNoted {
+	if skew := health.skew; skew.Abs() > skewNoted && at.Kind != kv.KindRouter {
 		r.note(fmt.Sprintf("its clock differs from this machine's by %v", skew.Round(time.Second)), "synchronize both by NTP: the measured lag of KV events is off by the difference")
 	}
 	if at.Kind == kv.KindRouter {

@@ -408,7 +408,7 @@ const (
 
 const (
 	// Window is how many of a tenant's items behind one that says Later are offered before it.
-	Window = 8
+	Window = 256
 	// MostPassed is how many of them go before it at most.
 	MostPassed = 32
 	// MostYields is how many items of others go before those of a tenant that say Yield, at most,

@@ -232,7 +232,7 @@ func TestWhatIsKeptIsOfferedOnceAndStays(t *testing.T) {
 // tenant and of no lower priority.
 func TestLaterLetsTheTenantsOwnPass(t *testing.T) {
 	q := queue(t, of("a", "head", 1), of("b", "b1", 1))
-	for i := range MostPassed + 12 {
+	for i := range Window + 3 {
 		q.Push(of("a", fmt.Sprint("a", i), 1))
 	}
 	// Only one item a walk finds its worker.
@@ -260,8 +260,8 @@ func TestLaterLetsTheTenantsOwnPass(t *testing.T) {
 		}
 	}
 	goes("a7", "a7")
-	goes("", "b1")      // a has had its turn
-	goes("a10", "head") // it is beyond the window
+	goes("", "b1")                          // a has had its turn
+	goes(fmt.Sprint("a", Window+2), "head") // it is beyond the window
 	next := 1
 	for range MostPassed {
 		if next == 7 {

@@ -119,4 +119,6 @@ func (d *Detector) refute(role kv.Role, now time.Time) {
 }
 
 // unhold ends a pause.
-func (w *worker) unhold() { w.held, w.heldBy, w.suspect, w.asked = time.Time{}, "", false, time.Time{} }
+func (w *worker) unhold() {
+	w.held, w.heldBy, w.suspect, w.silent, w.asked = time.Time{}, "", false, false, time.Time{}
+}

@@ -64,8 +64,8 @@ const (
 	// firstGuess and longestGuess are the minimum and maximum pause of a worker that does
 	// not state a time.
 	firstGuess, longestGuess = time.Second, 8 * time.Second
-	// askedFor is the pause of a worker that did not answer a request for prompt tokens for
-	// askedSlowly.
+	// askedFor is the maximum pause of a worker that did not answer a request for prompt tokens
+	// for askedSlowly. Any answer ends the pause.
 	askedFor, askedSlowly = 10 * time.Second, time.Second
 
 	// windowSeconds is the span over which success rates are compared.
@@ -111,6 +111,7 @@ type worker struct {
 	held    time.Time // paused until then; zero: not paused
 	heldBy  string    // the client that alone caused the pause, or empty
 	suspect bool      // paused because of a status that the client may have caused
+	silent  bool      // paused because it did not answer a request for prompt tokens
 	asked   time.Time // when the pause began, if it requested it; zero: it did not
 	pressed time.Time // when it last requested a pause
 	presses int       // pauses requested since its last answer
@@ -340,10 +341,19 @@ func (d *Detector) of(a Attempt) *worker {
 	return nil
 }
 
+// answers records an answer of a worker. It ends a pause for not having answered.
+func (d *Detector) answers(w *worker, now time.Time) {
+	w.answered = now
+	if w.silent {
+		w.unhold()
+		d.recount()
+	}
+}
+
 // Heard records that an attempt's answer has begun.
 func (d *Detector) Heard(a Attempt, now time.Time) {
 	if w := d.of(a); w != nil {
-		w.answered = now
+		d.answers(w, now)
 		if a.Trial && !w.trial.IsZero() {
 			w.trialHeard = now
 		}
@@ -356,7 +366,8 @@ func (d *Detector) Succeeded(a Attempt, now time.Time) {
 	if w == nil {
 		return
 	}
-	w.row, w.broken, w.presses, w.answered = 0, 0, 0, now
+	w.row, w.broken, w.presses = 0, 0, 0
+	d.answers(w, now)
 	w.count(now).well++
 	d.servedWell(a, w, now)
 	d.unspare(w)
@@ -511,7 +522,7 @@ func (d *Detector) Hint(key kv.WorkerKey, long time.Duration, now time.Time) (to
 	if d.TooMany(out, all) {
 		return false
 	}
-	w.held, w.heldBy = now.Add(min(long, d.settings.EjectionTime)), ""
+	w.held, w.heldBy, w.silent = now.Add(min(long, d.settings.EjectionTime)), "", false
 	d.recount()
 	return true
 }

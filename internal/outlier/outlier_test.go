@@ -82,6 +82,26 @@ func TestWhatTakesAWorkerOut(t *testing.T) {
 			b.good(0)
 			b.AskFailed(Attempt{Worker: key(0), Generation: 1, Sent: asked}, b.now)
 		}, In},
+		{"a question that it did not answer, before an answer", func(b *bench) {
+			asked, a := b.now, b.sent(0)
+			b.pass(time.Second)
+			b.AskFailed(Attempt{Worker: key(0), Generation: 1, Sent: asked}, b.now)
+			b.Heard(a, b.now)
+		}, In},
+		{"a question that it did not answer, before a pause and an answer", func(b *bench) {
+			asked, a := b.now, b.sent(0)
+			b.pass(time.Second)
+			b.AskFailed(Attempt{Worker: key(0), Generation: 1, Sent: asked}, b.now)
+			b.Pressed(b.sent(0), 2*time.Second, b.now)
+			b.Heard(a, b.now)
+		}, Held},
+		{"a pause before a question that it did not answer, and an answer", func(b *bench) {
+			asked, a := b.now, b.sent(0)
+			b.pass(time.Second)
+			b.Pressed(b.sent(0), 2*time.Second, b.now)
+			b.AskFailed(Attempt{Worker: key(0), Generation: 1, Sent: asked}, b.now)
+			b.Heard(a, b.now)
+		}, Held},
 		{"failures of its last incarnation", func(b *bench) {
 			for range 5 {
 				b.Failed(Attempt{Worker: key(0), Sent: b.now}, Status, "test", b.now)

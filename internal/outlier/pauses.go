@@ -27,13 +27,16 @@ func (d *Detector) Pressed(a Attempt, pause time.Duration, now time.Time) (held 
 		if pause <= 0 {
 			until = w.pressed.Add(min(firstGuess<<min(w.presses-1, 10), longestGuess))
 		}
-		if w.held.IsZero() || w.suspect {
+		if w.suspect || w.silent {
+			w.unhold()
+		}
+		if w.held.IsZero() {
 			w.heldBy, w.asked = a.Client, now
 		} else if w.heldBy != a.Client {
 			w.heldBy = ""
 		}
-		if until.After(w.held) || w.suspect {
-			w.held, w.suspect = until, false
+		if until.After(w.held) {
+			w.held = until
 		}
 	})
 	d.Ended(a)
@@ -89,7 +92,7 @@ func (d *Detector) Convict(a Attempt, status int, now time.Time) {
 
 // AskFailed records that a worker did not answer a request for prompt tokens that was sent
 // at a.Sent, unless it has answered a request since. If it had to wait, requests would,
-// too: the worker is paused.
+// too: the worker is paused until it answers one.
 func (d *Detector) AskFailed(a Attempt, now time.Time) {
 	w := d.of(a)
 	if w == nil || !w.answered.Before(a.Sent) {
@@ -101,6 +104,7 @@ func (d *Detector) AskFailed(a Attempt, now time.Time) {
 	}
 	w.askFailed = now
 	if now.Sub(a.Sent) >= askedSlowly && w.phase == phaseIn && d.settings.EjectAfter > 0 && now.Add(askedFor).After(w.held) {
+		w.silent = w.silent || w.held.IsZero() // an answer does not end a pause for another reason
 		w.held, w.heldBy, w.asked = now.Add(askedFor), a.Client, time.Time{}
 		d.recount()
 	}

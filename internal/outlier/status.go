@@ -31,14 +31,17 @@ type Record struct {
 
 // Records returns the state of every worker that is up, by key.
 func (d *Detector) Records(now time.Time) []Record {
-	list := make([]Record, 0, len(d.workers))
+	keys := make([]kv.WorkerKey, 0, len(d.workers)) // smaller to sort
 	for key, w := range d.workers {
-		if w.gone {
-			continue
+		if !w.gone {
+			keys = append(keys, key)
 		}
-		list = append(list, d.record(key, w, now))
 	}
-	slices.SortFunc(list, func(a, b Record) int { return a.Worker.Compare(b.Worker) })
+	slices.SortFunc(keys, kv.WorkerKey.Compare)
+	list := make([]Record, len(keys))
+	for i, key := range keys {
+		list[i] = d.record(key, d.workers[key], now)
+	}
 	return list
 }
 

@@ -454,7 +454,7 @@ func (r *Tree) matchLayouts(n uint32, active []uint64, scratch *matchScratch, lo
 			dst = appendMatch(dst, p.key, 0)
 		}
 		m := &dst[start]
-		if s.lower.extend(m, walked, usable, len(local), parts); !matched && *m == (kv.Match{Worker: p.key}) {
+		if s.lower.extend(m, walked, usable, parts); !matched && *m == (kv.Match{Worker: p.key}) {
 			dst = dst[:start]
 		}
 	}

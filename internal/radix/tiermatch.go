@@ -7,80 +7,54 @@ import (
 
 // extend continues the match of a worker in its lower tiers and the stores that it
 // reads, as engines do: the blocks behind those on the device, each from the fastest tier
-// that has it, up to the first that none has. usable and whole are those of matchLayouts.
+// that has it, up to the first that none has. usable is that of Match.
 //
 // With chunks of several blocks it is vLLM's _lookup_complete_chunks
 // (v1/offloading/scheduler.py, read in 0.32.0): it looks up whole chunks from the one on in
 // which the device's blocks end, and ignores less than a chunk.
-func (l *lowerTiers) extend(m *kv.Match, walked *path, usable, whole int, parts kv.MatchParts) {
-	most := min(whole, walked.length)
-	if parts != 0 {
-		l.count(m, walked, most, parts)
-	}
-	if l.chunk <= 1 {
-		l.read(m, walked, min(usable, most))
-	} else {
-		l.readChunks(m, walked, usable, most)
-	}
-}
-
-// count counts parts of m, up to end.
-func (l *lowerTiers) count(m *kv.Match, walked *path, end int, parts kv.MatchParts) {
+func (l *lowerTiers) extend(m *kv.Match, walked *path, usable int, parts kv.MatchParts) {
 	if parts&kv.HostedPart != 0 {
-		m.Hosted = int32(l.hostedRun(walked, end))
+		m.Hosted = int32(l.hostedRun(walked))
 	}
 	if parts&kv.StagedPart != 0 {
-		m.Staged = l.stagedRun(walked, m.Blocks, end)
+		m.Staged = l.stagedRun(walked, m.Blocks)
+	}
+	if l.chunk <= 1 {
+		l.read(m, walked, min(usable, walked.length))
+	} else {
+		l.readChunks(m, walked, usable)
 	}
 }
 
 // read adds the blocks behind m to it, up to end, each in its fastest tier, up to the first
-// that no tier has.
+// that no tier has. No engine announces what it removes from files or from a store.
 func (l *lowerTiers) read(m *kv.Match, walked *path, end int) {
-	at := m.Blocks
-	runs := walked.runs
-	present := l.present
-	sure := true
-run:
+	at, sure := m.Blocks, true
 	for i := walked.runAt(at); at < end; i++ {
-		words := walked.sets.Words(runs[i].set)
-		for _, t := range present {
-			if !sets.Has(words, t.slot) {
-				continue
-			}
-			until := end
-			if i+1 < len(runs) {
-				until = min(end, runs[i+1].start)
-			}
-			n := int32(until - at)
-			at = until
-			sure = sure && t.tier == kv.Host && (!l.doubtful || sets.Has(words, l.sure[kv.Host-1]))
-			if sure {
-				m.Sure += n
-			}
-			switch t.tier {
-			case kv.Host:
-				m.Lower.Host += n
-			case kv.Disk:
-				m.Lower.Disk += n
-			default:
-				m.Lower.External += n
-			}
-			continue run
+		words := walked.sets.Words(walked.runs[i].set)
+		tier := l.fastest(words)
+		if tier == kv.Device {
+			return
 		}
-		break
+		until := min(end, walked.end(i))
+		add(&m.Lower, tier, until-at)
+		sure = sure && tier == kv.Host && (!l.doubtful || sets.Has(words, l.sure[kv.Host-1]))
+		if sure {
+			m.Sure += int32(until - at)
+		}
+		at = until
 	}
 }
 
 // readChunks does so with whole chunks. Less than a chunk is not loaded.
-func (l *lowerTiers) readChunks(m *kv.Match, walked *path, usable, most int) {
+func (l *lowerTiers) readChunks(m *kv.Match, walked *path, usable int) {
 	held, chunk := m.Blocks, l.chunk
-	end, sure := held, held // the end of what is sure
-	var found kv.LowerBlocks
 	if held >= usable {
 		return
 	}
-	for at := held / chunk * chunk; at+chunk <= most; at += chunk {
+	end, sure := held, held // the end of what is sure
+	var found kv.LowerBlocks
+	for at := held / chunk * chunk; at+chunk <= walked.length; at += chunk {
 		one := kv.Match{Blocks: at}
 		l.read(&one, walked, at+chunk)
 		if one.Lower.Total() < chunk {
@@ -101,18 +75,18 @@ func (l *lowerTiers) readChunks(m *kv.Match, walked *path, usable, most int) {
 
 // stagedRun returns kv.Match.Staged from block at on: like Dynamo, of the worker's own
 // tiers, blocks alone, and none that may have been emptied.
-func (l *lowerTiers) stagedRun(walked *path, at, end int) (staged kv.LowerBlocks) {
+func (l *lowerTiers) stagedRun(walked *path, at int) (staged kv.LowerBlocks) {
 	own := &l.own
 	if l.doubtful {
 		own = &l.sure
 	}
 	for place, tier := range kv.LowerTiers {
-		for at < end {
+		for at < walked.length {
 			run := walked.runAt(at)
 			if !sets.Has(walked.sets.Words(walked.runs[run].set), own[place]) {
 				break
 			}
-			until := min(end, walked.end(run))
+			until := walked.end(run)
 			add(&staged, tier, until-at)
 			at = until
 		}
@@ -121,17 +95,17 @@ func (l *lowerTiers) stagedRun(walked *path, at, end int) (staged kv.LowerBlocks
 }
 
 // hostedRun returns kv.Match.Hosted. Chunks that are not whole cannot be looked up.
-func (l *lowerTiers) hostedRun(walked *path, end int) (blocks int) {
+func (l *lowerTiers) hostedRun(walked *path) (blocks int) {
 	slot := l.own[kv.Host-1]
 	if l.doubtful {
 		slot = l.sure[kv.Host-1]
 	}
-	for blocks < end {
+	for blocks < walked.length {
 		run := walked.runAt(blocks)
 		if !sets.Has(walked.sets.Words(walked.runs[run].set), slot) {
 			break
 		}
-		blocks = min(end, walked.end(run))
+		blocks = walked.end(run)
 	}
 	chunk := max(1, l.chunk)
 	return blocks / chunk * chunk

@@ -327,11 +327,20 @@ func (r *Router) Loads() []WorkerLoad {
 	defer r.mu.Unlock()
 	now := r.now()
 	r.expire(now)
-	var list []WorkerLoad
+	list := make([]WorkerLoad, 0, len(r.loads.byWorker))
+	add := func(key kv.WorkerKey, entry *workerLoad) {
+		load := entry.asOf(now)
+		list = append(list, WorkerLoad{Key: key, PotentialPrefillTokens: load.PrefillTokens, PotentialDecodeBlocks: load.ActiveBlocks, ActiveRequests: load.InFlight, Role: entry.role})
+	}
+	for i := range r.targets { // by key
+		add(r.targets[i].Key, r.targetLoads[i])
+	}
+	if len(list) == len(r.loads.byWorker) {
+		return list
+	}
 	for key, entry := range r.loads.byWorker {
-		if _, up := r.target(key); up || entry.InFlight > 0 {
-			load := entry.asOf(now)
-			list = append(list, WorkerLoad{Key: key, PotentialPrefillTokens: load.PrefillTokens, PotentialDecodeBlocks: load.ActiveBlocks, ActiveRequests: load.InFlight, Role: entry.role})
+		if _, up := r.target(key); !up && entry.InFlight > 0 {
+			add(key, entry)
 		}
 	}
 	slices.SortFunc(list, func(a, b WorkerLoad) int { return a.Key.Compare(b.Key) })

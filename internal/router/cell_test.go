@@ -132,3 +132,43 @@ func TestPairsLeaveCellsAlone(t *testing.T) {
 		t.Error("a cell is like a worker without a KV connector")
 	}
 }
+
+// TestACellThatDoesNotAnswerLosesItsTraffic: although it goes on to tell that nobody waits.
+func TestACellThatDoesNotAnswerLosesItsTraffic(t *testing.T) {
+	clock := new(testkit.StandingClock)
+	r := New(testkit.Defaults[Settings](), Deps{Index: radix.NewTree(), Policy: policytest.MustPolicy(t, "work"), BlockSize: testkit.BlockSize, Seed: 1, Now: clock.Now})
+	show := func() {
+		for i := range uint64(2) {
+			told := report(64, 0)
+			told.Network, told.Load.At = time.Duration(1+30*i)*time.Millisecond, clock.Now()
+			r.ShowCell(kv.WorkerKey{Worker: i}, told, viewOf(t))
+		}
+	}
+	for i := range uint64(2) {
+		r.Up(kv.Target{Key: kv.WorkerKey{Worker: i}, URL: "http://cell", Models: []string{"m"}, Disagg: kv.Disagg{Kind: kv.KindRouter}})
+	}
+	show()
+	var bookings []*Booking
+	send := func(n int) (sent [2]int) {
+		for range n {
+			d, err := r.Route(t.Context(), Request{NumTokens: 100, Model: "m"})
+			if err != nil {
+				t.Fatal(err)
+			}
+			sent[d.Target.Key.Worker]++
+			bookings = append(bookings, d.Booking)
+		}
+		return sent
+	}
+	if sent := send(5); sent[0] != 5 {
+		t.Errorf("sent %v: the nearer cell first", sent)
+	}
+	clock.Advance(2 * time.Second)
+	show()
+	if sent := send(20); sent[1] != 20 {
+		t.Errorf("sent %v: the nearer cell has not answered for 2 s", sent)
+	}
+	for _, b := range bookings {
+		b.End()
+	}
+}

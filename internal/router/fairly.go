@@ -165,6 +165,7 @@ func (r *Router) enqueueFairly(p *prompt, now time.Time) (*waiter, error) {
 		Value: w, Tenant: p.Tenant, Class: p.Class, Cost: r.settings.Charging.cost(float64(least), float64(p.tokens), r.answerOf(p), price),
 		Priority: p.StrictPriority, Since: now, Deadline: p.Deadline, Jump: jump,
 	}
+	r.want(w, now)
 	if p.Sheddable && !p.Deadline.IsZero() {
 		if late := now.Add(r.firstTokenIn(w.item, least, now)).Sub(p.Deadline); late > 0 {
 			return nil, shed(late)
@@ -199,51 +200,40 @@ func (r *Router) dispatchFairly(now time.Time) {
 		return
 	}
 	var blocked []alike
+	room, enters := true, [len(fair.Classes)]bool{} // as of the last item that went
 	r.fair.Walk(func(it *fair.Item[*waiter], must bool) fair.Verdict {
 		w := it.Value
-		if !r.anyCapacity(now) {
+		if room = room || r.anyCapacity(now); !room {
 			return fair.Stop
 		}
 		if r.tooLate(w, now) {
 			w.shed(now)
 			return fair.Taken
 		}
-		if r.seatsAreKept(w.prompt.Class, now) {
-			return fair.PassClass
+		if class := w.prompt.Class; !enters[class.Place()] {
+			if r.seatsAreKept(class, now) {
+				return fair.PassClass
+			}
+			enters[class.Place()] = true
 		}
 		kind := w.prompt.alike()
 		if slices.Contains(blocked, kind) {
 			return fair.Kept
 		}
+		if !must && r.stillWants(w, now) {
+			return r.yields(w, now)
+		}
+		// What has been stored and removed since it came decides where it belongs.
+		w.prompt.matches, w.prompt.next = r.match(w.prompt.matches[:0], &w.prompt, r.parts()), 0
 		v := r.decide(w, must, now)
-		if v == fair.Kept && kind.known {
+		switch {
+		case v == fair.Taken:
+			room, enters = false, [len(fair.Classes)]bool{}
+		case v == fair.Kept && kind.known:
 			blocked = append(blocked, kind)
 		}
 		return v
 	})
-}
-
-const (
-	// leastMissed is how many tokens fewer a full worker has to compute for which a request
-	// would rather wait.
-	leastMissed = 256
-	// prefixWorth is how many times as long as computing these tokens takes it lets other
-	// tenants go first for that: computing them delays the answers of a worker, too.
-	prefixWorth = 2
-)
-
-// missedPrefix returns how many tokens fewer of p a candidate without capacity would compute
-// than all those that have.
-func (r *Router) missedPrefix(p *prompt, now time.Time) int {
-	best, there := p.tokens, p.tokens
-	for i := range r.candidates {
-		c := &r.candidates[i]
-		uncached := r.uncached(p.tokens, c)
-		if best = min(best, uncached); uncached < there && r.hasCapacity(c, now) {
-			there = uncached
-		}
-	}
-	return there - best
 }
 
 // alike says what a request needs of a worker. Where one finds no room, those that are alike
@@ -295,8 +285,12 @@ func (r *Router) looks(w *waiter) (look <-chan time.Time, stop func()) {
 	return w.look.C, func() { w.look.Stop() }
 }
 
+// lookPause is the time between two looks of a request: all that wait look about once in lookEvery
+// together.
+func (r *Router) lookPause() time.Duration { return lookEvery * time.Duration(max(1, r.fair.Len())) }
+
 // lookForRoom gives those that wait room that has come with time, and sheds w if it has
-// become too late. All that wait look about once in lookEvery together.
+// become too late.
 func (r *Router) lookForRoom(w *waiter) {
 	r.mu.Lock()
 	defer r.unlock()
@@ -305,7 +299,7 @@ func (r *Router) lookForRoom(w *waiter) {
 	if r.shedLate(w, now) {
 		return
 	}
-	pause := lookEvery * time.Duration(max(1, r.fair.Len()))
+	pause := r.lookPause()
 	if left := w.prompt.Deadline.Sub(now); w.prompt.Sheddable && left > 0 {
 		pause = min(pause, max(left, lookEvery)) // dispatchFairly does not look at all that wait
 	}

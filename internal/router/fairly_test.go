@@ -444,6 +444,70 @@ func TestPrefixesStayWhereTheyAre(t *testing.T) {
 	last.Booking.Finish(1)
 }
 
+// TestWaitingRequestsKnowWhatIsStoredMeanwhile: a request waits for a full worker that has computed
+// its prefix since it came, and no longer once that has removed it.
+func TestWaitingRequestsKnowWhatIsStoredMeanwhile(t *testing.T) {
+	r, clock := newFairRouter(t, 2)
+	full := [2]*Booking{occupy(t, r, 0, 16), occupy(t, r, 1, 16)}
+	prompt := testkit.Tokens(1, 2001)
+	long := Request{Tenant: fair.Tenant{Name: "a"}, Tokens: prompt, ExpectedOutput: 1}
+	short := tenant("a", 16)
+	short.Allowed = []uint64{0}
+	waits := park(t, r, long, short)
+	Hold(r, 1, prompt)
+	full[0].Finish(1)
+	first, err := waits[1].get(t)
+	if err != nil {
+		t.Fatal(err)
+	}
+	r.Index().Clear(kv.WorkerKey{Worker: 1})
+	clock.Advance(time.Second) // it looks again
+	first.Booking.Finish(1)
+	d, err := waits[0].get(t)
+	if err != nil || d.OverlapTokens != 0 {
+		t.Fatalf("%d cached tokens, %v", d.OverlapTokens, err)
+	}
+	d.Booking.Finish(1)
+	full[1].Finish(1)
+}
+
+// TestObjectivesEndTheWaitForAPrefix: at the last moment at which computing the prompt elsewhere is
+// in time, but not where it would be too late anyway.
+func TestObjectivesEndTheWaitForAPrefix(t *testing.T) {
+	for _, test := range []struct {
+		name   string
+		within time.Duration // beyond the time that computing takes
+		waits  bool
+	}{
+		{"none", 0, true},
+		{"there is time", 10 * time.Second, true},
+		{"the last moment", lastMoment / 2, false},
+		{"too late elsewhere", -lastMoment / 2, true},
+	} {
+		t.Run(test.name, func(t *testing.T) {
+			r, clock := newFairRouter(t, 2)
+			prompt := testkit.Tokens(1, 2001)
+			Hold(r, 1, prompt)
+			full := occupy(t, r, 1, 16)
+			p, _ := r.lookUp(Request{Tokens: prompt, ExpectedOutput: 1}, &workspace{})
+			w := &waiter{prompt: p, since: clock.Now()}
+			if test.within != 0 {
+				w.prompt.Deadline = clock.Now().Add(r.forecast.Alone(len(prompt)) + test.within)
+			}
+			if err := r.collect(&w.prompt, clock.Now()); err != nil {
+				t.Fatal(err)
+			}
+			if got := r.want(w, clock.Now()); got != test.waits || got && !r.stillWants(w, clock.Now()) {
+				t.Errorf("it waits: %t", got)
+			}
+			full.End()
+			if r.stillWants(w, clock.Now()) {
+				t.Error("its worker has room, and it does not look")
+			}
+		})
+	}
+}
+
 func TestReachableIsWhatTheBestEligibleWorkerHolds(t *testing.T) {
 	r := NewTestRouter(t, "round-robin", 3)
 	prompt := testkit.Tokens(1, 42)
@@ -556,8 +620,10 @@ func TestFairQueueServesEverybody(t *testing.T) {
 					r.targetLoads[at].Fill = 1
 				}
 			},
-			"down": func(t *rapid.T) { r.Down(worker(t)) },
-			"up":   func(t *rapid.T) { up(worker(t).Worker) },
+			"stored":  func(t *rapid.T) { Hold(r, worker(t).Worker, rapid.SampledFrom(prompts).Draw(t, "prompt")) },
+			"cleared": func(t *rapid.T) { r.Index().Clear(worker(t)) },
+			"down":    func(t *rapid.T) { r.Down(worker(t)) },
+			"up":      func(t *rapid.T) { up(worker(t).Worker) },
 			"time": func(t *rapid.T) {
 				clock.Advance(time.Duration(rapid.IntRange(1, 20).Draw(t, "seconds")) * time.Second)
 				for _, w := range parked {
@@ -625,5 +691,37 @@ func TestFairQueueSettings(t *testing.T) {
 	knobs.ClassTTFT, knobs.ClassTPOT = map[string]time.Duration{"batch": time.Hour}, map[string]time.Duration{"interactive": time.Second}
 	if ttft, tpot := knobs.Objectives(); len(ttft) != 1 || ttft[fair.Batch] != time.Hour || len(tpot) != 1 || tpot[fair.Interactive] != time.Second {
 		t.Errorf("%v %v", ttft, tpot)
+	}
+}
+
+// BenchmarkFairQueueDispatches is a request that goes to the worker that holds its prefix and has
+// room again, while others wait for other workers, and one that begins to wait.
+func BenchmarkFairQueueDispatches(b *testing.B) {
+	const workers = 200
+	r, _ := newFairRouter(b, workers, func(s *Settings) { s.RouterQueueLimit = workers })
+	prompts, full := [workers][]uint32{}, [workers]*Booking{}
+	var went *Booking
+	var again int
+	wait := func(w int) {
+		p, d := r.lookUp(Request{Tokens: prompts[w], ExpectedOutput: 1}, &workspace{})
+		p.decided = func(d Decision, _ error) { went, again = d.Booking, w }
+		if _, err := r.schedule(&p, &d); err != nil {
+			b.Fatal(err)
+		}
+	}
+	for w := range prompts {
+		prompts[w] = testkit.Tokens(uint32(w)*2001, 2001)
+		Hold(r, uint64(w), prompts[w])
+		full[w] = occupy(b, r, uint64(w), 16)
+	}
+	for w := range prompts {
+		wait(w)
+	}
+	b.ReportAllocs()
+	for i := 0; b.Loop(); i = (i + 77) % workers {
+		full[i].End()
+		full[i] = occupy(b, r, uint64(i), 16)
+		went.End()
+		wait(again)
 	}
 }

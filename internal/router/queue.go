@@ -117,6 +117,7 @@ type waiter struct {
 	since   time.Time
 	score   float64             // the higher go first, of those with one StrictPriority
 	item    *fair.Item[*waiter] // its place in a fair queue; nil: the queue is another
+	wants   wanted              // in a fair queue
 	look    *time.Timer         // of looks; nil: none
 	decided chan waitResult     // of one; where the prompt has decided, that is called instead
 }
@@ -232,20 +233,15 @@ func (r *Router) dispatch(now time.Time) {
 	r.waiting = kept
 }
 
-// decide decides a waiting request, unless it has to wait on, or should wait for the worker that
-// holds its prefix and need not go now.
+// decide decides a waiting request, unless it has to wait on, or would rather wait for the worker
+// that holds its prefix and need not go now.
 func (r *Router) decide(w *waiter, must bool, now time.Time) fair.Verdict {
 	err := r.collect(&w.prompt, now)
 	switch {
 	case errors.Is(err, ErrBusy), err == nil && r.mustWait(&w.prompt, now):
 		return fair.Kept
-	case err == nil && !must:
-		if missed := r.missedPrefix(&w.prompt, now); missed >= leastMissed {
-			if now.Sub(w.since) < prefixWorth*r.forecast.Compute(missed) {
-				return fair.Yield
-			}
-			return fair.Later
-		}
+	case err == nil && !must && r.want(w, now):
+		return r.yields(w, now)
 	}
 	result := waitResult{err: err}
 	if err != nil {
@@ -329,6 +325,7 @@ func (r *Router) lookUpAgain(w *waiter) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	w.prompt.matches, w.prompt.next = matches, 0
+	w.wants.until = time.Time{}
 	now := r.now()
 	if r.dispatch(now); r.fair != nil {
 		r.shedLate(w, now)

@@ -11,6 +11,7 @@ import (
 	"time"
 
 	"kvrouter/internal/fair"
+	"kvrouter/internal/testkit"
 )
 
 func TestTenantsAreParsed(t *testing.T) {
@@ -188,6 +189,23 @@ func TestAFloodOfTheSimulator(t *testing.T) {
 	}
 	if night, flood := reports["fair"][2], reports["fair"][0]; night.TTFT.Mean < flood.TTFT.Mean {
 		t.Errorf("class batch goes before the flood: %+v, %+v", night.TTFT, flood.TTFT)
+	}
+}
+
+// TestOneTenantLosesLittleInAFairQueue holds what docs/fairness.md says: where few long prefixes
+// are shared by most requests, waiting in the router keeps them where they are.
+func TestOneTenantLosesLittleInAFairQueue(t *testing.T) {
+	if testing.Short() || testkit.RaceDetector {
+		t.Skip("2 runs of a trace")
+	}
+	run := func(order string) *Report {
+		s := simulation(loadTraces(t)["synthetic"], "work", 256)
+		s.Engine.MaxSeqs, s.Routing.RouterQueuePolicy = 16, order
+		return mustRun(t, s)
+	}
+	none, fair := run("fcfs"), run("fair")
+	if fair.OutputPerSec < 0.99*none.OutputPerSec || fair.Reuse < 0.97*none.Reuse {
+		t.Errorf("%.0f tokens per second and a hit rate of %.3f, without a queue %.0f and %.3f", fair.OutputPerSec, fair.Reuse, none.OutputPerSec, none.Reuse)
 	}
 }
 

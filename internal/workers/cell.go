@@ -62,6 +62,7 @@ type cell struct {
 
 	stream  *cells.Stream
 	reports chan heard
+	opened  time.Time // when the stream was opened
 	heard   time.Time // of the last report
 	last    cells.State
 	info    cells.Info
@@ -132,7 +133,7 @@ func (c *cell) open(ctx context.Context) error {
 		stream.Ignore()
 	}
 	reports := make(chan heard)
-	c.stream, c.reports, c.heard = stream, reports, time.Now()
+	c.stream, c.reports, c.opened, c.heard = stream, reports, time.Now(), time.Now()
 	return nil
 }
 
@@ -197,6 +198,8 @@ func (c *cell) take(ctx context.Context, r cells.Report) error {
 			c.f.update(c.w, func(s *Status) { s.State, s.LastError = StateConnecting, "no worker of it is ready" })
 			return nil
 		case c.stream.Hello.Summary && !whole: // it comes behind the first report
+			return nil
+		case c.way.Shortest() == 0 && time.Since(c.opened) < cells.Silence: // it would seem to be here
 			return nil
 		}
 		return c.begin(ctx)

@@ -3,6 +3,7 @@
 package kubetest
 
 import (
+	"context"
 	"encoding/json"
 	"fmt"
 	"maps"
@@ -28,6 +29,7 @@ type Server struct {
 	t       testing.TB
 	Address string // host:port
 	server  *httptest.Server
+	end     context.CancelFunc // ends the watches of server, also those that begin later
 
 	mu       sync.Mutex // guards the rest
 	version  int
@@ -70,7 +72,9 @@ func (s *Server) Start() {
 	if err != nil {
 		s.t.Fatal(err)
 	}
-	s.server = &httptest.Server{Listener: listener, Config: &http.Server{Handler: s}}
+	ctx, end := context.WithCancel(context.Background())
+	s.end = end
+	s.server = &httptest.Server{Listener: listener, Config: &http.Server{Handler: s, BaseContext: func(net.Listener) context.Context { return ctx }}}
 	s.server.Start()
 }
 
@@ -79,7 +83,7 @@ func (s *Server) Stop() {
 	if s.server == nil {
 		return
 	}
-	s.EndWatches()
+	s.end()
 	s.server.CloseClientConnections()
 	s.server.Close()
 	s.server = nil

@@ -1,0 +1,95 @@
+package router
+
+import (
+	"time"
+
+	"kvrouter/internal/fair"
+	"kvrouter/internal/kv"
+	"kvrouter/internal/policy"
+)
+
+const (
+	// leastMissed is how many tokens fewer a full worker has to compute for which a request
+	// would rather wait.
+	leastMissed = 256
+	// prefixWorth is how many times as long as computing these tokens takes it lets other
+	// tenants go first for that: computing them delays all answers of a worker, too.
+	prefixWorth = 3
+	// mostWanted bounds the full workers that a request waits for.
+	mostWanted = 64
+	// lastMoment is how long before it would be too late a request with an objective gives up
+	// its prefix.
+	lastMoment = 5 * lookEvery
+)
+
+// wanted are the full workers that hold the prefix of a request in a fair queue, as it found them
+// when it last looked. It lets others go first until one of them has room.
+type wanted struct {
+	workers []kv.WorkerKey // none: it takes the next worker with room
+	missed  int            // tokens fewer that it would compute there than on any with room
+	until   time.Time      // when it looks again
+}
+
+// want notes which candidates without capacity w would rather wait for than go to one that has it,
+// and reports whether there are any.
+func (r *Router) want(w *waiter, now time.Time) bool {
+	p := &w.prompt
+	best, there := p.tokens, p.tokens
+	for i := range r.candidates {
+		c := &r.candidates[i]
+		uncached := r.uncached(p.tokens, c)
+		if best = min(best, uncached); uncached < there && r.hasCapacity(c, now) {
+			there = uncached
+		}
+	}
+	wants := &w.wants
+	wants.workers, wants.missed = wants.workers[:0], there-best
+	if wants.missed < leastMissed {
+		return false
+	}
+	pause := min(r.lookPause(), QueueRefresh)
+	if !p.Deadline.IsZero() {
+		switch left := p.Deadline.Sub(now) - r.forecast.Alone(there); {
+		case left < 0: // only its prefix can help
+		case left < lastMoment:
+			return false
+		default:
+			pause = min(pause, left-lastMoment)
+		}
+	}
+	wants.until = now.Add(pause)
+	for i := range r.candidates {
+		if c := &r.candidates[i]; len(wants.workers) < mostWanted && r.uncached(p.tokens, c) < best+leastMissed {
+			wants.workers = append(wants.workers, c.Target.Key)
+		}
+	}
+	return true
+}
+
+// stillWants reports whether w need not look again, because all workers that it wants are full.
+// To look costs as much as a decision, and this is asked of all that wait for each that goes.
+func (r *Router) stillWants(w *waiter, now time.Time) bool {
+	if len(w.wants.workers) == 0 || !now.Before(w.wants.until) {
+		return false
+	}
+	var c policy.Candidate
+	for _, key := range w.wants.workers {
+		at, up := r.target(key)
+		if !up || r.targets[at].Cordoned {
+			return false
+		}
+		c.Target, c.Load = &r.targets[at], r.targetLoads[at].asOf(now)
+		if r.hasCapacity(&c, now) {
+			return false
+		}
+	}
+	return true
+}
+
+// yields says whom w, which wants a full worker, lets go first.
+func (r *Router) yields(w *waiter, now time.Time) fair.Verdict {
+	if now.Sub(w.since) < prefixWorth*r.forecast.Compute(w.wants.missed) {
+		return fair.Yield
+	}
+	return fair.Later
+}
