@@ -49,7 +49,7 @@ var layers = []map[string]string{
 	},
 	{ // carrying
 		"replica": "events fair guard kv router zmq", "relay": "kv metrics radix web", "proxy": "jsonbody kv outlier policy router tracing web", "workers": "cells events fair guard kv metrics policy probe process radix summary web",
-		"mocker": "chat engine events jsonbody kv process tokens web zmq", "simulate": "engine fair hints jsonlines kv outlier policies policy radix router",
+		"mocker": "chat engine events jsonbody kv process tokens web zmq", "simulate": "cells engine fair hints jsonlines kv outlier policies policy radix router summary",
 		"vllm": "kv process", "sglang": "kv process", "discovery": "kv textfile",
 	},
 	{ // showing, offering

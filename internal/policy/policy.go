@@ -53,7 +53,10 @@ type Candidate struct {
 	// TreeBlocks is the number of the worker's blocks in the index, 0 for a worker
 	// without a match; counted only for policies that request it.
 	TreeBlocks int
-	Load       *Load // to be read only
+	// Network is the round trip to the worker; 0: the same to all candidates. A policy around
+	// this one sets it; that of a cell is in its Load.
+	Network time.Duration
+	Load    *Load // to be read only
 }
 
 // Pull is what a worker can have of a prompt from another one instead of computing it.

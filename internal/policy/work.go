@@ -48,8 +48,8 @@ import (
 //	         part of f·load of the adapter that is evicted for it; f times the wait for a
 //	         slot, and up to an eighth of f·load, less that part, by which each adapter
 //	         prefers a worker, see placement. load is learned from first tokens.
-//	network  of a cell, a router whose workers are below it: the round trip to it. Its
-//	         other terms are those of one of its workers that has an equal share of its
+//	network  the round trip, if that to the candidates differs: of a cell, a router whose
+//	         workers are below it. Its other terms are those of one of its workers that has an equal share of its
 //	         load, with the wait that it tells, see cellTerms.
 //	f        1 + ½·(mean duration)/(mean time to first token): minimizes
 //	         ln(mean duration) + ½·ln(mean time to first token). The ½ is a
@@ -316,8 +316,8 @@ type workTerms struct {
 
 	pull    float64
 	adapter float64 // not times f
-	network float64 // of a cell
-	far     bool    // it is one
+	network float64 // round trip
+	far     bool    // it has one
 	starts  float64 // until the first token, not times f
 	pulled  int     // tokens that it is expected to pull
 	sourced bool    // it could pull
@@ -408,6 +408,10 @@ func (p *Work) setTerms(t *workTerms, q *Query, c *Candidate, u *workUsual, pull
 	t.first, t.load, t.copy, t.pushed, t.starts = u.f*first, u.f*(load.delay()-load.pull), u.f*copied, u.f*pushed, starts
 	t.foreign = u.f * foreignWait(c.Load) * u.decoding
 	t.later = u.f * u.delayed * (own - copied) * (first + q.Backlog - own/2)
+	if network := milliseconds(c.Network); network > 0 {
+		t.starts += network
+		t.network, t.far = u.f*network, true
+	}
 	if load.pulled > 0 {
 		t.pull, t.pulled = u.f*(load.pull+p.evicted(load.pulled)), load.pulled
 	}

@@ -186,7 +186,7 @@ func (s *simulator) loadOverTime(last time.Duration) [][]int {
 }
 
 // writeReportsJSON writes one JSON object a line.
-func writeReportsJSON(out io.Writer, reports []*Report) error {
+func writeReportsJSON[R any](out io.Writer, reports []R) error {
 	encoder := json.NewEncoder(out)
 	for _, r := range reports {
 		if err := encoder.Encode(r); err != nil {

@@ -48,6 +48,7 @@ type Settings struct {
 	Shape        SyntheticSettings `embed:"" prefix:"synthetic-"`
 	Agents       AgenticSettings   `embed:"" prefix:"agentic-"`
 	GridSettings `embed:""`
+	CellSettings `embed:""`
 }
 
 // longestDelay is the longest that --event-lag and --round-trip may be, ms: an hour.
@@ -56,8 +57,12 @@ const longestDelay = 3_600_000.
 // Validate checks the settings; its errors name the flag.
 func (s Settings) Validate() error {
 	switch {
+	case s.Cells != 0:
+		return s.validateCells()
+	case s.RTTMatrix != "":
+		return errors.New("--rtt-matrix is that of --cells N: give both or neither")
 	case (s.Trace == "") == (s.Synthetic == "") && s.Grid == "":
-		return errors.New("give either --trace FILE, such as testdata/traces/conversation_trace.jsonl.gz, --synthetic chat or agentic, or --grid FILE")
+		return errors.New("give either --trace FILE, such as testdata/traces/conversation_trace.jsonl.gz, --synthetic chat or agentic, --grid FILE, or --cells N")
 	case s.Concurrency < 0 || !(s.Speedup >= 0):
 		return errors.New("--concurrency and --speedup cannot be negative")
 	case !(s.EventLag >= 0 && s.EventLag <= longestDelay && s.RoundTrip >= 0 && s.RoundTrip <= longestDelay):
@@ -231,8 +236,11 @@ func (s Settings) Run(base Simulation, policies []string, out, progress *os.File
 	base.Way = time.Duration(s.RoundTrip / 2 * float64(time.Millisecond))
 	base.Routers, base.UntoldCache, base.Priority, base.Faults = s.Routers, s.UntoldCache, s.PrioritySettings, s.Faults
 	base.UnpublishedTiers, base.WithoutPulls, base.UntoldAdapters = !s.TierEvents, !s.Pulls, s.UntoldAdapters
-	if s.Grid != "" {
+	switch {
+	case s.Grid != "":
 		return s.runGrid(base, out, progress)
+	case s.Cells > 0:
+		return s.runCells(base, policies, out, progress)
 	}
 	base.Routing.Charging = chargings[s.TenantCost]
 	source, requests, torn, err := s.requests(base.Seed, base.Engine)

@@ -27,8 +27,9 @@ type Book struct {
 
 	// books guards the rest; it is taken before mu.
 	books  sync.Mutex
-	spare  []operation // memory for pending
-	held   table.Table // hash -> 2·count, and 1 more if it is in the filter
+	random func() uint64 // of filters and their epochs
+	spare  []operation   // memory for pending
+	held   table.Table   // hash -> 2·count, and 1 more if it is in the filter
 	filter *filter
 	left   int      // hashes that are not in the filter: it is as large as it may be
 	told   []uint64 // buckets as of the last message
@@ -47,9 +48,13 @@ type operation struct {
 }
 
 // NewBook returns an empty book.
-func NewBook() *Book {
-	b := &Book{held: table.Table{Seed: rand.Uint64()}}
-	b.use(newFilter(rand.Uint64(), minBits, nil))
+func NewBook() *Book { return NewBookFrom(rand.Uint64) }
+
+// NewBookFrom is NewBook with the source of its random numbers, for runs that are repeated. Who
+// can guess them can choose hashes that collide.
+func NewBookFrom(random func() uint64) *Book {
+	b := &Book{random: random, held: table.Table{Seed: random()}}
+	b.use(newFilter(random(), minBits, nil))
 	return b
 }
 
@@ -129,7 +134,7 @@ func (b *Book) drop(hash uint64) {
 // be.
 func (b *Book) grow() (ok bool) {
 	for size := bitsOf(len(b.filter.buckets)) + 1; size <= MaxBits; size++ {
-		larger := newFilter(rand.Uint64(), size, func(uint32) {})
+		larger := newFilter(b.random(), size, func(uint32) {})
 		var outside []uint64
 		fits := true
 		b.held.Each(func(hash uint64, _, state uint32) bool {
@@ -159,7 +164,7 @@ func bitsOf(buckets int) int { return bits.TrailingZeros(uint(buckets)) }
 func (b *Book) use(f *filter) {
 	b.filter, b.told = f, slices.Clone(f.buckets)
 	b.dirty, b.marked, b.cursor = make([]uint64, len(f.buckets)/64), nil, 0
-	b.at = Position{Epoch: rand.Uint64()}
+	b.at = Position{Epoch: b.random()}
 	b.log, b.logged = nil, 0
 	f.changed = b.mark
 }
