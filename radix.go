@@ -90,5 +90,6 @@ func (r *app) tellState() cells.State {
 	_, draining := r.api.Ready()
 	return cells.State{
 		Ready: up && !draining && r.router.Schedulable() > 0, Workers: sum.Workers, Waits: cells.Waits(waits), Running: sum.Running, Waiting: sum.Waiting, Usage: sum.Usage, Blocks: sum.Blocks,
+		Context: sum.Context,
 	}
 }

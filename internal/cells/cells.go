@@ -45,6 +45,7 @@ const (
 	maxNames  = 512       // models, adapters or routers: together less than maxJSON
 	maxName   = 128       // bytes of one
 	maxBlocks = 1 << 40   // of all its workers
+	maxTokens = 1 << 40   // of all its requests
 	maxWait   = time.Hour
 )
 
@@ -79,6 +80,7 @@ type State struct {
 	Waiting int        `json:"waiting"`
 	Usage   float64    `json:"kv_usage"`
 	Blocks  int        `json:"blocks"`
+	Context int        `json:"context"` // prompt tokens of the requests that decode
 }
 
 // Waits returns the waits of a State.
@@ -91,7 +93,7 @@ func Waits(waits [len(fair.Classes)]time.Duration) (ms [len(fair.Classes)]float6
 
 // Report returns the state for policies. at is when it came.
 func (s *State) Report(at time.Time, network time.Duration) policy.CellReport {
-	r := policy.CellReport{Workers: max(1, s.Workers), Network: network, Load: policy.Published{Running: s.Running, Waiting: s.Waiting, KVUsage: s.Usage, At: at}}
+	r := policy.CellReport{Workers: max(1, s.Workers), Network: network, Context: s.Context, Load: policy.Published{Running: s.Running, Waiting: s.Waiting, KVUsage: s.Usage, At: at}}
 	for i, ms := range s.Waits {
 		r.Waits[i] = time.Duration(ms * float64(time.Millisecond))
 	}
@@ -105,6 +107,7 @@ func (s *State) clamp() {
 	within(&s.Running, kv.MaxTokens)
 	within(&s.Waiting, kv.MaxTokens)
 	within(&s.Blocks, maxBlocks)
+	within(&s.Context, maxTokens)
 	real := func(f *float64, most float64) {
 		if !(*f >= 0) { // NaN too
 			*f = 0

@@ -201,9 +201,9 @@ func TestRoutersThatCannotBeFollowed(t *testing.T) {
 }
 
 func TestForeignNumbersAndListsAreBounded(t *testing.T) {
-	s := State{Workers: -1, Running: math.MaxInt, Waiting: -5, Usage: math.NaN(), Blocks: math.MaxInt, Waits: [3]float64{math.Inf(1), -1, math.NaN()}}
+	s := State{Workers: -1, Running: math.MaxInt, Waiting: -5, Usage: math.NaN(), Blocks: math.MaxInt, Context: math.MaxInt, Waits: [3]float64{math.Inf(1), -1, math.NaN()}}
 	s.clamp()
-	if s.Workers != 0 || s.Running != kv.MaxTokens || s.Waiting != 0 || s.Usage != 0 || s.Blocks != maxBlocks || s.Waits != [3]float64{float64(maxWait / time.Millisecond), 0, 0} {
+	if s.Workers != 0 || s.Running != kv.MaxTokens || s.Waiting != 0 || s.Usage != 0 || s.Blocks != maxBlocks || s.Context != maxTokens || s.Waits != [3]float64{float64(maxWait / time.Millisecond), 0, 0} {
 		t.Errorf("%+v", s)
 	}
 	if r := s.Report(time.Now(), 0); r.Workers != 1 || r.Waits[0] != maxWait {

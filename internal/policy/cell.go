@@ -12,6 +12,7 @@ type CellReport struct {
 	Workers int                              // ranks that are up, at least 1
 	Waits   [len(fair.Classes)]time.Duration // predicted delay of a new request's first token, compared to an idle worker, by class
 	Network time.Duration                    // measured: of a round trip
+	Context int                              // Load.Context of all its workers together
 	Load    Published
 }
 
@@ -24,6 +25,8 @@ type Cell struct {
 	CellReport
 	finds runningMean // share of the told overlap that its worker had
 	late  runningMean // by how much first tokens came later than they would by what it tells, ms
+
+	lateSquares runningMean // of the same, squared
 }
 
 const (
@@ -37,16 +40,33 @@ const (
 )
 
 // Late learns from a first token: by how much it came later than FirstToken said, which knew of
-// what had been late before.
+// Lateness.
 func (c *Cell) Late(by time.Duration) {
-	if c != nil {
-		c.late.count = min(c.late.count, cellLate-1)
-		c.late.add(min(max(c.late.Value+milliseconds(by), 0), mostLate))
+	if c == nil {
+		return
 	}
+	late := min(max(c.lateness()+milliseconds(by), -mostLate), mostLate)
+	c.late.count = min(c.late.count, cellLate-1)
+	c.late.add(late)
+	c.lateSquares.count = c.late.count - 1
+	c.lateSquares.add(late * late)
 }
 
-// Lateness returns by how much first tokens came later than by what the cell tells.
-func (c *Cell) Lateness() time.Duration { return duration(c.late.Value) }
+// Lateness returns by how much first tokens come later than by what the cell tells: two standard
+// errors below their mean, so that chance does not count.
+func (c *Cell) Lateness() time.Duration { return duration(c.lateness()) }
+
+func (c *Cell) lateness() float64 {
+	if c.late.count == 0 {
+		return 0
+	}
+	return max(0, c.late.Value-2*c.lateSpread()/math.Sqrt(float64(c.late.count)))
+}
+
+// lateSpread is the standard deviation of what Late was told, ms.
+func (c *Cell) lateSpread() float64 {
+	return math.Sqrt(max(0, c.lateSquares.Value-c.late.Value*c.late.Value))
+}
 
 // Found learns from a decision of the cell: how many tokens of a prompt its worker had, and how
 // many a worker of the cell was told to have.
@@ -76,7 +96,8 @@ func (l *Load) width() float64 {
 // cellWait predicts how long a request of that class waits in a cell, ms: what it told, less the
 // time since then, and the prompts that it did not have then, shared out over its workers: those
 // that were sent later than a round trip before its report came. What is known to be late counts,
-// too: in the mean of late, and of the prompts that wait now, whose first tokens are due.
+// too: as Lateness, and of the prompts that wait now, whose first tokens are due by more than two
+// standard deviations.
 func (p *Work) cellWait(now time.Time, load *Load, class fair.Class) float64 {
 	cell, sent := load.Cell, 0
 	unseen := cell.Load.At.Add(-cell.Network)
@@ -84,12 +105,12 @@ func (p *Work) cellWait(now time.Time, load *Load, class fair.Class) float64 {
 		sent += load.Prefills[i].Tokens
 	}
 	told := milliseconds(cell.Waits[class.Place()])
-	wait := max(0, told-milliseconds(now.Sub(cell.Load.At))) + p.Timing.Prefill(sent)/load.width() + cell.late.Value
-	due, waiting := 0.0, 0
+	wait := max(0, told-milliseconds(now.Sub(cell.Load.At))) + p.Timing.Prefill(sent)/load.width() + cell.lateness()
+	due, waiting, chance := 0.0, 0, 2*cell.lateSpread()
 	for i := range load.Prefills[:min(len(load.Prefills), cellLooks)] {
 		if prefill := &load.Prefills[i]; !prefill.AnsweredWhole {
 			waiting++
-			due += max(0, milliseconds(now.Sub(prefill.Sent)-cell.Network-p.Alone(prefill.Tokens)))
+			due += max(0, milliseconds(now.Sub(prefill.Sent)-cell.Network-p.Alone(prefill.Tokens))-chance)
 		}
 	}
 	return max(wait, due/float64(max(1, waiting)))
@@ -103,7 +124,7 @@ func (p *Work) cellTerms(t *workTerms, q *Query, c *Candidate, u *workUsual) {
 	uncached := max(1, q.Tokens-cached*q.BlockSize)
 	own := p.Timing.Prefill(uncached)
 	copied := min(own, p.Timing.Prefill(q.BlockSize)*p.reuse.others(cached))
-	context := float64(load.ContextTokens+load.AwaitedTokens) / width
+	context := float64(load.Context()) / width
 	first := p.cellWait(q.Now, load, q.Class) + milliseconds(p.Alone(uncached)) + p.Timing.Decoding(int(context))/2
 	network := milliseconds(load.Cell.Network)
 	t.first, t.copy, t.starts = u.f*first, u.f*copied, first+network

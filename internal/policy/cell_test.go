@@ -28,6 +28,8 @@ func TestWorkWeighsCells(t *testing.T) {
 	for range cellLate {
 		tardy.Cell.Late(500 * ms)
 	}
+	crowded := cellLoad(4, 0, 0, Load{})
+	crowded.Cell.Context = 4 * 100_000
 	tests := []struct {
 		name string
 		pool *pool
@@ -44,6 +46,7 @@ func TestWorkWeighsCells(t *testing.T) {
 		{"what was under way then counts", new(pool).add(0, cellLoad(2, 0, 10*ms, waiting(2*ms, 6400, 6400))).add(0, cellLoad(2, 0, 20*ms, Load{})), 1},
 		{"a cell whose first tokens come late loses", new(pool).add(50, tardy).add(0, cellLoad(4, 0, 0, Load{})), 1},
 		{"a cell whose first tokens are due loses", new(pool).add(50, cellLoad(4, 0, 0, waiting(2*time.Second, 640, 640))).add(0, cellLoad(4, 0, 0, Load{})), 1},
+		{"what others decode in a cell counts", new(pool).add(0, crowded).add(0, cellLoad(4, 0, 0, Load{})), 1},
 		{"an idle worker beside a cell far away wins", new(pool).add(0, cellLoad(4, 0, 30*ms, Load{})).add(0, Load{}), 1},
 		{"a busy worker loses against a cell", new(pool).add(0, cellLoad(4, 0, 10*ms, Load{})).add(0, waiting(0, 9000, 9000)), 0},
 		{"an overlap that is seldom found weighs little", new(pool).add(50, half).add(30, cellLoad(4, 0, 0, Load{})), 1},
@@ -143,6 +146,47 @@ func TestATooShortWaitIsBelievedForSomeRequests(t *testing.T) {
 	}
 	var none *Cell
 	none.Late(time.Second) // a worker
+}
+
+// TestChanceIsNotLate: first tokens come as often early as late, by as much.
+func TestChanceIsNotLate(t *testing.T) {
+	load := cellLoad(4, 0, 0, Load{})
+	p, q := NewWork(), &Query{Now: testNow, Tokens: 640, BlockSize: 64}
+	random := rand.New(rand.NewPCG(1, 2))
+	sum, most := time.Duration(0), time.Duration(0)
+	for range 1000 {
+		first := p.FirstToken(q, &Candidate{Load: &load}) - load.Cell.Lateness()
+		load.Cell.Late(time.Duration(random.NormFloat64()*100)*time.Millisecond + first - p.FirstToken(q, &Candidate{Load: &load}))
+		sum, most = sum+load.Cell.Lateness(), max(most, load.Cell.Lateness())
+	}
+	if mean := sum / 1000; mean > 3*time.Millisecond || most > 60*time.Millisecond {
+		t.Errorf("late by %v, at most by %v", mean, most)
+	}
+	due := cellLoad(4, 0, 0, waiting(150*time.Millisecond, 64))
+	due.Cell.late, due.Cell.lateSquares = load.Cell.late, load.Cell.lateSquares
+	if wait := p.cellWait(testNow, &due, 0); wait > 10 {
+		t.Errorf("waits %v ms because one prompt is due", wait)
+	}
+}
+
+// TestACopyInACellIsThatOfOneWorker: a cell of many workers, of which one has a new copy.
+func TestACopyInACellIsThatOfOneWorker(t *testing.T) {
+	copied := func(loads ...Load) float64 {
+		p, pool := NewWork(), new(pool)
+		for _, l := range loads {
+			pool.add(0, l)
+		}
+		query := Query{Now: testNow, Tokens: 640, BlockSize: 64, Sequence: []uint64{1, 2, 3, 4, 5, 6, 7, 8, 9, 10}}
+		random := rand.New(rand.NewPCG(1, 2))
+		for range 8 {
+			p.Choose(query, pool.candidates, random)
+		}
+		return p.reuse.others(0)
+	}
+	cells, workers := copied(cellLoad(4, 0, 0, Load{}), cellLoad(4, 0, 0, Load{})), copied(make([]Load, 8)...)
+	if cells != workers {
+		t.Errorf("others use %v blocks of a copy in two cells of 4 workers, %v of one on 8 workers", cells, workers)
+	}
 }
 
 func TestOutcomesOfCellsAreThoseOfOneWorker(t *testing.T) {

@@ -64,7 +64,7 @@ func (p *Work) TokenTime(q *Query, c *Candidate) time.Duration {
 	if p.stretch.count > 0 {
 		stretch = p.stretch.Value
 	}
-	return duration(stretch * p.Timing.Decoding(int(float64(c.Load.ContextTokens+c.Load.AwaitedTokens)/c.Load.width())+max(1, q.Tokens)))
+	return duration(stretch * p.Timing.Decoding(int(float64(c.Load.Context())/c.Load.width())+max(1, q.Tokens)))
 }
 
 // mostStretch bounds what one answer says of stretch.

@@ -50,6 +50,16 @@ type Prefill struct {
 // requests is how many are on the worker, from all routers.
 func (l Load) requests() int { return l.InFlight + l.Foreign }
 
+// Context returns the prompt tokens of the requests that decode on the worker, or will without
+// computing them: those that this router knows of, and of a cell at least those that it tells.
+func (l *Load) Context() int {
+	own := l.ContextTokens + l.AwaitedTokens
+	if l.Cell != nil {
+		return max(own, l.Cell.Context)
+	}
+	return own
+}
+
 // QueueLength returns the number of requests waiting on the worker: its published
 // queue plus the requests sent since then. For a worker that publishes nothing it
 // returns InFlight.

@@ -135,7 +135,7 @@ func (p *Work) Choose(q Query, candidates []Candidate, random *rand.Rand) int {
 	learns := computes && !q.DryRun && !q.Retry
 	all := p.survey(&q, candidates)
 	if computes {
-		p.reuse.look(q.Sequence, float64(len(candidates))/all.routers(), learns)
+		p.reuse.look(q.Sequence, all.workers/all.routers(), learns)
 	}
 	if learns {
 		p.arrive(q, all)
@@ -181,6 +181,7 @@ func (p *Work) Choose(q Query, candidates []Candidate, random *rand.Rand) int {
 // fit in the processor's cache.
 type survey struct {
 	candidates   int
+	workers      float64 // those of cells included
 	ours, others int     // requests in flight from this router, and from others
 	cache        float64 // tokens that the caches hold
 	computing    float64 // candidates with prompts to compute; of a cell, the share of its workers
@@ -194,12 +195,13 @@ func (p *Work) survey(q *Query, candidates []Candidate) survey {
 	for i := range candidates {
 		c := &candidates[i]
 		load := c.Load
+		all.workers += load.width()
 		all.ours += load.InFlight - load.Remote
 		all.others += load.Foreign + load.Remote
 		if told := c.Target.TotalBlocks * q.BlockSize; told > 0 {
 			all.cache += float64(told)
 		} else {
-			all.cache += workUntoldCache
+			all.cache += load.width() * workUntoldCache
 		}
 		all.parts = all.parts || c.Held > c.Overlap
 		all.pulls = all.pulls || c.Pull.Blocks > 0
@@ -423,7 +425,7 @@ func (p *Work) setTerms(t *workTerms, q *Query, c *Candidate, u *workUsual, pull
 	}
 	if q.Leg != kv.LegPrefill {
 		n := float64(c.Load.requests())
-		t.decode = u.output * p.Timing.context * float64(c.Load.ContextTokens+c.Load.AwaitedTokens)
+		t.decode = u.output * p.Timing.context * float64(c.Load.Context())
 		t.others = n * (own - copied + p.Timing.Pass*float64(begun))
 		t.slower = n * u.output / 2 * p.Timing.context * float64(max(1, q.Tokens))
 	}

@@ -111,6 +111,7 @@ type Sum struct {
 	Waiting int     // in the engines' queues and in the router's
 	Usage   float64 // mean share of their KV caches in use, as published
 	Blocks  int     // of their KV caches, as far as known
+	Context int     // policy.Load.Context of all, tokens
 }
 
 // Sum sums up the load of the workers that take whole requests or prompts.
@@ -129,6 +130,7 @@ func (r *Router) Sum() (s Sum) {
 		}
 		s.Workers += workers
 		s.Blocks += t.TotalBlocks
+		s.Context += load.Context()
 		waiting := 0
 		if load.Fresh {
 			waiting = load.Waiting

@@ -104,9 +104,9 @@ func TestARouterSumsUpItsWorkers(t *testing.T) {
 	r := newCells(t, 1)
 	r.Up(kv.Target{Key: kv.WorkerKey{Worker: 7}, URL: "http://worker", Models: []string{"m"}, TotalBlocks: 100})
 	cell := report(4, 30*time.Millisecond)
-	cell.Load.Running, cell.Load.Waiting, cell.Load.KVUsage = 9, 3, 0.5
+	cell.Load.Running, cell.Load.Waiting, cell.Load.KVUsage, cell.Context = 9, 3, 0.5, 700
 	r.ShowCell(kv.WorkerKey{}, cell, viewOf(t))
-	if s := r.Sum(); s != (Sum{Workers: 5, Running: 9, Waiting: 3, Usage: 0.4, Blocks: 100}) {
+	if s := r.Sum(); s != (Sum{Workers: 5, Running: 9, Waiting: 3, Usage: 0.4, Blocks: 100, Context: 700}) {
 		t.Errorf("%+v", s)
 	}
 	waits, up := r.Waits()

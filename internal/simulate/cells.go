@@ -276,7 +276,7 @@ func (s *cellRun) summaryReport() *SummaryReport {
 func (c *site) state() cells.State {
 	sum := c.router.Sum()
 	waits, up := c.router.Waits()
-	return cells.State{Ready: up, Workers: sum.Workers, Waits: cells.Waits(waits), Running: sum.Running, Waiting: sum.Waiting, Usage: sum.Usage, Blocks: sum.Blocks}
+	return cells.State{Ready: up, Workers: sum.Workers, Waits: cells.Waits(waits), Running: sum.Running, Waiting: sum.Waiting, Usage: sum.Usage, Blocks: sum.Blocks, Context: sum.Context}
 }
 
 // newRouter returns a router with the settings of the run.
