@@ -97,7 +97,8 @@ func (l *Load) width() float64 {
 // time since then, and the prompts that it did not have then, shared out over its workers: those
 // that were sent later than a round trip before its report came. What is known to be late counts,
 // too: as Lateness, and of the prompts that wait now, whose first tokens are due by more than two
-// standard deviations.
+// standard deviations. A cell that gives other first tokens meanwhile owes none: those that it has
+// not given are the late ones.
 func (p *Work) cellWait(now time.Time, load *Load, class fair.Class) float64 {
 	cell, sent := load.Cell, 0
 	unseen := cell.Load.At.Add(-cell.Network)
@@ -110,7 +111,11 @@ func (p *Work) cellWait(now time.Time, load *Load, class fair.Class) float64 {
 	for i := range load.Prefills[:min(len(load.Prefills), cellLooks)] {
 		if prefill := &load.Prefills[i]; !prefill.AnsweredWhole {
 			waiting++
-			due += max(0, milliseconds(now.Sub(prefill.Sent)-cell.Network-p.Alone(prefill.Tokens))-chance)
+			since := prefill.Sent
+			if load.FirstToken.After(since) {
+				since = load.FirstToken
+			}
+			due += max(0, milliseconds(now.Sub(since)-cell.Network-p.Alone(prefill.Tokens))-chance)
 		}
 	}
 	return max(wait, due/float64(max(1, waiting)))

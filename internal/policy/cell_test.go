@@ -30,6 +30,8 @@ func TestWorkWeighsCells(t *testing.T) {
 	}
 	crowded := cellLoad(4, 0, 0, Load{})
 	crowded.Cell.Context = 4 * 100_000
+	answering := cellLoad(4, 0, 0, waiting(2*time.Second, 640, 640))
+	answering.FirstToken = testNow.Add(-ms)
 	tests := []struct {
 		name string
 		pool *pool
@@ -47,6 +49,7 @@ func TestWorkWeighsCells(t *testing.T) {
 		{"a cell whose first tokens come late loses", new(pool).add(50, tardy).add(0, cellLoad(4, 0, 0, Load{})), 1},
 		{"a cell whose first tokens are due loses", new(pool).add(50, cellLoad(4, 0, 0, waiting(2*time.Second, 640, 640))).add(0, cellLoad(4, 0, 0, Load{})), 1},
 		{"what others decode in a cell counts", new(pool).add(0, crowded).add(0, cellLoad(4, 0, 0, Load{})), 1},
+		{"a cell that gives first tokens owes none", new(pool).add(50, answering).add(0, cellLoad(4, 0, 0, Load{})), 0},
 		{"an idle worker beside a cell far away wins", new(pool).add(0, cellLoad(4, 0, 30*ms, Load{})).add(0, Load{}), 1},
 		{"a busy worker loses against a cell", new(pool).add(0, cellLoad(4, 0, 10*ms, Load{})).add(0, waiting(0, 9000, 9000)), 0},
 		{"an overlap that is seldom found weighs little", new(pool).add(50, half).add(30, cellLoad(4, 0, 0, Load{})), 1},

@@ -69,7 +69,7 @@ func parseRegions(from io.Reader) (regions []region, err error) {
 		}
 	}
 	if len(regions) == 0 {
-		return nil, errors.New("it has no regions; a line is NAME HOURS MS MS ...")
+		return nil, errors.New("it has no regions; a line is a name, hours ahead of UTC, and the ms to each region")
 	}
 	for _, r := range regions {
 		if len(r.rtts) != len(regions) {
@@ -81,7 +81,7 @@ func parseRegions(from io.Reader) (regions []region, err error) {
 
 func parseRegion(fields []string) (r region, err error) {
 	if len(fields) < 3 {
-		return r, fmt.Errorf("%d fields; a line is NAME HOURS MS MS ...", len(fields))
+		return r, fmt.Errorf("%d fields; a line is a name, hours ahead of UTC, and the ms to each region", len(fields))
 	}
 	r.name = fields[0]
 	if r.offset, err = strconv.ParseFloat(fields[1], 64); err != nil || !(math.Abs(r.offset) <= maxOffset) {
