@@ -139,6 +139,9 @@ type Options struct {
 	OnLag func(time.Duration)
 	// Peers have events that the worker cannot replay; nil: no peers.
 	Peers *Peers
+	// Rarer returns how many times longer a connection may be silent, from its third check
+	// on, before the replay endpoint is asked, because of all others; nil: as long.
+	Rarer func() int
 	// Edges counts the panics of event parsers; nil: not counted.
 	Edges *guard.Edges
 	// Dial connects to the worker's sockets; nil: over the network.
@@ -270,7 +273,11 @@ func (s *Stream) follow(ctx context.Context, conn *zmq.Conn) error {
 	}
 	level, heard := 0, time.Now()
 	for {
-		due := heard.Add(s.Timing.Quiet[level])
+		quiet := s.Timing.Quiet[level]
+		if level == len(s.Timing.Quiet)-1 && s.Rarer != nil {
+			quiet *= time.Duration(s.Rarer())
+		}
+		due := heard.Add(quiet)
 		retry := s.resync && s.replayAt != ""
 		if retry && s.retryAt.Before(due) {
 			due = s.retryAt

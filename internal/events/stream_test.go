@@ -5,6 +5,7 @@ import (
 	"log/slog"
 	"net"
 	"strings"
+	"sync/atomic"
 	"testing"
 	"time"
 
@@ -170,6 +171,26 @@ func TestEventStreamFindsWhatASilentConnectionMissed(t *testing.T) {
 	f.Holds(t, 1, 2, 2)
 	f.Reaches(t, map[string]uint64{"reconnects": 1})
 	f.Has(t, map[string]uint64{"gaps": 0, "restarts": 0, "cold": 0})
+}
+
+func TestEventStreamOfManyIsCheckedMoreRarely(t *testing.T) {
+	p := testkit.NewFakePublisher(t)
+	var many atomic.Int64
+	many.Store(int64(time.Hour / time.Millisecond))
+	f := eventstest.Follow(t, eventstest.SourceOf(p), func(s *events.Stream) {
+		s.Timing.Quiet = [3]time.Duration{time.Millisecond, time.Millisecond, time.Millisecond}
+		s.Rarer = func() int { return int(many.Load()) }
+	})
+	f.Subscribed(t, p)
+	p.Batch(false, testkit.StoredEvent(1, 0, 1))
+	f.Holds(t, 1, 1, 1)
+	f.Reaches(t, map[string]uint64{"replays": 2}) // after connecting, and after the last message
+	p.Batch(true, testkit.StoredEvent(1, 1, 2))
+	many.Store(1)
+	p.Batch(false, testkit.StoredEvent(1, 2, 3)) // wakes it
+	f.Holds(t, 1, 3, 3)
+	before := f.Stats().Replays.Load()
+	f.Reaches(t, map[string]uint64{"replays": before + 3})
 }
 
 func TestEventStreamNoticesANewPublisher(t *testing.T) {

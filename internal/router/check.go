@@ -2,6 +2,7 @@ package router
 
 import (
 	"fmt"
+	"maps"
 	"math"
 	"slices"
 
@@ -37,6 +38,7 @@ func (r *Router) Check() error {
 	named := 0
 	charged := 0
 	served := map[kv.WorkerKey]int{}
+	own := map[uint64]int{}
 	for b := l.oldest; b != nil; last, b = b, b.newer {
 		switch {
 		case b.ended.Load():
@@ -61,6 +63,9 @@ func (r *Router) Check() error {
 			served[b.pull.From] += b.pull.Tokens
 		}
 		c.inFlight++
+		if !b.remote {
+			own[b.worker.Worker]++
+		}
 		c.output += b.outputWeight
 		switch {
 		case b.computed:
@@ -74,6 +79,9 @@ func (r *Router) Check() error {
 		for _, h := range b.sequence {
 			c.requests[h]++
 		}
+	}
+	if !maps.Equal(own, l.own) {
+		return fmt.Errorf("%v requests of this router are in flight by worker, %v are counted", own, l.own)
 	}
 	if last != l.newest || named != len(l.byID) {
 		return fmt.Errorf("the list ends at %p, not %p; %d of %d named bookings are in it", last, l.newest, named, len(l.byID))

@@ -113,10 +113,5 @@ func (r *Router) isCordoned(worker uint64) bool {
 func (r *Router) Working(worker uint64) bool {
 	r.mu.Lock()
 	defer r.mu.Unlock()
-	for w, load := range r.loads.byWorker {
-		if w.Worker == worker && load.InFlight > load.Remote {
-			return true
-		}
-	}
-	return false
+	return r.loads.own[worker] > 0
 }

@@ -17,6 +17,7 @@ const loadFreshFor = 10 * time.Second
 // Router, guards it.
 type loads struct {
 	byWorker map[kv.WorkerKey]*workerLoad
+	own      map[uint64]int // in-flight requests of this router on all ranks of a worker, without zeros
 	active   activeBlocks
 	shared   []int32  // by worker number, of the prompt that snapshot was asked about last
 	unused   []uint32 // numbers of workers that are gone
@@ -124,7 +125,7 @@ func (t tally) since(before tally, d time.Duration) policy.Meanwhile {
 
 // newLoads returns an empty table.
 func newLoads() *loads {
-	return &loads{byWorker: map[kv.WorkerKey]*workerLoad{}, byID: map[string]*Booking{}, active: newActiveBlocks()}
+	return &loads{byWorker: map[kv.WorkerKey]*workerLoad{}, own: map[uint64]int{}, byID: map[string]*Booking{}, active: newActiveBlocks()}
 }
 
 // publish takes over what worker w reports of itself. Requests in its engine are foreign
@@ -163,6 +164,8 @@ func (l *loads) begin(b *Booking, now time.Time) {
 	}
 	if b.remote {
 		load.Remote++
+	} else {
+		l.own[b.worker.Worker]++
 	}
 	load.peak(now)
 	if b.leg == kv.LegDecode {
@@ -263,6 +266,8 @@ func (l *loads) end(b *Booking, now time.Time) {
 	}
 	if b.remote {
 		load.Remote--
+	} else if l.own[b.worker.Worker]--; l.own[b.worker.Worker] == 0 {
+		delete(l.own, b.worker.Worker)
 	}
 	load.ContextTokens -= b.prompt
 	if load.output -= b.outputWeight; load.InFlight == 0 {

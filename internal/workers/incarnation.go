@@ -129,7 +129,7 @@ func (in *incarnation) followEvents(source events.Source) {
 	source.Seeded = in.index.Blocks(source.Worker) > 0 // only a peer's dump can be there already
 	stream := events.NewStream(source, in.index, events.Options{
 		OnLag: func(d time.Duration) { in.f.listener.EventLag(source.Worker, d) },
-		Peers: in.f.deps.Peers, Edges: in.f.deps.Edges,
+		Peers: in.f.deps.Peers, Rarer: in.f.times, Edges: in.f.deps.Edges,
 	}, in.w.logger(in.f.log))
 	if in.blockSize == in.f.cfg.BlockSize { // a snapshot has blocks of one size
 		in.f.snapshot.Resume(stream)
