@@ -289,13 +289,13 @@ func BenchmarkPage(b *testing.B) {
 				for i := range n {
 					ids = append(ids, uint64(i))
 				}
-				set, counts := routertest.Models(rt), new(events.Stats).Counts()
+				set, stats := routertest.Models(rt), new(events.Stats)
 				shown := func() map[uint64]bool { return set.Busiest(ids, limit) }
 				m := New(Deps{Fleet: func() []uint64 { return ids }, Workers: limit})
 				m.Register(models.NewCollector(set, shown), workers.NewCollector(nil, func() (list []workers.Sample) {
 					for _, id := range ids {
 						key := kv.WorkerKey{Worker: id}
-						list = append(list, workers.Sample{Worker: key, URL: "http://w", Models: []string{"m"}, Up: true, Blocks: set.Blocks(key), Load: set.LoadOf(key), EventCount: counts})
+						list = append(list, workers.Sample{Worker: key, URL: "http://w", Models: []string{"m"}, Up: true, Blocks: set.Blocks(key), Load: set.LoadOf(key), Events: stats})
 					}
 					return list
 				}, shown))

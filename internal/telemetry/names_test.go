@@ -9,6 +9,7 @@ import (
 	"testing"
 	"time"
 
+	"kvrouter/internal/events"
 	"kvrouter/internal/kv"
 	"kvrouter/internal/models"
 	"kvrouter/internal/proxy"
@@ -20,8 +21,15 @@ import (
 
 func TestMetricsHaveDynamosNames(t *testing.T) {
 	metrics := New(Deps{})
+	var stats events.Stats
+	stats.Stored.Store(9)
+	stats.UnknownParent.Store(2)
+	stats.InvalidStored.Store(1)
+	stats.Removed.Store(7)
+	stats.RemovedIncomplete.Store(3)
+	stats.Cleared.Store(4)
 	samples := func() []workers.Sample {
-		return []workers.Sample{{Worker: kv.WorkerKey{Worker: 1, Rank: 2}, EventCount: map[string]uint64{"stored": 9, "unknown_parent": 2, "invalid_stored": 1, "removed": 7, "removed_incomplete": 3, "cleared": 4}}}
+		return []workers.Sample{{Worker: kv.WorkerKey{Worker: 1, Rank: 2}, Events: &stats}}
 	}
 	rt := routertest.New(t, "kv", 2)
 	metrics.Register(workers.NewCollector(nil, samples, nil), models.NewCollector(routertest.Models(rt), nil))

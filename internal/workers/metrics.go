@@ -128,10 +128,10 @@ func NewCollector(names *kv.Names, samples func() []Sample, own func() map[uint6
 					out.Show(adapters, float64(n), append(rank, policy.AdapterStates[state])...)
 				}
 			}
-			n := s.EventCount
-			if n == nil {
+			if s.Events == nil {
 				continue
 			}
+			n := s.Events.Counts()
 			showAll(followed)
 			for kind, count := range n {
 				out.Show(events, float64(count), append(rank, kind)...)
@@ -143,10 +143,19 @@ func NewCollector(names *kv.Names, samples func() []Sample, own func() map[uint6
 					}
 				}
 			}
-			for _, c := range s.LowerCount {
-				out.Show(lowerEvents, float64(c.Count), append(rank, c.Tier.String(), c.Kind)...)
+			tiered := false
+			for _, tier := range kv.LowerTiers {
+				n := &s.Events.Lower[tier]
+				stored, removed, unknown := n.Stored.Load(), n.Removed.Load(), n.UnknownRemoved.Load()
+				if stored+removed+unknown == 0 {
+					continue
+				}
+				tiered = true
+				out.Show(lowerEvents, float64(stored), append(rank, tier.String(), "stored")...)
+				out.Show(lowerEvents, float64(removed), append(rank, tier.String(), "removed")...)
+				out.Show(lowerEvents, float64(unknown), append(rank, tier.String(), "unknown_removed")...)
 			}
-			if len(s.LowerCount) > 0 {
+			if tiered {
 				out.Show(waiting, float64(s.Lower.Waiting), rank...)
 				out.Show(doubtful, metrics.Bool(s.Lower.Doubt != 0), rank...)
 			}
@@ -170,7 +179,7 @@ func showCells(set *metrics.Set) func(out metrics.Out, id string, s *Sample) {
 	network := set.Gauge("kvrouter_cell_network_seconds", "Round trip to the router that is a worker: the shortest of the last 16.", "worker_id")
 	wait := set.Gauge("kvrouter_cell_wait_seconds", "Predicted wait of a new request for its first token, as told by the router that is a worker.", "worker_id", "class")
 	found := set.Gauge("kvrouter_cell_found_ratio", "Share of the told overlap that the router's worker was predicted to have of late, 0 to 1.", "worker_id")
-	late := set.Gauge("kvrouter_cell_late_seconds", "Mean time by which first tokens came later than by what the router tells.", "worker_id")
+	late := set.Gauge("kvrouter_cell_late_seconds", "Time by which first tokens come later than by what the router tells: two standard errors below the mean of the last 16.", "worker_id")
 	memory := set.Gauge("kvrouter_cell_summary_bytes", "Memory of the summary of what the router's workers hold; 0: it tells none that can be used.", "worker_id")
 	received := set.Counter("kvrouter_cell_summary_received_bytes_total", "Bytes of the summary received since the router was attached.", "worker_id")
 	snapshots := set.Counter("kvrouter_cell_summary_snapshots_total", "Whole summaries received since the router was attached.", "worker_id")

@@ -6,6 +6,7 @@ import (
 	"strings"
 	"testing"
 
+	"kvrouter/internal/events"
 	"kvrouter/internal/kv"
 	"kvrouter/internal/policy"
 	"kvrouter/internal/testkit"
@@ -62,7 +63,7 @@ func TestWorkersWithoutSeriesAreSummed(t *testing.T) {
 	samples := func() (list []Sample) {
 		for i := range uint64(4) {
 			list = append(list, Sample{
-				Worker: kv.WorkerKey{Worker: i}, Up: true, Blocks: 10, Restarts: 1, EventCount: map[string]uint64{"stored": 5}, Connected: i > 1,
+				Worker: kv.WorkerKey{Worker: i}, Up: true, Blocks: 10, Restarts: 1, Events: new(events.Stats), Connected: i > 1,
 				Load: policy.Load{Published: policy.Published{Running: 2, KVUsage: 0.5}, Fresh: true, InFlight: int(i)},
 			})
 		}

@@ -11,29 +11,21 @@ import (
 
 // Sample is the current state of one worker rank, for metrics and dashboard.
 type Sample struct {
-	Worker     kv.WorkerKey
-	URL        string
-	Models     []string // that it serves, its own first
-	Role       kv.Role
-	Engine     kv.Engine
-	Up         bool // requests may go to it
-	Restarts   int
-	Blocks     int // in the index
-	Load       policy.Load
-	EventCount map[string]uint64 // by kind: batches, stored, gaps, ...; nil: no event stream
-	Cell       *Cell             // of a router below this one
-	Connected  bool              // to its KV events
-	Cold       bool              // blocks may be missing in the index, because its history is incomplete
-	Lower      radix.LowerState  // of its lower tiers, in the index
-	LowerCount []LowerCount      // of the blocks in events of lower tiers
-	Lag        time.Duration     // age of the last batch of KV events on arrival; negative: none
-}
-
-// LowerCount counts blocks of a lower tier in events.
-type LowerCount struct {
-	Tier  kv.Tier
-	Kind  string // stored, removed, unknown_removed
-	Count uint64
+	Worker    kv.WorkerKey
+	URL       string
+	Models    []string // that it serves, its own first
+	Role      kv.Role
+	Engine    kv.Engine
+	Up        bool // requests may go to it
+	Restarts  int
+	Blocks    int // in the index
+	Load      policy.Load
+	Events    *events.Stats    // of its event stream; nil: it has none
+	Cell      *Cell            // of a router below this one
+	Connected bool             // to its KV events
+	Cold      bool             // blocks may be missing in the index, because its history is incomplete
+	Lower     radix.LowerState // of its lower tiers, in the index
+	Lag       time.Duration    // age of the last batch of KV events on arrival; negative: none
 }
 
 // Books are the router's records of the workers.
@@ -54,8 +46,8 @@ func (f *Fleet) Samples(books Books) (samples []Sample) {
 		for _, key := range w.Keys() {
 			s := Sample{Worker: key, URL: w.URL, Models: w.Models, Role: w.Disagg.Role, Engine: w.Engine, Up: up[key], Restarts: w.Restarts, Blocks: books.Blocks(key), Load: books.LoadOf(key), Cell: w.Cell, Lag: -1}
 			if stats := streams[key]; stats != nil {
-				s.Lower, s.LowerCount = lower[key], lowerCounts(stats)
-				s.EventCount, s.Connected, s.Cold = stats.Counts(), stats.Connected.Load(), stats.Cold.Load()
+				s.Events, s.Lower = stats, lower[key]
+				s.Connected, s.Cold = stats.Connected.Load(), stats.Cold.Load()
 				if stats.Lagged.Load() {
 					s.Lag = time.Duration(stats.Lag.Load())
 				}
@@ -78,16 +70,4 @@ func (f *Fleet) lower() map[kv.WorkerKey]radix.LowerState {
 		w.mu.Unlock()
 	}
 	return all
-}
-
-func lowerCounts(stats *events.Stats) (counts []LowerCount) {
-	for _, tier := range kv.LowerTiers {
-		n := &stats.Lower[tier]
-		stored, removed, unknown := n.Stored.Load(), n.Removed.Load(), n.UnknownRemoved.Load()
-		if stored+removed+unknown == 0 {
-			continue
-		}
-		counts = append(counts, LowerCount{tier, "stored", stored}, LowerCount{tier, "removed", removed}, LowerCount{tier, "unknown_removed", unknown})
-	}
-	return counts
 }
