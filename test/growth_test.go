@@ -59,8 +59,9 @@ var growthWorkers = []int{8, 64, 512, 4096}
 const growthBlock = 64
 
 const (
-	// growthIdle is over how long a process without requests is watched.
-	growthIdle = 30 * time.Second
+	// growthIdle is over how long a process without requests is watched, growthRest how long
+	// its workers have had none by then: the first polls are close together.
+	growthIdle, growthRest = time.Minute, 15 * time.Second
 	// growthEvents are the KV events that all workers publish together, of so many
 	// blocks each.
 	growthEvents, growthEventBlocks = 50_000, 4
@@ -90,6 +91,7 @@ func (g *growthTable) process(n int) {
 		return connected == float64(n)
 	})
 
+	<-time.After(growthRest)
 	began, used := time.Now(), g.used(s)
 	<-time.After(growthIdle)
 	g.add("idle CPU, % of a core", n, 0, 100*(g.used(s)-used).Seconds()/time.Since(began).Seconds())

@@ -136,7 +136,7 @@ func dialSocket(ctx context.Context, network, address string) (net.Conn, error) 
 // closed when that fails, when ctx ends or by Close. server is whether this side
 // accepted the connection.
 func open(ctx context.Context, raw net.Conn, kind zmq4.SocketType, server bool) (*Conn, error) {
-	c := &Conn{Raw: raw, in: bufio.NewReaderSize(raw, 64<<10), most: maxMessage, ended: make(chan struct{})}
+	c := &Conn{Raw: raw, in: bufio.NewReaderSize(raw, 16<<10), most: maxMessage, ended: make(chan struct{})}
 	c.stop = context.AfterFunc(ctx, func() {
 		defer close(c.ended)
 		_ = raw.Close()
