@@ -178,6 +178,7 @@ func (t *Teller) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 	w.Header().Set("Content-Type", "application/octet-stream")
 	w.Header().Set("Cache-Control", "no-store")
 	info, state, next := t.last()
+	s.next = next
 	if s.write(bytes.Join([][]byte{t.hello(), info, state}, nil)) != nil || s.summary() != nil {
 		return
 	}
@@ -185,10 +186,10 @@ func (t *Teller) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 		select {
 		case <-r.Context().Done():
 			return
-		case <-next:
+		case <-s.next:
 		case <-t.leave:
 		}
-		if info, state, next = t.last(); !bytes.Equal(info, told) {
+		if info, state, s.next = t.last(); !bytes.Equal(info, told) {
 			if told = info; s.write(info) != nil {
 				return
 			}
@@ -218,6 +219,7 @@ type teller struct {
 	w       http.ResponseWriter
 	control *http.ResponseController
 	at      summary.Position // told
+	next    <-chan struct{}  // closed at the next report
 }
 
 // write sends frames. An error means that the router is gone, or too slow.
@@ -231,6 +233,9 @@ func (s *teller) write(frames []byte) error {
 	return s.control.Flush()
 }
 
+// errLeft ends a stream whose last report was sent.
+var errLeft = errors.New("this router drains")
+
 // summary sends what is new of the summary: what is missing, or all of it.
 func (s *teller) summary() error {
 	book := s.t.deps.Book
@@ -238,17 +243,59 @@ func (s *teller) summary() error {
 		return nil
 	}
 	messages, ok := book.Since(s.at)
-	if ok {
-		s.at.Seq += uint64(len(messages))
-	} else {
-		messages, s.at = book.Snapshot()
-		s.t.counts.Snapshots.Add(1)
-	}
-	for _, m := range messages {
-		if err := s.write(appendFrame(nil, frameSummary, m)); err != nil {
+	for !ok {
+		if err := s.snapshot(book); err != nil {
 			return err
 		}
-		s.t.counts.Told.Add(uint64(len(m)))
+		messages, ok = book.Since(s.at)
+	}
+	for _, m := range messages {
+		if err := s.tell(m); err != nil {
+			return err
+		}
+		s.at.Seq++
+	}
+	return nil
+}
+
+// snapshot sends all of the summary, one part after the other: a slow reader keeps one of them
+// in memory, not all. It ends early where the filter is replaced meanwhile.
+func (s *teller) snapshot(book *summary.Book) error {
+	message, at := book.Begin()
+	s.t.counts.Snapshots.Add(1)
+	for bucket, same := 0, true; message != nil; {
+		if err := s.tell(message); err != nil {
+			return err
+		}
+		if message, bucket, same = book.Part(at, bucket); !same {
+			return nil
+		}
+	}
+	s.at = at
+	return nil
+}
+
+// tell sends a message of the summary, and the state where that is due: a snapshot may take long.
+func (s *teller) tell(message []byte) error {
+	if err := s.write(appendFrame(nil, frameSummary, message)); err != nil {
+		return err
+	}
+	s.t.counts.Told.Add(uint64(len(message)))
+	left := false
+	select {
+	case <-s.next:
+	case <-s.t.leave:
+		left = true
+	default:
+		return nil
+	}
+	var state []byte
+	_, state, s.next = s.t.last()
+	if err := s.write(state); err != nil {
+		return err
+	}
+	if left {
+		return errLeft
 	}
 	return nil
 }
