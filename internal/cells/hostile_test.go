@@ -200,3 +200,37 @@ func TestReadersThatStandTakeLittleMemory(t *testing.T) {
 		t.Errorf("%d bytes for each reader", each)
 	}
 }
+
+// noted is a reader that notes the kinds of frames, and takes so long for a part of a summary that
+// a report comes.
+type noted struct {
+	stuck
+	teller *Teller
+	kinds  []byte
+	end    context.CancelFunc
+}
+
+func (n *noted) Write(text []byte) (int, error) {
+	if n.kinds = append(n.kinds, text[4]); text[4] == frameSummary {
+		n.teller.report()
+		if len(text) == 6 { // the last message of a snapshot
+			n.end()
+		}
+	}
+	return len(text), nil
+}
+
+func TestStatesAreToldDuringASnapshot(t *testing.T) {
+	b := startBelow(t, nil)
+	for hash := range uint64(100_000) {
+		b.book.Hold(hash)
+	}
+	tellAll(b.book)
+	ctx, end := context.WithCancel(t.Context())
+	defer end()
+	n := &noted{teller: b.Teller, end: end}
+	b.ServeHTTP(n, httptest.NewRequestWithContext(ctx, http.MethodGet, Path, nil))
+	if !strings.HasPrefix(string(n.kinds), "hmsmsm") {
+		t.Errorf("frames %s", n.kinds)
+	}
+}

@@ -177,24 +177,23 @@ func (t *Teller) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 	s := teller{t: t, w: w, control: http.NewResponseController(w), at: positionOf(r)}
 	w.Header().Set("Content-Type", "application/octet-stream")
 	w.Header().Set("Cache-Control", "no-store")
-	info, state, next := t.last()
-	s.next = next
-	if s.write(bytes.Join([][]byte{t.hello(), info, state}, nil)) != nil || s.summary() != nil {
+	told := s.last()
+	if s.write(bytes.Join([][]byte{t.hello(), told, s.state}, nil)) != nil || s.summary() != nil {
 		return
 	}
-	for told := info; ; {
+	for {
 		select {
 		case <-r.Context().Done():
 			return
 		case <-s.next:
 		case <-t.leave:
 		}
-		if info, state, s.next = t.last(); !bytes.Equal(info, told) {
+		if info := s.last(); !bytes.Equal(info, told) {
 			if told = info; s.write(info) != nil {
 				return
 			}
 		}
-		if s.summary() != nil || s.write(state) != nil {
+		if s.summary() != nil || s.write(s.state) != nil {
 			return
 		}
 		select {
@@ -219,7 +218,14 @@ type teller struct {
 	w       http.ResponseWriter
 	control *http.ResponseController
 	at      summary.Position // told
-	next    <-chan struct{}  // closed at the next report
+	state   []byte           // frame of the last report
+	next    <-chan struct{}  // closed at the next one
+}
+
+// last takes the last report over, and returns its other frame.
+func (s *teller) last() (info []byte) {
+	info, s.state, s.next = s.t.last()
+	return info
 }
 
 // write sends frames. An error means that the router is gone, or too slow.
@@ -289,9 +295,8 @@ func (s *teller) tell(message []byte) error {
 	default:
 		return nil
 	}
-	var state []byte
-	_, state, s.next = s.t.last()
-	if err := s.write(state); err != nil {
+	s.last()
+	if err := s.write(s.state); err != nil {
 		return err
 	}
 	if left {

@@ -14,9 +14,9 @@ const (
 	// maxPending bounds the operations that wait for Publish, of 16 bytes. More are applied at
 	// once by the one who brings them.
 	maxPending = 1 << 18
-	// maxLog bounds the deltas that are kept for readers that were cut off, bytes; logEach is
-	// what each takes beside its own.
-	maxLog  = 4 << 20
+	// minLog is how much is kept at least of the deltas, bytes; logEach is what each takes beside
+	// its own.
+	minLog  = 4 << 20
 	logEach = 64
 )
 
@@ -211,7 +211,7 @@ func (b *Book) Publish(most int) Position {
 	if len(message) > empty {
 		b.at.Seq++
 		b.log, b.logged = append(b.log, message), b.logged+len(message)+logEach
-		for b.logged > maxLog {
+		for b.logged > b.maxLog() {
 			b.logged -= len(b.log[0]) + logEach
 			b.log[0] = nil
 			b.log = b.log[1:]
@@ -219,6 +219,11 @@ func (b *Book) Publish(most int) Position {
 	}
 	return b.at
 }
+
+// maxLog bounds the deltas that are kept for readers that were cut off, or whose snapshot takes
+// long, bytes: as many as the filter has, so that a connection which can carry the deltas is
+// through with a snapshot before those behind it are gone.
+func (b *Book) maxLog() int { return max(minLog, 8*len(b.told)) }
 
 // Position returns the position after all that has been told.
 func (b *Book) Position() Position {
