@@ -515,11 +515,14 @@ func (c *Config) validate() error {
 	if err := workers.AssignIDs(c.Worker, started); err != nil {
 		return err
 	}
-	var ids []uint64
+	var ids, routers []uint64
 	for _, w := range c.Worker {
 		ids = append(ids, w.ID)
+		if w.Disagg.Kind == kv.KindRouter {
+			routers = append(routers, w.ID)
+		}
 	}
-	if err := c.Relay.CheckCells(ids); err != nil {
+	if err := c.Relay.CheckCells(ids, routers); err != nil {
 		return err
 	}
 	return settings.CheckPortNumbers(c.ports())

@@ -578,6 +578,8 @@ func TestPortsThatOthersReachNeedAKey(t *testing.T) {
 		{"--relay-cell 3=a:1", "--relay-cell 3=a:1: no --worker has id=3"},
 		{"--worker http://a --relay-cell 0=a:1", ""},
 		{"--worker http://a --relay-cell 0=a:1,0=b:1", "--relay-cell: worker 0 is given twice"},
+		{"--worker url=http://a,kind=router --relay-cell 0=a:1", "--relay-cell 0=a:1: worker 0 has kind=router"},
+		{"--worker url=http://a,kind=router --worker http://b --relay-cell 1=b:1", ""},
 		{"--tls-cert c", "--tls-cert"},
 		{"--drain-delay=-1s", "--drain-delay"},
 	} {

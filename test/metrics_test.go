@@ -129,7 +129,10 @@ func TestMetricsPage(t *testing.T) {
 	t.Run("cells", func(t *testing.T) {
 		tree := plantCells(t, 1, 1)
 		look(tree.cells[0].Router)
-		look(tree.uppers[0])
+		testkit.Eventually(t, 20*time.Second, "the reports of the cell count", func() bool {
+			look(tree.uppers[0])
+			return found["kvrouter_cell_late_seconds"] != "" && found["kvrouter_cell_summary_bytes"] != ""
+		})
 	})
 	t.Run("a cell by its relay", func(t *testing.T) {
 		upper, _ := startRelayed(t)

@@ -44,6 +44,7 @@ const (
 	maxJSON   = 256 << 10 // bytes of a frame
 	maxNames  = 512       // models, adapters or routers: together less than maxJSON
 	maxName   = 128       // bytes of one
+	maxBlock  = 1 << 16   // tokens of a block
 	maxBlocks = 1 << 40   // of all its workers
 	maxTokens = 1 << 40   // of all its requests
 	maxWait   = time.Hour

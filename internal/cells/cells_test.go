@@ -16,6 +16,8 @@ import (
 	"testing"
 	"time"
 
+	"golang.org/x/time/rate"
+
 	"kvrouter/internal/kv"
 	"kvrouter/internal/summary"
 	"kvrouter/internal/testkit"
@@ -173,6 +175,7 @@ func TestRoutersThatCannotBeFollowed(t *testing.T) {
 		"another version":     {serve(200, with(func(h *Hello) { h.Protocol = 2 })), ErrOther, "version 2"},
 		"other hashes":        {serve(200, with(func(h *Hello) { h.Hash = "sha256" })), ErrOther, "sha256"},
 		"no block size":       {serve(200, with(func(h *Hello) { h.BlockSize = 0 })), ErrOther, "out of range"},
+		"a huge block":        {serve(200, with(func(h *Hello) { h.BlockSize = math.MaxInt })), ErrOther, "out of range"},
 		"no name":             {serve(200, with(func(h *Hello) { h.Router = "" })), ErrOther, ""},
 		"state before hello":  {serve(200, frame(frameState, State{})), ErrOther, ""},
 		"no JSON":             {serve(200, appendFrame(nil, frameHello, []byte("{"))), ErrOther, ""},
@@ -260,7 +263,9 @@ func FuzzStream(f *testing.F) {
 	}
 	f.Add(append(all, state...))
 	f.Fuzz(func(t *testing.T, data []byte) {
-		s := &Stream{own: func(string) bool { return false }, body: io.NopCloser(bytes.NewReader(data)), view: &summary.View{}, why: func() error { return nil }, timer: time.NewTimer(time.Hour), end: func(error) {}}
+		s := newStream(&summary.View{})
+		s.reports.SetLimit(rate.Inf)
+		s.own, s.body, s.why, s.timer, s.end = func(string) bool { return false }, io.NopCloser(bytes.NewReader(data)), func() error { return nil }, time.NewTimer(time.Hour), func(error) {}
 		defer s.Close()
 		for range 100 {
 			r, err := s.Next()

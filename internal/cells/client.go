@@ -14,6 +14,8 @@ import (
 	"sync/atomic"
 	"time"
 
+	"golang.org/x/time/rate"
+
 	"kvrouter/internal/kv"
 	"kvrouter/internal/summary"
 	"kvrouter/internal/web"
@@ -32,6 +34,15 @@ var (
 
 // Silence is how long a stream may be silent until the router counts as gone.
 const Silence = 2500 * time.Millisecond
+
+const (
+	// maxReports bounds the frames of JSON that are read in a second, of which a router sends
+	// two in an interval, 20 ms at least: more wait, and with them the router that sends them.
+	maxReports = 200
+	// maxSnapshots bounds the snapshots of a stream at once, of which each takes the memory of
+	// a view anew; one more may come each second. A filter grows 14 times.
+	maxSnapshots = 32
+)
 
 // Settings are the settings of requests to routers below.
 type Settings struct {
@@ -69,6 +80,8 @@ type Stream struct {
 	memory []byte
 	view   *summary.View
 	close  sync.Once
+
+	reports, snapshots *rate.Limiter
 
 	ignores atomic.Bool // see Ignore
 }
@@ -108,7 +121,8 @@ func (e *StatusError) Error() string {
 // blocks goes into view, from where that ends if it can be resumed. Close must follow.
 func (c *Client) Open(ctx context.Context, url string, key kv.Secret, view *summary.View) (*Stream, error) {
 	ctx, end := context.WithCancelCause(ctx)
-	s := &Stream{own: c.own, end: end, why: func() error { return context.Cause(ctx) }, view: view}
+	s := newStream(view)
+	s.own, s.end, s.why = c.own, end, func() error { return context.Cause(ctx) }
 	s.timer = time.AfterFunc(Silence, func() { end(errSilent) })
 	if err := c.open(ctx, s, url, key); err != nil {
 		if errors.Is(s.why(), errSilent) {
@@ -118,6 +132,10 @@ func (c *Client) Open(ctx context.Context, url string, key kv.Secret, view *summ
 		return nil, fmt.Errorf("router at %s: %w", url, err)
 	}
 	return s, nil
+}
+
+func newStream(view *summary.View) *Stream {
+	return &Stream{view: view, reports: rate.NewLimiter(maxReports, maxReports/10), snapshots: rate.NewLimiter(1, maxSnapshots)}
 }
 
 func (c *Client) open(ctx context.Context, s *Stream, url string, key kv.Secret) error {
@@ -179,7 +197,7 @@ func (c *Client) check(h *Hello) error {
 		return fmt.Errorf("%w: its %s has version %d, this router's %d: run routers of one version", ErrOther, Path, h.Protocol, Protocol)
 	case h.Hash != HashKind:
 		return fmt.Errorf("%w: it names blocks by %.40q, this router by %s", ErrOther, h.Hash, HashKind)
-	case h.BlockSize < 1 || h.Router == "" || len(h.Router) > maxName || len(h.Version) > maxName:
+	case h.BlockSize < 1 || h.BlockSize > maxBlock || h.Router == "" || len(h.Router) > maxName || len(h.Version) > maxName:
 		return fmt.Errorf("%w: its first report is out of range", ErrOther)
 	}
 	return nil
@@ -230,6 +248,9 @@ func (s *Stream) Next() (r Report, err error) {
 		if err != nil {
 			return r, err
 		}
+		if kind != frameSummary {
+			time.Sleep(s.reports.Reserve().Delay()) // 1/maxReports seconds at most
+		}
 		switch kind {
 		case frameState:
 			if err := json.Unmarshal(body, &r.State); err != nil {
@@ -249,6 +270,9 @@ func (s *Stream) Next() (r Report, err error) {
 			if s.ignores.Load() {
 				s.view.Empty()
 				continue
+			}
+			if summary.Begins(body) && !s.snapshots.Allow() {
+				return r, fmt.Errorf("%w: it tells one snapshot after the other", ErrContent)
 			}
 			before, whole := s.view.Position()
 			if err := s.view.Apply(body); err != nil && !s.ignores.Load() {

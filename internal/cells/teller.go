@@ -177,23 +177,23 @@ func (t *Teller) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 	s := teller{t: t, w: w, control: http.NewResponseController(w), at: positionOf(r)}
 	w.Header().Set("Content-Type", "application/octet-stream")
 	w.Header().Set("Cache-Control", "no-store")
-	info, state, next := t.last()
-	if s.write(bytes.Join([][]byte{t.hello(), info, state}, nil)) != nil || s.summary() != nil {
+	told := s.last()
+	if s.write(bytes.Join([][]byte{t.hello(), told, s.state}, nil)) != nil || s.summary() != nil {
 		return
 	}
-	for told := info; ; {
+	for {
 		select {
 		case <-r.Context().Done():
 			return
-		case <-next:
+		case <-s.next:
 		case <-t.leave:
 		}
-		if info, state, next = t.last(); !bytes.Equal(info, told) {
+		if info := s.last(); !bytes.Equal(info, told) {
 			if told = info; s.write(info) != nil {
 				return
 			}
 		}
-		if s.summary() != nil || s.write(state) != nil {
+		if s.summary() != nil || s.write(s.state) != nil {
 			return
 		}
 		select {
@@ -218,6 +218,14 @@ type teller struct {
 	w       http.ResponseWriter
 	control *http.ResponseController
 	at      summary.Position // told
+	state   []byte           // frame of the last report
+	next    <-chan struct{}  // closed at the next one
+}
+
+// last takes the last report over, and returns its other frame.
+func (s *teller) last() (info []byte) {
+	info, s.state, s.next = s.t.last()
+	return info
 }
 
 // write sends frames. An error means that the router is gone, or too slow.
@@ -231,6 +239,9 @@ func (s *teller) write(frames []byte) error {
 	return s.control.Flush()
 }
 
+// errLeft ends a stream whose last report was sent.
+var errLeft = errors.New("this router drains")
+
 // summary sends what is new of the summary: what is missing, or all of it.
 func (s *teller) summary() error {
 	book := s.t.deps.Book
@@ -238,17 +249,58 @@ func (s *teller) summary() error {
 		return nil
 	}
 	messages, ok := book.Since(s.at)
-	if ok {
-		s.at.Seq += uint64(len(messages))
-	} else {
-		messages, s.at = book.Snapshot()
-		s.t.counts.Snapshots.Add(1)
-	}
-	for _, m := range messages {
-		if err := s.write(appendFrame(nil, frameSummary, m)); err != nil {
+	for !ok {
+		if err := s.snapshot(book); err != nil {
 			return err
 		}
-		s.t.counts.Told.Add(uint64(len(m)))
+		messages, ok = book.Since(s.at)
+	}
+	for _, m := range messages {
+		if err := s.tell(m); err != nil {
+			return err
+		}
+		s.at.Seq++
+	}
+	return nil
+}
+
+// snapshot sends all of the summary, one part after the other: a slow reader keeps one of them
+// in memory, not all. It ends early where the filter is replaced meanwhile.
+func (s *teller) snapshot(book *summary.Book) error {
+	message, at := book.Begin()
+	s.t.counts.Snapshots.Add(1)
+	for bucket, same := 0, true; message != nil; {
+		if err := s.tell(message); err != nil {
+			return err
+		}
+		if message, bucket, same = book.Part(at, bucket); !same {
+			return nil
+		}
+	}
+	s.at = at
+	return nil
+}
+
+// tell sends a message of the summary, and the state where that is due: a snapshot may take long.
+func (s *teller) tell(message []byte) error {
+	if err := s.write(appendFrame(nil, frameSummary, message)); err != nil {
+		return err
+	}
+	s.t.counts.Told.Add(uint64(len(message)))
+	left := false
+	select {
+	case <-s.next:
+	case <-s.t.leave:
+		left = true
+	default:
+		return nil
+	}
+	s.last()
+	if err := s.write(s.state); err != nil {
+		return err
+	}
+	if left {
+		return errLeft
 	}
 	return nil
 }

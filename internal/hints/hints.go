@@ -49,6 +49,7 @@ type Hints struct {
 	TPOT           time.Duration // objective of the time per further token; 0: none
 	Class          *fair.Class   // that the client names; nil: none. An untrusted client may only lower its own
 	Session        string        // name of its session; empty: none. Set by the caller of Read
+	FromAbove      bool          // it has HeaderRouted: a router above has sent it, or a client says so
 }
 
 // Session returns the name of a request's session, from the header of that name,

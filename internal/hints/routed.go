@@ -2,6 +2,7 @@ package hints
 
 import (
 	"net/http"
+	"net/url"
 	"strconv"
 	"strings"
 	"time"
@@ -26,7 +27,7 @@ type Routed struct {
 	TPOT     time.Duration // in which each further token should come; 0: none
 
 	SessionHeader string // names the session; empty: no header does
-	Session       string // empty: none
+	Session       string // may have any bytes; empty: none is told
 }
 
 // Sign sets the headers of the request in place of the client's. now is by the clock of Deadline:
@@ -37,13 +38,14 @@ func (r Routed) Sign(header http.Header, now time.Time) {
 	}
 	header.Set(HeaderRouted, "1")
 	header.Set(HeaderClass, r.Class.String())
-	text := func(name, value string) {
-		if name != "" && value != "" && !strings.ContainsFunc(value, unicode.IsControl) {
-			header.Set(name, value)
+	if r.Tenant != "" && !strings.ContainsFunc(r.Tenant, unicode.IsControl) {
+		header.Set(HeaderFairness, r.Tenant)
+	}
+	if r.SessionHeader != "" {
+		if header.Del(r.SessionHeader); r.Session != "" { // sessions of two keys may have one name
+			header.Set(r.SessionHeader, url.QueryEscape(r.Session))
 		}
 	}
-	text(HeaderFairness, r.Tenant)
-	text(r.SessionHeader, r.Session)
 	objective := func(name string, d time.Duration) {
 		if ms := float64(d) / float64(time.Millisecond); ms > 0 && ms <= maxObjective {
 			header.Set(name, strconv.FormatFloat(ms, 'f', -1, 64))
@@ -64,6 +66,7 @@ func readRouted(header http.Header, nvext gjson.Result, names *kv.Names, trusted
 	}
 	r.prefixHeaders(header, &hints.Prefix)
 	hints = hints.Untrusted()
+	hints.FromAbove = true
 	hints.Class = r.class(hint{HeaderClass, header.Get(HeaderClass)})
 	if trusted {
 		hints.Tenant = tenantOf(header)

@@ -31,8 +31,18 @@ func TestARouterBelowHonorsWhatTheRouterAboveSays(t *testing.T) {
 	if h.Tenant != "team" || h.TTFT != 1500*time.Millisecond || h.TPOT != 20*time.Millisecond || h.Class == nil || *h.Class != fair.Batch || h.ExpectedOutput != 77 {
 		t.Errorf("the router's headers do not count: %+v", h)
 	}
+	if !h.FromAbove {
+		t.Error("it does not come from a router above")
+	}
 	if h, _ = Read(header, body, nil, false); h.Tenant != "" || h.TTFT != 0 {
 		t.Errorf("a router that is not trusted speaks for tenants: %+v", h)
+	}
+	keyed := http.Header{"X-Session": {"s"}}
+	if (Routed{SessionHeader: "X-Session", Session: "team\x00s"}).Sign(keyed, now); keyed.Get("X-Session") != "team%00s" {
+		t.Errorf("the session of a key is told as %q", keyed.Get("X-Session"))
+	}
+	if (Routed{SessionHeader: "X-Session"}).Sign(keyed, now); keyed.Get("X-Session") != "" {
+		t.Error("the client's own name of a session is told")
 	}
 	late := http.Header{}
 	Routed{Deadline: now.Add(-time.Second)}.Sign(late, now)

@@ -37,6 +37,12 @@ func (a *API) serveCell(stream http.Handler) {
 	}, gin.WrapH(stream))
 }
 
+// tells reports whether the answer names the chosen worker and the reason. A trusted router above
+// is told, because it learns from them, and GET /cell tells it what the workers hold.
+func (r *inference) tells() bool {
+	return r.caller.SeesDecisions || r.caller.Trusted && r.hints.FromAbove
+}
+
 // below sets the headers by which the request goes to a router below this one.
 func (r *inference) below(header http.Header) {
 	q := &r.request

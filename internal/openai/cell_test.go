@@ -8,6 +8,7 @@ import (
 	"time"
 
 	"kvrouter/internal/hints"
+	"kvrouter/internal/keys"
 	"kvrouter/internal/kv"
 	"kvrouter/internal/testkit"
 	"kvrouter/internal/web"
@@ -70,6 +71,21 @@ func TestAWorkerGetsTheClientsHeaders(t *testing.T) {
 	h.post(t, testkit.ChatPath, `{"model":"m","stream":true,"messages":[]}`)
 	if header := <-got; header.Get(hints.HeaderRouted) != "" || header.Get(hints.HeaderClass) != "" {
 		t.Errorf("%v", header)
+	}
+}
+
+// TestATrustedRouterAboveIsToldOfTheDecision: it learns from it. Other keys are not.
+func TestATrustedRouterAboveIsToldOfTheDecision(t *testing.T) {
+	worker := httptest.NewServer(testkit.StreamOf(testkit.TokenEvent, "[DONE]"))
+	t.Cleanup(worker.Close)
+	for _, trusted := range []bool{false, true} {
+		h := newTestAPI(t, setup{APIKey: []string{"above", "client"}, Keys: keys.Settings{TrustHints: &trusted}}, worker.URL)
+		for _, above := range []string{"", "1"} {
+			response, _ := h.post(t, testkit.ChatPath, `{"model":"m","stream":true,"messages":[]}`, "Authorization", "Bearer above", hints.HeaderRouted, above)
+			if told := response.Header.Get(web.HeaderWorker) != ""; response.StatusCode != http.StatusOK || told != (trusted && above != "") {
+				t.Errorf("trusted %t, header %q: status %d, told %t", trusted, above, response.StatusCode, told)
+			}
+		}
 	}
 }
 

@@ -93,7 +93,7 @@ func (p *cacheRouting) Judge(f Feedback) (verdict Verdict, known bool) {
 func (p *cacheRouting) measure(now time.Time, candidates []Candidate) (mean, deviation float64) {
 	p.queues = p.queues[:0]
 	for i := range candidates {
-		queue := float64(candidates[i].Load.InFlight) + p.failed[candidates[i].Target.Key].as(now)
+		queue := candidates[i].Load.each(candidates[i].Load.InFlight) + p.failed[candidates[i].Target.Key].as(now)
 		p.queues = append(p.queues, queue)
 		mean += queue / float64(len(candidates))
 	}
@@ -174,7 +174,7 @@ const (
 func (p *cacheRouting) explainQueues(e *Explanation, candidates []Candidate, rule string) {
 	e.Rule = rule
 	for i, queue := range p.queues {
-		inFlight := float64(candidates[i].Load.InFlight)
+		inFlight := candidates[i].Load.each(candidates[i].Load.InFlight)
 		e.Add(Score{Terms: []Term{{"in_flight", -inFlight}, {"failures", inFlight - queue}}, Total: -queue})
 	}
 }

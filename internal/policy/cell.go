@@ -93,6 +93,10 @@ func (l *Load) width() float64 {
 	return float64(max(1, l.Cell.Workers))
 }
 
+// each is a part of the load as one of its workers has it, if all have the same: so policies that
+// count requests or blocks compare a cell with a worker.
+func (l *Load) each(n int) float64 { return float64(n) / l.width() }
+
 // cellWait predicts how long a request of that class waits in a cell, ms: what it told, less the
 // time since then, and the prompts that it did not have then, shared out over its workers: those
 // that were sent later than a round trip before its report came. What is known to be late counts,

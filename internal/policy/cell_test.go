@@ -63,6 +63,25 @@ func TestWorkWeighsCells(t *testing.T) {
 	}
 }
 
+// TestCountingPoliciesShareACellsLoadOut: a cell of many workers has more of all than one worker.
+func TestCountingPoliciesShareACellsLoadOut(t *testing.T) {
+	of := func(n int) Load {
+		return Load{Published: Published{Waiting: n, At: testNow}, Fresh: true, InFlight: n, PrefillTokens: 1000 * n, ActiveBlocks: 100 * n}
+	}
+	for _, name := range []string{"kv", "standalone", "least-loaded", "power-of-two", "cache-threshold", "variance"} {
+		p, err := New(name, Settings{PrefillLoadScale: 1, OverlapScoreCredit: 1, DecodeActiveRequestWeight: 1})
+		if err != nil {
+			t.Fatal(err)
+		}
+		for width, want := range map[int]int{2: 1, 16: 0} {
+			candidates := new(pool).add(0, cellLoad(width, 0, 0, of(8))).add(0, of(2)).candidates
+			if counts := draws(p, Query{Now: testNow, Tokens: 640, BlockSize: 64}, candidates); counts[want] != 1000 {
+				t.Errorf("%s: a cell of %d workers and a worker are chosen %v times, want always candidate %d", name, width, counts, want)
+			}
+		}
+	}
+}
+
 func TestACellsTermsAddUp(t *testing.T) {
 	e := &Explanation{}
 	query := Query{Now: testNow, Tokens: 6400, BlockSize: 64, Explain: e}

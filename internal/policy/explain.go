@@ -176,7 +176,7 @@ func (e *Explanation) explainTurns(candidates []Candidate, next int) {
 func (e *Explanation) explainTwo(candidates []Candidate, a, b int) {
 	e.By("power-of-two")
 	for i := range candidates {
-		s := OneTerm("in_flight", -float64(candidates[i].Load.InFlight))
+		s := OneTerm("in_flight", -candidates[i].Load.each(candidates[i].Load.InFlight))
 		switch first, second := 1.0, 0.0; i {
 		case a:
 			s.TieBreak = &first

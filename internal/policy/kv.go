@@ -139,9 +139,9 @@ func (p kvPolicy) Traits() Traits {
 
 func (p kvPolicy) Choose(q Query, candidates []Candidate, random *rand.Rand) int {
 	p.settings = p.settings.with(q.Override)
-	least := candidates[0].Load.PrefillTokens
+	least := math.Inf(1)
 	for i := range candidates {
-		least = min(least, candidates[i].Load.PrefillTokens)
+		least = min(least, candidates[i].Load.each(candidates[i].Load.PrefillTokens))
 	}
 	byTree := p.settings.Ties == tiesSmallestTree && p.settings.RouterTemperature == 0
 	if q.Explain != nil {
@@ -187,23 +187,24 @@ func (t kvTerms) explain() Score {
 	return Score{Terms: []Term{{"prefill", -t.prefill}, {"decode", -t.decode}, {"requests", -t.requests}}, Total: -t.cost()}
 }
 
-// terms returns the cost of c; least is the least PrefillTokens of all candidates.
-func (p *kvPolicy) terms(q *Query, c *Candidate, least int) kvTerms {
-	block := float64(q.BlockSize)
+// terms returns the cost of c; least is the least PrefillTokens of all candidates. Those of a cell
+// are Load.each.
+func (p *kvPolicy) terms(q *Query, c *Candidate, least float64) kvTerms {
+	block, queued := float64(q.BlockSize), c.Load.each(c.Load.PrefillTokens)
 	credit := p.settings.OverlapScoreCredit
-	if excess := c.Load.PrefillTokens - least; excess > 0 && q.Tokens > 0 {
-		credit /= 1 + p.settings.OverlapScoreCreditDecay*(float64(excess)/block)/math.Ceil(float64(q.Tokens)/block)
+	if excess := queued - least; excess > 0 && q.Tokens > 0 {
+		credit /= 1 + p.settings.OverlapScoreCreditDecay*(excess/block)/math.Ceil(float64(q.Tokens)/block)
 	}
 	cached := credit * float64(c.Overlap)
 	if c.Lower != (kv.LowerBlocks{}) && (!q.FreePrefill || credit > 0) {
 		cached += p.Traits().Loaded(c)
 	}
-	decode := float64(c.Load.ActiveBlocks + c.NewBlocks)
-	requests := p.settings.DecodeActiveRequestWeight * float64(c.Load.InFlight)
+	decode := c.Load.each(c.Load.ActiveBlocks) + float64(c.NewBlocks)
+	requests := p.settings.DecodeActiveRequestWeight * c.Load.each(c.Load.InFlight)
 	if q.FreePrefill {
 		return kvTerms{decode: max(0, decode-cached), requests: requests}
 	}
-	prefill := max(0, float64(c.Load.PrefillTokens+q.Tokens)/block-cached)
+	prefill := max(0, (queued+float64(q.Tokens))/block-cached)
 	return kvTerms{p.settings.PrefillLoadScale * prefill, decode, requests}
 }
 

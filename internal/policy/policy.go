@@ -214,9 +214,9 @@ type standalone struct{}
 func (standalone) Traits() Traits { return Traits{WholeMatch: true} }
 
 func (standalone) Choose(q Query, candidates []Candidate, random *rand.Rand) int {
-	longest := 0
+	longest := 0.0
 	for i := range candidates {
-		longest = max(longest, candidates[i].Load.QueueLength())
+		longest = max(longest, candidates[i].Load.each(candidates[i].Load.QueueLength()))
 	}
 	if q.Explain != nil {
 		q.Explain.Rank("standalone", candidates, func(c *Candidate) Score { return standaloneTermsOf(&q, c, longest).explain() })
@@ -228,7 +228,7 @@ func (standalone) Choose(q Query, candidates []Candidate, random *rand.Rand) int
 type standaloneTerms struct{ overlap, usage, waiting float64 }
 
 // standaloneTermsOf returns those of c; longest is the longest queue.
-func standaloneTermsOf(q *Query, c *Candidate, longest int) (t standaloneTerms) {
+func standaloneTermsOf(q *Query, c *Candidate, longest float64) (t standaloneTerms) {
 	if q.Tokens > 0 {
 		t.overlap = 2 * float64(c.Overlap*q.BlockSize) / float64(q.Tokens)
 	}
@@ -236,7 +236,7 @@ func standaloneTermsOf(q *Query, c *Candidate, longest int) (t standaloneTerms) 
 		t.usage = c.Load.KVUsage
 	}
 	if longest > 0 {
-		t.waiting = float64(c.Load.QueueLength()) / float64(longest)
+		t.waiting = c.Load.each(c.Load.QueueLength()) / longest
 	}
 	return t
 }
@@ -253,7 +253,7 @@ type leastLoaded struct{}
 func (leastLoaded) Traits() Traits { return Traits{} }
 
 func (leastLoaded) Choose(q Query, candidates []Candidate, random *rand.Rand) int {
-	score := func(c *Candidate) float64 { return -float64(c.Load.InFlight) }
+	score := func(c *Candidate) float64 { return -c.Load.each(c.Load.InFlight) }
 	if q.Explain != nil {
 		q.Explain.Rank("least-loaded", candidates, func(c *Candidate) Score { return OneTerm("in_flight", score(c)) })
 	}
@@ -281,7 +281,8 @@ func (powerOfTwo) Choose(q Query, candidates []Candidate, random *rand.Rand) int
 	if q.Explain != nil {
 		q.Explain.explainTwo(candidates, a, b)
 	}
-	if candidates[b].Load.InFlight < candidates[a].Load.InFlight {
+	inFlight := func(load *Load) float64 { return load.each(load.InFlight) }
+	if inFlight(candidates[b].Load) < inFlight(candidates[a].Load) {
 		return b
 	}
 	return a

@@ -135,10 +135,10 @@ func TestCellsAreGivenByWorkerAndAddress(t *testing.T) {
 		}
 	}
 	s := Settings{RelayCells: []Cell{{Worker: 1, Address: "a:1"}, {Worker: 1, Address: "b:1"}}}
-	if err := s.CheckCells([]uint64{1}); err == nil || !strings.Contains(err.Error(), "twice") {
+	if err := s.CheckCells([]uint64{1}, nil); err == nil || !strings.Contains(err.Error(), "twice") {
 		t.Error(err)
 	}
-	if err := s.CheckCells([]uint64{2}); err == nil || !strings.Contains(err.Error(), "no --worker has id=1") {
+	if err := s.CheckCells([]uint64{2}, nil); err == nil || !strings.Contains(err.Error(), "no --worker has id=1") {
 		t.Error(err)
 	}
 }

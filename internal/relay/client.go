@@ -1,6 +1,7 @@
 package relay
 
 import (
+	"cmp"
 	"context"
 	"crypto/tls"
 	"errors"
@@ -12,6 +13,7 @@ import (
 	"sync/atomic"
 	"time"
 
+	"golang.org/x/time/rate"
 	"google.golang.org/grpc"
 	"google.golang.org/grpc/credentials"
 	"google.golang.org/grpc/credentials/insecure"
@@ -33,6 +35,11 @@ const (
 	defaultSilence = 30 * time.Second
 	// defaultMemory is Following.Memory.
 	defaultMemory = 256 << 20
+	// maxStates bounds the catalogs that are read in a second, and the messages of readiness and
+	// of load, of which a relay sends one: more wait at the relay.
+	maxStates = 20
+	// maxTrailers bounds the headers and trailers of an answer, bytes.
+	maxTrailers = 16 << 10
 )
 
 // Following is how a relay is followed.
@@ -59,7 +66,8 @@ type Client struct {
 	readiness *Readiness // nil: not known
 	load      *Load      // nil: not known
 	failed    error      // the last failure of the catalog's stream; nil: it is open
-	unfit     string     // see Unfit
+	refusals  rate.Sometimes
+	unfit     string // see Unfit
 }
 
 // poolStream is a pool's stream that is open, or will be opened again.
@@ -87,11 +95,11 @@ func NewClient(s Following) (*Client, error) {
 	conn, err := grpc.NewClient("passthrough:///"+s.Address, grpc.WithTransportCredentials(secure),
 		grpc.WithDefaultCallOptions(grpc.ForceCodecV2(newCodec()), grpc.MaxCallRecvMsgSize(maxMessage)),
 		grpc.WithKeepaliveParams(keepalive.ClientParameters{Time: pingTime, Timeout: pingLimit, PermitWithoutStream: true}),
-		grpc.WithDisableServiceConfig(), grpc.WithUserAgent("kvrouter"))
+		grpc.WithMaxHeaderListSize(maxTrailers), grpc.WithDisableServiceConfig(), grpc.WithUserAgent("kvrouter"))
 	if err != nil {
 		return nil, fmt.Errorf("relay %s: %w", s.Address, err)
 	}
-	c := &Client{settings: s, conn: conn, streams: map[Producer]*poolStream{}}
+	c := &Client{settings: s, conn: conn, streams: map[Producer]*poolStream{}, refusals: rate.Sometimes{Interval: lookTime}}
 	c.budget.Store(s.Memory)
 	return c, nil
 }
@@ -174,6 +182,10 @@ func (c *Client) receive(ctx context.Context, method string, expected *Producer,
 		silent = time.AfterFunc(silence, func() { cancel(fmt.Errorf("no message for %v", silence)) })
 		defer silent.Stop()
 	}
+	pace := rate.NewLimiter(maxStates, maxStates)
+	if expected != nil {
+		pace.SetLimit(rate.Inf) // deltas change single words, under no lock
+	}
 	for {
 		var message []byte
 		if err := stream.RecvMsg(&message); err != nil {
@@ -187,6 +199,9 @@ func (c *Client) receive(ctx context.Context, method string, expected *Producer,
 		}
 		if err := use(message); err != nil {
 			return err
+		}
+		if err := pace.Wait(ctx); err != nil {
+			return cmp.Or(context.Cause(ctx), err)
 		}
 	}
 }
@@ -209,11 +224,13 @@ func (c *Client) followCatalog(ctx context.Context) (err error) {
 		if err != nil {
 			return err
 		}
-		for _, refused := range catalog.Refused {
-			c.settings.Log.Warn("a pool of a relay is left out", "relay", c.settings.Address, "error", refused)
-		}
 		c.mu.Lock()
 		defer c.mu.Unlock()
+		if n := len(catalog.Refused); n > 0 {
+			c.refusals.Do(func() {
+				c.settings.Log.Warn("pools of a relay are left out", "relay", c.settings.Address, "pools", n, "first", catalog.Refused[0])
+			})
+		}
 		c.catalog, c.failed = catalog, nil
 		listed, model := map[Producer]bool{}, c.wanted()
 		for i := range catalog.Pools {

@@ -3,7 +3,9 @@ package relay
 import (
 	"context"
 	"fmt"
+	"io"
 	"log/slog"
+	"math/rand/v2"
 	"net"
 	"strings"
 	"sync"
@@ -293,6 +295,59 @@ func TestAWrongRelayIsNotBelieved(t *testing.T) {
 				return err == nil && len(matches) == 1 && matches[0].Failure != nil && matches[0].Blocks == 0
 			})
 		})
+	}
+}
+
+// TestAFalseFilterCannotClaimEverything: each of the slots that are looked at has one fingerprint
+// of 65,535, whatever all slots have.
+func TestAFalseFilterCannotClaimEverything(t *testing.T) {
+	random := rand.New(rand.NewPCG(5, 6))
+	p := producerOf(1 << 10)
+	for name, word := range map[string]func() uint64{
+		"random": random.Uint64,
+		"equal":  func() uint64 { return 0x0001_0001_0001_0001 },
+		"full":   func() uint64 { return ^uint64(0) },
+	} {
+		words := make([]uint64, p.Format.Buckets)
+		for i := range words {
+			words[i] = word() | 0x0001_0001_0001_0001
+		}
+		s := must[*Stream](t)(NewStream(p))
+		if err := s.Apply(&Update{Producer: p, Kind: Snapshot, Payload: encodeChunk(&p, 0, words, 0)}); err != nil {
+			t.Fatal(err)
+		}
+		found := 0
+		const looks = 500_000
+		for range looks {
+			found += s.Filter().Prefix([]uint64{random.Uint64()})
+		}
+		if rate, stated := float64(found)/looks, s.Filter().FalsePositives(); rate > 1.5*stated || stated > 1.3e-4 {
+			t.Errorf("%s: it holds %.4f %% of what nobody has named, stated are %.4f %%", name, 100*rate, 100*stated)
+		}
+	}
+}
+
+// TestARelayThatTellsWithoutAPauseWaits: so that it takes no more than its share of this router.
+func TestARelayThatTellsWithoutAPauseWaits(t *testing.T) {
+	catalog := (&Catalog{Relay: Identity{1, 2}}).Encode()
+	const sent = 2 * maxStates
+	all := make([][]byte, sent)
+	for i := range all {
+		all[i] = catalog
+	}
+	c := must[*Client](t)(NewClient(Following{Address: impostor(t, map[string][][]byte{"WatchKvPoolCatalog": all}), Subscriber: "test", Log: slog.New(slog.DiscardHandler)}))
+	defer c.conn.Close()
+	ctx, cancel := context.WithCancel(t.Context())
+	defer cancel()
+	began, read := time.Now(), 0
+	err := c.receive(ctx, "WatchKvPoolCatalog", nil, 0, func([]byte) error {
+		if read++; read == sent {
+			return io.EOF
+		}
+		return nil
+	})
+	if took := time.Since(began); read != sent || took < 800*time.Millisecond {
+		t.Errorf("%d catalogs in %v: %v", read, took, err)
 	}
 }
 

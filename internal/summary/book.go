@@ -14,8 +14,10 @@ const (
 	// maxPending bounds the operations that wait for Publish, of 16 bytes. More are applied at
 	// once by the one who brings them.
 	maxPending = 1 << 18
-	// maxLog bounds the deltas that are kept for readers that were cut off, bytes.
-	maxLog = 4 << 20
+	// minLog is how much is kept at least of the deltas, bytes; logEach is what each takes beside
+	// its own.
+	minLog  = 4 << 20
+	logEach = 64
 )
 
 // Book is the exact set of held prefixes, with the filter that is told of it. Hold and Drop may
@@ -208,15 +210,20 @@ func (b *Book) Publish(most int) Position {
 	}
 	if len(message) > empty {
 		b.at.Seq++
-		b.log, b.logged = append(b.log, message), b.logged+len(message)
-		for b.logged > maxLog {
-			b.logged -= len(b.log[0])
+		b.log, b.logged = append(b.log, message), b.logged+len(message)+logEach
+		for b.logged > b.maxLog() {
+			b.logged -= len(b.log[0]) + logEach
 			b.log[0] = nil
 			b.log = b.log[1:]
 		}
 	}
 	return b.at
 }
+
+// maxLog bounds the deltas that are kept for readers that were cut off, or whose snapshot takes
+// long, bytes: as many as the filter has, so that a connection which can carry the deltas is
+// through with a snapshot before those behind it are gone.
+func (b *Book) maxLog() int { return max(minLog, 8*len(b.told)) }
 
 // Position returns the position after all that has been told.
 func (b *Book) Position() Position {
@@ -237,27 +244,53 @@ func (b *Book) Since(at Position) (messages [][]byte, ok bool) {
 	return slices.Clone(b.log[len(b.log)-int(missing):]), true
 }
 
-// Snapshot returns the messages of all that has been told, and the position after them.
-func (b *Book) Snapshot() (messages [][]byte, at Position) {
+// Begin returns the first message of a snapshot. The others come from Part, and behind them the
+// deltas after this position: what changes meanwhile is in both, as a delta sets what it tells.
+func (b *Book) Begin() (message []byte, at Position) {
 	b.books.Lock()
-	seed, told, at := b.filter.seed, slices.Clone(b.told), b.at
-	b.books.Unlock()
-	reset := binary.LittleEndian.AppendUint64([]byte{kindReset}, at.Epoch)
-	reset = binary.LittleEndian.AppendUint64(reset, seed)
-	reset = binary.LittleEndian.AppendUint64(append(reset, byte(bitsOf(len(told)))), at.Seq)
-	messages = append(messages, reset)
-	part, last := []byte{kindPart}, 0
-	for bucket, now := range told {
-		if now == 0 {
-			continue
-		}
-		part = appendChange(part, uint32(bucket-last), 0, now)
-		if last = bucket; len(part) >= partSize {
-			messages = append(messages, part)
-			part, last = []byte{kindPart}, 0
+	defer b.books.Unlock()
+	message = binary.LittleEndian.AppendUint64([]byte{kindReset}, b.at.Epoch)
+	message = binary.LittleEndian.AppendUint64(message, b.filter.seed)
+	return binary.LittleEndian.AppendUint64(append(message, byte(bitsOf(len(b.told)))), b.at.Seq), b.at
+}
+
+// Part returns the message of a snapshot that has the buckets from bucket on, which is 0 at first,
+// and where the next one goes on; nil: all have been told. Not ok: the filter is another one by
+// now, so that the snapshot must begin anew.
+func (b *Book) Part(at Position, bucket int) (message []byte, next int, ok bool) {
+	b.books.Lock()
+	defer b.books.Unlock()
+	switch {
+	case at.Epoch != b.at.Epoch:
+		return nil, 0, false
+	case bucket > len(b.told):
+		return nil, 0, true
+	case bucket == len(b.told):
+		return []byte{kindEnd}, bucket + 1, true
+	}
+	message, next = []byte{kindPart}, min(bucket+partBuckets, len(b.told))
+	for last := 0; bucket < next; bucket++ {
+		if now := b.told[bucket]; now != 0 {
+			message = appendChange(message, uint32(bucket-last), 0, now)
+			last = bucket
 		}
 	}
-	return append(messages, part, []byte{kindEnd}), at
+	return message, next, true
+}
+
+// Snapshot returns the messages of all that has been told, and the position after them. It takes
+// as much memory as they have: who sends them uses Begin and Part.
+func (b *Book) Snapshot() (messages [][]byte, at Position) {
+	for {
+		message, at := b.Begin()
+		messages = nil
+		for bucket, same := 0, true; same; message, bucket, same = b.Part(at, bucket) {
+			if message == nil {
+				return messages, at
+			}
+			messages = append(messages, message)
+		}
+	}
 }
 
 // Holders returns how many hold a prefix.

@@ -26,6 +26,13 @@ func (b *Book) Check() error {
 	if err != nil {
 		return err
 	}
+	logged := 0
+	for _, delta := range b.log {
+		logged += len(delta) + logEach
+	}
+	if logged != b.logged || logged > b.maxLog() {
+		return fmt.Errorf("the deltas that are kept take %d bytes, %d are counted: at most %d", logged, b.logged, b.maxLog())
+	}
 	lanes := 0
 	for bucket, word := range b.filter.buckets {
 		for i := range laneCount {

@@ -29,8 +29,8 @@ const (
 const (
 	// resetSize is the bytes of a message of kindReset.
 	resetSize = 1 + 8 + 8 + 1 + 8
-	// partSize is up to which size a part of a snapshot is filled, bytes.
-	partSize = 256 << 10
+	// partBuckets is how many buckets a part of a snapshot has, of up to mostOfChange bytes each.
+	partBuckets = 1 << 14
 	// MaxMessage bounds a message, bytes.
 	MaxMessage = 1 << 20
 	// mostOfChange is the longest change, bytes: gap, mask and four fingerprints.
@@ -48,6 +48,9 @@ var (
 func malformed(format string, args ...any) error {
 	return fmt.Errorf("%w: %s", ErrMessage, fmt.Sprintf(format, args...))
 }
+
+// Begins reports whether a message begins a snapshot.
+func Begins(message []byte) bool { return len(message) > 0 && message[0] == kindReset }
 
 // Position is a place in a book's messages.
 type Position struct {
