@@ -1,6 +1,7 @@
 package netspace
 
 import (
+	"bytes"
 	"errors"
 	"os"
 	"os/exec"
@@ -47,7 +48,9 @@ func Enter(t *testing.T) (inside bool) {
 		Pdeathsig:   syscall.SIGKILL,
 	}
 	command.WaitDelay = spare
-	out, err := command.CombinedOutput()
+	out := &output{t: t}
+	command.Stdout, command.Stderr = out, out
+	err = command.Run()
 	var status *exec.ExitError
 	switch {
 	case err != nil && !errors.As(err, &status):
@@ -56,10 +59,30 @@ func Enter(t *testing.T) (inside bool) {
 		}
 		t.Fatal(err)
 	case err != nil:
-		t.Fatalf("%v\n%s", err, out)
-	case strings.Contains("\n"+string(out), "\n--- SKIP: "+t.Name()+" "):
-		t.Skipf("%s", out)
+		t.Fatal("in a process of its own: ", err)
+	case out.skipped:
+		t.Skip("in a process of its own")
 	}
-	t.Logf("\n%s", out)
 	return false
+}
+
+// output logs what the process writes, line by line.
+type output struct {
+	t       *testing.T
+	rest    []byte // of a line that has not ended
+	skipped bool   // the test has skipped itself
+}
+
+// Write logs the lines that end in p.
+func (o *output) Write(p []byte) (int, error) {
+	o.rest = append(o.rest, p...)
+	for {
+		line, rest, whole := bytes.Cut(o.rest, []byte("\n"))
+		if !whole {
+			return len(p), nil
+		}
+		o.t.Logf("| %s", line)
+		o.skipped = o.skipped || bytes.HasPrefix(line, []byte("--- SKIP: "+o.t.Name()+" "))
+		o.rest = rest
+	}
 }
