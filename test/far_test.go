@@ -176,8 +176,14 @@ func (f *far) cutOff(cell, other int, long bool) {
 		waited := failed(upper) - before[upper]
 		// Beside those that came, those are retried that were under way when it was cut off.
 		flight := f.underWay(upper, at)
-		f.Logf("  upper router %d: %.0f requests were retried, of %d under way and %d that came until it was out; its share before was %.2f", upper, waited, flight, len(sent), usual)
-		if most := float64(flight) + usual*float64(len(sent)); long && waited > most+3*math.Sqrt(most) {
+		late := 0
+		for _, a := range sent {
+			if a.began.Sub(a.sent) > out[upper]/2 {
+				late++
+			}
+		}
+		f.Logf("  upper router %d: %.0f requests were retried, of %d under way and %d that came until it was out, of which %d waited for long; its share before was %.2f", upper, waited, flight, len(sent), late, usual)
+		if most := float64(flight) + usual*float64(len(sent)); long && waited > most+3*math.Sqrt(most+1) {
 			f.Errorf("upper router %d: %.0f requests were sent to a cell that was cut off, more than its share of about %.0f", upper, waited, most)
 		}
 		if limit := 3 * time.Second; long && out[upper] > limit {
@@ -245,14 +251,12 @@ func TestUpperRoutersFarApartDoNotHerd(t *testing.T) {
 		return
 	}
 	d, long := farTime(t)
-	rounds := 1
-	if long {
-		rounds = 5
-	} else {
-		d = 3 * time.Second
+	rounds, speed := 5, "--speedup-ratio=0.1"
+	if !long {
+		rounds, speed, d = 1, "--speedup-ratio=0.3", 2*time.Second
 	}
-	f := startFar(t, func(int, int) int { return 10 }, "--speedup-ratio=0.05")
-	f.herd(0, 3, time.Second) // what is learned at first
+	f := startFar(t, func(int, int) int { return 10 }, speed)
+	f.herd(0, farRegions, d/4) // what is learned at first
 	var one, three []herdFar
 	for round := range rounds {
 		for i := range 2 {
@@ -281,12 +285,11 @@ func TestUpperRoutersFarApartDoNotHerd(t *testing.T) {
 	ratio := func(of func(herdFar) float64) float64 { return median(three, of) / median(one, of) }
 	spread, first := ratio(func(r herdFar) float64 { return r.spread }), ratio(func(r herdFar) float64 { return float64(r.first) })
 	t.Logf("three upper routers against one: fullest cell %.3f times, first token %.3f times", spread, first)
-	limit := 1.5
-	if long {
-		limit = 1.05
-	}
-	if spread > limit {
-		t.Errorf("three upper routers herd: the fullest cell has %.3f times as much in flight as with one", spread)
+	switch {
+	case long && max(spread, first) > 1.05:
+		t.Errorf("three upper routers herd: with one, the fullest cell and the first token are better by more than 5 %%")
+	case spread > 2: // all at one cell were about 3
+		t.Error("three upper routers herd at one cell")
 	}
 	if len(f.lost)+len(f.hung) > 0 {
 		t.Errorf("lost %.2000q, hung %.2000q", f.lost, f.hung)
@@ -322,7 +325,7 @@ func (f *far) herd(seed uint64, uppers int, d time.Duration) (run herdFar) {
 	from, to := began.Add(d/4), began.Add(d) // without the rush at first
 	n, cached, prompt := 0, 0, 0
 	for _, a := range answers {
-		if a.sent.After(from) {
+		if a.sent.After(from) || len(answers) < 2*clients {
 			n, cached, prompt = n+1, cached+a.cached, prompt+a.prompt
 			run.first += a.began.Sub(a.sent)
 		}
