@@ -310,12 +310,13 @@ func (f *far) goOn(n int, what string) {
 	testkit.Eventually(f.T, time.Minute, "requests go on "+what, func() bool { return f.count()-from >= n })
 }
 
-// between returns the answered requests that were sent to an upper router in a time.
-func (f *far) between(upper int, from, to time.Time) (sent []farAnswer) {
+// between returns the answered requests of a region's clients that were sent to its upper router
+// in a time.
+func (f *far) between(region int, from, to time.Time) (sent []farAnswer) {
 	f.mu.Lock()
 	defer f.mu.Unlock()
 	for _, a := range f.answers {
-		if a.upper == upper && !a.sent.Before(from) && a.sent.Before(to) {
+		if a.region == region && a.upper == region && !a.sent.Before(from) && a.sent.Before(to) {
 			sent = append(sent, a)
 		}
 	}
