@@ -85,9 +85,10 @@ func New(t testing.TB, roundTrips [][]time.Duration) *Network {
 	for from := range roundTrips {
 		n.links = append(n.links, make([]*link, len(roundTrips)))
 		for to := range roundTrips {
-			n.links[from][to] = &link{delay: roundTrips[min(from, to)][max(from, to)] / 2, queue: make(chan packet, underWay)}
+			way := &link{delay: roundTrips[min(from, to)][max(from, to)] / 2, queue: make(chan packet, underWay)}
+			n.links[from][to] = way
 			if from != to {
-				n.carrying.Go(func() { n.deliver(n.links[from][to], n.nodes[to].device) })
+				n.carrying.Go(func() { n.deliver(way, n.nodes[to].device) })
 			}
 		}
 	}
