@@ -12,12 +12,13 @@ TEST_TIMEOUT ?= 45m
 SOAK ?= 60s
 FUZZTIME ?= 10s
 CHAOS ?= 2m
+FAR ?= 2m
 SEEDS ?= 100000
 FROM ?= 1
 GRID ?= policies
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-sglang run run-disagg run-sglang run-sglang-disagg demo check test test-mooncake test-sglang test-zoo test-tiers test-migration test-sglang-migration test-routes test-kubernetes test-gateway test-traces test-boards test-page test-mesh test-relay lint dist test-dist bench index-bench growth sim bench-real bench-fair bench-adapters bench-gateway bench-herding wire-speed peers peers-predictions parity segments soak fuzz chaos chaos-gateway dst dst-bugs clean
+.PHONY: help setup setup-sglang run run-disagg run-sglang run-sglang-disagg demo check test test-mooncake test-sglang test-zoo test-tiers test-migration test-sglang-migration test-routes test-kubernetes test-gateway test-traces test-boards test-page test-mesh test-relay test-cells lint dist test-dist bench index-bench growth sim bench-real bench-fair bench-adapters bench-gateway bench-herding wire-speed peers peers-predictions parity segments soak fuzz chaos chaos-gateway dst dst-bugs clean
 
 help: ## List the targets
 	@printf 'kvrouter: KV-cache-aware routing for vLLM and SGLang\n\n'
@@ -161,6 +162,10 @@ peers-predictions: setup ## Compare predicted cache hits with those of Dynamo an
 
 peers: setup ## Compare with other routers: KV events, simulator, proxy path, predictions
 	scripts/peers.sh
+
+test-cells: ## Test three cells and three upper routers, 2 to 90 ms apart: kills, cuts, herding (5 minutes; FAR=2m). Needs user namespaces and /dev/net/tun
+	@scripts/build-native.sh
+	KVROUTER_FAR=$(FAR) go test -run 'FarApart' -v -count 1 -parallel 1 -timeout 60m ./test
 
 test-mesh: ## Test two kvrouters and a Dynamo selection service in one mesh: load, sessions, late joiners, lost messages
 	scripts/selection_parity.sh -run '^TestMeshWithDynamo'

@@ -96,6 +96,12 @@ type Process struct {
 // ended with another status than 0.
 func Run(t testing.TB, program func() (string, error), env []string, args ...string) *Process {
 	t.Helper()
+	return runBy(t, (*exec.Cmd).Start, program, env, args...)
+}
+
+// runBy is Run of a program that is started by start.
+func runBy(t testing.TB, start func(*exec.Cmd) error, program func() (string, error), env []string, args ...string) *Process {
+	t.Helper()
 	if testing.Short() {
 		t.Skip("starts processes")
 	}
@@ -107,7 +113,7 @@ func Run(t testing.TB, program func() (string, error), env []string, args ...str
 	p.Command.Env = append(os.Environ(), env...)
 	p.Command.Stdout, p.Command.Stderr = p.Log, p.Log
 	p.Command.WaitDelay = 5 * time.Second
-	if err := p.Command.Start(); err != nil {
+	if err := start(p.Command); err != nil {
 		t.Fatal(err)
 	}
 	go func() { // until the program ends

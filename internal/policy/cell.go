@@ -27,6 +27,8 @@ type Cell struct {
 	late  runningMean // by how much first tokens came later than they would by what it tells, ms
 
 	lateSquares runningMean // of the same, squared
+	again       time.Time   // from then on one request at a time shows whether it is still late
+	trials      int         // those that showed that it is, one after the other
 }
 
 const (
@@ -35,21 +37,46 @@ const (
 	cellFinds, cellLate = 64, 16
 	// mostLate bounds what one request says of late, ms.
 	mostLate = 60_000
+	// mostTrials bounds Cell.trials.
+	mostTrials = 16
 	// cellLooks is how many of the prompts that wait longest are looked at.
 	cellLooks = 32
 )
 
-// Late learns from a first token: by how much it came later than FirstToken said, which knew of
-// Lateness.
-func (c *Cell) Late(by time.Duration) {
+// Late learns from a first token at now: by how much it came later than FirstToken said, without
+// what that knew of Load.Lateness. A cell that gets no requests because it was late would be
+// without them for good: after the time that it was late by, a queue that it did not tell of is
+// gone, and a request shows whether that is so. If it is, what was learned before is over, else
+// the next trial comes after twice the time.
+func (c *Cell) Late(now time.Time, by time.Duration) {
 	if c == nil {
 		return
 	}
-	late := min(max(c.lateness()+milliseconds(by), -mostLate), mostLate)
+	late := min(max(milliseconds(by), -mostLate), mostLate)
+	switch trial := c.lateness() > 0 && !now.Before(c.again); {
+	case trial && late > 0:
+		c.trials = min(c.trials+1, mostTrials)
+	case trial:
+		c.late, c.lateSquares = runningMean{}, runningMean{}
+	}
 	c.late.count = min(c.late.count, cellLate-1)
 	c.late.add(late)
 	c.lateSquares.count = c.late.count - 1
 	c.lateSquares.add(late * late)
+	still := c.lateness()
+	if still == 0 {
+		c.trials = 0
+	}
+	c.again = now.Add(duration(min(still*math.Pow(2, float64(c.trials)), mostLate)))
+}
+
+// Lateness returns by how much the next first token of a cell is expected to come later than by
+// what it tells: Cell.Lateness, or nothing if it is time for a trial. 0: it is no cell.
+func (l *Load) Lateness(now time.Time) time.Duration {
+	if l.Cell == nil || len(l.Prefills) == 0 && !now.Before(l.Cell.again) {
+		return 0
+	}
+	return l.Cell.Lateness()
 }
 
 // Lateness returns by how much first tokens come later than by what the cell tells: two standard
@@ -100,8 +127,8 @@ func (l *Load) each(n int) float64 { return float64(n) / l.width() }
 // cellWait predicts how long a request of that class waits in a cell, ms: what it told, less the
 // time since then, and the prompts that it did not have then, shared out over its workers: those
 // that were sent later than a round trip before its report came. What is known to be late counts,
-// too: as Lateness, and of the prompts that wait now, whose first tokens are due by more than two
-// standard deviations. A cell that gives other first tokens meanwhile owes none: those that it has
+// too: as Load.Lateness, and of the prompts that wait now, whose first tokens are due by more than
+// two standard deviations. A cell that gives other first tokens meanwhile owes none: those that it has
 // not given are the late ones.
 func (p *Work) cellWait(now time.Time, load *Load, class fair.Class) float64 {
 	cell, sent := load.Cell, 0
@@ -110,7 +137,7 @@ func (p *Work) cellWait(now time.Time, load *Load, class fair.Class) float64 {
 		sent += load.Prefills[i].Tokens
 	}
 	told := milliseconds(cell.Waits[class.Place()])
-	wait := max(0, told-milliseconds(now.Sub(cell.Load.At))) + p.Timing.Prefill(sent)/load.width() + cell.lateness()
+	wait := max(0, told-milliseconds(now.Sub(cell.Load.At))) + p.Timing.Prefill(sent)/load.width() + milliseconds(load.Lateness(now))
 	due, waiting, chance := 0.0, 0, 2*cell.lateSpread()
 	for i := range load.Prefills[:min(len(load.Prefills), cellLooks)] {
 		if prefill := &load.Prefills[i]; !prefill.AnsweredWhole {

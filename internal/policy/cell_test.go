@@ -26,7 +26,7 @@ func TestWorkWeighsCells(t *testing.T) {
 	}
 	tardy := cellLoad(4, 0, 0, Load{})
 	for range cellLate {
-		tardy.Cell.Late(500 * ms)
+		tardy.Cell.Late(testNow, 500*ms)
 	}
 	crowded := cellLoad(4, 0, 0, Load{})
 	crowded.Cell.Context = 4 * 100_000
@@ -151,34 +151,58 @@ func TestATooShortWaitIsBelievedForSomeRequests(t *testing.T) {
 	load := cellLoad(4, 0, 0, Load{})
 	p, c, q := NewWork(), &Candidate{Load: &load}, &Query{Now: testNow, Tokens: 640, BlockSize: 64}
 	for range 20 {
-		load.Cell.Late(time.Second - p.FirstToken(q, c))
+		load.Cell.Late(testNow, time.Second-p.FirstToken(q, c)+load.Lateness(testNow))
 	}
 	if first := p.FirstToken(q, c); first < 900*time.Millisecond || first > 1100*time.Millisecond {
 		t.Errorf("predicted %v", first)
 	}
 	for range 100 {
-		load.Cell.Late(20*time.Millisecond - p.FirstToken(q, c))
+		load.Cell.Late(testNow, 20*time.Millisecond-p.FirstToken(q, c)+load.Lateness(testNow))
 	}
 	if late := load.Cell.Lateness(); late > 20*time.Millisecond {
 		t.Errorf("still late by %v", late)
 	}
-	load.Cell.Late(24 * time.Hour)
+	load.Cell.Late(testNow, 24*time.Hour)
 	if late := load.Cell.Lateness(); late > mostLate*time.Millisecond {
 		t.Errorf("late by %v", late)
 	}
 	var none *Cell
-	none.Late(time.Second) // a worker
+	none.Late(testNow, time.Second) // a worker
+}
+
+// TestACellThatWasLateIsTriedAgain: it would be without requests for good.
+func TestACellThatWasLateIsTriedAgain(t *testing.T) {
+	load, busy := cellLoad(4, 0, 0, Load{}), cellLoad(4, 0, 0, waiting(0, 64))
+	busy.Cell = load.Cell
+	for range cellLate {
+		load.Cell.Late(testNow, time.Second)
+	}
+	expect := func(what string, l *Load, after, want time.Duration) {
+		t.Helper()
+		if got := l.Lateness(testNow.Add(after)).Round(time.Millisecond); got != want {
+			t.Errorf("%s, after %v: late by %v, not %v", what, after, got, want)
+		}
+	}
+	expect("at once", &load, 999*time.Millisecond, time.Second)
+	expect("then", &load, time.Second, 0)
+	expect("while a trial is under way", &busy, time.Second, time.Second)
+	load.Cell.Late(testNow.Add(2*time.Second), time.Second)
+	expect("a trial was late", &load, 3999*time.Millisecond, time.Second)
+	expect("twice the time later", &load, 4*time.Second, 0)
+	load.Cell.Late(testNow.Add(5*time.Second), 0)
+	expect("a trial was not late", &busy, 5*time.Second, 0)
+	var worker Load
+	expect("a worker", &worker, 0, 0)
 }
 
 // TestChanceIsNotLate: first tokens come as often early as late, by as much.
 func TestChanceIsNotLate(t *testing.T) {
 	load := cellLoad(4, 0, 0, Load{})
-	p, q := NewWork(), &Query{Now: testNow, Tokens: 640, BlockSize: 64}
+	p := NewWork()
 	random := rand.New(rand.NewPCG(1, 2))
 	sum, most := time.Duration(0), time.Duration(0)
 	for range 1000 {
-		first := p.FirstToken(q, &Candidate{Load: &load}) - load.Cell.Lateness()
-		load.Cell.Late(time.Duration(random.NormFloat64()*100)*time.Millisecond + first - p.FirstToken(q, &Candidate{Load: &load}))
+		load.Cell.Late(testNow, time.Duration(random.NormFloat64()*100)*time.Millisecond)
 		sum, most = sum+load.Cell.Lateness(), max(most, load.Cell.Lateness())
 	}
 	if mean := sum / 1000; mean > 3*time.Millisecond || most > 60*time.Millisecond {

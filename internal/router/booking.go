@@ -30,7 +30,7 @@ type Booking struct {
 	sure          kv.LowerBlocks // those of lower that are then still there
 	pull          policy.Pull    // what it is to pull from another worker; Tokens 0: nothing
 	expected      int            // tokens of the answer; 0: unknown
-	promised      time.Duration  // predicted time to first token, of a cell
+	promised      time.Duration  // predicted time to first token, of a cell, without its lateness
 	answeredWhole bool           // its first token is not reported
 	leg           kv.Leg
 	lora          string           // adapter; empty: none

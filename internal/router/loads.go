@@ -248,7 +248,7 @@ func (l *loads) firstToken(b *Booking, now time.Time) {
 		load.Prefills = slices.Delete(load.Prefills, i, i+1)
 	}
 	if !b.answeredWhole {
-		load.Cell.Late(now.Sub(b.sent) - b.promised)
+		load.Cell.Late(now, now.Sub(b.sent)-b.promised)
 		if now.Sub(load.Load.FirstToken) > samePass {
 			load.passBefore = load.Load.FirstToken
 		}

@@ -721,7 +721,7 @@ func (r *Router) book(p *prompt, c *policy.Candidate, now time.Time) *Booking {
 		r.charge(b, p, c)
 	}
 	if c.Load.Cell != nil {
-		b.promised = r.forecast.FirstToken(&policy.Query{Now: now, Tokens: p.tokens, BlockSize: r.blockSize, Leg: p.Leg, Class: p.Class}, c)
+		b.promised = r.forecast.FirstToken(&policy.Query{Now: now, Tokens: p.tokens, BlockSize: r.blockSize, Leg: p.Leg, Class: p.Class}, c) - c.Load.Lateness(now)
 	}
 	r.loads.bump(b.worker)
 	r.loads.begin(b, now)

@@ -1,0 +1,9 @@
+package netspace
+
+import (
+	"testing"
+
+	"kvrouter/internal/testkit/leaks"
+)
+
+func TestMain(m *testing.M) { leaks.Main(m) }
