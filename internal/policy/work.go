@@ -196,14 +196,14 @@ func (p *Work) survey(q *Query, candidates []Candidate) survey {
 		c := &candidates[i]
 		load := c.Load
 		all.workers += load.width()
-		all.ours += load.InFlight - load.Remote
-		all.others += load.Foreign + load.Remote
+		all.ours += load.InFlight - int(load.Remote)
+		all.others += load.Foreign + int(load.Remote)
 		if told := c.Target.TotalBlocks * q.BlockSize; told > 0 {
 			all.cache += float64(told)
 		} else {
 			all.cache += load.width() * workUntoldCache
 		}
-		all.parts = all.parts || c.Held > c.Overlap
+		all.parts = all.parts || int(c.Held) > c.Overlap
 		all.pulls = all.pulls || c.Pull.Blocks > 0
 		switch {
 		case len(load.Prefills) == 0:
@@ -401,7 +401,7 @@ func (p *Work) setTerms(t *workTerms, q *Query, c *Candidate, u *workUsual, pull
 		} else {
 			blocks := p.reuse.others(cached)
 			if u.parts {
-				blocks -= p.reuse.others(max(cached, c.Held))
+				blocks -= p.reuse.others(max(cached, int(c.Held)))
 			}
 			copied = p.Timing.Prefill(q.BlockSize) * blocks
 		}
@@ -452,5 +452,8 @@ func (p *Work) copiedBeside(q *Query, c *Candidate, u *workUsual, cached int, pu
 // foreignWait is how many answers will be given before the requests have left the queue
 // that others have sent: they wait for the ends of those that run.
 func foreignWait(load *Load) float64 {
+	if load.Foreign == 0 {
+		return 0
+	}
 	return float64(min(load.Foreign, load.Waiting)) / float64(max(load.Running, 1))
 }

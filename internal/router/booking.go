@@ -329,11 +329,11 @@ func (r *Router) Loads() []WorkerLoad {
 	r.expire(now)
 	list := make([]WorkerLoad, 0, len(r.loads.byWorker))
 	add := func(key kv.WorkerKey, entry *workerLoad) {
-		load := entry.asOf(now)
+		load := asOf(entry.Load, now)
 		list = append(list, WorkerLoad{Key: key, PotentialPrefillTokens: load.PrefillTokens, PotentialDecodeBlocks: load.ActiveBlocks, ActiveRequests: load.InFlight, Role: entry.role})
 	}
 	for i := range r.targets { // by key
-		add(r.targets[i].Key, r.targetLoads[i])
+		add(r.targets[i].Key, r.targetLoads[i].workerLoad)
 	}
 	if len(list) == len(r.loads.byWorker) {
 		return list

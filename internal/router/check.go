@@ -19,7 +19,7 @@ func (r *Router) Check() error {
 		return fmt.Errorf("%d books are open, %d workers are up", len(r.targetLoads), len(r.targets))
 	}
 	for i := range r.targets {
-		if t := &r.targets[i]; r.targetLoads[i] != l.byWorker[t.Key] || t.Cordoned != r.isCordoned(t.Key.Worker) {
+		if t := &r.targets[i]; r.targetLoads[i].workerLoad != l.byWorker[t.Key] || r.targetLoads[i].number != r.targetLoads[i].workerLoad.number || t.Cordoned != r.isCordoned(t.Key.Worker) {
 			return fmt.Errorf("worker %v: its books are not those of its place, or it is cordoned %v where %v is noted", t.Key, t.Cordoned, r.isCordoned(t.Key.Worker))
 		}
 	}
@@ -116,7 +116,7 @@ func (r *Router) Check() error {
 				fetching++
 			}
 		}
-		if load.Fetching != fetching {
+		if int(load.Fetching) != fetching {
 			return fmt.Errorf("worker %v: %d prompts are counted that are fetched, %d are", w, load.Fetching, fetching)
 		}
 		excess := 0.0

@@ -114,7 +114,7 @@ func (r *Router) Working(worker uint64) bool {
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	for w, load := range r.loads.byWorker {
-		if w.Worker == worker && load.InFlight > load.Remote {
+		if w.Worker == worker && load.InFlight > int(load.Remote) {
 			return true
 		}
 	}
