@@ -359,14 +359,14 @@ func (r *Router) PotentialLoads(request Request) []WorkerLoad {
 	now := r.now()
 	r.expire(now)
 	var loads []WorkerLoad
-	r.snapshot(&p)
+	r.snapshot(&p, now)
 	for i := range r.targets {
 		t := &r.targets[i]
 		if !p.mayUse(t) {
 			continue
 		}
 		var c policy.Candidate
-		r.candidate(&c, &p, i, now)
+		r.candidate(&c, &p, i)
 		load := WorkerLoad{Key: t.Key, PotentialPrefillTokens: c.Load.PrefillTokens, PotentialDecodeBlocks: c.Load.ActiveBlocks + c.NewBlocks, ActiveRequests: c.Load.InFlight}
 		if r.tracksPrefill(&p) {
 			load.PotentialPrefillTokens += r.uncached(p.tokens, &c)

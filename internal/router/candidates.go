@@ -13,7 +13,7 @@ import (
 func (r *Router) collect(p *prompt, now time.Time) error {
 	candidates := slices.Grow(r.candidates[:0], len(r.targets))[:len(r.targets)]
 	err, n, workers := ErrNoWorker, 0, 0
-	r.snapshot(p)
+	r.snapshot(p, now)
 	r.findSources(p, now)
 	p.reachable, p.stays = 0, false
 	limited := r.settings.BusyThresholds.Set()
@@ -32,7 +32,7 @@ func (r *Router) collect(p *prompt, now time.Time) error {
 		}
 		c := &candidates[n]
 		n++
-		if r.candidate(c, p, i, now); c.Overlap > p.reachable || c.Lower != (kv.LowerBlocks{}) {
+		if r.candidate(c, p, i); c.Overlap > p.reachable || c.Lower != (kv.LowerBlocks{}) {
 			device, lower := r.finds(p, c)
 			p.reachable = max(p.reachable, device+lower.Total())
 		}
@@ -101,9 +101,10 @@ func (p *prompt) suits(t *kv.Target) bool {
 // reaches reports whether p may go to t although it may never have answered.
 func (p *prompt) reaches(t *kv.Target) bool { return p.Unanswered || !t.Unanswered }
 
-// snapshot looks up what requests in flight have of p, and what is the same for all candidates. It
-// comes before candidate, without a change of the books in between.
-func (r *Router) snapshot(p *prompt) {
+// snapshot looks up what requests in flight have of p, and what is the same for all candidates, and
+// brings the loads up to now. It comes before candidate, without a change of the books in between.
+func (r *Router) snapshot(p *prompt, now time.Time) {
+	r.freshen(now)
 	p.distinct, p.usable = p.newBlocks(), r.usableBlocks(p.tokens)
 	if r.traits.WholeMatch {
 		p.usable = p.tokens / r.blockSize
@@ -113,8 +114,22 @@ func (r *Router) snapshot(p *prompt) {
 	}
 }
 
+// freshen brings the loads of the workers that are up up to now. Mostly none of them has become too
+// old since the last time, and thousands need not be looked at.
+func (r *Router) freshen(now time.Time) {
+	if now.Before(r.loads.stale) {
+		return
+	}
+	r.loads.stale = now.Add(loadFreshFor)
+	for i := range r.targetLoads {
+		if load := r.targetLoads[i].asOf(now); load.Fresh {
+			r.loads.staleAt(load)
+		}
+	}
+}
+
 // candidate sets c to the target at that place as p sees it.
-func (r *Router) candidate(c *policy.Candidate, p *prompt, at int, now time.Time) {
+func (r *Router) candidate(c *policy.Candidate, p *prompt, at int) {
 	c.Target = &r.targets[at]
 	c.Overlap, c.Held, c.NewBlocks = 0, 0, p.distinct
 	c.Lower = kv.LowerBlocks{}
@@ -124,7 +139,7 @@ func (r *Router) candidate(c *policy.Candidate, p *prompt, at int, now time.Time
 	if r.traits.TreeBlocks {
 		c.TreeBlocks = 0
 	}
-	c.Load = r.targetLoads[at].asOf(now)
+	c.Load = r.targetLoads[at].load
 	if p.Cached != nil {
 		c.Overlap = *p.Cached / r.blockSize
 	} else if m := p.matched(c.Target.Key); m != nil {

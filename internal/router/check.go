@@ -23,6 +23,11 @@ func (r *Router) Check() error {
 			return fmt.Errorf("worker %v: its books are not those of its place, or it is cordoned %v where %v is noted", t.Key, t.Cordoned, r.isCordoned(t.Key.Worker))
 		}
 	}
+	for now, i := r.now(), 0; i < len(r.targets) && now.Before(l.stale); i++ {
+		if load := r.targetLoads[i].load; load.Fresh != isFresh(load, now) || !load.Fresh && load.Foreign != 0 {
+			return fmt.Errorf("worker %v: its load of %v is noted to be fresh %v, %d requests in it are foreign, and it is %v", r.targets[i].Key, load.At, load.Fresh, load.Foreign, now)
+		}
+	}
 	if known := len(r.sessions.byHash); known != r.sessions.order.Len() || known > r.settings.SessionLimit {
 		return fmt.Errorf("%d sessions can be found, %d are in order, and at most %d may be", known, r.sessions.order.Len(), r.settings.SessionLimit)
 	}

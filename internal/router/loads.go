@@ -23,6 +23,8 @@ type loads struct {
 
 	pulling int // requests without a first token that pull from another worker
 
+	stale time.Time // before which no worker's load that is fresh becomes too old
+
 	byID           map[string]*Booking
 	oldest, newest *Booking // by time of the last message about them
 }
@@ -140,11 +142,19 @@ func newLoads() *loads {
 
 // publish takes over what worker w reports of itself. Requests in its engine are foreign
 // only beyond the most that were in flight of late: it may count some that have ended.
-func (l *loads) publish(w kv.WorkerKey, p policy.Published) {
+func (l *loads) publish(w kv.WorkerKey, p policy.Published, now time.Time) {
 	load := l.of(w)
 	load.ranBefore, load.Published = load.Running, p
 	load.Bumped = 0
 	load.Foreign = max(0, p.Running+p.Waiting-load.peak(p.At))
+	l.staleAt(asOf(load.Load, now))
+}
+
+// staleAt notes when a load that is fresh will be too old.
+func (l *loads) staleAt(load *policy.Load) {
+	if at := load.At.Add(loadFreshFor); load.Fresh && at.Before(l.stale) {
+		l.stale = at
+	}
 }
 
 // peakSpan is longer than the age of a worker's published load.
@@ -370,10 +380,15 @@ func (l *loads) get(w kv.WorkerKey, now time.Time) policy.Load {
 	return policy.Load{}
 }
 
+// isFresh reports whether what the worker published is recent enough to be used.
+func isFresh(l *policy.Load, now time.Time) bool {
+	return !l.At.IsZero() && now.Sub(l.At) < loadFreshFor
+}
+
 // asOf brings the load up to now and returns it, not a copy: the decision among
 // thousands of workers reads little of each. Only the router's lock keeps it as it is.
 func asOf(l *policy.Load, now time.Time) *policy.Load {
-	fresh := !l.At.IsZero() && now.Sub(l.At) < loadFreshFor
+	fresh := isFresh(l, now)
 	if fresh != l.Fresh { // what is only read stays shared between processors
 		l.Fresh = fresh
 	}
@@ -387,7 +402,7 @@ func asOf(l *policy.Load, now time.Time) *policy.Load {
 // idle. Bookings stay until their requests end.
 func (l *loads) silence(w kv.WorkerKey) {
 	if load := l.byWorker[w]; load != nil {
-		load.Published = policy.Published{}
+		load.Published, load.Fresh = policy.Published{}, false
 		load.Bumped, load.Foreign, load.Fill, load.Adapters, load.Cell = 0, 0, 0, nil, nil
 		load.probe, load.growsFrom = 0, time.Time{}
 		load.gone = true

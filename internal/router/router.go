@@ -373,7 +373,7 @@ func (r *Router) Publish(w kv.WorkerKey, p policy.Published) {
 		return
 	}
 	before := r.targetLoads[at].Published
-	r.loads.publish(w, p)
+	r.loads.publish(w, p, r.now())
 	if r.fair != nil {
 		r.learnRoom(at, before)
 		r.dispatch(r.now())
@@ -764,8 +764,8 @@ func (r *Router) bookOn(request Request, worker kv.WorkerKey) (*Booking, Decisio
 	if r.taken(&p) {
 		return nil, d, ErrDuplicate
 	}
-	r.snapshot(&p)
-	r.candidate(&c, &p, at, now)
+	r.snapshot(&p, now)
+	r.candidate(&c, &p, at)
 	d.Target = *c.Target
 	r.predict(&p, &d, &c)
 	return r.book(&p, &c, now), d, nil
