@@ -191,7 +191,7 @@ func (t kvTerms) explain() Score {
 func (p *kvPolicy) terms(q *Query, c *Candidate, least int) kvTerms {
 	block := float64(q.BlockSize)
 	credit := p.settings.OverlapScoreCredit
-	if excess := c.Load.PrefillTokens - least; excess > 0 && q.Tokens > 0 {
+	if excess := c.Load.PrefillTokens - least; excess > 0 && q.Tokens > 0 && p.settings.OverlapScoreCreditDecay > 0 {
 		credit /= 1 + p.settings.OverlapScoreCreditDecay*(float64(excess)/block)/math.Ceil(float64(q.Tokens)/block)
 	}
 	cached := credit * float64(c.Overlap)

@@ -150,11 +150,12 @@ func (p *Work) Choose(q Query, candidates []Candidate, random *rand.Rand) int {
 	if q.Explain != nil {
 		q.Explain.Rank("work", candidates, func(c *Candidate) Score { t := p.terms(&q, c, &u); return t.explain() })
 	}
+	same := workSame{overlap: -1}
 	chosen := Best(candidates, random, func(c *Candidate) float64 {
-		var t workTerms
-		if p.setTerms(&t, &q, c, &u, false); c.Pull.Blocks > 0 {
-			t = p.terms(&q, c, &u)
+		if c.plain() && q.Adapter == "" {
+			return -p.plainCost(&q, c, &u, &same)
 		}
+		t := p.terms(&q, c, &u)
 		return -t.cost()
 	})
 	if c := &candidates[chosen]; c.Pull.Blocks > 0 {
@@ -397,15 +398,10 @@ func (p *Work) setTerms(t *workTerms, q *Query, c *Candidate, u *workUsual, pull
 	if uncached > 0 {
 		cached := c.Overlap + load.tokens/q.BlockSize
 		if c.Pull.Blocks > 0 {
-			copied = p.copiedBeside(q, c, u, cached, pulls)
+			copied = min(own, p.copiedBeside(q, c, u, cached, pulls))
 		} else {
-			blocks := p.reuse.others(cached)
-			if u.parts {
-				blocks -= p.reuse.others(max(cached, int(c.Held)))
-			}
-			copied = p.Timing.Prefill(q.BlockSize) * blocks
+			copied = p.copied(q, c, u, cached, own)
 		}
-		copied = min(own, copied)
 	}
 	t.first, t.load, t.copy, t.pushed, t.starts = u.f*first, u.f*(load.delay()-load.pull), u.f*copied, u.f*pushed, starts
 	t.foreign = u.f * foreignWait(c.Load) * u.decoding
@@ -429,6 +425,16 @@ func (p *Work) setTerms(t *workTerms, q *Query, c *Candidate, u *workUsual, pull
 		t.others = n * (own - copied + p.Timing.Pass*float64(begun))
 		t.slower = n * u.output / 2 * p.Timing.context * float64(max(1, q.Tokens))
 	}
+}
+
+// copied returns the part of own, the time to compute what the candidate does not have, that later
+// requests save by a new copy of that, where it has so many blocks.
+func (p *Work) copied(q *Query, c *Candidate, u *workUsual, cached int, own float64) float64 {
+	blocks := p.reuse.others(cached)
+	if u.parts {
+		blocks -= p.reuse.others(max(cached, int(c.Held)))
+	}
+	return min(own, p.Timing.Prefill(q.BlockSize)*blocks)
 }
 
 // copiedBeside returns the time that later requests save by a new copy of what the
