@@ -7,18 +7,19 @@ import (
 
 // Target is one destination of requests: a worker, or one rank of it.
 type Target struct {
-	// What each decision reads of each worker is 64 bytes, a line of the processor's cache.
+	// What each decision reads of each worker is its first 64 bytes, a line of the processor's cache,
+	// of three.
 	Key         WorkerKey
 	Models      []string
-	TotalBlocks int  // of its KV cache; 0: unknown
-	Cordoned    bool // gets no new requests
-	Unanswered  bool // registered, and its URL has never answered: the router itself sends it nothing
+	TotalBlocks int    // of its KV cache; 0: unknown
+	Cordoned    bool   // gets no new requests
+	Unanswered  bool   // registered, and its URL has never answered: the router itself sends it nothing
+	Engine      Engine // that it runs
+	FirstRank   uint32 // of the worker: a server of some of the ranks of a deployment numbers them as the deployment does
 	Disagg
 
 	URL              string   // without a slash at the end
-	Engine           Engine   // that it runs
 	Ranks            int      // data-parallel ranks of the worker; with several, a request names its own
-	FirstRank        uint32   // of the worker: a server of some of the ranks of a deployment numbers them as the deployment does
 	Generation       int      // counts the worker's incarnations, from 1
 	Adapters         []string // those of Models that are LoRA adapters
 	MaxBatchedTokens int      // most tokens that its engine computes in a pass; 0: unknown

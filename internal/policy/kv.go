@@ -192,7 +192,7 @@ func (t kvTerms) explain() Score {
 func (p *kvPolicy) terms(q *Query, c *Candidate, least float64) kvTerms {
 	block, queued := float64(q.BlockSize), c.Load.each(c.Load.PrefillTokens)
 	credit := p.settings.OverlapScoreCredit
-	if excess := queued - least; excess > 0 && q.Tokens > 0 {
+	if excess := queued - least; excess > 0 && q.Tokens > 0 && p.settings.OverlapScoreCreditDecay > 0 {
 		credit /= 1 + p.settings.OverlapScoreCreditDecay*(excess/block)/math.Ceil(float64(q.Tokens)/block)
 	}
 	cached := credit * float64(c.Overlap)

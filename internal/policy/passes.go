@@ -30,7 +30,7 @@ func (p *Work) coming(now time.Time, load *Load, uncached int, ready float64) (f
 		sent = milliseconds(queue[0].Sent.Sub(now))
 		at = sent
 		if !load.FirstToken.IsZero() {
-			at = max(at, milliseconds(load.FirstToken.Sub(now)))
+			at = later(at, milliseconds(load.FirstToken.Sub(now)))
 		}
 	}
 	whole := p.passTime(workPass) + decode // a pass of nothing but one prompt
@@ -38,7 +38,7 @@ func (p *Work) coming(now time.Time, load *Load, uncached int, ready float64) (f
 	for rest := 0; ; {
 		computed, ends, silent, joins := 0, 0, true, false
 		if len(queue) > 0 {
-			at = max(at, sent)
+			at = later(at, sent)
 			passes := wholePasses(queue[0].Tokens - rest)
 			rest += passes * workPass
 			at += float64(passes) * whole
@@ -56,14 +56,16 @@ func (p *Work) coming(now time.Time, load *Load, uncached int, ready float64) (f
 			}
 		}
 		if len(queue) == 0 && computed == 0 && at < ready {
-			at = max(ready+decode/2, 0)
+			at = later(ready+decode/2, 0)
 		}
 		if len(queue) == 0 && !(at < ready) {
 			joins = computed < workPass
 		}
 		step := 0
 		if joins {
-			joined = min(joined, at)
+			if at < joined {
+				joined = at
+			}
 			if computed == 0 && ends == 0 {
 				passes := wholePasses(uncached)
 				uncached -= passes * workPass
@@ -86,12 +88,20 @@ func (p *Work) coming(now time.Time, load *Load, uncached int, ready float64) (f
 		}
 		at += took
 		if ends > 0 && !silent {
-			at = max(at, 0) // they would have been heard of
+			at = later(at, 0) // they would have been heard of
 		}
 		if joins && uncached <= 0 {
 			return at, pushed, begun, joined
 		}
 	}
+}
+
+// later is max for times that are rarely no number: it takes less time.
+func later(at, other float64) float64 {
+	if other > at {
+		return other
+	}
+	return at
 }
 
 // wholePasses is the number of passes that a prompt with that many tokens to compute fills

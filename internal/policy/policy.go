@@ -35,34 +35,38 @@ type Query struct {
 	Explain     *Explanation // filled in by Choose; nil: not wanted
 }
 
-// Candidate is a worker that may serve the request.
+// Candidate is a worker that may serve the request. What most decisions read of it is its first 64
+// of 128 bytes, a line of the processor's cache.
 type Candidate struct {
 	Target  *kv.Target
-	Overlap int // leading blocks of the prompt in its device cache
-	// Held is kv.Match.Held: more than Overlap if the first KV-cache group holds more leading
-	// blocks than another one accepts, otherwise 0.
-	Held int
-	// Lower counts the blocks that continue Overlap in its lower tiers, which it loads
-	// instead of computing them.
-	Lower    kv.LowerBlocks
-	Doubtful bool // the lower tiers may have been emptied without an event
-	Pull     Pull // that it could begin with
+	Load    *Load // to be read only
+	Overlap int   // leading blocks of the prompt in its device cache
 	// NewBlocks is the number of the prompt's full blocks that no in-flight request
 	// on it has; counted only for policies that request it.
 	NewBlocks int
-	// TreeBlocks is the number of the worker's blocks in the index, 0 for a worker
-	// without a match; counted only for policies that request it.
-	TreeBlocks int
 	// Network is the round trip to the worker; 0: the same to all candidates. A policy around
 	// this one sets it; that of a cell is in its Load.
 	Network time.Duration
-	Load    *Load // to be read only
+	// Lower counts the blocks that continue Overlap in its lower tiers, which it loads
+	// instead of computing them.
+	Lower kv.LowerBlocks
+	// Held is kv.Match.Held: more than Overlap if the first KV-cache group holds more leading
+	// blocks than another one accepts, otherwise 0.
+	Held int32
+	Pull Pull // that it could begin with
+
+	Doubtful bool // Lower, if it has any, may have been emptied without an event
+	// TreeBlocks is the number of the worker's blocks in the index, 0 for a worker
+	// without a match; counted only for policies that request it.
+	TreeBlocks int
+
+	_ [8]byte
 }
 
 // Pull is what a worker can have of a prompt from another one instead of computing it.
 type Pull struct {
+	Blocks int // that continue Overlap and Lower; 0: there is no such worker
 	From   kv.WorkerKey
-	Blocks int    // that continue Overlap and Lower; 0: there is no such worker
 	Ahead  int    // tokens that other requests pull from that worker now
 	Source *Tiers // what is known of that worker; nil: nothing
 

@@ -44,7 +44,7 @@ func draws(policy Policy, q Query, candidates []Candidate) []int {
 
 func TestStandaloneFollowsTheExamplesFormula(t *testing.T) {
 	query := Query{Tokens: 640, BlockSize: 64}
-	bumped := func(l Load, n int) Load { l.Bumped = n; return l }
+	bumped := func(l Load, n int32) Load { l.Bumped = n; return l }
 	tests := []struct {
 		name string
 		pool *pool

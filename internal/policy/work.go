@@ -150,11 +150,12 @@ func (p *Work) Choose(q Query, candidates []Candidate, random *rand.Rand) int {
 	if q.Explain != nil {
 		q.Explain.Rank("work", candidates, func(c *Candidate) Score { t := p.terms(&q, c, &u); return t.explain() })
 	}
+	same := workSame{overlap: -1}
 	chosen := Best(candidates, random, func(c *Candidate) float64 {
-		var t workTerms
-		if p.setTerms(&t, &q, c, &u, false); c.Pull.Blocks > 0 {
-			t = p.terms(&q, c, &u)
+		if c.plain() && q.Adapter == "" {
+			return -p.plainCost(&q, c, &u, &same)
 		}
+		t := p.terms(&q, c, &u)
 		return -t.cost()
 	})
 	if c := &candidates[chosen]; c.Pull.Blocks > 0 {
@@ -196,14 +197,14 @@ func (p *Work) survey(q *Query, candidates []Candidate) survey {
 		c := &candidates[i]
 		load := c.Load
 		all.workers += load.width()
-		all.ours += load.InFlight - load.Remote
-		all.others += load.Foreign + load.Remote
+		all.ours += load.InFlight - int(load.Remote)
+		all.others += load.Foreign + int(load.Remote)
 		if told := c.Target.TotalBlocks * q.BlockSize; told > 0 {
 			all.cache += float64(told)
 		} else {
 			all.cache += load.width() * workUntoldCache
 		}
-		all.parts = all.parts || c.Held > c.Overlap
+		all.parts = all.parts || int(c.Held) > c.Overlap
 		all.pulls = all.pulls || c.Pull.Blocks > 0
 		switch {
 		case len(load.Prefills) == 0:
@@ -397,15 +398,10 @@ func (p *Work) setTerms(t *workTerms, q *Query, c *Candidate, u *workUsual, pull
 	if uncached > 0 {
 		cached := c.Overlap + load.tokens/q.BlockSize
 		if c.Pull.Blocks > 0 {
-			copied = p.copiedBeside(q, c, u, cached, pulls)
+			copied = min(own, p.copiedBeside(q, c, u, cached, pulls))
 		} else {
-			blocks := p.reuse.others(cached)
-			if u.parts {
-				blocks -= p.reuse.others(max(cached, c.Held))
-			}
-			copied = p.Timing.Prefill(q.BlockSize) * blocks
+			copied = p.copied(q, c, u, cached, own)
 		}
-		copied = min(own, copied)
 	}
 	t.first, t.load, t.copy, t.pushed, t.starts = u.f*first, u.f*(load.delay()-load.pull), u.f*copied, u.f*pushed, starts
 	t.foreign = u.f * foreignWait(c.Load) * u.decoding
@@ -431,6 +427,16 @@ func (p *Work) setTerms(t *workTerms, q *Query, c *Candidate, u *workUsual, pull
 	}
 }
 
+// copied returns the part of own, the time to compute what the candidate does not have, that later
+// requests save by a new copy of that, where it has so many blocks.
+func (p *Work) copied(q *Query, c *Candidate, u *workUsual, cached int, own float64) float64 {
+	blocks := p.reuse.others(cached)
+	if u.parts {
+		blocks -= p.reuse.others(max(cached, int(c.Held)))
+	}
+	return min(own, p.Timing.Prefill(q.BlockSize)*blocks)
+}
+
 // copiedBeside returns the time that later requests save by a new copy of what the
 // candidate computes, if another worker has blocks that they could pull. Of such a block
 // they save a pull at most, and the copy is worth nothing that the candidate pulls itself:
@@ -452,5 +458,8 @@ func (p *Work) copiedBeside(q *Query, c *Candidate, u *workUsual, cached int, pu
 // foreignWait is how many answers will be given before the requests have left the queue
 // that others have sent: they wait for the ends of those that run.
 func foreignWait(load *Load) float64 {
+	if load.Foreign == 0 {
+		return 0
+	}
 	return float64(min(load.Foreign, load.Waiting)) / float64(max(load.Running, 1))
 }

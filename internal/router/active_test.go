@@ -111,11 +111,11 @@ func TestTheSearchForActiveBlocksFindsTheirEnd(t *testing.T) {
 		l.activate(w, sequence[:active])
 		for asked := range len(sequence) + 1 {
 			l.snapshot(sequence[:asked])
-			if got, want := l.activeOn(l.byWorker[w]), min(active, asked); got != want {
+			if got, want := l.activeOn(l.byWorker[w].number), min(active, asked); got != want {
 				t.Errorf("%d of %d active: found %d", active, asked, got)
 			}
 		}
-		if got := l.activeOn(nil); got != 0 {
+		if got := l.activeOn(l.byWorker[w].number + 1); got != 0 {
 			t.Errorf("another worker has %d active", got)
 		}
 	}

@@ -29,7 +29,7 @@ func (r *Router) alternatives(p *prompt, chosen kv.WorkerKey, now time.Time) []k
 			continue
 		}
 		var c policy.Candidate
-		r.candidate(&c, p, i, now)
+		r.candidate(&c, p, i)
 		found = append(found, alternative{*t, r.uncached(p.tokens, &c) + sessionWork(c.Load)})
 	}
 	slices.SortStableFunc(found, func(a, b alternative) int { return cmp.Compare(a.work, b.work) })

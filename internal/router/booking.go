@@ -329,11 +329,11 @@ func (r *Router) Loads() []WorkerLoad {
 	r.expire(now)
 	list := make([]WorkerLoad, 0, len(r.loads.byWorker))
 	add := func(key kv.WorkerKey, entry *workerLoad) {
-		load := entry.asOf(now)
+		load := asOf(entry.Load, now)
 		list = append(list, WorkerLoad{Key: key, PotentialPrefillTokens: load.PrefillTokens, PotentialDecodeBlocks: load.ActiveBlocks, ActiveRequests: load.InFlight, Role: entry.role})
 	}
 	for i := range r.targets { // by key
-		add(r.targets[i].Key, r.targetLoads[i])
+		add(r.targets[i].Key, r.targetLoads[i].workerLoad)
 	}
 	if len(list) == len(r.loads.byWorker) {
 		return list
@@ -359,14 +359,14 @@ func (r *Router) PotentialLoads(request Request) []WorkerLoad {
 	now := r.now()
 	r.expire(now)
 	var loads []WorkerLoad
-	r.snapshot(&p)
+	r.snapshot(&p, now)
 	for i := range r.targets {
 		t := &r.targets[i]
 		if !p.mayUse(t) {
 			continue
 		}
 		var c policy.Candidate
-		r.candidate(&c, &p, i, now)
+		r.candidate(&c, &p, i)
 		load := WorkerLoad{Key: t.Key, PotentialPrefillTokens: c.Load.PrefillTokens, PotentialDecodeBlocks: c.Load.ActiveBlocks + c.NewBlocks, ActiveRequests: c.Load.InFlight}
 		if r.tracksPrefill(&p) {
 			load.PotentialPrefillTokens += r.uncached(p.tokens, &c)

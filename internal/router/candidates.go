@@ -11,31 +11,34 @@ import (
 
 // collect makes candidates of the workers that may serve p.
 func (r *Router) collect(p *prompt, now time.Time) error {
-	r.candidates = slices.Grow(r.candidates[:0], len(r.targets))
-	err := ErrNoWorker
-	r.snapshot(p)
+	candidates := slices.Grow(r.candidates[:0], len(r.targets))[:len(r.targets)]
+	err, n, workers := ErrNoWorker, 0, 0
+	r.snapshot(p, now)
 	r.findSources(p, now)
-	p.workers, p.reachable, p.stays = 0, 0, false
+	p.reachable, p.stays = 0, false
+	limited := r.settings.BusyThresholds.Set()
 	for i := range r.targets {
 		t := &r.targets[i]
-		if t.Takes(p.Leg) && p.reaches(t) {
-			p.workers++
-		}
-		if !p.mayUse(t) {
+		if !t.Takes(p.Leg) || !p.reaches(t) {
 			continue
 		}
-		if r.settings.BusyThresholds.Set() && r.busy(t.Key.Worker, now) {
+		workers++
+		if !p.suits(t) || slices.Contains(p.Exclude, t.Key.Worker) {
+			continue
+		}
+		if limited && r.busy(t.Key.Worker, now) {
 			err = ErrBusy
 			continue
 		}
-		r.candidates = r.candidates[:len(r.candidates)+1]
-		c := &r.candidates[len(r.candidates)-1]
-		if r.candidate(c, p, i, now); c.Overlap > p.reachable || c.Lower != (kv.LowerBlocks{}) {
+		c := &candidates[n]
+		n++
+		if r.candidate(c, p, i); c.Overlap > p.reachable || c.Lower != (kv.LowerBlocks{}) {
 			device, lower := r.finds(p, c)
 			p.reachable = max(p.reachable, device+lower.Total())
 		}
 	}
-	if len(r.candidates) == 0 {
+	r.candidates, p.workers = candidates[:n], workers
+	if n == 0 {
 		return err
 	}
 	if p.Session != 0 || p.Home != nil {
@@ -85,8 +88,12 @@ func (p *prompt) mayUse(t *kv.Target) bool {
 }
 
 // mightUse is mayUse before any worker has failed p.
-func (p *prompt) mightUse(t *kv.Target) bool {
-	return t.Takes(p.Leg) && p.reaches(t) && p.Kinds.Allow(t.Kind) && t.Serves(p.Model) && (!p.SGLang || t.RunsSGLang()) &&
+func (p *prompt) mightUse(t *kv.Target) bool { return t.Takes(p.Leg) && p.reaches(t) && p.suits(t) }
+
+// suits reports whether t is one of the workers that p may be served by, where it takes that leg
+// of requests.
+func (p *prompt) suits(t *kv.Target) bool {
+	return p.Kinds.Allow(t.Kind) && t.Serves(p.Model) && (!p.SGLang || t.RunsSGLang()) &&
 		(p.Pinned == nil || *p.Pinned == t.Key) &&
 		(p.Allowed == nil || slices.Contains(p.Allowed, t.Key.Worker))
 }
@@ -94,27 +101,49 @@ func (p *prompt) mightUse(t *kv.Target) bool {
 // reaches reports whether p may go to t although it may never have answered.
 func (p *prompt) reaches(t *kv.Target) bool { return p.Unanswered || !t.Unanswered }
 
-// snapshot looks up what requests in flight have of p. It comes before candidate,
-// without a change of the books in between.
-func (r *Router) snapshot(p *prompt) {
+// snapshot looks up what requests in flight have of p, and what is the same for all candidates, and
+// brings the loads up to now. It comes before candidate, without a change of the books in between.
+func (r *Router) snapshot(p *prompt, now time.Time) {
+	r.freshen(now)
+	p.distinct, p.usable = p.newBlocks(), r.usableBlocks(p.tokens)
+	if r.traits.WholeMatch {
+		p.usable = p.tokens / r.blockSize
+	}
 	if p.counted && p.shared {
 		r.loads.snapshot(p.sequence)
 	}
 }
 
+// freshen brings the loads of the workers that are up up to now. Mostly none of them has become too
+// old since the last time, and thousands need not be looked at.
+func (r *Router) freshen(now time.Time) {
+	if now.Before(r.loads.stale) {
+		return
+	}
+	r.loads.stale = now.Add(loadFreshFor)
+	for i := range r.targetLoads {
+		if load := r.targetLoads[i].asOf(now); load.Fresh {
+			r.loads.staleAt(load)
+		}
+	}
+}
+
 // candidate sets c to the target at that place as p sees it.
-func (r *Router) candidate(c *policy.Candidate, p *prompt, at int, now time.Time) {
+func (r *Router) candidate(c *policy.Candidate, p *prompt, at int) {
 	c.Target = &r.targets[at]
-	c.Overlap, c.Held, c.NewBlocks, c.TreeBlocks = 0, 0, p.newBlocks(), 0
-	c.Lower, c.Doubtful = kv.LowerBlocks{}, false
+	c.Overlap, c.Held, c.NewBlocks = 0, 0, p.distinct
+	c.Lower = kv.LowerBlocks{}
 	if c.Pull.Blocks != 0 {
 		c.Pull = policy.Pull{}
 	}
-	c.Load = r.targetLoads[at].asOf(now)
+	if r.traits.TreeBlocks {
+		c.TreeBlocks = 0
+	}
+	c.Load = r.targetLoads[at].load
 	if p.Cached != nil {
 		c.Overlap = *p.Cached / r.blockSize
 	} else if m := p.matched(c.Target.Key); m != nil {
-		c.Overlap, c.Held = m.Blocks, int(m.Held)
+		c.Overlap, c.Held = m.Blocks, m.Held
 		if m.Lower != (kv.LowerBlocks{}) || m.Staged != (kv.LowerBlocks{}) {
 			c.Lower, c.Doubtful = r.counted(m), r.doubts(m)
 		}
@@ -124,22 +153,18 @@ func (r *Router) candidate(c *policy.Candidate, p *prompt, at int, now time.Time
 	}
 	matched := c.Overlap
 	if p.counted && p.shared {
-		active := r.loads.activeOn(r.targetLoads[at])
+		active := r.loads.activeOn(r.targetLoads[at].number)
 		c.NewBlocks -= active
 		if r.traits.Siblings {
 			c.Overlap = max(c.Overlap, active)
 		}
 	}
-	usable := r.usableBlocks(p.tokens)
-	if r.traits.WholeMatch {
-		usable = p.tokens / r.blockSize
-	}
-	c.Overlap = min(c.Overlap, usable)
+	c.Overlap = min(c.Overlap, p.usable)
 	if c.Lower != (kv.LowerBlocks{}) {
-		c.Lower = c.Lower.Beyond(c.Overlap - matched).Within(usable - c.Overlap)
+		c.Lower = c.Lower.Beyond(c.Overlap - matched).Within(p.usable - c.Overlap)
 	}
 	if p.sources[0].blocks > 0 && c.Target.Pulls() {
-		c.Pull = p.pullTo(c, usable)
+		c.Pull = p.pullTo(c, p.usable)
 	}
 }
 
@@ -148,6 +173,16 @@ func (r *Router) candidate(c *policy.Candidate, p *prompt, at int, now time.Time
 // of these come is what policies learn.
 func (r *Router) doubts(m *kv.Match) bool {
 	return m.Doubtful() && (m.Lower.Disk+m.Lower.External == 0 || r.index.LowerOf(m.Worker).Doubt != 0)
+}
+
+// doubted reports whether the lower tiers of the candidate may have been emptied, also where the
+// policy counts nothing of them.
+func (r *Router) doubted(p *prompt, c *policy.Candidate) bool {
+	if p.Cached != nil {
+		return false
+	}
+	m := p.matched(c.Target.Key)
+	return m != nil && (m.Lower != (kv.LowerBlocks{}) || m.Staged != (kv.LowerBlocks{})) && r.doubts(m)
 }
 
 // counted returns the blocks in lower tiers that the policy counts.
@@ -196,14 +231,30 @@ func (p *prompt) certain(c *policy.Candidate, device int, lower kv.LowerBlocks) 
 // matched returns what the index has of p on w; nil: nothing. Workers are mostly asked
 // for in their order, which is that of the matches.
 func (p *prompt) matched(w kv.WorkerKey) *kv.Match {
-	if p.next > 0 && w.Compare(p.matches[p.next-1].Worker) <= 0 {
-		p.next = 0
+	if at := p.next; at < len(p.matches) && p.matches[at].Worker == w {
+		p.next++
+		return &p.matches[at]
+	}
+	return p.searchMatch(w)
+}
+
+// searchMatch is matched for a worker that is not the next one.
+func (p *prompt) searchMatch(w kv.WorkerKey) *kv.Match {
+	if p.next > 0 {
+		switch order := p.matches[p.next-1].Worker.Compare(w); {
+		case order == 0:
+			return &p.matches[p.next-1]
+		case order > 0:
+			p.next, _ = slices.BinarySearchFunc(p.matches, w, func(m kv.Match, w kv.WorkerKey) int { return m.Worker.Compare(w) })
+		}
 	}
 	for ; p.next < len(p.matches); p.next++ {
-		if order := p.matches[p.next].Worker.Compare(w); order == 0 {
-			return &p.matches[p.next]
-		} else if order > 0 {
-			break
+		switch order := p.matches[p.next].Worker.Compare(w); {
+		case order == 0:
+			p.next++
+			return &p.matches[p.next-1]
+		case order > 0:
+			return nil
 		}
 	}
 	return nil

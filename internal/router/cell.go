@@ -38,7 +38,7 @@ func (r *Router) ShowCell(w kv.WorkerKey, report policy.CellReport, holds *summa
 	}
 	load.Cell.CellReport = report
 	before := load.Published
-	r.loads.publish(w, report.Load)
+	r.loads.publish(w, report.Load, r.now())
 	if r.fair != nil {
 		r.learnRoom(at, before)
 	}

@@ -20,8 +20,13 @@ func (r *Router) Check() error {
 		return fmt.Errorf("%d books are open, %d workers are up", len(r.targetLoads), len(r.targets))
 	}
 	for i := range r.targets {
-		if t := &r.targets[i]; r.targetLoads[i] != l.byWorker[t.Key] || t.Cordoned != r.isCordoned(t.Key.Worker) {
+		if t := &r.targets[i]; r.targetLoads[i].workerLoad != l.byWorker[t.Key] || r.targetLoads[i].number != r.targetLoads[i].workerLoad.number || t.Cordoned != r.isCordoned(t.Key.Worker) {
 			return fmt.Errorf("worker %v: its books are not those of its place, or it is cordoned %v where %v is noted", t.Key, t.Cordoned, r.isCordoned(t.Key.Worker))
+		}
+	}
+	for now, i := r.now(), 0; i < len(r.targets) && now.Before(l.stale); i++ {
+		if load := r.targetLoads[i].load; load.Fresh != isFresh(load, now) || !load.Fresh && load.Foreign != 0 {
+			return fmt.Errorf("worker %v: its load of %v is noted to be fresh %v, %d requests in it are foreign, and it is %v", r.targets[i].Key, load.At, load.Fresh, load.Foreign, now)
 		}
 	}
 	if known := len(r.sessions.byHash); known != r.sessions.order.Len() || known > r.settings.SessionLimit {
@@ -124,7 +129,7 @@ func (r *Router) Check() error {
 				fetching++
 			}
 		}
-		if load.Fetching != fetching {
+		if int(load.Fetching) != fetching {
 			return fmt.Errorf("worker %v: %d prompts are counted that are fetched, %d are", w, load.Fetching, fetching)
 		}
 		excess := 0.0

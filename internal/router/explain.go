@@ -196,7 +196,7 @@ func (r *Router) receiptCandidates(p *prompt, e *policy.Explanation, trial bool,
 		t := &r.targets[i]
 		if at == len(r.candidates) || r.candidates[at].Target.Key != t.Key {
 			var c policy.Candidate
-			r.candidate(&c, p, i, now)
+			r.candidate(&c, p, i)
 			line := r.receiptCandidate(p, &c)
 			line.Excluded = r.exclusion(p, &c, trial, now)
 			list = append(list, line)

@@ -266,7 +266,7 @@ func (w *waiter) shed(now time.Time) { w.tell(waitResult{err: shed(now.Sub(w.pro
 // anyIdle reports whether a worker that could serve p has nothing to do.
 func (r *Router) anyIdle(p *prompt) bool {
 	for i := range r.targets {
-		if load := &r.targetLoads[i].Load; p.mayUse(&r.targets[i]) && load.InFlight+load.Foreign == 0 {
+		if load := r.targetLoads[i].load; p.mayUse(&r.targets[i]) && load.InFlight+load.Foreign == 0 {
 			return true
 		}
 	}

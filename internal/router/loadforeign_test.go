@@ -17,7 +17,7 @@ func TestRequestsOfOthersAreSeen(t *testing.T) {
 	l := newLoads()
 	publish := func(s float64, running, waiting, want int) {
 		t.Helper()
-		l.publish(w, policy.Published{Running: running, Waiting: waiting, At: at(s)})
+		l.publish(w, policy.Published{Running: running, Waiting: waiting, At: at(s)}, at(s))
 		if got := l.get(w, at(s)).Foreign; got != want {
 			t.Errorf("at %g s: %d requests are others', want %d", s, got, want)
 		}

@@ -24,18 +24,31 @@ type loads struct {
 
 	pulling int // requests without a first token that pull from another worker
 
+	stale time.Time // before which no worker's load that is fresh becomes too old
+
 	byID           map[string]*Booking
 	oldest, newest *Booking // by time of the last message about them
 }
 
-// workerLoad is a worker's load, its number in loads.active and its totals.
+// targetLoad is the load of a worker that is up. What is beside workerLoad spares decisions a look at
+// that, which is a line of the processor's cache for each worker.
+type targetLoad struct {
+	*workerLoad
+	load   *policy.Load
+	number uint32
+}
+
+func (t *targetLoad) asOf(now time.Time) *policy.Load { return asOf(t.load, now) }
+
+// workerLoad is a worker's load, its number in loads.active and its totals. Decisions read its Load
+// only, so these lie together.
 type workerLoad struct {
+	*policy.Load
 	number uint32
 	gone   bool // to be dropped with its last booking
 	role   kv.Role
-	policy.Load
-	done  tally
-	tally time.Time // when done was brought up to date
+	done   tally
+	tally  time.Time // when done was brought up to date
 
 	peaks [2]int    // most requests in flight in this span of peakSpan, and in the one before
 	since time.Time // this one began
@@ -130,11 +143,19 @@ func newLoads() *loads {
 
 // publish takes over what worker w reports of itself. Requests in its engine are foreign
 // only beyond the most that were in flight of late: it may count some that have ended.
-func (l *loads) publish(w kv.WorkerKey, p policy.Published) {
+func (l *loads) publish(w kv.WorkerKey, p policy.Published, now time.Time) {
 	load := l.of(w)
 	load.ranBefore, load.Published = load.Running, p
 	load.Bumped = 0
 	load.Foreign = max(0, p.Running+p.Waiting-load.peak(p.At))
+	l.staleAt(asOf(load.Load, now))
+}
+
+// staleAt notes when a load that is fresh will be too old.
+func (l *loads) staleAt(load *policy.Load) {
+	if at := load.At.Add(loadFreshFor); load.Fresh && at.Before(l.stale) {
+		l.stale = at
+	}
 }
 
 // peakSpan is longer than the age of a worker's published load.
@@ -348,40 +369,45 @@ func (l *loads) deactivate(w kv.WorkerKey, sequence []uint64) {
 func (l *loads) snapshot(sequence []uint64) { l.shared = l.active.prefixes(sequence, l.shared) }
 
 // activeOn returns how many leading blocks of the prompt of snapshot the requests in
-// flight on a worker have in theirs; nil: the worker has no entry.
-func (l *loads) activeOn(load *workerLoad) int {
-	if load == nil || int(load.number) >= len(l.shared) {
+// flight on the worker of that number have in theirs.
+func (l *loads) activeOn(number uint32) int {
+	if int(number) >= len(l.shared) {
 		return 0
 	}
-	return int(l.shared[load.number])
+	return int(l.shared[number])
 }
 
 // get returns w's load as of now; an unknown worker is idle.
 func (l *loads) get(w kv.WorkerKey, now time.Time) policy.Load {
 	if load := l.byWorker[w]; load != nil {
-		return *load.asOf(now)
+		return *asOf(load.Load, now)
 	}
 	return policy.Load{}
 }
 
+// isFresh reports whether what the worker published is recent enough to be used.
+func isFresh(l *policy.Load, now time.Time) bool {
+	return !l.At.IsZero() && now.Sub(l.At) < loadFreshFor
+}
+
 // asOf brings the load up to now and returns it, not a copy: the decision among
 // thousands of workers reads little of each. Only the router's lock keeps it as it is.
-func (l *workerLoad) asOf(now time.Time) *policy.Load {
-	fresh := !l.At.IsZero() && now.Sub(l.At) < loadFreshFor
+func asOf(l *policy.Load, now time.Time) *policy.Load {
+	fresh := isFresh(l, now)
 	if fresh != l.Fresh { // what is only read stays shared between processors
 		l.Fresh = fresh
 	}
 	if !fresh && l.Foreign != 0 {
 		l.Foreign = 0
 	}
-	return &l.Load
+	return l
 }
 
 // silence forgets what w published: it is down, and its next incarnation starts
 // idle. Bookings stay until their requests end.
 func (l *loads) silence(w kv.WorkerKey) {
 	if load := l.byWorker[w]; load != nil {
-		load.Published = policy.Published{}
+		load.Published, load.Fresh = policy.Published{}, false
 		load.Bumped, load.Foreign, load.Fill, load.Adapters, load.Cell = 0, 0, 0, nil, nil
 		load.probe, load.growsFrom = 0, time.Time{}
 		load.gone = true
@@ -408,7 +434,7 @@ func (l *loads) drop(w kv.WorkerKey) {
 func (l *loads) of(w kv.WorkerKey) *workerLoad {
 	load := l.byWorker[w]
 	if load == nil {
-		load = &workerLoad{number: uint32(len(l.byWorker) + len(l.unused))}
+		load = &workerLoad{Load: new(policy.Load), number: uint32(len(l.byWorker) + len(l.unused))}
 		if last := len(l.unused) - 1; last >= 0 {
 			load.number, l.unused = l.unused[last], l.unused[:last]
 		}

@@ -150,12 +150,12 @@ func (r *Router) pairings(p *prompt, enforce bool) pairings {
 	whole, first, second := *p, *p, *p
 	whole.Kinds, whole.Leg, first.Leg, second.Leg = 0, kv.LegWhole, kv.LegPrefill, kv.LegDecode
 	first.Pinned = p.PinnedPrefill
-	r.snapshot(p)
+	r.snapshot(p, now)
 	for i := range r.targets {
 		t := &r.targets[i]
 		if whole.mayUse(t) {
 			var c policy.Candidate
-			r.candidate(&c, p, i, now)
+			r.candidate(&c, p, i)
 			could.whole, least = true, min(least, r.uncached(p.tokens, &c))
 		}
 		if first.mayUse(t) {

@@ -93,7 +93,7 @@ const (
 //
 // Where none waits with so many, more may be possible.
 func (r *Router) learnRoom(at int, before policy.Published) {
-	load, now := r.targetLoads[at], r.now()
+	load, now := r.targetLoads[at].workerLoad, r.now()
 	told := load.Published
 	switch requests := load.InFlight + load.Foreign; {
 	case told.Waiting == 0:
@@ -101,7 +101,7 @@ func (r *Router) learnRoom(at int, before policy.Published) {
 			load.growFill(now)
 		}
 	case before.Waiting == 0 || now.Sub(before.At) >= loadFreshFor:
-	case r.stands(load, before), r.pending(&load.Load, now) < passOf(&r.targets[at]) && load.leftOut(told):
+	case r.stands(load, before), r.pending(load.Load, now) < passOf(&r.targets[at]) && load.leftOut(told):
 		load.setFill(max(1, told.Running, load.ranBefore), now)
 	}
 }

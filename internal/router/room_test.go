@@ -114,7 +114,7 @@ func TestSeatsAreLearnedWhateverThePrompts(t *testing.T) {
 // it runs after a second, then after two, and so on; where its cache was full, at once.
 func TestTriesBeyondABatchBecomeRare(t *testing.T) {
 	now := time.Unix(0, 0)
-	l := &workerLoad{}
+	l := &workerLoad{Load: new(policy.Load)}
 	l.setFill(16, now)
 	for _, want := range []time.Duration{time.Second, 2 * time.Second, 4 * time.Second, 8 * time.Second, 16 * time.Second, 32 * time.Second, time.Minute, time.Minute} {
 		if got := l.growsFrom.Sub(now); got < want/2 || got > want {

@@ -190,10 +190,10 @@ type Router struct {
 
 	cells atomic.Pointer[[]cell] // by key; nil: none. A loaded slice never changes
 
-	mu          sync.Mutex    // guards all below, and the busy thresholds of settings
-	targets     []kv.Target   // the workers that are up, by key
-	several     bool          // more than one has been up at once
-	targetLoads []*workerLoad // of loads, for each of targets
+	mu          sync.Mutex   // guards all below, and the busy thresholds of settings
+	targets     []kv.Target  // the workers that are up, by key
+	several     bool         // more than one has been up at once
+	targetLoads []targetLoad // for each of targets
 	loads       *loads
 	outliers    *outlier.Detector
 	policy      policy.Policy
@@ -228,6 +228,8 @@ type prompt struct {
 	lookahead [][]uint64 // those of workers whose blocks depend on the tokens behind them
 	matches   []kv.Match // by worker
 	next      int        // of matches, where matched goes on
+	distinct  int        // newBlocks of it
+	usable    int        // leading blocks that a worker can have of it, by the policy's reckoning
 	workers   int        // that are up for the leg, whether they may serve it or not
 	reachable int        // blocks of it that some eligible worker has
 	sources   [2]source  // the best workers to pull from; blocks 0: there is none
@@ -333,7 +335,7 @@ func (r *Router) Up(t kv.Target) {
 	if found {
 		r.targets[at] = t
 	} else {
-		r.targets, r.targetLoads = slices.Insert(r.targets, at, t), slices.Insert(r.targetLoads, at, load)
+		r.targets, r.targetLoads = slices.Insert(r.targets, at, t), slices.Insert(r.targetLoads, at, targetLoad{load, load.Load, load.number})
 	}
 	r.several = r.several || len(r.targets) > 1
 	r.outliers.Join(t.Key, t.Generation, t.Role, r.now())
@@ -371,7 +373,7 @@ func (r *Router) Publish(w kv.WorkerKey, p policy.Published) {
 		return
 	}
 	before := r.targetLoads[at].Published
-	r.loads.publish(w, p)
+	r.loads.publish(w, p, r.now())
 	if r.fair != nil {
 		r.learnRoom(at, before)
 		r.dispatch(r.now())
@@ -698,7 +700,7 @@ func (r *Router) book(p *prompt, c *policy.Candidate, now time.Time) *Booking {
 	}
 	b.device, b.lower = r.finds(p, c)
 	b.loads = b.lower.Tokens(r.blockSize)
-	if c.Doubtful {
+	if r.doubted(p, c) {
 		b.doubt = r.index.LowerOf(b.worker).Doubt
 	}
 	b.sure, _ = p.certain(c, b.device, b.lower)
@@ -762,8 +764,8 @@ func (r *Router) bookOn(request Request, worker kv.WorkerKey) (*Booking, Decisio
 	if r.taken(&p) {
 		return nil, d, ErrDuplicate
 	}
-	r.snapshot(&p)
-	r.candidate(&c, &p, at, now)
+	r.snapshot(&p, now)
+	r.candidate(&c, &p, at)
 	d.Target = *c.Target
 	r.predict(&p, &d, &c)
 	return r.book(&p, &c, now), d, nil
