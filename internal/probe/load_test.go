@@ -5,6 +5,7 @@ import (
 	"fmt"
 	"io"
 	"log/slog"
+	"math/rand/v2"
 	"net/http"
 	"net/http/httptest"
 	"slices"
@@ -111,6 +112,19 @@ func TestAWorkerAtRestIsNotPolled(t *testing.T) {
 		_ = c.pollLoad(ctx, LoadSource{URL: "http://w", Ranks: []kv.WorkerKey{{}}, Key: noKey, Rest: rest}, c.log, func(kv.WorkerKey, policy.Published) {})
 		if want := []int{0, 1, 2, 3, 4, 34, 52, 55, 58}; !slices.Equal(polls, want) {
 			t.Errorf("polled after %v s, want %v", polls, want)
+		}
+	})
+}
+
+func TestPausesEndTogether(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		for range 20 {
+			time.Sleep(rand.N(time.Second))
+			d := time.Second + rand.N(10*time.Second)
+			got := Together(d)
+			if got > d || got <= d-time.Second/4 || time.Now().Add(got).UnixNano()%int64(time.Second/4) != 0 {
+				t.Errorf("%v for %v at %v", got, d, time.Now())
+			}
 		}
 	})
 }

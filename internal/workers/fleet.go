@@ -155,7 +155,7 @@ func defaultTiming() timing {
 	return timing{
 		readyPoll: 250 * time.Millisecond, healthEvery: 2 * time.Second, firstLook: 250 * time.Millisecond, missPause: 750 * time.Millisecond,
 		healthLimit: 1500 * time.Millisecond, healthMisses: 3, selfLimit: 250 * time.Millisecond,
-		modelsEvery: 10 * time.Second, restEvery: 6 * time.Second, lookEvery: time.Second, lookLimit: 2 * time.Second,
+		modelsEvery: 10 * time.Second, restEvery: 10 * time.Second, lookEvery: time.Second, lookLimit: 2 * time.Second,
 		hangLimit: 60 * time.Second, stopLimit: 10 * time.Second,
 		backoffFirst: time.Second, backoffReset: 60 * time.Second,
 		progressEvery: 10 * time.Second, silentAfter: 10 * time.Second,

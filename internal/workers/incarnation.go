@@ -414,7 +414,10 @@ func (f *Fleet) pauseAfter(misses int) time.Duration {
 	if misses > many {
 		return spread(4 * f.timing.healthEvery)
 	}
-	return spread(f.timing.healthEvery * time.Duration(rarer(len(f.all()))))
+	if times := rarer(len(f.all())); times > 1 {
+		return probe.Together(spread(f.timing.healthEvery * time.Duration(times)))
+	}
+	return spread(f.timing.healthEvery)
 }
 
 // rarer is how many times longer the pause between health checks is for that many workers:

@@ -80,35 +80,35 @@ func NewCollector(names *kv.Names, samples func() []Sample, own func() map[uint6
 	doubtful := gauge("kvrouter_kv_tier_doubtful", "1 while the worker's lower tiers may have been emptied without an event.")
 	cells := showCells(&set)
 	summed := slices.DeleteFunc(slices.Concat(always, published[:2], followed), func(m metric) bool { return m.Metric == restarts })
-	sumOthers := func(out metrics.Out, others []Sample) {
-		rank := []string{kv.OtherWorkers, ""}
-		for _, m := range summed {
-			sum := 0.0
-			for i := range others {
-				sum += m.value(&others[i])
+	sumOthers := func(out metrics.Out, shown map[uint64]bool, list []Sample) {
+		sums := make([]float64, len(summed))
+		for i := range list {
+			if shown[list[i].Worker.Worker] {
+				continue
 			}
-			out.Show(m.Metric, sum, rank...)
+			for m := range summed {
+				sums[m] += summed[m].value(&list[i])
+			}
+		}
+		for m, sum := range sums {
+			out.Show(summed[m].Metric, sum, kv.OtherWorkers, "")
 		}
 	}
 	return set.Collector(func(out metrics.Out) {
 		names, list := names.Now(), samples()
-		if shown := metrics.Own(own); shown != nil {
-			var alone, others []Sample
-			for _, s := range list {
-				if shown[s.Worker.Worker] {
-					alone = append(alone, s)
-				} else {
-					others = append(others, s)
-				}
-			}
-			sumOthers(out, others)
-			list = alone
+		shown := metrics.Own(own)
+		if shown != nil {
+			sumOthers(out, shown, list)
 		}
-		for _, s := range list {
+		for i := range list {
+			s := &list[i]
+			if shown != nil && !shown[s.Worker.Worker] {
+				continue
+			}
 			rank := names.RankLabels(s.Worker)
 			showAll := func(list []metric) {
 				for _, m := range list {
-					out.Show(m.Metric, m.value(&s), rank...)
+					out.Show(m.Metric, m.value(s), rank...)
 				}
 			}
 			model := ""
@@ -120,7 +120,7 @@ func NewCollector(names *kv.Names, samples func() []Sample, own func() map[uint6
 			if s.Load.Fresh {
 				showAll(published)
 			}
-			cells(out, rank[0], &s)
+			cells(out, rank[0], s)
 			tiers(out, rank, s.Load.Tiers)
 			pullsOf(out, rank, s.Load.Tiers)
 			if s.Load.Adapters != nil {

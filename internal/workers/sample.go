@@ -42,6 +42,7 @@ func (f *Fleet) Samples(books Books) (samples []Sample) {
 		up[t.Key] = !t.Cordoned && !t.Unanswered
 	}
 	streams, lower := f.Streams(), f.lower()
+	samples = make([]Sample, 0, len(up))
 	for _, w := range f.Workers() {
 		for _, key := range w.Keys() {
 			s := Sample{Worker: key, URL: w.URL, Models: w.Models, Role: w.Disagg.Role, Engine: w.Engine, Up: up[key], Restarts: w.Restarts, Blocks: books.Blocks(key), Load: books.LoadOf(key), Cell: w.Cell, Lag: -1}
