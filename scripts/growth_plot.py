@@ -42,9 +42,9 @@ def ticks(low, high):
 
 def number(x):
     for size, unit in ((1e6, " M"), (1e3, " k")):
-        if x >= size:
+        if x >= size and x % (size / 10) == 0:
             return f"{x / size:g}{unit}"
-    return f"{x:g}"
+    return f"{x:,.0f}" if x >= 1e3 else f"{x:g}"
 
 
 def picture(left, top, title, x_title, lines):
