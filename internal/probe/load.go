@@ -233,36 +233,29 @@ func (c *Client) pollLoad(ctx context.Context, s LoadSource, log *slog.Logger, r
 	idle := 0 // polls in a row that showed no request
 	var polled time.Time
 	for warned := false; ; {
-		if idle >= idleAfter && s.Rest != nil && time.Since(polled) < s.Rest()-idleInterval/2 {
-			timer.Reset(Together(idleInterval))
-			select {
-			case <-ctx.Done():
-				return ctx.Err()
-			case <-timer.C:
+		if rests := idle >= idleAfter && s.Rest != nil && time.Since(polled) < s.Rest()-idleInterval/2; !rests {
+			polled = time.Now()
+			idle++
+			lags, err := c.askLoad(ctx, s, func(w kv.WorkerKey, p policy.Published) {
+				if p.Running+p.Waiting > 0 {
+					idle = 0
+				}
+				report(w, p)
+			})
+			if err != nil {
+				return err
 			}
-			continue
-		}
-		polled = time.Now()
-		idle++
-		lags, err := c.askLoad(ctx, s, func(w kv.WorkerKey, p policy.Published) {
-			if p.Running+p.Waiting > 0 {
-				idle = 0
+			if lags && !warned {
+				warned = true
+				log.Warn(fmt.Sprintf("worker %d: its load is read from /v1/loads, which lags by up to 15 passes", s.Ranks[0].Worker),
+					"url", s.URL+loadsPath, "remedy", "start it with --load-publish-endpoint tcp://*:5657 and --kv-events-config, or with --enable-metrics")
 			}
-			report(w, p)
-		})
-		if err != nil {
-			return err
 		}
+		pause := Together(idleInterval)
 		if idle < idleAfter {
-			timer.Reset(pollInterval - min(time.Since(polled), pollInterval))
-		} else {
-			timer.Reset(Together(idleInterval))
+			pause = pollInterval - min(time.Since(polled), pollInterval)
 		}
-		if lags && !warned {
-			warned = true
-			log.Warn(fmt.Sprintf("worker %d: its load is read from /v1/loads, which lags by up to 15 passes", s.Ranks[0].Worker),
-				"url", s.URL+loadsPath, "remedy", "start it with --load-publish-endpoint tcp://*:5657 and --kv-events-config, or with --enable-metrics")
-		}
+		timer.Reset(pause)
 		select {
 		case <-ctx.Done():
 			return ctx.Err()
