@@ -98,6 +98,16 @@ install_peer() {
 
 install_dynamo() { install_peer "$DYNAMO" ai-dynamo-runtime==1.6.1 pyzmq==27.3.0 msgspec; }
 
+# need_dynamo installs Dynamo for a script of tests against it, and ends the script where Dynamo has no package.
+need_dynamo() {
+  [ "$(uname -s)" = Linux ] || { say "skipped: Dynamo's package supports Linux only"; exit 0; }
+  python=$(find_python "$PEERS_PYTHON_CHECK") || die "missing: python3 3.10 to 3.14 with venv"
+  take_lock "$python" peers
+  mkdir -p "$CACHE/log"
+  install_dynamo
+  exec 9>&- # release the lock before the tests
+}
+
 # fetch_models URL API_KEY prints the response of GET URL/v1/models, or exits with an error of one line.
 fetch_models() {
   local answer code status=0

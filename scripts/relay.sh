@@ -9,12 +9,7 @@ PROG=relay
 # shellcheck source=scripts/lib.sh
 . scripts/lib.sh
 
-[ "$(uname -s)" = Linux ] || { say "skipped: Dynamo's package supports Linux only"; exit 0; }
-python=$(find_python "$PEERS_PYTHON_CHECK") || die "missing: python3 3.10 to 3.14 with venv"
-take_lock "$python" peers
-mkdir -p "$CACHE/log"
-install_dynamo
-exec 9>&- # release the lock before the tests
+need_dynamo
 scripts/build-native.sh
 KVROUTER_DYNAMO_PYTHON=$DYNAMO/bin/python KVROUTER_DYNAMO_MODEL=$CACHE/smollm2-135m-instruct go test -count 1 -v -timeout 10m "$@" ./test/real/relay
 KVROUTER_PEERS_DYNAMO=$DYNAMO/bin/python KVROUTER_DYNAMO_MODEL=$CACHE/smollm2-135m-instruct exec go test -run '^Test(SelectionServices|DynamoCells)Below' -count 1 -v -timeout 10m ./test/real/peers

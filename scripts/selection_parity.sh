@@ -8,11 +8,6 @@ PROG=parity
 # shellcheck source=scripts/lib.sh
 . scripts/lib.sh
 
-[ "$(uname -s)" = Linux ] || { say "skipped: Dynamo's package supports Linux only"; exit 0; }
-python=$(find_python "$PEERS_PYTHON_CHECK") || die "missing: python3 3.10 to 3.14 with venv"
-take_lock "$python" peers
-mkdir -p "$CACHE/log"
-install_dynamo
-exec 9>&- # release the lock before the tests
+need_dynamo
 scripts/build-native.sh
 KVROUTER_DYNAMO_PYTHON=$DYNAMO/bin/python exec go test -run '^TestSelectionParity|^TestDynamo' -count 1 -v -timeout 10m "$@" ./test
