@@ -1,7 +1,6 @@
 package test
 
 import (
-	"context"
 	"encoding/json"
 	"fmt"
 	"log/slog"
@@ -28,16 +27,7 @@ func TestTheRelayTellsWhatTheWorkersHold(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	ctx, cancel := context.WithCancel(context.Background())
-	ended := make(chan struct{})
-	go func() { // until the test ends
-		c.Run(ctx)
-		close(ended)
-	}()
-	defer func() {
-		cancel()
-		<-ended
-	}()
+	testkit.Background(t, c.Run)
 	random := rand.New(rand.NewPCG(5, 5))
 	model := s.Workers.Settings.ServedModelName
 	for range 3 {

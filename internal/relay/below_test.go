@@ -1,7 +1,6 @@
 package relay
 
 import (
-	"context"
 	"log/slog"
 	"strings"
 	"testing"
@@ -23,16 +22,7 @@ func matchOver(t *testing.T, address string, d BelowDeps, index radix.Index) (*B
 	if err != nil {
 		t.Fatal(err)
 	}
-	ctx, cancel := context.WithCancel(context.Background())
-	ended := make(chan struct{})
-	go func() { // until the test ends
-		b.Run(ctx)
-		close(ended)
-	}()
-	t.Cleanup(func() {
-		cancel()
-		<-ended
-	})
+	testkit.Background(t, b.Run)
 	over := b.Over(index)
 	return b, func(tokens []uint32) []kv.Match {
 		local := kv.HashBlocks(nil, tokens, 4, "", "")

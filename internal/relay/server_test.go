@@ -79,16 +79,7 @@ func followAt(t *testing.T, address string, silence time.Duration) *Client {
 	if err != nil {
 		t.Fatal(err)
 	}
-	ctx, cancel := context.WithCancel(context.Background())
-	ended := make(chan struct{})
-	go func() { // until the test ends
-		c.Run(ctx)
-		close(ended)
-	}()
-	t.Cleanup(func() {
-		cancel()
-		<-ended
-	})
+	testkit.Background(t, c.Run)
 	return c
 }
 

@@ -1,6 +1,8 @@
 package testkit
 
 import (
+	"context"
+	"sync"
 	"sync/atomic"
 	"testing"
 	"time"
@@ -46,3 +48,14 @@ func (c *StandingClock) Now() time.Time { return time.Unix(1_000_000+c.seconds.L
 
 // Advance moves the clock by whole seconds.
 func (c *StandingClock) Advance(d time.Duration) { c.seconds.Add(int64(d / time.Second)) }
+
+// Background runs run until the test ends, and waits for its end then.
+func Background(t testing.TB, run func(context.Context)) {
+	ctx, cancel := context.WithCancel(context.Background())
+	var running sync.WaitGroup
+	running.Go(func() { run(ctx) })
+	t.Cleanup(func() {
+		cancel()
+		running.Wait()
+	})
+}

@@ -4,7 +4,6 @@ package relay
 import (
 	"bufio"
 	"bytes"
-	"context"
 	"encoding/json"
 	"errors"
 	"flag"
@@ -161,16 +160,7 @@ func (d *dynamo) follow() *relay.Client {
 	if err != nil {
 		d.Fatal(err)
 	}
-	ctx, cancel := context.WithCancel(context.Background())
-	ended := make(chan struct{})
-	go func() { // until the test ends
-		c.Run(ctx)
-		close(ended)
-	}()
-	d.Cleanup(func() {
-		cancel()
-		<-ended
-	})
+	testkit.Background(d, c.Run)
 	return c
 }
 
