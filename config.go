@@ -139,7 +139,7 @@ type Config struct {
 	// Replica has the other routers of the same workers.
 	Replica replica.Settings `embed:""`
 
-	// Relay tells others what the workers hold.
+	// Relay reports to other cells which blocks the workers hold, and follows theirs.
 	Relay relay.Settings `embed:""`
 
 	// Logs and the configuration file.
