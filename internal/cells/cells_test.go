@@ -124,6 +124,37 @@ func TestAStreamTellsWhatChanges(t *testing.T) {
 	}
 }
 
+// writer calls a function before each write.
+type writer struct {
+	*httptest.ResponseRecorder
+	writes int
+	before func(writes int)
+}
+
+func (w *writer) Write(p []byte) (int, error) {
+	w.writes++
+	w.before(w.writes)
+	return w.ResponseRecorder.Write(p)
+}
+
+func TestLeavingIsToldAlsoWhereAReportIsBeingWritten(t *testing.T) {
+	teller := NewTeller(Flags{CellInterval: time.Hour}, Deps{
+		Info: func() Info { return Info{} }, State: func() State { return State{} }, Log: slog.New(slog.DiscardHandler),
+	})
+	w := &writer{ResponseRecorder: httptest.NewRecorder(), before: func(writes int) {
+		switch writes {
+		case 1:
+			teller.report(false)
+		case 2:
+			teller.Leave()
+		}
+	}}
+	teller.ServeHTTP(w, httptest.NewRequest(http.MethodGet, "/", nil))
+	if text := w.Body.String(); strings.Count(text, `"leaving":true`) != 1 || w.writes != 3 {
+		t.Errorf("%d writes: %q", w.writes, text)
+	}
+}
+
 func TestACutStreamIsResumed(t *testing.T) {
 	b, c, view := startBelow(t, nil), newClient(t, ""), &summary.View{}
 	first := open(t, c, b.url, view)

@@ -212,7 +212,7 @@ type noted struct {
 
 func (n *noted) Write(text []byte) (int, error) {
 	if n.kinds = append(n.kinds, text[4]); text[4] == frameSummary {
-		n.teller.report()
+		n.teller.report(false)
 		if len(text) == 6 { // the last message of a snapshot
 			n.end()
 		}

@@ -57,14 +57,13 @@ type Deps struct {
 type Teller struct {
 	flags  Flags
 	deps   Deps
-	leave  chan struct{} // closed when the last report has been made
-	leaves atomic.Bool
 	counts Counts
 
 	mu    sync.Mutex    // guards the rest
 	tick  chan struct{} // closed at the next report
 	info  []byte        // frame of the last report
 	state []byte        // likewise
+	left  bool          // it tells that the router leaves: no other follows
 }
 
 // Counts are what a Teller has done.
@@ -77,7 +76,7 @@ type Counts struct {
 // NewTeller returns a teller. Run must follow.
 func NewTeller(flags Flags, deps Deps) *Teller {
 	deps.Hello.Protocol, deps.Hello.Hash, deps.Hello.Summary = Protocol, HashKind, deps.Book != nil
-	return &Teller{flags: flags, deps: deps, leave: make(chan struct{}), tick: make(chan struct{})}
+	return &Teller{flags: flags, deps: deps, tick: make(chan struct{})}
 }
 
 // hello returns the first frame of a stream.
@@ -97,12 +96,7 @@ func (t *Teller) hello() []byte {
 func (t *Teller) Counts() *Counts { return &t.counts }
 
 // Leave tells that the router drains, and ends all streams.
-func (t *Teller) Leave() {
-	if !t.leaves.Swap(true) {
-		t.report()
-		close(t.leave)
-	}
-}
+func (t *Teller) Leave() { t.report(true) }
 
 // Run makes a report in each interval until ctx is done.
 func (t *Teller) Run(ctx context.Context) {
@@ -121,15 +115,15 @@ func (t *Teller) Run(ctx context.Context) {
 			}
 			t.deps.Book.Publish(int(float64(t.flags.CellRate) * t.flags.CellInterval.Seconds()))
 		}
-		t.report()
+		t.report(false)
 	}
 }
 
-// report makes the frames of now, and wakes the readers.
-func (t *Teller) report() {
-	leaves := t.leaves.Load()
+// report makes the frames of now, and wakes the readers. None follows one that tells that the
+// router leaves.
+func (t *Teller) report(leaves bool) {
 	var info, state []byte
-	if t.counts.Readers.Load() > 0 {
+	if leaves || t.counts.Readers.Load() > 0 {
 		now, serves := t.deps.State(), t.deps.Info()
 		now.Ready, now.Leaving = now.Ready && !leaves, leaves
 		now.clamp()
@@ -139,26 +133,27 @@ func (t *Teller) report() {
 		state, failed[1] = appendJSON(nil, frameState, now)
 		if err := errors.Join(failed[:]...); err != nil {
 			t.deps.Log.Error("cell: no report to the routers above", "error", err)
-			return
+			info, state = nil, nil
 		}
 	}
 	t.mu.Lock()
 	defer t.mu.Unlock()
-	if leaves != t.leaves.Load() {
-		return // the last report has been made meanwhile
+	if t.left {
+		return
 	}
 	if state != nil {
 		t.info, t.state = info, state
 	}
+	t.left = leaves
 	close(t.tick)
 	t.tick = make(chan struct{})
 }
 
-// last returns the last report, and what is closed at the next one.
-func (t *Teller) last() (info, state []byte, next <-chan struct{}) {
+// last returns the last report, whether no other follows, and what is closed at the next one.
+func (t *Teller) last() (info, state []byte, left bool, next <-chan struct{}) {
 	t.mu.Lock()
 	defer t.mu.Unlock()
-	return t.info, t.state, t.tick
+	return t.info, t.state, t.left, t.tick
 }
 
 // ServeHTTP streams to a router above until it goes, falls behind, or this router leaves. The
@@ -173,7 +168,7 @@ func (t *Teller) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 		return
 	}
 	defer t.counts.Readers.Add(-1)
-	t.report() // the last one may be old
+	t.report(false) // the last one may be old
 	s := teller{t: t, w: w, control: http.NewResponseController(w), at: positionOf(r)}
 	w.Header().Set("Content-Type", "application/octet-stream")
 	w.Header().Set("Cache-Control", "no-store")
@@ -181,12 +176,11 @@ func (t *Teller) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 	if s.write(bytes.Join([][]byte{t.hello(), told, s.state}, nil)) != nil || s.summary() != nil {
 		return
 	}
-	for {
+	for !s.left {
 		select {
 		case <-r.Context().Done():
 			return
 		case <-s.next:
-		case <-t.leave:
 		}
 		if info := s.last(); !bytes.Equal(info, told) {
 			if told = info; s.write(info) != nil {
@@ -195,11 +189,6 @@ func (t *Teller) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 		}
 		if s.summary() != nil || s.write(s.state) != nil {
 			return
-		}
-		select {
-		case <-t.leave:
-			return
-		default:
 		}
 	}
 }
@@ -219,12 +208,13 @@ type teller struct {
 	control *http.ResponseController
 	at      summary.Position // told
 	state   []byte           // frame of the last report
+	left    bool             // no other follows
 	next    <-chan struct{}  // closed at the next one
 }
 
 // last takes the last report over, and returns its other frame.
 func (s *teller) last() (info []byte) {
-	info, s.state, s.next = s.t.last()
+	info, s.state, s.left, s.next = s.t.last()
 	return info
 }
 
@@ -287,11 +277,8 @@ func (s *teller) tell(message []byte) error {
 		return err
 	}
 	s.t.counts.Told.Add(uint64(len(message)))
-	left := false
 	select {
 	case <-s.next:
-	case <-s.t.leave:
-		left = true
 	default:
 		return nil
 	}
@@ -299,7 +286,7 @@ func (s *teller) tell(message []byte) error {
 	if err := s.write(s.state); err != nil {
 		return err
 	}
-	if left {
+	if s.left {
 		return errLeft
 	}
 	return nil
