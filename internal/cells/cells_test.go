@@ -294,9 +294,9 @@ func FuzzStream(f *testing.F) {
 	}
 	f.Add(append(all, state...))
 	f.Fuzz(func(t *testing.T, data []byte) {
-		s := newStream(&summary.View{})
+		s := newStream(t.Context(), &summary.View{})
 		s.reports.SetLimit(rate.Inf)
-		s.own, s.body, s.why, s.timer, s.end = func(string) bool { return false }, io.NopCloser(bytes.NewReader(data)), func() error { return nil }, time.NewTimer(time.Hour), func(error) {}
+		s.own, s.body = func(string) bool { return false }, io.NopCloser(bytes.NewReader(data))
 		defer s.Close()
 		for range 100 {
 			r, err := s.Next()
@@ -308,6 +308,21 @@ func FuzzStream(f *testing.F) {
 			}
 		}
 	})
+}
+
+func TestAStreamThatEndsWaitsForNoTurn(t *testing.T) {
+	state, err := appendJSON(nil, frameState, State{})
+	if err != nil {
+		t.Fatal(err)
+	}
+	s := newStream(t.Context(), &summary.View{})
+	s.body = io.NopCloser(bytes.NewReader(state))
+	s.reports = rate.NewLimiter(rate.Every(time.Hour), 1)
+	s.reports.Allow()
+	time.AfterFunc(10*time.Millisecond, s.Close)
+	if _, err := s.Next(); !errors.Is(err, context.Canceled) {
+		t.Error(err)
+	}
 }
 
 func TestFramesCarryTheirSize(t *testing.T) {

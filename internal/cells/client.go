@@ -74,8 +74,8 @@ type Stream struct {
 
 	own    func(router string) bool // the name is that of this router
 	body   io.ReadCloser
+	ctx    context.Context // ends with the stream; its cause says why
 	end    context.CancelCauseFunc
-	why    func() error // the cause of the end; nil: it has not ended
 	timer  *time.Timer
 	memory []byte
 	view   *summary.View
@@ -120,12 +120,10 @@ func (e *StatusError) Error() string {
 // Open begins to follow the router at a URL, and reads its first report. What it tells of its
 // blocks goes into view, from where that ends if it can be resumed. Close must follow.
 func (c *Client) Open(ctx context.Context, url string, key kv.Secret, view *summary.View) (*Stream, error) {
-	ctx, end := context.WithCancelCause(ctx)
-	s := newStream(view)
-	s.own, s.end, s.why = c.own, end, func() error { return context.Cause(ctx) }
-	s.timer = time.AfterFunc(Silence, func() { end(errSilent) })
-	if err := c.open(ctx, s, url, key); err != nil {
-		if errors.Is(s.why(), errSilent) {
+	s := newStream(ctx, view)
+	s.own = c.own
+	if err := c.open(s, url, key); err != nil {
+		if errors.Is(context.Cause(s.ctx), errSilent) {
 			err = errSilent
 		}
 		s.Close()
@@ -134,17 +132,21 @@ func (c *Client) Open(ctx context.Context, url string, key kv.Secret, view *summ
 	return s, nil
 }
 
-func newStream(view *summary.View) *Stream {
-	return &Stream{view: view, reports: rate.NewLimiter(maxReports, maxReports/10), snapshots: rate.NewLimiter(1, maxSnapshots)}
+func newStream(ctx context.Context, view *summary.View) *Stream {
+	ctx, end := context.WithCancelCause(ctx)
+	return &Stream{
+		ctx: ctx, end: end, timer: time.AfterFunc(Silence, func() { end(errSilent) }),
+		view: view, reports: rate.NewLimiter(maxReports, maxReports/10), snapshots: rate.NewLimiter(1, maxSnapshots),
+	}
 }
 
-func (c *Client) open(ctx context.Context, s *Stream, url string, key kv.Secret) error {
+func (c *Client) open(s *Stream, url string, key kv.Secret) error {
 	s.First.Info = new(Info)
 	address := url + Path
 	if at, ok := s.view.Position(); ok {
 		address += "?epoch=" + strconv.FormatUint(at.Epoch, 10) + "&seq=" + strconv.FormatUint(at.Seq, 10)
 	}
-	request, err := c.request(ctx, address, key)
+	request, err := c.request(s.ctx, address, key)
 	if err != nil {
 		return err
 	}
@@ -225,7 +227,7 @@ func (s *Stream) frame() (kind byte, body []byte, err error) {
 	switch {
 	case err == nil:
 		s.timer.Reset(Silence)
-	case errors.Is(s.why(), errSilent):
+	case errors.Is(context.Cause(s.ctx), errSilent):
 		err = errSilent
 	case errors.Is(err, io.EOF):
 		err = errEnded
@@ -249,7 +251,9 @@ func (s *Stream) Next() (r Report, err error) {
 			return r, err
 		}
 		if kind != frameSummary {
-			time.Sleep(s.reports.Reserve().Delay()) // 1/maxReports seconds at most
+			if err := s.reports.Wait(s.ctx); err != nil { // 1/maxReports seconds at most
+				return r, err
+			}
 		}
 		switch kind {
 		case frameState:
