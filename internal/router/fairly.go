@@ -307,6 +307,16 @@ func (r *Router) lookForRoom(w *waiter) {
 	w.look.Reset(pause)
 }
 
+// lookAgainFairly is lookUpAgain for a fair queue, which looks the prompt up where it offers w.
+func (r *Router) lookAgainFairly(w *waiter) {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	w.wants.until = time.Time{}
+	now := r.now()
+	r.dispatchFairly(now)
+	r.shedLate(w, now)
+}
+
 // tooLate reports whether a request that waits is to be shed: it can no longer be in time, and no
 // worker is idle.
 func (r *Router) tooLate(w *waiter, now time.Time) bool { return w.late(now) && !r.anyIdle(&w.prompt) }

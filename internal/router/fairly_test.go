@@ -472,6 +472,39 @@ func TestWaitingRequestsKnowWhatIsStoredMeanwhile(t *testing.T) {
 	full[1].Finish(1)
 }
 
+// countingIndex counts the lookups.
+type countingIndex struct {
+	radix.Index
+	lookups int
+}
+
+func (x *countingIndex) Match(local []uint64, usable int, parts kv.MatchParts, dst []kv.Match) []kv.Match {
+	x.lookups++
+	return x.Index.Match(local, usable, parts, dst)
+}
+
+// TestWaitingRequestsAreLookedUpOnlyWhereTheyAreOffered: a lookup takes time that a full worker
+// makes useless.
+func TestWaitingRequestsAreLookedUpOnlyWhereTheyAreOffered(t *testing.T) {
+	r, _ := newFairRouter(t, 1)
+	index := &countingIndex{Index: r.index}
+	r.index = index
+	full := occupy(t, r, 0, 16)
+	var went *Booking
+	_, waiting, err := r.RouteOrWait(Request{Tokens: testkit.Tokens(1, 40), ExpectedOutput: 1}, func(d Decision, _ error) { went = d.Booking })
+	if err != nil || waiting == nil {
+		t.Fatalf("it does not wait: %v", err)
+	}
+	before := index.lookups
+	if waiting.Refresh(); index.lookups != before {
+		t.Errorf("%d lookups while the worker is full", index.lookups-before)
+	}
+	if full.Finish(1); went == nil || index.lookups != before+1 {
+		t.Fatalf("it goes after %d lookups: %v", index.lookups-before, went)
+	}
+	went.Finish(1)
+}
+
 // TestAWaitingLegLeavesTheMatchesOfTheOther: the legs of a pair share what was looked up.
 func TestAWaitingLegLeavesTheMatchesOfTheOther(t *testing.T) {
 	r, _ := newFairRouter(t, 2)

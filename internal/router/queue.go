@@ -322,15 +322,15 @@ func (r *Router) dequeue(w *waiter) bool {
 
 // lookUpAgain brings up to date what w's workers have of its prompt.
 func (r *Router) lookUpAgain(w *waiter) {
+	if r.fair != nil {
+		r.lookAgainFairly(w)
+		return
+	}
 	matches := r.match(nil, &w.prompt, r.parts())
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	w.prompt.matches, w.prompt.next = matches, 0
-	w.wants.until = time.Time{}
-	now := r.now()
-	if r.dispatch(now); r.fair != nil {
-		r.shedLate(w, now)
-	}
+	r.dispatch(r.now())
 }
 
 // Waiting is a request of RouteOrWait that is in the queue.
