@@ -87,7 +87,7 @@ func build(ctx context.Context, config Config, log *slog.Logger) (*app, error) {
 	matched := r.index // what choices see: also what relays tell of cells
 	var err error
 	if len(config.Relay.RelayCells) > 0 {
-		deps := relay.BelowDeps{Model: config.ServedModelName, BlockSize: config.BlockSize, Log: log}
+		deps := relay.BelowDeps{Model: config.ServedModelName, BlockSize: config.BlockSize, TLS: config.WorkerTLS, Log: log}
 		if r.below, err = relay.NewBelow(config.Relay.RelayCells, deps); err != nil {
 			return nil, err
 		}

@@ -1,7 +1,9 @@
 package relay
 
 import (
+	"cmp"
 	"context"
+	"crypto/tls"
 	"fmt"
 	"log/slog"
 	"net"
@@ -23,13 +25,15 @@ const maxCells = 64
 type Cell struct {
 	Worker  uint64
 	Address string // of the relay: host and port
+	TLS     bool   // its port has TLS
 }
 
-// UnmarshalText reads ID=HOST:PORT.
+// UnmarshalText reads ID=HOST:PORT, or ID=https://HOST:PORT.
 func (c *Cell) UnmarshalText(text []byte) (err error) {
 	id, address, found := strings.Cut(string(text), "=")
+	address, c.TLS = strings.CutPrefix(address, "https://")
 	if c.Worker, err = strconv.ParseUint(id, 10, 64); err != nil || !found {
-		return fmt.Errorf("%q: want ID=HOST:PORT, the id of a --worker and the address of its relay", text)
+		return fmt.Errorf("%q: want ID=HOST:PORT or ID=https://HOST:PORT, the id of a --worker and the address of its relay", text)
 	}
 	host, port, err := net.SplitHostPort(address)
 	if err != nil {
@@ -57,8 +61,9 @@ type below struct {
 
 // BelowDeps are what Below needs.
 type BelowDeps struct {
-	Model     string // that the cells serve; empty: the one that a relay has pools of
-	BlockSize int    // tokens
+	Model     string      // that the cells serve; empty: the one that a relay has pools of
+	BlockSize int         // tokens
+	TLS       *tls.Config // for cells with TLS; nil: the system's roots
 	Log       *slog.Logger
 }
 
@@ -66,7 +71,11 @@ type BelowDeps struct {
 func NewBelow(cells []Cell, d BelowDeps) (*Below, error) {
 	b := &Below{log: d.Log}
 	for _, c := range cells {
-		client, err := NewClient(Following{Address: c.Address, Subscriber: "kvrouter", Want: Want{Model: d.Model, BlockSize: d.BlockSize}, Log: d.Log})
+		following := Following{Address: c.Address, Subscriber: "kvrouter", Want: Want{Model: d.Model, BlockSize: d.BlockSize}, Log: d.Log}
+		if c.TLS {
+			following.TLS = cmp.Or(d.TLS, &tls.Config{MinVersion: tls.VersionTLS12})
+		}
+		client, err := NewClient(following)
 		if err != nil {
 			return nil, err
 		}

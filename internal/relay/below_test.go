@@ -1,7 +1,10 @@
 package relay
 
 import (
+	"crypto/tls"
+	"crypto/x509"
 	"log/slog"
+	"net/http/httptest"
 	"strings"
 	"testing"
 	"time"
@@ -18,7 +21,7 @@ import (
 func matchOver(t *testing.T, address string, d BelowDeps, index radix.Index) (*Below, func(tokens []uint32) []kv.Match) {
 	t.Helper()
 	d.Log = slog.New(slog.DiscardHandler)
-	b, err := NewBelow([]Cell{{Worker: 5, Address: address}}, d)
+	b, err := NewBelow([]Cell{{Worker: 5, Address: address, TLS: d.TLS != nil}}, d)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -72,6 +75,26 @@ func TestACellThatIsNotReadyIsNotMatched(t *testing.T) {
 	testkit.Eventually(t, 20*time.Second, "no match", func() bool { return len(match(upTo(8))) == 0 })
 }
 
+func TestARelayIsFollowedOverTLS(t *testing.T) {
+	server := httptest.NewTLSServer(nil) // for its certificate
+	defer server.Close()
+	x := startSecureCell(t, 0, &tls.Config{Certificates: server.TLS.Certificates, MinVersion: tls.VersionTLS12})
+	x.store(t, 1, upTo(8), "")
+	authority := x509.NewCertPool()
+	authority.AddCert(server.Certificate())
+	_, match := matchOver(t, x.Address(), BelowDeps{BlockSize: 4, TLS: &tls.Config{RootCAs: authority, MinVersion: tls.VersionTLS12}}, radix.NewTree())
+	testkit.Eventually(t, 20*time.Second, "a match", func() bool { return len(match(upTo(8))) == 1 })
+
+	stranger, match := matchOver(t, x.Address(), BelowDeps{BlockSize: 4, TLS: &tls.Config{RootCAs: x509.NewCertPool(), MinVersion: tls.VersionTLS12}}, radix.NewTree())
+	testkit.Eventually(t, 20*time.Second, "an authority that is not trusted", func() bool {
+		_, err := stranger.cells[0].client.Pools("m")
+		return err != nil && strings.Contains(err.Error(), "unknown authority")
+	})
+	if got := match(upTo(8)); len(got) != 0 {
+		t.Errorf("a relay that is not trusted: %v", got)
+	}
+}
+
 func TestRelaysThatCannotBeUsedSayWhy(t *testing.T) {
 	x := startCell(t, 0)
 	x.store(t, 1, upTo(8), "")
@@ -111,6 +134,7 @@ func TestCellsAreGivenByWorkerAndAddress(t *testing.T) {
 	for text, want := range map[string]*Cell{
 		"3=cell:5561":        {Worker: 3, Address: "cell:5561"},
 		"0=[::1]:5561":       {Worker: 0, Address: "[::1]:5561"},
+		"3=https://cell:443": {Worker: 3, Address: "cell:443", TLS: true},
 		"cell:5561":          nil,
 		"x=cell:5561":        nil,
 		"3=cell":             nil,

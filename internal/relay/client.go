@@ -46,7 +46,7 @@ const (
 type Following struct {
 	Address    string        // host and port
 	Subscriber string        // this router's name in the relay's logs, 1 to 128 bytes
-	TLS        *tls.Config   // nil: plaintext, as Dynamo's relay has no other
+	TLS        *tls.Config   // nil: plaintext, the only way of Dynamo's relay
 	Silence    time.Duration // after which a pool's filter is emptied; 0: 30 s
 	Memory     int64         // bytes of all filters; 0: 256 MiB
 	Want       Want          // what is looked up for an index

@@ -2,6 +2,7 @@ package relay
 
 import (
 	"context"
+	"crypto/tls"
 	"fmt"
 	"io"
 	"log/slog"
@@ -32,14 +33,17 @@ type cell struct {
 	stop   func()
 }
 
-func startCell(t *testing.T, port int) *cell {
+func startCell(t *testing.T, port int) *cell { return startSecureCell(t, port, nil) }
+
+// startSecureCell serves TLS with secure, unless that is nil.
+func startSecureCell(t *testing.T, port int, secure *tls.Config) *cell {
 	t.Helper()
 	c := &cell{}
 	c.ready.Store(true)
 	c.models.Store(&[]Model{{Name: "m", Base: "m", Aliases: []string{"chat"}}, {Name: "m-sql", Base: "m", Adapter: "sql"}})
 	var err error
-	c.Server, err = New(Settings{RelayPort: port, RelayHost: "127.0.0.1", RelayDataCenter: "here", RelayBlocks: 1 << 12}, Deps{
-		BlockSize: 4, Models: func() []Model { return *c.models.Load() }, Ready: c.ready.Load,
+	c.Server, err = New(Settings{RelayPort: port, RelayHost: "127.0.0.1", RelayDataCenter: "here", RelayBlocks: 1 << 12, RelayTLS: secure != nil}, Deps{
+		Secure: secure, BlockSize: 4, Models: func() []Model { return *c.models.Load() }, Ready: c.ready.Load,
 		Load: func() (used, total uint64, observed, expected int) { return 10, 40, 1, 1 }, Log: slog.New(slog.DiscardHandler),
 	})
 	if err != nil {

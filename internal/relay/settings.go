@@ -16,7 +16,7 @@ type Settings struct {
 	RelayTLS        bool   `group:"Relay" name:"relay-tls" help:"Serve TLS on --relay-port with --tls-cert, and accept only clients that --tls-client-ca has signed, if it is given. Dynamo's own relay and followers speak plaintext behind a proxy."`
 	RelayDataCenter string `group:"Relay" default:"kvrouter" placeholder:"NAME" help:"Name of this cell, different for each that has the same followers."`
 	RelayBlocks     int    `group:"Relay" default:"1048576" help:"Different blocks to tell of, 4 to 8 bytes each. Almost twice as many fit; further ones are left out."`
-	RelayCells      []Cell `group:"Relay" name:"relay-cell" placeholder:"ID=HOST:PORT" help:"Relay of a worker that is a cell of Dynamo's, or of a kvrouter with --relay-port: what its workers hold. ID is the id of a --worker with the URL of the cell's OpenAI port. Plaintext. Comma-separated."`
+	RelayCells      []Cell `group:"Relay" name:"relay-cell" placeholder:"ID=HOST:PORT" help:"Relay of a worker that is a cell of Dynamo's, or of a kvrouter with --relay-port: what its workers hold. ID is the id of a --worker with the URL of the cell's OpenAI port. Plaintext, or TLS with ID=https://HOST:PORT and --worker-ca. Comma-separated."`
 }
 
 // CheckCells refuses cells that are no workers, or that tell what they hold in another way: ids

@@ -15,7 +15,7 @@ import (
 type Flags struct {
 	Worker            []Attached    `group:"Workers" sep:";" placeholder:"url=URL,..." help:"Attach a running worker: url=http://host:8100[,id=3][,kv-events=tcp://host:5557][,replay=tcp://host:5757][,load=tcp://host:5657][,key-env=NAME][,role=prefill|decode|both][,kind=nixl|sglang|mooncake|router][,bootstrap=host:8998][,p2p=host:5710]. Repeatable. Only url is required; the rest is read from the worker if it reports it: event endpoints of vLLM; event and load endpoints, ranks and role of SGLang. kind=router attaches another kvrouter: see docs/cells.md."`
 	WorkerAPIKeyEnv   string        `group:"Workers" name:"worker-api-key-env" placeholder:"NAME" help:"Environment variable with the bearer key of started and attached workers. It replaces the client's key on every request. Default: VLLM_API_KEY (not with --engine sglang), which replaces the client's key only if the router itself requires keys."`
-	WorkerCA          string        `group:"Workers" name:"worker-ca" placeholder:"FILE" help:"PEM file of the certificate authorities of workers with https://. Default: the system's."`
+	WorkerCA          string        `group:"Workers" name:"worker-ca" placeholder:"FILE" help:"PEM file of the certificate authorities of workers, and relays of --relay-cell, with https://. Default: the system's."`
 	StartupTimeout    time.Duration `group:"Workers" default:"10m" help:"Maximum time for a started worker to become ready."`
 	RestartBackoffMax time.Duration `group:"Workers" default:"30s" help:"Maximum delay before a failed worker is restarted. The first delay is 1s; each further one doubles."`
 
