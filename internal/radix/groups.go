@@ -29,15 +29,18 @@ type setBits struct {
 	bits uint64
 }
 
+// bitOf returns one slot in the words of a worker set.
+func bitOf(slot uint32) setBits { return setBits{word: int(slot / 64), bits: 1 << (slot % 64)} }
+
 // bitsOf returns slots by the words of a worker set.
 func bitsOf(slots []uint32) (words []setBits) {
 	for _, slot := range slots {
-		at := slices.IndexFunc(words, func(b setBits) bool { return b.word == int(slot/64) })
-		if at < 0 {
-			at = len(words)
-			words = append(words, setBits{word: int(slot / 64)})
+		one := bitOf(slot)
+		if at := slices.IndexFunc(words, func(b setBits) bool { return b.word == one.word }); at >= 0 {
+			words[at].bits |= one.bits
+		} else {
+			words = append(words, one)
 		}
-		words[at].bits |= 1 << (slot % 64)
 	}
 	return words
 }

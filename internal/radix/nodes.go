@@ -50,6 +50,14 @@ func (s *nodeSlab) run(n, members uint32, local []uint64) int {
 	return length
 }
 
+// runApart is run, not inlined: among the variables of a long function, the loop has too few
+// registers.
+//
+//go:noinline
+func (s *nodeSlab) runApart(n, members uint32, local []uint64) int {
+	return s.run(n, members, local)
+}
+
 // alloc returns the number of a node whose contents the caller must set. It
 // takes the node freed last: chains are removed from their end, so that the next
 // chain gets theirs in ascending order.

@@ -134,9 +134,8 @@ type workerSlot struct {
 type matchScratch struct {
 	active []uint64 // bitset of the slots that hold every block so far
 	blocks []int32  // by slot: leading blocks held, once that is known
-	runs   []pathRun
-	few    [128]pathRun // of runs, which seldom has more
 	path   path
+	few    [128]pathRun // of path.runs, which seldom has more
 }
 
 // NewTree returns an empty index.
@@ -357,7 +356,7 @@ func (r *Tree) Match(local []uint64, usable int, parts kv.MatchParts, dst []kv.M
 	if len(scratch.blocks) < len(r.slots) {
 		scratch.blocks = make([]int32, len(r.slots))
 		scratch.active = make([]uint64, len(r.live))
-		scratch.runs = scratch.few[:0]
+		scratch.path.runs = scratch.few[:0]
 	}
 
 	// Along a prompt the workers seldom change from one block to the next, and
@@ -406,10 +405,11 @@ func (r *Tree) Match(local []uint64, usable int, parts kv.MatchParts, dst []kv.M
 func (r *Tree) matchLayouts(n uint32, active []uint64, scratch *matchScratch, local []uint64, usable int, parts kv.MatchParts, dst []kv.Match) []kv.Match {
 	set := r.nodes.at(n).members
 	first := r.sets.Words(set)
-	runs := append(scratch.runs[:0], pathRun{0, set})
+	walked := &scratch.path
+	walked.runs, walked.last = append(walked.runs[:0], pathRun{0, first}), 0
 	depth := 1
 	for ; depth < len(local); depth++ {
-		run := r.nodes.run(n, set, local[depth:])
+		run := r.nodes.runApart(n, set, local[depth:])
 		n += uint32(run)
 		if depth += run; depth == len(local) {
 			break
@@ -419,18 +419,18 @@ func (r *Tree) matchLayouts(n uint32, active []uint64, scratch *matchScratch, lo
 		}
 		if s := r.nodes.at(n).members; s != set {
 			set = s
-			runs = append(runs, pathRun{depth, set})
-			if !sets.Narrow(active, r.sets.Words(s), depth, scratch.blocks) && r.beyond+r.lowered == 0 {
+			words := r.sets.Words(s)
+			walked.runs = append(walked.runs, pathRun{depth, words})
+			if !sets.Narrow(active, words, depth, scratch.blocks) && r.beyond+r.lowered == 0 {
 				break
 			}
 		}
 	}
 	sets.Narrow(active, nil, depth, scratch.blocks)
-	scratch.runs = runs
-	walked := &scratch.path
-	walked.sets, walked.runs, walked.length = &r.sets, runs, depth
+	walked.length = depth
 
 	usable = min(usable, len(local))
+	end := min(usable, depth)
 	dst = slices.Grow(dst, len(r.workers))
 	for i := range r.workers {
 		p := &r.workers[i]
@@ -441,13 +441,14 @@ func (r *Tree) matchLayouts(n uint32, active []uint64, scratch *matchScratch, lo
 		}
 		if s.groups != nil {
 			dst = r.matchGroups(p, walked, held, usable, len(local), dst)
-			if s.lower == nil || !s.groups.rules.simple() {
+			if !s.groups.rules.simple() {
 				continue
 			}
 		} else if held > 0 {
 			dst = appendMatch(dst, p.key, held)
 		}
-		if s.lower == nil || len(s.lower.present) == 0 {
+		lower := s.lower
+		if lower == nil || len(lower.present) == 0 {
 			continue
 		}
 		matched := len(dst) > start
@@ -455,7 +456,15 @@ func (r *Tree) matchLayouts(n uint32, active []uint64, scratch *matchScratch, lo
 			dst = appendMatch(dst, p.key, 0)
 		}
 		m := &dst[start]
-		if s.lower.extend(m, walked, usable, parts); !matched && *m == (kv.Match{Worker: p.key}) {
+		if parts != 0 {
+			lower.setParts(m, walked, parts)
+		}
+		if lower.chunk <= 1 {
+			lower.read(m, walked, end)
+		} else {
+			lower.readChunks(m, walked, usable)
+		}
+		if !matched && *m == (kv.Match{Worker: p.key}) {
 			dst = dst[:start]
 		}
 	}

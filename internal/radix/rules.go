@@ -103,13 +103,12 @@ func lcm(a, b int) int {
 
 // pathRun is nodes of a prompt's path that have the same set of slots.
 type pathRun struct {
-	start int    // block of the prompt at which they begin
-	set   uint32 // of sets
+	start int      // block of the prompt at which they begin
+	words []uint64 // of the set
 }
 
 // path is the nodes of a prompt, as far as they exist. It is read backwards, run by run.
 type path struct {
-	sets   *sets.Sets
 	runs   []pathRun
 	length int // blocks
 
@@ -137,7 +136,7 @@ func (p *path) begin(g *groupSlots, first uint32, places []int) {
 }
 
 func (p *path) look() {
-	words := p.sets.Words(p.runs[p.run].set)
+	words := p.runs[p.run].words
 	p.held = true
 	for _, slot := range p.slots[:p.count] {
 		p.held = p.held && sets.Has(words, slot)
@@ -171,9 +170,8 @@ func (g *groupSlots) hold(p *path, start, end int) bool {
 		if run.start >= end {
 			continue
 		}
-		words := p.sets.Words(run.set)
 		for _, o := range g.bits {
-			if o.word >= len(words) || words[o.word]&o.bits != o.bits {
+			if o.word >= len(run.words) || run.words[o.word]&o.bits != o.bits {
 				return false
 			}
 		}

@@ -5,48 +5,47 @@ import (
 	"kvrouter/internal/sets"
 )
 
-// extend continues the match of a worker in its lower tiers and the stores that it
-// reads, as engines do: the blocks behind those on the device, each from the fastest tier
-// that has it, up to the first that none has. usable is that of Match.
-//
-// With chunks of several blocks it is vLLM's _lookup_complete_chunks
-// (v1/offloading/scheduler.py, read in 0.32.0): it looks up whole chunks from the one on in
-// which the device's blocks end, and ignores less than a chunk.
-func (l *lowerTiers) extend(m *kv.Match, walked *path, usable int, parts kv.MatchParts) {
+// setParts sets the parts of m that only some callers need.
+func (l *lowerTiers) setParts(m *kv.Match, walked *path, parts kv.MatchParts) {
 	if parts&kv.HostedPart != 0 {
 		m.Hosted = int32(l.hostedRun(walked))
 	}
 	if parts&kv.StagedPart != 0 {
 		m.Staged = l.stagedRun(walked, m.Blocks)
 	}
-	if l.chunk <= 1 {
-		l.read(m, walked, min(usable, walked.length))
-	} else {
-		l.readChunks(m, walked, usable)
-	}
 }
 
-// read adds the blocks behind m to it, up to end, each in its fastest tier, up to the first
-// that no tier has. No engine announces what it removes from files or from a store.
+// read continues the match of a worker in its lower tiers and the stores that it reads, as
+// engines do: with the blocks behind those on the device, up to end, each from the fastest tier
+// that has it, up to the first that none has. No engine announces what it removes from files or
+// from a store.
 func (l *lowerTiers) read(m *kv.Match, walked *path, end int) {
-	at, sure := m.Blocks, true
+	at := m.Blocks
 	for i := walked.runAt(at); at < end; i++ {
-		words := walked.sets.Words(walked.runs[i].set)
-		tier := l.fastest(words)
-		if tier == kv.Device {
+		words, until := walked.runs[i].words, min(end, walked.end(i))
+		blocks := int32(until - at)
+		switch l.fastest(words) {
+		case kv.Device:
 			return
-		}
-		until := min(end, walked.end(i))
-		add(&m.Lower, tier, until-at)
-		sure = sure && tier == kv.Host && (l.doubt == 0 || sets.Has(words, l.sure[kv.Host-1]))
-		if sure {
-			m.Sure += int32(until - at)
+		case kv.Host:
+			sure := m.Sure == m.Lower.Host && m.Lower.Disk|m.Lower.External == 0 // all before it
+			if sure && (l.doubt == 0 || sets.Has(words, l.sure[kv.Host-1])) {
+				m.Sure += blocks
+			}
+			m.Lower.Host += blocks
+		case kv.Disk:
+			m.Lower.Disk += blocks
+		case kv.External:
+			m.Lower.External += blocks
 		}
 		at = until
 	}
 }
 
-// readChunks does so with whole chunks. Less than a chunk is not loaded.
+// readChunks is read for an engine that loads chunks of several blocks. It is vLLM's
+// _lookup_complete_chunks (v1/offloading/scheduler.py, read in 0.32.0): it looks up whole chunks
+// from the one on in which the device's blocks end, and ignores less than a chunk. usable is that
+// of Match.
 func (l *lowerTiers) readChunks(m *kv.Match, walked *path, usable int) {
 	held, chunk := m.Blocks, l.chunk
 	if held >= usable {
@@ -65,8 +64,8 @@ func (l *lowerTiers) readChunks(m *kv.Match, walked *path, usable int) {
 			sure = min(end, usable)
 		}
 		// The chunk is where its last block is.
-		last := walked.runs[walked.runAt(end-1)].set
-		add(&found, l.fastest(walked.sets.Words(last)), min(end, usable)-max(at, held))
+		last := walked.runs[walked.runAt(end-1)]
+		add(&found, l.fastest(last.words), min(end, usable)-max(at, held))
 	}
 	if end-held >= chunk {
 		m.Lower, m.Sure = found, int32(sure-held)
@@ -83,7 +82,7 @@ func (l *lowerTiers) stagedRun(walked *path, at int) (staged kv.LowerBlocks) {
 	for place, tier := range kv.LowerTiers {
 		for at < walked.length {
 			run := walked.runAt(at)
-			if !sets.Has(walked.sets.Words(walked.runs[run].set), own[place]) {
+			if !sets.Has(walked.runs[run].words, own[place]) {
 				break
 			}
 			until := walked.end(run)
@@ -102,7 +101,7 @@ func (l *lowerTiers) hostedRun(walked *path) (blocks int) {
 	}
 	for blocks < walked.length {
 		run := walked.runAt(blocks)
-		if !sets.Has(walked.sets.Words(walked.runs[run].set), slot) {
+		if !sets.Has(walked.runs[run].words, slot) {
 			break
 		}
 		blocks = walked.end(run)
@@ -113,8 +112,8 @@ func (l *lowerTiers) hostedRun(walked *path) (blocks int) {
 
 // fastest returns the fastest lower tier among slots, kv.Device if none is.
 func (l *lowerTiers) fastest(slots []uint64) kv.Tier {
-	for _, t := range l.present {
-		if sets.Has(slots, t.slot) {
+	for i := range l.present {
+		if t := &l.present[i]; t.word < len(slots) && slots[t.word]&t.bits != 0 {
 			return t.tier
 		}
 	}
@@ -131,7 +130,7 @@ func (p *path) end(i int) int {
 
 // runAt returns the run that has block i.
 func (p *path) runAt(i int) int {
-	at := min(p.last, len(p.runs)-1)
+	at := p.last
 	for p.runs[at].start > i {
 		at--
 	}

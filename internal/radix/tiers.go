@@ -66,8 +66,9 @@ type lowerTiers struct {
 
 // presentTier is a tier that holds blocks.
 type presentTier struct {
-	slot uint32
-	tier kv.Tier
+	setBits // of slot
+	slot    uint32
+	tier    kv.Tier
 }
 
 // sharedStore is a store that several workers read.
@@ -277,14 +278,15 @@ func (r *Tree) lowerOf(at LowerTier) (slot uint32, store *sharedStore, ok bool) 
 // relist makes present again, after own or stores have changed.
 func (l *lowerTiers) relist() {
 	l.present = l.present[:0]
-	for i, tier := range kv.LowerTiers {
-		if l.own[i] != noSlot {
-			l.present = append(l.present, presentTier{l.own[i], tier})
+	add := func(slot uint32, tier kv.Tier) {
+		if slot != noSlot {
+			l.present = append(l.present, presentTier{bitOf(slot), slot, tier})
 		}
+	}
+	for i, tier := range kv.LowerTiers {
+		add(l.own[i], tier)
 		for _, s := range l.stores {
-			if s.slots[i] != noSlot {
-				l.present = append(l.present, presentTier{s.slots[i], tier})
-			}
+			add(s.slots[i], tier)
 		}
 	}
 }
