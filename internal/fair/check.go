@@ -18,9 +18,10 @@ func (q *Queue[T]) Check() error {
 		for name, f := range q.flows[i] {
 			running += f.running
 			length += len(f.items)
-			sum := 0.0
+			sum, staying := 0.0, 0.0
 			for at, it := range f.items {
 				sum += it.Cost
+				staying += it.stays()
 				if it.flow != f || at > 0 && !f.items[at-1].before(it) {
 					return fmt.Errorf("tenant %q: item %d is out of order", name, at)
 				}
@@ -32,6 +33,8 @@ func (q *Queue[T]) Check() error {
 				return fmt.Errorf("tenant %q has %d items, and is backlogged or not", name, len(f.items))
 			case math.Abs(sum-f.waiting) > 1e-6*(1+sum):
 				return fmt.Errorf("tenant %q waits for %v ms, its items for %v", name, f.waiting, sum)
+			case math.Abs(staying-f.staying) > 1e-6*(1+staying):
+				return fmt.Errorf("tenant %q: items of %v ms stay, %v are counted", name, staying, f.staying)
 			case f.running < 0 || math.IsNaN(f.counter()) || math.IsInf(f.counter(), 0) || f.pending < -1e-6:
 				return fmt.Errorf("tenant %q: %d run, counter %v, pending %v", name, f.running, f.counter(), f.pending)
 			case !(f.elsewhere >= 0 && f.elsewhere <= min(f.runs, MostDebt)) || f.received < 0 || f.running > 0 && !q.untold[f]:

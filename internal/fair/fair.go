@@ -92,6 +92,7 @@ type Item[T any] struct {
 	Since    time.Time     // its arrival
 	Deadline time.Time     // for its first token; zero: none
 	Jump     time.Duration // by which it counts as due earlier
+	Leaves   bool          // it leaves the queue if it would be late, and keeps nothing waiting until then
 
 	flow   *flow[T] // in which it waits; nil: it does not
 	number uint64   // of its arrival
@@ -104,6 +105,14 @@ func (it *Item[T]) due() time.Time {
 		return it.Since.Add(Patience - it.Jump)
 	}
 	return it.Deadline.Add(-it.Jump)
+}
+
+// stays is the cost of an item that is served however late, ms.
+func (it *Item[T]) stays() float64 {
+	if it.Leaves {
+		return 0
+	}
+	return it.Cost
 }
 
 // before orders the items of one flow.
@@ -126,6 +135,7 @@ type flow[T any] struct {
 	pending  float64    // the same of what runs, as charged
 	items    []*Item[T] // in order
 	waiting  float64    // their cost, ms
+	staying  float64    // of that, of those that do not leave
 	running  int        // charges that have not ended
 	yields   int        // items of others that went before those that said Yield, since it waits
 	yielding bool       // others are offered first in this walk
@@ -174,6 +184,14 @@ func (l *lane[T]) length() (n int) {
 func (l *lane[T]) cost() (ms float64) {
 	for _, f := range l.backlogged {
 		ms += f.waiting
+	}
+	return ms
+}
+
+// staying is the predicted cost of the items that are served however late, ms.
+func (l *lane[T]) staying() (ms float64) {
+	for _, f := range l.backlogged {
+		ms += f.staying
 	}
 	return ms
 }
@@ -333,6 +351,7 @@ func (q *Queue[T]) Push(it *Item[T]) (out *Item[T]) {
 	})
 	f.items = slices.Insert(f.items, at, it)
 	f.waiting += it.Cost
+	f.staying += it.stays()
 	q.length++
 	return out
 }
@@ -384,11 +403,12 @@ func (q *Queue[T]) take(f *flow[T], at int) {
 	it.flow = nil
 	f.items = slices.Delete(f.items, at, at+1)
 	f.waiting -= it.Cost
+	f.staying -= it.stays()
 	q.length--
 	if len(f.items) > 0 {
 		return
 	}
-	f.items, f.waiting = nil, 0 // what rounding left
+	f.items, f.waiting, f.staying = nil, 0, 0 // what rounding left
 	l := f.lane
 	l.clock = l.floor()
 	l.backlogged = slices.DeleteFunc(l.backlogged, func(g *flow[T]) bool { return g == f })
@@ -517,7 +537,8 @@ func (q *Queue[T]) Each(f func(*Item[T])) {
 // Ahead returns the cost, ms, of the items that will go before it, which does not wait yet,
 // if nothing else comes and predictions hold: earlier ones of its tenant, of each other tenant
 // of its class what that is to receive until its counter is where it's will be, and of the
-// other classes those that go first.
+// other classes those that go first. Items that leave do not count: they are gone, served or not,
+// once they are due.
 func (q *Queue[T]) Ahead(it *Item[T]) float64 {
 	at := it.Class.Place()
 	l, f := &q.lanes[at], q.flows[at][it.Tenant.Name]
@@ -527,7 +548,7 @@ func (q *Queue[T]) Ahead(it *Item[T]) float64 {
 		it.number = q.arrived + 1
 		for _, other := range f.items {
 			if other.before(it) {
-				own += other.Cost
+				own += other.stays()
 			}
 		}
 	}
@@ -535,12 +556,12 @@ func (q *Queue[T]) Ahead(it *Item[T]) float64 {
 	ms := own
 	for _, g := range l.backlogged {
 		if g != f {
-			ms += min(g.waiting, max(0, begins-g.counter())*g.weight)
+			ms += min(g.staying, max(0, begins-g.counter())*g.weight)
 		}
 	}
 	earlier := 0.0
 	for i := range at {
-		earlier += q.lanes[i].cost()
+		earlier += q.lanes[i].staying()
 	}
 	switch share := q.settings.BatchShare; {
 	case share == 0:
@@ -548,9 +569,9 @@ func (q *Queue[T]) Ahead(it *Item[T]) float64 {
 	case it.Class.known() == Batch:
 		return ms + min(earlier, (ms+cost(it.Cost))*(1-share)/share)
 	case share == 1:
-		return ms + earlier + q.batch().cost()
+		return ms + earlier + q.batch().staying()
 	default:
-		return ms + earlier + min(q.batch().cost(), (ms+earlier)*share/(1-share))
+		return ms + earlier + min(q.batch().staying(), (ms+earlier)*share/(1-share))
 	}
 }
 

@@ -395,6 +395,11 @@ func TestAhead(t *testing.T) {
 	batch := of("c", "", 7)
 	batch.Class = Batch
 	q.Push(batch)
+	for _, tenant := range []string{"a", "b", "d"} { // they count for nobody
+		it := of(tenant, "", 100)
+		it.Deadline, it.Leaves = seconds(20), true
+		q.Push(it)
+	}
 	for name, test := range map[string]struct {
 		it   *Item[string]
 		want float64

@@ -91,8 +91,9 @@ func (b *Booking) FirstToken() {
 	b.locked(func(r *Router, now time.Time) {
 		if !b.computed {
 			r.answerBegins(b, now)
+			r.prefillDone(b, now)
+			r.dispatch(now)
 		}
-		r.prefillDone(b, now)
 		r.loads.heard(b, now)
 	})
 }
@@ -277,7 +278,6 @@ func (r *Router) prefillDone(b *Booking, now time.Time) {
 		b.computed = true
 		r.loads.firstToken(b, now)
 		r.share(ChangePrefill, b)
-		r.dispatch(now)
 	}
 }
 

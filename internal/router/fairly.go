@@ -163,10 +163,10 @@ func (r *Router) enqueueFairly(p *prompt, now time.Time) (*waiter, error) {
 	jump := time.Duration(min(max(0, p.PriorityJump), BookingExpiry.Seconds()) * float64(time.Second))
 	w.item = &fair.Item[*waiter]{
 		Value: w, Tenant: p.Tenant, Class: p.Class, Cost: r.settings.Charging.cost(float64(least), float64(p.tokens), r.answerOf(p), price),
-		Priority: p.StrictPriority, Since: now, Deadline: p.Deadline, Jump: jump,
+		Priority: p.StrictPriority, Since: now, Deadline: p.Deadline, Jump: jump, Leaves: p.sheds(),
 	}
 	r.want(w, now)
-	if p.Sheddable && !p.Deadline.IsZero() {
+	if p.sheds() {
 		if late := now.Add(r.firstTokenIn(w.item, least, now)).Sub(p.Deadline); late > 0 {
 			return nil, shed(late)
 		}
@@ -181,8 +181,10 @@ func (r *Router) enqueueFairly(p *prompt, now time.Time) (*waiter, error) {
 	return w, nil
 }
 
-// firstTokenIn predicts when the first token of a request comes that is to wait: once one of
-// the candidates, which have their fill, has room, and all have done what goes before it.
+// firstTokenIn predicts when the first token of a request that is to wait comes at the earliest:
+// once one of the candidates, which have their fill, has room, and all have done what goes before
+// it and is served however late. What else is before it is judged in its turn, as it is: how much
+// of that is served in time, and of what size, is not known before.
 func (r *Router) firstTokenIn(it *fair.Item[*waiter], uncached int, now time.Time) time.Duration {
 	room := time.Duration(-1)
 	for i := range r.candidates {
@@ -255,10 +257,11 @@ func (p *prompt) alike() alike {
 	return alike{known: true, model: p.Model, leg: p.Leg, kinds: p.Kinds, sglang: p.SGLang}
 }
 
+// sheds reports whether p is to be shed instead of served late.
+func (p *prompt) sheds() bool { return p.Sheddable && !p.Deadline.IsZero() }
+
 // late reports whether a request that may be shed can no longer be in time.
-func (w *waiter) late(now time.Time) bool {
-	return w.prompt.Sheddable && !w.prompt.Deadline.IsZero() && now.After(w.prompt.Deadline)
-}
+func (w *waiter) late(now time.Time) bool { return w.prompt.sheds() && now.After(w.prompt.Deadline) }
 
 // shed tells a request that is late that it is shed.
 func (w *waiter) shed(now time.Time) { w.tell(waitResult{err: shed(now.Sub(w.prompt.Deadline))}) }

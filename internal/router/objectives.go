@@ -25,3 +25,20 @@ func (r *Router) preferKeeping(p *prompt, q *policy.Query) {
 		return (first <= 0 || r.forecast.FirstToken(q, c) <= first) && (further <= 0 || r.forecast.TokenTime(q, c) <= further)
 	})
 }
+
+// lateBy returns by how much the first token of p, which is to be shed instead of served late, is
+// predicted to be late on the candidate with a seat where it comes first; 0: p is to be served. A
+// worker with nothing to do takes any.
+func (r *Router) lateBy(p *prompt, now time.Time) time.Duration {
+	if !p.sheds() || r.anyIdle(p) {
+		return 0
+	}
+	late := mostRetryAfter
+	q := policy.Query{Now: now, Tokens: p.tokens, BlockSize: r.blockSize, Leg: p.Leg, Adapter: p.LoRA, Class: p.Class}
+	for i := range r.candidates {
+		if c := &r.candidates[i]; hasSeat(c.Load) || r.settings.RouterQueueThreshold != nil {
+			late = min(late, r.forecast.FirstToken(&q, c)-p.Deadline.Sub(now))
+		}
+	}
+	return max(0, late)
+}

@@ -1,6 +1,7 @@
 package router
 
 import (
+	"errors"
 	"testing"
 	"time"
 
@@ -71,6 +72,80 @@ func TestWorkersThatKeepTheObjectivesComeFirst(t *testing.T) {
 					}
 				}
 				d.Booking.End()
+			}
+		})
+	}
+}
+
+// TestOnlyWhatWouldBeLateIsShed: requests that are due in 3 s come to a busy worker, of which a
+// prompt of 80,000 tokens takes 1.7 s. They are judged when they come, by what is served before
+// them however late, and when they could go, by what the worker has to compute then.
+func TestOnlyWhatWouldBeLateIsShed(t *testing.T) {
+	const long, longer = 80_000, 160_000 // tokens
+	const shed, served = "shed", "served"
+	for name, test := range map[string]struct {
+		tokens int
+		ahead  []int         // tokens of those that wait before it
+		stays  bool          // those are served however late
+		room   time.Duration // after which there is room; below 0: it is there
+		idle   bool          // then the worker has nothing to do
+		comes  string        // what becomes of it when it comes; empty: it waits
+		goes   string        // and when there is room
+	}{
+		"there is room, and nobody waits":       {tokens: longer, room: -1, comes: served},
+		"it would be late if it were the first": {tokens: longer, comes: shed},
+		"it is in time":                         {tokens: long, goes: served},
+		"it has become too late for its prompt": {tokens: long, room: 2 * time.Second, goes: shed},
+		"the worker has become idle":            {tokens: long, room: 2 * time.Second, idle: true, goes: served},
+		"those before it are shed":              {tokens: 1, ahead: []int{long, long, long}, room: 2 * time.Second, goes: served},
+		"those before it will be served":        {tokens: 1, ahead: []int{long, long, long}, stays: true, comes: shed},
+	} {
+		t.Run(name, func(t *testing.T) {
+			r, clock := newFairRouter(t, 1)
+			due := clock.Now().Add(3 * time.Second)
+			send := func(tokens int, stays bool) (what *string) {
+				what = new(string)
+				decided := func(_ Decision, err error) {
+					if *what = served; err != nil {
+						*what = shed
+					}
+					if err != nil && !errors.Is(err, ErrShed) {
+						t.Error(err)
+					}
+				}
+				request := tenant("a", tokens)
+				request.Deadline, request.Sheddable = due, !stays
+				if d, waiting, err := r.RouteOrWait(request, decided); waiting == nil {
+					decided(d, err)
+				}
+				return what
+			}
+			pending := 16
+			if test.room < 0 {
+				pending = 1
+			}
+			busy := occupy(t, r, 0, pending)
+			for _, tokens := range test.ahead {
+				send(tokens, test.stays)
+			}
+			got := send(test.tokens, false)
+			if *got != test.comes {
+				t.Errorf("when it comes it is %q, want %q", *got, test.comes)
+			}
+			if test.comes != "" {
+				return
+			}
+			clock.Advance(test.room)
+			if test.idle {
+				busy.End()
+			} else {
+				busy.FirstToken()
+			}
+			if *got != test.goes {
+				t.Errorf("when there is room it is %q, want %q", *got, test.goes)
+			}
+			if err := r.Check(); err != nil {
+				t.Error(err)
 			}
 		})
 	}

@@ -244,6 +244,11 @@ func (r *Router) decide(w *waiter, must bool, now time.Time) fair.Verdict {
 		return fair.Kept
 	case err == nil && !must && r.want(w, now):
 		return r.yields(w, now)
+	case err == nil && r.fair != nil:
+		if late := r.lateBy(&w.prompt, now); late > 0 {
+			w.tell(waitResult{err: shed(late)})
+			return fair.Taken
+		}
 	}
 	result := waitResult{err: err}
 	if err != nil {
