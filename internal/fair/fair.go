@@ -259,9 +259,9 @@ func New[T any](s Settings) *Queue[T] {
 // Len returns the number of items.
 func (q *Queue[T]) Len() int { return q.length }
 
-// Waiting returns the cost of the items, ms.
-func (q *Queue[T]) Waiting() (ms float64) {
-	for i := range q.lanes {
+// Waiting returns the cost of the items of a class and of those that go before it, ms.
+func (q *Queue[T]) Waiting(c Class) (ms float64) {
+	for i := range q.lanes[:c.Place()+1] {
 		ms += q.lanes[i].cost()
 	}
 	return ms

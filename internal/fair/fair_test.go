@@ -418,6 +418,23 @@ func TestAhead(t *testing.T) {
 	}
 }
 
+// TestWaiting: what waits in later classes is not in the way.
+func TestWaiting(t *testing.T) {
+	q := queue(t)
+	for class, cost := range map[Class]float64{Interactive: 1, Standard: 10, Batch: 100} {
+		for _, tenant := range []string{"a", "b"} {
+			it := of(tenant, "", cost)
+			it.Class = class
+			q.Push(it)
+		}
+	}
+	for class, want := range map[Class]float64{Interactive: 2, Standard: 22, Batch: 222} {
+		if got := q.Waiting(class); got != want {
+			t.Errorf("%v: %v ms, want %v", class, got, want)
+		}
+	}
+}
+
 func TestClassNames(t *testing.T) {
 	for _, c := range Classes {
 		if got, ok := ClassOf(c.String()); got != c || !ok {

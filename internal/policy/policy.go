@@ -27,7 +27,7 @@ type Query struct {
 	Prefix      hints.Prefix
 	Pulling     int          // pulls of any worker that are under way
 	Workers     int          // that are up for that leg, including excluded ones
-	Backlog     float64      // cost of the requests that wait in a fair queue, for each worker, ms
+	Backlog     float64      // cost of the requests of its class, and of those before it, that wait in a fair queue, for each worker, ms
 	Retry       bool         // another worker has failed it before
 	Adapter     string       // LoRA adapter; empty: none
 	Class       fair.Class   // its place in a fair queue

@@ -31,9 +31,10 @@ import (
 //	foreign  wait for queued requests of other clients of the worker.
 //	later    λ·(own − copy)·(first + backlog − own/2)/(1 − ρ): work that is added to a
 //	         queue delays all requests that arrive before it is empty (M/G/1). backlog
-//	         is what waits in the router for each worker, with a fair queue. λ is the
-//	         arrival rate of a worker per ms, ρ the share of time with prompts to
-//	         compute, estimated by the share of workers that decisions find so.
+//	         is what of its class and of those before it waits in the router for each
+//	         worker, with a fair queue. λ is the arrival rate of a worker per ms, ρ the
+//	         share of time with prompts to compute, estimated by the share of workers
+//	         that decisions find so.
 //	         Loads of a worker are served one after the other, beside the passes: a
 //	         second queue, with the rate λₗ of loads and the share ρₗ of time with
 //	         loads under way. It adds λₗ·l·(load − l/2)/(1 − ρₗ), where l is the time

@@ -630,7 +630,7 @@ func (r *Router) taken(p *prompt) bool {
 func (r *Router) choose(p *prompt, d *Decision, now time.Time) {
 	query := policy.Query{Now: now, Tokens: p.tokens, BlockSize: r.blockSize, FreePrefill: !r.tracksPrefill(p), Override: p.Override, Leg: p.Leg, Sequence: p.sequence, DryRun: p.QueryOnly, Prefix: p.Prefix, Pulling: r.loads.pulling, Workers: p.workers, Retry: len(p.Exclude) > 0, Adapter: p.LoRA, Class: p.Class}
 	if r.fair != nil && r.fair.Len() > 0 {
-		query.Backlog = r.fair.Waiting() / float64(len(r.targets))
+		query.Backlog = r.fair.Waiting(p.Class) / float64(len(r.targets))
 	}
 	if _, is := r.policy.(policy.Judged); is && !p.QueryOnly && !p.ChooseOnly {
 		r.decisions++
