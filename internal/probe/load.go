@@ -50,6 +50,9 @@ type LoadSource struct {
 	// Rest returns the time between two polls of the page while the worker is idle; what is
 	// less than idleInterval counts as that. nil: idleInterval.
 	Rest func() time.Duration
+	// Counters is what else to report of the pages that are polled for the load, when it is due;
+	// nil: nothing, see FollowCounters.
+	Counters *Counters
 }
 
 // from names the source in log lines.
@@ -126,7 +129,7 @@ func (c *Client) FollowLoad(ctx context.Context, s LoadSource, log *slog.Logger,
 			return
 		}
 		if s.Socket != "" && s.Engine == kv.EngineSGLang {
-			_, _ = c.askLoad(ctx, s, report)
+			_, _, _ = c.askLoad(ctx, s, loadNames, report)
 		}
 		if failures == 10 { // a worker that is starting is silent for a while
 			log.Warn("no load from worker", "worker", s.Ranks[0].Worker, "rank", s.Ranks[0].Rank, "from", s.from(), "error", err)
@@ -230,18 +233,25 @@ func (c *Client) readSocket(ctx context.Context, s LoadSource, _ *slog.Logger, r
 func (c *Client) pollLoad(ctx context.Context, s LoadSource, log *slog.Logger, report publish) error {
 	timer := time.NewTimer(pollInterval)
 	defer timer.Stop()
-	idle := 0 // polls in a row that showed no request
-	var polled time.Time
+	idle := 0                    // polls in a row that showed no request
+	var polled, counts time.Time // of the last poll, and from which on one reads the counters
 	for warned := false; ; {
 		if rests := idle >= idleAfter && s.Rest != nil && time.Since(polled) < s.Rest()-idleInterval/2; !rests {
 			polled = time.Now()
 			idle++
-			lags, err := c.askLoad(ctx, s, func(w kv.WorkerKey, p policy.Published) {
+			names, counting := loadNames, s.Counters != nil && !polled.Before(counts)
+			if counting {
+				names = pageNames
+			}
+			page, lags, err := c.askLoad(ctx, s, names, func(w kv.WorkerKey, p policy.Published) {
 				if p.Running+p.Waiting > 0 {
 					idle = 0
 				}
 				report(w, p)
 			})
+			if counting {
+				counts = polled.Add(s.count(page))
+			}
 			if err != nil {
 				return err
 			}
@@ -276,23 +286,23 @@ func Together(d time.Duration) time.Duration {
 
 // askLoad reads the load of a source's ranks from the worker's metrics page or, if an
 // SGLang server has no such page or the page shows no load, from its list of loads,
-// which lags.
-func (c *Client) askLoad(ctx context.Context, s LoadSource, report publish) (lags bool, err error) {
-	page, err := c.page(ctx, s.server(), loadNames)
+// which lags. It returns what the page shows of these names; nil: there is none.
+func (c *Client) askLoad(ctx context.Context, s LoadSource, names []string, report publish) (page Page, lags bool, err error) {
+	page, err = c.page(ctx, s.server(), names)
 	if err == nil {
 		err = reportRanks(s, metricsPath, report, page.Load)
 	}
 	if err == nil || s.Engine != kv.EngineSGLang || ctx.Err() != nil {
-		return false, err
+		return page, false, err
 	}
 	list, failure := c.listLoads(ctx, s.server())
 	if failure == nil {
 		failure = reportRanks(s, loadsPath, report, list.load)
 	}
 	if failure != nil {
-		return false, errors.Join(err, failure)
+		return page, false, errors.Join(err, failure)
 	}
-	return true, nil
+	return page, true, nil
 }
 
 // reportRanks reports the load of each rank that has one; an error means that none has.

@@ -116,6 +116,31 @@ func TestAWorkerAtRestIsNotPolled(t *testing.T) {
 	})
 }
 
+// TestCountersComeWithTheLoad: a page is not asked for twice.
+func TestCountersComeWithTheLoad(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		const idle = "vllm:num_requests_running 0\nvllm:num_requests_waiting 0\nvllm:kv_cache_usage_perc 0\n"
+		began, asked, loads := time.Now(), 0, 0
+		var counted []int // seconds
+		c := newClient(t)
+		c.pages = &http.Client{Transport: roundTrip(func(*http.Request) (*http.Response, error) {
+			asked++
+			return &http.Response{StatusCode: http.StatusOK, Body: io.NopCloser(strings.NewReader(idle + "vllm:kv_offload_load_bytes_total 7\n"))}, nil
+		})}
+		ctx, cancel := context.WithTimeout(t.Context(), 20*time.Second)
+		defer cancel()
+		counters := &Counters{Transfers: func(_ kv.WorkerKey, transfers policy.Transfers) {
+			if counted = append(counted, int(time.Since(began).Seconds())); transfers.HostBytes != 7 {
+				t.Errorf("%+v", transfers)
+			}
+		}}
+		_ = c.pollLoad(ctx, LoadSource{URL: "http://w", Ranks: []kv.WorkerKey{{}}, Key: noKey, Counters: counters}, c.log, func(kv.WorkerKey, policy.Published) { loads++ })
+		if want := []int{0, 7, 13, 19}; asked != loads || loads != 10 || !slices.Equal(counted, want) {
+			t.Errorf("%d pages for %d loads; counters after %v s, want %v", asked, loads, counted, want)
+		}
+	})
+}
+
 func TestPausesEndTogether(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		for range 20 {

@@ -31,6 +31,12 @@ const (
 // loadNames are the metrics of a load.
 var loadNames = slices.Concat(vllmLoadNames[:], []string{sglangRunning, sglangWaiting, sglangUsage}, sglangQueues[:])
 
+// counterNames are the metrics of Counters, and pageNames all that a poll may read.
+var (
+	counterNames = slices.Concat(transferNames, adapterNames)
+	pageNames    = slices.Concat(loadNames, counterNames)
+)
+
 // Page is the metrics of a Prometheus page by name.
 type Page map[string]*dto.MetricFamily
 

@@ -54,39 +54,51 @@ var transferNames = []string{
 	sglangLoadBytes, sglangLoadTime, sglangLoadTokens, sglangBySource,
 }
 
-// FollowTransfers reports an engine's counters of loads from lower tiers, and its LoRA
-// adapters, for each rank of a source until ctx is done: every 5 s, or every minute while its
-// page shows neither.
-func (c *Client) FollowTransfers(ctx context.Context, s LoadSource, log *slog.Logger, report func(kv.WorkerKey, policy.Transfers), adapters func(kv.WorkerKey, policy.AdapterReport)) {
-	names := slices.Concat(transferNames, adapterNames)
-	if s.Rest == nil {
-		s.Rest = func() time.Duration { return 0 }
+// Counters get what an engine's pages show of loads from lower tiers, and of LoRA adapters, for
+// each rank.
+type Counters struct {
+	Transfers func(kv.WorkerKey, policy.Transfers)
+	Adapters  func(kv.WorkerKey, policy.AdapterReport)
+}
+
+// count reports the counters of a page, and returns the time until they are due again: 5 s, or a
+// minute while the page shows none.
+func (s *LoadSource) count(page Page) (pause time.Duration) {
+	pause = transfersLook
+	for _, rank := range s.Ranks {
+		if t, shown := page.Transfers(s.engine(rank)); shown {
+			pause = transfersEvery
+			s.Counters.Transfers(rank, t)
+		}
+		if a, shown := page.Adapters(); shown {
+			pause = transfersEvery
+			if s.Apart { // the names are of any rank
+				a.Active, a.Stamp = nil, 0
+			}
+			s.Counters.Adapters(rank, a)
+		}
 	}
+	return pause
+}
+
+// FollowCounters reports the counters of a source's pages until ctx is done. It is for a source
+// of which FollowLoad does not poll the pages for all ranks.
+func (c *Client) FollowCounters(ctx context.Context, s LoadSource, log *slog.Logger) {
 	for ctx.Err() == nil {
 		pause := transfersLook
 		_ = c.edges.Do(guard.WorkerLoad, log, func() error { // FollowLoad reports what fails
-			page, err := c.page(ctx, s.server(), names)
-			if err != nil {
-				return err
+			page, err := c.page(ctx, s.server(), counterNames)
+			if err == nil {
+				pause = s.count(page)
 			}
-			for _, rank := range s.Ranks {
-				if t, shown := page.Transfers(s.engine(rank)); shown {
-					pause = transfersEvery
-					report(rank, t)
-				}
-				if a, shown := page.Adapters(); shown {
-					pause = transfersEvery
-					if s.Apart { // the names are of any rank
-						a.Active, a.Stamp = nil, 0
-					}
-					adapters(rank, a)
-				}
-			}
-			return nil
+			return err
 		})
+		if s.Rest != nil {
+			pause = max(pause, s.Rest())
+		}
 		select {
 		case <-ctx.Done():
-		case <-time.After(max(pause, s.Rest())):
+		case <-time.After(pause):
 		}
 	}
 }

@@ -113,7 +113,7 @@ func TestTransfersAreFollowed(t *testing.T) {
 	go func() { // ends with ctx
 		defer close(done)
 		ranks := []kv.WorkerKey{{Worker: 3}, {Worker: 3, Rank: 1}}
-		c.FollowTransfers(ctx, LoadSource{URL: server.URL, Ranks: ranks, Apart: true, Key: noKey}, c.log, func(w kv.WorkerKey, _ policy.Transfers) { heard <- w }, nil)
+		c.FollowCounters(ctx, LoadSource{URL: server.URL, Ranks: ranks, Apart: true, Key: noKey, Counters: &Counters{Transfers: func(w kv.WorkerKey, _ policy.Transfers) { heard <- w }}}, c.log)
 	}()
 	testkit.Eventually(t, 20*time.Second, "the counters of the rank that loads", func() bool { return len(heard) == 1 && <-heard == kv.WorkerKey{Worker: 3} })
 	cancel()

@@ -67,7 +67,7 @@ type prober interface {
 	BlockSize(context.Context, probe.Server) (int, error)
 	Caches(ctx context.Context, s probe.Server, engine kv.Engine, info *probe.ServerInfo, ranks []uint32) (probe.Caches, error)
 	FollowLoad(ctx context.Context, s probe.LoadSource, log *slog.Logger, report func(kv.WorkerKey, policy.Published))
-	FollowTransfers(ctx context.Context, s probe.LoadSource, log *slog.Logger, report func(kv.WorkerKey, policy.Transfers), adapters func(kv.WorkerKey, policy.AdapterReport))
+	FollowCounters(ctx context.Context, s probe.LoadSource, log *slog.Logger)
 	Close()
 }
 

@@ -215,6 +215,7 @@ func (in *incarnation) followLoads() {
 	follow := func(s probe.LoadSource) {
 		in.followers.Go(func() { in.f.probe.FollowLoad(ctx, s, in.w.logger(in.f.log), in.f.members.Load) })
 	}
+	counters := &probe.Counters{Transfers: in.f.members.Transferred, Adapters: in.f.members.ShowAdapters}
 	pages := probe.LoadSource{URL: in.w.spec.URL, Engine: in.engine, Key: in.w.currentKey, Rest: in.rest}
 	all := pages
 	for _, target := range in.targets {
@@ -235,13 +236,14 @@ func (in *incarnation) followLoads() {
 		}
 		follow(s)
 	}
+	if together := len(pages.Ranks) == len(all.Ranks); together {
+		pages.Counters = counters
+	} else {
+		all.Counters = counters
+		in.followers.Go(func() { in.f.probe.FollowCounters(ctx, all, in.w.logger(in.f.log)) })
+	}
 	if len(pages.Ranks) > 0 {
 		follow(pages)
-	}
-	if len(all.Ranks) > 0 {
-		in.followers.Go(func() {
-			in.f.probe.FollowTransfers(ctx, all, in.w.logger(in.f.log), in.f.members.Transferred, in.f.members.ShowAdapters)
-		})
 	}
 }
 

@@ -306,7 +306,7 @@ func TestRanksHaveCachesOfTheirOwnSize(t *testing.T) {
 // noLoads follows no load.
 type noLoads struct{ prober }
 
-func (noLoads) FollowTransfers(ctx context.Context, _ probe.LoadSource, _ *slog.Logger, _ func(kv.WorkerKey, policy.Transfers), _ func(kv.WorkerKey, policy.AdapterReport)) {
+func (noLoads) FollowCounters(ctx context.Context, _ probe.LoadSource, _ *slog.Logger) {
 	<-ctx.Done()
 }
 
