@@ -5,7 +5,6 @@ import (
 	"slices"
 
 	"kvrouter/internal/kv"
-	"kvrouter/internal/outlier"
 )
 
 // Busiest returns the workers of those with these ids that deserve a look: first those that
@@ -20,28 +19,28 @@ func (s *Set) Busiest(ids []uint64, most int) map[uint64]bool {
 		well     bool
 		inFlight int
 	}
-	of := make(map[uint64]state, len(ids))
+	order := make([]state, len(ids))
+	for i, id := range ids {
+		order[i].id = id
+	}
+	slices.SortFunc(order, func(a, b state) int { return cmp.Compare(a.id, b.id) })
+	of := func(id uint64) *state {
+		if at, known := slices.BinarySearchFunc(order, id, func(s state, id uint64) int { return cmp.Compare(s.id, id) }); known {
+			return &order[at]
+		}
+		return new(state) // it has come or gone since
+	}
 	s.Has(func(t *kv.Target) bool {
-		of[t.Key.Worker] = state{well: true}
+		of(t.Key.Worker).well = true
 		return false
 	})
 	for _, load := range s.Loads() {
-		now := of[load.Key.Worker]
-		now.inFlight += load.ActiveRequests
-		of[load.Key.Worker] = now
+		of(load.Key.Worker).inFlight += load.ActiveRequests
 	}
-	records, _ := s.Outliers()
-	for i := range records {
-		if r := &records[i]; r.State == outlier.StateOut || r.State == outlier.StateHeld {
-			now := of[r.Worker.Worker]
-			now.well = false
-			of[r.Worker.Worker] = now
+	for _, m := range s.All() {
+		for _, key := range m.Router.Shunned() {
+			of(key.Worker).well = false
 		}
-	}
-	order := make([]state, len(ids))
-	for i, id := range ids {
-		order[i] = of[id]
-		order[i].id = id
 	}
 	slices.SortFunc(order, func(a, b state) int {
 		if a.well != b.well {

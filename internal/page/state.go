@@ -62,12 +62,12 @@ func (p *Page) fleet(totals proxy.Totals, now time.Time) []Worker {
 	}
 	cordoned := p.deps.Models.Cordoned()
 	list, names := []Worker{}, p.deps.Models.Names().Now()
-	for _, sample := range p.deps.Fleet.Samples(p.deps.Models) {
+	for sample := range p.deps.Fleet.Samples(p.deps.Models) {
 		status, there := statuses[sample.Worker.Worker]
 		if !there {
 			continue // it has come since
 		}
-		w := worker(sample, status, now)
+		w := worker(*sample, status, now)
 		w.Name = names.Name(w.Worker)
 		part := totals.Workers[names.Label(w.Worker)]
 		if w.Requests = part.Requests; part.ComparedTokens > 0 {

@@ -181,6 +181,13 @@ func (r *Router) Outliers() (list []outlier.Record, panicking bool) {
 	return r.outliers.Records(r.now()), r.outliers.Panic()
 }
 
+// Shunned returns the workers that are up and ejected or held.
+func (r *Router) Shunned() []kv.WorkerKey {
+	r.mu.Lock()
+	defer r.unlock()
+	return r.outliers.Shunned(r.now())
+}
+
 // Outlier returns the state of w; not ok: it is not up.
 func (r *Router) Outlier(w kv.WorkerKey) (record outlier.Record, ok bool) {
 	r.mu.Lock()

@@ -113,12 +113,12 @@ func TestSeriesOfPodsThatAreGoneGoToo(t *testing.T) {
 	names, fleet := new(kv.Names), []uint64{}
 	rt := routertest.New(t, "thompson", 0, routertest.WithNames(names))
 	m := New(Deps{Names: names, Thompson: rt, Fleet: func() []uint64 { return fleet }})
-	m.Register(models.NewCollector(routertest.Models(rt), nil), workers.NewCollector(names, func() (list []workers.Sample) {
+	m.Register(models.NewCollector(routertest.Models(rt), nil), workers.NewCollector(names, testkit.Each(func() (list []workers.Sample) {
 		for _, id := range fleet {
 			list = append(list, workers.Sample{Worker: kv.WorkerKey{Worker: id}})
 		}
 		return list
-	}, nil))
+	}), nil))
 	// roll replaces the Pod by one of that name, which serves a request.
 	roll := func(id uint64, name string) string {
 		target := kv.Target{Key: kv.WorkerKey{Worker: id}}
@@ -292,12 +292,15 @@ func BenchmarkPage(b *testing.B) {
 				set, stats := routertest.Models(rt), new(events.Stats)
 				shown := func() map[uint64]bool { return set.Busiest(ids, limit) }
 				m := New(Deps{Fleet: func() []uint64 { return ids }, Workers: limit})
-				m.Register(models.NewCollector(set, shown), workers.NewCollector(nil, func() (list []workers.Sample) {
+				m.Register(models.NewCollector(set, shown), workers.NewCollector(nil, func(yield func(*workers.Sample) bool) {
+					var s workers.Sample
 					for _, id := range ids {
 						key := kv.WorkerKey{Worker: id}
-						list = append(list, workers.Sample{Worker: key, URL: "http://w", Models: []string{"m"}, Up: true, Blocks: set.Blocks(key), Load: set.LoadOf(key), Events: stats})
+						s = workers.Sample{Worker: key, URL: "http://w", Models: []string{"m"}, Up: true, Blocks: set.Blocks(key), Load: set.LoadOf(key), Events: stats}
+						if !yield(&s) {
+							return
+						}
 					}
-					return list
 				}, shown))
 				for i, id := range ids {
 					serveBoth(m, id, ids[(i+1)%n])

@@ -32,7 +32,7 @@ func TestMetricsHaveDynamosNames(t *testing.T) {
 		return []workers.Sample{{Worker: kv.WorkerKey{Worker: 1, Rank: 2}, Events: &stats}}
 	}
 	rt := routertest.New(t, "kv", 2)
-	metrics.Register(workers.NewCollector(nil, samples, nil), models.NewCollector(routertest.Models(rt), nil))
+	metrics.Register(workers.NewCollector(nil, testkit.Each(samples), nil), models.NewCollector(routertest.Models(rt), nil))
 	d, err := rt.Route(t.Context(), router.Request{Tokens: testkit.PromptTokens(1, 3)})
 	if err != nil {
 		t.Fatal(err)

@@ -187,8 +187,10 @@ func (t *Metrics) forgetGone() {
 	}
 	t.summing.Lock()
 	defer t.summing.Unlock()
-	there := map[string]bool{noWorker: true, kv.OtherWorkers: true}
-	for _, id := range t.fleet() {
+	ids := t.fleet()
+	there := make(map[string]bool, len(ids)+2)
+	there[noWorker], there[kv.OtherWorkers] = true, true
+	for _, id := range ids {
 		there[t.names.Label(id)] = true
 	}
 	gone := map[string]bool{}

@@ -115,7 +115,7 @@ func thompsonCollector(of *router.Router, fleet func() []uint64, hasOwn func(wor
 			for i, bound := range h.Bounds {
 				buckets[bound] = h.Counts[i]
 			}
-			out <- prometheus.MustNewConstHistogram(d, h.Count, h.Sum, buckets, labels...)
+			out.Send(prometheus.MustNewConstHistogram(d, h.Count, h.Sum, buckets, labels...))
 		}
 		names := of.Names().Now()
 		for _, w := range stats.Workers {

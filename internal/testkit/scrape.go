@@ -1,6 +1,7 @@
 package testkit
 
 import (
+	"iter"
 	"net/http/httptest"
 	"testing"
 
@@ -23,4 +24,16 @@ func Scrape(t testing.TB, collectors ...prometheus.Collector) MetricsLines {
 		t.Fatal(w.Body)
 	}
 	return ReadMetricsPage(w.Body.String())
+}
+
+// Each is the sequence of what list returns when it is ranged over.
+func Each[T any](list func() []T) iter.Seq[*T] {
+	return func(yield func(*T) bool) {
+		all := list()
+		for i := range all {
+			if !yield(&all[i]) {
+				return
+			}
+		}
+	}
 }

@@ -1,6 +1,7 @@
 package workers
 
 import (
+	"iter"
 	"slices"
 
 	"github.com/prometheus/client_golang/prometheus"
@@ -15,7 +16,7 @@ import (
 // the label worker_id; nil names them by their ids. own returns the workers with series of
 // their own; nil, or if it returns nil: all. Of the others there are the sums of what can be
 // added up.
-func NewCollector(names *kv.Names, samples func() []Sample, own func() map[uint64]bool) prometheus.Collector {
+func NewCollector(names *kv.Names, samples iter.Seq[*Sample], own func() map[uint64]bool) prometheus.Collector {
 	var set metrics.Set
 	gauge := func(name, help string) metrics.Metric { return set.Gauge(name, help, "worker_id", "dp_rank") }
 	type metric struct {
@@ -80,29 +81,14 @@ func NewCollector(names *kv.Names, samples func() []Sample, own func() map[uint6
 	doubtful := gauge("kvrouter_kv_tier_doubtful", "1 while the worker's lower tiers may have been emptied without an event.")
 	cells := showCells(&set)
 	summed := slices.DeleteFunc(slices.Concat(always, published[:2], followed), func(m metric) bool { return m.Metric == restarts })
-	sumOthers := func(out metrics.Out, shown map[uint64]bool, list []Sample) {
-		sums := make([]float64, len(summed))
-		for i := range list {
-			if shown[list[i].Worker.Worker] {
-				continue
-			}
-			for m := range summed {
-				sums[m] += summed[m].value(&list[i])
-			}
-		}
-		for m, sum := range sums {
-			out.Show(summed[m].Metric, sum, kv.OtherWorkers, "")
-		}
-	}
 	return set.Collector(func(out metrics.Out) {
-		names, list := names.Now(), samples()
-		shown := metrics.Own(own)
-		if shown != nil {
-			sumOthers(out, shown, list)
-		}
-		for i := range list {
-			s := &list[i]
+		names, shown := names.Now(), metrics.Own(own)
+		others := make([]float64, len(summed))
+		for s := range samples {
 			if shown != nil && !shown[s.Worker.Worker] {
+				for i := range summed {
+					others[i] += summed[i].value(s)
+				}
 				continue
 			}
 			rank := names.RankLabels(s.Worker)
@@ -169,6 +155,11 @@ func NewCollector(names *kv.Names, samples func() []Sample, own func() map[uint6
 			show("removed", "block_not_found", n["removed_incomplete"])
 			show("cleared", "ok", n["cleared"])
 		}
+		if shown != nil {
+			for i, sum := range others {
+				out.Show(summed[i].Metric, sum, kv.OtherWorkers, "")
+			}
+		}
 	})
 }
 
@@ -203,9 +194,11 @@ func showCells(set *metrics.Set) func(out metrics.Out, id string, s *Sample) {
 }
 
 // IDs returns the ids of the fleet's workers.
-func (f *Fleet) IDs() (ids []uint64) {
-	for _, w := range f.all() {
-		ids = append(ids, w.id)
+func (f *Fleet) IDs() []uint64 {
+	workers := f.all()
+	ids := make([]uint64, len(workers))
+	for i, w := range workers {
+		ids[i] = w.id
 	}
 	return ids
 }

@@ -14,13 +14,13 @@ import (
 
 func TestWorkerInfoIsBounded(t *testing.T) {
 	long := strings.Repeat("é", 1000) // what a worker may call its model
-	page := testkit.Scrape(t, NewCollector(nil, func() []Sample {
+	page := testkit.Scrape(t, NewCollector(nil, testkit.Each(func() []Sample {
 		return []Sample{
 			{Worker: kv.WorkerKey{Worker: 1, Rank: 2}, URL: "http://w", Models: []string{"m", "adapter"}, Role: kv.RolePrefill, Engine: kv.EngineSGLang},
 			{Worker: kv.WorkerKey{Worker: 2}, URL: "http://v", Models: []string{"x" + long}},
 			{Worker: kv.WorkerKey{Worker: 3}, URL: "http://u", Models: []string{"\xff\xfe"}},
 		}
-	}, nil))
+	}), nil))
 	for _, want := range []string{
 		`kvrouter_worker_info{dp_rank="2",engine="sglang",model="m",role="prefill",url="http://w",worker_id="1"}`,
 		fmt.Sprintf(`kvrouter_worker_info{dp_rank="0",engine="vllm",model="x%s",role="both",url="http://v",worker_id="2"}`, strings.Repeat("é", 99)),
@@ -37,9 +37,9 @@ func TestTiersOfWorkersAreShown(t *testing.T) {
 	tiers.Came(kv.LowerBlocks{Host: 4}, 0)
 	tiers.Count(policy.Transfers{})
 	tiers.Count(policy.Transfers{HostBytes: 3e9, HostSeconds: 2, HostTokens: 1e5, DiskBytes: 1e9, DiskSeconds: 2, Cached: kv.TierTokens{Device: 1, Host: 2, Disk: 3, External: 4}})
-	page := testkit.Scrape(t, NewCollector(nil, func() []Sample {
+	page := testkit.Scrape(t, NewCollector(nil, testkit.Each(func() []Sample {
 		return []Sample{{Worker: kv.WorkerKey{Worker: 1}, Load: policy.Load{Tiers: tiers}}, {Worker: kv.WorkerKey{Worker: 2}}}
-	}, nil))
+	}), nil))
 	for want, value := range map[string]float64{
 		`kvrouter_worker_tier_trust{dp_rank="0",tier="host",worker_id="1"}`:              0.8,
 		`kvrouter_worker_tier_trust{dp_rank="0",tier="external",worker_id="1"}`:          1,
@@ -69,7 +69,7 @@ func TestWorkersWithoutSeriesAreSummed(t *testing.T) {
 		}
 		return list
 	}
-	page := testkit.Scrape(t, NewCollector(nil, samples, func() map[uint64]bool { return map[uint64]bool{2: true} }))
+	page := testkit.Scrape(t, NewCollector(nil, testkit.Each(samples), func() map[uint64]bool { return map[uint64]bool{2: true} }))
 	for want, value := range map[string]float64{
 		`kvrouter_worker_in_flight{dp_rank="0",worker_id="2"}`:              2,
 		`kvrouter_worker_in_flight{dp_rank="",worker_id="(others)"}`:        4,

@@ -208,7 +208,7 @@ func TestLowerTiersAreShown(t *testing.T) {
 	if got := f.Workers()[0].LowerTiers; got == nil || *got != want {
 		t.Errorf("%+v, want %+v", got, want)
 	}
-	page := testkit.Scrape(t, NewCollector(nil, func() []Sample { return f.Samples(noBooks{}) }, nil))
+	page := testkit.Scrape(t, NewCollector(nil, f.Samples(noBooks{}), nil))
 	for name, want := range map[string]float64{
 		`kvrouter_kv_tier_blocks{dp_rank="0",owner="worker",tier="host",worker_id="3"}`:                     1,
 		`kvrouter_kv_tier_blocks{dp_rank="0",owner="worker",tier="disk",worker_id="3"}`:                     2,
@@ -228,6 +228,6 @@ func TestLowerTiersAreShown(t *testing.T) {
 // noBooks is a router without workers.
 type noBooks struct{}
 
-func (noBooks) Targets() []kv.Target            { return nil }
+func (noBooks) Has(func(*kv.Target) bool) bool  { return false }
 func (noBooks) LoadOf(kv.WorkerKey) policy.Load { return policy.Load{} }
 func (noBooks) Blocks(kv.WorkerKey) int         { return 0 }

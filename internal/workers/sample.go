@@ -1,6 +1,7 @@
 package workers
 
 import (
+	"iter"
 	"time"
 
 	"kvrouter/internal/events"
@@ -30,45 +31,55 @@ type Sample struct {
 
 // Books are the router's records of the workers.
 type Books interface {
-	Targets() []kv.Target
+	Has(is func(*kv.Target) bool) bool // calls is with each worker that is up, until it returns true
 	LoadOf(kv.WorkerKey) policy.Load
 	Blocks(kv.WorkerKey) int
 }
 
-// Samples returns the state of every rank, with the router's records of it.
-func (f *Fleet) Samples(books Books) (samples []Sample) {
-	up := map[kv.WorkerKey]bool{}
-	for _, t := range books.Targets() {
-		up[t.Key] = !t.Cordoned && !t.Unanswered
-	}
-	streams, lower := f.Streams(), f.lower()
-	samples = make([]Sample, 0, len(up))
-	for _, w := range f.Workers() {
-		for _, key := range w.Keys() {
-			s := Sample{Worker: key, URL: w.URL, Models: w.Models, Role: w.Disagg.Role, Engine: w.Engine, Up: up[key], Restarts: w.Restarts, Blocks: books.Blocks(key), Load: books.LoadOf(key), Cell: w.Cell, Lag: -1}
-			if stats := streams[key]; stats != nil {
-				s.Events, s.Lower = stats, lower[key]
-				s.Connected, s.Cold = stats.Connected.Load(), stats.Cold.Load()
-				if stats.Lagged.Load() {
-					s.Lag = time.Duration(stats.Lag.Load())
+// Samples returns the state of every rank, with the router's records of it. Each is valid
+// until the next: those of thousands of ranks are megabytes.
+func (f *Fleet) Samples(books Books) iter.Seq[*Sample] {
+	return func(yield func(*Sample) bool) {
+		workers := f.all()
+		up := make(map[kv.WorkerKey]bool, len(workers))
+		books.Has(func(t *kv.Target) bool {
+			up[t.Key] = !t.Cordoned && !t.Unanswered
+			return false
+		})
+		var s Sample
+		for _, w := range workers {
+			for _, key := range w.keys() {
+				w.sample(&s, key)
+				s.Up, s.Blocks, s.Load = up[key], books.Blocks(key), books.LoadOf(key)
+				if !yield(&s) {
+					return
 				}
 			}
-			samples = append(samples, s)
 		}
 	}
-	return samples
 }
 
-// lower returns what the index has of the lower tiers of all ranks whose events are
-// followed.
-func (f *Fleet) lower() map[kv.WorkerKey]radix.LowerState {
-	all := map[kv.WorkerKey]radix.LowerState{}
-	for _, w := range f.all() {
-		w.mu.Lock()
-		for key, stream := range w.streams {
-			all[key] = stream.Lower()
-		}
-		w.mu.Unlock()
+// sample sets s to what the fleet knows of a rank.
+func (w *worker) sample(s *Sample, key kv.WorkerKey) {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	status := &w.status
+	*s = Sample{Worker: key, URL: status.URL, Models: status.Models, Role: status.Disagg.Role, Engine: status.Engine, Restarts: status.Restarts, Cell: status.Cell, Lag: -1}
+	stream := w.streams[key]
+	if stream == nil {
+		return
 	}
-	return all
+	stats := stream.Stats()
+	s.Events, s.Lower = stats, stream.Lower()
+	s.Connected, s.Cold = stats.Connected.Load(), stats.Cold.Load()
+	if stats.Lagged.Load() {
+		s.Lag = time.Duration(stats.Lag.Load())
+	}
+}
+
+// keys returns the worker's keys, one for each rank.
+func (w *worker) keys() []kv.WorkerKey {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	return w.status.Keys()
 }
