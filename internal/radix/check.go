@@ -180,6 +180,9 @@ func (r *Tree) checkSlots(free []bool) error {
 		if !sets.Has(r.live, p.slot) {
 			return fmt.Errorf("worker %v has slot %d, which is not live", p.key, p.slot)
 		}
+		if key := r.slots[p.slot].key; key != p.key {
+			return fmt.Errorf("worker %v has slot %d, which is that of %v", p.key, p.slot, key)
+		}
 		uses[p.slot]++
 		g := r.slots[p.slot].groups
 		if g == nil {

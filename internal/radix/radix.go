@@ -6,6 +6,7 @@ package radix
 import (
 	"errors"
 	"fmt"
+	"math/bits"
 	"math/rand/v2"
 	"slices"
 	"sync"
@@ -45,6 +46,10 @@ const (
 // independent reads wait for memory together. Measured with 16: 1.5 to 2 times as
 // fast on 1 M blocks.
 const partBlocks = 8
+
+// fewShare is the share of the workers, its reciprocal, up to which those that match are sorted
+// instead of being looked for among all: a prompt is mostly held by few of thousands.
+const fewShare = 64
 
 // Tree is the exact index of the workers' cached blocks, built from their KV
 // events. It is a prefix tree over local block hashes; each node represents one
@@ -122,12 +127,13 @@ type workerPlace struct {
 // workerSlot is the blocks of one worker rank in the index: 16 bytes for each
 // block in the common case of one copy and one engine hash a node.
 type workerSlot struct {
-	blocks  table.Table // engine hash -> node
-	copies  table.Table // engine hash -> copies beyond the first
-	aliases table.Table // node -> engine hashes there beyond the first
-	groups  *groupSlots // nil: a match is the leading blocks
-	waiting table.Table // of a group's slot: engine hash -> copies of a block without a node
-	lower   *lowerTiers // nil: a match ends with the device's blocks
+	key     kv.WorkerKey // of a worker's slot
+	blocks  table.Table  // engine hash -> node
+	copies  table.Table  // engine hash -> copies beyond the first
+	aliases table.Table  // node -> engine hashes there beyond the first
+	groups  *groupSlots  // nil: a match is the leading blocks
+	waiting table.Table  // of a group's slot: engine hash -> copies of a block without a node
+	lower   *lowerTiers  // nil: a match ends with the device's blocks
 }
 
 // matchScratch is the working memory of one lookup.
@@ -389,12 +395,28 @@ func (r *Tree) Match(local []uint64, usable int, parts kv.MatchParts, dst []kv.M
 	}
 	sets.Narrow(active, nil, depth, scratch.blocks)
 
-	dst = slices.Grow(dst, len(r.workers))
-	for i := range r.workers {
-		if p := &r.workers[i]; sets.Has(first, p.slot) {
-			dst = appendMatch(dst, p.key, int(scratch.blocks[p.slot]))
+	matches := 0
+	for i, word := range first {
+		matches += bits.OnesCount64(word & r.live[i])
+	}
+	if fewShare*matches > len(r.workers) {
+		dst = slices.Grow(dst, len(r.workers))
+		for i := range r.workers {
+			if p := &r.workers[i]; sets.Has(first, p.slot) {
+				dst = appendMatch(dst, p.key, int(scratch.blocks[p.slot]))
+			}
+		}
+		return dst
+	}
+	start := len(dst)
+	dst = slices.Grow(dst, matches)
+	for i, word := range first {
+		for left := word & r.live[i]; left != 0; left &= left - 1 {
+			slot := i*64 + bits.TrailingZeros64(left)
+			dst = appendMatch(dst, r.slots[slot].key, int(scratch.blocks[slot]))
 		}
 	}
+	slices.SortFunc(dst[start:], func(a, b kv.Match) int { return a.Worker.Compare(b.Worker) })
 	return dst
 }
 
@@ -656,6 +678,7 @@ func (r *Tree) slot(w kv.WorkerKey) (slot uint32, known bool) {
 // takeSlot gives w a slot that holds nothing.
 func (r *Tree) takeSlot(w kv.WorkerKey) uint32 {
 	slot := r.newSlot()
+	r.slots[slot].key = w
 	r.telling.counts(slot)
 	r.live[slot/64] |= 1 << (slot % 64)
 	if at, known := r.place(w); known {

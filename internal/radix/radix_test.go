@@ -217,6 +217,35 @@ func TestManyWorkersHoldDifferentLengths(t *testing.T) {
 	}
 }
 
+// TestFewOfManyWorkersMatch: matches are found in another way then.
+func TestFewOfManyWorkersMatch(t *testing.T) {
+	const workers = 5 * fewShare
+	x, random := newIndex(t), rand.New(rand.NewPCG(1, 1))
+	for _, i := range random.Perm(workers) {
+		if err := x.Store(kv.WorkerKey{Worker: uint64(i / 2), Rank: uint32(i % 2)}, 0, false, testkit.Chain([]uint64{uint64(i + 1)})); err != nil {
+			t.Fatal(err)
+		}
+	}
+	for seed := range uint64(60) {
+		p := testkit.Prompt(1000+seed, 12)
+		var want []kv.Match
+		for _, i := range random.Perm(workers)[:seed%12] {
+			w, blocks := kv.WorkerKey{Worker: uint64(i / 2), Rank: uint32(i % 2)}, 1+random.IntN(len(p))
+			if err := x.Store(w, 0, false, testkit.Chain(p[:blocks])); err != nil {
+				t.Fatal(err)
+			}
+			if seed%3 == 0 && blocks%2 == 0 { // it gets another slot
+				x.Clear(w)
+				continue
+			}
+			want = append(want, kv.Match{Worker: w, Blocks: blocks})
+		}
+		slices.SortFunc(want, func(a, b kv.Match) int { return a.Worker.Compare(b.Worker) })
+		x.wants(p, want...)
+	}
+	x.checked()
+}
+
 func TestOneSystemPromptWithThousandsOfFollowers(t *testing.T) {
 	x := newIndex(t)
 	for i := range 10_000 {
