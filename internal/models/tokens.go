@@ -92,17 +92,32 @@ func (m *Model) asker(target kv.Target) tokens.Asker {
 	}
 }
 
-// peers returns the workers whose prompt tokens are compared with the router's own. The
-// maximum prompt length comes from the engine's list of models, because its flags may set
-// a lower one than the model's files.
-func (m *Model) peers() (peers []tokens.Peer) {
-	for _, t := range kv.OnePerWorker(m.Router.Targets()) {
-		peers = append(peers, tokens.Peer{ID: t.Key.Worker, Generation: t.Generation, SGLang: t.Engine == kv.EngineSGLang, Ask: m.asker(t), MaxModelLen: func(ctx context.Context) int {
-			_, answer, _ := m.ask(ctx, t, http.MethodGet, "/v1/models", nil, nil)
-			return int(gjson.GetBytes(answer, "data.0.max_model_len").Int())
-		}, MayTake: m.mayTake(t)})
-	}
+// peers returns the workers whose prompt tokens are compared with the router's own: one rank of
+// each that the router may ask, as the ranks of a worker share a server.
+func (m *Model) peers() []tokens.Peer {
+	peers, complete := make([]tokens.Peer, 0, m.Router.Count()), m.completePeer
+	m.Router.Has(func(t *kv.Target) bool {
+		if last := len(peers) - 1; !t.Unanswered && (last < 0 || peers[last].ID != t.Key.Worker) {
+			peers = append(peers, tokens.Peer{ID: t.Key.Worker, Generation: t.Generation, SGLang: t.Engine == kv.EngineSGLang, Complete: complete})
+		}
+		return false
+	})
 	return peers
+}
+
+// completePeer sets how a worker is asked. The maximum prompt length comes from the engine's list
+// of models, because its flags may set a lower one than the model's files.
+func (m *Model) completePeer(p *tokens.Peer) bool {
+	targets := kv.OnePerWorker(m.Router.Ranks(p.ID))
+	if len(targets) == 0 {
+		return false
+	}
+	t := targets[0]
+	*p = tokens.Peer{ID: p.ID, Generation: t.Generation, SGLang: t.Engine == kv.EngineSGLang, Ask: m.asker(t), MaxModelLen: func(ctx context.Context) int {
+		_, answer, _ := m.ask(ctx, t, http.MethodGet, "/v1/models", nil, nil)
+		return int(gjson.GetBytes(answer, "data.0.max_model_len").Int())
+	}, MayTake: m.mayTake(t)}
+	return true
 }
 
 // TakesTokens returns the routes on which that incarnation of a worker takes the tokens of

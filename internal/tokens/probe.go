@@ -52,7 +52,10 @@ type Peer struct {
 	ID         uint64
 	Generation int  // counts its incarnations; a new one is compared again
 	SGLang     bool // it runs SGLang, and renders by its rules
-	Ask        Asker
+	// Complete sets the other fields, when the worker is due: there may be thousands that are
+	// not. false: it is gone. nil: they are set.
+	Complete func(*Peer) bool
+	Ask      Asker
 	// MaxModelLen queries the maximum length of a prompt with its answer, tokens; 0: it does not
 	// report it. nil: not queried.
 	MaxModelLen func(ctx context.Context) int
@@ -148,6 +151,9 @@ func (t *Source) compareWith(ctx context.Context, peers []Peer) {
 	group.SetLimit(comparedAtOnce)
 	for _, p := range due {
 		group.Go(func() error {
+			if p.Complete != nil && !p.Complete(&p) {
+				return nil
+			}
 			v, err := t.compare(ctx, p)
 			if err == nil && p.MaxModelLen != nil {
 				limited, cancel := context.WithTimeout(ctx, t.timeout)
