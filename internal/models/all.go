@@ -195,6 +195,16 @@ func (s *Set) Outliers() (list []outlier.Record, panicking bool) {
 	return slices.CompactFunc(list, func(a, b outlier.Record) bool { return a.Worker == b.Worker }), panicking
 }
 
+// Outlier returns the health of a worker; not ok: it is not up.
+func (s *Set) Outlier(w kv.WorkerKey) (record outlier.Record, ok bool) {
+	return s.For(w.Worker).Router.Outlier(w)
+}
+
+// Panicking reports whether a model is in panic mode.
+func (s *Set) Panicking() bool {
+	return slices.ContainsFunc(s.All(), func(m *Model) bool { return m.Router.Panicking() })
+}
+
 // Decisions is Router.Decisions for all models together.
 func (s *Set) Decisions(last int) (list []*router.Receipt, explained bool) {
 	all := s.All()

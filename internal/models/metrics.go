@@ -49,6 +49,15 @@ func NewCollector(s *Set, own func() map[uint64]bool) prometheus.Collector {
 	panicMode := set.Gauge("kvrouter_panic_mode", "1 while more workers fail than --max-ejection-percent allows to eject.")
 	discredited := set.Gauge("kvrouter_discredited_clients", "Clients whose failures are not counted against workers, because they fail at several workers where other clients' requests succeed.")
 
+	showOutlier := func(out metrics.Out, rank []string, r *outlier.Record) {
+		out.Show(ejected, metrics.Bool(r.State == outlier.StateOut), rank...)
+		out.Show(paused, metrics.Bool(r.State == outlier.StateHeld), rank...)
+		out.Show(successRate, r.SuccessRate, rank...)
+		for kind, n := range r.Ejections {
+			out.Show(ejections, float64(n), append(rank, kind.String())...)
+		}
+	}
+
 	promptSources := set.Counter("kvrouter_prompt_source_total", "Prompts by the source of their tokens: local, worker_render, worker_tokenize, none (routed by load alone).", "source")
 	promptFallbacks := set.Counter("kvrouter_prompt_fallbacks_total", "Prompts that the router did not tokenize itself, by reason.", "reason")
 	return set.Collector(func(out metrics.Out) {
@@ -87,9 +96,12 @@ func NewCollector(s *Set, own func() map[uint64]bool) prometheus.Collector {
 				others[kind] = sum
 				continue
 			}
-			labels := append(names.RankLabels(load.Key), kind)
-			out.Show(decodeBlocks, float64(load.PotentialDecodeBlocks), labels...)
-			out.Show(prefillTokens, float64(load.PotentialPrefillTokens), labels...)
+			rank := names.RankLabels(load.Key)
+			out.Show(decodeBlocks, float64(load.PotentialDecodeBlocks), append(rank, kind)...)
+			out.Show(prefillTokens, float64(load.PotentialPrefillTokens), append(rank, kind)...)
+			if r, up := s.Outlier(load.Key); up {
+				showOutlier(out, rank, &r)
+			}
 		}
 		for kind, sum := range others {
 			out.Show(decodeBlocks, float64(sum.PotentialDecodeBlocks), kv.OtherWorkers, "", kind)
@@ -108,21 +120,8 @@ func NewCollector(s *Set, own func() map[uint64]bool) prometheus.Collector {
 			out.Show(sessionRequests, float64(counts.Moved), router.SessionMoved)
 		}
 
-		records, panicking := s.Outliers()
-		out.Show(panicMode, metrics.Bool(panicking))
+		out.Show(panicMode, metrics.Bool(s.Panicking()))
 		out.Show(discredited, float64(s.Discredited()))
-		for _, r := range records {
-			if shown != nil && !shown[r.Worker.Worker] {
-				continue
-			}
-			labels := names.RankLabels(r.Worker)
-			out.Show(ejected, metrics.Bool(r.State == outlier.StateOut), labels...)
-			out.Show(paused, metrics.Bool(r.State == outlier.StateHeld), labels...)
-			out.Show(successRate, r.SuccessRate, labels...)
-			for kind, n := range r.Ejections {
-				out.Show(ejections, float64(n), append(labels, kind.String())...)
-			}
-		}
 
 		prompts := s.Prompts()
 		out.Show(promptSources, float64(prompts.Local), "local")

@@ -181,6 +181,13 @@ func (r *Router) Outliers() (list []outlier.Record, panicking bool) {
 	return r.outliers.Records(r.now()), r.outliers.Panic()
 }
 
+// Panicking reports whether the panic threshold is exceeded, so that all workers are used.
+func (r *Router) Panicking() bool {
+	r.mu.Lock()
+	defer r.unlock()
+	return r.outliers.Panic()
+}
+
 // Shunned returns the workers that are up and ejected or held.
 func (r *Router) Shunned() []kv.WorkerKey {
 	r.mu.Lock()
