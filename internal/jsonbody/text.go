@@ -79,9 +79,19 @@ func RawOrNull(v gjson.Result) string {
 	return v.Raw
 }
 
+// ObjectSize returns the length of a JSON object with these fields if none of its keys has an
+// escape, bytes.
+func ObjectSize(fields []Field) int {
+	size := len("{}")
+	for _, f := range fields {
+		size += len(f.Key) + len(f.Raw) + len(`"":,`)
+	}
+	return size
+}
+
 // AppendObject appends fields as a JSON object.
 func AppendObject(out []byte, fields []Field) []byte {
-	out = append(out, '{')
+	out = append(slices.Grow(out, ObjectSize(fields)), '{')
 	for i, f := range fields {
 		if i > 0 {
 			out = append(out, ',')

@@ -77,7 +77,10 @@ func prefillBody(path string, body *jsonbody.Body, params string) []byte {
 // withFields returns u with members added in front of its body's own, which stay
 // where they are.
 func (u Upstream) withFields(members ...jsonbody.Field) Upstream {
-	object := jsonbody.AppendObject(nil, members)
+	if len(members) == 0 {
+		return u
+	}
+	object := jsonbody.AppendObject(make([]byte, 0, jsonbody.ObjectSize(members)+len(u.Head)), members)
 	object[len(object)-1] = ','
 	if len(u.Head) > 0 {
 		u.Head = append(object, u.Head[1:]...)

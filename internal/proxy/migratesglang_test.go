@@ -348,7 +348,7 @@ func FuzzSGLangMigration(f *testing.F) {
 		s := NewMigration(route, body, []uint32{1, 2, 3}, true, false, func(ids []uint32) (string, error) {
 			return strings.Repeat("a", len(ids)-1) + unknownRune, nil
 		})
-		s.ask(&kv.Target{Engine: kv.EngineSGLang}, &Upstream{Parsed: body, Body: body.Raw})
+		s.ask(&kv.Target{Engine: kv.EngineSGLang}, body)
 		s.begun = true
 		for _, text := range []string{first, second, first} {
 			events := eventScanner{Migration: s, Generate: generate}
@@ -375,7 +375,7 @@ func BenchmarkGeneratedMigration(b *testing.B) {
 	ids := slices.Repeat([]uint32{12345}, 500)
 	event := fmt.Appendf(nil, `data: {"text":%q,"output_ids":%s,"meta_info":{"id":"x","finish_reason":null,"prompt_tokens":3,"completion_tokens":500}}`+"\n\n", strings.Repeat(" word", 500), tokenList(ids))
 	s := NewMigration(generateRoute, body, []uint32{1, 2, 3}, true, false, nil)
-	s.ask(&kv.Target{Engine: kv.EngineSGLang}, &Upstream{Parsed: body, Body: body.Raw})
+	s.ask(&kv.Target{Engine: kv.EngineSGLang}, body)
 	s.begun = true
 	events := eventScanner{Migration: s, Generate: true}
 	longer := bytes.Replace(event, []byte(`","output`), []byte(` more","output`), 1)

@@ -21,6 +21,9 @@ const maxMigratedAnswer = maxReportedOutput
 // of at most maxEvent bytes.
 const maxMigratedPrompt = maxEvent / 8
 
+// firstTokens is the number of tokens of an answer for which there is memory from the beginning.
+const firstTokens = 64
+
 // maxHeld bounds the events that are held back because their tokens have no text yet, bytes.
 const maxHeld = 64 << 10
 
@@ -104,7 +107,7 @@ func NewMigration(route string, body *jsonbody.Body, prompt []uint32, exact, sev
 		return nil
 	}
 	options := body.Get("stream_options")
-	s := &Migration{prompt: prompt, chat: chat, generate: generate, asked: generate || body.Get("return_token_ids").Bool(), usage: options.Get("include_usage").Bool(), decode: decode}
+	s := &Migration{prompt: prompt, tokens: make([]uint32, 0, firstTokens), chat: chat, generate: generate, asked: generate || body.Get("return_token_ids").Bool(), usage: options.Get("include_usage").Bool(), decode: decode}
 	switch {
 	case several:
 		s.why = whySeveral
@@ -138,28 +141,22 @@ func whyNotContinued(body *jsonbody.Body) string {
 	return ""
 }
 
-// ask returns the body of u with a request for token ids, for a worker that streams them only
-// then.
-func (s *Migration) ask(t *kv.Target, u *Upstream) (head, body []byte) {
+// ask returns the request for token ids that a worker needs beside body to stream them.
+func (s *Migration) ask(t *kv.Target, body *jsonbody.Body) []jsonbody.Field {
 	s.added, s.sglang = false, t.RunsSGLang()
 	switch {
 	case s.sglang:
-		s.why = cmp.Or(s.why, s.whyNotOnSGLang(u.Parsed))
+		s.why = cmp.Or(s.why, s.whyNotOnSGLang(body))
 	case s.stops:
 		s.why = cmp.Or(s.why, whyStop)
 	}
-	if u.Parsed.Get("return_token_ids").Exists() && !s.asked {
+	if body.Get("return_token_ids").Exists() && !s.asked {
 		s.why = cmp.Or(s.why, whyNoTokens) // the client refuses them
 	}
-	if s.why != "" || s.asked {
-		return u.Head, u.Body
+	if s.added = s.why == "" && !s.asked; s.added {
+		return []jsonbody.Field{{Key: "return_token_ids", Raw: "true"}}
 	}
-	s.added = true
-	const member = `{"return_token_ids":true,`
-	if len(u.Head) > 0 {
-		return append([]byte(member), u.Head[1:]...), u.Body
-	}
-	return []byte(member), u.Body[bytes.IndexByte(u.Body, '{')+1:]
+	return nil
 }
 
 // restart forgets an answer of which the client has nothing.

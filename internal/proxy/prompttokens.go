@@ -47,25 +47,25 @@ func (p *Proxy) sendsTokens(u *Upstream, t *kv.Target) bool {
 	return s != nil && !s.plain && !p.tokenRefusers.has(t) && s.takes(t)
 }
 
-// withTokens returns u with the tokens of its prompt for a worker, if that takes them. params
-// are the transfer parameters of the request, JSON; empty: none.
-func (p *Proxy) withTokens(u Upstream, t *kv.Target, params string) Upstream {
+// withTokens returns u with the tokens of its prompt for a worker, if that takes them, and with
+// members added in front. params are the transfer parameters of the request, JSON; empty: none.
+func (p *Proxy) withTokens(u Upstream, t *kv.Target, params string, members ...jsonbody.Field) Upstream {
 	if u.asTokens = p.sendsTokens(&u, t); u.asTokens && u.Route == completionRoute {
 		u = u.withBody(u.Parsed.With("prompt", tokenList(u.PromptTokens.ids)))
 	}
 	switch {
 	case u.asTokens && u.Route == chatRoute && t.RunsSGLang():
-		u = u.withFields(jsonbody.Field{Key: "input_ids", Raw: tokenList(u.PromptTokens.ids)})
+		members = append(members, jsonbody.Field{Key: "input_ids", Raw: tokenList(u.PromptTokens.ids)})
 	case u.asTokens && u.Route == chatRoute:
 		params = withPromptTokens(gjson.Parse(params), u.PromptTokens.ids)
 	}
 	if params != "" {
-		u = u.withFields(jsonbody.Field{Key: "kv_transfer_params", Raw: params})
+		members = append(members, jsonbody.Field{Key: "kv_transfer_params", Raw: params})
 	}
 	if !u.asTokens {
 		u.PromptTokens = nil
 	}
-	return u
+	return u.withFields(members...)
 }
 
 // forPrefill returns u as the prefill leg of a vLLM worker, with these transfer parameters.
@@ -98,7 +98,7 @@ func withPromptTokens(params gjson.Result, lists ...[]uint32) string {
 		fields = append(fields, jsonbody.Field{Key: m.Key, Raw: m.Value.Raw})
 	}
 	fields = jsonbody.MergeFields(fields, []jsonbody.Field{{Key: "prompt_token_ids", Raw: tokenList(lists...)}})
-	return string(jsonbody.AppendObject(nil, fields))
+	return jsonbody.View(jsonbody.AppendObject(nil, fields))
 }
 
 // tokenList returns token ids as a JSON list.
@@ -111,7 +111,7 @@ func tokenList(lists ...[]uint32) string {
 	for _, ids := range lists {
 		out = appendTokens(out, ids)
 	}
-	return string(append(out, ']'))
+	return jsonbody.View(append(out, ']'))
 }
 
 // refusesTokens reports whether an answer with that status may refuse a request because of

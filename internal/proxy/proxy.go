@@ -309,14 +309,17 @@ func (p *Proxy) Forward(ctx context.Context, w http.ResponseWriter, u Upstream, 
 func (p *Proxy) send(ctx context.Context, w http.ResponseWriter, u Upstream, x *Exchange, decision router.Decision, retry bool) error {
 	x.Decision, x.Worker, x.Ending, x.refusal, x.Below = decision, p.names.Label(decision.Target.Key.Worker), policy.Abandoned, refusal{}, Below{}
 	defer func() { x.Decision.Booking.End() }() // if relaying panics
-	if !u.asTokens {
-		u = p.withTokens(u, &decision.Target, pullParams(&u, &decision))
-	}
+	var members []jsonbody.Field // added to the body
 	if u.Migration != nil && !u.Migration.begun {
 		if p.refusers.has(&decision.Target) {
 			u.Migration.refused()
 		}
-		u.Head, u.Body = u.Migration.ask(&decision.Target, &u)
+		members = u.Migration.ask(&decision.Target, u.Parsed)
+	}
+	if u.asTokens {
+		u = u.withFields(members...)
+	} else {
+		u = p.withTokens(u, &decision.Target, pullParams(&u, &decision), members...)
 	}
 	u.attempt = x.Trace.Attempt(x.leg(), &decision.Target, p.names.Name(decision.Target.Key.Worker), u.Method, u.Route)
 	err := p.attempt(ctx, w, u, x, retry)
