@@ -309,7 +309,7 @@ func (p *Proxy) Forward(ctx context.Context, w http.ResponseWriter, u Upstream, 
 func (p *Proxy) send(ctx context.Context, w http.ResponseWriter, u Upstream, x *Exchange, decision router.Decision, retry bool) error {
 	x.Decision, x.Worker, x.Ending, x.refusal, x.Below = decision, p.names.Label(decision.Target.Key.Worker), policy.Abandoned, refusal{}, Below{}
 	defer func() { x.Decision.Booking.End() }() // if relaying panics
-	var members []jsonbody.Field // added to the body
+	var members []jsonbody.Field
 	if u.Migration != nil && !u.Migration.begun {
 		if p.refusers.has(&decision.Target) {
 			u.Migration.refused()

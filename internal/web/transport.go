@@ -44,7 +44,10 @@ func NewTransport(config *tls.Config) *http.Transport {
 		MaxIdleConnsPerHost: workerIdlePerHost,
 		IdleConnTimeout:     workerIdle,
 		DisableCompression:  true,
-		WriteBufferSize:     16 << 10, // head and body of most requests in one write; every connection has such a buffer
+		// Every connection has these buffers. Most requests go in one write, and an event with
+		// the ids of a prompt's tokens comes in one read, with what follows it.
+		WriteBufferSize: 16 << 10,
+		ReadBufferSize:  16 << 10,
 	}
 }
 
