@@ -397,12 +397,13 @@ func (s *Migration) member() []byte {
 	return markText
 }
 
-// quick is rewrite for an event of one answer's text that begins as those before it.
+// quick is rewrite for an event of one answer's text that begins as those before it, or is the
+// first one.
 func (s *Migration) quick(out, event []byte, finished bool) (_ []byte, ok bool) {
-	if s.text == 0 || s.moves > 0 || s.why != "" || len(s.held) > 0 || len(event) < s.text || !bytes.HasPrefix(event[s.text:], s.member()) {
+	if s.moves > 0 || s.why != "" || len(s.held) > 0 || s.text == 0 && !s.learn(event) || len(event) < s.text || !bytes.HasPrefix(event[s.text:], s.member()) {
 		return out, false
 	}
-	at := bytes.LastIndex(event, markIDs)
+	at := lastIDs(event)
 	if at < s.text || event[s.text+len(s.member())] == '"' { // there is no text
 		return out, false
 	}
@@ -424,6 +425,34 @@ func (s *Migration) quick(out, event []byte, finished bool) (_ []byte, ok bool) 
 		return append(out, event...), true
 	}
 	return append(append(append(out, event[:begin]...), null...), event[from+length:]...), true
+}
+
+// learn finds out where the text is in events, from the first one that has it. It reports
+// whether that one needs no other changes than the later ones.
+func (s *Migration) learn(event []byte) bool {
+	at := bytes.Index(event, s.member())
+	if at < 0 || !bytes.HasPrefix(event, []byte("data:")) || !bytes.Contains(event[:at], markChoice) || bytes.Contains(event, markPromptIDs) {
+		return false
+	}
+	if s.id == "" {
+		head := string(event[len("data:"):at])
+		id, created, model := gjson.Get(head, "id"), gjson.Get(head, "created"), gjson.Get(head, "model")
+		if !id.Exists() || !created.Exists() || !model.Exists() {
+			return false
+		}
+		s.id, s.created, s.model = id.Raw, created.Raw, model.Raw
+	}
+	s.text = at
+	return true
+}
+
+// lastIDs returns the place of the last list of token ids in an event; -1: there is none. Mostly
+// it is the last list.
+func lastIDs(event []byte) int {
+	if end := bytes.LastIndexByte(event, '[') + 1; bytes.HasSuffix(event[:end], markIDs) {
+		return end - len(markIDs)
+	}
+	return bytes.LastIndex(event, markIDs)
 }
 
 // remember keeps the tokens of an event. It reports whether there were any.

@@ -492,6 +492,41 @@ func TestPromptTokensAreTakenOutOfTheFirstEvent(t *testing.T) {
 	}
 }
 
+// TestTheFirstTextIsReadAlike holds quick against the reading of any event.
+func TestTheFirstTextIsReadAlike(t *testing.T) {
+	body, _ := jsonbody.Parse([]byte(`{"stream":true,"messages":[]}`))
+	asking, _ := jsonbody.Parse([]byte(`{"stream":true,"messages":[],"return_token_ids":true}`))
+	const head = `data: {"id":"a","created":1,"model":"m",`
+	for event, quickly := range map[string]bool{
+		head + `"choices":[{"index":0,"delta":{"content":"x"},"logprobs":null,"token_ids":[1,2]}]}`:                            true,
+		head + `"choices":[{"index":0,"delta":{"content":"x"},"token_ids":[1,2],"more":["token_ids"]}],"usage":{"a":[1]}}`:     true,
+		head + `"choices":[{"index":0,"delta":{"content":"x"},"token_ids":[1,2]}],"prompt_token_ids":null}`:                    true,
+		head + `"choices":[{"index":0,"delta":{"content":"x"},"token_ids":[1,2]}],"prompt_token_ids":[7]}`:                     false,
+		head + `"choices":[{"index":0,"delta":{"content":""},"token_ids":[1,2]}]}`:                                             false,
+		head + `"choices":[{"index":0,"delta":{"role":"a","content":""}}]}`:                                                    false,
+		head + `"choices":[{"index":0,"delta":{"content":"x"}}]}`:                                                              false,
+		`data: {"choices":[{"index":0,"delta":{"content":"x"},"token_ids":[1,2]}],"id":"a","created":1,"model":"m"}`:           false,
+		`data: {"created":1,"choices":[{"index":0,"delta":{"content":"x"},"token_ids":[1,2]}]}`:                                false,
+		`event: x` + "\n" + `data: {"id":"a","created":1,"model":"m","choices":[{"delta":{"content":"x"},"token_ids":[1,2]}]}`: false,
+	} {
+		for _, request := range []*jsonbody.Body{body, asking} {
+			fast := NewMigration(testkit.ChatPath, request, []uint32{1, 2, 3}, true, false, nil)
+			slow := NewMigration(testkit.ChatPath, request, []uint32{1, 2, 3}, true, false, nil)
+			out, ok := fast.quick(nil, []byte(event+"\n\n"), false)
+			if ok != quickly {
+				t.Errorf("%s: quick %v", event, ok)
+			}
+			if !ok {
+				continue
+			}
+			want := slow.show(nil, []byte(event+"\n\n"), false)
+			if string(out) != string(want) || fast.id != slow.id || fast.created != slow.created || fast.model != slow.model || fast.text != slow.text || !slices.Equal(fast.tokens, slow.tokens) {
+				t.Errorf("%s became\n%s, not\n%s: %+v, not %+v", event, out, want, fast, slow)
+			}
+		}
+	}
+}
+
 // BenchmarkMigration reads one event of a token with its id, and takes the id out.
 func BenchmarkMigration(b *testing.B) {
 	body, _ := jsonbody.Parse([]byte(`{"stream":true,"max_tokens":5,"messages":[]}`))
