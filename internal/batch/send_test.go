@@ -10,6 +10,8 @@ import (
 	"strings"
 	"testing"
 	"time"
+
+	"kvrouter/internal/testkit"
 )
 
 // sent sends a request to a handler.
@@ -94,9 +96,7 @@ func TestAnAnswerIsJudgedByItsStatus(t *testing.T) {
 }
 
 func TestAnEndpointThatIsNotThereRefuses(t *testing.T) {
-	server := httptest.NewServer(nil)
-	server.Close()
-	s, err := newSender(server.URL, "", time.Minute, 1)
+	s, err := newSender("http://"+testkit.DeadAddress(t), "", time.Minute, 1)
 	if err != nil {
 		t.Fatal(err)
 	}

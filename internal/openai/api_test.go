@@ -165,11 +165,7 @@ func hangUp(w http.ResponseWriter, _ *http.Request) {
 }
 
 // deadURL is an address where nothing listens.
-func deadURL(t *testing.T) string {
-	s := httptest.NewServer(http.NotFoundHandler())
-	s.Close()
-	return s.URL
-}
+func deadURL(t *testing.T) string { return "http://" + testkit.DeadAddress(t) }
 
 const usageEvent = `{"choices":[],"usage":{"prompt_tokens":9,"completion_tokens":1,"prompt_tokens_details":{"cached_tokens":4}}}`
 
