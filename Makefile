@@ -128,7 +128,7 @@ index-bench: ## Benchmark the index: event rate, lookup times and memory with a 
 	@scripts/build-native.sh
 	go test -run '^$$' -bench '^BenchmarkIndex' -benchtime 1x -timeout 30m ./internal/radix
 
-growth: ## Measure scaling to 4,096 workers and 10 M blocks: out/growth.csv, docs/growth.svg (about 30 minutes, 4 GB)
+growth: ## Measure scaling to 4,096 workers and 10 M blocks: out/growth.csv, docs/growth.svg (7 minutes, 4 GB)
 	@scripts/build-native.sh
 	@mkdir -p out && rm -f out/growth.csv
 	KVROUTER_GROWTH=$(CURDIR)/out/growth.csv go test -run '^TestGrowth' -p 1 -timeout 60m ./internal/router ./test

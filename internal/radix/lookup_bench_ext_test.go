@@ -121,10 +121,10 @@ func waitUntil(due time.Time) {
 	}
 }
 
-// BenchmarkIndexLookup times lookups in an index of 4,096 workers and 10 M blocks: one at once
-// after the other, and 4,000 a second beside 1 M block operations a second. The prompts are in the caches of four
-// workers, each of them another one, or it is one that all workers have, each to another length.
-// Run it with -benchtime 1x (make index-bench).
+// BenchmarkIndexLookup times lookups in an index of 4,096 workers and 10 M blocks: one right after
+// the other, and 4,000 a second beside 1 M block operations a second. Each prompt is held by four
+// workers, or one prompt by all of them; each worker holds another length of it. Run it with
+// -benchtime 1x (make index-bench).
 func BenchmarkIndexLookup(b *testing.B) {
 	x := lookupIndex{tree: radix.NewTree()}
 	type load struct {
