@@ -2,7 +2,6 @@ package radix_test
 
 import (
 	"fmt"
-	"runtime"
 	"slices"
 	"testing"
 	"time"
@@ -106,18 +105,7 @@ func (x *lookupIndex) write(b *testing.B, stop <-chan struct{}) (rate float64) {
 			done += lookupOther
 		}
 		next++
-		waitUntil(began.Add(time.Duration(float64(done) / lookupRate * float64(time.Second))))
-	}
-}
-
-// waitUntil waits more exactly than time.Sleep.
-func waitUntil(due time.Time) {
-	for ahead := time.Until(due); ahead > 0; ahead = time.Until(due) {
-		if ahead > 200*time.Microsecond {
-			time.Sleep(100 * time.Microsecond)
-		} else {
-			runtime.Gosched()
-		}
+		time.Sleep(time.Until(began.Add(time.Duration(float64(done) / lookupRate * float64(time.Second)))))
 	}
 }
 
@@ -165,7 +153,7 @@ func (x *lookupIndex) time(b *testing.B, prompts [][]uint64, holders int, writes
 	used := testkit.CPUTime()
 	for began := time.Now(); time.Since(began) < lookupTime && len(took) < cap(took); {
 		if writes {
-			waitUntil(began.Add(time.Duration(len(took)) * lookupEvery))
+			time.Sleep(time.Until(began.Add(time.Duration(len(took)) * lookupEvery)))
 		}
 		prompt := prompts[len(took)%len(prompts)]
 		start := time.Now()
