@@ -437,8 +437,8 @@ func (s *Migration) learn(event []byte) bool {
 	if s.id == "" {
 		head := string(event[len("data:"):at])
 		id, created, model := gjson.Get(head, "id"), gjson.Get(head, "created"), gjson.Get(head, "model")
-		if !id.Exists() || !created.Exists() || !model.Exists() {
-			return false
+		if id.Type != gjson.String || created.Type != gjson.Number || model.Type != gjson.String {
+			return false // head may cut other values
 		}
 		s.id, s.created, s.model = id.Raw, created.Raw, model.Raw
 	}

@@ -506,6 +506,7 @@ func TestTheFirstTextIsReadAlike(t *testing.T) {
 		head + `"choices":[{"index":0,"delta":{"role":"a","content":""}}]}`:                                                    false,
 		head + `"choices":[{"index":0,"delta":{"content":"x"}}]}`:                                                              false,
 		`data: {"choices":[{"index":0,"delta":{"content":"x"},"token_ids":[1,2]}],"id":"a","created":1,"model":"m"}`:           false,
+		`data: {"id":"a","created":1,"model":{"m":[{"choices":[{"index":0,"delta":{"content":"x"},"token_ids":[1,2]}]}]}}`:     false,
 		`data: {"created":1,"choices":[{"index":0,"delta":{"content":"x"},"token_ids":[1,2]}]}`:                                false,
 		`event: x` + "\n" + `data: {"id":"a","created":1,"model":"m","choices":[{"delta":{"content":"x"},"token_ids":[1,2]}]}`: false,
 	} {
