@@ -242,8 +242,7 @@ type herdFar struct {
 }
 
 // TestUpperRoutersFarApartDoNotHerd: three upper routers with a third of the traffic each, 10 ms
-// from each cell, spread it over the cells as one upper router does that has all of it. Their first
-// tokens come later, because each hears of new prefixes of the others only once they are computed.
+// from each cell, spread it over the cells as one upper router does that has all of it.
 func TestUpperRoutersFarApartDoNotHerd(t *testing.T) {
 	t.Parallel()
 	if testing.Short() {
@@ -288,8 +287,8 @@ func TestUpperRoutersFarApartDoNotHerd(t *testing.T) {
 	spread, first := ratio(func(r herdFar) float64 { return r.spread }), ratio(func(r herdFar) float64 { return float64(r.first) })
 	t.Logf("three upper routers against one: fullest cell %.3f times, first token %.3f times", spread, first)
 	switch {
-	case long && spread > 1.05:
-		t.Errorf("three upper routers herd: the fullest cell has more than 5 %% more than with one")
+	case long && max(spread, first) > 1.05:
+		t.Errorf("three upper routers herd: with one, the fullest cell and the first token are better by more than 5 %%")
 	case spread > 2: // all at one cell were about 3
 		t.Error("three upper routers herd at one cell")
 	}
