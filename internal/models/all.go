@@ -183,11 +183,7 @@ func (s *Set) Discredited() (n int) {
 // Outliers returns the health of each worker that is up, and whether a model is in panic
 // mode: more of its workers fail than may be ejected.
 func (s *Set) Outliers() (list []outlier.Record, panicking bool) {
-	models := s.All()
-	if len(models) == 1 {
-		return models[0].Router.Outliers()
-	}
-	for _, m := range models {
+	for _, m := range s.All() {
 		records, all := m.Router.Outliers()
 		list, panicking = append(list, records...), panicking || all
 	}

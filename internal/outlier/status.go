@@ -19,14 +19,14 @@ const (
 type Record struct {
 	Worker      kv.WorkerKey
 	State       string
-	Since       time.Time       // StateIn, StateBack, StateOut: of the state
-	Until       time.Time       // StateOut: of the trial; StateHeld: of the pause
-	Reason      Kind            // StateOut: why
-	Why         string          // the same, as text
-	Row         int             // failures in a row
-	Requests    int             // that ended in the last 10 s
-	SuccessRate float64         // of those, 0 to 1; 1 without requests
-	Ejections   map[Kind]uint64 // nil: none
+	Since       time.Time // StateIn, StateBack, StateOut: of the state
+	Until       time.Time // StateOut: of the trial; StateHeld: of the pause
+	Reason      Kind      // StateOut: why
+	Why         string    // the same, as text
+	Row         int       // failures in a row
+	Requests    int       // that ended in the last 10 s
+	SuccessRate float64   // of those, 0 to 1; 1 without requests
+	Ejections   map[Kind]uint64
 }
 
 // Records returns the state of every worker that is up, by key.
@@ -68,7 +68,7 @@ func (d *Detector) Record(key kv.WorkerKey, now time.Time) (r Record, ok bool) {
 
 func (d *Detector) record(key kv.WorkerKey, w *worker, now time.Time) Record {
 	d.bringUpToDate(key, w, now)
-	s := Record{Worker: key, State: StateIn, Since: w.since, Row: w.row, SuccessRate: 1}
+	s := Record{Worker: key, State: StateIn, Since: w.since, Row: w.row, SuccessRate: 1, Ejections: map[Kind]uint64{}}
 	switch {
 	case w.phase == phaseOut:
 		s.State, s.Until, s.Reason, s.Why = StateOut, w.until, w.reason, w.why
@@ -83,9 +83,6 @@ func (d *Detector) record(key kv.WorkerKey, w *worker, now time.Time) Record {
 	}
 	for kind, n := range w.ejections {
 		if n > 0 {
-			if s.Ejections == nil {
-				s.Ejections = map[Kind]uint64{}
-			}
 			s.Ejections[Kind(kind)] = n
 		}
 	}

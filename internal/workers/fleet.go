@@ -443,19 +443,6 @@ func (w *worker) shown() Status {
 	return status
 }
 
-// Streams returns the counters of all running event streams.
-func (f *Fleet) Streams() map[kv.WorkerKey]*events.Stats {
-	all := map[kv.WorkerKey]*events.Stats{}
-	for _, w := range f.all() {
-		w.mu.Lock()
-		for key, stream := range w.streams {
-			all[key] = stream.Stats()
-		}
-		w.mu.Unlock()
-	}
-	return all
-}
-
 // History returns the log of a rank's KV events; nil: there is no subscription.
 func (f *Fleet) History(key kv.WorkerKey) *events.Log {
 	for _, w := range f.all() {

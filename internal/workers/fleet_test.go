@@ -19,6 +19,7 @@ import (
 
 	"go.uber.org/goleak"
 
+	"kvrouter/internal/events"
 	"kvrouter/internal/kv"
 	"kvrouter/internal/policy"
 	"kvrouter/internal/process"
@@ -414,4 +415,17 @@ func TestRouterProcess(t *testing.T) {
 		t.Fatal(err)
 	}
 	<-f.done
+}
+
+// Streams returns the counters of all running event streams.
+func (f *Fleet) Streams() map[kv.WorkerKey]*events.Stats {
+	all := map[kv.WorkerKey]*events.Stats{}
+	for _, w := range f.all() {
+		w.mu.Lock()
+		for key, stream := range w.streams {
+			all[key] = stream.Stats()
+		}
+		w.mu.Unlock()
+	}
+	return all
 }
