@@ -98,7 +98,9 @@ func (m *Model) peers() []tokens.Peer {
 	peers, complete := make([]tokens.Peer, 0, m.Router.Count()), m.completePeer
 	m.Router.Has(func(t *kv.Target) bool {
 		if last := len(peers) - 1; !t.Unanswered && (last < 0 || peers[last].ID != t.Key.Worker) {
-			peers = append(peers, tokens.Peer{ID: t.Key.Worker, Generation: t.Generation, SGLang: t.Engine == kv.EngineSGLang, Complete: complete})
+			p := peerOf(t)
+			p.Complete = complete
+			peers = append(peers, p)
 		}
 		return false
 	})
@@ -113,11 +115,18 @@ func (m *Model) completePeer(p *tokens.Peer) bool {
 		return false
 	}
 	t := targets[0]
-	*p = tokens.Peer{ID: p.ID, Generation: t.Generation, SGLang: t.Engine == kv.EngineSGLang, Ask: m.asker(t), MaxModelLen: func(ctx context.Context) int {
+	*p = peerOf(&t)
+	p.Ask, p.MayTake = m.asker(t), m.mayTake(t)
+	p.MaxModelLen = func(ctx context.Context) int {
 		_, answer, _ := m.ask(ctx, t, http.MethodGet, "/v1/models", nil, nil)
 		return int(gjson.GetBytes(answer, "data.0.max_model_len").Int())
-	}, MayTake: m.mayTake(t)}
+	}
 	return true
+}
+
+// peerOf returns what is known of a worker without asking it.
+func peerOf(t *kv.Target) tokens.Peer {
+	return tokens.Peer{ID: t.Key.Worker, Generation: t.Generation, SGLang: t.Engine == kv.EngineSGLang}
 }
 
 // TakesTokens returns the routes on which that incarnation of a worker takes the tokens of

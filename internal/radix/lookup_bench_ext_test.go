@@ -105,8 +105,13 @@ func (x *lookupIndex) write(b *testing.B, stop <-chan struct{}) (rate float64) {
 			done += lookupOther
 		}
 		next++
-		time.Sleep(time.Until(began.Add(time.Duration(float64(done) / lookupRate * float64(time.Second)))))
+		pace(began, float64(done)/lookupRate)
 	}
+}
+
+// pace sleeps until so many seconds after began, when the next operation of a constant rate is due.
+func pace(began time.Time, seconds float64) {
+	time.Sleep(time.Until(began.Add(time.Duration(seconds * float64(time.Second)))))
 }
 
 // BenchmarkIndexLookup times lookups in an index of 4,096 workers and 10 M blocks: one right after
@@ -153,7 +158,7 @@ func (x *lookupIndex) time(b *testing.B, prompts [][]uint64, holders int, writes
 	used := testkit.CPUTime()
 	for began := time.Now(); time.Since(began) < lookupTime && len(took) < cap(took); {
 		if writes {
-			time.Sleep(time.Until(began.Add(time.Duration(len(took)) * lookupEvery)))
+			pace(began, float64(len(took))*lookupEvery.Seconds())
 		}
 		prompt := prompts[len(took)%len(prompts)]
 		start := time.Now()

@@ -236,7 +236,7 @@ func (in *incarnation) followLoads() {
 		}
 		follow(s)
 	}
-	if together := len(pages.Ranks) == len(all.Ranks); together {
+	if len(pages.Ranks) == len(all.Ranks) { // one poll reads both
 		pages.Counters = counters
 	} else {
 		all.Counters = counters
