@@ -63,7 +63,7 @@ type Teller struct {
 	tick  chan struct{} // closed at the next report
 	info  []byte        // frame of the last report
 	state []byte        // likewise
-	left  bool          // it tells that the router leaves: no other follows
+	left  bool          // the last report announces that the router leaves; it stays the last
 }
 
 // Counts are what a Teller has done.
@@ -119,8 +119,8 @@ func (t *Teller) Run(ctx context.Context) {
 	}
 }
 
-// report makes the frames of now, and wakes the readers. None follows one that tells that the
-// router leaves.
+// report encodes the current state and wakes the readers. leaves announces that the router leaves:
+// later calls change nothing.
 func (t *Teller) report(leaves bool) {
 	var info, state []byte
 	if leaves || t.counts.Readers.Load() > 0 {
@@ -149,7 +149,8 @@ func (t *Teller) report(leaves bool) {
 	t.tick = make(chan struct{})
 }
 
-// last returns the last report, whether no other follows, and what is closed at the next one.
+// last returns the frames of the last report, whether it stays the last, and a channel that the next
+// one closes.
 func (t *Teller) last() (info, state []byte, left bool, next <-chan struct{}) {
 	t.mu.Lock()
 	defer t.mu.Unlock()
@@ -208,7 +209,7 @@ type teller struct {
 	control *http.ResponseController
 	at      summary.Position // told
 	state   []byte           // frame of the last report
-	left    bool             // no other follows
+	left    bool             // it stays the last
 	next    <-chan struct{}  // closed at the next one
 }
 

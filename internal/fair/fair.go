@@ -92,7 +92,7 @@ type Item[T any] struct {
 	Since    time.Time     // its arrival
 	Deadline time.Time     // for its first token; zero: none
 	Jump     time.Duration // by which it counts as due earlier
-	Leaves   bool          // it leaves the queue if it would be late, and keeps nothing waiting until then
+	Leaves   bool          // it is shed instead of served late, so it is not counted as work ahead of others
 
 	flow   *flow[T] // in which it waits; nil: it does not
 	number uint64   // of its arrival
@@ -537,8 +537,8 @@ func (q *Queue[T]) Each(f func(*Item[T])) {
 // Ahead returns the cost, ms, of the items that will go before it, which does not wait yet,
 // if nothing else comes and predictions hold: earlier ones of its tenant, of each other tenant
 // of its class what that is to receive until its counter is where it's will be, and of the
-// other classes those that go first. Items that leave do not count: they are gone, served or not,
-// once they are due.
+// other classes those that go first. Items that leave are not counted: they are served or shed by
+// their deadline.
 func (q *Queue[T]) Ahead(it *Item[T]) float64 {
 	at := it.Class.Place()
 	l, f := &q.lanes[at], q.flows[at][it.Tenant.Name]

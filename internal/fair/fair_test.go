@@ -395,7 +395,7 @@ func TestAhead(t *testing.T) {
 	batch := of("c", "", 7)
 	batch.Class = Batch
 	q.Push(batch)
-	for _, tenant := range []string{"a", "b", "d"} { // they count for nobody
+	for _, tenant := range []string{"a", "b", "d"} { // not counted as work ahead
 		it := of(tenant, "", 100)
 		it.Deadline, it.Leaves = seconds(20), true
 		q.Push(it)
@@ -418,7 +418,7 @@ func TestAhead(t *testing.T) {
 	}
 }
 
-// TestWaiting: what waits in later classes is not in the way.
+// TestWaiting: items of later classes are not counted.
 func TestWaiting(t *testing.T) {
 	q := queue(t)
 	for class, cost := range map[Class]float64{Interactive: 1, Standard: 10, Batch: 100} {

@@ -181,10 +181,9 @@ func (r *Router) enqueueFairly(p *prompt, now time.Time) (*waiter, error) {
 	return w, nil
 }
 
-// firstTokenIn predicts when the first token of a request that is to wait comes at the earliest:
-// once one of the candidates, which have their fill, has room, and all have done what goes before
-// it and is served however late. What else is before it is judged in its turn, as it is: how much
-// of that is served in time, and of what size, is not known before.
+// firstTokenIn predicts the earliest first token of a request that has to wait: after one of the
+// candidates, which are full, has room, and after the work ahead that is served however late.
+// Sheddable requests ahead are not counted: which of them will be served is not known yet.
 func (r *Router) firstTokenIn(it *fair.Item[*waiter], uncached int, now time.Time) time.Duration {
 	room := time.Duration(-1)
 	for i := range r.candidates {
@@ -310,7 +309,8 @@ func (r *Router) lookForRoom(w *waiter) {
 	w.look.Reset(pause)
 }
 
-// lookAgainFairly is lookUpAgain for a fair queue, which looks the prompt up where it offers w.
+// lookAgainFairly is lookUpAgain for a fair queue, which looks up a prompt when it offers it to a
+// worker.
 func (r *Router) lookAgainFairly(w *waiter) {
 	r.mu.Lock()
 	defer r.mu.Unlock()

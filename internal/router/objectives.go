@@ -26,9 +26,8 @@ func (r *Router) preferKeeping(p *prompt, q *policy.Query) {
 	})
 }
 
-// lateBy returns by how much the first token of p, which is to be shed instead of served late, is
-// predicted to be late on the candidate with a seat where it comes first; 0: p is to be served. A
-// worker with nothing to do takes any.
+// lateBy returns by how much the first token of a sheddable p is predicted to miss its deadline on
+// the best candidate with a free seat; 0: p is to be served. An idle worker takes any request.
 func (r *Router) lateBy(p *prompt, now time.Time) time.Duration {
 	if !p.sheds() || r.anyIdle(p) {
 		return 0

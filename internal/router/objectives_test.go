@@ -77,28 +77,28 @@ func TestWorkersThatKeepTheObjectivesComeFirst(t *testing.T) {
 	}
 }
 
-// TestOnlyWhatWouldBeLateIsShed: requests that are due in 3 s come to a busy worker, of which a
-// prompt of 80,000 tokens takes 1.7 s. They are judged when they come, by what is served before
-// them however late, and when they could go, by what the worker has to compute then.
+// TestOnlyWhatWouldBeLateIsShed sends requests with a deadline in 3 s to a busy worker, which
+// computes a prompt of 80,000 tokens in 1.7 s. The router judges them on arrival, by the work ahead
+// that is served however late, and at dispatch, by what the worker has to compute then.
 func TestOnlyWhatWouldBeLateIsShed(t *testing.T) {
 	const long, longer = 80_000, 160_000 // tokens
 	const shed, served = "shed", "served"
 	for name, test := range map[string]struct {
 		tokens int
-		ahead  []int         // tokens of those that wait before it
+		ahead  []int         // tokens of the requests ahead
 		stays  bool          // those are served however late
-		room   time.Duration // after which there is room; below 0: it is there
-		idle   bool          // then the worker has nothing to do
-		comes  string        // what becomes of it when it comes; empty: it waits
-		goes   string        // and when there is room
+		room   time.Duration // until the worker has room; below 0: it has room on arrival
+		idle   bool          // the worker is idle then
+		comes  string        // result on arrival; empty: it waits
+		goes   string        // result at dispatch
 	}{
-		"there is room, and nobody waits":       {tokens: longer, room: -1, comes: served},
-		"it would be late if it were the first": {tokens: longer, comes: shed},
-		"it is in time":                         {tokens: long, goes: served},
-		"it has become too late for its prompt": {tokens: long, room: 2 * time.Second, goes: shed},
-		"the worker has become idle":            {tokens: long, room: 2 * time.Second, idle: true, goes: served},
-		"those before it are shed":              {tokens: 1, ahead: []int{long, long, long}, room: 2 * time.Second, goes: served},
-		"those before it will be served":        {tokens: 1, ahead: []int{long, long, long}, stays: true, comes: shed},
+		"the worker has room":                         {tokens: longer, room: -1, comes: served},
+		"late even as the first in the queue":         {tokens: longer, comes: shed},
+		"in time":                                     {tokens: long, goes: served},
+		"late at dispatch":                            {tokens: long, room: 2 * time.Second, goes: shed},
+		"late at dispatch, but the worker is idle":    {tokens: long, room: 2 * time.Second, idle: true, goes: served},
+		"the requests ahead are shed":                 {tokens: 1, ahead: []int{long, long, long}, room: 2 * time.Second, goes: served},
+		"the requests ahead are served, however late": {tokens: 1, ahead: []int{long, long, long}, stays: true, comes: shed},
 	} {
 		t.Run(name, func(t *testing.T) {
 			r, clock := newFairRouter(t, 1)
