@@ -32,7 +32,7 @@ var layers = []map[string]string{
 		"tokens": "chat encode jsonbody kv",
 	},
 	{ // judging, hearing
-		"policy": "fair hints kv", "events": "guard jsonlines kv radix web zmq", "outlier": "kv",
+		"policy": "fair hints kv", "events": "guard jsonlines kv radix web zmq", "health": "kv",
 	},
 	{ // learning
 		"thompson": "hints jsonlines kv policy settings",
@@ -41,21 +41,21 @@ var layers = []map[string]string{
 		"policies": "policy thompson",
 	},
 	{ // deciding, starting
-		"router": "fair hints kv outlier policy radix sets summary table", "process": "events kv",
+		"router": "fair health hints kv policy radix sets summary table", "process": "events kv",
 		"probe": "events guard kv policy web zmq", "cells": "fair kv metrics policy summary web",
 	},
 	{ // following
-		"tracing": "kv policy router", "models": "chat fair kv metrics outlier policies policy radix router summary tokens",
+		"tracing": "kv policy router", "models": "chat fair health kv metrics policies policy radix router summary tokens",
 	},
 	{ // carrying
-		"replica": "events fair guard kv router zmq", "relay": "kv metrics radix web", "proxy": "jsonbody kv outlier policy router tracing web", "workers": "cells events fair guard kv metrics policy probe process radix summary web",
-		"mocker": "chat engine events jsonbody kv process tokens web zmq", "simulate": "cells engine fair hints jsonlines kv outlier policies policy radix router summary",
+		"replica": "events fair guard kv router zmq", "relay": "kv metrics radix web", "proxy": "health jsonbody kv policy router tracing web", "workers": "cells events fair guard kv metrics policy probe process radix summary web",
+		"mocker": "chat engine events jsonbody kv process tokens web zmq", "simulate": "cells engine fair health hints jsonlines kv policies policy radix router summary",
 		"vllm": "kv process", "sglang": "kv process", "discovery": "kv textfile",
 	},
 	{ // showing, offering
-		"telemetry": "fair hints jsonbody jsonlines kv metrics policy proxy router thompson", "selection": "events hints kv models outlier policy replica router thompson web workers",
+		"telemetry": "fair hints jsonbody jsonlines kv metrics policy proxy router thompson", "selection": "events health hints kv models policy replica router thompson web workers",
 		"openai": "cells fair hints jsonbody keys kv models proxy router settings tokens tracing web", "extproc": "guard proxy web", "doctor": "cells events kv mocker probe process settings summary tokens web zmq", "demo": "keys",
-		"page": "fair jsonbody keys kv models outlier policy proxy router tokens web workers",
+		"page": "fair health jsonbody keys kv models policy proxy router tokens web workers",
 	},
 	{ // looking from elsewhere
 		"top": "page", "batch": "fair hints jsonlines",

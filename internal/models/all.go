@@ -6,8 +6,8 @@ import (
 	"time"
 
 	"kvrouter/internal/fair"
+	"kvrouter/internal/health"
 	"kvrouter/internal/kv"
-	"kvrouter/internal/outlier"
 	"kvrouter/internal/policy"
 	"kvrouter/internal/radix"
 	"kvrouter/internal/router"
@@ -182,17 +182,17 @@ func (s *Set) Discredited() (n int) {
 
 // Outliers returns the health of each worker that is up, and whether a model is in panic
 // mode: more of its workers fail than may be ejected.
-func (s *Set) Outliers() (list []outlier.Record, panicking bool) {
+func (s *Set) Outliers() (list []health.Record, panicking bool) {
 	for _, m := range s.All() {
 		records, all := m.Router.Outliers()
 		list, panicking = append(list, records...), panicking || all
 	}
-	slices.SortFunc(list, func(a, b outlier.Record) int { return a.Worker.Compare(b.Worker) })
-	return slices.CompactFunc(list, func(a, b outlier.Record) bool { return a.Worker == b.Worker }), panicking
+	slices.SortFunc(list, func(a, b health.Record) int { return a.Worker.Compare(b.Worker) })
+	return slices.CompactFunc(list, func(a, b health.Record) bool { return a.Worker == b.Worker }), panicking
 }
 
 // Outlier returns the health of a worker; not ok: it is not up.
-func (s *Set) Outlier(w kv.WorkerKey) (record outlier.Record, ok bool) {
+func (s *Set) Outlier(w kv.WorkerKey) (record health.Record, ok bool) {
 	return s.For(w.Worker).Router.Outlier(w)
 }
 

@@ -5,9 +5,9 @@ import (
 
 	"github.com/prometheus/client_golang/prometheus"
 
+	"kvrouter/internal/health"
 	"kvrouter/internal/kv"
 	"kvrouter/internal/metrics"
-	"kvrouter/internal/outlier"
 	"kvrouter/internal/router"
 )
 
@@ -49,9 +49,9 @@ func NewCollector(s *Set, own func() map[uint64]bool) prometheus.Collector {
 	panicMode := set.Gauge("kvrouter_panic_mode", "1 while more workers fail than --max-ejection-percent allows to eject.")
 	discredited := set.Gauge("kvrouter_discredited_clients", "Clients whose failures are not counted against workers, because they fail at several workers where other clients' requests succeed.")
 
-	showOutlier := func(out metrics.Out, rank []string, r *outlier.Record) {
-		out.Show(ejected, metrics.Bool(r.State == outlier.StateOut), rank...)
-		out.Show(paused, metrics.Bool(r.State == outlier.StateHeld), rank...)
+	showOutlier := func(out metrics.Out, rank []string, r *health.Record) {
+		out.Show(ejected, metrics.Bool(r.State == health.StateOut), rank...)
+		out.Show(paused, metrics.Bool(r.State == health.StateHeld), rank...)
 		out.Show(successRate, r.SuccessRate, rank...)
 		for kind, n := range r.Ejections {
 			out.Show(ejections, float64(n), append(rank, kind.String())...)

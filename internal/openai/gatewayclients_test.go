@@ -8,8 +8,8 @@ import (
 	"strings"
 	"testing"
 
+	"kvrouter/internal/health"
 	"kvrouter/internal/keys"
-	"kvrouter/internal/outlier"
 	"kvrouter/internal/proxy"
 	"kvrouter/internal/testkit"
 )
@@ -82,14 +82,14 @@ func TestBehindAGatewayOneClientsFailuresStayWithThatClient(t *testing.T) {
 				records, _ := h.router.Outliers()
 				well := 0
 				for _, r := range records[1:] {
-					if r.State == outlier.StateIn {
+					if r.State == health.StateIn {
 						well++
 					}
 				}
 				if n := h.router.Discredited(); n != test.known {
 					t.Fatalf("%d clients are known to fail everywhere, want %d", n, test.known)
 				}
-				if test.known > 0 && (lost > 4 || well != 3 || records[0].State != outlier.StateOut) {
+				if test.known > 0 && (lost > 4 || well != 3 || records[0].State != health.StateOut) {
 					t.Errorf("%d of 60 requests of the other are lost, %d of 3 well workers are in, the ill one is %s", lost, well, records[0].State)
 				}
 			})

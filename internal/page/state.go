@@ -5,8 +5,8 @@ import (
 	"slices"
 	"time"
 
+	"kvrouter/internal/health"
 	"kvrouter/internal/kv"
-	"kvrouter/internal/outlier"
 	"kvrouter/internal/proxy"
 	"kvrouter/internal/workers"
 )
@@ -56,7 +56,7 @@ func (p *Page) fleet(totals proxy.Totals, now time.Time) []Worker {
 		statuses[status.ID] = status
 	}
 	records, _ := p.deps.Models.Outliers()
-	failing := map[kv.WorkerKey]outlier.Record{}
+	failing := map[kv.WorkerKey]health.Record{}
 	for _, record := range records {
 		failing[record.Worker] = record
 	}
@@ -80,9 +80,9 @@ func (p *Page) fleet(totals proxy.Totals, now time.Time) []Worker {
 		switch { // users' actions and alarms come first
 		case w.State == StateReady && isCordoned:
 			w.State, w.Since, w.Why = StateCordoned, unix(since), "gets no new requests until it is readmitted"
-		case w.State == StateReady && record.State == outlier.StateOut:
+		case w.State == StateReady && record.State == health.StateOut:
 			w.State, w.Since, w.Why = StateEjected, unix(record.Since), limited(record.Why, maxWhy)
-		case w.State == StateReady && record.State == outlier.StateHeld:
+		case w.State == StateReady && record.State == health.StateHeld:
 			w.Why = "requested a pause, or may be failing"
 		}
 		list = append(list, w)

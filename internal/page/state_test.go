@@ -7,8 +7,8 @@ import (
 	"time"
 
 	"kvrouter/internal/fair"
+	"kvrouter/internal/health"
 	"kvrouter/internal/kv"
-	"kvrouter/internal/outlier"
 	"kvrouter/internal/policy"
 	"kvrouter/internal/proxy"
 	"kvrouter/internal/router"
@@ -87,7 +87,7 @@ func TestTheFleetIsShownByRank(t *testing.T) {
 		if err != nil {
 			t.Fatal(err)
 		}
-		d.Booking.FailAs(outlier.Status, "answered 500")
+		d.Booking.FailAs(health.Status, "answered 500")
 	}
 	b.router.Cordon(0)
 	totals := proxy.Totals{Workers: map[string]proxy.WorkerTotals{"1": {Requests: 7, ComparedTokens: 100, CachedTokens: 25}}}
@@ -101,7 +101,7 @@ func TestTheFleetIsShownByRank(t *testing.T) {
 		t.Errorf("with names: %+v", list)
 	}
 	records, _ := b.router.Outliers()
-	if records[1].Why == "" || records[1].State != outlier.StateOut {
+	if records[1].Why == "" || records[1].State != health.StateOut {
 		t.Errorf("why it is out is not told: %+v", records[1])
 	}
 }

@@ -5,8 +5,8 @@ import (
 	"testing"
 	"time"
 
+	"kvrouter/internal/health"
 	"kvrouter/internal/kv"
-	"kvrouter/internal/outlier"
 	"kvrouter/internal/policies"
 	"kvrouter/internal/policy"
 	"kvrouter/internal/router"
@@ -93,7 +93,7 @@ func TestDeathSpiral(t *testing.T) {
 			tokens := testkit.Tokens(5000*(i%5), 20*testkit.BlockSize) // one of five prefixes that are more than half of it
 			d := routertest.MustRoute(t, r, router.Request{Tokens: append(tokens, testkit.Tokens(100_000+100*i, 5*testkit.BlockSize)...)})
 			if d.Target.Key.Worker == 0 {
-				d.Booking.FailAs(outlier.Reported, "test")
+				d.Booking.FailAs(health.Reported, "test")
 				failed++
 				continue
 			}

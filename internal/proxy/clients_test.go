@@ -13,7 +13,7 @@ import (
 	"testing/synctest"
 	"time"
 
-	"kvrouter/internal/outlier"
+	"kvrouter/internal/health"
 	"kvrouter/internal/policies"
 	"kvrouter/internal/testkit"
 )
@@ -129,7 +129,7 @@ func TestOneClientsFailuresStayWithThatClient(t *testing.T) {
 						for pause(ctx, 100*time.Millisecond) {
 							records, _ := c.router.Outliers()
 							for _, r := range records[ill:] {
-								if r.State == outlier.StateOut || r.State == outlier.StateHeld {
+								if r.State == health.StateOut || r.State == health.StateHeld {
 									out++
 								}
 							}
@@ -141,14 +141,14 @@ func TestOneClientsFailuresStayWithThatClient(t *testing.T) {
 						if c.good.lost.Load()*100 > c.good.all.Load() || c.good.all.Load() < 300 {
 							t.Errorf("%d of %d requests of the good client were lost", c.good.lost.Load(), c.good.all.Load())
 						}
-						if most := 1.4 + float64(outlier.BudgetLeast)/float64(requests); requests > 100 && each > most {
+						if most := 1.4 + float64(health.BudgetLeast)/float64(requests); requests > 100 && each > most {
 							t.Errorf("%.2f attempts for each of %d requests that fail everywhere, want at most %.2f", each, requests, most)
 						}
 						if share := float64(out) / 60 / float64(4-ill); share > 0.1 {
 							t.Errorf("workers that are well were out %.0f %% of the time", 100*share)
 						}
 						for i, r := range records {
-							if i >= ill && (r.State == outlier.StateOut || r.State == outlier.StateHeld) {
+							if i >= ill && (r.State == health.StateOut || r.State == health.StateHeld) {
 								t.Errorf("worker %d is %s in the end (%s)", i, r.State, r.Why)
 							}
 							if i < ill && len(r.Ejections) == 0 && c.met.Load() > 5 {
@@ -188,11 +188,11 @@ func TestAttemptsAreBoundedWhereAllWorkersFail(t *testing.T) {
 				}
 				all.Go(func() { c.ask(ctx, "now and then", "now and then", &c.good, 50*time.Millisecond, time.Minute) })
 				all.Wait()
-				sent, tried, windows := 0.0, 0.0, lasts.Seconds()/outlier.BudgetSeconds
+				sent, tried, windows := 0.0, 0.0, lasts.Seconds()/health.BudgetSeconds
 				for client, count := range map[string]*tallied{"often": &c.bad, "now and then": &c.good} {
 					n, each := float64(count.all.Load()), float64(attempts[client].Load())
 					sent, tried = sent+n, tried+each
-					if each > most*n+outlier.BudgetLeast*windows {
+					if each > most*n+health.BudgetLeast*windows {
 						t.Errorf("%s: %.0f attempts at %.0f requests", client, each, n)
 					}
 				}

@@ -9,8 +9,8 @@ import (
 	"testing/synctest"
 	"time"
 
+	"kvrouter/internal/health"
 	"kvrouter/internal/kv"
-	"kvrouter/internal/outlier"
 	"kvrouter/internal/testkit"
 )
 
@@ -76,7 +76,7 @@ func TestRunningAnswersThatFallSilent(t *testing.T) {
 				for i := range failed {
 					all.Go(func() { _, failed[i] = g.forward(limit, 0) })
 				}
-				is := func() bool { records, _ := g.router.Outliers(); return records[0].State == outlier.StateOut }
+				is := func() bool { records, _ := g.router.Outliers(); return records[0].State == health.StateOut }
 				if c.out > 0 {
 					time.Sleep(c.out - slack)
 					if is() {
@@ -132,7 +132,7 @@ func TestBehindAGatewayATrialAtAStuckWorkerEnds(t *testing.T) {
 		}
 		failing = false
 		records, _ := g.router.Outliers()
-		if records[0].State != outlier.StateOut {
+		if records[0].State != health.StateOut {
 			t.Fatalf("after three failures the worker is %s", records[0].State)
 		}
 		time.Sleep(6 * time.Second) // its trial is due

@@ -8,9 +8,9 @@ import (
 	"net"
 	"net/http"
 
+	"kvrouter/internal/health"
 	"kvrouter/internal/jsonbody"
 	"kvrouter/internal/kv"
-	"kvrouter/internal/outlier"
 	"kvrouter/internal/router"
 )
 
@@ -206,7 +206,7 @@ func (p *Proxy) served(u *Upstream, x *Exchange, address string) {
 		}
 		refused := x.Decision.Booking
 		if decision, err := u.chooser.Rebook(x.Decision, other.Key); err == nil {
-			refused.FailAs(outlier.Refused, "the gateway could not reach it")
+			refused.FailAs(health.Refused, "the gateway could not reach it")
 			p.failed(refused.Worker().Worker)
 			p.observer.EngineFailed()
 			x.Decision, x.Worker = decision, p.names.Label(other.Key.Worker)
@@ -237,7 +237,7 @@ func (p *Proxy) relayPieces(w http.ResponseWriter, answer *upstreamAnswer, u Ups
 			break
 		}
 		if err != nil {
-			return errors.Join(ErrAnswered, p.unanswered(x.Decision.Target.Key.Worker, err, outlier.Broken))
+			return errors.Join(ErrAnswered, p.unanswered(x.Decision.Target.Key.Worker, err, health.Broken))
 		}
 	}
 	x.Usage, x.finish = outcome(u.Route, body)

@@ -11,9 +11,9 @@ import (
 	"testing"
 	"testing/iotest"
 
+	"kvrouter/internal/health"
 	"kvrouter/internal/jsonbody"
 	"kvrouter/internal/kv"
-	"kvrouter/internal/outlier"
 	"kvrouter/internal/router"
 	"kvrouter/internal/testkit"
 	"kvrouter/internal/testkit/routertest"
@@ -238,7 +238,7 @@ func TestAMalformedAnswerIsNoWorkersFault(t *testing.T) {
 				t.Error("no error")
 			}
 			list, _ := rt.Outliers()
-			blamed := slices.ContainsFunc(list, func(r outlier.Record) bool { return r.Row > 0 })
+			blamed := slices.ContainsFunc(list, func(r health.Record) bool { return r.Row > 0 })
 			if blamed != test.blamed {
 				t.Errorf("a worker is blamed: %v; want %v", list, test.blamed)
 			}

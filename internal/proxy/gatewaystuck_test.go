@@ -12,8 +12,8 @@ import (
 	"testing/synctest"
 	"time"
 
+	"kvrouter/internal/health"
 	"kvrouter/internal/kv"
-	"kvrouter/internal/outlier"
 	"kvrouter/internal/router"
 	"kvrouter/internal/testkit"
 	"kvrouter/internal/testkit/routertest"
@@ -123,7 +123,7 @@ func TestBehindAGatewayAStuckWorkerIsLeft(t *testing.T) {
 			})
 		}
 		time.Sleep(5 * time.Second)
-		if records, _ := g.router.Outliers(); records[0].State != outlier.StateOut {
+		if records, _ := g.router.Outliers(); records[0].State != health.StateOut {
 			t.Errorf("after 5 s the stuck worker is %s", records[0].State)
 		}
 		all.Wait()

@@ -20,9 +20,9 @@ import (
 
 	"github.com/tidwall/gjson"
 
+	"kvrouter/internal/health"
 	"kvrouter/internal/jsonbody"
 	"kvrouter/internal/kv"
-	"kvrouter/internal/outlier"
 	"kvrouter/internal/router"
 	"kvrouter/internal/tracing"
 )
@@ -136,7 +136,7 @@ func (p *Proxy) share(ctx context.Context, w http.ResponseWriter, u Upstream, x 
 	x.Shared, l.trace = l.shared, x.Trace
 	if err != nil {
 		if ctx.Err() == nil {
-			pair.Prefill.Booking.FailAs(outlier.Refused, err.Error())
+			pair.Prefill.Booking.FailAs(health.Refused, err.Error())
 			p.observer.EngineFailed()
 		}
 	} else if l.kind == kv.KindSGLang {
@@ -181,7 +181,7 @@ func (p *Proxy) legs(ctx context.Context, u Upstream, pair router.Pair) (legs, e
 	case kv.KindMooncake:
 		engine, err := p.engineID(ctx, target)
 		if err != nil {
-			return l, &PrefillFailure{target.Key.Worker, l.shared.Worker, p.unanswered(target.Key.Worker, err, outlier.Refused)}
+			return l, &PrefillFailure{target.Key.Worker, l.shared.Worker, p.unanswered(target.Key.Worker, err, health.Refused)}
 		}
 		keep, fetch := mooncakeParams(target.Bootstrap, engine, name)
 		l.prefill = p.forPrefill(u, &target, keep)
@@ -397,14 +397,14 @@ func (p *Proxy) prefill(ctx context.Context, l legs) ([]byte, error) {
 
 // prefillError returns the error of a prefill worker that failed with err.
 func (p *Proxy) prefillError(worker uint64, err error) *workerError {
-	e := p.unanswered(worker, err, outlier.Refused)
+	e := p.unanswered(worker, err, health.Refused)
 	var status *statusError
 	var late *LegTimeout
 	switch {
 	case errors.As(err, &status):
-		e.kind, e.refusal = outlier.Status, status.refusal
+		e.kind, e.refusal = health.Status, status.refusal
 	case errors.As(err, &late):
-		e.kind = outlier.Timeout
+		e.kind = health.Timeout
 	}
 	return e
 }

@@ -22,9 +22,9 @@ import (
 	"syscall"
 	"time"
 
+	"kvrouter/internal/health"
 	"kvrouter/internal/jsonbody"
 	"kvrouter/internal/kv"
-	"kvrouter/internal/outlier"
 	"kvrouter/internal/policy"
 	"kvrouter/internal/router"
 	"kvrouter/internal/tracing"
@@ -156,8 +156,8 @@ func ClientHeader(given http.Header, id string, pinned, keyed bool) http.Header 
 
 // Reasons for which a retry is denied.
 const (
-	DeniedTotal  = string(outlier.DeniedTotal)
-	DeniedClient = string(outlier.DeniedClient)
+	DeniedTotal  = string(health.DeniedTotal)
+	DeniedClient = string(health.DeniedClient)
 )
 
 // Observer counts events of in-flight requests. Its methods are safe for concurrent
@@ -221,7 +221,7 @@ type Proxy struct {
 	failed    func(worker uint64)
 	names     *kv.Names
 	hop       web.Hop
-	budget    *outlier.Budget // of retries
+	budget    *health.Budget // of retries
 	client    *http.Client
 	log       *slog.Logger
 	now       func() time.Time
@@ -243,7 +243,7 @@ func New(settings Settings, deps Deps) *Proxy {
 	}
 	return &Proxy{
 		settings: settings, observer: deps.Observer, failed: deps.Failed, names: deps.Names, hop: deps.Hop, log: deps.Log,
-		budget: outlier.NewBudget(settings.RetryBudget), client: web.NewClient(deps.Transport), now: time.Now,
+		budget: health.NewBudget(settings.RetryBudget), client: web.NewClient(deps.Transport), now: time.Now,
 		streams:    sync.Pool{New: func() any { return new(streamBuffer) }},
 		inflights:  inflights{workers: map[uint64]*workerInflight{}},
 		engines:    mooncakeEngines{ids: map[kv.WorkerKey]mooncakeEngine{}},
@@ -373,7 +373,7 @@ func (p *Proxy) attempt(ctx context.Context, w http.ResponseWriter, u Upstream, 
 		if OutOfDescriptors(err) {
 			return err
 		}
-		return p.unanswered(worker, cause(ctx, err), outlier.Refused)
+		return p.unanswered(worker, cause(ctx, err), health.Refused)
 	}
 	defer response.Body.Close()
 	if u.Gateway != nil {
@@ -389,7 +389,7 @@ func (p *Proxy) attempt(ctx context.Context, w http.ResponseWriter, u Upstream, 
 	}
 	u.attempt.Answered(response.StatusCode)
 	if err := checkStatus(response); err != nil {
-		return p.unanswered(worker, err, outlier.Broken)
+		return p.unanswered(worker, err, health.Broken)
 	}
 	answer := &upstreamAnswer{Response: response, ctx: ctx, heard: heard, sent: f}
 	stream := strings.HasPrefix(response.Header.Get("Content-Type"), "text/event-stream")
@@ -397,20 +397,20 @@ func (p *Proxy) attempt(ctx context.Context, w http.ResponseWriter, u Upstream, 
 	if (retry || x.tried) && x.refusal != (refusal{}) {
 		kept, err := keep(answer, x)
 		if err != nil {
-			return p.unanswered(worker, err, outlier.Broken)
+			return p.unanswered(worker, err, health.Broken)
 		}
 		if kept != nil {
-			return &workerError{worker: worker, called: x.Worker, err: fmt.Errorf("answered %s", response.Status), kind: outlier.Status, refusal: x.refusal, answer: kept}
+			return &workerError{worker: worker, called: x.Worker, err: fmt.Errorf("answered %s", response.Status), kind: health.Status, refusal: x.refusal, answer: kept}
 		}
 	}
 	if err := p.refusesTokens(&u, &x.Decision.Target, response.StatusCode, answer); err == errTokensRefused {
 		return err
 	} else if err != nil {
-		return p.unanswered(worker, err, outlier.Broken)
+		return p.unanswered(worker, err, health.Broken)
 	}
 	if u.Migration.mayBeRefused(response.StatusCode) {
 		if refused, err := refusesTokenIDs(answer); err != nil {
-			return p.unanswered(worker, err, outlier.Broken)
+			return p.unanswered(worker, err, health.Broken)
 		} else if refused {
 			p.refusers.add(&x.Decision.Target)
 			u.Migration.refused()
@@ -464,14 +464,14 @@ func (p *Proxy) ask(ctx context.Context, t kv.Target, q Question) (status int, a
 	request.Header = p.header(q.Header, t)
 	response, err := p.client.Do(request)
 	if err != nil {
-		return 0, nil, p.unanswered(t.Key.Worker, err, outlier.Refused)
+		return 0, nil, p.unanswered(t.Key.Worker, err, health.Refused)
 	}
 	defer response.Body.Close()
 	if err = checkStatus(response); err == nil {
 		answer, err = io.ReadAll(io.LimitReader(response.Body, cmp.Or(q.Limit, askLimit)))
 	}
 	if err != nil {
-		return 0, nil, p.unanswered(t.Key.Worker, err, outlier.Refused)
+		return 0, nil, p.unanswered(t.Key.Worker, err, health.Refused)
 	}
 	return response.StatusCode, answer, nil
 }

@@ -13,7 +13,7 @@ import (
 
 	"github.com/tidwall/gjson"
 
-	"kvrouter/internal/outlier"
+	"kvrouter/internal/health"
 	"kvrouter/internal/policy"
 	"kvrouter/internal/web"
 )
@@ -106,7 +106,7 @@ func (p *Proxy) relayWhole(w http.ResponseWriter, answer *upstreamAnswer, u Upst
 	body, err := io.ReadAll(io.LimitReader(answer, bufferedAnswer))
 	if err != nil {
 		answer.heard() // the time to write ended with the wait: the client gets an error
-		return p.unanswered(worker, err, outlier.Broken)
+		return p.unanswered(worker, err, health.Broken)
 	}
 	usage, finish := outcome(u.Route, body)
 	if retry && policy.Aborted(finish) && !x.Decision.Target.RunsSGLang() {
@@ -125,7 +125,7 @@ func (p *Proxy) relayWhole(w http.ResponseWriter, answer *upstreamAnswer, u Upst
 	}
 	if _, err := io.Copy(w, answer); err != nil {
 		if answer.broken != nil {
-			err = p.unanswered(worker, answer.broken, outlier.Broken)
+			err = p.unanswered(worker, answer.broken, health.Broken)
 		}
 		return errors.Join(ErrAnswered, err)
 	}
@@ -194,7 +194,7 @@ func (r *streamRelay) take(chunk []byte) error {
 	p, x := r.proxy, r.x
 	out := r.events.Scan(chunk)
 	if !r.started && r.retry && r.events.status >= http.StatusInternalServerError {
-		return &workerError{worker: x.Decision.Target.Key.Worker, called: x.Worker, err: errors.New("its engine failed before the first token"), kind: outlier.Engine}
+		return &workerError{worker: x.Decision.Target.Key.Worker, called: x.Worker, err: errors.New("its engine failed before the first token"), kind: health.Engine}
 	}
 	if r.events.Count > 0 {
 		now := p.now()
@@ -274,12 +274,12 @@ func (r *streamRelay) fail(err error) error {
 	r.answer.heard() // the time to write ended with the wait: the client gets an error
 	r.note()
 	if !r.started {
-		return p.unanswered(worker, err, outlier.Broken)
+		return p.unanswered(worker, err, health.Broken)
 	}
 	if r.events.done && !r.engineFailed() { // many clients leave as soon as they have read the end
 		return nil
 	}
-	failed := p.unanswered(worker, err, outlier.Broken)
+	failed := p.unanswered(worker, err, health.Broken)
 	if r.u.Migration != nil {
 		return failed // migrate ends the stream, or continues it
 	}

@@ -11,7 +11,7 @@ import (
 	"strconv"
 	"time"
 
-	"kvrouter/internal/outlier"
+	"kvrouter/internal/health"
 	"kvrouter/internal/policy"
 	"kvrouter/internal/router"
 	"kvrouter/internal/web"
@@ -45,19 +45,19 @@ func refusalOf(status int, header http.Header, route string, now time.Time) refu
 }
 
 // retryAfter reads how long a worker wants to be left alone, at most
-// outlier.LongestPause: seconds, or a date. 0: that cannot be read.
+// health.LongestPause: seconds, or a date. 0: that cannot be read.
 func retryAfter(header http.Header, now time.Time) (pause time.Duration, given bool) {
 	text := header.Get("Retry-After")
 	if text == "" {
 		return 0, false
 	}
 	if seconds, err := strconv.ParseFloat(text, 64); err == nil && seconds >= 0 {
-		pause = outlier.LongestPause
-		if seconds < outlier.LongestPause.Seconds() {
+		pause = health.LongestPause
+		if seconds < health.LongestPause.Seconds() {
 			pause = time.Duration(seconds * float64(time.Second))
 		}
 	} else if at, err := http.ParseTime(text); err == nil {
-		pause = min(at.Sub(now), outlier.LongestPause)
+		pause = min(at.Sub(now), health.LongestPause)
 	}
 	return max(0, pause), true
 }
@@ -129,7 +129,7 @@ type workerError struct {
 	worker uint64
 	called string // its name
 	err    error
-	kind   outlier.Kind
+	kind   health.Kind
 
 	refusal refusal
 	answer  *keptAnswer // nil: there was none
@@ -144,7 +144,7 @@ func (e *workerError) Unwrap() error { return e.err }
 
 // unanswered returns the error of a worker whose answer did not come, or broke off,
 // with err.
-func (p *Proxy) unanswered(worker uint64, err error, kind outlier.Kind) *workerError {
+func (p *Proxy) unanswered(worker uint64, err error, kind health.Kind) *workerError {
 	e := &workerError{worker: worker, called: p.names.Label(worker), err: err, kind: kind}
 	if errors.As(err, &e.abort) {
 		return e
@@ -152,9 +152,9 @@ func (p *Proxy) unanswered(worker uint64, err error, kind outlier.Kind) *workerE
 	var op *net.OpError
 	switch {
 	case errors.Is(err, ErrSilent):
-		e.kind = outlier.Timeout
-	case kind == outlier.Refused && !(errors.As(err, &op) && op.Op == "dial"): // it has seen the request
-		e.kind = outlier.Dropped
+		e.kind = health.Timeout
+	case kind == health.Refused && !(errors.As(err, &op) && op.Op == "dial"): // it has seen the request
+		e.kind = health.Dropped
 	}
 	return e
 }
@@ -185,7 +185,7 @@ func (p *Proxy) blame(b *router.Booking, x *Exchange, e *workerError) {
 
 // tries are the attempts at one request.
 type tries struct {
-	outlier.Tries
+	health.Tries
 	proxy   *Proxy
 	u       Upstream
 	x       *Exchange
@@ -244,7 +244,7 @@ func (t *tries) again(ctx context.Context, err error, beside bool) bool {
 // note keeps the answer of a failed attempt.
 func (t *tries) note(failed *workerError) {
 	switch {
-	case failed.answer == nil && failed.kind == outlier.Dropped && t.x.Shared == nil:
+	case failed.answer == nil && failed.kind == health.Dropped && t.x.Shared == nil:
 		t.same = append(t.same, suspicion{t.x.Decision.Booking, 0})
 	case failed.answer == nil:
 	case failed.refusal.suspect && t.first == nil:
@@ -317,9 +317,9 @@ func (p *Proxy) finished(u Upstream, x *Exchange) {
 	case refused.pressed:
 		b.Press(refused.pause)
 	case x.Ending == policy.Failed:
-		kind := outlier.Engine
+		kind := health.Engine
 		if refused.failed {
-			kind = outlier.Status
+			kind = health.Status
 		}
 		b.FailAs(kind, fmt.Sprintf("its answer, with status %d, reports a failure", x.Status))
 		p.observer.EngineFailed()

@@ -19,8 +19,8 @@ import (
 	"testing/synctest"
 	"time"
 
+	"kvrouter/internal/health"
 	"kvrouter/internal/kv"
-	"kvrouter/internal/outlier"
 	"kvrouter/internal/policies"
 	"kvrouter/internal/router"
 	"kvrouter/internal/testkit"
@@ -282,15 +282,15 @@ func TestWhoIsMisconfigured(t *testing.T) {
 		others http.HandlerFunc
 		want   string // state of the first
 	}{
-		{"others accept", says(200), outlier.StateOut},
-		{"others say the same", says(401), outlier.StateIn},
-		{"others fail", says(500), outlier.StateIn},
+		{"others accept", says(200), health.StateOut},
+		{"others say the same", says(401), health.StateIn},
+		{"others fail", says(500), health.StateIn},
 	} {
 		t.Run(test.name, func(t *testing.T) {
 			f := newFailingFleet(t, "round-robin", says(401), test.others, test.others)
 			f.send(t.Context(), 2)
 			records, _ := f.router.Outliers()
-			if records[0].State != test.want || test.want == outlier.StateOut && records[0].Reason != outlier.Misconfigured {
+			if records[0].State != test.want || test.want == health.StateOut && records[0].Reason != health.Misconfigured {
 				t.Errorf("it is %s (%s), want %s", records[0].State, records[0].Reason, test.want)
 			}
 		})
@@ -311,7 +311,7 @@ func TestAMistakeOfAllIsForgiven(t *testing.T) {
 	}
 	records, _ := f.router.Outliers()
 	for _, r := range records {
-		if r.State != outlier.StateIn || r.Row != 0 {
+		if r.State != health.StateIn || r.Row != 0 {
 			t.Errorf("%+v", r)
 		}
 	}
@@ -336,8 +336,8 @@ func TestRetryAfter(t *testing.T) {
 	now := time.Date(2026, 11, 22, 7, 0, 0, 0, time.UTC)
 	for text, want := range map[string]time.Duration{
 		"": 0, "5": 5 * time.Second, "0.5": 500 * time.Millisecond, "0": 0, "-3": 0, "soon": 0, "NaN": 0,
-		"86400": outlier.LongestPause, "1e300": outlier.LongestPause, "Inf": outlier.LongestPause,
-		"Sun, 22 Nov 2026 07:00:09 GMT": 9 * time.Second, "Sun, 22 Nov 2026 06:00:00 GMT": 0, "Sun, 22 Nov 2099 06:00:00 GMT": outlier.LongestPause,
+		"86400": health.LongestPause, "1e300": health.LongestPause, "Inf": health.LongestPause,
+		"Sun, 22 Nov 2026 07:00:09 GMT": 9 * time.Second, "Sun, 22 Nov 2026 06:00:00 GMT": 0, "Sun, 22 Nov 2099 06:00:00 GMT": health.LongestPause,
 	} {
 		pause, given := retryAfter(http.Header{"Retry-After": {text}}, now)
 		if pause != want || given != (text != "") {
@@ -351,7 +351,7 @@ func FuzzRetryAfter(f *testing.F) {
 		f.Add(text)
 	}
 	f.Fuzz(func(t *testing.T, text string) {
-		if pause, _ := retryAfter(http.Header{"Retry-After": {text}}, time.Unix(0, math.MaxInt64)); pause < 0 || pause > outlier.LongestPause {
+		if pause, _ := retryAfter(http.Header{"Retry-After": {text}}, time.Unix(0, math.MaxInt64)); pause < 0 || pause > health.LongestPause {
 			t.Errorf("%q: %s", text, pause)
 		}
 	})
@@ -384,7 +384,7 @@ func TestWhatADownWorkerHasIsAborted(t *testing.T) {
 		t.Run(test.name, func(t *testing.T) {
 			synctest.Test(t, func(t *testing.T) {
 				f := newMemoryFleet(t, "round-robin", test.serve, after(0))
-				f.proxy.budget = outlier.NewBudget(0)
+				f.proxy.budget = health.NewBudget(0)
 				for f.proxy.budget.Take("", time.Now()) == "" { // it does not count
 				}
 				type result struct {
@@ -643,7 +643,7 @@ func TestOutOfDescriptorsIsNobodysFault(t *testing.T) {
 	}
 	records, _ := f.router.Outliers()
 	for _, r := range records {
-		if r.State != outlier.StateIn || r.Row != 0 {
+		if r.State != health.StateIn || r.Row != 0 {
 			t.Errorf("%+v", r)
 		}
 	}

@@ -5,7 +5,7 @@ import (
 	"fmt"
 	"time"
 
-	"kvrouter/internal/outlier"
+	"kvrouter/internal/health"
 )
 
 // Settings are the flags of retries and of disaggregated requests.
@@ -15,7 +15,7 @@ type Settings struct {
 	DisaggHandoverTimeout   time.Duration `group:"Disaggregation" default:"60s" help:"Maximum time from the end of the prefill worker's answer to the first event of the decode worker's stream. With SGLang, an answer that is not streamed must be complete by then, plus 1 s for each token that the request allows (max_tokens); without such a limit only --request-timeout applies."`
 	EnforceDisagg           bool          `group:"Disaggregation" help:"Refuse requests whose prompt no prefill worker can compute, instead of sending them to a decode worker."`
 
-	outlier.RetrySettings
+	health.RetrySettings
 	MigrationLimit    int           `group:"Failing workers" default:"3" help:"Maximum number of times that a streamed answer is continued on another worker after its worker fails. 0 disables it."`
 	DrainMigrateAfter time.Duration `group:"Failing workers" default:"20s" help:"Time after which the streams of a cordoned or draining worker are continued on other workers. 0 lets them end there."`
 

@@ -11,7 +11,7 @@ import (
 	"net/url"
 	"time"
 
-	"kvrouter/internal/outlier"
+	"kvrouter/internal/health"
 	"kvrouter/internal/router"
 )
 
@@ -38,7 +38,7 @@ func (p *Proxy) Tunnel(w http.ResponseWriter, r *http.Request, header http.Heade
 		},
 		Transport: p.client.Transport,
 		ErrorHandler: func(_ http.ResponseWriter, _ *http.Request, err error) {
-			e := p.unanswered(target.Key.Worker, cause(ctx, err), outlier.Refused)
+			e := p.unanswered(target.Key.Worker, cause(ctx, err), health.Refused)
 			if failed = e; r.Context().Err() == nil {
 				decision.Booking.FailAs(e.kind, e.Error())
 				p.failed(target.Key.Worker)

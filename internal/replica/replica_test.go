@@ -15,8 +15,8 @@ import (
 	"go.uber.org/goleak"
 
 	"kvrouter/internal/guard"
+	"kvrouter/internal/health"
 	"kvrouter/internal/kv"
-	"kvrouter/internal/outlier"
 	"kvrouter/internal/router"
 	"kvrouter/internal/testkit"
 	"kvrouter/internal/testkit/routertest"
@@ -566,13 +566,13 @@ func TestEjectionsAreHintsToOtherRouters(t *testing.T) {
 			d.Booking.End()
 			d = all[0].book(t, testkit.PromptTokens(rand.IntN(1000), 5))
 		}
-		d.Booking.FailAs(outlier.Refused, "it is not there")
+		d.Booking.FailAs(health.Refused, "it is not there")
 	}
 	testkit.Eventually(t, 20*time.Second, "the other router holds the worker", func() bool {
 		records, _ := all[1].Outliers()
-		return slices.ContainsFunc(records, func(r outlier.Record) bool { return r.Worker.Worker == 0 && r.State == outlier.StateHeld })
+		return slices.ContainsFunc(records, func(r health.Record) bool { return r.Worker.Worker == 0 && r.State == health.StateHeld })
 	})
-	if records, _ := all[1].Outliers(); records[0].Until.After(time.Now().Add(testkit.Defaults[outlier.Settings]().EjectionTime)) {
+	if records, _ := all[1].Outliers(); records[0].Until.After(time.Now().Add(testkit.Defaults[health.Settings]().EjectionTime)) {
 		t.Errorf("it is held until %v", records[0].Until)
 	}
 	// Not of so many workers that too few are left.

@@ -6,8 +6,8 @@ import (
 	"testing"
 	"time"
 
+	"kvrouter/internal/health"
 	"kvrouter/internal/kv"
-	"kvrouter/internal/outlier"
 	"kvrouter/internal/policies"
 	"kvrouter/internal/testkit"
 )
@@ -97,7 +97,7 @@ func TestReadmitEndsAnEjection(t *testing.T) {
 		t.Errorf("it got %d of 40 requests, want its full share", got[1])
 	}
 	records, _ := r.Outliers()
-	if got := records[1]; got.State != outlier.StateIn || got.Row != 0 || !got.Since.Equal(*now) {
+	if got := records[1]; got.State != health.StateIn || got.Row != 0 || !got.Since.Equal(*now) {
 		t.Errorf("its record is %+v", got)
 	}
 	for _, unknown := range []func(uint64) error{r.Cordon, r.Readmit} {

@@ -13,9 +13,9 @@ import (
 	"testing"
 	"time"
 
+	"kvrouter/internal/health"
 	"kvrouter/internal/hints"
 	"kvrouter/internal/kv"
-	"kvrouter/internal/outlier"
 	"kvrouter/internal/policies"
 	"kvrouter/internal/policy"
 	"kvrouter/internal/testkit"
@@ -103,7 +103,7 @@ func TestEachDecisionFollowsFromItsReceipt(t *testing.T) {
 				if open = append(open, d.Booking); len(open) > 20 {
 					at := random.IntN(len(open))
 					if random.IntN(40) == 0 {
-						open[at].FailAs(outlier.Status, "answered 500")
+						open[at].FailAs(health.Status, "answered 500")
 					}
 					open[at].Finish(20)
 					open = slices.Delete(open, at, at+1)

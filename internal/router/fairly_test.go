@@ -12,8 +12,8 @@ import (
 	"pgregory.net/rapid"
 
 	"kvrouter/internal/fair"
+	"kvrouter/internal/health"
 	"kvrouter/internal/kv"
-	"kvrouter/internal/outlier"
 	"kvrouter/internal/policy"
 	"kvrouter/internal/radix"
 	"kvrouter/internal/testkit"
@@ -368,7 +368,7 @@ func TestTenantsAreListed(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	d.Booking.FailAs(outlier.Engine, "it broke")
+	d.Booking.FailAs(health.Engine, "it broke")
 	if got := r.Tenants(); len(got) != 0 {
 		t.Errorf("%+v", got)
 	}
@@ -663,7 +663,7 @@ func TestFairQueueServesEverybody(t *testing.T) {
 					case 1:
 						running[i].Finish(rapid.IntRange(0, 500).Draw(t, "output"))
 					default:
-						running[i].FailAs(outlier.Engine, "it broke")
+						running[i].FailAs(health.Engine, "it broke")
 						r.Readmit(running[i].Worker().Worker)
 					}
 					running = append(running[:i], running[i+1:]...)

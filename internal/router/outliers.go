@@ -7,14 +7,14 @@ import (
 	"slices"
 	"time"
 
+	"kvrouter/internal/health"
 	"kvrouter/internal/kv"
-	"kvrouter/internal/outlier"
 	"kvrouter/internal/policy"
 )
 
 // fault is how a worker failed a request.
 type fault struct {
-	kind    outlier.Kind
+	kind    health.Kind
 	why     string
 	counted bool // the worker is known to be down: it counts no more
 }
@@ -41,11 +41,11 @@ func (r *Router) filter(p *prompt, now time.Time) error {
 		}
 	}
 	panicking := r.outliers.TooMany(fail, all)
-	best, kept := outlier.Out+1, r.candidates[:0]
+	best, kept := health.Out+1, r.candidates[:0]
 	for _, c := range r.candidates { // kept is behind it
 		level := r.outliers.Level(c.Target.Key, now, r.random)
-		if level == outlier.Out && panicking {
-			level = outlier.In
+		if level == health.Out && panicking {
+			level = health.In
 		}
 		if level < best {
 			best, kept = level, kept[:0]
@@ -58,7 +58,7 @@ func (r *Router) filter(p *prompt, now time.Time) error {
 	if panicking {
 		r.preferWell(now)
 	}
-	if best == outlier.Held && len(p.Exclude) > 0 {
+	if best == health.Held && len(p.Exclude) > 0 {
 		return ErrNoWorker // the answer that is there is as good
 	}
 	return nil
@@ -66,7 +66,7 @@ func (r *Router) filter(p *prompt, now time.Time) error {
 
 // preferWell leaves the candidates of which the success rate is about that of the best.
 func (r *Router) preferWell(now time.Time) {
-	var best outlier.Rate
+	var best health.Rate
 	for i := range r.candidates {
 		if rate := r.outliers.SuccessRate(r.candidates[i].Target.Key, now); i == 0 || rate.Share > best.Share {
 			best = rate
@@ -170,12 +170,12 @@ func (r *Router) AskFailed(ctx context.Context, t kv.Target, asked time.Time) {
 	r.mu.Lock()
 	defer r.unlock()
 	client, _ := ctx.Value(clientKey{}).(string)
-	r.outliers.AskFailed(outlier.Attempt{Worker: t.Key, Generation: t.Generation, Sent: asked, Client: client}, r.now())
+	r.outliers.AskFailed(health.Attempt{Worker: t.Key, Generation: t.Generation, Sent: asked, Client: client}, r.now())
 }
 
 // Outliers returns the state of each worker that is up, by key, and whether the
 // panic threshold is exceeded, so that all are used.
-func (r *Router) Outliers() (list []outlier.Record, panicking bool) {
+func (r *Router) Outliers() (list []health.Record, panicking bool) {
 	r.mu.Lock()
 	defer r.unlock()
 	return r.outliers.Records(r.now()), r.outliers.Panic()
@@ -196,7 +196,7 @@ func (r *Router) Shunned() []kv.WorkerKey {
 }
 
 // Outlier returns the state of w; not ok: it is not up.
-func (r *Router) Outlier(w kv.WorkerKey) (record outlier.Record, ok bool) {
+func (r *Router) Outlier(w kv.WorkerKey) (record health.Record, ok bool) {
 	r.mu.Lock()
 	defer r.unlock()
 	return r.outliers.Record(w, r.now())
@@ -210,12 +210,12 @@ func (r *Router) Discredited() int {
 }
 
 // attempt is the booking as the detector sees it.
-func (b *Booking) attempt() outlier.Attempt {
-	return outlier.Attempt{Worker: b.worker, Generation: b.generation, Sent: b.sent, Trial: b.trial, Client: b.client}
+func (b *Booking) attempt() health.Attempt {
+	return health.Attempt{Worker: b.worker, Generation: b.generation, Sent: b.sent, Trial: b.trial, Client: b.client}
 }
 
 // class is the kind of wait for the request's first byte.
-func (b *Booking) class() outlier.Class { return outlier.ClassOf(b.leg, b.answeredWhole) }
+func (b *Booking) class() health.Class { return health.ClassOf(b.leg, b.answeredWhole) }
 
 // answerBegins notes that the answer's first byte has come. The caller holds the
 // lock.
@@ -237,7 +237,7 @@ func (r *Router) judge(b *Booking, how policy.Ending, now time.Time) {
 		}
 		r.outliers.Succeeded(b.attempt(), now)
 	case how == policy.Failed && b.fault == nil:
-		r.outliers.Failed(b.attempt(), outlier.Reported, "as its client reports", now)
+		r.outliers.Failed(b.attempt(), health.Reported, "as its client reports", now)
 	case how == policy.Failed && !b.fault.counted:
 		r.outliers.Failed(b.attempt(), b.fault.kind, b.fault.why, now)
 	default:
@@ -247,7 +247,7 @@ func (r *Router) judge(b *Booking, how policy.Ending, now time.Time) {
 
 // FailAs ends the booking of a request that failed on its worker; why describes the
 // failure. It reports whether the worker is now ejected, also for this request's client.
-func (b *Booking) FailAs(kind outlier.Kind, why string) (out bool) {
+func (b *Booking) FailAs(kind health.Kind, why string) (out bool) {
 	b.locked(func(r *Router, now time.Time) {
 		b.fault = &fault{kind: kind, why: why}
 		r.finish(b, policy.Failed, 0, now)
@@ -273,7 +273,7 @@ func (b *Booking) Leave() {
 	b.locked(func(r *Router, now time.Time) {
 		how := policy.Abandoned
 		if wait := now.Sub(b.sent); !b.computed && !b.ended.Load() && b.leg != kv.LegDecode && r.outliers.LeftInVain(b.attempt(), b.class(), b.queued, wait, now) {
-			how, b.fault = policy.Failed, &fault{kind: outlier.Left, why: "a client disconnected after waiting " + wait.Round(time.Millisecond).String() + " for the first byte"}
+			how, b.fault = policy.Failed, &fault{kind: health.Left, why: "a client disconnected after waiting " + wait.Round(time.Millisecond).String() + " for the first byte"}
 		}
 		r.finish(b, how, 0, now)
 	})
@@ -345,7 +345,7 @@ func (b *Booking) Stalled(silent, gap time.Duration, ahead []*Booking) (stuck bo
 // FirstLook returns the time from sending the request to the first call of Silent.
 // Not ok: never, because a decode leg may wait for its prefill leg.
 func (b *Booking) FirstLook() (after time.Duration, ok bool) {
-	return outlier.FirstLook(b.trial), b.leg != kv.LegDecode
+	return health.FirstLook(b.trial), b.leg != kv.LegDecode
 }
 
 // IsTrial reports whether the request is the trial of an ejected worker.

@@ -10,8 +10,8 @@ import (
 	"testing"
 	"time"
 
+	"kvrouter/internal/health"
 	"kvrouter/internal/kv"
-	"kvrouter/internal/outlier"
 	"kvrouter/internal/policies"
 	"kvrouter/internal/policy"
 	"kvrouter/internal/testkit"
@@ -35,7 +35,7 @@ func eject(t testing.TB, r *Router, worker uint64) {
 	t.Helper()
 	for range 3 {
 		d := MustRoute(t, r, Request{Pinned: &kv.WorkerKey{Worker: worker}})
-		d.Booking.FailAs(outlier.Status, "answered 500")
+		d.Booking.FailAs(health.Status, "answered 500")
 	}
 	if !r.outliers.Ejected(kv.WorkerKey{Worker: worker}, r.now()) {
 		t.Fatalf("worker %d is in after three failures", worker)
@@ -80,7 +80,7 @@ func TestAtMostHalfOfThemAreOut(t *testing.T) {
 	r, now := newWatchedRouter(t, "round-robin", 4)
 	fail := func(worker uint64, n int) {
 		for range n {
-			MustRoute(t, r, Request{Pinned: &kv.WorkerKey{Worker: worker}}).Booking.FailAs(outlier.Status, "answered 500")
+			MustRoute(t, r, Request{Pinned: &kv.WorkerKey{Worker: worker}}).Booking.FailAs(health.Status, "answered 500")
 		}
 	}
 	succeed := func(worker uint64) {
@@ -171,7 +171,7 @@ func TestOneRequestIsOnTrial(t *testing.T) {
 	if got := chosen(t, r, 10, Request{}); got[2] != 0 {
 		t.Errorf("beside the trial it got %d", got[2])
 	}
-	if out := trial.Booking.FailAs(outlier.Status, "answered 500"); !out {
+	if out := trial.Booking.FailAs(health.Status, "answered 500"); !out {
 		t.Error("it is in after a trial that failed")
 	}
 	*now = now.Add(10 * time.Second)
@@ -341,7 +341,7 @@ func TestAFailingWorkerLosesLittleAndIsBackInTime(t *testing.T) {
 						if tries == 0 {
 							first++
 						}
-						d.Booking.FailAs(outlier.Status, "answered 500")
+						d.Booking.FailAs(health.Status, "answered 500")
 						if exclude = append(exclude, worker); tries == 2 {
 							lost++
 							break
@@ -379,7 +379,7 @@ func TestAPromptStaysWholeWhileAllPrefillWorkersAreOut(t *testing.T) {
 		if err != nil || pair.Whole != "" {
 			t.Fatalf("%q, %v", pair.Whole, err)
 		}
-		pair.Prefill.Booking.FailAs(outlier.Refused, "refused")
+		pair.Prefill.Booking.FailAs(health.Refused, "refused")
 		pair.End()
 	}
 	pair, err := r.RoutePair(t.Context(), prompt, PairRule{})

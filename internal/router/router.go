@@ -18,9 +18,9 @@ import (
 	"time"
 
 	"kvrouter/internal/fair"
+	"kvrouter/internal/health"
 	"kvrouter/internal/hints"
 	"kvrouter/internal/kv"
-	"kvrouter/internal/outlier"
 	"kvrouter/internal/policy"
 	"kvrouter/internal/radix"
 )
@@ -152,7 +152,7 @@ type Settings struct {
 	HoldSettings
 	SaturationSettings
 	BusyThresholds
-	outlier.Settings
+	health.Settings
 }
 
 // Validate checks the settings; its errors name the flag.
@@ -195,7 +195,7 @@ type Router struct {
 	several     bool         // more than one has been up at once
 	targetLoads []targetLoad // for each of targets
 	loads       *loads
-	outliers    *outlier.Detector
+	outliers    *health.Detector
 	policy      policy.Policy
 	random      *rand.Rand
 	candidates  []policy.Candidate   // reused by every decision
@@ -288,7 +288,7 @@ func New(settings Settings, deps Deps) *Router {
 		traits:      deps.Policy.Traits(),
 		scratch:     sync.Pool{New: func() any { return new(workspace) }},
 		loads:       newLoads(),
-		outliers:    outlier.New(settings.Settings),
+		outliers:    health.New(settings.Settings),
 		policy:      deps.Policy,
 		random:      rand.New(rand.NewPCG(deps.Seed, deps.Seed)),
 		cordoned:    map[uint64]time.Time{},

@@ -187,7 +187,7 @@ func (r *Router) TakeSession(b SessionBinding) (took bool) {
 }
 
 // TakeEjection records that another router has ejected a worker for that time. It
-// is a hint, see outlier.Detector.Hint. It reports whether anything changed.
+// is a hint, see health.Detector.Hint. It reports whether anything changed.
 func (r *Router) TakeEjection(w kv.WorkerKey, long time.Duration) (took bool) {
 	r.mu.Lock()
 	defer r.unlock()

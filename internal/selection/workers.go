@@ -15,8 +15,8 @@ import (
 	"github.com/gin-gonic/gin"
 
 	"kvrouter/internal/events"
+	"kvrouter/internal/health"
 	"kvrouter/internal/kv"
-	"kvrouter/internal/outlier"
 	"kvrouter/internal/policy"
 	"kvrouter/internal/workers"
 )
@@ -305,16 +305,16 @@ type failureRecord struct {
 }
 
 // failuresOf combines the records of each worker's ranks, by worker.
-func failuresOf(records []outlier.Record) map[uint64]*failureRecord {
-	states := []string{outlier.StateIn, outlier.StateBack, outlier.StateHeld, outlier.StateOut}
+func failuresOf(records []health.Record) map[uint64]*failureRecord {
+	states := []string{health.StateIn, health.StateBack, health.StateHeld, health.StateOut}
 	all := make(map[uint64]*failureRecord, len(records))
 	for i := range records {
 		r := &records[i]
 		one := failureRecord{State: r.State, Row: r.Row, SuccessRate: r.SuccessRate}
 		switch r.State {
-		case outlier.StateOut:
+		case health.StateOut:
 			one.Reason, one.Until = r.Reason.String(), &r.Until
-		case outlier.StateHeld:
+		case health.StateHeld:
 			one.HeldUntil = &r.Until
 		}
 		for _, n := range r.Ejections {
@@ -463,7 +463,7 @@ func (s *Service) recordOf(id uint64) WorkerRecord {
 	}
 	up := false
 	router := s.models.For(id).Router
-	var failures []outlier.Record
+	var failures []health.Record
 	for _, t := range router.Ranks(id) {
 		up = !t.Cordoned
 		if record, ok := router.Outlier(t.Key); ok {

@@ -10,7 +10,7 @@ import (
 	"strings"
 	"time"
 
-	"kvrouter/internal/outlier"
+	"kvrouter/internal/health"
 )
 
 // Kinds of faults.
@@ -134,9 +134,9 @@ func (s *simulator) deliver(flight *flight) {
 	}
 	switch f.kind {
 	case faultError:
-		s.failed(flight, outlier.Status, "answered 500 Internal Server Error")
+		s.failed(flight, health.Status, "answered 500 Internal Server Error")
 	case faultRefuse:
-		s.failed(flight, outlier.Refused, "connection refused")
+		s.failed(flight, health.Refused, "connection refused")
 	default:
 		f.held = append(f.held, flight)
 		s.watch(flight)
@@ -265,7 +265,7 @@ func (s *simulator) noteHealth(worker int) {
 		for _, r := range s.routers {
 			records, _ := r.Outliers()
 			state := records[worker].State
-			out, in = out && state == outlier.StateOut, in && (state == outlier.StateIn || state == outlier.StateBack)
+			out, in = out && state == health.StateOut, in && (state == health.StateIn || state == health.StateBack)
 		}
 		switch {
 		case out && !f.out && s.now <= f.until:

@@ -17,7 +17,7 @@ import (
 	"github.com/alecthomas/kong"
 	"github.com/goccy/go-yaml"
 
-	"kvrouter/internal/outlier"
+	"kvrouter/internal/health"
 	"kvrouter/internal/policies"
 	"kvrouter/internal/router"
 )
@@ -60,16 +60,16 @@ type gridLimits struct {
 
 // gridPolicy is a policy with settings, under a name of its own.
 type gridPolicy struct {
-	Label          string                `kong:"-"`
-	Name           string                `arg:""`
-	Scoring        policies.Settings     `embed:""`
-	Index          router.IndexSettings  `embed:""`
-	Routing        router.Settings       `embed:""`
-	Retry          outlier.RetrySettings `embed:""`
-	SyntheticHints bool                  `default:"true" negatable:""`
-	TierEvents     bool                  `default:"true" negatable:""`
-	Pulls          bool                  `default:"true" negatable:""`
-	TenantCost     string                `default:"work" enum:"work,prompt,request"`
+	Label          string               `kong:"-"`
+	Name           string               `arg:""`
+	Scoring        policies.Settings    `embed:""`
+	Index          router.IndexSettings `embed:""`
+	Routing        router.Settings      `embed:""`
+	Retry          health.RetrySettings `embed:""`
+	SyntheticHints bool                 `default:"true" negatable:""`
+	TierEvents     bool                 `default:"true" negatable:""`
+	Pulls          bool                 `default:"true" negatable:""`
+	TenantCost     string               `default:"work" enum:"work,prompt,request"`
 }
 
 // gridRow is one load with what comes of it.

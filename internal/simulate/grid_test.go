@@ -12,7 +12,7 @@ import (
 	"testing"
 	"time"
 
-	"kvrouter/internal/outlier"
+	"kvrouter/internal/health"
 	"kvrouter/internal/policies"
 	"kvrouter/internal/router"
 	"kvrouter/internal/testkit"
@@ -181,7 +181,7 @@ func TestAGridTellsOfEachRunWhatItGivesAlone(t *testing.T) {
 			t.Fatal(err)
 		}
 		report := mustRun(t, Simulation{
-			Requests: requests, Policy: "kv", Scoring: tuned, Index: testkit.Defaults[router.IndexSettings](), Routing: testkit.Defaults[router.Settings](), Retry: testkit.Defaults[outlier.RetrySettings](), Workers: 2, Engine: testkit.Engine(), Concurrency: 10, Speedup: 1, Seed: seed,
+			Requests: requests, Policy: "kv", Scoring: tuned, Index: testkit.Defaults[router.IndexSettings](), Routing: testkit.Defaults[router.Settings](), Retry: testkit.Defaults[health.RetrySettings](), Workers: 2, Engine: testkit.Engine(), Concurrency: 10, Speedup: 1, Seed: seed,
 		})
 		want.TTFT += report.TTFT.Mean / 2
 		want.EndToEnd += report.EndToEnd.Mean / 2

@@ -7,9 +7,9 @@ import (
 	"time"
 
 	"kvrouter/internal/engine"
+	"kvrouter/internal/health"
 	"kvrouter/internal/hints"
 	"kvrouter/internal/kv"
-	"kvrouter/internal/outlier"
 	"kvrouter/internal/router"
 )
 
@@ -47,7 +47,7 @@ type simRequest struct {
 	spared  bool            // it is served though it was to be shed
 	counts  bool            // in simulator.inFlight
 
-	tries   outlier.Tries
+	tries   health.Tries
 	exclude []uint64          // workers that have failed it
 	same    []*router.Booking // those that failed it with an answer
 	moved   bool              // it was taken off a stuck worker
@@ -225,12 +225,12 @@ func (s *simulator) refused(e *simRequest, err error) {
 }
 
 // failed ends a flight that its worker failed before the first byte of its answer.
-func (s *simulator) failed(f *flight, kind outlier.Kind, why string) {
+func (s *simulator) failed(f *flight, kind health.Kind, why string) {
 	e := f.simulated
 	s.land(f)
 	out := f.booking.FailAs(kind, why)
 	e.exclude = append(e.exclude, uint64(f.worker))
-	if kind == outlier.Status {
+	if kind == health.Status {
 		e.same = append(e.same, f.booking)
 	}
 	again := s.mayRetry(e, out)

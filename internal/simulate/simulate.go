@@ -15,8 +15,8 @@ import (
 	"time"
 
 	"kvrouter/internal/engine"
+	"kvrouter/internal/health"
 	"kvrouter/internal/kv"
-	"kvrouter/internal/outlier"
 	"kvrouter/internal/policies"
 	"kvrouter/internal/policy"
 	"kvrouter/internal/radix"
@@ -126,7 +126,7 @@ type Simulation struct {
 	WithoutPulls     bool                  // workers do not pull
 	UnpublishedTiers bool                  // the router does not know what they hold
 	Routing          router.Settings
-	Retry            outlier.RetrySettings
+	Retry            health.RetrySettings
 	Priority         PrioritySettings
 	Faults           []string       // in the format of --faults
 	Tenants          []*tenantGroup // of the requests, for the report; none: there are none
@@ -156,7 +156,7 @@ type simulator struct {
 	ledger  []*flight   // that were answered
 	err     error
 
-	budgets    []*outlier.Budget    // of the routers
+	budgets    []*health.Budget     // of the routers
 	later      int                  // calls of after
 	decided    []decidedRequest     // that have left the queue
 	waits      []float64            // in the queue, ms
@@ -414,7 +414,7 @@ func newSimulator(s Simulation, choosers ...policy.Policy) *simulator {
 		index := router.NewIndex(s.Index, s.Policy, s.Scoring.Settings, s.Engine.BlockSize, run.clock)
 		run.indexes = append(run.indexes, index)
 		run.routers = append(run.routers, router.New(s.Routing, router.Deps{Index: index, Policy: chooser, BlockSize: s.Engine.BlockSize, Seed: s.Seed + uint64(i), Now: run.clock}))
-		run.budgets = append(run.budgets, outlier.NewBudget(s.Retry.RetryBudget))
+		run.budgets = append(run.budgets, health.NewBudget(s.Retry.RetryBudget))
 	}
 	blocks := s.Engine.Blocks
 	if s.UntoldCache {

@@ -9,8 +9,8 @@ import (
 	"testing"
 	"time"
 
+	"kvrouter/internal/health"
 	"kvrouter/internal/kv"
-	"kvrouter/internal/outlier"
 	"kvrouter/internal/policies"
 	"kvrouter/internal/radix"
 	"kvrouter/internal/router"
@@ -82,7 +82,7 @@ func loadTraces(t testing.TB) map[string][]TraceRequest {
 // simulation is a run with 8 workers of the default engine; a load from 64 on is
 // a number of requests in flight, a smaller one a speedup.
 func simulation(requests []TraceRequest, rule string, load float64) Simulation {
-	s := Simulation{Requests: requests, Policy: rule, Scoring: testkit.Defaults[policies.Settings](), Index: testkit.Defaults[router.IndexSettings](), Routing: testkit.Defaults[router.Settings](), Retry: testkit.Defaults[outlier.RetrySettings](), Workers: 8, Engine: testkit.Engine(), Seed: 1}
+	s := Simulation{Requests: requests, Policy: rule, Scoring: testkit.Defaults[policies.Settings](), Index: testkit.Defaults[router.IndexSettings](), Routing: testkit.Defaults[router.Settings](), Retry: testkit.Defaults[health.RetrySettings](), Workers: 8, Engine: testkit.Engine(), Seed: 1}
 	if load >= 64 {
 		s.Concurrency = int(load)
 	} else {

@@ -18,8 +18,8 @@ import (
 
 	"kvrouter/internal/events"
 	"kvrouter/internal/guard"
+	"kvrouter/internal/health"
 	"kvrouter/internal/kv"
-	"kvrouter/internal/outlier"
 	"kvrouter/internal/policies"
 	"kvrouter/internal/process"
 	"kvrouter/internal/proxy"
@@ -319,10 +319,10 @@ type observer struct {
 func (o observer) failed(worker uint64) {
 	n := o.n
 	list, panicking := n.router.Outliers()
-	at := slices.IndexFunc(list, func(r outlier.Record) bool { return r.Worker.Worker == worker })
+	at := slices.IndexFunc(list, func(r health.Record) bool { return r.Worker.Worker == worker })
 	n.mu.Lock()
 	defer n.mu.Unlock()
-	n.asks[worker] = panicking || at >= 0 && (list[at].State == outlier.StateIn || list[at].State == outlier.StateBack)
+	n.asks[worker] = panicking || at >= 0 && (list[at].State == health.StateIn || list[at].State == health.StateBack)
 }
 
 // Retried implements proxy.Observer.
@@ -358,8 +358,8 @@ func (n *node) spend(worker uint64) {
 	// follows from the worker's state after the failure, which another request may have
 	// changed: up to misread are taken for retries that count.
 	const misread = 2
-	const span = outlier.BudgetSeconds * time.Second
-	if retries, most := within(n.retries, span-time.Second), outlier.BudgetLeast+n.world.defaults.proxy.RetryBudget*float64(within(n.asked, span)); float64(retries) >= most+1+misread {
+	const span = health.BudgetSeconds * time.Second
+	if retries, most := within(n.retries, span-time.Second), health.BudgetLeast+n.world.defaults.proxy.RetryBudget*float64(within(n.asked, span)); float64(retries) >= most+1+misread {
 		n.world.fail("%s: %d retries within %s, at most %.1f are allowed", n.host, retries, span, most)
 	}
 }

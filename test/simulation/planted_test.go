@@ -52,7 +52,7 @@ var bugs = []planted{
 
 	{"routers do not ask for bookings again", "internal/replica/books.go",
 		"\treturn ask\n", "\treturn 0\n"},
-	{"the retry budget denies nothing", "internal/outlier/budget.go",
+	{"the retry budget denies nothing", "internal/health/budget.go",
 		"if denied := b.denied(s, at); denied != \"\" {", "if denied := b.denied(s, at); false {"},
 }
 

@@ -5,8 +5,8 @@ import (
 	"slices"
 	"time"
 
+	"kvrouter/internal/health"
 	"kvrouter/internal/kv"
-	"kvrouter/internal/outlier"
 	"kvrouter/internal/router"
 )
 
@@ -62,7 +62,7 @@ func (n *node) calm(session string) (c calmness) {
 	c.at, c.well = time.Now(), true
 	list, _ := n.router.Outliers()
 	for _, record := range list {
-		c.well = c.well && record.State == outlier.StateIn
+		c.well = c.well && record.State == health.StateIn
 		if record.Row > 0 || record.SuccessRate < 1 {
 			c.spotted = append(c.spotted, record.Worker.Worker)
 		}

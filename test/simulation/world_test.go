@@ -16,8 +16,8 @@ import (
 	"github.com/zeebo/xxh3"
 
 	"kvrouter/internal/events"
+	"kvrouter/internal/health"
 	"kvrouter/internal/kv"
-	"kvrouter/internal/outlier"
 )
 
 // world is one simulation.
@@ -494,7 +494,7 @@ func (w *world) unwell() string {
 	for _, n := range w.nodes {
 		list, _ := n.router.Outliers()
 		for _, record := range list {
-			if record.State != outlier.StateIn && !w.passedOver(int(record.Worker.Worker)) {
+			if record.State != health.StateIn && !w.passedOver(int(record.Worker.Worker)) {
 				return fmt.Sprintf("%s has worker %d as %s: %s", n.host, record.Worker.Worker, record.State, record.Why)
 			}
 		}

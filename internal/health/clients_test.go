@@ -1,4 +1,4 @@
-package outlier
+package health
 
 import (
 	"fmt"

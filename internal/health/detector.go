@@ -1,9 +1,9 @@
-// Package outlier ejects failing workers. It compares the results of each worker's last
+// Package health ejects failing workers. It compares the results of each worker's last
 // requests with those of the others, and decides which workers may get new requests. A
 // failing one is ejected for a time, then gets one request on trial, then a growing
 // share. While all fail (alike.go), only one that is clearly worse is ejected. The method
 // follows Envoy's outlier detection and slow start.
-package outlier
+package health
 
 import (
 	"errors"

@@ -1,4 +1,4 @@
-package outlier
+package health
 
 // Kind is the kind of a worker's failure.
 type Kind uint8
