@@ -57,7 +57,7 @@ func (a *API) infer(c *gin.Context, path string, kind tokens.Kind) {
 	if !r.read(c) {
 		return
 	}
-	r.findPrompt()
+	r.findPrompt(c.Request.URL.Path)
 	r.stays(c.Request.Header)
 	if r.empty {
 		a.fail(c, http.StatusBadRequest, "", "the prompt must contain at least one token")
