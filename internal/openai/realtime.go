@@ -26,8 +26,12 @@ func (a *API) realtime(c *gin.Context) {
 	r.ctx = router.ForClient(r.ctx, r.client)
 	a.observers.began(c.Request, x)
 	defer func() { r.finish(c.Writer.Status()) }()
-	if c.Request.Header.Get("Upgrade") == "" {
+	switch header := c.Request.Header; {
+	case header.Get("Upgrade") == "":
 		a.fail(c, http.StatusUpgradeRequired, "", "open a WebSocket connection")
+		return
+	case !web.Names(header["Upgrade"], "websocket") || !web.Names(header["Connection"], "upgrade"):
+		a.fail(c, http.StatusBadRequest, "", `the headers of a WebSocket connection are "Connection: Upgrade" and "Upgrade: websocket"`)
 		return
 	}
 	model, known, err := a.models.Find(r.ctx, router.Need{Model: x.Model, Whole: true})

@@ -13,7 +13,6 @@ import (
 	"fmt"
 	"io"
 	"log/slog"
-	"net"
 	"net/http"
 	"slices"
 	"strconv"
@@ -82,7 +81,7 @@ type Upstream struct {
 func (p *Proxy) request(ctx context.Context, u *Upstream, t kv.Target) (*http.Request, error) {
 	request, err := http.NewRequestWithContext(ctx, u.Method, t.URL+u.Path, nil)
 	if err != nil {
-		return nil, err
+		return nil, fmt.Errorf("%w: %w", web.ErrUnsendable, err)
 	}
 	request.Header = p.header(u.Header, t)
 	if t.Kind == kv.KindRouter && u.Below != nil {
@@ -436,10 +435,7 @@ func OutOfDescriptors(err error) bool {
 }
 
 // unsent reports whether a request failed with err before a worker could have got it.
-func unsent(err error) bool {
-	var connecting *net.OpError
-	return errors.As(err, &connecting) && connecting.Op == "dial"
-}
+func unsent(err error) bool { return web.Undialed(err) || errors.Is(err, web.ErrUnsendable) }
 
 // askTimeout bounds a short question to a worker, and askLimit its answer (bytes).
 const (

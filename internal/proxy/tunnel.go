@@ -17,7 +17,9 @@ import (
 
 // Tunnel passes a WebSocket connection to the decided worker and back until one side
 // closes it, or no byte comes for --request-timeout. The booking of the decision ends with
-// it. An error means that the worker could not be reached, and nothing was written to w.
+// it. An error means that the worker could not be reached, and nothing was written to w. Only a
+// refused connection counts as the worker's failure: what else ends a connection before its first
+// byte, a client can cause by its headers.
 func (p *Proxy) Tunnel(w http.ResponseWriter, r *http.Request, header http.Header, decision router.Decision) (failed error) {
 	defer decision.Booking.End()
 	target := decision.Target
@@ -28,9 +30,8 @@ func (p *Proxy) Tunnel(w http.ResponseWriter, r *http.Request, header http.Heade
 	ctx, cancel := context.WithCancelCause(r.Context())
 	defer cancel(nil)
 	header = p.header(header, target)
-	for _, name := range []string{"Connection", "Upgrade"} {
-		header.Set(name, r.Header.Get(name))
-	}
+	header.Set("Connection", "Upgrade")
+	header.Set("Upgrade", "websocket")
 	tunnel := httputil.ReverseProxy{
 		Rewrite: func(out *httputil.ProxyRequest) {
 			out.SetURL(to)
@@ -39,14 +40,19 @@ func (p *Proxy) Tunnel(w http.ResponseWriter, r *http.Request, header http.Heade
 		Transport: p.client.Transport,
 		ErrorHandler: func(_ http.ResponseWriter, _ *http.Request, err error) {
 			e := p.unanswered(target.Key.Worker, cause(ctx, err), health.Refused)
-			if failed = e; r.Context().Err() == nil {
-				decision.Booking.FailAs(e.kind, e.Error())
-				p.failed(target.Key.Worker)
+			if failed = e; r.Context().Err() != nil {
+				return
 			}
+			if e.kind == health.Refused {
+				decision.Booking.FailAs(e.kind, e.Error())
+			}
+			p.failed(target.Key.Worker)
 		},
 		ErrorLog: log.New(io.Discard, "", 0),
 	}
-	tunnel.ServeHTTP(&watchedWriter{ResponseWriter: w, idle: p.settings.RequestTimeout, cancel: cancel}, r.WithContext(ctx))
+	upgrade := r.WithContext(ctx)
+	upgrade.Header = header
+	tunnel.ServeHTTP(&watchedWriter{ResponseWriter: w, idle: p.settings.RequestTimeout, cancel: cancel}, upgrade)
 	return failed
 }
 
