@@ -121,8 +121,13 @@ func (c *readableConn) Write(b []byte) (int, error) {
 	return n, err
 }
 
-// NetConn returns the connection below, as that of tls.Conn does.
-func (c *readableConn) NetConn() net.Conn { return c.Conn }
+// SyscallConn implements syscall.Conn.
+func (c *readableConn) SyscallConn() (syscall.RawConn, error) {
+	if raw, ok := c.Conn.(syscall.Conn); ok {
+		return raw.SyscallConn()
+	}
+	return nil, http.ErrNotSupported
+}
 
 // CloseWrite ends the stream to the peer.
 func (c *readableConn) CloseWrite() error {
