@@ -189,14 +189,27 @@ func (a *API) workers() []kv.Target {
 
 // question is a client's short request as it goes to workers.
 func (a *API) question(c *gin.Context, body []byte) proxy.Question {
-	return proxy.Question{Method: c.Request.Method, Path: c.Request.URL.RequestURI(), Header: proxy.ClientHeader(c.Request.Header, web.RequestID(c), false, a.keys.Asks()), Body: body}
+	return proxy.Question{Method: c.Request.Method, Path: c.Request.URL.RequestURI(), Header: proxy.ClientHeader(c.Request.Header, a.engineID(a.keys.Of(c), web.RequestID(c)), false, a.keys.Asks()), Body: body}
+}
+
+// administers reports whether a client may do to the workers what affects all clients. If not, it
+// has been answered.
+func (a *API) administers(c *gin.Context, what string) bool {
+	switch {
+	case !a.settings.AllowEngineAdmin:
+		a.fail(c, http.StatusForbidden, "", what+" is disabled: start the router with --allow-engine-admin")
+	case !a.keys.Of(c).Trusted:
+		a.fail(c, http.StatusForbidden, "", what+" affects all clients: use a key with trust-hints")
+	default:
+		return true
+	}
+	return false
 }
 
 // admin sends an administration request to every worker and reports what each
 // answered; the status is the worst of theirs.
 func (a *API) admin(c *gin.Context) {
-	if !a.settings.AllowEngineAdmin {
-		a.fail(c, http.StatusForbidden, "", "engine administration is disabled: start the router with --allow-engine-admin")
+	if !a.administers(c, "engine administration") {
 		return
 	}
 	body, ok := a.body(c)
