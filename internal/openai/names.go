@@ -55,12 +55,3 @@ func scoped(owner keys.Owner, given gjson.Result) (name string, ok bool) {
 	}
 	return string(append(list, ']')), ok
 }
-
-// engineID returns the id by which workers know a request of that id. Those of several clients are
-// kept apart: engines refuse an id that is in use.
-func (a *API) engineID(caller *keys.Caller, id string) string {
-	if !a.keys.Several() {
-		return id
-	}
-	return caller.Owner().Scoped(id)
-}
