@@ -188,7 +188,7 @@ func (a *API) workers() []kv.Target {
 
 // question is a client's short request as it goes to workers.
 func (a *API) question(c *gin.Context, body []byte) proxy.Question {
-	return proxy.Question{Method: c.Request.Method, Path: c.Request.URL.RequestURI(), Header: proxy.ClientHeader(c.Request.Header, web.RequestID(c), false, a.keys.Asks()), Body: body}
+	return proxy.Question{Method: c.Request.Method, Path: c.Request.URL.RequestURI(), Header: a.header(c.Request.Header, a.keys.Of(c), web.RequestID(c), false), Body: body}
 }
 
 // admin sends an administration request to every worker and reports what each
@@ -196,6 +196,10 @@ func (a *API) question(c *gin.Context, body []byte) proxy.Question {
 func (a *API) admin(c *gin.Context) {
 	if !a.settings.AllowEngineAdmin {
 		a.fail(c, http.StatusForbidden, "", "engine administration is disabled: start the router with --allow-engine-admin")
+		return
+	}
+	if !a.keys.Of(c).Trusted {
+		a.fail(c, http.StatusForbidden, "", "engine administration changes the answers of all clients: use a key with trust-hints: true")
 		return
 	}
 	body, ok := a.body(c)

@@ -86,7 +86,7 @@ func (r *inference) stays(header http.Header) {
 func (r *inference) find(id string, header http.Header) (worker uint64, found bool) {
 	ctx, cancel := context.WithTimeout(r.ctx, findTimeout)
 	defer cancel()
-	q := proxy.Question{Method: http.MethodGet, Path: proxy.ResponsesRoute + "/" + url.PathEscape(id), Header: proxy.ClientHeader(header, r.exchange.ID, false, r.api.keys.Asks())}
+	q := proxy.Question{Method: http.MethodGet, Path: proxy.ResponsesRoute + "/" + url.PathEscape(id), Header: r.api.header(header, r.caller, r.exchange.ID, false)}
 	q.Header.Del("Content-Type")
 	targets := slices.DeleteFunc(kv.OnePerWorker(r.model.Router.Targets()), func(t kv.Target) bool { return t.Role == kv.RolePrefill })
 	r.api.proxy.AskAll(ctx, targets, q, func(a proxy.Answer) bool {
