@@ -52,6 +52,9 @@ type Hints struct {
 	FromAbove      bool          // it has HeaderRouted: a router above has sent it, or a client says so
 }
 
+// headerPriority is the priority of a request in vLLM's own queue.
+const headerPriority = "X-Vllm-Priority"
+
 // Session returns the name of a request's session, from the header of that name,
 // otherwise from the cookie; empty: none. Either name may be empty.
 func Session(header http.Header, name, cookie string) (session string) {

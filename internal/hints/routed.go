@@ -38,6 +38,12 @@ type Routed struct {
 // DropUntrusted removes the headers that are honored of trusted clients only: a worker may be a
 // router that honors them, too.
 func DropUntrusted(header http.Header) {
+	header.Del(headerPriority)
+	dropSigned(header)
+}
+
+// dropSigned removes the headers that Sign sets, or that name workers of this router.
+func dropSigned(header http.Header) {
 	for _, name := range []string{HeaderPinnedWorker, HeaderPinnedRank, HeaderPinnedPrefill, headerPrefillRank, HeaderFairness, HeaderGatewayFairness, HeaderTTFT, HeaderTPOT, headerOutput} {
 		header.Del(name)
 	}
@@ -46,7 +52,7 @@ func DropUntrusted(header http.Header) {
 // Sign sets the headers of the request in place of the client's. now is by the clock of Deadline:
 // what is told is the time that is left.
 func (r Routed) Sign(header http.Header, now time.Time) {
-	DropUntrusted(header)
+	dropSigned(header)
 	header.Set(HeaderRouted, "1")
 	header.Set(HeaderClass, r.Class.String())
 	if r.Tenant != "" && !strings.ContainsFunc(r.Tenant, unicode.IsControl) {

@@ -8,6 +8,7 @@ import (
 	"github.com/gin-gonic/gin"
 	"github.com/tidwall/gjson"
 
+	"kvrouter/internal/jsonbody"
 	"kvrouter/internal/proxy"
 	"kvrouter/internal/tokens"
 )
@@ -20,6 +21,13 @@ func (a *API) tokenized(serve func(*tokens.Source, context.Context, []byte) ([]b
 			return
 		}
 		defer a.bodies.Done(body)
+		parsed, ok := jsonbody.Parse(body)
+		if !ok {
+			parsed = &jsonbody.Body{Raw: body}
+		}
+		if !a.undirected(c, parsed) {
+			return
+		}
 		m, _ := a.models.Of(gjson.GetBytes(body, "model").String())
 		answer, err := serve(m.Tokens, c.Request.Context(), body)
 		var bad *tokens.BadRequest

@@ -17,7 +17,7 @@ import (
 const realtimeRoute = "/v1/realtime"
 
 // realtime passes a WebSocket connection to the least loaded worker of the model that the
-// query names. What passes on it is not read.
+// query names. What passes on it is read for directives only.
 func (a *API) realtime(c *gin.Context) {
 	caller := a.keys.Of(c)
 	x := &proxy.Exchange{ID: web.RequestID(c), Route: realtimeRoute, Worker: kv.NoWorker, Arrived: time.Now(), Trusted: caller.Trusted, Model: c.Query("model")}
@@ -45,7 +45,7 @@ func (a *API) realtime(c *gin.Context) {
 		var decision router.Decision
 		if decision, err = r.Route(nil); err == nil {
 			x.Decision, x.Worker = decision, a.models.Names().Label(decision.Target.Key.Worker)
-			err = a.proxy.Tunnel(c.Writer, c.Request, a.clientHeader(c, false), decision)
+			err = a.proxy.Tunnel(c.Writer, c.Request, a.clientHeader(c, false), decision, caller.Directs)
 		}
 	}
 	if err == nil && c.Writer.Status() == http.StatusOK { // nothing else was written

@@ -95,7 +95,7 @@ func (p *Proxy) request(ctx context.Context, u *Upstream, t kv.Target) (*http.Re
 		rank := strconv.FormatUint(uint64(t.ServerRank()), 10)
 		request.Header.Set(web.HeaderRank, rank)
 		if u.Route == generateRoute { // SGLang reads no header there
-			named := u.ofRank(rank)
+			named := u.withFields(jsonbody.Field{Key: rankKey, Raw: rank})
 			u = &named
 		}
 	}

@@ -3,6 +3,8 @@ package proxy
 import (
 	"bufio"
 	"context"
+	"encoding/binary"
+	"fmt"
 	"io"
 	"log"
 	"net"
@@ -11,16 +13,18 @@ import (
 	"net/url"
 	"time"
 
+	"kvrouter/internal/directives"
 	"kvrouter/internal/health"
 	"kvrouter/internal/router"
 )
 
 // Tunnel passes a WebSocket connection to the decided worker and back until one side
-// closes it, or no byte comes for --request-timeout. The booking of the decision ends with
-// it. An error means that the worker could not be reached, and nothing was written to w. Only a
-// refused connection counts as the worker's failure: what else ends a connection before its first
-// byte, a client can cause by its headers.
-func (p *Proxy) Tunnel(w http.ResponseWriter, r *http.Request, header http.Header, decision router.Decision) (failed error) {
+// closes it, or no byte comes for --request-timeout. Where the client may not direct the worker,
+// a message that does ends the connection. The booking of the decision ends with it. An error
+// means that the worker could not be reached, and nothing was written to w. Only a refused
+// connection counts as the worker's failure: what else ends a connection before its first byte, a
+// client can cause by its headers.
+func (p *Proxy) Tunnel(w http.ResponseWriter, r *http.Request, header http.Header, decision router.Decision, directs bool) (failed error) {
 	defer decision.Booking.End()
 	target := decision.Target
 	to, err := url.Parse(target.URL)
@@ -32,6 +36,11 @@ func (p *Proxy) Tunnel(w http.ResponseWriter, r *http.Request, header http.Heade
 	header = p.header(header, target)
 	header.Set("Connection", "Upgrade")
 	header.Set("Upgrade", "websocket")
+	watched := &watchedWriter{ResponseWriter: w, idle: p.settings.RequestTimeout, cancel: cancel}
+	if !directs {
+		header.Del("Sec-Websocket-Extensions") // compressed messages could not be read
+		watched.frames = new(directives.Frames)
+	}
 	tunnel := httputil.ReverseProxy{
 		Rewrite: func(out *httputil.ProxyRequest) {
 			out.SetURL(to)
@@ -56,7 +65,7 @@ func (p *Proxy) Tunnel(w http.ResponseWriter, r *http.Request, header http.Heade
 	}
 	upgrade := r.WithContext(ctx)
 	upgrade.Header = header
-	tunnel.ServeHTTP(&watchedWriter{ResponseWriter: w, idle: p.settings.RequestTimeout, cancel: cancel}, upgrade)
+	tunnel.ServeHTTP(watched, upgrade)
 	return failed
 }
 
@@ -65,6 +74,7 @@ type watchedWriter struct {
 	http.ResponseWriter
 	idle   time.Duration // 0: no limit
 	cancel context.CancelCauseFunc
+	frames *directives.Frames // of the client; nil: it may send everything
 }
 
 // Unwrap returns the writer of the HTTP server.
@@ -75,6 +85,9 @@ func (w *watchedWriter) Hijack() (net.Conn, *bufio.ReadWriter, error) {
 	conn, buffered, err := http.NewResponseController(w.ResponseWriter).Hijack()
 	if err == nil && w.idle > 0 {
 		conn = &watchedConn{Conn: conn, idle: w.idle, timer: time.AfterFunc(w.idle, func() { w.cancel(ErrSilent) })}
+	}
+	if err == nil && w.frames != nil {
+		conn = &confinedConn{Conn: conn, frames: w.frames}
 	}
 	return conn, buffered, err
 }
@@ -106,4 +119,26 @@ func (c *watchedConn) Write(b []byte) (int, error) {
 func (c *watchedConn) Close() error {
 	c.timer.Stop()
 	return c.Conn.Close()
+}
+
+// confinedConn ends with a client's message that directs the worker.
+type confinedConn struct {
+	net.Conn
+	frames *directives.Frames
+}
+
+// policyViolation is the code with which the connection is closed (RFC 6455, section 7.4.1).
+const policyViolation = 1008
+
+// Read implements net.Conn.
+func (c *confinedConn) Read(b []byte) (int, error) {
+	n, err := c.Conn.Read(b)
+	passed, name := c.frames.Take(b[:n])
+	if name == "" {
+		return n, err
+	}
+	reason := name + " is not accepted: see --trust-transfer-params"
+	end := append([]byte{0x88, byte(2 + len(reason))}, binary.BigEndian.AppendUint16(nil, policyViolation)...)
+	_, _ = c.Conn.Write(append(end, reason...))
+	return passed, fmt.Errorf("a message has %s", name)
 }
