@@ -64,7 +64,11 @@ func (p *Port) Serve(handler http.Handler) error {
 		if p.leaving.Load() {
 			w.Header().Set("Connection", "close")
 		}
-		serveSteadily(w, r, handler, p.stall)
+		serve := handler.ServeHTTP
+		if r.Method == http.MethodHead {
+			serve = func(w http.ResponseWriter, r *http.Request) { serveHead(w, r, handler) }
+		}
+		serveSteadily(w, r, http.HandlerFunc(serve), p.stall)
 	})
 	serve := p.server.Serve
 	if p.secure {
