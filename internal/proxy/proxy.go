@@ -365,12 +365,9 @@ func (p *Proxy) attempt(ctx context.Context, w http.ResponseWriter, u Upstream, 
 	if p.settings.RequestTimeout > 0 {
 		timer := time.AfterFunc(p.settings.RequestTimeout, func() { cancel(ErrSilent) })
 		defer timer.Stop()
-		connection := http.NewResponseController(w)
 		heard = func() {
-			now := p.now()
-			f.heard.Store(now.UnixNano())
+			f.heard.Store(p.now().UnixNano())
 			timer.Reset(p.settings.RequestTimeout)
-			connection.SetWriteDeadline(now.Add(p.settings.RequestTimeout))
 		}
 	}
 	request, err := p.request(ctx, &u, target)
