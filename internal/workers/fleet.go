@@ -46,6 +46,7 @@ type Members interface {
 	ShowCell(w kv.WorkerKey, report policy.CellReport, holds *summary.View)
 	CordonDiscovered(worker uint64, on bool) // keeps new requests from a discovered worker
 	Busy(worker uint64) bool                 // reports whether it has in-flight requests
+	Lives(worker uint64, generation int)     // its engine makes progress
 }
 
 // Listener gets further notifications, by the same rules.

@@ -76,6 +76,7 @@ type hooks struct {
 	Join        func(worker uint64, serves kv.Served) (radix.Index, int, error)
 	Leave       func(worker uint64)
 	Cell        func(kv.WorkerKey, policy.CellReport, *summary.View)
+	Lives       func(worker uint64, generation int)
 }
 
 // fakeMembers calls the hooks of a fleet.
@@ -97,6 +98,12 @@ func (m fakeMembers) Load(key kv.WorkerKey, p policy.Published) {
 }
 
 func (m fakeMembers) ShowAdapters(kv.WorkerKey, policy.AdapterReport) {}
+
+func (m fakeMembers) Lives(worker uint64, generation int) {
+	if m.hooks.Lives != nil {
+		m.hooks.Lives(worker, generation)
+	}
+}
 
 func (m fakeMembers) ShowCell(key kv.WorkerKey, r policy.CellReport, holds *summary.View) {
 	if m.hooks.Cell != nil {

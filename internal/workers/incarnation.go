@@ -37,6 +37,7 @@ type incarnation struct {
 	ranks  int               // data-parallel ranks of an SGLang server; 0: unknown
 	heard  probe.Hearing     // of an SGLang server's load sockets
 	stuck  atomic.Bool       // an SGLang server's schedulers do not answer
+	shown  atomic.Int64      // when its engine last showed progress beside its answers, Unix ns
 
 	reported probe.Caches // of a vLLM server, as far as its metrics page has been read
 
@@ -128,7 +129,10 @@ func (in *incarnation) followEvents(source events.Source) {
 	source.BlockSize = in.blockSize
 	source.Seeded = in.index.Blocks(source.Worker) > 0 // only a peer's dump can be there already
 	stream := events.NewStream(source, in.index, events.Options{
-		OnLag: func(d time.Duration) { in.f.listener.EventLag(source.Worker, d) },
+		OnLag: func(d time.Duration) {
+			in.lives()
+			in.f.listener.EventLag(source.Worker, d)
+		},
 		Peers: in.f.deps.Peers, Rarer: in.f.times, Edges: in.f.deps.Edges,
 	}, in.w.logger(in.f.log))
 	if in.blockSize == in.f.cfg.BlockSize { // a snapshot has blocks of one size
@@ -216,7 +220,7 @@ func (in *incarnation) followLoads() {
 		in.followers.Go(func() { in.f.probe.FollowLoad(ctx, s, in.w.logger(in.f.log), in.f.members.Load) })
 	}
 	counters := &probe.Counters{Transfers: in.f.members.Transferred, Adapters: in.f.members.ShowAdapters}
-	pages := probe.LoadSource{URL: in.w.spec.URL, Engine: in.engine, Key: in.w.currentKey, Rest: in.rest}
+	pages := probe.LoadSource{URL: in.w.spec.URL, Engine: in.engine, Key: in.w.currentKey, Lives: in.lives, Rest: in.rest}
 	all := pages
 	for _, target := range in.targets {
 		if in.loaded[target.Key] {
@@ -229,7 +233,7 @@ func (in *incarnation) followLoads() {
 			pages.Ranks, pages.Apart = append(pages.Ranks, target.Key), target.Ranks > 1
 			continue
 		}
-		s := probe.LoadSource{URL: pages.URL, Engine: pages.Engine, Key: pages.Key, Ranks: []kv.WorkerKey{target.Key}, Socket: socket, Apart: target.Ranks > 1}
+		s := probe.LoadSource{URL: pages.URL, Engine: pages.Engine, Key: pages.Key, Ranks: []kv.WorkerKey{target.Key}, Socket: socket, Lives: in.lives, Apart: target.Ranks > 1}
 		if in.engine == kv.EngineSGLang {
 			s.Heard = &in.heard
 			in.heard.Note(target.Key, time.Time{})
@@ -244,6 +248,18 @@ func (in *incarnation) followLoads() {
 	}
 	if len(pages.Ranks) > 0 {
 		follow(pages)
+	}
+}
+
+// livesEvery is the minimum time between two signs of life of a worker that are passed on: each
+// takes the router's lock.
+const livesEvery = 250 * time.Millisecond
+
+// lives passes on that the worker's engine makes progress.
+func (in *incarnation) lives() {
+	now, last := time.Now().UnixNano(), in.shown.Load()
+	if now-last >= int64(livesEvery) && in.shown.CompareAndSwap(last, now) {
+		in.f.members.Lives(in.w.id, in.generation)
 	}
 }
 
