@@ -66,11 +66,11 @@ func Session(header http.Header, name, cookie string) (session string) {
 	return session
 }
 
-// Untrusted returns h without priorities, tenants, objectives and pinned workers, which affect
-// other clients.
+// Untrusted returns h without priorities, tenants, objectives, pinned workers and the length of
+// the answer, which affect other clients: in a fair queue that length is a cost.
 func (h Hints) Untrusted() Hints {
 	h.Pinned, h.PinnedPrefill, h.Whole, h.PriorityJump, h.StrictPriority = nil, nil, false, 0, 0
-	h.Tenant, h.TTFT, h.TPOT = "", 0, 0
+	h.Tenant, h.TTFT, h.TPOT, h.ExpectedOutput = "", 0, 0, 0
 	return h
 }
 

@@ -56,10 +56,10 @@ type Deps struct {
 	Hop       web.Hop      // refuses requests that this router has sent
 	Cell      http.Handler // serves routers above; nil: nothing does
 	Observers []Observer   // in the order of their calls
-	Stored    *Stored      // workers of stored responses, as far as other routers have said; nil: there are none
-	// ShareStored sends other routers the worker of a response. It must not block. nil: there
-	// are no others.
-	ShareStored func(id string, worker uint64)
+	Stored    *Stored      // stored responses, as far as other routers have said; nil: there are none
+	// ShareStored sends other routers the worker and the owner of a response. It must not block.
+	// nil: there are no others.
+	ShareStored func(id string, worker uint64, owner keys.Owner)
 	Log         *slog.Logger
 }
 
@@ -76,7 +76,7 @@ type API struct {
 	stored    *Stored
 	draining  atomic.Bool
 
-	shareStored func(id string, worker uint64) // see Deps
+	shareStored func(id string, worker uint64, owner keys.Owner) // see Deps
 }
 
 // New returns the port's routes.
@@ -110,9 +110,10 @@ func New(s Settings, deps Deps) *API {
 	clients.GET("/v1/models/:model", a.listModels)
 	clients.POST("/tokenize", a.tokenized((*tokens.Source).Tokenize))
 	clients.POST("/detokenize", a.tokenized((*tokens.Source).Detokenize))
-	clients.GET("/v1/responses/:id", a.broadcastUntilFound)
-	clients.DELETE("/v1/responses/:id", a.broadcastUntilFound)
-	clients.POST("/v1/responses/:id/cancel", a.broadcastUntilFound)
+	clients.GET("/v1/responses/:id", a.storedRoute(""))
+	clients.DELETE("/v1/responses/:id", a.storedRoute(""))
+	clients.POST("/v1/responses/:id/cancel", a.storedRoute("/cancel"))
+	clients.GET("/v1/responses/:id/input_items", a.storedRoute("/input_items"))
 	clients.GET(realtimeRoute, a.realtime)
 	for path, kind := range tokens.Routes {
 		clients.POST(path, func(c *gin.Context) { a.infer(c, path, kind) })

@@ -68,6 +68,9 @@ type Upstream struct {
 	// Below sets the headers of a request to a router below this one; nil: they are those to
 	// workers.
 	Below func(http.Header)
+	// Stored is called with the id of an answer that its worker may keep, before the client gets
+	// that; nil: nothing is done.
+	Stored func(id string)
 	// PromptTokens go to the workers that take them; nil: every worker gets the text.
 	PromptTokens *PromptTokens
 
@@ -102,6 +105,13 @@ func (p *Proxy) request(ctx context.Context, u *Upstream, t kv.Target) (*http.Re
 		request.Body, err = request.GetBody()
 	}
 	return request, err
+}
+
+// stores reports an answer that its worker may keep.
+func (u *Upstream) stores(id string) {
+	if u.Stored != nil && id != "" {
+		u.Stored(id)
+	}
 }
 
 // joinedBody is up to which size the two parts of a body are joined in memory, bytes.
