@@ -193,7 +193,8 @@ func (f *Fleet) followAttached(ctx context.Context, w *worker) (wasUp bool) {
 // greet asks an attached worker, at its first answer, whether it is healthy and what it
 // is; info is nil if it is no SGLang server.
 func (f *Fleet) greet(ctx context.Context, w *worker) (served probe.Models, info *probe.ServerInfo, err error) {
-	if err := f.probe.Health(ctx, w.spec, f.timing.healthLimit, false); err != nil {
+	err = f.health(ctx, w, func(limit time.Duration) error { return f.probe.Health(ctx, w.spec, limit, false) })
+	if err != nil {
 		return served, nil, err
 	}
 	if served, err = f.probe.Models(ctx, w.spec); err != nil {

@@ -77,6 +77,8 @@ type hooks struct {
 	Leave       func(worker uint64)
 	Cell        func(kv.WorkerKey, policy.CellReport, *summary.View)
 	Lives       func(worker uint64, generation int)
+	Missed      func(worker uint64) (lived time.Time)
+	Answers     func(worker uint64)
 }
 
 // fakeMembers calls the hooks of a fleet.
@@ -98,6 +100,19 @@ func (m fakeMembers) Load(key kv.WorkerKey, p policy.Published) {
 }
 
 func (m fakeMembers) ShowAdapters(kv.WorkerKey, policy.AdapterReport) {}
+
+func (m fakeMembers) Missed(worker uint64, _ int, _ time.Time) (lived time.Time) {
+	if m.hooks.Missed != nil {
+		lived = m.hooks.Missed(worker)
+	}
+	return lived
+}
+
+func (m fakeMembers) Answers(worker uint64, _ int) {
+	if m.hooks.Answers != nil {
+		m.hooks.Answers(worker)
+	}
+}
 
 func (m fakeMembers) Lives(worker uint64, generation int) {
 	if m.hooks.Lives != nil {
@@ -166,7 +181,7 @@ func fakeConfig(t *testing.T, n int) fakeSettings {
 		process.Settings{Python: "/bin/sh", NumWorkers: n, BlockSize: 64, ServedModelName: "fake", GPUsPerWorker: 1, KVEvents: true, Ports: ports},
 		Settings{
 			Started: make([]kv.Disagg, n), Signs: vllm.Engine().Signs, Ports: ports, BlockSize: 64, KVEvents: true, ServedModelName: "fake",
-			StartupTimeout: 30 * time.Second, RestartBackoffMax: 50 * time.Millisecond,
+			SilenceTimeout: 300 * time.Millisecond, StartupTimeout: 30 * time.Second, RestartBackoffMax: 50 * time.Millisecond,
 		},
 	}
 }

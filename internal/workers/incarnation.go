@@ -54,12 +54,13 @@ type incarnation struct {
 	stopLoads  context.CancelFunc         // ends loadsCtx; nil: there are none
 	watched    bool                       // watchEngine runs
 	up         bool
-	answered   bool // it has been healthy, in this incarnation or before
-	met        bool // its URL has answered anything, in this incarnation, or it has been healthy before
-	unanswered bool // registered, up, and silent for so long that the router itself sends it nothing
-	gone       bool // nothing listens at its address any more
-	closed     bool // nothing did while it drained: the next answer is another process's
-	misses     int  // health checks in a row without an answer
+	answered   bool      // it has been healthy, in this incarnation or before
+	met        bool      // its URL has answered anything, in this incarnation, or it has been healthy before
+	unanswered bool      // registered, up, and silent for so long that the router itself sends it nothing
+	gone       bool      // nothing listens at its address any more
+	closed     bool      // nothing did while it drained: the next answer is another process's
+	misses     int       // health checks in a row without an answer
+	missing    time.Time // when the first of these was sent
 
 	warnedOfEvents bool // warnOfEvents has nothing more to say
 }
@@ -336,12 +337,13 @@ func (in *incarnation) markDown(reason string) {
 	clear(in.announced)
 }
 
-// checkHealth checks a worker: it is down after some checks without an answer, at once
-// if nothing listens there, if its address is this router's, or if it has been healthy
-// and reports that it is not; it is up with the next good answer. A registered worker
+// checkHealth checks a worker: it is down at once if nothing listens there, if its address is
+// this router's, or if it has been healthy and reports that it is not; after some checks without
+// an answer as overdue says. It is up with the next good answer. A registered worker
 // whose URL has never answered is unanswered instead of down. With a good answer it is
 // also asked for its models, now and then.
 func (in *incarnation) checkHealth() {
+	began := time.Now()
 	err := in.checkAlive()
 	if in.ctx.Err() != nil {
 		return
@@ -372,12 +374,13 @@ func (in *incarnation) checkHealth() {
 		in.f.log.Warn(fmt.Sprintf("%s: cannot check its health because the router lacks file descriptors or ports: raise the limit of open files (ulimit -n), or lower --max-connections", in.w), "error", err)
 		return
 	}
-	in.misses++
+	if in.misses++; in.misses == 1 {
+		in.missing = began
+	}
 	in.gone = probe.Refused(err)
-	var stuck errStuck
-	saysNo := in.answered && (probe.Answered(err) || errors.As(err, &stuck))
+	saysNo := in.answered && probe.Answered(err)
 	back := errors.Is(err, probe.ErrLeadsBack)
-	if !in.up || !in.gone && !saysNo && !back && in.misses < in.f.timing.healthMisses {
+	if !in.up || !in.gone && !saysNo && !back && !in.overdue(err) {
 		return
 	}
 	if in.w.registered() && !in.met && !back {
@@ -393,6 +396,37 @@ func (in *incarnation) checkHealth() {
 	}
 	in.f.log.Log(in.ctx, level, fmt.Sprintf("%s: down: %v", in.w, err), "url", in.w.spec.URL)
 	in.markDown(err.Error())
+}
+
+// avoidMisses is the number of health checks in a row without an answer from which new requests
+// avoid a worker.
+const avoidMisses = 2
+
+// overdue notes that a worker that is up has not answered a health check, and reports whether it
+// is down. Silence alone proves nothing, since a busy server takes seconds for any answer: new
+// requests avoid the worker, and it is down after --silence-timeout without any sign of life. One
+// that breaks connections is down after healthMisses checks, one that has never answered after
+// these or avoidMisses.
+func (in *incarnation) overdue(err error) bool {
+	if !in.met && !in.answered {
+		return in.misses >= in.f.timing.healthMisses || in.misses >= avoidMisses && probe.TimedOut(err)
+	}
+	var lived time.Time
+	var stuck errStuck
+	isStuck := errors.As(err, &stuck)
+	if isStuck || in.misses >= avoidMisses {
+		lived = in.f.members.Missed(in.w.id, in.generation, in.missing)
+	}
+	switch {
+	case isStuck:
+		return time.Since(lived) >= time.Duration(stuck)
+	case !probe.TimedOut(err):
+		return in.misses >= in.f.timing.healthMisses && !lived.After(in.missing)
+	case in.missing.After(lived):
+		lived = in.missing
+	}
+	limit := time.Duration(in.f.silence.Load())
+	return limit > 0 && time.Since(lived) >= limit
 }
 
 // mayDrain reports whether a draining worker may still finish its requests after this
@@ -413,6 +447,9 @@ func (in *incarnation) markHealthy() {
 	case !in.up:
 		in.f.log.Info(fmt.Sprintf("%s: up again", in.w))
 		in.markUp()
+	}
+	if in.misses > 0 {
+		in.f.members.Answers(in.w.id, in.generation)
 	}
 	in.misses, in.gone = 0, false
 }
@@ -457,6 +494,22 @@ func (in *incarnation) rest() time.Duration {
 		return 0
 	}
 	return in.f.timing.restEvery * time.Duration(times)
+}
+
+// health runs a health check of the worker within its limit. That is healthLimit, doubled with
+// each check that is not answered in time, and three times what the last answer took, up to
+// healthMost: a server whose event loop is busy answers late.
+func (f *Fleet) health(ctx context.Context, w *worker, check func(limit time.Duration) error) error {
+	limit, began := max(w.patience, f.timing.healthLimit), time.Now()
+	err := check(limit)
+	switch {
+	case ctx.Err() != nil:
+	case probe.TimedOut(err):
+		w.patience = min(2*limit, f.timing.healthMost)
+	case err == nil || probe.Answered(err):
+		w.patience = min(3*time.Since(began), f.timing.healthMost)
+	}
+	return err
 }
 
 // spread shortens a pause by up to a fifth.
