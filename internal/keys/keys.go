@@ -8,6 +8,7 @@ import (
 	"crypto/subtle"
 	"encoding/base64"
 	"encoding/binary"
+	"encoding/hex"
 	"errors"
 	"fmt"
 	"net/http"
@@ -52,6 +53,22 @@ func (c *Caller) Owner() Owner {
 	}
 	sum := sha256.Sum256([]byte("kvrouter owner\x00" + c.Name))
 	return Owner(max(1, binary.LittleEndian.Uint64(sum[:])))
+}
+
+// Scoped returns what an engine knows by the name that the owner has given to a request. It ends
+// with a hash of both: two owners never have one name, and none of a client's choice is the
+// beginning of another one's. A name of that form stays as it is.
+func (o Owner) Scoped(name string) string {
+	if at := len(name) - len(o.mark("")); at >= 0 && o.mark(name[:at]) == name[at:] {
+		return name
+	}
+	return name + o.mark(name)
+}
+
+// mark is the end of a scoped name.
+func (o Owner) mark(name string) string {
+	sum := sha256.Sum256(append(binary.LittleEndian.AppendUint64([]byte("kvrouter name\x00"), uint64(o)), name...))
+	return "-" + hex.EncodeToString(sum[:8])
 }
 
 // Terms are how requests of a key are treated in a fair queue.

@@ -16,6 +16,7 @@ import (
 	"github.com/gin-gonic/gin"
 
 	"kvrouter/internal/fair"
+	"kvrouter/internal/hints"
 	"kvrouter/internal/keys"
 	"kvrouter/internal/kv"
 	"kvrouter/internal/models"
@@ -189,14 +190,40 @@ func (a *API) workers() []kv.Target {
 
 // question is a client's short request as it goes to workers.
 func (a *API) question(c *gin.Context, body []byte) proxy.Question {
-	return proxy.Question{Method: c.Request.Method, Path: c.Request.URL.RequestURI(), Header: proxy.ClientHeader(c.Request.Header, web.RequestID(c), false, a.keys.Asks()), Body: body}
+	return proxy.Question{Method: c.Request.Method, Path: c.Request.URL.RequestURI(), Header: a.clientHeader(c, false), Body: body}
+}
+
+// clientHeader returns a client's headers as they go to a worker. See proxy.ClientHeader.
+func (a *API) clientHeader(c *gin.Context, pinned bool) http.Header {
+	caller, id := a.keys.Of(c), web.RequestID(c)
+	if a.keys.Several() { // engines refuse an id that is in use
+		id = caller.Owner().Scoped(id)
+	}
+	header := proxy.ClientHeader(c.Request.Header, id, pinned, a.keys.Asks())
+	if !caller.Trusted {
+		hints.DropUntrusted(header)
+	}
+	return header
+}
+
+// administers reports whether a client may do to the workers what affects all clients. If not, it
+// has been answered.
+func (a *API) administers(c *gin.Context, what string) bool {
+	switch {
+	case !a.settings.AllowEngineAdmin:
+		a.fail(c, http.StatusForbidden, "", what+" is disabled: start the router with --allow-engine-admin")
+	case !a.keys.Of(c).Trusted:
+		a.fail(c, http.StatusForbidden, "", what+" affects all clients: use a key with trust-hints")
+	default:
+		return true
+	}
+	return false
 }
 
 // admin sends an administration request to every worker and reports what each
 // answered; the status is the worst of theirs.
 func (a *API) admin(c *gin.Context) {
-	if !a.settings.AllowEngineAdmin {
-		a.fail(c, http.StatusForbidden, "", "engine administration is disabled: start the router with --allow-engine-admin")
+	if !a.administers(c, "engine administration") {
 		return
 	}
 	body, ok := a.body(c)

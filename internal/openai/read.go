@@ -23,11 +23,11 @@ func (r *inference) read(c *gin.Context) (ok bool) {
 		return false
 	}
 	r.body = &jsonbody.Body{Raw: r.raw}
-	if r.kind != tokens.NoPrompt || strings.HasPrefix(c.ContentType(), "application/json") {
-		if r.body, ok = jsonbody.Parse(r.raw); !ok {
-			a.fail(c, http.StatusBadRequest, "", "the request body must be a JSON object of at most 262,144 members and 10,000 levels")
-			return false
-		}
+	if body, ok := jsonbody.Parse(r.raw); ok { // engines read one of any content type
+		r.body = body
+	} else if r.kind != tokens.NoPrompt || strings.HasPrefix(c.ContentType(), "application/json") {
+		a.fail(c, http.StatusBadRequest, "", "the request body must be a JSON object of at most 262,144 members and 10,000 levels")
+		return false
 	}
 	if !r.readHints(c) {
 		return false
@@ -65,6 +65,9 @@ func (r *inference) read(c *gin.Context) (ok bool) {
 		// The engine would report reused blocks as stored, and never as removed: the
 		// index could not be kept exact.
 		a.fail(c, http.StatusBadRequest, "vllm_xargs", "kv_cache_report_mode is not supported: the router follows KV events")
+		return false
+	}
+	if !r.renames(c) {
 		return false
 	}
 	if salt, ok := r.caller.Salt(r.body.Get("cache_salt").String()); ok && r.body.Top != nil {

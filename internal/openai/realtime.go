@@ -45,7 +45,7 @@ func (a *API) realtime(c *gin.Context) {
 		var decision router.Decision
 		if decision, err = r.Route(nil); err == nil {
 			x.Decision, x.Worker = decision, a.models.Names().Label(decision.Target.Key.Worker)
-			err = a.proxy.Tunnel(c.Writer, c.Request, proxy.ClientHeader(c.Request.Header, x.ID, false, a.keys.Asks()), decision)
+			err = a.proxy.Tunnel(c.Writer, c.Request, a.clientHeader(c, false), decision)
 		}
 	}
 	if err == nil && c.Writer.Status() == http.StatusOK { // nothing else was written

@@ -23,7 +23,6 @@ var forThisRouter = []string{web.HeaderOwn, "X-Ratelimit-", "Access-Control-"}
 
 // dropOwn removes from the headers of a worker's answer those that its client must not get.
 func dropOwn(header http.Header) {
-	web.DropHopByHop(header)
 	for name := range header {
 		if slices.ContainsFunc(forThisRouter, func(prefix string) bool { return strings.HasPrefix(name, prefix) }) {
 			delete(header, name)

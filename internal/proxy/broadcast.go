@@ -114,6 +114,7 @@ func (p *Proxy) Pass(ctx context.Context, w http.ResponseWriter, t kv.Target, q 
 		return p.unanswered(t.Key.Worker, cause(ctx, err), health.Refused)
 	}
 	answer := &upstreamAnswer{Response: response, ctx: ctx, heard: heard}
+	web.DropHopByHop(response.Header)
 	dropOwn(response.Header)
 	response.Header.Del(web.HeaderRequest)
 	maps.Copy(w.Header(), response.Header)

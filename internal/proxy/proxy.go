@@ -150,6 +150,11 @@ func (p *Proxy) header(given http.Header, t kv.Target) http.Header {
 func ClientHeader(given http.Header, id string, pinned, keyed bool) http.Header {
 	header := given.Clone()
 	web.DropHopByHop(header)
+	for name := range header {
+		if strings.HasPrefix(name, web.HeaderOwn) { // for this router, which sets those for one below it
+			delete(header, name)
+		}
+	}
 	if !pinned {
 		header.Del(web.HeaderRank)
 	}

@@ -77,6 +77,7 @@ func cause(ctx context.Context, err error) error {
 
 // writeHead writes the worker's status and headers and the router's own.
 func writeHead(w http.ResponseWriter, response *http.Response, u Upstream, x *Exchange) {
+	web.DropHopByHop(response.Header)
 	dropOwn(response.Header)
 	header := w.Header()
 	maps.Copy(header, response.Header)

@@ -40,6 +40,10 @@ func (p *Proxy) Tunnel(w http.ResponseWriter, r *http.Request, header http.Heade
 			out.Out.Header = header
 		},
 		Transport: p.client.Transport,
+		ModifyResponse: func(answer *http.Response) error {
+			dropOwn(answer.Header)
+			return nil
+		},
 		ErrorHandler: func(_ http.ResponseWriter, _ *http.Request, err error) {
 			e := p.unanswered(target.Key.Worker, cause(ctx, err), health.Refused)
 			if failed = e; r.Context().Err() != nil {
