@@ -138,7 +138,6 @@ type timing struct {
 	missPause     time.Duration // between a check without an answer and the next
 	healthLimit   time.Duration // for the answer to one check, at first
 	healthMost    time.Duration // the same of a worker that is slow
-	healthMisses  int           // checks in a row on broken connections, or without any answer ever, that make a worker down
 	selfLimit     time.Duration // for the check whether an address is this router's
 	hangLimit     time.Duration // a started worker that is down, and has not answered for longer, is killed
 	modelsEvery   time.Duration // between looks at its models
@@ -160,7 +159,7 @@ type timing struct {
 func defaultTiming() timing {
 	return timing{
 		readyPoll: 250 * time.Millisecond, healthEvery: 2 * time.Second, firstLook: 250 * time.Millisecond, missPause: 750 * time.Millisecond,
-		healthLimit: 1500 * time.Millisecond, healthMost: 6 * time.Second, healthMisses: 3, selfLimit: 250 * time.Millisecond,
+		healthLimit: 1500 * time.Millisecond, healthMost: 6 * time.Second, selfLimit: 250 * time.Millisecond,
 		modelsEvery: 10 * time.Second, restEvery: 10 * time.Second, lookEvery: time.Second, lookLimit: 2 * time.Second,
 		hangLimit: 60 * time.Second, stopLimit: 10 * time.Second,
 		backoffFirst: time.Second, backoffReset: 60 * time.Second,
@@ -622,8 +621,8 @@ func (f *Fleet) runStarted(ctx context.Context, w *worker) (readyFor time.Durati
 		case in.up:
 			downSince = time.Time{}
 		case downSince.IsZero():
-			if downSince = time.Now(); in.misses > 0 {
-				downSince = in.missing
+			if downSince = time.Now(); in.misses.Count > 0 {
+				downSince = in.misses.Since
 			}
 		case time.Since(downSince) > f.timing.hangLimit:
 			engine.Kill() // a hung process ignores SIGTERM

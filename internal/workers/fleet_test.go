@@ -189,7 +189,7 @@ func fakeConfig(t *testing.T, n int) fakeSettings {
 func fastTiming() timing {
 	return timing{
 		readyPoll: 10 * time.Millisecond, healthEvery: 20 * time.Millisecond, restEvery: 20 * time.Millisecond, firstLook: 10 * time.Millisecond, missPause: 5 * time.Millisecond,
-		healthLimit: 5 * time.Second, healthMisses: 3, selfLimit: 5 * time.Second,
+		healthLimit: 5 * time.Second, selfLimit: 5 * time.Second,
 		hangLimit: time.Minute, stopLimit: 5 * time.Second,
 		backoffFirst: 20 * time.Millisecond, backoffReset: time.Minute, progressEvery: time.Minute, silentAfter: 50 * time.Millisecond,
 		leaveLook: 5 * time.Millisecond, leaveLimit: time.Minute,

@@ -14,6 +14,7 @@ import (
 	"time"
 
 	"kvrouter/internal/events"
+	"kvrouter/internal/health"
 	"kvrouter/internal/kv"
 	"kvrouter/internal/probe"
 	"kvrouter/internal/process"
@@ -54,13 +55,12 @@ type incarnation struct {
 	stopLoads  context.CancelFunc         // ends loadsCtx; nil: there are none
 	watched    bool                       // watchEngine runs
 	up         bool
-	answered   bool      // it has been healthy, in this incarnation or before
-	met        bool      // its URL has answered anything, in this incarnation, or it has been healthy before
-	unanswered bool      // registered, up, and silent for so long that the router itself sends it nothing
-	gone       bool      // nothing listens at its address any more
-	closed     bool      // nothing did while it drained: the next answer is another process's
-	misses     int       // health checks in a row without an answer
-	missing    time.Time // when the first of these was sent
+	answered   bool // it has been healthy, in this incarnation or before
+	met        bool // its URL has answered anything, in this incarnation, or it has been healthy before
+	unanswered bool // registered, up, and silent for so long that the router itself sends it nothing
+	gone       bool // nothing listens at its address any more
+	closed     bool // nothing did while it drained: the next answer is another process's
+	misses     health.Misses
 
 	warnedOfEvents bool // warnOfEvents has nothing more to say
 }
@@ -276,7 +276,7 @@ func (in *incarnation) followLoadsAnew() {
 // markUp makes the worker ready and announces its targets.
 func (in *incarnation) markUp() {
 	in.f.everReady.Store(true)
-	in.up, in.misses = true, 0
+	in.up, in.misses = true, health.Misses{}
 	if in.engine == kv.EngineSGLang && !in.watched && in.f.timing.engineEvery > 0 {
 		in.watched = true
 		spec := in.w.spec
@@ -374,9 +374,7 @@ func (in *incarnation) checkHealth() {
 		in.f.log.Warn(fmt.Sprintf("%s: cannot check its health because the router lacks file descriptors or ports: raise the limit of open files (ulimit -n), or lower --max-connections", in.w), "error", err)
 		return
 	}
-	if in.misses++; in.misses == 1 {
-		in.missing = began
-	}
+	in.misses.Add(began)
 	in.gone = probe.Refused(err)
 	saysNo := in.answered && probe.Answered(err)
 	back := errors.Is(err, probe.ErrLeadsBack)
@@ -398,35 +396,19 @@ func (in *incarnation) checkHealth() {
 	in.markDown(err.Error())
 }
 
-// avoidMisses is the number of health checks in a row without an answer from which new requests
-// avoid a worker.
-const avoidMisses = 2
-
-// overdue notes that a worker that is up has not answered a health check, and reports whether it
-// is down. Silence alone proves nothing, since a busy server takes seconds for any answer: new
-// requests avoid the worker, and it is down after --silence-timeout without any sign of life. One
-// that breaks connections is down after healthMisses checks, one that has never answered after
-// these or avoidMisses.
+// overdue notes that a worker that is up has not answered a health check, which alone proves
+// nothing, and reports whether it is down.
 func (in *incarnation) overdue(err error) bool {
-	if !in.met && !in.answered {
-		return in.misses >= in.f.timing.healthMisses || in.misses >= avoidMisses && probe.TimedOut(err)
-	}
 	var lived time.Time
 	var stuck errStuck
-	isStuck := errors.As(err, &stuck)
-	if isStuck || in.misses >= avoidMisses {
-		lived = in.f.members.Missed(in.w.id, in.generation, in.missing)
+	isStuck, now := errors.As(err, &stuck), time.Now()
+	if isStuck || in.misses.Avoid() {
+		lived = in.f.members.Missed(in.w.id, in.generation, in.misses.Since)
 	}
-	switch {
-	case isStuck:
-		return time.Since(lived) >= time.Duration(stuck)
-	case !probe.TimedOut(err):
-		return in.misses >= in.f.timing.healthMisses && !lived.After(in.missing)
-	case in.missing.After(lived):
-		lived = in.missing
+	if isStuck {
+		return now.Sub(lived) >= time.Duration(stuck)
 	}
-	limit := time.Duration(in.f.silence.Load())
-	return limit > 0 && time.Since(lived) >= limit
+	return in.misses.Down(probe.TimedOut(err), in.met || in.answered, lived, time.Duration(in.f.silence.Load()), now)
 }
 
 // mayDrain reports whether a draining worker may still finish its requests after this
@@ -448,18 +430,18 @@ func (in *incarnation) markHealthy() {
 		in.f.log.Info(fmt.Sprintf("%s: up again", in.w))
 		in.markUp()
 	}
-	if in.misses > 0 {
+	if in.misses.Count > 0 {
 		in.f.members.Answers(in.w.id, in.generation)
 	}
-	in.misses, in.gone = 0, false
+	in.misses, in.gone = health.Misses{}, false
 }
 
 // pause is the time until the next health check.
 func (in *incarnation) pause() time.Duration {
-	if in.up && in.misses > 0 && !in.unanswered {
+	if in.up && in.misses.Count > 0 && !in.unanswered {
 		return in.f.timing.missPause
 	}
-	return in.f.pauseAfter(in.misses)
+	return in.f.pauseAfter(in.misses.Count)
 }
 
 // pauseAfter is the time between health checks after that many misses in a row. It is
@@ -496,18 +478,12 @@ func (in *incarnation) rest() time.Duration {
 	return in.f.timing.restEvery * time.Duration(times)
 }
 
-// health runs a health check of the worker within its limit. That is healthLimit, doubled with
-// each check that is not answered in time, and three times what the last answer took, up to
-// healthMost: a server whose event loop is busy answers late.
-func (f *Fleet) health(ctx context.Context, w *worker, check func(limit time.Duration) error) error {
+// checkWithin runs a health check of the worker within its limit, which is at least healthLimit.
+func (f *Fleet) checkWithin(ctx context.Context, w *worker, check func(limit time.Duration) error) error {
 	limit, began := max(w.patience, f.timing.healthLimit), time.Now()
 	err := check(limit)
-	switch {
-	case ctx.Err() != nil:
-	case probe.TimedOut(err):
-		w.patience = min(2*limit, f.timing.healthMost)
-	case err == nil || probe.Answered(err):
-		w.patience = min(3*time.Since(began), f.timing.healthMost)
+	if late := probe.TimedOut(err); ctx.Err() == nil && (late || err == nil || probe.Answered(err)) {
+		w.patience = health.NextLimit(limit, time.Since(began), late, f.timing.healthMost)
 	}
 	return err
 }

@@ -98,7 +98,7 @@ func (e errStuck) Error() string {
 // healthy is asked for /ping, which is free: its /health computes a token, and takes a
 // second.
 func (in *incarnation) checkAlive() error {
-	err := in.f.health(in.ctx, in.w, func(limit time.Duration) error {
+	err := in.f.checkWithin(in.ctx, in.w, func(limit time.Duration) error {
 		if in.engine != kv.EngineSGLang || !in.answered {
 			return in.f.probe.Health(in.ctx, in.w.spec, limit, in.answered)
 		}
