@@ -55,6 +55,41 @@ func TestFind(t *testing.T) {
 	}
 }
 
+func TestFindFile(t *testing.T) {
+	image := strings.Repeat("iVBORw0KGgo", 20)
+	for body, want := range map[string]string{
+		`{}`: "",
+		`{"messages":[{"role":"user","content":"file:///etc/passwd"}]}`:                                                            "",
+		`{"messages":[{"content":[{"type":"image_url","image_url":{"detail":"high","url":"file:///a.png"}}]}]}`:                    "messages",
+		`{"messages":[{"content":[{"type":"image_url","\u0069mage_url":"/a.png"}]}]}`:                                              "messages",
+		`{"messages":[{"content":[{"type":"image_url","image_url":{"url":"https://h/a.png"}}]}]}`:                                  "",
+		`{"messages":[{"content":[{"type":"image_url","image_url":{"url":"data:image/png;base64,AA"}}]}]}`:                         "",
+		`{"messages":[{"content":[{"type":"image","source":{"type":"url","url":"../a.jpg"}}]}]}`:                                   "messages",
+		`{"messages":[{"content":[{"type":"image","source":{"type":"base64","data":"AA"}},{"input":{"url":"h.example/a.png"}}]}]}`: "",
+		`{"messages":[{"content":[{"type":"tool_use","input":{"url":"h.example/a.png","image":"nginx:1"}}]}]}`:                     "",
+		`{"messages":[{"content":[{"type":"video_url","video_url":{"url":"x://h/etc/a"}}]}]}`:                                      "messages",
+		`{"image_data":"a.png"}`:                                  "image_data",
+		`{"image_data":["` + image + `",["/9j/` + image + `"]]}`:  "",
+		`{"image_data":[["` + image + `","/data/a"]]}`:            "image_data",
+		`{"image_data":[{"format":"x","url":"a.png"}]}`:           "image_data",
+		`{"image_data":[[["` + image + `"]]]}`:                    "image_data",
+		`{"audio_data":"etc/passwd"}`:                             "audio_data",
+		`{"image_data":"` + strings.Repeat(image, 100) + `"}`:     "",
+		`{"image_data":null,"video_data":[null]}`:                 "",
+		`{"input":[{"text":"a.png","image":"a.png"}]}`:            "input",
+		`{"input":"/etc/passwd"}`:                                 "",
+		`{"documents":[[{"type":"image_url","image_url":"/a"}]]}`: "documents",
+	} {
+		parsed, ok := jsonbody.Parse([]byte(body))
+		if !ok {
+			t.Fatal(body)
+		}
+		if got := FindFile(parsed); got != want {
+			t.Errorf("%.200s: %q, want %q", body, got, want)
+		}
+	}
+}
+
 func TestFindInOtherBodies(t *testing.T) {
 	form := func(name, file, value string) (string, []byte) {
 		var b bytes.Buffer

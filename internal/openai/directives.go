@@ -12,6 +12,7 @@ import (
 	"kvrouter/internal/jsonbody"
 	"kvrouter/internal/keys"
 	"kvrouter/internal/proxy"
+	"kvrouter/internal/tokens"
 )
 
 // header returns a client's headers as they go to a worker, without those by which it may not
@@ -43,6 +44,19 @@ func (a *API) undirected(c *gin.Context, body *jsonbody.Body) (ok bool) {
 		a.fail(c, http.StatusBadRequest, path, fmt.Sprintf("%s is not accepted: it tells the engines what to connect to or to run. Keys with trust-hints: true may send it, and all clients with --trust-transfer-params", path))
 	}
 	return path == ""
+}
+
+// opensNothing refuses a body by which an SGLang worker would open one of its files, where the
+// client may not direct it. It reports whether the body was accepted.
+func (r *inference) opensNothing(c *gin.Context) (ok bool) {
+	if r.caller.Directs || r.kind != tokens.GeneratePrompt && !r.model.Tokens.SGLang() {
+		return true
+	}
+	member := directives.FindFile(r.body)
+	if member != "" {
+		r.api.fail(c, http.StatusBadRequest, member, member+" refers to a file of the worker's machine: give media as https: or data: URLs, or in base64")
+	}
+	return member == ""
 }
 
 // withoutPriority returns the body of a client that is not trusted without the priority by which
