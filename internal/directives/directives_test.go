@@ -216,3 +216,13 @@ func FuzzFrames(f *testing.F) {
 		}
 	})
 }
+
+func BenchmarkFind(b *testing.B) {
+	body, _ := jsonbody.Parse([]byte(`{"model":"m","messages":[{"role":"user","content":"` + strings.Repeat("word ", 20_000) + `"}],"stream":true,"max_tokens":64,"temperature":0.7,"stream_options":{"include_usage":true},"tools":[]}`))
+	b.ReportAllocs()
+	for b.Loop() {
+		if Find(body) != "" {
+			b.Fatal("it directs nothing")
+		}
+	}
+}
