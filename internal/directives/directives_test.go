@@ -90,6 +90,25 @@ func TestFindFile(t *testing.T) {
 	}
 }
 
+func TestFindShared(t *testing.T) {
+	for body, want := range map[string]string{
+		`{"messages":[{"role":"user","content":"uuid"},1,{"content":[{"type":"text","text":"a"}]}]}`:                    "",
+		`{"messages":[{"content":[{"type":"tool_use","input":{"uuid":"a"}}],"uuid":"a"}]}`:                              "",
+		`{"messages":[{"content":[{"type":"image_url","image_url":null,"\u0075uid":"a"}]}]}`:                            "messages",
+		`{"messages":[{"content":[{"type":"image_url","image_url":{"url":"data:,"},"uuid":null}]}]}`:                    "",
+		`{"messages":[[{"content":"a"}],[{"content":[{"type":"image_url","image_url":{"url":"data:,"},"uuid":"a"}]}]]}`: "messages",
+		`{"content_parts":[{"type":"image_url","url":"data:,","uuid":"a"}]}`:                                            "content_parts",
+	} {
+		parsed, ok := jsonbody.Parse([]byte(body))
+		if !ok {
+			t.Fatal(body)
+		}
+		if got := FindShared(parsed); got != want {
+			t.Errorf("%s: %q, want %q", body, got, want)
+		}
+	}
+}
+
 func TestFindInOtherBodies(t *testing.T) {
 	form := func(name, file, value string) (string, []byte) {
 		var b bytes.Buffer

@@ -151,6 +151,18 @@ func TestNoClientOpensAFileOfAWorker(t *testing.T) {
 	}
 }
 
+// TestUntrustedClientsNameNoMediaOfOthers: vLLM keeps them by the uuid that a client gives.
+func TestUntrustedClientsNameNoMediaOfOthers(t *testing.T) {
+	worker := testkit.NewFakeWorker(t, func(w http.ResponseWriter, _ *http.Request) { io.WriteString(w, `{}`) })
+	for names, want := range map[string]int{"": 200, "k": 200, "k l": 400} {
+		h := newTestAPI(t, setup{APIKey: strings.Fields(names)}, worker.URL)
+		body := `{"model":"m","messages":[{"role":"user","content":[{"type":"image_url","image_url":null,"uuid":"a"}]}]}`
+		if response, answer := h.post(t, testkit.ChatPath, body, "Authorization", "Bearer k"); response.StatusCode != want {
+			t.Errorf("keys %s: %d %s", names, response.StatusCode, answer)
+		}
+	}
+}
+
 // TestTheRoutersMemberIsTheOneThatCounts: a client that writes out its nulls is disaggregated as
 // another.
 func TestTheRoutersMemberIsTheOneThatCounts(t *testing.T) {
