@@ -55,14 +55,6 @@ type Hints struct {
 // headerPriority is the priority of a request in vLLM's own queue.
 const headerPriority = "X-Vllm-Priority"
 
-// Drop deletes the headers of an untrusted client that name workers or a priority, which a server
-// behind the worker's address could obey.
-func Drop(header http.Header) {
-	for _, name := range []string{HeaderPinnedWorker, HeaderPinnedRank, HeaderPinnedPrefill, headerPrefillRank, headerPriority, headerOutput} {
-		header.Del(name)
-	}
-}
-
 // Session returns the name of a request's session, from the header of that name,
 // otherwise from the cookie; empty: none. Either name may be empty.
 func Session(header http.Header, name, cookie string) (session string) {

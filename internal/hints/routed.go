@@ -30,16 +30,29 @@ type Routed struct {
 	TPOT     time.Duration // in which each further token should come; 0: none
 	Output   int           // expected tokens of the answer; 0: unknown
 
+	Series        string // of Prefix; empty: none
 	SessionHeader string // names the session; empty: no header does
 	Session       string // may have any bytes; empty: none is told
+}
+
+// DropUntrusted removes the headers that are honored of trusted clients only: a worker may be a
+// router that honors them, too.
+func DropUntrusted(header http.Header) {
+	header.Del(headerPriority)
+	dropSigned(header)
+}
+
+// dropSigned removes the headers that Sign sets, or that name workers of this router.
+func dropSigned(header http.Header) {
+	for _, name := range []string{HeaderPinnedWorker, HeaderPinnedRank, HeaderPinnedPrefill, headerPrefillRank, HeaderFairness, HeaderGatewayFairness, HeaderTTFT, HeaderTPOT, headerOutput} {
+		header.Del(name)
+	}
 }
 
 // Sign sets the headers of the request in place of the client's. now is by the clock of Deadline:
 // what is told is the time that is left.
 func (r Routed) Sign(header http.Header, now time.Time) {
-	for _, name := range []string{HeaderPinnedWorker, HeaderPinnedRank, HeaderPinnedPrefill, headerPrefillRank, HeaderFairness, HeaderGatewayFairness, HeaderTTFT, HeaderTPOT, headerOutput} {
-		header.Del(name)
-	}
+	dropSigned(header)
 	header.Set(HeaderRouted, "1")
 	header.Set(HeaderClass, r.Class.String())
 	if r.Tenant != "" && !strings.ContainsFunc(r.Tenant, unicode.IsControl) {
@@ -52,6 +65,9 @@ func (r Routed) Sign(header http.Header, now time.Time) {
 	}
 	if r.Output > 0 {
 		header.Set(headerOutput, strconv.Itoa(r.Output))
+	}
+	if header.Del(prefixHeaders[0].header); r.Series != "" && !strings.ContainsFunc(r.Series, unicode.IsControl) {
+		header.Set(prefixHeaders[0].header, r.Series)
 	}
 	objective := func(name string, d time.Duration) {
 		if ms := float64(d) / float64(time.Millisecond); ms > 0 && ms <= maxObjective {

@@ -7,6 +7,8 @@ import (
 	"crypto/sha256"
 	"crypto/subtle"
 	"encoding/base64"
+	"encoding/binary"
+	"encoding/hex"
 	"errors"
 	"fmt"
 	"net/http"
@@ -40,6 +42,35 @@ type Caller struct {
 	salted bool              // its blocks are its own
 	bounds bounds
 	count  *counts // nil: no key is required
+}
+
+// Owner stands for the client that owns what it has named or made: a hash of its key's name, so
+// that a new key of the same name owns it, too. 0: no key is required.
+type Owner uint64
+
+// Owner returns the owner of what the caller names or makes.
+func (c *Caller) Owner() Owner {
+	if c.Name == "" {
+		return 0
+	}
+	sum := sha256.Sum256([]byte("kvrouter owner\x00" + c.Name))
+	return Owner(max(1, binary.LittleEndian.Uint64(sum[:])))
+}
+
+// Scoped returns what an engine knows by the name that the owner has given to a request. It ends
+// with a hash of both: two owners never have one name, and none of a client's choice is the
+// beginning of another one's. A name of that form stays as it is.
+func (o Owner) Scoped(name string) string {
+	if at := len(name) - len(o.mark("")); at >= 0 && o.mark(name[:at]) == name[at:] {
+		return name
+	}
+	return name + o.mark(name)
+}
+
+// mark is the end of a scoped name.
+func (o Owner) mark(name string) string {
+	sum := sha256.Sum256(append(binary.LittleEndian.AppendUint64([]byte("kvrouter name\x00"), uint64(o)), name...))
+	return "-" + hex.EncodeToString(sum[:8])
 }
 
 // Terms are how requests of a key are treated in a fair queue.
@@ -91,6 +122,10 @@ func New(settings Settings, given []string) *Ring {
 
 // Asks reports whether the port requires API keys.
 func (r *Ring) Asks() bool { return len(r.given) > 0 || r.settings.APIKeysFile != "" }
+
+// Several reports whether the port has several clients, which must not reach each other's
+// state: it has several keys, or a file of keys.
+func (r *Ring) Several() bool { return len(r.given) > 1 || r.settings.APIKeysFile != "" }
 
 // fileLimit is the maximum size of a file of keys, bytes: 10,000 keys with hashes and all
 // limits take about 3 MB.
@@ -150,12 +185,11 @@ const givenPrefix = "api-key-"
 // table returns a table of the keys of --api-key and of those entries. Existing callers
 // keep their counts.
 func (r *Ring) table(entries []entry) *table {
-	alone := len(r.given) <= 1 && r.settings.APIKeysFile == ""
 	usually := func(set *bool) bool {
 		if set != nil {
 			return *set
 		}
-		return alone
+		return !r.Several()
 	}
 	trusted, shown := usually(r.settings.TrustHints), usually(r.settings.DecisionHeaders)
 	directs := r.settings.TrustTransferParams

@@ -8,25 +8,9 @@ import (
 	"github.com/tidwall/gjson"
 
 	"kvrouter/internal/directives"
-	"kvrouter/internal/hints"
 	"kvrouter/internal/jsonbody"
-	"kvrouter/internal/keys"
-	"kvrouter/internal/proxy"
 	"kvrouter/internal/tokens"
 )
-
-// header returns a client's headers as they go to a worker, without those by which it may not
-// direct that.
-func (a *API) header(given http.Header, caller *keys.Caller, id string, pinned bool) http.Header {
-	header := proxy.ClientHeader(given, id, pinned, a.keys.Asks())
-	if !caller.Directs {
-		directives.DropHeaders(header)
-	}
-	if !caller.Trusted {
-		hints.Drop(header)
-	}
-	return header
-}
 
 // undirected refuses a body that directs the engines where its client may not, or that names what
 // is in their caches where clients are isolated. It reports whether the body was accepted.

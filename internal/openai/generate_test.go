@@ -11,6 +11,7 @@ import (
 
 	"github.com/tidwall/gjson"
 
+	"kvrouter/internal/keys"
 	"kvrouter/internal/kv"
 	"kvrouter/internal/proxy"
 	"kvrouter/internal/testkit"
@@ -66,7 +67,7 @@ func TestGenerateStreamIsRelayedByteForByte(t *testing.T) {
 		}
 	})
 	h := newTestAPIOf(t, setup{CollectUsage: true}, nil, sglangTargets(worker.URL)...)
-	const body = `{"text": "The history", "rid":"mine-0001", "sampling_params": {"max_new_tokens": 8}, "stream": true}`
+	const body = `{"text": "The history", "sampling_params": {"max_new_tokens": 8}, "stream": true}`
 	response, answer := h.post(t, generateRoute, body)
 	if response.StatusCode != http.StatusOK || answer != string(stream) {
 		t.Errorf("%s:\n%s", response.Status, answer)
@@ -271,7 +272,7 @@ func TestPairsServeGenerate(t *testing.T) {
 		t.Errorf("the legs are\n%s\n%s", prefill, decode)
 	}
 	h.post(t, generateRoute, `{"rid":["one","two"],"text":["a prompt of some length","another"]}`)
-	if got := h.decode[0].received(); gjson.Get(got[len(got)-1], "rid").Raw != `["one","two"]` {
+	if got := h.decode[0].received(); gjson.Get(got[len(got)-1], "rid").Raw != fmt.Sprintf(`["%s","%s"]`, keys.Owner(0).Scoped("one"), keys.Owner(0).Scoped("two")) {
 		t.Errorf("the names of several prompts became %s", got[len(got)-1])
 	}
 }

@@ -11,7 +11,6 @@ import (
 	"kvrouter/internal/jsonbody"
 	"kvrouter/internal/proxy"
 	"kvrouter/internal/tokens"
-	"kvrouter/internal/web"
 )
 
 // tokenized serves a route that needs only the tokenizer.
@@ -63,21 +62,4 @@ func (a *API) listModels(c *gin.Context) {
 		return
 	}
 	c.JSON(http.StatusOK, gin.H{"object": "list", "data": list})
-}
-
-// broadcastUntilFound asks all workers for a stored response, which one of them holds.
-func (a *API) broadcastUntilFound(c *gin.Context) {
-	found := false
-	a.proxy.AskAll(c.Request.Context(), a.workers(), a.question(c, nil), func(answer proxy.Answer) bool {
-		if found = answer.Err == nil && answer.Status != http.StatusNotFound; found {
-			if a.keys.Of(c).SeesDecisions {
-				c.Header(web.HeaderWorker, a.models.Names().Label(answer.Target.Key.Worker))
-			}
-			c.Data(answer.Status, "application/json", answer.Body)
-		}
-		return !found
-	})
-	if !found {
-		a.fail(c, http.StatusNotFound, "", "no worker has this response")
-	}
 }

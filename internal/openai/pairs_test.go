@@ -20,6 +20,7 @@ import (
 
 	"kvrouter/internal/hints"
 	"kvrouter/internal/jsonbody"
+	"kvrouter/internal/keys"
 	"kvrouter/internal/kv"
 	"kvrouter/internal/policy"
 	"kvrouter/internal/proxy"
@@ -302,7 +303,7 @@ func TestClientsNameToAbortByIsKept(t *testing.T) {
 	h := newTestPairAPI(t, setup{}, kv.KindSGLang, 1, 1, nil)
 	h.post(t, testkit.ChatPath, sharedChat(false, jsonbody.Field{Key: "rid", Raw: `"my-rid"`}))
 	for _, engine := range []*fakeEngine{h.prefill[0], h.decode[0]} {
-		if body := engine.received()[0]; strings.Count(body, `"rid"`) != 1 || gjson.Get(body, "rid").Str != "my-rid" {
+		if body := engine.received()[0]; strings.Count(body, `"rid"`) != 1 || gjson.Get(body, "rid").Str != keys.Owner(0).Scoped("my-rid") {
 			t.Errorf("worker %d got %s", engine.id, body)
 		}
 	}

@@ -69,6 +69,9 @@ func (r *inference) read(c *gin.Context) (ok bool) {
 		a.fail(c, http.StatusBadRequest, "vllm_xargs", "kv_cache_report_mode is not supported: the router follows KV events")
 		return false
 	}
+	if !r.renames(c) {
+		return false
+	}
 	if salt, ok := r.caller.Salt(r.body.Get("cache_salt").String()); ok && r.body.Top != nil {
 		r.body = r.body.With("cache_salt", proxy.Quoted(salt))
 	}

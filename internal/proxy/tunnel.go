@@ -20,7 +20,10 @@ import (
 
 // Tunnel passes a WebSocket connection to the decided worker and back until one side
 // closes it, or no byte comes for --request-timeout. Where the client may not direct the worker,
-// a message that does ends the connection. The booking of the decision ends with it. An error means that the worker could not be reached, and nothing was written to w.
+// a message that does ends the connection. The booking of the decision ends with it. An error
+// means that the worker could not be reached, and nothing was written to w. Only a refused
+// connection counts as the worker's failure: what else ends a connection before its first byte, a
+// client can cause by its headers.
 func (p *Proxy) Tunnel(w http.ResponseWriter, r *http.Request, header http.Header, decision router.Decision, directs bool) (failed error) {
 	defer decision.Booking.End()
 	target := decision.Target
@@ -31,9 +34,8 @@ func (p *Proxy) Tunnel(w http.ResponseWriter, r *http.Request, header http.Heade
 	ctx, cancel := context.WithCancelCause(r.Context())
 	defer cancel(nil)
 	header = p.header(header, target)
-	for _, name := range []string{"Connection", "Upgrade"} {
-		header.Set(name, r.Header.Get(name))
-	}
+	header.Set("Connection", "Upgrade")
+	header.Set("Upgrade", "websocket")
 	watched := &watchedWriter{ResponseWriter: w, idle: p.settings.RequestTimeout, cancel: cancel}
 	if !directs {
 		header.Del("Sec-Websocket-Extensions") // compressed messages could not be read
@@ -45,16 +47,25 @@ func (p *Proxy) Tunnel(w http.ResponseWriter, r *http.Request, header http.Heade
 			out.Out.Header = header
 		},
 		Transport: p.client.Transport,
+		ModifyResponse: func(answer *http.Response) error {
+			dropOwn(answer.Header)
+			return nil
+		},
 		ErrorHandler: func(_ http.ResponseWriter, _ *http.Request, err error) {
 			e := p.unanswered(target.Key.Worker, cause(ctx, err), health.Refused)
-			if failed = e; r.Context().Err() == nil {
-				decision.Booking.FailAs(e.kind, e.Error())
-				p.failed(target.Key.Worker)
+			if failed = e; r.Context().Err() != nil {
+				return
 			}
+			if e.kind == health.Refused {
+				decision.Booking.FailAs(e.kind, e.Error())
+			}
+			p.failed(target.Key.Worker)
 		},
 		ErrorLog: log.New(io.Discard, "", 0),
 	}
-	tunnel.ServeHTTP(watched, r.WithContext(ctx))
+	upgrade := r.WithContext(ctx)
+	upgrade.Header = header
+	tunnel.ServeHTTP(watched, upgrade)
 	return failed
 }
 
