@@ -8,6 +8,7 @@ import (
 	"github.com/gin-gonic/gin"
 	"github.com/tidwall/gjson"
 
+	"kvrouter/internal/jsonbody"
 	"kvrouter/internal/proxy"
 	"kvrouter/internal/tokens"
 )
@@ -21,7 +22,11 @@ func (a *API) tokenized(serve func(*tokens.Source, context.Context, []byte) ([]b
 		}
 		defer a.bodies.Done(body)
 		m, _ := a.models.Of(gjson.GetBytes(body, "model").String())
-		answer, err := serve(m.Tokens, c.Request.Context(), body)
+		asked := body
+		if parsed, ok := jsonbody.Parse(body); ok && a.keys.Several() {
+			asked = scopedMedia(a.keys.Of(c).Owner(), parsed).Raw
+		}
+		answer, err := serve(m.Tokens, c.Request.Context(), asked)
 		var bad *tokens.BadRequest
 		var refused *tokens.AskError
 		switch {

@@ -6,6 +6,7 @@ import (
 	"time"
 
 	"github.com/gin-gonic/gin"
+	"github.com/tidwall/gjson"
 
 	"kvrouter/internal/hints"
 	"kvrouter/internal/jsonbody"
@@ -25,6 +26,9 @@ func (r *inference) read(c *gin.Context) (ok bool) {
 	r.body = &jsonbody.Body{Raw: r.raw}
 	if body, ok := jsonbody.Parse(r.raw); ok { // engines read one of any content type
 		r.body = body
+		if a.keys.Several() {
+			r.body = scopedMedia(r.caller.Owner(), body)
+		}
 	} else if r.kind != tokens.NoPrompt || strings.HasPrefix(c.ContentType(), "application/json") {
 		a.fail(c, http.StatusBadRequest, "", "the request body must be a JSON object of at most 262,144 members and 10,000 levels")
 		return false
@@ -70,7 +74,8 @@ func (r *inference) read(c *gin.Context) (ok bool) {
 	if !r.renames(c) {
 		return false
 	}
-	if salt, ok := r.caller.Salt(r.body.Get("cache_salt").String()); ok && r.body.Top != nil {
+	salt := r.body.Get("cache_salt").String()
+	if salt, ok := r.caller.Salt(salt, salt != "" || r.body.Get("extra_key").Type != gjson.Null); ok && r.body.Top != nil {
 		r.body = r.body.With("cache_salt", proxy.Quoted(salt))
 	}
 	r.body = r.model.Tokens.KeepApart(r.exchange.Route, r.body)
@@ -88,6 +93,9 @@ func (r *inference) readHints(c *gin.Context) (ok bool) {
 	if given.Query && !r.caller.SeesDecisions {
 		a.fail(c, http.StatusForbidden, "nvext.annotations", hints.AnnotationQuery+": this key may not see routing decisions (--decision-headers)")
 		return false
+	}
+	if given.Prefix.ID != "" && a.keys.Several() {
+		given.Prefix.ID = r.caller.Owner().Scoped(given.Prefix.ID)
 	}
 	given.Session = hints.Session(c.Request.Header, a.settings.SessionHeader, a.settings.SessionCookie)
 	r.hints = given
