@@ -250,11 +250,10 @@ func (r *app) openPorts() error {
 		doors = append(doors, door{config.Web.RouterHost, config.Page.PagePort, "--page-port", routerShare})
 	}
 	for _, d := range doors {
-		port, err := web.Listen(d.host, d.port, d.flag, r.certificates.Config())
+		port, err := web.Listen(d.host, d.port, d.flag, d.clients, r.certificates.Config())
 		if err != nil {
 			return err
 		}
-		port.Bound(d.clients)
 		r.ports = append(r.ports, port)
 	}
 	return nil

@@ -24,15 +24,17 @@ import (
 
 // Settings are the flags for API keys and for the permissions of their holders.
 type Settings struct {
-	APIKeysFile     string `group:"Requests" name:"api-keys-file" placeholder:"FILE" help:"YAML list of additional API keys of the OpenAI port, each with its own name, limits and cache salt. Reloaded on SIGHUP. See docs/api-keys.md."`
-	TrustHints      *bool  `group:"Requests" negatable:"" help:"Honor priorities and pinned workers (nvext and headers) of all clients. Default: yes with one --api-key or without keys; with several keys or --api-keys-file, only for keys with trust-hints: true."`
-	DecisionHeaders *bool  `group:"Requests" negatable:"" help:"Return the chosen worker and the overlap to clients (x-kvrouter-* headers, query_instance_id). Default: as --trust-hints, and for keys with salt: true."`
+	APIKeysFile         string `group:"Requests" name:"api-keys-file" placeholder:"FILE" help:"YAML list of additional API keys of the OpenAI port, each with its own name, limits and cache salt. Reloaded on SIGHUP. See docs/api-keys.md."`
+	TrustHints          *bool  `group:"Requests" negatable:"" help:"Honor priorities and pinned workers (nvext and headers) of all clients. Default: yes with one --api-key or without keys; with several keys or --api-keys-file, only for keys with trust-hints: true."`
+	TrustTransferParams bool   `group:"Requests" help:"Forward what clients tell the engines to connect to or to run (kv_transfer_params, bootstrap_host, custom_logit_processor, ...). Default: only of keys with trust-hints: true. See docs/api-keys.md."`
+	DecisionHeaders     *bool  `group:"Requests" negatable:"" help:"Return the chosen worker and the overlap to clients (x-kvrouter-* headers, query_instance_id). Default: as --trust-hints, and for keys with salt: true."`
 }
 
 // Caller is the sender of a request, identified by its key, with its permissions.
 type Caller struct {
 	Name          string // of the key; empty: no key is required
 	Trusted       bool   // its priorities and pinned workers are honored
+	Directs       bool   // it may send engines addresses, ranks and code
 	SeesDecisions bool   // its answers name the chosen worker and the reason
 	Terms                // of its requests in a fair queue
 
@@ -192,9 +194,11 @@ func (r *Ring) table(entries []entry) *table {
 		return !r.Several()
 	}
 	trusted, shown := usually(r.settings.TrustHints), usually(r.settings.DecisionHeaders)
+	directs := r.settings.TrustTransferParams
 	if !r.Asks() {
-		return &table{open: &Caller{Trusted: trusted, SeesDecisions: shown}}
+		return &table{open: &Caller{Trusted: trusted, Directs: directs, SeesDecisions: shown}}
 	}
+	directs = directs || trusted && r.settings.TrustHints != nil
 	before := map[string]*Caller{}
 	if old := r.current.Load(); old != nil {
 		for _, c := range old.order {
@@ -218,12 +222,12 @@ func (r *Ring) table(entries []entry) *table {
 		}
 	}
 	for i, key := range r.given {
-		add(&Caller{Name: givenName(i), Trusted: trusted, SeesDecisions: shown, sum: sha256.Sum256([]byte(key))})
+		add(&Caller{Name: givenName(i), Trusted: trusted, Directs: directs, SeesDecisions: shown, sum: sha256.Sum256([]byte(key))})
 	}
 	for _, e := range entries {
-		c := &Caller{Name: e.name, Trusted: trusted, SeesDecisions: shown, Terms: e.terms, sum: e.sum, salted: e.salt, bounds: bounds{limits: e.limits}}
+		c := &Caller{Name: e.name, Trusted: trusted, Directs: directs, SeesDecisions: shown, Terms: e.terms, sum: e.sum, salted: e.salt, bounds: bounds{limits: e.limits}}
 		if e.trust != nil {
-			c.Trusted = *e.trust
+			c.Trusted, c.Directs = *e.trust, *e.trust
 		}
 		if r.settings.DecisionHeaders == nil {
 			c.SeesDecisions = shown || e.salt

@@ -15,6 +15,7 @@ import (
 
 	"github.com/gin-gonic/gin"
 
+	"kvrouter/internal/directives"
 	"kvrouter/internal/fair"
 	"kvrouter/internal/hints"
 	"kvrouter/internal/keys"
@@ -200,6 +201,9 @@ func (a *API) clientHeader(c *gin.Context, pinned bool) http.Header {
 		id = caller.Owner().Scoped(id)
 	}
 	header := proxy.ClientHeader(c.Request.Header, id, pinned, a.keys.Asks())
+	if !caller.Directs {
+		directives.DropHeaders(header)
+	}
 	if !caller.Trusted {
 		hints.DropUntrusted(header)
 	}

@@ -195,11 +195,12 @@ func TestGenerateNamesTheRankInItsBody(t *testing.T) {
 	}{
 		{2, generateRoute, `{ "text":"a"}`, `{"routed_dp_rank":1, "text":"a"}`},
 		{2, generateRoute, `{"text":"a", "routed_dp_rank":0}`, `{"routed_dp_rank":1,"text":"a"}`}, // the router's, since it has counted on it
+		{2, generateRoute, `{"text":"a", "routed_dp_r\u0061nk":null,"routed_dp_rank":0}`, `{"routed_dp_rank":1,"text":"a"}`},
 		{1, generateRoute, `{ "text":"a"}`, `{ "text":"a"}`},
 		{1, generateRoute, `{"text":"a", "routed_dp_rank":0}`, `{"text":"a", "routed_dp_rank":0}`},
 		{2, "/v1/completions", `{ "text":"a"}`, `{ "text":"a"}`},
 	} {
-		h := newTestAPIOf(t, setup{}, nil, kv.Target{Key: kv.WorkerKey{Rank: 1}, URL: worker.URL, Engine: kv.EngineSGLang, Ranks: test.ranks})
+		h := newTestAPIOf(t, setup{Keys: directing}, nil, kv.Target{Key: kv.WorkerKey{Rank: 1}, URL: worker.URL, Engine: kv.EngineSGLang, Ranks: test.ranks})
 		h.post(t, test.path, test.body)
 		if got := worker.Received(); got[len(got)-1] != test.want {
 			t.Errorf("%d ranks, %s: %s", test.ranks, test.path, got[len(got)-1])

@@ -21,6 +21,13 @@ func (a *API) tokenized(serve func(*tokens.Source, context.Context, []byte) ([]b
 			return
 		}
 		defer a.bodies.Done(body)
+		parsed, ok := jsonbody.Parse(body)
+		if !ok {
+			parsed = &jsonbody.Body{Raw: body}
+		}
+		if !a.undirected(c, parsed) {
+			return
+		}
 		m, _ := a.models.Of(gjson.GetBytes(body, "model").String())
 		asked := body
 		if parsed, ok := jsonbody.Parse(body); ok && a.keys.Several() {

@@ -2,7 +2,6 @@ package openai
 
 import (
 	"net/http"
-	"strings"
 	"time"
 
 	"github.com/gin-gonic/gin"
@@ -23,17 +22,16 @@ func (r *inference) read(c *gin.Context) (ok bool) {
 	if r.raw, ok = a.body(c); !ok {
 		return false
 	}
-	r.body = &jsonbody.Body{Raw: r.raw}
-	if body, ok := jsonbody.Parse(r.raw); ok { // engines read one of any content type
-		r.body = body
-		if a.keys.Several() {
-			r.body = scopedMedia(r.caller.Owner(), body)
+	if r.body, ok = jsonbody.Parse(r.raw); !ok {
+		r.body = &jsonbody.Body{Raw: r.raw}
+		if r.kind != tokens.NoPrompt || web.IsJSON(c.GetHeader("Content-Type"), len(r.raw)) {
+			a.fail(c, http.StatusBadRequest, "", "the request body must be a JSON object of at most 262,144 members and 10,000 levels")
+			return false
 		}
-	} else if r.kind != tokens.NoPrompt || strings.HasPrefix(c.ContentType(), "application/json") {
-		a.fail(c, http.StatusBadRequest, "", "the request body must be a JSON object of at most 262,144 members and 10,000 levels")
-		return false
+	} else if a.keys.Several() {
+		r.body = scopedMedia(r.caller.Owner(), r.body)
 	}
-	if !r.readHints(c) {
+	if !r.readHints(c) || !a.undirected(c, r.body) {
 		return false
 	}
 	r.body = r.gateway.Rename(r.body)
@@ -121,5 +119,6 @@ func (r *inference) findPrompt() {
 	}
 	r.request.Follow(r.hints)
 	r.setTenant()
+	r.body = r.withoutPriority(r.body)
 	r.request.Pulls = !r.multiple && proxy.Pulls(x.Route, r.body)
 }

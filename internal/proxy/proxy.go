@@ -13,7 +13,6 @@ import (
 	"fmt"
 	"io"
 	"log/slog"
-	"net"
 	"net/http"
 	"slices"
 	"strconv"
@@ -85,7 +84,7 @@ type Upstream struct {
 func (p *Proxy) request(ctx context.Context, u *Upstream, t kv.Target) (*http.Request, error) {
 	request, err := http.NewRequestWithContext(ctx, u.Method, t.URL+u.Path, nil)
 	if err != nil {
-		return nil, err
+		return nil, fmt.Errorf("%w: %w", web.ErrUnsendable, err)
 	}
 	request.Header = p.header(u.Header, t)
 	if t.Kind == kv.KindRouter && u.Below != nil {
@@ -96,7 +95,7 @@ func (p *Proxy) request(ctx context.Context, u *Upstream, t kv.Target) (*http.Re
 		rank := strconv.FormatUint(uint64(t.ServerRank()), 10)
 		request.Header.Set(web.HeaderRank, rank)
 		if u.Route == generateRoute { // SGLang reads no header there
-			named := u.ofRank(rank)
+			named := u.withFields(jsonbody.Field{Key: rankKey, Raw: rank})
 			u = &named
 		}
 	}
@@ -366,12 +365,9 @@ func (p *Proxy) attempt(ctx context.Context, w http.ResponseWriter, u Upstream, 
 	if p.settings.RequestTimeout > 0 {
 		timer := time.AfterFunc(p.settings.RequestTimeout, func() { cancel(ErrSilent) })
 		defer timer.Stop()
-		connection := http.NewResponseController(w)
 		heard = func() {
-			now := p.now()
-			f.heard.Store(now.UnixNano())
+			f.heard.Store(p.now().UnixNano())
 			timer.Reset(p.settings.RequestTimeout)
-			connection.SetWriteDeadline(now.Add(p.settings.RequestTimeout))
 		}
 	}
 	request, err := p.request(ctx, &u, target)
@@ -451,10 +447,7 @@ func OutOfDescriptors(err error) bool {
 }
 
 // unsent reports whether a request failed with err before a worker could have got it.
-func unsent(err error) bool {
-	var connecting *net.OpError
-	return errors.As(err, &connecting) && connecting.Op == "dial"
-}
+func unsent(err error) bool { return web.Undialed(err) || errors.Is(err, web.ErrUnsendable) }
 
 // askTimeout bounds a short question to a worker, and askLimit its answer (bytes).
 const (
