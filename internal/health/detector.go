@@ -124,6 +124,7 @@ type worker struct {
 	silent time.Time // since when it is avoided for its silence; zero: it is not
 	probe  time.Time // silent: when it gets a request nevertheless
 	probes int       // times that determine the next probe
+	missed bool      // it does not answer its health checks
 	own    own       // how fast it is
 
 	answered  time.Time // when it last answered well
@@ -214,7 +215,7 @@ func (d *Detector) Leave(key kv.WorkerKey, now time.Time) {
 func (d *Detector) recount() {
 	d.odd, d.spared = 0, 0
 	for _, w := range d.workers {
-		if w.phase != phaseIn || !w.held.IsZero() || !w.spared.IsZero() || !w.silent.IsZero() {
+		if w.phase != phaseIn || !w.held.IsZero() || !w.spared.IsZero() || w.avoided() {
 			d.odd++
 		}
 		if !w.spared.IsZero() {
@@ -251,7 +252,7 @@ func (d *Detector) Level(key kv.WorkerKey, now time.Time, random *rand.Rand) Lev
 		return Out
 	case !w.held.IsZero():
 		return Held
-	case !w.silent.IsZero():
+	case w.avoided():
 		return Silent
 	case w.phase == phaseBack && random.Float64() >= max(leastShare, float64(now.Sub(w.since))/float64(d.settings.SlowStart)):
 		return Slow
@@ -269,7 +270,7 @@ func (d *Detector) IsOut(key kv.WorkerKey, now time.Time) bool {
 		return false
 	}
 	d.bringUpToDate(key, w, now)
-	return w.phase == phaseOut || !w.held.IsZero() || !w.silent.IsZero()
+	return w.phase == phaseOut || !w.held.IsZero() || w.avoided()
 }
 
 // Ejected reports whether a worker is ejected for its failures.
@@ -363,6 +364,10 @@ func (d *Detector) of(a Attempt) *worker {
 // answers records an answer of a worker.
 func (d *Detector) answers(w *worker, now time.Time) {
 	w.answered = now
+	if w.missed {
+		w.missed = false
+		d.recount()
+	}
 	d.alive(w, now)
 }
 

@@ -20,7 +20,7 @@ const (
 type Record struct {
 	Worker      kv.WorkerKey
 	State       string
-	Since       time.Time // StateIn, StateBack, StateSilent, StateOut: of the state
+	Since       time.Time // StateIn, StateBack, StateOut: of the state
 	Until       time.Time // StateOut: of the trial; StateHeld: of the pause
 	Reason      Kind      // StateOut: why
 	Why         string    // the same, as text
@@ -75,8 +75,8 @@ func (d *Detector) record(key kv.WorkerKey, w *worker, now time.Time) Record {
 		s.State, s.Until, s.Reason, s.Why = StateOut, w.until, w.reason, w.why
 	case !w.held.IsZero():
 		s.State, s.Until = StateHeld, w.held
-	case !w.silent.IsZero():
-		s.State, s.Since = StateSilent, w.silent
+	case w.avoided():
+		s.State = StateSilent
 	case w.phase == phaseBack:
 		s.State = StateBack
 	}

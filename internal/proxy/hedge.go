@@ -236,7 +236,7 @@ func (x *Exchange) beside() *Exchange {
 // adopt takes over what an attempt beside the first has of the answer.
 func (x *Exchange) adopt(y *Exchange) {
 	x.Status, x.Worker, x.FirstChunk, x.Decision, x.Usage, x.Shared = y.Status, y.Worker, y.FirstChunk, y.Decision, y.Usage, y.Shared
-	x.Ending, x.StoredID, x.Below, x.finish, x.refusal = y.Ending, y.StoredID, y.Below, y.finish, y.refusal
+	x.Ending, x.Below, x.finish, x.refusal = y.Ending, y.Below, y.finish, y.refusal
 	x.Reached, x.Receipts = x.Reached || y.Reached, append(x.Receipts, y.Receipts...)
 	x.accepted(x.Status)
 }

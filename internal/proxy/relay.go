@@ -80,6 +80,7 @@ func cause(ctx context.Context, err error) error {
 // writeHead writes the worker's status and headers and the router's own.
 func writeHead(w http.ResponseWriter, response *http.Response, u Upstream, x *Exchange) {
 	web.DropHopByHop(response.Header)
+	dropOwn(response.Header)
 	header := w.Header()
 	maps.Copy(header, response.Header)
 	decided := header // of the decision
@@ -115,11 +116,11 @@ func (p *Proxy) relayWhole(w http.ResponseWriter, answer *upstreamAnswer, u Upst
 		return &workerError{worker: worker, called: x.Worker, err: errors.New("stopped its answer: " + finish), abort: &abortError{why: finish}}
 	}
 	x.Usage, x.Ending, x.finish = usage, endingOf(answer.StatusCode, finish), finish
-	if u.Route == ResponsesRoute && answer.StatusCode == http.StatusOK {
-		x.StoredID = gjson.GetBytes(body, "id").Str
-	}
 	if !u.claims() {
 		return errOutrun
+	}
+	if u.Route == ResponsesRoute && answer.StatusCode == http.StatusOK {
+		u.stores(x, gjson.GetBytes(body, "id").Str)
 	}
 	writeHead(w, answer.Response, u, x)
 	if _, err := w.Write(body); err != nil {
@@ -146,9 +147,11 @@ type streamRelay struct {
 	x       *Exchange
 	retry   bool
 	events  eventScanner
-	started bool      // the headers have been written
-	last    time.Time // when the last tokens came; zero: none have
-	tokens  int
+	started bool // the headers have been written
+
+	storedID string    // of the answer, as far as u has been told
+	last     time.Time // when the last tokens came; zero: none have
+	tokens   int
 }
 
 // relayStream relays server-sent events chunk by chunk, as they come. Nothing
@@ -228,6 +231,10 @@ func (r *streamRelay) take(chunk []byte) error {
 		if err := r.start(); err != nil {
 			return err
 		}
+		if r.events.storedID != r.storedID {
+			r.storedID = r.events.storedID
+			r.u.stores(x, r.storedID)
+		}
 		if _, err := r.w.Write(out); err != nil {
 			return errors.Join(ErrAnswered, err)
 		}
@@ -260,7 +267,6 @@ func (r *streamRelay) broken() error {
 
 // note keeps the facts of the stream that has ended.
 func (r *streamRelay) note() {
-	r.x.StoredID = r.events.storedID
 	r.x.Usage, r.x.Ending, r.x.finish = r.events.usage(), r.events.ending(r.answer.StatusCode, r.u.EndMarked), r.events.finish
 }
 
