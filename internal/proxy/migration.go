@@ -63,7 +63,8 @@ type Migration struct {
 	stops    bool                               // vLLM holds back text for stop strings
 	decode   func(ids []uint32) (string, error) // returns the text of tokens; nil: there is none
 
-	why string // it cannot be continued; empty: it can
+	never string // why the request alone does not allow to continue it; empty: it does
+	why   string // it cannot be continued; empty: it can
 
 	added     bool     // the router has requested the token ids
 	begun     bool     // the client has the headers
@@ -119,6 +120,7 @@ func NewMigration(route string, body *jsonbody.Body, prompt []uint32, exact, sev
 		s.why = whyNotContinued(body)
 		s.stops = !body.Get("include_stop_str_in_output").Bool() && slices.ContainsFunc(append(body.Get("stop").Array(), body.Get("stop")), func(stop gjson.Result) bool { return utf8.RuneCountInString(stop.Str) > 1 })
 	}
+	s.never = s.why
 	return s
 }
 

@@ -48,7 +48,9 @@ type upstreamAnswer struct {
 
 // Read reads the body.
 func (a *upstreamAnswer) Read(b []byte) (int, error) {
+	a.sent.reads.Store(true)
 	n, err := a.Body.Read(b)
+	a.sent.reads.Store(false)
 	if n > 0 {
 		a.heard()
 	}
@@ -115,7 +117,10 @@ func (p *Proxy) relayWhole(w http.ResponseWriter, answer *upstreamAnswer, u Upst
 	}
 	x.Usage, x.Ending, x.finish = usage, endingOf(answer.StatusCode, finish), finish
 	if u.Route == ResponsesRoute && answer.StatusCode == http.StatusOK {
-		u.stores(gjson.GetBytes(body, "id").Str)
+		u.stores(gjson.GetBytes(body, "id").Str, x.Decision.Target.Key.Worker)
+	}
+	if !u.claims() {
+		return errOutrun
 	}
 	writeHead(w, answer.Response, u, x)
 	if _, err := w.Write(body); err != nil {
@@ -165,7 +170,7 @@ func (p *Proxy) relayStream(w http.ResponseWriter, answer *upstreamAnswer, u Ups
 	}()
 	u.Migration.restart()
 	if u.Gateway != nil {
-		r.start()
+		_ = r.start() // there is no other attempt
 	}
 	for {
 		n, err := answer.Read(memory.buffer[:])
@@ -183,13 +188,17 @@ func (p *Proxy) relayStream(w http.ResponseWriter, answer *upstreamAnswer, u Ups
 	}
 }
 
-// start writes the headers if that has not been done.
-func (r *streamRelay) start() {
+// start writes the headers if that has not been done, unless another attempt answers.
+func (r *streamRelay) start() error {
 	if !r.started {
+		if !r.u.claims() {
+			return errOutrun
+		}
 		writeHead(r.w, r.answer.Response, r.u, r.x)
 		r.started = true
 		r.u.Migration.begin(&r.x.Decision)
 	}
+	return nil
 }
 
 // take relays a chunk.
@@ -198,7 +207,7 @@ func (r *streamRelay) take(chunk []byte) error {
 	out := r.events.Scan(chunk)
 	if r.events.storedID != r.storedID {
 		r.storedID = r.events.storedID
-		r.u.stores(r.storedID)
+		r.u.stores(r.storedID, x.Decision.Target.Key.Worker)
 	}
 	if !r.started && r.retry && r.events.status >= http.StatusInternalServerError {
 		return &workerError{worker: x.Decision.Target.Key.Worker, called: x.Worker, err: errors.New("its engine failed before the first token"), kind: health.Engine}
@@ -223,7 +232,9 @@ func (r *streamRelay) take(chunk []byte) error {
 		}
 	}
 	if len(out) > 0 {
-		r.start()
+		if err := r.start(); err != nil {
+			return err
+		}
 		if _, err := r.w.Write(out); err != nil {
 			return errors.Join(ErrAnswered, err)
 		}
@@ -265,7 +276,9 @@ func (r *streamRelay) end() error {
 	if r.u.Migration.continues() && r.x.Ending == policy.Failed {
 		return r.fail(io.ErrUnexpectedEOF)
 	}
-	r.start()
+	if err := r.start(); err != nil {
+		return err
+	}
 	if rest := r.events.Rest(); len(rest) > 0 {
 		if _, err := r.w.Write(rest); err != nil {
 			return errors.Join(ErrAnswered, err)
