@@ -59,6 +59,9 @@ func (r *inference) read(c *gin.Context) (ok bool) {
 		r.settle(c, err)
 		return false
 	}
+	if !r.opensNothing(c) {
+		return false
+	}
 	if r.kind == tokens.GeneratePrompt && a.lacksSGLang() {
 		a.fail(c, http.StatusNotFound, "", errNoSGLang.Error())
 		return false

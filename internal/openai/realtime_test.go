@@ -2,11 +2,13 @@ package openai
 
 import (
 	"bufio"
+	"errors"
 	"fmt"
 	"io"
 	"net"
 	"net/http"
 	"net/http/httptest"
+	"os"
 	"strings"
 	"sync/atomic"
 	"testing"
@@ -132,5 +134,20 @@ func TestNoHandshakeEjectsWorkers(t *testing.T) {
 		if records, _ := h.router.Outliers(); records[0].State != health.StateIn || records[1].State != health.StateIn {
 			t.Errorf("%q: %s, %s", test.headers, records[0].State, records[1].State)
 		}
+	}
+}
+
+func TestWebSocketsEndWithTheirWorker(t *testing.T) {
+	h := newTestAPI(t, setup{}, echo(t).URL)
+	conn, text, status := dialRealtime(t, h, "m")
+	if status != http.StatusSwitchingProtocols {
+		t.Fatalf("status %d", status)
+	}
+	target := h.router.Targets()[0]
+	h.router.Down(target.Key)
+	h.proxy.Abort(target.Key.Worker, target.Generation, "it is down")
+	conn.SetReadDeadline(time.Now().Add(10 * time.Second))
+	if _, err := text.ReadByte(); err == nil || errors.Is(err, os.ErrDeadlineExceeded) {
+		t.Errorf("the connection goes on: %v", err)
 	}
 }

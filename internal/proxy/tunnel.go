@@ -19,8 +19,8 @@ import (
 )
 
 // Tunnel passes a WebSocket connection to the decided worker and back until one side
-// closes it, or no byte comes for --request-timeout. Where the client may not direct the worker,
-// a message that does ends the connection. The booking of the decision ends with it. An error
+// closes it, its worker is down, or no byte comes for --request-timeout. Where the client may not
+// direct the worker, a message that does ends the connection. The booking of the decision ends with it. An error
 // means that the worker could not be reached, and nothing was written to w. Only a refused
 // connection counts as the worker's failure: what else ends a connection before its first byte, a
 // client can cause by its headers.
@@ -33,10 +33,12 @@ func (p *Proxy) Tunnel(w http.ResponseWriter, r *http.Request, header http.Heade
 	}
 	ctx, cancel := context.WithCancelCause(r.Context())
 	defer cancel(nil)
+	f := p.sent(decision.Booking, target, cancel, watch{})
+	defer p.ended(f)
 	header = p.header(header, target)
 	header.Set("Connection", "Upgrade")
 	header.Set("Upgrade", "websocket")
-	watched := &watchedWriter{ResponseWriter: w, idle: p.settings.RequestTimeout, cancel: cancel}
+	watched := &watchedWriter{ResponseWriter: w, idle: p.settings.RequestTimeout, cancel: cancel, heard: func() { f.heard.Store(p.now().UnixNano()) }}
 	if !directs {
 		header.Del("Sec-Websocket-Extensions") // compressed messages could not be read
 		watched.frames = new(directives.Frames)
@@ -75,6 +77,7 @@ type watchedWriter struct {
 	idle   time.Duration // 0: no limit
 	cancel context.CancelCauseFunc
 	frames *directives.Frames // of the client; nil: it may send everything
+	heard  func()             // called when the worker sends a byte
 }
 
 // Unwrap returns the writer of the HTTP server.
@@ -83,41 +86,52 @@ func (w *watchedWriter) Unwrap() http.ResponseWriter { return w.ResponseWriter }
 // Hijack implements http.Hijacker.
 func (w *watchedWriter) Hijack() (net.Conn, *bufio.ReadWriter, error) {
 	conn, buffered, err := http.NewResponseController(w.ResponseWriter).Hijack()
-	if err == nil && w.idle > 0 {
-		conn = &watchedConn{Conn: conn, idle: w.idle, timer: time.AfterFunc(w.idle, func() { w.cancel(ErrSilent) })}
+	if err != nil {
+		return conn, buffered, err
 	}
-	if err == nil && w.frames != nil {
+	w.heard()
+	if w.frames != nil {
 		conn = &confinedConn{Conn: conn, frames: w.frames}
 	}
-	return conn, buffered, err
+	watched := &watchedConn{Conn: conn, idle: w.idle, heard: w.heard}
+	if w.idle > 0 {
+		watched.timer = time.AfterFunc(w.idle, func() { w.cancel(ErrSilent) })
+	}
+	return watched, buffered, nil
 }
 
 // watchedConn sets the timer back with each byte that passes.
 type watchedConn struct {
 	net.Conn
 	idle  time.Duration
-	timer *time.Timer
+	timer *time.Timer // nil: no limit
+	heard func()
+}
+
+func (c *watchedConn) passed(n int) {
+	if n > 0 && c.timer != nil {
+		c.timer.Reset(c.idle)
+	}
 }
 
 func (c *watchedConn) Read(b []byte) (int, error) {
 	n, err := c.Conn.Read(b)
-	if n > 0 {
-		c.timer.Reset(c.idle)
-	}
+	c.passed(n)
 	return n, err
 }
 
 func (c *watchedConn) Write(b []byte) (int, error) {
+	c.heard()
 	n, err := c.Conn.Write(b)
-	if n > 0 {
-		c.timer.Reset(c.idle)
-	}
+	c.passed(n)
 	return n, err
 }
 
 // Close ends the watch, too.
 func (c *watchedConn) Close() error {
-	c.timer.Stop()
+	if c.timer != nil {
+		c.timer.Stop()
+	}
 	return c.Conn.Close()
 }
 
