@@ -13,6 +13,8 @@ import (
 	"kvrouter/internal/keys"
 	"kvrouter/internal/proxy"
 	"kvrouter/internal/testkit"
+	"kvrouter/internal/testkit/policytest"
+	"kvrouter/internal/testkit/routertest"
 	"kvrouter/internal/web"
 )
 
@@ -163,6 +165,26 @@ func TestCachedBlocksAndMediaAreTheirClients(t *testing.T) {
 				t.Errorf("%s %s: two keys have %v", c.path, c.body, seen)
 			}
 		}
+	}
+}
+
+// TestSeriesOfRequestsAreTheirClients has two keys give a series the same id, in a header and in
+// the body.
+func TestSeriesOfRequestsAreTheirClients(t *testing.T) {
+	worker := testkit.NewFakeWorker(t, func(w http.ResponseWriter, _ *http.Request) { fmt.Fprint(w, `{}`) })
+	policy := new(policytest.Clerk)
+	h := newTestAPIWith(t, routertest.New(t, "", 0, routertest.WithPolicy(policy)), setup{APIKey: []string{"key-a", "key-b"}}, nil, targetsAt(worker.URL)...)
+	seen := map[string]int{}
+	for _, key := range []string{"key-a", "key-b"} {
+		h.post(t, testkit.ChatPath, `{"messages":[]}`, "Authorization", "Bearer "+key, "X-Prefix-Id", "s")
+		h.post(t, testkit.ChatPath, `{"messages":[],"nvext":{"agent_hints":{"prefix_id":"s"}}}`, "Authorization", "Bearer "+key)
+		h.post(t, testkit.ChatPath, `{"messages":[],"nvext":{"annotations":["prefix_id:s"]}}`, "Authorization", "Bearer "+key)
+	}
+	for _, query := range policy.Queries() {
+		seen[query.Prefix.ID]++
+	}
+	if len(seen) != 2 || seen["s"] != 0 || seen[""] != 0 {
+		t.Errorf("series: %v", seen)
 	}
 }
 
