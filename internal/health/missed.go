@@ -4,10 +4,10 @@ import (
 	"time"
 )
 
-// Missed records that a worker has not answered its health checks since a time. Its HTTP server may
-// be busy, which is no failure: new requests avoid it until a byte of an answer comes, or
-// AnswersChecks. It returns when the worker last showed life; zero: never.
-func (d *Detector) Missed(worker uint64, generation int, since time.Time) (lived time.Time) {
+// Missed records that a worker has not answered its health checks, the last of them sent at that
+// time. Its HTTP server may be busy, which is no failure: new requests avoid it until a byte of an
+// answer comes, or AnswersChecks. It returns when the worker last showed life; zero: never.
+func (d *Detector) Missed(worker uint64, generation int, sent time.Time) (lived time.Time) {
 	changed := false
 	for key, w := range d.workers {
 		if key.Worker != worker || w.gone || w.generation != generation {
@@ -16,7 +16,7 @@ func (d *Detector) Missed(worker uint64, generation int, since time.Time) (lived
 		if w.lived.After(lived) {
 			lived = w.lived
 		}
-		if !w.missed && !w.answered.After(since) {
+		if !w.missed && !w.answered.After(sent) {
 			w.missed, changed = true, true
 		}
 	}
