@@ -286,20 +286,20 @@ func (r *streamRelay) fail(err error) error {
 	if !r.events.edits() && len(r.events.pending) > 0 {
 		fmt.Fprint(r.w, "\n\n") // ends the event that broke off
 	}
-	endStream(r.w, r.x, err, "")
+	endStream(r.w, r.x, err, "", 0)
 	return errors.Join(ErrAnswered, failed)
 }
 
 // endStream reports a failure as an event: the status has been sent. why is the reason for
-// which the answer is not continued; empty: it never is.
-func endStream(w http.ResponseWriter, x *Exchange, err error, why string) {
-	status, message := http.StatusBadGateway, fmt.Sprintf("worker %s failed during its answer", x.Worker)
+// which the answer is not continued; empty: it never is. sequence is the event's number.
+func endStream(w http.ResponseWriter, x *Exchange, err error, why string, sequence int64) {
+	f := web.Fault{Status: http.StatusBadGateway, Message: fmt.Sprintf("worker %s failed during its answer", x.Worker)}
 	if why != "" {
-		message += ", which is not continued: " + why
+		f.Message += ", which is not continued: " + why
 	}
 	if errors.Is(err, web.ErrStopped) {
-		status, message = http.StatusServiceUnavailable, web.ErrStopped.Error()
+		f.Status, f.Message = http.StatusServiceUnavailable, web.ErrStopped.Error()
 	}
-	fmt.Fprintf(w, "data: %s\n\n", web.ErrorJSON(status, web.ErrorType(status), "", message))
+	w.Write(web.DialectOf(x.Route).Event(f, sequence))
 	http.NewResponseController(w).Flush()
 }
