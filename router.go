@@ -172,7 +172,7 @@ func build(ctx context.Context, config Config, log *slog.Logger) (*app, error) {
 	if config.Replica.ReplicaSync {
 		mesh := config.Replica
 		mesh.ReplicaSyncHost = config.replicaHost()
-		deps := replica.Deps{Router: r.router, Edges: r.edges, Log: log, Partition: r.partitions.Of, Stored: func(id string, worker uint64) { r.stored.Note(id, worker) }}
+		deps := replica.Deps{Router: r.router, Edges: r.edges, Log: log, Partition: r.partitions.Of, Stored: func(id string, worker, owner uint64) { r.stored.Note(id, worker, keys.Owner(owner)) }}
 		if mesh.ReplicaDiscovery != "" {
 			found, err := discovery.OpenPeers(mesh.ReplicaDiscovery, log)
 			if err != nil {
@@ -251,11 +251,10 @@ func (r *app) openPorts() error {
 		doors = append(doors, door{config.Web.RouterHost, config.Page.PagePort, "--page-port", routerShare})
 	}
 	for _, d := range doors {
-		port, err := web.Listen(d.host, d.port, d.flag, r.certificates.Config())
+		port, err := web.Listen(d.host, d.port, d.flag, d.clients, r.certificates.Config())
 		if err != nil {
 			return err
 		}
-		port.Bound(d.clients)
 		r.ports = append(r.ports, port)
 	}
 	return nil

@@ -444,7 +444,7 @@ func TestAConnectionWithARequestStays(t *testing.T) {
 
 // TestAnIdleConnectionIsClosed: its gateway opens another one when it needs one.
 func TestAnIdleConnectionIsClosed(t *testing.T) {
-	p := listenWith(t, Settings{}, limits{idle: 50 * time.Millisecond, silence: silenceLimit}, maxConnections, newRelay().handle)
+	p := listenWith(t, Settings{}, limits{idle: 50 * time.Millisecond, silence: silenceLimit, stall: web.Stall}, maxConnections, newRelay().handle)
 	c := connect(t, p, false)
 	c.Connect()
 	ctx, cancel := context.WithTimeout(t.Context(), patience)
@@ -464,7 +464,7 @@ func TestAnIdleConnectionIsClosed(t *testing.T) {
 // TestAHealthCheckThatAsksNothingIsEnded covers both methods. A watch with a request
 // continues.
 func TestAHealthCheckThatAsksNothingIsEnded(t *testing.T) {
-	p := listenWith(t, Settings{}, limits{idle: idleLimit, silence: 20 * time.Millisecond}, maxConnections, newRelay().handle)
+	p := listenWith(t, Settings{}, limits{idle: idleLimit, silence: 20 * time.Millisecond, stall: web.Stall}, maxConnections, newRelay().handle)
 	c := connect(t, p, false)
 	watch, err := grpc_health_v1.NewHealthClient(c).Watch(t.Context(), &grpc_health_v1.HealthCheckRequest{})
 	if err != nil {

@@ -29,7 +29,7 @@ const patience = 20 * time.Second
 type handler = func(w http.ResponseWriter, r *http.Request, via *proxy.Gateway)
 
 // usual are the limits of New.
-var usual = limits{idle: idleLimit, silence: silenceLimit}
+var usual = limits{idle: idleLimit, silence: silenceLimit, stall: web.Stall}
 
 // listenTest starts a picker whose requests go to handle, until the test ends.
 func listenTest(t testing.TB, s Settings, handle handler) *Server {

@@ -11,6 +11,7 @@ import (
 	"time"
 
 	"kvrouter/internal/proxy"
+	"kvrouter/internal/web"
 )
 
 // TestPiecesAfterTheEndAreDropped: the last piece comes twice, before the body is read.
@@ -74,17 +75,15 @@ func TestNothingIsBookedBeforeABodyEnds(t *testing.T) {
 	} {
 		t.Run(name, func(t *testing.T) {
 			h := newRelay()
-			p := listenTest(t, Settings{}, func(w http.ResponseWriter, r *http.Request, via *proxy.Gateway) {
-				if err := http.NewResponseController(w).SetReadDeadline(time.Now().Add(50 * time.Millisecond)); err != nil {
-					t.Error(err)
-				}
+			p := listenWith(t, Settings{}, limits{idle: idleLimit, silence: silenceLimit, stall: 50 * time.Millisecond}, maxConnections, func(w http.ResponseWriter, r *http.Request, via *proxy.Gateway) {
 				if r.ContentLength == 0 {
 					t.Error("the handler takes the body for complete")
 				}
+				var bad *web.BodyError
 				if err := h.serve(w, r, via); err == nil {
 					t.Error("the request went to a worker")
-				} else if errors.Is(err, os.ErrDeadlineExceeded) {
-					http.Error(w, "late", http.StatusRequestTimeout)
+				} else if errors.As(err, &bad) {
+					http.Error(w, "late", bad.Status)
 				}
 			})
 			g := ask(t, p)

@@ -109,11 +109,12 @@ type Deps struct {
 type limits struct {
 	idle    time.Duration // of a connection without a stream
 	silence time.Duration // of a stream before its request begins
+	stall   time.Duration // without progress of a request's body, or of a message to the gateway
 }
 
 // New opens the ports. Serve or Close must follow.
 func New(s Settings, deps Deps) (*Server, error) {
-	return open(s, deps, limits{idle: idleLimit, silence: silenceLimit})
+	return open(s, deps, limits{idle: idleLimit, silence: silenceLimit, stall: web.Stall})
 }
 
 func open(s Settings, deps Deps, l limits) (*Server, error) {

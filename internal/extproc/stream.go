@@ -144,6 +144,9 @@ type stream struct {
 	bodiless        bool    // the request has no body
 	answers         chan *http.Response
 	malformed       chan struct{} // closed by read when the answer is malformed
+	stuck           chan struct{} // closed when the gateway takes no message
+	once            sync.Once     // of stuck
+	late            *time.Timer   // that closes it; nil: nothing was sent. One message is sent at a time
 	served          string        // the worker that served, as the gateway reports; set before answers has one
 
 	came  http.Header // the answer's headers; set before answers has one
@@ -156,13 +159,13 @@ type stream struct {
 
 // Process serves one request of a gateway.
 func (p *Server) Process(process extprocv3.ExternalProcessor_ProcessServer) error {
-	s := &stream{server: p, grpc: process, share: share{of: &p.memory}, answers: make(chan *http.Response, 1), malformed: make(chan struct{})}
+	s := &stream{server: p, grpc: process, share: share{of: &p.memory}, answers: make(chan *http.Response, 1), malformed: make(chan struct{}), stuck: make(chan struct{})}
 	s.asked, s.answered = newPieces(&s.share), newPieces(&s.share)
 	defer s.share.end()
 	s.ctx, s.cancel = context.WithCancelCause(process.Context())
 	defer s.cancel(nil)
 	defer context.AfterFunc(p.base, func() { s.cancel(context.Cause(p.base)) })()
-	w := &writer{stream: s, header: http.Header{}, stuck: make(chan struct{})}
+	w := &writer{stream: s, header: http.Header{}}
 	if fits, known := process.Context().Value(fitsKey{}).(bool); known && !fits {
 		err := p.memory.full()
 		p.count(err)
@@ -188,7 +191,7 @@ func (p *Server) Process(process extprocv3.ExternalProcessor_ProcessServer) erro
 	select {
 	case err := <-ended:
 		return err
-	case <-w.stuck:
+	case <-s.stuck:
 		return status.Error(codes.DeadlineExceeded, "the gateway stopped reading")
 	}
 }
@@ -212,7 +215,7 @@ func (s *stream) serve(w *writer, first *extprocv3.ProcessingRequest, ended chan
 	p.handlers.Go(func() { // until the handler ends: with ctx at the latest
 		defer done()
 		defer w.stop()
-		p.serve(w, s.request, s.gateway)
+		p.serve(w, web.Steady(w, s.request, p.limits.stall), s.gateway)
 		ended <- w.finish()
 	})
 	return true
@@ -247,7 +250,7 @@ func (s *stream) begin(first *extprocv3.ProcessingRequest) error {
 	if !s.share.take(memoryOf(request.Header) + memoryOf(http.Header{"": s.gateway.Subset})) {
 		return s.server.memory.full()
 	}
-	s.gateway.Send = s.send
+	s.gateway.Send = s.ask
 	return nil
 }
 
@@ -362,8 +365,23 @@ func (b *pieces) trailed() bool {
 	}
 }
 
-// send passes the destinations and the request to the gateway and waits for the answer.
-func (s *stream) send(routed proxy.Routed) (*http.Response, string, error) {
+// send sends a message to the gateway, which has to take it within the time of stall: else
+// the stream ends.
+func (s *stream) send(message *extprocv3.ProcessingResponse) error {
+	if s.late == nil {
+		s.late = time.AfterFunc(s.server.limits.stall, func() {
+			s.once.Do(func() { close(s.stuck) })
+			s.cancel(errGone)
+		})
+	} else {
+		s.late.Reset(s.server.limits.stall)
+	}
+	defer s.late.Stop()
+	return s.grpc.Send(message)
+}
+
+// ask passes the destinations and the request to the gateway and waits for the answer.
+func (s *stream) ask(routed proxy.Routed) (*http.Response, string, error) {
 	addresses := []string{routed.Target.Address()}
 	for i := range routed.Others {
 		addresses = append(addresses, routed.Others[i].Address())
@@ -395,7 +413,7 @@ func (s *stream) askFor(request *http.Request, addresses string) error {
 	}
 	m := mutation(came, header)
 	m.SetHeaders = appendHeader(m.SetHeaders, headerDestination, addresses)
-	err := s.grpc.Send(&extprocv3.ProcessingResponse{
+	err := s.send(&extprocv3.ProcessingResponse{
 		Response: &extprocv3.ProcessingResponse_RequestHeaders{RequestHeaders: &extprocv3.HeadersResponse{
 			Response: &extprocv3.CommonResponse{HeaderMutation: m, ClearRouteCache: true},
 		}},
@@ -417,7 +435,7 @@ func (s *stream) askFor(request *http.Request, addresses string) error {
 	if !trailed {
 		return nil
 	}
-	return s.grpc.Send(&extprocv3.ProcessingResponse{Response: &extprocv3.ProcessingResponse_RequestTrailers{RequestTrailers: new(extprocv3.TrailersResponse)}})
+	return s.send(&extprocv3.ProcessingResponse{Response: &extprocv3.ProcessingResponse_RequestTrailers{RequestTrailers: new(extprocv3.TrailersResponse)}})
 }
 
 // pieceWriter sends a body piece by piece.
@@ -449,10 +467,10 @@ func bodyResponse(piece []byte, last bool) *extprocv3.BodyResponse {
 
 // sendAsked sends a piece of the request's body.
 func (s *stream) sendAsked(piece []byte, last bool) error {
-	return s.grpc.Send(&extprocv3.ProcessingResponse{Response: &extprocv3.ProcessingResponse_RequestBody{RequestBody: bodyResponse(piece, last)}})
+	return s.send(&extprocv3.ProcessingResponse{Response: &extprocv3.ProcessingResponse_RequestBody{RequestBody: bodyResponse(piece, last)}})
 }
 
 // sendAnswered sends a piece of the answer's body.
 func (s *stream) sendAnswered(piece []byte, last bool) error {
-	return s.grpc.Send(&extprocv3.ProcessingResponse{Response: &extprocv3.ProcessingResponse_ResponseBody{ResponseBody: bodyResponse(piece, last)}})
+	return s.send(&extprocv3.ProcessingResponse{Response: &extprocv3.ProcessingResponse_ResponseBody{ResponseBody: bodyResponse(piece, last)}})
 }

@@ -37,10 +37,8 @@ type writer struct {
 	body   []byte // of the router's own answer
 	err    error  // of the first failed message
 
-	mu    sync.Mutex    // guards timer and over
-	stuck chan struct{} // closed when the time to write is over
-	timer *time.Timer   // of that time; nil: no limit
-	over  bool
+	mu   sync.Mutex // guards over
+	over bool
 }
 
 // Header returns the answer's headers.
@@ -62,7 +60,7 @@ func (w *writer) WriteHeader(status int) {
 	}
 	m := mutation(s.came, w.header)
 	s.headed = true
-	w.err = s.grpc.Send(&extprocv3.ProcessingResponse{Response: &extprocv3.ProcessingResponse_ResponseHeaders{ResponseHeaders: &extprocv3.HeadersResponse{
+	w.err = s.send(&extprocv3.ProcessingResponse{Response: &extprocv3.ProcessingResponse_ResponseHeaders{ResponseHeaders: &extprocv3.HeadersResponse{
 		Response: &extprocv3.CommonResponse{HeaderMutation: m},
 	}}})
 }
@@ -114,45 +112,11 @@ func (w *writer) SetReadDeadline(at time.Time) error {
 	return nil
 }
 
-// SetWriteDeadline sets the time at which a stream with an unsent message ends; zero:
-// never.
-func (w *writer) SetWriteDeadline(at time.Time) error {
-	w.mu.Lock()
-	defer w.mu.Unlock()
-	switch {
-	case w.over:
-	case at.IsZero():
-		w.halt()
-	case w.timer == nil:
-		w.timer = time.AfterFunc(time.Until(at), func() {
-			w.mu.Lock()
-			defer w.mu.Unlock()
-			if !w.over {
-				w.over = true
-				close(w.stuck)
-				w.stream.cancel(errGone)
-			}
-		})
-	default:
-		w.timer.Reset(time.Until(at))
-	}
-	return nil
-}
-
-// halt stops the timer of writing. w.mu is locked.
-func (w *writer) halt() {
-	if w.timer != nil {
-		w.timer.Stop()
-		w.timer = nil
-	}
-}
-
-// stop ends the deadlines: the handler has ended.
+// stop ends the deadline: the handler has ended.
 func (w *writer) stop() {
 	_ = w.SetReadDeadline(time.Time{})
 	w.mu.Lock()
 	defer w.mu.Unlock()
-	w.halt()
 	w.over = true
 }
 
@@ -198,7 +162,7 @@ func (w *writer) finish() error {
 	case s.headed && s.empty:
 		return nil
 	case s.headed && s.answered.trailed():
-		return s.grpc.Send(&extprocv3.ProcessingResponse{Response: &extprocv3.ProcessingResponse_ResponseTrailers{ResponseTrailers: new(extprocv3.TrailersResponse)}})
+		return s.send(&extprocv3.ProcessingResponse{Response: &extprocv3.ProcessingResponse_ResponseTrailers{ResponseTrailers: new(extprocv3.TrailersResponse)}})
 	case s.headed && !s.answered.whole() && !strings.HasPrefix(s.came.Get("Content-Type"), "text/event-stream"): // such a stream has ended with an error event
 		return status.Error(codes.Internal, proxy.ErrAnswered.Error()) // which resets the client's stream
 	case s.headed:
@@ -206,7 +170,7 @@ func (w *writer) finish() error {
 	case w.status == 0 || context.Cause(s.ctx) == errGone:
 		return status.Error(codes.Canceled, "the request has ended")
 	}
-	return s.grpc.Send(&extprocv3.ProcessingResponse{Response: &extprocv3.ProcessingResponse_ImmediateResponse{ImmediateResponse: w.immediate()}})
+	return s.send(&extprocv3.ProcessingResponse{Response: &extprocv3.ProcessingResponse_ImmediateResponse{ImmediateResponse: w.immediate()}})
 }
 
 // immediate is the router's own answer.

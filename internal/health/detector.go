@@ -116,6 +116,9 @@ type worker struct {
 	pressed time.Time // when it last requested a pause
 	presses int       // pauses requested since its last answer
 
+	missed bool // it does not answer its health checks
+
+	lived     time.Time // its last sign of life
 	answered  time.Time // when it last answered well
 	left      time.Time // when a client last left it after a long wait
 	askFailed time.Time // when it last failed to answer a request for prompt tokens
@@ -205,7 +208,7 @@ func (d *Detector) Leave(key kv.WorkerKey, now time.Time) {
 func (d *Detector) recount() {
 	d.odd, d.spared = 0, 0
 	for _, w := range d.workers {
-		if w.phase != phaseIn || !w.held.IsZero() || !w.spared.IsZero() {
+		if w.phase != phaseIn || !w.held.IsZero() || !w.spared.IsZero() || w.missed {
 			d.odd++
 		}
 		if !w.spared.IsZero() {
@@ -239,7 +242,7 @@ func (d *Detector) Level(key kv.WorkerKey, now time.Time, random *rand.Rand) Lev
 	switch {
 	case w.phase == phaseOut:
 		return Out
-	case !w.held.IsZero():
+	case !w.held.IsZero(), w.missed:
 		return Held
 	case w.phase == phaseBack && random.Float64() >= max(leastShare, float64(now.Sub(w.since))/float64(d.settings.SlowStart)):
 		return Slow
@@ -257,7 +260,7 @@ func (d *Detector) IsOut(key kv.WorkerKey, now time.Time) bool {
 		return false
 	}
 	d.bringUpToDate(key, w, now)
-	return w.phase == phaseOut || !w.held.IsZero()
+	return w.phase == phaseOut || !w.held.IsZero() || w.missed
 }
 
 // Ejected reports whether a worker is ejected for its failures.
@@ -341,9 +344,21 @@ func (d *Detector) of(a Attempt) *worker {
 	return nil
 }
 
+// Lives records a sign of life of a worker's engine: it makes progress, whichever request
+// or report shows that.
+func (d *Detector) Lives(key kv.WorkerKey, generation int, now time.Time) {
+	if w := d.of(Attempt{Worker: key, Generation: generation}); w != nil {
+		w.lived = now
+	}
+}
+
 // answers records an answer of a worker. It ends a pause for not having answered.
 func (d *Detector) answers(w *worker, now time.Time) {
-	w.answered = now
+	w.answered, w.lived = now, now
+	if w.missed {
+		w.missed = false
+		d.recount()
+	}
 	if w.silent {
 		w.unhold()
 		d.recount()

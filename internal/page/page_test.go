@@ -7,13 +7,11 @@ import (
 	"fmt"
 	"io"
 	"log/slog"
-	"net"
 	"net/http"
 	"net/http/httptest"
 	"strings"
 	"sync"
 	"sync/atomic"
-	"syscall"
 	"testing"
 	"time"
 
@@ -440,48 +438,6 @@ func TestNoClientTakesTheStreamsOfAll(t *testing.T) {
 	if v.join("new", now) != nil || v.join("1", now) != nil {
 		t.Error("a client with one stream gives way")
 	}
-}
-
-// TestViewerThatDoesNotReadGoes: its system and this one keep only a little for it.
-func TestViewerThatDoesNotReadGoes(t *testing.T) {
-	b := newBench(t)
-	b.viewers.wait = 300 * time.Millisecond
-	port, err := web.Listen("127.0.0.1", 0, "--router-port", nil)
-	if err != nil {
-		t.Fatal(err)
-	}
-	port.Bound(10)
-	served := make(chan error, 1)
-	go func() { served <- port.Serve(b.Over(http.NotFoundHandler())) }()
-	t.Cleanup(func() {
-		port.Close()
-		<-served
-	})
-	small := net.Dialer{Control: func(_, _ string, raw syscall.RawConn) error {
-		return raw.Control(func(fd uintptr) { syscall.SetsockoptInt(int(fd), syscall.SOL_SOCKET, syscall.SO_RCVBUF, 4096) })
-	}}
-	conn, err := small.Dial("tcp", strings.TrimPrefix(port.URL(), "http://"))
-	if err != nil {
-		t.Fatal(err)
-	}
-	defer conn.Close()
-	io.WriteString(conn, "GET /ui/stream HTTP/1.1\r\nHost: localhost\r\n\r\n")
-	testkit.Eventually(t, 5*time.Second, "it looks", b.viewers.watched)
-	taken := func() bool {
-		b.viewers.mu.Lock()
-		defer b.viewers.mu.Unlock()
-		for one := range b.viewers.streams {
-			if len(one.state) > 0 {
-				return false
-			}
-		}
-		return true
-	}
-	for range 40 { // 400 KB: less than systems keep by themselves
-		b.viewers.tell(eventState, strings.Repeat("x", 10_000), time.Now())
-		testkit.Eventually(t, 10*time.Second, "the event is taken, or the viewer has gone", taken)
-	}
-	testkit.Eventually(t, 10*time.Second, "it has gone", func() bool { return !b.viewers.watched() })
 }
 
 func TestStreamsEndWithThePage(t *testing.T) {

@@ -22,9 +22,7 @@ const (
 	// streamLimit is after how long a stream ends, so that the key is looked at again:
 	// browsers open it again.
 	streamLimit = time.Hour
-	// writeLimit is the time that a viewer may take for an event, and unsentLimit how much
-	// is kept for one that does not read, bytes.
-	writeLimit  = 10 * time.Second
+	// unsentLimit is how much is kept for a viewer that does not read, bytes.
 	unsentLimit = 32 << 10
 	// freshFor is the time that a state is shown to those that come.
 	freshFor = time.Second
@@ -43,7 +41,6 @@ type viewers struct {
 	end  sync.Once     // of over
 	n    atomic.Int32  // that look
 	made atomic.Uint64 // events so far
-	wait time.Duration // writeLimit
 
 	mu      sync.Mutex // guards the rest
 	streams map[*viewer]bool
@@ -61,7 +58,7 @@ type viewer struct {
 }
 
 func newViewers() *viewers {
-	return &viewers{came: make(chan struct{}, 1), over: make(chan struct{}), wait: writeLimit, streams: map[*viewer]bool{}}
+	return &viewers{came: make(chan struct{}, 1), over: make(chan struct{}), streams: map[*viewer]bool{}}
 }
 
 // watched reports whether any dashboard is open.
@@ -205,9 +202,7 @@ func (p *Page) stream(c *gin.Context) {
 	header.Set("X-Accel-Buffering", "no") // proxies in front must not hold events back
 	web.LimitUnsent(c.Request, unsentLimit)
 	connection := http.NewResponseController(c.Writer)
-	defer connection.SetWriteDeadline(time.Time{})
 	send := func(frame []byte) bool {
-		connection.SetWriteDeadline(time.Now().Add(p.viewers.wait))
 		_, err := c.Writer.Write(frame)
 		return err == nil && connection.Flush() == nil
 	}

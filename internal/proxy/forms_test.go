@@ -199,7 +199,6 @@ func TestAnEngineReadsTheSameRequestInEveryForm(t *testing.T) {
 		`{"stream":true,"model":"m","messages":[{"role":"user","content":"a \"stream_options\": b"}]}`,
 		`{"stream":true,"stream_options":{"include_usage":false},"messages":[]}`,
 		`{"stream":true,"stream_options":null,"return_token_ids":true,"max_tokens":5,"prompt":[1,2]}`,
-		`{"stream":true,"routed_dp_rank":3,"text":"x"}`,
 	} {
 		sent := func(text string) any {
 			body, ok := jsonbody.Parse([]byte(text))
@@ -209,9 +208,8 @@ func TestAnEngineReadsTheSameRequestInEveryForm(t *testing.T) {
 			u := Upstream{Route: chatRoute, Parsed: body, Body: body.Raw}
 			u.Head, u.Body, u.HideUsage = AskForUsage(body)
 			u = u.withFields(jsonbody.Field{Key: "x", Raw: "1"})
-			ranked := u.ofRank("5")
 			rest := u.withBody(body.With("prompt", "[7]").With("max_tokens", "4"))
-			return []any{u.HideUsage, read(append(u.Head, u.Body...)), read(append(ranked.Head, ranked.Body...)), read(append(rest.Head, rest.Body...))}
+			return []any{u.HideUsage, read(append(u.Head, u.Body...)), read(append(rest.Head, rest.Body...))}
 		}
 		want := sent(request)
 		for seed := range uint64(50) {

@@ -13,7 +13,6 @@ import (
 	"fmt"
 	"io"
 	"log/slog"
-	"net"
 	"net/http"
 	"slices"
 	"strconv"
@@ -70,6 +69,9 @@ type Upstream struct {
 	// Below sets the headers of a request to a router below this one; nil: they are those to
 	// workers.
 	Below func(http.Header)
+	// Stored is called with the id of an answer that its worker may keep, before the client gets
+	// that; nil: nothing is done.
+	Stored func(id string)
 	// PromptTokens go to the workers that take them; nil: every worker gets the text.
 	PromptTokens *PromptTokens
 
@@ -83,7 +85,7 @@ type Upstream struct {
 func (p *Proxy) request(ctx context.Context, u *Upstream, t kv.Target) (*http.Request, error) {
 	request, err := http.NewRequestWithContext(ctx, u.Method, t.URL+u.Path, nil)
 	if err != nil {
-		return nil, err
+		return nil, fmt.Errorf("%w: %w", web.ErrUnsendable, err)
 	}
 	request.Header = p.header(u.Header, t)
 	if t.Kind == kv.KindRouter && u.Below != nil {
@@ -94,7 +96,7 @@ func (p *Proxy) request(ctx context.Context, u *Upstream, t kv.Target) (*http.Re
 		rank := strconv.FormatUint(uint64(t.ServerRank()), 10)
 		request.Header.Set(web.HeaderRank, rank)
 		if u.Route == generateRoute { // SGLang reads no header there
-			named := u.ofRank(rank)
+			named := u.withFields(jsonbody.Field{Key: rankKey, Raw: rank})
 			u = &named
 		}
 	}
@@ -104,6 +106,13 @@ func (p *Proxy) request(ctx context.Context, u *Upstream, t kv.Target) (*http.Re
 		request.Body, err = request.GetBody()
 	}
 	return request, err
+}
+
+// stores reports an answer that its worker may keep.
+func (u *Upstream) stores(id string) {
+	if u.Stored != nil && id != "" {
+		u.Stored(id)
+	}
 }
 
 // joinedBody is up to which size the two parts of a body are joined in memory, bytes.
@@ -142,6 +151,11 @@ func (p *Proxy) header(given http.Header, t kv.Target) http.Header {
 func ClientHeader(given http.Header, id string, pinned, keyed bool) http.Header {
 	header := given.Clone()
 	web.DropHopByHop(header)
+	for name := range header {
+		if strings.HasPrefix(name, web.HeaderOwn) { // for this router, which sets those for one below it
+			delete(header, name)
+		}
+	}
 	if !pinned {
 		header.Del(web.HeaderRank)
 	}
@@ -354,12 +368,9 @@ func (p *Proxy) attempt(ctx context.Context, w http.ResponseWriter, u Upstream, 
 	if p.settings.RequestTimeout > 0 {
 		timer := time.AfterFunc(p.settings.RequestTimeout, func() { cancel(ErrSilent) })
 		defer timer.Stop()
-		connection := http.NewResponseController(w)
 		heard = func() {
-			now := p.now()
-			f.heard.Store(now.UnixNano())
+			f.heard.Store(p.now().UnixNano())
 			timer.Reset(p.settings.RequestTimeout)
-			connection.SetWriteDeadline(now.Add(p.settings.RequestTimeout))
 		}
 	}
 	request, err := p.request(ctx, &u, target)
@@ -439,10 +450,7 @@ func OutOfDescriptors(err error) bool {
 }
 
 // unsent reports whether a request failed with err before a worker could have got it.
-func unsent(err error) bool {
-	var connecting *net.OpError
-	return errors.As(err, &connecting) && connecting.Op == "dial"
-}
+func unsent(err error) bool { return web.Undialed(err) || errors.Is(err, web.ErrUnsendable) }
 
 // askTimeout bounds a short question to a worker, and askLimit its answer (bytes).
 const (

@@ -3,6 +3,8 @@ package proxy
 import (
 	"bufio"
 	"context"
+	"encoding/binary"
+	"fmt"
 	"io"
 	"log"
 	"net"
@@ -11,14 +13,18 @@ import (
 	"net/url"
 	"time"
 
+	"kvrouter/internal/directives"
 	"kvrouter/internal/health"
 	"kvrouter/internal/router"
 )
 
 // Tunnel passes a WebSocket connection to the decided worker and back until one side
-// closes it, or no byte comes for --request-timeout. The booking of the decision ends with
-// it. An error means that the worker could not be reached, and nothing was written to w.
-func (p *Proxy) Tunnel(w http.ResponseWriter, r *http.Request, header http.Header, decision router.Decision) (failed error) {
+// closes it, its worker is down, or no byte comes for --request-timeout. Where the client may not
+// direct the worker, a message that does ends the connection. The booking of the decision ends with it. An error
+// means that the worker could not be reached, and nothing was written to w. Only a refused
+// connection counts as the worker's failure: what else ends a connection before its first byte, a
+// client can cause by its headers.
+func (p *Proxy) Tunnel(w http.ResponseWriter, r *http.Request, header http.Header, decision router.Decision, directs bool) (failed error) {
 	defer decision.Booking.End()
 	target := decision.Target
 	to, err := url.Parse(target.URL)
@@ -27,9 +33,15 @@ func (p *Proxy) Tunnel(w http.ResponseWriter, r *http.Request, header http.Heade
 	}
 	ctx, cancel := context.WithCancelCause(r.Context())
 	defer cancel(nil)
+	f := p.sent(decision.Booking, target, cancel, watch{})
+	defer p.ended(f)
 	header = p.header(header, target)
-	for _, name := range []string{"Connection", "Upgrade"} {
-		header.Set(name, r.Header.Get(name))
+	header.Set("Connection", "Upgrade")
+	header.Set("Upgrade", "websocket")
+	watched := &watchedWriter{ResponseWriter: w, idle: p.settings.RequestTimeout, cancel: cancel, heard: func() { f.heard.Store(p.now().UnixNano()) }}
+	if !directs {
+		header.Del("Sec-Websocket-Extensions") // compressed messages could not be read
+		watched.frames = new(directives.Frames)
 	}
 	tunnel := httputil.ReverseProxy{
 		Rewrite: func(out *httputil.ProxyRequest) {
@@ -37,16 +49,25 @@ func (p *Proxy) Tunnel(w http.ResponseWriter, r *http.Request, header http.Heade
 			out.Out.Header = header
 		},
 		Transport: p.client.Transport,
+		ModifyResponse: func(answer *http.Response) error {
+			dropOwn(answer.Header)
+			return nil
+		},
 		ErrorHandler: func(_ http.ResponseWriter, _ *http.Request, err error) {
 			e := p.unanswered(target.Key.Worker, cause(ctx, err), health.Refused)
-			if failed = e; r.Context().Err() == nil {
-				decision.Booking.FailAs(e.kind, e.Error())
-				p.failed(target.Key.Worker)
+			if failed = e; r.Context().Err() != nil {
+				return
 			}
+			if e.kind == health.Refused {
+				decision.Booking.FailAs(e.kind, e.Error())
+			}
+			p.failed(target.Key.Worker)
 		},
 		ErrorLog: log.New(io.Discard, "", 0),
 	}
-	tunnel.ServeHTTP(&watchedWriter{ResponseWriter: w, idle: p.settings.RequestTimeout, cancel: cancel}, r.WithContext(ctx))
+	upgrade := r.WithContext(ctx)
+	upgrade.Header = header
+	tunnel.ServeHTTP(watched, upgrade)
 	return failed
 }
 
@@ -55,6 +76,8 @@ type watchedWriter struct {
 	http.ResponseWriter
 	idle   time.Duration // 0: no limit
 	cancel context.CancelCauseFunc
+	frames *directives.Frames // of the client; nil: it may send everything
+	heard  func()             // called when the worker sends a byte
 }
 
 // Unwrap returns the writer of the HTTP server.
@@ -63,37 +86,73 @@ func (w *watchedWriter) Unwrap() http.ResponseWriter { return w.ResponseWriter }
 // Hijack implements http.Hijacker.
 func (w *watchedWriter) Hijack() (net.Conn, *bufio.ReadWriter, error) {
 	conn, buffered, err := http.NewResponseController(w.ResponseWriter).Hijack()
-	if err == nil && w.idle > 0 {
-		conn = &watchedConn{Conn: conn, idle: w.idle, timer: time.AfterFunc(w.idle, func() { w.cancel(ErrSilent) })}
+	if err != nil {
+		return conn, buffered, err
 	}
-	return conn, buffered, err
+	w.heard()
+	if w.frames != nil {
+		conn = &confinedConn{Conn: conn, frames: w.frames}
+	}
+	watched := &watchedConn{Conn: conn, idle: w.idle, heard: w.heard}
+	if w.idle > 0 {
+		watched.timer = time.AfterFunc(w.idle, func() { w.cancel(ErrSilent) })
+	}
+	return watched, buffered, nil
 }
 
 // watchedConn sets the timer back with each byte that passes.
 type watchedConn struct {
 	net.Conn
 	idle  time.Duration
-	timer *time.Timer
+	timer *time.Timer // nil: no limit
+	heard func()
+}
+
+func (c *watchedConn) passed(n int) {
+	if n > 0 && c.timer != nil {
+		c.timer.Reset(c.idle)
+	}
 }
 
 func (c *watchedConn) Read(b []byte) (int, error) {
 	n, err := c.Conn.Read(b)
-	if n > 0 {
-		c.timer.Reset(c.idle)
-	}
+	c.passed(n)
 	return n, err
 }
 
 func (c *watchedConn) Write(b []byte) (int, error) {
+	c.heard()
 	n, err := c.Conn.Write(b)
-	if n > 0 {
-		c.timer.Reset(c.idle)
-	}
+	c.passed(n)
 	return n, err
 }
 
 // Close ends the watch, too.
 func (c *watchedConn) Close() error {
-	c.timer.Stop()
+	if c.timer != nil {
+		c.timer.Stop()
+	}
 	return c.Conn.Close()
+}
+
+// confinedConn ends with a client's message that directs the worker.
+type confinedConn struct {
+	net.Conn
+	frames *directives.Frames
+}
+
+// policyViolation is the code with which the connection is closed (RFC 6455, section 7.4.1).
+const policyViolation = 1008
+
+// Read implements net.Conn.
+func (c *confinedConn) Read(b []byte) (int, error) {
+	n, err := c.Conn.Read(b)
+	passed, name := c.frames.Take(b[:n])
+	if name == "" {
+		return n, err
+	}
+	reason := name + " is not accepted: see --trust-transfer-params"
+	end := append([]byte{0x88, byte(2 + len(reason))}, binary.BigEndian.AppendUint16(nil, policyViolation)...)
+	_, _ = c.Conn.Write(append(end, reason...))
+	return passed, fmt.Errorf("a message has %s", name)
 }

@@ -33,7 +33,6 @@ const SelectionBodyLimit = 8 << 20
 
 // Bounds of dumps, each of which takes about 60 bytes a block.
 const (
-	dumpTime = 5 * time.Minute  // maximum time for a client to read one
 	maxDumps = 2                // written at the same time
 	dumpWait = 10 * time.Second // maximum time that a further one waits
 )
@@ -169,8 +168,13 @@ func noSchedulable(of events.Partition) string { return "no schedulable workers 
 func body(c *gin.Context, query any) (ok bool) {
 	text, err := io.ReadAll(http.MaxBytesReader(c.Writer, c.Request.Body, SelectionBodyLimit))
 	var tooLarge *http.MaxBytesError
-	if errors.As(err, &tooLarge) {
+	var unread *web.BodyError
+	switch {
+	case errors.As(err, &tooLarge):
 		plainError(c, http.StatusRequestEntityTooLarge, fmt.Sprintf("the body is larger than %d bytes", tooLarge.Limit))
+		return false
+	case errors.As(err, &unread):
+		plainError(c, unread.Status, unread.Message)
 		return false
 	}
 	if err == nil {
@@ -417,7 +421,6 @@ func (s *Service) writeDump(c *gin.Context, write func(to io.Writer) error) {
 		plainError(c, http.StatusServiceUnavailable, fmt.Sprintf("%d dumps are being written: try again in a moment", maxDumps))
 		return
 	}
-	http.NewResponseController(c.Writer).SetWriteDeadline(time.Now().Add(dumpTime))
 	c.Header("Content-Type", "application/json")
 	if err := write(c.Writer); err != nil {
 		s.log.Debug("dump interrupted", "error", err)

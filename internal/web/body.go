@@ -6,12 +6,9 @@ import (
 	"io"
 	"net/http"
 	"sync/atomic"
-	"time"
 )
 
 const (
-	// bodyTimeout bounds how long a client may take to send a request's body.
-	bodyTimeout = 2 * time.Minute
 	// firstBuffer is the initial buffer of a body, bytes, and growth the factor by which a
 	// full buffer grows: memory follows the bytes received, not Content-Length.
 	firstBuffer = 32 << 10
@@ -77,18 +74,15 @@ var errFull = errors.New("the memory for request bodies is used up")
 
 // Read reads a request's body; the caller calls Done when it no longer uses the body.
 // An error is a *BodyError: 413, 400, or 503 with Retry-After, or the one with which
-// reading r.Body failed.
+// reading r.Body failed, such as 408 of Steady.
 func (b *Bodies) Read(w http.ResponseWriter, r *http.Request) (body []byte, err error) {
 	announced := r.ContentLength
 	if announced > b.largest {
 		w.Header().Set("Connection", "close") // the body is not read
 		return nil, b.tooLarge()
 	}
-	connection := http.NewResponseController(w)
-	_ = connection.SetReadDeadline(time.Now().Add(bodyTimeout)) // not every connection can
 	body, err = b.read(http.MaxBytesReader(w, r.Body, b.largest), announced)
 	if err == nil {
-		_ = connection.SetReadDeadline(time.Time{})
 		return body, nil
 	}
 	got := len(body)

@@ -5,7 +5,9 @@ import (
 	"errors"
 	"net"
 	"net/http"
+	"os"
 	"sync"
+	"sync/atomic"
 	"syscall"
 	"time"
 )
@@ -15,7 +17,8 @@ import (
 // been accepted; with none idle it waits in the listen backlog. It is safe for
 // concurrent use.
 type Connections struct {
-	most int
+	most  int
+	stall time.Duration // maximum time without progress of a write
 
 	mu     sync.Mutex // guards the rest
 	open   int        // accepted and not closed
@@ -36,6 +39,8 @@ type connection struct {
 	at   *list.Element // in all.idle; nil: it has a request, or is closed. Guarded by all.mu
 	shut bool          // it was closed. Guarded by all.mu
 
+	until atomic.Pointer[time.Time] // deadline of writing; nil: none was set
+
 	requests int // that it carries, on a listener of BoundMultiplexed. Guarded by all.mu
 }
 
@@ -45,16 +50,16 @@ type boundedPort struct {
 	all *Connections
 }
 
-func newConnections(most int) *Connections {
-	all := &Connections{most: max(1, most), idle: list.New()}
+func newConnections(most int, stall time.Duration) *Connections {
+	all := &Connections{most: max(1, most), stall: stall, idle: list.New()}
 	all.freed = sync.NewCond(&all.mu)
 	return all
 }
 
-// Bound wraps the listener port of server and limits it to most concurrent connections.
+// bound wraps the listener port of server and limits it to most concurrent connections.
 // It sets server.ConnState.
-func Bound(server *http.Server, port net.Listener, most int) net.Listener {
-	all := newConnections(most)
+func bound(server *http.Server, port net.Listener, most int, stall time.Duration) net.Listener {
+	all := newConnections(most, stall)
 	server.ConnState = all.changed
 	return &boundedPort{port, all}
 }
@@ -138,11 +143,8 @@ func (a *Connections) longestIdle() (victim *connection, wait time.Duration) {
 
 // changed is the server's ConnState callback.
 func (a *Connections) changed(conn net.Conn, state http.ConnState) {
-	if wrapped, ok := conn.(interface{ NetConn() net.Conn }); ok { // TLS
-		conn = wrapped.NetConn()
-	}
-	c, ok := conn.(*connection)
-	if !ok {
+	c := bounded(conn)
+	if c == nil {
 		return
 	}
 	a.mu.Lock()
@@ -163,6 +165,56 @@ func (c *connection) busy() {
 		c.all.idle.Remove(c.at)
 		c.at = nil
 	}
+}
+
+// yield counts the client as idle though its request has not ended: what remains of it need
+// not be waited for. It counts as new, so that its answer can go.
+func (c *connection) yield() {
+	c.all.mu.Lock()
+	defer c.all.mu.Unlock()
+	if c.at == nil && !c.shut {
+		c.came, c.at = time.Now(), c.all.idle.PushBack(c)
+		c.all.freed.Signal()
+	}
+}
+
+// looks is how often a write looks for progress within the time of stall.
+const looks = 5
+
+// Write writes all bytes as long as the client takes some: it fails once it has taken fewer
+// than leastTaken at each look within the time of stall, or at the deadline that was set.
+func (c *connection) Write(b []byte) (n int, err error) {
+	for quiet := 0; ; {
+		at, set := time.Now().Add(c.all.stall/looks), c.until.Load()
+		last := set != nil && set.Before(at)
+		if last {
+			at = *set
+		}
+		_ = c.Conn.SetWriteDeadline(at) // fails on a closed connection, as does Write
+		wrote, err := c.Conn.Write(b[n:])
+		n += wrote
+		if quiet++; wrote >= leastTaken {
+			quiet = 0
+		}
+		if last || quiet >= looks || !errors.Is(err, os.ErrDeadlineExceeded) {
+			return n, err
+		}
+	}
+}
+
+// SetWriteDeadline sets a deadline beside that of Write; zero: none.
+func (c *connection) SetWriteDeadline(at time.Time) error {
+	if at.IsZero() {
+		c.until.Store(nil)
+	} else {
+		c.until.Store(&at)
+	}
+	return c.Conn.SetWriteDeadline(at)
+}
+
+// SetDeadline sets the deadlines of both directions.
+func (c *connection) SetDeadline(at time.Time) error {
+	return errors.Join(c.SetWriteDeadline(at), c.Conn.SetReadDeadline(at))
 }
 
 // Close closes the connection and frees its slot.
@@ -195,19 +247,29 @@ func (c *connection) CloseWrite() error {
 type connectionKey struct{}
 
 // LimitUnsent bounds how much of the answer to a request the system keeps for a client that
-// does not read: about that many bytes, and what the client's own system keeps. Then
-// the deadline for writing ends the answer.
+// does not read: about that many bytes, and what the client's own system keeps.
 func LimitUnsent(r *http.Request, bytes int) {
+	if c := connectionOf(r); c != nil {
+		if tcp, ok := c.Conn.(*net.TCPConn); ok {
+			_ = tcp.SetWriteBuffer(bytes)
+		}
+	}
+}
+
+// connectionOf returns the connection of a request on a bounded port; nil: it has another.
+func connectionOf(r *http.Request) *connection {
 	conn, _ := r.Context().Value(connectionKey{}).(net.Conn)
+	return bounded(conn)
+}
+
+// bounded returns a server's connection as its bounded port has accepted it; nil: another
+// port has.
+func bounded(conn net.Conn) *connection {
 	if wrapped, ok := conn.(interface{ NetConn() net.Conn }); ok { // TLS
 		conn = wrapped.NetConn()
 	}
-	if c, ok := conn.(*connection); ok {
-		conn = c.Conn
-	}
-	if c, ok := conn.(*net.TCPConn); ok {
-		_ = c.SetWriteBuffer(bytes)
-	}
+	c, _ := conn.(*connection)
+	return c
 }
 
 // fewestDescriptors is the assumed limit where it cannot be read.

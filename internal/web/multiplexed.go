@@ -6,11 +6,11 @@ import (
 	"time"
 )
 
-// BoundMultiplexed limits the concurrent connections of a listener as Bound does, for a
+// BoundMultiplexed limits the concurrent connections of a listener as those of a Port are, for a
 // server whose connections carry several requests at once. The server reports each
 // request by Busy; a connection without one is idle.
 func BoundMultiplexed(port net.Listener, most int) net.Listener {
-	return multiplexedPort{&boundedPort{port, newConnections(most)}}
+	return multiplexedPort{&boundedPort{port, newConnections(most, Stall)}}
 }
 
 type multiplexedPort struct{ *boundedPort }

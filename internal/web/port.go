@@ -24,27 +24,31 @@ type Port struct {
 	server   *http.Server
 	listener net.Listener
 	secure   bool
+	stall    time.Duration // see Stall
 	leaving  atomic.Bool
 	cut      context.CancelCauseFunc // of every request's context
 }
 
-// Listen opens a TCP port with the limits of both ports; port 0 selects a free
-// port. flag is the port's flag in errors. With secure nil it serves plain HTTP.
-func Listen(host string, port int, flag string, secure *tls.Config) (*Port, error) {
+// Listen opens a TCP port for at most that many concurrent connections, with the limits of
+// all ports; port 0 selects a free port. flag is the port's flag in errors. With secure nil
+// it serves plain HTTP.
+func Listen(host string, port int, flag string, connections int, secure *tls.Config) (*Port, error) {
+	return listen(host, port, flag, connections, secure, Stall)
+}
+
+func listen(host string, port int, flag string, connections int, secure *tls.Config, stall time.Duration) (*Port, error) {
 	listener, err := net.Listen("tcp", net.JoinHostPort(host, strconv.Itoa(port)))
 	if err != nil {
 		return nil, fmt.Errorf("%s %d: %w: free the port or choose another", flag, port, err)
 	}
 	base, cut := context.WithCancelCause(context.Background())
-	p := &Port{listener: listener, secure: secure != nil, cut: cut}
-	p.server = NewServer(nil)
+	p := &Port{secure: secure != nil, stall: stall, cut: cut}
+	p.server = newServer()
+	p.listener = bound(p.server, listener, connections, stall)
 	p.server.BaseContext = func(net.Listener) context.Context { return base }
 	p.server.TLSConfig = secure
 	return p, nil
 }
-
-// Bound limits the concurrent connections. It must be called before Serve.
-func (p *Port) Bound(most int) { p.listener = Bound(p.server, p.listener, most) }
 
 // URL returns the port's address, such as http://127.0.0.1:8000.
 func (p *Port) URL() string {
@@ -60,7 +64,11 @@ func (p *Port) Serve(handler http.Handler) error {
 		if p.leaving.Load() {
 			w.Header().Set("Connection", "close")
 		}
-		handler.ServeHTTP(w, r)
+		serve := handler.ServeHTTP
+		if r.Method == http.MethodHead {
+			serve = func(w http.ResponseWriter, r *http.Request) { serveHead(w, r, handler) }
+		}
+		serveSteadily(w, r, http.HandlerFunc(serve), p.stall)
 	})
 	serve := p.server.Serve
 	if p.secure {

@@ -3,6 +3,7 @@ package web
 import (
 	"bufio"
 	"context"
+	"crypto/tls"
 	"errors"
 	"fmt"
 	"io"
@@ -16,7 +17,13 @@ import (
 // servePort serves a handler on a free port, which the test may drain or close.
 func servePort(t *testing.T, handler http.HandlerFunc) *Port {
 	t.Helper()
-	p, err := Listen("127.0.0.1", 0, "--http-port", nil)
+	return serveListened(t, handler, nil, 64, Stall)
+}
+
+// serveListened is servePort with so many connections and that time of stall.
+func serveListened(t *testing.T, handler http.HandlerFunc, secure *tls.Config, connections int, stall time.Duration) *Port {
+	t.Helper()
+	p, err := listen("127.0.0.1", 0, "--http-port", connections, secure, stall)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -38,7 +45,7 @@ func TestTakenPortIsAnErrorThatNamesItsFlag(t *testing.T) {
 		t.Fatal(err)
 	}
 	defer l.Close()
-	if _, err := Listen("127.0.0.1", l.Addr().(*net.TCPAddr).Port, "--router-port", nil); err == nil || !strings.HasPrefix(err.Error(), "--router-port ") {
+	if _, err := Listen("127.0.0.1", l.Addr().(*net.TCPAddr).Port, "--router-port", 1, nil); err == nil || !strings.HasPrefix(err.Error(), "--router-port ") {
 		t.Errorf("%v", err)
 	}
 }

@@ -112,7 +112,7 @@ func TestCertificatesAreReadAgain(t *testing.T) {
 	if err := read(); err != nil {
 		t.Fatal(err)
 	}
-	p, err := Listen("127.0.0.1", 0, "--http-port", certificates.Config())
+	p, err := Listen("127.0.0.1", 0, "--http-port", 64, certificates.Config())
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -174,7 +174,7 @@ func TestClientsShowCertificates(t *testing.T) {
 		t.Fatal(err)
 	}
 	use()
-	p, err := Listen("127.0.0.1", 0, "--http-port", certificates.Config())
+	p, err := Listen("127.0.0.1", 0, "--http-port", 64, certificates.Config())
 	if err != nil {
 		t.Fatal(err)
 	}

@@ -13,6 +13,7 @@ import (
 	"net"
 	"net/http"
 	"runtime/debug"
+	"slices"
 	"strings"
 	"time"
 
@@ -39,6 +40,18 @@ const HeaderRank = "X-Data-Parallel-Rank"
 // HopByHop are the hop-by-hop headers, which apply to one connection only.
 var HopByHop = []string{"Connection", "Keep-Alive", "Proxy-Authenticate", "Proxy-Authorization", "Proxy-Connection", "Te", "Trailer", "Transfer-Encoding", "Upgrade"}
 
+// Names reports whether a header that lists tokens has one, in whatever case.
+func Names(values []string, token string) bool {
+	return slices.ContainsFunc(values, func(value string) bool {
+		for part := range strings.SplitSeq(value, ",") {
+			if strings.EqualFold(strings.TrimSpace(part), token) {
+				return true
+			}
+		}
+		return false
+	})
+}
+
 // DropHopByHop removes hop-by-hop headers: HopByHop, and those that the header
 // Connection names.
 func DropHopByHop(header http.Header) {
@@ -57,6 +70,8 @@ const (
 	headerLimit = 64 << 10
 	// HeaderTimeout is the maximum time for a client to send its headers.
 	HeaderTimeout = 10 * time.Second
+	// maxStreams bounds the concurrent requests on a connection of HTTP/2.
+	maxStreams = 128
 	// keepAlive is the time that an idle client connection stays open.
 	keepAlive = 2 * time.Minute
 )
@@ -93,11 +108,16 @@ func (l serverLog) Write(line []byte) (int, error) {
 	return len(line), nil
 }
 
-// NewServer returns an HTTP server with the limits of both ports.
-func NewServer(handler http.Handler) *http.Server {
+// newServer returns an HTTP server with the limits of all ports, without a handler.
+func newServer() *http.Server {
+	protocols := new(http.Protocols)
+	protocols.SetHTTP1(true)
+	protocols.SetHTTP2(true)
+	protocols.SetUnencryptedHTTP2(true) // of clients that begin with it
 	return &http.Server{
+		Protocols:         protocols,
+		HTTP2:             &http.HTTP2Config{MaxConcurrentStreams: maxStreams},
 		ErrorLog:          stdlog.New(serverLog{slog.Default()}, "", 0),
-		Handler:           handler,
 		ReadHeaderTimeout: HeaderTimeout,
 		IdleTimeout:       keepAlive,
 		MaxHeaderBytes:    headerLimit,
@@ -153,11 +173,14 @@ func errorType(status int) string {
 // requestIDLimit bounds a client's own request id, bytes: it goes into logs.
 const requestIDLimit = 256
 
+// addressInID precedes an address in an id from which vLLM's MoRI-IO connector connects to it.
+const addressInID = "_addr_"
+
 // RequestID returns the request's id: the client's own if it is usable, otherwise a
 // new one, which is stored with the request.
 func RequestID(c *gin.Context) string {
 	id := c.Request.Header.Get(HeaderRequest)
-	usable := id != "" && len(id) <= requestIDLimit && !strings.ContainsFunc(id, func(r rune) bool { return r < ' ' || r > '~' })
+	usable := id != "" && len(id) <= requestIDLimit && !strings.Contains(id, addressInID) && !strings.ContainsFunc(id, func(r rune) bool { return r < ' ' || r > '~' })
 	if !usable {
 		var random [12]byte
 		rand.Read(random[:])
