@@ -156,6 +156,7 @@ func build(ctx context.Context, config Config, log *slog.Logger) (*app, error) {
 	shown := func() map[uint64]bool { return r.models.Busiest(r.fleet.IDs(), config.MetricsLimit) }
 	r.telemetry.Register(workers.NewCollector(r.router.Names(), r.fleet.Samples(r.models), shown), models.NewCollector(r.models, shown), guard.NewCollector(r.edges), keys.NewCollector(r.keys), r.tenants.Collector(), logs.NewCollector(log), telemetry.NewLostLines(r.recorder, r.recording))
 	r.telemetry.Register(r.bodies.Collectors()...)
+	r.telemetry.Register(r.proxy.Collectors()...)
 	r.telemetry.Register(r.reloads.Collectors()...)
 	r.telemetry.Register(r.tracer.Collectors()...)
 	if r.relay != nil {

@@ -88,7 +88,7 @@ func New(s Settings, deps Deps) *API {
 		stored: cmp.Or(deps.Stored, &Stored{}), shareStored: deps.ShareStored,
 	}
 	a.engine.Use(web.CORS(s.CORSOrigins), deps.Hop.Refuse)
-	guard := a.keys.Guard(web.OpenAIError)
+	guard := a.keys.Guard(web.Fail)
 	a.engine.NoRoute(func(c *gin.Context) {
 		if g := gatewayOf(c); g != nil && g.Any {
 			if guard(c); !c.IsAborted() {
@@ -120,7 +120,7 @@ func New(s Settings, deps Deps) *API {
 	for path, kind := range tokens.Routes {
 		clients.POST(path, func(c *gin.Context) { a.infer(c, path, kind) })
 	}
-	own := web.OwnPages(s.Host, a.keys.Asks(), web.OpenAIError)
+	own := web.OwnPages(s.Host, a.keys.Asks(), web.Fail)
 	for _, path := range proxy.AdminRoutes {
 		clients.Any(path, own, a.admin)
 	}
@@ -243,8 +243,7 @@ func (a *API) noModel(c *gin.Context, name string) {
 	a.fail(c, http.StatusNotFound, "model", fmt.Sprintf("The model `%.256s` does not exist.", name))
 }
 
-// fail answers with an error in OpenAI's shape.
+// fail answers with an error in the dialect of the route.
 func (a *API) fail(c *gin.Context, status int, param, message string) {
-	c.Header(web.HeaderRequest, web.RequestID(c))
-	c.Data(status, "application/json", web.ErrorJSON(status, web.ErrorType(status), param, message))
+	web.FailParam(c, status, param, message)
 }

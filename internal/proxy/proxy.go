@@ -18,6 +18,7 @@ import (
 	"strconv"
 	"strings"
 	"sync"
+	"sync/atomic"
 	"syscall"
 	"time"
 
@@ -254,6 +255,8 @@ type Proxy struct {
 	refusers  refusers // of requests for the tokens of answers
 
 	tokenRefusers refusers // of the tokens of prompts
+
+	rewritten atomic.Uint64 // events that had to be parsed
 
 	aborts     sync.WaitGroup
 	abortSlots chan struct{} // has a token for each abort that runs
