@@ -29,8 +29,6 @@ func (r *inference) read(c *gin.Context) (ok bool) {
 			a.fail(c, http.StatusBadRequest, "", "the request body must be a JSON object of at most 262,144 members and 10,000 levels")
 			return false
 		}
-	} else if a.keys.Several() {
-		r.body = scopedMedia(r.caller.Owner(), r.body)
 	}
 	if !r.readHints(c) || !a.undirected(c, r.body) {
 		return false
