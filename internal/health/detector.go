@@ -119,7 +119,7 @@ type worker struct {
 	pressed time.Time // when it last requested a pause
 	presses int       // pauses requested since its last answer
 
-	missed bool // it does not answer its health checks
+	missed time.Time // since when it does not answer its health checks; zero: it does
 
 	lived  time.Time // its last sign of life
 	shows  bool      // it has shown life otherwise than by answers
@@ -216,7 +216,7 @@ func (d *Detector) Leave(key kv.WorkerKey, now time.Time) {
 func (d *Detector) recount() {
 	d.odd, d.spared = 0, 0
 	for _, w := range d.workers {
-		if w.phase != phaseIn || !w.held.IsZero() || !w.spared.IsZero() || w.missed || !w.silent.IsZero() {
+		if w.phase != phaseIn || !w.held.IsZero() || !w.spared.IsZero() || !w.missed.IsZero() || !w.silent.IsZero() {
 			d.odd++
 		}
 		if !w.spared.IsZero() {
@@ -251,9 +251,9 @@ func (d *Detector) Level(key kv.WorkerKey, now time.Time, random *rand.Rand) Lev
 	switch {
 	case w.phase == phaseOut:
 		return Out
-	case !w.held.IsZero(), w.missed:
+	case !w.held.IsZero():
 		return Held
-	case !w.silent.IsZero():
+	case !w.silent.IsZero(), !w.missed.IsZero():
 		return Silent
 	case w.phase == phaseBack && random.Float64() >= max(leastShare, float64(now.Sub(w.since))/float64(d.settings.SlowStart)):
 		return Slow
@@ -271,7 +271,7 @@ func (d *Detector) IsOut(key kv.WorkerKey, now time.Time) bool {
 		return false
 	}
 	d.bringUpToDate(key, w, now)
-	return w.phase == phaseOut || !w.held.IsZero() || w.missed || !w.silent.IsZero()
+	return w.phase == phaseOut || !w.held.IsZero() || !w.missed.IsZero() || !w.silent.IsZero()
 }
 
 // Ejected reports whether a worker is ejected for its failures.
@@ -365,11 +365,7 @@ func (d *Detector) of(a Attempt) *worker {
 // answers records an answer of a worker.
 func (d *Detector) answers(w *worker, now time.Time) {
 	w.answered = now
-	if w.missed {
-		w.missed = false
-		d.recount()
-	}
-	d.alive(w, now)
+	d.speaks(w, now)
 }
 
 // Heard records that an attempt's answer has begun.

@@ -16,8 +16,8 @@ func (d *Detector) Missed(worker uint64, generation int, sent time.Time) (lived 
 		if w.lived.After(lived) {
 			lived = w.lived
 		}
-		if !w.missed && !w.answered.After(sent) {
-			w.missed, changed = true, true
+		if w.missed.IsZero() && !w.answered.After(sent) {
+			w.missed, changed = sent, true
 		}
 	}
 	if changed {
@@ -29,8 +29,8 @@ func (d *Detector) Missed(worker uint64, generation int, sent time.Time) (lived 
 // AnswersChecks ends what Missed began.
 func (d *Detector) AnswersChecks(worker uint64, generation int) {
 	for key, w := range d.workers {
-		if key.Worker == worker && w.generation == generation && w.missed {
-			w.missed = false
+		if key.Worker == worker && w.generation == generation && !w.missed.IsZero() {
+			w.missed = time.Time{}
 			d.recount()
 		}
 	}

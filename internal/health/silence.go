@@ -81,7 +81,16 @@ func (d *Detector) Lives(key kv.WorkerKey, generation int, at time.Time) {
 // Answers records that a byte of some answer of a worker came at that time.
 func (d *Detector) Answers(key kv.WorkerKey, generation int, at time.Time) {
 	if w := d.of(Attempt{Worker: key, Generation: generation}); w != nil {
-		d.alive(w, at)
+		d.speaks(w, at)
+	}
+}
+
+// speaks is alive by a byte of an answer: the worker's HTTP server is not busy either.
+func (d *Detector) speaks(w *worker, at time.Time) {
+	d.alive(w, at)
+	if !w.missed.IsZero() && at.After(w.missed) {
+		w.missed = time.Time{}
+		d.recount()
 	}
 }
 
@@ -99,7 +108,7 @@ func (d *Detector) alive(w *worker, at time.Time) {
 // IsSilent reports whether new requests avoid a worker because it shows no sign of life.
 func (d *Detector) IsSilent(key kv.WorkerKey) bool {
 	w := d.workers[key]
-	return w != nil && !w.silent.IsZero()
+	return w != nil && (!w.silent.IsZero() || !w.missed.IsZero())
 }
 
 // silence is what a worker's requests are judged by.
@@ -223,10 +232,10 @@ func (s *silence) unexplained(w *worker, silent time.Duration) bool {
 		q := &s.all[i]
 		work := s.reads(w, q.Tokens)
 		switch {
-		case q.Begun:
+		case q.Begun && (w.shows || q.Output == 0):
 		case q.Task > Embed && !w.shows: // nothing says how long it takes
 			return false
-		case q.Whole && q.Task == Generate:
+		case (q.Whole || q.Begun) && q.Task == Generate: // a parser may hold the text back
 			tokens := writesMost
 			if q.Output > 0 {
 				tokens = min(q.Output, givenUpMost)

@@ -77,6 +77,8 @@ func (d *Detector) record(key kv.WorkerKey, w *worker, now time.Time) Record {
 		s.State, s.Until = StateHeld, w.held
 	case !w.silent.IsZero():
 		s.State, s.Since = StateSilent, w.silent
+	case !w.missed.IsZero():
+		s.State, s.Since = StateSilent, w.missed
 	case w.phase == phaseBack:
 		s.State = StateBack
 	}

@@ -121,8 +121,28 @@ func (q *request) Route(exclude []uint64) (router.Decision, error) {
 
 // asks is the request as the router gets it.
 func (q *request) asks(exclude []uint64) router.Request {
-	return router.Request{NumTokens: q.prompt, Exclude: exclude, Client: "a", AnsweredWhole: !q.kind.streams}
+	return router.Request{NumTokens: q.prompt, Exclude: exclude, Client: "a", AnsweredWhole: !q.kind.streams, Work: q.work()}
 }
+
+// work is what explains that the engine is silent, as package openai estimates it.
+func (q *request) work() router.Work {
+	work := router.Work{Task: health.TaskOf(q.kind.route, true), Output: q.output}
+	if q.kind.unbound {
+		work.Output = 0
+	}
+	return work
+}
+
+// Beside implements proxy.Chooser.
+func (q *request) Beside(ctx context.Context, exclude []uint64) (router.Pair, error) {
+	asks := q.asks(exclude)
+	asks.Beside = true
+	decision, err := q.world.router.Route(ctx, asks)
+	return router.Pair{Decode: decision, Whole: router.WholeNoPair}, err
+}
+
+// Answers implements proxy.Chooser.
+func (q *request) Answers(router.Pair) {}
 
 // Continue implements proxy.Chooser.
 func (q *request) Continue([]uint64, []uint32) (router.Decision, error) {
