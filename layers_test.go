@@ -21,7 +21,7 @@ var layers = []map[string]string{
 		"kv": "", "guard": "metrics", "sets": "table",
 		"blockpool": "", "zmq": "", "jsonbody": "",
 		"jsonlines": "", "web": "", "settings": "",
-		"logs": "", "manual": "", "textfile": "", "fair": "",
+		"logs": "", "manual": "", "textfile": "", "fair": "", "quota": "",
 		"summary": "table",
 	},
 	{ // knowing
