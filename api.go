@@ -1,6 +1,7 @@
 package main
 
 import (
+	"kvrouter/internal/keys"
 	"kvrouter/internal/openai"
 	"kvrouter/internal/page"
 	"kvrouter/internal/proxy"
@@ -33,7 +34,7 @@ func (r *app) openAI(pageURL string) *openai.API {
 		Keys: r.keys, Bodies: r.bodies, Models: r.models, Proxy: r.proxy, Metrics: r.telemetry.Handler(), Hop: r.config.Hop, Cell: r.teller, Observers: observers, Stored: r.stored, Log: r.log,
 	}
 	if r.replicas != nil {
-		deps.ShareStored = r.replicas.Store
+		deps.ShareStored = func(id string, worker uint64, owner keys.Owner) { r.replicas.Store(id, worker, uint64(owner)) }
 	}
 	return openai.New(r.config.openAISettings(pageURL), deps)
 }

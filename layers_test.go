@@ -25,7 +25,7 @@ var layers = []map[string]string{
 		"summary": "table",
 	},
 	{ // knowing
-		"hints": "fair jsonbody kv", "radix": "blockpool kv sets summary table", "engine": "blockpool kv",
+		"directives": "jsonbody", "hints": "fair jsonbody kv", "radix": "blockpool kv sets summary table", "engine": "blockpool kv",
 		"chat": "guard jsonbody", "encode": "guard", "keys": "fair textfile web", "reload": "textfile",
 	},
 	{ // prompts
@@ -48,13 +48,13 @@ var layers = []map[string]string{
 		"tracing": "kv policy router", "models": "chat fair health kv metrics policies policy radix router summary tokens",
 	},
 	{ // carrying
-		"replica": "events fair guard kv router zmq", "relay": "kv metrics radix web", "proxy": "health jsonbody kv policy router tracing web", "workers": "cells events fair guard kv metrics policy probe process radix summary web",
+		"replica": "events fair guard kv router zmq", "relay": "kv metrics radix web", "proxy": "directives health jsonbody kv policy router tracing web", "workers": "cells events fair guard kv metrics policy probe process radix summary web",
 		"mocker": "chat engine events jsonbody kv process tokens web zmq", "simulate": "cells engine fair health hints jsonlines kv policies policy radix router summary",
 		"vllm": "kv process", "sglang": "kv process", "discovery": "kv textfile",
 	},
 	{ // showing, offering
 		"telemetry": "fair hints jsonbody jsonlines kv metrics policy proxy router thompson", "selection": "events health hints kv models policy replica router thompson web workers",
-		"openai": "cells fair hints jsonbody keys kv models proxy router settings tokens tracing web", "extproc": "guard proxy web", "doctor": "cells events kv mocker probe process settings summary tokens web zmq", "demo": "keys",
+		"openai": "cells directives fair hints jsonbody keys kv models proxy router settings tokens tracing web", "extproc": "guard proxy web", "doctor": "cells events kv mocker probe process settings summary tokens web zmq", "demo": "keys",
 		"page": "fair health jsonbody keys kv models policy proxy router tokens web workers",
 	},
 	{ // looking from elsewhere

@@ -171,7 +171,7 @@ func build(ctx context.Context, config Config, log *slog.Logger) (*app, error) {
 	if config.Replica.ReplicaSync {
 		mesh := config.Replica
 		mesh.ReplicaSyncHost = config.replicaHost()
-		deps := replica.Deps{Router: r.router, Edges: r.edges, Log: log, Partition: r.partitions.Of, Stored: func(id string, worker uint64) { r.stored.Note(id, worker) }}
+		deps := replica.Deps{Router: r.router, Edges: r.edges, Log: log, Partition: r.partitions.Of, Stored: func(id string, worker, owner uint64) { r.stored.Note(id, worker, keys.Owner(owner)) }}
 		if mesh.ReplicaDiscovery != "" {
 			found, err := discovery.OpenPeers(mesh.ReplicaDiscovery, log)
 			if err != nil {

@@ -8,6 +8,7 @@ type Charge[T any] struct {
 	contends bool    // it counts for the share of class Batch
 	weight   float64 // the tenant's when it began
 	cost     float64 // charged so far, ms
+	owed     float64 // by which it has changed what class Batch is owed, ms
 }
 
 // Begin charges a tenant the predicted cost of a request, ms, that begins now: one that
@@ -32,10 +33,10 @@ func (c *Charge[T]) Set(ms float64) {
 	}
 	ms = cost(ms)
 	c.flow.pending += (ms - c.cost) / c.weight
-	if c.contends {
-		c.queue.share(c.flow.lane, ms-c.cost)
-	}
 	c.cost = ms
+	if c.contends {
+		c.queue.share(c)
+	}
 }
 
 // Cost returns the charge, ms.

@@ -39,7 +39,8 @@
 // d is what class Batch is owed of its share at the first instant, n how many requests run at
 // once, and C, E and y are as above, y of all tenants together. The reason: class Batch goes first
 // only while it is owed something, and the others only while it is not. What it is owed, or owes,
-// is at most MostDebt.
+// is at most MostDebt, so no prediction counts for more, neither when it is charged nor when what
+// was too much is given back.
 //
 // Several routers over the same workers have a queue each. They tell each other what tenants
 // receive (Tell, Elsewhere), and a counter is the sum of all. The first bound then holds for the
@@ -590,13 +591,17 @@ func (q *Queue[T]) contends(l *lane[T]) bool {
 	return false
 }
 
-// share counts service of a lane that contends, ms.
-func (q *Queue[T]) share(l *lane[T], ms float64) {
-	q.owed += ms * q.settings.BatchShare
-	if l == q.batch() {
-		q.owed -= ms
+// share counts the cost of a charge that contends, in place of what it counted for before. A
+// prediction beyond MostDebt has changed what is owed by less: what is given back of it is no
+// more than that.
+func (q *Queue[T]) share(c *Charge[T]) {
+	before := q.owed - c.owed
+	after := before + c.cost*q.settings.BatchShare
+	if c.flow.lane == q.batch() {
+		after -= c.cost
 	}
-	q.owed = min(max(q.owed, -MostDebt), MostDebt)
+	q.owed = min(max(after, -MostDebt), MostDebt)
+	c.owed = q.owed - before
 }
 
 // shareWithin returns a share within its bounds.

@@ -164,3 +164,49 @@ func TestBatchReceivesItsShare(t *testing.T) {
 		})
 	})
 }
+
+// TestAWrongPredictionIsNotOwed: a class that predicts an hour for each short request is not
+// given that hour when it ends.
+func TestAWrongPredictionIsNotOwed(t *testing.T) {
+	for name, predicted := range map[string]map[Class]float64{
+		"right":                     {Batch: 10, Interactive: 10},
+		"batch says an hour":        {Batch: MostCost, Interactive: 10},
+		"batch says nothing":        {Batch: 0, Interactive: 10},
+		"batch says what is capped": {Batch: 2 * MostDebt, Interactive: 10},
+	} {
+		t.Run(name, func(t *testing.T) {
+			const share, actual, seats, rounds = 0.1, 10.0, 2, 4000
+			q := shared(100, share)
+			var running []*Charge[string]
+			done := map[Class]int{}
+			for _, c := range []Class{Batch, Interactive} {
+				for range 6 {
+					q.Push(classed(c, "", predicted[c]))
+				}
+			}
+			for range rounds {
+				q.Walk(func(it *Item[string], _ bool) Verdict {
+					if len(running) == seats {
+						return Stop
+					}
+					running = append(running, q.Begin(it.Tenant, it.Class, it.Cost))
+					done[it.Class]++
+					return Taken
+				})
+				for _, c := range []Class{Batch, Interactive} {
+					for q.lanes[c.Place()].length() < 6 {
+						q.Push(classed(c, "", predicted[c]))
+					}
+				}
+				running[0].End(actual)
+				running = running[1:]
+				if err := q.Check(); err != nil {
+					t.Fatal(err)
+				}
+			}
+			if got := float64(done[Batch]) / rounds; math.Abs(got-share) > 0.02 {
+				t.Errorf("class batch has a share of %.3f", got)
+			}
+		})
+	}
+}

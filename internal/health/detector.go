@@ -116,6 +116,7 @@ type worker struct {
 	pressed time.Time // when it last requested a pause
 	presses int       // pauses requested since its last answer
 
+	lived     time.Time // its last sign of life
 	answered  time.Time // when it last answered well
 	left      time.Time // when a client last left it after a long wait
 	askFailed time.Time // when it last failed to answer a request for prompt tokens
@@ -341,9 +342,17 @@ func (d *Detector) of(a Attempt) *worker {
 	return nil
 }
 
+// Lives records a sign of life of a worker's engine: it makes progress, whichever request
+// or report shows that.
+func (d *Detector) Lives(key kv.WorkerKey, generation int, now time.Time) {
+	if w := d.of(Attempt{Worker: key, Generation: generation}); w != nil {
+		w.lived = now
+	}
+}
+
 // answers records an answer of a worker. It ends a pause for not having answered.
 func (d *Detector) answers(w *worker, now time.Time) {
-	w.answered = now
+	w.answered, w.lived = now, now
 	if w.silent {
 		w.unhold()
 		d.recount()

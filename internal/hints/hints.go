@@ -52,6 +52,9 @@ type Hints struct {
 	FromAbove      bool          // it has HeaderRouted: a router above has sent it, or a client says so
 }
 
+// headerPriority is the priority of a request in vLLM's own queue.
+const headerPriority = "X-Vllm-Priority"
+
 // Session returns the name of a request's session, from the header of that name,
 // otherwise from the cookie; empty: none. Either name may be empty.
 func Session(header http.Header, name, cookie string) (session string) {
@@ -66,11 +69,11 @@ func Session(header http.Header, name, cookie string) (session string) {
 	return session
 }
 
-// Untrusted returns h without priorities, tenants, objectives and pinned workers, which affect
-// other clients.
+// Untrusted returns h without priorities, tenants, objectives, pinned workers and the length of
+// the answer, which affect other clients: in a fair queue that length is a cost.
 func (h Hints) Untrusted() Hints {
 	h.Pinned, h.PinnedPrefill, h.Whole, h.PriorityJump, h.StrictPriority = nil, nil, false, 0, 0
-	h.Tenant, h.TTFT, h.TPOT = "", 0, 0
+	h.Tenant, h.TTFT, h.TPOT, h.ExpectedOutput = "", 0, 0, 0
 	return h
 }
 

@@ -2,6 +2,7 @@ package hints
 
 import (
 	"errors"
+	"math"
 	"net/http"
 	"reflect"
 	"strings"
@@ -159,5 +160,17 @@ func TestWorkersAreNamedByWhatTheyAreCalled(t *testing.T) {
 	err := &PinnedError{Worker: &a, Prefill: &kv.WorkerKey{Worker: 3, Rank: 1}, Names: names, Err: errors.New("gone")}
 	if want := "prefill worker 3 rank 1 with worker pod-a rank 0, which"; !strings.HasPrefix(err.Error(), want) {
 		t.Errorf("%v, want %s", err, want)
+	}
+}
+
+// TestAnUntrustedClientClaimsNoCost: in a fair queue the length of its answer is what the others
+// wait for.
+func TestAnUntrustedClientClaimsNoCost(t *testing.T) {
+	nvext := gjson.Parse(`{"agent_hints":{"osl":2147483647,"priority":9,"latency_sensitivity":9,"strict_priority":4294967295}}`)
+	for trusted, want := range map[bool]int{true: math.MaxInt32, false: 0} {
+		got, bad := Read(http.Header{headerOutput: {"2147483647"}}, nvext, nil, trusted)
+		if bad != nil || got.ExpectedOutput != want || (got.PriorityJump > 0 || got.StrictPriority > 0) != trusted {
+			t.Errorf("trusted %v: %+v, %v", trusted, got, bad)
+		}
 	}
 }

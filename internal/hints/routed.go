@@ -19,23 +19,40 @@ import (
 // which is its client's. Who sets it otherwise only gives up hints.
 const HeaderRouted = "X-Kvrouter-Routed"
 
+// headerOutput has the expected tokens of the answer that a router above has accepted.
+const headerOutput = "X-Kvrouter-Osl"
+
 // Routed is what a router tells a router below it of a request.
 type Routed struct {
 	Tenant   string        // empty: none
 	Class    fair.Class    // of the request
 	Deadline time.Time     // by which its first token should come; zero: none
 	TPOT     time.Duration // in which each further token should come; 0: none
+	Output   int           // expected tokens of the answer; 0: unknown
 
+	Series        string // of Prefix; empty: none
 	SessionHeader string // names the session; empty: no header does
 	Session       string // may have any bytes; empty: none is told
+}
+
+// DropUntrusted removes the headers that are honored of trusted clients only: a worker may be a
+// router that honors them, too.
+func DropUntrusted(header http.Header) {
+	header.Del(headerPriority)
+	dropSigned(header)
+}
+
+// dropSigned removes the headers that Sign sets, or that name workers of this router.
+func dropSigned(header http.Header) {
+	for _, name := range []string{HeaderPinnedWorker, HeaderPinnedRank, HeaderPinnedPrefill, headerPrefillRank, HeaderFairness, HeaderGatewayFairness, HeaderTTFT, HeaderTPOT, headerOutput} {
+		header.Del(name)
+	}
 }
 
 // Sign sets the headers of the request in place of the client's. now is by the clock of Deadline:
 // what is told is the time that is left.
 func (r Routed) Sign(header http.Header, now time.Time) {
-	for _, name := range []string{HeaderPinnedWorker, HeaderPinnedRank, HeaderPinnedPrefill, headerPrefillRank, HeaderFairness, HeaderGatewayFairness, HeaderTTFT, HeaderTPOT} {
-		header.Del(name)
-	}
+	dropSigned(header)
 	header.Set(HeaderRouted, "1")
 	header.Set(HeaderClass, r.Class.String())
 	if r.Tenant != "" && !strings.ContainsFunc(r.Tenant, unicode.IsControl) {
@@ -45,6 +62,12 @@ func (r Routed) Sign(header http.Header, now time.Time) {
 		if header.Del(r.SessionHeader); r.Session != "" { // sessions of two keys may have one name
 			header.Set(r.SessionHeader, url.QueryEscape(r.Session))
 		}
+	}
+	if r.Output > 0 {
+		header.Set(headerOutput, strconv.Itoa(r.Output))
+	}
+	if header.Del(prefixHeaders[0].header); r.Series != "" && !strings.ContainsFunc(r.Series, unicode.IsControl) {
+		header.Set(prefixHeaders[0].header, r.Series)
 	}
 	objective := func(name string, d time.Duration) {
 		if ms := float64(d) / float64(time.Millisecond); ms > 0 && ms <= maxObjective {
@@ -71,6 +94,7 @@ func readRouted(header http.Header, nvext gjson.Result, names *kv.Names, trusted
 	if trusted {
 		hints.Tenant = tenantOf(header)
 		hints.TTFT, hints.TPOT = r.objective(hint{HeaderTTFT, header.Get(HeaderTTFT)}), r.objective(hint{HeaderTPOT, header.Get(HeaderTPOT)})
+		hints.ExpectedOutput = int(r.whole(hint{headerOutput, header.Get(headerOutput)}, 31))
 	}
 	return hints // the router has refused what is malformed
 }

@@ -17,7 +17,7 @@ func TestARouterBelowHonorsWhatTheRouterAboveSays(t *testing.T) {
 	header.Set(HeaderPinnedWorker, "5")
 	header.Set(HeaderFairness, "forged")
 	now := time.Now()
-	Routed{Tenant: "team", Class: fair.Batch, Deadline: now.Add(1500 * time.Millisecond), TPOT: 20 * time.Millisecond, SessionHeader: "X-Session", Session: "s"}.Sign(header, now)
+	Routed{Tenant: "team", Class: fair.Batch, Deadline: now.Add(1500 * time.Millisecond), TPOT: 20 * time.Millisecond, Output: 55, SessionHeader: "X-Session", Session: "s"}.Sign(header, now)
 	if header.Get("X-Session") != "s" {
 		t.Error("the session is not told")
 	}
@@ -28,13 +28,13 @@ func TestARouterBelowHonorsWhatTheRouterAboveSays(t *testing.T) {
 	if h.Pinned != nil || h.StrictPriority != 0 {
 		t.Errorf("the client's body counts: %+v", h)
 	}
-	if h.Tenant != "team" || h.TTFT != 1500*time.Millisecond || h.TPOT != 20*time.Millisecond || h.Class == nil || *h.Class != fair.Batch || h.ExpectedOutput != 77 {
+	if h.Tenant != "team" || h.TTFT != 1500*time.Millisecond || h.TPOT != 20*time.Millisecond || h.Class == nil || *h.Class != fair.Batch || h.ExpectedOutput != 55 {
 		t.Errorf("the router's headers do not count: %+v", h)
 	}
 	if !h.FromAbove {
 		t.Error("it does not come from a router above")
 	}
-	if h, _ = Read(header, body, nil, false); h.Tenant != "" || h.TTFT != 0 {
+	if h, _ = Read(header, body, nil, false); h.Tenant != "" || h.TTFT != 0 || h.ExpectedOutput != 0 {
 		t.Errorf("a router that is not trusted speaks for tenants: %+v", h)
 	}
 	keyed := http.Header{"X-Session": {"s"}}

@@ -34,6 +34,7 @@ type Body struct {
 	// keeps and UTF-8 cannot.
 	LoneSurrogate bool
 	Top           []Member
+	repeats       bool          // a name of Top is in Raw more than once
 	views         []MessageView // of messages, once requested
 }
 
@@ -55,7 +56,22 @@ func Parse(raw []byte) (b *Body, ok bool) {
 	if text[0] != '{' {
 		return nil, false
 	}
-	return &Body{Raw: raw, LoneSurrogate: scan.lone, Top: Members(gjson.Result{Type: gjson.JSON, Raw: text})}, true
+	top, repeats := members(text)
+	return &Body{Raw: raw, LoneSurrogate: scan.lone, Top: top, repeats: repeats}, true
+}
+
+// Each calls yield with the members of the body in order until it returns false: of several of
+// one name, with all of them.
+func (b *Body) Each(yield func(Member) bool) {
+	if !b.repeats {
+		for _, m := range b.Top {
+			if !yield(m) {
+				return
+			}
+		}
+		return
+	}
+	eachMember(strings.TrimLeft(View(b.Raw), " \t\r\n"), func(key string, value gjson.Result) bool { return yield(Member{key, value}) })
 }
 
 // Get returns the member of that name; of several, as in Python, the last.
@@ -322,6 +338,35 @@ func eachMember(object string, yield func(key string, value gjson.Result) bool) 
 		}
 		if i < len(object) && object[i] == '}' {
 			return
+		}
+	}
+}
+
+// EachName calls yield with the names of the members in a JSON text, however deep, in one pass
+// until it returns false. null means that the member is null. In a text that is not JSON every
+// string before a colon is a name.
+func EachName(text string, yield func(name string, null bool) bool) {
+	space := func(i int) int {
+		for i < len(text) && text[i] <= ' ' {
+			i++
+		}
+		return i
+	}
+	for i := 0; ; {
+		quote := strings.IndexByte(text[i:], '"')
+		if quote < 0 {
+			return
+		}
+		begin := i + quote + 1
+		end, escaped := stringEnd(text, begin)
+		if i = space(end); i < len(text) && text[i] == ':' {
+			name := text[begin:max(begin, end-1)]
+			if escaped {
+				name = unescape(name)
+			}
+			if i = space(i + 1); !yield(name, strings.HasPrefix(text[i:], "null")) {
+				return
+			}
 		}
 	}
 }

@@ -25,10 +25,15 @@ func Members(object gjson.Result) []Member {
 	if !object.IsObject() {
 		return nil
 	}
+	out, _ := members(object.Raw)
+	return out
+}
+
+// members is Members of an object's text; repeats means that a key is in it more than once.
+func members(object string) (out []Member, repeats bool) {
 	const few = 16 // up to here a search is faster than an index
-	var out []Member
 	var index map[string]int
-	eachMember(object.Raw, func(key string, value gjson.Result) bool {
+	eachMember(object, func(key string, value gjson.Result) bool {
 		at := -1
 		if len(out) < few {
 			at = slices.IndexFunc(out, func(m Member) bool { return m.Key == key })
@@ -46,13 +51,13 @@ func Members(object gjson.Result) []Member {
 			}
 		}
 		if at >= 0 {
-			out[at].Value = value
+			out[at].Value, repeats = value, true
 		} else {
 			out = append(out, Member{key, value})
 		}
 		return true
 	})
-	return out
+	return out, repeats
 }
 
 // MergeFields returns the fields of base, replaced or extended by those of over.

@@ -7,6 +7,8 @@ import (
 	"crypto/sha256"
 	"crypto/subtle"
 	"encoding/base64"
+	"encoding/binary"
+	"encoding/hex"
 	"errors"
 	"fmt"
 	"net/http"
@@ -22,15 +24,17 @@ import (
 
 // Settings are the flags for API keys and for the permissions of their holders.
 type Settings struct {
-	APIKeysFile     string `group:"Requests" name:"api-keys-file" placeholder:"FILE" help:"YAML list of additional API keys of the OpenAI port, each with its own name, limits and cache salt. Reloaded on SIGHUP. See docs/api-keys.md."`
-	TrustHints      *bool  `group:"Requests" negatable:"" help:"Honor priorities and pinned workers (nvext and headers) of all clients. Default: yes with one --api-key or without keys; with several keys or --api-keys-file, only for keys with trust-hints: true."`
-	DecisionHeaders *bool  `group:"Requests" negatable:"" help:"Return the chosen worker and the overlap to clients (x-kvrouter-* headers, query_instance_id). Default: as --trust-hints, and for keys with salt: true."`
+	APIKeysFile         string `group:"Requests" name:"api-keys-file" placeholder:"FILE" help:"YAML list of additional API keys of the OpenAI port, each with its own name, limits and cache salt. Reloaded on SIGHUP. See docs/api-keys.md."`
+	TrustHints          *bool  `group:"Requests" negatable:"" help:"Honor priorities and pinned workers (nvext and headers) of all clients. Default: yes with one --api-key or without keys; with several keys or --api-keys-file, only for keys with trust-hints: true."`
+	TrustTransferParams bool   `group:"Requests" help:"Forward what clients tell the engines to connect to or to run (kv_transfer_params, bootstrap_host, custom_logit_processor, ...). Default: only of keys with trust-hints: true. See docs/api-keys.md."`
+	DecisionHeaders     *bool  `group:"Requests" negatable:"" help:"Return the chosen worker and the overlap to clients (x-kvrouter-* headers, query_instance_id). Default: as --trust-hints, and for keys with salt: true."`
 }
 
 // Caller is the sender of a request, identified by its key, with its permissions.
 type Caller struct {
 	Name          string // of the key; empty: no key is required
 	Trusted       bool   // its priorities and pinned workers are honored
+	Directs       bool   // it may send engines addresses, ranks and code
 	SeesDecisions bool   // its answers name the chosen worker and the reason
 	Terms                // of its requests in a fair queue
 
@@ -38,6 +42,35 @@ type Caller struct {
 	salted bool              // its blocks are its own
 	bounds bounds
 	count  *counts // nil: no key is required
+}
+
+// Owner stands for the client that owns what it has named or made: a hash of its key's name, so
+// that a new key of the same name owns it, too. 0: no key is required.
+type Owner uint64
+
+// Owner returns the owner of what the caller names or makes.
+func (c *Caller) Owner() Owner {
+	if c.Name == "" {
+		return 0
+	}
+	sum := sha256.Sum256([]byte("kvrouter owner\x00" + c.Name))
+	return Owner(max(1, binary.LittleEndian.Uint64(sum[:])))
+}
+
+// Scoped returns what an engine knows by the name that the owner has given to a request. It ends
+// with a hash of both: two owners never have one name, and none of a client's choice is the
+// beginning of another one's. A name of that form stays as it is.
+func (o Owner) Scoped(name string) string {
+	if at := len(name) - len(o.mark("")); at >= 0 && o.mark(name[:at]) == name[at:] {
+		return name
+	}
+	return name + o.mark(name)
+}
+
+// mark is the end of a scoped name.
+func (o Owner) mark(name string) string {
+	sum := sha256.Sum256(append(binary.LittleEndian.AppendUint64([]byte("kvrouter name\x00"), uint64(o)), name...))
+	return "-" + hex.EncodeToString(sum[:8])
 }
 
 // Terms are how requests of a key are treated in a fair queue.
@@ -89,6 +122,10 @@ func New(settings Settings, given []string) *Ring {
 
 // Asks reports whether the port requires API keys.
 func (r *Ring) Asks() bool { return len(r.given) > 0 || r.settings.APIKeysFile != "" }
+
+// Several reports whether the port has several clients, which must not reach each other's
+// state: it has several keys, or a file of keys.
+func (r *Ring) Several() bool { return len(r.given) > 1 || r.settings.APIKeysFile != "" }
 
 // fileLimit is the maximum size of a file of keys, bytes: 10,000 keys with hashes and all
 // limits take about 3 MB.
@@ -148,17 +185,18 @@ const givenPrefix = "api-key-"
 // table returns a table of the keys of --api-key and of those entries. Existing callers
 // keep their counts.
 func (r *Ring) table(entries []entry) *table {
-	alone := len(r.given) <= 1 && r.settings.APIKeysFile == ""
 	usually := func(set *bool) bool {
 		if set != nil {
 			return *set
 		}
-		return alone
+		return !r.Several()
 	}
 	trusted, shown := usually(r.settings.TrustHints), usually(r.settings.DecisionHeaders)
+	directs := r.settings.TrustTransferParams
 	if !r.Asks() {
-		return &table{open: &Caller{Trusted: trusted, SeesDecisions: shown}}
+		return &table{open: &Caller{Trusted: trusted, Directs: directs, SeesDecisions: shown}}
 	}
+	directs = directs || trusted && r.settings.TrustHints != nil
 	before := map[string]*Caller{}
 	if old := r.current.Load(); old != nil {
 		for _, c := range old.order {
@@ -182,12 +220,12 @@ func (r *Ring) table(entries []entry) *table {
 		}
 	}
 	for i, key := range r.given {
-		add(&Caller{Name: givenName(i), Trusted: trusted, SeesDecisions: shown, sum: sha256.Sum256([]byte(key))})
+		add(&Caller{Name: givenName(i), Trusted: trusted, Directs: directs, SeesDecisions: shown, sum: sha256.Sum256([]byte(key))})
 	}
 	for _, e := range entries {
-		c := &Caller{Name: e.name, Trusted: trusted, SeesDecisions: shown, Terms: e.terms, sum: e.sum, salted: e.salt, bounds: bounds{limits: e.limits}}
+		c := &Caller{Name: e.name, Trusted: trusted, Directs: directs, SeesDecisions: shown, Terms: e.terms, sum: e.sum, salted: e.salt, bounds: bounds{limits: e.limits}}
 		if e.trust != nil {
-			c.Trusted = *e.trust
+			c.Trusted, c.Directs = *e.trust, *e.trust
 		}
 		if r.settings.DecisionHeaders == nil {
 			c.SeesDecisions = shown || e.salt

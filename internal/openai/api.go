@@ -15,7 +15,9 @@ import (
 
 	"github.com/gin-gonic/gin"
 
+	"kvrouter/internal/directives"
 	"kvrouter/internal/fair"
+	"kvrouter/internal/hints"
 	"kvrouter/internal/keys"
 	"kvrouter/internal/kv"
 	"kvrouter/internal/models"
@@ -56,10 +58,10 @@ type Deps struct {
 	Hop       web.Hop      // refuses requests that this router has sent
 	Cell      http.Handler // serves routers above; nil: nothing does
 	Observers []Observer   // in the order of their calls
-	Stored    *Stored      // workers of stored responses, as far as other routers have said; nil: there are none
-	// ShareStored sends other routers the worker of a response. It must not block. nil: there
-	// are no others.
-	ShareStored func(id string, worker uint64)
+	Stored    *Stored      // stored responses, as far as other routers have said; nil: there are none
+	// ShareStored sends other routers the worker and the owner of a response. It must not block.
+	// nil: there are no others.
+	ShareStored func(id string, worker uint64, owner keys.Owner)
 	Log         *slog.Logger
 }
 
@@ -76,7 +78,7 @@ type API struct {
 	stored    *Stored
 	draining  atomic.Bool
 
-	shareStored func(id string, worker uint64) // see Deps
+	shareStored func(id string, worker uint64, owner keys.Owner) // see Deps
 }
 
 // New returns the port's routes.
@@ -110,9 +112,10 @@ func New(s Settings, deps Deps) *API {
 	clients.GET("/v1/models/:model", a.listModels)
 	clients.POST("/tokenize", a.tokenized((*tokens.Source).Tokenize))
 	clients.POST("/detokenize", a.tokenized((*tokens.Source).Detokenize))
-	clients.GET("/v1/responses/:id", a.broadcastUntilFound)
-	clients.DELETE("/v1/responses/:id", a.broadcastUntilFound)
-	clients.POST("/v1/responses/:id/cancel", a.broadcastUntilFound)
+	clients.GET("/v1/responses/:id", a.storedRoute(""))
+	clients.DELETE("/v1/responses/:id", a.storedRoute(""))
+	clients.POST("/v1/responses/:id/cancel", a.storedRoute("/cancel"))
+	clients.GET("/v1/responses/:id/input_items", a.storedRoute("/input_items"))
 	clients.GET(realtimeRoute, a.realtime)
 	for path, kind := range tokens.Routes {
 		clients.POST(path, func(c *gin.Context) { a.infer(c, path, kind) })
@@ -188,14 +191,43 @@ func (a *API) workers() []kv.Target {
 
 // question is a client's short request as it goes to workers.
 func (a *API) question(c *gin.Context, body []byte) proxy.Question {
-	return proxy.Question{Method: c.Request.Method, Path: c.Request.URL.RequestURI(), Header: proxy.ClientHeader(c.Request.Header, web.RequestID(c), false, a.keys.Asks()), Body: body}
+	return proxy.Question{Method: c.Request.Method, Path: c.Request.URL.RequestURI(), Header: a.clientHeader(c, false), Body: body}
+}
+
+// clientHeader returns a client's headers as they go to a worker. See proxy.ClientHeader.
+func (a *API) clientHeader(c *gin.Context, pinned bool) http.Header {
+	caller, id := a.keys.Of(c), web.RequestID(c)
+	if a.keys.Several() { // engines refuse an id that is in use
+		id = caller.Owner().Scoped(id)
+	}
+	header := proxy.ClientHeader(c.Request.Header, id, pinned, a.keys.Asks())
+	if !caller.Directs {
+		directives.DropHeaders(header)
+	}
+	if !caller.Trusted {
+		hints.DropUntrusted(header)
+	}
+	return header
+}
+
+// administers reports whether a client may do to the workers what affects all clients. If not, it
+// has been answered.
+func (a *API) administers(c *gin.Context, what string) bool {
+	switch {
+	case !a.settings.AllowEngineAdmin:
+		a.fail(c, http.StatusForbidden, "", what+" is disabled: start the router with --allow-engine-admin")
+	case !a.keys.Of(c).Trusted:
+		a.fail(c, http.StatusForbidden, "", what+" affects all clients: use a key with trust-hints")
+	default:
+		return true
+	}
+	return false
 }
 
 // admin sends an administration request to every worker and reports what each
 // answered; the status is the worst of theirs.
 func (a *API) admin(c *gin.Context) {
-	if !a.settings.AllowEngineAdmin {
-		a.fail(c, http.StatusForbidden, "", "engine administration is disabled: start the router with --allow-engine-admin")
+	if !a.administers(c, "engine administration") {
 		return
 	}
 	body, ok := a.body(c)

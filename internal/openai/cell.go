@@ -47,6 +47,6 @@ func (r *inference) tells() bool {
 func (r *inference) below(header http.Header) {
 	q := &r.request
 	hints.Routed{
-		Tenant: q.Tenant.Name, Class: q.Class, Deadline: q.Deadline, TPOT: q.TPOT, SessionHeader: r.api.settings.SessionHeader, Session: q.SessionID,
+		Tenant: q.Tenant.Name, Class: q.Class, Deadline: q.Deadline, TPOT: q.TPOT, Output: q.ExpectedOutput, SessionHeader: r.api.settings.SessionHeader, Session: q.SessionID, Series: q.Prefix.ID,
 	}.Sign(header, r.model.Router.Now())
 }

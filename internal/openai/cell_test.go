@@ -4,12 +4,14 @@ import (
 	"io"
 	"net/http"
 	"net/http/httptest"
+	"strings"
 	"testing"
 	"time"
 
 	"kvrouter/internal/hints"
 	"kvrouter/internal/keys"
 	"kvrouter/internal/kv"
+	"kvrouter/internal/proxy"
 	"kvrouter/internal/testkit"
 	"kvrouter/internal/web"
 )
@@ -53,6 +55,77 @@ func TestARouterBelowGetsTheRequestsTerms(t *testing.T) {
 		if response.Header.Get(name) != want {
 			t.Errorf("answer: %s: %q, want %q", name, response.Header.Get(name), want)
 		}
+	}
+}
+
+// TestHeadersOfOneRouterStayThere holds that what a worker says of its own limits, workers and
+// pages does not reach clients, in any form of answer, and that what a client says to this router
+// does not reach workers.
+func TestHeadersOfOneRouterStayThere(t *testing.T) {
+	own := http.Header{"X-Kvrouter-Worker-Id": {"of another"}, "X-Kvrouter-Secret": {"1"}, "X-Ratelimit-Limit-Requests": {"7"}, "X-Ratelimit-Remaining-Tokens": {"7"}, "Access-Control-Allow-Origin": {"*"}}
+	control := http.Header{"X-Kvrouter-Page": {"1"}, hints.HeaderRouted: {"1"}, hints.HeaderClass: {"batch"}}
+	untrusted := http.Header{hints.HeaderPinnedWorker: {"0"}, hints.HeaderFairness: {"team"}, hints.HeaderGatewayFairness: {"team"}, hints.HeaderTTFT: {"1"}}
+	keysOf := strings.TrimPrefix(keysFile(t, "- {name: a, key: key-a, limits: {requests-per-second: 100}}"), "--api-keys-file=")
+	for _, kind := range []kv.Kind{kv.KindNone, kv.KindRouter} {
+		got := make(chan http.Header, 10)
+		worker := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+			if strings.HasSuffix(r.URL.Path, "/render") {
+				w.WriteHeader(http.StatusNotFound)
+				return
+			}
+			got <- r.Header.Clone()
+			for name, values := range own {
+				w.Header()[name] = values
+			}
+			switch {
+			case r.Header.Get("Upgrade") != "":
+				w.Header().Set("Upgrade", "websocket")
+				w.Header().Set("Connection", "Upgrade")
+				w.WriteHeader(http.StatusSwitchingProtocols)
+			case r.URL.Path == completionsPath:
+				w.WriteHeader(http.StatusTooManyRequests)
+			case r.URL.Path == testkit.ChatPath:
+				testkit.StreamOf(testkit.TokenEvent, "[DONE]")(w, r)
+			default:
+				w.Header().Set("Content-Type", "application/json")
+				io.WriteString(w, `{"id":"resp_1"}`)
+			}
+		}))
+		t.Cleanup(worker.Close)
+		h := newTestAPIOf(t, setup{Keys: keys.Settings{APIKeysFile: keysOf}}, nil, kv.Target{URL: worker.URL, Models: []string{"m"}, Disagg: kv.Disagg{Kind: kind}})
+		for _, c := range []struct{ method, path, body string }{
+			{http.MethodPost, testkit.ChatPath, `{"model":"m","stream":true}`}, {http.MethodPost, completionsPath, `{"model":"m","prompt":"x"}`}, {http.MethodPost, "/v1/embeddings", `{"model":"m"}`},
+			{http.MethodPost, proxy.ResponsesRoute, `{"model":"m","input":"hi"}`}, {http.MethodGet, proxy.ResponsesRoute + "/resp_1", ""}, {http.MethodGet, "/v1/models", ""}, {http.MethodGet, realtimeRoute + "?model=m", ""},
+		} {
+			request, _ := http.NewRequestWithContext(t.Context(), c.method, h.URL+c.path, strings.NewReader(c.body))
+			for _, from := range []http.Header{control, untrusted, {"Authorization": {"Bearer key-a"}, "Content-Type": {"application/json"}}} {
+				for name, values := range from {
+					request.Header[name] = values
+				}
+			}
+			if strings.HasPrefix(c.path, realtimeRoute) {
+				request.Header["Connection"], request.Header["Upgrade"] = []string{"Upgrade"}, []string{"websocket"}
+			}
+			response, err := h.Client().Do(request)
+			if err != nil {
+				t.Fatal(err)
+			}
+			response.Body.Close()
+			for name := range own {
+				if value := response.Header.Get(name); value != "" && (!strings.HasPrefix(name, "X-Ratelimit-Limit") || value != "100") {
+					t.Errorf("%s: the client gets %s: %s", c.path, name, value)
+				}
+			}
+			header := <-got
+			for _, from := range []http.Header{control, untrusted} {
+				for name := range from {
+					if header.Get(name) != "" && (kind != kv.KindRouter || name != hints.HeaderRouted && name != hints.HeaderClass && name != hints.HeaderFairness || header.Get(hints.HeaderFairness) == "team") {
+						t.Errorf("%s: a worker gets %s: %s", c.path, name, header.Get(name))
+					}
+				}
+			}
+		}
+		testkit.Eventually(t, 5*time.Second, "the connection has ended", func() bool { return h.router.Load(kv.WorkerKey{}).InFlight == 0 })
 	}
 }
 

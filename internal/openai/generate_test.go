@@ -11,6 +11,7 @@ import (
 
 	"github.com/tidwall/gjson"
 
+	"kvrouter/internal/keys"
 	"kvrouter/internal/kv"
 	"kvrouter/internal/proxy"
 	"kvrouter/internal/testkit"
@@ -66,7 +67,7 @@ func TestGenerateStreamIsRelayedByteForByte(t *testing.T) {
 		}
 	})
 	h := newTestAPIOf(t, setup{CollectUsage: true}, nil, sglangTargets(worker.URL)...)
-	const body = `{"text": "The history", "rid":"mine-0001", "sampling_params": {"max_new_tokens": 8}, "stream": true}`
+	const body = `{"text": "The history", "sampling_params": {"max_new_tokens": 8}, "stream": true}`
 	response, answer := h.post(t, generateRoute, body)
 	if response.StatusCode != http.StatusOK || answer != string(stream) {
 		t.Errorf("%s:\n%s", response.Status, answer)
@@ -194,11 +195,12 @@ func TestGenerateNamesTheRankInItsBody(t *testing.T) {
 	}{
 		{2, generateRoute, `{ "text":"a"}`, `{"routed_dp_rank":1, "text":"a"}`},
 		{2, generateRoute, `{"text":"a", "routed_dp_rank":0}`, `{"routed_dp_rank":1,"text":"a"}`}, // the router's, since it has counted on it
+		{2, generateRoute, `{"text":"a", "routed_dp_r\u0061nk":null,"routed_dp_rank":0}`, `{"routed_dp_rank":1,"text":"a"}`},
 		{1, generateRoute, `{ "text":"a"}`, `{ "text":"a"}`},
 		{1, generateRoute, `{"text":"a", "routed_dp_rank":0}`, `{"text":"a", "routed_dp_rank":0}`},
 		{2, "/v1/completions", `{ "text":"a"}`, `{ "text":"a"}`},
 	} {
-		h := newTestAPIOf(t, setup{}, nil, kv.Target{Key: kv.WorkerKey{Rank: 1}, URL: worker.URL, Engine: kv.EngineSGLang, Ranks: test.ranks})
+		h := newTestAPIOf(t, setup{Keys: directing}, nil, kv.Target{Key: kv.WorkerKey{Rank: 1}, URL: worker.URL, Engine: kv.EngineSGLang, Ranks: test.ranks})
 		h.post(t, test.path, test.body)
 		if got := worker.Received(); got[len(got)-1] != test.want {
 			t.Errorf("%d ranks, %s: %s", test.ranks, test.path, got[len(got)-1])
@@ -270,7 +272,7 @@ func TestPairsServeGenerate(t *testing.T) {
 		t.Errorf("the legs are\n%s\n%s", prefill, decode)
 	}
 	h.post(t, generateRoute, `{"rid":["one","two"],"text":["a prompt of some length","another"]}`)
-	if got := h.decode[0].received(); gjson.Get(got[len(got)-1], "rid").Raw != `["one","two"]` {
+	if got := h.decode[0].received(); gjson.Get(got[len(got)-1], "rid").Raw != fmt.Sprintf(`["%s","%s"]`, keys.Owner(0).Scoped("one"), keys.Owner(0).Scoped("two")) {
 		t.Errorf("the names of several prompts became %s", got[len(got)-1])
 	}
 }

@@ -57,8 +57,13 @@ func (a *API) infer(c *gin.Context, path string, kind tokens.Kind) {
 	if !r.read(c) {
 		return
 	}
+	if !r.owns(c) {
+		return
+	}
 	r.findPrompt()
-	r.stays(c.Request.Header)
+	if !r.stays(c) {
+		return
+	}
 	if r.empty {
 		a.fail(c, http.StatusBadRequest, "", "the prompt must contain at least one token")
 		return
@@ -79,9 +84,6 @@ func (a *API) infer(c *gin.Context, path string, kind tokens.Kind) {
 	err := r.gateway.Follow(&r.request, r.model.Router, proxy.Client{Key: caller.Name, Model: x.Model, Trusted: caller.Trusted})
 	if err == nil {
 		err = a.proxy.Forward(r.ctx, c.Writer, r.upstream(c), x, r)
-	}
-	if x.StoredID != "" && r.body.Get("store").Type != gjson.False {
-		a.noteStored(x.StoredID, x.Decision.Target.Key.Worker)
 	}
 	r.settle(c, err)
 	r.settleCharge(charge, err)
@@ -107,9 +109,12 @@ func (r *inference) finish(written int) {
 func (r *inference) upstream(c *gin.Context) proxy.Upstream {
 	a, body, x := r.api, r.body, r.exchange
 	u := proxy.Upstream{
-		Method: c.Request.Method, Path: c.Request.URL.RequestURI(), Header: proxy.ClientHeader(c.Request.Header, x.ID, r.hints.Pinned != nil, a.keys.Asks()), Body: body.Raw,
+		Method: c.Request.Method, Path: c.Request.URL.RequestURI(), Header: a.clientHeader(c, r.hints.Pinned != nil), Body: body.Raw,
 		Route: x.Route, RequestID: x.ID, Client: r.client, Arrived: x.Arrived, EndMarked: r.kind != tokens.NoPrompt, Silent: !r.tells(), SeveralAnswers: r.several,
 		CachedTokensMislead: r.countsMore() || proxy.ComputesAnew(body), Paired: r.paired, Parsed: body, Aggregated: r.whole, Gateway: r.gateway, Below: r.below,
+	}
+	if x.Route == proxy.ResponsesRoute && body.Get("store").Type != gjson.False {
+		u.Stored = func(id string) { a.noteStored(id, x.Decision.Target.Key.Worker, r.caller.Owner()) }
 	}
 	if a.settings.CollectUsage && (r.kind == tokens.ChatPrompt || r.kind == tokens.CompletionPrompt) {
 		u.Head, u.Body, u.HideUsage = proxy.AskForUsage(body)

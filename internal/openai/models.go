@@ -8,9 +8,9 @@ import (
 	"github.com/gin-gonic/gin"
 	"github.com/tidwall/gjson"
 
+	"kvrouter/internal/jsonbody"
 	"kvrouter/internal/proxy"
 	"kvrouter/internal/tokens"
-	"kvrouter/internal/web"
 )
 
 // tokenized serves a route that needs only the tokenizer.
@@ -21,6 +21,13 @@ func (a *API) tokenized(serve func(*tokens.Source, context.Context, []byte) ([]b
 			return
 		}
 		defer a.bodies.Done(body)
+		parsed, ok := jsonbody.Parse(body)
+		if !ok {
+			parsed = &jsonbody.Body{Raw: body}
+		}
+		if !a.undirected(c, parsed) {
+			return
+		}
 		m, _ := a.models.Of(gjson.GetBytes(body, "model").String())
 		answer, err := serve(m.Tokens, c.Request.Context(), body)
 		var bad *tokens.BadRequest
@@ -55,21 +62,4 @@ func (a *API) listModels(c *gin.Context) {
 		return
 	}
 	c.JSON(http.StatusOK, gin.H{"object": "list", "data": list})
-}
-
-// broadcastUntilFound asks all workers for a stored response, which one of them holds.
-func (a *API) broadcastUntilFound(c *gin.Context) {
-	found := false
-	a.proxy.AskAll(c.Request.Context(), a.workers(), a.question(c, nil), func(answer proxy.Answer) bool {
-		if found = answer.Err == nil && answer.Status != http.StatusNotFound; found {
-			if a.keys.Of(c).SeesDecisions {
-				c.Header(web.HeaderWorker, a.models.Names().Label(answer.Target.Key.Worker))
-			}
-			c.Data(answer.Status, "application/json", answer.Body)
-		}
-		return !found
-	})
-	if !found {
-		a.fail(c, http.StatusNotFound, "", "no worker has this response")
-	}
 }

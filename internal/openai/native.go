@@ -30,7 +30,7 @@ const (
 	// answerLimit bounds a worker's answer, bodyLimit a client's request to abort,
 	// bytes.
 	answerLimit, bodyLimit = 1 << 20, 64 << 10
-	// leastRID is the shortest name by which a client may abort its requests, bytes:
+	// leastRID is the shortest name of an engine by which a client may abort a request, bytes:
 	// SGLang ends all whose names begin with it, and its own are random.
 	leastRID = 8
 )
@@ -255,34 +255,46 @@ func (a *API) abortRequest(c *gin.Context) {
 		a.fail(c, http.StatusBadRequest, "", `the body must be a JSON object with "rid", or with "abort_all": true`)
 		return
 	}
-	rid := body.Get("rid")
-	sent := fmt.Appendf(nil, `{"rid":%s}`, proxy.Quoted(rid.Str))
+	rid, all := body.Get(ridKey), body.Get("abort_all").Bool()
 	switch {
-	case body.Get("abort_all").Bool() && !a.settings.AllowEngineAdmin:
-		a.fail(c, http.StatusForbidden, "", "abort_all aborts the requests of all clients: start the router with --allow-engine-admin to allow it")
+	case all && !a.administers(c, "abort_all"):
 		return
-	case body.Get("abort_all").Bool():
-		sent = []byte(`{"abort_all":true}`)
-	case rid.Type != gjson.String || len(rid.Str) < leastRID && !a.settings.AllowEngineAdmin:
-		a.fail(c, http.StatusBadRequest, "", fmt.Sprintf("rid: give the name of one request, of at least %d bytes: SGLang ends all requests whose names begin with it", leastRID))
+	case !all && (rid.Type != gjson.String || rid.Str == ""):
+		a.fail(c, http.StatusBadRequest, "", "rid: give the name of one request")
 		return
 	}
 	targets := a.someSGLang(c)
 	if len(targets) == 0 {
 		return
 	}
+	if all {
+		a.abort(c, targets, `{"abort_all":true}`)
+		return
+	}
+	own := a.keys.Of(c).Owner().Scoped(rid.Str)
+	asked := []string{fmt.Sprintf(`{"rid":%s}`, proxy.Quoted(own))}
+	if !a.keys.Several() && own != rid.Str && len(rid.Str) >= leastRID { // an engine has named it
+		asked = append(asked, fmt.Sprintf(`{"rid":%s}`, proxy.Quoted(rid.Str)))
+	}
+	a.abort(c, targets, asked...)
+}
+
+// abort sends bodies of an abort to all targets.
+func (a *API) abort(c *gin.Context, targets []kv.Target, bodies ...string) {
 	ctx, cancel := context.WithTimeout(c.Request.Context(), askTimeout)
 	defer cancel()
-	q := a.question(c, sent)
-	q.Header.Set("Content-Type", "application/json")
 	worst := http.StatusOK
-	a.proxy.AskAll(ctx, targets, q, func(answer proxy.Answer) bool {
-		if answer.Err != nil {
-			answer.Status = http.StatusBadGateway
-		}
-		worst = max(worst, answer.Status)
-		return true
-	})
+	for _, body := range bodies {
+		q := a.question(c, []byte(body))
+		q.Header.Set("Content-Type", "application/json")
+		a.proxy.AskAll(ctx, targets, q, func(answer proxy.Answer) bool {
+			if answer.Err != nil {
+				answer.Status = http.StatusBadGateway
+			}
+			worst = max(worst, answer.Status)
+			return true
+		})
+	}
 	if worst >= http.StatusBadRequest {
 		a.fail(c, http.StatusBadGateway, "", fmt.Sprintf("not every SGLang worker accepted the abort: the worst status was %d", worst))
 		return

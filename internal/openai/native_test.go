@@ -13,6 +13,7 @@ import (
 
 	"github.com/tidwall/gjson"
 
+	"kvrouter/internal/keys"
 	"kvrouter/internal/kv"
 )
 
@@ -181,21 +182,22 @@ func TestHealthGenerateAsksWorkers(t *testing.T) {
 }
 
 func TestAbort(t *testing.T) {
+	mine := keys.Owner(0).Scoped("mine-0001")
 	for _, test := range []struct {
 		name, body string
 		admin      bool
 		status     int
-		sent       string // to each SGLang worker; empty: nothing
+		sent       []string // to each SGLang worker
 	}{
-		{"a request", `{"rid":"mine-0001","x":1}`, false, 200, `{"rid":"mine-0001"}`},
-		{"all", `{"abort_all":true}`, false, 403, ""},
-		{"all, allowed", `{"abort_all":true,"rid":"x"}`, true, 200, `{"abort_all":true}`},
-		{"no name", `{"rid":""}`, false, 400, ""},
-		{"a name that others begin with", `{"rid":"a"}`, false, 400, ""},
-		{"a short name, allowed", `{"rid":"a"}`, true, 200, `{"rid":"a"}`},
-		{"a list", `{"rid":["mine-0001"]}`, false, 400, ""},
-		{"nothing", ``, false, 400, ""},
-		{"too much", `{"rid":"` + strings.Repeat("x", bodyLimit) + `"}`, false, 400, ""},
+		{"a request, which the client or an engine has named", `{"rid":"mine-0001","x":1}`, false, 200, []string{`{"rid":"` + mine + `"}`, `{"rid":"mine-0001"}`}},
+		{"a name of an answer", `{"rid":"` + mine + `"}`, false, 200, []string{`{"rid":"` + mine + `"}`}},
+		{"all", `{"abort_all":true}`, false, 403, nil},
+		{"all, allowed", `{"abort_all":true,"rid":"x"}`, true, 200, []string{`{"abort_all":true}`}},
+		{"no name", `{"rid":""}`, false, 400, nil},
+		{"a name that others begin with", `{"rid":"a"}`, false, 200, []string{`{"rid":"` + keys.Owner(0).Scoped("a") + `"}`}},
+		{"a list", `{"rid":["mine-0001"]}`, false, 400, nil},
+		{"nothing", ``, false, 400, nil},
+		{"too much", `{"rid":"` + strings.Repeat("x", bodyLimit) + `"}`, false, 400, nil},
 	} {
 		t.Run(test.name, func(t *testing.T) {
 			a, b, vllm := newWorker(t, 0, 200), newWorker(t, 1, 200), newWorker(t, 2, 200)
@@ -204,8 +206,8 @@ func TestAbort(t *testing.T) {
 				t.Errorf("%d %s", status, answer)
 			}
 			var want []string
-			if test.sent != "" {
-				want = []string{"POST /abort_request " + test.sent}
+			for _, sent := range test.sent {
+				want = append(want, "POST /abort_request "+sent)
 			}
 			if !slices.Equal(a.questions(), want) || !slices.Equal(b.questions(), want) || len(vllm.questions()) != 0 {
 				t.Errorf("%q, %q and %q were asked", a.questions(), b.questions(), vllm.questions())

@@ -20,6 +20,7 @@ import (
 
 	"kvrouter/internal/hints"
 	"kvrouter/internal/jsonbody"
+	"kvrouter/internal/keys"
 	"kvrouter/internal/kv"
 	"kvrouter/internal/policy"
 	"kvrouter/internal/proxy"
@@ -205,7 +206,7 @@ func TestWhatStaysWhole(t *testing.T) {
 	}
 	for _, test := range tests {
 		t.Run(test.name, func(t *testing.T) {
-			h := newTestPairAPI(t, setup{Proxy: proxy.Settings{DisaggMinUncachedTokens: 256}}, kv.KindNIXL, 1, 1, nil)
+			h := newTestPairAPI(t, setup{Keys: directing, Proxy: proxy.Settings{DisaggMinUncachedTokens: 256}}, kv.KindNIXL, 1, 1, nil)
 			response, _ := h.post(t, test.path, test.body)
 			h.settled(t)
 			if shared := len(h.prefill[0].received()) == 1; shared != (test.why == "") {
@@ -286,7 +287,7 @@ func TestWithoutWorkersSeveralAnswersAreNotRefused(t *testing.T) {
 // TestRequestsThatAreLegsAlreadyAreNotPairedAgain: nor is any other worker a
 // place for them where none takes requests whole.
 func TestRequestsThatAreLegsAlreadyAreNotPairedAgain(t *testing.T) {
-	h := newTestPairAPI(t, setup{}, kv.KindSGLang, 1, 1, nil)
+	h := newTestPairAPI(t, setup{Keys: directing}, kv.KindSGLang, 1, 1, nil)
 	for _, field := range []jsonbody.Field{{Key: "bootstrap_room", Raw: "1"}, {Key: "kv_transfer_params", Raw: "{}"}, {Key: "nvext", Raw: `{"backend_instance_id":10}`}} {
 		if response, answer := h.post(t, testkit.ChatPath, sharedChat(false, field)); response.StatusCode != http.StatusServiceUnavailable {
 			t.Errorf("%s: %s: %s", field.Key, response.Status, answer)
@@ -302,7 +303,7 @@ func TestClientsNameToAbortByIsKept(t *testing.T) {
 	h := newTestPairAPI(t, setup{}, kv.KindSGLang, 1, 1, nil)
 	h.post(t, testkit.ChatPath, sharedChat(false, jsonbody.Field{Key: "rid", Raw: `"my-rid"`}))
 	for _, engine := range []*fakeEngine{h.prefill[0], h.decode[0]} {
-		if body := engine.received()[0]; strings.Count(body, `"rid"`) != 1 || gjson.Get(body, "rid").Str != "my-rid" {
+		if body := engine.received()[0]; strings.Count(body, `"rid"`) != 1 || gjson.Get(body, "rid").Str != keys.Owner(0).Scoped("my-rid") {
 			t.Errorf("worker %d got %s", engine.id, body)
 		}
 	}

@@ -2,7 +2,6 @@ package openai
 
 import (
 	"net/http"
-	"strings"
 	"time"
 
 	"github.com/gin-gonic/gin"
@@ -22,14 +21,14 @@ func (r *inference) read(c *gin.Context) (ok bool) {
 	if r.raw, ok = a.body(c); !ok {
 		return false
 	}
-	r.body = &jsonbody.Body{Raw: r.raw}
-	if r.kind != tokens.NoPrompt || strings.HasPrefix(c.ContentType(), "application/json") {
-		if r.body, ok = jsonbody.Parse(r.raw); !ok {
+	if r.body, ok = jsonbody.Parse(r.raw); !ok {
+		r.body = &jsonbody.Body{Raw: r.raw}
+		if r.kind != tokens.NoPrompt || web.IsJSON(c.GetHeader("Content-Type"), len(r.raw)) {
 			a.fail(c, http.StatusBadRequest, "", "the request body must be a JSON object of at most 262,144 members and 10,000 levels")
 			return false
 		}
 	}
-	if !r.readHints(c) {
+	if !r.readHints(c) || !a.undirected(c, r.body) {
 		return false
 	}
 	r.body = r.gateway.Rename(r.body)
@@ -65,6 +64,9 @@ func (r *inference) read(c *gin.Context) (ok bool) {
 		// The engine would report reused blocks as stored, and never as removed: the
 		// index could not be kept exact.
 		a.fail(c, http.StatusBadRequest, "vllm_xargs", "kv_cache_report_mode is not supported: the router follows KV events")
+		return false
+	}
+	if !r.renames(c) {
 		return false
 	}
 	if salt, ok := r.caller.Salt(r.body.Get("cache_salt").String()); ok && r.body.Top != nil {
@@ -110,5 +112,6 @@ func (r *inference) findPrompt() {
 	}
 	r.request.Follow(r.hints)
 	r.setTenant()
+	r.body = r.withoutPriority(r.body)
 	r.request.Pulls = !r.multiple && proxy.Pulls(x.Route, r.body)
 }

@@ -17,7 +17,7 @@ import (
 const realtimeRoute = "/v1/realtime"
 
 // realtime passes a WebSocket connection to the least loaded worker of the model that the
-// query names. What passes on it is not read.
+// query names. What passes on it is read for directives only.
 func (a *API) realtime(c *gin.Context) {
 	caller := a.keys.Of(c)
 	x := &proxy.Exchange{ID: web.RequestID(c), Route: realtimeRoute, Worker: kv.NoWorker, Arrived: time.Now(), Trusted: caller.Trusted, Model: c.Query("model")}
@@ -26,8 +26,12 @@ func (a *API) realtime(c *gin.Context) {
 	r.ctx = router.ForClient(r.ctx, r.client)
 	a.observers.began(c.Request, x)
 	defer func() { r.finish(c.Writer.Status()) }()
-	if c.Request.Header.Get("Upgrade") == "" {
+	switch header := c.Request.Header; {
+	case header.Get("Upgrade") == "":
 		a.fail(c, http.StatusUpgradeRequired, "", "open a WebSocket connection")
+		return
+	case !web.Names(header["Upgrade"], "websocket") || !web.Names(header["Connection"], "upgrade"):
+		a.fail(c, http.StatusBadRequest, "", `the headers of a WebSocket connection are "Connection: Upgrade" and "Upgrade: websocket"`)
 		return
 	}
 	model, known, err := a.models.Find(r.ctx, router.Need{Model: x.Model, Whole: true})
@@ -41,7 +45,7 @@ func (a *API) realtime(c *gin.Context) {
 		var decision router.Decision
 		if decision, err = r.Route(nil); err == nil {
 			x.Decision, x.Worker = decision, a.models.Names().Label(decision.Target.Key.Worker)
-			err = a.proxy.Tunnel(c.Writer, c.Request, proxy.ClientHeader(c.Request.Header, x.ID, false, a.keys.Asks()), decision)
+			err = a.proxy.Tunnel(c.Writer, c.Request, a.clientHeader(c, false), decision, caller.Directs)
 		}
 	}
 	if err == nil && c.Writer.Status() == http.StatusOK { // nothing else was written

@@ -8,9 +8,11 @@ import (
 	"net/http"
 	"net/http/httptest"
 	"strings"
+	"sync/atomic"
 	"testing"
 	"time"
 
+	"kvrouter/internal/health"
 	"kvrouter/internal/kv"
 	"kvrouter/internal/testkit"
 )
@@ -86,5 +88,49 @@ func TestWebSocketsPassThrough(t *testing.T) {
 	none := newTestAPI(t, setup{}, "http://127.0.0.1:1")
 	if _, _, status := dialRealtime(t, none, "m"); status != http.StatusBadGateway {
 		t.Errorf("no worker answers: %d", status)
+	}
+}
+
+// TestNoHandshakeEjectsWorkers: a worker does not count handshakes that it never sees, or that it
+// drops, as failures.
+func TestNoHandshakeEjectsWorkers(t *testing.T) {
+	var seen atomic.Int64
+	worker := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) {
+		seen.Add(1)
+		if conn, _, err := http.NewResponseController(w).Hijack(); err == nil {
+			conn.Close()
+		}
+	}))
+	defer worker.Close()
+	h := newTestAPI(t, setup{}, worker.URL, worker.URL)
+	for _, test := range []struct {
+		headers string
+		status  int
+		reaches bool
+	}{
+		{"Connection: Upgrade\r\nUpgrade: \xc3\xa9\r\n", http.StatusBadRequest, false},
+		{"Connection: Upgrade\r\nUpgrade: h2c\r\n", http.StatusBadRequest, false},
+		{"Connection: keep-alive\r\nUpgrade: websocket\r\n", http.StatusBadRequest, false},
+		{"Connection: keep-alive, upgrade\r\nUpgrade: WebSocket, \xc3\xa9\r\n", http.StatusBadGateway, true},
+	} {
+		before := seen.Load()
+		for range 10 {
+			conn, err := net.Dial("tcp", h.Listener.Addr().String())
+			if err != nil {
+				t.Fatal(err)
+			}
+			fmt.Fprintf(conn, "GET %s?model=m HTTP/1.1\r\nHost: x\r\n%s\r\n", realtimeRoute, test.headers)
+			response, err := http.ReadResponse(bufio.NewReader(conn), nil)
+			conn.Close()
+			if err != nil || response.StatusCode != test.status {
+				t.Fatalf("%q: %v, %v; want %d", test.headers, response, err, test.status)
+			}
+		}
+		if reached := seen.Load() > before; reached != test.reaches {
+			t.Errorf("%q: reached a worker: %v", test.headers, reached)
+		}
+		if records, _ := h.router.Outliers(); records[0].State != health.StateIn || records[1].State != health.StateIn {
+			t.Errorf("%q: %s, %s", test.headers, records[0].State, records[1].State)
+		}
 	}
 }

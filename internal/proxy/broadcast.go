@@ -1,15 +1,22 @@
 package proxy
 
 import (
+	"bytes"
 	"context"
 	"encoding/json"
+	"errors"
 	"fmt"
+	"io"
+	"maps"
 	"net/http"
+	"strings"
 	"time"
 
 	"github.com/tidwall/gjson"
 
+	"kvrouter/internal/health"
 	"kvrouter/internal/kv"
+	"kvrouter/internal/web"
 )
 
 const (
@@ -74,6 +81,62 @@ func (p *Proxy) AskAll(ctx context.Context, targets []kv.Target, q Question, hea
 	for range targets {
 		if !heard(<-answers) {
 			return
+		}
+	}
+}
+
+// Pass sends a request to a worker and its answer to w as it comes, for as long as the worker is
+// not silent. An error other than ErrAnswered means that nothing was written to w.
+func (p *Proxy) Pass(ctx context.Context, w http.ResponseWriter, t kv.Target, q Question) error {
+	ctx, cancel := context.WithCancelCause(ctx)
+	defer cancel(nil)
+	heard := func() {}
+	if timeout := p.settings.RequestTimeout; timeout > 0 {
+		timer := time.AfterFunc(timeout, func() { cancel(ErrSilent) })
+		defer timer.Stop()
+		connection := http.NewResponseController(w)
+		heard = func() {
+			timer.Reset(timeout)
+			_ = connection.SetWriteDeadline(p.now().Add(timeout))
+		}
+	}
+	request, err := http.NewRequestWithContext(ctx, q.Method, t.URL+q.Path, bytes.NewReader(q.Body))
+	if err != nil {
+		return err
+	}
+	request.Header = p.header(q.Header, t)
+	response, err := p.client.Do(request)
+	if err == nil {
+		defer response.Body.Close()
+		err = checkStatus(response)
+	}
+	if err != nil {
+		return p.unanswered(t.Key.Worker, cause(ctx, err), health.Refused)
+	}
+	answer := &upstreamAnswer{Response: response, ctx: ctx, heard: heard}
+	web.DropHopByHop(response.Header)
+	dropOwn(response.Header)
+	response.Header.Del(web.HeaderRequest)
+	maps.Copy(w.Header(), response.Header)
+	w.WriteHeader(response.StatusCode)
+	memory := p.streams.Get().(*streamBuffer)
+	defer p.streams.Put(memory)
+	for {
+		n, err := answer.Read(memory.buffer[:])
+		if n > 0 {
+			if _, err := w.Write(memory.buffer[:n]); err != nil {
+				return errors.Join(ErrAnswered, err)
+			}
+			_ = http.NewResponseController(w).Flush()
+		}
+		if err == io.EOF {
+			return nil
+		}
+		if err != nil {
+			if strings.HasPrefix(response.Header.Get("Content-Type"), "text/event-stream") {
+				fmt.Fprintf(w, "\n\nevent: error\ndata: {\"type\":\"error\",\"code\":\"server_error\",\"message\":%s,\"param\":null}\n\n", Quoted(fmt.Sprintf("worker %s failed during its answer", p.names.Label(t.Key.Worker))))
+			}
+			return errors.Join(ErrAnswered, err)
 		}
 	}
 }

@@ -40,7 +40,6 @@ type Exchange struct {
 	Served     string         // Model, if it is one that is served: clients make up names, which are no labels
 	Reached    bool           // a worker may have got it
 	Prepared   time.Duration  // until the prompt was known, without the wait for a worker
-	StoredID   string         // id of an answer of the responses API, as its worker calls it; empty: none
 	Below      Below          // what a router below this one has decided
 	Serial     uint64         // number of the request in the dashboard's list; 0: none
 

@@ -8,6 +8,8 @@ import (
 	"net"
 	"net/http"
 
+	"github.com/tidwall/gjson"
+
 	"kvrouter/internal/health"
 	"kvrouter/internal/jsonbody"
 	"kvrouter/internal/kv"
@@ -239,6 +241,9 @@ func (p *Proxy) relayPieces(w http.ResponseWriter, answer *upstreamAnswer, u Ups
 		if err != nil {
 			return errors.Join(ErrAnswered, p.unanswered(x.Decision.Target.Key.Worker, err, health.Broken))
 		}
+	}
+	if u.Route == ResponsesRoute && answer.StatusCode == http.StatusOK {
+		u.stores(gjson.GetBytes(body, "id").Str)
 	}
 	x.Usage, x.finish = outcome(u.Route, body)
 	x.Ending = endingOf(answer.StatusCode, x.finish)

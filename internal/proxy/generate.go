@@ -2,7 +2,6 @@ package proxy
 
 import (
 	"bytes"
-	"slices"
 
 	"github.com/tidwall/gjson"
 
@@ -20,18 +19,6 @@ const maxGenerated = 4096
 
 // rankKey names the data-parallel rank in a body of generateRoute.
 const rankKey = "routed_dp_rank"
-
-// ofRank names a data-parallel rank in the body, in place of the one that the client
-// names: of two SGLang would take the last.
-func (u Upstream) ofRank(rank string) Upstream {
-	if bytes.Contains(u.Body, []byte(rankKey)) {
-		if body, ok := jsonbody.Parse(slices.Concat(u.Head, u.Body)); ok {
-			u.Head, u.Body = nil, body.With(rankKey, rank).Raw
-			return u
-		}
-	}
-	return u.withFields(jsonbody.Field{Key: rankKey, Raw: rank})
-}
 
 // SeveralAnswers reports whether a request has more than one answer per
 // prompt.

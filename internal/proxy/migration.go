@@ -150,7 +150,7 @@ func (s *Migration) ask(t *kv.Target, body *jsonbody.Body) []jsonbody.Field {
 	case s.stops:
 		s.why = cmp.Or(s.why, whyStop)
 	}
-	if body.Get("return_token_ids").Exists() && !s.asked {
+	if own := body.Get("return_token_ids"); own.Exists() && own.Type != gjson.Null && !s.asked {
 		s.why = cmp.Or(s.why, whyNoTokens) // the client refuses them
 	}
 	if s.added = s.why == "" && !s.asked; s.added {

@@ -13,7 +13,6 @@ import (
 	"fmt"
 	"io"
 	"log/slog"
-	"net"
 	"net/http"
 	"slices"
 	"strconv"
@@ -69,6 +68,9 @@ type Upstream struct {
 	// Below sets the headers of a request to a router below this one; nil: they are those to
 	// workers.
 	Below func(http.Header)
+	// Stored is called with the id of an answer that its worker may keep, before the client gets
+	// that; nil: nothing is done.
+	Stored func(id string)
 	// PromptTokens go to the workers that take them; nil: every worker gets the text.
 	PromptTokens *PromptTokens
 
@@ -82,7 +84,7 @@ type Upstream struct {
 func (p *Proxy) request(ctx context.Context, u *Upstream, t kv.Target) (*http.Request, error) {
 	request, err := http.NewRequestWithContext(ctx, u.Method, t.URL+u.Path, nil)
 	if err != nil {
-		return nil, err
+		return nil, fmt.Errorf("%w: %w", web.ErrUnsendable, err)
 	}
 	request.Header = p.header(u.Header, t)
 	if t.Kind == kv.KindRouter && u.Below != nil {
@@ -93,7 +95,7 @@ func (p *Proxy) request(ctx context.Context, u *Upstream, t kv.Target) (*http.Re
 		rank := strconv.FormatUint(uint64(t.ServerRank()), 10)
 		request.Header.Set(web.HeaderRank, rank)
 		if u.Route == generateRoute { // SGLang reads no header there
-			named := u.ofRank(rank)
+			named := u.withFields(jsonbody.Field{Key: rankKey, Raw: rank})
 			u = &named
 		}
 	}
@@ -103,6 +105,13 @@ func (p *Proxy) request(ctx context.Context, u *Upstream, t kv.Target) (*http.Re
 		request.Body, err = request.GetBody()
 	}
 	return request, err
+}
+
+// stores reports an answer that its worker may keep.
+func (u *Upstream) stores(id string) {
+	if u.Stored != nil && id != "" {
+		u.Stored(id)
+	}
 }
 
 // joinedBody is up to which size the two parts of a body are joined in memory, bytes.
@@ -141,6 +150,11 @@ func (p *Proxy) header(given http.Header, t kv.Target) http.Header {
 func ClientHeader(given http.Header, id string, pinned, keyed bool) http.Header {
 	header := given.Clone()
 	web.DropHopByHop(header)
+	for name := range header {
+		if strings.HasPrefix(name, web.HeaderOwn) { // for this router, which sets those for one below it
+			delete(header, name)
+		}
+	}
 	if !pinned {
 		header.Del(web.HeaderRank)
 	}
@@ -433,10 +447,7 @@ func OutOfDescriptors(err error) bool {
 }
 
 // unsent reports whether a request failed with err before a worker could have got it.
-func unsent(err error) bool {
-	var connecting *net.OpError
-	return errors.As(err, &connecting) && connecting.Op == "dial"
-}
+func unsent(err error) bool { return web.Undialed(err) || errors.Is(err, web.ErrUnsendable) }
 
 // askTimeout bounds a short question to a worker, and askLimit its answer (bytes).
 const (

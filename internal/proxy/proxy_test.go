@@ -25,10 +25,11 @@ import (
 func TestUnusedConnectionsAreClosedBeforeTheWorkerDoes(t *testing.T) {
 	const uvicornWaits = 5 * time.Second
 	synctest.Test(t, func(t *testing.T) {
-		proxy := New(Settings{}, Deps{})
+		transport := web.NewTransport(nil)
+		proxy := New(Settings{}, Deps{Transport: transport})
 		dialed := 0
 		unused := make(chan time.Duration, 2) // how long before a connection was closed
-		proxy.client.Transport.(*http.Transport).DialContext = func(context.Context, string, string) (net.Conn, error) {
+		transport.DialContext = func(context.Context, string, string) (net.Conn, error) {
 			dialed++
 			ours, theirs := net.Pipe()
 			go func() { // ends when ours is closed
@@ -72,7 +73,7 @@ func TestNoDelayOnBothSides(t *testing.T) {
 			accepted <- conn
 		}
 	}()
-	dial := New(Settings{}, Deps{}).client.Transport.(*http.Transport).DialContext
+	dial := web.NewTransport(nil).DialContext
 	toWorker, err := dial(t.Context(), "tcp", listener.Addr().String())
 	if err != nil {
 		t.Fatal(err)
@@ -80,7 +81,7 @@ func TestNoDelayOnBothSides(t *testing.T) {
 	fromClient := <-accepted
 	for side, conn := range map[string]net.Conn{"to the worker": toWorker, "from the client": fromClient} {
 		defer conn.Close()
-		raw, err := conn.(*net.TCPConn).SyscallConn()
+		raw, err := conn.(syscall.Conn).SyscallConn()
 		if err != nil {
 			t.Fatal(err)
 		}

@@ -78,6 +78,7 @@ func cause(ctx context.Context, err error) error {
 // writeHead writes the worker's status and headers and the router's own.
 func writeHead(w http.ResponseWriter, response *http.Response, u Upstream, x *Exchange) {
 	web.DropHopByHop(response.Header)
+	dropOwn(response.Header)
 	header := w.Header()
 	maps.Copy(header, response.Header)
 	decided := header // of the decision
@@ -114,7 +115,7 @@ func (p *Proxy) relayWhole(w http.ResponseWriter, answer *upstreamAnswer, u Upst
 	}
 	x.Usage, x.Ending, x.finish = usage, endingOf(answer.StatusCode, finish), finish
 	if u.Route == ResponsesRoute && answer.StatusCode == http.StatusOK {
-		x.StoredID = gjson.GetBytes(body, "id").Str
+		u.stores(gjson.GetBytes(body, "id").Str)
 	}
 	writeHead(w, answer.Response, u, x)
 	if _, err := w.Write(body); err != nil {
@@ -141,9 +142,11 @@ type streamRelay struct {
 	x       *Exchange
 	retry   bool
 	events  eventScanner
-	started bool      // the headers have been written
-	last    time.Time // when the last tokens came; zero: none have
-	tokens  int
+	started bool // the headers have been written
+
+	storedID string    // of the answer, as far as u has been told
+	last     time.Time // when the last tokens came; zero: none have
+	tokens   int
 }
 
 // relayStream relays server-sent events chunk by chunk, as they come. Nothing
@@ -193,6 +196,10 @@ func (r *streamRelay) start() {
 func (r *streamRelay) take(chunk []byte) error {
 	p, x := r.proxy, r.x
 	out := r.events.Scan(chunk)
+	if r.events.storedID != r.storedID {
+		r.storedID = r.events.storedID
+		r.u.stores(r.storedID)
+	}
 	if !r.started && r.retry && r.events.status >= http.StatusInternalServerError {
 		return &workerError{worker: x.Decision.Target.Key.Worker, called: x.Worker, err: errors.New("its engine failed before the first token"), kind: health.Engine}
 	}
@@ -249,7 +256,6 @@ func (r *streamRelay) broken() error {
 
 // note keeps the facts of the stream that has ended.
 func (r *streamRelay) note() {
-	r.x.StoredID = r.events.storedID
 	r.x.Usage, r.x.Ending, r.x.finish = r.events.usage(), r.events.ending(r.answer.StatusCode, r.u.EndMarked), r.events.finish
 }
 

@@ -5,7 +5,6 @@ import (
 	"errors"
 	"fmt"
 	"io"
-	"net"
 	"net/http"
 	"slices"
 	"strconv"
@@ -149,11 +148,10 @@ func (p *Proxy) unanswered(worker uint64, err error, kind health.Kind) *workerEr
 	if errors.As(err, &e.abort) {
 		return e
 	}
-	var op *net.OpError
 	switch {
 	case errors.Is(err, ErrSilent):
 		e.kind = health.Timeout
-	case kind == health.Refused && !(errors.As(err, &op) && op.Op == "dial"): // it has seen the request
+	case kind == health.Refused && !web.Undialed(err): // it has seen the request
 		e.kind = health.Dropped
 	}
 	return e
@@ -163,6 +161,9 @@ func (p *Proxy) unanswered(worker uint64, err error, kind health.Kind) *workerEr
 // the state of the worker then.
 func (p *Proxy) blame(b *router.Booking, x *Exchange, e *workerError) {
 	switch {
+	case errors.Is(e.err, web.ErrUnsendable):
+		b.End()
+		return
 	case e.abort != nil:
 		b.Abort()
 	case e.refusal.pressed:
@@ -286,9 +287,9 @@ func (t *tries) giveUp(ctx context.Context, w http.ResponseWriter, err error) er
 
 // blamed returns the worker that failed an attempt, and how. Not ok: none is to
 // blame, or something of the answer has been written, or the time of another attempt
-// is over too.
+// is over too, or no worker could be sent the request.
 func blamed(err error) (worker uint64, failed *workerError, ok bool) {
-	if err == nil || errors.Is(err, ErrAnswered) || errors.Is(err, ErrSilent) {
+	if err == nil || errors.Is(err, ErrAnswered) || errors.Is(err, ErrSilent) || errors.Is(err, web.ErrUnsendable) {
 		return 0, nil, false
 	}
 	var late *LegTimeout

@@ -3,6 +3,8 @@ package proxy
 import (
 	"bufio"
 	"context"
+	"encoding/binary"
+	"fmt"
 	"io"
 	"log"
 	"net"
@@ -11,14 +13,18 @@ import (
 	"net/url"
 	"time"
 
+	"kvrouter/internal/directives"
 	"kvrouter/internal/health"
 	"kvrouter/internal/router"
 )
 
 // Tunnel passes a WebSocket connection to the decided worker and back until one side
-// closes it, or no byte comes for --request-timeout. The booking of the decision ends with
-// it. An error means that the worker could not be reached, and nothing was written to w.
-func (p *Proxy) Tunnel(w http.ResponseWriter, r *http.Request, header http.Header, decision router.Decision) (failed error) {
+// closes it, or no byte comes for --request-timeout. Where the client may not direct the worker,
+// a message that does ends the connection. The booking of the decision ends with it. An error
+// means that the worker could not be reached, and nothing was written to w. Only a refused
+// connection counts as the worker's failure: what else ends a connection before its first byte, a
+// client can cause by its headers.
+func (p *Proxy) Tunnel(w http.ResponseWriter, r *http.Request, header http.Header, decision router.Decision, directs bool) (failed error) {
 	defer decision.Booking.End()
 	target := decision.Target
 	to, err := url.Parse(target.URL)
@@ -28,8 +34,12 @@ func (p *Proxy) Tunnel(w http.ResponseWriter, r *http.Request, header http.Heade
 	ctx, cancel := context.WithCancelCause(r.Context())
 	defer cancel(nil)
 	header = p.header(header, target)
-	for _, name := range []string{"Connection", "Upgrade"} {
-		header.Set(name, r.Header.Get(name))
+	header.Set("Connection", "Upgrade")
+	header.Set("Upgrade", "websocket")
+	watched := &watchedWriter{ResponseWriter: w, idle: p.settings.RequestTimeout, cancel: cancel}
+	if !directs {
+		header.Del("Sec-Websocket-Extensions") // compressed messages could not be read
+		watched.frames = new(directives.Frames)
 	}
 	tunnel := httputil.ReverseProxy{
 		Rewrite: func(out *httputil.ProxyRequest) {
@@ -37,16 +47,25 @@ func (p *Proxy) Tunnel(w http.ResponseWriter, r *http.Request, header http.Heade
 			out.Out.Header = header
 		},
 		Transport: p.client.Transport,
+		ModifyResponse: func(answer *http.Response) error {
+			dropOwn(answer.Header)
+			return nil
+		},
 		ErrorHandler: func(_ http.ResponseWriter, _ *http.Request, err error) {
 			e := p.unanswered(target.Key.Worker, cause(ctx, err), health.Refused)
-			if failed = e; r.Context().Err() == nil {
-				decision.Booking.FailAs(e.kind, e.Error())
-				p.failed(target.Key.Worker)
+			if failed = e; r.Context().Err() != nil {
+				return
 			}
+			if e.kind == health.Refused {
+				decision.Booking.FailAs(e.kind, e.Error())
+			}
+			p.failed(target.Key.Worker)
 		},
 		ErrorLog: log.New(io.Discard, "", 0),
 	}
-	tunnel.ServeHTTP(&watchedWriter{ResponseWriter: w, idle: p.settings.RequestTimeout, cancel: cancel}, r.WithContext(ctx))
+	upgrade := r.WithContext(ctx)
+	upgrade.Header = header
+	tunnel.ServeHTTP(watched, upgrade)
 	return failed
 }
 
@@ -55,6 +74,7 @@ type watchedWriter struct {
 	http.ResponseWriter
 	idle   time.Duration // 0: no limit
 	cancel context.CancelCauseFunc
+	frames *directives.Frames // of the client; nil: it may send everything
 }
 
 // Unwrap returns the writer of the HTTP server.
@@ -65,6 +85,9 @@ func (w *watchedWriter) Hijack() (net.Conn, *bufio.ReadWriter, error) {
 	conn, buffered, err := http.NewResponseController(w.ResponseWriter).Hijack()
 	if err == nil && w.idle > 0 {
 		conn = &watchedConn{Conn: conn, idle: w.idle, timer: time.AfterFunc(w.idle, func() { w.cancel(ErrSilent) })}
+	}
+	if err == nil && w.frames != nil {
+		conn = &confinedConn{Conn: conn, frames: w.frames}
 	}
 	return conn, buffered, err
 }
@@ -96,4 +119,26 @@ func (c *watchedConn) Write(b []byte) (int, error) {
 func (c *watchedConn) Close() error {
 	c.timer.Stop()
 	return c.Conn.Close()
+}
+
+// confinedConn ends with a client's message that directs the worker.
+type confinedConn struct {
+	net.Conn
+	frames *directives.Frames
+}
+
+// policyViolation is the code with which the connection is closed (RFC 6455, section 7.4.1).
+const policyViolation = 1008
+
+// Read implements net.Conn.
+func (c *confinedConn) Read(b []byte) (int, error) {
+	n, err := c.Conn.Read(b)
+	passed, name := c.frames.Take(b[:n])
+	if name == "" {
+		return n, err
+	}
+	reason := name + " is not accepted: see --trust-transfer-params"
+	end := append([]byte{0x88, byte(2 + len(reason))}, binary.BigEndian.AppendUint16(nil, policyViolation)...)
+	_, _ = c.Conn.Write(append(end, reason...))
+	return passed, fmt.Errorf("a message has %s", name)
 }

@@ -389,7 +389,7 @@ func (p *otherRouter) takeOwn(m *ownMessage) {
 	case kindStored:
 		for _, response := range m.Requests {
 			if r.stored != nil {
-				r.stored(response, m.Worker.Worker)
+				r.stored(response, m.Worker.Worker, m.Owner)
 			}
 		}
 	case kindEjection:

@@ -74,7 +74,7 @@ const (
 type Mesh struct {
 	discover  func(ctx context.Context, use func(addresses []string)) // see Deps
 	partition func(worker uint64) (model, group string)               // see Deps
-	stored    func(response string, worker uint64)                    // see Deps
+	stored    func(response string, worker, owner uint64)             // see Deps
 
 	router *router.Router
 	id     uint64 // drawn at each start; never 0
@@ -138,9 +138,10 @@ type Deps struct {
 	// Partition returns the model and the routing group of a worker, by which Dynamo
 	// distinguishes workers. nil: "default" for all.
 	Partition func(worker uint64) (model, group string)
-	// Stored is called with the worker that has a stored response, as another router says. It
-	// must not block. nil: nothing is done.
-	Stored func(response string, worker uint64)
+	// Stored is called with the worker that has a stored response and a hash of its owner, as
+	// another router says; owner 0: it has none, or is not said. It must not block. nil: nothing
+	// is done.
+	Stored func(response string, worker, owner uint64)
 	// ID names this router to the others; no two have the same, nor one after a restart.
 	// 0: it is drawn.
 	ID uint64
@@ -229,10 +230,10 @@ func (r *Mesh) put(m message) {
 	}
 }
 
-// Store sends kvrouters the worker that has a stored response. It never waits; what is lost
-// is not sent again.
-func (r *Mesh) Store(response string, worker uint64) {
-	r.say(ownMessage{Kind: kindStored, Worker: &rank{Worker: worker}, Requests: []string{response}})
+// Store sends kvrouters the worker that has a stored response, and a hash of its owner. It never
+// waits; what is lost is not sent again.
+func (r *Mesh) Store(response string, worker, owner uint64) {
+	r.say(ownMessage{Kind: kindStored, Worker: &rank{Worker: worker}, Owner: owner, Requests: []string{response}})
 }
 
 // say queues a message to kvrouters.

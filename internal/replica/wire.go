@@ -115,7 +115,7 @@ const (
 	kindAsk      = "ask"      // another router, Of, is asked to send Buckets again
 	kindHeld     = "held"     // Requests are all that is in flight of a bucket
 	kindEjection = "ejection" // Worker gets nothing from here for Milliseconds
-	kindStored   = "stored"   // Worker has the responses Requests
+	kindStored   = "stored"   // Worker has the responses Requests, which are Owner's
 )
 
 // ownMessage is a message between kvrouters beyond Dynamo.
@@ -129,6 +129,7 @@ type ownMessage struct {
 	Requests     []string `msgpack:"requests,omitempty"`
 	Worker       *rank    `msgpack:"worker,omitempty"`
 	Milliseconds uint64   `msgpack:"milliseconds,omitempty"`
+	Owner        uint64   `msgpack:"owner,omitempty"` // a hash; 0: none, or a router that does not say
 
 	Service []tenantService `msgpack:"service,omitempty"` // at most fair.MostTold
 }
@@ -383,6 +384,7 @@ func decodeOwn(text []byte) (m ownMessage, err error) {
 			m.Worker = &rank{w.Worker, w.Rank}
 			return err
 		}},
+		field{"owner", uintTo(math.MaxUint64, &m.Owner)},
 		field{"milliseconds", uintTo(uint64(math.MaxInt64/time.Millisecond), &m.Milliseconds)},
 		field{"service", func(value []byte) error {
 			return eachItem(value, fair.MostTold, func(value []byte) error {

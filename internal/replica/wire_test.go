@@ -124,6 +124,7 @@ func TestKvroutersTellEachOtherAllOfABooking(t *testing.T) {
 		{Router: 5, Kind: kindHeld, Bucket: 63, Requests: []string{"a", "b"}},
 		{Router: 5, Kind: kindEjection, Worker: &rank{1, 2}, Milliseconds: 5000},
 		{Router: 5, Kind: kindStored, Worker: &rank{1, 0}, Requests: []string{"resp_1"}},
+		{Router: 5, Kind: kindStored, Worker: &rank{1, 0}, Requests: []string{"resp_1"}, Owner: math.MaxUint64},
 	} {
 		if got, err := decodeOwn(encode(&m)); err != nil || !reflect.DeepEqual(got, m) {
 			t.Errorf("%+v, %v; want %+v", got, err, m)

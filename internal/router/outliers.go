@@ -173,6 +173,19 @@ func (r *Router) AskFailed(ctx context.Context, t kv.Target, asked time.Time) {
 	r.outliers.AskFailed(health.Attempt{Worker: t.Key, Generation: t.Generation, Sent: asked, Client: client}, r.now())
 }
 
+// Lives records that the engine of that incarnation of a worker makes progress: tokens, passes
+// or finished requests were counted, blocks were stored, its load changed. An answer that its
+// HTTP server gives alone shows nothing of the kind.
+func (r *Router) Lives(worker uint64, generation int) {
+	r.mu.Lock()
+	defer r.unlock()
+	now := r.now()
+	ranks := r.ranksOf(worker)
+	for i := range ranks {
+		r.outliers.Lives(ranks[i].Key, generation, now)
+	}
+}
+
 // Outliers returns the state of each worker that is up, by key, and whether the
 // panic threshold is exceeded, so that all are used.
 func (r *Router) Outliers() (list []health.Record, panicking bool) {

@@ -5,7 +5,16 @@ import (
 	"io"
 	"mime"
 	"mime/multipart"
+	"strings"
 )
+
+// IsJSON reports whether servers read a body of that type and size as JSON: also one without a
+// type.
+func IsJSON(contentType string, size int) bool {
+	kind, _, _ := strings.Cut(contentType, ";")
+	kind = strings.ToLower(strings.TrimSpace(kind))
+	return kind == "" && size > 0 || kind == "application/json" || strings.HasSuffix(kind, "+json")
+}
 
 // Limits of FormField.
 const (

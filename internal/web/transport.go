@@ -1,6 +1,7 @@
 package web
 
 import (
+	"context"
 	"crypto/tls"
 	"errors"
 	"net"
@@ -37,7 +38,13 @@ func NewTransport(config *tls.Config) *http.Transport {
 	probes := net.KeepAliveConfig{Enable: true, Idle: 4 * time.Second, Interval: 2 * time.Second, Count: 3}
 	dialer := &net.Dialer{Timeout: dialTimeout, KeepAliveConfig: probes, Control: limitUnanswered}
 	return &http.Transport{
-		DialContext:         dialer.DialContext,
+		DialContext: func(ctx context.Context, network, address string) (net.Conn, error) {
+			conn, err := dialer.DialContext(ctx, network, address)
+			if err != nil {
+				return nil, err
+			}
+			return &readableConn{Conn: conn}, nil
+		},
 		TLSClientConfig:     config,
 		TLSHandshakeTimeout: handshakeTimeout,
 		MaxIdleConns:        max(1, Descriptors()*idleSixteenths/16),
@@ -52,8 +59,13 @@ func NewTransport(config *tls.Config) *http.Transport {
 }
 
 // NewClient returns a client over transport that follows no redirects: a worker must
-// not choose which hosts the router connects to.
+// not choose which hosts the router connects to. A request whose kept connection ends
+// before any byte of the answer is sent once more, on a new one; one that cannot be sent
+// fails with ErrUnsendable. The transport must not be changed afterwards.
 func NewClient(transport http.RoundTripper) *http.Client {
+	if t, ok := transport.(*http.Transport); ok {
+		transport = newResender(t)
+	}
 	return &http.Client{
 		Transport:     transport,
 		CheckRedirect: func(*http.Request, []*http.Request) error { return http.ErrUseLastResponse },

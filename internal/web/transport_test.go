@@ -28,7 +28,7 @@ func TestConnectionsToWorkersBreakWhenTheirMachineVanishes(t *testing.T) {
 		t.Fatal(err)
 	}
 	defer conn.Close()
-	raw, err := conn.(*net.TCPConn).SyscallConn()
+	raw, err := conn.(syscall.Conn).SyscallConn()
 	if err != nil {
 		t.Fatal(err)
 	}

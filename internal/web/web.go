@@ -14,6 +14,7 @@ import (
 	"net"
 	"net/http"
 	"runtime/debug"
+	"slices"
 	"strings"
 	"time"
 
@@ -39,6 +40,18 @@ const HeaderRank = "X-Data-Parallel-Rank"
 
 // HopByHop are the hop-by-hop headers, which apply to one connection only.
 var HopByHop = []string{"Connection", "Keep-Alive", "Proxy-Authenticate", "Proxy-Authorization", "Proxy-Connection", "Te", "Trailer", "Transfer-Encoding", "Upgrade"}
+
+// Names reports whether a header that lists tokens has one, in whatever case.
+func Names(values []string, token string) bool {
+	return slices.ContainsFunc(values, func(value string) bool {
+		for part := range strings.SplitSeq(value, ",") {
+			if strings.EqualFold(strings.TrimSpace(part), token) {
+				return true
+			}
+		}
+		return false
+	})
+}
 
 // DropHopByHop removes hop-by-hop headers: HopByHop, and those that the header
 // Connection names.
