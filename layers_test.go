@@ -15,13 +15,13 @@ import (
 // not in the table is a shortcut, even where the compiler would take it.
 var layers = []map[string]string{
 	{ // mechanisms that others use
-		"metrics": "", "table": "",
+		"metrics": "", "table": "", "quota": "",
 	},
 	{ // words and mechanisms
 		"kv": "", "guard": "metrics", "sets": "table",
 		"blockpool": "", "zmq": "", "jsonbody": "",
-		"jsonlines": "", "web": "", "settings": "",
-		"logs": "", "manual": "", "textfile": "", "fair": "", "quota": "",
+		"jsonlines": "", "web": "quota", "settings": "",
+		"logs": "", "manual": "", "textfile": "", "fair": "",
 		"summary": "table",
 	},
 	{ // knowing
@@ -54,7 +54,7 @@ var layers = []map[string]string{
 	},
 	{ // showing, offering
 		"telemetry": "fair hints jsonbody jsonlines kv metrics policy proxy router thompson", "selection": "events health hints kv models policy replica router thompson web workers",
-		"openai": "cells directives fair hints jsonbody keys kv models proxy router settings tokens tracing web", "extproc": "guard proxy web", "doctor": "cells events kv mocker probe process settings summary tokens web zmq", "demo": "keys",
+		"openai": "cells directives fair hints jsonbody keys kv models proxy quota router settings tokens tracing web", "extproc": "guard proxy web", "doctor": "cells events kv mocker probe process settings summary tokens web zmq", "demo": "keys",
 		"page": "fair health jsonbody keys kv models policy proxy router tokens web workers",
 	},
 	{ // looking from elsewhere

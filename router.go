@@ -135,7 +135,7 @@ func build(ctx context.Context, config Config, log *slog.Logger) (*app, error) {
 	r.telemetry.Register(r.teller.Collector())
 	r.tenants = telemetry.NewTenants(r.models.Tenants)
 	r.partitions = selection.NewPartitions(config.ServedModelName, r.models)
-	r.keys, r.bodies = keys.New(config.Keys, config.APIKey), web.NewBodies(config.MaxBodyBytes, config.Bodies.MaxInflightBodyBytes)
+	r.keys, r.bodies = keys.New(config.Keys, config.APIKey), web.NewBodies(config.MaxBodyBytes, config.Bodies.Memory(config.MaxBodyBytes))
 	useKeys, err := r.keys.Read()
 	if err != nil {
 		return nil, err

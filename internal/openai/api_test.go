@@ -111,7 +111,7 @@ func newTestAPIWith(t testing.TB, rt *router.Router, config setup, model *tokens
 		t.Fatal(err)
 	}
 	useKeys()
-	h.bodies = web.NewBodies(config.MaxBodyBytes, config.Bodies.MaxInflightBodyBytes)
+	h.bodies = web.NewBodies(config.MaxBodyBytes, config.Bodies.Memory(config.MaxBodyBytes))
 	h.api = New(Settings{
 		Host: "127.0.0.1", RouterKeys: web.NewKeys(config.RouterAPIKey), ServedModelName: "m", AllowEngineAdmin: config.AllowEngineAdmin, CollectUsage: config.CollectUsage, PageURL: config.PageURL,
 		RequestTimeout: config.RequestTimeout, SessionHeader: config.SessionHeader, SessionCookie: config.SessionCookie,
