@@ -22,7 +22,7 @@ const (
 
 // BodySettings are the flags for the bodies of requests.
 type BodySettings struct {
-	MaxInflightBodyBytes int64 `group:"Requests" default:"0" placeholder:"BYTES" help:"Maximum memory for the bodies of all in-flight requests, bytes. Requests beyond it are answered 503. 0: a quarter of the memory of the machine or container, at least --max-body-bytes."`
+	MaxInflightBodyBytes int64 `group:"Requests" default:"0" placeholder:"BYTES" help:"Maximum memory for the bodies of all in-flight requests, bytes. Requests beyond it, or beyond a client's share of 15/16, are answered 503. Whole answers of workers may use half as much in addition. 0: a quarter of the memory of the machine or container, at least --max-body-bytes."`
 }
 
 // SetDefault sets the defaults that depend on the machine's memory, bytes; 0: unknown.
@@ -60,6 +60,11 @@ func (s BodySettings) Memory(largest int64) *quota.Pool {
 	return quota.New(max(largest, cmp.Or(s.MaxInflightBodyBytes, unsetInflight)))
 }
 
+// Answers returns a pool of the memory of workers' answers, bytes: half of that of bodies.
+func (s BodySettings) Answers() *quota.Pool {
+	return quota.New(cmp.Or(s.MaxInflightBodyBytes, unsetInflight) / 2)
+}
+
 // Held returns the memory of the bodies in flight, bytes.
 func (b *Bodies) Held() int64 { return b.memory.Held() }
 
@@ -74,9 +79,6 @@ type BodyError struct {
 
 // Error returns the message.
 func (e *BodyError) Error() string { return e.Message }
-
-// errFull means that the bodies in flight, or those of a client, have reached their limit.
-var errFull = errors.New("the memory for request bodies is used up")
 
 // Read reads the body of a client's request; the caller calls Done when it no longer uses the
 // body.
@@ -102,7 +104,7 @@ func (b *Bodies) Read(w http.ResponseWriter, r *http.Request, client string) (bo
 			w.Header().Set("Retry-After", "1")
 		}
 		return nil, own
-	case errors.Is(err, errFull):
+	case errors.Is(err, ErrNoMemory):
 		b.refused.Add(1)
 		w.Header().Set("Retry-After", "1")
 		w.Header().Set("Connection", "close")
@@ -129,14 +131,25 @@ func (b *Bodies) read(from io.Reader, announced int64, client string) (body []by
 	if announced >= 0 {
 		most = announced
 	}
+	return Fill(from, announced, most, func(has, n int64) bool { return b.memory.Take(client, has, n) })
+}
+
+// ErrNoMemory is the error of Fill where take returns false.
+var ErrNoMemory = errors.New("no memory is left")
+
+// Fill reads at most that many bytes, of which so many are announced; negative: unknown. Its
+// memory grows with them: take is asked for n more bytes where it has some. With an error it
+// returns what it has read.
+func Fill(from io.Reader, announced, most int64, take func(has, n int64) bool) (body []byte, err error) {
 	for {
 		if len(body) == cap(body) {
 			if int64(len(body)) == announced {
 				return body, nil
 			}
-			size := min(most, max(firstBuffer, growth*int64(cap(body))))
-			if has := int64(cap(body)); !b.memory.Take(client, has, size-has) {
-				return body, errFull
+			has := int64(cap(body))
+			size := min(most, max(firstBuffer, growth*has))
+			if !take(has, size-has) {
+				return body, ErrNoMemory
 			}
 			larger := make([]byte, len(body), size)
 			copy(larger, body)
