@@ -232,6 +232,7 @@ func (r *app) drain(delay time.Duration) {
 	r.api.Drain()
 	r.teller.Leave()
 	r.selection.Drain()
+	r.fleet.Drain(r.config.DrainTimeout)
 	for _, port := range r.ports {
 		port.Leave()
 	}

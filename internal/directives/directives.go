@@ -84,8 +84,8 @@ func Find(body *jsonbody.Body) (path string) {
 // onlyTokens reports whether transfer parameters have no more than the tokens of the prompt.
 func onlyTokens(params gjson.Result) bool {
 	only := params.IsObject()
-	jsonbody.EachName(params.Raw, func(name string, null bool) bool {
-		only = only && (null || name == promptTokens)
+	jsonbody.EachName(params.Raw, func(name, rest string) bool {
+		only = only && (name == promptTokens || isNull(rest))
 		return only
 	})
 	return only
@@ -93,14 +93,17 @@ func onlyTokens(params gjson.Result) bool {
 
 // within returns the first name in a JSON text that directs an engine; empty: there is none.
 func within(text string, hints bool) (found string) {
-	jsonbody.EachName(text, func(name string, null bool) bool {
-		if !null && names[name] && !(hints && name == rank) {
+	jsonbody.EachName(text, func(name, rest string) bool {
+		if names[name] && !isNull(rest) && !(hints && name == rank) {
 			found = name
 		}
 		return found == ""
 	})
 	return found
 }
+
+// isNull reports whether a text begins with null.
+func isNull(text string) bool { return strings.HasPrefix(text, "null") }
 
 // FindIn is Find for a body that is no JSON object: for the fields of a form, and what of them is
 // JSON, as vllm_xargs is. What cannot be read is searched for the names.

@@ -55,6 +55,60 @@ func TestFind(t *testing.T) {
 	}
 }
 
+func TestFindFile(t *testing.T) {
+	image := strings.Repeat("iVBORw0KGgo", 20)
+	for body, want := range map[string]string{
+		`{}`: "",
+		`{"messages":[{"role":"user","content":"file:///etc/passwd"}]}`:                                                            "",
+		`{"messages":[{"content":[{"type":"image_url","image_url":{"detail":"high","url":"file:///a.png"}}]}]}`:                    "messages",
+		`{"messages":[{"content":[{"type":"image_url","\u0069mage_url":"/a.png"}]}]}`:                                              "messages",
+		`{"messages":[{"content":[{"type":"image_url","image_url":{"url":"https://h/a.png"}}]}]}`:                                  "",
+		`{"messages":[{"content":[{"type":"image_url","image_url":{"url":"data:image/png;base64,AA"}}]}]}`:                         "",
+		`{"messages":[{"content":[{"type":"image","source":{"type":"url","url":"../a.jpg"}}]}]}`:                                   "messages",
+		`{"messages":[{"content":[{"type":"image","source":{"type":"base64","data":"AA"}},{"input":{"url":"h.example/a.png"}}]}]}`: "",
+		`{"messages":[{"content":[{"type":"tool_use","input":{"url":"h.example/a.png","image":"nginx:1"}}]}]}`:                     "",
+		`{"messages":[{"content":[{"type":"video_url","video_url":{"url":"x://h/etc/a"}}]}]}`:                                      "messages",
+		`{"image_data":"a.png"}`:                                  "image_data",
+		`{"image_data":["` + image + `",["/9j/` + image + `"]]}`:  "",
+		`{"image_data":[["` + image + `","/data/a"]]}`:            "image_data",
+		`{"image_data":[{"format":"x","url":"a.png"}]}`:           "image_data",
+		`{"image_data":[[["` + image + `"]]]}`:                    "image_data",
+		`{"audio_data":"etc/passwd"}`:                             "audio_data",
+		`{"image_data":"` + strings.Repeat(image, 100) + `"}`:     "",
+		`{"image_data":null,"video_data":[null]}`:                 "",
+		`{"input":[{"text":"a.png","image":"a.png"}]}`:            "input",
+		`{"input":"/etc/passwd"}`:                                 "",
+		`{"documents":[[{"type":"image_url","image_url":"/a"}]]}`: "documents",
+	} {
+		parsed, ok := jsonbody.Parse([]byte(body))
+		if !ok {
+			t.Fatal(body)
+		}
+		if got := FindFile(parsed); got != want {
+			t.Errorf("%.200s: %q, want %q", body, got, want)
+		}
+	}
+}
+
+func TestFindShared(t *testing.T) {
+	for body, want := range map[string]string{
+		`{"messages":[{"role":"user","content":"uuid"},1,{"content":[{"type":"text","text":"a"}]}]}`:                    "",
+		`{"messages":[{"content":[{"type":"tool_use","input":{"uuid":"a"}}],"uuid":"a"}]}`:                              "",
+		`{"messages":[{"content":[{"type":"image_url","image_url":null,"\u0075uid":"a"}]}]}`:                            "messages",
+		`{"messages":[{"content":[{"type":"image_url","image_url":{"url":"data:,"},"uuid":null}]}]}`:                    "",
+		`{"messages":[[{"content":"a"}],[{"content":[{"type":"image_url","image_url":{"url":"data:,"},"uuid":"a"}]}]]}`: "messages",
+		`{"content_parts":[{"type":"image_url","url":"data:,","uuid":"a"}]}`:                                            "content_parts",
+	} {
+		parsed, ok := jsonbody.Parse([]byte(body))
+		if !ok {
+			t.Fatal(body)
+		}
+		if got := FindShared(parsed); got != want {
+			t.Errorf("%s: %q, want %q", body, got, want)
+		}
+	}
+}
+
 func TestFindInOtherBodies(t *testing.T) {
 	form := func(name, file, value string) (string, []byte) {
 		var b bytes.Buffer
@@ -180,4 +234,14 @@ func FuzzFrames(f *testing.F) {
 			t.Errorf("%d %q at once, %d %q in parts", n, name, first+second, early)
 		}
 	})
+}
+
+func BenchmarkFind(b *testing.B) {
+	body, _ := jsonbody.Parse([]byte(`{"model":"m","messages":[{"role":"user","content":"` + strings.Repeat("word ", 20_000) + `"}],"stream":true,"max_tokens":64,"temperature":0.7,"stream_options":{"include_usage":true},"tools":[]}`))
+	b.ReportAllocs()
+	for b.Loop() {
+		if Find(body) != "" {
+			b.Fatal("it directs nothing")
+		}
+	}
 }

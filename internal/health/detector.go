@@ -116,6 +116,8 @@ type worker struct {
 	pressed time.Time // when it last requested a pause
 	presses int       // pauses requested since its last answer
 
+	missed bool // it does not answer its health checks
+
 	lived     time.Time // its last sign of life
 	answered  time.Time // when it last answered well
 	left      time.Time // when a client last left it after a long wait
@@ -206,7 +208,7 @@ func (d *Detector) Leave(key kv.WorkerKey, now time.Time) {
 func (d *Detector) recount() {
 	d.odd, d.spared = 0, 0
 	for _, w := range d.workers {
-		if w.phase != phaseIn || !w.held.IsZero() || !w.spared.IsZero() {
+		if w.phase != phaseIn || !w.held.IsZero() || !w.spared.IsZero() || w.missed {
 			d.odd++
 		}
 		if !w.spared.IsZero() {
@@ -240,7 +242,7 @@ func (d *Detector) Level(key kv.WorkerKey, now time.Time, random *rand.Rand) Lev
 	switch {
 	case w.phase == phaseOut:
 		return Out
-	case !w.held.IsZero():
+	case !w.held.IsZero(), w.missed:
 		return Held
 	case w.phase == phaseBack && random.Float64() >= max(leastShare, float64(now.Sub(w.since))/float64(d.settings.SlowStart)):
 		return Slow
@@ -258,7 +260,7 @@ func (d *Detector) IsOut(key kv.WorkerKey, now time.Time) bool {
 		return false
 	}
 	d.bringUpToDate(key, w, now)
-	return w.phase == phaseOut || !w.held.IsZero()
+	return w.phase == phaseOut || !w.held.IsZero() || w.missed
 }
 
 // Ejected reports whether a worker is ejected for its failures.
@@ -353,6 +355,10 @@ func (d *Detector) Lives(key kv.WorkerKey, generation int, now time.Time) {
 // answers records an answer of a worker. It ends a pause for not having answered.
 func (d *Detector) answers(w *worker, now time.Time) {
 	w.answered, w.lived = now, now
+	if w.missed {
+		w.missed = false
+		d.recount()
+	}
 	if w.silent {
 		w.unhold()
 		d.recount()

@@ -77,3 +77,17 @@ func FuzzWith(f *testing.F) {
 		}
 	})
 }
+
+func TestMembersAreRemovedInEverySpelling(t *testing.T) {
+	for text, want := range map[string]string{
+		`{}`:                                 `{}`,
+		`{"a":1}`:                            `{}`,
+		`{"b":{"a": 1},"a":null,"\u0061":2}`: `{"b":{"a": 1}}`,
+		`{"c":"\ud83d\ude00", "b" : [ 1 ]}`:  `{"c":"\ud83d\ude00","b":[ 1 ]}`,
+	} {
+		body, _ := Parse([]byte(text))
+		if got := body.Without("a", "x"); string(got.Raw) != want || got.Get("a").Exists() || string(body.Raw) != text {
+			t.Errorf("%s: %s", text, got.Raw)
+		}
+	}
+}

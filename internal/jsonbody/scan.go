@@ -343,9 +343,9 @@ func eachMember(object string, yield func(key string, value gjson.Result) bool) 
 }
 
 // EachName calls yield with the names of the members in a JSON text, however deep, in one pass
-// until it returns false. null means that the member is null. In a text that is not JSON every
-// string before a colon is a name.
-func EachName(text string, yield func(name string, null bool) bool) {
+// until it returns false. rest is the text from the member's value on. In a text that is not JSON
+// every string before a colon is a name, and rest may be empty.
+func EachName(text string, yield func(name, rest string) bool) {
 	space := func(i int) int {
 		for i < len(text) && text[i] <= ' ' {
 			i++
@@ -364,7 +364,7 @@ func EachName(text string, yield func(name string, null bool) bool) {
 			if escaped {
 				name = unescape(name)
 			}
-			if i = space(i + 1); !yield(name, strings.HasPrefix(text[i:], "null")) {
+			if i = space(i + 1); !yield(name, text[i:]) {
 				return
 			}
 		}

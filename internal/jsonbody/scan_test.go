@@ -91,6 +91,7 @@ func FuzzJSON(f *testing.F) {
 			eachMember(text, func(string, gjson.Result) bool { return true })
 			EachElement(text, func(gjson.Result) bool { return true })
 		}
+		EachName(text, func(string, string) bool { return true })
 	})
 }
 
@@ -139,6 +140,55 @@ func TestPlaceFindsAValue(t *testing.T) {
 		v := body.Get(key)
 		if at := body.Place(v); string(raw[at:at+len(v.Raw)]) != v.Raw || key == "a" && v.Raw != "[3]" {
 			t.Errorf("%s is %q at %d", key, v.Raw, at)
+		}
+	}
+}
+
+func TestNamesAreFoundInOnePass(t *testing.T) {
+	for text, want := range map[string]string{
+		`{}`:                                   "",
+		`{"a":1, "b" : null,"c":"d"}`:          "a b? c",
+		`{"a":{"\u0062":[{"c" :null}]},"a":2}`: "a b c? a",
+		`{"a":"\"x\":1"}`:                      "a",
+		`[["a"],{"b\\":"c\\"}]`:                `b\`,
+		`{"a":NaN,"b":`:                        "a b",
+		`"`:                                    "",
+		`"a`:                                   "",
+		`"a":`:                                 "a",
+	} {
+		var got []string
+		EachName(text, func(name, rest string) bool {
+			if strings.HasPrefix(rest, "null") {
+				name += "?"
+			}
+			got = append(got, name)
+			return true
+		})
+		if strings.Join(got, " ") != want {
+			t.Errorf("%s: %q, want %q", text, got, want)
+		}
+	}
+	if n := testing.AllocsPerRun(10, func() { EachName(`{"a":{"b":[1,{"c":null}]}}`, func(string, string) bool { return true }) }); n > 0 {
+		t.Errorf("%v allocations", n)
+	}
+}
+
+func TestEachMemberIsSeenEvenIfRepeated(t *testing.T) {
+	for text, want := range map[string]string{`{}`: "", ` {"a":1,"b":2}`: "a1 b2", ` {"a":1,"b":2,"\u0061":null}`: "a1 b2 anull"} {
+		for _, add := range []bool{false, true} {
+			body, _ := Parse([]byte(text))
+			want := want
+			if add {
+				body, want = body.With("z", "0"), strings.TrimSpace("z0 "+want)
+			}
+			var got []string
+			body.Each(func(m Member) bool {
+				got = append(got, m.Key+m.Value.Raw)
+				return true
+			})
+			if strings.Join(got, " ") != want {
+				t.Errorf("%s: %q, want %q", body.Raw, got, want)
+			}
 		}
 	}
 }

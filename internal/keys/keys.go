@@ -40,6 +40,7 @@ type Caller struct {
 
 	sum    [sha256.Size]byte // of the key
 	salted bool              // its blocks are its own
+	apart  bool              // there are other clients, and it is not trusted
 	bounds bounds
 	count  *counts // nil: no key is required
 }
@@ -85,9 +86,10 @@ type Terms struct {
 // Salt returns the cache_salt for the engine and the index, given the request's own.
 // It is an HMAC-SHA256 of the name and own under the key's hash, so that no holder of
 // another key can produce it; a new key starts with an empty cache. If ok is false, the
-// request keeps its own.
-func (c *Caller) Salt(own string) (salt string, ok bool) {
-	if !c.salted {
+// request keeps its own. named means that the request names blocks as its own, by a salt or
+// otherwise: with several clients, what an untrusted one names is its key's.
+func (c *Caller) Salt(own string, named bool) (salt string, ok bool) {
+	if !c.salted && !(c.apart && named) {
 		return "", false
 	}
 	mac := hmac.New(sha256.New, c.sum[:])
@@ -205,7 +207,7 @@ func (r *Ring) table(entries []entry) *table {
 	}
 	t := &table{callers: map[[sha256.Size]byte]*Caller{}, ofFile: len(entries)}
 	add := func(c *Caller) {
-		c.count = new(counts)
+		c.count, c.apart = new(counts), r.Several() && !c.Trusted
 		c.bounds = newBounds(c.bounds.limits)
 		if old := before[c.Name]; old != nil {
 			c.count = old.count

@@ -340,16 +340,21 @@ func TestNobodyMakesAnothersSalt(t *testing.T) {
 		}
 		return c
 	}
-	if _, ok := caller("d").Salt("x"); ok {
+	if _, ok := caller("d").Salt("", false); ok {
 		t.Error("a key without salt has one")
+	}
+	if alone, _ := newDoor(t, Settings{}, []string{"one"}, "").current.Load().find("one"); alone == nil {
+		t.Error("the only key is unknown")
+	} else if _, ok := alone.Salt("x", true); ok {
+		t.Error("the only key's salt is not its own")
 	}
 	rapid.Check(t, func(t *rapid.T) {
 		own, other := rapid.String().Draw(t, "own"), rapid.String().Draw(t, "other")
 		seen := map[string]string{}
-		for _, key := range []string{"a", "b", "c"} {
+		for _, key := range []string{"a", "b", "c", "d"} {
 			for _, text := range []string{own, other} {
-				salt, ok := caller(key).Salt(text)
-				if again, _ := caller(key).Salt(text); !ok || again != salt {
+				salt, ok := caller(key).Salt(text, true)
+				if again, _ := caller(key).Salt(text, true); !ok || again != salt {
 					t.Fatalf("%s: %q, %v, then %q", key, salt, ok, again)
 				}
 				if whose, known := seen[salt]; known && whose != key+" "+text {

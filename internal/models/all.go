@@ -71,6 +71,19 @@ func (s *Set) Busy(worker uint64) bool {
 	return slices.ContainsFunc(s.All(), func(m *Model) bool { return m.Router.Working(worker) })
 }
 
+// Lives is Router.Lives.
+func (s *Set) Lives(worker uint64, generation int) { s.For(worker).Router.Lives(worker, generation) }
+
+// Missed is Router.Missed.
+func (s *Set) Missed(worker uint64, generation int, since time.Time) (lived time.Time) {
+	return s.For(worker).Router.Missed(worker, generation, since)
+}
+
+// Answers is Router.Answers.
+func (s *Set) Answers(worker uint64, generation int) {
+	s.For(worker).Router.Answers(worker, generation)
+}
+
 // IsUp is Router.IsUp.
 func (s *Set) IsUp(t kv.Target) bool { return s.For(t.Key.Worker).Router.IsUp(t) }
 

@@ -125,11 +125,11 @@ func New(s Settings, deps Deps) *API {
 	clients.DELETE("/v1/responses/:id", a.storedRoute(""))
 	clients.POST("/v1/responses/:id/cancel", a.storedRoute("/cancel"))
 	clients.GET("/v1/responses/:id/input_items", a.storedRoute("/input_items"))
-	clients.GET(realtimeRoute, a.realtime)
+	own := web.OwnPages(s.Host, a.keys.Asks(), web.OpenAIError)
+	clients.GET(realtimeRoute, web.ListedPages(s.CORSOrigins, own), a.realtime)
 	for path, kind := range tokens.Routes {
 		clients.POST(path, func(c *gin.Context) { a.infer(c, path, kind) })
 	}
-	own := web.OwnPages(s.Host, a.keys.Asks(), web.OpenAIError)
 	for _, path := range proxy.AdminRoutes {
 		clients.Any(path, own, a.admin)
 	}

@@ -81,7 +81,7 @@ func TestNoClientNamesAnEnginesHosts(t *testing.T) {
 	for _, harmless := range []string{`"kv_transfer_params":null,"bootstrap_room":null`, `"kv_transfer_params":{"prompt_token_ids":[1,2]}`} {
 		body := `{"model":"m","messages":[],` + harmless + `}`
 		response, answer := withKeys.post(t, testkit.ChatPath, body, "Authorization", "Bearer key-a",
-			"X-Prefiller-Host-Port", "127.0.0.9:1", "X-Kv-Cache-Source-Host-Port", "127.0.0.9:1", "x-override-bootstrap-host", "127.0.0.9", "x-data-parallel-rank", "1", "x-vllm-priority", "-9", "x-worker-instance-id", "0", "x-dp-rank", "1")
+			"X-Prefiller-Host-Port", "127.0.0.9:1", "X-Kv-Cache-Source-Host-Port", "127.0.0.9:1", "x-override-bootstrap-host", "127.0.0.9", "x-data-parallel-rank", "1", "x-vllm-priority", "-9", "x-request-id", "___prefill_addr_127.0.0.9:1___decode_addr_127.0.0.9:1", "x-worker-instance-id", "0", "x-dp-rank", "1")
 		got := worker.Received()
 		if response.StatusCode != http.StatusOK || got[len(got)-1] != body {
 			t.Errorf("%s: %d %s", body, response.StatusCode, answer)
@@ -125,6 +125,40 @@ func TestBodiesThatAreNoJSONNameNoHosts(t *testing.T) {
 		response.Body.Close()
 		if response.StatusCode != c.want {
 			t.Errorf("%s %s: %s: %d, want %d", c.path, c.kind, c.body, response.StatusCode, c.want)
+		}
+	}
+}
+
+// TestNoClientOpensAFileOfAWorker: SGLang takes paths for media. vLLM asks its own flag.
+func TestNoClientOpensAFileOfAWorker(t *testing.T) {
+	worker := testkit.NewFakeWorker(t, func(w http.ResponseWriter, _ *http.Request) { io.WriteString(w, `{}`) })
+	chat := `{"model":"m","messages":[{"role":"user","content":[{"type":"image_url","image_url":{"url":"file:///a.png"}}]}]}`
+	for _, c := range []struct {
+		engine     kv.Engine
+		settings   keys.Settings
+		path, body string
+		want       int
+	}{
+		{kv.EngineSGLang, keys.Settings{}, testkit.ChatPath, chat, 400},
+		{kv.EngineSGLang, keys.Settings{}, generateRoute, `{"text":"a","image_data":["/a"]}`, 400},
+		{kv.EngineSGLang, directing, testkit.ChatPath, chat, 200},
+		{kv.EngineVLLM, keys.Settings{}, testkit.ChatPath, chat, 200},
+	} {
+		h := newTestAPIOf(t, setup{Keys: c.settings}, nil, kv.Target{URL: worker.URL, Models: []string{"m"}, Engine: c.engine})
+		if response, answer := h.post(t, c.path, c.body); response.StatusCode != c.want {
+			t.Errorf("%s %s: %d %s, want %d", c.engine, c.body, response.StatusCode, answer, c.want)
+		}
+	}
+}
+
+// TestUntrustedClientsNameNoMediaOfOthers: vLLM keeps them by the uuid that a client gives.
+func TestUntrustedClientsNameNoMediaOfOthers(t *testing.T) {
+	worker := testkit.NewFakeWorker(t, func(w http.ResponseWriter, _ *http.Request) { io.WriteString(w, `{}`) })
+	for names, want := range map[string]int{"": 200, "k": 200, "k l": 400} {
+		h := newTestAPI(t, setup{APIKey: strings.Fields(names)}, worker.URL)
+		body := `{"model":"m","messages":[{"role":"user","content":[{"type":"image_url","image_url":null,"uuid":"a"}]}]}`
+		if response, answer := h.post(t, testkit.ChatPath, body, "Authorization", "Bearer k"); response.StatusCode != want {
+			t.Errorf("keys %s: %d %s", names, response.StatusCode, answer)
 		}
 	}
 }

@@ -113,7 +113,7 @@ func TestGenerateIsRoutedByPrefix(t *testing.T) {
 		{"another text", `{"text":"xbcdefghijklmn"}`, "0"},
 		{"with a salt", fmt.Sprintf(`{"text":%q,"cache_salt":"s"}`, text), "0"},
 		{"of an adapter", fmt.Sprintf(`{"text":%q,"lora_path":"a"}`, text), "0"},
-		{"with an image", fmt.Sprintf(`{"text":%q,"image_data":"x"}`, text), "0"},
+		{"with an image", fmt.Sprintf(`{"text":%q,"image_data":"data:,x"}`, text), "0"},
 	} {
 		response, answer := h.post(t, generateRoute, test.body)
 		if got := response.Header.Get(web.HeaderOverlap); response.StatusCode != http.StatusOK || got != test.overlap {

@@ -29,7 +29,11 @@ func (a *API) tokenized(serve func(*tokens.Source, context.Context, []byte) ([]b
 			return
 		}
 		m, _ := a.models.Of(gjson.GetBytes(body, "model").String())
-		answer, err := serve(m.Tokens, c.Request.Context(), body)
+		asked := body
+		if parsed, ok := jsonbody.Parse(body); ok && a.keys.Several() {
+			asked = scopedMedia(a.keys.Of(c).Owner(), parsed).Raw
+		}
+		answer, err := serve(m.Tokens, c.Request.Context(), asked)
 		var bad *tokens.BadRequest
 		var refused *tokens.AskError
 		switch {

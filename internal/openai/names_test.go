@@ -2,7 +2,9 @@ package openai
 
 import (
 	"fmt"
+	"io"
 	"net/http"
+	"net/http/httptest"
 	"strings"
 	"testing"
 
@@ -119,5 +121,63 @@ func TestScopedNamesStayAsTheyAre(t *testing.T) {
 		if one := keys.Owner(7).Scoped(name); keys.Owner(7).Scoped(one) != one || keys.Owner(8).Scoped(one) == one {
 			t.Errorf("%q: %q", name, one)
 		}
+	}
+}
+
+// TestCachedBlocksAndMediaAreTheirClients has two keys give the same names to what engines keep:
+// salts, extra keys, media and series.
+func TestCachedBlocksAndMediaAreTheirClients(t *testing.T) {
+	worker := testkit.NewFakeWorker(t, func(w http.ResponseWriter, _ *http.Request) { fmt.Fprint(w, "{}") })
+	for _, several := range []bool{false, true} {
+		config := setup{}
+		if several {
+			config.APIKey = []string{"key-a", "key-b"}
+		}
+		h := newTestAPIOf(t, config, nil, sglangTargets(worker.URL)...)
+		for _, c := range []struct{ path, body, at string }{
+			{testkit.ChatPath, `{"model":"m","cache_salt":"s","messages":[]}`, "cache_salt"},
+			{testkit.ChatPath, `{"model":"m","cache_s\u0061lt":"s","messages":[]}`, "cache_salt"},
+			{testkit.ChatPath, `{"model":"m","extra_key":"s","messages":[]}`, "cache_salt"},
+			{completionsPath, `{"model":"m","cache_salt":"s","prompt":"x"}`, "cache_salt"},
+			{"/v1/embeddings", `{"model":"m","cache_salt":"s","input":"x"}`, "cache_salt"},
+			{testkit.ChatPath, `{"model":"m","messages":[{"role":"user","content":[{"type":"text","text":"a uuid"},{"type":"image_url","image_url":null,"uuid":"s"}]}],"n":1}`, "messages.0.content.1.uuid"},
+			{testkit.ChatPath, `{"model":"m","messages":[{"role":"user","content":[{"type":"image_url","uu\u0069d":"s"}]}]}`, "messages.0.content.0.uuid"},
+			{"/v1/chat/completions/batch", `{"model":"m","messages":[[{"role":"user","content":[{"uuid":"s"}]}]]}`, "messages.0.0.content.0.uuid"},
+		} {
+			seen := map[string]bool{}
+			for _, key := range []string{"key-a", "key-b"} {
+				before := len(worker.Received())
+				h.post(t, c.path, c.body, "Authorization", "Bearer "+key)
+				got := worker.Received()[before:]
+				if len(got) == 0 {
+					t.Fatalf("%s %s reached no worker", c.path, c.body)
+				}
+				last := got[len(got)-1]
+				value := gjson.Get(last, c.at)
+				if gjson.Get(last, "messages.0.content.0.text").Str != gjson.Get(c.body, "messages.0.content.0.text").Str || value.Str == "" {
+					t.Errorf("%s became %s", c.body, last)
+				}
+				seen[value.Str] = true
+			}
+			if want := map[bool]int{false: 1, true: 2}[several]; len(seen) != want || several && seen["s"] {
+				t.Errorf("%s %s: two keys have %v", c.path, c.body, seen)
+			}
+		}
+	}
+}
+
+// TestMediaOfAnotherKeyAreNotTokenized: the router asks a worker, which keeps media.
+func TestMediaOfAnotherKeyAreNotTokenized(t *testing.T) {
+	asked := make(chan string, 10)
+	worker := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		body, _ := io.ReadAll(r.Body)
+		asked <- string(body)
+		io.WriteString(w, `{"tokens":[1],"count":1}`)
+	}))
+	t.Cleanup(worker.Close)
+	h := newTestAPI(t, setup{APIKey: []string{"key-a", "key-b"}}, worker.URL)
+	h.post(t, "/tokenize", `{"model":"m","messages":[{"role":"user","content":[{"type":"image_url","uuid":"s"}]}]}`, "Authorization", "Bearer key-a")
+	if body := <-asked; !strings.HasPrefix(gjson.Get(body, "messages.0.content.0.uuid").Str, "s-") {
+		t.Errorf("a worker gets %s", body)
 	}
 }

@@ -5,6 +5,7 @@ import (
 	"time"
 
 	"github.com/gin-gonic/gin"
+	"github.com/tidwall/gjson"
 
 	"kvrouter/internal/hints"
 	"kvrouter/internal/jsonbody"
@@ -27,6 +28,8 @@ func (r *inference) read(c *gin.Context) (ok bool) {
 			a.fail(c, http.StatusBadRequest, "", "the request body must be a JSON object of at most 262,144 members and 10,000 levels")
 			return false
 		}
+	} else if a.keys.Several() {
+		r.body = scopedMedia(r.caller.Owner(), r.body)
 	}
 	if !r.readHints(c) || !a.undirected(c, r.body) {
 		return false
@@ -56,6 +59,9 @@ func (r *inference) read(c *gin.Context) (ok bool) {
 		r.settle(c, err)
 		return false
 	}
+	if !r.opensNothing(c) {
+		return false
+	}
 	if r.kind == tokens.GeneratePrompt && a.lacksSGLang() {
 		a.fail(c, http.StatusNotFound, "", errNoSGLang.Error())
 		return false
@@ -69,7 +75,8 @@ func (r *inference) read(c *gin.Context) (ok bool) {
 	if !r.renames(c) {
 		return false
 	}
-	if salt, ok := r.caller.Salt(r.body.Get("cache_salt").String()); ok && r.body.Top != nil {
+	salt := r.body.Get("cache_salt").String()
+	if salt, ok := r.caller.Salt(salt, salt != "" || r.body.Get("extra_key").Type != gjson.Null); ok && r.body.Top != nil {
 		r.body = r.body.With("cache_salt", proxy.Quoted(salt))
 	}
 	r.body = r.model.Tokens.KeepApart(r.exchange.Route, r.body)
@@ -87,6 +94,9 @@ func (r *inference) readHints(c *gin.Context) (ok bool) {
 	if given.Query && !r.caller.SeesDecisions {
 		a.fail(c, http.StatusForbidden, "nvext.annotations", hints.AnnotationQuery+": this key may not see routing decisions (--decision-headers)")
 		return false
+	}
+	if given.Prefix.ID != "" && a.keys.Several() {
+		given.Prefix.ID = r.caller.Owner().Scoped(given.Prefix.ID)
 	}
 	given.Session = hints.Session(c.Request.Header, a.settings.SessionHeader, a.settings.SessionCookie)
 	r.hints = given

@@ -1,6 +1,7 @@
 package probe
 
 import (
+	"bytes"
 	"context"
 	"encoding/json"
 	"errors"
@@ -46,6 +47,7 @@ type LoadSource struct {
 	Socket string           // ZMQ PUB, of the plugin's JSON or SGLang's LoadStat, of the only rank; empty: none. Pages of an SGLang server replace one that fails
 	Apart  bool             // pages show each rank as an engine of that number; otherwise the page describes the only rank
 	Heard  *Hearing         // records each message of the socket; nil: not recorded
+	Lives  func()           // called when the socket or the pages show that the engine makes progress; nil: nothing is
 	Key    func() kv.Secret // returns the worker's current key
 	// Rest returns the time between two polls of the page while the worker is idle; what is
 	// less than idleInterval counts as that. nil: idleInterval.
@@ -53,6 +55,8 @@ type LoadSource struct {
 	// Counters is what else to report of the pages that are polled for the load, when it is due;
 	// nil: nothing, see FollowCounters.
 	Counters *Counters
+
+	progress *progress // last shown by the pages
 }
 
 // from names the source in log lines.
@@ -114,6 +118,7 @@ type publish = func(kv.WorkerKey, policy.Published)
 // of the socket or, without one, the page, polled every second, or every third
 // second while the worker is idle, or when its rest is over. It reconnects indefinitely.
 func (c *Client) FollowLoad(ctx context.Context, s LoadSource, log *slog.Logger, report func(kv.WorkerKey, policy.Published)) {
+	s.progress = new(progress)
 	read := c.pollLoad
 	if s.Socket != "" {
 		read = c.readSocket
@@ -197,6 +202,7 @@ func (c *Client) readSocket(ctx context.Context, s LoadSource, _ *slog.Logger, r
 	defer conn.Close()
 	conn.Limit(maxLoadMessage)
 	var last []byte // message that has not been reported; empty: none
+	var shown []byte
 	for next := (time.Time{}); ; {
 		var until time.Time
 		if len(last) > 0 {
@@ -225,6 +231,10 @@ func (c *Client) readSocket(ctx context.Context, s LoadSource, _ *slog.Logger, r
 			return fmt.Errorf("%s: %w", s.Socket, err)
 		}
 		report(s.Ranks[0], p)
+		if s.Lives != nil && (isLoadStat(last) || len(shown) > 0 && !bytes.Equal(shown, last)) { // SGLang's scheduler sends its own
+			s.Lives()
+		}
+		shown = append(shown[:0], last...)
 		last, next = last[:0], now.Add(loadLeast)
 	}
 }
@@ -249,6 +259,7 @@ func (c *Client) pollLoad(ctx context.Context, s LoadSource, log *slog.Logger, r
 				}
 				report(w, p)
 			})
+			s.note(page)
 			if counting {
 				counts = polled.Add(s.count(page))
 			}

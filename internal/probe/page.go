@@ -28,13 +28,13 @@ const (
 	maxMetricsKept  = 4 << 20  // bytes of the lines that are parsed
 )
 
-// loadNames are the metrics of a load.
-var loadNames = slices.Concat(vllmLoadNames[:], []string{sglangRunning, sglangWaiting, sglangUsage}, sglangQueues[:])
+// loadNames are the metrics of a load, and those that show progress.
+var loadNames = slices.Concat(vllmLoadNames[:], []string{sglangRunning, sglangWaiting, sglangUsage}, sglangQueues[:], progressNames[:])
 
 // counterNames are the metrics of Counters, and pageNames all that a poll may read.
 var (
-	counterNames = slices.Concat(transferNames, adapterNames)
-	pageNames    = slices.Concat(loadNames, counterNames)
+	counterNames = slices.Concat(transferNames, adapterNames, progressNames[:])
+	pageNames    = slices.Concat(loadNames, transferNames, adapterNames)
 )
 
 // Page is the metrics of a Prometheus page by name.

@@ -12,6 +12,7 @@ import (
 	"fmt"
 	"io"
 	"log/slog"
+	"net"
 	"net/http"
 	"net/url"
 	"syscall"
@@ -125,6 +126,12 @@ func Rejected(err error) bool { return statusOf(err)/100 == 4 }
 // Refused reports whether err is a refused connection: no process listens, as opposed
 // to one that is slow.
 func Refused(err error) bool { return errors.Is(err, syscall.ECONNREFUSED) }
+
+// TimedOut reports whether a server did not answer in time. It may be busy.
+func TimedOut(err error) bool {
+	var late net.Error
+	return errors.Is(err, context.DeadlineExceeded) || errors.As(err, &late) && late.Timeout()
+}
 
 // Health checks a server's health, when the limit of concurrent checks permits.
 // Each request may take up to limit. known means that the server has been healthy

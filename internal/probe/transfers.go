@@ -84,11 +84,13 @@ func (s *LoadSource) count(page Page) (pause time.Duration) {
 // FollowCounters reports the counters of a source's pages until ctx is done. It is for a source
 // of which FollowLoad does not poll the pages for all ranks.
 func (c *Client) FollowCounters(ctx context.Context, s LoadSource, log *slog.Logger) {
+	s.progress = new(progress)
 	for ctx.Err() == nil {
 		pause := transfersLook
 		_ = c.edges.Do(guard.WorkerLoad, log, func() error { // FollowLoad reports what fails
 			page, err := c.page(ctx, s.server(), counterNames)
 			if err == nil {
+				s.note(page)
 				pause = s.count(page)
 			}
 			return err

@@ -3,7 +3,7 @@ package proxy
 import (
 	"bufio"
 	"context"
-	"encoding/binary"
+	"errors"
 	"fmt"
 	"io"
 	"log"
@@ -11,20 +11,28 @@ import (
 	"net/http"
 	"net/http/httputil"
 	"net/url"
+	"sync/atomic"
 	"time"
 
 	"kvrouter/internal/directives"
 	"kvrouter/internal/health"
 	"kvrouter/internal/router"
+	"kvrouter/internal/web"
 )
 
+// Terms are what the client of a Tunnel may do.
+type Terms struct {
+	Directs bool                   // it may direct the worker
+	Used    func(used Usage) error // gets what the worker reports; an error ends the connection. nil: it is not read
+}
+
 // Tunnel passes a WebSocket connection to the decided worker and back until one side
-// closes it, or no byte comes for --request-timeout. Where the client may not direct the worker,
-// a message that does ends the connection. The booking of the decision ends with it. An error
-// means that the worker could not be reached, and nothing was written to w. Only a refused
+// closes it, its worker is down, or no byte comes for --request-timeout. Where the client may not
+// direct the worker, a message that does ends the connection, as does the end of the router: the
+// client gets a close frame. The booking of the decision ends with the connection. An error means that the worker could not be reached, and nothing was written to w. Only a refused
 // connection counts as the worker's failure: what else ends a connection before its first byte, a
 // client can cause by its headers.
-func (p *Proxy) Tunnel(w http.ResponseWriter, r *http.Request, header http.Header, decision router.Decision, directs bool) (failed error) {
+func (p *Proxy) Tunnel(w http.ResponseWriter, r *http.Request, header http.Header, decision router.Decision, terms Terms) (failed error) {
 	defer decision.Booking.End()
 	target := decision.Target
 	to, err := url.Parse(target.URL)
@@ -33,14 +41,27 @@ func (p *Proxy) Tunnel(w http.ResponseWriter, r *http.Request, header http.Heade
 	}
 	ctx, cancel := context.WithCancelCause(r.Context())
 	defer cancel(nil)
+	f := p.sent(decision.Booking, target, cancel, watch{})
+	defer p.ended(f)
 	header = p.header(header, target)
 	header.Set("Connection", "Upgrade")
 	header.Set("Upgrade", "websocket")
-	watched := &watchedWriter{ResponseWriter: w, idle: p.settings.RequestTimeout, cancel: cancel}
-	if !directs {
+	watched := &watchedWriter{ResponseWriter: w, idle: p.settings.RequestTimeout, cancel: cancel, heard: func() { f.heard.Store(p.now().UnixNano()) }}
+	if !terms.Directs || terms.Used != nil {
 		header.Del("Sec-Websocket-Extensions") // compressed messages could not be read
+	}
+	if !terms.Directs {
 		watched.frames = new(directives.Frames)
 	}
+	if terms.Used != nil {
+		watched.told = func(message []byte) error {
+			if used := ReadUsage(message); used.Known {
+				return terms.Used(used)
+			}
+			return nil
+		}
+	}
+	defer context.AfterFunc(ctx, func() { watched.leave(context.Cause(ctx)) })()
 	tunnel := httputil.ReverseProxy{
 		Rewrite: func(out *httputil.ProxyRequest) {
 			out.SetURL(to)
@@ -75,6 +96,17 @@ type watchedWriter struct {
 	idle   time.Duration // 0: no limit
 	cancel context.CancelCauseFunc
 	frames *directives.Frames // of the client; nil: it may send everything
+	heard  func()             // called when the worker sends a byte
+
+	told   func(message []byte) error // see socketConn
+	socket atomic.Pointer[socketConn] // nil: not hijacked
+}
+
+// leave tells the client why the router ends the connection.
+func (w *watchedWriter) leave(why error) {
+	if c := w.socket.Load(); c != nil && errors.Is(why, web.ErrStopped) {
+		c.leave(goingAway, web.ErrStopped.Error())
+	}
 }
 
 // Unwrap returns the writer of the HTTP server.
@@ -83,52 +115,63 @@ func (w *watchedWriter) Unwrap() http.ResponseWriter { return w.ResponseWriter }
 // Hijack implements http.Hijacker.
 func (w *watchedWriter) Hijack() (net.Conn, *bufio.ReadWriter, error) {
 	conn, buffered, err := http.NewResponseController(w.ResponseWriter).Hijack()
-	if err == nil && w.idle > 0 {
-		conn = &watchedConn{Conn: conn, idle: w.idle, timer: time.AfterFunc(w.idle, func() { w.cancel(ErrSilent) })}
+	if err != nil {
+		return conn, buffered, err
 	}
-	if err == nil && w.frames != nil {
-		conn = &confinedConn{Conn: conn, frames: w.frames}
+	w.heard()
+	socket := &socketConn{Conn: conn, told: w.told}
+	if w.socket.Store(socket); w.frames != nil {
+		conn = &confinedConn{socketConn: socket, frames: w.frames}
+	} else {
+		conn = socket
 	}
-	return conn, buffered, err
+	watched := &watchedConn{Conn: conn, idle: w.idle, heard: w.heard}
+	if w.idle > 0 {
+		watched.timer = time.AfterFunc(w.idle, func() { w.cancel(ErrSilent) })
+	}
+	return watched, buffered, nil
 }
 
 // watchedConn sets the timer back with each byte that passes.
 type watchedConn struct {
 	net.Conn
 	idle  time.Duration
-	timer *time.Timer
+	timer *time.Timer // nil: no limit
+	heard func()
+}
+
+func (c *watchedConn) passed(n int) {
+	if n > 0 && c.timer != nil {
+		c.timer.Reset(c.idle)
+	}
 }
 
 func (c *watchedConn) Read(b []byte) (int, error) {
 	n, err := c.Conn.Read(b)
-	if n > 0 {
-		c.timer.Reset(c.idle)
-	}
+	c.passed(n)
 	return n, err
 }
 
 func (c *watchedConn) Write(b []byte) (int, error) {
+	c.heard()
 	n, err := c.Conn.Write(b)
-	if n > 0 {
-		c.timer.Reset(c.idle)
-	}
+	c.passed(n)
 	return n, err
 }
 
 // Close ends the watch, too.
 func (c *watchedConn) Close() error {
-	c.timer.Stop()
+	if c.timer != nil {
+		c.timer.Stop()
+	}
 	return c.Conn.Close()
 }
 
 // confinedConn ends with a client's message that directs the worker.
 type confinedConn struct {
-	net.Conn
+	*socketConn
 	frames *directives.Frames
 }
-
-// policyViolation is the code with which the connection is closed (RFC 6455, section 7.4.1).
-const policyViolation = 1008
 
 // Read implements net.Conn.
 func (c *confinedConn) Read(b []byte) (int, error) {
@@ -137,8 +180,6 @@ func (c *confinedConn) Read(b []byte) (int, error) {
 	if name == "" {
 		return n, err
 	}
-	reason := name + " is not accepted: see --trust-transfer-params"
-	end := append([]byte{0x88, byte(2 + len(reason))}, binary.BigEndian.AppendUint16(nil, policyViolation)...)
-	_, _ = c.Conn.Write(append(end, reason...))
+	c.leave(policyViolation, name+" is not accepted: see --trust-transfer-params")
 	return passed, fmt.Errorf("a message has %s", name)
 }

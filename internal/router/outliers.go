@@ -186,6 +186,21 @@ func (r *Router) Lives(worker uint64, generation int) {
 	}
 }
 
+// Missed records that a worker has not answered its health checks since a time: new requests avoid
+// it. It returns when the worker last showed life; zero: never.
+func (r *Router) Missed(worker uint64, generation int, since time.Time) (lived time.Time) {
+	r.mu.Lock()
+	defer r.unlock()
+	return r.outliers.Missed(worker, generation, since)
+}
+
+// Answers records that a worker answers its health checks again.
+func (r *Router) Answers(worker uint64, generation int) {
+	r.mu.Lock()
+	defer r.unlock()
+	r.outliers.AnswersChecks(worker, generation)
+}
+
 // Outliers returns the state of each worker that is up, by key, and whether the
 // panic threshold is exceeded, so that all are used.
 func (r *Router) Outliers() (list []health.Record, panicking bool) {

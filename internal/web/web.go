@@ -177,11 +177,14 @@ func ErrorJSON(status int, kind, param, message string) []byte {
 // requestIDLimit bounds a client's own request id, bytes: it goes into logs.
 const requestIDLimit = 256
 
+// addressInID precedes an address in an id from which vLLM's MoRI-IO connector connects to it.
+const addressInID = "_addr_"
+
 // RequestID returns the request's id: the client's own if it is usable, otherwise a
 // new one, which is stored with the request.
 func RequestID(c *gin.Context) string {
 	id := c.Request.Header.Get(HeaderRequest)
-	usable := id != "" && len(id) <= requestIDLimit && !strings.ContainsFunc(id, func(r rune) bool { return r < ' ' || r > '~' })
+	usable := id != "" && len(id) <= requestIDLimit && !strings.Contains(id, addressInID) && !strings.ContainsFunc(id, func(r rune) bool { return r < ' ' || r > '~' })
 	if !usable {
 		var random [12]byte
 		rand.Read(random[:])

@@ -175,11 +175,11 @@ func (f *Fleet) followAttached(ctx context.Context, w *worker) (wasUp bool) {
 		if in.gone {
 			return true
 		}
-		if in.up && in.misses == 0 && f.contested(w) != w.inferred.contested {
+		if in.up && in.misses.Count == 0 && f.contested(w) != w.inferred.contested {
 			sources = in.followAnew(ctx)
 			continue
 		}
-		if in.info != nil || len(sources) > 0 || in.warnedOfEvents || !in.up || in.misses > 0 || !f.cfg.KVEvents {
+		if in.info != nil || len(sources) > 0 || in.warnedOfEvents || !in.up || in.misses.Count > 0 || !f.cfg.KVEvents {
 			continue
 		}
 		// A server may name its sources only once its engine runs.
@@ -193,7 +193,8 @@ func (f *Fleet) followAttached(ctx context.Context, w *worker) (wasUp bool) {
 // greet asks an attached worker, at its first answer, whether it is healthy and what it
 // is; info is nil if it is no SGLang server.
 func (f *Fleet) greet(ctx context.Context, w *worker) (served probe.Models, info *probe.ServerInfo, err error) {
-	if err := f.probe.Health(ctx, w.spec, f.timing.healthLimit, false); err != nil {
+	err = f.checkWithin(ctx, w, func(limit time.Duration) error { return f.probe.Health(ctx, w.spec, limit, false) })
+	if err != nil {
 		return served, nil, err
 	}
 	if served, err = f.probe.Models(ctx, w.spec); err != nil {

@@ -46,6 +46,11 @@ type Members interface {
 	ShowCell(w kv.WorkerKey, report policy.CellReport, holds *summary.View)
 	CordonDiscovered(worker uint64, on bool) // keeps new requests from a discovered worker
 	Busy(worker uint64) bool                 // reports whether it has in-flight requests
+	Lives(worker uint64, generation int)     // its engine makes progress
+	// Missed keeps new requests from a worker, if others are there, because it has not answered
+	// health checks since a time. It returns when the worker last showed life; zero: never.
+	Missed(worker uint64, generation int, since time.Time) (lived time.Time)
+	Answers(worker uint64, generation int) // ends Missed
 }
 
 // Listener gets further notifications, by the same rules.
@@ -131,10 +136,10 @@ type timing struct {
 	healthEvery   time.Duration // between health checks of a ready one
 	firstLook     time.Duration // between a registration and the first check
 	missPause     time.Duration // between a check without an answer and the next
-	healthLimit   time.Duration // for the answer to one check
-	healthMisses  int           // checks in a row without an answer that make a worker down
+	healthLimit   time.Duration // for the answer to one check, at first
+	healthMost    time.Duration // the same of a worker that is slow
 	selfLimit     time.Duration // for the check whether an address is this router's
-	hangLimit     time.Duration // a started worker that is down for longer is killed
+	hangLimit     time.Duration // a started worker that is down, and has not answered for longer, is killed
 	modelsEvery   time.Duration // between looks at its models
 	restEvery     time.Duration // between polls of an idle worker's load, for each unhurried workers
 	lookEvery     time.Duration // minimum between looks that requests cause
@@ -150,11 +155,11 @@ type timing struct {
 	leaveLimit    time.Duration // for the requests of one that is no longer discovered
 }
 
-// defaultTiming detects a hung worker within 2 + 3·1.5 + 2·0.75 = 8 s.
+// defaultTiming has a hung worker avoided within 2 + 1.5 + 0.75 + 3 = 7.25 s.
 func defaultTiming() timing {
 	return timing{
 		readyPoll: 250 * time.Millisecond, healthEvery: 2 * time.Second, firstLook: 250 * time.Millisecond, missPause: 750 * time.Millisecond,
-		healthLimit: 1500 * time.Millisecond, healthMisses: 3, selfLimit: 250 * time.Millisecond,
+		healthLimit: 1500 * time.Millisecond, healthMost: 6 * time.Second, selfLimit: 250 * time.Millisecond,
 		modelsEvery: 10 * time.Second, restEvery: 10 * time.Second, lookEvery: time.Second, lookLimit: 2 * time.Second,
 		hangLimit: 60 * time.Second, stopLimit: 10 * time.Second,
 		backoffFirst: time.Second, backoffReset: 60 * time.Second,
@@ -192,6 +197,7 @@ type Settings struct {
 	Key       kv.Secret
 	PassKey   bool
 
+	SilenceTimeout    time.Duration // without a sign of life, after which a worker is down; 0: never
 	StartupTimeout    time.Duration // maximum time for a started worker to become ready
 	RestartBackoffMax time.Duration // maximum delay before a failed worker is restarted
 }
@@ -221,6 +227,7 @@ type Fleet struct {
 	cells     *cells.Client
 	timing    timing
 	everReady atomic.Bool        // some worker has been ready
+	silence   atomic.Int64       // without a sign of life, after which a worker is down, ns; 0: never
 	opened    chan struct{}      // closed when workers can be registered
 	lookers   chan chan struct{} // each is closed after a look at the models
 
@@ -243,6 +250,7 @@ type worker struct {
 	passKey      bool                // its key goes with clients' requests
 	follower     *follower           // nil: it is a member from the start
 	changes      chan registryChange // registrations to follow from now on; unbuffered. nil: not one of Register
+	patience     time.Duration       // with its next health check, if that is more than healthLimit
 	pageFailures int                 // in a row, of the page that names its block size
 	inferred     inference
 	discovered   *discovered        // nil: not one of Follow
@@ -268,6 +276,7 @@ func New(cfg Settings, deps Deps) *Fleet {
 		cells:  cells.NewClient(cells.Settings{TLS: cfg.TLS, Hop: cfg.Hop}),
 		opened: make(chan struct{}), lookers: make(chan chan struct{}),
 	}
+	f.silence.Store(int64(cfg.SilenceTimeout))
 	if cfg.ReadyPoll > 0 {
 		f.timing.readyPoll = cfg.ReadyPoll
 	}
@@ -370,6 +379,14 @@ func (f *Fleet) Run(ctx context.Context, members Members, listener Listener) (er
 	})
 	f.open(ctx, group)
 	return group.Wait()
+}
+
+// Drain lowers the silence after which a worker is down: requests in flight are not waited for at a
+// worker that has shown no sign of life for as long as a drain may take.
+func (f *Fleet) Drain(limit time.Duration) {
+	if now := f.silence.Load(); limit > 0 && (now == 0 || int64(limit) < now) {
+		f.silence.Store(int64(limit))
+	}
 }
 
 // SnapshotFailures returns the number of failed writes of the index snapshot.
@@ -604,7 +621,9 @@ func (f *Fleet) runStarted(ctx context.Context, w *worker) (readyFor time.Durati
 		case in.up:
 			downSince = time.Time{}
 		case downSince.IsZero():
-			downSince = time.Now()
+			if downSince = time.Now(); in.misses.Count > 0 {
+				downSince = in.misses.Since
+			}
 		case time.Since(downSince) > f.timing.hangLimit:
 			engine.Kill() // a hung process ignores SIGTERM
 			<-engine.Ended

@@ -76,6 +76,9 @@ type hooks struct {
 	Join        func(worker uint64, serves kv.Served) (radix.Index, int, error)
 	Leave       func(worker uint64)
 	Cell        func(kv.WorkerKey, policy.CellReport, *summary.View)
+	Lives       func(worker uint64, generation int)
+	Missed      func(worker uint64) (lived time.Time)
+	Answers     func(worker uint64)
 }
 
 // fakeMembers calls the hooks of a fleet.
@@ -97,6 +100,25 @@ func (m fakeMembers) Load(key kv.WorkerKey, p policy.Published) {
 }
 
 func (m fakeMembers) ShowAdapters(kv.WorkerKey, policy.AdapterReport) {}
+
+func (m fakeMembers) Missed(worker uint64, _ int, _ time.Time) (lived time.Time) {
+	if m.hooks.Missed != nil {
+		lived = m.hooks.Missed(worker)
+	}
+	return lived
+}
+
+func (m fakeMembers) Answers(worker uint64, _ int) {
+	if m.hooks.Answers != nil {
+		m.hooks.Answers(worker)
+	}
+}
+
+func (m fakeMembers) Lives(worker uint64, generation int) {
+	if m.hooks.Lives != nil {
+		m.hooks.Lives(worker, generation)
+	}
+}
 
 func (m fakeMembers) ShowCell(key kv.WorkerKey, r policy.CellReport, holds *summary.View) {
 	if m.hooks.Cell != nil {
@@ -159,7 +181,7 @@ func fakeConfig(t *testing.T, n int) fakeSettings {
 		process.Settings{Python: "/bin/sh", NumWorkers: n, BlockSize: 64, ServedModelName: "fake", GPUsPerWorker: 1, KVEvents: true, Ports: ports},
 		Settings{
 			Started: make([]kv.Disagg, n), Signs: vllm.Engine().Signs, Ports: ports, BlockSize: 64, KVEvents: true, ServedModelName: "fake",
-			StartupTimeout: 30 * time.Second, RestartBackoffMax: 50 * time.Millisecond,
+			SilenceTimeout: 300 * time.Millisecond, StartupTimeout: 30 * time.Second, RestartBackoffMax: 50 * time.Millisecond,
 		},
 	}
 }
@@ -167,7 +189,7 @@ func fakeConfig(t *testing.T, n int) fakeSettings {
 func fastTiming() timing {
 	return timing{
 		readyPoll: 10 * time.Millisecond, healthEvery: 20 * time.Millisecond, restEvery: 20 * time.Millisecond, firstLook: 10 * time.Millisecond, missPause: 5 * time.Millisecond,
-		healthLimit: 5 * time.Second, healthMisses: 3, selfLimit: 5 * time.Second,
+		healthLimit: 5 * time.Second, selfLimit: 5 * time.Second,
 		hangLimit: time.Minute, stopLimit: 5 * time.Second,
 		backoffFirst: 20 * time.Millisecond, backoffReset: time.Minute, progressEvery: time.Minute, silentAfter: 50 * time.Millisecond,
 		leaveLook: 5 * time.Millisecond, leaveLimit: time.Minute,

@@ -14,6 +14,7 @@ import (
 	"time"
 
 	"kvrouter/internal/events"
+	"kvrouter/internal/health"
 	"kvrouter/internal/kv"
 	"kvrouter/internal/probe"
 	"kvrouter/internal/process"
@@ -37,6 +38,7 @@ type incarnation struct {
 	ranks  int               // data-parallel ranks of an SGLang server; 0: unknown
 	heard  probe.Hearing     // of an SGLang server's load sockets
 	stuck  atomic.Bool       // an SGLang server's schedulers do not answer
+	shown  atomic.Int64      // when its engine last showed progress beside its answers, Unix ns
 
 	reported probe.Caches // of a vLLM server, as far as its metrics page has been read
 
@@ -58,7 +60,7 @@ type incarnation struct {
 	unanswered bool // registered, up, and silent for so long that the router itself sends it nothing
 	gone       bool // nothing listens at its address any more
 	closed     bool // nothing did while it drained: the next answer is another process's
-	misses     int  // health checks in a row without an answer
+	misses     health.Misses
 
 	warnedOfEvents bool // warnOfEvents has nothing more to say
 }
@@ -128,7 +130,10 @@ func (in *incarnation) followEvents(source events.Source) {
 	source.BlockSize = in.blockSize
 	source.Seeded = in.index.Blocks(source.Worker) > 0 // only a peer's dump can be there already
 	stream := events.NewStream(source, in.index, events.Options{
-		OnLag: func(d time.Duration) { in.f.listener.EventLag(source.Worker, d) },
+		OnLag: func(d time.Duration) {
+			in.lives()
+			in.f.listener.EventLag(source.Worker, d)
+		},
 		Peers: in.f.deps.Peers, Rarer: in.f.times, Edges: in.f.deps.Edges,
 	}, in.w.logger(in.f.log))
 	if in.blockSize == in.f.cfg.BlockSize { // a snapshot has blocks of one size
@@ -216,7 +221,7 @@ func (in *incarnation) followLoads() {
 		in.followers.Go(func() { in.f.probe.FollowLoad(ctx, s, in.w.logger(in.f.log), in.f.members.Load) })
 	}
 	counters := &probe.Counters{Transfers: in.f.members.Transferred, Adapters: in.f.members.ShowAdapters}
-	pages := probe.LoadSource{URL: in.w.spec.URL, Engine: in.engine, Key: in.w.currentKey, Rest: in.rest}
+	pages := probe.LoadSource{URL: in.w.spec.URL, Engine: in.engine, Key: in.w.currentKey, Lives: in.lives, Rest: in.rest}
 	all := pages
 	for _, target := range in.targets {
 		if in.loaded[target.Key] {
@@ -229,7 +234,7 @@ func (in *incarnation) followLoads() {
 			pages.Ranks, pages.Apart = append(pages.Ranks, target.Key), target.Ranks > 1
 			continue
 		}
-		s := probe.LoadSource{URL: pages.URL, Engine: pages.Engine, Key: pages.Key, Ranks: []kv.WorkerKey{target.Key}, Socket: socket, Apart: target.Ranks > 1}
+		s := probe.LoadSource{URL: pages.URL, Engine: pages.Engine, Key: pages.Key, Ranks: []kv.WorkerKey{target.Key}, Socket: socket, Lives: in.lives, Apart: target.Ranks > 1}
 		if in.engine == kv.EngineSGLang {
 			s.Heard = &in.heard
 			in.heard.Note(target.Key, time.Time{})
@@ -247,6 +252,18 @@ func (in *incarnation) followLoads() {
 	}
 }
 
+// livesEvery is the minimum time between two signs of life of a worker that are passed on: each
+// takes the router's lock.
+const livesEvery = 250 * time.Millisecond
+
+// lives passes on that the worker's engine makes progress.
+func (in *incarnation) lives() {
+	now, last := time.Now().UnixNano(), in.shown.Load()
+	if now-last >= int64(livesEvery) && in.shown.CompareAndSwap(last, now) {
+		in.f.members.Lives(in.w.id, in.generation)
+	}
+}
+
 // followLoadsAnew is followLoads of a worker of which more is known than when its load
 // was first followed.
 func (in *incarnation) followLoadsAnew() {
@@ -259,7 +276,7 @@ func (in *incarnation) followLoadsAnew() {
 // markUp makes the worker ready and announces its targets.
 func (in *incarnation) markUp() {
 	in.f.everReady.Store(true)
-	in.up, in.misses = true, 0
+	in.up, in.misses = true, health.Misses{}
 	if in.engine == kv.EngineSGLang && !in.watched && in.f.timing.engineEvery > 0 {
 		in.watched = true
 		spec := in.w.spec
@@ -320,12 +337,13 @@ func (in *incarnation) markDown(reason string) {
 	clear(in.announced)
 }
 
-// checkHealth checks a worker: it is down after some checks without an answer, at once
-// if nothing listens there, if its address is this router's, or if it has been healthy
-// and reports that it is not; it is up with the next good answer. A registered worker
+// checkHealth checks a worker: it is down at once if nothing listens there, if its address is
+// this router's, or if it has been healthy and reports that it is not; after some checks without
+// an answer as overdue says. It is up with the next good answer. A registered worker
 // whose URL has never answered is unanswered instead of down. With a good answer it is
 // also asked for its models, now and then.
 func (in *incarnation) checkHealth() {
+	began := time.Now()
 	err := in.checkAlive()
 	if in.ctx.Err() != nil {
 		return
@@ -356,12 +374,11 @@ func (in *incarnation) checkHealth() {
 		in.f.log.Warn(fmt.Sprintf("%s: cannot check its health because the router lacks file descriptors or ports: raise the limit of open files (ulimit -n), or lower --max-connections", in.w), "error", err)
 		return
 	}
-	in.misses++
+	in.misses.Add(began)
 	in.gone = probe.Refused(err)
-	var stuck errStuck
-	saysNo := in.answered && (probe.Answered(err) || errors.As(err, &stuck))
+	saysNo := in.answered && probe.Answered(err)
 	back := errors.Is(err, probe.ErrLeadsBack)
-	if !in.up || !in.gone && !saysNo && !back && in.misses < in.f.timing.healthMisses {
+	if !in.up || !in.gone && !saysNo && !back && !in.overdue(err) {
 		return
 	}
 	if in.w.registered() && !in.met && !back {
@@ -377,6 +394,21 @@ func (in *incarnation) checkHealth() {
 	}
 	in.f.log.Log(in.ctx, level, fmt.Sprintf("%s: down: %v", in.w, err), "url", in.w.spec.URL)
 	in.markDown(err.Error())
+}
+
+// overdue notes that a worker that is up has not answered a health check, which alone proves
+// nothing, and reports whether it is down.
+func (in *incarnation) overdue(err error) bool {
+	var lived time.Time
+	var stuck errStuck
+	isStuck, now := errors.As(err, &stuck), time.Now()
+	if isStuck || in.misses.Avoid() {
+		lived = in.f.members.Missed(in.w.id, in.generation, in.misses.Since)
+	}
+	if isStuck {
+		return now.Sub(lived) >= time.Duration(stuck)
+	}
+	return in.misses.Down(probe.TimedOut(err), in.met || in.answered, lived, time.Duration(in.f.silence.Load()), now)
 }
 
 // mayDrain reports whether a draining worker may still finish its requests after this
@@ -398,15 +430,18 @@ func (in *incarnation) markHealthy() {
 		in.f.log.Info(fmt.Sprintf("%s: up again", in.w))
 		in.markUp()
 	}
-	in.misses, in.gone = 0, false
+	if in.misses.Count > 0 {
+		in.f.members.Answers(in.w.id, in.generation)
+	}
+	in.misses, in.gone = health.Misses{}, false
 }
 
 // pause is the time until the next health check.
 func (in *incarnation) pause() time.Duration {
-	if in.up && in.misses > 0 && !in.unanswered {
+	if in.up && in.misses.Count > 0 && !in.unanswered {
 		return in.f.timing.missPause
 	}
-	return in.f.pauseAfter(in.misses)
+	return in.f.pauseAfter(in.misses.Count)
 }
 
 // pauseAfter is the time between health checks after that many misses in a row. It is
@@ -441,6 +476,16 @@ func (in *incarnation) rest() time.Duration {
 		return 0
 	}
 	return in.f.timing.restEvery * time.Duration(times)
+}
+
+// checkWithin runs a health check of the worker within its limit, which is at least healthLimit.
+func (f *Fleet) checkWithin(ctx context.Context, w *worker, check func(limit time.Duration) error) error {
+	limit, began := max(w.patience, f.timing.healthLimit), time.Now()
+	err := check(limit)
+	if late := probe.TimedOut(err); ctx.Err() == nil && (late || err == nil || probe.Answered(err)) {
+		w.patience = health.NextLimit(limit, time.Since(began), late, f.timing.healthMost)
+	}
+	return err
 }
 
 // spread shortens a pause by up to a fifth.

@@ -198,7 +198,7 @@ func (f *Fleet) awaitRegistered(ctx context.Context, w *worker, now registryChan
 		case <-w.wake:
 		case <-time.After(f.pauseAfter(misses)):
 		}
-		err := f.probe.Health(ctx, w.spec, f.timing.healthLimit, answered)
+		err := f.checkWithin(ctx, w, func(limit time.Duration) error { return f.probe.Health(ctx, w.spec, limit, answered) })
 		if err == nil || !answered && probe.Rejected(err) {
 			return now, err == nil
 		}

@@ -98,14 +98,16 @@ func (e errStuck) Error() string {
 // healthy is asked for /ping, which is free: its /health computes a token, and takes a
 // second.
 func (in *incarnation) checkAlive() error {
-	limit := in.f.timing.healthLimit
-	if in.engine != kv.EngineSGLang || !in.answered {
-		return in.f.probe.Health(in.ctx, in.w.spec, limit, in.answered)
-	}
-	err := in.f.probe.Ping(in.ctx, in.w.spec, limit)
-	if probe.NotFound(err) {
-		return in.f.probe.Health(in.ctx, in.w.spec, limit, true)
-	}
+	err := in.f.checkWithin(in.ctx, in.w, func(limit time.Duration) error {
+		if in.engine != kv.EngineSGLang || !in.answered {
+			return in.f.probe.Health(in.ctx, in.w.spec, limit, in.answered)
+		}
+		err := in.f.probe.Ping(in.ctx, in.w.spec, limit)
+		if probe.NotFound(err) {
+			return in.f.probe.Health(in.ctx, in.w.spec, limit, true)
+		}
+		return err
+	})
 	if err == nil && in.stuck.Load() {
 		return errStuck(in.f.timing.engineLimit)
 	}

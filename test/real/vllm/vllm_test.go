@@ -8,10 +8,12 @@ import (
 	"fmt"
 	"io"
 	"math/rand/v2"
+	"net"
 	"net/http"
 	"strconv"
 	"strings"
 	"sync"
+	"sync/atomic"
 	"syscall"
 	"testing"
 	"time"
@@ -313,13 +315,19 @@ func tracedChat(t *testing.T, s *test.Router, content string, stream bool, heade
 	for i := 0; i+1 < len(headers); i += 2 {
 		request.Header.Add(headers[i], headers[i+1])
 	}
+	return statusOf(t, request)
+}
+
+// statusOf sends a request, reads the whole answer and returns its status; 0: there is none.
+func statusOf(t *testing.T, request *http.Request) int {
 	response, err := http.DefaultClient.Do(request)
 	if err != nil {
-		t.Fatal(err)
+		t.Error(err)
+		return 0
 	}
 	defer response.Body.Close()
 	if _, err := io.Copy(io.Discard, response.Body); err != nil {
-		t.Fatal(err)
+		t.Error(err)
 	}
 	return response.StatusCode
 }
@@ -412,6 +420,8 @@ func TestPrefillAndDecodeWorkersOnRealVLLM(t *testing.T) {
 		}
 	}
 
+	namesNoHosts(t, s, model)
+
 	// The prefill worker dies with a prompt: the decode worker does all of it, at
 	// once and from then on.
 	dying := make(chan test.Answer, 1)
@@ -447,6 +457,70 @@ func TestPrefillAndDecodeWorkersOnRealVLLM(t *testing.T) {
 		t.Errorf("a chat after the restart: %+v", a)
 	}
 	nothingHeld(s)
+}
+
+// namesNoHosts has clients name a host from which the decode worker is to load blocks: it never
+// connects there, unless it is asked directly.
+func namesNoHosts(t *testing.T, s *test.Pair, model string) {
+	foreign, err := net.Listen("tcp", "127.0.0.1:0")
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer foreign.Close()
+	var connections atomic.Int32
+	go func() { // ends with the listener
+		for {
+			conn, err := foreign.Accept()
+			if err != nil {
+				return
+			}
+			connections.Add(1)
+			conn.Close()
+		}
+	}()
+	port := foreign.Addr().(*net.TCPAddr).Port
+	params := fmt.Sprintf(`{"do_remote_prefill":true,"do_remote_decode":false,"remote_engine_id":"foreign","remote_request_id":"foreign","remote_block_ids":[[1,2,3,4]],"remote_host":"127.0.0.1","remote_port":%d,"tp_size":1}`, port)
+	random := rand.New(rand.NewPCG(9, 9))
+	prompt := func() string { return proxy.Quoted(test.Words(random, 300)) }
+	chat := func(more string) string {
+		return `{"model":"` + model + `","messages":[{"role":"user","content":` + prompt() + `}],"max_tokens":4` + more + `}`
+	}
+	address := foreign.Addr().String()
+	header := http.Header{"X-Prefiller-Host-Port": {address}, "X-Kv-Cache-Source-Host-Port": {address}, "X-Data-Parallel-Host-Port": {address}}
+	for _, c := range []struct {
+		path, body string
+		want       int
+	}{
+		{"/v1/chat/completions", chat(`,"kv_transfer_params":` + params), 400},
+		{"/v1/chat/completions", chat(`,"\u006bv_transfer_params":` + params), 400},
+		{"/v1/chat/completions", chat(`,"kv_transfer_params":null,"kv_transfer_params":` + params), 400},
+		{"/v1/chat/completions", chat(`,"vllm_xargs":{"kv_transfer_params":"x"}`), 400},
+		{"/v1/messages", chat(`,"kv_transfer_params":` + params), 400},
+		{"/v1/completions", `{"prompt":` + prompt() + `,"max_tokens":4,"kv_transfer_params":` + params + `}`, 400},
+		{"/v1/responses", `{"input":` + prompt() + `,"max_output_tokens":4,"kv_transfer_params":` + params + `}`, 400},
+		{"/inference/v1/generate", `{"token_ids":[1,2,3],"sampling_params":{"max_tokens":4,"extra_args":{"kv_transfer_params":` + params + `}}}`, 400},
+		{"/v1/chat/completions", chat(`,"kv_transfer_params":null`), 200},
+	} {
+		request, _ := http.NewRequest(http.MethodPost, s.OpenAI+c.path, strings.NewReader(c.body))
+		request.Header = header.Clone()
+		request.Header.Set("Content-Type", "application/json")
+		if got := statusOf(t, request); got != c.want {
+			t.Errorf("%s %.200s: %d, want %d", c.path, c.body[max(0, len(c.body)-200):], got, c.want)
+		}
+	}
+	if n := connections.Load(); n != 0 {
+		t.Errorf("%d connections to a host that clients named", n)
+	}
+	// The same request does so where nothing stands in between.
+	request, _ := http.NewRequest(http.MethodPost, *s.Workers()[test.Decode].Endpoint+"/v1/chat/completions", strings.NewReader(chat(`,"kv_transfer_params":`+params)))
+	request.Header.Set("Content-Type", "application/json")
+	done := make(chan struct{})
+	go func() { // ends with the request
+		defer close(done)
+		statusOf(t, request)
+	}()
+	testkit.Eventually(t, time.Minute, "a connection to the foreign host", func() bool { return connections.Load() > 0 })
+	<-done
 }
 
 // nothingHeld checks that an idle site soon holds no bookings and its engines no
