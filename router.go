@@ -128,14 +128,14 @@ func build(ctx context.Context, config Config, log *slog.Logger) (*app, error) {
 	}
 	r.telemetry = telemetry.New(telemetry.Deps{Names: r.router.Names(), Fleet: r.fleet.IDs, Thompson: r.router, Exemplars: r.tracer != nil, Compared: r.fleet.Compared, Workers: config.MetricsLimit})
 	r.proxy = proxy.New(config.proxySettings(), proxy.Deps{
-		Observer: r.telemetry, Failed: r.fleet.ReportFailure, Names: r.router.Names(), Hop: config.Hop, Transport: web.NewTransport(config.WorkerTLS), Log: log,
+		Observer: r.telemetry, Failed: r.fleet.ReportFailure, Names: r.router.Names(), Hop: config.Hop, Transport: web.NewTransport(config.WorkerTLS), Answers: config.Bodies.Answers(), Log: log,
 	})
 	r.models = models.New(config.modelSettings(), models.Deps{Router: r.router, Index: r.changed, Tokenizer: r.model, TokenizerRefused: r.model == nil && config.Model != "", Ask: r.proxy.Ask, Look: r.fleet.LookForModels, Log: log})
 	r.teller = r.tellRoutersAbove(book)
 	r.telemetry.Register(r.teller.Collector())
 	r.tenants = telemetry.NewTenants(r.models.Tenants)
 	r.partitions = selection.NewPartitions(config.ServedModelName, r.models)
-	r.keys, r.bodies = keys.New(config.Keys, config.APIKey), web.NewBodies(config.MaxBodyBytes, config.Bodies.MaxInflightBodyBytes)
+	r.keys, r.bodies = keys.New(config.Keys, config.APIKey), web.NewBodies(config.MaxBodyBytes, config.Bodies.Memory(config.MaxBodyBytes))
 	useKeys, err := r.keys.Read()
 	if err != nil {
 		return nil, err

@@ -99,7 +99,7 @@ func (r *inference) finish(written int) {
 	if x.Status == 0 {
 		x.Status = written
 	}
-	r.api.bodies.Done(r.raw)
+	r.api.bodies.Done(r.client, r.raw)
 	r.api.observers.finished(x)
 	r.api.log.Debug("request", "id", x.ID, "route", x.Route, "status", x.Status, "worker", x.Worker, "tokens", x.Decision.Tokens,
 		"overlap", x.Decision.OverlapTokens, "cached", x.Usage.CachedTokens, "seconds", time.Since(x.Arrived).Seconds())

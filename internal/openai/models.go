@@ -20,7 +20,7 @@ func (a *API) tokenized(serve func(*tokens.Source, context.Context, []byte) ([]b
 		if !ok {
 			return
 		}
-		defer a.bodies.Done(body)
+		defer a.done(c, body)
 		parsed, ok := jsonbody.Parse(body)
 		if !ok {
 			parsed = &jsonbody.Body{Raw: body}

@@ -26,6 +26,7 @@ import (
 	"kvrouter/internal/jsonbody"
 	"kvrouter/internal/kv"
 	"kvrouter/internal/policy"
+	"kvrouter/internal/quota"
 	"kvrouter/internal/router"
 	"kvrouter/internal/tracing"
 	"kvrouter/internal/web"
@@ -234,6 +235,7 @@ type Deps struct {
 	Names     *kv.Names           // of workers; nil: their ids
 	Hop       web.Hop             // added to the Via header of requests to workers
 	Transport http.RoundTripper   // to workers; nil: without TLS settings
+	Answers   *quota.Pool         // memory of answers that are held back, bytes; nil: the default of web.BodySettings
 	Log       *slog.Logger
 }
 
@@ -247,6 +249,7 @@ type Proxy struct {
 	hop       web.Hop
 	budget    *health.Budget // of retries
 	client    *http.Client
+	answers   *quota.Pool // memory of answers, bytes
 	log       *slog.Logger
 	now       func() time.Time
 	streams   sync.Pool // of *streamBuffer
@@ -267,8 +270,11 @@ func New(settings Settings, deps Deps) *Proxy {
 	if deps.Transport == nil {
 		deps.Transport = web.NewTransport(nil)
 	}
+	if deps.Answers == nil {
+		deps.Answers = web.BodySettings{}.Answers()
+	}
 	return &Proxy{
-		settings: settings, observer: deps.Observer, failed: deps.Failed, names: deps.Names, hop: deps.Hop, log: deps.Log,
+		answers: deps.Answers, settings: settings, observer: deps.Observer, failed: deps.Failed, names: deps.Names, hop: deps.Hop, log: deps.Log,
 		budget: health.NewBudget(settings.RetryBudget), client: web.NewClient(deps.Transport), now: time.Now,
 		streams:    sync.Pool{New: func() any { return new(streamBuffer) }},
 		inflights:  inflights{workers: map[uint64]*workerInflight{}},

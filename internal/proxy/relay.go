@@ -101,14 +101,14 @@ func writeHead(w http.ResponseWriter, response *http.Response, u Upstream, x *Ex
 }
 
 // relayWhole relays an answer that is no stream. It is read before anything is
-// written, as far as bufferedAnswer goes, so that a worker that dies over it
+// written, as far as hold goes, so that a worker that dies over it
 // has not answered. With retry the same holds for one that stops the answer, as a
 // vLLM that shuts down does; SGLang stops what its client has aborted.
 func (p *Proxy) relayWhole(w http.ResponseWriter, answer *upstreamAnswer, u Upstream, x *Exchange, retry bool) error {
 	worker := x.Decision.Target.Key.Worker
-	body, err := io.ReadAll(io.LimitReader(answer, bufferedAnswer))
+	body, whole, err := p.hold(answer, u.Client)
+	defer func() { p.answers.Give(u.Client, int64(cap(body))) }()
 	if err != nil {
-		answer.heard() // the time to write ended with the wait: the client gets an error
 		return p.unanswered(worker, err, health.Broken)
 	}
 	usage, finish := outcome(u.Route, body)
@@ -126,7 +126,7 @@ func (p *Proxy) relayWhole(w http.ResponseWriter, answer *upstreamAnswer, u Upst
 	if _, err := w.Write(body); err != nil {
 		return errors.Join(ErrAnswered, err)
 	}
-	if len(body) < bufferedAnswer {
+	if whole {
 		return nil
 	}
 	if _, err := io.Copy(w, answer); err != nil {
@@ -136,6 +136,21 @@ func (p *Proxy) relayWhole(w http.ResponseWriter, answer *upstreamAnswer, u Upst
 		return errors.Join(ErrAnswered, err)
 	}
 	return nil
+}
+
+// hold reads an answer, or its beginning: up to bufferedAnswer, or as long as there is memory for
+// the client's answers. The rest then comes no faster than the client takes it. The memory is
+// to be given back.
+func (p *Proxy) hold(answer *upstreamAnswer, client string) (body []byte, whole bool, err error) {
+	announced := answer.ContentLength
+	if announced > bufferedAnswer {
+		announced = -1
+	}
+	body, err = web.Fill(io.LimitReader(answer, bufferedAnswer), announced, bufferedAnswer, func(has, n int64) bool { return p.answers.Take(client, has, n) })
+	if errors.Is(err, web.ErrNoMemory) {
+		return body, false, nil
+	}
+	return body, len(body) < bufferedAnswer, err
 }
 
 // streamRelay is the relaying of one stream of server-sent events.
@@ -357,7 +372,6 @@ func (r *streamRelay) tell(err error) {
 // fail ends a stream that broke off with err.
 func (r *streamRelay) fail(err error) error {
 	p, worker := r.proxy, r.x.Decision.Target.Key.Worker
-	r.answer.heard() // the time to write ended with the wait: the client gets an error
 	r.note()
 	if !r.started {
 		return p.unanswered(worker, err, health.Broken)
