@@ -114,7 +114,7 @@ func (r *inference) upstream(c *gin.Context) proxy.Upstream {
 		CachedTokensMislead: r.countsMore() || proxy.ComputesAnew(body), Paired: r.paired, Parsed: body, Aggregated: r.whole, Gateway: r.gateway, Below: r.below,
 	}
 	if x.Route == proxy.ResponsesRoute && body.Get("store").Type != gjson.False {
-		u.Stored = func(id string, worker uint64) { a.noteStored(id, worker, r.caller.Owner()) }
+		u.Stored = func(worker uint64, id string) { a.noteStored(id, worker, r.caller.Owner()) }
 	}
 	if a.settings.CollectUsage && (r.kind == tokens.ChatPrompt || r.kind == tokens.CompletionPrompt) {
 		u.Head, u.Body, u.HideUsage = proxy.AskForUsage(body)

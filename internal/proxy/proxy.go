@@ -70,9 +70,9 @@ type Upstream struct {
 	// Below sets the headers of a request to a router below this one; nil: they are those to
 	// workers.
 	Below func(http.Header)
-	// Stored is called with the id of an answer that its worker may keep, before the client gets
-	// that; nil: nothing is done.
-	Stored func(id string, worker uint64)
+	// Stored is called with the id of an answer that that worker may keep, before the client gets
+	// it; nil: nothing is done.
+	Stored func(worker uint64, id string)
 	// PromptTokens go to the workers that take them; nil: every worker gets the text.
 	PromptTokens *PromptTokens
 
@@ -112,9 +112,9 @@ func (p *Proxy) request(ctx context.Context, u *Upstream, t kv.Target) (*http.Re
 }
 
 // stores reports an answer that its worker may keep.
-func (u *Upstream) stores(id string, worker uint64) {
+func (u *Upstream) stores(x *Exchange, id string) {
 	if u.Stored != nil && id != "" {
-		u.Stored(id, worker)
+		u.Stored(x.Decision.Target.Key.Worker, id)
 	}
 }
 

@@ -116,11 +116,11 @@ func (p *Proxy) relayWhole(w http.ResponseWriter, answer *upstreamAnswer, u Upst
 		return &workerError{worker: worker, called: x.Worker, err: errors.New("stopped its answer: " + finish), abort: &abortError{why: finish}}
 	}
 	x.Usage, x.Ending, x.finish = usage, endingOf(answer.StatusCode, finish), finish
-	if u.Route == ResponsesRoute && answer.StatusCode == http.StatusOK {
-		u.stores(gjson.GetBytes(body, "id").Str, x.Decision.Target.Key.Worker)
-	}
 	if !u.claims() {
 		return errOutrun
+	}
+	if u.Route == ResponsesRoute && answer.StatusCode == http.StatusOK {
+		u.stores(x, gjson.GetBytes(body, "id").Str)
 	}
 	writeHead(w, answer.Response, u, x)
 	if _, err := w.Write(body); err != nil {
@@ -229,10 +229,6 @@ func (r *streamRelay) take(chunk []byte) error {
 	if r.failsAtOnce() {
 		return r.engineError()
 	}
-	if r.events.storedID != r.storedID {
-		r.storedID = r.events.storedID
-		r.u.stores(r.storedID, x.Decision.Target.Key.Worker)
-	}
 	if r.events.Count > 0 {
 		now := p.now()
 		if r.last.IsZero() {
@@ -295,6 +291,10 @@ func (r *streamRelay) write(out []byte) error {
 func (r *streamRelay) send(out []byte) error {
 	if err := r.start(); err != nil {
 		return err
+	}
+	if r.events.storedID != r.storedID {
+		r.storedID = r.events.storedID
+		r.u.stores(r.x, r.storedID)
 	}
 	if len(r.held) > 0 {
 		out, r.held = append(r.held, out...), nil
