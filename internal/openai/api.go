@@ -94,7 +94,7 @@ func New(s Settings, deps Deps) *API {
 		stored: cmp.Or(deps.Stored, &Stored{}), shareStored: deps.ShareStored,
 	}
 	a.engine.Use(web.CORS(s.CORSOrigins), deps.Hop.Refuse)
-	guard, place := a.keys.Guard(web.OpenAIError), a.places()
+	guard, place := a.keys.Guard(web.Fail), a.places()
 	a.engine.NoRoute(func(c *gin.Context) {
 		if g := gatewayOf(c); g == nil || !g.Any {
 			a.fail(c, http.StatusNotFound, "", fmt.Sprintf("no such route: %s %s", c.Request.Method, c.Request.URL.Path))
@@ -121,7 +121,7 @@ func New(s Settings, deps Deps) *API {
 	clients.DELETE("/v1/responses/:id", a.storedRoute(""))
 	clients.POST("/v1/responses/:id/cancel", a.storedRoute("/cancel"))
 	clients.GET("/v1/responses/:id/input_items", a.storedRoute("/input_items"))
-	own := web.OwnPages(s.Host, a.keys.Asks(), web.OpenAIError)
+	own := web.OwnPages(s.Host, a.keys.Asks(), web.Fail)
 	clients.GET(realtimeRoute, web.ListedPages(s.CORSOrigins, own), a.realtime)
 	for path, kind := range tokens.Routes {
 		clients.POST(path, func(c *gin.Context) { a.infer(c, path, kind) })
@@ -254,8 +254,7 @@ func (a *API) noModel(c *gin.Context, name string) {
 	a.fail(c, http.StatusNotFound, "model", fmt.Sprintf("The model `%.256s` does not exist.", name))
 }
 
-// fail answers with an error in OpenAI's shape.
+// fail answers with an error in the dialect of the route.
 func (a *API) fail(c *gin.Context, status int, param, message string) {
-	c.Header(web.HeaderRequest, web.RequestID(c))
-	c.Data(status, "application/json", web.ErrorJSON(status, web.ErrorType(status), param, message))
+	web.FailParam(c, status, param, message)
 }

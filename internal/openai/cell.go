@@ -18,11 +18,11 @@ func (a *API) serveCell(stream http.Handler) {
 	}
 	s := &a.settings
 	keyed := s.RouterKeys.Asked() || a.keys.Asks()
-	a.engine.GET(cells.Path, web.OwnPages(s.Host, keyed, web.OpenAIError), func(c *gin.Context) {
+	a.engine.GET(cells.Path, web.OwnPages(s.Host, keyed, web.Fail), func(c *gin.Context) {
 		if given := web.Bearer(c.Request); s.RouterKeys.Asked() && s.RouterKeys.Known(given) {
 			return
 		} else if s.RouterKeys.Asked() && !a.keys.Asks() {
-			s.RouterKeys.Refuse(c, given, cells.Path+" needs a key of the router port (--router-api-key): send it as Authorization: Bearer KEY", web.OpenAIError)
+			s.RouterKeys.Refuse(c, given, cells.Path+" needs a key of the router port (--router-api-key): send it as Authorization: Bearer KEY", web.Fail)
 			return
 		}
 		caller, err := a.keys.Caller(c.Request)

@@ -60,7 +60,7 @@ func (a *API) infer(c *gin.Context, path string, kind tokens.Kind) {
 	if !r.owns(c) {
 		return
 	}
-	r.findPrompt()
+	r.findPrompt(c.Request.URL.Path)
 	if !r.stays(c) {
 		return
 	}
@@ -114,7 +114,7 @@ func (r *inference) upstream(c *gin.Context) proxy.Upstream {
 		CachedTokensMislead: r.countsMore() || proxy.ComputesAnew(body), Paired: r.paired, Parsed: body, Aggregated: r.whole, Gateway: r.gateway, Below: r.below,
 	}
 	if x.Route == proxy.ResponsesRoute && body.Get("store").Type != gjson.False {
-		u.Stored = func(id string) { a.noteStored(id, x.Decision.Target.Key.Worker, r.caller.Owner()) }
+		u.Stored = func(id string, worker uint64) { a.noteStored(id, worker, r.caller.Owner()) }
 	}
 	if a.settings.CollectUsage && (r.kind == tokens.ChatPrompt || r.kind == tokens.CompletionPrompt) {
 		u.Head, u.Body, u.HideUsage = proxy.AskForUsage(body)

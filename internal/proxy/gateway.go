@@ -245,7 +245,7 @@ func (p *Proxy) relayPieces(w http.ResponseWriter, answer *upstreamAnswer, u Ups
 		}
 	}
 	if u.Route == ResponsesRoute && answer.StatusCode == http.StatusOK {
-		u.stores(gjson.GetBytes(body, "id").Str)
+		u.stores(gjson.GetBytes(body, "id").Str, x.Decision.Target.Key.Worker)
 	}
 	x.Usage, x.finish = outcome(u.Route, body)
 	x.Ending = endingOf(answer.StatusCode, x.finish)

@@ -41,7 +41,8 @@ func (p *Proxy) Tunnel(w http.ResponseWriter, r *http.Request, header http.Heade
 	}
 	ctx, cancel := context.WithCancelCause(r.Context())
 	defer cancel(nil)
-	f := p.sent(decision.Booking, target, cancel, watch{})
+	f := p.sent(decision.Booking, target, cancel, &Upstream{}, false)
+	f.reads.Store(false) // both sides may be silent
 	defer p.ended(f)
 	header = p.header(header, target)
 	header.Set("Connection", "Upgrade")

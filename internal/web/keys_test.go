@@ -21,7 +21,7 @@ func askFrom(k *Keys, address, key string) int {
 // answerTo returns the status of the answer to a request from an address.
 func answerTo(k *Keys, r *http.Request, address string) int {
 	engine := gin.New()
-	engine.GET("/", RequireKey(k, "the key", OpenAIError))
+	engine.GET("/", RequireKey(k, "the key", Fail))
 	r.RemoteAddr = address
 	w := httptest.NewRecorder()
 	engine.ServeHTTP(w, r)
