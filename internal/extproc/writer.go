@@ -151,6 +151,14 @@ func (w *writer) refuse(err error) error {
 // finish sends the rest once the handler has ended.
 func (w *writer) finish() error {
 	s := w.stream
+	if !s.phase.CompareAndSwap(waits, handled) && s.phase.Load() == own {
+		select {
+		case <-s.over:
+			return nil
+		case <-s.grpc.Context().Done():
+			return status.Error(codes.Canceled, "the request has ended")
+		}
+	}
 	switch {
 	case w.err != nil:
 		return w.err
@@ -162,7 +170,7 @@ func (w *writer) finish() error {
 	case s.headed && s.empty:
 		return nil
 	case s.headed && s.answered.trailed():
-		return s.send(&extprocv3.ProcessingResponse{Response: &extprocv3.ProcessingResponse_ResponseTrailers{ResponseTrailers: new(extprocv3.TrailersResponse)}})
+		return s.send(trailersResponse())
 	case s.headed && !s.answered.whole() && !strings.HasPrefix(s.came.Get("Content-Type"), "text/event-stream"): // such a stream has ended with an error event
 		return status.Error(codes.Internal, proxy.ErrAnswered.Error()) // which resets the client's stream
 	case s.headed:

@@ -37,7 +37,8 @@ type Settings struct {
 	CollectUsage     bool      // ask workers for the usage of streams
 	PageURL          string    // of the dashboard; empty: there is none
 	CORSOrigins      []string  // whose pages may use the port; empty: none
-	Places           int       // maximum number of requests of all clients at the same time; 0: no limit
+	Places           int       // maximum number of requests at the same time; 0: no limit
+	GatewayPlaces    int       // the same of requests that come through gateways
 
 	RequestTimeout    time.Duration                // longest wait for a worker's next byte
 	ClassTTFT         map[fair.Class]time.Duration // objective of the time to first token of requests without one
@@ -93,16 +94,13 @@ func New(s Settings, deps Deps) *API {
 		stored: cmp.Or(deps.Stored, &Stored{}), shareStored: deps.ShareStored,
 	}
 	a.engine.Use(web.CORS(s.CORSOrigins), deps.Hop.Refuse)
-	guard := a.keys.Guard(web.Fail)
+	guard, place := a.keys.Guard(web.Fail), a.places()
 	a.engine.NoRoute(func(c *gin.Context) {
-		if g := gatewayOf(c); g != nil && g.Any {
-			if guard(c); !c.IsAborted() {
-				a.infer(c, "*", tokens.NoPrompt)
-			}
-			return
+		if g := gatewayOf(c); g == nil || !g.Any {
+			a.fail(c, http.StatusNotFound, "", fmt.Sprintf("no such route: %s %s", c.Request.Method, c.Request.URL.Path))
+			c.Abort()
 		}
-		a.fail(c, http.StatusNotFound, "", fmt.Sprintf("no such route: %s %s", c.Request.Method, c.Request.URL.Path))
-	})
+	}, guard, place, func(c *gin.Context) { a.infer(c, "*", tokens.NoPrompt) })
 	a.engine.NoMethod(func(c *gin.Context) {
 		a.fail(c, http.StatusMethodNotAllowed, "", fmt.Sprintf("%s does not accept %s", c.Request.URL.Path, c.Request.Method))
 	})
@@ -114,9 +112,7 @@ func New(s Settings, deps Deps) *API {
 		a.fail(c, http.StatusServiceUnavailable, "", "too many readers of /metrics: try again")
 	}), gin.WrapH(deps.Metrics))
 
-	clients := a.engine.Group("/", guard, web.Within(web.Places(s.Places), a.clientOf, func(c *gin.Context) {
-		a.fail(c, http.StatusServiceUnavailable, "", fmt.Sprintf("all %d places for requests (--max-connections), or your share of them, are taken: try again", s.Places))
-	}))
+	clients := a.engine.Group("/", guard, place)
 	clients.GET("/v1/models", a.listModels)
 	clients.GET("/v1/models/:model", a.listModels)
 	clients.POST("/tokenize", a.tokenized((*tokens.Source).Tokenize))

@@ -3,10 +3,12 @@ package openai
 import (
 	"io"
 	"net/http"
+	"net/http/httptest"
 	"strings"
 	"testing"
 
 	"kvrouter/internal/keys"
+	"kvrouter/internal/proxy"
 	"kvrouter/internal/testkit"
 )
 
@@ -60,5 +62,37 @@ func TestRequestsOfOneKeyLeavePlacesForOthers(t *testing.T) {
 	}
 	if response := ask("key-b", testkit.ChatPath); response.StatusCode != http.StatusOK {
 		t.Errorf("once its requests have ended: %s", response.Status)
+	}
+}
+
+// TestUnknownRoutesOfGatewaysCountForTheirKey: its limit of concurrent requests holds there, too.
+func TestUnknownRoutesOfGatewaysCountForTheirKey(t *testing.T) {
+	file := strings.TrimPrefix(keysFile(t, "- {name: a, key: key-a, limits: {concurrent-requests: 1}}"), "--api-keys-file=")
+	h := newTestAPI(t, setup{Keys: keys.Settings{APIKeysFile: file}}, "http://127.0.0.1:1")
+	come, leave := make(chan bool), make(chan bool)
+	ask := func(send func() (*http.Response, string, error)) int {
+		r, w := httptest.NewRequest(http.MethodPost, "/any/route", strings.NewReader("{}")), httptest.NewRecorder()
+		r.Header.Set("Authorization", "Bearer key-a")
+		h.api.ServeGateway(w, r, &proxy.Gateway{Any: true, Send: func(proxy.Routed) (*http.Response, string, error) { return send() }})
+		return w.Code
+	}
+	answer := func() (*http.Response, string, error) {
+		return &http.Response{StatusCode: http.StatusOK, Header: http.Header{}, Body: http.NoBody}, "", nil
+	}
+	first := make(chan int)
+	go func() { // until leave
+		first <- ask(func() (*http.Response, string, error) {
+			come <- true
+			<-leave
+			return answer()
+		})
+	}()
+	<-come
+	if status := ask(answer); status != http.StatusTooManyRequests {
+		t.Errorf("a second request: %d", status)
+	}
+	leave <- true
+	if status := <-first; status != http.StatusOK {
+		t.Errorf("the first request: %d", status)
 	}
 }

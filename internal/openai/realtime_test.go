@@ -236,6 +236,7 @@ func TestWebSocketsAreChargedToTheirKey(t *testing.T) {
 	if end, err := io.ReadAll(text); err != nil || len(end) < 4 || end[0] != 0x88 || !strings.Contains(string(end), "rate limit of this key") {
 		t.Errorf("the connection ends with %q, %v", end, err)
 	}
+	testkit.Eventually(t, 10*time.Second, "the booking has ended", func() bool { return m.router.Load(kv.WorkerKey{}).InFlight == 0 })
 	if _, _, response := upgrade(t, m.testAPI, "Authorization: Bearer k\r\n"); response.StatusCode != http.StatusTooManyRequests || response.Header.Get("Retry-After") == "" {
 		t.Errorf("a key in debt: %s %v", response.Status, response.Header)
 	}

@@ -54,14 +54,14 @@ func (s *Migration) whyNotOnSGLang(body *jsonbody.Body) string {
 			return v.Exists() && v.Type != gjson.Null && v.Type != gjson.False
 		})
 	}
-	number := func(key string, neutral float64) bool {
+	sets := func(key string, neutral float64) bool {
 		v := params(key)
-		return v.Type == gjson.Number && v.Num != neutral
+		return v.Type == gjson.Number && v.Num != neutral || v.Type == gjson.String
 	}
 	switch {
 	case is(params, "json_schema", "regex", "ebnf", "structural_tag"):
 		return whyGuided
-	case number("presence_penalty", 0), number("frequency_penalty", 0), number("repetition_penalty", 1):
+	case sets("presence_penalty", 0), sets("frequency_penalty", 0), sets("repetition_penalty", 1):
 		return whyPenalty
 	case is(params, "stop_regex"):
 		return whyRegex
@@ -204,8 +204,8 @@ func (s *Migration) generateRest(body *jsonbody.Body) *jsonbody.Body {
 	var fields, less []jsonbody.Field
 	for _, m := range jsonbody.Members(body.Get("sampling_params")) {
 		fields = append(fields, jsonbody.Field{Key: m.Key, Raw: m.Value.Raw})
-		if m.Key == "min_new_tokens" && m.Value.Type == gjson.Number {
-			less = append(less, jsonbody.Field{Key: m.Key, Raw: strconv.Itoa(max(0, int(m.Value.Int())-s.sent))})
+		if m.Key == "min_new_tokens" && given(m.Value) {
+			less = append(less, jsonbody.Field{Key: m.Key, Raw: strconv.Itoa(max(0, number(m.Value)-s.sent))})
 		}
 	}
 	if left, limited := s.left(body); limited {

@@ -130,16 +130,20 @@ func NewMigration(route string, body *jsonbody.Body, prompt []uint32, exact, sev
 
 // whyNotContinued returns why an answer to the request cannot be continued; empty: it can.
 func whyNotContinued(body *jsonbody.Body) string {
-	number := func(key string) bool { v := body.Get(key); return v.Type == gjson.Number && v.Num != 0 }
+	logprobs := body.Get("logprobs").Type
+	sets := func(key string) bool {
+		v := body.Get(key)
+		return v.Type == gjson.Number && v.Num != 0 || v.Type == gjson.String
+	}
 	switch format := body.Get("response_format"); {
 	case asks(body, "tools") && body.Get("tool_choice").Str != "none", asks(body, "functions"):
 		return whyTools
 	case format.IsObject() && format.Get("type").Str != "text",
 		slices.ContainsFunc([]string{"structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar"}, func(key string) bool { return asks(body, key) }):
 		return whyGuided
-	case number("presence_penalty"), number("frequency_penalty"):
+	case sets("presence_penalty"), sets("frequency_penalty"):
 		return whyPenalty
-	case asks(body, "prompt_logprobs"), asks(body, "echo"), body.Get("logprobs").Type == gjson.Number, asks(body, "suffix"):
+	case asks(body, "prompt_logprobs"), asks(body, "echo"), logprobs == gjson.Number || logprobs == gjson.String, asks(body, "suffix"):
 		return whyLogprobs
 	case asks(body, "use_beam_search"):
 		return whySeveral
@@ -215,8 +219,8 @@ func (s *Migration) rest(u Upstream) Upstream {
 		body = body.With("prompt", tokenList(s.prompt, s.tokens))
 	}
 	for _, key := range []string{"max_tokens", "max_completion_tokens", "min_tokens"} {
-		if v := body.Get(key); v.Type == gjson.Number {
-			body = body.With(key, strconv.Itoa(max(0, int(v.Int())-s.sent)))
+		if v := body.Get(key); given(v) {
+			body = body.With(key, strconv.Itoa(max(0, number(v)-s.sent)))
 		}
 	}
 	return u.withBody(body.With("return_token_ids", "true"))
@@ -229,8 +233,8 @@ func (s *Migration) left(body *jsonbody.Body) (tokens int, known bool) {
 		return most - len(s.tokens), most > 0
 	}
 	for _, key := range []string{"max_completion_tokens", "max_tokens"} {
-		if v := body.Get(key); v.Type == gjson.Number {
-			return int(v.Int()) - len(s.tokens), true
+		if v := body.Get(key); given(v) {
+			return number(v) - len(s.tokens), true
 		}
 	}
 	return 0, false
