@@ -128,17 +128,6 @@ func newServer() *http.Server {
 	}
 }
 
-// Bearer returns the bearer key of a request; empty: none. The case of the scheme does not
-// matter (RFC 9110, section 11.1). A value without a scheme is the key.
-func Bearer(r *http.Request) string {
-	given := r.Header.Get("Authorization")
-	scheme, key, _ := strings.Cut(given, " ")
-	if strings.EqualFold(scheme, "Bearer") {
-		return strings.TrimLeft(key, " ")
-	}
-	return given
-}
-
 // OpenAIError answers a request with an error in OpenAI's shape.
 func OpenAIError(c *gin.Context, status int, message string) {
 	c.Data(status, "application/json", ErrorJSON(status, ErrorType(status), "", message))
