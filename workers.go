@@ -159,7 +159,7 @@ func (c *Config) fleetSettings() workers.Settings {
 		Attached: c.Worker, Ports: c.workerPorts(), BlockSize: c.BlockSize, KVEvents: c.KVEvents(), Snapshot: c.Snapshot,
 		AssumesSizes: c.Index.NoKVEvents && !c.Index.HasTrees(c.Policy), ServedModelName: c.ServedModelName,
 		TLS: c.WorkerTLS, Hop: c.Hop, WorkerKey: c.WorkerKey, Key: kv.Secret(engine.Key(c.EngineArgs)), PassKey: len(c.APIKey) > 0 || c.Keys.APIKeysFile != "",
-		SilenceTimeout: time.Minute, StartupTimeout: c.StartupTimeout, RestartBackoffMax: c.RestartBackoffMax,
+		SilenceTimeout: c.Routing.SilenceTimeout, StartupTimeout: c.StartupTimeout, RestartBackoffMax: c.RestartBackoffMax,
 	}
 	if c.Engine == EngineNone {
 		return s
@@ -190,10 +190,11 @@ func (c *Config) mockSettings() mocker.Settings {
 }
 
 func (c *Config) selectionSettings() selection.Settings {
+	_, places := c.Shares(c.Page.PagePort != 0)
 	return selection.Settings{
 		Host: c.Web.RouterHost, Keys: c.RouterKeys, BlockSize: c.BlockSize, KVEvents: c.KVEvents(),
 		TrackPrefillTokens: c.Routing.RouterTrackPrefillTokens, CountsPasses: c.Routing.RouterQueueThreshold != nil,
-		Hop: c.Hop,
+		Hop: c.Hop, Places: places,
 	}
 }
 

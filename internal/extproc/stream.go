@@ -241,6 +241,7 @@ func (s *stream) begin(first *extprocv3.ProcessingRequest) error {
 		return err
 	}
 	request.RemoteAddr = clientAddress(first)
+	s.request = request
 	s.bodiless = headers.GetEndOfStream()
 	if s.asked.length = request.ContentLength; s.asked.length == 0 && !s.bodiless {
 		request.ContentLength = -1 // its end must arrive, too
@@ -250,7 +251,6 @@ func (s *stream) begin(first *extprocv3.ProcessingRequest) error {
 		return s.server.memory.full()
 	}
 	s.gateway.Send = s.ask
-	s.request = request
 	return nil
 }
 

@@ -120,8 +120,17 @@ func (w *writer) stop() {
 	w.over = true
 }
 
-// refuse answers with an error in OpenAI's format: with the status of a web.BodyError,
-// otherwise as an invalid request.
+// failure renders an error in the dialect of the request's route.
+func (w *writer) failure(status int, err error) []byte {
+	f, d := web.Fault{Status: status, Message: err.Error()}, web.DialectOpenAI
+	if r := w.stream.request; r != nil {
+		d = web.DialectOf(r.URL.Path)
+	}
+	return d.JSON(f)
+}
+
+// refuse answers with an error: with the status of a web.BodyError, otherwise as an invalid
+// request.
 func (w *writer) refuse(err error) error {
 	code := http.StatusBadRequest
 	var own *web.BodyError
@@ -133,7 +142,7 @@ func (w *writer) refuse(err error) error {
 	}
 	w.header.Set("Content-Type", "application/json")
 	w.WriteHeader(code)
-	if _, err := w.Write(web.ErrorJSON(code, web.ErrorType(code), "", err.Error())); err != nil {
+	if _, err := w.Write(w.failure(code, err)); err != nil {
 		return err
 	}
 	return w.finish()
@@ -148,7 +157,7 @@ func (w *writer) finish() error {
 	case s.refused() && s.headed:
 		return status.Error(codes.Internal, proxy.ErrGateway.Error()) // which resets the client's stream
 	case s.refused():
-		w.status, w.body = http.StatusBadGateway, web.ErrorJSON(http.StatusBadGateway, web.ErrorType(http.StatusBadGateway), "", proxy.ErrGateway.Error())
+		w.status, w.body = http.StatusBadGateway, w.failure(http.StatusBadGateway, proxy.ErrGateway)
 		w.header = http.Header{"Content-Type": {"application/json"}}
 	case s.headed && s.empty:
 		return nil

@@ -40,22 +40,6 @@ func (d *Detector) failAlike(at kv.WorkerKey, w *worker, now time.Time) bool {
 	return known > unknown
 }
 
-// leftAlike reports whether clients have recently left most of the other workers of w's role
-// that are in service, too: then they rather than w may be the cause.
-func (d *Detector) leftAlike(at kv.WorkerKey, w *worker, now time.Time) bool {
-	left, stayed := 0, 0
-	for key, other := range d.workers {
-		switch {
-		case !other.besides(w) || key.Worker == at.Worker:
-		case now.Sub(other.left) < alikeFor:
-			left++
-		default:
-			stayed++
-		}
-	}
-	return left > stayed
-}
-
 // besides reports whether a worker is in service in the role of another one.
 func (w *worker) besides(other *worker) bool {
 	return !w.gone && w.role == other.role && w.phase != phaseOut
@@ -120,5 +104,5 @@ func (d *Detector) refute(role kv.Role, now time.Time) {
 
 // unhold ends a pause.
 func (w *worker) unhold() {
-	w.held, w.heldBy, w.suspect, w.silent, w.asked = time.Time{}, "", false, false, time.Time{}
+	w.held, w.heldBy, w.suspect, w.asked = time.Time{}, "", false, time.Time{}
 }

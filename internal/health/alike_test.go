@@ -4,8 +4,6 @@ import (
 	"fmt"
 	"testing"
 	"time"
-
-	"kvrouter/internal/kv"
 )
 
 // poisoned sends requests for a time, one a millisecond, a share of which fails everywhere, to
@@ -126,45 +124,5 @@ func TestAPauseIsKeptWhileOthersServe(t *testing.T) {
 	b.Pressed(b.sent(1), time.Minute, b.now)
 	if b.level(1) != Held {
 		t.Error("it is not paused later")
-	}
-}
-
-// TestClientsThatLeaveMostWorkersEjectNone has clients with less patience than their requests
-// need time.
-func TestClientsThatLeaveMostWorkersEjectNone(t *testing.T) {
-	leave := func(b *bench, i int) (counts bool) {
-		a := b.sent(i)
-		b.pass(time.Millisecond)
-		if counts = b.LeftInVain(a, ClassOf(kv.LegWhole, true), 0, 10*time.Second, b.now); counts {
-			b.Failed(a, Left, "test", b.now)
-		}
-		return counts
-	}
-	waits := func() *bench {
-		b := newBench(4)
-		for i := range 20 {
-			b.good(i % 4)
-			b.Waited(ClassOf(kv.LegWhole, true), 100*time.Millisecond, 0)
-		}
-		return b
-	}
-	b := waits()
-	for i := range 40 {
-		leave(b, i%4)
-	}
-	for i := range 4 {
-		if b.IsOut(key(i), b.now) {
-			t.Errorf("worker %d is out", i)
-		}
-	}
-	if b.pass(alikeFor); !leave(b, 2) {
-		t.Error("a later one does not count")
-	}
-	b = waits()
-	for range 3 {
-		leave(b, 2)
-	}
-	if !b.IsOut(key(2), b.now) {
-		t.Error("a worker that alone is left is not out")
 	}
 }

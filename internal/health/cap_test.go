@@ -116,12 +116,9 @@ func TestAStuckWorkerThatIsSparedIsLeft(t *testing.T) {
 	for range 3 {
 		b.fail(2, Status)
 	}
-	for range 20 {
-		b.Waited(0, 100*time.Millisecond, 0)
-	}
 	b.good(1)
-	if stuck, _ := b.Silent(b.sent(0), 0, 0, 4*time.Second, b.now); !stuck || b.IsOut(key(0), b.now) {
-		t.Errorf("stuck: %v, out: %v", stuck, b.IsOut(key(0), b.now))
+	if q := b.waits(0, Waiting{}, 2*b.settings.SilenceTimeout); b.judged(q) != GiveUp || b.IsSilent(key(0)) && b.level(0) == Out {
+		t.Errorf("level %d", b.level(0))
 	}
 }
 

@@ -218,11 +218,10 @@ func TestWhatADiscreditedClientDidIsUndone(t *testing.T) {
 	if b.level(3) == Out {
 		t.Error("a trial of another client does not bring it back")
 	}
-	for range 20 {
-		b.Waited(0, 100*time.Millisecond, 0)
-	}
-	if stuck, _ := b.Silent(b.sentBy("bad", 1), 0, 0, time.Hour, b.now); stuck {
-		t.Error("its silence takes a worker out")
+	b.usual(0, 100*time.Millisecond)
+	q := b.waits(1, Waiting{Attempt: b.sentBy("bad", 1)}, time.Hour)
+	if verdict := b.judged(q); verdict != Wait {
+		t.Errorf("its silence has the verdict %d", verdict)
 	}
 }
 
@@ -285,7 +284,7 @@ func TestOneClientsFailuresTakeNoWorkerOut(t *testing.T) {
 		b := newBench(6)
 		ill := rapid.IntRange(0, 2).Draw(t, "ill") // workers, the first ones
 		inARow := make([]int, ill)                 // failures of those since they were in, while others did not fail alike
-		kind := rapid.SampledFrom([]Kind{Status, Engine, Dropped, Timeout, Left})
+		kind := rapid.SampledFrom([]Kind{Status, Engine, Dropped, Timeout})
 		t.Repeat(map[string]func(*rapid.T){
 			"bad": func(t *rapid.T) {
 				for range rapid.IntRange(1, 5).Draw(t, "n") {

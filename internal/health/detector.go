@@ -1,8 +1,9 @@
 // Package health ejects failing workers. It compares the results of each worker's last
 // requests with those of the others, and decides which workers may get new requests. A
 // failing one is ejected for a time, then gets one request on trial, then a growing
-// share. While all fail (alike.go), only one that is clearly worse is ejected. The method
-// follows Envoy's outlier detection and slow start.
+// share. While all fail (alike.go), only one that is clearly worse is ejected. One that is
+// silent (silence.go) is avoided at once and ejected late. The method follows Envoy's outlier
+// detection and slow start.
 package health
 
 import (
@@ -21,6 +22,7 @@ type Settings struct {
 	EjectionTime       time.Duration `group:"Failing workers" default:"5s" help:"Base ejection time, followed by one trial request; doubled at each further ejection."`
 	MaxEjectionTime    time.Duration `group:"Failing workers" default:"20s" help:"Maximum ejection time."`
 	MaxEjectionPercent int           `group:"Failing workers" default:"50" help:"Maximum share of workers that are ejected at a time, percent; of two or more at least one may be. 0 ejects none."`
+	SilenceTimeout     time.Duration `group:"Failing workers" default:"60s" help:"Maximum time without a sign of life of a worker, in addition to the time that its requests explain, before these are ended and it is ejected. New requests avoid it within seconds. 0 disables it."`
 	SlowStart          time.Duration `group:"Failing workers" default:"5s" help:"Time over which the share of requests of a returning worker grows to its full size."`
 }
 
@@ -35,6 +37,8 @@ func (s Settings) Validate() error {
 		return fmt.Errorf("--max-ejection-time %s: give at least --ejection-time (%s)", s.MaxEjectionTime, s.EjectionTime)
 	case s.MaxEjectionPercent < 0 || s.MaxEjectionPercent > 100:
 		return fmt.Errorf("--max-ejection-percent %d: give 0 to 100", s.MaxEjectionPercent)
+	case s.SilenceTimeout < 0:
+		return errors.New("--silence-timeout cannot be negative; 0 disables it")
 	case s.SlowStart < 0:
 		return errors.New("--slow-start cannot be negative; 0 disables it")
 	}
@@ -64,8 +68,8 @@ const (
 	// firstGuess and longestGuess are the minimum and maximum pause of a worker that does
 	// not state a time.
 	firstGuess, longestGuess = time.Second, 8 * time.Second
-	// askedFor is the maximum pause of a worker that did not answer a request for prompt tokens
-	// for askedSlowly. Any answer ends the pause.
+	// askedFor is the time for which a worker that failed a request for prompt tokens gets no
+	// further ones, where others can. One that was not answered for askedSlowly was not refused.
 	askedFor, askedSlowly = 10 * time.Second, time.Second
 
 	// windowSeconds is the span over which success rates are compared.
@@ -111,16 +115,20 @@ type worker struct {
 	held    time.Time // paused until then; zero: not paused
 	heldBy  string    // the client that alone caused the pause, or empty
 	suspect bool      // paused because of a status that the client may have caused
-	silent  bool      // paused because it did not answer a request for prompt tokens
 	asked   time.Time // when the pause began, if it requested it; zero: it did not
 	pressed time.Time // when it last requested a pause
 	presses int       // pauses requested since its last answer
 
-	missed bool // it does not answer its health checks
+	missed time.Time // since when it does not answer its health checks; zero: it does
 
-	lived     time.Time // its last sign of life
+	lived  time.Time // its last sign of life
+	shows  bool      // it has shown life otherwise than by answers
+	silent time.Time // since when it is avoided for its silence; zero: it is not
+	probe  time.Time // silent: when it gets a request nevertheless
+	probes int       // times that determine the next probe
+	own    own       // how fast it is
+
 	answered  time.Time // when it last answered well
-	left      time.Time // when a client last left it after a long wait
 	askFailed time.Time // when it last failed to answer a request for prompt tokens
 	window    [windowSeconds]second
 	seen      tally    // requests of clients that are not discredited
@@ -208,7 +216,7 @@ func (d *Detector) Leave(key kv.WorkerKey, now time.Time) {
 func (d *Detector) recount() {
 	d.odd, d.spared = 0, 0
 	for _, w := range d.workers {
-		if w.phase != phaseIn || !w.held.IsZero() || !w.spared.IsZero() || w.missed {
+		if w.phase != phaseIn || !w.held.IsZero() || !w.spared.IsZero() || !w.missed.IsZero() || !w.silent.IsZero() {
 			d.odd++
 		}
 		if !w.spared.IsZero() {
@@ -217,7 +225,7 @@ func (d *Detector) recount() {
 	}
 }
 
-// Quiet reports whether no worker is ejected, paused or in slow start.
+// Quiet reports whether no worker is ejected, paused, silent or in slow start.
 func (d *Detector) Quiet() bool { return d.odd == 0 }
 
 // Level ranks workers for a request; lower is better.
@@ -225,10 +233,11 @@ type Level uint8
 
 // The levels.
 const (
-	In   Level = iota // takes it
-	Slow              // takes requests again, but not this one: its share is still growing
-	Held              // has requested a pause, or is suspected
-	Out               // ejected
+	In     Level = iota // takes it
+	Slow                // takes requests again, but not this one: its share is still growing
+	Silent              // shows no life, and its work does not explain that
+	Held                // has requested a pause, or is suspected
+	Out                 // ejected
 )
 
 // Level returns a worker's level for a request now. random decides whether the
@@ -242,8 +251,10 @@ func (d *Detector) Level(key kv.WorkerKey, now time.Time, random *rand.Rand) Lev
 	switch {
 	case w.phase == phaseOut:
 		return Out
-	case !w.held.IsZero(), w.missed:
+	case !w.held.IsZero():
 		return Held
+	case !w.silent.IsZero(), !w.missed.IsZero():
+		return Silent
 	case w.phase == phaseBack && random.Float64() >= max(leastShare, float64(now.Sub(w.since))/float64(d.settings.SlowStart)):
 		return Slow
 	}
@@ -260,7 +271,7 @@ func (d *Detector) IsOut(key kv.WorkerKey, now time.Time) bool {
 		return false
 	}
 	d.bringUpToDate(key, w, now)
-	return w.phase == phaseOut || !w.held.IsZero() || w.missed
+	return w.phase == phaseOut || !w.held.IsZero() || !w.missed.IsZero() || !w.silent.IsZero()
 }
 
 // Ejected reports whether a worker is ejected for its failures.
@@ -290,14 +301,17 @@ func (d *Detector) AskedInVain(key kv.WorkerKey, now time.Time) bool {
 	return w != nil && !w.askFailed.IsZero() && now.Sub(w.askFailed) < askedFor
 }
 
-// TrialDue reports whether an ejected worker may get a trial request, and since
+// TrialDue reports whether an ejected or silent worker may get a trial request, and since
 // when.
 func (d *Detector) TrialDue(key kv.WorkerKey, now time.Time) (since time.Time, due bool) {
 	w := d.workers[key]
-	if w == nil || w.phase != phaseOut {
+	if w == nil || w.phase != phaseOut && w.silent.IsZero() {
 		return since, false
 	}
 	d.bringUpToDate(key, w, now)
+	if w.phase != phaseOut && !w.silent.IsZero() {
+		return w.probe, w.held.IsZero() && !now.Before(w.probe)
+	}
 	return w.until, w.phase == phaseOut && w.held.IsZero() && !now.Before(w.until) && (w.trial.IsZero() || now.Sub(w.trial) >= trialLimit)
 }
 
@@ -309,6 +323,10 @@ func (d *Detector) Begin(key kv.WorkerKey, now time.Time) (trial bool) {
 	}
 	if _, due := d.TrialDue(key, now); due {
 		w := d.workers[key]
+		if w.phase != phaseOut {
+			w.probe = now.Add(d.lengthen(&w.probes))
+			return true
+		}
 		w.trial, w.trialHeard = now, time.Time{}
 		return true
 	}
@@ -344,25 +362,10 @@ func (d *Detector) of(a Attempt) *worker {
 	return nil
 }
 
-// Lives records a sign of life of a worker's engine: it makes progress, whichever request
-// or report shows that.
-func (d *Detector) Lives(key kv.WorkerKey, generation int, now time.Time) {
-	if w := d.of(Attempt{Worker: key, Generation: generation}); w != nil {
-		w.lived = now
-	}
-}
-
-// answers records an answer of a worker. It ends a pause for not having answered.
+// answers records an answer of a worker.
 func (d *Detector) answers(w *worker, now time.Time) {
-	w.answered, w.lived = now, now
-	if w.missed {
-		w.missed = false
-		d.recount()
-	}
-	if w.silent {
-		w.unhold()
-		d.recount()
-	}
+	w.answered = now
+	d.speaks(w, now)
 }
 
 // Heard records that an attempt's answer has begun.
@@ -479,13 +482,7 @@ func (d *Detector) eject(a Attempt, w *worker, kind Kind, why string, now time.T
 		w.byRate = false
 		w.times = max(0, w.times-int(now.Sub(w.since)/wellFor))
 	}
-	long := d.settings.EjectionTime
-	for range w.times {
-		if long = min(2*long, d.settings.MaxEjectionTime); long == d.settings.MaxEjectionTime {
-			break
-		}
-	}
-	w.times++
+	long := d.lengthen(&w.times)
 	first := w.phase != phaseOut
 	if alone := kind.dependsOnRequest() && w.only(a.Client, now); first && alone {
 		w.outBy = a.Client
@@ -497,6 +494,7 @@ func (d *Detector) eject(a Attempt, w *worker, kind Kind, why string, now time.T
 		w.since = now
 	}
 	w.unhold()
+	w.silent, w.probes = time.Time{}, 0
 	w.row, w.broken = 0, 0
 	w.trial, w.trialHeard, w.spared = time.Time{}, time.Time{}, time.Time{}
 	w.ejections[kind]++
@@ -537,7 +535,7 @@ func (d *Detector) Hint(key kv.WorkerKey, long time.Duration, now time.Time) (to
 	if d.TooMany(out, all) {
 		return false
 	}
-	w.held, w.heldBy, w.silent = now.Add(min(long, d.settings.EjectionTime)), "", false
+	w.held, w.heldBy = now.Add(min(long, d.settings.EjectionTime)), ""
 	d.recount()
 	return true
 }
@@ -552,7 +550,7 @@ func (d *Detector) Readmit(key kv.WorkerKey, now time.Time) {
 	if w.phase == phaseOut {
 		d.bringBack(key, w, now)
 	}
-	*w = worker{generation: w.generation, role: w.role, since: now, answered: w.answered, seen: w.seen, ejections: w.ejections}
+	*w = worker{generation: w.generation, role: w.role, since: now, answered: w.answered, lived: w.lived, shows: w.shows, own: w.own, seen: w.seen, ejections: w.ejections}
 	d.recount()
 }
 

@@ -76,7 +76,19 @@ func TestWhatTakesAWorkerOut(t *testing.T) {
 			asked := b.now
 			b.pass(time.Second)
 			b.AskFailed(Attempt{Worker: key(0), Generation: 1, Sent: asked}, b.now)
-		}, Held},
+		}, Silent},
+		{"three questions for which its server was too busy", func(b *bench) {
+			for range 3 {
+				asked := b.now
+				b.pass(askedSlowly)
+				b.AskFailed(Attempt{Worker: key(0), Generation: 1, Sent: asked}, b.now)
+			}
+		}, Silent},
+		{"three questions that it refused", func(b *bench) {
+			for range 3 {
+				b.AskFailed(Attempt{Worker: key(0), Generation: 1, Sent: b.now}, b.now)
+			}
+		}, Out},
 		{"a question during which it answered another request", func(b *bench) {
 			asked := b.now
 			b.good(0)
@@ -349,51 +361,6 @@ func TestANewIncarnationHasACleanRecord(t *testing.T) {
 	}
 	if n := b.Records(b.now)[0].Ejections[Status]; n != 1 {
 		t.Errorf("%d ejections are counted, want 1", n)
-	}
-}
-
-func TestWhatIsTooLong(t *testing.T) {
-	usualWaits := func(b *bench, n int, wait time.Duration) {
-		for range n {
-			b.Waited(ClassOf(kv.LegWhole, true), wait, 0)
-		}
-	}
-	for _, test := range []struct {
-		name    string
-		prepare func(b *bench)
-		tokens  int
-		silent  time.Duration
-		want    bool
-	}{
-		{"usual", func(b *bench) { usualWaits(b, 20, 100*time.Millisecond) }, 0, time.Second, false},
-		{"far longer", func(b *bench) { usualWaits(b, 20, 100*time.Millisecond) }, 0, 3 * time.Second, true},
-		{"nothing is known", func(*bench) {}, 0, time.Hour, false},
-		{"little is known", func(b *bench) { usualWaits(b, 2, 100*time.Millisecond) }, 0, time.Hour, false},
-		{"others are slow", func(b *bench) { usualWaits(b, 20, time.Second) }, 0, 5 * time.Second, false},
-		{"slower than slow others", func(b *bench) { usualWaits(b, 20, time.Second) }, 0, 8 * time.Second, true},
-		{"one other was as slow", func(b *bench) { usualWaits(b, 20, 100*time.Millisecond); usualWaits(b, 1, 5*time.Second) }, 0, 5 * time.Second, false},
-		{"a long prompt", func(b *bench) { usualWaits(b, 20, 100*time.Millisecond) }, 10_000, 30 * time.Second, false},
-		{"a long prompt on an engine that is fast", func(b *bench) {
-			usualWaits(b, 20, 100*time.Millisecond)
-			for range 8 {
-				b.Waited(ClassOf(kv.LegWhole, false), 100*time.Millisecond, 1000)
-			}
-		}, 10_000, 8 * time.Second, true},
-		{"nobody else answers", func(b *bench) { usualWaits(b, 20, 100*time.Millisecond); b.pass(2 * othersWithin) }, 0, time.Minute, false},
-	} {
-		t.Run(test.name, func(t *testing.T) {
-			b := newBench(4)
-			b.good(1)
-			test.prepare(b)
-			a := b.sent(0)
-			if got := b.LeftInVain(a, ClassOf(kv.LegWhole, true), test.tokens, test.silent, b.now); got != test.want {
-				t.Errorf("a client that leaves left in vain: %v", got)
-			}
-			stuck, again := b.Silent(a, ClassOf(kv.LegWhole, true), test.tokens, test.silent, b.now)
-			if stuck != test.want || (b.level(0) == Out) != test.want || again <= 0 {
-				t.Errorf("stuck: %v, level %d, to be asked again after %s", stuck, b.level(0), again)
-			}
-		})
 	}
 }
 

@@ -12,8 +12,7 @@ const (
 	Status                    // an HTTP status that reports a server error
 	Broken                    // an incomplete answer
 	Engine                    // an answer that reports a failed engine
-	Left                      // the client left after a wait far above the baseline
-	Stuck                     // no byte for long while others answered
+	Stuck                     // no sign of life for longer than its work explains
 	Asked                     // a request for prompt tokens was not answered
 	Misconfigured             // it refuses requests that others accept
 	kinds
@@ -21,7 +20,7 @@ const (
 
 var kindNames = [kinds]string{
 	Reported: "reported", Refused: "refused", Dropped: "dropped", Timeout: "timeout", Status: "status", Broken: "broken", Engine: "engine",
-	Left: "client_left", Stuck: "stuck", Asked: "unanswered", Misconfigured: "misconfigured",
+	Stuck: "stuck", Asked: "unanswered", Misconfigured: "misconfigured",
 }
 
 // String returns the kind's name, which is a metric label.

@@ -27,7 +27,7 @@ func (d *Detector) Pressed(a Attempt, pause time.Duration, now time.Time) (held 
 		if pause <= 0 {
 			until = w.pressed.Add(min(firstGuess<<min(w.presses-1, 10), longestGuess))
 		}
-		if w.suspect || w.silent {
+		if w.suspect {
 			w.unhold()
 		}
 		if w.held.IsZero() {
@@ -91,21 +91,25 @@ func (d *Detector) Convict(a Attempt, status int, now time.Time) {
 }
 
 // AskFailed records that a worker did not answer a request for prompt tokens that was sent
-// at a.Sent, unless it has answered a request since. If it had to wait, requests would,
-// too: the worker is paused until it answers one.
+// at a.Sent, unless it has answered a request since. One that let it wait is silent, as its
+// HTTP server may be busy; one that refused it has failed.
 func (d *Detector) AskFailed(a Attempt, now time.Time) {
 	w := d.of(a)
 	if w == nil || !w.answered.Before(a.Sent) {
 		return
 	}
-	d.Failed(a, Asked, "it did not answer a tokenization request", now)
+	if now.Sub(a.Sent) < askedSlowly {
+		d.Failed(a, Asked, "it did not answer a tokenization request", now)
+	}
 	if d.Discredited(a.Client, now) {
 		return
 	}
 	w.askFailed = now
-	if now.Sub(a.Sent) >= askedSlowly && w.phase == phaseIn && d.settings.EjectAfter > 0 && now.Add(askedFor).After(w.held) {
-		w.silent = w.silent || w.held.IsZero() // an answer does not end a pause for another reason
-		w.held, w.heldBy, w.asked = now.Add(askedFor), a.Client, time.Time{}
-		d.recount()
+	if now.Sub(a.Sent) >= askedSlowly && w.phase != phaseOut && d.settings.EjectAfter > 0 {
+		for key, rank := range d.workers {
+			if key.Worker == a.Worker.Worker && !rank.gone && rank.generation == a.Generation {
+				d.avoid(Attempt{Worker: key}, rank, now)
+			}
+		}
 	}
 }

@@ -9,17 +9,18 @@ import (
 
 // States of a worker in a Record.
 const (
-	StateIn   = "in"
-	StateBack = "slow_start"
-	StateHeld = "held"
-	StateOut  = "ejected"
+	StateIn     = "in"
+	StateBack   = "slow_start"
+	StateSilent = "silent"
+	StateHeld   = "held"
+	StateOut    = "ejected"
 )
 
 // Record is the state of one worker rank that is up.
 type Record struct {
 	Worker      kv.WorkerKey
 	State       string
-	Since       time.Time // StateIn, StateBack, StateOut: of the state
+	Since       time.Time // StateIn, StateBack, StateSilent, StateOut: of the state
 	Until       time.Time // StateOut: of the trial; StateHeld: of the pause
 	Reason      Kind      // StateOut: why
 	Why         string    // the same, as text
@@ -45,7 +46,7 @@ func (d *Detector) Records(now time.Time) []Record {
 	return list
 }
 
-// Shunned returns the workers that are ejected or held.
+// Shunned returns the workers that are ejected, held or silent.
 func (d *Detector) Shunned(now time.Time) (keys []kv.WorkerKey) {
 	if d.odd == 0 {
 		return nil
@@ -74,6 +75,10 @@ func (d *Detector) record(key kv.WorkerKey, w *worker, now time.Time) Record {
 		s.State, s.Until, s.Reason, s.Why = StateOut, w.until, w.reason, w.why
 	case !w.held.IsZero():
 		s.State, s.Until = StateHeld, w.held
+	case !w.silent.IsZero():
+		s.State, s.Since = StateSilent, w.silent
+	case !w.missed.IsZero():
+		s.State, s.Since = StateSilent, w.missed
 	case w.phase == phaseBack:
 		s.State = StateBack
 	}

@@ -406,6 +406,14 @@ func Elements(list gjson.Result, most int) (elements []gjson.Result, ok bool) {
 	return elements, ok
 }
 
+// Leading returns the value with which a text begins, whatever follows it.
+func Leading(text string) (v gjson.Result) {
+	if text != "" {
+		v, _ = valueAt(text, 0)
+	}
+	return v
+}
+
 // valueAt reads the value that begins at i and returns where it ends, always
 // after i.
 func valueAt(text string, i int) (v gjson.Result, end int) {

@@ -45,7 +45,7 @@ func newDoor(t *testing.T, settings Settings, given []string, file string) *door
 	}
 	gin.SetMode(gin.ReleaseMode)
 	engine := gin.New()
-	engine.Use(d.Guard(web.OpenAIError))
+	engine.Use(d.Guard(web.Fail))
 	engine.GET("/", func(c *gin.Context) {
 		if d.inside != nil {
 			d.inside()
@@ -53,7 +53,7 @@ func newDoor(t *testing.T, settings Settings, given []string, file string) *door
 		n, _ := strconv.Atoi(c.GetHeader("X-Prompt"))
 		charge, err := d.Prompt(c, n, c.GetHeader("X-Estimated") != "")
 		if err != nil {
-			web.OpenAIError(c, http.StatusTooManyRequests, err.Error())
+			web.Fail(c, http.StatusTooManyRequests, err.Error())
 			return
 		}
 		if computed, err := strconv.Atoi(c.GetHeader("X-Computed")); err == nil {

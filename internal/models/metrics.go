@@ -45,6 +45,7 @@ func NewCollector(s *Set, own func() map[uint64]bool) prometheus.Collector {
 	ejections := set.Counter("kvrouter_ejections_total", "Ejections of the worker, by reason.", "worker_id", "dp_rank", "reason")
 	ejected := set.Gauge("kvrouter_worker_ejected", "1 while the worker is ejected for its failures.", "worker_id", "dp_rank")
 	paused := set.Gauge("kvrouter_worker_held", "1 while the worker gets no requests because it requested a pause (Retry-After) or may be misconfigured.", "worker_id", "dp_rank")
+	silent := set.Gauge("kvrouter_worker_silent", "1 while new requests avoid the worker because it shows no sign of life for longer than its work explains.", "worker_id", "dp_rank")
 	successRate := set.Gauge("kvrouter_worker_success_rate", "Share of the worker's requests in the last 10 s that succeeded, 0 to 1.", "worker_id", "dp_rank")
 	panicMode := set.Gauge("kvrouter_panic_mode", "1 while more workers fail than --max-ejection-percent allows to eject.")
 	discredited := set.Gauge("kvrouter_discredited_clients", "Clients whose failures are not counted against workers, because they fail at several workers where other clients' requests succeed.")
@@ -52,6 +53,7 @@ func NewCollector(s *Set, own func() map[uint64]bool) prometheus.Collector {
 	showOutlier := func(out metrics.Out, rank []string, r *health.Record) {
 		out.Show(ejected, metrics.Bool(r.State == health.StateOut), rank...)
 		out.Show(paused, metrics.Bool(r.State == health.StateHeld), rank...)
+		out.Show(silent, metrics.Bool(r.State == health.StateSilent), rank...)
 		out.Show(successRate, r.SuccessRate, rank...)
 		for kind, n := range r.Ejections {
 			out.Show(ejections, float64(n), append(rank, kind.String())...)

@@ -18,11 +18,11 @@ func (a *API) serveCell(stream http.Handler) {
 	}
 	s := &a.settings
 	keyed := s.RouterKeys.Asked() || a.keys.Asks()
-	a.engine.GET(cells.Path, web.OwnPages(s.Host, keyed, web.OpenAIError), func(c *gin.Context) {
+	a.engine.GET(cells.Path, web.OwnPages(s.Host, keyed, web.Fail), func(c *gin.Context) {
 		if s.RouterKeys.Asked() && s.RouterKeys.Holds(c.Request) {
 			return
 		} else if s.RouterKeys.Asked() && !a.keys.Asks() {
-			s.RouterKeys.Refuse(c, cells.Path+" needs a key of the router port (--router-api-key)", web.OpenAIError)
+			s.RouterKeys.Refuse(c, cells.Path+" needs a key of the router port (--router-api-key)", web.Fail)
 			return
 		}
 		caller, err := a.keys.Caller(c.Request)

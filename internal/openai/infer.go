@@ -60,7 +60,7 @@ func (a *API) infer(c *gin.Context, path string, kind tokens.Kind) {
 	if !r.owns(c) {
 		return
 	}
-	r.findPrompt()
+	r.findPrompt(c.Request.URL.Path)
 	if !r.stays(c) {
 		return
 	}
@@ -99,7 +99,7 @@ func (r *inference) finish(written int) {
 	if x.Status == 0 {
 		x.Status = written
 	}
-	r.api.bodies.Done(r.raw)
+	r.api.bodies.Done(r.client, r.raw)
 	r.api.observers.finished(x)
 	r.api.log.Debug("request", "id", x.ID, "route", x.Route, "status", x.Status, "worker", x.Worker, "tokens", x.Decision.Tokens,
 		"overlap", x.Decision.OverlapTokens, "cached", x.Usage.CachedTokens, "seconds", time.Since(x.Arrived).Seconds())
@@ -114,7 +114,7 @@ func (r *inference) upstream(c *gin.Context) proxy.Upstream {
 		CachedTokensMislead: r.countsMore() || proxy.ComputesAnew(body), Paired: r.paired, Parsed: body, Aggregated: r.whole, Gateway: r.gateway, Below: r.below,
 	}
 	if x.Route == proxy.ResponsesRoute && body.Get("store").Type != gjson.False {
-		u.Stored = func(id string) { a.noteStored(id, x.Decision.Target.Key.Worker, r.caller.Owner()) }
+		u.Stored = func(id string, worker uint64) { a.noteStored(id, worker, r.caller.Owner()) }
 	}
 	if a.settings.CollectUsage && (r.kind == tokens.ChatPrompt || r.kind == tokens.CompletionPrompt) {
 		u.Head, u.Body, u.HideUsage = proxy.AskForUsage(body)

@@ -20,7 +20,7 @@ func (a *API) tokenized(serve func(*tokens.Source, context.Context, []byte) ([]b
 		if !ok {
 			return
 		}
-		defer a.bodies.Done(body)
+		defer a.done(c, body)
 		parsed, ok := jsonbody.Parse(body)
 		if !ok {
 			parsed = &jsonbody.Body{Raw: body}
@@ -29,11 +29,7 @@ func (a *API) tokenized(serve func(*tokens.Source, context.Context, []byte) ([]b
 			return
 		}
 		m, _ := a.models.Of(gjson.GetBytes(body, "model").String())
-		asked := body
-		if parsed, ok := jsonbody.Parse(body); ok && a.keys.Several() {
-			asked = scopedMedia(a.keys.Of(c).Owner(), parsed).Raw
-		}
-		answer, err := serve(m.Tokens, c.Request.Context(), asked)
+		answer, err := serve(m.Tokens, c.Request.Context(), body)
 		var bad *tokens.BadRequest
 		var refused *tokens.AskError
 		switch {

@@ -601,6 +601,12 @@ func (choosePair) Continue([]uint64, []uint32) (router.Decision, error) {
 	panic("two workers serve it")
 }
 
+func (choosePair) Beside(context.Context, []uint64) (router.Pair, error) {
+	return router.Pair{}, router.ErrNoWorker
+}
+
+func (choosePair) Answers(router.Pair) {}
+
 func (f choosePair) RoutePair(exclude []uint64, why string) (router.Pair, error) {
 	return f(exclude, why)
 }

@@ -7,6 +7,7 @@ import (
 	"github.com/gin-gonic/gin"
 	"github.com/tidwall/gjson"
 
+	"kvrouter/internal/health"
 	"kvrouter/internal/hints"
 	"kvrouter/internal/jsonbody"
 	"kvrouter/internal/kv"
@@ -28,8 +29,6 @@ func (r *inference) read(c *gin.Context) (ok bool) {
 			a.fail(c, http.StatusBadRequest, "", "the request body must be a JSON object of at most 262,144 members and 10,000 levels")
 			return false
 		}
-	} else if a.keys.Several() {
-		r.body = scopedMedia(r.caller.Owner(), r.body)
 	}
 	if !r.readHints(c) || !a.undirected(c, r.body) {
 		return false
@@ -104,7 +103,7 @@ func (r *inference) readHints(c *gin.Context) (ok bool) {
 }
 
 // findPrompt finds the prompt's tokens and makes the router's form of the request.
-func (r *inference) findPrompt() {
+func (r *inference) findPrompt(path string) {
 	x, began := r.exchange, r.exchange.Trace.Now()
 	prompts := r.model.Tokens.Prompts(r.ctx, r.kind, x.Route, r.body)
 	r.prompt, r.multiple = tokens.Longest(prompts), len(prompts) > 1
@@ -120,8 +119,24 @@ func (r *inference) findPrompt() {
 		AnsweredWhole: !r.body.Get("stream").Bool() || r.multiple || r.several, SGLang: r.kind == tokens.GeneratePrompt, Explain: x.Trace.Sampled(),
 		Session: r.model.Router.SessionOf(r.caller.Name, r.hints.Session), SessionID: router.SessionID(r.caller.Name, r.hints.Session),
 	}
+	r.request.Work = r.work(path)
 	r.request.Follow(r.hints)
 	r.setTenant()
 	r.body = r.withoutPriority(r.body)
 	r.request.Pulls = !r.multiple && proxy.Pulls(x.Route, r.body)
+}
+
+const (
+	// promptBytes is the least number of bytes of a body for each token of a prompt that is not
+	// known, and unseenMost bounds these tokens: most of a long body are images.
+	promptBytes, unseenMost = 4, 64 << 10
+)
+
+// work estimates what of the request explains that its engine is silent.
+func (r *inference) work(path string) router.Work {
+	w := router.Work{Task: health.TaskOf(path, r.kind != tokens.NoPrompt), Output: proxy.TokenLimit(r.exchange.Route, r.body)}
+	if w.Unseen = r.tokens - len(r.prompt.Tokens); r.unknown || r.kind == tokens.NoPrompt {
+		w.Unseen = max(w.Unseen, min(len(r.raw)/promptBytes, unseenMost))
+	}
+	return w
 }

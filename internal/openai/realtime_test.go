@@ -216,3 +216,92 @@ func TestWebSocketsEndWithTheirWorker(t *testing.T) {
 		t.Errorf("the connection goes on: %v", err)
 	}
 }
+
+// upgrade asks for a connection with further headers and returns it with the status.
+func upgrade(t *testing.T, h *testAPI, headers string) (conn net.Conn, text *bufio.Reader, response *http.Response) {
+	t.Helper()
+	conn, err := net.Dial("tcp", h.Listener.Addr().String())
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { conn.Close() })
+	conn.SetDeadline(time.Now().Add(20 * time.Second))
+	fmt.Fprintf(conn, "GET %s?model=m HTTP/1.1\r\nHost: 127.0.0.1:8000\r\nConnection: Upgrade\r\nUpgrade: websocket\r\nSec-WebSocket-Key: a\r\n%s\r\n", realtimeRoute, headers)
+	text = bufio.NewReader(conn)
+	if response, err = http.ReadResponse(text, nil); err != nil {
+		t.Fatal(err)
+	}
+	return conn, text, response
+}
+
+// TestWebSocketsOfOtherPagesAreRefused: browsers hold them back by no rule of CORS.
+func TestWebSocketsOfOtherPagesAreRefused(t *testing.T) {
+	none := newTestAPI(t, setup{}, echo(t).URL)
+	listed := newTestAPI(t, setup{CORSOrigins: []string{"https://chat.example.com"}}, echo(t).URL)
+	all := newTestAPI(t, setup{CORSOrigins: []string{"*"}}, echo(t).URL)
+	for _, test := range []struct {
+		h       *testAPI
+		headers string
+		status  int
+	}{
+		{none, "", 101}, // no page
+		{none, "Origin: http://127.0.0.1:8000\r\n", 101},
+		{none, "Origin: http://127.0.0.1:9000\r\n", 403},
+		{none, "Origin: http://evil.example\r\n", 403},
+		{none, "Origin: null\r\n", 403},
+		{none, "Origin: \r\n", 403},
+		{listed, "Origin: https://chat.example.com\r\n", 101},
+		{listed, "Origin: http://127.0.0.1:8000\r\n", 101},
+		{listed, "Origin: https://chat.example.com.evil.example\r\n", 403},
+		{listed, "Origin: https://chat.example.com\r\nOrigin: https://chat.example.com\r\n", 403},
+		{all, "Origin: http://evil.example\r\n", 101},
+	} {
+		conn, _, response := upgrade(t, test.h, test.headers)
+		if response.StatusCode != test.status {
+			t.Errorf("%q: %s, want %d", test.headers, response.Status, test.status)
+		}
+		conn.Close()
+		testkit.Eventually(t, 10*time.Second, "the booking has ended", func() bool { return test.h.router.Load(kv.WorkerKey{}).InFlight == 0 })
+	}
+}
+
+// TestWebSocketsAreChargedToTheirKey: a connection ends, with the reason, once the key owes tokens,
+// and no other is opened.
+func TestWebSocketsAreChargedToTheirKey(t *testing.T) {
+	const message = `{"type":"transcription.done","usage":{"prompt_tokens":400,"completion_tokens":1}}`
+	goOn := make(chan bool)
+	m := newMeteredAPI(t, kv.EngineVLLM, false, func(w http.ResponseWriter, r *http.Request) {
+		if r.Header.Get("Sec-WebSocket-Extensions") != "" {
+			t.Error("the worker may compress what is to be read")
+		}
+		conn, _, err := http.NewResponseController(w).Hijack()
+		if err != nil {
+			t.Error(err)
+			return
+		}
+		defer conn.Close()
+		io.WriteString(conn, "HTTP/1.1 101 Switching Protocols\r\nConnection: Upgrade\r\nUpgrade: websocket\r\n\r\n")
+		for range 2 {
+			conn.Write(append([]byte{0x81, byte(len(message))}, message...))
+			<-goOn
+		}
+		io.Copy(io.Discard, conn)
+	})
+	_, text, response := upgrade(t, m.testAPI, "Authorization: Bearer k\r\nSec-WebSocket-Extensions: permessage-deflate\r\n")
+	if response.StatusCode != http.StatusSwitchingProtocols {
+		t.Fatal(response.Status)
+	}
+	frame := make([]byte, 2+len(message))
+	for range 2 {
+		if _, err := io.ReadFull(text, frame); err != nil {
+			t.Fatal(err)
+		}
+		goOn <- true
+	}
+	if end, err := io.ReadAll(text); err != nil || len(end) < 4 || end[0] != 0x88 || !strings.Contains(string(end), "rate limit of this key") {
+		t.Errorf("the connection ends with %q, %v", end, err)
+	}
+	if _, _, response := upgrade(t, m.testAPI, "Authorization: Bearer k\r\n"); response.StatusCode != http.StatusTooManyRequests || response.Header.Get("Retry-After") == "" {
+		t.Errorf("a key in debt: %s %v", response.Status, response.Header)
+	}
+}

@@ -1,6 +1,7 @@
 package openai
 
 import (
+	"context"
 	"errors"
 	"net/http"
 	"slices"
@@ -44,6 +45,20 @@ func (r *inference) Continue(exclude []uint64, answered []uint32) (router.Decisi
 	}
 	return r.decide(request)
 }
+
+// Beside implements proxy.Chooser. A session stays where it is: the first worker may answer.
+func (r *inference) Beside(ctx context.Context, exclude []uint64) (router.Pair, error) {
+	request := r.request
+	request.Exclude, request.Beside, request.ID, request.Session, request.Home = exclude, true, "", 0, nil
+	if r.paired {
+		return r.model.Router.RoutePair(ctx, request, router.PairRule{LeastUncached: r.api.settings.MinUncachedTokens, Whole: r.whole, Enforce: r.api.settings.EnforceDisagg})
+	}
+	decision, err := r.model.Router.Route(ctx, request)
+	return router.Pair{Decode: decision, Whole: router.WholeNoPair}, err
+}
+
+// Answers implements proxy.Chooser.
+func (r *inference) Answers(pair router.Pair) { r.decided(&pair) }
 
 // RoutePair implements proxy.Chooser.
 func (r *inference) RoutePair(exclude []uint64, why string) (router.Pair, error) {

@@ -24,10 +24,10 @@ type modelThresholds struct {
 // there is none, a trusted client's.
 func (a *API) serveThresholds() {
 	s := &a.settings
-	operators := a.engine.Group("/", web.OwnPages(s.Host, s.RouterKeys.Asked(), web.OpenAIError),
-		web.RequireKey(s.RouterKeys, "/busy_threshold needs a key of the router port (--router-api-key)", web.OpenAIError), web.WantJSON(web.OpenAIError))
+	operators := a.engine.Group("/", web.OwnPages(s.Host, s.RouterKeys.Asked(), web.Fail),
+		web.RequireKey(s.RouterKeys, "/busy_threshold needs a key of the router port (--router-api-key)", web.Fail), web.WantJSON(web.Fail))
 	if !s.RouterKeys.Asked() {
-		operators.Use(a.keys.Guard(web.OpenAIError), a.keys.Trusted(web.OpenAIError))
+		operators.Use(a.keys.Guard(web.Fail), a.keys.Trusted(web.Fail))
 	}
 	operators.GET("/busy_threshold", a.showThresholds)
 	operators.POST("/busy_threshold", a.changeThresholds)

@@ -84,6 +84,8 @@ func (p *Page) fleet(totals proxy.Totals, now time.Time) []Worker {
 			w.State, w.Since, w.Why = StateEjected, unix(record.Since), limited(record.Why, maxWhy)
 		case w.State == StateReady && record.State == health.StateHeld:
 			w.Why = "requested a pause, or may be failing"
+		case w.State == StateReady && record.State == health.StateSilent:
+			w.Why = "shows no sign of life"
 		}
 		list = append(list, w)
 	}

@@ -94,11 +94,7 @@ func (p *Proxy) Pass(ctx context.Context, w http.ResponseWriter, t kv.Target, q 
 	if timeout := p.settings.RequestTimeout; timeout > 0 {
 		timer := time.AfterFunc(timeout, func() { cancel(ErrSilent) })
 		defer timer.Stop()
-		connection := http.NewResponseController(w)
-		heard = func() {
-			timer.Reset(timeout)
-			_ = connection.SetWriteDeadline(p.now().Add(timeout))
-		}
+		heard = func() { timer.Reset(timeout) }
 	}
 	request, err := http.NewRequestWithContext(ctx, q.Method, t.URL+q.Path, bytes.NewReader(q.Body))
 	if err != nil {

@@ -1,6 +1,7 @@
 package proxy
 
 import (
+	"context"
 	"log/slog"
 	"testing"
 	"time"
@@ -14,6 +15,14 @@ import (
 type chooseOne func(exclude []uint64) (router.Decision, error)
 
 func (f chooseOne) Route(exclude []uint64) (router.Decision, error) { return f(exclude) }
+
+// Beside chooses as for a further try.
+func (f chooseOne) Beside(_ context.Context, exclude []uint64) (router.Pair, error) {
+	d, err := f(exclude)
+	return router.Pair{Decode: d, Whole: router.WholeNoPair}, err
+}
+
+func (chooseOne) Answers(router.Pair) {}
 
 func (chooseOne) Continue([]uint64, []uint32) (router.Decision, error) {
 	return router.Decision{}, router.ErrNoWorker
@@ -31,6 +40,12 @@ func (chooseOne) IsUp(kv.Target) bool { return true }
 type choosePair func() (router.Pair, error)
 
 func (choosePair) Route([]uint64) (router.Decision, error) { panic("two workers serve it") }
+
+func (choosePair) Beside(context.Context, []uint64) (router.Pair, error) {
+	return router.Pair{}, router.ErrNoWorker
+}
+
+func (choosePair) Answers(router.Pair) {}
 
 func (choosePair) Continue([]uint64, []uint32) (router.Decision, error) {
 	panic("two workers serve it")

@@ -56,7 +56,6 @@ type Exchange struct {
 	refusal  refusal     // meaning of a relayed answer's status for its worker
 	suspects []suspicion // workers that refused it, until one accepts it
 	tried    bool        // a worker has failed it
-	moved    bool        // it was taken off a stuck worker: that happens once
 }
 
 // leg is the part of the request done by the worker that answers.

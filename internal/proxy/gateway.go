@@ -223,13 +223,15 @@ func (p *Proxy) served(u *Upstream, x *Exchange, address string) {
 func (p *Proxy) relayPieces(w http.ResponseWriter, answer *upstreamAnswer, u Upstream, x *Exchange) error {
 	writeHead(w, answer.Response, u, x)
 	var body []byte
+	held, whole := int64(0), true // bytes of it; it has all so far
+	defer func() { p.answers.Give(u.Client, held) }()
 	memory := p.streams.Get().(*streamBuffer)
 	defer p.streams.Put(memory)
 	for {
 		n, err := answer.Read(memory.buffer[:])
 		if n > 0 {
-			if len(body) < bufferedAnswer {
-				body = append(body, memory.buffer[:n]...)
+			if whole = whole && len(body) < bufferedAnswer && p.answers.Take(u.Client, held, int64(n)); whole {
+				body, held = append(body, memory.buffer[:n]...), held+int64(n)
 			}
 			if _, err := w.Write(memory.buffer[:n]); err != nil {
 				return errors.Join(ErrAnswered, err)
@@ -243,7 +245,7 @@ func (p *Proxy) relayPieces(w http.ResponseWriter, answer *upstreamAnswer, u Ups
 		}
 	}
 	if u.Route == ResponsesRoute && answer.StatusCode == http.StatusOK {
-		u.stores(gjson.GetBytes(body, "id").Str)
+		u.stores(gjson.GetBytes(body, "id").Str, x.Decision.Target.Key.Worker)
 	}
 	x.Usage, x.finish = outcome(u.Route, body)
 	x.Ending = endingOf(answer.StatusCode, x.finish)

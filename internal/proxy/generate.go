@@ -160,14 +160,15 @@ func (g *generated) usage() (sum Usage) {
 
 // takeEvent reads the data of an event. No string of it can hold the keys as they
 // are looked for, since its quotes are escaped, so the text, which grows with each
-// event, is not taken apart.
-func (g *generated) takeEvent(data []byte) {
-	meta := []byte(`"meta_info":`)
-	at := bytes.LastIndex(data, meta)
-	if at < 0 {
+// event, is not taken apart if the event has SGLang's own form.
+func (g *generated) takeEvent(data []byte, own bool) {
+	if !own {
+		answer := gjson.ParseBytes(data)
+		g.take(int(answer.Get("index").Int()), answer.Get("meta_info"))
 		return
 	}
-	rest, index := data[at+len(meta):], 0
+	meta := []byte(`"meta_info":`)
+	rest, index := data[bytes.LastIndex(data, meta)+len(meta):], 0
 	if key := []byte(`"index":`); bytes.Contains(rest, key) {
 		index = int(gjson.ParseBytes(rest[bytes.LastIndex(rest, key)+len(key):]).Int())
 	}
@@ -181,7 +182,7 @@ func outcome(route string, body []byte) (usage Usage, finish string) {
 		return ReadUsage(body), gjson.GetBytes(body, "choices.0.finish_reason").Str
 	}
 	var g generated
-	switch answer := gjson.ParseBytes(body); {
+	switch answer := gjson.ParseBytes(bytes.TrimPrefix(body, byteOrderMark)); {
 	case answer.IsObject():
 		g.take(0, answer.Get("meta_info"))
 	case answer.IsArray():

@@ -81,7 +81,7 @@ var errDecodeEnded = errors.New("the decode leg has ended")
 // fails before the first byte of the answer, the request goes to one worker that serves
 // it alone, unless pairs are enforced; where a decode leg does, to another pair.
 func (p *Proxy) forwardPair(ctx context.Context, w http.ResponseWriter, u Upstream, x *Exchange) error {
-	t := p.begin(u, x)
+	t := p.begin(ctx, w, &u, x)
 	defer t.over()
 	why := u.Aggregated
 	for {
@@ -103,7 +103,7 @@ func (p *Proxy) forwardPair(ctx context.Context, w http.ResponseWriter, u Upstre
 		} else {
 			err = p.share(ctx, w, u, x, pair, t.retry())
 		}
-		if err == nil {
+		if err = t.join(ctx, &u, err); err == nil {
 			return nil
 		}
 		if u.Migration.open() {
@@ -353,13 +353,14 @@ func (p *Proxy) prefill(ctx context.Context, l legs) ([]byte, error) {
 	limited, abort := context.WithCancelCause(limited)
 	defer abort(nil)
 	target := l.pair.Prefill.Target
-	f := p.sent(booking, target, abort, watch{judges: true, moves: true})
+	f := p.sent(booking, target, abort, &l.prefill, false)
 	defer p.ended(f)
 	began := p.now()
 	l.prefill.attempt = l.trace.Attempt(kv.LegPrefill, &target, p.names.Name(target.Key.Worker), l.prefill.Method, l.prefill.Route)
 	answer, usage, err := p.fetch(limited, l.prefill, target)
 	traced := err
-	if errors.Is(err, errDecodeEnded) {
+	outrun := errors.Is(err, errOutrun)
+	if outrun || errors.Is(err, errDecodeEnded) {
 		traced = context.Canceled // which is no failure
 	}
 	l.prefill.attempt.End(time.Time{}, traced)
@@ -379,8 +380,7 @@ func (p *Proxy) prefill(ctx context.Context, l legs) ([]byte, error) {
 		l.shared.note(func(r *SharedRequest) { r.took, r.computed, r.usage = ended.Sub(began), ended, usage })
 		p.observer.Prefilled(l.kind, ended.Sub(began))
 		return answer, nil
-	case ctx.Err() != nil:
-		left(ctx, booking)
+	case outrun, ctx.Err() != nil:
 		return nil, cause(ctx, err)
 	case errors.As(err, &refusal):
 		if p.refusesTokens(&l.prefill, &target, refusal.status, bytes.NewReader(refusal.body)) != nil {
@@ -455,7 +455,9 @@ func fetchStream(route string, body io.Reader) (Usage, error) {
 	buffer := make([]byte, 4<<10)
 	for {
 		n, err := body.Read(buffer)
-		events.Scan(buffer[:n])
+		if events.Scan(buffer[:n]); err == io.EOF {
+			events.End()
+		}
 		if events.status >= http.StatusInternalServerError {
 			return events.usage(), errors.New("its engine failed")
 		}

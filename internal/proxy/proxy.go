@@ -18,6 +18,7 @@ import (
 	"strconv"
 	"strings"
 	"sync"
+	"sync/atomic"
 	"syscall"
 	"time"
 
@@ -25,6 +26,7 @@ import (
 	"kvrouter/internal/jsonbody"
 	"kvrouter/internal/kv"
 	"kvrouter/internal/policy"
+	"kvrouter/internal/quota"
 	"kvrouter/internal/router"
 	"kvrouter/internal/tracing"
 	"kvrouter/internal/web"
@@ -70,10 +72,12 @@ type Upstream struct {
 	Below func(http.Header)
 	// Stored is called with the id of an answer that its worker may keep, before the client gets
 	// that; nil: nothing is done.
-	Stored func(id string)
+	Stored func(id string, worker uint64)
 	// PromptTokens go to the workers that take them; nil: every worker gets the text.
 	PromptTokens *PromptTokens
 
+	tries    *tries // those of a request that may begin elsewhere, too; nil: it may not
+	lane     int32  // of them
 	chooser  Chooser
 	prefill  *router.Decision // of a gateway's request that two workers serve; nil: one serves it
 	asTokens bool             // its prompt is in the body as tokens
@@ -108,9 +112,9 @@ func (p *Proxy) request(ctx context.Context, u *Upstream, t kv.Target) (*http.Re
 }
 
 // stores reports an answer that its worker may keep.
-func (u *Upstream) stores(id string) {
+func (u *Upstream) stores(id string, worker uint64) {
 	if u.Stored != nil && id != "" {
-		u.Stored(id)
+		u.Stored(id, worker)
 	}
 }
 
@@ -184,6 +188,8 @@ type Observer interface {
 	// RetryDenied counts a request that is not sent again because of the retry
 	// budget: DeniedTotal or DeniedClient.
 	RetryDenied(why string)
+	// Hedged counts an attempt beside one that waits for its worker, by result.
+	Hedged(result string)
 	// Migrated counts a stream whose worker failed during the answer, by result.
 	Migrated(result string)
 	// EngineFailed counts an attempt that failed on a worker.
@@ -212,6 +218,11 @@ type Chooser interface {
 	// RoutePair is Route for a request that may be disaggregated; why is the reason
 	// if it must be aggregated.
 	RoutePair(exclude []uint64, why string) (router.Pair, error)
+	// Beside is Route, or RoutePair, for an attempt beside those that run: it does not wait, and
+	// fails where only workers in doubt are left. It may run beside other methods.
+	Beside(ctx context.Context, exclude []uint64) (router.Pair, error)
+	// Answers notes that the answer comes from the workers that Beside has chosen.
+	Answers(router.Pair)
 	// Rebook moves a decision's booking to the worker that the gateway has chosen.
 	Rebook(decision router.Decision, to kv.WorkerKey) (router.Decision, error)
 	// IsUp reports whether that incarnation of a worker is up.
@@ -225,6 +236,7 @@ type Deps struct {
 	Names     *kv.Names           // of workers; nil: their ids
 	Hop       web.Hop             // added to the Via header of requests to workers
 	Transport http.RoundTripper   // to workers; nil: without TLS settings
+	Answers   *quota.Pool         // memory of answers that are held back, bytes; nil: the default of web.BodySettings
 	Log       *slog.Logger
 }
 
@@ -238,6 +250,7 @@ type Proxy struct {
 	hop       web.Hop
 	budget    *health.Budget // of retries
 	client    *http.Client
+	answers   *quota.Pool // memory of answers, bytes
 	log       *slog.Logger
 	now       func() time.Time
 	streams   sync.Pool // of *streamBuffer
@@ -246,6 +259,8 @@ type Proxy struct {
 	refusers  refusers // of requests for the tokens of answers
 
 	tokenRefusers refusers // of the tokens of prompts
+
+	rewritten atomic.Uint64 // events that had to be parsed
 
 	aborts     sync.WaitGroup
 	abortSlots chan struct{} // has a token for each abort that runs
@@ -256,8 +271,11 @@ func New(settings Settings, deps Deps) *Proxy {
 	if deps.Transport == nil {
 		deps.Transport = web.NewTransport(nil)
 	}
+	if deps.Answers == nil {
+		deps.Answers = web.BodySettings{}.Answers()
+	}
 	return &Proxy{
-		settings: settings, observer: deps.Observer, failed: deps.Failed, names: deps.Names, hop: deps.Hop, log: deps.Log,
+		answers: deps.Answers, settings: settings, observer: deps.Observer, failed: deps.Failed, names: deps.Names, hop: deps.Hop, log: deps.Log,
 		budget: health.NewBudget(settings.RetryBudget), client: web.NewClient(deps.Transport), now: time.Now,
 		streams:    sync.Pool{New: func() any { return new(streamBuffer) }},
 		inflights:  inflights{workers: map[uint64]*workerInflight{}},
@@ -294,7 +312,7 @@ func (p *Proxy) Forward(ctx context.Context, w http.ResponseWriter, u Upstream, 
 	if u.Paired {
 		return p.forwardPair(ctx, w, u, x)
 	}
-	t := p.begin(u, x)
+	t := p.begin(ctx, w, &u, x)
 	defer t.over()
 	for {
 		began := x.Trace.Now()
@@ -304,7 +322,7 @@ func (p *Proxy) Forward(ctx context.Context, w http.ResponseWriter, u Upstream, 
 			return t.giveUp(ctx, w, err)
 		}
 		x.Receipts = append(x.Receipts, decision.Receipts...)
-		err = p.send(ctx, w, u, x, decision, t.retry())
+		err = t.join(ctx, &u, p.send(ctx, w, u, x, decision, t.retry()))
 		if err == nil {
 			return nil
 		}
@@ -338,15 +356,20 @@ func (p *Proxy) send(ctx context.Context, w http.ResponseWriter, u Upstream, x *
 	}
 	u.attempt = x.Trace.Attempt(x.leg(), &decision.Target, p.names.Name(decision.Target.Key.Worker), u.Method, u.Route)
 	err := p.attempt(ctx, w, u, x, retry)
-	u.attempt.End(x.FirstChunk, err)
+	outrun := errors.Is(err, errOutrun)
+	if outrun {
+		u.attempt.End(x.FirstChunk, context.Canceled) // which is no failure
+	} else {
+		u.attempt.End(x.FirstChunk, err)
+	}
 	var failed *workerError
 	switch {
 	case err == nil:
 		p.finished(u, x)
-	case errors.As(err, &failed) && ctx.Err() == nil && !errors.Is(err, ErrGateway):
+	case !outrun && errors.As(err, &failed) && ctx.Err() == nil && !errors.Is(err, ErrGateway):
 		p.blame(x.Decision.Booking, x, failed)
 	default:
-		left(ctx, x.Decision.Booking)
+		x.Decision.Booking.End()
 	}
 	return err
 }
@@ -359,8 +382,7 @@ func (p *Proxy) attempt(ctx context.Context, w http.ResponseWriter, u Upstream, 
 	worker := target.Key.Worker
 	ctx, cancel := context.WithCancelCause(ctx) // ends the engine's work when we stop reading
 	defer cancel(nil)
-	moves := retry && !x.moved
-	f := p.sent(x.Decision.Booking, target, cancel, watch{judges: moves || u.Gateway != nil, moves: moves, elsewhere: u.Gateway != nil && len(x.Decision.Alternatives) > 0})
+	f := p.sent(x.Decision.Booking, target, cancel, &u, u.Gateway != nil && len(x.Decision.Alternatives) > 0)
 	defer func() { p.ended(f) }()
 	heard := func() { f.heard.Store(p.now().UnixNano()) }
 	if p.settings.RequestTimeout > 0 {
@@ -392,7 +414,7 @@ func (p *Proxy) attempt(ctx context.Context, w http.ResponseWriter, u Upstream, 
 		if served := x.Decision.Target; served.Key != target.Key { // it has chosen another one
 			worker = served.Key.Worker
 			p.ended(f)
-			f = p.sent(x.Decision.Booking, served, cancel, watch{judges: true})
+			f = p.sent(x.Decision.Booking, served, cancel, &u, false)
 		}
 		defer context.AfterFunc(ctx, func() { _ = response.Body.Close() })() // which does not end with ctx by itself
 	}

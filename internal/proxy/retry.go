@@ -8,6 +8,7 @@ import (
 	"net/http"
 	"slices"
 	"strconv"
+	"sync/atomic"
 	"time"
 
 	"kvrouter/internal/health"
@@ -141,6 +142,11 @@ func (e *workerError) Error() string { return fmt.Sprintf("worker %s: %v", e.cal
 
 func (e *workerError) Unwrap() error { return e.err }
 
+// blames reports whether the worker has failed, so that its health is to be checked.
+func (e *workerError) blames() bool {
+	return !e.refusal.pressed && !e.refusal.suspect && e.abort == nil
+}
+
 // unanswered returns the error of a worker whose answer did not come, or broke off,
 // with err.
 func (p *Proxy) unanswered(worker uint64, err error, kind health.Kind) *workerError {
@@ -188,9 +194,21 @@ func (p *Proxy) blame(b *router.Booking, x *Exchange, e *workerError) {
 type tries struct {
 	health.Tries
 	proxy   *Proxy
+	ctx     context.Context
+	w       http.ResponseWriter
 	u       Upstream
 	x       *Exchange
 	exclude []uint64 // workers that have failed it
+
+	won    atomic.Int32 // lane whose answer the client gets; 0: none so far
+	hedged atomic.Bool  // there may be other lanes than the first
+	// All below is guarded by inflights.mu.
+	own     [2]*inflight // requests in flight of the first lane: two of a pair
+	lanes   []*lane      // beside the first
+	begun   int32        // lanes beside the first so far
+	doubted []uint64     // workers that had lanes when another one was begun, or failed it
+	alone   bool         // no other worker takes it
+	denied  bool         // the budget has prevented a lane
 
 	failure error       // the last
 	first   *keptAnswer // of a worker that said the client was wrong
@@ -198,10 +216,16 @@ type tries struct {
 	same    []suspicion // those that failed it with an answer, or broke its connection (status 0)
 }
 
-// begin counts a request; over must follow.
-func (p *Proxy) begin(u Upstream, x *Exchange) *tries {
+// begin counts a request; over must follow. It may begin elsewhere beside a worker that is
+// silent, unless a gateway sends it, or it is known to an SGLang server by a name of its own.
+func (p *Proxy) begin(ctx context.Context, w http.ResponseWriter, u *Upstream, x *Exchange) *tries {
 	p.budget.Request(u.Client, p.now())
-	return &tries{proxy: p, u: u, x: x}
+	t := &tries{proxy: p, ctx: ctx, w: w, x: x}
+	if u.Gateway == nil && u.MaxRetries > 0 && !(u.Paired && asks(u.Parsed, "rid")) {
+		u.tries, u.lane = t, firstLane
+	}
+	t.u = *u
+	return t
 }
 
 // over ends the open trials and bookings of the workers that were tried.
@@ -219,8 +243,8 @@ func (t *tries) again(ctx context.Context, err error, beside bool) bool {
 	}
 	t.failure, t.x.tried = err, true
 	t.exclude = append(t.exclude, worker)
-	t.note(failed)
-	if !failed.refusal.pressed && !failed.refusal.suspect && failed.abort == nil {
+	t.note(t.x, failed)
+	if failed.blames() {
 		t.proxy.failed(worker)
 	}
 	switch {
@@ -228,7 +252,6 @@ func (t *tries) again(ctx context.Context, err error, beside bool) bool {
 	case failed.final:
 		return false
 	case failed.abort != nil && t.LetGo(t.u.MaxRetries):
-		t.x.moved = t.x.moved || failed.abort.stuck
 	default:
 		again, denied := t.Again(t.proxy.budget, t.u.Client, t.u.MaxRetries, failed.out, t.proxy.now())
 		if denied != "" {
@@ -243,10 +266,10 @@ func (t *tries) again(ctx context.Context, err error, beside bool) bool {
 }
 
 // note keeps the answer of a failed attempt.
-func (t *tries) note(failed *workerError) {
+func (t *tries) note(x *Exchange, failed *workerError) {
 	switch {
-	case failed.answer == nil && failed.kind == health.Dropped && t.x.Shared == nil:
-		t.same = append(t.same, suspicion{t.x.Decision.Booking, 0})
+	case failed.answer == nil && failed.kind == health.Dropped && x.Shared == nil:
+		t.same = append(t.same, suspicion{x.Decision.Booking, 0})
 	case failed.answer == nil:
 	case failed.refusal.suspect && t.first == nil:
 		t.first = failed.answer
@@ -336,14 +359,4 @@ func (p *Proxy) finished(u Upstream, x *Exchange) {
 	default:
 		b.End()
 	}
-}
-
-// left ends the booking of a request that ended with an error which is no worker's:
-// its client left, or its sender has ended it.
-func left(ctx context.Context, b *router.Booking) {
-	if errors.Is(context.Cause(ctx), context.Canceled) {
-		b.Leave()
-		return
-	}
-	b.End()
 }

@@ -107,7 +107,7 @@ func (r *SharedRequest) result(ctx context.Context, status int, err error) strin
 	var refusal *prefillRefusal
 	var prefill *PrefillFailure
 	switch {
-	case err != nil && ctx.Err() != nil:
+	case err != nil && ctx.Err() != nil, errors.Is(err, errOutrun):
 		return SharedAbandoned
 	case err == nil && status >= http.StatusInternalServerError:
 		return SharedDecodeFailed

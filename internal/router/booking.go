@@ -32,6 +32,7 @@ type Booking struct {
 	expected      int            // tokens of the answer; 0: unknown
 	promised      time.Duration  // predicted time to first token, of a cell, without its lateness
 	answeredWhole bool           // its first token is not reported
+	asks          Work
 	leg           kv.Leg
 	lora          string           // adapter; empty: none
 	adapters      *policy.Adapters // those of the worker's incarnation, if it has one
@@ -237,6 +238,12 @@ func (r *Router) finishAs(b *Booking, how policy.Ending, output int, reason stri
 	}
 	b.ended.Store(true)
 	r.judge(b, how, now)
+	if took := now.Sub(b.sent); how == policy.Finished && !b.remote {
+		if b.computed && !b.answeredWhole {
+			took = now.Sub(b.first)
+		}
+		r.outliers.Wrote(b.attempt(), output, took)
+	}
 	if b.charge != nil {
 		b.settle(how, output)
 	}

@@ -89,6 +89,7 @@ const (
 	excludedRetry     = "failed_this_request" // this request has failed on it
 	excludedBusy      = "busy"                // beyond a busy threshold
 	excludedEjected   = "ejected"             // for its failures
+	excludedStill     = "silent"              // it shows no sign of life
 	excludedHeld      = "held"                // paused: it requested a pause, or is suspected
 	excludedSession   = "session"             // the request's session stays with another one
 	excludedTrial     = "trial"               // an ejected one gets the request on trial
@@ -256,6 +257,8 @@ func (r *Router) exclusion(p *prompt, c *policy.Candidate, trial bool, now time.
 		return excludedBusy
 	case r.outliers.Ejected(t.Key, now):
 		return excludedEjected
+	case r.outliers.IsSilent(t.Key):
+		return excludedStill
 	case r.outliers.IsOut(t.Key, now):
 		return excludedHeld
 	case p.stays:

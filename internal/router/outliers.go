@@ -24,7 +24,8 @@ type fault struct {
 const trialOverdue = 5 * time.Second
 
 // filter leaves of the candidates those that take p best: workers that are in, else
-// those that are just back, else those that are held, else those that are out. If more of
+// those that are just back, else those that are silent, else those that are held, else those
+// that are out. If more of
 // the workers that could serve p fail than may be out, those that are out count as in, and of all
 // that are in those with the best success rate are left. A worker whose trial is due gets p.
 func (r *Router) filter(p *prompt, now time.Time) error {
@@ -58,8 +59,8 @@ func (r *Router) filter(p *prompt, now time.Time) error {
 	if panicking {
 		r.preferWell(now)
 	}
-	if best == health.Held && len(p.Exclude) > 0 {
-		return ErrNoWorker // the answer that is there is as good
+	if best == health.Held && len(p.Exclude) > 0 || best >= health.Silent && p.Beside {
+		return ErrNoWorker // the answer that is there, or may come, is as good
 	}
 	return nil
 }
@@ -173,7 +174,7 @@ func (r *Router) AskFailed(ctx context.Context, t kv.Target, asked time.Time) {
 	r.outliers.AskFailed(health.Attempt{Worker: t.Key, Generation: t.Generation, Sent: asked, Client: client}, r.now())
 }
 
-// Lives records that the engine of that incarnation of a worker makes progress: tokens, passes
+// Lives records a sign of life of the engine of that incarnation of a worker: tokens, passes
 // or finished requests were counted, blocks were stored, its load changed. An answer that its
 // HTTP server gives alone shows nothing of the kind.
 func (r *Router) Lives(worker uint64, generation int) {
@@ -186,12 +187,12 @@ func (r *Router) Lives(worker uint64, generation int) {
 	}
 }
 
-// Missed records that a worker has not answered its health checks since a time: new requests avoid
-// it. It returns when the worker last showed life; zero: never.
-func (r *Router) Missed(worker uint64, generation int, since time.Time) (lived time.Time) {
+// Missed records that a worker has not answered its health checks, the last of them sent at that
+// time: new requests avoid it. It returns when the worker last showed life; zero: never.
+func (r *Router) Missed(worker uint64, generation int, sent time.Time) (lived time.Time) {
 	r.mu.Lock()
 	defer r.unlock()
-	return r.outliers.Missed(worker, generation, since)
+	return r.outliers.Missed(worker, generation, sent)
 }
 
 // Answers records that a worker answers its health checks again.
@@ -243,7 +244,7 @@ func (b *Booking) attempt() health.Attempt {
 }
 
 // class is the kind of wait for the request's first byte.
-func (b *Booking) class() health.Class { return health.ClassOf(b.leg, b.answeredWhole) }
+func (b *Booking) class() health.Class { return health.ClassOf(b.leg, b.answeredWhole, b.asks.Task) }
 
 // answerBegins notes that the answer's first byte has come. The caller holds the
 // lock.
@@ -251,7 +252,7 @@ func (r *Router) answerBegins(b *Booking, now time.Time) {
 	if b.remote || b.ended.Load() {
 		return
 	}
-	r.outliers.Waited(b.class(), now.Sub(b.sent), b.queued)
+	r.outliers.Waited(b.attempt(), b.class(), now.Sub(b.sent), b.queued)
 	r.outliers.Heard(b.attempt(), now)
 }
 
@@ -261,7 +262,7 @@ func (r *Router) judge(b *Booking, how policy.Ending, now time.Time) {
 	case b.remote:
 	case how == policy.Finished:
 		if !b.computed {
-			r.outliers.Waited(b.class(), now.Sub(b.sent), b.queued)
+			r.outliers.Waited(b.attempt(), b.class(), now.Sub(b.sent), b.queued)
 		}
 		r.outliers.Succeeded(b.attempt(), now)
 	case how == policy.Failed && b.fault == nil:
@@ -290,20 +291,6 @@ func (b *Booking) Abort() {
 	b.locked(func(r *Router, now time.Time) {
 		b.fault = &fault{counted: true}
 		r.finish(b, policy.Failed, 0, now)
-	})
-}
-
-// Leave ends the booking of a request after its client disconnected. If it had
-// waited for its first byte for much longer than the baseline, the worker has
-// failed; otherwise it is not a failure. A decode leg may have waited for its
-// prefill leg.
-func (b *Booking) Leave() {
-	b.locked(func(r *Router, now time.Time) {
-		how := policy.Abandoned
-		if wait := now.Sub(b.sent); !b.computed && !b.ended.Load() && b.leg != kv.LegDecode && r.outliers.LeftInVain(b.attempt(), b.class(), b.queued, wait, now) {
-			how, b.fault = policy.Failed, &fault{kind: health.Left, why: "a client disconnected after waiting " + wait.Round(time.Millisecond).String() + " for the first byte"}
-		}
-		r.finish(b, how, 0, now)
 	})
 }
 
@@ -345,44 +332,62 @@ func (b *Booking) Forgive() {
 	b.locked(func(r *Router, now time.Time) { r.outliers.Forgive(b.attempt(), now) })
 }
 
-// Silent evaluates the worker, which has sent no byte of any answer for that time
-// while the request waited for its first one. If it is stuck, its requests must be
-// aborted; otherwise it must be checked again after the returned time.
-func (b *Booking) Silent(silent time.Duration) (stuck bool, again time.Duration) {
-	b.locked(func(r *Router, now time.Time) {
-		stuck, again = r.outliers.Silent(b.attempt(), b.class(), b.queued, silent, now)
-	})
-	return stuck, again
+// InFlight is a request at a worker as its sender sees it.
+type InFlight struct {
+	Booking *Booking
+	Since   time.Time      // when it began to wait for its worker's next byte
+	Begun   bool           // a byte of its answer has come
+	Verdict health.Verdict // set by Look
 }
 
-// Stalled evaluates the worker, whose running answers have all been silent for that time.
-// gap is the longest silence after which a worker went on lately; ahead are the requests
-// there whose prompts it may be computing. It reports whether the worker is stuck, as
-// Silent does.
-func (b *Booking) Stalled(silent, gap time.Duration, ahead []*Booking) (stuck bool) {
-	b.locked(func(r *Router, now time.Time) {
-		tokens := 0
-		for _, other := range ahead {
-			tokens = max(tokens, other.queued)
+// Look judges how long one worker has been silent: all are its requests in flight, and last is
+// when a byte of any of its answers came.
+func Look(all []InFlight, last time.Time) {
+	for n := 0; len(all) > 0; all = all[n:] {
+		r := all[0].Booking.router
+		for n = 1; n < len(all) && all[n].Booking.router == r; n++ {
 		}
-		stuck = r.outliers.Stalled(b.attempt(), silent, gap, tokens, now)
-	})
-	return stuck
+		r.look(all[:n], last)
+	}
 }
 
-// FirstLook returns the time from sending the request to the first call of Silent.
-// Not ok: never, because a decode leg may wait for its prefill leg.
-func (b *Booking) FirstLook() (after time.Duration, ok bool) {
-	return health.FirstLook(b.trial), b.leg != kv.LegDecode
+// look is Look for the requests of this router.
+func (r *Router) look(all []InFlight, last time.Time) {
+	r.mu.Lock()
+	defer r.unlock()
+	now, waits := r.now(), false
+	for i := range all {
+		q := &all[i]
+		r.outliers.Answers(q.Booking.worker, q.Booking.generation, last)
+		waits = waits || now.Sub(q.Since) >= health.LeastSilence
+	}
+	if !waits {
+		return
+	}
+	list := make([]health.Waiting, 0, len(all))
+	for i := range all {
+		list = append(list, all[i].Booking.waiting(&all[i]))
+	}
+	r.outliers.Silence(list, now)
+	for i := range all {
+		all[i].Verdict = list[i].Verdict
+	}
 }
 
-// IsTrial reports whether the request is the trial of an ejected worker.
-func (b *Booking) IsTrial() bool { return b.trial }
-
-// WorkerIsOut reports whether the worker is ejected.
-func (b *Booking) WorkerIsOut() (out bool) {
-	b.locked(func(r *Router, now time.Time) { out = r.outliers.Ejected(b.worker, now) })
-	return out
+// waiting is the booking as the detector sees it. The caller holds the lock.
+func (b *Booking) waiting(q *InFlight) health.Waiting {
+	w := health.Waiting{
+		Attempt: b.attempt(), Class: b.class(), Task: b.asks.Task, Tokens: b.queued + b.asks.Unseen,
+		Whole: b.answeredWhole && b.leg != kv.LegPrefill, Output: b.asks.Output, Since: q.Since, Begun: q.Begun,
+	}
+	if b.leg == kv.LegDecode { // its prompt is computed elsewhere meanwhile
+		w.Tokens += b.prompt
+		r := b.router
+		if at, up := r.target(b.worker); up && r.targets[at].Kind == kv.KindSGLang && !q.Begun {
+			w.Since = r.now() // of the prefill worker: this one waits for it
+		}
+	}
+	return w
 }
 
 // WorkerIsCordoned reports whether the worker gets no new requests.

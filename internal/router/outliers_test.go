@@ -260,45 +260,44 @@ func TestQuestionsGoToAWorkerThatAnswers(t *testing.T) {
 	}
 }
 
-func TestClientsThatLeaveInVain(t *testing.T) {
-	for _, test := range []struct {
-		name    string
-		request Request
-		answer  time.Duration // usual
-		wait    time.Duration // of those that leave
-		first   bool          // they have had a first token
-		out     bool
-	}{
-		{"far longer than usual", Request{AnsweredWhole: true}, 100 * time.Millisecond, 4 * time.Second, false, true},
-		{"far longer than usual, streamed", Request{}, 100 * time.Millisecond, 4 * time.Second, false, true},
-		{"soon", Request{AnsweredWhole: true}, 100 * time.Millisecond, time.Second, false, false},
-		{"as long as others wait", Request{AnsweredWhole: true}, 3 * time.Second, 5 * time.Second, false, false},
-		{"in the middle of the answer", Request{}, 100 * time.Millisecond, 10 * time.Second, true, false},
-	} {
-		t.Run(test.name, func(t *testing.T) {
-			r, now := newWatchedRouter(t, "round-robin", 2)
-			for range 5 {
-				d := MustRoute(t, r, Request{Pinned: &kv.WorkerKey{Worker: 1}, AnsweredWhole: test.request.AnsweredWhole})
-				*now = now.Add(test.answer)
-				if !test.request.AnsweredWhole {
-					d.Booking.FirstToken()
-				}
-				d.Booking.Finish(1)
-			}
-			for range 3 {
-				test.request.Pinned = &kv.WorkerKey{}
-				d := MustRoute(t, r, test.request)
-				if test.first {
-					d.Booking.FirstToken()
-				}
-				*now = now.Add(test.wait)
-				d.Booking.Leave()
-			}
-			if out := r.outliers.Ejected(kv.WorkerKey{}, *now); out != test.out {
-				t.Errorf("out: %v, want %v", out, test.out)
-			}
-		})
+// TestRequestsGoRoundASilentWorker: it is not ejected, and what runs there goes on.
+func TestRequestsGoRoundASilentWorker(t *testing.T) {
+	r, now := newWatchedRouter(t, "round-robin", 2)
+	for range 5 {
+		d := MustRoute(t, r, Request{Pinned: &kv.WorkerKey{Worker: 1}})
+		*now = now.Add(100 * time.Millisecond)
+		d.Booking.FirstToken()
+		d.Booking.Finish(1)
 	}
+	d := MustRoute(t, r, Request{Pinned: &kv.WorkerKey{}})
+	last := *now
+	look := func(after time.Duration) health.Verdict {
+		*now = last.Add(after)
+		all := []InFlight{{Booking: d.Booking, Since: last}}
+		Look(all, last)
+		return all[0].Verdict
+	}
+	if v := look(2900 * time.Millisecond); v != health.Wait {
+		t.Fatalf("after 2.9 s: verdict %d", v)
+	}
+	if v := look(3 * time.Second); v != health.Hedge {
+		t.Fatalf("after 3 s: verdict %d", v)
+	}
+	if got := chosen(t, r, 20, Request{}); got[0] > 0 {
+		t.Errorf("it gets requests: %v", got)
+	}
+	if records, _ := r.Outliers(); records[0].State != health.StateSilent || len(records[0].Ejections) > 0 || d.Booking.Ended() {
+		t.Errorf("%+v", records[0])
+	}
+	if _, err := r.Route(t.Context(), Request{Exclude: []uint64{1}, Beside: true}); !errors.Is(err, ErrNoWorker) {
+		t.Errorf("an attempt beside the first goes to a worker in doubt: %v", err)
+	}
+	MustRoute(t, r, Request{Exclude: []uint64{1}}).Booking.End()
+	r.Lives(0, 1)
+	if got := chosen(t, r, 20, Request{}); got[0] == 0 {
+		t.Errorf("after a sign of life: %v", got)
+	}
+	d.Booking.End()
 }
 
 // TestAFailingWorkerLosesLittleAndIsBackInTime plays 40 s in which a worker fails

@@ -56,6 +56,8 @@ type Request struct {
 	Kinds    kv.Kinds         // only workers of these kinds; none: any
 	SGLang   bool             // only workers that run SGLang
 
+	Work            // what it asks of its engine besides
+	Beside     bool // it is sent elsewhere already: it does not wait, and no worker in doubt takes it
 	Unanswered bool // also workers whose URL has never answered: the client sends the request itself
 
 	PinnedPrefill *kv.WorkerKey // as Pinned, for the prefill leg of a disaggregated request
@@ -80,6 +82,14 @@ type Request struct {
 	ChooseOnly    bool // the end of the request will not be reported: book nothing
 	AnsweredWhole bool // its first token will not be reported
 	Explain       bool // return the receipts of its decisions
+}
+
+// Work is what explains how long an engine is silent over a request, besides its prompt's
+// uncached tokens.
+type Work struct {
+	Task   health.Task
+	Output int // maximum tokens of the answer; 0: no limit is known
+	Unseen int // prompt tokens beyond NumTokens, estimated
 }
 
 // Hashes appends to dst the local block hashes of the request's Tokens.
@@ -608,6 +618,9 @@ func (r *Router) schedule(p *prompt, d *Decision) (*waiter, error) {
 		all, _, _ := r.seats(now)
 		r.reserve.learn(p.Class, waits, r.fair.RunningAfter(p.Class), all)
 	}
+	if waits && p.Beside {
+		return nil, ErrBusy
+	}
 	if waits {
 		return r.enqueue(p, now)
 	}
@@ -695,7 +708,7 @@ func (r *Router) tracksPrefill(p *prompt) bool {
 // book enters p into the books of the candidate.
 func (r *Router) book(p *prompt, c *policy.Candidate, now time.Time) *Booking {
 	b := &Booking{
-		router: r, worker: c.Target.Key, client: p.Client, id: p.ID, prompt: p.tokens, expected: p.ExpectedOutput, sequence: p.sequence, answeredWhole: p.AnsweredWhole, leg: p.Leg, lora: p.LoRA,
+		router: r, worker: c.Target.Key, client: p.Client, id: p.ID, prompt: p.tokens, expected: p.ExpectedOutput, sequence: p.sequence, answeredWhole: p.AnsweredWhole, asks: p.Work, leg: p.Leg, lora: p.LoRA,
 		assumed: r.assume(c.Target.Key, p), cached: -1, generation: c.Target.Generation, trial: r.outliers.Begin(c.Target.Key, now),
 	}
 	b.device, b.lower = r.finds(p, c)

@@ -67,6 +67,7 @@ type Settings struct {
 	TrackPrefillTokens bool      // --router-track-prefill-tokens
 	CountsPasses       bool      // --router-queue-threshold is set; its unit is a pass of a worker
 	Hop                web.Hop   // identifies this router in the Via header
+	Places             int       // maximum number of requests of all clients at the same time; 0: no limit
 }
 
 // Deps are the parts that the router port serves.
@@ -96,6 +97,9 @@ func (s *Service) Handler() http.Handler {
 	engine.NoMethod(func(c *gin.Context) { plainError(c, http.StatusMethodNotAllowed, "method not allowed") })
 	engine.GET("/health", statusOK)
 	guarded := engine.Group("/", Guards(s.settings.Host, s.settings.Keys, "missing or unknown API key", plainError)...)
+	guarded.Use(web.Within(web.Places(s.settings.Places), web.Address, func(c *gin.Context) {
+		plainError(c, http.StatusServiceUnavailable, fmt.Sprintf("all %d places for requests, or your share of them, are taken: try again", s.settings.Places))
+	}))
 	guarded.GET("/ready", s.ready)
 	guarded.GET("/workers", s.listWorkers)
 	guarded.POST("/workers", withBody(s.addWorker))

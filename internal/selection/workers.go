@@ -295,7 +295,7 @@ type WorkerRecord struct {
 
 // failureRecord is the recent health of a worker, of its worst rank.
 type failureRecord struct {
-	State       string     `json:"state"`                   // in, slow_start, held or ejected
+	State       string     `json:"state"`                   // in, slow_start, silent, held or ejected
 	Reason      string     `json:"reason,omitempty"`        // of ejected
 	Until       *time.Time `json:"ejected_until,omitempty"` // ejected: time of the trial request
 	HeldUntil   *time.Time `json:"held_until,omitempty"`
@@ -306,7 +306,7 @@ type failureRecord struct {
 
 // failuresOf combines the records of each worker's ranks, by worker.
 func failuresOf(records []health.Record) map[uint64]*failureRecord {
-	states := []string{health.StateIn, health.StateBack, health.StateHeld, health.StateOut}
+	states := []string{health.StateIn, health.StateBack, health.StateSilent, health.StateHeld, health.StateOut}
 	all := make(map[uint64]*failureRecord, len(records))
 	for i := range records {
 		r := &records[i]

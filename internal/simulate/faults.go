@@ -11,6 +11,7 @@ import (
 	"time"
 
 	"kvrouter/internal/health"
+	"kvrouter/internal/router"
 )
 
 // Kinds of faults.
@@ -156,82 +157,62 @@ func (w *worker) passTime(d time.Duration) time.Duration {
 	return d
 }
 
-// The proxy's actions once a worker is stuck: an answer that has begun ends when it
-// is silent for that time, and a request without a first byte that may not be moved.
-const stalledAnswer, stalledStart = 5 * time.Second, 15 * time.Second
+// lookEvery is the interval at which the proxy judges the requests in flight on a worker.
+const lookEvery = 500 * time.Millisecond
 
-// watch looks after a flight without a first byte, as the proxy does.
+// watch has a worker's flights judged, as the proxy does.
 func (s *simulator) watch(f *flight) {
-	if look, watched := f.booking.FirstLook(); watched && s.Retry.Retries > 0 && !f.simulated.moved {
-		s.after(look, func() { s.look(f) })
-	} else if watched {
-		s.after(stalledStart, func() { s.lookAtUnmoved(f) })
+	if w := &s.workers[f.worker]; !w.watched {
+		w.watched = true
+		s.after(lookEvery, func() { s.look(f.worker) })
 	}
 }
 
-// flies reports whether a flight is under way and nothing of its answer has come.
-func (f *flight) flies() bool { return f.booking != nil && !f.booking.Ended() && f.first == 0 }
+// flies reports whether a flight is under way.
+func (f *flight) flies() bool { return f.booking != nil && !f.booking.Ended() }
 
-// look looks whether the worker of a flight is stuck. If it is, what waits there for
-// a first byte is sent elsewhere.
-func (s *simulator) look(f *flight) {
-	if !f.flies() {
+// look judges the silence of a worker. What waits there in doubt is sent elsewhere: unlike the
+// proxy, the simulator does not leave it there, too, as a hung worker never answers first. What
+// is on a worker that is stuck ends.
+func (s *simulator) look(worker int) {
+	w := &s.workers[worker]
+	flights := slices.DeleteFunc(slices.Clone(w.flights), func(f *flight) bool { return !f.flies() })
+	slices.SortStableFunc(flights, func(a, b *flight) int { return cmp.Compare(a.simulated.router, b.simulated.router) })
+	if w.watched = len(flights) > 0; !w.watched {
 		return
 	}
-	worker := &s.workers[f.worker]
-	stuck, again := f.booking.Silent(s.now - max(f.sent, worker.heard))
-	if !stuck {
-		s.after(again, func() { s.look(f) })
-		return
+	s.after(lookEvery, func() { s.look(worker) })
+	all := make([]router.InFlight, len(flights))
+	at := func(since time.Duration) time.Time { return s.clock().Add(since - s.now) }
+	for i, f := range flights {
+		all[i] = router.InFlight{Booking: f.booking, Since: at(max(f.sent, f.heard)), Begun: f.first > 0}
 	}
-	s.noteHealth(f.worker)
-	flights := slices.Clone(worker.flights)
-	for _, other := range flights {
+	router.Look(all, at(w.heard))
+	s.noteHealth(worker)
+	for i, f := range flights {
 		switch {
-		case other.flies() && s.Retry.Retries > 0 && !other.simulated.moved:
-			s.letGo(other)
-		default:
-			s.endStalled(other)
+		case !f.flies():
+		case all[i].Verdict == health.GiveUp:
+			s.letGo(f, true)
+		case all[i].Verdict == health.Hedge && f.first == 0 && f.simulated.tries.Left(s.Retry.Retries):
+			s.letGo(f, false)
 		}
 	}
 }
 
-// lookAtUnmoved ends a flight that may not be moved once its worker is out.
-func (s *simulator) lookAtUnmoved(f *flight) {
-	switch {
-	case !f.flies():
-	case f.booking.WorkerIsOut():
-		s.letGo(f)
-	default:
-		s.after(time.Second, func() { s.lookAtUnmoved(f) })
-	}
-}
-
-// endStalled ends f when nothing of its answer comes any more.
-func (s *simulator) endStalled(f *flight) {
-	if f.booking == nil || f.booking.Ended() || f.stalling {
+// letGo takes a flight off a worker, which may be or is known to be stuck. One without a first
+// byte is sent elsewhere, in doubt if the retry budget allows it.
+func (s *simulator) letGo(f *flight, stuck bool) {
+	e, begun := f.simulated, f.first > 0
+	if !stuck && !s.mayRetry(e, false) {
 		return
 	}
-	f.stalling = true
-	limit, since := stalledStart, f.sent
-	if f.first > 0 {
-		limit, since = stalledAnswer, f.heard
-	}
-	heard := f.heard
-	s.after(max(0, limit-(s.now-since)), func() {
-		f.stalling = false
-		if f.booking != nil && !f.booking.Ended() && f.heard == heard {
-			s.letGo(f)
-		}
-	})
-}
-
-// letGo takes a flight off a worker that is stuck. One without a first byte is sent
-// elsewhere.
-func (s *simulator) letGo(f *flight) {
-	e, begun := f.simulated, f.first > 0
 	s.workers[f.worker].engine.Abort(&f.Request)
-	f.booking.Abort()
+	if stuck {
+		f.booking.Abort()
+	} else {
+		f.booking.End()
+	}
 	s.land(f)
 	s.wake(f.worker)
 	if begun {
@@ -239,8 +220,7 @@ func (s *simulator) letGo(f *flight) {
 		return
 	}
 	e.exclude = append(e.exclude, uint64(f.worker))
-	e.moved = true
-	s.retryOr(e, e.tries.LetGo(s.Retry.Retries) || s.mayRetry(e, false))
+	s.retryOr(e, !stuck || e.tries.LetGo(s.Retry.Retries) || s.mayRetry(e, false))
 }
 
 // land takes a flight from those on their way.
@@ -265,7 +245,7 @@ func (s *simulator) noteHealth(worker int) {
 		for _, r := range s.routers {
 			records, _ := r.Outliers()
 			state := records[worker].State
-			out, in = out && state == health.StateOut, in && (state == health.StateIn || state == health.StateBack)
+			out, in = out && (state == health.StateOut || state == health.StateSilent), in && (state == health.StateIn || state == health.StateBack)
 		}
 		switch {
 		case out && !f.out && s.now <= f.until:
@@ -286,7 +266,7 @@ type FaultReport struct {
 	First    int      `json:"first_attempts"`          // requests whose first attempt was affected
 	Attempts int      `json:"attempts"`                // affected attempts
 	Lost     int      `json:"lost"`                    // lost ones of the requests in First
-	KnownS   *float64 `json:"known_after_s,omitempty"` // time until all routers had ejected the worker; nil: not ejected
+	KnownS   *float64 `json:"known_after_s,omitempty"` // time until all routers had ejected or avoided the worker; nil: none did
 	BackS    *float64 `json:"back_after_s,omitempty"`  // time from its end until they had readmitted it; nil: not before the end of the run, or never ejected
 }
 

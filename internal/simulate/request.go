@@ -50,7 +50,6 @@ type simRequest struct {
 	tries   health.Tries
 	exclude []uint64          // workers that have failed it
 	same    []*router.Booking // those that failed it with an answer
-	moved   bool              // it was taken off a stuck worker
 	hit     *fault            // that its first attempt met; nil: none
 }
 

@@ -194,6 +194,7 @@ type worker struct {
 	fault   *fault        // its current fault; nil: none
 	heard   time.Duration // when it last emitted a token
 	flights []*flight     // that are under way
+	watched bool          // a look at them is due
 }
 
 // flight is one request on its way.
@@ -213,8 +214,6 @@ type flight struct {
 	decode  *flight // the leg that fetches the prompt; nil: this one brings the answer
 	ready   bool    // a prefill leg's prompt is computed
 	awaited bool    // a prefill leg's prompt is waited for
-
-	stalling bool // it ends if it stays silent
 }
 
 // lateEvent is a change of a worker's cache that the index sees later.

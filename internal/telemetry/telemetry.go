@@ -53,6 +53,7 @@ type Metrics struct {
 	retries         *prometheus.CounterVec
 	denied          *prometheus.CounterVec
 	migrations      *prometheus.CounterVec
+	hedges          *prometheus.CounterVec
 	eventLag        *prometheus.HistogramVec
 
 	reportCompared func(worker kv.WorkerKey, predicted kv.TierTokens, found int) // nil: nothing is reported
@@ -112,6 +113,10 @@ func New(deps Deps) *Metrics {
 	t.tierPredictions = counter("tier_predictions_total", "Responses that report cached tokens by tier, by worker, tier and accuracy of the prediction: exact, over, under.", "worker_id", "tier", "result")
 	t.promptDiffers = counter("prompt_tokens_mismatch_total", "Responses whose usage.prompt_tokens differs from the router's own count, by source of the router's tokens.", "source")
 	t.retries = counter("retries_total", "Retries on another worker after the worker failed before the first byte of its response.", "worker_id")
+	t.hedges = counter("hedges_total", "Requests without a first byte on a silent worker that began on another one, too, by result: won (it answered first), lost, failed.", "result")
+	for _, result := range []string{proxy.HedgeWon, proxy.HedgeLost, proxy.HedgeFailed} {
+		t.hedges.WithLabelValues(result)
+	}
 	t.migrations = counter("migrations_total", "Streams whose worker failed during the answer, by result: ok, failed, refused, limited, no_worker.", "result")
 	for _, result := range []string{proxy.MigratedOK, proxy.MigratedFailed, proxy.MigratedRefused, proxy.MigratedLimited, proxy.MigratedNoWorker} {
 		t.migrations.WithLabelValues(result)
@@ -262,6 +267,9 @@ func (t *Metrics) RetryDenied(why string) { t.denied.WithLabelValues(why).Inc() 
 
 // Migrated implements proxy.Observer.
 func (t *Metrics) Migrated(result string) { t.migrations.WithLabelValues(result).Inc() }
+
+// Hedged implements proxy.Observer.
+func (t *Metrics) Hedged(result string) { t.hedges.WithLabelValues(result).Inc() }
 
 // InterToken implements proxy.Observer.
 func (t *Metrics) InterToken(worker string, gap time.Duration, n int) {

@@ -15,6 +15,9 @@ func (SilentObserver) Retried(uint64) {}
 // Migrated does nothing.
 func (SilentObserver) Migrated(string) {}
 
+// Hedged implements proxy.Observer.
+func (SilentObserver) Hedged(string) {}
+
 // RetryDenied does nothing.
 func (SilentObserver) RetryDenied(string) {}
 

@@ -24,7 +24,7 @@ func answerTo(k *Keys, r *http.Request, address string) int { return answer(k, r
 // answer returns that answer.
 func answer(k *Keys, r *http.Request, address string) *httptest.ResponseRecorder {
 	engine := gin.New()
-	engine.GET("/", RequireKey(k, "the key", OpenAIError))
+	engine.GET("/", RequireKey(k, "the key", Fail))
 	r.RemoteAddr = address
 	w := httptest.NewRecorder()
 	engine.ServeHTTP(w, r)

@@ -23,6 +23,7 @@ const (
 	prefills = iota
 	answers
 	legs
+	besides = legs // of what begins beside them
 )
 
 // attempt is one leg of a request at a worker.
@@ -38,7 +39,7 @@ func (a attempt) underWay() bool { return a.ctx != nil && a.ctx.Err() == nil }
 func (c *client) begin(exclude []uint64, beside bool) router.Request {
 	c.leave()
 	if n := len(exclude); n > 0 && !beside {
-		c.node.spend(exclude[n-1])
+		c.node.again(exclude[n-1])
 	}
 	return c.question(exclude)
 }
@@ -121,18 +122,53 @@ func (c *client) pairs(asked bool) {
 	c.pairing = asked
 }
 
-// leave notes that the last attempt is over: its bookings must be.
+// leave notes that the last attempt and those beside it are over: their bookings must be.
 func (c *client) leave() {
 	c.node.mu.Lock()
 	defer c.node.mu.Unlock()
 	c.routed = false
-	for _, b := range c.booked {
+	for _, b := range append(c.booked[:], c.beside...) {
 		if b != nil && !b.Ended() {
 			c.world.fail("%s: its attempt is over, and its booking on worker %d is not", c.id, b.Worker().Worker)
 		}
 	}
-	c.booked = [legs]*router.Booking{}
+	c.booked, c.beside = [legs]*router.Booking{}, nil
 }
+
+// Beside implements proxy.Chooser. Its decisions move no session.
+func (c *client) Beside(ctx context.Context, exclude []uint64) (router.Pair, error) {
+	c.yield(besides) // several requests may begin elsewhere at one instant
+	c.node.spend()
+	request := router.Request{Tokens: c.prompt.tokens[:c.prompt.length], Exclude: exclude, Beside: true}
+	c.node.mu.Lock()
+	c.hedging++
+	c.node.mu.Unlock()
+	var pair router.Pair
+	var err error
+	if c.node.router.Paired() || c.world.setup.Enforce {
+		pair, err = c.node.router.RoutePair(ctx, request, router.PairRule{LeastUncached: c.world.setup.LeastUncached, Enforce: c.world.setup.Enforce})
+	} else {
+		pair.Whole = router.WholeNoPair
+		pair.Decode, err = c.node.router.Route(ctx, request)
+	}
+	c.node.mu.Lock()
+	defer c.node.mu.Unlock()
+	c.hedging--
+	c.tries++
+	for _, d := range []router.Decision{pair.Prefill, pair.Decode} {
+		if err != nil || d.Booking == nil {
+			continue
+		}
+		if slices.Contains(exclude, d.Target.Key.Worker) {
+			c.world.fail("%s goes to worker %d, too, which has it", c.id, d.Target.Key.Worker)
+		}
+		c.beside = append(c.beside, d.Booking)
+	}
+	return pair, err
+}
+
+// Answers implements proxy.Chooser.
+func (c *client) Answers(router.Pair) {}
 
 // checkBookings holds a client's bookings against what is under way, and returns how many
 // have not ended, and whether one more may be booked already. node.mu and world.mu are held.
@@ -142,13 +178,19 @@ func (c *client) checkBookings() (open int, pairing bool) {
 		case b == nil:
 		case !b.Ended():
 			open++
+		case len(c.beside) > 0: // of two attempts that run, one ends first
 		case i == answers && c.routed && c.booked[prefills] == nil: // of a pair the decode leg may end first
 			c.world.failLocked("%s: its booking on worker %d has ended, and its attempt has not", c.id, b.Worker().Worker)
 		case c.attempts[i].underWay():
 			c.world.failLocked("%s: its booking on worker %d has ended, and the request there has not", c.id, b.Worker().Worker)
 		}
 	}
-	return open, c.pairing && c.world.setup.Fair
+	for _, b := range c.beside {
+		if !b.Ended() {
+			open++
+		}
+	}
+	return open, c.pairing && c.world.setup.Fair || c.hedging > 0
 }
 
 // watched is the transport of a node to workers. It holds that each leg of a request is at
@@ -203,11 +245,12 @@ func (c *client) sent(r *http.Request) (leg int) {
 		leg = prefills
 	}
 	try := c.tries
+	hedged := len(c.beside) > 0
 	c.node.mu.Unlock()
 	w.mu.Lock()
 	defer w.mu.Unlock()
 	for i, other := range c.attempts {
-		if other.underWay() && !(i != leg && other.try == try && w.setup.Kind == kv.KindSGLang) { // whose legs wait for each other
+		if other.underWay() && !hedged && !(i != leg && other.try == try && w.setup.Kind == kv.KindSGLang) { // whose legs wait for each other
 			w.failLocked("%s is sent to %s while it is under way elsewhere", c.id, r.URL.Host)
 		}
 	}

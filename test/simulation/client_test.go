@@ -37,7 +37,9 @@ type client struct {
 	pairing  bool                  // a pair is being chosen; guarded by node.mu
 	tries    int                   // likewise
 	booked   [legs]*router.Booking // likewise, of the last decision
-	yields   [legs]uint64          // the leg's goroutine uses it
+	beside   []*router.Booking     // likewise, of attempts beside it
+	hedging  int                   // likewise, decisions on these that are asked for
+	yields   [legs + 1]uint64      // the leg's goroutine uses it
 	attempts [legs]attempt         // guarded by world.mu
 	result   string                // read after done
 }

@@ -335,15 +335,22 @@ func (o observer) SharedEnded(_ kv.Kind, result string, _ time.Duration) {
 	}
 }
 
-// spend holds a request that is sent again, after that worker has failed it, against the
+// again holds a request that is sent again, after that worker has failed it, against the
 // budget.
-func (n *node) spend(worker uint64) {
+func (n *node) again(worker uint64) {
+	n.mu.Lock()
+	counts := n.asks[worker] // not: the worker is out, down or stuck
+	n.asks[worker] = false
+	n.mu.Unlock()
+	if counts {
+		n.spend()
+	}
+}
+
+// spend holds an attempt against the budget.
+func (n *node) spend() {
 	n.mu.Lock()
 	defer n.mu.Unlock()
-	if !n.asks[worker] { // it is not counted: the worker is out, down or stuck
-		return
-	}
-	n.asks[worker] = false
 	now := time.Now()
 	n.retries = append(n.retries, now)
 	within := func(list []time.Time, span time.Duration) (count int) {

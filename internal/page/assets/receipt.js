@@ -41,6 +41,7 @@ const excluded = {
   failed_this_request: "it has already failed this request",
   busy: "it exceeds a busy threshold",
   ejected: "it is ejected after failures",
+  silent: "it shows no sign of life",
   held: "it requested a pause, or may be misconfigured",
   session: "the session is bound to another worker",
   trial: "an ejected worker gets this request on trial",
