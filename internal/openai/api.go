@@ -10,6 +10,7 @@ import (
 	"fmt"
 	"log/slog"
 	"net/http"
+	"net/url"
 	"sync/atomic"
 	"time"
 
@@ -202,7 +203,14 @@ func (a *API) workers() []kv.Target {
 
 // question is a client's short request as it goes to workers.
 func (a *API) question(c *gin.Context, body []byte) proxy.Question {
-	return proxy.Question{Method: c.Request.Method, Path: c.Request.URL.RequestURI(), Header: a.clientHeader(c, false), Body: body}
+	return proxy.Question{Method: c.Request.Method, Path: pathOf(c.Request.URL), Header: a.clientHeader(c, false), Body: body}
+}
+
+// pathOf returns the path and query of a request as they go to a worker.
+func pathOf(u *url.URL) string {
+	bare := *u
+	bare.RawQuery = web.WithoutKeys(u.RawQuery)
+	return bare.RequestURI()
 }
 
 // clientHeader returns a client's headers as they go to a worker. See proxy.ClientHeader.

@@ -61,7 +61,7 @@ func (p *Page) try(c *gin.Context) {
 	request := inside(c, chatPath, c.Request.Body, c.Request.ContentLength)
 	if p.tryAsks() {
 		request = onward(c.Request.Context(), c, chatPath, c.Request.Body, c.Request.ContentLength)
-		request.Header["Authorization"] = c.Request.Header["Authorization"]
+		web.CopyKeys(request.Header, c.Request.Header)
 	}
 	p.deps.OpenAI.ServeHTTP(c.Writer, request)
 }

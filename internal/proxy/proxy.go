@@ -142,6 +142,7 @@ func (p *Proxy) header(given http.Header, t kv.Target) http.Header {
 		header = http.Header{}
 	}
 	if t.Bearer != "" {
+		web.DropKeys(header)
 		header.Set("Authorization", "Bearer "+string(t.Bearer))
 	}
 	header.Set("Accept-Encoding", "identity") // the answer must be readable here
@@ -151,7 +152,7 @@ func (p *Proxy) header(given http.Header, t kv.Target) http.Header {
 
 // ClientHeader returns a client's headers as they go to a worker, under that
 // request id. Only a pinned request, which names its worker, may also name its
-// data-parallel rank. keyed means that Authorization was for the router.
+// data-parallel rank. keyed means that the client's key was for the router.
 func ClientHeader(given http.Header, id string, pinned, keyed bool) http.Header {
 	header := given.Clone()
 	web.DropHopByHop(header)
@@ -166,7 +167,7 @@ func ClientHeader(given http.Header, id string, pinned, keyed bool) http.Header 
 	header.Del("Expect")
 	header.Del("Content-Length")
 	if keyed {
-		header.Del("Authorization")
+		web.DropKeys(header)
 	}
 	header.Set(web.HeaderRequest, id)
 	return header

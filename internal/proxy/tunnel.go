@@ -66,11 +66,15 @@ func (p *Proxy) Tunnel(w http.ResponseWriter, r *http.Request, header http.Heade
 	tunnel := httputil.ReverseProxy{
 		Rewrite: func(out *httputil.ProxyRequest) {
 			out.SetURL(to)
+			out.Out.URL.RawQuery = web.WithoutKeys(out.Out.URL.RawQuery)
 			out.Out.Header = header
 		},
 		Transport: p.client.Transport,
 		ModifyResponse: func(answer *http.Response) error {
 			dropOwn(answer.Header)
+			if protocol := web.FirstProtocol(r.Header); protocol != "" && answer.StatusCode == http.StatusSwitchingProtocols && answer.Header.Get(web.HeaderProtocol) == "" {
+				answer.Header.Set(web.HeaderProtocol, protocol) // browsers close a connection without one of those that they offered
+			}
 			return nil
 		},
 		ErrorHandler: func(_ http.ResponseWriter, _ *http.Request, err error) {
