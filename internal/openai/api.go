@@ -190,6 +190,16 @@ func (a *API) body(c *gin.Context) (body []byte, ok bool) {
 	return body, err == nil
 }
 
+// smallBody is body for one of at most that many bytes, which nothing counts.
+func (a *API) smallBody(c *gin.Context, most int64) (body []byte, ok bool) {
+	body, err := web.ReadBody(c.Writer, c.Request, most)
+	var bad *web.BodyError
+	if errors.As(err, &bad) {
+		a.fail(c, bad.Status, "", bad.Message)
+	}
+	return body, err == nil
+}
+
 // done releases the body of a request.
 func (a *API) done(c *gin.Context, body []byte) { a.bodies.Done(a.clientOf(c), body) }
 

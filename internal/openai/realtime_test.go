@@ -156,6 +156,9 @@ func TestKeysOfWebSocketsStayAtTheRouter(t *testing.T) {
 	if response, err := http.ReadResponse(bufio.NewReader(conn), nil); err != nil || response.StatusCode != http.StatusUnauthorized {
 		t.Errorf("a wrong key: %v, %v", response, err)
 	}
+	for _, h := range []*testAPI{keyed, open} {
+		testkit.Eventually(t, 5*time.Second, "the bookings have ended", func() bool { return h.router.Load(kv.WorkerKey{}).InFlight == 0 })
+	}
 }
 
 // TestNoHandshakeEjectsWorkers: a worker does not count handshakes that it never sees, or that it

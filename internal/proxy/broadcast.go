@@ -108,7 +108,7 @@ func (p *Proxy) Pass(ctx context.Context, w http.ResponseWriter, t kv.Target, q 
 	if err != nil {
 		return p.unanswered(t.Key.Worker, cause(ctx, err), health.Refused)
 	}
-	answer := &upstreamAnswer{Response: response, ctx: ctx, heard: heard}
+	answer := &upstreamAnswer{Response: response, ctx: ctx, heard: heard, sent: new(inflight)}
 	web.DropHopByHop(response.Header)
 	dropOwn(response.Header)
 	response.Header.Del(web.HeaderRequest)

@@ -166,6 +166,7 @@ func ClientHeader(given http.Header, id string, pinned, keyed bool) http.Header 
 	}
 	header.Del("Expect")
 	header.Del("Content-Length")
+	header.Del("Content-Encoding") // the body was decoded
 	if keyed {
 		web.DropKeys(header)
 	}
