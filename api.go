@@ -10,8 +10,9 @@ import (
 // openAISettings are those of the OpenAI port. pageURL is the dashboard's port.
 func (c *Config) openAISettings(pageURL string) openai.Settings {
 	ttft, tpot := c.Routing.Objectives()
+	places, _ := c.Shares(c.Page.PagePort != 0)
 	return openai.Settings{
-		Host: c.Host, RouterKeys: c.RouterKeys, ServedModelName: c.ServedModelName, AllowEngineAdmin: c.AllowEngineAdmin, CollectUsage: c.CollectUsage, PageURL: page.URL(pageURL), CORSOrigins: c.CORSOrigins,
+		Host: c.Host, RouterKeys: c.RouterKeys, ServedModelName: c.ServedModelName, AllowEngineAdmin: c.AllowEngineAdmin, CollectUsage: c.CollectUsage, PageURL: page.URL(pageURL), CORSOrigins: c.CORSOrigins, Places: places, GatewayPlaces: c.Gateway.Streams(),
 		RequestTimeout: c.RequestTimeout, ClassTTFT: ttft, ClassTPOT: tpot, HoldWhenEmpty: c.Routing.HoldWhenEmpty, SessionHeader: c.Routing.SessionHeader, SessionCookie: c.Routing.SessionCookie,
 		MinUncachedTokens: c.Proxy.DisaggMinUncachedTokens, EnforceDisagg: c.Proxy.EnforceDisagg, Retries: c.Proxy.Retries,
 	}

@@ -257,3 +257,31 @@ func TestLinksOfThePages(t *testing.T) {
 		t.Errorf("only %d links found", links)
 	}
 }
+
+// TestTestsNamedByThePagesExist holds what SECURITY.md says to prove.
+func TestTestsNamedByThePagesExist(t *testing.T) {
+	page, err := os.ReadFile("SECURITY.md")
+	if err != nil {
+		t.Fatal(err)
+	}
+	known := map[string]bool{}
+	declared := regexp.MustCompile(`(?m)^func (Test\w+)\(`)
+	err = filepath.WalkDir(".", func(path string, _ os.DirEntry, err error) error {
+		if err != nil || !strings.HasSuffix(path, "_test.go") {
+			return err
+		}
+		text, err := os.ReadFile(path)
+		for _, match := range declared.FindAllSubmatch(text, -1) {
+			known[string(match[1])] = true
+		}
+		return err
+	})
+	if err != nil {
+		t.Fatal(err)
+	}
+	for _, match := range regexp.MustCompile("`(Test\\w+)`").FindAllSubmatch(page, -1) {
+		if name := string(match[1]); !known[name] {
+			t.Errorf("SECURITY.md names %s, which does not exist", name)
+		}
+	}
+}

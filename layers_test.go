@@ -15,12 +15,12 @@ import (
 // not in the table is a shortcut, even where the compiler would take it.
 var layers = []map[string]string{
 	{ // mechanisms that others use
-		"metrics": "", "table": "",
+		"metrics": "", "table": "", "quota": "",
 	},
 	{ // words and mechanisms
 		"kv": "", "guard": "metrics", "sets": "table",
 		"blockpool": "", "zmq": "", "jsonbody": "",
-		"jsonlines": "", "web": "", "settings": "",
+		"jsonlines": "", "web": "quota", "settings": "",
 		"logs": "", "manual": "", "textfile": "", "fair": "",
 		"summary": "table",
 	},
@@ -48,13 +48,13 @@ var layers = []map[string]string{
 		"tracing": "kv policy router", "models": "chat fair health kv metrics policies policy radix router summary tokens",
 	},
 	{ // carrying
-		"replica": "events fair guard kv router zmq", "relay": "kv metrics radix web", "proxy": "directives health jsonbody kv policy router tracing web", "workers": "cells events fair guard health kv metrics policy probe process radix summary web",
+		"replica": "events fair guard kv router zmq", "relay": "kv metrics radix web", "proxy": "directives health jsonbody kv policy quota router tracing web", "workers": "cells events fair guard health kv metrics policy probe process radix summary web",
 		"mocker": "chat engine events jsonbody kv process tokens web zmq", "simulate": "cells engine fair health hints jsonlines kv policies policy radix router summary",
 		"vllm": "kv process", "sglang": "kv process", "discovery": "kv textfile",
 	},
 	{ // showing, offering
-		"telemetry": "fair hints jsonbody jsonlines kv metrics policy proxy router thompson", "selection": "events health hints kv models policy replica router thompson web workers",
-		"openai": "cells directives fair health hints jsonbody keys kv models proxy router settings tokens tracing web", "extproc": "guard proxy web", "doctor": "cells events kv mocker probe process settings summary tokens web zmq", "demo": "keys",
+		"telemetry": "fair hints jsonbody jsonlines kv metrics policy proxy router thompson", "selection": "events health hints kv models policy quota replica router thompson web workers",
+		"openai": "cells directives fair health hints jsonbody keys kv models proxy quota router settings tokens tracing web", "extproc": "guard proxy web", "doctor": "cells events kv mocker probe process settings summary tokens web zmq", "demo": "keys",
 		"page": "fair health jsonbody keys kv models policy proxy router tokens web workers",
 	},
 	{ // looking from elsewhere

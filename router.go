@@ -128,14 +128,14 @@ func build(ctx context.Context, config Config, log *slog.Logger) (*app, error) {
 	}
 	r.telemetry = telemetry.New(telemetry.Deps{Names: r.router.Names(), Fleet: r.fleet.IDs, Thompson: r.router, Exemplars: r.tracer != nil, Compared: r.fleet.Compared, Workers: config.MetricsLimit})
 	r.proxy = proxy.New(config.proxySettings(), proxy.Deps{
-		Observer: r.telemetry, Failed: r.fleet.ReportFailure, Names: r.router.Names(), Hop: config.Hop, Transport: web.NewTransport(config.WorkerTLS), Log: log,
+		Observer: r.telemetry, Failed: r.fleet.ReportFailure, Names: r.router.Names(), Hop: config.Hop, Transport: web.NewTransport(config.WorkerTLS), Answers: config.Bodies.Answers(), Log: log,
 	})
 	r.models = models.New(config.modelSettings(), models.Deps{Router: r.router, Index: r.changed, Tokenizer: r.model, TokenizerRefused: r.model == nil && config.Model != "", Ask: r.proxy.Ask, Look: r.fleet.LookForModels, Log: log})
 	r.teller = r.tellRoutersAbove(book)
 	r.telemetry.Register(r.teller.Collector())
 	r.tenants = telemetry.NewTenants(r.models.Tenants)
 	r.partitions = selection.NewPartitions(config.ServedModelName, r.models)
-	r.keys, r.bodies = keys.New(config.Keys, config.APIKey), web.NewBodies(config.MaxBodyBytes, config.Bodies.MaxInflightBodyBytes)
+	r.keys, r.bodies = keys.New(config.Keys, config.APIKey), web.NewBodies(config.MaxBodyBytes, config.Bodies.Memory(config.MaxBodyBytes))
 	useKeys, err := r.keys.Read()
 	if err != nil {
 		return nil, err
@@ -156,6 +156,7 @@ func build(ctx context.Context, config Config, log *slog.Logger) (*app, error) {
 	shown := func() map[uint64]bool { return r.models.Busiest(r.fleet.IDs(), config.MetricsLimit) }
 	r.telemetry.Register(workers.NewCollector(r.router.Names(), r.fleet.Samples(r.models), shown), models.NewCollector(r.models, shown), guard.NewCollector(r.edges), keys.NewCollector(r.keys), r.tenants.Collector(), logs.NewCollector(log), telemetry.NewLostLines(r.recorder, r.recording))
 	r.telemetry.Register(r.bodies.Collectors()...)
+	r.telemetry.Register(r.proxy.Collectors()...)
 	r.telemetry.Register(r.reloads.Collectors()...)
 	r.telemetry.Register(r.tracer.Collectors()...)
 	if r.relay != nil {
@@ -171,7 +172,9 @@ func build(ctx context.Context, config Config, log *slog.Logger) (*app, error) {
 	if config.Replica.ReplicaSync {
 		mesh := config.Replica
 		mesh.ReplicaSyncHost = config.replicaHost()
-		deps := replica.Deps{Router: r.router, Edges: r.edges, Log: log, Partition: r.partitions.Of, Stored: func(id string, worker, owner uint64) { r.stored.Note(id, worker, keys.Owner(owner)) }}
+		deps := replica.Deps{Router: r.router, Edges: r.edges, Log: log, Partition: r.partitions.Of, Stored: func(id string, worker, owner uint64) { r.stored.Note(id, worker, keys.Owner(owner)) }, EachStored: func(take func(worker, owner uint64, responses []string)) {
+			r.stored.Each(func(worker uint64, owner keys.Owner, ids []string) { take(worker, uint64(owner), ids) })
+		}}
 		if mesh.ReplicaDiscovery != "" {
 			found, err := discovery.OpenPeers(mesh.ReplicaDiscovery, log)
 			if err != nil {

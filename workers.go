@@ -190,10 +190,11 @@ func (c *Config) mockSettings() mocker.Settings {
 }
 
 func (c *Config) selectionSettings() selection.Settings {
+	_, places := c.Shares(c.Page.PagePort != 0)
 	return selection.Settings{
 		Host: c.Web.RouterHost, Keys: c.RouterKeys, BlockSize: c.BlockSize, KVEvents: c.KVEvents(),
 		TrackPrefillTokens: c.Routing.RouterTrackPrefillTokens, CountsPasses: c.Routing.RouterQueueThreshold != nil,
-		Hop: c.Hop,
+		Hop: c.Hop, Places: places,
 	}
 }
 

@@ -5,6 +5,7 @@ import (
 	"io"
 	"net/http"
 	"net/http/httptest"
+	"strings"
 	"sync"
 	"testing"
 	"time"
@@ -90,5 +91,43 @@ func TestRoutersShareTheWorkersOfStoredResponses(t *testing.T) {
 	}
 	if len(used) != 3 {
 		t.Errorf("workers used: %v", used)
+	}
+}
+
+// TestResponsesSurviveARouterOfSeveral holds that a router that starts later learns whose responses
+// are whose: its key continues one, and another key does not.
+func TestResponsesSurviveARouterOfSeveral(t *testing.T) {
+	server := httptest.NewServer(&storing{name: "a", has: map[string]bool{}})
+	t.Cleanup(server.Close)
+	at := testkit.FreePorts(t, 6)
+	start := func(i int) *Router {
+		r := StartAt(t, Program, at+3*i, nil, "--engine=none", "--no-kv-events", "--worker=url="+server.URL, "--api-key=key-a,key-b",
+			"--replica-sync", fmt.Sprintf("--replica-sync-port=%d", at+3*i+2), fmt.Sprintf("--replica-peers=127.0.0.1:%d", at+3*(1-i)+2))
+		r.WaitReady(1, 20*time.Second)
+		return r
+	}
+	respond := func(r *Router, key, options string) (status int, id string) {
+		t.Helper()
+		request, _ := http.NewRequestWithContext(t.Context(), http.MethodPost, r.OpenAI+proxy.ResponsesRoute, strings.NewReader(`{"model":"m","input":"hi"`+options+`}`))
+		request.Header = http.Header{"Content-Type": {"application/json"}, "Authorization": {"Bearer " + key}}
+		response, err := http.DefaultClient.Do(request)
+		if err != nil {
+			t.Fatal(err)
+		}
+		defer response.Body.Close()
+		answer, _ := io.ReadAll(response.Body)
+		return response.StatusCode, gjson.GetBytes(answer, "id").Str
+	}
+	status, id := respond(start(0), "key-a", "")
+	if id == "" {
+		t.Fatalf("no response: %d", status)
+	}
+	late, previous := start(1), fmt.Sprintf(`,"previous_response_id":%q`, id)
+	testkit.Eventually(t, 20*time.Second, "the late router knows the response", func() bool {
+		status, _ := respond(late, "key-a", previous)
+		return status == http.StatusOK
+	})
+	if status, _ := respond(late, "key-b", previous); status != http.StatusNotFound {
+		t.Errorf("another key: %d", status)
 	}
 }

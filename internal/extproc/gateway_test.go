@@ -218,10 +218,10 @@ func (h *relay) serve(w http.ResponseWriter, r *http.Request, via *proxy.Gateway
 // bodyReader is a handler that reads bodies as the OpenAI port does, of at most that many
 // bytes each, and answers with their errors.
 func bodyReader(largest int64) handler {
-	bodies := web.NewBodies(largest, 0)
+	bodies := web.NewBodies(largest, web.BodySettings{}.Memory(largest))
 	return func(w http.ResponseWriter, r *http.Request, _ *proxy.Gateway) {
-		body, err := bodies.Read(w, r)
-		defer bodies.Done(body)
+		body, err := bodies.Read(w, r, "")
+		defer bodies.Done("", body)
 		var bad *web.BodyError
 		if errors.As(err, &bad) {
 			http.Error(w, bad.Message, bad.Status)

@@ -1,6 +1,7 @@
 package extproc
 
 import (
+	"cmp"
 	"errors"
 	"fmt"
 	"strconv"
@@ -71,4 +72,9 @@ func (s Settings) objectives() (map[string]int, error) {
 		all[name] = int(priority)
 	}
 	return all, nil
+}
+
+// Streams returns about how many requests fit into the memory.
+func (s Settings) Streams() int {
+	return int(cmp.Or(s.ExtProcMaxInflightBytes, unsetInflight) / streamMemory)
 }

@@ -9,6 +9,7 @@ import (
 	"strconv"
 	"strings"
 	"sync"
+	"sync/atomic"
 	"time"
 
 	procmode "github.com/envoyproxy/go-control-plane/envoy/extensions/filters/http/ext_proc/v3"
@@ -152,14 +153,24 @@ type stream struct {
 	came  http.Header // the answer's headers; set before answers has one
 	empty bool        // the answer has no body; set before answers has one
 
+	phase atomic.Int32  // who answers
+	over  chan struct{} // closed at the end of an answer that is the gateway's own
+
 	target    string // first address that the gateway got
 	answering bool   // the worker's answer has begun
 	headed    bool   // its headers have been passed on
 }
 
+// Phases of a stream. The goroutine that leaves waits is the only one to send from then on.
+const (
+	waits   int32 = iota // for the handler
+	handled              // the handler answers, itself or by a worker
+	own                  // the gateway answers by itself
+)
+
 // Process serves one request of a gateway.
 func (p *Server) Process(process extprocv3.ExternalProcessor_ProcessServer) error {
-	s := &stream{server: p, grpc: process, share: share{of: &p.memory}, answers: make(chan *http.Response, 1), malformed: make(chan struct{}), stuck: make(chan struct{})}
+	s := &stream{server: p, grpc: process, share: share{of: &p.memory}, answers: make(chan *http.Response, 1), malformed: make(chan struct{}), stuck: make(chan struct{}), over: make(chan struct{})}
 	s.asked, s.answered = newPieces(&s.share), newPieces(&s.share)
 	defer s.share.end()
 	s.ctx, s.cancel = context.WithCancelCause(process.Context())
@@ -241,6 +252,7 @@ func (s *stream) begin(first *extprocv3.ProcessingRequest) error {
 		return err
 	}
 	request.RemoteAddr = clientAddress(first)
+	s.request = request
 	s.bodiless = headers.GetEndOfStream()
 	if s.asked.length = request.ContentLength; s.asked.length == 0 && !s.bodiless {
 		request.ContentLength = -1 // its end must arrive, too
@@ -250,7 +262,6 @@ func (s *stream) begin(first *extprocv3.ProcessingRequest) error {
 		return s.server.memory.full()
 	}
 	s.gateway.Send = s.ask
-	s.request = request
 	return nil
 }
 
@@ -298,6 +309,13 @@ func (s *stream) take(message *extprocv3.ProcessingRequest) error {
 	case *extprocv3.ProcessingRequest_RequestTrailers:
 		s.asked.trail()
 	case *extprocv3.ProcessingRequest_ResponseHeaders:
+		if s.phase.CompareAndSwap(waits, own) {
+			s.cancel(errGone)
+			s.asked.end(errGone)
+		}
+		if s.phase.Load() == own {
+			return s.passOwn(&extprocv3.ProcessingResponse{Response: &extprocv3.ProcessingResponse_ResponseHeaders{ResponseHeaders: new(extprocv3.HeadersResponse)}}, m.ResponseHeaders.GetEndOfStream())
+		}
 		answer, err := newAnswer(m.ResponseHeaders, s.answered)
 		if err != nil || s.came != nil || s.refused() {
 			s.refuse()
@@ -310,13 +328,50 @@ func (s *stream) take(message *extprocv3.ProcessingRequest) error {
 		s.served, _, _ = strings.Cut(served(message), ",")
 		s.answers <- answer // has room for one
 	case *extprocv3.ProcessingRequest_ResponseBody:
+		if s.phase.Load() == own {
+			return s.passOwnBody(m.ResponseBody.GetBody(), m.ResponseBody.GetEndOfStream())
+		}
 		return s.answered.put(s.ctx, m.ResponseBody.GetBody(), m.ResponseBody.GetEndOfStream())
 	case *extprocv3.ProcessingRequest_ResponseTrailers:
+		if s.phase.Load() == own {
+			return s.passOwn(trailersResponse(), true)
+		}
 		s.answered.trail()
 	case *extprocv3.ProcessingRequest_RequestHeaders:
 		return errors.New("duplicate request headers")
 	}
 	return nil
+}
+
+// passOwn sends a part of the gateway's own answer back; last marks its end. Only read calls it.
+func (s *stream) passOwn(message *extprocv3.ProcessingResponse, last bool) error {
+	select {
+	case <-s.over:
+		return nil // Envoy may send the end twice
+	default:
+	}
+	err := s.send(message)
+	if last {
+		close(s.over)
+	}
+	return err
+}
+
+// passOwnBody is passOwn for a part of the body.
+func (s *stream) passOwnBody(piece []byte, last bool) error {
+	for rest := piece; ; {
+		part := rest[:min(len(rest), pieceSize)]
+		rest = rest[len(part):]
+		ends := last && len(rest) == 0
+		if err := s.passOwn(&extprocv3.ProcessingResponse{Response: &extprocv3.ProcessingResponse_ResponseBody{ResponseBody: bodyResponse(part, ends)}}, ends); err != nil || len(rest) == 0 {
+			return err
+		}
+	}
+}
+
+// trailersResponse lets the trailers of an answer pass.
+func trailersResponse() *extprocv3.ProcessingResponse {
+	return &extprocv3.ProcessingResponse{Response: &extprocv3.ProcessingResponse_ResponseTrailers{ResponseTrailers: new(extprocv3.TrailersResponse)}}
 }
 
 // refuse ends the answer as malformed: the client gets a 502. Only read calls it.
@@ -382,6 +437,9 @@ func (s *stream) send(message *extprocv3.ProcessingResponse) error {
 
 // ask passes the destinations and the request to the gateway and waits for the answer.
 func (s *stream) ask(routed proxy.Routed) (*http.Response, string, error) {
+	if !s.phase.CompareAndSwap(waits, handled) && s.phase.Load() == own {
+		return nil, "", errGone
+	}
 	addresses := []string{routed.Target.Address()}
 	for i := range routed.Others {
 		addresses = append(addresses, routed.Others[i].Address())

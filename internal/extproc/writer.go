@@ -120,8 +120,17 @@ func (w *writer) stop() {
 	w.over = true
 }
 
-// refuse answers with an error in OpenAI's format: with the status of a web.BodyError,
-// otherwise as an invalid request.
+// failure renders an error in the dialect of the request's route.
+func (w *writer) failure(status int, err error) []byte {
+	f, d := web.Fault{Status: status, Message: err.Error()}, web.DialectOpenAI
+	if r := w.stream.request; r != nil {
+		d = web.DialectOf(r.URL.Path)
+	}
+	return d.JSON(f)
+}
+
+// refuse answers with an error: with the status of a web.BodyError, otherwise as an invalid
+// request.
 func (w *writer) refuse(err error) error {
 	code := http.StatusBadRequest
 	var own *web.BodyError
@@ -133,7 +142,7 @@ func (w *writer) refuse(err error) error {
 	}
 	w.header.Set("Content-Type", "application/json")
 	w.WriteHeader(code)
-	if _, err := w.Write(web.ErrorJSON(code, web.ErrorType(code), "", err.Error())); err != nil {
+	if _, err := w.Write(w.failure(code, err)); err != nil {
 		return err
 	}
 	return w.finish()
@@ -142,18 +151,26 @@ func (w *writer) refuse(err error) error {
 // finish sends the rest once the handler has ended.
 func (w *writer) finish() error {
 	s := w.stream
+	if !s.phase.CompareAndSwap(waits, handled) && s.phase.Load() == own {
+		select {
+		case <-s.over:
+			return nil
+		case <-s.grpc.Context().Done():
+			return status.Error(codes.Canceled, "the request has ended")
+		}
+	}
 	switch {
 	case w.err != nil:
 		return w.err
 	case s.refused() && s.headed:
 		return status.Error(codes.Internal, proxy.ErrGateway.Error()) // which resets the client's stream
 	case s.refused():
-		w.status, w.body = http.StatusBadGateway, web.ErrorJSON(http.StatusBadGateway, web.ErrorType(http.StatusBadGateway), "", proxy.ErrGateway.Error())
+		w.status, w.body = http.StatusBadGateway, w.failure(http.StatusBadGateway, proxy.ErrGateway)
 		w.header = http.Header{"Content-Type": {"application/json"}}
 	case s.headed && s.empty:
 		return nil
 	case s.headed && s.answered.trailed():
-		return s.send(&extprocv3.ProcessingResponse{Response: &extprocv3.ProcessingResponse_ResponseTrailers{ResponseTrailers: new(extprocv3.TrailersResponse)}})
+		return s.send(trailersResponse())
 	case s.headed && !s.answered.whole() && !strings.HasPrefix(s.came.Get("Content-Type"), "text/event-stream"): // such a stream has ended with an error event
 		return status.Error(codes.Internal, proxy.ErrAnswered.Error()) // which resets the client's stream
 	case s.headed:

@@ -3,10 +3,11 @@ package health
 import "time"
 
 const (
-	// avoidMisses is the number of health checks in a row without an answer from which new
-	// requests avoid a worker, and downMisses the number from which it is down if its connections
-	// break, or nothing has ever answered.
+	// avoidMisses is the number of health checks in a row without an answer, and avoidAfter the time
+	// of a longer one, from which new requests avoid a worker. downMisses is the number from which
+	// it is down if its connections break, or nothing has ever answered.
 	avoidMisses, downMisses = 2, 3
+	avoidAfter              = 4 * time.Second
 	// checkFactor is the allowed multiple of the time of the last answer to a check.
 	checkFactor = 3
 )
@@ -25,7 +26,9 @@ func (m *Misses) Add(sent time.Time) {
 }
 
 // Avoid reports whether new requests avoid the worker, if others are there.
-func (m *Misses) Avoid() bool { return m.Count >= avoidMisses }
+func (m *Misses) Avoid(now time.Time) bool {
+	return m.Count >= avoidMisses || m.Count > 0 && now.Sub(m.Since) >= avoidAfter
+}
 
 // Down reports whether the worker is down. late means that the last check was not answered in time:
 // that proves nothing, since a busy server takes seconds for any answer, and the worker is down
@@ -35,7 +38,7 @@ func (m *Misses) Avoid() bool { return m.Count >= avoidMisses }
 func (m *Misses) Down(late, met bool, lived time.Time, silence time.Duration, now time.Time) bool {
 	switch {
 	case !met:
-		return m.Count >= downMisses || late && m.Avoid()
+		return m.Count >= downMisses || late && m.Count >= avoidMisses
 	case !late:
 		return m.Count >= downMisses && !lived.After(m.Since)
 	case m.Since.After(lived):

@@ -30,12 +30,15 @@ func TestMissedChecksAreSilenceNotProof(t *testing.T) {
 		for i := range test.misses {
 			m.Add(after(float64(i)))
 		}
-		if !m.Since.Equal(at) || m.Avoid() != (test.misses >= 2) {
+		if !m.Since.Equal(at) || m.Avoid(after(1)) != (test.misses >= 2) {
 			t.Errorf("%s: %+v", test.name, m)
 		}
 		if down := m.Down(test.late, test.met, test.lived, time.Minute, after(test.now)); down != test.down {
 			t.Errorf("%s: down %v", test.name, down)
 		}
+	}
+	if m := (Misses{Count: 1, Since: at}); m.Avoid(after(3)) || !m.Avoid(after(5)) {
+		t.Error("a long check counts as two short ones")
 	}
 	if m := (Misses{Count: 50, Since: at}); m.Down(true, true, time.Time{}, 0, after(1e6)) {
 		t.Error("down without a limit")

@@ -119,12 +119,13 @@ type worker struct {
 	pressed time.Time // when it last requested a pause
 	presses int       // pauses requested since its last answer
 
+	missed time.Time // since when it does not answer its health checks; zero: it does
+
 	lived  time.Time // its last sign of life
 	shows  bool      // it has shown life otherwise than by answers
 	silent time.Time // since when it is avoided for its silence; zero: it is not
 	probe  time.Time // silent: when it gets a request nevertheless
 	probes int       // times that determine the next probe
-	missed bool      // it does not answer its health checks
 	own    own       // how fast it is
 
 	answered  time.Time // when it last answered well
@@ -364,11 +365,7 @@ func (d *Detector) of(a Attempt) *worker {
 // answers records an answer of a worker.
 func (d *Detector) answers(w *worker, now time.Time) {
 	w.answered = now
-	if w.missed {
-		w.missed = false
-		d.recount()
-	}
-	d.alive(w, now)
+	d.speaks(w, now)
 }
 
 // Heard records that an attempt's answer has begun.

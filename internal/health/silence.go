@@ -81,7 +81,16 @@ func (d *Detector) Lives(key kv.WorkerKey, generation int, at time.Time) {
 // Answers records that a byte of some answer of a worker came at that time.
 func (d *Detector) Answers(key kv.WorkerKey, generation int, at time.Time) {
 	if w := d.of(Attempt{Worker: key, Generation: generation}); w != nil {
-		d.alive(w, at)
+		d.speaks(w, at)
+	}
+}
+
+// speaks is alive by a byte of an answer: the worker's HTTP server is not busy either.
+func (d *Detector) speaks(w *worker, at time.Time) {
+	d.alive(w, at)
+	if !w.missed.IsZero() && at.After(w.missed) {
+		w.missed = time.Time{}
+		d.recount()
 	}
 }
 
@@ -103,7 +112,7 @@ func (d *Detector) IsSilent(key kv.WorkerKey) bool {
 }
 
 // avoided reports whether new requests go round w.
-func (w *worker) avoided() bool { return !w.silent.IsZero() || w.missed }
+func (w *worker) avoided() bool { return !w.silent.IsZero() || !w.missed.IsZero() }
 
 // silence is what a worker's requests are judged by.
 type silence struct {
@@ -226,10 +235,10 @@ func (s *silence) unexplained(w *worker, silent time.Duration) bool {
 		q := &s.all[i]
 		work := s.reads(w, q.Tokens)
 		switch {
-		case q.Begun:
+		case q.Begun && (w.shows || q.Output == 0):
 		case q.Task > Embed && !w.shows: // nothing says how long it takes
 			return false
-		case q.Whole && q.Task == Generate:
+		case (q.Whole || q.Begun) && q.Task == Generate: // a parser may hold the text back
 			tokens := writesMost
 			if q.Output > 0 {
 				tokens = min(q.Output, givenUpMost)

@@ -77,6 +77,8 @@ func TestWhatExplainsASilence(t *testing.T) {
 		{"within an answer beside a long prompt", Waiting{Begun: true}, s / 10, []Waiting{{Tokens: 5000}}, nil, 42 * s, Wait},
 		{"a trial", Waiting{Attempt: Attempt{Trial: true}}, s / 10, nil, nil, s, Hedge},
 		{"for too long", Waiting{Begun: true}, s / 10, nil, nil, 60 * s, GiveUp},
+		{"for too long, but for what a parser may hold back", Waiting{Begun: true, Output: 400}, s / 10, nil, nil, 79 * s, Avoid},
+		{"for too long, with counters that stand still", Waiting{Begun: true, Output: 400}, s / 10, nil, func(b *bench) { b.Lives(key(0), 1, b.now.Add(-time.Hour)) }, 60 * s, GiveUp},
 		{"for too long, but for a prompt beside it", Waiting{Begun: true}, s / 10, []Waiting{{Tokens: 5000}}, nil, 90 * s, Avoid},
 		{"for too long, but for a whole answer beside it", stream, s / 10, []Waiting{limited}, nil, 79 * s, Hedge},
 		{"for longer than that takes", stream, s / 10, []Waiting{limited}, nil, 81 * s, GiveUp},

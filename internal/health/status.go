@@ -75,8 +75,10 @@ func (d *Detector) record(key kv.WorkerKey, w *worker, now time.Time) Record {
 		s.State, s.Until, s.Reason, s.Why = StateOut, w.until, w.reason, w.why
 	case !w.held.IsZero():
 		s.State, s.Until = StateHeld, w.held
-	case w.avoided():
-		s.State = StateSilent
+	case !w.silent.IsZero():
+		s.State, s.Since = StateSilent, w.silent
+	case !w.missed.IsZero():
+		s.State, s.Since = StateSilent, w.missed
 	case w.phase == phaseBack:
 		s.State = StateBack
 	}

@@ -1,6 +1,7 @@
 package keys
 
 import (
+	"errors"
 	"fmt"
 	"math"
 	"net/http"
@@ -136,6 +137,19 @@ func (c *Charge) Settle(tokens int) {
 	tokens = min(max(0, tokens), mostCharged)
 	c.prompt.give(c.tokens-tokens, c.now())
 	c.tokens = tokens
+}
+
+// errDebt ends what goes on with a key in debt.
+var errDebt = errors.New("rate limit of this key: its prompt tokens per minute are used up")
+
+// Debt returns an error if the key owes tokens.
+func (c *Charge) Debt() error {
+	c.prompt.mu.Lock()
+	defer c.prompt.mu.Unlock()
+	if c.prompt.now(c.now()) < 0 {
+		return errDebt
+	}
+	return nil
 }
 
 // Metered reports whether the caller's prompt tokens are limited.

@@ -10,6 +10,7 @@ import (
 	"fmt"
 	"log/slog"
 	"net/http"
+	"net/url"
 	"sync/atomic"
 	"time"
 
@@ -22,6 +23,7 @@ import (
 	"kvrouter/internal/kv"
 	"kvrouter/internal/models"
 	"kvrouter/internal/proxy"
+	"kvrouter/internal/quota"
 	"kvrouter/internal/settings"
 	"kvrouter/internal/tokens"
 	"kvrouter/internal/web"
@@ -36,6 +38,8 @@ type Settings struct {
 	CollectUsage     bool      // ask workers for the usage of streams
 	PageURL          string    // of the dashboard; empty: there is none
 	CORSOrigins      []string  // whose pages may use the port; empty: none
+	Places           int       // maximum number of requests at the same time; 0: no limit
+	GatewayPlaces    int       // the same of requests that come through gateways
 
 	RequestTimeout    time.Duration                // longest wait for a worker's next byte
 	ClassTTFT         map[fair.Class]time.Duration // objective of the time to first token of requests without one
@@ -81,6 +85,9 @@ type API struct {
 	shareStored func(id string, worker uint64, owner keys.Owner) // see Deps
 }
 
+// scrapes is the maximum number of answers to /metrics that are being written.
+const scrapes = 32
+
 // New returns the port's routes.
 func New(s Settings, deps Deps) *API {
 	a := &API{
@@ -88,16 +95,13 @@ func New(s Settings, deps Deps) *API {
 		stored: cmp.Or(deps.Stored, &Stored{}), shareStored: deps.ShareStored,
 	}
 	a.engine.Use(web.CORS(s.CORSOrigins), deps.Hop.Refuse)
-	guard := a.keys.Guard(web.OpenAIError)
+	guard, place := a.keys.Guard(web.Fail), a.places()
 	a.engine.NoRoute(func(c *gin.Context) {
-		if g := gatewayOf(c); g != nil && g.Any {
-			if guard(c); !c.IsAborted() {
-				a.infer(c, "*", tokens.NoPrompt)
-			}
-			return
+		if g := gatewayOf(c); g == nil || !g.Any {
+			a.fail(c, http.StatusNotFound, "", fmt.Sprintf("no such route: %s %s", c.Request.Method, c.Request.URL.Path))
+			c.Abort()
 		}
-		a.fail(c, http.StatusNotFound, "", fmt.Sprintf("no such route: %s %s", c.Request.Method, c.Request.URL.Path))
-	})
+	}, guard, place, func(c *gin.Context) { a.infer(c, "*", tokens.NoPrompt) })
 	a.engine.NoMethod(func(c *gin.Context) {
 		a.fail(c, http.StatusMethodNotAllowed, "", fmt.Sprintf("%s does not accept %s", c.Request.URL.Path, c.Request.Method))
 	})
@@ -105,9 +109,11 @@ func New(s Settings, deps Deps) *API {
 	a.engine.GET("/health", func(c *gin.Context) { c.Status(http.StatusOK) })
 	a.engine.GET("/ready", a.ready)
 	a.engine.GET("/version", func(c *gin.Context) { c.JSON(http.StatusOK, gin.H{"version": settings.Version()}) })
-	a.engine.GET("/metrics", gin.WrapH(deps.Metrics))
+	a.engine.GET("/metrics", web.Within(quota.New(scrapes), web.Address, func(c *gin.Context) {
+		a.fail(c, http.StatusServiceUnavailable, "", "too many readers of /metrics: try again")
+	}), gin.WrapH(deps.Metrics))
 
-	clients := a.engine.Group("/", guard)
+	clients := a.engine.Group("/", guard, place)
 	clients.GET("/v1/models", a.listModels)
 	clients.GET("/v1/models/:model", a.listModels)
 	clients.POST("/tokenize", a.tokenized((*tokens.Source).Tokenize))
@@ -116,11 +122,11 @@ func New(s Settings, deps Deps) *API {
 	clients.DELETE("/v1/responses/:id", a.storedRoute(""))
 	clients.POST("/v1/responses/:id/cancel", a.storedRoute("/cancel"))
 	clients.GET("/v1/responses/:id/input_items", a.storedRoute("/input_items"))
-	clients.GET(realtimeRoute, a.realtime)
+	own := web.OwnPages(s.Host, a.keys.Asks(), web.Fail)
+	clients.GET(realtimeRoute, web.ListedPages(s.CORSOrigins, own), a.realtime)
 	for path, kind := range tokens.Routes {
 		clients.POST(path, func(c *gin.Context) { a.infer(c, path, kind) })
 	}
-	own := web.OwnPages(s.Host, a.keys.Asks(), web.OpenAIError)
 	for _, path := range proxy.AdminRoutes {
 		clients.Any(path, own, a.admin)
 	}
@@ -171,9 +177,9 @@ func (a *API) ready(c *gin.Context) {
 }
 
 // body reads a request's body within the limits; not ok: it has been answered.
-// Else a.bodies.Done must follow.
+// Else a.done must follow.
 func (a *API) body(c *gin.Context) (body []byte, ok bool) {
-	body, err := a.bodies.Read(c.Writer, c.Request)
+	body, err := a.bodies.Read(c.Writer, c.Request, a.clientOf(c))
 	var bad *web.BodyError
 	if errors.As(err, &bad) {
 		if bad.Status == http.StatusServiceUnavailable {
@@ -184,6 +190,22 @@ func (a *API) body(c *gin.Context) (body []byte, ok bool) {
 	return body, err == nil
 }
 
+// smallBody is body for one of at most that many bytes, which nothing counts.
+func (a *API) smallBody(c *gin.Context, most int64) (body []byte, ok bool) {
+	body, err := web.ReadBody(c.Writer, c.Request, most)
+	var bad *web.BodyError
+	if errors.As(err, &bad) {
+		a.fail(c, bad.Status, "", bad.Message)
+	}
+	return body, err == nil
+}
+
+// done releases the body of a request.
+func (a *API) done(c *gin.Context, body []byte) { a.bodies.Done(a.clientOf(c), body) }
+
+// clientOf names the client of a request.
+func (a *API) clientOf(c *gin.Context) string { return clientOf(c.Request, a.keys.Of(c)) }
+
 // workers returns one target of each worker that is up: its ranks share a server.
 func (a *API) workers() []kv.Target {
 	return kv.OnePerWorker(a.models.Targets())
@@ -191,7 +213,14 @@ func (a *API) workers() []kv.Target {
 
 // question is a client's short request as it goes to workers.
 func (a *API) question(c *gin.Context, body []byte) proxy.Question {
-	return proxy.Question{Method: c.Request.Method, Path: c.Request.URL.RequestURI(), Header: a.clientHeader(c, false), Body: body}
+	return proxy.Question{Method: c.Request.Method, Path: pathOf(c.Request.URL), Header: a.clientHeader(c, false), Body: body}
+}
+
+// pathOf returns the path and query of a request as they go to a worker.
+func pathOf(u *url.URL) string {
+	bare := *u
+	bare.RawQuery = web.WithoutKeys(u.RawQuery)
+	return bare.RequestURI()
 }
 
 // clientHeader returns a client's headers as they go to a worker. See proxy.ClientHeader.
@@ -234,7 +263,7 @@ func (a *API) admin(c *gin.Context) {
 	if !ok {
 		return
 	}
-	defer a.bodies.Done(body)
+	defer a.done(c, body)
 	c.JSON(a.proxy.Administer(c.Request.Context(), having(c.FullPath(), a.workers()), a.question(c, body)))
 }
 
@@ -243,8 +272,7 @@ func (a *API) noModel(c *gin.Context, name string) {
 	a.fail(c, http.StatusNotFound, "model", fmt.Sprintf("The model `%.256s` does not exist.", name))
 }
 
-// fail answers with an error in OpenAI's shape.
+// fail answers with an error in the dialect of the route.
 func (a *API) fail(c *gin.Context, status int, param, message string) {
-	c.Header(web.HeaderRequest, web.RequestID(c))
-	c.Data(status, "application/json", web.ErrorJSON(status, web.ErrorType(status), param, message))
+	web.FailParam(c, status, param, message)
 }

@@ -54,6 +54,8 @@ type setup struct {
 	CollectUsage, AllowEngineAdmin bool
 	RequestTimeout                 time.Duration
 	APIKey, RouterAPIKey           []string
+	CORSOrigins                    []string
+	Places                         int
 	Keys                           keys.Settings
 	MaxBodyBytes                   int64
 	Bodies                         web.BodySettings
@@ -111,9 +113,9 @@ func newTestAPIWith(t testing.TB, rt *router.Router, config setup, model *tokens
 		t.Fatal(err)
 	}
 	useKeys()
-	h.bodies = web.NewBodies(config.MaxBodyBytes, config.Bodies.MaxInflightBodyBytes)
+	h.bodies = web.NewBodies(config.MaxBodyBytes, config.Bodies.Memory(config.MaxBodyBytes))
 	h.api = New(Settings{
-		Host: "127.0.0.1", RouterKeys: web.NewKeys(config.RouterAPIKey), ServedModelName: "m", AllowEngineAdmin: config.AllowEngineAdmin, CollectUsage: config.CollectUsage, PageURL: config.PageURL,
+		Host: "127.0.0.1", RouterKeys: web.NewKeys(config.RouterAPIKey), ServedModelName: "m", AllowEngineAdmin: config.AllowEngineAdmin, CollectUsage: config.CollectUsage, PageURL: config.PageURL, CORSOrigins: config.CORSOrigins, Places: config.Places,
 		RequestTimeout: config.RequestTimeout, SessionHeader: config.SessionHeader, SessionCookie: config.SessionCookie,
 		MinUncachedTokens: config.Proxy.DisaggMinUncachedTokens, EnforceDisagg: config.Proxy.EnforceDisagg, Retries: config.Proxy.Retries,
 	}, Deps{Cell: config.Cell, Keys: ring, Bodies: h.bodies, Models: set, Proxy: h.proxy, Metrics: h.telemetry.Handler(), Observers: []Observer{Traced(nil), h.telemetry}, Log: log})

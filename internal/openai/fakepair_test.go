@@ -128,7 +128,7 @@ func fakeAnswer(w http.ResponseWriter, body gjson.Result, text string, extra ...
 func fakeRefusal(w http.ResponseWriter, message string) {
 	w.Header().Set("Content-Type", "application/json")
 	w.WriteHeader(http.StatusBadRequest)
-	w.Write(web.ErrorJSON(http.StatusBadRequest, "invalid_request_error", "", message))
+	w.Write(web.DialectOpenAI.JSON(web.Fault{Status: http.StatusBadRequest, Message: message}))
 }
 
 // fakeProtocol is what the two engines of a pair share: which prompts the

@@ -99,7 +99,7 @@ func (r *inference) finish(written int) {
 	if x.Status == 0 {
 		x.Status = written
 	}
-	r.api.bodies.Done(r.raw)
+	r.api.bodies.Done(r.client, r.raw)
 	r.api.observers.finished(x)
 	r.api.log.Debug("request", "id", x.ID, "route", x.Route, "status", x.Status, "worker", x.Worker, "tokens", x.Decision.Tokens,
 		"overlap", x.Decision.OverlapTokens, "cached", x.Usage.CachedTokens, "seconds", time.Since(x.Arrived).Seconds())
@@ -109,7 +109,7 @@ func (r *inference) finish(written int) {
 func (r *inference) upstream(c *gin.Context) proxy.Upstream {
 	a, body, x := r.api, r.body, r.exchange
 	u := proxy.Upstream{
-		Method: c.Request.Method, Path: c.Request.URL.RequestURI(), Header: a.clientHeader(c, r.hints.Pinned != nil), Body: body.Raw,
+		Method: c.Request.Method, Path: pathOf(c.Request.URL), Header: a.clientHeader(c, r.hints.Pinned != nil), Body: body.Raw,
 		Route: x.Route, RequestID: x.ID, Client: r.client, Arrived: x.Arrived, EndMarked: r.kind != tokens.NoPrompt, Silent: !r.tells(), SeveralAnswers: r.several,
 		CachedTokensMislead: r.countsMore() || proxy.ComputesAnew(body), Paired: r.paired, Parsed: body, Aggregated: r.whole, Gateway: r.gateway, Below: r.below,
 	}

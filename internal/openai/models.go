@@ -20,20 +20,17 @@ func (a *API) tokenized(serve func(*tokens.Source, context.Context, []byte) ([]b
 		if !ok {
 			return
 		}
-		defer a.bodies.Done(body)
+		defer a.done(c, body)
 		parsed, ok := jsonbody.Parse(body)
 		if !ok {
-			parsed = &jsonbody.Body{Raw: body}
+			a.fail(c, http.StatusBadRequest, "", jsonbody.Refusal(body))
+			return
 		}
 		if !a.undirected(c, parsed) {
 			return
 		}
-		m, _ := a.models.Of(gjson.GetBytes(body, "model").String())
-		asked := body
-		if parsed, ok := jsonbody.Parse(body); ok && a.keys.Several() {
-			asked = scopedMedia(a.keys.Of(c).Owner(), parsed).Raw
-		}
-		answer, err := serve(m.Tokens, c.Request.Context(), asked)
+		m, _ := a.models.Of(parsed.Get("model").String())
+		answer, err := serve(m.Tokens, c.Request.Context(), parsed.Raw)
 		var bad *tokens.BadRequest
 		var refused *tokens.AskError
 		switch {

@@ -1,7 +1,6 @@
 package openai
 
 import (
-	"bytes"
 	"net/http"
 
 	"github.com/gin-gonic/gin"
@@ -55,50 +54,4 @@ func scoped(owner keys.Owner, given gjson.Result) (name string, ok bool) {
 		list = list[:len(list)-1]
 	}
 	return string(append(list, ']')), ok
-}
-
-// scopedMedia returns a body that was just parsed with the owner's names in place of those by
-// which its chats name media (uuid of a content part): an engine takes media that it has had under
-// that name for the same.
-func scopedMedia(owner keys.Owner, body *jsonbody.Body) *jsonbody.Body {
-	if !bytes.Contains(body.Raw, []byte("uuid")) && !bytes.Contains(body.Raw, []byte(`\u00`)) {
-		return body
-	}
-	var out []byte
-	from := 0
-	eachPart(body.Get("messages"), func(part gjson.Result) {
-		name := jsonbody.FieldOf(jsonbody.Members(part), "uuid")
-		if name.Type != gjson.String {
-			return
-		}
-		at := body.Place(name)
-		out = jsonbody.AppendString(append(out, body.Raw[from:at]...), owner.Scoped(name.Str))
-		from = at + len(name.Raw)
-	})
-	if from == 0 {
-		return body
-	}
-	named, _ := jsonbody.Parse(append(out, body.Raw[from:]...)) // a string took the place of a string
-	return named
-}
-
-// eachPart calls take with each part of the contents of messages, in their order; a batch has
-// lists of messages.
-func eachPart(messages gjson.Result, take func(part gjson.Result)) {
-	if !messages.IsArray() {
-		return
-	}
-	jsonbody.EachElement(messages.Raw, func(m gjson.Result) bool {
-		if m.IsArray() {
-			eachPart(m, take)
-			return true
-		}
-		if content := jsonbody.FieldOf(jsonbody.Members(m), "content"); content.IsArray() {
-			jsonbody.EachElement(content.Raw, func(part gjson.Result) bool {
-				take(part)
-				return true
-			})
-		}
-		return true
-	})
 }

@@ -41,7 +41,7 @@ var faults = []fault{
 func (f fault) serve(w http.ResponseWriter, r *http.Request, body gjson.Result) {
 	if f.error {
 		w.WriteHeader(http.StatusInternalServerError)
-		w.Write(web.ErrorJSON(http.StatusInternalServerError, "server_error", "", "broken"))
+		w.Write(web.DialectOpenAI.JSON(web.Fault{Status: http.StatusInternalServerError, Message: "broken"}))
 		return
 	}
 	if f.stage != "before" {

@@ -97,6 +97,24 @@ func (s *Stored) of(id string) (stored storedResponse, known bool) {
 	return stored, known
 }
 
+// Each calls take with the ids of the responses of each worker and owner, oldest first. take must
+// not use s.
+func (s *Stored) Each(take func(worker uint64, owner keys.Owner, ids []string)) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	for owner, ids := range s.owners {
+		byWorker := map[uint64][]string{}
+		for e := ids.Front(); e != nil; e = e.Next() {
+			id := e.Value.(string)
+			worker := s.byID[id].worker
+			byWorker[worker] = append(byWorker[worker], id)
+		}
+		for worker, ids := range byWorker {
+			take(worker, owner, ids)
+		}
+	}
+}
+
 // mayUse reports whether a caller may use the response of that id, and its worker, if that is
 // known. Of a response without a known owner that cannot be told where there are several clients:
 // it is nobody's.
@@ -225,7 +243,7 @@ func (a *API) storedRoute(rest string) gin.HandlerFunc {
 		}
 		q := a.question(c, nil)
 		q.Path = proxy.ResponsesRoute + "/" + url.PathEscape(id) + rest
-		if query := c.Request.URL.RawQuery; query != "" {
+		if query := web.WithoutKeys(c.Request.URL.RawQuery); query != "" {
 			q.Path += "?" + query
 		}
 		c.Header(web.HeaderRequest, web.RequestID(c))

@@ -2,7 +2,6 @@ package openai
 
 import (
 	"encoding/json"
-	"io"
 	"net/http"
 
 	"github.com/gin-gonic/gin"
@@ -24,10 +23,10 @@ type modelThresholds struct {
 // there is none, a trusted client's.
 func (a *API) serveThresholds() {
 	s := &a.settings
-	operators := a.engine.Group("/", web.OwnPages(s.Host, s.RouterKeys.Asked(), web.OpenAIError),
-		web.RequireKey(s.RouterKeys, "/busy_threshold needs a key of the router port (--router-api-key)", web.OpenAIError), web.WantJSON(web.OpenAIError))
+	operators := a.engine.Group("/", web.OwnPages(s.Host, s.RouterKeys.Asked(), web.Fail),
+		web.RequireKey(s.RouterKeys, "/busy_threshold needs a key of the router port (--router-api-key)", web.Fail), web.WantJSON(web.Fail))
 	if !s.RouterKeys.Asked() {
-		operators.Use(a.keys.Guard(web.OpenAIError), a.keys.Trusted(web.OpenAIError))
+		operators.Use(a.keys.Guard(web.Fail), a.keys.Trusted(web.Fail))
 	}
 	operators.GET("/busy_threshold", a.showThresholds)
 	operators.POST("/busy_threshold", a.changeThresholds)
@@ -45,9 +44,8 @@ func (a *API) showThresholds(c *gin.Context) {
 // changeThresholds changes the thresholds that the body names, which hold for every
 // model, and answers with all of them.
 func (a *API) changeThresholds(c *gin.Context) {
-	body, err := io.ReadAll(http.MaxBytesReader(c.Writer, c.Request.Body, thresholdsBody))
-	if err != nil {
-		a.fail(c, http.StatusBadRequest, "", "the request body could not be read: "+err.Error())
+	body, ok := a.smallBody(c, thresholdsBody)
+	if !ok {
 		return
 	}
 	var asked modelThresholds

@@ -71,7 +71,7 @@ func TestTryNeedsAKeyWhereOnlyTheOpenAIPortAsks(t *testing.T) {
 			use()
 		}
 		engine := gin.New()
-		engine.POST(chatPath, ring.Guard(web.OpenAIError), func(c *gin.Context) { c.String(200, "ok") })
+		engine.POST(chatPath, ring.Guard(web.Fail), func(c *gin.Context) { c.String(200, "ok") })
 		b.openAI = engine.ServeHTTP
 		if test.want == http.StatusTooManyRequests {
 			b.send(t, "POST", "/ui/try", `{}`, test.header...)

@@ -34,7 +34,7 @@ func (p *Proxy) Administer(ctx context.Context, targets []kv.Target, q Question)
 	worst, answers = http.StatusOK, []AdminAnswer{}
 	p.AskAll(ctx, targets, q, func(answer Answer) bool {
 		if answer.Err != nil {
-			answer.Status, answer.Body = http.StatusBadGateway, web.ErrorJSON(http.StatusBadGateway, "server_error", "", "the worker did not answer")
+			answer.Status, answer.Body = http.StatusBadGateway, web.DialectOpenAI.JSON(web.Fault{Status: http.StatusBadGateway, Message: "the worker did not answer"})
 		}
 		worst = max(worst, answer.Status)
 		entry := AdminAnswer{Worker: answer.Target.Key.Worker, Status: answer.Status}

@@ -24,9 +24,9 @@ const rankKey = "routed_dp_rank"
 // prompt.
 func SeveralAnswers(path string, body *jsonbody.Body) bool {
 	if path != generateRoute {
-		return body.Get("n").Int() > 1 || body.Get("best_of").Int() > 1 || asks(body, "use_beam_search")
+		return number(body.Get("n")) > 1 || number(body.Get("best_of")) > 1 || asks(body, "use_beam_search")
 	}
-	several := func(p gjson.Result) bool { return p.Get("n").Int() > 1 || p.Get("beam_width").Int() > 1 }
+	several := func(p gjson.Result) bool { return number(p.Get("n")) > 1 || number(p.Get("beam_width")) > 1 }
 	params := body.Get("sampling_params")
 	if !params.IsArray() {
 		return several(params)
@@ -39,6 +39,18 @@ func SeveralAnswers(path string, body *jsonbody.Body) bool {
 	return found
 }
 
+// number returns a number of a request as its engine reads it; 0: it has none.
+func number(v gjson.Result) int {
+	n, _ := jsonbody.Int(v)
+	return n
+}
+
+// given reports whether a request has a number there.
+func given(v gjson.Result) bool {
+	_, is := jsonbody.Int(v)
+	return is
+}
+
 // mostAnswers bounds the answers to a prompt that a request can ask for.
 const mostAnswers = 1 << 16
 
@@ -46,7 +58,7 @@ const mostAnswers = 1 << 16
 // engine runs each as a sequence of its own, which has the whole prompt.
 func Answers(path string, body *jsonbody.Body) int {
 	most := 1
-	take := func(v gjson.Result) { most = max(most, reported(v, mostAnswers)) }
+	take := func(v gjson.Result) { most = max(most, min(number(v), mostAnswers)) }
 	switch path {
 	case chatRoute, completionRoute:
 		take(body.Get("n"))
@@ -70,8 +82,8 @@ func Answers(path string, body *jsonbody.Body) int {
 // the log probabilities of the prompt's own tokens.
 func ComputesAnew(body *jsonbody.Body) bool {
 	start := body.Get("logprob_start_len")
-	return body.Get("prompt_logprobs").Type == gjson.Number || body.Get("echo").Bool() && body.Get("logprobs").Type == gjson.Number ||
-		body.Get("return_logprob").Bool() && start.Type == gjson.Number && start.Int() >= 0
+	return given(body.Get("prompt_logprobs")) || body.Get("echo").Bool() && given(body.Get("logprobs")) ||
+		body.Get("return_logprob").Bool() && given(start) && number(start) >= 0
 }
 
 // asks reports whether a member is present and neither null nor false.
@@ -89,7 +101,7 @@ const defaultNewTokens = 128
 func TokenLimit(path string, body *jsonbody.Body) (most int) {
 	if path != generateRoute {
 		for _, key := range []string{"max_completion_tokens", "max_tokens", "max_output_tokens"} {
-			if most = reported(body.Get(key), maxReportedOutput); most > 0 {
+			if most = min(number(body.Get(key)), maxReportedOutput); most > 0 {
 				return most
 			}
 		}
@@ -112,8 +124,8 @@ func TokenLimit(path string, body *jsonbody.Body) (most int) {
 // newTokens is the number of tokens that an answer may have by its sampling_params; 0: any
 // number.
 func newTokens(params gjson.Result) int {
-	if given := params.Get("max_new_tokens"); given.Exists() {
-		return reported(given, maxReportedOutput)
+	if limit := params.Get("max_new_tokens"); limit.Exists() {
+		return max(0, min(number(limit), maxReportedOutput))
 	}
 	return defaultNewTokens
 }
@@ -160,14 +172,15 @@ func (g *generated) usage() (sum Usage) {
 
 // takeEvent reads the data of an event. No string of it can hold the keys as they
 // are looked for, since its quotes are escaped, so the text, which grows with each
-// event, is not taken apart.
-func (g *generated) takeEvent(data []byte) {
-	meta := []byte(`"meta_info":`)
-	at := bytes.LastIndex(data, meta)
-	if at < 0 {
+// event, is not taken apart if the event has SGLang's own form.
+func (g *generated) takeEvent(data []byte, own bool) {
+	if !own {
+		answer := gjson.ParseBytes(data)
+		g.take(int(answer.Get("index").Int()), answer.Get("meta_info"))
 		return
 	}
-	rest, index := data[at+len(meta):], 0
+	meta := []byte(`"meta_info":`)
+	rest, index := data[bytes.LastIndex(data, meta)+len(meta):], 0
 	if key := []byte(`"index":`); bytes.Contains(rest, key) {
 		index = int(gjson.ParseBytes(rest[bytes.LastIndex(rest, key)+len(key):]).Int())
 	}
@@ -181,7 +194,7 @@ func outcome(route string, body []byte) (usage Usage, finish string) {
 		return ReadUsage(body), gjson.GetBytes(body, "choices.0.finish_reason").Str
 	}
 	var g generated
-	switch answer := gjson.ParseBytes(body); {
+	switch answer := gjson.ParseBytes(bytes.TrimPrefix(body, byteOrderMark)); {
 	case answer.IsObject():
 		g.take(0, answer.Get("meta_info"))
 	case answer.IsArray():

@@ -160,3 +160,24 @@ func TestWhatARequestWants(t *testing.T) {
 		}
 	}
 }
+
+// TestNumbersAreWhatTheEngineReads: a limit that counts less than is computed is none.
+func TestNumbersAreWhatTheEngineReads(t *testing.T) {
+	for _, raw := range []string{`64`, `64.0`, `6.4e1`, `"64"`, `" 64 "`, `"6_4"`, `"+64"`, `"0064"`, `"64.0"`} {
+		for _, test := range []struct {
+			route, body string
+			read        func(string, *jsonbody.Body) int
+		}{
+			{chatRoute, `{"n":%s}`, Answers}, {completionRoute, `{"n":1,"best_of":%s}`, Answers}, {generateRoute, `{"sampling_params":{"n":%s}}`, Answers}, {"/inference/v1/generate", `{"sampling_params":[{"n":2},{"n":%s}]}`, Answers},
+			{chatRoute, `{"max_tokens":%s}`, TokenLimit}, {chatRoute, `{"max_tokens":3,"max_completion_tokens":%s}`, TokenLimit}, {ResponsesRoute, `{"max_output_tokens":%s}`, TokenLimit}, {generateRoute, `{"sampling_params":{"max_new_tokens":%s}}`, TokenLimit},
+		} {
+			body, ok := jsonbody.Parse(fmt.Appendf(nil, test.body, raw))
+			if got := test.read(test.route, body); !ok || got != 64 {
+				t.Errorf("%s "+test.body+": %d", test.route, raw, got)
+			}
+			if strings.Contains(test.body, `"n"`) && !strings.Contains(test.body, `{"n":2}`) && !SeveralAnswers(test.route, body) {
+				t.Errorf("%s "+test.body+": one answer", test.route, raw)
+			}
+		}
+	}
+}

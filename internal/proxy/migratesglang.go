@@ -54,14 +54,14 @@ func (s *Migration) whyNotOnSGLang(body *jsonbody.Body) string {
 			return v.Exists() && v.Type != gjson.Null && v.Type != gjson.False
 		})
 	}
-	number := func(key string, neutral float64) bool {
+	sets := func(key string, neutral float64) bool {
 		v := params(key)
-		return v.Type == gjson.Number && v.Num != neutral
+		return v.Type == gjson.Number && v.Num != neutral || v.Type == gjson.String
 	}
 	switch {
 	case is(params, "json_schema", "regex", "ebnf", "structural_tag"):
 		return whyGuided
-	case number("presence_penalty", 0), number("frequency_penalty", 0), number("repetition_penalty", 1):
+	case sets("presence_penalty", 0), sets("frequency_penalty", 0), sets("repetition_penalty", 1):
 		return whyPenalty
 	case is(params, "stop_regex"):
 		return whyRegex
@@ -189,13 +189,14 @@ func (s *Migration) withoutAgain(event []byte, ended bool) []byte {
 	if rest == "" && len(ids) == 0 && !ended {
 		return nil
 	}
+	edits := []edit{{from + text.Index, len(text.Raw), Quoted(rest)}}
 	if at := bytes.Index(event, markIDs); at >= 0 {
 		at += len(markIDs)
 		if _, length, ok := readTokens(event[at:], nil); ok {
-			event = splice(event, at-1, 1+length, tokenList(ids))
+			edits = append(edits, edit{at - 1, 1 + length, tokenList(ids)})
 		}
 	}
-	return splice(event, from+text.Index, len(text.Raw), Quoted(rest))
+	return applied(event, edits)
 }
 
 // generateRest returns the body of a request to generateRoute for the rest of its answer.
@@ -203,8 +204,8 @@ func (s *Migration) generateRest(body *jsonbody.Body) *jsonbody.Body {
 	var fields, less []jsonbody.Field
 	for _, m := range jsonbody.Members(body.Get("sampling_params")) {
 		fields = append(fields, jsonbody.Field{Key: m.Key, Raw: m.Value.Raw})
-		if m.Key == "min_new_tokens" && m.Value.Type == gjson.Number {
-			less = append(less, jsonbody.Field{Key: m.Key, Raw: strconv.Itoa(max(0, int(m.Value.Int())-s.sent))})
+		if m.Key == "min_new_tokens" && given(m.Value) {
+			less = append(less, jsonbody.Field{Key: m.Key, Raw: strconv.Itoa(max(0, number(m.Value)-s.sent))})
 		}
 	}
 	if left, limited := s.left(body); limited {
@@ -220,6 +221,9 @@ func (s *Migration) generateRest(body *jsonbody.Body) *jsonbody.Body {
 // rewriteGenerated is rewrite for an event of generateRoute, which has the whole answer so far.
 // Events without new text, whose tokens may be a part of a character, wait for the next text.
 func (s *Migration) rewriteGenerated(out, event []byte, finished bool) []byte {
+	if s.why == "" || s.moves > 0 {
+		out, event = s.plain(out, event)
+	}
 	at := bytes.Index(event, markOutputIDs)
 	if at >= 0 && s.why == "" && s.moves == 0 && !s.cumulative {
 		s.cumulative = s.accumulates(event, at)
@@ -234,7 +238,7 @@ func (s *Migration) rewriteGenerated(out, event []byte, finished bool) []byte {
 		}
 		at = bytes.Index(event, markOutputIDs)
 	}
-	if !finished && (at == s.text || bytes.HasSuffix(event[:at], markNoText)) {
+	if !finished && (bytes.HasSuffix(event[:at], markNoText) || s.hasText(event, at)) {
 		if len(s.held) > maxHeld {
 			s.held = s.held[:0] // this one has all of theirs
 		}
@@ -245,6 +249,21 @@ func (s *Migration) rewriteGenerated(out, event []byte, finished bool) []byte {
 	s.text, s.held, s.finished = at, s.held[:0], s.finished || finished
 	s.keep(event)
 	return out
+}
+
+// hasText reports whether the client has the text of an event of generateRoute, whose token ids
+// begin at at. Most texts are longer than those before them in any form.
+func (s *Migration) hasText(event []byte, at int) bool {
+	if at == s.text {
+		return true
+	}
+	given := func(event []byte) string { return gjson.GetBytes(event[len("data:"):], "text").Str }
+	return len(s.last) > 0 && (escapesMore(event[:at]) || escapesMore(s.last)) && given(event) == given(s.last)
+}
+
+// escapesMore reports whether a JSON text has escapes that it needs not have.
+func escapesMore(text []byte) bool {
+	return bytes.IndexByte(text, '\\') >= 0 && (bytes.Contains(text, []byte(`\u`)) || bytes.Contains(text, []byte(`\/`)))
 }
 
 // accumulates reports whether events have all tokens so far, which one of two tokens or more

@@ -4,6 +4,7 @@ import (
 	"bytes"
 	"cmp"
 	"fmt"
+	"math"
 	"slices"
 	"strconv"
 	"unicode/utf8"
@@ -95,6 +96,9 @@ type Migration struct {
 	remakes    bool     // again and dropped have not been made yet
 	cumulative bool     // events of generateRoute have the whole answer so far
 	torn       bool     // the answer cannot be joined to what the client has
+
+	own    bool   // the event of generateRoute has SGLang's own form
+	unlike uint64 // events that had to be brought into the form of the marks
 }
 
 // NewMigration returns what continues the answer to a request. exact means that the tokens of
@@ -126,16 +130,20 @@ func NewMigration(route string, body *jsonbody.Body, prompt []uint32, exact, sev
 
 // whyNotContinued returns why an answer to the request cannot be continued; empty: it can.
 func whyNotContinued(body *jsonbody.Body) string {
-	number := func(key string) bool { v := body.Get(key); return v.Type == gjson.Number && v.Num != 0 }
+	logprobs := body.Get("logprobs").Type
+	sets := func(key string) bool {
+		v := body.Get(key)
+		return v.Type == gjson.Number && v.Num != 0 || v.Type == gjson.String
+	}
 	switch format := body.Get("response_format"); {
 	case asks(body, "tools") && body.Get("tool_choice").Str != "none", asks(body, "functions"):
 		return whyTools
 	case format.IsObject() && format.Get("type").Str != "text",
 		slices.ContainsFunc([]string{"structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar"}, func(key string) bool { return asks(body, key) }):
 		return whyGuided
-	case number("presence_penalty"), number("frequency_penalty"):
+	case sets("presence_penalty"), sets("frequency_penalty"):
 		return whyPenalty
-	case asks(body, "prompt_logprobs"), asks(body, "echo"), body.Get("logprobs").Type == gjson.Number, asks(body, "suffix"):
+	case asks(body, "prompt_logprobs"), asks(body, "echo"), logprobs == gjson.Number || logprobs == gjson.String, asks(body, "suffix"):
 		return whyLogprobs
 	case asks(body, "use_beam_search"):
 		return whySeveral
@@ -211,8 +219,8 @@ func (s *Migration) rest(u Upstream) Upstream {
 		body = body.With("prompt", tokenList(s.prompt, s.tokens))
 	}
 	for _, key := range []string{"max_tokens", "max_completion_tokens", "min_tokens"} {
-		if v := body.Get(key); v.Type == gjson.Number {
-			body = body.With(key, strconv.Itoa(max(0, int(v.Int())-s.sent)))
+		if v := body.Get(key); given(v) {
+			body = body.With(key, strconv.Itoa(max(0, number(v)-s.sent)))
 		}
 	}
 	return u.withBody(body.With("return_token_ids", "true"))
@@ -225,8 +233,8 @@ func (s *Migration) left(body *jsonbody.Body) (tokens int, known bool) {
 		return most - len(s.tokens), most > 0
 	}
 	for _, key := range []string{"max_completion_tokens", "max_tokens"} {
-		if v := body.Get(key); v.Type == gjson.Number {
-			return int(v.Int()) - len(s.tokens), true
+		if v := body.Get(key); given(v) {
+			return number(v) - len(s.tokens), true
 		}
 	}
 	return 0, false
@@ -269,6 +277,9 @@ func (s *Migration) rewrite(out, event []byte, failed, finished bool) []byte {
 	if out, ok := s.quick(out, event, finished); ok {
 		return out
 	}
+	if s.added || s.why == "" || s.moves > 0 {
+		out, event = s.plain(out, event)
+	}
 	if !s.withoutText(event, finished) {
 		if !s.remakes {
 			out, s.held = append(out, s.held...), s.held[:0]
@@ -288,6 +299,18 @@ func (s *Migration) rewrite(out, event []byte, failed, finished bool) []byte {
 	return out
 }
 
+// plain is plainEvent, counted.
+func (s *Migration) plain(out, event []byte) (_, plain []byte) {
+	if s.own {
+		return out, event
+	}
+	out, event, changed := plainEvent(out, event, s.generate)
+	if changed {
+		s.unlike++
+	}
+	return out, event
+}
+
 // trim takes the token ids of the prompt out of an answer's first event, in place: there are as
 // many as the prompt is long, and all that reads the event afterwards would search them.
 func (s *Migration) trim(event []byte) []byte {
@@ -303,18 +326,22 @@ func (s *Migration) trim(event []byte) []byte {
 	if length == 0 {
 		return event
 	}
-	begin, by := s.hidden(event, at, from)
-	return slices.Replace(event, begin, from+length, []byte(by)...)
+	begin, end, by := s.hidden(event, at, from, from+length)
+	return slices.Replace(event, begin, end, []byte(by)...)
 }
 
-// hidden returns where the part of an event begins that hides a list of token ids, and what
-// replaces it: without the request for them vLLM has null, SGLang no such member. The member
-// begins at at, its list at list.
-func (s *Migration) hidden(event []byte, at, list int) (begin int, by string) {
-	if s.sglang && at > 0 && event[at-1] == ',' {
-		return at - 1, ""
+// hidden returns the part of an event that hides a list of token ids, and what replaces it:
+// without the request for them vLLM has null, SGLang no such member. The member begins at at, its
+// list goes from from to to.
+func (s *Migration) hidden(event []byte, at, from, to int) (begin, end int, by string) {
+	switch {
+	case !s.sglang || at == 0:
+	case event[at-1] == ',':
+		return at - 1, to, ""
+	case to < len(event) && event[to] == ',':
+		return at, to + 1, ""
 	}
-	return list, "null"
+	return from, to, "null"
 }
 
 // withoutText reports whether an event has tokens of the answer, but no text, and is not the last.
@@ -375,7 +402,7 @@ func (s *Migration) show(out, event []byte, finished bool) []byte {
 	} else if !opening && !bytes.Contains(data, markEmpty) {
 		s.reasoning = false
 	}
-	s.finished = s.finished || finished
+	s.finished, s.counted = s.finished || finished, s.counted || finished && bytes.Contains(data, markUsage)
 	if s.text == 0 {
 		if at := bytes.Index(event, s.member()); at > 0 {
 			s.text = at
@@ -433,7 +460,10 @@ func (s *Migration) quick(out, event []byte, finished bool) (_ []byte, ok bool) 
 // whether that one needs no other changes than the later ones.
 func (s *Migration) learn(event []byte) bool {
 	at := bytes.Index(event, s.member())
-	if at < 0 || !bytes.HasPrefix(event, []byte("data:")) || !bytes.Contains(event[:at], markChoice) || bytes.Contains(event, markPromptIDs) {
+	if at < 0 || !bytes.Contains(event[:at], markChoice) || bytes.Contains(event, markPromptIDs) {
+		return false
+	}
+	if m := readMessage(event); !m.plain || !jsonbody.IsCompact(m.data) {
 		return false
 	}
 	if s.id == "" {
@@ -471,12 +501,11 @@ func (s *Migration) remember(data []byte) bool {
 // readTokens appends the ids of a list that begins after its bracket, and returns the
 // length of the list.
 func readTokens(text []byte, ids []uint32) (all []uint32, length int, ok bool) {
-	id, digits := uint64(0), 0
+	id, digits, had := uint64(0), 0, len(ids)
 	for i, b := range text {
 		switch {
 		case b >= '0' && b <= '9' && digits < 10:
 			id, digits = 10*id+uint64(b-'0'), digits+1
-		case b == ' ' && digits == 0:
 		case (b == ',' || b == ']') && digits > 0 && id <= 1<<32-1:
 			ids = append(ids, uint32(id))
 			if id, digits = 0, 0; b == ']' {
@@ -485,10 +514,27 @@ func readTokens(text []byte, ids []uint32) (all []uint32, length int, ok bool) {
 		case b == ']' && digits == 0:
 			return ids, i + 1, true
 		default:
-			return ids, 0, false
+			return readNumbers(text, ids[:had])
 		}
 	}
 	return ids, 0, false
+}
+
+// readNumbers is readTokens for a list with spaces, or with numbers in another form than the usual
+// one.
+func readNumbers(text []byte, ids []uint32) (all []uint32, length int, ok bool) {
+	list := jsonbody.Leading("[" + string(text))
+	if !gjson.Valid(list.Raw) {
+		return ids, 0, false
+	}
+	ok = true
+	jsonbody.EachElement(list.Raw, func(v gjson.Result) bool {
+		id := uint32(max(0, min(v.Num, math.MaxUint32)))
+		ok = v.Type == gjson.Number && float64(id) == v.Num
+		ids = append(ids, id)
+		return ok
+	})
+	return ids, len(list.Raw) - 1, ok
 }
 
 // verify reports whether the worker that continues confirms the tokens of prompt and answer
@@ -519,13 +565,10 @@ func (s *Migration) hide(event []byte) []byte {
 		if at < 0 {
 			continue
 		}
-		from := at + len(mark)
-		_, length, ok := readTokens(event[from:], nil)
-		if !ok {
-			continue
-		}
-		begin, by := s.hidden(event, at, from-1)
-		event = splice(event, begin, from+length-begin, by)
+		from := at + len(mark) - 1
+		list := jsonbody.Leading(jsonbody.View(event[from:]))
+		begin, end, by := s.hidden(event, at, from, from+len(list.Raw))
+		event = splice(event, begin, end-begin, by)
 	}
 	return event
 }

@@ -44,6 +44,7 @@ type writer struct {
 	kind     kv.Engine // SGLang refuses to stream token ids of chats
 	script   *script   // it answers as SGLang does; nil: as vLLM
 	decode   func([]uint32) (string, error)
+	form     uint64 // of its events; 0: compact
 }
 
 func (v *writer) ServeHTTP(w http.ResponseWriter, r *http.Request) {
@@ -370,7 +371,11 @@ func answerOf(t *testing.T, path, options string, v *writer) (events, result str
 	v.bodies = make(chan string, 100)
 	rt := routertest.New(t, "round-robin", 0)
 	for i := range uint64(5) {
-		server := httptest.NewServer(v)
+		var handler http.Handler = v
+		if v.form > 0 {
+			handler = testkit.Reformed(v, v.form)
+		}
+		server := httptest.NewServer(handler)
 		t.Cleanup(server.Close)
 		rt.Up(kv.Target{Key: kv.WorkerKey{Worker: i}, URL: server.URL, Generation: 1, Engine: v.kind})
 	}
@@ -462,7 +467,7 @@ func FuzzMigration(f *testing.F) {
 			out = append(out, events.Scan(text[:n])...)
 			text = text[n:]
 		}
-		out = append(out, events.Rest()...)
+		out = append(out, events.End()...)
 		if len(s.tokens) > len(stream)+1 {
 			t.Errorf("%d tokens of %d bytes", len(s.tokens), len(stream))
 		}

@@ -455,7 +455,9 @@ func fetchStream(route string, body io.Reader) (Usage, error) {
 	buffer := make([]byte, 4<<10)
 	for {
 		n, err := body.Read(buffer)
-		events.Scan(buffer[:n])
+		if events.Scan(buffer[:n]); err == io.EOF {
+			events.End()
+		}
 		if events.status >= http.StatusInternalServerError {
 			return events.usage(), errors.New("its engine failed")
 		}

@@ -84,9 +84,15 @@ func (p *Proxy) forPrefill(u Upstream, t *kv.Target, params string) Upstream {
 // withBody returns u with another body.
 func (u Upstream) withBody(body *jsonbody.Body) Upstream {
 	u.Head, u.Body = nil, body.Raw
-	if u.HideUsage {
-		u.Head, u.Body, _ = AskForUsage(body)
+	if !u.HideUsage {
+		return u
 	}
+	if body.Get("stream_options").Exists() { // whose place in a body that was changed is not known
+		if parsed, ok := jsonbody.Parse(body.Raw); ok {
+			body = parsed
+		}
+	}
+	u.Head, u.Body, _ = AskForUsage(body)
 	return u
 }
 

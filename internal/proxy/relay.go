@@ -101,14 +101,14 @@ func writeHead(w http.ResponseWriter, response *http.Response, u Upstream, x *Ex
 }
 
 // relayWhole relays an answer that is no stream. It is read before anything is
-// written, as far as bufferedAnswer goes, so that a worker that dies over it
+// written, as far as hold goes, so that a worker that dies over it
 // has not answered. With retry the same holds for one that stops the answer, as a
 // vLLM that shuts down does; SGLang stops what its client has aborted.
 func (p *Proxy) relayWhole(w http.ResponseWriter, answer *upstreamAnswer, u Upstream, x *Exchange, retry bool) error {
 	worker := x.Decision.Target.Key.Worker
-	body, err := io.ReadAll(io.LimitReader(answer, bufferedAnswer))
+	body, whole, err := p.hold(answer, u.Client)
+	defer func() { p.answers.Give(u.Client, int64(cap(body))) }()
 	if err != nil {
-		answer.heard() // the time to write ended with the wait: the client gets an error
 		return p.unanswered(worker, err, health.Broken)
 	}
 	usage, finish := outcome(u.Route, body)
@@ -126,16 +126,32 @@ func (p *Proxy) relayWhole(w http.ResponseWriter, answer *upstreamAnswer, u Upst
 	if _, err := w.Write(body); err != nil {
 		return errors.Join(ErrAnswered, err)
 	}
-	if len(body) < bufferedAnswer {
+	if whole {
 		return nil
 	}
 	if _, err := io.Copy(w, answer); err != nil {
 		if answer.broken != nil {
+			cutOff(w)
 			err = p.unanswered(worker, answer.broken, health.Broken)
 		}
 		return errors.Join(ErrAnswered, err)
 	}
 	return nil
+}
+
+// hold reads an answer, or its beginning: up to bufferedAnswer, or as long as there is memory for
+// the client's answers. The rest then comes no faster than the client takes it. The memory is
+// to be given back.
+func (p *Proxy) hold(answer *upstreamAnswer, client string) (body []byte, whole bool, err error) {
+	announced := answer.ContentLength
+	if announced > bufferedAnswer {
+		announced = -1
+	}
+	body, err = web.Fill(io.LimitReader(answer, bufferedAnswer), announced, bufferedAnswer, func(has, n int64) bool { return p.answers.Take(client, has, n) })
+	if errors.Is(err, web.ErrNoMemory) {
+		return body, false, nil
+	}
+	return body, len(body) < bufferedAnswer, err
 }
 
 // streamRelay is the relaying of one stream of server-sent events.
@@ -147,7 +163,9 @@ type streamRelay struct {
 	x       *Exchange
 	retry   bool
 	events  eventScanner
-	started bool // the headers have been written
+	started bool      // the headers have been written
+	held    []byte    // the beginning of the stream, while another worker's may take its place
+	since   time.Time // when the first of held came
 
 	storedID string    // of the answer, as far as u has been told
 	last     time.Time // when the last tokens came; zero: none have
@@ -162,10 +180,14 @@ func (p *Proxy) relayStream(w http.ResponseWriter, answer *upstreamAnswer, u Ups
 	memory := p.streams.Get().(*streamBuffer)
 	defer p.streams.Put(memory)
 	r := streamRelay{proxy: p, w: w, answer: answer, u: u, x: x, retry: retry, started: u.Migration.open()}
-	r.events = eventScanner{HideUsage: u.HideUsage, Generate: u.Route == generateRoute, Migration: u.Migration, pending: memory.pending[:0], out: memory.out[:0]}
+	r.events = eventScanner{HideUsage: u.HideUsage, Generate: u.Route == generateRoute, Numbered: u.Route == ResponsesRoute, Migration: u.Migration, pending: memory.pending[:0], out: memory.out[:0]}
 	defer func() {
 		if cap(r.events.pending)+cap(r.events.out) <= pooledBuffer {
 			memory.pending, memory.out = r.events.pending, r.events.out
+		}
+		if m := u.Migration; m != nil && m.unlike > 0 {
+			p.rewritten.Add(m.unlike)
+			m.unlike = 0
 		}
 	}()
 	u.Migration.restart()
@@ -205,8 +227,8 @@ func (r *streamRelay) start() error {
 func (r *streamRelay) take(chunk []byte) error {
 	p, x := r.proxy, r.x
 	out := r.events.Scan(chunk)
-	if !r.started && r.retry && r.events.status >= http.StatusInternalServerError {
-		return &workerError{worker: x.Decision.Target.Key.Worker, called: x.Worker, err: errors.New("its engine failed before the first token"), kind: health.Engine}
+	if r.failsAtOnce() {
+		return r.engineError()
 	}
 	if r.events.Count > 0 {
 		now := p.now()
@@ -227,25 +249,64 @@ func (r *streamRelay) take(chunk []byte) error {
 			x.Decision.Booking.Answered(r.tokens)
 		}
 	}
-	if len(out) > 0 {
-		if err := r.start(); err != nil {
-			return err
-		}
-		if r.events.storedID != r.storedID {
-			r.storedID = r.events.storedID
-			r.u.stores(x, r.storedID)
-		}
-		if _, err := r.w.Write(out); err != nil {
-			return errors.Join(ErrAnswered, err)
-		}
-		if err := http.NewResponseController(r.w).Flush(); err != nil {
-			return errors.Join(ErrAnswered, err)
-		}
+	if err := r.write(out); err != nil {
+		return err
 	}
 	if r.u.Migration != nil {
 		r.answer.sent.goesOn.Store(r.u.Migration.mayMove())
 	}
 	return r.broken()
+}
+
+// failsAtOnce reports whether the stream begins with an error that another worker's may not have.
+func (r *streamRelay) failsAtOnce() bool {
+	return !r.started && r.retry && r.events.status >= http.StatusInternalServerError
+}
+
+const (
+	// mostOpening bounds what is held of a stream's beginning, bytes, and openingTime the time
+	// for which it is, if more comes then.
+	mostOpening = 64 << 10
+	openingTime = time.Second
+)
+
+// write writes a part of the stream to the client. Comments and the events that open a stream
+// wait for what follows them, so that a stream that begins with an error can be another worker's.
+func (r *streamRelay) write(out []byte) error {
+	if len(out) == 0 {
+		return nil
+	}
+	if now := r.proxy.now(); !r.started && r.retry && !r.events.begun && len(r.held)+len(out) <= mostOpening {
+		if len(r.held) == 0 {
+			r.since = now
+		}
+		if now.Sub(r.since) < openingTime {
+			r.held = append(r.held, out...)
+			return nil
+		}
+	}
+	return r.send(out)
+}
+
+// send writes what is held and a part of the stream to the client.
+func (r *streamRelay) send(out []byte) error {
+	if err := r.start(); err != nil {
+		return err
+	}
+	if r.events.storedID != r.storedID {
+		r.storedID = r.events.storedID
+		r.u.stores(r.x, r.storedID)
+	}
+	if len(r.held) > 0 {
+		out, r.held = append(r.held, out...), nil
+	}
+	if _, err := r.w.Write(out); err != nil {
+		return errors.Join(ErrAnswered, err)
+	}
+	if err := http.NewResponseController(r.w).Flush(); err != nil {
+		return errors.Join(ErrAnswered, err)
+	}
+	return nil
 }
 
 // engineFailed reports whether an event says that the engine failed an answer that may be
@@ -272,25 +333,52 @@ func (r *streamRelay) note() {
 
 // end relays the end of the stream.
 func (r *streamRelay) end() error {
+	rest := r.events.End()
+	if r.failsAtOnce() {
+		return r.engineError()
+	}
+	if err := r.broken(); err != nil {
+		return err
+	}
 	r.note()
 	if r.u.Migration.continues() && r.x.Ending == policy.Failed {
 		return r.fail(io.ErrUnexpectedEOF)
 	}
-	if err := r.start(); err != nil {
+	if err := r.send(rest); err != nil {
 		return err
 	}
-	if rest := r.events.Rest(); len(rest) > 0 {
-		if _, err := r.w.Write(rest); err != nil {
-			return errors.Join(ErrAnswered, err)
-		}
+	if r.x.Ending == policy.Failed && r.events.status == 0 && r.events.finish == "" && r.answer.StatusCode == http.StatusOK {
+		r.tell(io.ErrUnexpectedEOF)
 	}
 	return nil
+}
+
+// engineError is the error of a stream that begins with one.
+func (r *streamRelay) engineError() error {
+	return &workerError{worker: r.x.Decision.Target.Key.Worker, called: r.x.Worker, err: errors.New("its engine failed before the first token"), kind: health.Engine}
+}
+
+// tell ends the stream with an error event.
+func (r *streamRelay) tell(err error) {
+	why := ""
+	if r.u.Migration != nil {
+		why = r.u.Migration.why
+	}
+	r.events.tell(r.w, r.u.Route, failure(r.x.Worker, err, why))
+}
+
+// tell ends a stream of that route with an error event: the status has been sent.
+func (s *eventScanner) tell(w http.ResponseWriter, route string, f web.Fault) {
+	if s.open() {
+		fmt.Fprint(w, "\n") // ends the event that broke off
+	}
+	w.Write(web.DialectOf(route).Event(f, s.sequence()+1))
+	http.NewResponseController(w).Flush()
 }
 
 // fail ends a stream that broke off with err.
 func (r *streamRelay) fail(err error) error {
 	p, worker := r.proxy, r.x.Decision.Target.Key.Worker
-	r.answer.heard() // the time to write ended with the wait: the client gets an error
 	r.note()
 	if !r.started {
 		return p.unanswered(worker, err, health.Broken)
@@ -302,23 +390,19 @@ func (r *streamRelay) fail(err error) error {
 	if r.u.Migration != nil {
 		return failed // migrate ends the stream, or continues it
 	}
-	if !r.events.edits() && len(r.events.pending) > 0 {
-		fmt.Fprint(r.w, "\n\n") // ends the event that broke off
-	}
-	endStream(r.w, r.x, err, "")
+	r.tell(err)
 	return errors.Join(ErrAnswered, failed)
 }
 
-// endStream reports a failure as an event: the status has been sent. why is the reason for
-// which the answer is not continued; empty: it never is.
-func endStream(w http.ResponseWriter, x *Exchange, err error, why string) {
-	status, message := http.StatusBadGateway, fmt.Sprintf("worker %s failed during its answer", x.Worker)
+// failure describes to the client an answer of a worker that broke off with err. why is the
+// reason for which it is not continued; empty: it never is.
+func failure(worker string, err error, why string) web.Fault {
+	f := web.Fault{Status: http.StatusBadGateway, Message: fmt.Sprintf("worker %s failed during its answer", worker)}
 	if why != "" {
-		message += ", which is not continued: " + why
+		f.Message += ", which is not continued: " + why
 	}
 	if errors.Is(err, web.ErrStopped) {
-		status, message = http.StatusServiceUnavailable, web.ErrStopped.Error()
+		f.Status, f.Message = http.StatusServiceUnavailable, web.ErrStopped.Error()
 	}
-	fmt.Fprintf(w, "data: %s\n\n", web.ErrorJSON(status, web.ErrorType(status), "", message))
-	http.NewResponseController(w).Flush()
+	return f
 }

@@ -2,11 +2,15 @@ package proxy
 
 import (
 	"bytes"
+	"cmp"
 	"net/http"
+	"strings"
 
 	"github.com/tidwall/gjson"
 
+	"kvrouter/internal/jsonbody"
 	"kvrouter/internal/policy"
+	"kvrouter/internal/web"
 )
 
 // maxEvent bounds the kept part of an unfinished event, bytes. A longer
@@ -22,20 +26,25 @@ const maxStatus = 599
 type eventScanner struct {
 	HideUsage bool
 	Generate  bool       // the stream is one of generateRoute
+	Numbered  bool       // its events have numbers: it is one of ResponsesRoute
 	Migration *Migration // remembers the events, and changes them for the client; nil: none does
 	pending   []byte     // an event of which the end has not come
 	out       []byte     // reused
+	line      []byte     // where nothing is taken out: a line of which the end has not come
 	long      bool       // the event is longer than maxEvent: its beginning has been taken
 
 	Count    int    // events with a part of the answer that ended in the last chunk
+	begun    bool   // an event has come that is more than an opening
 	seen     bool   // an event has come
 	done     bool   // the event that ends the stream has come
 	status   int    // HTTP status of the error in an event; 0: none
 	storedID string // id of an answer of the responses API
 	finish   string // why the answer ended; empty: it has not, or does not say
+	last     []byte // data of the last event, if they are numbered
 	Usage    Usage  // as far as reported
 
 	generated generated
+	own       bool // the last event has SGLang's own form
 }
 
 // usage returns the tokens that the stream has reported.
@@ -100,7 +109,7 @@ func (s *eventScanner) Scan(chunk []byte) []byte {
 		if s.long {
 			s.show(rest[:end])
 		} else if event := s.Migration.trim(rest[:end:end]); !s.take(event) {
-			s.tell(event)
+			s.handOn(event)
 		}
 		rest, from, whole, s.long = rest[end:], 0, false, false
 	}
@@ -115,15 +124,59 @@ func (s *eventScanner) Scan(chunk []byte) []byte {
 	if s.edits() {
 		return s.out
 	}
-	return chunk // nothing is ever taken out
+	return s.wholeLines(chunk)
+}
+
+// wholeLines returns the lines of a stream in which nothing is changed that end in chunk. The
+// beginning of another one is kept: of a stream that breaks off, it would be read as an event.
+func (s *eventScanner) wholeLines(chunk []byte) []byte {
+	end := max(bytes.LastIndexByte(chunk, '\n'), bytes.LastIndexByte(chunk, '\r')) + 1
+	if end == len(chunk) && len(s.line) == 0 {
+		return chunk
+	}
+	if end == 0 && len(s.line)+len(chunk) > maxEvent { // nobody waits for its end
+		end = len(chunk)
+	}
+	if end == 0 {
+		s.line = append(s.line, chunk...)
+		return nil
+	}
+	s.out = append(append(s.out[:0], s.line...), chunk[:end]...)
+	s.line = append(s.line[:0], chunk[end:]...)
+	return s.out
+}
+
+// End reads what has no end at the end of the stream as an event, as clients do, and returns its
+// bytes for the client.
+func (s *eventScanner) End() []byte {
+	s.Count = 0
+	s.out = s.out[:0]
+	if event := s.pending; len(event) > 0 && !s.long {
+		if m := readMessage(event); isDone(m.data) || gjson.ValidBytes(m.data) {
+			if s.pending = nil; s.Migration != nil {
+				event = append(event, "\n\n"...)
+			}
+			if event = s.Migration.trim(event); !s.take(event) {
+				s.handOn(event)
+			}
+		}
+	}
+	switch {
+	case !s.edits():
+		return s.line
+	case s.Migration == nil: // of an answer that may be continued, it could have token ids
+		return append(s.out, s.pending...)
+	}
+	return s.out
 }
 
 // edits reports whether the client does not get the stream as it is.
 func (s *eventScanner) edits() bool { return s.HideUsage || s.Migration != nil }
 
-// tell hands a whole event on.
-func (s *eventScanner) tell(event []byte) {
+// handOn hands a whole event on.
+func (s *eventScanner) handOn(event []byte) {
 	if s.Migration != nil {
+		s.Migration.own = s.own
 		s.out = s.Migration.rewrite(s.out, event, s.status >= http.StatusInternalServerError, s.finish != "")
 		return
 	}
@@ -140,70 +193,105 @@ func (s *eventScanner) show(part []byte) {
 	}
 }
 
-// Rest returns the buffered bytes of an incomplete last event.
-func (s *eventScanner) Rest() []byte {
-	if !s.edits() {
-		return nil
-	}
-	return s.pending
+// open reports whether the client has data of an event without its end.
+func (s *eventScanner) open() bool {
+	return !s.edits() && hasData(s.pending[:max(0, len(s.pending)-len(s.line))])
 }
 
+// sequence returns the number of the last event.
+func (s *eventScanner) sequence() int64 { return gjson.GetBytes(s.last, "sequence_number").Int() }
+
 // take looks at one whole event and reports whether to keep it from the client.
-func (s *eventScanner) take(event []byte) bool {
-	data, ok := bytes.CutPrefix(event, []byte("data:"))
-	if !ok {
-		s.takeNamed(event)
+func (s *eventScanner) take(event []byte) (hide bool) {
+	m := readMessage(event)
+	s.own = false
+	switch {
+	case len(m.data) == 0: // a comment
+		return false
+	case isDone(m.data):
+		s.begun, s.done = true, true
 		return false
 	}
-	if bytes.HasPrefix(bytes.TrimSpace(data), []byte("[DONE]")) {
-		s.done = true
+	if s.Numbered {
+		s.last = append(s.last[:0], m.data...)
+	}
+	usual := bytes.Contains(m.data, s.usual()) // as almost all are
+	name := jsonbody.View(m.name)
+	if unnamed := name == "" || name == "message"; unnamed && usual {
+		name = ""
+	} else if unnamed {
+		name = gjson.GetBytes(m.data, "type").Str
+	}
+	if name != "" {
+		s.takeNamed(name, m.data)
 		return false
 	}
-	s.Count++
-	first := !s.seen
-	s.seen = true
-	if first && bytes.Contains(data, []byte(`"error"`)) || bytes.HasPrefix(bytes.TrimSpace(data), []byte(`{"error"`)) {
-		if told := gjson.GetBytes(data, "error"); told.IsObject() {
-			s.status = min(max(int(told.Get("code").Int()), http.StatusBadRequest), maxStatus)
+	if !usual || !s.seen {
+		if object := gjson.GetBytes(m.data, "error"); object.IsObject() {
+			s.status = errorStatus(object, http.StatusBadRequest)
 		}
 	}
+	s.begun, s.seen = true, true
+	s.Count++
 	if s.Generate {
-		s.generated.takeEvent(data)
+		own := isOwnForm(m.data)
+		s.own = own && m.plain
+		s.generated.takeEvent(m.data, own)
 		s.finish = s.generated.finish
 		return false
 	}
-	if reasonGiven(data) {
-		s.finish = gjson.GetBytes(data, "choices.0.finish_reason").Str
+	escaped := jsonbody.EscapesNames(m.data)
+	if escaped || reasonGiven(m.data) {
+		s.finish = cmp.Or(gjson.GetBytes(m.data, "choices.0.finish_reason").Str, s.finish)
 	}
-	if !bytes.Contains(data, []byte(`"usage"`)) {
+	if !escaped && !bytes.Contains(m.data, []byte(`"usage"`)) {
 		return false
 	}
-	if usage := ReadUsage(data); usage.Known {
+	if usage := ReadUsage(m.data); usage.Known {
 		s.Usage = usage
-		choices := gjson.GetBytes(data, "choices")
+		choices := gjson.GetBytes(m.data, "choices")
 		return s.HideUsage && choices.IsArray() && !choices.Get("0").Exists()
 	}
 	return false
 }
 
-// takeNamed looks at an event of the messages or the responses API: a line with
-// its name, a line with its data.
-func (s *eventScanner) takeNamed(event []byte) {
-	line, data, _ := bytes.Cut(event, []byte("\n"))
-	name, named := bytes.CutPrefix(bytes.TrimSpace(line), []byte("event: "))
-	data, ok := bytes.CutPrefix(data, []byte("data:"))
-	if !named || !ok {
-		return
+// usual is a part of almost all events of the stream that have no names.
+func (s *eventScanner) usual() []byte {
+	if s.Generate {
+		return []byte(`"meta_info"`)
 	}
-	switch string(name) {
+	return []byte(`"choices"`)
+}
+
+// isDone reports whether data are the mark that ends a stream.
+func isDone(data []byte) bool { return bytes.HasPrefix(data, []byte("[DONE]")) }
+
+// takeNamed looks at an event of the messages or the responses API.
+func (s *eventScanner) takeNamed(name string, data []byte) {
+	switch name {
+	case "ping", "message_start", "response.in_progress", "response.queued": // which may be followed by a failure
+		return
 	case "response.created":
 		s.storedID = gjson.GetBytes(data, "response.id").Str
 		return
-	case "message_stop", "response.completed", "response.incomplete":
+	}
+	s.begun = true
+	switch name {
+	case "error":
+		object := gjson.GetBytes(data, "error")
+		if !object.IsObject() {
+			object = gjson.ParseBytes(data)
+		}
+		s.status = errorStatus(object, http.StatusInternalServerError)
+		return
+	case "response.failed":
+		s.status = errorStatus(gjson.GetBytes(data, "response.error"), http.StatusInternalServerError)
+		s.done = true
+	case "message_stop", "response.completed", "response.incomplete", "response.cancelled":
 		s.done = true
 	case "message_delta": // not of its text
 	default:
-		if bytes.HasSuffix(name, []byte("delta")) {
+		if strings.HasSuffix(name, "delta") {
 			s.Count++
 		}
 		return
@@ -213,40 +301,41 @@ func (s *eventScanner) takeNamed(event []byte) {
 	}
 }
 
-// reasonGiven reports whether an event names a reason for the answer's end, or
-// for something else. It is asked of every token, so the search begins with a
-// byte that is rare in events.
+// errorStatus returns the HTTP status of an error in a stream: its code, or what its type or its
+// code calls itself, or that of others.
+func errorStatus(object gjson.Result, others int) int {
+	if code := int(object.Get("code").Int()); code != 0 {
+		return min(max(code, http.StatusBadRequest), maxStatus)
+	}
+	for _, name := range []string{object.Get("type").Str, object.Get("code").Str} {
+		if status := web.AnthropicStatus(name); status > 0 {
+			return status
+		}
+		switch name = strings.ToLower(name); {
+		case strings.Contains(name, "internal"), name == "server_error":
+			return http.StatusInternalServerError
+		case name == "rate_limit_exceeded":
+			return http.StatusTooManyRequests
+		case strings.HasPrefix(name, "invalid"), strings.HasPrefix(name, "badrequest"), strings.HasPrefix(name, "notfound"):
+			return http.StatusBadRequest
+		}
+	}
+	return others
+}
+
+// reasonGiven reports whether an event names a reason for the answer's end, or for something else,
+// if no name in it is escaped. It is asked of every token, so the search begins with a byte that
+// is rare in events.
 func reasonGiven(data []byte) bool {
-	key := []byte(`_reason":`)
-	for {
-		at := bytes.Index(data, key)
+	key := []byte(`_reason"`)
+	for rest := data; ; {
+		at := bytes.Index(rest, key)
 		if at < 0 {
 			return false
 		}
-		data = bytes.TrimLeft(data[at+len(key):], " ")
-		if bytes.HasPrefix(data, []byte(`"`)) {
+		rest = bytes.TrimLeft(rest[at+len(key):], ": \t\r\n")
+		if bytes.HasPrefix(rest, []byte(`"`)) {
 			return true
-		}
-	}
-}
-
-// endMark is the length of the longest mark that ends an event.
-const endMark = len("\r\n\r\n")
-
-// eventEnd returns the length of the first whole event in b with the empty line
-// that ends it, or -1. No mark ends before from+1.
-func eventEnd(b []byte, from int) int {
-	for i := from; ; {
-		line := bytes.IndexByte(b[i:], '\n')
-		if line < 0 {
-			return -1
-		}
-		i += line + 1
-		switch {
-		case i < len(b) && b[i] == '\n':
-			return i + 1
-		case i+1 < len(b) && b[i] == '\r' && b[i+1] == '\n' && i >= 2 && b[i-2] == '\r':
-			return i + 2
 		}
 	}
 }

@@ -38,7 +38,7 @@ func scanIn(stream []byte, hide bool, size func() int) scanned {
 		events += s.Count
 		rest = rest[n:]
 	}
-	shown.Write(s.Rest())
+	shown.Write(s.End())
 	return scanned{shown.String(), events, s.Usage, s.done, s.status, s.finish}
 }
 
@@ -188,7 +188,7 @@ func TestEventsSplitAnywhereReadTheSame(t *testing.T) {
 				events += s.Count
 				rest = rest[n:]
 			}
-			got.Write(s.Rest())
+			got.Write(s.End())
 			want := stream
 			if hide {
 				want = shown

@@ -3,7 +3,7 @@ package proxy
 import (
 	"bufio"
 	"context"
-	"encoding/binary"
+	"errors"
 	"fmt"
 	"io"
 	"log"
@@ -11,20 +11,28 @@ import (
 	"net/http"
 	"net/http/httputil"
 	"net/url"
+	"sync/atomic"
 	"time"
 
 	"kvrouter/internal/directives"
 	"kvrouter/internal/health"
 	"kvrouter/internal/router"
+	"kvrouter/internal/web"
 )
+
+// Terms are what the client of a Tunnel may do.
+type Terms struct {
+	Directs bool                   // it may direct the worker
+	Used    func(used Usage) error // gets what the worker reports; an error ends the connection. nil: it is not read
+}
 
 // Tunnel passes a WebSocket connection to the decided worker and back until one side
 // closes it, its worker is down, or no byte comes for --request-timeout. Where the client may not
-// direct the worker, a message that does ends the connection. The booking of the decision ends with it. An error
-// means that the worker could not be reached, and nothing was written to w. Only a refused
+// direct the worker, a message that does ends the connection, as does the end of the router: the
+// client gets a close frame. The booking of the decision ends with the connection. An error means that the worker could not be reached, and nothing was written to w. Only a refused
 // connection counts as the worker's failure: what else ends a connection before its first byte, a
 // client can cause by its headers.
-func (p *Proxy) Tunnel(w http.ResponseWriter, r *http.Request, header http.Header, decision router.Decision, directs bool) (failed error) {
+func (p *Proxy) Tunnel(w http.ResponseWriter, r *http.Request, header http.Header, decision router.Decision, terms Terms) (failed error) {
 	defer decision.Booking.End()
 	target := decision.Target
 	to, err := url.Parse(target.URL)
@@ -40,18 +48,33 @@ func (p *Proxy) Tunnel(w http.ResponseWriter, r *http.Request, header http.Heade
 	header.Set("Connection", "Upgrade")
 	header.Set("Upgrade", "websocket")
 	watched := &watchedWriter{ResponseWriter: w, idle: p.settings.RequestTimeout, cancel: cancel, heard: func() { f.heard.Store(p.now().UnixNano()) }}
-	if !directs {
+	if !terms.Directs || terms.Used != nil {
 		header.Del("Sec-Websocket-Extensions") // compressed messages could not be read
+	}
+	if !terms.Directs {
 		watched.frames = new(directives.Frames)
 	}
+	if terms.Used != nil {
+		watched.told = func(message []byte) error {
+			if used := ReadUsage(message); used.Known {
+				return terms.Used(used)
+			}
+			return nil
+		}
+	}
+	defer context.AfterFunc(ctx, func() { watched.leave(context.Cause(ctx)) })()
 	tunnel := httputil.ReverseProxy{
 		Rewrite: func(out *httputil.ProxyRequest) {
 			out.SetURL(to)
+			out.Out.URL.RawQuery = web.WithoutKeys(out.Out.URL.RawQuery)
 			out.Out.Header = header
 		},
 		Transport: p.client.Transport,
 		ModifyResponse: func(answer *http.Response) error {
 			dropOwn(answer.Header)
+			if protocol := web.FirstProtocol(r.Header); protocol != "" && answer.StatusCode == http.StatusSwitchingProtocols && answer.Header.Get(web.HeaderProtocol) == "" {
+				answer.Header.Set(web.HeaderProtocol, protocol) // browsers close a connection without one of those that they offered
+			}
 			return nil
 		},
 		ErrorHandler: func(_ http.ResponseWriter, _ *http.Request, err error) {
@@ -79,6 +102,16 @@ type watchedWriter struct {
 	cancel context.CancelCauseFunc
 	frames *directives.Frames // of the client; nil: it may send everything
 	heard  func()             // called when the worker sends a byte
+
+	told   func(message []byte) error // see socketConn
+	socket atomic.Pointer[socketConn] // nil: not hijacked
+}
+
+// leave tells the client why the router ends the connection.
+func (w *watchedWriter) leave(why error) {
+	if c := w.socket.Load(); c != nil && errors.Is(why, web.ErrStopped) {
+		c.leave(goingAway, web.ErrStopped.Error())
+	}
 }
 
 // Unwrap returns the writer of the HTTP server.
@@ -91,8 +124,11 @@ func (w *watchedWriter) Hijack() (net.Conn, *bufio.ReadWriter, error) {
 		return conn, buffered, err
 	}
 	w.heard()
-	if w.frames != nil {
-		conn = &confinedConn{Conn: conn, frames: w.frames}
+	socket := &socketConn{Conn: conn, told: w.told}
+	if w.socket.Store(socket); w.frames != nil {
+		conn = &confinedConn{socketConn: socket, frames: w.frames}
+	} else {
+		conn = socket
 	}
 	watched := &watchedConn{Conn: conn, idle: w.idle, heard: w.heard}
 	if w.idle > 0 {
@@ -138,12 +174,9 @@ func (c *watchedConn) Close() error {
 
 // confinedConn ends with a client's message that directs the worker.
 type confinedConn struct {
-	net.Conn
+	*socketConn
 	frames *directives.Frames
 }
-
-// policyViolation is the code with which the connection is closed (RFC 6455, section 7.4.1).
-const policyViolation = 1008
 
 // Read implements net.Conn.
 func (c *confinedConn) Read(b []byte) (int, error) {
@@ -152,8 +185,6 @@ func (c *confinedConn) Read(b []byte) (int, error) {
 	if name == "" {
 		return n, err
 	}
-	reason := name + " is not accepted: see --trust-transfer-params"
-	end := append([]byte{0x88, byte(2 + len(reason))}, binary.BigEndian.AppendUint16(nil, policyViolation)...)
-	_, _ = c.Conn.Write(append(end, reason...))
+	c.leave(policyViolation, name+" is not accepted: see --trust-transfer-params")
 	return passed, fmt.Errorf("a message has %s", name)
 }

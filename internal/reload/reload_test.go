@@ -100,7 +100,7 @@ func (r *reloading) says(before int, want string) {
 // accepts reports whether a key is accepted.
 func (r *reloading) accepts(key string) bool {
 	engine := gin.New()
-	engine.Use(r.keys.Guard(web.OpenAIError))
+	engine.Use(r.keys.Guard(web.Fail))
 	engine.GET("/", func(*gin.Context) {})
 	request := httptest.NewRequest(http.MethodGet, "/", nil)
 	request.Header.Set("Authorization", "Bearer "+key)

@@ -76,6 +76,8 @@ type Mesh struct {
 	partition func(worker uint64) (model, group string)               // see Deps
 	stored    func(response string, worker, owner uint64)             // see Deps
 
+	eachStored func(take func(worker, owner uint64, responses []string)) // see Deps
+
 	router *router.Router
 	id     uint64 // drawn at each start; never 0
 	dial   zmq.Dialer
@@ -142,6 +144,9 @@ type Deps struct {
 	// another router says; owner 0: it has none, or is not said. It must not block. nil: nothing
 	// is done.
 	Stored func(response string, worker, owner uint64)
+	// EachStored calls take with the stored responses that this router knows, by worker and owner:
+	// they are sent to a router that joins. nil: none are.
+	EachStored func(take func(worker, owner uint64, responses []string))
 	// ID names this router to the others; no two have the same, nor one after a restart.
 	// 0: it is drawn.
 	ID uint64
@@ -174,7 +179,7 @@ func New(settings Settings, deps Deps) (*Mesh, error) {
 		deps.Partition = func(uint64) (model, group string) { return "default", "default" }
 	}
 	r := &Mesh{
-		discover: deps.Find, partition: deps.Partition, stored: deps.Stored, seal: sealing,
+		discover: deps.Find, partition: deps.Partition, stored: deps.Stored, eachStored: deps.EachStored, seal: sealing,
 		router: deps.Router, id: cmp.Or(deps.ID, max(1, rand.Uint64())), dial: deps.Dial, log: deps.Log, pub: pub, edges: deps.Edges, queue: make(chan message, queueLimit),
 		timing: timing{
 			tick: 100 * time.Millisecond, digest: 5, silence: 5 * time.Second, foreign: 20 * time.Second,
@@ -263,6 +268,7 @@ func (r *Mesh) tell(ctx context.Context) {
 			if now := r.pub.Joined(); now != joined { // a new subscriber knows nothing yet, and Dynamo does not ask
 				joined = now
 				r.asked.Store(^uint64(0))
+				r.publishStored()
 			}
 			if len(r.queue) == 0 && r.missed.Swap(false) {
 				for _, b := range books.ended() {
@@ -364,6 +370,21 @@ func (r *Mesh) again(books *ownBooks, ask uint64) {
 			}
 		}
 	}
+}
+
+// storedAtOnce is how many responses one message names at most.
+const storedAtOnce = 4096
+
+// publishStored publishes all stored responses that are known here.
+func (r *Mesh) publishStored() {
+	if r.eachStored == nil {
+		return
+	}
+	r.eachStored(func(worker, owner uint64, responses []string) {
+		for part := range slices.Chunk(responses, storedAtOnce) {
+			r.publish(replicaTopic, &ownMessage{Router: r.id, Kind: kindStored, Worker: &rank{Worker: worker}, Owner: owner, Requests: part})
+		}
+	})
 }
 
 // digest sends the sums of the in-flight bookings, and what tenants have received since the last

@@ -580,3 +580,32 @@ func TestEjectionsAreHintsToOtherRouters(t *testing.T) {
 		t.Error("all workers are held")
 	}
 }
+
+// TestARouterThatJoinsHearsOfStoredResponses sends more than one message takes.
+func TestARouterThatJoinsHearsOfStoredResponses(t *testing.T) {
+	var mu sync.Mutex // guards heard
+	heard := map[string][2]uint64{}
+	all := startReplicas(t, 2, func(m *Mesh) {
+		m.stored = func(response string, worker, owner uint64) {
+			mu.Lock()
+			defer mu.Unlock()
+			heard[response] = [2]uint64{worker, owner}
+		}
+		m.eachStored = func(take func(worker, owner uint64, responses []string)) {
+			ids := make([]string, storedAtOnce+1)
+			for i := range ids {
+				ids[i] = fmt.Sprint("resp_", i)
+			}
+			take(1, 7, ids)
+			take(2, 0, []string{"resp_other"})
+		}
+	})
+	testkit.Eventually(t, 20*time.Second, "all responses are known", func() bool {
+		mu.Lock()
+		defer mu.Unlock()
+		return len(heard) == storedAtOnce+2 && heard["resp_4096"] == [2]uint64{1, 7} && heard["resp_other"] == [2]uint64{2, 0}
+	})
+	for _, r := range all {
+		r.stop()
+	}
+}

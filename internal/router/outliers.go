@@ -187,12 +187,12 @@ func (r *Router) Lives(worker uint64, generation int) {
 	}
 }
 
-// Missed records that a worker has not answered its health checks since a time: new requests avoid
-// it. It returns when the worker last showed life; zero: never.
-func (r *Router) Missed(worker uint64, generation int, since time.Time) (lived time.Time) {
+// Missed records that a worker has not answered its health checks, the last of them sent at that
+// time: new requests avoid it. It returns when the worker last showed life; zero: never.
+func (r *Router) Missed(worker uint64, generation int, sent time.Time) (lived time.Time) {
 	r.mu.Lock()
 	defer r.unlock()
-	return r.outliers.Missed(worker, generation, since)
+	return r.outliers.Missed(worker, generation, sent)
 }
 
 // Answers records that a worker answers its health checks again.

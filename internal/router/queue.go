@@ -31,7 +31,7 @@ type QueueSettings struct {
 	RouterQueueThreshold *float64                 `group:"Routing" placeholder:"NUMBER" help:"Queue requests in the router while every eligible worker has more uncached prompt tokens pending than this many of its passes (--max-num-batched-tokens). Default: no queue; with --router-queue-policy fair, what each worker has room for is learned."`
 	RouterQueuePolicy    string                   `group:"Routing" default:"fcfs" enum:"fcfs,wspt,lcfs,fair" help:"Order of the queue: ${enum} (first come, fewest uncached tokens, last come, by class and fairly over tenants: see docs/fairness.md)."`
 	RouterQueueTimeout   time.Duration            `group:"Routing" default:"5m" help:"Maximum time in the queue; the request is then rejected."`
-	RouterQueueLimit     int                      `group:"Routing" default:"1024" help:"Maximum number of queued requests; further ones are rejected."`
+	RouterQueueLimit     int                      `group:"Routing" default:"1024" help:"Maximum number of queued requests. At the limit, a new one takes the place of the last one of the client that has the most, if its own client has fewer; otherwise it is rejected."`
 	RouterBatchShare     float64                  `group:"Routing" default:"0" placeholder:"SHARE" help:"Share of the workers' time, 0 to 1, that is kept for requests of class batch while they wait, with --router-queue-policy fair. 0: they use what the other classes leave."`
 	Charging             Charging                 `kong:"-"` // of a fair queue
 	ClassTTFT            map[string]time.Duration `group:"Routing" name:"class-ttft" mapsep:"," placeholder:"CLASS=TIME" help:"Objective of the time to first token for requests without one of their own, by class: interactive, standard, batch. Comma-separated, such as interactive=1s,batch=10m. Workers that are predicted to keep it are preferred, and with --router-queue-policy fair it orders the requests of a tenant. Default: none."`
@@ -182,7 +182,7 @@ func (r *Router) enqueue(p *prompt, now time.Time) (*waiter, error) {
 	if r.fair != nil {
 		return r.enqueueFairly(p, now)
 	}
-	if len(r.waiting) >= r.settings.RouterQueueLimit {
+	if len(r.waiting) >= r.settings.RouterQueueLimit && !r.makeRoom(p.Client) {
 		return nil, ErrQueueFull
 	}
 	if r.began.IsZero() {
@@ -200,6 +200,27 @@ func (r *Router) enqueue(p *prompt, now time.Time) (*waiter, error) {
 	}
 	r.waiting = slices.Insert(r.waiting, at, w)
 	return w, nil
+}
+
+// makeRoom takes the last request of the client that has the most in the queue out of it, if that
+// client then still has no fewer than this one will have. A fair queue does the same for tenants.
+func (r *Router) makeRoom(client string) (ok bool) {
+	of := map[string]int{}
+	for _, w := range r.waiting {
+		of[w.prompt.Client]++
+	}
+	last, most := -1, of[client]+1
+	for i, w := range slices.Backward(r.waiting) {
+		if n := of[w.prompt.Client]; n > most {
+			last, most = i, n
+		}
+	}
+	if last < 0 {
+		return false
+	}
+	r.waiting[last].tell(waitResult{err: ErrQueueFull})
+	r.waiting = slices.Delete(r.waiting, last, last+1)
+	return true
 }
 
 // leastUncached returns the tokens of p that its best candidate has to compute.

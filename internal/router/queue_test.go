@@ -267,6 +267,34 @@ func TestQueueIsBounded(t *testing.T) {
 	second.get(t)
 }
 
+// TestAFullQueueIsSharedByClients: those of the client with the most give way, the last first.
+func TestAFullQueueIsSharedByClients(t *testing.T) {
+	r, _ := newQueueingRouter(t, 1, queueFCFS, 4)
+	full := occupy(t, r, 0, 9)
+	var flood []*queued
+	for i := range 4 {
+		flood = append(flood, send(t, r, t.Context(), i+1, Request{NumTokens: 1, Client: "greedy"}))
+	}
+	other := send(t, r, t.Context(), 4, Request{NumTokens: 1, Client: "other"})
+	third := send(t, r, t.Context(), 4, Request{NumTokens: 1, Client: "third"})
+	for _, q := range flood[2:] {
+		if _, err := q.get(t); !errors.Is(err, ErrQueueFull) {
+			t.Errorf("one of the client with the most: %v, want ErrQueueFull", err)
+		}
+	}
+	for _, client := range []string{"greedy", "other", "third"} {
+		if _, err := r.Route(t.Context(), Request{NumTokens: 1, Client: client}); !errors.Is(err, ErrQueueFull) {
+			t.Errorf("one more of %s: %v, want ErrQueueFull", client, err)
+		}
+	}
+	full.End()
+	for _, q := range append(flood[:2], other, third) {
+		if _, err := q.get(t); err != nil {
+			t.Error(err)
+		}
+	}
+}
+
 func TestQueueWaitsHaveALimit(t *testing.T) {
 	r, _ := newQueueingRouter(t, 1, queueFCFS, 2)
 	r.settings.RouterQueueTimeout = time.Millisecond

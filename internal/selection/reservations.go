@@ -9,6 +9,7 @@ import (
 
 	"kvrouter/internal/events"
 	"kvrouter/internal/kv"
+	"kvrouter/internal/quota"
 	"kvrouter/internal/router"
 )
 
@@ -16,14 +17,19 @@ import (
 const (
 	maxReservations     = 1 << 20
 	maxReservationID    = 1024    // bytes
+	maxReservedBlocks   = 1 << 24 // of all their prompts
 	maxPending          = 4096    // selections not reserved yet; the oldest are evicted
 	maxPendingBlocks    = 1 << 24 // of all their prompts
 	pendingFor          = 120 * time.Second
 	firstReservationsGC = 1024
+	reservationsGCEvery = time.Second // at most, where blocks are missing
 )
 
 // errTooMany is returned once there are maxReservations.
 var errTooMany = fmt.Errorf("there are %d reservations, which is the maximum: free those whose requests have ended", maxReservations)
+
+// errTooManyBlocks is returned once they have maxReservedBlocks.
+var errTooManyBlocks = fmt.Errorf("the reservations have %d blocks, which is the maximum, or your share of it: free those whose requests have ended", maxReservedBlocks)
 
 // errLongID is returned for an id longer than maxReservationID.
 var errLongID = fmt.Errorf("selection_id is longer than %d bytes", maxReservationID)
@@ -39,54 +45,93 @@ func (id errReserved) Error() string {
 // clients gave. An id is claimed before its booking is made, so that two requests cannot
 // use the same one. It is safe for concurrent use.
 type reservations struct {
-	mu      sync.Mutex                 // guards the rest
-	byID    map[string]*router.Booking // nil: claimed
-	cleanAt int                        // size at which expired ones are removed
+	now    func() time.Time
+	blocks *quota.Pool // of their prompts
+
+	mu      sync.Mutex // guards the rest
+	byID    map[string]reservation
+	cleanAt int       // size at which expired ones are removed
+	cleaned time.Time // when they last were
+}
+
+// reservation is what an id stands for.
+type reservation struct {
+	booking *router.Booking // nil: the id is claimed
+	client  string
+	blocks  int64
 }
 
 // newReservations returns an empty table of reservations.
 func newReservations() *reservations {
-	return &reservations{byID: map[string]*router.Booking{}, cleanAt: firstReservationsGC}
+	return &reservations{now: time.Now, blocks: quota.New(maxReservedBlocks), byID: map[string]reservation{}, cleanAt: firstReservationsGC}
 }
 
-// claim reserves an id for a booking that is about to be made; install or release must
-// follow.
-func (r *reservations) claim(id string) error {
+// claim reserves a client's id for a booking of so many blocks that is about to be made;
+// install or release must follow.
+func (r *reservations) claim(id, client string, blocks int) error {
 	if len(id) > maxReservationID {
 		return errLongID
 	}
 	r.mu.Lock()
 	defer r.mu.Unlock()
-	if booking, found := r.byID[id]; found && (booking == nil || !booking.Ended()) {
-		return errReserved(id)
+	if old, found := r.byID[id]; found {
+		if old.booking == nil || !old.booking.Ended() {
+			return errReserved(id)
+		}
+		r.remove(id)
 	}
 	if len(r.byID) >= r.cleanAt {
-		for old, booking := range r.byID {
-			if booking != nil && booking.Ended() {
-				delete(r.byID, old)
-			}
-		}
+		r.clean()
 		if len(r.byID) >= maxReservations {
 			return errTooMany
 		}
 		r.cleanAt = min(max(firstReservationsGC, 2*len(r.byID)), maxReservations)
 	}
-	r.byID[id] = nil
+	one := reservation{client: client, blocks: int64(blocks)}
+	if !r.blocks.Take(client, 0, one.blocks) {
+		if r.now().Sub(r.cleaned) < reservationsGCEvery {
+			return errTooManyBlocks
+		}
+		if r.clean(); !r.blocks.Take(client, 0, one.blocks) {
+			return errTooManyBlocks
+		}
+	}
+	r.byID[id] = one
 	return nil
+}
+
+// clean removes the bookings that have ended. r.mu is held.
+func (r *reservations) clean() {
+	r.cleaned = r.now()
+	for id, one := range r.byID {
+		if one.booking != nil && one.booking.Ended() {
+			r.remove(id)
+		}
+	}
+}
+
+// remove removes a claim or a booking. r.mu is held.
+func (r *reservations) remove(id string) {
+	if one, found := r.byID[id]; found {
+		r.blocks.Give(one.client, one.blocks)
+		delete(r.byID, id)
+	}
 }
 
 // install completes a claim.
 func (r *reservations) install(id string, booking *router.Booking) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
-	r.byID[id] = booking
+	one := r.byID[id]
+	one.booking = booking
+	r.byID[id] = one
 }
 
 // release removes a claim or a booking.
 func (r *reservations) release(id string) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
-	delete(r.byID, id)
+	r.remove(id)
 }
 
 // get returns the booking of an id; nil: there is none, it is still being made, or it has
@@ -94,9 +139,9 @@ func (r *reservations) release(id string) {
 func (r *reservations) get(id string) *router.Booking {
 	r.mu.Lock()
 	defer r.mu.Unlock()
-	booking := r.byID[id]
+	booking := r.byID[id].booking
 	if booking != nil && booking.Ended() {
-		delete(r.byID, id)
+		r.remove(id)
 		return nil
 	}
 	return booking
@@ -115,10 +160,10 @@ func (r *reservations) take(id string) *router.Booking {
 func (r *reservations) releaseWorker(worker uint64) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
-	for id, booking := range r.byID {
-		if booking != nil && booking.Worker().Worker == worker {
-			booking.End()
-			delete(r.byID, id)
+	for id, one := range r.byID {
+		if one.booking != nil && one.booking.Worker().Worker == worker {
+			one.booking.End()
+			r.remove(id)
 		}
 	}
 }

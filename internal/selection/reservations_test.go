@@ -28,29 +28,29 @@ func TestReservationIDsAreUsedOnceAtATime(t *testing.T) {
 		return booking
 	}
 	var taken errReserved
-	if err := r.claim("a"); err != nil {
+	if err := r.claim("a", "", 2); err != nil {
 		t.Fatal(err)
 	}
-	if err := r.claim("a"); !errors.As(err, &taken) || r.get("a") != nil {
+	if err := r.claim("a", "", 2); !errors.As(err, &taken) || r.get("a") != nil {
 		t.Errorf("claimed twice: %v", err)
 	}
 	booking := book("a")
 	r.install("a", booking)
-	if err := r.claim("a"); !errors.As(err, &taken) || r.get("a") != booking {
+	if err := r.claim("a", "", 2); !errors.As(err, &taken) || r.get("a") != booking {
 		t.Errorf("claimed while booked: %v", err)
 	}
 	booking.End() // as an expired one is
 	if r.get("a") != nil || r.take("a") != nil {
 		t.Error("a booking that has ended is still held")
 	}
-	if err := r.claim("a"); err != nil {
+	if err := r.claim("a", "", 2); err != nil {
 		t.Errorf("the id of an ended booking: %v", err)
 	}
 	r.release("a")
 
 	for i := range 3 * firstReservationsGC { // forgotten ones do not pile up
 		id := fmt.Sprint(i)
-		if err := r.claim(id); err != nil {
+		if err := r.claim(id, "", 2); err != nil {
 			t.Fatal(err)
 		}
 		booking := book(id)
@@ -59,6 +59,59 @@ func TestReservationIDsAreUsedOnceAtATime(t *testing.T) {
 	}
 	if len(r.byID) > firstReservationsGC {
 		t.Errorf("%d ended reservations are kept", len(r.byID))
+	}
+}
+
+// TestReservationsAreBoundedInBlocks over all clients, and one client leaves room for another's;
+// those that have ended count no more.
+func TestReservationsAreBoundedInBlocks(t *testing.T) {
+	const each = maxReservedBlocks / 8
+	r := newReservations()
+	now := time.Unix(1, 0)
+	r.now = func() time.Time { return now }
+	rt := routertest.New(t, "kv", 0)
+	rt.Up(kv.Target{Key: kv.WorkerKey{Worker: 1}})
+	var bookings []*router.Booking
+	book := func(client string) error {
+		id := fmt.Sprint(len(bookings))
+		if err := r.claim(id, client, each); err != nil {
+			return err
+		}
+		booking, err := rt.Book(router.Request{ID: id, Tokens: testkit.Tokens(1, 8)}, kv.WorkerKey{Worker: 1})
+		if err != nil {
+			t.Fatal(err)
+		}
+		r.install(id, booking)
+		bookings = append(bookings, booking)
+		return nil
+	}
+	for range 7 {
+		if err := book("greedy"); err != nil {
+			t.Fatal(err)
+		}
+	}
+	if err := book("greedy"); !errors.Is(err, errTooManyBlocks) {
+		t.Errorf("the eighth of eight: %v", err)
+	}
+	if err := book("other"); err != nil {
+		t.Errorf("another client: %v", err)
+	}
+	if err := book("third"); !errors.Is(err, errTooManyBlocks) {
+		t.Errorf("beyond the bound: %v", err)
+	}
+	for _, booking := range bookings[:4] {
+		booking.End() // as expired ones do
+	}
+	now = now.Add(reservationsGCEvery)
+	if err := book("third"); err != nil {
+		t.Errorf("after the end of others: %v", err)
+	}
+	for i, booking := range bookings {
+		r.release(fmt.Sprint(i))
+		booking.End()
+	}
+	if n := r.blocks.Held(); n != 0 {
+		t.Errorf("%d blocks of no reservation", n)
 	}
 }
 

@@ -17,6 +17,7 @@ import (
 	"kvrouter/internal/kv"
 	"kvrouter/internal/policy"
 	"kvrouter/internal/router"
+	"kvrouter/internal/web"
 )
 
 // selectQuery is a request for a worker.
@@ -247,7 +248,7 @@ func (s *Service) selectAndReserve(c *gin.Context, of events.Partition, id strin
 // routeReserved routes a request and stores its booking under the id. Not ok: an error
 // response was sent.
 func (s *Service) routeReserved(c *gin.Context, of events.Partition, id string, request router.Request) (router.Decision, bool) {
-	if !s.claimed(c, id) {
+	if !s.claimed(c, of, id, &request) {
 		return router.Decision{}, false
 	}
 	request.ID = id
@@ -265,15 +266,16 @@ func (s *Service) routeReserved(c *gin.Context, of events.Partition, id string, 
 	return decision, true
 }
 
-// claimed claims an id. Not ok: it is taken, and an error response was sent.
-func (s *Service) claimed(c *gin.Context, id string) bool {
-	err := s.reserved.claim(id)
+// claimed claims an id for a request. Not ok: it is taken, and an error response was sent.
+func (s *Service) claimed(c *gin.Context, of events.Partition, id string, request *router.Request) bool {
+	blocks := max(len(request.Local), len(request.Tokens)/s.router(of).BlockSize())
+	err := s.reserved.claim(id, web.Address(c), blocks)
 	switch {
 	case err == nil:
 		return true
 	case errors.Is(err, errLongID):
 		plainError(c, http.StatusBadRequest, err.Error())
-	case errors.Is(err, errTooMany):
+	case errors.Is(err, errTooMany), errors.Is(err, errTooManyBlocks):
 		plainError(c, http.StatusServiceUnavailable, err.Error())
 	default:
 		plainError(c, http.StatusConflict, err.Error())
@@ -356,7 +358,7 @@ func (s *Service) reserve(c *gin.Context, query reserveQuery) {
 		plainError(c, http.StatusNotFound, fmt.Sprintf("schedulable worker %d (dp_rank %d) not found for %s", worker.Worker, worker.Rank, of))
 		return
 	}
-	if !s.claimed(c, query.SelectionID) {
+	if !s.claimed(c, of, query.SelectionID, &request) {
 		return
 	}
 	request.ID = query.SelectionID

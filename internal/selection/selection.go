@@ -67,6 +67,7 @@ type Settings struct {
 	TrackPrefillTokens bool      // --router-track-prefill-tokens
 	CountsPasses       bool      // --router-queue-threshold is set; its unit is a pass of a worker
 	Hop                web.Hop   // identifies this router in the Via header
+	Places             int       // maximum number of requests of all clients at the same time; 0: no limit
 }
 
 // Deps are the parts that the router port serves.
@@ -96,6 +97,9 @@ func (s *Service) Handler() http.Handler {
 	engine.NoMethod(func(c *gin.Context) { plainError(c, http.StatusMethodNotAllowed, "method not allowed") })
 	engine.GET("/health", statusOK)
 	guarded := engine.Group("/", Guards(s.settings.Host, s.settings.Keys, "missing or unknown API key", plainError)...)
+	guarded.Use(web.Within(web.Places(s.settings.Places), web.Address, func(c *gin.Context) {
+		plainError(c, http.StatusServiceUnavailable, fmt.Sprintf("all %d places for requests, or your share of them, are taken: try again", s.settings.Places))
+	}))
 	guarded.GET("/ready", s.ready)
 	guarded.GET("/workers", s.listWorkers)
 	guarded.POST("/workers", withBody(s.addWorker))
@@ -166,23 +170,16 @@ func noSchedulable(of events.Partition) string { return "no schedulable workers 
 
 // body decodes the JSON body of a request into query. Not ok: an error response was sent.
 func body(c *gin.Context, query any) (ok bool) {
-	text, err := io.ReadAll(http.MaxBytesReader(c.Writer, c.Request.Body, SelectionBodyLimit))
-	var tooLarge *http.MaxBytesError
+	text, err := web.ReadBody(c.Writer, c.Request, SelectionBodyLimit)
 	var unread *web.BodyError
-	switch {
-	case errors.As(err, &tooLarge):
-		plainError(c, http.StatusRequestEntityTooLarge, fmt.Sprintf("the body is larger than %d bytes", tooLarge.Limit))
-		return false
-	case errors.As(err, &unread):
-		plainError(c, unread.Status, unread.Message)
-		return false
-	}
 	if err == nil {
 		err = json.Unmarshal(text, query)
 	}
 	switch {
 	case err == nil:
 		return true
+	case errors.As(err, &unread):
+		plainError(c, unread.Status, unread.Message)
 	case errors.As(err, new(*json.UnmarshalTypeError)):
 		plainError(c, http.StatusUnprocessableEntity, "bad body: "+fieldError(err).Error())
 	default:

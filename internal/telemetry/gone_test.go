@@ -152,7 +152,7 @@ func TestSeriesOfPodsThatAreGoneGoToo(t *testing.T) {
 
 func TestWhatBoundsTheRouterIsShown(t *testing.T) {
 	log := slog.New(slog.DiscardHandler)
-	lines := testkit.Scrape(t, append(web.NewBodies(1, 1).Collectors(), logs.NewCollector(log), guard.NewCollector(guard.New()), NewLostLines((*Recorder)(nil), lost(2), lost(3)))...)
+	lines := testkit.Scrape(t, append(web.NewBodies(1, web.BodySettings{}.Memory(1)).Collectors(), logs.NewCollector(log), guard.NewCollector(guard.New()), NewLostLines((*Recorder)(nil), lost(2), lost(3)))...)
 	for name, want := range map[string]float64{
 		"kvrouter_inflight_body_bytes": 0, "kvrouter_bodies_refused_total": 0, "kvrouter_log_lines_suppressed_total": 0,
 		`kvrouter_parser_panics_total{edge="kv_events"}`: 0, "kvrouter_record_lines_lost_total": 5,

@@ -13,6 +13,8 @@ import (
 	"testing/iotest"
 
 	"pgregory.net/rapid"
+
+	"kvrouter/internal/quota"
 )
 
 // bodyRequest is a request whose body comes from a reader, with that length
@@ -33,7 +35,7 @@ func randomBytes(n int) []byte {
 }
 
 func TestBodiesComeWholeHoweverTheyAreCut(t *testing.T) {
-	b := NewBodies(1<<20, 4<<20)
+	b := NewBodies(1<<20, quota.New(4<<20))
 	for _, size := range []int{0, 1, 100, firstBuffer - 1, firstBuffer, firstBuffer + 1, 4*firstBuffer + 3, 1 << 20} {
 		sent := randomBytes(size)
 		for name, from := range map[string]io.Reader{"at once": bytes.NewReader(sent), "in halves": iotest.HalfReader(bytes.NewReader(sent)), "end with data": iotest.DataErrReader(bytes.NewReader(sent))} {
@@ -41,14 +43,14 @@ func TestBodiesComeWholeHoweverTheyAreCut(t *testing.T) {
 				if announced == int64(size) && name == "end with data" {
 					from = bytes.NewReader(sent)
 				}
-				got, err := b.Read(httptest.NewRecorder(), bodyRequest(from, announced))
+				got, err := b.Read(httptest.NewRecorder(), bodyRequest(from, announced), "a")
 				if err != nil || !bytes.Equal(got, sent) {
 					t.Errorf("%d bytes %s, announced %d: %d bytes, %v", size, name, announced, len(got), err)
 				}
 				if held := b.Held(); held < int64(size) || held > int64(max(firstBuffer, growth*size)) {
 					t.Errorf("%d bytes take %d", size, held)
 				}
-				b.Done(got)
+				b.Done("a", got)
 				from = bytes.NewReader(sent)
 			}
 		}
@@ -59,11 +61,11 @@ func TestBodiesComeWholeHoweverTheyAreCut(t *testing.T) {
 }
 
 func TestAnAnnouncedBodyCostsNothingUntilItComes(t *testing.T) {
-	b := NewBodies(64<<20, 1<<30)
+	b := NewBodies(64<<20, quota.New(1<<30))
 	come, send := io.Pipe()
 	done := make(chan error)
 	go func() { // until the pipe is closed below
-		_, err := b.Read(httptest.NewRecorder(), bodyRequest(come, 64<<20))
+		_, err := b.Read(httptest.NewRecorder(), bodyRequest(come, 64<<20), "a")
 		done <- err
 	}()
 	if _, err := send.Write([]byte("{")); err != nil {
@@ -83,17 +85,18 @@ func TestAnAnnouncedBodyCostsNothingUntilItComes(t *testing.T) {
 }
 
 func TestBodiesShareOneBudget(t *testing.T) {
-	b := NewBodies(1<<20, 3<<20)
+	b := NewBodies(1<<20, quota.New(3<<20))
 	var held [][]byte
-	for range 3 {
-		body, err := b.Read(httptest.NewRecorder(), bodyRequest(bytes.NewReader(randomBytes(1<<20)), 1<<20))
+	clients := []string{"a", "b", "c"}
+	for _, client := range clients {
+		body, err := b.Read(httptest.NewRecorder(), bodyRequest(bytes.NewReader(randomBytes(1<<20)), 1<<20), client)
 		if err != nil {
 			t.Fatal(err)
 		}
 		held = append(held, body)
 	}
 	w := httptest.NewRecorder()
-	_, err := b.Read(w, bodyRequest(strings.NewReader("{}"), 2))
+	_, err := b.Read(w, bodyRequest(strings.NewReader("{}"), 2), "a")
 	var bad *BodyError
 	if !errors.As(err, &bad) || bad.Status != 503 || w.Header().Get("Retry-After") != "1" || !strings.Contains(bad.Message, "--max-inflight-body-bytes") {
 		t.Errorf("%v, headers %v", err, w.Header())
@@ -101,24 +104,44 @@ func TestBodiesShareOneBudget(t *testing.T) {
 	if b.Refused() != 1 || b.Held() != 3<<20 {
 		t.Errorf("%d refused, %d bytes held", b.Refused(), b.Held())
 	}
-	b.Done(held[0])
-	body, err := b.Read(httptest.NewRecorder(), bodyRequest(strings.NewReader("{}"), -1))
+	b.Done("a", held[0])
+	body, err := b.Read(httptest.NewRecorder(), bodyRequest(strings.NewReader("{}"), -1), "a")
 	if err != nil || string(body) != "{}" {
 		t.Errorf("%q, %v", body, err)
 	}
-	b.Done(body)
-	b.Done(held[1])
-	b.Done(held[2])
-	b.Done(nil)
+	b.Done("a", body)
+	b.Done("b", held[1])
+	b.Done("c", held[2])
+	b.Done("a", nil)
 	if b.Held() != 0 {
 		t.Errorf("%d bytes are still held", b.Held())
 	}
 }
 
+// TestUploadsOfAClientLeaveRoomForOthers, however many of them never end.
+func TestUploadsOfAClientLeaveRoomForOthers(t *testing.T) {
+	b := NewBodies(1<<20, quota.New(4<<20))
+	for range 8 {
+		if body, err := b.Read(httptest.NewRecorder(), bodyRequest(bytes.NewReader(randomBytes(1<<20)), 1<<20), "greedy"); err == nil {
+			defer b.Done("greedy", body)
+		}
+	}
+	if b.Refused() == 0 {
+		t.Error("one client may have all")
+	}
+	for _, size := range []int{100, 1 << 20} {
+		body, err := b.Read(httptest.NewRecorder(), bodyRequest(bytes.NewReader(randomBytes(size)), int64(size)), "other")
+		if err != nil {
+			t.Errorf("%d bytes of another client: %v", size, err)
+		}
+		b.Done("other", body)
+	}
+}
+
 func TestTooLargeBodiesAreRefused(t *testing.T) {
-	b := NewBodies(100, 0)
+	b := NewBodies(100, quota.New(1<<30))
 	for _, announced := range []int64{101, 1 << 62, -1} {
-		_, err := b.Read(httptest.NewRecorder(), bodyRequest(bytes.NewReader(make([]byte, 101)), announced))
+		_, err := b.Read(httptest.NewRecorder(), bodyRequest(bytes.NewReader(make([]byte, 101)), announced), "a")
 		var bad *BodyError
 		if !errors.As(err, &bad) || bad.Status != 413 || !strings.Contains(bad.Message, "--max-body-bytes") {
 			t.Errorf("announced %d: %v", announced, err)
@@ -132,7 +155,7 @@ func TestTooLargeBodiesAreRefused(t *testing.T) {
 // TestTheBudgetIsKept reads and releases bodies at random.
 func TestTheBudgetIsKept(t *testing.T) {
 	rapid.Check(t, func(t *rapid.T) {
-		b := NewBodies(1<<17, 1<<18)
+		b := NewBodies(1<<17, quota.New(1<<18))
 		var held [][]byte
 		t.Repeat(map[string]func(*rapid.T){
 			"read": func(t *rapid.T) {
@@ -141,14 +164,14 @@ func TestTheBudgetIsKept(t *testing.T) {
 				if rapid.Bool().Draw(t, "unknown") {
 					announced = -1
 				}
-				body, err := b.Read(httptest.NewRecorder(), bodyRequest(bytes.NewReader(make([]byte, size)), announced))
+				body, err := b.Read(httptest.NewRecorder(), bodyRequest(bytes.NewReader(make([]byte, size)), announced), "a")
 				if err == nil {
 					held = append(held, body)
 				}
 			},
 			"done": func(t *rapid.T) {
 				if len(held) > 0 {
-					b.Done(held[0])
+					b.Done("a", held[0])
 					held = held[1:]
 				}
 			},
@@ -176,8 +199,8 @@ func FuzzBodies(f *testing.F) {
 		if largest < 1 || largest > 1<<24 {
 			return
 		}
-		b := NewBodies(largest, 0)
-		body, err := b.Read(httptest.NewRecorder(), bodyRequest(bytes.NewReader(sent), announced))
+		b := NewBodies(largest, quota.New(1<<30))
+		body, err := b.Read(httptest.NewRecorder(), bodyRequest(bytes.NewReader(sent), announced), "a")
 		var bad *BodyError
 		switch {
 		case err != nil && !errors.As(err, &bad):
@@ -185,7 +208,7 @@ func FuzzBodies(f *testing.F) {
 		case err == nil && (int64(len(body)) > largest || !bytes.HasPrefix(sent, body) || announced < 0 && len(body) != len(sent)):
 			t.Fatalf("%d bytes of %d, announced %d", len(body), len(sent), announced)
 		}
-		b.Done(body)
+		b.Done("a", body)
 		if b.Held() != 0 {
 			t.Fatalf("%d bytes are still held", b.Held())
 		}
@@ -223,22 +246,22 @@ func TestBodySettings(t *testing.T) {
 // BenchmarkBody reads a chat of usual size.
 func BenchmarkBody(b *testing.B) {
 	sent := randomBytes(5000)
-	bodies := NewBodies(64<<20, 0)
+	bodies := NewBodies(64<<20, quota.New(1<<30))
 	b.SetBytes(int64(len(sent)))
 	for b.Loop() {
-		body, err := bodies.read(bytes.NewReader(sent), int64(len(sent)))
+		body, err := bodies.read(bytes.NewReader(sent), int64(len(sent)), "a", 0)
 		if err != nil || len(body) != len(sent) {
 			b.Fatal(strconv.Itoa(len(body)), err)
 		}
-		bodies.Done(body)
+		bodies.Done("a", body)
 	}
 }
 
 // TestAReaderSaysWhyABodyIsRefused: a body's reader may have a status of its own.
 func TestAReaderSaysWhyABodyIsRefused(t *testing.T) {
 	for status, again := range map[int]string{http.StatusBadRequest: "", http.StatusServiceUnavailable: "1"} {
-		b, w := NewBodies(1<<20, 4<<20), httptest.NewRecorder()
-		_, err := b.Read(w, bodyRequest(iotest.ErrReader(&BodyError{status, "why"}), 7))
+		b, w := NewBodies(1<<20, quota.New(4<<20)), httptest.NewRecorder()
+		_, err := b.Read(w, bodyRequest(iotest.ErrReader(&BodyError{status, "why"}), 7), "a")
 		var bad *BodyError
 		if !errors.As(err, &bad) || bad.Status != status || bad.Message != "why" || w.Header().Get("Retry-After") != again {
 			t.Errorf("%v, headers %v; want %d", err, w.Header(), status)

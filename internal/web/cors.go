@@ -36,14 +36,11 @@ func CORS(origins []string) gin.HandlerFunc {
 		}
 		h := c.Writer.Header()
 		h.Add("Vary", "Origin")
-		switch {
-		case slices.Contains(origins, AnyOrigin):
-			h.Set("Access-Control-Allow-Origin", AnyOrigin)
-		case slices.ContainsFunc(origins, func(o string) bool { return strings.EqualFold(o, origin) }):
-			h.Set("Access-Control-Allow-Origin", origin)
-		default:
+		allowed := listed(origins, origin)
+		if allowed == "" {
 			return
 		}
+		h.Set("Access-Control-Allow-Origin", allowed)
 		h.Set("Access-Control-Expose-Headers", "*")
 		if c.Request.Method != http.MethodOptions || c.GetHeader("Access-Control-Request-Method") == "" {
 			return
@@ -54,4 +51,15 @@ func CORS(origins []string) gin.HandlerFunc {
 		h.Set("Access-Control-Max-Age", "600")
 		c.AbortWithStatus(http.StatusNoContent)
 	}
+}
+
+// listed returns the origin as the list allows it: AnyOrigin or itself; empty: it does not.
+func listed(origins []string, origin string) string {
+	switch {
+	case slices.Contains(origins, AnyOrigin):
+		return AnyOrigin
+	case slices.ContainsFunc(origins, func(o string) bool { return strings.EqualFold(o, origin) }):
+		return origin
+	}
+	return ""
 }

@@ -49,9 +49,9 @@ func (h Hop) Refuse(c *gin.Context) {
 	mine, hops := h.passed(via)
 	switch {
 	case mine:
-		OpenAIError(c, http.StatusLoopDetected, "routing loop: the URL of a worker leads back to this router")
+		Fail(c, http.StatusLoopDetected, "routing loop: the URL of a worker leads back to this router")
 	case hops >= maxHops:
-		OpenAIError(c, http.StatusLoopDetected, fmt.Sprintf("routing loop: the request has passed %d routers, at most %d may be chained", hops, maxHops))
+		Fail(c, http.StatusLoopDetected, fmt.Sprintf("routing loop: the request has passed %d routers, at most %d may be chained", hops, maxHops))
 	default:
 		return
 	}

@@ -43,6 +43,18 @@ func OwnPages(host string, keyed bool, fail func(*gin.Context, int, string)) gin
 	}
 }
 
+// ListedPages refuses cross-origin requests of browsers that CORS does not hold back, such as for
+// WebSockets: their Origin must be one of the list, or own must accept it. A request without
+// Origin comes from no page.
+func ListedPages(origins []string, own gin.HandlerFunc) gin.HandlerFunc {
+	return func(c *gin.Context) {
+		if given := c.Request.Header.Values("Origin"); len(given) == 0 || len(given) == 1 && listed(origins, given[0]) != "" {
+			return
+		}
+		own(c)
+	}
+}
+
 // nameOf returns a Host header without its port.
 func nameOf(host string) string {
 	if name, _, err := net.SplitHostPort(host); err == nil {

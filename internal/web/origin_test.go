@@ -67,7 +67,7 @@ func TestPagesOfOtherSitesAreRefused(t *testing.T) {
 		{"two origins", "127.0.0.1", false, []string{"Origin", "http://localhost:7000", "Origin", "http://evil.example"}, 403},
 		{"a page of our own", "127.0.0.1", false, []string{"Origin", "http://localhost:7000"}, 200},
 	} {
-		handler := guarded(OwnPages(test.listens, test.keyed, OpenAIError))
+		handler := guarded(OwnPages(test.listens, test.keyed, Fail))
 		if got := ask(handler, http.MethodPost, "{}", test.headers...); got != test.want {
 			t.Errorf("%s: %d, want %d", test.name, got, test.want)
 		}
@@ -75,7 +75,7 @@ func TestPagesOfOtherSitesAreRefused(t *testing.T) {
 }
 
 func TestBodiesMustBeJSON(t *testing.T) {
-	handler := guarded(WantJSON(OpenAIError))
+	handler := guarded(WantJSON(Fail))
 	for _, test := range []struct {
 		body, kind string
 		want       int
@@ -102,7 +102,7 @@ func TestBodiesMustBeJSON(t *testing.T) {
 }
 
 func TestRequireKey(t *testing.T) {
-	handler := guarded(RequireKey(NewKeys([]string{"one", "other"}), "the key", OpenAIError))
+	handler := guarded(RequireKey(NewKeys([]string{"one", "other"}), "the key", Fail))
 	for given, want := range map[string]int{
 		"": 401, "Bearer": 401, "Bearer ": 401, "Bearer on": 401, "Bearer one,other": 401, "Basic one": 401, "Bearer one": 200, "bearer one": 200, "BEARER  one": 200, "bearer": 401, "bearer two": 401, "Bearer other": 200,
 	} {
@@ -110,7 +110,7 @@ func TestRequireKey(t *testing.T) {
 			t.Errorf("%q: %d, want %d", given, got, want)
 		}
 	}
-	if got := ask(guarded(RequireKey(nil, "", OpenAIError)), http.MethodGet, ""); got != 200 {
+	if got := ask(guarded(RequireKey(nil, "", Fail)), http.MethodGet, ""); got != 200 {
 		t.Errorf("without keys: %d", got)
 	}
 }

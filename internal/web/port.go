@@ -26,6 +26,7 @@ type Port struct {
 	secure   bool
 	stall    time.Duration // see Stall
 	leaving  atomic.Bool
+	running  atomic.Int64            // requests, those on hijacked connections too
 	cut      context.CancelCauseFunc // of every request's context
 }
 
@@ -64,6 +65,8 @@ func (p *Port) Serve(handler http.Handler) error {
 		if p.leaving.Load() {
 			w.Header().Set("Connection", "close")
 		}
+		p.running.Add(1)
+		defer p.running.Add(-1)
 		serve := handler.ServeHTTP
 		if r.Method == http.MethodHead {
 			serve = func(w http.ResponseWriter, r *http.Request) { serveHead(w, r, handler) }
@@ -91,16 +94,37 @@ func (p *Port) Drain(limit time.Duration) (whole bool) {
 	p.Leave()
 	ctx, cancel := context.WithTimeout(context.Background(), limit)
 	defer cancel()
-	if p.server.Shutdown(ctx) == nil {
+	if p.ended(ctx) {
 		return true
 	}
 	p.cut(ErrStopped)
 	told, cancel := context.WithTimeout(context.Background(), cutTime)
 	defer cancel()
-	if p.server.Shutdown(told) != nil {
+	if !p.ended(told) {
 		p.Close()
 	}
 	return false
+}
+
+// drainPoll is the interval of looks for requests on hijacked connections, which the server does
+// not wait for.
+const drainPoll = 20 * time.Millisecond
+
+// ended shuts the server down and waits until all requests have ended. Not ok: ctx ended before.
+func (p *Port) ended(ctx context.Context) (ok bool) {
+	if p.server.Shutdown(ctx) != nil {
+		return false
+	}
+	look := time.NewTicker(drainPoll)
+	defer look.Stop()
+	for p.running.Load() > 0 {
+		select {
+		case <-ctx.Done():
+			return false
+		case <-look.C:
+		}
+	}
+	return true
 }
 
 // Close closes the listener and all connections immediately.

@@ -120,6 +120,57 @@ func TestDrainLetsRequestsFinish(t *testing.T) {
 	}
 }
 
+// TestDrainWaitsForHijackedConnections, and cuts those that take too long.
+func TestDrainWaitsForHijackedConnections(t *testing.T) {
+	for _, whole := range []bool{true, false} {
+		arrived, goOn, cut := make(chan bool), make(chan bool), make(chan bool, 1)
+		p := servePort(t, func(w http.ResponseWriter, r *http.Request) {
+			conn, _, err := http.NewResponseController(w).Hijack()
+			if err != nil {
+				t.Error(err)
+				return
+			}
+			defer conn.Close()
+			arrived <- true
+			select {
+			case <-goOn:
+			case <-r.Context().Done():
+				cut <- errors.Is(context.Cause(r.Context()), ErrStopped)
+			}
+			io.WriteString(conn, "end")
+		})
+		conn, err := net.Dial("tcp", strings.TrimPrefix(p.URL(), "http://"))
+		if err != nil {
+			t.Fatal(err)
+		}
+		fmt.Fprint(conn, "GET / HTTP/1.1\r\nHost: a\r\n\r\n")
+		<-arrived
+		drained := make(chan bool, 1)
+		limit := time.Duration(0)
+		if whole {
+			limit = 20 * time.Second
+		}
+		go func() { drained <- p.Drain(limit) }()
+		if whole {
+			select {
+			case <-drained:
+				t.Error("it does not wait")
+			case <-time.After(100 * time.Millisecond):
+			}
+			close(goOn)
+		} else if !<-cut {
+			t.Error("the request does not learn why it is cut")
+		}
+		if text, err := io.ReadAll(conn); string(text) != "end" || err != nil {
+			t.Errorf("%q, %v", text, err)
+		}
+		if <-drained != whole {
+			t.Errorf("whole: %v", !whole)
+		}
+		conn.Close()
+	}
+}
+
 func TestDrainCutsWhatTakesTooLong(t *testing.T) {
 	arrived := make(chan bool)
 	p := servePort(t, func(w http.ResponseWriter, r *http.Request) {

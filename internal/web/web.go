@@ -1,5 +1,5 @@
 // Package web is the common part of the HTTP ports: listening and shutdown, TLS,
-// connection and body limits, key checks, header names and OpenAI's error format.
+// connection and body limits, key checks, header names and the forms of errors.
 package web
 
 import (
@@ -7,7 +7,6 @@ import (
 	"context"
 	"crypto/rand"
 	"encoding/hex"
-	"encoding/json"
 	"io"
 	stdlog "log"
 	"log/slog"
@@ -89,7 +88,7 @@ func NewEngine(log *slog.Logger) *gin.Engine {
 	engine.Use(gin.CustomRecoveryWithWriter(io.Discard, func(c *gin.Context, cause any) {
 		log.Error("panic in a request handler", "path", c.Request.URL.Path, "cause", cause, "stack", string(debug.Stack()))
 		if !c.Writer.Written() {
-			OpenAIError(c, http.StatusInternalServerError, "internal router error")
+			Fail(c, http.StatusInternalServerError, "internal router error")
 		}
 	}))
 	return engine
@@ -128,24 +127,20 @@ func newServer() *http.Server {
 	}
 }
 
-// Bearer returns the bearer key of a request; empty: none. The case of the scheme does not
-// matter (RFC 9110, section 11.1). A value without a scheme is the key.
-func Bearer(r *http.Request) string {
-	given := r.Header.Get("Authorization")
-	scheme, key, _ := strings.Cut(given, " ")
-	if strings.EqualFold(scheme, "Bearer") {
-		return strings.TrimLeft(key, " ")
-	}
-	return given
+// Fail answers a request with an error in the dialect of its route.
+func Fail(c *gin.Context, status int, message string) {
+	FailParam(c, status, "", message)
 }
 
-// OpenAIError answers a request with an error in OpenAI's shape.
-func OpenAIError(c *gin.Context, status int, message string) {
-	c.Data(status, "application/json", ErrorJSON(status, ErrorType(status), "", message))
+// FailParam is Fail for a fault of one member of the request.
+func FailParam(c *gin.Context, status int, param, message string) {
+	id := RequestID(c)
+	c.Header(HeaderRequest, id)
+	c.Data(status, "application/json", DialectOf(c.Request.URL.Path).JSON(Fault{Status: status, Param: param, Message: message, Request: id}))
 }
 
-// ErrorType returns OpenAI's or vLLM's error type for an HTTP status.
-func ErrorType(status int) string {
+// errorType returns OpenAI's or vLLM's error type for an HTTP status.
+func errorType(status int) string {
 	switch status {
 	case http.StatusUnauthorized:
 		return "invalid_api_key"
@@ -162,16 +157,6 @@ func ErrorType(status int) string {
 		return "invalid_request_error"
 	}
 	return "server_error"
-}
-
-// ErrorJSON renders an error in OpenAI's shape; an empty param is null.
-func ErrorJSON(status int, kind, param, message string) []byte {
-	var p any
-	if param != "" {
-		p = param
-	}
-	body, _ := json.Marshal(gin.H{"error": gin.H{"message": message, "type": kind, "param": p, "code": status}})
-	return body
 }
 
 // requestIDLimit bounds a client's own request id, bytes: it goes into logs.

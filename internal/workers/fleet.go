@@ -48,8 +48,9 @@ type Members interface {
 	Busy(worker uint64) bool                 // reports whether it has in-flight requests
 	Lives(worker uint64, generation int)     // its engine makes progress
 	// Missed keeps new requests from a worker, if others are there, because it has not answered
-	// health checks since a time. It returns when the worker last showed life; zero: never.
-	Missed(worker uint64, generation int, since time.Time) (lived time.Time)
+	// health checks, the last of them sent at that time, unless it has answered a request since.
+	// It returns when the worker last showed life; zero: never.
+	Missed(worker uint64, generation int, sent time.Time) (lived time.Time)
 	Answers(worker uint64, generation int) // ends Missed
 }
 

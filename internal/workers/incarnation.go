@@ -378,7 +378,7 @@ func (in *incarnation) checkHealth() {
 	in.gone = probe.Refused(err)
 	saysNo := in.answered && probe.Answered(err)
 	back := errors.Is(err, probe.ErrLeadsBack)
-	if !in.up || !in.gone && !saysNo && !back && !in.overdue(err) {
+	if !in.up || !in.gone && !saysNo && !back && !in.overdue(err, began) {
 		return
 	}
 	if in.w.registered() && !in.met && !back {
@@ -396,14 +396,14 @@ func (in *incarnation) checkHealth() {
 	in.markDown(err.Error())
 }
 
-// overdue notes that a worker that is up has not answered a health check, which alone proves
-// nothing, and reports whether it is down.
-func (in *incarnation) overdue(err error) bool {
+// overdue notes that a worker that is up has not answered a health check, sent at that time, which
+// alone proves nothing, and reports whether it is down.
+func (in *incarnation) overdue(err error, sent time.Time) bool {
 	var lived time.Time
 	var stuck errStuck
 	isStuck, now := errors.As(err, &stuck), time.Now()
-	if isStuck || in.misses.Avoid() {
-		lived = in.f.members.Missed(in.w.id, in.generation, in.misses.Since)
+	if isStuck || in.misses.Avoid(now) {
+		lived = in.f.members.Missed(in.w.id, in.generation, sent)
 	}
 	if isStuck {
 		return now.Sub(lived) >= time.Duration(stuck)
