@@ -34,6 +34,7 @@ func TestAnswersThatNobodyTakesHoldTheWorkerBack(t *testing.T) {
 	const size, memory, asked = 6 << 20, 2 << 20, 8
 	var waiting atomic.Int64
 	f := newFailingFleet(t, "random", func(w http.ResponseWriter, _ *http.Request) {
+		w.Header().Set("Content-Type", "application/json")
 		for range size >> 16 {
 			w.Write(make([]byte, 1<<16))
 		}

@@ -50,8 +50,8 @@ func (a *upstreamAnswer) madeBefore(u *Upstream) bool {
 
 // relayPieces relays an answer that is no stream of events piece by piece, as it comes: audio,
 // lines of JSON, and all that comes through a gateway, where no other worker can be tried. Nothing
-// is written before the first piece, except to a gateway. The usage of JSON is read from
-// the first bufferedAnswer bytes.
+// is written before the first piece, except to a gateway. The usage of JSON, and of
+// what comes through a gateway, is read from the first bufferedAnswer bytes.
 func (p *Proxy) relayPieces(w http.ResponseWriter, answer *upstreamAnswer, u Upstream, x *Exchange) error {
 	var body []byte
 	held, whole := int64(0), true // bytes of body; it has all so far
@@ -81,7 +81,7 @@ func (p *Proxy) relayPieces(w http.ResponseWriter, answer *upstreamAnswer, u Ups
 				return err
 			}
 			last = memory.buffer[n-1]
-			if whole = whole && isJSON(kind) && len(body) < bufferedAnswer && p.answers.Take(u.Client, held, int64(n)); whole {
+			if whole = whole && (u.Gateway != nil || isJSON(kind)) && len(body) < bufferedAnswer && p.answers.Take(u.Client, held, int64(n)); whole {
 				body, held = append(body, memory.buffer[:n]...), held+int64(n)
 			}
 			if _, err := w.Write(memory.buffer[:n]); err != nil {
