@@ -1,6 +1,7 @@
 package proxy
 
 import (
+	"bytes"
 	"errors"
 	"io"
 	"mime"
@@ -26,6 +27,12 @@ func isLines(kind string) bool {
 		return true
 	}
 	return false
+}
+
+// beginsJSON reports whether a text of an unknown type may be JSON.
+func beginsJSON(text []byte) bool {
+	text = bytes.TrimLeft(bytes.TrimPrefix(text, byteOrderMark), " \t\r\n")
+	return len(text) > 0 && (text[0] == '{' || text[0] == '[')
 }
 
 // kind returns the media type of an answer.
@@ -77,11 +84,14 @@ func (p *Proxy) relayPieces(w http.ResponseWriter, answer *upstreamAnswer, u Ups
 	for {
 		n, err := answer.Read(memory.buffer[:])
 		if n > 0 {
+			if len(body) == 0 {
+				whole = whole && (isJSON(kind) || !isLines(kind) && beginsJSON(memory.buffer[:n]))
+			}
 			if err := start(); err != nil {
 				return err
 			}
 			last = memory.buffer[n-1]
-			if whole = whole && (u.Gateway != nil || isJSON(kind)) && len(body) < bufferedAnswer && p.answers.Take(u.Client, held, int64(n)); whole {
+			if whole = whole && len(body) < bufferedAnswer && p.answers.Take(u.Client, held, int64(n)); whole {
 				body, held = append(body, memory.buffer[:n]...), held+int64(n)
 			}
 			if _, err := w.Write(memory.buffer[:n]); err != nil {

@@ -56,7 +56,11 @@ func (d Dialect) JSON(f Fault) []byte {
 	if d != DialectAnthropic {
 		return jsonOf(map[string]any{"error": f.object()})
 	}
-	answer := map[string]any{"type": "error", "error": map[string]any{"type": anthropicType(f.Status), "message": f.Message}}
+	object := map[string]any{"type": anthropicType(f.Status), "message": f.Message}
+	answer := map[string]any{"type": "error", "error": object}
+	if f.Param != "" {
+		object["param"] = f.Param
+	}
 	if f.Request != "" {
 		answer["request_id"] = f.Request
 	}
