@@ -15,13 +15,13 @@ import (
 // not in the table is a shortcut, even where the compiler would take it.
 var layers = []map[string]string{
 	{ // mechanisms that others use
-		"metrics": "", "table": "", "quota": "",
+		"metrics": "", "table": "", "quota": "", "textfile": "",
 	},
 	{ // words and mechanisms
 		"kv": "", "guard": "metrics", "sets": "table",
 		"blockpool": "", "zmq": "", "jsonbody": "",
-		"jsonlines": "", "web": "quota", "settings": "",
-		"logs": "", "manual": "", "textfile": "", "fair": "",
+		"jsonlines": "", "web": "quota", "settings": "textfile",
+		"logs": "", "manual": "", "fair": "",
 		"summary": "table",
 	},
 	{ // knowing
@@ -35,7 +35,7 @@ var layers = []map[string]string{
 		"policy": "fair hints kv", "events": "guard jsonlines kv radix web zmq", "health": "kv",
 	},
 	{ // learning
-		"thompson": "hints jsonlines kv policy settings",
+		"thompson": "hints jsonlines kv policy settings textfile",
 	},
 	{ // all policies
 		"policies": "policy thompson",
@@ -49,12 +49,12 @@ var layers = []map[string]string{
 	},
 	{ // carrying
 		"replica": "events fair guard kv router zmq", "relay": "kv metrics radix web", "proxy": "directives health jsonbody kv policy quota router tracing web", "workers": "cells events fair guard health kv metrics policy probe process radix summary web",
-		"mocker": "chat engine events jsonbody kv process tokens web zmq", "simulate": "cells engine fair health hints jsonlines kv policies policy radix router summary",
-		"vllm": "kv process", "sglang": "kv process", "discovery": "kv textfile",
+		"mocker": "chat engine events jsonbody kv process tokens web zmq", "simulate": "cells engine fair health hints jsonlines kv policies policy radix router summary textfile",
+		"vllm": "kv process textfile", "sglang": "kv process", "discovery": "kv textfile",
 	},
 	{ // showing, offering
 		"telemetry": "fair hints jsonbody jsonlines kv metrics policy proxy router thompson", "selection": "events health hints kv models policy quota replica router thompson web workers",
-		"openai": "cells directives fair hints jsonbody keys kv models proxy quota router settings tokens tracing web", "extproc": "guard proxy web", "doctor": "cells events kv mocker probe process settings summary tokens web zmq", "demo": "keys",
+		"openai": "cells directives fair health hints jsonbody keys kv models proxy quota router settings tokens tracing web", "extproc": "guard proxy web", "doctor": "cells events kv mocker probe process settings summary tokens web zmq", "demo": "keys",
 		"page": "fair health jsonbody keys kv models policy proxy router tokens web workers",
 	},
 	{ // looking from elsewhere

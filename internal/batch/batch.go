@@ -174,6 +174,9 @@ func (c Command) run(ctx context.Context, sender *sender, drain time.Duration, o
 	inFlight.Wait()
 	close(done)
 	beside.Wait()
+	if err := b.book.sync(); err != nil {
+		b.fail(err)
+	}
 
 	b.progress.update(func(c *counts) { c.ended = time.Now() })
 	counts := b.progress.now()

@@ -598,6 +598,45 @@ func TestErrorsAreBesideTheResults(t *testing.T) {
 	}
 }
 
+// TestFilesThatAreMovedEndTheRun: a later run would send their requests again.
+func TestFilesThatAreMovedEndTheRun(t *testing.T) {
+	for name, move := range map[string]func(file string) error{
+		"renamed":  func(file string) error { return os.Rename(file, file+".1") },
+		"removed":  os.Remove,
+		"replaced": func(file string) error { return errors.Join(os.Remove(file), os.WriteFile(file, nil, 0o600)) },
+		"a link":   func(file string) error { return errors.Join(os.Rename(file, file+".1"), os.Symlink(file+".1", file)) },
+	} {
+		for _, end := range []string{".results.jsonl", ".errors.jsonl"} {
+			synctest.Test(t, func(t *testing.T) {
+				var lines []string
+				for i := range 100 {
+					lines = append(lines, lineOf(fmt.Sprint(i)))
+				}
+				file := fileOf(t, lines...)
+				e := &endpoint{latency: time.Second, answer: func(id string, _ int) int {
+					if id == "9" {
+						if err := move(file + end); err != nil {
+							t.Error(err)
+						}
+					}
+					return http.StatusOK
+				}}
+				if _, err := e.run(t.Context(), t, command(file, "")); err == nil || !strings.Contains(err.Error(), file+end+" was renamed, removed or replaced") || len(e.served) > 50 {
+					t.Errorf("%s, %s: %v, %d sent", name, end, err, len(e.served))
+				}
+			})
+		}
+	}
+	file := fileOf(t, lineOf("a")) // ends before the first look
+	e := &endpoint{answer: func(string, int) int {
+		_ = os.Remove(file + ".results.jsonl")
+		return http.StatusOK
+	}}
+	if _, err := e.run(t.Context(), t, command(file, "")); err == nil {
+		t.Error("no error")
+	}
+}
+
 func TestAFullDiskEndsTheRun(t *testing.T) {
 	dir := t.TempDir()
 	b, err := openBook(filepath.Join(dir, "r"), filepath.Join(dir, "e"))

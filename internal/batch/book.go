@@ -179,8 +179,12 @@ func (b *book) write(o *output, failed bool) error {
 	return nil
 }
 
-// sync brings what was written to the disk, so that it outlives the machine too.
+// sync brings what was written to the disk, so that it outlives the machine too. Files that are
+// no longer where a later run looks for them are an error.
 func (b *book) sync() error {
+	if err := b.inPlace(); err != nil {
+		return err
+	}
 	b.mu.Lock()
 	dirty := b.dirty
 	b.dirty = false
@@ -189,6 +193,21 @@ func (b *book) sync() error {
 		return nil
 	}
 	return errors.Join(b.results.Sync(), b.errors.Sync())
+}
+
+// inPlace returns an error if a file was renamed, removed or replaced: a later run would send
+// its requests again.
+func (b *book) inPlace() error {
+	for _, file := range []*os.File{b.results, b.errors} {
+		own, err := file.Stat()
+		if err != nil {
+			return err
+		}
+		if now, err := os.Lstat(file.Name()); err != nil || !os.SameFile(own, now) {
+			return fmt.Errorf("%s was renamed, removed or replaced during the run: what was written after that is not in it", file.Name())
+		}
+	}
+	return nil
 }
 
 // close ends the use of the files. Other processes may use them then.

@@ -298,7 +298,10 @@ func (s *Snapshot) save(ctx context.Context, streams []*Stream) error {
 		return nil
 	}
 	temporary := s.settings.IndexSnapshot + ".tmp" // always the same, so that crashes leave one at most
-	file, err := os.OpenFile(temporary, os.O_CREATE|os.O_TRUNC|os.O_WRONLY, 0o600)
+	if err := os.Remove(temporary); err != nil && !errors.Is(err, fs.ErrNotExist) {
+		return err
+	}
+	file, err := os.OpenFile(temporary, os.O_CREATE|os.O_EXCL|os.O_WRONLY, 0o600) // whatever was there may be a link, or a pipe
 	if err != nil {
 		return err
 	}

@@ -10,6 +10,7 @@ import (
 	"os"
 	"path/filepath"
 	"strings"
+	"syscall"
 	"testing"
 	"time"
 
@@ -240,6 +241,35 @@ func TestASnapshotThatCannotBeWrittenLeavesTheOldOne(t *testing.T) {
 	}
 	if left, _ := filepath.Glob(name + ".*"); len(left) > 0 {
 		t.Errorf("a failed write leaves %v", left)
+	}
+}
+
+// TestASnapshotIsWrittenToNoOtherFile: whatever has the name of its temporary file.
+func TestASnapshotIsWrittenToNoOtherFile(t *testing.T) {
+	stream := savedStream(t, "tcp://a", savedBatches(t)...)
+	other := filepath.Join(t.TempDir(), "other")
+	for name, make := range map[string]func(at string) error{
+		"a link":        func(at string) error { return os.Symlink(other, at) },
+		"a second name": func(at string) error { return os.Link(other, at) },
+		"a pipe":        func(at string) error { return syscall.Mkfifo(at, 0o600) },
+	} {
+		if err := os.WriteFile(other, []byte("mine"), 0o600); err != nil {
+			t.Fatal(err)
+		}
+		file := filepath.Join(t.TempDir(), "index")
+		if err := make(file + ".tmp"); err != nil {
+			t.Fatal(err)
+		}
+		snapshot, _ := opened(file, testkit.BlockSize)
+		if err := snapshot.save(t.Context(), []*Stream{stream}); err != nil {
+			t.Errorf("%s: %v", name, err)
+		}
+		if text, err := os.ReadFile(other); err != nil || string(text) != "mine" {
+			t.Errorf("%s: the other file has %q, %v", name, text, err)
+		}
+		if info, err := os.Lstat(file); err != nil || !info.Mode().IsRegular() || info.Size() == 0 {
+			t.Errorf("%s: %v, %v", name, info, err)
+		}
 	}
 }
 

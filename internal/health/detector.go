@@ -216,7 +216,7 @@ func (d *Detector) Leave(key kv.WorkerKey, now time.Time) {
 func (d *Detector) recount() {
 	d.odd, d.spared = 0, 0
 	for _, w := range d.workers {
-		if w.phase != phaseIn || !w.held.IsZero() || !w.spared.IsZero() || !w.missed.IsZero() || !w.silent.IsZero() {
+		if w.phase != phaseIn || !w.held.IsZero() || !w.spared.IsZero() || w.avoided() {
 			d.odd++
 		}
 		if !w.spared.IsZero() {
@@ -253,7 +253,7 @@ func (d *Detector) Level(key kv.WorkerKey, now time.Time, random *rand.Rand) Lev
 		return Out
 	case !w.held.IsZero():
 		return Held
-	case !w.silent.IsZero(), !w.missed.IsZero():
+	case w.avoided():
 		return Silent
 	case w.phase == phaseBack && random.Float64() >= max(leastShare, float64(now.Sub(w.since))/float64(d.settings.SlowStart)):
 		return Slow
@@ -271,7 +271,7 @@ func (d *Detector) IsOut(key kv.WorkerKey, now time.Time) bool {
 		return false
 	}
 	d.bringUpToDate(key, w, now)
-	return w.phase == phaseOut || !w.held.IsZero() || !w.missed.IsZero() || !w.silent.IsZero()
+	return w.phase == phaseOut || !w.held.IsZero() || w.avoided()
 }
 
 // Ejected reports whether a worker is ejected for its failures.

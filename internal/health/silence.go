@@ -108,8 +108,11 @@ func (d *Detector) alive(w *worker, at time.Time) {
 // IsSilent reports whether new requests avoid a worker because it shows no sign of life.
 func (d *Detector) IsSilent(key kv.WorkerKey) bool {
 	w := d.workers[key]
-	return w != nil && (!w.silent.IsZero() || !w.missed.IsZero())
+	return w != nil && w.avoided()
 }
+
+// avoided reports whether new requests go round w.
+func (w *worker) avoided() bool { return !w.silent.IsZero() || !w.missed.IsZero() }
 
 // silence is what a worker's requests are judged by.
 type silence struct {

@@ -20,7 +20,7 @@ const (
 type Record struct {
 	Worker      kv.WorkerKey
 	State       string
-	Since       time.Time // StateIn, StateBack, StateSilent, StateOut: of the state
+	Since       time.Time // StateIn, StateBack, StateOut: of the state
 	Until       time.Time // StateOut: of the trial; StateHeld: of the pause
 	Reason      Kind      // StateOut: why
 	Why         string    // the same, as text

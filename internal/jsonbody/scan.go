@@ -3,6 +3,7 @@
 package jsonbody
 
 import (
+	"bytes"
 	"encoding/binary"
 	"math/bits"
 	"strconv"
@@ -46,8 +47,9 @@ type MessageView struct {
 
 // Parse validates and parses a request's body; ok is false if the body is not one
 // JSON object, nested at most 10,000 deep and with at most 262,144 members in all.
-// Whether strings are UTF-8 is not checked.
+// Whether strings are UTF-8 is not checked. Body.Raw is raw without a byte order mark.
 func Parse(raw []byte) (b *Body, ok bool) {
+	raw = bytes.TrimPrefix(raw, []byte("\xef\xbb\xbf")) // with which tools on Windows begin files; engines accept it
 	scan := checker{text: raw}
 	if !scan.whole() {
 		return nil, false
@@ -58,6 +60,14 @@ func Parse(raw []byte) (b *Body, ok bool) {
 	}
 	top, repeats := members(text)
 	return &Body{Raw: raw, LoneSurrogate: scan.lone, Top: top, repeats: repeats}, true
+}
+
+// Refusal says why Parse refuses a body, for an error.
+func Refusal(raw []byte) string {
+	if at := bytes.IndexByte(raw[:min(len(raw), 4)], 0); at >= 0 || bytes.HasPrefix(raw, []byte("\xff\xfe")) || bytes.HasPrefix(raw, []byte("\xfe\xff")) {
+		return "the request body must be UTF-8: it begins as UTF-16 or UTF-32 do"
+	}
+	return "the request body must be a JSON object of at most 262,144 members and 10,000 levels"
 }
 
 // Each calls yield with the members of the body in order until it returns false: of several of

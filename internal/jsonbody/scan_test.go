@@ -95,6 +95,22 @@ func FuzzJSON(f *testing.F) {
 	})
 }
 
+// TestAByteOrderMarkIsNoPartOfABody: engines read such bodies; those of other encodings are named.
+func TestAByteOrderMarkIsNoPartOfABody(t *testing.T) {
+	body, ok := Parse([]byte("\xef\xbb\xbf {\"a\":1}"))
+	if !ok || string(body.Raw) != ` {"a":1}` || body.Get("a").Int() != 1 || string(body.With("b", "2").Raw) != ` {"b":2,"a":1}` {
+		t.Errorf("%v, %v", body, ok)
+	}
+	for text, want := range map[string]string{
+		"": "JSON object", "\xef\xbb\xbf": "JSON object", "\xef\xbb\xbf\xef\xbb\xbf{}": "JSON object", "[]": "JSON object",
+		"\xff\xfe{\x00}\x00": "UTF-16", "\xfe\xff\x00{\x00}": "UTF-16", "{\x00}\x00": "UTF-16", "\x00\x00\x00{": "UTF-32", "{\x00\x00\x00}\x00\x00\x00": "UTF-32",
+	} {
+		if _, ok := Parse([]byte(text)); ok || !strings.Contains(Refusal([]byte(text)), want) {
+			t.Errorf("%q: %v, %s; want %s", text, ok, Refusal([]byte(text)), want)
+		}
+	}
+}
+
 func TestDeepNestingIsRefused(t *testing.T) {
 	for _, open := range []string{"[", `{"a":`} {
 		if _, ok := Parse([]byte(`{"a":` + strings.Repeat(open, 8<<20))); ok {

@@ -2,6 +2,7 @@
 package keys
 
 import (
+	"cmp"
 	"context"
 	"crypto/hmac"
 	"crypto/sha256"
@@ -237,20 +238,40 @@ func (r *Ring) table(entries []entry) *table {
 	return t
 }
 
-// errUnknown means that a request has no key, or an unknown one.
-var errUnknown = errors.New("missing or unknown API key: send it as Authorization: Bearer KEY")
+var (
+	// errUnknown means that a request has no key, or no known one.
+	errUnknown = errors.New("missing or unknown API key")
+	// errSeveral means that it is not known whose request it is.
+	errSeveral = errors.New("the request gives several keys, of different names: give one")
+)
 
-// find returns the holder of a key. It compares hashes, so that its timing does not
-// leak the key; the final comparison takes constant time.
-func (t *table) find(key string) (*Caller, error) {
+// find returns the holder of a request's key. Unknown keys beside it do not matter: they may
+// be for a service before the router.
+func (t *table) find(r *http.Request) (holder *Caller, err error) {
 	if t.open != nil {
 		return t.open, nil
 	}
+	for _, key := range web.KeysOf(r) {
+		c := t.holder(key)
+		if c != nil && holder != nil && c != holder {
+			return nil, errSeveral
+		}
+		holder = cmp.Or(holder, c)
+	}
+	if holder == nil {
+		return nil, errUnknown
+	}
+	return holder, nil
+}
+
+// holder returns the holder of a key; nil: it is unknown. It compares hashes, so that its
+// timing does not leak the key; the final comparison takes constant time.
+func (t *table) holder(key string) *Caller {
 	sum := sha256.Sum256([]byte(key))
 	if c := t.callers[sum]; c != nil && subtle.ConstantTimeCompare(c.sum[:], sum[:]) == 1 {
-		return c, nil
+		return c
 	}
-	return nil, errUnknown
+	return nil
 }
 
 // callerKey is the context key of a request's Caller.
@@ -275,7 +296,7 @@ func Inside(ctx context.Context) context.Context {
 
 // Caller returns the holder of a request's key, whose limits do not count.
 func (r *Ring) Caller(request *http.Request) (*Caller, error) {
-	return r.current.Load().find(web.Bearer(request))
+	return r.current.Load().find(request)
 }
 
 // Guard refuses requests without a known key (401) and requests beyond its limits
@@ -286,10 +307,10 @@ func (r *Ring) Guard(fail func(c *gin.Context, status int, message string)) gin.
 			c.Set(callerKey, inside)
 			return
 		}
-		caller, err := r.current.Load().find(web.Bearer(c.Request))
+		caller, err := r.current.Load().find(c.Request)
 		if err != nil {
 			r.unknown.Add(1)
-			fail(c, http.StatusUnauthorized, err.Error())
+			fail(c, http.StatusUnauthorized, web.AskForKey(c, err.Error()))
 			c.Abort()
 			return
 		}

@@ -5,6 +5,7 @@ import (
 	"io"
 	"net/http"
 	"net/http/httptest"
+	"net/url"
 	"os"
 	"path/filepath"
 	"strconv"
@@ -63,6 +64,11 @@ func newDoor(t *testing.T, settings Settings, given []string, file string) *door
 	})
 	d.handler = engine
 	return d
+}
+
+// giving is a request that gives a key.
+func giving(key string) *http.Request {
+	return &http.Request{Header: http.Header{"Authorization": {"Bearer " + key}}, URL: &url.URL{}}
 }
 
 // write puts keys into the file and has them read.
@@ -190,7 +196,7 @@ func TestSeveralKeysTrustEachOtherOnlyIfTold(t *testing.T) {
 		{"one of a flag beside a file", Settings{}, []string{"f"}, "- {name: a, key: a}", "f", false, false},
 	} {
 		d := newDoor(t, test.settings, test.given, test.file)
-		caller, err := d.current.Load().find(test.key)
+		caller, err := d.current.Load().find(giving(test.key))
 		if err != nil {
 			t.Errorf("%s: %v", test.name, err)
 		} else if caller.Trusted != test.trusted || caller.SeesDecisions != test.told {
@@ -334,7 +340,7 @@ func TestReadAgain(t *testing.T) {
 func TestNobodyMakesAnothersSalt(t *testing.T) {
 	d := newDoor(t, Settings{}, nil, "- {name: a, key: a, salt: true}\n- {name: b, key: b, salt: true}\n- {name: ab, key: c, salt: true}\n- {name: d, key: d}")
 	caller := func(key string) *Caller {
-		c, err := d.current.Load().find(key)
+		c, err := d.current.Load().find(giving(key))
 		if err != nil {
 			t.Fatal(err)
 		}
@@ -343,7 +349,7 @@ func TestNobodyMakesAnothersSalt(t *testing.T) {
 	if _, ok := caller("d").Salt("", false); ok {
 		t.Error("a key without salt has one")
 	}
-	if alone, _ := newDoor(t, Settings{}, []string{"one"}, "").current.Load().find("one"); alone == nil {
+	if alone, _ := newDoor(t, Settings{}, []string{"one"}, "").current.Load().find(giving("one")); alone == nil {
 		t.Error("the only key is unknown")
 	} else if _, ok := alone.Salt("x", true); ok {
 		t.Error("the only key's salt is not its own")

@@ -10,6 +10,7 @@ import (
 	"fmt"
 	"log/slog"
 	"net/http"
+	"net/url"
 	"sync/atomic"
 	"time"
 
@@ -189,6 +190,16 @@ func (a *API) body(c *gin.Context) (body []byte, ok bool) {
 	return body, err == nil
 }
 
+// smallBody is body for one of at most that many bytes, which nothing counts.
+func (a *API) smallBody(c *gin.Context, most int64) (body []byte, ok bool) {
+	body, err := web.ReadBody(c.Writer, c.Request, most)
+	var bad *web.BodyError
+	if errors.As(err, &bad) {
+		a.fail(c, bad.Status, "", bad.Message)
+	}
+	return body, err == nil
+}
+
 // done releases the body of a request.
 func (a *API) done(c *gin.Context, body []byte) { a.bodies.Done(a.clientOf(c), body) }
 
@@ -202,7 +213,14 @@ func (a *API) workers() []kv.Target {
 
 // question is a client's short request as it goes to workers.
 func (a *API) question(c *gin.Context, body []byte) proxy.Question {
-	return proxy.Question{Method: c.Request.Method, Path: c.Request.URL.RequestURI(), Header: a.clientHeader(c, false), Body: body}
+	return proxy.Question{Method: c.Request.Method, Path: pathOf(c.Request.URL), Header: a.clientHeader(c, false), Body: body}
+}
+
+// pathOf returns the path and query of a request as they go to a worker.
+func pathOf(u *url.URL) string {
+	bare := *u
+	bare.RawQuery = web.WithoutKeys(u.RawQuery)
+	return bare.RequestURI()
 }
 
 // clientHeader returns a client's headers as they go to a worker. See proxy.ClientHeader.

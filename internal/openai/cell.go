@@ -19,16 +19,16 @@ func (a *API) serveCell(stream http.Handler) {
 	s := &a.settings
 	keyed := s.RouterKeys.Asked() || a.keys.Asks()
 	a.engine.GET(cells.Path, web.OwnPages(s.Host, keyed, web.Fail), func(c *gin.Context) {
-		if given := web.Bearer(c.Request); s.RouterKeys.Asked() && s.RouterKeys.Known(given) {
+		if s.RouterKeys.Asked() && s.RouterKeys.Holds(c.Request) {
 			return
 		} else if s.RouterKeys.Asked() && !a.keys.Asks() {
-			s.RouterKeys.Refuse(c, given, cells.Path+" needs a key of the router port (--router-api-key): send it as Authorization: Bearer KEY", web.Fail)
+			s.RouterKeys.Refuse(c, cells.Path+" needs a key of the router port (--router-api-key)", web.Fail)
 			return
 		}
 		caller, err := a.keys.Caller(c.Request)
 		switch {
 		case err != nil:
-			a.fail(c, http.StatusUnauthorized, "", err.Error())
+			a.fail(c, http.StatusUnauthorized, "", web.AskForKey(c, err.Error()))
 			c.Abort()
 		case !caller.Trusted:
 			a.fail(c, http.StatusForbidden, "", cells.Path+" needs a key of the router port (--router-api-key), or one whose hints are honored")

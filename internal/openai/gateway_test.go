@@ -18,10 +18,13 @@ import (
 type finishing struct {
 	Observer
 	priorities []uint32
+	holders    []string // names of the keys
 }
 
 func (f *finishing) Finished(x *proxy.Exchange, now time.Time) {
-	f.priorities = append(f.priorities, x.Request.StrictPriority)
+	if x.Request != nil {
+		f.priorities, f.holders = append(f.priorities, x.Request.StrictPriority), append(f.holders, x.Request.Tenant.Name)
+	}
 }
 
 // TestAGatewaysClientIsAskedWhoItIs sends requests of an objective of high priority and

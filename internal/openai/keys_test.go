@@ -1,8 +1,10 @@
 package openai
 
 import (
+	"fmt"
 	"io"
 	"net/http"
+	"net/http/httptest"
 	"path/filepath"
 	"strconv"
 	"strings"
@@ -11,6 +13,7 @@ import (
 	"github.com/tidwall/gjson"
 
 	"kvrouter/internal/keys"
+	"kvrouter/internal/proxy"
 	"kvrouter/internal/testkit"
 	"kvrouter/internal/web"
 )
@@ -87,6 +90,60 @@ func TestUntrustedKeysDoNotChooseTheirWorker(t *testing.T) {
 		if want := map[bool]int{true: 200, false: 403}[test.headers]; response.StatusCode != want {
 			t.Errorf("%s: a dry run is answered with %d %s", test.name, response.StatusCode, answer)
 		}
+	}
+}
+
+// TestKeysStayAtTheRouter: in whatever form they come, also through a gateway.
+func TestKeysStayAtTheRouter(t *testing.T) {
+	worker := testkit.NewFakeWorker(t, testkit.StreamOf("[DONE]"))
+	flag := strings.TrimPrefix(keysFile(t, "- {name: a, key: secret-a}\n- {name: b, key: secret-b}"), "--api-keys-file=")
+	h := newTestAPI(t, setup{Keys: keys.Settings{APIKeysFile: flag}}, worker.URL)
+	seen := &finishing{Observer: Traced(nil)}
+	h.api.observers = append(h.api.observers, seen)
+	for _, test := range []struct {
+		name, path string
+		header     http.Header
+		holder     string // empty: refused
+	}{
+		{"none", "", http.Header{}, ""},
+		{"bearer", "", http.Header{"Authorization": {"bearer secret-a"}}, "a"},
+		{"Anthropic", "", http.Header{"X-Api-Key": {"secret-b"}}, "b"},
+		{"Azure", "", http.Header{"Api-Key": {"secret-a"}}, "a"},
+		{"the same twice", "?api-key=secret-a", http.Header{"Api-Key": {"secret-a"}, "Authorization": {"Bearer secret-a"}}, "a"},
+		{"an unknown one first", "", http.Header{"Authorization": {"Basic c2VjcmV0"}, "X-Api-Key": {"secret-b"}}, "b"},
+		{"of two holders", "", http.Header{"Authorization": {"Bearer secret-a"}, "X-Api-Key": {"secret-b"}}, ""},
+		{"wrong", "", http.Header{"X-Api-Key": {"secret"}}, ""},
+		{"in the query of a POST", "?api-key=secret-a", http.Header{}, ""},
+	} {
+		post := func() *http.Request {
+			r := httptest.NewRequest(http.MethodPost, testkit.ChatPath+test.path, strings.NewReader(`{"model":"m","messages":[]}`))
+			r.Header = test.header.Clone()
+			return r
+		}
+		check := func(how string, w *httptest.ResponseRecorder, sent http.Header) {
+			t.Helper()
+			if asks := w.Header().Get("WWW-Authenticate"); (w.Code == http.StatusOK) != (test.holder != "") || (w.Code == http.StatusUnauthorized) != (asks != "") || strings.Contains(w.Body.String(), "secret") {
+				t.Errorf("%s%s: %d %s, %v", test.name, how, w.Code, w.Body, w.Header())
+			}
+			if text := fmt.Sprint(sent); strings.Contains(text, "secret") || strings.Contains(strings.ToLower(text), "api-key") {
+				t.Errorf("%s%s: the worker gets %s", test.name, how, text)
+			}
+			if n := len(seen.holders); test.holder != "" && (n == 0 || seen.holders[n-1] != test.holder) {
+				t.Errorf("%s%s: holders %q, want %q", test.name, how, seen.holders, test.holder)
+			}
+		}
+		w := httptest.NewRecorder()
+		h.api.ServeHTTP(w, post())
+		worker.Mu.Lock()
+		got := worker.Header
+		worker.Mu.Unlock()
+		check("", w, got)
+		w, got = httptest.NewRecorder(), nil
+		h.api.ServeGateway(w, post(), &proxy.Gateway{Send: func(routed proxy.Routed) (*http.Response, string, error) {
+			got = routed.Request.Header
+			return &http.Response{StatusCode: http.StatusOK, Header: http.Header{}, Body: io.NopCloser(strings.NewReader("{}"))}, "", nil
+		}})
+		check(" through a gateway", w, got)
 	}
 }
 

@@ -23,13 +23,14 @@ func (a *API) tokenized(serve func(*tokens.Source, context.Context, []byte) ([]b
 		defer a.done(c, body)
 		parsed, ok := jsonbody.Parse(body)
 		if !ok {
-			parsed = &jsonbody.Body{Raw: body}
+			a.fail(c, http.StatusBadRequest, "", jsonbody.Refusal(body))
+			return
 		}
 		if !a.undirected(c, parsed) {
 			return
 		}
-		m, _ := a.models.Of(gjson.GetBytes(body, "model").String())
-		answer, err := serve(m.Tokens, c.Request.Context(), body)
+		m, _ := a.models.Of(parsed.Get("model").String())
+		answer, err := serve(m.Tokens, c.Request.Context(), parsed.Raw)
 		var bad *tokens.BadRequest
 		var refused *tokens.AskError
 		switch {

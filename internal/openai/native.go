@@ -5,7 +5,6 @@ import (
 	"encoding/json"
 	"errors"
 	"fmt"
-	"io"
 	"net/http"
 	"slices"
 	"strconv"
@@ -249,9 +248,12 @@ func (a *API) healthGenerate(c *gin.Context) {
 
 // abortRequest ends requests on every worker: those of a name that the client gave, or all.
 func (a *API) abortRequest(c *gin.Context) {
-	text, err := io.ReadAll(http.MaxBytesReader(c.Writer, c.Request.Body, bodyLimit))
+	text, ok := a.smallBody(c, bodyLimit)
+	if !ok {
+		return
+	}
 	body, ok := jsonbody.Parse(text)
-	if err != nil || !ok {
+	if !ok {
 		a.fail(c, http.StatusBadRequest, "", `the body must be a JSON object with "rid", or with "abort_all": true`)
 		return
 	}

@@ -197,7 +197,7 @@ func TestAbort(t *testing.T) {
 		{"a name that others begin with", `{"rid":"a"}`, false, 200, []string{`{"rid":"` + keys.Owner(0).Scoped("a") + `"}`}},
 		{"a list", `{"rid":["mine-0001"]}`, false, 400, nil},
 		{"nothing", ``, false, 400, nil},
-		{"too much", `{"rid":"` + strings.Repeat("x", bodyLimit) + `"}`, false, 400, nil},
+		{"too much", `{"rid":"` + strings.Repeat("x", bodyLimit) + `"}`, false, 413, nil},
 	} {
 		t.Run(test.name, func(t *testing.T) {
 			a, b, vllm := newWorker(t, 0, 200), newWorker(t, 1, 200), newWorker(t, 2, 200)

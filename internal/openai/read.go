@@ -26,7 +26,7 @@ func (r *inference) read(c *gin.Context) (ok bool) {
 	if r.body, ok = jsonbody.Parse(r.raw); !ok {
 		r.body = &jsonbody.Body{Raw: r.raw}
 		if r.kind != tokens.NoPrompt || web.IsJSON(c.GetHeader("Content-Type"), len(r.raw)) {
-			a.fail(c, http.StatusBadRequest, "", "the request body must be a JSON object of at most 262,144 members and 10,000 levels")
+			a.fail(c, http.StatusBadRequest, "", jsonbody.Refusal(r.raw))
 			return false
 		}
 	}

@@ -17,6 +17,7 @@ import (
 	"kvrouter/internal/health"
 	"kvrouter/internal/kv"
 	"kvrouter/internal/testkit"
+	"kvrouter/internal/web"
 )
 
 // echo is a worker that accepts an upgrade and sends back what it gets.
@@ -90,6 +91,73 @@ func TestWebSocketsPassThrough(t *testing.T) {
 	none := newTestAPI(t, setup{}, "http://127.0.0.1:1")
 	if _, _, status := dialRealtime(t, none, "m"); status != http.StatusBadGateway {
 		t.Errorf("no worker answers: %d", status)
+	}
+}
+
+// TestKeysOfWebSocketsStayAtTheRouter: a browser gets back a protocol that it has offered, or it
+// closes the connection.
+func TestKeysOfWebSocketsStayAtTheRouter(t *testing.T) {
+	chosen := "" // by the worker
+	got := make(chan *http.Request, 1)
+	worker := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		got <- r
+		conn, _, err := http.NewResponseController(w).Hijack()
+		if err != nil {
+			t.Error(err)
+			return
+		}
+		defer conn.Close()
+		io.WriteString(conn, "HTTP/1.1 101 Switching Protocols\r\nConnection: Upgrade\r\nUpgrade: websocket\r\n"+chosen+"\r\n")
+	}))
+	defer worker.Close()
+	keyed, open := newTestAPI(t, setup{APIKey: []string{"secret"}}, worker.URL), newTestAPI(t, setup{}, worker.URL)
+	open.router.Down(open.router.Targets()[0].Key)
+	open.router.Up(kv.Target{URL: worker.URL, Models: []string{"m"}, Bearer: "of-the-worker"})
+	for _, test := range []struct {
+		name, path, headers string
+		sent, chosen, want  string // protocols
+	}{
+		{"OpenAI in a browser", "?model=m", "Sec-WebSocket-Protocol: realtime, openai-insecure-api-key.secret, openai-beta.realtime-v1\r\n", "realtime, openai-beta.realtime-v1", "", "realtime"},
+		{"the worker chooses", "?model=m", "Sec-WebSocket-Protocol: realtime, openai-insecure-api-key.secret, b\r\n", "realtime, b", "b", "b"},
+		{"the key comes first", "?model=m", "Sec-WebSocket-Protocol: openai-insecure-api-key.secret,realtime\r\n", "realtime", "", "realtime"},
+		{"Azure in a browser", "?model=m&api-key=secret", "", "", "", ""},
+		{"Azure elsewhere", "?model=m", "api-key: secret\r\n", "", "", ""},
+		{"OpenAI elsewhere", "?model=m", "Authorization: Bearer secret\r\n", "", "", ""},
+	} {
+		for _, h := range []*testAPI{keyed, open} {
+			if chosen = ""; test.chosen != "" {
+				chosen = "Sec-WebSocket-Protocol: " + test.chosen + "\r\n"
+			}
+			conn, err := net.Dial("tcp", h.Listener.Addr().String())
+			if err != nil {
+				t.Fatal(err)
+			}
+			fmt.Fprintf(conn, "GET %s%s HTTP/1.1\r\nHost: x\r\nConnection: Upgrade\r\nUpgrade: websocket\r\n%s\r\n", realtimeRoute, test.path, test.headers)
+			response, err := http.ReadResponse(bufio.NewReader(conn), nil)
+			conn.Close()
+			if err != nil || response.StatusCode != http.StatusSwitchingProtocols || response.Header.Get(web.HeaderProtocol) != test.want {
+				t.Fatalf("%s: %v, %v", test.name, response, err)
+			}
+			r := <-got
+			if text := fmt.Sprint(r.URL, r.Header); strings.Contains(text, "secret") || r.Header.Get(web.HeaderProtocol) != test.sent || r.URL.Query().Get("model") != "m" {
+				t.Errorf("%s: the worker gets %s", test.name, text)
+			}
+			if want := map[bool]string{true: "Bearer of-the-worker"}[h == open]; r.Header.Get("Authorization") != want {
+				t.Errorf("%s: the worker gets the key %q, want %q", test.name, r.Header.Get("Authorization"), want)
+			}
+		}
+	}
+	conn, err := net.Dial("tcp", keyed.Listener.Addr().String())
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer conn.Close()
+	fmt.Fprintf(conn, "GET %s HTTP/1.1\r\nHost: x\r\nConnection: Upgrade\r\nUpgrade: websocket\r\nSec-WebSocket-Protocol: realtime, openai-insecure-api-key.wrong\r\n\r\n", realtimeRoute)
+	if response, err := http.ReadResponse(bufio.NewReader(conn), nil); err != nil || response.StatusCode != http.StatusUnauthorized {
+		t.Errorf("a wrong key: %v, %v", response, err)
+	}
+	for _, h := range []*testAPI{keyed, open} {
+		testkit.Eventually(t, 5*time.Second, "the bookings have ended", func() bool { return h.router.Load(kv.WorkerKey{}).InFlight == 0 })
 	}
 }
 

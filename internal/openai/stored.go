@@ -243,7 +243,7 @@ func (a *API) storedRoute(rest string) gin.HandlerFunc {
 		}
 		q := a.question(c, nil)
 		q.Path = proxy.ResponsesRoute + "/" + url.PathEscape(id) + rest
-		if query := c.Request.URL.RawQuery; query != "" {
+		if query := web.WithoutKeys(c.Request.URL.RawQuery); query != "" {
 			q.Path += "?" + query
 		}
 		c.Header(web.HeaderRequest, web.RequestID(c))

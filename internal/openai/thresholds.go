@@ -2,7 +2,6 @@ package openai
 
 import (
 	"encoding/json"
-	"io"
 	"net/http"
 
 	"github.com/gin-gonic/gin"
@@ -45,9 +44,8 @@ func (a *API) showThresholds(c *gin.Context) {
 // changeThresholds changes the thresholds that the body names, which hold for every
 // model, and answers with all of them.
 func (a *API) changeThresholds(c *gin.Context) {
-	body, err := io.ReadAll(http.MaxBytesReader(c.Writer, c.Request.Body, thresholdsBody))
-	if err != nil {
-		a.fail(c, http.StatusBadRequest, "", "the request body could not be read: "+err.Error())
+	body, ok := a.smallBody(c, thresholdsBody)
+	if !ok {
 		return
 	}
 	var asked modelThresholds

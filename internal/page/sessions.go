@@ -10,8 +10,6 @@ import (
 	"time"
 
 	"github.com/gin-gonic/gin"
-
-	"kvrouter/internal/web"
 )
 
 const (
@@ -77,14 +75,13 @@ func (s *sessions) end(id string) {
 // admit refuses requests that show neither a key nor a session, where one is asked
 // for.
 func (p *Page) admit(c *gin.Context) {
-	given := web.Bearer(c.Request)
-	if !p.settings.Keys.Asked() || p.settings.Keys.Known(given) {
+	if !p.settings.Keys.Asked() || p.settings.Keys.Holds(c.Request) {
 		return
 	}
 	if id, err := c.Cookie(cookieName); err == nil && p.sessions.holds(id, p.now()) {
 		return
 	}
-	p.settings.Keys.Refuse(c, given, "sign in with the router port's key, or send it as Authorization: Bearer KEY", fail)
+	p.settings.Keys.Refuse(c, "sign in with the router port's key, or give it with the request", fail)
 }
 
 // ownScript refuses requests not sent by the page's own script.
@@ -106,7 +103,7 @@ func (p *Page) signIn(c *gin.Context) {
 	case !ok:
 		fail(c, http.StatusBadRequest, `the body must be {"key":"..."}`)
 	case !p.settings.Keys.Known(key):
-		p.settings.Keys.Refuse(c, key, "this is not the router port's key", fail)
+		p.settings.Keys.RefuseKey(c, key, "this is not the router port's key", fail)
 	default:
 		p.setCookie(c, p.sessions.begin(p.now()), int(sessionLife.Seconds()))
 		c.Status(http.StatusNoContent)

@@ -6,6 +6,7 @@ import (
 	"crypto/rand"
 	"encoding/hex"
 	"encoding/json"
+	"errors"
 	"io"
 	"net/http"
 	"strings"
@@ -61,7 +62,7 @@ func (p *Page) try(c *gin.Context) {
 	request := inside(c, chatPath, c.Request.Body, c.Request.ContentLength)
 	if p.tryAsks() {
 		request = onward(c.Request.Context(), c, chatPath, c.Request.Body, c.Request.ContentLength)
-		request.Header["Authorization"] = c.Request.Header["Authorization"]
+		web.CopyKeys(request.Header, c.Request.Header)
 	}
 	p.deps.OpenAI.ServeHTTP(c.Writer, request)
 }
@@ -71,9 +72,10 @@ func (p *Page) tryAsks() bool { return p.settings.APIKeyed && !p.settings.Keys.A
 
 // where reports where a request would go, without sending it.
 func (p *Page) where(c *gin.Context) {
-	raw, err := io.ReadAll(http.MaxBytesReader(c.Writer, c.Request.Body, whereLimit))
-	if err != nil {
-		fail(c, http.StatusRequestEntityTooLarge, "the body is incomplete or larger than 4 MiB")
+	raw, err := web.ReadBody(c.Writer, c.Request, whereLimit)
+	var unread *web.BodyError
+	if errors.As(err, &unread) {
+		fail(c, unread.Status, unread.Message)
 		return
 	}
 	path, asked, problem := dryRun(raw)

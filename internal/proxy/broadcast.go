@@ -9,7 +9,6 @@ import (
 	"io"
 	"maps"
 	"net/http"
-	"strings"
 	"time"
 
 	"github.com/tidwall/gjson"
@@ -109,7 +108,7 @@ func (p *Proxy) Pass(ctx context.Context, w http.ResponseWriter, t kv.Target, q 
 	if err != nil {
 		return p.unanswered(t.Key.Worker, cause(ctx, err), health.Refused)
 	}
-	answer := &upstreamAnswer{Response: response, ctx: ctx, heard: heard}
+	answer := &upstreamAnswer{Response: response, ctx: ctx, heard: heard, sent: new(inflight)}
 	web.DropHopByHop(response.Header)
 	dropOwn(response.Header)
 	response.Header.Del(web.HeaderRequest)
@@ -117,23 +116,34 @@ func (p *Proxy) Pass(ctx context.Context, w http.ResponseWriter, t kv.Target, q 
 	w.WriteHeader(response.StatusCode)
 	memory := p.streams.Get().(*streamBuffer)
 	defer p.streams.Put(memory)
+	stream := answer.kind() == "text/event-stream" && encoding(response.Header) == ""
+	events := eventScanner{Numbered: true}
 	for {
 		n, err := answer.Read(memory.buffer[:])
-		if n > 0 {
-			if _, err := w.Write(memory.buffer[:n]); err != nil {
+		part := memory.buffer[:n]
+		if stream {
+			part = events.Scan(part)
+		}
+		if err == io.EOF && stream {
+			part = append(part, events.End()...)
+		}
+		if len(part) > 0 {
+			if _, err := w.Write(part); err != nil {
 				return errors.Join(ErrAnswered, err)
 			}
 			_ = http.NewResponseController(w).Flush()
 		}
-		if err == io.EOF {
+		switch {
+		case err == nil:
+			continue
+		case err == io.EOF || events.done:
 			return nil
+		case stream:
+			events.tell(w, ResponsesRoute, failure(p.names.Label(t.Key.Worker), err, ""))
+		default:
+			cutOff(w)
 		}
-		if err != nil {
-			if strings.HasPrefix(response.Header.Get("Content-Type"), "text/event-stream") {
-				fmt.Fprintf(w, "\n\nevent: error\ndata: {\"type\":\"error\",\"code\":\"server_error\",\"message\":%s,\"param\":null}\n\n", Quoted(fmt.Sprintf("worker %s failed during its answer", p.names.Label(t.Key.Worker))))
-			}
-			return errors.Join(ErrAnswered, err)
-		}
+		return errors.Join(ErrAnswered, err)
 	}
 }
 

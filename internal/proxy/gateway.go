@@ -3,12 +3,9 @@ package proxy
 import (
 	"context"
 	"errors"
-	"io"
 	"math"
 	"net"
 	"net/http"
-
-	"github.com/tidwall/gjson"
 
 	"kvrouter/internal/health"
 	"kvrouter/internal/jsonbody"
@@ -189,6 +186,7 @@ func (p *Proxy) sendByGateway(request *http.Request, u *Upstream, x *Exchange) (
 	if err != nil {
 		return nil, err
 	}
+	unpack(answer)
 	if served != "" && served != target.Address() {
 		p.served(u, x, served)
 	}
@@ -215,41 +213,6 @@ func (p *Proxy) served(u *Upstream, x *Exchange, address string) {
 		}
 		return
 	}
-}
-
-// relayPieces relays an answer that is no stream and comes through a gateway: piece by
-// piece, since no other worker can be tried. Its usage is read from the first
-// bufferedAnswer bytes.
-func (p *Proxy) relayPieces(w http.ResponseWriter, answer *upstreamAnswer, u Upstream, x *Exchange) error {
-	writeHead(w, answer.Response, u, x)
-	var body []byte
-	held, whole := int64(0), true // bytes of it; it has all so far
-	defer func() { p.answers.Give(u.Client, held) }()
-	memory := p.streams.Get().(*streamBuffer)
-	defer p.streams.Put(memory)
-	for {
-		n, err := answer.Read(memory.buffer[:])
-		if n > 0 {
-			if whole = whole && len(body) < bufferedAnswer && p.answers.Take(u.Client, held, int64(n)); whole {
-				body, held = append(body, memory.buffer[:n]...), held+int64(n)
-			}
-			if _, err := w.Write(memory.buffer[:n]); err != nil {
-				return errors.Join(ErrAnswered, err)
-			}
-		}
-		if err == io.EOF {
-			break
-		}
-		if err != nil {
-			return errors.Join(ErrAnswered, p.unanswered(x.Decision.Target.Key.Worker, err, health.Broken))
-		}
-	}
-	if u.Route == ResponsesRoute && answer.StatusCode == http.StatusOK {
-		u.stores(gjson.GetBytes(body, "id").Str, x.Decision.Target.Key.Worker)
-	}
-	x.Usage, x.finish = outcome(u.Route, body)
-	x.Ending = endingOf(answer.StatusCode, x.finish)
-	return nil
 }
 
 // disaggregateByGateway leaves a disaggregated request to a gateway: it goes to the

@@ -26,10 +26,15 @@ func TestWorkersGetTheirOwnKeyAndTheRoutersName(t *testing.T) {
 		{"a key where the client has none", "sesame", nil, []string{"Bearer sesame"}},
 		{"no key: the client's goes through", "", []string{"Bearer client"}, []string{"Bearer client"}},
 		{"no key at all", "", nil, nil},
+		{"a key replaces the client's in other forms", "sesame", []string{"x-api-key"}, []string{"Bearer sesame"}},
 	} {
 		t.Run(test.name, func(t *testing.T) {
 			header := http.Header{web.HeaderRequest: {"id"}, "Via": {"1.1 nginx"}}
-			if test.client != nil {
+			switch {
+			case test.client == nil:
+			case test.client[0] == "x-api-key":
+				header["X-Api-Key"], header["Api-Key"] = []string{"client"}, []string{"client"}
+			default:
 				header["Authorization"] = test.client
 			}
 			before := header.Clone()
@@ -44,6 +49,9 @@ func TestWorkersGetTheirOwnKeyAndTheRoutersName(t *testing.T) {
 				}
 				if keys := got["Authorization"]; len(keys) != len(test.want) || len(keys) == 1 && keys[0] != test.want[0] {
 					t.Errorf("%s: Authorization %q, want %q", how, keys, test.want)
+				}
+				if test.bearer != "" && got.Get("X-Api-Key")+got.Get("Api-Key") != "" {
+					t.Errorf("%s: the client's key went on", how)
 				}
 				for name := range before {
 					if len(header[name]) != len(before[name]) || header.Get(name) != before.Get(name) {

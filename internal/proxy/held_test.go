@@ -31,9 +31,10 @@ func (s *shut) Write(b []byte) (int, error) {
 // TestAnswersThatNobodyTakesHoldTheWorkerBack: their bytes are bounded over all clients, one
 // client leaves room for another's, and all come whole in the end.
 func TestAnswersThatNobodyTakesHoldTheWorkerBack(t *testing.T) {
-	const size, memory, asked = 6 << 20, 2 << 20, 8
+	const size, memory, asked = 6 << 20, 16 << 20, 8
 	var waiting atomic.Int64
 	f := newFailingFleet(t, "random", func(w http.ResponseWriter, _ *http.Request) {
+		w.Header().Set("Content-Type", "application/json")
 		for range size >> 16 {
 			w.Write(make([]byte, 1<<16))
 		}

@@ -129,8 +129,8 @@ func (p *Proxy) lookAt(worker uint64, l *workerInflight) {
 	p.inflights.mu.Unlock()
 
 	router.Look(judged, time.Unix(0, last))
-	any := all[0].booking
-	drains := p.settings.DrainMigrateAfter > 0 && any.WorkerIsCordoned() && any.OthersTakeOver()
+	one := all[0].booking
+	drains := p.settings.DrainMigrateAfter > 0 && one.WorkerIsCordoned() && one.OthersTakeOver()
 
 	p.inflights.mu.Lock()
 	defer p.inflights.mu.Unlock()

@@ -131,6 +131,6 @@ func (p *Proxy) breakOff(w http.ResponseWriter, x *Exchange, err error, why stri
 	if errors.Is(err, ErrAnswered) { // it cannot be written
 		return err
 	}
-	endStream(w, x, err, why, 0)
+	new(eventScanner).tell(w, x.Route, failure(x.Worker, err, why))
 	return errors.Join(ErrAnswered, err)
 }

@@ -70,9 +70,9 @@ type Upstream struct {
 	// Below sets the headers of a request to a router below this one; nil: they are those to
 	// workers.
 	Below func(http.Header)
-	// Stored is called with the id of an answer that its worker may keep, before the client gets
-	// that; nil: nothing is done.
-	Stored func(id string, worker uint64)
+	// Stored is called with the id of an answer that that worker may keep, before the client gets
+	// it; nil: nothing is done.
+	Stored func(worker uint64, id string)
 	// PromptTokens go to the workers that take them; nil: every worker gets the text.
 	PromptTokens *PromptTokens
 
@@ -112,9 +112,9 @@ func (p *Proxy) request(ctx context.Context, u *Upstream, t kv.Target) (*http.Re
 }
 
 // stores reports an answer that its worker may keep.
-func (u *Upstream) stores(id string, worker uint64) {
+func (u *Upstream) stores(x *Exchange, id string) {
 	if u.Stored != nil && id != "" {
-		u.Stored(id, worker)
+		u.Stored(x.Decision.Target.Key.Worker, id)
 	}
 }
 
@@ -142,15 +142,17 @@ func (p *Proxy) header(given http.Header, t kv.Target) http.Header {
 		header = http.Header{}
 	}
 	if t.Bearer != "" {
+		web.DropKeys(header)
 		header.Set("Authorization", "Bearer "+string(t.Bearer))
 	}
+	header.Set("Accept-Encoding", "identity") // the answer must be readable here
 	p.hop.Sign(header)
 	return header
 }
 
 // ClientHeader returns a client's headers as they go to a worker, under that
 // request id. Only a pinned request, which names its worker, may also name its
-// data-parallel rank. keyed means that Authorization was for the router.
+// data-parallel rank. keyed means that the client's key was for the router.
 func ClientHeader(given http.Header, id string, pinned, keyed bool) http.Header {
 	header := given.Clone()
 	web.DropHopByHop(header)
@@ -162,11 +164,11 @@ func ClientHeader(given http.Header, id string, pinned, keyed bool) http.Header 
 	if !pinned {
 		header.Del(web.HeaderRank)
 	}
-	header.Del("Accept-Encoding") // the usage must be readable here
 	header.Del("Expect")
 	header.Del("Content-Length")
+	header.Del("Content-Encoding") // the body was decoded
 	if keyed {
-		header.Del("Authorization")
+		web.DropKeys(header)
 	}
 	header.Set(web.HeaderRequest, id)
 	return header
@@ -258,6 +260,7 @@ type Proxy struct {
 	refusers  refusers // of requests for the tokens of answers
 
 	tokenRefusers refusers // of the tokens of prompts
+	packers       refusers // whose answers cannot be read
 
 	rewritten atomic.Uint64 // events that had to be parsed
 
@@ -273,9 +276,11 @@ func New(settings Settings, deps Deps) *Proxy {
 	if deps.Answers == nil {
 		deps.Answers = web.BodySettings{}.Answers()
 	}
+	client := web.NewClient(deps.Transport)
+	client.Transport = unpacking{client.Transport}
 	return &Proxy{
 		answers: deps.Answers, settings: settings, observer: deps.Observer, failed: deps.Failed, names: deps.Names, hop: deps.Hop, log: deps.Log,
-		budget: health.NewBudget(settings.RetryBudget), client: web.NewClient(deps.Transport), now: time.Now,
+		budget: health.NewBudget(settings.RetryBudget), client: client, now: time.Now,
 		streams:    sync.Pool{New: func() any { return new(streamBuffer) }},
 		inflights:  inflights{workers: map[uint64]*workerInflight{}},
 		engines:    mooncakeEngines{ids: map[kv.WorkerKey]mooncakeEngine{}},
@@ -342,6 +347,9 @@ func (p *Proxy) send(ctx context.Context, w http.ResponseWriter, u Upstream, x *
 	x.Decision, x.Worker, x.Ending, x.refusal, x.Below = decision, p.names.Label(decision.Target.Key.Worker), policy.Abandoned, refusal{}, Below{}
 	defer func() { x.Decision.Booking.End() }() // if relaying panics
 	var members []jsonbody.Field
+	if p.packers.has(&decision.Target) && u.maySendAgain(x) {
+		u = u.unasked()
+	}
 	if u.Migration != nil && !u.Migration.begun {
 		if p.refusers.has(&decision.Target) {
 			u.Migration.refused()
@@ -450,13 +458,18 @@ func (p *Proxy) attempt(ctx context.Context, w http.ResponseWriter, u Upstream, 
 			return errTokenIDsRefused
 		}
 	}
-	if u.Migration.open() && !(stream && response.StatusCode == http.StatusOK) {
+	packed := encoding(response.Header) != ""
+	if packed && u.asked() && u.maySendAgain(x) {
+		p.packers.add(&x.Decision.Target)
+		return errPacked
+	}
+	if u.Migration.open() && (packed || !(stream && response.StatusCode == http.StatusOK)) {
 		return fmt.Errorf("worker %s answered %s to the rest of an answer", x.Worker, response.Status)
 	}
-	if stream {
+	switch {
+	case stream && !packed:
 		return p.relayStream(w, answer, u, x, retry)
-	}
-	if u.Gateway != nil {
+	case u.Gateway != nil || !answer.madeBefore(&u):
 		return p.relayPieces(w, answer, u, x)
 	}
 	return p.relayWhole(w, answer, u, x, retry)

@@ -22,7 +22,7 @@ var errTokensRefused = errors.New("the worker refuses the tokens of the prompt")
 // resent reports whether a request that failed with err must be sent again as the client wrote
 // it, because a worker refused what the router had added.
 func resent(err error) bool {
-	return errors.Is(err, errTokenIDsRefused) || errors.Is(err, errTokensRefused)
+	return errors.Is(err, errTokenIDsRefused) || errors.Is(err, errTokensRefused) || errors.Is(err, errPacked)
 }
 
 // mostRefusers bounds the workers that are remembered.

@@ -116,11 +116,11 @@ func (p *Proxy) relayWhole(w http.ResponseWriter, answer *upstreamAnswer, u Upst
 		return &workerError{worker: worker, called: x.Worker, err: errors.New("stopped its answer: " + finish), abort: &abortError{why: finish}}
 	}
 	x.Usage, x.Ending, x.finish = usage, endingOf(answer.StatusCode, finish), finish
-	if u.Route == ResponsesRoute && answer.StatusCode == http.StatusOK {
-		u.stores(gjson.GetBytes(body, "id").Str, x.Decision.Target.Key.Worker)
-	}
 	if !u.claims() {
 		return errOutrun
+	}
+	if u.Route == ResponsesRoute && answer.StatusCode == http.StatusOK {
+		u.stores(x, gjson.GetBytes(body, "id").Str)
 	}
 	writeHead(w, answer.Response, u, x)
 	if _, err := w.Write(body); err != nil {
@@ -131,6 +131,7 @@ func (p *Proxy) relayWhole(w http.ResponseWriter, answer *upstreamAnswer, u Upst
 	}
 	if _, err := io.Copy(w, answer); err != nil {
 		if answer.broken != nil {
+			cutOff(w)
 			err = p.unanswered(worker, answer.broken, health.Broken)
 		}
 		return errors.Join(ErrAnswered, err)
@@ -229,10 +230,6 @@ func (r *streamRelay) take(chunk []byte) error {
 	if r.failsAtOnce() {
 		return r.engineError()
 	}
-	if r.events.storedID != r.storedID {
-		r.storedID = r.events.storedID
-		r.u.stores(r.storedID, x.Decision.Target.Key.Worker)
-	}
 	if r.events.Count > 0 {
 		now := p.now()
 		if r.last.IsZero() {
@@ -295,6 +292,10 @@ func (r *streamRelay) write(out []byte) error {
 func (r *streamRelay) send(out []byte) error {
 	if err := r.start(); err != nil {
 		return err
+	}
+	if r.events.storedID != r.storedID {
+		r.storedID = r.events.storedID
+		r.u.stores(r.x, r.storedID)
 	}
 	if len(r.held) > 0 {
 		out, r.held = append(r.held, out...), nil
@@ -359,14 +360,20 @@ func (r *streamRelay) engineError() error {
 
 // tell ends the stream with an error event.
 func (r *streamRelay) tell(err error) {
-	if r.events.open() {
-		fmt.Fprint(r.w, "\n")
-	}
 	why := ""
 	if r.u.Migration != nil {
 		why = r.u.Migration.why
 	}
-	endStream(r.w, r.x, err, why, r.events.sequence()+1)
+	r.events.tell(r.w, r.u.Route, failure(r.x.Worker, err, why))
+}
+
+// tell ends a stream of that route with an error event: the status has been sent.
+func (s *eventScanner) tell(w http.ResponseWriter, route string, f web.Fault) {
+	if s.open() {
+		fmt.Fprint(w, "\n") // ends the event that broke off
+	}
+	w.Write(web.DialectOf(route).Event(f, s.sequence()+1))
+	http.NewResponseController(w).Flush()
 }
 
 // fail ends a stream that broke off with err.
@@ -387,16 +394,15 @@ func (r *streamRelay) fail(err error) error {
 	return errors.Join(ErrAnswered, failed)
 }
 
-// endStream reports a failure as an event: the status has been sent. why is the reason for
-// which the answer is not continued; empty: it never is. sequence is the event's number.
-func endStream(w http.ResponseWriter, x *Exchange, err error, why string, sequence int64) {
-	f := web.Fault{Status: http.StatusBadGateway, Message: fmt.Sprintf("worker %s failed during its answer", x.Worker)}
+// failure describes to the client an answer of a worker that broke off with err. why is the
+// reason for which it is not continued; empty: it never is.
+func failure(worker string, err error, why string) web.Fault {
+	f := web.Fault{Status: http.StatusBadGateway, Message: fmt.Sprintf("worker %s failed during its answer", worker)}
 	if why != "" {
 		f.Message += ", which is not continued: " + why
 	}
 	if errors.Is(err, web.ErrStopped) {
 		f.Status, f.Message = http.StatusServiceUnavailable, web.ErrStopped.Error()
 	}
-	w.Write(web.DialectOf(x.Route).Event(f, sequence))
-	http.NewResponseController(w).Flush()
+	return f
 }

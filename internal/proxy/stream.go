@@ -109,7 +109,7 @@ func (s *eventScanner) Scan(chunk []byte) []byte {
 		if s.long {
 			s.show(rest[:end])
 		} else if event := s.Migration.trim(rest[:end:end]); !s.take(event) {
-			s.tell(event)
+			s.handOn(event)
 		}
 		rest, from, whole, s.long = rest[end:], 0, false, false
 	}
@@ -157,7 +157,7 @@ func (s *eventScanner) End() []byte {
 				event = append(event, "\n\n"...)
 			}
 			if event = s.Migration.trim(event); !s.take(event) {
-				s.tell(event)
+				s.handOn(event)
 			}
 		}
 	}
@@ -173,8 +173,8 @@ func (s *eventScanner) End() []byte {
 // edits reports whether the client does not get the stream as it is.
 func (s *eventScanner) edits() bool { return s.HideUsage || s.Migration != nil }
 
-// tell hands a whole event on.
-func (s *eventScanner) tell(event []byte) {
+// handOn hands a whole event on.
+func (s *eventScanner) handOn(event []byte) {
 	if s.Migration != nil {
 		s.Migration.own = s.own
 		s.out = s.Migration.rewrite(s.out, event, s.status >= http.StatusInternalServerError, s.finish != "")

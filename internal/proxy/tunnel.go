@@ -41,8 +41,8 @@ func (p *Proxy) Tunnel(w http.ResponseWriter, r *http.Request, header http.Heade
 	}
 	ctx, cancel := context.WithCancelCause(r.Context())
 	defer cancel(nil)
-	f := p.sent(decision.Booking, target, cancel, &Upstream{}, false)
-	f.reads.Store(false) // both sides may be silent
+	f := p.sent(decision.Booking, target, cancel, new(Upstream), false)
+	f.reads.Store(false) // a connection may be idle
 	defer p.ended(f)
 	header = p.header(header, target)
 	header.Set("Connection", "Upgrade")
@@ -66,11 +66,15 @@ func (p *Proxy) Tunnel(w http.ResponseWriter, r *http.Request, header http.Heade
 	tunnel := httputil.ReverseProxy{
 		Rewrite: func(out *httputil.ProxyRequest) {
 			out.SetURL(to)
+			out.Out.URL.RawQuery = web.WithoutKeys(out.Out.URL.RawQuery)
 			out.Out.Header = header
 		},
 		Transport: p.client.Transport,
 		ModifyResponse: func(answer *http.Response) error {
 			dropOwn(answer.Header)
+			if protocol := web.FirstProtocol(r.Header); protocol != "" && answer.StatusCode == http.StatusSwitchingProtocols && answer.Header.Get(web.HeaderProtocol) == "" {
+				answer.Header.Set(web.HeaderProtocol, protocol) // browsers close a connection without one of those that they offered
+			}
 			return nil
 		},
 		ErrorHandler: func(_ http.ResponseWriter, _ *http.Request, err error) {

@@ -170,23 +170,16 @@ func noSchedulable(of events.Partition) string { return "no schedulable workers 
 
 // body decodes the JSON body of a request into query. Not ok: an error response was sent.
 func body(c *gin.Context, query any) (ok bool) {
-	text, err := io.ReadAll(http.MaxBytesReader(c.Writer, c.Request.Body, SelectionBodyLimit))
-	var tooLarge *http.MaxBytesError
+	text, err := web.ReadBody(c.Writer, c.Request, SelectionBodyLimit)
 	var unread *web.BodyError
-	switch {
-	case errors.As(err, &tooLarge):
-		plainError(c, http.StatusRequestEntityTooLarge, fmt.Sprintf("the body is larger than %d bytes", tooLarge.Limit))
-		return false
-	case errors.As(err, &unread):
-		plainError(c, unread.Status, unread.Message)
-		return false
-	}
 	if err == nil {
 		err = json.Unmarshal(text, query)
 	}
 	switch {
 	case err == nil:
 		return true
+	case errors.As(err, &unread):
+		plainError(c, unread.Status, unread.Message)
 	case errors.As(err, new(*json.UnmarshalTypeError)):
 		plainError(c, http.StatusUnprocessableEntity, "bad body: "+fieldError(err).Error())
 	default:

@@ -11,7 +11,12 @@ import (
 
 	"github.com/alecthomas/kong"
 	"github.com/goccy/go-yaml"
+
+	"kvrouter/internal/textfile"
 )
+
+// Limits of a file of settings: its size, bytes, and the entries of its lists and mappings.
+const configLimit, configEntries = 1 << 20, 1 << 16
 
 // argsKeys are the keys of the file of settings that are no flags: arguments for an
 // engine, after its name.
@@ -45,9 +50,12 @@ func ReadConfigFile(name string, flags []*kong.Flag) (File, error) {
 	if name == "" {
 		return file, nil
 	}
-	data, err := os.ReadFile(name)
+	data, err := textfile.Read(name, configLimit)
+	if err == nil {
+		err = textfile.BoundYAML(data, configEntries)
+	}
 	if err != nil {
-		return file, fmt.Errorf("--config %s: cannot read the file: %w", name, errors.Unwrap(err))
+		return file, fmt.Errorf("--config %s: %w", name, err)
 	}
 	var entries yaml.MapSlice
 	if err := yaml.UnmarshalWithOptions(data, &entries, yaml.UseOrderedMap()); err != nil {

@@ -20,13 +20,16 @@ func testFlags() []*kong.Flag {
 
 func TestConfigFilesThatMakeNoSense(t *testing.T) {
 	for text, want := range map[string]string{
-		"http_port: 1\nhttp-port: 2": "set twice",
-		"htp-port: 1":                `did you mean "http-port"`,
-		"- a":                        "not a YAML map",
-		"worker: [[a]]":              "list of lists",
-		"http-port:":                 "has no value",
-		"vllm-args: x":               "must be a list",
-		"config: x":                  "unknown key",
+		"http_port: 1\nhttp-port: 2":            "set twice",
+		"htp-port: 1":                           `did you mean "http-port"`,
+		"- a":                                   "not a YAML map",
+		"worker: [[a]]":                         "list of lists",
+		"http-port:":                            "has no value",
+		"vllm-args: x":                          "must be a list",
+		"config: x":                             "unknown key",
+		"a: &a [x, x]\nb: [*a, *a]":             `"&" starts unsupported`,
+		strings.Repeat("[", 100):                "nested more than",
+		"# " + strings.Repeat("x", configLimit): "exceeds",
 	} {
 		name := filepath.Join(t.TempDir(), "c.yaml")
 		if err := os.WriteFile(name, []byte(text), 0o600); err != nil {

@@ -85,10 +85,10 @@ func TestAShareOfErrorsIsThatShare(t *testing.T) {
 }
 
 // TestAHungWorkersRequestsAreMoved holds the rules of the proxy: what waits for a
-// first byte goes elsewhere once the worker is known to be stuck, after 3 s at the
-// earliest; an answer that has begun ends 5 s after its last byte.
+// first byte goes elsewhere after 3 s of silence at the earliest; an answer that has begun
+// ends after --silence-timeout.
 func TestAHungWorkersRequestsAreMoved(t *testing.T) {
-	s := faulty(t, "worker=1 at=10s for=60s kind=hang")
+	s := faulty(t, "worker=1 at=10s for=90s kind=hang")
 	run := finishedRun(t, s)
 	expectAllOver(t, run)
 	report := run.report()

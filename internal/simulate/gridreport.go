@@ -6,6 +6,7 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"kvrouter/internal/textfile"
 	"math"
 	"os"
 	"slices"
@@ -273,7 +274,7 @@ func (g *grid) writeTable(name string) error {
 		}
 	}
 	lines.Flush()
-	return os.WriteFile(name, text.Bytes(), 0o644)
+	return textfile.Write(name, text.Bytes(), 0o644)
 }
 
 // readGridTable reads what writeTable wrote.

@@ -21,6 +21,7 @@ import (
 	"kvrouter/internal/policy"
 	"kvrouter/internal/radix"
 	"kvrouter/internal/router"
+	"kvrouter/internal/textfile"
 )
 
 // Settings are the flags of the simulate command. The settings of the policies, the
@@ -271,7 +272,7 @@ func (s Settings) Run(base Simulation, policies []string, out, progress *os.File
 		reports = append(reports, report)
 	}
 	if s.Plot != "" {
-		if err := os.WriteFile(s.Plot, plotReports(reports), 0o644); err != nil {
+		if err := textfile.Write(s.Plot, plotReports(reports), 0o644); err != nil {
 			return fmt.Errorf("--plot: %w", err)
 		}
 	}

@@ -1,5 +1,5 @@
-// Package textfile reads small untrusted files, and limits their content before it is
-// decoded.
+// Package textfile reads small untrusted files, limits their content before it is decoded, and
+// writes files.
 package textfile
 
 import (
@@ -31,6 +31,26 @@ func Read(path string, most int64) ([]byte, error) {
 		return nil, fmt.Errorf("it exceeds %d bytes", most)
 	}
 	return data, nil
+}
+
+// Write makes a file of that content, or replaces the content of one. Only a regular file is
+// written, and no symbolic link is followed: either may lead to what is not meant.
+func Write(path string, data []byte, mode os.FileMode) error {
+	file, err := os.OpenFile(path, os.O_WRONLY|os.O_CREATE|syscall.O_NOFOLLOW|syscall.O_NONBLOCK, mode)
+	if errors.Is(err, syscall.ELOOP) {
+		return fmt.Errorf("%s is a symbolic link: give the path of the file itself", path)
+	}
+	if err != nil {
+		return err
+	}
+	if info, failed := file.Stat(); failed != nil {
+		err = failed
+	} else if !info.Mode().IsRegular() {
+		err = fmt.Errorf("%s is not a regular file", path)
+	} else if err = file.Truncate(0); err == nil {
+		_, err = file.Write(data)
+	}
+	return errors.Join(err, file.Close())
 }
 
 var errNoFile = errors.New("it is not a regular file")

@@ -51,6 +51,36 @@ func TestOnlyRegularFilesAreRead(t *testing.T) {
 	}
 }
 
+func TestOnlyRegularFilesAreWritten(t *testing.T) {
+	dir := t.TempDir()
+	pipe, file, link, dangling := filepath.Join(dir, "pipe"), filepath.Join(dir, "file"), filepath.Join(dir, "link"), filepath.Join(dir, "dangling")
+	if err := syscall.Mkfifo(pipe, 0o600); err != nil {
+		t.Fatal(err)
+	}
+	testkit.WriteFile(t, file, "12345")
+	for at, to := range map[string]string{link: file, dangling: filepath.Join(dir, "none")} {
+		if err := os.Symlink(to, at); err != nil {
+			t.Fatal(err)
+		}
+	}
+	for path, want := range map[string]string{link: "symbolic link", dangling: "symbolic link", pipe: "", dir: ""} {
+		if err := Write(path, []byte("x"), 0o600); err == nil || !strings.Contains(err.Error(), want) {
+			t.Errorf("%s: %v, want %q", path, err, want)
+		}
+	}
+	if text, err := os.ReadFile(file); err != nil || string(text) != "12345" {
+		t.Errorf("%q, %v", text, err)
+	}
+	for _, path := range []string{file, filepath.Join(dir, "new")} {
+		if err := Write(path, []byte("x"), 0o600); err != nil {
+			t.Error(err)
+		}
+		if text, err := os.ReadFile(path); err != nil || string(text) != "x" {
+			t.Errorf("%q, %v", text, err)
+		}
+	}
+}
+
 // TestTextThatCostsTheDecoderTooMuchIsRefused: some of these took gigabytes or minutes.
 func TestTextThatCostsTheDecoderTooMuchIsRefused(t *testing.T) {
 	many := func(text string) string { return strings.Repeat(text, (1<<20)/len(text)-16) }

@@ -3,10 +3,8 @@ package thompson
 import (
 	"cmp"
 	"embed"
-	"errors"
 	"fmt"
 	"math"
-	"os"
 	"slices"
 	"strings"
 	"time"
@@ -14,6 +12,7 @@ import (
 	"github.com/goccy/go-yaml"
 
 	"kvrouter/internal/settings"
+	"kvrouter/internal/textfile"
 )
 
 // Settings are the flags of policy thompson.
@@ -164,6 +163,9 @@ func presetParameters(name string) (parameters, error) {
 	return c, nil
 }
 
+// Limits of a file of parameters: its size, bytes, and the entries of its lists and mappings.
+const configLimit, configEntries = 1 << 20, 10_000
+
 // parameters returns the parameters of the preset, the file and the flags, where the
 // later overrule the earlier, and the fixes.
 func (k Settings) parameters() (parameters, error) {
@@ -172,11 +174,14 @@ func (k Settings) parameters() (parameters, error) {
 		return c, err
 	}
 	if k.ThompsonConfig != "" {
-		data, err := os.ReadFile(k.ThompsonConfig)
-		if err != nil {
-			return c, fmt.Errorf("--thompson-config %s: cannot read it: %w", k.ThompsonConfig, errors.Unwrap(err))
+		data, err := textfile.Read(k.ThompsonConfig, configLimit)
+		if err == nil {
+			err = textfile.BoundYAML(data, configEntries)
 		}
-		if err := c.read(data); err != nil {
+		if err == nil {
+			err = c.read(data)
+		}
+		if err != nil {
 			return c, fmt.Errorf("--thompson-config %s: %w", k.ThompsonConfig, err)
 		}
 	}

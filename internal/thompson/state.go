@@ -17,6 +17,7 @@ import (
 
 	"kvrouter/internal/kv"
 	"kvrouter/internal/policy"
+	"kvrouter/internal/textfile"
 )
 
 const (
@@ -243,7 +244,7 @@ func (f *StateFile) Failures() uint64 {
 // parameter of With.
 func OpenState(name string, with func(func(policy.Policy)), log *slog.Logger) (*StateFile, error) {
 	file := &StateFile{name: name, with: with, log: log, every: stateInterval}
-	data, err := readAtMost(name, maxStateSize)
+	data, err := textfile.Read(name, maxStateSize)
 	if errors.Is(err, fs.ErrNotExist) {
 		return file, file.write(true) // an error that would come later
 	}
@@ -258,17 +259,6 @@ func OpenState(name string, with func(func(policy.Policy)), log *slog.Logger) (*
 		return nil, fmt.Errorf("--thompson-state %s: %w; remove the file to start over", name, err)
 	}
 	return file, nil
-}
-
-func readAtMost(name string, limit int64) ([]byte, error) {
-	info, err := os.Stat(name)
-	if err != nil {
-		return nil, err
-	}
-	if info.Size() > limit || !info.Mode().IsRegular() {
-		return nil, fmt.Errorf("not a regular file of at most %d bytes", limit)
-	}
-	return os.ReadFile(name)
 }
 
 // Run writes the state every stateInterval until ctx ends, and once more then. Of

@@ -7,12 +7,12 @@ import (
 	"embed"
 	"encoding/json"
 	"fmt"
-	"os"
 	"path/filepath"
 	"strconv"
 
 	"kvrouter/internal/kv"
 	"kvrouter/internal/process"
+	"kvrouter/internal/textfile"
 )
 
 // pluginFiles are the Python modules that every started vLLM loads: the load
@@ -128,7 +128,7 @@ func modelContext(cfg process.Settings) int {
 	if !cfg.ModelFolder {
 		return unknown
 	}
-	data, err := os.ReadFile(filepath.Join(cfg.Model, "config.json"))
+	data, err := textfile.Read(filepath.Join(cfg.Model, "config.json"), configLimit)
 	if err != nil {
 		return unknown
 	}

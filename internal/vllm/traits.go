@@ -2,13 +2,13 @@ package vllm
 
 import (
 	"encoding/json"
-	"os"
 	"path/filepath"
 	"slices"
 	"strings"
 
 	"kvrouter/internal/kv"
 	"kvrouter/internal/process"
+	"kvrouter/internal/textfile"
 )
 
 // traits returns what a worker's arguments and its model's config.json say of its KV
@@ -61,13 +61,16 @@ func drafter(args []string) string {
 	return config.Method
 }
 
+// configLimit is the maximum size of a model's config.json, bytes.
+const configLimit = 16 << 20
+
 // attentionChunk returns the chunk of the model's chunked local attention, tokens; 0:
 // it has none, or its config.json is not here.
 func attentionChunk(cfg process.Settings) int {
 	if !cfg.ModelFolder {
 		return 0
 	}
-	data, err := os.ReadFile(filepath.Join(cfg.Model, "config.json"))
+	data, err := textfile.Read(filepath.Join(cfg.Model, "config.json"), configLimit)
 	if err != nil {
 		return 0
 	}

@@ -80,17 +80,25 @@ type BodyError struct {
 // Error returns the message.
 func (e *BodyError) Error() string { return e.Message }
 
-// Read reads the body of a client's request; the caller calls Done when it no longer uses the
-// body.
-// An error is a *BodyError: 413, 400, or 503 with Retry-After, or the one with which
+// Read reads the body of a client's request, without its content coding; the caller calls Done
+// when it no longer uses the body. An error is a *BodyError: 413, 415, 400, or 503 with Retry-After, or the one with which
 // reading r.Body failed, such as 408 of Steady.
 func (b *Bodies) Read(w http.ResponseWriter, r *http.Request, client string) (body []byte, err error) {
-	announced := r.ContentLength
-	if announced > b.largest {
+	if r.ContentLength > b.largest {
 		w.Header().Set("Connection", "close") // the body is not read
 		return nil, b.tooLarge()
 	}
-	body, err = b.read(http.MaxBytesReader(w, r.Body, b.largest), announced, client)
+	coding, err := codingOf(w, r)
+	if err != nil {
+		return nil, err
+	}
+	from, announced := content(w, r, coding, b.largest)
+	if coding == "" {
+		body, err = b.read(from, announced, client, 0)
+	} else if err = ErrNoMemory; b.memory.Take(client, 0, decoderMemory) {
+		body, err = b.read(from, announced, client, decoderMemory)
+		b.memory.Give(client, decoderMemory)
+	}
 	if err == nil {
 		return body, nil
 	}
@@ -125,13 +133,13 @@ func (b *Bodies) tooLarge() error {
 func (b *Bodies) Done(client string, body []byte) { b.memory.Give(client, int64(cap(body))) }
 
 // read reads a body with that Content-Length; negative: unknown. The returned
-// body counts against the limit, also with an error.
-func (b *Bodies) read(from io.Reader, announced int64, client string) (body []byte, err error) {
+// body counts against the limit, also with an error. The request has so much memory beside it.
+func (b *Bodies) read(from io.Reader, announced int64, client string, beside int64) (body []byte, err error) {
 	most := b.largest + 1 // one more, to see that it is too large
 	if announced >= 0 {
 		most = announced
 	}
-	return Fill(from, announced, most, func(has, n int64) bool { return b.memory.Take(client, has, n) })
+	return Fill(from, announced, most, func(has, n int64) bool { return b.memory.Take(client, has+beside, n) })
 }
 
 // ErrNoMemory is the error of Fill where take returns false.

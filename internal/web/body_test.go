@@ -249,7 +249,7 @@ func BenchmarkBody(b *testing.B) {
 	bodies := NewBodies(64<<20, quota.New(1<<30))
 	b.SetBytes(int64(len(sent)))
 	for b.Loop() {
-		body, err := bodies.read(bytes.NewReader(sent), int64(len(sent)), "a")
+		body, err := bodies.read(bytes.NewReader(sent), int64(len(sent)), "a", 0)
 		if err != nil || len(body) != len(sent) {
 			b.Fatal(strconv.Itoa(len(body)), err)
 		}

@@ -6,6 +6,7 @@ import (
 	"net"
 	"net/http"
 	"net/netip"
+	"slices"
 	"sync"
 	"time"
 
@@ -21,7 +22,7 @@ const (
 	maxTriers = 4096
 )
 
-// Keys are the bearer keys of a port. A valid key is always accepted; wrong ones are
+// Keys are the keys of a port. A valid key is always accepted; wrong ones are
 // slowed for each address. A nil Keys asks for none. It is safe for concurrent use.
 type Keys struct {
 	sums [][sha256.Size]byte
@@ -63,16 +64,33 @@ func (k *Keys) Known(given string) bool {
 	return known == 1
 }
 
-// Refuse answers a request whose key is not known with 401 and the message, or with 429
-// where its address has sent too many. A request without a key is no try. fail writes
-// the answer.
-func (k *Keys) Refuse(c *gin.Context, given, message string, fail func(*gin.Context, int, string)) {
-	if given == "" || k.try(AddressOf(c.Request)) {
-		fail(c, http.StatusUnauthorized, message)
-	} else {
-		c.Header("Retry-After", "1")
-		fail(c, http.StatusTooManyRequests, "too many wrong keys from this address: wait a second")
+// Holds reports whether a request gives a known key. Unknown ones beside it do not matter:
+// they may be for a service before the router.
+func (k *Keys) Holds(r *http.Request) bool { return slices.ContainsFunc(KeysOf(r), k.Known) }
+
+// Refuse answers a request whose keys are not known with 401, or with 429 where its address
+// has sent too many. A request without a key is no try. why begins the message, and fail
+// writes the answer.
+func (k *Keys) Refuse(c *gin.Context, why string, fail func(*gin.Context, int, string)) {
+	k.refuse(c, KeysOf(c.Request), why, fail)
+}
+
+// RefuseKey is Refuse for a request with the key in its body.
+func (k *Keys) RefuseKey(c *gin.Context, given, why string, fail func(*gin.Context, int, string)) {
+	k.refuse(c, []string{given}, why, fail)
+}
+
+func (k *Keys) refuse(c *gin.Context, given []string, why string, fail func(*gin.Context, int, string)) {
+	address := AddressOf(c.Request)
+	for _, key := range given {
+		if key != "" && !k.try(address) {
+			c.Header("Retry-After", "1")
+			fail(c, http.StatusTooManyRequests, "too many wrong keys from this address: wait a second")
+			c.Abort()
+			return
+		}
 	}
+	fail(c, http.StatusUnauthorized, AskForKey(c, why))
 	c.Abort()
 }
 
@@ -137,10 +155,8 @@ func (t *tries) refill(now time.Time) {
 // starts with the value of whose.
 func RequireKey(keys *Keys, whose string, fail func(*gin.Context, int, string)) gin.HandlerFunc {
 	return func(c *gin.Context) {
-		given := Bearer(c.Request)
-		if !keys.Asked() || keys.Known(given) {
-			return
+		if keys.Asked() && !keys.Holds(c.Request) {
+			keys.Refuse(c, whose, fail)
 		}
-		keys.Refuse(c, given, whose+": send it as Authorization: Bearer KEY", fail)
 	}
 }

@@ -19,13 +19,16 @@ func askFrom(k *Keys, address, key string) int {
 }
 
 // answerTo returns the status of the answer to a request from an address.
-func answerTo(k *Keys, r *http.Request, address string) int {
+func answerTo(k *Keys, r *http.Request, address string) int { return answer(k, r, address).Code }
+
+// answer returns that answer.
+func answer(k *Keys, r *http.Request, address string) *httptest.ResponseRecorder {
 	engine := gin.New()
 	engine.GET("/", RequireKey(k, "the key", Fail))
 	r.RemoteAddr = address
 	w := httptest.NewRecorder()
 	engine.ServeHTTP(w, r)
-	return w.Code
+	return w
 }
 
 // TestWrongKeysAreSlowedByAddress: and the right one is never refused for them.

@@ -127,17 +127,6 @@ func newServer() *http.Server {
 	}
 }
 
-// Bearer returns the bearer key of a request; empty: none. The case of the scheme does not
-// matter (RFC 9110, section 11.1). A value without a scheme is the key.
-func Bearer(r *http.Request) string {
-	given := r.Header.Get("Authorization")
-	scheme, key, _ := strings.Cut(given, " ")
-	if strings.EqualFold(scheme, "Bearer") {
-		return strings.TrimLeft(key, " ")
-	}
-	return given
-}
-
 // Fail answers a request with an error in the dialect of its route.
 func Fail(c *gin.Context, status int, message string) {
 	FailParam(c, status, "", message)
