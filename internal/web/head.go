@@ -66,10 +66,10 @@ func (w *headWriter) send() {
 
 // end sends the headers of an answer that is whole.
 func (w *headWriter) end() {
-	if !w.sent && w.length > 0 && w.Header().Get("Content-Length") == "" {
+	w.WriteHeader(http.StatusOK)
+	hasBody := w.status != http.StatusNoContent && w.status != http.StatusNotModified
+	if !w.sent && hasBody && w.Header().Get("Content-Length") == "" {
 		w.Header().Set("Content-Length", strconv.Itoa(w.length))
 	}
-	if w.status != 0 {
-		w.send()
-	}
+	w.send()
 }
