@@ -123,10 +123,19 @@ type own struct {
 }
 
 // Waited records the time to the first byte of a request of that class, with the
-// uncached prompt tokens on its worker when it was sent, including its own.
+// uncached prompt tokens on its worker when it was sent, including its own. Of a stream, the
+// usual time for these is no part of the baseline.
 func (d *Detector) Waited(a Attempt, c Class, wait time.Duration, tokens int) {
-	d.baseline.waits[c].add(wait)
-	if c%2 != 0 || int(c) >= generating || tokens < paceTokens {
+	if c%2 != 0 || int(c) >= generating {
+		d.baseline.waits[c].add(wait)
+		return
+	}
+	usual := time.Duration(0)
+	if d.baseline.pace.count >= paceLeast {
+		usual, _ = d.baseline.pace.high()
+	}
+	d.baseline.waits[c].add(max(0, wait-usual*time.Duration(max(0, tokens))))
+	if tokens < paceTokens {
 		return
 	}
 	pace := wait / time.Duration(tokens)
