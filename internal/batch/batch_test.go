@@ -598,6 +598,14 @@ func TestErrorsAreBesideTheResults(t *testing.T) {
 	}
 }
 
+func TestAFileMayBeginWithAByteOrderMark(t *testing.T) {
+	file := fileOf(t, "\xef\xbb\xbf"+lineOf("a"), lineOf("b"))
+	e := &endpoint{}
+	if _, err := e.run(t.Context(), t, command(file, "")); err != nil || e.served["a"] != 1 || e.served["b"] != 1 {
+		t.Errorf("%v, served %v", err, e.served)
+	}
+}
+
 // TestFilesThatAreMovedEndTheRun: a later run would send their requests again.
 func TestFilesThatAreMovedEndTheRun(t *testing.T) {
 	for name, move := range map[string]func(file string) error{

@@ -52,6 +52,9 @@ func parse(number int, line []byte) (request, error) {
 		URL      string          `json:"url"`
 		Body     json.RawMessage `json:"body"`
 	}
+	if number == 1 {
+		line = bytes.TrimPrefix(line, []byte("\xef\xbb\xbf")) // with which tools on Windows begin files
+	}
 	if !utf8.Valid(line) {
 		return request{}, errors.New("it is not UTF-8")
 	}

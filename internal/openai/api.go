@@ -137,7 +137,7 @@ func New(s Settings, deps Deps) *API {
 }
 
 // ServeHTTP serves a client's request.
-func (a *API) ServeHTTP(w http.ResponseWriter, r *http.Request) { a.engine.ServeHTTP(w, r) }
+func (a *API) ServeHTTP(w http.ResponseWriter, r *http.Request) { a.engine.ServeHTTP(w, azured(r)) }
 
 // gatewayKey is the context key of the gateway that a request came from.
 type gatewayKey struct{}
