@@ -17,7 +17,7 @@ import (
 )
 
 // quick is a time of stall for tests.
-const quick = 300 * time.Millisecond
+const quick = 600 * time.Millisecond
 
 // dialSmall connects a client that keeps next to nothing unread.
 func dialSmall(t *testing.T, p *Port) net.Conn {
