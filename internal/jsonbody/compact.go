@@ -82,3 +82,6 @@ func EscapesNames(text []byte) bool {
 		text = text[at+2:]
 	}
 }
+
+// Unescaped returns a JSON text without its escapes, which need not be JSON then.
+func Unescaped(text []byte) []byte { return []byte(unescape(View(text))) }

@@ -323,3 +323,31 @@ func TestAnAnswerThatCannotBeDecodedIsAskedForAgain(t *testing.T) {
 		t.Errorf("the worker got %q", bodies)
 	}
 }
+
+// TestAStreamWithoutItsEndSaysSo for a worker that gives an answer up and closes its stream as if
+// it were whole.
+func TestAStreamWithoutItsEndSaysSo(t *testing.T) {
+	for route, stream := range map[string]string{
+		chatRoute:      "data: " + testkit.TokenEvent + "\n\n",
+		"/v1/messages": "event: content_block_delta\ndata: {\"delta\":{\"text\":\"hi\"}}\n\n",
+		ResponsesRoute: "event: response.output_text.delta\ndata: {\"delta\":\"hi\",\"sequence_number\":8}\n\n",
+	} {
+		for _, half := range []string{"", "event: x\ndata: {\"a\"", "data: {\"a\":1}", "data: {\"a\":1}\n"} {
+			serve := func(w http.ResponseWriter, r *http.Request) {
+				w.Header().Set("Content-Type", "text/event-stream")
+				io.WriteString(w, stream+half)
+			}
+			response, err := http.Post(front(t, route, `{"stream":true,"messages":[]}`, serve).URL, "application/json", nil)
+			if err != nil {
+				t.Fatal(err)
+			}
+			body, _ := io.ReadAll(response.Body)
+			response.Body.Close()
+			events := testkit.Events(string(body))
+			last := events[len(events)-1]
+			if !gjson.Valid(strings.TrimPrefix(last, "error ")) || !strings.HasPrefix(string(body), stream) || !gjson.Get(strings.TrimPrefix(last, "error "), "error.message").Exists() || route == ResponsesRoute && gjson.Get(strings.TrimPrefix(last, "error "), "sequence_number").Int() != 9 {
+				t.Errorf("%s: %q", route, body)
+			}
+		}
+	}
+}

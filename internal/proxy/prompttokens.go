@@ -1,7 +1,6 @@
 package proxy
 
 import (
-	"bytes"
 	"io"
 	"net/http"
 	"slices"
@@ -132,7 +131,7 @@ func (p *Proxy) refusesTokens(u *Upstream, t *kv.Target, status int, answer io.R
 	if err != nil {
 		return err
 	}
-	if bytes.Contains(body, []byte("prompt_token_ids")) || bytes.Contains(body, []byte("input_ids")) {
+	if names(body, "prompt_token_ids") || names(body, "input_ids") {
 		p.tokenRefusers.add(t)
 	}
 	u.PromptTokens.plain = true

@@ -8,6 +8,7 @@ import (
 	"net/http"
 	"sync"
 
+	"kvrouter/internal/jsonbody"
 	"kvrouter/internal/kv"
 )
 
@@ -51,6 +52,11 @@ func (r *refusers) has(t *kv.Target) bool {
 	return known && generation == t.Generation
 }
 
+// names reports whether an answer has a word in it, in whatever way its JSON escapes that.
+func names(answer []byte, word string) bool {
+	return bytes.Contains(answer, []byte(word)) || jsonbody.EscapesNames(answer) && bytes.Contains(jsonbody.Unescaped(answer), []byte(word))
+}
+
 // refused notes that the worker returns no token ids.
 func (s *Migration) refused() {
 	s.why = cmp.Or(s.why, whyNoTokens)
@@ -70,5 +76,5 @@ func refusesTokenIDs(answer *upstreamAnswer) (refused bool, err error) {
 		return false, err
 	}
 	answer.unread(body)
-	return bytes.Contains(body, []byte("return_token_ids")), nil
+	return names(body, "return_token_ids"), nil
 }

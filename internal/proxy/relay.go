@@ -344,12 +344,14 @@ func (r *streamRelay) end() error {
 	if r.u.Migration.continues() && r.x.Ending == policy.Failed {
 		return r.fail(io.ErrUnexpectedEOF)
 	}
-	if err := r.send(rest); err != nil {
+	early := r.x.Ending == policy.Failed && r.events.status == 0 && r.events.finish == "" && r.answer.StatusCode == http.StatusOK
+	if early && len(r.events.pending) > 0 {
+		rest = nil // half an event
+	}
+	if err := r.send(rest); err != nil || !early {
 		return err
 	}
-	if r.x.Ending == policy.Failed && r.events.status == 0 && r.events.finish == "" && r.answer.StatusCode == http.StatusOK {
-		r.tell(io.ErrUnexpectedEOF)
-	}
+	r.tell(io.ErrUnexpectedEOF)
 	return nil
 }
 
@@ -369,7 +371,9 @@ func (r *streamRelay) tell(err error) {
 
 // tell ends a stream of that route with an error event: the status has been sent.
 func (s *eventScanner) tell(w http.ResponseWriter, route string, f web.Fault) {
-	if s.open() {
+	if s.unended {
+		fmt.Fprint(w, "\n\n")
+	} else if s.open() {
 		fmt.Fprint(w, "\n") // ends the event that broke off
 	}
 	w.Write(web.DialectOf(route).Event(f, s.sequence()+1))

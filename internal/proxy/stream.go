@@ -35,12 +35,13 @@ type eventScanner struct {
 
 	Count    int    // events with a part of the answer that ended in the last chunk
 	begun    bool   // an event has come that is more than an opening
+	unended  bool   // the last event has no end, and is a whole one all the same
 	seen     bool   // an event has come
 	done     bool   // the event that ends the stream has come
 	status   int    // HTTP status of the error in an event; 0: none
 	storedID string // id of an answer of the responses API
 	finish   string // why the answer ended; empty: it has not, or does not say
-	last     []byte // data of the last event, if they are numbered
+	last     []byte // data of the last event with a number, if they have one
 	Usage    Usage  // as far as reported
 
 	generated generated
@@ -156,6 +157,7 @@ func (s *eventScanner) End() []byte {
 			if s.pending = nil; s.Migration != nil {
 				event = append(event, "\n\n"...)
 			}
+			s.unended = s.Migration == nil
 			if event = s.Migration.trim(event); !s.take(event) {
 				s.handOn(event)
 			}
@@ -212,7 +214,7 @@ func (s *eventScanner) take(event []byte) (hide bool) {
 		s.begun, s.done = true, true
 		return false
 	}
-	if s.Numbered {
+	if s.Numbered && (bytes.Contains(m.data, []byte(`"sequence_number"`)) || jsonbody.EscapesNames(m.data)) {
 		s.last = append(s.last[:0], m.data...)
 	}
 	usual := bytes.Contains(m.data, s.usual()) // as almost all are
