@@ -172,15 +172,14 @@ func (g *generated) usage() (sum Usage) {
 
 // takeEvent reads the data of an event. No string of it can hold the keys as they
 // are looked for, since its quotes are escaped, so the text, which grows with each
-// event, is not taken apart if the event has SGLang's own form.
-func (g *generated) takeEvent(data []byte, own bool) {
-	if !own {
+// event, is not taken apart if the event has SGLang's own form, with its description at own.
+func (g *generated) takeEvent(data []byte, own int) {
+	if own == 0 {
 		answer := gjson.ParseBytes(data)
 		g.take(int(answer.Get("index").Int()), answer.Get("meta_info"))
 		return
 	}
-	meta := []byte(`"meta_info":`)
-	rest, index := data[bytes.LastIndex(data, meta)+len(meta):], 0
+	rest, index := data[own:], 0
 	if key := []byte(`"index":`); bytes.Contains(rest, key) {
 		index = int(gjson.ParseBytes(rest[bytes.LastIndex(rest, key)+len(key):]).Int())
 	}

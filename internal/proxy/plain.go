@@ -39,18 +39,19 @@ var (
 	generatedMeta = []byte(`,"meta_info":`)
 )
 
-// isOwnForm reports whether the data of an event of generateRoute have SGLang's own form: the text
-// first, the tokens next, and what describes them last. Neither text nor tokens are taken apart,
-// since they grow with each event.
-func isOwnForm(data []byte) bool {
+// ownMeta returns where the description of the answer begins in the data of an event of
+// generateRoute that have SGLang's own form: the text first, the tokens next, and what describes
+// them last. 0: they have another form. Neither text nor tokens are taken apart, since they grow
+// with each event.
+func ownMeta(data []byte) int {
 	rest, ok := bytes.CutPrefix(data, generatedText)
 	if !ok {
-		return false
+		return 0
 	}
 	for {
 		quote := bytes.IndexByte(rest, '"')
 		if quote < 0 {
-			return false
+			return 0
 		}
 		slashes := quote - len(bytes.TrimRight(rest[:quote], `\`))
 		if rest = rest[quote+1:]; slashes%2 == 0 {
@@ -60,7 +61,10 @@ func isOwnForm(data []byte) bool {
 	if bytes.HasPrefix(rest, generatedIDs) {
 		rest = rest[bytes.IndexByte(rest, ']')+1:]
 	}
-	return bytes.HasPrefix(rest, generatedMeta) && jsonbody.IsCompact(rest)
+	if rest, ok = bytes.CutPrefix(rest, generatedMeta); !ok || !jsonbody.IsCompact(rest) {
+		return 0
+	}
+	return len(data) - len(rest)
 }
 
 // ownForm returns the data of an event of generateRoute, which are compact, in SGLang's own order.

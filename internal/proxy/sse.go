@@ -43,6 +43,19 @@ func readMessage(event []byte) (m message) {
 	return m
 }
 
+// lineMessage reads the event with which b begins if it is one line of data, without a carriage
+// return, and whole. end is its length; 0: it is none.
+func lineMessage(b []byte) (m message, end int) {
+	if len(b) < len("data:\n\n") || string(b[:len("data:")]) != "data:" {
+		return m, 0
+	}
+	line := bytes.IndexByte(b, '\n')
+	if line < 0 || line+1 >= len(b) || b[line+1] != '\n' {
+		return m, 0
+	}
+	return message{data: bytes.TrimSpace(b[len("data:"):line]), plain: true}, line + 2
+}
+
 // lines yields the lines of an event without their ends.
 func lines(event []byte) func(yield func([]byte) bool) {
 	return func(yield func([]byte) bool) {

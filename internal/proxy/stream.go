@@ -32,6 +32,7 @@ type eventScanner struct {
 	out       []byte     // reused
 	line      []byte     // where nothing is taken out: a line of which the end has not come
 	long      bool       // the event is longer than maxEvent: its beginning has been taken
+	returns   bool       // a carriage return has come: lines may end with it
 
 	Count    int    // events with a part of the answer that ended in the last chunk
 	begun    bool   // an event has come that is more than an opening
@@ -45,7 +46,7 @@ type eventScanner struct {
 	Usage    Usage  // as far as reported
 
 	generated generated
-	own       bool // the last event has SGLang's own form
+	own       int // where the description is in the last event of SGLang's own form; 0: it has another one
 }
 
 // usage returns the tokens that the stream has reported.
@@ -95,13 +96,21 @@ func (s *eventScanner) Scan(chunk []byte) []byte {
 		rest = s.pending
 	}
 	whole := true // rest is all of pending
+	s.returns = s.returns || bytes.IndexByte(chunk, '\r') >= 0
 	for {
-		end := eventEnd(rest, from)
+		var m message
+		end := 0
+		if from == 0 && !s.returns && !s.long {
+			m, end = lineMessage(rest)
+		}
+		if end == 0 {
+			end = eventEnd(rest, from)
+		}
 		if end < 0 && (s.long || len(rest) < maxEvent) {
 			break
 		}
 		if end < 0 || end > maxEvent && !s.long { // too long for its end to be waited for
-			s.take(rest[:maxEvent])
+			s.take(readMessage(rest[:maxEvent]))
 			s.long = true
 			if end < 0 {
 				break
@@ -109,8 +118,14 @@ func (s *eventScanner) Scan(chunk []byte) []byte {
 		}
 		if s.long {
 			s.show(rest[:end])
-		} else if event := s.Migration.trim(rest[:end:end]); !s.take(event) {
-			s.handOn(event)
+		} else {
+			event := s.Migration.trim(rest[:end:end])
+			if !m.plain || len(event) < end {
+				m = readMessage(event)
+			}
+			if !s.take(m) {
+				s.handOn(event)
+			}
 		}
 		rest, from, whole, s.long = rest[end:], 0, false, false
 	}
@@ -158,7 +173,7 @@ func (s *eventScanner) End() []byte {
 				event = append(event, "\n\n"...)
 			}
 			s.unended = s.Migration == nil
-			if event = s.Migration.trim(event); !s.take(event) {
+			if event = s.Migration.trim(event); !s.take(readMessage(event)) {
 				s.handOn(event)
 			}
 		}
@@ -178,7 +193,7 @@ func (s *eventScanner) edits() bool { return s.HideUsage || s.Migration != nil }
 // handOn hands a whole event on.
 func (s *eventScanner) handOn(event []byte) {
 	if s.Migration != nil {
-		s.Migration.own = s.own
+		s.Migration.own = s.own > 0
 		s.out = s.Migration.rewrite(s.out, event, s.status >= http.StatusInternalServerError, s.finish != "")
 		return
 	}
@@ -203,10 +218,9 @@ func (s *eventScanner) open() bool {
 // sequence returns the number of the last event.
 func (s *eventScanner) sequence() int64 { return gjson.GetBytes(s.last, "sequence_number").Int() }
 
-// take looks at one whole event and reports whether to keep it from the client.
-func (s *eventScanner) take(event []byte) (hide bool) {
-	m := readMessage(event)
-	s.own = false
+// take looks at what one whole event says, and reports whether to keep it from the client.
+func (s *eventScanner) take(m message) (hide bool) {
+	s.own = 0
 	switch {
 	case len(m.data) == 0: // a comment
 		return false
@@ -217,7 +231,13 @@ func (s *eventScanner) take(event []byte) (hide bool) {
 	if s.Numbered && (bytes.Contains(m.data, []byte(`"sequence_number"`)) || jsonbody.EscapesNames(m.data)) {
 		s.last = append(s.last[:0], m.data...)
 	}
-	usual := bytes.Contains(m.data, s.usual()) // as almost all are
+	usual := false // as almost all events that have no names
+	if s.Generate {
+		s.own = ownMeta(m.data)
+		usual = s.own > 0
+	} else {
+		usual = bytes.Contains(m.data, []byte(`"choices"`))
+	}
 	name := jsonbody.View(m.name)
 	if unnamed := name == "" || name == "message"; unnamed && usual {
 		name = ""
@@ -236,9 +256,9 @@ func (s *eventScanner) take(event []byte) (hide bool) {
 	s.begun, s.seen = true, true
 	s.Count++
 	if s.Generate {
-		own := isOwnForm(m.data)
-		s.own = own && m.plain
-		s.generated.takeEvent(m.data, own)
+		if s.generated.takeEvent(m.data, s.own); !m.plain {
+			s.own = 0
+		}
 		s.finish = s.generated.finish
 		return false
 	}
@@ -255,14 +275,6 @@ func (s *eventScanner) take(event []byte) (hide bool) {
 		return s.HideUsage && choices.IsArray() && !choices.Get("0").Exists()
 	}
 	return false
-}
-
-// usual is a part of almost all events of the stream that have no names.
-func (s *eventScanner) usual() []byte {
-	if s.Generate {
-		return []byte(`"meta_info"`)
-	}
-	return []byte(`"choices"`)
 }
 
 // isDone reports whether data are the mark that ends a stream.
@@ -335,7 +347,9 @@ func reasonGiven(data []byte) bool {
 		if at < 0 {
 			return false
 		}
-		rest = bytes.TrimLeft(rest[at+len(key):], ": \t\r\n")
+		for rest = rest[at+len(key):]; len(rest) > 0 && (rest[0] == ':' || rest[0] <= ' '); {
+			rest = rest[1:]
+		}
 		if bytes.HasPrefix(rest, []byte(`"`)) {
 			return true
 		}
