@@ -25,7 +25,7 @@ var layers = []map[string]string{
 		"summary": "table",
 	},
 	{ // knowing
-		"directives": "jsonbody", "hints": "fair jsonbody kv", "radix": "blockpool kv sets summary table", "engine": "blockpool kv",
+		"directives": "jsonbody web", "hints": "fair jsonbody kv", "radix": "blockpool kv sets summary table", "engine": "blockpool kv",
 		"chat": "guard jsonbody", "encode": "guard", "keys": "fair textfile web", "reload": "textfile",
 	},
 	{ // prompts

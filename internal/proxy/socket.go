@@ -4,6 +4,8 @@ import (
 	"encoding/binary"
 	"net"
 	"sync"
+
+	"kvrouter/internal/web"
 )
 
 // Codes with which a WebSocket connection is closed (RFC 6455, section 7.4.1).
@@ -59,7 +61,7 @@ func (c *socketConn) end(code uint16, reason string) {
 		return
 	}
 	c.closed = true
-	if c.sent.within() {
+	if c.sent.Within() {
 		return
 	}
 	reason = reason[:min(len(reason), maxReason)]
@@ -67,78 +69,49 @@ func (c *socketConn) end(code uint16, reason string) {
 	_, _ = c.Conn.Write(append(frame, reason...))
 }
 
-// frames reads the frames of a server, which are not masked. The zero value is at the beginning
-// of a connection.
+// frames reads the messages of a server. The zero value is at the beginning of a connection.
 type frames struct {
-	head    [10]byte
-	have    int    // bytes of the head
-	left    uint64 // bytes of the payload
+	web.Frame
 	reads   bool   // the message is of text, and not too long
 	message []byte // as far as it has come
 }
 
-// within reports whether a frame has begun and not ended.
-func (f *frames) within() bool { return f.have > 0 || f.left > 0 }
-
 // take reads the next bytes, and hands each text message to told; nil: none is kept.
 func (f *frames) take(b []byte, told func([]byte) error) (err error) {
 	for len(b) > 0 && err == nil {
-		if f.left == 0 && f.have < f.size() {
-			f.head[f.have] = b[0]
-			f.have++
-			b = b[1:]
-			if f.have < f.size() {
+		if f.InHead() {
+			whole := f.Head(b[0])
+			if b = b[1:]; !whole {
 				continue
 			}
 			f.begin(told != nil)
 		}
-		n := int(min(uint64(len(b)), f.left))
-		if f.reads && f.head[0]&0x8 == 0 {
+		n := min(uint64(len(b)), f.Left())
+		if f.reads && !f.IsControl() {
 			f.message = append(f.message, b[:n]...)
 		}
-		b, f.left = b[n:], f.left-uint64(n)
-		if f.left == 0 && f.have == f.size() {
+		b = b[n:]
+		if f.Pass(n) {
 			err = f.end(told)
 		}
 	}
 	return err
 }
 
-// size returns the length of the head, as far as it is known.
-func (f *frames) size() int {
-	switch {
-	case f.have < 2 || f.head[1]&0x7f < 126:
-		return 2
-	case f.head[1]&0x7f == 126:
-		return 4
-	}
-	return 10
-}
-
-// begin reads a head.
+// begin begins a frame.
 func (f *frames) begin(keep bool) {
-	switch short := f.head[1] & 0x7f; short {
-	case 126:
-		f.left = uint64(binary.BigEndian.Uint16(f.head[2:]))
-	case 127:
-		f.left = binary.BigEndian.Uint64(f.head[2:])
-	default:
-		f.left = uint64(short)
+	if f.BeginsMessage() {
+		f.reads, f.message = keep && f.IsText(), f.message[:0]
 	}
-	if opcode := f.head[0] & 0xf; opcode == 1 || opcode == 2 { // a message begins
-		f.reads, f.message = keep && opcode == 1, f.message[:0]
-	}
-	if f.head[0]&0x8 == 0 && uint64(len(f.message))+f.left > maxMessage {
+	if !f.IsControl() && uint64(len(f.message))+f.Left() > maxMessage {
 		f.reads, f.message = false, nil
 	}
 }
 
 // end ends a frame, and its message if it is the last.
 func (f *frames) end(told func([]byte) error) (err error) {
-	last, control := f.head[0]&0x80 != 0, f.head[0]&0x8 != 0
-	if last && !control && f.reads {
+	if f.IsLast() && !f.IsControl() && f.reads {
 		err, f.reads = told(f.message), false
 	}
-	f.have = 0
 	return err
 }

@@ -55,8 +55,8 @@ func TestMessagesAreReadHoweverTheyAreCut(t *testing.T) {
 			}
 			rest = rest[n:]
 		}
-		if !slices.Equal(got, want) || f.within() {
-			t.Fatalf("%d messages of %d, within a frame: %v", len(got), len(want), f.within())
+		if !slices.Equal(got, want) || f.Within() {
+			t.Fatalf("%d messages of %d, within a frame: %v", len(got), len(want), f.Within())
 		}
 	})
 }
