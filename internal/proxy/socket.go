@@ -103,7 +103,7 @@ func (f *frames) begin(keep bool) {
 	if f.BeginsMessage() {
 		f.reads, f.message = keep && f.IsText(), f.message[:0]
 	}
-	if !f.IsControl() && uint64(len(f.message))+f.Left() > maxMessage {
+	if !f.IsControl() && f.Left() > uint64(maxMessage-len(f.message)) {
 		f.reads, f.message = false, nil
 	}
 }

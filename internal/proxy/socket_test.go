@@ -5,6 +5,7 @@ import (
 	"encoding/binary"
 	"errors"
 	"io"
+	"math"
 	"net"
 	"slices"
 	"strings"
@@ -59,6 +60,17 @@ func TestMessagesAreReadHoweverTheyAreCut(t *testing.T) {
 			t.Fatalf("%d messages of %d, within a frame: %v", len(got), len(want), f.Within())
 		}
 	})
+}
+
+// TestALongMessageIsNotKept, whatever length its frames state.
+func TestALongMessageIsNotKept(t *testing.T) {
+	for _, length := range []uint64{maxMessage, 1 << 40, math.MaxUint64} {
+		var f frames
+		sent := append(frameOf(0x01, "a"), binary.BigEndian.AppendUint64([]byte{0x80, 127}, length)...)
+		if err := f.take(append(sent, make([]byte, 100)...), func([]byte) error { return nil }); err != nil || f.reads || len(f.message) > 0 {
+			t.Errorf("length %d: %d bytes are kept, %v", length, len(f.message), err)
+		}
+	}
 }
 
 func FuzzFrames(f *testing.F) {
