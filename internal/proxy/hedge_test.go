@@ -12,6 +12,7 @@ import (
 	"time"
 
 	"kvrouter/internal/health"
+	"kvrouter/internal/jsonbody"
 	"kvrouter/internal/kv"
 	"kvrouter/internal/router"
 	"kvrouter/internal/testkit"
@@ -235,5 +236,77 @@ func TestAClientThatDoesNotReadSaysNothingOfItsWorker(t *testing.T) {
 		}
 		close(stop)
 		<-stopped
+	})
+}
+
+// pairsOf chooses pairs of a fleet.
+type pairsOf struct {
+	choosePair
+	ctx    context.Context
+	router *router.Router
+}
+
+func (p pairsOf) request(exclude []uint64) router.Request {
+	return router.Request{Tokens: testkit.Tokens(1, 64), Exclude: exclude}
+}
+
+func (p pairsOf) RoutePair(exclude []uint64, why string) (router.Pair, error) {
+	return p.router.RoutePair(p.ctx, p.request(exclude), router.PairRule{Whole: why})
+}
+
+func (p pairsOf) Beside(ctx context.Context, exclude []uint64) (router.Pair, error) {
+	request := p.request(exclude)
+	request.Beside = true
+	return p.router.RoutePair(ctx, request, router.PairRule{})
+}
+
+// TestAPairInDoubtBeginsAsAnother: its prefill worker is stuck, and not ejected. Both bookings of
+// each attempt end.
+func TestAPairInDoubtBeginsAsAnother(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		var stuck, prompts atomic.Int64
+		prefill := func(worker int64) http.HandlerFunc {
+			return func(w http.ResponseWriter, r *http.Request) {
+				prompts.Add(1)
+				if stuck.Load() == worker {
+					<-r.Context().Done()
+					return
+				}
+				time.Sleep(20 * time.Millisecond)
+				fmt.Fprint(w, `{"choices":[{"finish_reason":"length"}],"kv_transfer_params":{"remote_host":"h"}}`)
+			}
+		}
+		f := newMemoryFleet(t, "round-robin", prefill(1), prefill(2), streams("d", 20*time.Millisecond, nil))
+		for i, target := range f.router.Targets() {
+			target.Disagg = []kv.Disagg{testkit.NixlPrefill, testkit.NixlPrefill, testkit.NixlDecode}[i]
+			f.router.Up(target)
+		}
+		send := func(x *Exchange) (*httptest.ResponseRecorder, error) {
+			w := httptest.NewRecorder()
+			body, _ := jsonbody.Parse([]byte(`{"messages":[],"stream":true}`))
+			u := Upstream{Method: http.MethodPost, Path: testkit.ChatPath, Route: testkit.ChatPath, Header: http.Header{web.HeaderRequest: {"r"}}, Body: body.Raw, Parsed: body, EndMarked: true, MaxRetries: 2, Paired: true}
+			return w, f.proxy.Forward(t.Context(), w, u, x, pairsOf{ctx: t.Context(), router: f.router})
+		}
+		for range 10 {
+			if _, err := send(&Exchange{}); err != nil {
+				t.Fatal(err)
+			}
+		}
+		stuck.Store(1)
+		for prompts.Store(0); prompts.Load() < 2; { // until the stuck one has been asked
+			prompts.Store(0)
+			x, began := &Exchange{}, time.Now()
+			w, err := send(x)
+			if took := time.Since(began); err != nil || took > 5*time.Second || strings.Count(w.Body.String(), "[DONE]") != 1 || x.Shared == nil || x.Shared.Worker != w.Header().Get(HeaderPrefillWorker) {
+				t.Fatalf("after %s: %v, %s", took, err, w.Body)
+			}
+			if prompts.Load() == 2 && x.Shared.Worker != "1" {
+				t.Errorf("worker %s has computed the prompt", x.Shared.Worker)
+			}
+		}
+		records, _ := f.router.Outliers()
+		if records[0].State != health.StateSilent || len(records[0].Ejections) > 0 || records[0].Row > 0 || records[1].State != health.StateIn || records[2].State != health.StateIn {
+			t.Errorf("%+v", records)
+		}
 	})
 }
