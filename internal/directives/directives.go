@@ -1,5 +1,5 @@
-// Package directives finds what a request tells an engine to connect to, to open or to run. Only
-// clients that may direct the engines may send it.
+// Package directives finds the members and headers of a request that set addresses, ranks, files or
+// code for an engine. Only trusted clients may send them.
 package directives
 
 import (

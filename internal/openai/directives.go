@@ -24,7 +24,7 @@ func (a *API) undirected(c *gin.Context, body *jsonbody.Body) (ok bool) {
 		path = directives.FindIn(c.GetHeader("Content-Type"), body.Raw)
 	}
 	if path != "" {
-		a.fail(c, http.StatusBadRequest, path, fmt.Sprintf("%s is not accepted: it tells the engines what to connect to or to run. Keys with trust-hints: true may send it, and all clients with --trust-transfer-params", path))
+		a.fail(c, http.StatusBadRequest, path, fmt.Sprintf("%s is not accepted: it sets addresses, ranks or code for the engines. Keys with trust-hints: true may send it; with --trust-transfer-params, all clients may", path))
 		return false
 	}
 	if caller.Trusted {
