@@ -38,7 +38,7 @@ func TestGatewayLeavesAStuckWorker(t *testing.T) {
 	})
 	others, at := fakeWorkers(t, 1)
 	workers := []*testkit.FakeWorker{worker, others[0]}
-	g := behind(routeFakes(t, workers, p.flags("--policy=round-robin")...), p, envoy.Options{Workers: []string{worker.Listener.Addr().String(), at[0]}})
+	g := behind(routeFakes(t, workers, p.flags("--policy=round-robin", "--silence-timeout=4s")...), p, envoy.Options{Workers: []string{worker.Listener.Addr().String(), at[0]}})
 	for range 12 { // which is what an answer takes
 		g.do(http.MethodPost, testkit.ChatPath, gatewayChat, "Content-Type", "application/json")
 	}
