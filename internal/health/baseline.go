@@ -70,20 +70,31 @@ func TaskOf(route string, prompt bool) Task {
 // Class groups requests by the work that precedes their first byte.
 type Class uint8
 
-// ClassOf returns the class of a leg with a streamed or a non-streamed answer.
-func ClassOf(leg kv.Leg, whole bool, task Task) Class {
-	switch c := Class(leg) * 2; {
+// ClassOf returns the class of a leg with a streamed or a non-streamed answer of at most so many
+// tokens; 0: no limit is known.
+func ClassOf(leg kv.Leg, whole bool, output int, task Task) Class {
+	c := Class(leg) * forms
+	switch {
 	case task != Generate:
 		return Class(generating) + Class(task) - 1
+	case whole && output > 0:
+		return c + limitedForm
 	case whole:
-		return c + 1
+		return c + wholeForm
 	default:
 		return c
 	}
 }
 
+// The forms of the answers that generate text: streamed, whole without a limit, whole with one.
+const (
+	wholeForm   = 1
+	limitedForm = 2
+	forms       = 3
+)
+
 // generating is the number of the classes of requests that generate text.
-const generating = 2 * (int(kv.LegDecode) + 1)
+const generating = forms * (int(kv.LegDecode) + 1)
 
 const classes = generating + int(tasks) - 1
 
@@ -115,6 +126,14 @@ func (r *ring) high() (most, all time.Duration) {
 	return sorted[(n-1)*95/100], sorted[n-1]
 }
 
+// usual returns the 95th percentile of the values; other, while too few are known.
+func (r *ring) usual(other time.Duration) time.Duration {
+	if r.count >= paceLeast {
+		other, _ = r.high()
+	}
+	return other
+}
+
 // own is the same of one worker, of its last requests.
 type own struct {
 	pace, write [ownSize]time.Duration
@@ -123,19 +142,20 @@ type own struct {
 }
 
 // Waited records the time to the first byte of a request of that class, with the
-// uncached prompt tokens on its worker when it was sent, including its own. Of a stream, the
-// usual time for these is no part of the baseline.
-func (d *Detector) Waited(a Attempt, c Class, wait time.Duration, tokens int) {
-	if c%2 != 0 || int(c) >= generating {
-		d.baseline.waits[c].add(wait)
-		return
+// uncached prompt tokens on its worker when it was sent, including its own, and the tokens of
+// the answer; 0: unknown. The usual time for what is allowed for separately is no part of the
+// baseline: for the prompts before a stream, for both before a whole answer with a limit.
+func (d *Detector) Waited(a Attempt, c Class, wait time.Duration, tokens, output int) {
+	streams, limited := int(c) < generating && c%forms == 0, int(c) < generating && c%forms == limitedForm
+	rest := wait
+	if streams || limited {
+		rest -= d.baseline.reads() * time.Duration(max(0, tokens))
 	}
-	usual := time.Duration(0)
-	if d.baseline.pace.count >= paceLeast {
-		usual, _ = d.baseline.pace.high()
+	if limited {
+		rest -= d.baseline.writes() * time.Duration(max(0, output))
 	}
-	d.baseline.waits[c].add(max(0, wait-usual*time.Duration(max(0, tokens))))
-	if tokens < paceTokens {
+	d.baseline.waits[c].add(max(0, rest))
+	if !streams || tokens < paceTokens {
 		return
 	}
 	pace := wait / time.Duration(tokens)
@@ -169,14 +189,8 @@ func (u *baseline) allowed(c Class) (wait time.Duration, ok bool) {
 	return max(slowFactor*most, longestFactor*all), true
 }
 
-// paces returns the times that most workers take for a token of a prompt and of an answer.
-func (u *baseline) paces() (pace, write time.Duration) {
-	pace, write = paceDefault, writeDefault
-	if u.pace.count >= paceLeast {
-		pace, _ = u.pace.high()
-	}
-	if u.write.count >= paceLeast {
-		write, _ = u.write.high()
-	}
-	return pace, write
-}
+// reads returns the time that most workers take for a token of a prompt.
+func (u *baseline) reads() time.Duration { return u.pace.usual(paceDefault) }
+
+// writes returns the same of an answer.
+func (u *baseline) writes() time.Duration { return u.write.usual(writeDefault) }

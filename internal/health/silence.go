@@ -132,7 +132,7 @@ type silence struct {
 // the worker is avoided, or stuck.
 func (d *Detector) Silence(all []Waiting, now time.Time) {
 	s := silence{Detector: d, now: now, all: all}
-	s.pace, s.write = d.baseline.paces()
+	s.pace, s.write = d.baseline.reads(), d.baseline.writes()
 	for c := range s.waits {
 		s.waits[c].wait, s.waits[c].known = d.baseline.allowed(Class(c))
 	}
@@ -142,7 +142,13 @@ func (d *Detector) Silence(all []Waiting, now time.Time) {
 			continue
 		}
 		s.computes = max(s.computes, q.Tokens)
-		if allowed, known := s.allowed(q); known && q.silent(now) >= allowed {
+	}
+	for i := range all {
+		q := &all[i]
+		if q.worker == nil || q.Begun {
+			continue
+		}
+		if allowed, known := s.allowed(q); known && q.silent(now) >= allowed+s.limited(q) {
 			s.late++
 		}
 	}
@@ -187,14 +193,22 @@ func (s *silence) writes(w *worker, tokens int) time.Duration {
 }
 
 // allowed returns for how long q may wait for its first byte, but for the writing of an answer
-// that comes whole. not ok: that is not known.
+// that comes whole and has a limit. While that is written, the engine may compute the prompts of
+// later requests. not ok: the wait is not known.
 func (s *silence) allowed(q *Waiting) (wait time.Duration, ok bool) {
 	floor, usual := silentFloor, &s.waits[q.Class]
 	if q.Trial {
 		floor = trialFloor
 	}
-	return max(floor, usual.wait) + s.reads(q.worker, q.Tokens), usual.known
+	tokens := q.Tokens
+	if q.isLimited() {
+		tokens = max(tokens, s.computes)
+	}
+	return max(floor, usual.wait) + s.reads(q.worker, tokens), usual.known
 }
+
+// isLimited reports whether the time for writing the whole answer follows from its limit.
+func (q *Waiting) isLimited() bool { return q.Task == Generate && q.Whole && q.Output > 0 }
 
 // doubts returns Avoid or Hedge where q has waited for longer than its worker's work explains.
 func (s *silence) doubts(q *Waiting, silent time.Duration) Verdict {
@@ -209,24 +223,37 @@ func (s *silence) doubts(q *Waiting, silent time.Duration) Verdict {
 	if !known || silent < allowed {
 		return Wait
 	}
-	if q.Trial || q.Task == Embed || q.Task == Generate && !q.Whole || s.late >= lateLeast { // a worker on trial is in doubt already
+	writes := s.limited(q)
+	if q.Trial && writes == 0 || q.Task == Embed || q.Task == Generate && !q.Whole || s.late >= lateLeast { // a worker on trial is in doubt already
 		return Hedge
 	}
-	if q.Output > 0 && silent < allowed+min(s.writes(w, q.Output), writesAvoid) {
+	if silent < allowed+min(writes, writesAvoid) {
 		return Wait
 	}
-	tokens := writesUnlimited
-	if q.Output > 0 {
-		tokens = min(q.Output, writesMost)
-	}
-	writes := s.writes(w, tokens)
-	if w.shows {
-		writes = min(writes, writesShown)
+	if writes == 0 {
+		writes = s.shown(w, writesUnlimited)
 	}
 	if silent < allowed+writes {
 		return Avoid
 	}
 	return Hedge
+}
+
+// limited returns the time for writing an answer that comes whole and has a limit; other answers
+// have it in their baseline.
+func (s *silence) limited(q *Waiting) time.Duration {
+	if !q.isLimited() {
+		return 0
+	}
+	return s.shown(q.worker, min(q.Output, writesMost))
+}
+
+// shown is writes, bounded where the worker's engine shows life by itself.
+func (s *silence) shown(w *worker, tokens int) time.Duration {
+	if writes := s.writes(w, tokens); !w.shows || writes < writesShown {
+		return writes
+	}
+	return writesShown
 }
 
 // unexplained reports whether nothing that waits on w explains so long a silence.

@@ -10,7 +10,7 @@ import (
 // usual has requests of a class wait for so long.
 func (b *bench) usual(c Class, wait time.Duration) {
 	for range 20 {
-		b.Waited(b.sent(1), c, wait, 0)
+		b.Waited(b.sent(1), c, wait, 0, 0)
 	}
 }
 
@@ -32,10 +32,10 @@ func (b *bench) judged(all ...Waiting) Verdict {
 
 func TestWhatExplainsASilence(t *testing.T) {
 	const s = time.Second
-	whole := ClassOf(kv.LegWhole, true, Generate)
+	whole, bounded := ClassOf(kv.LegWhole, true, 0, Generate), ClassOf(kv.LegWhole, true, 400, Generate)
 	story := Waiting{Class: whole, Whole: true}
-	stream, limited, recording := Waiting{}, story, Waiting{Class: ClassOf(kv.LegWhole, true, Hear), Task: Hear, Whole: true}
-	limited.Output = 400
+	stream, limited, recording := Waiting{}, story, Waiting{Class: ClassOf(kv.LegWhole, true, 0, Hear), Task: Hear, Whole: true}
+	limited.Class, limited.Output = bounded, 400
 	for _, test := range []struct {
 		name    string
 		q       Waiting
@@ -53,20 +53,27 @@ func TestWhatExplainsASilence(t *testing.T) {
 		{"a long prompt", Waiting{Tokens: 10_000}, s / 10, nil, nil, 50 * s, Wait},
 		{"a long prompt on engines that are fast", Waiting{Tokens: 10_000}, s / 10, nil, func(b *bench) {
 			for range paceLeast {
-				b.Waited(b.sent(1), 0, s/10, 1000)
+				b.Waited(b.sent(1), 0, s/10, 1000, 0)
 			}
 		}, 8 * s, Hedge},
 		{"a long prompt on the one that is slow", Waiting{Tokens: 10_000}, s / 10, nil, func(b *bench) {
 			for range baselineSize {
-				b.Waited(b.sent(1), 0, s/10, 1000)
+				b.Waited(b.sent(1), 0, s/10, 1000, 0)
 			}
-			b.Waited(b.sent(0), 0, 2*s, 1000)
+			b.Waited(b.sent(0), 0, 2*s, 1000, 0)
 		}, 50 * s, Wait},
 		{"a whole answer", story, s / 10, nil, nil, 2 * s, Wait},
 		{"a whole answer that is long", story, s / 10, nil, nil, 20 * s, Avoid},
 		{"a whole answer that is never so long", story, s / 10, nil, nil, 30 * s, Hedge},
-		{"three whole answers that are long", story, s / 10, []Waiting{story, limited}, nil, 4 * s, Hedge},
+		{"three whole answers that are long", story, s / 10, []Waiting{story, story}, nil, 4 * s, Hedge},
+		{"three whole answers of up to 400 tokens", limited, s / 10, []Waiting{limited, limited}, nil, 12 * s, Wait},
 		{"a whole answer of up to 400 tokens", limited, s / 10, nil, nil, 12 * s, Wait},
+		{"a whole answer of up to 400 tokens beside those that took long because they were", limited, 20 * s, nil, func(b *bench) {
+			for range baselineSize {
+				b.Wrote(b.sent(1), 400, 20*s)
+				b.Waited(b.sent(1), bounded, 20*s, 0, 400)
+			}
+		}, 24 * s, Hedge},
 		{"a whole answer of up to 400 tokens that is late", limited, s / 10, nil, nil, 23 * s, Hedge},
 		{"a whole answer of an engine that shows its work otherwise", story, s / 10, nil, func(b *bench) { b.Lives(key(0), 1, b.now.Add(-time.Hour)) }, 24 * s, Hedge},
 		{"life otherwise", stream, s / 10, nil, func(b *bench) { b.Lives(key(0), 1, b.now.Add(-s)) }, 50 * s, Wait},
@@ -75,6 +82,7 @@ func TestWhatExplainsASilence(t *testing.T) {
 		{"within an answer", Waiting{Begun: true}, s / 10, nil, nil, 9 * s, Wait},
 		{"long within an answer", Waiting{Begun: true}, s / 10, nil, nil, 10 * s, Avoid},
 		{"within an answer beside a long prompt", Waiting{Begun: true}, s / 10, []Waiting{{Tokens: 5000}}, nil, 42 * s, Wait},
+		{"a trial that writes up to 400 tokens", Waiting{Attempt: Attempt{Trial: true}, Class: bounded, Whole: true, Output: 400}, s / 10, nil, nil, 10 * s, Wait},
 		{"a trial", Waiting{Attempt: Attempt{Trial: true}}, s / 10, nil, nil, s, Hedge},
 		{"for too long", Waiting{Begun: true}, s / 10, nil, nil, 60 * s, GiveUp},
 		{"for too long, but for what a parser may hold back", Waiting{Begun: true, Output: 400}, s / 10, nil, nil, 79 * s, Avoid},

@@ -237,7 +237,7 @@ func (r *Router) finishAs(b *Booking, how policy.Ending, output int, reason stri
 		return
 	}
 	b.ended.Store(true)
-	r.judge(b, how, now)
+	r.judge(b, how, output, now)
 	if took := now.Sub(b.sent); how == policy.Finished && !b.remote {
 		if b.computed && !b.answeredWhole {
 			took = now.Sub(b.first)

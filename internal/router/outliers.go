@@ -244,7 +244,9 @@ func (b *Booking) attempt() health.Attempt {
 }
 
 // class is the kind of wait for the request's first byte.
-func (b *Booking) class() health.Class { return health.ClassOf(b.leg, b.answeredWhole, b.asks.Task) }
+func (b *Booking) class() health.Class {
+	return health.ClassOf(b.leg, b.answeredWhole, b.asks.Output, b.asks.Task)
+}
 
 // answerBegins notes that the answer's first byte has come. The caller holds the
 // lock.
@@ -252,17 +254,23 @@ func (r *Router) answerBegins(b *Booking, now time.Time) {
 	if b.remote || b.ended.Load() {
 		return
 	}
-	r.outliers.Waited(b.attempt(), b.class(), now.Sub(b.sent), b.queued)
+	if !b.answeredWhole { // of a whole answer, its length matters
+		r.outliers.Waited(b.attempt(), b.class(), now.Sub(b.sent), b.queued, 0)
+	}
 	r.outliers.Heard(b.attempt(), now)
 }
 
-// judge reports to the detector how a booking ended. The caller holds the lock.
-func (r *Router) judge(b *Booking, how policy.Ending, now time.Time) {
+// judge reports to the detector how a booking ended, with an answer of that many tokens
+// (0: unknown). The caller holds the lock.
+func (r *Router) judge(b *Booking, how policy.Ending, output int, now time.Time) {
 	switch {
 	case b.remote:
 	case how == policy.Finished:
-		if !b.computed {
-			r.outliers.Waited(b.attempt(), b.class(), now.Sub(b.sent), b.queued)
+		if waited := now.Sub(b.sent); b.answeredWhole || !b.computed {
+			if b.computed {
+				waited = b.first.Sub(b.sent)
+			}
+			r.outliers.Waited(b.attempt(), b.class(), waited, b.queued, output)
 		}
 		r.outliers.Succeeded(b.attempt(), now)
 	case how == policy.Failed && b.fault == nil:
