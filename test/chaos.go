@@ -4,8 +4,11 @@ import (
 	"context"
 	"fmt"
 	"maps"
+	"math/rand/v2"
+	"net"
 	"net/http"
 	"os"
+	"regexp"
 	"slices"
 	"strconv"
 	"strings"
@@ -18,19 +21,36 @@ import (
 )
 
 const (
-	chaosWorkers = 8
+	// chaosIll workers get faults; the other chaosWell do not.
+	chaosIll, chaosWell = 6, 2
+	chaosWorkers        = chaosIll + chaosWell
 	// chaosSilent is the worker that falls silent now and then.
-	chaosSilent  = chaosWorkers - 1
+	chaosSilent  = chaosIll - 1
 	chaosRouters = 2
+	// chaosSilence is the routers' --silence-timeout.
+	chaosSilence = 15 * time.Second
+	// slowClients ask for long answers, one after the other, each in a way of its own.
+	slowClients = 6
+	// slowLimit is the limit of such an answer, and slowPause how long some of its clients do
+	// not read.
+	slowLimit = 3 * time.Minute
+	slowPause = 20 * time.Second
+	// slowPrompt is the length of a long prompt, bytes; the model takes 131,072 tokens.
+	slowPrompt = 60_000
+	// lastChats fill the caches before they are compared with the index: without requests,
+	// crashes have emptied them.
+	lastChats = 40
 )
 
 // ChaosSettings say how much a chaos run has to carry, and through what.
 type ChaosSettings struct {
 	Clients int    // each has one request in flight
 	Pace    string // flags of the simulated workers that make them slow enough for the machine's cores
-	// Limit is the time after which a request counts as hung: 10 s until a worker is
-	// known as bad, 5 s to be answered elsewhere, and twice that, plus an answer's time.
+	// Limit is the time after which a request counts as hung: chaosSilence and the 20 s of work
+	// that explain silence until a stuck worker is given up, 5 s to be answered elsewhere, and
+	// two answers' time.
 	Limit time.Duration
+	Long  int // tokens of a long answer: tens of seconds
 	// Phase is the time for which a worker stays stuck or failing. It is longer than
 	// Limit, so that a request that is kept waiting shows.
 	Phase time.Duration
@@ -46,7 +66,8 @@ type chaos struct {
 	routers *rollout
 	links   []*testkit.Link // to the worker that falls silent
 	soak    *soak
-	gateway int // its process; 0: there is none
+	slow    *soak // clients of long answers
+	gateway int   // its process; 0: there is none
 
 	ChaosSettings
 
@@ -68,7 +89,8 @@ func ChaosTime(t *testing.T) time.Duration {
 
 // RunChaos keeps two routers busy for d while workers crash, fail fast, stand still and
 // fall silent, events get lost, clients leave, and the routers are restarted in
-// turn. Each request must come to an answer or one clear error.
+// turn. Each request must come to an answer or one clear error. Workers without a fault
+// must not be ejected, whole answers, long prompts and clients that do not read notwithstanding.
 func RunChaos(t *testing.T, d time.Duration, s ChaosSettings) {
 	c := newChaos(t, s)
 	ctx, cancel := context.WithCancel(t.Context())
@@ -76,6 +98,7 @@ func RunChaos(t *testing.T, d time.Duration, s ChaosSettings) {
 	began := time.Now()
 	beside.Go(func() { c.faults(ctx, began) })
 	beside.Go(func() { c.measure(ctx, began, d) })
+	beside.Go(func() { c.slowWork(ctx) })
 	turn, looks, wrong := 0, 0, 0
 	c.soak.run(d, min(20*time.Second, d/6), func(elapsed time.Duration) {
 		// From the second third on the first router stays, to see whether it grows.
@@ -97,9 +120,14 @@ func RunChaos(t *testing.T, d time.Duration, s ChaosSettings) {
 
 func newChaos(t *testing.T, s ChaosSettings) *chaos {
 	c := &chaos{t: t, ChaosSettings: s}
-	c.farm = StartMocks(t, chaosWorkers, append(strings.Fields(s.Pace), "--mock-num-gpu-blocks=4096", "--mock-drop-events=0.01", "--mock-crash-every=10s")...)
-	var workers []string
+	pace := append(strings.Fields(s.Pace), "--mock-num-gpu-blocks=4096", "--mock-drop-events=0.01")
+	well := StartWorkers(t, chaosWell, pace...)
+	c.farm = StartMocks(t, chaosIll, append(pace, "--mock-crash-every=10s")...)
+	workers := []string{"--silence-timeout=" + chaosSilence.String()}
 	workers = append(workers, c.farm.Attach()[:chaosSilent]...)
+	for i := range chaosWell {
+		workers = append(workers, fmt.Sprintf("--worker=url=%s,id=%d", well.URL(i), chaosIll+i))
+	}
 	ports := c.farm.Settings.Ports
 	for _, base := range []int{ports.HTTP, ports.KVEvents, ports.KVReplay, ports.Load} {
 		c.links = append(c.links, testkit.NewLink(t, fmt.Sprintf("127.0.0.1:%d", base+chaosSilent)))
@@ -118,6 +146,7 @@ func newChaos(t *testing.T, s ChaosSettings) *chaos {
 		}
 	}
 	c.routers = startRolloutOf(t, chaosRouters, flags)
+	c.routers.watched = regexp.MustCompile(fmt.Sprintf(`(?m)^.*worker [%d-%d].*(ejected|down|does not answer).*$`, chaosIll, chaosWorkers-1))
 	c.soak = newSoak(c.farm.Workers, c.farm.Router, s.Limit)
 	c.soak.where, c.soak.leaving, c.soak.clients = c.routers.where, 0.05, s.Clients
 	if s.Gateway != nil {
@@ -125,11 +154,50 @@ func newChaos(t *testing.T, s ChaosSettings) *chaos {
 		for i := range chaosSilent {
 			addresses = append(addresses, strings.TrimPrefix(c.farm.URL(i), "http://"))
 		}
+		addresses = append(addresses, c.links[0].Address())
+		for i := range chaosWell {
+			addresses = append(addresses, strings.TrimPrefix(well.URL(i), "http://"))
+		}
 		var url string
-		url, c.gateway = s.Gateway(pickers, append(addresses, c.links[0].Address()))
+		url, c.gateway = s.Gateway(pickers, addresses)
 		c.soak.where, c.soak.gateway = func() string { return url }, true
 	}
+	c.slow = newSoak(nil, nil, slowLimit)
+	c.slow.where, c.slow.gateway = c.soak.where, c.soak.gateway
+	c.slow.client.Transport = &http.Transport{DisableKeepAlives: true, DialContext: dialNarrow}
 	return c
+}
+
+// dialNarrow opens a connection whose buffer holds little of an answer that is not read.
+func dialNarrow(ctx context.Context, network, address string) (net.Conn, error) {
+	conn, err := new(net.Dialer).DialContext(ctx, network, address)
+	if err != nil {
+		return nil, err
+	}
+	return conn, conn.(*net.TCPConn).SetReadBuffer(4 << 10)
+}
+
+// slowWork asks for what makes a worker look stuck, until ctx ends: whole answers, some after
+// a long prompt, and streams that their clients do not read for a while.
+func (c *chaos) slowWork(ctx context.Context) {
+	var clients sync.WaitGroup
+	for i := range slowClients {
+		clients.Go(func() {
+			for random := rand.New(rand.NewPCG(uint64(i), 5)); ctx.Err() == nil; {
+				prompt, pause := 200, time.Duration(0)
+				switch i % 3 {
+				case 1:
+					prompt = slowPrompt
+				case 2:
+					pause = slowPause
+				}
+				if _, ok := c.slow.ask(Say(soakText(random, prompt)), pause > 0, c.Long, slowLimit, pause); !ok {
+					<-time.After(soakRest)
+				}
+			}
+		})
+	}
+	clients.Wait()
 }
 
 // faults has one worker fail fast, one stand still and one be silent, in turn,
@@ -199,6 +267,11 @@ func (c *chaos) measure(ctx context.Context, began time.Time, d time.Duration) {
 // settle waits until nothing is booked any more, and holds what both routers know
 // against the workers' caches; wrong are the matches that go too far.
 func (c *chaos) settle() (wrong int) {
+	var chats sync.WaitGroup
+	for i := range lastChats {
+		chats.Go(func() { c.soak.converse(c.t.Context(), rand.New(rand.NewPCG(uint64(i), 6))) })
+	}
+	chats.Wait()
 	for i := range c.routers.sites {
 		router := c.routers.router(i)
 		testkit.Eventually(c.t, 2*c.Limit, fmt.Sprintf("router %d has nothing booked and all workers", i), func() bool {
@@ -214,7 +287,7 @@ func (c *chaos) settle() (wrong int) {
 		var found standing
 		// A removal that was lost last shows when a quiet stream is asked again.
 		for limit := time.Now().Add(c.Limit); time.Now().Before(limit); <-time.After(time.Second) {
-			if found = c.soak.compare(c.t, c.soak.some(), matches(router)); found.wrong == 0 && found.workers == chaosWorkers {
+			if found = c.soak.compare(c.t, c.soak.some(), matches(router)); found.wrong == 0 && found.workers == chaosIll {
 				break
 			}
 		}
@@ -255,24 +328,25 @@ func (c *chaos) report(d time.Duration, looks, wrong int) {
 	row("lost", lost)
 	row("hung", s.hung, fmt.Sprint(s.stalled, " after the answer had begun"))
 	row("answered or one clear error", fmt.Sprintf("%.3f %%", 100*share))
-	row("wrong matches", wrong, fmt.Sprintf("in %d looks at a worker's cache", looks+2*chaosWorkers))
+	slow := c.slow
+	row("long answers", len(slow.wholes), fmt.Sprintf("one clear error: streams %d, status %v; lost %d, hung %d", slow.broken, slow.refused, len(slow.odd), slow.hung))
+	ejected := c.routers.watch()
+	row("well workers ejected or down", len(ejected))
+	row("wrong matches", wrong, fmt.Sprintf("in %d looks at a worker's cache", looks+chaosRouters*chaosIll))
 	row("predicted too much", fmt.Sprintf("%.2f %% of the answers", 100*float64(s.over)/float64(max(1, answered))))
 	row("", "p50", "p99")
 	row("first byte of a stream", quantile(s.firsts, 0.5), quantile(s.firsts, 0.99))
 	row("whole answer", quantile(s.wholes, 0.5), quantile(s.wholes, 0.99))
 	row("first router", "beginning", "middle", "end")
-	streams := 0.0 // that a gateway may have at one router or at the other
-	if c.gateway != 0 {
-		streams = float64(c.Clients)
-	}
+	streams := float64(c.Clients) // at one router or at the other
 	for _, of := range []struct {
 		name  string
 		slack float64 // that is no growth
 		of    func(size) float64
 	}{
 		{"memory, MB", 16 + streams/25, func(s size) float64 { return s.memory }},
-		{"goroutines", 50 + streams, func(s size) float64 { return s.goroutines }},
-		{"descriptors", 50, func(s size) float64 { return s.descriptors }},
+		{"goroutines", 50 + 2*streams, func(s size) float64 { return s.goroutines }},
+		{"descriptors", 50 + streams, func(s size) float64 { return s.descriptors }},
 	} {
 		first, second, third := middle(c.sizes[0], of.of), middle(c.sizes[1], of.of), middle(c.sizes[2], of.of)
 		row(of.name, fmt.Sprintf("%.0f", first), fmt.Sprintf("%.0f", second), fmt.Sprintf("%.0f", third))
@@ -296,6 +370,12 @@ func (c *chaos) report(d time.Duration, looks, wrong int) {
 		t.Logf("hung: %s", which)
 	}
 	t.Logf("chaos of %s, %d workers, %d clients\n%s", d, chaosWorkers, s.clients, &text)
+	if len(ejected) > 0 {
+		t.Errorf("workers without a fault were ejected, %d times, such as %q", len(ejected), ejected[:min(5, len(ejected))])
+	}
+	if len(slow.wholes) == 0 || slow.hung > 0 || len(slow.odd) > 0 {
+		t.Errorf("%d long answers, %d hung: %q, lost %q", len(slow.wholes), slow.hung, slow.late[:min(5, slow.hung)], slow.odd[:min(5, len(slow.odd))])
+	}
 	if s.hung > 0 || wrong > 0 || looks == 0 || answered == 0 || share < 0.999 {
 		t.Errorf("hung %d, wrong matches %d, %.3f %% came to an answer or one clear error; the first of %d others: %q", s.hung, wrong, 100*share, lost, s.odd[:min(5, lost)])
 	}

@@ -27,7 +27,7 @@ const (
 )
 
 func TestChaos(t *testing.T) {
-	RunChaos(t, ChaosTime(t), ChaosSettings{Clients: soakRequests, Pace: slowMocks, Limit: chaosLimit, Phase: 40 * time.Second})
+	RunChaos(t, ChaosTime(t), ChaosSettings{Clients: soakRequests, Pace: slowMocks, Limit: time.Minute, Phase: 80 * time.Second, Long: 600})
 }
 
 // TestChaosRollingRestart restarts two routers and four workers, one after the

@@ -7,6 +7,7 @@ import (
 	"math"
 	"net/http"
 	"os"
+	"regexp"
 	"slices"
 	"strconv"
 	"strings"
@@ -42,6 +43,8 @@ type rollout struct {
 	ready    []bool
 	restarts []int
 	next     int
+	watched  *regexp.Regexp // lines of the logs; nil: none
+	said     []string       // such lines of the routers that have ended
 }
 
 // startRollout starts n routers and waits until each is ready. They end with the
@@ -146,10 +149,31 @@ func (r *rollout) kill(i int, args ...string) {
 func (r *rollout) replace(i int, with *Router) {
 	r.t.Helper()
 	r.mu.Lock()
+	r.said = append(r.said, r.lines(i)...)
 	r.sites[i], r.ready[i] = with, false
 	r.restarts[i]++
 	r.mu.Unlock()
 	r.waitReady(i)
+}
+
+// watch returns the lines of all routers' logs, those that have ended included, that
+// match what is watched.
+func (r *rollout) watch() (said []string) {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	said = slices.Clone(r.said)
+	for i := range r.sites {
+		said = append(said, r.lines(i)...)
+	}
+	return said
+}
+
+// lines is watch for the router i that runs; it needs mu.
+func (r *rollout) lines(i int) []string {
+	if r.watched == nil {
+		return nil
+	}
+	return r.watched.FindAllString(r.sites[i].Log.String(), -1)
 }
 
 // restart ends a router by SIGTERM, which must go well, and starts it again at

@@ -158,7 +158,7 @@ func (a *archive) during(t *testing.T, f func()) {
 		clients.Go(func() {
 			for random := rand.New(rand.NewPCG(uint64(i), 4)); ctx.Err() == nil; {
 				question := []map[string]string{Message("system", a.system[random.IntN(len(a.system))]), Message("user", soakText(random, 100))}
-				if _, ok := a.ask(question, true, 8, a.limit); !ok {
+				if _, ok := a.ask(question, true, 8, a.limit, 0); !ok {
 					<-time.After(soakRest)
 				}
 			}

@@ -154,7 +154,7 @@ func (s *soak) converse(ctx context.Context, random *rand.Rand) {
 		if random.Float64() < s.leaving {
 			patience = time.Duration(50+random.IntN(950)) * time.Millisecond
 		}
-		text, ok := s.ask(messages, random.IntN(2) == 0, 30+random.IntN(70), patience)
+		text, ok := s.ask(messages, random.IntN(2) == 0, 30+random.IntN(70), patience, 0)
 		if !ok {
 			<-time.After(soakRest)
 			return
@@ -164,8 +164,9 @@ func (s *soak) converse(ctx context.Context, random *rand.Rand) {
 }
 
 // ask sends one request to its end and counts how it ended; ok: an answer. Who has
-// less patience than the limit goes away when it ends.
-func (s *soak) ask(messages []map[string]string, stream bool, tokens int, patience time.Duration) (text string, ok bool) {
+// less patience than the limit goes away when it ends. The client reads nothing of the
+// answer until it has paused.
+func (s *soak) ask(messages []map[string]string, stream bool, tokens int, patience, pause time.Duration) (text string, ok bool) {
 	ctx, cancel := context.WithTimeout(context.Background(), patience)
 	defer cancel()
 	var first time.Duration // until the answer began
@@ -202,6 +203,9 @@ func (s *soak) ask(messages []map[string]string, stream bool, tokens int, patien
 	}
 	defer response.Body.Close()
 	first, worker = time.Since(began), response.Header.Get(web.HeaderWorker)
+	if pause > 0 {
+		<-time.After(pause)
+	}
 	var u proxy.Usage
 	var cut error // that ended the stream
 	whole, problems := false, 0
