@@ -342,6 +342,16 @@ func (p *Proxy) Forward(ctx context.Context, w http.ResponseWriter, u Upstream, 
 	}
 }
 
+// mayResend reports whether a client's request is sent to its worker once more, and counts that
+// in the retry budget: it may be the request that ends the connection.
+func (p *Proxy) mayResend(client string) bool {
+	denied := p.budget.Take(client, p.now())
+	if denied != "" {
+		p.observer.RetryDenied(string(denied))
+	}
+	return denied == ""
+}
+
 // send is attempt with the booking of the decision, which ends here.
 func (p *Proxy) send(ctx context.Context, w http.ResponseWriter, u Upstream, x *Exchange, decision router.Decision, retry bool) error {
 	x.Decision, x.Worker, x.Ending, x.refusal, x.Below = decision, p.names.Label(decision.Target.Key.Worker), policy.Abandoned, refusal{}, Below{}
@@ -400,7 +410,7 @@ func (p *Proxy) attempt(ctx context.Context, w http.ResponseWriter, u Upstream, 
 			timer.Reset(p.settings.RequestTimeout)
 		}
 	}
-	request, err := p.request(ctx, &u, target)
+	request, err := p.request(web.WithResends(ctx, func() bool { return p.mayResend(u.Client) }), &u, target)
 	if err != nil {
 		return err
 	}

@@ -1,6 +1,7 @@
 package web
 
 import (
+	"context"
 	"errors"
 	"fmt"
 	"net"
@@ -13,6 +14,16 @@ import (
 // ErrUnsendable means that a request could not be sent because of its own content, such as a header
 // with a control character. No peer is the cause.
 var ErrUnsendable = errors.New("the request cannot be sent")
+
+// mayResendKey is the context's key of the function of WithResends.
+type mayResendKey struct{}
+
+// WithResends returns a context whose requests are sent once more, on a new connection, only if
+// may allows it when that is due: a peer may also end its connection because of a request, and
+// read it twice then. Without it, all are.
+func WithResends(ctx context.Context, may func() bool) context.Context {
+	return context.WithValue(ctx, mayResendKey{}, may)
+}
 
 // resender sends a request once more, on a new connection, if it was sent on a used one that ended
 // before any byte of the answer: a peer that closes an idle connection may do so just as a request
@@ -57,6 +68,9 @@ func (r *resender) RoundTrip(request *http.Request) (*http.Response, error) {
 	}
 	again, ok := rewound(request)
 	if !ok {
+		return nil, err
+	}
+	if may, limited := ctx.Value(mayResendKey{}).(func() bool); limited && !may() {
 		return nil, err
 	}
 	response, failed := r.once.RoundTrip(again)

@@ -93,16 +93,26 @@ func TestARequestIsSentAgainOnceOnly(t *testing.T) {
 	for _, test := range []struct {
 		name   string
 		reused bool
+		may    bool
 		sent   int64
-	}{{"on a new connection", false, 1}, {"on a used one", true, 2}} {
+	}{{"on a new connection", false, true, 1}, {"on a used one", true, true, 2}, {"on a used one, where that is not allowed", true, false, 1}} {
 		if test.reused {
 			if _, err := post(client, server.URL+"/well", "a"); err != nil {
 				t.Fatal(err)
 			}
 		}
 		requests.Store(0)
-		if _, err := post(client, server.URL, "a"); err == nil || requests.Load() != test.sent {
-			t.Errorf("%s: sent %d times, want %d; error %v", test.name, requests.Load(), test.sent, err)
+		asked := 0
+		ctx := web.WithResends(t.Context(), func() bool {
+			asked++
+			return test.may
+		})
+		request, err := http.NewRequestWithContext(ctx, http.MethodPost, server.URL, strings.NewReader("a"))
+		if err != nil {
+			t.Fatal(err)
+		}
+		if _, err := client.Do(request); err == nil || requests.Load() != test.sent || asked > 0 != test.reused {
+			t.Errorf("%s: sent %d times, want %d; asked %d times; error %v", test.name, requests.Load(), test.sent, asked, err)
 		}
 	}
 }
