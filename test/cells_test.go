@@ -8,6 +8,7 @@ import (
 	"fmt"
 	"math/rand/v2"
 	"net/http"
+	"slices"
 	"strings"
 	"sync"
 	"sync/atomic"
@@ -259,11 +260,7 @@ func TestACellThatDrainsFinishesItsRequests(t *testing.T) {
 	}()
 	busy := -1
 	testkit.Eventually(t, 10*time.Second, "the request is with a cell", func() bool {
-		for _, w := range upper.Workers() {
-			if w.InFlight > 0 {
-				busy = int(w.WorkerID)
-			}
-		}
+		busy = slices.IndexFunc(tree.cells, func(cell *Mocks) bool { return cell.InFlight() > 0 })
 		return busy >= 0
 	})
 	if err := tree.cells[busy].Command.Process.Signal(syscall.SIGTERM); err != nil {
