@@ -219,6 +219,9 @@ func (s *silence) doubts(q *Waiting, silent time.Duration) Verdict {
 		}
 		return Avoid
 	}
+	if !w.missed.IsZero() && silent >= stalledFloor+s.reads(w, q.Tokens) { // its HTTP server does not answer either
+		return Hedge
+	}
 	allowed, known := s.allowed(q)
 	if !known || silent < allowed {
 		return Wait

@@ -147,3 +147,20 @@ func TestASilentWorkerIsAvoidedUntilItShowsLife(t *testing.T) {
 		t.Error("a silence that began before the last sign of life counts")
 	}
 }
+
+// TestARequestBeginsElsewhereIfHealthChecksAreMissed, however little is known of such requests.
+func TestARequestBeginsElsewhereIfHealthChecksAreMissed(t *testing.T) {
+	b := newBench(2)
+	b.Missed(key(0).Worker, 1, b.now)
+	story := Waiting{Class: ClassOf(kv.LegWhole, true, 0, Generate), Whole: true}
+	for silent, want := range map[time.Duration]Verdict{9 * time.Second: Wait, 10 * time.Second: Hedge} {
+		if got := b.judged(b.waits(0, story, silent)); got != want {
+			t.Errorf("after %s: verdict %d, want %d", silent, got, want)
+		}
+	}
+	long := story
+	long.Tokens = 5000
+	if got := b.judged(b.waits(0, long, 49*time.Second)); got != Wait {
+		t.Errorf("beside a long prompt: verdict %d", got)
+	}
+}
