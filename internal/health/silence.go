@@ -197,7 +197,7 @@ func (s *silence) writes(w *worker, tokens int) time.Duration {
 // later requests. not ok: the wait is not known.
 func (s *silence) allowed(q *Waiting) (wait time.Duration, ok bool) {
 	floor, usual := silentFloor, &s.waits[q.Class]
-	if q.Trial {
+	if q.Trial || !q.worker.silent.IsZero() { // the worker is in doubt already
 		floor = trialFloor
 	}
 	tokens := q.Tokens
@@ -227,7 +227,7 @@ func (s *silence) doubts(q *Waiting, silent time.Duration) Verdict {
 		return Wait
 	}
 	writes := s.limited(q)
-	if q.Trial && writes == 0 || q.Task == Embed || q.Task == Generate && !q.Whole || s.late >= lateLeast { // a worker on trial is in doubt already
+	if q.Trial && writes == 0 || q.Task == Embed || q.Task == Generate && !q.Whole || s.late >= lateLeast {
 		return Hedge
 	}
 	if silent < allowed+min(writes, writesAvoid) {

@@ -14,7 +14,7 @@ import (
 
 const (
 	// lookEvery is the interval at which the requests in flight on a worker are judged.
-	lookEvery = 500 * time.Millisecond
+	lookEvery = 250 * time.Millisecond
 	// flows is how lately a byte of an answer must have come for it to be left alone
 	// when its worker is said to be down: one that ends in good order answers to the
 	// end its running requests.
