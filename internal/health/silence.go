@@ -197,7 +197,7 @@ func (s *silence) writes(w *worker, tokens int) time.Duration {
 // later requests. not ok: the wait is not known.
 func (s *silence) allowed(q *Waiting) (wait time.Duration, ok bool) {
 	floor, usual := silentFloor, &s.waits[q.Class]
-	if q.Trial || !q.worker.silent.IsZero() { // the worker is in doubt already
+	if q.Trial || !q.Whole && !q.worker.silent.IsZero() { // the worker is in doubt already
 		floor = trialFloor
 	}
 	tokens := q.Tokens
