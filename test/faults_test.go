@@ -125,7 +125,7 @@ func TestMockHangEndsStreamsWithAnError(t *testing.T) {
 func TestStartedMockWorkersThatCrashAreStartedAgain(t *testing.T) {
 	t.Parallel()
 	s := StartMocker(t, 2, "--speedup-ratio=1", "--policy=round-robin", "--mock-crash-every=3s", "--restart-backoff-max=1s", "--migration-limit=0")
-	testkit.Eventually(t, 20*time.Second, "a stream breaks with its worker", func() bool {
+	testkit.Eventually(t, time.Minute, "a stream breaks with its worker", func() bool {
 		a, _ := s.Chat(context.Background(), Say(strings.Repeat("to be forgotten ", 30)), true, 2000)
 		return a.Broken && !a.Finished
 	})
