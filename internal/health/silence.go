@@ -18,6 +18,8 @@ import (
 //   - What runs there is given up after SilenceTimeout beyond all that its work explains, and
 //     the worker is ejected, while others show life.
 const (
+	// LookEvery is the interval at which the requests in flight on a worker are judged.
+	LookEvery = 250 * time.Millisecond
 	// LeastSilence is the shortest silence that may be too long.
 	LeastSilence = trialFloor
 	// silentFloor is the lower bound of an unexplained silence before the first byte, trialFloor

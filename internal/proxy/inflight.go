@@ -13,8 +13,6 @@ import (
 )
 
 const (
-	// lookEvery is the interval at which the requests in flight on a worker are judged.
-	lookEvery = 250 * time.Millisecond
 	// flows is how lately a byte of an answer must have come for it to be left alone
 	// when its worker is said to be down: one that ends in good order answers to the
 	// end its running requests.
@@ -73,7 +71,7 @@ func (p *Proxy) sent(b *router.Booking, target kv.Target, cancel context.CancelC
 	if l == nil {
 		l = &workerInflight{requests: map[*inflight]struct{}{}}
 		p.inflights.workers[target.Key.Worker] = l
-		l.timer = time.AfterFunc(lookEvery, func() { p.lookAt(target.Key.Worker, l) })
+		l.timer = time.AfterFunc(health.LookEvery, func() { p.lookAt(target.Key.Worker, l) })
 	}
 	l.requests[f] = struct{}{}
 	f.tries.joined(f)
@@ -159,7 +157,7 @@ func (p *Proxy) lookAt(worker uint64, l *workerInflight) {
 	case now.Sub(l.drains) >= p.settings.DrainMigrateAfter:
 		l.handOn()
 	}
-	l.timer.Reset(lookEvery)
+	l.timer.Reset(health.LookEvery)
 }
 
 // later returns the later of two times.

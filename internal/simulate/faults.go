@@ -157,14 +157,11 @@ func (w *worker) passTime(d time.Duration) time.Duration {
 	return d
 }
 
-// lookEvery is the interval at which the proxy judges the requests in flight on a worker.
-const lookEvery = 500 * time.Millisecond
-
 // watch has a worker's flights judged, as the proxy does.
 func (s *simulator) watch(f *flight) {
 	if w := &s.workers[f.worker]; !w.watched {
 		w.watched = true
-		s.after(lookEvery, func() { s.look(f.worker) })
+		s.after(health.LookEvery, func() { s.look(f.worker) })
 	}
 }
 
@@ -181,7 +178,7 @@ func (s *simulator) look(worker int) {
 	if w.watched = len(flights) > 0; !w.watched {
 		return
 	}
-	s.after(lookEvery, func() { s.look(worker) })
+	s.after(health.LookEvery, func() { s.look(worker) })
 	all := make([]router.InFlight, len(flights))
 	at := func(since time.Duration) time.Time { return s.clock().Add(since - s.now) }
 	for i, f := range flights {
