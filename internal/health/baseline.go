@@ -82,16 +82,20 @@ func ClassOf(leg kv.Leg, whole bool, output int, task Task) Class {
 	case whole:
 		return c + wholeForm
 	default:
-		return c
+		return c + streamForm
 	}
 }
 
 // The forms of the answers that generate text: streamed, whole without a limit, whole with one.
 const (
-	wholeForm   = 1
-	limitedForm = 2
-	forms       = 3
+	streamForm = iota
+	wholeForm
+	limitedForm
+	forms
 )
+
+// is reports whether c is of answers of that form.
+func (c Class) is(form Class) bool { return int(c) < generating && c%forms == form }
 
 // generating is the number of the classes of requests that generate text.
 const generating = forms * (int(kv.LegDecode) + 1)
@@ -146,7 +150,7 @@ type own struct {
 // the answer; 0: unknown. The usual time for what is allowed for separately is no part of the
 // baseline: for the prompts before a stream, for both before a whole answer with a limit.
 func (d *Detector) Waited(a Attempt, c Class, wait time.Duration, tokens, output int) {
-	streams, limited := int(c) < generating && c%forms == 0, int(c) < generating && c%forms == limitedForm
+	streams, limited := c.is(streamForm), c.is(limitedForm)
 	rest := wait
 	if streams || limited {
 		rest -= d.baseline.reads() * time.Duration(max(0, tokens))

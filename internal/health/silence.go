@@ -203,14 +203,11 @@ func (s *silence) allowed(q *Waiting) (wait time.Duration, ok bool) {
 		floor = trialFloor
 	}
 	tokens := q.Tokens
-	if q.isLimited() {
+	if q.Class.is(limitedForm) {
 		tokens = max(tokens, s.computes)
 	}
 	return max(floor, usual.wait) + s.reads(q.worker, tokens), usual.known
 }
-
-// isLimited reports whether the time for writing the whole answer follows from its limit.
-func (q *Waiting) isLimited() bool { return q.Task == Generate && q.Whole && q.Output > 0 }
 
 // doubts returns Avoid or Hedge where q has waited for longer than its worker's work explains.
 func (s *silence) doubts(q *Waiting, silent time.Duration) Verdict {
@@ -247,7 +244,7 @@ func (s *silence) doubts(q *Waiting, silent time.Duration) Verdict {
 // limited returns the time for writing an answer that comes whole and has a limit; other answers
 // have it in their baseline.
 func (s *silence) limited(q *Waiting) time.Duration {
-	if !q.isLimited() {
+	if !q.Class.is(limitedForm) {
 		return 0
 	}
 	return s.shown(q.worker, min(q.Output, writesMost))
