@@ -119,8 +119,7 @@ func (t *tries) mayMigrate(failed *workerError) (result, why string) {
 	case failed.abort != nil || failed.out: // the budget is not for workers that are gone
 		return "", ""
 	}
-	if denied := t.proxy.budget.Take(t.u.Client, t.proxy.now()); denied != "" {
-		t.proxy.observer.RetryDenied(string(denied))
+	if !t.proxy.takeRetry(t.u.Client) {
 		return MigratedLimited, whyBudget
 	}
 	return "", ""

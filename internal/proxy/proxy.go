@@ -342,9 +342,8 @@ func (p *Proxy) Forward(ctx context.Context, w http.ResponseWriter, u Upstream, 
 	}
 }
 
-// mayResend reports whether a client's request is sent to its worker once more, and counts that
-// in the retry budget: it may be the request that ends the connection.
-func (p *Proxy) mayResend(client string) bool {
+// takeRetry reports whether the budget allows a client a retry, and counts it.
+func (p *Proxy) takeRetry(client string) bool {
 	denied := p.budget.Take(client, p.now())
 	if denied != "" {
 		p.observer.RetryDenied(string(denied))
@@ -410,7 +409,8 @@ func (p *Proxy) attempt(ctx context.Context, w http.ResponseWriter, u Upstream, 
 			timer.Reset(p.settings.RequestTimeout)
 		}
 	}
-	request, err := p.request(web.WithResends(ctx, func() bool { return p.mayResend(u.Client) }), &u, target)
+	// It may be the request that ends connections: sending it again is a retry for the budget.
+	request, err := p.request(web.WithResends(ctx, func() bool { return p.takeRetry(u.Client) }), &u, target)
 	if err != nil {
 		return err
 	}
