@@ -32,19 +32,18 @@ func (m *Misses) Avoid(now time.Time) bool {
 
 // Down reports whether the worker is down. late means that the last check was not answered in time:
 // that proves nothing, since a busy server takes seconds for any answer, and the worker is down
-// after silence without any sign of life, of which lived is the last one; 0: never. One whose
-// connections break is down after some checks, unless it lives. One of which nothing has ever
-// answered (not met) cannot be busy with answers.
-func (m *Misses) Down(late, met bool, lived time.Time, silence time.Duration, now time.Time) bool {
+// after silence without any sign of life, of which lived is the last one (0: never). Until busy its
+// requests explain the silence. One whose connections break is down after some checks, unless it
+// lives. One of which nothing has ever answered (not met) cannot be busy with answers.
+func (m *Misses) Down(late, met bool, lived, busy time.Time, silence time.Duration, now time.Time) bool {
 	switch {
 	case !met:
 		return m.Count >= downMisses || late && m.Count >= avoidMisses
 	case !late:
 		return m.Count >= downMisses && !lived.After(m.Since)
-	case m.Since.After(lived):
-		lived = m.Since
 	}
-	return silence > 0 && now.Sub(lived) >= silence
+	silent := min(now.Sub(lived), now.Sub(m.Since), now.Sub(busy))
+	return silence > 0 && silent >= silence
 }
 
 // NextLimit returns the time that a worker gets for its next health check, at most most: double the

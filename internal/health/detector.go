@@ -120,6 +120,7 @@ type worker struct {
 	presses int       // pauses requested since its last answer
 
 	missed time.Time // since when it does not answer its health checks; zero: it does
+	busy   time.Time // until when log probabilities explain that its server does not answer; zero: none do
 
 	lived  time.Time // its last sign of life
 	shows  bool      // it has shown life otherwise than by answers
@@ -315,9 +316,12 @@ func (d *Detector) TrialDue(key kv.WorkerKey, now time.Time) (since time.Time, d
 	return w.until, w.phase == phaseOut && w.held.IsZero() && !now.Before(w.until) && (w.trial.IsZero() || now.Sub(w.trial) >= trialLimit)
 }
 
-// Begin records that a request is sent to a worker, and reports whether it is the
-// trial request.
-func (d *Detector) Begin(key kv.WorkerKey, now time.Time) (trial bool) {
+// Begin records that a request is sent to a worker, with so many log probabilities in its answer,
+// and reports whether it is the trial request.
+func (d *Detector) Begin(key kv.WorkerKey, logprobs int, now time.Time) (trial bool) {
+	if w := d.workers[key]; w != nil && logprobs > 0 {
+		w.busy = now.Add(min(max(0, w.busy.Sub(now))+LogprobTime(logprobs), LogprobTime(maxLogprobs)))
+	}
 	if d.odd == 0 {
 		return false
 	}

@@ -35,7 +35,7 @@ func (b *bench) pass(d time.Duration) { b.now = b.now.Add(d) }
 
 // sent is an attempt that is sent to a worker now.
 func (b *bench) sent(i int) Attempt {
-	return Attempt{Worker: key(i), Generation: 1, Sent: b.now, Trial: b.Begin(key(i), b.now)}
+	return Attempt{Worker: key(i), Generation: 1, Sent: b.now, Trial: b.Begin(key(i), 0, b.now)}
 }
 
 // fail has a worker fail one request, and good answer one.

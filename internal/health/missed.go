@@ -6,8 +6,9 @@ import (
 
 // Missed records that a worker has not answered its health checks, the last of them sent at that
 // time. Its HTTP server may be busy, which is no failure: new requests avoid it until a byte of an
-// answer comes, or AnswersChecks. It returns when the worker last showed life; zero: never.
-func (d *Detector) Missed(worker uint64, generation int, sent time.Time) (lived time.Time) {
+// answer comes, or AnswersChecks. It returns when the worker last showed life, and until when its
+// requests explain that its server does not answer; zero: never.
+func (d *Detector) Missed(worker uint64, generation int, sent time.Time) (lived, busy time.Time) {
 	changed := false
 	for key, w := range d.workers {
 		if key.Worker != worker || w.gone || w.generation != generation {
@@ -23,7 +24,7 @@ func (d *Detector) Missed(worker uint64, generation int, sent time.Time) (lived 
 	if changed {
 		d.recount()
 	}
-	return lived
+	return lived, d.busyUntil(worker)
 }
 
 // AnswersChecks ends what Missed began.

@@ -17,7 +17,7 @@ func TestAWorkerThatMissesItsChecksIsAvoided(t *testing.T) {
 		d := New(Settings{EjectAfter: 3, EjectionTime: time.Second, MaxEjectionTime: time.Second, MaxEjectionPercent: 50})
 		d.Join(key, 1, kv.RoleBoth, at)
 		d.Join(other, 1, kv.RoleBoth, at)
-		if lived := d.Missed(1, 1, at); !lived.IsZero() {
+		if lived, _ := d.Missed(1, 1, at); !lived.IsZero() {
 			t.Errorf("it lived at %s", lived)
 		}
 		return d
@@ -46,7 +46,7 @@ func TestAWorkerThatMissesItsChecksIsAvoided(t *testing.T) {
 	}
 	d := begin()
 	d.Lives(key, 1, at.Add(time.Second))
-	if lived := d.Missed(1, 1, at); !lived.Equal(at.Add(time.Second)) {
+	if lived, _ := d.Missed(1, 1, at); !lived.Equal(at.Add(time.Second)) {
 		t.Errorf("lived at %s", lived)
 	}
 	d = begin()

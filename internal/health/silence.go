@@ -39,6 +39,13 @@ const (
 	writesUnlimited, writesMost = 512, 4096
 	// givenUpMost is the same where the worker would be given up.
 	givenUpMost = 64 << 10
+	// logprobTime is the time for a log probability of an answer, of which the process that serves
+	// HTTP makes JSON while it answers nothing else; maxLogprobs is the number that explains a silence
+	// at most: 5 minutes.
+	logprobTime, maxLogprobs = 20 * time.Microsecond, 15_000_000
+	// logprobsAlone is the shortest such time for which a request is not sent to a second worker,
+	// which it would block, too.
+	logprobsAlone = time.Second
 	// othersWithin is the time within which another worker must have shown life for a silent
 	// one to be at fault.
 	othersWithin = time.Minute
@@ -59,13 +66,14 @@ const (
 // Waiting is a request that waits for its worker's next byte.
 type Waiting struct {
 	Attempt
-	Class  Class
-	Task   Task
-	Tokens int       // uncached prompt tokens on the worker when it was sent, its own included
-	Whole  bool      // its answer does not stream
-	Output int       // maximum tokens of the answer; 0: no limit is known
-	Since  time.Time // when it began to wait
-	Begun  bool      // a byte of the answer has come
+	Class    Class
+	Task     Task
+	Tokens   int       // uncached prompt tokens on the worker when it was sent, its own included
+	Whole    bool      // its answer does not stream
+	Output   int       // maximum tokens of the answer; 0: no limit is known
+	Logprobs int       // log probabilities in the answer
+	Since    time.Time // when it began to wait
+	Begun    bool      // a byte of the answer has come
 
 	Verdict Verdict // set by Silence
 	worker  *worker
@@ -165,10 +173,13 @@ func (d *Detector) Silence(all []Waiting, now time.Time) {
 func (s *silence) judge(q *Waiting) Verdict {
 	silent, limit := q.silent(s.now), s.settings.SilenceTimeout
 	verdict := s.doubts(q, silent)
+	if LogprobTime(q.Logprobs) >= logprobsAlone {
+		verdict = min(verdict, Avoid)
+	}
 	if verdict >= Avoid {
 		s.avoid(q.Attempt, q.worker, s.now)
 	}
-	if limit > 0 && silent >= limit && s.unexplained(q.worker, silent-limit) && s.othersLive(q.Worker, s.now) {
+	if limit > 0 && silent >= limit && s.unexplained(q.worker, silent-limit) && s.now.Sub(s.busyUntil(q.Worker.Worker)) >= limit && s.othersLive(q.Worker, s.now) {
 		a := q.Attempt
 		a.Sent = s.now // it lasts until now, whenever the worker came back
 		s.Failed(a, Stuck, "no sign of life for "+silent.Round(time.Millisecond).String()+" while other workers answered", s.now)
@@ -194,6 +205,22 @@ func (s *silence) writes(w *worker, tokens int) time.Duration {
 	return max(writeFloor, s.write, slices.Max(w.own.write[:])) * time.Duration(tokens)
 }
 
+// busyUntil returns until when log probabilities explain that a worker's server does not answer. It
+// goes on with them after their client has left. Zero: there were none.
+func (d *Detector) busyUntil(worker uint64) (until time.Time) {
+	for key, w := range d.workers {
+		if key.Worker == worker && w.busy.After(until) {
+			until = w.busy
+		}
+	}
+	return until
+}
+
+// LogprobTime returns the allowed time for so many log probabilities of an answer.
+func LogprobTime(n int) time.Duration {
+	return logprobTime * time.Duration(min(n, maxLogprobs))
+}
+
 // allowed returns for how long q may wait for its first byte, but for the writing of an answer
 // that comes whole and has a limit. While that is written, the engine may compute the prompts of
 // later requests. not ok: the wait is not known.
@@ -206,7 +233,7 @@ func (s *silence) allowed(q *Waiting) (wait time.Duration, ok bool) {
 	if q.Class.is(limitedForm) {
 		tokens = max(tokens, s.computes)
 	}
-	return max(floor, usual.wait) + s.reads(q.worker, tokens), usual.known
+	return max(floor, usual.wait) + s.reads(q.worker, tokens) + LogprobTime(q.Logprobs), usual.known
 }
 
 // doubts returns Avoid or Hedge where q has waited for longer than its worker's work explains.

@@ -21,6 +21,7 @@ func (b *bench) waits(i int, q Waiting, silent time.Duration) Waiting {
 	}
 	q.Sent = b.now.Add(-silent)
 	q.Since = q.Sent
+	b.Begin(q.Worker, q.Logprobs, q.Sent)
 	return q
 }
 
@@ -90,6 +91,12 @@ func TestWhatExplainsASilence(t *testing.T) {
 		{"for too long, but for a prompt beside it", Waiting{Begun: true}, s / 10, []Waiting{{Tokens: 5000}}, nil, 90 * s, Avoid},
 		{"for too long, but for a whole answer beside it", stream, s / 10, []Waiting{limited}, nil, 79 * s, Hedge},
 		{"for longer than that takes", stream, s / 10, []Waiting{limited}, nil, 81 * s, GiveUp},
+		{"all log probabilities of a prompt", Waiting{Class: bounded, Whole: true, Output: 400, Logprobs: 1 << 20}, s / 10, nil, nil, 33 * s, Wait},
+		{"all log probabilities of a prompt, for longer than that takes", Waiting{Class: bounded, Whole: true, Output: 400, Logprobs: 1 << 20}, s / 10, nil, nil, 59 * s, Avoid},
+		{"few log probabilities of a prompt, for longer than that takes", Waiting{Class: bounded, Whole: true, Output: 400, Logprobs: 1 << 10}, s / 10, nil, nil, 25 * s, Hedge},
+		{"beside all log probabilities of a prompt", stream, s / 10, []Waiting{{Class: bounded, Whole: true, Output: 1, Logprobs: 1 << 22}}, nil, 140 * s, Hedge},
+		{"beside all log probabilities of a prompt, for longer than that takes", stream, s / 10, []Waiting{{Class: bounded, Whole: true, Output: 1, Logprobs: 1 << 22}}, nil, 144 * s, GiveUp},
+		{"beside all log probabilities of a very long prompt", stream, s / 10, []Waiting{{Class: bounded, Whole: true, Output: 1, Logprobs: 1 << 40}}, nil, 360 * s, GiveUp},
 		{"for too long, but for a recording beside it", stream, s / 10, []Waiting{recording}, nil, time.Hour, Hedge},
 		{"for too long, while no other worker shows life", stream, s / 10, nil, func(b *bench) { b.pass(2 * othersWithin) }, 10 * time.Minute, Hedge},
 		{"without ejection", stream, s / 10, nil, func(b *bench) { b.settings.EjectAfter = 0 }, time.Hour, Wait},
@@ -129,11 +136,11 @@ func TestASilentWorkerIsAvoidedUntilItShowsLife(t *testing.T) {
 			t.Fatalf("level %d", b.level(0))
 		}
 		b.pass(pause - time.Millisecond)
-		if b.Begin(key(0), b.now) {
+		if b.Begin(key(0), 0, b.now) {
 			t.Fatalf("a trial after less than %s", pause)
 		}
 		b.pass(time.Millisecond)
-		if !b.Begin(key(0), b.now) || b.Begin(key(0), b.now) {
+		if !b.Begin(key(0), 0, b.now) || b.Begin(key(0), 0, b.now) {
 			t.Fatalf("no single trial after %s", pause)
 		}
 	}

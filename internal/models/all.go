@@ -75,7 +75,7 @@ func (s *Set) Busy(worker uint64) bool {
 func (s *Set) Lives(worker uint64, generation int) { s.For(worker).Router.Lives(worker, generation) }
 
 // Missed is Router.Missed.
-func (s *Set) Missed(worker uint64, generation int, sent time.Time) (lived time.Time) {
+func (s *Set) Missed(worker uint64, generation int, sent time.Time) (lived, busy time.Time) {
 	return s.For(worker).Router.Missed(worker, generation, sent)
 }
 

@@ -138,5 +138,10 @@ func (r *inference) work(path string) router.Work {
 	if w.Unseen = r.tokens - len(r.prompt.Tokens); r.unknown || r.kind == tokens.NoPrompt {
 		w.Unseen = max(w.Unseen, min(len(r.raw)/promptBytes, unseenMost))
 	}
+	output := w.Output
+	if !r.request.AnsweredWhole { // each of its events shows that the server works
+		output = 0
+	}
+	w.Logprobs = proxy.Logprobs(r.body, len(r.prompt.Tokens)+w.Unseen, output)
 	return w
 }

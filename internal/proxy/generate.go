@@ -86,6 +86,22 @@ func ComputesAnew(body *jsonbody.Body) bool {
 		body.Get("return_logprob").Bool() && given(start) && number(start) >= 0
 }
 
+// vocabulary is the number of log probabilities that -1 asks for, for each token, of common models.
+const vocabulary = 128 << 10
+
+// Logprobs returns the number of log probabilities in the answer, as vLLM understands the request,
+// to a prompt and with an answer of so many tokens.
+func Logprobs(body *jsonbody.Body, prompt, output int) int {
+	each := func(key string) int {
+		n, _ := jsonbody.Int(body.Get(key))
+		if n < 0 {
+			return vocabulary
+		}
+		return min(n, vocabulary)
+	}
+	return each("prompt_logprobs")*prompt + max(each("logprobs"), each("top_logprobs"))*output
+}
+
 // asks reports whether a member is present and neither null nor false.
 func asks(body *jsonbody.Body, key string) bool {
 	v := body.Get(key)

@@ -161,6 +161,24 @@ func TestWhatARequestWants(t *testing.T) {
 	}
 }
 
+func TestLogProbabilitiesOfAnAnswer(t *testing.T) {
+	for body, want := range map[string]int{
+		`{}`:                                   0,
+		`{"prompt_logprobs":null}`:             0,
+		`{"prompt_logprobs":2}`:                200,
+		`{"prompt_logprobs":-1}`:               100 * vocabulary,
+		`{"prompt_logprobs":"-1"}`:             100 * vocabulary,
+		`{"prompt_logprobs":1e300}`:            100 * vocabulary,
+		`{"logprobs":3}`:                       30,
+		`{"logprobs":true,"top_logprobs":5}`:   50,
+		`{"logprobs":-1,"prompt_logprobs":-1}`: 110 * vocabulary,
+	} {
+		if got := Logprobs(parsed(t, body), 100, 10); got != want {
+			t.Errorf("%s: %d, want %d", body, got, want)
+		}
+	}
+}
+
 // TestNumbersAreWhatTheEngineReads: a limit that counts less than is computed is none.
 func TestNumbersAreWhatTheEngineReads(t *testing.T) {
 	for _, raw := range []string{`64`, `64.0`, `6.4e1`, `"64"`, `" 64 "`, `"6_4"`, `"+64"`, `"0064"`, `"64.0"`} {

@@ -188,8 +188,9 @@ func (r *Router) Lives(worker uint64, generation int) {
 }
 
 // Missed records that a worker has not answered its health checks, the last of them sent at that
-// time: new requests avoid it. It returns when the worker last showed life; zero: never.
-func (r *Router) Missed(worker uint64, generation int, sent time.Time) (lived time.Time) {
+// time: new requests avoid it. It returns when the worker last showed life, and until when its requests
+// explain that its server does not answer; zero: never.
+func (r *Router) Missed(worker uint64, generation int, sent time.Time) (lived, busy time.Time) {
 	r.mu.Lock()
 	defer r.unlock()
 	return r.outliers.Missed(worker, generation, sent)
@@ -270,7 +271,7 @@ func (r *Router) judge(b *Booking, how policy.Ending, output int, now time.Time)
 			if b.computed {
 				waited = b.first.Sub(b.sent)
 			}
-			r.outliers.Waited(b.attempt(), b.class(), waited, b.queued, output)
+			r.outliers.Waited(b.attempt(), b.class(), waited-health.LogprobTime(b.asks.Logprobs), b.queued, output)
 		}
 		r.outliers.Succeeded(b.attempt(), now)
 	case how == policy.Failed && b.fault == nil:
@@ -386,7 +387,7 @@ func (r *Router) look(all []InFlight, last time.Time) {
 func (b *Booking) waiting(q *InFlight) health.Waiting {
 	w := health.Waiting{
 		Attempt: b.attempt(), Class: b.class(), Task: b.asks.Task, Tokens: b.queued + b.asks.Unseen,
-		Whole: b.answeredWhole && b.leg != kv.LegPrefill, Output: b.asks.Output, Since: q.Since, Begun: q.Begun,
+		Whole: b.answeredWhole && b.leg != kv.LegPrefill, Output: b.asks.Output, Logprobs: b.asks.Logprobs, Since: q.Since, Begun: q.Begun,
 	}
 	if b.leg == kv.LegDecode { // its prompt is computed elsewhere meanwhile
 		w.Tokens += b.prompt

@@ -87,9 +87,10 @@ type Request struct {
 // Work is what explains how long an engine is silent over a request, besides its prompt's
 // uncached tokens.
 type Work struct {
-	Task   health.Task
-	Output int // maximum tokens of the answer; 0: no limit is known
-	Unseen int // prompt tokens beyond NumTokens, estimated
+	Task     health.Task
+	Output   int // maximum tokens of the answer; 0: no limit is known
+	Unseen   int // prompt tokens beyond NumTokens, estimated
+	Logprobs int // log probabilities in the answer
 }
 
 // Hashes appends to dst the local block hashes of the request's Tokens.
@@ -709,7 +710,7 @@ func (r *Router) tracksPrefill(p *prompt) bool {
 func (r *Router) book(p *prompt, c *policy.Candidate, now time.Time) *Booking {
 	b := &Booking{
 		router: r, worker: c.Target.Key, client: p.Client, id: p.ID, prompt: p.tokens, expected: p.ExpectedOutput, sequence: p.sequence, answeredWhole: p.AnsweredWhole, asks: p.Work, leg: p.Leg, lora: p.LoRA,
-		assumed: r.assume(c.Target.Key, p), cached: -1, generation: c.Target.Generation, trial: r.outliers.Begin(c.Target.Key, now),
+		assumed: r.assume(c.Target.Key, p), cached: -1, generation: c.Target.Generation, trial: r.outliers.Begin(c.Target.Key, p.Work.Logprobs, now),
 	}
 	b.device, b.lower = r.finds(p, c)
 	b.loads = b.lower.Tokens(r.blockSize)

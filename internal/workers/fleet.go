@@ -50,7 +50,7 @@ type Members interface {
 	// Missed keeps new requests from a worker, if others are there, because it has not answered
 	// health checks, the last of them sent at that time, unless it has answered a request since.
 	// It returns when the worker last showed life; zero: never.
-	Missed(worker uint64, generation int, sent time.Time) (lived time.Time)
+	Missed(worker uint64, generation int, sent time.Time) (lived, busy time.Time)
 	Answers(worker uint64, generation int) // ends Missed
 }
 

@@ -101,11 +101,11 @@ func (m fakeMembers) Load(key kv.WorkerKey, p policy.Published) {
 
 func (m fakeMembers) ShowAdapters(kv.WorkerKey, policy.AdapterReport) {}
 
-func (m fakeMembers) Missed(worker uint64, _ int, _ time.Time) (lived time.Time) {
+func (m fakeMembers) Missed(worker uint64, _ int, _ time.Time) (lived, busy time.Time) {
 	if m.hooks.Missed != nil {
 		lived = m.hooks.Missed(worker)
 	}
-	return lived
+	return lived, busy
 }
 
 func (m fakeMembers) Answers(worker uint64, _ int) {

@@ -399,16 +399,16 @@ func (in *incarnation) checkHealth() {
 // overdue notes that a worker that is up has not answered a health check, sent at that time, which
 // alone proves nothing, and reports whether it is down.
 func (in *incarnation) overdue(err error, sent time.Time) bool {
-	var lived time.Time
+	var lived, busy time.Time
 	var stuck errStuck
 	isStuck, now := errors.As(err, &stuck), time.Now()
 	if isStuck || in.misses.Avoid(now) {
-		lived = in.f.members.Missed(in.w.id, in.generation, sent)
+		lived, busy = in.f.members.Missed(in.w.id, in.generation, sent)
 	}
 	if isStuck {
 		return now.Sub(lived) >= time.Duration(stuck)
 	}
-	return in.misses.Down(probe.TimedOut(err), in.met || in.answered, lived, time.Duration(in.f.silence.Load()), now)
+	return in.misses.Down(probe.TimedOut(err), in.met || in.answered, lived, busy, time.Duration(in.f.silence.Load()), now)
 }
 
 // mayDrain reports whether a draining worker may still finish its requests after this

@@ -32,7 +32,11 @@ type request struct {
 func (q *request) sent(to *worker) {
 	w := q.world
 	if q.kind.blocks && len(q.at) == 0 {
-		time.AfterFunc(time.Second, func() { to.block(time.Duration(5+q.reads%11) * time.Second) })
+		long := time.Duration(5+q.reads%11) * time.Second
+		if q.reads%8 == 0 {
+			long *= 10
+		}
+		time.AfterFunc(time.Second, func() { to.block(long) })
 	}
 	w.mu.Lock()
 	defer w.mu.Unlock()

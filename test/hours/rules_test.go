@@ -88,11 +88,11 @@ func (s *supervisor) check() {
 		s.down("refused")
 		return
 	}
-	var lived time.Time
+	var lived, busy time.Time
 	if s.misses.Avoid(now) {
-		lived = w.router.Missed(s.worker.id, s.generation, began)
+		lived, busy = w.router.Missed(s.worker.id, s.generation, began)
 	}
-	if s.misses.Down(late, true, lived, silenceTimeout, now) {
+	if s.misses.Down(late, true, lived, busy, silenceTimeout, now) {
 		s.down("silent")
 	}
 }
@@ -129,6 +129,9 @@ func (q *request) work() router.Work {
 	work := router.Work{Task: health.TaskOf(q.kind.route, true), Output: q.output}
 	if q.kind.unbound {
 		work.Output = 0
+	}
+	if q.kind.blocks {
+		work.Logprobs = q.prompt << 17
 	}
 	return work
 }

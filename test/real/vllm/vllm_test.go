@@ -34,9 +34,10 @@ import (
 func TestTwoWorkersOnRealVLLM(t *testing.T) {
 	c := collector.Start(t)
 	env := []string{"VLLM_SERVER_DEV_MODE=1", "OTEL_EXPORTER_OTLP_ENDPOINT=" + c.HTTP, "OTEL_SERVICE_NAME=my-router", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT=" + c.HTTP + "/v1/traces", "OTEL_BSP_SCHEDULE_DELAY=200"}
-	s := test.StartEngines(t, 2, env, "--", "--num-gpu-blocks-override", "60", "--max-model-len", strconv.Itoa(longest), "--otlp-traces-endpoint", c.GRPC)
+	s := test.StartEngines(t, 2, env, "--", "--num-gpu-blocks-override", "60", "--max-model-len", strconv.Itoa(longest), "--max-logprobs", "-1", "--otlp-traces-endpoint", c.GRPC)
 	t.Run("prediction is true", func(t *testing.T) { predicted(t, *s.Workers()[0].Endpoint) })
 	t.Run("trace", func(t *testing.T) { traced(t, s, c) })
+	t.Run("server blocked by log probabilities", func(t *testing.T) { blocked(t, *s.Workers()[0].Endpoint, *s.Workers()[1].Endpoint) })
 	t.Run("worker and router die", func(t *testing.T) { killed(t, s) })
 }
 
@@ -111,6 +112,44 @@ func predicted(t *testing.T, worker string) {
 			t.Error("usage.prompt_tokens differed from the router's count")
 		}
 	})
+}
+
+// blocked asks a worker for all log probabilities of a prompt: its server answers nothing for
+// several times as long as a worker may be silent.
+func blocked(t *testing.T, first, second string) {
+	s := test.Start(t, "--engine=none", "--model="+test.ModelFolder(), "--worker=url="+first, "--worker=url="+second, "--silence-timeout=2s")
+	s.WaitReady(2, time.Minute)
+	send := func(member string) (took time.Duration) {
+		began := time.Now()
+		response, err := http.Post(s.OpenAI+"/v1/completions", "application/json", strings.NewReader(`{"prompt":[1`+strings.Repeat(",100", 19)+`],"max_tokens":1`+member+`}`))
+		if err != nil {
+			t.Fatal(err)
+		}
+		defer response.Body.Close()
+		took = time.Since(began)
+		if _, err := io.Copy(io.Discard, response.Body); err != nil || response.StatusCode != http.StatusOK {
+			t.Fatalf("status %d after %s, %v", response.StatusCode, took, err)
+		}
+		return took
+	}
+	for range 6 { // what is usual
+		send("")
+	}
+	if took := send(`,"prompt_logprobs":-1`); took < 4*time.Second {
+		t.Errorf("answered after %s: the test shows nothing", took)
+	}
+	for _, w := range s.Workers() {
+		if w.State != "ready" {
+			t.Errorf("worker %s is %s", *w.Endpoint, w.State)
+		}
+	}
+	for name, value := range s.Metrics() {
+		for _, of := range []string{"kvrouter_ejections_total", "kvrouter_hedges_total", "kvrouter_retries_total"} {
+			if value > 0 && strings.HasPrefix(name, of) {
+				t.Errorf("%s is %v", name, value)
+			}
+		}
+	}
 }
 
 // killed kills a worker under traffic and then the
