@@ -111,12 +111,20 @@ type baseline struct {
 
 // ring holds the last values.
 type ring struct {
-	values [baselineSize]time.Duration
-	count  int // values added so far
+	values, sorted [baselineSize]time.Duration
+	count          int // values added so far
 }
 
 func (r *ring) add(d time.Duration) {
-	r.values[r.count%baselineSize] = d
+	oldest := &r.values[r.count%baselineSize]
+	rest := r.sorted[:min(r.count, baselineSize)]
+	if r.count >= baselineSize {
+		at, _ := slices.BinarySearch(rest, *oldest)
+		rest = slices.Delete(rest, at, at+1)
+	}
+	at, _ := slices.BinarySearch(rest, d)
+	_ = slices.Insert(rest, at, d) // within r.sorted
+	*oldest = d
 	r.count++
 }
 
@@ -126,8 +134,7 @@ func (r *ring) high() (most, all time.Duration) {
 	if n == 0 {
 		return 0, 0
 	}
-	sorted := slices.Sorted(slices.Values(r.values[:n]))
-	return sorted[(n-1)*95/100], sorted[n-1]
+	return r.sorted[(n-1)*95/100], r.sorted[n-1]
 }
 
 // usual returns the 95th percentile of the values; other, while too few are known.

@@ -181,7 +181,7 @@ func (p *Page) client(c *gin.Context) string {
 	if id, err := c.Cookie(cookieName); err == nil && p.sessions.holds(id, p.now()) {
 		return "session " + id
 	}
-	return web.AddressOf(c.Request).String()
+	return web.AddressOf(c.Request)
 }
 
 // stream sends events until the client goes, another takes its place, the page ends or

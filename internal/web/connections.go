@@ -34,10 +34,11 @@ const FreshFor = 200 * time.Millisecond
 // connection is one client.
 type connection struct {
 	net.Conn
-	all  *Connections
-	came time.Time     // since when it counts as new; zero: it does not. Guarded by all.mu
-	at   *list.Element // in all.idle; nil: it has a request, or is closed. Guarded by all.mu
-	shut bool          // it was closed. Guarded by all.mu
+	all    *Connections
+	client string        // see AddressOf
+	came   time.Time     // since when it counts as new; zero: it does not. Guarded by all.mu
+	at     *list.Element // in all.idle; nil: it has a request, or is closed. Guarded by all.mu
+	shut   bool          // it was closed. Guarded by all.mu
 
 	until atomic.Pointer[time.Time] // deadline of writing; nil: none was set
 
@@ -78,7 +79,7 @@ func (p *boundedPort) accept() (*connection, error) {
 	if err != nil {
 		return nil, err
 	}
-	c := &connection{Conn: raw, all: p.all}
+	c := &connection{Conn: raw, all: p.all, client: addressOf(raw.RemoteAddr().String())}
 	if !p.all.admit(c) {
 		_ = raw.Close()
 		return nil, net.ErrClosed

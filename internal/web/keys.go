@@ -3,7 +3,6 @@ package web
 import (
 	"crypto/sha256"
 	"crypto/subtle"
-	"net"
 	"net/http"
 	"net/netip"
 	"slices"
@@ -29,7 +28,7 @@ type Keys struct {
 	now  func() time.Time
 
 	mu    sync.Mutex              // guards the rest
-	tries map[netip.Prefix]*tries // by address
+	tries map[string]*tries // by address
 	swept time.Time               // when those with all tries left were last removed
 }
 
@@ -44,7 +43,7 @@ func NewKeys(keys []string) *Keys {
 	if len(keys) == 0 {
 		return nil
 	}
-	k := &Keys{now: time.Now, tries: map[netip.Prefix]*tries{}}
+	k := &Keys{now: time.Now, tries: map[string]*tries{}}
 	for _, key := range keys {
 		k.sums = append(k.sums, sha256.Sum256([]byte(key)))
 	}
@@ -94,24 +93,30 @@ func (k *Keys) refuse(c *gin.Context, given []string, why string, fail func(*gin
 	c.Abort()
 }
 
-// AddressOf returns the sender's address: of IPv6, the network that one client has; the
-// zero value: unknown.
-func AddressOf(r *http.Request) netip.Prefix {
-	host, _, _ := net.SplitHostPort(r.RemoteAddr)
-	address, err := netip.ParseAddr(host)
+// AddressOf returns the sender's address without its port. Of IPv6 it is the network of 64 bits,
+// whose addresses one client can choose. Empty: it is no address.
+func AddressOf(r *http.Request) string {
+	if c := connectionOf(r); c != nil {
+		return c.client
+	}
+	return addressOf(r.RemoteAddr)
+}
+
+func addressOf(remote string) string {
+	from, err := netip.ParseAddrPort(remote)
 	if err != nil {
-		return netip.Prefix{}
+		return ""
 	}
-	bits := 64
-	if address = address.Unmap().WithZone(""); address.Is4() {
-		bits = 32
+	address := from.Addr().Unmap().WithZone("")
+	if address.Is4() {
+		return address.String()
 	}
-	network, _ := address.Prefix(bits) // of a valid address
-	return network
+	network, _ := address.Prefix(64) // of a valid address
+	return network.String()
 }
 
 // try reports whether the address may try one more wrong key now.
-func (k *Keys) try(address netip.Prefix) bool {
+func (k *Keys) try(address string) bool {
 	k.mu.Lock()
 	defer k.mu.Unlock()
 	now := k.now()
@@ -120,7 +125,7 @@ func (k *Keys) try(address netip.Prefix) bool {
 			k.sweep(now)
 		}
 		if len(k.tries) >= maxTriers {
-			address = netip.Prefix{}
+			address = ""
 		}
 	}
 	t := k.tries[address]

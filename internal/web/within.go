@@ -29,4 +29,4 @@ func Within(places *quota.Pool, client func(*gin.Context) string, refuse gin.Han
 }
 
 // Address names the client of a request by its address.
-func Address(c *gin.Context) string { return AddressOf(c.Request).String() }
+func Address(c *gin.Context) string { return AddressOf(c.Request) }
