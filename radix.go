@@ -7,6 +7,7 @@ import (
 
 	"kvrouter/internal/cells"
 	"kvrouter/internal/events"
+	"kvrouter/internal/radix"
 	"kvrouter/internal/settings"
 	"kvrouter/internal/summary"
 )
@@ -28,7 +29,7 @@ func (r *app) recoverIndex(ctx context.Context) {
 	if len(r.config.IndexerPeers) == 0 {
 		return
 	}
-	recovered, err := events.RecoverIndex(ctx, r.changed, r.config.BlockSize, peerKey(r.config), r.config.IndexerPeers, r.log)
+	recovered, err := events.RecoverIndex(ctx, r.index, r.config.BlockSize, peerKey(r.config), r.config.IndexerPeers, r.log)
 	if err != nil {
 		r.log.Warn("no peer of --indexer-peers returned its index: starting with an empty index", "error", err)
 		return
@@ -45,13 +46,14 @@ func (c *Config) book() *summary.Book {
 	return summary.NewBook()
 }
 
-// tellRoutersAbove returns what tells the routers above of the default model.
-func (r *app) tellRoutersAbove(book *summary.Book) *cells.Teller {
+// tellRoutersAbove returns what tells the routers above of the default model: the book that exact
+// keeps.
+func (r *app) tellRoutersAbove(book *summary.Book, exact *radix.Tree) *cells.Teller {
 	deps := cells.Deps{
 		Hello: cells.Hello{Router: r.config.Hop.Name(), Version: settings.Version(), BlockSize: r.config.BlockSize}, Info: r.tellInfo, State: r.tellState, Log: r.log,
 	}
-	if tree, keeps := r.index.(interface{ Tidy(limit int) bool }); keeps && book != nil {
-		deps.Book, deps.Tidy = book, tree.Tidy
+	if book != nil {
+		deps.Book, deps.Tidy = book, exact.Tidy
 	}
 	return cells.NewTeller(r.config.Cells, deps)
 }

@@ -9,6 +9,7 @@ import (
 	"kvrouter/internal/radix"
 	"kvrouter/internal/router"
 	"kvrouter/internal/testkit"
+	"kvrouter/internal/testkit/radixtest"
 )
 
 func TestCacheFlagsAreChecked(t *testing.T) {
@@ -56,7 +57,8 @@ func TestThePrefixSourceDecidesWhetherEventsAreFollowed(t *testing.T) {
 		config := Config{Policy: test.policy, Scoring: testkit.Defaults[policies.Settings](), Index: testkit.Defaults[router.IndexSettings]()}
 		config.Index.PrefixSource, config.Index.NoKVEvents = test.source, test.noEvents
 		config.Index.MaxTreeSize = 1000
-		trees, is := router.NewIndex(config.Index, config.Policy, config.Scoring.Settings, 64, time.Now).(*radix.Trees)
+		index, _ := router.NewIndex(config.Index, config.Policy, config.Scoring.Settings, 64, time.Now)
+		trees, is := index.(*radix.Trees)
 		if is != test.trees || config.KVEvents() != test.follows {
 			t.Errorf("%+v: trees %v, follows %v", test, is, config.KVEvents())
 		}
@@ -73,14 +75,15 @@ func TestWithoutOverlapWeightThereIsNoIndex(t *testing.T) {
 	zero := 0.0
 	knobs := testkit.Defaults[policies.Settings]()
 	knobs.OverlapScoreWeight = &zero
-	x := router.NewIndex(testkit.Defaults[router.IndexSettings](), "kv", knobs.Settings, testkit.BlockSize, time.Now)
-	if err := x.Store(testkit.W0, 0, false, testkit.Chain(testkit.Prompt(1, 3))); err != nil {
+	x, _ := router.NewIndex(testkit.Defaults[router.IndexSettings](), "kv", knobs.Settings, testkit.BlockSize, time.Now)
+	if err := radixtest.Store(x, testkit.W0, 0, false, testkit.Chain(testkit.Prompt(1, 3))); err != nil {
 		t.Fatal(err)
 	}
 	if got := x.Match(testkit.Prompt(1, 3), 3, 0, nil); got != nil {
 		t.Errorf("matches %v", got)
 	}
-	if _, exact := router.NewIndex(testkit.Defaults[router.IndexSettings](), "work", knobs.Settings, testkit.BlockSize, time.Now).(*radix.Tree); !exact {
+	y, _ := router.NewIndex(testkit.Defaults[router.IndexSettings](), "work", knobs.Settings, testkit.BlockSize, time.Now)
+	if _, exact := y.(*radix.Tree); !exact {
 		t.Error("policy work, which has no such weight, has no index")
 	}
 	config := Config{Policy: "kv", Scoring: knobs}

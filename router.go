@@ -44,8 +44,7 @@ type app struct {
 	log        *slog.Logger
 	models     *models.Set
 	index      radix.Index       // of the default model
-	changed    radix.Index       // index, as KV events change it
-	recording  *events.Recording // of those changes; nil: none
+	recording  *events.Recording // of its changes; nil: none
 	router     *router.Router    // of the default model
 	fleet      *workers.Fleet
 	source     discovery.Source  // of workers; nil: only those of the settings
@@ -83,9 +82,14 @@ type app struct {
 func build(ctx context.Context, config Config, log *slog.Logger) (*app, error) {
 	config.Hop, config.RouterKeys = web.NewHop(), web.NewKeys(config.RouterAPIKey)
 	book := config.book()
-	r := &app{config: config, stored: &openai.Stored{}, log: log, edges: guard.New(), index: router.NewTellingIndex(config.Index, config.Policy, config.Scoring.Settings, config.BlockSize, time.Now, book)}
-	matched := r.index // what choices see: also what relays tell of cells
+	r := &app{config: config, stored: &openai.Stored{}, log: log, edges: guard.New()}
+	exact := radix.NewTellingTree(book)
+	index, assumer := router.NewIndexOf(exact, config.Index, config.Policy, config.Scoring.Settings, config.BlockSize, time.Now)
 	var err error
+	if r.index, r.recording, err = events.OpenRecording(config.Snapshot, index, log); err != nil {
+		return nil, err
+	}
+	var matched router.Index = r.index // what choices see: also what relays tell of cells
 	if len(config.Relay.RelayCells) > 0 {
 		deps := relay.BelowDeps{Model: config.ServedModelName, BlockSize: config.BlockSize, TLS: config.WorkerTLS, Log: log}
 		if r.below, err = relay.NewBelow(config.Relay.RelayCells, deps); err != nil {
@@ -100,23 +104,20 @@ func build(ctx context.Context, config Config, log *slog.Logger) (*app, error) {
 	if err != nil {
 		return nil, err
 	}
-	r.router = router.New(config.Routing, router.Deps{Index: matched, Policy: rule, BlockSize: config.BlockSize, Seed: cmp.Or(config.Seed, uint64(time.Now().UnixNano())), Log: log})
-	if r.changed, r.recording, err = events.OpenRecording(config.Snapshot, r.index, log); err != nil {
-		return nil, err
-	}
+	r.router = router.New(config.Routing, router.Deps{Index: matched, Assumer: assumer, Policy: rule, BlockSize: config.BlockSize, Seed: cmp.Or(config.Seed, uint64(time.Now().UnixNano())), Log: log})
 	r.certificates = web.NewCertificates(config.Web.TLS)
 	if config.Relay.RelayPort != 0 {
 		if r.relay, err = r.openRelay(); err != nil {
 			return nil, err
 		}
-		r.changed = r.relay.Holdings().Follow(r.changed, config.BlockSize)
+		r.index = r.relay.Holdings().Follow(r.index, config.BlockSize)
 	}
 	start, err := r.starter()
 	if err != nil {
 		return nil, err
 	}
 	r.fleet = workers.New(config.fleetSettings(), workers.Deps{
-		Start: start, Index: r.changed, Peers: events.NewPeers(config.IndexerPeers, peerKey(config), nil), Names: r.router.Names(), Edges: r.edges, Log: log,
+		Start: start, Index: r.index, Peers: events.NewPeers(config.IndexerPeers, peerKey(config), nil), Names: r.router.Names(), Edges: r.edges, Log: log,
 	})
 	r.reloads = telemetry.NewReloads(config.reloadedFiles()...)
 	fileRead := func(failed bool) { r.reloads.Note(telemetry.FileWorkers, failed) }
@@ -130,8 +131,8 @@ func build(ctx context.Context, config Config, log *slog.Logger) (*app, error) {
 	r.proxy = proxy.New(config.proxySettings(), proxy.Deps{
 		Observer: r.telemetry, Failed: r.fleet.ReportFailure, Names: r.router.Names(), Hop: config.Hop, Transport: web.NewTransport(config.WorkerTLS), Answers: config.Bodies.Answers(), Log: log,
 	})
-	r.models = models.New(config.modelSettings(), models.Deps{Router: r.router, Index: r.changed, Tokenizer: r.model, TokenizerRefused: r.model == nil && config.Model != "", Ask: r.proxy.Ask, Look: r.fleet.LookForModels, Log: log})
-	r.teller = r.tellRoutersAbove(book)
+	r.models = models.New(config.modelSettings(), models.Deps{Router: r.router, Index: r.index, Tokenizer: r.model, TokenizerRefused: r.model == nil && config.Model != "", Ask: r.proxy.Ask, Look: r.fleet.LookForModels, Log: log})
+	r.teller = r.tellRoutersAbove(book, exact)
 	r.telemetry.Register(r.teller.Collector())
 	r.tenants = telemetry.NewTenants(r.models.Tenants)
 	r.partitions = selection.NewPartitions(config.ServedModelName, r.models)

@@ -9,6 +9,7 @@ import (
 
 	"kvrouter/internal/kv"
 	"kvrouter/internal/radix"
+	"kvrouter/internal/testkit/radixtest"
 )
 
 // simRequest makes a request whose blocks of that size have the given local
@@ -212,7 +213,7 @@ func TestEngineAlwaysFinishesAndItsEventsTellItsCache(t *testing.T) {
 		var failed error
 		e := smallEngine(rapid.IntRange(8, 24).Draw(t, "blocks"), func(event Event) {
 			if event.Stored {
-				if err := index.Store(w, event.Parent, event.HasParent, event.Blocks); err != nil {
+				if err := radixtest.Store(index, w, event.Parent, event.HasParent, event.Blocks); err != nil {
 					failed = err
 				}
 				for i, b := range event.Blocks {
@@ -220,7 +221,7 @@ func TestEngineAlwaysFinishesAndItsEventsTellItsCache(t *testing.T) {
 						failed = fmt.Errorf("event block %d is not block %d of its request", i, event.First+i)
 					}
 				}
-			} else if unknown := index.Remove(w, event.Removed); unknown > 0 {
+			} else if unknown := radixtest.Remove(index, w, event.Removed); unknown > 0 {
 				failed = fmt.Errorf("%d removed blocks had not been stored", unknown)
 			}
 		})
@@ -307,7 +308,7 @@ func TestEngineAlwaysFinishesAndItsEventsTellItsCache(t *testing.T) {
 			},
 			"reset": func(*rapid.T) {
 				e.Reset()
-				index.Clear(w)
+				radixtest.Clear(index, w)
 			},
 			"": func(*rapid.T) { verify() },
 		})

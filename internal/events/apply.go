@@ -41,14 +41,25 @@ func (s *Stream) clear(why string) {
 	}
 	s.batch.stored = false
 	s.stats.Cold.Store(true)
-	s.index.Clear(s.Src.Worker)
+	s.apply(radix.Change{Kind: radix.Cleared})
 	s.tails, s.chunkBlocks = nil, 0
-	s.history.cleared()
 	s.seeded = false
 	s.settle()
 	if !s.applying {
 		s.tellCleared()
 	}
+}
+
+// apply makes a change of the rank's blocks and notes it in the history.
+func (s *Stream) apply(c radix.Change) (radix.Applied, error) {
+	s.change = c
+	return s.history.Apply(&s.change)
+}
+
+// alter makes a change that the history does not have.
+func (s *Stream) alter(c radix.Change) (radix.Applied, error) {
+	s.change = c
+	return s.index.Apply(s.Src.Worker, &s.change)
 }
 
 // tellCleared logs what clear has done since it last did.
@@ -101,7 +112,7 @@ func (s *Stream) applyBatch(seq uint64, payload []byte, live bool) error {
 		}
 	}
 	defer s.trim()
-	if drops := s.drops.Load() && !s.looksAhead; drops != s.layout.DropsLast {
+	if drops := s.drops.Load() && s.ahead.Tokens == 0; drops != s.layout.DropsLast {
 		s.setLayout(kv.Layout{Groups: s.layout.Groups, DropsLast: drops})
 	}
 	learned := 0
@@ -142,6 +153,7 @@ func (s *Stream) applyBatch(seq uint64, payload []byte, live bool) error {
 // trim gives up the memory that an unusually large batch took.
 func (s *Stream) trim() {
 	s.dec.trim()
+	s.change = radix.Change{}
 	if cap(s.blocks) > keptBlocks {
 		s.blocks = nil
 	}
@@ -164,27 +176,25 @@ func (s *Stream) applyEvent(e *kvEvent) error {
 			s.stats.Ignored.Add(1)
 			return nil
 		}
-		unknown := 0
-		if group > 0 {
-			unknown = s.index.Drop(s.Src.Worker, group, e.hashes)
-			s.history.dropped(group, e.hashes)
-		} else {
-			hashes := s.inParts(e.hashes)
-			unknown = s.index.Remove(s.Src.Worker, hashes)
-			s.history.removed(hashes)
+		hashes := e.hashes
+		if group == 0 {
+			hashes = s.inParts(hashes)
+		}
+		done, err := s.apply(radix.Change{Kind: radix.Removed, Group: int32(group), Hashes: hashes})
+		if err != nil {
+			return err
 		}
 		s.stats.Removed.Add(1)
-		s.stats.RemovedBlocks.Add(uint64(len(e.hashes) - unknown))
-		if unknown > 0 {
-			s.stats.UnknownRemoved.Add(uint64(unknown))
+		s.stats.RemovedBlocks.Add(uint64(len(e.hashes) - done.Unknown))
+		if done.Unknown > 0 {
+			s.stats.UnknownRemoved.Add(uint64(done.Unknown))
 			s.stats.RemovedIncomplete.Add(1)
 		}
 	case eventCleared:
 		// SGLang clears the host's memory, too. vLLM does or does not, and sends the same
 		// (reset_external of POST /reset_prefix_cache): its lower tiers become doubtful.
-		s.index.ClearDevice(s.Src.Worker, s.pinned.Load())
+		s.apply(radix.Change{Kind: radix.DeviceCleared, Host: s.pinned.Load()})
 		s.tails = nil
-		s.history.deviceCleared(s.pinned.Load())
 		s.batch.stored = false
 		s.stats.Cleared.Add(1)
 		s.stats.Cold.Store(false)
@@ -238,14 +248,14 @@ func (s *Stream) applyStored(e *kvEvent) error {
 		return err
 	}
 	if s.seeded { // or a block from the peer counts twice
-		s.index.Remove(s.Src.Worker, s.inParts(e.hashes))
+		s.alter(radix.Change{Kind: radix.Removed, Hashes: s.inParts(e.hashes)})
 	}
-	if ahead := e.lookahead(); ahead.Tokens > 0 {
-		s.index.LookaheadStored(ahead)
-		s.looksAhead = true
+	if ahead := e.lookahead(); ahead.Tokens > 0 && ahead != s.ahead {
+		s.apply(radix.Change{Kind: radix.LookaheadStored, Set: &radix.Setting{Lookahead: ahead}})
+		s.ahead = ahead
 	}
 	s.batch.stored = true
-	switch err := s.index.Store(s.Src.Worker, e.parent, e.hasParent, s.blocks); {
+	switch _, err := s.apply(radix.Change{Kind: radix.Stored, Parent: e.parent, HasParent: e.hasParent, Blocks: s.blocks}); {
 	case errors.Is(err, radix.ErrParentUnknown):
 		s.stats.UnknownParent.Add(1)
 		if s.stats.Cold.Load() {
@@ -257,7 +267,6 @@ func (s *Stream) applyStored(e *kvEvent) error {
 	case err != nil:
 		return err
 	}
-	s.history.stored(e.parent, e.hasParent, s.blocks)
 	s.stats.Stored.Add(1)
 	s.stats.StoredBlocks.Add(uint64(len(s.blocks)))
 	return nil

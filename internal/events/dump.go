@@ -7,7 +7,6 @@ import (
 	"errors"
 	"fmt"
 	"io"
-	"iter"
 	"log/slog"
 	"strings"
 	"time"
@@ -21,70 +20,6 @@ import (
 // the events are store events in an order in which parents come first. Their
 // event ids only number them.
 
-// dumpTier is the tier of an engine's own cache.
-const dumpTier = "device"
-
-// DumpEvent is one event of a dump.
-type DumpEvent struct {
-	WorkerID    uint64      `json:"worker_id"`
-	StorageTier string      `json:"storage_tier"`
-	Event       dumpKVEvent `json:"event"`
-}
-
-type dumpKVEvent struct {
-	EventID int      `json:"event_id"`
-	Data    dumpData `json:"data"`
-	DPRank  uint32   `json:"dp_rank"`
-}
-
-// dumpData has one field, or none for an event that is no store event.
-type dumpData struct {
-	Stored *dumpStored `json:"stored,omitempty"`
-}
-
-// UnmarshalJSON ignores events of other types, such as "cleared".
-func (d *dumpData) UnmarshalJSON(text []byte) error {
-	*d = dumpData{}
-	if len(text) > 0 && text[0] != '{' {
-		return nil
-	}
-	type plain dumpData
-	return json.Unmarshal(text, (*plain)(d))
-}
-
-type dumpStored struct {
-	ParentHash    *uint64     `json:"parent_hash"`
-	StartPosition *int        `json:"start_position"`
-	Blocks        []dumpBlock `json:"blocks"`
-}
-
-// placed reports whether the blocks' place is known. Without a parent they can stand at
-// a prompt's beginning only: to store others there would be a wrong match.
-func (s *dumpStored) placed() bool {
-	return s.ParentHash != nil || s.StartPosition == nil || *s.StartPosition == 0
-}
-
-// parent returns the engine's hash of the block that they follow.
-func (s *dumpStored) parent() (hash uint64, has bool) {
-	if s.ParentHash == nil {
-		return 0, false
-	}
-	return *s.ParentHash, true
-}
-
-// stored appends the blocks as an index takes them.
-func (s *dumpStored) stored(to []kv.StoredBlock) []kv.StoredBlock {
-	for _, b := range s.Blocks {
-		to = append(to, kv.StoredBlock{Engine: b.BlockHash, Local: b.TokensHash})
-	}
-	return to
-}
-
-type dumpBlock struct {
-	BlockHash  uint64 `json:"block_hash"`
-	TokensHash uint64 `json:"tokens_hash"`
-}
-
 // DumpPart is one partition of a dump to write.
 type DumpPart struct {
 	Name    string // MODEL:GROUP
@@ -93,7 +28,7 @@ type DumpPart struct {
 
 // WriteDump writes the blocks of the workers of all parts. Consecutive blocks are
 // in one event.
-func WriteDump(w io.Writer, index radix.Index, blockSize int, parts []DumpPart) error {
+func WriteDump(w io.Writer, index radix.Reader, blockSize int, parts []DumpPart) error {
 	out := bufio.NewWriter(w)
 	out.WriteByte('{') // an error stays in out until Flush
 	for i, part := range parts {
@@ -102,14 +37,13 @@ func WriteDump(w io.Writer, index radix.Index, blockSize int, parts []DumpPart) 
 		}
 		name, _ := json.Marshal(part.Name) // a string always can be
 		fmt.Fprintf(out, `%s:{"block_size":%d,"events":[`, name, blockSize)
-		events := 0
+		events := uint64(0)
 		for _, key := range part.Workers {
-			for run := range runsOf(index.DumpOf(key)) {
+			for c := range storedChanges(index.DumpOf(key)) {
 				if events > 0 {
 					out.WriteByte(',')
 				}
-				event := dumpKVEvent{EventID: events, Data: dumpData{run.stored()}, DPRank: key.Rank}
-				text, _ := json.Marshal(DumpEvent{WorkerID: key.Worker, StorageTier: dumpTier, Event: event}) // plain values always can be
+				text, _ := json.Marshal(newRouterEvent(key, events, textOf(c, false))) // plain values always can be
 				if _, err := out.Write(text); err != nil {
 					return err // the reader is gone
 				}
@@ -136,10 +70,10 @@ const dumpGroups = "cache_groups"
 // dumpRank is the KV-cache groups of one rank in a dump, with some of their blocks: a
 // rank has as many as its blocks need.
 type dumpRank struct {
-	WorkerID uint64        `json:"worker_id"`
-	DPRank   uint32        `json:"dp_rank"`
-	Layout   string        `json:"layout"`
-	Held     []groupBlocks `json:"held"`
+	WorkerID uint64      `json:"worker_id"`
+	DPRank   uint32      `json:"dp_rank"`
+	Layout   string      `json:"layout"`
+	Held     []groupText `json:"held"`
 }
 
 // listWriter writes a member of a partition that is a list. Without an item there is no
@@ -168,7 +102,7 @@ func (l *listWriter) end() {
 }
 
 // writeGroups writes the groups of those of the workers that have others than one.
-func writeGroups(out *bufio.Writer, index radix.Index, workers []kv.WorkerKey) error {
+func writeGroups(out *bufio.Writer, index radix.Reader, workers []kv.WorkerKey) error {
 	list := listWriter{out: out, name: dumpGroups}
 	for _, key := range workers {
 		r := dumpRank{WorkerID: key.Worker, DPRank: key.Rank, Layout: index.LayoutOf(key).String()}
@@ -178,8 +112,8 @@ func writeGroups(out *bufio.Writer, index radix.Index, workers []kv.WorkerKey) e
 		if err := list.add(r); err != nil {
 			return err
 		}
-		for held := range heldTogether(index.HeldOf(key)) {
-			r.Held = []groupBlocks{held}
+		for c := range heldChanges(index.HeldOf(key)) {
+			r.Held = []groupText{*textOf(c, false).Held}
 			if err := list.add(r); err != nil {
 				return err
 			}
@@ -194,66 +128,23 @@ const dumpTiers = "lower_tiers"
 
 // dumpLower is one change of the lower tiers of one rank in a dump.
 type dumpLower struct {
-	WorkerID uint64      `json:"worker_id"`
-	DPRank   uint32      `json:"dp_rank"`
-	Change   lowerChange `json:"change"`
+	WorkerID uint64    `json:"worker_id"`
+	DPRank   uint32    `json:"dp_rank"`
+	Change   lowerText `json:"change"`
 }
 
 // writeLower writes the lower tiers of the workers, if any has some.
-func writeLower(out *bufio.Writer, index radix.Index, workers []kv.WorkerKey) error {
+func writeLower(out *bufio.Writer, index radix.Reader, workers []kv.WorkerKey) error {
 	list := listWriter{out: out, name: dumpTiers}
 	for _, key := range workers {
-		for change := range lowerChanges(index.DumpLowerOf(key)) {
-			if err := list.add(dumpLower{WorkerID: key.Worker, DPRank: key.Rank, Change: change}); err != nil {
+		for c := range lowerChanges(index.DumpLowerOf(key)) {
+			if err := list.add(dumpLower{WorkerID: key.Worker, DPRank: key.Rank, Change: *textOf(c, false).Lower}); err != nil {
 				return err
 			}
 		}
 	}
 	list.end()
 	return nil
-}
-
-// dumpedTogether bounds the blocks of one event of a dump.
-const dumpedTogether = 1024
-
-// run is blocks that follow each other; the first follows parent, or begins a prompt.
-type run struct {
-	parent    uint64
-	hasParent bool
-	blocks    []kv.StoredBlock
-}
-
-// runsOf yields the blocks in runs of up to dumpedTogether. A run is valid until the next.
-func runsOf(blocks iter.Seq[radix.PlacedBlock]) iter.Seq[run] {
-	return func(yield func(run) bool) {
-		var open run
-		for block := range blocks {
-			n := len(open.blocks)
-			if n > 0 && n < dumpedTogether && block.HasParent && open.blocks[n-1].Engine == block.Parent {
-				open.blocks = append(open.blocks, block.StoredBlock)
-				continue
-			}
-			if n > 0 && !yield(open) {
-				return
-			}
-			open = run{block.Parent, block.HasParent, append(open.blocks[:0], block.StoredBlock)}
-		}
-		if len(open.blocks) > 0 {
-			yield(open)
-		}
-	}
-}
-
-// stored returns the blocks in the form of a dump.
-func (r run) stored() *dumpStored {
-	stored := &dumpStored{Blocks: make([]dumpBlock, len(r.blocks))}
-	if r.hasParent {
-		stored.ParentHash = &r.parent
-	}
-	for i, b := range r.blocks {
-		stored.Blocks[i] = dumpBlock{BlockHash: b.Engine, TokensHash: b.Local}
-	}
-	return stored
 }
 
 // Limits of a dump that is read.
@@ -284,7 +175,7 @@ func RecoverIndex(ctx context.Context, index radix.Index, blockSize int, key str
 			return recovered, nil
 		}
 		for worker := range recovered.Partition {
-			index.Forget(worker)
+			_, _ = index.Apply(kv.WorkerKey{Worker: worker}, &radix.Change{Kind: radix.Forgotten}) // cannot fail
 		}
 		failures = append(failures, fmt.Errorf("%s: %w", peer, err))
 		if ctx.Err() != nil {
@@ -446,14 +337,16 @@ func (r *dumpReader) groups(of Partition, wanted bool) error {
 		return err
 	}
 	if !fits(layout, r.blockSize) {
-		r.index.Clear(key)
-		return nil
+		return r.apply(key, radix.Change{Kind: radix.Cleared}, nil)
 	}
-	r.index.SetLayout(key, layout, r.blockSize)
-	for _, held := range rank.Held {
-		r.index.Hold(key, held.Group, held.Blocks)
+	err = r.apply(key, radix.Change{Kind: radix.LayoutSet, Set: &radix.Setting{Layout: layout, BlockSize: r.blockSize}}, nil)
+	for i := range rank.Held {
+		if err == nil {
+			c, wrong := rank.Held[i].change(radix.Held)
+			err = r.apply(key, c, wrong)
+		}
 	}
-	return nil
+	return err
 }
 
 // lower reads one change of the lower tiers of a rank.
@@ -463,8 +356,17 @@ func (r *dumpReader) lower(of Partition, wanted bool) error {
 		return err
 	}
 	key, err := r.rank(of, e.WorkerID, e.DPRank)
+	if err != nil {
+		return err
+	}
+	c, err := e.Change.change()
+	return r.apply(key, c, err)
+}
+
+// apply makes a change of a rank, unless reading it has failed.
+func (r *dumpReader) apply(key kv.WorkerKey, c radix.Change, err error) error {
 	if err == nil {
-		_, err = e.Change.apply(r.index, key)
+		_, err = r.index.Apply(key, &c)
 	}
 	return err
 }
@@ -480,41 +382,26 @@ func (r *dumpReader) rank(of Partition, worker uint64, rank uint32) (kv.WorkerKe
 }
 
 func (r *dumpReader) events(of Partition, wanted bool) error {
-	var blocks []kv.StoredBlock
 	return r.list(func() error {
-		var e DumpEvent
-		if err := r.decoder.Decode(&e); err != nil {
-			return err
+		var e routerEvent
+		err := r.decoder.Decode(&e)
+		if errors.Is(err, errNoChange) { // events of other types are ignored
+			return nil
 		}
 		stored := e.Event.Data.Stored
-		if !wanted || stored == nil {
-			return nil
+		if err != nil || !wanted || stored == nil {
+			return err
 		}
 		key, err := r.rank(of, e.WorkerID, e.Event.DPRank)
 		if err != nil {
 			return err
 		}
-		if !stored.placed() {
+		c, err := e.change()
+		c.Again = c.Tier != kv.Device // Dynamo's dumps have lower tiers among the others
+		if err = r.apply(key, c, err); err != nil {
 			r.found.LeftOut += len(stored.Blocks)
-			return nil
-		}
-		if !strings.EqualFold(e.StorageTier, dumpTier) && e.StorageTier != "" { // Dynamo's dumps have them among the others
-			c := lowerChange{Tier: strings.ToLower(e.StorageTier), Stored: stored, Again: true}
-			if _, err := c.apply(r.index, key); err != nil {
-				r.found.LeftOut += len(stored.Blocks)
-			}
-			return nil
-		}
-		blocks = stored.stored(blocks[:0])
-		parent, hasParent := stored.parent()
-		err = r.index.Store(key, parent, hasParent, blocks)
-		switch {
-		case errors.Is(err, radix.ErrParentUnknown), errors.Is(err, radix.ErrSelfParent):
-			r.found.LeftOut += len(blocks)
-		case err != nil:
-			return err
-		default:
-			r.found.Blocks += len(blocks)
+		} else if c.Tier == kv.Device {
+			r.found.Blocks += len(stored.Blocks)
 		}
 		return nil
 	})

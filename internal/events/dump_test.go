@@ -14,6 +14,7 @@ import (
 
 	"kvrouter/internal/kv"
 	"kvrouter/internal/radix"
+	"kvrouter/internal/testkit/radixtest"
 )
 
 // dumpOf writes an index as one partition.
@@ -39,11 +40,11 @@ func randomIndex(random *rand.Rand) *radix.Tree {
 		for _, h := range kv.SequenceHashes(nil, local) {
 			blocks = append(blocks, kv.StoredBlock{Engine: h, Local: local[len(blocks)]})
 		}
-		if err := index.Store(w, 0, false, blocks); err != nil {
+		if err := radixtest.Store(index, w, 0, false, blocks); err != nil {
 			panic(err)
 		}
 		if random.IntN(3) == 0 {
-			index.Remove(w, []uint64{blocks[random.IntN(len(blocks))].Engine})
+			radixtest.Remove(index, w, []uint64{blocks[random.IntN(len(blocks))].Engine})
 		}
 	}
 	return index
@@ -145,13 +146,13 @@ func TestDumpsOfManyBlocksAreReadInParts(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	index.SetLayout(key, layout, 4)
+	radixtest.SetLayout(index, key, layout, 4)
 	const many = 200_000
 	engines := make([]uint64, many)
 	for i := range engines {
 		engines[i] = uint64(i) << 40
 	}
-	index.Hold(key, 1, engines)
+	_, _ = index.Apply(key, &radix.Change{Kind: radix.Held, Group: 1, Hashes: engines})
 	text := dumpOf(t, index, 4)
 	largest := 0
 	for _, value := range strings.SplitAfter(text, "}") {

@@ -68,7 +68,7 @@ func FuzzEventBatch(f *testing.F) {
 		if at, _, _, _, _, lower := s.History().held(); at.next > 0 && !lower.Empty() {
 			another := radix.NewTree()
 			for change := range lowerChanges(lower) {
-				if _, err := change.apply(another, testkit.EventWorker); err != nil {
+				if _, err := another.Apply(testkit.EventWorker, change); err != nil {
 					t.Error(err)
 				}
 			}

@@ -5,6 +5,7 @@ import (
 	"slices"
 
 	"kvrouter/internal/kv"
+	"kvrouter/internal/radix"
 )
 
 // maxParts bounds an engine's block, in blocks of the index: vLLM sets the block of a
@@ -125,14 +126,13 @@ func (s *Stream) setGroups(groups []kv.CacheGroup) {
 	if !layout.Plain(s.Src.BlockSize) {
 		s.log.Info("the engine has several KV-cache groups, or blocks of another size: predictions take them into account", "groups", layout.String())
 	}
-	s.setLayout(kv.Layout{Groups: groups, DropsLast: s.drops.Load() && !s.looksAhead})
+	s.setLayout(kv.Layout{Groups: groups, DropsLast: s.drops.Load() && s.ahead.Tokens == 0})
 }
 
 // setLayout gives the index a layout.
 func (s *Stream) setLayout(layout kv.Layout) {
 	s.layout, s.layoutText = layout, layout.String()
-	s.index.SetLayout(s.Src.Worker, layout, s.Src.BlockSize)
-	s.history.relaid(s.layoutText)
+	s.apply(radix.Change{Kind: radix.LayoutSet, Set: &radix.Setting{Layout: layout, BlockSize: s.Src.BlockSize}})
 	s.stats.setLayout(layout)
 }
 
@@ -182,11 +182,12 @@ func (s *Stream) applyHeld(group int, hashes []uint64) error {
 		return nil
 	}
 	if s.seeded {
-		s.index.Drop(s.Src.Worker, group, hashes)
+		s.alter(radix.Change{Kind: radix.Removed, Group: int32(group), Hashes: hashes})
 	}
 	s.batch.stored = true
-	s.index.Hold(s.Src.Worker, group, hashes)
-	s.history.holds(group, hashes)
+	if _, err := s.apply(radix.Change{Kind: radix.Held, Group: int32(group), Hashes: hashes}); err != nil {
+		return err
+	}
 	s.stats.Stored.Add(1)
 	s.stats.StoredBlocks.Add(uint64(len(hashes)))
 	return nil

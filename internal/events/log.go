@@ -12,10 +12,10 @@ import (
 	"kvrouter/internal/radix"
 )
 
-// Bounds of a Log. Blocks take 16 bytes each, events 48.
+// Bounds of a Log. Blocks take 16 bytes each, changes 128.
 const (
 	LoggedBatches = 1024
-	loggedBlocks  = 128 << 10 // an event counts as one block at least
+	loggedBlocks  = 128 << 10 // a change counts as one block at least
 )
 
 // Log keeps the last applied event batches of one worker rank, for other routers
@@ -36,11 +36,17 @@ type Log struct {
 // loggedBatch is the changes of the index by a batch.
 type loggedBatch struct {
 	seq, digest uint64
-	blocks      int // named in events, which count as one each at least
-	events      []peerEvent
-	tooLarge    bool // events are not kept
+	blocks      int // named in changes, which count as one each at least
+	changes     []radix.Change
+	tooLarge    bool // changes are not kept
 	lowered     bool // some were of lower tiers
 }
+
+// drop forgets the changes: requests for them are answered by all blocks.
+func (b *loggedBatch) drop() { b.changes, b.blocks, b.tooLarge = nil, 0, true }
+
+// undo forgets the changes of blocks that are cleared now.
+func (b *loggedBatch) undo() { b.changes, b.blocks, b.tooLarge = b.changes[:0], 0, false }
 
 // position is the place in a publisher's sequence that a rank's blocks are as of.
 type position struct {
@@ -51,31 +57,9 @@ type position struct {
 // peerEvent is one event as routers exchange it. Those of a batch share its
 // sequence number as id; in a dump ids only count.
 type peerEvent struct {
-	ID   uint64 `json:"event_id"`
-	Data struct {
-		Stored  *dumpStored `json:"stored,omitempty"`
-		Removed []uint64    `json:"removed,omitempty"` // engine hashes
-		Cleared bool        `json:"cleared,omitempty"`
-		// Kept is what remains of the lower tiers when the blocks are Cleared; empty: nothing.
-		Kept string `json:"kept,omitempty"`
-		// Of KV-cache groups other than the first:
-		Held    *groupBlocks `json:"held,omitempty"`
-		Dropped *groupBlocks `json:"dropped,omitempty"`
-		Lower   *lowerChange `json:"lower,omitempty"`
-	} `json:"data"`
+	ID   uint64     `json:"event_id"`
+	Data changeText `json:"data"`
 }
-
-// groupBlocks is blocks of a KV-cache group by their engine hashes.
-type groupBlocks struct {
-	Group  int      `json:"group"` // place in the layout, at least 1
-	Blocks []uint64 `json:"blocks"`
-}
-
-// Kinds of Kept.
-const (
-	keptLower = "lower" // all of them, doubtful
-	keptFiles = "files" // those below the host
-)
 
 // Kinds of Answer.
 const (
@@ -103,43 +87,33 @@ type Answer struct {
 	BeforeDigest *uint64 `json:"before_digest"` // of the one before start
 	CheckDigest  *uint64 `json:"check_digest"`  // of the one named by check
 
-	Events []peerEvent `json:"events"` // the last member: see Write
-	// dump yields the events in place of Events, of an answer yet to be written.
-	dump iter.Seq[peerEvent]
-}
+	Events []radix.Change `json:"-"` // of an answer that was read; Write writes them as the last member
 
-// all yields the events.
-func (a *Answer) all() iter.Seq[peerEvent] {
-	if a.dump != nil {
-		return a.dump
-	}
-	return slices.Values(a.Events)
+	all iter.Seq2[uint64, *radix.Change] // the events of one to be written, with their ids
 }
 
 // Write writes the answer as JSON, event by event, because the text of a dump is
 // larger than its blocks.
 func (a *Answer) Write(to io.Writer) error {
-	head := *a
-	head.Events = []peerEvent{}
-	text, err := json.Marshal(head)
+	text, err := json.Marshal(a)
 	if err != nil {
 		return err
 	}
 	out := bufio.NewWriterSize(to, 64<<10)
-	const end = "]}"                     // of the events, and of the answer
-	out.Write(text[:len(text)-len(end)]) // an error stays in out until Flush
+	out.Write(text[:len(text)-len("}")]) // an error stays in out until Flush
+	out.WriteString(`,"events":[`)
 	first := true
-	for e := range a.all() {
+	for id, c := range a.all {
 		if !first {
 			out.WriteByte(',')
 		}
 		first = false
-		event, _ := json.Marshal(e) // plain values always can be
+		event, _ := json.Marshal(peerEvent{id, textOf(c, false)}) // plain values always can be
 		if _, err := out.Write(event); err != nil {
 			return err
 		}
 	}
-	out.WriteString(end)
+	out.WriteString("]}")
 	return out.Flush()
 }
 
@@ -174,43 +148,37 @@ func (l *Log) newest() *loggedBatch { return &l.batches[len(l.batches)-1] }
 // forget drops all batches.
 func (l *Log) forget() { l.batches, l.blocks = nil, 0 }
 
-// stored, removed and cleared note changes of the index by the open batch.
-func (l *Log) stored(parent uint64, hasParent bool, blocks []kv.StoredBlock) {
-	var e peerEvent
-	e.Data.Stored = run{parent, hasParent, blocks}.stored()
-	l.note(e, len(blocks))
-}
-
-func (l *Log) removed(engine []uint64) {
-	if len(engine) == 0 {
-		return
+// Apply makes a change of the rank, and notes it in the open batch.
+func (l *Log) Apply(c *radix.Change) (radix.Applied, error) {
+	done, err := l.index.Apply(l.worker, c)
+	if err == nil {
+		l.note(c)
 	}
-	var e peerEvent
-	e.Data.Removed = append(e.Data.Removed, engine...)
-	l.note(e, len(engine))
+	return done, err
 }
 
-// holds and dropped note changes of a group other than the first.
-func (l *Log) holds(group int, engine []uint64) {
-	if len(engine) > 0 {
-		var e peerEvent
-		e.Data.Held = &groupBlocks{group, slices.Clone(engine)}
-		l.note(e, len(engine))
+func (l *Log) note(c *radix.Change) {
+	switch c.Kind {
+	case radix.Stored, radix.Held, radix.Removed:
+		switch {
+		case len(c.Skipped) > 0: // no event has them
+			l.newest().drop()
+		case c.Size() > 0:
+			l.add(c)
+		}
+	case radix.ChunkSet:
+		l.add(c)
+	case radix.DeviceCleared:
+		if b := l.newest(); !b.lowered {
+			b.undo()
+		}
+		l.add(c)
+	case radix.Cleared:
+		l.cleared()
+	case radix.LayoutSet:
+		l.relaid(c.Setting().Layout.String())
+	case radix.Forgotten, radix.LookaheadStored, radix.LowerRestored, radix.DoubtSettled: // not of a batch
 	}
-}
-
-func (l *Log) dropped(group int, engine []uint64) {
-	if len(engine) > 0 {
-		var e peerEvent
-		e.Data.Dropped = &groupBlocks{group, slices.Clone(engine)}
-		l.note(e, len(engine))
-	}
-}
-
-// relay makes requests for the open batch's events be answered by all blocks.
-func (l *Log) relay() {
-	b := l.newest()
-	b.events, b.blocks, b.tooLarge = nil, 0, true
 }
 
 // relaid notes a new layout. Events before it name other groups, so that they are
@@ -226,38 +194,48 @@ func (l *Log) relaid(layout string) {
 	l.layout = layout
 	for i := range l.batches {
 		b := &l.batches[i]
-		if l.blocks -= b.blocks; l.open && i == len(l.batches)-1 {
-			l.blocks += b.blocks // an open batch is counted at its end
+		if !l.open || i < len(l.batches)-1 { // an open batch is counted at its end
+			l.blocks -= b.blocks
 		}
-		b.events, b.blocks, b.tooLarge = nil, 0, true
+		b.drop()
 	}
 }
 
-// note adds an event to the open batch. One batch can be larger than what all
-// together may have: then its events are not kept, and a request for them gets
+// loggedLower is what a change of a lower tier counts beside its blocks: it takes some
+// 300 bytes.
+const loggedLower = 8
+
+// add adds a change to the open batch. One batch can be larger than what all
+// together may have: then its changes are not kept, and a request for them gets
 // all blocks.
-func (l *Log) note(e peerEvent, blocks int) {
+func (l *Log) add(c *radix.Change) {
 	b := l.newest()
-	if b.blocks += max(1, blocks); b.tooLarge || b.blocks > loggedBlocks {
-		b.events, b.blocks, b.tooLarge = nil, 0, true
-		return
+	lower := c.Tier != kv.Device || c.Kind == radix.ChunkSet
+	b.lowered = b.lowered || lower
+	last := len(b.changes) - 1
+	joins := last >= 0 && follows(&b.changes[last], c)
+	switch {
+	case joins:
+		b.blocks += c.Size()
+	case lower:
+		b.blocks += loggedLower + c.Size()
+	default:
+		b.blocks += max(1, c.Size())
 	}
-	e.ID = b.seq
-	b.events = append(b.events, e)
+	switch {
+	case b.tooLarge || b.blocks > loggedBlocks:
+		b.drop()
+	case joins:
+		b.changes[last].Hashes = append(b.changes[last].Hashes, c.Hashes...)
+	default:
+		b.changes = append(b.changes, c.Clone())
+	}
 }
 
-// deviceCleared notes that the open batch has cleared the device, and with host the host.
-func (l *Log) deviceCleared(host bool) {
-	b := l.newest()
-	var e peerEvent
-	e.Data.Cleared, e.Data.Kept = true, keptLower
-	if host {
-		e.Data.Kept = keptFiles
-	}
-	if !b.lowered { // whatever it did before is undone
-		b.events, b.blocks, b.tooLarge = b.events[:0], 0, false
-	}
-	l.note(e, 0)
+// follows reports whether c does the same as the change before it, with other blocks: engines
+// remove blocks one by one.
+func follows(before, c *radix.Change) bool {
+	return c.Kind != radix.Stored && c.Kind == before.Kind && len(c.Hashes) > 0 && len(before.Hashes) > 0 && c.LowerTier == before.LowerTier && c.Group == before.Group
 }
 
 // cleared also serves outside of a batch: the known blocks are then doubtful, and
@@ -265,10 +243,9 @@ func (l *Log) deviceCleared(host bool) {
 func (l *Log) cleared() {
 	if l.open {
 		b := l.newest() // whatever it did before is undone
-		b.events, b.blocks, b.tooLarge, b.lowered = b.events[:0], 0, false, false
-		var e peerEvent
-		e.Data.Cleared = true
-		l.note(e, 0)
+		b.undo()
+		b.lowered = false
+		l.add(&radix.Change{Kind: radix.Cleared})
 		return
 	}
 	l.mu.Lock()
@@ -316,7 +293,7 @@ func (l *Log) digest(seq uint64) *uint64 {
 // Query returns the stored batches from start to end, or all blocks if start is nil
 // or no longer stored. check is a batch whose digest is requested, too.
 func (l *Log) Query(start, end, check *uint64) Answer {
-	answer := Answer{Kind: kindDump, WorkerID: l.worker.Worker, DPRank: l.worker.Rank}
+	answer := Answer{Kind: kindDump, WorkerID: l.worker.Worker, DPRank: l.worker.Rank, all: logged(nil)}
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	answer.Layout = l.layout
@@ -332,7 +309,7 @@ func (l *Log) Query(start, end, check *uint64) Answer {
 		answer.BeforeDigest = l.digest(*start - 1)
 	}
 	if answer.Last == nil || start == nil || *start < l.batches[0].seq {
-		answer.dump = dumped(l.index, l.worker)
+		answer.all = dumped(l.index, l.worker)
 		return answer
 	}
 	if *start > *answer.Last {
@@ -347,66 +324,42 @@ func (l *Log) Query(start, end, check *uint64) Answer {
 		}
 	}
 	if slices.ContainsFunc(batches, func(b loggedBatch) bool { return b.tooLarge }) {
-		answer.dump = dumped(l.index, l.worker)
+		answer.all = dumped(l.index, l.worker)
 		return answer
 	}
 	answer.Kind = kindEvents
-	for _, b := range batches {
-		answer.Events = append(answer.Events, b.events...)
-		answer.Last, answer.LastDigest = &b.seq, &b.digest
+	batches = slices.Clone(batches) // the changes of one that is closed stay as they are
+	if n := len(batches); n > 0 {
+		answer.Last, answer.LastDigest = &batches[n-1].seq, &batches[n-1].digest
 	}
+	answer.all = logged(batches)
 	return answer
 }
 
-// dumped yields store events for all blocks of w, parents before children, and then
-// those of its other groups and of its lower tiers.
-func dumped(index radix.Index, w kv.WorkerKey) iter.Seq[peerEvent] {
-	blocks, others, lower := index.DumpOf(w), index.HeldOf(w), index.DumpLowerOf(w)
-	return func(yield func(peerEvent) bool) {
-		var e peerEvent
-		for run := range runsOf(blocks) {
-			e.Data.Stored = run.stored()
-			if !yield(e) {
-				return
+// logged yields the changes of batches with the numbers of these.
+func logged(batches []loggedBatch) iter.Seq2[uint64, *radix.Change] {
+	return func(yield func(uint64, *radix.Change) bool) {
+		for i := range batches {
+			for j := range batches[i].changes {
+				if !yield(batches[i].seq, &batches[i].changes[j]) {
+					return
+				}
 			}
-			e.ID++
-		}
-		e.Data.Stored = nil
-		for held := range heldTogether(others) {
-			e.Data.Held = &held
-			if !yield(e) {
-				return
-			}
-			e.ID++
-		}
-		e.Data.Held = nil
-		for change := range lowerChanges(lower) {
-			e.Data.Lower = &change
-			if !yield(e) {
-				return
-			}
-			e.ID++
 		}
 	}
 }
 
-// heldTogether yields blocks in parts of one group each, copies one by one.
-func heldTogether(others []radix.HeldBlock) iter.Seq[groupBlocks] {
-	return func(yield func(groupBlocks) bool) {
-		var part groupBlocks
-		for _, b := range others {
-			for range b.Copies {
-				if len(part.Blocks) > 0 && (part.Group != b.Group || len(part.Blocks) == dumpedTogether) {
-					if !yield(part) {
-						return
-					}
-					part.Blocks = nil
-				}
-				part.Group, part.Blocks = b.Group, append(part.Blocks, b.Engine)
+// dumped yields what restores all blocks of w, parents before children, and then
+// those of its other groups and of its lower tiers.
+func dumped(index radix.Reader, w kv.WorkerKey) iter.Seq2[uint64, *radix.Change] {
+	blocks, others, lower := index.DumpOf(w), index.HeldOf(w), index.DumpLowerOf(w)
+	return func(yield func(uint64, *radix.Change) bool) {
+		id := uint64(0)
+		for c := range changesOf(blocks, others, lower) {
+			if !yield(id, c) {
+				return
 			}
-		}
-		if len(part.Blocks) > 0 {
-			yield(part)
+			id++
 		}
 	}
 }

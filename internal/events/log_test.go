@@ -13,11 +13,19 @@ import (
 	"kvrouter/internal/testkit"
 )
 
+// eventsOf returns the events of an answer as they are written.
+func eventsOf(a Answer) (all []peerEvent) {
+	for id, c := range a.all {
+		all = append(all, peerEvent{id, textOf(c, false)})
+	}
+	return all
+}
+
 func TestEventLogAnswersRangesAndElseAllBlocks(t *testing.T) {
 	f := NewStream(Source{Worker: testkit.EventWorker, BlockSize: testkit.BlockSize}, radix.NewTree(), Options{}, slog.New(slog.DiscardHandler))
 	f.Begin(0)
 	from := func(n uint64) *uint64 { return &n }
-	if a := f.History().Query(nil, nil, nil); a.Kind != kindDump || a.Last != nil || len(slices.Collect(a.all())) != 0 {
+	if a := f.History().Query(nil, nil, nil); a.Kind != kindDump || a.Last != nil || len(eventsOf(a)) != 0 {
 		t.Errorf("nothing yet: %+v", a)
 	}
 	for i := range LoggedBatches + 10 {
@@ -42,7 +50,7 @@ func TestEventLogAnswersRangesAndElseAllBlocks(t *testing.T) {
 		{from(newest + 9), nil, kindTooNew, 0, 0, newest, false, true},
 	} {
 		a := f.History().Query(c.start, c.end, nil)
-		told := slices.Collect(a.all())
+		told := eventsOf(a)
 		if a.Kind != c.kind || len(told) != c.events || *a.Last != c.last || a.LastDigest == nil || (a.BeforeDigest != nil) != c.before || a.Complete != c.complete {
 			t.Errorf("%v to %v: %s, %d events, last %d, %v", c.start, c.end, a.Kind, len(told), *a.Last, a)
 		}
@@ -98,7 +106,7 @@ func TestEventLogIsBoundedByEvents(t *testing.T) {
 	apply := func(events ...testkit.Event) { applyPayload(testkit.Payload(t, 1, events...)) }
 	events := func() (n int) {
 		for _, b := range f.History().batches {
-			n += len(b.events)
+			n += len(b.changes)
 		}
 		return n
 	}
@@ -108,7 +116,7 @@ func TestEventLogIsBoundedByEvents(t *testing.T) {
 		t.Errorf("%d events are kept of clearings and of removals of nothing", n)
 	}
 	apply(testkit.StoredEvent(1, 0, 2), testkit.StoredEvent(2, 0, 2), cleared, testkit.StoredEvent(3, 0, 1))
-	if a := f.History().Query(&[]uint64{2}[0], nil, nil); len(a.Events) != 2 || !a.Events[0].Data.Cleared || a.Events[1].Data.Stored == nil {
+	if a := eventsOf(f.History().Query(&[]uint64{2}[0], nil, nil)); len(a) != 2 || !a[0].Data.Cleared || a[1].Data.Stored == nil {
 		t.Errorf("before and after a clearing: %+v", a)
 	}
 	for range 6 {
@@ -126,7 +134,7 @@ func TestEventLogIsBoundedByEvents(t *testing.T) {
 		t.Errorf("of a batch that is not kept: %+v", a)
 	}
 	start++
-	if a := f.History().Query(&start, nil, nil); a.Kind != kindEvents || len(a.Events) != 1 || a.BeforeDigest == nil {
+	if a := f.History().Query(&start, nil, nil); a.Kind != kindEvents || len(eventsOf(a)) != 1 || a.BeforeDigest == nil {
 		t.Errorf("after it: %+v", a)
 	}
 	if n := events(); n > loggedBlocks {
@@ -142,12 +150,15 @@ func TestAnswersAreWrittenAsTheyAreRead(t *testing.T) {
 	zero := uint64(0)
 	for _, start := range []*uint64{nil, &zero} {
 		answer := f.History().Query(start, nil, &zero)
-		want := slices.Collect(answer.all())
+		want := eventsOf(answer)
 		var text bytes.Buffer
 		if err := answer.Write(&text); err != nil {
 			t.Fatal(err)
 		}
-		var read Answer
+		var read struct {
+			Answer
+			Events []peerEvent `json:"events"`
+		}
 		if err := json.Unmarshal(text.Bytes(), &read); err != nil {
 			t.Fatalf("%v: %.200s", err, &text)
 		}

@@ -11,6 +11,7 @@ import (
 	"time"
 
 	"kvrouter/internal/kv"
+	"kvrouter/internal/radix"
 	"kvrouter/internal/web"
 )
 
@@ -122,21 +123,14 @@ func readAnswer(in io.Reader) (answer Answer, err error) {
 			if err := r.decoder.Decode(&e); err != nil {
 				return err
 			}
-			if size += peerEventSize + len(e.Data.Removed); e.Data.Stored != nil {
-				size += len(e.Data.Stored.Blocks)
+			c, err := e.Data.change()
+			if err != nil {
+				return err
 			}
-			if e.Data.Lower != nil {
-				size += e.Data.Lower.blocks() + len(e.Data.Lower.Stores)
-			}
-			for _, group := range []*groupBlocks{e.Data.Held, e.Data.Dropped} {
-				if group != nil {
-					size += len(group.Blocks)
-				}
-			}
-			if size > peerAnswerSize {
+			if size += peerEventSize + c.Size() + len(c.Skipped) + len(c.Setting().Stores); size > peerAnswerSize {
 				return fmt.Errorf("it contains more than %d blocks", peerAnswerSize)
 			}
-			answer.Events = append(answer.Events, e)
+			answer.Events = append(answer.Events, c)
 			return nil
 		})
 	})
@@ -210,28 +204,15 @@ func (s *Stream) take(answer Answer) bool {
 	} else {
 		s.stats.PeerEvents.Add(uint64(len(answer.Events)))
 	}
-	for _, e := range answer.Events {
-		switch {
-		case e.Data.Stored != nil:
-			s.blocks = e.Data.Stored.stored(s.blocks[:0])
-			parent, hasParent := e.Data.Stored.parent()
-			if s.index.Store(s.Src.Worker, parent, hasParent, s.blocks) != nil {
+	for i := range answer.Events {
+		c := &answer.Events[i]
+		switch c.Kind {
+		case radix.Stored, radix.Held, radix.Removed, radix.Cleared, radix.DeviceCleared, radix.ChunkSet, radix.LowerRestored:
+			if _, err := s.index.Apply(s.Src.Worker, c); err != nil {
 				return false
 			}
-		case e.Data.Cleared && e.Data.Kept != "":
-			s.index.ClearDevice(s.Src.Worker, e.Data.Kept == keptFiles)
-		case e.Data.Cleared:
-			s.index.Clear(s.Src.Worker)
-		case e.Data.Lower != nil:
-			if _, err := e.Data.Lower.apply(s.index, s.Src.Worker); err != nil {
-				return false
-			}
-		case e.Data.Held != nil:
-			s.index.Hold(s.Src.Worker, e.Data.Held.Group, e.Data.Held.Blocks)
-		case e.Data.Dropped != nil:
-			s.index.Drop(s.Src.Worker, e.Data.Dropped.Group, e.Data.Dropped.Blocks)
-		default:
-			s.index.Remove(s.Src.Worker, e.Data.Removed)
+		case radix.Forgotten, radix.LayoutSet, radix.LookaheadStored, radix.DoubtSettled: // no event has it
+			return false
 		}
 	}
 	s.chunkBlocks = s.index.LowerOf(s.Src.Worker).Chunk

@@ -18,18 +18,8 @@ import (
 	"kvrouter/internal/kv"
 	"kvrouter/internal/radix"
 	"kvrouter/internal/testkit"
+	"kvrouter/internal/testkit/radixtest"
 )
-
-// contents are all blocks of an index, in an order of their own.
-func contents(index radix.Index) (all []string) {
-	for _, w := range index.Workers() {
-		for b := range index.DumpOf(w) {
-			all = append(all, fmt.Sprint(w, b))
-		}
-	}
-	slices.Sort(all)
-	return all
-}
 
 // openRecording opens a recording of a new index.
 func openRecording(t testing.TB, file string) (radix.Index, *Recording) {
@@ -42,7 +32,7 @@ func openRecording(t testing.TB, file string) (radix.Index, *Recording) {
 }
 
 // replayFile replays a file to a new index.
-func replayFile(t testing.TB, file string, c ReplayCommand) (*Replayed, radix.Index) {
+func replayFile(t testing.TB, file string, c ReplayCommand) (*Replayed, *radix.Tree) {
 	t.Helper()
 	text, err := os.ReadFile(file)
 	if err != nil {
@@ -80,23 +70,36 @@ func TestDynamosRecordingIsReplayed(t *testing.T) {
 	}
 }
 
+// TestBlocksOfUnknownTiersAreNoneOfTheDevice in the counts of a replay.
+func TestBlocksOfUnknownTiersAreNoneOfTheDevice(t *testing.T) {
+	file := filepath.Join(t.TempDir(), "events.jsonl")
+	line := `{"timestamp":0,"event":{"worker_id":1,"storage_tier":"tape","event":{"event_id":0,"data":{"removed":{"block_hashes":[1,2]}},"dp_rank":0}}}` + "\n"
+	if err := os.WriteFile(file, []byte(line), 0o600); err != nil {
+		t.Fatal(err)
+	}
+	r, _ := replayFile(t, file, ReplayCommand{MaxErrors: 1})
+	if rank := r.ranks[kv.WorkerKey{Worker: 1}]; rank.lower != 2 || rank.removed != 0 || r.wrong != 1 {
+		t.Errorf("%d blocks of lower tiers, %d removed, %d faults: want 2, 0, 1", rank.lower, rank.removed, r.wrong)
+	}
+}
+
 // TestARecordingHasDynamosForm: names and order of its fields are those that Dynamo
 // writes and reads.
 func TestARecordingHasDynamosForm(t *testing.T) {
 	file := filepath.Join(t.TempDir(), "events.jsonl")
 	index, r := openRecording(t, file)
 	w := kv.WorkerKey{Worker: 3, Rank: 1}
-	if err := index.Store(w, 0, false, []kv.StoredBlock{{Engine: 1 << 63, Local: 7}}); err != nil {
+	if err := radixtest.Store(index, w, 0, false, []kv.StoredBlock{{Engine: 1 << 63, Local: 7}}); err != nil {
 		t.Fatal(err)
 	}
-	if err := index.Store(w, 5, true, []kv.StoredBlock{{Engine: 6, Local: 8}}); err == nil {
+	if err := radixtest.Store(index, w, 5, true, []kv.StoredBlock{{Engine: 6, Local: 8}}); err == nil {
 		t.Fatal("an unknown parent is known")
 	}
-	if err := index.Store(w, 1<<63, true, []kv.StoredBlock{{Engine: 6, Local: 8}}); err != nil {
+	if err := radixtest.Store(index, w, 1<<63, true, []kv.StoredBlock{{Engine: 6, Local: 8}}); err != nil {
 		t.Fatal(err)
 	}
-	index.Remove(w, []uint64{6})
-	index.Clear(w)
+	radixtest.Remove(index, w, []uint64{6})
+	radixtest.Clear(index, w)
 	r.Close()
 	text, err := os.ReadFile(file)
 	if err != nil {
@@ -134,25 +137,25 @@ func TestARecordingReplaysToTheSameIndex(t *testing.T) {
 				t.Fatal(err)
 			}
 			for w := range uint64(3) {
-				index.Clear(kv.WorkerKey{Worker: w}) // as streams begin
-				index.Clear(kv.WorkerKey{Worker: w, Rank: 1})
+				radixtest.Clear(index, kv.WorkerKey{Worker: w}) // as streams begin
+				radixtest.Clear(index, kv.WorkerKey{Worker: w, Rank: 1})
 			}
 			for range rapid.IntRange(0, 30).Draw(t, "steps") {
 				w := kv.WorkerKey{Worker: rapid.Uint64Range(0, 2).Draw(t, "worker"), Rank: rapid.Uint32Range(0, 1).Draw(t, "rank")}
 				hash := rapid.Uint64Range(1, 12)
 				switch rapid.IntRange(0, 29).Draw(t, "what") {
 				case 0:
-					index.Clear(w)
+					radixtest.Clear(index, w)
 				case 1:
-					index.Forget(w.Worker)
+					radixtest.Forget(index, w.Worker)
 				case 2, 3, 5, 6, 7, 8, 9:
-					index.Remove(w, rapid.SliceOfN(hash, 0, 4).Draw(t, "removed"))
+					radixtest.Remove(index, w, rapid.SliceOfN(hash, 0, 4).Draw(t, "removed"))
 				case 4: // longer than a line may be
 					blocks := make([]kv.StoredBlock, 2*dumpedTogether+1)
 					for i := range blocks {
 						blocks[i] = kv.StoredBlock{Engine: uint64(100 + i), Local: uint64(i)}
 					}
-					_ = index.Store(w, 0, false, blocks)
+					_ = radixtest.Store(index, w, 0, false, blocks)
 					clear(blocks) // its memory is used again
 				default:
 					var blocks []kv.StoredBlock
@@ -160,7 +163,7 @@ func TestARecordingReplaysToTheSameIndex(t *testing.T) {
 						engine := hash.Draw(t, "block")
 						blocks = append(blocks, kv.StoredBlock{Engine: engine, Local: engine % 5})
 					}
-					_ = index.Store(w, hash.Draw(t, "parent"), rapid.Bool().Draw(t, "follows"), blocks)
+					_ = radixtest.Store(index, w, hash.Draw(t, "parent"), rapid.Bool().Draw(t, "follows"), blocks)
 				}
 			}
 			r.Close()
@@ -182,7 +185,7 @@ func TestARecordingReplaysToTheSameIndex(t *testing.T) {
 		if err != nil {
 			t.Fatal(err)
 		}
-		if diff := cmp.Diff(contents(index), contents(again)); diff != "" {
+		if diff := cmp.Diff(radixtest.Contents(index), radixtest.Contents(again)); diff != "" {
 			t.Fatalf("(-recorded +replayed):\n%s", diff)
 		}
 		for key, rank := range replayed.ranks {
@@ -201,7 +204,7 @@ func TestTheSecondRecordingInAFileBeginsWithAnEmptyIndex(t *testing.T) {
 	testkit.WriteFile(t, file, line(50, 1, 0, 1)+line(60, 2, 0, 1)+line(5, 2, 0, 7))
 	r, index := replayFile(t, file, ReplayCommand{})
 	if r.recordings != 2 || index.Blocks(kv.WorkerKey{Worker: 1}) != 0 || index.Blocks(kv.WorkerKey{Worker: 2}) != 1 {
-		t.Errorf("%+v, %v", r, contents(index))
+		t.Errorf("%+v, %v", r, radixtest.Contents(index))
 	}
 	_, more := openRecording(t, file) // a recording may be gone on with
 	more.Close()
@@ -230,7 +233,7 @@ func TestAFullRecordingChangesNothingElse(t *testing.T) {
 	}
 	w := kv.WorkerKey{}
 	for i := range uint64(100) {
-		if err := index.Store(w, 0, false, []kv.StoredBlock{{Engine: i, Local: i}}); err != nil {
+		if err := radixtest.Store(index, w, 0, false, []kv.StoredBlock{{Engine: i, Local: i}}); err != nil {
 			t.Fatal(err)
 		}
 	}
@@ -306,6 +309,56 @@ func FuzzReplay(f *testing.F) {
 	})
 }
 
+// TestRecordedCapturesReplayToTheSameIndex: of models with windows, states and drafters too.
+func TestRecordedCapturesReplayToTheSameIndex(t *testing.T) {
+	const block = 32
+	files, err := filepath.Glob(filepath.Join("testdata/zoo", "*.jsonl.gz"))
+	if err != nil {
+		t.Fatal(err)
+	}
+	recorded := map[string]int{"tail": 0, "lookahead": 0, "layout": 0, "held": 0, "dropped": 0}
+	for _, name := range files {
+		file, tree := filepath.Join(t.TempDir(), "events.jsonl"), radix.NewTree()
+		index, r, err := OpenRecording(Settings{RecordEvents: file, RecordEventsMaxBytes: 1 << 30}, tree, slog.New(slog.DiscardHandler))
+		if err != nil {
+			t.Fatal(err)
+		}
+		captured := replayCaptureInto(t, name, block, capturedTraits[form(name)], tree, index)
+		r.Close()
+		text, err := os.ReadFile(file)
+		if err != nil {
+			t.Fatal(err)
+		}
+		for kind := range recorded {
+			recorded[kind] += bytes.Count(text, []byte(`"data":{"`+kind+`":`))
+		}
+		_, again := replayFile(t, file, ReplayCommand{})
+		testkit.WantEqual(t, form(name)+": contents", radixtest.Contents(again), radixtest.Contents(tree))
+		found := 0
+		for _, prompt := range captured.prompts {
+			lookups := [][]uint64{kv.HashBlocks(nil, prompt, block, "", "")}
+			for _, l := range tree.Lookaheads() {
+				lookups = append(lookups, kv.HashLookaheadBlocks(nil, prompt, block, l.Tokens, "", "", nil))
+			}
+			for _, local := range lookups {
+				got, want := again.Match(local, len(local), kv.AllParts, nil), tree.Match(local, len(local), kv.AllParts, nil)
+				if !slices.Equal(got, want) {
+					t.Errorf("%s: a prompt of %d blocks matches %+v, want %+v", form(name), len(local), got, want)
+				}
+				found += len(want)
+			}
+		}
+		if found == 0 {
+			t.Errorf("%s: no prompt matches anything", form(name))
+		}
+	}
+	for kind, lines := range recorded {
+		if lines == 0 {
+			t.Errorf("no capture has a change that is recorded as %q", kind)
+		}
+	}
+}
+
 // BenchmarkRecording is what the recording adds to a change of the index.
 func BenchmarkRecording(b *testing.B) {
 	blocks := make([]kv.StoredBlock, 16)
@@ -325,8 +378,8 @@ func BenchmarkRecording(b *testing.B) {
 				defer r.Close()
 			}
 			for b.Loop() {
-				_ = index.Store(kv.WorkerKey{}, 0, false, blocks)
-				index.Remove(kv.WorkerKey{}, engine)
+				_ = radixtest.Store(index, kv.WorkerKey{}, 0, false, blocks)
+				radixtest.Remove(index, kv.WorkerKey{}, engine)
 			}
 		})
 	}
@@ -336,16 +389,17 @@ func BenchmarkRecording(b *testing.B) {
 func TestDataIsOneOfItsForms(t *testing.T) {
 	for text, want := range map[string]bool{
 		`"cleared"`: true, `{"stored":{"parent_hash":null,"blocks":[]}}`: true, `{"removed":{"block_hashes":[1]}}`: true,
+		`{"tail":{"parent_hash":1,"blocks":[{"block_hash":2,"tokens_hash":3}],"skipped":[4]}}`: true, `{"lookahead":{"tokens":1,"cut":1}}`: true,
 		`{}`: false, `"stored"`: false, `7`: false, `null`: false, `[]`: false, `{"stored":{},"removed":{}}`: false, `{"stored":null}`: false, `{"removed":{"block_hashes":[-1]}}`: false,
 	} {
-		var data recordedData
+		var data changeText
 		err := json.Unmarshal([]byte(text), &data)
 		if (err == nil) != want {
 			t.Errorf("%s: %v", text, err)
 		}
 		if want {
 			again, _ := json.Marshal(data)
-			var twice recordedData
+			var twice changeText
 			if err := json.Unmarshal(again, &twice); err != nil || !cmp.Equal(data, twice) {
 				t.Errorf("%s became %s: %v", text, again, err)
 			}

@@ -9,7 +9,6 @@ import (
 	"maps"
 	"os"
 	"slices"
-	"strings"
 	"text/tabwriter"
 	"time"
 
@@ -83,7 +82,7 @@ func (c *ReplayCommand) Replay(in io.Reader, index radix.Index) (*Replayed, erro
 		switch {
 		case err != nil && !whole:
 			err = errors.New("it is incomplete")
-		case err == nil && (line.Event == nil || line.Event.Event.Data == recordedData{}):
+		case err == nil && (line.Event == nil || line.Event.Event.Data == changeText{}):
 			err = errors.New("it is not an event")
 		case err == nil && c.MaxTime > 0 && line.Timestamp > uint64(c.MaxTime.Milliseconds()):
 			return jsonlines.ErrStop
@@ -138,7 +137,7 @@ func (r *Replayed) apply(number int, line *recordedLine) error {
 	if r.recordings == 0 || line.Timestamp < r.last { // a router starts with an empty index
 		r.recordings++
 		for key, rank := range r.live {
-			r.index.Clear(key)
+			_, _ = r.index.Apply(key, &radix.Change{Kind: radix.Cleared}) // cannot fail
 			rank.held, rank.seen = 0, false
 		}
 		r.live, r.held = map[kv.WorkerKey]*replayedRank{}, 0
@@ -164,7 +163,7 @@ func (r *Replayed) apply(number int, line *recordedLine) error {
 		rank.elsewhere++
 		return nil
 	}
-	if what := rank.change(r.index, key, &e.Event.Data); what != "" {
+	if what := rank.change(r.index, key, e); what != "" {
 		r.fail(number, fmt.Sprintf("worker %d rank %d: %s", key.Worker, key.Rank, what))
 	}
 	r.held -= rank.held
@@ -176,80 +175,60 @@ func (r *Replayed) apply(number int, line *recordedLine) error {
 }
 
 // worker reports whether an event is about the caches of a worker, rather than those of
-// another owner. Dynamo's form of a change of a lower tier becomes ours.
-func (e *recordedEvent) worker() bool {
-	data := &e.Event.Data
-	if e.StorageTier != "" && !strings.EqualFold(e.StorageTier, dumpTier) && (data.Stored != nil || data.Removed != nil) {
-		c := &lowerChange{Tier: strings.ToLower(e.StorageTier), Stored: data.Stored}
-		if data.Removed != nil {
-			c.Removed = data.Removed.BlockHashes
-		}
-		*data = recordedData{Lower: c}
-	}
+// another owner.
+func (e *routerEvent) worker() bool {
 	domain := string(e.Domain)
 	return domain == "" || domain == "null" || domain == `"worker"`
 }
 
-// change applies data to the index and returns their fault.
-func (r *replayedRank) change(index radix.Index, key kv.WorkerKey, data *recordedData) string {
-	switch {
-	case data.Cleared:
-		index.Clear(key)
-		r.cleared++
-	case data.Kept != "":
-		index.ClearDevice(key, data.Kept == keptFiles)
-		r.cleared++
-	case data.Lower != nil:
-		unknown, err := data.Lower.apply(index, key)
-		r.lower += data.Lower.blocks()
-		if err != nil {
-			return err.Error()
+// change applies an event to the index and returns its fault.
+func (r *replayedRank) change(index radix.Index, key kv.WorkerKey, e *routerEvent) string {
+	c, err := e.change()
+	if c.Kind == radix.DoubtSettled {
+		c.Set.Doubt = index.LowerOf(key).Doubt
+	}
+	var done radix.Applied
+	if err == nil {
+		done, err = index.Apply(key, &c)
+	}
+	if c.Tier != kv.Device || errors.Is(err, errNoTier) {
+		r.lower += c.Size()
+		if done.Unknown > 0 {
+			return fmt.Sprintf("%d of %d blocks removed from %s were not in the index", done.Unknown, c.Size(), c.Tier)
 		}
-		if unknown > 0 {
-			return fmt.Sprintf("%d of %d blocks removed from %s were not in the index", unknown, len(data.Lower.Removed), data.Lower.Tier)
+	} else {
+		r.count(&c, done, err)
+		switch {
+		case errors.Is(err, radix.ErrParentUnknown):
+			return fmt.Sprintf("the parent of %d stored blocks, block %d, is not in the index", c.Size(), c.Parent)
+		case done.Unknown > 0 && c.Group == 0:
+			return fmt.Sprintf("%d of %d removed blocks were not in the index", done.Unknown, c.Size())
 		}
-	case data.Removed != nil:
-		hashes := data.Removed.BlockHashes
-		unknown := index.Remove(key, hashes)
-		r.removed += len(hashes) - unknown
-		r.notHeld += unknown
-		if unknown > 0 {
-			return fmt.Sprintf("%d of %d removed blocks were not in the index", unknown, len(hashes))
-		}
-	case data.Layout != nil:
-		layout, err := kv.ParseLayout(data.Layout.Groups)
-		if err == nil && (data.Layout.Block < 1 || !fits(layout, data.Layout.Block)) {
-			err = fmt.Errorf("layout %s does not fit blocks of %d tokens", layout, data.Layout.Block)
-		}
-		if err != nil {
-			return err.Error()
-		}
-		index.SetLayout(key, layout, data.Layout.Block)
-	case data.Held != nil:
-		index.Hold(key, data.Held.Group, data.Held.Blocks)
-	case data.Dropped != nil:
-		index.Drop(key, data.Dropped.Group, data.Dropped.Blocks)
-	default:
-		return r.store(index, key, data.Stored)
+	}
+	if err != nil {
+		return err.Error()
 	}
 	return ""
 }
 
-func (r *replayedRank) store(index radix.Index, key kv.WorkerKey, stored *dumpStored) string {
-	if !stored.placed() {
-		r.orphans += len(stored.Blocks)
-		return fmt.Sprintf("%d stored blocks at position %d have no parent", len(stored.Blocks), *stored.StartPosition)
+// count counts a change of the device.
+func (r *replayedRank) count(c *radix.Change, done radix.Applied, err error) {
+	switch c.Kind {
+	case radix.Stored:
+		if err == nil {
+			r.stored += c.Size()
+		} else if errors.Is(err, radix.ErrParentUnknown) || errors.Is(err, errNoParent) {
+			r.orphans += c.Size()
+		}
+	case radix.Removed:
+		if c.Group == 0 {
+			r.removed += c.Size() - done.Unknown
+			r.notHeld += done.Unknown
+		}
+	case radix.Cleared, radix.DeviceCleared:
+		r.cleared++
+	case radix.Held, radix.Forgotten, radix.LayoutSet, radix.LookaheadStored, radix.ChunkSet, radix.LowerRestored, radix.DoubtSettled:
 	}
-	parent, hasParent := stored.parent()
-	switch err := index.Store(key, parent, hasParent, stored.stored(nil)); {
-	case errors.Is(err, radix.ErrParentUnknown):
-		r.orphans += len(stored.Blocks)
-		return fmt.Sprintf("the parent of %d stored blocks, block %d, is not in the index", len(stored.Blocks), parent)
-	case err != nil:
-		return err.Error()
-	}
-	r.stored += len(stored.Blocks)
-	return ""
 }
 
 // print writes the summary.

@@ -172,26 +172,23 @@ func (s *Stream) restore() {
 		return
 	}
 	cold := !rank.complete
-	s.index.Clear(s.Src.Worker)
+	s.alter(radix.Change{Kind: radix.Cleared})
 	s.setLayout(rank.layout)
 	if len(rank.lower.Stores) > 0 {
-		s.index.RestoreLower(s.Src.Worker, 0, false, rank.lower.Stores)
+		s.alter(radix.Change{Kind: radix.LowerRestored, Set: &radix.Setting{Stores: rank.lower.Stores}})
 	}
 	for r := (snapshotReader{data: rank.runs}); len(r.data) > 0; {
-		var head runHead
-		s.blocks, head = r.run(s.blocks[:0])
-		if head.kind>>runTierShift != 0 || head.kind == runPlaceless {
-			s.restoreLower(rank, head)
-		} else if head.kind == runHeld {
-			for _, b := range s.blocks {
-				s.hold(int(head.parent), b.Engine, b.Local)
-			}
-		} else if s.index.Store(s.Src.Worker, head.parent, head.kind == runFollows, s.blocks) != nil {
+		c, ok := r.change(rank.lower.Stores, s.blocks, s.hashes)
+		s.blocks, s.hashes = c.Blocks, c.Hashes
+		if !ok {
+			continue
+		}
+		if _, err := s.alter(c); err != nil {
 			cold = true
 		}
 	}
 	if rank.lower.Chunk > 0 || rank.lower.Doubtful {
-		s.index.RestoreLower(s.Src.Worker, rank.lower.Chunk, rank.lower.Doubtful, nil)
+		s.alter(radix.Change{Kind: radix.LowerRestored, Set: &radix.Setting{Chunk: rank.lower.Chunk, Doubtful: rank.lower.Doubtful}})
 	}
 	s.pinned.Store(rank.pinned)
 	s.chunkBlocks = rank.lower.Chunk
@@ -200,35 +197,6 @@ func (s *Stream) restore() {
 	s.history.reach(rank.at) // before the file's copy is forgotten: the next file has one of the two
 	s.settle()
 	s.log.Info("restored the worker's blocks from --index-snapshot", "batch", rank.at.next-1, "blocks", s.index.Blocks(s.Src.Worker))
-}
-
-// restoreLower restores a run of a lower tier, which is in s.blocks.
-func (s *Stream) restoreLower(rank *savedRank, head runHead) {
-	at := radix.LowerTier{Worker: s.Src.Worker, Tier: kv.Tier(head.kind >> runTierShift & runKinds)}
-	store := int(head.kind >> runStoreShift)
-	if at.Tier == kv.Device || store > len(rank.lower.Stores) {
-		return
-	}
-	if store > 0 {
-		at.Shared, at.Store = true, rank.lower.Stores[store-1]
-	}
-	switch kind := head.kind & runKinds; kind {
-	case runBegins, runFollows:
-		s.index.StoreLower(at, head.parent, kind == runFollows, s.blocks)
-	case runPlaceless:
-		s.hashes = s.hashes[:0]
-		for _, b := range s.blocks {
-			s.hashes = append(s.hashes, b.Engine)
-		}
-		s.index.HoldLower(at, s.hashes)
-	}
-}
-
-// hold restores the copies of one block of a group other than the first.
-func (s *Stream) hold(group int, engine, copies uint64) {
-	for range min(copies, maxCopies) {
-		s.index.Hold(s.Src.Worker, group, []uint64{engine})
-	}
 }
 
 // settle ends the wait for a proof of the snapshot's blocks.

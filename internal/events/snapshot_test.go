@@ -19,6 +19,7 @@ import (
 	"kvrouter/internal/kv"
 	"kvrouter/internal/radix"
 	"kvrouter/internal/testkit"
+	"kvrouter/internal/testkit/radixtest"
 )
 
 // savedStream returns a stream that has applied the batches, as a complete history.
@@ -373,7 +374,7 @@ func TestASnapshotHoldsTheFirstBlocksOfARankThatHasTooMany(t *testing.T) {
 func TestASnapshotHoldsNothingOfAStreamThatHasEnded(t *testing.T) {
 	stream := savedStream(t, "tcp://a", savedBatches(t)...)
 	stream.Close()
-	stream.index.Forget(stream.Src.Worker.Worker)
+	radixtest.Forget(stream.index, stream.Src.Worker.Worker)
 	if _, ok := newSnapshotWriter(new(bytes.Buffer), testkit.BlockSize).stream(t.Context(), stream); ok {
 		t.Error("an ended stream's rank is written")
 	}

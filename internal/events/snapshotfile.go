@@ -19,7 +19,7 @@ import (
 
 // The file of a Snapshot is snapshotMagic, the block size (uint32), the ranks, a zero
 // byte and the XXH3-64 of all before. Numbers are little-endian. See appendRank and
-// appendRun for a rank.
+// appendChange for a rank.
 const (
 	snapshotName  = "kvrouter index snapshot "
 	snapshotMagic = snapshotName + "3\n" // with the version
@@ -135,32 +135,9 @@ func (w *snapshotWriter) stream(ctx context.Context, stream *Stream) (at positio
 		}
 	}
 	var buffer []byte
-	for run := range runsOf(counted) {
-		buffer = appendRun(buffer[:0], run)
+	for c := range changesOf(counted, others, lower) {
+		buffer = appendChange(buffer[:0], c, rank.lower.Stores)
 		if w.write(buffer); w.err == nil {
-			w.err = ctx.Err()
-		}
-		if w.err != nil {
-			return at, false
-		}
-	}
-	for part := range slices.Chunk(others, dumpedTogether) {
-		for len(part) > 0 {
-			same := 1
-			for same < len(part) && part[same].Group == part[0].Group {
-				same++
-			}
-			if w.write(appendHeld(buffer[:0], part[:same])); w.err != nil {
-				return at, false
-			}
-			part = part[same:]
-		}
-	}
-	for change := range lowerChanges(lower) {
-		if buffer = appendLower(buffer[:0], &change, rank.lower.Stores); len(buffer) > 0 {
-			w.write(buffer)
-		}
-		if w.err == nil {
 			w.err = ctx.Err()
 		}
 		if w.err != nil {
@@ -204,12 +181,6 @@ const (
 // maxCopies bounds the copies of a block that a file may name.
 const maxCopies = 1 << 10
 
-// runHead is the head of a run.
-type runHead struct {
-	kind   byte
-	parent uint64
-}
-
 // appendRank appends a rank's head: a 1, worker, rank, the number of the last batch,
 // its hash, length and text of layout, endpoint and topic, and the number of the stores that
 // it reads, with length and text of each name. Runs and appendRankEnd follow it.
@@ -235,59 +206,67 @@ func appendRank(to []byte, rank *savedRank) []byte {
 // maxSavedStores bounds the stores of a rank: their places have four bits.
 const maxSavedStores = 15
 
-// appendLower appends a run of a lower tier; nothing for a change without blocks, and for
-// one of a store beyond maxSavedStores.
-func appendLower(to []byte, c *lowerChange, stores []string) []byte {
+// appendChange appends the run of a change that restores a rank: the number of blocks, the kind,
+// the parent, and of each block the engine's hash and the local one. It appends nothing for a
+// change without blocks, which the rank's head and end have, and for one of a store beyond
+// maxSavedStores.
+func appendChange(to []byte, c *radix.Change, stores []string) []byte {
 	store := 0
 	if c.Shared {
 		store = 1 + slices.Index(stores, c.Store)
 	}
-	tier, err := lowerTierNamed(c.Tier)
-	if err != nil || c.Shared && store == 0 || store > maxSavedStores {
+	if c.Shared && store == 0 || store > maxSavedStores {
 		return to
 	}
-	place := byte(tier)<<runTierShift | byte(store)<<runStoreShift
-	if c.Stored == nil {
-		to = binary.LittleEndian.AppendUint32(to, uint32(len(c.Held)))
-		to = binary.LittleEndian.AppendUint64(append(to, runPlaceless|place), 0)
-		for _, hash := range c.Held {
-			to = binary.LittleEndian.AppendUint64(to, hash)
-			to = binary.LittleEndian.AppendUint64(to, 0)
+	place := byte(c.Tier)<<runTierShift | byte(store)<<runStoreShift
+	switch c.Kind {
+	case radix.Stored:
+		kind := byte(runBegins)
+		if c.HasParent {
+			kind = runFollows
 		}
-		return to
-	}
-	at := len(to) + 4
-	parent, hasParent := c.Stored.parent()
-	to = appendRun(to, run{parent, hasParent, c.Stored.stored(nil)})
-	to[at] |= place
-	return to
-}
-
-// appendHeld appends a run of a group other than the first.
-func appendHeld(to []byte, blocks []radix.HeldBlock) []byte {
-	to = binary.LittleEndian.AppendUint32(to, uint32(len(blocks)))
-	to = binary.LittleEndian.AppendUint64(append(to, runHeld), uint64(blocks[0].Group))
-	for _, b := range blocks {
-		to = binary.LittleEndian.AppendUint64(to, b.Engine)
-		to = binary.LittleEndian.AppendUint64(to, uint64(b.Copies))
+		to = appendRunHead(to, len(c.Blocks), kind|place, c.Parent)
+		for _, b := range c.Blocks {
+			to = appendPair(to, b.Engine, b.Local)
+		}
+	case radix.Held:
+		if c.Tier == kv.Device {
+			return appendHeld(to, c)
+		}
+		to = appendRunHead(to, len(c.Hashes), runPlaceless|place, 0)
+		for _, hash := range c.Hashes {
+			to = appendPair(to, hash, 0)
+		}
+	case radix.LowerRestored: // see appendRank and appendRankEnd
+	case radix.Removed, radix.Cleared, radix.DeviceCleared, radix.Forgotten, radix.LayoutSet, radix.LookaheadStored, radix.ChunkSet, radix.DoubtSettled: // none restores a rank
 	}
 	return to
 }
 
-// appendRun appends the number of blocks, the kind, the parent, and of each block the
-// engine's hash and the local one.
-func appendRun(to []byte, run run) []byte {
-	to = binary.LittleEndian.AppendUint32(to, uint32(len(run.blocks)))
-	kind := byte(runBegins)
-	if run.hasParent {
-		kind = runFollows
+// appendHeld appends a run of a group other than the first: copies of a block, which follow each
+// other, in one entry.
+func appendHeld(to []byte, c *radix.Change) []byte {
+	at := len(to)
+	to = appendRunHead(to, 0, runHeld, uint64(c.Group))
+	entries := uint32(0)
+	for i, n := 0, 1; i < len(c.Hashes); i, n = i+n, 1 {
+		for i+n < len(c.Hashes) && c.Hashes[i+n] == c.Hashes[i] {
+			n++
+		}
+		to = appendPair(to, c.Hashes[i], uint64(n))
+		entries++
 	}
-	to = binary.LittleEndian.AppendUint64(append(to, kind), run.parent)
-	for _, b := range run.blocks {
-		to = binary.LittleEndian.AppendUint64(to, b.Engine)
-		to = binary.LittleEndian.AppendUint64(to, b.Local)
-	}
+	binary.LittleEndian.PutUint32(to[at:], entries)
 	return to
+}
+
+func appendRunHead(to []byte, blocks int, kind byte, parent uint64) []byte {
+	to = binary.LittleEndian.AppendUint32(to, uint32(blocks))
+	return binary.LittleEndian.AppendUint64(append(to, kind), parent)
+}
+
+func appendPair(to []byte, engine, other uint64) []byte {
+	return binary.LittleEndian.AppendUint64(binary.LittleEndian.AppendUint64(to, engine), other)
 }
 
 // appendRankEnd appends a run of no blocks, shortened to its number, flags, and the number
@@ -432,12 +411,38 @@ func (r *snapshotReader) rank() *savedRank {
 	return rank
 }
 
-// run reads a run of a checked rank into blocks.
-func (r *snapshotReader) run(blocks []kv.StoredBlock) ([]kv.StoredBlock, runHead) {
-	count := r.uint32()
-	head := runHead{r.byte(), r.uint64()}
-	for range count {
-		blocks = append(blocks, kv.StoredBlock{Engine: r.uint64(), Local: r.uint64()})
+// change reads a run of a checked rank as the change that restores it. blocks and hashes are
+// reused for it. Not ok: it is of a store that the rank does not name.
+func (r *snapshotReader) change(stores []string, blocks []kv.StoredBlock, hashes []uint64) (c radix.Change, ok bool) {
+	count, head := r.uint32(), r.byte()
+	parent, kind, store := r.uint64(), head&runKinds, int(head>>runStoreShift)
+	c = radix.Change{Kind: radix.Held, Blocks: blocks[:0], Hashes: hashes[:0], LowerTier: radix.LowerTier{Tier: kv.Tier(head >> runTierShift & runKinds), Shared: store > 0}}
+	if ok = store <= len(stores) && (store == 0 || c.Tier != kv.Device); ok && store > 0 {
+		c.Store = stores[store-1]
 	}
-	return blocks, head
+	switch {
+	case kind == runBegins || kind == runFollows:
+		c.Kind, c.Parent, c.HasParent = radix.Stored, parent, kind == runFollows
+	case kind == runPlaceless:
+		ok = ok && c.Tier != kv.Device
+	case c.Tier == kv.Device: // runHeld
+		c.Group = int32(min(parent, kv.MaxCacheGroups))
+	default:
+		ok = false
+	}
+	for range count {
+		engine, other := r.uint64(), r.uint64()
+		if c.Kind == radix.Stored {
+			c.Blocks = append(c.Blocks, kv.StoredBlock{Engine: engine, Local: other})
+			continue
+		}
+		copies := uint64(1)
+		if kind == runHeld {
+			copies = min(other, maxCopies)
+		}
+		for range copies {
+			c.Hashes = append(c.Hashes, engine)
+		}
+	}
+	return c, ok
 }

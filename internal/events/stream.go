@@ -115,9 +115,9 @@ type Stream struct {
 
 	layout     kv.Layout // the KV-cache groups seen so far
 	layoutText string    // the same as text
-	// looksAhead means that its blocks depend on the tokens behind them, for which an
-	// engine does not compute the last block again.
-	looksAhead bool
+	// ahead is how its blocks depend on the tokens behind them; not the zero value: the engine
+	// does not compute the last block again.
+	ahead kv.Lookahead
 	// chunkBlocks is the number of blocks that the engine loads together from lower tiers; 0
 	// before the first.
 	chunkBlocks int
@@ -127,6 +127,7 @@ type Stream struct {
 	dec         *batchDecoder
 	blocks      []kv.StoredBlock
 	hashes      []uint64
+	change      radix.Change    // reused
 	warned      map[string]bool // reasons already logged
 	batch       batchResult     // of the batch that is being applied
 	applying    bool            // a batch is
@@ -422,7 +423,7 @@ func (s *Stream) checkQuiet(ctx context.Context, settled bool) error {
 // unless seq is 0.
 func (s *Stream) Begin(seq uint64) {
 	if !s.seeded || seq == 0 {
-		s.index.Clear(s.Src.Worker)
+		s.alter(radix.Change{Kind: radix.Cleared})
 		s.seeded = false
 	}
 	s.history.cleared()
@@ -442,7 +443,7 @@ func (s *Stream) position() position {
 	return position{next: s.next, sum: s.sum, layout: s.layoutText}
 }
 
-// restarted notes that the the publisher has restarted: nothing of the old holds.
+// restarted notes that the publisher has restarted: nothing of the old holds.
 func (s *Stream) restarted() {
 	s.stats.Restarts.Add(1)
 	s.forget("its KV-event publisher has restarted")

@@ -16,6 +16,7 @@ import (
 	"kvrouter/internal/radix"
 	"kvrouter/internal/testkit"
 	"kvrouter/internal/testkit/eventstest"
+	"kvrouter/internal/testkit/radixtest"
 )
 
 // followFirst starts a publisher, and a stream that has its first batch: that many blocks
@@ -605,7 +606,7 @@ func TestEventStreamGoesOnFromAPeersBlocks(t *testing.T) {
 				blocks = append(blocks, kv.StoredBlock{Engine: testkit.BlockIDs(1, i, i+1)[0], Local: local})
 			}
 			index := radix.NewTree()
-			if err := index.Store(testkit.EventWorker, 0, false, blocks); err != nil {
+			if err := radixtest.Store(index, testkit.EventWorker, 0, false, blocks); err != nil {
 				t.Fatal(err)
 			}
 			f := eventstest.FollowInto(t, src, index, nil)

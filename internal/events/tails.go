@@ -5,6 +5,7 @@ import (
 	"slices"
 
 	"kvrouter/internal/kv"
+	"kvrouter/internal/radix"
 )
 
 // tail is a store event of a windowed rank that leaves blocks out.
@@ -53,7 +54,7 @@ func (s *Stream) applyTail(e *kvEvent) error {
 	t := tail{parent: e.parent, hasParent: e.hasParent, locals: locals, hashes: slices.Clone(e.hashes)}
 	s.batch.stored = true
 	if last, known := s.tails[e.parent]; known && e.hasParent && slices.Equal(locals[:parts], last.locals[len(last.locals)-parts:]) {
-		s.index.Remove(s.Src.Worker, s.inParts(last.hashes))
+		s.apply(radix.Change{Kind: radix.Removed, Hashes: s.inParts(last.hashes)})
 		s.storeTail(last, last.before)
 		delete(s.tails, e.parent)
 	}
@@ -79,7 +80,6 @@ func (s *Stream) applyTail(e *kvEvent) error {
 		}
 	}
 	s.storeTail(t, places[0])
-	s.history.relay()
 	return nil
 }
 
@@ -170,13 +170,13 @@ func (s *Stream) storeTail(t tail, places []int) {
 					b.Engine = partHash(t.hashes[i], part)
 				}
 				if s.seeded {
-					s.index.Remove(s.Src.Worker, []uint64{b.Engine})
+					s.alter(radix.Change{Kind: radix.Removed, Hashes: []uint64{b.Engine}})
 				}
 				blocks = append(blocks, b)
 			}
 		}
 		s.blocks = blocks
-		if err := s.index.StoreTail(s.Src.Worker, parent, hasParent, t.locals[after*parts:first*parts], blocks); err != nil {
+		if _, err := s.apply(radix.Change{Kind: radix.Stored, Parent: parent, HasParent: hasParent, Skipped: t.locals[after*parts : first*parts], Blocks: blocks}); err != nil {
 			s.stats.UnknownParent.Add(1) // the engine need not hold it either
 			return
 		}

@@ -10,6 +10,7 @@ import (
 	"kvrouter/internal/kv"
 	"kvrouter/internal/radix"
 	"kvrouter/internal/testkit"
+	"kvrouter/internal/testkit/radixtest"
 )
 
 // in returns an event with a field more, or changed.
@@ -200,7 +201,7 @@ func TestLogOfTiersIsBounded(t *testing.T) {
 		off[i] = in(testkit.Event{"removed": []uint64{uint64(i)}}, "medium", "CPU")
 	}
 	s.Apply(1, testkit.Payload(t, 1, off...), true)
-	if n := len(s.History().newest().events); n != 1 {
+	if n := len(s.History().newest().changes); n != 1 {
 		t.Errorf("%d events for removals in one tier", n)
 	}
 	stores := make([]testkit.Event, 5000)
@@ -212,7 +213,7 @@ func TestLogOfTiersIsBounded(t *testing.T) {
 		s.Apply(2+seq, testkit.Payload(t, 1, clones(stores)...), true)
 	}
 	for _, b := range s.History().batches {
-		kept += len(b.events)
+		kept += len(b.changes)
 	}
 	if blocks := s.History().blocks; blocks > loggedBlocks || kept > loggedBlocks/loggedLower || kept < 5000 {
 		t.Errorf("%d events with %d blocks are kept", kept, blocks)
@@ -252,14 +253,14 @@ func TestStoresAreReadByAllThatNameThem(t *testing.T) {
 	streams[2].Apply(0, testkit.Payload(t, 1, testkit.StoredEvent(2, 0, 1), stored("REMOTE", "", 2, 0, 1)), true)
 	streams[3].Apply(0, testkit.Payload(t, 1, testkit.StoredEvent(2, 0, 1), stored("REMOTE", "other", 2, 0, 1), stored("LOCAL", "", 2, 0, 1)), true)
 	holds("the second has named it, the third another", map[uint64]int{1: 6, 2: 6})
-	index.Forget(1)
+	radixtest.Forget(index, 1)
 	holds("the first is gone", map[uint64]int{2: 6})
 	streams[2].Apply(1, testkit.Payload(t, 1, in(in(testkit.RemovedEvent(1, 4, 6), "medium", "STORAGE"), "locality", "REMOTE")), true)
 	holds("the store has removed", map[uint64]int{2: 4})
 	second := kv.WorkerKey{Worker: 2}
-	index.StoreLower(radix.LowerTier{Worker: second, Tier: kv.Host}, 0, false, []kv.StoredBlock{{Engine: 9, Local: 9}})
-	index.ClearDevice(second, false)
+	radixtest.StoreLower(index, second, radix.LowerTier{Tier: kv.Host}, 0, false, []kv.StoredBlock{{Engine: 9, Local: 9}})
+	radixtest.ClearDevice(index, second)
 	holds("the device is cleared", map[uint64]int{2: 4})
-	index.SettleLower(second, index.LowerOf(second).Doubt, false)
+	radixtest.Settle(index, second, index.LowerOf(second).Doubt, false)
 	holds("an answer has found nothing", map[uint64]int{})
 }

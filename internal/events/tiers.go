@@ -46,7 +46,7 @@ func (s *Stream) lowerTier(e *kvEvent) (at radix.LowerTier, medium string, ok bo
 		s.warnOnce("medium", "ignored KV events of an unknown medium", "medium", fmt.Sprintf("%.40q", e.medium), "locality", fmt.Sprintf("%.40q", e.locality))
 		return at, medium, false
 	}
-	at.Worker, at.Again = s.Src.Worker, s.seeded
+	at.Again = s.seeded
 	if at.Shared = string(e.locality) == remote; at.Shared {
 		at.Store = string(e.ownership)
 	}
@@ -57,7 +57,7 @@ func (s *Stream) lowerTier(e *kvEvent) (at radix.LowerTier, medium string, ok bo
 // has one KV-cache group, of full attention, and no drafter, with which vLLM's connector
 // leaves out the last chunk.
 func (s *Stream) followsTiers() bool {
-	return !s.layout.DropsLast && !s.looksAhead && (len(s.layout.Groups) == 0 || len(s.layout.Groups) == 1 && !s.windowed())
+	return !s.layout.DropsLast && s.ahead.Tokens == 0 && (len(s.layout.Groups) == 0 || len(s.layout.Groups) == 1 && !s.windowed())
 }
 
 // applyLower applies a store or removal of a lower tier.
@@ -74,10 +74,9 @@ func (s *Stream) applyLower(e *kvEvent) {
 	counts := &s.stats.Lower[at.Tier]
 	if e.kind == eventRemoved {
 		hashes := s.inParts(e.hashes)
-		unknown := s.index.RemoveLower(at, hashes)
-		counts.Removed.Add(uint64(len(hashes) - unknown))
-		counts.UnknownRemoved.Add(uint64(unknown))
-		s.history.lowerRemoved(at, hashes)
+		done, _ := s.apply(radix.Change{Kind: radix.Removed, LowerTier: at, Hashes: hashes}) // cannot fail
+		counts.Removed.Add(uint64(len(hashes) - done.Unknown))
+		counts.UnknownRemoved.Add(uint64(done.Unknown))
 		return
 	}
 	s.batch.stored = true
@@ -87,8 +86,7 @@ func (s *Stream) applyLower(e *kvEvent) {
 	if len(e.tokens) == 0 {
 		// vLLM names no more than the hash unless its events are self-describing.
 		hashes := s.inParts(e.hashes)
-		s.lost(s.index.HoldLower(at, hashes))
-		s.history.lowerHeld(at, hashes)
+		s.applyLost(radix.Change{Kind: radix.Held, LowerTier: at, Hashes: hashes})
 		counts.Stored.Add(uint64(len(hashes)))
 		return
 	}
@@ -112,20 +110,19 @@ func (s *Stream) applyLower(e *kvEvent) {
 		chunk = len(s.blocks)
 	}
 	if chunk > max(1, s.chunkBlocks) {
-		s.index.SetChunk(s.Src.Worker, chunk)
-		s.history.lowered(lowerChange{SetChunk: chunk})
+		s.apply(radix.Change{Kind: radix.ChunkSet, Set: &radix.Setting{Chunk: chunk}})
 	}
 	s.chunkBlocks = max(s.chunkBlocks, chunk)
-	s.lost(s.index.StoreLower(at, e.parent, e.hasParent, s.blocks))
-	s.history.lowerStored(at, e.parent, e.hasParent, s.blocks)
+	s.applyLost(radix.Change{Kind: radix.Stored, LowerTier: at, Parent: e.parent, HasParent: e.hasParent, Blocks: s.blocks})
 	counts.Stored.Add(uint64(len(s.blocks)))
 }
 
-// lost counts blocks of lower tiers that the index had to drop for its bounds.
-func (s *Stream) lost(blocks int) {
-	if blocks > 0 {
-		s.stats.LowerLost.Add(uint64(blocks))
-		s.warnOnce("lost", "dropped blocks of lower tiers from the index: they are too many, or too many have no place", "blocks", blocks, "maximum", radix.MaxLowerBlocks)
+// applyLost applies a store in a lower tier, and counts blocks that the index had to drop for its
+// bounds.
+func (s *Stream) applyLost(c radix.Change) {
+	if done, _ := s.apply(c); done.Lost > 0 { // cannot fail
+		s.stats.LowerLost.Add(uint64(done.Lost))
+		s.warnOnce("lost", "dropped blocks of lower tiers from the index: they are too many, or too many have no place", "blocks", done.Lost, "maximum", radix.MaxLowerBlocks)
 	}
 }
 

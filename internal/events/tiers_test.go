@@ -14,6 +14,7 @@ import (
 	"kvrouter/internal/kv"
 	"kvrouter/internal/radix"
 	"kvrouter/internal/testkit"
+	"kvrouter/internal/testkit/radixtest"
 )
 
 // tierLine is a line of a capture of an engine with tiers: a prompt, an event batch, or a
@@ -170,20 +171,20 @@ func TestTiersAreDoubtfulAfterAReset(t *testing.T) {
 	apply(17) // reset of the device
 	want("reset", "0 2 true")
 	doubt := index.LowerOf(testkit.EventWorker).Doubt
-	if !index.SettleLower(testkit.EventWorker, doubt, true) {
+	if !radixtest.Settle(index, testkit.EventWorker, doubt, true) {
 		t.Error("an answer settles nothing")
 	}
 	apply(18)
 	want("loaded again", "15 2 false")
 	apply(19) // reset of all, and the prompt is computed again
 	want("reset of all", "15 2 true")
-	index.SettleLower(testkit.EventWorker, doubt, false)
+	radixtest.Settle(index, testkit.EventWorker, doubt, false)
 	want("an answer of before the reset", "15 2 true")
 	doubt = index.LowerOf(testkit.EventWorker).Doubt
-	index.SettleLower(testkit.EventWorker, doubt, false)
+	radixtest.Settle(index, testkit.EventWorker, doubt, false)
 	want("an answer found nothing", "15 0 false")
 	apply(20)
-	index.SettleLower(testkit.EventWorker, doubt, false)
+	radixtest.Settle(index, testkit.EventWorker, doubt, false)
 	want("stored again, and a later answer found nothing, too", "15 15 false")
 	if !slices.Equal(index.Workers(), []kv.WorkerKey{testkit.EventWorker}) {
 		t.Errorf("workers %v", index.Workers())

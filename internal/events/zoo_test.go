@@ -44,6 +44,13 @@ type replayed struct {
 // replayCapture applies the events of a capture and compares its requests.
 func replayCapture(t *testing.T, name string, block int, traits kv.Traits) (r replayed) {
 	t.Helper()
+	index := radix.NewTree()
+	return replayCaptureInto(t, name, block, traits, index, index)
+}
+
+// replayCaptureInto is replayCapture into an index that the events change through changed.
+func replayCaptureInto(t *testing.T, name string, block int, traits kv.Traits, index *radix.Tree, changed radix.Index) (r replayed) {
+	t.Helper()
 	file, err := os.Open(name)
 	if err != nil {
 		t.Fatal(err)
@@ -53,8 +60,7 @@ func replayCapture(t *testing.T, name string, block int, traits kv.Traits) (r re
 	if err != nil {
 		t.Fatal(err)
 	}
-	index := radix.NewTree()
-	s := NewStream(Source{Worker: testkit.EventWorker, BlockSize: block}, index, Options{}, slog.New(slog.DiscardHandler))
+	s := NewStream(Source{Worker: testkit.EventWorker, BlockSize: block}, changed, Options{}, slog.New(slog.DiscardHandler))
 	s.SetTraits(traits)
 	s.Begin(0)
 	lines := bufio.NewScanner(zip)

@@ -253,7 +253,7 @@ func (s *Set) Cordoned() map[uint64]time.Time {
 }
 
 // Index returns the index of the default model.
-func (s *Set) Index() radix.Index { return s.Default().Router.Index() }
+func (s *Set) Index() radix.Reader { return s.Default().Index }
 
 // BusyThresholds returns the busy thresholds, which all models share.
 func (s *Set) BusyThresholds() router.BusyThresholds { return s.Default().Router.BusyThresholds() }
@@ -349,8 +349,8 @@ func (s *Set) Samples() (samples []Sample) {
 			one.InFlight += load.ActiveRequests
 		}
 		one.Queued, _ = m.Router.QueueDepth()
-		for _, key := range m.Router.Index().Workers() {
-			one.Blocks += m.Router.Index().Blocks(key)
+		for _, key := range m.Index.Workers() {
+			one.Blocks += m.Index.Blocks(key)
 		}
 		samples = append(samples, one)
 	}

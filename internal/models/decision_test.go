@@ -18,6 +18,7 @@ import (
 	"kvrouter/internal/settings"
 	"kvrouter/internal/testkit"
 	"kvrouter/internal/testkit/policytest"
+	"kvrouter/internal/testkit/radixtest"
 	"kvrouter/internal/testkit/tokenstest"
 	"kvrouter/internal/tokens"
 )
@@ -134,7 +135,7 @@ func BenchmarkDecision(b *testing.B) {
 				if c.hot || i == 0 {
 					p := ids.ChatBody(context.Background(), tokenstest.Body(body))
 					local := kv.HashBlocks(nil, p.Tokens, 64, "", "")
-					if err := index.Store(kv.WorkerKey{Worker: uint64(i % 8)}, 0, false, testkit.Chain(local)); err != nil {
+					if err := radixtest.Store(index, kv.WorkerKey{Worker: uint64(i % 8)}, 0, false, testkit.Chain(local)); err != nil {
 						b.Fatal(err)
 					}
 				}

@@ -65,7 +65,7 @@ type Settings struct {
 // Deps are the parts that a Set uses.
 type Deps struct {
 	Router           *router.Router        // of the default model
-	Index            radix.Index           // of Router, for the KV events that change it
+	Index            radix.Index           // of Router, as KV events change it
 	Tokenizer        *tokens.Model         // of the default model; nil: workers tokenize the prompts
 	TokenizerRefused bool                  // Tokenizer is nil because its files could not be used
 	Ask              Ask                   // nil: no worker is asked
@@ -80,7 +80,7 @@ type Ask func(ctx context.Context, t kv.Target, method, path string, header http
 type Model struct {
 	Name   string         // as its workers report it; empty: the default model, which is not configured
 	Router *router.Router // of its workers alone
-	Index  radix.Index    // of Router, for the KV events that change it
+	Index  radix.Index    // of Router, as KV events change it
 	Tokens *tokens.Source
 
 	Requests, Refused atomic.Uint64 // of the OpenAI port: all, and those that no worker could serve
@@ -366,11 +366,11 @@ func (s *Set) create(name, root string, size int) (*Model, error) {
 	}
 	log := s.log.With("model", name)
 	s.made++
-	index := router.NewIndex(s.settings.Index, s.settings.Policy, s.settings.Scoring.Settings, size, time.Now)
+	index, assumer := router.NewIndex(s.settings.Index, s.settings.Policy, s.settings.Scoring.Settings, size, time.Now)
 	seed := cmp.Or(s.settings.Seed, uint64(time.Now().UnixNano()))
 	routing := s.settings.Routing
 	routing.BusyThresholds = s.BusyThresholds()
-	m := &Model{Name: name, Router: router.New(routing, router.Deps{Index: index, Policy: rule, BlockSize: size, Seed: seed + s.made, Names: s.Names(), Log: log}), Index: index, ask: s.Default().ask, sends: s.Default().sends}
+	m := &Model{Name: name, Router: router.New(routing, router.Deps{Index: index, Assumer: assumer, Policy: rule, BlockSize: size, Seed: seed + s.made, Names: s.Names(), Log: log}), Index: index, ask: s.Default().ask, sends: s.Default().sends}
 	if m.dir = s.folder(name, root); m.dir != "" {
 		m.files = s.open(m.dir, log)
 		m.refused = m.files == nil || m.files.Problem() != ""

@@ -22,6 +22,7 @@ import (
 	"kvrouter/internal/router"
 	"kvrouter/internal/testkit"
 	"kvrouter/internal/testkit/policytest"
+	"kvrouter/internal/testkit/radixtest"
 	"kvrouter/internal/tokens"
 )
 
@@ -38,7 +39,7 @@ func newLoggingSet(t *testing.T, log *slog.Logger, settings models.Settings, cha
 		f(&settings.Routing)
 	}
 	settings.BlockSize, settings.Seed, settings.TokenTimeout = testkit.BlockSize, 1, time.Second
-	index := router.NewIndex(settings.Index, settings.Policy, settings.Scoring.Settings, settings.BlockSize, time.Now)
+	index, _ := router.NewIndex(settings.Index, settings.Policy, settings.Scoring.Settings, settings.BlockSize, time.Now)
 	return models.New(settings, models.Deps{
 		Router: router.New(settings.Routing, router.Deps{Index: index, Policy: policytest.MustPolicy(t, settings.Policy), BlockSize: settings.BlockSize, Seed: 1}), Index: index,
 		Ask: func(context.Context, kv.Target, string, string, http.Header, []byte) (int, []byte, error) {
@@ -213,7 +214,7 @@ func TestModelsShareNothing(t *testing.T) {
 		blocks[i] = kv.StoredBlock{Engine: uint64(i), Local: h}
 	}
 	for _, worker := range []uint64{1, 2} {
-		if err := a.Index.Store(kv.WorkerKey{Worker: worker}, 0, false, blocks); err != nil {
+		if err := radixtest.Store(a.Index, kv.WorkerKey{Worker: worker}, 0, false, blocks); err != nil {
 			t.Fatal(err)
 		}
 	}
@@ -612,7 +613,7 @@ func TestStopWaitingIsForEveryModel(t *testing.T) {
 func TestTheLogOfHostileNamesIsBounded(t *testing.T) {
 	var log testkit.LogBuffer
 	settings := models.Settings{ServedModelName: "a", Flags: models.Flags{ModelsDir: t.TempDir()}, BlockSize: testkit.BlockSize, TokenTimeout: time.Second, Policy: "round-robin", Scoring: testkit.Defaults[policies.Settings](), Index: testkit.Defaults[router.IndexSettings](), Routing: testkit.Defaults[router.Settings]()}
-	index := router.NewIndex(settings.Index, settings.Policy, settings.Scoring.Settings, settings.BlockSize, time.Now)
+	index, _ := router.NewIndex(settings.Index, settings.Policy, settings.Scoring.Settings, settings.BlockSize, time.Now)
 	s := models.New(settings, models.Deps{Router: router.New(settings.Routing, router.Deps{Index: index, Policy: policytest.MustPolicy(t, settings.Policy), BlockSize: settings.BlockSize}), Index: index, Log: slog.New(slog.NewTextHandler(&log, nil))})
 	huge := strings.Repeat("x\x00\n", 1<<20)
 	for i, of := range []kv.Served{serves(huge, 16, "b"), serves("", 16, huge), serves("", 16, "\x00../\n")} {

@@ -24,6 +24,7 @@ import (
 	"kvrouter/internal/proxy"
 	"kvrouter/internal/router"
 	"kvrouter/internal/testkit"
+	"kvrouter/internal/testkit/radixtest"
 	"kvrouter/internal/testkit/routertest"
 	"kvrouter/internal/testkit/tokenstest"
 	"kvrouter/internal/web"
@@ -404,7 +405,7 @@ func (h *pairAPI) store(t testing.TB, worker kv.WorkerKey, chat string, n int) {
 	for i := range blocks {
 		blocks[i] = kv.StoredBlock{Engine: uint64(1000 + i), Local: hashes[i]}
 	}
-	if err := h.router.Index().Store(worker, 0, false, blocks); err != nil {
+	if err := radixtest.Store(h.router.Index(), worker, 0, false, blocks); err != nil {
 		t.Fatal(err)
 	}
 }

@@ -15,6 +15,7 @@ import (
 	"kvrouter/internal/kv"
 	"kvrouter/internal/proxy"
 	"kvrouter/internal/testkit"
+	"kvrouter/internal/testkit/radixtest"
 	"kvrouter/internal/web"
 )
 
@@ -101,7 +102,7 @@ func TestGenerateIsRoutedByPrefix(t *testing.T) {
 	for i, hash := range kv.HashBlocks(nil, ids, testkit.BlockSize, "", "") {
 		blocks = append(blocks, kv.StoredBlock{Engine: uint64(100 + i), Local: hash})
 	}
-	if err := h.router.Index().Store(kv.WorkerKey{}, 0, false, blocks); err != nil {
+	if err := radixtest.Store(h.router.Index(), kv.WorkerKey{}, 0, false, blocks); err != nil {
 		t.Fatal(err)
 	}
 	list := strings.ReplaceAll(fmt.Sprint(ids), " ", ",")

@@ -27,7 +27,7 @@ func (p *Page) state(now time.Time) State {
 	s := State{
 		At: unix(now), Version: p.settings.Version, Uptime: seconds(now.Sub(p.began)), Policy: p.settings.Policy, BlockSize: p.settings.BlockSize,
 		ShowText: p.settings.PageShowText, TryAsks: p.tryAsks(), Demo: p.settings.Demo, Fair: p.settings.Fair, Models: []string{}, Rates: p.trends.lately(totals, now), Requests: p.requests.list(),
-		Cache: p.prompts.hottest(now, p.deps.Models.Index().Match),
+		Cache: p.prompts.hottest(now, p.deps.Models.Default().Router.Index().Match),
 		Totals: Totals{
 			Requests: totals.Requests, Errors: totals.Errors, Queued: queued, PromptTokens: totals.PromptTokens, CachedTokens: totals.CachedTokens, ComparedTokens: totals.ComparedTokens,
 			PredictedTokens: totals.PredictedTokens, Exact: totals.Exact, Compared: totals.Compared,

@@ -25,7 +25,8 @@ func cacheRouter(t testing.TB, rule, source string, workers int) (*router.Router
 	config.PrefixSource = source
 	knobs := testkit.Defaults[router.Settings]()
 	knobs.EjectAfter = 0 // the policies are to do without
-	r := router.New(knobs, router.Deps{Index: router.NewIndex(config, rule, testkit.Defaults[policy.Settings](), testkit.BlockSize, clock.Now), Policy: policytest.MustPolicy(t, rule), BlockSize: testkit.BlockSize, Seed: 1, Now: clock.Now})
+	index, assumer := router.NewIndex(config, rule, testkit.Defaults[policy.Settings](), testkit.BlockSize, clock.Now)
+	r := router.New(knobs, router.Deps{Index: index, Assumer: assumer, Policy: policytest.MustPolicy(t, rule), BlockSize: testkit.BlockSize, Seed: 1, Now: clock.Now})
 	for i := range workers {
 		r.Up(kv.Target{Key: kv.WorkerKey{Worker: uint64(i)}})
 	}

@@ -1,6 +1,7 @@
 package radix
 
 import (
+	"maps"
 	"math"
 	"math/rand/v2"
 	"slices"
@@ -118,33 +119,28 @@ func (a *Approx) SetCapacity(w kv.WorkerKey, blocks int) {
 	}
 }
 
-// Clear empties w.
-func (a *Approx) Clear(w kv.WorkerKey) {
+// Apply changes the Tree; what empties w also empties its modelled memory.
+func (a *Approx) Apply(w kv.WorkerKey, c *Change) (Applied, error) {
 	a.mu.Lock()
 	defer a.mu.Unlock()
-	a.clear(w)
+	switch c.Kind {
+	case Cleared, DeviceCleared:
+		delete(a.Caches, w)
+	case Forgotten:
+		maps.DeleteFunc(a.capacity, func(other kv.WorkerKey, _ int) bool { return other.Worker == w.Worker })
+		maps.DeleteFunc(a.Caches, func(other kv.WorkerKey, _ *assumedCache) bool { return other.Worker == w.Worker })
+	case Stored, Held, Removed, LayoutSet, LookaheadStored, ChunkSet, LowerRestored, DoubtSettled:
+	}
+	return a.Tree.Apply(w, c)
 }
 
 func (a *Approx) clear(w kv.WorkerKey) {
 	delete(a.Caches, w)
-	a.Tree.Clear(w)
+	_, _ = a.Tree.Apply(w, &Change{Kind: Cleared}) // cannot fail
 }
 
-// Forget removes all ranks of a worker.
-func (a *Approx) Forget(worker uint64) {
-	a.mu.Lock()
-	defer a.mu.Unlock()
-	for w := range a.capacity {
-		if w.Worker == worker {
-			delete(a.capacity, w)
-		}
-	}
-	for w := range a.Caches {
-		if w.Worker == worker {
-			delete(a.Caches, w)
-		}
-	}
-	a.Tree.Forget(worker)
+func (a *Approx) remove(w kv.WorkerKey, engine []uint64) {
+	_, _ = a.Tree.Apply(w, &Change{Kind: Removed, Hashes: engine}) // cannot fail
 }
 
 // Match is Tree.Match after expired blocks have been removed.
@@ -202,12 +198,12 @@ func (a *Approx) Routed(w kv.WorkerKey, local []uint64) *Assumed {
 		p.held = append(p.held, b)
 		a.blocks = append(a.blocks, kv.StoredBlock{Engine: a.sequence[i], Local: local[i]})
 	}
-	a.Tree.Remove(w, a.evicted)
+	a.remove(w, a.evicted)
 	parent := uint64(0)
 	if p.found > 0 {
 		parent = a.sequence[p.found-1]
 	}
-	if err := a.Tree.Store(w, parent, p.found > 0, a.blocks); err != nil {
+	if _, err := a.Tree.Apply(w, &Change{Kind: Stored, Parent: parent, HasParent: p.found > 0, Blocks: a.blocks}); err != nil {
 		a.clear(w) // someone else changed the Tree: begin again
 	}
 	a.expire(now)
@@ -274,7 +270,7 @@ func (p *Assumed) ended(release func(a *Approx, c *assumedCache, now int64)) {
 	}
 	now := a.now().UnixNano()
 	release(a, p.cache, now)
-	a.Tree.Remove(p.worker, a.evicted)
+	a.remove(p.worker, a.evicted)
 	a.expire(now)
 }
 
@@ -342,7 +338,7 @@ func (a *Approx) evict(w kv.WorkerKey, c *assumedCache, at int64, limit int) int
 		}
 		a.evicted = append(a.evicted, c.Pool.Evict(b))
 	}
-	a.Tree.Remove(w, a.evicted)
+	a.remove(w, a.evicted)
 	return len(a.evicted)
 }
 

@@ -7,16 +7,16 @@ import (
 
 	"kvrouter/internal/kv"
 	"kvrouter/internal/policy"
-	"kvrouter/internal/radix"
 	"kvrouter/internal/router"
 	"kvrouter/internal/testkit"
+	"kvrouter/internal/testkit/radixtest"
 )
 
 func TestPredictedRealEventsDoNotExpire(t *testing.T) {
 	clock := time.Unix(1000, 0)
 	config := testkit.Defaults[router.IndexSettings]()
 	config.RouterPredictedTTLSecs = 5
-	x := router.NewIndex(config, "standalone", testkit.Defaults[policy.Settings](), testkit.BlockSize, func() time.Time { return clock }).(radix.Assumer)
+	x, routed := router.NewIndex(config, "standalone", testkit.Defaults[policy.Settings](), testkit.BlockSize, func() time.Time { return clock })
 	p := testkit.Prompt(1, 6)
 	wants := func(want ...kv.Match) {
 		t.Helper()
@@ -25,21 +25,21 @@ func TestPredictedRealEventsDoNotExpire(t *testing.T) {
 		}
 	}
 	for _, w := range []kv.WorkerKey{testkit.W0, testkit.W2} {
-		if err := x.Store(w, 0, false, testkit.Chain(p[:3])); err != nil {
+		if err := radixtest.Store(x, w, 0, false, testkit.Chain(p[:3])); err != nil {
 			t.Fatal(err)
 		}
 	}
-	x.SetCapacity(testkit.W0, 1)
+	routed.SetCapacity(testkit.W0, 1)
 	wants(kv.Match{Worker: testkit.W0, Blocks: 3}, kv.Match{Worker: testkit.W2, Blocks: 3})
-	x.Routed(testkit.W0, p).End(0, -1)
-	x.Routed(testkit.W1, p[:2]).End(0, -1)
-	x.Routed(testkit.W2, p[:1]).End(0, -1)
+	routed.Routed(testkit.W0, p).End(0, -1)
+	routed.Routed(testkit.W1, p[:2]).End(0, -1)
+	routed.Routed(testkit.W2, p[:1]).End(0, -1)
 	wants(kv.Match{Worker: testkit.W0, Blocks: 6}, kv.Match{Worker: testkit.W1, Blocks: 2}, kv.Match{Worker: testkit.W2, Blocks: 3}) // the longer of both
 	clock = clock.Add(5 * time.Second)
 	wants(kv.Match{Worker: testkit.W0, Blocks: 3}, kv.Match{Worker: testkit.W2, Blocks: 3})
-	x.Routed(testkit.W0, p)
-	x.Clear(testkit.W0)
-	x.Routed(testkit.W2, p)
-	x.Forget(2)
+	routed.Routed(testkit.W0, p)
+	radixtest.Clear(x, testkit.W0)
+	routed.Routed(testkit.W2, p)
+	radixtest.Forget(x, 2)
 	wants()
 }

@@ -102,8 +102,8 @@ func TestApproxWorkerRemovalCleansTimers(t *testing.T) {
 	for _, w := range []kv.WorkerKey{rank1, testkit.W1, testkit.W2} {
 		x.route(w, p)
 	}
-	x.Forget(0)
-	x.Clear(testkit.W1)
+	x.Apply(kv.WorkerKey{Worker: 0}, &Change{Kind: Forgotten})
+	x.Apply(testkit.W1, &Change{Kind: Cleared})
 	x.checked()
 	x.wants(p, kv.Match{Worker: testkit.W2, Blocks: 4})
 	if len(x.Caches) != 1 || len(x.capacity) != 0 || !slices.Equal(x.Workers(), []kv.WorkerKey{testkit.W1, testkit.W2}) {
@@ -454,11 +454,11 @@ func TestApproxEqualsModel(t *testing.T) {
 			},
 			"clear": func(t *rapid.T) {
 				w := rapid.SampledFrom(workers).Draw(t, "worker")
-				x.Clear(w)
+				x.Apply(w, &Change{Kind: Cleared})
 				delete(model, w)
 			},
 			"forget": func(t *rapid.T) {
-				x.Forget(0)
+				x.Apply(kv.WorkerKey{Worker: 0}, &Change{Kind: Forgotten})
 				for w := range maps.Clone(capacity) {
 					if w.Worker == 0 {
 						delete(capacity, w)

@@ -45,14 +45,8 @@ func bitsOf(slots []uint32) (words []setBits) {
 	return words
 }
 
-// SetLayout sets the KV-cache groups of w's engine, in the order of their precedence
-// for Hold and Drop. Groups of the same number and the same kind keep their blocks;
-// with another first group, w is empty afterwards. block is the number of tokens in a
-// block of the index, which must divide the block sizes of all groups.
-func (r *Tree) SetLayout(w kv.WorkerKey, layout kv.Layout, block int) {
-	r.mu.Lock()
-	defer r.mu.Unlock()
-	r.sweep(sweepPerPart)
+// setLayout is LayoutSet.
+func (r *Tree) setLayout(w kv.WorkerKey, layout kv.Layout, block int) {
 	slot, known := r.slot(w)
 	if layout.Plain(block) && (!known || r.slots[slot].groups == nil) {
 		return
@@ -116,19 +110,8 @@ func (r *Tree) group(w kv.WorkerKey, group int) (first, slot uint32, known bool)
 	return first, g.others[group-1], true
 }
 
-// Hold records that a group of w, Groups[group] of its Layout with group at least 1,
-// now holds the blocks with these engine hashes, each a copy more. It does nothing for
-// a group that the Layout does not have.
-func (r *Tree) Hold(w kv.WorkerKey, group int, engine []uint64) {
-	for part := range slices.Chunk(engine, partBlocks) {
-		r.holdPart(w, group, part)
-	}
-}
-
-func (r *Tree) holdPart(w kv.WorkerKey, group int, engine []uint64) {
-	r.mu.Lock()
-	defer r.mu.Unlock()
-	r.sweep(sweepPerPart + sweepPerBlock*len(engine))
+// hold is Held of the group Groups[group] of w's Layout.
+func (r *Tree) hold(w kv.WorkerKey, group int, engine []uint64) {
 	first, slot, known := r.group(w, group)
 	if !known {
 		return
@@ -150,46 +133,6 @@ func (r *Tree) holdPart(w kv.WorkerKey, group int, engine []uint64) {
 		s.blocks.Put(e, 0, n)
 		r.addMember(slot, n)
 	}
-}
-
-// Drop records that a group of w dropped one copy of each of these blocks, and returns
-// the number of those that it did not have.
-func (r *Tree) Drop(w kv.WorkerKey, group int, engine []uint64) (unknown int) {
-	for part := range slices.Chunk(engine, partBlocks) {
-		unknown += r.dropPart(w, group, part)
-	}
-	return unknown
-}
-
-func (r *Tree) dropPart(w kv.WorkerKey, group int, engine []uint64) (unknown int) {
-	r.mu.Lock()
-	defer r.mu.Unlock()
-	r.sweep(sweepPerPart + sweepPerBlock*len(engine))
-	_, slot, known := r.group(w, group)
-	if !known {
-		return len(engine)
-	}
-	s := &r.slots[slot]
-	for _, e := range engine {
-		if more := s.copies.Get(e, 0); more != 0 {
-			s.copies.SetOrDelete(e, more-1)
-		} else if n := s.blocks.Delete(e, 0); n != 0 {
-			r.dropMember(slot, n)
-		} else if waiting := s.waiting.Get(e, 0); waiting != 0 {
-			s.waiting.SetOrDelete(e, waiting-1)
-		} else {
-			unknown++
-		}
-	}
-	return unknown
-}
-
-// StoreTail is Store for a first group that does not keep all blocks of a prompt, such
-// as that of a model with sliding windows only: w holds blocks, but not those before
-// them, which have the local hashes skipped and follow the block parent. blocks must not
-// be empty. It also fails with ErrTooManyBare.
-func (r *Tree) StoreTail(w kv.WorkerKey, parent uint64, hasParent bool, skipped []uint64, blocks []kv.StoredBlock) error {
-	return r.storePart(w, parent, hasParent, skipped, blocks)
 }
 
 // Depth returns the number of blocks of the prefix that ends with the block of that engine

@@ -27,20 +27,20 @@ func groupIndex(b *testing.B, text string, depth, workers, prompts int) (*Tree, 
 	r := NewTree()
 	all := make([][]uint64, prompts)
 	for w := range workers {
-		r.SetLayout(kv.WorkerKey{Worker: uint64(w)}, layout, 16)
+		r.layoutSet(kv.WorkerKey{Worker: uint64(w)}, layout, 16)
 	}
 	for i := range all {
 		all[i] = testkit.Prompt(uint64(i), depth)
 		chain := testkit.Chain(all[i])
 		for w := range workers {
 			key := kv.WorkerKey{Worker: uint64(w)}
-			if err := r.Store(key, 0, false, chain); err != nil {
+			if err := r.stored(key, 0, false, nil, chain); err != nil {
 				b.Fatal(err)
 			}
 			for g := 1; g < len(layout.Groups); g++ {
 				for _, end := range []int{depth / 2, depth} {
 					for _, block := range chain[max(0, end-64):end] {
-						r.Hold(key, g, []uint64{block.Engine})
+						r.held(key, g, []uint64{block.Engine})
 					}
 				}
 			}

@@ -176,7 +176,7 @@ func TestGroupsFindWhatTheEngineFinds(t *testing.T) {
 			rapid.Bool().Draw(t, "drops")
 		tree := NewTellingTree(summary.NewBook())
 		w := kv.WorkerKey{Worker: 1}
-		tree.SetLayout(w, layout, groupBlock)
+		tree.layoutSet(w, layout, groupBlock)
 		// A plain worker beside it holds prompts of its own.
 		plain := kv.WorkerKey{Worker: 2}
 		engine := engineCache{layout: layout, unit: groupBlock}
@@ -213,7 +213,7 @@ func TestGroupsFindWhatTheEngineFinds(t *testing.T) {
 				if hasParent {
 					parent = p[from-1].Engine
 				}
-				if err := tree.Store(w, parent, hasParent, p[from:n]); err != nil {
+				if err := tree.stored(w, parent, hasParent, nil, p[from:n]); err != nil {
 					t.Fatal(err)
 				}
 				for i := from; i < n; i++ {
@@ -223,7 +223,7 @@ func TestGroupsFindWhatTheEngineFinds(t *testing.T) {
 			},
 			"store for another": func(t *rapid.T) {
 				p := rapid.SampledFrom(prompts).Draw(t, "prompt")
-				if err := tree.Store(plain, 0, false, p); err != nil {
+				if err := tree.stored(plain, 0, false, nil, p); err != nil {
 					t.Fatal(err)
 				}
 			},
@@ -240,7 +240,7 @@ func TestGroupsFindWhatTheEngineFinds(t *testing.T) {
 				for i := from; i < to; i++ {
 					hashes = append(hashes, p[(i+1)*step-1].Engine)
 				}
-				tree.Hold(w, g, hashes)
+				tree.held(w, g, hashes)
 				for _, h := range hashes {
 					engine.held[g][h]++
 					unplaced[h] = unplaced[h] || engine.held[0][h] == 0
@@ -266,9 +266,9 @@ func TestGroupsFindWhatTheEngineFinds(t *testing.T) {
 				}
 				unknown := 0
 				if g == 0 {
-					unknown = tree.Remove(w, hashes)
+					unknown = tree.removed(w, hashes)
 				} else {
-					unknown = tree.Drop(w, g, hashes)
+					unknown = tree.dropped(w, g, hashes)
 				}
 				if unknown != 0 {
 					t.Fatalf("group %d: %d of %v are unknown", g, unknown, hashes)
@@ -283,7 +283,7 @@ func TestGroupsFindWhatTheEngineFinds(t *testing.T) {
 				if rapid.IntRange(0, 9).Draw(t, "clear") > 0 {
 					return
 				}
-				tree.Clear(w)
+				tree.cleared(w)
 				clear(unplaced)
 				for i := range engine.held {
 					engine.held[i] = map[uint64]int{}
@@ -299,15 +299,15 @@ func TestGroupsFindWhatTheEngineFinds(t *testing.T) {
 				held := tree.HeldOf(w)
 				blocks := slices.Collect(tree.DumpOf(w))
 				other := NewTree()
-				other.SetLayout(w, tree.LayoutOf(w), groupBlock)
+				other.layoutSet(w, tree.LayoutOf(w), groupBlock)
 				for _, b := range blocks {
-					if err := other.Store(w, b.Parent, b.HasParent, []kv.StoredBlock{b.StoredBlock}); err != nil {
+					if err := other.stored(w, b.Parent, b.HasParent, nil, []kv.StoredBlock{b.StoredBlock}); err != nil {
 						t.Fatal(err)
 					}
 				}
 				for _, b := range held {
 					for range b.Copies {
-						other.Hold(w, b.Group, []uint64{b.Engine})
+						other.held(w, b.Group, []uint64{b.Engine})
 					}
 				}
 				if err := other.Check(); err != nil {
@@ -380,12 +380,12 @@ func TestMatchNamesTheGroupThatEndsIt(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	x.SetLayout(testkit.W1, layout, 4)
+	x.Tree.layoutSet(testkit.W1, layout, 4)
 	p := testkit.Prompt(1, 8)
 	x.store(testkit.W1, p...)
 	x.wants(p, kv.Match{Worker: testkit.W1, Held: 8, Limit: 0})
 	chain := testkit.Chain(p)
-	x.Hold(testkit.W1, 1, []uint64{chain[3].Engine, chain[4].Engine})
+	x.Tree.held(testkit.W1, 1, []uint64{chain[3].Engine, chain[4].Engine})
 	x.checked()
 	x.wants(p, kv.Match{Worker: testkit.W1, Blocks: 5, Held: 8, Limit: 0})
 	x.wants(p[:5], kv.Match{Worker: testkit.W1, Blocks: 5})
@@ -401,18 +401,18 @@ func TestChangedLayoutKeepsTheGroupsThatStay(t *testing.T) {
 		if err != nil {
 			t.Fatal(err)
 		}
-		x.SetLayout(testkit.W1, layout, 4)
+		x.Tree.layoutSet(testkit.W1, layout, 4)
 		x.checked()
 	}
 	p := testkit.Prompt(1, 8)
 	chain := testkit.Chain(p)
 	x.store(testkit.W1, p...)
 	set("0:full_attention/4 1:sliding_window=5/4")
-	x.Hold(testkit.W1, 1, []uint64{chain[6].Engine})
+	x.Tree.held(testkit.W1, 1, []uint64{chain[6].Engine})
 	x.wants(p, kv.Match{Worker: testkit.W1, Blocks: 7, Held: 8, Limit: 1})
 	set("0:full_attention/4 1:sliding_window=5/4 2:mamba/4")
 	x.wants(p, kv.Match{Worker: testkit.W1, Held: 8, Limit: 2})
-	x.Hold(testkit.W1, 2, []uint64{chain[6].Engine, 99})
+	x.Tree.held(testkit.W1, 2, []uint64{chain[6].Engine, 99})
 	x.wants(p, kv.Match{Worker: testkit.W1, Blocks: 7, Held: 8, Limit: 1})
 	if got := x.AllBlocks(testkit.W1); got != 8+1+2 {
 		t.Errorf("%d blocks, want 11", got)
@@ -445,13 +445,13 @@ func TestSufficientBlocksGiveTheMatchOfTheRules(t *testing.T) {
 	quick := 0
 	for held := range 1 << (2 * blocks) {
 		tree := NewTree()
-		tree.SetLayout(testkit.W1, layout, 4)
-		if err := tree.Store(testkit.W1, 0, false, chain); err != nil {
+		tree.layoutSet(testkit.W1, layout, 4)
+		if err := tree.stored(testkit.W1, 0, false, nil, chain); err != nil {
 			t.Fatal(err)
 		}
 		for i := range 2 * blocks {
 			if held>>i&1 != 0 {
-				tree.Hold(testkit.W1, 1+i/blocks, []uint64{chain[i%blocks].Engine})
+				tree.held(testkit.W1, 1+i/blocks, []uint64{chain[i%blocks].Engine})
 			}
 		}
 		slot, _ := tree.slot(testkit.W1)
@@ -493,10 +493,10 @@ func FuzzRules(f *testing.F) {
 		}
 		layout.DropsLast = layout.DropsLast || drops
 		x := newIndex(t)
-		x.SetLayout(testkit.W1, layout, 4)
+		x.Tree.layoutSet(testkit.W1, layout, 4)
 		p := testkit.Prompt(1, max(int(stored), int(asked)))
 		chain := testkit.Chain(p)
-		if err := x.Store(testkit.W1, 0, false, chain[:stored]); err != nil {
+		if err := x.Tree.stored(testkit.W1, 0, false, nil, chain[:stored]); err != nil {
 			t.Fatal(err)
 		}
 		engine := engineCache{layout: layout, unit: 1}
@@ -514,7 +514,7 @@ func FuzzRules(f *testing.F) {
 				case g == 0 && i < int(stored):
 					engine.held[0][chain[i].Engine] = 1
 				case g > 0 && held>>((i+g)%64)&1 != 0:
-					x.Hold(testkit.W1, g, []uint64{chain[i].Engine})
+					x.Tree.held(testkit.W1, g, []uint64{chain[i].Engine})
 					if i < int(stored) { // others have no place
 						engine.held[g][chain[i].Engine] = 1
 					}
@@ -550,11 +550,11 @@ func FuzzRules(f *testing.F) {
 func TestTailBehindTooManyBarePrefixesIsRefused(t *testing.T) {
 	x := newIndex(t)
 	chain := testkit.Chain(testkit.Prompt(1, 1))
-	if err := x.StoreTail(testkit.W1, 0, false, make([]uint64, maxBare+1), chain); !errors.Is(err, ErrTooManyBare) {
+	if err := x.Tree.stored(testkit.W1, 0, false, make([]uint64, maxBare+1), chain); !errors.Is(err, ErrTooManyBare) {
 		t.Errorf("error %v", err)
 	}
 	x.wantsCounts(testkit.W1, 0, 0)
-	if err := x.StoreTail(testkit.W1, 0, false, []uint64{7, 8}, chain); err != nil {
+	if err := x.Tree.stored(testkit.W1, 0, false, []uint64{7, 8}, chain); err != nil {
 		t.Fatal(err)
 	}
 	x.checked()

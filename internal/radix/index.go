@@ -8,50 +8,45 @@ import (
 	"kvrouter/internal/kv"
 )
 
-// Index maps blocks to the workers that have cached them. The implementations
-// differ in their source: Tree uses KV events, Approx and Trees use routed prompts,
-// predicting combines both, and blind is empty. A lookup waits for at most one
-// change of the index.
-type Index interface {
+// Matcher finds cached prefixes. A lookup waits for at most one change of the index.
+type Matcher interface {
 	Match(local []uint64, usable int, parts kv.MatchParts, dst []kv.Match) []kv.Match
 	// CanMatch is false for an index that never matches, so that callers need not
 	// hash prompts.
 	CanMatch() bool
-	LookaheadStored(kv.Lookahead)
 	Lookaheads() []kv.Lookahead
-	Store(w kv.WorkerKey, parent uint64, hasParent bool, blocks []kv.StoredBlock) error
-	Remove(w kv.WorkerKey, engine []uint64) (unknown int)
-	Clear(w kv.WorkerKey)
-	Forget(worker uint64)
-	Workers() []kv.WorkerKey
 	Blocks(w kv.WorkerKey) int
-	DumpOf(w kv.WorkerKey) iter.Seq[PlacedBlock]
+	LowerOf(w kv.WorkerKey) LowerState
+}
 
-	// The KV-cache groups of engines that have others than one of full attention.
-	SetLayout(w kv.WorkerKey, layout kv.Layout, block int)
-	StoreTail(w kv.WorkerKey, parent uint64, hasParent bool, skipped []uint64, blocks []kv.StoredBlock) error
-	Hold(w kv.WorkerKey, group int, engine []uint64)
-	Drop(w kv.WorkerKey, group int, engine []uint64) (unknown int)
+// Reader is all that changes nothing.
+type Reader interface {
+	Matcher
+	Workers() []kv.WorkerKey
+	DumpOf(w kv.WorkerKey) iter.Seq[PlacedBlock]
 	LayoutOf(w kv.WorkerKey) kv.Layout
 	Depth(w kv.WorkerKey, engine uint64) (blocks int, known bool)
 	HeldOf(w kv.WorkerKey) []HeldBlock
 	AllBlocks(w kv.WorkerKey) int
-
-	// The tiers below the device.
-	StoreLower(at LowerTier, parent uint64, hasParent bool, blocks []kv.StoredBlock) (lost int)
-	HoldLower(at LowerTier, engine []uint64) (lost int)
-	RemoveLower(at LowerTier, engine []uint64) (unknown int)
-	ClearDevice(w kv.WorkerKey, host bool)
-	SetChunk(w kv.WorkerKey, blocks int)
-	SettleLower(w kv.WorkerKey, doubt uint32, held bool) (settled bool)
-	LowerOf(w kv.WorkerKey) LowerState
 	DumpLowerOf(w kv.WorkerKey) LowerDump
-	RestoreLower(w kv.WorkerKey, chunk int, doubtful bool, stores []string)
 }
 
-// Assumer is an Index that learns from routing decisions.
+// Applier takes changes. The caller may reuse a Change afterwards.
+type Applier interface {
+	Apply(w kv.WorkerKey, c *Change) (Applied, error)
+}
+
+// Index maps blocks to the workers that have cached them. The implementations
+// differ in their source: Tree uses KV events, Approx and Trees use routed prompts,
+// predicting combines both, and blind is empty. Apply alone changes it, so that what embeds
+// a Reader passes no change by.
+type Index interface {
+	Reader
+	Applier
+}
+
+// Assumer learns from routing decisions.
 type Assumer interface {
-	Index
 	// SetCapacity sets the number of blocks of a worker's cache; 0: unknown.
 	SetCapacity(w kv.WorkerKey, blocks int)
 	// Routed records that a prompt with these local hashes is sent to w. The caller
@@ -62,9 +57,12 @@ type Assumer interface {
 // NewBlind returns an index that matches nothing, for policies that ignore matches.
 func NewBlind() Index { return blind{NewTree()} }
 
-// NewPredicting returns an index that combines exact and routed: for each worker the
-// longer match counts.
-func NewPredicting(exact *Tree, routed *Approx) Index { return &predicting{exact, routed} }
+// NewPredicting returns an index that combines exact and routed, which learns from routing
+// decisions: for each worker the longer match counts.
+func NewPredicting(exact *Tree, routed *Approx) (Index, Assumer) {
+	x := &predicting{exact, routed}
+	return x, x
+}
 
 // blind matches nothing, for a policy to which it would make no difference.
 type blind struct{ *Tree }
@@ -103,22 +101,15 @@ func Longest(matches []kv.Match) []kv.Match {
 	return slices.CompactFunc(matches, func(a, b kv.Match) bool { return a.Worker == b.Worker })
 }
 
-// ClearDevice empties the device of w in both.
-func (x *predicting) ClearDevice(w kv.WorkerKey, host bool) {
-	x.Tree.ClearDevice(w, host)
-	x.routed.Clear(w)
-}
-
-// Clear empties w in both.
-func (x *predicting) Clear(w kv.WorkerKey) {
-	x.Tree.Clear(w)
-	x.routed.Clear(w)
-}
-
-// Forget removes a worker from both.
-func (x *predicting) Forget(worker uint64) {
-	x.Tree.Forget(worker)
-	x.routed.Forget(worker)
+// Apply changes the exact index, and empties w in both.
+func (x *predicting) Apply(w kv.WorkerKey, c *Change) (Applied, error) {
+	done, err := x.Tree.Apply(w, c)
+	switch c.Kind {
+	case Cleared, DeviceCleared, Forgotten:
+		_, _ = x.routed.Apply(w, c) // cannot fail
+	case Stored, Held, Removed, LayoutSet, LookaheadStored, ChunkSet, LowerRestored, DoubtSettled:
+	}
+	return done, err
 }
 
 // SetCapacity does nothing: predictions are short-lived.

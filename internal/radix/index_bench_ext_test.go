@@ -16,6 +16,7 @@ import (
 	"kvrouter/internal/radix"
 	"kvrouter/internal/simulate"
 	"kvrouter/internal/testkit"
+	"kvrouter/internal/testkit/radixtest"
 )
 
 // The benchmark of an index on the method that Dynamo's lib/bench describes: a
@@ -158,10 +159,10 @@ func replayTrace(b *testing.B, index *radix.Tree, ops []traceOp, window time.Dur
 			for op := range queues[i] {
 				w := kv.WorkerKey{Worker: op.worker}
 				if len(op.removed) > 0 {
-					if unknown := index.Remove(w, op.removed); unknown > 0 {
+					if unknown := radixtest.Remove(index, w, op.removed); unknown > 0 {
 						b.Errorf("%d removed blocks are unknown", unknown)
 					}
-				} else if err := index.Store(w, op.parent, op.follows, op.stored); err != nil {
+				} else if err := radixtest.Store(index, w, op.parent, op.follows, op.stored); err != nil {
 					b.Error(err)
 				}
 			}

@@ -9,6 +9,7 @@ import (
 	"kvrouter/internal/kv"
 	"kvrouter/internal/radix"
 	"kvrouter/internal/testkit"
+	"kvrouter/internal/testkit/radixtest"
 )
 
 const (
@@ -46,7 +47,7 @@ func (x *lookupIndex) spread(b *testing.B, blocks, holders int) []uint64 {
 	for i := range holders {
 		part := chain[:max(1, blocks*(i+1)/holders)]
 		w := kv.WorkerKey{Worker: uint64((x.prompts*holders + i) % lookupWorkers)}
-		if err := x.tree.Store(w, 0, false, part); err != nil {
+		if err := radixtest.Store(x.tree, w, 0, false, part); err != nil {
 			b.Fatal(err)
 		}
 		x.held += len(part)
@@ -61,7 +62,7 @@ func (x *lookupIndex) fill(b *testing.B) {
 		local := testkit.Prompt(uint64(x.prompts), lookupOther)
 		p := heldPrompt{worker: kv.WorkerKey{Worker: uint64(x.prompts % lookupWorkers)}, chain: testkit.Chain(local), remove: testkit.EngineHashes(local)}
 		slices.Reverse(p.remove)
-		if err := x.tree.Store(p.worker, 0, false, p.chain); err != nil {
+		if err := radixtest.Store(x.tree, p.worker, 0, false, p.chain); err != nil {
 			b.Fatal(err)
 		}
 		if len(x.others) < 20*lookupTaken {
@@ -76,13 +77,13 @@ func (x *lookupIndex) write(b *testing.B, stop <-chan struct{}) (rate float64) {
 	began, done, next := time.Now(), 0, 0
 	out := func(i int) {
 		p := &x.others[i%len(x.others)]
-		if unknown := x.tree.Remove(p.worker, p.remove); unknown > 0 {
+		if unknown := radixtest.Remove(x.tree, p.worker, p.remove); unknown > 0 {
 			b.Errorf("%d removed blocks are unknown", unknown)
 		}
 	}
 	in := func(i int) {
 		p := &x.others[i%len(x.others)]
-		if err := x.tree.Store(p.worker, 0, false, p.chain); err != nil {
+		if err := radixtest.Store(x.tree, p.worker, 0, false, p.chain); err != nil {
 			b.Error(err)
 		}
 	}

@@ -17,7 +17,7 @@ import (
 	"kvrouter/internal/table"
 )
 
-// Errors of Tree.Store; in both cases nothing was stored. The caller no longer
+// Errors of Stored on the device; in all cases nothing was stored. The caller no longer
 // knows the worker's blocks and should clear it or replay its events.
 var (
 	// ErrParentUnknown: the worker does not have the parent of the stored blocks.
@@ -30,18 +30,18 @@ var (
 	ErrTooManyBare = errors.New("too many prefixes without a worker")
 )
 
-// maxBare bounds the nodes without a worker that StoreTail may leave, of 24 bytes each.
+// maxBare bounds the nodes without a worker that skipped blocks may leave, of 24 bytes each.
 const maxBare = 1 << 22
 
 // sweepPerPart and sweepPerBlock are the entries of cleared workers that every part
-// of a Store or Remove sweeps: a base, and as many more for each of its blocks.
+// of a store or removal sweeps: a base, and as many more for each of its blocks.
 const (
 	sweepPerPart  = 16
 	sweepPerBlock = 2
 )
 
-// partBlocks is the number of blocks that Store and Remove change before lookups may go on,
-// some microseconds. Store reads the table entries of all blocks of a part before
+// partBlocks is the number of blocks that a store or removal changes before lookups may go on,
+// some microseconds. A store reads the table entries of all blocks of a part before
 // it uses the first: a large table is seldom in the processor's cache, and
 // independent reads wait for memory together. Measured with 16: 1.5 to 2 times as
 // fast on 1 M blocks.
@@ -113,7 +113,7 @@ type Tree struct {
 
 	telling *telling // nil: no book of held prefixes is kept
 
-	lookaheads atomic.Pointer[[]kv.Lookahead] // of LookaheadStored
+	lookaheads atomic.Pointer[[]kv.Lookahead] // of LookaheadStored changes
 
 	scratch sync.Pool // *matchScratch, for concurrent lookups
 }
@@ -158,40 +158,8 @@ func NewTree() *Tree {
 	return r
 }
 
-// Store records that w now holds blocks, one after the other, the first
-// following the block with the engine hash parent, or starting a prompt if
-// hasParent is false. A block that w holds already counts as a further copy.
-// It fails with ErrParentUnknown or ErrSelfParent and then has stored nothing,
-// unless w is cleared meanwhile, which fails with ErrParentUnknown too. Lookups
-// may see the first blocks before the last are stored.
-func (r *Tree) Store(w kv.WorkerKey, parent uint64, hasParent bool, blocks []kv.StoredBlock) error {
-	previous, hasPrevious := parent, hasParent
-	for i, b := range blocks {
-		if hasPrevious && b.Engine == previous {
-			return fmt.Errorf("worker %d rank %d: store of %d blocks: block %d with engine hash %d: %w",
-				w.Worker, w.Rank, len(blocks), i, b.Engine, ErrSelfParent)
-		}
-		previous, hasPrevious = b.Engine, true
-	}
-
-	if len(blocks) == 0 {
-		return r.storePart(w, parent, hasParent, nil, nil)
-	}
-	for part := range slices.Chunk(blocks, partBlocks) {
-		if err := r.storePart(w, parent, hasParent, nil, part); err != nil {
-			return err
-		}
-		parent, hasParent = part[len(part)-1].Engine, true
-	}
-	return nil
-}
-
-// storePart is Store for as many blocks as lookups may wait for, behind those that are
-// skipped: see StoreTail.
-func (r *Tree) storePart(w kv.WorkerKey, parent uint64, hasParent bool, skipped []uint64, blocks []kv.StoredBlock) error {
-	r.mu.Lock()
-	defer r.mu.Unlock()
-	r.sweep(sweepPerPart + sweepPerBlock*len(blocks))
+// store is Stored on the device.
+func (r *Tree) store(w kv.WorkerKey, parent uint64, hasParent bool, skipped []uint64, blocks []kv.StoredBlock) error {
 	slot, known := r.slot(w)
 	at := rootNode
 	if hasParent {
@@ -240,20 +208,12 @@ func (r *Tree) storePart(w kv.WorkerKey, parent uint64, hasParent bool, skipped 
 	return nil
 }
 
-// Remove records that w dropped one copy of each of the blocks with these engine
-// hashes, and returns the number of those that it did not have; they are skipped.
-func (r *Tree) Remove(w kv.WorkerKey, engine []uint64) (unknown int) {
-	for part := range slices.Chunk(engine, partBlocks) {
-		unknown += r.removePart(w, part)
-	}
-	return unknown
-}
-
-func (r *Tree) removePart(w kv.WorkerKey, engine []uint64) (unknown int) {
-	r.mu.Lock()
-	defer r.mu.Unlock()
-	r.sweep(sweepPerPart + sweepPerBlock*len(engine))
+// remove is Removed on the device.
+func (r *Tree) remove(w kv.WorkerKey, group int, engine []uint64) (unknown int) {
 	slot, known := r.slot(w)
+	if group > 0 {
+		_, slot, known = r.group(w, group)
+	}
 	if !known {
 		return len(engine)
 	}
@@ -263,6 +223,8 @@ func (r *Tree) removePart(w kv.WorkerKey, engine []uint64) (unknown int) {
 			s.copies.SetOrDelete(e, more-1)
 		} else if n := s.blocks.Delete(e, 0); n != 0 {
 			r.dropMember(slot, n)
+		} else if waiting := s.waiting.Get(e, 0); waiting != 0 {
+			s.waiting.SetOrDelete(e, waiting-1)
 		} else {
 			unknown++
 		}
@@ -270,16 +232,11 @@ func (r *Tree) removePart(w kv.WorkerKey, engine []uint64) (unknown int) {
 	return unknown
 }
 
-// Clear empties w, which remains in Workers. Its duration does not depend on the
-// number of blocks of w.
-func (r *Tree) Clear(w kv.WorkerKey) {
-	r.mu.Lock()
-	defer r.mu.Unlock()
-	slot, known := r.slot(w)
-	if !known {
-		return
+// clear is Cleared. Its duration does not depend on the number of blocks of w.
+func (r *Tree) clear(w kv.WorkerKey) {
+	if slot, known := r.slot(w); known {
+		r.empty(w, slot)
 	}
-	r.empty(w, slot)
 }
 
 // empty empties the slot of w, or gives w another one.
@@ -295,10 +252,8 @@ func (r *Tree) empty(w kv.WorkerKey, slot uint32) {
 	}
 }
 
-// Forget empties all ranks of a worker and removes them from Workers.
-func (r *Tree) Forget(worker uint64) {
-	r.mu.Lock()
-	defer r.mu.Unlock()
+// forget is Forgotten.
+func (r *Tree) forget(worker uint64) {
 	r.workers = slices.DeleteFunc(r.workers, func(p workerPlace) bool {
 		if p.key.Worker == worker {
 			if g := r.slots[p.slot].groups; g != nil {
@@ -313,22 +268,11 @@ func (r *Tree) Forget(worker uint64) {
 // CanMatch is true.
 func (*Tree) CanMatch() bool { return true }
 
-// LookaheadStored records that a worker stores blocks with hashes of
-// kv.HashLookaheadBlocks. Of more than kv.MaxLookaheads kinds the others are ignored.
-func (r *Tree) LookaheadStored(l kv.Lookahead) {
-	for {
-		old := r.lookaheads.Load()
-		var kinds []kv.Lookahead
-		if old != nil {
-			kinds = *old
-		}
-		if slices.Contains(kinds, l) || len(kinds) == kv.MaxLookaheads {
-			return
-		}
+// lookaheadStored is LookaheadStored.
+func (r *Tree) lookaheadStored(l kv.Lookahead) {
+	if kinds := r.Lookaheads(); !slices.Contains(kinds, l) && len(kinds) < kv.MaxLookaheads {
 		next := append(slices.Clone(kinds), l)
-		if r.lookaheads.CompareAndSwap(old, &next) {
-			return
-		}
+		r.lookaheads.Store(&next)
 	}
 }
 
@@ -525,7 +469,7 @@ func (r *Tree) matchGroups(p *workerPlace, walked *path, held, usable, whole int
 }
 
 // Workers returns all workers with stored blocks, in order, including those that
-// are empty now, excluding those removed by Forget.
+// are empty now, excluding those that were forgotten.
 func (r *Tree) Workers() []kv.WorkerKey {
 	r.mu.RLock()
 	defer r.mu.RUnlock()

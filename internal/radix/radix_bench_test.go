@@ -25,7 +25,7 @@ func benchIndex(b *testing.B, depth, workers int) (*Tree, [][]uint64) {
 	b.Helper()
 	r := NewTree()
 	store := func(w int, local []uint64) {
-		if err := r.Store(kv.WorkerKey{Worker: uint64(w)}, 0, false, testkit.Chain(local)); err != nil {
+		if err := r.stored(kv.WorkerKey{Worker: uint64(w)}, 0, false, nil, testkit.Chain(local)); err != nil {
 			b.Fatal(err)
 		}
 	}
@@ -97,17 +97,20 @@ func benchChange(b *testing.B, depth, workers int, timeStore bool) {
 	}
 	// One round stores and removes all hot prompts; only one half is timed.
 	var timed time.Duration
+	var change Change // reused, as by a stream
 	rounds := 0
 	for ; b.Loop(); rounds++ {
 		start := time.Now()
 		for _, blocks := range stores {
-			if err := r.Store(w, 0, false, blocks); err != nil {
+			change = Change{Kind: Stored, Blocks: blocks}
+			if _, err := r.Apply(w, &change); err != nil {
 				b.Fatal(err)
 			}
 		}
 		middle := time.Now()
 		for _, engine := range removes {
-			if r.Remove(w, engine) != 0 {
+			change = Change{Kind: Removed, Hashes: engine}
+			if done, _ := r.Apply(w, &change); done.Unknown != 0 {
 				b.Fatal("unknown blocks")
 			}
 		}
@@ -135,10 +138,10 @@ func BenchmarkRadixMatchUnderWrites(b *testing.B) {
 		n := 0
 		for ; !stop.Load(); n++ {
 			w := kv.WorkerKey{Worker: uint64(n % 64)}
-			if err := r.Store(w, 0, false, blocks); err != nil {
+			if err := r.stored(w, 0, false, nil, blocks); err != nil {
 				b.Error(err)
 			}
-			r.Remove(w, engine)
+			r.removed(w, engine)
 		}
 		done <- n
 	}()
@@ -166,7 +169,7 @@ func BenchmarkRadixMemory(b *testing.B) {
 					before := testkit.LiveHeap()
 					r := NewTree()
 					for i := range blocks / depth {
-						if err := r.Store(testkit.W0, 0, false, testkit.Chain(testkit.Prompt(uint64(i), depth))); err != nil {
+						if err := r.stored(testkit.W0, 0, false, nil, testkit.Chain(testkit.Prompt(uint64(i), depth))); err != nil {
 							b.Fatal(err)
 						}
 					}
@@ -189,12 +192,12 @@ func BenchmarkRadixClear(b *testing.B) {
 	for range b.N {
 		r := NewTree()
 		for i := range benchBlocks / 1000 {
-			if err := r.Store(testkit.W0, 0, false, testkit.Chain(testkit.Prompt(uint64(i), 1000))); err != nil {
+			if err := r.stored(testkit.W0, 0, false, nil, testkit.Chain(testkit.Prompt(uint64(i), 1000))); err != nil {
 				b.Fatal(err)
 			}
 		}
 		start := time.Now()
-		r.Clear(testkit.W0)
+		r.cleared(testkit.W0)
 		clearing += time.Since(start)
 		if r.Match(testkit.Prompt(0, 1), 1, 0, nil) != nil {
 			b.Fatal("a cleared block matches")

@@ -35,7 +35,7 @@ func (x index) checked() {
 // store stores the whole prompt and fails the test if that fails.
 func (x index) store(w kv.WorkerKey, local ...uint64) {
 	x.t.Helper()
-	if err := x.Store(w, 0, false, testkit.Chain(local)); err != nil {
+	if err := x.Tree.stored(w, 0, false, nil, testkit.Chain(local)); err != nil {
 		x.t.Fatal(err)
 	}
 	x.checked()
@@ -43,27 +43,27 @@ func (x index) store(w kv.WorkerKey, local ...uint64) {
 
 func (x index) storeErr(w kv.WorkerKey, parent uint64, hasParent bool, blocks []kv.StoredBlock) error {
 	x.t.Helper()
-	err := x.Store(w, parent, hasParent, blocks)
+	err := x.Tree.stored(w, parent, hasParent, nil, blocks)
 	x.checked()
 	return err
 }
 
 func (x index) remove(w kv.WorkerKey, engine ...uint64) (unknown int) {
 	x.t.Helper()
-	unknown = x.Remove(w, engine)
+	unknown = x.Tree.removed(w, engine)
 	x.checked()
 	return unknown
 }
 
 func (x index) clear(w kv.WorkerKey) {
 	x.t.Helper()
-	x.Clear(w)
+	x.Tree.cleared(w)
 	x.checked()
 }
 
 func (x index) forget(worker uint64) {
 	x.t.Helper()
-	x.Forget(worker)
+	x.Tree.forgotten(worker)
 	x.checked()
 }
 
@@ -97,7 +97,7 @@ func (x index) wantsCounts(w kv.WorkerKey, blocks, nodes int) {
 func restored(t testing.TB, r *Tree) index {
 	x := newIndex(t)
 	for _, e := range dumped(r) {
-		if err := x.Store(e.Worker, e.Parent, e.HasParent, []kv.StoredBlock{e.Block}); err != nil {
+		if err := x.Tree.stored(e.Worker, e.Parent, e.HasParent, nil, []kv.StoredBlock{e.Block}); err != nil {
 			t.Fatal(err)
 		}
 	}
@@ -204,7 +204,7 @@ func TestManyWorkersHoldDifferentLengths(t *testing.T) {
 		var want []kv.Match
 		for i := range workers {
 			w := kv.WorkerKey{Worker: uint64(i / 3), Rank: uint32(i % 3)}
-			if err := x.Store(w, 0, false, testkit.Chain(p[:i+1])); err != nil {
+			if err := x.Tree.stored(w, 0, false, nil, testkit.Chain(p[:i+1])); err != nil {
 				t.Fatal(err)
 			}
 			want = append(want, kv.Match{Worker: w, Blocks: i + 1})
@@ -222,7 +222,7 @@ func TestFewOfManyWorkersMatch(t *testing.T) {
 	const workers = 5 * fewShare
 	x, random := newIndex(t), rand.New(rand.NewPCG(1, 1))
 	for _, i := range random.Perm(workers) {
-		if err := x.Store(kv.WorkerKey{Worker: uint64(i / 2), Rank: uint32(i % 2)}, 0, false, testkit.Chain([]uint64{uint64(i + 1)})); err != nil {
+		if err := x.Tree.stored(kv.WorkerKey{Worker: uint64(i / 2), Rank: uint32(i % 2)}, 0, false, nil, testkit.Chain([]uint64{uint64(i + 1)})); err != nil {
 			t.Fatal(err)
 		}
 	}
@@ -231,11 +231,11 @@ func TestFewOfManyWorkersMatch(t *testing.T) {
 		var want []kv.Match
 		for _, i := range random.Perm(workers)[:seed%12] {
 			w, blocks := kv.WorkerKey{Worker: uint64(i / 2), Rank: uint32(i % 2)}, 1+random.IntN(len(p))
-			if err := x.Store(w, 0, false, testkit.Chain(p[:blocks])); err != nil {
+			if err := x.Tree.stored(w, 0, false, nil, testkit.Chain(p[:blocks])); err != nil {
 				t.Fatal(err)
 			}
 			if seed%3 == 0 && blocks%2 == 0 { // it gets another slot
-				x.Clear(w)
+				x.Tree.cleared(w)
 				continue
 			}
 			want = append(want, kv.Match{Worker: w, Blocks: blocks})
@@ -249,7 +249,7 @@ func TestFewOfManyWorkersMatch(t *testing.T) {
 func TestOneSystemPromptWithThousandsOfFollowers(t *testing.T) {
 	x := newIndex(t)
 	for i := range 10_000 {
-		if err := x.Store(testkit.W0, 0, false, testkit.Chain([]uint64{1, 2, uint64(i + 10)})); err != nil {
+		if err := x.Tree.stored(testkit.W0, 0, false, nil, testkit.Chain([]uint64{1, 2, uint64(i + 10)})); err != nil {
 			t.Fatal(err)
 		}
 	}
@@ -260,7 +260,7 @@ func TestOneSystemPromptWithThousandsOfFollowers(t *testing.T) {
 	}
 	x.wants([]uint64{1, 2, 3}, kv.Match{Worker: testkit.W0, Blocks: 2})
 	for i := range 10_000 {
-		x.Remove(testkit.W0, testkit.EngineHashes([]uint64{1, 2, uint64(i + 10)})[2:])
+		x.Tree.removed(testkit.W0, testkit.EngineHashes([]uint64{1, 2, uint64(i + 10)})[2:])
 	}
 	x.checked()
 	x.wantsCounts(testkit.W0, 2, 2)
@@ -574,14 +574,14 @@ func TestClearedEntriesAreSweptTwiceAsFastAsNewOnesCome(t *testing.T) {
 	const held = 20_000
 	x := newIndex(t)
 	x.store(testkit.W0, testkit.Prompt(1, held)...)
-	x.Clear(testkit.W0)
+	x.Tree.cleared(testkit.W0)
 	nodes := x.Nodes()
 	if nodes != held {
 		t.Fatalf("%d nodes after the clear, want %d: it is to take no time", nodes, held)
 	}
 	const step = 100
 	for stored := step; stored <= held/2; stored += step {
-		if err := x.Store(testkit.W0, 0, false, testkit.Chain(testkit.Prompt(uint64(stored), step))); err != nil {
+		if err := x.Tree.stored(testkit.W0, 0, false, nil, testkit.Chain(testkit.Prompt(uint64(stored), step))); err != nil {
 			t.Fatal(err)
 		}
 		retired := 0
@@ -602,17 +602,17 @@ func TestMemoryIsReusedUnderChurn(t *testing.T) {
 	for round := range 2000 {
 		w := kv.WorkerKey{Worker: rng.Uint64N(4)}
 		p := testkit.Diverging(testkit.Prompt(rng.Uint64N(20), 50), 10, uint64(round))
-		if err := x.Store(w, 0, false, testkit.Chain(p)); err != nil {
+		if err := x.Tree.stored(w, 0, false, nil, testkit.Chain(p)); err != nil {
 			t.Fatal(err)
 		}
 		switch rng.IntN(3) {
 		case 0:
-			x.Clear(w)
+			x.Tree.cleared(w)
 		case 1:
-			x.Remove(w, testkit.EngineHashes(p))
+			x.Tree.removed(w, testkit.EngineHashes(p))
 		}
 		if x.Blocks(w) > 500 {
-			x.Forget(w.Worker)
+			x.Tree.forgotten(w.Worker)
 		}
 	}
 	x.checked()
@@ -620,7 +620,7 @@ func TestMemoryIsReusedUnderChurn(t *testing.T) {
 		t.Errorf("%d slots, %d sets, %d nodes for at most 2,000 live blocks", len(x.slots), x.sets.Len(), x.nodes.next)
 	}
 	for worker := range uint64(4) {
-		x.Forget(worker)
+		x.Tree.forgotten(worker)
 	}
 	x.swept()
 	if x.Nodes() != 0 || x.sets.Len() != 0 || x.branches.Len() != 0 {
@@ -713,7 +713,7 @@ func TestVeryDeepChain(t *testing.T) {
 	e := testkit.EngineHashes(p)
 	// First to last: every node waits for its last descendant, and one removal
 	// then frees them all.
-	y.Remove(testkit.W0, e[:depth-1])
+	y.Tree.removed(testkit.W0, e[:depth-1])
 	y.wantsCounts(testkit.W0, 1, depth)
 	y.remove(testkit.W0, e[depth-1])
 	y.wantsCounts(testkit.W0, 0, 0)
@@ -723,7 +723,7 @@ func TestMatchDoesNotAllocate(t *testing.T) {
 	x := newIndex(t)
 	p := testkit.Prompt(1, 100)
 	for i := range 100 {
-		if err := x.Store(kv.WorkerKey{Worker: uint64(i)}, 0, false, testkit.Chain(p[:i+1])); err != nil {
+		if err := x.Tree.stored(kv.WorkerKey{Worker: uint64(i)}, 0, false, nil, testkit.Chain(p[:i+1])); err != nil {
 			t.Fatal(err)
 		}
 	}
@@ -747,14 +747,14 @@ func TestReadersAndWritersAtOnce(t *testing.T) {
 				p := testkit.Diverging(always, rng.IntN(64), rng.Uint64N(5))
 				switch rng.IntN(8) {
 				case 0:
-					x.Clear(w)
+					x.Tree.cleared(w)
 				case 1:
-					x.Forget(w.Worker)
+					x.Tree.forgotten(w.Worker)
 				case 2, 3:
-					x.Remove(w, testkit.EngineHashes(p))
+					x.Tree.removed(w, testkit.EngineHashes(p))
 				default:
 					// The writer of the other rank may forget the worker between two parts.
-					if err := x.Store(w, 0, false, testkit.Chain(p)); err != nil && !errors.Is(err, ErrParentUnknown) {
+					if err := x.Tree.stored(w, 0, false, nil, testkit.Chain(p)); err != nil && !errors.Is(err, ErrParentUnknown) {
 						t.Error(err)
 					}
 				}
@@ -925,7 +925,7 @@ func compareWithModel(t *rapid.T, honest bool) {
 	store := func(w kv.WorkerKey, parent uint64, hasParent bool, blocks []kv.StoredBlock) {
 		stored = append(stored, event{w, parent, hasParent, blocks})
 		want := m.store(w, parent, hasParent, blocks)
-		if err := r.Store(w, parent, hasParent, blocks); !errors.Is(err, want) {
+		if err := r.stored(w, parent, hasParent, nil, blocks); !errors.Is(err, want) {
 			t.Fatalf("store: error %v, want %v", err, want)
 		}
 	}
@@ -970,20 +970,20 @@ func compareWithModel(t *rapid.T, honest bool) {
 		"remove": func(t *rapid.T) {
 			w := worker.Draw(t, "w")
 			engine := rapid.SliceOfN(rapid.SampledFrom(append(heldBy(w), 999)), 1, 5).Draw(t, "engine")
-			if got, want := r.Remove(w, engine), m.remove(w, engine); got != want {
+			if got, want := r.removed(w, engine), m.remove(w, engine); got != want {
 				t.Fatalf("remove of %d: %d unknown, want %d", engine, got, want)
 			}
 		},
 		"clear": func(t *rapid.T) {
 			w := worker.Draw(t, "w")
-			r.Clear(w)
+			r.cleared(w)
 			if m.workers[w] != nil {
 				m.workers[w] = map[uint64]*modelBlock{}
 			}
 		},
 		"forget": func(t *rapid.T) {
 			worker := worker.Draw(t, "w").Worker
-			r.Forget(worker)
+			r.forgotten(worker)
 			maps.DeleteFunc(m.workers, func(w kv.WorkerKey, _ map[uint64]*modelBlock) bool { return w.Worker == worker })
 		},
 		"sweep a little": func(t *rapid.T) { r.sweep(rapid.IntRange(1, 5).Draw(t, "limit")) },
@@ -996,7 +996,7 @@ func compareWithModel(t *rapid.T, honest bool) {
 		"dump and restore": func(t *rapid.T) {
 			copied := NewTree()
 			for _, e := range dumped(r) {
-				if err := copied.Store(e.Worker, e.Parent, e.HasParent, []kv.StoredBlock{e.Block}); err != nil {
+				if err := copied.stored(e.Worker, e.Parent, e.HasParent, nil, []kv.StoredBlock{e.Block}); err != nil {
 					t.Fatal(err)
 				}
 			}

@@ -15,10 +15,12 @@ type telling struct {
 	slots     []uint64                 // bitset of the slots that count: not those of further groups
 }
 
-// NewTellingTree returns an empty index that keeps the book.
+// NewTellingTree returns an empty index that keeps the book; nil: none.
 func NewTellingTree(book *summary.Book) *Tree {
 	r := NewTree()
-	r.telling = &telling{book: book}
+	if book != nil {
+		r.telling = &telling{book: book}
+	}
 	return r
 }
 

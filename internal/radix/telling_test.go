@@ -58,14 +58,14 @@ func BenchmarkTelling(b *testing.B) {
 					id := uint64(next)*length + uint64(k) + 1
 					blocks[k] = kv.StoredBlock{Engine: id, Local: id * 0x9e3779b97f4a7c15}
 				}
-				if err := tree.Store(worker(next), 0, false, blocks); err != nil {
+				if err := tree.stored(worker(next), 0, false, nil, blocks); err != nil {
 					b.Fatal(err)
 				}
 				if old := next - kept; old >= 0 {
 					for k := range length { // the last one first
 						engine[length-1-k] = uint64(old)*length + uint64(k) + 1
 					}
-					tree.Remove(worker(old), engine)
+					tree.removed(worker(old), engine)
 				}
 				if next++; next%(interval/(2*length)) == 0 && name == "with" {
 					began := testkit.CPUTime()

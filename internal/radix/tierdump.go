@@ -65,7 +65,7 @@ func (r *Tree) DumpLowerOf(w kv.WorkerKey) (d LowerDump) {
 			}
 		}
 	}
-	waiting := lower.dumpWaiting(w)
+	waiting := lower.dumpWaiting()
 	stores := d.Stores
 	d.Blocks = func(yield func(LowerBlock) bool) {
 		more := true
@@ -73,7 +73,7 @@ func (r *Tree) DumpLowerOf(w kv.WorkerKey) (d LowerDump) {
 			if h.tier == kv.Device {
 				return true
 			}
-			at := LowerTier{Worker: w, Tier: h.tier, Shared: h.store >= 0}
+			at := LowerTier{Tier: h.tier, Shared: h.store >= 0}
 			if at.Shared {
 				at.Store = stores[h.store]
 			}
@@ -102,10 +102,10 @@ func (r *Tree) firstReader(s *sharedStore) kv.WorkerKey {
 }
 
 // dumpWaiting returns the blocks that wait for their place.
-func (l *lowerTiers) dumpWaiting(w kv.WorkerKey) (blocks []LowerBlock) {
+func (l *lowerTiers) dumpWaiting() (blocks []LowerBlock) {
 	for key, b := range l.waiting.blocks {
 		for i, tier := range kv.LowerTiers {
-			out := LowerBlock{At: LowerTier{Worker: w, Tier: tier}}
+			out := LowerBlock{At: LowerTier{Tier: tier}}
 			out.Engine = b.engine
 			if key.store != nil {
 				out.At.Shared, out.At.Store = true, key.store.name

@@ -7,11 +7,10 @@ import (
 	"kvrouter/internal/kv"
 )
 
-// LowerTier names blocks below the device: a tier of a worker, or of a store that no
-// worker owns.
+// LowerTier names blocks below the device: of a tier of the worker whose events name them, or
+// of a store that no worker owns.
 type LowerTier struct {
-	Worker kv.WorkerKey // whose events name the blocks
-	Tier   kv.Tier      // not kv.Device
+	Tier kv.Tier // not kv.Device
 	// Shared means that the blocks are in a store that every worker reads which has named
 	// blocks of it; Store is its name, empty for the usual one.
 	Shared bool
@@ -86,41 +85,16 @@ type LowerState struct {
 	Waiting int
 	Chunk   int // blocks that are loaded whole or not at all; 0: one
 	// Doubt is not 0 if the own tiers may have been emptied without an event: the number of
-	// this doubt, for SettleLower.
+	// this doubt, for DoubtSettled.
 	Doubt uint32
 }
 
-// StoreLower records that a lower tier now holds blocks, one after the other, the first
-// following the block with the engine hash parent, or starting a prompt if hasParent is
-// false. A block whose place the index knows by its hash keeps it. Blocks come in any
-// order: those whose parent is not known wait until it is. A block that the tier holds
-// counts as a further copy. lost is the number of blocks of any worker that had to be
-// dropped for them.
+// storeLower is Stored in a lower tier.
 //
 // vLLM announces a hash that several chunks contain once for each of them, and removes it
 // as often (v1/offloading/events.py, read in 0.32.0).
-func (r *Tree) StoreLower(at LowerTier, parent uint64, hasParent bool, blocks []kv.StoredBlock) (lost int) {
-	for part := range slices.Chunk(blocks, partBlocks) {
-		lost += r.storeLowerPart(at, parent, hasParent, part)
-		parent, hasParent = part[len(part)-1].Engine, true
-	}
-	return lost
-}
-
-// HoldLower records that a lower tier now holds the blocks with these engine hashes. Those
-// whose place is not known wait for a store that names it. lost is that of StoreLower.
-func (r *Tree) HoldLower(at LowerTier, engine []uint64) (lost int) {
-	for part := range slices.Chunk(engine, partBlocks) {
-		lost += r.holdLowerPart(at, part)
-	}
-	return lost
-}
-
-func (r *Tree) storeLowerPart(at LowerTier, parent uint64, hasParent bool, blocks []kv.StoredBlock) (lost int) {
-	r.mu.Lock()
-	defer r.mu.Unlock()
-	r.sweep(sweepPerPart + sweepPerBlock*len(blocks))
-	slot, store, ok := r.lowerOf(at)
+func (r *Tree) storeLower(w kv.WorkerKey, at LowerTier, parent uint64, hasParent bool, blocks []kv.StoredBlock) (lost int) {
+	slot, store, ok := r.lowerOf(w, at)
 	if !ok {
 		return 0
 	}
@@ -152,11 +126,9 @@ func (r *Tree) storeLowerPart(at LowerTier, parent uint64, hasParent bool, block
 	return r.lowerLost - before
 }
 
-func (r *Tree) holdLowerPart(at LowerTier, engine []uint64) (lost int) {
-	r.mu.Lock()
-	defer r.mu.Unlock()
-	r.sweep(sweepPerPart + sweepPerBlock*len(engine))
-	slot, store, ok := r.lowerOf(at)
+// holdLower is Held in a lower tier.
+func (r *Tree) holdLower(w kv.WorkerKey, at LowerTier, engine []uint64) (lost int) {
+	slot, store, ok := r.lowerOf(w, at)
 	if !ok {
 		return 0
 	}
@@ -172,22 +144,11 @@ func (r *Tree) holdLowerPart(at LowerTier, engine []uint64) (lost int) {
 	return r.lowerLost - before
 }
 
-// RemoveLower records that a lower tier dropped one copy of each of the blocks with these
-// engine hashes, and returns the number of those that it did not have.
-func (r *Tree) RemoveLower(at LowerTier, engine []uint64) (unknown int) {
-	for part := range slices.Chunk(engine, partBlocks) {
-		unknown += r.removeLowerPart(at, part)
-	}
-	return unknown
-}
-
-func (r *Tree) removeLowerPart(at LowerTier, engine []uint64) (unknown int) {
-	r.mu.Lock()
-	defer r.mu.Unlock()
-	r.sweep(sweepPerPart + sweepPerBlock*len(engine))
+// removeLowers is Removed in a lower tier.
+func (r *Tree) removeLowers(w kv.WorkerKey, at LowerTier, engine []uint64) (unknown int) {
 	slot, sure := uint32(noSlot), uint32(noSlot)
-	first, known := r.slot(at.Worker)
-	if store := r.store(at.Store); at.Shared && store != nil {
+	first, known := r.slot(w)
+	if store := r.storeNamed(at.Store); at.Shared && store != nil {
 		slot = store.slots[at.Tier-1]
 	} else if !at.Shared && known && r.slots[first].lower != nil {
 		slot, sure = r.slots[first].lower.own[at.Tier-1], r.slots[first].lower.sure[at.Tier-1]
@@ -229,7 +190,7 @@ func (r *Tree) removeWaiting(at LowerTier, first uint32, engine uint64) (found b
 		lower := r.slots[first].lower
 		return lower != nil && lower.waiting.remove(engine, nil, at.Tier)
 	}
-	store := r.store(at.Store)
+	store := r.storeNamed(at.Store)
 	if store == nil {
 		return false
 	}
@@ -243,15 +204,15 @@ func (r *Tree) removeWaiting(at LowerTier, first uint32, engine uint64) (found b
 
 // lowerOf returns the slot of the worker of a lower tier and, if that is shared, the store,
 // which are made if they do not exist; not ok: there are too many stores.
-func (r *Tree) lowerOf(at LowerTier) (slot uint32, store *sharedStore, ok bool) {
+func (r *Tree) lowerOf(w kv.WorkerKey, at LowerTier) (slot uint32, store *sharedStore, ok bool) {
 	if at.Shared {
-		if store = r.store(at.Store); store == nil && (len(r.stores) == maxStores || len(at.Store) > maxStore) {
+		if store = r.storeNamed(at.Store); store == nil && (len(r.stores) == maxStores || len(at.Store) > maxStore) {
 			return 0, nil, false
 		}
 	}
-	slot, known := r.slot(at.Worker)
+	slot, known := r.slot(w)
 	if !known {
-		slot = r.takeSlot(at.Worker)
+		slot = r.takeSlot(w)
 	}
 	lower := r.slots[slot].lower
 	if lower == nil {
@@ -300,8 +261,8 @@ func (r *Tree) relistAll() {
 	}
 }
 
-// store returns the store of that name, or nil.
-func (r *Tree) store(name string) *sharedStore {
+// storeNamed returns the store of that name, or nil.
+func (r *Tree) storeNamed(name string) *sharedStore {
 	for _, s := range r.stores {
 		if s.name == name {
 			return s
@@ -491,12 +452,8 @@ func (r *Tree) forgetLower(first uint32) {
 	r.lowered--
 }
 
-// ClearDevice empties the device of w, as its engine reports. Its own lower tiers remain
-// and become doubtful until SettleLower; with host, its host tier is emptied, too, and
-// nothing is doubtful.
-func (r *Tree) ClearDevice(w kv.WorkerKey, host bool) {
-	r.mu.Lock()
-	defer r.mu.Unlock()
+// clearDevice is DeviceCleared.
+func (r *Tree) clearDevice(w kv.WorkerKey, host bool) {
 	slot, known := r.slot(w)
 	if !known {
 		return
@@ -531,14 +488,8 @@ func (r *Tree) doubt(lower *lowerTiers, doubtful bool) {
 	}
 }
 
-// SettleLower ends the doubt of that number about the lower tiers of w: an answer has shown
-// whether they still have what a Match counted and was not sure of. If not, they have what
-// they stored since the doubt began, and w reads no store until it names a block of one. It
-// returns false, and does nothing, if this is not the doubt: of several answers that show
-// the same, the first settles it, and what was stored after it stays.
-func (r *Tree) SettleLower(w kv.WorkerKey, doubt uint32, held bool) (settled bool) {
-	r.mu.Lock()
-	defer r.mu.Unlock()
+// settleLower is DoubtSettled.
+func (r *Tree) settleLower(w kv.WorkerKey, doubt uint32, held bool) (settled bool) {
 	slot, known := r.slot(w)
 	if !known || r.slots[slot].lower == nil {
 		return false
@@ -560,24 +511,18 @@ func (r *Tree) SettleLower(w kv.WorkerKey, doubt uint32, held bool) (settled boo
 	return true
 }
 
-// SetChunk sets the number of blocks that the engine of w loads from its lower tiers whole
-// or not at all, counted from the start of the prompt.
-func (r *Tree) SetChunk(w kv.WorkerKey, blocks int) {
-	r.mu.Lock()
-	defer r.mu.Unlock()
-	slot, _, _ := r.lowerOf(LowerTier{Worker: w})
+// setChunk is ChunkSet.
+func (r *Tree) setChunk(w kv.WorkerKey, blocks int) {
+	slot, _, _ := r.lowerOf(w, LowerTier{})
 	r.slots[slot].lower.chunk = min(max(0, blocks), maxChunk)
 }
 
-// RestoreLower sets what a LowerDump says of w beside the blocks: the stores before them,
-// the rest behind them. A chunk of 0 and no stores change nothing.
-func (r *Tree) RestoreLower(w kv.WorkerKey, chunk int, doubtful bool, stores []string) {
-	r.mu.Lock()
-	defer r.mu.Unlock()
+// restoreLower is LowerRestored.
+func (r *Tree) restoreLower(w kv.WorkerKey, chunk int, doubtful bool, stores []string) {
 	for _, store := range stores[:min(len(stores), maxStores)] {
-		r.lowerOf(LowerTier{Worker: w, Shared: true, Store: store})
+		r.lowerOf(w, LowerTier{Shared: true, Store: store})
 	}
-	slot, _, _ := r.lowerOf(LowerTier{Worker: w})
+	slot, _, _ := r.lowerOf(w, LowerTier{})
 	if chunk > 0 {
 		r.slots[slot].lower.chunk = min(chunk, maxChunk)
 	}

@@ -28,19 +28,19 @@ func BenchmarkMatchTiers(b *testing.B) {
 			}
 			for w := range uint64(workers) {
 				key := kv.WorkerKey{Worker: w}
-				if err := r.Store(key, 0, false, blocks); err != nil {
+				if err := r.stored(key, 0, false, nil, blocks); err != nil {
 					b.Fatal(err)
 				}
 				if !c.lowered {
 					continue
 				}
-				r.StoreLower(LowerTier{Worker: key, Tier: kv.Host}, 0, false, blocks[:2*length/3])
-				r.StoreLower(LowerTier{Worker: key, Tier: kv.External, Shared: true}, 0, false, blocks)
+				r.lowerStored(key, LowerTier{Tier: kv.Host}, 0, false, blocks[:2*length/3])
+				r.lowerStored(key, LowerTier{Tier: kv.External, Shared: true}, 0, false, blocks)
 				var evicted []uint64
 				for _, block := range slices.Backward(blocks[length/3:]) {
 					evicted = append(evicted, block.Engine)
 				}
-				r.Remove(key, evicted)
+				r.removed(key, evicted)
 			}
 			var dst []kv.Match
 			b.ReportAllocs()
@@ -73,7 +73,7 @@ func BenchmarkLowerMemory(b *testing.B) {
 						blocks[i] = kv.StoredBlock{Engine: engine, Local: engine >> 7}
 					}
 					for _, tier := range tiers {
-						r.StoreLower(LowerTier{Tier: tier}, 0, false, blocks)
+						r.lowerStored(kv.WorkerKey{}, LowerTier{Tier: tier}, 0, false, blocks)
 					}
 				}
 				runtime.GC()

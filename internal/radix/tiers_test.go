@@ -148,7 +148,7 @@ func TestTiersMatchAsTheModel(t *testing.T) {
 			w := m.workers[key]
 			hashes, blocks := modelPrompt(t)
 			tier := rapid.SampledFrom(kv.LowerTiers[:]).Draw(t, "tier")
-			at := LowerTier{Worker: key, Tier: tier}
+			at := LowerTier{Tier: tier}
 			if tier == kv.External { // of stores
 				at.Shared, at.Store = true, rapid.SampledFrom([]string{"", "s"}).Draw(t, "store")
 			}
@@ -171,7 +171,7 @@ func TestTiersMatchAsTheModel(t *testing.T) {
 				for _, hash := range hashes {
 					w.device[hash]++
 				}
-				if err := r.Store(key, 0, false, blocks); err != nil {
+				if err := r.stored(key, 0, false, nil, blocks); err != nil {
 					t.Fatal(err)
 				}
 			case 2, 3: // it is stored below, in any order, each block an event
@@ -184,17 +184,17 @@ func TestTiersMatchAsTheModel(t *testing.T) {
 					if hasParent {
 						parent = hashes[i-1]
 					}
-					r.StoreLower(at, parent, hasParent, blocks[i:i+1])
+					r.lowerStored(key, at, parent, hasParent, blocks[i:i+1])
 				}
 			case 4: // the same, without tokens, and known from the device or later
 				for _, hash := range hashes {
 					hold(hash)
 				}
-				r.HoldLower(at, hashes)
+				r.lowerHeldBy(key, at, hashes)
 				for _, hash := range hashes {
 					w.device[hash]++
 				}
-				if err := r.Store(key, 0, false, blocks); err != nil {
+				if err := r.stored(key, 0, false, nil, blocks); err != nil {
 					t.Fatal(err)
 				}
 			case 5: // the device evicts
@@ -204,7 +204,7 @@ func TestTiersMatchAsTheModel(t *testing.T) {
 					w.device[last]--
 					unknown = 0
 				}
-				if got := r.Remove(key, []uint64{last}); got != unknown {
+				if got := r.removed(key, []uint64{last}); got != unknown {
 					t.Fatalf("%d removed blocks were unknown, want %d", got, unknown)
 				}
 			case 6: // a tier evicts
@@ -222,7 +222,7 @@ func TestTiersMatchAsTheModel(t *testing.T) {
 						}
 						unknown = 0
 					}
-					if got := r.RemoveLower(at, []uint64{hash}); got != unknown {
+					if got := r.lowerRemoved(key, at, []uint64{hash}); got != unknown {
 						t.Fatalf("%d removed blocks of %s were unknown, want %d", got, tier, unknown)
 					}
 				}
@@ -230,7 +230,7 @@ func TestTiersMatchAsTheModel(t *testing.T) {
 				switch rapid.IntRange(0, 5).Draw(t, "reset") {
 				case 0:
 					host := rapid.Bool().Draw(t, "host")
-					r.ClearDevice(key, host)
+					r.deviceCleared(key, host)
 					clear(w.device)
 					if host {
 						clear(w.host)
@@ -248,7 +248,7 @@ func TestTiersMatchAsTheModel(t *testing.T) {
 						doubt = rapid.Uint32Max(doubt).Draw(t, "earlier doubt") - 1
 					}
 					settles := current && w.doubtful
-					if got := r.SettleLower(key, doubt, held); got != settles {
+					if got := r.doubtSettled(key, doubt, held); got != settles {
 						t.Fatalf("settled: %v, want %v", got, settles)
 					} else if !settles {
 						continue
@@ -261,12 +261,12 @@ func TestTiersMatchAsTheModel(t *testing.T) {
 					}
 					w.doubt(false)
 				case 2:
-					r.Clear(key)
+					r.cleared(key)
 					m.unread(w)
 					m.workers[key] = newModelWorker()
 				case 3:
 					w.chunk = rapid.IntRange(1, 3).Draw(t, "chunk")
-					r.SetChunk(key, w.chunk)
+					r.chunkSet(key, w.chunk)
 				}
 			}
 			if err := r.Check(); err != nil {
@@ -292,7 +292,7 @@ func restoredTiers(t *rapid.T, r *Tree) *Tree {
 	}
 	for _, w := range workers {
 		for b := range r.DumpOf(w) {
-			if err := restored.Store(w, b.Parent, b.HasParent, []kv.StoredBlock{b.StoredBlock}); err != nil {
+			if err := restored.stored(w, b.Parent, b.HasParent, nil, []kv.StoredBlock{b.StoredBlock}); err != nil {
 				t.Fatal(err)
 			}
 		}
@@ -300,15 +300,15 @@ func restoredTiers(t *rapid.T, r *Tree) *Tree {
 		if lower.Empty() {
 			continue
 		}
-		restored.RestoreLower(w, 0, false, lower.Stores)
+		restored.lowerRestored(w, 0, false, lower.Stores)
 		for b := range lower.Blocks {
 			if b.Placed {
-				restored.StoreLower(b.At, b.Parent, b.HasParent, []kv.StoredBlock{b.StoredBlock})
+				restored.lowerStored(w, b.At, b.Parent, b.HasParent, []kv.StoredBlock{b.StoredBlock})
 			} else {
-				restored.HoldLower(b.At, []uint64{b.Engine})
+				restored.lowerHeldBy(w, b.At, []uint64{b.Engine})
 			}
 		}
-		restored.RestoreLower(w, lower.Chunk, lower.Doubtful, nil)
+		restored.lowerRestored(w, lower.Chunk, lower.Doubtful, nil)
 	}
 	if err := restored.Check(); err != nil {
 		t.Fatal(err)
@@ -383,13 +383,13 @@ func TestTiersAreBounded(t *testing.T) {
 	r := NewTree()
 	r.lowerMost = 1000
 	lost, engine := 0, uint64(0)
-	worker := func(id uint64) LowerTier { return LowerTier{Worker: kv.WorkerKey{Worker: id}, Tier: kv.Disk} }
-	if n := r.StoreLower(LowerTier{Worker: kv.WorkerKey{Worker: 9}, Tier: kv.Host}, 0, false, []kv.StoredBlock{{Engine: 1, Local: 1}}); n != 0 {
+	worker, disk := func(id uint64) kv.WorkerKey { return kv.WorkerKey{Worker: id} }, LowerTier{Tier: kv.Disk}
+	if n := r.lowerStored(worker(9), LowerTier{Tier: kv.Host}, 0, false, []kv.StoredBlock{{Engine: 1, Local: 1}}); n != 0 {
 		t.Errorf("%d blocks are lost at once", n)
 	}
 	for i := range 10_000 {
 		engine++
-		lost += r.StoreLower(worker(uint64(i%3)), 0, false, []kv.StoredBlock{{Engine: engine << 8, Local: engine}})
+		lost += r.lowerStored(worker(uint64(i%3)), disk, 0, false, []kv.StoredBlock{{Engine: engine << 8, Local: engine}})
 	}
 	if err := r.Check(); err != nil {
 		t.Fatal(err)
@@ -408,8 +408,8 @@ func TestTiersAreBounded(t *testing.T) {
 	// Blocks without a place.
 	lost = 0
 	for i := range uint64(3 * maxWaiting) {
-		lost += r.HoldLower(worker(1), []uint64{1<<40 + i})
-		lost += r.StoreLower(worker(2), 1<<50+i, true, []kv.StoredBlock{{Engine: 1<<45 + i, Local: i}})
+		lost += r.lowerHeldBy(worker(1), disk, []uint64{1<<40 + i})
+		lost += r.lowerStored(worker(2), disk, 1<<50+i, true, []kv.StoredBlock{{Engine: 1<<45 + i, Local: i}})
 	}
 	if err := r.Check(); err != nil {
 		t.Fatal(err)
@@ -420,9 +420,9 @@ func TestTiersAreBounded(t *testing.T) {
 	// A chain whose first block comes last has its place at once.
 	r = NewTree()
 	for i := uint64(maxWaiting - 1); i > 0; i-- {
-		r.StoreLower(worker(1), i, true, []kv.StoredBlock{{Engine: i + 1, Local: i}})
+		r.lowerStored(worker(1), disk, i, true, []kv.StoredBlock{{Engine: i + 1, Local: i}})
 	}
-	r.StoreLower(worker(1), 0, false, []kv.StoredBlock{{Engine: 1, Local: 0}})
+	r.lowerStored(worker(1), disk, 0, false, []kv.StoredBlock{{Engine: 1, Local: 0}})
 	local := make([]uint64, maxWaiting)
 	for i := range local {
 		local[i] = uint64(i)
@@ -435,12 +435,12 @@ func TestTiersAreBounded(t *testing.T) {
 	}
 	// Stores have a bound, too.
 	for i := range 2 * maxStores {
-		r.StoreLower(LowerTier{Worker: kv.WorkerKey{Worker: 1}, Tier: kv.External, Shared: true, Store: fmt.Sprint(i)}, 0, false, []kv.StoredBlock{{Engine: 1 << 60, Local: 7}})
+		r.lowerStored(worker(1), LowerTier{Tier: kv.External, Shared: true, Store: fmt.Sprint(i)}, 0, false, []kv.StoredBlock{{Engine: 1 << 60, Local: 7}})
 	}
 	if len(r.stores) != maxStores {
 		t.Errorf("%d stores", len(r.stores))
 	}
-	r.Forget(1)
+	r.forgotten(1)
 	if err := r.Check(); err != nil || len(r.stores) != 0 || r.lowered != 0 {
 		t.Errorf("%d stores and %d workers with tiers after all are gone: %v", len(r.stores), r.lowered, err)
 	}

@@ -5,7 +5,6 @@ import (
 	"time"
 
 	"kvrouter/internal/policy"
-	"kvrouter/internal/radix"
 	"kvrouter/internal/router"
 	"kvrouter/internal/testkit"
 )
@@ -16,17 +15,17 @@ func TestWithoutCorrectionNothingIsTakenBack(t *testing.T) {
 	for _, noEvents := range []bool{false, true} {
 		config.NoKVEvents = noEvents
 		for _, rule := range []string{"variance", "work"} {
-			index, assumes := router.NewIndex(config, rule, testkit.Defaults[policy.Settings](), testkit.BlockSize, time.Now).(radix.Assumer)
-			if !assumes {
+			index, assumer := router.NewIndex(config, rule, testkit.Defaults[policy.Settings](), testkit.BlockSize, time.Now)
+			if assumer == nil {
 				if noEvents || rule == "variance" {
 					t.Errorf("policy %s, no events %v: an index of events", rule, noEvents)
 				}
 				continue
 			}
 			for range 2 {
-				index.Routed(testkit.W0, testkit.Prompt(1, 10)).End(0, 0)
+				assumer.Routed(testkit.W0, testkit.Prompt(1, 10)).End(0, 0)
 			}
-			index.Routed(testkit.W0, testkit.Prompt(2, 10)).End(0, 0)
+			assumer.Routed(testkit.W0, testkit.Prompt(2, 10)).End(0, 0)
 			if n := index.Blocks(testkit.W0); n != 20 {
 				t.Errorf("policy %s: %d blocks are left of 20", rule, n)
 			}

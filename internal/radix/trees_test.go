@@ -103,7 +103,7 @@ func TestTreesAreBoundedBetweenEvictions(t *testing.T) {
 	if err := x.Check(); err != nil {
 		t.Error(err)
 	}
-	x.Forget(0)
+	x.Apply(kv.WorkerKey{Worker: 0}, &Change{Kind: Forgotten})
 	if len(x.Caches) != 0 || len(x.capacity) != 0 {
 		t.Error("a worker that is gone has left something")
 	}
@@ -317,11 +317,11 @@ func TestPrefixTreesEqualModel(t *testing.T) {
 			},
 			"clear": func(t *rapid.T) {
 				w := rapid.SampledFrom(workers).Draw(t, "worker")
-				x.Clear(w)
+				x.Apply(w, &Change{Kind: Cleared})
 				delete(model, w)
 			},
 			"forget": func(*rapid.T) {
-				x.Forget(0)
+				x.Apply(kv.WorkerKey{Worker: 0}, &Change{Kind: Forgotten})
 				delete(model, workers[0])
 				delete(model, workers[1])
 			},

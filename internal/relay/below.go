@@ -109,44 +109,33 @@ func (b *Below) Run(ctx context.Context) {
 	all.Wait()
 }
 
+// Index is what lookups and decisions use of an index.
+type Index interface {
+	radix.Matcher
+	radix.Applier
+}
+
 // Over returns an index that does what index does, and matches each cell with what its
 // relay tells. As long as that is not known, the cell has the matches of index. One that
 // never matches is returned as it is.
-func (b *Below) Over(index radix.Index) radix.Index {
+func (b *Below) Over(index Index) Index {
 	if !index.CanMatch() {
 		return index
 	}
-	over := overIndex{Index: index, below: b}
-	if assumer, is := index.(radix.Assumer); is {
-		return &overAssumer{over, assumer}
-	}
-	return &over
+	return &overIndex{index, index, b}
 }
 
 // overIndex is an index with cells.
 type overIndex struct {
-	radix.Index
+	radix.Matcher
+	radix.Applier
 	below *Below
-}
-
-// overAssumer is one that learns from routing decisions.
-type overAssumer struct {
-	overIndex
-	assumer radix.Assumer
-}
-
-// SetCapacity sets the size of a worker's cache.
-func (o *overAssumer) SetCapacity(w kv.WorkerKey, blocks int) { o.assumer.SetCapacity(w, blocks) }
-
-// Routed records a decision.
-func (o *overAssumer) Routed(w kv.WorkerKey, local []uint64) *radix.Assumed {
-	return o.assumer.Routed(w, local)
 }
 
 // Match appends the matches of all workers, ordered by worker.
 func (o *overIndex) Match(local []uint64, usable int, parts kv.MatchParts, dst []kv.Match) []kv.Match {
 	start := len(dst)
-	dst = o.Index.Match(local, usable, parts, dst)
+	dst = o.Matcher.Match(local, usable, parts, dst)
 	if len(local) == 0 {
 		return dst
 	}

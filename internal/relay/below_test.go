@@ -14,6 +14,7 @@ import (
 	"kvrouter/internal/kv"
 	"kvrouter/internal/radix"
 	"kvrouter/internal/testkit"
+	"kvrouter/internal/testkit/radixtest"
 )
 
 // matchOver follows a relay as worker 5, and returns what an index over another finds of
@@ -41,7 +42,7 @@ func TestACellIsMatchedByWhatItsRelayTells(t *testing.T) {
 	tree := radix.NewTree()
 	for _, worker := range []uint64{3, 5, 7} { // 5 is the cell: the relay knows better
 		local := kv.HashBlocks(nil, upTo(16), 4, "", "")
-		if err := tree.Store(key(worker), 0, false, []kv.StoredBlock{{Engine: 1, Local: local[0]}, {Engine: 2, Local: local[1]}, {Engine: 3, Local: local[2]}}); err != nil {
+		if err := radixtest.Store(tree, key(worker), 0, false, []kv.StoredBlock{{Engine: 1, Local: local[0]}, {Engine: 2, Local: local[1]}, {Engine: 3, Local: local[2]}}); err != nil {
 			t.Fatal(err)
 		}
 	}
@@ -57,7 +58,7 @@ func TestACellIsMatchedByWhatItsRelayTells(t *testing.T) {
 	finds("the relay's match", upTo(16), kv.Match{Worker: key(3), Blocks: 3}, kv.Match{Worker: key(5), Blocks: 2}, kv.Match{Worker: key(7), Blocks: 3})
 	x.store(t, 1, upTo(16), "")
 	finds("a longer one", upTo(16), kv.Match{Worker: key(3), Blocks: 3}, kv.Match{Worker: key(5), Blocks: 4}, kv.Match{Worker: key(7), Blocks: 3})
-	x.index.Forget(1)
+	radixtest.Forget(x.index, 1)
 	finds("none of the cell", upTo(16), kv.Match{Worker: key(3), Blocks: 3}, kv.Match{Worker: key(7), Blocks: 3})
 	if got := match(upTo(3)); len(got) != 0 {
 		t.Errorf("a prompt without a full block: %v", got)
@@ -111,22 +112,16 @@ func TestRelaysThatCannotBeUsedSayWhy(t *testing.T) {
 	}
 }
 
-func TestAnIndexThatLearnsGoesOnLearning(t *testing.T) {
+func TestAnIndexOfCellsMatchesWhatWasRouted(t *testing.T) {
 	b, err := NewBelow(nil, BelowDeps{BlockSize: 4, Log: slog.New(slog.DiscardHandler)})
 	if err != nil {
 		t.Fatal(err)
 	}
 	approx := radix.NewApprox(time.Minute, 100, 0.8, func() time.Time { return start })
-	over, learns := b.Over(approx).(radix.Assumer)
-	if !learns {
-		t.Fatal("it does not")
-	}
-	defer over.Routed(key(1), []uint64{1, 2}).End(0, 0)
+	over := b.Over(approx)
+	defer approx.Routed(key(1), []uint64{1, 2}).End(0, 0)
 	if got := over.Match([]uint64{1, 2, 3}, 3, 0, nil); len(got) != 1 || got[0].Blocks != 2 {
 		t.Errorf("%v", got)
-	}
-	if _, learns := b.Over(radix.NewTree()).(radix.Assumer); learns {
-		t.Error("an index of KV events learns from decisions")
 	}
 }
 

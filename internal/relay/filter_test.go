@@ -13,6 +13,7 @@ import (
 
 	"kvrouter/internal/kv"
 	"kvrouter/internal/radix"
+	"kvrouter/internal/testkit/radixtest"
 )
 
 var start = time.Unix(1_700_000_000, 0)
@@ -82,10 +83,10 @@ func TestWhatWorkersHoldIsFound(t *testing.T) {
 			}
 			switch rapid.IntRange(0, 9).Draw(t, "step") {
 			case 0:
-				index.Clear(w)
+				radixtest.Clear(index, w)
 				delete(held, w)
 			case 1:
-				index.Forget(w.Worker)
+				radixtest.Forget(index, w.Worker)
 				for key := range held {
 					if key.Worker == w.Worker {
 						delete(held, key)
@@ -99,7 +100,7 @@ func TestWhatWorkersHoldIsFound(t *testing.T) {
 						delete(held[w], last)
 					}
 				}
-				index.Remove(w, []uint64{last})
+				radixtest.Remove(index, w, []uint64{last})
 			case 5:
 				x.subscribeTo(t)
 			default:
@@ -118,7 +119,7 @@ func TestWhatWorkersHoldIsFound(t *testing.T) {
 				if from > 0 {
 					parent = hashes[from-1]
 				}
-				if err := index.Store(w, parent, from > 0, blocks); err != nil {
+				if err := radixtest.Store(index, w, parent, from > 0, blocks); err != nil {
 					t.Fatal(err)
 				}
 			}
@@ -200,13 +201,17 @@ func TestFalsePositivesAreAsStated(t *testing.T) {
 	}
 }
 
+func TestAFollowedIndexTakesEachKindOfChange(t *testing.T) {
+	radixtest.PassesEachKind(t, tell(t, producerOf(64)).Follow(radix.NewTree(), 4))
+}
+
 func TestBlocksOfWorkersWithOtherRulesAreNotTold(t *testing.T) {
 	x := tell(t, producerOf(64))
 	index := x.Follow(radix.NewTree(), 4)
 	w := kv.WorkerKey{Worker: 1}
 	one := []kv.StoredBlock{{Engine: 1, Local: 1}}
 	store := func() {
-		if err := index.Store(w, 0, false, one); err != nil {
+		if err := radixtest.Store(index, w, 0, false, one); err != nil {
 			t.Fatal(err)
 		}
 	}
@@ -214,18 +219,18 @@ func TestBlocksOfWorkersWithOtherRulesAreNotTold(t *testing.T) {
 	if n := x.catchUp(t).Held(); n != 1 {
 		t.Fatalf("%d blocks are told, want 1", n)
 	}
-	index.SetLayout(w, kv.Layout{Groups: []kv.CacheGroup{{Block: 4}, {Index: 1, Attention: kv.SlidingWindow, Window: 8, Block: 4}}}, 4)
+	radixtest.SetLayout(index, w, kv.Layout{Groups: []kv.CacheGroup{{Block: 4}, {Index: 1, Attention: kv.SlidingWindow, Window: 8, Block: 4}}}, 4)
 	store()
 	if n := x.catchUp(t).Held(); n != 0 {
 		t.Errorf("%d blocks are told of a worker with a sliding window, want none", n)
 	}
-	index.Forget(1)
-	index.SetLayout(w, kv.Layout{Groups: []kv.CacheGroup{{Block: 4}}}, 4)
+	radixtest.Forget(index, 1)
+	radixtest.SetLayout(index, w, kv.Layout{Groups: []kv.CacheGroup{{Block: 4}}}, 4)
 	store()
 	if n := x.catchUp(t).Held(); n != 1 {
 		t.Errorf("%d blocks are told of a plain worker, want 1", n)
 	}
-	if err := index.StoreTail(w, 0, false, []uint64{5}, []kv.StoredBlock{{Engine: 7, Local: 7}}); err != nil {
+	if _, err := index.Apply(w, &radix.Change{Kind: radix.Stored, Skipped: []uint64{5}, Blocks: []kv.StoredBlock{{Engine: 7, Local: 7}}}); err != nil {
 		t.Fatal(err)
 	}
 	if n := x.catchUp(t).Held(); n != 0 {

@@ -76,7 +76,7 @@ func (h *Holdings) changing() (changed func()) {
 	}
 }
 
-// store adds blocks behind a parent of w, as radix.Index does.
+// store adds blocks behind a parent of w.
 func (h *Holdings) store(w kv.WorkerKey, parent uint64, hasParent bool, blocks []kv.StoredBlock) {
 	defer h.changing()()
 	r := h.ranks[w]
@@ -280,12 +280,13 @@ func (h *Holdings) Counts() Counts {
 // Follow returns an index that does what index does, and has h hold the same. block is the
 // number of tokens a block.
 func (h *Holdings) Follow(index radix.Index, block int) radix.Index {
-	return &followed{Index: index, holdings: h, block: block}
+	return &followed{Reader: index, index: index, holdings: h, block: block}
 }
 
 // followed passes the changes of an index on.
 type followed struct {
-	radix.Index
+	radix.Reader
+	index    radix.Applier
 	holdings *Holdings
 	block    int // tokens
 
@@ -294,62 +295,38 @@ type followed struct {
 	order [64]sync.Mutex
 }
 
-// alone locks the changes of a worker, until the result is called.
-func (f *followed) alone(worker uint64) (unlock func()) {
-	m := &f.order[worker%uint64(len(f.order))]
-	m.Lock()
-	return m.Unlock
-}
-
-// Store stores blocks in both.
-func (f *followed) Store(w kv.WorkerKey, parent uint64, hasParent bool, blocks []kv.StoredBlock) error {
-	defer f.alone(w.Worker)()
-	err := f.Index.Store(w, parent, hasParent, blocks)
-	if err == nil {
-		f.holdings.store(w, parent, hasParent, blocks)
-	}
-	return err
-}
-
-// Remove removes blocks from both.
-func (f *followed) Remove(w kv.WorkerKey, engine []uint64) (unknown int) {
-	f.holdings.remove(w, engine)
-	return f.Index.Remove(w, engine)
-}
-
-// Clear empties w in both.
-func (f *followed) Clear(w kv.WorkerKey) {
-	defer f.alone(w.Worker)()
-	f.holdings.clear(w)
-	f.Index.Clear(w)
-}
-
-// ClearDevice empties the device of w in both.
-func (f *followed) ClearDevice(w kv.WorkerKey, host bool) {
-	defer f.alone(w.Worker)()
-	f.holdings.clear(w)
-	f.Index.ClearDevice(w, host)
-}
-
-// Forget removes a worker from both.
-func (f *followed) Forget(worker uint64) {
-	defer f.alone(worker)()
-	f.holdings.forget(worker)
-	f.Index.Forget(worker)
-}
-
-// SetLayout sets the layout of w. Only of one whose matches are the leading blocks are the
+// Apply makes a change in both. Only of a rank whose matches are the leading blocks are the
 // blocks told.
-func (f *followed) SetLayout(w kv.WorkerKey, layout kv.Layout, block int) {
-	defer f.alone(w.Worker)()
-	f.holdings.setApart(w, !layout.Plain(block) || block != f.block)
-	f.Index.SetLayout(w, layout, block)
-}
-
-// StoreTail stores blocks that begin within a prompt. The ones before may be missing, so
-// that w's blocks are told no longer.
-func (f *followed) StoreTail(w kv.WorkerKey, parent uint64, hasParent bool, skipped []uint64, blocks []kv.StoredBlock) error {
-	defer f.alone(w.Worker)()
-	f.holdings.setApart(w, true)
-	return f.Index.StoreTail(w, parent, hasParent, skipped, blocks)
+func (f *followed) Apply(w kv.WorkerKey, c *radix.Change) (radix.Applied, error) {
+	if c.Kind != radix.Removed {
+		alone := &f.order[w.Worker%uint64(len(f.order))]
+		alone.Lock()
+		defer alone.Unlock()
+	}
+	device := c.Tier == kv.Device
+	switch c.Kind {
+	case radix.Stored:
+		if len(c.Skipped) > 0 { // the blocks before may be missing
+			f.holdings.setApart(w, true)
+			break
+		}
+		done, err := f.index.Apply(w, c)
+		if device && err == nil {
+			f.holdings.store(w, c.Parent, c.HasParent, c.Blocks)
+		}
+		return done, err
+	case radix.Removed:
+		if device && c.Group == 0 {
+			f.holdings.remove(w, c.Hashes)
+		}
+	case radix.Cleared, radix.DeviceCleared:
+		f.holdings.clear(w)
+	case radix.Forgotten:
+		f.holdings.forget(w.Worker)
+	case radix.LayoutSet:
+		set := c.Setting()
+		f.holdings.setApart(w, !set.Layout.Plain(set.BlockSize) || set.BlockSize != f.block)
+	case radix.Held, radix.LookaheadStored, radix.ChunkSet, radix.LowerRestored, radix.DoubtSettled: // of no leading block
+	}
+	return f.index.Apply(w, c)
 }

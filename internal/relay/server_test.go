@@ -22,6 +22,7 @@ import (
 	"kvrouter/internal/kv"
 	"kvrouter/internal/radix"
 	"kvrouter/internal/testkit"
+	"kvrouter/internal/testkit/radixtest"
 )
 
 // cell is a server over an index that a test changes.
@@ -71,7 +72,7 @@ func (c *cell) store(t *testing.T, worker uint64, tokens []uint32, lora string) 
 	for i := range local {
 		blocks = append(blocks, kv.StoredBlock{Engine: engine[i], Local: local[i]})
 	}
-	if err := c.index.Store(kv.WorkerKey{Worker: worker}, 0, false, blocks); err != nil {
+	if err := radixtest.Store(c.index, kv.WorkerKey{Worker: worker}, 0, false, blocks); err != nil {
 		t.Fatal(err)
 	}
 	return engine
@@ -104,9 +105,9 @@ func TestAClientFollowsAServer(t *testing.T) {
 	finds(t, c, 0, Prompt{Model: "m-sql", Tokens: upTo(12)})
 	x.store(t, 2, upTo(12), "sql")
 	finds(t, c, 3, Prompt{Model: "m-sql", Tokens: upTo(12)})
-	x.index.Remove(kv.WorkerKey{Worker: 1}, engine[1:])
+	radixtest.Remove(x.index, kv.WorkerKey{Worker: 1}, engine[1:])
 	finds(t, c, 1, Prompt{Model: "m", Tokens: upTo(12)})
-	x.index.Forget(1)
+	radixtest.Forget(x.index, 1)
 	finds(t, c, 0, Prompt{Model: "m", Tokens: upTo(12)})
 	testkit.Eventually(t, 20*time.Second, "load and readiness", func() bool {
 		views, err := c.Pools("m-sql")

@@ -160,7 +160,8 @@ func (b *Booking) came(blocks int, tiers kv.TierTokens) {
 		known.Came(b.lower, blocks-b.device)
 	}
 	if b.doubt != 0 {
-		b.router.index.SettleLower(b.worker, b.doubt, blocks > b.device+b.sure.Total())
+		settled := radix.Setting{Doubt: b.doubt, Held: blocks > b.device+b.sure.Total()}
+		_, _ = b.router.index.Apply(b.worker, &radix.Change{Kind: radix.DoubtSettled, Set: &settled}) // cannot fail
 	}
 }
 

@@ -15,7 +15,8 @@ func cacheRouter(t testing.TB, rule, source string, workers int) (*Router, *test
 	clock := new(testkit.StandingClock)
 	config := testkit.Defaults[IndexSettings]()
 	config.PrefixSource = source
-	r := New(testkit.Defaults[Settings](), Deps{Index: NewIndex(config, rule, testkit.Defaults[policy.Settings](), testkit.BlockSize, clock.Now), Policy: policytest.MustPolicy(t, rule), BlockSize: testkit.BlockSize, Seed: 1})
+	index, assumer := NewIndex(config, rule, testkit.Defaults[policy.Settings](), testkit.BlockSize, clock.Now)
+	r := New(testkit.Defaults[Settings](), Deps{Index: index, Assumer: assumer, Policy: policytest.MustPolicy(t, rule), BlockSize: testkit.BlockSize, Seed: 1})
 	r.now = clock.Now
 	for i := range workers {
 		r.Up(kv.Target{Key: kv.WorkerKey{Worker: uint64(i)}})

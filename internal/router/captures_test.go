@@ -77,7 +77,7 @@ func TestPredictionsOfCapturedSGLangServers(t *testing.T) {
 				case "server":
 					info = probe.ParseServerInfo(line.Server)
 					r = routertest.New(t, "round-robin", 1, func(_ *router.Settings, deps *router.Deps) { deps.BlockSize = info.BlockSize() })
-					stream = events.NewStream(events.Source{BlockSize: info.BlockSize()}, r.Index(), events.Options{}, slog.New(slog.DiscardHandler))
+					stream = events.NewStream(events.Source{BlockSize: info.BlockSize()}, routertest.Index(r), events.Options{}, slog.New(slog.DiscardHandler))
 					stream.Begin(0)
 				case "event":
 					caused = append(caused, line)

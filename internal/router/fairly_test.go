@@ -18,6 +18,7 @@ import (
 	"kvrouter/internal/radix"
 	"kvrouter/internal/testkit"
 	"kvrouter/internal/testkit/policytest"
+	"kvrouter/internal/testkit/radixtest"
 )
 
 // newFairRouter returns a router with a fair queue over workers with passes of 16 tokens.
@@ -461,7 +462,7 @@ func TestWaitingRequestsKnowWhatIsStoredMeanwhile(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	r.Index().Clear(kv.WorkerKey{Worker: 1})
+	radixtest.Clear(r.Index(), kv.WorkerKey{Worker: 1})
 	clock.Advance(time.Second) // it looks again
 	first.Booking.Finish(1)
 	d, err := waits[0].get(t)
@@ -474,7 +475,7 @@ func TestWaitingRequestsKnowWhatIsStoredMeanwhile(t *testing.T) {
 
 // countingIndex counts the lookups.
 type countingIndex struct {
-	radix.Index
+	Index
 	lookups int
 }
 
@@ -679,7 +680,7 @@ func TestFairQueueServesEverybody(t *testing.T) {
 				}
 			},
 			"stored":  func(t *rapid.T) { Hold(r, worker(t).Worker, rapid.SampledFrom(prompts).Draw(t, "prompt")) },
-			"cleared": func(t *rapid.T) { r.Index().Clear(worker(t)) },
+			"cleared": func(t *rapid.T) { radixtest.Clear(r.Index(), worker(t)) },
 			"down":    func(t *rapid.T) { r.Down(worker(t)) },
 			"up":      func(t *rapid.T) { up(worker(t).Worker) },
 			"time": func(t *rapid.T) {

@@ -15,6 +15,7 @@ import (
 	"kvrouter/internal/router"
 	"kvrouter/internal/testkit"
 	"kvrouter/internal/testkit/policytest"
+	"kvrouter/internal/testkit/radixtest"
 )
 
 // growthTokens is the length of the prompts whose routing is measured, growthBlock
@@ -49,7 +50,7 @@ func growthIndex(tb testing.TB, n, blocks int) *radix.Tree {
 	tb.Helper()
 	tree := radix.NewTree()
 	store := func(w int, local []uint64) {
-		if err := tree.Store(kv.WorkerKey{Worker: uint64(w)}, 0, false, testkit.Chain(local)); err != nil {
+		if err := radixtest.Store(tree, kv.WorkerKey{Worker: uint64(w)}, 0, false, testkit.Chain(local)); err != nil {
 			tb.Fatal(err)
 		}
 	}
@@ -214,10 +215,10 @@ func benchStore(b *testing.B, tree *radix.Tree, n int) {
 	defer reportCPU(b)()
 	for i := 0; b.Loop(); i++ {
 		w := kv.WorkerKey{Worker: uint64(i % n)}
-		if err := tree.Store(w, 0, false, chain); err != nil {
+		if err := radixtest.Store(tree, w, 0, false, chain); err != nil {
 			b.Fatal(err)
 		}
-		if unknown := tree.Remove(w, engine); unknown > 0 {
+		if unknown := radixtest.Remove(tree, w, engine); unknown > 0 {
 			b.Fatalf("%d blocks were unknown", unknown)
 		}
 	}

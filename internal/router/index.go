@@ -8,7 +8,6 @@ import (
 
 	"kvrouter/internal/policy"
 	"kvrouter/internal/radix"
-	"kvrouter/internal/summary"
 )
 
 // IndexSettings holds the settings of the index. Settings of approximate indexes
@@ -91,29 +90,23 @@ func (c IndexSettings) Follows(name string, settings policy.Settings) bool {
 	return !c.NoKVEvents && !c.HasTrees(name) && !indexless(name, settings)
 }
 
-// NewIndex returns the index of these settings for the policy of that name.
-// blockSize is in tokens. now is the clock by which assumed blocks expire.
-func NewIndex(c IndexSettings, name string, settings policy.Settings, blockSize int, now func() time.Time) radix.Index {
-	return NewTellingIndex(c, name, settings, blockSize, now, nil)
+// NewIndex returns the index of these settings for the policy of that name, and what of it
+// learns from routing decisions; nil: nothing does. blockSize is in tokens. now is the clock by
+// which assumed blocks expire.
+func NewIndex(c IndexSettings, name string, settings policy.Settings, blockSize int, now func() time.Time) (radix.Index, radix.Assumer) {
+	return NewIndexOf(radix.NewTree(), c, name, settings, blockSize, now)
 }
 
-// NewTellingIndex is NewIndex of an index that keeps a book of what its workers hold, if it
-// follows KV events; nil: it keeps none.
-func NewTellingIndex(c IndexSettings, name string, settings policy.Settings, blockSize int, now func() time.Time, book *summary.Book) radix.Index {
-	newTree := func() *radix.Tree {
-		if book == nil {
-			return radix.NewTree()
-		}
-		return radix.NewTellingTree(book)
-	}
+// NewIndexOf is NewIndex where exact is the empty index of KV events, if they are followed.
+func NewIndexOf(exact *radix.Tree, c IndexSettings, name string, settings policy.Settings, blockSize int, now func() time.Time) (radix.Index, radix.Assumer) {
 	seconds := func(s float64) time.Duration { return time.Duration(s * float64(time.Second)) }
 	switch {
 	case indexless(name, settings):
-		return radix.NewBlind()
+		return radix.NewBlind(), nil
 	case c.HasTrees(name):
 		trees := radix.NewTrees(max(1, c.MaxTreeSize/blockSize), seconds(c.EvictionInterval), now)
 		trees.SetCorrected(c.CacheCorrection)
-		return trees
+		return trees, trees
 	case c.NoKVEvents:
 		ttl := defaultTTL
 		if c.RouterTTLSecs != nil {
@@ -122,9 +115,9 @@ func NewTellingIndex(c IndexSettings, name string, settings policy.Settings, blo
 		routed := radix.NewApprox(seconds(ttl), c.RouterMaxTreeSize, c.RouterPruneTargetRatio, now)
 		routed.SetTTLForAll(c.RouterTTLSecs != nil)
 		routed.SetCorrected(c.CacheCorrection)
-		return routed
+		return routed, routed
 	case c.RouterPredictedTTLSecs > 0:
-		return radix.NewPredicting(newTree(), radix.NewApprox(seconds(c.RouterPredictedTTLSecs), c.RouterMaxTreeSize, c.RouterPruneTargetRatio, now))
+		return radix.NewPredicting(exact, radix.NewApprox(seconds(c.RouterPredictedTTLSecs), c.RouterMaxTreeSize, c.RouterPruneTargetRatio, now))
 	}
-	return newTree()
+	return exact, nil
 }

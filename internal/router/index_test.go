@@ -12,6 +12,7 @@ import (
 	"kvrouter/internal/policy"
 	"kvrouter/internal/radix"
 	"kvrouter/internal/testkit"
+	"kvrouter/internal/testkit/radixtest"
 )
 
 // indexerCase is one of the cases that Dynamo's indexers are tested with, by its
@@ -34,7 +35,8 @@ func TestIndexerCases(t *testing.T) {
 	for kind, config := range map[string]IndexSettings{"exact": testkit.Defaults[IndexSettings](), "exact with predictions": predictions} {
 		for _, c := range indexerCases() {
 			t.Run(kind+"/"+c.name, func(t *testing.T) {
-				c.run(t, NewIndex(config, "standalone", testkit.Defaults[policy.Settings](), testkit.BlockSize, time.Now))
+				x, _ := NewIndex(config, "standalone", testkit.Defaults[policy.Settings](), testkit.BlockSize, time.Now)
+				c.run(t, x)
 			})
 		}
 	}
@@ -58,11 +60,11 @@ func TestATimeToLiveThatIsGivenHoldsForWorkersOfKnownSize(t *testing.T) {
 			clock := time.Unix(1000, 0)
 			config := testkit.Defaults[IndexSettings]()
 			config.NoKVEvents, config.RouterTTLSecs = true, test.ttl
-			x := NewIndex(config, "kv", testkit.Defaults[policy.Settings](), testkit.BlockSize, func() time.Time { return clock }).(radix.Assumer)
-			x.SetCapacity(testkit.W0, 100)
+			x, routed := NewIndex(config, "kv", testkit.Defaults[policy.Settings](), testkit.BlockSize, func() time.Time { return clock })
+			routed.SetCapacity(testkit.W0, 100)
 			p := testkit.Prompt(1, 6)
-			x.Routed(testkit.W0, p).End(0, -1)
-			x.Routed(testkit.W1, p).End(0, -1)
+			routed.Routed(testkit.W0, p).End(0, -1)
+			routed.Routed(testkit.W1, p).End(0, -1)
 			clock = clock.Add(test.after)
 			var want []kv.Match
 			for w, blocks := range []int{test.sized, test.other} {
@@ -122,14 +124,14 @@ func indexerCases() []indexerCase {
 	})
 	add("remove", func(t *testing.T, x radix.Index) {
 		stores(t, x, testkit.W0, p)
-		x.Remove(testkit.W0, testkit.EngineHashes(p)[8:])
+		radixtest.Remove(x, testkit.W0, testkit.EngineHashes(p)[8:])
 		matches(t, x, p, kv.Match{Worker: testkit.W0, Blocks: 8})
 	})
 	add("remove_worker", func(t *testing.T, x radix.Index) {
 		stores(t, x, testkit.W0, p)
 		stores(t, x, rank1, p)
 		stores(t, x, testkit.W1, p)
-		x.Forget(0)
+		radixtest.Forget(x, 0)
 		matches(t, x, p, kv.Match{Worker: testkit.W1, Blocks: 12})
 	})
 	add("dump, then restore", func(t *testing.T, x radix.Index) {
@@ -139,7 +141,7 @@ func indexerCases() []indexerCase {
 		other := radix.NewTree()
 		for _, w := range x.Workers() {
 			for b := range x.DumpOf(w) {
-				if err := other.Store(w, b.Parent, b.HasParent, []kv.StoredBlock{b.StoredBlock}); err != nil {
+				if err := radixtest.Store(other, w, b.Parent, b.HasParent, []kv.StoredBlock{b.StoredBlock}); err != nil {
 					t.Error(err)
 				}
 			}
@@ -151,7 +153,7 @@ func indexerCases() []indexerCase {
 	add("clear", func(t *testing.T, x radix.Index) {
 		stores(t, x, testkit.W0, p)
 		stores(t, x, rank1, p)
-		x.Clear(testkit.W0)
+		radixtest.Clear(x, testkit.W0)
 		matches(t, x, p, kv.Match{Worker: rank1, Blocks: 12})
 		stores(t, x, testkit.W0, p[:2])
 		matches(t, x, p, kv.Match{Worker: testkit.W0, Blocks: 2}, kv.Match{Worker: rank1, Blocks: 12})
@@ -164,7 +166,7 @@ func indexerCases() []indexerCase {
 	add("parent chains", func(t *testing.T, x radix.Index) {
 		blocks := testkit.Chain(p)
 		stores(t, x, testkit.W0, p[:4])
-		if err := x.Store(testkit.W0, blocks[3].Engine, true, blocks[4:]); err != nil {
+		if err := radixtest.Store(x, testkit.W0, blocks[3].Engine, true, blocks[4:]); err != nil {
 			t.Fatal(err)
 		}
 		matches(t, x, p, kv.Match{Worker: testkit.W0, Blocks: 12})
@@ -188,7 +190,7 @@ func indexerCases() []indexerCase {
 		stores(t, x, testkit.W0, long)
 		last := testkit.EngineHashes(long)[21:]
 		slices.Reverse(last)
-		x.Remove(testkit.W0, last)
+		radixtest.Remove(x, testkit.W0, last)
 		matches(t, x, long, kv.Match{Worker: testkit.W0, Blocks: 21})
 	})
 	for _, n := range []int{31, 32, 33, 63, 64, 65, 96} {
@@ -212,7 +214,7 @@ func indexerCases() []indexerCase {
 			if i > 0 {
 				parent = blocks[i-1].Engine
 			}
-			if err := x.Store(testkit.W0, parent, i > 0, blocks[i:i+10]); err != nil {
+			if err := radixtest.Store(x, testkit.W0, parent, i > 0, blocks[i:i+10]); err != nil {
 				t.Fatal(err)
 			}
 			matches(t, x, long, kv.Match{Worker: testkit.W0, Blocks: i + 10})
@@ -220,14 +222,14 @@ func indexerCases() []indexerCase {
 	})
 	add("ParentBlockNotFound", func(t *testing.T, x radix.Index) {
 		stores(t, x, testkit.W1, p)
-		if err := x.Store(testkit.W0, testkit.EngineHashes(p)[3], true, testkit.Chain(p)[4:]); !errors.Is(err, radix.ErrParentUnknown) {
+		if err := radixtest.Store(x, testkit.W0, testkit.EngineHashes(p)[3], true, testkit.Chain(p)[4:]); !errors.Is(err, radix.ErrParentUnknown) {
 			t.Error(err)
 		}
 		matches(t, x, p, kv.Match{Worker: testkit.W1, Blocks: 12})
 	})
 	add("BlockNotFound", func(t *testing.T, x radix.Index) {
 		stores(t, x, testkit.W0, p)
-		if unknown := x.Remove(testkit.W0, append([]uint64{4711}, testkit.EngineHashes(p)[6:]...)); unknown != 1 {
+		if unknown := radixtest.Remove(x, testkit.W0, append([]uint64{4711}, testkit.EngineHashes(p)[6:]...)); unknown != 1 {
 			t.Errorf("%d unknown blocks", unknown)
 		}
 		matches(t, x, p, kv.Match{Worker: testkit.W0, Blocks: 6})
@@ -235,14 +237,14 @@ func indexerCases() []indexerCase {
 	add("InvalidBlockSequence", func(t *testing.T, x radix.Index) {
 		stores(t, x, testkit.W0, p[:1])
 		block := testkit.Chain(p)[0]
-		if err := x.Store(testkit.W0, block.Engine, true, []kv.StoredBlock{block}); !errors.Is(err, radix.ErrSelfParent) {
+		if err := radixtest.Store(x, testkit.W0, block.Engine, true, []kv.StoredBlock{block}); !errors.Is(err, radix.ErrSelfParent) {
 			t.Error(err)
 		}
 	})
 	add("size accounting", func(t *testing.T, x radix.Index) {
 		stores(t, x, testkit.W0, p)
 		stores(t, x, testkit.W0, testkit.Diverging(p, 4, 2))
-		x.Remove(testkit.W0, testkit.EngineHashes(p)[10:])
+		radixtest.Remove(x, testkit.W0, testkit.EngineHashes(p)[10:])
 		if n := x.Blocks(testkit.W0); n != 12+8-2 {
 			t.Errorf("%d blocks", n)
 		}
@@ -252,7 +254,7 @@ func indexerCases() []indexerCase {
 
 func stores(t *testing.T, x radix.Index, w kv.WorkerKey, local []uint64) {
 	t.Helper()
-	if err := x.Store(w, 0, false, testkit.Chain(local)); err != nil {
+	if err := radixtest.Store(x, w, 0, false, testkit.Chain(local)); err != nil {
 		t.Fatal(err)
 	}
 }

@@ -14,6 +14,7 @@ import (
 	"kvrouter/internal/radix"
 	"kvrouter/internal/testkit"
 	"kvrouter/internal/testkit/policytest"
+	"kvrouter/internal/testkit/radixtest"
 )
 
 // pairRouter returns a router over workers 0, 1, ... with those parts.
@@ -38,7 +39,7 @@ func TestPromptGoesWhereItIsCachedAndAnswerWhereThereIsRoom(t *testing.T) {
 			for i := range blocks {
 				blocks[i] = kv.StoredBlock{Engine: uint64(i + 1), Local: hashes[i]}
 			}
-			if err := r.Index().Store(kv.WorkerKey{Worker: w}, 0, false, blocks); err != nil {
+			if err := radixtest.Store(r.Index(), kv.WorkerKey{Worker: w}, 0, false, blocks); err != nil {
 				t.Fatal(err)
 			}
 		}

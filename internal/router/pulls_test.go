@@ -7,6 +7,7 @@ import (
 	"kvrouter/internal/kv"
 	"kvrouter/internal/policy"
 	"kvrouter/internal/testkit"
+	"kvrouter/internal/testkit/radixtest"
 )
 
 // pullers is a router with workers that pull from each other, of which worker 0 has the
@@ -130,7 +131,7 @@ func TestNobodyPulls(t *testing.T) {
 			q.Tokens = testkit.Tokens(500_000, 100*size)
 			Hold(r, 0, q.Tokens)
 		}},
-		{"the host memory may have been emptied", "work", func(r *Router, _ *Request) { r.Index().ClearDevice(testkit.W0, false) }},
+		{"the host memory may have been emptied", "work", func(r *Router, _ *Request) { radixtest.ClearDevice(r.Index(), testkit.W0) }},
 	} {
 		t.Run(test.name, func(t *testing.T) {
 			r := pullers(t, test.rule, prompt, 2)

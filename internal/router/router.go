@@ -188,8 +188,8 @@ func (k Settings) CountsPasses() bool {
 // Router chooses a worker for each request and counts the in-flight requests of each
 // worker. It owns the lock under which requests are decided.
 type Router struct {
-	index     radix.Index
-	assumes   radix.Assumer // the index, if it counts routed prompts; else nil
+	index     Index
+	assumes   radix.Assumer // nil: routed prompts do not count
 	blockSize int
 	now       func() time.Time
 	settings  Settings
@@ -267,9 +267,17 @@ func (p *prompt) newBlocks() int {
 	return len(p.local)
 }
 
+// Index is what a Router needs of an index: it looks prompts up, and settles doubts about lower
+// tiers.
+type Index interface {
+	radix.Matcher
+	radix.Applier
+}
+
 // Deps are the parts of a router.
 type Deps struct {
-	Index     radix.Index
+	Index     Index
+	Assumer   radix.Assumer // of Index, as NewIndex returns it; nil: it does not learn from decisions
 	Policy    policy.Policy
 	BlockSize int              // of the engines, tokens
 	Seed      uint64           // of all random choices
@@ -280,7 +288,6 @@ type Deps struct {
 
 // New returns a router without workers.
 func New(settings Settings, deps Deps) *Router {
-	assumes, _ := deps.Index.(radix.Assumer)
 	forecast, is := deps.Policy.(*policy.Work)
 	if !is {
 		forecast = policy.NewWork()
@@ -290,7 +297,7 @@ func New(settings Settings, deps Deps) *Router {
 	}
 	r := &Router{
 		index:       deps.Index,
-		assumes:     assumes,
+		assumes:     deps.Assumer,
 		blockSize:   deps.BlockSize,
 		now:         deps.Now,
 		settings:    settings,
@@ -314,7 +321,7 @@ func New(settings Settings, deps Deps) *Router {
 }
 
 // Index returns the index of the router's lookups.
-func (r *Router) Index() radix.Index { return r.index }
+func (r *Router) Index() Index { return r.index }
 
 // Names returns the names of its workers.
 func (r *Router) Names() *kv.Names { return r.names }

@@ -16,6 +16,7 @@ import (
 	"kvrouter/internal/radix"
 	"kvrouter/internal/testkit"
 	"kvrouter/internal/testkit/policytest"
+	"kvrouter/internal/testkit/radixtest"
 )
 
 // NewTestRouter returns a router over that many workers, all up and idle.
@@ -35,7 +36,7 @@ func Hold(r *Router, w uint64, tokens []uint32) {
 	for i, engine := range kv.SequenceHashes(nil, local) {
 		blocks[i] = kv.StoredBlock{Engine: engine, Local: local[i]}
 	}
-	r.Index().Store(kv.WorkerKey{Worker: w}, 0, false, blocks)
+	radixtest.Store(r.Index(), kv.WorkerKey{Worker: w}, 0, false, blocks)
 }
 
 func TestRouteTakesTheWorkerThatHoldsThePrefix(t *testing.T) {
@@ -76,9 +77,9 @@ func TestOverlapOfWorkersThatHoldTheTokenBehindABlock(t *testing.T) {
 	prompt := testkit.Tokens(1, 4*size)
 	Hold(r, 0, prompt)
 	for i, local := range kv.HashLookaheadBlocks(nil, prompt, size, 1, "", "", nil) {
-		r.Index().Store(kv.WorkerKey{Worker: 2}, uint64(i), i > 0, []kv.StoredBlock{{Engine: uint64(i + 1), Local: local}})
+		radixtest.Store(r.Index(), kv.WorkerKey{Worker: 2}, uint64(i), i > 0, []kv.StoredBlock{{Engine: uint64(i + 1), Local: local}})
 	}
-	r.Index().LookaheadStored(kv.Lookahead{Tokens: 1, Cut: 1})
+	_, _ = r.Index().Apply(kv.WorkerKey{Worker: 2}, &radix.Change{Kind: radix.LookaheadStored, Set: &radix.Setting{Lookahead: kv.Lookahead{Tokens: 1, Cut: 1}}})
 	parts := func(end int, other ...uint32) []uint32 { return append(slices.Clone(prompt[:end]), other...) }
 	for name, c := range map[string]struct {
 		request      Request
@@ -288,7 +289,8 @@ func TestWithoutIndexOnlyWhatIsCountedIsHashed(t *testing.T) {
 		if err != nil {
 			t.Fatal(err)
 		}
-		r := New(knobs, Deps{Index: NewIndex(testkit.Defaults[IndexSettings](), "kv", rule, testkit.BlockSize, time.Now), Policy: keys, BlockSize: testkit.BlockSize, Seed: 1})
+		index, _ := NewIndex(testkit.Defaults[IndexSettings](), "kv", rule, testkit.BlockSize, time.Now)
+		r := New(knobs, Deps{Index: index, Policy: keys, BlockSize: testkit.BlockSize, Seed: 1})
 		r.Up(kv.Target{Key: testkit.W0})
 		Hold(r, 0, testkit.Tokens(1, 40))
 		d, err := r.Route(t.Context(), Request{Tokens: testkit.Tokens(1, 42)})
@@ -309,8 +311,8 @@ func TestWithoutIndexOnlyWhatIsCountedIsHashed(t *testing.T) {
 func TestAnApproximateIndexIsToldWhatWasRouted(t *testing.T) {
 	config := testkit.Defaults[IndexSettings]()
 	config.NoKVEvents = true
-	index := NewIndex(config, "standalone", testkit.Defaults[policy.Settings](), testkit.BlockSize, time.Now)
-	r := New(testkit.Defaults[Settings](), Deps{Index: index, Policy: policytest.MustPolicy(t, "standalone"), BlockSize: testkit.BlockSize, Seed: 1})
+	index, assumer := NewIndex(config, "standalone", testkit.Defaults[policy.Settings](), testkit.BlockSize, time.Now)
+	r := New(testkit.Defaults[Settings](), Deps{Index: index, Assumer: assumer, Policy: policytest.MustPolicy(t, "standalone"), BlockSize: testkit.BlockSize, Seed: 1})
 	r.Up(kv.Target{Key: testkit.W0, TotalBlocks: 20})
 	route := func(request Request) Decision {
 		t.Helper()
@@ -356,7 +358,8 @@ func BenchmarkRoute(b *testing.B) {
 					config := testkit.Defaults[IndexSettings]()
 					config.NoKVEvents = index == "approximate"
 					const block, prompts = 64, 16
-					r := New(testkit.Defaults[Settings](), Deps{Index: NewIndex(config, rule, testkit.Defaults[policy.Settings](), block, time.Now), Policy: policytest.MustPolicy(b, rule), BlockSize: block, Seed: 1})
+					index, assumer := NewIndex(config, rule, testkit.Defaults[policy.Settings](), block, time.Now)
+					r := New(testkit.Defaults[Settings](), Deps{Index: index, Assumer: assumer, Policy: policytest.MustPolicy(b, rule), BlockSize: block, Seed: 1})
 					for w := range size.workers {
 						r.Up(kv.Target{Key: kv.WorkerKey{Worker: uint64(w)}, TotalBlocks: 1 << 15})
 					}

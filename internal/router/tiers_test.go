@@ -7,6 +7,7 @@ import (
 	"kvrouter/internal/policy"
 	"kvrouter/internal/radix"
 	"kvrouter/internal/testkit"
+	"kvrouter/internal/testkit/radixtest"
 )
 
 // holdLower puts blocks from to to of a prompt into a lower tier of worker w.
@@ -21,7 +22,7 @@ func holdLower(r *Router, w uint64, tier kv.Tier, tokens []uint32, from, to int)
 	if from > 0 {
 		parent = sequence[from-1]
 	}
-	r.Index().StoreLower(radix.LowerTier{Worker: kv.WorkerKey{Worker: w}, Tier: tier}, parent, from > 0, blocks)
+	radixtest.StoreLower(r.Index(), kv.WorkerKey{Worker: w}, radix.LowerTier{Tier: tier}, parent, from > 0, blocks)
 }
 
 func TestDecisionsCountLowerTiers(t *testing.T) {
@@ -133,7 +134,7 @@ func TestAnAnswerSettlesTheDoubtAboutTiers(t *testing.T) {
 			r := NewTestRouter(t, "work", 1)
 			prompt := testkit.Tokens(1, 10*size)
 			holdLower(r, 0, kv.Host, prompt, 0, 10)
-			r.Index().ClearDevice(testkit.W0, false)
+			radixtest.ClearDevice(r.Index(), testkit.W0)
 			d := MustRoute(t, r, Request{Tokens: prompt})
 			if d.Predicted.Total() != 0 || d.Guessed.Host != 9*size {
 				t.Errorf("predicted %+v, guessed %+v", d.Predicted, d.Guessed)
@@ -154,7 +155,7 @@ func TestAnAnswerSaysNothingOfOtherBlocks(t *testing.T) {
 	r := NewTestRouter(t, "work", 1)
 	old, fresh := testkit.Tokens(1, 10*size), testkit.Tokens(2, 10*size)
 	holdLower(r, 0, kv.Host, old, 0, 10)
-	r.Index().ClearDevice(testkit.W0, false)
+	radixtest.ClearDevice(r.Index(), testkit.W0)
 	holdLower(r, 0, kv.Host, fresh, 0, 5)
 	found := func(prompt []uint32, cached, predicted, guessed int) {
 		t.Helper()

@@ -37,7 +37,7 @@ func testDeps(router *router.Router, fleet *workers.Fleet) Deps {
 func newFinder(t *testing.T, router *router.Router) (s *Service, ask func(path, body string) (int, gjson.Result)) {
 	t.Helper()
 	log := slog.New(slog.DiscardHandler)
-	fleet := workers.New(workers.Settings{}, workers.Deps{Index: router.Index(), Log: log})
+	fleet := workers.New(workers.Settings{}, workers.Deps{Index: routertest.Index(router), Log: log})
 	s = New(Settings{KVEvents: true}, testDeps(router, fleet))
 	handler := s.Handler()
 	return s, func(path, body string) (int, gjson.Result) {

@@ -8,6 +8,7 @@ import (
 
 	"kvrouter/internal/kv"
 	"kvrouter/internal/testkit"
+	"kvrouter/internal/testkit/radixtest"
 	"kvrouter/internal/testkit/routertest"
 )
 
@@ -20,7 +21,7 @@ func TestBlocksMatchOnlyWithTheSameMedia(t *testing.T) {
 	for i, engine := range kv.SequenceHashes(nil, local) {
 		blocks[i] = kv.StoredBlock{Engine: engine, Local: local[i]}
 	}
-	rt.Index().Store(kv.WorkerKey{}, 0, false, blocks)
+	radixtest.Store(rt.Index(), kv.WorkerKey{}, 0, false, blocks)
 	_, ask := newFinder(t, rt)
 	ids := strings.Join(strings.Fields(fmt.Sprint(prompt)), ",")
 	object := func(hashes ...uint64) string {

@@ -24,7 +24,7 @@ func newRegistry(t *testing.T, hop web.Hop) (handler http.Handler, ask func(meth
 	t.Helper()
 	router := routertest.New(t, "kv", 0)
 	log := slog.New(slog.DiscardHandler)
-	fleet := workers.New(workers.Settings{Hop: hop}, workers.Deps{Index: router.Index(), Log: log})
+	fleet := workers.New(workers.Settings{Hop: hop}, workers.Deps{Index: routertest.Index(router), Log: log})
 	handler = New(Settings{KVEvents: true, BlockSize: 4, Hop: hop}, testDeps(router, fleet)).Handler()
 	return handler, func(method, path, body string) (int, string) {
 		w := httptest.NewRecorder()
@@ -237,7 +237,7 @@ func BenchmarkRecordOf(b *testing.B) {
 				attached = append(attached, workers.Attached{Server: probe.Server{ID: uint64(i), URL: fmt.Sprintf("http://10.0.%d.%d:8000", i/256, i%256)}})
 			}
 			router := routertest.New(b, "kv", n)
-			fleet := workers.New(workers.Settings{Attached: attached}, workers.Deps{Index: router.Index(), Log: slog.New(slog.DiscardHandler)})
+			fleet := workers.New(workers.Settings{Attached: attached}, workers.Deps{Index: routertest.Index(router), Log: slog.New(slog.DiscardHandler)})
 			s := New(Settings{}, testDeps(router, fleet))
 			b.ReportAllocs()
 			for i := 0; b.Loop(); i++ {

@@ -6,7 +6,7 @@ import (
 	"kvrouter/internal/engine"
 	"kvrouter/internal/kv"
 	"kvrouter/internal/testkit/policytest"
-	"kvrouter/internal/testkit/routertest"
+	"kvrouter/internal/testkit/radixtest"
 )
 
 // TestReplayInvariants takes the first 1,000 lines of a trace through the index:
@@ -49,11 +49,11 @@ func TestReplayInvariants(t *testing.T) {
 		for h := range blocks {
 			left = append(left, h)
 		}
-		if unknown := run.indexes[0].Remove(key, left); unknown > 0 {
+		if unknown := radixtest.Remove(run.indexes[0], key, left); unknown > 0 {
 			t.Errorf("worker %d: the index did not know %d blocks", i, unknown)
 		}
 	}
-	if dump := routertest.DumpLines(run.indexes[0]); len(dump) > 0 {
+	if dump := radixtest.Contents(run.indexes[0]); len(dump) > 0 {
 		t.Errorf("%d blocks are left in the index", len(dump))
 	}
 }

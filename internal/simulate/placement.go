@@ -190,8 +190,9 @@ func (s *cellRun) build() {
 			s.near = &near{Work: policy.NewWork()}
 			chooser = s.near
 		}
-		c.index = router.NewTellingIndex(s.base.Index, cellPolicy, s.base.Scoring.Settings, s.base.Engine.BlockSize, s.clock, c.book)
-		c.router = s.newRouter(router.Deps{Index: c.index, Policy: chooser})
+		var assumer radix.Assumer
+		c.index, assumer = router.NewIndexOf(radix.NewTellingTree(c.book), s.base.Index, cellPolicy, s.base.Scoring.Settings, s.base.Engine.BlockSize, s.clock)
+		c.router = s.newRouter(router.Deps{Index: c.index, Assumer: assumer, Policy: chooser})
 		s.sites = append(s.sites, c)
 	}
 	for w := range s.workers {
@@ -205,8 +206,8 @@ func (s *cellRun) build() {
 	for range s.regions {
 		u := &upper{states: make([]cells.State, s.Cells)}
 		if s.placement == placeSummary {
-			index := router.NewIndex(s.base.Index, cellPolicy, s.base.Scoring.Settings, s.base.Engine.BlockSize, s.clock)
-			u.router = s.newRouter(router.Deps{Index: index, Policy: policy.NewWork()})
+			index, assumer := router.NewIndex(s.base.Index, cellPolicy, s.base.Scoring.Settings, s.base.Engine.BlockSize, s.clock)
+			u.router = s.newRouter(router.Deps{Index: index, Assumer: assumer, Policy: policy.NewWork()})
 			for c := range s.Cells {
 				u.views = append(u.views, new(summary.View))
 				u.router.Up(kv.Target{Key: key(c), Ranks: 1, TotalBlocks: s.base.Workers * s.base.Engine.Blocks})
@@ -562,9 +563,7 @@ func (s *cellRun) ends(t *trip) {
 // cacheChanged takes a change of worker w's cache to the index that knows it.
 func (s *cellRun) cacheChanged(c *site, w int, event engine.Event) {
 	c.operations.add(s.now, len(event.Blocks)+len(event.Removed))
-	if !event.Stored {
-		c.index.Remove(key(w), event.Removed)
-	} else if err := c.index.Store(key(w), event.Parent, event.HasParent, event.Blocks); err != nil {
-		s.err = cmp.Or(s.err, err)
-	}
+	change := s.base.changeOf(event)
+	_, err := c.index.Apply(key(w), &change)
+	s.err = cmp.Or(s.err, err)
 }

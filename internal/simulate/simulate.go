@@ -411,9 +411,9 @@ func newSimulator(s Simulation, choosers ...policy.Policy) *simulator {
 		}
 	}
 	for i, chooser := range choosers {
-		index := router.NewIndex(s.Index, s.Policy, s.Scoring.Settings, s.Engine.BlockSize, run.clock)
+		index, assumer := router.NewIndex(s.Index, s.Policy, s.Scoring.Settings, s.Engine.BlockSize, run.clock)
 		run.indexes = append(run.indexes, index)
-		run.routers = append(run.routers, router.New(s.Routing, router.Deps{Index: index, Policy: chooser, BlockSize: s.Engine.BlockSize, Seed: s.Seed + uint64(i), Now: run.clock}))
+		run.routers = append(run.routers, router.New(s.Routing, router.Deps{Index: index, Assumer: assumer, Policy: chooser, BlockSize: s.Engine.BlockSize, Seed: s.Seed + uint64(i), Now: run.clock}))
 		run.budgets = append(run.budgets, health.NewBudget(s.Retry.RetryBudget))
 	}
 	blocks := s.Engine.Blocks
@@ -632,15 +632,12 @@ func (s *simulator) catchUp() {
 // apply changes the indexes as worker w's cache has changed.
 func (s *simulator) apply(w int, event engine.Event) {
 	key := kv.WorkerKey{Worker: uint64(w)}
+	change := s.changeOf(event)
 	for _, index := range s.indexes {
-		if event.Tier != kv.Device {
-			s.applyLower(index, w, event)
-		} else if !event.Stored {
-			if unknown := index.Remove(key, event.Removed); unknown > 0 {
-				s.err = fmt.Errorf("simulated worker %d removed %d blocks that the index does not know", w, unknown)
-			}
-		} else if err := index.Store(key, event.Parent, event.HasParent, event.Blocks); err != nil {
+		if done, err := index.Apply(key, &change); err != nil {
 			s.err = err
+		} else if done.Unknown > 0 && event.Tier == kv.Device {
+			s.err = fmt.Errorf("simulated worker %d removed %d blocks that the index does not know", w, done.Unknown)
 		}
 	}
 }

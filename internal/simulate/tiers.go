@@ -104,17 +104,16 @@ func chooser(name string, settings policies.Settings) (policy.Policy, error) {
 	return policies.New(name, settings)
 }
 
-// applyLower changes an index as a lower tier of worker w has changed.
-func (s *simulator) applyLower(index radix.Index, w int, event engine.Event) {
-	at := radix.LowerTier{Worker: kv.WorkerKey{Worker: uint64(w)}, Tier: event.Tier}
+// changeOf returns what an event changes in the index.
+func (s *Simulation) changeOf(event engine.Event) radix.Change {
+	at := radix.LowerTier{Tier: event.Tier}
 	for _, t := range s.Tiers {
 		at.Shared = at.Shared || t.Tier == event.Tier && t.Shared
 	}
 	if event.Stored {
-		index.StoreLower(at, event.Parent, event.HasParent, event.Blocks)
-	} else {
-		index.RemoveLower(at, event.Removed)
+		return radix.Change{Kind: radix.Stored, LowerTier: at, Parent: event.Parent, HasParent: event.HasParent, Blocks: event.Blocks}
 	}
+	return radix.Change{Kind: radix.Removed, LowerTier: at, Hashes: event.Removed}
 }
 
 // TierReport is what requests were loaded from tiers below the cache when they were first

@@ -13,6 +13,7 @@ import (
 	"kvrouter/internal/events"
 	"kvrouter/internal/kv"
 	"kvrouter/internal/testkit"
+	"kvrouter/internal/testkit/radixtest"
 )
 
 func TestAddedWorkerIsFollowedAsAttachedOnesAre(t *testing.T) {
@@ -50,7 +51,7 @@ func TestAddedWorkerIsFollowedAsAttachedOnesAre(t *testing.T) {
 	if err := f.Register(t.Context(), Registration{ID: 1, URL: url}); !errors.Is(err, ErrWorkerTaken) {
 		t.Errorf("registered under its id: %v", err)
 	}
-	if err := f.index.Store(kv.WorkerKey{Worker: 1}, 0, false, []kv.StoredBlock{{Engine: 1, Local: 2}}); err != nil {
+	if err := radixtest.Store(f.index, kv.WorkerKey{Worker: 1}, 0, false, []kv.StoredBlock{{Engine: 1, Local: 2}}); err != nil {
 		t.Fatal(err)
 	}
 	if f.Unregister(1) {

@@ -19,6 +19,7 @@ import (
 	"kvrouter/internal/policy"
 	"kvrouter/internal/probe"
 	"kvrouter/internal/testkit"
+	"kvrouter/internal/testkit/radixtest"
 )
 
 // attachedServer is a worker that somebody else runs; it can go and come back
@@ -110,7 +111,7 @@ func TestAttachedWorkerGoesAndComesBack(t *testing.T) {
 	if n := len(f.Streams()); n != 2 {
 		t.Errorf("%d event streams", n)
 	}
-	if err := f.index.Store(kv.WorkerKey{Worker: 3, Rank: 1}, 0, false, []kv.StoredBlock{{Engine: 1, Local: 2}}); err != nil {
+	if err := radixtest.Store(f.index, kv.WorkerKey{Worker: 3, Rank: 1}, 0, false, []kv.StoredBlock{{Engine: 1, Local: 2}}); err != nil {
 		t.Fatal(err)
 	}
 

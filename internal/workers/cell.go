@@ -11,6 +11,7 @@ import (
 	"kvrouter/internal/cells"
 	"kvrouter/internal/kv"
 	"kvrouter/internal/probe"
+	"kvrouter/internal/radix"
 	"kvrouter/internal/summary"
 )
 
@@ -233,7 +234,7 @@ func (c *cell) begin(ctx context.Context) error {
 		c.f.log.Warn(fmt.Sprintf("%s: routed by its load alone, because it tells no summary", c.w), "url", c.w.spec.URL, "remedy", "start that router with --cell")
 	}
 	for _, l := range c.info.Lookaheads {
-		in.index.LookaheadStored(l)
+		_, _ = in.index.Apply(kv.WorkerKey{Worker: in.w.id}, &radix.Change{Kind: radix.LookaheadStored, Set: &radix.Setting{Lookahead: l}}) // cannot fail
 	}
 	c.aim()
 	in.markUp()

@@ -15,6 +15,7 @@ import (
 	"kvrouter/internal/kv"
 	"kvrouter/internal/probe"
 	"kvrouter/internal/testkit"
+	"kvrouter/internal/testkit/radixtest"
 )
 
 // discoveredFleet is a running fleet that follows what a test tells.
@@ -112,7 +113,7 @@ func (d *discoveredFleet) finish() {
 // store puts a block into the index of a worker.
 func (d *discoveredFleet) store(worker uint64) {
 	d.t.Helper()
-	if err := d.index.Store(kv.WorkerKey{Worker: worker}, 0, false, []kv.StoredBlock{{Engine: 1, Local: 2}}); err != nil {
+	if err := radixtest.Store(d.index, kv.WorkerKey{Worker: worker}, 0, false, []kv.StoredBlock{{Engine: 1, Local: 2}}); err != nil {
 		d.t.Fatal(err)
 	}
 }

@@ -26,6 +26,7 @@ import (
 	"kvrouter/internal/radix"
 	"kvrouter/internal/summary"
 	"kvrouter/internal/testkit"
+	"kvrouter/internal/testkit/radixtest"
 	"kvrouter/internal/vllm"
 )
 
@@ -273,7 +274,7 @@ func TestKilledWorkerComesBackWithAnEmptyIndex(t *testing.T) {
 	if first.State != StateReady || !slices.Equal(first.Models, []string{"fake"}) || first.Generation != 1 || len(f.Streams()) != 1 {
 		t.Errorf("%+v, %d streams", first, len(f.Streams()))
 	}
-	if err := f.index.Store(kv.WorkerKey{}, 0, false, []kv.StoredBlock{{Engine: 1, Local: 2}}); err != nil {
+	if err := radixtest.Store(f.index, kv.WorkerKey{}, 0, false, []kv.StoredBlock{{Engine: 1, Local: 2}}); err != nil {
 		t.Fatal(err)
 	}
 	children := f.children()

@@ -101,7 +101,7 @@ func (in *incarnation) join(serves kv.Served) (err error) {
 	if err == nil {
 		in.index, in.blockSize = index, size
 		if index != in.f.index {
-			in.f.index.Forget(in.w.id) // a peer may have taken it for one of the default model
+			_, _ = in.f.index.Apply(kv.WorkerKey{Worker: in.w.id}, &radix.Change{Kind: radix.Forgotten}) // a peer may have taken it for one of the default model
 		}
 	}
 	return err
@@ -118,7 +118,7 @@ func (in *incarnation) forget() {
 	clear(in.w.streams)
 	clear(in.w.accuracy)
 	in.w.mu.Unlock()
-	in.index.Forget(in.w.id)
+	_, _ = in.index.Apply(kv.WorkerKey{Worker: in.w.id}, &radix.Change{Kind: radix.Forgotten}) // cannot fail
 }
 
 // followEvents reads one event stream until the incarnation ends, unless KV events are

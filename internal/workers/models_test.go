@@ -19,6 +19,7 @@ import (
 	"kvrouter/internal/probe"
 	"kvrouter/internal/radix"
 	"kvrouter/internal/testkit"
+	"kvrouter/internal/testkit/radixtest"
 )
 
 const withLateAdapter = `{"data":[{"id":"base","parent":null},{"id":"late","parent":"base"}]}`
@@ -171,7 +172,7 @@ func TestAWorkerJoinsTheModelThatItServes(t *testing.T) {
 		t.Errorf("its events are read in blocks of %d", size)
 	}
 	index := j.indexes["alias+second name"]
-	if err := index.Store(key, 0, false, []kv.StoredBlock{{Engine: 1, Local: 2}}); err != nil {
+	if err := radixtest.Store(index, key, 0, false, []kv.StoredBlock{{Engine: 1, Local: 2}}); err != nil {
 		t.Fatal(err)
 	}
 

@@ -21,6 +21,7 @@ import (
 	"kvrouter/internal/kv"
 	"kvrouter/internal/probe"
 	"kvrouter/internal/testkit"
+	"kvrouter/internal/testkit/radixtest"
 	"kvrouter/internal/web"
 )
 
@@ -67,7 +68,7 @@ func TestRegisteredWorkerIsUnansweredFromTheFirstRefusedConnection(t *testing.T)
 	f.wantState(StateConnecting, "connection refused")
 	f.register(registration("http://" + a.address)) // says nothing new
 	f.wantEvents("up 5.0 g1", "unanswered 5.0 g1", "unanswered 5.0 g1")
-	if err := f.index.Store(kv.WorkerKey{Worker: 5}, 0, false, []kv.StoredBlock{{Engine: 1, Local: 2}}); err != nil {
+	if err := radixtest.Store(f.index, kv.WorkerKey{Worker: 5}, 0, false, []kv.StoredBlock{{Engine: 1, Local: 2}}); err != nil {
 		t.Fatal(err)
 	}
 	a.start()

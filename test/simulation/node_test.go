@@ -27,6 +27,7 @@ import (
 	"kvrouter/internal/replica"
 	"kvrouter/internal/router"
 	"kvrouter/internal/testkit"
+	"kvrouter/internal/testkit/radixtest"
 	"kvrouter/internal/web"
 )
 
@@ -267,7 +268,7 @@ func (n *node) forget(worker uint64) {
 		f.cancel()
 		<-f.done
 		f.stream.Close()
-		n.index.Forget(worker)
+		radixtest.Forget(n.index, worker)
 	}
 }
 
@@ -397,7 +398,7 @@ const (
 // index returns the index that a node's events change.
 func (s sabotage) index(index radix.Index) radix.Index {
 	if s == lostRemoval {
-		return &forgetful{Index: index}
+		return &forgetful{Reader: index, index: index}
 	}
 	return index
 }
@@ -411,14 +412,15 @@ func (s sabotage) booked(b *router.Booking) {
 
 // forgetful loses the fifth removal.
 type forgetful struct {
-	radix.Index
+	radix.Reader
+	index    radix.Applier
 	removals atomic.Int64
 }
 
-// Remove implements radix.Index.
-func (f *forgetful) Remove(w kv.WorkerKey, engine []uint64) (unknown int) {
-	if f.removals.Add(1) == 5 {
-		return 0
+// Apply implements radix.Index.
+func (f *forgetful) Apply(w kv.WorkerKey, c *radix.Change) (radix.Applied, error) {
+	if c.Kind == radix.Removed && f.removals.Add(1) == 5 {
+		return radix.Applied{}, nil
 	}
-	return f.Index.Remove(w, engine)
+	return f.index.Apply(w, c)
 }

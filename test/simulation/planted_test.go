@@ -20,7 +20,7 @@ type planted struct {
 
 var bugs = []planted{
 	{"a removal loses its first block", "internal/events/apply.go",
-		"unknown = s.index.Remove(s.Src.Worker, hashes)", "unknown = s.index.Remove(s.Src.Worker, hashes[min(1, len(hashes)):])"},
+		"Kind: radix.Removed, Group: int32(group), Hashes: hashes})", "Kind: radix.Removed, Group: int32(group), Hashes: hashes[min(1, len(hashes)):]})"},
 	{"a booking is released twice", "internal/router/booking.go",
 		"if b.ended.Load() {\n\t\treturn\n\t}\n\tb.ended.Store(true)", "b.ended.Store(true)"},
 	{"a replay skips a batch that is missing", "internal/events/replay.go",

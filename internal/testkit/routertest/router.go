@@ -3,9 +3,7 @@
 package routertest
 
 import (
-	"fmt"
 	"log/slog"
-	"slices"
 	"testing"
 	"time"
 
@@ -16,6 +14,7 @@ import (
 	"kvrouter/internal/router"
 	"kvrouter/internal/testkit"
 	"kvrouter/internal/testkit/policytest"
+	"kvrouter/internal/testkit/radixtest"
 	"kvrouter/internal/thompson"
 )
 
@@ -85,8 +84,11 @@ func Hold(r *router.Router, w uint64, tokens []uint32) {
 	for i, engine := range kv.SequenceHashes(nil, local) {
 		blocks[i] = kv.StoredBlock{Engine: engine, Local: local[i]}
 	}
-	r.Index().Store(kv.WorkerKey{Worker: w}, 0, false, blocks)
+	_ = radixtest.Store(r.Index(), kv.WorkerKey{Worker: w}, 0, false, blocks) // at a prompt's beginning it cannot fail
 }
+
+// Index returns all of a router's index.
+func Index(r *router.Router) radix.Index { return r.Index().(radix.Index) }
 
 // MustRoute routes a request and fails the test if no worker is found.
 func MustRoute(t testing.TB, r *router.Router, request router.Request) router.Decision {
@@ -127,19 +129,7 @@ func ThompsonStats(t *testing.T, router *router.Router) (stats thompson.Stats) {
 	return stats
 }
 
-// DumpLines returns all that an index holds as sorted lines.
-func DumpLines(index radix.Index) []string {
-	var lines []string
-	for _, w := range index.Workers() {
-		for block := range index.DumpOf(w) {
-			lines = append(lines, fmt.Sprintf("%v %+v", w, block))
-		}
-	}
-	slices.Sort(lines)
-	return lines
-}
-
 // Models returns a set of one model, which r decides for.
 func Models(r *router.Router) *models.Set {
-	return models.New(models.Settings{}, models.Deps{Router: r, Index: r.Index(), Log: slog.New(slog.DiscardHandler)})
+	return models.New(models.Settings{}, models.Deps{Router: r, Index: Index(r), Log: slog.New(slog.DiscardHandler)})
 }
