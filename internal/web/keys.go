@@ -27,9 +27,9 @@ type Keys struct {
 	sums [][sha256.Size]byte
 	now  func() time.Time
 
-	mu    sync.Mutex              // guards the rest
+	mu    sync.Mutex        // guards the rest
 	tries map[string]*tries // by address
-	swept time.Time               // when those with all tries left were last removed
+	swept time.Time         // when those with all tries left were last removed
 }
 
 // tries are what is left to one address.
