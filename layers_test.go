@@ -15,24 +15,24 @@ import (
 // not in the table is a shortcut, even where the compiler would take it.
 var layers = []map[string]string{
 	{ // mechanisms that others use
-		"metrics": "", "table": "", "quota": "", "textfile": "",
+		"metrics": "", "table": "", "quota": "", "textfile": "", "native": "",
 	},
 	{ // words and mechanisms
 		"kv": "", "guard": "metrics", "sets": "table",
 		"blockpool": "", "zmq": "", "jsonbody": "",
 		"jsonlines": "", "web": "quota", "settings": "textfile",
 		"logs": "", "manual": "", "fair": "",
-		"summary": "table",
+		"summary": "table", "native/library": "native",
 	},
 	{ // knowing
 		"directives": "jsonbody web", "hints": "fair jsonbody kv", "radix": "blockpool kv sets summary table", "engine": "blockpool kv",
-		"chat": "guard jsonbody", "encode": "guard", "keys": "fair textfile web", "reload": "textfile",
+		"keys": "fair textfile web", "reload": "textfile", "native/link": "native native/library",
 	},
-	{ // prompts
-		"tokens": "chat encode jsonbody kv",
+	{ // text
+		"chat": "guard jsonbody native native/link", "encode": "guard native native/link",
 	},
-	{ // judging, hearing
-		"policy": "fair hints kv", "events": "guard jsonlines kv radix web zmq", "health": "kv",
+	{ // prompts, judging, hearing
+		"tokens": "chat encode jsonbody kv native", "policy": "fair hints kv", "events": "guard jsonlines kv radix web zmq", "health": "kv",
 	},
 	{ // learning
 		"thompson": "hints jsonlines kv policy settings textfile",
@@ -54,7 +54,7 @@ var layers = []map[string]string{
 	},
 	{ // showing, offering
 		"telemetry": "fair hints jsonbody jsonlines kv metrics policy proxy router thompson", "selection": "events health hints kv models policy quota replica router thompson web workers",
-		"openai": "cells directives fair health hints jsonbody keys kv models proxy quota router settings tokens tracing web", "extproc": "guard proxy web", "doctor": "cells events kv mocker probe process settings summary tokens web zmq", "demo": "keys",
+		"openai": "cells directives fair health hints jsonbody keys kv models proxy quota router settings tokens tracing web", "extproc": "guard proxy web", "doctor": "cells events kv mocker native probe process settings summary tokens web zmq", "demo": "keys",
 		"page": "fair health jsonbody keys kv models policy proxy router tokens web workers",
 	},
 	{ // looking from elsewhere

@@ -18,8 +18,8 @@ import (
 	"golang.org/x/sync/errgroup"
 
 	"kvrouter/internal/demo"
-	"kvrouter/internal/encode"
 	"kvrouter/internal/logs"
+	"kvrouter/internal/native"
 	"kvrouter/internal/page"
 	"kvrouter/internal/reload"
 	"kvrouter/internal/settings"
@@ -196,7 +196,9 @@ func (r *app) run(ctx context.Context) error {
 		r.recoverIndex(fleet) // before anything else writes to the index
 		return r.runFleet(fleet)
 	})
-	encode.ReleaseStartup()
+	if library, err := native.Open(); err == nil {
+		library.ReleaseStartup()
+	}
 	r.log.Info("listening", "openai", r.ports[0].URL()+"/v1", "router", r.ports[1].URL(), "page", page.URL(r.ports[1].URL()), "policy", r.config.Policy)
 	group.Go(func() error {
 		<-failed.Done()

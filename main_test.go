@@ -14,6 +14,7 @@ import (
 
 	"kvrouter/internal/testkit"
 	"kvrouter/internal/testkit/leaks"
+	"kvrouter/internal/testkit/nativetest"
 )
 
 func TestMain(m *testing.M) { leaks.Main(m) }
@@ -22,6 +23,7 @@ func TestMain(m *testing.M) { leaks.Main(m) }
 // prefill and decode apart, with a gateway's port, a relay and a peer: what test/ runs as a
 // process is looked at from inside here.
 func TestAStoppedRouterLeavesNoGoroutine(t *testing.T) {
+	nativetest.Library(t)
 	before := goleak.IgnoreCurrent()
 	const workers = 3
 	ports := testkit.FreePorts(t, 6+4*workers)

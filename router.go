@@ -3,6 +3,7 @@ package main
 import (
 	"cmp"
 	"context"
+	"errors"
 	"log/slog"
 	"slices"
 	"sync/atomic"
@@ -19,6 +20,7 @@ import (
 	"kvrouter/internal/logs"
 	"kvrouter/internal/mocker"
 	"kvrouter/internal/models"
+	"kvrouter/internal/native"
 	"kvrouter/internal/openai"
 	"kvrouter/internal/page"
 	"kvrouter/internal/policies"
@@ -354,9 +356,8 @@ func (r *app) openThompson() (err error) {
 	return err
 }
 
-// openModel opens the tokenizer and the chat template. A router that starts its
-// workers needs them; one that attaches to workers can do without and asks them
-// for tokens.
+// openModel opens the tokenizer and the chat template. A program without the native library asks
+// the workers for tokens, as does a router that starts none and cannot open its model.
 func openModel(ctx context.Context, config Config, log *slog.Logger) (*tokens.Model, error) {
 	if config.Model == "" && config.Engine == EngineMocker {
 		return mocker.OpenBuiltinModel()
@@ -366,7 +367,7 @@ func openModel(ctx context.Context, config Config, log *slog.Logger) (*tokens.Mo
 		return nil, nil
 	}
 	model, err := tokens.Open(ctx, tokens.Opening{Name: config.Model, Python: config.Python, EngineArgs: config.EngineArgs, SGLang: config.Engine == EngineSGLang, CacheTokens: config.TokenCacheTokens, Limits: config.Models.Limits}, log)
-	if err != nil && config.Engine == "none" {
+	if errors.Is(err, native.ErrMissing) || err != nil && config.Engine == "none" {
 		log.Warn("no tokenizer: workers tokenize the prompts", "model", config.Model, "error", err)
 		return nil, nil
 	}

@@ -70,7 +70,7 @@ build() {
     # ld warns that getaddrinfo and getpwuid_r need the shared C library. Rust's standard library references them, but
     # nothing calls them: Go's own resolver is built in (netgo, osusergo).
     # The build ID is empty because it depends on the folder that cgo links from.
-    CC=$cross GOOS=linux GOARCH=$1 CGO_ENABLED=1 go build -buildvcs=true -trimpath -tags netgo,osusergo \
+    CC=$cross GOOS=linux GOARCH=$1 CGO_ENABLED=1 go build -buildvcs=true -trimpath -tags netgo,osusergo,nomsgpack \
       -ldflags '-s -w -buildid= -linkmode external -extldflags "-static -Wl,--build-id=none"' -o "$out/kvrouter-linux-$1" . 2> >(
         grep -v -e 'in statically linked applications requires at runtime' -e ': in function `' -e '^# kvrouter$' -e '/ld: .*\.o): ' >&2 || true)
     rm -rf native/lib

@@ -1,34 +1,16 @@
 package chat
 
-/*
-#cgo CFLAGS: -I${SRCDIR}/../../native/lib
-#cgo LDFLAGS: -L${SRCDIR}/../../native/lib -ltokenizers -ldl -lm -lpthread -lstdc++
-#if !__has_include("kvrouter_native.h")
-#error "native/lib has no library: run `make setup`, which builds it"
-#endif
-#include <stddef.h>
-#include <stdint.h>
-
-typedef struct { uint8_t *data; size_t len; } chat_bytes;
-
-void *chat_template_new(const uint8_t *source, size_t len, chat_bytes *error);
-int32_t chat_template_wants_parts(const void *tmpl);
-int32_t chat_render(const void *tmpl, const uint8_t *context, size_t len, chat_bytes *out);
-void chat_bytes_free(chat_bytes bytes);
-void chat_template_free(void *tmpl);
-*/
-import "C"
-
 import (
 	"errors"
 	"fmt"
 	"strings"
 	"sync"
 	"time"
-	"unsafe"
 
 	"kvrouter/internal/guard"
 	"kvrouter/internal/jsonbody"
+	"kvrouter/internal/native"
+	_ "kvrouter/internal/native/link" // the library, if it is built
 )
 
 // jinja is a compiled Jinja chat template. It may be rendered by many
@@ -41,7 +23,7 @@ type jinja struct {
 	// Text is the template's source.
 	Text string
 
-	handle   unsafe.Pointer
+	compiled native.Template
 	contexts sync.Pool // of *[]byte: memory for the JSON of a template's variables
 	limits   guard.Pause
 }
@@ -54,33 +36,34 @@ const pooledContext = 2 << 20
 // after Free. The zero value needs no Free.
 type Rendered struct {
 	Text  string
-	bytes C.chat_bytes
+	bytes []byte
+	from  native.Template // nil: nothing is to be freed
 }
 
 // Free releases the memory.
-func (r Rendered) Free() { C.chat_bytes_free(r.bytes) }
+func (r Rendered) Free() {
+	if r.from != nil {
+		r.from.Free(r.bytes)
+	}
+}
 
 // compileTemplate compiles the text of a chat template with the settings that
 // transformers gives to jinja2.
 func compileTemplate(text string) (*jinja, error) {
-	text = strings.NewReplacer("\r\n", "\n", "\r", "\n").Replace(text) // as jinja2 does
-	var failure C.chat_bytes
-	handle := C.chat_template_new(bytePointer(text), C.size_t(len(text)), &failure)
-	if handle == nil {
-		return nil, errors.New(takeBytes(failure))
+	library, err := native.Open()
+	if err != nil {
+		return nil, err
 	}
-	return &jinja{
-		WantsParts: C.chat_template_wants_parts(handle) == 1,
-		Text:       text,
-		handle:     handle,
-	}, nil
+	text = strings.NewReplacer("\r\n", "\n", "\r", "\n").Replace(text) // as jinja2 does
+	compiled, err := library.NewTemplate(text)
+	if err != nil {
+		return nil, err
+	}
+	return &jinja{WantsParts: compiled.WantsParts(), Text: text, compiled: compiled}, nil
 }
 
 // Close frees the template.
-func (t *jinja) Close() {
-	C.chat_template_free(t.handle)
-	t.handle = nil
-}
+func (t *jinja) Close() { t.compiled.Close() }
 
 // ErrLimit marks a chat for which its template took too much time or memory, or took it
 // for one of at most its size a moment ago. It is an ErrNotRenderable.
@@ -90,19 +73,20 @@ var ErrLimit = fmt.Errorf("%w: the chat template reached a limit", ErrNotRendera
 // template's variables; the order of its keys is the order that the template
 // sees.
 func (t *jinja) Render(context []byte) (Rendered, error) {
-	var out C.chat_bytes
 	if t.limits.On(len(context)) {
 		return Rendered{}, fmt.Errorf("%w a moment ago", ErrLimit)
 	}
 	started := time.Now()
-	switch C.chat_render(t.handle, bytePointer(jsonbody.View(context)), C.size_t(len(context)), &out) {
-	case 1:
-		return Rendered{Text: jsonbody.View(libraryBytes(out)), bytes: out}, nil
-	case 2:
-		t.limits.Hit(time.Since(started), len(context))
-		return Rendered{}, fmt.Errorf("%w: %s", ErrLimit, takeBytes(out))
+	out, result := t.compiled.Render(context)
+	if result == native.Done {
+		return Rendered{Text: jsonbody.View(out), bytes: out, from: t.compiled}, nil
 	}
-	return Rendered{}, errors.New(takeBytes(out))
+	defer t.compiled.Free(out)
+	if result == native.Limited {
+		t.limits.Hit(time.Since(started), len(context))
+		return Rendered{}, fmt.Errorf("%w: %s", ErrLimit, out)
+	}
+	return Rendered{}, errors.New(string(out))
 }
 
 // renderBy is Render for a context that write appends to memory that is used again.
@@ -133,18 +117,4 @@ func (t *jinja) renderBy(write func(out []byte) ([]byte, error)) (Rendered, erro
 // vLLM's rule: the quoted name is in its text.
 func (t *jinja) SupportsDeveloper() bool {
 	return strings.Contains(t.Text, `"developer"`) || strings.Contains(t.Text, `'developer'`)
-}
-
-func bytePointer(s string) *C.uint8_t {
-	return (*C.uint8_t)(unsafe.Pointer(unsafe.StringData(s)))
-}
-
-// takeBytes copies the library's answer and frees it.
-func takeBytes(b C.chat_bytes) string {
-	defer C.chat_bytes_free(b)
-	return string(libraryBytes(b))
-}
-
-func libraryBytes(b C.chat_bytes) []byte {
-	return unsafe.Slice((*byte)(unsafe.Pointer(b.data)), int(b.len))
 }

@@ -2,12 +2,14 @@ package doctor
 
 import (
 	"context"
+	"errors"
 	"fmt"
 	"path/filepath"
 	"strings"
 	"time"
 
 	"kvrouter/internal/mocker"
+	"kvrouter/internal/native"
 	"kvrouter/internal/process"
 	"kvrouter/internal/settings"
 	"kvrouter/internal/tokens"
@@ -29,9 +31,13 @@ func (c Command) checkMachine(ctx context.Context, s Setup, r *report) {
 	if c.Unusable != nil {
 		r.mend(c.Unusable.Error(), "")
 	}
-	if err := encodes(); err != nil {
-		r.mend("the native library does not encode: "+err.Error(), "rebuild it: make setup")
-	} else {
+	library := encodes()
+	switch {
+	case errors.Is(library, native.ErrMissing):
+		r.note("the native library is not built: workers tokenize the prompts, and there are no simulated workers", "run `make setup`, which needs Rust, and build the router again")
+	case library != nil:
+		r.mend("the native library does not encode: "+library.Error(), "rebuild it: make setup")
+	default:
 		r.ok("the native library works")
 	}
 	if n := web.Descriptors(); n < fewDescriptors {
@@ -40,12 +46,15 @@ func (c Command) checkMachine(ctx context.Context, s Setup, r *report) {
 	if s.Starts && c.Unusable == nil {
 		checkEngine(s, r)
 	}
-	if model := s.Settings.Model; model != "" && c.Unusable == nil {
+	if errors.Is(library, native.ErrMissing) || c.Unusable != nil {
+		return
+	}
+	if model := s.Settings.Model; model != "" {
 		checkModel(ctx, model, s, r)
 	} else if len(s.Workers) > 0 && model == "" {
 		r.note("the router has no tokenizer: it asks the workers for the tokens of each prompt", "set --model to the workers' model, a name or a folder")
 	}
-	if s.ModelsDir != "" && c.Unusable == nil {
+	if s.ModelsDir != "" {
 		checkFurther(ctx, s, r)
 	}
 }

@@ -1,20 +1,13 @@
 package encode
 
-/*
-#include <stddef.h>
-#include <stdint.h>
-
-typedef struct { uint8_t *data; size_t len; } chat_bytes;
-int32_t regex_check(const uint8_t *expression, size_t len, chat_bytes *out);
-*/
-import "C"
-
 import (
 	"errors"
 	"fmt"
 	"unicode/utf8"
 
 	"github.com/tidwall/gjson"
+
+	"kvrouter/internal/native"
 )
 
 // Bounds of a tokenizer, several times what known models have. Within them the time and
@@ -35,8 +28,8 @@ const SquareText = 32 << 10
 
 // Check returns an error if the tokenizer in tokenizerJSON could take unlimited time or
 // memory for a text, and whether the time may grow with the square of its length.
-func Check(tokenizerJSON []byte) (square bool, err error) {
-	c := checker{}
+func Check(library native.Library, tokenizerJSON []byte) (square bool, err error) {
+	c := checker{library: library}
 	for _, name := range []string{"normalizer", "pre_tokenizer", "post_processor", "decoder"} {
 		section := gjson.GetBytes(tokenizerJSON, name)
 		most := maxSection
@@ -58,8 +51,9 @@ func Check(tokenizerJSON []byte) (square bool, err error) {
 
 // checker checks the sections of a tokenizer.
 type checker struct {
-	steps  int
-	square bool // some expression may take a time that grows with the square
+	library native.Library
+	steps   int
+	square  bool // some expression may take a time that grows with the square
 }
 
 // section checks the regular expressions of a section, and counts its steps.
@@ -82,14 +76,11 @@ func (c *checker) section(v gjson.Result) (err error) {
 }
 
 func (c *checker) expression(text string) error {
-	var problem C.chat_bytes
-	switch C.regex_check(bytePointer(text), C.size_t(len(text)), &problem) {
-	case 1:
-	case 2:
-		c.square = true
-	default:
-		return fmt.Errorf("the regular expression %.60q may take unlimited time: %s", text, takeBytes(problem))
+	square, err := c.library.CheckRegex(text)
+	if err != nil {
+		return fmt.Errorf("the regular expression %.60q may take unlimited time: %w", text, err)
 	}
+	c.square = c.square || square
 	return nil
 }
 

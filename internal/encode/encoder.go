@@ -1,45 +1,22 @@
 // Package encode turns text into a model's tokens and caches the tokens of repeated pieces of text.
 package encode
 
-/*
-#cgo CFLAGS: -I${SRCDIR}/../../native/lib
-#cgo LDFLAGS: -L${SRCDIR}/../../native/lib -ltokenizers -ldl -lm -lpthread
-#if !__has_include("kvrouter_native.h")
-#error "native/lib has no library: run `make setup`, which builds it"
-#endif
-#include <stddef.h>
-#include <stdint.h>
-
-typedef struct { uint32_t *data; size_t len; } token_ids;
-typedef struct { size_t start, end; uint32_t tokens; } text_piece;
-typedef struct { uint8_t *data; size_t len; } chat_bytes;
-
-int32_t text_encode(const void *tokenizer, const uint8_t *text, size_t len, int32_t add_special, token_ids *out);
-void *fast_encoder_new(const uint8_t *json, size_t len, chat_bytes *error);
-token_ids fast_encode(const void *Encoder, const uint8_t *text, size_t len, text_piece *pieces, size_t count, int32_t add_special);
-void fast_encoder_free(void *Encoder);
-void token_ids_free(token_ids ids);
-void chat_bytes_free(chat_bytes bytes);
-*/
-import "C"
-
 import (
 	"errors"
 	"fmt"
-	"math"
 	"math/rand/v2"
 	"slices"
 	"strings"
 	"sync"
 	"time"
-	"unsafe"
 
-	"github.com/daulet/tokenizers"
 	"github.com/tidwall/gjson"
 	"github.com/tidwall/sjson"
 	"github.com/zeebo/xxh3"
 
 	"kvrouter/internal/guard"
+	"kvrouter/internal/native"
+	_ "kvrouter/internal/native/link" // the library, if it is built
 )
 
 // Encoder converts between text and tokens; it is safe for concurrent use. It encodes
@@ -47,28 +24,31 @@ import (
 // all probes. Crate tokenizers is then loaded only to decode tokens and to encode texts
 // that fastokens rejects.
 type Encoder struct {
-	fast unsafe.Pointer // nil: crate tokenizers encodes
-	why  string         // fast is nil
+	library native.Library
+	fast    native.Fast // nil: crate tokenizers encodes
+	why     string      // fast is nil
 
 	read  func() ([]byte, error) // tokenizer.json
 	sum   uint64                 // of what it was when the model was opened
 	mu    sync.Mutex             // guards exact
-	exact *tokenizers.Tokenizer  // nil: not in memory
+	exact native.Exact           // nil: not in memory
 
 	limits guard.Pause // after texts for which it took too much memory or time
 }
 
 // New returns an encoder for the content of a tokenizer.json, which Check has accepted.
 // read returns the same content again when it is needed later.
-func New(tokenizerJSON []byte, read func() ([]byte, error)) (*Encoder, error) {
+func New(library native.Library, tokenizerJSON []byte, read func() ([]byte, error)) (*Encoder, error) {
 	// fastokens first: what is freed again should be last in memory.
-	fast, why := newFast(tokenizerJSON)
-	exact, err := tokenizers.FromBytes(tokenizerJSON)
+	fast, why := library.NewFast(tokenizerJSON)
+	exact, err := library.NewExact(tokenizerJSON)
 	if err != nil {
-		C.fast_encoder_free(fast)
+		if fast != nil {
+			fast.Close()
+		}
 		return nil, err
 	}
-	e := &Encoder{fast: fast, why: why, read: read, sum: xxh3.Hash(tokenizerJSON), exact: exact}
+	e := &Encoder{library: library, fast: fast, why: why, read: read, sum: xxh3.Hash(tokenizerJSON), exact: exact}
 	for _, text := range probePieces {
 		e.encodeExact(make([][]uint32, 1), []string{text}, true, func(int) bool { return true })
 		if e.limits.Hits() > 0 {
@@ -80,7 +60,7 @@ func New(tokenizerJSON []byte, read func() ([]byte, error)) (*Encoder, error) {
 		return e, nil
 	}
 	if text, differs := e.differs(probeTexts(tokenizerJSON)); differs {
-		C.fast_encoder_free(e.fast)
+		e.fast.Close()
 		e.fast, e.why = nil, fmt.Sprintf("its tokens differ for %.40q", text)
 		return e, nil
 	}
@@ -89,25 +69,11 @@ func New(tokenizerJSON []byte, read func() ([]byte, error)) (*Encoder, error) {
 	return e, nil
 }
 
-// takeBytes copies the library's text and frees it.
-func takeBytes(b C.chat_bytes) string {
-	defer C.chat_bytes_free(b)
-	return string(unsafe.Slice((*byte)(b.data), int(b.len)))
-}
-
-// newFast makes fastokens' encoder, or returns the reason why it cannot.
-func newFast(tokenizerJSON []byte) (fast unsafe.Pointer, why string) {
-	var problem C.chat_bytes
-	fast = C.fast_encoder_new((*C.uint8_t)(unsafe.SliceData(tokenizerJSON)), C.size_t(len(tokenizerJSON)), &problem)
-	if fast == nil {
-		why = takeBytes(problem)
-	}
-	return fast, why
-}
-
 // Close frees the encoder; no other call may be under way.
 func (e *Encoder) Close() {
-	C.fast_encoder_free(e.fast)
+	if e.fast != nil {
+		e.fast.Close()
+	}
 	if e.exact != nil {
 		e.exact.Close()
 	}
@@ -115,7 +81,7 @@ func (e *Encoder) Close() {
 
 // loadExact returns the tokenizer of crate tokenizers and loads it if it is not in
 // memory. The error means that the file cannot be read or has changed.
-func (e *Encoder) loadExact() (*tokenizers.Tokenizer, error) {
+func (e *Encoder) loadExact() (native.Exact, error) {
 	e.mu.Lock()
 	defer e.mu.Unlock()
 	if e.exact != nil {
@@ -128,7 +94,7 @@ func (e *Encoder) loadExact() (*tokenizers.Tokenizer, error) {
 	if xxh3.Hash(tokenizerJSON) != e.sum {
 		return nil, errors.New("tokenizer.json has changed since startup: restart to use the new file")
 	}
-	e.exact, err = tokenizers.FromBytes(tokenizerJSON)
+	e.exact, err = e.library.NewExact(tokenizerJSON)
 	return e.exact, err
 }
 
@@ -148,16 +114,7 @@ func (e *Encoder) Decode(tokens []uint32) (string, error) {
 	if err != nil {
 		return "", err
 	}
-	if uint64(len(tokens)) > math.MaxUint32 {
-		return "", fmt.Errorf("%d tokens; the maximum is %d", len(tokens), uint32(math.MaxUint32))
-	}
-	// The library has no other way to return a reason. native/src/daulet.rs uses what no
-	// text in UTF-8 contains: 0xff before a reason, and 0xc0 0x80 for a zero byte.
-	text := exact.Decode(tokens, false)
-	if reason, failed := strings.CutPrefix(text, "\xff"); failed {
-		return "", errors.New(reason)
-	}
-	return strings.ReplaceAll(text, "\xc0\x80", "\x00"), nil
+	return exact.Decode(tokens)
 }
 
 // WithoutLimits returns a read function that removes the truncation and padding from
@@ -174,9 +131,6 @@ func WithoutLimits(read func() ([]byte, error)) func() ([]byte, error) {
 	}
 }
 
-// failedPiece stands for the number of tokens of a piece that could not be encoded.
-const failedPiece = math.MaxUint32
-
 // Encode returns the tokens of pieces of a text, each encoded as if it were a whole
 // text. Not ok: the tokenizer failed, or reached its limits with a text of at most that
 // length a moment ago.
@@ -192,34 +146,8 @@ func (e *Encoder) Encode(text string, pieces []string, addSpecial bool) (tokens 
 	if e.fast == nil {
 		return tokens, e.encodeExact(tokens, pieces, addSpecial, func(int) bool { return true })
 	}
-	var few [16]C.text_piece
-	spans := few[:0]
-	for _, piece := range pieces {
-		start := C.size_t(uintptr(unsafe.Pointer(unsafe.StringData(piece))) - uintptr(unsafe.Pointer(unsafe.StringData(text))))
-		if piece == "" {
-			start = 0
-		}
-		spans = append(spans, C.text_piece{start: start, end: start + C.size_t(len(piece))})
-	}
-	ids := C.fast_encode(e.fast, bytePointer(text), C.size_t(len(text)), unsafe.SliceData(spans), C.size_t(len(spans)), special(addSpecial))
-	defer C.token_ids_free(ids)
-	all := unsafe.Slice((*uint32)(ids.data), int(ids.len))
-	failed := false
-	for i, span := range spans {
-		if span.tokens == failedPiece {
-			failed = true
-			continue
-		}
-		n := int(span.tokens)
-		tokens[i], all = copied(all[:n]), all[n:]
-	}
-	return tokens, !failed || e.encodeExact(tokens, pieces, addSpecial, func(i int) bool { return spans[i].tokens == failedPiece })
-}
-
-// copied returns a copy, which is not nil where there are no tokens: nil stands for a
-// piece that is not encoded.
-func copied(tokens []uint32) []uint32 {
-	return append(make([]uint32, 0, len(tokens)), tokens...)
+	return tokens, e.fast.Encode(tokens, text, pieces, addSpecial) ||
+		e.encodeExact(tokens, pieces, addSpecial, func(i int) bool { return tokens[i] == nil })
 }
 
 // encodeExact fills in the tokens of the pieces that are requested, by crate tokenizers.
@@ -228,32 +156,21 @@ func (e *Encoder) encodeExact(tokens [][]uint32, pieces []string, addSpecial boo
 	if err != nil {
 		return false
 	}
-	// The library's own type is nothing but this pointer; its pinned version says
-	// so, and a nil here would fail every test.
-	handle := *(*unsafe.Pointer)(unsafe.Pointer(exact))
 	for i, piece := range pieces {
 		if !asked(i) {
 			continue
 		}
-		var out C.token_ids
 		started := time.Now()
-		if result := C.text_encode(handle, bytePointer(piece), C.size_t(len(piece)), special(addSpecial), &out); result != 1 {
-			if result == 2 {
-				e.limits.Hit(time.Since(started), len(piece))
-			}
+		ids, result := exact.Encode(piece, addSpecial)
+		if result == native.Limited {
+			e.limits.Hit(time.Since(started), len(piece))
+		}
+		if result != native.Done {
 			return false
 		}
-		tokens[i] = copied(unsafe.Slice((*uint32)(out.data), int(out.len)))
-		C.token_ids_free(out)
+		tokens[i] = ids
 	}
 	return true
-}
-
-func special(add bool) C.int32_t {
-	if add {
-		return 1
-	}
-	return 0
 }
 
 // differs reports whether fastokens has other tokens for a text than crate tokenizers,
@@ -305,8 +222,4 @@ func probeTexts(tokenizerJSON []byte) []string {
 		texts = append(texts, text.String())
 	}
 	return texts
-}
-
-func bytePointer(s string) *C.uint8_t {
-	return (*C.uint8_t)(unsafe.Pointer(unsafe.StringData(s)))
 }

@@ -11,10 +11,10 @@ import (
 	"time"
 	"unicode/utf8"
 
-	"github.com/daulet/tokenizers"
 	"github.com/tidwall/gjson"
 
 	"kvrouter/internal/jsonbody"
+	"kvrouter/internal/testkit/nativetest"
 )
 
 // sameByBoth compares the tokens of a text by both encoders.
@@ -197,7 +197,7 @@ func TestWhatFastokensDoesNotTakeIsEncodedByTokenizers(t *testing.T) {
 
 func TestAnEncoderThatDiffersIsNotUsed(t *testing.T) {
 	make := func(file string) *Encoder {
-		e, err := New([]byte(file), func() ([]byte, error) { return []byte(file), nil })
+		e, err := New(nativetest.Library(t), []byte(file), func() ([]byte, error) { return []byte(file), nil })
 		if err != nil {
 			t.Fatal(err)
 		}
@@ -233,7 +233,7 @@ func TestDecodeReturnsTheWholeTextOrAnError(t *testing.T) {
 		{file: grows, tokens: []uint32{'b' - 1}, text: "b"},
 		{file: grows, tokens: []uint32{'a' - 1}, reason: "the limit of memory"},
 	} {
-		e, err := New([]byte(c.file), func() ([]byte, error) { return []byte(c.file), nil })
+		e, err := New(nativetest.Library(t), []byte(c.file), func() ([]byte, error) { return []byte(c.file), nil })
 		if err != nil {
 			t.Fatal(err)
 		}
@@ -245,38 +245,6 @@ func TestDecodeReturnsTheWholeTextOrAnError(t *testing.T) {
 			t.Errorf("after %v: %.100q, %v", c.tokens, text, err)
 		}
 		e.Close()
-	}
-}
-
-// TestTheLibraryBehindTheGoModule calls the functions that the router does not use: they
-// work, or say that they do not.
-func TestTheLibraryBehindTheGoModule(t *testing.T) {
-	plain := []byte(byteTokenizer(""))
-	all, err := tokenizers.FromBytes(plain, tokenizers.WithEncodeSpecialTokens())
-	if err != nil {
-		t.Fatal(err)
-	}
-	defer all.Close()
-	if n := all.VocabSize(); n != 259 {
-		t.Errorf("%d tokens", n)
-	}
-	if text := all.Decode([]uint32{255, 256}, true); text != "ab ab" {
-		t.Errorf("decoded: %q", text)
-	}
-	if ids, names := all.Encode("ab", false); ids != nil || names != nil {
-		t.Errorf("encoded without a limit: %v, %v", ids, names)
-	}
-	for name, open := range map[string]func() (*tokenizers.Tokenizer, error){
-		"control character": func() (*tokenizers.Tokenizer, error) { return tokenizers.FromBytes([]byte("{\"\x00")) },
-		"use FromBytes":     func() (*tokenizers.Tokenizer, error) { return tokenizers.FromFile("/") },
-		"not truncate": func() (*tokenizers.Tokenizer, error) {
-			return tokenizers.FromBytesWithTruncation(plain, 1, tokenizers.TruncationDirectionLeft)
-		},
-		"support tiktoken": func() (*tokenizers.Tokenizer, error) { return tokenizers.FromTiktoken("/", "/", "a") },
-	} {
-		if made, err := open(); made != nil || err == nil || !strings.Contains(err.Error(), name) {
-			t.Errorf("%s: %v, %v", name, made, err)
-		}
 	}
 }
 

@@ -3,7 +3,7 @@ package encode
 import (
 	"testing"
 
-	"kvrouter/internal/testkit/leaks"
+	"kvrouter/internal/testkit/nativetest"
 )
 
-func TestMain(m *testing.M) { leaks.Main(m) }
+func TestMain(m *testing.M) { nativetest.Main(m) }

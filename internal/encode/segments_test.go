@@ -14,6 +14,7 @@ import (
 	"pgregory.net/rapid"
 
 	"kvrouter/internal/chat"
+	"kvrouter/internal/native"
 	"kvrouter/internal/settings"
 	"kvrouter/internal/testkit"
 )
@@ -33,7 +34,11 @@ func open(read func() ([]byte, error)) (*model, error) {
 	if err != nil {
 		return nil, err
 	}
-	e, err := New(raw, read)
+	library, err := native.Open()
+	if err != nil {
+		return nil, err
+	}
+	e, err := New(library, raw, read)
 	if err != nil {
 		return nil, err
 	}
@@ -51,7 +56,11 @@ func openFolder(dir string) (*model, error) {
 	if err != nil {
 		return nil, err
 	}
-	if square, err := Check(tokenizerJSON); square || err != nil {
+	library, err := native.Open()
+	if err != nil {
+		return nil, err
+	}
+	if square, err := Check(library, tokenizerJSON); square || err != nil {
 		return nil, fmt.Errorf("%s is not bounded: square %v, %v", path, square, err)
 	}
 	return m, nil

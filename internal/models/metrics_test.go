@@ -13,6 +13,7 @@ import (
 	"kvrouter/internal/models"
 	"kvrouter/internal/router"
 	"kvrouter/internal/testkit"
+	"kvrouter/internal/testkit/nativetest"
 	"kvrouter/internal/testkit/routertest"
 	"kvrouter/internal/tokens"
 )
@@ -61,6 +62,7 @@ func TestWorkersAreShownUnderTheTypeThatTheyHave(t *testing.T) {
 // TestAModelWhoseFilesAreRefusedIsShownAndDoesNotAffectOthers: its prompts, or only its
 // chats, go to workers.
 func TestAModelWhoseFilesAreRefusedIsShownAndDoesNotAffectOthers(t *testing.T) {
+	nativetest.Library(t)
 	dir := t.TempDir()
 	for _, name := range []string{"good", "evil", "loops"} {
 		testkit.TokenizerFolder(t, filepath.Join(dir, name))

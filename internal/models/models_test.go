@@ -21,6 +21,7 @@ import (
 	"kvrouter/internal/policy"
 	"kvrouter/internal/router"
 	"kvrouter/internal/testkit"
+	"kvrouter/internal/testkit/nativetest"
 	"kvrouter/internal/testkit/policytest"
 	"kvrouter/internal/testkit/radixtest"
 	"kvrouter/internal/tokens"
@@ -404,6 +405,7 @@ func TestWhatIsShownIsOfAllModels(t *testing.T) {
 }
 
 func TestTokenizerFilesAreFoundByNameAndNeverOutsideTheirFolder(t *testing.T) {
+	nativetest.Library(t)
 	root := t.TempDir()
 	dir := filepath.Join(root, "models")
 	t.Setenv("HF_HUB_CACHE", filepath.Join(root, "hub"))
@@ -441,6 +443,7 @@ func TestTokenizerFilesAreFoundByNameAndNeverOutsideTheirFolder(t *testing.T) {
 // TestATokenizerOutlivesItsModel: what was opened is used again, and not opened once a
 // visit.
 func TestATokenizerOutlivesItsModel(t *testing.T) {
+	nativetest.Library(t)
 	dir := t.TempDir()
 	testkit.TokenizerFolder(t, filepath.Join(dir, "b"))
 	s := newSet(t, models.Settings{Flags: models.Flags{ModelsDir: dir}, ServedModelName: "a"})

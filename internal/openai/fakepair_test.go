@@ -24,6 +24,7 @@ import (
 	"kvrouter/internal/proxy"
 	"kvrouter/internal/router"
 	"kvrouter/internal/testkit"
+	"kvrouter/internal/testkit/nativetest"
 	"kvrouter/internal/testkit/radixtest"
 	"kvrouter/internal/testkit/routertest"
 	"kvrouter/internal/testkit/tokenstest"
@@ -334,6 +335,7 @@ func newTestPairAPI(t testing.TB, config setup, kind kv.Kind, prefills, decodes 
 	if knobs.DisaggHandoverTimeout == 0 {
 		knobs.DisaggHandoverTimeout = 30 * time.Second
 	}
+	nativetest.Library(t)
 	model, err := builtinModel()
 	if err != nil {
 		t.Fatal(err)
@@ -392,6 +394,7 @@ func (h *pairAPI) settled(t testing.TB) {
 // cache as the router knows it.
 func (h *pairAPI) store(t testing.TB, worker kv.WorkerKey, chat string, n int) {
 	t.Helper()
+	nativetest.Library(t)
 	model, err := builtinModel()
 	if err != nil {
 		t.Fatal(err)

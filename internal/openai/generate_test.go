@@ -15,6 +15,7 @@ import (
 	"kvrouter/internal/kv"
 	"kvrouter/internal/proxy"
 	"kvrouter/internal/testkit"
+	"kvrouter/internal/testkit/nativetest"
 	"kvrouter/internal/testkit/radixtest"
 	"kvrouter/internal/web"
 )
@@ -85,6 +86,7 @@ func TestGenerateStreamIsRelayedByteForByte(t *testing.T) {
 // TestGenerateIsRoutedByPrefix: with the tokens of its text or its input_ids; what
 // the worker reports is compared with what was expected.
 func TestGenerateIsRoutedByPrefix(t *testing.T) {
+	nativetest.Library(t)
 	model, err := builtinModel()
 	if err != nil {
 		t.Fatal(err)
@@ -128,6 +130,7 @@ func TestGenerateIsRoutedByPrefix(t *testing.T) {
 // TestAnEmptyPromptReachesNoSGLangServer: it would end the server's scheduler. vLLM
 // refuses one in its own words.
 func TestAnEmptyPromptReachesNoSGLangServer(t *testing.T) {
+	nativetest.Library(t)
 	model, err := builtinModel()
 	if err != nil {
 		t.Fatal(err)
@@ -285,6 +288,7 @@ func hasRoom(body gjson.Result) bool {
 
 // TestCachedTokensOfSeveralAnswersAreNotComparedOnSGLang: it counts them for each.
 func TestCachedTokensOfSeveralAnswersAreNotComparedOnSGLang(t *testing.T) {
+	nativetest.Library(t)
 	model, err := builtinModel()
 	if err != nil {
 		t.Fatal(err)

@@ -15,6 +15,7 @@ import (
 	"kvrouter/internal/chat"
 	"kvrouter/internal/encode"
 	"kvrouter/internal/jsonbody"
+	"kvrouter/internal/native"
 )
 
 // Model computes prompt tokens with a model's tokenizer and chat template, as vLLM 0.32
@@ -40,7 +41,6 @@ type Model struct {
 // engine with these chat options. A model without a usable template opens too: its chats
 // are chat.ErrNotRenderable.
 func openModel(dir string, options chat.Options, limits chat.Limits) (*Model, error) {
-	encode.BoundArenas()
 	path := filepath.Join(dir, "tokenizer.json")
 	files, err := chat.ReadFiles(dir, limits)
 	if err != nil {
@@ -52,17 +52,22 @@ func openModel(dir string, options chat.Options, limits chat.Limits) (*Model, er
 // NewModel returns a model of the tokenizer.json that read returns and of the files
 // beside it. Errors name the tokenizer by path.
 func NewModel(path string, read func() ([]byte, error), files *chat.Files, options chat.Options) (*Model, error) {
+	library, err := native.Open()
+	if err != nil {
+		return nil, err
+	}
+	library.BoundArenas()
 	read = encode.WithoutLimits(read)
 	raw, err := read()
 	if err != nil {
 		return nil, fmt.Errorf("the model folder has no readable tokenizer.json: %w", err)
 	}
-	square, err := encode.Check(raw)
+	square, err := encode.Check(library, raw)
 	if err != nil {
 		return nil, fmt.Errorf("%s is refused: %w", path, err)
 	}
-	defer encode.ReadInPages()()
-	encoder, err := encode.New(raw, read)
+	defer library.ReadInPages()()
+	encoder, err := encode.New(library, raw, read)
 	if err != nil {
 		return nil, fmt.Errorf("reading %s: %w", path, err)
 	}

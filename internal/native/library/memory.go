@@ -1,4 +1,6 @@
-package encode
+//go:build cgo
+
+package library
 
 /*
 #cgo CFLAGS: -D_GNU_SOURCE
@@ -59,14 +61,11 @@ import (
 	"runtime/debug"
 )
 
-// BoundArenas limits the arenas of glibc's malloc to the number of processors. The
-// default is eight times as many, and arenas do not return their memory.
-func BoundArenas() { C.bound_arenas(C.int(runtime.NumCPU())) }
+// BoundArenas implements native.Library.
+func (Library) BoundArenas() { C.bound_arenas(C.int(runtime.NumCPU())) }
 
-// ReadInPages allocates large tables in pages of their own while a tokenizer is read,
-// so that freed tables leave no holes. The caller calls done afterwards: it returns the
-// free memory to the system and lets texts and tokens reuse theirs.
-func ReadInPages() (done func()) {
+// ReadInPages implements native.Library.
+func (Library) ReadInPages() (done func()) {
 	C.read_in_pages()
 	return func() {
 		C.trim_memory()
@@ -74,7 +73,5 @@ func ReadInPages() (done func()) {
 	}
 }
 
-// ReleaseStartup removes the program's code and constants from resident memory. Pages
-// that are needed again are read from the system's file cache. It does nothing unless
-// libc is glibc.
-func ReleaseStartup() { C.unmap_startup() }
+// ReleaseStartup implements native.Library.
+func (Library) ReleaseStartup() { C.unmap_startup() }
