@@ -1,11 +1,11 @@
-// Package relay speaks the contract of Dynamo's data-center relay, dynamo.kvrelay.v1, on
-// both sides: over gRPC a cell tells which blocks each of its pools of workers holds, as a
-// cuckoo filter that is a snapshot and then deltas, and its readiness and load.
+// Package relay follows relays of Dynamo's contract dynamo.kvrelay.v1: over gRPC a cell
+// reports which blocks each of its pools of workers has, as a cuckoo filter that is a
+// snapshot and then deltas, and which of its models are ready.
 //
-// A filter is exact in one direction only: a block that is held is found, unless the
-// sender's filter was full; a block that is not held is found with the probability of
-// Filter.FalsePositives. Whatever makes a filter doubtful (a gap, another producer, an
-// invalid frame, silence) empties it until the next snapshot.
+// A filter is exact in one direction only: a block that is in it is found, unless the
+// sender's filter was full; any other block is found with a probability of at most 1.2e-4.
+// Whatever makes a filter doubtful (a gap, another producer, an invalid frame, silence)
+// empties it until the next snapshot.
 package relay
 
 import (
@@ -31,11 +31,11 @@ const (
 const (
 	// maxMessage is the maximum size of a message, bytes: the default of Dynamo's relay.
 	maxMessage = 8 << 20
-	// MaxBuckets is the maximum number of buckets of a filter, of 8 bytes each: the
+	// maxBuckets is the maximum number of buckets of a filter, of 8 bytes each: the
 	// contract's limit.
-	MaxBuckets = 1 << 24
-	// MaxPools is the maximum number of pools of a relay.
-	MaxPools = 64
+	maxBuckets = 1 << 24
+	// maxPools is the maximum number of pools of a relay.
+	maxPools = 64
 	// maxModels is the maximum number of models of a pool, with its adapters, and of
 	// entries of a readiness message; maxAliases of the other names of one.
 	maxModels  = 1024
@@ -46,8 +46,6 @@ const (
 	maxText = 1024
 	// maxBlockSize is the maximum number of tokens of a block.
 	maxBlockSize = 1 << 20
-	// maxSubscriber is the maximum length of a subscriber's name, bytes: the contract's.
-	maxSubscriber = 128
 )
 
 // Identity is a relay's process and its run within that.
@@ -78,7 +76,7 @@ type PoolID struct {
 // Format is the layout of a filter.
 type Format struct {
 	Seed    uint64
-	Buckets int // a power of two, 2 to MaxBuckets
+	Buckets int // a power of two, 2 to maxBuckets
 }
 
 // Producer is one generation of a pool's filter. A stream is valid for exactly one.
@@ -127,6 +125,7 @@ const (
 // Pool describes a pool of workers.
 type Pool struct {
 	Producer  Producer
+	encoded   []byte // Producer as the relay encoded it, for the subscription
 	Endpoint  Endpoint
 	Models    []Model
 	BlockSize int // tokens
@@ -216,32 +215,6 @@ type Readiness struct {
 	Refused  []error // entries that were left out
 }
 
-// PoolLoad is the use of a pool's KV cache.
-type PoolLoad struct {
-	Producer           Producer
-	Used, Total        uint64 // blocks
-	Observed, Expected uint32 // ranks that told theirs, and all
-}
-
-// Usage returns the part of the KV cache that is in use, 0 to 1. known is false if ranks
-// are silent or have no capacity: that must not be read as idle.
-func (l PoolLoad) Usage() (usage float64, known bool) {
-	if l.Expected == 0 || l.Observed < l.Expected || l.Total == 0 {
-		return 0, false
-	}
-	return min(1, float64(l.Used)/float64(l.Total)), true
-}
-
-// Load is a window of all pools' loads.
-type Load struct {
-	Relay    Identity
-	Window   uint64 // number
-	Observed uint64 // ms of the sender's clock
-	Length   uint64 // ms
-	Pools    []PoolLoad
-	Refused  []error // pools that were left out
-}
-
 // Kind is the kind of an Update.
 type Kind uint8
 
@@ -268,8 +241,8 @@ var errUnsupported = errors.New("not supported")
 
 // check refuses a format that is not of the contract.
 func (f Format) check() error {
-	if f.Buckets < 2 || f.Buckets > MaxBuckets || f.Buckets&(f.Buckets-1) != 0 {
-		return fmt.Errorf("a filter of %d buckets: want a power of two from 2 to %d", f.Buckets, MaxBuckets)
+	if f.Buckets < 2 || f.Buckets > maxBuckets || f.Buckets&(f.Buckets-1) != 0 {
+		return fmt.Errorf("a filter of %d buckets: want a power of two from 2 to %d", f.Buckets, maxBuckets)
 	}
 	return nil
 }

@@ -1,6 +1,7 @@
 package relay
 
 import (
+	"bytes"
 	"errors"
 	"fmt"
 	"unicode/utf8"
@@ -67,6 +68,19 @@ func eachField(message []byte, each func(field int, number uint64, text []byte) 
 		}
 	}
 	return nil
+}
+
+// encodeRequest returns a request. producer is nil but for SubscribeKvPool.
+func encodeRequest(producer []byte) []byte {
+	dst := protowire.AppendString(protowire.AppendTag(nil, 1, protowire.BytesType), subscriber)
+	if producer != nil {
+		dst = protowire.AppendBytes(protowire.AppendTag(dst, 2, protowire.BytesType), producer)
+	}
+	return appendMarker(dst)
+}
+
+func appendMarker(dst []byte) []byte {
+	return protowire.AppendFixed32(protowire.AppendTag(dst, markerField, protowire.Fixed32Type), contractMarker)
 }
 
 // head is what every answer has.
@@ -214,7 +228,7 @@ func decodeProducer(text []byte) (p Producer, err error) {
 	if version != filterVersion || bits != fingerprintBits || slots != slotsPerBucket {
 		return p, fmt.Errorf("a filter of version %d with %d slots of %d bits: %w", version, slots, bits, errUnsupported)
 	}
-	p.Format.Buckets = int(min(buckets, MaxBuckets+1))
+	p.Format.Buckets = int(min(buckets, maxBuckets+1))
 	return p, p.check()
 }
 
@@ -305,11 +319,10 @@ func decodeRoles(roles []Role, number uint64, text []byte) ([]Role, error) {
 }
 
 func decodePool(text []byte) (p Pool, err error) {
-	var produces bool
 	err = eachField(text, func(field int, number uint64, text []byte) (err error) {
 		switch field {
 		case 1<<3 | lengths:
-			produces = true
+			p.encoded = bytes.Clone(text)
 			p.Producer, err = decodeProducer(text)
 		case 2<<3 | lengths:
 			p.Endpoint, err = decodeEndpoint(text)
@@ -338,7 +351,7 @@ func decodePool(text []byte) (p Pool, err error) {
 	switch {
 	case err != nil:
 		return p, err
-	case !produces:
+	case p.encoded == nil:
 		return p, errors.New("a pool without a producer")
 	}
 	return p, p.check()
@@ -353,9 +366,9 @@ func decodeInfo(message []byte) (Identity, error) {
 	return h.relay, h.check()
 }
 
-// DecodeCatalog decodes a KvPoolCatalogUpdate. A pool that cannot be used is in Refused. An
+// decodeCatalog decodes a KvPoolCatalogUpdate. A pool that cannot be used is in Refused. An
 // error means that none of the catalog may be used.
-func DecodeCatalog(message []byte) (*Catalog, error) {
+func decodeCatalog(message []byte) (*Catalog, error) {
 	var h head
 	c := &Catalog{}
 	var snapshot []byte
@@ -379,8 +392,8 @@ func DecodeCatalog(message []byte) (*Catalog, error) {
 		if field != 1<<3|lengths {
 			return nil
 		}
-		if len(c.Pools)+len(c.Refused) == MaxPools {
-			return fmt.Errorf("pools of a relay: %w, %d", errTooMany, MaxPools)
+		if len(c.Pools)+len(c.Refused) == maxPools {
+			return fmt.Errorf("pools of a relay: %w, %d", errTooMany, maxPools)
 		}
 		p, err := decodePool(text)
 		if err != nil {
@@ -400,8 +413,8 @@ func DecodeCatalog(message []byte) (*Catalog, error) {
 	return c, nil
 }
 
-// DecodeUpdate decodes a FilterUpdate. Its payload is part of message.
-func DecodeUpdate(message []byte) (*Update, error) {
+// decodeUpdate decodes a FilterUpdate. Its payload is part of message.
+func decodeUpdate(message []byte) (*Update, error) {
 	var h head
 	u := &Update{}
 	var producer []byte
@@ -436,72 +449,9 @@ func DecodeUpdate(message []byte) (*Update, error) {
 	return u, nil
 }
 
-// DecodeLoad decodes a KvPoolLoadUpdate.
-func DecodeLoad(message []byte) (*Load, error) {
-	var h head
-	l := &Load{}
-	seen := map[PoolID]bool{}
-	if err := eachField(message, func(field int, number uint64, text []byte) error {
-		switch field {
-		case 3<<3 | varint:
-			l.Window = number
-		case 4<<3 | varint:
-			l.Observed = number
-		case 5<<3 | varint:
-			l.Length = number
-		case 6<<3 | lengths:
-			if len(l.Pools)+len(l.Refused) == MaxPools {
-				return fmt.Errorf("pools of a relay: %w, %d", errTooMany, MaxPools)
-			}
-			p, err := decodePoolLoad(text)
-			if err != nil {
-				l.Refused = append(l.Refused, err)
-				return nil
-			}
-			if seen[p.Producer.Pool] {
-				return errors.New("the load of a pool is listed twice")
-			}
-			seen[p.Producer.Pool] = true
-			l.Pools = append(l.Pools, p)
-		}
-		return h.read(field, number, text)
-	}); err != nil {
-		return nil, err
-	}
-	if err := h.check(); err != nil {
-		return nil, err
-	}
-	l.Relay = h.relay
-	return l, nil
-}
-
-func decodePoolLoad(text []byte) (l PoolLoad, err error) {
-	var produces bool
-	err = eachField(text, func(field int, number uint64, text []byte) (err error) {
-		switch field {
-		case 1<<3 | lengths:
-			produces = true
-			l.Producer, err = decodeProducer(text)
-		case 2<<3 | varint:
-			l.Used = number
-		case 3<<3 | varint:
-			l.Total = number
-		case 4<<3 | varint:
-			l.Observed = uint32(min(number, 1<<31))
-		case 5<<3 | varint:
-			l.Expected = uint32(min(number, 1<<31))
-		}
-		return err
-	})
-	if err == nil && !produces {
-		err = errors.New("the load of no pool")
-	}
-	return l, err
-}
-
-// DecodeReadiness decodes a ServingReadinessUpdate. An entry that cannot be used is in
+// decodeReadiness decodes a ServingReadinessUpdate. An entry that cannot be used is in
 // Refused.
-func DecodeReadiness(message []byte) (*Readiness, error) {
+func decodeReadiness(message []byte) (*Readiness, error) {
 	var h head
 	r := &Readiness{}
 	type key struct{ namespace, model string }
