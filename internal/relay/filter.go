@@ -5,6 +5,8 @@ import (
 	"errors"
 	"fmt"
 	"sync/atomic"
+
+	"kvrouter/internal/cuckoo"
 )
 
 // Filter is the set of blocks of a pool, as the relay last reported. Its methods are safe for
@@ -39,8 +41,8 @@ func (f *Filter) Prefix(sequence []uint64) int {
 
 func (f *Filter) has(words []uint64, hash uint64) bool {
 	fingerprint, bucket := f.format.place(hash)
-	return slot(atomic.LoadUint64(&words[bucket]), fingerprint) < slotsPerBucket ||
-		slot(atomic.LoadUint64(&words[f.format.other(bucket, fingerprint)]), fingerprint) < slotsPerBucket
+	return cuckoo.Has(atomic.LoadUint64(&words[bucket]), fingerprint) ||
+		cuckoo.Has(atomic.LoadUint64(&words[f.format.other(bucket, fingerprint)]), fingerprint)
 }
 
 // empty forgets all blocks.
@@ -164,7 +166,7 @@ func (s *Stream) part(u *Update, f *frame) error {
 	}
 	words, taken := s.parts, 0
 	for _, word := range words {
-		taken += used(word)
+		taken += cuckoo.Used(word)
 	}
 	old := s.filter.words.Swap(&words)
 	s.filter.taken.Store(int64(taken))
@@ -205,7 +207,7 @@ func (s *Stream) delta(u *Update, f *frame) error {
 	change := 0
 	for i := range n {
 		bucket, word := f.image(i)
-		change += used(word) - used((*words)[bucket])
+		change += cuckoo.Used(word) - cuckoo.Used((*words)[bucket])
 		atomic.StoreUint64(&(*words)[bucket], word)
 	}
 	s.filter.taken.Add(int64(change))

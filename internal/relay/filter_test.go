@@ -1,7 +1,6 @@
 package relay
 
 import (
-	"encoding/binary"
 	"math/rand/v2"
 	"slices"
 	"strings"
@@ -10,6 +9,7 @@ import (
 
 	"pgregory.net/rapid"
 
+	"kvrouter/internal/cuckoo"
 	"kvrouter/internal/testkit/relaytest"
 )
 
@@ -68,7 +68,7 @@ func TestAFilterFollowsItsStream(t *testing.T) {
 		}
 		taken := 0
 		for _, word := range words {
-			taken += used(word)
+			taken += cuckoo.Used(word)
 		}
 		if f := s.Filter(); !slices.Equal(*f.words.Load(), words) || f.Held() != taken {
 			t.Fatalf("%d slots, want %d", f.Held(), taken)
@@ -103,10 +103,10 @@ func TestAFalseFilterCannotClaimEverything(t *testing.T) {
 		stated float64 // probability
 		exact  bool    // the stated one is not only the maximum
 	}{
-		"random": {random.Uint64, 8.0 / 65535, true},
-		"half":   {func() uint64 { return random.Uint64() >> 32 }, 4.0 / 65535, true},
-		"equal":  {func() uint64 { return 0x0001_0001_0001_0001 }, 8.0 / 65535, false},
-		"full":   {func() uint64 { return ^uint64(0) }, 8.0 / 65535, false},
+		"random": {random.Uint64, cuckoo.FalsePositive, true},
+		"half":   {func() uint64 { return random.Uint64() >> 32 }, cuckoo.FalsePositive / 2, true},
+		"equal":  {func() uint64 { return 0x0001_0001_0001_0001 }, cuckoo.FalsePositive, false},
+		"full":   {func() uint64 { return ^uint64(0) }, cuckoo.FalsePositive, false},
 	} {
 		words := make([]uint64, pool.Buckets)
 		for i := range words {
@@ -222,31 +222,6 @@ func TestFiltersShareTheirMemory(t *testing.T) {
 	if n := budget.Load(); n != 1500 {
 		t.Errorf("%d bytes are left after all have ended, want 1500", n)
 	}
-}
-
-// TestSlotIsFoundAsOneByOne compares the search of a word with a plain one.
-func TestSlotIsFoundAsOneByOne(t *testing.T) {
-	rapid.Check(t, func(t *rapid.T) {
-		var b [8]byte
-		few := rapid.SampledFrom([]uint16{0, 1, 2, 0x7FFF, 0x8000, 0x8001, 0xFFFF})
-		for i := range slotsPerBucket {
-			binary.LittleEndian.PutUint16(b[2*i:], few.Draw(t, "slot"))
-		}
-		word, fingerprint := binary.LittleEndian.Uint64(b[:]), few.Draw(t, "fingerprint")
-		want, taken := slotsPerBucket, 0
-		for i := range slotsPerBucket {
-			v := binary.LittleEndian.Uint16(b[2*i:])
-			if v == fingerprint && want == slotsPerBucket {
-				want = i
-			}
-			if v != 0 {
-				taken++
-			}
-		}
-		if got := slot(word, fingerprint); got != want || used(word) != taken {
-			t.Fatalf("%#x has %#x in slot %d and %d taken: want %d, %d", word, fingerprint, got, used(word), want, taken)
-		}
-	})
 }
 
 func BenchmarkPrefix(b *testing.B) {

@@ -4,6 +4,7 @@ import (
 	"bytes"
 	"testing"
 
+	"kvrouter/internal/cuckoo"
 	"kvrouter/internal/testkit/relaytest"
 )
 
@@ -63,7 +64,7 @@ func FuzzStream(f *testing.F) {
 				t.Fatalf("%d buckets", len(*now))
 			}
 			for _, word := range *now {
-				held += used(word)
+				held += cuckoo.Used(word)
 			}
 		}
 		if held != s.Filter().Held() || err != nil && held != 0 {

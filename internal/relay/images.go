@@ -4,7 +4,6 @@ import (
 	"encoding/binary"
 	"errors"
 	"fmt"
-	"math/bits"
 
 	"github.com/zeebo/xxh3"
 )
@@ -86,43 +85,19 @@ func (f *frame) image(i int) (bucket uint32, word uint64) {
 // chunksOf returns the number of parts of a snapshot.
 func chunksOf(buckets int) int { return (buckets + chunkBuckets - 1) / chunkBuckets }
 
-// Where a fingerprint may be. alternateSeed sets the second bucket apart from the first.
+// alternateSeed sets the second bucket of a fingerprint apart from the first.
 const alternateSeed = 0x9E3779B97F4A7C15
 
 // place returns the fingerprint of a sequence hash and the first of its two buckets.
-func (f Format) place(sequence uint64) (fingerprint uint16, bucket uint32) {
+func (f Format) place(sequence uint64) (fingerprint uint64, bucket uint32) {
 	var b [8]byte
 	binary.LittleEndian.PutUint64(b[:], sequence)
 	mixed := xxh3.HashSeed(b[:], f.Seed)
-	return max(1, uint16(mixed)), uint32(mixed>>16) & uint32(f.Buckets-1)
+	return max(1, mixed&0xffff), uint32(mixed>>16) & uint32(f.Buckets-1)
 }
 
 // other returns the second bucket of a fingerprint that may be in the first, and back.
-func (f Format) other(bucket uint32, fingerprint uint16) uint32 {
+func (f Format) other(bucket uint32, fingerprint uint64) uint32 {
 	b := [2]byte{byte(fingerprint), byte(fingerprint >> 8)}
 	return bucket ^ max(1, uint32(xxh3.HashSeed(b[:], f.Seed^alternateSeed))&uint32(f.Buckets-1))
-}
-
-// Bits of a word's four slots.
-const (
-	slotLow  = 0x0001_0001_0001_0001
-	slotHigh = 0x8000_8000_8000_8000
-)
-
-// slot returns the first slot of word with that fingerprint, or that is free for 0; 4: none.
-func slot(word uint64, fingerprint uint16) int {
-	// The lowest zero slot of different is where word has the fingerprint: bits above it
-	// may be set by the borrow, those below it are not.
-	different := word ^ uint64(fingerprint)*slotLow
-	return bits.TrailingZeros64((different-slotLow)&^different&slotHigh) / fingerprintBits
-}
-
-// used returns the number of slots of word that are taken.
-func used(word uint64) (n int) {
-	for ; word != 0; word >>= fingerprintBits {
-		if word&(1<<fingerprintBits-1) != 0 {
-			n++
-		}
-	}
-	return n
 }
