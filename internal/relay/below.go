@@ -247,7 +247,7 @@ func (c *Client) choose() {
 				continue
 			}
 			fits = true
-			if m, _ := pool.Serves(model); c.stateOf(pool, m) == Unavailable {
+			if m, _ := pool.Serves(model); c.unavailable(pool, m) {
 				continue
 			}
 			if s := c.streams[pool.Producer]; s != nil && s.filter != nil && s.filter.Known() {

@@ -255,7 +255,7 @@ func (c *Client) meet(ctx context.Context) error {
 	if err := c.conn.Invoke(ctx, "/"+service+"/GetRelayInfo", &request, &answer); err != nil {
 		return err
 	}
-	_, err := decodeInfo(answer)
+	_, err := readAnswer(answer, fields{})
 	return err
 }
 
@@ -281,31 +281,8 @@ func (c *Client) followPool(ctx context.Context, relay Identity, pool *Pool, s *
 	})
 }
 
-// stateOf returns the state of a pool's model. Without the readiness of the relay it is
-// Unknown.
-func (c *Client) stateOf(pool *Pool, m *Model) State {
-	if c.readiness == nil || c.readiness.Relay != c.catalog.Relay {
-		return Unknown
-	}
-	for i := range c.readiness.Entries {
-		e := &c.readiness.Entries[i]
-		if e.Namespace != pool.Endpoint.Namespace || e.Model != m.Base {
-			continue
-		}
-		for j := range e.Members {
-			if member := &e.Members[j]; !member.HasPool || member.Pool != pool.Producer.Pool {
-				continue
-			}
-			if m.Adapter == "" {
-				return e.State
-			}
-			for _, a := range e.Adapters {
-				if a.Name == m.Name || a.Name == m.Adapter {
-					return min(a.State, e.State)
-				}
-			}
-			return Unavailable
-		}
-	}
-	return Unknown
+// unavailable reports whether the relay says that a model of a pool cannot be served. The caller
+// has locked c.mu.
+func (c *Client) unavailable(pool *Pool, m *Model) bool {
+	return c.readiness != nil && c.readiness.Relay == c.catalog.Relay && c.readiness.Unavailable[served{pool.Producer.Pool, m.Base}]
 }

@@ -21,20 +21,14 @@ func FuzzDecode(f *testing.F) {
 				}
 			}
 		}
-		if r, err := decodeReadiness(message); err == nil {
-			for i := range r.Entries {
-				if err := r.Entries[i].check(); err != nil {
-					t.Fatal(err)
-				}
-			}
-		}
+		_, _ = decodeReadiness(message)
 		if u, err := decodeUpdate(message); err == nil {
 			if err := u.Producer.check(); err != nil {
 				t.Fatal(err)
 			}
 			_ = streamOf(u.Producer).Apply(u)
 		}
-		_, _ = decodeInfo(message)
+		_, _ = readAnswer(message, fields{})
 	})
 }
 
