@@ -139,7 +139,7 @@ type Config struct {
 	// Replica has the other routers of the same workers.
 	Replica replica.Settings `embed:""`
 
-	// Relay reports to other cells which blocks the workers hold, and follows theirs.
+	// Relay follows the relays of Dynamo's cells.
 	Relay relay.Settings `embed:""`
 
 	// Logs and the configuration file.
@@ -475,7 +475,7 @@ func (c *Config) validate() error {
 		return fmt.Errorf("%q follows --, but --engine %s starts no worker process", c.EngineArgs[0], c.Engine)
 	}
 	files := map[string]string{"--record": c.Record, "--record-events": c.Snapshot.RecordEvents, "--index-snapshot": c.Snapshot.IndexSnapshot, "--thompson-state": c.Scoring.Thompson.ThompsonState, "--thompson-traces": c.Scoring.Thompson.ThompsonTraces}
-	if err := cmp.Or(c.Models.CheckDir(), c.Models.Limits.Validate(), c.Replica.Validate(), c.Snapshot.Validate(c.KVEvents()), c.Discovery.Validate(), c.Gateway.Validate(), c.Relay.Validate(c.KVEvents(), c.Web.TLS.TLSCert != ""), settings.CheckFiles(files)); err != nil {
+	if err := cmp.Or(c.Models.CheckDir(), c.Models.Limits.Validate(), c.Replica.Validate(), c.Snapshot.Validate(c.KVEvents()), c.Discovery.Validate(), c.Gateway.Validate(), settings.CheckFiles(files)); err != nil {
 		return err
 	}
 	if err := c.Bodies.Validate(c.MaxBodyBytes); err != nil {
@@ -604,9 +604,6 @@ func (c *Config) exposures() []web.Exposure {
 	if c.Replica.ReplicaSync {
 		all = append(all, web.Exposure{Flag: "--replica-sync-host", Host: c.replicaHost(), Name: "port of --replica-sync", Keyed: c.Replica.ReplicaKey != "", Keys: "--replica-key"})
 	}
-	if c.Relay.RelayPort != 0 {
-		all = append(all, web.Exposure{Flag: "--relay-host", Host: c.Relay.RelayHost, Name: "port of --relay-port", Keyed: certified && c.Relay.RelayTLS, Keys: "--relay-tls with --tls-client-ca"})
-	}
 	return all
 }
 
@@ -624,7 +621,6 @@ func (c *Config) ports() []settings.PortUse {
 	own("--page-port", c.Page.PagePort, c.Web.RouterHost)
 	own("--ext-proc-port", c.Gateway.ExtProcPort, c.gatewayHost())
 	own("--ext-proc-health-port", c.Gateway.ExtProcHealthPort, c.gatewayHost())
-	own("--relay-port", c.Relay.RelayPort, c.Relay.RelayHost)
 	if c.Replica.ReplicaSync {
 		own("--replica-sync-port", c.Replica.ReplicaSyncPort, c.replicaHost())
 	}

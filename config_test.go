@@ -29,7 +29,6 @@ import (
 	"kvrouter/internal/policies"
 	"kvrouter/internal/probe"
 	"kvrouter/internal/proxy"
-	"kvrouter/internal/relay"
 	"kvrouter/internal/replica"
 	"kvrouter/internal/router"
 	"kvrouter/internal/settings"
@@ -78,7 +77,7 @@ func TestDefaultsOnACPUMachine(t *testing.T) {
 		Policy: "work", TokenTimeout: 2 * time.Second, TokenCacheTokens: encode.DefaultCache, CollectUsage: true, Routing: testkit.Defaults[router.Settings](), Scoring: testkit.Defaults[policies.Settings](), Index: testkit.Defaults[router.IndexSettings](), Snapshot: events.Settings{IndexSnapshotInterval: 30 * time.Second, RecordEventsMaxBytes: 1 << 30}, Proxy: testkit.Defaults[proxy.Settings](),
 		MaxBodyBytes: 64 << 20, RequestTimeout: 30 * time.Minute, Web: web.Settings{RouterHost: "127.0.0.1"}, DrainDelay: 5 * time.Second, DrainTimeout: 30 * time.Second,
 		LogLevel: "info", LogFormat: "text", MetricsLimit: 256, Cores: 8, Replica: replica.Settings{ReplicaSyncPort: 7100}, Mock: testkit.Defaults[mocker.Settings](),
-		Cells: testkit.Defaults[cells.Flags](), Gateway: extproc.Settings{ExtProcFallbacks: 3}, Relay: testkit.Defaults[relay.Settings](), Discovery: discovery.Settings{WorkerPort: 8000}, Doctor: doctor.Command{Wait: 5 * time.Second},
+		Cells: testkit.Defaults[cells.Flags](), Gateway: extproc.Settings{ExtProcFallbacks: 3}, Discovery: discovery.Settings{WorkerPort: 8000}, Doctor: doctor.Command{Wait: 5 * time.Second},
 	}
 	if diff := cmp.Diff(want, cfg); diff != "" {
 		t.Error(diff)
@@ -567,14 +566,6 @@ func TestPortsThatOthersReachNeedAKey(t *testing.T) {
 		{"--host 0.0.0.0 --api-key k --replica-sync --replica-sync-host 127.0.0.1", ""},
 		{"--host 0.0.0.0 --api-key k --replica-sync --replica-key 0123456789abcdef", ""},
 		{"--replica-sync --replica-key short", "--replica-key"},
-		{"--relay-port 5561", ""},
-		{"--relay-port 5561 --relay-host 0.0.0.0", "--relay-host 0.0.0.0"},
-		{"--relay-port 5561 --relay-host 0.0.0.0 --relay-tls --tls-cert c --tls-key k", "--relay-host 0.0.0.0"},
-		{"--relay-port 5561 --relay-host 0.0.0.0 --relay-tls --tls-cert c --tls-key k --tls-client-ca a", ""},
-		{"--relay-port 5561 --relay-host 0.0.0.0 --insecure", ""},
-		{"--relay-port 5561 --relay-tls", "--relay-tls"},
-		{"--relay-port 5561 --no-kv-events", "--relay-port"},
-		{"--relay-blocks 0", "--relay-blocks 0"},
 		{"--relay-cell 3=a:1", "--relay-cell 3=a:1: no --worker has id=3"},
 		{"--worker http://a --relay-cell 0=a:1", ""},
 		{"--worker http://a --relay-cell 0=a:1,0=b:1", "--relay-cell: worker 0 is given twice"},

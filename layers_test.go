@@ -15,14 +15,14 @@ import (
 // not in the table is a shortcut, even where the compiler would take it.
 var layers = []map[string]string{
 	{ // mechanisms that others use
-		"metrics": "", "table": "", "quota": "", "textfile": "", "native": "",
+		"cuckoo": "", "metrics": "", "native": "", "table": "", "quota": "", "textfile": "",
 	},
 	{ // words and mechanisms
 		"kv": "", "guard": "metrics", "sets": "table",
 		"blockpool": "", "zmq": "", "jsonbody": "",
 		"jsonlines": "", "web": "quota", "settings": "textfile",
 		"logs": "", "manual": "", "fair": "",
-		"summary": "table", "native/library": "native",
+		"summary": "cuckoo table", "native/library": "native",
 	},
 	{ // knowing
 		"directives": "jsonbody web", "hints": "fair jsonbody kv", "radix": "blockpool kv sets summary table", "engine": "blockpool kv",
@@ -48,7 +48,7 @@ var layers = []map[string]string{
 		"tracing": "kv policy router", "models": "chat fair health kv metrics policies policy radix router summary tokens",
 	},
 	{ // carrying
-		"replica": "events fair guard kv router zmq", "relay": "kv metrics radix web", "proxy": "directives health jsonbody kv policy quota router tracing web", "workers": "cells events fair guard health kv metrics policy probe process radix summary web",
+		"replica": "events fair guard kv router zmq", "relay": "cuckoo kv metrics radix", "proxy": "directives health jsonbody kv policy quota router tracing web", "workers": "cells events fair guard health kv metrics policy probe process radix summary web",
 		"mocker": "chat engine events jsonbody kv process tokens web zmq", "simulate": "cells engine fair health hints jsonlines kv policies policy radix router summary textfile",
 		"vllm": "kv process textfile", "sglang": "kv process", "discovery": "kv textfile",
 	},

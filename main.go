@@ -164,10 +164,6 @@ func (r *app) run(ctx context.Context) error {
 		group.Go(r.gateway.Serve)
 		r.log.Info("ext_proc server listening", "ext_proc", r.gateway.Address())
 	}
-	if r.relay != nil {
-		group.Go(r.relay.Serve)
-		r.log.Info("relay listening", "relay", r.relay.Address())
-	}
 	background := func(ctx context.Context, run func(context.Context)) {
 		group.Go(func() error {
 			run(ctx)
@@ -209,9 +205,6 @@ func (r *app) run(ctx context.Context) error {
 		r.drain(delay)
 		r.recording.Close() // the end of the workers is not recorded as lost blocks
 		stopFleet()
-		if r.relay != nil {
-			r.relay.Close()
-		}
 		return nil
 	})
 	err := group.Wait()

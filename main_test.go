@@ -20,20 +20,20 @@ import (
 func TestMain(m *testing.M) { leaks.Main(m) }
 
 // TestAStoppedRouterLeavesNoGoroutine runs every part in this process, over mock workers,
-// prefill and decode apart, with a gateway's port, a relay and a peer: what test/ runs as a
+// prefill and decode apart, with a gateway's port and a peer: what test/ runs as a
 // process is looked at from inside here.
 func TestAStoppedRouterLeavesNoGoroutine(t *testing.T) {
 	nativetest.Library(t)
 	before := goleak.IgnoreCurrent()
 	const workers = 3
-	ports := testkit.FreePorts(t, 6+4*workers)
+	ports := testkit.FreePorts(t, 5+4*workers)
 	args := []string{"--engine=mocker", "--prefill-workers=1", "--decode-workers=2", "--speedup-ratio=20", "--drain-delay=0s", "--replica-sync", "--cell", "--session-header=x-session-id",
 		"--policy=thompson", "--record=" + t.TempDir() + "/requests", "--index-snapshot=" + t.TempDir()}
-	for i, flag := range []string{"http", "router", "ext-proc", "ext-proc-health", "replica-sync", "relay"} {
+	for i, flag := range []string{"http", "router", "ext-proc", "ext-proc-health", "replica-sync"} {
 		args = append(args, fmt.Sprintf("--%s-port=%d", flag, ports+i))
 	}
 	for i, flag := range []string{"worker", "kv-events", "kv-replay", "metrics"} {
-		args = append(args, fmt.Sprintf("--base-%s-port=%d", flag, ports+6+i*workers))
+		args = append(args, fmt.Sprintf("--base-%s-port=%d", flag, ports+5+i*workers))
 	}
 	config, _, err := ParseConfig(args)
 	if err != nil {

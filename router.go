@@ -5,7 +5,6 @@ import (
 	"context"
 	"errors"
 	"log/slog"
-	"slices"
 	"sync/atomic"
 	"time"
 
@@ -71,8 +70,7 @@ type app struct {
 	stored     *openai.Stored      // responses
 	teller     *cells.Teller       // to the routers above
 	gateway    *extproc.Server     // nil: none
-	relay      *relay.Server       // nil: none
-	below      *relay.Below        // cells; nil: none
+	below      *relay.Below        // cells with a relay; nil: none
 	traces     *jsonlines.Writer   // of policy thompson; nil: none
 	learned    *thompson.StateFile // by policy thompson; nil: it is not kept
 
@@ -91,7 +89,7 @@ func build(ctx context.Context, config Config, log *slog.Logger) (*app, error) {
 	if r.index, r.recording, err = events.OpenRecording(config.Snapshot, index, log); err != nil {
 		return nil, err
 	}
-	var matched router.Index = r.index // what choices see: also what relays tell of cells
+	var matched router.Index = r.index // what choices see: also the cells by their relays
 	if len(config.Relay.RelayCells) > 0 {
 		deps := relay.BelowDeps{Model: config.ServedModelName, BlockSize: config.BlockSize, TLS: config.WorkerTLS, Log: log}
 		if r.below, err = relay.NewBelow(config.Relay.RelayCells, deps); err != nil {
@@ -108,12 +106,6 @@ func build(ctx context.Context, config Config, log *slog.Logger) (*app, error) {
 	}
 	r.router = router.New(config.Routing, router.Deps{Index: matched, Assumer: assumer, Policy: rule, BlockSize: config.BlockSize, Seed: cmp.Or(config.Seed, uint64(time.Now().UnixNano())), Log: log})
 	r.certificates = web.NewCertificates(config.Web.TLS)
-	if config.Relay.RelayPort != 0 {
-		if r.relay, err = r.openRelay(); err != nil {
-			return nil, err
-		}
-		r.index = r.relay.Holdings().Follow(r.index, config.BlockSize)
-	}
 	start, err := r.starter()
 	if err != nil {
 		return nil, err
@@ -162,9 +154,6 @@ func build(ctx context.Context, config Config, log *slog.Logger) (*app, error) {
 	r.telemetry.Register(r.proxy.Collectors()...)
 	r.telemetry.Register(r.reloads.Collectors()...)
 	r.telemetry.Register(r.tracer.Collectors()...)
-	if r.relay != nil {
-		r.telemetry.Register(r.relay.Collectors()...)
-	}
 	if r.below != nil {
 		r.telemetry.Register(r.below.Collector())
 	}
@@ -239,9 +228,6 @@ func (r *app) close() {
 	if r.replicas != nil {
 		r.replicas.Close()
 	}
-	if r.relay != nil {
-		r.relay.Close()
-	}
 }
 
 // openPorts opens the OpenAI port, the router port and, if it has one, the page's.
@@ -289,59 +275,6 @@ func (r *app) listenForGateways() (*extproc.Server, error) {
 		Host: r.config.gatewayHost(), Secure: r.certificates.Config(), Serve: r.api.ServeGateway, Ready: ready,
 		Secret: r.config.Replica.ReplicaKey, SessionTTL: r.config.Routing.SessionTTL, Connections: connections, Edges: r.edges, Log: r.log,
 	})
-}
-
-// openRelay opens the port of --relay-port. It tells of the default model.
-func (r *app) openRelay() (*relay.Server, error) {
-	return relay.New(r.config.Relay, relay.Deps{
-		Secure: r.certificates.Config(), BlockSize: r.config.BlockSize, Models: r.toldModels, Load: r.toldLoad, Log: r.log,
-		Ready: func() bool {
-			ready, draining := r.api.Ready()
-			return ready && !draining
-		},
-	})
-}
-
-// toldModels returns the default model and its adapters, once a worker serves it.
-func (r *app) toldModels() []relay.Model {
-	var base relay.Model
-	var adapters []string
-	for _, t := range r.models.Default().Router.Targets() {
-		for _, name := range t.Models {
-			switch {
-			case slices.Contains(t.Adapters, name):
-				adapters = append(adapters, name)
-			case base.Name == "":
-				base = relay.Model{Name: name, Base: name}
-			case name != base.Name && !slices.Contains(base.Aliases, name):
-				base.Aliases = append(base.Aliases, name)
-			}
-		}
-	}
-	if base.Name == "" {
-		return nil
-	}
-	list := []relay.Model{base}
-	slices.Sort(adapters)
-	for _, name := range slices.Compact(adapters) {
-		list = append(list, relay.Model{Name: name, Base: base.Name, Adapter: name})
-	}
-	return list
-}
-
-// toldLoad returns the blocks in use and in all KV caches of the default model's workers,
-// and how many ranks have told theirs.
-func (r *app) toldLoad() (used, total uint64, observed, expected int) {
-	m := r.models.Default()
-	for _, t := range m.Router.Targets() {
-		expected++
-		total += uint64(t.TotalBlocks)
-		if load := m.Router.Load(t.Key); load.Fresh && t.TotalBlocks > 0 {
-			used += uint64(load.KVUsage * float64(t.TotalBlocks))
-			observed++
-		}
-	}
-	return used, total, observed, expected
 }
 
 // openThompson opens the files of policy thompson, if it is in use.

@@ -123,7 +123,7 @@ func TestMetricsPage(t *testing.T) {
 		})
 	})
 	t.Run("keys, gateways", func(t *testing.T) {
-		s := StartMocks(t, 1, keysFile(t, "- {name: a, key: key-a, limits: {requests-per-second: 1, concurrent-requests: 1, prompt-tokens-per-minute: 1}}"), fmt.Sprintf("--ext-proc-port=%d", testkit.FreePorts(t, 1)), fmt.Sprintf("--relay-port=%d", testkit.FreePorts(t, 1)))
+		s := StartMocks(t, 1, keysFile(t, "- {name: a, key: key-a, limits: {requests-per-second: 1, concurrent-requests: 1, prompt-tokens-per-minute: 1}}"), fmt.Sprintf("--ext-proc-port=%d", testkit.FreePorts(t, 1)))
 		look(s.Router)
 	})
 	t.Run("cells", func(t *testing.T) {
@@ -135,8 +135,7 @@ func TestMetricsPage(t *testing.T) {
 		})
 	})
 	t.Run("a cell by its relay", func(t *testing.T) {
-		upper, _ := startRelayed(t)
-		look(upper)
+		look(startRelayed(t).Router)
 	})
 	t.Run("traced", func(t *testing.T) {
 		look(startTraced(t, traceTo(deadURL(t)), 1).Router)

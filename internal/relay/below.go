@@ -21,7 +21,7 @@ import (
 // maxCells is the maximum number of cells below.
 const maxCells = 64
 
-// Cell is a worker that is a cell: what its workers hold is told by a relay.
+// Cell is a worker that is a cell: a relay reports which blocks it has.
 type Cell struct {
 	Worker  uint64
 	Address string // of the relay: host and port
@@ -61,7 +61,7 @@ type below struct {
 
 // BelowDeps are what Below needs.
 type BelowDeps struct {
-	Model     string      // that the cells serve; empty: the one that a relay has pools of
+	Model     string      // of the cells; empty: the one that a relay has pools of
 	BlockSize int         // tokens
 	TLS       *tls.Config // for cells with TLS; nil: the system's roots
 	Log       *slog.Logger
@@ -71,7 +71,7 @@ type BelowDeps struct {
 func NewBelow(cells []Cell, d BelowDeps) (*Below, error) {
 	b := &Below{log: d.Log}
 	for _, c := range cells {
-		following := Following{Address: c.Address, Subscriber: "kvrouter", Want: Want{Model: d.Model, BlockSize: d.BlockSize}, Log: d.Log}
+		following := Following{Address: c.Address, Want: Want{Model: d.Model, BlockSize: d.BlockSize}, Log: d.Log}
 		if c.TLS {
 			following.TLS = cmp.Or(d.TLS, &tls.Config{MinVersion: tls.VersionTLS12})
 		}
@@ -101,7 +101,7 @@ func (b *Below) Run(ctx context.Context) {
 		case <-ticker.C:
 			for _, c := range b.cells {
 				if why := c.client.Unfit(); why != "" && !c.unfit.Swap(true) {
-					b.log.Warn("the relay of a cell tells nothing that can be used", "worker", c.Worker, "relay", c.Address, "why", why)
+					b.log.Warn("no usable pool in the relay of a cell", "worker", c.Worker, "relay", c.Address, "why", why)
 				}
 			}
 		}
@@ -115,9 +115,9 @@ type Index interface {
 	radix.Applier
 }
 
-// Over returns an index that does what index does, and matches each cell with what its
-// relay tells. As long as that is not known, the cell has the matches of index. One that
-// never matches is returned as it is.
+// Over returns an index that does what index does, and matches each cell with the blocks that
+// its relay reports. As long as those are not known, the cell has the matches of index. One
+// that never matches is returned as it is.
 func (b *Below) Over(index Index) Index {
 	if !index.CanMatch() {
 		return index
@@ -160,10 +160,10 @@ func (o *overIndex) Match(local []uint64, usable int, parts kv.MatchParts, dst [
 	return dst
 }
 
-// Want is what a client looks up all the time: the blocks of one model.
+// Want is what a client looks up: the blocks of one model.
 type Want struct {
 	Model     string // empty: the base model of all pools, if it is one
-	BlockSize int    // tokens; 0: nothing
+	BlockSize int    // tokens
 }
 
 // holding is the filters of the pools that can be used for a Want.
@@ -185,26 +185,38 @@ func (h holding) prefix(sequence []uint64) (most int) {
 	return most
 }
 
-// wanted returns the model to look up; empty: it cannot be told. The caller holds c.mu.
-func (c *Client) wanted() (model string) {
-	if model = c.settings.Want.Model; model != "" {
-		return model
-	}
+// wanted returns the name of the model to look up; empty: it would mean several models. The
+// caller has locked c.mu.
+func (c *Client) wanted() string {
+	name := c.settings.Want.Model
+	var bases []string
 	for i := range c.catalog.Pools {
-		for j := range c.catalog.Pools[i].Models {
-			base := c.catalog.Pools[i].Models[j].Base
-			if model != "" && base != model {
-				return ""
+		pool := &c.catalog.Pools[i]
+		if m, serves := pool.Serves(name); serves {
+			bases = append(bases, m.Base)
+		}
+		for j := range pool.Models {
+			if name == "" {
+				bases = append(bases, pool.Models[j].Base)
 			}
-			model = base
 		}
 	}
-	return model
+	slices.Sort(bases)
+	switch bases = slices.Compact(bases); {
+	case len(bases) > 1:
+		return ""
+	case name == "" && len(bases) == 1:
+		return bases[0]
+	}
+	return name
 }
 
 // unfitOf says why a pool cannot be used for the Want; empty: it can.
 func (c *Client) unfitOf(pool *Pool, model string) string {
-	if model == "" {
+	switch {
+	case model == "" && c.settings.Want.Model != "":
+		return fmt.Sprintf("its pools have different models with the name %q", c.settings.Want.Model)
+	case model == "":
 		return "its pools have several models: set --served-model-name"
 	}
 	m, serves := pool.Serves(model)
@@ -224,9 +236,6 @@ func (c *Client) unfitOf(pool *Pool, model string) string {
 // choose sets held to the filters that can be used, nil if none is known. The caller holds
 // c.mu.
 func (c *Client) choose() {
-	if c.settings.Want.BlockSize == 0 {
-		return
-	}
 	var chosen holding
 	c.unfit = ""
 	if c.catalog != nil {
@@ -238,7 +247,7 @@ func (c *Client) choose() {
 				continue
 			}
 			fits = true
-			if m, _ := pool.Serves(model); c.stateOf(pool, m) == Unavailable {
+			if m, _ := pool.Serves(model); c.unavailable(pool, m) {
 				continue
 			}
 			if s := c.streams[pool.Producer]; s != nil && s.filter != nil && s.filter.Known() {

@@ -15,13 +15,16 @@ import (
 	"kvrouter/internal/radix"
 	"kvrouter/internal/testkit"
 	"kvrouter/internal/testkit/radixtest"
+	"kvrouter/internal/testkit/relaytest"
 )
 
 // matchOver follows a relay as worker 5, and returns what an index over another finds of
 // tokens.
 func matchOver(t *testing.T, address string, d BelowDeps, index radix.Index) (*Below, func(tokens []uint32) []kv.Match) {
 	t.Helper()
-	d.Log = slog.New(slog.DiscardHandler)
+	if d.Log == nil {
+		d.Log = slog.New(slog.DiscardHandler)
+	}
 	b, err := NewBelow([]Cell{{Worker: 5, Address: address, TLS: d.TLS != nil}}, d)
 	if err != nil {
 		t.Fatal(err)
@@ -36,9 +39,8 @@ func matchOver(t *testing.T, address string, d BelowDeps, index radix.Index) (*B
 
 func key(worker uint64) kv.WorkerKey { return kv.WorkerKey{Worker: worker} }
 
-func TestACellIsMatchedByWhatItsRelayTells(t *testing.T) {
-	x := startCell(t, 0)
-	x.store(t, 1, upTo(8), "")
+func TestACellIsMatchedByItsRelay(t *testing.T) {
+	x, pool := startRelay(t, 0, upTo(8))
 	tree := radix.NewTree()
 	for _, worker := range []uint64{3, 5, 7} { // 5 is the cell: the relay knows better
 		local := kv.HashBlocks(nil, upTo(16), 4, "", "")
@@ -46,7 +48,7 @@ func TestACellIsMatchedByWhatItsRelayTells(t *testing.T) {
 			t.Fatal(err)
 		}
 	}
-	_, match := matchOver(t, x.Address(), BelowDeps{Model: "m", BlockSize: 4}, tree)
+	_, match := matchOver(t, x.Address, BelowDeps{Model: "m", BlockSize: 4}, tree)
 	finds := func(what string, tokens []uint32, want ...kv.Match) {
 		t.Helper()
 		var got []kv.Match
@@ -56,40 +58,45 @@ func TestACellIsMatchedByWhatItsRelayTells(t *testing.T) {
 		})
 	}
 	finds("the relay's match", upTo(16), kv.Match{Worker: key(3), Blocks: 3}, kv.Match{Worker: key(5), Blocks: 2}, kv.Match{Worker: key(7), Blocks: 3})
-	x.store(t, 1, upTo(16), "")
+	x.Hold(pool, hashesOf(upTo(16))...)
 	finds("a longer one", upTo(16), kv.Match{Worker: key(3), Blocks: 3}, kv.Match{Worker: key(5), Blocks: 4}, kv.Match{Worker: key(7), Blocks: 3})
-	radixtest.Forget(x.index, 1)
+	x.Hold(pool)
 	finds("none of the cell", upTo(16), kv.Match{Worker: key(3), Blocks: 3}, kv.Match{Worker: key(7), Blocks: 3})
 	if got := match(upTo(3)); len(got) != 0 {
 		t.Errorf("a prompt without a full block: %v", got)
 	}
-	x.stop()
+	x.Stop()
 	finds("those of the index", upTo(16), kv.Match{Worker: key(3), Blocks: 3}, kv.Match{Worker: key(5), Blocks: 3}, kv.Match{Worker: key(7), Blocks: 3})
 }
 
 func TestACellThatIsNotReadyIsNotMatched(t *testing.T) {
-	x := startCell(t, 0)
-	x.store(t, 1, upTo(8), "")
-	_, match := matchOver(t, x.Address(), BelowDeps{BlockSize: 4}, radix.NewTree()) // the model is that of the relay
+	x, pool := startRelay(t, 0, upTo(8))
+	_, match := matchOver(t, x.Address, BelowDeps{BlockSize: 4}, radix.NewTree()) // the model is that of the relay
 	testkit.Eventually(t, 20*time.Second, "a match", func() bool { return len(match(upTo(8))) == 1 })
-	x.ready.Store(false)
+	x.State(pool, 1)
 	testkit.Eventually(t, 20*time.Second, "no match", func() bool { return len(match(upTo(8))) == 0 })
 }
 
 func TestARelayIsFollowedOverTLS(t *testing.T) {
 	server := httptest.NewTLSServer(nil) // for its certificate
 	defer server.Close()
-	x := startSecureCell(t, 0, &tls.Config{Certificates: server.TLS.Certificates, MinVersion: tls.VersionTLS12})
-	x.store(t, 1, upTo(8), "")
+	x := relaytest.Serve(t, 0, &tls.Config{Certificates: server.TLS.Certificates, MinVersion: tls.VersionTLS12})
+	pool := relaytest.NewPool(1 << 10)
+	x.Announce(pool)
+	x.Hold(pool, hashesOf(upTo(8))...)
 	authority := x509.NewCertPool()
 	authority.AddCert(server.Certificate())
-	_, match := matchOver(t, x.Address(), BelowDeps{BlockSize: 4, TLS: &tls.Config{RootCAs: authority, MinVersion: tls.VersionTLS12}}, radix.NewTree())
+	trusting := func(roots *x509.CertPool) *tls.Config {
+		return &tls.Config{RootCAs: roots, MinVersion: tls.VersionTLS12}
+	}
+	_, match := matchOver(t, x.Address, BelowDeps{BlockSize: 4, TLS: trusting(authority)}, radix.NewTree())
 	testkit.Eventually(t, 20*time.Second, "a match", func() bool { return len(match(upTo(8))) == 1 })
 
-	stranger, match := matchOver(t, x.Address(), BelowDeps{BlockSize: 4, TLS: &tls.Config{RootCAs: x509.NewCertPool(), MinVersion: tls.VersionTLS12}}, radix.NewTree())
+	log := &testkit.LogBuffer{}
+	deps := BelowDeps{BlockSize: 4, TLS: trusting(x509.NewCertPool()), Log: slog.New(slog.NewTextHandler(log, nil))}
+	_, match = matchOver(t, x.Address, deps, radix.NewTree())
 	testkit.Eventually(t, 20*time.Second, "an authority that is not trusted", func() bool {
-		_, err := stranger.cells[0].client.Pools("m")
-		return err != nil && strings.Contains(err.Error(), "unknown authority")
+		return strings.Contains(log.String(), "unknown authority")
 	})
 	if got := match(upTo(8)); len(got) != 0 {
 		t.Errorf("a relay that is not trusted: %v", got)
@@ -97,14 +104,15 @@ func TestARelayIsFollowedOverTLS(t *testing.T) {
 }
 
 func TestRelaysThatCannotBeUsedSayWhy(t *testing.T) {
-	x := startCell(t, 0)
-	x.store(t, 1, upTo(8), "")
+	x, pool := startRelay(t, 0, upTo(8))
+	pool.Models = append(pool.Models, relaytest.Model{Name: "m-sql", Base: "m", Adapter: "sql"})
+	x.Announce(pool)
 	for want, d := range map[string]BelowDeps{
 		`no pool has model "other"`:                         {Model: "other", BlockSize: 4},
 		"its blocks have 4 tokens, those of this router 16": {Model: "m", BlockSize: 16},
 		`no pool has model "m-sql"`:                         {Model: "m-sql", BlockSize: 4}, // an adapter
 	} {
-		b, match := matchOver(t, x.Address(), d, radix.NewTree())
+		b, match := matchOver(t, x.Address, d, radix.NewTree())
 		testkit.Eventually(t, 20*time.Second, want, func() bool { return strings.Contains(b.cells[0].client.Unfit(), want) })
 		if got := match(upTo(8)); len(got) != 0 {
 			t.Errorf("%s: it matches %v", want, got)
@@ -117,7 +125,7 @@ func TestAnIndexOfCellsMatchesWhatWasRouted(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	approx := radix.NewApprox(time.Minute, 100, 0.8, func() time.Time { return start })
+	approx := radix.NewApprox(time.Minute, 100, 0.8, time.Now)
 	over := b.Over(approx)
 	defer approx.Routed(key(1), []uint64{1, 2}).End(0, 0)
 	if got := over.Match([]uint64{1, 2, 3}, 3, 0, nil); len(got) != 1 || got[0].Blocks != 2 {

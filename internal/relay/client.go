@@ -33,24 +33,24 @@ const (
 	infoLimit = 10 * time.Second
 	// defaultSilence is Following.Silence: three heartbeats of Dynamo's relay.
 	defaultSilence = 30 * time.Second
-	// defaultMemory is Following.Memory.
-	defaultMemory = 256 << 20
-	// maxStates bounds the catalogs that are read in a second, and the messages of readiness and
-	// of load, of which a relay sends one: more wait at the relay.
+	// maxMemory is the maximum size of all filters of a relay, bytes.
+	maxMemory = 256 << 20
+	// maxStates bounds the catalogs that are read in a second, and the messages of readiness, of
+	// which a relay sends one: more wait at the relay.
 	maxStates = 20
 	// maxTrailers bounds the headers and trailers of an answer, bytes.
 	maxTrailers = 16 << 10
+	// subscriber is this router's name in the relay's logs.
+	subscriber = "kvrouter"
 )
 
 // Following is how a relay is followed.
 type Following struct {
-	Address    string        // host and port
-	Subscriber string        // this router's name in the relay's logs, 1 to 128 bytes
-	TLS        *tls.Config   // nil: plaintext, the only way of Dynamo's relay
-	Silence    time.Duration // after which a pool's filter is emptied; 0: 30 s
-	Memory     int64         // bytes of all filters; 0: 256 MiB
-	Want       Want          // what is looked up for an index
-	Log        *slog.Logger
+	Address string        // host and port
+	TLS     *tls.Config   // nil: plaintext, the only way of Dynamo's relay
+	Silence time.Duration // after which a pool's filter is emptied; 0: 30 s
+	Want    Want          // what is looked up
+	Log     *slog.Logger
 }
 
 // Client follows a relay. Run ends it.
@@ -64,8 +64,6 @@ type Client struct {
 	catalog   *Catalog   // nil: not known
 	streams   map[Producer]*poolStream
 	readiness *Readiness // nil: not known
-	load      *Load      // nil: not known
-	failed    error      // the last failure of the catalog's stream; nil: it is open
 	refusals  rate.Sometimes
 	unfit     string // see Unfit
 }
@@ -74,19 +72,12 @@ type Client struct {
 type poolStream struct {
 	cancel context.CancelFunc
 	filter *Filter // nil: none yet
-	failed error   // why there is none
 }
 
 // NewClient makes a client. Run must follow.
 func NewClient(s Following) (*Client, error) {
-	if n := len(s.Subscriber); n == 0 || n > maxSubscriber {
-		return nil, fmt.Errorf("a subscriber's name of %d bytes: want 1 to %d", n, maxSubscriber)
-	}
 	if s.Silence == 0 {
 		s.Silence = defaultSilence
-	}
-	if s.Memory == 0 {
-		s.Memory = defaultMemory
 	}
 	secure := insecure.NewCredentials()
 	if s.TLS != nil {
@@ -100,7 +91,7 @@ func NewClient(s Following) (*Client, error) {
 		return nil, fmt.Errorf("relay %s: %w", s.Address, err)
 	}
 	c := &Client{settings: s, conn: conn, streams: map[Producer]*poolStream{}, refusals: rate.Sometimes{Interval: lookTime}}
-	c.budget.Store(s.Memory)
+	c.budget.Store(maxMemory)
 	return c, nil
 }
 
@@ -113,18 +104,8 @@ func (c *Client) Run(ctx context.Context) {
 		c.again(ctx, "readiness", func(ctx context.Context) error {
 			defer c.set(func() { c.readiness = nil })
 			return c.receive(ctx, "SubscribeServingReadiness", nil, c.settings.Silence, func(message []byte) error {
-				r, err := DecodeReadiness(message)
+				r, err := decodeReadiness(message)
 				c.set(func() { c.readiness = r })
-				return err
-			})
-		})
-	})
-	all.Go(func() {
-		c.again(ctx, "load", func(ctx context.Context) error {
-			defer c.set(func() { c.load = nil })
-			return c.receive(ctx, "SubscribeKvPoolLoad", nil, c.settings.Silence, func(message []byte) error {
-				l, err := DecodeLoad(message)
-				c.set(func() { c.load = l })
 				return err
 			})
 		})
@@ -165,15 +146,16 @@ func (c *Client) again(ctx context.Context, what string, follow func(context.Con
 }
 
 // receive opens a stream and hands its messages on until it ends, is silent for too long,
-// or one is refused. silence 0: the stream has no heartbeat.
-func (c *Client) receive(ctx context.Context, method string, expected *Producer, silence time.Duration, use func(message []byte) error) error {
+// or one is refused. producer is nil but for SubscribeKvPool. silence 0: the stream has no
+// heartbeat.
+func (c *Client) receive(ctx context.Context, method string, producer []byte, silence time.Duration, use func(message []byte) error) error {
 	ctx, cancel := context.WithCancelCause(ctx)
 	defer cancel(nil)
 	stream, err := c.conn.NewStream(ctx, &grpc.StreamDesc{ServerStreams: true}, "/"+service+"/"+method)
 	if err != nil {
 		return err
 	}
-	request := encodeRequest(c.settings.Subscriber, expected)
+	request := encodeRequest(producer)
 	if err := errors.Join(stream.SendMsg(&request), stream.CloseSend()); err != nil && !errors.Is(err, io.EOF) {
 		return err
 	}
@@ -183,7 +165,7 @@ func (c *Client) receive(ctx context.Context, method string, expected *Producer,
 		defer silent.Stop()
 	}
 	pace := rate.NewLimiter(maxStates, maxStates)
-	if expected != nil {
+	if producer != nil {
 		pace.SetLimit(rate.Inf) // deltas change single words, under no lock
 	}
 	for {
@@ -208,19 +190,19 @@ func (c *Client) receive(ctx context.Context, method string, expected *Producer,
 
 // followCatalog follows the relay's pools, and the stream of each while the catalog has it.
 // All end with the catalog's stream.
-func (c *Client) followCatalog(ctx context.Context) (err error) {
+func (c *Client) followCatalog(ctx context.Context) error {
 	ctx, cancel := context.WithCancel(ctx)
 	var pools sync.WaitGroup
 	defer func() {
 		cancel()
 		pools.Wait()
-		c.set(func() { c.catalog, c.failed = nil, err })
+		c.set(func() { c.catalog = nil })
 	}()
 	if err := c.meet(ctx); err != nil {
 		return err
 	}
 	return c.receive(ctx, "WatchKvPoolCatalog", nil, 0, func(message []byte) error {
-		catalog, err := DecodeCatalog(message)
+		catalog, err := decodeCatalog(message)
 		if err != nil {
 			return err
 		}
@@ -231,13 +213,14 @@ func (c *Client) followCatalog(ctx context.Context) (err error) {
 				c.settings.Log.Warn("pools of a relay are left out", "relay", c.settings.Address, "pools", n, "first", catalog.Refused[0])
 			})
 		}
-		c.catalog, c.failed = catalog, nil
+		c.catalog = catalog
 		listed, model := map[Producer]bool{}, c.wanted()
 		for i := range catalog.Pools {
-			if c.settings.Want.BlockSize > 0 && c.unfitOf(&catalog.Pools[i], model) != "" {
+			pool := &catalog.Pools[i]
+			if c.unfitOf(pool, model) != "" {
 				continue // its filter would be of no use
 			}
-			p := catalog.Pools[i].Producer
+			p := pool.Producer
 			if listed[p] = true; c.streams[p] != nil {
 				continue
 			}
@@ -250,7 +233,7 @@ func (c *Client) followCatalog(ctx context.Context) (err error) {
 						delete(c.streams, p)
 					}
 				})
-				c.again(ctx, "pool", func(ctx context.Context) error { return c.followPool(ctx, catalog.Relay, p, s) })
+				c.again(ctx, "pool", func(ctx context.Context) error { return c.followPool(ctx, catalog.Relay, pool, s) })
 			})
 		}
 		for p, s := range c.streams {
@@ -268,25 +251,22 @@ func (c *Client) followCatalog(ctx context.Context) (err error) {
 func (c *Client) meet(ctx context.Context) error {
 	ctx, cancel := context.WithTimeout(ctx, infoLimit)
 	defer cancel()
-	request, answer := end(nil), []byte(nil)
+	request, answer := appendMarker(nil), []byte(nil)
 	if err := c.conn.Invoke(ctx, "/"+service+"/GetRelayInfo", &request, &answer); err != nil {
 		return err
 	}
-	_, err := decodeInfo(answer)
+	_, err := readAnswer(answer, fields{})
 	return err
 }
 
-func (c *Client) followPool(ctx context.Context, relay Identity, p Producer, s *poolStream) (err error) {
-	stream, err := newStream(p, &c.budget)
-	if err != nil {
-		return err
-	}
+func (c *Client) followPool(ctx context.Context, relay Identity, pool *Pool, s *poolStream) error {
+	stream := NewStream(pool.Producer, &c.budget)
 	stream.relay, stream.heard = relay, true
 	defer stream.Close()
-	c.set(func() { s.filter, s.failed = stream.Filter(), nil })
-	defer func() { c.set(func() { s.filter, s.failed = nil, err }) }()
-	return c.receive(ctx, "SubscribeKvPool", &p, c.settings.Silence, func(message []byte) error {
-		u, err := DecodeUpdate(message)
+	c.set(func() { s.filter = stream.Filter() })
+	defer c.set(func() { s.filter = nil })
+	return c.receive(ctx, "SubscribeKvPool", pool.encoded, c.settings.Silence, func(message []byte) error {
+		u, err := decodeUpdate(message)
 		if err != nil {
 			return err
 		}
@@ -301,112 +281,8 @@ func (c *Client) followPool(ctx context.Context, relay Identity, p Producer, s *
 	})
 }
 
-// PoolView is a pool as the relay last told.
-type PoolView struct {
-	Pool
-	Filter  *Filter  // nil: not known
-	State   State    // of the model asked for
-	Load    PoolLoad // see Loaded
-	Loaded  bool
-	Failure error // why there is no filter
-}
-
-// Pools returns the pools that serve a model, by the name or an alias of it or of an
-// adapter, each with the state of that model. Those whose names mean different models are
-// left out, as the contract demands. err says why the relay is not known.
-func (c *Client) Pools(model string) (views []PoolView, err error) {
-	c.mu.Lock()
-	defer c.mu.Unlock()
-	if c.catalog == nil {
-		if c.failed != nil {
-			return nil, fmt.Errorf("relay %s: %w", c.settings.Address, c.failed)
-		}
-		return nil, fmt.Errorf("relay %s has not answered yet", c.settings.Address)
-	}
-	var meant *Model
-	for i := range c.catalog.Pools {
-		pool := &c.catalog.Pools[i]
-		m, known := pool.Serves(model)
-		if !known {
-			continue
-		}
-		if meant != nil && (m.Base != meant.Base || m.Adapter != meant.Adapter) {
-			return nil, fmt.Errorf("relay %s: %q names different models of its pools", c.settings.Address, model)
-		}
-		meant = m
-		v := PoolView{Pool: *pool, State: c.stateOf(pool, m)}
-		if s := c.streams[pool.Producer]; s != nil {
-			v.Filter, v.Failure = s.filter, s.failed
-		}
-		if c.load != nil && c.load.Relay == c.catalog.Relay {
-			for _, l := range c.load.Pools {
-				if l.Producer == pool.Producer {
-					v.Load, v.Loaded = l, true
-				}
-			}
-		}
-		views = append(views, v)
-	}
-	return views, nil
-}
-
-// stateOf returns the state of a pool's model. Without the readiness of the relay it is
-// Unknown.
-func (c *Client) stateOf(pool *Pool, m *Model) State {
-	if c.readiness == nil || c.readiness.Relay != c.catalog.Relay {
-		return Unknown
-	}
-	for i := range c.readiness.Entries {
-		e := &c.readiness.Entries[i]
-		if e.Namespace != pool.Endpoint.Namespace || e.Model != m.Base {
-			continue
-		}
-		for j := range e.Members {
-			if member := &e.Members[j]; !member.HasPool || member.Pool != pool.Producer.Pool {
-				continue
-			}
-			if m.Adapter == "" {
-				return e.State
-			}
-			for _, a := range e.Adapters {
-				if a.Name == m.Name || a.Name == m.Adapter {
-					return min(a.State, e.State)
-				}
-			}
-			return Unavailable
-		}
-	}
-	return Unknown
-}
-
-// Match is what a pool holds of a prompt.
-type Match struct {
-	PoolView
-	Blocks int // from the prompt's first on
-}
-
-// Match looks a prompt up in the pools that serve its model.
-func (c *Client) Match(prompt *Prompt) ([]Match, error) {
-	views, err := c.Pools(prompt.Model)
-	matches := make([]Match, 0, len(views))
-	type way struct {
-		size   int
-		format HashFormat
-	}
-	hashes := map[way][]uint64{}
-	for _, v := range views {
-		m := Match{PoolView: v}
-		if v.Filter != nil && v.Filter.Known() {
-			model, _ := v.Serves(prompt.Model)
-			w := way{v.BlockSize, v.Format}
-			sequence, done := hashes[w]
-			if !done {
-				sequence = v.Hashes(prompt, model.Adapter)
-				hashes[w] = sequence
-			}
-			m.Blocks = v.Filter.Prefix(sequence)
-		}
-		matches = append(matches, m)
-	}
-	return matches, err
+// unavailable reports whether the relay says that a model of a pool cannot be served. The caller
+// has locked c.mu.
+func (c *Client) unavailable(pool *Pool, m *Model) bool {
+	return c.readiness != nil && c.readiness.Relay == c.catalog.Relay && c.readiness.Unavailable[served{pool.Producer.Pool, m.Base}]
 }

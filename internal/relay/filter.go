@@ -5,9 +5,11 @@ import (
 	"errors"
 	"fmt"
 	"sync/atomic"
+
+	"kvrouter/internal/cuckoo"
 )
 
-// Filter tells which blocks a pool holds, as the relay last told. Its methods are safe for
+// Filter is the set of blocks of a pool, as the relay last reported. Its methods are safe for
 // concurrent use. A look-up beside a delta sees each bucket before or after it.
 type Filter struct {
 	format Format
@@ -15,21 +17,11 @@ type Filter struct {
 	taken  atomic.Int64             // slots
 }
 
-// NewFilter returns a filter that holds nothing.
-func NewFilter(f Format) *Filter { return &Filter{format: f} }
-
 // Known reports whether the filter has a complete snapshot and all deltas since.
 func (f *Filter) Known() bool { return f.words.Load() != nil }
 
 // Held returns the number of fingerprints.
 func (f *Filter) Held() int { return int(f.taken.Load()) }
-
-// FalsePositives returns the probability that a block which is not held is found. Each of
-// the 8 slots that are compared has one of 65,535 fingerprints, if it is taken.
-func (f *Filter) FalsePositives() float64 {
-	share := float64(f.Held()) / float64(f.format.Buckets*slotsPerBucket)
-	return 2 * slotsPerBucket * share / (1<<fingerprintBits - 1)
-}
 
 // Prefix returns how many of the blocks are held, from the first one on. sequence are their
 // sequence hashes. It ends at the first block that is not held: a later one is of no use to
@@ -49,8 +41,8 @@ func (f *Filter) Prefix(sequence []uint64) int {
 
 func (f *Filter) has(words []uint64, hash uint64) bool {
 	fingerprint, bucket := f.format.place(hash)
-	return slot(atomic.LoadUint64(&words[bucket]), fingerprint) < slotsPerBucket ||
-		slot(atomic.LoadUint64(&words[f.format.other(bucket, fingerprint)]), fingerprint) < slotsPerBucket
+	return cuckoo.Has(atomic.LoadUint64(&words[bucket]), fingerprint) ||
+		cuckoo.Has(atomic.LoadUint64(&words[f.format.other(bucket, fingerprint)]), fingerprint)
 }
 
 // empty forgets all blocks.
@@ -64,7 +56,7 @@ func (f *Filter) empty() {
 type Stream struct {
 	producer Producer
 	filter   *Filter
-	budget   *atomic.Int64 // bytes that filters may still take; nil: unlimited
+	budget   *atomic.Int64 // bytes that filters may still take
 	took     int64
 
 	relay    Identity
@@ -80,22 +72,14 @@ type Stream struct {
 	failed error
 }
 
-// NewStream returns the start of a stream for one producer. The filter is empty until the
-// first snapshot is complete.
-func NewStream(p Producer) (*Stream, error) { return newStream(p, nil) }
-
-func newStream(p Producer, budget *atomic.Int64) (*Stream, error) {
-	if err := p.check(); err != nil {
-		return nil, err
-	}
-	return &Stream{producer: p, filter: NewFilter(p.Format), budget: budget}, nil
+// NewStream returns the start of a stream for one producer, which was checked. The filter is
+// empty until the first snapshot is complete. budget is the bytes that filters may still take.
+func NewStream(p Producer, budget *atomic.Int64) *Stream {
+	return &Stream{producer: p, filter: &Filter{format: p.Format}, budget: budget}
 }
 
 // Filter returns the filter that the stream's messages change.
 func (s *Stream) Filter() *Filter { return s.filter }
-
-// Sequence returns the number of the last message that was applied.
-func (s *Stream) Sequence() uint64 { return s.sequence }
 
 // Apply applies a message. After an error the filter is empty, and the stream must be
 // opened again: a missing message cannot be made up for.
@@ -113,9 +97,7 @@ func (s *Stream) Apply(u *Update) error {
 func (s *Stream) Close() {
 	s.filter.empty()
 	s.parts, s.seen = nil, nil
-	if s.budget != nil {
-		s.budget.Add(s.took)
-	}
+	s.budget.Add(s.took)
 	s.took = 0
 	if s.failed == nil {
 		s.failed = errors.New("the stream is closed")
@@ -164,16 +146,15 @@ func (s *Stream) part(u *Update, f *frame) error {
 		s.chunks, s.at, s.parts = f.chunks, u.Sequence, nil
 	}
 	n := len(f.body) / 8
-	if f.chunk != s.next || f.chunks != s.chunks || u.Sequence != s.at || f.first != uint64(len(s.parts)) || n == 0 || f.chunks > uint32(chunksOf(MaxBuckets)) {
+	if f.chunk != s.next || f.chunks != s.chunks || u.Sequence != s.at || f.first != uint64(len(s.parts)) || n == 0 || f.chunks > uint32(chunksOf(maxBuckets)) {
 		return fmt.Errorf("part %d of %d from bucket %d: want part %d of %d from bucket %d", f.chunk, f.chunks, f.first, s.next, s.chunks, len(s.parts))
 	}
-	if size := int64(8 * n); s.budget != nil {
-		if s.budget.Add(-size) < 0 {
-			s.budget.Add(size)
-			return fmt.Errorf("a filter of %d MiB exceeds the memory of all filters", s.producer.Format.Buckets>>17)
-		}
-		s.took += size
+	size := int64(8 * n)
+	if s.budget.Add(-size) < 0 {
+		s.budget.Add(size)
+		return fmt.Errorf("a filter of %d MiB exceeds the memory of all filters", s.producer.Format.Buckets>>17)
 	}
+	s.took += size
 	for i := range n {
 		s.parts = append(s.parts, binary.LittleEndian.Uint64(f.body[8*i:]))
 	}
@@ -185,11 +166,11 @@ func (s *Stream) part(u *Update, f *frame) error {
 	}
 	words, taken := s.parts, 0
 	for _, word := range words {
-		taken += used(word)
+		taken += cuckoo.Used(word)
 	}
 	old := s.filter.words.Swap(&words)
 	s.filter.taken.Store(int64(taken))
-	if old != nil && s.budget != nil { // one that the new one replaces
+	if old != nil { // one that the new one replaces
 		s.budget.Add(int64(8 * len(*old)))
 		s.took -= int64(8 * len(*old))
 	}
@@ -226,7 +207,7 @@ func (s *Stream) delta(u *Update, f *frame) error {
 	change := 0
 	for i := range n {
 		bucket, word := f.image(i)
-		change += used(word) - used((*words)[bucket])
+		change += cuckoo.Used(word) - cuckoo.Used((*words)[bucket])
 		atomic.StoreUint64(&(*words)[bucket], word)
 	}
 	s.filter.taken.Add(int64(change))

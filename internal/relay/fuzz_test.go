@@ -3,53 +3,51 @@ package relay
 import (
 	"bytes"
 	"testing"
+
+	"kvrouter/internal/cuckoo"
+	"kvrouter/internal/testkit/relaytest"
 )
 
-// FuzzDecode decodes a message as each kind. What is decoded is encoded, and decoded again
-// to the same.
+// FuzzDecode decodes a message as each kind. What is decoded passes its checks.
 func FuzzDecode(f *testing.F) {
-	for _, name := range []string{"catalog", "readiness", "load", "info", "snapshot", "stored", "heartbeat"} {
+	for _, name := range []string{"catalog", "readiness", "info", "snapshot", "stored", "heartbeat"} {
 		f.Add(sample(f, name))
 	}
 	f.Fuzz(func(t *testing.T, message []byte) {
-		again := func(first, second []byte) {
-			if !bytes.Equal(first, second) {
-				t.Fatalf("%x becomes %x", first, second)
+		if c, err := decodeCatalog(message); err == nil {
+			for i := range c.Pools {
+				if err := c.Pools[i].check(); err != nil {
+					t.Fatal(err)
+				}
 			}
 		}
-		if c, err := DecodeCatalog(message); err == nil {
-			again(c.Encode(), must[*Catalog](t)(DecodeCatalog(c.Encode())).Encode())
+		_, _ = decodeReadiness(message)
+		if u, err := decodeUpdate(message); err == nil {
+			if err := u.Producer.check(); err != nil {
+				t.Fatal(err)
+			}
+			_ = streamOf(u.Producer).Apply(u)
 		}
-		if r, err := DecodeReadiness(message); err == nil {
-			again(r.Encode(), must[*Readiness](t)(DecodeReadiness(r.Encode())).Encode())
-		}
-		if l, err := DecodeLoad(message); err == nil {
-			again(l.Encode(), must[*Load](t)(DecodeLoad(l.Encode())).Encode())
-		}
-		if u, err := DecodeUpdate(message); err == nil {
-			again(u.Encode(), must[*Update](t)(DecodeUpdate(u.Encode())).Encode())
-		}
-		_, _ = decodeInfo(message)
-		_, _, _ = decodeRequest(message, true)
+		_, _ = readAnswer(message, fields{})
 	})
 }
 
 // FuzzStream applies two frames with valid checksums, behind a snapshot.
 func FuzzStream(f *testing.F) {
-	p := producerOf(64)
-	words := make([]uint64, p.Format.Buckets)
+	pool := relaytest.NewPool(32)
+	words, p := make([]uint64, pool.Buckets), producerOf(pool)
 	words[3] = 7
-	f.Add(uint8(Delta), uint64(1), encodeDelta(&p, 0, 1, []uint32{3}, words), encodeDelta(&p, 1, 2, []uint32{3}, words))
-	f.Add(uint8(Snapshot), uint64(5), encodeChunk(&p, 5, words, 0), []byte{})
+	f.Add(uint8(Delta), uint64(1), pool.Delta(0, 1, words, 3), pool.Delta(1, 2, words, 3))
+	f.Add(uint8(Snapshot), uint64(5), pool.Snapshot(5, words, 0), []byte{})
 	f.Fuzz(func(t *testing.T, kind uint8, sequence uint64, first, second []byte) {
-		s := must[*Stream](t)(NewStream(p))
+		s := streamOf(p)
 		apply := func(kind Kind, base, sequence uint64, payload []byte) error {
 			if len(payload) >= headerSize {
-				payload = seal(bytes.Clone(payload))
+				payload = relaytest.Seal(bytes.Clone(payload))
 			}
 			return s.Apply(&Update{Producer: p, Base: base, Sequence: sequence, Kind: kind, Payload: payload})
 		}
-		if err := apply(Snapshot, 0, 0, encodeChunk(&p, 0, words, 0)); err != nil {
+		if err := apply(Snapshot, 0, 0, pool.Snapshot(0, words, 0)); err != nil {
 			t.Fatal(err)
 		}
 		_ = apply(Kind(kind), 0, sequence, first)
@@ -60,7 +58,7 @@ func FuzzStream(f *testing.F) {
 				t.Fatalf("%d buckets", len(*now))
 			}
 			for _, word := range *now {
-				held += used(word)
+				held += cuckoo.Used(word)
 			}
 		}
 		if held != s.Filter().Held() || err != nil && held != 0 {

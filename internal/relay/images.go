@@ -4,7 +4,6 @@ import (
 	"encoding/binary"
 	"errors"
 	"fmt"
-	"math/bits"
 
 	"github.com/zeebo/xxh3"
 )
@@ -63,7 +62,7 @@ func parseFrame(p *Producer, payload []byte) (f frame, err error) {
 	switch flags := le.Uint16(payload[6:]); {
 	case flags == flagSnapshot && len(body) >= chunkHead:
 		f.chunk, f.chunks, f.first, f.body = le.Uint32(body), le.Uint32(body[4:]), le.Uint64(body[8:]), body[chunkHead:]
-		if len(f.body)%8 != 0 || f.chunk >= f.chunks || f.first > MaxBuckets || f.first+uint64(len(f.body)/8) > uint64(p.Format.Buckets) {
+		if len(f.body)%8 != 0 || f.chunk >= f.chunks || f.first > maxBuckets || f.first+uint64(len(f.body)/8) > uint64(p.Format.Buckets) {
 			return f, errors.New("a part of a snapshot that does not fit the filter")
 		}
 	case flags == flagDelta && len(body) >= deltaHead:
@@ -83,92 +82,22 @@ func (f *frame) image(i int) (bucket uint32, word uint64) {
 	return binary.LittleEndian.Uint32(at), binary.LittleEndian.Uint64(at[4:])
 }
 
-// appendHeader appends the header of a frame. seal sets its checksum.
-func appendHeader(dst []byte, p *Producer, flags uint16, sequence uint64) []byte {
-	le := binary.LittleEndian
-	dst = append(dst, frameMagic...)
-	dst = le.AppendUint16(dst, frameVersion)
-	dst = le.AppendUint16(dst, flags)
-	dst = append(dst, fingerprintBits, slotsPerBucket)
-	dst = le.AppendUint16(dst, filterVersion)
-	dst = le.AppendUint64(dst, p.Format.Seed)
-	dst = le.AppendUint64(dst, uint64(p.Format.Buckets))
-	dst = le.AppendUint64(dst, p.Pool.DataCenter)
-	dst = le.AppendUint64(dst, sequence)
-	return le.AppendUint32(dst, 0)
-}
-
-func seal(frame []byte) []byte {
-	binary.LittleEndian.PutUint32(frame[headerSize-4:], uint32(xxh3.Hash(frame[headerSize:])))
-	return frame
-}
-
 // chunksOf returns the number of parts of a snapshot.
 func chunksOf(buckets int) int { return (buckets + chunkBuckets - 1) / chunkBuckets }
 
-// encodeChunk encodes part i of a snapshot. words are those of the whole filter.
-func encodeChunk(p *Producer, sequence uint64, words []uint64, i int) []byte {
-	first := i * chunkBuckets
-	part := words[first:min(len(words), first+chunkBuckets)]
-	dst := appendHeader(make([]byte, 0, headerSize+chunkHead+8*len(part)), p, flagSnapshot, sequence)
-	dst = binary.LittleEndian.AppendUint32(dst, uint32(i))
-	dst = binary.LittleEndian.AppendUint32(dst, uint32(chunksOf(len(words))))
-	dst = binary.LittleEndian.AppendUint64(dst, uint64(first))
-	for _, word := range part {
-		dst = binary.LittleEndian.AppendUint64(dst, word)
-	}
-	return seal(dst)
-}
-
-// encodeDelta encodes the words of some buckets, at most maxImages.
-func encodeDelta(p *Producer, base, sequence uint64, buckets []uint32, words []uint64) []byte {
-	dst := appendHeader(make([]byte, 0, headerSize+deltaHead+imageSize*len(buckets)), p, flagDelta, sequence)
-	dst = binary.LittleEndian.AppendUint64(dst, base)
-	dst = binary.LittleEndian.AppendUint32(dst, uint32(len(buckets)))
-	for _, bucket := range buckets {
-		dst = binary.LittleEndian.AppendUint32(dst, bucket)
-		dst = binary.LittleEndian.AppendUint64(dst, words[bucket])
-	}
-	return seal(dst)
-}
-
-// Where a fingerprint may be. alternateSeed sets the second bucket apart from the first.
+// alternateSeed sets the second bucket of a fingerprint apart from the first.
 const alternateSeed = 0x9E3779B97F4A7C15
 
 // place returns the fingerprint of a sequence hash and the first of its two buckets.
-func (f Format) place(sequence uint64) (fingerprint uint16, bucket uint32) {
+func (f Format) place(sequence uint64) (fingerprint uint64, bucket uint32) {
 	var b [8]byte
 	binary.LittleEndian.PutUint64(b[:], sequence)
 	mixed := xxh3.HashSeed(b[:], f.Seed)
-	return max(1, uint16(mixed)), uint32(mixed>>16) & uint32(f.Buckets-1)
+	return max(1, mixed&0xffff), uint32(mixed>>16) & uint32(f.Buckets-1)
 }
 
 // other returns the second bucket of a fingerprint that may be in the first, and back.
-func (f Format) other(bucket uint32, fingerprint uint16) uint32 {
+func (f Format) other(bucket uint32, fingerprint uint64) uint32 {
 	b := [2]byte{byte(fingerprint), byte(fingerprint >> 8)}
 	return bucket ^ max(1, uint32(xxh3.HashSeed(b[:], f.Seed^alternateSeed))&uint32(f.Buckets-1))
-}
-
-// Bits of a word's four slots.
-const (
-	slotLow  = 0x0001_0001_0001_0001
-	slotHigh = 0x8000_8000_8000_8000
-)
-
-// slot returns the first slot of word with that fingerprint, or that is free for 0; 4: none.
-func slot(word uint64, fingerprint uint16) int {
-	// The lowest zero slot of different is where word has the fingerprint: bits above it
-	// may be set by the borrow, those below it are not.
-	different := word ^ uint64(fingerprint)*slotLow
-	return bits.TrailingZeros64((different-slotLow)&^different&slotHigh) / fingerprintBits
-}
-
-// used returns the number of slots of word that are taken.
-func used(word uint64) (n int) {
-	for ; word != 0; word >>= fingerprintBits {
-		if word&(1<<fingerprintBits-1) != 0 {
-			n++
-		}
-	}
-	return n
 }

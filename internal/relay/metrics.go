@@ -11,8 +11,8 @@ import (
 // Collector returns the metrics of the cells below.
 func (b *Below) Collector() prometheus.Collector {
 	var s metrics.Set
-	known := s.Gauge("kvrouter_relay_cell_known", "1 while the relay of a cell has told what its workers hold, otherwise 0.", "worker_id")
-	blocks := s.Gauge("kvrouter_relay_cell_blocks", "Different blocks that the relay of a cell tells of.", "worker_id")
+	known := s.Gauge("kvrouter_relay_cell_known", "1 while the blocks of a cell are known from its relay, otherwise 0.", "worker_id")
+	blocks := s.Gauge("kvrouter_relay_cell_blocks", "Different blocks that the relay of a cell reports.", "worker_id")
 	return s.Collector(func(out metrics.Out) {
 		for _, c := range b.cells {
 			held, worker := c.client.held.Load(), strconv.FormatUint(c.Worker, 10)
@@ -22,16 +22,4 @@ func (b *Below) Collector() prometheus.Collector {
 			}
 		}
 	})
-}
-
-// Collectors returns the metrics of what the server tells.
-func (x *Server) Collectors() []prometheus.Collector {
-	return []prometheus.Collector{
-		prometheus.NewGaugeFunc(prometheus.GaugeOpts{Name: "kvrouter_relay_blocks", Help: "Different blocks that the relay tells of."},
-			func() float64 { return float64(x.holdings.Counts().Blocks) }),
-		prometheus.NewCounterFunc(prometheus.CounterOpts{Name: "kvrouter_relay_omitted_blocks_total", Help: "Blocks of workers that the relay left out because its filter was full."},
-			func() float64 { return float64(x.holdings.Counts().Omitted) }),
-		prometheus.NewGaugeFunc(prometheus.GaugeOpts{Name: "kvrouter_relay_subscribers", Help: "Streams that follow the relay's blocks."},
-			func() float64 { return float64(x.holdings.Counts().Subscribers) }),
-	}
 }

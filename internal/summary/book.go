@@ -32,7 +32,7 @@ type Book struct {
 	random func() uint64 // of filters and their epochs
 	spare  []operation   // memory for pending
 	held   table.Table   // hash -> 2·count, and 1 more if it is in the filter
-	filter *filter
+	filter filter
 	left   int      // hashes that are not in the filter: it is as large as it may be
 	told   []uint64 // buckets as of the last message
 	dirty  []uint64 // bitset of the buckets that may differ from those
@@ -56,7 +56,7 @@ func NewBook() *Book { return NewBookFrom(rand.Uint64) }
 // can guess them can choose hashes that collide.
 func NewBookFrom(random func() uint64) *Book {
 	b := &Book{random: random, held: table.Table{Seed: random()}}
-	b.use(newFilter(random(), minBits, nil))
+	b.use(newFilter(random(), minBits))
 	return b
 }
 
@@ -105,7 +105,7 @@ func (b *Book) hold(hash uint64) {
 		if b.filter.full() {
 			b.grow()
 		}
-		for !b.filter.add(hash) {
+		for !b.filter.Add(hash) {
 			if !b.grow() {
 				b.left++
 				b.held.Put(hash, 0, 2)
@@ -125,7 +125,7 @@ func (b *Book) drop(hash uint64) {
 		b.held.Put(hash, 0, state-2)
 	default:
 		if b.held.Delete(hash, 0); state&1 == 1 {
-			b.filter.remove(hash)
+			b.filter.Remove(hash)
 		} else {
 			b.left--
 		}
@@ -135,15 +135,15 @@ func (b *Book) drop(hash uint64) {
 // grow doubles the filter, which readers get as a new snapshot. Not ok: it is as large as it may
 // be.
 func (b *Book) grow() (ok bool) {
-	for size := bitsOf(len(b.filter.buckets)) + 1; size <= MaxBits; size++ {
-		larger := newFilter(b.random(), size, func(uint32) {})
+	for size := bitsOf(len(b.filter.Buckets)) + 1; size <= MaxBits; size++ {
+		larger := newFilter(b.random(), size)
 		var outside []uint64
 		fits := true
 		b.held.Each(func(hash uint64, _, state uint32) bool {
 			if state&1 == 0 {
 				outside = append(outside, hash)
 			}
-			fits = larger.add(hash)
+			fits = larger.Add(hash)
 			return fits
 		})
 		if !fits {
@@ -163,12 +163,12 @@ func (b *Book) grow() (ok bool) {
 func bitsOf(buckets int) int { return bits.TrailingZeros(uint(buckets)) }
 
 // use begins an epoch with that filter, all of which counts as told.
-func (b *Book) use(f *filter) {
-	b.filter, b.told = f, slices.Clone(f.buckets)
-	b.dirty, b.marked, b.cursor = make([]uint64, len(f.buckets)/64), nil, 0
+func (b *Book) use(f filter) {
+	b.filter, b.told = f, slices.Clone(f.Buckets)
+	b.dirty, b.marked, b.cursor = make([]uint64, len(f.Buckets)/64), nil, 0
 	b.at = Position{Epoch: b.random()}
 	b.log, b.logged = nil, 0
-	f.changed = b.mark
+	f.Changed = b.mark
 }
 
 // mark notes a change of a bucket.
@@ -197,7 +197,7 @@ func (b *Book) Publish(most int) Position {
 	for ; done < len(b.marked) && len(message)+mostOfChange <= most; done++ {
 		bucket := b.marked[(start+done)%len(b.marked)]
 		b.dirty[bucket/64] &^= 1 << (bucket % 64)
-		if told, now := b.told[bucket], b.filter.buckets[bucket]; told != now {
+		if told, now := b.told[bucket], b.filter.Buckets[bucket]; told != now {
 			message = appendChange(message, (bucket-last)&uint32(len(b.told)-1), told, now)
 			b.told[bucket], last = now, bucket
 		}
@@ -250,7 +250,7 @@ func (b *Book) Begin() (message []byte, at Position) {
 	b.books.Lock()
 	defer b.books.Unlock()
 	message = binary.LittleEndian.AppendUint64([]byte{kindReset}, b.at.Epoch)
-	message = binary.LittleEndian.AppendUint64(message, b.filter.seed)
+	message = binary.LittleEndian.AppendUint64(message, b.filter.placement.seed)
 	return binary.LittleEndian.AppendUint64(append(message, byte(bitsOf(len(b.told)))), b.at.Seq), b.at
 }
 
@@ -312,5 +312,5 @@ type Size struct {
 func (b *Book) Size() Size {
 	b.books.Lock()
 	defer b.books.Unlock()
-	return Size{b.held.Len(), b.left, len(b.filter.buckets)}
+	return Size{b.held.Len(), b.left, len(b.filter.Buckets)}
 }

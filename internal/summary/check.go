@@ -1,6 +1,10 @@
 package summary
 
-import "fmt"
+import (
+	"fmt"
+
+	"kvrouter/internal/cuckoo"
+)
 
 // Check reports the first violated invariant of the book. Its time is proportional to the size
 // of the book.
@@ -16,7 +20,7 @@ func (b *Book) Check() error {
 			err = fmt.Errorf("hash %x has no holder", hash)
 		case state&1 == 0:
 			left++
-		case !contains(b.filter.buckets, b.filter.seed, hash):
+		case !b.filter.placement.in(b.filter.Buckets, hash):
 			err = fmt.Errorf("the filter lacks hash %x", hash)
 		default:
 			inside++
@@ -34,18 +38,14 @@ func (b *Book) Check() error {
 		return fmt.Errorf("the deltas that are kept take %d bytes, %d are counted: at most %d", logged, b.logged, b.maxLog())
 	}
 	lanes := 0
-	for bucket, word := range b.filter.buckets {
-		for i := range laneCount {
-			if word>>(16*i)&0xffff != 0 {
-				lanes++
-			}
-		}
+	for bucket, word := range b.filter.Buckets {
+		lanes += cuckoo.Used(word)
 		if dirty := b.dirty[bucket/64]>>(bucket%64)&1 == 1; word != b.told[bucket] && !dirty {
 			return fmt.Errorf("bucket %d differs from what was told, and is not to be told", bucket)
 		}
 	}
-	if lanes != b.filter.used || lanes != inside || left != b.left {
-		return fmt.Errorf("%d hashes are in the filter and %d are not, but %d lanes are in use, %d are counted, and %d are counted as outside", inside, left, lanes, b.filter.used, b.left)
+	if lanes != b.filter.Used || lanes != inside || left != b.left {
+		return fmt.Errorf("%d hashes are in the filter and %d are not, but %d lanes are in use, %d are counted, and %d are counted as outside", inside, left, lanes, b.filter.Used, b.left)
 	}
 	return nil
 }

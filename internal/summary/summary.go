@@ -16,6 +16,8 @@ import (
 	"encoding/binary"
 	"errors"
 	"fmt"
+
+	"kvrouter/internal/cuckoo"
 )
 
 // Kinds of messages: the first byte.
@@ -34,7 +36,7 @@ const (
 	// MaxMessage bounds a message, bytes.
 	MaxMessage = 1 << 20
 	// mostOfChange is the longest change, bytes: gap, mask and four fingerprints.
-	mostOfChange = binary.MaxVarintLen32 + 1 + 2*laneCount
+	mostOfChange = binary.MaxVarintLen32 + 1 + 2*cuckoo.Lanes
 )
 
 // Errors of View.Apply. The view is empty from then on.
@@ -62,13 +64,13 @@ type Position struct {
 // distance from the bucket of the change before, or from bucket 0.
 func appendChange(dst []byte, gap uint32, told, now uint64) []byte {
 	mask := uint64(0)
-	for i := range laneCount {
+	for i := range cuckoo.Lanes {
 		if (told^now)>>(16*i)&0xffff != 0 {
 			mask |= 1 << i
 		}
 	}
-	dst = binary.AppendUvarint(dst, uint64(gap)<<laneCount|mask)
-	for i := range laneCount {
+	dst = binary.AppendUvarint(dst, uint64(gap)<<cuckoo.Lanes|mask)
+	for i := range cuckoo.Lanes {
 		if mask>>i&1 != 0 {
 			dst = binary.LittleEndian.AppendUint16(dst, uint16(now>>(16*i)))
 		}
@@ -81,12 +83,12 @@ func applyChanges(buckets []uint64, changes []byte) error {
 	bucket := uint32(0)
 	for len(changes) > 0 {
 		head, n := binary.Uvarint(changes)
-		if n <= 0 || head>>laneCount >= uint64(len(buckets)) || head&(1<<laneCount-1) == 0 {
+		if n <= 0 || head>>cuckoo.Lanes >= uint64(len(buckets)) || head&(1<<cuckoo.Lanes-1) == 0 {
 			return malformed("a change is cut, names no lane, or a bucket beyond %d", len(buckets))
 		}
 		changes = changes[n:]
-		bucket = (bucket + uint32(head>>laneCount)) & uint32(len(buckets)-1)
-		for i := range laneCount {
+		bucket = (bucket + uint32(head>>cuckoo.Lanes)) & uint32(len(buckets)-1)
+		for i := range cuckoo.Lanes {
 			if head>>i&1 == 0 {
 				continue
 			}

@@ -104,8 +104,9 @@ func (v *View) Run(sequence []uint64) int {
 	if !v.complete {
 		return 0
 	}
+	place := placement{v.seed, uint32(len(v.buckets) - 1)}
 	for i, hash := range sequence {
-		if !contains(v.buckets, v.seed, hash) {
+		if !place.in(v.buckets, hash) {
 			return i
 		}
 	}

@@ -3,158 +3,80 @@ package textfile
 import (
 	"errors"
 	"fmt"
+	"io"
 	"strings"
+
+	"github.com/goccy/go-yaml/scanner"
+	"github.com/goccy/go-yaml/token"
 )
 
-// Limits of YAML. The decoder's time grows with their square, or faster.
+// Limits of YAML. Time and memory of the parser grow with the square of each.
 const (
-	maxNesting = 16  // nested lists and mappings
-	maxBlank   = 100 // lines in a row that start nothing
+	maxNesting   = 100 // nested lists and mappings
+	maxDocuments = 100
+	maxBlank     = 100 // empty lines in a row, in a file with block scalars
 )
 
-// BoundYAML refuses text that can take the decoder longer than a list of small mappings:
-// deep nesting, anchors, aliases, and other syntax that such a list does not need. It does
-// not parse all of YAML: ambiguous text counts as nesting. most is the maximum number of
-// entries of all lists and mappings. Errors name the line and never show its text.
+// BoundYAML refuses text that takes the parser much longer than its size: deep nesting, many
+// documents, long blank parts of block scalars, more than most entries of lists and mappings,
+// and aliases, which the decoder may write out, so that few lines become any number. Errors name
+// the line and never show its text.
 func BoundYAML(data []byte, most int) error {
-	b := yamlBounds{left: most}
 	text := strings.NewReplacer("\r\n", "\n", "\r", "\n").Replace(string(data))
-	number := 0
+	if err := boundBlank(text); err != nil {
+		return err
+	}
+	var s scanner.Scanner
+	s.Init(text)
+	open, row, dashes, documents := 0, 0, 0, 0 // open brackets; the line of the last dash, and its dashes
+	for {
+		tokens, err := s.Scan()
+		if errors.Is(err, io.EOF) {
+			return nil
+		}
+		for _, t := range tokens {
+			switch t.Type {
+			case token.SequenceStartType, token.MappingStartType:
+				open++
+			case token.SequenceEndType, token.MappingEndType:
+				open = max(0, open-1)
+			case token.SequenceEntryType, token.MappingKeyType:
+				if most--; t.Position.Line != row {
+					row, dashes = t.Position.Line, 0
+				}
+				dashes++
+			case token.CollectEntryType, token.MappingValueType, token.AnchorType, token.TagType, token.DirectiveType:
+				most--
+			case token.DocumentHeaderType:
+				documents++
+			}
+			switch {
+			case t.Type == token.AliasType:
+				return fmt.Errorf("line %d: aliases are not supported", t.Position.Line)
+			case max(open, dashes) > maxNesting:
+				return fmt.Errorf("line %d: lists and mappings are nested more than %d deep", t.Position.Line, maxNesting)
+			case documents > maxDocuments:
+				return fmt.Errorf("line %d: more than %d documents", t.Position.Line, maxDocuments)
+			case most < 0:
+				return fmt.Errorf("line %d: too many entries of lists and mappings", t.Position.Line)
+			}
+		}
+	}
+}
+
+// boundBlank refuses more than maxBlank empty lines in a row, if a line seems to begin a block
+// scalar.
+func boundBlank(text string) error {
+	blank, number, blocks := 0, 0, false
 	for line := range strings.SplitSeq(text, "\n") {
 		number++
-		err := b.line(line)
-		if err == nil && b.left < 0 {
-			err = fmt.Errorf("more than %d entries of lists and mappings", most)
+		if blank++; strings.TrimSpace(line) != "" {
+			blank = 0
 		}
-		if err != nil {
-			return fmt.Errorf("line %d: %w", number, err)
+		if blank > maxBlank && blocks {
+			return fmt.Errorf("line %d: more than %d consecutive empty lines in a file with block scalars", number, maxBlank)
 		}
+		blocks = blocks || strings.ContainsAny(line, "|>")
 	}
 	return nil
-}
-
-// yamlBounds is the state of BoundYAML after the lines so far.
-type yamlBounds struct {
-	columns []int // of the open blocks
-	flow    int   // open brackets
-	blank   int   // lines in a row that start nothing
-	left    int   // entries left of the maximum
-}
-
-var errNesting = fmt.Errorf("lists and mappings are nested more than %d deep", maxNesting)
-
-// line checks the next line.
-func (b *yamlBounds) line(line string) error {
-	at := len(line) - len(strings.TrimLeft(line, " \t"))
-	starts := b.flow > 0 || line[at:] == "-" || strings.HasPrefix(line[at:], "- ") || strings.Contains(line, ": ") || strings.HasSuffix(strings.TrimRight(line, " \t"), ":")
-	if b.blank++; starts {
-		b.blank = 0
-	}
-	if b.blank > maxBlank {
-		return fmt.Errorf("more than %d consecutive lines that are empty, comments or continued text", maxBlank)
-	}
-	for b.flow == 0 && at < len(line) && line[at] != '#' { // each block that opens
-		for len(b.columns) > 0 && b.columns[len(b.columns)-1] >= at {
-			b.columns = b.columns[:len(b.columns)-1]
-		}
-		b.columns = append(b.columns, at)
-		if len(b.columns) > maxNesting {
-			return errNesting
-		}
-		if line[at] != '-' || at+1 < len(line) && line[at+1] != ' ' && line[at+1] != '\t' {
-			break
-		}
-		b.left--
-		at++
-		at += len(line[at:]) - len(strings.TrimLeft(line[at:], " \t"))
-	}
-	return b.rest(line[at:])
-}
-
-// rest checks a line after the start of its blocks.
-func (b *yamlBounds) rest(text string) error {
-	fresh, space, values := true, true, 0 // a value may start here; a comment may
-	for i := 0; i < len(text); i++ {
-		c := text[i]
-		before := space
-		space = c == ' ' || c == '\t'
-		switch {
-		case space:
-			continue
-		case c == '#' && before:
-			return b.passed(text[i:])
-		case c == '[' || c == '{':
-			if !fresh && b.flow == 0 { // within a plain scalar, as in http://[::1]:8000
-				continue
-			}
-			if b.flow++; b.flow+len(b.columns) > maxNesting {
-				return errNesting
-			}
-			fresh, values = true, 0
-			continue
-		case (c == ']' || c == '}') && b.flow > 0:
-			b.flow--
-			fresh = true // what comes next is read as if a value may start
-			continue
-		case c == ',' && b.flow > 0:
-			b.left--
-			fresh, values = true, 0
-			continue
-		case c == ':' && (i+1 == len(text) || text[i+1] == ' ' || text[i+1] == '\t'):
-			if values++; values > 1 {
-				return errors.New("two values for one field")
-			}
-			b.left--
-			fresh = true
-			continue
-		case fresh && (c == '"' || c == '\''):
-			end := quoteEnd(text, i)
-			if end < 0 {
-				return errors.New("a quote does not end on its line")
-			}
-			if err := b.passed(text[i : end+1]); err != nil {
-				return err
-			}
-			i = end // what comes next is read as if a value may start
-			continue
-		case fresh && c == '-' && (i+1 == len(text) || text[i+1] == ' ' || text[i+1] == '\t'):
-			return errors.New("a list with dashes begins within a line or brackets")
-		case fresh && strings.IndexByte("&*!|>?%@`", c) >= 0:
-			return fmt.Errorf("%q starts unsupported YAML; quote a text that starts with it", string(c))
-		}
-		fresh = false
-	}
-	return nil
-}
-
-// passed counts brackets in text that neither starts nor ends a list.
-func (b *yamlBounds) passed(text string) error {
-	open, most := 0, 0
-	for _, c := range []byte(text) {
-		switch c {
-		case '[', '{':
-			open++
-		case ']', '}':
-			open--
-		}
-		most = max(most, open)
-	}
-	if most > maxNesting {
-		return errNesting
-	}
-	return nil
-}
-
-// quoteEnd returns the end of the quoted text that starts there; -1: it is not on this
-// line.
-func quoteEnd(text string, start int) int {
-	for i := start + 1; i < len(text); i++ {
-		switch {
-		case text[i] == '\\' && text[start] == '"', strings.HasPrefix(text[i:], "''") && text[start] == '\'':
-			i++
-		case text[i] == text[start]:
-			return i
-		}
-	}
-	return -1
 }

@@ -16,7 +16,6 @@ from dynamo.llm import (
     ModelInput,
     ModelRuntimeConfig,
     ModelType,
-    WorkerMetricsPublisher,
     WorkerType,
     compute_block_hash_for_seq,
     register_model,
@@ -43,8 +42,6 @@ async def main(bind, block_size, folder):
         worker_type=WorkerType.Aggregated, kv_cache_block_size=block_size, runtime_config=config, model_aliases=["m-alias"],
     )
     publisher = KvEventPublisher(endpoint, kv_block_size=block_size, enable_local_indexer=True)
-    metrics = WorkerMetricsPublisher()
-    await metrics.create_endpoint(endpoint)
     relay = KvDcRelay(
         runtime.endpoint("dynamo.kv_dc_relay.control"), "dc-a",
         watch_all=True, expected_unique_blocks=256, bind=bind, tuning={"pool_heartbeat_interval_ms": 500, "load_window_ms": 200},
@@ -60,7 +57,6 @@ async def main(bind, block_size, folder):
     commands = {
         "stored": stored,
         "removed": publisher.publish_removed,
-        "load": lambda decode, used: metrics.publish(0, decode, used),
         "hashes": hashes,
     }
     print(json.dumps("ready"), flush=True)

@@ -3,7 +3,6 @@ package relay
 
 import (
 	"bufio"
-	"bytes"
 	"encoding/json"
 	"errors"
 	"flag"
@@ -24,6 +23,7 @@ import (
 	"google.golang.org/protobuf/types/known/emptypb"
 
 	"kvrouter/internal/kv"
+	"kvrouter/internal/radix"
 	"kvrouter/internal/relay"
 	"kvrouter/internal/testkit"
 )
@@ -153,26 +153,29 @@ func (r raw) next() []byte {
 	return message.ProtoReflect().GetUnknown()
 }
 
-// follow starts a client.
-func (d *dynamo) follow() *relay.Client {
+// follow returns what a router finds of a prompt's tokens in the cell of the relay.
+func (d *dynamo) follow(adapter string) func(tokens []uint32) int {
 	d.Helper()
-	c, err := relay.NewClient(relay.Following{Address: d.address, Subscriber: "kvrouter-test", Silence: 5 * time.Second, Log: slog.New(slog.DiscardHandler)})
+	deps := relay.BelowDeps{Model: "m", BlockSize: blockSize, Log: slog.New(slog.DiscardHandler)}
+	below, err := relay.NewBelow([]relay.Cell{{Address: d.address}}, deps)
 	if err != nil {
 		d.Fatal(err)
 	}
-	testkit.Background(d, c.Run)
-	return c
+	testkit.Background(d, below.Run)
+	index := below.Over(radix.NewTree())
+	return func(tokens []uint32) (blocks int) {
+		local := kv.HashBlocks(nil, tokens, blockSize, adapter, "")
+		for _, m := range index.Match(local, len(local), 0, nil) {
+			blocks = m.Blocks
+		}
+		return blocks
+	}
 }
 
-// holds waits until the pool is said to hold that many blocks of a prompt.
-func (d *dynamo) holds(c *relay.Client, want int, prompt relay.Prompt) {
+// finds waits until that many blocks of a prompt are found.
+func (d *dynamo) finds(found func([]uint32) int, want int, prompt []uint32) {
 	d.Helper()
-	var matches []relay.Match
-	var err error
-	testkit.Eventually(d.T, 30*time.Second, fmt.Sprintf("%d blocks of %+v", want, prompt), func() bool {
-		matches, err = c.Match(&prompt)
-		return err == nil && len(matches) == 1 && matches[0].Filter != nil && matches[0].Filter.Known() && matches[0].Blocks == want
-	})
+	testkit.Eventually(d.T, 30*time.Second, fmt.Sprintf("%d blocks of %d", want, prompt), func() bool { return found(prompt) == want })
 }
 
 func tokens(from, to uint32) (list []uint32) {
@@ -182,45 +185,31 @@ func tokens(from, to uint32) (list []uint32) {
 	return list
 }
 
-// TestDynamoTellsItsBlocks follows Dynamo's relay while its worker stores and removes
-// blocks, of the model, of an adapter and with a salt.
-func TestDynamoTellsItsBlocks(t *testing.T) {
+// TestDynamosBlocksAreFound follows Dynamo's relay while its worker stores and removes blocks, of
+// the model and with a salt.
+func TestDynamosBlocksAreFound(t *testing.T) {
 	d := startDynamo(t)
 	d.stored(tokens(1, 8), []int64{11, 12}, nil)
-	c := d.follow()
-	d.holds(c, 2, relay.Prompt{Model: "m", Tokens: tokens(1, 14)})
+	found, adapter := d.follow(""), d.follow("sql")
+	d.finds(found, 2, tokens(1, 14))
 	d.stored(tokens(9, 12), []int64{13}, 12)
-	d.holds(c, 3, relay.Prompt{Model: "m-alias", Tokens: tokens(1, 14)})
-	d.holds(c, 0, relay.Prompt{Model: "m", Tokens: tokens(2, 14)})
+	d.finds(found, 3, tokens(1, 14))
+	d.finds(found, 0, tokens(2, 14))
+	d.finds(adapter, 0, tokens(1, 14))
 	d.do("removed", []int64{13})
-	d.holds(c, 2, relay.Prompt{Model: "m", Tokens: tokens(1, 14)})
-	d.do("stored", tokens(1, 8), []int64{21, 22}, nil, nil, "pepper")
-	d.holds(c, 2, relay.Prompt{Model: "m", Tokens: tokens(1, 8), Salt: "pepper"})
-	d.holds(c, 0, relay.Prompt{Model: "m", Tokens: tokens(1, 8), Salt: "salt"})
-
-	testkit.Eventually(t, 20*time.Second, "its load and readiness", func() bool {
-		d.do("load", 3, 250)
-		views, err := c.Pools("m")
-		if err != nil || len(views) != 1 {
-			return false
-		}
-		usage, known := views[0].Load.Usage()
-		return views[0].State == relay.Ready && known && usage == 0.25
-	})
-	if views, err := c.Pools("another"); err != nil || len(views) != 0 {
-		t.Errorf("pools of a model that it does not have: %v, %v", views, err)
-	}
+	d.finds(found, 2, tokens(1, 14))
+	d.do("stored", tokens(21, 28), []int64{21, 22}, nil, nil, "pepper")
+	d.stored(tokens(31, 34), []int64{31}, nil)
+	d.finds(found, 1, tokens(31, 34))
+	d.finds(found, 0, tokens(21, 28))
 	d.in.Close()
-	testkit.Eventually(t, 20*time.Second, "nothing is known of a relay that has ended", func() bool {
-		matches, err := c.Match(&relay.Prompt{Model: "m", Tokens: tokens(1, 8)})
-		return err != nil && len(matches) == 0
-	})
+	d.finds(found, 0, tokens(1, 14))
 }
 
-// TestDynamoTellsManyBlocks stores and removes blocks at random, and compares.
-func TestDynamoTellsManyBlocks(t *testing.T) {
+// TestManyBlocksOfDynamosAreFound stores and removes blocks at random, and compares.
+func TestManyBlocksOfDynamosAreFound(t *testing.T) {
 	d := startDynamo(t)
-	c := d.follow()
+	found := d.follow("")
 	random := rand.New(rand.NewPCG(7, 7))
 	type prompt struct {
 		tokens []uint32
@@ -247,16 +236,11 @@ func TestDynamoTellsManyBlocks(t *testing.T) {
 	}
 	wrong := 0
 	for _, p := range prompts {
-		d.holds(c, len(p.engine), relay.Prompt{Model: "m", Tokens: p.tokens})
-		other := append([]uint32{1 << 20}, p.tokens...)
-		matches, err := c.Match(&relay.Prompt{Model: "m", Tokens: other})
-		if err != nil {
-			t.Fatal(err)
-		}
-		wrong += matches[0].Blocks
+		d.finds(found, len(p.engine), p.tokens)
+		wrong += found(append([]uint32{1 << 20}, p.tokens...))
 	}
 	if wrong > 1 {
-		t.Errorf("%d blocks were found that are not held", wrong)
+		t.Errorf("%d blocks were found that Dynamo does not have", wrong)
 	}
 }
 
@@ -265,18 +249,16 @@ func TestHashesAreDynamos(t *testing.T) {
 	d := startDynamo(t)
 	random := rand.New(rand.NewPCG(3, 3))
 	for i := range 60 {
-		prompt := relay.Prompt{Salt: []string{"", "pepper"}[i/2%2]}
-		pool := relay.Pool{BlockSize: blockSize, Format: []relay.HashFormat{relay.Standard, relay.Eagle}[i%2]}
-		adapter := []string{"", "sql"}[i/4%2]
+		adapter, prompt := []string{"", "sql"}[i%2], []uint32{}
 		for range random.IntN(30) {
-			prompt.Tokens = append(prompt.Tokens, random.Uint32())
+			prompt = append(prompt, random.Uint32())
 		}
-		var local []uint64
-		if err := json.Unmarshal(d.do("hashes", append([]uint32{}, prompt.Tokens...), null(adapter), pool.Format == relay.Eagle, null(prompt.Salt)), &local); err != nil {
+		var theirs []uint64
+		if err := json.Unmarshal(d.do("hashes", prompt, null(adapter), false, nil), &theirs); err != nil {
 			t.Fatal(err)
 		}
-		if got, want := pool.Hashes(&prompt, adapter), kv.SequenceHashes(nil, local); !slices.Equal(got, want) {
-			t.Errorf("%+v of adapter %q: %v, Dynamo's are %v", prompt, adapter, got, want)
+		if ours := kv.HashBlocks(nil, prompt, blockSize, adapter, ""); !slices.Equal(ours, theirs) {
+			t.Errorf("%v of adapter %q: %v, Dynamo's are %v", prompt, adapter, ours, theirs)
 		}
 	}
 }
@@ -291,79 +273,64 @@ func null(text string) any {
 
 var update = flag.Bool("update", false, "write the messages that internal/relay tests decode")
 
-// TestMessagesAreEncodedAlike decodes messages of Dynamo's relay and encodes them again.
-// With -update it writes them to the test data of internal/relay.
-func TestMessagesAreEncodedAlike(t *testing.T) {
+// TestMessagesAreWritten writes messages of Dynamo's relay to the test data of internal/relay,
+// with -update.
+func TestMessagesAreWritten(t *testing.T) {
+	if !*update {
+		t.Skip("writes test data: run it with -update")
+	}
 	d := startDynamo(t)
 	d.stored(tokens(1, 8), []int64{11, 12}, nil)
-	folder := filepath.Join("..", "..", "..", "internal", "relay", "testdata", "dynamo")
-	same := func(name string, theirs []byte, ours func() []byte) {
+	write := func(name string, message []byte) {
 		t.Helper()
-		if *update {
-			if err := os.WriteFile(filepath.Join(folder, name+".bin"), theirs, 0o644); err != nil {
-				t.Fatal(err)
-			}
-		}
-		if got := ours(); !bytes.Equal(got, theirs) {
-			t.Errorf("%s is encoded as %x, Dynamo's is %x", name, got, theirs)
-		}
-	}
-	must := func(err error) {
-		t.Helper()
-		if err != nil {
+		folder := filepath.Join("..", "..", "..", "internal", "relay", "testdata", "dynamo")
+		if err := os.WriteFile(filepath.Join(folder, name+".bin"), message, 0o644); err != nil {
 			t.Fatal(err)
 		}
 	}
-	var catalog *relay.Catalog
+	var catalog, producer []byte
 	catalogs := d.subscribe("WatchKvPoolCatalog", nil)
 	testkit.Eventually(t, 20*time.Second, "a pool", func() bool {
-		theirs := catalogs.next()
-		var err error
-		catalog, err = relay.DecodeCatalog(theirs)
-		must(err)
-		same("catalog", theirs, catalog.Encode)
-		return len(catalog.Pools) == 1
+		catalog = catalogs.next()
+		producer = field(field(field(catalog, 4), 1), 1)
+		return producer != nil
 	})
-	readiness := d.subscribe("SubscribeServingReadiness", nil).next()
-	r, err := relay.DecodeReadiness(readiness)
-	must(err)
-	same("readiness", readiness, r.Encode)
-	loads := d.subscribe("SubscribeKvPoolLoad", nil)
-	testkit.Eventually(t, 20*time.Second, "a load", func() bool {
-		d.do("load", 3, 250)
-		theirs := loads.next()
-		l, err := relay.DecodeLoad(theirs)
-		must(err)
-		same("load", theirs, l.Encode)
-		return len(l.Pools) == 1 && l.Pools[0].Used == 250
-	})
-	info := d.subscribe("GetRelayInfo", nil).next()
-	same("info", info, (&relay.Catalog{Relay: catalog.Relay}).EncodeInfo)
-
-	stream, err := relay.NewStream(catalog.Pools[0].Producer)
-	must(err)
-	pool := d.subscribe("SubscribeKvPool", catalog.Pools[0].Producer.Encode())
-	step := func(name string, kind relay.Kind, want int) {
+	write("catalog", catalog)
+	write("readiness", d.subscribe("SubscribeServingReadiness", nil).next())
+	write("info", d.subscribe("GetRelayInfo", nil).next())
+	pool := d.subscribe("SubscribeKvPool", producer)
+	write("snapshot", pool.next())
+	step := func(name string, heartbeat bool) { // Dynamo's heartbeats have no frame
 		t.Helper()
-		for {
-			theirs := pool.next()
-			u, err := relay.DecodeUpdate(theirs)
-			must(err)
-			must(stream.Apply(u))
-			if u.Kind != kind && u.Kind == relay.Heartbeat {
-				continue
-			}
-			same(name, theirs, u.Encode)
-			if got := stream.Filter().Prefix(catalog.Pools[0].Hashes(&relay.Prompt{Tokens: tokens(1, 12)}, "")); u.Kind != kind || got != want {
-				t.Fatalf("%s has kind %d, and %d blocks are held: want %d, %d", name, u.Kind, got, kind, want)
-			}
-			return
+		message := pool.next()
+		for (field(message, 8) == nil) != heartbeat {
+			message = pool.next()
 		}
+		write(name, message)
 	}
-	step("snapshot", relay.Snapshot, 2)
 	d.stored(tokens(9, 12), []int64{13}, 12)
-	step("stored", relay.Delta, 3)
+	step("stored", false)
 	d.do("removed", []int64{12, 13})
-	step("removed", relay.Delta, 1)
-	step("heartbeat", relay.Heartbeat, 1)
+	step("removed", false)
+	step("heartbeat", true)
+}
+
+// field returns the content of a message's first field of that number; nil: it has none.
+func field(message []byte, number protowire.Number) []byte {
+	for len(message) > 0 {
+		at, kind, n := protowire.ConsumeTag(message)
+		if n < 0 {
+			return nil
+		}
+		size := protowire.ConsumeFieldValue(at, kind, message[n:])
+		if size < 0 {
+			return nil
+		}
+		if at == number && kind == protowire.BytesType {
+			text, _ := protowire.ConsumeBytes(message[n:])
+			return text
+		}
+		message = message[n+size:]
+	}
+	return nil
 }
