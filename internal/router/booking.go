@@ -243,7 +243,7 @@ func (r *Router) finishAs(b *Booking, how policy.Ending, output int, reason stri
 		if b.computed && !b.answeredWhole {
 			took = now.Sub(b.first)
 		}
-		r.outliers.Wrote(b.attempt(), output, took)
+		r.Health.outliers.Wrote(b.attempt(), output, took)
 	}
 	if b.charge != nil {
 		b.settle(how, output)

@@ -49,7 +49,7 @@ func (r *Router) collect(p *prompt, now time.Time) error {
 			return nil
 		}
 	}
-	if !r.outliers.Quiet() && p.Pinned == nil {
+	if !r.Health.outliers.Quiet() && p.Pinned == nil {
 		return r.filter(p, now)
 	}
 	return nil

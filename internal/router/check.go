@@ -20,8 +20,8 @@ func (r *Router) Check() error {
 		return fmt.Errorf("%d books are open, %d workers are up", len(r.targetLoads), len(r.targets))
 	}
 	for i := range r.targets {
-		if t := &r.targets[i]; r.targetLoads[i].workerLoad != l.byWorker[t.Key] || r.targetLoads[i].number != r.targetLoads[i].workerLoad.number || t.Cordoned != r.isCordoned(t.Key.Worker) {
-			return fmt.Errorf("worker %v: its books are not those of its place, or it is cordoned %v where %v is noted", t.Key, t.Cordoned, r.isCordoned(t.Key.Worker))
+		if t := &r.targets[i]; r.targetLoads[i].workerLoad != l.byWorker[t.Key] || r.targetLoads[i].number != r.targetLoads[i].workerLoad.number || t.Cordoned != r.Health.isCordoned(t.Key.Worker) {
+			return fmt.Errorf("worker %v: its books are not those of its place, or it is cordoned %v where %v is noted", t.Key, t.Cordoned, r.Health.isCordoned(t.Key.Worker))
 		}
 	}
 	for now, i := r.now(), 0; i < len(r.targets) && now.Before(l.stale); i++ {

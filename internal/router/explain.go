@@ -149,7 +149,7 @@ func (r *Router) explain(p *prompt, e *policy.Explanation, chosen int, now time.
 	receipt := r.newReceipt(p, now)
 	worker := target.Key.Worker // a copy: r.candidates is reused
 	receipt.Worker, receipt.WorkerName, receipt.Rank = &worker, r.names.Name(worker), target.Key.Rank
-	if _, due := r.outliers.TrialDue(target.Key, now); due && !p.QueryOnly && !p.ChooseOnly {
+	if _, due := r.Health.outliers.TrialDue(target.Key, now); due && !p.QueryOnly && !p.ChooseOnly {
 		receipt.Trial = true
 	}
 	if winners := e.Winners(); len(winners) > 1 {
@@ -255,17 +255,17 @@ func (r *Router) exclusion(p *prompt, c *policy.Candidate, trial bool, now time.
 		return excludedRetry
 	case r.settings.BusyThresholds.Set() && r.busy(t.Key.Worker, now):
 		return excludedBusy
-	case r.outliers.Ejected(t.Key, now):
+	case r.Health.outliers.Ejected(t.Key, now):
 		return excludedEjected
-	case r.outliers.IsSilent(t.Key):
+	case r.Health.outliers.IsSilent(t.Key):
 		return excludedStill
-	case r.outliers.IsOut(t.Key, now):
+	case r.Health.outliers.IsOut(t.Key, now):
 		return excludedHeld
 	case p.stays:
 		return excludedSession
 	case trial:
 		return excludedTrial
-	case r.outliers.IsBack(t.Key, now):
+	case r.Health.outliers.IsBack(t.Key, now):
 		return excludedSlowStart
 	case p.seated && !hasSeat(c.Load):
 		return excludedFull

@@ -665,7 +665,7 @@ func TestFairQueueServesEverybody(t *testing.T) {
 						running[i].Finish(rapid.IntRange(0, 500).Draw(t, "output"))
 					default:
 						running[i].FailAs(health.Engine, "it broke")
-						r.Readmit(running[i].Worker().Worker)
+						r.Health.Readmit(running[i].Worker().Worker)
 					}
 					running = append(running[:i], running[i+1:]...)
 				}

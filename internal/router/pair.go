@@ -160,7 +160,7 @@ func (r *Router) pairings(p *prompt, enforce bool) pairings {
 		}
 		if first.mayUse(t) {
 			prefill |= kv.KindsOf(t.Kind)
-			if !r.isOut(t, now) {
+			if !r.Health.isOut(t, now) {
 				well |= kv.KindsOf(t.Kind)
 			}
 		}

@@ -188,6 +188,8 @@ func (k Settings) CountsPasses() bool {
 // Router chooses a worker for each request and counts the in-flight requests of each
 // worker. It owns the lock under which requests are decided.
 type Router struct {
+	Health *Health
+
 	index     Index
 	assumes   radix.Assumer // nil: routed prompts do not count
 	blockSize int
@@ -206,7 +208,6 @@ type Router struct {
 	several     bool         // more than one has been up at once
 	targetLoads []targetLoad // for each of targets
 	loads       *loads
-	outliers    *health.Detector
 	policy      policy.Policy
 	random      *rand.Rand
 	candidates  []policy.Candidate   // reused by every decision
@@ -217,8 +218,6 @@ type Router struct {
 	reserve     reserve              // of seats, by a fair queue
 	sharing     *Sharing             // with other routers; nil: none
 	decisions   uint64               // reported to a judged policy
-	cordoned    map[uint64]time.Time // by users, since when
-	unavailable map[uint64]bool      // cordoned by discovery
 	receipts    receipts             // of the last decisions, while requested
 	sessions    *sessions
 	pulls       atomic.Bool  // two workers at least can pull from each other
@@ -296,24 +295,22 @@ func New(settings Settings, deps Deps) *Router {
 		deps.Now = time.Now
 	}
 	r := &Router{
-		index:       deps.Index,
-		assumes:     deps.Assumer,
-		blockSize:   deps.BlockSize,
-		now:         deps.Now,
-		settings:    settings,
-		names:       cmp.Or(deps.Names, new(kv.Names)),
-		log:         deps.Log,
-		traits:      deps.Policy.Traits(),
-		scratch:     sync.Pool{New: func() any { return new(workspace) }},
-		loads:       newLoads(),
-		outliers:    health.New(settings.Settings),
-		policy:      deps.Policy,
-		random:      rand.New(rand.NewPCG(deps.Seed, deps.Seed)),
-		cordoned:    map[uint64]time.Time{},
-		unavailable: map[uint64]bool{},
-		sessions:    newSessions(),
-		forecast:    forecast,
+		index:     deps.Index,
+		assumes:   deps.Assumer,
+		blockSize: deps.BlockSize,
+		now:       deps.Now,
+		settings:  settings,
+		names:     cmp.Or(deps.Names, new(kv.Names)),
+		log:       deps.Log,
+		traits:    deps.Policy.Traits(),
+		scratch:   sync.Pool{New: func() any { return new(workspace) }},
+		loads:     newLoads(),
+		policy:    deps.Policy,
+		random:    rand.New(rand.NewPCG(deps.Seed, deps.Seed)),
+		sessions:  newSessions(),
+		forecast:  forecast,
 	}
+	r.Health = &Health{router: r, outliers: health.New(settings.Settings), cordons: map[uint64]cordon{}}
 	if settings.Fair() {
 		r.fair = fair.New[*waiter](fair.Settings{Limit: settings.RouterQueueLimit, Tenants: mostTenants, BatchShare: settings.RouterBatchShare})
 	}
@@ -343,7 +340,7 @@ func (r *Router) Up(t kv.Target) {
 	if r.assumes != nil {
 		r.assumes.SetCapacity(t.Key, t.TotalBlocks)
 	}
-	t.Cordoned = r.isCordoned(t.Key.Worker)
+	t.Cordoned = r.Health.isCordoned(t.Key.Worker)
 	// Most workers have the same names: decisions read them in one place.
 	if i := slices.IndexFunc(r.targets, func(other kv.Target) bool { return slices.Equal(other.Models, t.Models) }); i >= 0 {
 		t.Models = r.targets[i].Models
@@ -356,7 +353,7 @@ func (r *Router) Up(t kv.Target) {
 		r.targets, r.targetLoads = slices.Insert(r.targets, at, t), slices.Insert(r.targetLoads, at, targetLoad{load, load.Load, load.number})
 	}
 	r.several = r.several || len(r.targets) > 1
-	r.outliers.Join(t.Key, t.Generation, t.Role, r.now())
+	r.Health.outliers.Join(t.Key, t.Generation, t.Role, r.now())
 	r.notePairs()
 	r.notePulls()
 	r.dispatch(r.now())
@@ -376,7 +373,7 @@ func (r *Router) Down(w kv.WorkerKey) {
 	}
 	r.loseCell(w)
 	r.loads.silence(w)
-	r.outliers.Leave(w, r.now())
+	r.Health.outliers.Leave(w, r.now())
 	r.notePairs()
 	r.notePulls()
 	r.dispatch(r.now())
@@ -441,6 +438,27 @@ func (r *Router) Count() (n int) {
 		}
 	}
 	return n
+}
+
+// Schedulable returns the number of ranks that are up, and neither cordoned nor
+// Unanswered.
+func (r *Router) Schedulable() (n int) {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	for i := range r.targets {
+		if t := &r.targets[i]; !t.Cordoned && !t.Unanswered {
+			n++
+		}
+	}
+	return n
+}
+
+// Working reports whether this router has in-flight requests on any rank of a
+// worker.
+func (r *Router) Working(worker uint64) bool {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	return r.loads.own[worker] > 0
 }
 
 // Several reports whether more than one worker has been up at once, so that another one may be
@@ -717,7 +735,7 @@ func (r *Router) tracksPrefill(p *prompt) bool {
 func (r *Router) book(p *prompt, c *policy.Candidate, now time.Time) *Booking {
 	b := &Booking{
 		router: r, worker: c.Target.Key, client: p.Client, id: p.ID, prompt: p.tokens, expected: p.ExpectedOutput, sequence: p.sequence, answeredWhole: p.AnsweredWhole, asks: p.Work, leg: p.Leg, lora: p.LoRA,
-		assumed: r.assume(c.Target.Key, p), cached: -1, generation: c.Target.Generation, trial: r.outliers.Begin(c.Target.Key, p.Work.Logprobs, now),
+		assumed: r.assume(c.Target.Key, p), cached: -1, generation: c.Target.Generation, trial: r.Health.outliers.Begin(c.Target.Key, p.Work.Logprobs, now),
 	}
 	b.device, b.lower = r.finds(p, c)
 	b.loads = b.lower.Tokens(r.blockSize)

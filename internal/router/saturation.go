@@ -56,7 +56,7 @@ func (r *Router) shortestWait(leg kv.Leg, now time.Time) (wait time.Duration, wo
 	well := false
 	for i := range r.targets {
 		t := &r.targets[i]
-		in := !r.outliers.IsOut(t.Key, now)
+		in := !r.Health.outliers.IsOut(t.Key, now)
 		if !t.Takes(leg) || t.Unanswered || well && !in {
 			continue
 		}
@@ -105,7 +105,7 @@ func (r *Router) SaturationOf(role kv.Role) (saturation float64, up bool) {
 	sum, workers, requests, well := 0.0, 0, 0, false
 	for i := range r.targets {
 		t := &r.targets[i]
-		in := !r.outliers.IsOut(t.Key, now)
+		in := !r.Health.outliers.IsOut(t.Key, now)
 		if !t.Takes(kv.LegDecode) || t.Unanswered || well && !in {
 			continue
 		}

@@ -88,11 +88,11 @@ func TestWhatBreaksASession(t *testing.T) {
 			r.Up(kv.Target{Key: testkit.W1, Models: []string{"other"}})
 		}, want: SessionCounts{Moved: 1}},
 		"a rest": {breaks: func(t *testing.T, r *Router, _ *testkit.StandingClock) {
-			if err := r.Cordon(0); err != nil {
+			if err := r.Health.Cordon(0); err != nil {
 				t.Fatal(err)
 			}
 		}, want: SessionCounts{Moved: 1}},
-		"draining":  {breaks: func(_ *testing.T, r *Router, _ *testkit.StandingClock) { r.CordonDiscovered(0, true) }, want: SessionCounts{Moved: 1}},
+		"draining":  {breaks: func(_ *testing.T, r *Router, _ *testkit.StandingClock) { r.Health.CordonDiscovered(0, true) }, want: SessionCounts{Moved: 1}},
 		"its death": {breaks: func(_ *testing.T, r *Router, _ *testkit.StandingClock) { r.Down(testkit.W0) }, want: SessionCounts{Moved: 1}},
 		"its restart": {breaks: func(_ *testing.T, r *Router, _ *testkit.StandingClock) {
 			r.Up(kv.Target{Key: testkit.W0, Generation: 1})
@@ -371,7 +371,7 @@ func TestSessionsAgainstAModel(t *testing.T) {
 			"rest": func(t *rapid.T) {
 				w := rapid.IntRange(0, workers-1).Draw(t, "worker")
 				rests[w] = !rests[w]
-				r.CordonDiscovered(uint64(w), rests[w])
+				r.Health.CordonDiscovered(uint64(w), rests[w])
 			},
 			"restart": func(t *rapid.T) {
 				w := rapid.IntRange(0, workers-1).Draw(t, "worker")

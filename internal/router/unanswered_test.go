@@ -37,7 +37,7 @@ func TestAnUnansweredWorkerIsForClientsThatForward(t *testing.T) {
 			if d.Booking.End(); len(d.Alternatives) != 1 {
 				t.Errorf("fallbacks %v, want the other worker that answers", d.Alternatives)
 			}
-			if idlest, ok := r.Idlest(kv.EngineVLLM); !ok || idlest.Key == silent {
+			if idlest, ok := r.Health.Idlest(kv.EngineVLLM); !ok || idlest.Key == silent {
 				t.Error("it is asked for tokens")
 			}
 			if n, all := r.Count(), len(r.Targets()); n != 2 || all != 3 || r.Schedulable() != 2 {
@@ -59,7 +59,7 @@ func TestARouterOfUnansweredWorkersHasNone(t *testing.T) {
 	if _, up := r.Saturation(); up {
 		t.Error("it has a saturation")
 	}
-	if _, ok := r.Idlest(kv.EngineVLLM); ok {
+	if _, ok := r.Health.Idlest(kv.EngineVLLM); ok {
 		t.Error("a worker that has never answered is asked")
 	}
 	for _, need := range []Need{{Model: "m", Whole: true}, {Model: "x", Whole: true}, {Model: "m", Pair: true}} {
