@@ -19,11 +19,11 @@ func (r *Router) collect(p *prompt, now time.Time) error {
 	limited := r.settings.BusyThresholds.Set()
 	for i := range r.targets {
 		t := &r.targets[i]
-		if !t.Takes(p.Leg) || !p.reaches(t) {
-			continue
+		why := p.excludes(t)
+		if why == 0 || why > excludedLeg {
+			workers++
 		}
-		workers++
-		if !p.suits(t) || slices.Contains(p.Exclude, t.Key.Worker) {
+		if why != 0 {
 			continue
 		}
 		if limited && r.busy(t.Key.Worker, now) {
@@ -81,25 +81,6 @@ func (r *Router) busy(worker uint64, now time.Time) bool {
 	}
 	return true
 }
-
-// mayUse reports whether p, or the requested leg of it, may be served by t.
-func (p *prompt) mayUse(t *kv.Target) bool {
-	return p.mightUse(t) && !slices.Contains(p.Exclude, t.Key.Worker)
-}
-
-// mightUse is mayUse before any worker has failed p.
-func (p *prompt) mightUse(t *kv.Target) bool { return t.Takes(p.Leg) && p.reaches(t) && p.suits(t) }
-
-// suits reports whether t is one of the workers that p may be served by, where it takes that leg
-// of requests.
-func (p *prompt) suits(t *kv.Target) bool {
-	return p.Kinds.Allow(t.Kind) && t.Serves(p.Model) && (!p.SGLang || t.RunsSGLang()) &&
-		(p.Pinned == nil || *p.Pinned == t.Key) &&
-		(p.Allowed == nil || slices.Contains(p.Allowed, t.Key.Worker))
-}
-
-// reaches reports whether p may go to t although it may never have answered.
-func (p *prompt) reaches(t *kv.Target) bool { return p.Unanswered || !t.Unanswered }
 
 // snapshot looks up what requests in flight have of p, and what is the same for all candidates, and
 // brings the loads up to now. It comes before candidate, without a change of the books in between.

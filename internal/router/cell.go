@@ -118,10 +118,10 @@ type Sum struct {
 func (r *Router) Sum() (s Sum) {
 	r.mu.Lock()
 	defer r.unlock()
-	now, leg := r.now(), r.newLeg()
+	now, request := r.now(), Request{Leg: r.newLeg()}
 	for i := range r.targets {
 		t, load := &r.targets[i], r.targetLoads[i].asOf(now)
-		if !t.Takes(leg) || t.Unanswered {
+		if !request.mayUse(t) {
 			continue
 		}
 		workers := 1
@@ -150,7 +150,8 @@ func (r *Router) Sum() (s Sum) {
 // the prompt. The caller holds the lock.
 func (r *Router) newLeg() kv.Leg {
 	takes := func(leg kv.Leg) bool {
-		return r.has(func(t *kv.Target) bool { return t.Takes(leg) && !t.Unanswered })
+		request := Request{Leg: leg}
+		return r.has(request.mayUse)
 	}
 	if takes(kv.LegPrefill) && takes(kv.LegDecode) {
 		return kv.LegPrefill

@@ -113,7 +113,7 @@ func TestTheReceiptSaysThatAWorkerRests(t *testing.T) {
 	r.Decisions(0)
 	MustRoute(t, r, Request{}).Booking.End()
 	list, _ := r.Decisions(1)
-	if got := list[0].Candidates[0].Excluded; got != excludedCordoned {
+	if got := list[0].Candidates[0].Excluded; got != excludedCordoned.String() {
 		t.Errorf("it is excluded as %q", got)
 	}
 }

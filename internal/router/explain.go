@@ -72,32 +72,9 @@ type ReceiptCandidate struct {
 	ActiveBlocks  int      `json:"active_blocks"`
 	Waiting       *int     `json:"waiting"`            // as published; null: no recent value
 	KVUsage       *float64 `json:"kv_usage"`           // the same
-	Excluded      string   `json:"excluded,omitempty"` // reason why it could not be chosen: one of the constants, or the policy's reason
+	Excluded      string   `json:"excluded,omitempty"` // why it could not be chosen: an exclusion, or the policy's reason
 	*policy.Score          // nil: it was not weighed
 }
-
-// Why a worker could not be chosen.
-const (
-	excludedPinned    = "pinned"              // the request names another one
-	excludedCordoned  = "cordoned"            // it gets no new requests until it is readmitted
-	excludedSilent    = "unanswered"          // registered, and its URL has never answered
-	excludedLeg       = "leg"                 // its role excludes this leg
-	excludedKind      = "kind"                // its KV connector differs from that of the other leg's worker
-	excludedModel     = "model"               // it does not serve the model
-	excludedEngine    = "engine"              // it does not run SGLang
-	excludedUnlisted  = "not_allowed"         // it is not among the allowed workers of the request
-	excludedRetry     = "failed_this_request" // this request has failed on it
-	excludedBusy      = "busy"                // beyond a busy threshold
-	excludedEjected   = "ejected"             // for its failures
-	excludedStill     = "silent"              // it shows no sign of life
-	excludedHeld      = "held"                // paused: it requested a pause, or is suspected
-	excludedSession   = "session"             // the request's session stays with another one
-	excludedTrial     = "trial"               // an ejected one gets the request on trial
-	excludedSlowStart = "slow_start"          // its share is still growing
-	excludedFull      = "no_seat"             // its engine runs as many requests as it can, and others could run this one
-	excludedObjective = "objective"           // it is predicted to miss an objective of the request, and others are not
-	excludedFailing   = "failing"             // too many fail to eject it, and others fail less
-)
 
 // receipts are those of the last decisions. The router's lock guards them.
 type receipts struct {
@@ -199,7 +176,7 @@ func (r *Router) receiptCandidates(p *prompt, e *policy.Explanation, trial bool,
 			var c policy.Candidate
 			r.candidate(&c, p, i)
 			line := r.receiptCandidate(p, &c)
-			line.Excluded = r.exclusion(p, &c, trial, now)
+			line.Excluded = r.exclusion(p, &c, i, trial, now).String()
 			list = append(list, line)
 			continue
 		}
@@ -231,41 +208,21 @@ func (r *Router) receiptCandidate(p *prompt, c *policy.Candidate) ReceiptCandida
 	return line
 }
 
-// exclusion says why c is no candidate for p; trial: because another one is on trial.
-func (r *Router) exclusion(p *prompt, c *policy.Candidate, trial bool, now time.Time) string {
-	t := c.Target
-	switch {
-	case p.Pinned != nil && *p.Pinned != t.Key:
+// exclusion returns why the worker at that place, as c, is no candidate for p; trial: because another one is on
+// trial.
+func (r *Router) exclusion(p *prompt, c *policy.Candidate, at int, trial bool, now time.Time) exclusion {
+	if p.Pinned != nil && *p.Pinned != c.Target.Key { // whatever else it is
 		return excludedPinned
-	case t.Cordoned:
-		return excludedCordoned
-	case !p.reaches(t):
-		return excludedSilent
-	case !t.Takes(p.Leg):
-		return excludedLeg
-	case !p.Kinds.Allow(t.Kind):
-		return excludedKind
-	case !t.Serves(p.Model):
-		return excludedModel
-	case p.SGLang && !t.RunsSGLang():
-		return excludedEngine
-	case p.Allowed != nil && !slices.Contains(p.Allowed, t.Key.Worker):
-		return excludedUnlisted
-	case slices.Contains(p.Exclude, t.Key.Worker):
-		return excludedRetry
-	case r.settings.BusyThresholds.Set() && r.busy(t.Key.Worker, now):
-		return excludedBusy
-	case r.Health.outliers.Ejected(t.Key, now):
-		return excludedEjected
-	case r.Health.outliers.IsSilent(t.Key):
-		return excludedStill
-	case r.Health.outliers.IsOut(t.Key, now):
-		return excludedHeld
+	}
+	if why := r.excludes(p, at, now); why != 0 {
+		return why
+	}
+	switch {
 	case p.stays:
 		return excludedSession
 	case trial:
 		return excludedTrial
-	case r.Health.outliers.IsBack(t.Key, now):
+	case r.Health.outliers.IsBack(c.Target.Key, now):
 		return excludedSlowStart
 	case p.seated && !hasSeat(c.Load):
 		return excludedFull

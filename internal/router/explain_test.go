@@ -121,30 +121,30 @@ func TestAReceiptSaysWhyAWorkerWasExcluded(t *testing.T) {
 		request Request
 		want    string // of worker 1
 	}{
-		{"another one is pinned", nil, Request{Pinned: &kv.WorkerKey{}}, excludedPinned},
+		{"another one is pinned", nil, Request{Pinned: &kv.WorkerKey{}}, excludedPinned.String()},
 		{"it serves another model", func(r *Router, _ *time.Time) {
 			r.Up(kv.Target{Key: kv.WorkerKey{Worker: 1}, Generation: 1, Models: []string{"other"}})
-		}, Request{Model: "m"}, excludedModel},
+		}, Request{Model: "m"}, excludedModel.String()},
 		{"it computes prompts only", func(r *Router, _ *time.Time) {
 			r.Up(kv.Target{Key: kv.WorkerKey{Worker: 1}, Generation: 1, Disagg: kv.Disagg{Role: kv.RolePrefill}})
-		}, Request{}, excludedLeg},
+		}, Request{}, excludedLeg.String()},
 		{"it runs no SGLang", func(r *Router, _ *time.Time) {
 			r.Up(kv.Target{Generation: 1, Engine: kv.EngineSGLang})
-		}, Request{SGLang: true}, excludedEngine},
-		{"others are listed", nil, Request{Allowed: []uint64{0}}, excludedUnlisted},
-		{"it has failed the request", nil, Request{Exclude: []uint64{1}}, excludedRetry},
+		}, Request{SGLang: true}, excludedEngine.String()},
+		{"others are listed", nil, Request{Allowed: []uint64{0}}, excludedUnlisted.String()},
+		{"it has failed the request", nil, Request{Exclude: []uint64{1}}, excludedRetry.String()},
 		{"it is busy", func(r *Router, _ *time.Time) {
 			r.setBusyThresholds(BusyThresholds{ActivePrefillTokensThreshold: &limit})
 			overload(t, r, kv.WorkerKey{Worker: 1})
-		}, Request{}, excludedBusy},
-		{"it is ejected", func(r *Router, _ *time.Time) { eject(t, r, 1) }, Request{}, excludedEjected},
+		}, Request{}, excludedBusy.String()},
+		{"it is ejected", func(r *Router, _ *time.Time) { eject(t, r, 1) }, Request{}, excludedEjected.String()},
 		{"it asked for a pause", func(r *Router, _ *time.Time) {
 			MustRoute(t, r, Request{Pinned: &kv.WorkerKey{Worker: 1}}).Booking.Press(time.Second)
-		}, Request{}, excludedHeld},
+		}, Request{}, excludedHeld.String()},
 		{"another one is on trial", func(r *Router, now *time.Time) {
 			eject(t, r, 0)
 			*now = now.Add(6 * time.Second)
-		}, Request{}, excludedTrial},
+		}, Request{}, excludedTrial.String()},
 	} {
 		t.Run(test.name, func(t *testing.T) {
 			r, now := newWatchedRouter(t, "least-loaded", 2)
@@ -157,7 +157,7 @@ func TestAReceiptSaysWhyAWorkerWasExcluded(t *testing.T) {
 			if d.Target.Key.Worker != 0 || receipt.Candidates[1].Excluded != test.want || receipt.Candidates[0].Excluded != "" || receipt.Margin != nil {
 				t.Errorf("worker %d, receipt %+v, want %q", d.Target.Key.Worker, receipt, test.want)
 			}
-			if trial := test.want == excludedTrial; receipt.Trial != trial {
+			if trial := test.want == excludedTrial.String(); receipt.Trial != trial {
 				t.Errorf("trial: %v", receipt.Trial)
 			}
 		})
@@ -196,7 +196,7 @@ func TestARefusalHasAReceipt(t *testing.T) {
 		t.Fatalf("error %v, want ErrBusy", err)
 	}
 	receipt := last(t, r)
-	if len(d.Receipts) != 1 || receipt.Worker != nil || receipt.Error != ErrBusy.Error() || receipt.Candidates[0].Excluded != excludedBusy || receipt.Candidates[1].Excluded != excludedUnlisted {
+	if len(d.Receipts) != 1 || receipt.Worker != nil || receipt.Error != ErrBusy.Error() || receipt.Candidates[0].Excluded != excludedBusy.String() || receipt.Candidates[1].Excluded != excludedUnlisted.String() {
 		t.Errorf("receipt %+v", receipt)
 	}
 }

@@ -106,7 +106,7 @@ func TestAtMostHalfOfThemAreOut(t *testing.T) {
 	}
 	d := MustRoute(t, r, Request{Explain: true})
 	d.Booking.End()
-	if list := d.Receipts[0].Candidates; list[0].Excluded != excludedEjected || list[2].Excluded != excludedFailing || list[3].Excluded != "" {
+	if list := d.Receipts[0].Candidates; list[0].Excluded != excludedEjected.String() || list[2].Excluded != excludedFailing.String() || list[3].Excluded != "" {
 		t.Errorf("excluded for %+v", list)
 	}
 	fail(3, 3) // the request is at fault, or the network

@@ -147,7 +147,7 @@ func (r *Router) pairings(p *prompt, enforce bool) pairings {
 	var could pairings
 	var prefill, well, decode kv.Kinds
 	least := p.tokens
-	whole, first, second := *p, *p, *p
+	whole, first, second := p.Request, p.Request, p.Request
 	whole.Kinds, whole.Leg, first.Leg, second.Leg = 0, kv.LegWhole, kv.LegPrefill, kv.LegDecode
 	first.Pinned = p.PinnedPrefill
 	r.snapshot(p, now)

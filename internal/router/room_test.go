@@ -159,7 +159,7 @@ func TestAFullEngineIsNotChosen(t *testing.T) {
 	if d = MustRoute(t, r, request); d.Target.Key.Worker != 1 {
 		t.Error("a full engine is chosen")
 	}
-	if all := d.Receipts[0].Candidates; len(all) != 2 || all[0].Excluded != excludedFull || all[1].Score == nil {
+	if all := d.Receipts[0].Candidates; len(all) != 2 || all[0].Excluded != excludedFull.String() || all[1].Score == nil {
 		t.Errorf("receipt %+v", all)
 	}
 	d.Booking.End()

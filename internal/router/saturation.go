@@ -53,11 +53,11 @@ func (r *Router) waitFor(leg kv.Leg, now time.Time) (wait time.Duration, up bool
 // shortestWait returns the wait on the worker that takes the leg where it is shortest, and the
 // number of workers that share the router's queue; 0: none accepts requests.
 func (r *Router) shortestWait(leg kv.Leg, now time.Time) (wait time.Duration, workers int) {
-	well := false
+	well, request := false, Request{Leg: leg}
 	for i := range r.targets {
 		t := &r.targets[i]
 		in := !r.Health.outliers.IsOut(t.Key, now)
-		if !t.Takes(leg) || t.Unanswered || well && !in {
+		if !request.mayUse(t) || well && !in {
 			continue
 		}
 		w := r.forecast.Wait(now, r.targetLoads[i].asOf(now))
@@ -102,11 +102,11 @@ func (r *Router) SaturationOf(role kv.Role) (saturation float64, up bool) {
 		wait, up := r.waitFor(kv.LegPrefill, now)
 		return wait.Seconds() / r.settings.SaturationTarget.Seconds(), up
 	}
-	sum, workers, requests, well := 0.0, 0, 0, false
+	sum, workers, requests, well, request := 0.0, 0, 0, false, Request{Leg: kv.LegDecode}
 	for i := range r.targets {
 		t := &r.targets[i]
 		in := !r.Health.outliers.IsOut(t.Key, now)
-		if !t.Takes(kv.LegDecode) || t.Unanswered || well && !in {
+		if !request.mayUse(t) || well && !in {
 			continue
 		}
 		if in && !well {

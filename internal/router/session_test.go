@@ -250,7 +250,7 @@ func TestAllPoliciesKeepSessions(t *testing.T) {
 				t.Fatalf("receipt %+v", receipts[0])
 			}
 			for _, c := range receipts[0].Candidates {
-				if c.Worker != first && c.Excluded != excludedSession {
+				if c.Worker != first && c.Excluded != excludedSession.String() {
 					t.Errorf("worker %d is left out as %q", c.Worker, c.Excluded)
 				}
 			}

@@ -71,7 +71,7 @@ func TestARouterOfUnansweredWorkersHasNone(t *testing.T) {
 	if _, err := r.Route(t.Context(), Request{Model: "m"}); !errors.Is(err, ErrNoWorker) {
 		t.Errorf("routed: %v", err)
 	}
-	if list, _ := r.Decisions(1); len(list) != 1 || list[0].Candidates[0].Excluded != excludedSilent {
+	if list, _ := r.Decisions(1); len(list) != 1 || list[0].Candidates[0].Excluded != excludedSilent.String() {
 		t.Errorf("explained as %+v", list)
 	}
 	silent.Unanswered = false
