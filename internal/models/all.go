@@ -209,11 +209,11 @@ func (s *Set) Panicking() bool {
 	return slices.ContainsFunc(s.All(), func(m *Model) bool { return m.Router.Health.Panicking() })
 }
 
-// Decisions is Router.Decisions for all models together.
+// Decisions is Receipts.Last for all models together.
 func (s *Set) Decisions(last int) (list []*router.Receipt, explained bool) {
 	all := s.All()
 	for _, m := range all {
-		receipts, were := m.Router.Decisions(last)
+		receipts, were := m.Router.Receipts.Last(last)
 		list, explained = append(list, receipts...), explained || were
 	}
 	if len(all) > 1 {

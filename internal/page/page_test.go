@@ -337,7 +337,7 @@ func TestNothingIsComputedWithoutAViewer(t *testing.T) {
 	if n, told := b.totals.Load(), b.viewers.made.Load(); n != 0 || told != 0 || b.prompts.nodes != 0 {
 		t.Errorf("%d totals, %d events, %d prompts", n, told, b.prompts.nodes)
 	}
-	if _, explained := b.router.Decisions(0); explained {
+	if _, explained := b.router.Receipts.Last(0); explained {
 		t.Error("decisions are explained")
 	}
 	one := b.viewers.join("a", time.Now())

@@ -110,9 +110,9 @@ func TestReadmitEndsAnEjection(t *testing.T) {
 func TestTheReceiptSaysThatAWorkerRests(t *testing.T) {
 	r, _ := newWatchedRouter(t, "work", 2)
 	r.Health.Cordon(0)
-	r.Decisions(0)
+	r.Receipts.Last(0)
 	MustRoute(t, r, Request{}).Booking.End()
-	list, _ := r.Decisions(1)
+	list, _ := r.Receipts.Last(1)
 	if got := list[0].Candidates[0].Excluded; got != excludedCordoned.String() {
 		t.Errorf("it is excluded as %q", got)
 	}

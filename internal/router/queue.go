@@ -273,7 +273,7 @@ func (r *Router) decide(w *waiter, must bool, now time.Time) fair.Verdict {
 	}
 	result := waitResult{err: err}
 	if err != nil {
-		r.explainRefusal(&w.prompt, &result.decision, err, now)
+		r.Receipts.refuse(&w.prompt, &result.decision, err, now)
 	} else {
 		result.decision.QueueTime = now.Sub(w.since)
 		r.choose(&w.prompt, &result.decision, now)

@@ -188,7 +188,8 @@ func (k Settings) CountsPasses() bool {
 // Router chooses a worker for each request and counts the in-flight requests of each
 // worker. It owns the lock under which requests are decided.
 type Router struct {
-	Health *Health
+	Health   *Health
+	Receipts *Receipts
 
 	index     Index
 	assumes   radix.Assumer // nil: routed prompts do not count
@@ -218,7 +219,6 @@ type Router struct {
 	reserve     reserve              // of seats, by a fair queue
 	sharing     *Sharing             // with other routers; nil: none
 	decisions   uint64               // reported to a judged policy
-	receipts    receipts             // of the last decisions, while requested
 	sessions    *sessions
 	pulls       atomic.Bool  // two workers at least can pull from each other
 	forecast    *policy.Work // knows how long the engine's passes take; the policy itself if it does
@@ -310,6 +310,7 @@ func New(settings Settings, deps Deps) *Router {
 		sessions:  newSessions(),
 		forecast:  forecast,
 	}
+	r.Receipts = &Receipts{router: r}
 	r.Health = &Health{router: r, outliers: health.New(settings.Settings), cordons: map[uint64]cordon{}}
 	if settings.Fair() {
 		r.fair = fair.New[*waiter](fair.Settings{Limit: settings.RouterQueueLimit, Tenants: mostTenants, BatchShare: settings.RouterBatchShare})
@@ -556,11 +557,11 @@ func (r *Router) place(ctx context.Context, p *prompt, decision Decision) (Decis
 	w, err := r.schedule(p, &decision)
 	decision.ScheduleTime = r.now().Sub(began)
 	if w == nil {
-		r.logDecisions(p, decision.Receipts)
+		r.Receipts.log(p, decision.Receipts)
 		return decision, err
 	}
 	decided, err := r.wait(ctx, w)
-	r.logDecisions(p, decided.Receipts)
+	r.Receipts.log(p, decided.Receipts)
 	decided.HashTime, decided.LookupTime, decided.SequenceTime, decided.ScheduleTime = decision.HashTime, decision.LookupTime, decision.SequenceTime, decision.ScheduleTime
 	return decided, err
 }
@@ -636,7 +637,7 @@ func (r *Router) schedule(p *prompt, d *Decision) (*waiter, error) {
 		r.dispatchFairly(now) // room may have come with time: who waits goes first
 	}
 	if err := r.collect(p, now); err != nil {
-		r.explainRefusal(p, d, err, now)
+		r.Receipts.refuse(p, d, err, now)
 		return nil, err
 	}
 	waits := r.mustWait(p, now)
@@ -675,7 +676,7 @@ func (r *Router) choose(p *prompt, d *Decision, now time.Time) {
 		r.decisions++
 		query.Decision = r.decisions
 	}
-	if p.Explain || r.explains(now) {
+	if p.Explain || r.Receipts.wanted(now) {
 		query.Explain = &policy.Explanation{Decision: query.Decision}
 	}
 	p.seated = r.preferSeats()
@@ -683,7 +684,7 @@ func (r *Router) choose(p *prompt, d *Decision, now time.Time) {
 	at := r.policy.Choose(query, r.candidates, r.random)
 	p.sessionGoes = r.sessionGoes(p, r.candidates[at].Target, now)
 	if query.Explain != nil {
-		d.Receipts = []*Receipt{r.explain(p, query.Explain, at, now)}
+		d.Receipts = []*Receipt{r.Receipts.explain(p, query.Explain, at, now)}
 	}
 	chosen := &r.candidates[at]
 	d.Target, d.Tokens = *chosen.Target, p.tokens

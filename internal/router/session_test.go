@@ -237,7 +237,7 @@ func TestAllPoliciesKeepSessions(t *testing.T) {
 	for _, rule := range policies.Names {
 		t.Run(rule, func(t *testing.T) {
 			r := NewTestRouter(t, rule, 4)
-			r.Decisions(0)
+			r.Receipts.Last(0)
 			first := turn(t, r, Request{Session: 9, Tokens: testkit.Tokens(1, 20)})
 			for i := range 20 {
 				if got := turn(t, r, Request{Session: 9, Tokens: testkit.Tokens(uint32(100*i), 20)}); got != first {
@@ -245,7 +245,7 @@ func TestAllPoliciesKeepSessions(t *testing.T) {
 				}
 			}
 			expectSessions(t, r, 1, SessionCounts{New: 1, Kept: 20})
-			receipts, _ := r.Decisions(1)
+			receipts, _ := r.Receipts.Last(1)
 			if len(receipts) != 1 || receipts[0].Session != SessionKept || *receipts[0].Worker != first {
 				t.Fatalf("receipt %+v", receipts[0])
 			}

@@ -67,11 +67,11 @@ func TestARouterOfUnansweredWorkersHasNone(t *testing.T) {
 			t.Errorf("%+v does not wait", need)
 		}
 	}
-	r.Decisions(0)
+	r.Receipts.Last(0)
 	if _, err := r.Route(t.Context(), Request{Model: "m"}); !errors.Is(err, ErrNoWorker) {
 		t.Errorf("routed: %v", err)
 	}
-	if list, _ := r.Decisions(1); len(list) != 1 || list[0].Candidates[0].Excluded != excludedSilent.String() {
+	if list, _ := r.Receipts.Last(1); len(list) != 1 || list[0].Candidates[0].Excluded != excludedSilent.String() {
 		t.Errorf("explained as %+v", list)
 	}
 	silent.Unanswered = false
