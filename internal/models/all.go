@@ -164,7 +164,7 @@ func (s *Set) Sessions() (known int, sum router.SessionCounts) {
 // QueueDepth returns the queued requests of all models and their prompt tokens.
 func (s *Set) QueueDepth() (requests, tokens int) {
 	for _, m := range s.All() {
-		r, t := m.Router.QueueDepth()
+		r, t := m.Router.Admission.QueueDepth()
 		requests, tokens = requests+r, tokens+t
 	}
 	return requests, tokens
@@ -174,7 +174,7 @@ func (s *Set) QueueDepth() (requests, tokens int) {
 // model and class.
 func (s *Set) Tenants() (states []fair.State) {
 	for _, m := range s.All() {
-		states = append(states, m.Router.Tenants()...)
+		states = append(states, m.Router.Admission.Tenants()...)
 	}
 	return states
 }
@@ -251,23 +251,23 @@ func (s *Set) Cordoned() map[uint64]time.Time {
 func (s *Set) Index() radix.Reader { return s.Default().Index }
 
 // BusyThresholds returns the busy thresholds, which all models share.
-func (s *Set) BusyThresholds() router.BusyThresholds { return s.Default().Router.BusyThresholds() }
+func (s *Set) BusyThresholds() router.BusyThresholds { return s.Default().Router.Admission.BusyThresholds() }
 
-// SetBusyThresholds is Router.SetBusyThresholds for every model.
+// SetBusyThresholds is Admission.SetBusyThresholds for every model.
 func (s *Set) SetBusyThresholds(t router.BusyThresholds) {
 	s.joining.Lock() // no model is being created with the old ones
 	defer s.joining.Unlock()
 	for _, m := range s.All() {
-		m.Router.SetBusyThresholds(t)
+		m.Router.Admission.SetBusyThresholds(t)
 	}
 }
 
-// ChangeBusyThresholds is Router.ChangeBusyThresholds for every model.
+// ChangeBusyThresholds is Admission.ChangeBusyThresholds for every model.
 func (s *Set) ChangeBusyThresholds(change router.BusyThresholds) (now router.BusyThresholds) {
 	s.joining.Lock()
 	defer s.joining.Unlock()
 	for _, m := range s.All() {
-		now = m.Router.ChangeBusyThresholds(change)
+		now = m.Router.Admission.ChangeBusyThresholds(change)
 	}
 	return now
 }
@@ -319,8 +319,8 @@ type Sample struct {
 	InFlight          int     // requests
 	Queued            int     // requests that wait for capacity
 	Waiting           int     // requests that wait until a worker is up
-	Saturation        float64 // Router.Saturation; 1 without workers while requests wait for one
-	Prefill, Decode   float64 // Router.SaturationOf; 1 without such workers while requests wait for one
+	Saturation        float64 // Admission.Saturation; 1 without workers while requests wait for one
+	Prefill, Decode   float64 // Admission.SaturationOf; 1 without such workers while requests wait for one
 	Paired            bool    // a worker has one of these roles
 	Blocks            int     // in its index
 	Requests, Refused uint64
@@ -343,7 +343,7 @@ func (s *Set) Samples() (samples []Sample) {
 		for _, load := range m.Router.Loads() {
 			one.InFlight += load.ActiveRequests
 		}
-		one.Queued, _ = m.Router.QueueDepth()
+		one.Queued, _ = m.Router.Admission.QueueDepth()
 		for _, key := range m.Index.Workers() {
 			one.Blocks += m.Index.Blocks(key)
 		}

@@ -95,7 +95,7 @@ func saturate(t *testing.T, rt *router.Router) {
 		}
 		t.Cleanup(b.End)
 	}
-	if saturation, _ := rt.Saturation(); saturation < 1 {
+	if saturation, _ := rt.Admission.Saturation(); saturation < 1 {
 		t.Fatalf("the worker is not saturated: %v", saturation)
 	}
 }

@@ -93,7 +93,7 @@ func (b *Booking) FirstToken() {
 		if !b.computed {
 			r.answerBegins(b, now)
 			r.prefillDone(b, now)
-			r.dispatch(now)
+			r.Admission.dispatch(now)
 		}
 		r.loads.heard(b, now)
 	})
@@ -276,7 +276,7 @@ func (r *Router) finishAs(b *Booking, how policy.Ending, output int, reason stri
 		b.assumed.End((b.prompt+output)/r.blockSize-b.prompt/r.blockSize, b.cached)
 	}
 	r.share(ChangeFree, b)
-	r.dispatch(now)
+	r.Admission.dispatch(now)
 }
 
 // prefillDone notes that b's prompt has been computed, unless it is known. The

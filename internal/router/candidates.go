@@ -16,7 +16,7 @@ func (r *Router) collect(p *prompt, now time.Time) error {
 	r.snapshot(p, now)
 	r.findSources(p, now)
 	p.reachable, p.stays = 0, false
-	limited := r.settings.BusyThresholds.Set()
+	limited := r.Admission.thresholds.Set()
 	for i := range r.targets {
 		t := &r.targets[i]
 		why := p.excludes(t)
@@ -26,7 +26,7 @@ func (r *Router) collect(p *prompt, now time.Time) error {
 		if why != 0 {
 			continue
 		}
-		if limited && r.busy(t.Key.Worker, now) {
+		if limited && r.Admission.busy(t.Key.Worker, now) {
 			err = ErrBusy
 			continue
 		}
@@ -72,10 +72,11 @@ func (r *Router) prefer(good func(*policy.Candidate) bool) (others bool) {
 }
 
 // busy reports whether all ranks of a worker are beyond a threshold.
-func (r *Router) busy(worker uint64, now time.Time) bool {
+func (a *Admission) busy(worker uint64, now time.Time) bool {
+	r := a.router
 	at, _ := r.target(kv.WorkerKey{Worker: worker})
 	for ; at < len(r.targets) && r.targets[at].Key.Worker == worker; at++ {
-		if load := r.targetLoads[at].asOf(now); !r.settings.BusyThresholds.exceeded(&r.targets[at], load) {
+		if load := r.targetLoads[at].asOf(now); !a.thresholds.exceeded(&r.targets[at], load) {
 			return false
 		}
 	}

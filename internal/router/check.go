@@ -91,14 +91,14 @@ func (r *Router) Check() error {
 	if last != l.newest || named != len(l.byID) {
 		return fmt.Errorf("the list ends at %p, not %p; %d of %d named bookings are in it", last, l.newest, named, len(l.byID))
 	}
-	if r.fair != nil {
-		for _, s := range r.fair.States() {
+	if r.Admission.fair != nil {
+		for _, s := range r.Admission.fair.States() {
 			charged -= s.Running
 		}
 		if charged != 0 {
 			return fmt.Errorf("%d more bookings are charged than tenants have requests", charged)
 		}
-		if err := r.fair.Check(); err != nil {
+		if err := r.Admission.fair.Check(); err != nil {
 			return err
 		}
 	}

@@ -135,7 +135,7 @@ func TestWhoWaitsIsRefusedOnceAllRest(t *testing.T) {
 		_, err := r.Route(ctx, Request{Tokens: testkit.Tokens(50, 20)})
 		ended <- err
 	}()
-	testkit.Eventually(t, 5*time.Second, "it waits", func() bool { n, _ := r.QueueDepth(); return n == 1 })
+	testkit.Eventually(t, 5*time.Second, "it waits", func() bool { n, _ := r.Admission.QueueDepth(); return n == 1 })
 	r.Health.Cordon(0)
 	if err := <-ended; !errors.Is(err, ErrNoWorker) {
 		t.Errorf("it ended with %v", err)

@@ -86,7 +86,7 @@ func (r *Router) excludes(p *prompt, at int, now time.Time) exclusion {
 	if why := p.Request.excludes(t); why != 0 {
 		return why
 	}
-	if r.settings.BusyThresholds.Set() && r.busy(t.Key.Worker, now) {
+	if r.Admission.thresholds.Set() && r.Admission.busy(t.Key.Worker, now) {
 		return excludedBusy
 	}
 	return r.Health.excludes(t.Key, now)

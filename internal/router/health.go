@@ -45,7 +45,7 @@ func (h *Health) Cordon(worker uint64) error {
 		c.user, c.since = true, now
 		h.set(worker, c)
 	}
-	r.dispatch(now) // requests that wait for it may go elsewhere now
+	r.Admission.dispatch(now) // requests that wait for it may go elsewhere now
 	return nil
 }
 
@@ -99,7 +99,7 @@ func (h *Health) Readmit(worker uint64) error {
 	for i := range ranks {
 		h.outliers.Readmit(ranks[i].Key, now)
 	}
-	r.dispatch(now)
+	r.Admission.dispatch(now)
 	return nil
 }
 
@@ -127,7 +127,7 @@ func (h *Health) CordonDiscovered(worker uint64, on bool) {
 	c := h.cordons[worker]
 	c.discovered = on
 	h.set(worker, c)
-	r.dispatch(r.now())
+	r.Admission.dispatch(r.now())
 }
 
 // CordonAs cordons the workers that discovery has cordoned in another router.

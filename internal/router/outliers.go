@@ -82,7 +82,7 @@ func (r *Router) onTrial(p *prompt, now time.Time) bool {
 	for i := range r.candidates {
 		c := &r.candidates[i]
 		since, due := r.Health.outliers.TrialDue(c.Target.Key, now)
-		if due && r.hasCapacity(c.Target, c.Load, now) && (p.ID == "" || now.Sub(since) >= trialOverdue) && (longest < 0 || since.Before(first)) {
+		if due && r.Admission.hasCapacity(c.Target, c.Load, now) && (p.ID == "" || now.Sub(since) >= trialOverdue) && (longest < 0 || since.Before(first)) {
 			longest, first = i, since
 		}
 	}

@@ -71,7 +71,7 @@ func TestSeatsAreLearnedWhateverThePrompts(t *testing.T) {
 		prompt := rapid.IntRange(1, longest)
 		var decided []*batchRequest
 		demand := func() {
-			for waits, _ := r.QueueDepth(); waits < 5; waits, _ = r.QueueDepth() {
+			for waits, _ := r.Admission.QueueDepth(); waits < 5; waits, _ = r.Admission.QueueDepth() {
 				b := &batchRequest{prompt: prompt.Draw(rt, "prompt"), steps: 20}
 				d, waiting, err := r.RouteOrWait(tenant("a", b.prompt), func(d Decision, err error) {
 					b.booking = d.Booking

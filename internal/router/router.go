@@ -188,8 +188,9 @@ func (k Settings) CountsPasses() bool {
 // Router chooses a worker for each request and counts the in-flight requests of each
 // worker. It owns the lock under which requests are decided.
 type Router struct {
-	Health   *Health
-	Receipts *Receipts
+	Health    *Health
+	Admission *Admission
+	Receipts  *Receipts
 
 	index     Index
 	assumes   radix.Assumer // nil: routed prompts do not count
@@ -204,21 +205,17 @@ type Router struct {
 
 	cells atomic.Pointer[[]cell] // by key; nil: none. A loaded slice never changes
 
-	mu          sync.Mutex   // guards all below, and the busy thresholds of settings
+	mu          sync.Mutex   // guards all below
 	targets     []kv.Target  // the workers that are up, by key
 	several     bool         // more than one has been up at once
 	targetLoads []targetLoad // for each of targets
 	loads       *loads
 	policy      policy.Policy
 	random      *rand.Rand
-	candidates  []policy.Candidate   // reused by every decision
-	expired     time.Time            // when forgotten bookings were last looked for
-	began       time.Time            // of the queue's clock: when a request first had to wait
-	waiting     []*waiter            // for a worker with capacity, the first to go at the front
-	fair        *fair.Queue[*waiter] // those that wait, in place of waiting; nil: the order is not fair
-	reserve     reserve              // of seats, by a fair queue
-	sharing     *Sharing             // with other routers; nil: none
-	decisions   uint64               // reported to a judged policy
+	candidates  []policy.Candidate // reused by every decision
+	expired     time.Time          // when forgotten bookings were last looked for
+	sharing     *Sharing           // with other routers; nil: none
+	decisions   uint64             // reported to a judged policy
 	sessions    *sessions
 	pulls       atomic.Bool  // two workers at least can pull from each other
 	forecast    *policy.Work // knows how long the engine's passes take; the policy itself if it does
@@ -311,10 +308,8 @@ func New(settings Settings, deps Deps) *Router {
 		forecast:  forecast,
 	}
 	r.Receipts = &Receipts{router: r}
+	r.Admission = newAdmission(r)
 	r.Health = &Health{router: r, outliers: health.New(settings.Settings), cordons: map[uint64]cordon{}}
-	if settings.Fair() {
-		r.fair = fair.New[*waiter](fair.Settings{Limit: settings.RouterQueueLimit, Tenants: mostTenants, BatchShare: settings.RouterBatchShare})
-	}
 	return r
 }
 
@@ -357,7 +352,7 @@ func (r *Router) Up(t kv.Target) {
 	r.Health.outliers.Join(t.Key, t.Generation, t.Role, r.now())
 	r.notePairs()
 	r.notePulls()
-	r.dispatch(r.now())
+	r.Admission.dispatch(r.now())
 }
 
 // target finds w among those that are up, or where it would be.
@@ -377,7 +372,7 @@ func (r *Router) Down(w kv.WorkerKey) {
 	r.Health.outliers.Leave(w, r.now())
 	r.notePairs()
 	r.notePulls()
-	r.dispatch(r.now())
+	r.Admission.dispatch(r.now())
 }
 
 // Publish stores the load that w reports.
@@ -390,9 +385,9 @@ func (r *Router) Publish(w kv.WorkerKey, p policy.Published) {
 	}
 	before := r.targetLoads[at].Published
 	r.loads.publish(w, p, r.now())
-	if r.fair != nil {
-		r.learnRoom(at, before)
-		r.dispatch(r.now())
+	if r.Admission.fair != nil {
+		r.Admission.learnRoom(at, before)
+		r.Admission.dispatch(r.now())
 	}
 }
 
@@ -560,7 +555,7 @@ func (r *Router) place(ctx context.Context, p *prompt, decision Decision) (Decis
 		r.Receipts.log(p, decision.Receipts)
 		return decision, err
 	}
-	decided, err := r.wait(ctx, w)
+	decided, err := r.Admission.wait(ctx, w)
 	r.Receipts.log(p, decided.Receipts)
 	decided.HashTime, decided.LookupTime, decided.SequenceTime, decided.ScheduleTime = decision.HashTime, decision.LookupTime, decision.SequenceTime, decision.ScheduleTime
 	return decided, err
@@ -633,23 +628,23 @@ func (r *Router) schedule(p *prompt, d *Decision) (*waiter, error) {
 	if r.taken(p) {
 		return nil, ErrDuplicate
 	}
-	if r.fair != nil {
-		r.dispatchFairly(now) // room may have come with time: who waits goes first
+	if r.Admission.fair != nil {
+		r.Admission.dispatchFairly(now) // room may have come with time: who waits goes first
 	}
 	if err := r.collect(p, now); err != nil {
 		r.Receipts.refuse(p, d, err, now)
 		return nil, err
 	}
-	waits := r.mustWait(p, now)
-	if r.fair != nil && r.reserves(p) {
-		all, _, _ := r.seats(now)
-		r.reserve.learn(p.Class, waits, r.fair.RunningAfter(p.Class), all)
+	waits := r.Admission.mustWait(p, now)
+	if r.Admission.fair != nil && r.reserves(p) {
+		all, _, _ := r.Admission.seats(now)
+		r.Admission.reserve.learn(p.Class, waits, r.Admission.fair.RunningAfter(p.Class), all)
 	}
 	if waits && p.Beside {
 		return nil, ErrBusy
 	}
 	if waits {
-		return r.enqueue(p, now)
+		return r.Admission.enqueue(p, now)
 	}
 	r.choose(p, d, now)
 	return nil, nil
@@ -662,15 +657,15 @@ func (r *Router) taken(p *prompt) bool {
 		return false
 	}
 	taken := r.loads.byID[p.ID] != nil
-	r.eachWaiting(func(w *waiter) { taken = taken || w.prompt.ID == p.ID })
+	r.Admission.eachWaiting(func(w *waiter) { taken = taken || w.prompt.ID == p.ID })
 	return taken
 }
 
 // choose lets the policy choose among the candidates and books.
 func (r *Router) choose(p *prompt, d *Decision, now time.Time) {
 	query := policy.Query{Now: now, Tokens: p.tokens, BlockSize: r.blockSize, FreePrefill: !r.tracksPrefill(p), Override: p.Override, Leg: p.Leg, Sequence: p.sequence, DryRun: p.QueryOnly, Prefix: p.Prefix, Pulling: r.loads.pulling, Workers: p.workers, Retry: len(p.Exclude) > 0, Adapter: p.LoRA, Class: p.Class}
-	if r.fair != nil && r.fair.Len() > 0 {
-		query.Backlog = r.fair.Waiting(p.Class) / float64(len(r.targets))
+	if r.Admission.fair != nil && r.Admission.fair.Len() > 0 {
+		query.Backlog = r.Admission.fair.Waiting(p.Class) / float64(len(r.targets))
 	}
 	if _, is := r.policy.(policy.Judged); is && !p.QueryOnly && !p.ChooseOnly {
 		r.decisions++
@@ -759,8 +754,8 @@ func (r *Router) book(p *prompt, c *policy.Candidate, now time.Time) *Booking {
 			b.sequence[i] = r.random.Uint64()
 		}
 	}
-	if r.fair != nil {
-		r.charge(b, p, c)
+	if r.Admission.fair != nil {
+		r.Admission.charge(b, p, c)
 	}
 	if c.Load.Cell != nil {
 		b.promised = r.forecast.FirstToken(&policy.Query{Now: now, Tokens: p.tokens, BlockSize: r.blockSize, Leg: p.Leg, Class: p.Class}, c) - c.Load.Lateness(now)

@@ -172,7 +172,7 @@ func (r *Router) keepSession(p *prompt, now time.Time) (kept bool) {
 	}
 	for i := range r.candidates {
 		c := &r.candidates[i]
-		if !stays(c.Target) || r.Health.outliers.IsOut(c.Target.Key, now) || r.Health.outliers.Spared(c.Target.Key, now) || !r.hasCapacity(c.Target, c.Load, now) || r.overloaded(i, now) {
+		if !stays(c.Target) || r.Health.outliers.IsOut(c.Target.Key, now) || r.Health.outliers.Spared(c.Target.Key, now) || !r.Admission.hasCapacity(c.Target, c.Load, now) || r.overloaded(i, now) {
 			continue
 		}
 		r.candidates[0] = *c

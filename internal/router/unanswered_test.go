@@ -56,7 +56,7 @@ func TestARouterOfUnansweredWorkersHasNone(t *testing.T) {
 	r, _ := newWatchedRouter(t, "work", 0)
 	silent := kv.Target{Key: kv.WorkerKey{Worker: 1}, Models: []string{"m"}, Unanswered: true}
 	r.Up(silent)
-	if _, up := r.Saturation(); up {
+	if _, up := r.Admission.Saturation(); up {
 		t.Error("it has a saturation")
 	}
 	if _, ok := r.Health.Idlest(kv.EngineVLLM); ok {
