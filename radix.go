@@ -88,7 +88,7 @@ func (r *app) tellInfo() (info cells.Info) {
 // tellState returns how the router is.
 func (r *app) tellState() cells.State {
 	sum := r.router.Sum()
-	waits, up := r.router.Waits()
+	waits, up := r.router.Admission.Waits()
 	_, draining := r.api.Ready()
 	return cells.State{
 		Ready: up && !draining && r.router.Schedulable() > 0, Workers: sum.Workers, Waits: cells.Waits(waits), Running: sum.Running, Waiting: sum.Waiting, Usage: sum.Usage, Blocks: sum.Blocks,

@@ -57,10 +57,6 @@ func (t *Target) Serves(model string) bool {
 	return model == "" || len(t.Models) == 0 || slices.Contains(t.Models, model)
 }
 
-// Takes reports whether the target may get that leg of a request; a cordoned target
-// gets none.
-func (t *Target) Takes(leg Leg) bool { return !t.Cordoned && t.Disagg.Takes(leg) }
-
 // RunsSGLang reports whether the target runs SGLang, as reported by itself or configured
 // by its KV connector.
 func (t *Target) RunsSGLang() bool { return t.Engine == EngineSGLang || t.Kind == KindSGLang }

@@ -51,19 +51,12 @@ func (s *Set) ShowCell(w kv.WorkerKey, report policy.CellReport, holds *summary.
 // CordonDiscovered stops new requests to a worker while on is true, for every model that
 // it serves now or later.
 func (s *Set) CordonDiscovered(worker uint64, on bool) {
-	s.cordonDiscovered(worker, on)
-	s.releaseWaiting()
-}
-
-func (s *Set) cordonDiscovered(worker uint64, on bool) {
-	s.mu.Lock()
-	defer s.mu.Unlock()
-	if delete(s.cordoned, worker); on {
-		s.cordoned[worker] = true
-	}
+	s.mu.Lock() // no model comes meanwhile, with the cordons of before
 	for _, m := range s.All() {
-		m.Router.CordonDiscovered(worker, on)
+		m.Router.Health.CordonDiscovered(worker, on)
 	}
+	s.mu.Unlock()
+	s.releaseWaiting()
 }
 
 // Busy reports whether a worker has in-flight requests of any model.
@@ -71,17 +64,19 @@ func (s *Set) Busy(worker uint64) bool {
 	return slices.ContainsFunc(s.All(), func(m *Model) bool { return m.Router.Working(worker) })
 }
 
-// Lives is Router.Lives.
-func (s *Set) Lives(worker uint64, generation int) { s.For(worker).Router.Lives(worker, generation) }
-
-// Missed is Router.Missed.
-func (s *Set) Missed(worker uint64, generation int, sent time.Time) (lived, busy time.Time) {
-	return s.For(worker).Router.Missed(worker, generation, sent)
+// Lives is Health.Lives.
+func (s *Set) Lives(worker uint64, generation int) {
+	s.For(worker).Router.Health.Lives(worker, generation)
 }
 
-// Answers is Router.Answers.
+// Missed is Health.Missed.
+func (s *Set) Missed(worker uint64, generation int, sent time.Time) (lived, busy time.Time) {
+	return s.For(worker).Router.Health.Missed(worker, generation, sent)
+}
+
+// Answers is Health.Answers.
 func (s *Set) Answers(worker uint64, generation int) {
-	s.For(worker).Router.Answers(worker, generation)
+	s.For(worker).Router.Health.Answers(worker, generation)
 }
 
 // IsUp is Router.IsUp.
@@ -169,7 +164,7 @@ func (s *Set) Sessions() (known int, sum router.SessionCounts) {
 // QueueDepth returns the queued requests of all models and their prompt tokens.
 func (s *Set) QueueDepth() (requests, tokens int) {
 	for _, m := range s.All() {
-		r, t := m.Router.QueueDepth()
+		r, t := m.Router.Admission.QueueDepth()
 		requests, tokens = requests+r, tokens+t
 	}
 	return requests, tokens
@@ -179,7 +174,7 @@ func (s *Set) QueueDepth() (requests, tokens int) {
 // model and class.
 func (s *Set) Tenants() (states []fair.State) {
 	for _, m := range s.All() {
-		states = append(states, m.Router.Tenants()...)
+		states = append(states, m.Router.Admission.Tenants()...)
 	}
 	return states
 }
@@ -188,7 +183,7 @@ func (s *Set) Tenants() (states []fair.State) {
 // model now, for all models together.
 func (s *Set) Discredited() (n int) {
 	for _, m := range s.All() {
-		n += m.Router.Discredited()
+		n += m.Router.Health.Discredited()
 	}
 	return n
 }
@@ -197,7 +192,7 @@ func (s *Set) Discredited() (n int) {
 // mode: more of its workers fail than may be ejected.
 func (s *Set) Outliers() (list []health.Record, panicking bool) {
 	for _, m := range s.All() {
-		records, all := m.Router.Outliers()
+		records, all := m.Router.Health.Records()
 		list, panicking = append(list, records...), panicking || all
 	}
 	slices.SortFunc(list, func(a, b health.Record) int { return a.Worker.Compare(b.Worker) })
@@ -206,19 +201,19 @@ func (s *Set) Outliers() (list []health.Record, panicking bool) {
 
 // Outlier returns the health of a worker; not ok: it is not up.
 func (s *Set) Outlier(w kv.WorkerKey) (record health.Record, ok bool) {
-	return s.For(w.Worker).Router.Outlier(w)
+	return s.For(w.Worker).Router.Health.Record(w)
 }
 
 // Panicking reports whether a model is in panic mode.
 func (s *Set) Panicking() bool {
-	return slices.ContainsFunc(s.All(), func(m *Model) bool { return m.Router.Panicking() })
+	return slices.ContainsFunc(s.All(), func(m *Model) bool { return m.Router.Health.Panicking() })
 }
 
-// Decisions is Router.Decisions for all models together.
+// Decisions is Receipts.Last for all models together.
 func (s *Set) Decisions(last int) (list []*router.Receipt, explained bool) {
 	all := s.All()
 	for _, m := range all {
-		receipts, were := m.Router.Decisions(last)
+		receipts, were := m.Router.Receipts.Last(last)
 		list, explained = append(list, receipts...), explained || were
 	}
 	if len(all) > 1 {
@@ -228,14 +223,14 @@ func (s *Set) Decisions(last int) (list []*router.Receipt, explained bool) {
 	return list, explained
 }
 
-// Cordon is Router.Cordon.
-func (s *Set) Cordon(worker uint64) error { return s.For(worker).Router.Cordon(worker) }
+// Cordon is Health.Cordon.
+func (s *Set) Cordon(worker uint64) error { return s.For(worker).Router.Health.Cordon(worker) }
 
-// Readmit is Router.Readmit, for all models that the worker has served.
+// Readmit is Health.Readmit, for all models that the worker has served.
 func (s *Set) Readmit(worker uint64) error {
 	err := router.ErrUnknownWorker
 	for _, m := range s.All() {
-		if m.Router.Readmit(worker) == nil {
+		if m.Router.Health.Readmit(worker) == nil {
 			err = nil
 		}
 	}
@@ -247,7 +242,7 @@ func (s *Set) Readmit(worker uint64) error {
 func (s *Set) Cordoned() map[uint64]time.Time {
 	all := map[uint64]time.Time{}
 	for _, m := range s.All() {
-		maps.Copy(all, m.Router.Cordoned())
+		maps.Copy(all, m.Router.Health.Cordoned())
 	}
 	return all
 }
@@ -256,23 +251,23 @@ func (s *Set) Cordoned() map[uint64]time.Time {
 func (s *Set) Index() radix.Reader { return s.Default().Index }
 
 // BusyThresholds returns the busy thresholds, which all models share.
-func (s *Set) BusyThresholds() router.BusyThresholds { return s.Default().Router.BusyThresholds() }
+func (s *Set) BusyThresholds() router.BusyThresholds { return s.Default().Router.Admission.BusyThresholds() }
 
-// SetBusyThresholds is Router.SetBusyThresholds for every model.
+// SetBusyThresholds is Admission.SetBusyThresholds for every model.
 func (s *Set) SetBusyThresholds(t router.BusyThresholds) {
 	s.joining.Lock() // no model is being created with the old ones
 	defer s.joining.Unlock()
 	for _, m := range s.All() {
-		m.Router.SetBusyThresholds(t)
+		m.Router.Admission.SetBusyThresholds(t)
 	}
 }
 
-// ChangeBusyThresholds is Router.ChangeBusyThresholds for every model.
+// ChangeBusyThresholds is Admission.ChangeBusyThresholds for every model.
 func (s *Set) ChangeBusyThresholds(change router.BusyThresholds) (now router.BusyThresholds) {
 	s.joining.Lock()
 	defer s.joining.Unlock()
 	for _, m := range s.All() {
-		now = m.Router.ChangeBusyThresholds(change)
+		now = m.Router.Admission.ChangeBusyThresholds(change)
 	}
 	return now
 }
@@ -324,8 +319,8 @@ type Sample struct {
 	InFlight          int     // requests
 	Queued            int     // requests that wait for capacity
 	Waiting           int     // requests that wait until a worker is up
-	Saturation        float64 // Router.Saturation; 1 without workers while requests wait for one
-	Prefill, Decode   float64 // Router.SaturationOf; 1 without such workers while requests wait for one
+	Saturation        float64 // Admission.Saturation; 1 without workers while requests wait for one
+	Prefill, Decode   float64 // Admission.SaturationOf; 1 without such workers while requests wait for one
 	Paired            bool    // a worker has one of these roles
 	Blocks            int     // in its index
 	Requests, Refused uint64
@@ -348,7 +343,7 @@ func (s *Set) Samples() (samples []Sample) {
 		for _, load := range m.Router.Loads() {
 			one.InFlight += load.ActiveRequests
 		}
-		one.Queued, _ = m.Router.QueueDepth()
+		one.Queued, _ = m.Router.Admission.QueueDepth()
 		for _, key := range m.Index.Workers() {
 			one.Blocks += m.Index.Blocks(key)
 		}

@@ -38,7 +38,7 @@ func (s *Set) Busiest(ids []uint64, most int) map[uint64]bool {
 		of(load.Key.Worker).inFlight += load.ActiveRequests
 	}
 	for _, m := range s.All() {
-		for _, key := range m.Router.Shunned() {
+		for _, key := range m.Router.Health.Shunned() {
 			of(key.Worker).well = false
 		}
 	}

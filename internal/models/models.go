@@ -132,7 +132,6 @@ type Set struct {
 
 	mu           sync.Mutex           // guards the rest, and changes of all
 	homes        map[uint64]*Model    // of the workers that have joined
-	cordoned     map[uint64]bool      // workers that get no new requests, whichever their model
 	gone         tokens.Stats         // of removed models
 	goneSessions router.SessionCounts // likewise
 	claimed      string               // name of the default model where none is configured; empty: no worker has joined
@@ -145,7 +144,7 @@ func New(settings Settings, deps Deps) *Set {
 	standard := &Model{Name: settings.ServedModelName, Router: deps.Router, Index: deps.Index, ask: deps.Ask, sends: settings.SendTokens == SendAuto}
 	standard.refused = deps.TokenizerRefused || deps.Tokenizer != nil && deps.Tokenizer.Problem() != ""
 	standard.Tokens = tokens.NewSource(deps.Tokenizer, standard.askAny, settings.TokenTimeout, deps.Log)
-	s := &Set{settings: settings, look: deps.Look, log: deps.Log, spare: map[string][]*tokens.Model{}, homes: map[uint64]*Model{}, cordoned: map[uint64]bool{}, gone: tokens.Stats{Reasons: map[string]uint64{}}}
+	s := &Set{settings: settings, look: deps.Look, log: deps.Log, spare: map[string][]*tokens.Model{}, homes: map[uint64]*Model{}, gone: tokens.Stats{Reasons: map[string]uint64{}}}
 	s.all.Store(&[]*Model{standard})
 	return s
 }
@@ -306,9 +305,7 @@ func (s *Set) home(serves kv.Served, size int) (*Model, error) {
 	}
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	for worker := range s.cordoned {
-		m.Router.CordonDiscovered(worker, true)
-	}
+	m.Router.Health.CordonAs(s.Default().Router.Health)
 	all := append(slices.Clone(s.All()), m)
 	s.all.Store(&all)
 	s.compare(m)

@@ -340,12 +340,12 @@ func TestBusyThresholdsHoldForEveryModel(t *testing.T) {
 	s.SetBusyThresholds(router.BusyThresholds{ActivePrefillTokensThreshold: &limit})
 	c := join(t, s, 2, serves("", 0, "c"))
 	for _, m := range []*models.Model{s.Default(), b, c} {
-		if got := m.Router.BusyThresholds().ActivePrefillTokensThreshold; got == nil || *got != limit {
+		if got := m.Router.Admission.BusyThresholds().ActivePrefillTokensThreshold; got == nil || *got != limit {
 			t.Errorf("%q has the threshold %v", m.Name, got)
 		}
 	}
 	s.ChangeBusyThresholds(router.BusyThresholds{ActivePrefillTokensThreshold: &lower})
-	if got := b.Router.BusyThresholds().ActivePrefillTokensThreshold; got == nil || *got != lower {
+	if got := b.Router.Admission.BusyThresholds().ActivePrefillTokensThreshold; got == nil || *got != lower {
 		t.Errorf("b has the threshold %v", got)
 	}
 }

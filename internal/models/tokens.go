@@ -70,7 +70,7 @@ func (m *Model) askAny(ctx context.Context, path string, body []byte) ([]byte, e
 	if m.Tokens.SGLang() {
 		engine = kv.EngineSGLang
 	}
-	target, ok := m.Router.Idlest(engine)
+	target, ok := m.Router.Health.Idlest(engine)
 	if !ok {
 		return nil, router.ErrNoWorker
 	}
@@ -83,7 +83,7 @@ func (m *Model) asker(target kv.Target) tokens.Asker {
 		asked := time.Now()
 		status, answer, err := m.ask(ctx, target, http.MethodPost, path, http.Header{"Content-Type": {"application/json"}}, body)
 		if err != nil {
-			m.Router.AskFailed(ctx, target, asked)
+			m.Router.Health.AskFailed(ctx, target, asked)
 		}
 		if err == nil && status != http.StatusOK {
 			err = &tokens.AskError{Status: status, Answer: answer}

@@ -143,7 +143,7 @@ func (s *Set) waitingByModel() map[*Model]int {
 	return counts
 }
 
-// Saturation returns the highest Router.Saturation of the models; a model without
+// Saturation returns the highest Admission.Saturation of the models; a model without
 // workers has 1 while requests wait for one.
 func (s *Set) Saturation() (highest float64) {
 	waiting := s.waitingByModel()
@@ -153,15 +153,15 @@ func (s *Set) Saturation() (highest float64) {
 	return highest
 }
 
-// saturation is Router.Saturation; without workers 1 if requests wait for one.
+// saturation is Admission.Saturation; without workers 1 if requests wait for one.
 func (m *Model) saturation(waiting int) float64 {
-	saturation, up := m.Router.Saturation()
+	saturation, up := m.Router.Admission.Saturation()
 	return saturationOr(saturation, up, waiting)
 }
 
 // saturationOf is the same of Router.SaturationOf.
 func (m *Model) saturationOf(role kv.Role, waiting int) float64 {
-	saturation, up := m.Router.SaturationOf(role)
+	saturation, up := m.Router.Admission.SaturationOf(role)
 	return saturationOr(saturation, up, waiting)
 }
 

@@ -79,14 +79,14 @@ func TestBehindAGatewayOneClientsFailuresStayWithThatClient(t *testing.T) {
 						lost++
 					}
 				}
-				records, _ := h.router.Outliers()
+				records, _ := h.router.Health.Records()
 				well := 0
 				for _, r := range records[1:] {
 					if r.State == health.StateIn {
 						well++
 					}
 				}
-				if n := h.router.Discredited(); n != test.known {
+				if n := h.router.Health.Discredited(); n != test.known {
 					t.Fatalf("%d clients are known to fail everywhere, want %d", n, test.known)
 				}
 				if test.known > 0 && (lost > 4 || well != 3 || records[0].State != health.StateOut) {

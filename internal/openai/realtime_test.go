@@ -199,7 +199,7 @@ func TestNoHandshakeEjectsWorkers(t *testing.T) {
 		if reached := seen.Load() > before; reached != test.reaches {
 			t.Errorf("%q: reached a worker: %v", test.headers, reached)
 		}
-		if records, _ := h.router.Outliers(); records[0].State != health.StateIn || records[1].State != health.StateIn {
+		if records, _ := h.router.Health.Records(); records[0].State != health.StateIn || records[1].State != health.StateIn {
 			t.Errorf("%q: %s, %s", test.headers, records[0].State, records[1].State)
 		}
 	}

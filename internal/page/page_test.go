@@ -162,8 +162,8 @@ func TestNobodyWithoutTheKeyGetsAnything(t *testing.T) {
 			t.Errorf("GET %s: %d", path, response.StatusCode)
 		}
 	}
-	if len(b.asked) > 0 || len(b.router.Cordoned()) > 0 {
-		t.Errorf("something was done: %v %v", b.asked, b.router.Cordoned())
+	if len(b.asked) > 0 || len(b.router.Health.Cordoned()) > 0 {
+		t.Errorf("something was done: %v %v", b.asked, b.router.Health.Cordoned())
 	}
 }
 
@@ -182,7 +182,7 @@ func TestForeignPagesChangeNothing(t *testing.T) {
 	if response, _ := b.send(t, "POST", "/ui/where", "{}", "Content-Type", "text/plain"); response.StatusCode != http.StatusUnsupportedMediaType {
 		t.Errorf("a form's body: %d", response.StatusCode)
 	}
-	if len(b.router.Cordoned()) > 0 {
+	if len(b.router.Health.Cordoned()) > 0 {
 		t.Error("a foreign page had a worker rest")
 	}
 	if response, answer := b.send(t, "POST", "/ui/workers/0/drain", "", "Origin", b.server.URL); response.StatusCode != http.StatusNoContent {
@@ -337,7 +337,7 @@ func TestNothingIsComputedWithoutAViewer(t *testing.T) {
 	if n, told := b.totals.Load(), b.viewers.made.Load(); n != 0 || told != 0 || b.prompts.nodes != 0 {
 		t.Errorf("%d totals, %d events, %d prompts", n, told, b.prompts.nodes)
 	}
-	if _, explained := b.router.Decisions(0); explained {
+	if _, explained := b.router.Receipts.Last(0); explained {
 		t.Error("decisions are explained")
 	}
 	one := b.viewers.join("a", time.Now())
@@ -484,7 +484,7 @@ func TestActionsOnWorkers(t *testing.T) {
 		if response.StatusCode != test.want || strings.Join(b.asked, ",") != test.asked || test.want >= 400 && !strings.Contains(answer, `"error"`) {
 			t.Errorf("%s: %d %s, the workers were asked %v", test.path, response.StatusCode, answer, b.asked)
 		}
-		if _, rests := b.router.Cordoned()[0]; rests != strings.HasSuffix(test.path, "0/drain") && test.path[len("/ui/workers/")] == '0' && test.want == 204 && len(b.asked) == 0 {
+		if _, rests := b.router.Health.Cordoned()[0]; rests != strings.HasSuffix(test.path, "0/drain") && test.path[len("/ui/workers/")] == '0' && test.want == 204 && len(b.asked) == 0 {
 			t.Errorf("%s: it rests: %v", test.path, rests)
 		}
 	}

@@ -89,7 +89,7 @@ func TestTheFleetIsShownByRank(t *testing.T) {
 		}
 		d.Booking.FailAs(health.Status, "answered 500")
 	}
-	b.router.Cordon(0)
+	b.router.Health.Cordon(0)
 	totals := proxy.Totals{Workers: map[string]proxy.WorkerTotals{"1": {Requests: 7, ComparedTokens: 100, CachedTokens: 25}}}
 	list := b.fleet(totals, time.Now())
 	if len(list) != 2 || list[0].Worker != 0 || list[0].State != StateStarting || !list[0].Cordoned || list[1].Cordoned || list[0].HitRate != nil || list[1].Requests != 7 || *list[1].HitRate != 0.25 {
@@ -100,7 +100,7 @@ func TestTheFleetIsShownByRank(t *testing.T) {
 	if list := b.fleet(totals, time.Now()); list[0].Name != "pod-a" || list[0].Worker != 1 || list[1].Requests != 5 {
 		t.Errorf("with names: %+v", list)
 	}
-	records, _ := b.router.Outliers()
+	records, _ := b.router.Health.Records()
 	if records[1].Why == "" || records[1].State != health.StateOut {
 		t.Errorf("why it is out is not told: %+v", records[1])
 	}

@@ -98,7 +98,7 @@ func TestWhereAsksWithoutSending(t *testing.T) {
 			io.WriteString(w, `{"error":{"message":"no such model"}}`)
 			return
 		}
-		if _, explained := b.router.Decisions(0); !explained {
+		if _, explained := b.router.Receipts.Last(0); !explained {
 			t.Error("the decision is not explained")
 		}
 		receipt := explained(2)

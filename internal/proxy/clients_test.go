@@ -127,14 +127,14 @@ func TestOneClientsFailuresStayWithThatClient(t *testing.T) {
 						}
 						out := 0
 						for pause(ctx, 100*time.Millisecond) {
-							records, _ := c.router.Outliers()
+							records, _ := c.router.Health.Records()
 							for _, r := range records[ill:] {
 								if r.State == health.StateOut || r.State == health.StateHeld {
 									out++
 								}
 							}
 						}
-						records, _ := c.router.Outliers()
+						records, _ := c.router.Health.Records()
 						all.Wait()
 						requests, each := c.bad.all.Load(), float64(c.attempts.Load())/float64(c.bad.all.Load())
 						t.Logf("good: %d of %d lost; bad: %d requests, %.2f attempts each, %d denied; well workers out %.1f %% of the time", c.good.lost.Load(), c.good.all.Load(), requests, each, c.denied.Load(), 100*float64(out)/60/float64(4-ill))

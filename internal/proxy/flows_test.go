@@ -79,9 +79,9 @@ func TestRunningAnswersThatFallSilent(t *testing.T) {
 				for range 89 {
 					time.Sleep(s)
 					if c.shows {
-						g.router.Lives(0, 1)
+						g.router.Health.Lives(0, 1)
 					}
-					switch records, _ := g.router.Outliers(); {
+					switch records, _ := g.router.Health.Records(); {
 					case records[0].State == health.StateSilent && avoided == 0:
 						avoided = time.Since(start)
 					case records[0].State == health.StateOut && out == 0:

@@ -92,7 +92,7 @@ func (g *Gateway) Follow(request *router.Request, r *router.Router, client Clien
 		g.find(request, r.Targets(), home)
 	}
 	if g.Priority < 0 && !request.QueryOnly {
-		if saturation, up := r.Saturation(); up && saturation >= 1 {
+		if saturation, up := r.Admission.Saturation(); up && saturation >= 1 {
 			return router.ErrBusy
 		}
 	}

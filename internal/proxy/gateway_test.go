@@ -95,7 +95,7 @@ func saturate(t *testing.T, rt *router.Router) {
 		}
 		t.Cleanup(b.End)
 	}
-	if saturation, _ := rt.Saturation(); saturation < 1 {
+	if saturation, _ := rt.Admission.Saturation(); saturation < 1 {
 		t.Fatalf("the worker is not saturated: %v", saturation)
 	}
 }
@@ -237,7 +237,7 @@ func TestAMalformedAnswerIsNoWorkersFault(t *testing.T) {
 			if _, _, err := sendByGateway(t, rt, func(Routed) (*http.Response, string, error) { return test.answer, "", test.err }); err == nil {
 				t.Error("no error")
 			}
-			list, _ := rt.Outliers()
+			list, _ := rt.Health.Records()
 			blamed := slices.ContainsFunc(list, func(r health.Record) bool { return r.Row > 0 })
 			if blamed != test.blamed {
 				t.Errorf("a worker is blamed: %v; want %v", list, test.blamed)

@@ -132,12 +132,12 @@ func TestBehindAGatewayAStuckWorkerIsLeft(t *testing.T) {
 			if leave(); ctx.Err() == nil {
 				t.Error("a request ended before its client left")
 			}
-			if records, _ := g.router.Outliers(); records[0].State != health.StateSilent {
+			if records, _ := g.router.Health.Records(); records[0].State != health.StateSilent {
 				t.Errorf("the stuck worker is %s", records[0].State)
 			}
 		}
 		all.Wait()
-		if records, _ := g.router.Outliers(); records[0].State != health.StateOut {
+		if records, _ := g.router.Health.Records(); records[0].State != health.StateOut {
 			t.Errorf("in the end the stuck worker is %s", records[0].State)
 		}
 		stop()

@@ -118,7 +118,7 @@ func TestAttemptsSideBySide(t *testing.T) {
 				if got := <-results; got != c.result || len(results) > 0 {
 					t.Errorf("the second attempt %s", got)
 				}
-				records, _ := f.router.Outliers()
+				records, _ := f.router.Health.Records()
 				for i, r := range records {
 					if r.Row != c.row[i] || len(r.Ejections) > 0 {
 						t.Errorf("worker %d: %+v", i, r)
@@ -179,7 +179,7 @@ func TestAClientThatLeavesEndsAllAttempts(t *testing.T) {
 		if ended.Load() != 2 {
 			t.Errorf("%d of 2 attempts ended", ended.Load())
 		}
-		records, _ := f.router.Outliers()
+		records, _ := f.router.Health.Records()
 		for _, r := range records {
 			if r.Row != 0 || len(r.Ejections) > 0 {
 				t.Errorf("%+v", r)
@@ -227,7 +227,7 @@ func TestAClientThatDoesNotReadSaysNothingOfItsWorker(t *testing.T) {
 		}()
 		for range 170 {
 			time.Sleep(time.Second)
-			if records, _ := f.router.Outliers(); records[0].State != health.StateIn {
+			if records, _ := f.router.Health.Records(); records[0].State != health.StateIn {
 				t.Fatalf("the worker is %s", records[0].State)
 			}
 		}
@@ -304,7 +304,7 @@ func TestAPairInDoubtBeginsAsAnother(t *testing.T) {
 				t.Errorf("worker %s has computed the prompt", x.Shared.Worker)
 			}
 		}
-		records, _ := f.router.Outliers()
+		records, _ := f.router.Health.Records()
 		if records[0].State != health.StateSilent || len(records[0].Ejections) > 0 || records[0].Row > 0 || records[1].State != health.StateIn || records[2].State != health.StateIn {
 			t.Errorf("%+v", records)
 		}

@@ -384,7 +384,7 @@ func answerOf(t *testing.T, path, options string, v *writer) (events, result str
 	if v.drains {
 		settings.DrainMigrateAfter = time.Millisecond
 		v.drain = func() {
-			if err := rt.Cordon(0); err != nil {
+			if err := rt.Health.Cordon(0); err != nil {
 				t.Error(err)
 			}
 		}

@@ -289,7 +289,7 @@ func TestWhoIsMisconfigured(t *testing.T) {
 		t.Run(test.name, func(t *testing.T) {
 			f := newFailingFleet(t, "round-robin", says(401), test.others, test.others)
 			f.send(t.Context(), 2)
-			records, _ := f.router.Outliers()
+			records, _ := f.router.Health.Records()
 			if records[0].State != test.want || test.want == health.StateOut && records[0].Reason != health.Misconfigured {
 				t.Errorf("it is %s (%s), want %s", records[0].State, records[0].Reason, test.want)
 			}
@@ -309,7 +309,7 @@ func TestAMistakeOfAllIsForgiven(t *testing.T) {
 			t.Fatalf("%d, %v", w.Code, err)
 		}
 	}
-	records, _ := f.router.Outliers()
+	records, _ := f.router.Health.Records()
 	for _, r := range records {
 		if r.State != health.StateIn || r.Row != 0 {
 			t.Errorf("%+v", r)
@@ -416,7 +416,7 @@ func TestWhatADownWorkerHasIsAborted(t *testing.T) {
 				if (r.err == nil) != (test.want == `"stop"`) || !strings.Contains(r.w.Body.String(), test.want) || strings.Count(r.w.Body.String(), `"error"`) > 1 {
 					t.Errorf("%s, %v", r.w.Body, r.err)
 				}
-				records, _ := f.router.Outliers()
+				records, _ := f.router.Health.Records()
 				if len(records) != 1 || records[0].Row != 0 {
 					t.Errorf("%+v", records)
 				}
@@ -642,7 +642,7 @@ func TestOutOfDescriptorsIsNobodysFault(t *testing.T) {
 			t.Fatal(err)
 		}
 	}
-	records, _ := f.router.Outliers()
+	records, _ := f.router.Health.Records()
 	for _, r := range records {
 		if r.State != health.StateIn || r.Row != 0 {
 			t.Errorf("%+v", r)

@@ -139,7 +139,7 @@ type heldBooking struct {
 }
 
 func newOther(mesh *Mesh) *otherRouter {
-	return &otherRouter{mesh: mesh, open: map[string]*heldBooking{}, service: mesh.router.Elsewhere()}
+	return &otherRouter{mesh: mesh, open: map[string]*heldBooking{}, service: mesh.router.Admission.Elsewhere()}
 }
 
 // sensible reports whether a booking can be: no prompt is longer than kv.MaxTokens,

@@ -395,7 +395,7 @@ func (p *otherRouter) takeOwn(m *ownMessage) {
 	case kindEjection:
 		w := kv.WorkerKey{Worker: m.Worker.Worker, Rank: m.Worker.Rank}
 		long := time.Duration(m.Milliseconds) * time.Millisecond
-		if r.router.TakeEjection(w, long) {
+		if r.router.Health.TakeEjection(w, long) {
 			r.log.Info("worker paused: a peer router has ejected it", "worker", w.Worker, "rank", w.Rank, "for", long)
 		}
 	}

@@ -390,7 +390,7 @@ func (r *Mesh) publishStored() {
 // digest sends the sums of the in-flight bookings, and what tenants have received since the last
 // one. It also says that this router lives.
 func (r *Mesh) digest(books *ownBooks) {
-	m := ownMessage{Router: r.id, Kind: kindDigest, Service: servicesOf(r.router.Service())}
+	m := ownMessage{Router: r.id, Kind: kindDigest, Service: servicesOf(r.router.Admission.Service())}
 	if len(books.names) > 0 {
 		m.Sums = books.sums[:]
 	}

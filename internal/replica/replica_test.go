@@ -569,14 +569,14 @@ func TestEjectionsAreHintsToOtherRouters(t *testing.T) {
 		d.Booking.FailAs(health.Refused, "it is not there")
 	}
 	testkit.Eventually(t, 20*time.Second, "the other router holds the worker", func() bool {
-		records, _ := all[1].Outliers()
+		records, _ := all[1].Health.Records()
 		return slices.ContainsFunc(records, func(r health.Record) bool { return r.Worker.Worker == 0 && r.State == health.StateHeld })
 	})
-	if records, _ := all[1].Outliers(); records[0].Until.After(time.Now().Add(testkit.Defaults[health.Settings]().EjectionTime)) {
+	if records, _ := all[1].Health.Records(); records[0].Until.After(time.Now().Add(testkit.Defaults[health.Settings]().EjectionTime)) {
 		t.Errorf("it is held until %v", records[0].Until)
 	}
 	// Not of so many workers that too few are left.
-	if all[1].TakeEjection(kv.WorkerKey{Worker: 1}, time.Hour) {
+	if all[1].Health.TakeEjection(kv.WorkerKey{Worker: 1}, time.Hour) {
 		t.Error("all workers are held")
 	}
 }

@@ -50,7 +50,7 @@ type gone struct {
 
 // state returns a tenant's as a router sees it.
 func (r *testReplica) state(name string) (state fair.State) {
-	for _, s := range r.Tenants() {
+	for _, s := range r.Admission.Tenants() {
 		if s.Tenant == name {
 			state = s
 		}

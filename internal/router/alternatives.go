@@ -25,7 +25,10 @@ func (r *Router) alternatives(p *prompt, chosen kv.WorkerKey, now time.Time) []k
 	var found []alternative
 	for i := range r.targets {
 		t := &r.targets[i]
-		if t.Key.Worker == chosen.Worker || !p.mayUse(t) || r.isOut(t, now) || r.settings.BusyThresholds.Set() && r.busy(t.Key.Worker, now) {
+		if t.Key.Worker == chosen.Worker {
+			continue
+		}
+		if why := r.excludes(p, i, now); why != 0 && (why < excludedEjected || r.Health.isOut(t, now)) {
 			continue
 		}
 		var c policy.Candidate

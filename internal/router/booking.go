@@ -93,7 +93,7 @@ func (b *Booking) FirstToken() {
 		if !b.computed {
 			r.answerBegins(b, now)
 			r.prefillDone(b, now)
-			r.dispatch(now)
+			r.Admission.dispatch(now)
 		}
 		r.loads.heard(b, now)
 	})
@@ -243,7 +243,7 @@ func (r *Router) finishAs(b *Booking, how policy.Ending, output int, reason stri
 		if b.computed && !b.answeredWhole {
 			took = now.Sub(b.first)
 		}
-		r.outliers.Wrote(b.attempt(), output, took)
+		r.Health.outliers.Wrote(b.attempt(), output, took)
 	}
 	if b.charge != nil {
 		b.settle(how, output)
@@ -276,7 +276,7 @@ func (r *Router) finishAs(b *Booking, how policy.Ending, output int, reason stri
 		b.assumed.End((b.prompt+output)/r.blockSize-b.prompt/r.blockSize, b.cached)
 	}
 	r.share(ChangeFree, b)
-	r.dispatch(now)
+	r.Admission.dispatch(now)
 }
 
 // prefillDone notes that b's prompt has been computed, unless it is known. The

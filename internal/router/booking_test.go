@@ -402,14 +402,14 @@ func TestBooksEqualANaiveCount(t *testing.T) {
 			"worker comes": func(t *rapid.T) { raise(rapid.Uint64Range(0, workers-1).Draw(t, "worker")) },
 			"worker rests": func(t *rapid.T) {
 				w := rapid.Uint64Range(0, workers-1).Draw(t, "worker")
-				if err := r.Cordon(w); (err == nil) != up[w] {
+				if err := r.Health.Cordon(w); (err == nil) != up[w] {
 					t.Fatalf("up: %v, rest: %v", up[w], err)
 				}
 				rests[w] = rests[w] || up[w]
 			},
 			"worker is readmitted": func(t *rapid.T) {
 				w := rapid.Uint64Range(0, workers-1).Draw(t, "worker")
-				if err := r.Readmit(w); (err == nil) != (up[w] || rests[w]) {
+				if err := r.Health.Readmit(w); (err == nil) != (up[w] || rests[w]) {
 					t.Fatalf("up: %v, rests: %v, readmit: %v", up[w], rests[w], err)
 				}
 				delete(rests, w)

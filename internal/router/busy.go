@@ -58,28 +58,30 @@ func (t BusyThresholds) Set() bool { return t != BusyThresholds{} }
 
 // ChangeBusyThresholds sets the thresholds that are not nil in change, and returns
 // all.
-func (r *Router) ChangeBusyThresholds(change BusyThresholds) BusyThresholds {
+func (a *Admission) ChangeBusyThresholds(change BusyThresholds) BusyThresholds {
+	r := a.router
 	r.mu.Lock()
 	defer r.mu.Unlock()
-	t := &r.settings.BusyThresholds
+	t := &a.thresholds
 	t.ActiveDecodeBlocksThreshold = cmp.Or(change.ActiveDecodeBlocksThreshold, t.ActiveDecodeBlocksThreshold)
 	t.ActivePrefillTokensThreshold = cmp.Or(change.ActivePrefillTokensThreshold, t.ActivePrefillTokensThreshold)
 	t.ActivePrefillTokensThresholdFrac = cmp.Or(change.ActivePrefillTokensThresholdFrac, t.ActivePrefillTokensThresholdFrac)
-	r.dispatch(r.now())
+	a.dispatch(r.now())
 	return *t
 }
 
 // SetBusyThresholds sets all thresholds: nil ones are removed.
-func (r *Router) SetBusyThresholds(t BusyThresholds) {
+func (a *Admission) SetBusyThresholds(t BusyThresholds) {
+	r := a.router
 	r.mu.Lock()
 	defer r.mu.Unlock()
-	r.settings.BusyThresholds = t
-	r.dispatch(r.now())
+	a.thresholds = t
+	a.dispatch(r.now())
 }
 
 // BusyThresholds returns the thresholds.
-func (r *Router) BusyThresholds() BusyThresholds {
-	r.mu.Lock()
-	defer r.mu.Unlock()
-	return r.settings.BusyThresholds
+func (a *Admission) BusyThresholds() BusyThresholds {
+	a.router.mu.Lock()
+	defer a.router.mu.Unlock()
+	return a.thresholds
 }

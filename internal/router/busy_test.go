@@ -65,8 +65,8 @@ func overload(t testing.TB, r *Router, w kv.WorkerKey) *Booking {
 func (r *Router) setBusyThresholds(t BusyThresholds) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
-	r.settings.BusyThresholds = t
-	r.dispatch(r.now())
+	r.Admission.thresholds = t
+	r.Admission.dispatch(r.now())
 }
 
 func newBusyRouter(t *testing.T, workers int) *Router {

@@ -16,17 +16,17 @@ func (r *Router) collect(p *prompt, now time.Time) error {
 	r.snapshot(p, now)
 	r.findSources(p, now)
 	p.reachable, p.stays = 0, false
-	limited := r.settings.BusyThresholds.Set()
+	limited := r.Admission.thresholds.Set()
 	for i := range r.targets {
 		t := &r.targets[i]
-		if !t.Takes(p.Leg) || !p.reaches(t) {
+		why := p.excludes(t)
+		if why == 0 || why > excludedLeg {
+			workers++
+		}
+		if why != 0 {
 			continue
 		}
-		workers++
-		if !p.suits(t) || slices.Contains(p.Exclude, t.Key.Worker) {
-			continue
-		}
-		if limited && r.busy(t.Key.Worker, now) {
+		if limited && r.Admission.busy(t.Key.Worker, now) {
 			err = ErrBusy
 			continue
 		}
@@ -49,7 +49,7 @@ func (r *Router) collect(p *prompt, now time.Time) error {
 			return nil
 		}
 	}
-	if !r.outliers.Quiet() && p.Pinned == nil {
+	if !r.Health.outliers.Quiet() && p.Pinned == nil {
 		return r.filter(p, now)
 	}
 	return nil
@@ -72,34 +72,16 @@ func (r *Router) prefer(good func(*policy.Candidate) bool) (others bool) {
 }
 
 // busy reports whether all ranks of a worker are beyond a threshold.
-func (r *Router) busy(worker uint64, now time.Time) bool {
+func (a *Admission) busy(worker uint64, now time.Time) bool {
+	r := a.router
 	at, _ := r.target(kv.WorkerKey{Worker: worker})
 	for ; at < len(r.targets) && r.targets[at].Key.Worker == worker; at++ {
-		if load := r.targetLoads[at].asOf(now); !r.settings.BusyThresholds.exceeded(&r.targets[at], load) {
+		if load := r.targetLoads[at].asOf(now); !a.thresholds.exceeded(&r.targets[at], load) {
 			return false
 		}
 	}
 	return true
 }
-
-// mayUse reports whether p, or the requested leg of it, may be served by t.
-func (p *prompt) mayUse(t *kv.Target) bool {
-	return p.mightUse(t) && !slices.Contains(p.Exclude, t.Key.Worker)
-}
-
-// mightUse is mayUse before any worker has failed p.
-func (p *prompt) mightUse(t *kv.Target) bool { return t.Takes(p.Leg) && p.reaches(t) && p.suits(t) }
-
-// suits reports whether t is one of the workers that p may be served by, where it takes that leg
-// of requests.
-func (p *prompt) suits(t *kv.Target) bool {
-	return p.Kinds.Allow(t.Kind) && t.Serves(p.Model) && (!p.SGLang || t.RunsSGLang()) &&
-		(p.Pinned == nil || *p.Pinned == t.Key) &&
-		(p.Allowed == nil || slices.Contains(p.Allowed, t.Key.Worker))
-}
-
-// reaches reports whether p may go to t although it may never have answered.
-func (p *prompt) reaches(t *kv.Target) bool { return p.Unanswered || !t.Unanswered }
 
 // snapshot looks up what requests in flight have of p, and what is the same for all candidates, and
 // brings the loads up to now. It comes before candidate, without a change of the books in between.

@@ -74,7 +74,7 @@ func TestCandidatesAreAllThatMayServe(t *testing.T) {
 			key := kv.WorkerKey{Worker: uint64(w)}
 			switch rapid.IntRange(0, 5).Draw(rt, "before") {
 			case 0:
-				_ = r.Cordon(key.Worker) // it may be down
+				_ = r.Health.Cordon(key.Worker) // it may be down
 			case 1:
 				r.Down(key)
 			case 2:

@@ -39,10 +39,10 @@ func (r *Router) ShowCell(w kv.WorkerKey, report policy.CellReport, holds *summa
 	load.Cell.CellReport = report
 	before := load.Published
 	r.loads.publish(w, report.Load, r.now())
-	if r.fair != nil {
-		r.learnRoom(at, before)
+	if r.Admission.fair != nil {
+		r.Admission.learnRoom(at, before)
 	}
-	r.dispatch(r.now())
+	r.Admission.dispatch(r.now())
 }
 
 // loseCell forgets the summary of a router that is down. The caller holds the lock.
@@ -89,17 +89,18 @@ func (b *Booking) Found(tokens int) {
 
 // Waits predicts the delay of the first token of a new request of each class as Wait does, behind
 // those that go before it in the router's queue. Not up: no worker accepts requests.
-func (r *Router) Waits() (waits [len(fair.Classes)]time.Duration, up bool) {
+func (a *Admission) Waits() (waits [len(fair.Classes)]time.Duration, up bool) {
+	r := a.router
 	r.mu.Lock()
 	defer r.unlock()
 	now := r.now()
 	r.expire(now)
-	wait, workers := r.shortestWait(r.newLeg(), now)
+	wait, workers := a.shortestWait(a.newLeg(), now)
 	if workers == 0 {
 		return waits, false
 	}
 	for i, class := range fair.Classes {
-		waits[i] = r.waitBehind(class, wait, workers, now)
+		waits[i] = a.waitBehind(class, wait, workers, now)
 	}
 	return waits, true
 }
@@ -118,10 +119,10 @@ type Sum struct {
 func (r *Router) Sum() (s Sum) {
 	r.mu.Lock()
 	defer r.unlock()
-	now, leg := r.now(), r.newLeg()
+	now, request := r.now(), Request{Leg: r.Admission.newLeg()}
 	for i := range r.targets {
 		t, load := &r.targets[i], r.targetLoads[i].asOf(now)
-		if !t.Takes(leg) || t.Unanswered {
+		if !request.mayUse(t) {
 			continue
 		}
 		workers := 1
@@ -142,15 +143,16 @@ func (r *Router) Sum() (s Sum) {
 	if s.Workers > 0 {
 		s.Usage /= float64(s.Workers)
 	}
-	r.eachWaiting(func(*waiter) { s.Waiting++ })
+	r.Admission.eachWaiting(func(*waiter) { s.Waiting++ })
 	return s
 }
 
 // newLeg is the leg by which new requests are told how long they wait: with pairs, that of
 // the prompt. The caller holds the lock.
-func (r *Router) newLeg() kv.Leg {
+func (a *Admission) newLeg() kv.Leg {
 	takes := func(leg kv.Leg) bool {
-		return r.has(func(t *kv.Target) bool { return t.Takes(leg) && !t.Unanswered })
+		request := Request{Leg: leg}
+		return a.router.has(request.mayUse)
 	}
 	if takes(kv.LegPrefill) && takes(kv.LegDecode) {
 		return kv.LegPrefill

@@ -109,16 +109,16 @@ func TestARouterSumsUpItsWorkers(t *testing.T) {
 	if s := r.Sum(); s != (Sum{Workers: 5, Running: 9, Waiting: 3, Usage: 0.4, Blocks: 100, Context: 700}) {
 		t.Errorf("%+v", s)
 	}
-	waits, up := r.Waits()
+	waits, up := r.Admission.Waits()
 	if !up || waits[fair.Standard.Place()] != 0 {
 		t.Errorf("waits %v beside an idle worker", waits)
 	}
 	r.Down(kv.WorkerKey{Worker: 7})
-	if waits, _ = r.Waits(); waits[0] < 20*time.Millisecond || waits[0] > 30*time.Millisecond {
+	if waits, _ = r.Admission.Waits(); waits[0] < 20*time.Millisecond || waits[0] > 30*time.Millisecond {
 		t.Errorf("waits %v of the cell alone", waits)
 	}
 	r.Down(kv.WorkerKey{})
-	if _, up = r.Waits(); up || r.Sum() != (Sum{}) {
+	if _, up = r.Admission.Waits(); up || r.Sum() != (Sum{}) {
 		t.Error("no worker is up")
 	}
 }

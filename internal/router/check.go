@@ -20,8 +20,8 @@ func (r *Router) Check() error {
 		return fmt.Errorf("%d books are open, %d workers are up", len(r.targetLoads), len(r.targets))
 	}
 	for i := range r.targets {
-		if t := &r.targets[i]; r.targetLoads[i].workerLoad != l.byWorker[t.Key] || r.targetLoads[i].number != r.targetLoads[i].workerLoad.number || t.Cordoned != r.isCordoned(t.Key.Worker) {
-			return fmt.Errorf("worker %v: its books are not those of its place, or it is cordoned %v where %v is noted", t.Key, t.Cordoned, r.isCordoned(t.Key.Worker))
+		if t := &r.targets[i]; r.targetLoads[i].workerLoad != l.byWorker[t.Key] || r.targetLoads[i].number != r.targetLoads[i].workerLoad.number || t.Cordoned != r.Health.isCordoned(t.Key.Worker) {
+			return fmt.Errorf("worker %v: its books are not those of its place, or it is cordoned %v where %v is noted", t.Key, t.Cordoned, r.Health.isCordoned(t.Key.Worker))
 		}
 	}
 	for now, i := r.now(), 0; i < len(r.targets) && now.Before(l.stale); i++ {
@@ -91,14 +91,14 @@ func (r *Router) Check() error {
 	if last != l.newest || named != len(l.byID) {
 		return fmt.Errorf("the list ends at %p, not %p; %d of %d named bookings are in it", last, l.newest, named, len(l.byID))
 	}
-	if r.fair != nil {
-		for _, s := range r.fair.States() {
+	if r.Admission.fair != nil {
+		for _, s := range r.Admission.fair.States() {
 			charged -= s.Running
 		}
 		if charged != 0 {
 			return fmt.Errorf("%d more bookings are charged than tenants have requests", charged)
 		}
-		if err := r.fair.Check(); err != nil {
+		if err := r.Admission.fair.Check(); err != nil {
 			return err
 		}
 	}

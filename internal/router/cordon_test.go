@@ -17,7 +17,7 @@ func TestARestingWorkerGetsNothingNew(t *testing.T) {
 		t.Run(rule, func(t *testing.T) {
 			r, _ := newWatchedRouter(t, rule, 3)
 			running := MustRoute(t, r, Request{Pinned: &kv.WorkerKey{Worker: 1}, Tokens: testkit.Tokens(1, 20)})
-			if err := r.Cordon(1); err != nil {
+			if err := r.Health.Cordon(1); err != nil {
 				t.Fatal(err)
 			}
 			if got := chosen(t, r, 30, Request{Tokens: testkit.Tokens(1, 20)}); got[1] != 0 {
@@ -26,7 +26,7 @@ func TestARestingWorkerGetsNothingNew(t *testing.T) {
 			if _, err := r.Route(t.Context(), Request{Pinned: &kv.WorkerKey{Worker: 1}}); !errors.Is(err, ErrNoWorker) {
 				t.Errorf("a request that names it: %v", err)
 			}
-			if idlest, _ := r.Idlest(kv.EngineVLLM); idlest.Key.Worker == 1 {
+			if idlest, _ := r.Health.Idlest(kv.EngineVLLM); idlest.Key.Worker == 1 {
 				t.Error("it is asked for tokens")
 			}
 			if n := r.Load(kv.WorkerKey{Worker: 1}).InFlight; n != 1 {
@@ -37,7 +37,7 @@ func TestARestingWorkerGetsNothingNew(t *testing.T) {
 			if n := r.Load(kv.WorkerKey{Worker: 1}).InFlight; n != 0 {
 				t.Errorf("%d requests run on it after the end", n)
 			}
-			if err := r.Readmit(1); err != nil {
+			if err := r.Health.Readmit(1); err != nil {
 				t.Fatal(err)
 			}
 			d := MustRoute(t, r, Request{Pinned: &kv.WorkerKey{Worker: 1}})
@@ -52,19 +52,19 @@ func TestARestingWorkerGetsNothingNew(t *testing.T) {
 func TestRestOutlastsTheIncarnation(t *testing.T) {
 	r, now := newWatchedRouter(t, "round-robin", 2)
 	began := *now
-	if err := r.Cordon(0); err != nil {
+	if err := r.Health.Cordon(0); err != nil {
 		t.Fatal(err)
 	}
 	*now = now.Add(time.Minute)
 	again := func(step string) {
 		t.Helper()
-		if err := r.Cordon(0); err != nil && step != "down" {
+		if err := r.Health.Cordon(0); err != nil && step != "down" {
 			t.Fatal(step, err)
 		}
 		if got := chosen(t, r, 10, Request{}); got[0] != 0 {
 			t.Errorf("%s: it got %d of 10 requests", step, got[0])
 		}
-		if since := r.Cordoned()[0]; !since.Equal(began) {
+		if since := r.Health.Cordoned()[0]; !since.Equal(began) {
 			t.Errorf("%s: it rests since %v, want %v", step, since, began)
 		}
 		if err := r.Check(); err != nil {
@@ -79,7 +79,7 @@ func TestRestOutlastsTheIncarnation(t *testing.T) {
 	again("back")
 	r.Up(kv.Target{Key: kv.WorkerKey{Rank: 1}, Generation: 3, Models: []string{"m"}})
 	again("one more rank")
-	if err := r.Readmit(0); err != nil {
+	if err := r.Health.Readmit(0); err != nil {
 		t.Fatal(err)
 	}
 	if got := chosen(t, r, 30, Request{}); got[0] != 20 {
@@ -90,17 +90,17 @@ func TestRestOutlastsTheIncarnation(t *testing.T) {
 func TestReadmitEndsAnEjection(t *testing.T) {
 	r, now := newWatchedRouter(t, "round-robin", 4)
 	eject(t, r, 1)
-	if err := r.Readmit(1); err != nil {
+	if err := r.Health.Readmit(1); err != nil {
 		t.Fatal(err)
 	}
 	if got := chosen(t, r, 40, Request{}); got[1] != 10 {
 		t.Errorf("it got %d of 40 requests, want its full share", got[1])
 	}
-	records, _ := r.Outliers()
+	records, _ := r.Health.Records()
 	if got := records[1]; got.State != health.StateIn || got.Row != 0 || !got.Since.Equal(*now) {
 		t.Errorf("its record is %+v", got)
 	}
-	for _, unknown := range []func(uint64) error{r.Cordon, r.Readmit} {
+	for _, unknown := range []func(uint64) error{r.Health.Cordon, r.Health.Readmit} {
 		if err := unknown(9); !errors.Is(err, ErrUnknownWorker) {
 			t.Errorf("an unknown worker: %v", err)
 		}
@@ -109,11 +109,11 @@ func TestReadmitEndsAnEjection(t *testing.T) {
 
 func TestTheReceiptSaysThatAWorkerRests(t *testing.T) {
 	r, _ := newWatchedRouter(t, "work", 2)
-	r.Cordon(0)
-	r.Decisions(0)
+	r.Health.Cordon(0)
+	r.Receipts.Last(0)
 	MustRoute(t, r, Request{}).Booking.End()
-	list, _ := r.Decisions(1)
-	if got := list[0].Candidates[0].Excluded; got != excludedCordoned {
+	list, _ := r.Receipts.Last(1)
+	if got := list[0].Candidates[0].Excluded; got != excludedCordoned.String() {
 		t.Errorf("it is excluded as %q", got)
 	}
 }
@@ -135,8 +135,8 @@ func TestWhoWaitsIsRefusedOnceAllRest(t *testing.T) {
 		_, err := r.Route(ctx, Request{Tokens: testkit.Tokens(50, 20)})
 		ended <- err
 	}()
-	testkit.Eventually(t, 5*time.Second, "it waits", func() bool { n, _ := r.QueueDepth(); return n == 1 })
-	r.Cordon(0)
+	testkit.Eventually(t, 5*time.Second, "it waits", func() bool { n, _ := r.Admission.QueueDepth(); return n == 1 })
+	r.Health.Cordon(0)
 	if err := <-ended; !errors.Is(err, ErrNoWorker) {
 		t.Errorf("it ended with %v", err)
 	}
@@ -151,12 +151,12 @@ func TestRestingIsBounded(t *testing.T) {
 		key := kv.WorkerKey{Worker: i}
 		*now = now.Add(time.Second)
 		r.Up(kv.Target{Key: key})
-		if err := r.Cordon(i); err != nil {
+		if err := r.Health.Cordon(i); err != nil {
 			t.Fatal(err)
 		}
 		r.Down(key)
 	}
-	if got := r.Cordoned(); len(got) != maxCordoned || !got[5].IsZero() {
+	if got := r.Health.Cordoned(); len(got) != maxCordoned || !got[5].IsZero() {
 		t.Errorf("%d workers rest, the fifth of all since %v", len(got), got[5])
 	}
 }
@@ -175,7 +175,7 @@ func TestAHeldWorkerIsNobodysToReadmit(t *testing.T) {
 		}
 	}
 	running := MustRoute(t, r, Request{Pinned: &kv.WorkerKey{Worker: 1}, Tokens: testkit.Tokens(1, 20)})
-	r.CordonDiscovered(1, true)
+	r.Health.CordonDiscovered(1, true)
 	shares("held", false)
 	if !r.Working(1) || r.Working(7) {
 		t.Error("it works on what it had")
@@ -184,23 +184,23 @@ func TestAHeldWorkerIsNobodysToReadmit(t *testing.T) {
 	if r.Working(1) {
 		t.Error("it works on nothing")
 	}
-	if err := r.Readmit(1); err != nil {
+	if err := r.Health.Readmit(1); err != nil {
 		t.Fatal(err)
 	}
 	shares("readmitted while held", false)
 	r.Down(kv.WorkerKey{Worker: 1})
 	r.Up(kv.Target{Key: kv.WorkerKey{Worker: 1}, Generation: 2})
 	shares("up again while held", false)
-	if err := r.Cordon(1); err != nil {
+	if err := r.Health.Cordon(1); err != nil {
 		t.Fatal(err)
 	}
-	r.CordonDiscovered(1, false)
+	r.Health.CordonDiscovered(1, false)
 	shares("let go, but at rest", false)
-	if err := r.Readmit(1); err != nil {
+	if err := r.Health.Readmit(1); err != nil {
 		t.Fatal(err)
 	}
 	shares("readmitted", true)
-	r.CordonDiscovered(2, true)
+	r.Health.CordonDiscovered(2, true)
 	r.Up(kv.Target{Key: kv.WorkerKey{Worker: 2}, Generation: 1})
 	if got := chosen(t, r, 12, Request{}); got[2] != 0 || got[1] == 0 {
 		t.Errorf("held before it came: %v", got)

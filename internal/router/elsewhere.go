@@ -4,13 +4,13 @@ import "kvrouter/internal/fair"
 
 // Service returns what tenants receive in the fair queue here, for other routers over the same
 // workers: see fair.Queue.Tell. None where the queue is not fair.
-func (r *Router) Service() []fair.Service {
-	r.mu.Lock()
-	defer r.mu.Unlock()
-	if r.fair == nil {
+func (a *Admission) Service() []fair.Service {
+	a.router.mu.Lock()
+	defer a.router.mu.Unlock()
+	if a.fair == nil {
 		return nil
 	}
-	return r.fair.Tell()
+	return a.fair.Tell()
 }
 
 // Elsewhere is the service that another router tells. One goroutine at a time uses it.
@@ -20,7 +20,7 @@ type Elsewhere struct {
 }
 
 // Elsewhere returns the service of one more router.
-func (r *Router) Elsewhere() *Elsewhere { return &Elsewhere{router: r} }
+func (a *Admission) Elsewhere() *Elsewhere { return &Elsewhere{router: a.router} }
 
 // Take counts what the other router tells; nothing where the queue is not fair.
 func (e *Elsewhere) Take(all []fair.Service) {
@@ -30,11 +30,11 @@ func (e *Elsewhere) Take(all []fair.Service) {
 	r := e.router
 	r.mu.Lock()
 	defer r.mu.Unlock()
-	if r.fair == nil {
+	if r.Admission.fair == nil {
 		return
 	}
 	if e.told == nil {
-		e.told = r.fair.Elsewhere()
+		e.told = r.Admission.fair.Elsewhere()
 	}
 	e.told.Take(all)
 }

@@ -74,7 +74,7 @@ func TestATenantHasItsShareOnce(t *testing.T) {
 			s := &site{t: t, served: map[string]int{}}
 			for i := range s.routers {
 				s.routers[i], _ = newFairRouter(t, 1, func(k *Settings) { k.RouterQueueLimit = 2 * turns })
-				s.told[i] = s.routers[i].Elsewhere()
+				s.told[i] = s.routers[i].Admission.Elsewhere()
 			}
 			var err error
 			if s.running, err = s.routers[0].Book(tenant("first", 20), testkit.W0); err != nil {
@@ -89,7 +89,7 @@ func TestATenantHasItsShareOnce(t *testing.T) {
 				s.takeTurn(random.IntN(2))
 				if test.tells && turn%tellEvery == 0 {
 					for i := range s.routers {
-						s.told[i].Take(s.routers[1-i].Service())
+						s.told[i].Take(s.routers[1-i].Admission.Service())
 					}
 				}
 			}
@@ -108,10 +108,10 @@ func TestATenantHasItsShareOnce(t *testing.T) {
 // TestServiceElsewhereWithoutAFairQueue: what is told counts nowhere.
 func TestServiceElsewhereWithoutAFairQueue(t *testing.T) {
 	r := NewTestRouter(t, "kv", 1)
-	e := r.Elsewhere()
+	e := r.Admission.Elsewhere()
 	e.Take([]fair.Service{{Tenant: "a", Received: 5, Running: 5}})
 	e.End()
-	if got := r.Service(); got != nil {
+	if got := r.Admission.Service(); got != nil {
 		t.Errorf("%+v", got)
 	}
 }

@@ -72,42 +72,20 @@ type ReceiptCandidate struct {
 	ActiveBlocks  int      `json:"active_blocks"`
 	Waiting       *int     `json:"waiting"`            // as published; null: no recent value
 	KVUsage       *float64 `json:"kv_usage"`           // the same
-	Excluded      string   `json:"excluded,omitempty"` // reason why it could not be chosen: one of the constants, or the policy's reason
+	Excluded      string   `json:"excluded,omitempty"` // why it could not be chosen: an exclusion, or the policy's reason
 	*policy.Score          // nil: it was not weighed
 }
 
-// Why a worker could not be chosen.
-const (
-	excludedPinned    = "pinned"              // the request names another one
-	excludedCordoned  = "cordoned"            // it gets no new requests until it is readmitted
-	excludedSilent    = "unanswered"          // registered, and its URL has never answered
-	excludedLeg       = "leg"                 // its role excludes this leg
-	excludedKind      = "kind"                // its KV connector differs from that of the other leg's worker
-	excludedModel     = "model"               // it does not serve the model
-	excludedEngine    = "engine"              // it does not run SGLang
-	excludedUnlisted  = "not_allowed"         // it is not among the allowed workers of the request
-	excludedRetry     = "failed_this_request" // this request has failed on it
-	excludedBusy      = "busy"                // beyond a busy threshold
-	excludedEjected   = "ejected"             // for its failures
-	excludedStill     = "silent"              // it shows no sign of life
-	excludedHeld      = "held"                // paused: it requested a pause, or is suspected
-	excludedSession   = "session"             // the request's session stays with another one
-	excludedTrial     = "trial"               // an ejected one gets the request on trial
-	excludedSlowStart = "slow_start"          // its share is still growing
-	excludedFull      = "no_seat"             // its engine runs as many requests as it can, and others could run this one
-	excludedObjective = "objective"           // it is predicted to miss an objective of the request, and others are not
-	excludedFailing   = "failing"             // too many fail to eject it, and others fail less
-)
-
-// receipts are those of the last decisions. The router's lock guards them.
-type receipts struct {
+// Receipts explains decisions, while that is wanted, and keeps the last receipts. router.mu guards it.
+type Receipts struct {
+	router     *Router
 	asked      time.Time  // time of the last request for them; zero: never
 	kept       []*Receipt // the oldest first
 	candidates int        // that they have together
 }
 
 // keep adds a receipt.
-func (k *receipts) keep(receipt *Receipt) {
+func (k *Receipts) keep(receipt *Receipt) {
 	k.kept = append(k.kept, receipt)
 	k.candidates += len(receipt.Candidates)
 	for len(k.kept) > MaxReceipts || k.candidates > maxReceiptCandidates && len(k.kept) > 1 {
@@ -117,39 +95,39 @@ func (k *receipts) keep(receipt *Receipt) {
 	}
 }
 
-// Decisions returns the receipts of the last decisions, at most last, newest first,
+// Last returns the receipts of the last decisions, at most so many, newest first,
 // and whether decisions were explained before this call. A call enables
 // explanations for a minute.
-func (r *Router) Decisions(last int) (list []*Receipt, explained bool) {
-	r.mu.Lock()
-	defer r.mu.Unlock()
-	now := r.now()
-	explained = r.explains(now)
-	r.receipts.asked = now
-	kept := r.receipts.kept
-	list = slices.Clone(kept[max(0, len(kept)-max(0, last)):])
+func (k *Receipts) Last(most int) (list []*Receipt, explained bool) {
+	k.router.mu.Lock()
+	defer k.router.mu.Unlock()
+	now := k.router.now()
+	explained = k.wanted(now)
+	k.asked = now
+	list = slices.Clone(k.kept[max(0, len(k.kept)-max(0, most)):])
 	slices.Reverse(list)
 	return list, explained
 }
 
-// explains reports whether decisions are explained now.
-func (r *Router) explains(now time.Time) bool {
-	return r.settings.RecordDecisions || r.logsDecisions() || !r.receipts.asked.IsZero() && now.Sub(r.receipts.asked) < receiptsWanted
+// wanted reports whether decisions are explained now.
+func (k *Receipts) wanted(now time.Time) bool {
+	return k.router.settings.RecordDecisions || k.logs() || !k.asked.IsZero() && now.Sub(k.asked) < receiptsWanted
 }
 
-// logsDecisions reports whether each decision gets a line in the log.
-func (r *Router) logsDecisions() bool {
-	return r.log != nil && r.log.Enabled(context.Background(), slog.LevelDebug)
+// logs reports whether each decision gets a line in the log.
+func (k *Receipts) logs() bool {
+	return k.router.log != nil && k.router.log.Enabled(context.Background(), slog.LevelDebug)
 }
 
 // explain returns the receipt of the decision for a candidate, before it is booked,
 // and keeps it.
-func (r *Router) explain(p *prompt, e *policy.Explanation, chosen int, now time.Time) *Receipt {
+func (k *Receipts) explain(p *prompt, e *policy.Explanation, chosen int, now time.Time) *Receipt {
+	r := k.router
 	target := r.candidates[chosen].Target
-	receipt := r.newReceipt(p, now)
+	receipt := k.begin(p, now)
 	worker := target.Key.Worker // a copy: r.candidates is reused
 	receipt.Worker, receipt.WorkerName, receipt.Rank = &worker, r.names.Name(worker), target.Key.Rank
-	if _, due := r.outliers.TrialDue(target.Key, now); due && !p.QueryOnly && !p.ChooseOnly {
+	if _, due := r.Health.outliers.TrialDue(target.Key, now); due && !p.QueryOnly && !p.ChooseOnly {
 		receipt.Trial = true
 	}
 	if winners := e.Winners(); len(winners) > 1 {
@@ -157,28 +135,29 @@ func (r *Router) explain(p *prompt, e *policy.Explanation, chosen int, now time.
 	}
 	receipt.Explanation, receipt.Margin = *e, e.Margin(chosen)
 	receipt.Scores = nil // each candidate has its own
-	receipt.Candidates = r.receiptCandidates(p, e, receipt.Trial, now)
-	r.receipts.keep(receipt)
+	receipt.Candidates = k.workers(p, r.candidates, e.Scores, receipt.Trial, now)
+	k.keep(receipt)
 	return receipt
 }
 
-// explainRefusal is explain for a request that no worker could get.
-func (r *Router) explainRefusal(p *prompt, d *Decision, err error, now time.Time) {
-	if !p.Explain && !r.explains(now) {
+// refuse is explain for a request that no worker could get.
+func (k *Receipts) refuse(p *prompt, d *Decision, err error, now time.Time) {
+	if !p.Explain && !k.wanted(now) {
 		return
 	}
-	receipt := r.newReceipt(p, now)
+	receipt := k.begin(p, now)
 	receipt.Error = err.Error()
-	r.candidates = r.candidates[:0]
-	receipt.Candidates = r.receiptCandidates(p, &policy.Explanation{}, false, now)
-	r.receipts.keep(receipt)
+	receipt.Candidates = k.workers(p, nil, nil, false, now)
+	k.keep(receipt)
 	d.Receipts = []*Receipt{receipt}
 }
 
-func (r *Router) newReceipt(p *prompt, now time.Time) *Receipt {
+// begin returns a receipt that says what was asked.
+func (k *Receipts) begin(p *prompt, now time.Time) *Receipt {
 	return &Receipt{
-		At: now, RequestID: receiptText(p.ID), Model: receiptText(p.Model), Series: receiptText(p.Prefix.ID), Session: p.sessionGoes, Leg: p.Leg,
-		Tokens: p.tokens, Blocks: p.tokens / r.blockSize, QueryOnly: p.QueryOnly, Retry: len(p.Exclude) > 0,
+		At: now, RequestID: receiptText(p.ID), Model: receiptText(p.Model), Series: receiptText(p.Prefix.ID),
+		Session: p.sessionGoes, Leg: p.Leg, Tokens: p.tokens, Blocks: p.tokens / k.router.blockSize,
+		QueryOnly: p.QueryOnly, Retry: len(p.Exclude) > 0,
 	}
 }
 
@@ -188,35 +167,35 @@ func receiptText(text string) string {
 	return strings.ToValidUTF8(strings.Clone(text[:min(len(text), maxReceiptText)]), "")
 }
 
-// receiptCandidates are the workers that are up: the candidates, which are in the order
-// of the targets, with their scores, the others with why they are none.
-func (r *Router) receiptCandidates(p *prompt, e *policy.Explanation, trial bool, now time.Time) []ReceiptCandidate {
-	list := make([]ReceiptCandidate, 0, len(r.targets))
-	at := 0
+// workers are those that are up: the candidates, which are in their order, with their scores, the
+// others with why they are none.
+func (k *Receipts) workers(p *prompt, candidates []policy.Candidate, scores []policy.Score, trial bool, now time.Time) []ReceiptCandidate {
+	r := k.router
+	list := make([]ReceiptCandidate, len(r.targets))
 	for i := range r.targets {
-		t := &r.targets[i]
-		if at == len(r.candidates) || r.candidates[at].Target.Key != t.Key {
-			var c policy.Candidate
-			r.candidate(&c, p, i)
-			line := r.receiptCandidate(p, &c)
-			line.Excluded = r.exclusion(p, &c, trial, now)
-			list = append(list, line)
-			continue
+		var none policy.Candidate
+		c, is := &none, len(candidates) > 0 && candidates[0].Target.Key == r.targets[i].Key
+		if is {
+			c, candidates = &candidates[0], candidates[1:]
+		} else {
+			r.candidate(c, p, i)
 		}
-		line := r.receiptCandidate(p, &r.candidates[at])
-		if at < len(e.Scores) {
-			line.Score = &e.Scores[at]
-			line.Excluded = line.Score.Excluded
+		list[i] = k.candidate(p, c)
+		switch {
+		case !is:
+			list[i].Excluded = k.exclusion(p, c, i, trial, now).String()
+		case len(scores) > 0:
+			list[i].Score, list[i].Excluded, scores = &scores[0], scores[0].Excluded, scores[1:]
 		}
-		list = append(list, line)
-		at++
 	}
 	return list
 }
 
-func (r *Router) receiptCandidate(p *prompt, c *policy.Candidate) ReceiptCandidate {
+// candidate is the line of a worker.
+func (k *Receipts) candidate(p *prompt, c *policy.Candidate) ReceiptCandidate {
+	key := c.Target.Key
 	line := ReceiptCandidate{
-		Worker: c.Target.Key.Worker, WorkerName: r.names.Name(c.Target.Key.Worker), Rank: c.Target.Key.Rank, Overlap: c.Overlap, NewBlocks: c.NewBlocks,
+		Worker: key.Worker, WorkerName: k.router.names.Name(key.Worker), Rank: key.Rank, Overlap: c.Overlap, NewBlocks: c.NewBlocks,
 		Host: int(c.Lower.Host), Disk: int(c.Lower.Disk), External: int(c.Lower.External), Doubtful: c.Doubtful && c.Lower != (kv.LowerBlocks{}),
 		InFlight: c.Load.InFlight, PrefillTokens: c.Load.PrefillTokens, ActiveBlocks: c.Load.ActiveBlocks,
 	}
@@ -231,41 +210,21 @@ func (r *Router) receiptCandidate(p *prompt, c *policy.Candidate) ReceiptCandida
 	return line
 }
 
-// exclusion says why c is no candidate for p; trial: because another one is on trial.
-func (r *Router) exclusion(p *prompt, c *policy.Candidate, trial bool, now time.Time) string {
-	t := c.Target
-	switch {
-	case p.Pinned != nil && *p.Pinned != t.Key:
+// exclusion returns why the worker at that place, as c, is no candidate for p; trial: because
+// another one is on trial.
+func (k *Receipts) exclusion(p *prompt, c *policy.Candidate, at int, trial bool, now time.Time) exclusion {
+	if p.Pinned != nil && *p.Pinned != c.Target.Key { // whatever else it is
 		return excludedPinned
-	case t.Cordoned:
-		return excludedCordoned
-	case !p.reaches(t):
-		return excludedSilent
-	case !t.Takes(p.Leg):
-		return excludedLeg
-	case !p.Kinds.Allow(t.Kind):
-		return excludedKind
-	case !t.Serves(p.Model):
-		return excludedModel
-	case p.SGLang && !t.RunsSGLang():
-		return excludedEngine
-	case p.Allowed != nil && !slices.Contains(p.Allowed, t.Key.Worker):
-		return excludedUnlisted
-	case slices.Contains(p.Exclude, t.Key.Worker):
-		return excludedRetry
-	case r.settings.BusyThresholds.Set() && r.busy(t.Key.Worker, now):
-		return excludedBusy
-	case r.outliers.Ejected(t.Key, now):
-		return excludedEjected
-	case r.outliers.IsSilent(t.Key):
-		return excludedStill
-	case r.outliers.IsOut(t.Key, now):
-		return excludedHeld
+	}
+	if why := k.router.excludes(p, at, now); why != 0 {
+		return why
+	}
+	switch {
 	case p.stays:
 		return excludedSession
 	case trial:
 		return excludedTrial
-	case r.outliers.IsBack(t.Key, now):
+	case k.router.Health.outliers.IsBack(c.Target.Key, now):
 		return excludedSlowStart
 	case p.seated && !hasSeat(c.Load):
 		return excludedFull
@@ -275,22 +234,24 @@ func (r *Router) exclusion(p *prompt, c *policy.Candidate, trial bool, now time.
 	return excludedFailing
 }
 
-// logDecisions writes a line for each receipt, and for policy thompson those of the
+// log writes a line for each receipt, and for policy thompson those of the
 // NeMo Agent Toolkit's processor. The caller does not hold the lock.
-func (r *Router) logDecisions(p *prompt, list []*Receipt) {
-	if len(list) == 0 || !r.logsDecisions() {
+func (k *Receipts) log(p *prompt, list []*Receipt) {
+	if len(list) == 0 || !k.logs() {
 		return
 	}
+	log := k.router.log
 	for _, receipt := range list {
 		if receipt.Reuse != nil {
-			r.log.Debug("Processing request", "prefix", receipt.Series, "total", p.Prefix.Total, "osl", hints.LevelNames[p.Prefix.OSL], "iat", hints.LevelNames[p.Prefix.IAT], "tokens", receipt.Tokens)
-			r.log.Debug("Routing decision", "worker", *receipt.Worker, "decision", receipt.Decision, "reuse_budget", *receipt.Reuse)
+			log.Debug("Processing request", "prefix", receipt.Series, "total", p.Prefix.Total,
+				"osl", hints.LevelNames[p.Prefix.OSL], "iat", hints.LevelNames[p.Prefix.IAT], "tokens", receipt.Tokens)
+			log.Debug("Routing decision", "worker", *receipt.Worker, "decision", receipt.Decision, "reuse_budget", *receipt.Reuse)
 		}
 		text, err := json.Marshal(receipt)
 		if err != nil {
-			r.log.Debug("failed to encode a decision", "error", err)
+			log.Debug("failed to encode a decision", "error", err)
 			continue
 		}
-		r.log.Debug("decision", "receipt", json.RawMessage(text))
+		log.Debug("decision", "receipt", json.RawMessage(text))
 	}
 }

@@ -24,7 +24,7 @@ import (
 // last returns the newest receipt, and asks for those of the next minute.
 func last(t testing.TB, r *Router) *Receipt {
 	t.Helper()
-	list, _ := r.Decisions(1)
+	list, _ := r.Receipts.Last(1)
 	if len(list) != 1 {
 		t.Fatal("there is no receipt")
 	}
@@ -78,7 +78,7 @@ func TestEachDecisionFollowsFromItsReceipt(t *testing.T) {
 		t.Run(rule, func(t *testing.T) {
 			random := rand.New(rand.NewPCG(1, 2))
 			r, now := newWatchedRouter(t, rule, 6)
-			r.Decisions(1)
+			r.Receipts.Last(1)
 			for w := range uint64(6) {
 				Hold(r, w, testkit.Tokens(1, 40*int(w)))
 			}
@@ -121,43 +121,43 @@ func TestAReceiptSaysWhyAWorkerWasExcluded(t *testing.T) {
 		request Request
 		want    string // of worker 1
 	}{
-		{"another one is pinned", nil, Request{Pinned: &kv.WorkerKey{}}, excludedPinned},
+		{"another one is pinned", nil, Request{Pinned: &kv.WorkerKey{}}, excludedPinned.String()},
 		{"it serves another model", func(r *Router, _ *time.Time) {
 			r.Up(kv.Target{Key: kv.WorkerKey{Worker: 1}, Generation: 1, Models: []string{"other"}})
-		}, Request{Model: "m"}, excludedModel},
+		}, Request{Model: "m"}, excludedModel.String()},
 		{"it computes prompts only", func(r *Router, _ *time.Time) {
 			r.Up(kv.Target{Key: kv.WorkerKey{Worker: 1}, Generation: 1, Disagg: kv.Disagg{Role: kv.RolePrefill}})
-		}, Request{}, excludedLeg},
+		}, Request{}, excludedLeg.String()},
 		{"it runs no SGLang", func(r *Router, _ *time.Time) {
 			r.Up(kv.Target{Generation: 1, Engine: kv.EngineSGLang})
-		}, Request{SGLang: true}, excludedEngine},
-		{"others are listed", nil, Request{Allowed: []uint64{0}}, excludedUnlisted},
-		{"it has failed the request", nil, Request{Exclude: []uint64{1}}, excludedRetry},
+		}, Request{SGLang: true}, excludedEngine.String()},
+		{"others are listed", nil, Request{Allowed: []uint64{0}}, excludedUnlisted.String()},
+		{"it has failed the request", nil, Request{Exclude: []uint64{1}}, excludedRetry.String()},
 		{"it is busy", func(r *Router, _ *time.Time) {
 			r.setBusyThresholds(BusyThresholds{ActivePrefillTokensThreshold: &limit})
 			overload(t, r, kv.WorkerKey{Worker: 1})
-		}, Request{}, excludedBusy},
-		{"it is ejected", func(r *Router, _ *time.Time) { eject(t, r, 1) }, Request{}, excludedEjected},
+		}, Request{}, excludedBusy.String()},
+		{"it is ejected", func(r *Router, _ *time.Time) { eject(t, r, 1) }, Request{}, excludedEjected.String()},
 		{"it asked for a pause", func(r *Router, _ *time.Time) {
 			MustRoute(t, r, Request{Pinned: &kv.WorkerKey{Worker: 1}}).Booking.Press(time.Second)
-		}, Request{}, excludedHeld},
+		}, Request{}, excludedHeld.String()},
 		{"another one is on trial", func(r *Router, now *time.Time) {
 			eject(t, r, 0)
 			*now = now.Add(6 * time.Second)
-		}, Request{}, excludedTrial},
+		}, Request{}, excludedTrial.String()},
 	} {
 		t.Run(test.name, func(t *testing.T) {
 			r, now := newWatchedRouter(t, "least-loaded", 2)
 			if test.prepare != nil {
 				test.prepare(r, now)
 			}
-			r.Decisions(1)
+			r.Receipts.Last(1)
 			d := MustRoute(t, r, test.request)
 			receipt := last(t, r)
 			if d.Target.Key.Worker != 0 || receipt.Candidates[1].Excluded != test.want || receipt.Candidates[0].Excluded != "" || receipt.Margin != nil {
 				t.Errorf("worker %d, receipt %+v, want %q", d.Target.Key.Worker, receipt, test.want)
 			}
-			if trial := test.want == excludedTrial; receipt.Trial != trial {
+			if trial := test.want == excludedTrial.String(); receipt.Trial != trial {
 				t.Errorf("trial: %v", receipt.Trial)
 			}
 		})
@@ -177,7 +177,7 @@ func BenchmarkBusyThresholds(b *testing.B) {
 				}
 				r.setBusyThresholds(BusyThresholds{ActivePrefillTokensThreshold: &limit})
 				if explained {
-					r.Decisions(1)
+					r.Receipts.Last(1)
 				}
 				for b.Loop() {
 					MustRoute(b, r, Request{}).Booking.Finish(1)
@@ -190,13 +190,13 @@ func BenchmarkBusyThresholds(b *testing.B) {
 func TestARefusalHasAReceipt(t *testing.T) {
 	r := newBusyRouter(t, 2)
 	overload(t, r, kv.WorkerKey{Worker: 0})
-	r.Decisions(1)
+	r.Receipts.Last(1)
 	d, err := r.Route(t.Context(), Request{NumTokens: 8, Allowed: []uint64{0}})
 	if !errors.Is(err, ErrBusy) {
 		t.Fatalf("error %v, want ErrBusy", err)
 	}
 	receipt := last(t, r)
-	if len(d.Receipts) != 1 || receipt.Worker != nil || receipt.Error != ErrBusy.Error() || receipt.Candidates[0].Excluded != excludedBusy || receipt.Candidates[1].Excluded != excludedUnlisted {
+	if len(d.Receipts) != 1 || receipt.Worker != nil || receipt.Error != ErrBusy.Error() || receipt.Candidates[0].Excluded != excludedBusy.String() || receipt.Candidates[1].Excluded != excludedUnlisted.String() {
 		t.Errorf("receipt %+v", receipt)
 	}
 }
@@ -213,7 +213,7 @@ func TestReceiptsAreMadeWhileSomebodyAsks(t *testing.T) {
 	if made() {
 		t.Error("a receipt that nobody asked for")
 	}
-	if list, explained := r.Decisions(9); explained || len(list) != 0 {
+	if list, explained := r.Receipts.Last(9); explained || len(list) != 0 {
 		t.Errorf("before anybody asked: %v, %v", list, explained)
 	}
 	if !made() {
@@ -232,7 +232,7 @@ func TestReceiptsAreMadeWhileSomebodyAsks(t *testing.T) {
 	if !made() {
 		t.Error("no receipt with --record-decisions")
 	}
-	if list, explained := r.Decisions(9); !explained || len(list) != 3 || list[0].At.Before(list[2].At) {
+	if list, explained := r.Receipts.Last(9); !explained || len(list) != 3 || list[0].At.Before(list[2].At) {
 		t.Errorf("%d receipts, explained %v; want 3, the newest first", len(list), explained)
 	}
 }
@@ -249,7 +249,7 @@ func TestWithoutAReaderNothingIsAllocatedForReceipts(t *testing.T) {
 		if with := testing.AllocsPerRun(200, route); with != without {
 			t.Errorf("%s: %v allocations a decision with a log that is not at debug, %v without one", rule, with, without)
 		}
-		r.Decisions(1)
+		r.Receipts.Last(1)
 		if asked := testing.AllocsPerRun(200, route); asked < without+5 {
 			t.Errorf("%s: %v allocations with a reader, as without one: this test sees nothing", rule, asked)
 		}
@@ -257,7 +257,7 @@ func TestWithoutAReaderNothingIsAllocatedForReceipts(t *testing.T) {
 }
 
 func TestReceiptsAreBounded(t *testing.T) {
-	var kept receipts
+	var kept Receipts
 	for range MaxReceipts + 5 {
 		kept.keep(&Receipt{Candidates: make([]ReceiptCandidate, 1)})
 	}
@@ -271,7 +271,7 @@ func TestReceiptsAreBounded(t *testing.T) {
 		t.Errorf("%d large receipts of %d candidates", len(kept.kept), kept.candidates)
 	}
 	r := NewTestRouter(t, "random", 1)
-	r.Decisions(1)
+	r.Receipts.Last(1)
 	MustRoute(t, r, Request{ID: strings.Repeat("é", 1000) + "x"})
 	if id := last(t, r).RequestID; id != strings.Repeat("é", maxReceiptText/2) {
 		t.Errorf("a text of %d bytes in a receipt", len(id))
@@ -306,11 +306,11 @@ func TestReceiptsNameWorkersThatHaveNames(t *testing.T) {
 	r := NewTestRouter(t, "random", 2)
 	last := func() string {
 		t.Helper()
-		r.Decisions(0)
+		r.Receipts.Last(0)
 		if _, err := r.Route(t.Context(), Request{Tokens: testkit.Tokens(1, 8), Pinned: &kv.WorkerKey{Worker: 1}, ChooseOnly: true}); err != nil {
 			t.Fatal(err)
 		}
-		list, _ := r.Decisions(1)
+		list, _ := r.Receipts.Last(1)
 		text, err := json.Marshal(list[0])
 		if err != nil {
 			t.Fatal(err)

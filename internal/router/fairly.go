@@ -75,8 +75,8 @@ func (c Charging) cost(uncached, prompt, answered float64, is price) float64 {
 type price struct{ prompt, answer float64 }
 
 // priceOn returns the price of p's tokens on a candidate, once it is there, too.
-func (r *Router) priceOn(p *prompt, c *policy.Candidate) (is price) {
-	is.prompt, is.answer = r.forecast.Price(p.tokens, c.Load.InFlight+c.Load.Foreign+1)
+func (a *Admission) priceOn(p *prompt, c *policy.Candidate) (is price) {
+	is.prompt, is.answer = a.router.forecast.Price(p.tokens, c.Load.InFlight+c.Load.Foreign+1)
 	switch p.Leg {
 	case kv.LegPrefill:
 		is.answer = 0
@@ -87,19 +87,19 @@ func (r *Router) priceOn(p *prompt, c *policy.Candidate) (is price) {
 }
 
 // answerOf returns the expected tokens of p's answer.
-func (r *Router) answerOf(p *prompt) float64 {
+func (a *Admission) answerOf(p *prompt) float64 {
 	if p.ExpectedOutput > 0 {
 		return float64(p.ExpectedOutput)
 	}
-	return r.forecast.UsualOutput()
+	return a.router.forecast.UsualOutput()
 }
 
 // charge charges the tenant of p for what it is predicted to cost on the candidate, where b
 // is about to be booked.
-func (r *Router) charge(b *Booking, p *prompt, c *policy.Candidate) {
-	b.price = r.priceOn(p, c)
-	b.expects = r.answerOf(p)
-	b.charge = r.fair.Begin(p.Tenant, p.Class, b.costOf(b.expects))
+func (a *Admission) charge(b *Booking, p *prompt, c *policy.Candidate) {
+	b.price = a.priceOn(p, c)
+	b.expects = a.answerOf(p)
+	b.charge = a.fair.Begin(p.Tenant, p.Class, b.costOf(b.expects))
 }
 
 // costOf returns what the tenant is charged for the request with an answer of that many tokens,
@@ -151,27 +151,28 @@ func (b *Booking) settle(how policy.Ending, output int) {
 }
 
 // enqueueFairly is enqueue for a fair queue.
-func (r *Router) enqueueFairly(p *prompt, now time.Time) (*waiter, error) {
+func (a *Admission) enqueueFairly(p *prompt, now time.Time) (*waiter, error) {
+	r := a.router
 	best, least := 0, p.tokens
 	for i := range r.candidates {
 		if n := r.uncached(p.tokens, &r.candidates[i]); n < least {
 			best, least = i, n
 		}
 	}
-	price := r.priceOn(p, &r.candidates[best])
+	price := a.priceOn(p, &r.candidates[best])
 	w := &waiter{prompt: *p, since: now, decided: make(chan waitResult, 1)}
 	jump := time.Duration(min(max(0, p.PriorityJump), BookingExpiry.Seconds()) * float64(time.Second))
 	w.item = &fair.Item[*waiter]{
-		Value: w, Tenant: p.Tenant, Class: p.Class, Cost: r.settings.Charging.cost(float64(least), float64(p.tokens), r.answerOf(p), price),
+		Value: w, Tenant: p.Tenant, Class: p.Class, Cost: r.settings.Charging.cost(float64(least), float64(p.tokens), a.answerOf(p), price),
 		Priority: p.StrictPriority, Since: now, Deadline: p.Deadline, Jump: jump, Leaves: p.sheds(),
 	}
-	r.want(w, now)
+	a.want(w, now)
 	if p.sheds() {
-		if late := now.Add(r.firstTokenIn(w.item, least, now)).Sub(p.Deadline); late > 0 {
+		if late := now.Add(a.firstTokenIn(w.item, least, now)).Sub(p.Deadline); late > 0 {
 			return nil, shed(late)
 		}
 	}
-	switch out := r.fair.Push(w.item); out {
+	switch out := a.fair.Push(w.item); out {
 	case nil:
 	case w.item:
 		return nil, ErrQueueFull
@@ -184,35 +185,36 @@ func (r *Router) enqueueFairly(p *prompt, now time.Time) (*waiter, error) {
 // firstTokenIn predicts the earliest first token of a request that has to wait: after one of the
 // candidates, which are full, has room, and after the work ahead that is served however late.
 // Sheddable requests ahead are not counted: which of them will be served is not known yet.
-func (r *Router) firstTokenIn(it *fair.Item[*waiter], uncached int, now time.Time) time.Duration {
+func (a *Admission) firstTokenIn(it *fair.Item[*waiter], uncached int, now time.Time) time.Duration {
+	r := a.router
 	room := time.Duration(-1)
 	for i := range r.candidates {
 		if wait := r.forecast.Wait(now, r.candidates[i].Load); room < 0 || wait < room {
 			room = wait
 		}
 	}
-	ahead := r.fair.Ahead(it) / float64(len(r.candidates))
+	ahead := a.fair.Ahead(it) / float64(len(r.candidates))
 	return room + time.Duration(ahead*float64(time.Millisecond)) + r.forecast.Alone(uncached)
 }
 
 // dispatchFairly is dispatch for a fair queue.
-func (r *Router) dispatchFairly(now time.Time) {
-	if r.fair.Len() == 0 || !r.anyCapacity(now) {
+func (a *Admission) dispatchFairly(now time.Time) {
+	if a.fair.Len() == 0 || !a.anyCapacity(now) {
 		return
 	}
 	var blocked []alike
 	room, enters := true, [len(fair.Classes)]bool{} // as of the last item that went
-	r.fair.Walk(func(it *fair.Item[*waiter], must bool) fair.Verdict {
+	a.fair.Walk(func(it *fair.Item[*waiter], must bool) fair.Verdict {
 		w := it.Value
-		if room = room || r.anyCapacity(now); !room {
+		if room = room || a.anyCapacity(now); !room {
 			return fair.Stop
 		}
-		if r.tooLate(w, now) {
+		if a.tooLate(w, now) {
 			w.shed(now)
 			return fair.Taken
 		}
 		if class := w.prompt.Class; !enters[class.Place()] {
-			if r.seatsAreKept(class, now) {
+			if a.seatsAreKept(class, now) {
 				return fair.PassClass
 			}
 			enters[class.Place()] = true
@@ -221,13 +223,13 @@ func (r *Router) dispatchFairly(now time.Time) {
 		if slices.Contains(blocked, kind) {
 			return fair.Kept
 		}
-		if !must && r.stillWants(w, now) {
-			return r.yields(w, now)
+		if !must && a.stillWants(w, now) {
+			return a.yields(w, now)
 		}
 		// What has been stored and removed since it came decides where it belongs.
-		w.matches = r.match(w.matches[:0], &w.prompt, r.parts())
+		w.matches = a.router.match(w.matches[:0], &w.prompt, a.router.parts())
 		w.prompt.matches, w.prompt.next = w.matches, 0
-		v := r.decide(w, must, now)
+		v := a.decide(w, must, now)
 		switch {
 		case v == fair.Taken:
 			room, enters = false, [len(fair.Classes)]bool{}
@@ -266,7 +268,8 @@ func (w *waiter) late(now time.Time) bool { return w.prompt.sheds() && now.After
 func (w *waiter) shed(now time.Time) { w.tell(waitResult{err: shed(now.Sub(w.prompt.Deadline))}) }
 
 // anyIdle reports whether a worker that could serve p has nothing to do.
-func (r *Router) anyIdle(p *prompt) bool {
+func (a *Admission) anyIdle(p *prompt) bool {
+	r := a.router
 	for i := range r.targets {
 		if load := r.targetLoads[i].load; p.mayUse(&r.targets[i]) && load.InFlight+load.Foreign == 0 {
 			return true
@@ -280,7 +283,7 @@ const lookEvery = 20 * time.Millisecond
 
 // looks returns the timer by which a request that waits in a fair queue looks for room, or
 // finds that it is shed; nil: it need not. stop must follow.
-func (r *Router) looks(w *waiter) (look <-chan time.Time, stop func()) {
+func (a *Admission) looks(w *waiter) (look <-chan time.Time, stop func()) {
 	if w.item == nil {
 		return nil, func() {}
 	}
@@ -290,19 +293,20 @@ func (r *Router) looks(w *waiter) (look <-chan time.Time, stop func()) {
 
 // lookPause is the time between two looks of a request: all that wait look about once in lookEvery
 // together.
-func (r *Router) lookPause() time.Duration { return lookEvery * time.Duration(max(1, r.fair.Len())) }
+func (a *Admission) lookPause() time.Duration { return lookEvery * time.Duration(max(1, a.fair.Len())) }
 
 // lookForRoom gives those that wait room that has come with time, and sheds w if it has
 // become too late.
-func (r *Router) lookForRoom(w *waiter) {
+func (a *Admission) lookForRoom(w *waiter) {
+	r := a.router
 	r.mu.Lock()
 	defer r.unlock()
 	now := r.now()
-	r.dispatchFairly(now)
-	if r.shedLate(w, now) {
+	a.dispatchFairly(now)
+	if a.shedLate(w, now) {
 		return
 	}
-	pause := r.lookPause()
+	pause := a.lookPause()
 	if left := w.prompt.Deadline.Sub(now); w.prompt.Sheddable && left > 0 {
 		pause = min(pause, max(left, lookEvery)) // dispatchFairly does not look at all that wait
 	}
@@ -311,22 +315,25 @@ func (r *Router) lookForRoom(w *waiter) {
 
 // lookAgainFairly is lookUpAgain for a fair queue, which looks up a prompt when it offers it to a
 // worker.
-func (r *Router) lookAgainFairly(w *waiter) {
+func (a *Admission) lookAgainFairly(w *waiter) {
+	r := a.router
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	w.wants.until = time.Time{}
 	now := r.now()
-	r.dispatchFairly(now)
-	r.shedLate(w, now)
+	a.dispatchFairly(now)
+	a.shedLate(w, now)
 }
 
 // tooLate reports whether a request that waits is to be shed: it can no longer be in time, and no
 // worker is idle.
-func (r *Router) tooLate(w *waiter, now time.Time) bool { return w.late(now) && !r.anyIdle(&w.prompt) }
+func (a *Admission) tooLate(w *waiter, now time.Time) bool {
+	return w.late(now) && !a.anyIdle(&w.prompt)
+}
 
 // shedLate takes a request that is tooLate out of the queue, and reports whether it did.
-func (r *Router) shedLate(w *waiter, now time.Time) bool {
-	if !r.tooLate(w, now) || !r.fair.Remove(w.item) {
+func (a *Admission) shedLate(w *waiter, now time.Time) bool {
+	if !a.tooLate(w, now) || !a.fair.Remove(w.item) {
 		return false
 	}
 	w.shed(now)
@@ -335,11 +342,11 @@ func (r *Router) shedLate(w *waiter, now time.Time) bool {
 
 // Tenants returns the tenants that have requests in the queue or in flight; none where the
 // queue is not fair.
-func (r *Router) Tenants() []fair.State {
-	r.mu.Lock()
-	defer r.mu.Unlock()
-	if r.fair == nil {
+func (a *Admission) Tenants() []fair.State {
+	a.router.mu.Lock()
+	defer a.router.mu.Unlock()
+	if a.fair == nil {
 		return nil
 	}
-	return r.fair.States()
+	return a.fair.States()
 }

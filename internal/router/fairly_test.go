@@ -47,7 +47,7 @@ func tenant(name string, tokens int) Request {
 // park has the requests wait, one after the other.
 func park(t testing.TB, r *Router, requests ...Request) (all []*queued) {
 	t.Helper()
-	before, _ := r.QueueDepth()
+	before, _ := r.Admission.QueueDepth()
 	for i, request := range requests {
 		all = append(all, send(t, r, t.Context(), before+i+1, request))
 	}
@@ -356,12 +356,12 @@ func TestTenantsAreListed(t *testing.T) {
 	r, _ := newFairRouter(t, 1)
 	full := MustRoute(t, r, tenant("a", 20)).Booking
 	waits := park(t, r, tenant("b", 20))
-	for _, s := range r.Tenants() {
+	for _, s := range r.Admission.Tenants() {
 		if s.Tenant == "a" && (s.Running != 1 || s.Waiting != 0) || s.Tenant == "b" && (s.Running != 0 || s.Waiting != 1 || s.Cost <= 0 || s.Oldest.IsZero()) {
 			t.Errorf("%+v", s)
 		}
 	}
-	if got := len(r.Tenants()); got != 2 {
+	if got := len(r.Admission.Tenants()); got != 2 {
 		t.Errorf("%d tenants", got)
 	}
 	full.End()
@@ -370,10 +370,10 @@ func TestTenantsAreListed(t *testing.T) {
 		t.Fatal(err)
 	}
 	d.Booking.FailAs(health.Engine, "it broke")
-	if got := r.Tenants(); len(got) != 0 {
+	if got := r.Admission.Tenants(); len(got) != 0 {
 		t.Errorf("%+v", got)
 	}
-	if off := NewTestRouter(t, "kv", 1); off.Tenants() != nil {
+	if off := NewTestRouter(t, "kv", 1); off.Admission.Tenants() != nil {
 		t.Error("tenants without a fair queue")
 	}
 }
@@ -556,11 +556,11 @@ func TestObjectivesEndTheWaitForAPrefix(t *testing.T) {
 			if err := r.collect(&w.prompt, clock.Now()); err != nil {
 				t.Fatal(err)
 			}
-			if got := r.want(w, clock.Now()); got != test.waits || got && !r.stillWants(w, clock.Now()) {
+			if got := r.Admission.want(w, clock.Now()); got != test.waits || got && !r.Admission.stillWants(w, clock.Now()) {
 				t.Errorf("it waits: %t", got)
 			}
 			full.End()
-			if r.stillWants(w, clock.Now()) {
+			if r.Admission.stillWants(w, clock.Now()) {
 				t.Error("its worker has room, and it does not look")
 			}
 		})
@@ -604,7 +604,7 @@ func TestFairQueueServesEverybody(t *testing.T) {
 		var parked []*waiter
 		worker := func(t *rapid.T) kv.WorkerKey { return kv.WorkerKey{Worker: rapid.Uint64Range(0, 2).Draw(t, "worker")} }
 		mayShed := func(p *prompt) {
-			if !p.Sheddable || r.anyIdle(p) {
+			if !p.Sheddable || r.Admission.anyIdle(p) {
 				t.Fatal("a request is shed that may not be")
 			}
 		}
@@ -641,7 +641,7 @@ func TestFairQueueServesEverybody(t *testing.T) {
 			"leave": func(t *rapid.T) {
 				if len(parked) > 0 {
 					i := rapid.IntRange(0, len(parked)-1).Draw(t, "which")
-					r.leave(parked[i])
+					r.Admission.leave(parked[i])
 					parked = append(parked[:i], parked[i+1:]...)
 				}
 			},
@@ -665,7 +665,7 @@ func TestFairQueueServesEverybody(t *testing.T) {
 						running[i].Finish(rapid.IntRange(0, 500).Draw(t, "output"))
 					default:
 						running[i].FailAs(health.Engine, "it broke")
-						r.Readmit(running[i].Worker().Worker)
+						r.Health.Readmit(running[i].Worker().Worker)
 					}
 					running = append(running[:i], running[i+1:]...)
 				}
@@ -687,7 +687,7 @@ func TestFairQueueServesEverybody(t *testing.T) {
 				clock.Advance(time.Duration(rapid.IntRange(1, 20).Draw(t, "seconds")) * time.Second)
 				for _, w := range parked {
 					w.look = time.NewTimer(time.Hour)
-					r.lookForRoom(w)
+					r.Admission.lookForRoom(w)
 				}
 			},
 			"": func(t *rapid.T) {
@@ -710,12 +710,12 @@ func TestFairQueueServesEverybody(t *testing.T) {
 					}
 				}
 				parked = still
-				if n, _ := r.QueueDepth(); n != len(parked) {
+				if n, _ := r.Admission.QueueDepth(); n != len(parked) {
 					t.Fatalf("%d wait, want %d", n, len(parked))
 				}
 				r.mu.Lock()
 				for _, w := range parked {
-					if r.collect(&w.prompt, clock.Now()) == nil && !r.mustWait(&w.prompt, clock.Now()) {
+					if r.collect(&w.prompt, clock.Now()) == nil && !r.Admission.mustWait(&w.prompt, clock.Now()) {
 						t.Errorf("a request waits although a worker has room")
 					}
 				}

@@ -40,22 +40,23 @@ func (r *Router) Lacks(need Need) bool {
 	defer r.mu.Unlock()
 	known := !r.has(func(t *kv.Target) bool { return !t.Unanswered })
 	var prefill, decode kv.Kinds
+	takes := func(t *kv.Target, leg kv.Leg) bool {
+		request := Request{Model: need.Model, Leg: leg}
+		return request.mayUse(t)
+	}
 	for i := range r.targets {
 		t := &r.targets[i]
 		if !t.Serves(need.Model) {
 			continue
 		}
 		known = true
-		if t.Unanswered {
-			continue
-		}
-		if t.Takes(kv.LegWhole) && (need.Whole || !need.Pair) {
+		if (need.Whole || !need.Pair) && takes(t, kv.LegWhole) {
 			return false
 		}
-		if t.Takes(kv.LegPrefill) {
+		if takes(t, kv.LegPrefill) {
 			prefill |= kv.KindsOf(t.Kind)
 		}
-		if t.Takes(kv.LegDecode) {
+		if takes(t, kv.LegDecode) {
 			decode |= kv.KindsOf(t.Kind)
 		}
 	}

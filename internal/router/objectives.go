@@ -28,8 +28,9 @@ func (r *Router) preferKeeping(p *prompt, q *policy.Query) {
 
 // lateBy returns by how much the first token of a sheddable p is predicted to miss its deadline on
 // the best candidate with a free seat; 0: p is to be served. An idle worker takes any request.
-func (r *Router) lateBy(p *prompt, now time.Time) time.Duration {
-	if !p.sheds() || r.anyIdle(p) {
+func (a *Admission) lateBy(p *prompt, now time.Time) time.Duration {
+	r := a.router
+	if !p.sheds() || a.anyIdle(p) {
 		return 0
 	}
 	late := mostRetryAfter

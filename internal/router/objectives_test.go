@@ -67,7 +67,7 @@ func TestWorkersThatKeepTheObjectivesComeFirst(t *testing.T) {
 					t.Errorf("worker %d, want %d", got, want)
 				}
 				for _, c := range d.Receipts[0].Candidates {
-					if excluded := c.Excluded == excludedObjective; excluded != (c.Score == nil && !test.pinned) {
+					if excluded := c.Excluded == excludedObjective.String(); excluded != (c.Score == nil && !test.pinned) {
 						t.Errorf("worker %d: excluded %q, score %v", c.Worker, c.Excluded, c.Score)
 					}
 				}

@@ -1,10 +1,6 @@
 package router
 
 import (
-	"cmp"
-	"context"
-	"errors"
-	"slices"
 	"time"
 
 	"kvrouter/internal/health"
@@ -36,15 +32,15 @@ func (r *Router) filter(p *prompt, now time.Time) error {
 	for i := range r.targets {
 		if t := &r.targets[i]; p.mightUse(t) {
 			all++
-			if r.outliers.Ejected(t.Key, now) || r.outliers.Spared(t.Key, now) {
+			if r.Health.outliers.Ejected(t.Key, now) || r.Health.outliers.Spared(t.Key, now) {
 				fail++
 			}
 		}
 	}
-	panicking := r.outliers.TooMany(fail, all)
+	panicking := r.Health.outliers.TooMany(fail, all)
 	best, kept := health.Out+1, r.candidates[:0]
 	for _, c := range r.candidates { // kept is behind it
-		level := r.outliers.Level(c.Target.Key, now, r.random)
+		level := r.Health.outliers.Level(c.Target.Key, now, r.random)
 		if level == health.Out && panicking {
 			level = health.In
 		}
@@ -69,24 +65,24 @@ func (r *Router) filter(p *prompt, now time.Time) error {
 func (r *Router) preferWell(now time.Time) {
 	var best health.Rate
 	for i := range r.candidates {
-		if rate := r.outliers.SuccessRate(r.candidates[i].Target.Key, now); i == 0 || rate.Share > best.Share {
+		if rate := r.Health.outliers.SuccessRate(r.candidates[i].Target.Key, now); i == 0 || rate.Share > best.Share {
 			best = rate
 		}
 	}
-	r.prefer(func(c *policy.Candidate) bool { return !r.outliers.SuccessRate(c.Target.Key, now).Worse(best) })
+	r.prefer(func(c *policy.Candidate) bool { return !r.Health.outliers.SuccessRate(c.Target.Key, now).Worse(best) })
 }
 
 // onTrial leaves one candidate with a trial due, if p may be it: the one that
 // has waited for longest.
 func (r *Router) onTrial(p *prompt, now time.Time) bool {
-	if len(p.Exclude) > 0 || p.QueryOnly || p.ChooseOnly || len(r.candidates) == 1 || r.outliers.Discredited(p.Client, now) {
+	if len(p.Exclude) > 0 || p.QueryOnly || p.ChooseOnly || len(r.candidates) == 1 || r.Health.outliers.Discredited(p.Client, now) {
 		return false
 	}
 	longest, first := -1, time.Time{}
 	for i := range r.candidates {
 		c := &r.candidates[i]
-		since, due := r.outliers.TrialDue(c.Target.Key, now)
-		if due && r.hasCapacity(c.Target, c.Load, now) && (p.ID == "" || now.Sub(since) >= trialOverdue) && (longest < 0 || since.Before(first)) {
+		since, due := r.Health.outliers.TrialDue(c.Target.Key, now)
+		if due && r.Admission.hasCapacity(c.Target, c.Load, now) && (p.ID == "" || now.Sub(since) >= trialOverdue) && (longest < 0 || since.Before(first)) {
 			longest, first = i, since
 		}
 	}
@@ -98,19 +94,9 @@ func (r *Router) onTrial(p *prompt, now time.Time) bool {
 	return true
 }
 
-// isOut reports whether t gets nothing now but what no other worker can take. One
-// whose trial is due does.
-func (r *Router) isOut(t *kv.Target, now time.Time) bool {
-	if !r.outliers.IsOut(t.Key, now) {
-		return false
-	}
-	_, due := r.outliers.TrialDue(t.Key, now)
-	return !due
-}
-
 // unlock ends the hold of the lock and logs what happened to workers meanwhile.
 func (r *Router) unlock() {
-	news, with := r.outliers.TakeNews(), r.sharing
+	news, with := r.Health.outliers.TakeNews(), r.sharing
 	r.mu.Unlock()
 	for _, n := range news {
 		if n.Out && with != nil {
@@ -120,123 +106,6 @@ func (r *Router) unlock() {
 			n.Log(r.log, r.names.Label(n.Worker.Worker))
 		}
 	}
-}
-
-// Idlest returns the worker to query: one that has answered before, of that engine if
-// one is up, if possible neither cordoned nor ejected and answering queries, then the one
-// with the fewest in-flight requests; not ok: there is none. Nothing is booked.
-func (r *Router) Idlest(engine kv.Engine) (t kv.Target, ok bool) {
-	r.mu.Lock()
-	defer r.unlock()
-	if len(r.targets) == 0 {
-		return kv.Target{}, false
-	}
-	now := r.now()
-	badness := func(t *kv.Target) int {
-		switch {
-		case t.Unanswered:
-			return 5
-		case t.Engine != engine:
-			return 4
-		case t.Cordoned:
-			return 3
-		case r.outliers.IsOut(t.Key, now):
-			return 2
-		case r.outliers.AskedInVain(t.Key, now):
-			return 1
-		}
-		return 0
-	}
-	t = slices.MinFunc(r.targets, func(a, b kv.Target) int {
-		return cmp.Or(badness(&a)-badness(&b), r.loads.get(a.Key, now).InFlight-r.loads.get(b.Key, now).InFlight)
-	})
-	return t, !t.Unanswered
-}
-
-// clientKey is the context key of a client's name.
-type clientKey struct{}
-
-// ForClient returns the context of what is asked for a request of that client.
-func ForClient(ctx context.Context, client string) context.Context {
-	return context.WithValue(ctx, clientKey{}, client)
-}
-
-// AskFailed records that t did not answer a tokenization request sent at that time.
-// It counts as a failure, with ForClient of its client's request, unless the caller has
-// cancelled it.
-func (r *Router) AskFailed(ctx context.Context, t kv.Target, asked time.Time) {
-	if errors.Is(ctx.Err(), context.Canceled) {
-		return
-	}
-	r.mu.Lock()
-	defer r.unlock()
-	client, _ := ctx.Value(clientKey{}).(string)
-	r.outliers.AskFailed(health.Attempt{Worker: t.Key, Generation: t.Generation, Sent: asked, Client: client}, r.now())
-}
-
-// Lives records a sign of life of the engine of that incarnation of a worker: tokens, passes
-// or finished requests were counted, blocks were stored, its load changed. An answer that its
-// HTTP server gives alone shows nothing of the kind.
-func (r *Router) Lives(worker uint64, generation int) {
-	r.mu.Lock()
-	defer r.unlock()
-	now := r.now()
-	ranks := r.ranksOf(worker)
-	for i := range ranks {
-		r.outliers.Lives(ranks[i].Key, generation, now)
-	}
-}
-
-// Missed records that a worker has not answered its health checks, the last of them sent at that
-// time: new requests avoid it. It returns when the worker last showed life, and until when its requests
-// explain that its server does not answer; zero: never.
-func (r *Router) Missed(worker uint64, generation int, sent time.Time) (lived, busy time.Time) {
-	r.mu.Lock()
-	defer r.unlock()
-	return r.outliers.Missed(worker, generation, sent)
-}
-
-// Answers records that a worker answers its health checks again.
-func (r *Router) Answers(worker uint64, generation int) {
-	r.mu.Lock()
-	defer r.unlock()
-	r.outliers.AnswersChecks(worker, generation)
-}
-
-// Outliers returns the state of each worker that is up, by key, and whether the
-// panic threshold is exceeded, so that all are used.
-func (r *Router) Outliers() (list []health.Record, panicking bool) {
-	r.mu.Lock()
-	defer r.unlock()
-	return r.outliers.Records(r.now()), r.outliers.Panic()
-}
-
-// Panicking reports whether the panic threshold is exceeded, so that all workers are used.
-func (r *Router) Panicking() bool {
-	r.mu.Lock()
-	defer r.unlock()
-	return r.outliers.Panic()
-}
-
-// Shunned returns the workers that are up and ejected or held.
-func (r *Router) Shunned() []kv.WorkerKey {
-	r.mu.Lock()
-	defer r.unlock()
-	return r.outliers.Shunned(r.now())
-}
-
-// Outlier returns the state of w; not ok: it is not up.
-func (r *Router) Outlier(w kv.WorkerKey) (record health.Record, ok bool) {
-	r.mu.Lock()
-	defer r.unlock()
-	return r.outliers.Record(w, r.now())
-}
-
-// Discredited returns the number of clients whose failures count against no worker now.
-func (r *Router) Discredited() int {
-	r.mu.Lock()
-	defer r.mu.Unlock()
-	return r.outliers.CountDiscredited(r.now())
 }
 
 // attempt is the booking as the detector sees it.
@@ -256,9 +125,9 @@ func (r *Router) answerBegins(b *Booking, now time.Time) {
 		return
 	}
 	if !b.answeredWhole { // of a whole answer, its length matters
-		r.outliers.Waited(b.attempt(), b.class(), now.Sub(b.sent), b.queued, 0)
+		r.Health.outliers.Waited(b.attempt(), b.class(), now.Sub(b.sent), b.queued, 0)
 	}
-	r.outliers.Heard(b.attempt(), now)
+	r.Health.outliers.Heard(b.attempt(), now)
 }
 
 // judge reports to the detector how a booking ended, with an answer of that many tokens
@@ -271,15 +140,15 @@ func (r *Router) judge(b *Booking, how policy.Ending, output int, now time.Time)
 			if b.computed {
 				waited = b.first.Sub(b.sent)
 			}
-			r.outliers.Waited(b.attempt(), b.class(), waited-health.LogprobTime(b.asks.Logprobs), b.queued, output)
+			r.Health.outliers.Waited(b.attempt(), b.class(), waited-health.LogprobTime(b.asks.Logprobs), b.queued, output)
 		}
-		r.outliers.Succeeded(b.attempt(), now)
+		r.Health.outliers.Succeeded(b.attempt(), now)
 	case how == policy.Failed && b.fault == nil:
-		r.outliers.Failed(b.attempt(), health.Reported, "as its client reports", now)
+		r.Health.outliers.Failed(b.attempt(), health.Reported, "as its client reports", now)
 	case how == policy.Failed && !b.fault.counted:
-		r.outliers.Failed(b.attempt(), b.fault.kind, b.fault.why, now)
+		r.Health.outliers.Failed(b.attempt(), b.fault.kind, b.fault.why, now)
 	default:
-		r.outliers.Ended(b.attempt())
+		r.Health.outliers.Ended(b.attempt())
 	}
 }
 
@@ -289,7 +158,7 @@ func (b *Booking) FailAs(kind health.Kind, why string) (out bool) {
 	b.locked(func(r *Router, now time.Time) {
 		b.fault = &fault{kind: kind, why: why}
 		r.finish(b, policy.Failed, 0, now)
-		out = r.outliers.IsOut(b.worker, now) && !r.outliers.Panic() && !r.outliers.Discredited(b.client, now)
+		out = r.Health.outliers.IsOut(b.worker, now) && !r.Health.outliers.Panic() && !r.Health.outliers.Discredited(b.client, now)
 	})
 	return out
 }
@@ -308,7 +177,7 @@ func (b *Booking) Abort() {
 func (b *Booking) Press(pause time.Duration) (out bool) {
 	b.locked(func(r *Router, now time.Time) {
 		r.finish(b, policy.Abandoned, 0, now)
-		out = r.outliers.Pressed(b.attempt(), pause, now)
+		out = r.Health.outliers.Pressed(b.attempt(), pause, now)
 	})
 	return out
 }
@@ -319,26 +188,26 @@ func (b *Booking) Press(pause time.Duration) (out bool) {
 func (b *Booking) Suspect(status int) (ask bool) {
 	b.locked(func(r *Router, now time.Time) {
 		r.finish(b, policy.Abandoned, 0, now)
-		ask = r.outliers.Suspect(b.attempt(), status, now)
+		ask = r.Health.outliers.Suspect(b.attempt(), status, now)
 	})
 	return ask
 }
 
 // Convict records that another worker accepted the request that this one refused.
 func (b *Booking) Convict(status int) {
-	b.locked(func(r *Router, now time.Time) { r.outliers.Convict(b.attempt(), status, now) })
+	b.locked(func(r *Router, now time.Time) { r.Health.outliers.Convict(b.attempt(), status, now) })
 }
 
 // Acquit records that no other worker accepted it. agreed means that another one
 // refused it with the same status.
 func (b *Booking) Acquit(status int, agreed bool) {
-	b.locked(func(r *Router, now time.Time) { r.outliers.Acquit(b.attempt(), status, agreed, now) })
+	b.locked(func(r *Router, now time.Time) { r.Health.outliers.Acquit(b.attempt(), status, agreed, now) })
 }
 
 // Forgive withdraws the worker's failure of the request: others failed it in the
 // same way.
 func (b *Booking) Forgive() {
-	b.locked(func(r *Router, now time.Time) { r.outliers.Forgive(b.attempt(), now) })
+	b.locked(func(r *Router, now time.Time) { r.Health.outliers.Forgive(b.attempt(), now) })
 }
 
 // InFlight is a request at a worker as its sender sees it.
@@ -367,7 +236,7 @@ func (r *Router) look(all []InFlight, last time.Time) {
 	now, waits := r.now(), false
 	for i := range all {
 		q := &all[i]
-		r.outliers.Answers(q.Booking.worker, q.Booking.generation, last)
+		r.Health.outliers.Answers(q.Booking.worker, q.Booking.generation, last)
 		waits = waits || now.Sub(q.Since) >= health.LeastSilence
 	}
 	if !waits {
@@ -377,7 +246,7 @@ func (r *Router) look(all []InFlight, last time.Time) {
 	for i := range all {
 		list = append(list, all[i].Booking.waiting(&all[i]))
 	}
-	r.outliers.Silence(list, now)
+	r.Health.outliers.Silence(list, now)
 	for i := range all {
 		all[i].Verdict = list[i].Verdict
 	}
@@ -401,7 +270,7 @@ func (b *Booking) waiting(q *InFlight) health.Waiting {
 
 // WorkerIsCordoned reports whether the worker gets no new requests.
 func (b *Booking) WorkerIsCordoned() (cordoned bool) {
-	b.locked(func(r *Router, _ time.Time) { cordoned = r.isCordoned(b.worker.Worker) })
+	b.locked(func(r *Router, _ time.Time) { cordoned = r.Health.isCordoned(b.worker.Worker) })
 	return cordoned
 }
 
@@ -409,7 +278,7 @@ func (b *Booking) WorkerIsCordoned() (cordoned bool) {
 func (b *Booking) OthersTakeOver() (ready bool) {
 	b.locked(func(r *Router, _ time.Time) {
 		ready = r.has(func(t *kv.Target) bool {
-			return t.Key.Worker != b.worker.Worker && t.Role != kv.RolePrefill && !r.isCordoned(t.Key.Worker)
+			return t.Key.Worker != b.worker.Worker && t.Role != kv.RolePrefill && !r.Health.isCordoned(t.Key.Worker)
 		})
 	})
 	return ready

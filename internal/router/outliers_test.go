@@ -37,7 +37,7 @@ func eject(t testing.TB, r *Router, worker uint64) {
 		d := MustRoute(t, r, Request{Pinned: &kv.WorkerKey{Worker: worker}})
 		d.Booking.FailAs(health.Status, "answered 500")
 	}
-	if !r.outliers.Ejected(kv.WorkerKey{Worker: worker}, r.now()) {
+	if !r.Health.outliers.Ejected(kv.WorkerKey{Worker: worker}, r.now()) {
 		t.Fatalf("worker %d is in after three failures", worker)
 	}
 }
@@ -66,7 +66,7 @@ func TestAnEjectedWorkerGetsNothing(t *testing.T) {
 			if d.Booking.End(); d.Target.Key.Worker != 1 {
 				t.Errorf("a request that names it went to worker %d", d.Target.Key.Worker)
 			}
-			if idlest, _ := r.Idlest(kv.EngineVLLM); idlest.Key.Worker == 1 {
+			if idlest, _ := r.Health.Idlest(kv.EngineVLLM); idlest.Key.Worker == 1 {
 				t.Error("it is asked for tokens")
 			}
 			if err := r.Check(); err != nil {
@@ -91,14 +91,14 @@ func TestAtMostHalfOfThemAreOut(t *testing.T) {
 	if got := chosen(t, r, 40, Request{}); got[0]+got[1] != 0 {
 		t.Errorf("two of four are out, and got %v", got)
 	}
-	if _, panicking := r.Outliers(); panicking {
+	if _, panicking := r.Health.Records(); panicking {
 		t.Error("two of four out is said to be too many")
 	}
 	fail(2, 3)
-	if r.outliers.Ejected(kv.WorkerKey{Worker: 2}, *now) {
+	if r.Health.outliers.Ejected(kv.WorkerKey{Worker: 2}, *now) {
 		t.Error("three of four are out")
 	}
-	if _, panicking := r.Outliers(); !panicking {
+	if _, panicking := r.Health.Records(); !panicking {
 		t.Error("that three of four fail is not said to be too many")
 	}
 	if got := chosen(t, r, 40, Request{}); got[3] != 40 {
@@ -106,7 +106,7 @@ func TestAtMostHalfOfThemAreOut(t *testing.T) {
 	}
 	d := MustRoute(t, r, Request{Explain: true})
 	d.Booking.End()
-	if list := d.Receipts[0].Candidates; list[0].Excluded != excludedEjected || list[2].Excluded != excludedFailing || list[3].Excluded != "" {
+	if list := d.Receipts[0].Candidates; list[0].Excluded != excludedEjected.String() || list[2].Excluded != excludedFailing.String() || list[3].Excluded != "" {
 		t.Errorf("excluded for %+v", list)
 	}
 	fail(3, 3) // the request is at fault, or the network
@@ -180,7 +180,7 @@ func TestOneRequestIsOnTrial(t *testing.T) {
 	if got := chosen(t, r, 400, Request{}); got[2] < 70 {
 		t.Errorf("it is back and got %d of 400", got[2])
 	}
-	if !r.outliers.Quiet() {
+	if !r.Health.outliers.Quiet() {
 		t.Error("something is still remembered as odd")
 	}
 }
@@ -196,14 +196,14 @@ func TestAReservationIsOnTrialWhereNothingElseComes(t *testing.T) {
 		t.Errorf("it went to worker %d", d.Target.Key.Worker)
 	}
 	d.Booking.Report(policy.Feedback{Ending: policy.Finished})
-	if r.outliers.Ejected(kv.WorkerKey{Worker: 2}, *now) {
+	if r.Health.outliers.Ejected(kv.WorkerKey{Worker: 2}, *now) {
 		t.Error("it is out although the client reports an answer")
 	}
 	for range 3 {
 		d := MustRoute(t, r, Request{ID: "a", Pinned: &kv.WorkerKey{Worker: 3}})
 		d.Booking.Report(policy.Feedback{Ending: policy.Failed})
 	}
-	if !r.outliers.Ejected(kv.WorkerKey{Worker: 3}, *now) {
+	if !r.Health.outliers.Ejected(kv.WorkerKey{Worker: 3}, *now) {
 		t.Error("what clients report does not count")
 	}
 }
@@ -226,10 +226,10 @@ func TestBackPressure(t *testing.T) {
 		t.Errorf("a request that one refused is sent to another in its pause: %v", err)
 	}
 	*now = now.Add(5 * time.Second)
-	if got := chosen(t, r, 30, Request{}); got[0] != 10 || !r.outliers.Quiet() {
+	if got := chosen(t, r, 30, Request{}); got[0] != 10 || !r.Health.outliers.Quiet() {
 		t.Errorf("after the pause: %v", got)
 	}
-	records, _ := r.Outliers()
+	records, _ := r.Health.Records()
 	for _, record := range records {
 		if len(record.Ejections) > 0 || record.Row > 0 {
 			t.Errorf("a pause counts as a failure: %+v", record)
@@ -239,11 +239,11 @@ func TestBackPressure(t *testing.T) {
 
 func TestQuestionsGoToAWorkerThatAnswers(t *testing.T) {
 	r, now := newWatchedRouter(t, "work", 2)
-	first, _ := r.Idlest(kv.EngineVLLM)
+	first, _ := r.Health.Idlest(kv.EngineVLLM)
 	asked := *now
 	*now = now.Add(2 * time.Second)
-	r.AskFailed(t.Context(), first, asked)
-	second, _ := r.Idlest(kv.EngineVLLM)
+	r.Health.AskFailed(t.Context(), first, asked)
+	second, _ := r.Health.Idlest(kv.EngineVLLM)
 	if second.Key == first.Key {
 		t.Error("the worker that did not answer is asked again")
 	}
@@ -253,7 +253,7 @@ func TestQuestionsGoToAWorkerThatAnswers(t *testing.T) {
 	gone, leave := context.WithCancel(t.Context())
 	leave()
 	for range 5 {
-		r.AskFailed(gone, second, *now)
+		r.Health.AskFailed(gone, second, *now)
 	}
 	if got := chosen(t, r, 20, Request{}); got[second.Key.Worker] != 20 {
 		t.Errorf("a client that left counts against the worker: %v", got)
@@ -286,14 +286,14 @@ func TestRequestsGoRoundASilentWorker(t *testing.T) {
 	if got := chosen(t, r, 20, Request{}); got[0] > 0 {
 		t.Errorf("it gets requests: %v", got)
 	}
-	if records, _ := r.Outliers(); records[0].State != health.StateSilent || len(records[0].Ejections) > 0 || d.Booking.Ended() {
+	if records, _ := r.Health.Records(); records[0].State != health.StateSilent || len(records[0].Ejections) > 0 || d.Booking.Ended() {
 		t.Errorf("%+v", records[0])
 	}
 	if _, err := r.Route(t.Context(), Request{Exclude: []uint64{1}, Beside: true}); !errors.Is(err, ErrNoWorker) {
 		t.Errorf("an attempt beside the first goes to a worker in doubt: %v", err)
 	}
 	MustRoute(t, r, Request{Exclude: []uint64{1}}).Booking.End()
-	r.Lives(0, 1)
+	r.Health.Lives(0, 1)
 	if got := chosen(t, r, 20, Request{}); got[0] == 0 {
 		t.Errorf("after a sign of life: %v", got)
 	}

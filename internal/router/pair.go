@@ -147,7 +147,7 @@ func (r *Router) pairings(p *prompt, enforce bool) pairings {
 	var could pairings
 	var prefill, well, decode kv.Kinds
 	least := p.tokens
-	whole, first, second := *p, *p, *p
+	whole, first, second := p.Request, p.Request, p.Request
 	whole.Kinds, whole.Leg, first.Leg, second.Leg = 0, kv.LegWhole, kv.LegPrefill, kv.LegDecode
 	first.Pinned = p.PinnedPrefill
 	r.snapshot(p, now)
@@ -160,7 +160,7 @@ func (r *Router) pairings(p *prompt, enforce bool) pairings {
 		}
 		if first.mayUse(t) {
 			prefill |= kv.KindsOf(t.Kind)
-			if !r.isOut(t, now) {
+			if !r.Health.isOut(t, now) {
 				well |= kv.KindsOf(t.Kind)
 			}
 		}

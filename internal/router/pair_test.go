@@ -135,7 +135,7 @@ func TestPromptOfUnknownLengthIsShared(t *testing.T) {
 func TestPrefillLegIsNotBookedWithoutADecodeLeg(t *testing.T) {
 	r := pairRouter(t, "kv", testkit.NixlPrefill, testkit.SglangDecode, testkit.NixlDecode)
 	limit := 0.5
-	r.settings.BusyThresholds.ActiveDecodeBlocksThreshold = &limit
+	r.Admission.thresholds.ActiveDecodeBlocksThreshold = &limit
 	r.Up(kv.Target{Key: kv.WorkerKey{Worker: 2}, TotalBlocks: 10, Disagg: testkit.NixlDecode})
 	busy := MustRoute(t, r, Request{Tokens: testkit.Tokens(1, 8*testkit.BlockSize), Pinned: &kv.WorkerKey{Worker: 2}})
 	defer busy.Booking.End()

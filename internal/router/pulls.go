@@ -44,7 +44,7 @@ func (r *Router) findSources(p *prompt, now time.Time) {
 		m := &p.matches[i]
 		s := source{key: m.Worker, blocks: int(m.Hosted)}
 		at, up := r.target(m.Worker)
-		if s.blocks == 0 || !up || !r.targets[at].Pulls() || !r.targets[at].Serves(p.Model) || r.outliers.IsOut(m.Worker, now) {
+		if s.blocks == 0 || !up || !r.targets[at].Pulls() || !r.targets[at].Serves(p.Model) || r.Health.outliers.IsOut(m.Worker, now) {
 			continue
 		}
 		s.ahead, s.tiers = r.targetLoads[at].served, r.targetLoads[at].Tiers

@@ -141,10 +141,10 @@ type waitResult struct {
 
 // queueScore is the order in the queue; uncached are the tokens of p that its best worker
 // has to compute. The formulas are Dynamo's.
-func (r *Router) queueScore(p *prompt, uncached int, now time.Time) float64 {
+func (a *Admission) queueScore(p *prompt, uncached int, now time.Time) float64 {
 	jump := max(0, p.PriorityJump)
-	since := now.Sub(r.began).Seconds()
-	switch r.settings.RouterQueuePolicy {
+	since := now.Sub(a.began).Seconds()
+	switch a.router.settings.RouterQueuePolicy {
 	case queueWSPT:
 		return (1 + jump) / float64(max(1, uncached))
 	case queueLCFS:
@@ -154,63 +154,64 @@ func (r *Router) queueScore(p *prompt, uncached int, now time.Time) float64 {
 }
 
 // hasCapacity reports whether a worker with that load may get one more request.
-func (r *Router) hasCapacity(t *kv.Target, load *policy.Load, now time.Time) bool {
-	if r.fair != nil && r.settings.RouterQueueThreshold == nil {
-		return r.hasRoom(t, load, now)
+func (a *Admission) hasCapacity(t *kv.Target, load *policy.Load, now time.Time) bool {
+	if a.fair != nil && a.router.settings.RouterQueueThreshold == nil {
+		return a.hasRoom(t, load, now)
 	}
-	threshold := r.settings.RouterQueueThreshold
+	threshold := a.router.settings.RouterQueueThreshold
 	return threshold == nil || t.MaxBatchedTokens <= 0 || float64(load.PrefillTokens) <= *threshold*float64(t.MaxBatchedTokens)
 }
 
 // mustWait reports whether p has to wait for one of the candidates. Those that
 // wait already need not be asked: had one of the candidates capacity for them, they
 // would not wait.
-func (r *Router) mustWait(p *prompt, now time.Time) bool {
+func (a *Admission) mustWait(p *prompt, now time.Time) bool {
+	r := a.router
 	if !r.settings.Queues() || p.QueryOnly || p.ChooseOnly {
 		return false
 	}
 	for i := range r.candidates {
-		if c := &r.candidates[i]; r.hasCapacity(c.Target, c.Load, now) {
-			return r.fair != nil && r.seatsAreKept(p.Class, now)
+		if c := &r.candidates[i]; a.hasCapacity(c.Target, c.Load, now) {
+			return a.fair != nil && a.seatsAreKept(p.Class, now)
 		}
 	}
 	return true
 }
 
 // enqueue puts p, whose candidates have been gathered, into the queue.
-func (r *Router) enqueue(p *prompt, now time.Time) (*waiter, error) {
-	if r.fair != nil {
-		return r.enqueueFairly(p, now)
+func (a *Admission) enqueue(p *prompt, now time.Time) (*waiter, error) {
+	if a.fair != nil {
+		return a.enqueueFairly(p, now)
 	}
-	if len(r.waiting) >= r.settings.RouterQueueLimit && !r.makeRoom(p.Client) {
+	if len(a.waiting) >= a.router.settings.RouterQueueLimit && !a.makeRoom(p.Client) {
 		return nil, ErrQueueFull
 	}
-	if r.began.IsZero() {
-		r.began = now
+	if a.began.IsZero() {
+		a.began = now
 	}
-	w := &waiter{prompt: *p, since: now, score: r.queueScore(p, r.leastUncached(p), now), decided: make(chan waitResult, 1)}
-	at := slices.IndexFunc(r.waiting, func(other *waiter) bool {
+	w := &waiter{prompt: *p, since: now, score: a.queueScore(p, a.leastUncached(p), now), decided: make(chan waitResult, 1)}
+	at := slices.IndexFunc(a.waiting, func(other *waiter) bool {
 		if p.StrictPriority != other.prompt.StrictPriority {
 			return p.StrictPriority > other.prompt.StrictPriority
 		}
 		return w.score > other.score
 	})
 	if at < 0 {
-		at = len(r.waiting)
+		at = len(a.waiting)
 	}
-	r.waiting = slices.Insert(r.waiting, at, w)
+	a.waiting = slices.Insert(a.waiting, at, w)
 	return w, nil
 }
 
 // makeRoom takes the last request of the client that has the most in the queue out of it, if that
 // client then still has no fewer than this one will have. A fair queue does the same for tenants.
-func (r *Router) makeRoom(client string) (ok bool) {
+func (a *Admission) makeRoom(client string) (ok bool) {
 	of := map[string]int{}
-	for _, w := range r.waiting {
+	for _, w := range a.waiting {
 		of[w.prompt.Client]++
 	}
 	last, most := -1, of[client]+1
-	for i, w := range slices.Backward(r.waiting) {
+	for i, w := range slices.Backward(a.waiting) {
 		if n := of[w.prompt.Client]; n > most {
 			last, most = i, n
 		}
@@ -218,13 +219,14 @@ func (r *Router) makeRoom(client string) (ok bool) {
 	if last < 0 {
 		return false
 	}
-	r.waiting[last].tell(waitResult{err: ErrQueueFull})
-	r.waiting = slices.Delete(r.waiting, last, last+1)
+	a.waiting[last].tell(waitResult{err: ErrQueueFull})
+	a.waiting = slices.Delete(a.waiting, last, last+1)
 	return true
 }
 
 // leastUncached returns the tokens of p that its best candidate has to compute.
-func (r *Router) leastUncached(p *prompt) int {
+func (a *Admission) leastUncached(p *prompt) int {
+	r := a.router
 	uncached := p.tokens
 	for i := range r.candidates {
 		uncached = min(uncached, r.uncached(p.tokens, &r.candidates[i]))
@@ -234,46 +236,47 @@ func (r *Router) leastUncached(p *prompt) int {
 
 // dispatch decides the waiting requests that a worker has capacity for, in queue
 // order. It is called whenever capacity may have been freed.
-func (r *Router) dispatch(now time.Time) {
-	if r.fair != nil {
-		r.dispatchFairly(now)
+func (a *Admission) dispatch(now time.Time) {
+	if a.fair != nil {
+		a.dispatchFairly(now)
 		return
 	}
-	if len(r.waiting) == 0 {
+	if len(a.waiting) == 0 {
 		return
 	}
-	kept := r.waiting[:0]
-	for i, w := range r.waiting {
-		if !r.anyCapacity(now) {
-			kept = append(kept, r.waiting[i:]...)
+	kept := a.waiting[:0]
+	for i, w := range a.waiting {
+		if !a.anyCapacity(now) {
+			kept = append(kept, a.waiting[i:]...)
 			break
 		}
-		if r.decide(w, true, now) == fair.Kept {
+		if a.decide(w, true, now) == fair.Kept {
 			kept = append(kept, w)
 		}
 	}
-	clear(r.waiting[len(kept):])
-	r.waiting = kept
+	clear(a.waiting[len(kept):])
+	a.waiting = kept
 }
 
 // decide decides a waiting request, unless it has to wait on, or would rather wait for the worker
 // that holds its prefix and need not go now.
-func (r *Router) decide(w *waiter, must bool, now time.Time) fair.Verdict {
+func (a *Admission) decide(w *waiter, must bool, now time.Time) fair.Verdict {
+	r := a.router
 	err := r.collect(&w.prompt, now)
 	switch {
-	case errors.Is(err, ErrBusy), err == nil && r.mustWait(&w.prompt, now):
+	case errors.Is(err, ErrBusy), err == nil && a.mustWait(&w.prompt, now):
 		return fair.Kept
-	case err == nil && !must && r.want(w, now):
-		return r.yields(w, now)
-	case err == nil && r.fair != nil:
-		if late := r.lateBy(&w.prompt, now); late > 0 {
+	case err == nil && !must && a.want(w, now):
+		return a.yields(w, now)
+	case err == nil && a.fair != nil:
+		if late := a.lateBy(&w.prompt, now); late > 0 {
 			w.tell(waitResult{err: shed(late)})
 			return fair.Taken
 		}
 	}
 	result := waitResult{err: err}
 	if err != nil {
-		r.explainRefusal(&w.prompt, &result.decision, err, now)
+		r.Receipts.refuse(&w.prompt, &result.decision, err, now)
 	} else {
 		result.decision.QueueTime = now.Sub(w.since)
 		r.choose(&w.prompt, &result.decision, now)
@@ -284,11 +287,12 @@ func (r *Router) decide(w *waiter, must bool, now time.Time) fair.Verdict {
 
 // anyCapacity reports whether any worker that takes requests has capacity, or there is
 // none to wait for.
-func (r *Router) anyCapacity(now time.Time) bool {
+func (a *Admission) anyCapacity(now time.Time) bool {
+	r := a.router
 	none := true
 	for i := range r.targets {
 		if t := &r.targets[i]; !t.Cordoned {
-			if r.hasCapacity(t, r.targetLoads[i].asOf(now), now) {
+			if a.hasCapacity(t, r.targetLoads[i].asOf(now), now) {
 				return true
 			}
 			none = false
@@ -299,31 +303,31 @@ func (r *Router) anyCapacity(now time.Time) bool {
 
 // wait returns the decision on w, ErrQueueTimeout, or the cause for which ctx
 // ended before.
-func (r *Router) wait(ctx context.Context, w *waiter) (Decision, error) {
-	ctx, cancel := context.WithTimeoutCause(ctx, r.settings.RouterQueueTimeout, ErrQueueTimeout)
+func (a *Admission) wait(ctx context.Context, w *waiter) (Decision, error) {
+	ctx, cancel := context.WithTimeoutCause(ctx, a.router.settings.RouterQueueTimeout, ErrQueueTimeout)
 	defer cancel()
 	refresh := time.NewTicker(QueueRefresh)
 	defer refresh.Stop()
-	look, stop := r.looks(w)
+	look, stop := a.looks(w)
 	defer stop()
 	for {
 		select {
 		case result := <-w.decided:
 			return result.decision, result.err
 		case <-ctx.Done():
-			r.leave(w)
+			a.leave(w)
 			return Decision{}, context.Cause(ctx)
 		case <-refresh.C:
-			r.lookUpAgain(w)
+			a.lookUpAgain(w)
 		case <-look:
-			r.lookForRoom(w)
+			a.lookForRoom(w)
 		}
 	}
 }
 
 // leave takes w out of the queue, or ends its booking.
-func (r *Router) leave(w *waiter) {
-	if r.dequeue(w) {
+func (a *Admission) leave(w *waiter) {
+	if a.dequeue(w) {
 		return
 	}
 	if result := <-w.decided; result.err == nil {
@@ -333,30 +337,31 @@ func (r *Router) leave(w *waiter) {
 
 // dequeue takes w out of the queue, and reports whether it was there: if not, it has been
 // decided.
-func (r *Router) dequeue(w *waiter) bool {
-	r.mu.Lock()
-	defer r.mu.Unlock()
-	if r.fair != nil {
-		return r.fair.Remove(w.item)
+func (a *Admission) dequeue(w *waiter) bool {
+	a.router.mu.Lock()
+	defer a.router.mu.Unlock()
+	if a.fair != nil {
+		return a.fair.Remove(w.item)
 	}
-	at := slices.Index(r.waiting, w)
+	at := slices.Index(a.waiting, w)
 	if at >= 0 {
-		r.waiting = slices.Delete(r.waiting, at, at+1)
+		a.waiting = slices.Delete(a.waiting, at, at+1)
 	}
 	return at >= 0
 }
 
 // lookUpAgain brings up to date what w's workers have of its prompt.
-func (r *Router) lookUpAgain(w *waiter) {
-	if r.fair != nil {
-		r.lookAgainFairly(w)
+func (a *Admission) lookUpAgain(w *waiter) {
+	r := a.router
+	if a.fair != nil {
+		a.lookAgainFairly(w)
 		return
 	}
 	matches := r.match(nil, &w.prompt, r.parts())
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	w.prompt.matches, w.prompt.next = matches, 0
-	r.dispatch(r.now())
+	a.dispatch(r.now())
 }
 
 // Waiting is a request of RouteOrWait that is in the queue.
@@ -382,28 +387,28 @@ func (r *Router) RouteOrWait(request Request, decided func(Decision, error)) (De
 }
 
 // Refresh updates the workers' matches of the request's prompt.
-func (w *Waiting) Refresh() { w.router.lookUpAgain(w.waiter) }
+func (w *Waiting) Refresh() { w.router.Admission.lookUpAgain(w.waiter) }
 
 // Leave removes the request from the queue, and reports whether it was there; if
 // not, it has been decided.
-func (w *Waiting) Leave() bool { return w.router.dequeue(w.waiter) }
+func (w *Waiting) Leave() bool { return w.router.Admission.dequeue(w.waiter) }
 
 // QueueDepth returns the number of queued requests and of their prompt tokens.
-func (r *Router) QueueDepth() (requests, tokens int) {
-	r.mu.Lock()
-	defer r.mu.Unlock()
-	r.eachWaiting(func(w *waiter) {
+func (a *Admission) QueueDepth() (requests, tokens int) {
+	a.router.mu.Lock()
+	defer a.router.mu.Unlock()
+	a.eachWaiting(func(w *waiter) {
 		requests, tokens = requests+1, tokens+w.prompt.tokens
 	})
 	return requests, tokens
 }
 
 // eachWaiting calls f with every waiting request, in no particular order.
-func (r *Router) eachWaiting(f func(*waiter)) {
-	if r.fair != nil {
-		r.fair.Each(func(it *fair.Item[*waiter]) { f(it.Value) })
+func (a *Admission) eachWaiting(f func(*waiter)) {
+	if a.fair != nil {
+		a.fair.Each(func(it *fair.Item[*waiter]) { f(it.Value) })
 	}
-	for _, w := range r.waiting {
+	for _, w := range a.waiting {
 		f(w)
 	}
 }

@@ -53,7 +53,7 @@ func send(t testing.TB, r *Router, ctx context.Context, depth int, request Reque
 
 func expectDepth(t testing.TB, r *Router, depth int) {
 	t.Helper()
-	testkit.Eventually(t, 5*time.Second, fmt.Sprintf("%d requests wait", depth), func() bool { n, _ := r.QueueDepth(); return n == depth })
+	testkit.Eventually(t, 5*time.Second, fmt.Sprintf("%d requests wait", depth), func() bool { n, _ := r.Admission.QueueDepth(); return n == depth })
 }
 
 // get waits for the decision.
@@ -93,7 +93,7 @@ func TestQueueParksAndDrainsAtTheThreshold(t *testing.T) {
 	more := occupy(t, r, 0, 1)
 	first := send(t, r, t.Context(), 1, Request{NumTokens: 20})
 	second := send(t, r, t.Context(), 2, Request{NumTokens: 30})
-	if n, tokens := r.QueueDepth(); n != 2 || tokens != 50 {
+	if n, tokens := r.Admission.QueueDepth(); n != 2 || tokens != 50 {
 		t.Errorf("%d requests of %d tokens wait, want 2 of 50", n, tokens)
 	}
 	if d := MustRoute(t, r, Request{NumTokens: 1, QueryOnly: true}); d.Booking != nil {
@@ -186,7 +186,7 @@ func TestQueueScoreOfWSPT(t *testing.T) {
 			ctx, cancel := context.WithCancel(t.Context())
 			q := send(t, r, ctx, 1, Request{Tokens: prompt, Pinned: test.pinned})
 			r.mu.Lock()
-			got := r.waiting[0].score
+			got := r.Admission.waiting[0].score
 			r.mu.Unlock()
 			if got != test.want {
 				t.Errorf("score 1/%v, want 1/%v", 1/got, 1/test.want)
@@ -347,9 +347,9 @@ func TestQueueLooksItsPromptsUpAgain(t *testing.T) {
 	q := send(t, r, t.Context(), 1, Request{Tokens: prompt, Pinned: &kv.WorkerKey{Worker: 1}})
 	Hold(r, 1, prompt[:20])
 	r.mu.Lock()
-	w := r.waiting[0]
+	w := r.Admission.waiting[0]
 	r.mu.Unlock()
-	r.lookUpAgain(w)
+	r.Admission.lookUpAgain(w)
 	full[1].End()
 	if d, err := q.get(t); err != nil || d.OverlapTokens != 20 {
 		t.Errorf("%d cached tokens, want 20, %v", d.OverlapTokens, err)
@@ -392,7 +392,7 @@ func TestQueueServesEverybody(t *testing.T) {
 			"leave": func(t *rapid.T) {
 				if len(parked) > 0 {
 					i := rapid.IntRange(0, len(parked)-1).Draw(t, "which")
-					r.leave(parked[i])
+					r.Admission.leave(parked[i])
 					parked = append(parked[:i], parked[i+1:]...)
 				}
 			},
@@ -422,7 +422,7 @@ func TestQueueServesEverybody(t *testing.T) {
 					}
 				}
 				parked = still
-				if n, _ := r.QueueDepth(); n != len(parked) {
+				if n, _ := r.Admission.QueueDepth(); n != len(parked) {
 					t.Fatalf("%d wait, want %d", n, len(parked))
 				}
 				for _, w := range parked {

@@ -42,7 +42,8 @@ func (s *reserve) before(c fair.Class) (seats float64) {
 
 // seats returns how many requests the engines can run at once, and how many of these seats are
 // free, as far as that is known. idle: one of them has nothing to do.
-func (r *Router) seats(now time.Time) (all, free int, idle bool) {
+func (a *Admission) seats(now time.Time) (all, free int, idle bool) {
+	r := a.router
 	for i := range r.targets {
 		if r.targets[i].Cordoned {
 			continue
@@ -58,12 +59,12 @@ func (r *Router) seats(now time.Time) (all, free int, idle bool) {
 
 // seatsAreKept reports whether a request of the class has to leave the seats that are free to
 // earlier classes. A worker with nothing to do takes any.
-func (r *Router) seatsAreKept(c fair.Class, now time.Time) bool {
-	kept := r.reserve.before(c)
-	if kept < 1 || r.fair.Owes(c) {
+func (a *Admission) seatsAreKept(c fair.Class, now time.Time) bool {
+	kept := a.reserve.before(c)
+	if kept < 1 || a.fair.Owes(c) {
 		return false
 	}
-	all, free, idle := r.seats(now)
+	all, free, idle := a.seats(now)
 	return !idle && all > 0 && float64(free) <= kept
 }
 

@@ -84,15 +84,15 @@ func TestBatchLeavesTheSeatsThatAreKept(t *testing.T) {
 	r, _, full := newReservingRouter(t)
 	batch, chat := tenant("a", 1), tenant("b", 1)
 	batch.Class, chat.Class = fair.Batch, fair.Interactive
-	r.reserve[fair.Interactive.Place()] = 1.5
+	r.Admission.reserve[fair.Interactive.Place()] = 1.5
 	first := MustRoute(t, r, batch) // two are free
 	waits := park(t, r, batch)
 	d := MustRoute(t, r, chat)
-	if depth, _ := r.QueueDepth(); depth != 1 {
+	if depth, _ := r.Admission.QueueDepth(); depth != 1 {
 		t.Fatalf("%d wait", depth)
 	}
 	d.Booking.Finish(1)
-	if depth, _ := r.QueueDepth(); depth != 1 {
+	if depth, _ := r.Admission.QueueDepth(); depth != 1 {
 		t.Fatalf("one seat is free and kept, %d wait", depth)
 	}
 	first.Booking.Finish(1)
@@ -118,7 +118,7 @@ func TestBatchLeavesTheSeatsThatAreKept(t *testing.T) {
 // Each has a session of its own, so that none says what the others need.
 func floodBehindKeptSeats(t testing.TB, r *Router, n int) {
 	t.Helper()
-	r.reserve[fair.Interactive.Place()] = 2
+	r.Admission.reserve[fair.Interactive.Place()] = 2
 	for i := range n {
 		request := tenant("flood", 1)
 		request.Class, request.Session = fair.Batch, uint64(i+1)
@@ -135,13 +135,13 @@ func TestEventsDoNotLookAtAllThatWaitForKeptSeats(t *testing.T) {
 	r, _, _ := newReservingRouter(t, func(k *Settings) { k.RouterQueueLimit = 1000 })
 	floodBehindKeptSeats(t, r, 1000)
 	const unseen = -1
-	r.eachWaiting(func(w *waiter) { w.prompt.workers = unseen })
+	r.Admission.eachWaiting(func(w *waiter) { w.prompt.workers = unseen })
 	chat := tenant("light", 1)
 	chat.Class = fair.Interactive
-	r.reserve[fair.Interactive.Place()] = 2.5
+	r.Admission.reserve[fair.Interactive.Place()] = 2.5
 	MustRoute(t, r, chat).Booking.Finish(1)
 	waits, seen := 0, 0
-	r.eachWaiting(func(w *waiter) {
+	r.Admission.eachWaiting(func(w *waiter) {
 		if waits++; w.prompt.workers != unseen {
 			seen++
 		}
@@ -149,11 +149,11 @@ func TestEventsDoNotLookAtAllThatWaitForKeptSeats(t *testing.T) {
 	if waits != 1000 || seen != 0 {
 		t.Errorf("%d wait, for %d of them a worker was looked for", waits, seen)
 	}
-	r.reserve = reserve{}
+	r.Admission.reserve = reserve{}
 	r.mu.Lock()
-	r.dispatch(r.now())
+	r.Admission.dispatch(r.now())
 	r.mu.Unlock()
-	if depth, _ := r.QueueDepth(); depth != 998 {
+	if depth, _ := r.Admission.QueueDepth(); depth != 998 {
 		t.Errorf("no seat is kept, and %d of 1000 wait for two seats", depth)
 	}
 }
@@ -190,7 +190,7 @@ func BenchmarkArrivalBehindKeptSeats(b *testing.B) {
 			chat.Class = fair.Interactive
 			b.ReportAllocs()
 			for b.Loop() {
-				r.reserve[fair.Interactive.Place()] = 2.5
+				r.Admission.reserve[fair.Interactive.Place()] = 2.5
 				MustRoute(b, r, chat).Booking.Finish(1)
 			}
 		})

@@ -23,7 +23,7 @@ func passOf(t *kv.Target) int {
 // than a pass of uncached prompt tokens are pending, and it runs fewer requests than its
 // engine can. So the next pass is full before it begins, and what is more waits in the
 // router. A worker with nothing to do always has room.
-func (r *Router) hasRoom(t *kv.Target, load *policy.Load, now time.Time) bool {
+func (a *Admission) hasRoom(t *kv.Target, load *policy.Load, now time.Time) bool {
 	switch {
 	case load.InFlight+load.Foreign == 0:
 		return true
@@ -32,7 +32,7 @@ func (r *Router) hasRoom(t *kv.Target, load *policy.Load, now time.Time) bool {
 	case load.PrefillTokens < passOf(t):
 		return true
 	}
-	return r.pending(load, now) < passOf(t)
+	return a.pending(load, now) < passOf(t)
 }
 
 // hasSeat reports whether the engine of a worker with that load would run one more request
@@ -46,7 +46,7 @@ func hasSeat(load *policy.Load) bool {
 // and reports whether others are left out. In the engine of another one it would wait for the end
 // of an answer, and nothing could go before it any more.
 func (r *Router) preferSeats() (others bool) {
-	if r.fair == nil || r.settings.RouterQueueThreshold != nil {
+	if r.Admission.fair == nil || r.settings.RouterQueueThreshold != nil {
 		return false
 	}
 	return r.prefer(func(c *policy.Candidate) bool { return hasSeat(c.Load) })
@@ -55,10 +55,10 @@ func (r *Router) preferSeats() (others bool) {
 // pending returns the uncached prompt tokens that a worker has yet to compute. The first
 // token of an answer that comes whole is not reported: it is taken to have been computed
 // when all before it could have been.
-func (r *Router) pending(load *policy.Load, now time.Time) int {
+func (a *Admission) pending(load *policy.Load, now time.Time) int {
 	tokens := load.PrefillTokens
 	for i := range load.Prefills {
-		if p := &load.Prefills[i]; r.wasComputed(p, now) {
+		if p := &load.Prefills[i]; a.wasComputed(p, now) {
 			tokens -= p.Tokens
 		}
 	}
@@ -67,8 +67,8 @@ func (r *Router) pending(load *policy.Load, now time.Time) int {
 
 // wasComputed reports whether a prompt is taken to have been computed, the answer to which
 // comes whole.
-func (r *Router) wasComputed(p *policy.Prefill, now time.Time) bool {
-	return p.AnsweredWhole && now.Sub(p.Sent) > r.forecast.Compute(p.Queued+p.Tokens)
+func (a *Admission) wasComputed(p *policy.Prefill, now time.Time) bool {
+	return p.AnsweredWhole && now.Sub(p.Sent) > a.router.forecast.Compute(p.Queued+p.Tokens)
 }
 
 const (
@@ -92,7 +92,8 @@ const (
 //     whole the passes are not known; then no more may run than before.
 //
 // Where none waits with so many, more may be possible.
-func (r *Router) learnRoom(at int, before policy.Published) {
+func (a *Admission) learnRoom(at int, before policy.Published) {
+	r := a.router
 	load, now := r.targetLoads[at].workerLoad, r.now()
 	told := load.Published
 	switch requests := load.InFlight + load.Foreign; {
@@ -101,7 +102,7 @@ func (r *Router) learnRoom(at int, before policy.Published) {
 			load.growFill(now)
 		}
 	case before.Waiting == 0 || now.Sub(before.At) >= loadFreshFor:
-	case r.stands(load, before), r.pending(load.Load, now) < passOf(&r.targets[at]) && load.leftOut(told):
+	case a.stands(load, before), a.pending(load.Load, now) < passOf(&r.targets[at]) && load.leftOut(told):
 		load.setFill(max(1, told.Running, load.ranBefore), now)
 	}
 }
@@ -132,10 +133,10 @@ func (l *workerLoad) growFill(now time.Time) {
 
 // stands reports whether a worker computed no prompt since the report before, though requests
 // that were there then wait: all prompts are those of requests that wait, and no first token came.
-func (r *Router) stands(load *workerLoad, before policy.Published) bool {
+func (a *Admission) stands(load *workerLoad, before policy.Published) bool {
 	prompts, there := 0, false
 	for i := range load.Prefills {
-		if p := &load.Prefills[i]; !r.wasComputed(p, r.now()) {
+		if p := &load.Prefills[i]; !a.wasComputed(p, a.router.now()) {
 			prompts++
 			there = there || p.Sent.Before(before.At)
 		}

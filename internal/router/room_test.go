@@ -71,7 +71,7 @@ func TestSeatsAreLearnedWhateverThePrompts(t *testing.T) {
 		prompt := rapid.IntRange(1, longest)
 		var decided []*batchRequest
 		demand := func() {
-			for waits, _ := r.QueueDepth(); waits < 5; waits, _ = r.QueueDepth() {
+			for waits, _ := r.Admission.QueueDepth(); waits < 5; waits, _ = r.Admission.QueueDepth() {
 				b := &batchRequest{prompt: prompt.Draw(rt, "prompt"), steps: 20}
 				d, waiting, err := r.RouteOrWait(tenant("a", b.prompt), func(d Decision, err error) {
 					b.booking = d.Booking
@@ -159,7 +159,7 @@ func TestAFullEngineIsNotChosen(t *testing.T) {
 	if d = MustRoute(t, r, request); d.Target.Key.Worker != 1 {
 		t.Error("a full engine is chosen")
 	}
-	if all := d.Receipts[0].Candidates; len(all) != 2 || all[0].Excluded != excludedFull || all[1].Score == nil {
+	if all := d.Receipts[0].Candidates; len(all) != 2 || all[0].Excluded != excludedFull.String() || all[1].Score == nil {
 		t.Errorf("receipt %+v", all)
 	}
 	d.Booking.End()

@@ -188,6 +188,10 @@ func (k Settings) CountsPasses() bool {
 // Router chooses a worker for each request and counts the in-flight requests of each
 // worker. It owns the lock under which requests are decided.
 type Router struct {
+	Health    *Health
+	Admission *Admission
+	Receipts  *Receipts
+
 	index     Index
 	assumes   radix.Assumer // nil: routed prompts do not count
 	blockSize int
@@ -201,25 +205,17 @@ type Router struct {
 
 	cells atomic.Pointer[[]cell] // by key; nil: none. A loaded slice never changes
 
-	mu          sync.Mutex   // guards all below, and the busy thresholds of settings
+	mu          sync.Mutex   // guards all below
 	targets     []kv.Target  // the workers that are up, by key
 	several     bool         // more than one has been up at once
 	targetLoads []targetLoad // for each of targets
 	loads       *loads
-	outliers    *health.Detector
 	policy      policy.Policy
 	random      *rand.Rand
-	candidates  []policy.Candidate   // reused by every decision
-	expired     time.Time            // when forgotten bookings were last looked for
-	began       time.Time            // of the queue's clock: when a request first had to wait
-	waiting     []*waiter            // for a worker with capacity, the first to go at the front
-	fair        *fair.Queue[*waiter] // those that wait, in place of waiting; nil: the order is not fair
-	reserve     reserve              // of seats, by a fair queue
-	sharing     *Sharing             // with other routers; nil: none
-	decisions   uint64               // reported to a judged policy
-	cordoned    map[uint64]time.Time // by users, since when
-	unavailable map[uint64]bool      // cordoned by discovery
-	receipts    receipts             // of the last decisions, while requested
+	candidates  []policy.Candidate // reused by every decision
+	expired     time.Time          // when forgotten bookings were last looked for
+	sharing     *Sharing           // with other routers; nil: none
+	decisions   uint64             // reported to a judged policy
 	sessions    *sessions
 	pulls       atomic.Bool  // two workers at least can pull from each other
 	forecast    *policy.Work // knows how long the engine's passes take; the policy itself if it does
@@ -296,27 +292,24 @@ func New(settings Settings, deps Deps) *Router {
 		deps.Now = time.Now
 	}
 	r := &Router{
-		index:       deps.Index,
-		assumes:     deps.Assumer,
-		blockSize:   deps.BlockSize,
-		now:         deps.Now,
-		settings:    settings,
-		names:       cmp.Or(deps.Names, new(kv.Names)),
-		log:         deps.Log,
-		traits:      deps.Policy.Traits(),
-		scratch:     sync.Pool{New: func() any { return new(workspace) }},
-		loads:       newLoads(),
-		outliers:    health.New(settings.Settings),
-		policy:      deps.Policy,
-		random:      rand.New(rand.NewPCG(deps.Seed, deps.Seed)),
-		cordoned:    map[uint64]time.Time{},
-		unavailable: map[uint64]bool{},
-		sessions:    newSessions(),
-		forecast:    forecast,
+		index:     deps.Index,
+		assumes:   deps.Assumer,
+		blockSize: deps.BlockSize,
+		now:       deps.Now,
+		settings:  settings,
+		names:     cmp.Or(deps.Names, new(kv.Names)),
+		log:       deps.Log,
+		traits:    deps.Policy.Traits(),
+		scratch:   sync.Pool{New: func() any { return new(workspace) }},
+		loads:     newLoads(),
+		policy:    deps.Policy,
+		random:    rand.New(rand.NewPCG(deps.Seed, deps.Seed)),
+		sessions:  newSessions(),
+		forecast:  forecast,
 	}
-	if settings.Fair() {
-		r.fair = fair.New[*waiter](fair.Settings{Limit: settings.RouterQueueLimit, Tenants: mostTenants, BatchShare: settings.RouterBatchShare})
-	}
+	r.Receipts = &Receipts{router: r}
+	r.Admission = newAdmission(r)
+	r.Health = &Health{router: r, outliers: health.New(settings.Settings), cordons: map[uint64]cordon{}}
 	return r
 }
 
@@ -343,7 +336,7 @@ func (r *Router) Up(t kv.Target) {
 	if r.assumes != nil {
 		r.assumes.SetCapacity(t.Key, t.TotalBlocks)
 	}
-	t.Cordoned = r.isCordoned(t.Key.Worker)
+	t.Cordoned = r.Health.isCordoned(t.Key.Worker)
 	// Most workers have the same names: decisions read them in one place.
 	if i := slices.IndexFunc(r.targets, func(other kv.Target) bool { return slices.Equal(other.Models, t.Models) }); i >= 0 {
 		t.Models = r.targets[i].Models
@@ -356,10 +349,10 @@ func (r *Router) Up(t kv.Target) {
 		r.targets, r.targetLoads = slices.Insert(r.targets, at, t), slices.Insert(r.targetLoads, at, targetLoad{load, load.Load, load.number})
 	}
 	r.several = r.several || len(r.targets) > 1
-	r.outliers.Join(t.Key, t.Generation, t.Role, r.now())
+	r.Health.outliers.Join(t.Key, t.Generation, t.Role, r.now())
 	r.notePairs()
 	r.notePulls()
-	r.dispatch(r.now())
+	r.Admission.dispatch(r.now())
 }
 
 // target finds w among those that are up, or where it would be.
@@ -376,10 +369,10 @@ func (r *Router) Down(w kv.WorkerKey) {
 	}
 	r.loseCell(w)
 	r.loads.silence(w)
-	r.outliers.Leave(w, r.now())
+	r.Health.outliers.Leave(w, r.now())
 	r.notePairs()
 	r.notePulls()
-	r.dispatch(r.now())
+	r.Admission.dispatch(r.now())
 }
 
 // Publish stores the load that w reports.
@@ -392,9 +385,9 @@ func (r *Router) Publish(w kv.WorkerKey, p policy.Published) {
 	}
 	before := r.targetLoads[at].Published
 	r.loads.publish(w, p, r.now())
-	if r.fair != nil {
-		r.learnRoom(at, before)
-		r.dispatch(r.now())
+	if r.Admission.fair != nil {
+		r.Admission.learnRoom(at, before)
+		r.Admission.dispatch(r.now())
 	}
 }
 
@@ -441,6 +434,27 @@ func (r *Router) Count() (n int) {
 		}
 	}
 	return n
+}
+
+// Schedulable returns the number of ranks that are up, and neither cordoned nor
+// Unanswered.
+func (r *Router) Schedulable() (n int) {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	for i := range r.targets {
+		if t := &r.targets[i]; !t.Cordoned && !t.Unanswered {
+			n++
+		}
+	}
+	return n
+}
+
+// Working reports whether this router has in-flight requests on any rank of a
+// worker.
+func (r *Router) Working(worker uint64) bool {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	return r.loads.own[worker] > 0
 }
 
 // Several reports whether more than one worker has been up at once, so that another one may be
@@ -538,11 +552,11 @@ func (r *Router) place(ctx context.Context, p *prompt, decision Decision) (Decis
 	w, err := r.schedule(p, &decision)
 	decision.ScheduleTime = r.now().Sub(began)
 	if w == nil {
-		r.logDecisions(p, decision.Receipts)
+		r.Receipts.log(p, decision.Receipts)
 		return decision, err
 	}
-	decided, err := r.wait(ctx, w)
-	r.logDecisions(p, decided.Receipts)
+	decided, err := r.Admission.wait(ctx, w)
+	r.Receipts.log(p, decided.Receipts)
 	decided.HashTime, decided.LookupTime, decided.SequenceTime, decided.ScheduleTime = decision.HashTime, decision.LookupTime, decision.SequenceTime, decision.ScheduleTime
 	return decided, err
 }
@@ -614,23 +628,23 @@ func (r *Router) schedule(p *prompt, d *Decision) (*waiter, error) {
 	if r.taken(p) {
 		return nil, ErrDuplicate
 	}
-	if r.fair != nil {
-		r.dispatchFairly(now) // room may have come with time: who waits goes first
+	if r.Admission.fair != nil {
+		r.Admission.dispatchFairly(now) // room may have come with time: who waits goes first
 	}
 	if err := r.collect(p, now); err != nil {
-		r.explainRefusal(p, d, err, now)
+		r.Receipts.refuse(p, d, err, now)
 		return nil, err
 	}
-	waits := r.mustWait(p, now)
-	if r.fair != nil && r.reserves(p) {
-		all, _, _ := r.seats(now)
-		r.reserve.learn(p.Class, waits, r.fair.RunningAfter(p.Class), all)
+	waits := r.Admission.mustWait(p, now)
+	if r.Admission.fair != nil && r.reserves(p) {
+		all, _, _ := r.Admission.seats(now)
+		r.Admission.reserve.learn(p.Class, waits, r.Admission.fair.RunningAfter(p.Class), all)
 	}
 	if waits && p.Beside {
 		return nil, ErrBusy
 	}
 	if waits {
-		return r.enqueue(p, now)
+		return r.Admission.enqueue(p, now)
 	}
 	r.choose(p, d, now)
 	return nil, nil
@@ -643,21 +657,21 @@ func (r *Router) taken(p *prompt) bool {
 		return false
 	}
 	taken := r.loads.byID[p.ID] != nil
-	r.eachWaiting(func(w *waiter) { taken = taken || w.prompt.ID == p.ID })
+	r.Admission.eachWaiting(func(w *waiter) { taken = taken || w.prompt.ID == p.ID })
 	return taken
 }
 
 // choose lets the policy choose among the candidates and books.
 func (r *Router) choose(p *prompt, d *Decision, now time.Time) {
 	query := policy.Query{Now: now, Tokens: p.tokens, BlockSize: r.blockSize, FreePrefill: !r.tracksPrefill(p), Override: p.Override, Leg: p.Leg, Sequence: p.sequence, DryRun: p.QueryOnly, Prefix: p.Prefix, Pulling: r.loads.pulling, Workers: p.workers, Retry: len(p.Exclude) > 0, Adapter: p.LoRA, Class: p.Class}
-	if r.fair != nil && r.fair.Len() > 0 {
-		query.Backlog = r.fair.Waiting(p.Class) / float64(len(r.targets))
+	if r.Admission.fair != nil && r.Admission.fair.Len() > 0 {
+		query.Backlog = r.Admission.fair.Waiting(p.Class) / float64(len(r.targets))
 	}
 	if _, is := r.policy.(policy.Judged); is && !p.QueryOnly && !p.ChooseOnly {
 		r.decisions++
 		query.Decision = r.decisions
 	}
-	if p.Explain || r.explains(now) {
+	if p.Explain || r.Receipts.wanted(now) {
 		query.Explain = &policy.Explanation{Decision: query.Decision}
 	}
 	p.seated = r.preferSeats()
@@ -665,7 +679,7 @@ func (r *Router) choose(p *prompt, d *Decision, now time.Time) {
 	at := r.policy.Choose(query, r.candidates, r.random)
 	p.sessionGoes = r.sessionGoes(p, r.candidates[at].Target, now)
 	if query.Explain != nil {
-		d.Receipts = []*Receipt{r.explain(p, query.Explain, at, now)}
+		d.Receipts = []*Receipt{r.Receipts.explain(p, query.Explain, at, now)}
 	}
 	chosen := &r.candidates[at]
 	d.Target, d.Tokens = *chosen.Target, p.tokens
@@ -717,7 +731,7 @@ func (r *Router) tracksPrefill(p *prompt) bool {
 func (r *Router) book(p *prompt, c *policy.Candidate, now time.Time) *Booking {
 	b := &Booking{
 		router: r, worker: c.Target.Key, client: p.Client, id: p.ID, prompt: p.tokens, expected: p.ExpectedOutput, sequence: p.sequence, answeredWhole: p.AnsweredWhole, asks: p.Work, leg: p.Leg, lora: p.LoRA,
-		assumed: r.assume(c.Target.Key, p), cached: -1, generation: c.Target.Generation, trial: r.outliers.Begin(c.Target.Key, p.Work.Logprobs, now),
+		assumed: r.assume(c.Target.Key, p), cached: -1, generation: c.Target.Generation, trial: r.Health.outliers.Begin(c.Target.Key, p.Work.Logprobs, now),
 	}
 	b.device, b.lower = r.finds(p, c)
 	b.loads = b.lower.Tokens(r.blockSize)
@@ -740,8 +754,8 @@ func (r *Router) book(p *prompt, c *policy.Candidate, now time.Time) *Booking {
 			b.sequence[i] = r.random.Uint64()
 		}
 	}
-	if r.fair != nil {
-		r.charge(b, p, c)
+	if r.Admission.fair != nil {
+		r.Admission.charge(b, p, c)
 	}
 	if c.Load.Cell != nil {
 		b.promised = r.forecast.FirstToken(&policy.Query{Now: now, Tokens: p.tokens, BlockSize: r.blockSize, Leg: p.Leg, Class: p.Class}, c) - c.Load.Lateness(now)

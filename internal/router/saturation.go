@@ -24,40 +24,42 @@ func (k SaturationSettings) validate() error {
 
 // Saturation returns the predicted Wait divided by --saturation-target; not up: no
 // worker accepts requests.
-func (r *Router) Saturation() (saturation float64, up bool) {
-	wait, up := r.Wait()
-	return wait.Seconds() / r.settings.SaturationTarget.Seconds(), up
+func (a *Admission) Saturation() (saturation float64, up bool) {
+	wait, up := a.Wait()
+	return wait.Seconds() / a.router.settings.SaturationTarget.Seconds(), up
 }
 
 // Wait predicts the delay of the first token of a new request compared to an idle
 // worker, on the worker with the shortest wait and behind the requests in the
 // router's queue. Not up: no worker accepts requests. With disaggregation, only
 // prefill workers count.
-func (r *Router) Wait() (wait time.Duration, up bool) {
+func (a *Admission) Wait() (wait time.Duration, up bool) {
+	r := a.router
 	r.mu.Lock()
 	defer r.unlock()
 	now := r.now()
 	r.expire(now)
-	return r.waitFor(r.newLeg(), now)
+	return a.waitFor(a.newLeg(), now)
 }
 
 // waitFor is Wait for a leg that computes prompts.
-func (r *Router) waitFor(leg kv.Leg, now time.Time) (wait time.Duration, up bool) {
-	wait, workers := r.shortestWait(leg, now)
+func (a *Admission) waitFor(leg kv.Leg, now time.Time) (wait time.Duration, up bool) {
+	wait, workers := a.shortestWait(leg, now)
 	if workers == 0 {
 		return 0, false
 	}
-	return r.waitBehind(fair.Batch, wait, workers, now), true
+	return a.waitBehind(fair.Batch, wait, workers, now), true
 }
 
 // shortestWait returns the wait on the worker that takes the leg where it is shortest, and the
 // number of workers that share the router's queue; 0: none accepts requests.
-func (r *Router) shortestWait(leg kv.Leg, now time.Time) (wait time.Duration, workers int) {
-	well := false
+func (a *Admission) shortestWait(leg kv.Leg, now time.Time) (wait time.Duration, workers int) {
+	r := a.router
+	well, request := false, Request{Leg: leg}
 	for i := range r.targets {
 		t := &r.targets[i]
-		in := !r.outliers.IsOut(t.Key, now)
-		if !t.Takes(leg) || t.Unanswered || well && !in {
+		in := !r.Health.outliers.IsOut(t.Key, now)
+		if !request.mayUse(t) || well && !in {
 			continue
 		}
 		w := r.forecast.Wait(now, r.targetLoads[i].asOf(now))
@@ -74,46 +76,47 @@ func (r *Router) shortestWait(leg kv.Leg, now time.Time) (wait time.Duration, wo
 
 // waitBehind returns the wait of a request of a class behind those in the router's queue that go
 // before it, where so many workers are as of shortestWait.
-func (r *Router) waitBehind(class fair.Class, wait time.Duration, workers int, now time.Time) time.Duration {
+func (a *Admission) waitBehind(class fair.Class, wait time.Duration, workers int, now time.Time) time.Duration {
 	queued, longest := 0, time.Duration(0)
-	r.eachWaiting(func(w *waiter) {
+	a.eachWaiting(func(w *waiter) {
 		if w.prompt.Leg == kv.LegDecode {
 			return // its prompt is computed
 		}
-		if r.fair != nil && w.prompt.Class > class {
+		if a.fair != nil && w.prompt.Class > class {
 			return // it goes later
 		}
 		queued += w.prompt.tokens
 		longest = max(longest, now.Sub(w.since))
 	})
-	return max(wait+r.forecast.Compute(queued)/time.Duration(workers), longest)
+	return max(wait+a.router.forecast.Compute(queued)/time.Duration(workers), longest)
 }
 
 // SaturationOf returns the saturation of the workers of a role, where disaggregated requests have
 // a worker for each part: for RolePrefill as of Saturation, for RoleDecode the mean of their
 // decodeUse, times the requests that are there and wait in the router's queue to be decoded, by
 // those that are there. Not up: no such worker accepts requests.
-func (r *Router) SaturationOf(role kv.Role) (saturation float64, up bool) {
+func (a *Admission) SaturationOf(role kv.Role) (saturation float64, up bool) {
+	r := a.router
 	r.mu.Lock()
 	defer r.unlock()
 	now := r.now()
 	r.expire(now)
 	if role == kv.RolePrefill {
-		wait, up := r.waitFor(kv.LegPrefill, now)
+		wait, up := a.waitFor(kv.LegPrefill, now)
 		return wait.Seconds() / r.settings.SaturationTarget.Seconds(), up
 	}
-	sum, workers, requests, well := 0.0, 0, 0, false
+	sum, workers, requests, well, request := 0.0, 0, 0, false, Request{Leg: kv.LegDecode}
 	for i := range r.targets {
 		t := &r.targets[i]
-		in := !r.outliers.IsOut(t.Key, now)
-		if !t.Takes(kv.LegDecode) || t.Unanswered || well && !in {
+		in := !r.Health.outliers.IsOut(t.Key, now)
+		if !request.mayUse(t) || well && !in {
 			continue
 		}
 		if in && !well {
 			sum, workers, requests, well = 0, 0, 0, true // those that are out count only where all are
 		}
 		load := r.targetLoads[i].asOf(now)
-		sum += r.decodeUse(t, load, now)
+		sum += a.decodeUse(t, load, now)
 		requests += load.InFlight + load.Foreign
 		workers++
 	}
@@ -121,7 +124,7 @@ func (r *Router) SaturationOf(role kv.Role) (saturation float64, up bool) {
 		return 0, false
 	}
 	waiting := 0
-	r.eachWaiting(func(w *waiter) {
+	a.eachWaiting(func(w *waiter) {
 		if w.prompt.Leg == kv.LegDecode {
 			waiting++
 		}
@@ -137,7 +140,8 @@ const mostDecodeUse = 1000
 //     times the requests that wait in the engine and run, by those that run,
 //   - the requests there, by those that the engine runs at once, if that has been learned,
 //   - the predicted time per token, by the shortest objective of --class-tpot.
-func (r *Router) decodeUse(t *kv.Target, load *policy.Load, now time.Time) float64 {
+func (a *Admission) decodeUse(t *kv.Target, load *policy.Load, now time.Time) float64 {
+	r := a.router
 	use := 0.0
 	if t.TotalBlocks > 0 {
 		use = min(float64(load.ActiveBlocks)/float64(t.TotalBlocks), 1)

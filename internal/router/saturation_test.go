@@ -14,7 +14,7 @@ import (
 // expectSaturation compares it, about: the time that an engine takes at first is a guess.
 func expectSaturation(t testing.TB, r *Router, when string, least, most float64) {
 	t.Helper()
-	if got, _ := r.Saturation(); !(got >= least && got <= most) {
+	if got, _ := r.Admission.Saturation(); !(got >= least && got <= most) {
 		t.Errorf("%s: saturation %.4f, want %v to %v", when, got, least, most)
 	}
 }
@@ -85,7 +85,7 @@ func TestWhoWaitsForRoomWaitsForAnswersToEnd(t *testing.T) {
 func TestSaturationCountsTheQueue(t *testing.T) {
 	r, clock := newQueueingRouter(t, 1, queueFCFS, 10)
 	occupy(t, r, 0, 9)
-	before, _ := r.Saturation()
+	before, _ := r.Admission.Saturation()
 	waits := send(t, r, t.Context(), 1, Request{NumTokens: 50_000})
 	expectSaturation(t, r, "a second's prompt in the queue", before+0.9, before+1.1)
 	clock.Advance(3 * time.Second)
@@ -109,7 +109,7 @@ func TestForecastsAreBounded(t *testing.T) {
 	r := NewTestRouter(t, "work", 1)
 	r.Publish(testkit.W0, policy.Published{Running: 1, Waiting: math.MaxInt32, At: r.now()})
 	occupy(t, r, 0, kv.MaxTokens)
-	if wait, up := r.Wait(); !up || wait < 0 || wait > time.Hour {
+	if wait, up := r.Admission.Wait(); !up || wait < 0 || wait > time.Hour {
 		t.Errorf("%v, %v", wait, up)
 	}
 }
@@ -131,7 +131,7 @@ func TestSaturationOfEachRole(t *testing.T) {
 	}
 	want := func(t *testing.T, r *Router, what string, role kv.Role, least, most float64) {
 		t.Helper()
-		if got, up := r.SaturationOf(role); !up || !(got >= least && got <= most) {
+		if got, up := r.Admission.SaturationOf(role); !up || !(got >= least && got <= most) {
 			t.Errorf("%s: saturation of %v %.4f (up: %v), want %v to %v", what, role, got, up, least, most)
 		}
 	}
@@ -164,12 +164,12 @@ func TestSaturationOfEachRole(t *testing.T) {
 		}
 		b.End()
 		r.Down(prefill)
-		if _, up := r.SaturationOf(kv.RolePrefill); up {
+		if _, up := r.Admission.SaturationOf(kv.RolePrefill); up {
 			t.Error("no prefill worker is up")
 		}
 		r.Down(first)
 		r.Down(second)
-		if _, up := r.SaturationOf(kv.RoleDecode); up {
+		if _, up := r.Admission.SaturationOf(kv.RoleDecode); up {
 			t.Error("no decode worker is up")
 		}
 	})
@@ -202,7 +202,7 @@ func TestSaturationOfEachRole(t *testing.T) {
 			r.targetLoads[at].Fill = 1
 		}
 		want(t, r, "each runs one", kv.RoleDecode, 1, 1)
-		prompts, _ := r.SaturationOf(kv.RolePrefill)
+		prompts, _ := r.Admission.SaturationOf(kv.RolePrefill)
 		send(t, r, t.Context(), 1, Request{NumTokens: 100_000, Leg: kv.LegDecode})
 		want(t, r, "one more waits", kv.RoleDecode, 1.5, 1.5)
 		want(t, r, "its prompt is computed", kv.RolePrefill, prompts, prompts)

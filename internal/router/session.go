@@ -172,7 +172,7 @@ func (r *Router) keepSession(p *prompt, now time.Time) (kept bool) {
 	}
 	for i := range r.candidates {
 		c := &r.candidates[i]
-		if !stays(c.Target) || r.outliers.IsOut(c.Target.Key, now) || r.outliers.Spared(c.Target.Key, now) || !r.hasCapacity(c.Target, c.Load, now) || r.overloaded(i, now) {
+		if !stays(c.Target) || r.Health.outliers.IsOut(c.Target.Key, now) || r.Health.outliers.Spared(c.Target.Key, now) || !r.Admission.hasCapacity(c.Target, c.Load, now) || r.overloaded(i, now) {
 			continue
 		}
 		r.candidates[0] = *c
@@ -185,11 +185,11 @@ func (r *Router) keepSession(p *prompt, now time.Time) (kept bool) {
 // trialStarves reports whether an ejected worker gets no request on trial:
 // where all requests have a session that stays elsewhere, one of those must be it.
 func (r *Router) trialStarves(now time.Time) bool {
-	if r.outliers.Quiet() {
+	if r.Health.outliers.Quiet() {
 		return false
 	}
 	for i := range r.candidates {
-		if since, due := r.outliers.TrialDue(r.candidates[i].Target.Key, now); due && now.Sub(since) >= trialOverdue {
+		if since, due := r.Health.outliers.TrialDue(r.candidates[i].Target.Key, now); due && now.Sub(since) >= trialOverdue {
 			return true
 		}
 	}
@@ -206,7 +206,7 @@ func (r *Router) overloaded(at int, now time.Time) bool {
 	}
 	own, others, work := sessionWork(r.candidates[at].Load), 0, 0
 	for i := range r.candidates {
-		if i != at && !r.outliers.IsOut(r.candidates[i].Target.Key, now) {
+		if i != at && !r.Health.outliers.IsOut(r.candidates[i].Target.Key, now) {
 			others++
 			work += sessionWork(r.candidates[i].Load)
 		}
@@ -226,7 +226,7 @@ func (r *Router) sessionGoes(p *prompt, target *kv.Target, now time.Time) string
 	if p.Session == 0 {
 		return ""
 	}
-	if _, trial := r.outliers.TrialDue(target.Key, now); trial {
+	if _, trial := r.Health.outliers.TrialDue(target.Key, now); trial {
 		return ""
 	}
 	known := r.sessions.at(p.sessionKey(), r.settings.SessionTTL, now)

@@ -88,11 +88,11 @@ func TestWhatBreaksASession(t *testing.T) {
 			r.Up(kv.Target{Key: testkit.W1, Models: []string{"other"}})
 		}, want: SessionCounts{Moved: 1}},
 		"a rest": {breaks: func(t *testing.T, r *Router, _ *testkit.StandingClock) {
-			if err := r.Cordon(0); err != nil {
+			if err := r.Health.Cordon(0); err != nil {
 				t.Fatal(err)
 			}
 		}, want: SessionCounts{Moved: 1}},
-		"draining":  {breaks: func(_ *testing.T, r *Router, _ *testkit.StandingClock) { r.CordonDiscovered(0, true) }, want: SessionCounts{Moved: 1}},
+		"draining":  {breaks: func(_ *testing.T, r *Router, _ *testkit.StandingClock) { r.Health.CordonDiscovered(0, true) }, want: SessionCounts{Moved: 1}},
 		"its death": {breaks: func(_ *testing.T, r *Router, _ *testkit.StandingClock) { r.Down(testkit.W0) }, want: SessionCounts{Moved: 1}},
 		"its restart": {breaks: func(_ *testing.T, r *Router, _ *testkit.StandingClock) {
 			r.Up(kv.Target{Key: testkit.W0, Generation: 1})
@@ -237,7 +237,7 @@ func TestAllPoliciesKeepSessions(t *testing.T) {
 	for _, rule := range policies.Names {
 		t.Run(rule, func(t *testing.T) {
 			r := NewTestRouter(t, rule, 4)
-			r.Decisions(0)
+			r.Receipts.Last(0)
 			first := turn(t, r, Request{Session: 9, Tokens: testkit.Tokens(1, 20)})
 			for i := range 20 {
 				if got := turn(t, r, Request{Session: 9, Tokens: testkit.Tokens(uint32(100*i), 20)}); got != first {
@@ -245,12 +245,12 @@ func TestAllPoliciesKeepSessions(t *testing.T) {
 				}
 			}
 			expectSessions(t, r, 1, SessionCounts{New: 1, Kept: 20})
-			receipts, _ := r.Decisions(1)
+			receipts, _ := r.Receipts.Last(1)
 			if len(receipts) != 1 || receipts[0].Session != SessionKept || *receipts[0].Worker != first {
 				t.Fatalf("receipt %+v", receipts[0])
 			}
 			for _, c := range receipts[0].Candidates {
-				if c.Worker != first && c.Excluded != excludedSession {
+				if c.Worker != first && c.Excluded != excludedSession.String() {
 					t.Errorf("worker %d is left out as %q", c.Worker, c.Excluded)
 				}
 			}
@@ -371,7 +371,7 @@ func TestSessionsAgainstAModel(t *testing.T) {
 			"rest": func(t *rapid.T) {
 				w := rapid.IntRange(0, workers-1).Draw(t, "worker")
 				rests[w] = !rests[w]
-				r.CordonDiscovered(uint64(w), rests[w])
+				r.Health.CordonDiscovered(uint64(w), rests[w])
 			},
 			"restart": func(t *rapid.T) {
 				w := rapid.IntRange(0, workers-1).Draw(t, "worker")

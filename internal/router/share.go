@@ -185,11 +185,3 @@ func (r *Router) TakeSession(b SessionBinding) (took bool) {
 	s.version, s.sent = version, now
 	return true
 }
-
-// TakeEjection records that another router has ejected a worker for that time. It
-// is a hint, see health.Detector.Hint. It reports whether anything changed.
-func (r *Router) TakeEjection(w kv.WorkerKey, long time.Duration) (took bool) {
-	r.mu.Lock()
-	defer r.unlock()
-	return r.outliers.Hint(w, long, r.now())
-}

@@ -37,7 +37,7 @@ func TestAnUnansweredWorkerIsForClientsThatForward(t *testing.T) {
 			if d.Booking.End(); len(d.Alternatives) != 1 {
 				t.Errorf("fallbacks %v, want the other worker that answers", d.Alternatives)
 			}
-			if idlest, ok := r.Idlest(kv.EngineVLLM); !ok || idlest.Key == silent {
+			if idlest, ok := r.Health.Idlest(kv.EngineVLLM); !ok || idlest.Key == silent {
 				t.Error("it is asked for tokens")
 			}
 			if n, all := r.Count(), len(r.Targets()); n != 2 || all != 3 || r.Schedulable() != 2 {
@@ -56,10 +56,10 @@ func TestARouterOfUnansweredWorkersHasNone(t *testing.T) {
 	r, _ := newWatchedRouter(t, "work", 0)
 	silent := kv.Target{Key: kv.WorkerKey{Worker: 1}, Models: []string{"m"}, Unanswered: true}
 	r.Up(silent)
-	if _, up := r.Saturation(); up {
+	if _, up := r.Admission.Saturation(); up {
 		t.Error("it has a saturation")
 	}
-	if _, ok := r.Idlest(kv.EngineVLLM); ok {
+	if _, ok := r.Health.Idlest(kv.EngineVLLM); ok {
 		t.Error("a worker that has never answered is asked")
 	}
 	for _, need := range []Need{{Model: "m", Whole: true}, {Model: "x", Whole: true}, {Model: "m", Pair: true}} {
@@ -67,11 +67,11 @@ func TestARouterOfUnansweredWorkersHasNone(t *testing.T) {
 			t.Errorf("%+v does not wait", need)
 		}
 	}
-	r.Decisions(0)
+	r.Receipts.Last(0)
 	if _, err := r.Route(t.Context(), Request{Model: "m"}); !errors.Is(err, ErrNoWorker) {
 		t.Errorf("routed: %v", err)
 	}
-	if list, _ := r.Decisions(1); len(list) != 1 || list[0].Candidates[0].Excluded != excludedSilent {
+	if list, _ := r.Receipts.Last(1); len(list) != 1 || list[0].Candidates[0].Excluded != excludedSilent.String() {
 		t.Errorf("explained as %+v", list)
 	}
 	silent.Unanswered = false

@@ -31,13 +31,14 @@ type wanted struct {
 
 // want notes which candidates without capacity w would rather wait for than go to one that has it,
 // and reports whether there are any.
-func (r *Router) want(w *waiter, now time.Time) bool {
+func (a *Admission) want(w *waiter, now time.Time) bool {
+	r := a.router
 	p := &w.prompt
 	best, there := p.tokens, p.tokens
 	for i := range r.candidates {
 		c := &r.candidates[i]
 		uncached := r.uncached(p.tokens, c)
-		if best = min(best, uncached); uncached < there && r.hasCapacity(c.Target, c.Load, now) {
+		if best = min(best, uncached); uncached < there && a.hasCapacity(c.Target, c.Load, now) {
 			there = uncached
 		}
 	}
@@ -46,7 +47,7 @@ func (r *Router) want(w *waiter, now time.Time) bool {
 	if wants.missed < leastMissed {
 		return false
 	}
-	pause := min(r.lookPause(), QueueRefresh)
+	pause := min(a.lookPause(), QueueRefresh)
 	if !p.Deadline.IsZero() {
 		switch left := p.Deadline.Sub(now) - r.forecast.Alone(there); {
 		case left < 0: // only its prefix can help
@@ -67,13 +68,14 @@ func (r *Router) want(w *waiter, now time.Time) bool {
 
 // stillWants reports whether w need not look again, because all workers that it wants are full.
 // A look costs as much as a decision, and each dispatch asks this for all waiting requests.
-func (r *Router) stillWants(w *waiter, now time.Time) bool {
+func (a *Admission) stillWants(w *waiter, now time.Time) bool {
+	r := a.router
 	if len(w.wants.workers) == 0 || !now.Before(w.wants.until) {
 		return false
 	}
 	for _, key := range w.wants.workers {
 		at, up := r.target(key)
-		if !up || r.targets[at].Cordoned || r.hasCapacity(&r.targets[at], r.targetLoads[at].asOf(now), now) {
+		if !up || r.targets[at].Cordoned || a.hasCapacity(&r.targets[at], r.targetLoads[at].asOf(now), now) {
 			return false
 		}
 	}
@@ -82,8 +84,8 @@ func (r *Router) stillWants(w *waiter, now time.Time) bool {
 
 // yields returns the verdict on w, which waits for a full worker: for a limited time requests of
 // all tenants may go before it, then those of its own tenant only.
-func (r *Router) yields(w *waiter, now time.Time) fair.Verdict {
-	if now.Sub(w.since) < prefixWorth*r.forecast.Compute(w.wants.missed) {
+func (a *Admission) yields(w *waiter, now time.Time) fair.Verdict {
+	if now.Sub(w.since) < prefixWorth*a.router.forecast.Compute(w.wants.missed) {
 		return fair.Yield
 	}
 	return fair.Later

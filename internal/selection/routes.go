@@ -461,7 +461,7 @@ func (s *Service) loads(c *gin.Context) {
 		if loads == nil {
 			loads = []workerLoads{}
 		}
-		requests, tokens := s.router(p).QueueDepth()
+		requests, tokens := s.router(p).Admission.QueueDepth()
 		answer = append(answer, gin.H{"model_name": p.Model, "routing_group": p.Group, "loads": loads, "pending_count": requests, "pending_isl_tokens": tokens})
 	}
 	c.JSON(http.StatusOK, answer)
@@ -515,7 +515,7 @@ func (s *Service) route(c *gin.Context, query routeQuery) {
 			s.routeNew(c, of, id, request)
 			return
 		}
-		requests, tokens := s.router(of).QueueDepth()
+		requests, tokens := s.router(of).Admission.QueueDepth()
 		c.JSON(http.StatusOK, gin.H{"method": "potential_loads", "loads": s.potential(of, request), "pending_count": requests, "pending_isl_tokens": tokens})
 	case "mark_prefill":
 		booking := s.reserved.get(id)

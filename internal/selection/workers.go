@@ -466,7 +466,7 @@ func (s *Service) recordOf(id uint64) WorkerRecord {
 	var failures []health.Record
 	for _, t := range router.Ranks(id) {
 		up = !t.Cordoned
-		if record, ok := router.Outlier(t.Key); ok {
+		if record, ok := router.Health.Record(t.Key); ok {
 			failures = append(failures, record)
 		}
 	}

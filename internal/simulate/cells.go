@@ -275,7 +275,7 @@ func (s *cellRun) summaryReport() *SummaryReport {
 // state returns how a site is, as a cell tells it.
 func (c *site) state() cells.State {
 	sum := c.router.Sum()
-	waits, up := c.router.Waits()
+	waits, up := c.router.Admission.Waits()
 	return cells.State{Ready: up, Workers: sum.Workers, Waits: cells.Waits(waits), Running: sum.Running, Waiting: sum.Waiting, Usage: sum.Usage, Blocks: sum.Blocks, Context: sum.Context}
 }
 

@@ -240,7 +240,7 @@ func (s *simulator) noteHealth(worker int) {
 		}
 		out, in := true, true
 		for _, r := range s.routers {
-			records, _ := r.Outliers()
+			records, _ := r.Health.Records()
 			state := records[worker].State
 			out, in = out && (state == health.StateOut || state == health.StateSilent), in && (state == health.StateIn || state == health.StateBack)
 		}

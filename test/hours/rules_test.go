@@ -11,7 +11,7 @@ import (
 )
 
 // lives passes a sign of life on.
-func (w *world) lives(worker uint64, generation int) { w.router.Lives(worker, generation) }
+func (w *world) lives(worker uint64, generation int) { w.router.Health.Lives(worker, generation) }
 
 // supervisor checks the health of a worker as package workers does.
 type supervisor struct {
@@ -76,7 +76,7 @@ func (s *supervisor) check() {
 			s.up, s.generation = true, generation
 			w.up(s.worker, generation)
 		} else if s.misses.Count > 0 {
-			w.router.Answers(s.worker.id, s.generation)
+			w.router.Health.Answers(s.worker.id, s.generation)
 		}
 		s.misses = health.Misses{}
 		return
@@ -90,7 +90,7 @@ func (s *supervisor) check() {
 	}
 	var lived, busy time.Time
 	if s.misses.Avoid(now) {
-		lived, busy = w.router.Missed(s.worker.id, s.generation, began)
+		lived, busy = w.router.Health.Missed(s.worker.id, s.generation, began)
 	}
 	if s.misses.Down(late, true, lived, busy, silenceTimeout, now) {
 		s.down("silent")

@@ -295,7 +295,7 @@ func (w *world) plan() {
 		known := false
 		for time.Since(began) < long {
 			time.Sleep(100 * time.Millisecond)
-			record, up := w.router.Outlier(worker.key())
+			record, up := w.router.Health.Record(worker.key())
 			if !known && (!up || record.State != health.StateIn && record.State != health.StateBack) {
 				known = true
 				w.mu.Lock()
@@ -325,7 +325,7 @@ func (w *world) watch(ctx context.Context) {
 		case <-time.After(250 * time.Millisecond):
 		case <-ctx.Done():
 		}
-		list, _ := w.router.Outliers()
+		list, _ := w.router.Health.Records()
 		for _, record := range list {
 			w.count(record)
 		}

@@ -319,7 +319,7 @@ type observer struct {
 // failed is called with each worker that failed a request, before the retry.
 func (o observer) failed(worker uint64) {
 	n := o.n
-	list, panicking := n.router.Outliers()
+	list, panicking := n.router.Health.Records()
 	at := slices.IndexFunc(list, func(r health.Record) bool { return r.Worker.Worker == worker })
 	n.mu.Lock()
 	defer n.mu.Unlock()

@@ -60,7 +60,7 @@ func (n *node) calm(session string) (c calmness) {
 		return c
 	}
 	c.at, c.well = time.Now(), true
-	list, _ := n.router.Outliers()
+	list, _ := n.router.Health.Records()
 	for _, record := range list {
 		c.well = c.well && record.State == health.StateIn
 		if record.Row > 0 || record.SuccessRate < 1 {

@@ -324,7 +324,7 @@ func (w *world) note(what string) {
 		for _, load := range n.router.Loads() {
 			fmt.Fprintf(out, " %d+%d+%d", load.ActiveRequests, load.PotentialPrefillTokens, load.PotentialDecodeBlocks)
 		}
-		list, _ := n.router.Outliers()
+		list, _ := n.router.Health.Records()
 		for _, record := range list {
 			out.WriteString(" " + record.State)
 		}
@@ -492,7 +492,7 @@ func (w *world) recover() {
 // unwell describes what has not recovered after the end of the faults; empty: nothing.
 func (w *world) unwell() string {
 	for _, n := range w.nodes {
-		list, _ := n.router.Outliers()
+		list, _ := n.router.Health.Records()
 		for _, record := range list {
 			if record.State != health.StateIn && !w.passedOver(int(record.Worker.Worker)) {
 				return fmt.Sprintf("%s has worker %d as %s: %s", n.host, record.Worker.Worker, record.State, record.Why)
