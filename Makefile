@@ -21,12 +21,16 @@ FROM ?= 1
 GRID ?= policies
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-sglang run run-disagg run-sglang run-sglang-disagg demo check test test-mooncake test-sglang test-zoo test-tiers test-migration test-sglang-migration test-routes test-kubernetes test-gateway test-traces test-boards test-page test-mesh test-relay test-cells lint dist test-dist bench index-bench growth sim bench-real bench-fair bench-adapters bench-gateway bench-herding wire-speed peers peers-predictions parity segments soak fuzz chaos chaos-gateway dst dst-bugs clean
+.PHONY: help help-all setup setup-sglang run run-disagg run-sglang run-sglang-disagg demo check test test-mooncake test-sglang test-zoo test-tiers test-migration test-sglang-migration test-routes test-kubernetes test-gateway test-traces test-boards test-page test-mesh test-relay test-cells lint dist test-dist bench index-bench growth sim bench-real bench-fair bench-adapters bench-gateway bench-herding wire-speed peers peers-predictions parity segments soak fuzz chaos chaos-gateway dst dst-bugs clean
 
-help: ## List the targets
+help: ## List the usual targets; make help-all lists all
 	@printf 'kvrouter: KV-cache-aware routing for vLLM and SGLang\n\n'
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-17s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
-	@printf '\n  ARGS="--num-workers 4 ..." passes flags to kvrouter (run..., demo, sim) or to the script (bench-real). List the flags with: go run . --help\n'
+	@printf '\n  ARGS="--num-workers 4 ..." passes flags to kvrouter (run..., demo, sim). List the flags with: go run . --help\n'
+
+help-all: help #: List the other targets, too
+	@printf '\nTests with more set-up, and measurements:\n\n'
+	@awk -F ':.*#: ' '/^[a-z-]+:.*#: / {printf "  make %-21s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 setup: ## Check the tools, build the native library, install vLLM and a CPU model (cached)
 	@scripts/setup.sh
@@ -48,7 +52,7 @@ run-sglang: setup-sglang ## Serve on :8000 with two SGLang workers
 	go build -o kvrouter .
 	@exec ./kvrouter --engine sglang --num-workers 2 $(ARGS)
 
-run-sglang-disagg: setup-sglang ## Serve on :8000 with one SGLang prefill and one SGLang decode worker
+run-sglang-disagg: setup-sglang #: Serve on :8000 with one SGLang prefill and one SGLang decode worker
 	go build -o kvrouter .
 	@exec ./kvrouter --engine sglang --prefill-workers 1 --decode-workers 1 --disagg-min-uncached-tokens 64 $(ARGS)
 
@@ -67,26 +71,26 @@ test: setup lint parity ## Run the linters and all tests (race detector, real vL
 	go test -timeout $(TEST_TIMEOUT) ./internal/simulate ./internal/proxy
 	go test -p 1 -timeout $(TEST_TIMEOUT) ./test/...
 
-test-mooncake: setup ## Test two real vLLM CPU workers with MooncakeConnector over TCP (minutes)
+test-mooncake: setup #: Test two real vLLM CPU workers with MooncakeConnector over TCP (minutes)
 	@scripts/mooncake.sh
 
 test-sglang: setup-sglang ## Test real SGLang CPU servers: KV events, data-parallel ranks, load, disaggregation, crashes (minutes)
 	KVROUTER_SGLANG=1 go test -v -count 1 -timeout 40m ./test/real/sglang
 
-test-migration: setup ## Test 200 greedy streams over three real vLLM CPU workers, one killed every 20 s, against uninterrupted ones (10 minutes; STREAMS=n)
+test-migration: setup #: Test 200 greedy streams over three real vLLM CPU workers, one killed every 20 s, against uninterrupted ones (10 minutes; STREAMS=n)
 	KVROUTER_MIGRATION=$(or $(STREAMS),200) go test -v -count 1 -timeout 60m ./test/real/migration
 
-test-sglang-migration: setup-sglang ## Test 60 greedy streams over two real SGLang CPU workers, one killed every 20 s, against uninterrupted ones (STREAMS=n; 18 take 16 minutes beside other work)
+test-sglang-migration: setup-sglang #: Test 60 greedy streams over two real SGLang CPU workers, one killed every 20 s, against uninterrupted ones (STREAMS=n; 18 take 16 minutes beside other work)
 	KVROUTER_SGLANG_MIGRATION=$(or $(STREAMS),60) go test -run KilledSGLang -v -count 1 -timeout 60m ./test/real/migration
 
-test-routes: setup ## Compare the answers of real vLLM workers on the routes without an exact prompt (batch, embeddings, scores, rendering, speech) with and without the router (4 minutes)
+test-routes: setup #: Compare the answers of real vLLM workers on the routes without an exact prompt (batch, embeddings, scores, rendering, speech) with and without the router (4 minutes)
 	@$(PYTHON) -m pip install --quiet --no-deps --upgrade --target out/speech soundfile==0.14.0
 	KVROUTER_ROUTES=$(CURDIR)/out/speech go test -v -count 1 -timeout 30m ./test/real/routes
 
-test-zoo: setup-sglang ## Test predictions with real engines for 16 forms of models: windows, chunks, states, drafters, adapters (40 to 90 minutes; ZOO=folder keeps captures)
+test-zoo: setup-sglang #: Test predictions with real engines for 16 forms of models: windows, chunks, states, drafters, adapters (40 to 90 minutes; ZOO=folder keeps captures)
 	KVROUTER_ZOO=$(or $(ZOO),run) go test -run '^TestZoo$$' -v -count 1 -timeout 3h ./test/real/zoo
 
-test-tiers: setup-sglang ## Test predictions with real vLLM and SGLang workers that offload KV blocks to host memory and files (20 to 40 minutes)
+test-tiers: setup-sglang #: Test predictions with real vLLM and SGLang workers that offload KV blocks to host memory and files (20 to 40 minutes)
 	KVROUTER_TIERS=200 go test -v -count 1 -timeout 90m ./test/real/tiers
 
 test-kubernetes: ## Test with a real Kubernetes API server: rollouts, API server outage, 200 pods, RBAC, Helm chart (5 minutes; builds the servers and Helm once)
@@ -97,19 +101,19 @@ test-kubernetes: ## Test with a real Kubernetes API server: rollouts, API server
 test-gateway: setup ## Test the endpoint picker behind a real Envoy, with simulated and real vLLM workers (5 minutes; installs Envoy once)
 	@scripts/gateway.sh
 
-test-traces: setup ## Test OpenTelemetry traces across the router and a real vLLM CPU worker (1 minute)
+test-traces: setup #: Test OpenTelemetry traces across the router and a real vLLM CPU worker (1 minute)
 	go test -run '^TestTwoWorkersOnRealVLLM$$/^trace$$' -v -count 1 -timeout 15m ./test/real/vllm
 
-test-boards: ## Test the Grafana dashboard and the alerts with promtool and a Prometheus that scrapes simulated workers
+test-boards: #: Test the Grafana dashboard and the alerts with promtool and a Prometheus that scrapes simulated workers
 	@scripts/boards.sh
 
 # KVROUTER_PAGE_PICTURES=folder saves a screenshot of each view, =docs updates those of docs/dashboard.md.
-test-page: ## Test the dashboard in Chromium; installs Debian's package if missing (30 s)
+test-page: #: Test the dashboard in Chromium; installs Debian's package if missing (30 s)
 	@scripts/build-native.sh
 	@command -v chromium >/dev/null || command -v chromium-browser >/dev/null || command -v google-chrome >/dev/null || { [ "$$(id -u)" = 0 ] && apt-get update -q && apt-get install -qy chromium; } || { echo "test-page: chromium is missing: run apt-get install chromium as root" >&2; exit 1; }
 	KVROUTER_PAGE=1 go test -count 1 -timeout 10m -run '^TestBrowser' -v ./test/real/browser
 
-lint: ## Run gofmt, go vet, staticcheck and syntax checks of the shell and Python scripts
+lint: #: Run gofmt, go vet, staticcheck and syntax checks of the shell and Python scripts
 	@scripts/build-native.sh
 	@unformatted=$$(gofmt -l .); if [ -n "$$unformatted" ]; then echo "gofmt: not formatted:" $$unformatted "(run gofmt -w .)"; exit 1; fi
 	go vet ./...
@@ -120,18 +124,18 @@ lint: ## Run gofmt, go vet, staticcheck and syntax checks of the shell and Pytho
 dist: ## Build release artifacts into out/dist: static binaries, images, SBOM, completions, man page
 	@scripts/dist.sh
 
-test-dist: dist ## Build the release artifacts, then run the binary and the image in a chroot (needs root)
+test-dist: dist #: Build the release artifacts, then run the binary and the image in a chroot (needs root)
 	@scripts/build-native.sh
 	KVROUTER_DIST=1 go test -v -count 1 -timeout 10m ./test/real/dist
 
 bench: setup ## Run the micro-benchmarks of hashing, index, decoding and routing (BENCH=regexp)
 	go test -run '^$$' -bench '$(BENCH)' -benchmem -timeout 60m ./...
 
-index-bench: ## Benchmark the index: event rate, lookup times and memory with a trace of 128 workers, lookup times with 4,096 (2 minutes, 4 GB)
+index-bench: #: Benchmark the index: event rate, lookup times and memory with a trace of 128 workers, lookup times with 4,096 (2 minutes, 4 GB)
 	@scripts/build-native.sh
 	go test -run '^$$' -bench '^BenchmarkIndex' -benchtime 1x -timeout 30m ./internal/radix
 
-growth: ## Measure scaling to 4,096 workers and 10 M blocks: out/growth.csv, docs/growth.svg (7 minutes, 4 GB)
+growth: #: Measure scaling to 4,096 workers and 10 M blocks: out/growth.csv, docs/growth.svg (7 minutes, 4 GB)
 	@scripts/build-native.sh
 	@mkdir -p out && rm -f out/growth.csv
 	KVROUTER_GROWTH=$(CURDIR)/out/growth.csv go test -run '^TestGrowth' -p 1 -timeout 60m ./internal/router ./test
@@ -141,48 +145,48 @@ sim: ## Simulate a grid of loads and policies (minutes; GRID=policies, grid (103
 	@scripts/build-native.sh
 	go run . simulate --grid testdata/grids/$(GRID).yaml $(ARGS)
 
-bench-real: setup ## Benchmark every policy on two real vLLM CPU workers (10 minutes; ARGS="--policies work,round-robin")
+bench-real: setup #: Benchmark every policy on two real vLLM CPU workers (10 minutes; ARGS="--policies work,round-robin")
 	$(PYTHON) scripts/bench_real.py --shared $(ARGS)
 
-bench-fair: setup ## Benchmark a flood beside light chats on two real vLLM CPU workers, with and without a fair queue (10 minutes; ARGS="--seconds 300")
+bench-fair: setup #: Benchmark a flood beside light chats on two real vLLM CPU workers, with and without a fair queue (10 minutes; ARGS="--seconds 300")
 	$(PYTHON) scripts/bench_fair.py $(ARGS)
 
-bench-adapters: setup ## Benchmark 8 LoRA adapters with made-up weights on two real vLLM CPU workers with slots for 2 (20 minutes; ARGS="--policies work")
+bench-adapters: setup #: Benchmark 8 LoRA adapters with made-up weights on two real vLLM CPU workers with slots for 2 (20 minutes; ARGS="--policies work")
 	$(PYTHON) scripts/bench_adapters.py $(ARGS)
 
-bench-gateway: setup ## Measure the overhead of the endpoint picker behind Envoy against a minimal picker and the OpenAI port (10 minutes)
+bench-gateway: setup #: Measure the overhead of the endpoint picker behind Envoy against a minimal picker and the OpenAI port (10 minutes)
 	@scripts/gateway.sh bench
 
-bench-herding: ## Compare three routers, with and without --replica-sync, with one: load distribution, time to first token (5 minutes)
+bench-herding: #: Compare three routers, with and without --replica-sync, with one: load distribution, time to first token (5 minutes)
 	@scripts/build-native.sh
 	KVROUTER_HERDING_BENCH=1 go test -run '^TestHerding$$' -v -count 1 -timeout 15m ./test
 
-wire-speed: setup ## Compare the CPU time per indexed KV event with dynamo.indexer
+wire-speed: setup #: Compare the CPU time per indexed KV event with dynamo.indexer
 	scripts/peers.sh wire
 
-peers-predictions: setup ## Compare predicted cache hits with those of Dynamo and vllm-router, for models with windows and states, and lower tiers (5 minutes)
+peers-predictions: setup #: Compare predicted cache hits with those of Dynamo and vllm-router, for models with windows and states, and lower tiers (5 minutes)
 	scripts/peers.sh predictions
 
 peers: setup ## Compare with other routers: KV events, simulator, proxy path, predictions
 	scripts/peers.sh
 
-test-cells: ## Test three cells and three upper routers, 2 to 90 ms apart: kills, cuts, herding (5 minutes; FAR=2m). Needs user namespaces and /dev/net/tun
+test-cells: #: Test three cells and three upper routers, 2 to 90 ms apart: kills, cuts, herding (5 minutes; FAR=2m). Needs user namespaces and /dev/net/tun
 	@scripts/build-native.sh
 	KVROUTER_FAR=$(FAR) go test -run 'FarApart' -v -count 1 -parallel 1 -timeout 60m ./test
 
-test-mesh: ## Test two kvrouters and a Dynamo selection service in one mesh: load, sessions, late joiners, lost messages
+test-mesh: #: Test two kvrouters and a Dynamo selection service in one mesh: load, sessions, late joiners, lost messages
 	scripts/selection_parity.sh -run '^TestMeshWithDynamo'
 
-test-relay: setup ## Test the contract of Dynamo's KV relay against Dynamo's own relay, and its cells and selection services below a kvrouter
+test-relay: setup #: Test the contract of Dynamo's KV relay against Dynamo's own relay, and its cells and selection services below a kvrouter
 	scripts/relay.sh
 
-parity: ## Compare every response of the router port with Dynamo's selection service
+parity: #: Compare every response of the router port with Dynamo's selection service
 	scripts/selection_parity.sh
 
-segments: setup ## Compare fastokens and segmented, cached prompts with the tokenizers of nine models
+segments: setup #: Compare fastokens and segmented, cached prompts with the tokenizers of nine models
 	scripts/segments.sh
 
-soak: ## Load simulated workers: without faults, with faults, with workers joining and leaving, disaggregated (SOAK=60s each)
+soak: #: Load simulated workers: without faults, with faults, with workers joining and leaving, disaggregated (SOAK=60s each)
 	@scripts/build-native.sh
 	KVROUTER_SOAK=$(SOAK) go test -run '^TestSoak' -v -count 1 -timeout 60m ./test
 
@@ -193,7 +197,7 @@ fuzz: ## Run every fuzz target in turn; stops at the first crash (FUZZTIME=10s e
 chaos: setup ## Restart two routers in turn while their workers crash, fail, hang and stop responding (CHAOS=2m), then test each fault alone, and every policy with a client whose requests fail (15 minutes more)
 	KVROUTER_CHAOS=$(CHAOS) go test -run '^(TestChaos|TestOneOfFourWorkers|TestOneKeysFailures)' -v -count 1 -timeout 120m ./test
 
-chaos-gateway: setup ## The same behind a real Envoy with 1,000 requests in flight (CHAOS=2m), and every policy with a client whose requests fail (7 minutes more)
+chaos-gateway: setup #: The same behind a real Envoy with 1,000 requests in flight (CHAOS=2m), and every policy with a client whose requests fail (7 minutes more)
 	@KVROUTER_CHAOS=$(CHAOS) scripts/gateway.sh chaos
 
 dst: ## Simulate routers, workers and a faulty network in virtual time (SEEDS=100000 seeds, FROM=1; 15 ms of CPU each)
@@ -201,7 +205,7 @@ dst: ## Simulate routers, workers and a faulty network in virtual time (SEEDS=10
 	@mkdir -p out/dst
 	go test -run '^TestSimulation$$' -v -count 1 -timeout 0 ./test/simulation -seeds $(SEEDS) -from $(FROM) -save $(CURDIR)/out/dst
 
-dst-bugs: ## Plant bugs in a copy of the code, each of which the simulation must find within 1,000 seeds (10 minutes)
+dst-bugs: #: Plant bugs in a copy of the code, each of which the simulation must find within 1,000 seeds (10 minutes)
 	@scripts/build-native.sh
 	KVROUTER_PLANTED=1 go test -run '^TestPlantedBugs$$' -v -count 1 -timeout 60m ./test/simulation
 
