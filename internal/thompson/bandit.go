@@ -4,19 +4,19 @@ import (
 	"math"
 	"math/rand/v2"
 	"slices"
-
-	"gonum.org/v1/gonum/blas"
-	"gonum.org/v1/gonum/blas/blas64"
-	"gonum.org/v1/gonum/floats"
-	"gonum.org/v1/gonum/lapack/lapack64"
-	"gonum.org/v1/gonum/mat"
-	"gonum.org/v1/gonum/stat/distuv"
 )
 
 // banditDim is the number of features of a decision.
 const banditDim = 9
 
 type banditVector [banditDim]float64
+
+func dot(a, b *banditVector) (sum float64) {
+	for i := range a {
+		sum += a[i] * b[i]
+	}
+	return sum
+}
 
 // The factorization of A is tried with jitter on its diagonal, each time ten
 // times as much; when even the most of it does not help, A's eigenvalues are
@@ -37,15 +37,6 @@ type linearBandit struct {
 	upper    banditMatrix // Lᵀ, where LLᵀ is a with jitter
 	half     banditVector // L⁻¹b
 	eigen    *banditEigen // in their place where a cannot be factored
-}
-
-// banditMatrix is a symmetric or triangular matrix: the rows of its upper half.
-type banditMatrix [banditDim * banditDim]float64
-
-// banditEigen is the eigen-decomposition of A, with raised eigenvalues.
-type banditEigen struct {
-	values  []float64
-	vectors mat.Dense // a column each
 }
 
 // banditPrior is the prior belief: weights of the mean
@@ -97,29 +88,19 @@ func (l *linearBandit) sample(x, z *banditVector, v float64) float64 {
 	if e := l.eigen; e != nil {
 		sum := 0.0
 		for k, value := range e.values {
-			along, b := 0.0, 0.0
-			for i := range banditDim {
-				along += e.vectors.At(i, k) * x[i]
-				b += e.vectors.At(i, k) * l.b[i]
-			}
+			along, b := dot(&e.vectors[k], x), dot(&e.vectors[k], &l.b)
 			sum += along * (b/value + v*z[k]/math.Sqrt(value))
 		}
 		return sum
 	}
 	// θ = L⁻ᵀ(L⁻¹b + v·z), so θᵀx = (L⁻¹b + v·z)ᵀ(L⁻¹x).
 	u := *x
-	l.solveL(&u)
+	l.upper.solve(&u)
 	sum := 0.0
 	for i := range banditDim {
 		sum += (l.half[i] + v*z[i]) * u[i]
 	}
 	return sum
-}
-
-// solveL replaces x by L⁻¹x.
-func (l *linearBandit) solveL(x *banditVector) {
-	u := blas64.Triangular{Uplo: blas.Upper, Diag: blas.NonUnit, N: banditDim, Data: l.upper[:], Stride: banditDim}
-	blas64.Trsv(blas.Trans, u, blas64.Vector{N: banditDim, Data: x[:], Inc: 1})
 }
 
 func (l *linearBandit) factor() {
@@ -129,29 +110,13 @@ func (l *linearBandit) factor() {
 		for i := range banditDim {
 			l.upper[i*banditDim+i] += jitter
 		}
-		if _, ok := lapack64.Potrf(blas64.Symmetric{Uplo: blas.Upper, N: banditDim, Data: l.upper[:], Stride: banditDim}); ok {
+		if l.upper.factor() {
 			l.half = l.b
-			l.solveL(&l.half)
+			l.upper.solve(&l.half)
 			return
 		}
 	}
 	l.eigen = newBanditEigen(&l.a)
-}
-
-func newBanditEigen(a *banditMatrix) *banditEigen {
-	e := &banditEigen{values: make([]float64, banditDim)}
-	var eigen mat.EigenSym
-	if !eigen.Factorize(mat.NewSymDense(banditDim, slices.Clone(a[:])), true) { // it is not finite, so no sample will be
-		floats.AddConst(math.NaN(), e.values)
-		e.vectors = *mat.NewDense(banditDim, banditDim, nil)
-		return e
-	}
-	eigen.Values(e.values)
-	for i, value := range e.values {
-		e.values[i] = max(value, banditEigenvalues)
-	}
-	eigen.VectorsTo(&e.vectors)
-	return e
 }
 
 // betaBandit is the belief of a worker's mean reward: a beta
@@ -184,13 +149,32 @@ type draws interface {
 type randomDraws struct{ *rand.Rand }
 
 func (r randomDraws) mean(belief betaBandit) float64 {
-	return distuv.Beta{Alpha: belief.alpha, Beta: belief.beta, Src: r.Rand}.Rand()
+	x, y := r.gamma(belief.alpha), r.gamma(belief.beta)
+	return x / (x + y)
+}
+
+// gamma draws from a gamma distribution of that shape, above 0, and scale 1: Marsaglia and Tsang,
+// A simple method for generating gamma variables, ACM TOMS 26, 2000.
+func (r randomDraws) gamma(shape float64) float64 {
+	if shape < 1 {
+		return r.gamma(shape+1) * math.Pow(r.Float64(), 1/shape)
+	}
+	d := shape - 1.0/3
+	c := 1 / math.Sqrt(9*d)
+	for {
+		x := r.NormFloat64()
+		v := 1 + c*x
+		v *= v * v
+		if v > 0 && math.Log(1-r.Float64()) < x*x/2+d*(1-v+math.Log(v)) {
+			return d * v
+		}
+	}
 }
 
 // softmaxOf turns scores into chances, even ones where that cannot be done.
 func softmaxOf(chances, scores []float64, temperature float64) []float64 {
 	chances = chances[:0]
-	highest, sum := floats.Max(scores), 0.0
+	highest, sum := slices.Max(scores), 0.0
 	for _, s := range scores {
 		chances = append(chances, math.Exp((s-highest)/max(1e-6, temperature)))
 		sum += chances[len(chances)-1]

@@ -3,9 +3,9 @@ package thompson
 import (
 	"math"
 	"math/rand/v2"
+	"slices"
 	"testing"
 
-	"gonum.org/v1/gonum/mat"
 	"pgregory.net/rapid"
 )
 
@@ -26,12 +26,22 @@ func TestLinearBanditSamplesAroundItsMean(t *testing.T) {
 			l.learn(&x, rapid.Float64Range(0, 1).Draw(t, "reward"))
 		}
 		x := drawVector(t, "asked")
-		var weights mat.VecDense
-		if err := weights.SolveVec(mat.NewSymDense(banditDim, append([]float64(nil), l.a[:]...)), mat.NewVecDense(banditDim, append([]float64(nil), l.b[:]...))); err != nil {
-			t.Skip("hardly to be solved")
+		var none, weights banditVector
+		for i := range weights {
+			var along banditVector
+			along[i] = 1
+			weights[i] = l.sample(&along, &none, 1)
 		}
-		want := mat.Dot(&weights, mat.NewVecDense(banditDim, x[:]))
-		var none banditVector
+		for i := range weights { // they solve A·weights = b
+			row := banditVector{}
+			for j := range row {
+				row[j] = l.a[min(i, j)*banditDim+max(i, j)]
+			}
+			if got := dot(&row, &weights); math.Abs(got-l.b[i]) > 1e-6*max(1, math.Abs(l.b[i])) {
+				t.Fatalf("row %d of A times the mean weights is %v, want %v", i, got, l.b[i])
+			}
+		}
+		want := dot(&weights, &x)
 		if got := l.sample(&x, &none, 1); math.Abs(got-want) > 1e-6*max(1, math.Abs(want)) {
 			t.Fatalf("mean %v, want %v", got, want)
 		}
@@ -43,17 +53,10 @@ func TestLinearBanditSamplesAroundItsMean(t *testing.T) {
 			t.Fatalf("%v and %v are not around %v", a, b, want)
 		}
 		l.forget(0, prior)
-		if got := l.sample(&x, &banditVector{}, 1); math.Abs(got-dotVectors(&x, &prior.theta)) > 1e-6 {
+		if got := l.sample(&x, &banditVector{}, 1); math.Abs(got-dot(&x, &prior.theta)) > 1e-6 {
 			t.Fatalf("forgotten, it expects %v, not what it did at first", got)
 		}
 	})
-}
-
-func dotVectors(a, b *banditVector) (sum float64) {
-	for i := range a {
-		sum += a[i] * b[i]
-	}
-	return sum
 }
 
 func TestLinearBanditsSpreadIsThatOfItsCovariance(t *testing.T) {
@@ -73,7 +76,7 @@ func TestLinearBanditsSpreadIsThatOfItsCovariance(t *testing.T) {
 		s := l.sample(&x, &z, v)
 		sum, squares = sum+s, squares+s*s
 	}
-	xx := dotVectors(&x, &x)
+	xx := dot(&x, &x)
 	mean, variance := sum/draws, squares/draws-sum/draws*sum/draws
 	if want := 5 * xx / (2 + 5*xx); math.Abs(mean-want) > 0.002 {
 		t.Errorf("mean %v, want %v", mean, want)
@@ -115,4 +118,82 @@ func TestSoftmaxIsDefinedForAnyScores(t *testing.T) {
 			t.Fatalf("drawn %d", i)
 		}
 	})
+}
+
+func TestEigenvectorsSolveTheirMatrix(t *testing.T) {
+	rapid.Check(t, func(t *rapid.T) {
+		var a banditMatrix
+		for i := range banditDim {
+			for j := i; j < banditDim; j++ {
+				a[i*banditDim+j] = rapid.SampledFrom([]float64{-3, -1e-6, 0, 1, 1e3}).Draw(t, "a") * rapid.Float64Range(0.1, 1).Draw(t, "of it")
+			}
+			a[i*banditDim+i] = rapid.Float64Range(1e4, 1e5).Draw(t, "diagonal") // so that no eigenvalue is raised
+		}
+		e := newBanditEigen(&a)
+		for k, value := range e.values {
+			for l := range e.vectors {
+				want := 0.0
+				if k == l {
+					want = 1
+				}
+				if got := dot(&e.vectors[k], &e.vectors[l]); math.Abs(got-want) > 1e-12 {
+					t.Fatalf("vectors %d and %d: %v, want %v", k, l, got, want)
+				}
+			}
+			for i := range banditDim {
+				sum := 0.0
+				for j := range banditDim {
+					sum += a[min(i, j)*banditDim+max(i, j)] * e.vectors[k][j]
+				}
+				if want := value * e.vectors[k][i]; math.Abs(sum-want) > 1e-8*math.Abs(value) {
+					t.Fatalf("row %d of A times vector %d is %v, want %v", i, k, sum, want)
+				}
+			}
+		}
+	})
+}
+
+// TestMeansAreDrawnFromBetaDistributions compares draws with moments and, where it has a simple
+// form, with the distribution function.
+func TestMeansAreDrawnFromBetaDistributions(t *testing.T) {
+	random := randomDraws{rand.New(rand.NewPCG(1, 2))}
+	const n = 200_000
+	for _, one := range []struct {
+		alpha, beta float64
+		below       func(x float64) float64 // nil: moments only
+	}{
+		{1, 1, func(x float64) float64 { return x }},
+		{3.5, 1, func(x float64) float64 { return math.Pow(x, 3.5) }},
+		{1, 8, func(x float64) float64 { return 1 - math.Pow(1-x, 8) }},
+		{0.5, 0.5, func(x float64) float64 { return 2 / math.Pi * math.Asin(math.Sqrt(x)) }},
+		{2, 2, func(x float64) float64 { return x * x * (3 - 2*x) }},
+		{0.2, 3, nil},
+		{30, 70, nil},
+		{1e5, 2, nil},
+	} {
+		sum, squares, drawn := 0.0, 0.0, make([]float64, n)
+		for i := range drawn {
+			drawn[i] = betaBandit{one.alpha, one.beta}.sample(random)
+			sum, squares = sum+drawn[i], squares+drawn[i]*drawn[i]
+		}
+		all := one.alpha + one.beta
+		mean, variance := one.alpha/all, one.alpha*one.beta/(all*all*(all+1))
+		if got := sum / n; math.Abs(got-mean) > 5*math.Sqrt(variance/n) {
+			t.Errorf("beta(%v, %v): mean %v, want %v", one.alpha, one.beta, got, mean)
+		}
+		if got := squares/n - sum/n*sum/n; math.Abs(got/variance-1) > 0.03 {
+			t.Errorf("beta(%v, %v): variance %v, want %v", one.alpha, one.beta, got, variance)
+		}
+		if one.below == nil {
+			continue
+		}
+		slices.Sort(drawn)
+		far := 0.0
+		for i, x := range drawn {
+			far = max(far, math.Abs(one.below(x)-float64(i)/n))
+		}
+		if far > 2/math.Sqrt(n) { // Kolmogorov and Smirnov: once in 1,500
+			t.Errorf("beta(%v, %v): the distribution is off by %v", one.alpha, one.beta, far)
+		}
+	}
 }
