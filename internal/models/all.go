@@ -86,7 +86,7 @@ func (s *Set) IsUp(t kv.Target) bool { return s.For(t.Key.Worker).Router.IsUp(t)
 func (s *Set) LoadOf(w kv.WorkerKey) policy.Load { return s.For(w.Worker).Router.Load(w) }
 
 // Blocks returns the number of blocks of w in the index of its model.
-func (s *Set) Blocks(w kv.WorkerKey) int { return s.For(w.Worker).Router.Blocks(w) }
+func (s *Set) Blocks(w kv.WorkerKey) int { return s.For(w.Worker).Router.Index().Blocks(w) }
 
 // Targets returns the workers of all models that are up, sorted by key.
 func (s *Set) Targets() (targets []kv.Target) {

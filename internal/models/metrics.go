@@ -114,7 +114,7 @@ func NewCollector(s *Set, own func() map[uint64]bool) prometheus.Collector {
 		out.Show(queueTokens, float64(tokens))
 		out.Show(saturation, s.Saturation())
 		out.Show(waiting, float64(s.Waiting()))
-		if s.Default().Router.NamesSessions() {
+		if s.settings.Routing.NamesSessions() {
 			known, counts := s.Sessions()
 			out.Show(sessions, float64(known))
 			out.Show(sessionRequests, float64(counts.New), router.SessionNew)

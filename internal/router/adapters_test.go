@@ -54,7 +54,7 @@ func TestAdaptersAreBookedAndReleased(t *testing.T) {
 		t.Error("an idle adapter is not loaded any more")
 	}
 	r.ShowAdapters(kv.WorkerKey{Worker: 7}, policy.AdapterReport{Slots: 1}) // is not up
-	if r.loads.byWorker[kv.WorkerKey{Worker: 7}] != nil {
+	if r.fleet.loads.byWorker[kv.WorkerKey{Worker: 7}] != nil {
 		t.Error("a late report keeps the books of a worker that is gone")
 	}
 	if err := r.Check(); err != nil {

@@ -18,13 +18,14 @@ type alternative struct {
 // alternatives returns where p may go if the chosen worker does not take it, the best
 // first, at most p.Alternatives: of each other worker that is well the rank with the
 // least work, counted as the prompt's uncached tokens there and sessionWork.
-func (r *Router) alternatives(p *prompt, chosen kv.WorkerKey, now time.Time) []kv.Target {
+func (d *decider) alternatives(p *prompt, chosen kv.WorkerKey, now time.Time) []kv.Target {
+	r := d.router
 	if p.Alternatives <= 0 || p.Pinned != nil {
 		return nil
 	}
 	var found []alternative
-	for i := range r.targets {
-		t := &r.targets[i]
+	for i := range r.fleet.targets {
+		t := &r.fleet.targets[i]
 		if t.Key.Worker == chosen.Worker {
 			continue
 		}
@@ -32,8 +33,8 @@ func (r *Router) alternatives(p *prompt, chosen kv.WorkerKey, now time.Time) []k
 			continue
 		}
 		var c policy.Candidate
-		r.candidate(&c, p, i)
-		found = append(found, alternative{*t, r.uncached(p.tokens, &c) + sessionWork(c.Load)})
+		d.candidate(&c, p, i)
+		found = append(found, alternative{*t, d.uncached(p.tokens, &c) + sessionWork(c.Load)})
 	}
 	slices.SortStableFunc(found, func(a, b alternative) int { return cmp.Compare(a.work, b.work) })
 	targets := make([]kv.Target, 0, p.Alternatives)

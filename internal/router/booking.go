@@ -91,11 +91,11 @@ func (b *Booking) locked(f func(r *Router, now time.Time)) {
 func (b *Booking) FirstToken() {
 	b.locked(func(r *Router, now time.Time) {
 		if !b.computed {
-			r.answerBegins(b, now)
-			r.prefillDone(b, now)
+			b.answerBegins(now)
+			b.prefillDone(now)
 			r.Admission.dispatch(now)
 		}
-		r.loads.heard(b, now)
+		r.fleet.loads.heard(b, now)
 	})
 }
 
@@ -105,8 +105,8 @@ func (b *Booking) FirstToken() {
 func (b *Booking) OutputBlock(decayFraction *float64) {
 	b.locked(func(r *Router, now time.Time) {
 		if !b.ended.Load() {
-			r.loads.outputBlock(b, decayFraction)
-			r.loads.heard(b, now)
+			r.fleet.loads.outputBlock(b, decayFraction)
+			r.fleet.loads.heard(b, now)
 		}
 	})
 }
@@ -124,8 +124,8 @@ func (b *Booking) Generated(tokens int) {
 	}
 	blocks := func(tokens int) int { return (tokens + r.blockSize - 1) / r.blockSize }
 	for want := blocks(b.prompt+tokens) - blocks(b.prompt); b.outputs < want && !b.ended.Load(); {
-		r.loads.outputBlock(b, share)
-		r.loads.heard(b, r.now())
+		r.fleet.loads.outputBlock(b, share)
+		r.fleet.loads.heard(b, r.now())
 	}
 }
 
@@ -138,7 +138,7 @@ func (b *Booking) Cached(tokens int, tiers kv.TierTokens) {
 		return
 	}
 	b.came(tokens/b.router.blockSize, tiers)
-	b.router.loads.of(b.worker).reportsCached = true
+	b.router.fleet.loads.of(b.worker).reportsCached = true
 }
 
 // came notes how many blocks of the prompt the engine found cached, and teaches the
@@ -153,7 +153,7 @@ func (b *Booking) came(blocks int, tiers kv.TierTokens) {
 	if !first || b.lower == (kv.LowerBlocks{}) || b.leg == kv.LegDecode || blocks < b.device {
 		return
 	}
-	known := b.router.loads.of(b.worker).tiers()
+	known := b.router.fleet.loads.of(b.worker).tiers()
 	if tiers.Total()/b.router.blockSize == blocks && blocks > 0 {
 		known.CameFrom(b.lower, tiers, b.router.blockSize)
 	} else {
@@ -172,7 +172,7 @@ func (b *Booking) came(blocks int, tiers kv.TierTokens) {
 func (b *Booking) CachedUnreported() (none bool) {
 	b.router.mu.Lock()
 	defer b.router.mu.Unlock()
-	if b.ended.Load() || !b.router.loads.of(b.worker).reportsCached {
+	if b.ended.Load() || !b.router.fleet.loads.of(b.worker).reportsCached {
 		return false
 	}
 	b.came(0, kv.TierTokens{})
@@ -182,7 +182,7 @@ func (b *Booking) CachedUnreported() (none bool) {
 // End ends the booking of a request without an answer that is not a failure of its
 // worker.
 func (b *Booking) End() {
-	b.locked(func(r *Router, now time.Time) { r.finish(b, policy.Abandoned, 0, now) })
+	b.locked(func(r *Router, now time.Time) { b.finish(policy.Abandoned, 0, now) })
 }
 
 // Finish ends the booking of a request with an answer of that many tokens; 0:
@@ -191,7 +191,7 @@ func (b *Booking) Finish(output int) { b.FinishAs(output, "") }
 
 // FinishAs is Finish with the engine's finish reason.
 func (b *Booking) FinishAs(output int, reason string) {
-	b.locked(func(r *Router, now time.Time) { r.finishAs(b, policy.Finished, output, reason, now) })
+	b.locked(func(r *Router, now time.Time) { b.finishAs(policy.Finished, output, reason, now) })
 }
 
 // Free records that the request has ended with an unknown result. After its first
@@ -203,7 +203,7 @@ func (b *Booking) Free() {
 		if b.computed {
 			how = policy.Finished
 		}
-		r.finish(b, how, 0, now)
+		b.finish(how, 0, now)
 	})
 }
 
@@ -216,29 +216,30 @@ func (b *Booking) Report(f policy.Feedback) (verdict policy.Verdict, known bool)
 		if f.TokensIn == 0 {
 			f.TokensIn = b.prompt
 		}
-		if p, is := r.policy.(policy.Judged); is && !b.ended.Load() {
+		if p, is := r.decider.policy.(policy.Judged); is && !b.ended.Load() {
 			verdict, known = p.Judge(f)
 			b.decision = 0 // it has been judged
 		}
-		r.finish(b, f.Ending, f.TokensOut, now)
+		b.finish(f.Ending, f.TokensOut, now)
 	})
 	return verdict, known
 }
 
 // finish is finishAs without a reason.
-func (r *Router) finish(b *Booking, how policy.Ending, output int, now time.Time) {
-	r.finishAs(b, how, output, "", now)
+func (b *Booking) finish(how policy.Ending, output int, now time.Time) {
+	b.finishAs(how, output, "", now)
 }
 
 // finishAs takes b off the books, unless it is already, with an answer of that many
 // tokens (0: unknown) which ended for that reason (empty: unknown). The caller holds
 // the lock.
-func (r *Router) finishAs(b *Booking, how policy.Ending, output int, reason string, now time.Time) {
+func (b *Booking) finishAs(how policy.Ending, output int, reason string, now time.Time) {
+	r := b.router
 	if b.ended.Load() {
 		return
 	}
 	b.ended.Store(true)
-	r.judge(b, how, output, now)
+	b.judge(how, output, now)
 	if took := now.Sub(b.sent); how == policy.Finished && !b.remote {
 		if b.computed && !b.answeredWhole {
 			took = now.Sub(b.first)
@@ -249,17 +250,17 @@ func (r *Router) finishAs(b *Booking, how policy.Ending, output int, reason stri
 		b.settle(how, output)
 	}
 	answered := b.computed
-	r.prefillDone(b, now)
+	b.prefillDone(now)
 	if answered && !b.answeredWhole && output > 0 {
-		outcome := r.loads.outcome(b, output, now)
-		if learner, ok := r.policy.(policy.Learner); ok {
+		outcome := r.fleet.loads.outcome(b, output, now)
+		if learner, ok := r.decider.policy.(policy.Learner); ok {
 			learner.Learn(outcome)
 		}
-		if r.forecast != r.policy {
-			r.forecast.Learn(outcome)
+		if r.decider.forecast != r.decider.policy {
+			r.decider.forecast.Learn(outcome)
 		}
 	}
-	if judged, ok := r.policy.(policy.Judged); ok && b.decision != 0 {
+	if judged, ok := r.decider.policy.(policy.Judged); ok && b.decision != 0 {
 		f := policy.Feedback{Decision: b.decision, Worker: b.worker, Now: now, Ending: how, Latency: now.Sub(b.sent), TokensIn: b.prompt, TokensOut: output, Finish: reason}
 		if answered && !b.answeredWhole {
 			f.FirstToken = b.first.Sub(b.sent)
@@ -267,25 +268,25 @@ func (r *Router) finishAs(b *Booking, how policy.Ending, output int, reason stri
 		judged.Judge(f)
 	}
 	if b.pulled != policy.PullNone {
-		r.loads.of(b.worker).tiers().PullEnded(b.pulled, b.pulledBlocks*r.blockSize)
+		r.fleet.loads.of(b.worker).tiers().PullEnded(b.pulled, b.pulledBlocks*r.blockSize)
 	}
-	r.loads.end(b, now)
+	r.fleet.loads.end(b, now)
 	if how == policy.Failed {
 		b.assumed.Fail()
 	} else {
 		b.assumed.End((b.prompt+output)/r.blockSize-b.prompt/r.blockSize, b.cached)
 	}
-	r.share(ChangeFree, b)
+	b.share(ChangeFree)
 	r.Admission.dispatch(now)
 }
 
 // prefillDone notes that b's prompt has been computed, unless it is known. The
 // caller holds the lock.
-func (r *Router) prefillDone(b *Booking, now time.Time) {
+func (b *Booking) prefillDone(now time.Time) {
 	if !b.computed {
 		b.computed = true
-		r.loads.firstToken(b, now)
-		r.share(ChangePrefill, b)
+		b.router.fleet.loads.firstToken(b, now)
+		b.share(ChangePrefill)
 	}
 }
 
@@ -299,16 +300,16 @@ const (
 // expire ends the bookings that were forgotten. It runs with every decision and
 // every look at the books, so it needs no clock of its own.
 func (r *Router) expire(now time.Time) {
-	if now.Sub(r.expired) < expiryEvery {
+	if now.Sub(r.fleet.loads.expired) < expiryEvery {
 		return
 	}
-	r.expired = now
-	for b := r.loads.oldest; b != nil && now.Sub(b.heard) >= BookingExpiry; b = r.loads.oldest {
+	r.fleet.loads.expired = now
+	for b := r.fleet.loads.oldest; b != nil && now.Sub(b.heard) >= BookingExpiry; b = r.fleet.loads.oldest {
 		if b.id == "" && !b.remote { // its owner ends it; a stream may be longer than that
-			r.loads.heard(b, now)
+			r.fleet.loads.heard(b, now)
 			continue
 		}
-		r.finish(b, policy.Abandoned, 0, now)
+		b.finish(policy.Abandoned, 0, now)
 	}
 }
 
@@ -317,7 +318,7 @@ func (r *Router) Booking(id string) *Booking {
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	r.expire(r.now())
-	return r.loads.byID[id]
+	return r.fleet.loads.byID[id]
 }
 
 // WorkerLoad is the load of one worker, currently or with one more request.
@@ -335,19 +336,19 @@ func (r *Router) Loads() []WorkerLoad {
 	defer r.mu.Unlock()
 	now := r.now()
 	r.expire(now)
-	list := make([]WorkerLoad, 0, len(r.loads.byWorker))
+	list := make([]WorkerLoad, 0, len(r.fleet.loads.byWorker))
 	add := func(key kv.WorkerKey, entry *workerLoad) {
 		load := asOf(entry.Load, now)
 		list = append(list, WorkerLoad{Key: key, PotentialPrefillTokens: load.PrefillTokens, PotentialDecodeBlocks: load.ActiveBlocks, ActiveRequests: load.InFlight, Role: entry.role})
 	}
-	for i := range r.targets { // by key
-		add(r.targets[i].Key, r.targetLoads[i].workerLoad)
+	for i := range r.fleet.targets { // by key
+		add(r.fleet.targets[i].Key, r.fleet.targetLoads[i].workerLoad)
 	}
-	if len(list) == len(r.loads.byWorker) {
+	if len(list) == len(r.fleet.loads.byWorker) {
 		return list
 	}
-	for key, entry := range r.loads.byWorker {
-		if _, up := r.target(key); !up && entry.InFlight > 0 {
+	for key, entry := range r.fleet.loads.byWorker {
+		if _, up := r.fleet.target(key); !up && entry.InFlight > 0 {
 			add(key, entry)
 		}
 	}
@@ -367,17 +368,17 @@ func (r *Router) PotentialLoads(request Request) []WorkerLoad {
 	now := r.now()
 	r.expire(now)
 	var loads []WorkerLoad
-	r.snapshot(&p, now)
-	for i := range r.targets {
-		t := &r.targets[i]
+	r.decider.snapshot(&p, now)
+	for i := range r.fleet.targets {
+		t := &r.fleet.targets[i]
 		if !p.mayUse(t) {
 			continue
 		}
 		var c policy.Candidate
-		r.candidate(&c, &p, i)
+		r.decider.candidate(&c, &p, i)
 		load := WorkerLoad{Key: t.Key, PotentialPrefillTokens: c.Load.PrefillTokens, PotentialDecodeBlocks: c.Load.ActiveBlocks + c.NewBlocks, ActiveRequests: c.Load.InFlight}
-		if r.tracksPrefill(&p) {
-			load.PotentialPrefillTokens += r.uncached(p.tokens, &c)
+		if r.decider.tracksPrefill(&p) {
+			load.PotentialPrefillTokens += r.decider.uncached(p.tokens, &c)
 		}
 		loads = append(loads, load)
 	}

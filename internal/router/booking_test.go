@@ -219,8 +219,8 @@ func TestSequencesManyWorkersDrainToZero(t *testing.T) {
 		t.Error(err)
 	}
 	loads := r.Loads()
-	if len(loads) != 33 || r.loads.active.pairs != 0 || len(r.loads.byWorker) != 33 {
-		t.Errorf("%d workers, %d blocks, %d entries are left; want 33, 0, 33", len(loads), r.loads.active.pairs, len(r.loads.byWorker))
+	if len(loads) != 33 || r.fleet.loads.active.pairs != 0 || len(r.fleet.loads.byWorker) != 33 {
+		t.Errorf("%d workers, %d blocks, %d entries are left; want 33, 0, 33", len(loads), r.fleet.loads.active.pairs, len(r.fleet.loads.byWorker))
 	}
 	for _, load := range loads {
 		if load != (WorkerLoad{Key: load.Key}) {
@@ -499,7 +499,7 @@ func TestNoCachedTokensMeansNoneWhereTheWorkerTellsOfSome(t *testing.T) {
 	d := MustRoute(t, r, Request{Tokens: testkit.Tokens(1, 4)})
 	d.Booking.End()
 	r.Down(testkit.W0)
-	if d.Booking.Cached(4, kv.TierTokens{}); d.Booking.CachedUnreported() || r.loads.byWorker[testkit.W0] != nil {
+	if d.Booking.Cached(4, kv.TierTokens{}); d.Booking.CachedUnreported() || r.fleet.loads.byWorker[testkit.W0] != nil {
 		t.Error("an answer after the end counts")
 	}
 }

@@ -2,23 +2,50 @@ package router
 
 import (
 	"math"
+	"math/rand/v2"
 	"slices"
 	"time"
 
 	"kvrouter/internal/kv"
 	"kvrouter/internal/policy"
+	"kvrouter/internal/radix"
 )
 
+// decider makes candidates of the workers for a request and has the policy choose one of them.
+// router.mu guards it.
+type decider struct {
+	router     *Router
+	policy     policy.Policy
+	traits     policy.Traits // the policy's; they do not change
+	forecast   *policy.Work  // knows how long the engines' passes take; the policy itself if it does
+	assumes    radix.Assumer // nil: routed prompts do not count
+	random     *rand.Rand
+	candidates []policy.Candidate // reused by every decision
+	decisions  uint64             // reported to a judged policy
+}
+
+func newDecider(r *Router, deps Deps) decider {
+	forecast, is := deps.Policy.(*policy.Work)
+	if !is {
+		forecast = policy.NewWork()
+	}
+	return decider{
+		router: r, policy: deps.Policy, traits: deps.Policy.Traits(), forecast: forecast, assumes: deps.Assumer,
+		random: rand.New(rand.NewPCG(deps.Seed, deps.Seed)),
+	}
+}
+
 // collect makes candidates of the workers that may serve p.
-func (r *Router) collect(p *prompt, now time.Time) error {
-	candidates := slices.Grow(r.candidates[:0], len(r.targets))[:len(r.targets)]
+func (d *decider) collect(p *prompt, now time.Time) error {
+	r := d.router
+	candidates := slices.Grow(d.candidates[:0], len(r.fleet.targets))[:len(r.fleet.targets)]
 	err, n, workers := ErrNoWorker, 0, 0
-	r.snapshot(p, now)
-	r.findSources(p, now)
+	d.snapshot(p, now)
+	d.findSources(p, now)
 	p.reachable, p.stays = 0, false
 	limited := r.Admission.thresholds.Set()
-	for i := range r.targets {
-		t := &r.targets[i]
+	for i := range r.fleet.targets {
+		t := &r.fleet.targets[i]
 		why := p.excludes(t)
 		if why == 0 || why > excludedLeg {
 			workers++
@@ -32,51 +59,51 @@ func (r *Router) collect(p *prompt, now time.Time) error {
 		}
 		c := &candidates[n]
 		n++
-		if r.candidate(c, p, i); c.Overlap > p.reachable || c.Lower != (kv.LowerBlocks{}) {
-			device, lower := r.finds(p, c)
+		if d.candidate(c, p, i); c.Overlap > p.reachable || c.Lower != (kv.LowerBlocks{}) {
+			device, lower := d.finds(p, c)
 			p.reachable = max(p.reachable, device+lower.Total())
 		}
 	}
-	r.candidates, p.workers = candidates[:n], workers
+	d.candidates, p.workers = candidates[:n], workers
 	if n == 0 {
 		return err
 	}
 	if p.Session != 0 || p.Home != nil {
-		if r.trialStarves(now) && r.onTrial(p, now) {
+		if d.trialStarves(now) && d.onTrial(p, now) {
 			return nil
 		}
-		if p.stays = r.keepSession(p, now); p.stays {
+		if p.stays = d.keepSession(p, now); p.stays {
 			return nil
 		}
 	}
 	if !r.Health.outliers.Quiet() && p.Pinned == nil {
-		return r.filter(p, now)
+		return d.filter(p, now)
 	}
 	return nil
 }
 
 // prefer leaves the candidates that are good, in their order, or all if none is. others: some are
 // left out.
-func (r *Router) prefer(good func(*policy.Candidate) bool) (others bool) {
-	kept := r.candidates[:0]
-	for i := range r.candidates { // kept is behind it
-		if c := &r.candidates[i]; good(c) {
+func (d *decider) prefer(good func(*policy.Candidate) bool) (others bool) {
+	kept := d.candidates[:0]
+	for i := range d.candidates { // kept is behind it
+		if c := &d.candidates[i]; good(c) {
 			kept = append(kept, *c)
 		}
 	}
-	if len(kept) == 0 || len(kept) == len(r.candidates) {
+	if len(kept) == 0 || len(kept) == len(d.candidates) {
 		return false
 	}
-	r.candidates = kept
+	d.candidates = kept
 	return true
 }
 
 // busy reports whether all ranks of a worker are beyond a threshold.
 func (a *Admission) busy(worker uint64, now time.Time) bool {
 	r := a.router
-	at, _ := r.target(kv.WorkerKey{Worker: worker})
-	for ; at < len(r.targets) && r.targets[at].Key.Worker == worker; at++ {
-		if load := r.targetLoads[at].asOf(now); !a.thresholds.exceeded(&r.targets[at], load) {
+	at, _ := r.fleet.target(kv.WorkerKey{Worker: worker})
+	for ; at < len(r.fleet.targets) && r.fleet.targets[at].Key.Worker == worker; at++ {
+		if load := r.fleet.targetLoads[at].asOf(now); !a.thresholds.exceeded(&r.fleet.targets[at], load) {
 			return false
 		}
 	}
@@ -85,59 +112,61 @@ func (a *Admission) busy(worker uint64, now time.Time) bool {
 
 // snapshot looks up what requests in flight have of p, and what is the same for all candidates, and
 // brings the loads up to now. It comes before candidate, without a change of the books in between.
-func (r *Router) snapshot(p *prompt, now time.Time) {
-	r.freshen(now)
-	p.distinct, p.usable = p.newBlocks(), r.usableBlocks(p.tokens)
-	if r.traits.WholeMatch {
+func (d *decider) snapshot(p *prompt, now time.Time) {
+	r := d.router
+	r.fleet.freshen(now)
+	p.distinct, p.usable = p.newBlocks(), d.usableBlocks(p.tokens)
+	if d.traits.WholeMatch {
 		p.usable = p.tokens / r.blockSize
 	}
 	if p.counted && p.shared {
-		r.loads.snapshot(p.sequence)
+		r.fleet.loads.snapshot(p.sequence)
 	}
 }
 
 // freshen brings the loads of the workers that are up up to now. Mostly none of them has become too
 // old since the last time, and thousands need not be looked at.
-func (r *Router) freshen(now time.Time) {
-	if now.Before(r.loads.stale) {
+func (f *fleet) freshen(now time.Time) {
+	if now.Before(f.loads.stale) {
 		return
 	}
-	r.loads.stale = now.Add(loadFreshFor)
-	for i := range r.targetLoads {
-		if load := r.targetLoads[i].asOf(now); load.Fresh {
-			r.loads.staleAt(load)
+	f.loads.stale = now.Add(loadFreshFor)
+	for i := range f.targetLoads {
+		if load := f.targetLoads[i].asOf(now); load.Fresh {
+			f.loads.staleAt(load)
 		}
 	}
 }
 
 // candidate sets c to the target at that place as p sees it.
-func (r *Router) candidate(c *policy.Candidate, p *prompt, at int) {
-	c.Target = &r.targets[at]
+func (d *decider) candidate(c *policy.Candidate, p *prompt, at int) {
+	r := d.router
+	c.Target = &r.fleet.targets[at]
 	c.Overlap, c.Held, c.NewBlocks = 0, 0, p.distinct
 	c.Lower = kv.LowerBlocks{}
 	if c.Pull.Blocks != 0 {
 		c.Pull = policy.Pull{}
 	}
-	if r.traits.TreeBlocks {
+	if d.traits.TreeBlocks {
 		c.TreeBlocks = 0
 	}
-	c.Load = r.targetLoads[at].load
+	c.Load = r.fleet.targetLoads[at].load
 	if p.Cached != nil {
 		c.Overlap = *p.Cached / r.blockSize
 	} else if m := p.matched(c.Target.Key); m != nil {
 		c.Overlap, c.Held = m.Blocks, m.Held
 		if m.Lower != (kv.LowerBlocks{}) || m.Staged != (kv.LowerBlocks{}) {
-			c.Lower, c.Doubtful = r.counted(m), r.doubts(m)
+			c.Lower, c.Doubtful = d.counted(m), d.doubts(m)
 		}
-		if r.traits.TreeBlocks && m.Blocks > 0 {
+		if d.traits.TreeBlocks && m.Blocks > 0 {
 			c.TreeBlocks = r.index.Blocks(c.Target.Key)
 		}
 	}
 	matched := c.Overlap
 	if p.counted && p.shared {
-		active := r.loads.activeOn(r.targetLoads[at].number)
+		active := r.fleet.loads.activeOn(r.fleet.targetLoads[at].number)
 		c.NewBlocks -= active
-		if r.traits.Siblings {
+		if d.traits.Siblings {
 			c.Overlap = max(c.Overlap, active)
 		}
 	}
@@ -153,23 +182,23 @@ func (r *Router) candidate(c *policy.Candidate, p *prompt, at int) {
 // doubts reports whether the own lower tiers of the match's worker may have been emptied.
 // A match is also doubtful for blocks of which no engine announces the removal: how many
 // of these come is what policies learn.
-func (r *Router) doubts(m *kv.Match) bool {
-	return m.Doubtful() && (m.Lower.Disk+m.Lower.External == 0 || r.index.LowerOf(m.Worker).Doubt != 0)
+func (d *decider) doubts(m *kv.Match) bool {
+	return m.Doubtful() && (m.Lower.Disk+m.Lower.External == 0 || d.router.index.LowerOf(m.Worker).Doubt != 0)
 }
 
 // doubted reports whether the lower tiers of the candidate may have been emptied, also where the
 // policy counts nothing of them.
-func (r *Router) doubted(p *prompt, c *policy.Candidate) bool {
+func (d *decider) doubted(p *prompt, c *policy.Candidate) bool {
 	if p.Cached != nil {
 		return false
 	}
 	m := p.matched(c.Target.Key)
-	return m != nil && (m.Lower != (kv.LowerBlocks{}) || m.Staged != (kv.LowerBlocks{})) && r.doubts(m)
+	return m != nil && (m.Lower != (kv.LowerBlocks{}) || m.Staged != (kv.LowerBlocks{})) && d.doubts(m)
 }
 
 // counted returns the blocks in lower tiers that the policy counts.
-func (r *Router) counted(m *kv.Match) kv.LowerBlocks {
-	if r.traits.Staged {
+func (d *decider) counted(m *kv.Match) kv.LowerBlocks {
+	if d.traits.Staged {
 		return m.Staged
 	}
 	return m.Lower
@@ -177,21 +206,56 @@ func (r *Router) counted(m *kv.Match) kv.LowerBlocks {
 
 // uncached returns how many tokens of a prompt the candidate has to compute, by the
 // policy's reckoning.
-func (r *Router) uncached(tokens int, c *policy.Candidate) int {
+func (d *decider) uncached(tokens int, c *policy.Candidate) int {
 	loaded := 0
 	if c.Lower != (kv.LowerBlocks{}) {
-		loaded = int(math.Round(r.traits.Loaded(c) * float64(r.blockSize)))
+		loaded = int(math.Round(d.traits.Loaded(c) * float64(d.router.blockSize)))
 	}
-	return tokens - c.Overlap*r.blockSize - loaded - c.Pull.Tokens
+	return tokens - c.Overlap*d.router.blockSize - loaded - c.Pull.Tokens
+}
+
+// tracksPrefill reports whether p's tokens are counted.
+func (d *decider) tracksPrefill(p *prompt) bool {
+	if p.Override != nil && p.Override.TrackPrefillTokens != nil {
+		return *p.Override.TrackPrefillTokens
+	}
+	return d.router.settings.RouterTrackPrefillTokens
+}
+
+// predict sets what of p is cached on the candidate.
+func (d *decider) predict(p *prompt, to *Decision, c *policy.Candidate) {
+	r := d.router
+	to.Overlap, to.Lower = d.finds(p, c)
+	sure, guessed := p.certain(c, to.Overlap, to.Lower)
+	to.Predicted, to.Guessed = sure.Tokens(r.blockSize), guessed.Tokens(r.blockSize)
+	to.Predicted.Device = to.Overlap * r.blockSize
+	to.OverlapTokens = to.Predicted.Total()
+	to.Reachable = max(to.OverlapTokens, p.reachable*r.blockSize)
+	if c.Pull.Tokens > 0 {
+		to.Guessed.External += c.Pull.Blocks * r.blockSize
+		if at, up := r.fleet.target(c.Pull.From); up {
+			from := r.fleet.targets[at]
+			to.Source = &from
+		}
+	}
+	to.MatchedBlocks, to.MatchedLower, to.EffectivePrefillTokens = c.Overlap, c.Lower, d.uncached(p.tokens, c)
+}
+
+// assume notes in an Assumer that p goes to w; for other indexes it returns nil.
+func (d *decider) assume(w kv.WorkerKey, p *prompt) *radix.Assumed {
+	if d.assumes == nil {
+		return nil
+	}
+	return d.assumes.Routed(w, p.local)
 }
 
 // finds returns what the engine of the candidate is expected to find cached of p: blocks
 // on the device, and those that continue them in lower tiers, also where the policy
 // counts them differently.
-func (r *Router) finds(p *prompt, c *policy.Candidate) (device int, lower kv.LowerBlocks) {
-	usable := r.usableBlocks(p.tokens)
+func (d *decider) finds(p *prompt, c *policy.Candidate) (device int, lower kv.LowerBlocks) {
+	usable := d.usableBlocks(p.tokens)
 	device, lower = min(c.Overlap, usable), c.Lower
-	if r.traits.Staged && p.Cached == nil {
+	if d.traits.Staged && p.Cached == nil {
 		lower = kv.LowerBlocks{}
 		if m := p.matched(c.Target.Key); m != nil {
 			lower = m.Lower.Beyond(c.Overlap - m.Blocks)

@@ -98,10 +98,10 @@ func TestCandidatesAreAllThatMayServe(t *testing.T) {
 			}
 			p.matches = drawMatches(rt, workers, 6)
 			r.mu.Lock()
-			err := r.collect(&p, now)
+			err := r.decider.collect(&p, now)
 			compareCandidates(rt, r, &p, now)
-			if (err == nil) != (len(r.candidates) > 0) {
-				rt.Fatalf("%d candidates, error %v", len(r.candidates), err)
+			if (err == nil) != (len(r.decider.candidates) > 0) {
+				rt.Fatalf("%d candidates, error %v", len(r.decider.candidates), err)
 			}
 			r.mu.Unlock()
 			if err := r.Check(); err != nil {
@@ -115,8 +115,8 @@ func TestCandidatesAreAllThatMayServe(t *testing.T) {
 func compareCandidates(rt *rapid.T, r *Router, p *prompt, now time.Time) {
 	var want []policy.Candidate
 	workers := 0
-	for i := range r.targets {
-		t := &r.targets[i]
+	for i := range r.fleet.targets {
+		t := &r.fleet.targets[i]
 		if t.Cordoned || !t.Disagg.Takes(p.Leg) || t.Unanswered && !p.Unanswered {
 			continue
 		}
@@ -124,23 +124,23 @@ func compareCandidates(rt *rapid.T, r *Router, p *prompt, now time.Time) {
 		if p.Model != "" && len(t.Models) > 0 && !slices.Contains(t.Models, p.Model) || slices.Contains(p.Exclude, t.Key.Worker) || p.Allowed != nil && !slices.Contains(p.Allowed, t.Key.Worker) {
 			continue
 		}
-		c := policy.Candidate{Target: t, Load: r.loads.byWorker[t.Key].Load}
+		c := policy.Candidate{Target: t, Load: r.fleet.loads.byWorker[t.Key].Load}
 		if m := slices.IndexFunc(p.matches, func(m kv.Match) bool { return m.Worker == t.Key }); m >= 0 {
-			c.Overlap, c.Held, c.Lower = p.matches[m].Blocks, p.matches[m].Held, r.counted(&p.matches[m])
-			c.Doubtful = r.doubts(&p.matches[m])
+			c.Overlap, c.Held, c.Lower = p.matches[m].Blocks, p.matches[m].Held, r.decider.counted(&p.matches[m])
+			c.Doubtful = r.decider.doubts(&p.matches[m])
 		}
 		held, active := c.Overlap, 0
-		for active < len(p.sequence) && r.loads.active.requests(p.sequence[active], r.loads.byWorker[t.Key].number) > 0 {
+		for active < len(p.sequence) && r.fleet.loads.active.requests(p.sequence[active], r.fleet.loads.byWorker[t.Key].number) > 0 {
 			active++
 		}
 		if p.counted {
 			c.NewBlocks = len(p.local) - active
 		}
 		usable := max(0, p.tokens-1) / r.blockSize
-		if r.traits.WholeMatch {
+		if r.decider.traits.WholeMatch {
 			usable = p.tokens / r.blockSize
 		}
-		if r.traits.Siblings {
+		if r.decider.traits.Siblings {
 			c.Overlap = max(c.Overlap, active)
 		}
 		c.Overlap = min(c.Overlap, usable)
@@ -153,7 +153,7 @@ func compareCandidates(rt *rapid.T, r *Router, p *prompt, now time.Time) {
 	if workers != p.workers {
 		rt.Fatalf("%d workers share such requests, want %d", p.workers, workers)
 	}
-	order := slices.CompareFunc(r.candidates, want, func(a, b policy.Candidate) int {
+	order := slices.CompareFunc(r.decider.candidates, want, func(a, b policy.Candidate) int {
 		if b.Lower == (kv.LowerBlocks{}) {
 			a.Doubtful, b.Doubtful = false, false
 		}
@@ -163,6 +163,6 @@ func compareCandidates(rt *rapid.T, r *Router, p *prompt, now time.Time) {
 		return 0
 	})
 	if order != 0 {
-		rt.Fatalf("candidates %+v\nwant %+v", r.candidates, want)
+		rt.Fatalf("candidates %+v\nwant %+v", r.decider.candidates, want)
 	}
 }

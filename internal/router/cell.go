@@ -22,23 +22,23 @@ type cell struct {
 func (r *Router) ShowCell(w kv.WorkerKey, report policy.CellReport, holds *summary.View) {
 	r.mu.Lock()
 	defer r.unlock()
-	at, up := r.target(w)
+	at, up := r.fleet.target(w)
 	if !up {
 		return
 	}
-	load := r.targetLoads[at]
+	load := r.fleet.targetLoads[at]
 	if load.Cell == nil {
 		load.Cell = new(policy.Cell)
 		cells := []cell{{w, holds}}
-		if before := r.cells.Load(); before != nil {
+		if before := r.fleet.cells.Load(); before != nil {
 			cells = append(cells, *before...)
 		}
 		slices.SortFunc(cells, func(a, b cell) int { return a.key.Compare(b.key) })
-		r.cells.Store(&cells)
+		r.fleet.cells.Store(&cells)
 	}
 	load.Cell.CellReport = report
 	before := load.Published
-	r.loads.publish(w, report.Load, r.now())
+	r.fleet.loads.publish(w, report.Load, r.now())
 	if r.Admission.fair != nil {
 		r.Admission.learnRoom(at, before)
 	}
@@ -46,22 +46,22 @@ func (r *Router) ShowCell(w kv.WorkerKey, report policy.CellReport, holds *summa
 }
 
 // loseCell forgets the summary of a router that is down. The caller holds the lock.
-func (r *Router) loseCell(w kv.WorkerKey) {
-	before := r.cells.Load()
+func (f *fleet) loseCell(w kv.WorkerKey) {
+	before := f.cells.Load()
 	if before == nil {
 		return
 	}
 	if cells := slices.DeleteFunc(slices.Clone(*before), func(c cell) bool { return c.key == w }); len(cells) > 0 {
-		r.cells.Store(&cells)
+		f.cells.Store(&cells)
 	} else {
-		r.cells.Store(nil)
+		f.cells.Store(nil)
 	}
 }
 
 // matchCells appends to dst, from start on by worker, how many leading blocks of a prompt each
 // cell tells to have.
-func (r *Router) matchCells(dst []kv.Match, start int, local []uint64) []kv.Match {
-	cells := r.cells.Load()
+func (f *fleet) matchCells(dst []kv.Match, start int, local []uint64) []kv.Match {
+	cells := f.cells.Load()
 	if cells == nil || len(local) == 0 {
 		return dst
 	}
@@ -83,7 +83,7 @@ func (b *Booking) Found(tokens int) {
 	b.router.mu.Lock()
 	defer b.router.mu.Unlock()
 	if !b.ended.Load() {
-		b.router.loads.of(b.worker).Cell.Found(tokens, b.device*b.router.blockSize)
+		b.router.fleet.loads.of(b.worker).Cell.Found(tokens, b.device*b.router.blockSize)
 	}
 }
 
@@ -120,8 +120,8 @@ func (r *Router) Sum() (s Sum) {
 	r.mu.Lock()
 	defer r.unlock()
 	now, request := r.now(), Request{Leg: r.Admission.newLeg()}
-	for i := range r.targets {
-		t, load := &r.targets[i], r.targetLoads[i].asOf(now)
+	for i := range r.fleet.targets {
+		t, load := &r.fleet.targets[i], r.fleet.targetLoads[i].asOf(now)
 		if !request.mayUse(t) {
 			continue
 		}
@@ -152,7 +152,7 @@ func (r *Router) Sum() (s Sum) {
 func (a *Admission) newLeg() kv.Leg {
 	takes := func(leg kv.Leg) bool {
 		request := Request{Leg: leg}
-		return a.router.has(request.mayUse)
+		return a.router.fleet.has(request.mayUse)
 	}
 	if takes(kv.LegPrefill) && takes(kv.LegDecode) {
 		return kv.LegPrefill

@@ -95,7 +95,7 @@ func TestRequestsGoToTheCellThatHoldsTheirPrefix(t *testing.T) {
 	for _, w := range []uint64{0, 2} {
 		r.Down(kv.WorkerKey{Worker: w})
 	}
-	if r.cells.Load() != nil {
+	if r.fleet.cells.Load() != nil {
 		t.Error("summaries of cells that are down are kept")
 	}
 }

@@ -15,18 +15,18 @@ import (
 func (r *Router) Check() error {
 	r.mu.Lock()
 	defer r.mu.Unlock()
-	l := r.loads
-	if len(r.targetLoads) != len(r.targets) {
-		return fmt.Errorf("%d books are open, %d workers are up", len(r.targetLoads), len(r.targets))
+	l := r.fleet.loads
+	if len(r.fleet.targetLoads) != len(r.fleet.targets) {
+		return fmt.Errorf("%d books are open, %d workers are up", len(r.fleet.targetLoads), len(r.fleet.targets))
 	}
-	for i := range r.targets {
-		if t := &r.targets[i]; r.targetLoads[i].workerLoad != l.byWorker[t.Key] || r.targetLoads[i].number != r.targetLoads[i].workerLoad.number || t.Cordoned != r.Health.isCordoned(t.Key.Worker) {
+	for i := range r.fleet.targets {
+		if t := &r.fleet.targets[i]; r.fleet.targetLoads[i].workerLoad != l.byWorker[t.Key] || r.fleet.targetLoads[i].number != r.fleet.targetLoads[i].workerLoad.number || t.Cordoned != r.Health.isCordoned(t.Key.Worker) {
 			return fmt.Errorf("worker %v: its books are not those of its place, or it is cordoned %v where %v is noted", t.Key, t.Cordoned, r.Health.isCordoned(t.Key.Worker))
 		}
 	}
-	for now, i := r.now(), 0; i < len(r.targets) && now.Before(l.stale); i++ {
-		if load := r.targetLoads[i].load; load.Fresh != isFresh(load, now) || !load.Fresh && load.Foreign != 0 {
-			return fmt.Errorf("worker %v: its load of %v is noted to be fresh %v, %d requests in it are foreign, and it is %v", r.targets[i].Key, load.At, load.Fresh, load.Foreign, now)
+	for now, i := r.now(), 0; i < len(r.fleet.targets) && now.Before(l.stale); i++ {
+		if load := r.fleet.targetLoads[i].load; load.Fresh != isFresh(load, now) || !load.Fresh && load.Foreign != 0 {
+			return fmt.Errorf("worker %v: its load of %v is noted to be fresh %v, %d requests in it are foreign, and it is %v", r.fleet.targets[i].Key, load.At, load.Fresh, load.Foreign, now)
 		}
 	}
 	if known := len(r.sessions.byHash); known != r.sessions.order.Len() || known > r.settings.SessionLimit {
@@ -164,9 +164,9 @@ func (r *Router) Check() error {
 	return nil
 }
 
-// ReportsCached reports whether an answer of w has reported cached tokens so far.
+// ReportsCached reports whether an answer of w has reported cached tokens so far. Tests call it.
 func (r *Router) ReportsCached(w kv.WorkerKey) bool {
 	r.mu.Lock()
 	defer r.mu.Unlock()
-	return r.loads.of(w).reportsCached
+	return r.fleet.loads.of(w).reportsCached
 }

@@ -82,7 +82,7 @@ func (q *Request) mightUse(t *kv.Target) bool {
 // excludes decides whether the worker at that place may get p now: its exclusion, up to
 // excludedHeld. Those from excludedEjected on get what no other worker can take.
 func (r *Router) excludes(p *prompt, at int, now time.Time) exclusion {
-	t := &r.targets[at]
+	t := &r.fleet.targets[at]
 	if why := p.Request.excludes(t); why != 0 {
 		return why
 	}

@@ -123,9 +123,9 @@ func (k *Receipts) logs() bool {
 // and keeps it.
 func (k *Receipts) explain(p *prompt, e *policy.Explanation, chosen int, now time.Time) *Receipt {
 	r := k.router
-	target := r.candidates[chosen].Target
+	target := r.decider.candidates[chosen].Target
 	receipt := k.begin(p, now)
-	worker := target.Key.Worker // a copy: r.candidates is reused
+	worker := target.Key.Worker // a copy: r.decider.candidates is reused
 	receipt.Worker, receipt.WorkerName, receipt.Rank = &worker, r.names.Name(worker), target.Key.Rank
 	if _, due := r.Health.outliers.TrialDue(target.Key, now); due && !p.QueryOnly && !p.ChooseOnly {
 		receipt.Trial = true
@@ -135,7 +135,7 @@ func (k *Receipts) explain(p *prompt, e *policy.Explanation, chosen int, now tim
 	}
 	receipt.Explanation, receipt.Margin = *e, e.Margin(chosen)
 	receipt.Scores = nil // each candidate has its own
-	receipt.Candidates = k.workers(p, r.candidates, e.Scores, receipt.Trial, now)
+	receipt.Candidates = k.workers(p, r.decider.candidates, e.Scores, receipt.Trial, now)
 	k.keep(receipt)
 	return receipt
 }
@@ -171,14 +171,14 @@ func receiptText(text string) string {
 // others with why they are none.
 func (k *Receipts) workers(p *prompt, candidates []policy.Candidate, scores []policy.Score, trial bool, now time.Time) []ReceiptCandidate {
 	r := k.router
-	list := make([]ReceiptCandidate, len(r.targets))
-	for i := range r.targets {
+	list := make([]ReceiptCandidate, len(r.fleet.targets))
+	for i := range r.fleet.targets {
 		var none policy.Candidate
-		c, is := &none, len(candidates) > 0 && candidates[0].Target.Key == r.targets[i].Key
+		c, is := &none, len(candidates) > 0 && candidates[0].Target.Key == r.fleet.targets[i].Key
 		if is {
 			c, candidates = &candidates[0], candidates[1:]
 		} else {
-			r.candidate(c, p, i)
+			r.decider.candidate(c, p, i)
 		}
 		list[i] = k.candidate(p, c)
 		switch {

@@ -76,7 +76,7 @@ type price struct{ prompt, answer float64 }
 
 // priceOn returns the price of p's tokens on a candidate, once it is there, too.
 func (a *Admission) priceOn(p *prompt, c *policy.Candidate) (is price) {
-	is.prompt, is.answer = a.router.forecast.Price(p.tokens, c.Load.InFlight+c.Load.Foreign+1)
+	is.prompt, is.answer = a.router.decider.forecast.Price(p.tokens, c.Load.InFlight+c.Load.Foreign+1)
 	switch p.Leg {
 	case kv.LegPrefill:
 		is.answer = 0
@@ -91,7 +91,7 @@ func (a *Admission) answerOf(p *prompt) float64 {
 	if p.ExpectedOutput > 0 {
 		return float64(p.ExpectedOutput)
 	}
-	return a.router.forecast.UsualOutput()
+	return a.router.decider.forecast.UsualOutput()
 }
 
 // charge charges the tenant of p for what it is predicted to cost on the candidate, where b
@@ -154,12 +154,12 @@ func (b *Booking) settle(how policy.Ending, output int) {
 func (a *Admission) enqueueFairly(p *prompt, now time.Time) (*waiter, error) {
 	r := a.router
 	best, least := 0, p.tokens
-	for i := range r.candidates {
-		if n := r.uncached(p.tokens, &r.candidates[i]); n < least {
+	for i := range r.decider.candidates {
+		if n := r.decider.uncached(p.tokens, &r.decider.candidates[i]); n < least {
 			best, least = i, n
 		}
 	}
-	price := a.priceOn(p, &r.candidates[best])
+	price := a.priceOn(p, &r.decider.candidates[best])
 	w := &waiter{prompt: *p, since: now, decided: make(chan waitResult, 1)}
 	jump := time.Duration(min(max(0, p.PriorityJump), BookingExpiry.Seconds()) * float64(time.Second))
 	w.item = &fair.Item[*waiter]{
@@ -188,13 +188,13 @@ func (a *Admission) enqueueFairly(p *prompt, now time.Time) (*waiter, error) {
 func (a *Admission) firstTokenIn(it *fair.Item[*waiter], uncached int, now time.Time) time.Duration {
 	r := a.router
 	room := time.Duration(-1)
-	for i := range r.candidates {
-		if wait := r.forecast.Wait(now, r.candidates[i].Load); room < 0 || wait < room {
+	for i := range r.decider.candidates {
+		if wait := r.decider.forecast.Wait(now, r.decider.candidates[i].Load); room < 0 || wait < room {
 			room = wait
 		}
 	}
-	ahead := a.fair.Ahead(it) / float64(len(r.candidates))
-	return room + time.Duration(ahead*float64(time.Millisecond)) + r.forecast.Alone(uncached)
+	ahead := a.fair.Ahead(it) / float64(len(r.decider.candidates))
+	return room + time.Duration(ahead*float64(time.Millisecond)) + r.decider.forecast.Alone(uncached)
 }
 
 // dispatchFairly is dispatch for a fair queue.
@@ -270,8 +270,8 @@ func (w *waiter) shed(now time.Time) { w.tell(waitResult{err: shed(now.Sub(w.pro
 // anyIdle reports whether a worker that could serve p has nothing to do.
 func (a *Admission) anyIdle(p *prompt) bool {
 	r := a.router
-	for i := range r.targets {
-		if load := r.targetLoads[i].load; p.mayUse(&r.targets[i]) && load.InFlight+load.Foreign == 0 {
+	for i := range r.fleet.targets {
+		if load := r.fleet.targetLoads[i].load; p.mayUse(&r.fleet.targets[i]) && load.InFlight+load.Foreign == 0 {
 			return true
 		}
 	}

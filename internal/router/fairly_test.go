@@ -551,9 +551,9 @@ func TestObjectivesEndTheWaitForAPrefix(t *testing.T) {
 			p, _ := r.lookUp(Request{Tokens: prompt, ExpectedOutput: 1}, &workspace{})
 			w := &waiter{prompt: p, since: clock.Now()}
 			if test.within != 0 {
-				w.prompt.Deadline = clock.Now().Add(r.forecast.Alone(len(prompt)) + test.within)
+				w.prompt.Deadline = clock.Now().Add(r.decider.forecast.Alone(len(prompt)) + test.within)
 			}
-			if err := r.collect(&w.prompt, clock.Now()); err != nil {
+			if err := r.decider.collect(&w.prompt, clock.Now()); err != nil {
 				t.Fatal(err)
 			}
 			if got := r.Admission.want(w, clock.Now()); got != test.waits || got && !r.Admission.stillWants(w, clock.Now()) {
@@ -674,9 +674,9 @@ func TestFairQueueServesEverybody(t *testing.T) {
 				r.Publish(worker(t), policy.Published{Running: rapid.IntRange(0, 4).Draw(t, "runs"), Waiting: rapid.IntRange(0, 2).Draw(t, "waits"), At: clock.Now()})
 			},
 			"learn": func(t *rapid.T) { // as if reports had said so
-				at, found := r.target(worker(t))
-				if found && (r.targetLoads[at].Fill == 0 || r.targetLoads[at].Fill > 1) {
-					r.targetLoads[at].Fill = 1
+				at, found := r.fleet.target(worker(t))
+				if found && (r.fleet.targetLoads[at].Fill == 0 || r.fleet.targetLoads[at].Fill > 1) {
+					r.fleet.targetLoads[at].Fill = 1
 				}
 			},
 			"stored":  func(t *rapid.T) { Hold(r, worker(t).Worker, rapid.SampledFrom(prompts).Draw(t, "prompt")) },
@@ -715,7 +715,7 @@ func TestFairQueueServesEverybody(t *testing.T) {
 				}
 				r.mu.Lock()
 				for _, w := range parked {
-					if r.collect(&w.prompt, clock.Now()) == nil && !r.Admission.mustWait(&w.prompt, clock.Now()) {
+					if r.decider.collect(&w.prompt, clock.Now()) == nil && !r.Admission.mustWait(&w.prompt, clock.Now()) {
 						t.Errorf("a request waits although a worker has room")
 					}
 				}

@@ -36,7 +36,7 @@ func (h *Health) Cordon(worker uint64) error {
 	r := h.router
 	r.mu.Lock()
 	defer r.unlock()
-	if len(r.ranksOf(worker)) == 0 {
+	if len(r.fleet.ranksOf(worker)) == 0 {
 		return ErrUnknownWorker
 	}
 	now := r.now()
@@ -54,7 +54,7 @@ func (h *Health) set(worker uint64, c cordon) {
 	if h.cordons[worker] = c; c == (cordon{}) {
 		delete(h.cordons, worker)
 	}
-	ranks := h.router.ranksOf(worker)
+	ranks := h.router.fleet.ranksOf(worker)
 	for i := range ranks {
 		ranks[i].Cordoned = h.isCordoned(worker)
 	}
@@ -76,7 +76,7 @@ func (h *Health) forgetCordoned() {
 			continue
 		}
 		users++
-		if len(h.router.ranksOf(worker)) == 0 && (oldest == nil || c.since.Before(h.cordons[*oldest].since)) {
+		if len(h.router.fleet.ranksOf(worker)) == 0 && (oldest == nil || c.since.Before(h.cordons[*oldest].since)) {
 			oldest = &worker
 		}
 	}
@@ -91,7 +91,7 @@ func (h *Health) Readmit(worker uint64) error {
 	r := h.router
 	r.mu.Lock()
 	defer r.unlock()
-	now, ranks, c := r.now(), r.ranksOf(worker), h.cordons[worker]
+	now, ranks, c := r.now(), r.fleet.ranksOf(worker), h.cordons[worker]
 	if !c.user && len(ranks) == 0 {
 		return ErrUnknownWorker
 	}
@@ -152,7 +152,7 @@ func (h *Health) Idlest(engine kv.Engine) (t kv.Target, ok bool) {
 	r := h.router
 	r.mu.Lock()
 	defer r.unlock()
-	if len(r.targets) == 0 {
+	if len(r.fleet.targets) == 0 {
 		return kv.Target{}, false
 	}
 	now := r.now()
@@ -171,8 +171,8 @@ func (h *Health) Idlest(engine kv.Engine) (t kv.Target, ok bool) {
 		}
 		return 0
 	}
-	t = slices.MinFunc(r.targets, func(a, b kv.Target) int {
-		return cmp.Or(badness(&a)-badness(&b), r.loads.get(a.Key, now).InFlight-r.loads.get(b.Key, now).InFlight)
+	t = slices.MinFunc(r.fleet.targets, func(a, b kv.Target) int {
+		return cmp.Or(badness(&a)-badness(&b), r.fleet.loads.get(a.Key, now).InFlight-r.fleet.loads.get(b.Key, now).InFlight)
 	})
 	return t, !t.Unanswered
 }
@@ -205,7 +205,7 @@ func (h *Health) Lives(worker uint64, generation int) {
 	h.router.mu.Lock()
 	defer h.router.unlock()
 	now := h.router.now()
-	ranks := h.router.ranksOf(worker)
+	ranks := h.router.fleet.ranksOf(worker)
 	for i := range ranks {
 		h.outliers.Lives(ranks[i].Key, generation, now)
 	}

@@ -28,6 +28,8 @@ type loads struct {
 
 	byID           map[string]*Booking
 	oldest, newest *Booking // by time of the last message about them
+
+	expired time.Time // when forgotten bookings were last looked for
 }
 
 // targetLoad is the load of a worker that is up. What is beside workerLoad spares decisions a look at

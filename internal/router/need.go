@@ -38,14 +38,14 @@ type Need struct {
 func (r *Router) Lacks(need Need) bool {
 	r.mu.Lock()
 	defer r.mu.Unlock()
-	known := !r.has(func(t *kv.Target) bool { return !t.Unanswered })
+	known := !r.fleet.has(func(t *kv.Target) bool { return !t.Unanswered })
 	var prefill, decode kv.Kinds
 	takes := func(t *kv.Target, leg kv.Leg) bool {
 		request := Request{Model: need.Model, Leg: leg}
 		return request.mayUse(t)
 	}
-	for i := range r.targets {
-		t := &r.targets[i]
+	for i := range r.fleet.targets {
+		t := &r.fleet.targets[i]
 		if !t.Serves(need.Model) {
 			continue
 		}

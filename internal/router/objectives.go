@@ -10,7 +10,7 @@ import (
 // preferKeeping leaves those of the candidates that are predicted to keep the objectives of p; all
 // of them if none is. An objective of the first token that has passed is none any more. A prefill
 // worker keeps the time to the first token, a decode worker that of the further ones.
-func (r *Router) preferKeeping(p *prompt, q *policy.Query) {
+func (d *decider) preferKeeping(p *prompt, q *policy.Query) {
 	first, further := time.Duration(0), time.Duration(0)
 	if p.Leg != kv.LegDecode && !p.Deadline.IsZero() {
 		first = p.Deadline.Sub(q.Now)
@@ -18,11 +18,11 @@ func (r *Router) preferKeeping(p *prompt, q *policy.Query) {
 	if p.Leg != kv.LegPrefill {
 		further = p.TPOT
 	}
-	if p.keeps = false; first <= 0 && further <= 0 || len(r.candidates) == 1 {
+	if p.keeps = false; first <= 0 && further <= 0 || len(d.candidates) == 1 {
 		return
 	}
-	p.keeps = r.prefer(func(c *policy.Candidate) bool {
-		return (first <= 0 || r.forecast.FirstToken(q, c) <= first) && (further <= 0 || r.forecast.TokenTime(q, c) <= further)
+	p.keeps = d.prefer(func(c *policy.Candidate) bool {
+		return (first <= 0 || d.forecast.FirstToken(q, c) <= first) && (further <= 0 || d.forecast.TokenTime(q, c) <= further)
 	})
 }
 
@@ -35,9 +35,9 @@ func (a *Admission) lateBy(p *prompt, now time.Time) time.Duration {
 	}
 	late := mostRetryAfter
 	q := policy.Query{Now: now, Tokens: p.tokens, BlockSize: r.blockSize, Leg: p.Leg, Adapter: p.LoRA, Class: p.Class}
-	for i := range r.candidates {
-		if c := &r.candidates[i]; hasSeat(c.Load) || r.settings.RouterQueueThreshold != nil {
-			late = min(late, r.forecast.FirstToken(&q, c)-p.Deadline.Sub(now))
+	for i := range r.decider.candidates {
+		if c := &r.decider.candidates[i]; hasSeat(c.Load) || r.settings.RouterQueueThreshold != nil {
+			late = min(late, r.decider.forecast.FirstToken(&q, c)-p.Deadline.Sub(now))
 		}
 	}
 	return max(0, late)

@@ -24,13 +24,14 @@ const trialOverdue = 5 * time.Second
 // that are out. If more of
 // the workers that could serve p fail than may be out, those that are out count as in, and of all
 // that are in those with the best success rate are left. A worker whose trial is due gets p.
-func (r *Router) filter(p *prompt, now time.Time) error {
-	if r.onTrial(p, now) {
+func (d *decider) filter(p *prompt, now time.Time) error {
+	r := d.router
+	if d.onTrial(p, now) {
 		return nil
 	}
 	fail, all := 0, 0
-	for i := range r.targets {
-		if t := &r.targets[i]; p.mightUse(t) {
+	for i := range r.fleet.targets {
+		if t := &r.fleet.targets[i]; p.mightUse(t) {
 			all++
 			if r.Health.outliers.Ejected(t.Key, now) || r.Health.outliers.Spared(t.Key, now) {
 				fail++
@@ -38,9 +39,9 @@ func (r *Router) filter(p *prompt, now time.Time) error {
 		}
 	}
 	panicking := r.Health.outliers.TooMany(fail, all)
-	best, kept := health.Out+1, r.candidates[:0]
-	for _, c := range r.candidates { // kept is behind it
-		level := r.Health.outliers.Level(c.Target.Key, now, r.random)
+	best, kept := health.Out+1, d.candidates[:0]
+	for _, c := range d.candidates { // kept is behind it
+		level := r.Health.outliers.Level(c.Target.Key, now, d.random)
 		if level == health.Out && panicking {
 			level = health.In
 		}
@@ -51,9 +52,9 @@ func (r *Router) filter(p *prompt, now time.Time) error {
 			kept = append(kept, c)
 		}
 	}
-	r.candidates = kept
+	d.candidates = kept
 	if panicking {
-		r.preferWell(now)
+		d.preferWell(now)
 	}
 	if best == health.Held && len(p.Exclude) > 0 || best >= health.Silent && p.Beside {
 		return ErrNoWorker // the answer that is there, or may come, is as good
@@ -62,25 +63,28 @@ func (r *Router) filter(p *prompt, now time.Time) error {
 }
 
 // preferWell leaves the candidates of which the success rate is about that of the best.
-func (r *Router) preferWell(now time.Time) {
+func (d *decider) preferWell(now time.Time) {
 	var best health.Rate
-	for i := range r.candidates {
-		if rate := r.Health.outliers.SuccessRate(r.candidates[i].Target.Key, now); i == 0 || rate.Share > best.Share {
+	for i := range d.candidates {
+		if rate := d.router.Health.outliers.SuccessRate(d.candidates[i].Target.Key, now); i == 0 || rate.Share > best.Share {
 			best = rate
 		}
 	}
-	r.prefer(func(c *policy.Candidate) bool { return !r.Health.outliers.SuccessRate(c.Target.Key, now).Worse(best) })
+	d.prefer(func(c *policy.Candidate) bool {
+		return !d.router.Health.outliers.SuccessRate(c.Target.Key, now).Worse(best)
+	})
 }
 
 // onTrial leaves one candidate with a trial due, if p may be it: the one that
 // has waited for longest.
-func (r *Router) onTrial(p *prompt, now time.Time) bool {
-	if len(p.Exclude) > 0 || p.QueryOnly || p.ChooseOnly || len(r.candidates) == 1 || r.Health.outliers.Discredited(p.Client, now) {
+func (d *decider) onTrial(p *prompt, now time.Time) bool {
+	r := d.router
+	if len(p.Exclude) > 0 || p.QueryOnly || p.ChooseOnly || len(d.candidates) == 1 || r.Health.outliers.Discredited(p.Client, now) {
 		return false
 	}
 	longest, first := -1, time.Time{}
-	for i := range r.candidates {
-		c := &r.candidates[i]
+	for i := range d.candidates {
+		c := &d.candidates[i]
 		since, due := r.Health.outliers.TrialDue(c.Target.Key, now)
 		if due && r.Admission.hasCapacity(c.Target, c.Load, now) && (p.ID == "" || now.Sub(since) >= trialOverdue) && (longest < 0 || since.Before(first)) {
 			longest, first = i, since
@@ -89,8 +93,8 @@ func (r *Router) onTrial(p *prompt, now time.Time) bool {
 	if longest < 0 {
 		return false
 	}
-	r.candidates[0] = r.candidates[longest]
-	r.candidates = r.candidates[:1]
+	d.candidates[0] = d.candidates[longest]
+	d.candidates = d.candidates[:1]
 	return true
 }
 
@@ -120,19 +124,20 @@ func (b *Booking) class() health.Class {
 
 // answerBegins notes that the answer's first byte has come. The caller holds the
 // lock.
-func (r *Router) answerBegins(b *Booking, now time.Time) {
+func (b *Booking) answerBegins(now time.Time) {
 	if b.remote || b.ended.Load() {
 		return
 	}
 	if !b.answeredWhole { // of a whole answer, its length matters
-		r.Health.outliers.Waited(b.attempt(), b.class(), now.Sub(b.sent), b.queued, 0)
+		b.router.Health.outliers.Waited(b.attempt(), b.class(), now.Sub(b.sent), b.queued, 0)
 	}
-	r.Health.outliers.Heard(b.attempt(), now)
+	b.router.Health.outliers.Heard(b.attempt(), now)
 }
 
 // judge reports to the detector how a booking ended, with an answer of that many tokens
 // (0: unknown). The caller holds the lock.
-func (r *Router) judge(b *Booking, how policy.Ending, output int, now time.Time) {
+func (b *Booking) judge(how policy.Ending, output int, now time.Time) {
+	watch := b.router.Health.outliers
 	switch {
 	case b.remote:
 	case how == policy.Finished:
@@ -140,15 +145,15 @@ func (r *Router) judge(b *Booking, how policy.Ending, output int, now time.Time)
 			if b.computed {
 				waited = b.first.Sub(b.sent)
 			}
-			r.Health.outliers.Waited(b.attempt(), b.class(), waited-health.LogprobTime(b.asks.Logprobs), b.queued, output)
+			watch.Waited(b.attempt(), b.class(), waited-health.LogprobTime(b.asks.Logprobs), b.queued, output)
 		}
-		r.Health.outliers.Succeeded(b.attempt(), now)
+		watch.Succeeded(b.attempt(), now)
 	case how == policy.Failed && b.fault == nil:
-		r.Health.outliers.Failed(b.attempt(), health.Reported, "as its client reports", now)
+		watch.Failed(b.attempt(), health.Reported, "as its client reports", now)
 	case how == policy.Failed && !b.fault.counted:
-		r.Health.outliers.Failed(b.attempt(), b.fault.kind, b.fault.why, now)
+		watch.Failed(b.attempt(), b.fault.kind, b.fault.why, now)
 	default:
-		r.Health.outliers.Ended(b.attempt())
+		watch.Ended(b.attempt())
 	}
 }
 
@@ -157,7 +162,7 @@ func (r *Router) judge(b *Booking, how policy.Ending, output int, now time.Time)
 func (b *Booking) FailAs(kind health.Kind, why string) (out bool) {
 	b.locked(func(r *Router, now time.Time) {
 		b.fault = &fault{kind: kind, why: why}
-		r.finish(b, policy.Failed, 0, now)
+		b.finish(policy.Failed, 0, now)
 		out = r.Health.outliers.IsOut(b.worker, now) && !r.Health.outliers.Panic() && !r.Health.outliers.Discredited(b.client, now)
 	})
 	return out
@@ -168,7 +173,7 @@ func (b *Booking) FailAs(kind health.Kind, why string) (out bool) {
 func (b *Booking) Abort() {
 	b.locked(func(r *Router, now time.Time) {
 		b.fault = &fault{counted: true}
-		r.finish(b, policy.Failed, 0, now)
+		b.finish(policy.Failed, 0, now)
 	})
 }
 
@@ -176,7 +181,7 @@ func (b *Booking) Abort() {
 // length; 0: of unknown length. It reports whether the worker has the pause.
 func (b *Booking) Press(pause time.Duration) (out bool) {
 	b.locked(func(r *Router, now time.Time) {
-		r.finish(b, policy.Abandoned, 0, now)
+		b.finish(policy.Abandoned, 0, now)
 		out = r.Health.outliers.Pressed(b.attempt(), pause, now)
 	})
 	return out
@@ -187,7 +192,7 @@ func (b *Booking) Press(pause time.Duration) (out bool) {
 // another worker; then the caller must call Convict or Acquit.
 func (b *Booking) Suspect(status int) (ask bool) {
 	b.locked(func(r *Router, now time.Time) {
-		r.finish(b, policy.Abandoned, 0, now)
+		b.finish(policy.Abandoned, 0, now)
 		ask = r.Health.outliers.Suspect(b.attempt(), status, now)
 	})
 	return ask
@@ -261,7 +266,7 @@ func (b *Booking) waiting(q *InFlight) health.Waiting {
 	if b.leg == kv.LegDecode { // its prompt is computed elsewhere meanwhile
 		w.Tokens += b.prompt
 		r := b.router
-		if at, up := r.target(b.worker); up && r.targets[at].Kind == kv.KindSGLang && !q.Begun {
+		if at, up := r.fleet.target(b.worker); up && r.fleet.targets[at].Kind == kv.KindSGLang && !q.Begun {
 			w.Since = r.now() // of the prefill worker: this one waits for it
 		}
 	}
@@ -277,7 +282,7 @@ func (b *Booking) WorkerIsCordoned() (cordoned bool) {
 // OthersTakeOver reports whether another worker that generates tokens gets new requests.
 func (b *Booking) OthersTakeOver() (ready bool) {
 	b.locked(func(r *Router, _ time.Time) {
-		ready = r.has(func(t *kv.Target) bool {
+		ready = r.fleet.has(func(t *kv.Target) bool {
 			return t.Key.Worker != b.worker.Worker && t.Role != kv.RolePrefill && !r.Health.isCordoned(t.Key.Worker)
 		})
 	})

@@ -3,7 +3,6 @@ package router
 import (
 	"context"
 	"errors"
-	"slices"
 
 	"kvrouter/internal/hints"
 	"kvrouter/internal/kv"
@@ -58,13 +57,7 @@ func (p Pair) Took() Decision {
 
 // Paired reports whether any worker that is up has the role prefill or decode;
 // otherwise RoutePair disaggregates nothing.
-func (r *Router) Paired() bool { return r.paired.Load() }
-
-// notePairs updates what Paired returns. It is called with every change of the
-// workers, under the lock.
-func (r *Router) notePairs() {
-	r.paired.Store(slices.ContainsFunc(r.targets, func(t kv.Target) bool { return t.Role != kv.RoleBoth }))
-}
+func (r *Router) Paired() bool { return r.fleet.paired.Load() }
 
 // RoutePair is Route for a request that may be disaggregated. The prefill worker is
 // chosen as by Route, the decode worker by load alone, and both are booked. The
@@ -150,13 +143,13 @@ func (r *Router) pairings(p *prompt, enforce bool) pairings {
 	whole, first, second := p.Request, p.Request, p.Request
 	whole.Kinds, whole.Leg, first.Leg, second.Leg = 0, kv.LegWhole, kv.LegPrefill, kv.LegDecode
 	first.Pinned = p.PinnedPrefill
-	r.snapshot(p, now)
-	for i := range r.targets {
-		t := &r.targets[i]
+	r.decider.snapshot(p, now)
+	for i := range r.fleet.targets {
+		t := &r.fleet.targets[i]
 		if whole.mayUse(t) {
 			var c policy.Candidate
-			r.candidate(&c, p, i)
-			could.whole, least = true, min(least, r.uncached(p.tokens, &c))
+			r.decider.candidate(&c, p, i)
+			could.whole, least = true, min(least, r.decider.uncached(p.tokens, &c))
 		}
 		if first.mayUse(t) {
 			prefill |= kv.KindsOf(t.Kind)

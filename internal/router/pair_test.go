@@ -81,7 +81,7 @@ func TestPromptGoesWhereItIsCachedAndAnswerWhereThereIsRoom(t *testing.T) {
 func TestLegsOfOneRequest(t *testing.T) {
 	r := pairRouter(t, "round-robin", testkit.NixlPrefill, testkit.NixlDecode)
 	policy := new(policytest.Clerk)
-	r.policy = policy
+	r.decider.policy = policy
 	request := Request{ID: "r", Tokens: testkit.Tokens(1, 40), ExpectedOutput: 500, AnsweredWhole: true, Prefix: hints.Prefix{ID: "p"}}
 	pair, err := r.RoutePair(t.Context(), request, PairRule{})
 	if err != nil {

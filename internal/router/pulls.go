@@ -20,34 +20,23 @@ func (s *source) before(o *source) bool {
 	return s.blocks > o.blocks || s.blocks == o.blocks && s.ahead < o.ahead
 }
 
-// notePulls notes whether there are two workers that pull: then lookups count what they can
-// pull from each other.
-func (r *Router) notePulls() {
-	pulling := 0
-	for i := range r.targets {
-		if r.targets[i].Pulls() {
-			pulling++
-		}
-	}
-	r.pulls.Store(pulling > 1)
-}
-
 // findSources finds the two best workers to pull blocks of p from: the second one is the
 // best one's own source. Of equal ones, the one from which the least is pulled is better.
 // Cordoned workers can be sources, ejected ones cannot.
-func (r *Router) findSources(p *prompt, now time.Time) {
+func (d *decider) findSources(p *prompt, now time.Time) {
+	r := d.router
 	p.sources = [2]source{}
-	if !r.pulls.Load() || !p.Pulls || p.Leg != kv.LegWhole || p.Cached != nil {
+	if !r.fleet.pulls.Load() || !p.Pulls || p.Leg != kv.LegWhole || p.Cached != nil {
 		return
 	}
 	for i := range p.matches {
 		m := &p.matches[i]
 		s := source{key: m.Worker, blocks: int(m.Hosted)}
-		at, up := r.target(m.Worker)
-		if s.blocks == 0 || !up || !r.targets[at].Pulls() || !r.targets[at].Serves(p.Model) || r.Health.outliers.IsOut(m.Worker, now) {
+		at, up := r.fleet.target(m.Worker)
+		if s.blocks == 0 || !up || !r.fleet.targets[at].Pulls() || !r.fleet.targets[at].Serves(p.Model) || r.Health.outliers.IsOut(m.Worker, now) {
 			continue
 		}
-		s.ahead, s.tiers = r.targetLoads[at].served, r.targetLoads[at].Tiers
+		s.ahead, s.tiers = r.fleet.targetLoads[at].served, r.fleet.targetLoads[at].Tiers
 		switch {
 		case s.before(&p.sources[0]):
 			p.sources = [2]source{s, p.sources[0]}
@@ -95,7 +84,7 @@ func (b *Booking) pullCame(blocks int, now time.Time) {
 		b.pulled = policy.PullFailed
 	}
 	b.pulledBlocks = came
-	if from := b.router.loads.byWorker[b.pull.From]; blocks >= own && from != nil {
-		b.router.loads.of(b.worker).tiers().Pulled(from.tiers(), b.pull.Blocks, came, now)
+	if from := b.router.fleet.loads.byWorker[b.pull.From]; blocks >= own && from != nil {
+		b.router.fleet.loads.of(b.worker).tiers().Pulled(from.tiers(), b.pull.Blocks, came, now)
 	}
 }

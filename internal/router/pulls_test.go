@@ -53,12 +53,12 @@ func TestARequestPullsWhatABusyWorkerHas(t *testing.T) {
 	if err := r.Check(); err != nil {
 		t.Error(err)
 	}
-	if r.targetLoads[0].served != 99*size {
-		t.Errorf("worker 0 serves %d tokens", r.targetLoads[0].served)
+	if r.fleet.targetLoads[0].served != 99*size {
+		t.Errorf("worker 0 serves %d tokens", r.fleet.targetLoads[0].served)
 	}
 	d.Booking.FirstToken()
-	if r.targetLoads[0].served != 0 {
-		t.Errorf("worker 0 serves %d tokens after the first one came", r.targetLoads[0].served)
+	if r.fleet.targetLoads[0].served != 0 {
+		t.Errorf("worker 0 serves %d tokens after the first one came", r.fleet.targetLoads[0].served)
 	}
 	d.Booking.Cached(99*size, kv.TierTokens{})
 	d.Booking.Finish(2)
@@ -159,13 +159,13 @@ func TestPullsAreSharedOutAmongEqualSources(t *testing.T) {
 	burden(t, r, 0, 12)
 	burden(t, r, 1, 12)
 	for busy, free := range map[uint64]uint64{0: 1, 1: 0} {
-		r.targetLoads[busy].served, r.targetLoads[free].served = 640, 0
+		r.fleet.targetLoads[busy].served, r.fleet.targetLoads[free].served = 640, 0
 		d := MustRoute(t, r, Request{Tokens: prompt, Pulls: true, QueryOnly: true})
 		if d.Source == nil || d.Source.Key.Worker != free {
 			t.Errorf("worker %d sends already: pulled from %+v", busy, d.Source)
 		}
 	}
-	r.targetLoads[0].served, r.targetLoads[1].served = 0, 0
+	r.fleet.targetLoads[0].served, r.fleet.targetLoads[1].served = 0, 0
 }
 
 // TestWorkersThatDoNotPullCostNothing: the index does not look for what could be pulled.

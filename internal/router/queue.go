@@ -170,8 +170,8 @@ func (a *Admission) mustWait(p *prompt, now time.Time) bool {
 	if !r.settings.Queues() || p.QueryOnly || p.ChooseOnly {
 		return false
 	}
-	for i := range r.candidates {
-		if c := &r.candidates[i]; a.hasCapacity(c.Target, c.Load, now) {
+	for i := range r.decider.candidates {
+		if c := &r.decider.candidates[i]; a.hasCapacity(c.Target, c.Load, now) {
 			return a.fair != nil && a.seatsAreKept(p.Class, now)
 		}
 	}
@@ -228,8 +228,8 @@ func (a *Admission) makeRoom(client string) (ok bool) {
 func (a *Admission) leastUncached(p *prompt) int {
 	r := a.router
 	uncached := p.tokens
-	for i := range r.candidates {
-		uncached = min(uncached, r.uncached(p.tokens, &r.candidates[i]))
+	for i := range r.decider.candidates {
+		uncached = min(uncached, r.decider.uncached(p.tokens, &r.decider.candidates[i]))
 	}
 	return uncached
 }
@@ -262,7 +262,7 @@ func (a *Admission) dispatch(now time.Time) {
 // that holds its prefix and need not go now.
 func (a *Admission) decide(w *waiter, must bool, now time.Time) fair.Verdict {
 	r := a.router
-	err := r.collect(&w.prompt, now)
+	err := r.decider.collect(&w.prompt, now)
 	switch {
 	case errors.Is(err, ErrBusy), err == nil && a.mustWait(&w.prompt, now):
 		return fair.Kept
@@ -290,9 +290,9 @@ func (a *Admission) decide(w *waiter, must bool, now time.Time) fair.Verdict {
 func (a *Admission) anyCapacity(now time.Time) bool {
 	r := a.router
 	none := true
-	for i := range r.targets {
-		if t := &r.targets[i]; !t.Cordoned {
-			if a.hasCapacity(t, r.targetLoads[i].asOf(now), now) {
+	for i := range r.fleet.targets {
+		if t := &r.fleet.targets[i]; !t.Cordoned {
+			if a.hasCapacity(t, r.fleet.targetLoads[i].asOf(now), now) {
 				return true
 			}
 			none = false

@@ -44,11 +44,11 @@ func (s *reserve) before(c fair.Class) (seats float64) {
 // free, as far as that is known. idle: one of them has nothing to do.
 func (a *Admission) seats(now time.Time) (all, free int, idle bool) {
 	r := a.router
-	for i := range r.targets {
-		if r.targets[i].Cordoned {
+	for i := range r.fleet.targets {
+		if r.fleet.targets[i].Cordoned {
 			continue
 		}
-		load := r.targetLoads[i].asOf(now)
+		load := r.fleet.targetLoads[i].asOf(now)
 		requests := load.InFlight + load.Foreign
 		if idle = idle || requests == 0; load.Fresh && load.Fill > 0 {
 			all, free = all+load.Fill, free+max(0, load.Fill-requests)
@@ -70,4 +70,4 @@ func (a *Admission) seatsAreKept(c fair.Class, now time.Time) bool {
 
 // reserves reports whether seats are learned to be kept from a request: others cannot choose among
 // the seats.
-func (r *Router) reserves(p *prompt) bool { return !p.QueryOnly && !p.ChooseOnly && p.alike().known }
+func (p *prompt) reserves() bool { return !p.QueryOnly && !p.ChooseOnly && p.alike().known }

@@ -72,7 +72,7 @@ func newReservingRouter(t testing.TB, change ...func(*Settings)) (r *Router, clo
 		b := occupy(t, r, w, 1)
 		b.FirstToken()
 		r.Publish(kv.WorkerKey{Worker: w}, policy.Published{Running: 1, At: clock.Now()})
-		r.targetLoads[w].Fill = 2
+		r.fleet.targetLoads[w].Fill = 2
 		run = append(run, b)
 	}
 	return r, clock, run

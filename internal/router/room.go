@@ -45,11 +45,11 @@ func hasSeat(load *policy.Load) bool {
 // preferSeats leaves those of the candidates whose engine would run the request, if there are any,
 // and reports whether others are left out. In the engine of another one it would wait for the end
 // of an answer, and nothing could go before it any more.
-func (r *Router) preferSeats() (others bool) {
-	if r.Admission.fair == nil || r.settings.RouterQueueThreshold != nil {
+func (d *decider) preferSeats() (others bool) {
+	if d.router.Admission.fair == nil || d.router.settings.RouterQueueThreshold != nil {
 		return false
 	}
-	return r.prefer(func(c *policy.Candidate) bool { return hasSeat(c.Load) })
+	return d.prefer(func(c *policy.Candidate) bool { return hasSeat(c.Load) })
 }
 
 // pending returns the uncached prompt tokens that a worker has yet to compute. The first
@@ -68,7 +68,7 @@ func (a *Admission) pending(load *policy.Load, now time.Time) int {
 // wasComputed reports whether a prompt is taken to have been computed, the answer to which
 // comes whole.
 func (a *Admission) wasComputed(p *policy.Prefill, now time.Time) bool {
-	return p.AnsweredWhole && now.Sub(p.Sent) > a.router.forecast.Compute(p.Queued+p.Tokens)
+	return p.AnsweredWhole && now.Sub(p.Sent) > a.router.decider.forecast.Compute(p.Queued+p.Tokens)
 }
 
 const (
@@ -94,7 +94,7 @@ const (
 // Where none waits with so many, more may be possible.
 func (a *Admission) learnRoom(at int, before policy.Published) {
 	r := a.router
-	load, now := r.targetLoads[at].workerLoad, r.now()
+	load, now := r.fleet.targetLoads[at].workerLoad, r.now()
 	told := load.Published
 	switch requests := load.InFlight + load.Foreign; {
 	case told.Waiting == 0:
@@ -102,7 +102,7 @@ func (a *Admission) learnRoom(at int, before policy.Published) {
 			load.growFill(now)
 		}
 	case before.Waiting == 0 || now.Sub(before.At) >= loadFreshFor:
-	case a.stands(load, before), a.pending(load.Load, now) < passOf(&r.targets[at]) && load.leftOut(told):
+	case a.stands(load, before), a.pending(load.Load, now) < passOf(&r.fleet.targets[at]) && load.leftOut(told):
 		load.setFill(max(1, told.Running, load.ranBefore), now)
 	}
 }

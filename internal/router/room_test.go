@@ -153,8 +153,8 @@ func TestAFullEngineIsNotChosen(t *testing.T) {
 	}
 	d.Booking.End()
 	r.Publish(kv.WorkerKey{}, policy.Published{Running: 1, At: clock.Now()})
-	at, _ := r.target(kv.WorkerKey{})
-	r.targetLoads[at].Fill = 1
+	at, _ := r.fleet.target(kv.WorkerKey{})
+	r.fleet.targetLoads[at].Fill = 1
 	request.Explain = true
 	if d = MustRoute(t, r, request); d.Target.Key.Worker != 1 {
 		t.Error("a full engine is chosen")

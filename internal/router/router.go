@@ -11,10 +11,7 @@ import (
 	"errors"
 	"fmt"
 	"log/slog"
-	"math/rand/v2"
-	"slices"
 	"sync"
-	"sync/atomic"
 	"time"
 
 	"kvrouter/internal/fair"
@@ -188,43 +185,22 @@ func (k Settings) CountsPasses() bool {
 // Router chooses a worker for each request and counts the in-flight requests of each
 // worker. It owns the lock under which requests are decided.
 type Router struct {
+	settings  Settings
+	index     Index
+	blockSize int
+	now       func() time.Time
+	names     *kv.Names
+	log       *slog.Logger
+	scratch   sync.Pool // of *workspace
+
+	mu        sync.Mutex // guards all below, and their fields
 	Health    *Health
 	Admission *Admission
 	Receipts  *Receipts
-
-	index     Index
-	assumes   radix.Assumer // nil: routed prompts do not count
-	blockSize int
-	now       func() time.Time
-	settings  Settings
-	names     *kv.Names
-	log       *slog.Logger
-	scratch   sync.Pool     // of *workspace
-	traits    policy.Traits // the policy's
-	paired    atomic.Bool   // some worker computes only prompts or only answers
-
-	cells atomic.Pointer[[]cell] // by key; nil: none. A loaded slice never changes
-
-	mu          sync.Mutex   // guards all below
-	targets     []kv.Target  // the workers that are up, by key
-	several     bool         // more than one has been up at once
-	targetLoads []targetLoad // for each of targets
-	loads       *loads
-	policy      policy.Policy
-	random      *rand.Rand
-	candidates  []policy.Candidate // reused by every decision
-	expired     time.Time          // when forgotten bookings were last looked for
-	sharing     *Sharing           // with other routers; nil: none
-	decisions   uint64             // reported to a judged policy
-	sessions    *sessions
-	pulls       atomic.Bool  // two workers at least can pull from each other
-	forecast    *policy.Work // knows how long the engine's passes take; the policy itself if it does
-}
-
-// workspace holds the buffers of one look-up, reused by later ones.
-type workspace struct {
-	local   []uint64
-	matches []kv.Match
+	fleet     fleet
+	decider   decider
+	sessions  *sessions
+	sharing   *Sharing // with other routers; nil: none
 }
 
 // prompt is a request with the results of lookUp, which needs no lock.
@@ -284,29 +260,21 @@ type Deps struct {
 
 // New returns a router without workers.
 func New(settings Settings, deps Deps) *Router {
-	forecast, is := deps.Policy.(*policy.Work)
-	if !is {
-		forecast = policy.NewWork()
-	}
 	if deps.Now == nil {
 		deps.Now = time.Now
 	}
 	r := &Router{
+		settings:  settings,
 		index:     deps.Index,
-		assumes:   deps.Assumer,
 		blockSize: deps.BlockSize,
 		now:       deps.Now,
-		settings:  settings,
 		names:     cmp.Or(deps.Names, new(kv.Names)),
 		log:       deps.Log,
-		traits:    deps.Policy.Traits(),
 		scratch:   sync.Pool{New: func() any { return new(workspace) }},
-		loads:     newLoads(),
-		policy:    deps.Policy,
-		random:    rand.New(rand.NewPCG(deps.Seed, deps.Seed)),
+		fleet:     fleet{loads: newLoads()},
 		sessions:  newSessions(),
-		forecast:  forecast,
 	}
+	r.decider = newDecider(r, deps)
 	r.Receipts = &Receipts{router: r}
 	r.Admission = newAdmission(r)
 	r.Health = &Health{router: r, outliers: health.New(settings.Settings), cordons: map[uint64]cordon{}}
@@ -319,219 +287,8 @@ func (r *Router) Index() Index { return r.index }
 // Names returns the names of its workers.
 func (r *Router) Names() *kv.Names { return r.names }
 
-// NamesSessions reports whether requests can name a session.
-func (r *Router) NamesSessions() bool { return r.settings.NamesSessions() }
-
-// Blocks returns the number of w's blocks in the index.
-func (r *Router) Blocks(w kv.WorkerKey) int { return r.index.Blocks(w) }
-
 // BlockSize returns the number of tokens in a block.
 func (r *Router) BlockSize() int { return r.blockSize }
-
-// Up adds t to the workers that requests may be routed to. It replaces a target
-// with the same key.
-func (r *Router) Up(t kv.Target) {
-	r.mu.Lock()
-	defer r.mu.Unlock()
-	if r.assumes != nil {
-		r.assumes.SetCapacity(t.Key, t.TotalBlocks)
-	}
-	t.Cordoned = r.Health.isCordoned(t.Key.Worker)
-	// Most workers have the same names: decisions read them in one place.
-	if i := slices.IndexFunc(r.targets, func(other kv.Target) bool { return slices.Equal(other.Models, t.Models) }); i >= 0 {
-		t.Models = r.targets[i].Models
-	}
-	at, found := r.target(t.Key)
-	load := r.loads.expect(t)
-	if found {
-		r.targets[at] = t
-	} else {
-		r.targets, r.targetLoads = slices.Insert(r.targets, at, t), slices.Insert(r.targetLoads, at, targetLoad{load, load.Load, load.number})
-	}
-	r.several = r.several || len(r.targets) > 1
-	r.Health.outliers.Join(t.Key, t.Generation, t.Role, r.now())
-	r.notePairs()
-	r.notePulls()
-	r.Admission.dispatch(r.now())
-}
-
-// target finds w among those that are up, or where it would be.
-func (r *Router) target(w kv.WorkerKey) (at int, found bool) {
-	return slices.BinarySearchFunc(r.targets, w, func(t kv.Target, key kv.WorkerKey) int { return t.Key.Compare(key) })
-}
-
-// Down excludes w from the choice. Bookings on it stay until their requests end.
-func (r *Router) Down(w kv.WorkerKey) {
-	r.mu.Lock()
-	defer r.mu.Unlock()
-	if at, found := r.target(w); found {
-		r.targets, r.targetLoads = slices.Delete(r.targets, at, at+1), slices.Delete(r.targetLoads, at, at+1)
-	}
-	r.loseCell(w)
-	r.loads.silence(w)
-	r.Health.outliers.Leave(w, r.now())
-	r.notePairs()
-	r.notePulls()
-	r.Admission.dispatch(r.now())
-}
-
-// Publish stores the load that w reports.
-func (r *Router) Publish(w kv.WorkerKey, p policy.Published) {
-	r.mu.Lock()
-	defer r.unlock()
-	at, up := r.target(w)
-	if !up { // a late report would keep the books of a removed worker
-		return
-	}
-	before := r.targetLoads[at].Published
-	r.loads.publish(w, p, r.now())
-	if r.Admission.fair != nil {
-		r.Admission.learnRoom(at, before)
-		r.Admission.dispatch(r.now())
-	}
-}
-
-// Transferred stores the counters of w's loads from lower tiers.
-func (r *Router) Transferred(w kv.WorkerKey, t policy.Transfers) {
-	r.mu.Lock()
-	defer r.mu.Unlock()
-	if at, up := r.target(w); up {
-		r.targetLoads[at].tiers().Count(t)
-	}
-}
-
-// ShowAdapters stores what w's engine shows of its LoRA adapters.
-func (r *Router) ShowAdapters(w kv.WorkerKey, report policy.AdapterReport) {
-	r.mu.Lock()
-	defer r.mu.Unlock()
-	if at, up := r.target(w); up {
-		r.targetLoads[at].adapters().Show(report, r.now())
-	}
-}
-
-// IsUp reports whether that incarnation of a worker is up.
-func (r *Router) IsUp(t kv.Target) bool {
-	r.mu.Lock()
-	defer r.mu.Unlock()
-	at, found := r.target(t.Key)
-	return found && r.targets[at].Generation == t.Generation
-}
-
-// Targets returns the workers that are up, by key.
-func (r *Router) Targets() []kv.Target {
-	r.mu.Lock()
-	defer r.mu.Unlock()
-	return slices.Clone(r.targets)
-}
-
-// Count returns the number of workers that are up and not Unanswered.
-func (r *Router) Count() (n int) {
-	r.mu.Lock()
-	defer r.mu.Unlock()
-	for i := range r.targets {
-		if !r.targets[i].Unanswered {
-			n++
-		}
-	}
-	return n
-}
-
-// Schedulable returns the number of ranks that are up, and neither cordoned nor
-// Unanswered.
-func (r *Router) Schedulable() (n int) {
-	r.mu.Lock()
-	defer r.mu.Unlock()
-	for i := range r.targets {
-		if t := &r.targets[i]; !t.Cordoned && !t.Unanswered {
-			n++
-		}
-	}
-	return n
-}
-
-// Working reports whether this router has in-flight requests on any rank of a
-// worker.
-func (r *Router) Working(worker uint64) bool {
-	r.mu.Lock()
-	defer r.mu.Unlock()
-	return r.loads.own[worker] > 0
-}
-
-// Several reports whether more than one worker has been up at once, so that another one may be
-// up again before a request ends.
-func (r *Router) Several() bool {
-	r.mu.Lock()
-	defer r.mu.Unlock()
-	return r.several
-}
-
-// Has reports whether is returns true for any worker that is up. is is called under
-// the router's lock.
-func (r *Router) Has(is func(*kv.Target) bool) bool {
-	r.mu.Lock()
-	defer r.mu.Unlock()
-	return r.has(is)
-}
-
-// has is Has under the lock.
-func (r *Router) has(is func(*kv.Target) bool) bool {
-	for i := range r.targets {
-		if is(&r.targets[i]) {
-			return true
-		}
-	}
-	return false
-}
-
-// ranksOf returns those of the targets that are ranks of a worker. The caller holds the
-// lock, and may change them.
-func (r *Router) ranksOf(worker uint64) []kv.Target {
-	first, _ := r.target(kv.WorkerKey{Worker: worker})
-	end := first
-	for end < len(r.targets) && r.targets[end].Key.Worker == worker {
-		end++
-	}
-	return r.targets[first:end]
-}
-
-// Ranks returns the ranks of a worker that are up, in order.
-func (r *Router) Ranks(worker uint64) []kv.Target {
-	r.mu.Lock()
-	defer r.mu.Unlock()
-	return slices.Clone(r.ranksOf(worker))
-}
-
-// Load returns the load of w.
-func (r *Router) Load(w kv.WorkerKey) policy.Load {
-	r.mu.Lock()
-	defer r.mu.Unlock()
-	load := r.loads.get(w, r.now())
-	load.Prefills = slices.Clone(load.Prefills)
-	if load.Tiers != nil {
-		tiers := *load.Tiers
-		load.Tiers = &tiers
-	}
-	if load.Cell != nil {
-		cell := *load.Cell
-		load.Cell = &cell
-	}
-	load.Adapters = load.Adapters.Clone()
-	return load
-}
-
-// Adapter returns model if it is the name of a LoRA adapter, otherwise an empty
-// name. listed means that a worker lists that name.
-func (r *Router) Adapter(model string) (adapter string, listed bool) {
-	r.mu.Lock()
-	defer r.mu.Unlock()
-	for i := range r.targets {
-		if slices.Contains(r.targets[i].Adapters, model) {
-			return model, true
-		}
-		listed = listed || slices.Contains(r.targets[i].Models, model)
-	}
-	return "", listed
-}
 
 // Route chooses a worker for the request and books the request on it. Unless the
 // request is QueryOnly or ChooseOnly, the caller must end the decision's Booking.
@@ -561,63 +318,6 @@ func (r *Router) place(ctx context.Context, p *prompt, decision Decision) (Decis
 	return decided, err
 }
 
-// lookUp hashes a request's prompt and looks it up in the index. It needs no lock.
-func (r *Router) lookUp(request Request, scratch *workspace) (p prompt, d Decision) {
-	p = prompt{Request: request, local: request.Local}
-	p.tokens = max(request.NumTokens, len(request.Tokens))
-	p.counted = r.settings.RouterTrackActiveBlocks && (r.traits.ActiveBlocks || p.ID != "" || p.QueryOnly)
-	began := r.now()
-	if len(request.Tokens) > 0 && (p.counted || r.index.CanMatch()) {
-		scratch.local = request.Hashes(scratch.local[:0], r.blockSize)
-		p.local = scratch.local
-	}
-	if r.index.CanMatch() {
-		p.lookahead = request.lookaheadHashes(r.index.Lookaheads(), r.blockSize)
-	}
-	hashed := r.now()
-	scratch.matches = r.match(scratch.matches[:0], &p, r.parts())
-	p.matches = scratch.matches
-	lookedUp := r.now()
-	p.shared = r.settings.RouterAssumeKVReuse
-	if p.Override != nil && p.Override.AssumeKVReuse != nil {
-		p.shared = *p.Override.AssumeKVReuse
-	}
-	p.shared = p.shared || p.Sequence != nil // it has its own shared blocks
-	if p.counted && p.shared {
-		if p.sequence = p.Sequence; p.sequence == nil {
-			p.sequence = kv.SequenceHashes(make([]uint64, 0, len(p.local)), p.local) // the booking keeps it
-		}
-	}
-	sequenced := r.now()
-	return p, Decision{Tokens: p.tokens, HashTime: hashed.Sub(began), LookupTime: lookedUp.Sub(hashed), SequenceTime: sequenced.Sub(lookedUp)}
-}
-
-// parts returns the parts of a match that the choice of a worker needs.
-func (r *Router) parts() (parts kv.MatchParts) {
-	if r.traits.Staged {
-		parts |= kv.StagedPart
-	}
-	if r.pulls.Load() {
-		parts |= kv.HostedPart
-	}
-	return parts
-}
-
-// match appends to dst, by worker, how many leading blocks of p each has. A worker
-// with both kinds of blocks, of which one is assumed, has the longer match.
-func (r *Router) match(dst []kv.Match, p *prompt, parts kv.MatchParts) []kv.Match {
-	start := len(dst)
-	dst = r.matchCells(r.index.Match(p.local, r.usableOf(p), parts, dst), start, p.local)
-	for _, local := range p.lookahead {
-		before := len(dst)
-		dst = r.matchCells(r.index.Match(local, min(r.usableOf(p), len(local)), parts, dst), before, local)
-		if before > start && len(dst) > before {
-			dst = dst[:start+len(radix.Longest(dst[start:]))]
-		}
-	}
-	return dst
-}
-
 // schedule chooses among the workers that are up and books, under the lock, or
 // lets the request wait.
 func (r *Router) schedule(p *prompt, d *Decision) (*waiter, error) {
@@ -631,12 +331,12 @@ func (r *Router) schedule(p *prompt, d *Decision) (*waiter, error) {
 	if r.Admission.fair != nil {
 		r.Admission.dispatchFairly(now) // room may have come with time: who waits goes first
 	}
-	if err := r.collect(p, now); err != nil {
+	if err := r.decider.collect(p, now); err != nil {
 		r.Receipts.refuse(p, d, err, now)
 		return nil, err
 	}
 	waits := r.Admission.mustWait(p, now)
-	if r.Admission.fair != nil && r.reserves(p) {
+	if r.Admission.fair != nil && p.reserves() {
 		all, _, _ := r.Admission.seats(now)
 		r.Admission.reserve.learn(p.Class, waits, r.Admission.fair.RunningAfter(p.Class), all)
 	}
@@ -656,44 +356,44 @@ func (r *Router) taken(p *prompt) bool {
 	if p.ID == "" || p.QueryOnly || p.ChooseOnly {
 		return false
 	}
-	taken := r.loads.byID[p.ID] != nil
+	taken := r.fleet.loads.byID[p.ID] != nil
 	r.Admission.eachWaiting(func(w *waiter) { taken = taken || w.prompt.ID == p.ID })
 	return taken
 }
 
 // choose lets the policy choose among the candidates and books.
 func (r *Router) choose(p *prompt, d *Decision, now time.Time) {
-	query := policy.Query{Now: now, Tokens: p.tokens, BlockSize: r.blockSize, FreePrefill: !r.tracksPrefill(p), Override: p.Override, Leg: p.Leg, Sequence: p.sequence, DryRun: p.QueryOnly, Prefix: p.Prefix, Pulling: r.loads.pulling, Workers: p.workers, Retry: len(p.Exclude) > 0, Adapter: p.LoRA, Class: p.Class}
+	query := policy.Query{Now: now, Tokens: p.tokens, BlockSize: r.blockSize, FreePrefill: !r.decider.tracksPrefill(p), Override: p.Override, Leg: p.Leg, Sequence: p.sequence, DryRun: p.QueryOnly, Prefix: p.Prefix, Pulling: r.fleet.loads.pulling, Workers: p.workers, Retry: len(p.Exclude) > 0, Adapter: p.LoRA, Class: p.Class}
 	if r.Admission.fair != nil && r.Admission.fair.Len() > 0 {
-		query.Backlog = r.Admission.fair.Waiting(p.Class) / float64(len(r.targets))
+		query.Backlog = r.Admission.fair.Waiting(p.Class) / float64(len(r.fleet.targets))
 	}
-	if _, is := r.policy.(policy.Judged); is && !p.QueryOnly && !p.ChooseOnly {
-		r.decisions++
-		query.Decision = r.decisions
+	if _, is := r.decider.policy.(policy.Judged); is && !p.QueryOnly && !p.ChooseOnly {
+		r.decider.decisions++
+		query.Decision = r.decider.decisions
 	}
 	if p.Explain || r.Receipts.wanted(now) {
 		query.Explain = &policy.Explanation{Decision: query.Decision}
 	}
-	p.seated = r.preferSeats()
-	r.preferKeeping(p, &query)
-	at := r.policy.Choose(query, r.candidates, r.random)
-	p.sessionGoes = r.sessionGoes(p, r.candidates[at].Target, now)
+	p.seated = r.decider.preferSeats()
+	r.decider.preferKeeping(p, &query)
+	at := r.decider.policy.Choose(query, r.decider.candidates, r.decider.random)
+	p.sessionGoes = r.sessionGoes(p, r.decider.candidates[at].Target, now)
 	if query.Explain != nil {
 		d.Receipts = []*Receipt{r.Receipts.explain(p, query.Explain, at, now)}
 	}
-	chosen := &r.candidates[at]
+	chosen := &r.decider.candidates[at]
 	d.Target, d.Tokens = *chosen.Target, p.tokens
-	r.predict(p, d, chosen)
+	r.decider.predict(p, d, chosen)
 	d.PotentialDecodeBlocks = chosen.Load.ActiveBlocks + chosen.NewBlocks
 	d.Sequence = p.sequence
-	d.Alternatives = r.alternatives(p, chosen.Target.Key, now)
+	d.Alternatives = r.decider.alternatives(p, chosen.Target.Key, now)
 	if p.QueryOnly {
 		return
 	}
 	r.noteSession(p, chosen.Target, now)
 	if p.ChooseOnly {
-		r.loads.bump(chosen.Target.Key)
-		r.assume(chosen.Target.Key, p).End(0, -1)
+		r.fleet.loads.bump(chosen.Target.Key)
+		r.decider.assume(chosen.Target.Key, p).End(0, -1)
 		return
 	}
 	d.Booking = r.book(p, chosen, now)
@@ -701,49 +401,23 @@ func (r *Router) choose(p *prompt, d *Decision, now time.Time) {
 	d.Sequence = d.Booking.sequence
 }
 
-// predict sets what of p is cached on the candidate.
-func (r *Router) predict(p *prompt, d *Decision, c *policy.Candidate) {
-	d.Overlap, d.Lower = r.finds(p, c)
-	sure, guessed := p.certain(c, d.Overlap, d.Lower)
-	d.Predicted, d.Guessed = sure.Tokens(r.blockSize), guessed.Tokens(r.blockSize)
-	d.Predicted.Device = d.Overlap * r.blockSize
-	d.OverlapTokens = d.Predicted.Total()
-	d.Reachable = max(d.OverlapTokens, p.reachable*r.blockSize)
-	if c.Pull.Tokens > 0 {
-		d.Guessed.External += c.Pull.Blocks * r.blockSize
-		if at, up := r.target(c.Pull.From); up {
-			from := r.targets[at]
-			d.Source = &from
-		}
-	}
-	d.MatchedBlocks, d.MatchedLower, d.EffectivePrefillTokens = c.Overlap, c.Lower, r.uncached(p.tokens, c)
-}
-
-// tracksPrefill reports whether p's tokens are counted.
-func (r *Router) tracksPrefill(p *prompt) bool {
-	if p.Override != nil && p.Override.TrackPrefillTokens != nil {
-		return *p.Override.TrackPrefillTokens
-	}
-	return r.settings.RouterTrackPrefillTokens
-}
-
 // book enters p into the books of the candidate.
 func (r *Router) book(p *prompt, c *policy.Candidate, now time.Time) *Booking {
 	b := &Booking{
 		router: r, worker: c.Target.Key, client: p.Client, id: p.ID, prompt: p.tokens, expected: p.ExpectedOutput, sequence: p.sequence, answeredWhole: p.AnsweredWhole, asks: p.Work, leg: p.Leg, lora: p.LoRA,
-		assumed: r.assume(c.Target.Key, p), cached: -1, generation: c.Target.Generation, trial: r.Health.outliers.Begin(c.Target.Key, p.Work.Logprobs, now),
+		assumed: r.decider.assume(c.Target.Key, p), cached: -1, generation: c.Target.Generation, trial: r.Health.outliers.Begin(c.Target.Key, p.Work.Logprobs, now),
 	}
-	b.device, b.lower = r.finds(p, c)
+	b.device, b.lower = r.decider.finds(p, c)
 	b.loads = b.lower.Tokens(r.blockSize)
-	if r.doubted(p, c) {
+	if r.decider.doubted(p, c) {
 		b.doubt = r.index.LowerOf(b.worker).Doubt
 	}
 	b.sure, _ = p.certain(c, b.device, b.lower)
 	if c.Pull.Tokens > 0 {
 		b.pull, b.pulled = c.Pull, policy.PullUnreported
 	}
-	if r.tracksPrefill(p) {
-		b.uncached = r.uncached(p.tokens, c)
+	if r.decider.tracksPrefill(p) {
+		b.uncached = r.decider.uncached(p.tokens, c)
 		if p.Cached != nil { // which need not be whole blocks
 			b.uncached = p.tokens - *p.Cached
 		}
@@ -751,27 +425,19 @@ func (r *Router) book(p *prompt, c *policy.Candidate, now time.Time) *Booking {
 	if p.counted && !p.shared {
 		b.sequence = make([]uint64, len(p.local))
 		for i := range b.sequence {
-			b.sequence[i] = r.random.Uint64()
+			b.sequence[i] = r.decider.random.Uint64()
 		}
 	}
 	if r.Admission.fair != nil {
 		r.Admission.charge(b, p, c)
 	}
 	if c.Load.Cell != nil {
-		b.promised = r.forecast.FirstToken(&policy.Query{Now: now, Tokens: p.tokens, BlockSize: r.blockSize, Leg: p.Leg, Class: p.Class}, c) - c.Load.Lateness(now)
+		b.promised = r.decider.forecast.FirstToken(&policy.Query{Now: now, Tokens: p.tokens, BlockSize: r.blockSize, Leg: p.Leg, Class: p.Class}, c) - c.Load.Lateness(now)
 	}
-	r.loads.bump(b.worker)
-	r.loads.begin(b, now)
-	r.share(ChangeAdd, b)
+	r.fleet.loads.bump(b.worker)
+	r.fleet.loads.begin(b, now)
+	b.share(ChangeAdd)
 	return b
-}
-
-// assume notes in an Assumer that p goes to w; for other indexes it returns nil.
-func (r *Router) assume(w kv.WorkerKey, p *prompt) *radix.Assumed {
-	if r.assumes == nil {
-		return nil
-	}
-	return r.assumes.Routed(w, p.local)
 }
 
 // Book books the request on a given worker, which was chosen before or elsewhere.
@@ -792,68 +458,23 @@ func (r *Router) bookOn(request Request, worker kv.WorkerKey) (*Booking, Decisio
 	defer r.mu.Unlock()
 	now := r.now()
 	r.expire(now)
-	at, found := r.target(worker)
+	at, found := r.fleet.target(worker)
 	if !found {
 		return nil, d, ErrUnknownWorker
 	}
 	if r.taken(&p) {
 		return nil, d, ErrDuplicate
 	}
-	r.snapshot(&p, now)
-	r.candidate(&c, &p, at)
+	r.decider.snapshot(&p, now)
+	r.decider.candidate(&c, &p, at)
 	d.Target = *c.Target
-	r.predict(&p, &d, &c)
+	r.decider.predict(&p, &d, &c)
 	return r.book(&p, &c, now), d, nil
-}
-
-// usableBlocks is how many cached blocks an engine can use of a prompt of that
-// many tokens: it always computes the last token itself, so a prompt of exactly
-// k blocks uses at most k − 1.
-func (r *Router) usableBlocks(tokens int) int {
-	if tokens <= 0 {
-		return 0
-	}
-	return (tokens - 1) / r.blockSize
-}
-
-// usableOf is usableBlocks of p; all of its blocks if the number of its tokens is unknown.
-func (r *Router) usableOf(p *prompt) int {
-	if p.tokens <= 0 {
-		return len(p.local)
-	}
-	return r.usableBlocks(p.tokens)
-}
-
-// Overlap is the number of a prompt's leading blocks that one worker holds.
-type Overlap struct {
-	Worker kv.WorkerKey
-	Blocks int            // on the device
-	Staged kv.LowerBlocks // as of kv.Match
-}
-
-// Overlaps returns the overlap of every worker that is up, and the number of the
-// prompt's full blocks. It chooses nothing.
-func (r *Router) Overlaps(request Request) (overlaps []Overlap, blocks int) {
-	local := request.Local
-	if len(request.Tokens) > 0 {
-		local = request.Hashes(nil, r.blockSize)
-	}
-	p := prompt{Request: request, local: local, tokens: max(request.NumTokens, len(request.Tokens))}
-	p.lookahead = request.lookaheadHashes(r.index.Lookaheads(), r.blockSize)
-	matches := r.match(nil, &p, kv.StagedPart)
-	for _, t := range r.Targets() {
-		overlap := Overlap{Worker: t.Key}
-		if i := slices.IndexFunc(matches, func(m kv.Match) bool { return m.Worker == t.Key }); i >= 0 {
-			overlap.Blocks, overlap.Staged = matches[i].Blocks, matches[i].Staged
-		}
-		overlaps = append(overlaps, overlap)
-	}
-	return overlaps, len(local)
 }
 
 // WithPolicy runs f with the router's policy, under its lock.
 func (r *Router) WithPolicy(f func(policy.Policy)) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
-	f(r.policy)
+	f(r.decider.policy)
 }

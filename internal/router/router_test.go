@@ -369,7 +369,7 @@ func BenchmarkRoute(b *testing.B) {
 						for w := range size.workers {
 							part := asked[i].Tokens[:size.tokens*(w+1)/size.workers]
 							if config.NoKVEvents {
-								r.assumes.Routed(kv.WorkerKey{Worker: uint64(w)}, kv.HashBlocks(nil, part, block, "", "")).End(0, -1)
+								r.decider.assumes.Routed(kv.WorkerKey{Worker: uint64(w)}, kv.HashBlocks(nil, part, block, "", "")).End(0, -1)
 							} else {
 								Hold(r, uint64(w), part)
 							}

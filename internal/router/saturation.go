@@ -56,13 +56,13 @@ func (a *Admission) waitFor(leg kv.Leg, now time.Time) (wait time.Duration, up b
 func (a *Admission) shortestWait(leg kv.Leg, now time.Time) (wait time.Duration, workers int) {
 	r := a.router
 	well, request := false, Request{Leg: leg}
-	for i := range r.targets {
-		t := &r.targets[i]
+	for i := range r.fleet.targets {
+		t := &r.fleet.targets[i]
 		in := !r.Health.outliers.IsOut(t.Key, now)
 		if !request.mayUse(t) || well && !in {
 			continue
 		}
-		w := r.forecast.Wait(now, r.targetLoads[i].asOf(now))
+		w := r.decider.forecast.Wait(now, r.fleet.targetLoads[i].asOf(now))
 		if workers == 0 || in && !well || w < wait {
 			wait = w
 		}
@@ -88,7 +88,7 @@ func (a *Admission) waitBehind(class fair.Class, wait time.Duration, workers int
 		queued += w.prompt.tokens
 		longest = max(longest, now.Sub(w.since))
 	})
-	return max(wait+a.router.forecast.Compute(queued)/time.Duration(workers), longest)
+	return max(wait+a.router.decider.forecast.Compute(queued)/time.Duration(workers), longest)
 }
 
 // SaturationOf returns the saturation of the workers of a role, where disaggregated requests have
@@ -106,8 +106,8 @@ func (a *Admission) SaturationOf(role kv.Role) (saturation float64, up bool) {
 		return wait.Seconds() / r.settings.SaturationTarget.Seconds(), up
 	}
 	sum, workers, requests, well, request := 0.0, 0, 0, false, Request{Leg: kv.LegDecode}
-	for i := range r.targets {
-		t := &r.targets[i]
+	for i := range r.fleet.targets {
+		t := &r.fleet.targets[i]
 		in := !r.Health.outliers.IsOut(t.Key, now)
 		if !request.mayUse(t) || well && !in {
 			continue
@@ -115,7 +115,7 @@ func (a *Admission) SaturationOf(role kv.Role) (saturation float64, up bool) {
 		if in && !well {
 			sum, workers, requests, well = 0, 0, 0, true // those that are out count only where all are
 		}
-		load := r.targetLoads[i].asOf(now)
+		load := r.fleet.targetLoads[i].asOf(now)
 		sum += a.decodeUse(t, load, now)
 		requests += load.InFlight + load.Foreign
 		workers++
@@ -157,7 +157,7 @@ func (a *Admission) decodeUse(t *kv.Target, load *policy.Load, now time.Time) fl
 	}
 	if objective := r.settings.shortestTPOT(); objective > 0 && load.InFlight+load.Foreign > 0 {
 		query := policy.Query{Now: now, BlockSize: r.blockSize, Leg: kv.LegDecode}
-		use = max(use, float64(r.forecast.TokenTime(&query, &policy.Candidate{Target: t, Load: load}))/float64(objective))
+		use = max(use, float64(r.decider.forecast.TokenTime(&query, &policy.Candidate{Target: t, Load: load}))/float64(objective))
 	}
 	return min(max(use, 0), mostDecodeUse)
 }

@@ -175,8 +175,8 @@ func TestSaturationOfEachRole(t *testing.T) {
 	})
 	t.Run("an engine that runs few at once", func(t *testing.T) {
 		r, _ := newRouter(t)
-		at, _ := r.target(first)
-		r.targetLoads[at].Fill = 2
+		at, _ := r.fleet.target(first)
+		r.fleet.targetLoads[at].Fill = 2
 		decodes(t, r, first, 1)
 		decodes(t, r, first, 1)
 		want(t, r, "one of two is full", kv.RoleDecode, 0.5, 0.51)
@@ -198,8 +198,8 @@ func TestSaturationOfEachRole(t *testing.T) {
 		for _, w := range []kv.WorkerKey{first, second} {
 			decodes(t, r, w, 100)
 			r.Publish(w, policy.Published{Running: 1, At: r.now()})
-			at, _ := r.target(w)
-			r.targetLoads[at].Fill = 1
+			at, _ := r.fleet.target(w)
+			r.fleet.targetLoads[at].Fill = 1
 		}
 		want(t, r, "each runs one", kv.RoleDecode, 1, 1)
 		prompts, _ := r.Admission.SaturationOf(kv.RolePrefill)

@@ -160,7 +160,8 @@ func (s *sessions) put(hash uint64, target *kv.Target, k *SessionSettings, now t
 
 // keepSession leaves of the candidates the worker of p's session, or p's home, alone, if
 // that is well and not overloaded: then the policy has no other choice.
-func (r *Router) keepSession(p *prompt, now time.Time) (kept bool) {
+func (d *decider) keepSession(p *prompt, now time.Time) (kept bool) {
+	r := d.router
 	known := r.sessions.at(p.sessionKey(), r.settings.SessionTTL, now)
 	stays := func(t *kv.Target) bool { return t.Key == known.worker && t.Generation == known.generation }
 	switch {
@@ -170,13 +171,13 @@ func (r *Router) keepSession(p *prompt, now time.Time) (kept bool) {
 	default:
 		return false
 	}
-	for i := range r.candidates {
-		c := &r.candidates[i]
-		if !stays(c.Target) || r.Health.outliers.IsOut(c.Target.Key, now) || r.Health.outliers.Spared(c.Target.Key, now) || !r.Admission.hasCapacity(c.Target, c.Load, now) || r.overloaded(i, now) {
+	for i := range d.candidates {
+		c := &d.candidates[i]
+		if !stays(c.Target) || r.Health.outliers.IsOut(c.Target.Key, now) || r.Health.outliers.Spared(c.Target.Key, now) || !r.Admission.hasCapacity(c.Target, c.Load, now) || d.overloaded(i, now) {
 			continue
 		}
-		r.candidates[0] = *c
-		r.candidates = r.candidates[:1]
+		d.candidates[0] = *c
+		d.candidates = d.candidates[:1]
 		return true
 	}
 	return false
@@ -184,12 +185,12 @@ func (r *Router) keepSession(p *prompt, now time.Time) (kept bool) {
 
 // trialStarves reports whether an ejected worker gets no request on trial:
 // where all requests have a session that stays elsewhere, one of those must be it.
-func (r *Router) trialStarves(now time.Time) bool {
-	if r.Health.outliers.Quiet() {
+func (d *decider) trialStarves(now time.Time) bool {
+	if d.router.Health.outliers.Quiet() {
 		return false
 	}
-	for i := range r.candidates {
-		if since, due := r.Health.outliers.TrialDue(r.candidates[i].Target.Key, now); due && now.Sub(since) >= trialOverdue {
+	for i := range d.candidates {
+		if since, due := d.router.Health.outliers.TrialDue(d.candidates[i].Target.Key, now); due && now.Sub(since) >= trialOverdue {
 			return true
 		}
 	}
@@ -199,16 +200,16 @@ func (r *Router) trialStarves(now time.Time) bool {
 // overloaded reports whether a candidate has too much work for a session to stay: more
 // than SessionOverloadFactor times the mean of the other candidates that are well, and
 // than sessionFloor.
-func (r *Router) overloaded(at int, now time.Time) bool {
-	factor := r.settings.SessionOverloadFactor
-	if factor == 0 || len(r.candidates) == 1 {
+func (d *decider) overloaded(at int, now time.Time) bool {
+	factor := d.router.settings.SessionOverloadFactor
+	if factor == 0 || len(d.candidates) == 1 {
 		return false
 	}
-	own, others, work := sessionWork(r.candidates[at].Load), 0, 0
-	for i := range r.candidates {
-		if i != at && !r.Health.outliers.IsOut(r.candidates[i].Target.Key, now) {
+	own, others, work := sessionWork(d.candidates[at].Load), 0, 0
+	for i := range d.candidates {
+		if i != at && !d.router.Health.outliers.IsOut(d.candidates[i].Target.Key, now) {
 			others++
-			work += sessionWork(r.candidates[i].Load)
+			work += sessionWork(d.candidates[i].Load)
 		}
 	}
 	return others > 0 && own > sessionFloor && float64(own)*float64(others) > factor*float64(work)

@@ -105,13 +105,14 @@ func (r *Router) Share(with *Sharing) {
 
 // share sends a change of the books to the other routers. The caller holds the
 // lock.
-func (r *Router) share(kind string, b *Booking) {
-	if r.sharing == nil || b.remote || kind == ChangePrefill && b.Ended() {
+func (b *Booking) share(kind string) {
+	with := b.router.sharing
+	if with == nil || b.remote || kind == ChangePrefill && b.Ended() {
 		return // with its end a request's prefill is known to be over
 	}
 	b.shared = b.shared || kind == ChangeAdd
 	if b.shared {
-		r.sharing.Booking(kind, b)
+		with.Booking(kind, b)
 	}
 }
 
@@ -124,13 +125,13 @@ func (r *Router) BookRemote(change Change) *Booking {
 	}
 	r.mu.Lock()
 	defer r.mu.Unlock()
-	if _, up := r.target(b.worker); !up {
+	if _, up := r.fleet.target(b.worker); !up {
 		return nil
 	}
-	if r.traits.ActiveBlocks && r.settings.RouterTrackActiveBlocks {
+	if r.decider.traits.ActiveBlocks && r.settings.RouterTrackActiveBlocks {
 		b.sequence = change.Sequence
 	}
-	r.loads.begin(b, r.now())
+	r.fleet.loads.begin(b, r.now())
 	return b
 }
 
@@ -172,7 +173,7 @@ func (r *Router) TakeSession(b SessionBinding) (took bool) {
 		return false
 	}
 	r.sessions.last = max(r.sessions.last, b.Sequence)
-	ranks := r.ranksOf(b.Worker.Worker)
+	ranks := r.fleet.ranksOf(b.Worker.Worker)
 	at := slices.IndexFunc(ranks, func(t kv.Target) bool { return b.AnyRank || t.Key == b.Worker })
 	if at < 0 {
 		return false

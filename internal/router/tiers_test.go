@@ -194,7 +194,7 @@ func TestCountersOfAWorkerReachThePolicy(t *testing.T) {
 		}
 	}
 	r.Transferred(kv.WorkerKey{Worker: 7}, policy.Transfers{HostBytes: 1}) // is not up
-	if r.loads.byWorker[kv.WorkerKey{Worker: 7}] != nil {
+	if r.fleet.loads.byWorker[kv.WorkerKey{Worker: 7}] != nil {
 		t.Error("a late report keeps the books of a worker that is gone")
 	}
 }

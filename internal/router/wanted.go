@@ -35,9 +35,9 @@ func (a *Admission) want(w *waiter, now time.Time) bool {
 	r := a.router
 	p := &w.prompt
 	best, there := p.tokens, p.tokens
-	for i := range r.candidates {
-		c := &r.candidates[i]
-		uncached := r.uncached(p.tokens, c)
+	for i := range r.decider.candidates {
+		c := &r.decider.candidates[i]
+		uncached := r.decider.uncached(p.tokens, c)
 		if best = min(best, uncached); uncached < there && a.hasCapacity(c.Target, c.Load, now) {
 			there = uncached
 		}
@@ -49,7 +49,7 @@ func (a *Admission) want(w *waiter, now time.Time) bool {
 	}
 	pause := min(a.lookPause(), QueueRefresh)
 	if !p.Deadline.IsZero() {
-		switch left := p.Deadline.Sub(now) - r.forecast.Alone(there); {
+		switch left := p.Deadline.Sub(now) - r.decider.forecast.Alone(there); {
 		case left < 0: // only its prefix can help
 		case left < lastMoment:
 			return false
@@ -58,8 +58,8 @@ func (a *Admission) want(w *waiter, now time.Time) bool {
 		}
 	}
 	wants.until = now.Add(pause)
-	for i := range r.candidates {
-		if c := &r.candidates[i]; len(wants.workers) < mostWanted && r.uncached(p.tokens, c) < best+leastMissed {
+	for i := range r.decider.candidates {
+		if c := &r.decider.candidates[i]; len(wants.workers) < mostWanted && r.decider.uncached(p.tokens, c) < best+leastMissed {
 			wants.workers = append(wants.workers, c.Target.Key)
 		}
 	}
@@ -74,8 +74,8 @@ func (a *Admission) stillWants(w *waiter, now time.Time) bool {
 		return false
 	}
 	for _, key := range w.wants.workers {
-		at, up := r.target(key)
-		if !up || r.targets[at].Cordoned || a.hasCapacity(&r.targets[at], r.targetLoads[at].asOf(now), now) {
+		at, up := r.fleet.target(key)
+		if !up || r.fleet.targets[at].Cordoned || a.hasCapacity(&r.fleet.targets[at], r.fleet.targetLoads[at].asOf(now), now) {
 			return false
 		}
 	}
@@ -85,7 +85,7 @@ func (a *Admission) stillWants(w *waiter, now time.Time) bool {
 // yields returns the verdict on w, which waits for a full worker: for a limited time requests of
 // all tenants may go before it, then those of its own tenant only.
 func (a *Admission) yields(w *waiter, now time.Time) fair.Verdict {
-	if now.Sub(w.since) < prefixWorth*a.router.forecast.Compute(w.wants.missed) {
+	if now.Sub(w.since) < prefixWorth*a.router.decider.forecast.Compute(w.wants.missed) {
 		return fair.Yield
 	}
 	return fair.Later
