@@ -251,7 +251,9 @@ func (s *Set) Cordoned() map[uint64]time.Time {
 func (s *Set) Index() radix.Reader { return s.Default().Index }
 
 // BusyThresholds returns the busy thresholds, which all models share.
-func (s *Set) BusyThresholds() router.BusyThresholds { return s.Default().Router.Admission.BusyThresholds() }
+func (s *Set) BusyThresholds() router.BusyThresholds {
+	return s.Default().Router.Admission.BusyThresholds()
+}
 
 // SetBusyThresholds is Admission.SetBusyThresholds for every model.
 func (s *Set) SetBusyThresholds(t router.BusyThresholds) {
