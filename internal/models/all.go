@@ -305,7 +305,10 @@ func (s *Set) Prompts() tokens.Stats {
 
 // add adds the counts of one model to sum.
 func add(sum *tokens.Stats, one tokens.Stats) {
-	sum.Local, sum.WorkerRender, sum.WorkerTokenize, sum.None = sum.Local+one.Local, sum.WorkerRender+one.WorkerRender, sum.WorkerTokenize+one.WorkerTokenize, sum.None+one.None
+	sum.Local += one.Local
+	sum.WorkerRender += one.WorkerRender
+	sum.WorkerTokenize += one.WorkerTokenize
+	sum.None += one.None
 	for reason, n := range one.Reasons {
 		sum.Reasons[reason] += n
 	}
@@ -335,7 +338,10 @@ func (s *Set) Samples() (samples []Sample) {
 	s.mu.Unlock()
 	waiting := s.waitingByModel()
 	for i, m := range s.All() {
-		one := Sample{Name: m.Name, BlockSize: m.Router.BlockSize(), Local: m.Tokens.Local(), FilesRefused: m.refused, Ranks: m.Router.Count(), Requests: m.Requests.Load(), Refused: m.Refused.Load(), Waiting: waiting[m], Saturation: m.saturation(waiting[m])}
+		one := Sample{
+			Name: m.Name, BlockSize: m.Router.BlockSize(), Local: m.Tokens.Local(), FilesRefused: m.refused, Ranks: m.Router.Count(),
+			Requests: m.Requests.Load(), Refused: m.Refused.Load(), Waiting: waiting[m], Saturation: m.saturation(waiting[m]),
+		}
 		if one.Paired = m.Router.Paired(); one.Paired {
 			one.Prefill, one.Decode = m.saturationOf(kv.RolePrefill, waiting[m]), m.saturationOf(kv.RoleDecode, waiting[m])
 		}

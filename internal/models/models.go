@@ -141,10 +141,15 @@ type Set struct {
 
 // New returns a set of the default model alone.
 func New(settings Settings, deps Deps) *Set {
-	standard := &Model{Name: settings.ServedModelName, Router: deps.Router, Index: deps.Index, ask: deps.Ask, sends: settings.SendTokens == SendAuto}
+	standard := &Model{
+		Name: settings.ServedModelName, Router: deps.Router, Index: deps.Index, ask: deps.Ask, sends: settings.SendTokens == SendAuto,
+	}
 	standard.refused = deps.TokenizerRefused || deps.Tokenizer != nil && deps.Tokenizer.Problem() != ""
 	standard.Tokens = tokens.NewSource(deps.Tokenizer, standard.askAny, settings.TokenTimeout, deps.Log)
-	s := &Set{settings: settings, look: deps.Look, log: deps.Log, spare: map[string][]*tokens.Model{}, homes: map[uint64]*Model{}, gone: tokens.Stats{Reasons: map[string]uint64{}}}
+	s := &Set{
+		settings: settings, look: deps.Look, log: deps.Log, spare: map[string][]*tokens.Model{}, homes: map[uint64]*Model{},
+		gone: tokens.Stats{Reasons: map[string]uint64{}},
+	}
 	s.all.Store(&[]*Model{standard})
 	return s
 }
@@ -367,7 +372,8 @@ func (s *Set) create(name, root string, size int) (*Model, error) {
 	seed := cmp.Or(s.settings.Seed, uint64(time.Now().UnixNano()))
 	routing := s.settings.Routing
 	routing.BusyThresholds = s.BusyThresholds()
-	m := &Model{Name: name, Router: router.New(routing, router.Deps{Index: index, Assumer: assumer, Policy: rule, BlockSize: size, Seed: seed + s.made, Names: s.Names(), Log: log}), Index: index, ask: s.Default().ask, sends: s.Default().sends}
+	deps := router.Deps{Index: index, Assumer: assumer, Policy: rule, BlockSize: size, Seed: seed + s.made, Names: s.Names(), Log: log}
+	m := &Model{Name: name, Router: router.New(routing, deps), Index: index, ask: s.Default().ask, sends: s.Default().sends}
 	if m.dir = s.folder(name, root); m.dir != "" {
 		m.files = s.open(m.dir, log)
 		m.refused = m.files == nil || m.files.Problem() != ""

@@ -60,6 +60,7 @@ func (r *Router) Rebook(request Request, decision Decision, taken kv.WorkerKey) 
 	decision.Booking, decision.Target, decision.Sequence = booking, on.Target, booking.sequence
 	decision.Overlap, decision.Lower = on.Overlap, on.Lower
 	decision.OverlapTokens, decision.Predicted, decision.Guessed = on.OverlapTokens, on.Predicted, on.Guessed
-	decision.MatchedBlocks, decision.MatchedLower, decision.EffectivePrefillTokens = on.MatchedBlocks, on.MatchedLower, on.EffectivePrefillTokens
+	decision.MatchedBlocks, decision.MatchedLower = on.MatchedBlocks, on.MatchedLower
+	decision.EffectivePrefillTokens = on.EffectivePrefillTokens
 	return decision, nil
 }

@@ -76,7 +76,9 @@ func (b *Booking) Ended() bool { return b.ended.Load() }
 // prefill returns the booking as policies see prompts that wait for their first
 // token.
 func (b *Booking) prefill() policy.Prefill {
-	return policy.Prefill{Tokens: b.uncached, Queued: b.queued, Loads: b.loads, Pulled: b.pull.Tokens, Sent: b.sent, AnsweredWhole: b.answeredWhole}
+	return policy.Prefill{
+		Tokens: b.uncached, Queued: b.queued, Loads: b.loads, Pulled: b.pull.Tokens, Sent: b.sent, AnsweredWhole: b.answeredWhole,
+	}
 }
 
 // locked runs f with the router's lock held, which guards the booking.
@@ -261,7 +263,10 @@ func (b *Booking) finishAs(how policy.Ending, output int, reason string, now tim
 		}
 	}
 	if judged, ok := r.decider.policy.(policy.Judged); ok && b.decision != 0 {
-		f := policy.Feedback{Decision: b.decision, Worker: b.worker, Now: now, Ending: how, Latency: now.Sub(b.sent), TokensIn: b.prompt, TokensOut: output, Finish: reason}
+		f := policy.Feedback{
+			Decision: b.decision, Worker: b.worker, Now: now, Ending: how, Latency: now.Sub(b.sent),
+			TokensIn: b.prompt, TokensOut: output, Finish: reason,
+		}
 		if answered && !b.answeredWhole {
 			f.FirstToken = b.first.Sub(b.sent)
 		}
@@ -339,7 +344,10 @@ func (r *Router) Loads() []WorkerLoad {
 	list := make([]WorkerLoad, 0, len(r.fleet.loads.byWorker))
 	add := func(key kv.WorkerKey, entry *workerLoad) {
 		load := asOf(entry.Load, now)
-		list = append(list, WorkerLoad{Key: key, PotentialPrefillTokens: load.PrefillTokens, PotentialDecodeBlocks: load.ActiveBlocks, ActiveRequests: load.InFlight, Role: entry.role})
+		list = append(list, WorkerLoad{
+			Key: key, PotentialPrefillTokens: load.PrefillTokens, PotentialDecodeBlocks: load.ActiveBlocks,
+			ActiveRequests: load.InFlight, Role: entry.role,
+		})
 	}
 	for i := range r.fleet.targets { // by key
 		add(r.fleet.targets[i].Key, r.fleet.targetLoads[i].workerLoad)
@@ -376,7 +384,10 @@ func (r *Router) PotentialLoads(request Request) []WorkerLoad {
 		}
 		var c policy.Candidate
 		r.decider.candidate(&c, &p, i)
-		load := WorkerLoad{Key: t.Key, PotentialPrefillTokens: c.Load.PrefillTokens, PotentialDecodeBlocks: c.Load.ActiveBlocks + c.NewBlocks, ActiveRequests: c.Load.InFlight}
+		load := WorkerLoad{
+			Key: t.Key, PotentialPrefillTokens: c.Load.PrefillTokens, PotentialDecodeBlocks: c.Load.ActiveBlocks + c.NewBlocks,
+			ActiveRequests: c.Load.InFlight,
+		}
 		if r.decider.tracksPrefill(&p) {
 			load.PotentialPrefillTokens += r.decider.uncached(p.tokens, &c)
 		}

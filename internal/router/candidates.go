@@ -37,15 +37,15 @@ func newDecider(r *Router, deps Deps) decider {
 
 // collect makes candidates of the workers that may serve p.
 func (d *decider) collect(p *prompt, now time.Time) error {
-	r := d.router
-	candidates := slices.Grow(d.candidates[:0], len(r.fleet.targets))[:len(r.fleet.targets)]
+	r, targets := d.router, d.router.fleet.targets
+	candidates := slices.Grow(d.candidates[:0], len(targets))[:len(targets)]
 	err, n, workers := ErrNoWorker, 0, 0
 	d.snapshot(p, now)
 	d.findSources(p, now)
 	p.reachable, p.stays = 0, false
 	limited := r.Admission.thresholds.Set()
-	for i := range r.fleet.targets {
-		t := &r.fleet.targets[i]
+	for i := range targets {
+		t := &targets[i]
 		why := p.excludes(t)
 		if why == 0 || why > excludedLeg {
 			workers++
@@ -140,8 +140,9 @@ func (f *fleet) freshen(now time.Time) {
 
 // candidate sets c to the target at that place as p sees it.
 func (d *decider) candidate(c *policy.Candidate, p *prompt, at int) {
-	r := d.router
-	c.Target = &r.fleet.targets[at]
+	f := &d.router.fleet
+	load := &f.targetLoads[at]
+	c.Target, c.Load = &f.targets[at], load.load
 	c.Overlap, c.Held, c.NewBlocks = 0, 0, p.distinct
 	c.Lower = kv.LowerBlocks{}
 	if c.Pull.Blocks != 0 {
@@ -150,21 +151,20 @@ func (d *decider) candidate(c *policy.Candidate, p *prompt, at int) {
 	if d.traits.TreeBlocks {
 		c.TreeBlocks = 0
 	}
-	c.Load = r.fleet.targetLoads[at].load
 	if p.Cached != nil {
-		c.Overlap = *p.Cached / r.blockSize
+		c.Overlap = *p.Cached / d.router.blockSize
 	} else if m := p.matched(c.Target.Key); m != nil {
 		c.Overlap, c.Held = m.Blocks, m.Held
 		if m.Lower != (kv.LowerBlocks{}) || m.Staged != (kv.LowerBlocks{}) {
 			c.Lower, c.Doubtful = d.counted(m), d.doubts(m)
 		}
 		if d.traits.TreeBlocks && m.Blocks > 0 {
-			c.TreeBlocks = r.index.Blocks(c.Target.Key)
+			c.TreeBlocks = d.router.index.Blocks(c.Target.Key)
 		}
 	}
 	matched := c.Overlap
 	if p.counted && p.shared {
-		active := r.fleet.loads.activeOn(r.fleet.targetLoads[at].number)
+		active := f.loads.activeOn(load.number)
 		c.NewBlocks -= active
 		if d.traits.Siblings {
 			c.Overlap = max(c.Overlap, active)

@@ -20,17 +20,20 @@ func (r *Router) Check() error {
 		return fmt.Errorf("%d books are open, %d workers are up", len(r.fleet.targetLoads), len(r.fleet.targets))
 	}
 	for i := range r.fleet.targets {
-		if t := &r.fleet.targets[i]; r.fleet.targetLoads[i].workerLoad != l.byWorker[t.Key] || r.fleet.targetLoads[i].number != r.fleet.targetLoads[i].workerLoad.number || t.Cordoned != r.Health.isCordoned(t.Key.Worker) {
-			return fmt.Errorf("worker %v: its books are not those of its place, or it is cordoned %v where %v is noted", t.Key, t.Cordoned, r.Health.isCordoned(t.Key.Worker))
+		t, load, cordoned := &r.fleet.targets[i], &r.fleet.targetLoads[i], r.Health.isCordoned(r.fleet.targets[i].Key.Worker)
+		if load.workerLoad != l.byWorker[t.Key] || load.number != load.workerLoad.number || t.Cordoned != cordoned {
+			return fmt.Errorf("worker %v: its books are not those of its place, or it is cordoned %v where %v is noted", t.Key, t.Cordoned, cordoned)
 		}
 	}
 	for now, i := r.now(), 0; i < len(r.fleet.targets) && now.Before(l.stale); i++ {
 		if load := r.fleet.targetLoads[i].load; load.Fresh != isFresh(load, now) || !load.Fresh && load.Foreign != 0 {
-			return fmt.Errorf("worker %v: its load of %v is noted to be fresh %v, %d requests in it are foreign, and it is %v", r.fleet.targets[i].Key, load.At, load.Fresh, load.Foreign, now)
+			return fmt.Errorf("worker %v: its load of %v is noted to be fresh %v, %d requests in it are foreign, and it is %v",
+				r.fleet.targets[i].Key, load.At, load.Fresh, load.Foreign, now)
 		}
 	}
 	if known := len(r.sessions.byHash); known != r.sessions.order.Len() || known > r.settings.SessionLimit {
-		return fmt.Errorf("%d sessions can be found, %d are in order, and at most %d may be", known, r.sessions.order.Len(), r.settings.SessionLimit)
+		return fmt.Errorf("%d sessions can be found, %d are in order, and at most %d may be",
+			known, r.sessions.order.Len(), r.settings.SessionLimit)
 	}
 	type recount struct {
 		inFlight, prefill, context, awaited int
@@ -114,8 +117,10 @@ func (r *Router) Check() error {
 			}
 		}
 		delete(counts, w)
-		if load.InFlight != c.inFlight || load.Load.PrefillTokens != c.prefill || load.ContextTokens != c.context || load.AwaitedTokens != c.awaited || len(load.Prefills) != len(c.prefills) {
-			return fmt.Errorf("worker %v: in flight %d, prefill %d, context %d, awaited %d, %d prompts; recounted %+v", w, load.InFlight, load.Load.PrefillTokens, load.ContextTokens, load.AwaitedTokens, len(load.Prefills), *c)
+		if load.InFlight != c.inFlight || load.Load.PrefillTokens != c.prefill || load.ContextTokens != c.context ||
+			load.AwaitedTokens != c.awaited || len(load.Prefills) != len(c.prefills) {
+			return fmt.Errorf("worker %v: in flight %d, prefill %d, context %d, awaited %d, %d prompts; recounted %+v",
+				w, load.InFlight, load.Load.PrefillTokens, load.ContextTokens, load.AwaitedTokens, len(load.Prefills), *c)
 		}
 		if load.served > served[w] {
 			return fmt.Errorf("worker %v serves %d tokens to others, which pull %d", w, load.served, served[w])
@@ -140,7 +145,8 @@ func (r *Router) Check() error {
 			excess += weight - 1
 		}
 		if load.blocks != len(c.requests) || math.Abs(load.excess-excess) > 1e-6 || math.Abs(load.output-c.output) > 1e-6 {
-			return fmt.Errorf("worker %v: %d blocks, excess %v, output %v; recounted %d, %v, %v", w, load.blocks, load.excess, load.output, len(c.requests), excess, c.output)
+			return fmt.Errorf("worker %v: %d blocks, excess %v, output %v; recounted %d, %v, %v",
+				w, load.blocks, load.excess, load.output, len(c.requests), excess, c.output)
 		}
 		for h, n := range c.requests {
 			if got := l.active.requests(h, load.number); got != n {

@@ -52,7 +52,8 @@ func (r *Router) Up(t kv.Target) {
 	if found {
 		r.fleet.targets[at] = t
 	} else {
-		r.fleet.targets, r.fleet.targetLoads = slices.Insert(r.fleet.targets, at, t), slices.Insert(r.fleet.targetLoads, at, targetLoad{load, load.Load, load.number})
+		r.fleet.targets = slices.Insert(r.fleet.targets, at, t)
+		r.fleet.targetLoads = slices.Insert(r.fleet.targetLoads, at, targetLoad{load, load.Load, load.number})
 	}
 	r.fleet.several = r.fleet.several || len(r.fleet.targets) > 1
 	r.Health.outliers.Join(t.Key, t.Generation, t.Role, r.now())

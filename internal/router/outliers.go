@@ -86,7 +86,10 @@ func (d *decider) onTrial(p *prompt, now time.Time) bool {
 	for i := range d.candidates {
 		c := &d.candidates[i]
 		since, due := r.Health.outliers.TrialDue(c.Target.Key, now)
-		if due && r.Admission.hasCapacity(c.Target, c.Load, now) && (p.ID == "" || now.Sub(since) >= trialOverdue) && (longest < 0 || since.Before(first)) {
+		if !due || p.ID != "" && now.Sub(since) < trialOverdue || !r.Admission.hasCapacity(c.Target, c.Load, now) {
+			continue
+		}
+		if longest < 0 || since.Before(first) {
 			longest, first = i, since
 		}
 	}

@@ -33,7 +33,10 @@ func (d *decider) findSources(p *prompt, now time.Time) {
 		m := &p.matches[i]
 		s := source{key: m.Worker, blocks: int(m.Hosted)}
 		at, up := r.fleet.target(m.Worker)
-		if s.blocks == 0 || !up || !r.fleet.targets[at].Pulls() || !r.fleet.targets[at].Serves(p.Model) || r.Health.outliers.IsOut(m.Worker, now) {
+		if s.blocks == 0 || !up {
+			continue
+		}
+		if t := &r.fleet.targets[at]; !t.Pulls() || !t.Serves(p.Model) || r.Health.outliers.IsOut(m.Worker, now) {
 			continue
 		}
 		s.ahead, s.tiers = r.fleet.targetLoads[at].served, r.fleet.targetLoads[at].Tiers

@@ -174,7 +174,8 @@ func (k Settings) Validate() error {
 	if err := k.BusyThresholds.Validate(); err != nil {
 		return fmt.Errorf("--%w", err)
 	}
-	return cmp.Or(k.Settings.Validate(), k.QueueSettings.validate(), k.SessionSettings.validate(), k.HoldSettings.validate(k.RouterQueueLimit), k.SaturationSettings.validate())
+	return cmp.Or(k.Settings.Validate(), k.QueueSettings.validate(), k.SessionSettings.validate(),
+		k.HoldSettings.validate(k.RouterQueueLimit), k.SaturationSettings.validate())
 }
 
 // CountsPasses reports whether the unit of a setting is a pass of the worker.
@@ -314,7 +315,8 @@ func (r *Router) place(ctx context.Context, p *prompt, decision Decision) (Decis
 	}
 	decided, err := r.Admission.wait(ctx, w)
 	r.Receipts.log(p, decided.Receipts)
-	decided.HashTime, decided.LookupTime, decided.SequenceTime, decided.ScheduleTime = decision.HashTime, decision.LookupTime, decision.SequenceTime, decision.ScheduleTime
+	decided.HashTime, decided.LookupTime = decision.HashTime, decision.LookupTime
+	decided.SequenceTime, decided.ScheduleTime = decision.SequenceTime, decision.ScheduleTime
 	return decided, err
 }
 
@@ -363,7 +365,11 @@ func (r *Router) taken(p *prompt) bool {
 
 // choose lets the policy choose among the candidates and books.
 func (r *Router) choose(p *prompt, d *Decision, now time.Time) {
-	query := policy.Query{Now: now, Tokens: p.tokens, BlockSize: r.blockSize, FreePrefill: !r.decider.tracksPrefill(p), Override: p.Override, Leg: p.Leg, Sequence: p.sequence, DryRun: p.QueryOnly, Prefix: p.Prefix, Pulling: r.fleet.loads.pulling, Workers: p.workers, Retry: len(p.Exclude) > 0, Adapter: p.LoRA, Class: p.Class}
+	query := policy.Query{
+		Now: now, Tokens: p.tokens, BlockSize: r.blockSize, FreePrefill: !r.decider.tracksPrefill(p), Override: p.Override,
+		Leg: p.Leg, Sequence: p.sequence, DryRun: p.QueryOnly, Prefix: p.Prefix, Pulling: r.fleet.loads.pulling,
+		Workers: p.workers, Retry: len(p.Exclude) > 0, Adapter: p.LoRA, Class: p.Class,
+	}
 	if r.Admission.fair != nil && r.Admission.fair.Len() > 0 {
 		query.Backlog = r.Admission.fair.Waiting(p.Class) / float64(len(r.fleet.targets))
 	}
@@ -404,8 +410,10 @@ func (r *Router) choose(p *prompt, d *Decision, now time.Time) {
 // book enters p into the books of the candidate.
 func (r *Router) book(p *prompt, c *policy.Candidate, now time.Time) *Booking {
 	b := &Booking{
-		router: r, worker: c.Target.Key, client: p.Client, id: p.ID, prompt: p.tokens, expected: p.ExpectedOutput, sequence: p.sequence, answeredWhole: p.AnsweredWhole, asks: p.Work, leg: p.Leg, lora: p.LoRA,
-		assumed: r.decider.assume(c.Target.Key, p), cached: -1, generation: c.Target.Generation, trial: r.Health.outliers.Begin(c.Target.Key, p.Work.Logprobs, now),
+		router: r, worker: c.Target.Key, client: p.Client, id: p.ID, prompt: p.tokens, expected: p.ExpectedOutput,
+		sequence: p.sequence, answeredWhole: p.AnsweredWhole, asks: p.Work, leg: p.Leg, lora: p.LoRA,
+		assumed: r.decider.assume(c.Target.Key, p), cached: -1, generation: c.Target.Generation,
+		trial: r.Health.outliers.Begin(c.Target.Key, p.Work.Logprobs, now),
 	}
 	b.device, b.lower = r.decider.finds(p, c)
 	b.loads = b.lower.Tokens(r.blockSize)
@@ -432,7 +440,8 @@ func (r *Router) book(p *prompt, c *policy.Candidate, now time.Time) *Booking {
 		r.Admission.charge(b, p, c)
 	}
 	if c.Load.Cell != nil {
-		b.promised = r.decider.forecast.FirstToken(&policy.Query{Now: now, Tokens: p.tokens, BlockSize: r.blockSize, Leg: p.Leg, Class: p.Class}, c) - c.Load.Lateness(now)
+		query := policy.Query{Now: now, Tokens: p.tokens, BlockSize: r.blockSize, Leg: p.Leg, Class: p.Class}
+		b.promised = r.decider.forecast.FirstToken(&query, c) - c.Load.Lateness(now)
 	}
 	r.fleet.loads.bump(b.worker)
 	r.fleet.loads.begin(b, now)

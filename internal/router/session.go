@@ -173,7 +173,10 @@ func (d *decider) keepSession(p *prompt, now time.Time) (kept bool) {
 	}
 	for i := range d.candidates {
 		c := &d.candidates[i]
-		if !stays(c.Target) || r.Health.outliers.IsOut(c.Target.Key, now) || r.Health.outliers.Spared(c.Target.Key, now) || !r.Admission.hasCapacity(c.Target, c.Load, now) || d.overloaded(i, now) {
+		if !stays(c.Target) || r.Health.outliers.IsOut(c.Target.Key, now) || r.Health.outliers.Spared(c.Target.Key, now) {
+			continue
+		}
+		if !r.Admission.hasCapacity(c.Target, c.Load, now) || d.overloaded(i, now) {
 			continue
 		}
 		d.candidates[0] = *c

@@ -44,7 +44,7 @@ var bugs = []planted{
 		"s.history.reach(rank.at)", "rank.at.next++\n\ts.next++\n\ts.history.reach(rank.at)"},
 
 	{"a session does not stay", "internal/router/session.go",
-		"r.candidates = r.candidates[:1]\n\t\treturn true", "return true"},
+		"d.candidates = d.candidates[:1]\n\t\treturn true", "return true"},
 	{"an old binding of a session displaces a later one", "internal/router/share.go",
 		"version.compare(known.version) < 0", "version.compare(known.version) > 0"},
 	{"a session that stays is not sent again", "internal/router/share.go",
