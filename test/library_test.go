@@ -24,7 +24,7 @@ func TestTheLibraryBehindTheGoModule(t *testing.T) {
 	if n := all.VocabSize(); n != 258 {
 		t.Errorf("%d tokens", n)
 	}
-	if text := all.Decode([]uint32{64, 256, 65}, true); text != "ab" {
+	if text := all.Decode([]uint32{'a', 256, 'b'}, true); text != "ab" {
 		t.Errorf("decoded: %q", text)
 	}
 	if ids, names := all.Encode("ab", false); ids != nil || names != nil {
