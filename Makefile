@@ -143,7 +143,8 @@ growth: #: Measure scaling to 4,096 workers and 10 M blocks: out/growth.csv, doc
 
 sim: ## Simulate a grid of loads and policies (minutes; GRID=policies, grid (103 loads) or holdout)
 	@scripts/build-native.sh
-	go run . simulate --grid testdata/grids/$(GRID).yaml $(ARGS)
+	go build -o kvrouter .
+	$(PYTHON) scripts/grid.py testdata/grids/$(GRID).toml $(ARGS)
 
 bench-real: setup #: Benchmark every policy on two real vLLM CPU workers (10 minutes; ARGS="--policies work,round-robin")
 	$(PYTHON) scripts/bench_real.py --shared $(ARGS)

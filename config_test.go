@@ -398,7 +398,6 @@ func TestWrongSettingsSayWhatWouldBeRight(t *testing.T) {
 		{"a queue of no length", cpu, "--engine mocker --router-queue-threshold 1 --router-queue-limit 0", []string{"--router-queue-limit 0", "at least 1"}},
 		{"a threshold below none", cpu, "--engine mocker --router-queue-threshold=-1", []string{"--router-queue-threshold -1", "at least 0"}},
 		{"a queue to simulate", cpu, "simulate --trace t --concurrency 8 --router-queue-threshold=-1", []string{"--router-queue-threshold -1", "at least 0"}},
-		{"two things to simulate", cpu, "simulate --grid g --trace t --concurrency 8", []string{"--grid FILE", "leave out --trace"}},
 		{"nothing to simulate", cpu, "simulate --concurrency 8", []string{"--trace", "--synthetic chat"}},
 		{"a trace and conversations", cpu, "simulate --trace t --synthetic chat --concurrency 8", []string{"either", "--trace"}},
 		{"conversations of an unknown shape", cpu, "simulate --synthetic cat --concurrency 8", []string{"--synthetic", "chat", "agentic"}},

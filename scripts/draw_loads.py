@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
-"""Draws random synthetic loads for a grid of `kvrouter simulate`: each quantity is uniform or log-uniform between two
-bounds. A seed always gives the same loads. testdata/grids/holdout.yaml was drawn with the seed in its first lines; its
+"""Draws random synthetic loads for a grid (scripts/grid.py): each quantity is uniform or log-uniform between two
+bounds. A seed always gives the same loads. testdata/grids/holdout.toml was drawn with the seed in its first lines; its
 results were not used in the design of the policies.
 
 Half of the loads are closed: a fixed number of conversations is in flight. The others are open: conversations begin at
@@ -56,7 +56,7 @@ def main():
     args = parser.parse_args()
     rng = random.Random(args.seed)
     for _ in range(args.count):
-        print(f'    - "{draw(rng)}"')
+        print(f'  "{draw(rng)}",')
 
 
 if __name__ == "__main__":

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Draws docs/pulls.svg from the --csv file of the grid testdata/grids/pulls.yaml.
+"""Draws docs/pulls.svg from the --csv file of the grid testdata/grids/pulls.toml.
 
 Mean time to first token with pulls and of placement by load, relative to affinity alone,
 over the bandwidth of pulls: a row for each trace, a panel for each number of requests in

@@ -55,8 +55,8 @@ func (s Settings) validateCells() error {
 		return fmt.Errorf("--cells %d: give 1 to %d", s.Cells, maxCells)
 	case s.RTTMatrix == "":
 		return errors.New("--cells needs --rtt-matrix FILE, such as testdata/rtt/regions.txt")
-	case s.Trace != "" || s.Synthetic != "" || s.Grid != "" || s.Concurrency != 0 || s.Speedup != 0 || s.Plot != "" || len(s.Tenants) > 0 || len(s.Faults) > 0 || s.PriorityShare != 0:
-		return errors.New("--cells makes up its own requests: leave out --trace, --synthetic, --grid, --concurrency, --speedup, --plot, --tenants, --faults and --priority-share")
+	case s.Trace != "" || s.Synthetic != "" || s.Concurrency != 0 || s.Speedup != 0 || len(s.Tenants) > 0 || len(s.Faults) > 0 || s.PriorityShare != 0:
+		return errors.New("--cells makes up its own requests: leave out --trace, --synthetic, --concurrency, --speedup, --tenants, --faults and --priority-share")
 	case s.EventLag != 0 || s.RoundTrip != 0 || s.Routers != 1 || s.UntoldCache:
 		return errors.New("--cells simulates one router a cell, with --rtt-matrix between cells: leave out --event-lag, --round-trip, --routers and --untold-cache")
 	case s.Shape.Rate != 0 || s.Shape.Adapters != 0 || s.Shape.Shifts != 0 || s.Shape.Burst != 0:

@@ -51,13 +51,15 @@ func parseFault(text string, workers int) (*fault, error) {
 		case "worker":
 			f.worker, err = strconv.Atoi(value)
 		case "at":
-			err = span(&f.at)(value)
+			f.at, err = span(value)
 		case "for":
-			err = span(&long)(value)
+			long, err = span(value)
 		case "kind":
 			f.kind = value
 		case "rate":
-			err = decimal(&f.rate, 1e-3, 1)(value)
+			if f.rate, err = strconv.ParseFloat(value, 64); err != nil || !(f.rate >= 1e-3 && f.rate <= 1) {
+				err = errors.New("give a number from 0.001 to 1")
+			}
 		default:
 			err = errors.New("it is not known")
 		}
@@ -281,4 +283,13 @@ func (s *simulator) faultReports() (reports []FaultReport) {
 	}
 	slices.SortStableFunc(reports, func(a, b FaultReport) int { return cmp.Compare(a.AtS, b.AtS) })
 	return reports
+}
+
+// span reads a time of at most a day.
+func span(value string) (time.Duration, error) {
+	d, err := time.ParseDuration(value)
+	if err != nil || d < 0 || d > 24*time.Hour {
+		return 0, errors.New("give a time such as 2s or 50ms")
+	}
+	return d, nil
 }

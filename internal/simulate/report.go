@@ -48,9 +48,6 @@ type Report struct {
 	Retries  int            `json:"retries,omitempty"`
 	Denied   int            `json:"retries_denied,omitempty"` // retries denied by the budget
 	Faults   []FaultReport  `json:"faults,omitempty"`
-
-	ttft []float64 // ms, in order of size
-	load [][]int   // requests in flight, by slice of the makespan and worker
 }
 
 // WorkerReport is one worker's share of a run. Both workers of a pair count
@@ -154,35 +151,7 @@ func (s *simulator) report() *Report {
 		}
 		r.Balance = append(r.Balance, share)
 	}
-	r.ttft, r.load = ttft, s.loadOverTime(last)
 	return r
-}
-
-// loadSlices is how many points in time loadOverTime looks at.
-const loadSlices = 300
-
-// loadOverTime counts the requests in flight on each worker, again and again
-// until the last has ended.
-func (s *simulator) loadOverTime(last time.Duration) [][]int {
-	load := make([][]int, loadSlices)
-	for i := range load {
-		load[i] = make([]int, s.Workers)
-	}
-	count := func(worker int, from, to time.Duration) {
-		end := int(int64(to) * loadSlices / int64(last+1))
-		for i := int(int64(from) * loadSlices / int64(last+1)); i <= end; i++ {
-			load[i][worker]++
-		}
-	}
-	for _, f := range s.ledger {
-		from := f.sent
-		if f.prefill != nil {
-			from = f.prefill.end
-			count(f.prefill.worker, f.sent, from)
-		}
-		count(f.worker, from, f.end)
-	}
-	return load
 }
 
 // writeReportsJSON writes one JSON object a line.

@@ -21,7 +21,6 @@ import (
 	"kvrouter/internal/policy"
 	"kvrouter/internal/radix"
 	"kvrouter/internal/router"
-	"kvrouter/internal/textfile"
 )
 
 // Settings are the flags of the simulate command. The settings of the policies, the
@@ -45,10 +44,8 @@ type Settings struct {
 	TenantCost     string   `default:"work" enum:"work,prompt,request" help:"What a fair queue charges tenants for, for comparison: ${enum} (the workers' time; prompt tokens, cached or not; each request the same, so that tenants take turns)."`
 	PrioritySettings
 	JSON         bool              `name:"json" help:"Print the results as JSON, one object per policy."`
-	Plot         string            `placeholder:"FILE" help:"HTML file for the distribution of the time to first token and the load of the workers."`
 	Shape        SyntheticSettings `embed:"" prefix:"synthetic-"`
 	Agents       AgenticSettings   `embed:"" prefix:"agentic-"`
-	GridSettings `embed:""`
 	CellSettings `embed:""`
 }
 
@@ -62,14 +59,12 @@ func (s Settings) Validate() error {
 		return s.validateCells()
 	case s.RTTMatrix != "":
 		return errors.New("--rtt-matrix is that of --cells N: give both or neither")
-	case (s.Trace == "") == (s.Synthetic == "") && s.Grid == "":
-		return errors.New("give either --trace FILE, such as testdata/traces/conversation_trace.jsonl.gz, --synthetic chat or agentic, --grid FILE, or --cells N")
+	case (s.Trace == "") == (s.Synthetic == ""):
+		return errors.New("give either --trace FILE, such as testdata/traces/conversation_trace.jsonl.gz, --synthetic chat or agentic, or --cells N")
 	case s.Concurrency < 0 || !(s.Speedup >= 0):
 		return errors.New("--concurrency and --speedup cannot be negative")
 	case !(s.EventLag >= 0 && s.EventLag <= longestDelay && s.RoundTrip >= 0 && s.RoundTrip <= longestDelay):
 		return fmt.Errorf("--event-lag %v and --round-trip %v: give 0 to %v ms", s.EventLag, s.RoundTrip, longestDelay)
-	case s.Grid != "":
-		return s.validateGrid()
 	}
 	if _, err := parseTenants(s.Tenants); err != nil {
 		return err
@@ -236,10 +231,7 @@ func (s Settings) Run(base Simulation, policies []string, out, progress *os.File
 	base.Way = time.Duration(s.RoundTrip / 2 * float64(time.Millisecond))
 	base.Routers, base.UntoldCache, base.Priority, base.Faults = s.Routers, s.UntoldCache, s.PrioritySettings, s.Faults
 	base.UnpublishedTiers, base.WithoutPulls, base.UntoldAdapters = !s.TierEvents, !s.Pulls, s.UntoldAdapters
-	switch {
-	case s.Grid != "":
-		return s.runGrid(base, out, progress)
-	case s.Cells > 0:
+	if s.Cells > 0 {
 		return s.runCells(base, policies, out, progress)
 	}
 	base.Routing.Charging = chargings[s.TenantCost]
@@ -270,11 +262,6 @@ func (s Settings) Run(base Simulation, policies []string, out, progress *os.File
 			return fmt.Errorf("simulation of policy %s: %w", name, err)
 		}
 		reports = append(reports, report)
-	}
-	if s.Plot != "" {
-		if err := textfile.Write(s.Plot, plotReports(reports), 0o644); err != nil {
-			return fmt.Errorf("--plot: %w", err)
-		}
 	}
 	if s.JSON {
 		return writeReportsJSON(out, reports)

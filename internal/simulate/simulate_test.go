@@ -271,9 +271,6 @@ func TestReportsAreReadable(t *testing.T) {
 	if err := json.Unmarshal(lines.Bytes(), &back); err != nil || back.TTFT != reports[0].TTFT || len(back.Balance) != 8 {
 		t.Errorf("JSON %s: %v", &lines, err)
 	}
-	if page := string(plotReports(reports)); !strings.HasPrefix(page, "<!doctype html>") || strings.Contains(page, "NaN") || strings.Contains(page, "http") {
-		t.Errorf("page of %d bytes is not complete in itself", len(page))
-	}
 }
 
 func TestDistribution(t *testing.T) {

@@ -83,28 +83,3 @@ func TestTheRouterPredictsWhatLowerTiersHave(t *testing.T) {
 		t.Errorf("predicted reuse %v without the tiers' events, actual %v", r.Predicted, r.Reuse)
 	}
 }
-
-func TestLoadsOfAGridHaveTiers(t *testing.T) {
-	l, err := parseGridLoad("conv c4 host100 hostbw2.5 disk7", []string{"conv"}, nil)
-	if err != nil {
-		t.Fatal(err)
-	}
-	tiers := l.on(Simulation{}, 1).Tiers
-	if len(tiers) != 2 || tiers[0].Tier != kv.Host || tiers[0].Blocks != 100 || tiers[0].Loads.Bandwidth != 2.5 ||
-		tiers[1].Tier != kv.Disk || tiers[1].Blocks != 7 || tiers[1].Loads.Bandwidth != 2 || tiers[1].Loads.BytesPerToken != 131072 {
-		t.Errorf("%+v", tiers)
-	}
-	base := Simulation{Tiers: []engine.TierSettings{{Tier: kv.Host, Blocks: 5, Loads: engine.Loads{Bandwidth: 9, BytesPerToken: 3}}}}
-	l, err = parseGridLoad("conv c4", []string{"conv"}, nil)
-	if err != nil {
-		t.Fatal(err)
-	}
-	if tiers := l.on(base, 1).Tiers; len(tiers) != 1 || tiers[0] != base.Tiers[0] {
-		t.Errorf("%+v", tiers)
-	}
-	for _, wrong := range []string{"conv c4 host0", "conv c4 hostbw0", "conv c4 disk"} {
-		if _, err := parseGridLoad(wrong, []string{"conv"}, nil); err == nil {
-			t.Errorf("%s is no error", wrong)
-		}
-	}
-}
