@@ -458,7 +458,7 @@ func BenchmarkDecision(b *testing.B) {
 			random := rand.New(rand.NewPCG(1, 1))
 			candidates := make([]policy.Candidate, 8)
 			for i := range candidates {
-				candidates[i].Target = &kv.Target{Key: kv.WorkerKey{Worker: uint64(i)}, Generation: 1}
+				candidates[i] = policy.Candidate{Target: &kv.Target{Key: kv.WorkerKey{Worker: uint64(i)}, Generation: 1}, Load: &policy.Load{}}
 			}
 			var decision uint64
 			decide := func() {
