@@ -30,7 +30,7 @@ type Encoder struct {
 
 	read  func() ([]byte, error) // tokenizer.json
 	sum   uint64                 // of what it was when the model was opened
-	mu    sync.Mutex             // guards exact
+	mu    sync.Mutex             // guards exact; held while it is loaded
 	exact native.Exact           // nil: not in memory
 
 	limits guard.Pause // after texts for which it took too much memory or time

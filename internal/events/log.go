@@ -25,8 +25,10 @@ type Log struct {
 	index  radix.Index
 	stats  *Stats
 
-	mu      sync.Mutex // guards all below; held while a batch is applied, so that a dump is of one moment between two
-	open    bool       // a batch is being applied
+	// mu guards all below. It is held while a batch is applied, so that a dump is of one moment
+	// between two. The index's locks, and those that OnLag needs, may be taken under it.
+	mu      sync.Mutex
+	open    bool // a batch is being applied
 	batches []loggedBatch
 	blocks  int      // in them
 	layout  string   // of the rank

@@ -37,8 +37,10 @@ type Recording struct {
 	lines *jsonlines.Writer
 	log   *slog.Logger
 
-	mu    sync.Mutex // guards all below; held while a change is made and recorded, so that a replay has the order of the index
-	began time.Time  // of the first change
+	// mu guards all below. It is held while a change is made and recorded, so that a replay has the
+	// order of the index, whose locks may be taken under it.
+	mu    sync.Mutex
+	began time.Time // of the first change
 	next  map[kv.WorkerKey]uint64
 }
 

@@ -136,7 +136,7 @@ type Stream struct {
 // Options are the optional parts of a Stream.
 type Options struct {
 	// OnLag is called with the age of every live batch when it is applied, by the
-	// clocks of the two machines; nil: not called.
+	// clocks of the two machines, under the lock of the stream's Log; nil: not called.
 	OnLag func(time.Duration)
 	// Peers have events that the worker cannot replay; nil: no peers.
 	Peers *Peers

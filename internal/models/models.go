@@ -126,11 +126,11 @@ type Set struct {
 
 	waiting waitList
 
-	joining sync.Mutex                 // held while a worker joins
+	joining sync.Mutex                 // held while a worker joins, or busy thresholds change; taken before mu
 	made    uint64                     // further models so far; joining guards it and spare
 	spare   map[string][]*tokens.Model // tokenizers of removed models, by folder
 
-	mu           sync.Mutex           // guards the rest, and changes of all
+	mu           sync.Mutex           // guards the rest, and changes of all; that of a router may be taken under it
 	homes        map[uint64]*Model    // of the workers that have joined
 	gone         tokens.Stats         // of removed models
 	goneSessions router.SessionCounts // likewise

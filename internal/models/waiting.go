@@ -21,7 +21,7 @@ var (
 
 // waitList has the requests that wait until a worker is up.
 type waitList struct {
-	mu      sync.Mutex        // guards the rest; Router.Mu may be taken under it
+	mu      sync.Mutex        // guards the rest; that of a router may be taken under it
 	all     []*waitingRequest // in order of arrival
 	stopped bool              // no request may wait any more
 }

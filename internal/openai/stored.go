@@ -31,7 +31,7 @@ const (
 // than its share of them loses its own oldest first. The zero value is empty. It is safe for
 // concurrent use.
 type Stored struct {
-	mu     sync.Mutex // guards the rest
+	mu     sync.Mutex // guards the rest; held while Each runs
 	byID   map[string]storedResponse
 	owners map[keys.Owner]*list.List // ids of each, oldest first; none is empty
 }

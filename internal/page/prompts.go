@@ -34,7 +34,7 @@ type prompts struct {
 	blockSize int
 	names     *kv.Names // of workers; nil: all are called by their ids
 
-	mu        sync.Mutex // guards the rest
+	mu        sync.Mutex // guards the rest; the locks of the index and of the tokenizer may be taken under it
 	root      node
 	nodes     int
 	blocks    int // of all nodes

@@ -154,7 +154,7 @@ rm -rf -- "$1"
 type reaper struct {
 	cmd *exec.Cmd
 
-	mu    sync.Mutex // guards input
+	mu    sync.Mutex // guards input; held while the pipe is written
 	input *os.File
 }
 

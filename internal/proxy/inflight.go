@@ -58,7 +58,7 @@ type workerInflight struct {
 
 // inflights are the requests in flight, by worker.
 type inflights struct {
-	mu      sync.Mutex // guards the rest and the last fields of each inflight
+	mu      sync.Mutex // guards the rest and the last fields of each inflight; the budget's may be taken under it
 	workers map[uint64]*workerInflight
 }
 

@@ -27,7 +27,7 @@ type socketConn struct {
 	net.Conn
 	told func(message []byte) error // gets the worker's text messages; nil: they are not read
 
-	mu     sync.Mutex // guards the rest, and writing
+	mu     sync.Mutex // guards the rest, and writing; told is called under it
 	sent   frames     // of the worker
 	closed bool       // the router has closed it
 }

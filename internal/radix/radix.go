@@ -91,7 +91,7 @@ const fewShare = 64
 // Memory stays at its peak: freed nodes, sets and table entries are reused, not
 // returned, except for tables of workers that were cleared or forgotten.
 type Tree struct {
-	mu       spinLock // guards everything below but scratch
+	mu       spinLock // guards everything below but scratch; those of a summary.Book may be taken under it
 	nodes    nodeSlab
 	branches table.Table   // (local hash, parent node) -> child, for all but inline children
 	sets     sets.Sets     // of the workers' slots, which nodes refer to

@@ -22,7 +22,7 @@ type Trees struct {
 	*Approx
 	blocks int           // that a tree keeps
 	every  time.Duration // from one eviction to the next
-	mu     sync.Mutex    // guards due; held before Approx.mu
+	mu     sync.Mutex    // guards due; no other lock is taken under it
 	due    time.Time     // of the next eviction
 }
 

@@ -91,7 +91,7 @@ type Mesh struct {
 	missed atomic.Bool   // a change was lost because queue was full
 	lose   func() bool   // tests: this message is lost; nil: none is
 
-	books sync.Mutex // guards what every otherRouter holds; taken before mu
+	books sync.Mutex // guards what every otherRouter holds; taken before mu and the router's lock
 
 	mu        sync.Mutex // guards the rest but the counts
 	running   context.Context

@@ -194,7 +194,7 @@ type Router struct {
 	log       *slog.Logger
 	scratch   sync.Pool // of *workspace
 
-	mu        sync.Mutex // guards all below, and their fields
+	mu        sync.Mutex // guards all below, and their fields; the index's locks may be taken under it
 	Health    *Health
 	Admission *Admission
 	Receipts  *Receipts

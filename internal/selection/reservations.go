@@ -48,7 +48,7 @@ type reservations struct {
 	now    func() time.Time
 	blocks *quota.Pool // of their prompts
 
-	mu      sync.Mutex // guards the rest
+	mu      sync.Mutex // guards the rest; the router's lock may be taken under it
 	byID    map[string]reservation
 	cleanAt int       // size at which expired ones are removed
 	cleaned time.Time // when they last were

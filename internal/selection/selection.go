@@ -55,7 +55,7 @@ type Service struct {
 	dumps     chan struct{} // has a token for each dump that is being written
 	draining  atomic.Bool
 
-	changing sync.Mutex // held while a worker is registered, changed or removed
+	changing sync.Mutex // held while a worker is registered, changed or removed; taken before all other locks
 }
 
 // Settings are the settings of the router port.

@@ -64,7 +64,7 @@ type Metrics struct {
 	known atomic.Int64 // entries of seen
 	most  int          // of them; 0: no limit
 
-	summing sync.Mutex   // held while series are summed or deleted
+	summing sync.Mutex   // held while series are summed or deleted, and while Deps.Fleet is called
 	gone    proxy.Totals // of removed workers; summing guards it
 }
 

@@ -232,7 +232,7 @@ type Fleet struct {
 	opened    chan struct{}      // closed when workers can be registered
 	lookers   chan chan struct{} // each is closed after a look at the models
 
-	membership sync.Mutex // guards workers, run and nextAdded
+	membership sync.Mutex // guards workers, run and nextAdded; a worker's mu may be taken under it
 	workers    []*worker  // the slice is replaced, never changed
 	run        *fleetRun  // nil: not running
 	nextAdded  uint64     // the least id that a worker of Add may get
@@ -258,7 +258,7 @@ type worker struct {
 	wake         chan struct{}      // holds a token when a health check is due now
 	look         chan chan struct{} // each is closed after a look at its models
 
-	mu      sync.Mutex // guards the rest
+	mu      sync.Mutex // guards the rest; those of events.Log and of the index may be taken under it
 	status  Status
 	key     kv.Secret // of spec
 	streams map[kv.WorkerKey]*events.Stream
