@@ -48,14 +48,14 @@ func (c *Config) book() *summary.Book {
 
 // tellRoutersAbove returns what tells the routers above of the default model: the book that exact
 // keeps.
-func (r *app) tellRoutersAbove(book *summary.Book, exact *radix.Tree) *cells.Teller {
+func (r *app) tellRoutersAbove(book *summary.Book, exact *radix.Tree) *cells.Reporter {
 	deps := cells.Deps{
 		Hello: cells.Hello{Router: r.config.Hop.Name(), Version: settings.Version(), BlockSize: r.config.BlockSize}, Info: r.tellInfo, State: r.tellState, Log: r.log,
 	}
 	if book != nil {
 		deps.Book, deps.Tidy = book, exact.Tidy
 	}
-	return cells.NewTeller(r.config.Cells, deps)
+	return cells.NewReporter(r.config.Cells, deps)
 }
 
 // tellInfo returns what the router serves.

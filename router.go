@@ -68,7 +68,7 @@ type app struct {
 	ports      []*web.Port         // the OpenAI port, the router port and, if it has one, the page's
 	replicas   *replica.Mesh       // nil: none
 	stored     *openai.Stored      // responses
-	teller     *cells.Teller       // to the routers above
+	teller     *cells.Reporter     // to the routers above
 	gateway    *extproc.Server     // nil: none
 	below      *relay.Below        // cells with a relay; nil: none
 	traces     *jsonlines.Writer   // of policy thompson; nil: none
@@ -83,7 +83,7 @@ func build(ctx context.Context, config Config, log *slog.Logger) (*app, error) {
 	config.Hop, config.RouterKeys = web.NewHop(), web.NewKeys(config.RouterAPIKey)
 	book := config.book()
 	r := &app{config: config, stored: &openai.Stored{}, log: log, edges: guard.New()}
-	exact := radix.NewTellingTree(book)
+	exact := radix.NewTreeWithBook(book)
 	index, assumer := router.NewIndexOf(exact, config.Index, config.Policy, config.Scoring.Settings, config.BlockSize, time.Now)
 	var err error
 	if r.index, r.recording, err = events.OpenRecording(config.Snapshot, index, log); err != nil {

@@ -35,7 +35,7 @@ const (
 	// the time that it waits for an answer.
 	badPause, badPatience = 40 * time.Millisecond, 4 * time.Second
 	// goodLeast and goodLeastBehind are the fewest requests of the sound client, without and
-	// behind a gateway: on a busy machine a case goes on for them, up to poisonLimit.
+	// behind a gateway: on a busy machine a case waits for them, up to poisonLimit.
 	goodLeast, goodLeastBehind = 150, 600
 	poisonLimit                = 40 * time.Second
 	// poisonsAtATime is how many routers meet poison at a time.

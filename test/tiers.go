@@ -24,7 +24,7 @@ type TierSite struct {
 	*Router
 	random *rand.Rand
 	asked  int           // requests
-	Talks  [][]uint32    // conversations that go on
+	Talks  [][]uint32    // open conversations
 	Quiet  time.Duration // without KV events, after which none of an answer is to come
 }
 
@@ -44,7 +44,7 @@ func (s *TierSite) Tokens(n int) []uint32 {
 	return list
 }
 
-// Next returns a prompt: a conversation goes on, branches off, or begins.
+// Next returns a prompt: a conversation continues, branches off, or begins.
 func (s *TierSite) Next() []uint32 {
 	const kept, most = 14, 1100
 	turn := s.Tokens(20 + s.random.IntN(100))

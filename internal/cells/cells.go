@@ -1,5 +1,6 @@
-// Package cells lets a router be the worker of another one. A Teller tells the routers above what
-// this router's workers hold and how long requests wait, over GET /cell; a Client follows it.
+// Package cells lets a router be the worker of another one. A Reporter sends the routers above the
+// prefixes that this router's workers have cached and the waits of requests, over GET /cell; a
+// Client follows it.
 //
 // The answer is a stream of frames without an end: the length of the rest as 4 bytes, little
 // endian, a kind, and the rest. The first is a Hello, the second an Info, the third a State.
@@ -39,7 +40,7 @@ const (
 	frameSummary = 'm' // of package summary
 )
 
-// Bounds of what a cell tells.
+// Bounds of what a cell reports.
 const (
 	maxJSON   = 256 << 10 // bytes of a frame
 	maxNames  = 512       // models, adapters or routers: together less than maxJSON

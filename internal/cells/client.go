@@ -37,7 +37,7 @@ const Silence = 2500 * time.Millisecond
 
 const (
 	// maxReports bounds the frames of JSON that are read in a second, of which a router sends
-	// two in an interval, 20 ms at least: more wait, and with them the router that sends them.
+	// two in an interval, 20 ms at least: reading more pauses, which slows the sender.
 	maxReports = 200
 	// maxSnapshots bounds the snapshots of a stream at once, of which each takes the memory of
 	// a view anew; one more may come each second. A filter grows 14 times.
@@ -86,7 +86,7 @@ type Stream struct {
 	ignores atomic.Bool // see Ignore
 }
 
-// Report is what a router tells in one interval.
+// Report is what a router reports in one interval.
 type Report struct {
 	State     State
 	Info      *Info  // nil: as before
@@ -117,8 +117,8 @@ func (e *StatusError) Error() string {
 	return text
 }
 
-// Open begins to follow the router at a URL, and reads its first report. What it tells of its
-// blocks goes into view, from where that ends if it can be resumed. Close must follow.
+// Open begins to follow the router at a URL, and reads its first report. The summary of
+// its blocks goes into view, from where that ends if it can be resumed. Close must follow.
 func (c *Client) Open(ctx context.Context, url string, key kv.Secret, view *summary.View) (*Stream, error) {
 	s := newStream(ctx, view)
 	s.own = c.own
@@ -170,7 +170,7 @@ func (c *Client) open(s *Stream, url string, key kv.Secret) error {
 		case err != nil:
 			return err
 		case kind != want.kind:
-			return fmt.Errorf("%w: frame %q came in place of %q", ErrOther, kind, want.kind)
+			return fmt.Errorf("%w: frame %q instead of %q", ErrOther, kind, want.kind)
 		}
 		if err := json.Unmarshal(body, want.into); err != nil {
 			return fmt.Errorf("%w: %w", ErrOther, err)
@@ -276,7 +276,7 @@ func (s *Stream) Next() (r Report, err error) {
 				continue
 			}
 			if summary.Begins(body) && !s.snapshots.Allow() {
-				return r, fmt.Errorf("%w: it tells one snapshot after the other", ErrContent)
+				return r, fmt.Errorf("%w: it sends one snapshot after the other", ErrContent)
 			}
 			before, whole := s.view.Position()
 			if err := s.view.Apply(body); err != nil && !s.ignores.Load() {

@@ -18,7 +18,7 @@ import (
 
 func TestWhatIsFoundOfARouterBelow(t *testing.T) {
 	serve := func(size int, book *summary.Book, ready bool) string {
-		teller := cells.NewTeller(testkit.Defaults[cells.Flags](), cells.Deps{
+		teller := cells.NewReporter(testkit.Defaults[cells.Flags](), cells.Deps{
 			Hello: cells.Hello{Router: "kvrouter-1", Version: "1.2", BlockSize: size}, Book: book, Log: slog.New(slog.DiscardHandler),
 			Info:  func() cells.Info { return cells.Info{Models: []string{"m"}} },
 			State: func() cells.State { return cells.State{Ready: ready, Workers: 4} },

@@ -221,7 +221,7 @@ func (v visitor) checkCell(ctx context.Context, s Setup, p *patient) {
 	if hello.BlockSize != s.BlockSize {
 		r.mend(fmt.Sprintf("its blocks have %d tokens, this router's %d", hello.BlockSize, s.BlockSize), "set --block-size to the same on both: without, it is routed by load alone")
 	} else if !hello.Summary {
-		r.note("tells no summary of what its workers hold", "start it with --cell: without, it is routed by load alone")
+		r.note("reports no summary of its workers' caches", "start it with --cell; without a summary it is routed by load alone")
 	}
 }
 
@@ -257,7 +257,7 @@ func (v visitor) checkVLLM(ctx context.Context, s Setup, p *patient) {
 		r.checkCache(s, kept.blockSize, kept.keeps, "--block-size", "start it with --enable-prefix-caching")
 	}
 	if slices.ContainsFunc(metrics.Caches(), probe.FindsParts) {
-		r.note("predictions are not exact: its KV events do not say where the parts of blocks are that --prefix-match-unit lets it find", "")
+		r.note("predictions are not exact: its KV events do not say which parts of blocks --prefix-match-unit makes it find", "")
 	}
 	if len(metrics.Caches()) == 0 {
 		r.note("does not report its block size", fmt.Sprintf("make sure that it runs with --block-size %d", s.BlockSize))
@@ -293,7 +293,7 @@ func (v visitor) checkTokens(ctx context.Context, s Setup, sglang bool, r *repor
 	takes, err := tokens.NewSource(nil, nil, v.wait, silent()).AskTakes(ctx, tokens.Peer{SGLang: sglang, Ask: v.post})
 	switch routes := takes.Routes(); {
 	case err != nil:
-		r.note("cannot be asked whether it takes the tokens of prompts: "+shorten(err.Error()), "")
+		r.note("does not say whether it takes the tokens of prompts: "+shorten(err.Error()), "")
 	case len(routes) == 0:
 		r.note("tokenizes prompts itself: it does not take their tokens", "run vLLM 0.32, SGLang 0.5.23 or a newer one, for a faster first token of long prompts")
 	default:

@@ -187,7 +187,7 @@ func (s *Stream) askPeers(ctx context.Context, seq, sum uint64) (ok bool) {
 	return false
 }
 
-// take applies a peer's answer. The answer as a whole says where it goes on: a
+// take applies a peer's answer. The answer as a whole has the position where it continues: a
 // whole: ids of a dump's events are made up.
 func (s *Stream) take(answer Answer) bool {
 	s.history.cleared() // it cannot vouch for batches that it has not seen

@@ -62,12 +62,12 @@ func (h *health) Watch(request *grpc_health_v1.HealthCheckRequest, stream grpc.S
 	defer poll.Stop()
 	limit := time.NewTimer(watchLimit)
 	defer limit.Stop()
-	for told := grpc_health_v1.HealthCheckResponse_UNKNOWN; ; {
-		if state, _ := h.now(request.GetService()); state != told {
+	for last := grpc_health_v1.HealthCheckResponse_UNKNOWN; ; {
+		if state, _ := h.now(request.GetService()); state != last {
 			if err := stream.Send(&grpc_health_v1.HealthCheckResponse{Status: state}); err != nil {
 				return err
 			}
-			told = state
+			last = state
 		}
 		select {
 		case <-stream.Context().Done():

@@ -145,8 +145,8 @@ func subset(metadata *corev3.Metadata) []string {
 // served returns the address of the worker that gave an answer, from the protocol's
 // metadata or the attribute upstream.address; empty: the gateway reports none.
 func served(message *extprocv3.ProcessingRequest) string {
-	if told := message.GetMetadataContext().GetFilterMetadata()[metadataEnvoy].GetFields()[keyServed].GetStringValue(); told != "" {
-		return told
+	if reported := message.GetMetadataContext().GetFilterMetadata()[metadataEnvoy].GetFields()[keyServed].GetStringValue(); reported != "" {
+		return reported
 	}
 	return attribute(message, "upstream.address")
 }

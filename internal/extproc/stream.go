@@ -185,7 +185,7 @@ func (p *Server) Process(process extprocv3.ExternalProcessor_ProcessServer) erro
 	ended := make(chan error, 2) // of the handler, and of the goroutine below
 	silent := time.AfterFunc(p.limits.silence, func() {
 		p.refused[reasonSilence].Add(1)
-		ended <- status.Error(codes.DeadlineExceeded, "no request headers came on the stream in time")
+		ended <- status.Error(codes.DeadlineExceeded, "no request headers arrived on the stream in time")
 	})
 	p.handlers.Go(func() { // until the stream ends
 		first, err := s.receive()

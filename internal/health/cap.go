@@ -53,7 +53,7 @@ func (d *Detector) mayEject(role kv.Role) bool {
 func (d *Detector) spare(key kv.WorkerKey, w *worker, kind Kind, why string, now time.Time) {
 	first := w.spared.IsZero()
 	if w.spared = now; first {
-		d.tell(News{Worker: key, Kind: kind, Spared: true, Why: why})
+		d.announce(News{Worker: key, Kind: kind, Spared: true, Why: why})
 		d.recount()
 	}
 }

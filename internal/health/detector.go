@@ -503,12 +503,12 @@ func (d *Detector) eject(a Attempt, w *worker, kind Kind, why string, now time.T
 	w.trial, w.trialHeard, w.spared = time.Time{}, time.Time{}, time.Time{}
 	w.ejections[kind]++
 	d.recount()
-	d.tell(News{Worker: key, Kind: kind, Out: true, For: long, Why: why})
+	d.announce(News{Worker: key, Kind: kind, Out: true, For: long, Why: why})
 }
 
 // bringBack returns w to service.
 func (d *Detector) bringBack(key kv.WorkerKey, w *worker, now time.Time) {
-	d.tell(News{Worker: key, Kind: w.reason, For: now.Sub(w.since)})
+	d.announce(News{Worker: key, Kind: w.reason, For: now.Sub(w.since)})
 	w.phase, w.since, w.back, w.row, w.broken = phaseBack, now, now, 0, 0
 	w.trial, w.trialHeard = time.Time{}, time.Time{}
 	w.window = [windowSeconds]second{}

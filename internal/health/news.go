@@ -45,7 +45,7 @@ func (n News) Log(log *slog.Logger, called string) {
 // maxNews is the maximum number of news that were not taken.
 const maxNews = 256
 
-func (d *Detector) tell(n News) {
+func (d *Detector) announce(n News) {
 	if len(d.news) < maxNews {
 		d.news = append(d.news, n)
 	}

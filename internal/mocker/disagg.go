@@ -340,7 +340,7 @@ func (w *Worker) joinRoom(out http.ResponseWriter, in *http.Request) {
 	}
 	defer w.rooms.leave(id, room)
 	if !w.rooms.first(&room.taken) {
-		http.Error(out, "another decode worker has come already", http.StatusConflict)
+		http.Error(out, "another decode worker has already connected", http.StatusConflict)
 		return
 	}
 	defer close(room.left)
@@ -351,7 +351,7 @@ func (w *Worker) joinRoom(out http.ResponseWriter, in *http.Request) {
 		http.Error(out, "the prompt will not be computed", http.StatusGone)
 		return
 	case <-time.After(w.cfg.MockBootstrapTimeout):
-		http.Error(out, "the prompt does not come", http.StatusGatewayTimeout)
+		http.Error(out, "the prompt did not arrive", http.StatusGatewayTimeout)
 		return
 	case <-in.Context().Done():
 		return

@@ -356,7 +356,7 @@ func (w *Worker) choose(a *Answer, own owner, prompt []uint32, length int, stop 
 		}
 	}
 	if own.extra != "" {
-		c.told = hashes
+		c.published = hashes
 	}
 	c.request = &engine.Request{Blocks: blocks, Prompt: len(prompt), Output: c.Output, Tag: c, Adapter: own.adapter.Name}
 	return c

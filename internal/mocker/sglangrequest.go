@@ -360,7 +360,7 @@ func (w *Worker) warm(ctx context.Context, rank *Rank, answer *Answer) bool {
 	warm := &Answer{More: make(chan struct{}, 1)}
 	for i := 0; i < len(answer.choices); i += answer.samples {
 		c := answer.choices[i]
-		one := &Choice{Answer: warm, owner: c.owner, prompt: c.prompt, Output: 1, tokens: c.tokens, told: c.told, Finish: "length"}
+		one := &Choice{Answer: warm, owner: c.owner, prompt: c.prompt, Output: 1, tokens: c.tokens, published: c.published, Finish: "length"}
 		one.request = &engine.Request{Blocks: c.request.Blocks[:c.prompt/w.cfg.BlockSize], Prompt: c.prompt, Output: 1, Tag: one, Adapter: c.request.Adapter}
 		warm.choices = append(warm.choices, one)
 	}

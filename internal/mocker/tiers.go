@@ -22,7 +22,7 @@ type TierFlags struct {
 	MockDiskShared    bool          `group:"Mock workers, with --engine mocker" help:"All mock workers share the files of --mock-disk-blocks (locality REMOTE in vLLM's events)."`
 	MockPeerBandwidth float64       `group:"Mock workers, with --engine mocker" name:"mock-peer-bandwidth" default:"0" placeholder:"GB/S" help:"vLLM mock workers pull blocks from each other's host memory (vLLM's secondary tier p2p) at this bandwidth, GB per second. Requires --mock-host-blocks. 0: they do not."`
 	MockPeerLatency   time.Duration `group:"Mock workers, with --engine mocker" name:"mock-peer-latency" default:"0s" help:"Fixed time of each pull."`
-	MockPeerFailures  float64       `group:"Mock workers, with --engine mocker" name:"mock-peer-failures" default:"0" help:"Fault: share of the pulls, 0 to 1, of which nothing comes."`
+	MockPeerFailures  float64       `group:"Mock workers, with --engine mocker" name:"mock-peer-failures" default:"0" help:"Fault: share of the pulls, 0 to 1, that deliver nothing."`
 	MockTierEvents    string        `group:"Mock workers, with --engine mocker" default:"described" enum:"described,placeholder,none" help:"KV events of a vLLM mock worker's lower tiers: described (self_describing_kv_events), placeholder (vLLM's default: a hash without tokens and parent) or none."`
 	MockSilentTiers   []uint64      `group:"Mock workers, with --engine mocker" placeholder:"ID" help:"Fault: the lower tiers of mock worker ID take blocks and publish them, but no request finds any. Comma-separated."`
 }
@@ -184,14 +184,14 @@ func (r *Rank) takeLower() []Event {
 func (r *Rank) renamed(removed []uint64) []uint64 {
 	removed = slices.Clone(removed)
 	for i, name := range removed {
-		told, renamed := r.told[name]
+		published, renamed := r.published[name]
 		if !renamed {
 			continue
 		}
-		removed[i] = told
+		removed[i] = published
 		kept := r.Engine.Pool.Find(name) != 0 || slices.ContainsFunc(r.Engine.Lower, func(s *engine.Store) bool { return s.Has(name) })
 		if !kept {
-			delete(r.told, name)
+			delete(r.published, name)
 		}
 	}
 	return removed

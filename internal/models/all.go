@@ -43,7 +43,7 @@ func (s *Set) ShowAdapters(w kv.WorkerKey, report policy.AdapterReport) {
 	s.For(w.Worker).Router.ShowAdapters(w, report)
 }
 
-// ShowCell stores what a router below this one tells of itself, and its summary.
+// ShowCell stores the report and the summary of a router below this one.
 func (s *Set) ShowCell(w kv.WorkerKey, report policy.CellReport, holds *summary.View) {
 	s.For(w.Worker).Router.ShowCell(w, report, holds)
 }

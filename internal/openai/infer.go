@@ -110,7 +110,7 @@ func (r *inference) upstream(c *gin.Context) proxy.Upstream {
 	a, body, x := r.api, r.body, r.exchange
 	u := proxy.Upstream{
 		Method: c.Request.Method, Path: pathOf(c.Request.URL), Header: a.clientHeader(c, r.hints.Pinned != nil), Body: body.Raw,
-		Route: x.Route, RequestID: x.ID, Client: r.client, Arrived: x.Arrived, EndMarked: r.kind != tokens.NoPrompt, Silent: !r.tells(), SeveralAnswers: r.several,
+		Route: x.Route, RequestID: x.ID, Client: r.client, Arrived: x.Arrived, EndMarked: r.kind != tokens.NoPrompt, Silent: !r.explains(), SeveralAnswers: r.several,
 		CachedTokensMislead: r.countsMore() || proxy.ComputesAnew(body), Paired: r.paired, Parsed: body, Aggregated: r.whole, Gateway: r.gateway, Below: r.below,
 	}
 	if x.Route == proxy.ResponsesRoute && body.Get("store").Type != gjson.False {

@@ -19,8 +19,8 @@ import (
 )
 
 const (
-	// askedInTurn is the number of workers that are asked, one after the other, for what any of
-	// them can tell, and askTimeout how long one may take for it.
+	// askedInTurn is the number of workers to which a question that any of them can answer
+	// is sent in turn, and askTimeout the time for each.
 	askedInTurn = 3
 	askTimeout  = 5 * time.Second
 	// healthTimeout bounds the question whether a worker generates: SGLang itself

@@ -116,8 +116,7 @@ func (s *Stored) Each(take func(worker uint64, owner keys.Owner, ids []string)) 
 }
 
 // mayUse reports whether a caller may use the response of that id, and its worker, if that is
-// known. Of a response without a known owner that cannot be told where there are several clients:
-// it is nobody's.
+// known. With several clients, a response without a known owner is nobody's.
 func (a *API) mayUse(caller *keys.Caller, id string) (worker uint64, known, may bool) {
 	if id == "" || len(id) > maxResponseID {
 		return 0, false, false

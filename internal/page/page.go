@@ -130,7 +130,7 @@ func (p *Page) Close() { p.viewers.close() }
 func (p *Page) show() {
 	if p.viewers.watched() {
 		p.deps.Models.Decisions(0) // the next ones are explained
-		p.viewers.tell(eventState, p.state(p.now()), p.now())
+		p.viewers.send(eventState, p.state(p.now()), p.now())
 	}
 }
 
@@ -144,7 +144,7 @@ func (p *Page) takeStep() {
 	queued, _ := p.deps.Models.QueueDepth()
 	p.trends.step(p.deps.Totals(), queued, inFlight, now)
 	if p.viewers.watched() {
-		p.viewers.tell(eventTrends, p.trends.all(), now)
+		p.viewers.send(eventTrends, p.trends.all(), now)
 	}
 }
 

@@ -7,7 +7,7 @@ import (
 	"kvrouter/internal/fair"
 )
 
-// CellReport is what a router tells of itself whose workers are below it.
+// CellReport is the report of a router whose workers are below it.
 type CellReport struct {
 	Workers int                              // ranks that are up, at least 1
 	Waits   [len(fair.Classes)]time.Duration // predicted delay of a new request's first token, compared to an idle worker, by class
@@ -23,8 +23,8 @@ const MaxCellWorkers = 1 << 16
 // chooses the worker.
 type Cell struct {
 	CellReport
-	finds runningMean // share of the told overlap that its worker had
-	late  runningMean // by how much first tokens came later than they would by what it tells, ms
+	finds runningMean // share of the reported overlap that its worker had
+	late  runningMean // delay of first tokens beyond its prediction, ms
 
 	lateSquares runningMean // of the same, squared
 	again       time.Time   // from then on one request at a time shows whether it is still late
@@ -32,8 +32,8 @@ type Cell struct {
 }
 
 const (
-	// cellFinds and cellLate are the numbers of requests that Cell.finds and Cell.late are the
-	// means of, at most: a cell that tells too short waits is believed for some requests only.
+	// cellFinds and cellLate bound the requests of the means Cell.finds and Cell.late: a cell that
+	// reports too short waits is believed for some requests only.
 	cellFinds, cellLate = 64, 16
 	// mostLate bounds what one request says of late, ms.
 	mostLate = 60_000
@@ -45,7 +45,7 @@ const (
 
 // Late learns from a first token at now: by how much it came later than FirstToken said, without
 // what that knew of Load.Lateness. A cell that gets no requests because it was late would be
-// without them for good: after the time that it was late by, a queue that it did not tell of is
+// without them for good: after the time that it was late by, an unreported queue is
 // gone, and a request shows whether that is so. If it is, what was learned before is over, else
 // the next trial comes after twice the time.
 func (c *Cell) Late(now time.Time, by time.Duration) {
@@ -70,8 +70,8 @@ func (c *Cell) Late(now time.Time, by time.Duration) {
 	c.again = now.Add(duration(min(still*math.Pow(2, float64(c.trials)), mostLate)))
 }
 
-// Lateness returns by how much the next first token of a cell is expected to come later than by
-// what it tells: Cell.Lateness, or nothing if it is time for a trial. 0: it is no cell.
+// Lateness returns the expected delay of a cell's next first token beyond its prediction:
+// Cell.Lateness, or 0 if it is time for a trial or it is no cell.
 func (l *Load) Lateness(now time.Time) time.Duration {
 	if l.Cell == nil || len(l.Prefills) == 0 && !now.Before(l.Cell.again) {
 		return 0
@@ -79,8 +79,8 @@ func (l *Load) Lateness(now time.Time) time.Duration {
 	return l.Cell.Lateness()
 }
 
-// Lateness returns by how much first tokens come later than by what the cell tells: two standard
-// errors below their mean, so that chance does not count.
+// Lateness returns the delay of first tokens beyond the cell's prediction: two standard errors below
+// the mean, so that chance does not count.
 func (c *Cell) Lateness() time.Duration { return duration(c.lateness()) }
 
 func (c *Cell) lateness() float64 {
@@ -90,21 +90,21 @@ func (c *Cell) lateness() float64 {
 	return max(0, c.late.Value-2*c.lateSpread()/math.Sqrt(float64(c.late.count)))
 }
 
-// lateSpread is the standard deviation of what Late was told, ms.
+// lateSpread is the standard deviation of the delays that Late got, ms.
 func (c *Cell) lateSpread() float64 {
 	return math.Sqrt(max(0, c.lateSquares.Value-c.late.Value*c.late.Value))
 }
 
 // Found learns from a decision of the cell: how many tokens of a prompt its worker had, and how
-// many a worker of the cell was told to have.
-func (c *Cell) Found(found, told int) {
-	if c != nil && told > 0 {
+// many the cell had reported for one of its workers.
+func (c *Cell) Found(found, reported int) {
+	if c != nil && reported > 0 {
 		c.finds.count = min(c.finds.count, cellFinds-1)
-		c.finds.add(min(max(float64(found)/float64(told), 0), 1))
+		c.finds.add(min(max(float64(found)/float64(reported), 0), 1))
 	}
 }
 
-// Finds returns the share of a told overlap that is expected to be found.
+// Finds returns the share of a reported overlap that is expected to be found.
 func (c *Cell) Finds() float64 {
 	if c.finds.count == 0 {
 		return 1
@@ -124,7 +124,7 @@ func (l *Load) width() float64 {
 // count requests or blocks compare a cell with a worker.
 func (l *Load) each(n int) float64 { return float64(n) / l.width() }
 
-// cellWait predicts how long a request of that class waits in a cell, ms: what it told, less the
+// cellWait predicts how long a request of that class waits in a cell, ms: the reported wait, less the
 // time since then, and the prompts that it did not have then, shared out over its workers: those
 // that were sent later than a round trip before its report came. What is known to be late counts,
 // too: as Load.Lateness, and of the prompts that wait now, whose first tokens are due by more than
@@ -136,8 +136,8 @@ func (p *Work) cellWait(now time.Time, load *Load, class fair.Class) float64 {
 	for i := len(load.Prefills) - 1; i >= 0 && load.Prefills[i].Sent.After(unseen); i-- {
 		sent += load.Prefills[i].Tokens
 	}
-	told := milliseconds(cell.Waits[class.Place()])
-	wait := max(0, told-milliseconds(now.Sub(cell.Load.At))) + p.Timing.Prefill(sent)/load.width() + milliseconds(load.Lateness(now))
+	reported := milliseconds(cell.Waits[class.Place()])
+	wait := max(0, reported-milliseconds(now.Sub(cell.Load.At))) + p.Timing.Prefill(sent)/load.width() + milliseconds(load.Lateness(now))
 	due, waiting, chance := 0.0, 0, 2*cell.lateSpread()
 	for i := range load.Prefills[:min(len(load.Prefills), cellLooks)] {
 		if prefill := &load.Prefills[i]; !prefill.AnsweredWhole {

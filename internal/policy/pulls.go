@@ -52,7 +52,7 @@ func (t *Tiers) Pulled(from *Tiers, expected, came int, now time.Time) {
 	from.serves.came(share, now)
 }
 
-// PullResult is what became of the blocks that a worker was to pull from another one.
+// PullResult is the outcome of a block pull.
 type PullResult uint8
 
 // The results.

@@ -29,7 +29,7 @@ func (r *Tree) Check() error {
 
 // checkTelling checks the book against the nodes.
 func (r *Tree) checkTelling(free []bool) error {
-	t := r.telling
+	t := r.booked
 	if t == nil {
 		return nil
 	}

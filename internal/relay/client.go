@@ -247,7 +247,7 @@ func (c *Client) followCatalog(ctx context.Context) error {
 	})
 }
 
-// meet asks the relay who it is, so that one of another contract is told apart.
+// meet asks the relay who it is, and refuses one of another contract.
 func (c *Client) meet(ctx context.Context) error {
 	ctx, cancel := context.WithTimeout(ctx, infoLimit)
 	defer cancel()

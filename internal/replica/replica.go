@@ -218,7 +218,7 @@ func (r *Mesh) Run(ctx context.Context) {
 		r.followers.Go(func() { r.discover(ctx, r.usePeers) })
 	}
 	r.mu.Unlock()
-	r.tell(ctx)
+	r.publishQueued(ctx)
 	r.mu.Lock()
 	r.running = nil // no other router is followed from now on
 	r.mu.Unlock()
@@ -247,9 +247,9 @@ func (r *Mesh) say(m ownMessage) {
 	r.put(message{own: &m})
 }
 
-// tell publishes what is queued until ctx ends, digests of it, and again what others
+// publishQueued publishes what is queued until ctx ends, digests of it, and again what others
 // request.
-func (r *Mesh) tell(ctx context.Context) {
+func (r *Mesh) publishQueued(ctx context.Context) {
 	var books ownBooks
 	ticker := time.NewTicker(r.timing.tick)
 	defer ticker.Stop()

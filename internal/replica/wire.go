@@ -131,7 +131,7 @@ type ownMessage struct {
 	Milliseconds uint64   `msgpack:"milliseconds,omitempty"`
 	Owner        uint64   `msgpack:"owner,omitempty"` // a hash; 0: none, or a router that does not say
 
-	Service []tenantService `msgpack:"service,omitempty"` // at most fair.MostTold
+	Service []tenantService `msgpack:"service,omitempty"` // at most fair.MostReported
 }
 
 // tenantService is a fair.Service, with whole ms.
@@ -387,7 +387,7 @@ func decodeOwn(text []byte) (m ownMessage, err error) {
 		field{"owner", uintTo(math.MaxUint64, &m.Owner)},
 		field{"milliseconds", uintTo(uint64(math.MaxInt64/time.Millisecond), &m.Milliseconds)},
 		field{"service", func(value []byte) error {
-			return eachItem(value, fair.MostTold, func(value []byte) error {
+			return eachItem(value, fair.MostReported, func(value []byte) error {
 				var s tenantService
 				err := readFields(value, 0,
 					field{"tenant", textTo(&s.Tenant)},

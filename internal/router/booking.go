@@ -61,7 +61,7 @@ type Booking struct {
 	cached       int            // blocks of it that the engine found cached; -1: not reported
 	outputs      int            // blocks of the answer
 	outputWeight float64        // their total weight
-	answered     int            // tokens of the answer, as told by Answered
+	answered     int            // tokens of the answer, as reported by Answered
 	heard        time.Time      // time of the last message about it
 	older, newer *Booking       // its neighbours in loads, by that time
 }

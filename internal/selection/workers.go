@@ -279,7 +279,7 @@ type WorkerRecord struct {
 	WaitingReqs   int      `json:"num_waiting_reqs"`
 	KVCacheUsage  float64  `json:"kv_cache_usage"`
 	Blocks        int      `json:"blocks"`
-	// Pulls counts the requests for which it was told to pull blocks from another worker, by
+	// Pulls counts the requests for which it was to pull blocks from another worker, by
 	// result; nil: none.
 	Pulls map[string]int64 `json:"kv_pulls,omitempty"`
 

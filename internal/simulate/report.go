@@ -323,14 +323,14 @@ func (r *Report) writeTroubles(out io.Writer) {
 		text = append(text, fmt.Sprintf("%d retries, %d denied", r.Retries, r.Denied))
 	}
 	for _, f := range r.Faults {
-		told := fmt.Sprintf("worker %d %s at %g s: %d first attempts, %d attempts in all, %d requests lost", f.Worker, f.Kind, f.AtS, f.First, f.Attempts, f.Lost)
+		line := fmt.Sprintf("worker %d %s at %g s: %d first attempts, %d attempts in all, %d requests lost", f.Worker, f.Kind, f.AtS, f.First, f.Attempts, f.Lost)
 		if f.KnownS != nil {
-			told += fmt.Sprintf(", ejected after %.2f s", *f.KnownS)
+			line += fmt.Sprintf(", ejected after %.2f s", *f.KnownS)
 		}
 		if f.BackS != nil {
-			told += fmt.Sprintf(", readmitted %.2f s after its end", *f.BackS)
+			line += fmt.Sprintf(", readmitted %.2f s after its end", *f.BackS)
 		}
-		text = append(text, told)
+		text = append(text, line)
 	}
 	if len(text) > 0 {
 		fmt.Fprintf(out, "%s: %s\n\n", r.Policy, strings.Join(text, "; "))

@@ -31,7 +31,7 @@ const (
 	lostCut      = "cut"    // its answer broke off
 )
 
-// backOff is the time that a client waits that was refused or failed, before it goes on.
+// backOff is the time that a client waits that was refused or failed, before it continues.
 const backOff = time.Second
 
 // simRequest is one request with all attempts at it.
@@ -267,7 +267,7 @@ func (s *simulator) giveUp(e *simRequest) {
 	s.lose(e, lostFailed)
 }
 
-// lose ends a simulated request with an error. Its client goes on after a pause, as if it had
+// lose ends a simulated request with an error. Its client continues after a pause, as if it had
 // been answered: so all policies get the same requests.
 func (s *simulator) lose(e *simRequest, why string) {
 	s.lost[why]++
@@ -280,7 +280,7 @@ func (s *simulator) lose(e *simRequest, why string) {
 	s.after(backOff, func() { s.over(e) })
 }
 
-// over ends a request; its conversation goes on, or ends.
+// over ends a request; its conversation continues or ends.
 func (s *simulator) over(e *simRequest) {
 	s.done++
 	if e.counts {

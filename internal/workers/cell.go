@@ -22,7 +22,7 @@ type Cell struct {
 	Ready        bool    `json:"ready"`
 	Workers      int     `json:"workers"`       // ranks below it that are up
 	NetworkMS    float64 `json:"network_ms"`    // measured: of a round trip
-	SummaryBytes int     `json:"summary_bytes"` // memory of its summary; 0: it tells none that can be used
+	SummaryBytes int     `json:"summary_bytes"` // memory of its summary; 0: it reports no usable one
 	Received     uint64  `json:"summary_received_bytes"`
 	Snapshots    uint64  `json:"summary_snapshots"` // whole summaries received
 
@@ -70,7 +70,7 @@ type cell struct {
 	way     cells.Way
 	running sync.WaitGroup // what reads the stream, and measures
 	in      *incarnation   // nil: it has not been ready yet
-	held    bool           // it is not ready: it gets no new requests, and those in flight go on
+	held    bool           // it is not ready: it gets no new requests, and those in flight continue
 	counts  Cell
 }
 
@@ -228,10 +228,10 @@ func (c *cell) begin(ctx context.Context) error {
 		c.stream.Ignore()
 		why := fmt.Sprintf("unknown: its blocks have %d tokens, this router's %d", size, in.blockSize)
 		c.f.update(c.w, func(s *Status) { s.Predictions = why })
-		c.f.log.Warn(fmt.Sprintf("%s: routed by its load alone, because its blocks have another size", c.w), "its", size, "own", in.blockSize, "remedy", "set --block-size to the same on both")
+		c.f.log.Warn(fmt.Sprintf("%s: routed by load alone, because its blocks have another size", c.w), "its", size, "own", in.blockSize, "remedy", "set --block-size to the same on both")
 	} else if !c.stream.Hello.Summary {
-		c.f.update(c.w, func(s *Status) { s.Predictions = "unknown: it tells no summary (--cell)" })
-		c.f.log.Warn(fmt.Sprintf("%s: routed by its load alone, because it tells no summary", c.w), "url", c.w.spec.URL, "remedy", "start that router with --cell")
+		c.f.update(c.w, func(s *Status) { s.Predictions = "unknown: it reports no summary (--cell)" })
+		c.f.log.Warn(fmt.Sprintf("%s: routed by load alone, because it reports no summary", c.w), "url", c.w.spec.URL, "remedy", "start that router with --cell")
 	}
 	for _, l := range c.info.Lookaheads {
 		_, _ = in.index.Apply(kv.WorkerKey{Worker: in.w.id}, &radix.Change{Kind: radix.LookaheadStored, Set: &radix.Setting{Lookahead: l}}) // cannot fail
@@ -254,7 +254,7 @@ func (c *cell) aim() {
 	c.f.update(c.w, func(s *Status) { s.Models = c.info.Models })
 }
 
-// show passes on what the router tells.
+// show passes on the router's report.
 func (c *cell) show() {
 	before := c.held
 	if c.held = !c.last.Ready; c.held || before { // again and again, because discovery may readmit it

@@ -43,7 +43,7 @@ func newLowerRouter(t *testing.T) *lowerRouter {
 
 func (c *lowerRouter) start() {
 	c.t.Helper()
-	teller := cells.NewTeller(cells.Flags{CellInterval: 20 * time.Millisecond, CellRate: 1_000_000}, cells.Deps{
+	teller := cells.NewReporter(cells.Flags{CellInterval: 20 * time.Millisecond, CellRate: 1_000_000}, cells.Deps{
 		Hello: c.hello, Book: c.book, Log: slog.New(slog.DiscardHandler),
 		Info:  func() cells.Info { return cells.Info{Models: []string{"m"}} },
 		State: func() cells.State { return cells.State{Ready: c.ready.Load(), Workers: 4, Blocks: 1000, Running: 2} },

@@ -248,7 +248,7 @@ func (w *worker) applyDiscovered() (changed bool) {
 }
 
 // applyDiscovered is the same for a worker with these event streams. Its role changes in
-// place; other endpoints rebuild its index, while its requests go on. It returns the
+// place; other endpoints rebuild its index, while its requests continue. It returns the
 // event streams of now.
 func (in *incarnation) applyDiscovered(ctx context.Context, sources []events.Source) []events.Source {
 	before := in.w.spec
@@ -272,7 +272,7 @@ func (in *incarnation) applyDiscovered(ctx context.Context, sources []events.Sou
 }
 
 // followAnew rebuilds the worker's index from its event streams of now, which it returns,
-// while its requests go on.
+// while its requests continue.
 func (in *incarnation) followAnew(ctx context.Context) []events.Source {
 	in.forget()
 	in.ctx, in.cancel = context.WithCancel(ctx)

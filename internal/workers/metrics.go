@@ -40,11 +40,11 @@ func NewCollector(names *kv.Names, samples iter.Seq[*Sample], own func() map[uin
 		{gauge("kvrouter_kv_events_connected", "1 while the router is connected to the worker's KV events."), func(s *Sample) float64 { return metrics.Bool(s.Connected) }},
 		{gauge("kvrouter_worker_cold", "1 while the index may lack blocks of the worker because the history of its cache is incomplete."), func(s *Sample) float64 { return metrics.Bool(s.Cold) }},
 	}
-	trust := set.Gauge("kvrouter_worker_tier_trust", "Share of the blocks expected in the tier that requests found there of late, 0 to 1.", "worker_id", "dp_rank", "tier")
+	trust := set.Gauge("kvrouter_worker_tier_trust", "Recent share of the blocks expected in the tier that requests found there, 0 to 1.", "worker_id", "dp_rank", "tier")
 	bandwidth := set.Gauge("kvrouter_worker_tier_bandwidth_bytes", "Bytes per second of loads from host memory to the device (host) or from slower tiers to host memory (disk), by the worker's counters.", "worker_id", "dp_rank", "tier")
 	cached := set.Counter("kvrouter_worker_cached_tokens_total", "Cached prompt tokens by tier, as counted by the worker, of all its clients.", "worker_id", "dp_rank", "tier")
-	pulls := set.Counter("kvrouter_kv_pulls_total", "Requests for which the worker was told to pull blocks from another one, by result: came, part, failed, unreported.", "worker_id", "dp_rank", "result")
-	pulled := set.Counter("kvrouter_kv_pulled_tokens_total", "Prompt tokens that came from other workers, by the worker's responses.", "worker_id", "dp_rank")
+	pulls := set.Counter("kvrouter_kv_pulls_total", "Requests for which the worker was to pull blocks from another worker, by result: came, part, failed, unreported.", "worker_id", "dp_rank", "result")
+	pulled := set.Counter("kvrouter_kv_pulled_tokens_total", "Prompt tokens pulled from other workers, by the worker's responses.", "worker_id", "dp_rank")
 	pullsOf := func(out metrics.Out, rank []string, t *policy.Tiers) {
 		counts := t.PullCounts()
 		if counts == (policy.PullCounts{}) {
@@ -166,14 +166,14 @@ func NewCollector(names *kv.Names, samples iter.Seq[*Sample], own func() map[uin
 // showCells adds the metrics of routers below this one to the set, and returns what shows those of
 // one.
 func showCells(set *metrics.Set) func(out metrics.Out, id string, s *Sample) {
-	below := set.Gauge("kvrouter_cell_workers", "Workers that are up below the router that is a worker.", "worker_id")
-	network := set.Gauge("kvrouter_cell_network_seconds", "Round trip to the router that is a worker: the shortest of the last 16.", "worker_id")
-	wait := set.Gauge("kvrouter_cell_wait_seconds", "Predicted wait of a new request for its first token, as told by the router that is a worker.", "worker_id", "class")
-	found := set.Gauge("kvrouter_cell_found_ratio", "Share of the told overlap that the router's worker was predicted to have of late, 0 to 1.", "worker_id")
-	late := set.Gauge("kvrouter_cell_late_seconds", "Time by which first tokens come later than by what the router tells: two standard errors below the mean of the last 16.", "worker_id")
-	memory := set.Gauge("kvrouter_cell_summary_bytes", "Memory of the summary of what the router's workers hold; 0: it tells none that can be used.", "worker_id")
-	received := set.Counter("kvrouter_cell_summary_received_bytes_total", "Bytes of the summary received since the router was attached.", "worker_id")
-	snapshots := set.Counter("kvrouter_cell_summary_snapshots_total", "Whole summaries received since the router was attached.", "worker_id")
+	below := set.Gauge("kvrouter_cell_workers", "Workers of the cell that are up.", "worker_id")
+	network := set.Gauge("kvrouter_cell_network_seconds", "Round trip to the cell: the shortest of the last 16.", "worker_id")
+	wait := set.Gauge("kvrouter_cell_wait_seconds", "Time to first token of a new request predicted by the cell, by class.", "worker_id", "class")
+	found := set.Gauge("kvrouter_cell_found_ratio", "Recent share of the reported overlap that the cell's chosen worker had, 0 to 1.", "worker_id")
+	late := set.Gauge("kvrouter_cell_late_seconds", "Delay of first tokens beyond the cell's prediction: lower confidence bound of the last 16.", "worker_id")
+	memory := set.Gauge("kvrouter_cell_summary_bytes", "Memory of the cell's summary; 0: it reports no usable one.", "worker_id")
+	received := set.Counter("kvrouter_cell_summary_received_bytes_total", "Bytes of the summary received since the cell was attached.", "worker_id")
+	snapshots := set.Counter("kvrouter_cell_summary_snapshots_total", "Whole summaries received since the cell was attached.", "worker_id")
 	return func(out metrics.Out, id string, s *Sample) {
 		if s.Cell == nil {
 			return

@@ -187,7 +187,7 @@ func doubt(stream *events.Stream, traits kv.Traits, attached bool) string {
 	case layout.DropsLast && windows && len(layout.Groups) > 1 && (attached || traits.DropsSome):
 		return "estimate: KV events do not say which KV-cache groups a drafter beside sliding windows needs"
 	case stats.PartBlocks.Load() > 0:
-		return "lower bound: KV events do not say where the parts of blocks are that --prefix-match-unit lets the engine find"
+		return "lower bound: KV events do not say which parts of blocks --prefix-match-unit makes the engine find"
 	}
 	return ""
 }

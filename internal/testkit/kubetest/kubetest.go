@@ -33,10 +33,10 @@ type Server struct {
 
 	mu       sync.Mutex // guards the rest
 	version  int
-	oldest   int // the least version that a watch may go on from
+	oldest   int // the least version from which a watch may resume
 	objects  map[string]object
 	changes  []change
-	news     chan struct{}                                                  // closed when there is another change, or no watch may go on
+	news     chan struct{}                                                  // closed when there is another change, or no watch may continue
 	cut      int                                                            // counts the times that all watches were ended
 	refuses  map[string]int                                                 // status, by "verb resource"
 	noStream bool                                                           // it knows no sendInitialEvents
@@ -239,7 +239,7 @@ var (
 func (s *Server) watch(w http.ResponseWriter, r *http.Request, resource string, wanted func(*object) bool, from string, initial bool) {
 	w.Header().Set("Content-Type", "application/json")
 	encoder := json.NewEncoder(w)
-	tell := func(kind string, content map[string]any) {
+	emit := func(kind string, content map[string]any) {
 		_ = encoder.Encode(map[string]any{"type": kind, "object": content})
 	}
 	seen, _ := strconv.Atoi(from)
@@ -248,13 +248,13 @@ func (s *Server) watch(w http.ResponseWriter, r *http.Request, resource string, 
 	if initial {
 		for _, key := range slices.Sorted(maps.Keys(s.objects)) {
 			if o := s.objects[key]; wanted(&o) {
-				tell("ADDED", o.content)
+				emit("ADDED", o.content)
 			}
 		}
 		seen = s.version
-		tell("BOOKMARK", map[string]any{"kind": kinds[resource], "apiVersion": apiVersions[resource], "metadata": map[string]any{"resourceVersion": strconv.Itoa(seen), "annotations": map[string]any{"k8s.io/initial-events-end": "true"}}})
+		emit("BOOKMARK", map[string]any{"kind": kinds[resource], "apiVersion": apiVersions[resource], "metadata": map[string]any{"resourceVersion": strconv.Itoa(seen), "annotations": map[string]any{"k8s.io/initial-events-end": "true"}}})
 	} else if seen < s.oldest {
-		tell("ERROR", map[string]any{"kind": "Status", "apiVersion": "v1", "status": "Failure", "reason": "Expired", "message": "too old resource version", "code": 410})
+		emit("ERROR", map[string]any{"kind": "Status", "apiVersion": "v1", "status": "Failure", "reason": "Expired", "message": "too old resource version", "code": 410})
 		s.mu.Unlock()
 		return
 	}
@@ -266,11 +266,11 @@ func (s *Server) watch(w http.ResponseWriter, r *http.Request, resource string, 
 			seen = c.version
 			switch before, after := wanted(c.before), wanted(c.after); {
 			case before && after:
-				tell("MODIFIED", c.after.content)
+				emit("MODIFIED", c.after.content)
 			case after:
-				tell("ADDED", c.after.content)
+				emit("ADDED", c.after.content)
 			case before:
-				tell("DELETED", c.before.content)
+				emit("DELETED", c.before.content)
 			}
 		}
 		news := s.news
