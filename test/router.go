@@ -69,7 +69,7 @@ func launch(t testing.TB, program func() (string, error), port int, env []string
 	t.Cleanup(http.DefaultClient.CloseIdleConnections)
 	key := ""
 	for _, arg := range args {
-		if given, is := strings.CutPrefix(arg, "--router-api-key="); is {
+		if given, ok := strings.CutPrefix(arg, "--router-api-key="); ok {
 			key = given
 		}
 	}

@@ -195,7 +195,7 @@ func (s *soak) ask(messages []map[string]string, stream bool, tokens int, patien
 	}
 	body := mocker.MustJSON(fields)
 	request, _ := http.NewRequestWithContext(ctx, http.MethodPost, s.where()+testkit.ChatPath, bytes.NewReader(body))
-	request.Header.Set("Content-Type", "application/json") // SGLang asks for it
+	request.Header.Set("Content-Type", "application/json") // SGLang requires it
 	response, err := s.client.Do(request)
 	if err != nil {
 		failed(err, "%v", err)

@@ -132,8 +132,8 @@ func clean(text string) string {
 
 // isTerminal reports whether a terminal shows what is written to out.
 func isTerminal(out io.Writer) bool {
-	file, is := out.(*os.File)
-	if !is {
+	file, ok := out.(*os.File)
+	if !ok {
 		return false
 	}
 	info, err := file.Stat()

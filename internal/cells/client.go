@@ -283,7 +283,7 @@ func (s *Stream) Next() (r Report, err error) {
 				return r, fmt.Errorf("%w: %w", ErrContent, err)
 			}
 			r.Bytes += uint64(len(body))
-			if after, is := s.view.Position(); is && (!whole || after.Epoch != before.Epoch) {
+			if after, ok := s.view.Position(); ok && (!whole || after.Epoch != before.Epoch) {
 				r.Snapshots++
 			}
 		default: // of a later version

@@ -282,7 +282,7 @@ func (r *Request) setVar(key, raw string) {
 	r.vars = append(r.vars, jsonbody.Field{Key: key, Raw: raw})
 }
 
-// checkDocuments holds the request's documents to their type: a list of
+// checkDocuments checks the type of the request's documents: a list of
 // objects whose values are strings.
 func checkDocuments(documents gjson.Result) error {
 	if !documents.IsArray() {

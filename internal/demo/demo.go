@@ -203,7 +203,7 @@ func (w *writer) WriteString(s string) (int, error) { return io.WriteString(stru
 func streamed(events []byte) string {
 	var out strings.Builder
 	for line := range bytes.Lines(events) {
-		if data, is := bytes.CutPrefix(line, []byte("data:")); is {
+		if data, ok := bytes.CutPrefix(line, []byte("data:")); ok {
 			out.WriteString(gjson.GetBytes(data, "choices.0.delta.content").String())
 		}
 	}

@@ -28,7 +28,7 @@ const (
 	dnsMiss  = 3               // answers in a row that leave a worker out, until it goes
 )
 
-// dnsQuestion is what --discovery asks name servers.
+// dnsQuestion is the DNS query of --discovery.
 type dnsQuestion struct {
 	name string
 	port uint16 // of its addresses; 0: its SRV records say
@@ -55,7 +55,7 @@ func isName(name string) bool {
 	return name != "" && len(name) <= 253 && !strings.ContainsAny(name, "/:?#@ ")
 }
 
-// dnsSource asks name servers for the workers.
+// dnsSource queries name servers for the workers.
 type dnsSource struct {
 	dnsQuestion
 	kind     string // of target, for messages: worker or router
@@ -73,7 +73,7 @@ func openDNS(value string, log *slog.Logger) (*dnsSource, error) {
 	return newDNS(q, "worker", "--discovery "+value, log), err
 }
 
-// newDNS returns a source that asks q; what is the flag with its value.
+// newDNS returns a source that queries q; what is the flag with its value.
 func newDNS(q dnsQuestion, kind, what string, log *slog.Logger) *dnsSource {
 	return &dnsSource{dnsQuestion: q, kind: kind, resolver: net.DefaultResolver, every: dnsEvery, keep: dnsKeep, trouble: trouble{log: log, what: what}}
 }
@@ -151,7 +151,7 @@ func (d *dnsSource) settled(list, known []kv.Worker) []kv.Worker {
 	return byName(list)
 }
 
-// ask asks once. An error beside workers names those missing.
+// ask sends one query. An error beside workers names those missing.
 func (d *dnsSource) ask(ctx context.Context) (list []kv.Worker, err error) {
 	ctx, cancel := context.WithTimeout(ctx, dnsLimit)
 	defer cancel()

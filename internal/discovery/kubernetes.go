@@ -287,7 +287,7 @@ func (k *kubeSource) workers(sets []*podSet, last []kv.Worker) (list []kv.Worker
 		for _, p := range set.pods.all {
 			found, problem := p.workers(set.role, ports, k.pool != nil)
 			if set.role != nil && len(found) > 0 {
-				if before, is := roles[p.name]; is && before != *set.role {
+				if before, ok := roles[p.name]; ok && before != *set.role {
 					problem = fmt.Sprintf("it matches both --prefill-selector and --decode-selector: its role is %s", *set.role)
 				}
 				roles[p.name] = *set.role

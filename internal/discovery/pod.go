@@ -64,7 +64,7 @@ func podOf(u *unstructured.Unstructured) pod {
 	}
 	conditions, _, _ := unstructured.NestedSlice(u.Object, "status", "conditions")
 	for _, condition := range conditions {
-		if c, is := condition.(map[string]any); is && c["type"] == "Ready" {
+		if c, ok := condition.(map[string]any); ok && c["type"] == "Ready" {
 			p.ready = c["status"] == "True"
 		}
 	}

@@ -117,8 +117,8 @@ func (s *store[T]) change(change func()) error {
 
 // Add records a new object.
 func (s *store[T]) Add(object any) error {
-	u, is := object.(*unstructured.Unstructured)
-	if !is {
+	u, ok := object.(*unstructured.Unstructured)
+	if !ok {
 		return fmt.Errorf("%T is not an API object", object)
 	}
 	return s.change(func() {
@@ -134,8 +134,8 @@ func (s *store[T]) Update(object any) error { return s.Add(object) }
 
 // Delete removes an object.
 func (s *store[T]) Delete(object any) error {
-	u, is := object.(*unstructured.Unstructured)
-	if !is {
+	u, ok := object.(*unstructured.Unstructured)
+	if !ok {
 		return fmt.Errorf("%T is not an API object", object)
 	}
 	return s.change(func() { delete(s.all, u.GetName()) })
@@ -145,7 +145,7 @@ func (s *store[T]) Delete(object any) error {
 func (s *store[T]) Replace(objects []any, _ string) error {
 	all := make(map[string]T, len(objects))
 	for _, object := range objects {
-		if u, is := object.(*unstructured.Unstructured); is {
+		if u, ok := object.(*unstructured.Unstructured); ok {
 			all[u.GetName()] = s.of(u)
 		}
 	}

@@ -135,10 +135,10 @@ func (c Command) checkWorker(ctx context.Context, s Setup, at probe.Server) pati
 	health, err := v.ask(ctx, http.MethodGet, "/health")
 	switch {
 	case err != nil:
-		r.mend("does not answer: "+shorten(err.Error()), "start it at this address, or correct url= of --worker")
+		r.fail("does not answer: "+shorten(err.Error()), "start it at this address, or correct url= of --worker")
 		return p
 	case health.status >= http.StatusInternalServerError:
-		r.mend(fmt.Sprintf("is unhealthy: /health answers %d", health.status), "see its log")
+		r.fail(fmt.Sprintf("is unhealthy: /health answers %d", health.status), "see its log")
 	}
 	if skew := health.skew; skew.Abs() > skewNoted && at.Kind != kv.KindRouter {
 		r.note(fmt.Sprintf("its clock differs from this machine's by %v", skew.Round(time.Second)), "synchronize both by NTP: the measured lag of KV events is off by the difference")
@@ -169,11 +169,11 @@ func (v visitor) checkModels(ctx context.Context, p *patient) bool {
 	r := &p.report
 	listed, err := v.ask(ctx, http.MethodGet, "/v1/models")
 	if err != nil {
-		r.mend("/v1/models does not answer: "+shorten(err.Error()), "see its log")
+		r.fail("/v1/models does not answer: "+shorten(err.Error()), "see its log")
 		return false
 	}
 	if listed.status == http.StatusUnauthorized || listed.status == http.StatusForbidden {
-		r.mend("requires an API key", "set key-env= of --worker, or --worker-api-key-env, to the environment variable with the key")
+		r.fail("requires an API key", "set key-env= of --worker, or --worker-api-key-env, to the environment variable with the key")
 		return false
 	}
 	var list struct {
@@ -183,7 +183,7 @@ func (v visitor) checkModels(ctx context.Context, p *patient) bool {
 		}
 	}
 	if err := json.Unmarshal(listed.body, &list); listed.status != http.StatusOK || err != nil || len(list.Data) == 0 {
-		r.mend(fmt.Sprintf("/v1/models answers %d and names no model", listed.status), "set url= of --worker to the address of a vLLM or SGLang server")
+		r.fail(fmt.Sprintf("/v1/models answers %d and names no model", listed.status), "set url= of --worker to the address of a vLLM or SGLang server")
 		return false
 	}
 	for _, model := range list.Data {
@@ -202,7 +202,7 @@ func (v visitor) checkCell(ctx context.Context, s Setup, p *patient) {
 	defer client.Close()
 	stream, err := client.Open(ctx, v.at.URL, v.key, &summary.View{})
 	if err != nil {
-		r.mend("cannot be followed: "+shorten(err.Error()), "see docs/cells.md")
+		r.fail("cannot be followed: "+shorten(err.Error()), "see docs/cells.md")
 		return
 	}
 	defer stream.Close()
@@ -219,7 +219,7 @@ func (v visitor) checkCell(ctx context.Context, s Setup, p *patient) {
 		r.note("has no worker that is ready", "see its GET /workers")
 	}
 	if hello.BlockSize != s.BlockSize {
-		r.mend(fmt.Sprintf("its blocks have %d tokens, this router's %d", hello.BlockSize, s.BlockSize), "set --block-size to the same on both: without, it is routed by load alone")
+		r.fail(fmt.Sprintf("its blocks have %d tokens, this router's %d", hello.BlockSize, s.BlockSize), "set --block-size to the same on both: without, it is routed by load alone")
 	} else if !hello.Summary {
 		r.note("reports no summary of its workers' caches", "start it with --cell; without a summary it is routed by load alone")
 	}
@@ -249,7 +249,7 @@ func (v visitor) checkVLLM(ctx context.Context, s Setup, p *patient) {
 	switch {
 	case v.at.Load != "":
 	case err != nil:
-		r.mend("its load is unknown: /metrics: "+shorten(err.Error()), "start it without --disable-log-stats, or set load= of --worker")
+		r.fail("its load is unknown: /metrics: "+shorten(err.Error()), "start it without --disable-log-stats, or set load= of --worker")
 	default:
 		r.ok("reports its load on /metrics")
 	}
@@ -357,7 +357,7 @@ func (r *report) checkCache(s Setup, size int, keeps bool, sizeFlag, keepRemedy 
 	case size == 0:
 		r.note("does not report its block size", fmt.Sprintf("make sure that it runs with %s %d", sizeFlag, s.BlockSize))
 	case size%max(1, s.BlockSize) != 0:
-		r.mend(fmt.Sprintf("its blocks have %d tokens and the router's have %d: no cached prefix would be found", size, s.BlockSize),
+		r.fail(fmt.Sprintf("its blocks have %d tokens and the router's have %d: no cached prefix would be found", size, s.BlockSize),
 			fmt.Sprintf("start it with %s %d, or the router with --block-size %d", sizeFlag, s.BlockSize, size))
 	case size != s.BlockSize:
 		r.ok("blocks of %d tokens, %d blocks of the router each", size, size/s.BlockSize)
@@ -365,7 +365,7 @@ func (r *report) checkCache(s Setup, size int, keeps bool, sizeFlag, keepRemedy 
 		r.ok("blocks of %d tokens, as in the router", size)
 	}
 	if !keeps {
-		r.mend("caches no prompts: prefix caching is off", keepRemedy)
+		r.fail("caches no prompts: prefix caching is off", keepRemedy)
 	}
 }
 
@@ -380,7 +380,7 @@ func compare(seen []patient, r *report) {
 				endpoint += " on " + p.host // a file of that host
 			}
 			if other, taken := owner[endpoint]; taken && other != p.report.about {
-				r.mend(fmt.Sprintf("%s and %s have the same KV event endpoint, %s", other, p.report.about, shorten(endpoint)), "give each its own port in --kv-events-config, and correct kv-events= of --worker")
+				r.fail(fmt.Sprintf("%s and %s have the same KV event endpoint, %s", other, p.report.about, shorten(endpoint)), "give each its own port in --kv-events-config, and correct kv-events= of --worker")
 			}
 			owner[endpoint] = p.report.about
 		}

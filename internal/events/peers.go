@@ -37,7 +37,7 @@ const (
 	peerPause   = 50 * time.Millisecond
 )
 
-// NewPeers returns the routers at these URLs; none: nil. A nil transport asks them over
+// NewPeers returns the routers at these URLs; none: nil. A nil transport queries them over
 // the network.
 func NewPeers(urls []string, key string, transport http.RoundTripper) *Peers {
 	if len(urls) == 0 {
@@ -51,7 +51,7 @@ func NewPeers(urls []string, key string, transport http.RoundTripper) *Peers {
 	return &Peers{urls: urls, key: key, client: client, turns: make(chan struct{}, peerTurns)}
 }
 
-// newPeerClient returns what asks peers: over a new connection each time, and
+// newPeerClient returns the client of peers: over a new connection each time, and
 // only them.
 func newPeerClient() *http.Client {
 	transport := web.NewTransport(nil)
@@ -59,7 +59,7 @@ func newPeerClient() *http.Client {
 	return web.NewClient(transport)
 }
 
-// ask asks one peer for w's events from start on, or all its blocks.
+// ask queries one peer for w's events from start on, or all its blocks.
 func (p *Peers) ask(ctx context.Context, peer string, w kv.WorkerKey, start *uint64, check uint64) (answer Answer, err error) {
 	select {
 	case p.turns <- struct{}{}:

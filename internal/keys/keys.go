@@ -303,7 +303,7 @@ func (r *Ring) Caller(request *http.Request) (*Caller, error) {
 // (429), and counts the results of all others. fail writes a refusal.
 func (r *Ring) Guard(fail func(c *gin.Context, status int, message string)) gin.HandlerFunc {
 	return func(c *gin.Context) {
-		if inside, is := c.Request.Context().Value(insideKey{}).(*Caller); is {
+		if inside, ok := c.Request.Context().Value(insideKey{}).(*Caller); ok {
 			c.Set(callerKey, inside)
 			return
 		}

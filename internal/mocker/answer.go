@@ -41,7 +41,7 @@ type Answer struct {
 	list     bool // several answers to /generate, though it may be one
 
 	promptIDs bool // the prompt's tokens come with those
-	details   bool // the request asks for the sources of cached tokens
+	details   bool // the request wants the sources of cached tokens
 	storage   bool // files may be one of them
 }
 

@@ -37,7 +37,7 @@ type inference struct {
 	multiple bool          // the body has several prompts
 	tokens   int           // of all of them together
 	unknown  bool          // the tokens of some are not known
-	several  bool          // it asks for several answers to one
+	several  bool          // it wants several answers to one
 	empty    bool          // a prompt has no token, which crashes an SGLang server
 	held     time.Duration // without a worker
 	request  router.Request

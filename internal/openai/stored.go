@@ -187,7 +187,7 @@ func (r *inference) stays(c *gin.Context) (ok bool) {
 	return true
 }
 
-// find asks all workers of targets that answer for a response. errUnsaid: none has it, as far
+// find queries all workers of targets that answer for a response. errUnsaid: none has it, as far
 // as they have said.
 func (a *API) find(c *gin.Context, id string, targets []kv.Target) (holder *kv.Target, err error) {
 	q := a.question(c, nil)

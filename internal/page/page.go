@@ -28,7 +28,7 @@ type Flags struct {
 type Settings struct {
 	Flags
 	Host      string    // address of its ports
-	Keys      *web.Keys // that it asks for; nil: none
+	Keys      *web.Keys // that it requires; nil: none
 	APIKeyed  bool      // the OpenAI port requires a key
 	Secure    bool      // its ports speak TLS
 	Version   string

@@ -15,7 +15,7 @@ import (
 const (
 	// cookieName names the cookie of those who have signed in.
 	cookieName = "kvrouter_session"
-	// sessionLife is the time that a sign-in holds, and maxSessions how many hold at once:
+	// sessionLife is the time that a sign-in is valid, and maxSessions how many are at once:
 	// of more, the oldest ends.
 	sessionLife = 12 * time.Hour
 	maxSessions = 256
@@ -29,7 +29,7 @@ const (
 // sessions are the valid sign-ins.
 type sessions struct {
 	mu   sync.Mutex           // guards open
-	open map[string]time.Time // until when each holds, by the cookie's value
+	open map[string]time.Time // end of validity, by the cookie's value
 }
 
 func newSessions() *sessions { return &sessions{open: map[string]time.Time{}} }

@@ -218,7 +218,7 @@ func (b *Booking) Report(f policy.Feedback) (verdict policy.Verdict, known bool)
 		if f.TokensIn == 0 {
 			f.TokensIn = b.prompt
 		}
-		if p, is := r.decider.policy.(policy.Judged); is && !b.ended.Load() {
+		if p, ok := r.decider.policy.(policy.Judged); ok && !b.ended.Load() {
 			verdict, known = p.Judge(f)
 			b.decision = 0 // it has been judged
 		}

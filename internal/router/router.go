@@ -373,7 +373,7 @@ func (r *Router) choose(p *prompt, d *Decision, now time.Time) {
 	if r.Admission.fair != nil && r.Admission.fair.Len() > 0 {
 		query.Backlog = r.Admission.fair.Waiting(p.Class) / float64(len(r.fleet.targets))
 	}
-	if _, is := r.decider.policy.(policy.Judged); is && !p.QueryOnly && !p.ChooseOnly {
+	if _, ok := r.decider.policy.(policy.Judged); ok && !p.QueryOnly && !p.ChooseOnly {
 		r.decider.decisions++
 		query.Decision = r.decider.decisions
 	}

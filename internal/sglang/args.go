@@ -114,7 +114,7 @@ func shortened(name string) string {
 	return ""
 }
 
-// ranks is how many data-parallel ranks the arguments ask of a worker.
+// ranks is the number of data-parallel ranks in a worker's arguments.
 func ranks(args []string) int {
 	return max(1, flags.Number(args, ranksFlag)) * max(1, flags.Number(args, attentionFlag))
 }

@@ -75,7 +75,7 @@ func (g *grid) plan(base Simulation, known gridTable, of int) (runs []gridRun) {
 			}
 			requests = row.load.assigned(requests, seed)
 			for i, policy := range g.policies {
-				if figures, is := known[gridKey{row.load.text, policy.Label}]; is && i != of {
+				if figures, ok := known[gridKey{row.load.text, policy.Label}]; ok && i != of {
 					row.figures[i] = []gridFigures{figures}
 					continue
 				}

@@ -60,7 +60,7 @@ type vllmRefusal struct {
 	message    string // MODEL stands for the model's name; empty: any
 }
 
-// CheckRefusals holds the answers of a server, vLLM or what stands for it, to bad
+// CheckRefusals compares the answers of a server, vLLM or what stands for it, to bad
 // requests against vLLM's. It serves a model of that name and of a context of longest
 // tokens.
 func CheckRefusals(t testing.TB, url, model string, longest int) {

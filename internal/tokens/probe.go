@@ -233,7 +233,7 @@ func (t *Source) decide() {
 	for _, v := range t.verdicts {
 		longest = max(longest, v.maxModelLen)
 		if v.sglang != t.SGLang() {
-			continue // its rules do not hold
+			continue // its rules do not apply
 		}
 		for feature, differs := range v.differs {
 			compared[feature]++
@@ -294,7 +294,7 @@ func (p probe) names() []string {
 }
 
 // probe returns the tokens of a probe, the router's own and a worker's; not ok: one
-// of the two does not render it, and the same will hold for requests like it.
+// of the two does not render it, and the same will apply to requests like it.
 func (t *Source) probe(ctx context.Context, peer Peer, p probe) (own, theirs []uint32, ok bool, err error) {
 	body := []byte(p.body)
 	parsed, _ := jsonbody.Parse(body)

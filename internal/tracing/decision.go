@@ -77,8 +77,8 @@ func decisionAttributes(d *router.Decision) []attribute.KeyValue {
 	if receipt.Ties > 0 {
 		list = append(list, attribute.Int(prefix+"ties", receipt.Ties))
 	}
-	for name, is := range map[string]bool{"retry": receipt.Retry, "trial": receipt.Trial} {
-		if is {
+	for name, set := range map[string]bool{"retry": receipt.Retry, "trial": receipt.Trial} {
+		if set {
 			list = append(list, attribute.Bool(prefix+name, true))
 		}
 	}

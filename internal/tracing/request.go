@@ -26,7 +26,7 @@ const (
 )
 
 // maxState bounds a client's trace state that is passed on, bytes; a longer one is left
-// out. The W3C asks for 512 at least.
+// out. The W3C requires 512 at least.
 const maxState = 512
 
 // firstToken names the event of an answer's first token.

@@ -27,7 +27,7 @@ var dialects = map[string]Dialect{
 // DialectOf returns the dialect of a route.
 func DialectOf(path string) Dialect {
 	for route, d := range dialects {
-		if rest, is := strings.CutPrefix(path, route); is && (rest == "" || rest[0] == '/') {
+		if rest, ok := strings.CutPrefix(path, route); ok && (rest == "" || rest[0] == '/') {
 			return d
 		}
 	}

@@ -56,7 +56,7 @@ func (in *incarnation) askBlockSize() (tokens int, err error) {
 	return size, nil
 }
 
-// lookAtModels asks a worker again for its models: LoRA adapters come and go while it
+// lookAtModels requests a worker's models again: LoRA adapters come and go while it
 // runs. If it does not answer, they stay as they were.
 func (in *incarnation) lookAtModels() {
 	in.modelsAt = time.Now()

@@ -45,7 +45,7 @@ func StartShown(t *testing.T) []*test.Router {
 	}
 }
 
-// startKeyed starts a router that asks for keys and has served a prompt that it cannot
+// startKeyed starts a router that requires keys and has served a prompt that it cannot
 // render.
 func startKeyed(t *testing.T) *test.Router {
 	t.Helper()

@@ -103,7 +103,7 @@ func (k *Kubelet) follow() {
 			var changes watch.Interface
 			if changes, err = at.Watch(k.ctx, metav1.ListOptions{ResourceVersion: list.GetResourceVersion()}); err == nil {
 				for change := range changes.ResultChan() {
-					if pod, is := change.Object.(*unstructured.Unstructured); is && (change.Type == watch.Added || change.Type == watch.Modified) {
+					if pod, ok := change.Object.(*unstructured.Unstructured); ok && (change.Type == watch.Added || change.Type == watch.Modified) {
 						k.see(pod)
 					}
 				}
