@@ -83,7 +83,8 @@ func startFar(t *testing.T, roundTrip func(upper, cell int) int, args ...string)
 			ways[cellNode(cell)][upperNode(upper)] = time.Duration(roundTrip(upper, cell)) * time.Millisecond
 		}
 	}
-	f := &far{T: t, cells: make([]*Router, farRegions), uppers: make([]*Router, farRegions), network: netspace.New(t, ways), model: BuiltinModel(t), client: &http.Client{Transport: &http.Transport{MaxIdleConnsPerHost: 128, IdleConnTimeout: 2 * time.Second}}}
+	f := &far{T: t, cells: make([]*Router, farRegions), uppers: make([]*Router, farRegions), network: netspace.New(t, ways),
+		model: BuiltinModel(t), client: &http.Client{Transport: &http.Transport{MaxIdleConnsPerHost: 128, IdleConnTimeout: 2 * time.Second}}}
 	t.Cleanup(f.client.CloseIdleConnections)
 	for region := range farRegions {
 		f.startCell(region, args...)
@@ -120,8 +121,10 @@ func (f *far) openUpper(region int) {
 func (f *far) startIn(node int, args ...string) *Router {
 	f.Helper()
 	at := f.network.Node(node)
-	args = append([]string{"--host=" + at.Address, "--router-host=" + at.Address, "--insecure", "--log-level=info", "--drain-timeout=2s", "--drain-delay=0s"}, args...)
-	r := &Router{Process: runBy(f.T, at.Start, PlainProgram, nil, args...), OpenAI: "http://" + at.Address + ":8000", Port: "http://" + at.Address + ":7000"}
+	args = append([]string{"--host=" + at.Address, "--router-host=" + at.Address, "--insecure", "--log-level=info", "--drain-timeout=2s",
+		"--drain-delay=0s"}, args...)
+	r := &Router{Process: runBy(f.T, at.Start, PlainProgram, nil, args...), OpenAI: "http://" + at.Address + ":8000",
+		Port: "http://" + at.Address + ":7000"}
 	for _, url := range []string{r.OpenAI, r.Port} {
 		testkit.Eventually(f.T, 30*time.Second, url+" is open", func() bool {
 			r.alive()
@@ -218,8 +221,10 @@ func (f *far) try(upper int, messages []map[string]string, tokens int) (a farAns
 	defer func() { a.ended = time.Now() }()
 	ctx, cancel := context.WithTimeout(context.Background(), farLimit)
 	defer cancel()
-	body, _ := json.Marshal(map[string]any{"model": "mock", "messages": messages, "max_tokens": tokens, "ignore_eos": true, "stream": true, "stream_options": map[string]bool{"include_usage": true}})
-	request, err := http.NewRequestWithContext(ctx, http.MethodPost, "http://"+f.network.Node(upperNode(upper)).Address+":8000"+testkit.ChatPath, strings.NewReader(string(body)))
+	body, _ := json.Marshal(map[string]any{"model": "mock", "messages": messages, "max_tokens": tokens, "ignore_eos": true, "stream": true,
+		"stream_options": map[string]bool{"include_usage": true}})
+	request, err := http.NewRequestWithContext(ctx, http.MethodPost,
+		"http://"+f.network.Node(upperNode(upper)).Address+":8000"+testkit.ChatPath, strings.NewReader(string(body)))
 	if err != nil {
 		return a, "", false, false, err
 	}

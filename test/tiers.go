@@ -212,7 +212,8 @@ func (s *TierSite) Load(requests int, what string, files bool) {
 			return s.predicted("device")-device == came["device"] && s.predicted("host")-host == came["host"]
 		})
 	}
-	s.T.Logf("%s: %d of %d exact, %d showed what doubtful tiers had; %d of %d tokens predicted; %v", what, exact, requests, len(shown), predicted, all, came)
+	s.T.Logf("%s: %d of %d exact, %d showed what doubtful tiers had; %d of %d tokens predicted; %v", what, exact, requests, len(shown),
+		predicted, all, came)
 }
 
 // Loaded checks that requests were loaded from a tier.

@@ -135,7 +135,8 @@ func (c Command) run(ctx context.Context, sender *sender, drain time.Duration, o
 	}
 	defer in.Close()
 	defer func() { err = errors.Join(err, book.close()) }()
-	b := &run{Command: c, sender: sender, book: book, bodies: semaphore.NewWeighted(maxBodies), open: semaphore.NewWeighted(int64(c.Concurrency))}
+	b := &run{Command: c, sender: sender, book: book, bodies: semaphore.NewWeighted(maxBodies),
+		open: semaphore.NewWeighted(int64(c.Concurrency))}
 	if b.progress.counts, err = b.scan(io.NewSectionReader(in, 0, size)); err != nil {
 		return err
 	}

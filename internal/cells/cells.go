@@ -95,7 +95,8 @@ func Waits(waits [len(fair.Classes)]time.Duration) (ms [len(fair.Classes)]float6
 
 // Report returns the state for policies. at is when it came.
 func (s *State) Report(at time.Time, network time.Duration) policy.CellReport {
-	r := policy.CellReport{Workers: max(1, s.Workers), Network: network, Context: s.Context, Load: policy.Published{Running: s.Running, Waiting: s.Waiting, KVUsage: s.Usage, At: at}}
+	r := policy.CellReport{Workers: max(1, s.Workers), Network: network, Context: s.Context,
+		Load: policy.Published{Running: s.Running, Waiting: s.Waiting, KVUsage: s.Usage, At: at}}
 	for i, ms := range s.Waits {
 		r.Waits[i] = time.Duration(ms * float64(time.Millisecond))
 	}

@@ -165,7 +165,8 @@ func (t *Reporter) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 		w.Header().Set("Retry-After", "10")
 		w.Header().Set("Content-Type", "application/json")
 		w.WriteHeader(http.StatusServiceUnavailable)
-		_, _ = w.Write(web.DialectOpenAI.JSON(web.Fault{Status: http.StatusServiceUnavailable, Message: "too many routers follow this one: at most " + strconv.Itoa(maxReaders)}))
+		_, _ = w.Write(web.DialectOpenAI.JSON(web.Fault{Status: http.StatusServiceUnavailable,
+			Message: "too many routers follow this one: at most " + strconv.Itoa(maxReaders)}))
 		return
 	}
 	defer t.counts.Readers.Add(-1)

@@ -370,7 +370,8 @@ func parseMessage(m jsonbody.MessageView, kind Kind) (message, error) {
 			if reasoning.Type != gjson.String {
 				return msg, NotRenderable("reasoning is not a string")
 			}
-			msg.rest = append(msg.rest, jsonbody.Field{Key: "reasoning", Raw: reasoning.Raw}, jsonbody.Field{Key: "reasoning_content", Raw: reasoning.Raw})
+			msg.rest = append(msg.rest, jsonbody.Field{Key: "reasoning", Raw: reasoning.Raw},
+				jsonbody.Field{Key: "reasoning_content", Raw: reasoning.Raw})
 		}
 	case "tool":
 		if id := field("tool_call_id"); id.Exists() {

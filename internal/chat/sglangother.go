@@ -111,7 +111,8 @@ func chatOf(turns []turn, more []jsonbody.Field) (*jsonbody.Body, error) {
 // toolCall writes a call of an assistant; arguments is a JSON object.
 func toolCall(id, name gjson.Result, arguments string) string {
 	function := jsonbody.AppendObject(nil, []jsonbody.Field{{Key: "name", Raw: jsonbody.RawOrNull(name)}, {Key: "arguments", Raw: arguments}})
-	return string(jsonbody.AppendObject(nil, []jsonbody.Field{{Key: "id", Raw: jsonbody.RawOrNull(id)}, {Key: "type", Raw: `"function"`}, {Key: "function", Raw: string(function)}}))
+	return string(jsonbody.AppendObject(nil, []jsonbody.Field{{Key: "id", Raw: jsonbody.RawOrNull(id)}, {Key: "type", Raw: `"function"`},
+		{Key: "function", Raw: string(function)}}))
 }
 
 // sglangMessages turns a /v1/messages request into the chat that SGLang makes of it,
@@ -234,7 +235,8 @@ func anthropicTurns(turns []turn, role string, content gjson.Result) ([]turn, er
 		switch kind := field("type").Str; {
 		case kind == "text" && field("text").Type == gjson.String:
 			parts = append(parts, field("text").Str)
-		case kind == "tool_use" && role == "assistant" && field("id").Type == gjson.String && field("id").Str != "" && field("name").Type == gjson.String:
+		case kind == "tool_use" && role == "assistant" && field("id").Type == gjson.String && field("id").Str != "" &&
+			field("name").Type == gjson.String:
 			input := "{}"
 			if v := field("input"); v.IsObject() {
 				input = v.Raw
@@ -294,14 +296,16 @@ func anthropicTools(body *jsonbody.Body) ([]jsonbody.Field, error) {
 		fields := jsonbody.Members(tool)
 		field := func(key string) gjson.Result { return jsonbody.FieldOf(fields, key) }
 		kind, description, schema, strict := field("type"), field("description"), field("input_schema"), field("strict")
-		if kind.Type != gjson.Null && kind.Str != "custom" || field("name").Type != gjson.String || !isText(description) || !schema.IsObject() || strict.Exists() && (strict.Type == gjson.Null || !isBool(strict)) || !isBool(field("defer_loading")) {
+		if kind.Type != gjson.Null && kind.Str != "custom" || field("name").Type != gjson.String || !isText(description) || !schema.IsObject() ||
+			strict.Exists() && (strict.Type == gjson.Null || !isBool(strict)) || !isBool(field("defer_loading")) {
 			return nil, unlike("a tool of type %.40s", kind.Raw)
 		}
 		parameters := fieldsOf(schema)
 		if !schema.Get("type").Exists() {
 			parameters = append(parameters, jsonbody.Field{Key: "type", Raw: `"object"`})
 		}
-		function := []jsonbody.Field{{Key: "name", Raw: field("name").Raw}, {Key: "description", Raw: string(jsonbody.AppendString(nil, description.Str))},
+		function := []jsonbody.Field{{Key: "name", Raw: field("name").Raw},
+			{Key: "description", Raw: string(jsonbody.AppendString(nil, description.Str))},
 			{Key: "parameters", Raw: string(jsonbody.AppendObject(nil, parameters))}, {Key: "strict", Raw: fmt.Sprint(strict.Bool())}}
 		tools = append(tools, functionTool(function, field("defer_loading")))
 	}
@@ -550,7 +554,8 @@ func responseTools(body *jsonbody.Body) ([]jsonbody.Field, error) {
 			parameters.Type != gjson.Null && !parameters.IsObject() || strict.Exists() && (strict.Type == gjson.Null || !isBool(strict)) {
 			return nil, unlike("a tool of type %.40s", field("type").Raw)
 		}
-		tools = append(tools, functionTool([]jsonbody.Field{{Key: "name", Raw: field("name").Raw}, {Key: "description", Raw: jsonbody.RawOrNull(field("description"))},
+		tools = append(tools, functionTool([]jsonbody.Field{{Key: "name", Raw: field("name").Raw},
+			{Key: "description", Raw: jsonbody.RawOrNull(field("description"))},
 			{Key: "parameters", Raw: jsonbody.RawOrNull(parameters)}, {Key: "strict", Raw: fmt.Sprint(strict.Bool())}}, gjson.Result{}))
 	}
 	choice := body.Get("tool_choice")

@@ -38,14 +38,16 @@ type dnsQuestion struct {
 func parseDNS(value string) (q dnsQuestion, err error) {
 	if name, srv := strings.CutPrefix(value, schemeSRV); srv {
 		if !isName(name) {
-			return q, fmt.Errorf("--discovery %s: give dns+srv:// and the full name of the SRV records, such as dns+srv://_http._tcp.vllm.ns; the port is in them", value)
+			return q, fmt.Errorf("--discovery %s: give dns+srv:// and the full name of the SRV records, such as dns+srv://_http._tcp.vllm.ns; "+
+				"the port is in them", value)
 		}
 		return dnsQuestion{name: name}, nil
 	}
 	name, port, err := net.SplitHostPort(strings.TrimPrefix(value, schemeDNS))
 	number, ok := kv.ParsePort(port)
 	if err != nil || !ok || !isName(name) {
-		return q, fmt.Errorf("--discovery %s: give dns:// with a name and the workers' port, such as dns://vllm.ns:8100; for SRV records, which have the port, dns+srv://_http._tcp.vllm.ns", value)
+		return q, fmt.Errorf("--discovery %s: give dns:// with a name and the workers' port, such as dns://vllm.ns:8100; for SRV records, "+
+			"which have the port, dns+srv://_http._tcp.vllm.ns", value)
 	}
 	return dnsQuestion{name, number}, nil
 }
@@ -75,7 +77,8 @@ func openDNS(value string, log *slog.Logger) (*dnsSource, error) {
 
 // newDNS returns a source that queries q; what is the flag with its value.
 func newDNS(q dnsQuestion, kind, what string, log *slog.Logger) *dnsSource {
-	return &dnsSource{dnsQuestion: q, kind: kind, resolver: net.DefaultResolver, every: dnsEvery, keep: dnsKeep, trouble: trouble{log: log, what: what}}
+	return &dnsSource{dnsQuestion: q, kind: kind, resolver: net.DefaultResolver, every: dnsEvery, keep: dnsKeep,
+		trouble: trouble{log: log, what: what}}
 }
 
 // Watch sends the workers of the name servers' answers.

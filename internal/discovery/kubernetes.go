@@ -45,7 +45,8 @@ func (s Settings) validateKubernetes() error {
 		return fmt.Errorf("--worker-port %d: must be 1 to 65535", s.WorkerPort)
 	}
 	selectors := 0
-	for _, flag := range []struct{ name, value string }{{"--selector", s.Selector}, {"--prefill-selector", s.PrefillSelector}, {"--decode-selector", s.DecodeSelector}} {
+	for _, flag := range []struct{ name, value string }{{"--selector", s.Selector}, {"--prefill-selector", s.PrefillSelector},
+		{"--decode-selector", s.DecodeSelector}} {
 		if flag.value == "" {
 			continue
 		}
@@ -56,7 +57,8 @@ func (s Settings) validateKubernetes() error {
 	}
 	switch {
 	case s.Pool == "" && selectors == 0:
-		return errors.New("--discovery kubernetes: select the workers' Pods by --pool, or by --selector, --prefill-selector and --decode-selector")
+		return errors.New("--discovery kubernetes: select the workers' Pods by --pool, or by --selector, --prefill-selector and " +
+			"--decode-selector")
 	case s.Pool != "" && selectors > 0:
 		return fmt.Errorf("--pool %s selects the workers' Pods already: leave out --selector, --prefill-selector and --decode-selector", s.Pool)
 	}
@@ -158,7 +160,8 @@ func newCluster(client dynamic.Interface, namespace, what, kept string, log *slo
 
 // newKubeSource returns a source over a client.
 func newKubeSource(s Settings, client dynamic.Interface, namespace string, log *slog.Logger) *kubeSource {
-	return &kubeSource{cluster: newCluster(client, namespace, "--discovery kubernetes", workersKept, log), settings: s, problems: map[string]string{}}
+	return &kubeSource{cluster: newCluster(client, namespace, "--discovery kubernetes", workersKept, log), settings: s,
+		problems: map[string]string{}}
 }
 
 // podSet is the Pods of a selection.
@@ -344,7 +347,8 @@ func (c *cluster) plainAPI(err error, resource schema.GroupVersionResource) erro
 	case apierrors.IsUnauthorized(err):
 		return errors.New("the API server rejects the credentials (401): the token or certificate is invalid")
 	case apierrors.IsNotFound(err) && resource == poolResource:
-		return errors.New("the cluster has no resource InferencePool (inference.networking.k8s.io/v1): install the Gateway API Inference Extension, or use --selector instead of --pool")
+		return errors.New("the cluster has no resource InferencePool (inference.networking.k8s.io/v1): install the Gateway API Inference " +
+			"Extension, or use --selector instead of --pool")
 	case errors.As(err, &unknown):
 		return fmt.Errorf("the API server does not answer: %w", plain(err))
 	case errors.As(err, &broken): // which names this end's port, another at each attempt

@@ -25,7 +25,8 @@ const maxSilent = 3
 func (v visitor) checkEvents(ctx context.Context, sources []events.Source, engine kv.Engine, p *patient) {
 	r := &p.report
 	if len(sources) == 0 {
-		r.fail("publishes no KV events: its cached blocks are unknown", "start it with "+probe.EventFlags(engine)+", or set kv-events= of --worker")
+		r.fail("publishes no KV events: its cached blocks are unknown",
+			"start it with "+probe.EventFlags(engine)+", or set kv-events= of --worker")
 		return
 	}
 	heard, replayed := 0, 0
@@ -112,7 +113,8 @@ func (v visitor) checkLoad(ctx context.Context, endpoint string, r *report) {
 		return
 	}
 	if err := v.subscribes(ctx, endpoint); err != nil {
-		r.fail(fmt.Sprintf("cannot subscribe to its load at %s: %s", shorten(endpoint), shorten(err.Error())), "open its port, or correct load= of --worker")
+		r.fail(fmt.Sprintf("cannot subscribe to its load at %s: %s", shorten(endpoint), shorten(err.Error())),
+			"open its port, or correct load= of --worker")
 		return
 	}
 	r.ok("subscribed to its load at %s", shorten(endpoint))

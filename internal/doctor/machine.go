@@ -34,14 +34,16 @@ func (c Command) checkMachine(ctx context.Context, s Setup, r *report) {
 	library := encodes()
 	switch {
 	case errors.Is(library, native.ErrMissing):
-		r.note("the native library is not built: workers tokenize the prompts, and there are no simulated workers", "run `make setup`, which needs Rust, and build the router again")
+		r.note("the native library is not built: workers tokenize the prompts, and there are no simulated workers",
+			"run `make setup`, which needs Rust, and build the router again")
 	case library != nil:
 		r.fail("the native library does not encode: "+library.Error(), "rebuild it: make setup")
 	default:
 		r.ok("the native library works")
 	}
 	if n := web.Descriptors(); n < fewDescriptors {
-		r.note(fmt.Sprintf("the limit of open files and connections is only %d", n), "raise the hard limit: ulimit -Hn 65536, or LimitNOFILE= of the systemd unit")
+		r.note(fmt.Sprintf("the limit of open files and connections is only %d", n),
+			"raise the hard limit: ulimit -Hn 65536, or LimitNOFILE= of the systemd unit")
 	}
 	if s.Starts && c.Unusable == nil {
 		checkEngine(s, r)
@@ -81,7 +83,8 @@ func checkEngine(s Setup, r *report) {
 	} else if lacks, err := process.Lacks(s.Settings.Python, s.Engine.Kind.String()); err != nil {
 		r.fail(err.Error(), "")
 	} else if lacks {
-		r.fail(fmt.Sprintf("--python %s has no %s", s.Settings.Python, name), fmt.Sprintf("run `%s`, or set --python to an interpreter that has it", s.Engine.Setup))
+		r.fail(fmt.Sprintf("--python %s has no %s", s.Settings.Python, name),
+			fmt.Sprintf("run `%s`, or set --python to an interpreter that has it", s.Engine.Setup))
 	} else {
 		r.ok("%s has %s", s.Settings.Python, name)
 	}
@@ -136,7 +139,8 @@ func checkFurther(ctx context.Context, s Setup, r *report) {
 		s.Opening.Name = dir
 		model, err := tokens.Open(ctx, s.Opening, silent())
 		if err != nil {
-			r.fail(fmt.Sprintf("the tokenizer in %s is not used, workers tokenize the prompts: %v", dir, err), "replace the file, or remove the folder")
+			r.fail(fmt.Sprintf("the tokenizer in %s is not used, workers tokenize the prompts: %v", dir, err),
+				"replace the file, or remove the folder")
 			continue
 		}
 		describe(dir, model, r)

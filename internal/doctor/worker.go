@@ -141,7 +141,8 @@ func (c Command) checkWorker(ctx context.Context, s Setup, at probe.Server) pati
 		r.fail(fmt.Sprintf("is unhealthy: /health answers %d", health.status), "see its log")
 	}
 	if skew := health.skew; skew.Abs() > skewNoted && at.Kind != kv.KindRouter {
-		r.note(fmt.Sprintf("its clock differs from this machine's by %v", skew.Round(time.Second)), "synchronize both by NTP: the measured lag of KV events is off by the difference")
+		r.note(fmt.Sprintf("its clock differs from this machine's by %v", skew.Round(time.Second)),
+			"synchronize both by NTP: the measured lag of KV events is off by the difference")
 	}
 	if at.Kind == kv.KindRouter {
 		v.checkCell(ctx, s, &p)
@@ -183,7 +184,8 @@ func (v visitor) checkModels(ctx context.Context, p *patient) bool {
 		}
 	}
 	if err := json.Unmarshal(listed.body, &list); listed.status != http.StatusOK || err != nil || len(list.Data) == 0 {
-		r.fail(fmt.Sprintf("/v1/models answers %d and names no model", listed.status), "set url= of --worker to the address of a vLLM or SGLang server")
+		r.fail(fmt.Sprintf("/v1/models answers %d and names no model", listed.status),
+			"set url= of --worker to the address of a vLLM or SGLang server")
 		return false
 	}
 	for _, model := range list.Data {
@@ -219,7 +221,8 @@ func (v visitor) checkCell(ctx context.Context, s Setup, p *patient) {
 		r.note("has no worker that is ready", "see its GET /workers")
 	}
 	if hello.BlockSize != s.BlockSize {
-		r.fail(fmt.Sprintf("its blocks have %d tokens, this router's %d", hello.BlockSize, s.BlockSize), "set --block-size to the same on both: without, it is routed by load alone")
+		r.fail(fmt.Sprintf("its blocks have %d tokens, this router's %d", hello.BlockSize, s.BlockSize),
+			"set --block-size to the same on both: without, it is routed by load alone")
 	} else if !hello.Summary {
 		r.note("reports no summary of its workers' caches", "start it with --cell; without a summary it is routed by load alone")
 	}
@@ -273,15 +276,18 @@ func (v visitor) checkVLLM(ctx context.Context, s Setup, p *patient) {
 			r.note(shorten(err.Error()), "")
 		}
 		if engines := len(metrics.Caches()); len(found) > 0 && engines > len(found) {
-			r.note(fmt.Sprintf("has %d data-parallel ranks and names the KV events of %d: it chooses the rank of each request itself, and predictions are not exact", engines, len(found)),
+			r.note(fmt.Sprintf("has %d data-parallel ranks and names the KV events of %d: it chooses the rank of each request itself, and "+
+				"predictions are not exact", engines, len(found)),
 				"run a vLLM with /kv_event_sources, or a server for each rank")
 		}
 		v.checkEvents(ctx, found, kv.EngineVLLM, p)
 	}
 	v.checkLoad(ctx, v.at.Load, r)
 	v.checkTokens(ctx, s, false, r)
-	if a, err := v.ask(ctx, http.MethodPost, "/v1/chat/completions/render"); err == nil && (a.status == http.StatusNotFound || a.status == http.StatusMethodNotAllowed) {
-		r.note("does not render prompts: prompts that the router cannot render itself are routed by load only", "start it with --enable-scale-out")
+	if a, err := v.ask(ctx, http.MethodPost, "/v1/chat/completions/render"); err == nil &&
+		(a.status == http.StatusNotFound || a.status == http.StatusMethodNotAllowed) {
+		r.note("does not render prompts: prompts that the router cannot render itself are routed by load only",
+			"start it with --enable-scale-out")
 	}
 }
 
@@ -295,7 +301,8 @@ func (v visitor) checkTokens(ctx context.Context, s Setup, sglang bool, r *repor
 	case err != nil:
 		r.note("does not say whether it takes the tokens of prompts: "+shorten(err.Error()), "")
 	case len(routes) == 0:
-		r.note("tokenizes prompts itself: it does not take their tokens", "run vLLM 0.32, SGLang 0.5.23 or a newer one, for a faster first token of long prompts")
+		r.note("tokenizes prompts itself: it does not take their tokens",
+			"run vLLM 0.32, SGLang 0.5.23 or a newer one, for a faster first token of long prompts")
 	default:
 		r.ok("takes the tokens of long prompts on %s", strings.Join(routes, " and "))
 	}
@@ -380,7 +387,8 @@ func compare(seen []patient, r *report) {
 				endpoint += " on " + p.host // a file of that host
 			}
 			if other, taken := owner[endpoint]; taken && other != p.report.about {
-				r.fail(fmt.Sprintf("%s and %s have the same KV event endpoint, %s", other, p.report.about, shorten(endpoint)), "give each its own port in --kv-events-config, and correct kv-events= of --worker")
+				r.fail(fmt.Sprintf("%s and %s have the same KV event endpoint, %s", other, p.report.about, shorten(endpoint)),
+					"give each its own port in --kv-events-config, and correct kv-events= of --worker")
 			}
 			owner[endpoint] = p.report.about
 		}
@@ -393,7 +401,8 @@ func compare(seen []patient, r *report) {
 		}
 		if !slices.Equal(p.models, first.models) && !reported["models"] {
 			reported["models"] = true
-			r.note(fmt.Sprintf("the workers serve different models: %s and %s", listed(first.models), listed(p.models)), "set --model to the model of all workers, or leave it out")
+			r.note(fmt.Sprintf("the workers serve different models: %s and %s", listed(first.models), listed(p.models)),
+				"set --model to the model of all workers, or leave it out")
 		}
 		if p.version != first.version && !reported["version"] {
 			reported["version"] = true

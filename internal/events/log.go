@@ -235,7 +235,8 @@ func (l *Log) add(c *radix.Change) {
 // follows reports whether c does the same as the change before it, with other blocks: engines
 // remove blocks one by one.
 func follows(before, c *radix.Change) bool {
-	return c.Kind != radix.Stored && c.Kind == before.Kind && len(c.Hashes) > 0 && len(before.Hashes) > 0 && c.LowerTier == before.LowerTier && c.Group == before.Group
+	return c.Kind != radix.Stored && c.Kind == before.Kind && len(c.Hashes) > 0 && len(before.Hashes) > 0 && c.LowerTier == before.LowerTier &&
+		c.Group == before.Group
 }
 
 // cleared also serves outside of a batch: the known blocks are then doubtful, and
@@ -278,7 +279,8 @@ func (l *Log) held() (at position, complete bool, count int, blocks iter.Seq[rad
 	if l.at.next == 0 {
 		return l.at, false, 0, nil, nil, lower
 	}
-	return l.at, !l.stats.Cold.Load(), l.index.Blocks(l.worker), l.index.DumpOf(l.worker), l.index.HeldOf(l.worker), l.index.DumpLowerOf(l.worker)
+	return l.at, !l.stats.Cold.Load(), l.index.Blocks(l.worker), l.index.DumpOf(l.worker), l.index.HeldOf(l.worker),
+		l.index.DumpLowerOf(l.worker)
 }
 
 // digest returns that of a batch, nil if it is not kept.

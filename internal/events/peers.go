@@ -67,7 +67,8 @@ func (p *Peers) ask(ctx context.Context, peer string, w kv.WorkerKey, start *uin
 	case <-ctx.Done():
 		return answer, ctx.Err()
 	}
-	query := url.Values{"worker_id": {strconv.FormatUint(w.Worker, 10)}, "dp_rank": {strconv.FormatUint(uint64(w.Rank), 10)}, "check": {strconv.FormatUint(check, 10)}}
+	query := url.Values{"worker_id": {strconv.FormatUint(w.Worker, 10)}, "dp_rank": {strconv.FormatUint(uint64(w.Rank), 10)},
+		"check": {strconv.FormatUint(check, 10)}}
 	if start != nil {
 		query.Set("start", strconv.FormatUint(*start, 10))
 	}
@@ -106,8 +107,10 @@ func readAnswer(in io.Reader) (answer Answer, err error) {
 	value := &valueReader{in, maxDumpValue}
 	r := dumpReader{in: value, decoder: json.NewDecoder(value)}
 	fields := map[string]any{
-		"kind": &answer.Kind, "worker_id": &answer.WorkerID, "dp_rank": &answer.DPRank, "block_size": &answer.BlockSize, "layout": &answer.Layout, "complete": &answer.Complete,
-		"last_event_id": &answer.Last, "last_digest": &answer.LastDigest, "before_digest": &answer.BeforeDigest, "check_digest": &answer.CheckDigest,
+		"kind": &answer.Kind, "worker_id": &answer.WorkerID, "dp_rank": &answer.DPRank, "block_size": &answer.BlockSize, "layout": &answer.Layout,
+		"complete":      &answer.Complete,
+		"last_event_id": &answer.Last, "last_digest": &answer.LastDigest, "before_digest": &answer.BeforeDigest,
+		"check_digest": &answer.CheckDigest,
 	}
 	size := 0
 	err = r.object(func(name string) error {

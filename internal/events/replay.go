@@ -79,7 +79,8 @@ func (s *Stream) catchUp(ctx context.Context) error {
 		s.resync, s.retryAt = true, time.Now().Add(s.Timing.retryPause(s.failures))
 		s.failures++
 		if errors.Is(err, errEndless) { // the live events have waited for long enough
-			s.log.Warn("the replay of the worker's KV events does not end: replay is disabled for it", "replay", s.replayAt, "after", s.Timing.ReplayWhole)
+			s.log.Warn("the replay of the worker's KV events does not end: replay is disabled for it", "replay", s.replayAt,
+				"after", s.Timing.ReplayWhole)
 			s.replayAt = ""
 		}
 		s.warnOnce("replay", "cannot replay the worker's KV events", "replay", s.replayAt, "error", err)

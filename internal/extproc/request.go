@@ -45,7 +45,8 @@ const (
 
 // errHeaders refuses headers beyond maxHeaders or maxHeaderCount.
 var errHeaders = &refusal{reasonHeaders, web.BodyError{Status: http.StatusRequestHeaderFieldsTooLarge,
-	Message: fmt.Sprintf("the headers are more than %d, or larger than %d bytes with %d bytes for each", maxHeaderCount, maxHeaders, headerCost)}}
+	Message: fmt.Sprintf("the headers are more than %d, or larger than %d bytes with %d bytes for each", maxHeaderCount, maxHeaders,
+		headerCost)}}
 
 // readHeaders returns a message's headers, and the pseudo headers by name.
 func readHeaders(given *corev3.HeaderMap) (header http.Header, pseudo map[string]string, err error) {

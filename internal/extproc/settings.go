@@ -54,7 +54,8 @@ func (s Settings) Validate() error {
 		return fmt.Errorf("--session-token-key: %d characters, at least %d required", n, leastKey)
 	}
 	if s.ExtProcPort == 0 && (s.ExtProcHealthPort != 0 || s.ExtProcTLS || len(s.ExtProcObjectives) > 0 || s.ExtProcConformance) {
-		return errors.New("--ext-proc-health-port, --ext-proc-tls, --ext-proc-objectives and --ext-proc-conformance: give --ext-proc-port, too, such as 9002")
+		return errors.New("--ext-proc-health-port, --ext-proc-tls, --ext-proc-objectives and --ext-proc-conformance: give --ext-proc-port, " +
+			"too, such as 9002")
 	}
 	_, err := s.objectives()
 	return err

@@ -35,7 +35,8 @@ const (
 var errGone = errors.New("the gateway has ended the stream")
 
 // errLonger refuses a body that is longer than its Content-Length.
-var errLonger = &refusal{reasonBody, web.BodyError{Status: http.StatusBadRequest, Message: "the request body is longer than its Content-Length"}}
+var errLonger = &refusal{reasonBody, web.BodyError{Status: http.StatusBadRequest,
+	Message: "the request body is longer than its Content-Length"}}
 
 // pieces is a body that arrives in messages. One goroutine puts, another reads.
 type pieces struct {
@@ -170,7 +171,8 @@ const (
 
 // Process serves one request of a gateway.
 func (p *Server) Process(process extprocv3.ExternalProcessor_ProcessServer) error {
-	s := &stream{server: p, grpc: process, share: share{of: &p.memory}, answers: make(chan *http.Response, 1), malformed: make(chan struct{}), stuck: make(chan struct{}), over: make(chan struct{})}
+	s := &stream{server: p, grpc: process, share: share{of: &p.memory}, answers: make(chan *http.Response, 1), malformed: make(chan struct{}),
+		stuck: make(chan struct{}), over: make(chan struct{})}
 	s.asked, s.answered = newPieces(&s.share), newPieces(&s.share)
 	defer s.share.end()
 	s.ctx, s.cancel = context.WithCancelCause(process.Context())
@@ -242,9 +244,11 @@ func (s *stream) begin(first *extprocv3.ProcessingRequest) error {
 		const want = procmode.ProcessingMode_FULL_DUPLEX_STREAMED
 		if c.GetRequestBodyMode() != want || c.GetResponseBodyMode() != want {
 			s.server.warned.Do(func() {
-				s.server.log.Error("unsupported gateway configuration: set request_body_mode and response_body_mode to FULL_DUPLEX_STREAMED", "request_body_mode", c.GetRequestBodyMode(), "response_body_mode", c.GetResponseBodyMode())
+				s.server.log.Error("unsupported gateway configuration: set request_body_mode and response_body_mode to FULL_DUPLEX_STREAMED",
+					"request_body_mode", c.GetRequestBodyMode(), "response_body_mode", c.GetResponseBodyMode())
 			})
-			return status.Errorf(codes.InvalidArgument, "set request_body_mode and response_body_mode to FULL_DUPLEX_STREAMED: they are %s and %s", c.GetRequestBodyMode(), c.GetResponseBodyMode())
+			return status.Errorf(codes.InvalidArgument, "set request_body_mode and response_body_mode to FULL_DUPLEX_STREAMED: they are %s and %s",
+				c.GetRequestBodyMode(), c.GetResponseBodyMode())
 		}
 	}
 	request, err := newRequest(s.ctx, headers, s.asked)
@@ -363,7 +367,8 @@ func (s *stream) passOwnBody(piece []byte, last bool) error {
 		part := rest[:min(len(rest), pieceSize)]
 		rest = rest[len(part):]
 		ends := last && len(rest) == 0
-		if err := s.passOwn(&extprocv3.ProcessingResponse{Response: &extprocv3.ProcessingResponse_ResponseBody{ResponseBody: bodyResponse(part, ends)}}, ends); err != nil || len(rest) == 0 {
+		if err := s.passOwn(&extprocv3.ProcessingResponse{Response: &extprocv3.ProcessingResponse_ResponseBody{ResponseBody: bodyResponse(part,
+			ends)}}, ends); err != nil || len(rest) == 0 {
 			return err
 		}
 	}

@@ -171,7 +171,8 @@ func (w *writer) finish() error {
 		return nil
 	case s.headed && s.answered.trailed():
 		return s.send(trailersResponse())
-	case s.headed && !s.answered.whole() && !strings.HasPrefix(s.came.Get("Content-Type"), "text/event-stream"): // such a stream has ended with an error event
+	// such a stream has ended with an error event
+	case s.headed && !s.answered.whole() && !strings.HasPrefix(s.came.Get("Content-Type"), "text/event-stream"):
 		return status.Error(codes.Internal, proxy.ErrAnswered.Error()) // which resets the client's stream
 	case s.headed:
 		return s.sendAnswered(nil, true)

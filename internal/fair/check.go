@@ -12,7 +12,8 @@ func (q *Queue[T]) Check() error {
 	for i := range q.lanes {
 		l := &q.lanes[i]
 		if len(q.flows[i]) != q.used[i].Len() || len(q.flows[i]) > q.settings.Tenants+1 {
-			return fmt.Errorf("class %v: %d flows are known, %d are in order, at most %d may be", Classes[i], len(q.flows[i]), q.used[i].Len(), q.settings.Tenants+1)
+			return fmt.Errorf("class %v: %d flows are known, %d are in order, at most %d may be", Classes[i], len(q.flows[i]), q.used[i].Len(),
+				q.settings.Tenants+1)
 		}
 		running := 0
 		for name, f := range q.flows[i] {

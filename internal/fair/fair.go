@@ -249,7 +249,8 @@ type Queue[T any] struct {
 
 // New returns an empty queue.
 func New[T any](s Settings) *Queue[T] {
-	q := &Queue[T]{settings: Settings{Limit: max(1, s.Limit), Tenants: max(1, s.Tenants), BatchShare: shareWithin(s.BatchShare)}, unreported: map[*flow[T]]bool{}}
+	q := &Queue[T]{settings: Settings{Limit: max(1, s.Limit), Tenants: max(1, s.Tenants), BatchShare: shareWithin(s.BatchShare)},
+		unreported: map[*flow[T]]bool{}}
 	for i := range q.flows {
 		q.lanes[i].class = Classes[i]
 		q.flows[i], q.used[i] = map[string]*flow[T]{}, list.New()

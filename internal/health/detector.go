@@ -159,7 +159,8 @@ type Detector struct {
 
 // New returns a detector without workers.
 func New(settings Settings) *Detector {
-	return &Detector{settings: settings, workers: map[kv.WorkerKey]*worker{}, agreed: map[int]time.Time{}, refuted: map[kv.Role]time.Time{}, clients: map[string]*client{}}
+	return &Detector{settings: settings, workers: map[kv.WorkerKey]*worker{}, agreed: map[int]time.Time{}, refuted: map[kv.Role]time.Time{},
+		clients: map[string]*client{}}
 }
 
 // Attempt is a request that was sent to a worker.
@@ -554,7 +555,8 @@ func (d *Detector) Readmit(key kv.WorkerKey, now time.Time) {
 	if w.phase == phaseOut {
 		d.bringBack(key, w, now)
 	}
-	*w = worker{generation: w.generation, role: w.role, since: now, answered: w.answered, lived: w.lived, shows: w.shows, own: w.own, seen: w.seen, ejections: w.ejections}
+	*w = worker{generation: w.generation, role: w.role, since: now, answered: w.answered, lived: w.lived, shows: w.shows, own: w.own,
+		seen: w.seen, ejections: w.ejections}
 	d.recount()
 }
 

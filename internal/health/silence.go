@@ -179,7 +179,8 @@ func (s *silence) judge(q *Waiting) Verdict {
 	if verdict >= Avoid {
 		s.avoid(q.Attempt, q.worker, s.now)
 	}
-	if limit > 0 && silent >= limit && s.unexplained(q.worker, silent-limit) && s.now.Sub(s.busyUntil(q.Worker.Worker)) >= limit && s.othersLive(q.Worker, s.now) {
+	if limit > 0 && silent >= limit && s.unexplained(q.worker, silent-limit) && s.now.Sub(s.busyUntil(q.Worker.Worker)) >= limit &&
+		s.othersLive(q.Worker, s.now) {
 		a := q.Attempt
 		a.Sent = s.now // it lasts until now, whenever the worker came back
 		s.Failed(a, Stuck, "no sign of life for "+silent.Round(time.Millisecond).String()+" while other workers answered", s.now)

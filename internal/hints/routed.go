@@ -44,7 +44,8 @@ func DropUntrusted(header http.Header) {
 
 // dropSigned removes the headers that Sign sets, or that name workers of this router.
 func dropSigned(header http.Header) {
-	for _, name := range []string{HeaderPinnedWorker, HeaderPinnedRank, HeaderPinnedPrefill, headerPrefillRank, HeaderFairness, HeaderGatewayFairness, HeaderTTFT, HeaderTPOT, headerOutput} {
+	for _, name := range []string{HeaderPinnedWorker, HeaderPinnedRank, HeaderPinnedPrefill, headerPrefillRank, HeaderFairness,
+		HeaderGatewayFairness, HeaderTTFT, HeaderTPOT, headerOutput} {
 		header.Del(name)
 	}
 }

@@ -226,7 +226,8 @@ func (r *Ring) table(entries []entry) *table {
 		add(&Caller{Name: givenName(i), Trusted: trusted, Directs: directs, SeesDecisions: shown, sum: sha256.Sum256([]byte(key))})
 	}
 	for _, e := range entries {
-		c := &Caller{Name: e.name, Trusted: trusted, Directs: directs, SeesDecisions: shown, Terms: e.terms, sum: e.sum, salted: e.salt, bounds: bounds{limits: e.limits}}
+		c := &Caller{Name: e.name, Trusted: trusted, Directs: directs, SeesDecisions: shown, Terms: e.terms, sum: e.sum, salted: e.salt,
+			bounds: bounds{limits: e.limits}}
 		if e.trust != nil {
 			c.Trusted, c.Directs = *e.trust, *e.trust
 		}

@@ -86,7 +86,8 @@ func (c *Caller) enter(now time.Time, header http.Header) *refusal {
 			return c.refuse(&c.count.byConcurrent, time.Second, header, "%d requests are already running", most)
 		}
 		if asked := c.bounds.asked; asked != nil && !asked.AllowN(now, 1) {
-			return c.refuse(&c.count.byRequests, until(asked, now, 1), header, "%v requests per second, burst of %d", c.bounds.requests, c.bounds.burst)
+			return c.refuse(&c.count.byRequests, until(asked, now, 1), header, "%v requests per second, burst of %d", c.bounds.requests,
+				c.bounds.burst)
 		}
 		return nil
 	}()

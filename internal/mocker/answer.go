@@ -237,7 +237,8 @@ func (a *Answer) appendChunk(out []byte, c *Choice, now int) []byte {
 			out = fmt.Appendf(out, `,"stop_reason":%s`, reason)
 		}
 	} else {
-		out = fmt.Appendf(out, `"text":%s,"logprobs":null,"finish_reason":%s,"stop_reason":%s,"prompt_token_ids":`, quote(c.Part(now)), finish, reason)
+		out = fmt.Appendf(out, `"text":%s,"logprobs":null,"finish_reason":%s,"stop_reason":%s,"prompt_token_ids":`, quote(c.Part(now)), finish,
+			reason)
 		if c.Sent == 0 {
 			out = a.appendIDs(out, c.tokens[:c.prompt])
 		} else {

@@ -47,6 +47,7 @@ func (r *inference) explains() bool {
 func (r *inference) below(header http.Header) {
 	q := &r.request
 	hints.Routed{
-		Tenant: q.Tenant.Name, Class: q.Class, Deadline: q.Deadline, TPOT: q.TPOT, Output: q.ExpectedOutput, SessionHeader: r.api.settings.SessionHeader, Session: q.SessionID, Series: q.Prefix.ID,
+		Tenant: q.Tenant.Name, Class: q.Class, Deadline: q.Deadline, TPOT: q.TPOT, Output: q.ExpectedOutput,
+		SessionHeader: r.api.settings.SessionHeader, Session: q.SessionID, Series: q.Prefix.ID,
 	}.Sign(header, r.model.Router.Now())
 }

@@ -213,7 +213,8 @@ func (a *API) find(c *gin.Context, id string, targets []kv.Target) (holder *kv.T
 // id that it was asked for: it says so, or has no such route, or refuses the id.
 func deniesResponse(status int) bool {
 	switch status {
-	case http.StatusBadRequest, http.StatusNotFound, http.StatusMethodNotAllowed, http.StatusGone, http.StatusUnprocessableEntity, http.StatusNotImplemented:
+	case http.StatusBadRequest, http.StatusNotFound, http.StatusMethodNotAllowed, http.StatusGone, http.StatusUnprocessableEntity,
+		http.StatusNotImplemented:
 		return true
 	}
 	return false
@@ -249,7 +250,8 @@ func (a *API) storedRoute(rest string) gin.HandlerFunc {
 		if caller.SeesDecisions {
 			c.Header(web.HeaderWorker, a.models.Names().Label(holder.Key.Worker))
 		}
-		if err := a.proxy.Pass(c.Request.Context(), c.Writer, *holder, q); err != nil && !errors.Is(err, proxy.ErrAnswered) && !errors.Is(err, context.Canceled) {
+		if err := a.proxy.Pass(c.Request.Context(), c.Writer, *holder, q); err != nil && !errors.Is(err, proxy.ErrAnswered) &&
+			!errors.Is(err, context.Canceled) {
 			a.log.Warn("the worker of a stored response did not answer", "worker", holder.Key.Worker, "error", err)
 			a.fail(c, http.StatusBadGateway, "", "the worker of this response did not answer: try again")
 		}

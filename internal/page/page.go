@@ -92,7 +92,8 @@ type Page struct {
 
 // New returns a page. It shows data while Run runs.
 func New(settings Settings, deps Deps) *Page {
-	return &Page{Journal: deps.Journal, settings: settings, deps: deps, log: deps.Log, sessions: newSessions(), trends: newTrends(deps.Journal.began)}
+	return &Page{Journal: deps.Journal, settings: settings, deps: deps, log: deps.Log, sessions: newSessions(),
+		trends: newTrends(deps.Journal.began)}
 }
 
 // URL returns the page's address on a port at http://HOST:PORT.

@@ -133,5 +133,6 @@ func (p *Page) signOut(c *gin.Context) {
 // setCookie names no path, so that browsers take that of the page: the folder of what was
 // requested, also behind a proxy that has cut a prefix from it.
 func (p *Page) setCookie(c *gin.Context, value string, age int) {
-	http.SetCookie(c.Writer, &http.Cookie{Name: cookieName, Value: value, MaxAge: age, HttpOnly: true, Secure: p.settings.Secure, SameSite: http.SameSiteStrictMode})
+	http.SetCookie(c.Writer, &http.Cookie{Name: cookieName, Value: value, MaxAge: age, HttpOnly: true, Secure: p.settings.Secure,
+		SameSite: http.SameSiteStrictMode})
 }

@@ -185,7 +185,8 @@ func (o Outcome) Narrowed(cell *Cell) Outcome {
 		if m == &o.Before && m.Prompts > 0 {
 			own = Meanwhile{Prompts: 1, Passes: 1, Tokens: min(o.Uncached, m.Tokens)}
 		}
-		m.Prompts, m.Passes, m.Tokens = own.Prompts+(m.Prompts-own.Prompts)/width, own.Passes+(m.Passes-own.Passes)/width, own.Tokens+(m.Tokens-own.Tokens)/width
+		m.Prompts, m.Passes, m.Tokens = own.Prompts+(m.Prompts-own.Prompts)/width, own.Passes+(m.Passes-own.Passes)/width,
+			own.Tokens+(m.Tokens-own.Tokens)/width
 	}
 	// Of the context of an answer, its own part is not shared out.
 	prompt := min(float64(o.Prompt), o.During.Context)

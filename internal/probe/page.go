@@ -120,5 +120,6 @@ func isAbout(line []byte, names []string) bool {
 		}
 		line = bytes.TrimLeft(word, " \t\"")
 	}
-	return bytes.HasPrefix(line, []byte("{")) || slices.ContainsFunc(names, func(name string) bool { return bytes.HasPrefix(line, []byte(name)) })
+	return bytes.HasPrefix(line, []byte("{")) || slices.ContainsFunc(names,
+		func(name string) bool { return bytes.HasPrefix(line, []byte(name)) })
 }

@@ -202,7 +202,8 @@ func ofRank(endpoint string, rank uint32) string {
 }
 
 // vllmLoadNames are vLLM's metrics of its load; the last is the older name of the usage.
-var vllmLoadNames = [...]string{"vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc", "vllm:gpu_cache_usage_perc"}
+var vllmLoadNames = [...]string{"vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc",
+	"vllm:gpu_cache_usage_perc"}
 
 // cacheName is the metric that has the settings of an engine's KV cache in its labels.
 const cacheName = "vllm:cache_config_info"
@@ -224,7 +225,8 @@ func (p Page) vllmLoad(engine string) (policy.Published, error) {
 			return policy.Published{}, fmt.Errorf("metrics page lacks %s", strings.Join(of.names, " or "))
 		}
 		for _, metric := range p[of.names[at]].Metric {
-			if engine != "" && slices.ContainsFunc(metric.Label, func(l *dto.LabelPair) bool { return l.GetName() == "engine" && l.GetValue() != engine }) {
+			if engine != "" && slices.ContainsFunc(metric.Label,
+				func(l *dto.LabelPair) bool { return l.GetName() == "engine" && l.GetValue() != engine }) {
 				continue
 			}
 			of.add(metric.GetGauge().GetValue())

@@ -368,7 +368,8 @@ func (r *Tree) Match(local []uint64, usable int, parts kv.MatchParts, dst []kv.M
 // the prompt, and may continue where no worker's first group does. It is apart because
 // the plain loop would be slower for it. n is the node of the first block, and active
 // what holds it.
-func (r *Tree) matchLayouts(n uint32, active []uint64, scratch *matchScratch, local []uint64, usable int, parts kv.MatchParts, dst []kv.Match) []kv.Match {
+func (r *Tree) matchLayouts(n uint32, active []uint64, scratch *matchScratch, local []uint64, usable int, parts kv.MatchParts,
+	dst []kv.Match) []kv.Match {
 	set := r.nodes.at(n).members
 	first := r.sets.Words(set)
 	walked := &scratch.path

@@ -118,7 +118,8 @@ func (r *Tree) storeLower(w kv.WorkerKey, at LowerTier, parent uint64, hasParent
 		if n != 0 {
 			r.holdAt(slot, store, at, b.Engine, n)
 		} else {
-			r.wait(r.slots[slot].lower, store, at.Tier, waitingBlock{engine: b.Engine, parent: parent, hasParent: hasParent, local: b.Local, hasLocal: hasParent || !at.Partial})
+			r.wait(r.slots[slot].lower, store, at.Tier, waitingBlock{engine: b.Engine, parent: parent, hasParent: hasParent, local: b.Local,
+				hasLocal: hasParent || !at.Partial})
 		}
 		parent, hasParent = b.Engine, true
 	}

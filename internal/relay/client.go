@@ -134,7 +134,8 @@ func (c *Client) again(ctx context.Context, what string, follow func(context.Con
 			wait = minRetry
 		}
 		pause := wait/2 + rand.N(wait/2)
-		c.settings.Log.Warn("the stream of a relay has ended: opening it again", "relay", c.settings.Address, "stream", what, "error", err, "in", pause.Round(time.Millisecond))
+		c.settings.Log.Warn("the stream of a relay has ended: opening it again", "relay", c.settings.Address, "stream", what, "error", err,
+			"in", pause.Round(time.Millisecond))
 		timer := time.NewTimer(pause)
 		select {
 		case <-ctx.Done():

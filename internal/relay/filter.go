@@ -146,8 +146,10 @@ func (s *Stream) part(u *Update, f *frame) error {
 		s.chunks, s.at, s.parts = f.chunks, u.Sequence, nil
 	}
 	n := len(f.body) / 8
-	if f.chunk != s.next || f.chunks != s.chunks || u.Sequence != s.at || f.first != uint64(len(s.parts)) || n == 0 || f.chunks > uint32(chunksOf(maxBuckets)) {
-		return fmt.Errorf("part %d of %d from bucket %d: want part %d of %d from bucket %d", f.chunk, f.chunks, f.first, s.next, s.chunks, len(s.parts))
+	if f.chunk != s.next || f.chunks != s.chunks || u.Sequence != s.at || f.first != uint64(len(s.parts)) || n == 0 ||
+		f.chunks > uint32(chunksOf(maxBuckets)) {
+		return fmt.Errorf("part %d of %d from bucket %d: want part %d of %d from bucket %d", f.chunk, f.chunks, f.first, s.next, s.chunks,
+			len(s.parts))
 	}
 	size := int64(8 * n)
 	if s.budget.Add(-size) < 0 {

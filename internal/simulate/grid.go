@@ -36,7 +36,8 @@ type GridSettings struct {
 func (s Settings) validateGrid() error {
 	switch {
 	case s.Trace != "" || s.Synthetic != "" || s.Concurrency != 0 || s.Speedup != 0 || s.Plot != "" || s.JSON || len(s.Tenants) > 0:
-		return errors.New("--grid FILE defines the requests: leave out --trace, --synthetic, --concurrency, --speedup, --tenants, --plot and --json")
+		return errors.New("--grid FILE defines the requests: leave out --trace, --synthetic, --concurrency, --speedup, --tenants, --plot and " +
+			"--json")
 	case s.Jobs < 0:
 		return fmt.Errorf("--jobs %d: give at least 1", s.Jobs)
 	}
@@ -171,7 +172,8 @@ func parseGrid(text []byte, folder string) (*grid, error) {
 		}
 	}
 	if len(g.policies) < 2 || len(g.rows) == 0 || runs > maxGridRuns {
-		return nil, fmt.Errorf("%d policies, %d loads, %d runs: give at least two policies and one load, and at most %d runs", len(g.policies), len(g.rows), runs, maxGridRuns)
+		return nil, fmt.Errorf("%d policies, %d loads, %d runs: give at least two policies and one load, and at most %d runs", len(g.policies),
+			len(g.rows), runs, maxGridRuns)
 	}
 	return g, nil
 }
@@ -220,7 +222,8 @@ func (s Settings) runGrid(base Simulation, out, progress io.Writer) error {
 	if err != nil {
 		return err
 	}
-	given := gridPolicy{Name: "random", Scoring: base.Scoring, Index: base.Index, Routing: base.Routing, Retry: base.Retry, SyntheticHints: true, TierEvents: true, Pulls: true, TenantCost: cmp.Or(s.TenantCost, "work")}
+	given := gridPolicy{Name: "random", Scoring: base.Scoring, Index: base.Index, Routing: base.Routing, Retry: base.Retry,
+		SyntheticHints: true, TierEvents: true, Pulls: true, TenantCost: cmp.Or(s.TenantCost, "work")}
 	if !reflect.DeepEqual(defaults, given) {
 		return errors.New("--grid: set the flags of policies, the index, the queue and failing workers in the grid file, after each policy")
 	}

@@ -78,7 +78,8 @@ func parseGridLoad(text string, traces []string, tenants map[string][]*tenantGro
 	case strings.HasPrefix(words[0], "g") && len(words[0]) > 1 && strings.Trim(words[0][1:], "0123456789") == "":
 		maps.Copy(keys, l.chatWords())
 	default:
-		return l, fmt.Errorf("load %q: its first word is %s, gN (chats of N groups) or the name of a trace: %s", text, gridAgents, strings.Join(traces, ", "))
+		return l, fmt.Errorf("load %q: its first word is %s, gN (chats of N groups) or the name of a trace: %s", text, gridAgents,
+			strings.Join(traces, ", "))
 	}
 	seen := map[string]bool{}
 	for _, word := range words {
@@ -89,7 +90,8 @@ func parseGridLoad(text string, traces []string, tenants map[string][]*tenantGro
 		key, value := word[:at], word[at:]
 		set, known := keys[key]
 		if !known || seen[key] {
-			return l, fmt.Errorf("load %q: %q is unknown or given twice; known are %s", text, word, strings.Join(slices.Sorted(maps.Keys(keys)), ", "))
+			return l, fmt.Errorf("load %q: %q is unknown or given twice; known are %s", text, word,
+				strings.Join(slices.Sorted(maps.Keys(keys)), ", "))
 		}
 		seen[key] = true
 		if err := set(value); err != nil {
@@ -211,7 +213,8 @@ func (l *gridLoad) readSeeds(value string) error {
 func (l *gridLoad) validate() error {
 	timed := max(l.speedup, l.rate)
 	if (l.concurrency > 0) == (timed > 0) {
-		return fmt.Errorf("load %q: give either c (in flight) or %s", l.text, map[bool]string{true: "x (the arrival times of the trace, divided)", false: "r (arrivals per second)"}[l.trace != ""])
+		return fmt.Errorf("load %q: give either c (in flight) or %s", l.text,
+			map[bool]string{true: "x (the arrival times of the trace, divided)", false: "r (arrivals per second)"}[l.trace != ""])
 	}
 	if l.n == 0 {
 		l.n = l.usualNumber()

@@ -172,10 +172,12 @@ func (p *gridReport) sums() error {
 	fmt.Fprintf(table, "%s\tTTFT ms\te2e ms\tTTFT to the best of the others\t\te2e to the best of the others\t\tbeyond\n", name)
 	for _, row := range g.rows {
 		own, ttft, end := row.mean(p.of), row.toBest(g, p.of, ttftOf), row.toBest(g, p.of, endToEndOf)
-		fmt.Fprintf(table, "%s\t%.1f\t%.0f\t%.3f\t%s\t%.3f\t%s\t%s\n", row.load.text, own.TTFT, own.EndToEnd, ttft.ratio, ttft.best, end.ratio, end.best, p.beyond(ttft, end))
+		fmt.Fprintf(table, "%s\t%.1f\t%.0f\t%.3f\t%s\t%.3f\t%s\t%s\n", row.load.text, own.TTFT, own.EndToEnd, ttft.ratio, ttft.best, end.ratio,
+			end.best, p.beyond(ttft, end))
 	}
 	sets := g.sets()
-	fmt.Fprintf(table, "\ngeometric means\trows\tTTFT to the best\tworst\tabove %g\te2e to the best\tworst\tabove %g\n", g.limits.TTFT, g.limits.EndToEnd)
+	fmt.Fprintf(table, "\ngeometric means\trows\tTTFT to the best\tworst\tabove %g\te2e to the best\tworst\tabove %g\n", g.limits.TTFT,
+		g.limits.EndToEnd)
 	for _, set := range sets {
 		fmt.Fprintf(table, "%s\t%d", set.name, len(set.rows))
 		for _, c := range []struct {

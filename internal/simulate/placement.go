@@ -191,7 +191,8 @@ func (s *cellRun) build() {
 			chooser = s.near
 		}
 		var assumer radix.Assumer
-		c.index, assumer = router.NewIndexOf(radix.NewTreeWithBook(c.book), s.base.Index, cellPolicy, s.base.Scoring.Settings, s.base.Engine.BlockSize, s.clock)
+		c.index, assumer = router.NewIndexOf(radix.NewTreeWithBook(c.book), s.base.Index, cellPolicy, s.base.Scoring.Settings,
+			s.base.Engine.BlockSize, s.clock)
 		c.router = s.newRouter(router.Deps{Index: c.index, Assumer: assumer, Policy: chooser})
 		s.sites = append(s.sites, c)
 	}

@@ -28,7 +28,8 @@ func plotReports(reports []*Report) []byte {
 	}
 	page.WriteString("<h2>Requests with a first token within a time</h2>\n")
 	chart := newChart("ms to the first token (logarithmic)", "share of requests", 1, 1)
-	chart.ticks(func(x float64) string { return fmt.Sprintf("%.0f", math.Pow(longest, x)) }, func(y float64) string { return fmt.Sprintf("%.1f", y) })
+	chart.ticks(func(x float64) string { return fmt.Sprintf("%.0f", math.Pow(longest, x)) },
+		func(y float64) string { return fmt.Sprintf("%.1f", y) })
 	for i, r := range reports {
 		var points [][2]float64
 		const steps = 400

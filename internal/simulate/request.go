@@ -86,7 +86,8 @@ func (s *simulator) prior(request *TraceRequest) bool {
 
 // question is a request for a decision of a router.
 func (s *simulator) question(e *simRequest) router.Request {
-	asked := router.Request{Local: e.local, NumTokens: e.request.Prompt, Prefix: e.request.Hints, Exclude: e.exclude, Pulls: s.Peers.Bandwidth > 0 && !s.WithoutPulls}
+	asked := router.Request{Local: e.local, NumTokens: e.request.Prompt, Prefix: e.request.Hints, Exclude: e.exclude,
+		Pulls: s.Peers.Bandwidth > 0 && !s.WithoutPulls}
 	if !s.UntoldAdapters {
 		asked.LoRA = e.request.Adapter
 	}
@@ -179,7 +180,8 @@ func (s *simulator) leaveQueue() {
 
 // dispatch sends a simulated request where a router says.
 func (s *simulator) dispatch(e *simRequest, pair router.Pair) {
-	flight := s.newFlight(e, pair.Decode, engine.Request{Blocks: e.blocks, Prompt: e.request.Prompt, Output: e.request.Output, Adapter: e.request.Adapter})
+	flight := s.newFlight(e, pair.Decode, engine.Request{Blocks: e.blocks, Prompt: e.request.Prompt, Output: e.request.Output,
+		Adapter: e.request.Adapter})
 	if pair.Prefill.Booking == nil {
 		if source := pair.Decode.Source; source != nil {
 			s.pull(flight, int(source.Key.Worker))
@@ -188,7 +190,8 @@ func (s *simulator) dispatch(e *simRequest, pair router.Pair) {
 		return
 	}
 	flight.Fetch = true
-	flight.prefill = s.newFlight(e, pair.Prefill, engine.Request{Blocks: e.blocks[:len(e.local)], Prompt: e.request.Prompt, Output: 1, Keep: true, Adapter: e.request.Adapter})
+	flight.prefill = s.newFlight(e, pair.Prefill, engine.Request{Blocks: e.blocks[:len(e.local)], Prompt: e.request.Prompt, Output: 1,
+		Keep: true, Adapter: e.request.Adapter})
 	flight.prefill.decode = flight
 	s.submit(flight.prefill)
 	if s.Kind == kv.KindSGLang {

@@ -45,7 +45,8 @@ func (b *Book) Check() error {
 		}
 	}
 	if lanes != b.filter.Used || lanes != inside || left != b.left {
-		return fmt.Errorf("%d hashes are in the filter and %d are not, but %d lanes are in use, %d are counted, and %d are counted as outside", inside, left, lanes, b.filter.Used, b.left)
+		return fmt.Errorf("%d hashes are in the filter and %d are not, but %d lanes are in use, %d are counted, and %d are counted as outside",
+			inside, left, lanes, b.filter.Used, b.left)
 	}
 	return nil
 }

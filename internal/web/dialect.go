@@ -113,7 +113,8 @@ func anthropicType(status int) string {
 
 // AnthropicStatus returns the HTTP status of an error type of Anthropic's; 0: it is none.
 func AnthropicStatus(kind string) int {
-	for _, status := range []int{http.StatusBadRequest, http.StatusUnauthorized, http.StatusForbidden, http.StatusNotFound, http.StatusRequestEntityTooLarge, http.StatusTooManyRequests, StatusOverloaded, http.StatusInternalServerError} {
+	for _, status := range []int{http.StatusBadRequest, http.StatusUnauthorized, http.StatusForbidden, http.StatusNotFound,
+		http.StatusRequestEntityTooLarge, http.StatusTooManyRequests, StatusOverloaded, http.StatusInternalServerError} {
 		if anthropicType(status) == kind {
 			return status
 		}

@@ -228,17 +228,21 @@ func (c *cell) begin(ctx context.Context) error {
 		c.stream.Ignore()
 		why := fmt.Sprintf("unknown: its blocks have %d tokens, this router's %d", size, in.blockSize)
 		c.f.update(c.w, func(s *Status) { s.Predictions = why })
-		c.f.log.Warn(fmt.Sprintf("%s: routed by load alone, because its blocks have another size", c.w), "its", size, "own", in.blockSize, "remedy", "set --block-size to the same on both")
+		c.f.log.Warn(fmt.Sprintf("%s: routed by load alone, because its blocks have another size", c.w), "its", size, "own", in.blockSize,
+			"remedy", "set --block-size to the same on both")
 	} else if !c.stream.Hello.Summary {
 		c.f.update(c.w, func(s *Status) { s.Predictions = "unknown: it reports no summary (--cell)" })
-		c.f.log.Warn(fmt.Sprintf("%s: routed by load alone, because it reports no summary", c.w), "url", c.w.spec.URL, "remedy", "start that router with --cell")
+		c.f.log.Warn(fmt.Sprintf("%s: routed by load alone, because it reports no summary", c.w), "url", c.w.spec.URL,
+			"remedy", "start that router with --cell")
 	}
 	for _, l := range c.info.Lookaheads {
-		_, _ = in.index.Apply(kv.WorkerKey{Worker: in.w.id}, &radix.Change{Kind: radix.LookaheadStored, Set: &radix.Setting{Lookahead: l}}) // cannot fail
+		// cannot fail
+		_, _ = in.index.Apply(kv.WorkerKey{Worker: in.w.id}, &radix.Change{Kind: radix.LookaheadStored, Set: &radix.Setting{Lookahead: l}})
 	}
 	c.aim()
 	in.markUp()
-	c.f.log.Info(fmt.Sprintf("%s: attached", c.w), "url", c.w.spec.URL, "router", c.stream.Hello.Router, "version", c.stream.Hello.Version, "models", c.info.Models, "workers", c.last.Workers)
+	c.f.log.Info(fmt.Sprintf("%s: attached", c.w), "url", c.w.spec.URL, "router", c.stream.Hello.Router, "version", c.stream.Hello.Version,
+		"models", c.info.Models, "workers", c.last.Workers)
 	c.show()
 	return nil
 }

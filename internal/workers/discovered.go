@@ -91,7 +91,8 @@ func (d *following) apply() {
 			if !w.drains() {
 				d.f.cordon(w, kv.CordonDraining)
 			}
-			d.f.log.Info(fmt.Sprintf("%s: no longer discovered: removing it when its in-flight requests have ended", w), "limit", d.f.timing.leaveLimit)
+			d.f.log.Info(fmt.Sprintf("%s: no longer discovered: removing it when its in-flight requests have ended", w),
+				"limit", d.f.timing.leaveLimit)
 		}
 	}
 	for id := range d.refused {
@@ -193,7 +194,8 @@ func (f *Fleet) discover(now kv.Worker) (w *worker, why string) {
 
 // serverOf is a discovered worker as a server to ask.
 func serverOf(w kv.Worker, key kv.Secret) probe.Server {
-	return probe.Server{ID: w.ID, URL: w.URL, KVEvents: w.KVEvents, Replay: w.Replay, Load: w.Load, Disagg: w.Disagg, EventsPort: w.EventsPort, Key: key}
+	return probe.Server{ID: w.ID, URL: w.URL, KVEvents: w.KVEvents, Replay: w.Replay, Load: w.Load, Disagg: w.Disagg, EventsPort: w.EventsPort,
+		Key: key}
 }
 
 // rediscover applies discovery's current report on a worker. Whether it gets

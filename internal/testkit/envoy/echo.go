@@ -74,7 +74,8 @@ func (e *Echo) answer(request *extproc.ProcessingRequest) *extproc.ProcessingRes
 		answer.Response = &extproc.ProcessingResponse_RequestHeaders{RequestHeaders: &extproc.HeadersResponse{Response: &extproc.CommonResponse{
 			ClearRouteCache: true,
 			HeaderMutation: &extproc.HeaderMutation{SetHeaders: []*core.HeaderValueOption{{
-				Header: &core.HeaderValue{Key: Destination, RawValue: []byte(e.Addresses)}, AppendAction: core.HeaderValueOption_OVERWRITE_IF_EXISTS_OR_ADD,
+				Header:       &core.HeaderValue{Key: Destination, RawValue: []byte(e.Addresses)},
+				AppendAction: core.HeaderValueOption_OVERWRITE_IF_EXISTS_OR_ADD,
 			}}},
 		}}}
 		destination := structpb.NewStructValue(&structpb.Struct{Fields: map[string]*structpb.Value{Destination: structpb.NewStringValue(e.Addresses)}})

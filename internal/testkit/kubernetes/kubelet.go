@@ -162,7 +162,8 @@ func (k *Kubelet) run(p *Pod) {
 	}()
 	at := k.c.Client.Resource(podResource).Namespace(p.Namespace)
 	binding := &unstructured.Unstructured{Object: map[string]any{
-		"apiVersion": "v1", "kind": "Binding", "metadata": map[string]any{"name": p.Name}, "target": map[string]any{"apiVersion": "v1", "kind": "Node", "name": nodeName},
+		"apiVersion": "v1", "kind": "Binding", "metadata": map[string]any{"name": p.Name},
+		"target": map[string]any{"apiVersion": "v1", "kind": "Node", "name": nodeName},
 	}}
 	if !k.insist(func(ctx context.Context) error {
 		_, err := at.Create(ctx, binding, metav1.CreateOptions{}, "binding")
