@@ -343,7 +343,8 @@ func (c *cluster) plainAPI(err error, resource schema.GroupVersionResource) erro
 		if _, user, found := strings.Cut(oneLine(err), `User "`); found {
 			account, _, _ = strings.Cut(user, `"`)
 		}
-		return fmt.Errorf(`no right to list and watch %s in namespace %s: the Role of %s needs the rule {apiGroups: ["%s"], resources: [%[1]s], verbs: [list, watch]}`, resource.Resource, c.namespace, account, resource.Group)
+		return fmt.Errorf(`no right to list and watch %s in namespace %s: the Role of %s needs the rule `+
+			`{apiGroups: ["%s"], resources: [%[1]s], verbs: [list, watch]}`, resource.Resource, c.namespace, account, resource.Group)
 	case apierrors.IsUnauthorized(err):
 		return errors.New("the API server rejects the credentials (401): the token or certificate is invalid")
 	case apierrors.IsNotFound(err) && resource == poolResource:

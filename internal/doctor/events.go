@@ -38,7 +38,8 @@ func (v visitor) checkEvents(ctx context.Context, sources []events.Source, engin
 		p.endpoints = append(p.endpoints, source.Endpoint)
 		if err := v.subscribes(ctx, source.Endpoint); err != nil {
 			r.fail(fmt.Sprintf("cannot subscribe to its KV events at %s: %s", shorten(source.Endpoint), shorten(err.Error())),
-				`bind an endpoint that the router can reach ("endpoint":"tcp://*:5557" in --kv-events-config) and open its port, or correct kv-events= of --worker`)
+				`bind an endpoint that the router can reach ("endpoint":"tcp://*:5557" in --kv-events-config) and open `+
+					`its port, or correct kv-events= of --worker`)
 			continue
 		}
 		heard++
@@ -49,7 +50,8 @@ func (v visitor) checkEvents(ctx context.Context, sources []events.Source, engin
 		}
 		if err := v.replays(ctx, source.Replay); err != nil {
 			r.fail(fmt.Sprintf("cannot replay its KV events from %s: %s", shorten(source.Replay), shorten(err.Error())),
-				`set "replay_endpoint" of --kv-events-config to an endpoint that the router can reach and open its port, or correct replay= of --worker`)
+				`set "replay_endpoint" of --kv-events-config to an endpoint that the router can reach and open its port, `+
+					`or correct replay= of --worker`)
 			continue
 		}
 		replayed++

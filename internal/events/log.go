@@ -273,7 +273,9 @@ func (l *Log) position() position {
 // than the first as others, and what they are as of. complete means that none is
 // missing of the device; count is the number of those of the first group, copies
 // counted once.
-func (l *Log) held() (at position, complete bool, count int, blocks iter.Seq[radix.PlacedBlock], others []radix.HeldBlock, lower radix.LowerDump) {
+func (l *Log) held() (
+	at position, complete bool, count int, blocks iter.Seq[radix.PlacedBlock], others []radix.HeldBlock, lower radix.LowerDump,
+) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	if l.at.next == 0 {

@@ -318,7 +318,9 @@ func (s *stream) take(message *extprocv3.ProcessingRequest) error {
 			s.asked.end(errGone)
 		}
 		if s.phase.Load() == own {
-			return s.passOwn(&extprocv3.ProcessingResponse{Response: &extprocv3.ProcessingResponse_ResponseHeaders{ResponseHeaders: new(extprocv3.HeadersResponse)}}, m.ResponseHeaders.GetEndOfStream())
+			return s.passOwn(&extprocv3.ProcessingResponse{
+				Response: &extprocv3.ProcessingResponse_ResponseHeaders{ResponseHeaders: new(extprocv3.HeadersResponse)},
+			}, m.ResponseHeaders.GetEndOfStream())
 		}
 		answer, err := newAnswer(m.ResponseHeaders, s.answered)
 		if err != nil || s.came != nil || s.refused() {
@@ -376,7 +378,9 @@ func (s *stream) passOwnBody(piece []byte, last bool) error {
 
 // trailersResponse lets the trailers of an answer pass.
 func trailersResponse() *extprocv3.ProcessingResponse {
-	return &extprocv3.ProcessingResponse{Response: &extprocv3.ProcessingResponse_ResponseTrailers{ResponseTrailers: new(extprocv3.TrailersResponse)}}
+	return &extprocv3.ProcessingResponse{
+		Response: &extprocv3.ProcessingResponse_ResponseTrailers{ResponseTrailers: new(extprocv3.TrailersResponse)},
+	}
 }
 
 // refuse ends the answer as malformed: the client gets a 502. Only read calls it.
@@ -498,7 +502,9 @@ func (s *stream) askFor(request *http.Request, addresses string) error {
 	if !trailed {
 		return nil
 	}
-	return s.send(&extprocv3.ProcessingResponse{Response: &extprocv3.ProcessingResponse_RequestTrailers{RequestTrailers: new(extprocv3.TrailersResponse)}})
+	return s.send(&extprocv3.ProcessingResponse{
+		Response: &extprocv3.ProcessingResponse_RequestTrailers{RequestTrailers: new(extprocv3.TrailersResponse)},
+	})
 }
 
 // pieceWriter sends a body piece by piece.

@@ -60,9 +60,8 @@ func (w *writer) WriteHeader(status int) {
 	}
 	m := mutation(s.came, w.header)
 	s.headed = true
-	w.err = s.send(&extprocv3.ProcessingResponse{Response: &extprocv3.ProcessingResponse_ResponseHeaders{ResponseHeaders: &extprocv3.HeadersResponse{
-		Response: &extprocv3.CommonResponse{HeaderMutation: m},
-	}}})
+	headers := &extprocv3.HeadersResponse{Response: &extprocv3.CommonResponse{HeaderMutation: m}}
+	w.err = s.send(&extprocv3.ProcessingResponse{Response: &extprocv3.ProcessingResponse_ResponseHeaders{ResponseHeaders: headers}})
 }
 
 // Write sends a piece of a worker's answer, and buffers a piece of the router's own

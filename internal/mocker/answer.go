@@ -348,7 +348,8 @@ func (a *Answer) whole() []byte {
 		}
 		form := `{"index":%d,"text":%s,"logprobs":null,"finish_reason":%s,"stop_reason":%s,"token_ids":`
 		if a.isChat() {
-			form = `{"index":%d,"message":{"role":"assistant","content":%s,"refusal":null,"annotations":null,"audio":null,"function_call":null,"reasoning":null},` +
+			form = `{"index":%d,"message":{"role":"assistant","content":%s,"refusal":null,"annotations":null,` +
+				`"audio":null,"function_call":null,"reasoning":null},` +
 				`"logprobs":null,"finish_reason":%s,"stop_reason":%s,"token_ids":`
 		}
 		finish, reason := c.ending(true)

@@ -22,9 +22,11 @@ import (
 // replay, that the router subscribes to.
 func EventFlags(engine kv.Engine) string {
 	if engine == kv.EngineSGLang {
-		return `--kv-events-config '{"publisher":"zmq","topic":"kv-events","endpoint":"tcp://*:5557","replay_endpoint":"tcp://*:5757"}' --load-publish-endpoint tcp://*:5657`
+		return `--kv-events-config '{"publisher":"zmq","topic":"kv-events",` +
+			`"endpoint":"tcp://*:5557","replay_endpoint":"tcp://*:5757"}' --load-publish-endpoint tcp://*:5657`
 	}
-	return `--kv-events-config '{"enable_kv_cache_events":true,"publisher":"zmq","topic":"kv-events","endpoint":"tcp://*:5557","replay_endpoint":"tcp://*:5757"}'`
+	return `--kv-events-config '{"enable_kv_cache_events":true,"publisher":"zmq","topic":"kv-events",` +
+		`"endpoint":"tcp://*:5557","replay_endpoint":"tcp://*:5757"}'`
 }
 
 // rankEvents is what vLLM reports about the KV events of one rank.
