@@ -154,7 +154,7 @@ func TestAReaderThatStopsReadingIsLeft(t *testing.T) {
 	t.Logf("left after %v", time.Since(began).Round(time.Millisecond))
 }
 
-// stuck is a reader that takes so many writes, and then none until it goes on.
+// stuck is a reader that takes so many writes, and then none until it continues.
 type stuck struct {
 	takes  int
 	stands *atomic.Int64 // readers that take no more

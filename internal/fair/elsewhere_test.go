@@ -193,7 +193,7 @@ func TestRoutersShareOutTogether(t *testing.T) {
 				for i := range queues {
 					p.unreported = max(p.unreported, unreported[i][f], unreported[i][g])
 				}
-				const rounding = 4 // of what is told, ms
+				const rounding = 4 // of what is reported, ms
 				bound := p.wide + most/min(weights[f], weights[g]) + 2*p.unreported + rounding
 				if got := math.Abs(now - p.from); got > bound {
 					t.Fatalf("tenants %d and %d: services differ by %v, the bound is %v", f, g, got, bound)

@@ -118,7 +118,7 @@ func TestAPeerThatLeavesTakesWhatRunsThere(t *testing.T) {
 	}
 }
 
-// TestAPeerStopsATenantForTheDebtAtMost, whatever it tells.
+// TestAPeerStopsATenantForTheDebtAtMost, whatever it reports.
 func TestAPeerStopsATenantForTheDebtAtMost(t *testing.T) {
 	rt := routertest.New(t, "kv", 1, fairly)
 	r := &testReplica{Router: rt}

@@ -142,7 +142,7 @@ func TestAGridThatCannotBeReadIsRefused(t *testing.T) {
 	}
 }
 
-// runs returns what a grid tells of its rows, without how long they took.
+// runs returns what a grid reports of its rows, without how long they took.
 func gridTableOf(t *testing.T, g *grid, known gridTable, jobs int) (gridTable, string) {
 	t.Helper()
 	var out bytes.Buffer

@@ -130,7 +130,7 @@ func TestARouterBelowThatIsNotReadyGetsNoNewRequests(t *testing.T) {
 	testkit.Eventually(t, 10*time.Second, "it gets no requests", held.Load)
 	c.ready.Store(true)
 	testkit.Eventually(t, 10*time.Second, "it gets requests again", func() bool { return !held.Load() })
-	f.wantEvents("up 3.0 g1") // its requests went on
+	f.wantEvents("up 3.0 g1") // its requests continued
 	f.stop()
 	c.kill()
 }
