@@ -204,7 +204,7 @@ func (s *Stream) delta(u *Update, f *frame) error {
 		s.seen[bucket/64] = 0
 	}
 	if !valid {
-		return errors.New("a delta with a bucket outside of the filter, or twice")
+		return errors.New("a delta names a bucket twice or beyond the filter")
 	}
 	change := 0
 	for i := range n {

@@ -22,7 +22,7 @@ type CellSettings struct {
 	Placements []string      `group:"Simulated cells" default:"exact,summary,nearest,hash,round-robin,aggregates" placeholder:"NAME" help:"Comma-separated ways to choose the cell: exact (one global index of all workers), summary (policy work with the summaries of cells), nearest, hash (consistent hashing of the first blocks, bounded loads), round-robin, aggregates (queue and KV-cache use of cells)."`
 	Day        time.Duration `group:"Simulated cells" default:"1m" help:"Virtual length of the day. Engines, networks and users keep their speed."`
 	DayLoad    float64       `group:"Simulated cells" default:"0.15" placeholder:"N" help:"Mean requests per second and worker."`
-	DaySwing   float64       `group:"Simulated cells" default:"0.8" help:"How far the requests of a region rise above their mean in its afternoon and fall below it at night, as a share of the mean, 0 to 1."`
+	DaySwing   float64       `group:"Simulated cells" default:"0.8" help:"Amplitude of a region's daily request curve, as a share of its mean, 0 to 1."`
 	Travel     float64       `group:"Simulated cells" default:"0.05" help:"Share of the conversations that move to another region, 0 to 1."`
 }
 
