@@ -51,7 +51,7 @@ const (
 	maxWait   = time.Hour
 )
 
-// Hello is what does not change while a router runs.
+// Hello has what is constant while a router runs.
 type Hello struct {
 	Protocol  int    `json:"protocol"`
 	Router    string `json:"router"` // names the process in Via headers
@@ -62,7 +62,7 @@ type Hello struct {
 	Epoch     uint64 `json:"epoch"`      // of the summary; another one cannot be resumed
 }
 
-// Info is what changes seldom.
+// Info has what changes seldom.
 type Info struct {
 	Models     []string       `json:"models"` // of the default model, its own name first
 	Adapters   []string       `json:"adapters,omitempty"`
@@ -72,9 +72,9 @@ type Info struct {
 	Below      []string       `json:"below,omitempty"` // Hello.Router of all routers below it
 }
 
-// State is what changes all the time.
+// State has what changes continuously.
 type State struct {
-	Ready   bool       `json:"ready"`   // requests may come
+	Ready   bool       `json:"ready"`   // it accepts requests
 	Leaving bool       `json:"leaving"` // it drains, and will end
 	Workers int        `json:"workers"` // ranks that are up
 	Waits   [3]float64 `json:"waits_ms"`

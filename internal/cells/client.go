@@ -23,7 +23,7 @@ import (
 
 // Errors of Open and Next.
 var (
-	// ErrContent: what came cannot be used. A new stream would bring the same.
+	// ErrContent: the content cannot be used. A new stream would have the same.
 	ErrContent = errors.New("its reports cannot be used")
 	// ErrLeadsBack: the address is this router's own, or that of a router above it.
 	ErrLeadsBack = errors.New("routing loop: this router is below that one: give each router only routers below it as workers")
@@ -70,7 +70,7 @@ func (c *Client) Close() { c.pings.CloseIdleConnections() }
 // Stream is the stream of one router. It is used by one goroutine, except for Close and Ignore.
 type Stream struct {
 	Hello Hello
-	First Report // that came with it, without a summary
+	First Report // received with it, without a summary
 
 	own    func(router string) bool // the name is that of this router
 	body   io.ReadCloser
@@ -326,7 +326,7 @@ func (c *Client) Ping(ctx context.Context, url string) (took time.Duration, err 
 // roundTrips are the last measured ones.
 const roundTrips = 16
 
-// Way is what was measured of the way to a router. One goroutine uses it.
+// Way measures the round trip to a router. One goroutine uses it.
 type Way struct {
 	last  [roundTrips]time.Duration
 	count int
@@ -338,8 +338,7 @@ func (w *Way) Add(took time.Duration) {
 	w.count++
 }
 
-// Shortest returns the least of the last round trips: what is more was spent in queues, which
-// are no part of the way. 0: none was measured.
+// Shortest returns the shortest of the last round trips: the rest was spent in queues. 0: none was measured.
 func (w *Way) Shortest() time.Duration {
 	if w.count == 0 {
 		return 0

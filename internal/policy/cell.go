@@ -19,35 +19,34 @@ type CellReport struct {
 // MaxCellWorkers bounds CellReport.Workers.
 const MaxCellWorkers = 1 << 16
 
-// Cell is what is known of a router whose workers are below it. A request is sent to it, and it
-// chooses the worker.
+// Cell is the known state of a router whose workers are below it. It gets requests and chooses the
+// worker.
 type Cell struct {
 	CellReport
 	finds runningMean // share of the reported overlap that its worker had
 	late  runningMean // delay of first tokens beyond its prediction, ms
 
 	lateSquares runningMean // of the same, squared
-	again       time.Time   // from then on one request at a time shows whether it is still late
-	trials      int         // those that showed that it is, one after the other
+	again       time.Time   // from then on, one request at a time is a trial
+	trials      int         // consecutive trials that were late
 }
 
 const (
 	// cellFinds and cellLate bound the requests of the means Cell.finds and Cell.late: a cell that
 	// reports too short waits is believed for some requests only.
 	cellFinds, cellLate = 64, 16
-	// mostLate bounds what one request says of late, ms.
+	// mostLate bounds the sample of one request, ms.
 	mostLate = 60_000
 	// mostTrials bounds Cell.trials.
 	mostTrials = 16
-	// cellLooks is how many of the prompts that wait longest are looked at.
+	// cellLooks is the number of longest-waiting prompts that are examined.
 	cellLooks = 32
 )
 
-// Late learns from a first token at now: by how much it came later than FirstToken said, without
-// what that knew of Load.Lateness. A cell that gets no requests because it was late would be
-// without them for good: after the time that it was late by, an unreported queue is
-// gone, and a request shows whether that is so. If it is, what was learned before is over, else
-// the next trial comes after twice the time.
+// Late learns from a first token at now, which was late by that time against FirstToken without
+// Load.Lateness. A late cell gets no requests, and could never show that it has recovered: after a
+// time equal to the delay, when an unreported queue should be empty, one request is a trial. If it
+// is in time, the learned delay is discarded, else the next trial follows after twice the time.
 func (c *Cell) Late(now time.Time, by time.Duration) {
 	if c == nil {
 		return
@@ -112,7 +111,7 @@ func (c *Cell) Finds() float64 {
 	return c.finds.Value
 }
 
-// width is how many workers share a load.
+// width is the number of workers that share a load.
 func (l *Load) width() float64 {
 	if l.Cell == nil {
 		return 1
@@ -120,16 +119,15 @@ func (l *Load) width() float64 {
 	return float64(max(1, l.Cell.Workers))
 }
 
-// each is a part of the load as one of its workers has it, if all have the same: so policies that
-// count requests or blocks compare a cell with a worker.
+// each is the equal share of one worker in a part of the load, by which policies that count requests
+// or blocks compare a cell with a worker.
 func (l *Load) each(n int) float64 { return float64(n) / l.width() }
 
-// cellWait predicts how long a request of that class waits in a cell, ms: the reported wait, less the
-// time since then, and the prompts that it did not have then, shared out over its workers: those
-// that were sent later than a round trip before its report came. What is known to be late counts,
-// too: as Load.Lateness, and of the prompts that wait now, whose first tokens are due by more than
-// two standard deviations. A cell that gives other first tokens meanwhile owes none: those that it has
-// not given are the late ones.
+// cellWait predicts the wait of a request of that class in a cell, ms: the reported wait, less the
+// time since the report, plus the later prompts divided by its workers. Later prompts are those sent
+// less than a round trip before the report arrived. Lateness is added: the learned one, or that of
+// prompts that wait now and are overdue by more than two standard deviations since the cell's last
+// first token.
 func (p *Work) cellWait(now time.Time, load *Load, class fair.Class) float64 {
 	cell, sent := load.Cell, 0
 	unseen := cell.Load.At.Add(-cell.Network)
@@ -152,8 +150,8 @@ func (p *Work) cellWait(now time.Time, load *Load, class fair.Class) float64 {
 	return max(wait, due/float64(max(1, waiting)))
 }
 
-// cellTerms sets t, which is zero, to the parts of a cell's cost: those of one of its workers
-// that has an equal share of the cell's load, and the way there.
+// cellTerms sets t, which is zero, to the parts of a cell's cost: those of one of its workers with an
+// equal share of the cell's load, and the network.
 func (p *Work) cellTerms(t *workTerms, q *Query, c *Candidate, u *workUsual) {
 	load, width := c.Load, c.Load.width()
 	cached := int(math.Round(float64(c.Overlap) * load.Cell.Finds()))
@@ -172,8 +170,8 @@ func (p *Work) cellTerms(t *workTerms, q *Query, c *Candidate, u *workUsual) {
 	t.slower = n * u.output / 2 * p.Timing.context * float64(max(1, q.Tokens))
 }
 
-// Narrowed is an outcome as one of so many workers has it that share a load equally, without the
-// time on the way to them.
+// Narrowed is the outcome of one of the cell's workers, which share its load equally, without the
+// network.
 func (o Outcome) Narrowed(cell *Cell) Outcome {
 	if cell == nil {
 		return o
@@ -188,7 +186,7 @@ func (o Outcome) Narrowed(cell *Cell) Outcome {
 		m.Prompts, m.Passes, m.Tokens = own.Prompts+(m.Prompts-own.Prompts)/width, own.Passes+(m.Passes-own.Passes)/width,
 			own.Tokens+(m.Tokens-own.Tokens)/width
 	}
-	// Of the context of an answer, its own part is not shared out.
+	// The answer's own context is not shared.
 	prompt := min(float64(o.Prompt), o.During.Context)
 	o.Before.Context /= float64(width)
 	o.During.Context = prompt + (o.During.Context-prompt)/float64(width)

@@ -82,7 +82,7 @@ func NewStream(p Producer, budget *atomic.Int64) *Stream {
 func (s *Stream) Filter() *Filter { return s.filter }
 
 // Apply applies a message. After an error the filter is empty, and the stream must be
-// opened again: a missing message cannot be made up for.
+// reopened: a missing message cannot be recovered.
 func (s *Stream) Apply(u *Update) error {
 	if s.failed == nil {
 		s.failed = s.apply(u)
@@ -172,7 +172,7 @@ func (s *Stream) part(u *Update, f *frame) error {
 	}
 	old := s.filter.words.Swap(&words)
 	s.filter.taken.Store(int64(taken))
-	if old != nil { // one that the new one replaces
+	if old != nil { // replaced by the new one
 		s.budget.Add(int64(8 * len(*old)))
 		s.took -= int64(8 * len(*old))
 	}

@@ -30,18 +30,17 @@ type Cell struct {
 }
 
 const (
-	// cellPause and cellPauseMost bound the pause before a router is tried again. A look costs
+	// cellPause and cellPauseMost bound the pause before a router is tried again. A try costs
 	// it no more than a request.
 	cellPause     = 250 * time.Millisecond
 	cellPauseMost = 5 * time.Second
 	// cellAgain is the pause between two tries to resume a stream that was cut.
 	cellAgain = 100 * time.Millisecond
-	// pingEvery is the time between two measurements of the way.
+	// pingEvery is the time between two measurements of the round trip.
 	pingEvery = time.Second
 )
 
-// superviseCell follows a router below this one until ctx is done, each time that it goes and
-// comes back.
+// superviseCell follows a router below this one until ctx is done, over all its incarnations.
 func (f *Fleet) superviseCell(ctx context.Context, w *worker) {
 	c := &cell{f: f, w: w, view: &summary.View{}}
 	for pause := cellPause; ctx.Err() == nil; pause = min(2*pause, cellPauseMost) {
@@ -59,7 +58,7 @@ func (f *Fleet) superviseCell(ctx context.Context, w *worker) {
 type cell struct {
 	f    *Fleet
 	w    *worker
-	view *summary.View // kept from stream to stream: a router that comes back may resume it
+	view *summary.View // kept from stream to stream: a router that returns may resume it
 
 	stream  *cells.Stream
 	reports chan heard
@@ -68,7 +67,7 @@ type cell struct {
 	last    cells.State
 	info    cells.Info
 	way     cells.Way
-	running sync.WaitGroup // what reads the stream, and measures
+	running sync.WaitGroup // the reader of the stream, and the measurement
 	in      *incarnation   // nil: it has not been ready yet
 	held    bool           // it is not ready: it gets no new requests, and those in flight continue
 	counts  Cell
@@ -103,10 +102,10 @@ func (c *cell) follow(ctx context.Context) (met bool) {
 		case <-ctx.Done():
 			return true
 		case looked := <-c.w.look:
-			close(looked) // its models come by themselves
+			close(looked) // its models are in its reports
 		case <-c.w.discoveryChanges():
 			c.w.applyDiscovered()
-		case <-c.w.wake: // the stream knows first
+		case <-c.w.wake: // the stream shows it first
 		case took := <-ways:
 			c.way.Add(took)
 		case r := <-c.reports:
@@ -124,7 +123,7 @@ func (c *cell) follow(ctx context.Context) (met bool) {
 	}
 }
 
-// open opens a stream, whose reports come through c.reports.
+// open opens a stream, whose reports are sent to c.reports.
 func (c *cell) open(ctx context.Context) error {
 	stream, err := c.f.cells.Open(ctx, c.w.spec.URL, c.w.currentKey(), c.view)
 	if err != nil {
@@ -180,7 +179,7 @@ func (c *cell) measure(ctx context.Context) <-chan time.Duration {
 	return ways
 }
 
-// take takes a report over. An error ends the incarnation.
+// take applies a report. An error ends the incarnation.
 func (c *cell) take(ctx context.Context, r cells.Report) error {
 	c.heard, c.last = time.Now(), r.State
 	c.counts.Received += r.Bytes
@@ -198,9 +197,9 @@ func (c *cell) take(ctx context.Context, r cells.Report) error {
 		case !c.last.Ready:
 			c.f.update(c.w, func(s *Status) { s.State, s.LastError = StateConnecting, "no worker of it is ready" })
 			return nil
-		case c.stream.Hello.Summary && !whole: // it comes behind the first report
+		case c.stream.Hello.Summary && !whole: // it follows the first report
 			return nil
-		case c.way.Shortest() == 0 && time.Since(c.opened) < cells.Silence: // it would seem to be here
+		case c.way.Shortest() == 0 && time.Since(c.opened) < cells.Silence: // it would seem to be local
 			return nil
 		}
 		return c.begin(ctx)
@@ -213,7 +212,7 @@ func (c *cell) take(ctx context.Context, r cells.Report) error {
 	return nil
 }
 
-// begin makes the router a worker that requests may be routed to.
+// begin makes the router a routing target.
 func (c *cell) begin(ctx context.Context) error {
 	in := c.f.begin(ctx, c.w)
 	in.answered, in.met, in.engine = true, true, c.info.Engine
@@ -275,7 +274,7 @@ func (c *cell) show() {
 	c.f.update(c.w, func(s *Status) { s.Cell = &now })
 }
 
-// resume opens the stream again that ended with err. An error means that the router is down.
+// resume reopens the stream that ended with err. An error means that the router is down.
 func (c *cell) resume(ctx context.Context, err error) error {
 	if c.in == nil || errors.Is(err, cells.ErrContent) {
 		return err
