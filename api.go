@@ -12,8 +12,10 @@ func (c *Config) openAISettings(pageURL string) openai.Settings {
 	ttft, tpot := c.Routing.Objectives()
 	places, _ := c.Shares(c.Page.PagePort != 0)
 	return openai.Settings{
-		Host: c.Host, RouterKeys: c.RouterKeys, ServedModelName: c.ServedModelName, AllowEngineAdmin: c.AllowEngineAdmin, CollectUsage: c.CollectUsage, PageURL: page.URL(pageURL), CORSOrigins: c.CORSOrigins, Places: places, GatewayPlaces: c.Gateway.Streams(),
-		RequestTimeout: c.RequestTimeout, ClassTTFT: ttft, ClassTPOT: tpot, HoldWhenEmpty: c.Routing.HoldWhenEmpty, SessionHeader: c.Routing.SessionHeader, SessionCookie: c.Routing.SessionCookie,
+		Host: c.Host, RouterKeys: c.RouterKeys, ServedModelName: c.ServedModelName, AllowEngineAdmin: c.AllowEngineAdmin,
+		CollectUsage: c.CollectUsage, PageURL: page.URL(pageURL), CORSOrigins: c.CORSOrigins, Places: places, GatewayPlaces: c.Gateway.Streams(),
+		RequestTimeout: c.RequestTimeout, ClassTTFT: ttft, ClassTPOT: tpot, HoldWhenEmpty: c.Routing.HoldWhenEmpty,
+		SessionHeader: c.Routing.SessionHeader, SessionCookie: c.Routing.SessionCookie,
 		MinUncachedTokens: c.Proxy.DisaggMinUncachedTokens, EnforceDisagg: c.Proxy.EnforceDisagg, Retries: c.Proxy.Retries,
 	}
 }
@@ -32,7 +34,8 @@ func (r *app) openAI(pageURL string) *openai.API {
 		observers = append(observers, r.recorder)
 	}
 	deps := openai.Deps{
-		Keys: r.keys, Bodies: r.bodies, Models: r.models, Proxy: r.proxy, Metrics: r.telemetry.Handler(), Hop: r.config.Hop, Cell: r.teller, Observers: observers, Stored: r.stored, Log: r.log,
+		Keys: r.keys, Bodies: r.bodies, Models: r.models, Proxy: r.proxy, Metrics: r.telemetry.Handler(), Hop: r.config.Hop, Cell: r.teller,
+		Observers: observers, Stored: r.stored, Log: r.log,
 	}
 	if r.replicas != nil {
 		deps.ShareStored = func(id string, worker uint64, owner keys.Owner) { r.replicas.Store(id, worker, uint64(owner)) }

@@ -35,7 +35,8 @@ func (r *app) recoverIndex(ctx context.Context) {
 		return
 	}
 	r.partitions.SetRecovered(recovered)
-	r.log.Info("loaded the index from a peer", "peer", recovered.Peer, "workers", len(recovered.Partition), "blocks", recovered.Blocks, "left_out", recovered.LeftOut)
+	r.log.Info("loaded the index from a peer", "peer", recovered.Peer, "workers", len(recovered.Partition), "blocks", recovered.Blocks,
+		"left_out", recovered.LeftOut)
 }
 
 // book returns a new book of what the workers hold, for the routers above; nil: none is told.
@@ -48,14 +49,15 @@ func (c *Config) book() *summary.Book {
 
 // tellRoutersAbove returns what tells the routers above of the default model: the book that exact
 // keeps.
-func (r *app) tellRoutersAbove(book *summary.Book, exact *radix.Tree) *cells.Teller {
+func (r *app) tellRoutersAbove(book *summary.Book, exact *radix.Tree) *cells.Reporter {
 	deps := cells.Deps{
-		Hello: cells.Hello{Router: r.config.Hop.Name(), Version: settings.Version(), BlockSize: r.config.BlockSize}, Info: r.tellInfo, State: r.tellState, Log: r.log,
+		Hello: cells.Hello{Router: r.config.Hop.Name(), Version: settings.Version(), BlockSize: r.config.BlockSize}, Info: r.tellInfo,
+		State: r.tellState, Log: r.log,
 	}
 	if book != nil {
 		deps.Book, deps.Tidy = book, exact.Tidy
 	}
-	return cells.NewTeller(r.config.Cells, deps)
+	return cells.NewReporter(r.config.Cells, deps)
 }
 
 // tellInfo returns what the router serves.
@@ -91,7 +93,8 @@ func (r *app) tellState() cells.State {
 	waits, up := r.router.Admission.Waits()
 	_, draining := r.api.Ready()
 	return cells.State{
-		Ready: up && !draining && r.router.Schedulable() > 0, Workers: sum.Workers, Waits: cells.Waits(waits), Running: sum.Running, Waiting: sum.Waiting, Usage: sum.Usage, Blocks: sum.Blocks,
+		Ready: up && !draining && r.router.Schedulable() > 0, Workers: sum.Workers, Waits: cells.Waits(waits), Running: sum.Running,
+		Waiting: sum.Waiting, Usage: sum.Usage, Blocks: sum.Blocks,
 		Context: sum.Context,
 	}
 }

@@ -68,7 +68,7 @@ type app struct {
 	ports      []*web.Port         // the OpenAI port, the router port and, if it has one, the page's
 	replicas   *replica.Mesh       // nil: none
 	stored     *openai.Stored      // responses
-	teller     *cells.Teller       // to the routers above
+	teller     *cells.Reporter     // to the routers above
 	gateway    *extproc.Server     // nil: none
 	below      *relay.Below        // cells with a relay; nil: none
 	traces     *jsonlines.Writer   // of policy thompson; nil: none
@@ -83,7 +83,7 @@ func build(ctx context.Context, config Config, log *slog.Logger) (*app, error) {
 	config.Hop, config.RouterKeys = web.NewHop(), web.NewKeys(config.RouterAPIKey)
 	book := config.book()
 	r := &app{config: config, stored: &openai.Stored{}, log: log, edges: guard.New()}
-	exact := radix.NewTellingTree(book)
+	exact := radix.NewTreeWithBook(book)
 	index, assumer := router.NewIndexOf(exact, config.Index, config.Policy, config.Scoring.Settings, config.BlockSize, time.Now)
 	var err error
 	if r.index, r.recording, err = events.OpenRecording(config.Snapshot, index, log); err != nil {
@@ -104,14 +104,16 @@ func build(ctx context.Context, config Config, log *slog.Logger) (*app, error) {
 	if err != nil {
 		return nil, err
 	}
-	r.router = router.New(config.Routing, router.Deps{Index: matched, Assumer: assumer, Policy: rule, BlockSize: config.BlockSize, Seed: cmp.Or(config.Seed, uint64(time.Now().UnixNano())), Log: log})
+	r.router = router.New(config.Routing, router.Deps{Index: matched, Assumer: assumer, Policy: rule, BlockSize: config.BlockSize,
+		Seed: cmp.Or(config.Seed, uint64(time.Now().UnixNano())), Log: log})
 	r.certificates = web.NewCertificates(config.Web.TLS)
 	start, err := r.starter()
 	if err != nil {
 		return nil, err
 	}
 	r.fleet = workers.New(config.fleetSettings(), workers.Deps{
-		Start: start, Index: r.index, Peers: events.NewPeers(config.IndexerPeers, peerKey(config), nil), Names: r.router.Names(), Edges: r.edges, Log: log,
+		Start: start, Index: r.index, Peers: events.NewPeers(config.IndexerPeers, peerKey(config), nil), Names: r.router.Names(), Edges: r.edges,
+		Log: log,
 	})
 	r.reloads = telemetry.NewReloads(config.reloadedFiles()...)
 	fileRead := func(failed bool) { r.reloads.Note(telemetry.FileWorkers, failed) }
@@ -121,11 +123,14 @@ func build(ctx context.Context, config Config, log *slog.Logger) (*app, error) {
 	if r.tracer, err = tracing.Open(settings.Version(), log); err != nil {
 		return nil, err
 	}
-	r.telemetry = telemetry.New(telemetry.Deps{Names: r.router.Names(), Fleet: r.fleet.IDs, Thompson: r.router, Exemplars: r.tracer != nil, Compared: r.fleet.Compared, Workers: config.MetricsLimit})
+	r.telemetry = telemetry.New(telemetry.Deps{Names: r.router.Names(), Fleet: r.fleet.IDs, Thompson: r.router, Exemplars: r.tracer != nil,
+		Compared: r.fleet.Compared, Workers: config.MetricsLimit})
 	r.proxy = proxy.New(config.proxySettings(), proxy.Deps{
-		Observer: r.telemetry, Failed: r.fleet.ReportFailure, Names: r.router.Names(), Hop: config.Hop, Transport: web.NewTransport(config.WorkerTLS), Answers: config.Bodies.Answers(), Log: log,
+		Observer: r.telemetry, Failed: r.fleet.ReportFailure, Names: r.router.Names(), Hop: config.Hop,
+		Transport: web.NewTransport(config.WorkerTLS), Answers: config.Bodies.Answers(), Log: log,
 	})
-	r.models = models.New(config.modelSettings(), models.Deps{Router: r.router, Index: r.index, Tokenizer: r.model, TokenizerRefused: r.model == nil && config.Model != "", Ask: r.proxy.Ask, Look: r.fleet.LookForModels, Log: log})
+	r.models = models.New(config.modelSettings(), models.Deps{Router: r.router, Index: r.index, Tokenizer: r.model,
+		TokenizerRefused: r.model == nil && config.Model != "", Ask: r.proxy.Ask, Look: r.fleet.LookForModels, Log: log})
 	r.teller = r.tellRoutersAbove(book, exact)
 	r.telemetry.Register(r.teller.Collector())
 	r.tenants = telemetry.NewTenants(r.models.Tenants)
@@ -143,13 +148,16 @@ func build(ctx context.Context, config Config, log *slog.Logger) (*app, error) {
 	useCertificates()
 	r.journal = page.NewJournal(config.pageSettings(), r.models, r.model)
 	if config.Record != "" {
-		record := telemetry.RecordSettings{File: config.Record, Policy: config.Policy, BlockSize: config.BlockSize, Decisions: config.Routing.RecordDecisions}
+		record := telemetry.RecordSettings{File: config.Record, Policy: config.Policy, BlockSize: config.BlockSize,
+			Decisions: config.Routing.RecordDecisions}
 		if r.recorder, err = telemetry.NewRecorder(record, log); err != nil {
 			return nil, err
 		}
 	}
 	shown := func() map[uint64]bool { return r.models.Busiest(r.fleet.IDs(), config.MetricsLimit) }
-	r.telemetry.Register(workers.NewCollector(r.router.Names(), r.fleet.Samples(r.models), shown), models.NewCollector(r.models, shown), guard.NewCollector(r.edges), keys.NewCollector(r.keys), r.tenants.Collector(), logs.NewCollector(log), telemetry.NewLostLines(r.recorder, r.recording))
+	r.telemetry.Register(workers.NewCollector(r.router.Names(), r.fleet.Samples(r.models), shown), models.NewCollector(r.models, shown),
+		guard.NewCollector(r.edges), keys.NewCollector(r.keys), r.tenants.Collector(), logs.NewCollector(log),
+		telemetry.NewLostLines(r.recorder, r.recording))
 	r.telemetry.Register(r.bodies.Collectors()...)
 	r.telemetry.Register(r.proxy.Collectors()...)
 	r.telemetry.Register(r.reloads.Collectors()...)
@@ -164,9 +172,11 @@ func build(ctx context.Context, config Config, log *slog.Logger) (*app, error) {
 	if config.Replica.ReplicaSync {
 		mesh := config.Replica
 		mesh.ReplicaSyncHost = config.replicaHost()
-		deps := replica.Deps{Router: r.router, Edges: r.edges, Log: log, Partition: r.partitions.Of, Stored: func(id string, worker, owner uint64) { r.stored.Note(id, worker, keys.Owner(owner)) }, EachStored: func(take func(worker, owner uint64, responses []string)) {
-			r.stored.Each(func(worker uint64, owner keys.Owner, ids []string) { take(worker, uint64(owner), ids) })
-		}}
+		deps := replica.Deps{Router: r.router, Edges: r.edges, Log: log, Partition: r.partitions.Of,
+			Stored: func(id string, worker, owner uint64) { r.stored.Note(id, worker, keys.Owner(owner)) },
+			EachStored: func(take func(worker, owner uint64, responses []string)) {
+				r.stored.Each(func(worker uint64, owner keys.Owner, ids []string) { take(worker, uint64(owner), ids) })
+			}}
 		if mesh.ReplicaDiscovery != "" {
 			found, err := discovery.OpenPeers(mesh.ReplicaDiscovery, log)
 			if err != nil {
@@ -179,7 +189,8 @@ func build(ctx context.Context, config Config, log *slog.Logger) (*app, error) {
 		}
 		r.telemetry.Register(r.replicas.Collectors()...)
 	}
-	r.selection = selection.New(config.selectionSettings(), selection.Deps{Models: r.models, Fleet: r.fleet, Partitions: r.partitions, Mesh: r.replicas, Tenants: r.tenants, Log: log})
+	r.selection = selection.New(config.selectionSettings(),
+		selection.Deps{Models: r.models, Fleet: r.fleet, Partitions: r.partitions, Mesh: r.replicas, Tenants: r.tenants, Log: log})
 	if err := r.listen(); err != nil {
 		r.close()
 		return nil, err
@@ -194,7 +205,8 @@ func (r *app) listen() (err error) {
 		return err
 	}
 	r.api = r.openAI(r.ports[1].URL())
-	r.page = page.New(r.config.pageSettings(), page.Deps{Journal: r.journal, Models: r.models, Fleet: r.fleet, Proxy: r.proxy, Totals: r.telemetry.Totals, Tenants: r.pageTenants, Ready: r.api.Ready, OpenAI: r.api, Log: r.log})
+	r.page = page.New(r.config.pageSettings(), page.Deps{Journal: r.journal, Models: r.models, Fleet: r.fleet, Proxy: r.proxy,
+		Totals: r.telemetry.Totals, Tenants: r.pageTenants, Ready: r.api.Ready, OpenAI: r.api, Log: r.log})
 	if r.config.Gateway.ExtProcPort == 0 {
 		return nil
 	}
@@ -209,8 +221,10 @@ func (r *app) listen() (err error) {
 func (r *app) pageTenants() (all []page.Tenant) {
 	for _, t := range r.tenants.List() {
 		one := page.Tenant{
-			Tenant: t.Tenant, Weight: t.Weight, Running: t.Running, OldestWait: t.OldestWaitSeconds, Behind: t.BehindMS / 1000, Requests: t.Requests, PromptTokens: t.PromptTokens,
-			CachedTokens: t.CachedTokens, AnsweredTokens: t.AnsweredTokens, Wait: t.WaitSeconds, Shed: t.Shed, Kept: t.ObjectivesKept, Missed: t.ObjectivesMissed, TokensKept: t.TokensKept, TokensMissed: t.TokensMissed,
+			Tenant: t.Tenant, Weight: t.Weight, Running: t.Running, OldestWait: t.OldestWaitSeconds, Behind: t.BehindMS / 1000, Requests: t.Requests,
+			PromptTokens: t.PromptTokens,
+			CachedTokens: t.CachedTokens, AnsweredTokens: t.AnsweredTokens, Wait: t.WaitSeconds, Shed: t.Shed, Kept: t.ObjectivesKept,
+			Missed: t.ObjectivesMissed, TokensKept: t.TokensKept, TokensMissed: t.TokensMissed,
 		}
 		for _, class := range fair.Classes {
 			one.Waiting.Add(class, t.Waiting[class.String()])
@@ -280,10 +294,10 @@ func (r *app) listenForGateways() (*extproc.Server, error) {
 // openThompson opens the files of policy thompson, if it is in use.
 func (r *app) openThompson() (err error) {
 	settings := r.config.Scoring.Thompson
-	if is := thompson.With(r.router.WithPolicy, func(p *thompson.Policy) {
+	if ok := thompson.With(r.router.WithPolicy, func(p *thompson.Policy) {
 		p.WarnOfIdle(r.log)
 		r.traces, err = p.OpenTraces(settings.ThompsonTraces, r.log)
-	}); is && err == nil && settings.ThompsonState != "" {
+	}); ok && err == nil && settings.ThompsonState != "" {
 		r.learned, err = thompson.OpenState(settings.ThompsonState, r.router.WithPolicy, r.log)
 	}
 	return err
@@ -299,7 +313,8 @@ func openModel(ctx context.Context, config Config, log *slog.Logger) (*tokens.Mo
 		log.Info("no --model: workers tokenize the prompts")
 		return nil, nil
 	}
-	model, err := tokens.Open(ctx, tokens.Opening{Name: config.Model, Python: config.Python, EngineArgs: config.EngineArgs, SGLang: config.Engine == EngineSGLang, CacheTokens: config.TokenCacheTokens, Limits: config.Models.Limits}, log)
+	model, err := tokens.Open(ctx, tokens.Opening{Name: config.Model, Python: config.Python, EngineArgs: config.EngineArgs,
+		SGLang: config.Engine == EngineSGLang, CacheTokens: config.TokenCacheTokens, Limits: config.Models.Limits}, log)
 	if errors.Is(err, native.ErrMissing) || err != nil && config.Engine == "none" {
 		log.Warn("no tokenizer: workers tokenize the prompts", "model", config.Model, "error", err)
 		return nil, nil

@@ -33,7 +33,8 @@ func (c *Config) countWorkers() error {
 	apart := c.PrefillWorkers != 0 || c.DecodeWorkers != 0
 	switch {
 	case apart && c.WorkersGiven != nil:
-		return fmt.Errorf("--num-workers %d with --prefill-workers and --decode-workers: started workers are either all aggregated or all disaggregated; leave one of the two out", *c.WorkersGiven)
+		return fmt.Errorf("--num-workers %d with --prefill-workers and --decode-workers: started workers are either all aggregated or all "+
+			"disaggregated; leave one of the two out", *c.WorkersGiven)
 	case apart && c.Engine == EngineNone:
 		return errors.New("--prefill-workers and --decode-workers start workers, but --engine is none; leave them out")
 	case apart && (c.PrefillWorkers < 1 || c.DecodeWorkers < 1):
@@ -125,7 +126,8 @@ func (c *Config) engineSettings() process.Settings {
 	return process.Settings{
 		Python: c.Python, Model: c.Model, ModelFolder: c.ModelFolder, ServedModelName: c.ServedModelName,
 		NumWorkers: c.NumWorkers, PrefillWorkers: c.PrefillWorkers, BlockSize: c.BlockSize,
-		GPUsPerWorker: c.GPUsPerWorker, GPUs: c.GPUs, Cores: c.Cores, KVEvents: c.KVEvents(), Args: c.EngineArgs, OffloadGiB: c.KVOffloadGiB, Pulls: c.KVP2P,
+		GPUsPerWorker: c.GPUsPerWorker, GPUs: c.GPUs, Cores: c.Cores, KVEvents: c.KVEvents(), Args: c.EngineArgs, OffloadGiB: c.KVOffloadGiB,
+		Pulls: c.KVP2P,
 		Ports: c.workerPorts(),
 	}
 }
@@ -133,7 +135,8 @@ func (c *Config) engineSettings() process.Settings {
 // modelSettings returns the settings of a model that comes with workers.
 func (c *Config) modelSettings() models.Settings {
 	return models.Settings{
-		Flags: c.Models, Model: c.Model, ServedModelName: c.ServedModelName, BlockSize: c.BlockSize, Policy: c.Policy, Scoring: c.Scoring, Index: c.Index,
+		Flags: c.Models, Model: c.Model, ServedModelName: c.ServedModelName, BlockSize: c.BlockSize, Policy: c.Policy, Scoring: c.Scoring,
+		Index:   c.Index,
 		Routing: c.Routing, Seed: c.Seed, TokenTimeout: c.TokenTimeout, CacheTokens: c.TokenCacheTokens,
 	}
 }
@@ -146,8 +149,9 @@ func (c *Config) setup() doctor.Setup {
 		attached[i] = w.Server
 	}
 	return doctor.Setup{
-		Engine: engine, Starts: starts, Attached: c.Engine == EngineNone, Settings: c.engineSettings(), Ports: c.ports(), BlockSize: c.BlockSize, KVEvents: c.KVEvents(),
-		Workers: attached, Key: cmp.Or(c.WorkerKey, kv.Secret(engine.Key(c.EngineArgs))), TLS: c.WorkerTLS,
+		Engine: engine, Starts: starts, Attached: c.Engine == EngineNone, Settings: c.engineSettings(), Ports: c.ports(), BlockSize: c.BlockSize,
+		KVEvents: c.KVEvents(),
+		Workers:  attached, Key: cmp.Or(c.WorkerKey, kv.Secret(engine.Key(c.EngineArgs))), TLS: c.WorkerTLS,
 		ModelsDir: c.Models.ModelsDir, Opening: tokens.Opening{Limits: c.Models.Limits}, SendTokens: c.Models.SendTokens == models.SendAuto,
 	}
 }
@@ -158,7 +162,8 @@ func (c *Config) fleetSettings() workers.Settings {
 	s := workers.Settings{
 		Attached: c.Worker, Ports: c.workerPorts(), BlockSize: c.BlockSize, KVEvents: c.KVEvents(), Snapshot: c.Snapshot,
 		AssumesSizes: c.Index.NoKVEvents && !c.Index.HasTrees(c.Policy), ServedModelName: c.ServedModelName,
-		TLS: c.WorkerTLS, Hop: c.Hop, WorkerKey: c.WorkerKey, Key: kv.Secret(engine.Key(c.EngineArgs)), PassKey: len(c.APIKey) > 0 || c.Keys.APIKeysFile != "",
+		TLS: c.WorkerTLS, Hop: c.Hop, WorkerKey: c.WorkerKey, Key: kv.Secret(engine.Key(c.EngineArgs)),
+		PassKey:        len(c.APIKey) > 0 || c.Keys.APIKeysFile != "",
 		SilenceTimeout: c.Routing.SilenceTimeout, StartupTimeout: c.StartupTimeout, RestartBackoffMax: c.RestartBackoffMax,
 	}
 	if c.Engine == EngineNone {
@@ -199,7 +204,9 @@ func (c *Config) selectionSettings() selection.Settings {
 }
 
 func (c *Config) pageSettings() page.Settings {
-	return page.Settings{Flags: c.Page, Host: c.Web.RouterHost, Keys: c.RouterKeys, APIKeyed: len(c.APIKey) > 0 || c.Keys.APIKeysFile != "", Secure: c.Web.TLS.TLSCert != "", Version: settings.Version(), Policy: c.Policy, BlockSize: c.BlockSize, Demo: c.Demo, Fair: c.Routing.Fair()}
+	return page.Settings{Flags: c.Page, Host: c.Web.RouterHost, Keys: c.RouterKeys, APIKeyed: len(c.APIKey) > 0 || c.Keys.APIKeysFile != "",
+		Secure: c.Web.TLS.TLSCert != "", Version: settings.Version(), Policy: c.Policy, BlockSize: c.BlockSize, Demo: c.Demo,
+		Fair: c.Routing.Fair()}
 }
 
 // demo is what makes traffic.

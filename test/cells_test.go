@@ -218,11 +218,11 @@ func TestRequestsSurviveCellsAndRoutersThatEnd(t *testing.T) {
 	stop()
 	running.Wait()
 	t.Logf("%d requests, %d lost before the first byte, %d cut after it", asked.Load(), lost.Load(), cut.Load())
-	if cut.Load() > 0 { // a stream goes on at another cell
+	if cut.Load() > 0 { // a stream continues at another cell
 		t.Errorf("%d streams were cut", cut.Load())
 	}
 
-	// What is told of prompts that nobody has sent is false.
+	// What is reported of prompts that nobody has sent is false.
 	wrong, looks := 0, 0
 	random := rand.New(rand.NewPCG(5, 5))
 	for range 150 {

@@ -329,7 +329,8 @@ func (c *chaos) report(d time.Duration, looks, wrong int) {
 	row("hung", s.hung, fmt.Sprint(s.stalled, " after the answer had begun"))
 	row("answered or one clear error", fmt.Sprintf("%.3f %%", 100*share))
 	slow := c.slow
-	row("long answers", len(slow.wholes), fmt.Sprintf("one clear error: streams %d, status %v; lost %d, hung %d", slow.broken, slow.refused, len(slow.odd), slow.hung))
+	row("long answers", len(slow.wholes), fmt.Sprintf("one clear error: streams %d, status %v; lost %d, hung %d", slow.broken, slow.refused,
+		len(slow.odd), slow.hung))
 	ejected := c.routers.watch()
 	row("well workers ejected or down", len(ejected))
 	row("wrong matches", wrong, fmt.Sprintf("in %d looks at a worker's cache", looks+chaosRouters*chaosIll))
@@ -380,10 +381,12 @@ func (c *chaos) report(d time.Duration, looks, wrong int) {
 		t.Errorf("workers without a fault were ejected, %d times, such as %q", len(ejected), ejected[:min(5, len(ejected))])
 	}
 	if len(slow.wholes) == 0 || slow.hung > 0 || len(slow.odd) > 0 {
-		t.Errorf("%d long answers, %d hung: %q, lost %q", len(slow.wholes), slow.hung, slow.late[:min(5, slow.hung)], slow.odd[:min(5, len(slow.odd))])
+		t.Errorf("%d long answers, %d hung: %q, lost %q", len(slow.wholes), slow.hung, slow.late[:min(5, slow.hung)],
+			slow.odd[:min(5, len(slow.odd))])
 	}
 	if s.hung > 0 || wrong > 0 || looks == 0 || answered == 0 || share < 0.999 {
-		t.Errorf("hung %d, wrong matches %d, %.3f %% came to an answer or one clear error; the first of %d others: %q", s.hung, wrong, 100*share, lost, s.odd[:min(5, lost)])
+		t.Errorf("hung %d, wrong matches %d, %.3f %% came to an answer or one clear error; the first of %d others: %q", s.hung, wrong, 100*share,
+			lost, s.odd[:min(5, lost)])
 	}
 }
 

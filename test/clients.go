@@ -35,7 +35,7 @@ const (
 	// the time that it waits for an answer.
 	badPause, badPatience = 40 * time.Millisecond, 4 * time.Second
 	// goodLeast and goodLeastBehind are the fewest requests of the sound client, without and
-	// behind a gateway: on a busy machine a case goes on for them, up to poisonLimit.
+	// behind a gateway: on a busy machine a case waits for them, up to poisonLimit.
 	goodLeast, goodLeastBehind = 150, 600
 	poisonLimit                = 40 * time.Second
 	// poisonsAtATime is how many routers meet poison at a time.
@@ -132,7 +132,8 @@ func RunPoisons(t *testing.T, program func() (string, error), cases []PoisonCase
 	shares := make([]float64, len(cases))
 	together(t, len(cases), poisonsAtATime, func(i int) (string, func(t *testing.T, port int)) {
 		c := cases[i]
-		return fmt.Sprintf("%s/%s/%d ill", c.name, c.Policy, c.Ill), func(t *testing.T, port int) { shares[i] = c.run(t, program, port, lasts, front) }
+		return fmt.Sprintf("%s/%s/%d ill", c.name, c.Policy, c.Ill),
+			func(t *testing.T, port int) { shares[i] = c.run(t, program, port, lasts, front) }
 	})
 	for ill := range 2 {
 		var text strings.Builder
@@ -149,7 +150,10 @@ func RunPoisons(t *testing.T, program func() (string, error), cases []PoisonCase
 			fmt.Fprint(table, "\n", kind.name)
 			for _, policy := range shown {
 				cell := ""
-				if at := slices.IndexFunc(cases, func(c PoisonCase) bool { return c.Policy == policy && c.Ill == ill && c.name == kind.name }); at >= 0 {
+				if at := slices.IndexFunc(cases, func(c PoisonCase) bool {
+					return c.Policy == policy && c.Ill == ill &&
+						c.name == kind.name
+				}); at >= 0 {
 					cell = fmt.Sprintf("%.2f", 100*shares[at])
 				}
 				fmt.Fprint(table, "\t", cell)
@@ -241,7 +245,8 @@ func (c *PoisonCase) run(t *testing.T, program func() (string, error), port int,
 	}
 	requests, each := float64(bad.Load()), float64(attempts.Load())/float64(bad.Load())
 	share = float64(lost.Load()) / float64(good.Load())
-	t.Logf("%d of %d requests are lost; of the other client %.0f, %.2f attempts each; %v well workers are out in the end", lost.Load(), good.Load(), requests, each, out)
+	t.Logf("%d of %d requests are lost; of the other client %.0f, %.2f attempts each; %v well workers are out in the end", lost.Load(),
+		good.Load(), requests, each, out)
 	if share > 0.01 || good.Load() < least {
 		t.Errorf("%d of %d requests of the sound client are lost, want at most 1 %% of at least %d", lost.Load(), good.Load(), least)
 	}

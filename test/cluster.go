@@ -22,7 +22,8 @@ func StartCluster(t *testing.T, w *Workers) *Cluster {
 	t.Helper()
 	c := &Cluster{Server: kubetest.New(t), workers: w}
 	path := filepath.Join(t.TempDir(), "kubeconfig")
-	config := fmt.Sprintf("apiVersion: v1\nkind: Config\nclusters: [{name: c, cluster: {server: 'http://%s'}}]\ncontexts: [{name: x, context: {cluster: c, namespace: ns, user: u}}]\nusers: [{name: u, user: {token: t}}]\ncurrent-context: x\n", c.Address)
+	config := fmt.Sprintf("apiVersion: v1\nkind: Config\nclusters: [{name: c, cluster: {server: 'http://%s'}}]\ncontexts: [{name: x, "+
+		"context: {cluster: c, namespace: ns, user: u}}]\nusers: [{name: u, user: {token: t}}]\ncurrent-context: x\n", c.Address)
 	if err := os.WriteFile(path, []byte(config), 0o600); err != nil {
 		t.Fatal(err)
 	}

@@ -58,11 +58,11 @@ type far struct {
 
 // farAnswer is how a request went.
 type farAnswer struct {
-	region, upper, cell int
-	sent, began, ended  time.Time
-	told, found, cached int // tokens: by the upper router, by the cell, by the engine
-	prompt              int // tokens
-	calm                bool
+	region, upper, cell     int
+	sent, began, ended      time.Time
+	reported, found, cached int // tokens: by the upper router, by the cell, by the engine
+	prompt                  int // tokens
+	calm                    bool
 }
 
 // cellNode and upperNode return the nodes of a region. Node 0 is that of the clients.
@@ -83,7 +83,8 @@ func startFar(t *testing.T, roundTrip func(upper, cell int) int, args ...string)
 			ways[cellNode(cell)][upperNode(upper)] = time.Duration(roundTrip(upper, cell)) * time.Millisecond
 		}
 	}
-	f := &far{T: t, cells: make([]*Router, farRegions), uppers: make([]*Router, farRegions), network: netspace.New(t, ways), model: BuiltinModel(t), client: &http.Client{Transport: &http.Transport{MaxIdleConnsPerHost: 128, IdleConnTimeout: 2 * time.Second}}}
+	f := &far{T: t, cells: make([]*Router, farRegions), uppers: make([]*Router, farRegions), network: netspace.New(t, ways),
+		model: BuiltinModel(t), client: &http.Client{Transport: &http.Transport{MaxIdleConnsPerHost: 128, IdleConnTimeout: 2 * time.Second}}}
 	t.Cleanup(f.client.CloseIdleConnections)
 	for region := range farRegions {
 		f.startCell(region, args...)
@@ -120,8 +121,10 @@ func (f *far) openUpper(region int) {
 func (f *far) startIn(node int, args ...string) *Router {
 	f.Helper()
 	at := f.network.Node(node)
-	args = append([]string{"--host=" + at.Address, "--router-host=" + at.Address, "--insecure", "--log-level=info", "--drain-timeout=2s", "--drain-delay=0s"}, args...)
-	r := &Router{Process: runBy(f.T, at.Start, PlainProgram, nil, args...), OpenAI: "http://" + at.Address + ":8000", Port: "http://" + at.Address + ":7000"}
+	args = append([]string{"--host=" + at.Address, "--router-host=" + at.Address, "--insecure", "--log-level=info", "--drain-timeout=2s",
+		"--drain-delay=0s"}, args...)
+	r := &Router{Process: runBy(f.T, at.Start, PlainProgram, nil, args...), OpenAI: "http://" + at.Address + ":8000",
+		Port: "http://" + at.Address + ":7000"}
 	for _, url := range []string{r.OpenAI, r.Port} {
 		testkit.Eventually(f.T, 30*time.Second, url+" is open", func() bool {
 			r.alive()
@@ -218,8 +221,10 @@ func (f *far) try(upper int, messages []map[string]string, tokens int) (a farAns
 	defer func() { a.ended = time.Now() }()
 	ctx, cancel := context.WithTimeout(context.Background(), farLimit)
 	defer cancel()
-	body, _ := json.Marshal(map[string]any{"model": "mock", "messages": messages, "max_tokens": tokens, "ignore_eos": true, "stream": true, "stream_options": map[string]bool{"include_usage": true}})
-	request, err := http.NewRequestWithContext(ctx, http.MethodPost, "http://"+f.network.Node(upperNode(upper)).Address+":8000"+testkit.ChatPath, strings.NewReader(string(body)))
+	body, _ := json.Marshal(map[string]any{"model": "mock", "messages": messages, "max_tokens": tokens, "ignore_eos": true, "stream": true,
+		"stream_options": map[string]bool{"include_usage": true}})
+	request, err := http.NewRequestWithContext(ctx, http.MethodPost,
+		"http://"+f.network.Node(upperNode(upper)).Address+":8000"+testkit.ChatPath, strings.NewReader(string(body)))
 	if err != nil {
 		return a, "", false, false, err
 	}
@@ -236,7 +241,7 @@ func (f *far) try(upper int, messages []map[string]string, tokens int) (a farAns
 	stream := &begins{Reader: response.Body}
 	answer, err := ReadAnswer(response.Header, stream, true)
 	a.cell, a.began = int(answer.Worker), stream.at
-	a.told, a.cached, a.prompt = answer.Predicted, answer.Cached, answer.Prompt
+	a.reported, a.cached, a.prompt = answer.Predicted, answer.Cached, answer.Prompt
 	a.found, _ = strconv.Atoi(response.Header.Get(web.HeaderCellOverlap))
 	return a, answer.Text, !stream.at.IsZero(), answer.Finished && !answer.Broken, err
 }
@@ -307,7 +312,7 @@ func (f *far) count() int {
 func (f *far) goOn(n int, what string) {
 	f.Helper()
 	from := f.count()
-	testkit.Eventually(f.T, time.Minute, "requests go on "+what, func() bool { return f.count()-from >= n })
+	testkit.Eventually(f.T, time.Minute, "requests continue "+what, func() bool { return f.count()-from >= n })
 }
 
 // between returns the answered requests of a region's clients that were sent to its upper router
@@ -385,7 +390,7 @@ func (f *far) held(p prompt) (blocks [farRegions]int) {
 	return blocks
 }
 
-// exactFor waits until an upper router has been told what the cells hold of all prompts, and
+// exactFor waits until an upper router knows the cells' blocks of all prompts, and
 // returns when it was asked for the last of them.
 func (f *far) exactFor(upper int, prompts []prompt) (at time.Time) {
 	f.Helper()
@@ -393,9 +398,9 @@ func (f *far) exactFor(upper int, prompts []prompt) (at time.Time) {
 		testkit.Eventually(f.T, 20*time.Second, "the upper router knows what the cells hold", func() bool {
 			before := f.held(p)
 			at = time.Now()
-			told := p.runs(f.uppers[upper])
+			reported := p.runs(f.uppers[upper])
 			for cell, blocks := range before {
-				if told[cell] < blocks {
+				if reported[cell] < blocks {
 					return false
 				}
 			}
@@ -405,7 +410,7 @@ func (f *far) exactFor(upper int, prompts []prompt) (at time.Time) {
 	return at
 }
 
-// falseMatches returns for how many prompts and cells an upper router is told of more blocks than
+// falseMatches returns for how many prompts and cells an upper router expects more blocks than
 // a worker of the cell holds, and still is an interval later; and how many were looked at.
 func (f *far) falseMatches(upper int, prompts []prompt) (wrong, looks int) {
 	f.Helper()
@@ -415,10 +420,10 @@ func (f *far) falseMatches(upper int, prompts []prompt) (wrong, looks int) {
 			if try > 0 {
 				<-time.After(farInterval)
 			}
-			told, held := p.runs(f.uppers[upper]), f.held(p)
+			reported, held := p.runs(f.uppers[upper]), f.held(p)
 			over = 0
 			for cell, blocks := range held {
-				if told[cell] > blocks {
+				if reported[cell] > blocks {
 					over++
 				}
 			}

@@ -27,7 +27,7 @@ func (p mockPair) name() string { return p.kind.String() + " " + p.api }
 
 var mockPairs = []mockPair{{kv.KindNIXL, "vllm"}, {kv.KindSGLang, "vllm"}, {kv.KindSGLang, "sglang"}}
 
-// idle tells whether nothing is in flight: no booking, no request, block or room
+// idle reports whether nothing is in flight: no booking, no request, block or room
 // of a worker.
 func (s *Mocks) idle() bool {
 	for _, key := range s.Keys() {
@@ -260,7 +260,7 @@ func TestSoakOfPairs(t *testing.T) {
 }
 
 // TestMockPairsContinueTheStreamsOfADecodeWorker: it dies in the midst of its answers, and
-// the other one goes on with them.
+// the other one continues with them.
 func TestMockPairsContinueTheStreamsOfADecodeWorker(t *testing.T) {
 	t.Parallel()
 	s := StartPairs(t, kv.KindNIXL, 1, 2, "--speedup-ratio=1", "--restart-backoff-max=1s", "--mock-decode-ms=20,0,0")

@@ -107,7 +107,8 @@ func StartWorkers(t testing.TB, count int, args ...string) *Workers {
 		}
 	}
 	s.BlockSize, s.Seed, s.KVEvents = flags.BlockSize, flags.Seed, true
-	s.Ports = process.Ports{HTTP: base, KVEvents: base + count, KVReplay: base + count + ranks*count, Load: base + count + 2*ranks*count, Ranks: ranks}
+	s.Ports = process.Ports{HTTP: base, KVEvents: base + count, KVReplay: base + count + ranks*count, Load: base + count + 2*ranks*count,
+		Ranks: ranks}
 	for i := range count {
 		s.Parts = append(s.Parts, partOf(s, i, flags.PrefillWorkers))
 	}
@@ -240,7 +241,8 @@ func BuiltinModel(t testing.TB) (folder string) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	for name, content := range map[string][]byte{"tokenizer.json": tokenizer, "tokenizer_config.json": config, "config.json": []byte(`{"max_position_embeddings":131072}`)} {
+	for name, content := range map[string][]byte{"tokenizer.json": tokenizer, "tokenizer_config.json": config,
+		"config.json": []byte(`{"max_position_embeddings":131072}`)} {
 		if err := os.WriteFile(filepath.Join(folder, name), content, 0o600); err != nil {
 			t.Fatal(err)
 		}
@@ -267,7 +269,8 @@ func StartMocks(t testing.TB, workers int, args ...string) *Mocks {
 // answer, which hand prompts over by a protocol.
 func StartPairs(t testing.TB, kind kv.Kind, prefills, decodes int, args ...string) *Mocks {
 	t.Helper()
-	parts := []string{fmt.Sprintf("--prefill-workers=%d", prefills), fmt.Sprintf("--decode-workers=%d", decodes), "--mock-disagg-kind=" + kind.String()}
+	parts := []string{fmt.Sprintf("--prefill-workers=%d", prefills), fmt.Sprintf("--decode-workers=%d", decodes),
+		"--mock-disagg-kind=" + kind.String()}
 	return StartMocks(t, prefills+decodes, append(parts, args...)...)
 }
 
@@ -289,7 +292,8 @@ func StartOverAt(t testing.TB, program func() (string, error), port int, w *Work
 func startOverIn(t testing.TB, env []string, program func() (string, error), port int, w *Workers, args ...string) *Mocks {
 	t.Helper()
 	_, router := parseMocks(t, args)
-	all := append([]string{"--engine=none", "--drain-timeout=5s", "--model=" + BuiltinModel(t), "--served-model-name=" + w.Settings.ServedModelName}, w.Attach()...)
+	all := append([]string{"--engine=none", "--drain-timeout=5s", "--model=" + BuiltinModel(t),
+		"--served-model-name=" + w.Settings.ServedModelName}, w.Attach()...)
 	s := &Mocks{Router: StartAt(t, program, port, env, append(all, router...)...), Workers: w, T: t}
 	s.WaitReady(w.Count, 30*time.Second)
 	s.Follow()
@@ -307,7 +311,8 @@ func StartMocker(t testing.TB, workers int, args ...string) *Router {
 	for _, kind := range []struct {
 		flag  string
 		ports int
-	}{{"base-worker-port", workers}, {"base-kv-events-port", ranks * workers}, {"base-kv-replay-port", ranks * workers}, {"base-metrics-port", ranks * workers}} {
+	}{{"base-worker-port", workers}, {"base-kv-events-port", ranks * workers}, {"base-kv-replay-port", ranks * workers},
+		{"base-metrics-port", ranks * workers}} {
 		all = append(all, fmt.Sprintf("--%s=%d", kind.flag, ports+at))
 		at += kind.ports
 	}
@@ -325,7 +330,8 @@ func (s *Mocks) Follow() {
 		for _, key := range s.Keys() {
 			labels := fmt.Sprintf(`{dp_rank="%d",worker_id="%d"}`, key.Rank, key.Worker)
 			connected, follows := page["kvrouter_kv_events_connected"+labels]
-			if follows && (connected == 0 || page["kvrouter_worker_cold"+labels] != 0 || s.Rank(key).Events.Pub.Subscribers() == 0) || page["kvrouter_worker_up"+labels] == 0 {
+			if follows && (connected == 0 || page["kvrouter_worker_cold"+labels] != 0 || s.Rank(key).Events.Pub.Subscribers() == 0) ||
+				page["kvrouter_worker_up"+labels] == 0 {
 				return false
 			}
 		}
@@ -382,7 +388,8 @@ func BareWorker(t testing.TB) (url string) {
 	mux := http.NewServeMux()
 	mux.HandleFunc("GET /health", func(http.ResponseWriter, *http.Request) {})
 	mux.HandleFunc("POST /v1/completions", func(w http.ResponseWriter, r *http.Request) {
-		fmt.Fprintf(w, `{"choices":[{"text":%q,"finish_reason":"stop"}],"usage":{"prompt_tokens":5,"completion_tokens":1}}`, r.Header.Get(web.HeaderRank))
+		fmt.Fprintf(w, `{"choices":[{"text":%q,"finish_reason":"stop"}],"usage":{"prompt_tokens":5,"completion_tokens":1}}`,
+			r.Header.Get(web.HeaderRank))
 	})
 	server := httptest.NewServer(mux)
 	t.Cleanup(server.Close)

@@ -221,7 +221,7 @@ func (s *Router) overlap(t *testing.T, size int, text, model string) (most int) 
 	return most
 }
 
-// TestTwoModelsWithoutFilesAreAskedForTheirTokens: a router that was told of no model
+// TestTwoModelsWithoutFilesAreAskedForTheirTokens: a router that knows no model
 // takes the one of the worker that comes first for its own, and asks each one's own
 // workers.
 func TestTwoModelsWithoutFilesAreAskedForTheirTokens(t *testing.T) {

@@ -10,7 +10,8 @@ import (
 // reset-cache.
 func (r *Router) Act(worker uint64, action string) {
 	r.T.Helper()
-	request, err := http.NewRequestWithContext(r.T.Context(), http.MethodPost, fmt.Sprintf("%s/ui/workers/%d/%s", r.Port, worker, action), strings.NewReader("{}"))
+	request, err := http.NewRequestWithContext(r.T.Context(), http.MethodPost, fmt.Sprintf("%s/ui/workers/%d/%s", r.Port, worker, action),
+		strings.NewReader("{}"))
 	if err != nil {
 		r.T.Fatal(err)
 	}

@@ -258,7 +258,7 @@ func TestDrainAndResetOnThePage(t *testing.T) {
 	act("/ui/workers/0/readmit", http.StatusNoContent)
 	v.until("worker 0 is back", func(state *page.State) bool { return state.Workers[0].State == page.StateReady })
 	act("/ui/workers/1/reset-cache", http.StatusNoContent)
-	text = "hi" // an engine tells of its reset with its next pass
+	text = "hi" // an engine reports its reset with its next pass
 	chat()
 	chat()
 	v.until("worker 1's blocks are gone", func(state *page.State) bool { return state.Workers[1].Blocks == 0 })

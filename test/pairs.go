@@ -79,7 +79,7 @@ func (s *Pair) Traffic(chats, clients, maxTokens int, conversation func(*rand.Ra
 	return answers
 }
 
-// LastUsage returns the last usage that an answer tells, be it a stream or not.
+// LastUsage returns the last usage in an answer, streamed or not.
 func LastUsage(answer []byte) (last proxy.Usage) {
 	for line := range bytes.Lines(answer) {
 		if u := proxy.ReadUsage(bytes.TrimPrefix(line, []byte("data: "))); u.Known {

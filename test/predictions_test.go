@@ -452,7 +452,7 @@ func sglangMockKinds() (kinds [][2]string) {
 	for _, kind := range sglangKinds {
 		if kind.path != "/v1/responses" && kind.path != "/v1/messages" {
 			body := kind.body
-			if kind.path == testkit.ChatPath { // only then a stream tells what was cached
+			if kind.path == testkit.ChatPath { // only then a stream reports what was cached
 				body = strings.Replace(body, `"stream":true}`, `"stream":true,"stream_options":{"include_usage":true}}`, 1)
 			}
 			kinds = append(kinds, [2]string{kind.path, body})

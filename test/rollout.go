@@ -57,7 +57,8 @@ func startRollout(t *testing.T, n int, args ...string) *rollout {
 // startRolloutOf is startRollout with flags that differ between routers.
 func startRolloutOf(t *testing.T, n int, args func(i int) []string) *rollout {
 	t.Helper()
-	r := &rollout{t: t, args: func(i int) []string { return append([]string{"--engine=none"}, args(i)...) }, ready: make([]bool, n), restarts: make([]int, n)}
+	r := &rollout{t: t, args: func(i int) []string { return append([]string{"--engine=none"}, args(i)...) }, ready: make([]bool, n),
+		restarts: make([]int, n)}
 	// A probe opens a connection of its own, as Kubernetes does.
 	r.client = &http.Client{Timeout: time.Second, Transport: &http.Transport{DisableKeepAlives: true}}
 	ports := testkit.FreePorts(t, 2*n)

@@ -65,11 +65,12 @@ func StartAt(t testing.TB, program func() (string, error), port int, env []strin
 // launch is StartAt that waits for nothing.
 func launch(t testing.TB, program func() (string, error), port int, env []string, args ...string) *Router {
 	t.Helper()
-	all := []string{"--log-level=debug", "--seed=1", "--drain-delay=0s", fmt.Sprintf("--http-port=%d", port), fmt.Sprintf("--router-port=%d", port+1)}
+	all := []string{"--log-level=debug", "--seed=1", "--drain-delay=0s", fmt.Sprintf("--http-port=%d", port),
+		fmt.Sprintf("--router-port=%d", port+1)}
 	t.Cleanup(http.DefaultClient.CloseIdleConnections)
 	key := ""
 	for _, arg := range args {
-		if given, is := strings.CutPrefix(arg, "--router-api-key="); is {
+		if given, ok := strings.CutPrefix(arg, "--router-api-key="); ok {
 			key = given
 		}
 	}
@@ -94,7 +95,8 @@ func StartParts(t testing.TB, parts []string, workers int, env []string, args ..
 	slots := workers * ranks
 	ports := testkit.FreePorts(t, 2+6*slots)
 	all := slices.Clone(parts)
-	for i, flag := range []string{"base-worker-port", "base-kv-events-port", "base-kv-replay-port", "base-metrics-port", "base-nixl-port", "base-bootstrap-port"} {
+	for i, flag := range []string{"base-worker-port", "base-kv-events-port", "base-kv-replay-port", "base-metrics-port", "base-nixl-port",
+		"base-bootstrap-port"} {
 		all = append(all, fmt.Sprintf("--%s=%d", flag, ports+2+i*slots))
 	}
 	r := launch(t, Program, ports, env, append(all, forThisCPU(args)...)...)
@@ -169,7 +171,8 @@ func (r *Router) Gauge(name string, key kv.WorkerKey) float64 {
 	page := string(r.Get(r.OpenAI + "/metrics"))
 	for line := range strings.Lines(page) {
 		labels, value, ok := strings.Cut(strings.TrimSpace(line), "} ")
-		if !ok || !strings.HasPrefix(labels, name+"{") || !strings.Contains(labels, fmt.Sprintf(`worker_id="%d"`, key.Worker)) || !strings.Contains(labels, fmt.Sprintf(`dp_rank="%d"`, key.Rank)) {
+		if !ok || !strings.HasPrefix(labels, name+"{") || !strings.Contains(labels, fmt.Sprintf(`worker_id="%d"`, key.Worker)) ||
+			!strings.Contains(labels, fmt.Sprintf(`dp_rank="%d"`, key.Rank)) {
 			continue
 		}
 		number, err := strconv.ParseFloat(value, 64)
@@ -349,7 +352,8 @@ func PostAs(t testing.TB, url, kind string, body io.Reader) (status int, answer 
 
 // Words returns n words drawn from a small vocabulary.
 func Words(random *rand.Rand, n int) string {
-	vocabulary := strings.Fields("river stone cloud winter paper silver garden engine letter mountain harbour candle forest mirror bridge valley thunder copper orchard lantern")
+	vocabulary := strings.Fields("river stone cloud winter paper silver garden engine letter mountain harbour candle forest mirror bridge " +
+		"valley thunder copper orchard lantern")
 	out := make([]string, n)
 	for i := range out {
 		out[i] = vocabulary[random.IntN(len(vocabulary))]

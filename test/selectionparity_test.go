@@ -143,7 +143,7 @@ const (
 type parityRank struct {
 	key    kv.WorkerKey
 	events *mocker.Events
-	// held are the engine hashes of the blocks that the rank has told of, with
+	// held are the engine hashes of the blocks that the rank has reported, with
 	// those of their parents (0: none) and how many blocks follow each.
 	held     map[uint64]uint64
 	children map[uint64]int
@@ -500,7 +500,7 @@ func least(costs map[string]float64) float64 {
 
 var selectFields = []string{"selection_id", "model_name", "routing_group", "block_size", "isl_tokens", "track_prefill_tokens"}
 
-// compareSelect compares two choices and tells whether both name one rank.
+// compareSelect compares two choices and reports whether both name one rank.
 func (p *parity) compareSelect(what string, query map[string]any, costs parityCosts, ours, theirs reply) (sameRank bool) {
 	p.Helper()
 	if ours.status != http.StatusOK || theirs.status != http.StatusOK {
@@ -557,7 +557,7 @@ func (p *parity) reserve() {
 		return
 	}
 	if !p.compareSelect("POST /select_and_reserve", query, costs, ours, theirs) {
-		// Go on with the other's choice among the equals.
+		// Continue with the other's choice among the equals.
 		ask(p, p.ours, "DELETE", "/reservations/"+id, nil)
 		query["pinned_worker"] = map[string]any{"worker_id": theirs.Get("worker_id").Uint(), "dp_rank": theirs.Get("dp_rank").Uint()}
 		ours = ask(p, p.ours, "POST", "/select_and_reserve", query)

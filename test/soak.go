@@ -51,7 +51,8 @@ type soak struct {
 	where   func() string // URL of the port for the next request
 	clients int           // each with one request in flight
 	leaving float64       // share of the requests whose client goes away within a second
-	gateway bool          // a gateway is in front, whose own errors are text, and which ends a connection where the router would end the stream by an error event
+	// a gateway is in front, whose own errors are text, and which ends a connection where the router would end the stream by an error event
+	gateway bool
 	client  *http.Client
 	system  []string
 	limit   time.Duration // no answer may take longer
@@ -82,7 +83,9 @@ func newSoak(workers *Workers, router *Router, limit time.Duration) *soak {
 	if err != nil {
 		panic(err) // it comes with the program
 	}
-	s := &soak{workers: workers, router: router, model: model, where: func() string { return router.OpenAI }, clients: soakRequests, limit: limit, refused: map[int]int{}, texts: map[string]int{}, client: &http.Client{Transport: &http.Transport{MaxIdleConnsPerHost: soakMost}}}
+	s := &soak{workers: workers, router: router, model: model, where: func() string { return router.OpenAI }, clients: soakRequests,
+		limit: limit, refused: map[int]int{}, texts: map[string]int{},
+		client: &http.Client{Transport: &http.Transport{MaxIdleConnsPerHost: soakMost}}}
 	random := rand.New(rand.NewPCG(1, 1))
 	for range 40 {
 		s.system = append(s.system, soakText(random, 1500))
@@ -185,7 +188,8 @@ func (s *soak) ask(messages []map[string]string, stream bool, tokens int, patien
 				if first > 0 {
 					s.stalled++
 				}
-				s.late = append(s.late, fmt.Sprintf("begun at %s, streamed: %v, worker %q, first byte after %s", began.Format(time.TimeOnly), stream, worker, first.Round(time.Millisecond)))
+				s.late = append(s.late, fmt.Sprintf("begun at %s, streamed: %v, worker %q, first byte after %s", began.Format(time.TimeOnly), stream,
+					worker, first.Round(time.Millisecond)))
 			}
 		})
 	}
@@ -195,7 +199,7 @@ func (s *soak) ask(messages []map[string]string, stream bool, tokens int, patien
 	}
 	body := mocker.MustJSON(fields)
 	request, _ := http.NewRequestWithContext(ctx, http.MethodPost, s.where()+testkit.ChatPath, bytes.NewReader(body))
-	request.Header.Set("Content-Type", "application/json") // SGLang asks for it
+	request.Header.Set("Content-Type", "application/json") // SGLang requires it
 	response, err := s.client.Do(request)
 	if err != nil {
 		failed(err, "%v", err)
@@ -211,7 +215,8 @@ func (s *soak) ask(messages []map[string]string, stream bool, tokens int, patien
 	whole, problems := false, 0
 	if !stream || response.StatusCode != http.StatusOK {
 		answer, err := io.ReadAll(response.Body)
-		if s.gateway && err == nil && response.StatusCode/100 == 5 && (len(answer) == 0 || strings.HasPrefix(response.Header.Get("Content-Type"), "text/plain")) {
+		if s.gateway && err == nil && response.StatusCode/100 == 5 &&
+			(len(answer) == 0 || strings.HasPrefix(response.Header.Get("Content-Type"), "text/plain")) {
 			s.note(func() {
 				s.refused[response.StatusCode]++
 				s.texts[fmt.Sprintf("%d %.150s", response.StatusCode, answer)]++
@@ -295,8 +300,10 @@ func (s *soak) note(f func()) {
 
 func (s *soak) String() string {
 	answers := s.exact + s.over + s.under
-	return fmt.Sprintf("%d answers, %.3f %% predicted exactly (%d too many, %d too few), %.1f %% of %d prompt tokens cached; %d broken streams, refused %v, %d clients left, %d hung, %d odd",
-		answers, 100*float64(s.exact)/float64(max(1, answers)), s.over, s.under, 100*float64(s.cached)/float64(max(1, s.prompted)), s.prompted, s.broken, s.refused, s.left, s.hung, len(s.odd))
+	return fmt.Sprintf("%d answers, %.3f %% predicted exactly (%d too many, %d too few), %.1f %% of %d prompt tokens cached; %d broken "+
+		"streams, refused %v, %d clients left, %d hung, %d odd",
+		answers, 100*float64(s.exact)/float64(max(1, answers)), s.over, s.under, 100*float64(s.cached)/float64(max(1, s.prompted)), s.prompted,
+		s.broken, s.refused, s.left, s.hung, len(s.odd))
 }
 
 // standing is what came out of holding the index against the workers' caches,
@@ -322,12 +329,14 @@ func matches(r *Router) func(t *testing.T, prompts [][]uint64) matcher {
 	return func(t *testing.T, prompts [][]uint64) matcher {
 		found := make([][]kv.Match, len(prompts))
 		for n, local := range prompts {
-			status, answer := Post(t, r.Port+"/overlap_scores", string(mocker.MustJSON(map[string]any{"local_hashes": local, "num_tokens": 64*len(local) + 1})))
+			status, answer := Post(t, r.Port+"/overlap_scores", string(mocker.MustJSON(map[string]any{"local_hashes": local,
+				"num_tokens": 64*len(local) + 1})))
 			if status != http.StatusOK {
 				t.Fatalf("POST /overlap_scores: %d %s", status, answer)
 			}
 			for _, w := range gjson.GetBytes(answer, "workers").Array() {
-				found[n] = append(found[n], kv.Match{Worker: kv.WorkerKey{Worker: w.Get("worker_id").Uint()}, Blocks: int(w.Get("device_blocks").Int())})
+				found[n] = append(found[n], kv.Match{Worker: kv.WorkerKey{Worker: w.Get("worker_id").Uint()},
+					Blocks: int(w.Get("device_blocks").Int())})
 			}
 		}
 		return func(n int) []kv.Match { return found[n] }
@@ -397,7 +406,8 @@ func blocksOf(matches []kv.Match, key kv.WorkerKey) int {
 }
 
 func (f standing) String() string {
-	return fmt.Sprintf("index against the caches of %d workers: %d prompts, %d blocks cached, %d wrong, %d incomplete", f.workers, f.prompts, f.blocks, f.wrong, f.missing)
+	return fmt.Sprintf("index against the caches of %d workers: %d prompts, %d blocks cached, %d wrong, %d incomplete", f.workers, f.prompts,
+		f.blocks, f.wrong, f.missing)
 }
 
 // look compares some of the first and of the newest prompts.

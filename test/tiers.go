@@ -24,7 +24,7 @@ type TierSite struct {
 	*Router
 	random *rand.Rand
 	asked  int           // requests
-	Talks  [][]uint32    // conversations that go on
+	Talks  [][]uint32    // open conversations
 	Quiet  time.Duration // without KV events, after which none of an answer is to come
 }
 
@@ -44,7 +44,7 @@ func (s *TierSite) Tokens(n int) []uint32 {
 	return list
 }
 
-// Next returns a prompt: a conversation goes on, branches off, or begins.
+// Next returns a prompt: a conversation continues, branches off, or begins.
 func (s *TierSite) Next() []uint32 {
 	const kept, most = 14, 1100
 	turn := s.Tokens(20 + s.random.IntN(100))
@@ -212,7 +212,8 @@ func (s *TierSite) Load(requests int, what string, files bool) {
 			return s.predicted("device")-device == came["device"] && s.predicted("host")-host == came["host"]
 		})
 	}
-	s.T.Logf("%s: %d of %d exact, %d showed what doubtful tiers had; %d of %d tokens predicted; %v", what, exact, requests, len(shown), predicted, all, came)
+	s.T.Logf("%s: %d of %d exact, %d showed what doubtful tiers had; %d of %d tokens predicted; %v", what, exact, requests, len(shown),
+		predicted, all, came)
 }
 
 // Loaded checks that requests were loaded from a tier.

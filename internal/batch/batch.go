@@ -1,5 +1,5 @@
 // Package batch sends a file of requests through an OpenAI endpoint, beside other traffic,
-// and goes on where a killed run ended.
+// and resumes an interrupted run.
 package batch
 
 import (
@@ -22,7 +22,7 @@ type Command struct {
 	Concurrency   int           `group:"Batch" default:"64" help:"Maximum number of requests in flight. Fewer are in flight while the endpoint answers 429 or 503."`
 	Attempts      int           `group:"Batch" default:"6" help:"Maximum number of attempts at a request that end with a broken connection, a timeout or a status of 500 and up. Those that are refused (429, 503, 529) do not count."`
 	AnswerTimeout time.Duration `group:"Batch" default:"1h" help:"Maximum time to wait for a whole answer."`
-	GiveUpAfter   time.Duration `group:"Batch" default:"10m" help:"Time after which the run ends if the endpoint only refuses (429, 503, 529, no connection); a later run goes on. A single request that is refused for that time, while others are answered, becomes an error."`
+	GiveUpAfter   time.Duration `group:"Batch" default:"10m" help:"Time after which the run ends if the endpoint only refuses (429, 503, 529, no connection); a later run resumes. A single request that is refused for that time, while others are answered, becomes an error."`
 }
 
 const (
@@ -135,7 +135,8 @@ func (c Command) run(ctx context.Context, sender *sender, drain time.Duration, o
 	}
 	defer in.Close()
 	defer func() { err = errors.Join(err, book.close()) }()
-	b := &run{Command: c, sender: sender, book: book, bodies: semaphore.NewWeighted(maxBodies), open: semaphore.NewWeighted(int64(c.Concurrency))}
+	b := &run{Command: c, sender: sender, book: book, bodies: semaphore.NewWeighted(maxBodies),
+		open: semaphore.NewWeighted(int64(c.Concurrency))}
 	if b.progress.counts, err = b.scan(io.NewSectionReader(in, 0, size)); err != nil {
 		return err
 	}
@@ -187,7 +188,7 @@ func (c Command) run(ctx context.Context, sender *sender, drain time.Duration, o
 		fmt.Fprintf(out, "%-18s %s\n", "errors", failures)
 	}
 	left := counts.total - counts.done()
-	const resume = "%d of %d requests remain: the same command goes on"
+	const resume = "%d of %d requests remain: run the same command to resume"
 	select {
 	case err := <-failure:
 		return fmt.Errorf("%w; "+resume, err, left, counts.total)
@@ -206,7 +207,7 @@ func (c Command) run(ctx context.Context, sender *sender, drain time.Duration, o
 const mostNamed = 10
 
 // scan reads the file once, before anything is sent: what is done, and that no custom_id
-// stands for two requests, whose results could not be told apart.
+// stands for two requests, whose results could not be distinguished.
 func (b *run) scan(file io.Reader) (counts, error) {
 	c := counts{started: time.Now()}
 	lines := map[identity]int{}
@@ -255,7 +256,7 @@ func (b *run) dispatch(file io.Reader, inFlight *sync.WaitGroup) error {
 		}
 		id := identityOf(r.id)
 		if seen[id] {
-			return fmt.Errorf("line %d: its custom_id %.100q came before: the file has changed since the start", r.number, r.id)
+			return fmt.Errorf("line %d: duplicate custom_id %.100q: the file has changed since the start", r.number, r.id)
 		}
 		seen[id] = true
 		size := int64(len(r.body))

@@ -108,7 +108,8 @@ func (c *counts) summary() string {
 	row("further attempts", "%d, after %d refusals", c.again, c.refused)
 	row("prompt tokens", "%d, %d of them cached", c.usage.prompt, c.usage.cached)
 	row("answer tokens", "%d", c.usage.output)
-	row("time", "%s, %.1f requests/s, %.1f answer tokens/s", rounded(c.elapsed(c.ended)), c.rate(c.ended), float64(c.usage.output)/c.elapsed(c.ended).Seconds())
+	row("time", "%s, %.1f requests/s, %.1f answer tokens/s", rounded(c.elapsed(c.ended)), c.rate(c.ended),
+		float64(c.usage.output)/c.elapsed(c.ended).Seconds())
 	return b.String()
 }
 
@@ -132,8 +133,8 @@ func clean(text string) string {
 
 // isTerminal reports whether a terminal shows what is written to out.
 func isTerminal(out io.Writer) bool {
-	file, is := out.(*os.File)
-	if !is {
+	file, ok := out.(*os.File)
+	if !ok {
 		return false
 	}
 	info, err := file.Stat()

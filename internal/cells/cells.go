@@ -1,5 +1,6 @@
-// Package cells lets a router be the worker of another one. A Teller tells the routers above what
-// this router's workers hold and how long requests wait, over GET /cell; a Client follows it.
+// Package cells lets a router be the worker of another one. A Reporter sends the routers above the
+// prefixes that this router's workers have cached and the waits of requests, over GET /cell; a
+// Client follows it.
 //
 // The answer is a stream of frames without an end: the length of the rest as 4 bytes, little
 // endian, a kind, and the rest. The first is a Hello, the second an Info, the third a State.
@@ -39,7 +40,7 @@ const (
 	frameSummary = 'm' // of package summary
 )
 
-// Bounds of what a cell tells.
+// Bounds of what a cell reports.
 const (
 	maxJSON   = 256 << 10 // bytes of a frame
 	maxNames  = 512       // models, adapters or routers: together less than maxJSON
@@ -50,7 +51,7 @@ const (
 	maxWait   = time.Hour
 )
 
-// Hello is what does not change while a router runs.
+// Hello has what is constant while a router runs.
 type Hello struct {
 	Protocol  int    `json:"protocol"`
 	Router    string `json:"router"` // names the process in Via headers
@@ -61,7 +62,7 @@ type Hello struct {
 	Epoch     uint64 `json:"epoch"`      // of the summary; another one cannot be resumed
 }
 
-// Info is what changes seldom.
+// Info has what changes seldom.
 type Info struct {
 	Models     []string       `json:"models"` // of the default model, its own name first
 	Adapters   []string       `json:"adapters,omitempty"`
@@ -71,9 +72,9 @@ type Info struct {
 	Below      []string       `json:"below,omitempty"` // Hello.Router of all routers below it
 }
 
-// State is what changes all the time.
+// State has what changes continuously.
 type State struct {
-	Ready   bool       `json:"ready"`   // requests may come
+	Ready   bool       `json:"ready"`   // it accepts requests
 	Leaving bool       `json:"leaving"` // it drains, and will end
 	Workers int        `json:"workers"` // ranks that are up
 	Waits   [3]float64 `json:"waits_ms"`
@@ -94,7 +95,8 @@ func Waits(waits [len(fair.Classes)]time.Duration) (ms [len(fair.Classes)]float6
 
 // Report returns the state for policies. at is when it came.
 func (s *State) Report(at time.Time, network time.Duration) policy.CellReport {
-	r := policy.CellReport{Workers: max(1, s.Workers), Network: network, Context: s.Context, Load: policy.Published{Running: s.Running, Waiting: s.Waiting, KVUsage: s.Usage, At: at}}
+	r := policy.CellReport{Workers: max(1, s.Workers), Network: network, Context: s.Context,
+		Load: policy.Published{Running: s.Running, Waiting: s.Waiting, KVUsage: s.Usage, At: at}}
 	for i, ms := range s.Waits {
 		r.Waits[i] = time.Duration(ms * float64(time.Millisecond))
 	}

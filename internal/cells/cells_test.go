@@ -26,7 +26,7 @@ import (
 
 // below is a router below, without workers.
 type below struct {
-	*Teller
+	*Reporter
 	url    string
 	book   *summary.Book
 	ready  atomic.Bool
@@ -46,8 +46,8 @@ func startBelow(t *testing.T, change func(*Deps)) *below {
 	if change != nil {
 		change(&deps)
 	}
-	b.Teller = NewTeller(Flags{CellInterval: 20 * time.Millisecond, CellRate: 1_000_000}, deps)
-	server := httptest.NewServer(b.Teller)
+	b.Reporter = NewReporter(Flags{CellInterval: 20 * time.Millisecond, CellRate: 1_000_000}, deps)
+	server := httptest.NewServer(b.Reporter)
 	ctx, end := context.WithCancel(t.Context())
 	ended := make(chan struct{})
 	go func() {
@@ -106,19 +106,19 @@ func TestAStreamTellsWhatChanges(t *testing.T) {
 	if report.Waits[2] != 3*time.Millisecond || report.Workers != 3 || report.Network != time.Millisecond {
 		t.Errorf("report: %+v", report)
 	}
-	until(t, s, "the block is told", func(Report) bool { return view.Run([]uint64{7}) == 1 })
+	until(t, s, "the block is reported", func(Report) bool { return view.Run([]uint64{7}) == 1 })
 	b.book.Drop(7)
 	b.book.Hold(8)
-	until(t, s, "the change is told", func(Report) bool { return view.Run([]uint64{8}) == 1 && view.Run([]uint64{7}) == 0 })
+	until(t, s, "the change is reported", func(Report) bool { return view.Run([]uint64{8}) == 1 && view.Run([]uint64{7}) == 0 })
 	b.models.Store(&[]string{"m", "adapter"})
-	until(t, s, "the models are told", func(r Report) bool { return r.Info != nil && len(r.Info.Models) == 2 })
+	until(t, s, "the models are reported", func(r Report) bool { return r.Info != nil && len(r.Info.Models) == 2 })
 	b.ready.Store(false)
-	until(t, s, "readiness is told", func(r Report) bool { return !r.State.Ready })
+	until(t, s, "readiness is reported", func(r Report) bool { return !r.State.Ready })
 	if n := b.Counts().Readers.Load(); n != 1 {
 		t.Errorf("%d readers", n)
 	}
 	b.Leave()
-	until(t, s, "leaving is told", func(r Report) bool { return r.State.Leaving })
+	until(t, s, "leaving is reported", func(r Report) bool { return r.State.Leaving })
 	if _, err := s.Next(); !errors.Is(err, errEnded) {
 		t.Errorf("a stream of a router that leaves: %v", err)
 	}
@@ -138,18 +138,18 @@ func (w *writer) Write(p []byte) (int, error) {
 }
 
 func TestLeavingIsToldAlsoWhereAReportIsBeingWritten(t *testing.T) {
-	teller := NewTeller(Flags{CellInterval: time.Hour}, Deps{
+	reporter := NewReporter(Flags{CellInterval: time.Hour}, Deps{
 		Info: func() Info { return Info{} }, State: func() State { return State{} }, Log: slog.New(slog.DiscardHandler),
 	})
 	w := &writer{ResponseRecorder: httptest.NewRecorder(), before: func(writes int) {
 		switch writes {
 		case 1:
-			teller.report(false)
+			reporter.report(false)
 		case 2:
-			teller.Leave()
+			reporter.Leave()
 		}
 	}}
-	teller.ServeHTTP(w, httptest.NewRequest(http.MethodGet, "/", nil))
+	reporter.ServeHTTP(w, httptest.NewRequest(http.MethodGet, "/", nil))
 	if text := w.Body.String(); strings.Count(text, `"leaving":true`) != 1 || w.writes != 3 {
 		t.Errorf("%d writes: %q", w.writes, text)
 	}
@@ -159,7 +159,7 @@ func TestACutStreamIsResumed(t *testing.T) {
 	b, c, view := startBelow(t, nil), newClient(t, ""), &summary.View{}
 	first := open(t, c, b.url, view)
 	b.book.Hold(1)
-	until(t, first, "the block is told", func(Report) bool { return view.Run([]uint64{1}) == 1 })
+	until(t, first, "the block is reported", func(Report) bool { return view.Run([]uint64{1}) == 1 })
 	first.Close()
 	b.book.Hold(2)
 	snapshots := b.Counts().Snapshots.Load()
@@ -167,7 +167,7 @@ func TestACutStreamIsResumed(t *testing.T) {
 	if view.Run([]uint64{1}) != 1 {
 		t.Error("the view is empty while it waits to be resumed")
 	}
-	until(t, second, "the missed block is told", func(Report) bool { return view.Run([]uint64{2}) == 1 })
+	until(t, second, "the missed block is reported", func(Report) bool { return view.Run([]uint64{2}) == 1 })
 	if n := b.Counts().Snapshots.Load() - snapshots; n != 0 {
 		t.Errorf("%d snapshots to resume", n)
 	}
@@ -340,11 +340,11 @@ func TestAnotherProcessIsNotResumed(t *testing.T) {
 	c, view := newClient(t, ""), &summary.View{}
 	before := startBelow(t, nil)
 	before.book.Hold(1)
-	until(t, open(t, c, before.url, view), "the block is told", func(Report) bool { return view.Run([]uint64{1}) == 1 })
+	until(t, open(t, c, before.url, view), "the block is reported", func(Report) bool { return view.Run([]uint64{1}) == 1 })
 	after := startBelow(t, nil)
 	s := open(t, c, after.url, view)
 	if view.Run([]uint64{1}) != 0 {
 		t.Error("what the process before held counts for the next one")
 	}
-	until(t, s, "it tells its own", func(r Report) bool { _, whole := view.Position(); return whole })
+	until(t, s, "it reports its own", func(r Report) bool { _, whole := view.Position(); return whole })
 }

@@ -23,7 +23,7 @@ import (
 
 // Errors of Open and Next.
 var (
-	// ErrContent: what came cannot be used. A new stream would bring the same.
+	// ErrContent: the content cannot be used. A new stream would have the same.
 	ErrContent = errors.New("its reports cannot be used")
 	// ErrLeadsBack: the address is this router's own, or that of a router above it.
 	ErrLeadsBack = errors.New("routing loop: this router is below that one: give each router only routers below it as workers")
@@ -37,7 +37,7 @@ const Silence = 2500 * time.Millisecond
 
 const (
 	// maxReports bounds the frames of JSON that are read in a second, of which a router sends
-	// two in an interval, 20 ms at least: more wait, and with them the router that sends them.
+	// two in an interval, 20 ms at least: reading more pauses, which slows the sender.
 	maxReports = 200
 	// maxSnapshots bounds the snapshots of a stream at once, of which each takes the memory of
 	// a view anew; one more may come each second. A filter grows 14 times.
@@ -70,7 +70,7 @@ func (c *Client) Close() { c.pings.CloseIdleConnections() }
 // Stream is the stream of one router. It is used by one goroutine, except for Close and Ignore.
 type Stream struct {
 	Hello Hello
-	First Report // that came with it, without a summary
+	First Report // received with it, without a summary
 
 	own    func(router string) bool // the name is that of this router
 	body   io.ReadCloser
@@ -86,7 +86,7 @@ type Stream struct {
 	ignores atomic.Bool // see Ignore
 }
 
-// Report is what a router tells in one interval.
+// Report is what a router reports in one interval.
 type Report struct {
 	State     State
 	Info      *Info  // nil: as before
@@ -117,8 +117,8 @@ func (e *StatusError) Error() string {
 	return text
 }
 
-// Open begins to follow the router at a URL, and reads its first report. What it tells of its
-// blocks goes into view, from where that ends if it can be resumed. Close must follow.
+// Open begins to follow the router at a URL, and reads its first report. The summary of
+// its blocks goes into view, from where that ends if it can be resumed. Close must follow.
 func (c *Client) Open(ctx context.Context, url string, key kv.Secret, view *summary.View) (*Stream, error) {
 	s := newStream(ctx, view)
 	s.own = c.own
@@ -170,7 +170,7 @@ func (c *Client) open(s *Stream, url string, key kv.Secret) error {
 		case err != nil:
 			return err
 		case kind != want.kind:
-			return fmt.Errorf("%w: frame %q came in place of %q", ErrOther, kind, want.kind)
+			return fmt.Errorf("%w: frame %q instead of %q", ErrOther, kind, want.kind)
 		}
 		if err := json.Unmarshal(body, want.into); err != nil {
 			return fmt.Errorf("%w: %w", ErrOther, err)
@@ -276,14 +276,14 @@ func (s *Stream) Next() (r Report, err error) {
 				continue
 			}
 			if summary.Begins(body) && !s.snapshots.Allow() {
-				return r, fmt.Errorf("%w: it tells one snapshot after the other", ErrContent)
+				return r, fmt.Errorf("%w: it sends one snapshot after the other", ErrContent)
 			}
 			before, whole := s.view.Position()
 			if err := s.view.Apply(body); err != nil && !s.ignores.Load() {
 				return r, fmt.Errorf("%w: %w", ErrContent, err)
 			}
 			r.Bytes += uint64(len(body))
-			if after, is := s.view.Position(); is && (!whole || after.Epoch != before.Epoch) {
+			if after, ok := s.view.Position(); ok && (!whole || after.Epoch != before.Epoch) {
 				r.Snapshots++
 			}
 		default: // of a later version
@@ -326,7 +326,7 @@ func (c *Client) Ping(ctx context.Context, url string) (took time.Duration, err 
 // roundTrips are the last measured ones.
 const roundTrips = 16
 
-// Way is what was measured of the way to a router. One goroutine uses it.
+// Way measures the round trip to a router. One goroutine uses it.
 type Way struct {
 	last  [roundTrips]time.Duration
 	count int
@@ -338,8 +338,7 @@ func (w *Way) Add(took time.Duration) {
 	w.count++
 }
 
-// Shortest returns the least of the last round trips: what is more was spent in queues, which
-// are no part of the way. 0: none was measured.
+// Shortest returns the shortest of the last round trips: the rest was spent in queues. 0: none was measured.
 func (w *Way) Shortest() time.Duration {
 	if w.count == 0 {
 		return 0

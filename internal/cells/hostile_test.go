@@ -55,8 +55,8 @@ func endOf(s *Stream) (reports int, why error) {
 	}
 }
 
-// tellAll publishes all that a book holds.
-func tellAll(book *summary.Book) {
+// publishAll publishes all that a book holds.
+func publishAll(book *summary.Book) {
 	for before := book.Publish(summary.MaxMessage); ; {
 		at := book.Publish(summary.MaxMessage)
 		if at == before {
@@ -129,8 +129,8 @@ func TestAReaderThatStopsReadingIsLeft(t *testing.T) {
 	for hash := range uint64(300_000) { // more than the buffers of a connection
 		b.book.Hold(hash)
 	}
-	tellAll(b.book)
-	server := httptest.NewUnstartedServer(b.Teller)
+	publishAll(b.book)
+	server := httptest.NewUnstartedServer(b.Reporter)
 	server.Config.ConnContext = func(ctx context.Context, c net.Conn) context.Context {
 		if err := c.(*net.TCPConn).SetWriteBuffer(4 << 10); err != nil {
 			t.Error(err)
@@ -154,7 +154,7 @@ func TestAReaderThatStopsReadingIsLeft(t *testing.T) {
 	t.Logf("left after %v", time.Since(began).Round(time.Millisecond))
 }
 
-// stuck is a reader that takes so many writes, and then none until it goes on.
+// stuck is a reader that takes so many writes, and then none until it continues.
 type stuck struct {
 	takes  int
 	stands *atomic.Int64 // readers that take no more
@@ -180,7 +180,7 @@ func TestReadersThatStandTakeLittleMemory(t *testing.T) {
 	for hash := range uint64(400_000) {
 		b.book.Hold(hash)
 	}
-	tellAll(b.book)
+	publishAll(b.book)
 	size := 8 * b.book.Size().Buckets
 	testkit.LiveHeap()
 	before := testkit.LiveHeap()
@@ -205,14 +205,14 @@ func TestReadersThatStandTakeLittleMemory(t *testing.T) {
 // a report comes.
 type noted struct {
 	stuck
-	teller *Teller
-	kinds  []byte
-	end    context.CancelFunc
+	reporter *Reporter
+	kinds    []byte
+	end      context.CancelFunc
 }
 
 func (n *noted) Write(text []byte) (int, error) {
 	if n.kinds = append(n.kinds, text[4]); text[4] == frameSummary {
-		n.teller.report(false)
+		n.reporter.report(false)
 		if len(text) == 6 { // the last message of a snapshot
 			n.end()
 		}
@@ -225,10 +225,10 @@ func TestStatesAreToldDuringASnapshot(t *testing.T) {
 	for hash := range uint64(100_000) {
 		b.book.Hold(hash)
 	}
-	tellAll(b.book)
+	publishAll(b.book)
 	ctx, end := context.WithCancel(t.Context())
 	defer end()
-	n := &noted{teller: b.Teller, end: end}
+	n := &noted{reporter: b.Reporter, end: end}
 	b.ServeHTTP(n, httptest.NewRequestWithContext(ctx, http.MethodGet, Path, nil))
 	if !strings.HasPrefix(string(n.kinds), "hmsmsm") {
 		t.Errorf("frames %s", n.kinds)

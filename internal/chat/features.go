@@ -41,7 +41,8 @@ func Features(body *jsonbody.Body) []string {
 // assistant message that is not to be continued, and "reasoning".
 func SGLangFeatures(body *jsonbody.Body) []string {
 	features := Features(body)
-	if list := body.Messages(); len(list) > 0 && !body.Get("continue_final_message").Bool() && jsonbody.FieldOf(list[len(list)-1].Fields, "role").Str == "assistant" {
+	if list := body.Messages(); len(list) > 0 && !body.Get("continue_final_message").Bool() &&
+		jsonbody.FieldOf(list[len(list)-1].Fields, "role").Str == "assistant" {
 		features = append(features, "answer last")
 	}
 	for _, key := range []string{"reasoning", "reasoning_effort", "chat_template_kwargs"} {

@@ -39,7 +39,8 @@ func Resolve(ctx context.Context, name, python string) (dir string, err error) {
 		return dir, nil
 	}
 	if offline() {
-		return "", fmt.Errorf("model %q is not in the Hugging Face cache %s, and HF_HUB_OFFLINE is set: unset it, or give --model a folder", name, hubCache())
+		return "", fmt.Errorf("model %q is not in the Hugging Face cache %s, and HF_HUB_OFFLINE is set: unset it, or give --model a folder", name,
+			hubCache())
 	}
 	return fetchSnapshot(ctx, name, python)
 }
@@ -110,7 +111,8 @@ func fetchSnapshot(ctx context.Context, id, python string) (string, error) {
 		if lines := strings.Split(strings.TrimSpace(stderr.String()), "\n"); lines[len(lines)-1] != "" {
 			reason = lines[len(lines)-1]
 		}
-		return "", fmt.Errorf("model %q: cannot fetch its tokenizer from the Hugging Face hub with %s (%s): give --model a folder, or check the network and HF_TOKEN", id, python, reason)
+		return "", fmt.Errorf("model %q: cannot fetch its tokenizer from the Hugging Face hub with %s (%s): give --model a folder, or check "+
+			"the network and HF_TOKEN", id, python, reason)
 	}
 	lines := strings.Split(strings.TrimSpace(stdout.String()), "\n")
 	return lines[len(lines)-1], nil
@@ -165,7 +167,8 @@ func ReadFiles(dir string, limits Limits) (*Files, error) {
 	if err != nil {
 		return nil, err
 	}
-	for _, path := range []string{"max_position_embeddings", "text_config.max_position_embeddings", "n_positions", "max_seq_len", "seq_length"} {
+	for _, path := range []string{"max_position_embeddings", "text_config.max_position_embeddings", "n_positions", "max_seq_len",
+		"seq_length"} {
 		if n := model.Get(path).Int(); n > 0 {
 			f.MaxModelLen = int(n)
 			break

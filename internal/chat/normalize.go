@@ -282,7 +282,7 @@ func (r *Request) setVar(key, raw string) {
 	r.vars = append(r.vars, jsonbody.Field{Key: key, Raw: raw})
 }
 
-// checkDocuments holds the request's documents to their type: a list of
+// checkDocuments checks the type of the request's documents: a list of
 // objects whose values are strings.
 func checkDocuments(documents gjson.Result) error {
 	if !documents.IsArray() {
@@ -370,7 +370,8 @@ func parseMessage(m jsonbody.MessageView, kind Kind) (message, error) {
 			if reasoning.Type != gjson.String {
 				return msg, NotRenderable("reasoning is not a string")
 			}
-			msg.rest = append(msg.rest, jsonbody.Field{Key: "reasoning", Raw: reasoning.Raw}, jsonbody.Field{Key: "reasoning_content", Raw: reasoning.Raw})
+			msg.rest = append(msg.rest, jsonbody.Field{Key: "reasoning", Raw: reasoning.Raw},
+				jsonbody.Field{Key: "reasoning_content", Raw: reasoning.Raw})
 		}
 	case "tool":
 		if id := field("tool_call_id"); id.Exists() {

@@ -106,7 +106,8 @@ func SGLangOptions(args []string) (Options, error) {
 		name, value, inline := strings.Cut(args[i], "=")
 		name = strings.ReplaceAll(name, "_", "-")
 		switch name {
-		case "--chat-template", "--default-chat-template-kwargs", "--completion-template", "--hf-chat-template-name", "--tokenizer-path", "--tokenizer-mode", "--reasoning-parser":
+		case "--chat-template", "--default-chat-template-kwargs", "--completion-template", "--hf-chat-template-name", "--tokenizer-path",
+			"--tokenizer-mode", "--reasoning-parser":
 		default:
 			continue
 		}

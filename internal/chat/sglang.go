@@ -150,7 +150,8 @@ func parseSGLangMessage(m jsonbody.MessageView) (msg sglangMessage, err error) {
 // there.
 func (m *sglangMessage) addPart(p gjson.Result) error {
 	fields := jsonbody.Members(p)
-	kind, text, thinking, name := jsonbody.FieldOf(fields, "type").Str, jsonbody.FieldOf(fields, "text"), jsonbody.FieldOf(fields, "thinking"), jsonbody.FieldOf(fields, "name")
+	kind, text, thinking, name := jsonbody.FieldOf(fields, "type").Str, jsonbody.FieldOf(fields, "text"), jsonbody.FieldOf(fields, "thinking"),
+		jsonbody.FieldOf(fields, "name")
 	switch {
 	case !p.IsObject():
 	case kind == "text" && text.Type == gjson.String:

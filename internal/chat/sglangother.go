@@ -42,7 +42,7 @@ func FromOther(path string, body *jsonbody.Body, system SystemRule) (*jsonbody.B
 // turn is a message of a chat that is made of another API's request.
 type turn struct {
 	role   string
-	told   bool     // it has content
+	filled bool     // it has content
 	list   bool     // which is a list of parts
 	text   string   // of content that is no list
 	parts  []string // texts
@@ -57,7 +57,7 @@ func unlike(format string, args ...any) error {
 
 // setParts gives the turn its content: one text as it is, several as a list.
 func (t *turn) setParts(parts []string) {
-	t.told, t.parts = true, parts
+	t.filled, t.parts = true, parts
 	if t.list = len(parts) != 1; !t.list {
 		t.text, t.parts = parts[0], nil
 	}
@@ -67,7 +67,7 @@ func (t *turn) appendTo(out []byte) []byte {
 	out = append(out, `{"role":`...)
 	out = jsonbody.AppendString(out, t.role)
 	switch {
-	case t.told && t.list:
+	case t.filled && t.list:
 		out = append(out, `,"content":[`...)
 		for i, text := range t.parts {
 			if i > 0 {
@@ -77,7 +77,7 @@ func (t *turn) appendTo(out []byte) []byte {
 			out = append(jsonbody.AppendString(out, text), '}')
 		}
 		out = append(out, ']')
-	case t.told:
+	case t.filled:
 		out = append(out, `,"content":`...)
 		out = jsonbody.AppendString(out, t.text)
 	}
@@ -111,7 +111,8 @@ func chatOf(turns []turn, more []jsonbody.Field) (*jsonbody.Body, error) {
 // toolCall writes a call of an assistant; arguments is a JSON object.
 func toolCall(id, name gjson.Result, arguments string) string {
 	function := jsonbody.AppendObject(nil, []jsonbody.Field{{Key: "name", Raw: jsonbody.RawOrNull(name)}, {Key: "arguments", Raw: arguments}})
-	return string(jsonbody.AppendObject(nil, []jsonbody.Field{{Key: "id", Raw: jsonbody.RawOrNull(id)}, {Key: "type", Raw: `"function"`}, {Key: "function", Raw: string(function)}}))
+	return string(jsonbody.AppendObject(nil, []jsonbody.Field{{Key: "id", Raw: jsonbody.RawOrNull(id)}, {Key: "type", Raw: `"function"`},
+		{Key: "function", Raw: string(function)}}))
 }
 
 // sglangMessages turns a /v1/messages request into the chat that SGLang makes of it,
@@ -154,7 +155,7 @@ func sglangMessages(body *jsonbody.Body, system SystemRule) (*jsonbody.Body, err
 		}
 	}
 	if len(front) > 0 {
-		turns = slices.Insert(turns, 0, turn{role: "system", told: true, text: strings.Join(front, "\n")})
+		turns = slices.Insert(turns, 0, turn{role: "system", filled: true, text: strings.Join(front, "\n")})
 	}
 	more, err := anthropicTools(body)
 	if err != nil {
@@ -220,7 +221,7 @@ func anthropicLateSystem(content gjson.Result) (string, error) {
 // its own.
 func anthropicTurns(turns []turn, role string, content gjson.Result) ([]turn, error) {
 	if content.Type == gjson.String {
-		return append(turns, turn{role: role, told: true, text: content.Str}), nil
+		return append(turns, turn{role: role, filled: true, text: content.Str}), nil
 	}
 	blocks, few := jsonbody.Elements(content, maxListed)
 	if !content.IsArray() || !few {
@@ -234,7 +235,8 @@ func anthropicTurns(turns []turn, role string, content gjson.Result) ([]turn, er
 		switch kind := field("type").Str; {
 		case kind == "text" && field("text").Type == gjson.String:
 			parts = append(parts, field("text").Str)
-		case kind == "tool_use" && role == "assistant" && field("id").Type == gjson.String && field("id").Str != "" && field("name").Type == gjson.String:
+		case kind == "tool_use" && role == "assistant" && field("id").Type == gjson.String && field("id").Str != "" &&
+			field("name").Type == gjson.String:
 			input := "{}"
 			if v := field("input"); v.IsObject() {
 				input = v.Raw
@@ -265,13 +267,13 @@ func anthropicTurns(turns []turn, role string, content gjson.Result) ([]turn, er
 	case role == "user":
 		return turns, nil
 	default:
-		message.told = true
+		message.filled = true
 	}
 	return append(turns, message), nil
 }
 
 func anthropicResult(content gjson.Result) (turn, error) {
-	result := turn{role: "tool", told: true}
+	result := turn{role: "tool", filled: true}
 	if isText(content) {
 		result.text = content.Str
 		return result, nil
@@ -294,14 +296,16 @@ func anthropicTools(body *jsonbody.Body) ([]jsonbody.Field, error) {
 		fields := jsonbody.Members(tool)
 		field := func(key string) gjson.Result { return jsonbody.FieldOf(fields, key) }
 		kind, description, schema, strict := field("type"), field("description"), field("input_schema"), field("strict")
-		if kind.Type != gjson.Null && kind.Str != "custom" || field("name").Type != gjson.String || !isText(description) || !schema.IsObject() || strict.Exists() && (strict.Type == gjson.Null || !isBool(strict)) || !isBool(field("defer_loading")) {
+		if kind.Type != gjson.Null && kind.Str != "custom" || field("name").Type != gjson.String || !isText(description) || !schema.IsObject() ||
+			strict.Exists() && (strict.Type == gjson.Null || !isBool(strict)) || !isBool(field("defer_loading")) {
 			return nil, unlike("a tool of type %.40s", kind.Raw)
 		}
 		parameters := fieldsOf(schema)
 		if !schema.Get("type").Exists() {
 			parameters = append(parameters, jsonbody.Field{Key: "type", Raw: `"object"`})
 		}
-		function := []jsonbody.Field{{Key: "name", Raw: field("name").Raw}, {Key: "description", Raw: string(jsonbody.AppendString(nil, description.Str))},
+		function := []jsonbody.Field{{Key: "name", Raw: field("name").Raw},
+			{Key: "description", Raw: string(jsonbody.AppendString(nil, description.Str))},
 			{Key: "parameters", Raw: string(jsonbody.AppendObject(nil, parameters))}, {Key: "strict", Raw: fmt.Sprint(strict.Bool())}}
 		tools = append(tools, functionTool(function, field("defer_loading")))
 	}
@@ -355,12 +359,12 @@ func sglangResponses(body *jsonbody.Body, system SystemRule) (*jsonbody.Body, er
 	}
 	var turns []turn
 	if instructions.Str != "" {
-		turns = append(turns, turn{role: "system", told: true, text: instructions.Str})
+		turns = append(turns, turn{role: "system", filled: true, text: instructions.Str})
 	}
 	items, few := jsonbody.Elements(input, maxMessages)
 	switch {
 	case input.Type == gjson.String:
-		turns = append(turns, turn{role: "user", told: true, text: input.Str})
+		turns = append(turns, turn{role: "user", filled: true, text: input.Str})
 	case !input.IsArray() || !few:
 		return nil, unlike("input is neither text nor a list of at most %d", maxMessages)
 	}
@@ -440,18 +444,18 @@ func responseItem(item gjson.Result) (t turn, err error) {
 		if output.Type != gjson.String {
 			texts, err = textBlocks(output, "input_text", "output_text", "text")
 		}
-		return turn{role: "tool", told: true, text: strings.Join(texts, ""), answer: field("call_id").Raw}, err
+		return turn{role: "tool", filled: true, text: strings.Join(texts, ""), answer: field("call_id").Raw}, err
 	case kind.Exists() && kind.Str != "message":
 		return t, unlike("an input item of type %.40s", kind.Raw)
 	case role != "user" && role != "assistant" && role != "system":
 		return t, unlike("the role %.40q", role)
 	case content.Type == gjson.String:
-		return turn{role: role, told: true, text: content.Str}, nil
+		return turn{role: role, filled: true, text: content.Str}, nil
 	case content.Type == gjson.Null && role == "assistant":
 		return turn{role: role}, nil
 	default:
 		texts, err := textBlocks(content, "input_text", "output_text", "text")
-		return turn{role: role, told: true, list: true, parts: texts}, err
+		return turn{role: role, filled: true, list: true, parts: texts}, err
 	}
 }
 
@@ -475,14 +479,14 @@ func joinTurns(turns []turn) (out []turn) {
 // joinRun makes one turn of several of an assistant: texts become one, and parts once
 // there is a list among them.
 func joinRun(run []turn) turn {
-	joined := turn{role: run[0].role, told: run[0].told}
+	joined := turn{role: run[0].role, filled: run[0].filled}
 	var texts []string
 	for _, t := range run {
 		joined.calls = append(joined.calls, t.calls...)
-		if !t.told || !t.list && t.text == "" {
+		if !t.filled || !t.list && t.text == "" {
 			continue
 		}
-		joined.told = true
+		joined.filled = true
 		if t.list && !joined.list && len(texts) > 0 {
 			joined.parts = []string{strings.Join(texts, "\n\n")}
 		}
@@ -531,7 +535,7 @@ func responseSystem(turns []turn, rule SystemRule) ([]turn, error) {
 	if len(front) == 0 {
 		return others, nil
 	}
-	return append([]turn{{role: "system", told: true, text: strings.Join(front, "\n\n")}}, others...), nil
+	return append([]turn{{role: "system", filled: true, text: strings.Join(front, "\n\n")}}, others...), nil
 }
 
 // responseTools returns the members tools and tool_choice of the chat.
@@ -550,7 +554,8 @@ func responseTools(body *jsonbody.Body) ([]jsonbody.Field, error) {
 			parameters.Type != gjson.Null && !parameters.IsObject() || strict.Exists() && (strict.Type == gjson.Null || !isBool(strict)) {
 			return nil, unlike("a tool of type %.40s", field("type").Raw)
 		}
-		tools = append(tools, functionTool([]jsonbody.Field{{Key: "name", Raw: field("name").Raw}, {Key: "description", Raw: jsonbody.RawOrNull(field("description"))},
+		tools = append(tools, functionTool([]jsonbody.Field{{Key: "name", Raw: field("name").Raw},
+			{Key: "description", Raw: jsonbody.RawOrNull(field("description"))},
 			{Key: "parameters", Raw: jsonbody.RawOrNull(parameters)}, {Key: "strict", Raw: fmt.Sprint(strict.Bool())}}, gjson.Result{}))
 	}
 	choice := body.Get("tool_choice")

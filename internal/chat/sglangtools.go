@@ -26,7 +26,8 @@ func sglangCallsOf(calls gjson.Result, parse bool) (string, error) {
 			out = append(out, ',')
 		}
 		members := jsonbody.Members(call)
-		id, index, kind, fn := jsonbody.FieldOf(members, "id"), jsonbody.FieldOf(members, "index"), jsonbody.FieldOf(members, "type"), jsonbody.FieldOf(members, "function")
+		id, index, kind, fn := jsonbody.FieldOf(members, "id"), jsonbody.FieldOf(members, "index"), jsonbody.FieldOf(members, "type"),
+			jsonbody.FieldOf(members, "function")
 		inside := jsonbody.Members(fn)
 		name, arguments := jsonbody.FieldOf(inside, "name"), jsonbody.FieldOf(inside, "arguments")
 		switch {
@@ -90,7 +91,8 @@ func sglangTools(tools, choice gjson.Result) (string, error) {
 		if kind.Exists() {
 			kindRaw = kind.Raw
 		}
-		out = jsonbody.AppendObject(out, []jsonbody.Field{{Key: "type", Raw: kindRaw}, {Key: "function", Raw: function}, {Key: "defer_loading", Raw: jsonbody.RawOrNull(deferred)}})
+		out = jsonbody.AppendObject(out, []jsonbody.Field{{Key: "type", Raw: kindRaw}, {Key: "function", Raw: function},
+			{Key: "defer_loading", Raw: jsonbody.RawOrNull(deferred)}})
 	}
 	if choice.Str == "none" || len(out) == 1 {
 		return "", nil

@@ -65,7 +65,8 @@ func dumpToolCalls(calls gjson.Result) (string, error) {
 			return "", err
 		}
 		function := append([]jsonbody.Field{{Key: "arguments", Raw: parsed}, {Key: "name", Raw: name.Raw}}, fnExtra...)
-		whole := append([]jsonbody.Field{{Key: "id", Raw: id.Raw}, {Key: "function", Raw: string(jsonbody.AppendObject(nil, function))}, {Key: "type", Raw: kind.Raw}}, callExtra...)
+		whole := append([]jsonbody.Field{{Key: "id", Raw: id.Raw}, {Key: "function", Raw: string(jsonbody.AppendObject(nil, function))},
+			{Key: "type", Raw: kind.Raw}}, callExtra...)
 		out.Write(jsonbody.AppendObject(nil, whole))
 	}
 	return "[" + out.String() + "]", nil
@@ -158,7 +159,8 @@ func dumpFunction(fn, deferred gjson.Result) (string, error) {
 		!isBool(values["strict"]), !isBool(values["defer_loading"]):
 		return "", NotRenderable("a tool's function with fields of a wrong type")
 	}
-	out := []jsonbody.Field{{Key: "name", Raw: values["name"].Raw}, {Key: "description", Raw: jsonbody.RawOrNull(description)}, {Key: "parameters", Raw: jsonbody.RawOrNull(parameters)}}
+	out := []jsonbody.Field{{Key: "name", Raw: values["name"].Raw}, {Key: "description", Raw: jsonbody.RawOrNull(description)},
+		{Key: "parameters", Raw: jsonbody.RawOrNull(parameters)}}
 	for _, key := range []string{"strict", "defer_loading"} {
 		if v := values[key]; v.Type != gjson.Null {
 			out = append(out, jsonbody.Field{Key: key, Raw: v.Raw})

@@ -123,7 +123,8 @@ func (c *client) live(ctx context.Context) {
 
 // converse is a person's chat: some turns, with time to read and to think.
 func (c *client) converse(ctx context.Context) {
-	chat := []message{{"system", "You are the assistant of " + places[c.random.IntN(len(places))] + ". " + text(uint64(c.random.IntN(4)), 180)}}
+	chat := []message{{"system", "You are the assistant of " + places[c.random.IntN(len(places))] + ". " +
+		text(uint64(c.random.IntN(4)), 180)}}
 	for range 2 + c.random.IntN(5) {
 		chat = append(chat, message{"user", c.words(8 + c.random.IntN(50))})
 		answer, ok := c.chat(ctx, chat, 30+c.random.IntN(120))
@@ -136,7 +137,8 @@ func (c *client) converse(ctx context.Context) {
 
 // act is an agent: a long list of tools that all of its kind share, then quick steps.
 func (c *client) act(ctx context.Context) {
-	chat := []message{{"system", "You are an agent. Your tools are: " + text(100+uint64(c.random.IntN(3)), 900)}, {"user", c.words(20 + c.random.IntN(40))}}
+	chat := []message{{"system", "You are an agent. Your tools are: " + text(100+uint64(c.random.IntN(3)), 900)},
+		{"user", c.words(20 + c.random.IntN(40))}}
 	for range 3 + c.random.IntN(6) {
 		answer, ok := c.chat(ctx, chat, 15+c.random.IntN(40))
 		if !ok || !c.sleep(ctx, 0.1+0.4*c.random.Float64()) {
@@ -148,7 +150,8 @@ func (c *client) act(ctx context.Context) {
 
 // complete is a single prompt whose answer comes whole.
 func (c *client) complete(ctx context.Context) {
-	c.send(ctx, "/v1/completions", map[string]any{"model": c.Model, "prompt": "Continue: " + c.words(40+c.random.IntN(200)), "max_tokens": 20 + c.random.IntN(60)})
+	c.send(ctx, "/v1/completions", map[string]any{"model": c.Model, "prompt": "Continue: " + c.words(40+c.random.IntN(200)),
+		"max_tokens": 20 + c.random.IntN(60)})
 }
 
 // chat sends a chat and returns the answer. Now and then the client leaves before its
@@ -203,7 +206,7 @@ func (w *writer) WriteString(s string) (int, error) { return io.WriteString(stru
 func streamed(events []byte) string {
 	var out strings.Builder
 	for line := range bytes.Lines(events) {
-		if data, is := bytes.CutPrefix(line, []byte("data:")); is {
+		if data, ok := bytes.CutPrefix(line, []byte("data:")); ok {
 			out.WriteString(gjson.GetBytes(data, "choices.0.delta.content").String())
 		}
 	}

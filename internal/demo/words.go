@@ -6,7 +6,8 @@ import (
 )
 
 // places are the employers of the demo's assistants, each with its own system prompt.
-var places = [...]string{"a small bookshop in Lisbon", "the harbour office of Bergen", "a bicycle workshop in Ghent", "the observatory on the hill"}
+var places = [...]string{"a small bookshop in Lisbon", "the harbour office of Bergen", "a bicycle workshop in Ghent",
+	"the observatory on the hill"}
 
 // words are the words of the demo's texts.
 var words = strings.Fields(`

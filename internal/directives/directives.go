@@ -28,7 +28,8 @@ var names = set(
 	// Transfers of KV blocks and of encoder outputs: from which host, port and memory, and for whom
 	// blocks are kept. vLLM takes those of transferParams and ecTransferParams as they are.
 	transferParams, "ec_transfer_params", "do_remote_prefill", "do_remote_decode", "remote_host", "remote_hosts", "remote_port",
-	"remote_engine_id", "remote_block_ids", "remote_bootstrap_addr", "remote_kv_source", "remote_handshake_port", "remote_notify_port", "transfer_id", "disagg_spec",
+	"remote_engine_id", "remote_block_ids", "remote_bootstrap_addr", "remote_kv_source", "remote_handshake_port", "remote_notify_port",
+	"transfer_id", "disagg_spec",
 	"bootstrap_host", "bootstrap_port", "bootstrap_room", "bootstrap_info", "bootstrap_pair_key", "decode_tp_size",
 	"disaggregated_params", "kv_hints",
 	// SGLang's encoder servers and sockets.
@@ -48,8 +49,10 @@ const (
 // contents are top members of which everything is data to the engines: a tool may have a
 // parameter of any name.
 var contents = set(
-	"messages", "system", "instructions", "prompt", "suffix", "input", "inputs", "text", "texts", "query", "queries", "documents", "items", "text_1", "text_2", "data_1", "data_2",
-	"tools", "tool_choice", "functions", "function_call", "response_format", "structured_outputs", "guided_json", "json_schema", "output_config", "output_format", "chat_template_kwargs", "metadata",
+	"messages", "system", "instructions", "prompt", "suffix", "input", "inputs", "text", "texts", "query", "queries", "documents", "items",
+	"text_1", "text_2", "data_1", "data_2",
+	"tools", "tool_choice", "functions", "function_call", "response_format", "structured_outputs", "guided_json", "json_schema",
+	"output_config", "output_format", "chat_template_kwargs", "metadata",
 	"input_ids", "token_ids", "input_embeds", "prompt_embeds", "logit_bias", "image_data", "video_data", "audio_data",
 )
 

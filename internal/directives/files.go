@@ -11,9 +11,10 @@ import (
 // media are the top members that may have images, videos and recordings in them, each with the
 // names of those: a string, or an object with a url.
 var media = map[string]map[string]bool{
-	"messages": set("image_url", "video_url", "audio_url", "source"),
-	"input":    set("image_url", "video_url", "audio_url", "image", "video", "audio"),
-	"query":    set("image_url", "video_url", "audio_url", "image", "video", "audio"), "documents": set("image_url", "video_url", "audio_url", "image", "video", "audio"),
+	"messages":  set("image_url", "video_url", "audio_url", "source"),
+	"input":     set("image_url", "video_url", "audio_url", "image", "video", "audio"),
+	"query":     set("image_url", "video_url", "audio_url", "image", "video", "audio"),
+	"documents": set("image_url", "video_url", "audio_url", "image", "video", "audio"),
 }
 
 // loaded are the top members that are such, or lists of them.

@@ -16,7 +16,7 @@ type Frames struct {
 	names nameScanner
 }
 
-// Take returns how many bytes may go on: all of them, or those before the value of a member that
+// Take returns how many bytes may be forwarded: all of them, or those before the value of a member that
 // directs an engine, and then its name.
 func (f *Frames) Take(b []byte) (n int, name string) {
 	for i, c := range b {

@@ -59,7 +59,8 @@ const (
 // Validate checks the settings; its errors name the flag.
 func (s Settings) Validate() error {
 	for _, flag := range []struct{ name, value string }{
-		{"--pool", s.Pool}, {"--selector", s.Selector}, {"--prefill-selector", s.PrefillSelector}, {"--decode-selector", s.DecodeSelector}, {"--namespace", s.Namespace},
+		{"--pool", s.Pool}, {"--selector", s.Selector}, {"--prefill-selector", s.PrefillSelector}, {"--decode-selector", s.DecodeSelector},
+		{"--namespace", s.Namespace},
 	} {
 		if flag.value != "" && s.Discovery != kubernetes {
 			return fmt.Errorf("%s %s: it requires --discovery kubernetes", flag.name, flag.value)
@@ -80,7 +81,8 @@ func (s Settings) Validate() error {
 		_, err := parseDNS(s.Discovery)
 		return err
 	default:
-		return fmt.Errorf("--discovery %s: unknown source; use file:workers.yaml, dns://name:8100, dns+srv://_http._tcp.name or kubernetes", s.Discovery)
+		return fmt.Errorf("--discovery %s: unknown source; use file:workers.yaml, dns://name:8100, dns+srv://_http._tcp.name or kubernetes",
+			s.Discovery)
 	}
 	return nil
 }

@@ -14,7 +14,7 @@ import (
 	"kvrouter/internal/testkit"
 )
 
-// watched is what a source tells while a test runs.
+// watched is what a source reports while a test runs.
 type watched struct {
 	t     *testing.T
 	path  string            // of the file, if any
@@ -33,7 +33,7 @@ func (w *watched) logger() *slog.Logger { return testLog(&w.log) }
 
 func testLog(to *testkit.LogBuffer) *slog.Logger { return slog.New(slog.NewTextHandler(to, nil)) }
 
-// watch receives what a source tells until the test ends.
+// watch receives what a source reports until the test ends.
 func (w *watched) watch(s Source) {
 	w.t.Helper()
 	ctx, cancel := context.WithCancel(w.t.Context())

@@ -28,7 +28,7 @@ const (
 	dnsMiss  = 3               // answers in a row that leave a worker out, until it goes
 )
 
-// dnsQuestion is what --discovery asks name servers.
+// dnsQuestion is the DNS query of --discovery.
 type dnsQuestion struct {
 	name string
 	port uint16 // of its addresses; 0: its SRV records say
@@ -38,14 +38,16 @@ type dnsQuestion struct {
 func parseDNS(value string) (q dnsQuestion, err error) {
 	if name, srv := strings.CutPrefix(value, schemeSRV); srv {
 		if !isName(name) {
-			return q, fmt.Errorf("--discovery %s: give dns+srv:// and the full name of the SRV records, such as dns+srv://_http._tcp.vllm.ns; the port is in them", value)
+			return q, fmt.Errorf("--discovery %s: give dns+srv:// and the full name of the SRV records, such as dns+srv://_http._tcp.vllm.ns; "+
+				"the port is in them", value)
 		}
 		return dnsQuestion{name: name}, nil
 	}
 	name, port, err := net.SplitHostPort(strings.TrimPrefix(value, schemeDNS))
 	number, ok := kv.ParsePort(port)
 	if err != nil || !ok || !isName(name) {
-		return q, fmt.Errorf("--discovery %s: give dns:// with a name and the workers' port, such as dns://vllm.ns:8100; for SRV records, which have the port, dns+srv://_http._tcp.vllm.ns", value)
+		return q, fmt.Errorf("--discovery %s: give dns:// with a name and the workers' port, such as dns://vllm.ns:8100; for SRV records, "+
+			"which have the port, dns+srv://_http._tcp.vllm.ns", value)
 	}
 	return dnsQuestion{name, number}, nil
 }
@@ -55,7 +57,7 @@ func isName(name string) bool {
 	return name != "" && len(name) <= 253 && !strings.ContainsAny(name, "/:?#@ ")
 }
 
-// dnsSource asks name servers for the workers.
+// dnsSource queries name servers for the workers.
 type dnsSource struct {
 	dnsQuestion
 	kind     string // of target, for messages: worker or router
@@ -73,9 +75,10 @@ func openDNS(value string, log *slog.Logger) (*dnsSource, error) {
 	return newDNS(q, "worker", "--discovery "+value, log), err
 }
 
-// newDNS returns a source that asks q; what is the flag with its value.
+// newDNS returns a source that queries q; what is the flag with its value.
 func newDNS(q dnsQuestion, kind, what string, log *slog.Logger) *dnsSource {
-	return &dnsSource{dnsQuestion: q, kind: kind, resolver: net.DefaultResolver, every: dnsEvery, keep: dnsKeep, trouble: trouble{log: log, what: what}}
+	return &dnsSource{dnsQuestion: q, kind: kind, resolver: net.DefaultResolver, every: dnsEvery, keep: dnsKeep,
+		trouble: trouble{log: log, what: what}}
 }
 
 // Watch sends the workers of the name servers' answers.
@@ -151,7 +154,7 @@ func (d *dnsSource) settled(list, known []kv.Worker) []kv.Worker {
 	return byName(list)
 }
 
-// ask asks once. An error beside workers names those missing.
+// ask sends one query. An error beside workers names those missing.
 func (d *dnsSource) ask(ctx context.Context) (list []kv.Worker, err error) {
 	ctx, cancel := context.WithTimeout(ctx, dnsLimit)
 	defer cancel()

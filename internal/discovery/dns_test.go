@@ -49,7 +49,7 @@ func newNameServer(t *testing.T) *nameServer {
 	return s
 }
 
-// close ends the server, and what resolvers still ask: they go on after their caller.
+// close ends the server, and what resolvers still ask: they continue after their caller.
 func (s *nameServer) close() {
 	s.set(func() {
 		s.closed = true
@@ -177,7 +177,7 @@ func (s *nameServer) answer(question dnsmessage.Message) dnsmessage.Message {
 	return answer
 }
 
-// watchDNS watches what the server tells.
+// watchDNS watches what the server reports.
 func watchDNS(t *testing.T, s *nameServer, value string, keep time.Duration) *watched {
 	t.Helper()
 	w := &watched{t: t}

@@ -189,8 +189,9 @@ func (w fileWorker) worker() (kv.Worker, error) {
 		return kv.Worker{}, fmt.Errorf("name has %d bytes, the maximum is %d", len(w.Name), maxName)
 	}
 	found := kv.Worker{
-		ID: idOf(base), Name: cmp.Or(plainName(w.Name), hostPort(base)), URL: base, KVEvents: w.KVEvents, Replay: w.Replay, Load: w.Load, EventsPort: eventsPort,
-		Disagg: kv.Disagg{Role: w.Role, Kind: w.Kind, Bootstrap: w.Bootstrap, P2P: w.P2P},
+		ID: idOf(base), Name: cmp.Or(plainName(w.Name), hostPort(base)), URL: base, KVEvents: w.KVEvents, Replay: w.Replay, Load: w.Load,
+		EventsPort: eventsPort,
+		Disagg:     kv.Disagg{Role: w.Role, Kind: w.Kind, Bootstrap: w.Bootstrap, P2P: w.P2P},
 	}
 	if w.Draining {
 		found.Cordon = kv.CordonDraining

@@ -45,7 +45,8 @@ func (s Settings) validateKubernetes() error {
 		return fmt.Errorf("--worker-port %d: must be 1 to 65535", s.WorkerPort)
 	}
 	selectors := 0
-	for _, flag := range []struct{ name, value string }{{"--selector", s.Selector}, {"--prefill-selector", s.PrefillSelector}, {"--decode-selector", s.DecodeSelector}} {
+	for _, flag := range []struct{ name, value string }{{"--selector", s.Selector}, {"--prefill-selector", s.PrefillSelector},
+		{"--decode-selector", s.DecodeSelector}} {
 		if flag.value == "" {
 			continue
 		}
@@ -56,7 +57,8 @@ func (s Settings) validateKubernetes() error {
 	}
 	switch {
 	case s.Pool == "" && selectors == 0:
-		return errors.New("--discovery kubernetes: select the workers' Pods by --pool, or by --selector, --prefill-selector and --decode-selector")
+		return errors.New("--discovery kubernetes: select the workers' Pods by --pool, or by --selector, --prefill-selector and " +
+			"--decode-selector")
 	case s.Pool != "" && selectors > 0:
 		return fmt.Errorf("--pool %s selects the workers' Pods already: leave out --selector, --prefill-selector and --decode-selector", s.Pool)
 	}
@@ -158,7 +160,8 @@ func newCluster(client dynamic.Interface, namespace, what, kept string, log *slo
 
 // newKubeSource returns a source over a client.
 func newKubeSource(s Settings, client dynamic.Interface, namespace string, log *slog.Logger) *kubeSource {
-	return &kubeSource{cluster: newCluster(client, namespace, "--discovery kubernetes", workersKept, log), settings: s, problems: map[string]string{}}
+	return &kubeSource{cluster: newCluster(client, namespace, "--discovery kubernetes", workersKept, log), settings: s,
+		problems: map[string]string{}}
 }
 
 // podSet is the Pods of a selection.
@@ -287,7 +290,7 @@ func (k *kubeSource) workers(sets []*podSet, last []kv.Worker) (list []kv.Worker
 		for _, p := range set.pods.all {
 			found, problem := p.workers(set.role, ports, k.pool != nil)
 			if set.role != nil && len(found) > 0 {
-				if before, is := roles[p.name]; is && before != *set.role {
+				if before, ok := roles[p.name]; ok && before != *set.role {
 					problem = fmt.Sprintf("it matches both --prefill-selector and --decode-selector: its role is %s", *set.role)
 				}
 				roles[p.name] = *set.role
@@ -340,11 +343,13 @@ func (c *cluster) plainAPI(err error, resource schema.GroupVersionResource) erro
 		if _, user, found := strings.Cut(oneLine(err), `User "`); found {
 			account, _, _ = strings.Cut(user, `"`)
 		}
-		return fmt.Errorf(`no right to list and watch %s in namespace %s: the Role of %s needs the rule {apiGroups: ["%s"], resources: [%[1]s], verbs: [list, watch]}`, resource.Resource, c.namespace, account, resource.Group)
+		return fmt.Errorf(`no right to list and watch %s in namespace %s: the Role of %s needs the rule `+
+			`{apiGroups: ["%s"], resources: [%[1]s], verbs: [list, watch]}`, resource.Resource, c.namespace, account, resource.Group)
 	case apierrors.IsUnauthorized(err):
 		return errors.New("the API server rejects the credentials (401): the token or certificate is invalid")
 	case apierrors.IsNotFound(err) && resource == poolResource:
-		return errors.New("the cluster has no resource InferencePool (inference.networking.k8s.io/v1): install the Gateway API Inference Extension, or use --selector instead of --pool")
+		return errors.New("the cluster has no resource InferencePool (inference.networking.k8s.io/v1): install the Gateway API Inference " +
+			"Extension, or use --selector instead of --pool")
 	case errors.As(err, &unknown):
 		return fmt.Errorf("the API server does not answer: %w", plain(err))
 	case errors.As(err, &broken): // which names this end's port, another at each attempt

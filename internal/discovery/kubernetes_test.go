@@ -25,7 +25,7 @@ import (
 	"kvrouter/internal/testkit/kubetest"
 )
 
-// watchCluster watches what the server tells.
+// watchCluster watches what the server reports.
 func watchCluster(t *testing.T, s *kubetest.Server, settings Settings) *watched {
 	t.Helper()
 	w := &watched{t: t}

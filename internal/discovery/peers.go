@@ -45,7 +45,7 @@ type Peers struct {
 func ParsePeers(spec string) (*Peers, error) {
 	p := &Peers{spec: spec}
 	wrong := fmt.Errorf("--replica-discovery %s: give dns://name:7100, service://name:7100 or service://namespace/name:7100", spec)
-	if rest, is := strings.CutPrefix(spec, schemeService); is {
+	if rest, ok := strings.CutPrefix(spec, schemeService); ok {
 		at, port, err := net.SplitHostPort(rest)
 		namespace, name, both := strings.Cut(at, "/")
 		if !both {
@@ -244,7 +244,7 @@ func peersOf(all map[string]endpointSlice) (addresses []string, portless bool) {
 		for _, e := range s.endpoints {
 			at := netip.AddrPortFrom(e.address, s.port)
 			key := cmp.Or(e.pod, at.String())
-			if old, is := byPod[key]; !is || at.Compare(old) < 0 { // IPv4 goes first
+			if old, ok := byPod[key]; !ok || at.Compare(old) < 0 { // IPv4 goes first
 				byPod[key] = at
 			}
 		}

@@ -18,7 +18,7 @@ import (
 	"kvrouter/internal/testkit/kubetest"
 )
 
-// peersTold is what Run tells while a test runs.
+// peersTold is what Run reports while a test runs.
 type peersTold struct {
 	t     *testing.T
 	log   testkit.LogBuffer // has a lock of its own
@@ -43,7 +43,7 @@ func (told *peersTold) run(p *Peers) {
 	told.t.Cleanup(func() { cancel(); <-done })
 }
 
-// wants waits until all that was told is that.
+// wants waits until all that was reported is that.
 func (told *peersTold) wants(want ...string) {
 	told.t.Helper()
 	testkit.Settles(told.t, func() error {

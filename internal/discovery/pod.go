@@ -54,7 +54,8 @@ func podOf(u *unstructured.Unstructured) pod {
 		namespace: u.GetNamespace(), name: u.GetName(), uid: string(u.GetUID()), ending: u.GetDeletionTimestamp() != nil,
 		role: labels[labelRole], engine: strings.ToLower(labels[labelEngine]),
 		active: cmp.Or(annotations[annotationActive], annotations[annotationActiveLegacy]), ports: annotations[annotationPorts],
-		connector: strings.ToLower(annotations[annotationConnector]), bootstrap: annotations[annotationBootstrap], p2p: annotations[annotationP2P],
+		connector: strings.ToLower(annotations[annotationConnector]), bootstrap: annotations[annotationBootstrap],
+		p2p: annotations[annotationP2P],
 	}
 	phase, _, _ := unstructured.NestedString(u.Object, "status", "phase")
 	p.ended = phase == "Succeeded" || phase == "Failed"
@@ -64,7 +65,7 @@ func podOf(u *unstructured.Unstructured) pod {
 	}
 	conditions, _, _ := unstructured.NestedSlice(u.Object, "status", "conditions")
 	for _, condition := range conditions {
-		if c, is := condition.(map[string]any); is && c["type"] == "Ready" {
+		if c, ok := condition.(map[string]any); ok && c["type"] == "Ready" {
 			p.ready = c["status"] == "True"
 		}
 	}
@@ -137,7 +138,8 @@ func (p pod) workers(as *kv.Role, ports []uint16, pool bool) (list []kv.Worker, 
 			continue
 		}
 		w := kv.Worker{
-			ID: idOf(fmt.Sprintf("%s/%s/%s:%d", p.namespace, p.name, p.uid, port)), Name: plainName(p.name), URL: baseURL(p.address, port), EventsPort: eventsPort + uint16(i), Disagg: part,
+			ID: idOf(fmt.Sprintf("%s/%s/%s:%d", p.namespace, p.name, p.uid, port)), Name: plainName(p.name), URL: baseURL(p.address, port),
+			EventsPort: eventsPort + uint16(i), Disagg: part,
 		}
 		if w.P2P.Known() {
 			w.P2P.Port += uint16(i)

@@ -30,7 +30,8 @@ const apiBurst = 10
 
 // reflect keeps store equal to the API server's objects of a resource, until ctx ends: client-go
 // lists, watches, and lists again after a gap (410), with pauses that grow.
-func (c *cluster) reflect(ctx context.Context, resource schema.GroupVersionResource, narrow func(*metav1.ListOptions), store cache.ReflectorStore) {
+func (c *cluster) reflect(ctx context.Context, resource schema.GroupVersionResource, narrow func(*metav1.ListOptions),
+	store cache.ReflectorStore) {
 	at := c.client.Resource(resource).Namespace(c.namespace)
 	health := &apiHealth{c: c, resource: resource, now: map[string]string{}}
 	pace := rate.NewLimiter(c.pace, apiBurst)
@@ -57,7 +58,8 @@ func (c *cluster) reflect(ctx context.Context, resource schema.GroupVersionResou
 		},
 	}
 	var silent klog.Logger // relevant errors are logged here
-	reflector := cache.NewReflectorWithOptions(cache.ToListWatcherWithWatchListSemantics(ways, c.client), &unstructured.Unstructured{}, store, cache.ReflectorOptions{Logger: &silent, Name: resource.Resource, Backoff: &c.backoff})
+	reflector := cache.NewReflectorWithOptions(cache.ToListWatcherWithWatchListSemantics(ways, c.client), &unstructured.Unstructured{}, store,
+		cache.ReflectorOptions{Logger: &silent, Name: resource.Resource, Backoff: &c.backoff})
 	reflector.RunWithContext(klog.NewContext(ctx, silent))
 }
 
@@ -85,7 +87,8 @@ func (h *apiHealth) heard(ctx context.Context, verb string, options metav1.ListO
 		}
 	case errors.Is(context.Cause(ctx), context.Canceled): // no longer needed
 	case apierrors.IsResourceExpired(err), apierrors.IsGone(err): // all is listed again
-	case options.SendInitialEvents != nil && (apierrors.IsInvalid(err) || apierrors.IsBadRequest(err)): // an older server: it is asked for a list
+	// an older server: it is asked for a list
+	case options.SendInitialEvents != nil && (apierrors.IsInvalid(err) || apierrors.IsBadRequest(err)):
 	default:
 		text := h.c.plainAPI(err, h.resource).Error()
 		if !slices.Contains(slices.Collect(maps.Values(h.now)), text) {
@@ -117,8 +120,8 @@ func (s *store[T]) change(change func()) error {
 
 // Add records a new object.
 func (s *store[T]) Add(object any) error {
-	u, is := object.(*unstructured.Unstructured)
-	if !is {
+	u, ok := object.(*unstructured.Unstructured)
+	if !ok {
 		return fmt.Errorf("%T is not an API object", object)
 	}
 	return s.change(func() {
@@ -134,8 +137,8 @@ func (s *store[T]) Update(object any) error { return s.Add(object) }
 
 // Delete removes an object.
 func (s *store[T]) Delete(object any) error {
-	u, is := object.(*unstructured.Unstructured)
-	if !is {
+	u, ok := object.(*unstructured.Unstructured)
+	if !ok {
 		return fmt.Errorf("%T is not an API object", object)
 	}
 	return s.change(func() { delete(s.all, u.GetName()) })
@@ -145,7 +148,7 @@ func (s *store[T]) Delete(object any) error {
 func (s *store[T]) Replace(objects []any, _ string) error {
 	all := make(map[string]T, len(objects))
 	for _, object := range objects {
-		if u, is := object.(*unstructured.Unstructured); is {
+		if u, ok := object.(*unstructured.Unstructured); ok {
 			all[u.GetName()] = s.of(u)
 		}
 	}

@@ -18,7 +18,7 @@ import (
 
 func TestWhatIsFoundOfARouterBelow(t *testing.T) {
 	serve := func(size int, book *summary.Book, ready bool) string {
-		teller := cells.NewTeller(testkit.Defaults[cells.Flags](), cells.Deps{
+		teller := cells.NewReporter(testkit.Defaults[cells.Flags](), cells.Deps{
 			Hello: cells.Hello{Router: "kvrouter-1", Version: "1.2", BlockSize: size}, Book: book, Log: slog.New(slog.DiscardHandler),
 			Info:  func() cells.Info { return cells.Info{Models: []string{"m"}} },
 			State: func() cells.State { return cells.State{Ready: ready, Workers: 4} },
@@ -41,7 +41,7 @@ func TestWhatIsFoundOfARouterBelow(t *testing.T) {
 		"well":               {serve(64, summary.NewBook(), true), []Level{OK}, "kvrouter 1.2 serves m with 4 workers"},
 		"no summary":         {serve(64, nil, true), []Level{OK, Note}, "--cell"},
 		"not ready":          {serve(64, summary.NewBook(), false), []Level{OK, Note}, "no worker that is ready"},
-		"another block size": {serve(16, summary.NewBook(), true), []Level{OK, Mend}, "16 tokens, this router's 64"},
+		"another block size": {serve(16, summary.NewBook(), true), []Level{OK, Fail}, "16 tokens, this router's 64"},
 	} {
 		t.Run(name, func(t *testing.T) {
 			p := Command{Wait: 5 * time.Second}.checkWorker(t.Context(), Setup{BlockSize: 64}, probe.Server{URL: test.url, Disagg: kv.Disagg{Kind: kv.KindRouter}})

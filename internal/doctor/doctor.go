@@ -54,7 +54,7 @@ type Level string
 const (
 	OK   Level = "ok"   // as it should be
 	Note Level = "note" // works, but could be improved
-	Mend Level = "fail" // does not work, or causes wrong predictions
+	Fail Level = "fail" // does not work, or causes wrong predictions
 )
 
 // Finding is the result of one check.
@@ -75,10 +75,10 @@ func (c Command) Run(ctx context.Context, s Setup, out io.Writer) error {
 	if ctx.Err() != nil { // interrupted checks would count as failed
 		return context.Cause(ctx)
 	}
-	mend := 0
+	failed := 0
 	for _, f := range findings {
-		if f.Level == Mend {
-			mend++
+		if f.Level == Fail {
+			failed++
 		}
 	}
 	var err error
@@ -89,7 +89,7 @@ func (c Command) Run(ctx context.Context, s Setup, out io.Writer) error {
 		err = encoder.Encode(struct {
 			OK       bool      `json:"ok"`
 			Findings []Finding `json:"findings"`
-		}{mend == 0, findings})
+		}{failed == 0, findings})
 	} else {
 		err = printText(out, findings)
 	}
@@ -97,10 +97,10 @@ func (c Command) Run(ctx context.Context, s Setup, out io.Writer) error {
 		return fmt.Errorf("printing: %w", err)
 	}
 	switch {
-	case mend == 1:
+	case failed == 1:
 		return errors.New("doctor: 1 problem found")
-	case mend > 1:
-		return fmt.Errorf("doctor: %d problems found", mend)
+	case failed > 1:
+		return fmt.Errorf("doctor: %d problems found", failed)
 	}
 	return nil
 }
@@ -163,7 +163,7 @@ func (r *report) add(level Level, text, remedy string) {
 
 func (r *report) ok(format string, args ...any)   { r.add(OK, fmt.Sprintf(format, args...), "") }
 func (r *report) note(text, remedy string)        { r.add(Note, text, remedy) }
-func (r *report) mend(text string, remedy string) { r.add(Mend, text, remedy) }
+func (r *report) fail(text string, remedy string) { r.add(Fail, text, remedy) }
 
 // silent discards the log of libraries.
 func silent() *slog.Logger { return slog.New(slog.DiscardHandler) }

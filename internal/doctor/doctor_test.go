@@ -102,9 +102,9 @@ func front(t *testing.T, w *probe.Server, change func(path string, response *htt
 	w.URL = server.URL
 }
 
-// visit runs the command and returns its findings, and those to mend; whatever there
-// is to mend must be told by the error as well.
-func visit(t *testing.T, c Command, s Setup) (all, mend []Finding) {
+// visit runs the command and returns its findings, and those that failed; the error must
+// report these, too.
+func visit(t *testing.T, c Command, s Setup) (all, failed []Finding) {
 	t.Helper()
 	c.JSON = true
 	var out bytes.Buffer
@@ -117,20 +117,20 @@ func visit(t *testing.T, c Command, s Setup) (all, mend []Finding) {
 		t.Fatal(err, out.String())
 	}
 	for _, f := range printed.Findings {
-		if f.Level == Mend {
-			mend = append(mend, f)
+		if f.Level == Fail {
+			failed = append(failed, f)
 		}
 		if strings.ContainsAny(f.Text+f.Remedy, "\n\r") || f.Text == "" || f.About == "" {
 			t.Errorf("it is no line: %+v", f)
 		}
 	}
-	if printed.OK != (len(mend) == 0) || (err == nil) != printed.OK {
-		t.Errorf("ok %v, error %v, to mend %v", printed.OK, err, mend)
+	if printed.OK != (len(failed) == 0) || (err == nil) != printed.OK {
+		t.Errorf("ok %v, error %v, failed %v", printed.OK, err, failed)
 	}
-	if err != nil && len(mend) > 1 && !strings.Contains(err.Error(), fmt.Sprint(len(mend))) {
-		t.Errorf("%d to mend: %v", len(mend), err)
+	if err != nil && len(failed) > 1 && !strings.Contains(err.Error(), fmt.Sprint(len(failed))) {
+		t.Errorf("%d failed: %v", len(failed), err)
 	}
-	return printed.Findings, mend
+	return printed.Findings, failed
 }
 
 // setup is one whose workers run already.
@@ -149,9 +149,9 @@ func TestAGoodSetupHasNothingToMend(t *testing.T) {
 			w.attached[0].Load = fmt.Sprintf("tcp://127.0.0.1:%d", w.load)
 			s := setup(w)
 			s.Ports = []settings.PortUse{{Flag: "--http-port", Base: 8000, Port: testkit.FreePorts(t, 1), Host: "127.0.0.1"}}
-			all, mend := visit(t, Command{Wait: wait}, s)
-			if len(mend) > 0 {
-				t.Errorf("to mend: %v", mend)
+			all, failed := visit(t, Command{Wait: wait}, s)
+			if len(failed) > 0 {
+				t.Errorf("failed: %v", failed)
 			}
 			var text bytes.Buffer
 			if err := (Command{Wait: wait}).Run(t.Context(), s, &text); err != nil || strings.Count(text.String(), "\n") != len(all) {
@@ -229,24 +229,24 @@ func TestEachFaultIsFoundWithWhatToChange(t *testing.T) {
 	}{
 		{"nobody listens", nil, func(t *testing.T, w *ward, _ *Setup) {
 			w.attached[0].URL = "http" + strings.TrimPrefix(nowhere(t), "tcp")
-		}, Mend, []string{"does not answer", "refused", "url="}},
-		{"another block size", func(c *mocker.Settings) { c.BlockSize = 16 }, nil, Mend, []string{"have 16 tokens and the router's have 64", "--block-size 64", "--block-size 16"}},
-		{"another page size of SGLang", func(c *mocker.Settings) { c.BlockSize, c.MockAPI = 16, "sglang" }, nil, Mend, []string{"have 16 tokens", "--page-size 64"}},
+		}, Fail, []string{"does not answer", "refused", "url="}},
+		{"another block size", func(c *mocker.Settings) { c.BlockSize = 16 }, nil, Fail, []string{"have 16 tokens and the router's have 64", "--block-size 64", "--block-size 16"}},
+		{"another page size of SGLang", func(c *mocker.Settings) { c.BlockSize, c.MockAPI = 16, "sglang" }, nil, Fail, []string{"have 16 tokens", "--page-size 64"}},
 		{"context parallelism, blocks of an odd size", nil, func(t *testing.T, w *ward, _ *Setup) {
 			front(t, &w.attached[0], func(path string, _ *http.Response, body string) string {
 				return strings.Replace(body, "vllm:cache_config_info{", `vllm:cache_config_info{effective_attention_block_size="96",`, 1)
 			})
-		}, Mend, []string{"have 96 tokens and the router's have 64"}},
+		}, Fail, []string{"have 96 tokens and the router's have 64"}},
 		{"prefix caching is off", nil, func(t *testing.T, w *ward, _ *Setup) {
 			front(t, &w.attached[0], func(path string, _ *http.Response, body string) string {
 				return strings.Replace(body, "vllm:cache_config_info{", `vllm:cache_config_info{enable_prefix_caching="False",`, 1)
 			})
-		}, Mend, []string{"prefix caching is off", "--enable-prefix-caching"}},
+		}, Fail, []string{"prefix caching is off", "--enable-prefix-caching"}},
 		{"SGLang's prefix caching is off", func(c *mocker.Settings) { c.MockAPI = "sglang" }, func(t *testing.T, w *ward, _ *Setup) {
 			front(t, &w.attached[0], func(_ string, _ *http.Response, body string) string {
 				return strings.Replace(body, `"disable_radix_cache":false`, `"disable_radix_cache":true`, 1)
 			})
-		}, Mend, []string{"prefix caching is off", "--disable-radix-cache"}},
+		}, Fail, []string{"prefix caching is off", "--disable-radix-cache"}},
 		{"a decode server of SGLang without a radix cache", func(c *mocker.Settings) { c.MockAPI = "sglang" }, func(t *testing.T, w *ward, _ *Setup) {
 			w.attached[0].Load = fmt.Sprintf("tcp://127.0.0.1:%d", w.load)
 			front(t, &w.attached[0], func(_ string, _ *http.Response, body string) string {
@@ -266,14 +266,14 @@ func TestEachFaultIsFoundWithWhatToChange(t *testing.T) {
 				}
 				return body
 			})
-		}, Mend, []string{"have 16 tokens", "--page-size 64"}},
-		{"no KV events", func(c *mocker.Settings) { c.KVEvents = false }, nil, Mend, []string{"publishes no KV events", "--kv-events-config", `"enable_kv_cache_events":true`}},
-		{"no KV events of SGLang", func(c *mocker.Settings) { c.KVEvents, c.MockAPI = false, "sglang" }, nil, Mend, []string{"publishes no KV events", "--kv-events-config", "--load-publish-endpoint"}},
-		{"KV events out of reach", nil, func(t *testing.T, w *ward, _ *Setup) { w.attached[0].KVEvents = nowhere(t) }, Mend, []string{"cannot subscribe", "refused", "tcp://*:5557", "kv-events="}},
+		}, Fail, []string{"have 16 tokens", "--page-size 64"}},
+		{"no KV events", func(c *mocker.Settings) { c.KVEvents = false }, nil, Fail, []string{"publishes no KV events", "--kv-events-config", `"enable_kv_cache_events":true`}},
+		{"no KV events of SGLang", func(c *mocker.Settings) { c.KVEvents, c.MockAPI = false, "sglang" }, nil, Fail, []string{"publishes no KV events", "--kv-events-config", "--load-publish-endpoint"}},
+		{"KV events out of reach", nil, func(t *testing.T, w *ward, _ *Setup) { w.attached[0].KVEvents = nowhere(t) }, Fail, []string{"cannot subscribe", "refused", "tcp://*:5557", "kv-events="}},
 		{"KV events on a port of HTTP", nil, func(_ *testing.T, w *ward, _ *Setup) {
 			w.attached[0].KVEvents = "tcp" + strings.TrimPrefix(w.attached[0].URL, "http")
-		}, Mend, []string{"cannot subscribe", "kv-events="}},
-		{"a replay out of reach", nil, func(t *testing.T, w *ward, _ *Setup) { w.attached[0].Replay = nowhere(t) }, Mend, []string{"cannot replay", "refused", "replay="}},
+		}, Fail, []string{"cannot subscribe", "kv-events="}},
+		{"a replay out of reach", nil, func(t *testing.T, w *ward, _ *Setup) { w.attached[0].Replay = nowhere(t) }, Fail, []string{"cannot replay", "refused", "replay="}},
 		{"no replay", nil, func(t *testing.T, w *ward, _ *Setup) {
 			front(t, &w.attached[0], func(path string, _ *http.Response, body string) string {
 				if path == "/kv_event_sources" {
@@ -282,12 +282,12 @@ func TestEachFaultIsFoundWithWhatToChange(t *testing.T) {
 				return body
 			})
 		}, Note, []string{"have no replay", `"replay_endpoint"`}},
-		{"a load socket out of reach", nil, func(t *testing.T, w *ward, _ *Setup) { w.attached[0].Load = nowhere(t) }, Mend, []string{"its load", "cannot subscribe", "load="}},
+		{"a load socket out of reach", nil, func(t *testing.T, w *ward, _ *Setup) { w.attached[0].Load = nowhere(t) }, Fail, []string{"its load", "cannot subscribe", "load="}},
 		{"no load on the page", nil, func(t *testing.T, w *ward, _ *Setup) {
 			front(t, &w.attached[0], func(_ string, _ *http.Response, body string) string {
 				return strings.ReplaceAll(body, "num_requests_running", "other")
 			})
-		}, Mend, []string{"load is unknown", "--disable-log-stats"}},
+		}, Fail, []string{"load is unknown", "--disable-log-stats"}},
 		{"another clock", nil, func(t *testing.T, w *ward, _ *Setup) {
 			front(t, &w.attached[0], func(_ string, response *http.Response, body string) string {
 				response.Header.Set("Date", time.Now().Add(-time.Hour).UTC().Format(http.TimeFormat))
@@ -301,12 +301,12 @@ func TestEachFaultIsFoundWithWhatToChange(t *testing.T) {
 				}
 				return body
 			})
-		}, Mend, []string{"requires an API key", "key-env=", "--worker-api-key-env"}},
+		}, Fail, []string{"requires an API key", "key-env=", "--worker-api-key-env"}},
 		{"no engine", nil, func(t *testing.T, w *ward, _ *Setup) {
 			server := httptest.NewServer(http.NotFoundHandler())
 			t.Cleanup(server.Close)
 			w.attached[0].URL = server.URL
-		}, Mend, []string{"names no model", "url="}},
+		}, Fail, []string{"names no model", "url="}},
 		{"an engine that is not well", nil, func(t *testing.T, w *ward, _ *Setup) {
 			front(t, &w.attached[0], func(path string, response *http.Response, body string) string {
 				if path == "/health" {
@@ -314,7 +314,7 @@ func TestEachFaultIsFoundWithWhatToChange(t *testing.T) {
 				}
 				return body
 			})
-		}, Mend, []string{"unhealthy", "503"}},
+		}, Fail, []string{"unhealthy", "503"}},
 		{"ranks that cannot be told apart", nil, func(t *testing.T, w *ward, _ *Setup) {
 			front(t, &w.attached[0], func(path string, _ *http.Response, body string) string {
 				return strings.Replace(body, "vllm:cache_config_info{", `vllm:cache_config_info{block_size="64",engine="1"} 1`+"\nvllm:cache_config_info{", 1)
@@ -372,15 +372,15 @@ func TestEachFaultIsFoundWithWhatToChange(t *testing.T) {
 			if test.change != nil {
 				test.change(t, w, &s)
 			}
-			all, mend := visit(t, Command{Wait: wait}, s)
+			all, failed := visit(t, Command{Wait: wait}, s)
 			var found []Finding
 			for _, f := range all {
 				if f.Level == test.level && strings.HasPrefix(f.About, "worker 0, "+w.attached[0].URL) {
 					found = append(found, f)
 				}
 			}
-			if len(found) != 1 || test.level == Note && len(mend) > 0 {
-				t.Fatalf("found %+v, to mend %+v", found, mend)
+			if len(found) != 1 || test.level == Note && len(failed) > 0 {
+				t.Fatalf("found %+v, failed %+v", found, failed)
 			}
 			for _, want := range test.want {
 				if !strings.Contains(found[0].Text+"; "+found[0].Remedy, want) {
@@ -395,9 +395,9 @@ func TestAHungWorkerCostsNoMoreThanTheWait(t *testing.T) {
 	w := newWard(t, 2, nil)
 	w.workers[0].Hung.Store(true)
 	began := time.Now()
-	_, mend := visit(t, Command{Wait: 2 * time.Second}, setup(w))
-	if len(mend) != 1 || !strings.Contains(mend[0].Text, "does not answer") || !strings.Contains(mend[0].About, "worker 0") {
-		t.Errorf("to mend: %v", mend)
+	_, failed := visit(t, Command{Wait: 2 * time.Second}, setup(w))
+	if len(failed) != 1 || !strings.Contains(failed[0].Text, "does not answer") || !strings.Contains(failed[0].About, "worker 0") {
+		t.Errorf("failed: %v", failed)
 	}
 	if took := time.Since(began); took > 10*time.Second {
 		t.Errorf("it took %v", took)
@@ -412,9 +412,9 @@ func TestAReplayThatIsSilentIsFound(t *testing.T) {
 	defer func() { _ = listener.Close() }() // it accepts by the kernel, and says nothing
 	w := newWard(t, 1, func(c *mocker.Settings) { c.MockDataParallelSize = 1 })
 	w.attached[0].Replay = "tcp://" + listener.Addr().String()
-	_, mend := visit(t, Command{Wait: 2 * time.Second}, setup(w))
-	if len(mend) != 1 || !strings.Contains(mend[0].Text, "no answer in time") {
-		t.Errorf("to mend: %v", mend)
+	_, failed := visit(t, Command{Wait: 2 * time.Second}, setup(w))
+	if len(failed) != 1 || !strings.Contains(failed[0].Text, "no answer in time") {
+		t.Errorf("failed: %v", failed)
 	}
 }
 
@@ -426,9 +426,9 @@ func TestManyRanksOutOfReachAreNotAllTried(t *testing.T) {
 		}
 		return body
 	})
-	all, mend := visit(t, Command{Wait: wait}, setup(w))
-	if len(mend) != maxSilent+1 || !slices.ContainsFunc(all, func(f Finding) bool { return strings.Contains(f.Text, "other 4 ranks") }) {
-		t.Errorf("to mend: %v", mend)
+	all, failed := visit(t, Command{Wait: wait}, setup(w))
+	if len(failed) != maxSilent+1 || !slices.ContainsFunc(all, func(f Finding) bool { return strings.Contains(f.Text, "other 4 ranks") }) {
+		t.Errorf("failed: %v", failed)
 	}
 }
 
@@ -448,9 +448,9 @@ func TestAPageOfManyCachesIsReadOnce(t *testing.T) {
 	})
 	w.attached[0].Load = fmt.Sprintf("tcp://127.0.0.1:%d", w.load)
 	began := time.Now()
-	all, mend := visit(t, Command{Wait: 30 * time.Second}, setup(w))
-	if len(mend) != maxCaches-1 || !slices.ContainsFunc(all, func(f Finding) bool { return f.Text == "blocks of 64 tokens, as in the router" }) {
-		t.Errorf("%d findings, to mend: %v", len(all), mend)
+	all, failed := visit(t, Command{Wait: 30 * time.Second}, setup(w))
+	if len(failed) != maxCaches-1 || !slices.ContainsFunc(all, func(f Finding) bool { return f.Text == "blocks of 64 tokens, as in the router" }) {
+		t.Errorf("%d findings, failed: %v", len(all), failed)
 	}
 	if took := time.Since(began); took > 20*time.Second {
 		t.Errorf("it took %v", took)
@@ -469,9 +469,9 @@ func TestWorkersAreComparedWithEachOther(t *testing.T) {
 		return body
 	})
 	w.attached[1].KVEvents = fmt.Sprintf("tcp://127.0.0.1:%d", w.load-4) // worker 0's
-	all, mend := visit(t, Command{Wait: wait}, setup(w))
-	if len(mend) != 1 || !strings.Contains(mend[0].Text, "have the same KV event endpoint") || mend[0].About != "workers" {
-		t.Errorf("to mend: %v", mend)
+	all, failed := visit(t, Command{Wait: wait}, setup(w))
+	if len(failed) != 1 || !strings.Contains(failed[0].Text, "have the same KV event endpoint") || failed[0].About != "workers" {
+		t.Errorf("failed: %v", failed)
 	}
 	for _, want := range []string{"different models: " + mocker.ModelName + " and other", "different versions: vLLM " + mocker.Version + " and vLLM 0.1"} {
 		if !slices.ContainsFunc(all, func(f Finding) bool { return f.Level == Note && strings.Contains(f.Text, want) }) {
@@ -547,7 +547,7 @@ func TestTheMachineIsLookedAt(t *testing.T) {
 		name string
 		c    Command
 		s    Setup
-		want []string // of the only one to mend
+		want []string // of the only failed one
 	}{
 		{"a taken port", Command{}, Setup{Ports: []settings.PortUse{{Flag: "--router-port", Base: port, Port: port, Host: "127.0.0.1"}}}, []string{"--router-port", "address already in use"}},
 		{"settings that cannot be", Command{Unusable: errors.New("no model: run `make setup`")}, Setup{Starts: true}, []string{"make setup"}},
@@ -558,13 +558,13 @@ func TestTheMachineIsLookedAt(t *testing.T) {
 	} {
 		t.Run(test.name, func(t *testing.T) {
 			test.c.Wait = wait
-			_, mend := visit(t, test.c, test.s)
-			if len(mend) != 1 {
-				t.Fatalf("to mend: %v", mend)
+			_, failed := visit(t, test.c, test.s)
+			if len(failed) != 1 {
+				t.Fatalf("failed: %v", failed)
 			}
 			for _, want := range test.want {
-				if !strings.Contains(mend[0].Text+"; "+mend[0].Remedy, want) {
-					t.Errorf("%q is not in %+v", want, mend[0])
+				if !strings.Contains(failed[0].Text+"; "+failed[0].Remedy, want) {
+					t.Errorf("%q is not in %+v", want, failed[0])
 				}
 			}
 		})

@@ -25,7 +25,8 @@ const maxSilent = 3
 func (v visitor) checkEvents(ctx context.Context, sources []events.Source, engine kv.Engine, p *patient) {
 	r := &p.report
 	if len(sources) == 0 {
-		r.mend("publishes no KV events: its cached blocks are unknown", "start it with "+probe.EventFlags(engine)+", or set kv-events= of --worker")
+		r.fail("publishes no KV events: its cached blocks are unknown",
+			"start it with "+probe.EventFlags(engine)+", or set kv-events= of --worker")
 		return
 	}
 	heard, replayed := 0, 0
@@ -36,8 +37,9 @@ func (v visitor) checkEvents(ctx context.Context, sources []events.Source, engin
 		}
 		p.endpoints = append(p.endpoints, source.Endpoint)
 		if err := v.subscribes(ctx, source.Endpoint); err != nil {
-			r.mend(fmt.Sprintf("cannot subscribe to its KV events at %s: %s", shorten(source.Endpoint), shorten(err.Error())),
-				`bind an endpoint that the router can reach ("endpoint":"tcp://*:5557" in --kv-events-config) and open its port, or correct kv-events= of --worker`)
+			r.fail(fmt.Sprintf("cannot subscribe to its KV events at %s: %s", shorten(source.Endpoint), shorten(err.Error())),
+				`bind an endpoint that the router can reach ("endpoint":"tcp://*:5557" in --kv-events-config) and open `+
+					`its port, or correct kv-events= of --worker`)
 			continue
 		}
 		heard++
@@ -47,8 +49,9 @@ func (v visitor) checkEvents(ctx context.Context, sources []events.Source, engin
 			continue
 		}
 		if err := v.replays(ctx, source.Replay); err != nil {
-			r.mend(fmt.Sprintf("cannot replay its KV events from %s: %s", shorten(source.Replay), shorten(err.Error())),
-				`set "replay_endpoint" of --kv-events-config to an endpoint that the router can reach and open its port, or correct replay= of --worker`)
+			r.fail(fmt.Sprintf("cannot replay its KV events from %s: %s", shorten(source.Replay), shorten(err.Error())),
+				`set "replay_endpoint" of --kv-events-config to an endpoint that the router can reach and open its port, `+
+					`or correct replay= of --worker`)
 			continue
 		}
 		replayed++
@@ -112,7 +115,8 @@ func (v visitor) checkLoad(ctx context.Context, endpoint string, r *report) {
 		return
 	}
 	if err := v.subscribes(ctx, endpoint); err != nil {
-		r.mend(fmt.Sprintf("cannot subscribe to its load at %s: %s", shorten(endpoint), shorten(err.Error())), "open its port, or correct load= of --worker")
+		r.fail(fmt.Sprintf("cannot subscribe to its load at %s: %s", shorten(endpoint), shorten(err.Error())),
+			"open its port, or correct load= of --worker")
 		return
 	}
 	r.ok("subscribed to its load at %s", shorten(endpoint))

@@ -29,19 +29,21 @@ const (
 // GPUs and the model.
 func (c Command) checkMachine(ctx context.Context, s Setup, r *report) {
 	if c.Unusable != nil {
-		r.mend(c.Unusable.Error(), "")
+		r.fail(c.Unusable.Error(), "")
 	}
 	library := encodes()
 	switch {
 	case errors.Is(library, native.ErrMissing):
-		r.note("the native library is not built: workers tokenize the prompts, and there are no simulated workers", "run `make setup`, which needs Rust, and build the router again")
+		r.note("the native library is not built: workers tokenize the prompts, and there are no simulated workers",
+			"run `make setup`, which needs Rust, and build the router again")
 	case library != nil:
-		r.mend("the native library does not encode: "+library.Error(), "rebuild it: make setup")
+		r.fail("the native library does not encode: "+library.Error(), "rebuild it: make setup")
 	default:
 		r.ok("the native library works")
 	}
 	if n := web.Descriptors(); n < fewDescriptors {
-		r.note(fmt.Sprintf("the limit of open files and connections is only %d", n), "raise the hard limit: ulimit -Hn 65536, or LimitNOFILE= of the systemd unit")
+		r.note(fmt.Sprintf("the limit of open files and connections is only %d", n),
+			"raise the hard limit: ulimit -Hn 65536, or LimitNOFILE= of the systemd unit")
 	}
 	if s.Starts && c.Unusable == nil {
 		checkEngine(s, r)
@@ -52,7 +54,7 @@ func (c Command) checkMachine(ctx context.Context, s Setup, r *report) {
 	if model := s.Settings.Model; model != "" {
 		checkModel(ctx, model, s, r)
 	} else if len(s.Workers) > 0 && model == "" {
-		r.note("the router has no tokenizer: it asks the workers for the tokens of each prompt", "set --model to the workers' model, a name or a folder")
+		r.note("the router has no tokenizer: the workers tokenize each prompt", "set --model to the workers' model, a name or a folder")
 	}
 	if s.ModelsDir != "" {
 		checkFurther(ctx, s, r)
@@ -77,11 +79,12 @@ func encodes() error {
 func checkEngine(s Setup, r *report) {
 	name := s.Engine.Signs.Engine
 	if _, err := process.NewLauncher(s.Engine, s.Settings, silent()); err != nil {
-		r.mend(err.Error(), "")
+		r.fail(err.Error(), "")
 	} else if lacks, err := process.Lacks(s.Settings.Python, s.Engine.Kind.String()); err != nil {
-		r.mend(err.Error(), "")
+		r.fail(err.Error(), "")
 	} else if lacks {
-		r.mend(fmt.Sprintf("--python %s has no %s", s.Settings.Python, name), fmt.Sprintf("run `%s`, or set --python to an interpreter that has it", s.Engine.Setup))
+		r.fail(fmt.Sprintf("--python %s has no %s", s.Settings.Python, name),
+			fmt.Sprintf("run `%s`, or set --python to an interpreter that has it", s.Engine.Setup))
 	} else {
 		r.ok("%s has %s", s.Settings.Python, name)
 	}
@@ -99,7 +102,7 @@ func checkModel(ctx context.Context, name string, s Setup, r *report) {
 	s.Opening.Name, s.Opening.Python = name, s.Settings.Python
 	model, err := tokens.Open(ctx, s.Opening, silent())
 	if err != nil {
-		r.mend(fmt.Sprintf("--model %s: %v", name, err), "set --model to a folder with tokenizer.json, or to a name that can be downloaded")
+		r.fail(fmt.Sprintf("--model %s: %v", name, err), "set --model to a folder with tokenizer.json, or to a name that can be downloaded")
 		return
 	}
 	defer model.Close()
@@ -136,7 +139,8 @@ func checkFurther(ctx context.Context, s Setup, r *report) {
 		s.Opening.Name = dir
 		model, err := tokens.Open(ctx, s.Opening, silent())
 		if err != nil {
-			r.mend(fmt.Sprintf("the tokenizer in %s is not used, workers tokenize the prompts: %v", dir, err), "replace the file, or remove the folder")
+			r.fail(fmt.Sprintf("the tokenizer in %s is not used, workers tokenize the prompts: %v", dir, err),
+				"replace the file, or remove the folder")
 			continue
 		}
 		describe(dir, model, r)
@@ -151,7 +155,7 @@ func checkPorts(uses []settings.PortUse, r *report) {
 	free := 0
 	for _, use := range uses {
 		if err := settings.CheckPortsFree([]settings.PortUse{use}); err != nil {
-			r.mend(err.Error(), "")
+			r.fail(err.Error(), "")
 			continue
 		}
 		free++

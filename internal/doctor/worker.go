@@ -135,13 +135,14 @@ func (c Command) checkWorker(ctx context.Context, s Setup, at probe.Server) pati
 	health, err := v.ask(ctx, http.MethodGet, "/health")
 	switch {
 	case err != nil:
-		r.mend("does not answer: "+shorten(err.Error()), "start it at this address, or correct url= of --worker")
+		r.fail("does not answer: "+shorten(err.Error()), "start it at this address, or correct url= of --worker")
 		return p
 	case health.status >= http.StatusInternalServerError:
-		r.mend(fmt.Sprintf("is unhealthy: /health answers %d", health.status), "see its log")
+		r.fail(fmt.Sprintf("is unhealthy: /health answers %d", health.status), "see its log")
 	}
 	if skew := health.skew; skew.Abs() > skewNoted && at.Kind != kv.KindRouter {
-		r.note(fmt.Sprintf("its clock differs from this machine's by %v", skew.Round(time.Second)), "synchronize both by NTP: the measured lag of KV events is off by the difference")
+		r.note(fmt.Sprintf("its clock differs from this machine's by %v", skew.Round(time.Second)),
+			"synchronize both by NTP: the measured lag of KV events is off by the difference")
 	}
 	if at.Kind == kv.KindRouter {
 		v.checkCell(ctx, s, &p)
@@ -169,11 +170,11 @@ func (v visitor) checkModels(ctx context.Context, p *patient) bool {
 	r := &p.report
 	listed, err := v.ask(ctx, http.MethodGet, "/v1/models")
 	if err != nil {
-		r.mend("/v1/models does not answer: "+shorten(err.Error()), "see its log")
+		r.fail("/v1/models does not answer: "+shorten(err.Error()), "see its log")
 		return false
 	}
 	if listed.status == http.StatusUnauthorized || listed.status == http.StatusForbidden {
-		r.mend("requires an API key", "set key-env= of --worker, or --worker-api-key-env, to the environment variable with the key")
+		r.fail("requires an API key", "set key-env= of --worker, or --worker-api-key-env, to the environment variable with the key")
 		return false
 	}
 	var list struct {
@@ -183,7 +184,8 @@ func (v visitor) checkModels(ctx context.Context, p *patient) bool {
 		}
 	}
 	if err := json.Unmarshal(listed.body, &list); listed.status != http.StatusOK || err != nil || len(list.Data) == 0 {
-		r.mend(fmt.Sprintf("/v1/models answers %d and names no model", listed.status), "set url= of --worker to the address of a vLLM or SGLang server")
+		r.fail(fmt.Sprintf("/v1/models answers %d and names no model", listed.status),
+			"set url= of --worker to the address of a vLLM or SGLang server")
 		return false
 	}
 	for _, model := range list.Data {
@@ -202,7 +204,7 @@ func (v visitor) checkCell(ctx context.Context, s Setup, p *patient) {
 	defer client.Close()
 	stream, err := client.Open(ctx, v.at.URL, v.key, &summary.View{})
 	if err != nil {
-		r.mend("cannot be followed: "+shorten(err.Error()), "see docs/cells.md")
+		r.fail("cannot be followed: "+shorten(err.Error()), "see docs/cells.md")
 		return
 	}
 	defer stream.Close()
@@ -219,9 +221,10 @@ func (v visitor) checkCell(ctx context.Context, s Setup, p *patient) {
 		r.note("has no worker that is ready", "see its GET /workers")
 	}
 	if hello.BlockSize != s.BlockSize {
-		r.mend(fmt.Sprintf("its blocks have %d tokens, this router's %d", hello.BlockSize, s.BlockSize), "set --block-size to the same on both: without, it is routed by load alone")
+		r.fail(fmt.Sprintf("its blocks have %d tokens, this router's %d", hello.BlockSize, s.BlockSize),
+			"set --block-size to the same on both: without, it is routed by load alone")
 	} else if !hello.Summary {
-		r.note("tells no summary of what its workers hold", "start it with --cell: without, it is routed by load alone")
+		r.note("reports no summary of its workers' caches", "start it with --cell; without a summary it is routed by load alone")
 	}
 }
 
@@ -249,7 +252,7 @@ func (v visitor) checkVLLM(ctx context.Context, s Setup, p *patient) {
 	switch {
 	case v.at.Load != "":
 	case err != nil:
-		r.mend("its load is unknown: /metrics: "+shorten(err.Error()), "start it without --disable-log-stats, or set load= of --worker")
+		r.fail("its load is unknown: /metrics: "+shorten(err.Error()), "start it without --disable-log-stats, or set load= of --worker")
 	default:
 		r.ok("reports its load on /metrics")
 	}
@@ -257,7 +260,7 @@ func (v visitor) checkVLLM(ctx context.Context, s Setup, p *patient) {
 		r.checkCache(s, kept.blockSize, kept.keeps, "--block-size", "start it with --enable-prefix-caching")
 	}
 	if slices.ContainsFunc(metrics.Caches(), probe.FindsParts) {
-		r.note("predictions are not exact: its KV events do not say where the parts of blocks are that --prefix-match-unit lets it find", "")
+		r.note("predictions are not exact: its KV events do not say which parts of blocks --prefix-match-unit makes it find", "")
 	}
 	if len(metrics.Caches()) == 0 {
 		r.note("does not report its block size", fmt.Sprintf("make sure that it runs with --block-size %d", s.BlockSize))
@@ -273,15 +276,18 @@ func (v visitor) checkVLLM(ctx context.Context, s Setup, p *patient) {
 			r.note(shorten(err.Error()), "")
 		}
 		if engines := len(metrics.Caches()); len(found) > 0 && engines > len(found) {
-			r.note(fmt.Sprintf("has %d data-parallel ranks and names the KV events of %d: it chooses the rank of each request itself, and predictions are not exact", engines, len(found)),
+			r.note(fmt.Sprintf("has %d data-parallel ranks and names the KV events of %d: it chooses the rank of each request itself, and "+
+				"predictions are not exact", engines, len(found)),
 				"run a vLLM with /kv_event_sources, or a server for each rank")
 		}
 		v.checkEvents(ctx, found, kv.EngineVLLM, p)
 	}
 	v.checkLoad(ctx, v.at.Load, r)
 	v.checkTokens(ctx, s, false, r)
-	if a, err := v.ask(ctx, http.MethodPost, "/v1/chat/completions/render"); err == nil && (a.status == http.StatusNotFound || a.status == http.StatusMethodNotAllowed) {
-		r.note("does not render prompts: prompts that the router cannot render itself are routed by load only", "start it with --enable-scale-out")
+	if a, err := v.ask(ctx, http.MethodPost, "/v1/chat/completions/render"); err == nil &&
+		(a.status == http.StatusNotFound || a.status == http.StatusMethodNotAllowed) {
+		r.note("does not render prompts: prompts that the router cannot render itself are routed by load only",
+			"start it with --enable-scale-out")
 	}
 }
 
@@ -293,9 +299,10 @@ func (v visitor) checkTokens(ctx context.Context, s Setup, sglang bool, r *repor
 	takes, err := tokens.NewSource(nil, nil, v.wait, silent()).AskTakes(ctx, tokens.Peer{SGLang: sglang, Ask: v.post})
 	switch routes := takes.Routes(); {
 	case err != nil:
-		r.note("cannot be asked whether it takes the tokens of prompts: "+shorten(err.Error()), "")
+		r.note("does not say whether it takes the tokens of prompts: "+shorten(err.Error()), "")
 	case len(routes) == 0:
-		r.note("tokenizes prompts itself: it does not take their tokens", "run vLLM 0.32, SGLang 0.5.23 or a newer one, for a faster first token of long prompts")
+		r.note("tokenizes prompts itself: it does not take their tokens",
+			"run vLLM 0.32, SGLang 0.5.23 or a newer one, for a faster first token of long prompts")
 	default:
 		r.ok("takes the tokens of long prompts on %s", strings.Join(routes, " and "))
 	}
@@ -357,7 +364,7 @@ func (r *report) checkCache(s Setup, size int, keeps bool, sizeFlag, keepRemedy 
 	case size == 0:
 		r.note("does not report its block size", fmt.Sprintf("make sure that it runs with %s %d", sizeFlag, s.BlockSize))
 	case size%max(1, s.BlockSize) != 0:
-		r.mend(fmt.Sprintf("its blocks have %d tokens and the router's have %d: no cached prefix would be found", size, s.BlockSize),
+		r.fail(fmt.Sprintf("its blocks have %d tokens and the router's have %d: no cached prefix would be found", size, s.BlockSize),
 			fmt.Sprintf("start it with %s %d, or the router with --block-size %d", sizeFlag, s.BlockSize, size))
 	case size != s.BlockSize:
 		r.ok("blocks of %d tokens, %d blocks of the router each", size, size/s.BlockSize)
@@ -365,7 +372,7 @@ func (r *report) checkCache(s Setup, size int, keeps bool, sizeFlag, keepRemedy 
 		r.ok("blocks of %d tokens, as in the router", size)
 	}
 	if !keeps {
-		r.mend("caches no prompts: prefix caching is off", keepRemedy)
+		r.fail("caches no prompts: prefix caching is off", keepRemedy)
 	}
 }
 
@@ -380,7 +387,8 @@ func compare(seen []patient, r *report) {
 				endpoint += " on " + p.host // a file of that host
 			}
 			if other, taken := owner[endpoint]; taken && other != p.report.about {
-				r.mend(fmt.Sprintf("%s and %s have the same KV event endpoint, %s", other, p.report.about, shorten(endpoint)), "give each its own port in --kv-events-config, and correct kv-events= of --worker")
+				r.fail(fmt.Sprintf("%s and %s have the same KV event endpoint, %s", other, p.report.about, shorten(endpoint)),
+					"give each its own port in --kv-events-config, and correct kv-events= of --worker")
 			}
 			owner[endpoint] = p.report.about
 		}
@@ -393,7 +401,8 @@ func compare(seen []patient, r *report) {
 		}
 		if !slices.Equal(p.models, first.models) && !reported["models"] {
 			reported["models"] = true
-			r.note(fmt.Sprintf("the workers serve different models: %s and %s", listed(first.models), listed(p.models)), "set --model to the model of all workers, or leave it out")
+			r.note(fmt.Sprintf("the workers serve different models: %s and %s", listed(first.models), listed(p.models)),
+				"set --model to the model of all workers, or leave it out")
 		}
 		if p.version != first.version && !reported["version"] {
 			reported["version"] = true

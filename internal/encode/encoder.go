@@ -193,16 +193,20 @@ func (e *Encoder) differs(texts []string) (text string, differs bool) {
 // scripts, numbers, marks that combine, control characters, template pieces.
 var probePieces = []string{
 	"The quick brown fox doesn't jump; it's 12,345.67 km (7%) away, they'll say.", "CamelCase snake_case kebab-case HTTPServer iOS",
-	"func main() {\n\tfor i := 0; i < n; i++ {\n\t\tfmt.Println(\"x\\n\", i)\n\t}\n}\n", "<div class=\"a\">&amp;</div>\r\n\r\n    x = {'a': [1, 2.5e-3, None]}  # end",
+	"func main() {\n\tfor i := 0; i < n; i++ {\n\t\tfmt.Println(\"x\\n\", i)\n\t}\n}\n",
+	"<div class=\"a\">&amp;</div>\r\n\r\n    x = {'a': [1, 2.5e-3, None]}  # end",
 	"敏捷的棕色狐狸跳过了懒狗。東京の天気は、晴れです！한국어 문장도 있습니다.", "Привет, мир! Ελληνικά, עברית, العربية ١٢٣, हिन्दी में, ภาษาไทย, ქართული",
-	"😀👩‍👩‍👧‍👦🏳️‍🌈👍🏽🇩🇪 ☕️", "Å A\u030a ﬁ ① ½ Ⅷ ǅ İstanbul ẞ \u0301 e\u0301\u0302 q\u0323\u0307", "\u00a0\u2003\u200b\u2028\u3000\ufeff\u180e\ufffd\u00ad",
-	"\x00\x01\x04\x1b[0m\x7f\u0085", "\U00010348\U000e0001\U0001d54f\U0003134a", "<s> </s> [INST] <|im_start|>user\n<|im_end|>\n<｜User｜>▁a<pad><0x0A>", "     \n\n\n  \t\t\r\n \n", "1234567890 3.14159 0xDEADBEEF １２３",
+	"😀👩‍👩‍👧‍👦🏳️‍🌈👍🏽🇩🇪 ☕️", "Å A\u030a ﬁ ① ½ Ⅷ ǅ İstanbul ẞ \u0301 e\u0301\u0302 q\u0323\u0307",
+	"\u00a0\u2003\u200b\u2028\u3000\ufeff\u180e\ufffd\u00ad",
+	"\x00\x01\x04\x1b[0m\x7f\u0085", "\U00010348\U000e0001\U0001d54f\U0003134a",
+	"<s> </s> [INST] <|im_start|>user\n<|im_end|>\n<｜User｜>▁a<pad><0x0A>", "     \n\n\n  \t\t\r\n \n", "1234567890 3.14159 0xDEADBEEF １２３",
 }
 
 // probeTexts returns the texts that both encoders are compared on: long runs, all
 // pieces, and random sequences of them with added tokens in between.
 func probeTexts(tokenizerJSON []byte) []string {
-	texts := []string{"", strings.Repeat("a", 64<<10), strings.Repeat(" ", 3000), strings.Repeat("\n", 1000), strings.Repeat("é", 500), strings.Repeat("中", 1000), strings.Repeat("=-", 1000)}
+	texts := []string{"", strings.Repeat("a", 64<<10), strings.Repeat(" ", 3000), strings.Repeat("\n", 1000), strings.Repeat("é", 500),
+		strings.Repeat("中", 1000), strings.Repeat("=-", 1000)}
 	texts = append(texts, probePieces...)
 	pieces := slices.Concat(probePieces, borders, borders)
 	var added []string

@@ -250,7 +250,8 @@ func (s *Segments) readAddedTokens(tokenizerJSON []byte) {
 	list := gjson.GetBytes(tokenizerJSON, "added_tokens").Array()
 	normalizer := gjson.GetBytes(tokenizerJSON, "normalizer")
 	empty := normalizer.Get("type").Str == "Sequence" && len(normalizer.Get("normalizers").Array()) == 0
-	second := (normalizer.Type == gjson.Null || empty) && slices.ContainsFunc(list, func(t gjson.Result) bool { return t.Get("normalized").Bool() })
+	second := (normalizer.Type == gjson.Null || empty) && slices.ContainsFunc(list,
+		func(t gjson.Result) bool { return t.Get("normalized").Bool() })
 	for _, t := range list {
 		content := strings.Clone(t.Get("content").Str)
 		pass := 0
@@ -302,7 +303,8 @@ func (s *Segments) learnAround() (ok bool) {
 // borders are texts that tokenizers treat in special ways at the border of a
 // piece: space, line ends, digits, contractions, marks that combine, joined
 // emoji, scripts without spaces, and nothing.
-var borders = []string{"", " ", "a", " a", "a ", "\n", "\n\n b", " \t ", "12345", "'s", "é", "e\u0301", "\u0301", "日本語", "👩‍👩‍👧", "▁", "<", "Ω≈ç ", "word word"}
+var borders = []string{"", " ", "a", " a", "a ", "\n", "\n\n b", " \t ", "12345", "'s", "é", "e\u0301", "\u0301", "日本語", "👩‍👩‍👧", "▁", "<",
+	"Ω≈ç ", "word word"}
 
 // proven compares the tokens of cut texts with those of whole ones.
 func (s *Segments) proven() bool {

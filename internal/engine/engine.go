@@ -523,7 +523,7 @@ func (e *Engine) keyFirst(r *Request, blocks int) {
 }
 
 // key caches block i of r, which is full, and reports whether the cache did not
-// have it. Where it has, r goes on with that copy: so the blocks before a cached
+// have it. Where it has, r continues with that copy: so the blocks before a cached
 // one stay in the cache as long as it does.
 func (e *Engine) key(r *Request, i int) bool {
 	key := r.Blocks[i].Engine

@@ -111,7 +111,7 @@ func TestALoadTakesTheTimeOfItsTier(t *testing.T) {
 }
 
 // TestNoBlockIsLoadedTwiceAtATime: vLLM's connector delays a request of which a load under
-// way brings blocks, and the scheduler goes on with those behind it.
+// way brings blocks, and the scheduler continues with those behind it.
 func TestNoBlockIsLoadedTwiceAtATime(t *testing.T) {
 	e, loading := tiered(30, nil, NewStore(kv.Host, 100, Loads{}))
 	serve(t, e, loading, simRequest(4, []uint64{1, 2, 3, 4}, 1, 1))

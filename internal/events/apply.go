@@ -230,7 +230,8 @@ func (s *Stream) applyStored(e *kvEvent) error {
 	if len(s.layout.Groups) == 0 && e.blockSize != s.Src.BlockSize { // SGLang names no groups
 		s.setGroups([]kv.CacheGroup{{Block: e.blockSize}})
 	}
-	if len(s.layout.Groups) > 0 && s.layout.Groups[0].Attention == kv.FullAttention && s.layout.Groups[0].Block > e.blockSize && s.layout.Groups[0].Block%e.blockSize == 0 {
+	if len(s.layout.Groups) > 0 && s.layout.Groups[0].Attention == kv.FullAttention && s.layout.Groups[0].Block > e.blockSize &&
+		s.layout.Groups[0].Block%e.blockSize == 0 {
 		s.stats.PartBlocks.Add(1)
 		return nil
 	}

@@ -270,7 +270,8 @@ func (t *changeText) UnmarshalJSON(text []byte) error {
 	}
 	set := 0
 	for _, has := range []bool{
-		t.Stored != nil, t.Removed != nil, t.Cleared, t.Layout != nil, t.Held != nil, t.Dropped != nil, t.Lower != nil, t.DeviceCleared != "", t.Tail != nil, t.Lookahead != nil,
+		t.Stored != nil, t.Removed != nil, t.Cleared, t.Layout != nil, t.Held != nil, t.Dropped != nil, t.Lower != nil, t.DeviceCleared != "",
+		t.Tail != nil, t.Lookahead != nil,
 	} {
 		if has {
 			set++
@@ -325,7 +326,8 @@ func (e *routerEvent) change() (radix.Change, error) {
 }
 
 func (t *storedText) change(at radix.LowerTier) (radix.Change, error) {
-	c := radix.Change{Kind: radix.Stored, LowerTier: at, HasParent: t.ParentHash != nil, Skipped: t.Skipped, Blocks: make([]kv.StoredBlock, len(t.Blocks))}
+	c := radix.Change{Kind: radix.Stored, LowerTier: at, HasParent: t.ParentHash != nil, Skipped: t.Skipped,
+		Blocks: make([]kv.StoredBlock, len(t.Blocks))}
 	for i, b := range t.Blocks {
 		c.Blocks[i] = kv.StoredBlock{Engine: b.BlockHash, Local: b.TokensHash}
 	}
@@ -354,7 +356,8 @@ func (t *layoutText) change() (radix.Change, error) {
 
 func (t *lookaheadText) change() (radix.Change, error) {
 	if t.Tokens < 1 || t.Tokens > kv.MaxLookahead || t.Cut < 0 || t.Cut > kv.MaxLookahead {
-		return radix.Change{}, fmt.Errorf("lookahead of %d tokens, cut %d: want 1 to %d, 0 to %d", t.Tokens, t.Cut, kv.MaxLookahead, kv.MaxLookahead)
+		return radix.Change{}, fmt.Errorf("lookahead of %d tokens, cut %d: want 1 to %d, 0 to %d", t.Tokens, t.Cut, kv.MaxLookahead,
+			kv.MaxLookahead)
 	}
 	return radix.Change{Kind: radix.LookaheadStored, Set: &radix.Setting{Lookahead: kv.Lookahead{Tokens: t.Tokens, Cut: t.Cut}}}, nil
 }

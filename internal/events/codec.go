@@ -144,7 +144,7 @@ func (d *batchDecoder) reset(to mark) {
 func (d *batchDecoder) more() bool { return d.left > 0 }
 
 // next decodes one event. After an error that is not errBrokenPayload the
-// event's kind is still right as far as it was readable, and decoding goes on
+// event's kind is still right as far as it was readable, and decoding continues
 // with the following event; after errBrokenPayload the batch is at its end.
 func (d *batchDecoder) next() (*kvEvent, error) {
 	d.left--

@@ -133,7 +133,7 @@ func TestExtraKeysKeepBlocksOfDifferentOwnersApart(t *testing.T) {
 	}
 }
 
-// SGLang tells a prompt's salt with each of its events, as maps without the fields
+// SGLang reports a prompt's salt with each of its events, as maps without the fields
 // that are not set.
 func TestSGLangTellsTheSaltWithEveryEvent(t *testing.T) {
 	prompt := []uint32{0, 1, 2, 3, 4, 5, 6, 7}

@@ -206,7 +206,8 @@ func recoverFrom(ctx context.Context, index radix.Index, blockSize int, key, pee
 // left out. After an error the workers in the answer may hold a part.
 func readDump(in io.Reader, index radix.Index, blockSize int, log *slog.Logger) (Recovered, error) {
 	value := &valueReader{in, maxDumpValue}
-	r := dumpReader{in: value, decoder: json.NewDecoder(value), index: index, blockSize: blockSize, log: log, ranks: map[kv.WorkerKey]bool{}, found: Recovered{Partition: map[uint64]Partition{}}}
+	r := dumpReader{in: value, decoder: json.NewDecoder(value), index: index, blockSize: blockSize, log: log, ranks: map[kv.WorkerKey]bool{},
+		found: Recovered{Partition: map[uint64]Partition{}}}
 	err := r.object(func(name string) error {
 		at := strings.LastIndexByte(name, ':')
 		if at < 0 {

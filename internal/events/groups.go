@@ -124,7 +124,8 @@ func (s *Stream) setGroups(groups []kv.CacheGroup) {
 	}
 	layout := kv.Layout{Groups: groups}
 	if !layout.Plain(s.Src.BlockSize) {
-		s.log.Info("the engine has several KV-cache groups, or blocks of another size: predictions take them into account", "groups", layout.String())
+		s.log.Info("the engine has several KV-cache groups, or blocks of another size: predictions take them into account",
+			"groups", layout.String())
 	}
 	s.setLayout(kv.Layout{Groups: groups, DropsLast: s.drops.Load() && s.ahead.Tokens == 0})
 }

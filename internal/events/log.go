@@ -237,7 +237,8 @@ func (l *Log) add(c *radix.Change) {
 // follows reports whether c does the same as the change before it, with other blocks: engines
 // remove blocks one by one.
 func follows(before, c *radix.Change) bool {
-	return c.Kind != radix.Stored && c.Kind == before.Kind && len(c.Hashes) > 0 && len(before.Hashes) > 0 && c.LowerTier == before.LowerTier && c.Group == before.Group
+	return c.Kind != radix.Stored && c.Kind == before.Kind && len(c.Hashes) > 0 && len(before.Hashes) > 0 && c.LowerTier == before.LowerTier &&
+		c.Group == before.Group
 }
 
 // cleared also serves outside of a batch: the known blocks are then doubtful, and
@@ -274,13 +275,16 @@ func (l *Log) position() position {
 // than the first as others, and what they are as of. complete means that none is
 // missing of the device; count is the number of those of the first group, copies
 // counted once.
-func (l *Log) held() (at position, complete bool, count int, blocks iter.Seq[radix.PlacedBlock], others []radix.HeldBlock, lower radix.LowerDump) {
+func (l *Log) held() (
+	at position, complete bool, count int, blocks iter.Seq[radix.PlacedBlock], others []radix.HeldBlock, lower radix.LowerDump,
+) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	if l.at.next == 0 {
 		return l.at, false, 0, nil, nil, lower
 	}
-	return l.at, !l.stats.Cold.Load(), l.index.Blocks(l.worker), l.index.DumpOf(l.worker), l.index.HeldOf(l.worker), l.index.DumpLowerOf(l.worker)
+	return l.at, !l.stats.Cold.Load(), l.index.Blocks(l.worker), l.index.DumpOf(l.worker), l.index.HeldOf(l.worker),
+		l.index.DumpLowerOf(l.worker)
 }
 
 // digest returns that of a batch, nil if it is not kept.

@@ -37,7 +37,7 @@ func mediaCases(t *testing.T) (cases []mediaCase) {
 	return cases
 }
 
-// local returns the block hashes of the prompt that the render answer tells.
+// local returns the block hashes of the prompt that the render answer reports.
 func (c mediaCase) local(t *testing.T) []uint64 {
 	t.Helper()
 	ask := func(context.Context, string, []byte) ([]byte, error) { return c.Answer, nil }
@@ -49,7 +49,7 @@ func (c mediaCase) local(t *testing.T) []uint64 {
 	return kv.HashMediaBlocks(nil, p.Tokens[:p.Exact], mediaBlock, c.LoRA, c.Salt, kv.MediaBlocks(p.Media, mediaBlock))
 }
 
-// What a worker's render route tells of a prompt finds, in the index that another
+// What a worker's render route reports of a prompt finds, in the index that another
 // prompt's events made, exactly the blocks that vLLM would find.
 func TestMediaMatchAsInVLLM(t *testing.T) {
 	cases := mediaCases(t)

@@ -37,7 +37,7 @@ const (
 	peerPause   = 50 * time.Millisecond
 )
 
-// NewPeers returns the routers at these URLs; none: nil. A nil transport asks them over
+// NewPeers returns the routers at these URLs; none: nil. A nil transport queries them over
 // the network.
 func NewPeers(urls []string, key string, transport http.RoundTripper) *Peers {
 	if len(urls) == 0 {
@@ -51,7 +51,7 @@ func NewPeers(urls []string, key string, transport http.RoundTripper) *Peers {
 	return &Peers{urls: urls, key: key, client: client, turns: make(chan struct{}, peerTurns)}
 }
 
-// newPeerClient returns what asks peers: over a new connection each time, and
+// newPeerClient returns the client of peers: over a new connection each time, and
 // only them.
 func newPeerClient() *http.Client {
 	transport := web.NewTransport(nil)
@@ -59,7 +59,7 @@ func newPeerClient() *http.Client {
 	return web.NewClient(transport)
 }
 
-// ask asks one peer for w's events from start on, or all its blocks.
+// ask queries one peer for w's events from start on, or all its blocks.
 func (p *Peers) ask(ctx context.Context, peer string, w kv.WorkerKey, start *uint64, check uint64) (answer Answer, err error) {
 	select {
 	case p.turns <- struct{}{}:
@@ -67,7 +67,8 @@ func (p *Peers) ask(ctx context.Context, peer string, w kv.WorkerKey, start *uin
 	case <-ctx.Done():
 		return answer, ctx.Err()
 	}
-	query := url.Values{"worker_id": {strconv.FormatUint(w.Worker, 10)}, "dp_rank": {strconv.FormatUint(uint64(w.Rank), 10)}, "check": {strconv.FormatUint(check, 10)}}
+	query := url.Values{"worker_id": {strconv.FormatUint(w.Worker, 10)}, "dp_rank": {strconv.FormatUint(uint64(w.Rank), 10)},
+		"check": {strconv.FormatUint(check, 10)}}
 	if start != nil {
 		query.Set("start", strconv.FormatUint(*start, 10))
 	}
@@ -106,8 +107,10 @@ func readAnswer(in io.Reader) (answer Answer, err error) {
 	value := &valueReader{in, maxDumpValue}
 	r := dumpReader{in: value, decoder: json.NewDecoder(value)}
 	fields := map[string]any{
-		"kind": &answer.Kind, "worker_id": &answer.WorkerID, "dp_rank": &answer.DPRank, "block_size": &answer.BlockSize, "layout": &answer.Layout, "complete": &answer.Complete,
-		"last_event_id": &answer.Last, "last_digest": &answer.LastDigest, "before_digest": &answer.BeforeDigest, "check_digest": &answer.CheckDigest,
+		"kind": &answer.Kind, "worker_id": &answer.WorkerID, "dp_rank": &answer.DPRank, "block_size": &answer.BlockSize, "layout": &answer.Layout,
+		"complete":      &answer.Complete,
+		"last_event_id": &answer.Last, "last_digest": &answer.LastDigest, "before_digest": &answer.BeforeDigest,
+		"check_digest": &answer.CheckDigest,
 	}
 	size := 0
 	err = r.object(func(name string) error {
@@ -187,7 +190,7 @@ func (s *Stream) askPeers(ctx context.Context, seq, sum uint64) (ok bool) {
 	return false
 }
 
-// take applies a peer's answer. The answer as a whole says where it goes on: a
+// take applies a peer's answer. The answer as a whole has the position where it continues: a
 // whole: ids of a dump's events are made up.
 func (s *Stream) take(answer Answer) bool {
 	s.history.cleared() // it cannot vouch for batches that it has not seen

@@ -62,7 +62,8 @@ func OpenRecording(settings Settings, index radix.Index, log *slog.Logger) (radi
 	if torn > 0 {
 		log.Warn("removed the incomplete last line of the KV event record", "file", name, "bytes", torn)
 	}
-	r := &Recording{Reader: index, index: index, lines: jsonlines.New(file, recordingQueue, "the record of KV events", log), log: log, next: map[kv.WorkerKey]uint64{}}
+	r := &Recording{Reader: index, index: index, lines: jsonlines.New(file, recordingQueue, "the record of KV events", log), log: log,
+		next: map[kv.WorkerKey]uint64{}}
 	r.lines.Limit(settings.RecordEventsMaxBytes)
 	return r, r, nil
 }

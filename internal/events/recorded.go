@@ -239,7 +239,8 @@ func (r *Replayed) print(out io.Writer, name string, index radix.Index) {
 	}
 	fmt.Fprintf(out, "%s: %d events of %s, the last after %v\n", name, r.events, times, time.Duration(min(r.last, 1<<40))*time.Millisecond)
 	table := tabwriter.NewWriter(out, 0, 0, 2, ' ', tabwriter.AlignRight)
-	fmt.Fprintln(table, "worker\trank\tstored\tremoved\tcleared\tunknown parent\tunknown removed\tlower tiers\tother owners\tevents missing\tblocks\t")
+	fmt.Fprintln(table,
+		"worker\trank\tstored\tremoved\tcleared\tunknown parent\tunknown removed\tlower tiers\tother owners\tevents missing\tblocks\t")
 	for _, key := range slices.SortedFunc(maps.Keys(r.ranks), kv.WorkerKey.Compare) {
 		rank := r.ranks[key]
 		fmt.Fprintf(table, "%d\t%d\t%d\t%d\t%d\t%d\t%d\t%d\t%d\t%d\t%d\t\n", key.Worker, key.Rank,

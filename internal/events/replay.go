@@ -11,7 +11,7 @@ import (
 	"github.com/zeebo/xxh3"
 )
 
-// replayRounds bounds how often one catch-up asks again because the publisher
+// replayRounds bounds how often one catch-up repeats its request because the publisher
 // dropped batches out of the middle of a replay. Its ROUTER socket queues 1,000
 // messages and drops more without a word, so each round brings at least that.
 const replayRounds = 64
@@ -43,7 +43,7 @@ var (
 )
 
 // catchUp brings the index up to the last published batch. After an
-// error it asks again later, and what the index holds is as old as before, or
+// error it retries later, and what the index holds is as old as before, or
 // nothing.
 func (s *Stream) catchUp(ctx context.Context) error {
 	fromStart := s.resync || !s.sure
@@ -79,7 +79,8 @@ func (s *Stream) catchUp(ctx context.Context) error {
 		s.resync, s.retryAt = true, time.Now().Add(s.Timing.retryPause(s.failures))
 		s.failures++
 		if errors.Is(err, errEndless) { // the live events have waited for long enough
-			s.log.Warn("the replay of the worker's KV events does not end: replay is disabled for it", "replay", s.replayAt, "after", s.Timing.ReplayWhole)
+			s.log.Warn("the replay of the worker's KV events does not end: replay is disabled for it", "replay", s.replayAt,
+				"after", s.Timing.ReplayWhole)
 			s.replayAt = ""
 		}
 		s.warnOnce("replay", "cannot replay the worker's KV events", "replay", s.replayAt, "error", err)
@@ -87,7 +88,7 @@ func (s *Stream) catchUp(ctx context.Context) error {
 	}
 }
 
-// replay asks once for the batches from the last applied one on, or from the
+// replay requests once the batches from the last applied one on, or from the
 // start of the publisher's buffer, and applies new ones. They must come in
 // order, and all before the time until.
 func (s *Stream) replay(ctx context.Context, fromStart bool, until time.Time) error {

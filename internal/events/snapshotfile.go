@@ -88,7 +88,8 @@ func (w *snapshotWriter) close() error {
 
 // writeSnapshot writes the streams' ranks, and those waiting. It
 // returns what each stream's rank is as of, and the size in bytes.
-func writeSnapshot(ctx context.Context, file io.Writer, blockSize int, streams []*Stream, waiting []*savedRank) (written map[kv.WorkerKey]position, size int, err error) {
+func writeSnapshot(ctx context.Context, file io.Writer, blockSize int, streams []*Stream,
+	waiting []*savedRank) (written map[kv.WorkerKey]position, size int, err error) {
 	w := newSnapshotWriter(file, blockSize)
 	written = map[kv.WorkerKey]position{}
 	for _, stream := range streams {
@@ -238,7 +239,9 @@ func appendChange(to []byte, c *radix.Change, stores []string) []byte {
 			to = appendPair(to, hash, 0)
 		}
 	case radix.LowerRestored: // see appendRank and appendRankEnd
-	case radix.Removed, radix.Cleared, radix.DeviceCleared, radix.Forgotten, radix.LayoutSet, radix.LookaheadStored, radix.ChunkSet, radix.DoubtSettled: // none restores a rank
+	// none restores a rank
+	case radix.Removed, radix.Cleared, radix.DeviceCleared, radix.Forgotten, radix.LayoutSet, radix.LookaheadStored, radix.ChunkSet,
+		radix.DoubtSettled:
 	}
 	return to
 }
@@ -416,7 +419,8 @@ func (r *snapshotReader) rank() *savedRank {
 func (r *snapshotReader) change(stores []string, blocks []kv.StoredBlock, hashes []uint64) (c radix.Change, ok bool) {
 	count, head := r.uint32(), r.byte()
 	parent, kind, store := r.uint64(), head&runKinds, int(head>>runStoreShift)
-	c = radix.Change{Kind: radix.Held, Blocks: blocks[:0], Hashes: hashes[:0], LowerTier: radix.LowerTier{Tier: kv.Tier(head >> runTierShift & runKinds), Shared: store > 0}}
+	c = radix.Change{Kind: radix.Held, Blocks: blocks[:0], Hashes: hashes[:0],
+		LowerTier: radix.LowerTier{Tier: kv.Tier(head >> runTierShift & runKinds), Shared: store > 0}}
 	if ok = store <= len(stores) && (store == 0 || c.Tier != kv.Device); ok && store > 0 {
 		c.Store = stores[store-1]
 	}

@@ -73,13 +73,18 @@ func (s *Stats) setLayout(layout kv.Layout) { s.layout.Store(&layout) }
 // Counts returns the counters by their name on the metrics page.
 func (s *Stats) Counts() map[string]uint64 {
 	return map[string]uint64{
-		"batches": s.Batches.Load(), "replayed_batches": s.ReplayedBatches.Load(), "stored": s.Stored.Load(), "stored_blocks": s.StoredBlocks.Load(),
-		"removed": s.Removed.Load(), "removed_blocks": s.RemovedBlocks.Load(), "cleared": s.Cleared.Load(), "gaps": s.Gaps.Load(),
+		"batches": s.Batches.Load(), "replayed_batches": s.ReplayedBatches.Load(), "stored": s.Stored.Load(),
+		"stored_blocks": s.StoredBlocks.Load(),
+		"removed":       s.Removed.Load(), "removed_blocks": s.RemovedBlocks.Load(), "cleared": s.Cleared.Load(), "gaps": s.Gaps.Load(),
 		"duplicates": s.Duplicates.Load(), "replays": s.Replays.Load(), "replay_failures": s.ReplayFailures.Load(), "restarts": s.Restarts.Load(),
-		"reconnects": s.Reconnects.Load(), "decode_errors": s.DecodeErrors.Load(), "unknown_parent": s.UnknownParent.Load(), "unknown_removed": s.UnknownRemoved.Load(),
-		"peer_events": s.PeerEvents.Load(), "peer_dumps": s.PeerDumps.Load(), "removed_incomplete": s.RemovedIncomplete.Load(), "invalid_stored": s.InvalidStored.Load(),
-		"ignored": s.Ignored.Load(), "block_size_mismatch": s.BlockSizeMismatch.Load(), "unknown_groups": s.UnknownGroups.Load(), "misplaced": s.Misplaced.Load(),
-		"ambiguous": s.Ambiguous.Load(), "part_blocks": s.PartBlocks.Load(), "overflows": s.Overflows.Load(), "unknown_media": s.UnknownMedia.Load(),
-		"lower_lost": s.LowerLost.Load(),
+		"reconnects": s.Reconnects.Load(), "decode_errors": s.DecodeErrors.Load(), "unknown_parent": s.UnknownParent.Load(),
+		"unknown_removed": s.UnknownRemoved.Load(),
+		"peer_events":     s.PeerEvents.Load(), "peer_dumps": s.PeerDumps.Load(), "removed_incomplete": s.RemovedIncomplete.Load(),
+		"invalid_stored": s.InvalidStored.Load(),
+		"ignored":        s.Ignored.Load(), "block_size_mismatch": s.BlockSizeMismatch.Load(), "unknown_groups": s.UnknownGroups.Load(),
+		"misplaced": s.Misplaced.Load(),
+		"ambiguous": s.Ambiguous.Load(), "part_blocks": s.PartBlocks.Load(), "overflows": s.Overflows.Load(),
+		"unknown_media": s.UnknownMedia.Load(),
+		"lower_lost":    s.LowerLost.Load(),
 	}
 }

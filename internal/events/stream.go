@@ -443,7 +443,7 @@ func (s *Stream) position() position {
 	return position{next: s.next, sum: s.sum, layout: s.layoutText}
 }
 
-// restarted notes that the publisher has restarted: nothing of the old holds.
+// restarted notes that the publisher has restarted: nothing of the old is valid.
 func (s *Stream) restarted() {
 	s.stats.Restarts.Add(1)
 	s.forget("its KV-event publisher has restarted")

@@ -176,7 +176,8 @@ func (s *Stream) storeTail(t tail, places []int) {
 			}
 		}
 		s.blocks = blocks
-		if _, err := s.apply(radix.Change{Kind: radix.Stored, Parent: parent, HasParent: hasParent, Skipped: t.locals[after*parts : first*parts], Blocks: blocks}); err != nil {
+		if _, err := s.apply(radix.Change{Kind: radix.Stored, Parent: parent, HasParent: hasParent, Skipped: t.locals[after*parts : first*parts],
+			Blocks: blocks}); err != nil {
 			s.stats.UnknownParent.Add(1) // the engine need not hold it either
 			return
 		}

@@ -43,7 +43,8 @@ func (s *Stream) lowerTier(e *kvEvent) (at radix.LowerTier, medium string, ok bo
 	}
 	if !ok || at.Tier == kv.Device {
 		s.stats.UnknownMedia.Add(1)
-		s.warnOnce("medium", "ignored KV events of an unknown medium", "medium", fmt.Sprintf("%.40q", e.medium), "locality", fmt.Sprintf("%.40q", e.locality))
+		s.warnOnce("medium", "ignored KV events of an unknown medium", "medium", fmt.Sprintf("%.40q", e.medium), "locality",
+			fmt.Sprintf("%.40q", e.locality))
 		return at, medium, false
 	}
 	at.Again = s.seeded
@@ -122,7 +123,8 @@ func (s *Stream) applyLower(e *kvEvent) {
 func (s *Stream) applyLost(c radix.Change) {
 	if done, _ := s.apply(c); done.Lost > 0 { // cannot fail
 		s.stats.LowerLost.Add(uint64(done.Lost))
-		s.warnOnce("lost", "dropped blocks of lower tiers from the index: they are too many, or too many have no place", "blocks", done.Lost, "maximum", radix.MaxLowerBlocks)
+		s.warnOnce("lost", "dropped blocks of lower tiers from the index: they are too many, or too many have no place", "blocks", done.Lost,
+			"maximum", radix.MaxLowerBlocks)
 	}
 }
 

@@ -29,7 +29,8 @@ const (
 
 // errParts refuses a message beyond maxParts or maxDepth.
 var errParts = &refusal{reasonHeaders, web.BodyError{Status: http.StatusRequestHeaderFieldsTooLarge,
-	Message: fmt.Sprintf("the headers and metadata of the request have more than %d fields, or are nested more than %d deep", maxParts, maxDepth)}}
+	Message: fmt.Sprintf("the headers and metadata of the request have more than %d fields, or are nested more than %d deep", maxParts,
+		maxDepth)}}
 
 // incoming is a message of a gateway.
 type incoming struct {

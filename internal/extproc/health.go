@@ -50,24 +50,26 @@ func (h *health) Check(ctx context.Context, request *grpc_health_v1.HealthCheckR
 	heard(ctx)
 	state, known := h.now(request.GetService())
 	if !known {
-		return nil, status.Errorf(codes.NotFound, "unknown service %.100q: use %q, %q or %q", request.GetService(), serviceLiveness, serviceReadiness, extprocv3.ExternalProcessor_ServiceDesc.ServiceName)
+		return nil, status.Errorf(codes.NotFound, "unknown service %.100q: use %q, %q or %q", request.GetService(), serviceLiveness,
+			serviceReadiness, extprocv3.ExternalProcessor_ServiceDesc.ServiceName)
 	}
 	return &grpc_health_v1.HealthCheckResponse{Status: state}, nil
 }
 
 // Watch reports every change of a service's state.
-func (h *health) Watch(request *grpc_health_v1.HealthCheckRequest, stream grpc.ServerStreamingServer[grpc_health_v1.HealthCheckResponse]) error {
+func (h *health) Watch(request *grpc_health_v1.HealthCheckRequest,
+	stream grpc.ServerStreamingServer[grpc_health_v1.HealthCheckResponse]) error {
 	heard(stream.Context())
 	poll := time.NewTicker(watchPoll)
 	defer poll.Stop()
 	limit := time.NewTimer(watchLimit)
 	defer limit.Stop()
-	for told := grpc_health_v1.HealthCheckResponse_UNKNOWN; ; {
-		if state, _ := h.now(request.GetService()); state != told {
+	for last := grpc_health_v1.HealthCheckResponse_UNKNOWN; ; {
+		if state, _ := h.now(request.GetService()); state != last {
 			if err := stream.Send(&grpc_health_v1.HealthCheckResponse{Status: state}); err != nil {
 				return err
 			}
-			told = state
+			last = state
 		}
 		select {
 		case <-stream.Context().Done():

@@ -124,10 +124,10 @@ func (r reason) String() string {
 }
 
 // count counts err if it is a refusal, and reports whether it is.
-func (p *Server) count(err error) (is bool) {
+func (p *Server) count(err error) (ok bool) {
 	var refused *refusal
-	if is = errors.As(err, &refused); is {
+	if ok = errors.As(err, &refused); ok {
 		p.refused[refused.reason].Add(1)
 	}
-	return is
+	return ok
 }

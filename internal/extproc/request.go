@@ -45,7 +45,8 @@ const (
 
 // errHeaders refuses headers beyond maxHeaders or maxHeaderCount.
 var errHeaders = &refusal{reasonHeaders, web.BodyError{Status: http.StatusRequestHeaderFieldsTooLarge,
-	Message: fmt.Sprintf("the headers are more than %d, or larger than %d bytes with %d bytes for each", maxHeaderCount, maxHeaders, headerCost)}}
+	Message: fmt.Sprintf("the headers are more than %d, or larger than %d bytes with %d bytes for each", maxHeaderCount, maxHeaders,
+		headerCost)}}
 
 // readHeaders returns a message's headers, and the pseudo headers by name.
 func readHeaders(given *corev3.HeaderMap) (header http.Header, pseudo map[string]string, err error) {
@@ -145,8 +146,8 @@ func subset(metadata *corev3.Metadata) []string {
 // served returns the address of the worker that gave an answer, from the protocol's
 // metadata or the attribute upstream.address; empty: the gateway reports none.
 func served(message *extprocv3.ProcessingRequest) string {
-	if told := message.GetMetadataContext().GetFilterMetadata()[metadataEnvoy].GetFields()[keyServed].GetStringValue(); told != "" {
-		return told
+	if reported := message.GetMetadataContext().GetFilterMetadata()[metadataEnvoy].GetFields()[keyServed].GetStringValue(); reported != "" {
+		return reported
 	}
 	return attribute(message, "upstream.address")
 }

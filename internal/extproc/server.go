@@ -126,7 +126,8 @@ func open(s Settings, deps Deps, l limits) (*Server, error) {
 	if err != nil {
 		return nil, err
 	}
-	p := &Server{tokens: tokens, serve: deps.Serve, settings: s, objectives: objectives, limits: l, edges: deps.Edges, log: deps.Log, leaving: make(chan struct{})}
+	p := &Server{tokens: tokens, serve: deps.Serve, settings: s, objectives: objectives, limits: l, edges: deps.Edges, log: deps.Log,
+		leaving: make(chan struct{})}
 	p.memory.most = cmp.Or(s.ExtProcMaxInflightBytes, unsetInflight)
 	p.base, p.cut = context.WithCancelCause(context.Background())
 	bounds := []grpc.ServerOption{
@@ -135,7 +136,8 @@ func open(s Settings, deps Deps, l limits) (*Server, error) {
 		grpc.KeepaliveEnforcementPolicy(keepalive.EnforcementPolicy{MinTime: time.Second, PermitWithoutStream: true}),
 	}
 	options := append([]grpc.ServerOption{
-		grpc.MaxConcurrentStreams(maxStreams), grpc.MaxRecvMsgSize(maxMessage), grpc.InitialWindowSize(windowSize), grpc.InitialConnWindowSize(windowSize * 4),
+		grpc.MaxConcurrentStreams(maxStreams), grpc.MaxRecvMsgSize(maxMessage), grpc.InitialWindowSize(windowSize),
+		grpc.InitialConnWindowSize(windowSize * 4),
 		grpc.ForceServerCodecV2(newCodec()),
 		grpc.WaitForHandlers(true), // Close waits for all handlers
 	}, bounds...)

@@ -35,7 +35,8 @@ const (
 var errGone = errors.New("the gateway has ended the stream")
 
 // errLonger refuses a body that is longer than its Content-Length.
-var errLonger = &refusal{reasonBody, web.BodyError{Status: http.StatusBadRequest, Message: "the request body is longer than its Content-Length"}}
+var errLonger = &refusal{reasonBody, web.BodyError{Status: http.StatusBadRequest,
+	Message: "the request body is longer than its Content-Length"}}
 
 // pieces is a body that arrives in messages. One goroutine puts, another reads.
 type pieces struct {
@@ -170,7 +171,8 @@ const (
 
 // Process serves one request of a gateway.
 func (p *Server) Process(process extprocv3.ExternalProcessor_ProcessServer) error {
-	s := &stream{server: p, grpc: process, share: share{of: &p.memory}, answers: make(chan *http.Response, 1), malformed: make(chan struct{}), stuck: make(chan struct{}), over: make(chan struct{})}
+	s := &stream{server: p, grpc: process, share: share{of: &p.memory}, answers: make(chan *http.Response, 1), malformed: make(chan struct{}),
+		stuck: make(chan struct{}), over: make(chan struct{})}
 	s.asked, s.answered = newPieces(&s.share), newPieces(&s.share)
 	defer s.share.end()
 	s.ctx, s.cancel = context.WithCancelCause(process.Context())
@@ -185,7 +187,7 @@ func (p *Server) Process(process extprocv3.ExternalProcessor_ProcessServer) erro
 	ended := make(chan error, 2) // of the handler, and of the goroutine below
 	silent := time.AfterFunc(p.limits.silence, func() {
 		p.refused[reasonSilence].Add(1)
-		ended <- status.Error(codes.DeadlineExceeded, "no request headers came on the stream in time")
+		ended <- status.Error(codes.DeadlineExceeded, "no request headers arrived on the stream in time")
 	})
 	p.handlers.Go(func() { // until the stream ends
 		first, err := s.receive()
@@ -242,9 +244,11 @@ func (s *stream) begin(first *extprocv3.ProcessingRequest) error {
 		const want = procmode.ProcessingMode_FULL_DUPLEX_STREAMED
 		if c.GetRequestBodyMode() != want || c.GetResponseBodyMode() != want {
 			s.server.warned.Do(func() {
-				s.server.log.Error("unsupported gateway configuration: set request_body_mode and response_body_mode to FULL_DUPLEX_STREAMED", "request_body_mode", c.GetRequestBodyMode(), "response_body_mode", c.GetResponseBodyMode())
+				s.server.log.Error("unsupported gateway configuration: set request_body_mode and response_body_mode to FULL_DUPLEX_STREAMED",
+					"request_body_mode", c.GetRequestBodyMode(), "response_body_mode", c.GetResponseBodyMode())
 			})
-			return status.Errorf(codes.InvalidArgument, "set request_body_mode and response_body_mode to FULL_DUPLEX_STREAMED: they are %s and %s", c.GetRequestBodyMode(), c.GetResponseBodyMode())
+			return status.Errorf(codes.InvalidArgument, "set request_body_mode and response_body_mode to FULL_DUPLEX_STREAMED: they are %s and %s",
+				c.GetRequestBodyMode(), c.GetResponseBodyMode())
 		}
 	}
 	request, err := newRequest(s.ctx, headers, s.asked)
@@ -314,7 +318,9 @@ func (s *stream) take(message *extprocv3.ProcessingRequest) error {
 			s.asked.end(errGone)
 		}
 		if s.phase.Load() == own {
-			return s.passOwn(&extprocv3.ProcessingResponse{Response: &extprocv3.ProcessingResponse_ResponseHeaders{ResponseHeaders: new(extprocv3.HeadersResponse)}}, m.ResponseHeaders.GetEndOfStream())
+			return s.passOwn(&extprocv3.ProcessingResponse{
+				Response: &extprocv3.ProcessingResponse_ResponseHeaders{ResponseHeaders: new(extprocv3.HeadersResponse)},
+			}, m.ResponseHeaders.GetEndOfStream())
 		}
 		answer, err := newAnswer(m.ResponseHeaders, s.answered)
 		if err != nil || s.came != nil || s.refused() {
@@ -363,7 +369,8 @@ func (s *stream) passOwnBody(piece []byte, last bool) error {
 		part := rest[:min(len(rest), pieceSize)]
 		rest = rest[len(part):]
 		ends := last && len(rest) == 0
-		if err := s.passOwn(&extprocv3.ProcessingResponse{Response: &extprocv3.ProcessingResponse_ResponseBody{ResponseBody: bodyResponse(part, ends)}}, ends); err != nil || len(rest) == 0 {
+		if err := s.passOwn(&extprocv3.ProcessingResponse{Response: &extprocv3.ProcessingResponse_ResponseBody{ResponseBody: bodyResponse(part,
+			ends)}}, ends); err != nil || len(rest) == 0 {
 			return err
 		}
 	}
@@ -371,7 +378,9 @@ func (s *stream) passOwnBody(piece []byte, last bool) error {
 
 // trailersResponse lets the trailers of an answer pass.
 func trailersResponse() *extprocv3.ProcessingResponse {
-	return &extprocv3.ProcessingResponse{Response: &extprocv3.ProcessingResponse_ResponseTrailers{ResponseTrailers: new(extprocv3.TrailersResponse)}}
+	return &extprocv3.ProcessingResponse{
+		Response: &extprocv3.ProcessingResponse_ResponseTrailers{ResponseTrailers: new(extprocv3.TrailersResponse)},
+	}
 }
 
 // refuse ends the answer as malformed: the client gets a 502. Only read calls it.
@@ -493,7 +502,9 @@ func (s *stream) askFor(request *http.Request, addresses string) error {
 	if !trailed {
 		return nil
 	}
-	return s.send(&extprocv3.ProcessingResponse{Response: &extprocv3.ProcessingResponse_RequestTrailers{RequestTrailers: new(extprocv3.TrailersResponse)}})
+	return s.send(&extprocv3.ProcessingResponse{
+		Response: &extprocv3.ProcessingResponse_RequestTrailers{RequestTrailers: new(extprocv3.TrailersResponse)},
+	})
 }
 
 // pieceWriter sends a body piece by piece.

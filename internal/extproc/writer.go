@@ -60,9 +60,8 @@ func (w *writer) WriteHeader(status int) {
 	}
 	m := mutation(s.came, w.header)
 	s.headed = true
-	w.err = s.send(&extprocv3.ProcessingResponse{Response: &extprocv3.ProcessingResponse_ResponseHeaders{ResponseHeaders: &extprocv3.HeadersResponse{
-		Response: &extprocv3.CommonResponse{HeaderMutation: m},
-	}}})
+	headers := &extprocv3.HeadersResponse{Response: &extprocv3.CommonResponse{HeaderMutation: m}}
+	w.err = s.send(&extprocv3.ProcessingResponse{Response: &extprocv3.ProcessingResponse_ResponseHeaders{ResponseHeaders: headers}})
 }
 
 // Write sends a piece of a worker's answer, and buffers a piece of the router's own
@@ -171,7 +170,8 @@ func (w *writer) finish() error {
 		return nil
 	case s.headed && s.answered.trailed():
 		return s.send(trailersResponse())
-	case s.headed && !s.answered.whole() && !strings.HasPrefix(s.came.Get("Content-Type"), "text/event-stream"): // such a stream has ended with an error event
+	// such a stream has ended with an error event
+	case s.headed && !s.answered.whole() && !strings.HasPrefix(s.came.Get("Content-Type"), "text/event-stream"):
 		return status.Error(codes.Internal, proxy.ErrAnswered.Error()) // which resets the client's stream
 	case s.headed:
 		return s.sendAnswered(nil, true)

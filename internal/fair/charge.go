@@ -20,7 +20,7 @@ func (q *Queue[T]) Begin(t Tenant, c Class, predicted float64) *Charge[T] {
 	}
 	f.running++
 	f.lane.running++
-	q.untold[f] = true
+	q.unreported[f] = true
 	charge := &Charge[T]{queue: q, flow: f, contends: q.contends(f.lane), weight: f.weight}
 	charge.Set(predicted)
 	return charge

@@ -12,7 +12,8 @@ func (q *Queue[T]) Check() error {
 	for i := range q.lanes {
 		l := &q.lanes[i]
 		if len(q.flows[i]) != q.used[i].Len() || len(q.flows[i]) > q.settings.Tenants+1 {
-			return fmt.Errorf("class %v: %d flows are known, %d are in order, at most %d may be", Classes[i], len(q.flows[i]), q.used[i].Len(), q.settings.Tenants+1)
+			return fmt.Errorf("class %v: %d flows are known, %d are in order, at most %d may be", Classes[i], len(q.flows[i]), q.used[i].Len(),
+				q.settings.Tenants+1)
 		}
 		running := 0
 		for name, f := range q.flows[i] {
@@ -37,8 +38,8 @@ func (q *Queue[T]) Check() error {
 				return fmt.Errorf("tenant %q: items of %v ms stay, %v are counted", name, staying, f.staying)
 			case f.running < 0 || math.IsNaN(f.counter()) || math.IsInf(f.counter(), 0) || f.pending < -1e-6:
 				return fmt.Errorf("tenant %q: %d run, counter %v, pending %v", name, f.running, f.counter(), f.pending)
-			case !(f.elsewhere >= 0 && f.elsewhere <= min(f.runs, MostDebt)) || f.received < 0 || f.running > 0 && !q.untold[f]:
-				return fmt.Errorf("tenant %q: %v ms run elsewhere, %v count; %v ms are to be told", name, f.runs, f.elsewhere, f.received)
+			case !(f.elsewhere >= 0 && f.elsewhere <= min(f.runs, MostDebt)) || f.received < 0 || f.running > 0 && !q.unreported[f]:
+				return fmt.Errorf("tenant %q: %v ms run elsewhere, %v count; %v ms are to be reported", name, f.runs, f.elsewhere, f.received)
 			}
 		}
 		if running != l.running {

@@ -6,60 +6,59 @@ import (
 	"slices"
 )
 
-// MostTold is how many services Tell returns at most.
-const MostTold = 256
+// MostReported is the maximum number of services that Report returns.
+const MostReported = 256
 
 // Service is what one tenant receives in one class, divided by its weight, ms.
 type Service struct {
 	Tenant   string
 	Class    Class
-	Received float64 // of requests that have ended since it was told last
-	Running  float64 // that those that run are predicted to cost
+	Received float64 // of requests that have ended since the last report
+	Running  float64 // predicted cost of running requests
 }
 
-// amount is how much there is to be told.
+// amount is what there is to report.
 func (s *Service) amount() float64 { return s.Received + s.Running }
 
-// Tell returns the services that tenants receive here, for other routers over the same workers:
-// whole ms, the most at the front. Service that is left out because there are more than MostTold
-// is told later.
-func (q *Queue[T]) Tell() []Service {
+// Report returns the services that tenants receive here, for other routers over the same workers:
+// whole ms, the largest first. Service beyond MostReported is reported later.
+func (q *Queue[T]) Report() []Service {
 	var all []Service
-	for f := range q.untold {
+	for f := range q.unreported {
 		s := Service{Tenant: f.name, Class: f.lane.class, Received: math.Floor(f.received), Running: math.Round(max(0, f.pending))}
 		if s.amount() > 0 {
 			all = append(all, s)
 		} else if f.running == 0 {
-			delete(q.untold, f)
+			delete(q.unreported, f)
 		}
 	}
 	slices.SortFunc(all, func(a, b Service) int {
 		return cmp.Or(cmp.Compare(b.amount(), a.amount()), cmp.Compare(a.Tenant, b.Tenant), cmp.Compare(a.Class, b.Class))
 	})
-	all = all[:min(len(all), MostTold)]
+	all = all[:min(len(all), MostReported)]
 	for _, s := range all {
 		q.flows[s.Class.Place()][s.Tenant].received -= s.Received
 	}
 	return all
 }
 
-// Elsewhere is the service that one other router tells.
+// Elsewhere is the service that one other router reports.
 type Elsewhere[T any] struct {
 	queue *Queue[T]
 	runs  map[*flow[T]]float64 // there, ms; a flow that is forgotten may be among them
 }
 
-// Elsewhere returns the service of one more router, which has told nothing yet.
+// Elsewhere returns the service of one more router, which has reported nothing yet.
 func (q *Queue[T]) Elsewhere() *Elsewhere[T] {
 	return &Elsewhere[T]{queue: q, runs: map[*flow[T]]float64{}}
 }
 
-// Take counts what the other router tells: its last Tell, whose Running takes the place of what
-// it told before. Nothing of it is trusted: it neither makes a tenant known here nor takes it
-// further than MostDebt behind the others, and what comes after the first MostTold is ignored.
+// Take counts a Report of the other router; its Running replaces that of the last one. The report is
+// not trusted: it neither makes a tenant known here nor takes it further than MostDebt behind the
+// others, and services after the first MostReported are ignored.
 func (e *Elsewhere[T]) Take(all []Service) {
 	e.End()
-	for _, s := range all[:min(len(all), MostTold)] {
+	for _, s := range all[:min(len(all), MostReported)] {
 		f := e.queue.flows[s.Class.Place()][s.Tenant]
 		if f == nil {
 			continue

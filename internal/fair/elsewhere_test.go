@@ -16,7 +16,7 @@ func TestTell(t *testing.T) {
 	heavy.Set(300.2)
 	want := func(what string, want ...Service) {
 		t.Helper()
-		if got := q.Tell(); !slices.Equal(got, want) {
+		if got := q.Report(); !slices.Equal(got, want) {
 			t.Errorf("%s: told %+v, want %+v", what, got, want)
 		}
 		if err := q.Check(); err != nil {
@@ -35,12 +35,12 @@ func TestTell(t *testing.T) {
 }
 
 func TestTellIsBounded(t *testing.T) {
-	q := New[string](Settings{Limit: 1, Tenants: 2 * MostTold})
-	for i := range MostTold + 3 {
+	q := New[string](Settings{Limit: 1, Tenants: 2 * MostReported})
+	for i := range MostReported + 3 {
 		q.Begin(Tenant{Name: fmt.Sprint(i)}, Standard, 1).End(float64(1 + i))
 	}
-	first, second := q.Tell(), q.Tell()
-	if len(first) != MostTold || first[0].Received != MostTold+3 || len(second) != 3 || second[2].Received != 1 {
+	first, second := q.Report(), q.Report()
+	if len(first) != MostReported || first[0].Received != MostReported+3 || len(second) != 3 || second[2].Received != 1 {
 		t.Errorf("told %d and %d services: %+v", len(first), len(second), second)
 	}
 }
@@ -91,7 +91,7 @@ func TestWhatIsToldStopsATenantForTheDebtAtMost(t *testing.T) {
 			}
 			for range 10 {
 				for _, peer := range peers {
-					peer.Take(slices.Repeat([]Service{told}, 2*MostTold))
+					peer.Take(slices.Repeat([]Service{told}, 2*MostReported))
 					if err := q.Check(); err != nil {
 						t.Fatal(err)
 					}
@@ -158,16 +158,16 @@ func TestRoutersShareOutTogether(t *testing.T) {
 	type pair struct {
 		since      bool
 		from, wide float64 // difference of the services then, and the greatest of the counters
-		untold     float64 // most since
+		unreported float64 // most since
 	}
 	rapid.Check(t, func(t *rapid.T) {
 		var queues [2]*Queue[string]
 		var heard [2]*Elsewhere[string] // by each, of the other
-		var untold [2][]float64         // of each tenant
+		var unreported [2][]float64     // of each tenant
 		service := make([]float64, len(weights))
 		for i := range queues {
 			queues[i] = New[string](Settings{Limit: 1000, Tenants: 10})
-			heard[i], untold[i] = queues[i].Elsewhere(), make([]float64, len(weights))
+			heard[i], unreported[i] = queues[i].Elsewhere(), make([]float64, len(weights))
 		}
 		var all []running
 		pairs := map[[2]int]*pair{}
@@ -191,10 +191,10 @@ func TestRoutersShareOutTogether(t *testing.T) {
 					}
 				}
 				for i := range queues {
-					p.untold = max(p.untold, untold[i][f], untold[i][g])
+					p.unreported = max(p.unreported, unreported[i][f], unreported[i][g])
 				}
-				const rounding = 4 // of what is told, ms
-				bound := p.wide + most/min(weights[f], weights[g]) + 2*p.untold + rounding
+				const rounding = 4 // of what is reported, ms
+				bound := p.wide + most/min(weights[f], weights[g]) + 2*p.unreported + rounding
 				if got := math.Abs(now - p.from); got > bound {
 					t.Fatalf("tenants %d and %d: services differ by %v, the bound is %v", f, g, got, bound)
 				}
@@ -219,7 +219,7 @@ func TestRoutersShareOutTogether(t *testing.T) {
 					i := int(it.Tenant.Name[0] - '0')
 					all = append(all, running{q.Begin(it.Tenant, it.Class, it.Cost), it.Cost})
 					service[i] += it.Cost / weights[i]
-					untold[at][i] += it.Cost / weights[i]
+					unreported[at][i] += it.Cost / weights[i]
 					check()
 					return Taken
 				})
@@ -233,8 +233,8 @@ func TestRoutersShareOutTogether(t *testing.T) {
 			},
 			"tell": func(t *rapid.T) {
 				at := which(t)
-				heard[1-at].Take(queues[at].Tell())
-				clear(untold[at])
+				heard[1-at].Take(queues[at].Report())
+				clear(unreported[at])
 			},
 			"": func(t *rapid.T) {
 				for _, q := range queues {

@@ -42,11 +42,11 @@
 // is at most MostDebt, so no prediction counts for more, neither when it is charged nor when what
 // was too much is given back.
 //
-// Several routers over the same workers have a queue each. They tell each other what tenants
-// receive (Tell, Elsewhere), and a counter is the sum of all. The first bound then holds for the
+// Several routers over the same workers have a queue each. They report to each other what tenants
+// receive (Report, Elsewhere), and a counter is the sum of all. The first bound then holds for the
 // service by all routers together, of tenants that wait at all of them, with 2·u more: u is the
-// most, divided by the weight, that a router has begun of a tenant's requests and has not told.
-// What is told takes a tenant at most MostDebt behind the others.
+// most, divided by the weight, that a router has begun of a tenant's requests and has not reported.
+// Reported service takes a tenant at most MostDebt behind the others.
 package fair
 
 import (
@@ -144,7 +144,7 @@ type flow[T any] struct {
 	walk     uint64     // that next is for
 	used     *list.Element
 
-	received  float64 // service divided by weight, ms, that has not been told
+	received  float64 // service divided by weight, ms, that has not been reported
 	runs      float64 // elsewhere, whole ms
 	elsewhere float64 // of that, what counts
 }
@@ -235,21 +235,22 @@ type Settings struct {
 // Queue holds the items that wait and the service of their tenants. It has no lock: its
 // owner guards it.
 type Queue[T any] struct {
-	settings Settings
-	lanes    [len(Classes)]lane[T]
-	flows    [len(Classes)]map[string]*flow[T]
-	used     [len(Classes)]*list.List // of flows, the one used last at the back
-	untold   map[*flow[T]]bool        // that run, or have received what was not told
-	length   int
-	yielding []*flow[T] // of which an item said Yield in this walk
-	walk     uint64
-	arrived  uint64
-	owed     float64 // to class Batch of its share, ms; below 0: it has received more
+	settings   Settings
+	lanes      [len(Classes)]lane[T]
+	flows      [len(Classes)]map[string]*flow[T]
+	used       [len(Classes)]*list.List // of flows, the one used last at the back
+	unreported map[*flow[T]]bool        // that run, or have unreported service
+	length     int
+	yielding   []*flow[T] // of which an item said Yield in this walk
+	walk       uint64
+	arrived    uint64
+	owed       float64 // to class Batch of its share, ms; below 0: it has received more
 }
 
 // New returns an empty queue.
 func New[T any](s Settings) *Queue[T] {
-	q := &Queue[T]{settings: Settings{Limit: max(1, s.Limit), Tenants: max(1, s.Tenants), BatchShare: shareWithin(s.BatchShare)}, untold: map[*flow[T]]bool{}}
+	q := &Queue[T]{settings: Settings{Limit: max(1, s.Limit), Tenants: max(1, s.Tenants), BatchShare: shareWithin(s.BatchShare)},
+		unreported: map[*flow[T]]bool{}}
 	for i := range q.flows {
 		q.lanes[i].class = Classes[i]
 		q.flows[i], q.used[i] = map[string]*flow[T]{}, list.New()
@@ -314,7 +315,7 @@ func (q *Queue[T]) forget(at int) (ok bool) {
 		}
 		if f := e.Value.(*flow[T]); len(f.items) == 0 && f.running == 0 && f.name != "" {
 			delete(q.flows[at], f.name)
-			delete(q.untold, f)
+			delete(q.unreported, f)
 			q.used[at].Remove(e)
 			return true
 		}
@@ -488,7 +489,7 @@ func (q *Queue[T]) Walk(offer func(it *Item[T], must bool) Verdict) {
 	}
 }
 
-// resume lets Walk go on with the flows that yield, and reports whether there are any.
+// resume lets Walk continue with the flows that yield, and reports whether there are any.
 func (q *Queue[T]) resume() (any bool) {
 	any = len(q.yielding) > 0
 	for _, f := range q.yielding {

@@ -23,7 +23,8 @@ func (q *Queue[T]) States() (list []State) {
 			if len(f.items) == 0 && f.running == 0 {
 				continue
 			}
-			s := State{Tenant: f.name, Class: Classes[i], Weight: f.weight, Waiting: len(f.items), Cost: f.waiting, Running: f.running, Elsewhere: f.elsewhere, Behind: max(0, f.served-floor)}
+			s := State{Tenant: f.name, Class: Classes[i], Weight: f.weight, Waiting: len(f.items), Cost: f.waiting, Running: f.running,
+				Elsewhere: f.elsewhere, Behind: max(0, f.served-floor)}
 			for _, it := range f.items {
 				if s.Oldest.IsZero() || it.Since.Before(s.Oldest) {
 					s.Oldest = it.Since

@@ -32,7 +32,8 @@ type Edges struct {
 
 // New returns Edges with the edges of this package, all without a panic.
 func New() *Edges {
-	return &Edges{panics: map[string]uint64{KVEvents: 0, KVEventBatch: 0, WorkerLoad: 0, WorkerMetrics: 0, Replica: 0, ReplicaServer: 0, ExtProc: 0}}
+	return &Edges{panics: map[string]uint64{KVEvents: 0, KVEventBatch: 0, WorkerLoad: 0, WorkerMetrics: 0, Replica: 0, ReplicaServer: 0,
+		ExtProc: 0}}
 }
 
 // PanicError is the error that Do returns for a panic.
@@ -58,7 +59,8 @@ func (e *Edges) Do(edge string, log *slog.Logger, f func() error) (err error) {
 		err = &PanicError{edge, cause}
 		if log != nil {
 			stack := debug.Stack()
-			log.Error("panic in a parser of untrusted input: the input is dropped", "edge", edge, "cause", fmt.Sprintf("%.200v", cause), "stack", string(stack[:min(len(stack), maxStack)]))
+			log.Error("panic in a parser of untrusted input: the input is dropped", "edge", edge, "cause", fmt.Sprintf("%.200v", cause),
+				"stack", string(stack[:min(len(stack), maxStack)]))
 		}
 	}()
 	return f()

@@ -31,7 +31,7 @@ const (
 	writeDefault, writeFloor = 50 * time.Millisecond, 25 * time.Millisecond
 )
 
-// Task is what a request asks of an engine.
+// Task is the kind of work of a request.
 type Task uint8
 
 // The tasks. The time of those after Embed does not depend on tokens.

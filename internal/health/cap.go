@@ -53,7 +53,7 @@ func (d *Detector) mayEject(role kv.Role) bool {
 func (d *Detector) spare(key kv.WorkerKey, w *worker, kind Kind, why string, now time.Time) {
 	first := w.spared.IsZero()
 	if w.spared = now; first {
-		d.tell(News{Worker: key, Kind: kind, Spared: true, Why: why})
+		d.announce(News{Worker: key, Kind: kind, Spared: true, Why: why})
 		d.recount()
 	}
 }
@@ -77,7 +77,8 @@ func (d *Detector) keepCap(role kv.Role, now time.Time) {
 		var next *worker
 		var at kv.WorkerKey
 		for key, w := range d.workers {
-			if w.phase == phaseOut && w.role == role && (next == nil || w.until.Before(next.until) || w.until.Equal(next.until) && key.Compare(at) < 0) {
+			if w.phase == phaseOut && w.role == role && (next == nil || w.until.Before(next.until) || w.until.Equal(next.until) &&
+				key.Compare(at) < 0) {
 				next, at = w, key
 			}
 		}
@@ -144,5 +145,6 @@ func (r Rate) below(other Rate, deviations float64) bool {
 // Panic reports whether more workers fail than the cap allows to eject. Those with the
 // better success rate are then used first.
 func (d *Detector) Panic() bool {
-	return d.spared > 0 || slices.ContainsFunc([]kv.Role{kv.RoleBoth, kv.RolePrefill, kv.RoleDecode}, func(role kv.Role) bool { return d.TooMany(d.out(role)) })
+	return d.spared > 0 || slices.ContainsFunc([]kv.Role{kv.RoleBoth, kv.RolePrefill, kv.RoleDecode},
+		func(role kv.Role) bool { return d.TooMany(d.out(role)) })
 }

@@ -152,7 +152,7 @@ func (d *Detector) ownFault(a Attempt, now time.Time) bool {
 		return false
 	}
 	if !was {
-		d.tell(News{Client: a.Client, For: discreditedFor})
+		d.announce(News{Client: a.Client, For: discreditedFor})
 		d.undo(a.Client, now)
 	}
 	return true

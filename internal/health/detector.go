@@ -159,7 +159,8 @@ type Detector struct {
 
 // New returns a detector without workers.
 func New(settings Settings) *Detector {
-	return &Detector{settings: settings, workers: map[kv.WorkerKey]*worker{}, agreed: map[int]time.Time{}, refuted: map[kv.Role]time.Time{}, clients: map[string]*client{}}
+	return &Detector{settings: settings, workers: map[kv.WorkerKey]*worker{}, agreed: map[int]time.Time{}, refuted: map[kv.Role]time.Time{},
+		clients: map[string]*client{}}
 }
 
 // Attempt is a request that was sent to a worker.
@@ -503,12 +504,12 @@ func (d *Detector) eject(a Attempt, w *worker, kind Kind, why string, now time.T
 	w.trial, w.trialHeard, w.spared = time.Time{}, time.Time{}, time.Time{}
 	w.ejections[kind]++
 	d.recount()
-	d.tell(News{Worker: key, Kind: kind, Out: true, For: long, Why: why})
+	d.announce(News{Worker: key, Kind: kind, Out: true, For: long, Why: why})
 }
 
 // bringBack returns w to service.
 func (d *Detector) bringBack(key kv.WorkerKey, w *worker, now time.Time) {
-	d.tell(News{Worker: key, Kind: w.reason, For: now.Sub(w.since)})
+	d.announce(News{Worker: key, Kind: w.reason, For: now.Sub(w.since)})
 	w.phase, w.since, w.back, w.row, w.broken = phaseBack, now, now, 0, 0
 	w.trial, w.trialHeard = time.Time{}, time.Time{}
 	w.window = [windowSeconds]second{}
@@ -554,7 +555,8 @@ func (d *Detector) Readmit(key kv.WorkerKey, now time.Time) {
 	if w.phase == phaseOut {
 		d.bringBack(key, w, now)
 	}
-	*w = worker{generation: w.generation, role: w.role, since: now, answered: w.answered, lived: w.lived, shows: w.shows, own: w.own, seen: w.seen, ejections: w.ejections}
+	*w = worker{generation: w.generation, role: w.role, since: now, answered: w.answered, lived: w.lived, shows: w.shows, own: w.own,
+		seen: w.seen, ejections: w.ejections}
 	d.recount()
 }
 

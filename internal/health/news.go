@@ -23,7 +23,8 @@ type News struct {
 // Log writes the news to the log, with name for the worker.
 func (n News) Log(log *slog.Logger, called string) {
 	if n.Client != "" {
-		log.Warn("client "+n.Client+": its requests fail on several workers on which others' succeed; its failures are not counted against workers", "for", n.For)
+		log.Warn("client "+n.Client+
+			": its requests fail on several workers on which others' succeed; its failures are not counted against workers", "for", n.For)
 		return
 	}
 	name := "worker " + called
@@ -36,7 +37,8 @@ func (n News) Log(log *slog.Logger, called string) {
 	case !n.Out:
 		log.Info(name+": returned to service", "after", n.For.Round(time.Millisecond), "reason", n.Kind.String())
 	case n.Kind == Misconfigured:
-		log.Error(fmt.Sprintf("%s: MISCONFIGURED: %s; ejected for %s: check its key, its model name and its routes", name, n.Why, n.For), "reason", n.Kind.String())
+		log.Error(fmt.Sprintf("%s: MISCONFIGURED: %s; ejected for %s: check its key, its model name and its routes", name, n.Why, n.For),
+			"reason", n.Kind.String())
 	default:
 		log.Warn(fmt.Sprintf("%s: ejected for %s: %s", name, n.For, n.Why), "reason", n.Kind.String())
 	}
@@ -45,7 +47,7 @@ func (n News) Log(log *slog.Logger, called string) {
 // maxNews is the maximum number of news that were not taken.
 const maxNews = 256
 
-func (d *Detector) tell(n News) {
+func (d *Detector) announce(n News) {
 	if len(d.news) < maxNews {
 		d.news = append(d.news, n)
 	}

@@ -13,7 +13,7 @@ import (
 //
 //   - New requests avoid a worker after seconds of a silence that its work does not explain.
 //     That is no failure and ends with the next sign of life, so that it may be wrong. What
-//     runs there goes on. A request of which nothing has come begins at another worker, too,
+//     runs there continues. A request without any answer yet begins at another worker, too,
 //     and the first answer is used.
 //   - What runs there is given up after SilenceTimeout beyond all that its work explains, and
 //     the worker is ejected, while others show life.
@@ -179,7 +179,8 @@ func (s *silence) judge(q *Waiting) Verdict {
 	if verdict >= Avoid {
 		s.avoid(q.Attempt, q.worker, s.now)
 	}
-	if limit > 0 && silent >= limit && s.unexplained(q.worker, silent-limit) && s.now.Sub(s.busyUntil(q.Worker.Worker)) >= limit && s.othersLive(q.Worker, s.now) {
+	if limit > 0 && silent >= limit && s.unexplained(q.worker, silent-limit) && s.now.Sub(s.busyUntil(q.Worker.Worker)) >= limit &&
+		s.othersLive(q.Worker, s.now) {
 		a := q.Attempt
 		a.Sent = s.now // it lasts until now, whenever the worker came back
 		s.Failed(a, Stuck, "no sign of life for "+silent.Round(time.Millisecond).String()+" while other workers answered", s.now)
@@ -206,7 +207,7 @@ func (s *silence) writes(w *worker, tokens int) time.Duration {
 }
 
 // busyUntil returns until when log probabilities explain that a worker's server does not answer. It
-// goes on with them after their client has left. Zero: there were none.
+// continues them after their client has left. Zero: there were none.
 func (d *Detector) busyUntil(worker uint64) (until time.Time) {
 	for key, w := range d.workers {
 		if key.Worker == worker && w.busy.After(until) {

@@ -22,7 +22,7 @@ const HeaderRouted = "X-Kvrouter-Routed"
 // headerOutput has the expected tokens of the answer that a router above has accepted.
 const headerOutput = "X-Kvrouter-Osl"
 
-// Routed is what a router tells a router below it of a request.
+// Routed is what a router sends to a router below it with a request.
 type Routed struct {
 	Tenant   string        // empty: none
 	Class    fair.Class    // of the request
@@ -32,7 +32,7 @@ type Routed struct {
 
 	Series        string // of Prefix; empty: none
 	SessionHeader string // names the session; empty: no header does
-	Session       string // may have any bytes; empty: none is told
+	Session       string // may have any bytes; empty: none is sent
 }
 
 // DropUntrusted removes the headers that are honored of trusted clients only: a worker may be a
@@ -44,13 +44,14 @@ func DropUntrusted(header http.Header) {
 
 // dropSigned removes the headers that Sign sets, or that name workers of this router.
 func dropSigned(header http.Header) {
-	for _, name := range []string{HeaderPinnedWorker, HeaderPinnedRank, HeaderPinnedPrefill, headerPrefillRank, HeaderFairness, HeaderGatewayFairness, HeaderTTFT, HeaderTPOT, headerOutput} {
+	for _, name := range []string{HeaderPinnedWorker, HeaderPinnedRank, HeaderPinnedPrefill, headerPrefillRank, HeaderFairness,
+		HeaderGatewayFairness, HeaderTTFT, HeaderTPOT, headerOutput} {
 		header.Del(name)
 	}
 }
 
 // Sign sets the headers of the request in place of the client's. now is by the clock of Deadline:
-// what is told is the time that is left.
+// the remaining time is sent.
 func (r Routed) Sign(header http.Header, now time.Time) {
 	dropSigned(header)
 	header.Set(HeaderRouted, "1")

@@ -64,7 +64,8 @@ func Parse(raw []byte) (b *Body, ok bool) {
 
 // Refusal says why Parse refuses a body, for an error.
 func Refusal(raw []byte) string {
-	if at := bytes.IndexByte(raw[:min(len(raw), 4)], 0); at >= 0 || bytes.HasPrefix(raw, []byte("\xff\xfe")) || bytes.HasPrefix(raw, []byte("\xfe\xff")) {
+	if at := bytes.IndexByte(raw[:min(len(raw), 4)], 0); at >= 0 || bytes.HasPrefix(raw, []byte("\xff\xfe")) ||
+		bytes.HasPrefix(raw, []byte("\xfe\xff")) {
 		return "the request body must be UTF-8: it begins as UTF-16 or UTF-32 do"
 	}
 	return "the request body must be a JSON object of at most 262,144 members and 10,000 levels"

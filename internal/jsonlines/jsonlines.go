@@ -306,7 +306,7 @@ func (b *buffer) add(line any) {
 }
 
 // flush brings the lines to the disk. What that does not take stays, and the next
-// flush goes on where this one ended.
+// flush continues at its end.
 func (b *buffer) flush() {
 	if len(b.bytes) == 0 {
 		return

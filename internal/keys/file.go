@@ -150,7 +150,9 @@ func parseEntry(fields map[string]any) (e entry, err error) {
 				bad = "must be true or false"
 			}
 		default:
-			return e, fmt.Errorf("%s: unknown field; the fields are name, key, key-sha256, limits, salt, trust-hints, weight, class, ttft-ms, tpot-ms and sheddable", e.name) // which may be a key
+			// which may be a key
+			return e, fmt.Errorf("%s: unknown field; the fields are name, key, key-sha256, limits, salt, trust-hints, weight, class, ttft-ms, "+
+				"tpot-ms and sheddable", e.name)
 		}
 		if bad != "" {
 			return e, fmt.Errorf("%s: %s: %s", e.name, field, bad)
@@ -180,7 +182,8 @@ func parseLimits(given map[string]any) (l limits, err error) {
 			return l, errors.New("unknown limit; the limits are requests-per-second, burst, concurrent-requests and prompt-tokens-per-minute")
 		}
 		if !ok || !whole {
-			return l, fmt.Errorf("%s: must be a number above 0 and at most %d, and a whole number except for requests-per-second", field, int64(mostOf))
+			return l, fmt.Errorf("%s: must be a number above 0 and at most %d, and a whole number except for requests-per-second", field,
+				int64(mostOf))
 		}
 	}
 	switch {

@@ -226,7 +226,8 @@ func (r *Ring) table(entries []entry) *table {
 		add(&Caller{Name: givenName(i), Trusted: trusted, Directs: directs, SeesDecisions: shown, sum: sha256.Sum256([]byte(key))})
 	}
 	for _, e := range entries {
-		c := &Caller{Name: e.name, Trusted: trusted, Directs: directs, SeesDecisions: shown, Terms: e.terms, sum: e.sum, salted: e.salt, bounds: bounds{limits: e.limits}}
+		c := &Caller{Name: e.name, Trusted: trusted, Directs: directs, SeesDecisions: shown, Terms: e.terms, sum: e.sum, salted: e.salt,
+			bounds: bounds{limits: e.limits}}
 		if e.trust != nil {
 			c.Trusted, c.Directs = *e.trust, *e.trust
 		}
@@ -303,7 +304,7 @@ func (r *Ring) Caller(request *http.Request) (*Caller, error) {
 // (429), and counts the results of all others. fail writes a refusal.
 func (r *Ring) Guard(fail func(c *gin.Context, status int, message string)) gin.HandlerFunc {
 	return func(c *gin.Context) {
-		if inside, is := c.Request.Context().Value(insideKey{}).(*Caller); is {
+		if inside, ok := c.Request.Context().Value(insideKey{}).(*Caller); ok {
 			c.Set(callerKey, inside)
 			return
 		}

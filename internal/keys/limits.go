@@ -79,14 +79,15 @@ func (c *Caller) refuse(by *atomic.Uint64, wait time.Duration, header http.Heade
 
 // enter admits a request or returns the refusal. leave must follow for an admitted one.
 func (c *Caller) enter(now time.Time, header http.Header) *refusal {
-	defer c.tell(now, header)
+	defer c.setHeaders(now, header)
 	running := c.count.running.Add(1)
 	refused := func() *refusal {
 		if most := c.bounds.concurrent; most > 0 && running > int64(most) {
 			return c.refuse(&c.count.byConcurrent, time.Second, header, "%d requests are already running", most)
 		}
 		if asked := c.bounds.asked; asked != nil && !asked.AllowN(now, 1) {
-			return c.refuse(&c.count.byRequests, until(asked, now, 1), header, "%v requests per second, burst of %d", c.bounds.requests, c.bounds.burst)
+			return c.refuse(&c.count.byRequests, until(asked, now, 1), header, "%v requests per second, burst of %d", c.bounds.requests,
+				c.bounds.burst)
 		}
 		return nil
 	}()
@@ -139,7 +140,7 @@ func (c *Charge) Settle(tokens int) {
 	c.tokens = tokens
 }
 
-// errDebt ends what goes on with a key in debt.
+// errDebt ends the running requests of a key in debt.
 var errDebt = errors.New("rate limit of this key: its prompt tokens per minute are used up")
 
 // Debt returns an error if the key owes tokens.
@@ -159,7 +160,7 @@ func (c *Caller) Metered() bool { return c.bounds.promptTokens > 0 }
 // limit only, because the actual number may be lower.
 func (c *Caller) take(now func() time.Time, n int, estimated bool, header http.Header) (*Charge, *refusal) {
 	at, most := now(), c.bounds.promptTokens
-	defer func() { c.tell(at, header) }()
+	defer func() { c.setHeaders(at, header) }()
 	if most == 0 {
 		return nil, nil
 	}
@@ -183,8 +184,8 @@ func until(l *rate.Limiter, now time.Time, n int) time.Duration {
 	return max(time.Millisecond, time.Duration(missing/float64(l.Limit())*float64(time.Second)))
 }
 
-// tell sets OpenAI's headers: limits, remainders, and the times until they are full again.
-func (c *Caller) tell(now time.Time, header http.Header) {
+// setHeaders sets OpenAI's headers: limits, remainders, and the times until they are full again.
+func (c *Caller) setHeaders(now time.Time, header http.Header) {
 	show := func(name string, limit, left int, full time.Duration) {
 		header.Set("X-Ratelimit-Limit-"+name, strconv.Itoa(limit))
 		header.Set("X-Ratelimit-Remaining-"+name, strconv.Itoa(left))

@@ -14,9 +14,12 @@ type Collector struct {
 // NewCollector returns the metrics of a ring.
 func NewCollector(r *Ring) Collector {
 	return Collector{
-		ring:     r,
-		requests: prometheus.NewDesc("kvrouter_key_requests_total", "Requests by name of the API key (empty: unknown key) and result: ok, refused (4xx), failed (5xx), limited.", []string{"key", "result"}, nil),
-		limited:  prometheus.NewDesc("kvrouter_key_limited_total", "Requests refused with 429, by name of the API key and limit: requests, concurrent, prompt_tokens.", []string{"key", "limit"}, nil),
+		ring: r,
+		requests: prometheus.NewDesc("kvrouter_key_requests_total",
+			"Requests by name of the API key (empty: unknown key) and result: ok, refused (4xx), failed (5xx), limited.", []string{"key", "result"},
+			nil),
+		limited: prometheus.NewDesc("kvrouter_key_limited_total",
+			"Requests refused with 429, by name of the API key and limit: requests, concurrent, prompt_tokens.", []string{"key", "limit"}, nil),
 	}
 }
 

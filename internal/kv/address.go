@@ -14,7 +14,8 @@ import (
 const maxAddress = 2048
 
 // ErrUserinfo refuses a URL with a password, without showing it.
-var ErrUserinfo = errors.New("the URL must not contain a user or password, because it appears in the list of workers. Give the key as key-env=NAME, or as api_key in POST /workers")
+var ErrUserinfo = errors.New("the URL must not contain a user or password, because it appears in the list of workers. Give the key as " +
+	"key-env=NAME, or as api_key in POST /workers")
 
 // ParseURL checks a worker's base URL and returns it without a slash at the end.
 func ParseURL(value string) (string, error) {

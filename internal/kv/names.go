@@ -59,9 +59,9 @@ func (n *Names) now() named {
 
 // taken reports whether a name is used, could be an id, or has a meaning.
 func (n *named) taken(label string) bool {
-	_, is := n.ids[label]
+	_, ok := n.ids[label]
 	_, err := strconv.ParseUint(label, 10, 64)
-	return is || err == nil || label == NoWorker || label == OtherWorkers
+	return ok || err == nil || label == NoWorker || label == OtherWorkers
 }
 
 // Any reports whether any worker has a name.

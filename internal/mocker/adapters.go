@@ -25,7 +25,8 @@ func (w *Worker) served(name string) (Adapter, *refusal) {
 		return Adapter{}, nil
 	}
 	return Adapter{}, &refusal{
-		http.StatusNotFound, "NotFoundError", fmt.Sprintf("The model `%s` does not exist. Valid aliases: %s.", name, w.cfg.ServedModelName), "model",
+		http.StatusNotFound, "NotFoundError", fmt.Sprintf("The model `%s` does not exist. Valid aliases: %s.", name, w.cfg.ServedModelName),
+		"model",
 	}
 }
 
@@ -51,10 +52,12 @@ func (w *Worker) loadAdapter(out http.ResponseWriter, in *http.Request) {
 		case name == "" || body.Get("lora_path").String() == "":
 			return "", &refusal{http.StatusBadRequest, "InvalidUserInput", "Both 'lora_name' and 'lora_path' must be provided.", ""}
 		case name == w.cfg.ServedModelName:
-			return "", &refusal{http.StatusBadRequest, "InvalidUserInput", fmt.Sprintf("The lora adapter '%s' conflicts with a served base model.", name), ""}
+			return "", &refusal{http.StatusBadRequest, "InvalidUserInput",
+				fmt.Sprintf("The lora adapter '%s' conflicts with a served base model.", name), ""}
 		case at >= 0 && !body.Get("load_inplace").Bool():
 			return "", &refusal{http.StatusBadRequest, "InvalidUserInput",
-				fmt.Sprintf("The lora adapter '%s' has already been loaded. If you want to load the adapter in place, set 'load_inplace' to True.", name), ""}
+				fmt.Sprintf("The lora adapter '%s' has already been loaded. If you want to load the adapter in place, set 'load_inplace' to True.",
+					name), ""}
 		case at < 0:
 			w.load(name)
 		}
@@ -84,7 +87,8 @@ func (w *Worker) adapter(name string) int {
 
 // changeAdapters answers a request with what change, which holds w.mu, makes of
 // it.
-func (w *Worker) changeAdapters(out http.ResponseWriter, in *http.Request, change func(body *jsonbody.Body, name string) (string, *refusal)) {
+func (w *Worker) changeAdapters(out http.ResponseWriter, in *http.Request,
+	change func(body *jsonbody.Body, name string) (string, *refusal)) {
 	body, ok := w.body(out, in)
 	if !ok {
 		return

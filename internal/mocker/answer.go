@@ -41,7 +41,7 @@ type Answer struct {
 	list     bool // several answers to /generate, though it may be one
 
 	promptIDs bool // the prompt's tokens come with those
-	details   bool // the request asks for the sources of cached tokens
+	details   bool // the request wants the sources of cached tokens
 	storage   bool // files may be one of them
 }
 
@@ -66,22 +66,22 @@ type owner struct {
 type Choice struct {
 	Answer *Answer
 	owner
-	id      string // SGLang's rid
-	index   int
-	request *engine.Request
-	prompt  int       // tokens
-	Output  int       // tokens
-	tokens  []uint32  // of the prompt and of the output
-	Text    string    // complete text
-	Ends    []int     // end of each token's text, before any stop
-	held    int       // bytes at the end withheld until the end: they may begin a stop string
-	Finish  string    // finish_reason
-	Reason  string    // stop_reason, JSON; empty: null
-	Sent    int       // tokens that the handler has taken
-	ended   bool      // it has taken all
-	silent  bool      // its one token is not sent
-	told    []uint64  // the blocks' hashes in events, where they differ from their names in the engine
-	first   time.Time // when the handler took the first token
+	id        string // SGLang's rid
+	index     int
+	request   *engine.Request
+	prompt    int       // tokens
+	Output    int       // tokens
+	tokens    []uint32  // of the prompt and of the output
+	Text      string    // complete text
+	Ends      []int     // end of each token's text, before any stop
+	held      int       // bytes at the end withheld until the end: they may begin a stop string
+	Finish    string    // finish_reason
+	Reason    string    // stop_reason, JSON; empty: null
+	Sent      int       // tokens that the handler has taken
+	ended     bool      // it has taken all
+	silent    bool      // its one token is not sent
+	published []uint64  // the blocks' hashes in events, where they differ from their names in the engine
+	first     time.Time // when the handler took the first token
 
 	fetching chan struct{} // closed when the engine has blocks for a prompt computed elsewhere
 	blocks   []uint32      // those of a prompt that is kept for another worker; valid with the last token
@@ -171,31 +171,31 @@ func (s *Stop) Cut(c *Choice, tokens []uint32) {
 		}
 		return c.Ends[token-1]
 	}
-	told := len(c.Text)
+	cut := len(c.Text)
 	if i := slices.IndexFunc(tokens[s.After:], func(t uint32) bool { return slices.Contains(s.Tokens, t) }); i >= 0 {
 		last := s.After + i
 		c.Output, c.Finish, c.Reason = last+1, "stop", strconv.FormatUint(uint64(tokens[last]), 10)
-		if told = start(last); s.Keep {
-			told = c.Ends[last]
+		if cut = start(last); s.Keep {
+			cut = c.Ends[last]
 		}
 	}
-	whole := c.Text[:told]
+	whole := c.Text[:cut]
 	first := len(whole) + 1 // end of the stop string that ends first
 	for _, text := range s.Texts {
 		from := max(0, start(s.After)-len(text)+1)
-		i := strings.Index(whole[min(from, told):], text)
+		i := strings.Index(whole[min(from, cut):], text)
 		if end := from + i + len(text); i >= 0 && end < first {
 			first = end
 			c.Output, c.Finish, c.Reason = sort.SearchInts(c.Ends, end)+1, "stop", string(quote(text))
-			if told = end; !s.Keep {
-				told -= len(text)
+			if cut = end; !s.Keep {
+				cut -= len(text)
 			}
 		}
 		if !s.Keep {
 			c.held = max(c.held, len(text)-1)
 		}
 	}
-	c.Text = c.Text[:told]
+	c.Text = c.Text[:cut]
 }
 
 // Part returns the text of the tokens from sent up to now.
@@ -237,7 +237,8 @@ func (a *Answer) appendChunk(out []byte, c *Choice, now int) []byte {
 			out = fmt.Appendf(out, `,"stop_reason":%s`, reason)
 		}
 	} else {
-		out = fmt.Appendf(out, `"text":%s,"logprobs":null,"finish_reason":%s,"stop_reason":%s,"prompt_token_ids":`, quote(c.Part(now)), finish, reason)
+		out = fmt.Appendf(out, `"text":%s,"logprobs":null,"finish_reason":%s,"stop_reason":%s,"prompt_token_ids":`, quote(c.Part(now)), finish,
+			reason)
 		if c.Sent == 0 {
 			out = a.appendIDs(out, c.tokens[:c.prompt])
 		} else {
@@ -347,7 +348,8 @@ func (a *Answer) whole() []byte {
 		}
 		form := `{"index":%d,"text":%s,"logprobs":null,"finish_reason":%s,"stop_reason":%s,"token_ids":`
 		if a.isChat() {
-			form = `{"index":%d,"message":{"role":"assistant","content":%s,"refusal":null,"annotations":null,"audio":null,"function_call":null,"reasoning":null},` +
+			form = `{"index":%d,"message":{"role":"assistant","content":%s,"refusal":null,"annotations":null,` +
+				`"audio":null,"function_call":null,"reasoning":null},` +
 				`"logprobs":null,"finish_reason":%s,"stop_reason":%s,"token_ids":`
 		}
 		finish, reason := c.ending(true)

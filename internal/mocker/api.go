@@ -79,8 +79,10 @@ func (w *Worker) addVLLMRoutes(mux *http.ServeMux) {
 	mux.HandleFunc("POST /detokenize", w.tokenizer(w.model.Detokenize))
 	mux.HandleFunc("POST /v1/chat/completions", w.infers(chatKind))
 	mux.HandleFunc("POST /v1/completions", w.infers(completionKind))
-	mux.HandleFunc("POST /v1/chat/completions/render", w.serve(func(in *http.Request, body *jsonbody.Body) (any, *refusal) { return w.render(in, body, true) }))
-	mux.HandleFunc("POST /v1/completions/render", w.serve(func(in *http.Request, body *jsonbody.Body) (any, *refusal) { return w.render(in, body, false) }))
+	mux.HandleFunc("POST /v1/chat/completions/render", w.serve(
+		func(in *http.Request, body *jsonbody.Body) (any, *refusal) { return w.render(in, body, true) }))
+	mux.HandleFunc("POST /v1/completions/render", w.serve(
+		func(in *http.Request, body *jsonbody.Body) (any, *refusal) { return w.render(in, body, false) }))
 }
 
 // accept reads and checks a request for tokens, prepares its answer and finds
@@ -282,8 +284,10 @@ func (w *Worker) models(out http.ResponseWriter, _ *http.Request) {
 		}
 		if !w.sglang() {
 			card["permission"] = []any{map[string]any{
-				"id": "modelperm-" + name, "object": "model_permission", "created": card["created"], "organization": "*", "group": nil, "is_blocking": false,
-				"allow_create_engine": false, "allow_sampling": true, "allow_logprobs": false, "allow_search_indices": false, "allow_view": true, "allow_fine_tuning": false,
+				"id": "modelperm-" + name, "object": "model_permission", "created": card["created"], "organization": "*", "group": nil,
+				"is_blocking":         false,
+				"allow_create_engine": false, "allow_sampling": true, "allow_logprobs": false, "allow_search_indices": false, "allow_view": true,
+				"allow_fine_tuning": false,
 			}}
 		}
 		return card
@@ -302,8 +306,9 @@ func (w *Worker) eventSources(out http.ResponseWriter, _ *http.Request) {
 			continue
 		}
 		sources[rank.number] = map[string]any{
-			"enable_kv_cache_events": true, "publisher": "zmq", "endpoint": rank.Events.Pub.Endpoint(), "replay_endpoint": rank.Events.router.Endpoint(),
-			"buffer_steps": rank.Events.Keep, "hwm": zmq.QueueLimit, "max_queue_size": eventQueue, "topic": process.KVEventsTopic,
+			"enable_kv_cache_events": true, "publisher": "zmq", "endpoint": rank.Events.Pub.Endpoint(),
+			"replay_endpoint": rank.Events.router.Endpoint(),
+			"buffer_steps":    rank.Events.Keep, "hwm": zmq.QueueLimit, "max_queue_size": eventQueue, "topic": process.KVEventsTopic,
 		}
 	}
 	answerJSON(out, http.StatusOK, sources)

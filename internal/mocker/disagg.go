@@ -209,12 +209,14 @@ func (w *Worker) transfer(body *jsonbody.Body, choice *Choice, i int) *transfer 
 		t.id = answer.id + "-" + rand.Text() // as vLLM's own: attempts at a request have the same id
 		t.room = w.rooms.own(t.id)
 	case t.kind == kv.KindNIXL && params.Get("do_remote_prefill").Bool():
-		if blocks := params.Get("remote_block_ids.0"); !blocks.Exists() || IsNull(params.Get("remote_engine_id")) || IsNull(params.Get("remote_request_id")) ||
+		if blocks := params.Get("remote_block_ids.0"); !blocks.Exists() || IsNull(params.Get("remote_engine_id")) ||
+			IsNull(params.Get("remote_request_id")) ||
 			IsNull(params.Get("remote_host")) || IsNull(params.Get("remote_port")) {
 			w.log.Warn("mock worker: prefill request without a bootstrap room", "worker", w.number)
 			return nil
 		}
-		t.source = transferURL(params.Get("remote_host").String(), params.Get("remote_port").String(), params.Get("remote_request_id").String(), params.Get("remote_engine_id").String())
+		t.source = transferURL(params.Get("remote_host").String(), params.Get("remote_port").String(), params.Get("remote_request_id").String(),
+			params.Get("remote_engine_id").String())
 	case t.kind == kv.KindSGLang && w.part.Role == kv.RolePrefill && hasRoom:
 		t.id = room
 		if t.room = w.rooms.own(t.id); t.room == nil {
@@ -289,7 +291,8 @@ func (t *transfer) computed(ctx context.Context, rank *Rank) *refusal {
 	t.choice.Answer.transfer = string(MustJSON(map[string]any{
 		"do_remote_prefill": true, "do_remote_decode": false, "remote_block_ids": [][]uint32{t.choice.blocks},
 		"remote_engine_id": w.engineID(), "remote_request_id": t.id, "remote_host": w.cfg.host(), "remote_port": w.cfg.Ports.HTTP + w.number,
-		"tp_size": 1, "dcp_size": 1, "pp_size": 1, "remote_num_tokens": t.choice.prompt, "remote_blocks_expiry_time": nil, "transfer_mode": "pull",
+		"tp_size": 1, "dcp_size": 1, "pp_size": 1, "remote_num_tokens": t.choice.prompt, "remote_blocks_expiry_time": nil,
+		"transfer_mode": "pull",
 	}))
 	t.room = nil // passes to the owner of the blocks
 	w.beside.Go(func() {
@@ -340,7 +343,7 @@ func (w *Worker) joinRoom(out http.ResponseWriter, in *http.Request) {
 	}
 	defer w.rooms.leave(id, room)
 	if !w.rooms.first(&room.taken) {
-		http.Error(out, "another decode worker has come already", http.StatusConflict)
+		http.Error(out, "another decode worker has already connected", http.StatusConflict)
 		return
 	}
 	defer close(room.left)
@@ -351,7 +354,7 @@ func (w *Worker) joinRoom(out http.ResponseWriter, in *http.Request) {
 		http.Error(out, "the prompt will not be computed", http.StatusGone)
 		return
 	case <-time.After(w.cfg.MockBootstrapTimeout):
-		http.Error(out, "the prompt does not come", http.StatusGatewayTimeout)
+		http.Error(out, "the prompt did not arrive", http.StatusGatewayTimeout)
 		return
 	case <-in.Context().Done():
 		return
@@ -485,7 +488,8 @@ func (w *Worker) pairInfo(out http.ResponseWriter, in *http.Request) {
 		http.NotFound(out, in)
 		return
 	}
-	answerJSON(out, http.StatusOK, map[string]any{"disaggregation_mode": w.part.Role.String(), "disaggregation_bootstrap_port": w.part.Bootstrap.Port, "dist_init_addr": nil})
+	answerJSON(out, http.StatusOK, map[string]any{"disaggregation_mode": w.part.Role.String(),
+		"disaggregation_bootstrap_port": w.part.Bootstrap.Port, "dist_init_addr": nil})
 }
 
 // inference is a request that SGLang's /abort_request can name.

@@ -26,7 +26,8 @@ func (p *metricsPage) add(kind, name, more string, value func(*Rank, Load) float
 		p.text = append(p.text, head...)
 	}
 	for _, r := range p.w.Ranks {
-		p.text = fmt.Appendf(p.text, "%s:%s{%s%s} %s\n", p.prefix, name, p.labels(r), more, strconv.FormatFloat(value(r, r.CurrentLoad()), p.format, -1, 64))
+		p.text = fmt.Appendf(p.text, "%s:%s{%s%s} %s\n", p.prefix, name, p.labels(r), more,
+			strconv.FormatFloat(value(r, r.CurrentLoad()), p.format, -1, 64))
 	}
 }
 
@@ -60,7 +61,8 @@ func (w *Worker) metrics(out http.ResponseWriter, _ *http.Request) {
 	page.count("request_success_total", `,finished_reason="length"`, func(c *counts) *atomic.Int64 { return &c.finishedLength })
 	page.count("request_success_total", `,finished_reason="abort"`, func(c *counts) *atomic.Int64 { return &c.Aborted })
 	page.labels = func(r *Rank) string {
-		return fmt.Sprintf(`block_size="%d",engine="%d",num_gpu_blocks="%d"`, w.cfg.BlockSize, r.number, w.cfg.MockNumGPUBlocks*len(w.Ranks)) // vLLM shows the sum
+		// vLLM shows the sum
+		return fmt.Sprintf(`block_size="%d",engine="%d",num_gpu_blocks="%d"`, w.cfg.BlockSize, r.number, w.cfg.MockNumGPUBlocks*len(w.Ranks))
 	}
 	page.gauge("cache_config_info", func(*Rank, Load) float64 { return 1 })
 	page.adapters()
@@ -121,7 +123,8 @@ func (w *Worker) sglangMetrics(out http.ResponseWriter, _ *http.Request) {
 	page.gauge("num_pages", func(*Rank, Load) float64 { return capacity / blockSize })
 	page.gauge("cache_hit_rate", func(r *Rank, _ Load) float64 { return r.hitRate() })
 	for _, name := range []string{
-		"gen_throughput", "num_prefill_bootstrap_queue_reqs", "num_prefill_inflight_queue_reqs", "num_decode_prealloc_queue_reqs", "num_decode_transfer_queue_reqs",
+		"gen_throughput", "num_prefill_bootstrap_queue_reqs", "num_prefill_inflight_queue_reqs", "num_decode_prealloc_queue_reqs",
+		"num_decode_transfer_queue_reqs",
 	} {
 		page.gauge(name, func(*Rank, Load) float64 { return 0 })
 	}

@@ -41,7 +41,8 @@ func NewMocker(cfg Settings, model *tokens.Model, log *slog.Logger) (*Mocker, er
 	if err != nil {
 		return nil, fmt.Errorf("--engine mocker: %w", err)
 	}
-	return &Mocker{cfg: cfg, model: model, words: words, log: log, began: time.Now(), workers: map[int]*Worker{}, shared: map[kv.Tier]*engine.Store{}}, nil
+	return &Mocker{cfg: cfg, model: model, words: words, log: log, began: time.Now(), workers: map[int]*Worker{},
+		shared: map[kv.Tier]*engine.Store{}}, nil
 }
 
 // Start starts worker i. It listens when Start returns, and must be ended.
@@ -168,7 +169,8 @@ func (w *Worker) listen(settings engine.Settings) (err error) {
 	if w.listener, err = net.Listen("tcp", w.cfg.at(w.cfg.Ports.HTTP+w.number)); err != nil {
 		return err
 	}
-	w.server = &http.Server{Handler: w.routes(), ReadHeaderTimeout: web.HeaderTimeout, ErrorLog: slog.NewLogLogger(w.log.Handler(), slog.LevelDebug)}
+	w.server = &http.Server{Handler: w.routes(), ReadHeaderTimeout: web.HeaderTimeout,
+		ErrorLog: slog.NewLogLogger(w.log.Handler(), slog.LevelDebug)}
 	return nil
 }
 

@@ -47,12 +47,14 @@ func BuiltinTokenizer() ([]byte, error) {
 	}
 	var added []map[string]any
 	for i, text := range builtinSpecial {
-		added = append(added, map[string]any{"id": 256 + i, "content": text, "special": true, "normalized": false, "single_word": false, "lstrip": false, "rstrip": false})
+		added = append(added, map[string]any{"id": 256 + i, "content": text, "special": true, "normalized": false, "single_word": false,
+			"lstrip": false, "rstrip": false})
 	}
 	byteLevel := map[string]any{"type": "ByteLevel", "add_prefix_space": false, "trim_offsets": true, "use_regex": true}
 	return json.Marshal(map[string]any{
 		"version": "1.0", "added_tokens": added, "normalizer": nil, "pre_tokenizer": byteLevel, "post_processor": nil, "decoder": byteLevel,
-		"model": map[string]any{"type": "BPE", "dropout": nil, "unk_token": nil, "fuse_unk": false, "byte_fallback": false, "vocab": vocabulary, "merges": []string{}},
+		"model": map[string]any{"type": "BPE", "dropout": nil, "unk_token": nil, "fuse_unk": false, "byte_fallback": false, "vocab": vocabulary,
+			"merges": []string{}},
 	})
 }
 

@@ -38,9 +38,9 @@ type Rank struct {
 	lower    []Event    // of vLLM's lower tiers, since the last batch
 	shuffle  *rand.Rand // orders them
 	loadsEnd time.Time  // when the last load from lower tiers ends
-	// told has the hashes that other names have outside: SGLang's events do not carry
-	// apart blocks that differ by their extra_key alone. By the name in the engine.
-	told map[uint64]uint64
+	// published has the hashes of blocks with another name in events: SGLang's events do not
+	// distinguish blocks that differ by their extra_key alone. By the name in the engine.
+	published map[uint64]uint64
 
 	loadChanged chan struct{} // holds a token when load is new
 	load        atomic.Pointer[Load]
@@ -78,7 +78,7 @@ type counts struct {
 // newRank opens the ports of a worker's rank, numbered after those of the
 // workers and ranks before it.
 func newRank(w *Worker, number int, settings engine.Settings) (*Rank, error) {
-	r := &Rank{w: w, number: number, wake: make(chan struct{}, 1), loadChanged: make(chan struct{}, 1), told: map[uint64]uint64{}}
+	r := &Rank{w: w, number: number, wake: make(chan struct{}, 1), loadChanged: make(chan struct{}, 1), published: map[uint64]uint64{}}
 	r.free.Store(int64(settings.Blocks))
 	settings.Silent = slices.Contains(w.cfg.MockSilentTiers, uint64(w.number))
 	r.shuffle = rand.New(rand.NewPCG(w.random.Uint64(), 2))
@@ -179,7 +179,7 @@ func (r *Rank) leave(answer *Answer) {
 // stops catching up: sleeping is only exact to a millisecond or so.
 const maxLate = 20 * time.Millisecond
 
-// stuckPoll is how often an engine that stands still looks whether it may go on.
+// stuckPoll is how often an engine that stands still checks whether it may continue.
 const stuckPoll = 10 * time.Millisecond
 
 // step runs the engine, one step after the other, until the worker ends.
@@ -280,11 +280,11 @@ func (r *Rank) stored(e engine.Event) Event {
 	if choice.extra != "" {
 		change.Stored = slices.Clone(e.Blocks)
 		for i := range change.Stored {
-			told := choice.told[e.First+i]
-			r.told[e.Blocks[i].Engine], change.Stored[i].Engine = told, told
+			published := choice.published[e.First+i]
+			r.published[e.Blocks[i].Engine], change.Stored[i].Engine = published, published
 		}
 		if e.HasParent {
-			change.Parent = choice.told[e.First-1]
+			change.Parent = choice.published[e.First-1]
 		}
 	}
 	return change
@@ -313,7 +313,7 @@ func (r *Rank) ResetPrefixCache(e *engine.Engine, lower bool) bool {
 		}
 	}
 	if len(e.Lower) == 0 { // else tiers may have them
-		clear(r.told)
+		clear(r.published)
 	}
 	r.changes = append(r.changes, Event{Cleared: true})
 	if r.w.sglang() {

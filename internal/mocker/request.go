@@ -48,7 +48,8 @@ const badBody = "Bad Request"
 func badField(name, want string, got gjson.Result) *refusal {
 	return &refusal{
 		http.StatusBadRequest, badBody,
-		fmt.Sprintf("1 validation error:\n  {'loc': 'body.%s', 'msg': 'Input should be a valid %s', 'input': '%.100s'}", name, want, got.String()), "body." + name,
+		fmt.Sprintf("1 validation error:\n  {'loc': 'body.%s', 'msg': 'Input should be a valid %s', 'input': '%.100s'}", name, want,
+			got.String()), "body." + name,
 	}
 }
 
@@ -136,7 +137,8 @@ func isZero(v gjson.Result) bool {
 func (f *fields) check(transfers bool) {
 	f.supported()
 	if v := f.body.Get("kv_transfer_params"); !IsNull(v) && !transfers && !(len(v.Map()) == 1 && !IsNull(promptIDs(f.body))) {
-		f.fail(badRequest("kv_transfer_params", "kv_transfer_params: this simulated worker hands nothing over; start it with --prefill-workers and --decode-workers"))
+		f.fail(badRequest("kv_transfer_params",
+			"kv_transfer_params: this simulated worker hands nothing over; start it with --prefill-workers and --decode-workers"))
 	}
 	if options := f.body.Get("stream_options"); options.IsObject() && len(options.Map()) > 0 && !f.flag("stream") {
 		f.fail(badRequest("stream_options", "Stream options can only be defined when `stream=True`. (parameter=stream_options)"))
@@ -168,7 +170,8 @@ func (f *fields) choices() int {
 	case n < 1:
 		f.fail(badRequest("", "n must be at least 1, got %d.", n))
 	case n > maxChoices:
-		f.fail(badRequest("", "n must be at most %d, got %d. To increase this limit, set the VLLM_MAX_N_SEQUENCES environment variable.", maxChoices, n))
+		f.fail(badRequest("", "n must be at most %d, got %d. To increase this limit, set the VLLM_MAX_N_SEQUENCES environment variable.",
+			maxChoices, n))
 	case n > 1 && f.number("temperature", 1) < greedyBelow:
 		f.fail(badRequest("", "n must be 1 when using greedy sampling, got %d.", n))
 	}
@@ -186,7 +189,9 @@ func (f *fields) limit(chat bool, longest int) int {
 	}
 	limit = f.integer(name, limit)
 	if limit > longest && !IsNull(f.body.Get(name)) {
-		f.fail(badRequest(name, "%s=%d cannot be greater than max_model_len=%d. Please request fewer output tokens. (parameter=%[1]s, value=%[2]d)", name, limit, longest))
+		f.fail(badRequest(name,
+			"%s=%d cannot be greater than max_model_len=%d. Please request fewer output tokens. (parameter=%[1]s, value=%[2]d)", name, limit,
+			longest))
 	}
 	return limit
 }
@@ -230,7 +235,9 @@ func (w *Worker) prompts(body *jsonbody.Body, chat bool) ([][]uint32, *refusal) 
 	if ids := promptIDs(body); chat && !IsNull(ids) {
 		tokens, err := tokens.ReadTokens(ids)
 		if err != nil || len(tokens) == 0 || !ids.IsArray() {
-			return nil, badRequest("kv_transfer_params.prompt_token_ids", "`kv_transfer_params['prompt_token_ids']` must be a non-empty list of non-negative integers. (parameter=kv_transfer_params.prompt_token_ids)")
+			return nil, badRequest("kv_transfer_params.prompt_token_ids",
+				"`kv_transfer_params['prompt_token_ids']` must be a non-empty list of non-negative integers. "+
+					"(parameter=kv_transfer_params.prompt_token_ids)")
 		}
 		return [][]uint32{tokens}, nil
 	}
@@ -270,7 +277,9 @@ func (w *Worker) tooLong(tokens int, isText bool) *refusal {
 	if tokens == w.maxModelLen+1 {
 		qualifier = "at least "
 	}
-	return badRequest("input_tokens", "This model's maximum context length is %d tokens. However, your prompt contains %s%d input tokens, which exceeds this limit even without any output tokens. Please reduce the length of the input prompt. (parameter=input_tokens, value=%[3]d)",
+	return badRequest("input_tokens",
+		"This model's maximum context length is %d tokens. However, your prompt contains %s%d input tokens, which exceeds this limit even "+
+			"without any output tokens. Please reduce the length of the input prompt. (parameter=input_tokens, value=%[3]d)",
 		w.maxModelLen, qualifier, tokens)
 }
 
@@ -318,7 +327,9 @@ func (w *Worker) prepare(body *jsonbody.Body, of kind) (*Answer, *refusal) {
 		case stop.After > length:
 			return nil, badRequest("", "min_tokens must be less than or equal to max_tokens=%d, got %d.", length, stop.After)
 		case total > maxTokens:
-			return nil, badRequest("n", "prompts and answers of all choices have more than the %d tokens that a simulated worker takes in one request; ask for fewer", maxTokens)
+			return nil, badRequest("n",
+				"prompts and answers of all choices have more than the %d tokens that a simulated worker takes in one request; ask for fewer",
+				maxTokens)
 		}
 		seed := xxh3.Hash(kv.TokenBytes(prompt))
 		for range n {
@@ -356,7 +367,7 @@ func (w *Worker) choose(a *Answer, own owner, prompt []uint32, length int, stop 
 		}
 	}
 	if own.extra != "" {
-		c.told = hashes
+		c.published = hashes
 	}
 	c.request = &engine.Request{Blocks: blocks, Prompt: len(prompt), Output: c.Output, Tag: c, Adapter: own.adapter.Name}
 	return c

@@ -147,7 +147,7 @@ func shape(v gjson.Result) map[string]string {
 	return out
 }
 
-// differ tells what of two shapes differs; null is of any type. With part the second
+// differ reports what of two shapes differs; null is of any type. With part the second
 // may have more.
 func differ(got, want map[string]string, part bool) (list []string) {
 	for path, kind := range got {

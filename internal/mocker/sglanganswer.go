@@ -28,7 +28,8 @@ func (problem *refusal) sglangBody(of kind, streamed bool) []byte {
 	switch {
 	case problem.kind == badBody: // found before the route is reached
 	case of == generateKind && streamed:
-		return MustJSON(map[string]any{"error": map[string]any{"message": problem.message, "type": "invalid_request_error", "code": problem.status, "retryable": false}})
+		return MustJSON(map[string]any{"error": map[string]any{"message": problem.message, "type": "invalid_request_error",
+			"code": problem.status, "retryable": false}})
 	case of == generateKind && problem.status == http.StatusBadRequest:
 		return MustJSON(map[string]any{"error": map[string]any{"message": problem.message}})
 	case streamed:
@@ -166,7 +167,8 @@ const noDetails = `,"completion_tokens_details":null}`
 
 // appendSGLangUsage appends a usage; cached less than 0: it is left out.
 func appendSGLangUsage(out []byte, prompt, generated, cached int) []byte {
-	out = fmt.Appendf(out, `{"prompt_tokens":%d,"total_tokens":%d,"completion_tokens":%d,"prompt_tokens_details":`, prompt, prompt+generated, generated)
+	out = fmt.Appendf(out, `{"prompt_tokens":%d,"total_tokens":%d,"completion_tokens":%d,"prompt_tokens_details":`, prompt, prompt+generated,
+		generated)
 	if cached < 0 {
 		out = append(out, "null"...)
 	} else {
@@ -231,7 +233,8 @@ func (a *Answer) appendGenerated(out []byte, c *Choice, now int) []byte {
 	}
 	out = tokens.AppendTokens(fmt.Appendf(out, `{"text":%s,"output_ids":`, quote(c.Text[:c.known(now)])), c.tokens[c.prompt:c.prompt+shown])
 	out = fmt.Appendf(out, `,"meta_info":{"id":%s,"finish_reason":%s,`, quote(c.id), finish)
-	out = fmt.Appendf(out, `"prompt_tokens":%d,"weight_version":"default","num_retractions":0,"storage_prefetch_wait":0.0,"storage_staging_wait":0.0,`, c.prompt)
+	out = fmt.Appendf(out,
+		`"prompt_tokens":%d,"weight_version":"default","num_retractions":0,"storage_prefetch_wait":0.0,"storage_staging_wait":0.0,`, c.prompt)
 	out = fmt.Appendf(out, `"forward_entry_time":%s,"prefill_finished_time":%s,"queue_time":0.0,`, seconds(a.received), seconds(c.first))
 	out = fmt.Appendf(out, `"reasoning_tokens":0,"completion_tokens":%d,"cached_tokens":%d,`, shown, cached)
 	if last {

@@ -24,7 +24,8 @@ import (
 const SGLangVersion = "0.5.23"
 
 const (
-	flushed = "Cache flushed.\nPlease check backend logs for more details. (When there are running or waiting requests, the operation will not be performed.)\n"
+	flushed = "Cache flushed.\nPlease check backend logs for more details. (When there are running or waiting requests, the operation will " +
+		"not be performed.)\n"
 	// reservedInput is how much shorter than the context SGLang's longest prompt is,
 	// tokens.
 	reservedInput = 6
@@ -87,7 +88,8 @@ func (w *Worker) serverInfo(out http.ResponseWriter, _ *http.Request) {
 	args := map[string]any{
 		"model_path": name, "tokenizer_path": name, "served_model_name": name, "host": w.cfg.host(), "port": ports.HTTP + w.number,
 		"page_size": w.cfg.BlockSize, "dp_size": ports.Ranks, "tp_size": 1, "pp_size": 1, "nnodes": 1, "node_rank": 0, "context_length": nil,
-		"disaggregation_mode": w.role(), "disaggregation_bootstrap_port": cmp.Or(w.part.Bootstrap.Port, kv.SGLangPort), "dist_init_addr": nil, "disaggregation_transfer_backend": "mooncake",
+		"disaggregation_mode": w.role(), "disaggregation_bootstrap_port": cmp.Or(w.part.Bootstrap.Port, kv.SGLangPort), "dist_init_addr": nil,
+		"disaggregation_transfer_backend":          "mooncake",
 		"disaggregation_decode_enable_radix_cache": false, "disable_radix_cache": false, "enable_cache_report": true, "enable_metrics": true,
 		"schedule_policy": "fcfs", "radix_eviction_policy": "lru", "load_balance_method": "round_robin", "weight_version": "default",
 		"max_running_requests": w.cfg.MockMaxNumSeqs, "max_total_tokens": w.capacity(), "max_prefill_tokens": w.cfg.MockMaxNumBatchedTokens,
@@ -108,7 +110,8 @@ func (w *Worker) serverInfo(out http.ResponseWriter, _ *http.Request) {
 		}
 		args["kv_events_config"] = string(MustJSON(map[string]any{
 			"publisher": "zmq", "topic": process.KVEventsTopic, "endpoint": fmt.Sprintf("tcp://*:%d", ports.KVEvents+first),
-			"replay_endpoint": fmt.Sprintf("tcp://*:%d", ports.KVReplay+first), "enable_kv_cache_events": true, "buffer_steps": w.cfg.MockBufferSteps,
+			"replay_endpoint": fmt.Sprintf("tcp://*:%d", ports.KVReplay+first), "enable_kv_cache_events": true,
+			"buffer_steps": w.cfg.MockBufferSteps,
 		}))
 	}
 	states := make([]any, 0, len(w.Ranks))
@@ -162,8 +165,9 @@ func (w *Worker) loadsPage(out http.ResponseWriter, in *http.Request) {
 		entry := map[string]any{
 			"timestamp": float64(now.UnixNano()) / 1e9, "dp_rank": r.number, "num_running_reqs": load.Running, "num_waiting_reqs": load.Waiting,
 			"num_waiting_uncached_tokens": load.Uncached, "num_used_tokens": load.Used, "num_total_tokens": load.Used + load.Queued,
-			"num_active_tokens": load.Used, "num_prealloc_ready_tokens": 0, "max_total_num_tokens": w.capacity(), "max_running_requests": w.cfg.MockMaxNumSeqs,
-			"token_usage": share, "gen_throughput": 0.0, "cache_hit_rate": r.hitRate(), "utilization": 0.0,
+			"num_active_tokens": load.Used, "num_prealloc_ready_tokens": 0, "max_total_num_tokens": w.capacity(),
+			"max_running_requests": w.cfg.MockMaxNumSeqs,
+			"token_usage":          share, "gen_throughput": 0.0, "cache_hit_rate": r.hitRate(), "utilization": 0.0,
 			"total_prefill_uncached_tokens": r.Counts.prefilled.Load(), "total_prefill_busy_us": r.Counts.prefillMicros.Load(),
 		}
 		if wants("memory") {
@@ -181,7 +185,8 @@ func (w *Worker) loadsPage(out http.ResponseWriter, in *http.Request) {
 		loads = append(loads, entry)
 	}
 	answerJSON(out, http.StatusOK, map[string]any{
-		"timestamp": now.UTC().Format("2006-01-02T15:04:05.000000-07:00"), "version": SGLangVersion, "accelerator": nil, "num_accelerators": 1, "loads": loads,
+		"timestamp": now.UTC().Format("2006-01-02T15:04:05.000000-07:00"), "version": SGLangVersion, "accelerator": nil, "num_accelerators": 1,
+		"loads": loads,
 	})
 }
 

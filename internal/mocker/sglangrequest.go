@@ -52,7 +52,9 @@ func (w *Worker) prepareSGLang(body *jsonbody.Body, of kind) (*Answer, *refusal)
 	f.body = body
 	f.names(of)
 	if of == chatKind && f.flag("stream") && f.flag("return_token_ids") {
-		f.fail(&refusal{http.StatusBadRequest, "BadRequest", "return_token_ids is not supported with streaming on /v1/chat/completions. Please set stream=false when using return_token_ids=true.", ""})
+		f.fail(&refusal{http.StatusBadRequest, "BadRequest",
+			"return_token_ids is not supported with streaming on /v1/chat/completions. Please set stream=false when using return_token_ids=true.",
+			""})
 	}
 	if f.problem != nil {
 		return nil, f.problem
@@ -69,7 +71,8 @@ func (w *Worker) prepareSGLang(body *jsonbody.Body, of kind) (*Answer, *refusal)
 		blockSize: w.cfg.BlockSize, prompts: prompts, samples: n, More: make(chan struct{}, 1), list: n > 1 || isBatch(body),
 		promptIDs: f.flag("return_prompt_token_ids"), stream: f.flag("stream"), tokenIDs: body.Get("return_token_ids").Bool(),
 		details: body.Get("return_cached_tokens_details").Bool(), storage: w.cfg.MockDiskBlocks > 0,
-		usage: body.Get("stream_options").Get("include_usage").Bool(), continuousUsage: body.Get("stream_options").Get("continuous_usage_stats").Bool(),
+		usage:           body.Get("stream_options").Get("include_usage").Bool(),
+		continuousUsage: body.Get("stream_options").Get("continuous_usage_stats").Bool(),
 	}
 	total := 0
 	for i, prompt := range prompts {
@@ -82,7 +85,8 @@ func (w *Worker) prepareSGLang(body *jsonbody.Body, of kind) (*Answer, *refusal)
 			return nil, problem
 		}
 		if total += n * (len(prompt) + length); total > maxTokens {
-			return nil, invalid("prompts and answers of all choices have more than the %d tokens that a simulated worker takes in one request; ask for fewer", maxTokens)
+			return nil, invalid("prompts and answers of all choices have more than the %d tokens that a simulated worker takes in one request; "+
+				"ask for fewer", maxTokens)
 		}
 		stops := stop
 		if stops.After < 0 || stops.After > length {
@@ -108,7 +112,8 @@ func (w *Worker) prepareSGLang(body *jsonbody.Body, of kind) (*Answer, *refusal)
 // generateFields checks what only /generate has, and has the following fields read
 // from sampling_params, of which all prompts of a batch have the first's.
 func (f *fields) generateFields() {
-	for _, name := range []string{"return_logprob", "return_hidden_states", "input_embeds", "image_data", "video_data", "audio_data", "session_params"} {
+	for _, name := range []string{"return_logprob", "return_hidden_states", "input_embeds", "image_data", "video_data", "audio_data",
+		"session_params"} {
 		if v := f.body.Get(name); !isFalse(v) {
 			f.fail(invalid("%s: %.100s is not supported by simulated workers; leave it out", name, v.Raw))
 		}
@@ -184,7 +189,9 @@ func (w *Worker) sglangLength(prompt, limit int, named bool) (int, *refusal) {
 	case !named:
 		return longest - prompt, nil
 	case prompt+limit > longest:
-		return 0, invalid("Requested token count exceeds the model's maximum context length of %d tokens. You requested a total of %d tokens: %d tokens from the input messages and %d tokens for the completion. Please reduce the number of tokens in the input messages or the completion to fit within the limit.",
+		return 0, invalid("Requested token count exceeds the model's maximum context length of %d tokens. You requested a total of %d tokens: "+
+			"%d tokens from the input messages and %d tokens for the completion. Please reduce the number of tokens in the input messages or the "+
+			"completion to fit within the limit.",
 			longest, prompt+limit, prompt, limit)
 	}
 	return limit, nil
@@ -290,7 +297,8 @@ func (w *Worker) sglangRank(in *http.Request, body *jsonbody.Body, of kind) (*Ra
 	if header := in.Header.Get(web.HeaderRank); header != "" && of != generateKind {
 		number, err := strconv.Atoi(header)
 		if err != nil {
-			return nil, &refusal{http.StatusBadRequest, "400", fmt.Sprintf("Invalid X-Data-Parallel-Rank header: must be an integer, got '%s'", header), ""}
+			return nil, &refusal{http.StatusBadRequest, "400", fmt.Sprintf("Invalid X-Data-Parallel-Rank header: must be an integer, got '%s'",
+				header), ""}
 		}
 		asked = gjson.Parse(strconv.Itoa(number))
 	}
@@ -360,8 +368,9 @@ func (w *Worker) warm(ctx context.Context, rank *Rank, answer *Answer) bool {
 	warm := &Answer{More: make(chan struct{}, 1)}
 	for i := 0; i < len(answer.choices); i += answer.samples {
 		c := answer.choices[i]
-		one := &Choice{Answer: warm, owner: c.owner, prompt: c.prompt, Output: 1, tokens: c.tokens, told: c.told, Finish: "length"}
-		one.request = &engine.Request{Blocks: c.request.Blocks[:c.prompt/w.cfg.BlockSize], Prompt: c.prompt, Output: 1, Tag: one, Adapter: c.request.Adapter}
+		one := &Choice{Answer: warm, owner: c.owner, prompt: c.prompt, Output: 1, tokens: c.tokens, published: c.published, Finish: "length"}
+		one.request = &engine.Request{Blocks: c.request.Blocks[:c.prompt/w.cfg.BlockSize], Prompt: c.prompt, Output: 1, Tag: one,
+			Adapter: c.request.Adapter}
 		warm.choices = append(warm.choices, one)
 	}
 	refused := rank.submit(warm)

@@ -22,7 +22,7 @@ type TierFlags struct {
 	MockDiskShared    bool          `group:"Mock workers, with --engine mocker" help:"All mock workers share the files of --mock-disk-blocks (locality REMOTE in vLLM's events)."`
 	MockPeerBandwidth float64       `group:"Mock workers, with --engine mocker" name:"mock-peer-bandwidth" default:"0" placeholder:"GB/S" help:"vLLM mock workers pull blocks from each other's host memory (vLLM's secondary tier p2p) at this bandwidth, GB per second. Requires --mock-host-blocks. 0: they do not."`
 	MockPeerLatency   time.Duration `group:"Mock workers, with --engine mocker" name:"mock-peer-latency" default:"0s" help:"Fixed time of each pull."`
-	MockPeerFailures  float64       `group:"Mock workers, with --engine mocker" name:"mock-peer-failures" default:"0" help:"Fault: share of the pulls, 0 to 1, of which nothing comes."`
+	MockPeerFailures  float64       `group:"Mock workers, with --engine mocker" name:"mock-peer-failures" default:"0" help:"Fault: share of the pulls, 0 to 1, that deliver nothing."`
 	MockTierEvents    string        `group:"Mock workers, with --engine mocker" default:"described" enum:"described,placeholder,none" help:"KV events of a vLLM mock worker's lower tiers: described (self_describing_kv_events), placeholder (vLLM's default: a hash without tokens and parent) or none."`
 	MockSilentTiers   []uint64      `group:"Mock workers, with --engine mocker" placeholder:"ID" help:"Fault: the lower tiers of mock worker ID take blocks and publish them, but no request finds any. Comma-separated."`
 }
@@ -33,10 +33,12 @@ func (c *TierFlags) validate(workers int) error {
 		return fmt.Errorf("--mock-host-blocks %d and --mock-disk-blocks %d: give 0 to %d", c.MockHostBlocks, c.MockDiskBlocks, maxTierBlocks)
 	}
 	if !(c.MockHostBandwidth > 0) || !(c.MockDiskBandwidth > 0) || c.MockHostLatency < 0 || c.MockDiskLatency < 0 {
-		return fmt.Errorf("--mock-host-bandwidth %v and --mock-disk-bandwidth %v must be more than 0 GB/s, and --mock-host-latency and --mock-disk-latency cannot be negative", c.MockHostBandwidth, c.MockDiskBandwidth)
+		return fmt.Errorf("--mock-host-bandwidth %v and --mock-disk-bandwidth %v must be more than 0 GB/s, and --mock-host-latency and "+
+			"--mock-disk-latency cannot be negative", c.MockHostBandwidth, c.MockDiskBandwidth)
 	}
 	if !(c.MockPeerBandwidth >= 0) || c.MockPeerLatency < 0 || !(c.MockPeerFailures >= 0 && c.MockPeerFailures <= 1) {
-		return fmt.Errorf("--mock-peer-bandwidth %v, --mock-peer-latency %v and --mock-peer-failures %v: give at least 0, and failures as a share up to 1", c.MockPeerBandwidth, c.MockPeerLatency, c.MockPeerFailures)
+		return fmt.Errorf("--mock-peer-bandwidth %v, --mock-peer-latency %v and --mock-peer-failures %v: give at least 0, and failures as a "+
+			"share up to 1", c.MockPeerBandwidth, c.MockPeerLatency, c.MockPeerFailures)
 	}
 	if c.MockPeerBandwidth > 0 && c.MockHostBlocks == 0 {
 		return errors.New("--mock-peer-bandwidth: workers pull from each other's host memory; set --mock-host-blocks")
@@ -56,12 +58,14 @@ const maxTierBlocks = 1 << 24
 func (c *Settings) Tiers() (tiers []engine.TierSettings) {
 	if c.MockHostBlocks > 0 {
 		tiers = append(tiers, engine.TierSettings{
-			Tier: kv.Host, Blocks: c.MockHostBlocks, Loads: engine.Loads{Fixed: c.MockHostLatency, Bandwidth: c.MockHostBandwidth, BytesPerToken: c.MockKVBytesPerToken},
+			Tier: kv.Host, Blocks: c.MockHostBlocks, Loads: engine.Loads{Fixed: c.MockHostLatency, Bandwidth: c.MockHostBandwidth,
+				BytesPerToken: c.MockKVBytesPerToken},
 		})
 	}
 	if c.MockDiskBlocks > 0 {
 		tiers = append(tiers, engine.TierSettings{
-			Tier: kv.Disk, Blocks: c.MockDiskBlocks, Loads: engine.Loads{Fixed: c.MockDiskLatency, Bandwidth: c.MockDiskBandwidth, BytesPerToken: c.MockKVBytesPerToken},
+			Tier: kv.Disk, Blocks: c.MockDiskBlocks, Loads: engine.Loads{Fixed: c.MockDiskLatency, Bandwidth: c.MockDiskBandwidth,
+				BytesPerToken: c.MockKVBytesPerToken},
 			Shared: c.MockDiskShared, Unpublished: true,
 		})
 	}
@@ -70,7 +74,8 @@ func (c *Settings) Tiers() (tiers []engine.TierSettings) {
 
 // Peers returns how mock workers pull from each other.
 func (c *Settings) Peers() engine.PeerSettings {
-	return engine.PeerSettings{Loads: engine.Loads{Fixed: c.MockPeerLatency, Bandwidth: c.MockPeerBandwidth, BytesPerToken: c.MockKVBytesPerToken}, Failures: c.MockPeerFailures}
+	return engine.PeerSettings{Loads: engine.Loads{Fixed: c.MockPeerLatency, Bandwidth: c.MockPeerBandwidth,
+		BytesPerToken: c.MockKVBytesPerToken}, Failures: c.MockPeerFailures}
 }
 
 // Names of --mock-tier-events.
@@ -184,14 +189,14 @@ func (r *Rank) takeLower() []Event {
 func (r *Rank) renamed(removed []uint64) []uint64 {
 	removed = slices.Clone(removed)
 	for i, name := range removed {
-		told, renamed := r.told[name]
+		published, renamed := r.published[name]
 		if !renamed {
 			continue
 		}
-		removed[i] = told
+		removed[i] = published
 		kept := r.Engine.Pool.Find(name) != 0 || slices.ContainsFunc(r.Engine.Lower, func(s *engine.Store) bool { return s.Has(name) })
 		if !kept {
-			delete(r.told, name)
+			delete(r.published, name)
 		}
 	}
 	return removed
@@ -208,7 +213,8 @@ func (p *metricsPage) tierMetrics(cfg *Settings) {
 		{"p2p", func(c *counts) int64 { return c.tiers.peer.Load() }},
 		{"disk", func(c *counts) int64 { return c.tiers.disk.Load() }},
 	} {
-		p.add("counter", "prompt_tokens_cached_by_source_total", fmt.Sprintf(`,source=%q`, source.name), func(r *Rank, _ Load) float64 { return float64(source.tokens(&r.Counts)) })
+		p.add("counter", "prompt_tokens_cached_by_source_total", fmt.Sprintf(`,source=%q`, source.name),
+			func(r *Rank, _ Load) float64 { return float64(source.tokens(&r.Counts)) })
 	}
 	if len(cfg.Tiers()) == 0 {
 		return
@@ -216,18 +222,22 @@ func (p *metricsPage) tierMetrics(cfg *Settings) {
 	seconds := func(micros func(*tierCounts) *atomic.Int64) func(*Rank, Load) float64 {
 		return func(r *Rank, _ Load) float64 { return float64(micros(&r.Counts.tiers).Load()) / 1e6 }
 	}
-	p.add("counter", "external_prefix_cache_queries_total", "", func(r *Rank, _ Load) float64 { return float64(r.Counts.tiers.queries.Load()) })
+	p.add("counter", "external_prefix_cache_queries_total", "",
+		func(r *Rank, _ Load) float64 { return float64(r.Counts.tiers.queries.Load()) })
 	p.count("kv_offload_load_bytes_total", "", func(c *counts) *atomic.Int64 { return &c.tiers.loadBytes })
 	p.add("counter", "kv_offload_load_time_total", "", seconds(func(t *tierCounts) *atomic.Int64 { return &t.loadMicros }))
 	p.count("kv_offload_total_bytes_total", `,transfer_type="CPU_to_GPU"`, func(c *counts) *atomic.Int64 { return &c.tiers.loadBytes })
-	p.add("counter", "kv_offload_total_time_total", `,transfer_type="CPU_to_GPU"`, seconds(func(t *tierCounts) *atomic.Int64 { return &t.loadMicros }))
+	p.add("counter", "kv_offload_total_time_total", `,transfer_type="CPU_to_GPU"`,
+		seconds(func(t *tierCounts) *atomic.Int64 { return &t.loadMicros }))
 	p.gauge("kv_offload_cpu_cache_usage_perc", func(*Rank, Load) float64 { return 0 }) // nothing is pinned
 	if cfg.pulls() {
 		p.count("kv_offload_tiering_read_bytes_total", `,tier="2:p2p"`, func(c *counts) *atomic.Int64 { return &c.tiers.pullBytes })
-		p.add("counter", "kv_offload_tiering_read_time_total", `,tier="2:p2p"`, seconds(func(t *tierCounts) *atomic.Int64 { return &t.pullMicros }))
+		p.add("counter", "kv_offload_tiering_read_time_total", `,tier="2:p2p"`,
+			seconds(func(t *tierCounts) *atomic.Int64 { return &t.pullMicros }))
 	}
 	if cfg.MockDiskBlocks > 0 {
 		p.count("kv_offload_tiering_read_bytes_total", `,tier="1:fs"`, func(c *counts) *atomic.Int64 { return &c.tiers.readBytes })
-		p.add("counter", "kv_offload_tiering_read_time_total", `,tier="1:fs"`, seconds(func(t *tierCounts) *atomic.Int64 { return &t.readMicros }))
+		p.add("counter", "kv_offload_tiering_read_time_total", `,tier="1:fs"`,
+			seconds(func(t *tierCounts) *atomic.Int64 { return &t.readMicros }))
 	}
 }

@@ -224,7 +224,7 @@ func TestMockStopsAsVLLMDoes(t *testing.T) {
 		if choice.Output != c.output || choice.Text != c.text || choice.Finish != c.finish || choice.Reason != c.reason {
 			t.Errorf("%+v: %d tokens, %q, %s, %s", c.stop, choice.Output, choice.Text, choice.Finish, choice.Reason)
 		}
-		// What is told step by step is never taken back.
+		// What is reported step by step is never taken back.
 		told := ""
 		for choice.Sent = 0; choice.Sent < choice.Output; choice.Sent++ {
 			told += choice.Part(choice.Sent + 1)

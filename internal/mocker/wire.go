@@ -160,5 +160,6 @@ func sglangEvent(event *Event, blockSize int) any {
 		return sglangRemoved{"BlockRemoved", removed, sglangMedia[event.Tier]}
 	}
 	hashes, parent := storedHashes[int64](event)
-	return sglangStored{Type: "BlockStored", Tokens: event.Tokens, BlockSize: blockSize, Medium: sglangMedia[event.Tier], Salt: event.Salt, LoraName: event.Adapter.Name, Hashes: hashes, Parent: parent}
+	return sglangStored{Type: "BlockStored", Tokens: event.Tokens, BlockSize: blockSize, Medium: sglangMedia[event.Tier], Salt: event.Salt,
+		LoraName: event.Adapter.Name, Hashes: hashes, Parent: parent}
 }

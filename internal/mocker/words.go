@@ -9,7 +9,10 @@ import (
 )
 
 // Vocabulary has the words of mock workers' answers.
-const Vocabulary = "a the of and to in is it that was for on are with as they be at one have this from or had by hot but some what there we can out other were all your when up use word how said an each she which do their time if will way about many then them would write like so these her long make thing see him two has look more day could go come did my sound no most number who over know water than call first people may down side been now find"
+const Vocabulary = "a the of and to in is it that was for on are with as they be at one have this from or had by hot but some what " +
+	"there we can out other were all your when up use word how said an each she which do their time if will way about many then them would " +
+	"write like so these her long make thing see him two has look more day could go come did my sound no most number who over know water " +
+	"than call first people may down side been now find"
 
 // word is one word's tokens and the text that each adds to an answer.
 type word struct {

@@ -43,7 +43,7 @@ func (s *Set) ShowAdapters(w kv.WorkerKey, report policy.AdapterReport) {
 	s.For(w.Worker).Router.ShowAdapters(w, report)
 }
 
-// ShowCell stores what a router below this one tells of itself, and its summary.
+// ShowCell stores the report and the summary of a router below this one.
 func (s *Set) ShowCell(w kv.WorkerKey, report policy.CellReport, holds *summary.View) {
 	s.For(w.Worker).Router.ShowCell(w, report, holds)
 }
@@ -138,13 +138,16 @@ func (s *Set) Loads() (loads []router.WorkerLoad) {
 		}
 	}
 	slices.SortFunc(loads, func(a, b router.WorkerLoad) int { return a.Key.Compare(b.Key) })
-	return slices.CompactFunc(loads, func(a, b router.WorkerLoad) bool { return a.Key == b.Key }) // a worker may have changed its model meanwhile
+	// a worker may have changed its model meanwhile
+	return slices.CompactFunc(loads, func(a, b router.WorkerLoad) bool { return a.Key == b.Key })
 }
 
 // Ready reports whether a new request would be served, at once or after waiting for
 // a worker.
 func (s *Set) Ready() bool {
-	return s.settings.Routing.HoldWhenEmpty > 0 || s.Has(func(t *kv.Target) bool { return t.Role != kv.RolePrefill && !t.Cordoned && !t.Unanswered })
+	return s.settings.Routing.HoldWhenEmpty > 0 || s.Has(func(t *kv.Target) bool {
+		return t.Role != kv.RolePrefill && !t.Cordoned && !t.Unanswered
+	})
 }
 
 // Sessions returns the number of sessions in memory, and the routing results of requests

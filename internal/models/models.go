@@ -302,7 +302,8 @@ func (s *Set) home(serves kv.Served, size int) (*Model, error) {
 		return nil, fmt.Errorf("the model name has %d bytes; the maximum is %d", len(name), maxName)
 	}
 	if !s.makeRoom() {
-		return nil, fmt.Errorf("it serves %q, and the router already has workers of %d base models, which is the maximum; run another router for it", name, MaxModels)
+		return nil, fmt.Errorf("it serves %q, and the router already has workers of %d base models, which is the maximum; run another router "+
+			"for it", name, MaxModels)
 	}
 	m, err := s.create(name, serves.Root, size)
 	if err != nil {
@@ -378,9 +379,11 @@ func (s *Set) create(name, root string, size int) (*Model, error) {
 		m.files = s.open(m.dir, log)
 		m.refused = m.files == nil || m.files.Problem() != ""
 	} else {
-		log.Info("no tokenizer files: workers tokenize the prompts", "remedy", "add a folder with the model's name and its tokenizer files to --models-dir")
+		log.Info("no tokenizer files: workers tokenize the prompts",
+			"remedy", "add a folder with the model's name and its tokenizer files to --models-dir")
 	}
 	m.Tokens = tokens.NewSource(m.files, m.askAny, s.settings.TokenTimeout, log)
-	log.Info("added a base model with its own index, policy and tokenizer", "root", root, "block_size", size, "default_model", s.settings.ServedModelName)
+	log.Info("added a base model with its own index, policy and tokenizer", "root", root, "block_size", size,
+		"default_model", s.settings.ServedModelName)
 	return m, nil
 }

@@ -44,7 +44,8 @@ func (s *Set) open(dir string, log *slog.Logger) *tokens.Model {
 		s.spare[dir] = spare[1:]
 		return spare[0]
 	}
-	model, err := tokens.Open(context.Background(), tokens.Opening{Name: dir, CacheTokens: s.settings.CacheTokens, Limits: s.settings.Limits}, log)
+	model, err := tokens.Open(context.Background(), tokens.Opening{Name: dir, CacheTokens: s.settings.CacheTokens, Limits: s.settings.Limits},
+		log)
 	if err != nil {
 		log.Warn("cannot open the tokenizer: workers tokenize the prompts", "folder", dir, "error", err)
 		return nil
@@ -155,7 +156,8 @@ func (m *Model) mayTake(t kv.Target) func(context.Context) bool {
 		}
 		status, answer, err := m.ask(ctx, t, http.MethodGet, "/server_info", nil, nil)
 		info := gjson.ParseBytes(answer)
-		return err == nil && status == http.StatusOK && info.IsObject() && info.Get("chat_template").Type == gjson.Null && info.Get("completion_template").Type == gjson.Null
+		return err == nil && status == http.StatusOK && info.IsObject() && info.Get("chat_template").Type == gjson.Null &&
+			info.Get("completion_template").Type == gjson.Null
 	}
 }
 

@@ -15,7 +15,7 @@ import (
 // Errors of Find.
 var (
 	errWaitFull    = fmt.Errorf("%w, and the maximum number of requests (--router-queue-limit) already waits for one", router.ErrNoWorker)
-	errWaitTimeout = fmt.Errorf("%w, and none came within --hold-when-empty", router.ErrNoWorker)
+	errWaitTimeout = fmt.Errorf("%w, and none started within --hold-when-empty", router.ErrNoWorker)
 	errWaitStopped = fmt.Errorf("%w, and the router is shutting down", router.ErrNoWorker)
 )
 

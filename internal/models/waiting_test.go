@@ -137,7 +137,7 @@ func TestRequestsThatWaitGoInTheirOrder(t *testing.T) {
 func TestWhoWaitsInVain(t *testing.T) {
 	t.Run("its time is over", func(t *testing.T) {
 		s := newWaitingSet(t, 20*time.Millisecond, 10)
-		if _, _, err := s.Find(t.Context(), router.Need{}); !errors.Is(err, router.ErrNoWorker) || err.Error() != "no worker is ready, and none came within --hold-when-empty" {
+		if _, _, err := s.Find(t.Context(), router.Need{}); !errors.Is(err, router.ErrNoWorker) || err.Error() != "no worker is ready, and none started within --hold-when-empty" {
 			t.Error(err)
 		}
 	})

@@ -91,7 +91,8 @@ const scrapes = 32
 // New returns the port's routes.
 func New(s Settings, deps Deps) *API {
 	a := &API{
-		settings: s, keys: deps.Keys, bodies: deps.Bodies, models: deps.Models, proxy: deps.Proxy, observers: deps.Observers, log: deps.Log, engine: web.NewEngine(deps.Log),
+		settings: s, keys: deps.Keys, bodies: deps.Bodies, models: deps.Models, proxy: deps.Proxy, observers: deps.Observers, log: deps.Log,
+		engine: web.NewEngine(deps.Log),
 		stored: cmp.Or(deps.Stored, &Stored{}), shareStored: deps.ShareStored,
 	}
 	a.engine.Use(web.CORS(s.CORSOrigins), deps.Hop.Refuse)

@@ -36,7 +36,8 @@ func azured(r *http.Request) *http.Request {
 // slashes; empty: there is none.
 func routeIn(deployment string) (longest string) {
 	for route := range tokens.Routes {
-		if rest, of := strings.CutPrefix(route, "/v1"); of && strings.HasSuffix(deployment, rest) && len(deployment) > len(rest) && len(route) > len(longest) {
+		if rest, of := strings.CutPrefix(route, "/v1"); of && strings.HasSuffix(deployment, rest) && len(deployment) > len(rest) &&
+			len(route) > len(longest) {
 			longest = route
 		}
 	}

@@ -37,9 +37,9 @@ func (a *API) serveCell(stream http.Handler) {
 	}, gin.WrapH(stream))
 }
 
-// tells reports whether the answer names the chosen worker and the reason. A trusted router above
-// is told, because it learns from them, and GET /cell tells it what the workers hold.
-func (r *inference) tells() bool {
+// explains reports whether the answer names the chosen worker and the reason. A trusted router above
+// learns from them, and GET /cell sends it the workers' prefixes in any case.
+func (r *inference) explains() bool {
 	return r.caller.SeesDecisions || r.caller.Trusted && r.hints.FromAbove
 }
 
@@ -47,6 +47,7 @@ func (r *inference) tells() bool {
 func (r *inference) below(header http.Header) {
 	q := &r.request
 	hints.Routed{
-		Tenant: q.Tenant.Name, Class: q.Class, Deadline: q.Deadline, TPOT: q.TPOT, Output: q.ExpectedOutput, SessionHeader: r.api.settings.SessionHeader, Session: q.SessionID, Series: q.Prefix.ID,
+		Tenant: q.Tenant.Name, Class: q.Class, Deadline: q.Deadline, TPOT: q.TPOT, Output: q.ExpectedOutput,
+		SessionHeader: r.api.settings.SessionHeader, Session: q.SessionID, Series: q.Prefix.ID,
 	}.Sign(header, r.model.Router.Now())
 }

@@ -61,8 +61,10 @@ func computes(route string) bool {
 // Members of a body that have text or token ids for the model: those of prompts, and those
 // of pairs, of which the engine computes the one with each of the other.
 var (
-	promptMembers = []string{"messages", "system", "tools", "instructions", "documents", "prompt", "text", "texts", "input", "inputs", "input_ids", "token_ids"}
-	pairedMembers = [][2]string{{"query", "documents"}, {"query", "items"}, {"queries", "documents"}, {"text_1", "text_2"}, {"data_1", "data_2"}}
+	promptMembers = []string{"messages", "system", "tools", "instructions", "documents", "prompt", "text", "texts", "input", "inputs",
+		"input_ids", "token_ids"}
+	pairedMembers = [][2]string{{"query", "documents"}, {"query", "items"}, {"queries", "documents"}, {"text_1", "text_2"},
+		{"data_1", "data_2"}}
 )
 
 // estimate returns about how many tokens the prompts of a request have that the router's
@@ -109,7 +111,8 @@ func countIn(raw string) (tokens int) {
 			}
 			text := raw[i+1 : min(end, len(raw))]
 			i = end + 1
-			if after := strings.TrimLeft(raw[min(i, len(raw)):min(i+maxGap, len(raw))], " \t\r\n"); strings.HasPrefix(after, ":") || strings.HasPrefix(text, "data:") {
+			if after := strings.TrimLeft(raw[min(i, len(raw)):min(i+maxGap, len(raw))], " \t\r\n"); strings.HasPrefix(after, ":") ||
+				strings.HasPrefix(text, "data:") {
 				continue
 			}
 			tokens += (len(text) + bytesPerToken - 1) / bytesPerToken

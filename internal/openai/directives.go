@@ -24,14 +24,17 @@ func (a *API) undirected(c *gin.Context, body *jsonbody.Body) (ok bool) {
 		path = directives.FindIn(c.GetHeader("Content-Type"), body.Raw)
 	}
 	if path != "" {
-		a.fail(c, http.StatusBadRequest, path, fmt.Sprintf("%s is not accepted: it sets addresses, ranks or code for the engines. Keys with trust-hints: true may send it; with --trust-transfer-params, all clients may", path))
+		a.fail(c, http.StatusBadRequest, path,
+			fmt.Sprintf("%s is not accepted: it sets addresses, ranks or code for the engines. Keys with trust-hints: true may send it; with "+
+				"--trust-transfer-params, all clients may", path))
 		return false
 	}
 	if caller.Trusted {
 		return true
 	}
 	if path = directives.FindShared(body); path != "" {
-		a.fail(c, http.StatusBadRequest, path, "uuid is not accepted: it names an entry of a cache that all clients share. Keys with trust-hints: true may send it")
+		a.fail(c, http.StatusBadRequest, path,
+			"uuid is not accepted: it names an entry of a cache that all clients share. Keys with trust-hints: true may send it")
 	}
 	return path == ""
 }
@@ -44,7 +47,8 @@ func (r *inference) opensNothing(c *gin.Context) (ok bool) {
 	}
 	member := directives.FindFile(r.body)
 	if member != "" {
-		r.api.fail(c, http.StatusBadRequest, member, member+" refers to a file of the worker's machine: give media as https: or data: URLs, or in base64")
+		r.api.fail(c, http.StatusBadRequest, member,
+			member+" refers to a file of the worker's machine: give media as https: or data: URLs, or in base64")
 	}
 	return member == ""
 }

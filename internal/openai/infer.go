@@ -37,7 +37,7 @@ type inference struct {
 	multiple bool          // the body has several prompts
 	tokens   int           // of all of them together
 	unknown  bool          // the tokens of some are not known
-	several  bool          // it asks for several answers to one
+	several  bool          // it wants several answers to one
 	empty    bool          // a prompt has no token, which crashes an SGLang server
 	held     time.Duration // without a worker
 	request  router.Request
@@ -49,7 +49,8 @@ type inference struct {
 func (a *API) infer(c *gin.Context, path string, kind tokens.Kind) {
 	caller := a.keys.Of(c)
 	x := &proxy.Exchange{ID: web.RequestID(c), Route: path, Worker: kv.NoWorker, Arrived: time.Now(), Trusted: caller.Trusted}
-	r := &inference{api: a, ctx: c.Request.Context(), kind: kind, exchange: x, caller: caller, model: a.models.Default(), gateway: gatewayOf(c)}
+	r := &inference{api: a, ctx: c.Request.Context(), kind: kind, exchange: x, caller: caller, model: a.models.Default(),
+		gateway: gatewayOf(c)}
 	r.client = clientOf(c.Request, caller)
 	r.ctx = router.ForClient(r.ctx, r.client)
 	a.observers.began(c.Request, x)
@@ -110,8 +111,10 @@ func (r *inference) upstream(c *gin.Context) proxy.Upstream {
 	a, body, x := r.api, r.body, r.exchange
 	u := proxy.Upstream{
 		Method: c.Request.Method, Path: pathOf(c.Request.URL), Header: a.clientHeader(c, r.hints.Pinned != nil), Body: body.Raw,
-		Route: x.Route, RequestID: x.ID, Client: r.client, Arrived: x.Arrived, EndMarked: r.kind != tokens.NoPrompt, Silent: !r.tells(), SeveralAnswers: r.several,
-		CachedTokensMislead: r.countsMore() || proxy.ComputesAnew(body), Paired: r.paired, Parsed: body, Aggregated: r.whole, Gateway: r.gateway, Below: r.below,
+		Route: x.Route, RequestID: x.ID, Client: r.client, Arrived: x.Arrived, EndMarked: r.kind != tokens.NoPrompt, Silent: !r.explains(),
+		SeveralAnswers:      r.several,
+		CachedTokensMislead: r.countsMore() || proxy.ComputesAnew(body), Paired: r.paired, Parsed: body, Aggregated: r.whole, Gateway: r.gateway,
+		Below: r.below,
 	}
 	if x.Route == proxy.ResponsesRoute && body.Get("store").Type != gjson.False {
 		u.Stored = func(worker uint64, id string) { a.noteStored(id, worker, r.caller.Owner()) }
@@ -124,7 +127,8 @@ func (r *inference) upstream(c *gin.Context) proxy.Upstream {
 			u.MaxRetries = a.settings.Retries
 		}
 		if r.model.Router.Several() {
-			u.Migration = proxy.NewMigration(x.Route, body, r.prompt.Tokens, r.prompt.Exact == len(r.prompt.Tokens) && len(r.prompt.Media) == 0, r.multiple || r.several,
+			u.Migration = proxy.NewMigration(x.Route, body, r.prompt.Tokens, r.prompt.Exact == len(r.prompt.Tokens) && len(r.prompt.Media) == 0,
+				r.multiple || r.several,
 				func(ids []uint32) (string, error) { return r.model.Tokens.TextOf(r.ctx, ids) })
 		}
 	}

@@ -19,8 +19,8 @@ import (
 )
 
 const (
-	// askedInTurn is the number of workers that are asked, one after the other, for what any of
-	// them can tell, and askTimeout how long one may take for it.
+	// askedInTurn is the number of workers to which a question that any of them can answer
+	// is sent in turn, and askTimeout the time for each.
 	askedInTurn = 3
 	askTimeout  = 5 * time.Second
 	// healthTimeout bounds the question whether a worker generates: SGLang itself
@@ -139,12 +139,16 @@ func (a *API) askFirst(c *gin.Context, path string, show func(answer []byte) []b
 // one worker's and would mislead a router in front of this one.
 var (
 	infoShown = []string{
-		"served_model_name", "version", "status", "model_impl", "dtype", "quantization", "kv_cache_dtype", "device", "context_length", "is_embedding",
+		"served_model_name", "version", "status", "model_impl", "dtype", "quantization", "kv_cache_dtype", "device", "context_length",
+		"is_embedding",
 		"tp_size", "pp_size", "ep_size", "page_size", "max_total_num_tokens", "max_req_input_len", "max_running_requests", "max_total_tokens",
-		"max_prefill_tokens", "chunked_prefill_size", "mem_fraction_static", "schedule_policy", "attention_backend", "sampling_backend", "grammar_backend",
-		"disable_radix_cache", "radix_eviction_policy", "enable_cache_report", "stream_interval", "reasoning_parser", "tool_call_parser", "speculative_algorithm", "cuda_graph_config",
+		"max_prefill_tokens", "chunked_prefill_size", "mem_fraction_static", "schedule_policy", "attention_backend", "sampling_backend",
+		"grammar_backend",
+		"disable_radix_cache", "radix_eviction_policy", "enable_cache_report", "stream_interval", "reasoning_parser", "tool_call_parser",
+		"speculative_algorithm", "cuda_graph_config",
 	}
-	stateShown = []string{"last_gen_throughput", "avg_spec_accept_length", "effective_max_running_requests_per_dp", "memory_usage", "step_time_dict"}
+	stateShown = []string{"last_gen_throughput", "avg_spec_accept_length", "effective_max_running_requests_per_dp", "memory_usage",
+		"step_time_dict"}
 )
 
 // shownInfo returns what of /server_info clients may know.

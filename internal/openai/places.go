@@ -25,6 +25,7 @@ func (a *API) places() gin.HandlerFunc {
 // among is places for so many, which the flag bounds.
 func (a *API) among(most int, flag string) gin.HandlerFunc {
 	return web.Within(web.Places(most), a.clientOf, func(c *gin.Context) {
-		a.fail(c, http.StatusServiceUnavailable, "", fmt.Sprintf("all %d places for requests (%s), or your share of them, are taken: try again", most, flag))
+		a.fail(c, http.StatusServiceUnavailable, "", fmt.Sprintf("all %d places for requests (%s), or your share of them, are taken: try again",
+			most, flag))
 	})
 }

@@ -91,7 +91,8 @@ func (r *inference) readHints(c *gin.Context) (ok bool) {
 		return false
 	}
 	if given.Query && !r.caller.SeesDecisions {
-		a.fail(c, http.StatusForbidden, "nvext.annotations", hints.AnnotationQuery+": this key may not see routing decisions (--decision-headers)")
+		a.fail(c, http.StatusForbidden, "nvext.annotations", hints.AnnotationQuery+
+			": this key may not see routing decisions (--decision-headers)")
 		return false
 	}
 	if given.Prefix.ID != "" && a.keys.Several() {
@@ -114,9 +115,12 @@ func (r *inference) findPrompt(path string) {
 	x.Trace.Tokens(began, x.Source, len(r.prompt.Tokens))
 	adapter, listed := r.model.Router.Adapter(x.Model)
 	r.request = router.Request{
-		Tokens: r.prompt.Tokens[:r.prompt.Exact], NumTokens: len(r.prompt.Tokens), Media: kv.MediaBlocks(r.prompt.Media, r.model.Router.BlockSize()),
-		Salt: r.body.Get("cache_salt").String(), LoRA: r.model.Tokens.Adapter(x.Route, r.body, adapter, listed), Model: x.Model, Client: r.client,
-		AnsweredWhole: !r.body.Get("stream").Bool() || r.multiple || r.several, SGLang: r.kind == tokens.GeneratePrompt, Explain: x.Trace.Sampled(),
+		Tokens: r.prompt.Tokens[:r.prompt.Exact], NumTokens: len(r.prompt.Tokens),
+		Media: kv.MediaBlocks(r.prompt.Media, r.model.Router.BlockSize()),
+		Salt:  r.body.Get("cache_salt").String(), LoRA: r.model.Tokens.Adapter(x.Route, r.body, adapter, listed), Model: x.Model,
+		Client:        r.client,
+		AnsweredWhole: !r.body.Get("stream").Bool() || r.multiple || r.several, SGLang: r.kind == tokens.GeneratePrompt,
+		Explain: x.Trace.Sampled(),
 		Session: r.model.Router.SessionOf(r.caller.Name, r.hints.Session), SessionID: router.SessionID(r.caller.Name, r.hints.Session),
 	}
 	r.request.Work = r.work(path)

@@ -21,7 +21,8 @@ const realtimeRoute = "/v1/realtime"
 // query names. What passes on it is read for directives, and for the usage of a key with a limit.
 func (a *API) realtime(c *gin.Context) {
 	caller := a.keys.Of(c)
-	x := &proxy.Exchange{ID: web.RequestID(c), Route: realtimeRoute, Worker: kv.NoWorker, Arrived: time.Now(), Trusted: caller.Trusted, Model: c.Query("model")}
+	x := &proxy.Exchange{ID: web.RequestID(c), Route: realtimeRoute, Worker: kv.NoWorker, Arrived: time.Now(), Trusted: caller.Trusted,
+		Model: c.Query("model")}
 	r := &inference{api: a, ctx: c.Request.Context(), exchange: x, caller: caller, model: a.models.Default()}
 	r.client = clientOf(c.Request, caller)
 	r.ctx = router.ForClient(r.ctx, r.client)
@@ -47,7 +48,8 @@ func (a *API) realtime(c *gin.Context) {
 			a.fail(c, http.StatusTooManyRequests, "", limited.Error())
 			return
 		}
-		r.request = router.Request{Model: x.Model, Client: r.client, Tenant: fair.Tenant{Name: caller.Name, Weight: caller.Weight}, Class: caller.Class, AnsweredWhole: true}
+		r.request = router.Request{Model: x.Model, Client: r.client, Tenant: fair.Tenant{Name: caller.Name, Weight: caller.Weight},
+			Class: caller.Class, AnsweredWhole: true}
 		var decision router.Decision
 		if decision, err = r.Route(nil); err == nil {
 			x.Decision, x.Worker = decision, a.models.Names().Label(decision.Target.Key.Worker)

@@ -20,7 +20,8 @@ import (
 
 // errSeveralAnswers refuses a request for several answers where only pairs of SGLang
 // workers are up: their decode workers never answer it.
-var errSeveralAnswers = errors.New("several answers to one prompt (n, best_of, beams) are not supported by disaggregated SGLang workers: send one request for each, or run a worker without a role")
+var errSeveralAnswers = errors.New("several answers to one prompt (n, best_of, beams) are not supported by disaggregated SGLang " +
+	"workers: send one request for each, or run a worker without a role")
 
 // Route implements proxy.Chooser.
 func (r *inference) Route(exclude []uint64) (router.Decision, error) {
@@ -51,7 +52,8 @@ func (r *inference) Beside(ctx context.Context, exclude []uint64) (router.Pair, 
 	request := r.request
 	request.Exclude, request.Beside, request.ID, request.Session, request.Home = exclude, true, "", 0, nil
 	if r.paired {
-		return r.model.Router.RoutePair(ctx, request, router.PairRule{LeastUncached: r.api.settings.MinUncachedTokens, Whole: r.whole, Enforce: r.api.settings.EnforceDisagg})
+		return r.model.Router.RoutePair(ctx, request, router.PairRule{LeastUncached: r.api.settings.MinUncachedTokens, Whole: r.whole,
+			Enforce: r.api.settings.EnforceDisagg})
 	}
 	decision, err := r.model.Router.Route(ctx, request)
 	return router.Pair{Decode: decision, Whole: router.WholeNoPair}, err

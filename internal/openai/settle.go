@@ -45,7 +45,8 @@ func (r *inference) settle(c *gin.Context, err error) {
 		a.fail(c, http.StatusBadRequest, "", "the path or a header cannot be forwarded")
 	case errors.Is(err, proxy.ErrSilent):
 		a.fail(c, http.StatusGatewayTimeout, "", fmt.Sprintf("worker %s did not answer within %s", x.Worker, a.settings.RequestTimeout))
-	case errors.Is(err, router.ErrNoWorker), errors.Is(err, router.ErrBusy), errors.Is(err, router.ErrQueueFull), errors.Is(err, router.ErrQueueTimeout), errors.Is(err, router.ErrShed), errors.Is(err, router.ErrNoPair):
+	case errors.Is(err, router.ErrNoWorker), errors.Is(err, router.ErrBusy), errors.Is(err, router.ErrQueueFull),
+		errors.Is(err, router.ErrQueueTimeout), errors.Is(err, router.ErrShed), errors.Is(err, router.ErrNoPair):
 		r.refuse(c, err)
 	case proxy.OutOfDescriptors(err):
 		a.log.Warn("too many open files or connections", "route", x.Route, "error", err)

@@ -116,8 +116,7 @@ func (s *Stored) Each(take func(worker uint64, owner keys.Owner, ids []string)) 
 }
 
 // mayUse reports whether a caller may use the response of that id, and its worker, if that is
-// known. Of a response without a known owner that cannot be told where there are several clients:
-// it is nobody's.
+// known. With several clients, a response without a known owner is nobody's.
 func (a *API) mayUse(caller *keys.Caller, id string) (worker uint64, known, may bool) {
 	if id == "" || len(id) > maxResponseID {
 		return 0, false, false
@@ -188,7 +187,7 @@ func (r *inference) stays(c *gin.Context) (ok bool) {
 	return true
 }
 
-// find asks all workers of targets that answer for a response. errUnsaid: none has it, as far
+// find queries all workers of targets that answer for a response. errUnsaid: none has it, as far
 // as they have said.
 func (a *API) find(c *gin.Context, id string, targets []kv.Target) (holder *kv.Target, err error) {
 	q := a.question(c, nil)
@@ -214,7 +213,8 @@ func (a *API) find(c *gin.Context, id string, targets []kv.Target) (holder *kv.T
 // id that it was asked for: it says so, or has no such route, or refuses the id.
 func deniesResponse(status int) bool {
 	switch status {
-	case http.StatusBadRequest, http.StatusNotFound, http.StatusMethodNotAllowed, http.StatusGone, http.StatusUnprocessableEntity, http.StatusNotImplemented:
+	case http.StatusBadRequest, http.StatusNotFound, http.StatusMethodNotAllowed, http.StatusGone, http.StatusUnprocessableEntity,
+		http.StatusNotImplemented:
 		return true
 	}
 	return false
@@ -250,7 +250,8 @@ func (a *API) storedRoute(rest string) gin.HandlerFunc {
 		if caller.SeesDecisions {
 			c.Header(web.HeaderWorker, a.models.Names().Label(holder.Key.Worker))
 		}
-		if err := a.proxy.Pass(c.Request.Context(), c.Writer, *holder, q); err != nil && !errors.Is(err, proxy.ErrAnswered) && !errors.Is(err, context.Canceled) {
+		if err := a.proxy.Pass(c.Request.Context(), c.Writer, *holder, q); err != nil && !errors.Is(err, proxy.ErrAnswered) &&
+			!errors.Is(err, context.Canceled) {
 			a.log.Warn("the worker of a stored response did not answer", "worker", holder.Key.Worker, "error", err)
 			a.fail(c, http.StatusBadGateway, "", "the worker of this response did not answer: try again")
 		}

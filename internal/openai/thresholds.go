@@ -41,7 +41,7 @@ func (a *API) showThresholds(c *gin.Context) {
 	c.JSON(http.StatusOK, gin.H{"thresholds": thresholds})
 }
 
-// changeThresholds changes the thresholds that the body names, which hold for every
+// changeThresholds changes the thresholds that the body names, which apply to every
 // model, and answers with all of them.
 func (a *API) changeThresholds(c *gin.Context) {
 	body, ok := a.smallBody(c, thresholdsBody)

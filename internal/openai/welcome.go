@@ -19,7 +19,8 @@ func (a *API) welcome(c *gin.Context) {
 	c.Header("Cache-Control", "no-store")
 	c.Header("Vary", "Accept")
 	if !strings.Contains(c.GetHeader("Accept"), "text/html") {
-		text := "This is kvrouter: an OpenAI endpoint that sends each request to the worker with most of its prompt in the KV cache.\n\n  requests   POST /v1/chat/completions, /v1/completions, ...; GET /v1/models\n  state      GET /ready, /health, /version, /metrics\n"
+		text := "This is kvrouter: an OpenAI endpoint that sends each request to the worker with most of its prompt in the KV cache.\n\n  " +
+			"requests   POST /v1/chat/completions, /v1/completions, ...; GET /v1/models\n  state      GET /ready, /health, /version, /metrics\n"
 		if at != "" {
 			text += "  dashboard  " + at + "\n"
 		}

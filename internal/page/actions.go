@@ -112,6 +112,7 @@ func (p *Page) vars(c *gin.Context) {
 	}
 	c.JSON(http.StatusOK, gin.H{
 		"version": p.settings.Version, "go": runtime.Version(), "uptime": seconds(p.now().Sub(p.began)),
-		"cpus": runtime.NumCPU(), "gomaxprocs": runtime.GOMAXPROCS(0), "goroutines": runtime.NumGoroutine(), "viewers": p.viewers.n.Load(), "runtime": values,
+		"cpus": runtime.NumCPU(), "gomaxprocs": runtime.GOMAXPROCS(0), "goroutines": runtime.NumGoroutine(), "viewers": p.viewers.n.Load(),
+		"runtime": values,
 	})
 }

@@ -28,7 +28,7 @@ type Flags struct {
 type Settings struct {
 	Flags
 	Host      string    // address of its ports
-	Keys      *web.Keys // that it asks for; nil: none
+	Keys      *web.Keys // that it requires; nil: none
 	APIKeyed  bool      // the OpenAI port requires a key
 	Secure    bool      // its ports speak TLS
 	Version   string
@@ -92,7 +92,8 @@ type Page struct {
 
 // New returns a page. It shows data while Run runs.
 func New(settings Settings, deps Deps) *Page {
-	return &Page{Journal: deps.Journal, settings: settings, deps: deps, log: deps.Log, sessions: newSessions(), trends: newTrends(deps.Journal.began)}
+	return &Page{Journal: deps.Journal, settings: settings, deps: deps, log: deps.Log, sessions: newSessions(),
+		trends: newTrends(deps.Journal.began)}
 }
 
 // URL returns the page's address on a port at http://HOST:PORT.
@@ -130,7 +131,7 @@ func (p *Page) Close() { p.viewers.close() }
 func (p *Page) show() {
 	if p.viewers.watched() {
 		p.deps.Models.Decisions(0) // the next ones are explained
-		p.viewers.tell(eventState, p.state(p.now()), p.now())
+		p.viewers.send(eventState, p.state(p.now()), p.now())
 	}
 }
 
@@ -144,7 +145,7 @@ func (p *Page) takeStep() {
 	queued, _ := p.deps.Models.QueueDepth()
 	p.trends.step(p.deps.Totals(), queued, inFlight, now)
 	if p.viewers.watched() {
-		p.viewers.tell(eventTrends, p.trends.all(), now)
+		p.viewers.send(eventTrends, p.trends.all(), now)
 	}
 }
 

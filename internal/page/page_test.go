@@ -475,7 +475,7 @@ func TestActionsOnWorkers(t *testing.T) {
 		{"/ui/workers/0/reset-cache", 200, 204, "0 POST /reset_prefix_cache"},
 		{"/ui/workers/1/reset-cache", 200, 204, "1 POST /flush_cache"},
 		{"/ui/workers/0/reset-cache", 404, 502, "0 POST /reset_prefix_cache"},
-		{"/ui/workers/0/reset-cache", 299, 409, "0 POST /reset_prefix_cache"}, // as the bench tells that it is in use
+		{"/ui/workers/0/reset-cache", 299, 409, "0 POST /reset_prefix_cache"}, // as the bench reports that it is in use
 		{"/ui/workers/7/reset-cache", 200, 404, ""},
 	}
 	for _, test := range tests {

@@ -235,7 +235,8 @@ func (t *prompts) hottest(now time.Time, match func(local []uint64, usable int, 
 			parent = name(n.parent.id)
 		}
 		cache.Nodes = append(cache.Nodes, Node{
-			ID: name(n.id), Parent: parent, Depth: n.depth, Tokens: len(n.hashes) * t.blockSize, Workers: held[n], Hits: hits[n], Last: unix(n.last), Text: n.text,
+			ID: name(n.id), Parent: parent, Depth: n.depth, Tokens: len(n.hashes) * t.blockSize, Workers: held[n], Hits: hits[n], Last: unix(n.last),
+			Text: n.text,
 		})
 	}
 	return cache

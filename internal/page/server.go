@@ -71,7 +71,8 @@ func (p *Page) routes(profiles bool) http.Handler {
 	changing.POST("/where", p.where)
 	changing.POST("/try", p.try)
 	if profiles {
-		debug := engine.Group("/debug", web.OwnPages(p.settings.Host, p.settings.Keys.Asked(), fail), web.RequireKey(p.settings.Keys, "this requires the router port's key", fail))
+		debug := engine.Group("/debug", web.OwnPages(p.settings.Host, p.settings.Keys.Asked(), fail),
+			web.RequireKey(p.settings.Keys, "this requires the router port's key", fail))
 		debug.GET("/vars", p.vars)
 		debug.GET("/pprof/*name", profile) // a body might name seconds too
 	}

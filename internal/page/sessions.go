@@ -15,7 +15,7 @@ import (
 const (
 	// cookieName names the cookie of those who have signed in.
 	cookieName = "kvrouter_session"
-	// sessionLife is the time that a sign-in holds, and maxSessions how many hold at once:
+	// sessionLife is the time that a sign-in is valid, and maxSessions how many are at once:
 	// of more, the oldest ends.
 	sessionLife = 12 * time.Hour
 	maxSessions = 256
@@ -29,7 +29,7 @@ const (
 // sessions are the valid sign-ins.
 type sessions struct {
 	mu   sync.Mutex           // guards open
-	open map[string]time.Time // until when each holds, by the cookie's value
+	open map[string]time.Time // end of validity, by the cookie's value
 }
 
 func newSessions() *sessions { return &sessions{open: map[string]time.Time{}} }
@@ -133,5 +133,6 @@ func (p *Page) signOut(c *gin.Context) {
 // setCookie names no path, so that browsers take that of the page: the folder of what was
 // requested, also behind a proxy that has cut a prefix from it.
 func (p *Page) setCookie(c *gin.Context, value string, age int) {
-	http.SetCookie(c.Writer, &http.Cookie{Name: cookieName, Value: value, MaxAge: age, HttpOnly: true, Secure: p.settings.Secure, SameSite: http.SameSiteStrictMode})
+	http.SetCookie(c.Writer, &http.Cookie{Name: cookieName, Value: value, MaxAge: age, HttpOnly: true, Secure: p.settings.Secure,
+		SameSite: http.SameSiteStrictMode})
 }

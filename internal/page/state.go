@@ -26,10 +26,12 @@ func (p *Page) state(now time.Time) State {
 	queued, _ := p.deps.Models.QueueDepth()
 	s := State{
 		At: unix(now), Version: p.settings.Version, Uptime: seconds(now.Sub(p.began)), Policy: p.settings.Policy, BlockSize: p.settings.BlockSize,
-		ShowText: p.settings.PageShowText, TryAsks: p.tryAsks(), Demo: p.settings.Demo, Fair: p.settings.Fair, Models: []string{}, Rates: p.trends.lately(totals, now), Requests: p.requests.list(),
+		ShowText: p.settings.PageShowText, TryAsks: p.tryAsks(), Demo: p.settings.Demo, Fair: p.settings.Fair, Models: []string{},
+		Rates: p.trends.lately(totals, now), Requests: p.requests.list(),
 		Cache: p.prompts.hottest(now, p.deps.Models.Default().Router.Index().Match),
 		Totals: Totals{
-			Requests: totals.Requests, Errors: totals.Errors, Queued: queued, PromptTokens: totals.PromptTokens, CachedTokens: totals.CachedTokens, ComparedTokens: totals.ComparedTokens,
+			Requests: totals.Requests, Errors: totals.Errors, Queued: queued, PromptTokens: totals.PromptTokens, CachedTokens: totals.CachedTokens,
+			ComparedTokens:  totals.ComparedTokens,
 			PredictedTokens: totals.PredictedTokens, Exact: totals.Exact, Compared: totals.Compared,
 		},
 	}
@@ -90,7 +92,8 @@ func (p *Page) fleet(totals proxy.Totals, now time.Time) []Worker {
 		list = append(list, w)
 	}
 	slices.SortFunc(list, func(a, b Worker) int {
-		return cmp.Or(cmp.Compare(a.Name, b.Name), kv.WorkerKey{Worker: a.Worker, Rank: a.Rank}.Compare(kv.WorkerKey{Worker: b.Worker, Rank: b.Rank}))
+		return cmp.Or(cmp.Compare(a.Name, b.Name), kv.WorkerKey{Worker: a.Worker,
+			Rank: a.Rank}.Compare(kv.WorkerKey{Worker: b.Worker, Rank: b.Rank}))
 	})
 	return list
 }
@@ -98,7 +101,8 @@ func (p *Page) fleet(totals proxy.Totals, now time.Time) []Worker {
 // worker is a rank as the fleet knows it.
 func worker(s workers.Sample, status workers.Status, now time.Time) Worker {
 	w := Worker{
-		Worker: s.Worker.Worker, Rank: s.Worker.Rank, URL: status.URL, Engine: status.Engine.String(), State: stateOf(status), Since: unix(status.Since),
+		Worker: s.Worker.Worker, Rank: s.Worker.Rank, URL: status.URL, Engine: status.Engine.String(), State: stateOf(status),
+		Since:    unix(status.Since),
 		Restarts: s.Restarts, InFlight: s.Load.InFlight, LoadKnown: s.Load.Fresh, Blocks: s.Blocks, ActiveBlocks: s.Load.ActiveBlocks,
 		PrefillTokens: s.Load.PrefillTokens, Cold: s.Cold, EventsConnected: s.Connected,
 	}

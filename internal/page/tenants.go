@@ -64,7 +64,8 @@ func (p *Page) tenants() (all []Tenant, more int) {
 		all = append(all, p.deps.Tenants()...)
 	}
 	slices.SortFunc(all, func(a, b Tenant) int {
-		return cmp.Or(cmp.Compare(b.Waiting.All()+b.Running, a.Waiting.All()+a.Running), cmp.Compare(b.Requests, a.Requests), cmp.Compare(a.Tenant, b.Tenant))
+		return cmp.Or(cmp.Compare(b.Waiting.All()+b.Running, a.Waiting.All()+a.Running), cmp.Compare(b.Requests, a.Requests),
+			cmp.Compare(a.Tenant, b.Tenant))
 	})
 	shown := all[:min(len(all), maxTenants)]
 	for i := range shown {

@@ -60,7 +60,8 @@ func (t *trends) step(totals proxy.Totals, queued int, inFlight map[string]int, 
 	defer t.mu.Unlock()
 	rates, waiting := t.before[lately-1].rates(totals, now), float64(queued)
 	at := t.n % steps
-	for i, value := range []*float64{&rates.RequestsPerSecond, rates.TTFT50, rates.TTFT99, rates.ITL50, rates.ITL99, rates.HitRate, rates.Exact, &waiting} {
+	for i, value := range []*float64{&rates.RequestsPerSecond, rates.TTFT50, rates.TTFT99, rates.ITL50, rates.ITL99, rates.HitRate,
+		rates.Exact, &waiting} {
 		t.series[i][at] = small(value)
 	}
 	for worker, series := range t.inFlight {
@@ -143,7 +144,8 @@ func (t *trends) all() Trends {
 		}
 		return list
 	}
-	all := Trends{Step: int(stepLength.Seconds()), From: unix(t.last.Add(-time.Duration(max(0, n-1)) * stepLength)), Series: Series{InFlight: map[string][]*float64{}}}
+	all := Trends{Step: int(stepLength.Seconds()), From: unix(t.last.Add(-time.Duration(max(0, n-1)) * stepLength)),
+		Series: Series{InFlight: map[string][]*float64{}}}
 	for i, list := range all.Series.lists() {
 		*list = values(&t.series[i])
 	}

@@ -57,7 +57,7 @@ func newID() string {
 }
 
 // try sends a chat and streams the answer back. Where only the OpenAI port requires a key,
-// the chat needs one of that port, whose limits hold.
+// the chat needs one of that port, whose limits apply.
 func (p *Page) try(c *gin.Context) {
 	request := inside(c, chatPath, c.Request.Body, c.Request.ContentLength)
 	if p.tryAsks() {

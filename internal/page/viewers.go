@@ -138,9 +138,9 @@ func (v *viewers) leave(one *viewer) {
 	}
 }
 
-// tell encodes an event once and hands it to all viewers. One that has not sent its
-// last one yet skips that.
-func (v *viewers) tell(event string, data any, now time.Time) {
+// send encodes an event once and sends it to all viewers. A viewer that has not sent its
+// last event yet skips this one.
+func (v *viewers) send(event string, data any, now time.Time) {
 	v.mu.Lock()
 	defer v.mu.Unlock()
 	v.buffer.Reset()

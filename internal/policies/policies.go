@@ -10,7 +10,8 @@ import (
 )
 
 // Names lists the policies of New.
-var Names = []string{"standalone", "kv", "work", "cache-threshold", "variance", "thompson", "least-loaded", "power-of-two", "round-robin", "random"}
+var Names = []string{"standalone", "kv", "work", "cache-threshold", "variance", "thompson", "least-loaded", "power-of-two", "round-robin",
+	"random"}
 
 // Settings are the settings of all policies.
 type Settings struct {

@@ -248,7 +248,7 @@ func (a *Adapters) slotWait(name string) (answers float64) {
 }
 
 // placement is the cost of a worker as the place of an adapter, 0 to 1, where nothing else
-// tells workers apart. Each adapter has its own order of the workers (rendezvous hashing), so
+// distinguishes workers. Each adapter has its own order of the workers (rendezvous hashing), so
 // that all routers prefer the same ones. A worker that has its share of adapters comes
 // last.
 func placement(adapter string, key kv.WorkerKey, full bool) float64 {

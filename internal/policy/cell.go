@@ -7,7 +7,7 @@ import (
 	"kvrouter/internal/fair"
 )
 
-// CellReport is what a router tells of itself whose workers are below it.
+// CellReport is the report of a router whose workers are below it.
 type CellReport struct {
 	Workers int                              // ranks that are up, at least 1
 	Waits   [len(fair.Classes)]time.Duration // predicted delay of a new request's first token, compared to an idle worker, by class
@@ -19,35 +19,34 @@ type CellReport struct {
 // MaxCellWorkers bounds CellReport.Workers.
 const MaxCellWorkers = 1 << 16
 
-// Cell is what is known of a router whose workers are below it. A request is sent to it, and it
-// chooses the worker.
+// Cell is the known state of a router whose workers are below it. It gets requests and chooses the
+// worker.
 type Cell struct {
 	CellReport
-	finds runningMean // share of the told overlap that its worker had
-	late  runningMean // by how much first tokens came later than they would by what it tells, ms
+	finds runningMean // share of the reported overlap that its worker had
+	late  runningMean // delay of first tokens beyond its prediction, ms
 
 	lateSquares runningMean // of the same, squared
-	again       time.Time   // from then on one request at a time shows whether it is still late
-	trials      int         // those that showed that it is, one after the other
+	again       time.Time   // from then on, one request at a time is a trial
+	trials      int         // consecutive trials that were late
 }
 
 const (
-	// cellFinds and cellLate are the numbers of requests that Cell.finds and Cell.late are the
-	// means of, at most: a cell that tells too short waits is believed for some requests only.
+	// cellFinds and cellLate bound the requests of the means Cell.finds and Cell.late: a cell that
+	// reports too short waits is believed for some requests only.
 	cellFinds, cellLate = 64, 16
-	// mostLate bounds what one request says of late, ms.
+	// mostLate bounds the sample of one request, ms.
 	mostLate = 60_000
 	// mostTrials bounds Cell.trials.
 	mostTrials = 16
-	// cellLooks is how many of the prompts that wait longest are looked at.
+	// cellLooks is the number of longest-waiting prompts that are examined.
 	cellLooks = 32
 )
 
-// Late learns from a first token at now: by how much it came later than FirstToken said, without
-// what that knew of Load.Lateness. A cell that gets no requests because it was late would be
-// without them for good: after the time that it was late by, a queue that it did not tell of is
-// gone, and a request shows whether that is so. If it is, what was learned before is over, else
-// the next trial comes after twice the time.
+// Late learns from a first token at now, which was late by that time against FirstToken without
+// Load.Lateness. A late cell gets no requests, and could never show that it has recovered: after a
+// time equal to the delay, when an unreported queue should be empty, one request is a trial. If it
+// is in time, the learned delay is discarded, else the next trial follows after twice the time.
 func (c *Cell) Late(now time.Time, by time.Duration) {
 	if c == nil {
 		return
@@ -70,8 +69,8 @@ func (c *Cell) Late(now time.Time, by time.Duration) {
 	c.again = now.Add(duration(min(still*math.Pow(2, float64(c.trials)), mostLate)))
 }
 
-// Lateness returns by how much the next first token of a cell is expected to come later than by
-// what it tells: Cell.Lateness, or nothing if it is time for a trial. 0: it is no cell.
+// Lateness returns the expected delay of a cell's next first token beyond its prediction:
+// Cell.Lateness, or 0 if it is time for a trial or it is no cell.
 func (l *Load) Lateness(now time.Time) time.Duration {
 	if l.Cell == nil || len(l.Prefills) == 0 && !now.Before(l.Cell.again) {
 		return 0
@@ -79,8 +78,8 @@ func (l *Load) Lateness(now time.Time) time.Duration {
 	return l.Cell.Lateness()
 }
 
-// Lateness returns by how much first tokens come later than by what the cell tells: two standard
-// errors below their mean, so that chance does not count.
+// Lateness returns the delay of first tokens beyond the cell's prediction: two standard errors below
+// the mean, so that chance does not count.
 func (c *Cell) Lateness() time.Duration { return duration(c.lateness()) }
 
 func (c *Cell) lateness() float64 {
@@ -90,21 +89,21 @@ func (c *Cell) lateness() float64 {
 	return max(0, c.late.Value-2*c.lateSpread()/math.Sqrt(float64(c.late.count)))
 }
 
-// lateSpread is the standard deviation of what Late was told, ms.
+// lateSpread is the standard deviation of the delays that Late got, ms.
 func (c *Cell) lateSpread() float64 {
 	return math.Sqrt(max(0, c.lateSquares.Value-c.late.Value*c.late.Value))
 }
 
 // Found learns from a decision of the cell: how many tokens of a prompt its worker had, and how
-// many a worker of the cell was told to have.
-func (c *Cell) Found(found, told int) {
-	if c != nil && told > 0 {
+// many the cell had reported for one of its workers.
+func (c *Cell) Found(found, reported int) {
+	if c != nil && reported > 0 {
 		c.finds.count = min(c.finds.count, cellFinds-1)
-		c.finds.add(min(max(float64(found)/float64(told), 0), 1))
+		c.finds.add(min(max(float64(found)/float64(reported), 0), 1))
 	}
 }
 
-// Finds returns the share of a told overlap that is expected to be found.
+// Finds returns the share of a reported overlap that is expected to be found.
 func (c *Cell) Finds() float64 {
 	if c.finds.count == 0 {
 		return 1
@@ -112,7 +111,7 @@ func (c *Cell) Finds() float64 {
 	return c.finds.Value
 }
 
-// width is how many workers share a load.
+// width is the number of workers that share a load.
 func (l *Load) width() float64 {
 	if l.Cell == nil {
 		return 1
@@ -120,24 +119,23 @@ func (l *Load) width() float64 {
 	return float64(max(1, l.Cell.Workers))
 }
 
-// each is a part of the load as one of its workers has it, if all have the same: so policies that
-// count requests or blocks compare a cell with a worker.
+// each is the equal share of one worker in a part of the load, by which policies that count requests
+// or blocks compare a cell with a worker.
 func (l *Load) each(n int) float64 { return float64(n) / l.width() }
 
-// cellWait predicts how long a request of that class waits in a cell, ms: what it told, less the
-// time since then, and the prompts that it did not have then, shared out over its workers: those
-// that were sent later than a round trip before its report came. What is known to be late counts,
-// too: as Load.Lateness, and of the prompts that wait now, whose first tokens are due by more than
-// two standard deviations. A cell that gives other first tokens meanwhile owes none: those that it has
-// not given are the late ones.
+// cellWait predicts the wait of a request of that class in a cell, ms: the reported wait, less the
+// time since the report, plus the later prompts divided by its workers. Later prompts are those sent
+// less than a round trip before the report arrived. Lateness is added: the learned one, or that of
+// prompts that wait now and are overdue by more than two standard deviations since the cell's last
+// first token.
 func (p *Work) cellWait(now time.Time, load *Load, class fair.Class) float64 {
 	cell, sent := load.Cell, 0
 	unseen := cell.Load.At.Add(-cell.Network)
 	for i := len(load.Prefills) - 1; i >= 0 && load.Prefills[i].Sent.After(unseen); i-- {
 		sent += load.Prefills[i].Tokens
 	}
-	told := milliseconds(cell.Waits[class.Place()])
-	wait := max(0, told-milliseconds(now.Sub(cell.Load.At))) + p.Timing.Prefill(sent)/load.width() + milliseconds(load.Lateness(now))
+	reported := milliseconds(cell.Waits[class.Place()])
+	wait := max(0, reported-milliseconds(now.Sub(cell.Load.At))) + p.Timing.Prefill(sent)/load.width() + milliseconds(load.Lateness(now))
 	due, waiting, chance := 0.0, 0, 2*cell.lateSpread()
 	for i := range load.Prefills[:min(len(load.Prefills), cellLooks)] {
 		if prefill := &load.Prefills[i]; !prefill.AnsweredWhole {
@@ -152,8 +150,8 @@ func (p *Work) cellWait(now time.Time, load *Load, class fair.Class) float64 {
 	return max(wait, due/float64(max(1, waiting)))
 }
 
-// cellTerms sets t, which is zero, to the parts of a cell's cost: those of one of its workers
-// that has an equal share of the cell's load, and the way there.
+// cellTerms sets t, which is zero, to the parts of a cell's cost: those of one of its workers with an
+// equal share of the cell's load, and the network.
 func (p *Work) cellTerms(t *workTerms, q *Query, c *Candidate, u *workUsual) {
 	load, width := c.Load, c.Load.width()
 	cached := int(math.Round(float64(c.Overlap) * load.Cell.Finds()))
@@ -172,8 +170,8 @@ func (p *Work) cellTerms(t *workTerms, q *Query, c *Candidate, u *workUsual) {
 	t.slower = n * u.output / 2 * p.Timing.context * float64(max(1, q.Tokens))
 }
 
-// Narrowed is an outcome as one of so many workers has it that share a load equally, without the
-// time on the way to them.
+// Narrowed is the outcome of one of the cell's workers, which share its load equally, without the
+// network.
 func (o Outcome) Narrowed(cell *Cell) Outcome {
 	if cell == nil {
 		return o
@@ -185,9 +183,10 @@ func (o Outcome) Narrowed(cell *Cell) Outcome {
 		if m == &o.Before && m.Prompts > 0 {
 			own = Meanwhile{Prompts: 1, Passes: 1, Tokens: min(o.Uncached, m.Tokens)}
 		}
-		m.Prompts, m.Passes, m.Tokens = own.Prompts+(m.Prompts-own.Prompts)/width, own.Passes+(m.Passes-own.Passes)/width, own.Tokens+(m.Tokens-own.Tokens)/width
+		m.Prompts, m.Passes, m.Tokens = own.Prompts+(m.Prompts-own.Prompts)/width, own.Passes+(m.Passes-own.Passes)/width,
+			own.Tokens+(m.Tokens-own.Tokens)/width
 	}
-	// Of the context of an answer, its own part is not shared out.
+	// The answer's own context is not shared.
 	prompt := min(float64(o.Prompt), o.During.Context)
 	o.Before.Context /= float64(width)
 	o.During.Context = prompt + (o.During.Context-prompt)/float64(width)

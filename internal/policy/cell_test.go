@@ -8,7 +8,7 @@ import (
 	"kvrouter/internal/fair"
 )
 
-// cellLoad is the load of a cell of so many workers that tells so long a wait, that far away.
+// cellLoad is the load of a cell of so many workers that reports so long a wait, that far away.
 func cellLoad(workers int, wait, network time.Duration, l Load) Load {
 	l.Cell = &Cell{CellReport: CellReport{Workers: workers, Network: network, Load: Published{At: testNow}}}
 	for i := range l.Cell.Waits {
@@ -126,7 +126,7 @@ func TestWhatIsFoundIsLearned(t *testing.T) {
 	if c.Finds() != 1 {
 		t.Error("nothing is known: all is expected")
 	}
-	c.Found(10, 0) // nothing was told
+	c.Found(10, 0) // nothing was reported
 	if c.Finds() != 1 {
 		t.Error("a request without overlap says nothing")
 	}
@@ -146,7 +146,7 @@ func TestWhatIsFoundIsLearned(t *testing.T) {
 	none.Found(1, 1) // a worker
 }
 
-// TestATooShortWaitIsBelievedForSomeRequests: a cell tells no wait, and answers after a second.
+// TestATooShortWaitIsBelievedForSomeRequests: a cell reports no wait, and answers after a second.
 func TestATooShortWaitIsBelievedForSomeRequests(t *testing.T) {
 	load := cellLoad(4, 0, 0, Load{})
 	p, c, q := NewWork(), &Candidate{Load: &load}, &Query{Now: testNow, Tokens: 640, BlockSize: 64}

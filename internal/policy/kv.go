@@ -53,7 +53,8 @@ func (s Settings) Validate() error {
 	}); err != nil {
 		return err
 	}
-	for _, f := range []flagValue{{"--router-host-cache-hit-weight", s.RouterHostCacheHitWeight}, {"--router-disk-cache-hit-weight", s.RouterDiskCacheHitWeight}} {
+	for _, f := range []flagValue{{"--router-host-cache-hit-weight", s.RouterHostCacheHitWeight},
+		{"--router-disk-cache-hit-weight", s.RouterDiskCacheHitWeight}} {
 		if !(f.value >= 0 && f.value <= 1) {
 			return fmt.Errorf("%s %v: give a number from 0 to 1", f.flag, f.value)
 		}
@@ -154,7 +155,8 @@ func (p kvPolicy) Choose(q Query, candidates []Candidate, random *rand.Rand) int
 		})
 	}
 	if p.settings.RouterTemperature > 0 {
-		return softmaxOfCosts(candidates, p.settings.RouterTemperature, random, func(c *Candidate) float64 { return p.terms(&q, c, least).cost() }, q.Explain)
+		return softmaxOfCosts(candidates, p.settings.RouterTemperature, random,
+			func(c *Candidate) float64 { return p.terms(&q, c, least).cost() }, q.Explain)
 	}
 	score := func(c *Candidate) float64 { return -p.terms(&q, c, least).cost() }
 	if byTree {
@@ -210,7 +212,8 @@ func (p *kvPolicy) terms(q *Query, c *Candidate, least float64) kvTerms {
 
 // softmaxOfCosts draws a candidate, the cheaper the more likely. If explain is not
 // nil it notes the chances and the draw there.
-func softmaxOfCosts(candidates []Candidate, temperature float64, random *rand.Rand, cost func(*Candidate) float64, explain *Explanation) int {
+func softmaxOfCosts(candidates []Candidate, temperature float64, random *rand.Rand, cost func(*Candidate) float64,
+	explain *Explanation) int {
 	costs := make([]float64, len(candidates))
 	lowest, highest := math.Inf(1), math.Inf(-1)
 	for i := range candidates {

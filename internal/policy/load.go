@@ -56,7 +56,7 @@ type Prefill struct {
 func (l *Load) requests() int { return l.InFlight + l.Foreign }
 
 // Context returns the prompt tokens of the requests that decode on the worker, or will without
-// computing them: those that this router knows of, and of a cell at least those that it tells.
+// computing them: those that this router knows of, and of a cell at least those that it reports.
 func (l *Load) Context() int {
 	own := l.ContextTokens + l.AwaitedTokens
 	if l.Cell != nil {

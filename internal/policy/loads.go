@@ -149,7 +149,7 @@ func (f *loadFit) known() bool { return f.n > fitLeast-0.5 }
 
 // time returns the ms of a load of that many tokens that happens with a chance.
 func (f *loadFit) time(chance, tokens float64) float64 {
-	// Loads of about one length do not tell the parts apart.
+	// Loads of about one length do not separate the parts.
 	spread := f.n*f.xx - f.x*f.x
 	slope := max(0, f.xy/f.xx)
 	if spread > 0.01*f.x*f.x {

@@ -7,29 +7,29 @@ import (
 	"kvrouter/internal/kv"
 )
 
-// A pull is a load whose blocks come from another worker's host memory: vLLM's tier p2p
-// looks them up there, copies them into the own host memory, and from there to the device.
-// It is in the queue of the worker's loads. Unlike a load it is the router's choice: where
-// computing is cheaper, the request names no source.
+// A pull is a load of blocks from another worker's host memory: vLLM's tier p2p looks them up
+// there, copies them into its own host memory, and from there to the device. It joins the
+// queue of the worker's loads. Unlike a load it is the router's choice: where computing is
+// cheaper, the request names no source.
 
-// pullRecord is how pulls went that a worker took part in. The zero value trusts them and
-// knows no times.
+// pullRecord summarizes the pulls in which a worker took part. The zero value trusts them
+// and has no times.
 type pullRecord struct {
-	missing float64   // share of the expected blocks that did not come, of late
+	missing float64   // recent share of the expected blocks that did not arrive
 	at      time.Time // when a pull last ended
 	fit     loadFit
 }
 
 const (
-	// pullForgive is the time in which half of the distrust goes: no more pulls are tried
-	// then, so none could show that they work again.
+	// pullForgive is the half-life of distrust: without pulls, none could show that they
+	// work again.
 	pullForgive = time.Minute
-	// pullKept is how long measured times are believed after the last pull, for the same
-	// reason: until pulls have been measured again, a guess stands in.
+	// pullKept is the validity of measured times after the last pull, for the same reason.
+	// Until pulls are measured again, a guess is used.
 	pullKept = 10 * time.Minute
 )
 
-// trust returns the share of the expected blocks that is taken to come.
+// trust returns the share of the expected blocks that is assumed to arrive.
 func (r *pullRecord) trust(now time.Time) float64 {
 	if r.missing == 0 {
 		return 1
@@ -37,31 +37,31 @@ func (r *pullRecord) trust(now time.Time) float64 {
 	return 1 - r.missing*math.Exp2(-max(0, float64(now.Sub(r.at)))/float64(pullForgive))
 }
 
-// came notes which share of the expected blocks came.
+// came records the share of the expected blocks that arrived.
 func (r *pullRecord) came(share float64, now time.Time) {
 	r.missing = 1 - r.trust(now)
 	r.missing += tierForget * (1 - share - r.missing)
 	r.at = now
 }
 
-// Pulled notes how many of the expected blocks a worker, t, got from another one. One
-// failure says as much about either.
+// Pulled records how many of the expected blocks a worker, t, got from another one. A
+// failure counts against both.
 func (t *Tiers) Pulled(from *Tiers, expected, came int, now time.Time) {
 	share := float64(came) / float64(expected)
 	t.pulls.came(share, now)
 	from.serves.came(share, now)
 }
 
-// PullResult is what became of the blocks that a worker was to pull from another one.
+// PullResult is the outcome of a block pull.
 type PullResult uint8
 
 // The results.
 const (
 	PullNone       PullResult = iota // the request pulled nothing
 	PullUnreported                   // the answer did not report its cached tokens, or there was none
-	PullCame                         // all came
-	PullPart                         // some came
-	PullFailed                       // none came: the worker has computed them
+	PullCame                         // all arrived
+	PullPart                         // some arrived
+	PullFailed                       // none arrived: the worker has computed them
 )
 
 // PullResults are the names of the results of pulls, as in metrics.
@@ -70,16 +70,16 @@ var PullResults = [...]string{PullUnreported: "unreported", PullCame: "came", Pu
 // PullCounts counts pulls of a worker.
 type PullCounts struct {
 	Results [len(PullResults)]int64 // by PullResult
-	Tokens  int64                   // that came, by the workers' answers
+	Tokens  int64                   // pulled, by the workers' answers
 }
 
-// PullEnded counts a pull of the worker, of which that many tokens came.
+// PullEnded counts a pull of the worker and its tokens.
 func (t *Tiers) PullEnded(result PullResult, tokens int) {
 	t.pullCounts.Results[result]++
 	t.pullCounts.Tokens += int64(tokens)
 }
 
-// PullCounts returns how the worker's pulls ended so far.
+// PullCounts returns the results of the worker's pulls so far.
 func (t *Tiers) PullCounts() PullCounts {
 	if t == nil {
 		return PullCounts{}
@@ -87,8 +87,8 @@ func (t *Tiers) PullCounts() PullCounts {
 	return t.pullCounts
 }
 
-// PullTrust returns the share of the blocks expected from others that the worker got
-// of late, 0 to 1.
+// PullTrust returns the recent share of the blocks expected from others that the worker
+// got, 0 to 1.
 func (t *Tiers) PullTrust(now time.Time) float64 {
 	if t == nil {
 		return 1
@@ -112,9 +112,8 @@ func (p *Work) pulling(q *Query, c *Candidate) (tokens int, own, ahead float64) 
 	return int(trust * float64(c.Pull.Blocks*q.BlockSize)), own, ahead
 }
 
-// pullTime is how long it takes to pull tokens, ms. It is what the worker's counters say,
-// else what first tokens said, of the worker or of others, else a guess that is not
-// measured.
+// pullTime is the time to pull tokens, ms: by the worker's counters, else by first tokens of
+// the worker or of others, else a guess.
 func (p *Work) pullTime(now time.Time, t *Tiers, tokens float64) (ms float64, measured bool) {
 	if t != nil && now.Sub(t.pulls.at) < pullKept {
 		if token, known := t.peerToken(); known {
@@ -160,7 +159,7 @@ func (t *Tiers) peerToken() (ms float64, known bool) {
 }
 
 // learnPull learns from the first token of a request that pulled all that was expected on
-// a worker without other prompts: what it took longer than its passes.
+// a worker without other prompts: its delay beyond its passes.
 func (p *Work) learnPull(o *Outcome) {
 	if !o.Loaded || o.Loads != (kv.TierTokens{}) {
 		return

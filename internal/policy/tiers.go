@@ -163,7 +163,8 @@ type Transfers struct {
 func (t *Tiers) Count(now Transfers) {
 	last := t.counted
 	t.counted = &now
-	if last == nil || now.HostBytes < last.HostBytes || now.DiskBytes < last.DiskBytes || now.PeerBytes < last.PeerBytes || now.HostTokens < last.HostTokens {
+	if last == nil || now.HostBytes < last.HostBytes || now.DiskBytes < last.DiskBytes || now.PeerBytes < last.PeerBytes ||
+		now.HostTokens < last.HostTokens {
 		return
 	}
 	t.host.add(now.HostSeconds-last.HostSeconds, now.HostBytes-last.HostBytes, tierForgetRate)

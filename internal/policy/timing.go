@@ -60,7 +60,8 @@ func (t *EngineTiming) Decoding(context int) float64 {
 // did not wait for others.
 func (t *EngineTiming) Learn(o Outcome) {
 	if passes := float64(o.Output - 1); passes >= timingLeastTokens {
-		t.observe([4]float64{min(prefillPasses(o.During), passes), float64(o.During.Tokens), passes, passes * o.During.Context}, milliseconds(o.Decode))
+		t.observe([4]float64{min(prefillPasses(o.During), passes), float64(o.During.Tokens), passes, passes * o.During.Context},
+			milliseconds(o.Decode))
 	}
 	if o.Alone && o.Loads == (kv.TierTokens{}) && o.Pulled == 0 && o.Adapter == AdapterReady {
 		t.observe(firstTokenRow(&o), milliseconds(o.FirstToken))

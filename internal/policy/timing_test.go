@@ -117,7 +117,7 @@ func TestAnswersInOnePieceDoNotSpoilTheTiming(t *testing.T) {
 	}
 }
 
-// TestRepeatedOutcomesDoNotWindUp feeds what tells of one direction only, for
+// TestRepeatedOutcomesDoNotWindUp feeds outcomes of one direction only, for
 // which forgetting makes everything else ever less certain.
 func TestRepeatedOutcomesDoNotWindUp(t *testing.T) {
 	learned := NewEngineTiming()

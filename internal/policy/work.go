@@ -51,7 +51,7 @@ import (
 //	         prefers a worker, see placement. load is learned from first tokens.
 //	network  the round trip, if that to the candidates differs: of a cell, a router whose
 //	         workers are below it. Its other terms are those of one of its workers that has an equal share of its
-//	         load, with the wait that it tells, see cellTerms.
+//	         load, with the wait that it reports, see cellTerms.
 //	f        1 + ½·(mean duration)/(mean time to first token): minimizes
 //	         ln(mean duration) + ½·ln(mean time to first token). The ½ is a
 //	         preference, the only chosen constant.
@@ -200,8 +200,8 @@ func (p *Work) survey(q *Query, candidates []Candidate) survey {
 		all.workers += load.width()
 		all.ours += load.InFlight - int(load.Remote)
 		all.others += load.Foreign + int(load.Remote)
-		if told := c.Target.TotalBlocks * q.BlockSize; told > 0 {
-			all.cache += float64(told)
+		if reported := c.Target.TotalBlocks * q.BlockSize; reported > 0 {
+			all.cache += float64(reported)
 		} else {
 			all.cache += load.width() * workUntoldCache
 		}

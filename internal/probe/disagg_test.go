@@ -17,7 +17,7 @@ func TestTheRoleOfAServer(t *testing.T) {
 	tests := []struct {
 		name   string
 		given  kv.Disagg
-		path   string // that tells; empty: none does
+		path   string // that reports it; empty: none does
 		answer string
 		want   kv.Disagg // a bootstrap host "self" is the worker's own
 	}{

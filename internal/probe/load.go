@@ -44,7 +44,8 @@ type LoadSource struct {
 	URL    string // of the worker
 	Engine kv.Engine
 	Ranks  []kv.WorkerKey
-	Socket string           // ZMQ PUB, of the plugin's JSON or SGLang's LoadStat, of the only rank; empty: none. Pages of an SGLang server replace one that fails
+	// ZMQ PUB, of the plugin's JSON or SGLang's LoadStat, of the only rank; empty: none. Pages of an SGLang server replace one that fails
+	Socket string
 	Apart  bool             // pages show each rank as an engine of that number; otherwise the page describes the only rank
 	Heard  *Hearing         // records each message of the socket; nil: not recorded
 	Lives  func()           // called when the socket or the pages show that the engine makes progress; nil: nothing is
@@ -168,7 +169,8 @@ func (m loadMessage) published() (policy.Published, error) {
 
 // published is a load of these gauges.
 func published(running, waiting, usage float64) policy.Published {
-	return policy.Published{Running: int(gauge(running, kv.MaxTokens)), Waiting: int(gauge(waiting, kv.MaxTokens)), KVUsage: gauge(usage, 1), At: time.Now()}
+	return policy.Published{Running: int(gauge(running, kv.MaxTokens)), Waiting: int(gauge(waiting, kv.MaxTokens)), KVUsage: gauge(usage, 1),
+		At: time.Now()}
 }
 
 // gauge limits a worker's gauge to 0 to most. NaN counts as most: it must not attract
@@ -269,7 +271,8 @@ func (c *Client) pollLoad(ctx context.Context, s LoadSource, log *slog.Logger, r
 			if lags && !warned {
 				warned = true
 				log.Warn(fmt.Sprintf("worker %d: its load is read from /v1/loads, which lags by up to 15 passes", s.Ranks[0].Worker),
-					"url", s.URL+loadsPath, "remedy", "start it with --load-publish-endpoint tcp://*:5657 and --kv-events-config, or with --enable-metrics")
+					"url", s.URL+loadsPath, "remedy",
+					"start it with --load-publish-endpoint tcp://*:5657 and --kv-events-config, or with --enable-metrics")
 			}
 		}
 		pause := Together(idleInterval)

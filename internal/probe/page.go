@@ -54,7 +54,7 @@ func (p Page) Load(engine string) (policy.Published, error) {
 	return p.vllmLoad(engine)
 }
 
-// page asks a server for its Prometheus page and reads the metrics of these names.
+// page requests a server's Prometheus page and reads the metrics of these names.
 func (c *Client) page(ctx context.Context, s Server, names []string) (Page, error) {
 	ctx, cancel := context.WithTimeout(ctx, answerLimit)
 	defer cancel()
@@ -113,12 +113,13 @@ func linesOf(page io.Reader, names []string) (*bytes.Buffer, error) {
 // begins with { has its name inside.
 func isAbout(line []byte, names []string) bool {
 	line = bytes.TrimLeft(line, " \t")
-	if comment, is := bytes.CutPrefix(line, []byte("#")); is {
+	if comment, ok := bytes.CutPrefix(line, []byte("#")); ok {
 		word := bytes.TrimLeft(comment, " \t")
-		if word, is = bytes.CutPrefix(word, []byte("TYPE")); !is {
+		if word, ok = bytes.CutPrefix(word, []byte("TYPE")); !ok {
 			return false
 		}
 		line = bytes.TrimLeft(word, " \t\"")
 	}
-	return bytes.HasPrefix(line, []byte("{")) || slices.ContainsFunc(names, func(name string) bool { return bytes.HasPrefix(line, []byte(name)) })
+	return bytes.HasPrefix(line, []byte("{")) || slices.ContainsFunc(names,
+		func(name string) bool { return bytes.HasPrefix(line, []byte(name)) })
 }

@@ -21,7 +21,8 @@ func (s *LoadSource) note(page Page) {
 	}
 	now := progress{known: true}
 	for _, name := range progressNames {
-		now.counts += page.counter(name, "", func(_ string, labels map[string]string) bool { return labels["finished_reason"] != "abort" }) // its client did that
+		// its client did that
+		now.counts += page.counter(name, "", func(_ string, labels map[string]string) bool { return labels["finished_reason"] != "abort" })
 	}
 	for _, name := range [...]string{vllmLoadNames[2], vllmLoadNames[3], sglangUsage} {
 		for _, metric := range page[name].GetMetric() {

@@ -308,7 +308,7 @@ func (c *Client) sglangCaches(ctx context.Context, s Server, info *ServerInfo, r
 	return sizes, err
 }
 
-// listLoads asks an SGLang server for its list of loads.
+// listLoads requests the list of loads from an SGLang server.
 func (c *Client) listLoads(ctx context.Context, s Server) (list sglangLoads, err error) {
 	err = c.getBy(ctx, c.pages, s, loadsPath, answerLimit, &list)
 	return list, err

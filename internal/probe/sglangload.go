@@ -89,7 +89,8 @@ const (
 	sglangUsage   = "sglang:token_usage"
 )
 
-var sglangQueues = [...]string{"sglang:num_prefill_bootstrap_queue_reqs", "sglang:num_decode_prealloc_queue_reqs", "sglang:num_decode_transfer_queue_reqs"}
+var sglangQueues = [...]string{"sglang:num_prefill_bootstrap_queue_reqs", "sglang:num_decode_prealloc_queue_reqs",
+	"sglang:num_decode_transfer_queue_reqs"}
 
 // loadsPath is where an SGLang server lists the loads of its ranks.
 const loadsPath = "/v1/loads?include=core"

@@ -119,7 +119,8 @@ func (p Page) Transfers(engine string) (t policy.Transfers, shown bool) {
 	cached := func(sources ...string) int {
 		return int(sum(vllmBySource, source(sources...)) + sum(sglangBySource, source(sources...)))
 	}
-	t.Cached = kv.TierTokens{Device: cached("device"), Host: cached("host"), Disk: cached("disk", "storage"), External: cached("p2p", "external_unspecified")}
+	t.Cached = kv.TierTokens{Device: cached("device"), Host: cached("host"), Disk: cached("disk", "storage"),
+		External: cached("p2p", "external_unspecified")}
 	loaded := t.Cached.Total() - t.Cached.Device
 	if p.family(sglangLoadBytes) != nil {
 		// Each rank of a tensor-parallel group counts all tokens, the time, and its own bytes.

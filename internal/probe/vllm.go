@@ -22,9 +22,11 @@ import (
 // replay, that the router subscribes to.
 func EventFlags(engine kv.Engine) string {
 	if engine == kv.EngineSGLang {
-		return `--kv-events-config '{"publisher":"zmq","topic":"kv-events","endpoint":"tcp://*:5557","replay_endpoint":"tcp://*:5757"}' --load-publish-endpoint tcp://*:5657`
+		return `--kv-events-config '{"publisher":"zmq","topic":"kv-events",` +
+			`"endpoint":"tcp://*:5557","replay_endpoint":"tcp://*:5757"}' --load-publish-endpoint tcp://*:5657`
 	}
-	return `--kv-events-config '{"enable_kv_cache_events":true,"publisher":"zmq","topic":"kv-events","endpoint":"tcp://*:5557","replay_endpoint":"tcp://*:5757"}'`
+	return `--kv-events-config '{"enable_kv_cache_events":true,"publisher":"zmq","topic":"kv-events",` +
+		`"endpoint":"tcp://*:5557","replay_endpoint":"tcp://*:5757"}'`
 }
 
 // rankEvents is what vLLM reports about the KV events of one rank.
@@ -202,7 +204,8 @@ func ofRank(endpoint string, rank uint32) string {
 }
 
 // vllmLoadNames are vLLM's metrics of its load; the last is the older name of the usage.
-var vllmLoadNames = [...]string{"vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc", "vllm:gpu_cache_usage_perc"}
+var vllmLoadNames = [...]string{"vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc",
+	"vllm:gpu_cache_usage_perc"}
 
 // cacheName is the metric that has the settings of an engine's KV cache in its labels.
 const cacheName = "vllm:cache_config_info"
@@ -224,7 +227,8 @@ func (p Page) vllmLoad(engine string) (policy.Published, error) {
 			return policy.Published{}, fmt.Errorf("metrics page lacks %s", strings.Join(of.names, " or "))
 		}
 		for _, metric := range p[of.names[at]].Metric {
-			if engine != "" && slices.ContainsFunc(metric.Label, func(l *dto.LabelPair) bool { return l.GetName() == "engine" && l.GetValue() != engine }) {
+			if engine != "" && slices.ContainsFunc(metric.Label,
+				func(l *dto.LabelPair) bool { return l.GetName() == "engine" && l.GetValue() != engine }) {
 				continue
 			}
 			of.add(metric.GetGauge().GetValue())

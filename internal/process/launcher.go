@@ -34,7 +34,8 @@ type Launcher struct {
 // workers cannot be started.
 func NewLauncher(engine Engine, settings Settings, log *slog.Logger) (*Launcher, error) {
 	if _, err := exec.LookPath(settings.Python); err != nil {
-		return nil, fmt.Errorf("--python %s cannot be run (%w); run `%s`, or use a Python that has %s", settings.Python, errors.Unwrap(err), engine.Setup, engine.Signs.Engine)
+		return nil, fmt.Errorf("--python %s cannot be run (%w); run `%s`, or use a Python that has %s", settings.Python, errors.Unwrap(err),
+			engine.Setup, engine.Signs.Engine)
 	}
 	if err := engine.CheckPython(settings); err != nil {
 		return nil, err

@@ -14,7 +14,8 @@ func (s Settings) CheckNIXL(setup string) error {
 	}
 	lacks, err := Lacks(s.Python, "nixl", "nixl_rocm")
 	if lacks {
-		return fmt.Errorf("%s: %s lacks NIXL, which transfers KV caches between workers; run `%s`, or %s -m pip install nixl", flag, s.Python, setup, s.Python)
+		return fmt.Errorf("%s: %s lacks NIXL, which transfers KV caches between workers; run `%s`, or %s -m pip install nixl", flag, s.Python,
+			setup, s.Python)
 	}
 	return err
 }

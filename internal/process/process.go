@@ -67,16 +67,17 @@ type Settings struct {
 	ModelFolder     bool   // Model is a folder here
 	ServedModelName string
 	NumWorkers      int
-	PrefillWorkers  int      // number of prefill workers, which come first; the others are decode workers, over NIXL; 0: all workers are aggregated
-	BlockSize       int      // tokens
-	GPUsPerWorker   int      // of each rank
-	GPUs            []string // for workers, in the form of CUDA_VISIBLE_DEVICES; none: the CPU
-	Cores           int      // of the CPU, divided among the workers
-	OffloadGiB      float64  // memory of the machine for offloaded KV blocks, of each rank, GiB; 0: none
-	Pulls           bool     // workers pull KV blocks from each other's part of that memory
-	KVEvents        bool     // workers publish KV events
-	Args            []string // the arguments after --
-	Ports           Ports
+	// number of prefill workers, which come first; the others are decode workers, over NIXL; 0: all workers are aggregated
+	PrefillWorkers int
+	BlockSize      int      // tokens
+	GPUsPerWorker  int      // of each rank
+	GPUs           []string // for workers, in the form of CUDA_VISIBLE_DEVICES; none: the CPU
+	Cores          int      // of the CPU, divided among the workers
+	OffloadGiB     float64  // memory of the machine for offloaded KV blocks, of each rank, GiB; 0: none
+	Pulls          bool     // workers pull KV blocks from each other's part of that memory
+	KVEvents       bool     // workers publish KV events
+	Args           []string // the arguments after --
+	Ports          Ports
 }
 
 // Asked returns the flags that request NumWorkers workers, with their values.
@@ -103,7 +104,8 @@ func (e Engine) Check(s Settings) error {
 		if s.Ports.Ranks > 1 {
 			ranks = fmt.Sprintf(" and %s %d", e.RanksFlag, s.Ports.Ranks)
 		}
-		return fmt.Errorf("%s with --gpus-per-worker %d%s needs %d GPUs, but %d are visible; reduce them", s.Asked(), s.GPUsPerWorker, ranks, need, len(s.GPUs))
+		return fmt.Errorf("%s with --gpus-per-worker %d%s needs %d GPUs, but %d are visible; reduce them", s.Asked(), s.GPUsPerWorker, ranks,
+			need, len(s.GPUs))
 	}
 	return nil
 }

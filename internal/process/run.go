@@ -178,10 +178,10 @@ func startReaper(folder string) (*reaper, error) {
 }
 
 // add makes the reaper answer for a process group, remove ends that.
-func (r *reaper) add(pgid int) error    { return r.tell("+", pgid) }
-func (r *reaper) remove(pgid int) error { return r.tell("-", pgid) }
+func (r *reaper) add(pgid int) error    { return r.send("+", pgid) }
+func (r *reaper) remove(pgid int) error { return r.send("-", pgid) }
 
-func (r *reaper) tell(what string, pgid int) error {
+func (r *reaper) send(what string, pgid int) error {
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	if _, err := fmt.Fprintf(r.input, "%s%d\n", what, pgid); err != nil {

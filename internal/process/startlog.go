@@ -85,7 +85,8 @@ func (s *StartLog) Line(text string) (stage string, failure bool) {
 // of the long list of flags that goes before an error about one.
 func (s *Signs) isRoutine(text string) bool {
 	const usage = "[--"
-	return strings.HasPrefix(strings.TrimSpace(text), usage) || slices.ContainsFunc(s.Routine, func(sign string) bool { return strings.Contains(text, sign) })
+	return strings.HasPrefix(strings.TrimSpace(text), usage) ||
+		slices.ContainsFunc(s.Routine, func(sign string) bool { return strings.Contains(text, sign) })
 }
 
 // SetReady ends the start: earlier output does not explain a later end.

@@ -39,7 +39,7 @@ type Approx struct {
 	maxBlocks         int
 	pruneTo           int
 	now               func() time.Time
-	ttlForAll         bool         // the time to live holds for workers of known size too
+	ttlForAll         bool         // the time to live applies to workers of known size too
 	learns            bool         // how much a worker holds, by corrections
 	corrected         bool         // by what answers say of the cache
 	due               atomic.Int64 // no block's time is over before; in Unix ns

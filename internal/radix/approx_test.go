@@ -294,7 +294,7 @@ func checkMatches(t *rapid.T, x Index, prompts [][]uint64, workers []kv.WorkerKe
 	}
 }
 
-// use takes the block, newly if it must, and tells whether there was room.
+// use takes the block, newly if it must, and reports whether there was room.
 func (c *plainCache) use(key uint64) bool {
 	if i := c.find(key); i >= 0 {
 		c.idle = slices.Delete(c.idle, i, i+1)

@@ -39,7 +39,7 @@ func TestIndexesTakeEachKindOfChange(t *testing.T) {
 	approx := func() *radix.Approx { return radix.NewApprox(time.Minute, 100, 0.8, now) }
 	predicting, _ := radix.NewPredicting(radix.NewTree(), approx())
 	for name, index := range map[string]radix.Index{
-		"approx": approx(), "trees": radix.NewTrees(100, time.Minute, now), "predicting": predicting, "blind": radix.NewBlind(), "telling": radix.NewTellingTree(summary.NewBook()),
+		"approx": approx(), "trees": radix.NewTrees(100, time.Minute, now), "predicting": predicting, "blind": radix.NewBlind(), "booked": radix.NewTreeWithBook(summary.NewBook()),
 	} {
 		t.Run(name, func(t *testing.T) { radixtest.PassesEachKind(t, index) })
 	}

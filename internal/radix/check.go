@@ -29,7 +29,7 @@ func (r *Tree) Check() error {
 
 // checkTelling checks the book against the nodes.
 func (r *Tree) checkTelling(free []bool) error {
-	t := r.telling
+	t := r.booked
 	if t == nil {
 		return nil
 	}
@@ -347,7 +347,8 @@ func (r *Tree) checkLower(uses []int) error {
 		}
 	}
 	if len(readers) > 0 || lowered != r.lowered || held != r.lowerHeld || held > r.lowerMost {
-		return fmt.Errorf("%d unknown stores; %d workers with lower tiers hold %d blocks of at most %d and are counted as %d and %d", len(readers), lowered, held, r.lowerMost, r.lowered, r.lowerHeld)
+		return fmt.Errorf("%d unknown stores; %d workers with lower tiers hold %d blocks of at most %d and are counted as %d and %d",
+			len(readers), lowered, held, r.lowerMost, r.lowered, r.lowerHeld)
 	}
 	return nil
 }
@@ -406,7 +407,8 @@ func (a *Approx) Check() error {
 		if err := c.Pool.Check(); err != nil {
 			return fmt.Errorf("%v: %w", w, err)
 		}
-		if c.capacity != a.capacity[w] || c.capacity > 0 && c.Pool.Size() > c.capacity || c.Pool.Size() > 0 && len(c.used) != len(c.Pool.References()) {
+		if c.capacity != a.capacity[w] || c.capacity > 0 && c.Pool.Size() > c.capacity || c.Pool.Size() > 0 &&
+			len(c.used) != len(c.Pool.References()) {
 			return fmt.Errorf("%v: %d blocks of %d (%d), times of %d", w, c.Pool.Size(), c.capacity, a.capacity[w], len(c.used))
 		}
 		var before int64

@@ -105,7 +105,8 @@ func (r *Tree) appendHeld(held []heldBlock, slot uint32, tier kv.Tier, store int
 // yield returns false. It puts held in the order of nodes, tiers and engine hashes.
 func dumpWorker(held []heldBlock, yield func(*heldBlock, PlacedBlock) bool) {
 	slices.SortFunc(held, func(a, b heldBlock) int {
-		return cmp.Or(cmp.Compare(a.node, b.node), cmp.Compare(a.tier, b.tier), cmp.Compare(a.store, b.store), cmp.Compare(a.block.Engine, b.block.Engine))
+		return cmp.Or(cmp.Compare(a.node, b.node), cmp.Compare(a.tier, b.tier), cmp.Compare(a.store, b.store),
+			cmp.Compare(a.block.Engine, b.block.Engine))
 	})
 	byNode := table.Table{} // node -> 1 + index of its first entry in held
 	for i := len(held) - 1; i >= 0; i-- {

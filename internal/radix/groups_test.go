@@ -174,7 +174,7 @@ func TestGroupsFindWhatTheEngineFinds(t *testing.T) {
 		chunked := slices.ContainsFunc(layout.Groups, func(g kv.CacheGroup) bool { return g.Attention == kv.ChunkedLocal })
 		layout.DropsLast = !chunked && // the engine refuses both
 			rapid.Bool().Draw(t, "drops")
-		tree := NewTellingTree(summary.NewBook())
+		tree := NewTreeWithBook(summary.NewBook())
 		w := kv.WorkerKey{Worker: 1}
 		tree.layoutSet(w, layout, groupBlock)
 		// A plain worker beside it holds prompts of its own.

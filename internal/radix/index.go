@@ -96,7 +96,8 @@ func (x *predicting) Match(local []uint64, usable int, parts kv.MatchParts, dst 
 // included.
 func Longest(matches []kv.Match) []kv.Match {
 	slices.SortFunc(matches, func(a, b kv.Match) int {
-		return cmp.Or(a.Worker.Compare(b.Worker), cmp.Compare(b.Blocks+b.Lower.Total(), a.Blocks+a.Lower.Total()), cmp.Compare(b.Blocks, a.Blocks))
+		return cmp.Or(a.Worker.Compare(b.Worker), cmp.Compare(b.Blocks+b.Lower.Total(), a.Blocks+a.Lower.Total()),
+			cmp.Compare(b.Blocks, a.Blocks))
 	})
 	return slices.CompactFunc(matches, func(a, b kv.Match) bool { return a.Worker == b.Worker })
 }

@@ -40,7 +40,7 @@ const (
 	sweepPerBlock = 2
 )
 
-// partBlocks is the number of blocks that a store or removal changes before lookups may go on,
+// partBlocks is the number of blocks that a store or removal changes before lookups may continue,
 // some microseconds. A store reads the table entries of all blocks of a part before
 // it uses the first: a large table is seldom in the processor's cache, and
 // independent reads wait for memory together. Measured with 16: 1.5 to 2 times as
@@ -111,7 +111,7 @@ type Tree struct {
 	doubts               uint32         // about lower tiers so far
 	readers              bool           // some worker may have ready blocks, because of a store
 
-	telling *telling // nil: no book of held prefixes is kept
+	booked *booked // nil: no book of held prefixes is kept
 
 	lookaheads atomic.Pointer[[]kv.Lookahead] // of LookaheadStored changes
 
@@ -365,10 +365,11 @@ func (r *Tree) Match(local []uint64, usable int, parts kv.MatchParts, dst []kv.M
 }
 
 // matchLayouts is Match where some workers have a Layout or lower tiers: it also notes the sets along
-// the prompt, and may go on where no worker's first group does. It is apart because
+// the prompt, and may continue where no worker's first group does. It is apart because
 // the plain loop would be slower for it. n is the node of the first block, and active
 // what holds it.
-func (r *Tree) matchLayouts(n uint32, active []uint64, scratch *matchScratch, local []uint64, usable int, parts kv.MatchParts, dst []kv.Match) []kv.Match {
+func (r *Tree) matchLayouts(n uint32, active []uint64, scratch *matchScratch, local []uint64, usable int, parts kv.MatchParts,
+	dst []kv.Match) []kv.Match {
 	set := r.nodes.at(n).members
 	first := r.sets.Words(set)
 	walked := &scratch.path
@@ -549,8 +550,8 @@ func (r *Tree) toggleMember(slot, n uint32) {
 	old := node.members
 	node.members = r.sets.Toggle(old, slot)
 	r.sets.Acquire(node.members)
-	if r.telling != nil {
-		r.telling.changed(n, r.sets.Words(old), r.sets.Words(node.members))
+	if r.booked != nil {
+		r.booked.changed(n, r.sets.Words(old), r.sets.Words(node.members))
 	}
 	r.sets.Release(old)
 }
@@ -574,7 +575,7 @@ func (r *Tree) child(n uint32, local uint64) uint32 {
 func (r *Tree) addChild(n uint32, local uint64) uint32 {
 	c := r.nodes.alloc()
 	*r.nodes.at(c) = treeNode{local: local, parent: n}
-	r.telling.made(c, n, local)
+	r.booked.made(c, n, local)
 	parent := r.nodes.at(n)
 	if parent.child == 0 {
 		parent.child = c
@@ -623,7 +624,7 @@ func (r *Tree) slot(w kv.WorkerKey) (slot uint32, known bool) {
 func (r *Tree) takeSlot(w kv.WorkerKey) uint32 {
 	slot := r.newSlot()
 	r.slots[slot].key = w
-	r.telling.counts(slot)
+	r.booked.counts(slot)
 	r.live[slot/64] |= 1 << (slot % 64)
 	if at, known := r.place(w); known {
 		r.workers[at].slot = slot
@@ -663,7 +664,7 @@ func (r *Tree) sweep(limit int) {
 		})
 		if s.blocks.Len() == 0 {
 			*s = workerSlot{}
-			r.telling.ignores(slot)
+			r.booked.ignores(slot)
 			r.retired = r.retired[1:]
 			r.vacant = append(r.vacant, slot)
 		}

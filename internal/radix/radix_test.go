@@ -23,7 +23,7 @@ type index struct {
 	t testing.TB
 }
 
-func newIndex(t testing.TB) index { return index{NewTellingTree(summary.NewBook()), t} }
+func newIndex(t testing.TB) index { return index{NewTreeWithBook(summary.NewBook()), t} }
 
 func (x index) checked() {
 	x.t.Helper()
@@ -905,7 +905,7 @@ func TestIndexEqualsModel(t *testing.T) {
 }
 
 func compareWithModel(t *rapid.T, honest bool) {
-	r := NewTellingTree(summary.NewBook())
+	r := NewTreeWithBook(summary.NewBook())
 	m := &model{workers: map[kv.WorkerKey]map[uint64]*modelBlock{}}
 	// Few workers make long stories, many make many sets.
 	workers := rapid.Uint64Range(0, 2).Draw(t, "workers")

@@ -34,7 +34,7 @@ const (
 	maxStore   = 256 // bytes of a store's name
 	maxChunk   = 1 << 12
 	// settledTogether is the number of waiting blocks that get their place before lookups
-	// may go on.
+	// may continue.
 	settledTogether = 32
 )
 
@@ -118,7 +118,8 @@ func (r *Tree) storeLower(w kv.WorkerKey, at LowerTier, parent uint64, hasParent
 		if n != 0 {
 			r.holdAt(slot, store, at, b.Engine, n)
 		} else {
-			r.wait(r.slots[slot].lower, store, at.Tier, waitingBlock{engine: b.Engine, parent: parent, hasParent: hasParent, local: b.Local, hasLocal: hasParent || !at.Partial})
+			r.wait(r.slots[slot].lower, store, at.Tier, waitingBlock{engine: b.Engine, parent: parent, hasParent: hasParent, local: b.Local,
+				hasLocal: hasParent || !at.Partial})
 		}
 		parent, hasParent = b.Engine, true
 	}
@@ -326,7 +327,7 @@ func (r *Tree) holdAt(first uint32, store *sharedStore, at LowerTier, engine uin
 	slot := slots[at.Tier-1]
 	if slot == noSlot {
 		slot = r.newSlot()
-		r.telling.counts(slot)
+		r.booked.counts(slot)
 		slots[at.Tier-1] = slot
 		if store != nil {
 			r.relistAll()

@@ -137,7 +137,7 @@ func modelPrompt(t *rapid.T) (hashes []uint64, blocks []kv.StoredBlock) {
 // TestTiersMatchAsTheModel changes an index with tiers and maps alike.
 func TestTiersMatchAsTheModel(t *testing.T) {
 	rapid.Check(t, func(t *rapid.T) {
-		r := NewTellingTree(summary.NewBook())
+		r := NewTreeWithBook(summary.NewBook())
 		m := &tierModel{workers: map[kv.WorkerKey]*modelWorker{}, stores: map[string]map[uint64]bool{"": {}, "s": {}}}
 		keys := []kv.WorkerKey{{Worker: 1}, {Worker: 2}, {Worker: 2, Rank: 1}}
 		for _, key := range keys {

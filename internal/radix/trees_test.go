@@ -175,7 +175,7 @@ type plainTree struct {
 
 func (c *plainTree) held() int { return len(c.users) + len(c.idle) }
 
-// enter takes a block and tells whether there was room.
+// enter takes a block and reports whether there was room.
 func (c *plainTree) enter(key uint64) bool {
 	if !c.has(key) {
 		delete(c.finished, key)

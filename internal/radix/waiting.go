@@ -138,7 +138,7 @@ func without(lists map[uint64][]waitingKey, at uint64, key waitingKey) {
 
 // settleAll gives all ready blocks of a worker their place, and of others those that waited
 // for a block of a store. It unlocks r.mu for a moment after each settledTogether of them,
-// so that lookups may go on.
+// so that lookups may continue.
 func (r *Tree) settleAll(slot uint32) {
 	r.settleOne(slot)
 	for r.readers {

@@ -84,7 +84,7 @@ func NewBelow(cells []Cell, d BelowDeps) (*Below, error) {
 	return b, nil
 }
 
-// lookTime is the time between two looks at whether the pools of a cell can be used.
+// lookTime is the time between two checks whether the pools of a cell can be used.
 const lookTime = 10 * time.Second
 
 // Run follows the relays until ctx ends.
@@ -109,7 +109,7 @@ func (b *Below) Run(ctx context.Context) {
 	all.Wait()
 }
 
-// Index is what lookups and decisions use of an index.
+// Index is the part of an index that lookups and decisions use.
 type Index interface {
 	radix.Matcher
 	radix.Applier
@@ -160,7 +160,7 @@ func (o *overIndex) Match(local []uint64, usable int, parts kv.MatchParts, dst [
 	return dst
 }
 
-// Want is what a client looks up: the blocks of one model.
+// Want selects the blocks that a client looks up: those of one model.
 type Want struct {
 	Model     string // empty: the base model of all pools, if it is one
 	BlockSize int    // tokens
@@ -211,7 +211,7 @@ func (c *Client) wanted() string {
 	return name
 }
 
-// unfitOf says why a pool cannot be used for the Want; empty: it can.
+// unfitOf returns why a pool cannot be used for the Want; empty: it can.
 func (c *Client) unfitOf(pool *Pool, model string) string {
 	switch {
 	case model == "" && c.settings.Want.Model != "":
@@ -265,7 +265,7 @@ func (c *Client) choose() {
 	c.held.Store(&chosen)
 }
 
-// Unfit says why no pool of the relay can be used for the Want; empty: one can, or the relay
+// Unfit returns why no pool of the relay can be used for the Want; empty: one can, or the relay
 // is not known.
 func (c *Client) Unfit() string {
 	c.mu.Lock()

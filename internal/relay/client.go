@@ -36,7 +36,7 @@ const (
 	// maxMemory is the maximum size of all filters of a relay, bytes.
 	maxMemory = 256 << 20
 	// maxStates bounds the catalogs that are read in a second, and the messages of readiness, of
-	// which a relay sends one: more wait at the relay.
+	// which a relay sends one: reading more pauses.
 	maxStates = 20
 	// maxTrailers bounds the headers and trailers of an answer, bytes.
 	maxTrailers = 16 << 10
@@ -44,7 +44,7 @@ const (
 	subscriber = "kvrouter"
 )
 
-// Following is how a relay is followed.
+// Following are the settings for following a relay.
 type Following struct {
 	Address string        // host and port
 	TLS     *tls.Config   // nil: plaintext, the only way of Dynamo's relay
@@ -120,8 +120,8 @@ func (c *Client) set(change func()) {
 	c.choose()
 }
 
-// again calls follow until ctx ends. A stream that has been open for a while is opened
-// again soon, one that fails at once later and later.
+// again calls follow until ctx ends. A stream that has been open for a while is reopened
+// soon, one that fails at once with growing pauses.
 func (c *Client) again(ctx context.Context, what string, follow func(context.Context) error) {
 	wait := minRetry
 	for ctx.Err() == nil {
@@ -134,7 +134,8 @@ func (c *Client) again(ctx context.Context, what string, follow func(context.Con
 			wait = minRetry
 		}
 		pause := wait/2 + rand.N(wait/2)
-		c.settings.Log.Warn("the stream of a relay has ended: opening it again", "relay", c.settings.Address, "stream", what, "error", err, "in", pause.Round(time.Millisecond))
+		c.settings.Log.Warn("the stream of a relay has ended: opening it again", "relay", c.settings.Address, "stream", what, "error", err,
+			"in", pause.Round(time.Millisecond))
 		timer := time.NewTimer(pause)
 		select {
 		case <-ctx.Done():
@@ -145,8 +146,8 @@ func (c *Client) again(ctx context.Context, what string, follow func(context.Con
 	}
 }
 
-// receive opens a stream and hands its messages on until it ends, is silent for too long,
-// or one is refused. producer is nil but for SubscribeKvPool. silence 0: the stream has no
+// receive opens a stream and passes on its messages until it ends, is silent for too long,
+// or a message is refused. producer is nil but for SubscribeKvPool. silence 0: the stream has no
 // heartbeat.
 func (c *Client) receive(ctx context.Context, method string, producer []byte, silence time.Duration, use func(message []byte) error) error {
 	ctx, cancel := context.WithCancelCause(ctx)
@@ -247,7 +248,7 @@ func (c *Client) followCatalog(ctx context.Context) error {
 	})
 }
 
-// meet asks the relay who it is, so that one of another contract is told apart.
+// meet asks the relay who it is, and refuses one of another contract.
 func (c *Client) meet(ctx context.Context) error {
 	ctx, cancel := context.WithTimeout(ctx, infoLimit)
 	defer cancel()

@@ -82,7 +82,7 @@ func NewStream(p Producer, budget *atomic.Int64) *Stream {
 func (s *Stream) Filter() *Filter { return s.filter }
 
 // Apply applies a message. After an error the filter is empty, and the stream must be
-// opened again: a missing message cannot be made up for.
+// reopened: a missing message cannot be recovered.
 func (s *Stream) Apply(u *Update) error {
 	if s.failed == nil {
 		s.failed = s.apply(u)
@@ -146,8 +146,10 @@ func (s *Stream) part(u *Update, f *frame) error {
 		s.chunks, s.at, s.parts = f.chunks, u.Sequence, nil
 	}
 	n := len(f.body) / 8
-	if f.chunk != s.next || f.chunks != s.chunks || u.Sequence != s.at || f.first != uint64(len(s.parts)) || n == 0 || f.chunks > uint32(chunksOf(maxBuckets)) {
-		return fmt.Errorf("part %d of %d from bucket %d: want part %d of %d from bucket %d", f.chunk, f.chunks, f.first, s.next, s.chunks, len(s.parts))
+	if f.chunk != s.next || f.chunks != s.chunks || u.Sequence != s.at || f.first != uint64(len(s.parts)) || n == 0 ||
+		f.chunks > uint32(chunksOf(maxBuckets)) {
+		return fmt.Errorf("part %d of %d from bucket %d: want part %d of %d from bucket %d", f.chunk, f.chunks, f.first, s.next, s.chunks,
+			len(s.parts))
 	}
 	size := int64(8 * n)
 	if s.budget.Add(-size) < 0 {
@@ -170,7 +172,7 @@ func (s *Stream) part(u *Update, f *frame) error {
 	}
 	old := s.filter.words.Swap(&words)
 	s.filter.taken.Store(int64(taken))
-	if old != nil { // one that the new one replaces
+	if old != nil { // replaced by the new one
 		s.budget.Add(int64(8 * len(*old)))
 		s.took -= int64(8 * len(*old))
 	}
@@ -202,7 +204,7 @@ func (s *Stream) delta(u *Update, f *frame) error {
 		s.seen[bucket/64] = 0
 	}
 	if !valid {
-		return errors.New("a delta with a bucket outside of the filter, or twice")
+		return errors.New("a delta names a bucket twice or beyond the filter")
 	}
 	change := 0
 	for i := range n {

@@ -149,7 +149,7 @@ func TestWhatIsDoubtfulEmptiesTheFilter(t *testing.T) {
 		{"a delta that skips", delta(5, 7, 1), Delta, func(u *Update) { u.Sequence = 7 }, 5, "after 5"},
 		{"another base in the frame", delta(4, 6, 1), Delta, nil, 5, "after 5"},
 		{"another sequence in the frame", delta(5, 9, 1), Delta, nil, 5, "sequence 9"},
-		{"a bucket outside", put(delta(5, 6, 1), headerSize+deltaHead, 0xff, 0xff, 0, 0), Delta, nil, 5, "bucket outside"},
+		{"a bucket outside", put(delta(5, 6, 1), headerSize+deltaHead, 0xff, 0xff, 0, 0), Delta, nil, 5, "beyond the filter"},
 		{"a bucket twice", delta(5, 6, 1, 1), Delta, nil, 5, "twice"},
 		{"more images than bytes", put(delta(5, 6, 1), headerSize+8, 9), Delta, nil, 5, "9 images"},
 		{"a wrong checksum", append(delta(5, 6, 1), 0), Delta, nil, 5, "checksum"},

@@ -49,7 +49,8 @@ func parseFrame(p *Producer, payload []byte) (f frame, err error) {
 	case le.Uint16(payload[4:]) != frameVersion:
 		return f, fmt.Errorf("a frame of version %d: want %d", le.Uint16(payload[4:]), frameVersion)
 	case payload[8] != fingerprintBits || payload[9] != slotsPerBucket || le.Uint16(payload[10:]) != filterVersion:
-		return f, fmt.Errorf("a filter of version %d with %d slots of %d bits: want version %d with %d of %d", le.Uint16(payload[10:]), payload[9], payload[8], filterVersion, slotsPerBucket, fingerprintBits)
+		return f, fmt.Errorf("a filter of version %d with %d slots of %d bits: want version %d with %d of %d", le.Uint16(payload[10:]),
+			payload[9], payload[8], filterVersion, slotsPerBucket, fingerprintBits)
 	case le.Uint64(payload[12:]) != p.Format.Seed || le.Uint64(payload[20:]) != uint64(p.Format.Buckets):
 		return f, errors.New("a frame of a filter with another seed or size")
 	case le.Uint64(payload[28:]) != p.Pool.DataCenter:

@@ -48,7 +48,7 @@ const (
 // Identity is a relay's process and its run within that.
 type Identity struct{ Instance, Incarnation uint64 }
 
-// Source is how a digest came about.
+// Source is the origin of a digest.
 type Source uint8
 
 // The sources of a digest.

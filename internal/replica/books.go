@@ -145,7 +145,8 @@ func newOther(mesh *Mesh) *otherRouter {
 // sensible reports whether a booking can be: no prompt is longer than kv.MaxTokens,
 // none has more to compute or to load than it has tokens, and none has more full blocks.
 func sensible(c *router.Change) bool {
-	return c.Tokens >= 0 && c.Tokens <= kv.MaxTokens && c.Uncached >= 0 && c.Uncached <= c.Tokens && c.Loads.Total() <= c.Tokens && len(c.Sequence) <= c.Tokens && c.Leg <= kv.LegDecode
+	return c.Tokens >= 0 && c.Tokens <= kv.MaxTokens && c.Uncached >= 0 && c.Uncached <= c.Tokens && c.Loads.Total() <= c.Tokens &&
+		len(c.Sequence) <= c.Tokens && c.Leg <= kv.LegDecode
 }
 
 // is notes which router speaks. Not ok: another connection hears it already.

@@ -120,7 +120,7 @@ func TestReplicasTellTheEndOfWhatTheirQueueLost(t *testing.T) {
 	all[1].sees(t, "nothing in flight", all[0].Loads())
 }
 
-// TestAskingInVainBecomesRare: a router that never tells what is missing is not asked
+// TestAskingInVainBecomesRare: a router that never reports what is missing is not asked
 // for ever.
 func TestAskingInVainBecomesRare(t *testing.T) {
 	p := newOther(testMesh(routertest.New(t, "kv", 1)))

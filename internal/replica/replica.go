@@ -180,7 +180,8 @@ func New(settings Settings, deps Deps) (*Mesh, error) {
 	}
 	r := &Mesh{
 		discover: deps.Find, partition: deps.Partition, stored: deps.Stored, eachStored: deps.EachStored, seal: sealing,
-		router: deps.Router, id: cmp.Or(deps.ID, max(1, rand.Uint64())), dial: deps.Dial, log: deps.Log, pub: pub, edges: deps.Edges, queue: make(chan message, queueLimit),
+		router: deps.Router, id: cmp.Or(deps.ID, max(1, rand.Uint64())), dial: deps.Dial, log: deps.Log, pub: pub, edges: deps.Edges,
+		queue: make(chan message, queueLimit),
 		timing: timing{
 			tick: 100 * time.Millisecond, digest: 5, silence: 5 * time.Second, foreign: 20 * time.Second,
 			retry: 100 * time.Millisecond, retryTo: 5 * time.Second, self: time.Minute,
@@ -218,7 +219,7 @@ func (r *Mesh) Run(ctx context.Context) {
 		r.followers.Go(func() { r.discover(ctx, r.usePeers) })
 	}
 	r.mu.Unlock()
-	r.tell(ctx)
+	r.publishQueued(ctx)
 	r.mu.Lock()
 	r.running = nil // no other router is followed from now on
 	r.mu.Unlock()
@@ -247,9 +248,9 @@ func (r *Mesh) say(m ownMessage) {
 	r.put(message{own: &m})
 }
 
-// tell publishes what is queued until ctx ends, digests of it, and again what others
+// publishQueued publishes what is queued until ctx ends, digests of it, and again what others
 // request.
-func (r *Mesh) tell(ctx context.Context) {
+func (r *Mesh) publishQueued(ctx context.Context) {
 	var books ownBooks
 	ticker := time.NewTicker(r.timing.tick)
 	defer ticker.Stop()
@@ -411,7 +412,8 @@ func (r *Mesh) Counts() Counts {
 	peers := len(r.heard)
 	r.mu.Unlock()
 	return Counts{
-		Sent: r.Sent.Load(), Resent: r.Resent.Load(), Received: r.Received.Load(), Dropped: r.Dropped.Load(), Refused: r.Refused.Load(), Lost: r.Lost.Load(),
+		Sent: r.Sent.Load(), Resent: r.Resent.Load(), Received: r.Received.Load(), Dropped: r.Dropped.Load(), Refused: r.Refused.Load(),
+		Lost: r.Lost.Load(),
 		Held: r.Held.Load(), Peers: peers,
 	}
 }

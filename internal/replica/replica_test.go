@@ -420,7 +420,7 @@ func TestReplicasConverge(t *testing.T) {
 	}
 }
 
-// TestALateReplicaLearnsOfMoreThanAQueueHolds: what is told at once is bounded, else the
+// TestALateReplicaLearnsOfMoreThanAQueueHolds: what is reported at once is bounded, else the
 // same part would be lost each time.
 func TestALateReplicaLearnsOfMoreThanAQueueHolds(t *testing.T) {
 	addresses := testPeers(t, 2)

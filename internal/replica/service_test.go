@@ -118,7 +118,7 @@ func TestAPeerThatLeavesTakesWhatRunsThere(t *testing.T) {
 	}
 }
 
-// TestAPeerStopsATenantForTheDebtAtMost, whatever it tells.
+// TestAPeerStopsATenantForTheDebtAtMost, whatever it reports.
 func TestAPeerStopsATenantForTheDebtAtMost(t *testing.T) {
 	rt := routertest.New(t, "kv", 1, fairly)
 	r := &testReplica{Router: rt}
@@ -127,7 +127,7 @@ func TestAPeerStopsATenantForTheDebtAtMost(t *testing.T) {
 	r.waits(t, "other", make(chan gone, 1))
 	p := newOther(testMesh(rt))
 	var services []tenantService
-	for range fair.MostTold {
+	for range fair.MostReported {
 		services = append(services, tenantService{"told", "standard", 1 << 63, 1 << 63})
 	}
 	for range 5 {

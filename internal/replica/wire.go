@@ -131,7 +131,7 @@ type ownMessage struct {
 	Milliseconds uint64   `msgpack:"milliseconds,omitempty"`
 	Owner        uint64   `msgpack:"owner,omitempty"` // a hash; 0: none, or a router that does not say
 
-	Service []tenantService `msgpack:"service,omitempty"` // at most fair.MostTold
+	Service []tenantService `msgpack:"service,omitempty"` // at most fair.MostReported
 }
 
 // tenantService is a fair.Service, with whole ms.
@@ -147,7 +147,8 @@ type tenantService struct {
 func servicesOf(all []fair.Service) (services []tenantService) {
 	for _, s := range all {
 		if len(s.Tenant) <= idLimit {
-			services = append(services, tenantService{s.Tenant, s.Class.String(), uint64(min(s.Received, maxService)), uint64(min(s.Running, maxService))})
+			services = append(services, tenantService{s.Tenant, s.Class.String(), uint64(min(s.Received, maxService)),
+				uint64(min(s.Running, maxService))})
 		}
 	}
 	return services
@@ -387,7 +388,7 @@ func decodeOwn(text []byte) (m ownMessage, err error) {
 		field{"owner", uintTo(math.MaxUint64, &m.Owner)},
 		field{"milliseconds", uintTo(uint64(math.MaxInt64/time.Millisecond), &m.Milliseconds)},
 		field{"service", func(value []byte) error {
-			return eachItem(value, fair.MostTold, func(value []byte) error {
+			return eachItem(value, fair.MostReported, func(value []byte) error {
 				var s tenantService
 				err := readFields(value, 0,
 					field{"tenant", textTo(&s.Tenant)},
@@ -400,7 +401,8 @@ func decodeOwn(text []byte) (m ownMessage, err error) {
 			})
 		}},
 	)
-	if err == nil && (m.Router == 0 || m.Kind == "" || (m.Kind == kindEjection || m.Kind == kindStored) && m.Worker == nil || len(m.Sums) != 0 && len(m.Sums) != buckets) {
+	if err == nil && (m.Router == 0 || m.Kind == "" || (m.Kind == kindEjection || m.Kind == kindStored) && m.Worker == nil ||
+		len(m.Sums) != 0 && len(m.Sums) != buckets) {
 		err = errShape
 	}
 	return m, err
@@ -520,7 +522,8 @@ func readUint(value []byte, most uint64) (n uint64, err error) {
 	switch code := value[0]; {
 	case code <= msgpcode.PosFixedNumHigh:
 		n = uint64(code)
-	case code >= msgpcode.Uint8 && code <= msgpcode.Uint64, code >= msgpcode.Int8 && code <= msgpcode.Int64 && len(value) > 1 && value[1] < 0x80:
+	case code >= msgpcode.Uint8 && code <= msgpcode.Uint64,
+		code >= msgpcode.Int8 && code <= msgpcode.Int64 && len(value) > 1 && value[1] < 0x80:
 		for _, b := range value[1:] {
 			n = n<<8 | uint64(b)
 		}

@@ -61,7 +61,7 @@ type Booking struct {
 	cached       int            // blocks of it that the engine found cached; -1: not reported
 	outputs      int            // blocks of the answer
 	outputWeight float64        // their total weight
-	answered     int            // tokens of the answer, as told by Answered
+	answered     int            // tokens of the answer, as reported by Answered
 	heard        time.Time      // time of the last message about it
 	older, newer *Booking       // its neighbours in loads, by that time
 }
@@ -218,7 +218,7 @@ func (b *Booking) Report(f policy.Feedback) (verdict policy.Verdict, known bool)
 		if f.TokensIn == 0 {
 			f.TokensIn = b.prompt
 		}
-		if p, is := r.decider.policy.(policy.Judged); is && !b.ended.Load() {
+		if p, ok := r.decider.policy.(policy.Judged); ok && !b.ended.Load() {
 			verdict, known = p.Judge(f)
 			b.decision = 0 // it has been judged
 		}

@@ -25,7 +25,8 @@ func (t BusyThresholds) Validate() error {
 		return fmt.Errorf("active-decode-blocks-threshold %v: give a share of the KV cache, 0 to 1", *t.ActiveDecodeBlocksThreshold)
 	case t.ActivePrefillTokensThreshold != nil && *t.ActivePrefillTokensThreshold < 0:
 		return fmt.Errorf("active-prefill-tokens-threshold %d: give a number of tokens, at least 0", *t.ActivePrefillTokensThreshold)
-	case t.ActivePrefillTokensThresholdFrac != nil && (!(*t.ActivePrefillTokensThresholdFrac >= 0) || math.IsInf(*t.ActivePrefillTokensThresholdFrac, 1)):
+	case t.ActivePrefillTokensThresholdFrac != nil && (!(*t.ActivePrefillTokensThresholdFrac >= 0) ||
+		math.IsInf(*t.ActivePrefillTokensThresholdFrac, 1)):
 		return fmt.Errorf("active-prefill-tokens-threshold-frac %v: give a number of at least 0", *t.ActivePrefillTokensThresholdFrac)
 	}
 	return nil

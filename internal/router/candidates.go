@@ -25,8 +25,8 @@ type decider struct {
 }
 
 func newDecider(r *Router, deps Deps) decider {
-	forecast, is := deps.Policy.(*policy.Work)
-	if !is {
+	forecast, ok := deps.Policy.(*policy.Work)
+	if !ok {
 		forecast = policy.NewWork()
 	}
 	return decider{

@@ -17,8 +17,8 @@ type cell struct {
 	holds *summary.View
 }
 
-// ShowCell stores what a router tells of itself whose workers are below it, and its summary. It
-// has no effect on a worker that is not up.
+// ShowCell stores the report and the summary of a router whose workers are below it. It has no
+// effect on a worker that is not up.
 func (r *Router) ShowCell(w kv.WorkerKey, report policy.CellReport, holds *summary.View) {
 	r.mu.Lock()
 	defer r.unlock()
@@ -59,7 +59,7 @@ func (f *fleet) loseCell(w kv.WorkerKey) {
 }
 
 // matchCells appends to dst, from start on by worker, how many leading blocks of a prompt each
-// cell tells to have.
+// cell reports.
 func (f *fleet) matchCells(dst []kv.Match, start int, local []uint64) []kv.Match {
 	cells := f.cells.Load()
 	if cells == nil || len(local) == 0 {
@@ -147,7 +147,7 @@ func (r *Router) Sum() (s Sum) {
 	return s
 }
 
-// newLeg is the leg by which new requests are told how long they wait: with pairs, that of
+// newLeg is the leg whose wait new requests are given: with pairs, that of
 // the prompt. The caller holds the lock.
 func (a *Admission) newLeg() kv.Leg {
 	takes := func(leg kv.Leg) bool {

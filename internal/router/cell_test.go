@@ -133,7 +133,7 @@ func TestPairsLeaveCellsAlone(t *testing.T) {
 	}
 }
 
-// TestACellThatDoesNotAnswerLosesItsTraffic: although it goes on to tell that nobody waits.
+// TestACellThatDoesNotAnswerLosesItsTraffic: although it continues to report that nobody waits.
 func TestACellThatDoesNotAnswerLosesItsTraffic(t *testing.T) {
 	clock := new(testkit.StandingClock)
 	r := New(testkit.Defaults[Settings](), Deps{Index: radix.NewTree(), Policy: policytest.MustPolicy(t, "work"), BlockSize: testkit.BlockSize, Seed: 1, Now: clock.Now})

@@ -3,28 +3,28 @@ package router
 import "kvrouter/internal/fair"
 
 // Service returns what tenants receive in the fair queue here, for other routers over the same
-// workers: see fair.Queue.Tell. None where the queue is not fair.
+// workers: see fair.Queue.Report. None where the queue is not fair.
 func (a *Admission) Service() []fair.Service {
 	a.router.mu.Lock()
 	defer a.router.mu.Unlock()
 	if a.fair == nil {
 		return nil
 	}
-	return a.fair.Tell()
+	return a.fair.Report()
 }
 
-// Elsewhere is the service that another router tells. One goroutine at a time uses it.
+// Elsewhere is the service that another router reports. One goroutine at a time uses it.
 type Elsewhere struct {
 	router *Router
-	told   *fair.Elsewhere[*waiter] // nil: nothing
+	heard  *fair.Elsewhere[*waiter] // nil: nothing
 }
 
 // Elsewhere returns the service of one more router.
 func (a *Admission) Elsewhere() *Elsewhere { return &Elsewhere{router: a.router} }
 
-// Take counts what the other router tells; nothing where the queue is not fair.
+// Take counts what the other router reports; nothing where the queue is not fair.
 func (e *Elsewhere) Take(all []fair.Service) {
-	if e.told == nil && len(all) == 0 {
+	if e.heard == nil && len(all) == 0 {
 		return
 	}
 	r := e.router
@@ -33,10 +33,10 @@ func (e *Elsewhere) Take(all []fair.Service) {
 	if r.Admission.fair == nil {
 		return
 	}
-	if e.told == nil {
-		e.told = r.Admission.fair.Elsewhere()
+	if e.heard == nil {
+		e.heard = r.Admission.fair.Elsewhere()
 	}
-	e.told.Take(all)
+	e.heard.Take(all)
 }
 
 // End forgets what runs at the other router.

@@ -105,7 +105,7 @@ func TestATenantHasItsShareOnce(t *testing.T) {
 	}
 }
 
-// TestServiceElsewhereWithoutAFairQueue: what is told counts nowhere.
+// TestServiceElsewhereWithoutAFairQueue: what is reported counts nowhere.
 func TestServiceElsewhereWithoutAFairQueue(t *testing.T) {
 	r := NewTestRouter(t, "kv", 1)
 	e := r.Admission.Elsewhere()

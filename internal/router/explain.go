@@ -174,15 +174,15 @@ func (k *Receipts) workers(p *prompt, candidates []policy.Candidate, scores []po
 	list := make([]ReceiptCandidate, len(r.fleet.targets))
 	for i := range r.fleet.targets {
 		var none policy.Candidate
-		c, is := &none, len(candidates) > 0 && candidates[0].Target.Key == r.fleet.targets[i].Key
-		if is {
+		c, ok := &none, len(candidates) > 0 && candidates[0].Target.Key == r.fleet.targets[i].Key
+		if ok {
 			c, candidates = &candidates[0], candidates[1:]
 		} else {
 			r.decider.candidate(c, p, i)
 		}
 		list[i] = k.candidate(p, c)
 		switch {
-		case !is:
+		case !ok:
 			list[i].Excluded = k.exclusion(p, c, i, trial, now).String()
 		case len(scores) > 0:
 			list[i].Score, list[i].Excluded, scores = &scores[0], scores[0].Excluded, scores[1:]

@@ -39,7 +39,7 @@ func shed(late time.Duration) error {
 	return &ShedError{RetryAfter: min(max(late, time.Second), mostRetryAfter)}
 }
 
-// mostRetryAfter bounds what a client is told: the load may be another by then.
+// mostRetryAfter bounds Retry-After: the load may be another by then.
 const mostRetryAfter = 10 * time.Minute
 
 // Charging is what a tenant is charged for. Everything but ByWork is for comparison, in
@@ -177,7 +177,7 @@ func (a *Admission) enqueueFairly(p *prompt, now time.Time) (*waiter, error) {
 	case w.item:
 		return nil, ErrQueueFull
 	default:
-		out.Value.tell(waitResult{err: ErrQueueFull})
+		out.Value.deliver(waitResult{err: ErrQueueFull})
 	}
 	return w, nil
 }
@@ -264,8 +264,8 @@ func (p *prompt) sheds() bool { return p.Sheddable && !p.Deadline.IsZero() }
 // late reports whether a request that may be shed can no longer be in time.
 func (w *waiter) late(now time.Time) bool { return w.prompt.sheds() && now.After(w.prompt.Deadline) }
 
-// shed tells a request that is late that it is shed.
-func (w *waiter) shed(now time.Time) { w.tell(waitResult{err: shed(now.Sub(w.prompt.Deadline))}) }
+// shed refuses a late request.
+func (w *waiter) shed(now time.Time) { w.deliver(waitResult{err: shed(now.Sub(w.prompt.Deadline))}) }
 
 // anyIdle reports whether a worker that could serve p has nothing to do.
 func (a *Admission) anyIdle(p *prompt) bool {

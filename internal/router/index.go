@@ -38,7 +38,8 @@ func (c IndexSettings) Validate(policies ...string) error {
 	case c.RouterTTLSecs != nil && !c.NoKVEvents:
 		return errors.New("--router-ttl-secs requires --no-kv-events: KV events report evictions")
 	case c.RouterTTLSecs != nil && !slices.ContainsFunc(policies, func(name string) bool { return !c.HasTrees(name) }):
-		return errors.New("--router-ttl-secs does not bound the prefix trees of --policy cache-threshold and variance: give --max-tree-size and --eviction-interval")
+		return errors.New("--router-ttl-secs does not bound the prefix trees of --policy cache-threshold and variance: give --max-tree-size " +
+			"and --eviction-interval")
 	case c.RouterMaxTreeSize < 1:
 		return fmt.Errorf("--router-max-tree-size %d: give at least 1 block", c.RouterMaxTreeSize)
 	case !(c.RouterPruneTargetRatio >= 0 && c.RouterPruneTargetRatio <= 1):
@@ -98,7 +99,8 @@ func NewIndex(c IndexSettings, name string, settings policy.Settings, blockSize 
 }
 
 // NewIndexOf is NewIndex where exact is the empty index of KV events, if they are followed.
-func NewIndexOf(exact *radix.Tree, c IndexSettings, name string, settings policy.Settings, blockSize int, now func() time.Time) (radix.Index, radix.Assumer) {
+func NewIndexOf(exact *radix.Tree, c IndexSettings, name string, settings policy.Settings, blockSize int,
+	now func() time.Time) (radix.Index, radix.Assumer) {
 	seconds := func(s float64) time.Duration { return time.Duration(s * float64(time.Second)) }
 	switch {
 	case indexless(name, settings):

@@ -260,7 +260,7 @@ func TestQuestionsGoToAWorkerThatAnswers(t *testing.T) {
 	}
 }
 
-// TestRequestsGoRoundASilentWorker: it is not ejected, and what runs there goes on.
+// TestRequestsGoRoundASilentWorker: it is not ejected, and what runs there continues.
 func TestRequestsGoRoundASilentWorker(t *testing.T) {
 	r, now := newWatchedRouter(t, "round-robin", 2)
 	for range 5 {

@@ -124,8 +124,8 @@ type waiter struct {
 	decided chan waitResult     // of one; where the prompt has decided, that is called instead
 }
 
-// tell passes on what was decided.
-func (w *waiter) tell(result waitResult) {
+// deliver passes on the decision.
+func (w *waiter) deliver(result waitResult) {
 	if w.prompt.decided != nil {
 		w.prompt.decided(result.decision, result.err)
 		return
@@ -219,7 +219,7 @@ func (a *Admission) makeRoom(client string) (ok bool) {
 	if last < 0 {
 		return false
 	}
-	a.waiting[last].tell(waitResult{err: ErrQueueFull})
+	a.waiting[last].deliver(waitResult{err: ErrQueueFull})
 	a.waiting = slices.Delete(a.waiting, last, last+1)
 	return true
 }
@@ -270,7 +270,7 @@ func (a *Admission) decide(w *waiter, must bool, now time.Time) fair.Verdict {
 		return a.yields(w, now)
 	case err == nil && a.fair != nil:
 		if late := a.lateBy(&w.prompt, now); late > 0 {
-			w.tell(waitResult{err: shed(late)})
+			w.deliver(waitResult{err: shed(late)})
 			return fair.Taken
 		}
 	}
@@ -281,7 +281,7 @@ func (a *Admission) decide(w *waiter, must bool, now time.Time) fair.Verdict {
 		result.decision.QueueTime = now.Sub(w.since)
 		r.choose(&w.prompt, &result.decision, now)
 	}
-	w.tell(result)
+	w.deliver(result)
 	return fair.Taken
 }
 

@@ -95,15 +95,15 @@ const (
 func (a *Admission) learnRoom(at int, before policy.Published) {
 	r := a.router
 	load, now := r.fleet.targetLoads[at].workerLoad, r.now()
-	told := load.Published
+	published := load.Published
 	switch requests := load.InFlight + load.Foreign; {
-	case told.Waiting == 0:
+	case published.Waiting == 0:
 		if load.Fill > 0 && requests >= load.Fill && !now.Before(load.growsFrom) {
 			load.growFill(now)
 		}
 	case before.Waiting == 0 || now.Sub(before.At) >= loadFreshFor:
-	case a.stands(load, before), a.pending(load.Load, now) < passOf(&r.fleet.targets[at]) && load.leftOut(told):
-		load.setFill(max(1, told.Running, load.ranBefore), now)
+	case a.stands(load, before), a.pending(load.Load, now) < passOf(&r.fleet.targets[at]) && load.leftOut(published):
+		load.setFill(max(1, published.Running, load.ranBefore), now)
 	}
 }
 
@@ -147,7 +147,7 @@ func (a *Admission) stands(load *workerLoad, before policy.Published) bool {
 // leftOut reports whether requests wait that the last two passes over prompts have left out. An
 // engine may choose the prompts of a pass while the one before runs, so what has come since
 // the last pass but one may have come too late for both.
-func (l *workerLoad) leftOut(told policy.Published) bool {
+func (l *workerLoad) leftOut(published policy.Published) bool {
 	late, streams := 0, 0
 	for i := range l.Prefills {
 		p := &l.Prefills[i]
@@ -159,7 +159,7 @@ func (l *workerLoad) leftOut(told policy.Published) bool {
 		}
 	}
 	if streams == 0 {
-		return told.Running <= l.ranBefore
+		return published.Running <= l.ranBefore
 	}
-	return !l.passBefore.IsZero() && told.Waiting > late
+	return !l.passBefore.IsZero() && published.Waiting > late
 }

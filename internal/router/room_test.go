@@ -23,7 +23,7 @@ type batchRequest struct {
 	prompt, steps int // left
 }
 
-// pass computes one pass and tells the router of it.
+// pass computes one pass and reports it to the router.
 func (e *batchEngine) pass() {
 	budget := 16
 	compute := func(r *batchRequest) {

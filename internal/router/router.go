@@ -211,7 +211,7 @@ type prompt struct {
 	local     []uint64   // local block hashes
 	lookahead [][]uint64 // those of workers whose blocks depend on the tokens behind them
 	matches   []kv.Match // by worker
-	next      int        // of matches, where matched goes on
+	next      int        // of matches, where matched continues
 	distinct  int        // newBlocks of it
 	usable    int        // leading blocks that a worker can have of it, by the policy's reckoning
 	workers   int        // that are up for the leg, whether they may serve it or not
@@ -373,7 +373,7 @@ func (r *Router) choose(p *prompt, d *Decision, now time.Time) {
 	if r.Admission.fair != nil && r.Admission.fair.Len() > 0 {
 		query.Backlog = r.Admission.fair.Waiting(p.Class) / float64(len(r.fleet.targets))
 	}
-	if _, is := r.decider.policy.(policy.Judged); is && !p.QueryOnly && !p.ChooseOnly {
+	if _, ok := r.decider.policy.(policy.Judged); ok && !p.QueryOnly && !p.ChooseOnly {
 		r.decider.decisions++
 		query.Decision = r.decider.decisions
 	}

@@ -183,7 +183,8 @@ const maxFeedbackMS = float64(math.MaxInt64 / int64(time.Millisecond))
 // feedback converts the query. A cancelled request counts as abandoned only where that bug
 // of the original is fixed (mended).
 func (q feedbackQuery) feedback(mended bool) policy.Feedback {
-	f := policy.Feedback{Ending: policy.Finished, Latency: time.Duration(*q.LatencyMS * float64(time.Millisecond)), TokensIn: q.TokensIn, TokensOut: q.TokensOut, Finish: q.FinishReason}
+	f := policy.Feedback{Ending: policy.Finished, Latency: time.Duration(*q.LatencyMS * float64(time.Millisecond)), TokensIn: q.TokensIn,
+		TokensOut: q.TokensOut, Finish: q.FinishReason}
 	switch {
 	case mended && policy.Aborted(q.FinishReason):
 		f.Ending = policy.Abandoned

@@ -85,7 +85,7 @@ func TestEventStreamTakesAllBlocksFromAnotherRouter(t *testing.T) {
 		f.Holds(t, i, 3, map[bool]int{true: 2, false: 3}[i == 1])
 	}
 	f.Has(t, map[string]uint64{"gaps": 0, "peer_dumps": 1, "cold": 0})
-	// It goes on from the batch that the dump is of, not from the dump's own ids.
+	// It continues from the batch that the dump is of, not from the dump's own ids.
 	for i := range 5 {
 		p.Batch(false, testkit.StoredEvent(30+i, 0, 1))
 	}

@@ -93,7 +93,9 @@ func (s *Service) addURL(c *gin.Context, url string) {
 	case errors.Is(err, workers.ErrKnown):
 		c.String(http.StatusBadRequest, "%s", "Worker "+url+" already exists")
 	case errors.As(err, &late):
-		c.String(http.StatusBadRequest, "%s", fmt.Sprintf("Timeout %.0fs waiting for worker %s to become healthy. Please set --startup-timeout to a larger value. %s", late.Limit.Seconds(), url, late.Why))
+		c.String(http.StatusBadRequest, "%s",
+			fmt.Sprintf("Timeout %.0fs waiting for worker %s to become healthy. Please set --startup-timeout to a larger value. %s",
+				late.Limit.Seconds(), url, late.Why))
 	default:
 		c.String(http.StatusServiceUnavailable, "%s", err.Error())
 	}

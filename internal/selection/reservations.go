@@ -29,7 +29,8 @@ const (
 var errTooMany = fmt.Errorf("there are %d reservations, which is the maximum: free those whose requests have ended", maxReservations)
 
 // errTooManyBlocks is returned once they have maxReservedBlocks.
-var errTooManyBlocks = fmt.Errorf("the reservations have %d blocks, which is the maximum, or your share of it: free those whose requests have ended", maxReservedBlocks)
+var errTooManyBlocks = fmt.Errorf("the reservations have %d blocks, which is the maximum, or your share of it: free those whose "+
+	"requests have ended", maxReservedBlocks)
 
 // errLongID is returned for an id longer than maxReservationID.
 var errLongID = fmt.Errorf("selection_id is longer than %d bytes", maxReservationID)

@@ -462,7 +462,8 @@ func (s *Service) loads(c *gin.Context) {
 			loads = []workerLoads{}
 		}
 		requests, tokens := s.router(p).Admission.QueueDepth()
-		answer = append(answer, gin.H{"model_name": p.Model, "routing_group": p.Group, "loads": loads, "pending_count": requests, "pending_isl_tokens": tokens})
+		answer = append(answer, gin.H{"model_name": p.Model, "routing_group": p.Group, "loads": loads, "pending_count": requests,
+			"pending_isl_tokens": tokens})
 	}
 	c.JSON(http.StatusOK, answer)
 }
@@ -516,7 +517,8 @@ func (s *Service) route(c *gin.Context, query routeQuery) {
 			return
 		}
 		requests, tokens := s.router(of).Admission.QueueDepth()
-		c.JSON(http.StatusOK, gin.H{"method": "potential_loads", "loads": s.potential(of, request), "pending_count": requests, "pending_isl_tokens": tokens})
+		c.JSON(http.StatusOK, gin.H{"method": "potential_loads", "loads": s.potential(of, request), "pending_count": requests,
+			"pending_isl_tokens": tokens})
 	case "mark_prefill":
 		booking := s.reserved.get(id)
 		if booking != nil {
@@ -559,7 +561,8 @@ func (s *Service) events(c *gin.Context) {
 		}
 		n, err := strconv.ParseUint(text, 10, parameter.bits)
 		if err != nil {
-			plainError(c, http.StatusBadRequest, fmt.Sprintf("%s=%.40s: it must be a whole number of at most %d bits", parameter.name, text, parameter.bits))
+			plainError(c, http.StatusBadRequest, fmt.Sprintf("%s=%.40s: it must be a whole number of at most %d bits", parameter.name, text,
+				parameter.bits))
 			return
 		}
 		*parameter.into = &n

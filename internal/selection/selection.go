@@ -83,7 +83,8 @@ type Deps struct {
 // New returns the router port.
 func New(settings Settings, deps Deps) *Service {
 	return &Service{
-		settings: settings, models: deps.Models, fleet: deps.Fleet, partitions: deps.Partitions, mesh: deps.Mesh, tenants: deps.Tenants, log: deps.Log, history: deps.Fleet.History,
+		settings: settings, models: deps.Models, fleet: deps.Fleet, partitions: deps.Partitions, mesh: deps.Mesh, tenants: deps.Tenants,
+		log: deps.Log, history: deps.Fleet.History,
 		reserved: newReservations(), pending: newPendingSelections(),
 		decisions: openDecisions{byID: map[string]*openDecision{}}, dumps: make(chan struct{}, maxDumps),
 	}
@@ -98,7 +99,8 @@ func (s *Service) Handler() http.Handler {
 	engine.GET("/health", statusOK)
 	guarded := engine.Group("/", Guards(s.settings.Host, s.settings.Keys, "missing or unknown API key", plainError)...)
 	guarded.Use(web.Within(web.Places(s.settings.Places), web.Address, func(c *gin.Context) {
-		plainError(c, http.StatusServiceUnavailable, fmt.Sprintf("all %d places for requests, or your share of them, are taken: try again", s.settings.Places))
+		plainError(c, http.StatusServiceUnavailable, fmt.Sprintf("all %d places for requests, or your share of them, are taken: try again",
+			s.settings.Places))
 	}))
 	guarded.GET("/ready", s.ready)
 	guarded.GET("/workers", s.listWorkers)
@@ -131,8 +133,9 @@ func (s *Service) Handler() http.Handler {
 	return engine
 }
 
-// Guards reject requests of other sites' pages, requests without one of the keys and bodies that are not declared as JSON. host is the address of the
-// port, the value of whose begins the error for a missing key, and fail writes errors.
+// Guards reject requests of other sites' pages, requests without one of the keys and bodies that
+// are not declared as JSON. host is the address of the port, the value of whose begins the error
+// for a missing key, and fail writes errors.
 func Guards(host string, keys *web.Keys, whose string, fail func(*gin.Context, int, string)) []gin.HandlerFunc {
 	return []gin.HandlerFunc{web.OwnPages(host, keys.Asked(), fail), web.RequireKey(keys, whose, fail), web.WantJSON(fail)}
 }
@@ -264,7 +267,8 @@ func (q promptQuery) hashedRequest() (router.Request, error) {
 	case *q.ISLTokens <= 0:
 		return router.Request{}, errors.New("isl_tokens must be greater than 0")
 	case len(q.BlockHashes) != len(q.SequenceHashes):
-		return router.Request{}, fmt.Errorf("block_hashes length %d must match sequence_hashes length %d", len(q.BlockHashes), len(q.SequenceHashes))
+		return router.Request{}, fmt.Errorf("block_hashes length %d must match sequence_hashes length %d", len(q.BlockHashes),
+			len(q.SequenceHashes))
 	}
 	if err := tokensWithin("isl_tokens", *q.ISLTokens); err != nil {
 		return router.Request{}, err
@@ -367,7 +371,8 @@ func (s *Service) findBestWorker(c *gin.Context, of events.Partition, request ro
 		s.routingError(c, of, err)
 		return
 	}
-	c.JSON(http.StatusOK, gin.H{"worker_id": decision.Target.Key.Worker, "dp_rank": decision.Target.Key.Rank, "overlap_tokens": decision.OverlapTokens})
+	c.JSON(http.StatusOK, gin.H{"worker_id": decision.Target.Key.Worker, "dp_rank": decision.Target.Key.Rank,
+		"overlap_tokens": decision.OverlapTokens})
 }
 
 // overlapScores returns the cached blocks of a prompt on each worker, without a selection.

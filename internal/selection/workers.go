@@ -78,7 +78,8 @@ func (s workerSpec) check() error {
 		most         int
 	}{
 		{"model_name", Given(s.ModelName, ""), maxName}, {"routing_group", Given(s.RoutingGroup, ""), maxName},
-		{"bootstrap_host", Given(s.BootstrapHost, ""), maxName}, {"p2p_host", Given(s.P2PHost, ""), maxName}, {"api_key", string(Given(s.APIKey, "")), maxKey},
+		{"bootstrap_host", Given(s.BootstrapHost, ""), maxName}, {"p2p_host", Given(s.P2PHost, ""), maxName},
+		{"api_key", string(Given(s.APIKey, "")), maxKey},
 	} {
 		if len(text.value) > text.most || strings.ContainsFunc(text.value, unicode.IsControl) {
 			return fmt.Errorf("%s: give at most %d bytes without control characters", text.field, text.most)
@@ -167,8 +168,11 @@ func (w registeredWorker) registration(settings Settings, existing int) (r worke
 	if err := spec.check(); err != nil {
 		return r, nil, err
 	}
-	r = workers.Registration{ID: w.id, Model: *spec.ModelName, MaxBatchedTokens: Given(spec.MaxBatchedTokens, 0), TotalBlocks: Given(spec.TotalBlocks, 0), BlockSize: Given(spec.BlockSize, 0), Key: Given(spec.APIKey, "")}
-	r.Disagg = kv.Disagg{Role: Given(spec.Role, kv.RoleBoth), Kind: Given(spec.Kind, kv.KindNone), Bootstrap: kv.Bootstrap{Host: Given(spec.BootstrapHost, ""), Port: Given(spec.BootstrapPort, 0)}, P2P: kv.Bootstrap{Host: Given(spec.P2PHost, ""), Port: Given(spec.P2PPort, 0)}}
+	r = workers.Registration{ID: w.id, Model: *spec.ModelName, MaxBatchedTokens: Given(spec.MaxBatchedTokens, 0),
+		TotalBlocks: Given(spec.TotalBlocks, 0), BlockSize: Given(spec.BlockSize, 0), Key: Given(spec.APIKey, "")}
+	r.Disagg = kv.Disagg{Role: Given(spec.Role, kv.RoleBoth), Kind: Given(spec.Kind, kv.KindNone),
+		Bootstrap: kv.Bootstrap{Host: Given(spec.BootstrapHost, ""), Port: Given(spec.BootstrapPort, 0)},
+		P2P:       kv.Bootstrap{Host: Given(spec.P2PHost, ""), Port: Given(spec.P2PPort, 0)}}
 	if Given(spec.Endpoint, "") == "" {
 		missing = append(missing, "endpoint is required")
 	} else if r.URL, err = kv.ParseURL(*spec.Endpoint); err != nil {
@@ -178,7 +182,8 @@ func (w registeredWorker) registration(settings Settings, existing int) (r worke
 	case size <= 0:
 		missing = append(missing, "block_size must be greater than 0")
 	case existing != 0 && size != existing:
-		missing = append(missing, fmt.Sprintf("reconciliation failed: block_size mismatch for %s: existing=%d requested=%d", w.partition(), existing, size))
+		missing = append(missing, fmt.Sprintf("reconciliation failed: block_size mismatch for %s: existing=%d requested=%d", w.partition(),
+			existing, size))
 	}
 	if settings.CountsPasses && spec.MaxBatchedTokens == nil {
 		missing = append(missing, "max_num_batched_tokens is required while queueing is enabled")
@@ -279,7 +284,7 @@ type WorkerRecord struct {
 	WaitingReqs   int      `json:"num_waiting_reqs"`
 	KVCacheUsage  float64  `json:"kv_cache_usage"`
 	Blocks        int      `json:"blocks"`
-	// Pulls counts the requests for which it was told to pull blocks from another worker, by
+	// Pulls counts the requests for which it was to pull blocks from another worker, by
 	// result; nil: none.
 	Pulls map[string]int64 `json:"kv_pulls,omitempty"`
 
@@ -397,7 +402,8 @@ func (s *Service) specOf(status workers.Status) workerSpec {
 
 // incomplete returns the record of a worker that the fleet does not know.
 func (w registeredWorker) incomplete() WorkerRecord {
-	return WorkerRecord{WorkerID: w.id, workerSpec: w.spec.shown(), Lifecycle: lifecycleIncomplete, Reasons: w.missing, State: workers.StateConnecting}
+	return WorkerRecord{WorkerID: w.id, workerSpec: w.spec.shown(), Lifecycle: lifecycleIncomplete, Reasons: w.missing,
+		State: workers.StateConnecting}
 }
 
 // record returns the record of a worker of the fleet, without its failures. by is its
@@ -409,7 +415,8 @@ func (s *Service) record(w workers.Status, by registeredWorker, registered, up b
 	}
 	r := WorkerRecord{
 		WorkerID: w.ID, Name: w.Name, workerSpec: spec, Lifecycle: LifecycleSchedulable,
-		State: w.State, Engine: w.Engine, Predictions: w.Predictions, Speculation: w.Speculation, Exactness: w.Exactness, Cell: w.Cell, PID: w.PID, Restarts: w.Restarts, Generation: w.Generation,
+		State: w.State, Engine: w.Engine, Predictions: w.Predictions, Speculation: w.Speculation, Exactness: w.Exactness, Cell: w.Cell,
+		PID: w.PID, Restarts: w.Restarts, Generation: w.Generation,
 	}
 	for _, key := range w.Keys() {
 		r.add(s.models.LoadOf(key))
@@ -525,7 +532,8 @@ func (s *Service) leadsElsewhere(c *gin.Context, endpoint *string) bool {
 	if err != nil || !s.fleet.LeadsBack(c.Request.Context(), url) {
 		return true // setWorker reports a parse error
 	}
-	plainError(c, http.StatusBadRequest, "endpoint: "+url+" is an address of this router itself or leads back to it: give the address of the worker")
+	plainError(c, http.StatusBadRequest, "endpoint: "+url+
+		" is an address of this router itself or leads back to it: give the address of the worker")
 	return false
 }
 
@@ -593,7 +601,9 @@ func (s *Service) setWorker(c *gin.Context, status int, w registeredWorker) {
 	}
 	w.missing = missing
 	if others := s.partitions.ranks(w.id); len(registration.Ranks) > 1 && others+len(registration.Ranks) > maxRanksTogether {
-		plainError(c, http.StatusServiceUnavailable, fmt.Sprintf("data_parallel_size: other workers have %d ranks; the maximum for all workers with several ranks is %d", others, maxRanksTogether))
+		plainError(c, http.StatusServiceUnavailable,
+			fmt.Sprintf("data_parallel_size: other workers have %d ranks; the maximum for all workers with several ranks is %d", others,
+				maxRanksTogether))
 		return
 	}
 	if len(missing) > 0 {

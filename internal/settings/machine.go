@@ -23,7 +23,7 @@ type Machine struct {
 
 // ThisMachine returns the machine that the program runs on.
 func ThisMachine() Machine {
-	is := func(path string, dir bool) bool {
+	exists := func(path string, dir bool) bool {
 		info, err := os.Stat(path)
 		return err == nil && info.IsDir() == dir
 	}
@@ -32,8 +32,8 @@ func ThisMachine() Machine {
 		Memory: thisMemory(os.ReadFile),
 		GPUs:   visibleGPUs,
 		Getenv: os.Getenv,
-		IsFile: func(path string) bool { return is(path, false) },
-		IsDir:  func(path string) bool { return is(path, true) },
+		IsFile: func(path string) bool { return exists(path, false) },
+		IsDir:  func(path string) bool { return exists(path, true) },
 	}
 }
 

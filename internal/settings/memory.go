@@ -103,7 +103,8 @@ func cgroupMemory(read func(string) ([]byte, error)) int64 {
 		// In a container the group's name may be the host's: its folder is the root.
 		for ; ; group = path.Dir(group) {
 			text, err := read(path.Join(root, group, file))
-			if n, bad := strconv.ParseInt(strings.TrimSpace(string(text)), 10, 64); err == nil && bad == nil && n > 0 && n < noLimit && (lowest == 0 || n < lowest) {
+			if n, bad := strconv.ParseInt(strings.TrimSpace(string(text)), 10, 64); err == nil && bad == nil && n > 0 && n < noLimit &&
+				(lowest == 0 || n < lowest) {
 				lowest = n
 			}
 			if group == "/" || group == "." {

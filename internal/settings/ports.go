@@ -47,7 +47,8 @@ func CheckPortsFree(uses []PortUse) error {
 	for _, p := range uses {
 		listener, err := net.Listen("tcp", net.JoinHostPort(p.Host, strconv.Itoa(p.Port)))
 		if err != nil {
-			return fmt.Errorf("%s: port %d cannot be used (%w); stop the process that uses it, or give another %s", p, p.Port, rootCause(err), p.Flag)
+			return fmt.Errorf("%s: port %d cannot be used (%w); stop the process that uses it, or give another %s", p, p.Port, rootCause(err),
+				p.Flag)
 		}
 		if err := listener.Close(); err != nil {
 			return fmt.Errorf("%s: port %d: %w", p, p.Port, err)

@@ -64,7 +64,8 @@ const (
 )
 
 // readArgs are the flags beside reservedArgs that the router reads.
-var readArgs = append([]string{tensorFlag, ranksFlag, attentionFlag, batchFlag, tokensFlag, keyFlag, "enable-dp-attention", offloadFlag}, sizeFlags...)
+var readArgs = append([]string{tensorFlag, ranksFlag, attentionFlag, batchFlag, tokensFlag, keyFlag, "enable-dp-attention", offloadFlag},
+	sizeFlags...)
 
 // checkArgs refuses arguments for SGLang that the router sets itself or could not
 // follow; its errors name the argument and what to use instead.
@@ -89,10 +90,12 @@ func checkArgs(s process.Settings) error {
 	}
 	apart := s.PrefillWorkers > 0
 	if apart && s.OffloadGiB > 0 {
-		return errors.New("--kv-offload-gib with --prefill-workers: not supported for SGLang; start such workers yourself and attach them with --worker")
+		return errors.New("--kv-offload-gib with --prefill-workers: not supported for SGLang; start such workers yourself and attach them " +
+			"with --worker")
 	}
 	if apart && ranks(args) > 1 {
-		return errors.New("--dp-size after -- with --prefill-workers: the router starts SGLang's prefill and decode workers with one rank each; increase the number of workers")
+		return errors.New("--dp-size after -- with --prefill-workers: the router starts SGLang's prefill and decode workers with one rank " +
+			"each; increase the number of workers")
 	}
 	return nil
 }
@@ -114,7 +117,7 @@ func shortened(name string) string {
 	return ""
 }
 
-// ranks is how many data-parallel ranks the arguments ask of a worker.
+// ranks is the number of data-parallel ranks in a worker's arguments.
 func ranks(args []string) int {
 	return max(1, flags.Number(args, ranksFlag)) * max(1, flags.Number(args, attentionFlag))
 }

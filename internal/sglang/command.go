@@ -80,7 +80,8 @@ func command(cfg process.Settings, i int, pluginDir string, environ []string) (p
 		events.Bind = true
 		// Without KV events SGLang publishes no load either: its metrics have it. The
 		// plugin narrows the wildcard, which is all that SGLang binds, to loopback.
-		argv = append(argv, "--kv-events-config", events.String(), "--load-publish-endpoint", fmt.Sprintf("tcp://*:%d", cfg.Ports.Load+i*cfg.Ports.Ranks))
+		argv = append(argv, "--kv-events-config", events.String(), "--load-publish-endpoint",
+			fmt.Sprintf("tcp://*:%d", cfg.Ports.Load+i*cfg.Ports.Ranks))
 	}
 	argv = append(argv, "--enable-metrics", "--enable-cache-report")
 	env := process.NewEnvironment(environ)

@@ -22,7 +22,8 @@ func offloadSize(cfg process.Settings) int {
 // checkOffload rejects less memory than SGLang can divide.
 func checkOffload(cfg process.Settings) error {
 	if cfg.OffloadGiB > 0 && offloadSize(cfg) == 0 && !flags.Has(cfg.Args, sizeFlags...) {
-		return fmt.Errorf("--kv-offload-gib %v: SGLang takes whole GB for each GPU; give at least 1 for each, or --hicache-ratio after --", cfg.OffloadGiB)
+		return fmt.Errorf("--kv-offload-gib %v: SGLang takes whole GB for each GPU; give at least 1 for each, or --hicache-ratio after --",
+			cfg.OffloadGiB)
 	}
 	return nil
 }

@@ -47,7 +47,8 @@ func (s AgenticSettings) validate() error {
 	case s.MaxCalls < s.MinCalls:
 		return fmt.Errorf("--agentic-max-calls %d: give at least --agentic-min-calls, which is %d", s.MaxCalls, s.MinCalls)
 	case s.MinLatency <= 0 || s.MaxLatency < s.MinLatency:
-		return fmt.Errorf("--agentic-min-latency %v, --agentic-max-latency %v: give more than 0, the shorter one first", s.MinLatency, s.MaxLatency)
+		return fmt.Errorf("--agentic-min-latency %v, --agentic-max-latency %v: give more than 0, the shorter one first", s.MinLatency,
+			s.MaxLatency)
 	}
 	return nil
 }
@@ -74,7 +75,8 @@ func syntheticAgents(settings AgenticSettings, seed uint64, longest int) ([]Trac
 			kind, _ := slices.BinarySearch(popularity, random.Float64())
 			run := settings.run(random, longest)
 			if len(run) == 0 {
-				return nil, fmt.Errorf("a run of workflow %d: prefix, task and answer do not fit the KV cache of %d tokens; give less --agentic-prefix-tokens, -task-tokens or -output-tokens, or more --mock-num-gpu-blocks", i, longest)
+				return nil, fmt.Errorf("a run of workflow %d: prefix, task and answer do not fit the KV cache of %d tokens; give less "+
+					"--agentic-prefix-tokens, -task-tokens or -output-tokens, or more --mock-num-gpu-blocks", i, longest)
 			}
 			hashes := syntheticHashes(kind, settings.Kinds+runs, settings.PrefixTokens, run[len(run)-1].known)
 			hints := agentHints(runs, run)

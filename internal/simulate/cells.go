@@ -20,9 +20,9 @@ type CellSettings struct {
 	Cells      int           `group:"Simulated cells" default:"0" placeholder:"N" help:"Simulate a day of N cells with --workers each, and compare ways to choose the cell, instead of replaying a trace. The --synthetic flags give the shape of the conversations. See docs/simulation.md."`
 	RTTMatrix  string        `group:"Simulated cells" name:"rtt-matrix" placeholder:"FILE" help:"Regions of --cells and their users. A line is the name of a region, the hours of its local time ahead of UTC, and the round-trip time to each region in the order of the lines, ms. Cell i is in region i modulo their number."`
 	Placements []string      `group:"Simulated cells" default:"exact,summary,nearest,hash,round-robin,aggregates" placeholder:"NAME" help:"Comma-separated ways to choose the cell: exact (one global index of all workers), summary (policy work with the summaries of cells), nearest, hash (consistent hashing of the first blocks, bounded loads), round-robin, aggregates (queue and KV-cache use of cells)."`
-	Day        time.Duration `group:"Simulated cells" default:"1m" help:"Virtual length of the day: the sun goes around once in that time. Engines, networks and users keep their speed."`
+	Day        time.Duration `group:"Simulated cells" default:"1m" help:"Virtual length of the day. Engines, networks and users keep their speed."`
 	DayLoad    float64       `group:"Simulated cells" default:"0.15" placeholder:"N" help:"Mean requests per second and worker."`
-	DaySwing   float64       `group:"Simulated cells" default:"0.8" help:"How far the requests of a region rise above their mean in its afternoon and fall below it at night, as a share of the mean, 0 to 1."`
+	DaySwing   float64       `group:"Simulated cells" default:"0.8" help:"Amplitude of a region's daily request curve, as a share of its mean, 0 to 1."`
 	Travel     float64       `group:"Simulated cells" default:"0.05" help:"Share of the conversations that move to another region, 0 to 1."`
 }
 
@@ -55,10 +55,13 @@ func (s Settings) validateCells() error {
 		return fmt.Errorf("--cells %d: give 1 to %d", s.Cells, maxCells)
 	case s.RTTMatrix == "":
 		return errors.New("--cells needs --rtt-matrix FILE, such as testdata/rtt/regions.txt")
-	case s.Trace != "" || s.Synthetic != "" || s.Concurrency != 0 || s.Speedup != 0 || len(s.Tenants) > 0 || len(s.Faults) > 0 || s.PriorityShare != 0:
-		return errors.New("--cells makes up its own requests: leave out --trace, --synthetic, --concurrency, --speedup, --tenants, --faults and --priority-share")
+	case s.Trace != "" || s.Synthetic != "" || s.Concurrency != 0 || s.Speedup != 0 || len(s.Tenants) > 0 ||
+		len(s.Faults) > 0 || s.PriorityShare != 0:
+		return errors.New("--cells makes up its own requests: leave out --trace, --synthetic, --concurrency, --speedup, " +
+			"--tenants, --faults and --priority-share")
 	case s.EventLag != 0 || s.RoundTrip != 0 || s.Routers != 1 || s.UntoldCache:
-		return errors.New("--cells simulates one router a cell, with --rtt-matrix between cells: leave out --event-lag, --round-trip, --routers and --untold-cache")
+		return errors.New("--cells simulates one router a cell, with --rtt-matrix between cells: leave out --event-lag, --round-trip, " +
+			"--routers and --untold-cache")
 	case s.Shape.Rate != 0 || s.Shape.Adapters != 0 || s.Shape.Shifts != 0 || s.Shape.Burst != 0:
 		return errors.New("--cells has its own rate (--day-load): leave out --synthetic-rate, -adapters, -shifts and -burst")
 	case s.Day < time.Second || s.Day > 24*time.Hour:
@@ -109,7 +112,8 @@ func (s Settings) runCells(base Simulation, names []string, out, progress *os.Fi
 func (s Settings) day(base Simulation, regions []region, names []string) (*cellDay, error) {
 	switch {
 	case base.Prefills > 0 || len(base.Tiers) > 0 || base.Routing.Queues() || base.Routing.BusyThresholds.Set():
-		return nil, errors.New("--cells simulates neither disaggregation, tiers below the cache, the router's queue nor busy thresholds: leave out --prefill-workers, --mock-host-blocks, --mock-disk-blocks, --router-queue-threshold and the --active thresholds")
+		return nil, errors.New("--cells simulates neither disaggregation, tiers below the cache, the router's queue nor busy thresholds: " +
+			"leave out --prefill-workers, --mock-host-blocks, --mock-disk-blocks, --router-queue-threshold and the --active thresholds")
 	case len(names) != 1 || names[0] != cellPolicy:
 		return nil, errors.New("--cells compares ways to choose a cell, and policy work chooses the worker: leave out --policy")
 	}
@@ -182,8 +186,8 @@ type SummaryReport struct {
 	Probes         int     `json:"probes"`               // hashes that no worker ever had
 	FalsePositives float64 `json:"false_positives"`      // share of them that a summary seemed to hold
 	Stated         float64 `json:"false_positive_bound"` // summary.FalsePositive
-	// Stale and Untold compare the leading blocks of a prompt that a cell was told to have with
-	// those that it had: what was gone, and what was not told yet, over what it had.
+	// Stale and Untold compare the reported leading blocks of a prompt with those that the cell
+	// had: those that were gone, and those not yet reported, over those that it had.
 	Stale  float64 `json:"stale"`
 	Untold float64 `json:"untold"`
 }
@@ -194,9 +198,11 @@ func (d *cellDay) write(out io.Writer, reports []*CellReport) error {
 	fmt.Fprintf(out, "%d cells of %d workers, %d regions, a day of %v: %d requests in %d conversations, %d of which travel, seed %d\n\n",
 		first.Cells, first.Workers, len(d.regions), d.Day, d.total, len(d.starts), d.travels, first.Seed)
 	table := tabwriter.NewWriter(out, 0, 0, 2, ' ', tabwriter.AlignRight)
-	fmt.Fprintln(table, "placement\thit rate\tof "+first.Placement+"\tTTFT ms mean\tof "+first.Placement+"\tp50\tp90\tp99\te2e ms mean\tnetwork ms\tnearest\tbusiest cell\t")
+	fmt.Fprintln(table, "placement\thit rate\tof "+first.Placement+"\tTTFT ms mean\tof "+first.Placement+
+		"\tp50\tp90\tp99\te2e ms mean\tnetwork ms\tnearest\tbusiest cell\t")
 	for _, r := range reports {
-		fmt.Fprintf(table, "%s\t%.3f\t%.3f\t%.1f\t%.3f\t%.1f\t%.1f\t%.1f\t%.0f\t%.1f\t%.2f\t%.2f\t\n", r.Placement, r.HitRate, r.HitRate/first.HitRate,
+		fmt.Fprintf(table, "%s\t%.3f\t%.3f\t%.1f\t%.3f\t%.1f\t%.1f\t%.1f\t%.0f\t%.1f\t%.2f\t%.2f\t\n", r.Placement, r.HitRate,
+			r.HitRate/first.HitRate,
 			r.TTFT.Mean, r.TTFT.Mean/first.TTFT.Mean, r.TTFT.P50, r.TTFT.P90, r.TTFT.P99, r.EndToEnd.Mean, r.NetworkMS, r.Nearest, r.Busiest)
 	}
 	if err := table.Flush(); err != nil {
@@ -204,9 +210,14 @@ func (d *cellDay) write(out io.Writer, reports []*CellReport) error {
 	}
 	for _, r := range reports {
 		if s := r.Summary; s != nil {
-			fmt.Fprintf(out, "\n%s: %.0f block operations a second of a cell (most %.0f), %.0f bytes a second to a reader (most %.0f): %.2f bytes an operation, %.3f MB/s at 100,000; %d snapshots of %.2f MB together\n",
-				r.Placement, s.Operations, s.PeakOperations, s.Bytes, s.PeakBytes, s.PerOperation, s.PerOperation/10, s.Snapshots, float64(s.SnapshotBytes)/1e6)
-			fmt.Fprintf(out, "%s: false positives %.4f %% of %d hashes that no worker had (stated: at most %.4f %%); told and gone %.2f %%, not told yet %.2f %% of the held blocks of prompts\n",
+			fmt.Fprintf(out,
+				"\n%s: %.0f block operations a second of a cell (most %.0f), %.0f bytes a second to a reader (most %.0f): %.2f bytes an operation, "+
+					"%.3f MB/s at 100,000; %d snapshots of %.2f MB together\n",
+				r.Placement, s.Operations, s.PeakOperations, s.Bytes, s.PeakBytes, s.PerOperation, s.PerOperation/10, s.Snapshots,
+				float64(s.SnapshotBytes)/1e6)
+			fmt.Fprintf(out,
+				"%s: false positives %.4f %% of %d hashes that no worker had (stated: at most %.4f %%); stale %.2f %%, not yet reported %.2f %% of "+
+					"the cached blocks of prompts\n",
 				r.Placement, 100*s.FalsePositives, s.Probes, 100*s.Stated, 100*s.Stale, 100*s.Untold)
 		}
 	}
@@ -257,9 +268,9 @@ func (s *cellRun) summaryReport() *SummaryReport {
 	for _, c := range s.sites {
 		operations += c.operations.sum
 		changes += c.changes
-		all += c.told.sum
+		all += c.sent.sum
 		r.PeakOperations = max(r.PeakOperations, float64(c.operations.peak()))
-		r.PeakBytes = max(r.PeakBytes, float64(c.told.peak()))
+		r.PeakBytes = max(r.PeakBytes, float64(c.sent.peak()))
 		r.Snapshots += c.snapshots
 		r.SnapshotBytes += c.snapshotBytes
 	}
@@ -268,15 +279,16 @@ func (s *cellRun) summaryReport() *SummaryReport {
 	r.PerOperation = float64(changes) / float64(max(1, operations))
 	r.FalsePositives = float64(s.audit.positives) / float64(max(1, s.audit.probes))
 	held := float64(max(1, s.audit.held))
-	r.Stale, r.Untold = float64(s.audit.stale)/held, float64(s.audit.untold)/held
+	r.Stale, r.Untold = float64(s.audit.stale)/held, float64(s.audit.unreported)/held
 	return r
 }
 
-// state returns how a site is, as a cell tells it.
+// state returns the state of a site, as a cell reports it.
 func (c *site) state() cells.State {
 	sum := c.router.Sum()
 	waits, up := c.router.Admission.Waits()
-	return cells.State{Ready: up, Workers: sum.Workers, Waits: cells.Waits(waits), Running: sum.Running, Waiting: sum.Waiting, Usage: sum.Usage, Blocks: sum.Blocks, Context: sum.Context}
+	return cells.State{Ready: up, Workers: sum.Workers, Waits: cells.Waits(waits), Running: sum.Running, Waiting: sum.Waiting,
+		Usage: sum.Usage, Blocks: sum.Blocks, Context: sum.Context}
 }
 
 // newRouter returns a router with the settings of the run.

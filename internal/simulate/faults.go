@@ -266,13 +266,15 @@ type FaultReport struct {
 	Attempts int      `json:"attempts"`                // affected attempts
 	Lost     int      `json:"lost"`                    // lost ones of the requests in First
 	KnownS   *float64 `json:"known_after_s,omitempty"` // time until all routers had ejected or avoided the worker; nil: none did
-	BackS    *float64 `json:"back_after_s,omitempty"`  // time from its end until they had readmitted it; nil: not before the end of the run, or never ejected
+	// time from its end until they had readmitted it; nil: not before the end of the run, or never ejected
+	BackS *float64 `json:"back_after_s,omitempty"`
 }
 
 // faultReports are those of a run.
 func (s *simulator) faultReports() (reports []FaultReport) {
 	for _, f := range s.faults {
-		report := FaultReport{Worker: f.worker, Kind: f.kind, AtS: f.at.Seconds(), ForS: (f.until - f.at).Seconds(), Rate: f.rate, First: f.first, Attempts: f.met, Lost: f.lost}
+		report := FaultReport{Worker: f.worker, Kind: f.kind, AtS: f.at.Seconds(), ForS: (f.until - f.at).Seconds(), Rate: f.rate, First: f.first,
+			Attempts: f.met, Lost: f.lost}
 		if known := f.known.Seconds(); f.out {
 			report.KnownS = &known
 		}

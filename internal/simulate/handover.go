@@ -29,7 +29,8 @@ func (s *simulator) beginFetch(r *engine.Request) {
 		return
 	}
 	s.fetches++
-	heap.Push(&s.coming, happening{at: s.now + s.Handover.Takes(r.Missing), order: s.Workers + s.total + s.fetches, call: func() { s.endFetch(flight) }})
+	heap.Push(&s.coming, happening{at: s.now + s.Handover.Takes(r.Missing), order: s.Workers + s.total + s.fetches,
+		call: func() { s.endFetch(flight) }})
 }
 
 // promptComputed ends the work of a prefill leg: its prompt goes to a worker that

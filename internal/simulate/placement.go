@@ -57,17 +57,17 @@ type cellWorker struct {
 type site struct {
 	router *router.Router
 	index  radix.Index
-	book   *summary.Book    // nil: no summary is told
-	at     summary.Position // told
+	book   *summary.Book    // nil: no summary is sent
+	at     summary.Position // sent
 
 	operations    meter // blocks stored and removed
-	told          meter // bytes of changes and states
+	sent          meter // bytes of changes and states
 	changes       int   // bytes of changes of the summary
 	snapshots     int
 	snapshotBytes int
 }
 
-// upper is the router above the cells in one region, and what it was told last of each.
+// upper is the router above the cells in one region, and the last report of each.
 type upper struct {
 	router *router.Router // nil: it knows the aggregates alone
 	views  []*summary.View
@@ -133,10 +133,10 @@ const (
 	longestTail = 24 * time.Hour
 )
 
-// audit compares what the routers above were told with the truth.
+// audit compares the reports to the routers above with the truth.
 type audit struct {
 	requests, probes, positives int
-	held, stale, untold         int // blocks
+	held, stale, unreported     int // blocks
 }
 
 // near is policy work over the workers of all cells, with the network time from the region whose
@@ -191,7 +191,8 @@ func (s *cellRun) build() {
 			chooser = s.near
 		}
 		var assumer radix.Assumer
-		c.index, assumer = router.NewIndexOf(radix.NewTellingTree(c.book), s.base.Index, cellPolicy, s.base.Scoring.Settings, s.base.Engine.BlockSize, s.clock)
+		c.index, assumer = router.NewIndexOf(radix.NewTreeWithBook(c.book), s.base.Index, cellPolicy, s.base.Scoring.Settings,
+			s.base.Engine.BlockSize, s.clock)
 		c.router = s.newRouter(router.Deps{Index: c.index, Assumer: assumer, Policy: chooser})
 		s.sites = append(s.sites, c)
 	}
@@ -220,7 +221,7 @@ func (s *cellRun) build() {
 		for origin := range s.uppers {
 			s.show(origin, c, state, messages)
 		}
-		s.after(cellInterval*time.Duration(c+1)/time.Duration(s.Cells), func() { s.tell(c) })
+		s.after(cellInterval*time.Duration(c+1)/time.Duration(s.Cells), func() { s.publish(c) })
 	}
 }
 
@@ -405,7 +406,7 @@ func (s *cellRun) byAggregates(origin int) int {
 	return best
 }
 
-// compare compares what a router above was told of a prompt with what the cells have of it.
+// compare compares the reported match of a prompt with the cells' caches.
 func (s *cellRun) compare(u *upper, t *trip) {
 	sequence := make([]uint64, len(t.local))
 	for i := range sequence {
@@ -413,13 +414,13 @@ func (s *cellRun) compare(u *upper, t *trip) {
 	}
 	probe := make([]uint64, 1)
 	for c, view := range u.views {
-		told, held := view.Run(sequence), 0
+		reported, held := view.Run(sequence), 0
 		for held < len(sequence) && s.sites[c].book.Holders(sequence[held]) > 0 {
 			held++
 		}
 		s.audit.held += held
-		s.audit.stale += max(0, told-held)
-		s.audit.untold += max(0, held-told)
+		s.audit.stale += max(0, reported-held)
+		s.audit.unreported += max(0, held-reported)
 		for range auditProbes {
 			probe[0] = s.random.Uint64()
 			s.audit.probes++
@@ -450,21 +451,21 @@ func (c *site) news() [][]byte {
 	return messages
 }
 
-// tell tells the routers above of a cell, again and again.
-func (s *cellRun) tell(c int) {
+// publish sends a cell's reports to the routers above, one each interval.
+func (s *cellRun) publish(c int) {
 	below := s.sites[c]
 	before := below.changes
 	state, messages := below.state(), below.news()
 	text, err := json.Marshal(state)
 	s.err = cmp.Or(s.err, err)
-	below.told.add(s.now, below.changes-before+frameHead+len(text))
+	below.sent.add(s.now, below.changes-before+frameHead+len(text))
 	for origin := range s.uppers {
 		s.after(s.rtt(origin, c)/2, func() { s.show(origin, c, state, messages) })
 	}
-	s.after(cellInterval, func() { s.tell(c) })
+	s.after(cellInterval, func() { s.publish(c) })
 }
 
-// show takes what a cell has told to a router above.
+// show delivers a cell's report to a router above.
 func (s *cellRun) show(origin, c int, state cells.State, messages [][]byte) {
 	u := s.uppers[origin]
 	u.states[c] = state
@@ -540,7 +541,7 @@ func (s *cellRun) begins(t *trip) {
 	}
 }
 
-// ends takes the end of a trip's answer to the client, whose conversation goes on.
+// ends takes the end of a trip's answer to the client, whose conversation continues.
 func (s *cellRun) ends(t *trip) {
 	t.end = s.now
 	if t.above != nil {

@@ -121,7 +121,8 @@ func (s *simulator) report() *Report {
 		last = max(last, f.end)
 	}
 	r := &Report{
-		Source: s.Source, Policy: s.Policy, Approximate: s.Index.NoKVEvents || s.Index.HasTrees(s.Policy), Workers: s.Workers, Prefills: s.Prefills, Pairs: pairs, Concurrency: s.Concurrency, EventLagMS: milliseconds(s.EventLag), Seed: s.Seed,
+		Source: s.Source, Policy: s.Policy, Approximate: s.Index.NoKVEvents || s.Index.HasTrees(s.Policy), Workers: s.Workers,
+		Prefills: s.Prefills, Pairs: pairs, Concurrency: s.Concurrency, EventLagMS: milliseconds(s.EventLag), Seed: s.Seed,
 		Requests: len(s.ledger), Conversations: len(s.Requests),
 		Reuse:     float64(hit) / float64(prompt),
 		Predicted: float64(predicted) / float64(prompt), PredictionError: float64(wrong) / float64(len(s.ledger)),
@@ -145,7 +146,8 @@ func (s *simulator) report() *Report {
 	}
 	r.Retries, r.Denied, r.Faults = s.retried, s.denied, s.faultReports()
 	for w, worker := range s.workers {
-		share := WorkerReport{Worker: w, Requests: worker.sent, Busy: worker.busy.Seconds() / last.Seconds(), Reuse: float64(cached[w]) / float64(max(1, prompts[w]))}
+		share := WorkerReport{Worker: w, Requests: worker.sent, Busy: worker.busy.Seconds() / last.Seconds(),
+			Reuse: float64(cached[w]) / float64(max(1, prompts[w]))}
 		if s.Prefills > 0 {
 			share.Role = s.part(w).Role.String()
 		}
@@ -187,7 +189,9 @@ func writeReports(out io.Writer, reports []*Report) error {
 	fmt.Fprintf(out, "%s: %d requests%s, %s, %s, event lag %g ms, seed %d\n\n",
 		first.Source, first.Requests, conversations, workers, load, first.EventLagMS, first.Seed)
 	table := tabwriter.NewWriter(out, 0, 0, 2, ' ', tabwriter.AlignRight)
-	fmt.Fprintln(table, "policy\treuse\tprediction error\tmakespan s\tout tok/s\tTTFT ms mean\tp50\tp90\tp99\tITL ms mean\tp50\tp90\tp99\te2e ms mean\tp50\tp90\tp99\t")
+	fmt.Fprintln(table,
+		"policy\treuse\tprediction error\tmakespan s\tout tok/s\tTTFT ms mean\tp50\tp90\tp99\tITL ms mean\tp50\tp90\tp99\te2e ms "+
+			"mean\tp50\tp90\tp99\t")
 	for _, r := range reports {
 		fmt.Fprintf(table, "%s\t%.3f\t%.1f\t%.1f\t%.0f\t", r.Policy, r.Reuse, r.PredictionError, r.MakespanS, r.OutputPerSec)
 		for _, d := range []Distribution{r.TTFT, r.ITL, r.EndToEnd} {
@@ -203,11 +207,13 @@ func writeReports(out io.Writer, reports []*Report) error {
 		if r.Lower != nil {
 			fmt.Fprintf(out, "%s: %.3f of the prompt tokens were loaded from host memory, %.3f from disk\n", r.Policy, r.Lower.Host, r.Lower.Disk)
 			if r.Lower.Pulls > 0 {
-				fmt.Fprintf(out, "%s: %.3f of the prompt tokens were pulled from other workers, by %d requests\n", r.Policy, r.Lower.Peer, r.Lower.Pulls)
+				fmt.Fprintf(out, "%s: %.3f of the prompt tokens were pulled from other workers, by %d requests\n", r.Policy, r.Lower.Peer,
+					r.Lower.Pulls)
 			}
 		}
 		if r.Adapters != nil {
-			fmt.Fprintf(out, "%s: %.1f loads of adapters per 1,000 requests, each adapter on %.2f workers\n", r.Policy, r.Adapters.Loads, r.Adapters.Spread)
+			fmt.Fprintf(out, "%s: %.1f loads of adapters per 1,000 requests, each adapter on %.2f workers\n", r.Policy, r.Adapters.Loads,
+				r.Adapters.Spread)
 		}
 		r.writeTroubles(out)
 	}
@@ -237,10 +243,12 @@ func writeTenants(table io.Writer, reports []*Report) {
 	if !slices.ContainsFunc(reports, func(r *Report) bool { return len(r.Tenants) > 0 }) {
 		return
 	}
-	fmt.Fprintln(table, "policy\ttenants\tclass\tweight\trequests\tlost\tcomputed tok\tout tok\tTTFT ms mean\tp50\tp99\te2e ms mean\tp50\tp99\t")
+	fmt.Fprintln(table,
+		"policy\ttenants\tclass\tweight\trequests\tlost\tcomputed tok\tout tok\tTTFT ms mean\tp50\tp99\te2e ms mean\tp50\tp99\t")
 	for _, r := range reports {
 		for _, t := range r.Tenants {
-			fmt.Fprintf(table, "%s\t%s*%d\t%s\t%g\t%d\t%d\t%d\t%d\t%.1f\t%.1f\t%.1f\t%.1f\t%.1f\t%.1f\t\n", r.Policy, t.Tenant, t.Tenants, t.Class, t.Weight,
+			fmt.Fprintf(table, "%s\t%s*%d\t%s\t%g\t%d\t%d\t%d\t%d\t%.1f\t%.1f\t%.1f\t%.1f\t%.1f\t%.1f\t\n", r.Policy, t.Tenant, t.Tenants, t.Class,
+				t.Weight,
 				t.Requests, t.Lost, t.Computed, t.Answered, t.TTFT.Mean, t.TTFT.P50, t.TTFT.P99, t.EndToEnd.Mean, t.EndToEnd.P50, t.EndToEnd.P99)
 		}
 	}
@@ -276,7 +284,8 @@ func writeObjectives(table io.Writer, reports []*Report) {
 func (r *Report) writeTroubles(out io.Writer) {
 	var text []string
 	if r.Queue != nil {
-		text = append(text, fmt.Sprintf("%d queued in the router, ms mean %.1f p50 %.1f p99 %.1f", r.Queue.Waited, r.Queue.WaitMS.Mean, r.Queue.WaitMS.P50, r.Queue.WaitMS.P99))
+		text = append(text, fmt.Sprintf("%d queued in the router, ms mean %.1f p50 %.1f p99 %.1f", r.Queue.Waited, r.Queue.WaitMS.Mean,
+			r.Queue.WaitMS.P50, r.Queue.WaitMS.P99))
 	}
 	if r.Priority != nil {
 		text = append(text, fmt.Sprintf("TTFT of prioritized requests, ms mean %.1f p99 %.1f", r.Priority.Mean, r.Priority.P99))
@@ -292,14 +301,15 @@ func (r *Report) writeTroubles(out io.Writer) {
 		text = append(text, fmt.Sprintf("%d retries, %d denied", r.Retries, r.Denied))
 	}
 	for _, f := range r.Faults {
-		told := fmt.Sprintf("worker %d %s at %g s: %d first attempts, %d attempts in all, %d requests lost", f.Worker, f.Kind, f.AtS, f.First, f.Attempts, f.Lost)
+		line := fmt.Sprintf("worker %d %s at %g s: %d first attempts, %d attempts in all, %d requests lost", f.Worker, f.Kind, f.AtS, f.First,
+			f.Attempts, f.Lost)
 		if f.KnownS != nil {
-			told += fmt.Sprintf(", ejected after %.2f s", *f.KnownS)
+			line += fmt.Sprintf(", ejected after %.2f s", *f.KnownS)
 		}
 		if f.BackS != nil {
-			told += fmt.Sprintf(", readmitted %.2f s after its end", *f.BackS)
+			line += fmt.Sprintf(", readmitted %.2f s after its end", *f.BackS)
 		}
-		text = append(text, told)
+		text = append(text, line)
 	}
 	if len(text) > 0 {
 		fmt.Fprintf(out, "%s: %s\n\n", r.Policy, strings.Join(text, "; "))

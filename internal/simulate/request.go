@@ -31,7 +31,7 @@ const (
 	lostCut      = "cut"    // its answer broke off
 )
 
-// backOff is the time that a client waits that was refused or failed, before it goes on.
+// backOff is the time that a client waits that was refused or failed, before it continues.
 const backOff = time.Second
 
 // simRequest is one request with all attempts at it.
@@ -86,7 +86,8 @@ func (s *simulator) prior(request *TraceRequest) bool {
 
 // question is a request for a decision of a router.
 func (s *simulator) question(e *simRequest) router.Request {
-	asked := router.Request{Local: e.local, NumTokens: e.request.Prompt, Prefix: e.request.Hints, Exclude: e.exclude, Pulls: s.Peers.Bandwidth > 0 && !s.WithoutPulls}
+	asked := router.Request{Local: e.local, NumTokens: e.request.Prompt, Prefix: e.request.Hints, Exclude: e.exclude,
+		Pulls: s.Peers.Bandwidth > 0 && !s.WithoutPulls}
 	if !s.UntoldAdapters {
 		asked.LoRA = e.request.Adapter
 	}
@@ -179,7 +180,8 @@ func (s *simulator) leaveQueue() {
 
 // dispatch sends a simulated request where a router says.
 func (s *simulator) dispatch(e *simRequest, pair router.Pair) {
-	flight := s.newFlight(e, pair.Decode, engine.Request{Blocks: e.blocks, Prompt: e.request.Prompt, Output: e.request.Output, Adapter: e.request.Adapter})
+	flight := s.newFlight(e, pair.Decode, engine.Request{Blocks: e.blocks, Prompt: e.request.Prompt, Output: e.request.Output,
+		Adapter: e.request.Adapter})
 	if pair.Prefill.Booking == nil {
 		if source := pair.Decode.Source; source != nil {
 			s.pull(flight, int(source.Key.Worker))
@@ -188,7 +190,8 @@ func (s *simulator) dispatch(e *simRequest, pair router.Pair) {
 		return
 	}
 	flight.Fetch = true
-	flight.prefill = s.newFlight(e, pair.Prefill, engine.Request{Blocks: e.blocks[:len(e.local)], Prompt: e.request.Prompt, Output: 1, Keep: true, Adapter: e.request.Adapter})
+	flight.prefill = s.newFlight(e, pair.Prefill, engine.Request{Blocks: e.blocks[:len(e.local)], Prompt: e.request.Prompt, Output: 1,
+		Keep: true, Adapter: e.request.Adapter})
 	flight.prefill.decode = flight
 	s.submit(flight.prefill)
 	if s.Kind == kv.KindSGLang {
@@ -267,7 +270,7 @@ func (s *simulator) giveUp(e *simRequest) {
 	s.lose(e, lostFailed)
 }
 
-// lose ends a simulated request with an error. Its client goes on after a pause, as if it had
+// lose ends a simulated request with an error. Its client continues after a pause, as if it had
 // been answered: so all policies get the same requests.
 func (s *simulator) lose(e *simRequest, why string) {
 	s.lost[why]++
@@ -280,7 +283,7 @@ func (s *simulator) lose(e *simRequest, why string) {
 	s.after(backOff, func() { s.over(e) })
 }
 
-// over ends a request; its conversation goes on, or ends.
+// over ends a request; its conversation continues or ends.
 func (s *simulator) over(e *simRequest) {
 	s.done++
 	if e.counts {

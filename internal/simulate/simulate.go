@@ -60,7 +60,8 @@ func (s Settings) Validate() error {
 	case s.RTTMatrix != "":
 		return errors.New("--rtt-matrix is that of --cells N: give both or neither")
 	case (s.Trace == "") == (s.Synthetic == ""):
-		return errors.New("give either --trace FILE, such as testdata/traces/conversation_trace.jsonl.gz, --synthetic chat or agentic, or --cells N")
+		return errors.New("give either --trace FILE, such as testdata/traces/conversation_trace.jsonl.gz, --synthetic chat or agentic, --grid " +
+			"FILE, or --cells N")
 	case s.Concurrency < 0 || !(s.Speedup >= 0):
 		return errors.New("--concurrency and --speedup cannot be negative")
 	case !(s.EventLag >= 0 && s.EventLag <= longestDelay && s.RoundTrip >= 0 && s.RoundTrip <= longestDelay):
@@ -341,13 +342,15 @@ func (s Simulation) start() (*simulator, error) {
 	case s.Concurrency < 0 || s.Speedup < 0 || s.Concurrency == 0 && s.Speedup == 0:
 		return nil, errors.New("a simulation needs a concurrency or a speedup of more than 0")
 	case s.Prefills > 0 && (len(s.Faults) > 0 || s.Routing.Queues() || s.Routing.BusyThresholds.Set()):
-		return nil, errors.New("faults, the queue and busy thresholds are not simulated with disaggregation: leave out --faults, --router-queue-threshold and the --active thresholds")
+		return nil, errors.New("faults, the queue and busy thresholds are not simulated with disaggregation: leave out --faults, " +
+			"--router-queue-threshold and the --active thresholds")
 	case s.Prefills > 0 && len(s.Tiers) > 0:
 		return nil, errors.New("tiers below the cache are not simulated with disaggregation: leave out --mock-host-blocks and --mock-disk-blocks")
 	case s.Way > 0 && len(s.Faults) > 0:
 		return nil, errors.New("--round-trip is not simulated with --faults: leave one of them out")
 	case s.Routing.RouterTrackOutputBlocks || s.Routing.RecordDecisions:
-		return nil, errors.New("simulate neither counts the blocks of answers nor records decisions: leave out --router-track-output-blocks and --record-decisions")
+		return nil, errors.New("simulate neither counts the blocks of answers nor records decisions: leave out --router-track-output-blocks " +
+			"and --record-decisions")
 	case !(s.Priority.PriorityShare >= 0 && s.Priority.PriorityShare <= 1) || !(s.Priority.PriorityJump >= 0):
 		return nil, errors.New("--priority-share: give a share from 0 to 1; --priority-jump: give seconds, at least 0")
 	case s.Routers < 0 || s.Routers > maxRouters:
@@ -400,7 +403,8 @@ func newSimulator(s Simulation, choosers ...policy.Policy) *simulator {
 	for i, chooser := range choosers {
 		index, assumer := router.NewIndex(s.Index, s.Policy, s.Scoring.Settings, s.Engine.BlockSize, run.clock)
 		run.indexes = append(run.indexes, index)
-		run.routers = append(run.routers, router.New(s.Routing, router.Deps{Index: index, Assumer: assumer, Policy: chooser, BlockSize: s.Engine.BlockSize, Seed: s.Seed + uint64(i), Now: run.clock}))
+		run.routers = append(run.routers, router.New(s.Routing,
+			router.Deps{Index: index, Assumer: assumer, Policy: chooser, BlockSize: s.Engine.BlockSize, Seed: s.Seed + uint64(i), Now: run.clock}))
 		run.budgets = append(run.budgets, health.NewBudget(s.Retry.RetryBudget))
 	}
 	blocks := s.Engine.Blocks
@@ -413,7 +417,8 @@ func newSimulator(s Simulation, choosers ...policy.Policy) *simulator {
 		simulated.Fetch, simulated.LoadNow = run.beginFetch, run.beginLoad
 		run.workers[i].engine = simulated
 		for _, router := range run.routers {
-			router.Up(kv.Target{Key: kv.WorkerKey{Worker: uint64(i)}, TotalBlocks: blocks, MaxBatchedTokens: s.Engine.MaxBatchedTokens, Disagg: s.part(i)})
+			router.Up(kv.Target{Key: kv.WorkerKey{Worker: uint64(i)}, TotalBlocks: blocks, MaxBatchedTokens: s.Engine.MaxBatchedTokens,
+				Disagg: s.part(i)})
 		}
 	}
 	return run

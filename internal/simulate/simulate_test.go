@@ -177,7 +177,7 @@ func TestEveryBookingOfARunEnds(t *testing.T) {
 	run.checkNothingIsLeft(t)
 }
 
-// checkNothingIsLeft tells what a run that has ended left in the books, on a
+// checkNothingIsLeft reports what a run that has ended left in the books, on a
 // worker or wrong in the index.
 func (s *simulator) checkNothingIsLeft(t *testing.T) {
 	t.Helper()

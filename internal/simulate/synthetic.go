@@ -85,7 +85,8 @@ func SyntheticChat(settings SyntheticSettings, seed uint64, longest int) ([]Trac
 		}
 		turns := settings.turns(random, longest)
 		if len(turns) == 0 {
-			return nil, fmt.Errorf("conversation %d of prefix, user message and answer does not fit the KV cache of %d tokens; give less --synthetic-prefix-tokens, -user-tokens or -output-tokens, or more --mock-num-gpu-blocks", i, longest)
+			return nil, fmt.Errorf("conversation %d of prefix, user message and answer does not fit the KV cache of %d tokens; give less "+
+				"--synthetic-prefix-tokens, -user-tokens or -output-tokens, or more --mock-num-gpu-blocks", i, longest)
 		}
 		last := turns[len(turns)-1]
 		hashes := syntheticHashes(group, owners+i, settings.PrefixTokens, last.known)

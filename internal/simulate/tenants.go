@@ -65,7 +65,8 @@ func parseTenants(texts []string) (groups []*tenantGroup, err error) {
 func parseTenantGroup(text string) (*tenantGroup, error) {
 	parts := strings.Split(strings.TrimSpace(text), ":")
 	if len(parts) < 2 {
-		return nil, errors.New("give NAME[*COUNT]:SHARE[:weight=W][:class=CLASS][:ttft=TIME[:sheddable]][:limit=N][:absent], such as light*8:0.16:weight=2")
+		return nil, errors.New("give NAME[*COUNT]:SHARE[:weight=W][:class=CLASS][:ttft=TIME[:sheddable]][:limit=N][:absent], such as " +
+			"light*8:0.16:weight=2")
 	}
 	name, number, several := strings.Cut(parts[0], "*")
 	count := 1
@@ -105,7 +106,8 @@ func parseTenantGroup(text string) (*tenantGroup, error) {
 			g.absent, ok = true, option == key
 		}
 		if !ok {
-			return nil, fmt.Errorf("%s: give weight=%v to %v, class=interactive, standard or batch, ttft=TIME up to an hour, sheddable, limit=N, or absent", option, fair.LeastWeight, fair.MostWeight)
+			return nil, fmt.Errorf("%s: give weight=%v to %v, class=interactive, standard or batch, ttft=TIME up to an hour, sheddable, limit=N, "+
+				"or absent", option, fair.LeastWeight, fair.MostWeight)
 		}
 	}
 	if g.sheddable && g.objective == 0 {

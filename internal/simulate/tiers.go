@@ -138,5 +138,6 @@ func (s *simulator) tierReport() *TierReport {
 		disk += int(f.Lower.Disk) * s.Engine.BlockSize
 		peer += int(f.Lower.External) * s.Engine.BlockSize
 	}
-	return &TierReport{Host: float64(host) / float64(prompt), Disk: float64(disk) / float64(prompt), Peer: float64(peer) / float64(prompt), Pulls: s.pulls}
+	return &TierReport{Host: float64(host) / float64(prompt), Disk: float64(disk) / float64(prompt), Peer: float64(peer) / float64(prompt),
+		Pulls: s.pulls}
 }

@@ -165,7 +165,8 @@ const (
 func ParseTraceLine(text []byte) (TraceRequest, error) {
 	var line mooncakeLine
 	if err := json.Unmarshal(text, &line); err != nil {
-		return TraceRequest{}, fmt.Errorf("%w; a line is {\"timestamp\": ms, \"input_length\": n, \"output_length\": n, \"hash_ids\": [...]}", err)
+		return TraceRequest{}, fmt.Errorf("%w; a line is {\"timestamp\": ms, \"input_length\": n, \"output_length\": n, \"hash_ids\": [...]}",
+			err)
 	}
 	part := line.HashBlock
 	if part == 0 {
@@ -175,7 +176,8 @@ func ParseTraceLine(text []byte) (TraceRequest, error) {
 	case part < 0 || part > maxTracePart:
 		return TraceRequest{}, fmt.Errorf("hash_block_size %d; it is a number of tokens", part)
 	case line.Timestamp == nil || !(*line.Timestamp >= 0 && *line.Timestamp <= maxTraceMS) || !(math.Abs(line.DurationMS) <= maxTraceMS):
-		return TraceRequest{}, errors.New("timestamp is missing, negative or too large, or duration_ms is; they are the arrival and how long the answer took, in ms")
+		return TraceRequest{},
+			errors.New("timestamp is missing, negative or too large, or duration_ms is; they are the arrival and how long the answer took, in ms")
 	case line.InputLength < 1 || line.OutputLength < 0 || line.InputLength > maxTraceTokens || line.OutputLength > maxTraceTokens:
 		return TraceRequest{}, fmt.Errorf("input_length %d, output_length %d; they are numbers of tokens", line.InputLength, line.OutputLength)
 	case line.Hints != nil && (line.Hints.Total < 0 || line.Hints.Budget != nil && *line.Hints.Budget < 0):

@@ -20,7 +20,7 @@ const (
 	logEach = 64
 )
 
-// Book is the exact set of held prefixes, with the filter that is told of it. Hold and Drop may
+// Book is the exact set of held prefixes, with the filter that is sent of it. Hold and Drop may
 // be called under another lock: they seldom do more than append to a list. It is safe for
 // concurrent use.
 type Book struct {
@@ -34,10 +34,10 @@ type Book struct {
 	held   table.Table   // hash -> 2·count, and 1 more if it is in the filter
 	filter filter
 	left   int      // hashes that are not in the filter: it is as large as it may be
-	told   []uint64 // buckets as of the last message
+	sent   []uint64 // buckets as of the last message
 	dirty  []uint64 // bitset of the buckets that may differ from those
 	marked []uint32 // the same, as a list
-	cursor uint32   // of the next bucket to be told
+	cursor uint32   // of the next bucket to be sent
 	at     Position
 	log    [][]byte // the last deltas
 	logged int      // bytes of them
@@ -162,9 +162,9 @@ func (b *Book) grow() (ok bool) {
 // bitsOf returns the exponent of a power of two.
 func bitsOf(buckets int) int { return bits.TrailingZeros(uint(buckets)) }
 
-// use begins an epoch with that filter, all of which counts as told.
+// use begins an epoch with that filter, all of which counts as sent.
 func (b *Book) use(f filter) {
-	b.filter, b.told = f, slices.Clone(f.Buckets)
+	b.filter, b.sent = f, slices.Clone(f.Buckets)
 	b.dirty, b.marked, b.cursor = make([]uint64, len(f.Buckets)/64), nil, 0
 	b.at = Position{Epoch: b.random()}
 	b.log, b.logged = nil, 0
@@ -179,9 +179,9 @@ func (b *Book) mark(bucket uint32) {
 	}
 }
 
-// Publish tells what has changed since the last call, in a delta of about most bytes, which is
-// at least 1,024 and at most MaxMessage: what does not fit is told by the next calls. It returns
-// the position that readers then have.
+// Publish appends the changes since the last call as a delta of about most bytes, which is at least
+// 1,024 and at most MaxMessage; the next calls publish what does not fit. It returns the position
+// that readers then have.
 func (b *Book) Publish(most int) Position {
 	b.books.Lock()
 	defer b.books.Unlock()
@@ -197,9 +197,9 @@ func (b *Book) Publish(most int) Position {
 	for ; done < len(b.marked) && len(message)+mostOfChange <= most; done++ {
 		bucket := b.marked[(start+done)%len(b.marked)]
 		b.dirty[bucket/64] &^= 1 << (bucket % 64)
-		if told, now := b.told[bucket], b.filter.Buckets[bucket]; told != now {
-			message = appendChange(message, (bucket-last)&uint32(len(b.told)-1), told, now)
-			b.told[bucket], last = now, bucket
+		if sent, now := b.sent[bucket], b.filter.Buckets[bucket]; sent != now {
+			message = appendChange(message, (bucket-last)&uint32(len(b.sent)-1), sent, now)
+			b.sent[bucket], last = now, bucket
 		}
 	}
 	if done == len(b.marked) {
@@ -223,9 +223,9 @@ func (b *Book) Publish(most int) Position {
 // maxLog bounds the deltas that are kept for readers that were cut off, or whose snapshot takes
 // long, bytes: as many as the filter has, so that a connection which can carry the deltas is
 // through with a snapshot before those behind it are gone.
-func (b *Book) maxLog() int { return max(minLog, 8*len(b.told)) }
+func (b *Book) maxLog() int { return max(minLog, 8*len(b.sent)) }
 
-// Position returns the position after all that has been told.
+// Position returns the position after all published messages.
 func (b *Book) Position() Position {
 	b.books.Lock()
 	defer b.books.Unlock()
@@ -245,17 +245,17 @@ func (b *Book) Since(at Position) (messages [][]byte, ok bool) {
 }
 
 // Begin returns the first message of a snapshot. The others come from Part, and behind them the
-// deltas after this position: what changes meanwhile is in both, as a delta sets what it tells.
+// deltas after this position. What changes meanwhile is in both: a delta sets the lanes it names.
 func (b *Book) Begin() (message []byte, at Position) {
 	b.books.Lock()
 	defer b.books.Unlock()
 	message = binary.LittleEndian.AppendUint64([]byte{kindReset}, b.at.Epoch)
 	message = binary.LittleEndian.AppendUint64(message, b.filter.placement.seed)
-	return binary.LittleEndian.AppendUint64(append(message, byte(bitsOf(len(b.told)))), b.at.Seq), b.at
+	return binary.LittleEndian.AppendUint64(append(message, byte(bitsOf(len(b.sent)))), b.at.Seq), b.at
 }
 
 // Part returns the message of a snapshot that has the buckets from bucket on, which is 0 at first,
-// and where the next one goes on; nil: all have been told. Not ok: the filter is another one by
+// and where the next one resumes; nil: all were returned. Not ok: the filter is another one by
 // now, so that the snapshot must begin anew.
 func (b *Book) Part(at Position, bucket int) (message []byte, next int, ok bool) {
 	b.books.Lock()
@@ -263,14 +263,14 @@ func (b *Book) Part(at Position, bucket int) (message []byte, next int, ok bool)
 	switch {
 	case at.Epoch != b.at.Epoch:
 		return nil, 0, false
-	case bucket > len(b.told):
+	case bucket > len(b.sent):
 		return nil, 0, true
-	case bucket == len(b.told):
+	case bucket == len(b.sent):
 		return []byte{kindEnd}, bucket + 1, true
 	}
-	message, next = []byte{kindPart}, min(bucket+partBuckets, len(b.told))
+	message, next = []byte{kindPart}, min(bucket+partBuckets, len(b.sent))
 	for last := 0; bucket < next; bucket++ {
-		if now := b.told[bucket]; now != 0 {
+		if now := b.sent[bucket]; now != 0 {
 			message = appendChange(message, uint32(bucket-last), 0, now)
 			last = bucket
 		}
@@ -278,7 +278,7 @@ func (b *Book) Part(at Position, bucket int) (message []byte, next int, ok bool)
 	return message, next, true
 }
 
-// Snapshot returns the messages of all that has been told, and the position after them. It takes
+// Snapshot returns the messages of all that was published, and the position after them. It takes
 // as much memory as they have: who sends them uses Begin and Part.
 func (b *Book) Snapshot() (messages [][]byte, at Position) {
 	for {
@@ -304,7 +304,7 @@ func (b *Book) Holders(hash uint64) int {
 // Size is what a book holds.
 type Size struct {
 	Held    int // prefixes
-	Left    int // of them, those that are not told: the filter is as large as it may be
+	Left    int // of them, those that are not listed: the filter is as large as it may be
 	Buckets int // of the filter
 }
 

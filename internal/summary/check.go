@@ -40,12 +40,13 @@ func (b *Book) Check() error {
 	lanes := 0
 	for bucket, word := range b.filter.Buckets {
 		lanes += cuckoo.Used(word)
-		if dirty := b.dirty[bucket/64]>>(bucket%64)&1 == 1; word != b.told[bucket] && !dirty {
-			return fmt.Errorf("bucket %d differs from what was told, and is not to be told", bucket)
+		if dirty := b.dirty[bucket/64]>>(bucket%64)&1 == 1; word != b.sent[bucket] && !dirty {
+			return fmt.Errorf("bucket %d differs from what was sent, and is not marked", bucket)
 		}
 	}
 	if lanes != b.filter.Used || lanes != inside || left != b.left {
-		return fmt.Errorf("%d hashes are in the filter and %d are not, but %d lanes are in use, %d are counted, and %d are counted as outside", inside, left, lanes, b.filter.Used, b.left)
+		return fmt.Errorf("%d hashes are in the filter and %d are not, but %d lanes are in use, %d are counted, and %d are counted as outside",
+			inside, left, lanes, b.filter.Used, b.left)
 	}
 	return nil
 }

@@ -1,15 +1,15 @@
-// Package summary implements compact sets of prompt prefixes, as a router tells another one which
-// blocks its workers hold. A Book follows the exact set and tells it as messages; a View at the
-// other end is what these add up to.
+// Package summary implements compact sets of prompt prefixes, with which a router reports to
+// another one the blocks that its workers have cached. A Book follows the exact set and publishes
+// it as messages; a View at the other end is their sum.
 //
 // A prefix is named by the sequence hash of its last block. The set is a cuckoo filter with
-// fingerprints of 16 bits: it never denies a hash that it was told of, and seems to hold another
+// fingerprints of 16 bits: it never denies a listed hash, and matches an unlisted
 // one with a probability of at most FalsePositive. Messages carry the lanes of the filter that
-// have changed, so that a removal is told like an addition.
+// have changed, so that a removal is sent like an addition.
 //
 // A View is empty until it has a whole snapshot, and again from a gap on. Whatever messages say,
-// it takes at most 2^MaxBits buckets, and a hash that nobody has named is found in it with no
-// more than that probability: a false filter cannot claim to hold everything.
+// it takes at most 2^MaxBits buckets, and matches an unlisted hash only with that probability: a
+// forged filter cannot claim all prefixes.
 package summary
 
 import (
@@ -60,12 +60,12 @@ type Position struct {
 	Seq   uint64 // of the last delta
 }
 
-// appendChange appends the lanes in which a bucket differs from what was told. gap is its
+// appendChange appends the lanes in which a bucket differs from what was sent. gap is its
 // distance from the bucket of the change before, or from bucket 0.
-func appendChange(dst []byte, gap uint32, told, now uint64) []byte {
+func appendChange(dst []byte, gap uint32, sent, now uint64) []byte {
 	mask := uint64(0)
 	for i := range cuckoo.Lanes {
-		if (told^now)>>(16*i)&0xffff != 0 {
+		if (sent^now)>>(16*i)&0xffff != 0 {
 			mask |= 1 << i
 		}
 	}

@@ -34,7 +34,7 @@ func pass(t failer, v *View, messages ...[]byte) {
 	}
 }
 
-// publish tells all that has changed.
+// publish publishes all changes.
 func publish(b *Book) {
 	for before := b.Publish(MaxMessage); ; {
 		at := b.Publish(MaxMessage)
@@ -61,7 +61,7 @@ func follow(t failer, v *View, b *Book) (resumed bool) {
 }
 
 // TestViewFollowsTheSet compares views with an exact set under random operations: they hold each
-// told hash, and others no more often than stated.
+// listed hash, and others no more often than stated.
 func TestViewFollowsTheSet(t *testing.T) {
 	falls, looks := 0, 0
 	rapid.Check(t, func(t *rapid.T) {
@@ -209,7 +209,7 @@ func TestReadersResumeOrGetASnapshot(t *testing.T) {
 	}
 }
 
-// TestASnapshotMayBeSentWhileTheSetChanges: in parts, of which each has what is told by then. The
+// TestASnapshotMayBeSentWhileTheSetChanges: in parts, of which each has what is sent by then. The
 // deltas since its beginning complete it.
 func TestASnapshotMayBeSentWhileTheSetChanges(t *testing.T) {
 	random := rand.New(rand.NewPCG(7, 8))
@@ -283,7 +283,7 @@ func TestABurstIsToldInBoundedDeltas(t *testing.T) {
 			}
 		}
 		if at := book.Publish(most); at == before {
-			t.Logf("told in %d deltas of up to %d bytes", rounds, most)
+			t.Logf("sent in %d deltas of up to %d bytes", rounds, most)
 			break
 		} else {
 			before = at
@@ -292,7 +292,7 @@ func TestABurstIsToldInBoundedDeltas(t *testing.T) {
 	follow(t, view, book)
 	for hash := range uint64(20_000) {
 		if view.Run([]uint64{1_000_000 + hash}) != 1 {
-			t.Fatalf("hash %d is not told", hash)
+			t.Fatalf("hash %d is not listed", hash)
 		}
 	}
 }
@@ -392,9 +392,9 @@ func FuzzView(f *testing.F) {
 	})
 }
 
-// BenchmarkDeltas tells 100,000 block operations a second in intervals of 200 ms, with 1 M and 10 M
+// BenchmarkDeltas publishes 100,000 block operations a second in intervals of 200 ms, with 1 M and 10 M
 // blocks held; bytes/s is the traffic of one reader, ns/op the time for one interval, and
-// ms/publish the CPU time of telling in that.
+// ms/publish the CPU time of publishing in that.
 func BenchmarkDeltas(b *testing.B) {
 	for _, held := range []uint64{1_000_000, 10_000_000} {
 		b.Run(fmt.Sprintf("held=%dM", held/1_000_000), func(b *testing.B) {

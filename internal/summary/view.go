@@ -5,11 +5,11 @@ import (
 	"sync"
 )
 
-// View is the summary that another router tells. It is empty at first. It is safe for
+// View is the summary of another router. It is empty at first. It is safe for
 // concurrent use.
 type View struct {
 	mu       sync.RWMutex // guards the rest
-	buckets  []uint64     // nil: nothing was told
+	buckets  []uint64     // nil: nothing was received
 	seed     uint64
 	position Position
 	complete bool // the snapshot has come to its end

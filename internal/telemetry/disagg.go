@@ -28,11 +28,14 @@ func newDisaggMetrics(register promauto.Factory) *disaggMetrics {
 	return &disaggMetrics{
 		requests: register.NewCounterVec(prometheus.CounterOpts{
 			Name: "kvrouter_disagg_requests_total",
-			Help: "Request attempts while a worker has a role, by KV connector and result. Kind none: the request was aggregated; the result has the reason.",
+			Help: "Request attempts while a worker has a role, by KV connector and result. Kind none: the request was aggregated; the result has " +
+				"the reason.",
 		}, []string{"kind", "result"}),
-		prefill:  histogram("prefill_seconds", "Time from sending a prefill request to the end of its response.", secondsBuckets),
-		handover: histogram("handover_seconds", "Time from the end of a prefill response to the decode request having been sent, where decode follows prefill.", handoverBuckets),
-		transfer: histogram("transfer_seconds", "Time from the end of a prefill response to the first byte of the decode response.", secondsBuckets),
+		prefill: histogram("prefill_seconds", "Time from sending a prefill request to the end of its response.", secondsBuckets),
+		handover: histogram("handover_seconds",
+			"Time from the end of a prefill response to the decode request having been sent, where decode follows prefill.", handoverBuckets),
+		transfer: histogram("transfer_seconds", "Time from the end of a prefill response to the first byte of the decode response.",
+			secondsBuckets),
 	}
 }
 

@@ -38,15 +38,17 @@ func newDynamoMetrics(register promauto.Factory) *dynamoMetrics {
 	hashing := prometheus.ExponentialBuckets(0.001, 2, 15)
 	others := prometheus.ExponentialBuckets(0.01, 3, 17)
 	return &dynamoMetrics{
-		hash:         overhead("block_hashing", "block hashes", hashing),
-		sequence:     overhead("seq_hashing", "sequence hashes", hashing),
-		lookup:       overhead("indexer_find_matches", "index lookups", others),
-		schedule:     overhead("scheduling", "selecting a worker and reserving capacity, without time in the queue", others),
-		total:        overhead("total", "all stages, without time in the queue", others),
-		rejections:   counter("model_rejection_total", "Requests rejected because all workers were busy.", "model", "endpoint"),
-		backpressure: counter("router_queue_backpressure_total", "Requests rejected because the queue was full or they timed out in it.", "reason"),
+		hash:       overhead("block_hashing", "block hashes", hashing),
+		sequence:   overhead("seq_hashing", "sequence hashes", hashing),
+		lookup:     overhead("indexer_find_matches", "index lookups", others),
+		schedule:   overhead("scheduling", "selecting a worker and reserving capacity, without time in the queue", others),
+		total:      overhead("total", "all stages, without time in the queue", others),
+		rejections: counter("model_rejection_total", "Requests rejected because all workers were busy.", "model", "endpoint"),
+		backpressure: counter("router_queue_backpressure_total", "Requests rejected because the queue was full or they timed out in it.",
+			"reason"),
 		wait: register.NewHistogram(prometheus.HistogramOpts{
-			Name: "kvrouter_queue_wait_seconds", Help: "Time that a request spent in the queue. Requests that were not queued are left out.", Buckets: secondsBuckets,
+			Name: "kvrouter_queue_wait_seconds", Help: "Time that a request spent in the queue. Requests that were not queued are left out.",
+			Buckets: secondsBuckets,
 		}),
 	}
 }

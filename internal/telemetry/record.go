@@ -54,7 +54,8 @@ type RecordLine struct {
 
 	Hints *hints.Recorded `json:"hints,omitempty"`
 
-	Decisions []*router.Receipt `json:"decisions,omitempty"` // explanations, with --record-decisions: of all attempts, of a disaggregated one the prefill worker's first
+	// explanations, with --record-decisions: of all attempts, of a disaggregated one the prefill worker's first
+	Decisions []*router.Receipt `json:"decisions,omitempty"`
 }
 
 // RecordSettings are the settings of a Recorder.
@@ -97,7 +98,9 @@ func NewRecorder(settings RecordSettings, log *slog.Logger) (*Recorder, error) {
 // of --record and --record-events.
 func NewLostLines(files ...interface{ Lost() uint64 }) prometheus.Collector {
 	return prometheus.NewCounterFunc(prometheus.CounterOpts{
-		Name: "kvrouter_record_lines_lost_total", Help: "Lines lost from the files of --record and --record-events because the disk was full or slow, or the file of events reached its maximum size.",
+		Name: "kvrouter_record_lines_lost_total",
+		Help: "Lines lost from the files of --record and --record-events because the disk was full or slow, or the file of events reached its " +
+			"maximum size.",
 	}, func() float64 {
 		lost := uint64(0)
 		for _, file := range files {
@@ -111,7 +114,8 @@ func NewLostLines(files ...interface{ Lost() uint64 }) prometheus.Collector {
 // a whole: snapshot of --index-snapshot, state of --thompson-state.
 func NewWriteFailures(snapshot, state func() uint64) prometheus.Collector {
 	return writeFailures{
-		desc:   prometheus.NewDesc("kvrouter_file_write_failures_total", "Failed writes of a file that is replaced as a whole. The previous file is unchanged.", []string{"file"}, nil),
+		desc: prometheus.NewDesc("kvrouter_file_write_failures_total",
+			"Failed writes of a file that is replaced as a whole. The previous file is unchanged.", []string{"file"}, nil),
 		counts: []func() uint64{snapshot, state},
 	}
 }
@@ -203,8 +207,10 @@ func (r *Recorder) Finished(x *proxy.Exchange, now time.Time) {
 	}
 	tokens := max(x.Request.NumTokens, len(x.Request.Tokens))
 	line := RecordLine{
-		InputLength: tokens, OutputLength: x.Usage.OutputTokens, HashIDs: hashes, HashBlockSize: r.settings.BlockSize, Hints: hints.Record(x.Request.Prefix),
-		Arrived: x.Arrived, Route: x.Route, Status: x.Status, Policy: r.settings.Policy, Worker: x.Worker, Rank: x.Decision.Target.Key.Rank, CellWorker: x.Below.Worker,
+		InputLength: tokens, OutputLength: x.Usage.OutputTokens, HashIDs: hashes, HashBlockSize: r.settings.BlockSize,
+		Hints:   hints.Record(x.Request.Prefix),
+		Arrived: x.Arrived, Route: x.Route, Status: x.Status, Policy: r.settings.Policy, Worker: x.Worker, Rank: x.Decision.Target.Key.Rank,
+		CellWorker:      x.Below.Worker,
 		PredictedTokens: x.Decision.OverlapTokens, DurationMS: milliseconds(now.Sub(x.Arrived)),
 		DecisionMS:   milliseconds(x.Decision.HashTime + x.Decision.LookupTime + x.Decision.ScheduleTime),
 		TokensSource: x.Source, PromptMismatch: x.Usage.Known && x.Usage.PromptTokens != tokens,

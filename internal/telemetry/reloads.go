@@ -17,7 +17,9 @@ type Reloads struct{ failed *prometheus.GaugeVec }
 // NewReloads returns Reloads of those files, all of which could be used.
 func NewReloads(files ...string) *Reloads {
 	r := &Reloads{prometheus.NewGaugeVec(prometheus.GaugeOpts{
-		Name: "kvrouter_config_reload_failed", Help: "Whether the last reading of a file was refused and the settings before it are still in use: 1 or 0. Files: config, api_keys, tls, workers.",
+		Name: "kvrouter_config_reload_failed",
+		Help: "Whether the last reading of a file was refused and the settings before it are still in use: 1 or 0. Files: config, api_keys, " +
+			"tls, workers.",
 	}, []string{"file"})}
 	for _, file := range files {
 		r.Note(file, false)

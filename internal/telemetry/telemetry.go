@@ -88,7 +88,8 @@ var decisionBuckets = prometheus.ExponentialBuckets(0.000001, 3, 16)
 
 // New returns the metrics of requests, of the Go runtime and of the process.
 func New(deps Deps) *Metrics {
-	t := &Metrics{registry: prometheus.NewRegistry(), names: deps.Names, fleet: deps.Fleet, exemplars: deps.Exemplars, most: deps.Workers, reportCompared: deps.Compared}
+	t := &Metrics{registry: prometheus.NewRegistry(), names: deps.Names, fleet: deps.Fleet, exemplars: deps.Exemplars, most: deps.Workers,
+		reportCompared: deps.Compared}
 	register := promauto.With(t.registry)
 	counter := func(name, help string, labels ...string) *prometheus.CounterVec {
 		return register.NewCounterVec(prometheus.CounterOpts{Name: "kvrouter_" + name, Help: help}, labels)
@@ -96,36 +97,59 @@ func New(deps Deps) *Metrics {
 	histogram := func(name, help string, buckets []float64, labels ...string) *prometheus.HistogramVec {
 		return register.NewHistogramVec(prometheus.HistogramOpts{Name: "kvrouter_" + name, Help: help, Buckets: buckets}, labels)
 	}
-	t.requests = counter("requests_total", "Requests by the worker that answered (none: no worker), route and HTTP status (499: the client disconnected).", "worker_id", "route", "status")
-	t.duration = histogram("request_duration_seconds", "Time from the arrival of a request to the end of its response.", secondsBuckets, "route")
-	t.firstToken = histogram("time_to_first_token_seconds", "Time from the arrival of a request to the first chunk of its stream.", secondsBuckets, "worker_id")
+	t.requests = counter("requests_total",
+		"Requests by the worker that answered (none: no worker), route and HTTP status (499: the client disconnected).", "worker_id", "route",
+		"status")
+	t.duration = histogram("request_duration_seconds", "Time from the arrival of a request to the end of its response.", secondsBuckets,
+		"route")
+	t.firstToken = histogram("time_to_first_token_seconds", "Time from the arrival of a request to the first chunk of its stream.",
+		secondsBuckets, "worker_id")
 	t.interToken = histogram("inter_token_latency_seconds", "Time between two tokens of a stream.", secondsBuckets, "worker_id")
-	t.decision = histogram("decision_seconds", "Time of a routing decision, by stage: tokens, hash, lookup, schedule, total.", decisionBuckets, "stage")
+	t.decision = histogram("decision_seconds", "Time of a routing decision, by stage: tokens, hash, lookup, schedule, total.", decisionBuckets,
+		"stage")
 	t.promptTokens = counter("prompt_tokens_total", "Prompt tokens, as reported in the workers' usage.", "worker_id")
 	t.outputTokens = counter("output_tokens_total", "Output tokens, as reported in the workers' usage.", "worker_id")
-	t.predicted = counter("overlap_tokens_predicted_total", "Prompt tokens that the index predicted in the cache of the selected worker.", "worker_id")
-	t.reachable = counter("reachable_cached_tokens_total", "Prompt tokens that the index predicted in the cache of the eligible worker with the most of them, of the requests counted in kvrouter_overlap_tokens_predicted_total.")
+	t.predicted = counter("overlap_tokens_predicted_total", "Prompt tokens that the index predicted in the cache of the selected worker.",
+		"worker_id")
+	t.reachable = counter("reachable_cached_tokens_total",
+		"Prompt tokens that the index predicted in the cache of the eligible worker with the most of them, of the requests counted in "+
+			"kvrouter_overlap_tokens_predicted_total.")
 	t.cached = counter("cached_tokens_reported_total", "Prompt tokens that the worker reported as cached.", "worker_id")
-	t.compared = counter("compared_prompt_tokens_total", "Prompt tokens of the requests counted in kvrouter_cached_tokens_reported_total.", "worker_id")
-	t.predictions = counter("predictions_total", "Responses with reported cached tokens, by worker and accuracy of the prediction: exact, over, under.", "worker_id", "result")
-	t.predictedByTier = counter("predicted_tokens_total", "Prompt tokens that the index predicted or guessed in the cache of the selected worker, by tier, of responses with reported cached tokens.", "worker_id", "tier")
-	t.guesses = counter("guesses_total", "Responses with reported cached tokens of which the prediction includes blocks that may be gone without an event, by worker and accuracy: exact, over, under.", "worker_id", "result")
-	t.tierPredictions = counter("tier_predictions_total", "Responses that report cached tokens by tier, by worker, tier and accuracy of the prediction: exact, over, under.", "worker_id", "tier", "result")
-	t.promptDiffers = counter("prompt_tokens_mismatch_total", "Responses whose usage.prompt_tokens differs from the router's own count, by source of the router's tokens.", "source")
-	t.retries = counter("retries_total", "Retries on another worker after the worker failed before the first byte of its response.", "worker_id")
-	t.hedges = counter("hedges_total", "Requests without a first byte on a silent worker that began on another one, too, by result: won (it answered first), lost, failed.", "result")
+	t.compared = counter("compared_prompt_tokens_total", "Prompt tokens of the requests counted in kvrouter_cached_tokens_reported_total.",
+		"worker_id")
+	t.predictions = counter("predictions_total",
+		"Responses with reported cached tokens, by worker and accuracy of the prediction: exact, over, under.", "worker_id", "result")
+	t.predictedByTier = counter("predicted_tokens_total",
+		"Prompt tokens that the index predicted or guessed in the cache of the selected worker, by tier, of responses with reported cached "+
+			"tokens.", "worker_id", "tier")
+	t.guesses = counter("guesses_total",
+		"Responses with reported cached tokens of which the prediction includes blocks that may be gone without an event, by worker and "+
+			"accuracy: exact, over, under.", "worker_id", "result")
+	t.tierPredictions = counter("tier_predictions_total",
+		"Responses that report cached tokens by tier, by worker, tier and accuracy of the prediction: exact, over, under.", "worker_id", "tier",
+		"result")
+	t.promptDiffers = counter("prompt_tokens_mismatch_total",
+		"Responses whose usage.prompt_tokens differs from the router's own count, by source of the router's tokens.", "source")
+	t.retries = counter("retries_total", "Retries on another worker after the worker failed before the first byte of its response.",
+		"worker_id")
+	t.hedges = counter("hedges_total",
+		"Requests without a first byte on a silent worker that began on another one, too, by result: won (it answered first), lost, failed.",
+		"result")
 	for _, result := range []string{proxy.HedgeWon, proxy.HedgeLost, proxy.HedgeFailed} {
 		t.hedges.WithLabelValues(result)
 	}
-	t.migrations = counter("migrations_total", "Streams whose worker failed during the answer, by result: ok, failed, refused, limited, no_worker.", "result")
-	for _, result := range []string{proxy.MigratedOK, proxy.MigratedFailed, proxy.MigratedRefused, proxy.MigratedLimited, proxy.MigratedNoWorker} {
+	t.migrations = counter("migrations_total",
+		"Streams whose worker failed during the answer, by result: ok, failed, refused, limited, no_worker.", "result")
+	for _, result := range []string{proxy.MigratedOK, proxy.MigratedFailed, proxy.MigratedRefused, proxy.MigratedLimited,
+		proxy.MigratedNoWorker} {
 		t.migrations.WithLabelValues(result)
 	}
 	t.denied = counter("retry_budget_exhausted_total", "Retries denied because of the retry budget, by reason: total, client.", "reason")
 	for _, why := range []string{proxy.DeniedTotal, proxy.DeniedClient} {
 		t.denied.WithLabelValues(string(why))
 	}
-	t.eventLag = histogram("kv_event_lag_seconds", "Time from the engine's timestamp of a KV event batch to its arrival at the router.", secondsBuckets, "worker_id")
+	t.eventLag = histogram("kv_event_lag_seconds", "Time from the engine's timestamp of a KV event batch to its arrival at the router.",
+		secondsBuckets, "worker_id")
 	t.dynamo = newDynamoMetrics(register)
 	t.disagg = newDisaggMetrics(register)
 	if deps.Thompson != nil && thompson.With(deps.Thompson.WithPolicy, func(*thompson.Policy) {}) {
@@ -176,7 +200,8 @@ func (t *Metrics) hasOwn(worker string, workers int) bool {
 func (t *Metrics) perWorker() []*prometheus.MetricVec {
 	list := []*prometheus.MetricVec{
 		t.requests.MetricVec, t.firstToken.MetricVec, t.interToken.MetricVec, t.promptTokens.MetricVec, t.outputTokens.MetricVec,
-		t.predicted.MetricVec, t.cached.MetricVec, t.compared.MetricVec, t.predictions.MetricVec, t.predictedByTier.MetricVec, t.tierPredictions.MetricVec, t.guesses.MetricVec, t.retries.MetricVec, t.eventLag.MetricVec,
+		t.predicted.MetricVec, t.cached.MetricVec, t.compared.MetricVec, t.predictions.MetricVec, t.predictedByTier.MetricVec,
+		t.tierPredictions.MetricVec, t.guesses.MetricVec, t.retries.MetricVec, t.eventLag.MetricVec,
 	}
 	if t.thompson != nil {
 		list = append(list, t.thompson.routed.MetricVec)

@@ -47,7 +47,8 @@ type Account struct {
 
 // add adds another account.
 func (a *Account) add(b Account) {
-	a.Requests, a.PromptTokens, a.CachedTokens, a.ComputedTokens = a.Requests+b.Requests, a.PromptTokens+b.PromptTokens, a.CachedTokens+b.CachedTokens, a.ComputedTokens+b.ComputedTokens
+	a.Requests, a.PromptTokens, a.CachedTokens, a.ComputedTokens = a.Requests+b.Requests, a.PromptTokens+b.PromptTokens,
+		a.CachedTokens+b.CachedTokens, a.ComputedTokens+b.ComputedTokens
 	a.AnsweredTokens, a.WaitSeconds, a.Shed = a.AnsweredTokens+b.AnsweredTokens, a.WaitSeconds+b.WaitSeconds, a.Shed+b.Shed
 	a.ObjectivesKept, a.ObjectivesMissed = a.ObjectivesKept+b.ObjectivesKept, a.ObjectivesMissed+b.ObjectivesMissed
 	a.TokensKept, a.TokensMissed = a.TokensKept+b.TokensKept, a.TokensMissed+b.TokensMissed
@@ -62,7 +63,8 @@ type TenantRecord struct {
 	Running           int            `json:"running"`
 	OldestWaitSeconds float64        `json:"oldest_wait_seconds"`
 	ElsewhereMS       float64        `json:"elsewhere_ms"` // that its requests at other routers are predicted to cost, divided by the weight
-	BehindMS          float64        `json:"behind_ms"`    // most service received, divided by the weight, beyond the least of the tenants of a class that wait
+	// most service received, divided by the weight, beyond the least of the tenants of a class that wait
+	BehindMS float64 `json:"behind_ms"`
 	Account
 }
 
@@ -247,13 +249,21 @@ func (t *Tenants) ServeHTTP(w http.ResponseWriter, _ *http.Request) {
 func (t *Tenants) Collector() prometheus.Collector {
 	var set metrics.Set
 	requests := set.Counter("kvrouter_tenant_requests_total", "Routed requests of the tenant.", "tenant")
-	tokens := set.Counter("kvrouter_tenant_tokens_total", "Tokens of the tenant's answered requests, by kind: prompt, cached and computed (of prompts), answered.", "tenant", "kind")
-	waits := set.Counter("kvrouter_tenant_wait_seconds_total", "Time that the tenant's requests spent in the queue before they were sent to a worker.", "tenant")
-	shed := set.Counter("kvrouter_tenant_shed_total", "Requests of the tenant that were refused because they would miss their objective.", "tenant")
-	objectives := set.Counter("kvrouter_tenant_objectives_total", "Answered requests of the tenant with an objective of the time to first token, by result: kept, missed.", "tenant", "result")
-	tokenObjectives := set.Counter("kvrouter_tenant_token_objectives_total", "Streamed answers of the tenant with an objective of the time per output token after the first one, by result: kept, missed.", "tenant", "result")
-	waiting := set.Gauge("kvrouter_tenant_waiting_requests", "Requests of the tenant in the fair queue, by class: interactive, standard, batch.", "tenant", "class")
-	oldest := set.Gauge("kvrouter_tenant_oldest_wait_seconds", "Time for which the oldest request of the tenant has been in the fair queue.", "tenant")
+	tokens := set.Counter("kvrouter_tenant_tokens_total",
+		"Tokens of the tenant's answered requests, by kind: prompt, cached and computed (of prompts), answered.", "tenant", "kind")
+	waits := set.Counter("kvrouter_tenant_wait_seconds_total",
+		"Time that the tenant's requests spent in the queue before they were sent to a worker.", "tenant")
+	shed := set.Counter("kvrouter_tenant_shed_total", "Requests of the tenant that were refused because they would miss their objective.",
+		"tenant")
+	objectives := set.Counter("kvrouter_tenant_objectives_total",
+		"Answered requests of the tenant with an objective of the time to first token, by result: kept, missed.", "tenant", "result")
+	tokenObjectives := set.Counter("kvrouter_tenant_token_objectives_total",
+		"Streamed answers of the tenant with an objective of the time per output token after the first one, by result: kept, missed.", "tenant",
+		"result")
+	waiting := set.Gauge("kvrouter_tenant_waiting_requests",
+		"Requests of the tenant in the fair queue, by class: interactive, standard, batch.", "tenant", "class")
+	oldest := set.Gauge("kvrouter_tenant_oldest_wait_seconds", "Time for which the oldest request of the tenant has been in the fair queue.",
+		"tenant")
 	return set.Collector(func(out metrics.Out) {
 		for _, r := range t.List() {
 			out.Show(requests, float64(r.Requests), r.Tenant)

@@ -33,9 +33,11 @@ func newThompsonMetrics(register promauto.Factory) *thompsonMetrics {
 		tokensOut:    counter("tokens_out_total", "Output tokens of forwarded requests, as reported in the workers' usage."),
 		routerErrors: counter("router_errors_total", "Requests rejected because no worker could serve them."),
 		engineErrors: counter("engine_errors_total", "Requests that failed on a worker, including those served by a retry."),
-		routed:       register.NewCounterVec(prometheus.CounterOpts{Name: "thompson_processor_routing_decisions_total", Help: "Requests sent to the worker."}, []string{"worker_id"}),
-		latency:      register.NewHistogram(prometheus.HistogramOpts{Name: "thompson_processor_request_latency_seconds", Help: "Time from the arrival of a request to the end of its response."}),
-		active:       register.NewGauge(prometheus.GaugeOpts{Name: "thompson_processor_active_requests", Help: "In-flight requests."}),
+		routed: register.NewCounterVec(prometheus.CounterOpts{Name: "thompson_processor_routing_decisions_total",
+			Help: "Requests sent to the worker."}, []string{"worker_id"}),
+		latency: register.NewHistogram(prometheus.HistogramOpts{Name: "thompson_processor_request_latency_seconds",
+			Help: "Time from the arrival of a request to the end of its response."}),
+		active: register.NewGauge(prometheus.GaugeOpts{Name: "thompson_processor_active_requests", Help: "In-flight requests."}),
 	}
 }
 
@@ -89,11 +91,16 @@ func thompsonCollector(of *router.Router, fleet func() []uint64, hasOwn func(wor
 		metrics.Metric
 		value func(w *thompson.WorkerStats) float64
 	}{
-		{set.Counter(prefix+"decisions_total", "Decisions for the worker.", "worker_id", "dp_rank"), func(w *thompson.WorkerStats) float64 { return float64(w.Decisions) }},
-		{set.Gauge(prefix+"kv_overlap", "Cached share of the prompt at the last decision for the worker, 0 to 1.", "worker_id", "dp_rank"), func(w *thompson.WorkerStats) float64 { return w.Overlap }},
-		{set.Gauge(prefix+"reward", "The worker's last reward, 0 to 1; 0.5 equals the baseline latency.", "worker_id", "dp_rank"), func(w *thompson.WorkerStats) float64 { return w.Reward }},
-		{set.Gauge(prefix+"beta_alpha", "Alpha of the worker's Beta distribution of rewards.", "worker_id", "dp_rank"), func(w *thompson.WorkerStats) float64 { return w.Alpha }},
-		{set.Gauge(prefix+"beta_beta", "Beta of the worker's Beta distribution of rewards.", "worker_id", "dp_rank"), func(w *thompson.WorkerStats) float64 { return w.Beta }},
+		{set.Counter(prefix+"decisions_total", "Decisions for the worker.", "worker_id", "dp_rank"),
+			func(w *thompson.WorkerStats) float64 { return float64(w.Decisions) }},
+		{set.Gauge(prefix+"kv_overlap", "Cached share of the prompt at the last decision for the worker, 0 to 1.", "worker_id", "dp_rank"),
+			func(w *thompson.WorkerStats) float64 { return w.Overlap }},
+		{set.Gauge(prefix+"reward", "The worker's last reward, 0 to 1; 0.5 equals the baseline latency.", "worker_id", "dp_rank"),
+			func(w *thompson.WorkerStats) float64 { return w.Reward }},
+		{set.Gauge(prefix+"beta_alpha", "Alpha of the worker's Beta distribution of rewards.", "worker_id", "dp_rank"),
+			func(w *thompson.WorkerStats) float64 { return w.Alpha }},
+		{set.Gauge(prefix+"beta_beta", "Beta of the worker's Beta distribution of rewards.", "worker_id", "dp_rank"),
+			func(w *thompson.WorkerStats) float64 { return w.Beta }},
 	}
 	feedback := set.Describe(prefix+"feedback_latency_seconds", "Latencies reported to the policy as feedback.", "worker_id", "dp_rank")
 	reuse := set.Describe(prefix+"reuse_budget", "Remaining requests of the series at each decision.")

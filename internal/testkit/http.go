@@ -31,7 +31,8 @@ const (
 		"event: message_stop\ndata: {\"type\":\"message_stop\"}\n\n"
 	ResponsesStream = "event: response.created\ndata: {\"response\":{\"usage\":null}}\n\n" +
 		"event: response.output_text.delta\ndata: {\"delta\":\"hi\"}\n\n" +
-		"event: response.completed\ndata: {\"response\":{\"usage\":{\"input_tokens\":9,\"output_tokens\":2,\"input_tokens_details\":{\"cached_tokens\":4}}}}\n\n"
+		"event: response.completed\ndata: " +
+		"{\"response\":{\"usage\":{\"input_tokens\":9,\"output_tokens\":2,\"input_tokens_details\":{\"cached_tokens\":4}}}}\n\n"
 )
 
 // StreamOf returns a handler that streams events with the data given.

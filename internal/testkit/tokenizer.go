@@ -31,10 +31,12 @@ func TokenizerFolder(t testing.TB, dir string, merges ...[2]string) {
 	for name, content := range map[string]any{
 		"tokenizer.json": map[string]any{
 			"version": "1.0", "added_tokens": []any{}, "normalizer": nil, "pre_tokenizer": level, "post_processor": nil, "decoder": level,
-			"model": map[string]any{"type": "BPE", "dropout": nil, "unk_token": nil, "fuse_unk": false, "byte_fallback": false, "vocab": vocabulary, "merges": list},
+			"model": map[string]any{"type": "BPE", "dropout": nil, "unk_token": nil, "fuse_unk": false, "byte_fallback": false, "vocab": vocabulary,
+				"merges": list},
 		},
-		"tokenizer_config.json": map[string]any{"chat_template": "{% for m in messages %}[{{ m['role'] }}]{{ m['content'] }}{% endfor %}[answer]"},
-		"config.json":           map[string]any{"max_position_embeddings": 32768},
+		"tokenizer_config.json": map[string]any{"chat_template": "{% for m in messages %}[{{ m['role'] }}]{{ m['content'] }}{% endfor " +
+			"%}[answer]"},
+		"config.json": map[string]any{"max_position_embeddings": 32768},
 	} {
 		text, err := json.Marshal(content)
 		if err != nil {

@@ -263,7 +263,7 @@ func TestTheLongestLimitOfAWorkerCounts(t *testing.T) {
 		{[]Peer{peer(1, 0), peer(2, 50)}, 50},
 		{[]Peer{peer(2, 50), peer(3, 70)}, 70},
 		{[]Peer{peer(2, 50), peer(4, 1<<62)}, maxModelLen},
-		{[]Peer{peer(5, -3)}, maxModelLen}, // it tells nothing
+		{[]Peer{peer(5, -3)}, maxModelLen}, // it reports nothing
 	} {
 		source.compareWith(context.Background(), step.peers)
 		if got := m.MaxModelLen(); got != step.want {

@@ -71,7 +71,8 @@ func readFeatures(features gjson.Result, tokens int) (media []kv.Media, exact in
 			switch {
 			case start < 0:
 				exact = 0
-			case length <= 0 || length > tokens-start || len(identifiers) != len(list) || identifiers[i].Type != gjson.String || identifiers[i].Str == "":
+			case length <= 0 || length > tokens-start || len(identifiers) != len(list) || identifiers[i].Type != gjson.String ||
+				identifiers[i].Str == "":
 				exact = min(exact, start)
 			default:
 				media = append(media, kv.Media{Hash: kv.MediaHash(identifiers[i].Str), Start: start, End: start + length})

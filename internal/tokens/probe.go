@@ -26,12 +26,19 @@ type probe struct {
 // the workers.
 var probes = []probe{
 	{"/v1/chat/completions", `{"messages":[{"role":"system","content":"You are terse."},{"role":"user","content":"What is 2+2?"}]}`, nil},
-	{"/v1/chat/completions", `{"messages":[{"role":"user","content":"Hi"},{"role":"assistant","content":"Hello! How can I help?"},{"role":"user","content":"Tell me more."},{"role":"assistant","content":null},{"role":"user","content":"Go on"}],"add_generation_prompt":false}`, nil},
-	{"/v1/chat/completions", `{"messages":[{"role":"user","content":"  naïve café 日本語 🙂\t\n\n<|im_start|> &lt; \"quoted\" 'single' \\ 12345  "},{"role":"assistant","content":"\n ok \n"},{"role":"user","content":""}]}`, nil},
-	{"/v1/chat/completions", `{"messages":[{"role":"user","content":"Weather in Paris?"}],"tools":[{"type":"function","function":{"name":"get_weather","description":"It's the \"weather\" <now> & later","parameters":{"type":"object","properties":{"zone":{"type":"string","enum":["a","é"]},"days":{"type":"integer","default":1.5},"ok":{"type":"boolean","default":true}},"required":["zone"]}}}],"tool_choice":"none"}`, []string{"tools"}},
-	{"/v1/chat/completions", `{"messages":[{"role":"user","content":"Weather?"},{"role":"assistant","content":null,"tool_calls":[{"id":"call_abc12","type":"function","function":{"name":"get_weather","arguments":"{\"zone\": \"é\", \"days\": 2, \"more\": [1.0, null, true]}"}}]},{"role":"tool","tool_call_id":"call_abc12","content":"{\"c\": 21}"},{"role":"assistant","content":"It is 21 C."},{"role":"user","content":"Thanks"}]}`, []string{"tool_calls"}},
-	{"/v1/chat/completions", `{"messages":[{"role":"user","content":[{"type":"text","text":"First part."},{"type":"text","text":"Second part."}]}]}`, []string{"parts"}},
-	{"/v1/chat/completions", `{"messages":[{"role":"user","content":"Count."},{"role":"assistant","content":"one, two,"}],"add_generation_prompt":false,"continue_final_message":true}`, []string{"continue"}},
+	{"/v1/chat/completions",
+		`{"messages":[{"role":"user","content":"Hi"},{"role":"assistant","content":"Hello! How can I help?"},{"role":"user","content":"Tell me more."},{"role":"assistant","content":null},{"role":"user","content":"Go on"}],"add_generation_prompt":false}`, nil},
+	{"/v1/chat/completions",
+		`{"messages":[{"role":"user","content":"  naïve café 日本語 🙂\t\n\n<|im_start|> &lt; \"quoted\" 'single' \\ 12345  "},{"role":"assistant","content":"\n ok \n"},{"role":"user","content":""}]}`, nil},
+	{"/v1/chat/completions",
+		`{"messages":[{"role":"user","content":"Weather in Paris?"}],"tools":[{"type":"function","function":{"name":"get_weather","description":"It's the \"weather\" <now> & later","parameters":{"type":"object","properties":{"zone":{"type":"string","enum":["a","é"]},"days":{"type":"integer","default":1.5},"ok":{"type":"boolean","default":true}},"required":["zone"]}}}],"tool_choice":"none"}`, []string{"tools"}},
+	{"/v1/chat/completions",
+		`{"messages":[{"role":"user","content":"Weather?"},{"role":"assistant","content":null,"tool_calls":[{"id":"call_abc12","type":"function","function":{"name":"get_weather","arguments":"{\"zone\": \"é\", \"days\": 2, \"more\": [1.0, null, true]}"}}]},{"role":"tool","tool_call_id":"call_abc12","content":"{\"c\": 21}"},{"role":"assistant","content":"It is 21 C."},{"role":"user","content":"Thanks"}]}`, []string{"tool_calls"}},
+	{"/v1/chat/completions",
+		`{"messages":[{"role":"user","content":[{"type":"text","text":"First part."},{"type":"text","text":"Second part."}]}]}`,
+		[]string{"parts"}},
+	{"/v1/chat/completions",
+		`{"messages":[{"role":"user","content":"Count."},{"role":"assistant","content":"one, two,"}],"add_generation_prompt":false,"continue_final_message":true}`, []string{"continue"}},
 	{"/v1/completions", `{"prompt":"Once upon a time, naïve 日本語\n"}`, []string{"completion"}},
 }
 
@@ -39,7 +46,8 @@ var probes = []probe{
 // it shows to the template only where the model may use them.
 var sglangProbes = append(slices.DeleteFunc(slices.Clone(probes), func(p probe) bool { return slices.Contains(p.features, "tools") }),
 	probe{"/v1/chat/completions", strings.Replace(probes[toolsProbe].body, `,"tool_choice":"none"`, "", 1), []string{"tools"}},
-	probe{"/v1/chat/completions", `{"messages":[{"role":"user","content":"Count."},{"role":"assistant","content":"one, two,"}]}`, []string{"answer last"}},
+	probe{"/v1/chat/completions", `{"messages":[{"role":"user","content":"Count."},{"role":"assistant","content":"one, two,"}]}`,
+		[]string{"answer last"}},
 	probe{"/v1/chat/completions", `{"messages":[{"role":"user","content":"Think."}],"reasoning_effort":"high"}`, []string{"reasoning"}},
 	probe{"/v1/chat/completions", `{"messages":[{"role":"user","content":"Answer."}],"reasoning_effort":"none"}`, []string{"reasoning"}},
 )
@@ -233,7 +241,7 @@ func (t *Source) decide() {
 	for _, v := range t.verdicts {
 		longest = max(longest, v.maxModelLen)
 		if v.sglang != t.SGLang() {
-			continue // its rules do not hold
+			continue // its rules do not apply
 		}
 		for feature, differs := range v.differs {
 			compared[feature]++
@@ -252,7 +260,8 @@ func (t *Source) decide() {
 	for _, feature := range slices.Sorted(maps.Keys(differ)) {
 		if 2*differ[feature] > compared[feature] && !t.disabled[feature] {
 			t.disabled[feature] = true
-			t.log.Warn("prompt tokens differ from those of most workers; requesting them from workers", "feature", feature, "workers", compared[feature], "differ", differ[feature])
+			t.log.Warn("prompt tokens differ from those of most workers; requesting them from workers", "feature", feature,
+				"workers", compared[feature], "differ", differ[feature])
 		}
 	}
 }
@@ -277,7 +286,8 @@ func (t *Source) compare(ctx context.Context, p Peer) (v verdict, err error) {
 		for _, f := range probe.names() {
 			if differs && !v.differs[f] {
 				v.again = t.now().Add(compareAgain)
-				t.log.Debug("a worker's prompt tokens differ", "worker", p.ID, "feature", f, "router", len(own), "theirs", len(theirs), "first_difference", firstDifference(own, theirs))
+				t.log.Debug("a worker's prompt tokens differ", "worker", p.ID, "feature", f, "router", len(own), "theirs", len(theirs),
+					"first_difference", firstDifference(own, theirs))
 			}
 			v.differs[f] = v.differs[f] || differs
 		}
@@ -294,7 +304,7 @@ func (p probe) names() []string {
 }
 
 // probe returns the tokens of a probe, the router's own and a worker's; not ok: one
-// of the two does not render it, and the same will hold for requests like it.
+// of the two does not render it, and the same will apply to requests like it.
 func (t *Source) probe(ctx context.Context, peer Peer, p probe) (own, theirs []uint32, ok bool, err error) {
 	body := []byte(p.body)
 	parsed, _ := jsonbody.Parse(body)

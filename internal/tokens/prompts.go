@@ -388,7 +388,8 @@ func (t *Source) countReason(reason string) {
 	first := t.reasons[reason] == 1
 	t.mu.Unlock()
 	if first && reason == reasonLimit {
-		t.log.Warn("the chat template took too much time or memory for a chat: workers render such chats, and for ten times as long those that are as large")
+		t.log.Warn("the chat template took too much time or memory for a chat: workers render such chats, and for ten times as long those " +
+			"that are as large")
 	}
 }
 

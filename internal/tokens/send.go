@@ -197,7 +197,8 @@ func (t *Source) firstToken(ctx context.Context, p Peer, path, body string) (fir
 		return first, false, fmt.Errorf("asking for one token: %w", err)
 	}
 	parsed := gjson.ParseBytes(answer)
-	for _, path := range []string{"choices.0.message.content", "choices.0.message.reasoning", "choices.0.message.reasoning_content", "choices.0.text", "choices.0.finish_reason", "choices.1"} {
+	for _, path := range []string{"choices.0.message.content", "choices.0.message.reasoning", "choices.0.message.reasoning_content",
+		"choices.0.text", "choices.0.finish_reason", "choices.1"} {
 		first.choice += parsed.Get(path).Raw + "\n"
 	}
 	if n := parsed.Get("usage.prompt_tokens"); n.Type == gjson.Number && n.Num >= 0 && n.Num <= maxModelLen {

@@ -43,7 +43,8 @@ func (t *Source) sglangPrompts(ctx context.Context, body *jsonbody.Body, key, sh
 
 // unknownFields are members of a /generate request with which its text or token ids
 // are not the whole prompt, or nothing of it is taken from the cache.
-var unknownFields = []string{"input_embeds", "image_data", "video_data", "audio_data", "mm_hashes", "mm_content_hashes", "session_params", "positional_embed_overrides"}
+var unknownFields = []string{"input_embeds", "image_data", "video_data", "audio_data", "mm_hashes", "mm_content_hashes", "session_params",
+	"positional_embed_overrides"}
 
 // GenerateBody returns the prompts of a request to SGLang's own route /generate, at
 // least one: a text or a list of texts, which get the tokens that the tokenizer puts around

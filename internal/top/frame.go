@@ -205,9 +205,11 @@ func (f frame) summary() []string {
 	r, t := s.Rates, s.Totals
 	return []string{
 		first,
-		fmt.Sprintf("%s req/s  hit %s  exact %s  TTFT %s (p99 %s)  ITL %s (p99 %s)", rate(r.RequestsPerSecond), percent(r.HitRate), percent(r.Exact),
+		fmt.Sprintf("%s req/s  hit %s  exact %s  TTFT %s (p99 %s)  ITL %s (p99 %s)", rate(r.RequestsPerSecond), percent(r.HitRate),
+			percent(r.Exact),
 			maybeSeconds(r.TTFT50), maybeSeconds(r.TTFT99), maybeSeconds(r.ITL50), maybeSeconds(r.ITL99)),
-		fmt.Sprintf("%d in flight  %d queued  %s requests  %s errors  %s tokens in  %s cached", t.InFlight, t.Queued, count(float64(t.Requests)), f.errors(t.Errors),
+		fmt.Sprintf("%d in flight  %d queued  %s requests  %s errors  %s tokens in  %s cached", t.InFlight, t.Queued, count(float64(t.Requests)),
+			f.errors(t.Errors),
 			count(float64(t.PromptTokens)), count(float64(t.CachedTokens))),
 	}
 }

@@ -51,17 +51,17 @@ type source struct {
 }
 
 // follow reads the stream, again and again with growing pauses, until ctx is done.
-func (s *source) follow(ctx context.Context, tell func(update)) {
+func (s *source) follow(ctx context.Context, emit func(update)) {
 	pause := s.firstPause
 	for {
 		err := s.read(ctx, func(state *page.State) {
 			pause = s.firstPause
-			tell(update{state: state})
+			emit(update{state: state})
 		})
 		if ctx.Err() != nil {
 			return
 		}
-		tell(update{problem: err, again: pause})
+		emit(update{problem: err, again: pause})
 		select {
 		case <-ctx.Done():
 			return
@@ -72,7 +72,7 @@ func (s *source) follow(ctx context.Context, tell func(update)) {
 }
 
 // read reads the stream once, until it ends; it always returns why.
-func (s *source) read(ctx context.Context, tell func(*page.State)) error {
+func (s *source) read(ctx context.Context, emit func(*page.State)) error {
 	ctx, cancel := context.WithCancelCause(ctx)
 	defer cancel(nil)
 	request, err := http.NewRequestWithContext(ctx, http.MethodGet, s.url, nil)
@@ -105,7 +105,7 @@ func (s *source) read(ctx context.Context, tell func(*page.State)) error {
 		if err != nil {
 			return err
 		}
-		tell(state)
+		emit(state)
 		return nil
 	})
 	if cause := context.Cause(ctx); cause != nil {
@@ -131,7 +131,7 @@ func refusal(status int) error {
 
 // readEvents reads server-sent events until the stream ends, and hands each on.
 // alive is called with every line. The error is never nil: io.EOF is a proper end.
-func readEvents(r io.Reader, alive func(), tell func(event string, data []byte) error) error {
+func readEvents(r io.Reader, alive func(), emit func(event string, data []byte) error) error {
 	lines := bufio.NewScanner(r)
 	lines.Buffer(make([]byte, 64<<10), maxEvent)
 	event, data := "", []byte(nil)
@@ -140,7 +140,7 @@ func readEvents(r io.Reader, alive func(), tell func(event string, data []byte) 
 		line := lines.Bytes()
 		if len(line) == 0 {
 			if len(data) > 0 {
-				if err := tell(event, data); err != nil {
+				if err := emit(event, data); err != nil {
 					return err
 				}
 			}

@@ -111,7 +111,7 @@ func stream(t *testing.T, answers ...http.HandlerFunc) *source {
 	return s
 }
 
-// sends answers with a state and goes on until the client leaves, or ends.
+// sends answers with a state and continues until the client leaves, or ends.
 func sends(version string, stays bool) http.HandlerFunc {
 	return func(w http.ResponseWriter, r *http.Request) {
 		fmt.Fprintf(w, "event: trends\ndata: {}\n\nevent: state\ndata: {\"version\":%q}\n\n", version)

@@ -55,7 +55,8 @@ func decisionAttributes(d *router.Decision) []attribute.KeyValue {
 	var list []attribute.KeyValue
 	number := func(name string, value float64) { list = append(list, attribute.Float64(prefix+name, value)) }
 	if d.Booking != nil {
-		list = append(list, attribute.Int64(prefix+"worker", int64(d.Target.Key.Worker)), attribute.Int64(prefix+"rank", int64(d.Target.Key.Rank)),
+		list = append(list, attribute.Int64(prefix+"worker", int64(d.Target.Key.Worker)),
+			attribute.Int64(prefix+"rank", int64(d.Target.Key.Rank)),
 			attribute.Int(prefix+"prompt_tokens", d.Tokens), attribute.Int(prefix+"predicted_tokens", d.OverlapTokens))
 		if receipt != nil && receipt.WorkerName != "" {
 			list = append(list, attribute.String(prefix+"worker_name", clip(receipt.WorkerName)))
@@ -77,8 +78,8 @@ func decisionAttributes(d *router.Decision) []attribute.KeyValue {
 	if receipt.Ties > 0 {
 		list = append(list, attribute.Int(prefix+"ties", receipt.Ties))
 	}
-	for name, is := range map[string]bool{"retry": receipt.Retry, "trial": receipt.Trial} {
-		if is {
+	for name, set := range map[string]bool{"retry": receipt.Retry, "trial": receipt.Trial} {
+		if set {
 			list = append(list, attribute.Bool(prefix+name, true))
 		}
 	}
@@ -90,7 +91,8 @@ func decisionAttributes(d *router.Decision) []attribute.KeyValue {
 		best[i] = &receipt.Candidates[i]
 	}
 	slices.SortStableFunc(best, func(a, b *router.ReceiptCandidate) int {
-		return cmp.Or(compareBool(chosen(b), chosen(a)), compareBool(a.Excluded != "", b.Excluded != ""), cmp.Compare(totalOf(b.Score), totalOf(a.Score)))
+		return cmp.Or(compareBool(chosen(b), chosen(a)), compareBool(a.Excluded != "", b.Excluded != ""),
+			cmp.Compare(totalOf(b.Score), totalOf(a.Score)))
 	})
 	if len(best) > 0 && chosen(best[0]) && best[0].Score != nil {
 		number("score", best[0].Total)

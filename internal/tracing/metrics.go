@@ -8,7 +8,8 @@ func (t *Tracer) Collectors() []prometheus.Collector {
 		return nil
 	}
 	counter := func(name, help string, n func(Counts) uint64) prometheus.Collector {
-		return prometheus.NewCounterFunc(prometheus.CounterOpts{Name: "kvrouter_trace_spans_" + name + "_total", Help: help}, func() float64 { return float64(n(t.Counts())) })
+		return prometheus.NewCounterFunc(prometheus.CounterOpts{Name: "kvrouter_trace_spans_" + name + "_total", Help: help},
+			func() float64 { return float64(n(t.Counts())) })
 	}
 	return []prometheus.Collector{
 		counter("ended", "Spans of traced requests that have ended.", func(c Counts) uint64 { return c.Ended }),

@@ -26,7 +26,7 @@ const (
 )
 
 // maxState bounds a client's trace state that is passed on, bytes; a longer one is left
-// out. The W3C asks for 512 at least.
+// out. The W3C requires 512 at least.
 const maxState = 512
 
 // firstToken names the event of an answer's first token.
@@ -94,7 +94,8 @@ func requestAttributes(r *http.Request) []attribute.KeyValue {
 	list = appendAddress(list, "server", r.Host)
 	if host, port, err := net.SplitHostPort(r.RemoteAddr); err == nil {
 		n, _ := strconv.Atoi(port)
-		list = append(list, attribute.String("client.address", host), attribute.String("network.peer.address", host), attribute.Int("network.peer.port", n))
+		list = append(list, attribute.String("client.address", host), attribute.String("network.peer.address", host),
+			attribute.Int("network.peer.port", n))
 	}
 	if agent := r.UserAgent(); agent != "" {
 		list = append(list, attribute.String("user_agent.original", clip(agent)))
@@ -191,7 +192,8 @@ func (q *Request) Attempt(leg kv.Leg, target *kv.Target, worker, method, route s
 	a := &Attempt{began: time.Now()}
 	a.ctx, a.span = q.tracer.Start(q.ctx, name, trace.WithSpanKind(trace.SpanKindClient), trace.WithTimestamp(a.began))
 	list := []attribute.KeyValue{
-		attribute.String("http.request.method", method), attribute.Int64("kvrouter.worker.id", int64(target.Key.Worker)), attribute.Int64("kvrouter.worker.rank", int64(target.Key.Rank)),
+		attribute.String("http.request.method", method), attribute.Int64("kvrouter.worker.id", int64(target.Key.Worker)),
+		attribute.Int64("kvrouter.worker.rank", int64(target.Key.Rank)),
 	}
 	if worker != "" {
 		list = append(list, attribute.String("kvrouter.worker.name", clip(worker)))
@@ -293,7 +295,8 @@ func (q *Request) End(arrived time.Time, o Outcome) {
 	if q.sampled {
 		q.span.SetAttributes(o.attributes()...)
 		if !o.FirstToken.IsZero() {
-			q.span.AddEvent(firstToken, trace.WithTimestamp(o.FirstToken), trace.WithAttributes(attribute.Float64("gen_ai.server.time_to_first_token", o.FirstToken.Sub(arrived).Seconds())))
+			q.span.AddEvent(firstToken, trace.WithTimestamp(o.FirstToken),
+				trace.WithAttributes(attribute.Float64("gen_ai.server.time_to_first_token", o.FirstToken.Sub(arrived).Seconds())))
 		}
 		if o.Status >= http.StatusInternalServerError {
 			fail(q.span, strconv.Itoa(o.Status), nil)
@@ -316,7 +319,8 @@ func (o *Outcome) attributes() []attribute.KeyValue {
 		list = append(list, attribute.StringSlice("gen_ai.response.finish_reasons", []string{clip(o.Finish)}))
 	}
 	if o.UsageKnown {
-		list = append(list, attribute.Int("gen_ai.usage.input_tokens", o.InputTokens), attribute.Int("gen_ai.usage.output_tokens", o.OutputTokens),
+		list = append(list, attribute.Int("gen_ai.usage.input_tokens", o.InputTokens),
+			attribute.Int("gen_ai.usage.output_tokens", o.OutputTokens),
 			attribute.Int("kvrouter.predicted_tokens", o.PredictedTokens))
 	}
 	if o.CachedKnown {

@@ -86,7 +86,8 @@ func Open(version string, log *slog.Logger) (*Tracer, error) {
 	if err != nil {
 		return nil, fmt.Errorf("traces by %s: %w", protocol, err)
 	}
-	about, err := resource.New(context.Background(), resource.WithAttributes(attribute.String("service.name", serviceName), attribute.String("service.version", version)),
+	about, err := resource.New(context.Background(), resource.WithAttributes(attribute.String("service.name", serviceName),
+		attribute.String("service.version", version)),
 		resource.WithTelemetrySDK(), resource.WithFromEnv())
 	if err != nil {
 		log.Warn("traces: invalid attributes in OTEL_RESOURCE_ATTRIBUTES", "error", err)
@@ -96,7 +97,8 @@ func Open(version string, log *slog.Logger) (*Tracer, error) {
 	if limits.AttributeValueLengthLimit < 0 {
 		limits.AttributeValueLengthLimit = maxText
 	}
-	t.provider = sdk.NewTracerProvider(sdk.WithResource(about), sdk.WithRawSpanLimits(limits), sdk.WithSpanProcessor(counting{sdk.NewBatchSpanProcessor(t.sender), &t.ended}))
+	t.provider = sdk.NewTracerProvider(sdk.WithResource(about), sdk.WithRawSpanLimits(limits),
+		sdk.WithSpanProcessor(counting{sdk.NewBatchSpanProcessor(t.sender), &t.ended}))
 	t.tracer = t.provider.Tracer("kvrouter", trace.WithInstrumentationVersion(version))
 	log.Info("request tracing enabled", "protocol", protocol, "endpoint", endpoint())
 	return t, nil

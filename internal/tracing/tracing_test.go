@@ -55,7 +55,7 @@ func TestVariablesTurnTracesOn(t *testing.T) {
 		name string
 		env  []string
 		on   bool
-		err  string // that it tells; empty: there is none
+		err  string // that it reports; empty: there is none
 	}{
 		{name: "none"},
 		{name: "an endpoint", env: []string{envEndpoint, url}, on: true},

@@ -51,7 +51,8 @@ func checkArgs(s process.Settings) error {
 		}
 	}
 	if s.PrefillWorkers > 0 && flags.Has(args, "kv-transfer-config") {
-		return errors.New("--kv-transfer-config after --: with --prefill-workers the router sets it for each worker; for other settings start the workers yourself and attach them with --worker url=...,role=prefill and role=decode")
+		return errors.New("--kv-transfer-config after --: with --prefill-workers the router sets it for each worker; for other settings start " +
+			"the workers yourself and attach them with --worker url=...,role=prefill and role=decode")
 	}
 	return nil
 }

@@ -29,7 +29,7 @@ const setup = "make setup"
 // one whole context.
 const cpuMaxModelLen = 8192
 
-// cpuBlockMultiple is what vLLM's CPU attention asks of the block size, tokens.
+// cpuBlockMultiple is the unit of the block size that vLLM's CPU attention requires, tokens.
 const cpuBlockMultiple = 32
 
 // Engine describes vLLM.

@@ -116,7 +116,9 @@ func (b *Bodies) Read(w http.ResponseWriter, r *http.Request, client string) (bo
 		b.refused.Add(1)
 		w.Header().Set("Retry-After", "1")
 		w.Header().Set("Connection", "close")
-		return nil, &BodyError{http.StatusServiceUnavailable, fmt.Sprintf("the bodies of in-flight requests have reached the limit of %d bytes (--max-inflight-body-bytes), or your share of it: try again", b.memory.All())}
+		return nil, &BodyError{http.StatusServiceUnavailable,
+			fmt.Sprintf("the bodies of in-flight requests have reached the limit of %d bytes (--max-inflight-body-bytes), or your share of it: "+
+				"try again", b.memory.All())}
 	case errors.As(err, &tooLarge):
 		return nil, b.tooLarge()
 	case announced > 0:

@@ -31,7 +31,9 @@ func codingOf(w http.ResponseWriter, r *http.Request) (coding string, err error)
 				coding = name
 			default:
 				w.Header().Set("Accept-Encoding", takenCodings)
-				return "", &BodyError{http.StatusUnsupportedMediaType, fmt.Sprintf("Content-Encoding %.100q is not supported: send the body with one of %s, or as it is", strings.Join(r.Header["Content-Encoding"], ", "), takenCodings)}
+				return "", &BodyError{http.StatusUnsupportedMediaType,
+					fmt.Sprintf("Content-Encoding %.100q is not supported: send the body with one of %s, or as it is",
+						strings.Join(r.Header["Content-Encoding"], ", "), takenCodings)}
 			}
 		}
 	}

@@ -27,7 +27,7 @@ var dialects = map[string]Dialect{
 // DialectOf returns the dialect of a route.
 func DialectOf(path string) Dialect {
 	for route, d := range dialects {
-		if rest, is := strings.CutPrefix(path, route); is && (rest == "" || rest[0] == '/') {
+		if rest, ok := strings.CutPrefix(path, route); ok && (rest == "" || rest[0] == '/') {
 			return d
 		}
 	}
@@ -113,7 +113,8 @@ func anthropicType(status int) string {
 
 // AnthropicStatus returns the HTTP status of an error type of Anthropic's; 0: it is none.
 func AnthropicStatus(kind string) int {
-	for _, status := range []int{http.StatusBadRequest, http.StatusUnauthorized, http.StatusForbidden, http.StatusNotFound, http.StatusRequestEntityTooLarge, http.StatusTooManyRequests, StatusOverloaded, http.StatusInternalServerError} {
+	for _, status := range []int{http.StatusBadRequest, http.StatusUnauthorized, http.StatusForbidden, http.StatusNotFound,
+		http.StatusRequestEntityTooLarge, http.StatusTooManyRequests, StatusOverloaded, http.StatusInternalServerError} {
 		if anthropicType(status) == kind {
 			return status
 		}

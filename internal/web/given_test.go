@@ -8,7 +8,7 @@ import (
 	"testing"
 )
 
-// TestKeysAreReadAsClientsSendThem: and none of them stays in what goes on.
+// TestKeysAreReadAsClientsSendThem: and none of them stays in what is forwarded.
 func TestKeysAreReadAsClientsSendThem(t *testing.T) {
 	for _, test := range []struct {
 		name, path string

@@ -22,7 +22,7 @@ const (
 )
 
 // Keys are the keys of a port. A valid key is always accepted; wrong ones are
-// slowed for each address. A nil Keys asks for none. It is safe for concurrent use.
+// slowed for each address. A nil Keys requires none. It is safe for concurrent use.
 type Keys struct {
 	sums [][sha256.Size]byte
 	now  func() time.Time

@@ -98,9 +98,9 @@ func (p *Port) Drain(limit time.Duration) (whole bool) {
 		return true
 	}
 	p.cut(ErrStopped)
-	told, cancel := context.WithTimeout(context.Background(), cutTime)
+	ending, cancel := context.WithTimeout(context.Background(), cutTime)
 	defer cancel()
-	if !p.ended(told) {
+	if !p.ended(ending) {
 		p.Close()
 	}
 	return false

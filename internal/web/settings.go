@@ -24,7 +24,8 @@ func (s Settings) Validate(ports ...Exposure) error {
 	}
 	for _, p := range ports {
 		if !s.Insecure && !p.Keyed && !Loopback(p.Host) {
-			return fmt.Errorf("%s %s: every machine that can reach the %s could use it without a key; give %s, or --insecure to allow that", p.Flag, p.Host, p.Name, p.Keys)
+			return fmt.Errorf("%s %s: every machine that can reach the %s could use it without a key; give %s, or --insecure to allow that", p.Flag,
+				p.Host, p.Name, p.Keys)
 		}
 	}
 	return nil

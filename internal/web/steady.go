@@ -67,7 +67,8 @@ func (b *steadyBody) Read(into []byte) (n int, err error) {
 	case err == io.EOF:
 		_ = b.connection.SetReadDeadline(time.Time{})
 	case errors.Is(err, os.ErrDeadlineExceeded):
-		err = &BodyError{http.StatusRequestTimeout, fmt.Sprintf("no byte of the request body came for %s: it ended after %d bytes", b.stall, b.got)}
+		err = &BodyError{http.StatusRequestTimeout, fmt.Sprintf("no byte of the request body arrived for %s: it ended after %d bytes", b.stall,
+			b.got)}
 	}
 	b.err = err
 	return n, err

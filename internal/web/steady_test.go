@@ -108,7 +108,7 @@ func TestABodyThatStopsComingEnds(t *testing.T) {
 		text, _ := io.ReadAll(response.Body)
 		response.Body.Close()
 		send.Close()
-		if response.StatusCode != http.StatusRequestTimeout || !strings.Contains(string(text), "no byte of the request body came for "+quick.String()+": it ended after 1 bytes") {
+		if response.StatusCode != http.StatusRequestTimeout || !strings.Contains(string(text), "no byte of the request body arrived for "+quick.String()+": it ended after 1 bytes") {
 			t.Errorf("%s: %d %s", name, response.StatusCode, text)
 		}
 	}

@@ -38,7 +38,8 @@ const (
 const HeaderRank = "X-Data-Parallel-Rank"
 
 // HopByHop are the hop-by-hop headers, which apply to one connection only.
-var HopByHop = []string{"Connection", "Keep-Alive", "Proxy-Authenticate", "Proxy-Authorization", "Proxy-Connection", "Te", "Trailer", "Transfer-Encoding", "Upgrade"}
+var HopByHop = []string{"Connection", "Keep-Alive", "Proxy-Authenticate", "Proxy-Authorization", "Proxy-Connection", "Te", "Trailer",
+	"Transfer-Encoding", "Upgrade"}
 
 // Names reports whether a header that lists tokens has one, in whatever case.
 func Names(values []string, token string) bool {
@@ -169,7 +170,8 @@ const addressInID = "_addr_"
 // new one, which is stored with the request.
 func RequestID(c *gin.Context) string {
 	id := c.Request.Header.Get(HeaderRequest)
-	usable := id != "" && len(id) <= requestIDLimit && !strings.Contains(id, addressInID) && !strings.ContainsFunc(id, func(r rune) bool { return r < ' ' || r > '~' })
+	usable := id != "" && len(id) <= requestIDLimit && !strings.Contains(id, addressInID) &&
+		!strings.ContainsFunc(id, func(r rune) bool { return r < ' ' || r > '~' })
 	if !usable {
 		var random [12]byte
 		rand.Read(random[:])

@@ -155,7 +155,8 @@ func (f *Fleet) followAttached(ctx context.Context, w *worker) (wasUp bool) {
 	in.setDisagg(probe.Disagg(w.spec, info))
 	sources := in.eventSources()
 	in.follow(served, sources)
-	f.log.Info(fmt.Sprintf("%s: attached", w), "url", w.spec.URL, "engine", in.engine, "models", served.Names, "event_streams", len(sources), "role", in.disagg.Role, "kind", in.disagg.Kind)
+	f.log.Info(fmt.Sprintf("%s: attached", w), "url", w.spec.URL, "engine", in.engine, "models", served.Names, "event_streams", len(sources),
+		"role", in.disagg.Role, "kind", in.disagg.Kind)
 	in.warnOfEvents(sources)
 
 	for {

@@ -22,7 +22,7 @@ type Cell struct {
 	Ready        bool    `json:"ready"`
 	Workers      int     `json:"workers"`       // ranks below it that are up
 	NetworkMS    float64 `json:"network_ms"`    // measured: of a round trip
-	SummaryBytes int     `json:"summary_bytes"` // memory of its summary; 0: it tells none that can be used
+	SummaryBytes int     `json:"summary_bytes"` // memory of its summary; 0: it reports no usable one
 	Received     uint64  `json:"summary_received_bytes"`
 	Snapshots    uint64  `json:"summary_snapshots"` // whole summaries received
 
@@ -30,18 +30,17 @@ type Cell struct {
 }
 
 const (
-	// cellPause and cellPauseMost bound the pause before a router is tried again. A look costs
+	// cellPause and cellPauseMost bound the pause before a router is tried again. A try costs
 	// it no more than a request.
 	cellPause     = 250 * time.Millisecond
 	cellPauseMost = 5 * time.Second
 	// cellAgain is the pause between two tries to resume a stream that was cut.
 	cellAgain = 100 * time.Millisecond
-	// pingEvery is the time between two measurements of the way.
+	// pingEvery is the time between two measurements of the round trip.
 	pingEvery = time.Second
 )
 
-// superviseCell follows a router below this one until ctx is done, each time that it goes and
-// comes back.
+// superviseCell follows a router below this one until ctx is done, over all its incarnations.
 func (f *Fleet) superviseCell(ctx context.Context, w *worker) {
 	c := &cell{f: f, w: w, view: &summary.View{}}
 	for pause := cellPause; ctx.Err() == nil; pause = min(2*pause, cellPauseMost) {
@@ -59,7 +58,7 @@ func (f *Fleet) superviseCell(ctx context.Context, w *worker) {
 type cell struct {
 	f    *Fleet
 	w    *worker
-	view *summary.View // kept from stream to stream: a router that comes back may resume it
+	view *summary.View // kept from stream to stream: a router that returns may resume it
 
 	stream  *cells.Stream
 	reports chan heard
@@ -68,9 +67,9 @@ type cell struct {
 	last    cells.State
 	info    cells.Info
 	way     cells.Way
-	running sync.WaitGroup // what reads the stream, and measures
+	running sync.WaitGroup // the reader of the stream, and the measurement
 	in      *incarnation   // nil: it has not been ready yet
-	held    bool           // it is not ready: it gets no new requests, and those in flight go on
+	held    bool           // it is not ready: it gets no new requests, and those in flight continue
 	counts  Cell
 }
 
@@ -103,10 +102,10 @@ func (c *cell) follow(ctx context.Context) (met bool) {
 		case <-ctx.Done():
 			return true
 		case looked := <-c.w.look:
-			close(looked) // its models come by themselves
+			close(looked) // its models are in its reports
 		case <-c.w.discoveryChanges():
 			c.w.applyDiscovered()
-		case <-c.w.wake: // the stream knows first
+		case <-c.w.wake: // the stream shows it first
 		case took := <-ways:
 			c.way.Add(took)
 		case r := <-c.reports:
@@ -124,7 +123,7 @@ func (c *cell) follow(ctx context.Context) (met bool) {
 	}
 }
 
-// open opens a stream, whose reports come through c.reports.
+// open opens a stream, whose reports are sent to c.reports.
 func (c *cell) open(ctx context.Context) error {
 	stream, err := c.f.cells.Open(ctx, c.w.spec.URL, c.w.currentKey(), c.view)
 	if err != nil {
@@ -180,7 +179,7 @@ func (c *cell) measure(ctx context.Context) <-chan time.Duration {
 	return ways
 }
 
-// take takes a report over. An error ends the incarnation.
+// take applies a report. An error ends the incarnation.
 func (c *cell) take(ctx context.Context, r cells.Report) error {
 	c.heard, c.last = time.Now(), r.State
 	c.counts.Received += r.Bytes
@@ -198,9 +197,9 @@ func (c *cell) take(ctx context.Context, r cells.Report) error {
 		case !c.last.Ready:
 			c.f.update(c.w, func(s *Status) { s.State, s.LastError = StateConnecting, "no worker of it is ready" })
 			return nil
-		case c.stream.Hello.Summary && !whole: // it comes behind the first report
+		case c.stream.Hello.Summary && !whole: // it follows the first report
 			return nil
-		case c.way.Shortest() == 0 && time.Since(c.opened) < cells.Silence: // it would seem to be here
+		case c.way.Shortest() == 0 && time.Since(c.opened) < cells.Silence: // it would seem to be local
 			return nil
 		}
 		return c.begin(ctx)
@@ -213,7 +212,7 @@ func (c *cell) take(ctx context.Context, r cells.Report) error {
 	return nil
 }
 
-// begin makes the router a worker that requests may be routed to.
+// begin makes the router a routing target.
 func (c *cell) begin(ctx context.Context) error {
 	in := c.f.begin(ctx, c.w)
 	in.answered, in.met, in.engine = true, true, c.info.Engine
@@ -228,17 +227,21 @@ func (c *cell) begin(ctx context.Context) error {
 		c.stream.Ignore()
 		why := fmt.Sprintf("unknown: its blocks have %d tokens, this router's %d", size, in.blockSize)
 		c.f.update(c.w, func(s *Status) { s.Predictions = why })
-		c.f.log.Warn(fmt.Sprintf("%s: routed by its load alone, because its blocks have another size", c.w), "its", size, "own", in.blockSize, "remedy", "set --block-size to the same on both")
+		c.f.log.Warn(fmt.Sprintf("%s: routed by load alone, because its blocks have another size", c.w), "its", size, "own", in.blockSize,
+			"remedy", "set --block-size to the same on both")
 	} else if !c.stream.Hello.Summary {
-		c.f.update(c.w, func(s *Status) { s.Predictions = "unknown: it tells no summary (--cell)" })
-		c.f.log.Warn(fmt.Sprintf("%s: routed by its load alone, because it tells no summary", c.w), "url", c.w.spec.URL, "remedy", "start that router with --cell")
+		c.f.update(c.w, func(s *Status) { s.Predictions = "unknown: it reports no summary (--cell)" })
+		c.f.log.Warn(fmt.Sprintf("%s: routed by load alone, because it reports no summary", c.w), "url", c.w.spec.URL,
+			"remedy", "start that router with --cell")
 	}
 	for _, l := range c.info.Lookaheads {
-		_, _ = in.index.Apply(kv.WorkerKey{Worker: in.w.id}, &radix.Change{Kind: radix.LookaheadStored, Set: &radix.Setting{Lookahead: l}}) // cannot fail
+		// cannot fail
+		_, _ = in.index.Apply(kv.WorkerKey{Worker: in.w.id}, &radix.Change{Kind: radix.LookaheadStored, Set: &radix.Setting{Lookahead: l}})
 	}
 	c.aim()
 	in.markUp()
-	c.f.log.Info(fmt.Sprintf("%s: attached", c.w), "url", c.w.spec.URL, "router", c.stream.Hello.Router, "version", c.stream.Hello.Version, "models", c.info.Models, "workers", c.last.Workers)
+	c.f.log.Info(fmt.Sprintf("%s: attached", c.w), "url", c.w.spec.URL, "router", c.stream.Hello.Router, "version", c.stream.Hello.Version,
+		"models", c.info.Models, "workers", c.last.Workers)
 	c.show()
 	return nil
 }
@@ -254,7 +257,7 @@ func (c *cell) aim() {
 	c.f.update(c.w, func(s *Status) { s.Models = c.info.Models })
 }
 
-// show passes on what the router tells.
+// show passes on the router's report.
 func (c *cell) show() {
 	before := c.held
 	if c.held = !c.last.Ready; c.held || before { // again and again, because discovery may readmit it
@@ -271,7 +274,7 @@ func (c *cell) show() {
 	c.f.update(c.w, func(s *Status) { s.Cell = &now })
 }
 
-// resume opens the stream again that ended with err. An error means that the router is down.
+// resume reopens the stream that ended with err. An error means that the router is down.
 func (c *cell) resume(ctx context.Context, err error) error {
 	if c.in == nil || errors.Is(err, cells.ErrContent) {
 		return err

@@ -43,7 +43,7 @@ func newLowerRouter(t *testing.T) *lowerRouter {
 
 func (c *lowerRouter) start() {
 	c.t.Helper()
-	teller := cells.NewTeller(cells.Flags{CellInterval: 20 * time.Millisecond, CellRate: 1_000_000}, cells.Deps{
+	teller := cells.NewReporter(cells.Flags{CellInterval: 20 * time.Millisecond, CellRate: 1_000_000}, cells.Deps{
 		Hello: c.hello, Book: c.book, Log: slog.New(slog.DiscardHandler),
 		Info:  func() cells.Info { return cells.Info{Models: []string{"m"}} },
 		State: func() cells.State { return cells.State{Ready: c.ready.Load(), Workers: 4, Blocks: 1000, Running: 2} },
@@ -130,7 +130,7 @@ func TestARouterBelowThatIsNotReadyGetsNoNewRequests(t *testing.T) {
 	testkit.Eventually(t, 10*time.Second, "it gets no requests", held.Load)
 	c.ready.Store(true)
 	testkit.Eventually(t, 10*time.Second, "it gets requests again", func() bool { return !held.Load() })
-	f.wantEvents("up 3.0 g1") // its requests went on
+	f.wantEvents("up 3.0 g1") // its requests continued
 	f.stop()
 	c.kill()
 }

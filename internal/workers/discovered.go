@@ -91,7 +91,8 @@ func (d *following) apply() {
 			if !w.drains() {
 				d.f.cordon(w, kv.CordonDraining)
 			}
-			d.f.log.Info(fmt.Sprintf("%s: no longer discovered: removing it when its in-flight requests have ended", w), "limit", d.f.timing.leaveLimit)
+			d.f.log.Info(fmt.Sprintf("%s: no longer discovered: removing it when its in-flight requests have ended", w),
+				"limit", d.f.timing.leaveLimit)
 		}
 	}
 	for id := range d.refused {
@@ -193,7 +194,8 @@ func (f *Fleet) discover(now kv.Worker) (w *worker, why string) {
 
 // serverOf is a discovered worker as a server to ask.
 func serverOf(w kv.Worker, key kv.Secret) probe.Server {
-	return probe.Server{ID: w.ID, URL: w.URL, KVEvents: w.KVEvents, Replay: w.Replay, Load: w.Load, Disagg: w.Disagg, EventsPort: w.EventsPort, Key: key}
+	return probe.Server{ID: w.ID, URL: w.URL, KVEvents: w.KVEvents, Replay: w.Replay, Load: w.Load, Disagg: w.Disagg, EventsPort: w.EventsPort,
+		Key: key}
 }
 
 // rediscover applies discovery's current report on a worker. Whether it gets
@@ -248,7 +250,7 @@ func (w *worker) applyDiscovered() (changed bool) {
 }
 
 // applyDiscovered is the same for a worker with these event streams. Its role changes in
-// place; other endpoints rebuild its index, while its requests go on. It returns the
+// place; other endpoints rebuild its index, while its requests continue. It returns the
 // event streams of now.
 func (in *incarnation) applyDiscovered(ctx context.Context, sources []events.Source) []events.Source {
 	before := in.w.spec
@@ -272,7 +274,7 @@ func (in *incarnation) applyDiscovered(ctx context.Context, sources []events.Sou
 }
 
 // followAnew rebuilds the worker's index from its event streams of now, which it returns,
-// while its requests go on.
+// while its requests continue.
 func (in *incarnation) followAnew(ctx context.Context) []events.Source {
 	in.forget()
 	in.ctx, in.cancel = context.WithCancel(ctx)

@@ -18,14 +18,14 @@ import (
 	"kvrouter/internal/testkit/radixtest"
 )
 
-// discoveredFleet is a running fleet that follows what a test tells.
+// discoveredFleet is a running fleet that follows what a test reports.
 type discoveredFleet struct {
 	*fakeFleet
 	lists chan []kv.Worker
 	ended chan struct{} // closed when Follow has returned
 
 	mu      sync.Mutex      // guards the rest
-	held    map[uint64]bool // as the router was told
+	held    map[uint64]bool // as reported to the router
 	working bool            // requests are on their way everywhere
 }
 
@@ -53,7 +53,7 @@ func followLists(t *testing.T, change func(*fakeFleet)) *discoveredFleet {
 	return d
 }
 
-// tell tells which workers there are now.
+// tell reports which workers there are now.
 func (d *discoveredFleet) tell(list ...kv.Worker) {
 	d.t.Helper()
 	select {
@@ -118,7 +118,7 @@ func (d *discoveredFleet) store(worker uint64) {
 	}
 }
 
-// startServer starts a worker that tells nothing of its events.
+// startServer starts a worker that reports nothing of its events.
 func startServer(t *testing.T) (*attachedServer, kv.Worker) {
 	t.Helper()
 	a := newAttachedServer(t, "")

@@ -37,7 +37,8 @@ func (f *Flags) Resolve(getenv func(string) string) error {
 			continue
 		}
 		if w.Key = kv.Secret(getenv(w.KeyEnv)); w.Key == "" {
-			return fmt.Errorf("--worker url=%s,key-env=%s: the environment variable is not set or empty; set it to the worker's key", w.URL, w.KeyEnv)
+			return fmt.Errorf("--worker url=%s,key-env=%s: the environment variable is not set or empty; set it to the worker's key", w.URL,
+				w.KeyEnv)
 		}
 	}
 	if f.WorkerCA == "" {

@@ -297,7 +297,8 @@ func New(cfg Settings, deps Deps) *Fleet {
 
 func newWorker(spec probe.Server, attached, passKey bool, state string) *worker {
 	return &worker{
-		id: spec.ID, spec: spec, key: spec.Key, attached: attached, passKey: passKey, wake: make(chan struct{}, 1), look: make(chan chan struct{}),
+		id: spec.ID, spec: spec, key: spec.Key, attached: attached, passKey: passKey, wake: make(chan struct{}, 1),
+		look:    make(chan chan struct{}),
 		streams: map[kv.WorkerKey]*events.Stream{}, accuracy: map[kv.WorkerKey]*accuracy{},
 		status:    Status{ID: spec.ID, URL: spec.URL, Attached: attached, State: state, Since: time.Now(), Disagg: spec.Disagg},
 		publishes: publishing{host: plainHost(probe.HostOf(spec.URL)), given: spec.KVEvents},

@@ -67,7 +67,8 @@ type incarnation struct {
 
 // begin opens the next incarnation of a worker; its end must be called.
 func (f *Fleet) begin(ctx context.Context, w *worker) *incarnation {
-	in := &incarnation{f: f, w: w, index: f.index, blockSize: f.cfg.BlockSize, began: time.Now(), announced: map[kv.WorkerKey]kv.Target{}, loaded: map[kv.WorkerKey]bool{}}
+	in := &incarnation{f: f, w: w, index: f.index, blockSize: f.cfg.BlockSize, began: time.Now(), announced: map[kv.WorkerKey]kv.Target{},
+		loaded: map[kv.WorkerKey]bool{}}
 	in.ctx, in.cancel = context.WithCancel(ctx)
 	if !w.attached {
 		in.engine = f.cfg.Engine
@@ -101,7 +102,8 @@ func (in *incarnation) join(serves kv.Served) (err error) {
 	if err == nil {
 		in.index, in.blockSize = index, size
 		if index != in.f.index {
-			_, _ = in.f.index.Apply(kv.WorkerKey{Worker: in.w.id}, &radix.Change{Kind: radix.Forgotten}) // a peer may have taken it for one of the default model
+			// a peer may have taken it for one of the default model
+			_, _ = in.f.index.Apply(kv.WorkerKey{Worker: in.w.id}, &radix.Change{Kind: radix.Forgotten})
 		}
 	}
 	return err
@@ -173,7 +175,8 @@ func (in *incarnation) setTargets(served probe.Models, sources []events.Source) 
 	if in.info != nil {
 		batched = cmp.Or(batched, in.info.MaxBatchedTokens())
 	}
-	in.aim(ranks, in.caches(ranks), kv.Target{Ranks: len(ranks), Models: served.Names, Adapters: served.Adapters, MaxBatchedTokens: batched, TotalBlocks: blocks})
+	in.aim(ranks, in.caches(ranks), kv.Target{Ranks: len(ranks), Models: served.Names, Adapters: served.Adapters, MaxBatchedTokens: batched,
+		TotalBlocks: blocks})
 	in.f.update(in.w, func(s *Status) { s.Models, s.Ranks = served.Names, ranks })
 }
 
@@ -234,7 +237,8 @@ func (in *incarnation) followLoads() {
 			pages.Ranks, pages.Apart = append(pages.Ranks, target.Key), target.Ranks > 1
 			continue
 		}
-		s := probe.LoadSource{URL: pages.URL, Engine: pages.Engine, Key: pages.Key, Ranks: []kv.WorkerKey{target.Key}, Socket: socket, Lives: in.lives, Apart: target.Ranks > 1}
+		s := probe.LoadSource{URL: pages.URL, Engine: pages.Engine, Key: pages.Key, Ranks: []kv.WorkerKey{target.Key}, Socket: socket,
+			Lives: in.lives, Apart: target.Ranks > 1}
 		if in.engine == kv.EngineSGLang {
 			s.Heard = &in.heard
 			in.heard.Note(target.Key, time.Time{})
@@ -371,7 +375,8 @@ func (in *incarnation) checkHealth() {
 		}
 		return
 	case in.answered && web.OwnFault(err):
-		in.f.log.Warn(fmt.Sprintf("%s: cannot check its health because the router lacks file descriptors or ports: raise the limit of open files (ulimit -n), or lower --max-connections", in.w), "error", err)
+		in.f.log.Warn(fmt.Sprintf("%s: cannot check its health because the router lacks file descriptors or ports: raise the limit of open "+
+			"files (ulimit -n), or lower --max-connections", in.w), "error", err)
 		return
 	}
 	in.misses.Add(began)
@@ -383,7 +388,8 @@ func (in *incarnation) checkHealth() {
 	}
 	if in.w.registered() && !in.met && !back {
 		if in.gone = false; !in.unanswered {
-			in.f.log.Warn(fmt.Sprintf("%s: does not answer: its requests of the OpenAI port go to other workers; the router port still selects it", in.w), "url", in.w.spec.URL, "error", err)
+			in.f.log.Warn(fmt.Sprintf("%s: does not answer: its requests of the OpenAI port go to other workers; the router port still selects it",
+				in.w), "url", in.w.spec.URL, "error", err)
 			in.markUnanswered(err.Error())
 		}
 		return
@@ -527,7 +533,8 @@ func (in *incarnation) caches(ranks []uint32) map[uint32]int {
 		blocks[rank] /= in.blockSize
 	}
 	if (err != nil || len(blocks) == 0) && in.f.cfg.AssumesSizes {
-		in.f.log.Warn(fmt.Sprintf("%s: does not report the size of its KV cache: its prompts count as cached for --router-ttl-secs", in.w), "error", err)
+		in.f.log.Warn(fmt.Sprintf("%s: does not report the size of its KV cache: its prompts count as cached for --router-ttl-secs", in.w),
+			"error", err)
 	}
 	if in.engine != kv.EngineSGLang {
 		in.reported = reported
@@ -552,7 +559,8 @@ func (in *incarnation) doubtRanks(engines, known int) {
 	doubt := ""
 	if in.f.cfg.KVEvents && engines > known {
 		doubt = fmt.Sprintf("unknown: the server has %d data-parallel ranks, and the router knows the KV events of %d", engines, known)
-		in.f.log.Warn(fmt.Sprintf("%s: predictions are not exact: it does not report which rank publishes where, and chooses the rank of each request itself", in.w),
+		in.f.log.Warn(fmt.Sprintf("%s: predictions are not exact: it does not report which rank publishes where, and chooses the rank of each "+
+			"request itself", in.w),
 			"url", in.w.spec.URL, "ranks", engines, "known", known, "remedy", "run a vLLM with /kv_event_sources, or a server for each rank")
 	}
 	in.f.update(in.w, func(s *Status) { s.Predictions = doubt })

@@ -47,8 +47,10 @@ func (f *Fleet) infers(w *worker, sources []events.Source) bool {
 	w.inferred.contested = f.contested(w)
 	if w.inferred.contested && !w.inferred.warned {
 		w.inferred.warned = true
-		f.log.Warn(fmt.Sprintf("%s: its KV events are not followed: it does not report its endpoint, and another worker of its host could own the default port", w),
-			"url", w.spec.URL, "port", w.spec.EventsPort, "remedy", "set kv-events of each worker of this host in a file of --discovery or in --worker, or run a vLLM with /kv_event_sources")
+		f.log.Warn(fmt.Sprintf("%s: its KV events are not followed: it does not report its endpoint, and another worker of its host could own "+
+			"the default port", w),
+			"url", w.spec.URL, "port", w.spec.EventsPort, "remedy",
+			"set kv-events of each worker of this host in a file of --discovery or in --worker, or run a vLLM with /kv_event_sources")
 	}
 	return !w.inferred.contested
 }

@@ -29,22 +29,35 @@ func NewCollector(names *kv.Names, samples iter.Seq[*Sample], own func() map[uin
 		{restarts, func(s *Sample) float64 { return float64(s.Restarts) }},
 		{gauge("kvrouter_worker_blocks", "KV blocks of the worker in the index."), func(s *Sample) float64 { return float64(s.Blocks) }},
 		{gauge("kvrouter_worker_in_flight", "In-flight requests on the worker."), func(s *Sample) float64 { return float64(s.Load.InFlight) }},
-		{gauge("kvrouter_worker_prefill_tokens", "Uncached prompt tokens of the worker's requests that have no first token yet."), func(s *Sample) float64 { return float64(s.Load.PrefillTokens) }},
+		{gauge("kvrouter_worker_prefill_tokens", "Uncached prompt tokens of the worker's requests that have no first token yet."),
+			func(s *Sample) float64 { return float64(s.Load.PrefillTokens) }},
 	}
 	published := []metric{
-		{gauge("kvrouter_worker_running_requests", "Running requests, as published by the worker."), func(s *Sample) float64 { return float64(s.Load.Running) }},
-		{gauge("kvrouter_worker_waiting_requests", "Waiting requests, as published by the worker."), func(s *Sample) float64 { return float64(s.Load.Waiting) }},
-		{gauge("kvrouter_worker_kv_cache_usage", "Used share of the KV cache, 0 to 1, as published by the worker."), func(s *Sample) float64 { return s.Load.KVUsage }},
+		{gauge("kvrouter_worker_running_requests", "Running requests, as published by the worker."),
+			func(s *Sample) float64 { return float64(s.Load.Running) }},
+		{gauge("kvrouter_worker_waiting_requests", "Waiting requests, as published by the worker."),
+			func(s *Sample) float64 { return float64(s.Load.Waiting) }},
+		{gauge("kvrouter_worker_kv_cache_usage", "Used share of the KV cache, 0 to 1, as published by the worker."),
+			func(s *Sample) float64 { return s.Load.KVUsage }},
 	}
 	followed := []metric{
-		{gauge("kvrouter_kv_events_connected", "1 while the router is connected to the worker's KV events."), func(s *Sample) float64 { return metrics.Bool(s.Connected) }},
-		{gauge("kvrouter_worker_cold", "1 while the index may lack blocks of the worker because the history of its cache is incomplete."), func(s *Sample) float64 { return metrics.Bool(s.Cold) }},
+		{gauge("kvrouter_kv_events_connected", "1 while the router is connected to the worker's KV events."),
+			func(s *Sample) float64 { return metrics.Bool(s.Connected) }},
+		{gauge("kvrouter_worker_cold", "1 while the index may lack blocks of the worker because the history of its cache is incomplete."),
+			func(s *Sample) float64 { return metrics.Bool(s.Cold) }},
 	}
-	trust := set.Gauge("kvrouter_worker_tier_trust", "Share of the blocks expected in the tier that requests found there of late, 0 to 1.", "worker_id", "dp_rank", "tier")
-	bandwidth := set.Gauge("kvrouter_worker_tier_bandwidth_bytes", "Bytes per second of loads from host memory to the device (host) or from slower tiers to host memory (disk), by the worker's counters.", "worker_id", "dp_rank", "tier")
-	cached := set.Counter("kvrouter_worker_cached_tokens_total", "Cached prompt tokens by tier, as counted by the worker, of all its clients.", "worker_id", "dp_rank", "tier")
-	pulls := set.Counter("kvrouter_kv_pulls_total", "Requests for which the worker was told to pull blocks from another one, by result: came, part, failed, unreported.", "worker_id", "dp_rank", "result")
-	pulled := set.Counter("kvrouter_kv_pulled_tokens_total", "Prompt tokens that came from other workers, by the worker's responses.", "worker_id", "dp_rank")
+	trust := set.Gauge("kvrouter_worker_tier_trust", "Recent share of the blocks expected in the tier that requests found there, 0 to 1.",
+		"worker_id", "dp_rank", "tier")
+	bandwidth := set.Gauge("kvrouter_worker_tier_bandwidth_bytes",
+		"Bytes per second of loads from host memory to the device (host) or from slower tiers to host memory (disk), by the worker's counters.",
+		"worker_id", "dp_rank", "tier")
+	cached := set.Counter("kvrouter_worker_cached_tokens_total", "Cached prompt tokens by tier, as counted by the worker, of all its clients.",
+		"worker_id", "dp_rank", "tier")
+	pulls := set.Counter("kvrouter_kv_pulls_total",
+		"Requests for which the worker was to pull blocks from another worker, by result: came, part, failed, unreported.", "worker_id",
+		"dp_rank", "result")
+	pulled := set.Counter("kvrouter_kv_pulled_tokens_total", "Prompt tokens pulled from other workers, by the worker's responses.",
+		"worker_id", "dp_rank")
 	pullsOf := func(out metrics.Out, rank []string, t *policy.Tiers) {
 		counts := t.PullCounts()
 		if counts == (policy.PullCounts{}) {
@@ -71,12 +84,18 @@ func NewCollector(names *kv.Names, samples iter.Seq[*Sample], own func() map[uin
 			}
 		}
 	}
-	adapters := set.Counter("kvrouter_adapter_requests_total", "Requests with a LoRA adapter that were sent to the worker, by what the adapter was expected to need: ready, load, wait.", "worker_id", "dp_rank", "result")
-	info := set.Gauge("kvrouter_worker_info", "Always 1; the labels have the worker's URL, its first served model, its role and its engine.", "worker_id", "dp_rank", "url", "model", "role", "engine")
-	applied := set.Counter("dynamo_component_kv_cache_events_applied", "KV events applied to the index, by type and result.", "worker_id", "dp_rank", "event_type", "status")
+	adapters := set.Counter("kvrouter_adapter_requests_total",
+		"Requests with a LoRA adapter that were sent to the worker, by what the adapter was expected to need: ready, load, wait.", "worker_id",
+		"dp_rank", "result")
+	info := set.Gauge("kvrouter_worker_info", "Always 1; the labels have the worker's URL, its first served model, its role and its engine.",
+		"worker_id", "dp_rank", "url", "model", "role", "engine")
+	applied := set.Counter("dynamo_component_kv_cache_events_applied", "KV events applied to the index, by type and result.",
+		"worker_id", "dp_rank", "event_type", "status")
 	events := set.Counter("kvrouter_kv_events_total", "KV events of the worker, by kind.", "worker_id", "dp_rank", "kind")
-	lower := set.Gauge("kvrouter_kv_tier_blocks", "KV blocks in the index that the worker can load from a lower tier, by owner: worker or store.", "worker_id", "dp_rank", "tier", "owner")
-	lowerEvents := set.Counter("kvrouter_kv_tier_event_blocks_total", "KV blocks in events of lower tiers, by kind.", "worker_id", "dp_rank", "tier", "kind")
+	lower := set.Gauge("kvrouter_kv_tier_blocks",
+		"KV blocks in the index that the worker can load from a lower tier, by owner: worker or store.", "worker_id", "dp_rank", "tier", "owner")
+	lowerEvents := set.Counter("kvrouter_kv_tier_event_blocks_total", "KV blocks in events of lower tiers, by kind.",
+		"worker_id", "dp_rank", "tier", "kind")
 	waiting := gauge("kvrouter_kv_tier_waiting_blocks", "KV blocks of lower tiers whose place in a prompt is not known yet.")
 	doubtful := gauge("kvrouter_kv_tier_doubtful", "1 while the worker's lower tiers may have been emptied without an event.")
 	cells := showCells(&set)
@@ -166,14 +185,18 @@ func NewCollector(names *kv.Names, samples iter.Seq[*Sample], own func() map[uin
 // showCells adds the metrics of routers below this one to the set, and returns what shows those of
 // one.
 func showCells(set *metrics.Set) func(out metrics.Out, id string, s *Sample) {
-	below := set.Gauge("kvrouter_cell_workers", "Workers that are up below the router that is a worker.", "worker_id")
-	network := set.Gauge("kvrouter_cell_network_seconds", "Round trip to the router that is a worker: the shortest of the last 16.", "worker_id")
-	wait := set.Gauge("kvrouter_cell_wait_seconds", "Predicted wait of a new request for its first token, as told by the router that is a worker.", "worker_id", "class")
-	found := set.Gauge("kvrouter_cell_found_ratio", "Share of the told overlap that the router's worker was predicted to have of late, 0 to 1.", "worker_id")
-	late := set.Gauge("kvrouter_cell_late_seconds", "Time by which first tokens come later than by what the router tells: two standard errors below the mean of the last 16.", "worker_id")
-	memory := set.Gauge("kvrouter_cell_summary_bytes", "Memory of the summary of what the router's workers hold; 0: it tells none that can be used.", "worker_id")
-	received := set.Counter("kvrouter_cell_summary_received_bytes_total", "Bytes of the summary received since the router was attached.", "worker_id")
-	snapshots := set.Counter("kvrouter_cell_summary_snapshots_total", "Whole summaries received since the router was attached.", "worker_id")
+	below := set.Gauge("kvrouter_cell_workers", "Workers of the cell that are up.", "worker_id")
+	network := set.Gauge("kvrouter_cell_network_seconds", "Round trip to the cell: the shortest of the last 16.", "worker_id")
+	wait := set.Gauge("kvrouter_cell_wait_seconds", "Time to first token of a new request predicted by the cell, by class.",
+		"worker_id", "class")
+	found := set.Gauge("kvrouter_cell_found_ratio", "Recent share of the reported overlap that the cell's chosen worker had, 0 to 1.",
+		"worker_id")
+	late := set.Gauge("kvrouter_cell_late_seconds",
+		"Delay of first tokens beyond the cell's prediction: lower confidence bound of the last 16.", "worker_id")
+	memory := set.Gauge("kvrouter_cell_summary_bytes", "Memory of the cell's summary; 0: it reports no usable one.", "worker_id")
+	received := set.Counter("kvrouter_cell_summary_received_bytes_total", "Bytes of the summary received since the cell was attached.",
+		"worker_id")
+	snapshots := set.Counter("kvrouter_cell_summary_snapshots_total", "Whole summaries received since the cell was attached.", "worker_id")
 	return func(out metrics.Out, id string, s *Sample) {
 		if s.Cell == nil {
 			return

@@ -51,12 +51,13 @@ func (in *incarnation) askBlockSize() (tokens int, err error) {
 	}
 	in.w.pageFailures = 0
 	if err != nil {
-		in.f.log.Warn(fmt.Sprintf("%s: does not report its block size: --block-size is used if it is the first worker of its model", in.w), "error", err)
+		in.f.log.Warn(fmt.Sprintf("%s: does not report its block size: --block-size is used if it is the first worker of its model", in.w),
+			"error", err)
 	}
 	return size, nil
 }
 
-// lookAtModels asks a worker again for its models: LoRA adapters come and go while it
+// lookAtModels requests a worker's models again: LoRA adapters come and go while it
 // runs. If it does not answer, they stay as they were.
 func (in *incarnation) lookAtModels() {
 	in.modelsAt = time.Now()
@@ -70,7 +71,8 @@ func (in *incarnation) lookAtModels() {
 	if err != nil || served.Names == nil || sameModels(served, in.served) {
 		return
 	}
-	if base := baseOf(in.served); in.w.attached && !slices.ContainsFunc(base, func(name string) bool { return slices.Contains(served.Names, name) }) && len(baseOf(served)) > 0 {
+	if base := baseOf(in.served); in.w.attached && !slices.ContainsFunc(base,
+		func(name string) bool { return slices.Contains(served.Names, name) }) && len(baseOf(served)) > 0 {
 		in.f.log.Info(fmt.Sprintf("%s: now serves another base model: attaching it again", in.w), "before", base, "models", served.Names)
 		in.gone, in.modelsAt = true, time.Time{}
 		return

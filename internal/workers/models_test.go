@@ -41,7 +41,7 @@ func TestModelsAreLookedAtWithTheHealth(t *testing.T) {
 	f.timing.modelsEvery = f.timing.healthEvery
 	f.start()
 	f.wantEvents("up 3.0 g1", "up 3.1 g1")
-	a.set(func() { a.models = http.StatusServiceUnavailable }) // tells nothing, and changes nothing
+	a.set(func() { a.models = http.StatusServiceUnavailable }) // reports nothing, and changes nothing
 	a.set(func() { a.models, a.list = http.StatusOK, withLateAdapter })
 	f.wantEvents("up 3.0 g1", "up 3.1 g1", "up 3.0 g1", "up 3.1 g1")
 	mu.Lock()
@@ -154,7 +154,7 @@ func TestAWorkerJoinsTheModelThatItServes(t *testing.T) {
 	blocks := map[int]int{} // of the cache, by generation
 	up := f.hooks.Up
 	f.hooks.Up = func(target kv.Target) {
-		if mu.Lock(); target.Key.Rank == 0 { // the only one that its page tells of
+		if mu.Lock(); target.Key.Rank == 0 { // the only one that its page reports
 			blocks[target.Generation] = target.TotalBlocks
 		}
 		mu.Unlock()

@@ -104,7 +104,8 @@ func (f *Fleet) Compared(key kv.WorkerKey, expected kv.TierTokens, found int) {
 		traits := w.traits
 		traits.DropsLast = a.drops
 		stream.SetTraits(traits)
-		f.log.Info(fmt.Sprintf("%s: learned from its answers whether it computes the last block of a match again, as with an EAGLE or MTP drafter", w), "rank", key.Rank, "drops_last", a.drops)
+		f.log.Info(fmt.Sprintf("%s: learned from its answers whether it computes the last block of a match again, as with an EAGLE or MTP "+
+			"drafter", w), "rank", key.Rank, "drops_last", a.drops)
 		return
 	}
 	w.warnOfMisses(a, key, stream, f.log)
@@ -125,7 +126,8 @@ func (w *worker) warnOfMisses(a *accuracy, key kv.WorkerKey, stream *events.Stre
 	switch {
 	case !a.warned && share < exactLow:
 		a.warned = true
-		log.Warn(fmt.Sprintf("%s: few predictions of cached tokens are exact; docs/predictions.md names the models and settings for which they are", w), args...)
+		log.Warn(fmt.Sprintf("%s: few predictions of cached tokens are exact; docs/predictions.md names the models and settings for which "+
+			"they are", w), args...)
 	case a.warned && share >= exactGood:
 		a.warned = false
 		log.Info(fmt.Sprintf("%s: predictions of cached tokens are exact again", w), args...)
@@ -181,13 +183,14 @@ func doubt(stream *events.Stream, traits kv.Traits, attached bool) string {
 	case stats.UnknownGroups.Load() > 0:
 		return "upper bound: a KV-cache group of the engine cannot be followed"
 	case stats.Misplaced.Load() > 0:
-		return "estimate: all layers have sliding windows, and KV events do not say which blocks the engine keeps: its --prefix-cache-retention-interval is not known, or it computes prompts in chunks"
+		return "estimate: all layers have sliding windows, and KV events do not say which blocks the engine keeps: its " +
+			"--prefix-cache-retention-interval is not known, or it computes prompts in chunks"
 	case stats.Ambiguous.Load() > 0:
 		return "upper bound: all layers have sliding windows, and KV events do not say whether a prompt ended with a block"
 	case layout.DropsLast && windows && len(layout.Groups) > 1 && (attached || traits.DropsSome):
 		return "estimate: KV events do not say which KV-cache groups a drafter beside sliding windows needs"
 	case stats.PartBlocks.Load() > 0:
-		return "lower bound: KV events do not say where the parts of blocks are that --prefix-match-unit lets the engine find"
+		return "lower bound: KV events do not say which parts of blocks --prefix-match-unit makes the engine find"
 	}
 	return ""
 }

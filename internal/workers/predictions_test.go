@@ -66,7 +66,7 @@ func TestPredictionsThatCannotBeExactHaveAReason(t *testing.T) {
 		"windows alone, all kept":            {events: []testkit.Event{stored(1, 3, 0, sliding, 64)}},
 		"windows alone, some kept":           {events: []testkit.Event{stored(1, 9, 0, sliding, 2*testkit.BlockSize, 1, 2)}, want: "upper bound: all layers have sliding windows"},
 		"windows alone, an odd number kept":  {events: []testkit.Event{stored(1, 9, 0, sliding, 2*testkit.BlockSize, 1, 2, 3, 4, 5)}, want: "estimate: all layers have sliding windows"},
-		"parts of blocks":                    {events: []testkit.Event{whole(), part()}, want: "lower bound: KV events do not say where the parts"},
+		"parts of blocks":                    {events: []testkit.Event{whole(), part()}, want: "lower bound: KV events do not say which parts"},
 		"a drafter":                          {events: []testkit.Event{stored(1, 3, 0, full, 0)}, traits: kv.Traits{DropsLast: true}},
 		"a drafter beside windows, attached": {events: []testkit.Event{stored(1, 3, 0, full, 0), stored(1, 3, 1, sliding, 8)}, traits: kv.Traits{DropsLast: true}, want: "estimate: KV events do not say which KV-cache groups a drafter"},
 		"EAGLE beside windows, started":      {events: []testkit.Event{stored(1, 3, 0, full, 0), stored(1, 3, 1, sliding, 8)}, traits: kv.Traits{DropsLast: true}, started: true},

@@ -43,7 +43,8 @@ type Registration struct {
 // sameCache reports whether the index of the worker's cache stays valid after a change
 // to next.
 func (r Registration) sameCache(next Registration) bool {
-	return r.URL == next.URL && r.Model == next.Model && r.BlockSize == next.BlockSize && slices.Equal(r.Ranks, next.Ranks) && slices.Equal(r.Sources, next.Sources)
+	return r.URL == next.URL && r.Model == next.Model && r.BlockSize == next.BlockSize && slices.Equal(r.Ranks, next.Ranks) &&
+		slices.Equal(r.Sources, next.Sources)
 }
 
 // maxInfoFailures is how often in a row a registered worker may leave the question
@@ -183,7 +184,8 @@ func (f *Fleet) adopt(w *worker, r Registration) {
 // another Registration gives it another cache (which is routed to at once), or until
 // ctx is done. answered means that the worker has been healthy before, so that it must be
 // healthy again. It returns the registration to follow next.
-func (f *Fleet) awaitRegistered(ctx context.Context, w *worker, now registryChange, answered bool) (next registryChange, stillAnswered bool) {
+func (f *Fleet) awaitRegistered(ctx context.Context, w *worker, now registryChange,
+	answered bool) (next registryChange, stillAnswered bool) {
 	for misses := 1; ; misses++ {
 		select {
 		case <-ctx.Done():
@@ -212,7 +214,8 @@ func (f *Fleet) awaitRegistered(ctx context.Context, w *worker, now registryChan
 // ended, or another Registration gives it another cache. answered means that the
 // worker has been healthy before. It returns the registration to follow next, whether
 // the process has ended, and whether it has ever been healthy.
-func (f *Fleet) followRegistered(ctx context.Context, w *worker, now registryChange, answered bool) (next registryChange, gone, hasAnswered bool) {
+func (f *Fleet) followRegistered(ctx context.Context, w *worker, now registryChange,
+	answered bool) (next registryChange, gone, hasAnswered bool) {
 	f.adopt(w, now.Registration)
 	f.update(w, func(s *Status) { s.State = StateConnecting })
 	in := f.begin(ctx, w)
@@ -289,6 +292,7 @@ func (in *incarnation) register(r Registration) {
 			sizes = in.caches(r.Ranks)
 		}
 	}
-	in.aim(r.Ranks, sizes, kv.Target{Ranks: max(len(r.Ranks), in.ranks), Models: []string{r.Model}, MaxBatchedTokens: batched, TotalBlocks: r.TotalBlocks, Unanswered: in.unanswered})
+	in.aim(r.Ranks, sizes, kv.Target{Ranks: max(len(r.Ranks), in.ranks), Models: []string{r.Model}, MaxBatchedTokens: batched,
+		TotalBlocks: r.TotalBlocks, Unanswered: in.unanswered})
 	in.announceAnew()
 }

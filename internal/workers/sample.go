@@ -64,7 +64,8 @@ func (w *worker) sample(s *Sample, key kv.WorkerKey) {
 	w.mu.Lock()
 	defer w.mu.Unlock()
 	status := &w.status
-	*s = Sample{Worker: key, URL: status.URL, Models: status.Models, Role: status.Disagg.Role, Engine: status.Engine, Restarts: status.Restarts, Cell: status.Cell, Lag: -1}
+	*s = Sample{Worker: key, URL: status.URL, Models: status.Models, Role: status.Disagg.Role, Engine: status.Engine,
+		Restarts: status.Restarts, Cell: status.Cell, Lag: -1}
 	stream := w.streams[key]
 	if stream == nil {
 		return

@@ -34,12 +34,14 @@ func (in *incarnation) warnOfEvents(sources []events.Source) {
 		return
 	}
 	if in.info != nil && in.info.Events != nil && in.info.Events.BlockSize > 0 && in.info.Events.BlockSize%int64(in.blockSize) != 0 {
-		in.f.log.Error(fmt.Sprintf("%s: the engine's block size is not a multiple of the router's: its events are dropped; start both with the same size (--page-size of SGLang, --block-size of the router)", in.w),
+		in.f.log.Error(fmt.Sprintf("%s: the engine's block size is not a multiple of the router's: its events are dropped; start both with "+
+			"the same size (--page-size of SGLang, --block-size of the router)", in.w),
 			"url", in.w.spec.URL, "engine", in.info.Events.BlockSize, "router", in.blockSize)
 	}
 	for _, source := range sources {
 		if source.Replay == "" {
-			in.f.log.Warn(fmt.Sprintf("%s: its KV events have no replay: blocks stored before are unknown", in.w), "url", in.w.spec.URL, "rank", source.Worker.Rank,
+			in.f.log.Warn(fmt.Sprintf("%s: its KV events have no replay: blocks stored before are unknown", in.w), "url", in.w.spec.URL,
+				"rank", source.Worker.Rank,
 				"remedy", `add "replay_endpoint":"tcp://*:5757" to its --kv-events-config`+in.orName("replay"))
 			return
 		}

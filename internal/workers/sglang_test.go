@@ -200,7 +200,7 @@ func TestSGLangWorkerShowsWhatIsKnownOfItsPredictions(t *testing.T) {
 	f.stop()
 }
 
-// TestSGLangIsKnownByItsURLAlone: it was followed as a vLLM server that tells nothing.
+// TestSGLangIsKnownByItsURLAlone: it was followed as a vLLM server that reports nothing.
 func TestSGLangIsKnownByItsURLAlone(t *testing.T) {
 	for _, test := range []struct {
 		name        string
@@ -284,7 +284,7 @@ func TestSGLangIsKnownByItsURLAlone(t *testing.T) {
 	}
 }
 
-// TestRanksHaveCachesOfTheirOwnSize: what the server tells of itself is rank 0's.
+// TestRanksHaveCachesOfTheirOwnSize: what the server reports of itself is rank 0's.
 func TestRanksHaveCachesOfTheirOwnSize(t *testing.T) {
 	s := newSGLangServer(t, map[string]any{"dp_size": 3, "kv_events": nil, "max_total_num_tokens": 3392})
 	s.set(func() {

@@ -127,7 +127,7 @@ func TestAWorkerThatEndsIsNotInASnapshotAsEmpty(t *testing.T) {
 }
 
 // TestAKilledRoutersIndexLivesOnInItsSnapshot: a router dies in the middle of its work
-// and without a last write, while its workers go on. Three of them: one goes on
+// and without a last write, while its workers continue. Three of them: one continues
 // within its short replay buffer, one beyond it, one restarts.
 func TestAKilledRoutersIndexLivesOnInItsSnapshot(t *testing.T) {
 	var engines []*snapshotEngine

@@ -1,4 +1,4 @@
-// Package deploy holds the files of deploy/ against the built router: its flags, its
+// Package deploy compares the files of deploy/ with the built router: its flags, its
 // metrics, the documents.
 package deploy
 

@@ -45,7 +45,7 @@ func StartShown(t *testing.T) []*test.Router {
 	}
 }
 
-// startKeyed starts a router that asks for keys and has served a prompt that it cannot
+// startKeyed starts a router that requires keys and has served a prompt that it cannot
 // render.
 func startKeyed(t *testing.T) *test.Router {
 	t.Helper()
@@ -88,7 +88,8 @@ func startFailing(t *testing.T) *test.Router {
 	}
 	counts := func(w http.ResponseWriter, r *http.Request) {
 		w.Header().Set("Content-Type", "text/event-stream")
-		for _, event := range []string{testkit.TokenEvent, testkit.TokenEvent, `{"choices":[],"usage":{"prompt_tokens":1,"completion_tokens":2}}`, "[DONE]"} {
+		for _, event := range []string{testkit.TokenEvent, testkit.TokenEvent, `{"choices":[],"usage":{"prompt_tokens":1,"completion_tokens":2}}`,
+			"[DONE]"} {
 			fmt.Fprintf(w, "data: %s\n\n", event)
 			w.(http.Flusher).Flush()
 			select {
@@ -97,13 +98,15 @@ func startFailing(t *testing.T) *test.Router {
 			}
 		}
 	}
-	s := startFakes(t, []http.HandlerFunc{fails, counts}, "--policy=round-robin", "--retries=1", "--ejection-time=10m", "--max-ejection-time=10m")
+	s := startFakes(t, []http.HandlerFunc{fails, counts}, "--policy=round-robin", "--retries=1", "--ejection-time=10m",
+		"--max-ejection-time=10m")
 	testkit.Eventually(t, 20*time.Second, "the worker that fails is ejected, and the other one's tokens are counted", func() bool {
 		if a, err := s.Chat(t.Context(), test.Say("Hi"), true, 2); err != nil || !a.Finished {
 			t.Errorf("%+v, %v", a, err)
 		}
 		page := string(s.Get(s.OpenAI + "/metrics"))
-		for _, name := range []string{"kvrouter_ejections_total{", "kvrouter_retries_total{", "kvrouter_prompt_tokens_mismatch_total{", "kvrouter_inter_token_latency_seconds_bucket{"} {
+		for _, name := range []string{"kvrouter_ejections_total{", "kvrouter_retries_total{", "kvrouter_prompt_tokens_mismatch_total{",
+			"kvrouter_inter_token_latency_seconds_bucket{"} {
 			if !strings.Contains(page, "\n"+name) {
 				return false
 			}

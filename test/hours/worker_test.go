@@ -182,7 +182,7 @@ func (j *job) send(text string) {
 // deliver has the event loop pass something on: at once, or once it is free. w is locked.
 func (w *worker) deliver(f func()) {
 	if time.Now().Before(w.blocked) || len(w.held) > 0 {
-		// The engine's results wait for the event loop; its jobs go on meanwhile.
+		// The engine's results wait for the event loop; its jobs continue meanwhile.
 		w.held = append(w.held, f)
 		return
 	}

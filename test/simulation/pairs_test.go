@@ -171,7 +171,7 @@ func (w *worker) sides(out http.ResponseWriter, r *http.Request) {
 	select {
 	case <-in.computed:
 	default:
-		http.Error(out, "the prompt does not come", http.StatusGone)
+		http.Error(out, "the prompt did not arrive", http.StatusGone)
 		return
 	}
 	if strconv.Itoa(in.prompt) != query.Get("prompt") {

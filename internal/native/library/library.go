@@ -182,8 +182,8 @@ func copied(tokens []uint32) []uint32 {
 	return append(make([]uint32, 0, len(tokens)), tokens...)
 }
 
-func flag(is bool) C.int32_t {
-	if is {
+func flag(set bool) C.int32_t {
+	if set {
 		return 1
 	}
 	return 0

@@ -85,7 +85,8 @@ func Start(t testing.TB) *Collector {
 }
 
 // Export implements the collector's gRPC service.
-func (c *Collector) Export(_ context.Context, request *collectorpb.ExportTraceServiceRequest) (*collectorpb.ExportTraceServiceResponse, error) {
+func (c *Collector) Export(_ context.Context,
+	request *collectorpb.ExportTraceServiceRequest) (*collectorpb.ExportTraceServiceResponse, error) {
 	c.take(request)
 	return &collectorpb.ExportTraceServiceResponse{}, nil
 }
@@ -105,7 +106,8 @@ func (c *Collector) take(request *collectorpb.ExportTraceServiceRequest) {
 
 func spanOf(service string, s *tracepb.Span) Span {
 	span := Span{
-		Trace: hex.EncodeToString(s.TraceId), ID: hex.EncodeToString(s.SpanId), Parent: hex.EncodeToString(s.ParentSpanId), Service: service, Name: s.Name,
+		Trace: hex.EncodeToString(s.TraceId), ID: hex.EncodeToString(s.SpanId), Parent: hex.EncodeToString(s.ParentSpanId), Service: service,
+		Name: s.Name,
 		Kind: strings.TrimPrefix(s.Kind.String(), "SPAN_KIND_"), Attributes: attributes(s.Attributes), State: s.TraceState,
 		Failed: s.GetStatus().GetCode() == tracepb.Status_STATUS_CODE_ERROR, Why: s.GetStatus().GetMessage(),
 		Start: time.Unix(0, int64(s.StartTimeUnixNano)), End: time.Unix(0, int64(s.EndTimeUnixNano)),
@@ -178,7 +180,8 @@ func Tree(spans []Span, details bool) string {
 			out.WriteString(" [" + e + "]")
 		}
 		if details {
-			fmt.Fprintf(&out, " (%s, at %.1f ms, %.1f ms) %s", s.Service, s.Start.Sub(spans[0].Start).Seconds()*1e3, s.End.Sub(s.Start).Seconds()*1e3, s.Why)
+			fmt.Fprintf(&out, " (%s, at %.1f ms, %.1f ms) %s", s.Service, s.Start.Sub(spans[0].Start).Seconds()*1e3,
+				s.End.Sub(s.Start).Seconds()*1e3, s.Why)
 			keys := make([]string, 0, len(s.Attributes))
 			for k := range s.Attributes {
 				keys = append(keys, k)

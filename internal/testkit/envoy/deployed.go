@@ -46,7 +46,8 @@ func readdress(text []byte, port int, pickers, workers []string) ([]byte, error)
 			}
 			endpoints = append(endpoints, map[string]any{"endpoint": map[string]any{"address": socket(host, at)}})
 		}
-		cluster["load_assignment"] = map[string]any{"cluster_name": cluster["name"], "endpoints": []any{map[string]any{"lb_endpoints": endpoints}}}
+		cluster["load_assignment"] = map[string]any{"cluster_name": cluster["name"],
+			"endpoints": []any{map[string]any{"lb_endpoints": endpoints}}}
 	}
 	return yaml.Marshal(all)
 }

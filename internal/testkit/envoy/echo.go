@@ -66,7 +66,9 @@ func (e *Echo) Process(stream extproc.ExternalProcessor_ProcessServer) error {
 func (e *Echo) answer(request *extproc.ProcessingRequest) *extproc.ProcessingResponse {
 	back := func(body *extproc.HttpBody) *extproc.BodyResponse {
 		piece := &extproc.StreamedBodyResponse{Body: body.Body, EndOfStream: body.EndOfStream}
-		return &extproc.BodyResponse{Response: &extproc.CommonResponse{BodyMutation: &extproc.BodyMutation{Mutation: &extproc.BodyMutation_StreamedResponse{StreamedResponse: piece}}}}
+		return &extproc.BodyResponse{Response: &extproc.CommonResponse{BodyMutation: &extproc.BodyMutation{
+			Mutation: &extproc.BodyMutation_StreamedResponse{StreamedResponse: piece},
+		}}}
 	}
 	answer := &extproc.ProcessingResponse{}
 	switch r := request.Request.(type) {
@@ -74,10 +76,13 @@ func (e *Echo) answer(request *extproc.ProcessingRequest) *extproc.ProcessingRes
 		answer.Response = &extproc.ProcessingResponse_RequestHeaders{RequestHeaders: &extproc.HeadersResponse{Response: &extproc.CommonResponse{
 			ClearRouteCache: true,
 			HeaderMutation: &extproc.HeaderMutation{SetHeaders: []*core.HeaderValueOption{{
-				Header: &core.HeaderValue{Key: Destination, RawValue: []byte(e.Addresses)}, AppendAction: core.HeaderValueOption_OVERWRITE_IF_EXISTS_OR_ADD,
+				Header:       &core.HeaderValue{Key: Destination, RawValue: []byte(e.Addresses)},
+				AppendAction: core.HeaderValueOption_OVERWRITE_IF_EXISTS_OR_ADD,
 			}}},
 		}}}
-		destination := structpb.NewStructValue(&structpb.Struct{Fields: map[string]*structpb.Value{Destination: structpb.NewStringValue(e.Addresses)}})
+		destination := structpb.NewStructValue(&structpb.Struct{Fields: map[string]*structpb.Value{
+			Destination: structpb.NewStringValue(e.Addresses),
+		}})
 		answer.DynamicMetadata = &structpb.Struct{Fields: map[string]*structpb.Value{Namespace: destination}}
 	case *extproc.ProcessingRequest_RequestBody:
 		answer.Response = &extproc.ProcessingResponse_RequestBody{RequestBody: back(r.RequestBody)}

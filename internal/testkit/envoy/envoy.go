@@ -32,7 +32,7 @@ const startLimit = 30 * time.Second
 type Options struct {
 	Picker  string   // host:port of the endpoint picker; empty: none is asked
 	TLS     bool     // the picker is spoken to by TLS, and any certificate is taken
-	Open    bool     // FailOpen: a request goes on where the picker is gone
+	Open    bool     // FailOpen: a request proceeds without the picker
 	Workers []string // host:port of the cluster that tries the list of addresses; empty: the single address of the header is used
 }
 

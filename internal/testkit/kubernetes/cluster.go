@@ -110,7 +110,8 @@ func (c *Cluster) identify() {
 		c.t.Fatal(err)
 	}
 	c.certificate = pem.EncodeToMemory(&pem.Block{Type: "CERTIFICATE", Bytes: certificate})
-	for name, content := range map[string][]byte{"api.crt": c.certificate, "api.key": pem.EncodeToMemory(&pem.Block{Type: "EC PRIVATE KEY", Bytes: private})} {
+	for name, content := range map[string][]byte{"api.crt": c.certificate,
+		"api.key": pem.EncodeToMemory(&pem.Block{Type: "EC PRIVATE KEY", Bytes: private})} {
 		if err := os.WriteFile(c.path(name), content, 0o600); err != nil {
 			c.t.Fatal(err)
 		}
@@ -122,7 +123,8 @@ func (c *Cluster) StartAPI() {
 	c.t.Helper()
 	c.api = c.run("kube-apiserver", "--etcd-servers="+c.etcd, "--bind-address=127.0.0.1", "--secure-port="+c.URL[len("https://127.0.0.1:"):],
 		"--tls-cert-file=api.crt", "--tls-private-key-file=api.key", "--cert-dir=.", "--token-auth-file=tokens.csv", "--authorization-mode=RBAC",
-		"--service-account-issuer=https://kubernetes.default.svc", "--service-account-key-file=api.key", "--service-account-signing-key-file=api.key",
+		"--service-account-issuer=https://kubernetes.default.svc", "--service-account-key-file=api.key",
+		"--service-account-signing-key-file=api.key",
 		"--service-cluster-ip-range=10.0.0.0/24", "--endpoint-reconciler-type=none",
 		"--disable-admission-plugins=ServiceAccount", // no controller here makes the accounts that Pods would get
 	)
@@ -158,7 +160,8 @@ func (c *Cluster) StartControllers() {
 	if c.controllers != nil {
 		c.controllers.kill()
 	}
-	c.controllers = c.run("kube-controller-manager", "--kubeconfig="+c.Kubeconfig("default", c.admin), "--controllers=deployment-controller,replicaset-controller",
+	c.controllers = c.run("kube-controller-manager", "--kubeconfig="+c.Kubeconfig("default", c.admin),
+		"--controllers=deployment-controller,replicaset-controller",
 		"--leader-elect=false", "--secure-port=0", "--kube-api-qps=200", "--kube-api-burst=400")
 }
 

@@ -47,10 +47,10 @@ type Starter func(address string, env map[string]string) (*Worker, error)
 type Pod struct {
 	Namespace, Name, Address string
 
-	uid    types.UID
-	spec   *unstructured.Unstructured
-	told   time.Time     // when the deletionTimestamp was received. Guarded by Kubelet.mu
-	ending chan struct{} // closed then
+	uid     types.UID
+	spec    *unstructured.Unstructured
+	deleted time.Time     // when the deletionTimestamp was received. Guarded by Kubelet.mu
+	ending  chan struct{} // closed then
 }
 
 // Ended is a deleted Pod with the report of its worker.
@@ -103,7 +103,7 @@ func (k *Kubelet) follow() {
 			var changes watch.Interface
 			if changes, err = at.Watch(k.ctx, metav1.ListOptions{ResourceVersion: list.GetResourceVersion()}); err == nil {
 				for change := range changes.ResultChan() {
-					if pod, is := change.Object.(*unstructured.Unstructured); is && (change.Type == watch.Added || change.Type == watch.Modified) {
+					if pod, ok := change.Object.(*unstructured.Unstructured); ok && (change.Type == watch.Added || change.Type == watch.Modified) {
 						k.see(pod)
 					}
 				}
@@ -144,8 +144,8 @@ func (k *Kubelet) see(u *unstructured.Unstructured) {
 		k.pods[p.uid] = p
 		k.running.Go(func() { k.run(p) })
 	}
-	if u.GetDeletionTimestamp() != nil && p.told.IsZero() {
-		p.told = now
+	if u.GetDeletionTimestamp() != nil && p.deleted.IsZero() {
+		p.deleted = now
 		close(p.ending)
 	}
 }
@@ -158,11 +158,12 @@ func (k *Kubelet) run(p *Pod) {
 		defer k.mu.Unlock()
 		delete(k.pods, p.uid)
 		report.uid = p.uid
-		k.ended = append(k.ended, Ended{p.Name, p.told, report})
+		k.ended = append(k.ended, Ended{p.Name, p.deleted, report})
 	}()
 	at := k.c.Client.Resource(podResource).Namespace(p.Namespace)
 	binding := &unstructured.Unstructured{Object: map[string]any{
-		"apiVersion": "v1", "kind": "Binding", "metadata": map[string]any{"name": p.Name}, "target": map[string]any{"apiVersion": "v1", "kind": "Node", "name": nodeName},
+		"apiVersion": "v1", "kind": "Binding", "metadata": map[string]any{"name": p.Name},
+		"target": map[string]any{"apiVersion": "v1", "kind": "Node", "name": nodeName},
 	}}
 	if !k.insist(func(ctx context.Context) error {
 		_, err := at.Create(ctx, binding, metav1.CreateOptions{}, "binding")

@@ -122,7 +122,8 @@ func (c *Cluster) Patch(resource schema.GroupVersionResource, namespace, name, p
 	c.t.Helper()
 	ctx, cancel := context.WithTimeout(c.t.Context(), callLimit)
 	defer cancel()
-	if _, err := c.Client.Resource(resource).Namespace(namespace).Patch(ctx, name, types.MergePatchType, []byte(patch), metav1.PatchOptions{}); err != nil {
+	if _, err := c.Client.Resource(resource).Namespace(namespace).Patch(ctx, name, types.MergePatchType, []byte(patch),
+		metav1.PatchOptions{}); err != nil {
 		c.t.Fatal(err)
 	}
 }

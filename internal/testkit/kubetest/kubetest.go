@@ -33,10 +33,10 @@ type Server struct {
 
 	mu       sync.Mutex // guards the rest
 	version  int
-	oldest   int // the least version that a watch may go on from
+	oldest   int // the least version from which a watch may resume
 	objects  map[string]object
 	changes  []change
-	news     chan struct{}                                                  // closed when there is another change, or no watch may go on
+	news     chan struct{}                                                  // closed when there is another change, or no watch may continue
 	cut      int                                                            // counts the times that all watches were ended
 	refuses  map[string]int                                                 // status, by "verb resource"
 	noStream bool                                                           // it knows no sendInitialEvents
@@ -59,7 +59,8 @@ type change struct {
 // New starts a server, which is stopped at the end of the test.
 func New(t testing.TB) *Server {
 	t.Helper()
-	s := &Server{t: t, Address: fmt.Sprintf("127.0.0.1:%d", testkit.FreePorts(t, 1)), version: 100, objects: map[string]object{}, news: make(chan struct{}), refuses: map[string]int{}, asked: map[string]int{}}
+	s := &Server{t: t, Address: fmt.Sprintf("127.0.0.1:%d", testkit.FreePorts(t, 1)), version: 100, objects: map[string]object{},
+		news: make(chan struct{}), refuses: map[string]int{}, asked: map[string]int{}}
 	s.Start()
 	t.Cleanup(s.Stop)
 	return s
@@ -74,7 +75,8 @@ func (s *Server) Start() {
 	}
 	ctx, end := context.WithCancel(context.Background())
 	s.end = end
-	s.server = &httptest.Server{Listener: listener, Config: &http.Server{Handler: s, BaseContext: func(net.Listener) context.Context { return ctx }}}
+	s.server = &httptest.Server{Listener: listener, Config: &http.Server{Handler: s,
+		BaseContext: func(net.Listener) context.Context { return ctx }}}
 	s.server.Start()
 }
 
@@ -153,7 +155,8 @@ func (s *Server) Questions(what string) int {
 func status(w http.ResponseWriter, code int, reason, message string) {
 	w.Header().Set("Content-Type", "application/json")
 	w.WriteHeader(code)
-	_ = json.NewEncoder(w).Encode(map[string]any{"kind": "Status", "apiVersion": "v1", "status": "Failure", "reason": reason, "message": message, "code": code})
+	_ = json.NewEncoder(w).Encode(map[string]any{"kind": "Status", "apiVersion": "v1", "status": "Failure", "reason": reason,
+		"message": message, "code": code})
 }
 
 // ServeHTTP answers a list or a watch.
@@ -199,7 +202,9 @@ func (s *Server) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 	switch {
 	case instead != nil && instead(w, r, verb):
 	case code == 403:
-		status(w, 403, "Forbidden", fmt.Sprintf(`%s is forbidden: User "system:serviceaccount:ns:router" cannot %s resource "%s" in API group "" in the namespace "ns"`, resource, verb, resource))
+		status(w, 403, "Forbidden",
+			fmt.Sprintf(`%s is forbidden: User "system:serviceaccount:ns:router" cannot %s resource "%s" in API group "" in the namespace "ns"`,
+				resource, verb, resource))
 	case code == 401:
 		status(w, 401, "Unauthorized", "Unauthorized")
 	case code == 404:
@@ -226,7 +231,8 @@ func (s *Server) list(w http.ResponseWriter, resource string, wanted func(*objec
 	version := strconv.Itoa(s.version)
 	s.mu.Unlock()
 	w.Header().Set("Content-Type", "application/json")
-	_ = json.NewEncoder(w).Encode(map[string]any{"kind": kinds[resource] + "List", "apiVersion": apiVersions[resource], "metadata": map[string]any{"resourceVersion": version}, "items": items})
+	_ = json.NewEncoder(w).Encode(map[string]any{"kind": kinds[resource] + "List", "apiVersion": apiVersions[resource],
+		"metadata": map[string]any{"resourceVersion": version}, "items": items})
 }
 
 // Kinds of the objects of each resource.
@@ -239,7 +245,7 @@ var (
 func (s *Server) watch(w http.ResponseWriter, r *http.Request, resource string, wanted func(*object) bool, from string, initial bool) {
 	w.Header().Set("Content-Type", "application/json")
 	encoder := json.NewEncoder(w)
-	tell := func(kind string, content map[string]any) {
+	emit := func(kind string, content map[string]any) {
 		_ = encoder.Encode(map[string]any{"type": kind, "object": content})
 	}
 	seen, _ := strconv.Atoi(from)
@@ -248,13 +254,15 @@ func (s *Server) watch(w http.ResponseWriter, r *http.Request, resource string, 
 	if initial {
 		for _, key := range slices.Sorted(maps.Keys(s.objects)) {
 			if o := s.objects[key]; wanted(&o) {
-				tell("ADDED", o.content)
+				emit("ADDED", o.content)
 			}
 		}
 		seen = s.version
-		tell("BOOKMARK", map[string]any{"kind": kinds[resource], "apiVersion": apiVersions[resource], "metadata": map[string]any{"resourceVersion": strconv.Itoa(seen), "annotations": map[string]any{"k8s.io/initial-events-end": "true"}}})
+		emit("BOOKMARK", map[string]any{"kind": kinds[resource], "apiVersion": apiVersions[resource],
+			"metadata": map[string]any{"resourceVersion": strconv.Itoa(seen), "annotations": map[string]any{"k8s.io/initial-events-end": "true"}}})
 	} else if seen < s.oldest {
-		tell("ERROR", map[string]any{"kind": "Status", "apiVersion": "v1", "status": "Failure", "reason": "Expired", "message": "too old resource version", "code": 410})
+		emit("ERROR", map[string]any{"kind": "Status", "apiVersion": "v1", "status": "Failure", "reason": "Expired",
+			"message": "too old resource version", "code": 410})
 		s.mu.Unlock()
 		return
 	}
@@ -266,11 +274,11 @@ func (s *Server) watch(w http.ResponseWriter, r *http.Request, resource string, 
 			seen = c.version
 			switch before, after := wanted(c.before), wanted(c.after); {
 			case before && after:
-				tell("MODIFIED", c.after.content)
+				emit("MODIFIED", c.after.content)
 			case after:
-				tell("ADDED", c.after.content)
+				emit("ADDED", c.after.content)
 			case before:
-				tell("DELETED", c.before.content)
+				emit("DELETED", c.before.content)
 			}
 		}
 		news := s.news
@@ -315,7 +323,8 @@ func (p Pod) Content() map[string]any {
 	}
 	return map[string]any{
 		"kind": "Pod", "apiVersion": "v1", "metadata": meta,
-		"status": map[string]any{"phase": p.Phase, "podIP": p.IP, "conditions": []any{map[string]any{"type": "Initialized", "status": "True"}, map[string]any{"type": "Ready", "status": ready}}},
+		"status": map[string]any{"phase": p.Phase, "podIP": p.IP,
+			"conditions": []any{map[string]any{"type": "Initialized", "status": "True"}, map[string]any{"type": "Ready", "status": ready}}},
 	}
 }
 
@@ -348,7 +357,8 @@ func (s *Server) Slice(name, service, portName string, port any, addresses ...st
 		endpoints = append(endpoints, e)
 	}
 	s.put("endpointslices", name, map[string]any{
-		"kind": "EndpointSlice", "apiVersion": "discovery.k8s.io/v1", "metadata": map[string]any{"labels": map[string]any{"kubernetes.io/service-name": service}},
+		"kind": "EndpointSlice", "apiVersion": "discovery.k8s.io/v1",
+		"metadata":    map[string]any{"labels": map[string]any{"kubernetes.io/service-name": service}},
 		"addressType": "IPv4", "endpoints": endpoints, "ports": []any{map[string]any{"name": portName, "port": port}},
 	})
 }

@@ -18,7 +18,8 @@ func refused(what string, err error) error {
 	case err == nil:
 		return nil
 	case errors.Is(err, os.ErrPermission), errors.Is(err, os.ErrNotExist), errors.Is(err, syscall.ENODEV), errors.Is(err, syscall.ENXIO),
-		errors.Is(err, syscall.ENOSPC), errors.Is(err, syscall.EUSERS), errors.Is(err, syscall.EINVAL), errors.Is(err, syscall.ENOSYS), errors.Is(err, syscall.EOPNOTSUPP):
+		errors.Is(err, syscall.ENOSPC), errors.Is(err, syscall.EUSERS), errors.Is(err, syscall.EINVAL), errors.Is(err, syscall.ENOSYS),
+		errors.Is(err, syscall.EOPNOTSUPP):
 		return fmt.Errorf("%s was %w: %w", what, errRefused, err)
 	}
 	return fmt.Errorf("%s: %w", what, err)

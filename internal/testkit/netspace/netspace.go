@@ -27,7 +27,7 @@ const (
 	underWay = 4096
 	// largestPacket is the size of a TUN device's packets at most, bytes.
 	largestPacket = 1500
-	// mostNodes is what the last byte of an address tells apart.
+	// mostNodes is the number of values of an address's last byte.
 	mostNodes = 250
 )
 

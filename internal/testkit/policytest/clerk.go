@@ -15,11 +15,11 @@ import (
 	"kvrouter/internal/testkit"
 )
 
-// Clerk is a policy that takes the first candidate and writes down what it is asked
-// and told.
+// Clerk is a policy that takes the first candidate and records the queries and the
+// feedback that it gets.
 type Clerk struct {
 	mu        sync.Mutex // guards all below
-	asked     []policy.Query
+	queries   []policy.Query
 	chosen    []kv.WorkerKey
 	feedbacks []policy.Feedback
 }
@@ -31,7 +31,7 @@ func (p *Clerk) Traits() policy.Traits { return policy.Traits{} }
 func (p *Clerk) Choose(q policy.Query, candidates []policy.Candidate, _ *rand.Rand) int {
 	p.mu.Lock()
 	defer p.mu.Unlock()
-	p.asked = append(p.asked, q)
+	p.queries = append(p.queries, q)
 	p.chosen = append(p.chosen, candidates[0].Target.Key)
 	return 0
 }
@@ -44,14 +44,14 @@ func (p *Clerk) Judge(f policy.Feedback) (verdict policy.Verdict, known bool) {
 	return policy.Verdict{Worker: f.Worker}, true
 }
 
-// Queries returns what the policy was asked so far.
+// Queries returns the queries so far.
 func (p *Clerk) Queries() []policy.Query {
 	p.mu.Lock()
 	defer p.mu.Unlock()
-	return slices.Clone(p.asked)
+	return slices.Clone(p.queries)
 }
 
-// Told returns what the policy was told so far.
+// Told returns the feedback so far.
 func (p *Clerk) Told() []policy.Feedback {
 	p.mu.Lock()
 	defer p.mu.Unlock()
@@ -64,7 +64,7 @@ type ToldEnding struct {
 	TokensOut int
 }
 
-// Endings returns how the requests ended of which the policy was told.
+// Endings returns the endings of the requests with feedback.
 func (p *Clerk) Endings() (list []ToldEnding) {
 	for _, f := range p.Told() {
 		list = append(list, ToldEnding{f.Ending, f.TokensOut})

@@ -15,7 +15,9 @@ import (
 // New returns a run with 8 workers of the default engine. A load from 64 on is a number
 // of requests in flight, a smaller one a speedup.
 func New(requests []simulate.TraceRequest, rule string, load float64) simulate.Simulation {
-	s := simulate.Simulation{Requests: requests, Policy: rule, Scoring: testkit.Defaults[policies.Settings](), Index: testkit.Defaults[router.IndexSettings](), Routing: testkit.Defaults[router.Settings](), Retry: testkit.Defaults[health.RetrySettings](), Workers: 8, Engine: testkit.Engine(), Seed: 1}
+	s := simulate.Simulation{Requests: requests, Policy: rule, Scoring: testkit.Defaults[policies.Settings](),
+		Index: testkit.Defaults[router.IndexSettings](), Routing: testkit.Defaults[router.Settings](),
+		Retry: testkit.Defaults[health.RetrySettings](), Workers: 8, Engine: testkit.Engine(), Seed: 1}
 	if load >= 64 {
 		s.Concurrency = int(load)
 	} else {

@@ -189,7 +189,7 @@ func number(text string) float64 {
 	return n * map[string]float64{"": 1, "k": 1e3, "M": 1e6}[parts[2]]
 }
 
-// same tells whether a number on the page is the one that is known, as rounded there.
+// same reports whether a number on the page is the one that is known, as rounded there.
 func same(shown string, want float64) bool {
 	return math.Abs(number(shown)-want) <= math.Max(0.0006, math.Abs(want)*0.006)
 }
@@ -418,7 +418,7 @@ func (b *browser) standsOut(t *testing.T, s *test.Mocks) {
 	}
 }
 
-// seesTree holds the tree against the state that the stream tells.
+// seesTree holds the tree against the state that the stream reports.
 func (b *browser) seesTree(t *testing.T, s *test.Mocks) {
 	eval[bool](b, "(location.hash = '#/cache', true)")
 	nodes := gjson.ParseBytes(firstState(t, s)).Get("cache.nodes").Array()

@@ -389,7 +389,7 @@ func (b *bench) side(out io.Writer, ways []benchWay, words []string) {
 // long measures prompts of 100,000 tokens, hot by 80 %, in both senses: each prompt by
 // its first 80,000 tokens, or four prompts of five as a whole.
 func (b *bench) long(out io.Writer, way benchWay, model *tokens.Model, words []string) {
-	// The sample tells how many words that is.
+	// The sample reports how many words that is.
 	random := rand.New(rand.NewPCG(9, 9))
 	const sample = 20_000
 	ids, err := tokenstest.Chat(model, peers.ChatBody(peers.Prose(random, words, sample)))
@@ -448,7 +448,7 @@ func (b *bench) long(out io.Writer, way benchWay, model *tokens.Model, words []s
 	fmt.Fprintln(out)
 }
 
-// caughtUp waits until the engine has told of all prompts.
+// caughtUp waits until the engine has reported all prompts.
 func (b *bench) caughtUp() {
 	b.t.Helper()
 	testkit.Eventually(b.t, time.Minute, "the engine has told of all prompts", func() bool {

@@ -116,7 +116,7 @@ func (all chartObjects) of(kinds ...string) (some chartObjects) {
 	return some
 }
 
-// matches tells whether labels have all that a selector asks for.
+// matches reports whether labels have all that a selector asks for.
 func matches(selector, labels gjson.Result) bool {
 	all := len(selector.Map()) > 0
 	for key, value := range selector.Map() {

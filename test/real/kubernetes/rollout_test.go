@@ -44,7 +44,7 @@ func TestRolloutsInKubernetesLoseNothing(t *testing.T) {
 	logged := func(text string) {
 		testkit.Eventually(t, 30*time.Second, fmt.Sprintf("the log says %q", text), func() bool { return strings.Contains(s.Log.String(), text) })
 	}
-	c.Stop() // and the rollout goes on
+	c.Stop() // and the rollout continues
 	more()
 	logged("the API server does not answer")
 	pod(3, nil)

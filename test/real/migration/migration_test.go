@@ -336,7 +336,7 @@ func torment(t *testing.T, r *test.Router, torn []*stream) (kills []kill) {
 	return kills
 }
 
-// report says how many streams went on at another worker, and how many differ.
+// report says how many streams continued at another worker, and how many differ.
 func report(t *testing.T, r *test.Router, once, again, torn []*stream, kills []kill) {
 	t.Helper()
 	results := map[string]float64{}

@@ -93,7 +93,8 @@ func withTokenIDs(events [][]byte) [][]byte {
 func (b *Backend) Handler() http.Handler {
 	var answer [][]byte
 	for i := range 32 {
-		answer = append(answer, fmt.Appendf(nil, `data: {"id":"chatcmpl-1","object":"chat.completion.chunk","created":1700000000,"model":"m","choices":[{"index":0,"delta":{"content":" word%d"},"logprobs":null,"finish_reason":null}]}`+"\n\n", i))
+		answer = append(answer, fmt.Appendf(nil,
+			`data: {"id":"chatcmpl-1","object":"chat.completion.chunk","created":1700000000,"model":"m","choices":[{"index":0,"delta":{"content":" word%d"},"logprobs":null,"finish_reason":null}]}`+"\n\n", i))
 	}
 	end := []byte("data: [DONE]\n\n")
 	withIDs := withTokenIDs(answer)
@@ -113,7 +114,9 @@ func (b *Backend) Handler() http.Handler {
 			}
 			w.Header().Set(headerPeersEngine, b.id)
 			w.Header().Set(headerPeersCached, strconv.Itoa(cached))
-			usage = fmt.Appendf(nil, `data: {"choices":[],"usage":{"prompt_tokens":%d,"completion_tokens":32,"prompt_tokens_details":{"cached_tokens":%d}}}`+"\n\n", tokens, cached)
+			usage = fmt.Appendf(nil,
+				`data: {"choices":[],"usage":{"prompt_tokens":%d,"completion_tokens":32,"prompt_tokens_details":{"cached_tokens":%d}}}`+"\n\n", tokens,
+				cached)
 		}
 		chunks := answer
 		if bytes.Contains(body, []byte(`"return_token_ids":true`)) {
@@ -142,7 +145,8 @@ func (b *Backend) Handler() http.Handler {
 	})
 	mux.HandleFunc("GET /kv_event_sources", func(w http.ResponseWriter, _ *http.Request) {
 		source := eventstest.SourceOf(b.publisher)
-		fmt.Fprintf(w, `{"0":{"enable_kv_cache_events":true,"publisher":"zmq","endpoint":%q,"replay_endpoint":%q,"topic":"kv"}}`, source.Endpoint, source.Replay)
+		fmt.Fprintf(w, `{"0":{"enable_kv_cache_events":true,"publisher":"zmq","endpoint":%q,"replay_endpoint":%q,"topic":"kv"}}`, source.Endpoint,
+			source.Replay)
 	})
 	mux.HandleFunc("POST /tokenize", func(w http.ResponseWriter, r *http.Request) {
 		body, _ := io.ReadAll(r.Body)

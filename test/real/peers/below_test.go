@@ -26,7 +26,7 @@ import (
 // selected is a cell of Dynamo's: a selection service that chooses among mock workers, and
 // a front. The service only chooses, so that the front does what is left: it asks for the
 // prompt's tokens, has a worker chosen and reserved, forwards the request to the worker's
-// URL, and tells the service of the first byte and of the end.
+// URL, and reports the first byte and the end to the service.
 type selected struct {
 	t       *testing.T
 	workers *test.Workers

@@ -122,7 +122,7 @@ func TestDynamoCellsBelowAKvrouter(t *testing.T) {
 				}
 			}
 			used[a.Worker] = true
-			// The relay tells of the blocks a moment later: wait until the same prompt would be found.
+			// The relay reports the blocks a moment later: wait until the same prompt would be found.
 			testkit.Eventually(t, 20*time.Second, "the relay has told of the prompt", func() bool {
 				return foundAt(r, messages, a.Worker) >= a.Prompt/dynamoCellBlock
 			})

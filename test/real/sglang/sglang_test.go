@@ -284,7 +284,7 @@ func recorder(t *testing.T, worker string) (address string, sent func() string) 
 	return server.URL, kept.String
 }
 
-// attachedAlone starts a second router that is told nothing but the URL of the
+// attachedAlone starts a second router that gets nothing but the URL of the
 // first one's worker, and holds its predictions. The worker is left emptied.
 func (s *site) attachedAlone(t *testing.T, worker string, page, ranks, requests int) {
 	second := attach(t, []string{worker}, fmt.Sprintf("--block-size=%d", page))

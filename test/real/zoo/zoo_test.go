@@ -133,7 +133,7 @@ type conversation struct {
 	adapter string // empty: the base model
 }
 
-// conversations are the prompts of a form. They share system prompts, go on, branch
+// conversations are the prompts of a form. They share system prompts, continue, branch
 // and return.
 type conversations struct {
 	form    form
@@ -164,7 +164,7 @@ func (c *conversations) next() *conversation {
 	const kept = 10
 	one := &conversation{adapter: c.adapter()}
 	switch p := c.random.Float64(); {
-	case len(c.all) > 0 && p < 0.45: // goes on
+	case len(c.all) > 0 && p < 0.45: // continues
 		one = c.all[c.random.IntN(len(c.all))]
 	case len(c.all) > 0 && p < 0.65: // branches off
 		from := c.all[c.random.IntN(len(c.all))]

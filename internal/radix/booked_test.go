@@ -11,7 +11,7 @@ import (
 
 func TestABookHasWhatAnyWorkerHolds(t *testing.T) {
 	book := summary.NewBook()
-	x := index{NewTellingTree(book), t}
+	x := index{NewTreeWithBook(book), t}
 	a, b := kv.WorkerKey{Worker: 1}, kv.WorkerKey{Worker: 2}
 	sequence := kv.SequenceHashes(nil, []uint64{1, 2, 3})
 	holds := func(want ...int) {
@@ -36,11 +36,11 @@ func TestABookHasWhatAnyWorkerHolds(t *testing.T) {
 	holds(0, 0, 0)
 }
 
-// BenchmarkTelling measures what a book costs an index of 4,096 workers with 1 M blocks: B/block of
+// BenchmarkBook measures what a book costs an index of 4,096 workers with 1 M blocks: B/block of
 // memory, and ns/block for each that is stored or removed, in prompts of 16 blocks. After each
 // 20,000 of these the book is published, as in each interval of a router with 100,000 a second;
 // ms/publish is the part of that. Both are CPU time.
-func BenchmarkTelling(b *testing.B) {
+func BenchmarkBook(b *testing.B) {
 	for _, name := range []string{"without", "with"} {
 		b.Run(name, func(b *testing.B) {
 			const workers, length, kept, interval = 4096, 16, 1_000_000 / 16, 20_000
@@ -48,7 +48,7 @@ func BenchmarkTelling(b *testing.B) {
 			before := testkit.LiveHeap()
 			tree, book := NewTree(), summary.NewBook()
 			if name == "with" {
-				tree = NewTellingTree(book)
+				tree = NewTreeWithBook(book)
 			}
 			worker := func(prompt int) kv.WorkerKey { return kv.WorkerKey{Worker: uint64(prompt % workers)} }
 			blocks, engine := make([]kv.StoredBlock, length), make([]uint64, length)

@@ -5,27 +5,27 @@ import (
 	"kvrouter/internal/summary"
 )
 
-// telling keeps a book of the prefixes of which some worker holds the last block: on its device
-// or in a lower tier, also if a request may not find it because of a hole or another KV-cache
+// booked keeps a book of the prefixes whose last block some worker has cached, on its device or in
+// a lower tier, also if a request may not find it because of a hole or another KV-cache
 // group. Blocks of cleared workers count until they are swept. It costs 8 bytes for each node,
 // beside the book.
-type telling struct {
+type booked struct {
 	book      *summary.Book
 	sequences []*[nodesPerChunk]uint64 // sequence hashes, by node
 	slots     []uint64                 // bitset of the slots that count: not those of further groups
 }
 
-// NewTellingTree returns an empty index that keeps the book; nil: none.
-func NewTellingTree(book *summary.Book) *Tree {
+// NewTreeWithBook returns an empty index that keeps the book; nil: none.
+func NewTreeWithBook(book *summary.Book) *Tree {
 	r := NewTree()
 	if book != nil {
-		r.telling = &telling{book: book}
+		r.booked = &booked{book: book}
 	}
 	return r
 }
 
-// Tidy sweeps up to limit entries of cleared workers, so that they are told also while no events
-// come. It returns whether there are more.
+// Tidy sweeps up to limit entries of cleared workers, so that they are reported also without
+// events. It returns whether there are more.
 func (r *Tree) Tidy(limit int) (more bool) {
 	for ; limit > 0; limit -= sweepPerPart {
 		r.mu.Lock()
@@ -40,7 +40,7 @@ func (r *Tree) Tidy(limit int) (more bool) {
 }
 
 // counts makes a slot count.
-func (t *telling) counts(slot uint32) {
+func (t *booked) counts(slot uint32) {
 	if t == nil {
 		return
 	}
@@ -51,14 +51,14 @@ func (t *telling) counts(slot uint32) {
 }
 
 // ignores undoes counts for a slot that holds nothing.
-func (t *telling) ignores(slot uint32) {
+func (t *booked) ignores(slot uint32) {
 	if t != nil && int(slot/64) < len(t.slots) {
 		t.slots[slot/64] &^= 1 << (slot % 64)
 	}
 }
 
 // made sets the sequence hash of a new node.
-func (t *telling) made(n, parent uint32, local uint64) {
+func (t *booked) made(n, parent uint32, local uint64) {
 	if t == nil {
 		return
 	}
@@ -72,10 +72,10 @@ func (t *telling) made(n, parent uint32, local uint64) {
 	t.sequences[n/nodesPerChunk][n%nodesPerChunk] = hash
 }
 
-func (t *telling) sequence(n uint32) uint64 { return t.sequences[n/nodesPerChunk][n%nodesPerChunk] }
+func (t *booked) sequence(n uint32) uint64 { return t.sequences[n/nodesPerChunk][n%nodesPerChunk] }
 
 // changed notes that the members of a node were those, and are these.
-func (t *telling) changed(n uint32, before, after []uint64) {
+func (t *booked) changed(n uint32, before, after []uint64) {
 	switch held := t.held(after); {
 	case held == t.held(before):
 	case held:
@@ -86,7 +86,7 @@ func (t *telling) changed(n uint32, before, after []uint64) {
 }
 
 // held reports whether a set has a slot that counts.
-func (t *telling) held(words []uint64) bool {
+func (t *booked) held(words []uint64) bool {
 	for i := range min(len(words), len(t.slots)) {
 		if words[i]&t.slots[i] != 0 {
 			return true

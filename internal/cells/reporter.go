@@ -17,7 +17,7 @@ import (
 
 // Flags are the flags of a router below others.
 type Flags struct {
-	Cell         bool          `group:"Cells" help:"Tell routers above this one, which attach it by --worker url=URL,kind=router, which prefixes its workers hold. Without it they get its load alone. Needs about 60 bytes of memory for each block. See docs/cells.md."`
+	Cell         bool          `group:"Cells" help:"Report the prefixes that its workers have cached to routers above, which attach this one by --worker url=URL,kind=router. Without it they get its load alone. Needs about 60 bytes of memory per block. See docs/cells.md."`
 	CellInterval time.Duration `group:"Cells" default:"200ms" help:"Time between two reports to a router above, 20ms to 1s."`
 	CellRate     int           `group:"Cells" default:"1000000" placeholder:"BYTES" help:"Maximum rate of changes of the summary to each router above, bytes per second. Snapshots for routers that join are not limited."`
 }
@@ -38,23 +38,23 @@ const (
 	maxReaders = 64
 	// writeLimit is how long a reader may take for one frame.
 	writeLimit = 2500 * time.Millisecond
-	// tidyEach is how many blocks of cleared workers are told as dropped in an interval at
-	// most.
+	// tidyEach is how many blocks of cleared workers are reported as dropped in an interval
+	// at most.
 	tidyEach = 1 << 16
 )
 
-// Deps are the parts that a Teller uses.
+// Deps are the parts that a Reporter uses.
 type Deps struct {
 	Hello Hello
 	Info  func() Info
 	State func() State                // without Leaving
-	Book  *summary.Book               // of what the workers hold; nil: no summary is told
+	Book  *summary.Book               // of the workers' cached prefixes; nil: no summary is sent
 	Tidy  func(limit int) (more bool) // brings the book up to date with cleared workers; nil: it is
 	Log   *slog.Logger
 }
 
-// Teller tells the routers above. It is safe for concurrent use.
-type Teller struct {
+// Reporter reports to the routers above. It is safe for concurrent use.
+type Reporter struct {
 	flags  Flags
 	deps   Deps
 	counts Counts
@@ -66,21 +66,21 @@ type Teller struct {
 	left  bool          // the last report announces that the router leaves; it stays the last
 }
 
-// Counts are what a Teller has done.
+// Counts count what a Reporter has sent.
 type Counts struct {
 	Readers   atomic.Int64  // routers above now
-	Told      atomic.Uint64 // bytes of summaries
-	Snapshots atomic.Uint64 // whole summaries told
+	Sent      atomic.Uint64 // bytes of summaries
+	Snapshots atomic.Uint64 // whole summaries sent
 }
 
-// NewTeller returns a teller. Run must follow.
-func NewTeller(flags Flags, deps Deps) *Teller {
+// NewReporter returns a reporter. Run must follow.
+func NewReporter(flags Flags, deps Deps) *Reporter {
 	deps.Hello.Protocol, deps.Hello.Hash, deps.Hello.Summary = Protocol, HashKind, deps.Book != nil
-	return &Teller{flags: flags, deps: deps, tick: make(chan struct{})}
+	return &Reporter{flags: flags, deps: deps, tick: make(chan struct{})}
 }
 
 // hello returns the first frame of a stream.
-func (t *Teller) hello() []byte {
+func (t *Reporter) hello() []byte {
 	hello := t.deps.Hello
 	if t.deps.Book != nil {
 		hello.Epoch = t.deps.Book.Position().Epoch
@@ -92,14 +92,14 @@ func (t *Teller) hello() []byte {
 	return frame
 }
 
-// Counts returns what the teller has done.
-func (t *Teller) Counts() *Counts { return &t.counts }
+// Counts returns what the reporter has sent.
+func (t *Reporter) Counts() *Counts { return &t.counts }
 
-// Leave tells that the router drains, and ends all streams.
-func (t *Teller) Leave() { t.report(true) }
+// Leave reports that the router drains, and ends all streams.
+func (t *Reporter) Leave() { t.report(true) }
 
 // Run makes a report in each interval until ctx is done.
-func (t *Teller) Run(ctx context.Context) {
+func (t *Reporter) Run(ctx context.Context) {
 	tick := time.NewTicker(t.flags.CellInterval)
 	defer tick.Stop()
 	for {
@@ -121,7 +121,7 @@ func (t *Teller) Run(ctx context.Context) {
 
 // report encodes the current state and wakes the readers. leaves announces that the router leaves:
 // later calls change nothing.
-func (t *Teller) report(leaves bool) {
+func (t *Reporter) report(leaves bool) {
 	var info, state []byte
 	if leaves || t.counts.Readers.Load() > 0 {
 		now, serves := t.deps.State(), t.deps.Info()
@@ -151,7 +151,7 @@ func (t *Teller) report(leaves bool) {
 
 // last returns the frames of the last report, whether it stays the last, and a channel that the next
 // one closes.
-func (t *Teller) last() (info, state []byte, left bool, next <-chan struct{}) {
+func (t *Reporter) last() (info, state []byte, left bool, next <-chan struct{}) {
 	t.mu.Lock()
 	defer t.mu.Unlock()
 	return t.info, t.state, t.left, t.tick
@@ -159,22 +159,23 @@ func (t *Teller) last() (info, state []byte, left bool, next <-chan struct{}) {
 
 // ServeHTTP streams to a router above until it goes, falls behind, or this router leaves. The
 // caller has authenticated it.
-func (t *Teller) ServeHTTP(w http.ResponseWriter, r *http.Request) {
+func (t *Reporter) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 	if t.counts.Readers.Add(1) > maxReaders {
 		t.counts.Readers.Add(-1)
 		w.Header().Set("Retry-After", "10")
 		w.Header().Set("Content-Type", "application/json")
 		w.WriteHeader(http.StatusServiceUnavailable)
-		_, _ = w.Write(web.DialectOpenAI.JSON(web.Fault{Status: http.StatusServiceUnavailable, Message: "too many routers follow this one: at most " + strconv.Itoa(maxReaders)}))
+		_, _ = w.Write(web.DialectOpenAI.JSON(web.Fault{Status: http.StatusServiceUnavailable,
+			Message: "too many routers follow this one: at most " + strconv.Itoa(maxReaders)}))
 		return
 	}
 	defer t.counts.Readers.Add(-1)
 	t.report(false) // the last one may be old
-	s := teller{t: t, w: w, control: http.NewResponseController(w), at: positionOf(r)}
+	s := outgoing{t: t, w: w, control: http.NewResponseController(w), at: positionOf(r)}
 	w.Header().Set("Content-Type", "application/octet-stream")
 	w.Header().Set("Cache-Control", "no-store")
-	told := s.last()
-	if s.write(bytes.Join([][]byte{t.hello(), told, s.state}, nil)) != nil || s.summary() != nil {
+	sent := s.last()
+	if s.write(bytes.Join([][]byte{t.hello(), sent, s.state}, nil)) != nil || s.summary() != nil {
 		return
 	}
 	for !s.left {
@@ -183,8 +184,8 @@ func (t *Teller) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 			return
 		case <-s.next:
 		}
-		if info := s.last(); !bytes.Equal(info, told) {
-			if told = info; s.write(info) != nil {
+		if info := s.last(); !bytes.Equal(info, sent) {
+			if sent = info; s.write(info) != nil {
 				return
 			}
 		}
@@ -194,7 +195,7 @@ func (t *Teller) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 	}
 }
 
-// positionOf reads from where on a router wants to resume; the zero value: from the beginning.
+// positionOf reads the position at which a router resumes; the zero value: from the beginning.
 func positionOf(r *http.Request) (at summary.Position) {
 	query := r.URL.Query()
 	at.Epoch, _ = strconv.ParseUint(query.Get("epoch"), 10, 64)
@@ -202,25 +203,25 @@ func positionOf(r *http.Request) (at summary.Position) {
 	return at
 }
 
-// teller is the stream to one router.
-type teller struct {
-	t       *Teller
+// outgoing is the stream to one router.
+type outgoing struct {
+	t       *Reporter
 	w       http.ResponseWriter
 	control *http.ResponseController
-	at      summary.Position // told
+	at      summary.Position // sent
 	state   []byte           // frame of the last report
 	left    bool             // it stays the last
 	next    <-chan struct{}  // closed at the next one
 }
 
 // last takes the last report over, and returns its other frame.
-func (s *teller) last() (info []byte) {
+func (s *outgoing) last() (info []byte) {
 	info, s.state, s.left, s.next = s.t.last()
 	return info
 }
 
 // write sends frames. An error means that the router is gone, or too slow.
-func (s *teller) write(frames []byte) error {
+func (s *outgoing) write(frames []byte) error {
 	if err := s.control.SetWriteDeadline(time.Now().Add(writeLimit)); err != nil && !errors.Is(err, http.ErrNotSupported) {
 		return err
 	}
@@ -234,7 +235,7 @@ func (s *teller) write(frames []byte) error {
 var errLeft = errors.New("this router drains")
 
 // summary sends what is new of the summary: what is missing, or all of it.
-func (s *teller) summary() error {
+func (s *outgoing) summary() error {
 	book := s.t.deps.Book
 	if book == nil {
 		return nil
@@ -247,7 +248,7 @@ func (s *teller) summary() error {
 		messages, ok = book.Since(s.at)
 	}
 	for _, m := range messages {
-		if err := s.tell(m); err != nil {
+		if err := s.send(m); err != nil {
 			return err
 		}
 		s.at.Seq++
@@ -257,11 +258,11 @@ func (s *teller) summary() error {
 
 // snapshot sends all of the summary, one part after the other: a slow reader keeps one of them
 // in memory, not all. It ends early where the filter is replaced meanwhile.
-func (s *teller) snapshot(book *summary.Book) error {
+func (s *outgoing) snapshot(book *summary.Book) error {
 	message, at := book.Begin()
 	s.t.counts.Snapshots.Add(1)
 	for bucket, same := 0, true; message != nil; {
-		if err := s.tell(message); err != nil {
+		if err := s.send(message); err != nil {
 			return err
 		}
 		if message, bucket, same = book.Part(at, bucket); !same {
@@ -272,12 +273,12 @@ func (s *teller) snapshot(book *summary.Book) error {
 	return nil
 }
 
-// tell sends a message of the summary, and the state where that is due: a snapshot may take long.
-func (s *teller) tell(message []byte) error {
+// send sends a message of the summary, and the state where that is due: a snapshot may take long.
+func (s *outgoing) send(message []byte) error {
 	if err := s.write(appendFrame(nil, frameSummary, message)); err != nil {
 		return err
 	}
-	s.t.counts.Told.Add(uint64(len(message)))
+	s.t.counts.Sent.Add(uint64(len(message)))
 	select {
 	case <-s.next:
 	default:
