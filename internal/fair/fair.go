@@ -51,7 +51,6 @@ package fair
 
 import (
 	"container/list"
-	"math"
 	"slices"
 	"time"
 )
@@ -127,103 +126,6 @@ func (it *Item[T]) before(other *Item[T]) bool {
 	return it.number < other.number
 }
 
-// flow is one tenant in one class: what waits, and the counter of its service.
-type flow[T any] struct {
-	lane     *lane[T]
-	name     string
-	weight   float64
-	served   float64    // service received divided by weight, ms
-	pending  float64    // the same of what runs, as charged
-	items    []*Item[T] // in order
-	waiting  float64    // their cost, ms
-	staying  float64    // of that, of those that do not leave
-	running  int        // charges that have not ended
-	yields   int        // items of others that went before those that said Yield, since it waits
-	yielding bool       // others are offered first in this walk
-	next     int        // of items, that walk offers
-	walk     uint64     // that next is for
-	used     *list.Element
-
-	received  float64 // service divided by weight, ms, that has not been reported
-	runs      float64 // elsewhere, whole ms
-	elsewhere float64 // of that, what counts
-}
-
-// counter is what decides whose turn it is.
-func (f *flow[T]) counter() float64 { return f.served + f.pending + f.elsewhere }
-
-// lane is one class.
-type lane[T any] struct {
-	class      Class
-	backlogged []*flow[T] // those with items, in no order
-	clock      float64    // floor while any waited last
-	running    int        // charges that have not ended
-	passed     uint64     // the last walk in which an item said PassClass
-}
-
-// floor is the service to which a flow is lifted that begins to wait.
-func (l *lane[T]) floor() float64 {
-	if len(l.backlogged) == 0 {
-		return l.clock
-	}
-	least := math.Inf(1)
-	for _, f := range l.backlogged {
-		least = min(least, f.served)
-	}
-	return least
-}
-
-// length is the number of items.
-func (l *lane[T]) length() (n int) {
-	for _, f := range l.backlogged {
-		n += len(f.items)
-	}
-	return n
-}
-
-// cost is the predicted cost of the items, ms.
-func (l *lane[T]) cost() (ms float64) {
-	for _, f := range l.backlogged {
-		ms += f.waiting
-	}
-	return ms
-}
-
-// staying is the predicted cost of the items that are served however late, ms.
-func (l *lane[T]) staying() (ms float64) {
-	for _, f := range l.backlogged {
-		ms += f.staying
-	}
-	return ms
-}
-
-// join lifts a flow that is about to wait.
-func (l *lane[T]) join(f *flow[T]) {
-	floor := l.floor()
-	f.served = min(max(f.served, floor), floor+MostDebt)
-	f.weigh()
-}
-
-// first returns the flow of which an item is to be offered in that walk; nil: all have been.
-// There are at most as many flows as items, so a search is fast enough.
-func (l *lane[T]) first(walk uint64) (best *flow[T]) {
-	if l.passed == walk {
-		return nil
-	}
-	for _, f := range l.backlogged {
-		if f.walk != walk {
-			f.walk, f.next = walk, 0
-		}
-		if f.yielding || f.next == len(f.items) {
-			continue
-		}
-		if best == nil || f.counter() < best.counter() || f.counter() == best.counter() && f.items[f.next].number < best.items[best.next].number {
-			best = f
-		}
-	}
-	return best
-}
-
 // Settings bound a queue.
 type Settings struct {
 	Limit   int // most items that wait, at least 1
@@ -282,25 +184,6 @@ func (q *Queue[T]) RunningAfter(c Class) (n int) {
 
 // batch returns the lane of class Batch.
 func (q *Queue[T]) batch() *lane[T] { return &q.lanes[Batch.Place()] }
-
-// flow returns the flow of a tenant, a new one if there is none.
-func (q *Queue[T]) flow(t Tenant, c Class) *flow[T] {
-	at := c.Place()
-	flows, used := q.flows[at], q.used[at]
-	f := flows[t.Name]
-	if f == nil && len(flows) >= q.settings.Tenants && !q.forget(at) {
-		t = Tenant{}
-		f = flows[t.Name]
-	}
-	if f == nil {
-		f = &flow[T]{lane: &q.lanes[at], name: t.Name, served: q.lanes[at].clock}
-		f.used = used.PushBack(f)
-		flows[t.Name] = f
-	}
-	used.MoveToBack(f.used)
-	f.weight = t.weight()
-	return f
-}
 
 // mostTried is how many flows are tried where one must be forgotten.
 const mostTried = 32
@@ -611,12 +494,4 @@ func shareWithin(s float64) float64 {
 		return 0
 	}
 	return min(s, 1)
-}
-
-// cost returns a cost within its bounds.
-func cost(ms float64) float64 {
-	if !(ms > 0) { // NaN too
-		return 0
-	}
-	return min(ms, MostCost)
 }
