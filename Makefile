@@ -65,10 +65,11 @@ check: lint ## Run the linters and the short tests
 	go test -short -p 4 ./...
 
 # The race detector watches the packages, and the built program in test/; there the tests themselves go without.
-# A simulation is one goroutine: the long ones, and the proxy with every policy, run without it.
+# Policies and simulations are one goroutine each, and run without it; so do proxy and router with every policy.
+SEQUENTIAL := policies|policy|simulate
 test: setup lint parity ## Run the linters and all tests (race detector, real vLLM workers)
-	go test -race -timeout $(TEST_TIMEOUT) . ./internal/...
-	go test -timeout $(TEST_TIMEOUT) ./internal/simulate ./internal/proxy
+	go test -race -timeout $(TEST_TIMEOUT) $$(go list . ./internal/... | grep -vE '/($(SEQUENTIAL))$$')
+	go test -timeout $(TEST_TIMEOUT) $$(go list ./internal/... | grep -E '/($(SEQUENTIAL)|proxy|router)$$')
 	go test -p 1 -timeout $(TEST_TIMEOUT) ./test/...
 
 test-mooncake: setup #: Test two real vLLM CPU workers with MooncakeConnector over TCP (minutes)

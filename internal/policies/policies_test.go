@@ -102,10 +102,7 @@ func checkExplanation(rt *rapid.T, e *policy.Explanation, candidates []policy.Ca
 // policy; and asking for it changes nothing: a twin of the policy that is not asked
 // chooses the same and draws as often.
 func TestAnExplanationGivesTheChoice(t *testing.T) {
-	decisions := uint64(12)
-	if testkit.RaceDetector {
-		decisions = 3
-	}
+	const decisions = uint64(12)
 	for name, make := range explained(t) {
 		t.Run(name, func(t *testing.T) {
 			rapid.Check(t, func(rt *rapid.T) {

@@ -167,7 +167,7 @@ func TestSharedSystemPromptsAreFoundTwiceAsOften(t *testing.T) {
 // prefixes alone.
 func TestCorrectionHalvesThePredictionsError(t *testing.T) {
 	for _, blocks := range []int{1024, 768, 1536} {
-		if blocks != 1024 && (testing.Short() || testkit.RaceDetector) {
+		if blocks != 1024 && (testing.Short()) {
 			continue
 		}
 		for _, policy := range []string{"cache-threshold", "variance"} {

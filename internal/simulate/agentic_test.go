@@ -13,7 +13,6 @@ import (
 
 	"kvrouter/internal/hints"
 	"kvrouter/internal/policy"
-	"kvrouter/internal/testkit"
 )
 
 // agenticSettings are the defaults of the flags.
@@ -233,11 +232,8 @@ func TestHintsReachThePolicyUnlessSwitchedOff(t *testing.T) {
 // that need none.
 func TestThompsonGainsFromHints(t *testing.T) {
 	settings, seeds, loads := agenticSettings(t), []uint64{1, 2, 3}, []float64{64, 256}
-	if testing.Short() || testkit.RaceDetector {
+	if testing.Short() {
 		seeds, loads = seeds[:1], loads[:1]
-	}
-	if testkit.RaceDetector {
-		settings.Workflows = 100
 	}
 	for _, load := range loads {
 		policies := []string{"thompson", "round-robin", "random", "kv", "work"}

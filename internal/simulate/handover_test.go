@@ -101,11 +101,7 @@ func TestWhatIsCachedIsNotFetched(t *testing.T) {
 
 func TestEveryPairOfARunEnds(t *testing.T) {
 	requests := loadTraces(t)["synthetic"][:400]
-	rules := policies.Names
-	if testkit.RaceDetector {
-		rules = []string{"work"}
-	}
-	for _, policy := range rules {
+	for _, policy := range policies.Names {
 		for _, blocks := range []int{16384, 2200} { // the latter fill up: requests are preempted
 			s := apart(simulation(requests, policy, 64), 3)
 			s.Engine.Blocks = blocks

@@ -116,7 +116,7 @@ func finishedRun(t testing.TB, s Simulation) *simulator {
 // TestSimulatorGivesDynamosRows is the calibration: the engine model with round
 // robin, then policy kv with Dynamo's defaults and with its best knobs.
 func TestSimulatorGivesDynamosRows(t *testing.T) {
-	if testing.Short() || testkit.RaceDetector {
+	if testing.Short() {
 		t.Skip("30 runs")
 	}
 	traces := loadTraces(t)
@@ -211,11 +211,11 @@ func TestTheRouterPredictsWhatTheEngineFinds(t *testing.T) {
 // one: the share of prompt tokens found cached, and what the router expects.
 func TestApproximateIndexFindsAsMuch(t *testing.T) {
 	loads := []float64{64, 256, 1}
-	if testing.Short() || testkit.RaceDetector {
+	if testing.Short() {
 		loads = loads[:1]
 	}
 	for name, requests := range loadTraces(t) {
-		if testing.Short() || testkit.RaceDetector {
+		if testing.Short() {
 			requests = requests[:1000]
 		}
 		for _, policy := range []string{"kv", "work"} {

@@ -11,7 +11,6 @@ import (
 	"time"
 
 	"kvrouter/internal/fair"
-	"kvrouter/internal/testkit"
 )
 
 func TestTenantsAreParsed(t *testing.T) {
@@ -195,8 +194,8 @@ func TestAFloodOfTheSimulator(t *testing.T) {
 // TestOneTenantLosesLittleInAFairQueue holds what docs/fairness.md says: where few long prefixes
 // are shared by most requests, waiting in the router keeps them where they are.
 func TestOneTenantLosesLittleInAFairQueue(t *testing.T) {
-	if testing.Short() || testkit.RaceDetector {
-		t.Skip("two runs of a whole trace, too slow with the race detector")
+	if testing.Short() {
+		t.Skip("two runs of a whole trace, too slow for the short tests")
 	}
 	run := func(order string) *Report {
 		s := simulation(loadTraces(t)["synthetic"], "work", 256)

@@ -78,7 +78,7 @@ func compareWithTuned(t *testing.T, rules []func() policy.Policy, change func(*S
 // TestWorkBeatsDynamosBestKnobs holds what was reached: no mean is much worse on any
 // trace and load, and together they are better.
 func TestWorkBeatsDynamosBestKnobs(t *testing.T) {
-	if testing.Short() || testkit.RaceDetector {
+	if testing.Short() {
 		t.Skip("20 runs")
 	}
 	means, worsts := compareWithTuned(t, []func() policy.Policy{func() policy.Policy { return policy.NewWork() }}, nil)
