@@ -30,8 +30,8 @@ const (
 	maxConcurrency = 4096
 	// maxBodies bounds the memory of the bodies of open requests, bytes.
 	maxBodies = 4 * maxLine
-	// syncEvery is the time that a result may not be on the disk. It outlives this
-	// process from the start.
+	// syncEvery is the maximum time until a result is on the disk. It survives this process
+	// at once.
 	syncEvery = time.Second
 )
 
@@ -55,7 +55,7 @@ type run struct {
 	pace     *pace
 	book     *book
 	bodies   *semaphore.Weighted // bytes of the open requests
-	open     *semaphore.Weighted // requests that are in flight or wait to be sent again
+	open     *semaphore.Weighted // requests in flight or waiting to be retried
 	progress progress
 
 	stop   context.Context // done: nothing more is sent
@@ -70,8 +70,8 @@ const firstBackoff = time.Second
 // errStopped means that a request was not sent, or not to the end, because the run ends.
 var errStopped = errors.New("stopped")
 
-// Run sends the requests that have neither a result nor an error yet, and writes what
-// becomes of them. It writes the progress to status and statistics to out. keys are those
+// Run sends the requests that have neither a result nor an error yet, and writes their
+// results. It writes the progress to status and statistics to out. keys are those
 // of --api-key; the first one is sent. When ctx is done, no further request is sent, and
 // those in flight may take drain to finish. An error means that requests remain, or that
 // some have errors.
@@ -160,14 +160,14 @@ func (c Command) run(ctx context.Context, sender *sender, drain time.Duration, o
 		}
 		end()
 		if !errors.Is(err, errEnd) {
-			cut() // what is in flight could not be written
+			cut() // results in flight could not be written
 		}
 	}
 
 	done := make(chan struct{})
 	var beside sync.WaitGroup
 	beside.Go(func() { b.progress.show(status, b.pace.flying, done) })
-	beside.Go(func() { b.bring(done) })
+	beside.Go(func() { b.syncFiles(done) })
 	var inFlight sync.WaitGroup
 	if err := b.dispatch(io.NewSectionReader(in, 0, size), &inFlight); err != nil && !errors.Is(err, errStopped) {
 		b.fail(fmt.Errorf("%s: %w", c.File, err))
@@ -274,8 +274,8 @@ func (b *run) dispatch(file io.Reader, inFlight *sync.WaitGroup) error {
 	})
 }
 
-// serve sends a request, which has entered the pace, until it has an answer that counts, and
-// writes that.
+// serve sends a request, which has entered the pace, until it has a final answer, and writes
+// that.
 func (b *run) serve(r *request) error {
 	var refusedAt time.Time // the first time
 	for tries := 1; ; {
@@ -328,7 +328,7 @@ func rest(stop context.Context, d time.Duration) error {
 	}
 }
 
-// record writes what became of a request.
+// record writes the result of a request.
 func (b *run) record(r *request, a *attempt) error {
 	o := output{ID: newID(), Response: a.response, Error: a.failure}
 	if r.id != "" {
@@ -353,8 +353,8 @@ func (b *run) record(r *request, a *attempt) error {
 	return nil
 }
 
-// bring brings what was written to the disk now and then, until done is closed.
-func (b *run) bring(done <-chan struct{}) {
+// syncFiles writes the files to the disk every syncEvery, until done is closed.
+func (b *run) syncFiles(done <-chan struct{}) {
 	ticker := time.NewTicker(syncEvery)
 	defer ticker.Stop()
 	for {

@@ -30,11 +30,11 @@ type response struct {
 	Body      json.RawMessage `json:"body"`
 }
 
-// failure says why there is no answer.
+// failure is the reason why there is no answer.
 type failure struct {
 	Code    string `json:"code"`
 	Message string `json:"message"`
-	Line    int    `json:"line,omitempty"` // that is no request; 0: it is one
+	Line    int    `json:"line,omitempty"` // of an invalid request; 0: it is valid
 }
 
 // Values of failure.Code.
@@ -46,17 +46,17 @@ const (
 	codeAnswer      = "invalid_answer"
 )
 
-// book is what has been done: the files of the results and of the errors. A request whose
-// line is in one of them is done.
+// book has the completed requests: the files of the results and of the errors. A request
+// with a line in one of them is done.
 type book struct {
 	mu      sync.Mutex // guards all below
 	results *os.File
 	errors  *os.File
 	done    map[identity]bool // the requests; true: in the errors
-	bad     map[int]bool      // the numbers of the lines in the errors that are no requests
+	bad     map[int]bool      // numbers of the lines in the errors that are no requests
 	torn    int64             // bytes of half-written lines that were cut off
 	dirty   bool              // a line may not be on the disk yet
-	broken  error             // a file does not take lines
+	broken  error             // a file cannot be written
 
 	locks []*os.File
 }
@@ -68,7 +68,7 @@ func errorsBeside(results string) string {
 }
 
 // openBook opens or makes the files, locks them against other processes, and reads what is
-// done. A half-written last line, as a killed process leaves it, is cut off.
+// done. A half-written last line of a killed process is cut off.
 func openBook(results, errors string) (b *book, err error) {
 	b = &book{done: map[identity]bool{}, bad: map[int]bool{}}
 	defer func() {
@@ -88,7 +88,7 @@ func openBook(results, errors string) (b *book, err error) {
 	return b, err
 }
 
-// lock keeps other processes from a file until close, or until this one ends.
+// lock locks a file against other processes until close, or until this one ends.
 func (b *book) lock(name string) error {
 	file, err := os.OpenFile(name, os.O_RDWR|os.O_CREATE|syscall.O_NOFOLLOW|syscall.O_NONBLOCK, 0o600)
 	if errors.Is(err, syscall.ELOOP) {
@@ -104,7 +104,7 @@ func (b *book) lock(name string) error {
 	return nil
 }
 
-// open opens a file to append to and notes the requests in it.
+// open opens a file to append to and records its requests.
 func (b *book) open(name string, failed bool) (*os.File, error) {
 	file, torn, err := jsonlines.Open(name)
 	if err != nil {
@@ -123,12 +123,12 @@ func (b *book) open(name string, failed bool) (*os.File, error) {
 	return file, nil
 }
 
-// note notes a line of the files.
+// note records a line of the files.
 func (b *book) note(number int, line []byte, failed bool) error {
 	fields := gjson.GetManyBytes(line, "id", "custom_id", "error.line")
 	switch id := fields[1]; {
 	case !gjson.ValidBytes(line) || fields[0].Type != gjson.String:
-	case failed && fields[2].Int() > 0: // the line may be mended: its custom_id is not done
+	case failed && fields[2].Int() > 0: // the line may be corrected: its custom_id is not done
 		b.bad[int(fields[2].Int())] = true
 		return nil
 	case id.Type == gjson.String:
@@ -149,8 +149,8 @@ func (b *book) has(r *request, bad bool) (done, failed bool) {
 	return done, failed
 }
 
-// write writes what became of a request, in one piece. Once a file has failed, no further
-// line is written: the failed one may be half there.
+// write writes the result of a request in one piece. After a failure, no further line is
+// written: the failed one may be incomplete.
 func (b *book) write(o *output, failed bool) error {
 	line := new(bytes.Buffer)
 	encoder := json.NewEncoder(line) // which writes the body in one line
@@ -179,8 +179,8 @@ func (b *book) write(o *output, failed bool) error {
 	return nil
 }
 
-// sync brings what was written to the disk, so that it outlives the machine too. Files that are
-// no longer where a later run looks for them are an error.
+// sync writes the files to the disk, so that they survive the machine, too. It is an error if
+// a later run would not find them.
 func (b *book) sync() error {
 	if err := b.inPlace(); err != nil {
 		return err
@@ -210,7 +210,7 @@ func (b *book) inPlace() error {
 	return nil
 }
 
-// close ends the use of the files. Other processes may use them then.
+// close closes and unlocks the files.
 func (b *book) close() (err error) {
 	for _, file := range []*os.File{b.results, b.errors} {
 		if file != nil {

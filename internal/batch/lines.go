@@ -23,7 +23,7 @@ const (
 	maxID       = 512        // bytes of a custom_id
 )
 
-// paths are those that a line may name: they compute, and change nothing.
+// paths are the allowed routes: they compute, and change nothing.
 var paths = []string{
 	"/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages", "/v1/embeddings",
 	"/v1/score", "/score", "/v1/rerank", "/v2/rerank", "/rerank", "/pooling", "/classify",
@@ -37,14 +37,14 @@ type request struct {
 	body   json.RawMessage
 }
 
-// identity is a custom_id in 16 bytes. Two of ten million are alike with a probability of
+// identity is a custom_id in 16 bytes. Two of ten million are equal with a probability of
 // about 10^-25.
 type identity = xxh3.Uint128
 
 func identityOf(id string) identity { return xxh3.HashString128(id) }
 
-// parse reads a line. An error says what would be right; its request has a custom_id where
-// the line has one.
+// parse reads a line. An error names the valid form; its request has a custom_id if the
+// line has one.
 func parse(number int, line []byte) (request, error) {
 	var wire struct {
 		CustomID string          `json:"custom_id"`
@@ -53,7 +53,7 @@ func parse(number int, line []byte) (request, error) {
 		Body     json.RawMessage `json:"body"`
 	}
 	if number == 1 {
-		line = bytes.TrimPrefix(line, []byte("\xef\xbb\xbf")) // with which tools on Windows begin files
+		line = bytes.TrimPrefix(line, []byte("\xef\xbb\xbf")) // byte order mark, by tools on Windows
 	}
 	if !utf8.Valid(line) {
 		return request{}, errors.New("it is not UTF-8")
@@ -86,7 +86,7 @@ var errLong = fmt.Errorf("it is longer than %d bytes", maxLine)
 
 // readLines calls yield with the number and the text of each line that is not blank, until
 // yield returns an error, which readLines returns. A line longer than most bytes, its end
-// included, comes as nil. The text is valid until yield returns.
+// included, is passed as nil. The text is valid until yield returns.
 func readLines(from io.Reader, most int, yield func(number int, line []byte) error) error {
 	lines := bufio.NewReaderSize(from, 64<<10)
 	var long []byte
@@ -130,7 +130,7 @@ func readLines(from io.Reader, most int, yield func(number int, line []byte) err
 			return nil
 		}
 		if cap(long) > 4<<20 {
-			long = nil // of a line that was unusually long
+			long = nil // memory of an unusually long line
 		}
 	}
 }

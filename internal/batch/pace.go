@@ -9,7 +9,7 @@ import (
 
 // Pauses after a refusal.
 const (
-	firstPause   = 500 * time.Millisecond // each further one in a row is twice as long
+	firstPause   = 500 * time.Millisecond // doubled with each consecutive one
 	longestPause = 30 * time.Second       // unless the endpoint names a time
 	longestAsked = 5 * time.Minute        // of a time that the endpoint names
 )
@@ -17,10 +17,10 @@ const (
 // firstLimit is the number of requests in flight at the start.
 const firstLimit = 4
 
-// pace limits the requests in flight to what the endpoint takes, as TCP does: the limit
-// grows by one with each answer until the first refusal, then by one with each round of
-// answers. A refusal halves it, and stops all sending for a while. Requests go in the order
-// in which they enter: a refused one enters again behind those that wait.
+// pace limits the requests in flight to the capacity of the endpoint, as TCP does: the
+// limit grows by one with each answer until the first refusal, then by one with each round
+// of answers. A refusal halves it, and pauses all sending. Requests are sent in the order in
+// which they enter: a refused one enters again behind the waiting ones.
 type pace struct {
 	most int
 
@@ -74,7 +74,7 @@ func (p *pace) enter(ctx context.Context) (ok bool) {
 	return false
 }
 
-// grant lets requests be sent, as many as there is room for. The caller holds p.mu.
+// grant releases as many requests as the limit allows. The caller holds p.mu.
 func (p *pace) grant() {
 	if wait := time.Until(p.pause); wait > 0 {
 		p.timer.Reset(wait)
@@ -93,11 +93,11 @@ type verdict int
 const (
 	answered verdict = iota // also with an error of the request's own
 	broken                  // no answer, for whatever reason
-	refused                 // the endpoint has too much to do, or is not there
+	refused                 // the endpoint is overloaded, or unreachable
 )
 
-// leave ends an attempt that began at sent. asked is for how long a refusal asks to send
-// nothing; 0: it does not say.
+// leave ends an attempt that began at sent. asked is the pause that a refusal requests;
+// 0: none.
 func (p *pace) leave(v verdict, sent time.Time, asked time.Duration) {
 	p.mu.Lock()
 	defer p.mu.Unlock()

@@ -20,7 +20,7 @@ const (
 	cells = 20
 )
 
-// counts say how far a run is. Requests are lines of the file.
+// counts are the progress of a run. Requests are lines of the file.
 type counts struct {
 	total   int // requests of the file
 	before  int // that were done before the run
@@ -113,7 +113,7 @@ func (c *counts) summary() string {
 	return b.String()
 }
 
-// rounded writes a duration without what does not matter.
+// rounded writes a duration in the precision that matters.
 func rounded(d time.Duration) string {
 	if d < 10*time.Second {
 		return d.Round(10 * time.Millisecond).String()
@@ -121,7 +121,7 @@ func rounded(d time.Duration) string {
 	return d.Round(time.Second).String()
 }
 
-// clean leaves out what a terminal would obey.
+// clean removes control characters of terminals.
 func clean(text string) string {
 	return strings.Map(func(r rune) rune {
 		if !unicode.IsPrint(r) {
@@ -131,7 +131,7 @@ func clean(text string) string {
 	}, text)
 }
 
-// isTerminal reports whether a terminal shows what is written to out.
+// isTerminal reports whether out is a terminal.
 func isTerminal(out io.Writer) bool {
 	file, ok := out.(*os.File)
 	if !ok {

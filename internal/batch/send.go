@@ -66,7 +66,7 @@ type attempt struct {
 // ok reports whether it is a result, not an error.
 func (a *attempt) ok() bool { return a.failure == nil && a.response.Status/100 == 2 }
 
-// problem says why an attempt is not ok, in a few words.
+// problem returns why an attempt is not ok, in a few words.
 func (a *attempt) problem() string {
 	if a.failure != nil {
 		return a.failure.Message
@@ -150,7 +150,7 @@ func retryAfter(text string, now time.Time) time.Duration {
 	return 0
 }
 
-// withoutAddress returns an error without the address, which the reader knows.
+// withoutAddress returns an error without the address, which the user knows.
 func withoutAddress(err error) error {
 	var wrapped *url.Error
 	if errors.As(err, &wrapped) {

@@ -1,6 +1,6 @@
 package fair
 
-// Charge is what a tenant is charged for one request that runs. It must end once. A nil
+// Charge is the cost charged to a tenant for one running request. It must end once. A nil
 // Charge charges nothing.
 type Charge[T any] struct {
 	queue    *Queue[T]
@@ -8,11 +8,11 @@ type Charge[T any] struct {
 	contends bool    // it counts for the share of class Batch
 	weight   float64 // the tenant's when it began
 	cost     float64 // charged so far, ms
-	owed     float64 // by which it has changed what class Batch is owed, ms
+	owed     float64 // its part of the service owed to class Batch, ms
 }
 
-// Begin charges a tenant the predicted cost of a request, ms, that begins now: one that
-// Walk offers, or one that need not wait.
+// Begin charges a tenant the predicted cost of a request, ms, that begins now: an item that
+// Walk offers, or a request that does not wait.
 func (q *Queue[T]) Begin(t Tenant, c Class, predicted float64) *Charge[T] {
 	f := q.flow(t, c)
 	if len(f.items) == 0 {
@@ -62,7 +62,7 @@ func (c *Charge[T]) End(ms float64) float64 {
 	}
 	f.lane.running--
 	if f.running--; f.running == 0 {
-		f.pending = 0 // what rounding left
+		f.pending = 0 // rounding errors
 	}
 	c.flow = nil
 	return c.cost

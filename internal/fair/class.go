@@ -1,19 +1,19 @@
 package fair
 
-// Class is how urgent a request is. Requests of a class go before those of all later
+// Class is the urgency of a request. Requests of a class are served before those of all later
 // classes.
 type Class int8
 
 const (
-	// Interactive requests go first.
+	// Interactive requests are served first.
 	Interactive Class = iota - 1
-	// Standard is the class of a request of which nothing is said.
+	// Standard is the default class.
 	Standard
-	// Batch requests use what the others leave.
+	// Batch requests use the remaining capacity.
 	Batch
 )
 
-// Classes are all classes, the one that goes first at the front.
+// Classes are all classes, in the order of service.
 var Classes = [...]Class{Interactive, Standard, Batch}
 
 // String returns the name of the class: interactive, standard or batch.
@@ -27,7 +27,7 @@ func (c Class) String() string {
 	return "standard"
 }
 
-// ClassOf returns the class of a name; not ok: there is none of that name.
+// ClassOf returns the class of a name; not ok: the name is unknown.
 func ClassOf(name string) (c Class, ok bool) {
 	for _, c := range Classes {
 		if c.String() == name {
@@ -37,7 +37,7 @@ func ClassOf(name string) (c Class, ok bool) {
 	return Standard, false
 }
 
-// known is the class, or the nearest that there is.
+// known is the class, or the nearest valid one.
 func (c Class) known() Class { return min(max(c, Interactive), Batch) }
 
 // Place returns the place of the class in Classes.

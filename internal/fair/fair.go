@@ -2,19 +2,18 @@
 // over tenants by the service that each has received, and inside a tenant by deadline.
 //
 // Service is the time that workers spend on a tenant's requests, ms: prompt tokens that
-// must be computed times their cost, and answer tokens times theirs. So a request whose
-// prompt is cached costs little, and no tenant pays for what its worker did not do.
+// must be computed times their cost, and answer tokens times theirs. A request whose
+// prompt is cached costs little, and no tenant pays for work that its worker did not do.
 //
 // Each tenant has a counter for each class: the service that it has received and that its
-// running requests are predicted to cost, divided by its weight. Of the tenants that wait, the
+// running requests are predicted to cost, divided by its weight. Of the waiting tenants, the
 // one with the lowest counter is next (Sheng et al., Fairness in Serving Large Language Models,
 // OSDI 2024). A request is charged its predicted cost when it begins, more if its answer gets
 // longer, and its true cost when it ends:
 //
-//   - The service received of a tenant that begins to wait is lifted to the least of those
-//     that wait already: it has no credit for having been idle. Nor is it ahead of that by
-//     more than MostDebt.
-//   - What ends while no request of its class waits is not charged: it was taken from nobody.
+//   - The service received of a tenant that begins to wait is lifted to the least of the
+//     waiting tenants: idle time earns no credit. It exceeds that least by at most MostDebt.
+//   - Requests that end while no request of their class waits are not charged.
 //
 // So for two tenants f and g of a class of which requests wait all the time between two
 // instants, and may go to the same workers, the service S of the requests that began between
@@ -24,12 +23,12 @@
 //
 // d is the difference of their counters at the first instant, C the most that one request
 // costs, w the lower of their weights, n how many requests of a tenant run at once, and E the
-// most by which a prediction is wrong. y is how many requests went before others that would
-// rather wait for their prefix, at most MostYields for a tenant. The reason: f is chosen only
+// most by which a prediction is wrong. y is the number of requests served before others that
+// yielded for their prefix, at most MostYields per tenant. The reason: f is chosen only
 // while its counter is not above g's, or g yields, and then gains on g by one request. Counters
 // differ from true costs by the errors of what runs, at both instants.
 //
-// Classes go one after the other, but a share s of the service can be kept for class Batch.
+// Classes are served in order, but a share s of the service can be reserved for class Batch.
 // Between two instants while requests of that and of another class wait all the time, and may
 // go to the same workers, the service B of those of class Batch and the service S of all that
 // began between them obey
@@ -37,15 +36,15 @@
 //	|B − s·S| ≤ d + (1+y)·C + 2·n·E
 //
 // d is what class Batch is owed of its share at the first instant, n how many requests run at
-// once, and C, E and y are as above, y of all tenants together. The reason: class Batch goes first
-// only while it is owed something, and the others only while it is not. What it is owed, or owes,
-// is at most MostDebt, so no prediction counts for more, neither when it is charged nor when what
-// was too much is given back.
+// once, and C, E and y are as above, y of all tenants together. The reason: class Batch is served
+// first only while it is owed service, and the others only while it is not. The debt is at most
+// MostDebt in either direction, so no prediction counts for more, neither when it is charged nor
+// when an excess is given back.
 //
 // Several routers over the same workers have a queue each. They report to each other what tenants
 // receive (Report, Elsewhere), and a counter is the sum of all. The first bound then holds for the
 // service by all routers together, of tenants that wait at all of them, with 2·u more: u is the
-// most, divided by the weight, that a router has begun of a tenant's requests and has not reported.
+// maximum, divided by the weight, that a router has begun of a tenant's requests and not reported.
 // Reported service takes a tenant at most MostDebt behind the others.
 package fair
 
@@ -56,19 +55,19 @@ import (
 )
 
 const (
-	// MostDebt is the most service divided by the weight, ms, by which a tenant that begins
-	// to wait is behind the others for what it received before.
+	// MostDebt is the maximum service divided by the weight, ms, by which a tenant that
+	// begins to wait is behind the others for earlier service.
 	MostDebt = 10_000
 	// MostCost bounds the cost of one request, ms.
 	MostCost = 3_600_000
 	// LeastWeight and MostWeight bound the weight of a tenant.
 	LeastWeight, MostWeight = 0.001, 1000
-	// Patience is when a request without a deadline counts as due, after its arrival: so
-	// those with one cannot keep it waiting for ever.
+	// Patience is the time after its arrival at which a request without a deadline is due, so
+	// that those with one cannot starve it.
 	Patience = 30 * time.Second
 )
 
-// Tenant is who receives the service of a request.
+// Tenant receives the service of a request.
 type Tenant struct {
 	Name   string  // empty: the common tenant of all that have no name
 	Weight float64 // of its share of a class, LeastWeight to MostWeight; 0: 1
@@ -88,18 +87,18 @@ type Item[T any] struct {
 	Tenant   Tenant
 	Class    Class
 	Cost     float64       // predicted, ms
-	Priority uint32        // among those of its tenant in its class: the higher go first
+	Priority uint32        // among those of its tenant in its class: higher ones first
 	Since    time.Time     // its arrival
 	Deadline time.Time     // for its first token; zero: none
 	Jump     time.Duration // by which it counts as due earlier
-	Leaves   bool          // it is shed instead of served late, so it is not counted as work ahead of others
+	Leaves   bool          // it is shed instead of served late, and no work ahead of others
 
-	flow   *flow[T] // in which it waits; nil: it does not
+	flow   *flow[T] // in which it waits; nil: none
 	number uint64   // of its arrival
-	passed int      // how many have gone before it
+	passed int      // number of items served before it
 }
 
-// due is when the first token of the item has to come.
+// due is the deadline of the item's first token.
 func (it *Item[T]) due() time.Time {
 	if it.Deadline.IsZero() {
 		return it.Since.Add(Patience - it.Jump)
@@ -128,10 +127,10 @@ func (it *Item[T]) before(other *Item[T]) bool {
 
 // Settings bound a queue.
 type Settings struct {
-	Limit   int // most items that wait, at least 1
-	Tenants int // most tenants of a class that are remembered; what comes beyond them shares the flow of the common tenant
+	Limit   int // maximum number of waiting items, at least 1
+	Tenants int // maximum number of stored tenants of a class; further ones share the flow of the common tenant
 
-	BatchShare float64 // of the service, and of Limit, that is kept for class Batch, 0 to 1
+	BatchShare float64 // of the service, and of Limit, reserved for class Batch, 0 to 1
 }
 
 // Queue holds the items that wait and the service of their tenants. It has no lock: its
@@ -171,10 +170,10 @@ func (q *Queue[T]) Waiting(c Class) (ms float64) {
 	return ms
 }
 
-// Owes reports whether requests of the class are the ones to which a part of the service is owed.
+// Owes reports whether service is owed to requests of the class.
 func (q *Queue[T]) Owes(c Class) bool { return c.known() == Batch && q.owed > 0 }
 
-// RunningAfter returns how many requests of classes that come after c run.
+// RunningAfter returns the number of running requests of classes after c.
 func (q *Queue[T]) RunningAfter(c Class) (n int) {
 	for i := c.Place() + 1; i < len(q.lanes); i++ {
 		n += q.lanes[i].running
@@ -185,11 +184,30 @@ func (q *Queue[T]) RunningAfter(c Class) (n int) {
 // batch returns the lane of class Batch.
 func (q *Queue[T]) batch() *lane[T] { return &q.lanes[Batch.Place()] }
 
-// mostTried is how many flows are tried where one must be forgotten.
+// flow returns the flow of a tenant, a new one if there is none.
+func (q *Queue[T]) flow(t Tenant, c Class) *flow[T] {
+	at := c.Place()
+	flows, used := q.flows[at], q.used[at]
+	f := flows[t.Name]
+	if f == nil && len(flows) >= q.settings.Tenants && !q.forget(at) {
+		t = Tenant{}
+		f = flows[t.Name]
+	}
+	if f == nil {
+		f = &flow[T]{lane: &q.lanes[at], name: t.Name, served: q.lanes[at].clock}
+		f.used = used.PushBack(f)
+		flows[t.Name] = f
+	}
+	used.MoveToBack(f.used)
+	f.weight = t.weight()
+	return f
+}
+
+// mostTried is the number of flows that are tried where one must be dropped.
 const mostTried = 32
 
-// forget drops the flow that was used least recently of those that neither wait nor run. That
-// of the common tenant stays: others share it. Not ok: none was found.
+// forget drops the least recently used flow that neither waits nor runs, except that of the
+// common tenant, which others share. Not ok: none was found.
 func (q *Queue[T]) forget(at int) (ok bool) {
 	e := q.used[at].Front()
 	for range mostTried {
@@ -207,9 +225,9 @@ func (q *Queue[T]) forget(at int) (ok bool) {
 	return false
 }
 
-// Push lets an item wait. Where the queue is full, out is the item that has to leave it
-// instead, perhaps it itself: one of the last class that waits, of the tenant with the most
-// waiting items for its weight. nil: none has to.
+// Push adds an item. If the queue is full, out is the item that has to leave, possibly the new
+// one: one of the last waiting class, of the tenant with the most waiting items for its weight.
+// nil: none has to.
 func (q *Queue[T]) Push(it *Item[T]) (out *Item[T]) {
 	f := q.flow(it.Tenant, it.Class)
 	if q.length >= q.settings.Limit {
@@ -220,7 +238,7 @@ func (q *Queue[T]) Push(it *Item[T]) (out *Item[T]) {
 	}
 	if len(f.items) == 0 {
 		if f.lane == q.batch() && len(f.lane.backlogged) == 0 {
-			q.owed = min(q.owed, 0) // it has no credit for the time in which none waited
+			q.owed = min(q.owed, 0) // no credit for the time in which none waited
 		}
 		f.yields = 0
 		f.lane.join(f)
@@ -241,8 +259,8 @@ func (q *Queue[T]) Push(it *Item[T]) (out *Item[T]) {
 	return out
 }
 
-// last returns the item that has to leave for one more of f; nil: that has to leave itself.
-// Class Batch keeps its share of the places.
+// last returns the item that has to leave for a new one of f; nil: the new one. Class Batch
+// keeps its share of the places.
 func (q *Queue[T]) last(f *flow[T]) *Item[T] {
 	batch := q.batch()
 	places := batch.length()
@@ -293,40 +311,40 @@ func (q *Queue[T]) take(f *flow[T], at int) {
 	if len(f.items) > 0 {
 		return
 	}
-	f.items, f.waiting, f.staying = nil, 0, 0 // what rounding left
+	f.items, f.waiting, f.staying = nil, 0, 0 // rounding errors
 	l := f.lane
 	l.clock = l.floor()
 	l.backlogged = slices.DeleteFunc(l.backlogged, func(g *flow[T]) bool { return g == f })
 }
 
-// Verdict is what becomes of an item that Walk offers.
+// Verdict is the decision on an item that Walk offers.
 type Verdict int
 
 const (
-	Kept      Verdict = iota // it waits on; the next one is offered
+	Kept      Verdict = iota // it keeps waiting; the next one is offered
 	Taken                    // it leaves the queue; the next one is offered
-	Later                    // it would rather wait for another worker: others of its tenant may go first
-	Yield                    // the same, and other tenants may go first too
-	PassClass                // it waits on, and so do all of its class
-	Stop                     // it waits on, and so do all that come after it
+	Later                    // it prefers to wait for another worker: others of its tenant may be served first
+	Yield                    // the same, and other tenants may be served first, too
+	PassClass                // it keeps waiting, as do all of its class
+	Stop                     // it keeps waiting, as do all after it
 )
 
 const (
-	// Window is how many of a tenant's items behind one that says Later are offered before it.
+	// Window is the number of a tenant's items that are offered before one that says Later.
 	Window = 256
-	// MostPassed is how many of them go before it at most.
+	// MostPassed is the maximum number of them that are served before it.
 	MostPassed = 32
-	// MostYields is how many items of others go before those of a tenant that say Yield, at most,
-	// while that waits.
+	// MostYields is the maximum number of other tenants' items that are served before those of a
+	// tenant that say Yield, while it waits.
 	MostYields = 64
 )
 
-// Walk offers the items in order. An item that says Later or Yield is offered again, after up to
-// Window of its tenant's with the same priority: if none of them goes, or if MostPassed have gone
-// before it, it must go itself if it can. After Yield it is offered once more after all tenants.
-// So requests may find their prefixes where these are. Later does not change what another tenant
-// receives. offer may call Begin: the order of the items that have not been offered follows it.
-// What of a class comes after PassClass is not offered, and costs nothing, however much waits.
+// Walk offers the items in order. An item that says Later or Yield is offered again after up to
+// Window items of its tenant with the same priority. If none of them is taken, or if MostPassed
+// were taken before it, it must be taken if possible. After Yield it is offered once more after all
+// tenants. So requests can wait for the workers with their prefixes. Later does not change the
+// service of another tenant. offer may call Begin: the order of the remaining items follows it.
+// After PassClass, the rest of the class is not offered, at no cost.
 func (q *Queue[T]) Walk(offer func(it *Item[T], must bool) Verdict) {
 	q.walk++
 	last := false // no item yields any more
@@ -383,7 +401,7 @@ func (q *Queue[T]) resume() (any bool) {
 	return any
 }
 
-// next returns the flow of which Walk offers an item; nil: all that it offers have been.
+// next returns the flow whose item Walk offers; nil: all have been offered.
 func (q *Queue[T]) next() *flow[T] {
 	if q.owed > 0 {
 		if f := q.batch().first(q.walk); f != nil {
@@ -398,7 +416,7 @@ func (q *Queue[T]) next() *flow[T] {
 	return nil
 }
 
-// passing offers the items behind the next one of a flow; Kept: none of them goes.
+// passing offers the items behind the next one of a flow; Kept: none of them is taken.
 func (q *Queue[T]) passing(f *flow[T], offer func(it *Item[T], must bool) Verdict) (v Verdict, at int) {
 	for at = f.next + 1; at < len(f.items) && at <= f.next+Window && f.items[at].Priority == f.items[f.next].Priority; at++ {
 		if v = offer(f.items[at], false); v == Taken || v == PassClass || v == Stop {
@@ -419,11 +437,10 @@ func (q *Queue[T]) Each(f func(*Item[T])) {
 	}
 }
 
-// Ahead returns the cost, ms, of the items that will go before it, which does not wait yet,
-// if nothing else comes and predictions hold: earlier ones of its tenant, of each other tenant
-// of its class what that is to receive until its counter is where it's will be, and of the
-// other classes those that go first. Items that leave are not counted: they are served or shed by
-// their deadline.
+// Ahead returns the cost, ms, of the items that will be served before it, which does not wait
+// yet, if no others arrive and predictions are right: earlier ones of its tenant, the service of
+// each other tenant of its class until the counters are equal, and items of earlier classes. Items
+// that leave are not counted: they are served or shed by their deadline.
 func (q *Queue[T]) Ahead(it *Item[T]) float64 {
 	at := it.Class.Place()
 	l, f := &q.lanes[at], q.flows[at][it.Tenant.Name]
@@ -460,8 +477,8 @@ func (q *Queue[T]) Ahead(it *Item[T]) float64 {
 	}
 }
 
-// contends reports whether what an item of that lane receives is taken from class Batch, or is
-// taken by that from the others.
+// contends reports whether service of that lane competes with class Batch, or that of class Batch
+// with the others.
 func (q *Queue[T]) contends(l *lane[T]) bool {
 	batch := q.batch()
 	if l != batch {
@@ -475,9 +492,8 @@ func (q *Queue[T]) contends(l *lane[T]) bool {
 	return false
 }
 
-// share counts the cost of a charge that contends, in place of what it counted for before. A
-// prediction beyond MostDebt has changed what is owed by less: what is given back of it is no
-// more than that.
+// share replaces the counted cost of a charge that contends. A prediction beyond MostDebt has
+// changed the debt by less, and no more than that is given back.
 func (q *Queue[T]) share(c *Charge[T]) {
 	before := q.owed - c.owed
 	after := before + c.cost*q.settings.BatchShare

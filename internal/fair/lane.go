@@ -5,18 +5,18 @@ import (
 	"math"
 )
 
-// flow is one tenant in one class: what waits, and the counter of its service.
+// flow is one tenant in one class: its items, and the counter of its service.
 type flow[T any] struct {
 	lane     *lane[T]
 	name     string
 	weight   float64
 	served   float64    // service received divided by weight, ms
-	pending  float64    // the same of what runs, as charged
+	pending  float64    // the same of running requests, as charged
 	items    []*Item[T] // in order
 	waiting  float64    // their cost, ms
 	staying  float64    // of that, of those that do not leave
 	running  int        // charges that have not ended
-	yields   int        // items of others that went before those that said Yield, since it waits
+	yields   int        // items of others served before its yielding ones, since it waits
 	yielding bool       // others are offered first in this walk
 	next     int        // of items, that walk offers
 	walk     uint64     // that next is for
@@ -27,7 +27,7 @@ type flow[T any] struct {
 	elsewhere float64 // of that, what counts
 }
 
-// counter is what decides whose turn it is.
+// counter decides the turn.
 func (f *flow[T]) counter() float64 { return f.served + f.pending + f.elsewhere }
 
 // lane is one class.
@@ -39,7 +39,7 @@ type lane[T any] struct {
 	passed     uint64     // the last walk in which an item said PassClass
 }
 
-// floor is the service to which a flow is lifted that begins to wait.
+// floor is the service to which a flow that begins to wait is lifted.
 func (l *lane[T]) floor() float64 {
 	if len(l.backlogged) == 0 {
 		return l.clock
@@ -82,7 +82,7 @@ func (l *lane[T]) join(f *flow[T]) {
 	f.weigh()
 }
 
-// first returns the flow of which an item is to be offered in that walk; nil: all have been.
+// first returns the flow whose item is to be offered in that walk; nil: all have been.
 // There are at most as many flows as items, so a search is fast enough.
 func (l *lane[T]) first(walk uint64) (best *flow[T]) {
 	if l.passed == walk {
@@ -100,25 +100,6 @@ func (l *lane[T]) first(walk uint64) (best *flow[T]) {
 		}
 	}
 	return best
-}
-
-// flow returns the flow of a tenant, a new one if there is none.
-func (q *Queue[T]) flow(t Tenant, c Class) *flow[T] {
-	at := c.Place()
-	flows, used := q.flows[at], q.used[at]
-	f := flows[t.Name]
-	if f == nil && len(flows) >= q.settings.Tenants && !q.forget(at) {
-		t = Tenant{}
-		f = flows[t.Name]
-	}
-	if f == nil {
-		f = &flow[T]{lane: &q.lanes[at], name: t.Name, served: q.lanes[at].clock}
-		f.used = used.PushBack(f)
-		flows[t.Name] = f
-	}
-	used.MoveToBack(f.used)
-	f.weight = t.weight()
-	return f
 }
 
 // cost returns a cost within its bounds.

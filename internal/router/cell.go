@@ -58,8 +58,8 @@ func (f *fleet) loseCell(w kv.WorkerKey) {
 	}
 }
 
-// matchCells appends to dst, from start on by worker, how many leading blocks of a prompt each
-// cell reports.
+// matchCells appends to dst, from start on by worker, the number of leading blocks of a prompt that
+// each cell reports.
 func (f *fleet) matchCells(dst []kv.Match, start int, local []uint64) []kv.Match {
 	cells := f.cells.Load()
 	if cells == nil || len(local) == 0 {
@@ -78,7 +78,7 @@ func (f *fleet) matchCells(dst []kv.Match, start int, local []uint64) []kv.Match
 	return dst
 }
 
-// Found notes how many tokens of the prompt a cell found cached on the worker that it chose.
+// Found records the tokens of the prompt that a cell found cached on the worker that it chose.
 func (b *Booking) Found(tokens int) {
 	b.router.mu.Lock()
 	defer b.router.mu.Unlock()
@@ -88,7 +88,7 @@ func (b *Booking) Found(tokens int) {
 }
 
 // Waits predicts the delay of the first token of a new request of each class as Wait does, behind
-// those that go before it in the router's queue. Not up: no worker accepts requests.
+// those ahead of it in the router's queue. Not up: no worker accepts requests.
 func (a *Admission) Waits() (waits [len(fair.Classes)]time.Duration, up bool) {
 	r := a.router
 	r.mu.Lock()

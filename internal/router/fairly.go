@@ -11,11 +11,11 @@ import (
 	"kvrouter/internal/policy"
 )
 
-// mostTenants is how many tenants of a class are remembered by a fair queue. More than keys
-// of a file: those that are named by a header come and go.
+// mostTenants is the number of tenants of a class that a fair queue stores. There are more than
+// keys of a file: headers name tenants, too.
 const mostTenants = 16_384
 
-// ErrShed means that a request that may be shed would get its first token too late.
+// ErrShed means that a sheddable request would get its first token too late.
 var ErrShed = errors.New("all workers are at capacity, and the first token would come later than its objective")
 
 // ShedError is ErrShed with a time.
@@ -42,25 +42,23 @@ func shed(late time.Duration) error {
 // mostRetryAfter bounds Retry-After: the load may be another by then.
 const mostRetryAfter = 10 * time.Minute
 
-// Charging is what a tenant is charged for. Everything but ByWork is for comparison, in
-// simulations.
+// Charging is the basis of charges. All but ByWork are for comparison, in simulations.
 type Charging int
 
 const (
-	// ByWork charges the time of the workers: of what they computed.
+	// ByWork charges the workers' time for what they computed.
 	ByWork Charging = iota
-	// ByPrompt charges the tokens of the prompt, whether they are cached or not, as if they had
-	// to be computed.
+	// ByPrompt charges the tokens of the prompt, cached or not, as if they had to be computed.
 	ByPrompt
 	// ByRequest charges every request the same, so that tenants take turns.
 	ByRequest
 )
 
-// requestCost is what ByRequest charges, ms.
+// requestCost is the charge of ByRequest, ms.
 const requestCost = 100
 
-// cost returns what a tenant is charged, ms, for a request of which so many tokens are computed
-// of a prompt of that many, and so many are answered.
+// cost returns the charge, ms, for a request with so many computed tokens, prompt tokens and
+// answered tokens.
 func (c Charging) cost(uncached, prompt, answered float64, is price) float64 {
 	switch c {
 	case ByPrompt:
@@ -71,7 +69,7 @@ func (c Charging) cost(uncached, prompt, answered float64, is price) float64 {
 	return uncached*is.prompt + answered*is.answer
 }
 
-// price is the time of a worker that a token takes, ms.
+// price is the worker time of a token, ms.
 type price struct{ prompt, answer float64 }
 
 // priceOn returns the price of p's tokens on a candidate, once it is there, too.
@@ -94,16 +92,16 @@ func (a *Admission) answerOf(p *prompt) float64 {
 	return a.router.decider.forecast.UsualOutput()
 }
 
-// charge charges the tenant of p for what it is predicted to cost on the candidate, where b
-// is about to be booked.
+// charge charges the tenant of p the predicted cost on the candidate on which b is about to be
+// booked.
 func (a *Admission) charge(b *Booking, p *prompt, c *policy.Candidate) {
 	b.price = a.priceOn(p, c)
 	b.expects = a.answerOf(p)
 	b.charge = a.fair.Begin(p.Tenant, p.Class, b.costOf(b.expects))
 }
 
-// costOf returns what the tenant is charged for the request with an answer of that many tokens,
-// ms: of the prompt for what the engine has computed, once it has reported that.
+// costOf returns the charge for the request with an answer of that many tokens, ms. Of the prompt it
+// counts what the engine has computed, once that is reported.
 func (b *Booking) costOf(answered float64) float64 {
 	uncached := b.uncached
 	if b.cached >= 0 && b.leg != kv.LegDecode {
@@ -112,10 +110,10 @@ func (b *Booking) costOf(answered float64) float64 {
 	return b.router.settings.Charging.cost(float64(uncached), float64(b.prompt), answered, b.price)
 }
 
-// answerStep is after how many tokens of an answer its tenant is charged again.
+// answerStep is the number of tokens of an answer between two charges.
 const answerStep = 64
 
-// AnswerStep returns after how many tokens of an answer Answered is to be called; 0: never.
+// AnswerStep returns the number of tokens of an answer between two calls of Answered; 0: none.
 func (b *Booking) AnswerStep() int {
 	if b.charge == nil {
 		return 0
@@ -124,7 +122,7 @@ func (b *Booking) AnswerStep() int {
 }
 
 // Answered sets the answer's tokens so far. A tenant is charged for an answer that is
-// longer than predicted as it comes.
+// longer than predicted while it runs.
 func (b *Booking) Answered(tokens int) {
 	r := b.router
 	r.mu.Lock()
@@ -136,8 +134,8 @@ func (b *Booking) Answered(tokens int) {
 	b.charge.Set(b.costOf(max(b.expects, float64(b.answered))))
 }
 
-// settle makes the charge of a request that ends what its workers did. What a worker failed
-// costs nothing. The caller holds the lock.
+// settle sets the charge of an ended request to the work of its workers. Failed attempts are not
+// charged. The caller holds the lock.
 func (b *Booking) settle(how policy.Ending, output int) {
 	answer := float64(max(output, b.answered))
 	switch {
@@ -226,7 +224,7 @@ func (a *Admission) dispatchFairly(now time.Time) {
 		if !must && a.stillWants(w, now) {
 			return a.yields(w, now)
 		}
-		// What has been stored and removed since it came decides where it belongs.
+		// Blocks stored and removed since its arrival decide where it belongs.
 		w.matches = a.router.match(w.matches[:0], &w.prompt, a.router.parts())
 		w.prompt.matches, w.prompt.next = w.matches, 0
 		v := a.decide(w, must, now)
@@ -240,8 +238,8 @@ func (a *Admission) dispatchFairly(now time.Time) {
 	})
 }
 
-// alike says what a request needs of a worker. Where one finds no room, those that are alike
-// need not look.
+// alike is the set of requirements on a worker. If a request finds no room, those with equal
+// requirements need not look.
 type alike struct {
 	known  bool // nothing else restricts it
 	model  string
@@ -278,7 +276,7 @@ func (a *Admission) anyIdle(p *prompt) bool {
 	return false
 }
 
-// lookEvery is how often room is looked for that comes with time, not with an event.
+// lookEvery is the interval of looks for room that appears with time, not with an event.
 const lookEvery = 20 * time.Millisecond
 
 // looks returns the timer by which a request that waits in a fair queue looks for room, or
@@ -295,8 +293,7 @@ func (a *Admission) looks(w *waiter) (look <-chan time.Time, stop func()) {
 // together.
 func (a *Admission) lookPause() time.Duration { return lookEvery * time.Duration(max(1, a.fair.Len())) }
 
-// lookForRoom gives those that wait room that has come with time, and sheds w if it has
-// become too late.
+// lookForRoom assigns room that has appeared with time, and sheds w if it has become too late.
 func (a *Admission) lookForRoom(w *waiter) {
 	r := a.router
 	r.mu.Lock()

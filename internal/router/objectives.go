@@ -7,9 +7,9 @@ import (
 	"kvrouter/internal/policy"
 )
 
-// preferKeeping leaves those of the candidates that are predicted to keep the objectives of p; all
-// of them if none is. An objective of the first token that has passed is none any more. A prefill
-// worker keeps the time to the first token, a decode worker that of the further ones.
+// preferKeeping keeps the candidates that are predicted to keep the objectives of p, or all if there
+// are none. An objective of the first token that has passed no longer counts. A prefill worker keeps
+// the time to the first token, a decode worker that of the further ones.
 func (d *decider) preferKeeping(p *prompt, q *policy.Query) {
 	first, further := time.Duration(0), time.Duration(0)
 	if p.Leg != kv.LegDecode && !p.Deadline.IsZero() {

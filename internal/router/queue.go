@@ -116,8 +116,8 @@ const QueueRefresh = 10 * time.Second
 type waiter struct {
 	prompt  prompt
 	since   time.Time
-	score   float64             // the higher go first, of those with one StrictPriority
-	item    *fair.Item[*waiter] // its place in a fair queue; nil: the queue is another
+	score   float64             // higher ones first, among those with one StrictPriority
+	item    *fair.Item[*waiter] // its place in a fair queue; nil: the queue is not fair
 	wants   wanted              // in a fair queue
 	matches []kv.Match          // reused there; the prompt's first ones are its other leg's too
 	look    *time.Timer         // of looks; nil: none
@@ -162,9 +162,9 @@ func (a *Admission) hasCapacity(t *kv.Target, load *policy.Load, now time.Time) 
 	return threshold == nil || t.MaxBatchedTokens <= 0 || float64(load.PrefillTokens) <= *threshold*float64(t.MaxBatchedTokens)
 }
 
-// mustWait reports whether p has to wait for one of the candidates. Those that
-// wait already need not be asked: had one of the candidates capacity for them, they
-// would not wait.
+// mustWait reports whether p has to wait for one of the candidates. Those already
+// waiting need no check: had one of the candidates capacity for them, they would not
+// wait.
 func (a *Admission) mustWait(p *prompt, now time.Time) bool {
 	r := a.router
 	if !r.settings.Queues() || p.QueryOnly || p.ChooseOnly {
@@ -203,8 +203,8 @@ func (a *Admission) enqueue(p *prompt, now time.Time) (*waiter, error) {
 	return w, nil
 }
 
-// makeRoom takes the last request of the client that has the most in the queue out of it, if that
-// client then still has no fewer than this one will have. A fair queue does the same for tenants.
+// makeRoom removes the last request of the client with the most in the queue, if that client then
+// still has no fewer than this one will have. A fair queue does the same for tenants.
 func (a *Admission) makeRoom(client string) (ok bool) {
 	of := map[string]int{}
 	for _, w := range a.waiting {
@@ -258,8 +258,8 @@ func (a *Admission) dispatch(now time.Time) {
 	a.waiting = kept
 }
 
-// decide decides a waiting request, unless it has to wait on, or would rather wait for the worker
-// that holds its prefix and need not go now.
+// decide decides a waiting request, unless it has to keep waiting, or prefers to wait for the worker
+// with its prefix.
 func (a *Admission) decide(w *waiter, must bool, now time.Time) fair.Verdict {
 	r := a.router
 	err := r.decider.collect(&w.prompt, now)
@@ -350,7 +350,7 @@ func (a *Admission) dequeue(w *waiter) bool {
 	return at >= 0
 }
 
-// lookUpAgain brings up to date what w's workers have of its prompt.
+// lookUpAgain updates the matches of w's prompt on its workers.
 func (a *Admission) lookUpAgain(w *waiter) {
 	r := a.router
 	if a.fair != nil {
@@ -380,7 +380,7 @@ func (r *Router) RouteOrWait(request Request, decided func(Decision, error)) (De
 	p.decided = decided
 	w, err := r.schedule(&p, &decision)
 	if w == nil {
-		r.scratch.Put(scratch) // else it is part of what waits
+		r.scratch.Put(scratch) // else it belongs to the waiting request
 		return decision, nil, err
 	}
 	return Decision{}, &Waiting{r, w}, nil

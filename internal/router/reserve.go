@@ -7,21 +7,21 @@ import (
 )
 
 const (
-	// mayWait is the share of the requests of a class that may find no seat because of later
+	// mayWait is the share of a class's requests that may find no seat because of later
 	// classes.
 	mayWait = 0.02
-	// mostReserved is the share of all seats that is kept for earlier classes at most.
+	// mostReserved is the maximum share of all seats that is reserved for earlier classes.
 	mostReserved = 0.5
 )
 
-// reserve is how many seats in all engines are kept free for each class: a request of a later
-// class goes only while more are free. It is learned: one more with each request of the class
-// that has to wait while one of a later class runs, and less with each that need not, so that
-// about mayWait of them have to.
+// reserve is the number of seats in all engines that are reserved for each class: a request of a
+// later class is admitted only while more are free. It is learned: one more with each request of
+// the class that waits while one of a later class runs, less with each that does not, so that
+// about mayWait of them wait.
 type reserve [len(fair.Classes)]float64
 
-// learn notes that a request of the class comes, and whether it has to wait. later is how many of
-// later classes run, and seats how many can run in all.
+// learn counts a request of the class that arrives, and whether it has to wait. later is the number
+// of running requests of later classes, seats the number that can run in all.
 func (s *reserve) learn(c fair.Class, waits bool, later, seats int) {
 	kept := &s[c.Place()]
 	switch {
@@ -32,7 +32,7 @@ func (s *reserve) learn(c fair.Class, waits bool, later, seats int) {
 	}
 }
 
-// before returns how many seats are kept for classes that go before c.
+// before returns the number of seats that are reserved for classes before c.
 func (s *reserve) before(c fair.Class) (seats float64) {
 	for _, kept := range s[:c.Place()] {
 		seats = max(seats, kept)
@@ -40,8 +40,8 @@ func (s *reserve) before(c fair.Class) (seats float64) {
 	return seats
 }
 
-// seats returns how many requests the engines can run at once, and how many of these seats are
-// free, as far as that is known. idle: one of them has nothing to do.
+// seats returns the number of requests that the engines can run at once, and of these the free
+// seats, as far as known. idle: one engine has nothing to do.
 func (a *Admission) seats(now time.Time) (all, free int, idle bool) {
 	r := a.router
 	for i := range r.fleet.targets {
@@ -57,8 +57,7 @@ func (a *Admission) seats(now time.Time) (all, free int, idle bool) {
 	return all, free, idle
 }
 
-// seatsAreKept reports whether a request of the class has to leave the seats that are free to
-// earlier classes. A worker with nothing to do takes any.
+// seatsAreKept reports whether the free seats are reserved for classes before that of a request. A worker with nothing to do takes any.
 func (a *Admission) seatsAreKept(c fair.Class, now time.Time) bool {
 	kept := a.reserve.before(c)
 	if kept < 1 || a.fair.Owes(c) {
@@ -68,6 +67,6 @@ func (a *Admission) seatsAreKept(c fair.Class, now time.Time) bool {
 	return !idle && all > 0 && float64(free) <= kept
 }
 
-// reserves reports whether seats are learned to be kept from a request: others cannot choose among
-// the seats.
+// reserves reports whether a request counts for the reserved seats: others cannot choose among the
+// seats.
 func (p *prompt) reserves() bool { return !p.QueryOnly && !p.ChooseOnly && p.alike().known }

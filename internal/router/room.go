@@ -7,11 +7,11 @@ import (
 	"kvrouter/internal/policy"
 )
 
-// unknownPass is the most tokens of a pass of a worker that reports none, the usual
-// setting of vLLM on a large GPU.
+// unknownPass is the assumed maximum of tokens in a pass of a worker that reports none: the
+// usual setting of vLLM on a large GPU.
 const unknownPass = 8192
 
-// passOf returns the most tokens of a pass of the worker.
+// passOf returns the maximum number of tokens in a pass of the worker.
 func passOf(t *kv.Target) int {
 	if t.MaxBatchedTokens > 0 {
 		return t.MaxBatchedTokens
@@ -21,8 +21,8 @@ func passOf(t *kv.Target) int {
 
 // hasRoom reports whether a worker with that load would begin one more request soon: fewer
 // than a pass of uncached prompt tokens are pending, and it runs fewer requests than its
-// engine can. So the next pass is full before it begins, and what is more waits in the
-// router. A worker with nothing to do always has room.
+// engine can. So the next pass is full before it begins, and further requests wait in the
+// router. An idle worker always has room.
 func (a *Admission) hasRoom(t *kv.Target, load *policy.Load, now time.Time) bool {
 	switch {
 	case load.InFlight+load.Foreign == 0:
@@ -42,9 +42,9 @@ func hasSeat(load *policy.Load) bool {
 	return requests == 0 || !load.Fresh || load.Fill == 0 || requests < load.Fill
 }
 
-// preferSeats leaves those of the candidates whose engine would run the request, if there are any,
-// and reports whether others are left out. In the engine of another one it would wait for the end
-// of an answer, and nothing could go before it any more.
+// preferSeats keeps the candidates whose engine would run the request, if there are any, and reports
+// whether others are left out. In a full engine it would wait for the end of an answer, ahead of more
+// urgent requests.
 func (d *decider) preferSeats() (others bool) {
 	if d.router.Admission.fair == nil || d.router.settings.RouterQueueThreshold != nil {
 		return false
@@ -53,8 +53,8 @@ func (d *decider) preferSeats() (others bool) {
 }
 
 // pending returns the uncached prompt tokens that a worker has yet to compute. The first
-// token of an answer that comes whole is not reported: it is taken to have been computed
-// when all before it could have been.
+// token of an answer that comes whole is not reported: it counts as computed once all
+// prompts before it could have been.
 func (a *Admission) pending(load *policy.Load, now time.Time) int {
 	tokens := load.PrefillTokens
 	for i := range load.Prefills {
@@ -65,33 +65,32 @@ func (a *Admission) pending(load *policy.Load, now time.Time) int {
 	return tokens
 }
 
-// wasComputed reports whether a prompt is taken to have been computed, the answer to which
-// comes whole.
+// wasComputed reports whether the prompt of an answer that is not streamed counts as computed.
 func (a *Admission) wasComputed(p *policy.Prefill, now time.Time) bool {
 	return p.AnsweredWhole && now.Sub(p.Sent) > a.router.decider.forecast.Compute(p.Queued+p.Tokens)
 }
 
 const (
-	// fillGrowth is the part by which the requests that a worker runs at once are taken to be
-	// more where its engine keeps none waiting.
+	// fillGrowth is the growth of the assumed number of requests that a worker runs at once
+	// while none waits in its engine.
 	fillGrowth = 8
-	// fullCache is the share of an engine's cache from which on that is taken to be what keeps
+	// fullCache is the share of an engine's cache above which the cache is assumed to keep
 	// requests waiting, not a full batch.
 	fullCache = 0.75
-	// leastProbe and mostProbe bound the time after which one request more than the batch held
-	// before is tried.
+	// leastProbe and mostProbe bound the time after which one request more than the last
+	// batch is tried.
 	leastProbe, mostProbe = time.Second, time.Minute
 )
 
-// learnRoom learns from a worker's second report in a row that requests wait in its engine how
-// many that runs at once. The engine's batch or cache is full with those that run
+// learnRoom learns the number of requests that an engine runs at once, from a worker's second
+// consecutive report of requests that wait there. Its batch or cache is full
 //
-//   - if no prompt was computed since the report before, though one was there that waits, or
+//   - if no prompt was computed since the report before, although one was waiting, or
 //   - if the prompts of those that wait would fit in a pass, and at least one of them was there
 //     when the last passes over prompts began: these have left it out. Of answers that come
 //     whole the passes are not known; then no more may run than before.
 //
-// Where none waits with so many, more may be possible.
+// While none waits, more may be possible.
 func (a *Admission) learnRoom(at int, before policy.Published) {
 	r := a.router
 	load, now := r.fleet.targetLoads[at].workerLoad, r.now()
@@ -107,9 +106,9 @@ func (a *Admission) learnRoom(at int, before policy.Published) {
 	}
 }
 
-// setFill sets how many requests a worker runs at once, as seen. The room of a batch is always
-// the same, and a request that is tried beyond it waits in the engine behind nobody's choice. So
-// the time to the next try doubles with each that fails. The room of a cache changes.
+// setFill sets the observed number of requests that a worker runs at once. The size of a batch is
+// constant, and a request tried beyond it waits in the engine, out of the router's control: so the
+// time to the next try doubles with each that fails. The room of a cache changes.
 func (l *workerLoad) setFill(ran int, now time.Time) {
 	switch {
 	case l.KVUsage >= fullCache:
@@ -120,7 +119,7 @@ func (l *workerLoad) setFill(ran int, now time.Time) {
 	l.Fill, l.growsFrom = ran, now.Add(l.probe)
 }
 
-// growFill lets a worker have more requests than it has been seen to run at once.
+// growFill allows a worker more requests than it was observed to run at once.
 func (l *workerLoad) growFill(now time.Time) {
 	if l.probe >= leastProbe {
 		l.Fill++

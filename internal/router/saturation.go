@@ -74,8 +74,8 @@ func (a *Admission) shortestWait(leg kv.Leg, now time.Time) (wait time.Duration,
 	return wait, workers
 }
 
-// waitBehind returns the wait of a request of a class behind those in the router's queue that go
-// before it, where so many workers are as of shortestWait.
+// waitBehind returns the wait of a request of a class behind those ahead of it in the router's queue,
+// with so many workers as of shortestWait.
 func (a *Admission) waitBehind(class fair.Class, wait time.Duration, workers int, now time.Time) time.Duration {
 	queued, longest := 0, time.Duration(0)
 	a.eachWaiting(func(w *waiter) {
@@ -132,10 +132,10 @@ func (a *Admission) SaturationOf(role kv.Role) (saturation float64, up bool) {
 	return sum / float64(workers) * float64(requests+waiting) / float64(max(1, requests)), true
 }
 
-// mostDecodeUse bounds decodeUse: more is a foreign number.
+// mostDecodeUse bounds decodeUse: larger values are invalid reports.
 const mostDecodeUse = 1000
 
-// decodeUse is how much of what a worker can decode is in use: 1 is all. It is the most of
+// decodeUse is the used share of a worker's decoding capacity: 1 is all. It is the maximum of
 //   - the share of its KV cache, as published or as of the requests in flight; with a full cache,
 //     times the requests that wait in the engine and run, by those that run,
 //   - the requests there, by those that the engine runs at once, if that has been learned,

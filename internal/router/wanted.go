@@ -8,11 +8,11 @@ import (
 )
 
 const (
-	// leastMissed is how many tokens fewer a full worker has to compute for which a request
-	// would rather wait.
+	// leastMissed is the number of tokens that a full worker must save so that a request prefers
+	// to wait for it.
 	leastMissed = 256
-	// prefixWorth is how many times as long as computing these tokens takes it lets other
-	// tenants go first for that: computing them delays all answers of a worker, too.
+	// prefixWorth is the time for which it yields to other tenants, as a multiple of the time to
+	// compute these tokens: computing them delays all answers of a worker, too.
 	prefixWorth = 3
 	// mostWanted is the maximum number of full workers that a request waits for.
 	mostWanted = 64
@@ -21,16 +21,16 @@ const (
 	lastMoment = 5 * lookEvery
 )
 
-// wanted are the full workers that hold the prefix of a request in a fair queue, as it found them
-// when it last looked. It lets others go first until one of them has room.
+// wanted are the full workers with the prefix of a request in a fair queue, as of its last look. It
+// yields until one of them has room.
 type wanted struct {
 	workers []kv.WorkerKey // none: it takes the next worker with room
-	missed  int            // tokens fewer that it would compute there than on any with room
+	missed  int            // tokens that it saves there against any worker with room
 	until   time.Time      // when it looks again
 }
 
-// want notes which candidates without capacity w would rather wait for than go to one that has it,
-// and reports whether there are any.
+// want records the candidates without capacity for which w prefers to wait, and reports whether
+// there are any.
 func (a *Admission) want(w *waiter, now time.Time) bool {
 	r := a.router
 	p := &w.prompt
@@ -67,7 +67,7 @@ func (a *Admission) want(w *waiter, now time.Time) bool {
 }
 
 // stillWants reports whether w need not look again, because all workers that it wants are full.
-// A look costs as much as a decision, and each dispatch asks this for all waiting requests.
+// A look costs as much as a decision, and each dispatch needs this for all waiting requests.
 func (a *Admission) stillWants(w *waiter, now time.Time) bool {
 	r := a.router
 	if len(w.wants.workers) == 0 || !now.Before(w.wants.until) {
@@ -82,8 +82,8 @@ func (a *Admission) stillWants(w *waiter, now time.Time) bool {
 	return true
 }
 
-// yields returns the verdict on w, which waits for a full worker: for a limited time requests of
-// all tenants may go before it, then those of its own tenant only.
+// yields returns the verdict on w, which waits for a full worker: for a limited time it yields to
+// requests of all tenants, then to those of its own tenant only.
 func (a *Admission) yields(w *waiter, now time.Time) fair.Verdict {
 	if now.Sub(w.since) < prefixWorth*a.router.decider.forecast.Compute(w.wants.missed) {
 		return fair.Yield
