@@ -156,7 +156,7 @@ func TestTheManualPageReadsAsItStands(t *testing.T) {
 	text := printed(t, "man")
 	for _, want := range []string{
 		`.TH FRUIT 1 "" "fruit v1.2" "User Commands"`, `fruit \- picker of fruit`, "\\fB\\-\\-kind\\fR \\fIapple|pear\\fR", "\\fB\\-\\-[no\\-]wash\\fR",
-		"\\fB\\-n\\fR, \\fB\\-\\-count\\fR", "\n\\&.hidden list", "FRUIT_KIND", ".B completion bash|zsh|fish", ".SH OPTIONS OF PACK",
+		"\\fB\\-n\\fR, \\fB\\-\\-count\\fR", "\n\\&.hidden list", "FRUIT_ and the flag in capitals", ".B completion bash|zsh|fish", ".SH OPTIONS OF PACK",
 	} {
 		if !strings.Contains(text, want) {
 			t.Errorf("%q is not in\n%s", want, text)

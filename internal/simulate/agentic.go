@@ -74,7 +74,7 @@ func syntheticAgents(settings AgenticSettings, seed uint64, longest int) ([]Trac
 			kind, _ := slices.BinarySearch(popularity, random.Float64())
 			run := settings.run(random, longest)
 			if len(run) == 0 {
-				return nil, fmt.Errorf("a run of workflow %d: prefix, task and answer do not fit the KV cache of %d tokens; give less --agentic-prefix-tokens, -task-tokens or -output-tokens, or more --mock-num-gpu-blocks", i, longest)
+				return nil, fmt.Errorf("a run of workflow %d: prefix, task and answer do not fit the KV cache of %d tokens; give less --agentic-prefix-tokens, -task-tokens or -output-tokens, or more --mock num-gpu-blocks", i, longest)
 			}
 			hashes := syntheticHashes(kind, settings.Kinds+runs, settings.PrefixTokens, run[len(run)-1].known)
 			hints := agentHints(runs, run)

@@ -313,7 +313,7 @@ func (l *gridLoad) tiers(base []engine.TierSettings) (tiers []engine.TierSetting
 }
 
 // Defaults of the tiers of a load for which no flag is set: those of the flags
-// --mock-host-bandwidth, --mock-disk-bandwidth and --mock-kv-bytes-per-token.
+// host-bandwidth, disk-bandwidth and kv-bytes-per-token of --mock.
 var tierBandwidths = [...]float64{25, 2}
 
 const tierBytes = 131072
