@@ -46,7 +46,9 @@ type command interface{ Run() error }
 // an entry has few flags: its help shows all of them.
 var usual = map[string][]manual.Task{
 	"serve": {
-		{Title: "Start workers", Flags: []string{"model", "engine", "num-workers", "prefill-workers", "decode-workers", "gpus-per-worker", "block-size"}},
+		{Title: "Start workers", Flags: []string{
+			"model", "engine", "num-workers", "prefill-workers", "decode-workers", "gpus-per-worker", "block-size",
+		}},
 		{Title: "Attach workers", Flags: []string{"worker", "discovery"}},
 		{Title: "Listen", Flags: []string{"host", "http-port", "router-host", "router-port", "api-key", "tls-cert", "tls-key"}},
 		{Title: "Route", Flags: []string{"policy", "no-kv-events", "session-header", "router-queue-policy"}},
@@ -70,7 +72,9 @@ func newParser(c *cli, help *manual.Help, options ...kong.Option) (*kong.Kong, e
 	help.Usual = usual
 	parser, err := kong.New(c, append([]kong.Option{
 		kong.Name("kvrouter"),
-		kong.Description("KV-cache-aware router for vLLM and SGLang. It starts or attaches workers and serves one OpenAI endpoint. Each request goes to the worker with the lowest cost: longest cached prefix weighed against load. Arguments after -- are passed to every started worker."),
+		kong.Description("KV-cache-aware router for vLLM and SGLang. It starts or attaches workers and serves one OpenAI endpoint. " +
+			"Each request goes to the worker with the lowest cost: longest cached prefix weighed against load. " +
+			"Arguments after -- are passed to every started worker."),
 		settings.Environment("KVROUTER"),
 		kong.Vars{"policies": strings.Join(policies.Names, ", "), "version": "kvrouter " + settings.Build()},
 		kong.Help(help.Print),
@@ -103,6 +107,15 @@ func parse(args []string, machine settings.Machine) (command, error) {
 	parser, err := newParser(&c, &help, kong.Exit(func(int) { printed = true }), kong.WithBeforeResolve(read))
 	if err != nil {
 		return nil, err
+	}
+	if len(args) > 0 && !strings.HasPrefix(args[0], "-") {
+		var names []string
+		for _, known := range parser.Model.Children {
+			names = append(names, known.Name)
+		}
+		if !slices.Contains(names, args[0]) {
+			return nil, fmt.Errorf("unknown command %q: the commands are %s", args[0], strings.Join(names, ", "))
+		}
 	}
 	ctx, err := parser.Parse(help.Take(args))
 	if printed {
@@ -249,8 +262,9 @@ func (c *SimulateCommand) routing() router.Settings {
 // simulation has what all runs have in common.
 func (c *SimulateCommand) simulation() simulate.Simulation {
 	return simulate.Simulation{
-		Scoring: c.Scoring, Index: c.Index, Engine: c.Mock.SimConfig(c.BlockSize), Workers: c.workers(), Prefills: c.PrefillWorkers,
-		Kind: c.Mock.DisaggKind(), Handover: c.Mock.Handover(), Tiers: c.Mock.Tiers(), Peers: c.Mock.Peers(), LeastUncached: c.Pairs.DisaggMinUncachedTokens, Seed: c.Seed, Routing: c.routing(), Retry: c.Retry,
+		Scoring: c.Scoring, Index: c.Index, Routing: c.routing(), Retry: c.Retry, Seed: c.Seed,
+		Engine: c.Mock.SimConfig(c.BlockSize), Tiers: c.Mock.Tiers(), Peers: c.Mock.Peers(), Workers: c.workers(),
+		Prefills: c.PrefillWorkers, Kind: c.Mock.DisaggKind(), Handover: c.Mock.Handover(), LeastUncached: c.Pairs.DisaggMinUncachedTokens,
 	}
 }
 

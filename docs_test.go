@@ -95,14 +95,7 @@ func writeFlags(t *testing.T, page *strings.Builder, app *kong.Application, comm
 	}
 	escape := strings.NewReplacer("|", `\|`, "*", `\*`)
 	title := ""
-	own := manual.Own(app, command)
-	slices.SortStableFunc(own, func(a, b *kong.Flag) int { // groups in the order of their first flag
-		first := func(flag *kong.Flag) int {
-			return slices.IndexFunc(own, func(f *kong.Flag) bool { return f.Group.Title == flag.Group.Title })
-		}
-		return first(a) - first(b)
-	})
-	for _, flag := range own {
+	for _, flag := range manual.Own(app, command) {
 		if flag.Group.Title != title {
 			title = flag.Group.Title
 			fmt.Fprintf(page, "\n### %s\n\n| flag | default | meaning |\n|---|---|---|\n", title)

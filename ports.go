@@ -18,14 +18,26 @@ func (c *Config) exposures() []web.Exposure {
 	certified := c.Web.TLS.TLSClientCA != ""
 	keyed := len(c.APIKey) > 0 || c.Keys.APIKeysFile != ""
 	all := []web.Exposure{
-		{Flag: "--host", Host: c.Host, Name: "OpenAI port", Keyed: keyed || certified, Keys: "--api-key, --api-keys-file or --tls-client-ca"},
-		{Flag: "--router-host", Host: c.Web.RouterHost, Name: "router port", Keyed: len(c.RouterAPIKey) > 0 || certified, Keys: "--router-api-key or --tls-client-ca"},
+		{
+			Flag: "--host", Host: c.Host, Name: "OpenAI port",
+			Keyed: keyed || certified, Keys: "--api-key, --api-keys-file or --tls-client-ca",
+		},
+		{
+			Flag: "--router-host", Host: c.Web.RouterHost, Name: "router port",
+			Keyed: len(c.RouterAPIKey) > 0 || certified, Keys: "--router-api-key or --tls-client-ca",
+		},
 	}
 	if c.Gateway.ExtProcPort != 0 {
-		all = append(all, web.Exposure{Flag: "--ext-proc-host", Host: c.gatewayHost(), Name: "port of --ext-proc-port", Keyed: keyed || certified && c.Gateway.ExtProcTLS, Keys: "--api-key or --api-keys-file"})
+		all = append(all, web.Exposure{
+			Flag: "--ext-proc-host", Host: c.gatewayHost(), Name: "port of --ext-proc-port",
+			Keyed: keyed || certified && c.Gateway.ExtProcTLS, Keys: "--api-key or --api-keys-file",
+		})
 	}
 	if c.Replica.ReplicaSync {
-		all = append(all, web.Exposure{Flag: "--replica-sync-host", Host: c.replicaHost(), Name: "port of --replica-sync", Keyed: c.Replica.ReplicaKey != "", Keys: "--replica-key"})
+		all = append(all, web.Exposure{
+			Flag: "--replica-sync-host", Host: c.replicaHost(), Name: "port of --replica-sync",
+			Keyed: c.Replica.ReplicaKey != "", Keys: "--replica-key",
+		})
 	}
 	return all
 }

@@ -68,7 +68,7 @@ func (h *Help) Print(_ kong.HelpOptions, ctx *kong.Context) error {
 	} else if err := h.printTopic(&text, command); err != nil {
 		return err
 	}
-	_, err := io.WriteString(ctx.Stdout, text.String())
+	_, err := io.WriteString(ctx.Stdout, strings.TrimPrefix(text.String(), "\n"))
 	return err
 }
 
@@ -133,7 +133,8 @@ func (h *Help) printUsual(to *strings.Builder, app *kong.Application, command *k
 		fmt.Fprintln(to, "  "+line)
 	}
 	if about == app.Help {
-		rest := "%s COMMAND --help describes a command. Each flag is also an environment variable (%s_ and the flag in capitals, _ for -) and a key of the file of --config."
+		const rest = "%s COMMAND --help describes a command. Each flag is also an environment variable " +
+			"(%s_ and the flag in capitals, _ for -) and a key of the file of --config."
 		for _, line := range wrap(fmt.Sprintf(rest, app.Name, strings.ToUpper(app.Name)), helpWidth) {
 			fmt.Fprintln(to, line)
 		}
@@ -148,19 +149,19 @@ func (h *Help) printTopic(to *strings.Builder, command *kong.Node) error {
 		return nil
 	}
 	wanted := strings.ToLower(strings.TrimLeft(h.topic, "-"))
-	for _, match := range []func(name string) bool{func(name string) bool { return name == wanted }, func(name string) bool { return strings.HasPrefix(name, wanted) }} {
-		if found := slices.DeleteFunc(slices.Clone(all), func(g group) bool { return !match(topic(g.title)) }); len(found) > 0 {
-			printSections(to, whole(found))
-			return nil
-		}
-		for _, flag := range command.Flags {
-			if flag.Name == wanted && match(flag.Name) { // hidden ones, too
-				printSections(to, whole([]group{{titleOf(flag), []*kong.Flag{flag}}}))
-				return nil
-			}
-		}
+	named := func(match func(name, topic string) bool) []group {
+		return slices.DeleteFunc(slices.Clone(all), func(g group) bool { return !match(topic(g.title), wanted) })
 	}
-	found := groups(slices.DeleteFunc(slices.Clone(command.Flags), func(f *kong.Flag) bool { return !strings.Contains(f.Name, wanted) }))
+	found := named(func(name, topic string) bool { return name == topic })
+	if i := slices.IndexFunc(command.Flags, func(f *kong.Flag) bool { return f.Name == wanted }); len(found) == 0 && i >= 0 {
+		found = []group{{titleOf(command.Flags[i]), command.Flags[i : i+1]}} // a hidden one, too
+	}
+	if len(found) == 0 {
+		found = named(strings.HasPrefix)
+	}
+	if len(found) == 0 {
+		found = groups(slices.DeleteFunc(slices.Clone(command.Flags), func(f *kong.Flag) bool { return !strings.Contains(f.Name, wanted) }))
+	}
 	if len(found) == 0 || wanted == "" {
 		var topics []string
 		for _, g := range all {

@@ -123,9 +123,13 @@ func everyOption(app *kong.Application) []option {
 	return all
 }
 
-// Own returns the shown flags of a command that the default command does not have.
-func Own(app *kong.Application, command *kong.Command) []*kong.Flag {
-	return slices.DeleteFunc(slices.Clone(command.Flags), func(f *kong.Flag) bool { return f.Hidden || isShared(app, command, f) })
+// Own returns the shown flags of a command that the default command does not have, by
+// group.
+func Own(app *kong.Application, command *kong.Command) (own []*kong.Flag) {
+	for _, g := range groups(command.Flags) {
+		own = append(own, slices.DeleteFunc(g.flags, func(f *kong.Flag) bool { return isShared(app, command, f) })...)
+	}
+	return own
 }
 
 // Shared returns the names of the shown flags that a command has as the default command
