@@ -108,14 +108,8 @@ func parse(args []string, machine settings.Machine) (command, error) {
 	if err != nil {
 		return nil, err
 	}
-	if len(args) > 0 && !strings.HasPrefix(args[0], "-") {
-		var names []string
-		for _, known := range parser.Model.Children {
-			names = append(names, known.Name)
-		}
-		if !slices.Contains(names, args[0]) {
-			return nil, fmt.Errorf("unknown command %q: the commands are %s", args[0], strings.Join(names, ", "))
-		}
+	if err := checkCommand(parser.Model, args); err != nil {
+		return nil, err
 	}
 	ctx, err := parser.Parse(help.Take(args))
 	if printed {
@@ -125,18 +119,20 @@ func parse(args []string, machine settings.Machine) (command, error) {
 		return nil, file.Explain(plain(err))
 	}
 
-	serve := func(config *Config) {
+	validate := func(config *Config) error {
 		if config.EngineArgs = engineArgs; passed < 0 {
 			config.EngineArgs = file.EngineArgs(config.Engine)
 		}
+		return config.validate()
 	}
 	switch chosen := ctx.Selected().Target.Addr().Interface().(type) {
 	case *Config:
-		serve(chosen)
-		return chosen, cmp.Or(chosen.validate(), chosen.ResolveDefaults(machine))
+		if err := validate(chosen); err != nil {
+			return nil, err
+		}
+		return chosen, chosen.ResolveDefaults(machine)
 	case *DoctorCommand:
-		serve(&chosen.Config)
-		if err := chosen.validate(); err != nil {
+		if err := validate(&chosen.Config); err != nil {
 			return nil, err
 		}
 		chosen.Checks.Unusable = chosen.ResolveDefaults(machine)
@@ -147,6 +143,21 @@ func parse(args []string, machine settings.Machine) (command, error) {
 		return chosen, nil
 	}
 	return nil, nil
+}
+
+// checkCommand refuses a first word that is no command; kong would not name the commands.
+func checkCommand(app *kong.Application, args []string) error {
+	if len(args) == 0 || strings.HasPrefix(args[0], "-") {
+		return nil
+	}
+	var names []string
+	for _, known := range app.Children {
+		names = append(names, known.Name)
+	}
+	if !slices.Contains(names, args[0]) {
+		return fmt.Errorf("unknown command %q: the commands are %s", args[0], strings.Join(names, ", "))
+	}
+	return nil
 }
 
 // plain returns an error of kong without the name of the command before it.
