@@ -58,99 +58,69 @@ type section struct {
 // Print prints the help of the command that was given; without one, that of the program
 // and its default command. It is a kong.HelpPrinter.
 func (h *Help) Print(_ kong.HelpOptions, ctx *kong.Context) error {
-	command, about := ctx.Selected(), ""
-	if command == nil {
-		command, about = ctx.Model.DefaultCmd, ctx.Model.Help
-	}
-	var text strings.Builder
-	if h.topic == "" {
-		h.printUsual(&text, ctx.Model, command, about)
-	} else if err := h.printTopic(&text, command); err != nil {
-		return err
-	}
-	_, err := io.WriteString(ctx.Stdout, strings.TrimPrefix(text.String(), "\n"))
-	return err
-}
-
-// printUsual prints a command's short help; about is the text about the program, of
-// which the help is then.
-func (h *Help) printUsual(to *strings.Builder, app *kong.Application, command *kong.Node, about string) {
-	line := app.Name + " " + command.Name
-	if about != "" {
-		line = app.Name + " [COMMAND]"
-	}
-	for _, argument := range command.Positional {
-		line += " " + argument.Summary()
-	}
-	if len(command.Flags) > 0 {
-		line += " [FLAGS]"
-	}
-	if about != "" {
-		line += " [-- ENGINE ARGUMENTS]"
-	} else {
-		about = command.Help
-	}
-	fmt.Fprintf(to, "Usage: %s\n\n", line)
-	for _, line := range wrap(about, helpWidth) {
-		fmt.Fprintln(to, line)
-	}
-
-	var sections []section
-	if about == app.Help {
+	app, command := ctx.Model, ctx.Selected()
+	var to strings.Builder
+	switch {
+	case h.topic != "":
+		if command == nil {
+			command = app.DefaultCmd
+		}
+		sections, err := h.sections(command)
+		if err != nil {
+			return err
+		}
+		printSections(&to, sections)
+	case command == nil:
 		all := section{title: "Commands"}
 		for _, child := range app.Children {
 			all.rows = append(all.rows, row{usage(child), sentence(child.Help)})
 		}
-		sections = append(sections, all)
+		fmt.Fprintf(&to, "Usage: %s [command] [flags] [-- engine arguments]\n\n%s\n", app.Name, wrap(app.Help, helpWidth))
+		h.printUsual(&to, app.Name, app.DefaultCmd, all)
+		rest := fmt.Sprintf("%s COMMAND --help describes a command. Each flag is also an environment variable "+
+			"(%s_ and the flag in capitals, _ for -) and a key of the file of --config.", app.Name, strings.ToUpper(app.Name))
+		fmt.Fprintln(&to, wrap(rest, helpWidth))
+	default:
+		fmt.Fprintf(&to, "Usage: %s %s\n\n%s\n", app.Name, command.Summary(), wrap(command.Help, helpWidth))
+		h.printUsual(&to, command.FullPath(), command)
 	}
+	_, err := io.WriteString(ctx.Stdout, strings.TrimPrefix(to.String(), "\n"))
+	return err
+}
+
+// printUsual prints the flags of a command that most people need, after other sections.
+// path are the words before the flags.
+func (h *Help) printUsual(to *strings.Builder, path string, command *kong.Command, sections ...section) {
 	tasks, short := h.Usual[command.Name]
+	if !short {
+		printSections(to, whole(groups(command.Flags)))
+		return
+	}
 	for _, task := range tasks {
 		s := section{title: task.Title}
 		for _, name := range task.Flags {
-			if i := slices.IndexFunc(command.Flags, func(f *kong.Flag) bool { return f.Name == name }); i >= 0 {
-				s.rows = append(s.rows, row{flagUsage(command.Flags[i]), sentence(command.Flags[i].Help) + defaultOf(command.Flags[i])})
+			for _, flag := range command.Flags {
+				if flag.Name == name {
+					s.rows = append(s.rows, row{flagUsage(flag), sentence(flag.Help) + defaultOf(flag)})
+				}
 			}
 		}
 		sections = append(sections, s)
 	}
-	if !short {
-		sections = append(sections, whole(groups(command.Flags))...)
-	}
 	printSections(to, sections)
-	if !short {
-		return
-	}
-	own := app.Name
-	if about != app.Help {
-		own += " " + command.Name
-	}
-	var topics []string
-	for _, g := range groups(command.Flags) {
-		topics = append(topics, topic(g.title))
-	}
-	fmt.Fprintf(to, "\nMore: %s --help=all, --help=FLAG, or --help=GROUP, where GROUP is one of\n", own)
-	for _, line := range wrap(strings.Join(topics, ", ")+".", helpWidth-2) {
-		fmt.Fprintln(to, "  "+line)
-	}
-	if about == app.Help {
-		const rest = "%s COMMAND --help describes a command. Each flag is also an environment variable " +
-			"(%s_ and the flag in capitals, _ for -) and a key of the file of --config."
-		for _, line := range wrap(fmt.Sprintf(rest, app.Name, strings.ToUpper(app.Name)), helpWidth) {
-			fmt.Fprintln(to, line)
-		}
-	}
+	fmt.Fprintf(to, "\nMore: %s --help=all, --help=FLAG, or --help=GROUP, where GROUP is one of\n", path)
+	fmt.Fprintln(to, wrap(topics(command.Flags)+".", helpWidth))
 }
 
-// printTopic prints the flags of the topic.
-func (h *Help) printTopic(to *strings.Builder, command *kong.Node) error {
+// sections returns the flags of the topic.
+func (h *Help) sections(command *kong.Command) ([]section, error) {
 	all := groups(command.Flags)
 	if h.topic == everyFlag {
-		printSections(to, whole(all))
-		return nil
+		return whole(all), nil
 	}
 	wanted := strings.ToLower(strings.TrimLeft(h.topic, "-"))
 	named := func(match func(name, topic string) bool) []group {
-		return slices.DeleteFunc(slices.Clone(all), func(g group) bool { return !match(topic(g.title), wanted) })
+		return slices.DeleteFunc(slices.Clone(all), func(g group) bool { return !match(g.topic(), wanted) })
 	}
 	found := named(func(name, topic string) bool { return name == topic })
 	if i := slices.IndexFunc(command.Flags, func(f *kong.Flag) bool { return f.Name == wanted }); len(found) == 0 && i >= 0 {
@@ -162,15 +132,10 @@ func (h *Help) printTopic(to *strings.Builder, command *kong.Node) error {
 	if len(found) == 0 {
 		found = groups(slices.DeleteFunc(slices.Clone(command.Flags), func(f *kong.Flag) bool { return !strings.Contains(f.Name, wanted) }))
 	}
-	if len(found) == 0 || wanted == "" {
-		var topics []string
-		for _, g := range all {
-			topics = append(topics, topic(g.title))
-		}
-		return fmt.Errorf("--help=%s: %s has no such group or flag; the groups are %s", h.topic, command.Name, strings.Join(topics, ", "))
+	if len(found) == 0 {
+		return nil, fmt.Errorf("--help=%s: %s has no such group or flag; the groups are %s", h.topic, command.Name, topics(command.Flags))
 	}
-	printSections(to, whole(found))
-	return nil
+	return whole(found), nil
 }
 
 // group is the shown flags of one group.
@@ -202,8 +167,17 @@ func titleOf(flag *kong.Flag) string {
 	return flag.Group.Title
 }
 
-// topic is the name of a group for --help.
-func topic(title string) string { return strings.ReplaceAll(strings.ToLower(title), " ", "-") }
+// topic is the group's name for --help.
+func (g group) topic() string { return strings.ReplaceAll(strings.ToLower(g.title), " ", "-") }
+
+// topics are the names of the groups of flags for --help.
+func topics(flags []*kong.Flag) string {
+	var names []string
+	for _, g := range groups(flags) {
+		names = append(names, g.topic())
+	}
+	return strings.Join(names, ", ")
+}
 
 // whole returns groups with the whole help of each flag.
 func whole(groups []group) (sections []section) {
@@ -275,7 +249,7 @@ func printSections(to *strings.Builder, sections []section) {
 				fmt.Fprintf(to, "  %s\n", name)
 				name = ""
 			}
-			for _, line := range wrap(r.text, helpWidth-left-4) {
+			for line := range strings.SplitSeq(wrap(r.text, helpWidth-left-4), "\n") {
 				fmt.Fprintf(to, "  %-*s  %s\n", left, name, line)
 				name = ""
 			}
@@ -284,17 +258,21 @@ func printSections(to *strings.Builder, sections []section) {
 }
 
 // wrap breaks a text into lines of at most width columns.
-func wrap(text string, width int) (lines []string) {
-	line := ""
+func wrap(text string, width int) string {
+	var wrapped strings.Builder
+	column := 0
 	for word := range strings.FieldsSeq(text) {
 		switch {
-		case line == "":
-			line = word
-		case len(line)+1+len(word) > width:
-			lines, line = append(lines, line), word
+		case column == 0:
+		case column+1+len(word) > width:
+			wrapped.WriteByte('\n')
+			column = 0
 		default:
-			line += " " + word
+			wrapped.WriteByte(' ')
+			column++
 		}
+		wrapped.WriteString(word)
+		column += len(word)
 	}
-	return append(lines, line)
+	return wrapped.String()
 }

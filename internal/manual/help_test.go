@@ -9,7 +9,7 @@ import (
 )
 
 func TestHelpShowsWhatMostPeopleNeed(t *testing.T) {
-	const want = `Usage: fruit [COMMAND] [FLAGS] [-- ENGINE ARGUMENTS]
+	const want = `Usage: fruit [command] [flags] [-- engine arguments]
 
 A picker of fruit: it picks.
 
@@ -23,17 +23,17 @@ Climb
   --ladder N                How high
 
 More: fruit --help=all, --help=FLAG, or --help=GROUP, where GROUP is one of
-  trees, kinds-of-apple.
+trees, kinds-of-apple.
 fruit COMMAND --help describes a command. Each flag is also an environment variable (FRUIT_ and the
 flag in capitals, _ for -) and a key of the file of --config.
 `
 	if got := printed(t, "--help"); got != want {
 		t.Errorf("got\n%swant\n%s", got, want)
 	}
-	if got := printed(t, "pick", "--help"); strings.Contains(got, "Commands") || !strings.HasPrefix(got, "Usage: fruit pick [FLAGS]\n\nPick it.\n\nClimb\n") {
+	if got := printed(t, "pick", "--help"); strings.Contains(got, "Commands") || !strings.HasPrefix(got, "Usage: fruit pick [flags]\n\nPick it.\n\nClimb\n") {
 		t.Error(got)
 	}
-	if got := printed(t, "pack", "--help"); got != "Usage: fruit pack [FLAGS]\n\nPack what's picked: all of it.\n\nFlags\n  --box DIR             Into what.\n" {
+	if got := printed(t, "pack", "--help"); got != "Usage: fruit pack [flags]\n\nPack what's picked: all of it.\n\nFlags\n  --box DIR             Into what.\n" {
 		t.Error(got)
 	}
 }
@@ -58,7 +58,7 @@ func TestHelpOfATopicShowsItsFlags(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	if err := (&Help{topic: "pear"}).printTopic(new(strings.Builder), parser.Model.DefaultCmd); err == nil || err.Error() != "--help=pear: pick has no such group or flag; the groups are trees, kinds-of-apple" {
+	if _, err := (&Help{topic: "pear"}).sections(parser.Model.DefaultCmd); err == nil || err.Error() != "--help=pear: pick has no such group or flag; the groups are trees, kinds-of-apple" {
 		t.Error(err)
 	}
 }
