@@ -38,13 +38,15 @@ type Workers struct {
 
 // mockFlags are the flags of kvrouter that StartWorkers reads itself.
 type mockFlags struct {
-	mocker.Settings
+	Mock            mocker.Flags `embed:""`
 	Model           string
 	ServedModelName string
 	BlockSize       int    `default:"64"`
 	Seed            uint64 `default:"1"`
 	PrefillWorkers  int
 	DecodeWorkers   int
+
+	Settings mocker.Settings `kong:"-"` // of Mock
 }
 
 // errStopped is why mock workers end with their test.
@@ -81,6 +83,9 @@ func parseMocks(t testing.TB, args []string) (flags mockFlags, router []string) 
 		}
 	}
 	if _, err := parser.Parse(mine); err != nil {
+		t.Fatal(err)
+	}
+	if flags.Settings, err = flags.Mock.Settings(); err != nil {
 		t.Fatal(err)
 	}
 	return flags, router
