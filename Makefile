@@ -26,7 +26,7 @@ GRID ?= policies
 help: ## List the usual targets; make help-all lists all
 	@printf 'kvrouter: KV-cache-aware routing for vLLM and SGLang\n\n'
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-17s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
-	@printf '\n  ARGS="--num-workers 4 ..." passes flags to kvrouter (run..., demo, sim). List the flags with: go run . --help\n'
+	@printf '\n  ARGS="--num-workers 4 ..." passes flags to kvrouter (run..., demo, sim). List the flags with: go run . --help=all\n'
 
 help-all: help #: List the other targets, too
 	@printf '\nTests with more set-up, and measurements:\n\n'

@@ -5,21 +5,14 @@ import (
 	"errors"
 	"fmt"
 	"path/filepath"
-	"slices"
-	"strings"
 	"time"
 
-	"github.com/alecthomas/kong"
-
-	"kvrouter/internal/batch"
 	"kvrouter/internal/cells"
 	"kvrouter/internal/discovery"
-	"kvrouter/internal/doctor"
 	"kvrouter/internal/events"
 	"kvrouter/internal/extproc"
 	"kvrouter/internal/keys"
 	"kvrouter/internal/kv"
-	"kvrouter/internal/manual"
 	"kvrouter/internal/mocker"
 	"kvrouter/internal/models"
 	"kvrouter/internal/page"
@@ -29,8 +22,6 @@ import (
 	"kvrouter/internal/replica"
 	"kvrouter/internal/router"
 	"kvrouter/internal/settings"
-	"kvrouter/internal/simulate"
-	"kvrouter/internal/top"
 	"kvrouter/internal/web"
 	"kvrouter/internal/workers"
 )
@@ -43,18 +34,6 @@ const (
 	EngineNone   = "none"   // start none: route to attached and registered workers
 )
 
-// Commands that ParseConfig returns.
-const (
-	CommandServe    = "serve"
-	CommandSimulate = "simulate"
-	CommandReplay   = "replay-events"
-	CommandTop      = "top"
-	CommandBatch    = "batch"
-	CommandDoctor   = "doctor"
-	CommandVersion  = "version"
-	CommandHelp     = "help" // the help or the version has been printed; nothing is left to do
-)
-
 // DefaultGPUModel is the default model on a machine with a GPU. Without one, it is
 // the small model of `make setup`.
 const DefaultGPUModel = "deepseek-ai/DeepSeek-R1-Distill-Llama-8B"
@@ -62,11 +41,10 @@ const DefaultGPUModel = "deepseek-ai/DeepSeek-R1-Distill-Llama-8B"
 // maxOffloadGiB bounds --kv-offload-gib: more than a machine has.
 const maxOffloadGiB = 1 << 20
 
-// Config contains all settings. Each flag can also be given as an environment
-// variable (KVROUTER_ and the flag's name in capitals, _ for -) or as a key of the
-// YAML file of --config (the flag's name). Precedence: command line, environment,
-// file, default. All commands parse all flags; takesFlag reports which of them a
-// command reads.
+// Config contains the settings of command serve. Each flag can also be given as an
+// environment variable (KVROUTER_ and the flag's name in capitals, _ for -) or as a key
+// of the YAML file of --config (the flag's name). Precedence: command line, environment,
+// file, default.
 type Config struct {
 	// The model, the engine, and the workers started.
 	Model           string  `group:"Model and engine" placeholder:"NAME|DIR" help:"Model to serve: a Hugging Face name or a folder. Default: deepseek-ai/DeepSeek-R1-Distill-Llama-8B with a GPU, otherwise the SmolLM2 135M of 'make setup'."`
@@ -74,9 +52,6 @@ type Config struct {
 	Engine          string  `group:"Model and engine" default:"vllm" enum:"vllm,sglang,mocker,none" help:"Engine to start: vllm; sglang; mocker (simulated workers, which need no GPU, Python or model); none (route to attached and registered workers only)."`
 	Demo            bool    `group:"Model and engine" help:"With --engine mocker: generate traffic to watch: conversations, agents with shared prefixes, clients that disconnect, and a worker that fails now and then."`
 	WorkersGiven    *int    `group:"Model and engine" name:"num-workers" placeholder:"N" help:"Number of workers to start. Default: 2."`
-	PrefillWorkers  int     `group:"Model and engine" placeholder:"N" help:"Number of prefill workers to start, instead of --num-workers. They compute prompts and transfer them by NIXL (mock workers: --mock-disagg-kind)."`
-	DecodeWorkers   int     `group:"Model and engine" placeholder:"N" help:"Number of decode workers to start, with --prefill-workers."`
-	BlockSize       int     `group:"Model and engine" default:"64" help:"Tokens per KV-cache block. Must equal the engine's block size (SGLang: page size). For vLLM on a CPU, a multiple of 32."`
 	GPUsPerWorker   int     `group:"Model and engine" name:"gpus-per-worker" default:"1" help:"GPUs per worker, or per data-parallel rank (tensor parallelism)."`
 	KVP2P           bool    `group:"Model and engine" name:"kv-p2p" default:"false" help:"Let started vLLM workers pull KV blocks from each other's host memory, with --kv-offload-gib: vLLM's secondary tier p2p."`
 	KVOffloadGiB    float64 `group:"Model and engine" name:"kv-offload-gib" default:"0" help:"Host memory for offloaded KV blocks of each worker, or data-parallel rank, GiB: vLLM's OffloadingConnector or SGLang's hierarchical cache. SGLang takes whole GB for each GPU. 0 offloads nothing."`
@@ -102,18 +77,15 @@ type Config struct {
 	BaseBootstrapPort int          `group:"Addresses" default:"8998" help:"First bootstrap port of started SGLang prefill workers; worker i listens on this port plus i."`
 
 	// Choice of a worker, index of caches, and disaggregation.
-	Policy           string               `group:"Routing" default:"work" placeholder:"NAME" help:"Scheduling policy: ${policies}. simulate accepts a comma-separated list. See docs/routing.md."`
-	Seed             uint64               `group:"Routing" default:"0" help:"Random seed. 0 seeds from the clock."`
-	TokenTimeout     time.Duration        `group:"Routing" default:"2s" help:"Maximum time to wait for a worker to tokenize a prompt that the router cannot render itself."`
-	TokenCacheTokens int                  `group:"Routing" default:"2097152" help:"Size of the tokenization cache, in tokens of 4 bytes. It holds the tokens of system prompts and turns, so that the same text is encoded once. 0 disables the cache."`
-	CORSOrigins      []string             `name:"cors-origins" group:"Requests" placeholder:"ORIGIN,..." help:"Origins whose pages may use the OpenAI port, such as https://chat.example.com; * allows all. Default: none."`
-	CollectUsage     bool                 `group:"Routing" default:"true" negatable:"" help:"Request usage from workers for streams whose client did not ask for it, and remove it from the answer."`
-	Routing          router.Settings      `embed:""`
-	IndexerPeers     []string             `group:"Routing" placeholder:"URL" help:"Routers (or Dynamo services) to copy the index from at startup: the first that answers GET /dump. They also supply KV events that a worker cannot replay. Comma-separated."`
-	Snapshot         events.Settings      `embed:""`
-	Scoring          policies.Settings    `embed:""`
-	Index            router.IndexSettings `embed:""`
-	Proxy            proxy.Settings       `embed:""`
+	Scheduling
+	TokenTimeout     time.Duration   `group:"Routing" default:"2s" help:"Maximum time to wait for a worker to tokenize a prompt that the router cannot render itself."`
+	TokenCacheTokens int             `group:"Routing" default:"2097152" help:"Size of the tokenization cache, in tokens of 4 bytes. It holds the tokens of system prompts and turns, so that the same text is encoded once. 0 disables the cache."`
+	CORSOrigins      []string        `name:"cors-origins" group:"Requests" placeholder:"ORIGIN,..." help:"Origins whose pages may use the OpenAI port, such as https://chat.example.com; * allows all. Default: none."`
+	CollectUsage     bool            `group:"Routing" default:"true" negatable:"" help:"Request usage from workers for streams whose client did not ask for it, and remove it from the answer."`
+	Routing          router.Settings `embed:""`
+	IndexerPeers     []string        `group:"Routing" placeholder:"URL" help:"Routers (or Dynamo services) to copy the index from at startup: the first that answers GET /dump. They also supply KV events that a worker cannot replay. Comma-separated."`
+	Snapshot         events.Settings `embed:""`
+	Proxy            proxy.Settings  `embed:""`
 
 	// Authentication, and limits on the size and duration of requests.
 	APIKey           []string         `group:"Requests" name:"api-key" placeholder:"KEY" help:"Bearer keys accepted on the OpenAI port, comma-separated. Default: no key is required."`
@@ -149,15 +121,13 @@ type Config struct {
 
 	MetricsLimit int `group:"Logs and settings" name:"metrics-cardinality-limit" default:"256" placeholder:"N" help:"Maximum number of workers with their own series on /metrics. The sums of the others have worker_id (others). 0 disables the limit."`
 
-	// Mock has the workers of --engine mocker, and the size and timing of the
-	// simulator's engines. Its group is the last one in the help.
-	Mock mocker.Settings `embed:""`
+	ThompsonState string `group:"Policy thompson" placeholder:"FILE" help:"File that stores the learned state across restarts."`
 
 	// EngineArgs are the arguments after --, which every started worker gets
 	// unchanged.
 	EngineArgs []string `kong:"-"`
 
-	// NumWorkers is the number of started workers of all roles. Set by ParseConfig.
+	// NumWorkers is the number of started workers of all roles. Set by validate.
 	NumWorkers int `kong:"-"`
 	// GPUs are the devices for workers, in the form of CUDA_VISIBLE_DEVICES; empty:
 	// the CPU. Set by ResolveDefaults.
@@ -169,180 +139,43 @@ type Config struct {
 	RouterKeys *web.Keys `kong:"-"`
 	// Hop is this process in the Via headers of its requests. Set by build.
 	Hop web.Hop `kong:"-"`
-	// Simulate has the settings of CommandSimulate.
-	Simulate simulate.Settings `kong:"-"`
-	// Replay has the settings of CommandReplay.
-	Replay events.ReplayCommand `kong:"-"`
-	// Top has the settings of CommandTop.
-	Top top.Command `kong:"-"`
-	// Batch has the settings of CommandBatch.
-	Batch batch.Command `kong:"-"`
-	// Doctor has the settings of CommandDoctor.
-	Doctor doctor.Command `kong:"-"`
 	// ModelFolder means that Model is a local folder. Set by ResolveDefaults.
 	ModelFolder bool `kong:"-"`
 }
 
-// cli is what kong parses: the settings and the commands.
-type cli struct {
-	Config
+// Scheduling are the flags of serve that simulate has, too.
+type Scheduling struct {
+	PrefillWorkers int                  `group:"Model and engine" placeholder:"N" help:"Number of prefill workers to start, instead of --num-workers. They compute prompts and transfer them by NIXL (mock workers: --mock disagg-kind)."`
+	DecodeWorkers  int                  `group:"Model and engine" placeholder:"N" help:"Number of decode workers to start, with --prefill-workers."`
+	BlockSize      int                  `group:"Model and engine" default:"64" help:"Tokens per KV-cache block. Must equal the engine's block size (SGLang: page size). For vLLM on a CPU, a multiple of 32."`
+	Policy         string               `group:"Routing" default:"work" placeholder:"NAME" help:"Scheduling policy: ${policies}. simulate accepts a comma-separated list. See docs/routing.md."`
+	Seed           uint64               `group:"Routing" default:"0" help:"Random seed. 0 seeds from the clock."`
+	Scoring        policies.Settings    `embed:""`
+	Index          router.IndexSettings `embed:""`
+	MockFlags      mocker.Flags         `embed:""`
 
-	Serve    struct{}             `cmd:"" default:"1" help:"Start workers and serve (the default command)."`
-	Simulate simulate.Settings    `cmd:"" help:"Replay a trace or generated conversations through the router and simulated workers, and compare policies."`
-	Replay   events.ReplayCommand `cmd:"" name:"replay-events" help:"Apply a file written by --record-events or by Dynamo's recorder to an empty index, and print the result."`
-	Top      top.Command          `cmd:"" help:"Show the workers and latest requests of a running router in the terminal."`
-	Batch    batch.Command        `cmd:"" help:"Send a file of requests through an OpenAI endpoint, and go on where a killed run ended."`
-	Doctor   doctor.Command       `cmd:"" help:"Check this machine, the ports and the workers named by the other flags before a start."`
-	Version  struct{}             `cmd:"" help:"Print the version."`
-
-	Completion manual.Completion `cmd:"" help:"Print a shell completion script: source <(kvrouter completion bash)."`
-	Man        manual.Page       `cmd:"" help:"Print the man page: kvrouter man | man -l -."`
-
-	ShowVersion kong.VersionFlag `name:"version" env:"-" help:"Print the version."`
+	// Mock has the properties of simulated workers, and of the simulator's engines. Set
+	// by validate.
+	Mock mocker.Settings `kong:"-"`
 }
 
-// mockGroup is the group of mocker.Settings.
-const mockGroup = "Mock workers, with --engine mocker"
-
-// simulateGroups are the groups of Config whose flags CommandSimulate reads, all
-// but those of notSimulated.
-var simulateGroups = []string{"Policy kv", "Policies cache-threshold and variance", "Policy thompson", "Index", "Failing workers"}
-
-// notSimulated are the flags of simulateGroups that CommandSimulate refuses.
-var notSimulated = []string{"thompson-state", "thompson-traces"}
-
-// simulateFlags are the flags of Config's other groups that CommandSimulate reads.
-var simulateFlags = []string{
-	"config", "policy", "seed", "block-size", "prefill-workers", "decode-workers", "disagg-min-uncached-tokens",
-	"speedup-ratio", "mock-num-gpu-blocks", "mock-max-num-seqs", "mock-max-num-batched-tokens", "mock-prefill-ms", "mock-decode-ms",
-	"mock-kv-transfer-bandwidth", "mock-kv-bytes-per-token", "mock-host-blocks", "mock-host-bandwidth", "mock-host-latency", "mock-disk-blocks", "mock-disk-bandwidth", "mock-disk-latency", "mock-disk-shared", "mock-disagg-kind", "mock-api", "mock-max-loras", "mock-lora-load",
-	"router-queue-threshold", "router-queue-policy", "router-queue-timeout", "router-queue-limit", "router-batch-share", "router-track-active-blocks", "router-track-prefill-tokens",
-	"router-assume-kv-reuse", "active-decode-blocks-threshold", "active-prefill-tokens-threshold", "active-prefill-tokens-threshold-frac",
-}
-
-// takesFlag reports whether the command reads a flag that all commands parse.
-func takesFlag(command string, flag *kong.Flag) bool {
-	switch {
-	case flag.Group == nil: // help and version
-		return true
-	case command == CommandServe || command == CommandDoctor:
-		return true
-	case command == CommandSimulate && slices.Contains(simulateGroups, flag.Group.Title):
-		return !slices.Contains(notSimulated, flag.Name)
+// validate sets Mock and checks the settings for policies of these names.
+func (s *Scheduling) validate(names ...string) (err error) {
+	if s.Mock, err = s.MockFlags.Settings(); err != nil {
+		return err
 	}
-	return slices.Contains(map[string][]string{
-		CommandSimulate: simulateFlags, CommandReplay: {"block-size"}, CommandTop: {"router-api-key"}, CommandBatch: {"api-key", "drain-timeout"},
-	}[command], flag.Name)
-}
-
-// printHelp prints the help of the command, or of CommandServe where none is
-// named, with the flags that it reads only.
-func printHelp(options kong.HelpOptions, ctx *kong.Context) error {
-	command := CommandServe
-	if selected := ctx.Selected(); selected != nil {
-		command = selected.Name
+	if s.BlockSize < 1 {
+		return errors.New("--block-size must be more than 0")
 	}
-	for _, flag := range ctx.Model.Flags {
-		flag.Hidden = !takesFlag(command, flag)
-		if command == CommandSimulate && flag.Group != nil && flag.Group.Title == mockGroup {
-			flag.Group.Title = "Simulated workers"
+	if err := s.Scoring.Thompson.Validate(s.Policy, s.BlockSize); err != nil {
+		return err
+	}
+	for _, name := range names {
+		if _, err := policies.New(name, s.Scoring); err != nil {
+			return fmt.Errorf("--policy: %w", err)
 		}
 	}
-	return kong.DefaultHelpPrinter(options, ctx)
-}
-
-// newParser returns what reads arguments into c.
-func newParser(c *cli, options ...kong.Option) (*kong.Kong, error) {
-	parser, err := kong.New(c, append([]kong.Option{
-		kong.Name("kvrouter"),
-		kong.Description("KV-cache-aware router for vLLM and SGLang. It starts or attaches workers and serves one OpenAI endpoint. Each request goes to the worker with the lowest cost: longest cached prefix weighed against load. Arguments after -- are passed to every started worker."),
-		kong.DefaultEnvars("KVROUTER"),
-		kong.Vars{"policies": strings.Join(policies.Names, ", "), "version": "kvrouter " + settings.Build()},
-		kong.ConfigureHelp(kong.HelpOptions{NoExpandSubcommands: true, FlagsLast: false}),
-		kong.Help(printHelp),
-	}, options...)...)
-	if err != nil {
-		return nil, fmt.Errorf("settings: %w", err)
-	}
-	return parser, nil
-}
-
-// ParseConfig reads the command line (without the program's name), the environment
-// and the file of --config, sets the values that depend on the machine, and returns
-// the settings and the command: one of the Command constants. An error is one line
-// with the fault, its place, and the correct form.
-func ParseConfig(args []string) (Config, string, error) {
-	return parseConfig(args, settings.ThisMachine())
-}
-
-func parseConfig(args []string, machine settings.Machine) (Config, string, error) {
-	var engineArgs []string
-	passed := slices.Index(args, "--")
-	if passed >= 0 {
-		args, engineArgs = args[:passed], args[passed+1:]
-	}
-
-	var c cli
-	printed := false
-	parser, err := newParser(&c, kong.Exit(func(int) { printed = true }))
-	if err != nil {
-		return Config{}, "", err
-	}
-
-	keys := slices.DeleteFunc(slices.Clone(parser.Model.Flags), func(flag *kong.Flag) bool { return flag.Name == "version" })
-	file, err := settings.ReadConfigFile(configFileName(args, machine.Getenv), keys)
-	if err != nil {
-		return Config{}, "", err
-	}
-	if err := kong.Resolvers(kong.ResolverFunc(file.Resolve)).Apply(parser); err != nil {
-		return Config{}, "", fmt.Errorf("settings: %w", err)
-	}
-
-	ctx, err := parser.Parse(args)
-	if printed {
-		return Config{}, CommandHelp, nil
-	}
-	if err != nil {
-		return Config{}, "", file.Explain(err)
-	}
-
-	cfg := c.Config
-	cfg.EngineArgs = engineArgs
-	if passed < 0 {
-		cfg.EngineArgs = file.EngineArgs(cfg.Engine)
-	}
-	command, _, _ := strings.Cut(ctx.Command(), " ")
-	switch command {
-	case CommandServe, CommandDoctor:
-	case CommandSimulate:
-		cfg.Simulate = c.Simulate
-		return cfg, command, cfg.validateSimulate()
-	default:
-		cfg.Replay, cfg.Top, cfg.Batch = c.Replay, c.Top, c.Batch
-		return cfg, command, nil
-	}
-	if err := cfg.validate(); err != nil {
-		return Config{}, "", err
-	}
-	cfg.Doctor = c.Doctor
-	if cfg.Doctor.Unusable = cfg.ResolveDefaults(machine); cfg.Doctor.Unusable != nil && command == CommandServe {
-		return Config{}, "", cfg.Doctor.Unusable
-	}
-	return cfg, command, nil
-}
-
-// configFileName finds the file of settings before kong parses, because it
-// must be read first.
-func configFileName(args []string, getenv func(string) string) string {
-	name := getenv("KVROUTER_CONFIG")
-	for i, arg := range args {
-		if value, ok := strings.CutPrefix(arg, "--config="); ok {
-			name = value
-		} else if arg == "--config" && i+1 < len(args) {
-			name = args[i+1]
-		}
-	}
-	return name
+	return s.Index.Validate(names...)
 }
 
 // ResolveDefaults sets the values whose default depends on the machine: GPUs,
@@ -405,20 +238,13 @@ func (c *Config) ResolveDefaults(machine settings.Machine) error {
 	return engine.Check(c.engineSettings())
 }
 
+// validate checks what the settings of several parts must have in common, and those of this package; kong
+// has called Validate of each part. Its errors name the flag.
 func (c *Config) validate() error {
-	if err := c.Scoring.Thompson.Validate(c.Policy, c.BlockSize); err != nil {
+	if err := c.Scheduling.validate(c.Policy); err != nil {
 		return err
-	}
-	if _, err := policies.New(c.Policy, c.Scoring); err != nil {
-		return fmt.Errorf("--policy: %w", err)
 	}
 	if err := c.countWorkers(); err != nil {
-		return err
-	}
-	if err := c.Routing.Validate(); err != nil {
-		return err
-	}
-	if err := c.Cells.Validate(); err != nil {
 		return err
 	}
 	if err := web.CheckOrigins("--cors-origins", c.CORSOrigins); err != nil {
@@ -426,12 +252,6 @@ func (c *Config) validate() error {
 	}
 	if c.Routing.RecordDecisions && c.Record == "" {
 		return errors.New("--record-decisions extends the lines of --record: set --record FILE too")
-	}
-	if err := c.Index.Validate(c.Policy); err != nil {
-		return err
-	}
-	if err := c.Proxy.Validate(); err != nil {
-		return err
 	}
 	engine, starts := c.engine()
 	if tokens, _ := c.EngineLimits(); starts && tokens == 0 && c.Routing.CountsPasses() {
@@ -441,7 +261,6 @@ func (c *Config) validate() error {
 		flag  string
 		value int64
 	}{
-		{"--block-size", int64(c.BlockSize)},
 		{"--gpus-per-worker", int64(c.GPUsPerWorker)},
 		{"--max-body-bytes", c.MaxBodyBytes},
 		{"--startup-timeout", int64(c.StartupTimeout)},
@@ -474,8 +293,8 @@ func (c *Config) validate() error {
 	if !starts && len(c.EngineArgs) > 0 {
 		return fmt.Errorf("%q follows --, but --engine %s starts no worker process", c.EngineArgs[0], c.Engine)
 	}
-	files := map[string]string{"--record": c.Record, "--record-events": c.Snapshot.RecordEvents, "--index-snapshot": c.Snapshot.IndexSnapshot, "--thompson-state": c.Scoring.Thompson.ThompsonState, "--thompson-traces": c.Scoring.Thompson.ThompsonTraces}
-	if err := cmp.Or(c.Models.CheckDir(), c.Models.Limits.Validate(), c.Replica.Validate(), c.Snapshot.Validate(c.KVEvents()), c.Discovery.Validate(), c.Gateway.Validate(), settings.CheckFiles(files)); err != nil {
+	files := map[string]string{"--record": c.Record, "--record-events": c.Snapshot.RecordEvents, "--index-snapshot": c.Snapshot.IndexSnapshot, "--thompson-state": c.ThompsonState}
+	if err := cmp.Or(c.Models.CheckDir(), c.Snapshot.Validate(c.KVEvents()), settings.CheckFiles(files)); err != nil {
 		return err
 	}
 	if err := c.Bodies.Validate(c.MaxBodyBytes); err != nil {
@@ -526,128 +345,4 @@ func (c *Config) validate() error {
 		return err
 	}
 	return settings.CheckPortNumbers(c.ports())
-}
-
-// simulation has what all runs of CommandSimulate have in common.
-func (c *Config) simulation() simulate.Simulation {
-	return simulate.Simulation{
-		Scoring: c.Scoring, Index: c.Index, Engine: c.Mock.SimConfig(c.BlockSize), Workers: c.simulatedWorkers(), Prefills: c.PrefillWorkers,
-		Kind: c.Mock.DisaggKind(), Handover: c.Mock.Handover(), Tiers: c.Mock.Tiers(), Peers: c.Mock.Peers(), LeastUncached: c.Proxy.DisaggMinUncachedTokens, Seed: c.Seed, Routing: c.Routing, Retry: c.Proxy.RetrySettings,
-	}
-}
-
-// simulatedWorkers is the number of workers of all roles.
-func (c *Config) simulatedWorkers() int {
-	const usual = 8
-	return cmp.Or(c.PrefillWorkers+c.DecodeWorkers, c.Simulate.Workers, usual)
-}
-
-func (c *Config) validateSimulate() error {
-	if err := c.Scoring.Thompson.Validate(c.Policy, c.BlockSize); err != nil {
-		return err
-	}
-	for name := range strings.SplitSeq(c.Policy, ",") {
-		if _, err := policies.New(name, c.Scoring); err != nil {
-			return fmt.Errorf("--policy: %w", err)
-		}
-	}
-	if err := c.Index.Validate(strings.Split(c.Policy, ",")...); err != nil {
-		return err
-	}
-	if err := c.Proxy.Validate(); err != nil {
-		return err
-	}
-	if err := c.Routing.Validate(); err != nil {
-		return err
-	}
-	s := c.Simulate
-	workers := c.simulatedWorkers()
-	switch {
-	case s.Workers != 0 && c.PrefillWorkers+c.DecodeWorkers != 0:
-		return errors.New("give either --workers or --prefill-workers and --decode-workers")
-	case (c.PrefillWorkers == 0) != (c.DecodeWorkers == 0) || c.PrefillWorkers < 0 || c.DecodeWorkers < 0:
-		return fmt.Errorf("--prefill-workers %d and --decode-workers %d: give at least 1 of each, or neither", c.PrefillWorkers, c.DecodeWorkers)
-	case c.Scoring.Thompson.ThompsonState != "" || c.Scoring.Thompson.ThompsonTraces != "":
-		return errors.New("simulate starts each policy without learned state and writes no traces: remove --thompson-state and --thompson-traces")
-	case c.Proxy.EnforceDisagg:
-		return errors.New("--enforce-disagg has no effect in simulate: simulated workers do not fail; remove it")
-	case workers < 1 || workers > 1000:
-		return fmt.Errorf("%d workers: give 1 to 1000", workers)
-	case c.BlockSize < 1:
-		return errors.New("--block-size must be more than 0")
-	case c.Mock.SpeedupRatio == 0:
-		return errors.New("--speedup-ratio 0: virtual time needs engine steps that take time; give more than 0")
-	}
-	if err := c.Mock.Validate(workers); err != nil {
-		return err
-	}
-	return s.Validate()
-}
-
-// replicaHost is the listen host of --replica-sync.
-func (c *Config) replicaHost() string { return cmp.Or(c.Replica.ReplicaSyncHost, c.Host) }
-
-// gatewayHost is the listen host of the endpoint picker's ports.
-func (c *Config) gatewayHost() string { return cmp.Or(c.Gateway.ExtProcHost, c.Host) }
-
-// exposures lists the router's own ports with the credentials they require.
-func (c *Config) exposures() []web.Exposure {
-	certified := c.Web.TLS.TLSClientCA != ""
-	keyed := len(c.APIKey) > 0 || c.Keys.APIKeysFile != ""
-	all := []web.Exposure{
-		{Flag: "--host", Host: c.Host, Name: "OpenAI port", Keyed: keyed || certified, Keys: "--api-key, --api-keys-file or --tls-client-ca"},
-		{Flag: "--router-host", Host: c.Web.RouterHost, Name: "router port", Keyed: len(c.RouterAPIKey) > 0 || certified, Keys: "--router-api-key or --tls-client-ca"},
-	}
-	if c.Gateway.ExtProcPort != 0 {
-		all = append(all, web.Exposure{Flag: "--ext-proc-host", Host: c.gatewayHost(), Name: "port of --ext-proc-port", Keyed: keyed || certified && c.Gateway.ExtProcTLS, Keys: "--api-key or --api-keys-file"})
-	}
-	if c.Replica.ReplicaSync {
-		all = append(all, web.Exposure{Flag: "--replica-sync-host", Host: c.replicaHost(), Name: "port of --replica-sync", Keyed: c.Replica.ReplicaKey != "", Keys: "--replica-key"})
-	}
-	return all
-}
-
-// ports lists every port that will be listened on; 0 (any) is left out.
-func (c *Config) ports() []settings.PortUse {
-	const loopback = "127.0.0.1"
-	var uses []settings.PortUse
-	own := func(flag string, port int, host string) {
-		if port != 0 {
-			uses = append(uses, settings.PortUse{Flag: flag, Base: port, Port: port, Host: host})
-		}
-	}
-	own("--http-port", c.HTTPPort, c.Host)
-	own("--router-port", c.RouterPort, c.Web.RouterHost)
-	own("--page-port", c.Page.PagePort, c.Web.RouterHost)
-	own("--ext-proc-port", c.Gateway.ExtProcPort, c.gatewayHost())
-	own("--ext-proc-health-port", c.Gateway.ExtProcHealthPort, c.gatewayHost())
-	if c.Replica.ReplicaSync {
-		own("--replica-sync-port", c.Replica.ReplicaSyncPort, c.replicaHost())
-	}
-	if c.Engine == EngineNone {
-		return uses
-	}
-	for i := range c.NumWorkers {
-		workers := func(flag string, base, at int) {
-			uses = append(uses, settings.PortUse{Flag: flag, Base: base, Port: base + at, Host: loopback, Worker: i})
-		}
-		workers("--base-worker-port", c.BaseWorkerPort, i)
-		if c.Engine == EngineSGLang && i < c.PrefillWorkers {
-			workers("--base-bootstrap-port", c.BaseBootstrapPort, i)
-		}
-		for at := i * c.Ranks(); at < (i+1)*c.Ranks(); at++ {
-			if c.KVEvents() {
-				workers("--base-kv-events-port", c.BaseKVEventsPort, at)
-				workers("--base-kv-replay-port", c.BaseKVReplayPort, at)
-			}
-			workers("--base-metrics-port", c.BaseMetricsPort, at)
-			if c.nixl() {
-				workers("--base-nixl-port", c.BaseNIXLPort, at)
-			}
-			if c.KVP2P {
-				workers("--base-p2p-port", c.BaseP2PPort, at)
-			}
-		}
-	}
-	return uses
 }

@@ -2,11 +2,8 @@ package main
 
 import (
 	"fmt"
-	"maps"
 	"net"
-	"os"
 	"path/filepath"
-	"regexp"
 	"slices"
 	"strings"
 	"testing"
@@ -14,13 +11,10 @@ import (
 
 	"github.com/google/go-cmp/cmp"
 
-	"kvrouter/internal/batch"
 	"kvrouter/internal/cells"
 	"kvrouter/internal/chat"
 	"kvrouter/internal/discovery"
-	"kvrouter/internal/doctor"
 	"kvrouter/internal/encode"
-	"kvrouter/internal/engine"
 	"kvrouter/internal/events"
 	"kvrouter/internal/extproc"
 	"kvrouter/internal/kv"
@@ -58,11 +52,12 @@ func testMachine(t *testing.T, gpus ...string) settings.Machine {
 
 func mustParse(t *testing.T, machine settings.Machine, args ...string) Config {
 	t.Helper()
-	cfg, command, err := parseConfig(args, machine)
-	if err != nil || command != CommandServe {
-		t.Fatalf("parseConfig(%q) = %q, %v", args, command, err)
+	chosen, err := parse(args, machine)
+	cfg, is := chosen.(*Config)
+	if err != nil || !is {
+		t.Fatalf("parse(%q) = %T, %v", args, chosen, err)
 	}
-	return cfg
+	return *cfg
 }
 
 func TestDefaultsOnACPUMachine(t *testing.T) {
@@ -71,13 +66,13 @@ func TestDefaultsOnACPUMachine(t *testing.T) {
 	home := machine.Getenv("HOME")
 	want := Config{
 		Model: filepath.Join(home, ".cache/kvrouter/smollm2-135m-instruct"), ServedModelName: "smollm2-135m-instruct", ModelFolder: true,
-		Engine: "vllm", NumWorkers: 2, BlockSize: 64, GPUsPerWorker: 1, Python: "python3",
+		Engine: "vllm", NumWorkers: 2, GPUsPerWorker: 1, Python: "python3",
 		Flags: workers.Flags{StartupTimeout: 10 * time.Minute, RestartBackoffMax: 30 * time.Second}, Models: models.Flags{Limits: chat.DefaultLimits, SendTokens: models.SendAuto},
 		Host: "127.0.0.1", HTTPPort: 8000, RouterPort: 7000, BaseWorkerPort: 8100, BaseKVEventsPort: 5557, BaseKVReplayPort: 5757, BaseMetricsPort: 5657, BaseNIXLPort: 5600, BaseP2PPort: 5710, BaseBootstrapPort: 8998,
-		Policy: "work", TokenTimeout: 2 * time.Second, TokenCacheTokens: encode.DefaultCache, CollectUsage: true, Routing: testkit.Defaults[router.Settings](), Scoring: testkit.Defaults[policies.Settings](), Index: testkit.Defaults[router.IndexSettings](), Snapshot: events.Settings{IndexSnapshotInterval: 30 * time.Second, RecordEventsMaxBytes: 1 << 30}, Proxy: testkit.Defaults[proxy.Settings](),
+		Scheduling: Scheduling{BlockSize: 64, Policy: "work", Scoring: testkit.Defaults[policies.Settings](), Index: testkit.Defaults[router.IndexSettings](), Mock: testkit.Defaults[mocker.Settings]()}, TokenTimeout: 2 * time.Second, TokenCacheTokens: encode.DefaultCache, CollectUsage: true, Routing: testkit.Defaults[router.Settings](), Snapshot: events.Settings{IndexSnapshotInterval: 30 * time.Second, RecordEventsMaxBytes: 1 << 30}, Proxy: testkit.Defaults[proxy.Settings](),
 		MaxBodyBytes: 64 << 20, RequestTimeout: 30 * time.Minute, Web: web.Settings{RouterHost: "127.0.0.1"}, DrainDelay: 5 * time.Second, DrainTimeout: 30 * time.Second,
-		LogLevel: "info", LogFormat: "text", MetricsLimit: 256, Cores: 8, Replica: replica.Settings{ReplicaSyncPort: 7100}, Mock: testkit.Defaults[mocker.Settings](),
-		Cells: testkit.Defaults[cells.Flags](), Gateway: extproc.Settings{ExtProcFallbacks: 3}, Discovery: discovery.Settings{WorkerPort: 8000}, Doctor: doctor.Command{Wait: 5 * time.Second},
+		LogLevel: "info", LogFormat: "text", MetricsLimit: 256, Cores: 8, Replica: replica.Settings{ReplicaSyncPort: 7100},
+		Cells: testkit.Defaults[cells.Flags](), Gateway: extproc.Settings{ExtProcFallbacks: 3}, Discovery: discovery.Settings{WorkerPort: 8000},
 	}
 	if diff := cmp.Diff(want, cfg); diff != "" {
 		t.Error(diff)
@@ -120,193 +115,17 @@ func TestDefaultsWithSGLang(t *testing.T) {
 	}
 }
 
-func TestCommands(t *testing.T) {
-	machine := testMachine(t)
-	for _, test := range []struct {
-		args []string
-		want string
-	}{
-		{nil, CommandServe}, {[]string{"serve"}, CommandServe}, {[]string{"version"}, CommandVersion},
-		{[]string{"--seed", "3"}, CommandServe},
-		{[]string{"simulate", "--synthetic=chat", "--concurrency=8", "--mock-num-gpu-blocks=100", "--log-level=warn"}, CommandSimulate},
-		{[]string{"--mock-num-gpu-blocks=100", "--drain-timeout=1s", "simulate", "--synthetic=chat", "--concurrency=8"}, CommandSimulate},
-	} {
-		if _, got, err := parseConfig(test.args, machine); got != test.want || err != nil {
-			t.Errorf("%q: command %q, %v; want %q", test.args, got, err, test.want)
-		}
-	}
-}
-
-func TestHelpNamesEveryGroupOnce(t *testing.T) {
-	out := captureStdout(t, func() {
-		if _, command, err := parseConfig([]string{"--help"}, testMachine(t)); command != CommandHelp || err != nil {
-			t.Errorf("command %q, %v", command, err)
-		}
-	})
-	for _, want := range []string{"Model and engine", "Workers\n", "Addresses", "Routing\n", "Requests\n", "Logs and settings", mockGroup, "--drain-timeout=30s", "KVROUTER_NUM_WORKERS", "--[no-]collect-usage"} {
-		if strings.Count(out, want) != 1 {
-			t.Errorf("help has %q %d times", want, strings.Count(out, want))
-		}
-	}
-}
-
+// TestCommandsShareAFile: the file of a router is usable by the other commands, which read
+// their own keys of it; serve refuses theirs.
+// TestEnvironmentIsWhatAPersonWouldType holds that each variable is the flag in capitals.
 // helpFlag is the first line of a flag in a help text.
-var helpFlag = regexp.MustCompile(`(?m)^ +(?:-h, )?--(?:\[no-\])?([a-z0-9.-]+)(?:=| {2,}|$)`)
-
 // helpOf returns what arguments print and the flags that this shows.
-func helpOf(t *testing.T, args ...string) (text string, flags map[string]bool) {
-	t.Helper()
-	text = captureStdout(t, func() {
-		if _, command, err := parseConfig(args, testMachine(t)); command != CommandHelp || err != nil {
-			t.Errorf("%q: command %q, %v", args, command, err)
-		}
-	})
-	flags = map[string]bool{}
-	for _, match := range helpFlag.FindAllStringSubmatch(text, -1) {
-		flags[match[1]] = true
-	}
-	return text, flags
-}
-
-func TestHelpShowsWhatTheCommandReads(t *testing.T) {
-	parser, err := newParser(new(cli))
-	if err != nil {
-		t.Fatal(err)
-	}
-	known := map[string]bool{}
-	for _, flag := range parser.Model.Flags {
-		known[flag.Name] = true
-	}
-	for _, name := range slices.Concat(simulateFlags, notSimulated) {
-		if !known[name] {
-			t.Errorf("there is no flag --%s", name)
-		}
-	}
-
-	_, plain := helpOf(t, "--help")
-	_, serve := helpOf(t, "serve", "--help")
-	if diff := cmp.Diff(known, plain); diff != "" {
-		t.Errorf("--help and the flags that serving reads differ: %s", diff)
-	}
-	if diff := cmp.Diff(plain, serve); diff != "" {
-		t.Errorf("--help and serve --help differ: %s", diff)
-	}
-	text, simulate := helpOf(t, "simulate", "--help")
-	if _, before := helpOf(t, "--help", "simulate"); !maps.Equal(simulate, before) {
-		t.Errorf("--help simulate shows %v, simulate --help %v", before, simulate)
-	}
-	for _, name := range slices.Concat(simulateFlags, []string{
-		"version", "trace", "json", "synthetic-turns", "agentic-runs", "cache-threshold", "router-temperature", "thompson-config", "thompson.fixes", "no-kv-events", "cache-correction",
-	}) {
-		if !simulate[name] {
-			t.Errorf("simulate --help does not show --%s", name)
-		}
-	}
-	for _, name := range slices.Concat(notSimulated, []string{
-		"model", "engine", "num-workers", "worker", "http-port", "api-key", "drain-timeout", "record", "replica-sync", "log-level", "indexer-peers",
-		"router-track-output-blocks", "record-decisions", "enforce-disagg", "disagg-prefill-timeout",
-		"mock-lora", "mock-error-rate", "mock-crash-every", "mock-data-parallel-size", "mock-output-tokens",
-	}) {
-		if simulate[name] || !serve[name] {
-			t.Errorf("--%s is shown by simulate --help: %t, by serve --help: %t", name, simulate[name], serve[name])
-		}
-	}
-	if !strings.Contains(text, "\nSimulated workers\n") || strings.Contains(text, mockGroup) {
-		t.Error("simulate --help has the mocker's group under its own title")
-	}
-	for _, command := range parser.Model.Children {
-		_, own := helpOf(t, command.Name, "--help")
-		for _, flag := range command.Flags {
-			if !own[flag.Name] || plain[flag.Name] {
-				t.Errorf("--%s of %s is shown by its --help: %t, by --help: %t", flag.Name, command.Name, own[flag.Name], plain[flag.Name])
-			}
-		}
-	}
-	if _, shown := helpOf(t, "version", "--help"); !maps.Equal(shown, map[string]bool{"help": true, "version": true}) {
-		t.Errorf("version --help shows %v", shown)
-	}
-}
-
-func TestHelpShowsTheMockersFlagsLast(t *testing.T) {
-	text, _ := helpOf(t, "--help")
-	_, last, found := strings.Cut(text, "\n"+mockGroup+"\n")
-	if !found || strings.Contains(text[:len(text)-len(last)], "\n  --mock-") {
-		t.Fatal("the mocker's flags are not in a group of their own")
-	}
-	for _, match := range helpFlag.FindAllStringSubmatch(last, -1) {
-		if !strings.HasPrefix(match[1], "mock-") && match[1] != "speedup-ratio" && match[1] != "demo" {
-			t.Errorf("--%s stands after the mocker's flags", match[1])
-		}
-	}
-	if !strings.Contains(text, "docs/routing.md") || strings.Contains(text, "docs/policies.md") {
-		t.Error("help does not name docs/routing.md for policies")
-	}
-}
-
-func TestVersionFlagPrintsTheVersion(t *testing.T) {
-	if text, _ := helpOf(t, "--version"); text != "kvrouter "+settings.Build()+"\n" {
-		t.Errorf("--version prints %q", text)
-	}
-	t.Setenv("KVROUTER_VERSION", "true")
-	mustParse(t, testMachine(t))
-}
-
-func captureStdout(t *testing.T, f func()) string {
-	t.Helper()
-	path := filepath.Join(t.TempDir(), "out")
-	file, err := os.Create(path)
-	if err != nil {
-		t.Fatal(err)
-	}
-	stdout := os.Stdout
-	os.Stdout = file
-	defer func() { os.Stdout = stdout }()
-	f()
-	if err := file.Close(); err != nil {
-		t.Fatal(err)
-	}
-	out, err := os.ReadFile(path)
-	if err != nil {
-		t.Fatal(err)
-	}
-	return string(out)
-}
-
+// TestHelpShowsWhatTheCommandReads holds --help=all against the flags of each command, and
+// the lists of usual ones.
 func TestArgumentsAfterTheDashesGoToVLLMUnchanged(t *testing.T) {
 	cfg := mustParse(t, testMachine(t), "--seed", "3", "--", "--max-model-len", "4096", "--", "--seed=9")
 	if want := []string{"--max-model-len", "4096", "--", "--seed=9"}; !slices.Equal(cfg.EngineArgs, want) || cfg.Seed != 3 {
 		t.Errorf("EngineArgs %q, seed %d", cfg.EngineArgs, cfg.Seed)
-	}
-}
-
-func TestCommandLineBeatsEnvironmentBeatsFile(t *testing.T) {
-	machine := testMachine(t)
-	file := filepath.Join(t.TempDir(), "kvrouter.yaml")
-	testkit.WriteFile(t, file, `
-num-workers: 3
-seed: 7
-drain_timeout: 5s
-collect-usage: false
-api-key: [a, b]
-policy: random
-worker:
-  - url: http://10.0.0.1:8100
-    id: 9
-  - url=http://10.0.0.2:8100
-vllm-args: [--max-model-len, 4096]
-`)
-	t.Setenv("KVROUTER_SEED", "8")
-	t.Setenv("KVROUTER_POLICY", "round-robin")
-	cfg := mustParse(t, machine, "--policy", "least-loaded", "--config", file)
-	if cfg.NumWorkers != 3 || cfg.Seed != 8 || cfg.Policy != "least-loaded" || cfg.DrainTimeout != 5*time.Second || cfg.CollectUsage {
-		t.Errorf("%+v", cfg)
-	}
-	if !slices.Equal(cfg.APIKey, []string{"a", "b"}) || !slices.Equal(cfg.EngineArgs, []string{"--max-model-len", "4096"}) {
-		t.Errorf("keys %q, vLLM %q", cfg.APIKey, cfg.EngineArgs)
-	}
-	want := []workers.Attached{{Server: probe.Server{ID: 9, URL: "http://10.0.0.1:8100"}, HasID: true}, {Server: probe.Server{ID: 3, URL: "http://10.0.0.2:8100"}}}
-	if diff := cmp.Diff(want, cfg.Worker); diff != "" {
-		t.Error(diff)
 	}
 }
 
@@ -376,13 +195,12 @@ func TestWrongSettingsSayWhatWouldBeRight(t *testing.T) {
 		{"no block", cpu, "--block-size 0", []string{"--block-size must be more than 0"}},
 		{"block size of a CPU", cpu, "--block-size 16", []string{"--block-size 16", "multiple of 32"}},
 		{"unknown policy", cpu, "--policy best", []string{"--policy", "standalone", "best"}},
-		{"an unknown fix of thompson", cpu, "--policy thompson --thompson.fixes load-sign,nothing", []string{"--thompson.fixes", `"nothing"`, "worker-baseline"}},
-		{"all fixes of thompson and one", cpu, "--policy thompson --thompson.fixes all,feedback", []string{"--thompson.fixes", "by itself"}},
+		{"an unknown fix of thompson", cpu, "--policy thompson --thompson.override fixes=load-sign,nothing", []string{"fixes load-sign,nothing", `"nothing"`, "worker-baseline"}},
+		{"all fixes of thompson and one", cpu, "--policy thompson --thompson.override fixes=all,feedback", []string{"fixes all,feedback", "by itself"}},
 		{"no parameters of thompson", cpu, "--policy thompson --thompson-config /nonexistent.yaml", []string{"--thompson-config /nonexistent.yaml", "no such file"}},
 		{"an unknown parameter of thompson", cpu, "--policy thompson --thompson-config " + file("lints:\n  lamda: 1"), []string{"c.yaml", `"lints.lamda"`, `"lints.lambda"`}},
 		{"thompson's block size", cpu, "--policy thompson --thompson-config " + file("infrastructure: {block_size: 16}"), []string{"c.yaml", "infrastructure.block_size is 16", "--block-size is 64"}},
 		{"thompson's parameters to simulate", cpu, "simulate --trace t --concurrency 8 --policy kv,thompson --thompson-config " + file("a: 1"), []string{"c.yaml", `"a"`}},
-		{"thompson's state in a simulation", cpu, "simulate --trace t --concurrency 8 --policy thompson --thompson-state f", []string{"--thompson-state", "remove"}},
 		{"a policy knob below 0", cpu, "--policy kv --router-temperature=-1", []string{"--router-temperature", "-1", "at least 0"}},
 		{"an infinite policy knob", cpu, "--policy kv --overlap-score-weight Inf", []string{"--overlap-score-weight", "+Inf"}},
 		{"no time to live", cpu, "--no-kv-events --router-ttl-secs 0", []string{"--router-ttl-secs 0", "more than 0"}},
@@ -412,7 +230,7 @@ func TestWrongSettingsSayWhatWouldBeRight(t *testing.T) {
 		{"a simulation without a load", cpu, "simulate --trace t", []string{"--concurrency", "--speedup"}},
 		{"a simulation with two loads", cpu, "simulate --trace t --concurrency 8 --speedup 1", []string{"--concurrency", "--speedup"}},
 		{"an engine that takes no time in virtual time", cpu, "simulate --trace t --concurrency 8 --speedup-ratio 0", []string{"--speedup-ratio 0", "more than 0"}},
-		{"a simulated engine without a batch", cpu, "simulate --trace t --concurrency 8 --mock-max-num-seqs 0", []string{"--mock-max-num-seqs 0", "at least 1"}},
+		{"a simulated engine without a batch", cpu, "simulate --trace t --concurrency 8 --mock max-num-seqs=0", []string{"--mock max-num-seqs=0", "at least 1"}},
 		{"an unknown policy to simulate", cpu, "simulate --trace t --concurrency 8 --policy kv,best", []string{"--policy", "best"}},
 		{"a peer that is no URL", cpu, "--engine none --indexer-peers h:7000", []string{"--indexer-peers", "http://"}},
 		{"arguments for no vLLM", cpu, "--engine none --worker http://h:1 -- --x", []string{"--x", "--engine none"}},
@@ -457,7 +275,7 @@ func TestWrongSettingsSayWhatWouldBeRight(t *testing.T) {
 		{"vLLM arguments as text", cpu, "--config " + file("vllm-args: --a b"), []string{"c.yaml", "vllm-args", "list"}},
 	} {
 		t.Run(test.name, func(t *testing.T) {
-			_, _, err := parseConfig(strings.Fields(test.args), test.machine)
+			_, err := parse(strings.Fields(test.args), test.machine)
 			if err == nil {
 				t.Fatal("no error")
 			}
@@ -502,7 +320,7 @@ func TestEngineLimitsAreThoseTheWorkersAreStartedWith(t *testing.T) {
 		{"-- --max-num-batched-tokens=many", 0, 0},
 		{"-- --max-num-batched-tokens 1 --max-num-batched-tokens=2", 2, 0},
 		{"--active-prefill-tokens-threshold-frac 2 -- --max-num-batched-tokens 1", 1, 0},
-		{"--engine mocker --mock-max-num-batched-tokens 99 --mock-num-gpu-blocks 12", 99, 12},
+		{"--engine mocker --mock max-num-batched-tokens=99 --mock num-gpu-blocks=12", 99, 12},
 		{"--engine none --worker http://h:1", 0, 0},
 		{"--engine sglang -- --chunked-prefill-size 2048 --max-total-tokens=640", 2048, 10},
 	} {
@@ -513,33 +331,19 @@ func TestEngineLimitsAreThoseTheWorkersAreStartedWith(t *testing.T) {
 	}
 }
 
-func TestDoctorLooksAtWhatServeWouldRefuse(t *testing.T) {
-	args := []string{"doctor", "--model", "./nothing", "--wait", "2s", "--worker", "http://h:1"}
-	cfg, command, err := parseConfig(args, testMachine(t))
-	if err != nil || command != CommandDoctor || cfg.Doctor.Unusable == nil || cfg.Doctor.Wait != 2*time.Second {
-		t.Fatal(command, err, cfg.Doctor)
-	}
-	if s := cfg.setup(); len(s.Workers) != 1 || s.BlockSize != 64 || !s.KVEvents || !s.Starts || len(s.Ports) == 0 {
-		t.Errorf("it looks at %+v", s)
-	}
-	if _, _, err := parseConfig(args[1:3], testMachine(t)); err == nil || err.Error() != cfg.Doctor.Unusable.Error() {
-		t.Errorf("serve says %v, doctor %v", err, cfg.Doctor.Unusable)
-	}
-}
-
 func TestMockSettingsAreChecked(t *testing.T) {
 	machine := testMachine(t)
 	for _, args := range [][]string{
-		{"--mock-error-rate=2"}, {"--mock-drop-events=-1"}, {"--mock-hang-worker=2=1s"}, {"--mock-slow-worker=0=0"},
-		{"--mock-api=sglang", "--mock-disagg-kind=nixl"}, {"--mock-api=sglang", "--mock-array-events"}, {"--mock-api=trt"},
-		{"--mock-prefill-ms=1,2"}, {"--mock-num-gpu-blocks=0"}, {"--speedup-ratio=-1"}, {"--mock-crash-every=-1s"},
+		{"--mock=error-rate=2"}, {"--mock=drop-events=-1"}, {"--mock=hang-worker=2=1s"}, {"--mock=slow-worker=0=0"},
+		{"--mock=api=sglang", "--mock=disagg-kind=nixl"}, {"--mock=api=sglang", "--mock=array-events=true"}, {"--mock=api=trt"},
+		{"--mock=prefill-ms=1,2"}, {"--mock=num-gpu-blocks=0"}, {"--speedup-ratio=-1"}, {"--mock=crash-every=-1s"},
 	} {
-		if _, _, err := parseConfig(append([]string{"--engine=mocker"}, args...), machine); err == nil {
+		if _, err := parse(append([]string{"--engine=mocker"}, args...), machine); err == nil {
 			t.Errorf("%v was taken", args)
 		}
 	}
-	config := mustParse(t, machine, "--engine=mocker", "--mock-slow-worker=0=2,1=3.5", "--mock-hang-worker=1=10s", "--block-size=16")
-	if config.Mock.MockSlowWorker[1] != 3.5 || config.Mock.MockHangWorker[1] != 10*time.Second || config.ServedModelName != "mock" || config.Model != "" {
+	config := mustParse(t, machine, "--engine=mocker", "--mock=slow-worker=0=2,1=3.5", "--mock=hang-worker=1=10s", "--block-size=16")
+	if config.Mock.SlowWorker[1] != 3.5 || config.Mock.HangWorker[1] != 10*time.Second || config.ServedModelName != "mock" || config.Model != "" {
 		t.Errorf("%+v", config)
 	}
 }
@@ -573,80 +377,9 @@ func TestPortsThatOthersReachNeedAKey(t *testing.T) {
 		{"--tls-cert c", "--tls-cert"},
 		{"--drain-delay=-1s", "--drain-delay"},
 	} {
-		_, _, err := parseConfig(append([]string{"--engine=none"}, strings.Fields(test.args)...), testMachine(t))
+		_, err := parse(append([]string{"--engine=none"}, strings.Fields(test.args)...), testMachine(t))
 		if (err == nil) != (test.want == "") || err != nil && !strings.HasPrefix(err.Error(), test.want) {
 			t.Errorf("%s: %v", test.args, fmt.Sprint(err))
 		}
-	}
-}
-
-func TestReplayEventsIsACommand(t *testing.T) {
-	config, command, err := ParseConfig([]string{"replay-events", "FILE", "--max-count=3", "--prompt-tokens=1,2", "--block-size=16"})
-	if err != nil || command != CommandReplay || config.BlockSize != 16 {
-		t.Fatal(command, err)
-	}
-	if diff := cmp.Diff(events.ReplayCommand{File: "FILE", MaxCount: 3, MaxErrors: 20, PromptTokens: []uint32{1, 2}}, config.Replay); diff != "" {
-		t.Errorf("(-want +got):\n%s", diff)
-	}
-	if _, _, err := ParseConfig([]string{"replay-events", "FILE", "--max-count=-1"}); err == nil || !strings.Contains(err.Error(), "--max-count") {
-		t.Errorf("error %v", err)
-	}
-}
-
-func TestTheEngineToSimulateIsThatOfTheMocksFlags(t *testing.T) {
-	parse := func(args ...string) engine.Settings {
-		config, command, err := ParseConfig(append([]string{"simulate", "--trace=t", "--concurrency=1"}, args...))
-		if err != nil || command != CommandSimulate {
-			t.Fatal(command, err)
-		}
-		return config.Mock.SimConfig(config.BlockSize)
-	}
-	if got := parse(); got != testkit.Engine() {
-		t.Errorf("without flags %+v", got)
-	}
-	got := parse("--block-size=16", "--mock-num-gpu-blocks=100", "--mock-max-num-seqs=5", "--mock-max-num-batched-tokens=512",
-		"--mock-prefill-ms=1,2,3", "--mock-decode-ms=4,5,6", "--speedup-ratio=7", "--mock-max-loras=3", "--mock-lora-load=50ms")
-	want := engine.Settings{Blocks: 100, BlockSize: 16, MaxSeqs: 5, MaxBatchedTokens: 512, Adapters: engine.AdapterSettings{Slots: 3, LoadMS: 50},
-		Timing: engine.Timing{Prefill: [3]float64{1, 2, 3}, Decode: [3]float64{4, 5, 6}, MinDecode: 1, Speedup: 7}}
-	if got != want {
-		t.Errorf("got %+v, want %+v", got, want)
-	}
-}
-
-func TestSimulatedPartsAreCheckedBeforeTheRun(t *testing.T) {
-	for args, says := range map[string]string{
-		"--workers=4 --prefill-workers=2 --decode-workers=2":                                 "give either --workers",
-		"--prefill-workers=2":                                                                "at least 1 of each",
-		"--prefill-workers=2 --decode-workers=-1":                                            "at least 1 of each",
-		"--prefill-workers=600 --decode-workers=600":                                         "1200 workers",
-		"--prefill-workers=1 --decode-workers=1 --enforce-disagg":                            "remove it",
-		"--prefill-workers=1 --decode-workers=1 --mock-kv-transfer-bandwidth=0":              "more than 0",
-		"--prefill-workers=1 --decode-workers=1 --mock-kv-lease=0s":                          "more than 0",
-		"--prefill-workers=1 --decode-workers=1 --disagg-min-uncached-tokens=-1":             "negative",
-		"--prefill-workers=2 --decode-workers=6 --mock-kv-transfer-bandwidth=25 --policy=kv": "",
-		"--prefill-workers=1 --decode-workers=1 --mock-disagg-kind=sglang --round-trip=5":    "",
-		"--round-trip=-1":    "0 to 3.6e+06 ms",
-		"--event-lag=NaN":    "0 to 3.6e+06 ms",
-		"--round-trip=1e300": "0 to 3.6e+06 ms",
-		"--prefill-workers=1 --decode-workers=1 --mock-slow-worker=2=3 --speedup-ratio=2":       "0 to 1",
-		"--prefill-workers=1 --decode-workers=1 --mock-slow-worker=1=3 --mock-disagg-kind=both": "mock-disagg-kind",
-	} {
-		_, _, err := ParseConfig(append([]string{"simulate", "--trace=t", "--concurrency=1"}, strings.Fields(args)...))
-		if says == "" && err != nil || says != "" && (err == nil || !strings.Contains(err.Error(), says)) {
-			t.Errorf("%s: %v, want %q", args, err, says)
-		}
-	}
-}
-
-func TestBatchIsACommand(t *testing.T) {
-	config, command, err := ParseConfig([]string{"batch", "FILE", "--url=http://h:1/v1", "--concurrency=3", "--api-key=k", "--drain-timeout=2s"})
-	if err != nil || command != CommandBatch || config.DrainTimeout != 2*time.Second || !slices.Equal(config.APIKey, []string{"k"}) {
-		t.Fatal(command, err)
-	}
-	if diff := cmp.Diff(batch.Command{File: "FILE", URL: "http://h:1/v1", Concurrency: 3, Attempts: 6, AnswerTimeout: time.Hour, GiveUpAfter: 10 * time.Minute}, config.Batch); diff != "" {
-		t.Errorf("(-want +got):\n%s", diff)
-	}
-	if _, _, err := ParseConfig([]string{"batch", "FILE", "--concurrency=0"}); err == nil || !strings.Contains(err.Error(), "--concurrency") {
-		t.Errorf("error %v", err)
 	}
 }

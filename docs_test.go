@@ -12,6 +12,8 @@ import (
 	"testing"
 
 	"github.com/alecthomas/kong"
+
+	"kvrouter/internal/manual"
 )
 
 var update = flag.Bool("update", false, "write the pages of docs/ that are generated")
@@ -20,63 +22,25 @@ const flagsPage = "docs/flags.md"
 
 const flagsIntro = `# Flags
 
-Each flag is also an environment variable and a key of the YAML file of ` + "`" + `--config` + "`" + ` (the flag's name without its dashes). The command line overrides the environment, the environment overrides the file, and the file overrides the default.
+Each command has its own flags. ` + "`" + `kvrouter` + "`" + ` without a command is ` + "`" + `kvrouter serve` + "`" + `; other commands take their flags after their name.
 
-- The last column lists the commands that use the flag. Other commands ignore it, or refuse it with a reason.
-- ` + "`" + `doctor` + "`" + ` reads all flags of ` + "`" + `serve` + "`" + `.
-- Flags used by ` + "`" + `simulate` + "`" + `, ` + "`" + `replay-events` + "`" + `, ` + "`" + `top` + "`" + `, ` + "`" + `batch` + "`" + ` or ` + "`" + `doctor` + "`" + ` only are given after that word; the file has no keys for them.
+- Each flag is also an environment variable, ` + "`" + `KVROUTER_` + "`" + ` and the flag in capitals with ` + "`" + `_` + "`" + ` for ` + "`" + `-` + "`" + ` and ` + "`" + `.` + "`" + ` (` + "`" + `--kv-p2p` + "`" + `: ` + "`" + `KVROUTER_KV_P2P` + "`" + `), and a key of the YAML file of ` + "`" + `--config` + "`" + `: its name without dashes. The command line overrides the environment, the environment overrides the file, and the file overrides the default.
+- A file for ` + "`" + `serve` + "`" + ` can be given to the other commands, which read the keys that they have.
 - Boolean flags take no value; ` + "`" + `[no-]` + "`" + ` means that ` + "`" + `--no-...` + "`" + ` disables them.
 - — means no default, or a default described in the meaning.
-- ` + "`" + `--help` + "`" + ` and ` + "`" + `--version` + "`" + ` print their text and exit. Arguments after ` + "`" + `--` + "`" + ` go to every started engine.
+- ` + "`" + `--help` + "`" + ` prints the most needed flags of a command, ` + "`" + `--help=all` + "`" + ` all, ` + "`" + `--help=GROUP` + "`" + ` or ` + "`" + `--help=FLAG` + "`" + ` some; ` + "`" + `--version` + "`" + ` prints the version. Arguments after ` + "`" + `--` + "`" + ` go to every started engine.
 
 This page is generated: ` + "`" + `go test -run TestFlagsPage -update .` + "`" + `
 `
 
-// flagGroup is one table of the page of flags.
-type flagGroup struct {
-	title string
-	flags []*kong.Flag
-}
-
-// flagGroups returns all flags but --help and --version by group, in the order
-// of help: first those that all commands parse, then those of one alone.
-func flagGroups(t *testing.T) (groups []*flagGroup, of map[*kong.Flag][]string) {
+// modelOfFlags returns the commands with their flags.
+func modelOfFlags(t *testing.T) *kong.Application {
 	t.Helper()
-	of = map[*kong.Flag][]string{}
-	add := func(title string, flag *kong.Flag, commands ...string) {
-		if flag.Group != nil {
-			title = flag.Group.Title
-		}
-		i := slices.IndexFunc(groups, func(g *flagGroup) bool { return g.title == title })
-		if i < 0 {
-			i = len(groups)
-			groups = append(groups, &flagGroup{title: title})
-		}
-		groups[i].flags = append(groups[i].flags, flag)
-		of[flag] = commands
-	}
-	parser, err := newParser(new(cli))
+	parser, err := newParser(new(cli), new(manual.Help))
 	if err != nil {
 		t.Fatal(err)
 	}
-	for _, flag := range parser.Model.Flags {
-		if flag.Name == "help" || flag.Name == "version" {
-			continue
-		}
-		var commands []string
-		for _, command := range []string{CommandServe, CommandSimulate, CommandReplay, CommandTop, CommandBatch} {
-			if takesFlag(command, flag) {
-				commands = append(commands, command)
-			}
-		}
-		add("", flag, commands...)
-	}
-	for _, command := range parser.Model.Children {
-		for _, flag := range command.Flags {
-			add("Simulation", flag, command.Name)
-		}
-	}
-	return groups, of
+	return parser.Model
 }
 
 // flagSpelling is how the page writes a flag.
@@ -102,20 +66,65 @@ func flagDefault(flag *kong.Flag) string {
 	return "`" + flag.Default + "`"
 }
 
+// pageOf returns the how-to page of a flag that is hidden, the first that names it.
+func pageOf(t *testing.T, flag *kong.Flag) string {
+	t.Helper()
+	paths, _ := filepath.Glob("docs/*.md")
+	for _, path := range paths {
+		text, err := os.ReadFile(path)
+		if err != nil {
+			t.Fatal(err)
+		}
+		if path != flagsPage && path != "docs/benchmarks.md" && regexp.MustCompile(`--`+flag.Name+`\b[^-]`).Match(text) {
+			return filepath.Base(path)
+		}
+	}
+	t.Errorf("no page names the hidden flag --%s", flag.Name)
+	return ""
+}
+
+// writeFlags writes the section of a command: the flags that serve has not, by group, and
+// the names of those that serve has.
+func writeFlags(t *testing.T, page *strings.Builder, app *kong.Application, command *kong.Node) {
+	t.Helper()
+	fmt.Fprintf(page, "\n## %s\n\n%s\n", command.Name, command.Help)
+	if shared := manual.Shared(app, command); len(shared) == len(manual.Own(app, app.DefaultCmd)) {
+		page.WriteString("\nIt has all flags of `serve`, and these:\n")
+	} else if len(shared) > 0 {
+		fmt.Fprintf(page, "\nIt has these flags of `serve`: `--%s`.\n", strings.Join(shared, "`, `--"))
+	}
+	escape := strings.NewReplacer("|", `\|`, "*", `\*`)
+	title := ""
+	for _, flag := range manual.Own(app, command) {
+		if flag.Group.Title != title {
+			title = flag.Group.Title
+			fmt.Fprintf(page, "\n### %s\n\n| flag | default | meaning |\n|---|---|---|\n", title)
+		}
+		name := flagSpelling(flag)
+		if flag.PlaceHolder != "" {
+			name += " " + strings.ReplaceAll(flag.PlaceHolder, "|", `\|`)
+		}
+		fmt.Fprintf(page, "| `%s` | %s | %s |\n", name, flagDefault(flag), escape.Replace(flag.Help))
+	}
+	if command != app.DefaultCmd {
+		return
+	}
+	page.WriteString("\n### Rarely needed\n\nThese are not in the help:\n\n")
+	for _, flag := range command.Flags {
+		if flag.Hidden {
+			fmt.Fprintf(page, "- `%s`, default %s: [%s](%s)\n", flagSpelling(flag), flagDefault(flag), pageOf(t, flag), pageOf(t, flag))
+		}
+	}
+}
+
 // TestFlagsPage holds docs/flags.md against the flags.
 func TestFlagsPage(t *testing.T) {
-	groups, commands := flagGroups(t)
+	app := modelOfFlags(t)
 	page := &strings.Builder{}
 	page.WriteString(flagsIntro)
-	escape := strings.NewReplacer("|", `\|`, "*", `\*`)
-	for _, group := range groups {
-		fmt.Fprintf(page, "\n## %s\n\n| flag | default | environment variable | meaning | command |\n|---|---|---|---|---|\n", group.title)
-		for _, flag := range group.flags {
-			name := flagSpelling(flag)
-			if flag.PlaceHolder != "" {
-				name += " " + strings.ReplaceAll(flag.PlaceHolder, "|", `\|`)
-			}
-			fmt.Fprintf(page, "| `%s` | %s | `%s` | %s | %s |\n", name, flagDefault(flag), strings.Join(flag.Envs, "`, `"), escape.Replace(flag.Help), strings.Join(commands[flag], ", "))
+	for _, command := range app.Children {
+		if len(command.Flags) > 0 {
+			writeFlags(t, page, app, command)
 		}
 	}
 	if *update {
@@ -132,89 +141,81 @@ func TestFlagsPage(t *testing.T) {
 	}
 }
 
-// TestEveryFlagIsInATableWithItsDefault reads the page as a reader does, without
-// what TestFlagsPage makes it from.
-func TestEveryFlagIsInATableWithItsDefault(t *testing.T) {
+// TestEveryFlagIsOnThePageWithItsDefault reads the page as a reader does, without what
+// TestFlagsPage makes it from.
+func TestEveryFlagIsOnThePageWithItsDefault(t *testing.T) {
 	text, err := os.ReadFile(flagsPage)
 	if err != nil {
 		t.Fatal(err)
 	}
-	row := regexp.MustCompile("(?m)^\\| `--((?:\\[no-\\])?)([a-z0-9.-]+)[^`]*` \\| ([^|]*) \\| `KVROUTER_[A-Z0-9_]+` \\| .+ \\| ((?:replay-events|top|batch|doctor|(?:serve|simulate|serve, simulate)(?:, replay-events)?(?:, top)?(?:, batch)?)) \\|$")
+	app := modelOfFlags(t)
+	row := regexp.MustCompile("(?m)^(?:\\||-) `--((?:\\[no-\\])?)([a-z0-9.-]+)[^`]*`(?: \\||, default) ([^|]*?)(?: \\| .+ \\||: \\[.+)$")
 	type spelling struct{ negatable, value string }
-	rows := map[string]spelling{}
-	for _, match := range row.FindAllStringSubmatch(string(text), -1) {
-		name := match[2]
-		if !strings.Contains(match[4], CommandServe) { // commands may have flags of the same name
-			name += " of " + match[4]
+	sections := map[string]map[string]spelling{}
+	for _, section := range strings.Split(string(text), "\n## ")[1:] {
+		name, _, _ := strings.Cut(section, "\n")
+		rows := map[string]spelling{}
+		for _, match := range row.FindAllStringSubmatch(section, -1) {
+			if _, twice := rows[match[2]]; twice {
+				t.Errorf("--%s of %s is documented twice", match[2], name)
+			}
+			rows[match[2]] = spelling{match[1], strings.Trim(match[3], "`")}
 		}
-		if _, twice := rows[name]; twice {
-			t.Errorf("--%s is documented twice", name)
+		if lines := strings.Count(section, "\n| `--") + strings.Count(section, "\n- `--"); lines != len(rows) {
+			t.Errorf("%d rows of %s begin with a flag, but %d have the expected format", lines, name, len(rows))
 		}
-		rows[name] = spelling{match[1], strings.Trim(match[3], "`")}
+		sections[name] = rows
 	}
-	if lines := strings.Count(string(text), "\n| `--"); lines != len(rows) {
-		t.Errorf("%d rows begin with a flag, but %d have the expected format", lines, len(rows))
+	const mostOfServe = 150
+	if rows := strings.Count(strings.Split(string(text), "\n## ")[1], "\n| `--"); rows > mostOfServe {
+		t.Errorf("serve has %d rows, more than %d: hide rarely needed flags", rows, mostOfServe)
 	}
-	parser, err := newParser(new(cli))
-	if err != nil {
-		t.Fatal(err)
-	}
-	flags := map[string]*kong.Flag{}
-	for _, flag := range parser.Model.Flags {
-		flags[flag.Name] = flag
-	}
-	for _, command := range parser.Model.Children {
+	for _, command := range app.Children {
+		rows := sections[command.Name]
 		for _, flag := range command.Flags {
-			flags[flag.Name+" of "+command.Name] = flag
+			row, found := rows[flag.Name]
+			delete(rows, flag.Name)
+			if !found {
+				if _, of := sections["serve"][flag.Name]; command == app.DefaultCmd || !of && !slices.Contains(manual.Shared(app, command), flag.Name) && !flag.Hidden {
+					t.Errorf("--%s of %s (%s) is in no table of %s", flag.Name, command.Name, flag.Help, flagsPage)
+				}
+				continue
+			}
+			want := spelling{value: flag.Default}
+			if flag.Tag.Negatable != "" {
+				want.negatable = "[no-]"
+			}
+			if flag.IsBool() && flag.Target.Kind() != reflect.Pointer {
+				want.value = map[string]string{"true": "on", "false": "off", "": "off"}[flag.Default]
+			}
+			if want.value == "" {
+				want.value = "—"
+			}
+			if row != want {
+				t.Errorf("--%s is documented as %q, want %q", flag.Name, row, want)
+			}
 		}
-	}
-	for name, flag := range flags {
-		if flag.Name == "help" || flag.Name == "version" {
-			continue
+		for name := range rows {
+			t.Errorf("%s has no flag --%s", command.Name, name)
 		}
-		row, found := rows[name]
-		delete(rows, name)
-		if !found {
-			t.Errorf("--%s (%s) is in no table of %s", name, flag.Help, flagsPage)
-			continue
-		}
-		want := spelling{value: flag.Default}
-		if flag.Tag.Negatable != "" {
-			want.negatable = "[no-]"
-		}
-		if flag.IsBool() && flag.Target.Kind() != reflect.Pointer {
-			want.value = map[string]string{"true": "on", "false": "off", "": "off"}[flag.Default]
-		}
-		if want.value == "" {
-			want.value = "—"
-		}
-		if row != want {
-			t.Errorf("--%s is documented as %q, want %q", flag.Name, row, want)
-		}
-	}
-	for name := range rows {
-		t.Errorf("there is no flag --%s", name)
 	}
 }
 
 // TestShellsAndManKnowEveryFlagAndCommand holds what `kvrouter completion` and
 // `kvrouter man` print against the command line that parses.
 func TestShellsAndManKnowEveryFlagAndCommand(t *testing.T) {
-	parser, err := newParser(new(cli))
-	if err != nil {
-		t.Fatal(err)
-	}
+	app := modelOfFlags(t)
 	for args, spelled := range map[string]string{"completion bash": "--%s", "completion zsh": "*--%s", "completion fish": "-l %s ", "man": "--%s"} {
 		text, _ := helpOf(t, strings.Fields(args)...)
 		text = strings.ReplaceAll(text, `\-`, "-")
 		text = strings.ReplaceAll(text, "--[no-]", "--")
-		for _, node := range append(parser.Model.Children, parser.Model.Node) {
-			if node != parser.Model.Node && !regexp.MustCompile(`\b`+node.Name+`\b`).MatchString(text) {
+		for _, node := range append(app.Children, app.Node) {
+			if node != app.Node && !regexp.MustCompile(`\b`+node.Name+`\b`).MatchString(text) {
 				t.Errorf("%s has no command %s", args, node.Name)
 			}
 			for _, flag := range node.Flags {
-				if !strings.Contains(text, fmt.Sprintf(spelled, flag.Name)) {
-					t.Errorf("%s has no flag %s", args, flag.Name)
+				if strings.Contains(text, fmt.Sprintf(spelled, flag.Name)) == flag.Hidden {
+					t.Errorf("%s has flag %s: %t, which is hidden: %t", args, flag.Name, !flag.Hidden, flag.Hidden)
 				}
 			}
 		}

@@ -49,7 +49,7 @@ var layers = []map[string]string{
 	},
 	{ // carrying
 		"replica": "events fair guard kv router zmq", "relay": "cuckoo kv metrics radix", "proxy": "directives health jsonbody kv policy quota router tracing web", "workers": "cells events fair guard health kv metrics policy probe process radix summary web",
-		"mocker": "chat engine events jsonbody kv process tokens web zmq", "simulate": "cells engine fair health hints jsonlines kv policies policy radix router summary textfile",
+		"mocker": "chat engine events jsonbody kv process settings tokens web zmq", "simulate": "cells engine fair health hints jsonlines kv policies policy radix router summary textfile",
 		"vllm": "kv process textfile", "sglang": "kv process", "discovery": "kv textfile",
 	},
 	{ // showing, offering

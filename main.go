@@ -10,7 +10,6 @@ import (
 	"os/signal"
 	"reflect"
 	"slices"
-	"strings"
 	"sync"
 	"syscall"
 	"time"
@@ -27,24 +26,9 @@ import (
 )
 
 func main() {
-	config, command, err := ParseConfig(os.Args[1:])
-	if err == nil {
-		switch command {
-		case CommandVersion:
-			fmt.Println("kvrouter", settings.Build())
-		case CommandServe:
-			err = serve(config)
-		case CommandDoctor:
-			err = config.Doctor.Run(untilSignal(), config.setup(), os.Stdout)
-		case CommandReplay:
-			err = config.Replay.Run(config.BlockSize, os.Stdout)
-		case CommandBatch:
-			err = config.Batch.Run(untilSignal(), config.APIKey, config.DrainTimeout, os.Stdout, os.Stderr)
-		case CommandTop:
-			err = config.Top.Run(untilSignal(), config.RouterAPIKey, os.Stdout)
-		case CommandSimulate:
-			err = config.Simulate.Run(config.simulation(), strings.Split(config.Policy, ","), os.Stdout, os.Stderr)
-		}
+	command, err := parse(os.Args[1:], settings.ThisMachine())
+	if err == nil && command != nil {
+		err = command.Run()
 	}
 	if err != nil {
 		fmt.Fprintln(os.Stderr, "kvrouter:", err)
@@ -52,9 +36,10 @@ func main() {
 	}
 }
 
-// serve runs the router until it is asked to stop, and returns when all it
-// started has ended.
-func serve(config Config) error {
+// Run runs the router until it is asked to stop, and returns when all it started has
+// ended.
+func (c *Config) Run() error {
+	config := *c
 	level := new(slog.LevelVar)
 	level.Set(logs.Level(config.LogLevel))
 	log := logs.New(os.Stderr, level, config.LogFormat)
@@ -71,21 +56,21 @@ func serve(config Config) error {
 	if err != nil {
 		return err
 	}
-	reread := func() (Config, error) {
-		fresh, _, err := ParseConfig(os.Args[1:])
-		return fresh, err
-	}
+	reread := func() (*Config, error) { return parseServe(os.Args[1:]) }
 	go reload.New(app.noteReload, log, app.reloaded(level, reread)...).Run(ctx, reloads)
 	return app.run(ctx)
 }
 
 // reloaded returns what SIGHUP reloads: the log level and the busy thresholds of the
 // settings, which reread reads again, keys and certificates.
-func (r *app) reloaded(level *slog.LevelVar, reread func() (Config, error)) []reload.Source {
+func (r *app) reloaded(level *slog.LevelVar, reread func() (*Config, error)) []reload.Source {
 	config, thresholds := &r.config, r.config.Routing.BusyThresholds
 	return []reload.Source{
 		{File: telemetry.FileConfig, Flags: "--config", Paths: []string{config.ConfigFile}, Read: func() (func() []any, error) {
 			fresh, err := reread()
+			if err != nil {
+				return nil, err
+			}
 			return func() []any {
 				if now := fresh.Routing.BusyThresholds; !reflect.DeepEqual(now, thresholds) {
 					r.models.SetBusyThresholds(now)
@@ -93,7 +78,7 @@ func (r *app) reloaded(level *slog.LevelVar, reread func() (Config, error)) []re
 				}
 				level.Set(logs.Level(fresh.LogLevel))
 				return []any{"log_level", fresh.LogLevel, "busy_thresholds", fresh.Routing.BusyThresholds.Set()}
-			}, err
+			}, nil
 		}},
 		{File: telemetry.FileKeys, Read: func() (func() []any, error) {
 			use, err := r.keys.Read()

@@ -35,11 +35,11 @@ func TestAStoppedRouterLeavesNoGoroutine(t *testing.T) {
 	for i, flag := range []string{"worker", "kv-events", "kv-replay", "metrics"} {
 		args = append(args, fmt.Sprintf("--base-%s-port=%d", flag, ports+5+i*workers))
 	}
-	config, _, err := ParseConfig(args)
+	config, err := parseServe(args)
 	if err != nil {
 		t.Fatal(err)
 	}
-	app, err := build(t.Context(), config, slog.New(slog.DiscardHandler))
+	app, err := build(t.Context(), *config, slog.New(slog.DiscardHandler))
 	if err != nil {
 		t.Fatal(err)
 	}

@@ -31,12 +31,12 @@ func TestCacheFlagsAreChecked(t *testing.T) {
 		{"--policy variance --max-tree-size 0", "--max-tree-size 0: give 1 to"},
 		{"--policy variance --eviction-interval 0", "--eviction-interval 0: give more than 0"},
 	} {
-		_, _, err := ParseConfig(append([]string{"--engine=mocker"}, strings.Fields(test.args)...))
+		_, err := parseServe(append([]string{"--engine=mocker"}, strings.Fields(test.args)...))
 		if (err == nil) != (test.want == "") || err != nil && !strings.Contains(err.Error(), test.want) {
 			t.Errorf("%s: %v, want %q", test.args, err, test.want)
 		}
 	}
-	if _, _, err := ParseConfig(strings.Fields("simulate --trace t --concurrency 1 --policy round-robin,variance --prefix-source approx")); err != nil {
+	if _, err := parse(strings.Fields("simulate --trace t --concurrency 1 --policy round-robin,variance --prefix-source approx"), testMachine(t)); err != nil {
 		t.Error(err)
 	}
 }
@@ -54,7 +54,7 @@ func TestThePrefixSourceDecidesWhetherEventsAreFollowed(t *testing.T) {
 		{"variance", router.PrefixApprox, true, true, false},
 		{"kv", router.PrefixApprox, false, false, true}, // beside one of the two in a simulation
 	} {
-		config := Config{Policy: test.policy, Scoring: testkit.Defaults[policies.Settings](), Index: testkit.Defaults[router.IndexSettings]()}
+		config := Config{Scheduling: Scheduling{Policy: test.policy, Scoring: testkit.Defaults[policies.Settings](), Index: testkit.Defaults[router.IndexSettings]()}}
 		config.Index.PrefixSource, config.Index.NoKVEvents = test.source, test.noEvents
 		config.Index.MaxTreeSize = 1000
 		index, _ := router.NewIndex(config.Index, config.Policy, config.Scoring.Settings, 64, time.Now)
@@ -86,7 +86,7 @@ func TestWithoutOverlapWeightThereIsNoIndex(t *testing.T) {
 	if _, exact := y.(*radix.Tree); !exact {
 		t.Error("policy work, which has no such weight, has no index")
 	}
-	config := Config{Policy: "kv", Scoring: knobs}
+	config := Config{Scheduling: Scheduling{Policy: "kv", Scoring: knobs}}
 	if config.KVEvents() {
 		t.Error("events are followed that nothing uses")
 	}
@@ -105,7 +105,7 @@ func TestReplicaSettingsAreChecked(t *testing.T) {
 		{[]string{"--replica-sync", "--replica-peers=:7100"}, false},
 		{[]string{"--replica-sync", "--replica-sync-port=8000"}, false}, // the OpenAI port
 	} {
-		if _, _, err := ParseConfig(append([]string{"--engine=mocker"}, c.args...)); (err == nil) != c.ok {
+		if _, err := parseServe(append([]string{"--engine=mocker"}, c.args...)); (err == nil) != c.ok {
 			t.Errorf("%v: %v", c.args, err)
 		}
 	}

@@ -293,12 +293,12 @@ func (r *app) listenForGateways() (*extproc.Server, error) {
 
 // openThompson opens the files of policy thompson, if it is in use.
 func (r *app) openThompson() (err error) {
-	settings := r.config.Scoring.Thompson
+	state := r.config.ThompsonState
 	if ok := thompson.With(r.router.WithPolicy, func(p *thompson.Policy) {
 		p.WarnOfIdle(r.log)
-		r.traces, err = p.OpenTraces(settings.ThompsonTraces, r.log)
-	}); ok && err == nil && settings.ThompsonState != "" {
-		r.learned, err = thompson.OpenState(settings.ThompsonState, r.router.WithPolicy, r.log)
+		r.traces, err = p.OpenTraces(r.log)
+	}); ok && err == nil && state != "" {
+		r.learned, err = thompson.OpenState(state, r.router.WithPolicy, r.log)
 	}
 	return err
 }

@@ -65,7 +65,7 @@ func (c *Config) engine() (e process.Engine, starts bool) {
 // of its KV cache; 0: unknown.
 func (c *Config) EngineLimits() (maxBatchedTokens, totalBlocks int) {
 	if c.Engine == EngineMocker {
-		return c.Mock.MockMaxNumBatchedTokens, c.Mock.MockNumGPUBlocks
+		return c.Mock.MaxNumBatchedTokens, c.Mock.NumGPUBlocks
 	}
 	engine, _ := c.engine()
 	return engine.Limits(c.EngineArgs, c.BlockSize)
@@ -75,7 +75,7 @@ func (c *Config) EngineLimits() (maxBatchedTokens, totalBlocks int) {
 // one port for KV events, one for replay and one for load.
 func (c *Config) Ranks() int {
 	if c.Engine == EngineMocker {
-		return max(1, c.Mock.MockDataParallelSize)
+		return max(1, c.Mock.DataParallelSize)
 	}
 	engine, _ := c.engine()
 	return engine.Ranks(c.EngineArgs)
@@ -87,7 +87,7 @@ func (c *Config) nixl() bool { return c.Engine == EngineVLLM && c.PrefillWorkers
 // startedPart returns the part of started worker i where prefill and decode are
 // apart: prefill workers have the lowest numbers.
 func (c *Config) startedPart(i int) kv.Disagg {
-	if c.PrefillWorkers == 0 && c.Engine == EngineMocker && c.Mock.MockPeerBandwidth > 0 {
+	if c.PrefillWorkers == 0 && c.Engine == EngineMocker && c.Mock.PeerBandwidth > 0 {
 		return kv.Disagg{P2P: kv.Bootstrap{Host: "127.0.0.1", Port: uint16(c.BaseWorkerPort + i)}} // its side channel is at the HTTP port
 	}
 	if c.KVP2P {
@@ -141,7 +141,7 @@ func (c *Config) modelSettings() models.Settings {
 	}
 }
 
-// setup is what CommandDoctor looks at.
+// setup is what command doctor looks at.
 func (c *Config) setup() doctor.Setup {
 	engine, starts := c.engine()
 	attached := make([]probe.Server, len(c.Worker))

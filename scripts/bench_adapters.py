@@ -213,7 +213,7 @@ def main():
                             "--lora-modules", *(f"{name}={out / name}" for name in names)]  # fmt: skip
     owner = Router(binary, ["--policy", "round-robin"], args, out / "workers.log")
     if args.engine == "mocker":
-        owner.command += ["--mock-lora", ",".join(names), "--mock-max-loras", str(args.max_loras)]
+        owner.command += ["--mock", "lora=" + ",".join(names), "--mock", f"max-loras={args.max_loras}"]
     load = make_load(names, args)
     print(f"{args.requests} chats at concurrency {args.concurrency} for {args.adapters} adapters over {args.workers} workers with slots for {args.max_loras}, "
           f"seed {args.seed}", flush=True)  # fmt: skip

@@ -173,7 +173,7 @@ def main():
     phases = []
     owner = Router(binary, ["--policy", "round-robin"], args, out / "workers.log")
     if args.engine == "mocker":
-        owner.command += ["--mock-max-num-seqs", str(args.together)]
+        owner.command += ["--mock", f"max-num-seqs={args.together}"]
     if args.engine == "sglang":
         owner.command += ["--max-running-requests", str(args.together)]
     try:

@@ -258,7 +258,7 @@ COUNTERS = {
     "vllm": (("vllm:prefix_cache_hits_total", "vllm:external_prefix_cache_hits_total"), "vllm:prefix_cache_queries_total"),
     "sglang": (("sglang:cached_tokens_total",), "sglang:prompt_tokens_total"),
 }
-COUNTERS["mocker"] = COUNTERS["vllm"]  # --mock-api vllm
+COUNTERS["mocker"] = COUNTERS["vllm"]  # --mock api=vllm
 
 
 def prefix_cache_counters(worker_url, engine):
@@ -332,7 +332,7 @@ class Router:
         if args.offload_gib:
             self.command += ["--kv-offload-gib", str(args.offload_gib)]
         if args.engine == "mocker":
-            self.command += ["--mock-num-gpu-blocks", str(args.blocks)]
+            self.command += ["--mock", f"num-gpu-blocks={args.blocks}"]
             return
         if args.engine == "sglang":
             self.command += ["--", "--max-total-tokens", str(args.blocks * BLOCK_SIZE)]

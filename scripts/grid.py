@@ -39,8 +39,8 @@ TENANTS = ["tenant", "tenants", "class", "weight", "requests", "lost", "computed
 # Words of a load: its flags. {} is the value, and a word without {} takes none.
 COMMON = {
     "c": "--concurrency {}", "w": "--workers {}", "lag": "--event-lag {}", "routers": "--routers {}", "untold": "--untold-cache",
-    "kv": "--mock-num-gpu-blocks {}", "host": "--mock-host-blocks {}", "hostbw": "--mock-host-bandwidth {}",
-    "disk": "--mock-disk-blocks {}", "diskbw": "--mock-disk-bandwidth {}", "peerbw": "--mock-peer-bandwidth {}",
+    "kv": "--mock num-gpu-blocks={}", "host": "--mock host-blocks={}", "hostbw": "--mock host-bandwidth={}",
+    "disk": "--mock disk-blocks={}", "diskbw": "--mock disk-bandwidth={}", "peerbw": "--mock peer-bandwidth={}",
 }
 TRACE = {"x": "--speedup {}"}
 CHAT = {

@@ -14,7 +14,7 @@ import (
 func TestMockAdaptersGather(t *testing.T) {
 	const adapters, clients, chats = 8, 8, 25
 	run := func(policy string) (loads, spread float64) {
-		s := StartMocks(t, 4, "--mock-lora=a0,a1,a2,a3,a4,a5,a6,a7", "--mock-max-loras=2", "--mock-lora-load=500ms", "--speedup-ratio=10", "--policy="+policy)
+		s := StartMocks(t, 4, "--mock=lora=a0,a1,a2,a3,a4,a5,a6,a7", "--mock=max-loras=2", "--mock=lora-load=500ms", "--speedup-ratio=10", "--policy="+policy)
 		var mu sync.Mutex // guards places
 		places := map[string]bool{}
 		var all sync.WaitGroup

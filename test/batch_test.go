@@ -19,7 +19,7 @@ import (
 func TestMockBatchGoesOnAfterAKill(t *testing.T) {
 	t.Parallel()
 	const chats = 300
-	s := StartMocks(t, 2, "--speedup-ratio=10", "--mock-output-tokens=20")
+	s := StartMocks(t, 2, "--speedup-ratio=10", "--mock=output-tokens=20")
 	program, err := Program()
 	if err != nil {
 		t.Fatal(err)

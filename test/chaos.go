@@ -120,9 +120,9 @@ func RunChaos(t *testing.T, d time.Duration, s ChaosSettings) {
 
 func newChaos(t *testing.T, s ChaosSettings) *chaos {
 	c := &chaos{t: t, ChaosSettings: s}
-	pace := append(strings.Fields(s.Pace), "--mock-num-gpu-blocks=4096", "--mock-drop-events=0.01")
+	pace := append(strings.Fields(s.Pace), "--mock=num-gpu-blocks=4096", "--mock=drop-events=0.01")
 	well := StartWorkers(t, chaosWell, pace...)
-	c.farm = StartMocks(t, chaosIll, append(pace, "--mock-crash-every=10s")...)
+	c.farm = StartMocks(t, chaosIll, append(pace, "--mock=crash-every=10s")...)
 	workers := []string{"--silence-timeout=" + chaosSilence.String()}
 	workers = append(workers, c.farm.Attach()[:chaosSilent]...)
 	for i := range chaosWell {

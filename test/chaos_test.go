@@ -23,7 +23,7 @@ const (
 	chaosLimit = 30 * time.Second
 	// slowMocks has simulated workers take 15 ms for a token, so that the machine's
 	// two cores suffice for all.
-	slowMocks = "--speedup-ratio=4 --mock-decode-ms=60,54,-25"
+	slowMocks = "--speedup-ratio=4 --mock=decode-ms=60,54,-25"
 )
 
 func TestChaos(t *testing.T) {
@@ -38,7 +38,7 @@ func TestChaosRollingRestart(t *testing.T) {
 	var farm []*Router
 	var args []string
 	worker := func(port int) []string {
-		return append(strings.Fields(slowMocks), "--engine=mocker", "--num-workers=1", "--mock-shutdown-timeout=8s",
+		return append(strings.Fields(slowMocks), "--engine=mocker", "--num-workers=1", "--mock=shutdown-timeout=8s",
 			fmt.Sprintf("--base-worker-port=%d", port+2), fmt.Sprintf("--base-kv-events-port=%d", port+3),
 			fmt.Sprintf("--base-kv-replay-port=%d", port+4), fmt.Sprintf("--base-metrics-port=%d", port+5))
 	}

@@ -123,7 +123,7 @@ func TestALearnedQueueSharesAWorker(t *testing.T) {
 		t.Skip("takes seconds")
 	}
 	t.Parallel()
-	s := StartMocks(t, 1, "--mock-max-num-seqs=2", "--speedup-ratio=2", "--router-queue-policy=fair", keysFile(t, fairKeys))
+	s := StartMocks(t, 1, "--mock=max-num-seqs=2", "--speedup-ratio=2", "--router-queue-policy=fair", keysFile(t, fairKeys))
 	ctx, leave := context.WithCancel(t.Context())
 	var all sync.WaitGroup
 	var mu sync.Mutex // guards served

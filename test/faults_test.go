@@ -70,7 +70,7 @@ func TestMockCrashIsARestart(t *testing.T) {
 
 func TestMockErrorsAreAnswers(t *testing.T) {
 	t.Parallel()
-	s := StartMocks(t, 2, "--mock-error-rate=1")
+	s := StartMocks(t, 2, "--mock=error-rate=1")
 	status, answer := Post(t, s.OpenAI+"/v1/chat/completions", `{"messages":[{"role":"user","content":"Hi"}]}`)
 	if status != 500 || !gjson.GetBytes(answer, "error.message").Exists() {
 		t.Errorf("%d %s", status, answer)
@@ -121,10 +121,10 @@ func TestMockHangEndsStreamsWithAnError(t *testing.T) {
 	w.End(mocker.ErrMockCrash) // only that ends the hanging requests
 }
 
-// TestStartedMockWorkersThatCrashAreStartedAgain is about --mock-crash-every.
+// TestStartedMockWorkersThatCrashAreStartedAgain is about --mock crash-every.
 func TestStartedMockWorkersThatCrashAreStartedAgain(t *testing.T) {
 	t.Parallel()
-	s := StartMocker(t, 2, "--speedup-ratio=1", "--policy=round-robin", "--mock-crash-every=3s", "--restart-backoff-max=1s", "--migration-limit=0")
+	s := StartMocker(t, 2, "--speedup-ratio=1", "--policy=round-robin", "--mock=crash-every=3s", "--restart-backoff-max=1s", "--migration-limit=0")
 	testkit.Eventually(t, time.Minute, "a stream breaks with its worker", func() bool {
 		a, _ := s.Chat(context.Background(), Say(strings.Repeat("to be forgotten ", 30)), true, 2000)
 		return a.Broken && !a.Finished
@@ -153,7 +153,7 @@ func streamed(s *Router, ctx context.Context, i, tokens int) (*http.Response, er
 // the threshold each.
 func TestMockOverloadIs503(t *testing.T) {
 	t.Parallel()
-	s := StartMocks(t, 2, "--policy=kv", "--block-size=4", "--mock-num-gpu-blocks=64", "--speedup-ratio=0.01", "--active-decode-blocks-threshold=0.2")
+	s := StartMocks(t, 2, "--policy=kv", "--block-size=4", "--mock=num-gpu-blocks=64", "--speedup-ratio=0.01", "--active-decode-blocks-threshold=0.2")
 	ctx, cancel := context.WithCancel(t.Context())
 	ended := make(chan struct{}, 3)
 	begin := func(i int) {
@@ -190,7 +190,7 @@ func TestMockOverloadIs503(t *testing.T) {
 
 func TestMockQueueServesAllInTheEnd(t *testing.T) {
 	t.Parallel()
-	s := StartMocker(t, 2, "--policy=kv", "--speedup-ratio=0.5", "--mock-max-num-batched-tokens=1024", "--router-queue-threshold=0", "--router-queue-policy=wspt", "--router-track-output-blocks")
+	s := StartMocker(t, 2, "--policy=kv", "--speedup-ratio=0.5", "--mock=max-num-batched-tokens=1024", "--router-queue-threshold=0", "--router-queue-policy=wspt", "--router-track-output-blocks")
 	const requests = 12
 	statuses := make(chan int, requests)
 	for i := range requests {

@@ -141,7 +141,7 @@ func TestMetricsPage(t *testing.T) {
 		look(startTraced(t, traceTo(deadURL(t)), 1).Router)
 	})
 	t.Run("adapters", func(t *testing.T) {
-		s := StartMocks(t, 1, "--mock-lora=sql")
+		s := StartMocks(t, 1, "--mock=lora=sql")
 		s.ask(map[string]any{"model": "sql", "messages": Say("Hi"), "max_tokens": 1})
 		look(s.Router)
 	})
@@ -152,7 +152,7 @@ func TestMetricsPage(t *testing.T) {
 	})
 	t.Run("lower tiers", func(t *testing.T) {
 		for _, api := range []string{"vllm", "sglang"} {
-			farm := StartMocks(t, 1, "--mock-api="+api, "--mock-host-blocks=70", "--mock-disk-blocks=200", "--mock-num-gpu-blocks=60", "--speedup-ratio=100")
+			farm := StartMocks(t, 1, "--mock=api="+api, "--mock=host-blocks=70", "--mock=disk-blocks=200", "--mock=num-gpu-blocks=60", "--speedup-ratio=100")
 			s := NewTierSite(farm.Router)
 			s.Quiet = 40 * time.Millisecond
 			s.WaitReady(1, time.Minute)

@@ -58,7 +58,7 @@ func TestMockPairsAnswerAsOneWorkerDoes(t *testing.T) {
 	for _, v := range mockPairs {
 		t.Run(v.name(), func(t *testing.T) {
 			// Workers are asked whether they take tokens by requests, which would count below.
-			s := StartPairs(t, v.kind, 2, 2, "--send-tokens=never", "--mock-api="+v.api)
+			s := StartPairs(t, v.kind, 2, 2, "--send-tokens=never", "--mock=api="+v.api)
 			var jobs sync.WaitGroup
 			next := make(chan int)
 			for range 8 {
@@ -105,7 +105,7 @@ func TestMockPairsSurviveAPrefillWorker(t *testing.T) {
 			prefills = 2
 		}
 		t.Run(v.name(), func(t *testing.T) {
-			s := StartPairs(t, v.kind, prefills, 2, "--speedup-ratio=3", "--restart-backoff-max=1s", "--send-tokens=never", "--mock-api="+v.api)
+			s := StartPairs(t, v.kind, prefills, 2, "--speedup-ratio=3", "--restart-backoff-max=1s", "--send-tokens=never", "--mock=api="+v.api)
 			const chats, rounds = 20, 2
 			for round := range rounds {
 				var jobs sync.WaitGroup
@@ -153,7 +153,7 @@ func TestMockPairsLeaveNothingOfAClientThatGoes(t *testing.T) {
 	t.Parallel()
 	for _, kind := range []kv.Kind{kv.KindNIXL, kv.KindSGLang} {
 		t.Run(kind.String(), func(t *testing.T) {
-			s := StartPairs(t, kind, 1, 1, "--speedup-ratio=1", "--mock-kv-lease=1s")
+			s := StartPairs(t, kind, 1, 1, "--speedup-ratio=1", "--mock=kv-lease=1s")
 			for _, after := range []time.Duration{5, 30, 60, 90} {
 				ctx, cancel := context.WithTimeout(t.Context(), after*time.Millisecond)
 				_, _ = s.Chat(ctx, LongPrompt(int(after)), true, 2000)
@@ -168,7 +168,7 @@ func TestMockPairsLeaveNothingOfAClientThatGoes(t *testing.T) {
 // refused at once; several prompts, streams and /generate go through.
 func TestSGLangMockPairsAreSpokenToAsTheyCan(t *testing.T) {
 	t.Parallel()
-	s := StartPairs(t, kv.KindSGLang, 1, 1, "--mock-api=sglang", "--block-size=16")
+	s := StartPairs(t, kv.KindSGLang, 1, 1, "--mock=api=sglang", "--block-size=16")
 	long := proxy.Quoted(strings.Repeat("hand me over ", 20))
 	for _, c := range []struct {
 		path, body string
@@ -206,7 +206,7 @@ func TestSharedRequestsTellOnlyWhoMayKnow(t *testing.T) {
 // TestAttachedSGLangServersArePaired: nothing but their addresses is given.
 func TestAttachedSGLangServersArePaired(t *testing.T) {
 	t.Parallel()
-	w := StartWorkers(t, 2, "--mock-api=sglang", "--prefill-workers=1", "--decode-workers=1")
+	w := StartWorkers(t, 2, "--mock=api=sglang", "--prefill-workers=1", "--decode-workers=1")
 	s := Start(t, "--engine=none", "--served-model-name=mock", "--drain-timeout=5s", "--worker=url="+w.URL(0)+",id=0", "--worker=url="+w.URL(1)+",id=1")
 	s.WaitReady(2, 20*time.Second)
 	a := s.ask(map[string]any{"messages": LongPrompt(1), "max_tokens": 3})
@@ -228,9 +228,9 @@ func TestSoakOfPairs(t *testing.T) {
 		t.Run(kind.String(), func(t *testing.T) {
 			c := newChurn(t)
 			c.chats = 1 << 30 // few have been before, so that most are shared
-			c.first = startSoaked(t, 0, "--prefill-workers=3", "--decode-workers=3", "--mock-disagg-kind="+kind.String(),
-				"--speedup-ratio=10", "--mock-num-gpu-blocks=2048", "--disagg-min-uncached-tokens=64",
-				"--mock-crash-every=5s", "--mock-hang-worker=2=15s", "--mock-kv-lease=2s", "--mock-bootstrap-timeout=10s",
+			c.first = startSoaked(t, 0, "--prefill-workers=3", "--decode-workers=3", "--mock=disagg-kind="+kind.String(),
+				"--speedup-ratio=10", "--mock=num-gpu-blocks=2048", "--disagg-min-uncached-tokens=64",
+				"--mock=crash-every=5s", "--mock=hang-worker=2=15s", "--mock=kv-lease=2s", "--mock=bootstrap-timeout=10s",
 				"--disagg-prefill-timeout=3s", "--disagg-handover-timeout=3s", "--request-timeout=6s")
 			quiet := c.footprint()
 			ctx, cancel := context.WithTimeout(t.Context(), d)
@@ -263,7 +263,7 @@ func TestSoakOfPairs(t *testing.T) {
 // the other one continues with them.
 func TestMockPairsContinueTheStreamsOfADecodeWorker(t *testing.T) {
 	t.Parallel()
-	s := StartPairs(t, kv.KindNIXL, 1, 2, "--speedup-ratio=1", "--restart-backoff-max=1s", "--mock-decode-ms=20,0,0")
+	s := StartPairs(t, kv.KindNIXL, 1, 2, "--speedup-ratio=1", "--restart-backoff-max=1s", "--mock=decode-ms=20,0,0")
 	const chats, tokens = 8, 100
 	var jobs sync.WaitGroup
 	for i := range chats {

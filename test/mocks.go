@@ -38,13 +38,15 @@ type Workers struct {
 
 // mockFlags are the flags of kvrouter that StartWorkers reads itself.
 type mockFlags struct {
-	mocker.Settings
+	Mock            mocker.Flags `embed:""`
 	Model           string
 	ServedModelName string
 	BlockSize       int    `default:"64"`
 	Seed            uint64 `default:"1"`
 	PrefillWorkers  int
 	DecodeWorkers   int
+
+	Settings mocker.Settings `kong:"-"` // of Mock
 }
 
 // errStopped is why mock workers end with their test.
@@ -83,11 +85,14 @@ func parseMocks(t testing.TB, args []string) (flags mockFlags, router []string) 
 	if _, err := parser.Parse(mine); err != nil {
 		t.Fatal(err)
 	}
+	if flags.Settings, err = flags.Mock.Settings(); err != nil {
+		t.Fatal(err)
+	}
 	return flags, router
 }
 
 // StartWorkers starts so many mock workers with kvrouter's flags for them, such as
-// --mock-lora=one, on free ports. With --prefill-workers and --decode-workers it
+// --mock=lora=one, on free ports. With --prefill-workers and --decode-workers it
 // starts as many as these say, those that compute prompts first. They end with the
 // test.
 func StartWorkers(t testing.TB, count int, args ...string) *Workers {
@@ -97,7 +102,7 @@ func StartWorkers(t testing.TB, count int, args ...string) *Workers {
 		count = flags.PrefillWorkers + flags.DecodeWorkers
 	}
 	s := flags.Settings
-	ranks := max(1, s.MockDataParallelSize)
+	ranks := max(1, s.DataParallelSize)
 	base := testkit.FreePorts(t, count+3*ranks*count)
 	s.ServedModelName = flags.ServedModelName
 	if s.ServedModelName == "" {
@@ -221,7 +226,7 @@ func (w *Workers) Attach() (args []string) {
 		if part.Role != kv.RoleBoth {
 			flag += fmt.Sprintf(",role=%s,kind=%s", part.Role, part.Kind)
 		}
-		if w.Settings.MockPeerBandwidth > 0 {
+		if w.Settings.PeerBandwidth > 0 {
 			flag += ",p2p=" + strings.TrimPrefix(w.URL(i), "http://")
 		}
 		args = append(args, flag)
@@ -270,7 +275,7 @@ func StartMocks(t testing.TB, workers int, args ...string) *Mocks {
 func StartPairs(t testing.TB, kind kv.Kind, prefills, decodes int, args ...string) *Mocks {
 	t.Helper()
 	parts := []string{fmt.Sprintf("--prefill-workers=%d", prefills), fmt.Sprintf("--decode-workers=%d", decodes),
-		"--mock-disagg-kind=" + kind.String()}
+		"--mock=disagg-kind=" + kind.String()}
 	return StartMocks(t, prefills+decodes, append(parts, args...)...)
 }
 

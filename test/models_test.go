@@ -32,8 +32,8 @@ func startTwoModels(t *testing.T, workers int) twoModels {
 	m := twoModels{dir: t.TempDir()}
 	testkit.TokenizerFolder(t, filepath.Join(m.dir, "first"), [2]string{"t", "h"}, [2]string{"th", "e"})
 	testkit.TokenizerFolder(t, filepath.Join(m.dir, "second"), [2]string{"o", "u"}, [2]string{"a", "n"}, [2]string{"an", "d"})
-	m.first = StartWorkers(t, workers, "--model="+filepath.Join(m.dir, "first"), "--mock-lora=sql")
-	m.second = StartWorkers(t, workers, "--model="+filepath.Join(m.dir, "second"), "--block-size=16", "--mock-lora=legal")
+	m.first = StartWorkers(t, workers, "--model="+filepath.Join(m.dir, "first"), "--mock=lora=sql")
+	m.second = StartWorkers(t, workers, "--model="+filepath.Join(m.dir, "second"), "--block-size=16", "--mock=lora=legal")
 	return m
 }
 

@@ -275,7 +275,7 @@ func TestDrainAndResetOnThePage(t *testing.T) {
 
 func TestCrashOnThePage(t *testing.T) {
 	t.Parallel()
-	s := StartMocker(t, 1, "--router-api-key="+pageKey, "--restart-backoff-max=2s", "--mock-crash-every=3s")
+	s := StartMocker(t, 1, "--router-api-key="+pageKey, "--restart-backoff-max=2s", "--mock=crash-every=3s")
 	v := look(t, s.Port)
 	v.until("worker 0 is down, or was", func(state *page.State) bool {
 		w := state.Workers[0]

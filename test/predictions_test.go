@@ -28,11 +28,11 @@ import (
 
 func TestMockPredictionsAreExactOneByOne(t *testing.T) {
 	t.Parallel()
-	variants := [][]string{nil, {"--mock-array-events"}, {"--mock-api=sglang"}, {"--mock-api=sglang", "--block-size=16", "--mock-num-gpu-blocks=240"}}
+	variants := [][]string{nil, {"--mock=array-events=true"}, {"--mock=api=sglang"}, {"--mock=api=sglang", "--block-size=16", "--mock=num-gpu-blocks=240"}}
 	if dir := filepath.Join(settings.CacheDir(os.Getenv), "smollm2-135m-instruct"); chat.FileExists(dir, "tokenizer.json") {
 		variants = append(variants, []string{"--model=" + dir})
 	}
-	for _, args := range append(variants, []string{"--mock-num-gpu-blocks=60", "--mock-duplicate-events=0.3", "--mock-delay-events=3ms"}) {
+	for _, args := range append(variants, []string{"--mock=num-gpu-blocks=60", "--mock=duplicate-events=0.3", "--mock=delay-events=3ms"}) {
 		t.Run(strings.ReplaceAll(strings.Join(args, " "), "/", "_"), func(t *testing.T) {
 			t.Parallel()
 			s := StartMocks(t, 3, append([]string{"--speedup-ratio=100"}, args...)...)
@@ -71,9 +71,9 @@ func TestMockPredictionsAreExactOneByOne(t *testing.T) {
 
 func TestWithoutEventsPromptsAreFoundWhereTheyWent(t *testing.T) {
 	t.Parallel()
-	for _, args := range [][]string{{"--policy=kv"}, {"--mock-data-parallel-size=2", "--policy=work"}, {"--policy=cache-threshold"}} {
+	for _, args := range [][]string{{"--policy=kv"}, {"--mock=data-parallel-size=2", "--policy=work"}, {"--policy=cache-threshold"}} {
 		t.Run(strings.Join(args, " "), func(t *testing.T) {
-			s := StartMocker(t, 2, append(args, "--no-kv-events", "--mock-num-gpu-blocks=200")...)
+			s := StartMocker(t, 2, append(args, "--no-kv-events", "--mock=num-gpu-blocks=200")...)
 			if page := string(s.Get(s.OpenAI + "/metrics")); strings.Contains(page, "\nkvrouter_kv_events_connected{") {
 				t.Error("there are event streams")
 			}
@@ -128,7 +128,7 @@ func TestMockResetEmptiesTheCache(t *testing.T) {
 
 func TestMockKeepsAdaptersAndSaltsApart(t *testing.T) {
 	t.Parallel()
-	s := StartMocks(t, 2, "--mock-lora=sql,legal", "--policy=kv")
+	s := StartMocks(t, 2, "--mock=lora=sql,legal", "--policy=kv")
 	_, list := testkit.HTTPGet(t, s.OpenAI+"/v1/models")
 	if got := gjson.GetBytes(list, "data.#.id").Raw; got != `["legal","mock","sql"]` && got != `["mock","sql","legal"]` {
 		t.Errorf("models %s", got)
@@ -152,7 +152,7 @@ func TestMockKeepsAdaptersAndSaltsApart(t *testing.T) {
 
 func TestMockRanksHaveCachesOfTheirOwn(t *testing.T) {
 	t.Parallel()
-	s := StartMocks(t, 2, "--mock-data-parallel-size=2")
+	s := StartMocks(t, 2, "--mock=data-parallel-size=2")
 	if ranks := s.Ranks(); len(ranks) != 4 {
 		t.Fatalf("ranks %v", ranks)
 	}
@@ -209,7 +209,7 @@ func adapters(t *testing.T, base, route, name string) (status int, answer []byte
 
 func TestAdapterLoadedAtRunTimeIsServed(t *testing.T) {
 	t.Parallel()
-	s := StartMocks(t, 2, "--policy=kv", "--mock-data-parallel-size=2", "--allow-engine-admin")
+	s := StartMocks(t, 2, "--policy=kv", "--mock=data-parallel-size=2", "--allow-engine-admin")
 	text := strings.Repeat("the same words ", 20)
 	chat := func(model string) (a exchange, problem string) {
 		t.Helper()
@@ -262,7 +262,7 @@ func TestAdapterLoadedAtRunTimeIsServed(t *testing.T) {
 // work: it learns what was before through replay.
 func TestTwoRoutersHoldTheSameIndex(t *testing.T) {
 	t.Parallel()
-	first := StartMocks(t, 2, "--mock-num-gpu-blocks=40", "--block-size=16", "--mock-data-parallel-size=2")
+	first := StartMocks(t, 2, "--mock=num-gpu-blocks=40", "--block-size=16", "--mock=data-parallel-size=2")
 	load := func(from, to int) {
 		for i := from; i < to; i++ {
 			if _, err := first.Chat(t.Context(), Say(strings.Repeat(fmt.Sprintf("words of chat %d ", i), 12)), i%2 == 0, 4); err != nil {
@@ -289,7 +289,7 @@ func TestTwoRoutersHoldTheSameIndex(t *testing.T) {
 // TestGrowingPrefixesStayOnOneWorker continues chats turn by turn.
 func TestGrowingPrefixesStayOnOneWorker(t *testing.T) {
 	t.Parallel()
-	for _, flags := range [][]string{{"--policy=kv"}, {"--policy=work"}, {"--policy=kv", "--no-kv-events"}, {"--policy=kv", "--mock-data-parallel-size=2"}} {
+	for _, flags := range [][]string{{"--policy=kv"}, {"--policy=work"}, {"--policy=kv", "--no-kv-events"}, {"--policy=kv", "--mock=data-parallel-size=2"}} {
 		t.Run(strings.Join(flags, " "), func(t *testing.T) {
 			s := StartMocks(t, 2, append(flags, "--block-size=16")...)
 			for c := range 4 {
@@ -318,7 +318,7 @@ func TestGrowingPrefixesStayOnOneWorker(t *testing.T) {
 // more than their URL.
 func TestPredictionsAreExactOnSGLangMocks(t *testing.T) {
 	t.Parallel()
-	s := StartMocks(t, 1, "--mock-api=sglang", "--mock-data-parallel-size=2", "--block-size=16", "--mock-num-gpu-blocks=240")
+	s := StartMocks(t, 1, "--mock=api=sglang", "--mock=data-parallel-size=2", "--block-size=16", "--mock=num-gpu-blocks=240")
 	url := s.URL(0)
 	other := s.attach(t, "--block-size=16")
 	for _, r := range []*Mocks{s, other} {
@@ -392,7 +392,7 @@ func TestPredictionsAreExactOnSGLangMocks(t *testing.T) {
 // sent nothing, is known within a second, also where the worker is attached.
 func TestLoadOfSGLangMocksIsSeenAtOnce(t *testing.T) {
 	t.Parallel()
-	s := StartMocks(t, 2, "--mock-api=sglang", "--speedup-ratio=1", "--mock-max-num-seqs=2")
+	s := StartMocks(t, 2, "--mock=api=sglang", "--speedup-ratio=1", "--mock=max-num-seqs=2")
 	other := s.attach(t)
 	ctx, leave := context.WithCancel(t.Context())
 	const queue = 6
@@ -495,7 +495,7 @@ func TestTokenDataMisleadsNobody(t *testing.T) {
 
 func TestAttachedRanksAreWorkersOfTheirOwn(t *testing.T) {
 	t.Parallel()
-	s := StartWorkers(t, 2, "--mock-data-parallel-size=2", "--mock-lora=sql").attach(t, "--policy=kv", "--send-tokens=never")
+	s := StartWorkers(t, 2, "--mock=data-parallel-size=2", "--mock=lora=sql").attach(t, "--policy=kv", "--send-tokens=never")
 	computed := func(key kv.WorkerKey) int64 { return s.Rank(key).Counts.PromptTokens.Load() }
 	text := strings.Repeat("keep the ranks apart ", 20)
 	settle := func(want kv.WorkerKey, blocks int) {

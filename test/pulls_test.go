@@ -14,7 +14,7 @@ import (
 // startPulling starts two mock workers that pull from each other. A share of pulls fails.
 func startPulling(t *testing.T, failures float64) *Mocks {
 	t.Helper()
-	return StartMocks(t, 2, "--policy=work", "--mock-host-blocks=4000", "--mock-peer-bandwidth=25", fmt.Sprintf("--mock-peer-failures=%v", failures))
+	return StartMocks(t, 2, "--policy=work", "--mock=host-blocks=4000", "--mock=peer-bandwidth=25", fmt.Sprintf("--mock=peer-failures=%v", failures))
 }
 
 // pull asks for a prompt that the first worker has, which computes another one meanwhile. It

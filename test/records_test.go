@@ -38,12 +38,12 @@ func TestARecordingOfAFleetReplaysToWhatTheIndexHeld(t *testing.T) {
 		slices.Sort(all)
 		return all
 	}
-	for _, args := range [][]string{nil, {"--mock-data-parallel-size=2"}, {"--policy=kv", "--router-predicted-ttl-secs=60", "--mock-delay-events=3ms"}} {
+	for _, args := range [][]string{nil, {"--mock=data-parallel-size=2"}, {"--policy=kv", "--router-predicted-ttl-secs=60", "--mock=delay-events=3ms"}} {
 		t.Run(strings.Join(args, " "), func(t *testing.T) {
 			t.Parallel()
 			file := filepath.Join(t.TempDir(), "events.jsonl")
 			for range 2 {
-				s := StartMocks(t, 2, append(args, "--record-events="+file, "--mock-num-gpu-blocks=60")...) // few, so that blocks are removed
+				s := StartMocks(t, 2, append(args, "--record-events="+file, "--mock=num-gpu-blocks=60")...) // few, so that blocks are removed
 				for i := range 30 {
 					if _, err := s.Chat(t.Context(), Say(fmt.Sprint("topic ", i%5, strings.Repeat(" lorem ipsum", 40+9*i))), true, 20); err != nil {
 						t.Fatal(err)

@@ -32,7 +32,7 @@ func TestRollingRestartLosesNoLongAnswer(t *testing.T) {
 	}
 	const workers, streams = 4, 12
 	rollingTokens := int(lasts / rollingDecode)
-	s := StartMocks(t, workers, "--router-api-key="+pageKey, "--drain-migrate-after=1s", "--speedup-ratio=1", fmt.Sprintf("--mock-decode-ms=%d,0,0", rollingDecode.Milliseconds()))
+	s := StartMocks(t, workers, "--router-api-key="+pageKey, "--drain-migrate-after=1s", "--speedup-ratio=1", fmt.Sprintf("--mock=decode-ms=%d,0,0", rollingDecode.Milliseconds()))
 	v := look(t, s.Port)
 	judge := StartWorkers(t, 1, "--speedup-ratio=1000") // which answers the same at once
 	answers := make([][]uint32, streams)

@@ -167,7 +167,7 @@ func TestHeldRequestsThatAreRefused(t *testing.T) {
 // TestHeldRequestsWaitForBothWorkersOfAPair: a prefill worker alone serves nobody.
 func TestHeldRequestsWaitForBothWorkersOfAPair(t *testing.T) {
 	t.Parallel()
-	s := startAtZero(t, StartWorkers(t, 2, "--prefill-workers=1", "--decode-workers=1", "--mock-disagg-kind=nixl"), "--hold-when-empty=1m", "--enforce-disagg")
+	s := startAtZero(t, StartWorkers(t, 2, "--prefill-workers=1", "--decode-workers=1", "--mock=disagg-kind=nixl"), "--hold-when-empty=1m", "--enforce-disagg")
 	done := make(chan Answer, 1)
 	go func() {
 		a, err := s.Chat(t.Context(), LongPrompt(1), true, 8)
@@ -206,7 +206,7 @@ func TestSaturationPredictsTheWait(t *testing.T) {
 		prompt, output int // tokens
 	}{
 		"prompts": {[]string{"--policy=least-loaded"}, 8000, 2},
-		"batch":   {[]string{"--policy=work", "--mock-max-num-seqs=2"}, 100, 80},
+		"batch":   {[]string{"--policy=work", "--mock=max-num-seqs=2"}, 100, 80},
 	} {
 		t.Run(name, func(t *testing.T) {
 			flags := append(test.flags, "--speedup-ratio=1")

@@ -20,7 +20,7 @@ func TestWorkersGetTokensOfLongPromptsAndAnswerAlike(t *testing.T) {
 	for _, api := range []string{"vllm", "sglang"} {
 		t.Run(api, func(t *testing.T) {
 			t.Parallel()
-			w := StartWorkers(t, 1, "--mock-api="+api)
+			w := StartWorkers(t, 1, "--mock=api="+api)
 			r := RecordTokens(t, w.URL(0))
 			attach := []string{"--engine=none", "--model=" + BuiltinModel(t), "--served-model-name=" + w.Settings.ServedModelName, "--worker=url=" + r.URL, "--no-kv-events"}
 			auto, never := Start(t, attach...), Start(t, append(attach, "--send-tokens=never")...)

@@ -22,7 +22,7 @@ import (
 // is a byte of their text, and take back nothing. Chats end with one error event that says why.
 func TestMockSGLangStreamsGoOnWhenAWorkerDies(t *testing.T) {
 	t.Parallel()
-	s := StartMocks(t, 2, "--mock-api=sglang", "--policy=round-robin", "--speedup-ratio=1", "--restart-backoff-max=1s", "--mock-decode-ms=20,0,0")
+	s := StartMocks(t, 2, "--mock=api=sglang", "--policy=round-robin", "--speedup-ratio=1", "--restart-backoff-max=1s", "--mock=decode-ms=20,0,0")
 	const streams, length = 12, 100
 	completion := `{"prompt":"story %d","stream":true,"max_tokens":%d,"ignore_eos":true,"return_token_ids":true,"stream_options":{"include_usage":true}}`
 	generate := `{"text":"story %d","stream":true,"sampling_params":{"max_new_tokens":%d,"ignore_eos":true}}`

@@ -25,7 +25,7 @@ import (
 // computed a chat long ago, each with another file.
 func TestBadIndexSnapshotsAreRefusedWithOneLine(t *testing.T) {
 	t.Parallel()
-	farm := StartWorkers(t, 1, "--mock-buffer-steps=1")
+	farm := StartWorkers(t, 1, "--mock=buffer-steps=1")
 	ports := testkit.FreePorts(t, 2)
 	name := filepath.Join(t.TempDir(), "index")
 	start := func() *Router {
@@ -140,7 +140,7 @@ func archiveBuffer() string { return cmp.Or(os.Getenv("KVROUTER_BUFFER_STEPS"), 
 // the end, and one with args that may be killed.
 func startArchive(t *testing.T, args ...string) *archive {
 	t.Helper()
-	farm := startSoaked(t, archiveWorkers, "--speedup-ratio=10", fmt.Sprint("--mock-num-gpu-blocks=", archiveBlocks), "--mock-buffer-steps="+archiveBuffer())
+	farm := startSoaked(t, archiveWorkers, "--speedup-ratio=10", fmt.Sprint("--mock=num-gpu-blocks=", archiveBlocks), "--mock=buffer-steps="+archiveBuffer())
 	a := &archive{soak: newSoak(farm.Workers, farm.Router, chaosLimit), routers: startRollout(t, 1, append(args, farm.Attach()...)...)}
 	a.where, a.system = a.routers.where, nil
 	random := rand.New(rand.NewPCG(3, 3))

@@ -64,7 +64,7 @@ func startSoaked(t *testing.T, workers int, args ...string) *Mocks {
 
 func TestSoak(t *testing.T) {
 	d := soakTime(t)
-	site := startSoaked(t, 8, "--speedup-ratio=10", "--mock-num-gpu-blocks=4096")
+	site := startSoaked(t, 8, "--speedup-ratio=10", "--mock=num-gpu-blocks=4096")
 	s := newSoak(site.Workers, site.Router, 2*time.Minute)
 	idle := s.footprint()
 	// What fills up to its bound does so before the first look; both looks are
@@ -117,8 +117,8 @@ func (s *soak) freed(t *testing.T) {
 
 func TestSoakWithFaults(t *testing.T) {
 	d := soakTime(t)
-	site := startSoaked(t, 8, "--speedup-ratio=10", "--mock-num-gpu-blocks=1536", "--request-timeout=5s",
-		"--mock-drop-events=0.01", "--mock-duplicate-events=0.01", "--mock-crash-every=10s", "--mock-hang-worker=7=15s")
+	site := startSoaked(t, 8, "--speedup-ratio=10", "--mock=num-gpu-blocks=1536", "--request-timeout=5s",
+		"--mock=drop-events=0.01", "--mock=duplicate-events=0.01", "--mock=crash-every=10s", "--mock=hang-worker=7=15s")
 	s := newSoak(site.Workers, site.Router, time.Minute)
 	looks := 0
 	s.run(d, d/12, func(elapsed time.Duration) {
@@ -185,8 +185,8 @@ func TestSoakWithChurn(t *testing.T) {
 	d := soakTime(t)
 	c := newChurn(t)
 	c.ports = testkit.FreePorts(t, 4)
-	c.farm = StartWorkers(t, churnWorkers, "--speedup-ratio=10", "--mock-num-gpu-blocks=2048")
-	c.first = startSoaked(t, churnWorkers, "--speedup-ratio=10", "--mock-num-gpu-blocks=2048", "--policy=kv", "--mock-crash-every=7s",
+	c.farm = StartWorkers(t, churnWorkers, "--speedup-ratio=10", "--mock=num-gpu-blocks=2048")
+	c.first = startSoaked(t, churnWorkers, "--speedup-ratio=10", "--mock=num-gpu-blocks=2048", "--policy=kv", "--mock=crash-every=7s",
 		"--replica-sync", fmt.Sprintf("--replica-sync-port=%d", c.ports+3), fmt.Sprintf("--replica-peers=127.0.0.1:%d", c.ports+2))
 	quiet := c.footprint()
 	c.run(d / 4)

@@ -74,7 +74,7 @@ func (r *Router) pending() float64 { return r.Metrics()["thompson_router_pending
 func TestThompsonLearnsWhichWorkerIsSlow(t *testing.T) {
 	t.Parallel()
 	start := func(t *testing.T, fixes string) *Mocks {
-		return StartMocks(t, 3, "--policy=thompson", "--thompson.fixes="+fixes, "--speedup-ratio=6", "--mock-slow-worker=0=3")
+		return StartMocks(t, 3, "--policy=thompson", "--thompson.override=fixes="+fixes, "--speedup-ratio=6", "--mock=slow-worker=0=3")
 	}
 	t.Run("mended", func(t *testing.T) {
 		t.Parallel()
@@ -138,7 +138,7 @@ func TestThompsonLearnsNothingFromClientsThatLeave(t *testing.T) {
 
 func TestThompsonLearnsFromWorkersThatFail(t *testing.T) {
 	t.Parallel()
-	s := StartMocks(t, 2, "--policy=thompson", "--mock-error-rate=1")
+	s := StartMocks(t, 2, "--policy=thompson", "--mock=error-rate=1")
 	if status, answer := Post(t, s.OpenAI+testkit.ChatPath, `{"messages":[{"role":"user","content":"Hi"}]}`); status != 500 {
 		t.Fatalf("%d %s", status, answer)
 	}
@@ -244,8 +244,8 @@ func TestThompsonMetricsTellOfRequestsAndDecisions(t *testing.T) {
 func TestThompsonKeepsItsStateAndTraces(t *testing.T) {
 	t.Parallel()
 	dir := t.TempDir()
-	state, traces := filepath.Join(dir, "state.json"), filepath.Join(dir, "traces.jsonl")
-	args := []string{"--policy=thompson", "--thompson-state=" + state, "--thompson-traces=" + traces}
+	state, traces := filepath.Join(dir, "state.json"), filepath.Join(dir, "router_traces.jsonl")
+	args := []string{"--policy=thompson", "--thompson-state=" + state, "--thompson.override=debug.traces_enabled=true,debug.trace_dir=" + dir}
 	w := StartWorkers(t, 2)
 	site := StartOver(t, w, args...)
 	for i := range 6 {

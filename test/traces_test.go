@@ -136,7 +136,7 @@ func TestTraceOfSharedRequests(t *testing.T) {
 	for _, kind := range []kv.Kind{kv.KindNIXL, kv.KindSGLang} {
 		t.Run(kind.String(), func(t *testing.T) {
 			c := collector.Start(t)
-			s := startTraced(t, traceTo(c.HTTP), 2, "--prefill-workers=1", "--decode-workers=1", "--mock-disagg-kind="+kind.String())
+			s := startTraced(t, traceTo(c.HTTP), 2, "--prefill-workers=1", "--decode-workers=1", "--mock=disagg-kind="+kind.String())
 			if status := tracedChat(s.Router, strings.Repeat("a long prompt ", 100), true, "traceparent", clientParent); status != http.StatusOK {
 				t.Fatal(status)
 			}
@@ -166,7 +166,7 @@ func TestTraceOfSharedRequests(t *testing.T) {
 func TestTraceOfRetries(t *testing.T) {
 	t.Parallel()
 	c := collector.Start(t)
-	s := startTraced(t, traceTo(c.HTTP), 2, "--mock-error-rate=1", "--retries=1")
+	s := startTraced(t, traceTo(c.HTTP), 2, "--mock=error-rate=1", "--retries=1")
 	if status := tracedChat(s.Router, "Hi", false, "traceparent", clientParent); status < http.StatusInternalServerError {
 		t.Fatal(status)
 	}

@@ -23,6 +23,8 @@ type Command struct {
 	Attempts      int           `group:"Batch" default:"6" help:"Maximum number of attempts at a request that end with a broken connection, a timeout or a status of 500 and up. Those that are refused (429, 503, 529) do not count."`
 	AnswerTimeout time.Duration `group:"Batch" default:"1h" help:"Maximum time to wait for a whole answer."`
 	GiveUpAfter   time.Duration `group:"Batch" default:"10m" help:"Time after which the run ends if the endpoint only refuses (429, 503, 529, no connection); a later run resumes. A single request that is refused for that time, while others are answered, becomes an error."`
+	APIKey        []string      `group:"Batch" name:"api-key" placeholder:"KEY" help:"Bearer key of the endpoint. Of several, separated by commas, the first is sent."`
+	DrainTimeout  time.Duration `group:"Batch" default:"30s" help:"Maximum time for requests in flight to finish after SIGTERM or SIGINT."`
 }
 
 const (
@@ -70,22 +72,21 @@ const firstBackoff = time.Second
 // errStopped means that a request was not sent, or not to the end, because the run ends.
 var errStopped = errors.New("stopped")
 
-// Run sends the requests that have neither a result nor an error yet, and writes their
-// results. It writes the progress to status and statistics to out. keys are those
-// of --api-key; the first one is sent. When ctx is done, no further request is sent, and
-// those in flight may take drain to finish. An error means that requests remain, or that
+// Run sends the requests that have neither a result nor an error yet, and writes what
+// becomes of them. It writes the progress to status and statistics to out. When ctx is done,
+// no further request is sent, and those in flight may take --drain-timeout to finish. An error means that requests remain, or that
 // some have errors.
-func (c Command) Run(ctx context.Context, keys []string, drain time.Duration, out, status io.Writer) error {
+func (c Command) Run(ctx context.Context, out, status io.Writer) error {
 	key := ""
-	if len(keys) > 0 {
-		key = keys[0]
+	if len(c.APIKey) > 0 {
+		key = c.APIKey[0]
 	}
 	sender, err := newSender(c.URL, key, c.AnswerTimeout, c.Concurrency)
 	if err != nil {
 		return fmt.Errorf("batch: %w", err)
 	}
 	defer sender.client.CloseIdleConnections()
-	if err := c.run(ctx, sender, drain, out, status); err != nil {
+	if err := c.run(ctx, sender, c.DrainTimeout, out, status); err != nil {
 		return fmt.Errorf("batch: %w", err)
 	}
 	return nil

@@ -571,7 +571,7 @@ func TestWrongSettingsAndFilesAreRefusedBeforeARequest(t *testing.T) {
 		t.Run(name, func(t *testing.T) {
 			c := command(good, "http://127.0.0.1:1")
 			test.change(&c)
-			if err := c.Run(t.Context(), nil, 0, io.Discard, io.Discard); err == nil || !strings.Contains(err.Error(), test.want) {
+			if err := c.Run(t.Context(), io.Discard, io.Discard); err == nil || !strings.Contains(err.Error(), test.want) {
 				t.Errorf("error %v, want %q", err, test.want)
 			}
 		})

@@ -17,7 +17,7 @@ const childFile, childURL = "KVROUTER_TEST_BATCH_FILE", "KVROUTER_TEST_BATCH_URL
 
 func TestMain(m *testing.M) {
 	if file := os.Getenv(childFile); file != "" {
-		if err := command(file, os.Getenv(childURL)).Run(context.Background(), nil, time.Second, io.Discard, io.Discard); err != nil {
+		if err := command(file, os.Getenv(childURL)).Run(context.Background(), io.Discard, io.Discard); err != nil {
 			fmt.Fprintln(os.Stderr, err)
 			os.Exit(1)
 		}
@@ -28,5 +28,5 @@ func TestMain(m *testing.M) {
 
 // command returns the command with its defaults, but for the concurrency.
 func command(file, url string) Command {
-	return Command{File: file, URL: url, Concurrency: 8, Attempts: 3, AnswerTimeout: time.Hour, GiveUpAfter: 10 * time.Minute}
+	return Command{File: file, URL: url, Concurrency: 8, Attempts: 3, AnswerTimeout: time.Hour, GiveUpAfter: 10 * time.Minute, DrainTimeout: time.Second}
 }

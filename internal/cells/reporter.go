@@ -18,8 +18,8 @@ import (
 // Flags are the flags of a router below others.
 type Flags struct {
 	Cell         bool          `group:"Cells" help:"Report the prefixes that its workers have cached to routers above, which attach this one by --worker url=URL,kind=router. Without it they get its load alone. Needs about 60 bytes of memory per block. See docs/cells.md."`
-	CellInterval time.Duration `group:"Cells" default:"200ms" help:"Time between two reports to a router above, 20ms to 1s."`
-	CellRate     int           `group:"Cells" default:"1000000" placeholder:"BYTES" help:"Maximum rate of changes of the summary to each router above, bytes per second. Snapshots for routers that join are not limited."`
+	CellInterval time.Duration `group:"Cells" default:"200ms" hidden:"" help:"Time between two reports to a router above, 20ms to 1s."`
+	CellRate     int           `group:"Cells" default:"1000000" placeholder:"BYTES" hidden:"" help:"Maximum rate of changes of the summary to each router above, bytes per second. Snapshots for routers that join are not limited."`
 }
 
 // Validate checks the flags; its errors name the flag.

@@ -13,8 +13,8 @@ import (
 
 // Limits bound the files of a model, which its publisher has written.
 type Limits struct {
-	MaxTokenizerBytes int64 `name:"max-tokenizer-bytes" group:"Model and engine" default:"268435456" placeholder:"BYTES" help:"Maximum size of a tokenizer.json, bytes. The prompts of a model with a larger one are tokenized by workers."`
-	MaxTemplateBytes  int64 `name:"max-template-bytes" group:"Model and engine" default:"1048576" placeholder:"BYTES" help:"Maximum size of a chat template, bytes. The chats of a model with a larger one are rendered by workers."`
+	MaxTokenizerBytes int64 `name:"max-tokenizer-bytes" group:"Model and engine" default:"268435456" placeholder:"BYTES" hidden:"" help:"Maximum size of a tokenizer.json, bytes. The prompts of a model with a larger one are tokenized by workers."`
+	MaxTemplateBytes  int64 `name:"max-template-bytes" group:"Model and engine" default:"1048576" placeholder:"BYTES" hidden:"" help:"Maximum size of a chat template, bytes. The chats of a model with a larger one are rendered by workers."`
 }
 
 // DefaultLimits are the defaults of the flags.

@@ -52,7 +52,7 @@ func newWard(t *testing.T, n int, tweak func(*mocker.Settings)) *ward {
 	if tweak != nil {
 		tweak(&cfg)
 	}
-	ranks := cfg.MockDataParallelSize
+	ranks := cfg.DataParallelSize
 	ports := testkit.FreePorts(t, n+3*n*ranks)
 	cfg.Ports = process.Ports{HTTP: ports, KVEvents: ports + n, KVReplay: ports + n + n*ranks, Load: ports + n + 2*n*ranks, Ranks: ranks}
 	m, err := mocker.NewMocker(cfg, model, slog.New(slog.DiscardHandler))
@@ -142,7 +142,7 @@ const wait = 5 * time.Second
 
 func TestAGoodSetupHasNothingToMend(t *testing.T) {
 	for name, tweak := range map[string]func(*mocker.Settings){
-		"vLLM": nil, "two ranks": func(c *mocker.Settings) { c.MockDataParallelSize = 2 }, "SGLang": func(c *mocker.Settings) { c.MockAPI = "sglang" },
+		"vLLM": nil, "two ranks": func(c *mocker.Settings) { c.DataParallelSize = 2 }, "SGLang": func(c *mocker.Settings) { c.API = "sglang" },
 	} {
 		t.Run(name, func(t *testing.T) {
 			w := newWard(t, 2, tweak)
@@ -167,7 +167,7 @@ func TestAGoodSetupHasNothingToMend(t *testing.T) {
 }
 
 // tiers gives workers a host tier.
-func tiers(c *mocker.Settings) { c.MockHostBlocks = 9 }
+func tiers(c *mocker.Settings) { c.HostBlocks = 9 }
 
 // reports has a worker in development mode report its KV connector.
 func reports(connector string) func(*testing.T, *ward, *Setup) {
@@ -189,9 +189,9 @@ func TestTiersAreListed(t *testing.T) {
 		want   string
 	}{
 		"vLLM's host": {tiers, reports(`{"kv_connector":"OffloadingConnector","kv_connector_extra_config":{"self_describing_kv_events":true}}`), "keeps blocks in host memory"},
-		"vLLM's files": {func(c *mocker.Settings) { tiers(c); c.MockDiskBlocks = 9 },
+		"vLLM's files": {func(c *mocker.Settings) { tiers(c); c.DiskBlocks = 9 },
 			reports(`{"kv_connector":"OffloadingConnector","kv_connector_extra_config":{"self_describing_kv_events":true,"secondary_tiers":[{"type":"fs","enable_kv_events":true}]}}`), "keeps blocks in host memory and 1:fs"},
-		"SGLang's": {func(c *mocker.Settings) { c.MockAPI = "sglang"; tiers(c) }, nil, "keeps blocks in host memory"},
+		"SGLang's": {func(c *mocker.Settings) { c.API = "sglang"; tiers(c) }, nil, "keeps blocks in host memory"},
 		"none":     {nil, nil, ""},
 	} {
 		t.Run(name, func(t *testing.T) {
@@ -231,7 +231,7 @@ func TestEachFaultIsFoundWithWhatToChange(t *testing.T) {
 			w.attached[0].URL = "http" + strings.TrimPrefix(nowhere(t), "tcp")
 		}, Fail, []string{"does not answer", "refused", "url="}},
 		{"another block size", func(c *mocker.Settings) { c.BlockSize = 16 }, nil, Fail, []string{"have 16 tokens and the router's have 64", "--block-size 64", "--block-size 16"}},
-		{"another page size of SGLang", func(c *mocker.Settings) { c.BlockSize, c.MockAPI = 16, "sglang" }, nil, Fail, []string{"have 16 tokens", "--page-size 64"}},
+		{"another page size of SGLang", func(c *mocker.Settings) { c.BlockSize, c.API = 16, "sglang" }, nil, Fail, []string{"have 16 tokens", "--page-size 64"}},
 		{"context parallelism, blocks of an odd size", nil, func(t *testing.T, w *ward, _ *Setup) {
 			front(t, &w.attached[0], func(path string, _ *http.Response, body string) string {
 				return strings.Replace(body, "vllm:cache_config_info{", `vllm:cache_config_info{effective_attention_block_size="96",`, 1)
@@ -242,24 +242,24 @@ func TestEachFaultIsFoundWithWhatToChange(t *testing.T) {
 				return strings.Replace(body, "vllm:cache_config_info{", `vllm:cache_config_info{enable_prefix_caching="False",`, 1)
 			})
 		}, Fail, []string{"prefix caching is off", "--enable-prefix-caching"}},
-		{"SGLang's prefix caching is off", func(c *mocker.Settings) { c.MockAPI = "sglang" }, func(t *testing.T, w *ward, _ *Setup) {
+		{"SGLang's prefix caching is off", func(c *mocker.Settings) { c.API = "sglang" }, func(t *testing.T, w *ward, _ *Setup) {
 			front(t, &w.attached[0], func(_ string, _ *http.Response, body string) string {
 				return strings.Replace(body, `"disable_radix_cache":false`, `"disable_radix_cache":true`, 1)
 			})
 		}, Fail, []string{"prefix caching is off", "--disable-radix-cache"}},
-		{"a decode server of SGLang without a radix cache", func(c *mocker.Settings) { c.MockAPI = "sglang" }, func(t *testing.T, w *ward, _ *Setup) {
+		{"a decode server of SGLang without a radix cache", func(c *mocker.Settings) { c.API = "sglang" }, func(t *testing.T, w *ward, _ *Setup) {
 			w.attached[0].Load = fmt.Sprintf("tcp://127.0.0.1:%d", w.load)
 			front(t, &w.attached[0], func(_ string, _ *http.Response, body string) string {
 				return strings.Replace(body, `"disaggregation_mode":"null"`, `"disaggregation_mode":"decode"`, 1)
 			})
 		}, Note, []string{"caches no prompts", "--disaggregation-decode-enable-radix-cache"}},
-		{"an SGLang server whose events leave states out", func(c *mocker.Settings) { c.MockAPI = "sglang" }, func(t *testing.T, w *ward, _ *Setup) {
+		{"an SGLang server whose events leave states out", func(c *mocker.Settings) { c.API = "sglang" }, func(t *testing.T, w *ward, _ *Setup) {
 			w.attached[0].Load = fmt.Sprintf("tcp://127.0.0.1:%d", w.load)
 			front(t, &w.attached[0], func(_ string, _ *http.Response, body string) string {
 				return strings.Replace(body, `"disaggregation_mode":"null"`, `"disaggregation_mode":"null","uses_mamba_radix_cache":true`, 1)
 			})
 		}, Note, []string{"predictions are not exact", "upper bound"}},
-		{"another page size of an older SGLang", func(c *mocker.Settings) { c.BlockSize, c.MockAPI = 16, "sglang" }, func(t *testing.T, w *ward, _ *Setup) {
+		{"another page size of an older SGLang", func(c *mocker.Settings) { c.BlockSize, c.API = 16, "sglang" }, func(t *testing.T, w *ward, _ *Setup) {
 			front(t, &w.attached[0], func(path string, response *http.Response, body string) string {
 				if path == "/server_info" {
 					response.StatusCode = http.StatusNotFound
@@ -268,7 +268,7 @@ func TestEachFaultIsFoundWithWhatToChange(t *testing.T) {
 			})
 		}, Fail, []string{"have 16 tokens", "--page-size 64"}},
 		{"no KV events", func(c *mocker.Settings) { c.KVEvents = false }, nil, Fail, []string{"publishes no KV events", "--kv-events-config", `"enable_kv_cache_events":true`}},
-		{"no KV events of SGLang", func(c *mocker.Settings) { c.KVEvents, c.MockAPI = false, "sglang" }, nil, Fail, []string{"publishes no KV events", "--kv-events-config", "--load-publish-endpoint"}},
+		{"no KV events of SGLang", func(c *mocker.Settings) { c.KVEvents, c.API = false, "sglang" }, nil, Fail, []string{"publishes no KV events", "--kv-events-config", "--load-publish-endpoint"}},
 		{"KV events out of reach", nil, func(t *testing.T, w *ward, _ *Setup) { w.attached[0].KVEvents = nowhere(t) }, Fail, []string{"cannot subscribe", "refused", "tcp://*:5557", "kv-events="}},
 		{"KV events on a port of HTTP", nil, func(_ *testing.T, w *ward, _ *Setup) {
 			w.attached[0].KVEvents = "tcp" + strings.TrimPrefix(w.attached[0].URL, "http")
@@ -327,7 +327,7 @@ func TestEachFaultIsFoundWithWhatToChange(t *testing.T) {
 		}, Note, []string{"predictions are not exact", "--prefix-match-unit"}},
 		{"a host tier of unknown events", tiers, nil, Note, []string{"does not report", `"self_describing_kv_events":true`}},
 		{"a host tier of events without tokens", tiers, reports(`{"kv_connector":"OffloadingConnector"}`), Note, []string{"no tokens and parents", `"self_describing_kv_events":true`}},
-		{"files without events", func(c *mocker.Settings) { tiers(c); c.MockDiskBlocks = 9 },
+		{"files without events", func(c *mocker.Settings) { tiers(c); c.DiskBlocks = 9 },
 			reports(`{"kv_connector":"MultiConnector","kv_connector_extra_config":{"connectors":[{"kv_connector":"NixlConnector"},{"kv_connector":"OffloadingConnector","kv_connector_extra_config":{"self_describing_kv_events":true,"secondary_tiers":[{"type":"fs"}]}}]}}`),
 			Note, []string{"1:fs publishes no KV events", `"enable_kv_events":true`}},
 		{"a tier for pulls at an unknown address", tiers, reports(`{"kv_connector":"OffloadingConnector","kv_connector_extra_config":{"self_describing_kv_events":true,"secondary_tiers":[{"type":"p2p","port":5710}]}}`),
@@ -353,7 +353,7 @@ func TestEachFaultIsFoundWithWhatToChange(t *testing.T) {
 				return body
 			})
 		}, Note, []string{"LMCacheConnectorV1", "LMCacheMPConnector"}},
-		{"a storage of SGLang", func(c *mocker.Settings) { c.MockAPI = "sglang"; tiers(c); c.MockDiskBlocks = 9 }, func(_ *testing.T, w *ward, _ *Setup) {
+		{"a storage of SGLang", func(c *mocker.Settings) { c.API = "sglang"; tiers(c); c.DiskBlocks = 9 }, func(_ *testing.T, w *ward, _ *Setup) {
 			w.attached[0].Load = fmt.Sprintf("tcp://127.0.0.1:%d", w.load)
 		}, Note, []string{"predictions are not exact", "no KV events of its storage"}},
 		{"no render route", nil, func(t *testing.T, w *ward, _ *Setup) {
@@ -410,7 +410,7 @@ func TestAReplayThatIsSilentIsFound(t *testing.T) {
 		t.Fatal(err)
 	}
 	defer func() { _ = listener.Close() }() // it accepts by the kernel, and says nothing
-	w := newWard(t, 1, func(c *mocker.Settings) { c.MockDataParallelSize = 1 })
+	w := newWard(t, 1, func(c *mocker.Settings) { c.DataParallelSize = 1 })
 	w.attached[0].Replay = "tcp://" + listener.Addr().String()
 	_, failed := visit(t, Command{Wait: 2 * time.Second}, setup(w))
 	if len(failed) != 1 || !strings.Contains(failed[0].Text, "no answer in time") {
@@ -419,7 +419,7 @@ func TestAReplayThatIsSilentIsFound(t *testing.T) {
 }
 
 func TestManyRanksOutOfReachAreNotAllTried(t *testing.T) {
-	w := newWard(t, 1, func(c *mocker.Settings) { c.MockDataParallelSize = 8 })
+	w := newWard(t, 1, func(c *mocker.Settings) { c.DataParallelSize = 8 })
 	front(t, &w.attached[0], func(path string, _ *http.Response, body string) string {
 		if path == "/kv_event_sources" {
 			return strings.ReplaceAll(body, "tcp://127.0.0.1:", "ipc:///nowhere/")

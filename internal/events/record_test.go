@@ -56,7 +56,8 @@ func TestDynamosRecordingIsReplayed(t *testing.T) {
 	} {
 		c.File = filepath.Join("testdata", "dynamo_recording.jsonl")
 		var out bytes.Buffer
-		if err := c.Run(4, &out); err != nil {
+		c.BlockSize = 4
+		if err := c.Run(&out); err != nil {
 			t.Fatal(err)
 		}
 		golden := filepath.Join("testdata", name)
@@ -261,7 +262,7 @@ func TestAFileWithoutEventsIsAnError(t *testing.T) {
 	for _, text := range []string{"", "\n\n", "dear diary\n", `{"timestamp":1}` + "\n"} {
 		file := filepath.Join(t.TempDir(), "x")
 		testkit.WriteFile(t, file, text)
-		if err := (&ReplayCommand{File: file}).Run(64, new(bytes.Buffer)); err == nil || !strings.Contains(err.Error(), "contains no KV events") {
+		if err := (&ReplayCommand{File: file}).Run(new(bytes.Buffer)); err == nil || !strings.Contains(err.Error(), "contains no KV events") {
 			t.Errorf("%q: %v", text, err)
 		}
 	}

@@ -34,6 +34,7 @@ type ReplayCommand struct {
 	MaxTime      time.Duration `group:"Replay of KV events" placeholder:"DURATION" help:"Stop at the first event recorded more than this after the start of the recording. Default: never."`
 	MaxErrors    int           `group:"Replay of KV events" default:"20" help:"Maximum number of invalid lines to list; all are counted."`
 	PromptTokens []uint32      `group:"Replay of KV events" placeholder:"ID" help:"Token ids of a prompt, separated by commas: print the matched tokens of each worker at the end. Hashed in blocks of --block-size."`
+	BlockSize    int           `group:"Replay of KV events" default:"64" help:"Tokens per block of --prompt-tokens."`
 }
 
 // Validate checks the settings.
@@ -41,15 +42,14 @@ func (c *ReplayCommand) Validate() error {
 	if c.MaxCount < 0 || c.MaxTime < 0 || c.MaxErrors < 0 {
 		return errors.New("--max-count, --max-time and --max-errors must not be negative")
 	}
+	if c.BlockSize < 1 {
+		return errors.New("--block-size must be greater than 0")
+	}
 	return nil
 }
 
-// Run reads the file and writes the summary. blockSize is that of PromptTokens, in
-// tokens. An error means that the file cannot be read completely, or has no events.
-func (c *ReplayCommand) Run(blockSize int, out io.Writer) error {
-	if blockSize < 1 {
-		return errors.New("--block-size must be greater than 0")
-	}
+// Run reads the file and writes the summary. An error means that the file cannot be read completely, or has no events.
+func (c *ReplayCommand) Run(out io.Writer) error {
 	file, err := os.Open(c.File)
 	if err != nil {
 		return err
@@ -59,7 +59,7 @@ func (c *ReplayCommand) Run(blockSize int, out io.Writer) error {
 	r, err := c.Replay(file, index)
 	if r.events > 0 {
 		r.print(out, c.File, index)
-		c.printPrompt(out, index, blockSize)
+		c.printPrompt(out, index)
 	} else if err == nil {
 		err = errors.New("it contains no KV events: use a file of --record-events or of Dynamo's KvRecorder")
 	}
@@ -256,20 +256,20 @@ func (r *Replayed) print(out io.Writer, name string, index radix.Index) {
 }
 
 // printPrompt writes how much of the prompt each worker holds.
-func (c *ReplayCommand) printPrompt(out io.Writer, index radix.Index, blockSize int) {
+func (c *ReplayCommand) printPrompt(out io.Writer, index radix.Index) {
 	if len(c.PromptTokens) == 0 {
 		return
 	}
-	local := kv.HashBlocks(nil, c.PromptTokens, blockSize, "", "")
+	local := kv.HashBlocks(nil, c.PromptTokens, c.BlockSize, "", "")
 	matches := index.Match(local, len(local), 0, nil)
 	for _, l := range index.Lookaheads() {
-		ahead := kv.HashLookaheadBlocks(nil, c.PromptTokens, blockSize, l.Tokens, "", "", nil)
+		ahead := kv.HashLookaheadBlocks(nil, c.PromptTokens, c.BlockSize, l.Tokens, "", "", nil)
 		matches = index.Match(ahead, len(ahead), 0, matches)
 	}
 	slices.SortStableFunc(matches, func(a, b kv.Match) int { return cmp.Compare(b.Blocks, a.Blocks) })
-	fmt.Fprintf(out, "the prompt has %d blocks of %d tokens; %d ranks hold its beginning\n", len(local), blockSize, len(matches))
+	fmt.Fprintf(out, "the prompt has %d blocks of %d tokens; %d ranks hold its beginning\n", len(local), c.BlockSize, len(matches))
 	for _, m := range matches {
-		fmt.Fprintf(out, "worker %d rank %d holds %d blocks, %d tokens", m.Worker.Worker, m.Worker.Rank, m.Blocks, m.Blocks*blockSize)
+		fmt.Fprintf(out, "worker %d rank %d holds %d blocks, %d tokens", m.Worker.Worker, m.Worker.Rank, m.Blocks, m.Blocks*c.BlockSize)
 		for _, tier := range kv.LowerTiers {
 			if n := m.Lower.Of(tier); n > 0 {
 				fmt.Fprintf(out, ", and %d blocks on %s", n, tier)

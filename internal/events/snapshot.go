@@ -34,7 +34,7 @@ type Settings struct {
 	IndexSnapshotInterval time.Duration `group:"Routing" default:"30s" help:"Maximum time between two writes of --index-snapshot while the index changes. It is written earlier if a worker has published a quarter of its replay buffer."`
 
 	RecordEvents         string `group:"Routing" placeholder:"FILE" help:"Append the changes that KV events make to the index to FILE, one JSON line each, in the format of Dynamo's recorder, for 'kvrouter replay-events'."`
-	RecordEventsMaxBytes int64  `group:"Routing" default:"1073741824" help:"Maximum size of the file of --record-events, bytes; recording stops there."`
+	RecordEventsMaxBytes int64  `group:"Routing" default:"1073741824" hidden:"" help:"Maximum size of the file of --record-events, bytes; recording stops there."`
 }
 
 // Validate checks the settings. follows reports whether KV events are followed.

@@ -32,7 +32,7 @@ type Settings struct {
 	ExtProcObjectives       []string `group:"Gateway" placeholder:"NAME=PRIORITY" help:"Priorities of the objectives in x-llm-d-inference-objective, as in the spec of an InferenceObjective: higher ones of trusted clients leave the queue first, those below 0 are refused while kvrouter_saturation is at least 1. Several are separated by commas."`
 	ExtProcMaxInflightBytes int64    `group:"Gateway" default:"0" placeholder:"BYTES" help:"Maximum memory for the headers of all in-flight requests of gateways, and for the parts of bodies that have not been passed on, bytes. Requests beyond it are answered 503. 0: an eighth of the memory of the machine or container, at least 64 MiB."`
 	SessionTokenKey         string   `group:"Gateway" name:"session-token-key" placeholder:"KEY" help:"Key that signs x-session-token, at least 16 characters, the same for all routers behind a gateway. Default: derived from --replica-key; without that random, and then tokens are valid for this process only. Prefer the environment variable or the configuration file."`
-	ExtProcConformance      bool     `group:"Gateway" help:"Accept the headers of the Gateway API Inference Extension's conformance tests, by which a client selects endpoints, and send requests of all routes to workers. For tests only."`
+	ExtProcConformance      bool     `group:"Gateway" hidden:"" help:"Accept the headers of the Gateway API Inference Extension's conformance tests, by which a client selects endpoints, and send requests of all routes to workers. For tests only."`
 }
 
 // SetDefault sets the default that depends on the machine's memory, bytes; 0: unknown.

@@ -56,7 +56,7 @@ func end(app *kong.Kong, name string, data any) error {
 
 // functions are those of the texts.
 var functions = template.FuncMap{
-	"everyOption": everyOption, "options": options, "sentence": sentence, "spelling": spelling, "usage": usage, "usedBy": usedBy,
+	"everyOption": everyOption, "others": others, "own": Own, "shared": Shared, "options": options, "sentence": sentence, "spelling": spelling, "usage": usage, "usedBy": usedBy,
 	"roff": roff, "upper": strings.ToUpper,
 	"zshQuote":  strings.NewReplacer("'", "'\\''", "[", `\[`, "]", `\]`, ":", `\:`).Replace,
 	"fishQuote": strings.NewReplacer(`\`, `\\`, "'", `\'`).Replace,
@@ -91,6 +91,9 @@ type option struct {
 func options(flags []*kong.Flag) []option {
 	var all []option
 	for _, flag := range flags {
+		if flag.Hidden {
+			continue
+		}
 		o := option{Name: "--" + flag.Name, Help: sentence(flag.Help), Takes: !flag.IsBool(), File: takesPath(flag)}
 		if flag.Enum != "" {
 			o.Values = flag.EnumSlice()
@@ -118,6 +121,43 @@ func everyOption(app *kong.Application) []option {
 		}
 	}
 	return all
+}
+
+// Own returns the shown flags of a command that the default command does not have, by
+// group.
+func Own(app *kong.Application, command *kong.Command) (own []*kong.Flag) {
+	for _, g := range groups(command.Flags) {
+		own = append(own, slices.DeleteFunc(g.flags, func(f *kong.Flag) bool { return isShared(app, command, f) })...)
+	}
+	return own
+}
+
+// Shared returns the names of the shown flags that a command has as the default command
+// has them.
+func Shared(app *kong.Application, command *kong.Command) (names []string) {
+	for _, flag := range command.Flags {
+		if !flag.Hidden && isShared(app, command, flag) {
+			names = append(names, flag.Name)
+		}
+	}
+	return names
+}
+
+// isShared reports whether the default command, which is another, has the same flag.
+func isShared(app *kong.Application, command *kong.Command, flag *kong.Flag) bool {
+	return app.DefaultCmd != nil && app.DefaultCmd != command && slices.ContainsFunc(app.DefaultCmd.Flags, func(f *kong.Flag) bool {
+		return f.Name == flag.Name && f.Help == flag.Help && f.Default == flag.Default
+	})
+}
+
+// others returns the names of the commands that are not the default one.
+func others(app *kong.Application) (names []string) {
+	for _, command := range app.Children {
+		if command != app.DefaultCmd {
+			names = append(names, command.Name)
+		}
+	}
+	return names
 }
 
 // without returns the options that drop does not report.

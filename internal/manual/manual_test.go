@@ -20,7 +20,12 @@ type fruit struct {
 	Count int    `group:"Trees" short:"n" help:"How many."`
 	Wash  bool   `group:"After" default:"true" negatable:"" help:"Wash them."`
 
-	Pick struct{} `cmd:"" default:"1" help:"Pick it."`
+	Pick struct {
+		Ladder int    `group:"Trees" help:"How high. In meters."`
+		Thief  bool   `group:"Trees" hidden:"" help:"Not yours."`
+		Sort   string `group:"Kinds of apple" default:"all" help:"Which: all or one."`
+		Wax    bool   `group:"Kinds of apple" default:"true" negatable:"" help:"Wax it."`
+	} `cmd:"" default:"withargs" help:"Pick it."`
 	Pack struct {
 		Box string `placeholder:"DIR" help:"Into what."`
 	} `cmd:"" help:"Pack what's picked: all of it."`
@@ -31,14 +36,15 @@ type fruit struct {
 // printed returns what the command line prints, which must end the parser with 0.
 func printed(t *testing.T, args ...string) string {
 	t.Helper()
+	help := &Help{Usual: map[string][]Task{"pick": {{Title: "Climb", Flags: []string{"ladder"}}}}}
 	var out bytes.Buffer
 	ended := -1
-	parser, err := kong.New(new(fruit), kong.Name("fruit"), kong.Description("A picker of fruit: it picks."), kong.DefaultEnvars("FRUIT"),
+	parser, err := kong.New(new(fruit), kong.Name("fruit"), kong.Description("A picker of fruit: it picks."), kong.DefaultEnvars("FRUIT"), kong.Help(help.Print),
 		kong.Vars{"version": "fruit v1.2 (commit x)"}, kong.Writers(&out, &out), kong.Exit(func(code int) { ended = code }))
 	if err != nil {
 		t.Fatal(err)
 	}
-	if _, err := parser.Parse(args); err != nil {
+	if _, err := parser.Parse(help.Take(args)); err != nil && ended < 0 {
 		t.Fatal(err)
 	}
 	if ended != 0 {
@@ -92,10 +98,14 @@ func TestBashCompletes(t *testing.T) {
 	needsVersion(t, "bash", 4, 0)
 	script := printed(t, "completion", "bash")
 	for _, test := range []struct{ name, words, want string }{
-		{"commands and flags", "fruit ''", "pick pack completion man --help -h --kind --list --count -n --wash --no-wash"},
+		{"commands and flags", "fruit ''", "pick pack completion man --ladder --sort --wax --no-wax --help -h --kind --list --count -n --wash --no-wash"},
 		{"the start of a command", "fruit pa", "pack"},
 		{"the start of a flag", "fruit --k", "--kind"},
 		{"a command's own flag", "fruit pack --b", "--box"},
+		{"the default command's flag", "fruit --la", "--ladder"},
+		{"its flag after its name", "fruit pick --la", "--ladder"},
+		{"its flag after another name", "fruit pack --la", ""},
+		{"a hidden flag", "fruit --th", ""},
 		{"no other command's flag", "fruit pick --b", ""},
 		{"a choice", "fruit --kind ''", "apple pear"},
 		{"a choice after =", "fruit --kind = p", "pear"},
@@ -142,6 +152,10 @@ func TestFishCompletes(t *testing.T) {
 		{"fruit --k", "--kind\tWhat to pick"},
 		{"fruit --kind ", "apple\tWhat to pick\npear\tWhat to pick"},
 		{"fruit pack --b", "--box\tInto what"},
+		{"fruit --la", "--ladder\tHow high"},
+		{"fruit pick --la", "--ladder\tHow high"},
+		{"fruit pack --la", ""},
+		{"fruit --th", ""},
 		{"fruit pick --b", ""},
 		{"fruit completion z", "zsh"},
 	} {
@@ -156,7 +170,7 @@ func TestTheManualPageReadsAsItStands(t *testing.T) {
 	text := printed(t, "man")
 	for _, want := range []string{
 		`.TH FRUIT 1 "" "fruit v1.2" "User Commands"`, `fruit \- picker of fruit`, "\\fB\\-\\-kind\\fR \\fIapple|pear\\fR", "\\fB\\-\\-[no\\-]wash\\fR",
-		"\\fB\\-n\\fR, \\fB\\-\\-count\\fR", "\n\\&.hidden list", "FRUIT_KIND", ".B completion bash|zsh|fish", ".SH OPTIONS OF PACK",
+		"\\fB\\-n\\fR, \\fB\\-\\-count\\fR", "\n\\&.hidden list", "FRUIT_ and the flag in capitals", ".B completion bash|zsh|fish", ".SH OPTIONS OF PICK\nThey may be given without the command.", ".SH OPTIONS OF PACK",
 	} {
 		if !strings.Contains(text, want) {
 			t.Errorf("%q is not in\n%s", want, text)

@@ -94,8 +94,8 @@ func (w *Worker) accept(out http.ResponseWriter, in *http.Request, of kind) (bod
 	var problem *refusal
 	if status := int(w.Failing.Load()); status != 0 {
 		problem = &refusal{status, "InternalServerError", "simulated error of a test", ""}
-	} else if w.chance(w.cfg.MockErrorRate) {
-		problem = &refusal{http.StatusInternalServerError, "InternalServerError", "simulated error (--mock-error-rate)", ""}
+	} else if w.chance(w.cfg.ErrorRate) {
+		problem = &refusal{http.StatusInternalServerError, "InternalServerError", "simulated error (--mock error-rate)", ""}
 	} else if w.sglang() {
 		if answer, problem = w.prepareSGLang(body, of); problem == nil {
 			rank, problem = w.sglangRank(in, body, of)

@@ -23,7 +23,7 @@ import (
 	"kvrouter/internal/kv"
 )
 
-// Values of --mock-kv-load-failure.
+// Values of --mock kv-load-failure.
 const (
 	loadFailureRecompute = "recompute"
 	loadFailureFail      = "fail"
@@ -257,7 +257,7 @@ func (t *transfer) ready(ctx context.Context) *refusal {
 
 // wait waits for one of the room's channels.
 func (t *transfer) wait(ctx context.Context, c <-chan struct{}, otherwise string) *refusal {
-	limit := t.w.cfg.MockBootstrapTimeout
+	limit := t.w.cfg.BootstrapTimeout
 	select {
 	case <-c:
 		return nil
@@ -301,7 +301,7 @@ func (t *transfer) computed(ctx context.Context, rank *Rank) *refusal {
 		defer rank.Do(func(e *engine.Engine) { e.Abort(t.choice.request) })
 		select {
 		case <-room.joined:
-		case <-time.After(w.cfg.MockKVLease):
+		case <-time.After(w.cfg.KVLease):
 			return
 		case <-w.ctx.Done():
 			return
@@ -353,8 +353,8 @@ func (w *Worker) joinRoom(out http.ResponseWriter, in *http.Request) {
 	case <-room.ended:
 		http.Error(out, "the prompt will not be computed", http.StatusGone)
 		return
-	case <-time.After(w.cfg.MockBootstrapTimeout):
-		http.Error(out, "the prompt did not arrive", http.StatusGatewayTimeout)
+	case <-time.After(w.cfg.BootstrapTimeout):
+		http.Error(out, "the prompt does not come", http.StatusGatewayTimeout)
 		return
 	case <-in.Context().Done():
 		return
@@ -382,7 +382,7 @@ func (t *transfer) fetch(ctx context.Context, rank *Rank, failed chan<- *refusal
 	}
 	if err != nil {
 		t.w.log.Warn("mock worker: KV transfer failed", "worker", t.w.number, "error", err)
-		if t.kind == kv.KindSGLang || t.w.cfg.MockKVLoadFailure == loadFailureFail {
+		if t.kind == kv.KindSGLang || t.w.cfg.KVLoadFailure == loadFailureFail {
 			message := "the prompt could not be fetched"
 			if t.w.sglang() {
 				message = "Decode transfer failed"
@@ -416,7 +416,7 @@ func (t *transfer) bring(ctx context.Context, rank *Rank) error {
 		return ctx.Err()
 	}
 	if t.kind == kv.KindSGLang {
-		if from, err = t.join(ctx, t.w.cfg.MockBootstrapTimeout); err == nil {
+		if from, err = t.join(ctx, t.w.cfg.BootstrapTimeout); err == nil {
 			defer from.Close()
 		}
 	}

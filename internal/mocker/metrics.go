@@ -61,8 +61,7 @@ func (w *Worker) metrics(out http.ResponseWriter, _ *http.Request) {
 	page.count("request_success_total", `,finished_reason="length"`, func(c *counts) *atomic.Int64 { return &c.finishedLength })
 	page.count("request_success_total", `,finished_reason="abort"`, func(c *counts) *atomic.Int64 { return &c.Aborted })
 	page.labels = func(r *Rank) string {
-		// vLLM shows the sum
-		return fmt.Sprintf(`block_size="%d",engine="%d",num_gpu_blocks="%d"`, w.cfg.BlockSize, r.number, w.cfg.MockNumGPUBlocks*len(w.Ranks))
+		return fmt.Sprintf(`block_size="%d",engine="%d",num_gpu_blocks="%d"`, w.cfg.BlockSize, r.number, w.cfg.NumGPUBlocks*len(w.Ranks)) // vLLM shows the sum
 	}
 	page.gauge("cache_config_info", func(*Rank, Load) float64 { return 1 })
 	page.adapters()

@@ -53,7 +53,7 @@ func (m *Mocker) Start(i int) (*Worker, error) {
 		part: m.cfg.Parts[i], client: &http.Client{Transport: &http.Transport{DialContext: (&net.Dialer{Timeout: joinLimit}).DialContext}},
 		random: rand.New(rand.NewPCG(m.cfg.Seed+uint64(i), m.Starts.Add(1))),
 	}
-	for _, adapter := range m.cfg.MockLora {
+	for _, adapter := range m.cfg.Lora {
 		w.load(adapter)
 	}
 	settings := m.cfg.SimConfig(m.cfg.BlockSize)
@@ -63,7 +63,7 @@ func (m *Mocker) Start(i int) (*Worker, error) {
 			settings.Caching = engine.CacheNothing
 		}
 	}
-	if slower := m.cfg.MockSlowWorker[uint64(i)]; slower > 0 {
+	if slower := m.cfg.SlowWorker[uint64(i)]; slower > 0 {
 		settings.Timing.Speedup /= slower
 	}
 	w.maxModelLen = settings.Blocks * settings.BlockSize
@@ -79,10 +79,10 @@ func (m *Mocker) Start(i int) (*Worker, error) {
 		return nil, fmt.Errorf("mock worker %d: %w", i, err)
 	}
 	w.ctx, w.cancel = context.WithCancelCause(context.Background())
-	if after, hangs := m.cfg.MockHangWorker[uint64(i)]; hangs {
+	if after, hangs := m.cfg.HangWorker[uint64(i)]; hangs {
 		w.beside.Go(func() { w.faultAfter(after, func() { w.Hung.Store(true) }) })
 	}
-	if every := m.cfg.MockCrashEvery; every > 0 {
+	if every := m.cfg.CrashEvery; every > 0 {
 		w.beside.Go(func() { w.faultAfter(m.nextCrash(i, every), func() { w.End(ErrMockCrash) }) })
 	}
 	m.mu.Lock()
@@ -92,8 +92,8 @@ func (m *Mocker) Start(i int) (*Worker, error) {
 	return w, nil
 }
 
-// ErrMockCrash is the cause of a crash by --mock-crash-every.
-var ErrMockCrash = errors.New("simulated crash (--mock-crash-every)")
+// ErrMockCrash is the cause of a crash by --mock crash-every.
+var ErrMockCrash = errors.New("simulated crash (--mock crash-every)")
 
 // nextCrash is how long from now worker i's next crash is: each worker in turn
 // has one, every apart.
@@ -193,15 +193,15 @@ func (w *Worker) Ended() <-chan error { return w.ended }
 func (w *Worker) End(why error) { w.cancel(why) }
 
 // Stop ends the worker as SIGTERM ends vLLM and SGLang: it accepts no new connections and
-// lets in-flight requests finish for --mock-shutdown-timeout. It does not wait; see
+// lets in-flight requests finish for --mock shutdown-timeout. It does not wait; see
 // Ended.
 func (w *Worker) Stop(why error) {
-	if w.cfg.MockShutdownTimeout == 0 || w.Hung.Load() {
+	if w.cfg.ShutdownTimeout == 0 || w.Hung.Load() {
 		w.End(why)
 		return
 	}
 	go func() { // ends with the worker at the latest
-		limit, cancel := context.WithTimeout(w.ctx, w.cfg.MockShutdownTimeout)
+		limit, cancel := context.WithTimeout(w.ctx, w.cfg.ShutdownTimeout)
 		defer cancel()
 		_ = w.server.Shutdown(limit) // what still runs is cut
 		w.End(why)

@@ -22,7 +22,7 @@ const prefillParams = `{"do_remote_decode":true,"do_remote_prefill":false,"remot
 func vllmPair(t *testing.T, kind kv.Kind, decodes int, tweak func(*Settings)) []*Worker {
 	t.Helper()
 	return vllmWorkers(t, 1+decodes, func(s *Settings) {
-		s.MockDisaggKind = kind.String()
+		s.Protocol = kind.String()
 		s.Parts[0] = kv.Disagg{Role: kv.RolePrefill, Kind: kind}
 		for i := range decodes {
 			s.Parts[1+i] = kv.Disagg{Role: kv.RoleDecode, Kind: kind}
@@ -52,7 +52,7 @@ func longChat(i int) []byte {
 
 // TestMockNIXLWorkersKeepAndFetchPrompts speaks vLLM's protocol to the workers.
 func TestMockNIXLWorkersKeepAndFetchPrompts(t *testing.T) {
-	pair := vllmPair(t, kv.KindNIXL, 2, func(s *Settings) { s.MockKVLease = 3 * time.Second })
+	pair := vllmPair(t, kv.KindNIXL, 2, func(s *Settings) { s.KVLease = 3 * time.Second })
 	prefill := func(i int) (params string, tokens int64) {
 		t.Helper()
 		status, answer := pair[0].ask(t, "/v1/chat/completions", fmt.Sprintf(`{"messages":%s,"max_tokens":1,"kv_transfer_params":%s}`, longChat(i), prefillParams))
@@ -101,7 +101,7 @@ func TestMockNIXLWorkersKeepAndFetchPrompts(t *testing.T) {
 }
 
 func TestMockNIXLWorkersFailWhereTold(t *testing.T) {
-	pair := vllmPair(t, kv.KindNIXL, 1, func(s *Settings) { s.MockKVLoadFailure = loadFailureFail })
+	pair := vllmPair(t, kv.KindNIXL, 1, func(s *Settings) { s.KVLoadFailure = loadFailureFail })
 	const params = `{"do_remote_prefill":true,"remote_block_ids":[[1]],"remote_engine_id":"x","remote_request_id":"x","remote_host":"127.0.0.1","remote_port":1}`
 	for _, stream := range []bool{false, true} {
 		status, answer := pair[1].ask(t, "/v1/chat/completions", fmt.Sprintf(`{"messages":%s,"stream":%v,"kv_transfer_params":%s}`, longChat(1), stream, params))
@@ -115,7 +115,7 @@ func TestMockNIXLWorkersFailWhereTold(t *testing.T) {
 // TestMockSGLangWorkersMeet speaks SGLang's protocol to the workers: neither
 // answers alone.
 func TestMockSGLangWorkersMeet(t *testing.T) {
-	pair := vllmPair(t, kv.KindSGLang, 1, func(s *Settings) { s.MockBootstrapTimeout = 500 * time.Millisecond })
+	pair := vllmPair(t, kv.KindSGLang, 1, func(s *Settings) { s.BootstrapTimeout = 500 * time.Millisecond })
 	port := pair[0].part.Bootstrap.Port
 	ask := func(worker, room int, more string) (status int, answer string) {
 		return pair[worker].ask(t, "/v1/chat/completions", fmt.Sprintf(`{"messages":%s,"max_tokens":5,"bootstrap_host":"127.0.0.1","bootstrap_port":%d,"bootstrap_room":%d%s}`, longChat(room), port, room, more))
@@ -151,7 +151,7 @@ func TestMockSGLangWorkersMeet(t *testing.T) {
 // a client may use a room twice.
 func TestMockPromptsOfOneNameStayApart(t *testing.T) {
 	t.Run("nixl", func(t *testing.T) {
-		pair := vllmPair(t, kv.KindNIXL, 1, func(s *Settings) { s.MockKVLease = 200 * time.Millisecond })
+		pair := vllmPair(t, kv.KindNIXL, 1, func(s *Settings) { s.KVLease = 200 * time.Millisecond })
 		names := map[string]bool{}
 		for range 3 {
 			_, answer := pair[0].ask(t, testkit.ChatPath, fmt.Sprintf(`{"messages":%s,"max_tokens":1,"kv_transfer_params":%s}`, longChat(1), prefillParams), web.HeaderRequest, "the-same")
@@ -163,7 +163,7 @@ func TestMockPromptsOfOneNameStayApart(t *testing.T) {
 		testkit.Eventually(t, 10*time.Second, "nothing is in flight", idle(pair))
 	})
 	t.Run("sglang", func(t *testing.T) {
-		pair := vllmPair(t, kv.KindSGLang, 1, func(s *Settings) { s.MockBootstrapTimeout = 5 * time.Second })
+		pair := vllmPair(t, kv.KindSGLang, 1, func(s *Settings) { s.BootstrapTimeout = 5 * time.Second })
 		ask := func(worker int) {
 			body := fmt.Sprintf(`{"messages":%s,"max_tokens":5,"bootstrap_host":"127.0.0.1","bootstrap_port":%d,"bootstrap_room":7}`, longChat(1), pair[0].part.Bootstrap.Port)
 			if status, answer := pair[worker].ask(t, testkit.ChatPath, body); status != http.StatusOK {

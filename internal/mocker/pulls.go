@@ -34,7 +34,7 @@ type peerAnswer struct {
 }
 
 // pulls reports whether the mock workers pull from each other.
-func (c *Settings) pulls() bool { return c.MockPeerBandwidth > 0 }
+func (c *Settings) pulls() bool { return c.PeerBandwidth > 0 }
 
 // findSource asks the worker that a request names as its source what it has of the prompt:
 // kv_transfer_params.remote_kv_source, as vLLM's tier p2p reads it.
@@ -44,7 +44,7 @@ func (w *Worker) findSource(ctx context.Context, body *jsonbody.Body, answer *An
 	if !w.cfg.pulls() || host == "" || port == "" || id == "" || len(answer.choices) == 0 {
 		return
 	}
-	if w.chance(w.cfg.MockPeerFailures) {
+	if w.chance(w.cfg.PeerFailures) {
 		return
 	}
 	request := answer.choices[0].request

@@ -22,7 +22,7 @@ func pull(t *testing.T, w *Worker, prompt, host string, port int) int64 {
 func pulling(t *testing.T, change func(*Settings)) []*Worker {
 	return vllmWorkers(t, 2, func(s *Settings) {
 		small(s)
-		s.MockPeerBandwidth = 25
+		s.PeerBandwidth = 25
 		if change != nil {
 			change(s)
 		}
@@ -60,7 +60,7 @@ func TestAPullThatFailsIsComputed(t *testing.T) {
 	}{
 		{"unknown prompt", "b", func(w *Worker) int { return w.cfg.Ports.HTTP }, nil},
 		{"no source listens", "a", func(*Worker) int { return 1 }, nil},
-		{"the fault", "a", func(w *Worker) int { return w.cfg.Ports.HTTP }, func(s *Settings) { s.MockPeerFailures = 1 }},
+		{"the fault", "a", func(w *Worker) int { return w.cfg.Ports.HTTP }, func(s *Settings) { s.PeerFailures = 1 }},
 	} {
 		t.Run(test.name, func(t *testing.T) {
 			workers := pulling(t, test.change)

@@ -80,7 +80,7 @@ type counts struct {
 func newRank(w *Worker, number int, settings engine.Settings) (*Rank, error) {
 	r := &Rank{w: w, number: number, wake: make(chan struct{}, 1), loadChanged: make(chan struct{}, 1), published: map[uint64]uint64{}}
 	r.free.Store(int64(settings.Blocks))
-	settings.Silent = slices.Contains(w.cfg.MockSilentTiers, uint64(w.number))
+	settings.Silent = slices.Contains(w.cfg.SilentTiers, uint64(w.number))
 	r.shuffle = rand.New(rand.NewPCG(w.random.Uint64(), 2))
 	r.Engine = engine.New(settings, r.cacheChanged, w.tiers()...)
 	r.Engine.LoadNow = r.loadLower
@@ -91,9 +91,9 @@ func newRank(w *Worker, number int, settings engine.Settings) (*Rank, error) {
 		if r.Events, err = NewEvents(cfg.at(cfg.Ports.KVEvents+at), cfg.at(cfg.Ports.KVReplay+at), cfg.BlockSize); err != nil {
 			return nil, err
 		}
-		r.Events.Rank, r.Events.array, r.Events.sglang = number, cfg.MockArrayEvents, w.sglang()
-		r.Events.Keep = cfg.MockBufferSteps
-		r.Events.drop, r.Events.duplicate, r.Events.delay = cfg.MockDropEvents, cfg.MockDuplicateEvents, cfg.MockDelayEvents
+		r.Events.Rank, r.Events.array, r.Events.sglang = number, cfg.ArrayEvents, w.sglang()
+		r.Events.Keep = cfg.BufferSteps
+		r.Events.drop, r.Events.duplicate, r.Events.delay = cfg.DropEvents, cfg.DuplicateEvents, cfg.DelayEvents
 		r.Events.random = rand.New(rand.NewPCG(w.random.Uint64(), 1))
 	}
 	if r.loads, err = zmq.NewPublisher(cfg.at(cfg.Ports.Load + at)); err != nil {

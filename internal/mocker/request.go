@@ -344,7 +344,7 @@ func (w *Worker) prepare(body *jsonbody.Body, of kind) (*Answer, *refusal) {
 // stops before. The same seed gives the same.
 func (w *Worker) choose(a *Answer, own owner, prompt []uint32, length int, stop Stop, seed uint64) *Choice {
 	c := &Choice{Answer: a, owner: own, index: len(a.choices), prompt: len(prompt), Finish: "length"}
-	if natural := max(w.cfg.MockOutputTokens, stop.After); natural < length && !stop.ignoreEnd {
+	if natural := max(w.cfg.OutputTokens, stop.After); natural < length && !stop.ignoreEnd {
 		length, c.Finish = natural, "stop"
 	}
 	tokens, texts := w.words.answer(seed, length)

@@ -37,12 +37,12 @@ func testWorkers(t *testing.T, n int, tweak func(*Settings)) []*Worker {
 	}
 	t.Cleanup(model.Close)
 	cfg := testkit.Defaults[Settings]()
-	cfg.MockAPI, cfg.SpeedupRatio, cfg.ServedModelName, cfg.BlockSize, cfg.KVEvents = "sglang", 0, ModelName, testPage, true
-	cfg.MockNumGPUBlocks, cfg.Parts = 512, make([]kv.Disagg, n)
+	cfg.API, cfg.SpeedupRatio, cfg.ServedModelName, cfg.BlockSize, cfg.KVEvents = "sglang", 0, ModelName, testPage, true
+	cfg.NumGPUBlocks, cfg.Parts = 512, make([]kv.Disagg, n)
 	if tweak != nil {
 		tweak(&cfg)
 	}
-	ranks := cfg.MockDataParallelSize
+	ranks := cfg.DataParallelSize
 	ports := testkit.FreePorts(t, n+3*n*ranks)
 	cfg.Ports = process.Ports{HTTP: ports, KVEvents: ports + n, KVReplay: ports + n + n*ranks, Load: ports + n + 2*n*ranks, Ranks: ranks}
 	for i := range cfg.Parts {
@@ -337,7 +337,7 @@ func shapeText(v gjson.Result) string {
 }
 
 func TestSGLangPagesSayWhatFollowersNeed(t *testing.T) {
-	w := testWorker(t, func(s *Settings) { s.MockDataParallelSize, s.MockLora = 2, []string{"sql"} })
+	w := testWorker(t, func(s *Settings) { s.DataParallelSize, s.Lora = 2, []string{"sql"} })
 	for _, path := range []string{"/health", "/health_generate", "/ping", "/ready"} {
 		if status, answer := w.ask(t, path, ""); status != 200 || answer != "" {
 			t.Errorf("%s: %d %q", path, status, answer)
@@ -395,7 +395,7 @@ func TestSGLangPagesSayWhatFollowersNeed(t *testing.T) {
 }
 
 func TestSGLangGenerateTakesWhatTheServerTakes(t *testing.T) {
-	w := testWorker(t, func(s *Settings) { s.MockOutputTokens = 5 })
+	w := testWorker(t, func(s *Settings) { s.OutputTokens = 5 })
 	for _, c := range []struct {
 		body, path, want string
 	}{
@@ -497,7 +497,7 @@ func FuzzSGLangBodies(f *testing.F) {
 	}
 	defer model.Close()
 	cfg := testkit.Defaults[Settings]()
-	cfg.MockAPI, cfg.SpeedupRatio, cfg.ServedModelName, cfg.BlockSize, cfg.MockNumGPUBlocks, cfg.Parts = "sglang", 0, ModelName, testPage, 64, make([]kv.Disagg, 1)
+	cfg.API, cfg.SpeedupRatio, cfg.ServedModelName, cfg.BlockSize, cfg.NumGPUBlocks, cfg.Parts = "sglang", 0, ModelName, testPage, 64, make([]kv.Disagg, 1)
 	cfg.Ports = process.Ports{HTTP: testkit.FreePorts(f, 2), Ranks: 1}
 	cfg.Ports.Load = cfg.Ports.HTTP + 1
 	m, err := NewMocker(cfg, model, slog.New(slog.DiscardHandler))
@@ -565,7 +565,7 @@ func TestSGLangChatsAreRenderedByItsRules(t *testing.T) {
 }
 
 func TestSGLangTakesAnyModelsName(t *testing.T) {
-	w := testWorker(t, func(s *Settings) { s.MockLora = []string{"sql"} })
+	w := testWorker(t, func(s *Settings) { s.Lora = []string{"sql"} })
 	for model, want := range map[string]string{`"model":"gpt-9",`: "gpt-9", "": "default", `"model":"mock",`: "mock", `"model":"mock:sql",`: "mock:sql"} {
 		if status, answer := w.ask(t, "/v1/completions", `{`+model+`"prompt":"x","max_tokens":1}`); status != 200 || gjson.Get(answer, "model").Str != want {
 			t.Errorf("%s: %d %s", model, status, answer)
@@ -696,7 +696,7 @@ func TestSGLangAbortsAreAnswers(t *testing.T) {
 }
 
 func TestSGLangRanksAreChosenAsTheServerDoes(t *testing.T) {
-	w := testWorker(t, func(s *Settings) { s.MockDataParallelSize = 2 })
+	w := testWorker(t, func(s *Settings) { s.DataParallelSize = 2 })
 	const completion, chat, own = "/v1/completions", "/v1/chat/completions", "/generate"
 	for _, c := range []struct {
 		path, header, more string

@@ -19,8 +19,8 @@ import (
 	"kvrouter/internal/tokens"
 )
 
-// SGLangVersion is the SGLang version that mock workers imitate with --mock-api
-// sglang.
+// SGLangVersion is the SGLang version that mock workers imitate with --mock
+// api=sglang.
 const SGLangVersion = "0.5.23"
 
 const (
@@ -92,13 +92,13 @@ func (w *Worker) serverInfo(out http.ResponseWriter, _ *http.Request) {
 		"disaggregation_transfer_backend":          "mooncake",
 		"disaggregation_decode_enable_radix_cache": false, "disable_radix_cache": false, "enable_cache_report": true, "enable_metrics": true,
 		"schedule_policy": "fcfs", "radix_eviction_policy": "lru", "load_balance_method": "round_robin", "weight_version": "default",
-		"max_running_requests": w.cfg.MockMaxNumSeqs, "max_total_tokens": w.capacity(), "max_prefill_tokens": w.cfg.MockMaxNumBatchedTokens,
-		"chunked_prefill_size": w.cfg.MockMaxNumBatchedTokens, "api_key": nil, "kv_events_config": nil,
+		"max_running_requests": w.cfg.MaxNumSeqs, "max_total_tokens": w.capacity(), "max_prefill_tokens": w.cfg.MaxNumBatchedTokens,
+		"chunked_prefill_size": w.cfg.MaxNumBatchedTokens, "api_key": nil, "kv_events_config": nil,
 	}
 	if len(w.cfg.Tiers()) > 0 {
 		args["enable_hierarchical_cache"] = true
 	}
-	if w.cfg.MockDiskBlocks > 0 {
+	if w.cfg.DiskBlocks > 0 {
 		args["hicache_storage_backend"] = "file"
 	}
 	var follow map[string]any
@@ -110,14 +110,13 @@ func (w *Worker) serverInfo(out http.ResponseWriter, _ *http.Request) {
 		}
 		args["kv_events_config"] = string(MustJSON(map[string]any{
 			"publisher": "zmq", "topic": process.KVEventsTopic, "endpoint": fmt.Sprintf("tcp://*:%d", ports.KVEvents+first),
-			"replay_endpoint": fmt.Sprintf("tcp://*:%d", ports.KVReplay+first), "enable_kv_cache_events": true,
-			"buffer_steps": w.cfg.MockBufferSteps,
+			"replay_endpoint": fmt.Sprintf("tcp://*:%d", ports.KVReplay+first), "enable_kv_cache_events": true, "buffer_steps": w.cfg.BufferSteps,
 		}))
 	}
 	states := make([]any, 0, len(w.Ranks))
 	for range w.Ranks {
 		state := map[string]any{
-			"effective_max_running_requests_per_dp": w.cfg.MockMaxNumSeqs, "last_gen_throughput": 0.0, "world_size": 1,
+			"effective_max_running_requests_per_dp": w.cfg.MaxNumSeqs, "last_gen_throughput": 0.0, "world_size": 1,
 			"memory_usage": map[string]any{"weight": 0.0, "kvcache": 0.0, "token_capacity": w.capacity(), "token_capacity_swa": nil},
 		}
 		maps.Copy(state, args)
@@ -165,9 +164,8 @@ func (w *Worker) loadsPage(out http.ResponseWriter, in *http.Request) {
 		entry := map[string]any{
 			"timestamp": float64(now.UnixNano()) / 1e9, "dp_rank": r.number, "num_running_reqs": load.Running, "num_waiting_reqs": load.Waiting,
 			"num_waiting_uncached_tokens": load.Uncached, "num_used_tokens": load.Used, "num_total_tokens": load.Used + load.Queued,
-			"num_active_tokens": load.Used, "num_prealloc_ready_tokens": 0, "max_total_num_tokens": w.capacity(),
-			"max_running_requests": w.cfg.MockMaxNumSeqs,
-			"token_usage":          share, "gen_throughput": 0.0, "cache_hit_rate": r.hitRate(), "utilization": 0.0,
+			"num_active_tokens": load.Used, "num_prealloc_ready_tokens": 0, "max_total_num_tokens": w.capacity(), "max_running_requests": w.cfg.MaxNumSeqs,
+			"token_usage": share, "gen_throughput": 0.0, "cache_hit_rate": r.hitRate(), "utilization": 0.0,
 			"total_prefill_uncached_tokens": r.Counts.prefilled.Load(), "total_prefill_busy_us": r.Counts.prefillMicros.Load(),
 		}
 		if wants("memory") {

@@ -20,7 +20,7 @@ func (r *Rank) loadStat(load *Load) []byte {
 	_ = p.EncodeString("LoadStat")
 	for _, n := range []int64{
 		int64(load.Running), int64(load.Waiting), int64(load.Used), int64(w.capacity()), int64(r.number), int64(load.Uncached),
-		int64(load.Used + load.Queued), int64(w.cfg.MockMaxNumSeqs), r.Counts.prefilled.Load(), r.Counts.prefillMicros.Load(),
+		int64(load.Used + load.Queued), int64(w.cfg.MaxNumSeqs), r.Counts.prefilled.Load(), r.Counts.prefillMicros.Load(),
 	} {
 		_ = p.EncodeInt(n)
 	}
@@ -28,4 +28,4 @@ func (r *Rank) loadStat(load *Load) []byte {
 }
 
 // capacity is the number of tokens that the KV cache of a rank holds.
-func (w *Worker) capacity() int { return w.cfg.MockNumGPUBlocks * w.cfg.BlockSize }
+func (w *Worker) capacity() int { return w.cfg.NumGPUBlocks * w.cfg.BlockSize }

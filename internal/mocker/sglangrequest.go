@@ -70,9 +70,8 @@ func (w *Worker) prepareSGLang(body *jsonbody.Body, of kind) (*Answer, *refusal)
 		sglang: true, kind: of, model: cmp.Or(body.Get("model").String(), sglangModel), created: time.Now().Unix(), received: time.Now(),
 		blockSize: w.cfg.BlockSize, prompts: prompts, samples: n, More: make(chan struct{}, 1), list: n > 1 || isBatch(body),
 		promptIDs: f.flag("return_prompt_token_ids"), stream: f.flag("stream"), tokenIDs: body.Get("return_token_ids").Bool(),
-		details: body.Get("return_cached_tokens_details").Bool(), storage: w.cfg.MockDiskBlocks > 0,
-		usage:           body.Get("stream_options").Get("include_usage").Bool(),
-		continuousUsage: body.Get("stream_options").Get("continuous_usage_stats").Bool(),
+		details: body.Get("return_cached_tokens_details").Bool(), storage: w.cfg.DiskBlocks > 0,
+		usage: body.Get("stream_options").Get("include_usage").Bool(), continuousUsage: body.Get("stream_options").Get("continuous_usage_stats").Bool(),
 	}
 	total := 0
 	for i, prompt := range prompts {

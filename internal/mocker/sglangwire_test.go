@@ -126,7 +126,7 @@ func eventsOf(t *testing.T, messages [][][]byte) (events []map[string]any) {
 }
 
 func TestSGLangReplayIsAsCaptured(t *testing.T) {
-	w := testWorker(t, func(s *Settings) { s.MockDataParallelSize = 2 })
+	w := testWorker(t, func(s *Settings) { s.DataParallelSize = 2 })
 	generate := func(body string) {
 		t.Helper()
 		if status, answer := w.ask(t, "/generate", body); status != 200 {
@@ -193,7 +193,7 @@ func TestSGLangReplayIsAsCaptured(t *testing.T) {
 }
 
 func TestSGLangEventsSayWhatTheCacheHas(t *testing.T) {
-	w := testWorker(t, func(s *Settings) { s.MockNumGPUBlocks, s.MockLora = 20, []string{"sql"} })
+	w := testWorker(t, func(s *Settings) { s.NumGPUBlocks, s.Lora = 20, []string{"sql"} })
 	steps := 0
 	events := func() (list []map[string]any) { // since the last call
 		t.Helper()
@@ -277,7 +277,7 @@ func TestSGLangEventsSayWhatTheCacheHas(t *testing.T) {
 }
 
 func TestSGLangEventsAndLoadArePublished(t *testing.T) {
-	w := testWorker(t, func(s *Settings) { s.MockDataParallelSize, s.SpeedupRatio, s.MockMaxNumSeqs = 2, 1, 1 })
+	w := testWorker(t, func(s *Settings) { s.DataParallelSize, s.SpeedupRatio, s.MaxNumSeqs = 2, 1, 1 })
 	events := dial(t, w.cfg.Ports.KVEvents+1, zmq4.Sub, "kv-events")
 	loads := dial(t, w.cfg.Ports.Load+1, zmq4.Sub, "load")
 	stat := func(what string, holds func(v []any) bool) []any {

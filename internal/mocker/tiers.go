@@ -11,41 +11,39 @@ import (
 	"kvrouter/internal/kv"
 )
 
-// TierFlags are the flags of tiers below the cache of a mock worker.
-type TierFlags struct {
-	MockHostBlocks    int           `group:"Mock workers, with --engine mocker" default:"0" help:"Blocks that a mock worker keeps in host memory (vLLM's OffloadingConnector, SGLang's hierarchical cache). 0: no host tier."`
-	MockHostBandwidth float64       `group:"Mock workers, with --engine mocker" default:"25" placeholder:"GB/S" help:"Bandwidth of loads from host memory, GB (10^9 bytes) per second. A worker's loads do not overlap."`
-	MockHostLatency   time.Duration `group:"Mock workers, with --engine mocker" default:"0s" help:"Fixed time of each load from host memory."`
-	MockDiskBlocks    int           `group:"Mock workers, with --engine mocker" default:"0" help:"Blocks that a mock worker keeps in files (vLLM's secondary tier fs, SGLang's storage backend file). Evictions are not published. 0: no files."`
-	MockDiskBandwidth float64       `group:"Mock workers, with --engine mocker" default:"2" placeholder:"GB/S" help:"Bandwidth of reads of files, GB per second."`
-	MockDiskLatency   time.Duration `group:"Mock workers, with --engine mocker" default:"0s" help:"Fixed time of each read of files."`
-	MockDiskShared    bool          `group:"Mock workers, with --engine mocker" help:"All mock workers share the files of --mock-disk-blocks (locality REMOTE in vLLM's events)."`
-	MockPeerBandwidth float64       `group:"Mock workers, with --engine mocker" name:"mock-peer-bandwidth" default:"0" placeholder:"GB/S" help:"vLLM mock workers pull blocks from each other's host memory (vLLM's secondary tier p2p) at this bandwidth, GB per second. Requires --mock-host-blocks. 0: they do not."`
-	MockPeerLatency   time.Duration `group:"Mock workers, with --engine mocker" name:"mock-peer-latency" default:"0s" help:"Fixed time of each pull."`
-	MockPeerFailures  float64       `group:"Mock workers, with --engine mocker" name:"mock-peer-failures" default:"0" help:"Fault: share of the pulls, 0 to 1, that deliver nothing."`
-	MockTierEvents    string        `group:"Mock workers, with --engine mocker" default:"described" enum:"described,placeholder,none" help:"KV events of a vLLM mock worker's lower tiers: described (self_describing_kv_events), placeholder (vLLM's default: a hash without tokens and parent) or none."`
-	MockSilentTiers   []uint64      `group:"Mock workers, with --engine mocker" placeholder:"ID" help:"Fault: the lower tiers of mock worker ID take blocks and publish them, but no request finds any. Comma-separated."`
+// TierSettings are the keys of tiers below the cache of a mock worker.
+type TierSettings struct {
+	HostBlocks    int           `default:"0" simulate:"" help:"Blocks that a mock worker keeps in host memory (vLLM's OffloadingConnector, SGLang's hierarchical cache). 0: no host tier."`
+	HostBandwidth float64       `default:"25" placeholder:"GB/S" simulate:"" help:"Bandwidth of loads from host memory, GB (10^9 bytes) per second. A worker's loads do not overlap."`
+	HostLatency   time.Duration `default:"0s" simulate:"" help:"Fixed time of each load from host memory."`
+	DiskBlocks    int           `default:"0" simulate:"" help:"Blocks that a mock worker keeps in files (vLLM's secondary tier fs, SGLang's storage backend file). Evictions are not published. 0: no files."`
+	DiskBandwidth float64       `default:"2" placeholder:"GB/S" simulate:"" help:"Bandwidth of reads of files, GB per second."`
+	DiskLatency   time.Duration `default:"0s" simulate:"" help:"Fixed time of each read of files."`
+	DiskShared    bool          `simulate:"" help:"All mock workers share the files of disk-blocks (locality REMOTE in vLLM's events)."`
+	PeerBandwidth float64       `name:"peer-bandwidth" default:"0" placeholder:"GB/S" simulate:"" help:"vLLM mock workers pull blocks from each other's host memory (vLLM's secondary tier p2p) at this bandwidth, GB per second. Requires host-blocks. 0: they do not."`
+	PeerLatency   time.Duration `name:"peer-latency" default:"0s" simulate:"" help:"Fixed time of each pull."`
+	PeerFailures  float64       `name:"peer-failures" default:"0" simulate:"" help:"Fault: share of the pulls, 0 to 1, of which nothing comes."`
+	TierEvents    string        `default:"described" enum:"described,placeholder,none" help:"KV events of a vLLM mock worker's lower tiers: described (self_describing_kv_events), placeholder (vLLM's default: a hash without tokens and parent) or none."`
+	SilentTiers   []uint64      `placeholder:"ID" help:"Fault: the lower tiers of mock worker ID take blocks and publish them, but no request finds any. Comma-separated."`
 }
 
-// validate checks the flags for the given number of workers.
-func (c *TierFlags) validate(workers int) error {
-	if c.MockHostBlocks < 0 || c.MockDiskBlocks < 0 || c.MockHostBlocks > maxTierBlocks || c.MockDiskBlocks > maxTierBlocks {
-		return fmt.Errorf("--mock-host-blocks %d and --mock-disk-blocks %d: give 0 to %d", c.MockHostBlocks, c.MockDiskBlocks, maxTierBlocks)
+// validate checks the settings for the given number of workers.
+func (c *TierSettings) validate(workers int) error {
+	if c.HostBlocks < 0 || c.DiskBlocks < 0 || c.HostBlocks > maxTierBlocks || c.DiskBlocks > maxTierBlocks {
+		return fmt.Errorf("--mock host-blocks=%d,disk-blocks=%d: give 0 to %d", c.HostBlocks, c.DiskBlocks, maxTierBlocks)
 	}
-	if !(c.MockHostBandwidth > 0) || !(c.MockDiskBandwidth > 0) || c.MockHostLatency < 0 || c.MockDiskLatency < 0 {
-		return fmt.Errorf("--mock-host-bandwidth %v and --mock-disk-bandwidth %v must be more than 0 GB/s, and --mock-host-latency and "+
-			"--mock-disk-latency cannot be negative", c.MockHostBandwidth, c.MockDiskBandwidth)
+	if !(c.HostBandwidth > 0) || !(c.DiskBandwidth > 0) || c.HostLatency < 0 || c.DiskLatency < 0 {
+		return fmt.Errorf("--mock host-bandwidth=%v,disk-bandwidth=%v: both must be more than 0 GB/s, and host-latency and disk-latency cannot be negative", c.HostBandwidth, c.DiskBandwidth)
 	}
-	if !(c.MockPeerBandwidth >= 0) || c.MockPeerLatency < 0 || !(c.MockPeerFailures >= 0 && c.MockPeerFailures <= 1) {
-		return fmt.Errorf("--mock-peer-bandwidth %v, --mock-peer-latency %v and --mock-peer-failures %v: give at least 0, and failures as a "+
-			"share up to 1", c.MockPeerBandwidth, c.MockPeerLatency, c.MockPeerFailures)
+	if !(c.PeerBandwidth >= 0) || c.PeerLatency < 0 || !(c.PeerFailures >= 0 && c.PeerFailures <= 1) {
+		return fmt.Errorf("--mock peer-bandwidth=%v,peer-latency=%v,peer-failures=%v: give at least 0, and failures as a share up to 1", c.PeerBandwidth, c.PeerLatency, c.PeerFailures)
 	}
-	if c.MockPeerBandwidth > 0 && c.MockHostBlocks == 0 {
-		return errors.New("--mock-peer-bandwidth: workers pull from each other's host memory; set --mock-host-blocks")
+	if c.PeerBandwidth > 0 && c.HostBlocks == 0 {
+		return errors.New("--mock peer-bandwidth: workers pull from each other's host memory; set host-blocks")
 	}
-	for _, id := range c.MockSilentTiers {
+	for _, id := range c.SilentTiers {
 		if id >= uint64(workers) {
-			return fmt.Errorf("--mock-silent-tiers %d: the workers are 0 to %d", id, workers-1)
+			return fmt.Errorf("--mock silent-tiers=%d: the workers are 0 to %d", id, workers-1)
 		}
 	}
 	return nil
@@ -56,17 +54,15 @@ const maxTierBlocks = 1 << 24
 
 // Tiers returns the tiers below the cache of each rank, from the fastest on.
 func (c *Settings) Tiers() (tiers []engine.TierSettings) {
-	if c.MockHostBlocks > 0 {
+	if c.HostBlocks > 0 {
 		tiers = append(tiers, engine.TierSettings{
-			Tier: kv.Host, Blocks: c.MockHostBlocks, Loads: engine.Loads{Fixed: c.MockHostLatency, Bandwidth: c.MockHostBandwidth,
-				BytesPerToken: c.MockKVBytesPerToken},
+			Tier: kv.Host, Blocks: c.HostBlocks, Loads: engine.Loads{Fixed: c.HostLatency, Bandwidth: c.HostBandwidth, BytesPerToken: c.KVBytesPerToken},
 		})
 	}
-	if c.MockDiskBlocks > 0 {
+	if c.DiskBlocks > 0 {
 		tiers = append(tiers, engine.TierSettings{
-			Tier: kv.Disk, Blocks: c.MockDiskBlocks, Loads: engine.Loads{Fixed: c.MockDiskLatency, Bandwidth: c.MockDiskBandwidth,
-				BytesPerToken: c.MockKVBytesPerToken},
-			Shared: c.MockDiskShared, Unpublished: true,
+			Tier: kv.Disk, Blocks: c.DiskBlocks, Loads: engine.Loads{Fixed: c.DiskLatency, Bandwidth: c.DiskBandwidth, BytesPerToken: c.KVBytesPerToken},
+			Shared: c.DiskShared, Unpublished: true,
 		})
 	}
 	return tiers
@@ -74,11 +70,10 @@ func (c *Settings) Tiers() (tiers []engine.TierSettings) {
 
 // Peers returns how mock workers pull from each other.
 func (c *Settings) Peers() engine.PeerSettings {
-	return engine.PeerSettings{Loads: engine.Loads{Fixed: c.MockPeerLatency, Bandwidth: c.MockPeerBandwidth,
-		BytesPerToken: c.MockKVBytesPerToken}, Failures: c.MockPeerFailures}
+	return engine.PeerSettings{Loads: engine.Loads{Fixed: c.PeerLatency, Bandwidth: c.PeerBandwidth, BytesPerToken: c.KVBytesPerToken}, Failures: c.PeerFailures}
 }
 
-// Names of --mock-tier-events.
+// Values of key tier-events.
 const (
 	tierPlaceholder = "placeholder"
 	tierNone        = "none"
@@ -135,7 +130,7 @@ func (r *Rank) countLoad(request *engine.Request) {
 func (r *Rank) tierChanged(e engine.Event) {
 	switch {
 	case r.w.sglang() && e.Tier != kv.Host: // its storage is announced nowhere
-	case !r.w.sglang() && r.w.cfg.MockTierEvents == tierNone:
+	case !r.w.sglang() && r.w.cfg.TierEvents == tierNone:
 	case r.w.sglang():
 		r.changes = append(r.changes, r.change(e)...)
 	default:
@@ -151,7 +146,7 @@ func (r *Rank) change(e engine.Event) []Event {
 		return []Event{{Tier: e.Tier, Shared: shared, Removed: r.renamed(e.Removed)}}
 	}
 	whole := r.stored(e)
-	whole.Tier, whole.Shared, whole.Placeholder = e.Tier, shared, r.w.cfg.MockTierEvents == tierPlaceholder
+	whole.Tier, whole.Shared, whole.Placeholder = e.Tier, shared, r.w.cfg.TierEvents == tierPlaceholder
 	if r.w.sglang() {
 		return []Event{whole}
 	}
@@ -235,7 +230,7 @@ func (p *metricsPage) tierMetrics(cfg *Settings) {
 		p.add("counter", "kv_offload_tiering_read_time_total", `,tier="2:p2p"`,
 			seconds(func(t *tierCounts) *atomic.Int64 { return &t.pullMicros }))
 	}
-	if cfg.MockDiskBlocks > 0 {
+	if cfg.DiskBlocks > 0 {
 		p.count("kv_offload_tiering_read_bytes_total", `,tier="1:fs"`, func(c *counts) *atomic.Int64 { return &c.tiers.readBytes })
 		p.add("counter", "kv_offload_tiering_read_time_total", `,tier="1:fs"`,
 			seconds(func(t *tierCounts) *atomic.Int64 { return &t.readMicros }))

@@ -55,7 +55,7 @@ func settledEvents(t *testing.T, w *Worker, medium string, blocks int) (events [
 
 // small is a worker of 12 blocks with 100 in the host.
 func small(s *Settings) {
-	s.MockNumGPUBlocks, s.MockHostBlocks, s.SpeedupRatio = 12, 100, 0
+	s.NumGPUBlocks, s.HostBlocks, s.SpeedupRatio = 12, 100, 0
 }
 
 func TestVLLMTierEventsAreAsTheEngines(t *testing.T) {
@@ -63,7 +63,7 @@ func TestVLLMTierEventsAreAsTheEngines(t *testing.T) {
 		t.Run(form, func(t *testing.T) {
 			w := vllmWorker(t, func(s *Settings) {
 				small(s)
-				s.MockDiskBlocks, s.MockDiskShared, s.MockTierEvents = 100, true, form
+				s.DiskBlocks, s.DiskShared, s.TierEvents = 100, true, form
 			})
 			complete(t, w, tokensOf("a", 641))
 			if form == tierNone {
@@ -115,7 +115,7 @@ func TestVLLMTierEventsAreAsTheEngines(t *testing.T) {
 func TestVLLMLoadsEvictedBlocksAndCountsThem(t *testing.T) {
 	w := vllmWorker(t, func(s *Settings) {
 		small(s)
-		s.MockDiskBlocks, s.MockHostBlocks = 1000, 11
+		s.DiskBlocks, s.HostBlocks = 1000, 11
 	})
 	for i, step := range []struct {
 		prompt string
@@ -176,8 +176,8 @@ func TestVLLMResetLeavesTheTiersUnlessAsked(t *testing.T) {
 
 func TestLoadsOfAWorkerWaitForEachOther(t *testing.T) {
 	w := vllmWorker(t, func(s *Settings) {
-		s.MockNumGPUBlocks, s.MockHostBlocks, s.SpeedupRatio, s.MockHostLatency = 64, 100, 1, 150*time.Millisecond
-		s.MockPrefillMS, s.MockDecodeMS = []float64{0, 0, 0}, []float64{0, 0, 0}
+		s.NumGPUBlocks, s.HostBlocks, s.SpeedupRatio, s.HostLatency = 64, 100, 1, 150*time.Millisecond
+		s.PrefillMS, s.DecodeMS = []float64{0, 0, 0}, []float64{0, 0, 0}
 	})
 	for _, first := range []string{"a", "b"} {
 		complete(t, w, tokensOf(first, 641))
@@ -199,7 +199,7 @@ func TestLoadsOfAWorkerWaitForEachOther(t *testing.T) {
 func TestWorkersShareFiles(t *testing.T) {
 	workers := vllmWorkers(t, 2, func(s *Settings) {
 		small(s)
-		s.MockDiskBlocks, s.MockDiskShared = 100, true
+		s.DiskBlocks, s.DiskShared = 100, true
 	})
 	prompt := tokensOf("a", 641)
 	complete(t, workers[0], prompt)
@@ -209,7 +209,7 @@ func TestWorkersShareFiles(t *testing.T) {
 func TestASilentTierIsPublishedAndNeverFound(t *testing.T) {
 	w := vllmWorker(t, func(s *Settings) {
 		small(s)
-		s.MockSilentTiers = []uint64{0}
+		s.SilentTiers = []uint64{0}
 	})
 	for _, first := range []string{"a", "b"} {
 		complete(t, w, tokensOf(first, 641))
@@ -222,7 +222,7 @@ func TestASilentTierIsPublishedAndNeverFound(t *testing.T) {
 
 func TestSGLangTiersAreAsTheEngines(t *testing.T) {
 	w := testWorker(t, func(s *Settings) {
-		s.MockNumGPUBlocks, s.MockHostBlocks, s.MockDiskBlocks = 8, 12, 100
+		s.NumGPUBlocks, s.HostBlocks, s.DiskBlocks = 8, 12, 100
 	})
 	ask := func(first string) string {
 		t.Helper()

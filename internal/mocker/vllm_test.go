@@ -17,7 +17,7 @@ import (
 func vllmWorkers(t *testing.T, n int, tweak func(*Settings)) []*Worker {
 	t.Helper()
 	return testWorkers(t, n, func(s *Settings) {
-		s.MockAPI, s.SpeedupRatio, s.BlockSize, s.MockNumGPUBlocks = "vllm", 20, 64, 16384
+		s.API, s.SpeedupRatio, s.BlockSize, s.NumGPUBlocks = "vllm", 20, 64, 16384
 		if tweak != nil {
 			tweak(s)
 		}
@@ -85,7 +85,7 @@ func TestMockChunksHaveVLLMsShape(t *testing.T) {
 }
 
 func TestMockAnswerLengths(t *testing.T) {
-	w := vllmWorker(t, func(s *Settings) { s.MockOutputTokens = 20 })
+	w := vllmWorker(t, func(s *Settings) { s.OutputTokens = 20 })
 	for _, c := range []struct {
 		path, options string
 		tokens        int64
@@ -107,7 +107,7 @@ func TestMockAnswerLengths(t *testing.T) {
 }
 
 func TestMockRefusesWhatVLLMRefuses(t *testing.T) {
-	w := vllmWorker(t, func(s *Settings) { s.MockNumGPUBlocks = 4 })
+	w := vllmWorker(t, func(s *Settings) { s.NumGPUBlocks = 4 })
 	testkit.CheckRefusals(t, w.url(""), ModelName, 4*64)
 	for path, body := range map[string]string{testkit.ChatPath: `{"messages":`, "/v1/completions": `{"prompt":{}}`, "/tokenize": `{}`} {
 		if status, answer := w.ask(t, path, body); status != 400 || !gjson.Get(answer, "error.message").Exists() {
@@ -279,7 +279,7 @@ func TestMockMetricsAreReadAsVLLMs(t *testing.T) {
 }
 
 func TestMockAdaptersAreLoadedAsInVLLM(t *testing.T) {
-	w := vllmWorker(t, func(s *Settings) { s.MockLora = []string{"sql"} })
+	w := vllmWorker(t, func(s *Settings) { s.Lora = []string{"sql"} })
 	for _, c := range []struct {
 		route, body string
 		status      int
@@ -308,7 +308,7 @@ func TestMockAdaptersAreLoadedAsInVLLM(t *testing.T) {
 // first, and its load delays its first token.
 func TestMockAdaptersAreShownAndLoaded(t *testing.T) {
 	w := vllmWorker(t, func(s *Settings) {
-		s.MockLora, s.MockMaxLoras, s.MockLoraLoad, s.SpeedupRatio = []string{"sql", "legal"}, 1, 200*time.Millisecond, 1
+		s.Lora, s.MaxLoras, s.LoraLoad, s.SpeedupRatio = []string{"sql", "legal"}, 1, 200*time.Millisecond, 1
 	})
 	if _, page := w.ask(t, "/metrics", ""); !strings.Contains(page, `vllm:lora_requests_info{max_lora="1",running_lora_adapters="",waiting_lora_adapters=""} `) {
 		t.Errorf("no adapters in\n%s", page)
@@ -360,9 +360,9 @@ func TestMockFaultsOfTests(t *testing.T) {
 	}
 }
 
-// TestMockWorkerFinishesWhatItAnswers is about --mock-shutdown-timeout.
+// TestMockWorkerFinishesWhatItAnswers is about --mock shutdown-timeout.
 func TestMockWorkerFinishesWhatItAnswers(t *testing.T) {
-	w := vllmWorker(t, func(s *Settings) { s.SpeedupRatio, s.MockShutdownTimeout = 1, 20*time.Second })
+	w := vllmWorker(t, func(s *Settings) { s.SpeedupRatio, s.ShutdownTimeout = 1, 20*time.Second })
 	done := make(chan string, 1)
 	go func() {
 		_, answer := w.ask(t, testkit.ChatPath, `{"messages":[{"role":"user","content":"Hi"}],"max_tokens":100,"stream":true}`)
@@ -388,7 +388,7 @@ func TestMockWorkerFinishesWhatItAnswers(t *testing.T) {
 
 func TestMockFaultsHitTheNamedWorker(t *testing.T) {
 	workers := vllmWorkers(t, 2, func(s *Settings) {
-		s.MockSlowWorker, s.MockHangWorker = map[uint64]float64{1: 3}, map[uint64]time.Duration{1: 50 * time.Millisecond}
+		s.SlowWorker, s.HangWorker = map[uint64]float64{1: 3}, map[uint64]time.Duration{1: 50 * time.Millisecond}
 	})
 	if fast, slow := workers[0].Ranks[0].Engine.Cfg.Timing.Speedup, workers[1].Ranks[0].Engine.Cfg.Timing.Speedup; fast != 20 || slow != 20.0/3 {
 		t.Errorf("speeds %v and %v", fast, slow)

@@ -206,7 +206,7 @@ func TestWhatStaysWhole(t *testing.T) {
 	}
 	for _, test := range tests {
 		t.Run(test.name, func(t *testing.T) {
-			h := newTestPairAPI(t, setup{Keys: directing, Proxy: proxy.Settings{DisaggMinUncachedTokens: 256}}, kv.KindNIXL, 1, 1, nil)
+			h := newTestPairAPI(t, setup{Keys: directing, Proxy: proxy.Settings{PrefillSettings: proxy.PrefillSettings{DisaggMinUncachedTokens: 256}}}, kv.KindNIXL, 1, 1, nil)
 			response, _ := h.post(t, test.path, test.body)
 			h.settled(t)
 			if shared := len(h.prefill[0].received()) == 1; shared != (test.why == "") {
@@ -249,7 +249,7 @@ func TestSGLangPairsGetNoSeveralAnswers(t *testing.T) {
 	} {
 		for _, whole := range []bool{false, true} {
 			t.Run(fmt.Sprintf("%s, another takes it whole: %v", test.name, whole), func(t *testing.T) {
-				h := newTestPairAPI(t, setup{Proxy: proxy.Settings{DisaggMinUncachedTokens: 256}}, kv.KindSGLang, 1, 1, nil)
+				h := newTestPairAPI(t, setup{Proxy: proxy.Settings{PrefillSettings: proxy.PrefillSettings{DisaggMinUncachedTokens: 256}}}, kv.KindSGLang, 1, 1, nil)
 				both := newFakeEngine(t, 20, func(w http.ResponseWriter, _ *http.Request, body gjson.Result) { fakeAnswer(w, body, "whole") })
 				if whole {
 					h.router.Up(kv.Target{Key: kv.WorkerKey{Worker: 20}, URL: both.URL, Engine: kv.EngineSGLang, Generation: 1})
@@ -311,7 +311,7 @@ func TestClientsNameToAbortByIsKept(t *testing.T) {
 
 func TestPromptThatADecodeWorkerHasStaysWhole(t *testing.T) {
 	for _, has := range []uint64{10, 11} {
-		h := newTestPairAPI(t, setup{Proxy: proxy.Settings{DisaggMinUncachedTokens: 256}}, kv.KindNIXL, 1, 2, nil)
+		h := newTestPairAPI(t, setup{Proxy: proxy.Settings{PrefillSettings: proxy.PrefillSettings{DisaggMinUncachedTokens: 256}}}, kv.KindNIXL, 1, 2, nil)
 		h.store(t, kv.WorkerKey{Worker: has}, sharedChat(false), 1000)
 		h.post(t, testkit.ChatPath, sharedChat(false))
 		if n := len(h.prefill[0].received()); n != 0 {
@@ -408,7 +408,7 @@ func TestRefusalOfEitherLegReachesTheClient(t *testing.T) {
 }
 
 func TestEnforcedPairs(t *testing.T) {
-	enforced := setup{Proxy: proxy.Settings{DisaggMinUncachedTokens: 256, EnforceDisagg: true}}
+	enforced := setup{Proxy: proxy.Settings{PrefillSettings: proxy.PrefillSettings{DisaggMinUncachedTokens: 256}, EnforceDisagg: true}}
 	t.Run("no prefill worker", func(t *testing.T) {
 		for _, enforce := range []bool{false, true} {
 			config := enforced
@@ -520,7 +520,7 @@ func TestNamedPair(t *testing.T) {
 		{name: "a decode worker to prefill", nvext: `{"prefill_worker_id":10,"decode_worker_id":11}`},
 	} {
 		t.Run(test.name, func(t *testing.T) {
-			h := newTestPairAPI(t, setup{Proxy: proxy.Settings{DisaggMinUncachedTokens: 256}}, kv.KindNIXL, 2, 2, nil)
+			h := newTestPairAPI(t, setup{Proxy: proxy.Settings{PrefillSettings: proxy.PrefillSettings{DisaggMinUncachedTokens: 256}}}, kv.KindNIXL, 2, 2, nil)
 			for range 4 {
 				response, answer := h.post(t, testkit.ChatPath, sharedChat(false, jsonbody.Field{Key: "nvext", Raw: test.nvext}), test.headers...)
 				prefill, decode := response.Header.Get(proxy.HeaderPrefillWorker), response.Header.Get(web.HeaderWorker)
@@ -539,7 +539,7 @@ func TestNamedPair(t *testing.T) {
 		})
 	}
 	t.Run("short prompts, too", func(t *testing.T) {
-		h := newTestPairAPI(t, setup{Proxy: proxy.Settings{DisaggMinUncachedTokens: 256}}, kv.KindNIXL, 1, 1, nil)
+		h := newTestPairAPI(t, setup{Proxy: proxy.Settings{PrefillSettings: proxy.PrefillSettings{DisaggMinUncachedTokens: 256}}}, kv.KindNIXL, 1, 1, nil)
 		response, answer := h.post(t, testkit.ChatPath, `{"model":"m","messages":[{"role":"user","content":"Hi"}],"nvext":{"prefill_worker_id":0}}`)
 		if response.Header.Get(proxy.HeaderPrefillWorker) != "0" {
 			t.Errorf("%s: %s", response.Status, answer)

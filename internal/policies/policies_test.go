@@ -35,7 +35,7 @@ func explained(t *testing.T) map[string]func() policy.Policy {
 	}
 	with("kv by chance", "kv", func(s *Settings) { s.RouterTemperature = 0.7 })
 	with("kv by the smallest tree", "kv", func(s *Settings) { s.Ties = "smallest-tree" })
-	with("thompson as the original", "thompson", func(s *Settings) { s.Thompson.ThompsonFixes = "none" })
+	with("thompson as the original", "thompson", func(s *Settings) { s.Thompson.ThompsonOverride = []string{"fixes=none"} })
 	with("variance with a low limit", "variance", func(s *Settings) { s.VarianceK, s.CacheThreshold = 0.5, 0.1 })
 	with("cache-threshold with a low gate", "cache-threshold", func(s *Settings) { s.CacheThreshold, s.BalanceAbsThreshold = 0, 1 })
 	with("thompson by usage", "thompson", func(s *Settings) { s.Thompson.ThompsonOverride = []string{"infrastructure.router_type=kv_load"} })

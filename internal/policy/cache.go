@@ -14,8 +14,8 @@ import (
 type CacheSettings struct {
 	CacheThreshold      float64 `group:"Policies cache-threshold and variance" default:"0.5" help:"Share of the prompt, 0 to 1, above which the worker with the longest match is selected; otherwise the one with the fewest in-flight requests."`
 	VarianceK           float64 `group:"Policies cache-threshold and variance" name:"variance-k" default:"1.5" help:"Policy variance: maximum in-flight requests of a worker, in standard deviations above the mean of all workers. Values above the square root of the number of workers minus one exclude none."`
-	BalanceAbsThreshold float64 `group:"Policies cache-threshold and variance" default:"32" help:"In-flight requests above the mean at which the least loaded worker is selected instead of the one with the longest match. A number above any load disables it."`
-	BalanceRelThreshold float64 `group:"Policies cache-threshold and variance" default:"1.5" help:"The same threshold as a multiple of the mean; both must be exceeded."`
+	BalanceAbsThreshold float64 `group:"Policies cache-threshold and variance" default:"32" hidden:"" help:"In-flight requests above the mean at which the least loaded worker is selected instead of the one with the longest match. A number above any load disables it."`
+	BalanceRelThreshold float64 `group:"Policies cache-threshold and variance" default:"1.5" hidden:"" help:"The same threshold as a multiple of the mean; both must be exceeded."`
 }
 
 func (s CacheSettings) validate() error {

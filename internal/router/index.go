@@ -15,12 +15,12 @@ import (
 type IndexSettings struct {
 	NoKVEvents             bool     `group:"Index" name:"no-kv-events" help:"Use an approximate index instead of KV events, and start workers without event publishing. A prompt counts as cached on the worker it was routed to, until the worker's cache size (from /metrics) implies its eviction or the cached_tokens of an answer contradict it."`
 	RouterTTLSecs          *float64 `group:"Index" name:"router-ttl-secs" placeholder:"SECONDS" help:"With --no-kv-events: seconds since its last use for which a prompt counts as cached; on workers that report their cache size, less if the cache is full before. Default: 120 on workers that do not report it, no limit on others."`
-	RouterMaxTreeSize      int      `group:"Index" name:"router-max-tree-size" default:"1048576" help:"With --no-kv-events: maximum number of blocks that count as cached, over all workers that do not report their cache size."`
-	RouterPruneTargetRatio float64  `group:"Index" name:"router-prune-target-ratio" default:"0.8" help:"Share of --router-max-tree-size that remains after it was exceeded; the least recently used blocks are evicted."`
+	RouterMaxTreeSize      int      `group:"Index" name:"router-max-tree-size" default:"1048576" hidden:"" help:"With --no-kv-events: maximum number of blocks that count as cached, over all workers that do not report their cache size."`
+	RouterPruneTargetRatio float64  `group:"Index" name:"router-prune-target-ratio" default:"0.8" hidden:"" help:"Share of --router-max-tree-size that remains after it was exceeded; the least recently used blocks are evicted."`
 	RouterPredictedTTLSecs float64  `group:"Index" name:"router-predicted-ttl-secs" default:"0" help:"With KV events: also count a prompt as cached on its worker for this many seconds after its answer, until its events arrive. 0 disables it. Policies work, cache-threshold and variance do so until the end of the answer."`
 	PrefixSource           string   `group:"Index" placeholder:"events|approx" help:"Source of cached prefixes for policies cache-threshold and variance: events (the index of KV events) or approx (a tree of the prompts routed to each worker). Default: events; approx with --no-kv-events."`
-	MaxTreeSize            int      `group:"Index" default:"16777216" help:"With --prefix-source approx: maximum number of tokens per worker tree; the least recently used are evicted. A block takes about 200 bytes."`
-	EvictionInterval       float64  `group:"Index" default:"60" help:"Seconds between two evictions; a tree may grow to twice its size in between."`
+	MaxTreeSize            int      `group:"Index" default:"16777216" hidden:"" help:"With --prefix-source approx: maximum number of tokens per worker tree; the least recently used are evicted. A block takes about 200 bytes."`
+	EvictionInterval       float64  `group:"Index" default:"60" hidden:"" help:"Seconds between two evictions; a tree may grow to twice its size in between."`
 	CacheCorrection        bool     `group:"Index" default:"true" negatable:"" help:"With --no-kv-events or --prefix-source approx: correct the index by the cached_tokens of answers. vLLM reports them with --enable-prompt-tokens-details, SGLang with --enable-cache-report."`
 }
 

@@ -28,14 +28,12 @@ const (
 
 // QueueSettings are the settings of the queue, with Dynamo's names and defaults.
 type QueueSettings struct {
-	RouterQueueThreshold *float64                 `group:"Routing" placeholder:"NUMBER" help:"Queue requests in the router while every eligible worker has more uncached prompt tokens pending than this many of its passes (--max-num-batched-tokens). Default: no queue; with --router-queue-policy fair, what each worker has room for is learned."`
-	RouterQueuePolicy    string                   `group:"Routing" default:"fcfs" enum:"fcfs,wspt,lcfs,fair" help:"Order of the queue: ${enum} (first come, fewest uncached tokens, last come, by class and fairly over tenants: see docs/fairness.md)."`
-	RouterQueueTimeout   time.Duration            `group:"Routing" default:"5m" help:"Maximum time in the queue; the request is then rejected."`
-	RouterQueueLimit     int                      `group:"Routing" default:"1024" help:"Maximum number of queued requests. At the limit, a new one takes the place of the last one of the client that has the most, if its own client has fewer; otherwise it is rejected."`
-	RouterBatchShare     float64                  `group:"Routing" default:"0" placeholder:"SHARE" help:"Share of the workers' time, 0 to 1, that is kept for requests of class batch while they wait, with --router-queue-policy fair. 0: they use what the other classes leave."`
-	Charging             Charging                 `kong:"-"` // of a fair queue
-	ClassTTFT            map[string]time.Duration `group:"Routing" name:"class-ttft" mapsep:"," placeholder:"CLASS=TIME" help:"Objective of the time to first token for requests without one of their own, by class: interactive, standard, batch. Comma-separated, such as interactive=1s,batch=10m. Workers that are predicted to keep it are preferred, and with --router-queue-policy fair it orders the requests of a tenant. Default: none."`
-	ClassTPOT            map[string]time.Duration `group:"Routing" name:"class-tpot" mapsep:"," placeholder:"CLASS=TIME" help:"Objective of the time per output token after the first one for requests without one of their own, by class, such as interactive=40ms. Workers that are predicted to keep it are preferred. Default: none."`
+	RouterQueueThreshold *float64      `group:"Routing" placeholder:"NUMBER" help:"Queue requests in the router while every eligible worker has more uncached prompt tokens pending than this many of its passes (--max-num-batched-tokens). Default: no queue; with --router-queue-policy fair, what each worker has room for is learned."`
+	RouterQueuePolicy    string        `group:"Routing" default:"fcfs" enum:"fcfs,wspt,lcfs,fair" help:"Order of the queue: ${enum} (first come, fewest uncached tokens, last come, by class and fairly over tenants: see docs/fairness.md)."`
+	RouterQueueTimeout   time.Duration `group:"Routing" default:"5m" help:"Maximum time in the queue; the request is then rejected."`
+	RouterQueueLimit     int           `group:"Routing" default:"1024" help:"Maximum number of queued requests. At the limit, a new one takes the place of the last one of the client that has the most, if its own client has fewer; otherwise it is rejected."`
+	RouterBatchShare     float64       `group:"Routing" default:"0" placeholder:"SHARE" help:"Share of the workers' time, 0 to 1, that is kept for requests of class batch while they wait, with --router-queue-policy fair. 0: they use what the other classes leave."`
+	Charging             Charging      `kong:"-"` // of a fair queue
 }
 
 // Queues reports whether requests can wait in the queue.
@@ -44,48 +42,10 @@ func (k QueueSettings) Queues() bool { return k.RouterQueueThreshold != nil || k
 // Fair reports whether the order of the queue is fair.
 func (k QueueSettings) Fair() bool { return k.RouterQueuePolicy == queueFair }
 
-// Objectives returns the objectives of the time to first token, and of that per further token, by
-// class.
-func (k QueueSettings) Objectives() (ttft, tpot map[fair.Class]time.Duration) {
-	return byClass(k.ClassTTFT), byClass(k.ClassTPOT)
-}
-
-// shortestTPOT returns the shortest objective of the time per further token of any class; 0: there
-// is none.
-func (k QueueSettings) shortestTPOT() (shortest time.Duration) {
-	for _, objective := range k.ClassTPOT {
-		if shortest == 0 || objective < shortest {
-			shortest = objective
-		}
-	}
-	return shortest
-}
-
-// byClass returns objectives by class instead of its name.
-func byClass(named map[string]time.Duration) map[fair.Class]time.Duration {
-	all := make(map[fair.Class]time.Duration, len(named))
-	for name, objective := range named {
-		if class, ok := fair.ClassOf(name); ok {
-			all[class] = objective
-		}
-	}
-	return all
-}
-
 // validate checks the settings; its errors name the flag.
 func (k QueueSettings) validate() error {
 	if t := k.RouterQueueThreshold; t != nil && !(*t >= 0) {
 		return fmt.Errorf("--router-queue-threshold %v: give a number of at least 0", *t)
-	}
-	for _, flag := range []struct {
-		name, such string
-		objectives map[string]time.Duration
-	}{{"--class-ttft", "interactive=1s", k.ClassTTFT}, {"--class-tpot", "interactive=40ms", k.ClassTPOT}} {
-		for name, objective := range flag.objectives {
-			if _, ok := fair.ClassOf(name); !ok || objective <= 0 {
-				return fmt.Errorf("%s %s=%s: give interactive, standard or batch, and more than 0, such as %s", flag.name, name, objective, flag.such)
-			}
-		}
 	}
 	switch {
 	case !(k.RouterBatchShare >= 0 && k.RouterBatchShare <= 1):

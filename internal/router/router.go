@@ -148,17 +148,23 @@ type Decision struct {
 // Settings are the settings of the Router, with Dynamo's names and
 // defaults.
 type Settings struct {
-	RouterTrackActiveBlocks  bool `group:"Routing" default:"true" negatable:"" help:"Count the prompt blocks of in-flight requests; shared blocks count once. Without it, policy kv uses prompt tokens only."`
-	RouterTrackOutputBlocks  bool `group:"Routing" default:"false" negatable:"" help:"Also count the blocks of answers as they grow."`
-	RouterTrackPrefillTokens bool `group:"Routing" default:"true" negatable:"" help:"Count the prompt tokens of requests without a first token."`
-	RouterAssumeKVReuse      bool `name:"router-assume-kv-reuse" group:"Routing" default:"true" negatable:"" help:"Count a prompt block shared by several in-flight requests once; without it, once per request."`
+	SchedulingSettings
+	RouterTrackOutputBlocks bool `group:"Routing" default:"false" negatable:"" help:"Also count the blocks of answers as they grow."`
+	RecordDecisions         bool `group:"Requests" default:"false" help:"Add the explanation of the routing decision to each line of --record: the score terms of every worker and the reason of each exclusion."`
 
-	RecordDecisions bool `group:"Requests" default:"false" help:"Add the explanation of the routing decision to each line of --record: the score terms of every worker and the reason of each exclusion."`
-
-	QueueSettings
+	ObjectiveSettings
 	SessionSettings
 	HoldSettings
 	SaturationSettings
+}
+
+// SchedulingSettings are those that simulations use, too.
+type SchedulingSettings struct {
+	RouterTrackActiveBlocks  bool `group:"Routing" default:"true" negatable:"" help:"Count the prompt blocks of in-flight requests; shared blocks count once. Without it, policy kv uses prompt tokens only."`
+	RouterTrackPrefillTokens bool `group:"Routing" default:"true" negatable:"" help:"Count the prompt tokens of requests without a first token."`
+	RouterAssumeKVReuse      bool `name:"router-assume-kv-reuse" group:"Routing" default:"true" negatable:"" help:"Count a prompt block shared by several in-flight requests once; without it, once per request."`
+
+	QueueSettings
 	BusyThresholds
 	health.Settings
 }
@@ -174,7 +180,7 @@ func (k Settings) Validate() error {
 	if err := k.BusyThresholds.Validate(); err != nil {
 		return fmt.Errorf("--%w", err)
 	}
-	return cmp.Or(k.Settings.Validate(), k.QueueSettings.validate(), k.SessionSettings.validate(),
+	return cmp.Or(k.Settings.Validate(), k.ObjectiveSettings.validate(), k.QueueSettings.validate(), k.SessionSettings.validate(),
 		k.HoldSettings.validate(k.RouterQueueLimit), k.SaturationSettings.validate())
 }
 

@@ -18,7 +18,7 @@ type SessionSettings struct {
 	SessionHeader         string        `group:"Routing" placeholder:"NAME" help:"Request header with the session id, such as x-session-id. Requests of a session go to one worker unless it is unhealthy or overloaded."`
 	SessionCookie         string        `group:"Routing" placeholder:"NAME" help:"Cookie with the session id of requests without that header. The router reads it only; a proxy in front of it must set it."`
 	SessionTTL            time.Duration `name:"session-ttl" group:"Routing" default:"30m" help:"Idle time after which a session expires."`
-	SessionLimit          int           `group:"Routing" default:"65536" help:"Maximum number of sessions; the least recently used is evicted."`
+	SessionLimit          int           `group:"Routing" default:"65536" hidden:"" help:"Maximum number of sessions; the least recently used is evicted."`
 	SessionOverloadFactor float64       `group:"Routing" default:"2" placeholder:"NUMBER" help:"Load, as a multiple of the mean of the other eligible workers, above which a session leaves its worker (at more than 8,192 pending prompt tokens). 0 disables it."`
 }
 

@@ -128,7 +128,7 @@ func TestDecisionsWithoutFeedbackAreForgotten(t *testing.T) {
 	for _, fixes := range []string{"all", "none"} {
 		synctest.Test(t, func(t *testing.T) {
 			settings := testkit.Defaults[thompson.Settings]()
-			settings.ThompsonFixes = fixes
+			settings.ThompsonOverride = []string{"fixes=" + fixes}
 			policy, err := thompson.New(settings)
 			if err != nil {
 				t.Fatal(err)

@@ -120,7 +120,15 @@ func settingText(value any) (any, error) {
 	case yaml.MapSlice:
 		parts := make([]string, 0, len(v))
 		for _, entry := range v {
-			parts = append(parts, fmt.Sprintf("%v=%v", entry.Key, entry.Value))
+			text := fmt.Sprint(entry.Value)
+			if list, is := entry.Value.([]any); is {
+				items := make([]string, len(list))
+				for i := range list {
+					items[i] = fmt.Sprint(list[i])
+				}
+				text = strings.Join(items, ",")
+			}
+			parts = append(parts, fmt.Sprintf("%v=%s", entry.Key, text))
 		}
 		return strings.Join(parts, ","), nil
 	default:

@@ -76,7 +76,7 @@ func syntheticAgents(settings AgenticSettings, seed uint64, longest int) ([]Trac
 			run := settings.run(random, longest)
 			if len(run) == 0 {
 				return nil, fmt.Errorf("a run of workflow %d: prefix, task and answer do not fit the KV cache of %d tokens; give less "+
-					"--agentic-prefix-tokens, -task-tokens or -output-tokens, or more --mock-num-gpu-blocks", i, longest)
+					"--agentic-prefix-tokens, -task-tokens or -output-tokens, or more --mock num-gpu-blocks", i, longest)
 			}
 			hashes := syntheticHashes(kind, settings.Kinds+runs, settings.PrefixTokens, run[len(run)-1].known)
 			hints := agentHints(runs, run)

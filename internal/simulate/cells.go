@@ -113,7 +113,7 @@ func (s Settings) day(base Simulation, regions []region, names []string) (*cellD
 	switch {
 	case base.Prefills > 0 || len(base.Tiers) > 0 || base.Routing.Queues() || base.Routing.BusyThresholds.Set():
 		return nil, errors.New("--cells simulates neither disaggregation, tiers below the cache, the router's queue nor busy thresholds: " +
-			"leave out --prefill-workers, --mock-host-blocks, --mock-disk-blocks, --router-queue-threshold and the --active thresholds")
+			"leave out --prefill-workers, --mock host-blocks and disk-blocks, --router-queue-threshold and the --active thresholds")
 	case len(names) != 1 || names[0] != cellPolicy:
 		return nil, errors.New("--cells compares ways to choose a cell, and policy work chooses the worker: leave out --policy")
 	}

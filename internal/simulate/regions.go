@@ -140,7 +140,7 @@ func (s *CellSettings) traffic(shape SyntheticSettings, regions []region, rate f
 		turns := shape.turns(random, longest)
 		if len(turns) == 0 {
 			return nil, errors.New("a conversation of prefix, user message and answer does not fit the KV cache; give less " +
-				"--synthetic-prefix-tokens, -user-tokens or -output-tokens, or more --mock-num-gpu-blocks")
+				"--synthetic-prefix-tokens, -user-tokens or -output-tokens, or more --mock num-gpu-blocks")
 		}
 		hashes := syntheticHashes(group, owners+len(starts), shape.PrefixTokens, turns[len(turns)-1].known)
 		leaves, to := len(turns), origin // the turn from which on it is sent from another region

@@ -15,8 +15,8 @@ import (
 
 // PrioritySettings define which conversations have priority in the routers' queues.
 type PrioritySettings struct {
-	PriorityShare float64 `default:"0" help:"Share of conversations, 0 to 1, with priority in the router's queue (--router-queue-threshold)."`
-	PriorityJump  float64 `default:"0" placeholder:"SECONDS" help:"Head start of those conversations in seconds; 0: ahead of all others."`
+	PriorityShare float64 `group:"Simulation" default:"0" help:"Share of conversations, 0 to 1, with priority in the router's queue (--router-queue-threshold)."`
+	PriorityJump  float64 `group:"Simulation" default:"0" placeholder:"SECONDS" help:"Head start of those conversations in seconds; 0: ahead of all others."`
 }
 
 // Why a request was lost: its client got an error.

@@ -26,24 +26,24 @@ import (
 // Settings are the flags of the simulate command. The settings of the policies, the
 // index and the engine are in the Simulation that Run gets.
 type Settings struct {
-	Trace          string   `placeholder:"FILE" help:"Requests to replay: JSON lines in Mooncake's format or of --record, optionally gzip-compressed."`
-	Synthetic      string   `placeholder:"SHAPE" help:"Synthetic conversations instead of --trace. chat: groups share a system prompt, and the prompt of each turn is the previous one, its answer and a new message. agentic: agent runs that call tools, see --agentic-workflows and the flags after it."`
-	SyntheticHints bool     `default:"true" negatable:"" help:"Pass the hints of --synthetic agentic or of a recording to the router: the series of each request and its expected length."`
-	Workers        int      `placeholder:"N" help:"Number of simulated workers. Default: 8, unless --prefill-workers and --decode-workers are set. --mock-num-gpu-blocks, --mock-max-num-seqs, --mock-max-num-batched-tokens, --mock-prefill-ms, --mock-decode-ms and --speedup-ratio set their properties."`
-	Concurrency    int      `placeholder:"N" help:"Number of in-flight requests; a new one is sent when one ends. With --synthetic: conversations or workflows, including the time between their requests."`
-	Speedup        float64  `placeholder:"FACTOR" help:"Send requests at the times of the trace, divided by this factor."`
-	EventLag       float64  `default:"0" placeholder:"MS" help:"Delay of KV events to the router, ms."`
-	RoundTrip      float64  `default:"0" placeholder:"MS" help:"Network round-trip time between router and worker, ms."`
-	Routers        int      `default:"1" placeholder:"N" help:"Number of routers in front of the same workers; each request goes to a random one. Each follows KV events of all workers, but knows only its own in-flight requests."`
-	TierEvents     bool     `default:"true" negatable:"" help:"Pass KV events of the tiers below the cache (--mock-host-blocks, --mock-disk-blocks) to the router."`
-	Pulls          bool     `default:"true" negatable:"" help:"Let workers pull blocks from each other (--mock-peer-bandwidth)."`
-	UntoldCache    bool     `help:"Workers do not report the size of their KV cache to the router."`
-	UntoldAdapters bool     `help:"The router does not know the LoRA adapters of requests (--synthetic-adapters)."`
-	Faults         []string `placeholder:"FAULT" help:"Comma-separated faults to inject, such as 'worker=2 at=60s for=30s kind=error rate=0.3'. kind: error (status 500), refuse (connection refused), hang (no answer) or slow. rate: share of failing requests, or remaining speed. Default: 1."`
-	Tenants        []string `placeholder:"TENANT" help:"Comma-separated tenants of the conversations, by chance: NAME[*COUNT]:SHARE[:weight=W][:class=CLASS][:ttft=TIME[:sheddable]][:limit=N][:absent], such as flood:0.84,light*8:0.16. COUNT tenants have SHARE of the conversations together, relative to the other shares. ttft: their objective of the time to first token; sheddable: requests that are predicted to miss it may be refused. limit: most requests in flight of one tenant; others are refused. absent: their conversations are left out. The report has the times of each."`
-	TenantCost     string   `default:"work" enum:"work,prompt,request" help:"What a fair queue charges tenants for, for comparison: ${enum} (the workers' time; prompt tokens, cached or not; each request the same, so that tenants take turns)."`
+	Trace          string   `group:"Simulation" placeholder:"FILE" help:"Requests to replay: JSON lines in Mooncake's format or of --record, optionally gzip-compressed."`
+	Synthetic      string   `group:"Simulation" placeholder:"SHAPE" help:"Synthetic conversations instead of --trace. chat: groups share a system prompt, and the prompt of each turn is the previous one, its answer and a new message. agentic: agent runs that call tools, see --agentic-workflows and the flags after it."`
+	SyntheticHints bool     `group:"Simulation" default:"true" negatable:"" help:"Pass the hints of --synthetic agentic or of a recording to the router: the series of each request and its expected length."`
+	Workers        int      `group:"Simulation" placeholder:"N" help:"Number of simulated workers. Default: 8, unless --prefill-workers and --decode-workers are set. --mock and --speedup-ratio set their properties."`
+	Concurrency    int      `group:"Simulation" placeholder:"N" help:"Number of in-flight requests; a new one is sent when one ends. With --synthetic: conversations or workflows, including the time between their requests."`
+	Speedup        float64  `group:"Simulation" placeholder:"FACTOR" help:"Send requests at the times of the trace, divided by this factor."`
+	EventLag       float64  `group:"Simulation" default:"0" placeholder:"MS" help:"Delay of KV events to the router, ms."`
+	RoundTrip      float64  `group:"Simulation" default:"0" placeholder:"MS" help:"Network round-trip time between router and worker, ms."`
+	Routers        int      `group:"Simulation" default:"1" placeholder:"N" help:"Number of routers in front of the same workers; each request goes to a random one. Each follows KV events of all workers, but knows only its own in-flight requests."`
+	TierEvents     bool     `group:"Simulation" default:"true" negatable:"" help:"Pass KV events of the tiers below the cache (--mock host-blocks, disk-blocks) to the router."`
+	Pulls          bool     `group:"Simulation" default:"true" negatable:"" help:"Let workers pull blocks from each other (--mock peer-bandwidth)."`
+	UntoldCache    bool     `group:"Simulation" help:"Workers do not report the size of their KV cache to the router."`
+	UntoldAdapters bool     `group:"Simulation" help:"The router does not know the LoRA adapters of requests (--synthetic-adapters)."`
+	Faults         []string `group:"Simulation" placeholder:"FAULT" help:"Comma-separated faults to inject, such as 'worker=2 at=60s for=30s kind=error rate=0.3'. kind: error (status 500), refuse (connection refused), hang (no answer) or slow. rate: share of failing requests, or remaining speed. Default: 1."`
+	Tenants        []string `group:"Simulation" placeholder:"TENANT" help:"Comma-separated tenants of the conversations, by chance: NAME[*COUNT]:SHARE[:weight=W][:class=CLASS][:ttft=TIME[:sheddable]][:limit=N][:absent], such as flood:0.84,light*8:0.16. COUNT tenants have SHARE of the conversations together, relative to the other shares. ttft: their objective of the time to first token; sheddable: requests that are predicted to miss it may be refused. limit: most requests in flight of one tenant; others are refused. absent: their conversations are left out. The report has the times of each."`
+	TenantCost     string   `group:"Simulation" default:"work" enum:"work,prompt,request" help:"What a fair queue charges tenants for, for comparison: ${enum} (the workers' time; prompt tokens, cached or not; each request the same, so that tenants take turns)."`
 	PrioritySettings
-	JSON         bool              `name:"json" help:"Print the results as JSON, one object per policy."`
+	JSON         bool              `group:"Simulation" name:"json" help:"Print the results as JSON, one object per policy."`
 	Shape        SyntheticSettings `embed:"" prefix:"synthetic-"`
 	Agents       AgenticSettings   `embed:"" prefix:"agentic-"`
 	CellSettings `embed:""`
@@ -345,7 +345,7 @@ func (s Simulation) start() (*simulator, error) {
 		return nil, errors.New("faults, the queue and busy thresholds are not simulated with disaggregation: leave out --faults, " +
 			"--router-queue-threshold and the --active thresholds")
 	case s.Prefills > 0 && len(s.Tiers) > 0:
-		return nil, errors.New("tiers below the cache are not simulated with disaggregation: leave out --mock-host-blocks and --mock-disk-blocks")
+		return nil, errors.New("tiers below the cache are not simulated with disaggregation: leave out --mock host-blocks and disk-blocks")
 	case s.Way > 0 && len(s.Faults) > 0:
 		return nil, errors.New("--round-trip is not simulated with --faults: leave one of them out")
 	case s.Routing.RouterTrackOutputBlocks || s.Routing.RecordDecisions:

@@ -29,7 +29,7 @@ type SyntheticSettings struct {
 	PrefixTokens  int           `group:"Synthetic conversations" default:"2000" least:"0" help:"Tokens of the prefix of a group."`
 	UserTokens    float64       `group:"Synthetic conversations" default:"200" least:"1" help:"Mean tokens of a user message."`
 	OutputTokens  float64       `group:"Synthetic conversations" default:"200" least:"1" help:"Mean tokens of an answer."`
-	Adapters      int           `group:"Synthetic conversations" default:"0" placeholder:"N" least:"0" help:"Number of LoRA adapters; group i uses adapter i modulo N, and --mock-max-loras of them are loaded on a worker at a time. 0: none."`
+	Adapters      int           `group:"Synthetic conversations" default:"0" placeholder:"N" least:"0" help:"Number of LoRA adapters; group i uses adapter i modulo N, and --mock max-loras of them are loaded on a worker at a time. 0: none."`
 	Shifts        int           `group:"Synthetic conversations" default:"0" least:"0" help:"Number of times, evenly spread over the run, that all groups are replaced by new ones."`
 	Burst         int           `group:"Synthetic conversations" default:"0" placeholder:"N" least:"0" help:"Number of conversations of one new group that begin at once in the middle of the run, regardless of --concurrency; included in --synthetic-conversations."`
 }
@@ -86,7 +86,7 @@ func SyntheticChat(settings SyntheticSettings, seed uint64, longest int) ([]Trac
 		turns := settings.turns(random, longest)
 		if len(turns) == 0 {
 			return nil, fmt.Errorf("conversation %d of prefix, user message and answer does not fit the KV cache of %d tokens; give less "+
-				"--synthetic-prefix-tokens, -user-tokens or -output-tokens, or more --mock-num-gpu-blocks", i, longest)
+				"--synthetic-prefix-tokens, -user-tokens or -output-tokens, or more --mock num-gpu-blocks", i, longest)
 		}
 		last := turns[len(turns)-1]
 		hashes := syntheticHashes(group, owners+i, settings.PrefixTokens, last.known)

@@ -7,31 +7,18 @@ import (
 	"slices"
 	"strconv"
 	"strings"
+
+	"kvrouter/internal/settings"
 )
 
-// override takes over the parameters that have flags.
+// override takes over the parameters of --thompson.override.
 func (k Settings) override(c *parameters) error {
 	keys := c.keys()
-	for _, f := range []struct {
-		flag, key string
-		value     *float64
-	}{
-		{"--thompson.affinity-base", "affinity.base", k.ThompsonAffinityBase},
-		{"--thompson.temp-base", "exploration.temperature.base", k.ThompsonTempBase},
-		{"--thompson.lints-v", "lints.v", k.ThompsonLintsV},
-	} {
-		if f.value == nil {
-			continue
-		}
-		key, err := c.find(keys, f.key)
-		if err == nil {
-			err = key.set(*f.value)
-		}
-		if err != nil {
-			return fmt.Errorf("%s: %w", f.flag, err)
-		}
-	}
+	var pairs []string
 	for _, text := range k.ThompsonOverride {
+		pairs = append(pairs, settings.Pairs(text)...)
+	}
+	for _, text := range pairs {
 		name, value, is := strings.Cut(text, "=")
 		if !is {
 			return fmt.Errorf("--thompson.override %s: give KEY=VALUE, such as affinity.reuse_weight=0.2", text)

@@ -55,48 +55,44 @@ func presetFile(t *testing.T, text string) string {
 
 func TestPresetsAreTheToolkitsFiles(t *testing.T) {
 	for preset, kind := range map[string]string{"optimized": "optimized", "components": "components"} {
-		want, err := Settings{ThompsonPreset: preset, ThompsonFixes: "none"}.parameters()
+		want, err := Settings{ThompsonOverride: []string{"fixes=none,preset=" + preset}}.parameters()
 		if err != nil {
 			t.Fatal(err)
 		}
 		for _, other := range []string{"components", "optimized"} { // the file alone decides
-			got, err := Settings{ThompsonPreset: other, ThompsonFixes: "none", ThompsonConfig: presetFile(t, presetFiles[kind])}.parameters()
+			got, err := Settings{ThompsonOverride: []string{"fixes=none"}, ThompsonConfig: presetFile(t, "preset: "+other+presetFiles[kind])}.parameters()
 			got.preset, got.blockSize = want.preset, want.blockSize
 			if err != nil || got != want {
 				t.Errorf("%s over %s: %v\n%+v, want\n%+v", kind, other, err, got, want)
 			}
 		}
 	}
-	c, err := Settings{ThompsonFixes: "none", ThompsonConfig: presetFile(t, presetFiles["development"])}.parameters()
+	c, err := Settings{ThompsonOverride: []string{"fixes=none"}, ThompsonConfig: presetFile(t, presetFiles["development"])}.parameters()
 	if err != nil || c.routerType != typeModular || c.modular != defaultParameters().modular || c.balanced != defaultParameters().balanced {
 		t.Errorf("development: %v %+v", err, c)
 	}
-	if _, err := (Settings{ThompsonPreset: "best", ThompsonFixes: "none"}).parameters(); err == nil || !strings.Contains(err.Error(), "--thompson-preset best: give components or optimized") {
+	if _, err := (Settings{ThompsonOverride: []string{"preset=best"}}).parameters(); err == nil || !strings.Contains(err.Error(), "preset best: give components or optimized") {
 		t.Error(err)
 	}
 }
 
 func TestFlagsOverruleTheFile(t *testing.T) {
-	base, temp, v := 0.5, 1.5, 0.0
 	c, err := Settings{
-		ThompsonFixes: "none", ThompsonConfig: presetFile(t, "affinity: {base: 0.1, iat_weight: 0.7}\nlints: {v: 1}"),
-		ThompsonAffinityBase: &base, ThompsonTempBase: &temp, ThompsonLintsV: &v,
-		ThompsonOverride: []string{"load_balancing.gpu_penalty_weight=1", " exploration.temperature.base = 0 ", "debug.traces_enabled=1", "infrastructure.min_workers=0", "infrastructure.router_type=kv_only", "feedback.timeout_seconds=60"},
+		ThompsonConfig:   presetFile(t, "fixes: all\naffinity: {base: 0.1, iat_weight: 0.7}\nlints: {v: 1}"),
+		ThompsonOverride: []string{"affinity.base=0.5,lints.v=0,fixes=load-sign,pin-ttl", "load_balancing.gpu_penalty_weight=1", " exploration.temperature.base = 0 ", "debug.traces_enabled=1", "infrastructure.min_workers=0", "infrastructure.router_type=kv_only", "feedback.timeout_seconds=60"},
 	}.parameters()
 	if err != nil {
 		t.Fatal(err)
 	}
-	if c.affinityBase != 0.5 || c.affinityIAT != 0.7 || c.v != 0 || c.gpuWeight != 1 || c.tempBase != 0 || !c.traces || c.minWorkers != 0 || c.routerType != typeKVOnly || c.timeout.Seconds() != 60 {
+	if c.affinityBase != 0.5 || c.affinityIAT != 0.7 || c.v != 0 || c.fixes != (fixSet{loadSign: true, pinTTL: true}) || c.gpuWeight != 1 || c.tempBase != 0 || !c.traces || c.minWorkers != 0 || c.routerType != typeKVOnly || c.timeout.Seconds() != 60 {
 		t.Errorf("%+v", c)
 	}
 }
 
 func TestFlagErrorsNameTheFlag(t *testing.T) {
-	wrong := -1.0
 	for want, k := range map[string]Settings{
-		"--thompson.affinity-base: affinity.base -1":                             {ThompsonAffinityBase: &wrong},
-		"--thompson.temp-base: exploration.temperature.base -1":                  {ThompsonTempBase: &wrong},
-		"--thompson.lints-v: lints.v -1":                                         {ThompsonLintsV: &wrong},
+		"--thompson.override affinity.base=-1: affinity.base -1":                 {ThompsonOverride: []string{"affinity.base=-1"}},
+		"fixes best: \"best\" is none of":                                        {ThompsonOverride: []string{"fixes=best"}},
 		"--thompson.override lints.v: give KEY=VALUE":                            {ThompsonOverride: []string{"lints.v"}},
 		`--thompson.override lint.v=1: unknown key "lint.v"; the nearest`:        {ThompsonOverride: []string{"lint.v=1"}},
 		"--thompson.override lints.v=much: lints.v: much is not a number":        {ThompsonOverride: []string{"lints.v=much"}},
@@ -105,7 +101,6 @@ func TestFlagErrorsNameTheFlag(t *testing.T) {
 		"the parameters of policy thompson: infrastructure.router_type rr":       {ThompsonOverride: []string{"infrastructure.router_type=rr"}},
 		"exploration.temperature.min 3 is above max 2":                           {ThompsonOverride: []string{"exploration.temperature.min=3"}},
 	} {
-		k.ThompsonFixes = "none"
 		if _, err := k.parameters(); err == nil || !strings.Contains(err.Error(), want) {
 			t.Errorf("%v, want %s", err, want)
 		}
@@ -133,7 +128,7 @@ func TestWarnsOfParametersWithoutEffect(t *testing.T) {
 		{"all", "infrastructure.router_type=kv_thompson lints.v=1 load_balancing.gpu_penalty_weight=2 kv_thompson.temperature=1 kv_thompson.sticky_load_floor=1", "kv_thompson.temperature kv_thompson.sticky_load_floor"},
 		{"all", "infrastructure.router_type=kv_thompson kv_thompson.enable_lints=false lints.v=1 kv_thompson.lints_weight=1 kv_thompson.enable_full_load=true kv_thompson.queue_penalty_weight=1 load_balancing.gpu_penalty_weight=2", "lints.v kv_thompson.queue_penalty_weight kv_thompson.lints_weight"},
 	} {
-		config, err := Settings{ThompsonFixes: c.fixes, ThompsonOverride: strings.Fields(c.overrides)}.parameters()
+		config, err := Settings{ThompsonOverride: append(strings.Fields(c.overrides), "fixes="+c.fixes)}.parameters()
 		if err != nil {
 			t.Fatal(err)
 		}
@@ -156,7 +151,6 @@ func TestBlockSizeMustBeTheRouters(t *testing.T) {
 		"--thompson-config " + file + ": infrastructure.block_size is 16, but --block-size is 64": {ThompsonConfig: file},
 		"--thompson.override: infrastructure.block_size is 32, but --block-size is 64":            {ThompsonOverride: []string{"infrastructure.block_size=32"}},
 	} {
-		k.ThompsonFixes = "none"
 		if err := k.Validate("kv,thompson", 64); err == nil || !strings.Contains(err.Error(), want) {
 			t.Errorf("%v, want %s", err, want)
 		}

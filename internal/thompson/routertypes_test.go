@@ -20,7 +20,7 @@ func (d fixedDraws) Float64() float64        { return d.uniform }
 // ofType is a pool of workers whose policy has these parameters.
 func ofType(t *testing.T, workers int, parameters ...string) *pool {
 	t.Helper()
-	config, err := Settings{ThompsonFixes: "none", ThompsonOverride: parameters}.parameters()
+	config, err := Settings{ThompsonOverride: append(parameters, "fixes=none")}.parameters()
 	if err != nil {
 		t.Fatal(err)
 	}

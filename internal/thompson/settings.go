@@ -1,7 +1,6 @@
 package thompson
 
 import (
-	"cmp"
 	"embed"
 	"fmt"
 	"math"
@@ -17,17 +16,8 @@ import (
 
 // Settings are the flags of policy thompson.
 type Settings struct {
-	ThompsonPreset string `group:"Policy thompson" default:"components" placeholder:"NAME" help:"NeMo Agent Toolkit config.yaml that provides the default parameters: components (current) or optimized (previous; stronger affinity, lower queue penalty)."`
-	ThompsonConfig string `group:"Policy thompson" placeholder:"FILE" help:"YAML file of parameters with the keys of the NeMo Agent Toolkit's config.yaml. Missing keys keep the values of --thompson-preset."`
-	ThompsonFixes  string `name:"thompson.fixes" group:"Policy thompson" default:"all" env:"KVROUTER_THOMPSON_FIXES" placeholder:"NAMES" help:"Fixes to apply to the original algorithm: all, none, or a comma-separated list of worker-baseline, forgetting, load-sign, outstanding, pin-ttl, feedback, cold-start (docs/thompson.md)."`
-
-	ThompsonAffinityBase *float64 `name:"thompson.affinity-base" group:"Policy thompson" env:"KVROUTER_THOMPSON_AFFINITY_BASE" placeholder:"NUMBER" help:"Parameter affinity.base: score bonus for the worker that last served the series. Overrides --thompson-config."`
-	ThompsonTempBase     *float64 `name:"thompson.temp-base" group:"Policy thompson" env:"KVROUTER_THOMPSON_TEMP_BASE" placeholder:"NUMBER" help:"Parameter exploration.temperature.base: randomness of the choice. No effect with the fix cold-start. Overrides --thompson-config."`
-	ThompsonLintsV       *float64 `name:"thompson.lints-v" group:"Policy thompson" env:"KVROUTER_THOMPSON_LINTS_V" placeholder:"NUMBER" help:"Parameter lints.v: scale of the sampling noise around the learned weights. Overrides --thompson-config."`
-	ThompsonOverride     []string `name:"thompson.override" group:"Policy thompson" env:"KVROUTER_THOMPSON_OVERRIDE" placeholder:"KEY=VALUE" help:"Comma-separated parameters, such as load_balancing.gpu_penalty_weight=2. Overrides all of the above."`
-
-	ThompsonState  string `group:"Policy thompson" placeholder:"FILE" help:"File that stores the learned state across restarts."`
-	ThompsonTraces string `group:"Policy thompson" placeholder:"FILE" help:"File to which each decision and its outcome are appended as a line of JSON."`
+	ThompsonConfig   string   `group:"Policy thompson" placeholder:"FILE" help:"YAML file of parameters, with the keys of the NeMo Agent Toolkit's config.yaml. See docs/thompson.md."`
+	ThompsonOverride []string `name:"thompson.override" group:"Policy thompson" sep:"none" placeholder:"KEY=VALUE,..." help:"Parameters that override the file's, such as load_balancing.gpu_penalty_weight=2. Repeatable."`
 }
 
 // fixSet are the fixes of the original's defects.
@@ -41,7 +31,7 @@ type fixSet struct {
 	coldStart   bool // starts from a prior and a low temperature
 }
 
-// fix is a fix by its name in --thompson.fixes.
+// fix is a fix by its name in key fixes.
 type fix struct {
 	name string
 	on   *bool
@@ -55,7 +45,7 @@ func (f *fixSet) byName() []fix {
 	}
 }
 
-// parseFixes reads --thompson.fixes.
+// parseFixes reads key fixes: all, none, or names with commas.
 func parseFixes(text string) (fixSet, error) {
 	var f fixSet
 	for name := range strings.SplitSeq(text, ",") {
@@ -67,13 +57,13 @@ func parseFixes(text string) (fixSet, error) {
 			}
 		}
 		if !known {
-			return f, fmt.Errorf("--thompson.fixes %s: %q is none of worker-baseline, forgetting, load-sign, outstanding, pin-ttl, feedback, cold-start; or give all or none by itself", text, name)
+			return f, fmt.Errorf("fixes %s: %q is none of worker-baseline, forgetting, load-sign, outstanding, pin-ttl, feedback, cold-start; or give all or none by itself", text, name)
 		}
 	}
 	return f, nil
 }
 
-// String returns the fixes in the format of --thompson.fixes.
+// String returns the fixes in the format of key fixes.
 func (f fixSet) String() string {
 	var names []string
 	for _, fix := range f.byName() {
@@ -107,6 +97,7 @@ var routerTypes = []string{typeKV, typeKVLoad, typeKVOnly, typeBalanced, typeMod
 // the meaning of the original's config.yaml.
 type parameters struct {
 	preset     string
+	fixNames   string
 	blockSize  int // tokens; 0: not given
 	routerType string
 	minWorkers int
@@ -142,21 +133,21 @@ type parameters struct {
 //go:embed presets
 var presets embed.FS
 
+// defaultPreset is the preset of the Toolkit's current file.
+const defaultPreset = "components"
+
 // presetParameters returns the parameters of one of the Toolkit's files, by the
 // folder that it stands in: components/config.yaml or, older,
 // optimized/config.yaml.
 func presetParameters(name string) (parameters, error) {
-	c := parameters{preset: cmp.Or(name, "components")}
-	if c.preset != "components" && c.preset != "optimized" {
-		return c, fmt.Errorf("--thompson-preset %s: give components or optimized", name)
-	}
-	for _, name := range []string{"components", c.preset} {
+	c := parameters{preset: name, fixNames: "all"}
+	for _, name := range []string{defaultPreset, name} {
 		data, err := presets.ReadFile("presets/" + name + ".yaml")
 		if err == nil {
 			err = c.read(data)
 		}
 		if err != nil {
-			return c, fmt.Errorf("--thompson-preset %s: %w", name, err)
+			return c, fmt.Errorf("preset %s: %w", name, err)
 		}
 	}
 	c.kvLoadGiven = false
@@ -167,9 +158,18 @@ func presetParameters(name string) (parameters, error) {
 const configLimit, configEntries = 1 << 20, 10_000
 
 // parameters returns the parameters of the preset, the file and the flags, where the
-// later overrule the earlier, and the fixes.
+// later overrule the earlier.
 func (k Settings) parameters() (parameters, error) {
-	c, err := presetParameters(k.ThompsonPreset)
+	c, err := k.over(defaultPreset)
+	if err == nil && c.preset != defaultPreset {
+		return k.over(c.preset)
+	}
+	return c, err
+}
+
+// over returns the parameters of the file and the flags over those of a preset.
+func (k Settings) over(preset string) (parameters, error) {
+	c, err := presetParameters(preset)
 	if err != nil {
 		return c, err
 	}
@@ -185,11 +185,7 @@ func (k Settings) parameters() (parameters, error) {
 			return c, fmt.Errorf("--thompson-config %s: %w", k.ThompsonConfig, err)
 		}
 	}
-	if err := k.override(&c); err != nil {
-		return c, err
-	}
-	c.fixes, err = parseFixes(k.ThompsonFixes)
-	return c, err
+	return c, k.override(&c)
 }
 
 // Validate checks the settings if thompson is one of policies, a list with commas.
@@ -219,6 +215,8 @@ type parameter struct {
 func (c *parameters) keys() []parameter {
 	const most, tiny = 1e6, 1e-6 // far beyond what makes sense, and safe to calculate with
 	return []parameter{
+		{"preset", &c.preset, 0, 0},
+		{"fixes", &c.fixNames, 0, 0},
 		{"infrastructure.block_size", &c.blockSize, 1, 1 << 20},
 		{"infrastructure.router_type", &c.routerType, 0, 0},
 		{"infrastructure.min_workers", &c.minWorkers, 0, most},
@@ -316,9 +314,14 @@ func (c *parameters) find(keys []parameter, name string) (parameter, error) {
 }
 
 // check checks what parameters must have in common.
-func (c *parameters) check() error {
+func (c *parameters) check() (err error) {
 	c.forgetRate = min(max(c.forgetRate, 1e-6), 0.999999)
+	if c.fixes, err = parseFixes(c.fixNames); err != nil {
+		return err
+	}
 	switch {
+	case c.preset != defaultPreset && c.preset != "optimized":
+		return fmt.Errorf("preset %s: give components or optimized", c.preset)
 	case !slices.Contains(routerTypes, c.routerType):
 		return fmt.Errorf("infrastructure.router_type %s: give one of %s", c.routerType, strings.Join(routerTypes, ", "))
 	case c.tempMin > c.tempMax:

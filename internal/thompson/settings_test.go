@@ -69,7 +69,7 @@ func TestTheDefaultPresetHasEveryKey(t *testing.T) {
 	if err := yaml.UnmarshalWithOptions(data, &tree, yaml.UseOrderedMap()); err != nil {
 		t.Fatal(err)
 	}
-	given := []string{"infrastructure.block_size"} // none by default
+	given := []string{"infrastructure.block_size", "preset", "fixes"} // none by default, or not the Toolkit's
 	_ = eachLeaf("", tree, func(name string, _ any) error {
 		given = append(given, name)
 		return nil
@@ -118,7 +118,7 @@ func TestConfigErrorsNameTheKey(t *testing.T) {
 
 // defaultParameters returns the parameters without a file or flags.
 func defaultParameters() parameters {
-	c, err := presetParameters("")
+	c, err := presetParameters(defaultPreset)
 	if err != nil {
 		panic(err)
 	}

@@ -188,7 +188,7 @@ func beyondEvidence(v float64) bool { return !(math.Abs(v) <= maxEvidence) }
 // other fixes or with another prior means something else, so it is refused.
 func (p *Policy) restore(s *savedState) error {
 	if fixes := p.fixes.String(); s.Fixes != fixes {
-		return fmt.Errorf("learned with --thompson.fixes %s, not %s", s.Fixes, fixes)
+		return fmt.Errorf("learned with fixes %s, not %s", s.Fixes, fixes)
 	}
 	if s.Lambda != p.lambda {
 		return fmt.Errorf("learned with lints.lambda %v, not %v", s.Lambda, p.lambda)

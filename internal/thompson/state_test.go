@@ -124,7 +124,7 @@ func TestBrokenStatesAreRefused(t *testing.T) {
 		"another program's": {`{"version": 1}`, "not a state file"},
 		"cut off":           {valid(func(*savedState) {})[:900], "not a state file"},
 		"a later version":   {valid(func(s *savedState) { s.Version = 2 }), "version 2"},
-		"other fixes":       {valid(func(s *savedState) { s.Fixes = "none" }), "--thompson.fixes none, not all"},
+		"other fixes":       {valid(func(s *savedState) { s.Fixes = "none" }), "with fixes none, not all"},
 		"another prior":     {valid(func(s *savedState) { s.Lambda = 3 }), "lints.lambda 3"},
 		"an unknown field":  {strings.Replace(valid(func(*savedState) {}), `"workers"`, `"wokers"`, 1), "wokers"},
 		"no evidence":       {valid(func(s *savedState) { s.Workers[0].Alpha = 0 }), "alpha 0"},
@@ -192,7 +192,7 @@ func TestTraces(t *testing.T) {
 	dir := t.TempDir()
 	p := newPool(t, "none", 2)
 	p.policy.parameters.traces, p.policy.traceDir = true, filepath.Join(dir, "traces")
-	lines, err := p.policy.OpenTraces("", slog.New(slog.DiscardHandler))
+	lines, err := p.policy.OpenTraces(slog.New(slog.DiscardHandler))
 	if err != nil {
 		t.Fatal(err)
 	}

@@ -36,7 +36,7 @@ type flight struct {
 
 func newWorld(t testing.TB, fixes string, seed uint64, slow ...float64) *world {
 	settings := testkit.Defaults[thompson.Settings]()
-	settings.ThompsonFixes = fixes
+	settings.ThompsonOverride = []string{"fixes=" + fixes}
 	policy, err := thompson.New(settings)
 	if err != nil {
 		t.Fatal(err)

@@ -17,19 +17,16 @@ import (
 // traceFile is the name of the original's file in debug.trace_dir.
 const traceFile = "router_traces.jsonl"
 
-// OpenTraces makes the policy write traces to file or, if file is empty, to the
-// file of its parameters. It returns nil if neither enables traces. The caller
-// closes the result.
-func (p *Policy) OpenTraces(file string, log *slog.Logger) (*jsonlines.Writer, error) {
-	flag := "--thompson-traces"
-	if file == "" && p.parameters.traces {
-		flag, file = "debug.trace_dir", filepath.Join(p.traceDir, traceFile)
-		if err := os.MkdirAll(p.traceDir, 0o700); err != nil {
-			return nil, fmt.Errorf("%s: %w", flag, err)
-		}
-	}
-	if file == "" {
+// OpenTraces makes the policy write traces to the file of its parameters. It returns
+// nil if they do not enable traces. The caller closes the result.
+func (p *Policy) OpenTraces(log *slog.Logger) (*jsonlines.Writer, error) {
+	if !p.parameters.traces {
 		return nil, nil
+	}
+	const flag = "debug.trace_dir"
+	file := filepath.Join(p.traceDir, traceFile)
+	if err := os.MkdirAll(p.traceDir, 0o700); err != nil {
+		return nil, fmt.Errorf("%s: %w", flag, err)
 	}
 	f, torn, err := jsonlines.Open(file)
 	if err != nil {

@@ -23,6 +23,8 @@ import (
 type Command struct {
 	RouterURL string `group:"Top" name:"router-url" default:"http://127.0.0.1:7000" help:"Router port of the router to show."`
 	Once      bool   `group:"Top" help:"Print one frame as plain text and exit, for scripts and without a terminal."`
+
+	RouterAPIKey []string `group:"Top" name:"router-api-key" placeholder:"KEY" help:"Bearer key of the router port. Of several, separated by commas, the first is sent."`
 }
 
 // onceWait is how long --once waits for the first state.
@@ -32,11 +34,11 @@ const onceWait = 15 * time.Second
 const plainWidth = 160
 
 // Run shows the router until the user quits or ctx is done; with --once it writes
-// one frame to out. keys are those of --router-api-key; the first one is sent.
-func (c Command) Run(ctx context.Context, keys []string, out *os.File) error {
+// one frame to out.
+func (c Command) Run(ctx context.Context, out *os.File) error {
 	key := ""
-	if len(keys) > 0 {
-		key = keys[0]
+	if len(c.RouterAPIKey) > 0 {
+		key = c.RouterAPIKey[0]
 	}
 	source, err := newSource(c.RouterURL, key)
 	if err != nil {

@@ -8,7 +8,6 @@ import (
 	"os"
 	"path/filepath"
 	"regexp"
-	"slices"
 	"strconv"
 	"strings"
 	"testing"
@@ -136,11 +135,12 @@ func Flags(t *testing.T) map[string]Flag {
 		t.Fatal(err)
 	}
 	flags := map[string]Flag{}
-	row := regexp.MustCompile("(?m)^\\| `--(?:\\[no-\\])?([a-z0-9.-]+)[^`]*` \\| ([^|]*) \\| `(KVROUTER_[A-Z_]+)` \\| .+ \\| ([^|]*) \\|$")
-	for _, match := range row.FindAllStringSubmatch(string(page), -1) {
-		if slices.Contains(strings.Split(match[4], ", "), "serve") {
-			flags[match[1]] = Flag{Default: strings.Trim(strings.TrimPrefix(match[2], "—"), "`"), Env: match[3]}
-		}
+	_, serve, _ := strings.Cut(string(page), "\n## serve\n")
+	serve, _, _ = strings.Cut(serve, "\n## ")
+	row := regexp.MustCompile("(?m)^(?:\\||-) `--(?:\\[no-\\])?([a-z0-9.-]+)[^`]*`(?: \\||, default) ([^|]*?)(?: \\| .+ \\||: \\[.+)$")
+	for _, match := range row.FindAllStringSubmatch(serve, -1) {
+		env := "KVROUTER_" + strings.ToUpper(strings.NewReplacer("-", "_", ".", "_").Replace(match[1]))
+		flags[match[1]] = Flag{Default: strings.Trim(strings.TrimPrefix(match[2], "—"), "`"), Env: env}
 	}
 	if len(flags) < 100 {
 		t.Fatalf("only %d flags were found", len(flags))

@@ -108,7 +108,7 @@ func serve(model *tokens.Model, address string, env map[string]string) (*mocker.
 	cfg := testkit.Defaults[mocker.Settings]()
 	cfg.Host, cfg.BlockSize, cfg.KVEvents, cfg.ServedModelName, cfg.Parts = address, BlockSize, true, mocker.ModelName, make([]kv.Disagg, 1)
 	cfg.Ports = process.Ports{HTTP: port, KVEvents: port + 1, KVReplay: port + 2, Load: port + 3, Ranks: 1}
-	cfg.MockPrefillMS, cfg.MockDecodeMS, cfg.MockShutdownTimeout = []float64{5, 0, 0}, []float64{50, 0, 0}, time.Minute
+	cfg.PrefillMS, cfg.DecodeMS, cfg.ShutdownTimeout = []float64{5, 0, 0}, []float64{50, 0, 0}, time.Minute
 	if name := env[EnvModel]; name != "" {
 		cfg.ServedModelName = name
 	}

@@ -255,7 +255,7 @@ var crash = regexp.MustCompile(`worker (\d+): simulated crash`)
 func TestBrowserSeesACrash(t *testing.T) {
 	const workers = 4
 	b := startBrowser(t)
-	s := test.StartMocker(t, workers, "--mock-crash-every=10s")
+	s := test.StartMocker(t, workers, "--mock=crash-every=10s")
 	b.watched(s, workers)
 	state := func(worker int) string { return fmt.Sprintf(".card[data-worker='%d'] [data-field=state]", worker) }
 	for worker := range workers {

@@ -39,7 +39,7 @@ func TestBrowserPictures(t *testing.T) {
 	}
 	const workers, resting = 6, 4
 	b := startBrowser(t)
-	s := test.StartMocks(t, workers, "--speedup-ratio=1", "--mock-num-gpu-blocks=2048")
+	s := test.StartMocks(t, workers, "--speedup-ratio=1", "--mock=num-gpu-blocks=2048")
 	b.watched(s.Router, workers)
 	stop := keepBusy(t, s.Router, 12)
 	defer stop()

@@ -15,7 +15,7 @@ import (
 func TestGatewayChaos(t *testing.T) {
 	d := test.ChaosTime(t)
 	test.RunChaos(t, d, test.ChaosSettings{
-		Clients: 1000, Pace: "--speedup-ratio=1 --mock-max-num-batched-tokens=65536 --mock-prefill-ms=4,0.002,0 --mock-decode-ms=120,40,-20", Limit: 90 * time.Second, Phase: 110 * time.Second, Long: 150,
+		Clients: 1000, Pace: "--speedup-ratio=1 --mock=max-num-batched-tokens=65536 --mock=prefill-ms=4,0.002,0 --mock=decode-ms=120,40,-20", Limit: 90 * time.Second, Phase: 110 * time.Second, Long: 150,
 		Gateway: func(pickers, workers []string) (url string, pid int) {
 			e := envoy.StartDeployed(t, deployed, testkit.FreePorts(t, 2), pickers, workers)
 			e.WaitForPicker(true)

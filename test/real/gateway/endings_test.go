@@ -124,7 +124,7 @@ func streamHead(w http.ResponseWriter) {
 // TestGatewayShedsLoad fills two slow workers beyond their threshold.
 func TestGatewayShedsLoad(t *testing.T) {
 	p := newPicker(t)
-	g := behind(test.StartMocks(t, 2, p.one("--policy=kv", "--block-size=4", "--mock-num-gpu-blocks=64", "--speedup-ratio=0.01", "--active-decode-blocks-threshold=0.2")...).Router, p, envoy.Options{})
+	g := behind(test.StartMocks(t, 2, p.one("--policy=kv", "--block-size=4", "--mock=num-gpu-blocks=64", "--speedup-ratio=0.01", "--active-decode-blocks-threshold=0.2")...).Router, p, envoy.Options{})
 	ctx, cancel := context.WithCancel(t.Context())
 	var streaming sync.WaitGroup
 	for i := range 2 {

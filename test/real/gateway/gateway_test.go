@@ -215,7 +215,7 @@ func gatewayPrompt(client, conversation int) (text, note string) {
 // the prediction is what the worker had cached.
 func TestGatewayAnswersAreTheWorkers(t *testing.T) {
 	p := newPicker(t)
-	mocks := test.StartWorkers(t, 4, "--speedup-ratio=0", "--mock-num-gpu-blocks=100000", "--mock-output-tokens=16")
+	mocks := test.StartWorkers(t, 4, "--speedup-ratio=0", "--mock=num-gpu-blocks=100000", "--mock=output-tokens=16")
 	var taps []*wireTap
 	args := []string{"--engine=none", "--drain-timeout=5s", "--model=" + test.BuiltinModel(t), "--served-model-name=mock"}
 	for i := range 4 {
@@ -302,7 +302,7 @@ func waitApplied(s *test.Router, w *test.Workers, key kv.WorkerKey) {
 // the gateway and through the router's own port, over workers too small for them.
 func TestGatewayPredictsAsTheOpenAIPort(t *testing.T) {
 	p := newPicker(t)
-	mocks := test.StartMocks(t, 3, p.one("--mock-num-gpu-blocks=60")...)
+	mocks := test.StartMocks(t, 3, p.one("--mock=num-gpu-blocks=60")...)
 	g := behind(mocks.Router, p, envoy.Options{})
 	reused := map[string]int{}
 	for way, s := range map[string]*test.Router{"gateway": g.Router, "OpenAI port": g.direct} {

@@ -21,7 +21,7 @@ import (
 // and the API server goes away in the middle, while answers stream.
 func TestRolloutsInKubernetesLoseNothing(t *testing.T) {
 	const workers = 4
-	mocks := test.StartWorkers(t, workers, "--speedup-ratio=2", "--mock-shutdown-timeout=20s")
+	mocks := test.StartWorkers(t, workers, "--speedup-ratio=2", "--mock=shutdown-timeout=20s")
 	c := test.StartCluster(t, mocks)
 	pod := func(i int, change func(*kubetest.Pod)) { c.Worker(i, fmt.Sprintf("vllm-%d", i), change) }
 	pod(0, nil)

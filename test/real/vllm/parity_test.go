@@ -190,7 +190,7 @@ func sameJSON(a, b []byte) bool {
 // of the test model, whose context is longest: the same refusals, and answers of the
 // same fields.
 func compareWithMock(t *testing.T, worker string) {
-	mock := test.StartWorkers(t, 1, "--model="+test.ModelFolder(), fmt.Sprintf("--mock-num-gpu-blocks=%d", longest/64), "--speedup-ratio=1")
+	mock := test.StartWorkers(t, 1, "--model="+test.ModelFolder(), fmt.Sprintf("--mock=num-gpu-blocks=%d", longest/64), "--speedup-ratio=1")
 	for _, url := range []string{worker, mock.URL(0)} {
 		testkit.CheckRefusals(t, url, filepath.Base(test.ModelFolder()), longest)
 	}
