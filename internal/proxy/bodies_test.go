@@ -1,0 +1,205 @@
+package proxy
+
+import (
+	"bytes"
+	"context"
+	"errors"
+	"flag"
+	"fmt"
+	"io"
+	"log/slog"
+	"net/http"
+	"net/http/httptest"
+	"os"
+	"regexp"
+	"slices"
+	"strings"
+	"sync"
+	"testing"
+	"testing/iotest"
+
+	"kvrouter/internal/jsonbody"
+	"kvrouter/internal/kv"
+	"kvrouter/internal/router"
+	"kvrouter/internal/testkit"
+	"kvrouter/internal/testkit/routertest"
+	"kvrouter/internal/web"
+)
+
+var update = flag.Bool("update", false, "write testdata/bodies.txt")
+
+// bodiesGolden has the bodies that workers get, by request and fleet.
+const bodiesGolden = "testdata/bodies.txt"
+
+// listener is the workers of a request: it notes what they get. Streams break off after one
+// token, so that the rest is asked for.
+type listener struct {
+	mu  sync.Mutex // guards got
+	got []string
+}
+
+func (l *listener) RoundTrip(r *http.Request) (*http.Response, error) {
+	if strings.HasSuffix(r.URL.Path, "/query") {
+		return answerWith("application/json", `{"0":{"engine_id":"e"},"1":{"engine_id":"e"}}`), nil
+	}
+	if r.URL.Path == "/abort_request" {
+		return answerWith("application/json", `{}`), nil
+	}
+	body := []byte{}
+	if r.Body != nil {
+		body, _ = io.ReadAll(r.Body)
+	}
+	l.mu.Lock()
+	l.got = append(l.got, string(body))
+	l.mu.Unlock()
+	switch {
+	case !bytes.Contains(body, []byte(`"stream":true`)):
+		return answerWith("application/json", `{"choices":[{"finish_reason":"length"}],"kv_transfer_params":{"do_remote_prefill":true}}`), nil
+	case r.URL.Path == generateRoute:
+		return answerWith("text/event-stream", `data: {"text":"a","output_ids":[7],"meta_info":{"id":"i","prompt_tokens":3,"completion_tokens":1}}`+"\n\n"), nil
+	case r.URL.Path == chatRoute:
+		return answerWith("text/event-stream", `data: {"id":"i","created":1,"model":"m","choices":[{"delta":{"content":"a"},"token_ids":[7]}]}`+"\n\n"), nil
+	}
+	return answerWith("text/event-stream", `data: {"id":"i","created":1,"model":"m","choices":[{"text":"a","token_ids":[7]}]}`+"\n\n"), nil
+}
+
+// answerWith is an answer that breaks off if it is a stream.
+func answerWith(kind, text string) *http.Response {
+	body := io.Reader(strings.NewReader(text))
+	if kind == "text/event-stream" {
+		body = io.MultiReader(body, iotest.ErrReader(errors.New("broken")))
+	}
+	return &http.Response{StatusCode: 200, Status: "200 OK", Header: http.Header{"Content-Type": {kind}}, Body: io.NopCloser(body)}
+}
+
+// TestBodiesThatWorkersGet compares the bodies that workers get with bodiesGolden, byte by byte.
+func TestBodiesThatWorkersGet(t *testing.T) {
+	random := []*regexp.Regexp{regexp.MustCompile(`bootstrap_room":\d+`), regexp.MustCompile(`r-[0-9a-zA-Z]{16,26}`)}
+	fleets := []struct {
+		name   string
+		target kv.Target
+		tokens bool // the worker takes those of prompts
+		pulls  bool
+		moves  bool // streams may be continued
+		pair   kv.Kind
+	}{
+		{name: "vLLM"},
+		{name: "vLLM, continued", moves: true},
+		{name: "vLLM, tokens, continued", tokens: true, moves: true},
+		{name: "vLLM, tokens, pulled", tokens: true, pulls: true},
+		{name: "vLLM, pulled, continued", pulls: true, moves: true},
+		{name: "SGLang, tokens, continued", target: kv.Target{Engine: kv.EngineSGLang}, tokens: true, moves: true},
+		{name: "SGLang, two ranks, continued", target: kv.Target{Engine: kv.EngineSGLang, Ranks: 2}, moves: true},
+		{name: "NIXL, continued", pair: kv.KindNIXL, moves: true},
+		{name: "NIXL, tokens, continued", pair: kv.KindNIXL, tokens: true, moves: true},
+		{name: "Mooncake, tokens", pair: kv.KindMooncake, tokens: true},
+		{name: "SGLang's pair, tokens", pair: kv.KindSGLang, tokens: true},
+		{name: "SGLang's pair, two ranks", target: kv.Target{Ranks: 2}, pair: kv.KindSGLang},
+	}
+	var out strings.Builder
+	for _, request := range []struct{ path, body string }{
+		{chatRoute, `{"stream":true,"messages":[ ], "max_tokens":20,"min_tokens":2,"stop":"x"}`},
+		{chatRoute, `{"stream":true,"stream_options":{"x": 1},"max_completion_tokens":20}`},
+		{chatRoute, `{"max_tokens":20,"stream":true,"stream_options":null,"return_token_\u0069ds":null}`},
+		{chatRoute, `{ "model":"m", "rid":"own"}`},
+		{completionRoute, `{"prompt":"hi" }`},
+		{completionRoute, `{"stream":true,"prompt":"hi","stream_options": {}, "max_tokens":20}`},
+		{generateRoute, `{"stream":true,"text":"hi","sampling_params":{"max_new_tokens":20,"min_new_tokens":3},"routed_dp_rank":7}`},
+		{ResponsesRoute, `{"input":"hi","stream":false}`},
+		{"/v1/embeddings", ` { } `},
+	} {
+		body, ok := jsonbody.Parse([]byte(request.body))
+		if !ok {
+			t.Fatal(request.body)
+		}
+		fmt.Fprintf(&out, "\n%s %s\n", request.path, request.body)
+		for _, fleet := range fleets {
+			l := &listener{}
+			p := New(testkit.Defaults[Settings](), Deps{Observer: testkit.SilentObserver{}, Failed: func(uint64) {}, Transport: l, Log: slog.New(slog.DiscardHandler)})
+			u := Upstream{Method: http.MethodPost, Path: request.path, Route: request.path, Header: http.Header{web.HeaderRequest: {"r"}}, RequestID: "r", Body: body.Raw, Parsed: body, EndMarked: true, Paired: fleet.pair != 0}
+			if request.path == chatRoute || request.path == completionRoute {
+				u.Head, u.Body, u.HideUsage = AskForUsage(body)
+			}
+			u.PromptTokens = NewPromptTokens(request.path, body, []uint32{1, 2, 3}, func(*kv.Target) bool { return fleet.tokens })
+			if fleet.moves {
+				u.Migration = NewMigration(request.path, body, []uint32{1, 2, 3}, true, false, nil)
+			}
+			target := fleet.target
+			target.URL, target.Ranks = "http://a", max(1, target.Ranks)
+			target.Key.Rank = uint32(target.Ranks - 1)
+			one := router.Decision{Target: target}
+			if fleet.pulls {
+				one.Source = &kv.Target{Disagg: kv.Disagg{P2P: kv.Bootstrap{Host: "p", Port: 5710}}}
+			}
+			rt := routertest.New(t, "round-robin", 0)
+			rt.Up(kv.Target{})
+			_ = p.Forward(t.Context(), httptest.NewRecorder(), u, &Exchange{}, choosesOne{rt, one, fleet.pair})
+			p.Close()
+			if fleet.pair == kv.KindSGLang { // both legs are sent at once
+				slices.Sort(l.got)
+			}
+			for _, got := range l.got {
+				if got == request.body {
+					got = "unchanged"
+				}
+				for _, r := range random {
+					got = r.ReplaceAllStringFunc(got, func(s string) string { return s[:strings.IndexAny(s, ":-")+1] + "RANDOM" })
+				}
+				fmt.Fprintf(&out, "%s: %s\n", fleet.name, got)
+			}
+		}
+	}
+	if *update {
+		if err := os.WriteFile(bodiesGolden, []byte(out.String()), 0o644); err != nil {
+			t.Fatal(err)
+		}
+	}
+	want, err := os.ReadFile(bodiesGolden)
+	if err != nil {
+		t.Fatal(err)
+	}
+	wanted, got := strings.Split(string(want), "\n"), strings.Split(out.String(), "\n")
+	for i := range min(len(wanted), len(got)) {
+		if wanted[i] != got[i] {
+			t.Fatalf("line %d of %s:\n%s\nis now\n%s", i+1, bodiesGolden, wanted[i], got[i])
+		}
+	}
+	if len(wanted) != len(got) {
+		t.Errorf("%d lines, want %d", len(got), len(wanted))
+	}
+}
+
+// choosesOne is a chooser that chooses the worker of that decision, or a pair of that kind, whatever
+// has failed.
+type choosesOne struct {
+	router *router.Router
+	one    router.Decision
+	kind   kv.Kind
+}
+
+func (g choosesOne) Route([]uint64) (router.Decision, error) {
+	d, err := g.router.Route(context.Background(), router.Request{})
+	d.Target, d.Source = g.one.Target, g.one.Source
+	return d, err
+}
+
+func (g choosesOne) Continue([]uint64, []uint32) (router.Decision, error) { return g.Route(nil) }
+
+func (g choosesOne) Beside(context.Context, []uint64) (router.Pair, error) {
+	return router.Pair{}, router.ErrNoWorker
+}
+
+func (choosesOne) Answers(router.Pair) {}
+
+func (g choosesOne) RoutePair([]uint64, string) (pair router.Pair, err error) {
+	pair.Prefill, _ = g.Route(nil)
+	pair.Decode, err = g.Route(nil)
+	pair.Prefill.Target.Disagg = kv.Disagg{Role: kv.RolePrefill, Kind: g.kind, Bootstrap: kv.Bootstrap{Host: "h", Port: 8998}}
+	pair.Decode.Target.Disagg = kv.Disagg{Role: kv.RoleDecode, Kind: g.kind}
+	pair.Decode.Target.Key.Worker = 1
+	return pair, err
+}
+
+func (choosesOne) Rebook(d router.Decision, _ kv.WorkerKey) (router.Decision, error) { return d, nil }
+
+func (choosesOne) IsUp(kv.Target) bool { return true }
