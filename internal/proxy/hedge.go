@@ -219,10 +219,7 @@ func (s *Migration) beside() *Migration {
 	if s == nil {
 		return nil
 	}
-	return &Migration{
-		prompt: s.prompt, tokens: make([]uint32, 0, firstTokens), chat: s.chat, generate: s.generate, asked: s.asked,
-		usage: s.usage, stops: s.stops, decode: s.decode, never: s.never, why: s.never,
-	}
+	return s.continuable.begin()
 }
 
 // beside is the Exchange of an attempt beside the first: what is known of the request.

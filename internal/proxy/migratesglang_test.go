@@ -365,7 +365,9 @@ func FuzzSGLangMigration(f *testing.F) {
 			}
 			s.rest(Upstream{Parsed: body})
 		}
-		s.close(nil)
+		if s.dialect != nil {
+			s.dialect.close(s, nil)
+		}
 	})
 }
 

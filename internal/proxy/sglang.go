@@ -1,0 +1,257 @@
+package proxy
+
+import (
+	"bytes"
+	"cmp"
+	"slices"
+	"strings"
+	"unicode/utf8"
+
+	"github.com/tidwall/gjson"
+
+	"kvrouter/internal/jsonbody"
+	"kvrouter/internal/kv"
+)
+
+const (
+	// tailTokens is the number of last tokens that are decoded to find out whether they end
+	// within a character.
+	tailTokens = 16
+	// mostCut bounds the tokens that are made again. A character has at most four bytes, each
+	// of which may be a token.
+	mostCut = 8
+	// unknownRune stands for bytes that are no character, or not yet.
+	unknownRune = string(utf8.RuneError)
+)
+
+// whyNotOnSGLang returns why an answer to the request cannot be continued on SGLang; empty: it
+// can. Its grammars begin with the answer, its penalties count the answer alone, and a match of
+// stop_regex may have begun in text that the client has. It holds back every token that may
+// begin a stop string, so that those are found after an interruption. params returns the
+// parameters of sampling.
+func whyNotOnSGLang(body *jsonbody.Body, params func(key string) gjson.Result) string {
+	is := func(get func(string) gjson.Result, keys ...string) bool {
+		return slices.ContainsFunc(keys, func(key string) bool {
+			v := get(key)
+			return v.Exists() && v.Type != gjson.Null && v.Type != gjson.False
+		})
+	}
+	sets := func(key string, neutral float64) bool {
+		v := params(key)
+		return v.Type == gjson.Number && v.Num != neutral || v.Type == gjson.String
+	}
+	switch {
+	case is(params, "json_schema", "regex", "ebnf", "structural_tag"):
+		return whyGuided
+	case sets("presence_penalty", 0), sets("frequency_penalty", 0), sets("repetition_penalty", 1):
+		return whyPenalty
+	case is(params, "stop_regex"):
+		return whyRegex
+	case is(body.Get, "return_logprob"):
+		return whyLogprobs
+	case is(params, "custom_params"),
+		is(body.Get, "return_hidden_states", "return_routed_experts", "return_indexer_topk", "return_sampling_mask", "return_entropy",
+			"return_cached_tokens_details", "return_spec_tokens_details", "session_params", "session_id", "custom_logit_processor",
+			"watermark", "max_thinking_tokens"):
+		return whyExtras
+	}
+	return ""
+}
+
+// sglang is what the dialects of SGLang have in common. Its detokenizer shows the text of tokens
+// that end within a character up to a space or a Chinese character, so that the client may have a
+// part of it: the worker that continues makes those tokens again.
+type sglang struct {
+	last   []byte  // the last event with text that the client has
+	remake *remake // nil: nothing is made again
+}
+
+// remake is text and tokens that the client has, and that the worker that continues makes again.
+type remake struct {
+	text   string
+	tokens []uint32 // of which the client has the ids
+	made   string   // so far
+}
+
+func (*sglang) continues(t *kv.Target) bool {
+	return t.RunsSGLang() && (t.Kind != kv.KindSGLang || t.Role == kv.RoleBoth) // a part of a pair answers no request alone
+}
+
+// hidden: without the request for them, there is no such member.
+func (*sglang) hidden(event []byte, at, from, to int) (begin, end int, by string) {
+	switch {
+	case at > 0 && event[at-1] == ',':
+		return at - 1, to, ""
+	case at > 0 && to < len(event) && event[to] == ',':
+		return at, to + 1, ""
+	}
+	return from, to, "null"
+}
+
+// remakes reports whether the worker that continues still makes what the client has.
+func (g *sglang) remakes() bool { return g != nil && g.remake != nil }
+
+// keep keeps an event with text of the answer, as it came.
+func (g *sglang) keep(event []byte) {
+	if g != nil {
+		g.last = append(g.last[:0], event...)
+	}
+}
+
+// rewound goes back to the last interruption if the client has no more than then.
+func (g *sglang) rewound(s *Migration) bool {
+	if g.remake == nil {
+		return false
+	}
+	s.tokens, s.whole, s.held, g.remake.made = s.tokens[:s.sent], s.sent, s.held[:0], ""
+	return true
+}
+
+// cut takes the last tokens away if they end within a character, which the worker that
+// continues could not show. The text that the client has of it must be made again. The last event
+// has its text at path. It returns that without what is made again, and whether there is any.
+func (g *sglang) cut(s *Migration, path string) (shown string, again bool) {
+	shown = gjson.GetBytes(g.last[min(len("data:"), len(g.last)):], path).String()
+	if r, _ := utf8.DecodeLastRuneInString(shown); len(s.tokens) == 0 || shown == "" || r < utf8.RuneSelf && r != ' ' {
+		return shown, false
+	}
+	var m remake
+	n := len(s.tokens)
+	from := max(0, n-tailTokens)
+	text, ok := s.textOf(s.tokens[from:])
+	for at := n - 1; ok && strings.HasSuffix(text, unknownRune); at-- {
+		if at < max(from, n-mostCut) {
+			ok = false
+			break
+		}
+		var before string
+		if before, ok = s.textOf(s.tokens[from:at]); !ok || strings.HasSuffix(before, unknownRune) {
+			continue
+		}
+		rest, follows := strings.CutPrefix(text, before)
+		rest = strings.TrimRight(rest, unknownRune)
+		for follows && !endsAlike(before+rest, shown) && rest != "" {
+			_, size := utf8.DecodeLastRuneInString(rest)
+			rest = rest[:len(rest)-size]
+		}
+		if ok = follows && endsAlike(before+rest, shown); ok {
+			if m.text = rest; s.asked { // else the client does not know them
+				m.tokens = slices.Clone(s.tokens[at:])
+			}
+			s.tokens, s.whole = s.tokens[:at], at
+		}
+		break
+	}
+	if !ok {
+		s.why = whyText
+	}
+	if m.text != "" || len(m.tokens) > 0 {
+		g.remake = &m
+	}
+	return strings.TrimSuffix(shown, m.text), m.text != ""
+}
+
+// inside returns a JSON string without its quotes.
+func inside(raw string) string { return strings.TrimSuffix(strings.TrimPrefix(raw, `"`), `"`) }
+
+// endsAlike reports whether one text ends with the other.
+func endsAlike(a, b string) bool { return strings.HasSuffix(a, b) || strings.HasSuffix(b, a) }
+
+// textOf returns the text of tokens; ok is false if it is not known.
+func (s *Migration) textOf(ids []uint32) (text string, ok bool) {
+	if len(ids) == 0 {
+		return "", true
+	}
+	if s.decode == nil {
+		return "", false
+	}
+	text, err := s.decode(ids)
+	return text, err == nil
+}
+
+// remade reports whether what the client has is a part by now of what the worker that continues
+// has made. rest is the text beyond it, and ids the tokens. If it never will be, the answer is torn.
+func (g *sglang) remade(s *Migration, ended bool) (rest string, ids []uint32, all bool) {
+	m, made := g.remake, s.tokens[s.sent:]
+	common, texts := min(len(made), len(m.tokens)), min(len(m.made), len(m.text))
+	if !slices.Equal(made[:common], m.tokens[:common]) || m.made[:texts] != m.text[:texts] {
+		s.tear(whyDiffers)
+		return "", nil, false
+	}
+	if common < len(m.tokens) || texts < len(m.text) {
+		if ended {
+			s.tear(whyDiffers)
+		}
+		return "", nil, false
+	}
+	g.remake = nil
+	return m.made[texts:], made[common:], true
+}
+
+// sglangCompletion is the dialect of SGLang's completions.
+type sglangCompletion struct {
+	*sglang
+	choices
+}
+
+func newSGLangCompletion() *sglangCompletion {
+	d := &sglangCompletion{sglang: new(sglang)}
+	d.choices = choices{
+		text: markText, object: "text_completion", final: `"text":""`, stop: "matched_stop", usage: `,"reasoning_tokens":0`, sglang: d.sglang,
+	}
+	return d
+}
+
+func (*sglangCompletion) rest(s *Migration, body *jsonbody.Body) *jsonbody.Body {
+	return restOf(s, body, "prompt", tokenList(s.prompt, s.tokens))
+}
+
+// rewind also cuts a character that is not whole.
+func (d *sglangCompletion) rewind(s *Migration) {
+	if d.rewound(s) {
+		return
+	}
+	if d.choices.rewind(s); !s.finished {
+		d.cut(s, "choices.0.text")
+	}
+}
+
+// withoutAgain returns a completion's event without what the client has already; nil: that is
+// all of it.
+func (g *sglang) withoutAgain(s *Migration, event []byte, ended bool) []byte {
+	from := len("data:")
+	text := gjson.GetBytes(event[from:], "choices.0.text")
+	g.remake.made += text.Str
+	rest, ids, all := g.remade(s, ended)
+	if !all || text.Index == 0 || rest == "" && len(ids) == 0 && !ended {
+		return nil
+	}
+	edits := []edit{{from + text.Index, len(text.Raw), Quoted(rest)}}
+	if at := bytes.Index(event, markIDs); at >= 0 {
+		at += len(markIDs)
+		if _, length, ok := readTokens(event[at:], nil); ok {
+			edits = append(edits, edit{at - 1, 1 + length, tokenList(ids)})
+		}
+	}
+	return applied(event, edits)
+}
+
+// edit replaces n bytes at a place.
+type edit struct {
+	at, n int
+	by    string
+}
+
+// applied returns b with edits, which do not overlap.
+func applied(b []byte, edits []edit) (out []byte) {
+	slices.SortFunc(edits, func(a, b edit) int { return cmp.Compare(a.at, b.at) })
+	from := 0
+	for _, e := range edits {
+		if e.at < from { // of a member that is there twice
+			continue
+		}
+		out = append(append(out, b[from:e.at]...), e.by...)
+		from = e.at + e.n
+	}
+	return append(out, b[from:]...)
+}
