@@ -55,7 +55,7 @@ var layers = []map[string]string{
 	{ // showing, offering
 		"telemetry": "fair hints jsonbody jsonlines kv metrics policy proxy router thompson", "selection": "events health hints kv models policy quota replica router thompson web workers",
 		"openai": "cells directives fair health hints jsonbody keys kv models proxy quota router settings tokens tracing web", "extproc": "guard proxy web", "doctor": "cells events kv mocker native probe process settings summary tokens web zmq", "demo": "keys",
-		"page": "fair health jsonbody keys kv models policy proxy router tokens web workers",
+		"page": "fair health jsonbody keys kv metrics models policy proxy router tokens web workers",
 	},
 	{ // looking from elsewhere
 		"top": "page", "batch": "fair hints jsonlines",
