@@ -628,7 +628,7 @@ func TestAbortsFollowAClientThatTakesNothing(t *testing.T) {
 	})
 	s := newTestPairs()
 	parsed, _ := jsonbody.Parse([]byte(sharedChat(true)))
-	u := proxy.Upstream{Method: http.MethodPost, Path: testkit.ChatPath, Header: http.Header{}, Body: parsed.Raw, Route: testkit.ChatPath, Paired: true, Parsed: parsed}
+	u := proxy.Upstream{Method: http.MethodPost, Path: testkit.ChatPath, Header: http.Header{}, Body: parsed, Route: testkit.ChatPath, Paired: true}
 	err := s.Forward(t.Context(), brokenWriter{httptest.NewRecorder()}, u, &proxy.Exchange{}, choosePair(func([]uint64, string) (router.Pair, error) {
 		return h.router.RoutePair(t.Context(), router.Request{}, router.PairRule{})
 	}))
@@ -669,7 +669,7 @@ func TestEveryTryOfASharedRequestHasItsReceipt(t *testing.T) {
 			}
 			s, x := newTestPairs(), &proxy.Exchange{}
 			parsed, _ := jsonbody.Parse([]byte(sharedChat(false)))
-			u := proxy.Upstream{Method: http.MethodPost, Path: testkit.ChatPath, Header: http.Header{}, Body: parsed.Raw, Route: testkit.ChatPath, MaxRetries: 2, Paired: true, Parsed: parsed}
+			u := proxy.Upstream{Method: http.MethodPost, Path: testkit.ChatPath, Header: http.Header{}, Body: parsed, Route: testkit.ChatPath, MaxRetries: 2, Paired: true}
 			err := s.Forward(t.Context(), httptest.NewRecorder(), u, x, choosePair(func(exclude []uint64, why string) (router.Pair, error) {
 				return h.router.RoutePair(t.Context(), router.Request{Exclude: exclude}, router.PairRule{Whole: why})
 			}))

@@ -72,6 +72,13 @@ func answerWith(kind, text string) *http.Response {
 	return &http.Response{StatusCode: 200, Status: "200 OK", Header: http.Header{"Content-Type": {kind}}, Body: io.NopCloser(body)}
 }
 
+// bodyOf is a body as it is written.
+func bodyOf(e *edits) string {
+	_, open := e.write()
+	text, _ := io.ReadAll(open())
+	return string(text)
+}
+
 // TestBodiesThatWorkersGet compares the bodies that workers get with bodiesGolden, byte by byte.
 func TestBodiesThatWorkersGet(t *testing.T) {
 	random := []*regexp.Regexp{regexp.MustCompile(`bootstrap_room":\d+`), regexp.MustCompile(`r-[0-9a-zA-Z]{16,26}`)}
@@ -116,9 +123,9 @@ func TestBodiesThatWorkersGet(t *testing.T) {
 		for _, fleet := range fleets {
 			l := &listener{}
 			p := New(testkit.Defaults[Settings](), Deps{Observer: testkit.SilentObserver{}, Failed: func(uint64) {}, Transport: l, Log: slog.New(slog.DiscardHandler)})
-			u := Upstream{Method: http.MethodPost, Path: request.path, Route: request.path, Header: http.Header{web.HeaderRequest: {"r"}}, RequestID: "r", Body: body.Raw, Parsed: body, EndMarked: true, Paired: fleet.pair != 0}
+			u := Upstream{Method: http.MethodPost, Path: request.path, Route: request.path, Header: http.Header{web.HeaderRequest: {"r"}}, RequestID: "r", Body: body, EndMarked: true, Paired: fleet.pair != 0}
 			if request.path == chatRoute || request.path == completionRoute {
-				u.Head, u.Body, u.HideUsage = AskForUsage(body)
+				u.AskUsage = true
 			}
 			u.PromptTokens = NewPromptTokens(request.path, body, []uint32{1, 2, 3}, func(*kv.Target) bool { return fleet.tokens })
 			if fleet.moves {

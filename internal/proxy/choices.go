@@ -47,16 +47,14 @@ func (*choices) limit(body *jsonbody.Body) (most int, limited bool) {
 	return 0, false
 }
 
-// restOf returns the body of a request for the rest of an answer, with the tokens so far as the
-// member of that key.
-func restOf(s *Migration, body *jsonbody.Body, key, tokens string) *jsonbody.Body {
-	body = body.With(key, tokens)
+// limitRest limits the rest of an answer to what the client still allows, and requests its token ids.
+func limitRest(s *Migration, e *edits) {
 	for _, key := range []string{"max_tokens", "max_completion_tokens", "min_tokens"} {
-		if v := body.Get(key); given(v) {
-			body = body.With(key, strconv.Itoa(max(0, number(v)-s.sent)))
+		if v := e.client.Get(key); given(v) {
+			e.set(key, strconv.Itoa(max(0, number(v)-s.sent)))
 		}
 	}
-	return body.With("return_token_ids", "true")
+	e.set("return_token_ids", "true")
 }
 
 // rewind forgets the tokens without text.

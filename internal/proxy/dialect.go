@@ -17,8 +17,8 @@ type dialect interface {
 	continues(t *kv.Target) bool
 	// limit returns how many tokens the client allows.
 	limit(body *jsonbody.Body) (most int, limited bool)
-	// rest returns the body of a request for the rest of the answer, of which s has the tokens.
-	rest(s *Migration, body *jsonbody.Body) *jsonbody.Body
+	// rest edits a request to be one for the rest of the answer, of which s has the tokens.
+	rest(s *Migration, e *edits)
 	// rewrite appends an event to out as the client gets it, and remembers it.
 	rewrite(s *Migration, out, event []byte, e eventFacts) []byte
 	// hidden returns the part of an event that hides a list of token ids, and what replaces it. The
@@ -78,8 +78,9 @@ type vllmChat struct {
 
 var vllmChats = &choices{text: markContent, object: "chat.completion.chunk", final: `"delta":{}`, stop: "stop_reason", opens: true}
 
-func (vllmChat) rest(s *Migration, body *jsonbody.Body) *jsonbody.Body {
-	return restOf(s, body, "kv_transfer_params", withPromptTokens(body.Get("kv_transfer_params"), s.prompt, s.tokens))
+func (vllmChat) rest(s *Migration, e *edits) {
+	e.set("kv_transfer_params", withPromptTokens(e.client.Get("kv_transfer_params"), s.prompt, s.tokens))
+	limitRest(s, e)
 }
 
 // vllmCompletion is the dialect of vLLM's completions.
@@ -90,6 +91,7 @@ type vllmCompletion struct {
 
 var vllmCompletions = &choices{text: markText, object: "text_completion", final: `"text":""`, stop: "stop_reason"}
 
-func (vllmCompletion) rest(s *Migration, body *jsonbody.Body) *jsonbody.Body {
-	return restOf(s, body, "prompt", tokenList(s.prompt, s.tokens))
+func (vllmCompletion) rest(s *Migration, e *edits) {
+	e.set("prompt", tokenList(s.prompt, s.tokens))
+	limitRest(s, e)
 }

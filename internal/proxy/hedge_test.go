@@ -284,7 +284,7 @@ func TestAPairInDoubtBeginsAsAnother(t *testing.T) {
 		send := func(x *Exchange) (*httptest.ResponseRecorder, error) {
 			w := httptest.NewRecorder()
 			body, _ := jsonbody.Parse([]byte(`{"messages":[],"stream":true}`))
-			u := Upstream{Method: http.MethodPost, Path: testkit.ChatPath, Route: testkit.ChatPath, Header: http.Header{web.HeaderRequest: {"r"}}, Body: body.Raw, Parsed: body, EndMarked: true, MaxRetries: 2, Paired: true}
+			u := Upstream{Method: http.MethodPost, Path: testkit.ChatPath, Route: testkit.ChatPath, Header: http.Header{web.HeaderRequest: {"r"}}, Body: body, EndMarked: true, MaxRetries: 2, Paired: true}
 			return w, f.proxy.Forward(t.Context(), w, u, x, pairsOf{ctx: t.Context(), router: f.router})
 		}
 		for range 10 {

@@ -27,7 +27,7 @@ func (s *Migration) begin(d *router.Decision) {
 
 // migrate continues a stream that broke off with err on other workers, to its end. If that
 // is not possible, the stream ends with an error event.
-func (p *Proxy) migrate(ctx context.Context, w http.ResponseWriter, u Upstream, x *Exchange, t *tries, err error) error {
+func (p *Proxy) migrate(ctx context.Context, w http.ResponseWriter, u *sending, x *Exchange, t *tries, err error) error {
 	s, decided := u.Migration, x.Decision
 	for {
 		worker, failed, ok := blamed(err)
@@ -55,7 +55,7 @@ func (p *Proxy) migrate(ctx context.Context, w http.ResponseWriter, u Upstream, 
 			p.observer.Migrated(result)
 			return p.breakOff(w, x, err, why)
 		}
-		if s.complete(u.Parsed) {
+		if s.complete(u.Body) {
 			w.Write(s.dialect.close(s, nil))
 			http.NewResponseController(w).Flush()
 			x.Usage.Known = true // the worker may have died before it
@@ -69,7 +69,9 @@ func (p *Proxy) migrate(ctx context.Context, w http.ResponseWriter, u Upstream, 
 			return p.breakOff(w, x, err, whyNoWorker)
 		}
 		x.Receipts = append(x.Receipts, decision.Receipts...)
-		if err = p.send(ctx, w, s.rest(u), x, decision, true); err == nil {
+		rest := *u
+		s.rest(&rest.edits)
+		if err = p.send(ctx, w, &rest, x, decision, true); err == nil {
 			break
 		}
 	}

@@ -363,7 +363,7 @@ func FuzzSGLangMigration(f *testing.F) {
 			if len(s.tokens) > len(first)+len(second) {
 				t.Errorf("%d tokens", len(s.tokens))
 			}
-			s.rest(Upstream{Parsed: body})
+			s.rest(&edits{client: body})
 		}
 		if s.dialect != nil {
 			s.dialect.close(s, nil)

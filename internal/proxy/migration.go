@@ -189,11 +189,10 @@ func (s *Migration) rewind() {
 	}
 }
 
-// rest returns u as a request for the rest of the answer.
-func (s *Migration) rest(u Upstream) Upstream {
+// rest edits a request to be one for the rest of the answer.
+func (s *Migration) rest(e *edits) {
 	s.moves, s.sent, s.verified = s.moves+1, len(s.tokens), false
-	u.PromptTokens = nil // they are in it
-	return u.withBody(s.dialect.rest(s, u.Parsed))
+	s.dialect.rest(s, e)
 }
 
 // complete reports whether the answer has all its tokens.

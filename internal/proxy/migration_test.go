@@ -406,8 +406,8 @@ func answerOf(t *testing.T, path, options string, v *writer) (events, result str
 	if !ok {
 		t.Fatal("no JSON")
 	}
-	u := Upstream{Method: http.MethodPost, Path: path, Route: path, Header: http.Header{web.HeaderRequest: {"r"}}, Body: body.Raw, Parsed: body, EndMarked: true, MaxRetries: 2}
-	u.Head, u.Body, u.HideUsage = AskForUsage(body)
+	u := Upstream{Method: http.MethodPost, Path: path, Route: path, Header: http.Header{web.HeaderRequest: {"r"}}, Body: body, EndMarked: true, MaxRetries: 2}
+	u.AskUsage = true
 	u.Migration = NewMigration(path, body, prompt, true, SeveralAnswers(path, body), v.decode)
 	u.PromptTokens = NewPromptTokens(path, body, prompt, func(*kv.Target) bool { return v.tokens })
 	x := &Exchange{}
@@ -459,7 +459,7 @@ func FuzzMigration(f *testing.F) {
 		s.begun, s.added = true, !rest
 		if rest {
 			s.tokens, s.id, s.created = []uint32{1001}, `"a"`, "1"
-			s.rest(Upstream{Parsed: body})
+			s.rest(&edits{client: body})
 		}
 		events := eventScanner{Migration: s}
 		var out []byte

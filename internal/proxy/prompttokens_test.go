@@ -94,8 +94,8 @@ func tokenRequest(t *testing.T, path, text string) Upstream {
 	if !ok {
 		t.Fatalf("%s is no object", text)
 	}
-	u := Upstream{Method: http.MethodPost, Path: path, Route: path, Header: http.Header{}, Body: body.Raw, Parsed: body, MaxRetries: 2}
-	u.Head, u.Body, u.HideUsage = AskForUsage(body)
+	u := Upstream{Method: http.MethodPost, Path: path, Route: path, Header: http.Header{}, Body: body, MaxRetries: 2}
+	u.AskUsage = true
 	u.PromptTokens = NewPromptTokens(path, body, []uint32{1, 2, 3}, func(*kv.Target) bool { return true })
 	return u
 }

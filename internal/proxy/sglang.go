@@ -202,8 +202,9 @@ func newSGLangCompletion() *sglangCompletion {
 	return d
 }
 
-func (*sglangCompletion) rest(s *Migration, body *jsonbody.Body) *jsonbody.Body {
-	return restOf(s, body, "prompt", tokenList(s.prompt, s.tokens))
+func (*sglangCompletion) rest(s *Migration, e *edits) {
+	e.set("prompt", tokenList(s.prompt, s.tokens))
+	limitRest(s, e)
 }
 
 // rewind also cuts a character that is not whole.

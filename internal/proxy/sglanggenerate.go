@@ -42,7 +42,8 @@ func (*sglangGenerate) limit(body *jsonbody.Body) (most int, limited bool) {
 	return most, most > 0
 }
 
-func (g *sglangGenerate) rest(s *Migration, body *jsonbody.Body) *jsonbody.Body {
+func (g *sglangGenerate) rest(s *Migration, e *edits) {
+	body := e.client
 	var fields, less []jsonbody.Field
 	for _, m := range jsonbody.Members(body.Get("sampling_params")) {
 		fields = append(fields, jsonbody.Field{Key: m.Key, Raw: m.Value.Raw})
@@ -53,11 +54,11 @@ func (g *sglangGenerate) rest(s *Migration, body *jsonbody.Body) *jsonbody.Body 
 	if most, limited := g.limit(body); limited {
 		less = append(less, jsonbody.Field{Key: "max_new_tokens", Raw: strconv.Itoa(most - s.sent)})
 	}
-	body = body.With("sampling_params", string(jsonbody.AppendObject(nil, jsonbody.MergeFields(fields, less))))
+	e.set("sampling_params", string(jsonbody.AppendObject(nil, jsonbody.MergeFields(fields, less))))
 	if body.Get("text").Exists() {
-		body = body.With("text", "null") // which has precedence
+		e.set("text", "null") // which has precedence
 	}
-	return body.With("input_ids", tokenList(s.prompt, s.tokens))
+	e.set("input_ids", tokenList(s.prompt, s.tokens))
 }
 
 // rewrite: events without new text, whose tokens may be a part of a character, wait for the next
