@@ -210,3 +210,30 @@ func (g choosesOne) RoutePair([]uint64, string) (pair router.Pair, err error) {
 func (choosesOne) Rebook(d router.Decision, _ kv.WorkerKey) (router.Decision, error) { return d, nil }
 
 func (choosesOne) IsUp(kv.Target) bool { return true }
+
+// TestRanksAreNamed: in a header, and for SGLang's own route in the body, where it reads no header.
+func TestRanksAreNamed(t *testing.T) {
+	for _, test := range []struct {
+		ranks      int
+		path, body string
+		want       string
+	}{
+		{2, generateRoute, `{ "text":"a"}`, `{"routed_dp_rank":1, "text":"a"}`},
+		{2, generateRoute, `{"text":"a", "routed_dp_rank":0}`, `{"routed_dp_rank":1,"text":"a"}`}, // the router's, since it has counted on it
+		{2, generateRoute, `{"text":"a", "routed_dp_r\u0061nk":null,"routed_dp_rank":0}`, `{"routed_dp_rank":1,"text":"a"}`},
+		{1, generateRoute, `{ "text":"a"}`, `{ "text":"a"}`},
+		{1, generateRoute, `{"text":"a", "routed_dp_rank":0}`, `{"text":"a", "routed_dp_rank":0}`},
+		{2, completionRoute, `{ "text":"a"}`, `{ "text":"a"}`},
+	} {
+		u := &Upstream{Method: http.MethodPost, Route: test.path, Path: test.path, Body: parsed(t, test.body)}
+		target := kv.Target{Key: kv.WorkerKey{Rank: 1}, URL: "http://a", Engine: kv.EngineSGLang, Ranks: test.ranks}
+		request, err := new(Proxy).request(t.Context(), &sending{Upstream: u, edits: editsOf(u)}, target)
+		if err != nil {
+			t.Fatal(err)
+		}
+		got, _ := io.ReadAll(request.Body)
+		if rank := request.Header.Get(web.HeaderRank); string(got) != test.want || (rank == "1") != (test.ranks > 1) {
+			t.Errorf("%d ranks, %s: %s, rank %q", test.ranks, test.path, got, rank)
+		}
+	}
+}
