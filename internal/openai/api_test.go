@@ -318,47 +318,6 @@ func (h *testAPI) metrics(t *testing.T) string {
 	return string(page)
 }
 
-func TestFailureBeforeTheFirstByteIsTriedElsewhere(t *testing.T) {
-	tests := []struct {
-		name  string
-		serve http.HandlerFunc // nil: nothing listens
-	}{
-		{"nothing listens", nil},
-		{"connection closed without an answer", hangUp},
-		{"engine error", func(w http.ResponseWriter, _ *http.Request) { http.Error(w, "EngineDeadError", 500) }},
-		{"not ready", func(w http.ResponseWriter, _ *http.Request) { http.Error(w, "", http.StatusServiceUnavailable) }},
-		{"stream header, then death", func(w http.ResponseWriter, r *http.Request) {
-			w.Header().Set("Content-Type", "text/event-stream")
-			w.WriteHeader(200)
-			http.NewResponseController(w).Flush()
-			panic(http.ErrAbortHandler)
-		}},
-		{"stream whose first event is an engine error", testkit.StreamOf(`{"error":{"message":"EngineCore died","code":500}}`, "[DONE]")},
-		{"half a JSON answer", func(w http.ResponseWriter, r *http.Request) {
-			w.Header().Set("Content-Length", "1000")
-			io.WriteString(w, `{"choices":`)
-			panic(http.ErrAbortHandler)
-		}},
-	}
-	for _, test := range tests {
-		t.Run(test.name, func(t *testing.T) {
-			first := deadURL(t)
-			if test.serve != nil {
-				first = testkit.NewFakeWorker(t, test.serve).URL
-			}
-			second := testkit.NewFakeWorker(t, testkit.StreamOf(testkit.TokenEvent, "[DONE]"))
-			h := newTestAPI(t, setup{}, first, second.URL)
-			response, answer := h.post(t, testkit.ChatPath, `{"stream":true}`)
-			if response.StatusCode != 200 || response.Header.Get(web.HeaderWorker) != "1" || !strings.Contains(answer, testkit.TokenEvent) {
-				t.Errorf("%d from worker %s: %s", response.StatusCode, response.Header.Get(web.HeaderWorker), answer)
-			}
-			if w := <-h.failed; w != 0 {
-				t.Errorf("worker %d was blamed", w)
-			}
-		})
-	}
-}
-
 func TestWorkersThatAllFailGiveOneError(t *testing.T) {
 	h := newTestAPI(t, setup{}, deadURL(t), deadURL(t), deadURL(t))
 	response, answer := h.post(t, testkit.ChatPath, `{"messages":[]}`)
@@ -367,20 +326,6 @@ func TestWorkersThatAllFailGiveOneError(t *testing.T) {
 	}
 	if n := len(h.failed); n != 2 {
 		t.Errorf("%d workers were tried, want 2: one and one other", n)
-	}
-}
-
-func TestAnEnginesOwnErrorsReachTheClient(t *testing.T) {
-	for _, status := range []int{400, 404, 422, 429, 500} {
-		worker := testkit.NewFakeWorker(t, func(w http.ResponseWriter, _ *http.Request) {
-			w.WriteHeader(status)
-			io.WriteString(w, `{"error":{"message":"mine"}}`)
-		})
-		h := newTestAPI(t, setup{}, worker.URL)
-		response, answer := h.post(t, testkit.ChatPath, `{}`)
-		if response.StatusCode != status || answer != `{"error":{"message":"mine"}}` {
-			t.Errorf("%d: %d %s", status, response.StatusCode, answer)
-		}
 	}
 }
 

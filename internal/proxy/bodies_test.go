@@ -2,7 +2,6 @@ package proxy
 
 import (
 	"bytes"
-	"context"
 	"errors"
 	"flag"
 	"fmt"
@@ -133,14 +132,23 @@ func TestBodiesThatWorkersGet(t *testing.T) {
 			}
 			target := fleet.target
 			target.URL, target.Ranks = "http://a", max(1, target.Ranks)
-			target.Key.Rank = uint32(target.Ranks - 1)
-			one := router.Decision{Target: target}
+			target.Key.Rank, target.Disagg.Kind = uint32(target.Ranks-1), fleet.pair
+			c := &fleetChooser{router: routertest.New(t, "round-robin", 0), ctx: t.Context()}
 			if fleet.pulls {
-				one.Source = &kv.Target{Disagg: kv.Disagg{P2P: kv.Bootstrap{Host: "p", Port: 5710}}}
+				c.decided = func(d *router.Decision) {
+					d.Source = &kv.Target{Disagg: kv.Disagg{P2P: kv.Bootstrap{Host: "p", Port: 5710}}}
+				}
 			}
-			rt := routertest.New(t, "round-robin", 0)
-			rt.Up(kv.Target{})
-			_ = p.Forward(t.Context(), httptest.NewRecorder(), u, &Exchange{}, choosesOne{rt, one, fleet.pair})
+			for i := range uint64(3) { // of a pair's, the first one computes prompts
+				if target.Key.Worker, target.Bootstrap = i, (kv.Bootstrap{}); fleet.pair != 0 {
+					target.Role = kv.RoleDecode
+				}
+				if fleet.pair != 0 && i == 0 {
+					target.Role, target.Bootstrap = kv.RolePrefill, kv.Bootstrap{Host: "h", Port: 8998}
+				}
+				c.router.Up(target)
+			}
+			_ = p.Forward(t.Context(), httptest.NewRecorder(), u, &Exchange{}, c)
 			p.Close()
 			if fleet.pair == kv.KindSGLang { // both legs are sent at once
 				slices.Sort(l.got)
@@ -175,41 +183,6 @@ func TestBodiesThatWorkersGet(t *testing.T) {
 		t.Errorf("%d lines, want %d", len(got), len(wanted))
 	}
 }
-
-// choosesOne is a chooser that chooses the worker of that decision, or a pair of that kind, whatever
-// has failed.
-type choosesOne struct {
-	router *router.Router
-	one    router.Decision
-	kind   kv.Kind
-}
-
-func (g choosesOne) Route([]uint64) (router.Decision, error) {
-	d, err := g.router.Route(context.Background(), router.Request{})
-	d.Target, d.Source = g.one.Target, g.one.Source
-	return d, err
-}
-
-func (g choosesOne) Continue([]uint64, []uint32) (router.Decision, error) { return g.Route(nil) }
-
-func (g choosesOne) Beside(context.Context, []uint64) (router.Pair, error) {
-	return router.Pair{}, router.ErrNoWorker
-}
-
-func (choosesOne) Answers(router.Pair) {}
-
-func (g choosesOne) RoutePair([]uint64, string) (pair router.Pair, err error) {
-	pair.Prefill, _ = g.Route(nil)
-	pair.Decode, err = g.Route(nil)
-	pair.Prefill.Target.Disagg = kv.Disagg{Role: kv.RolePrefill, Kind: g.kind, Bootstrap: kv.Bootstrap{Host: "h", Port: 8998}}
-	pair.Decode.Target.Disagg = kv.Disagg{Role: kv.RoleDecode, Kind: g.kind}
-	pair.Decode.Target.Key.Worker = 1
-	return pair, err
-}
-
-func (choosesOne) Rebook(d router.Decision, _ kv.WorkerKey) (router.Decision, error) { return d, nil }
-
-func (choosesOne) IsUp(kv.Target) bool { return true }
 
 // TestRanksAreNamed: in a header, and for SGLang's own route in the body, where it reads no header.
 func TestRanksAreNamed(t *testing.T) {

@@ -50,6 +50,10 @@ func TestEveryEndOfARequestIsToldOnce(t *testing.T) {
 			io.WriteString(w, stream)
 		}
 	}
+	announced := func(w http.ResponseWriter, r *http.Request) {
+		w.Header().Set("Content-Length", "1000")
+		status(200, `{"choices":`)(w, r)
+	}
 	const (
 		stopped = `{"choices":[{"finish_reason":"stop"}],"usage":{"prompt_tokens":9,"completion_tokens":3}}`
 		lastOne = `{"choices":[{"delta":{},"finish_reason":"length"}]}`
@@ -95,6 +99,10 @@ func TestEveryEndOfARequestIsToldOnce(t *testing.T) {
 
 		{"answered by the second", "", 0, []http.HandlerFunc{nil, status(200, stopped)}, []policytest.ToldEnding{{Ending: policy.Failed, TokensOut: 0}, {Ending: policy.Finished, TokensOut: 3}}},
 		{"answered by the second after an engine error", "", 0, []http.HandlerFunc{status(503, ``), status(200, stopped)}, []policytest.ToldEnding{{Ending: policy.Failed, TokensOut: 0}, {Ending: policy.Finished, TokensOut: 3}}},
+		{"answered by the second after the connection is closed", "", 0, []http.HandlerFunc{hangUp, testkit.StreamOf(testkit.TokenEvent, "[DONE]")}, []policytest.ToldEnding{{Ending: policy.Failed, TokensOut: 0}, {Ending: policy.Finished, TokensOut: 0}}},
+		{"answered by the second after a stream's head", "", 0, []http.HandlerFunc{then(testkit.StreamOf(), abort), testkit.StreamOf(testkit.TokenEvent, "[DONE]")}, []policytest.ToldEnding{{Ending: policy.Failed, TokensOut: 0}, {Ending: policy.Finished, TokensOut: 0}}},
+		{"answered by the second after a stream that begins with an engine error", "", 0, []http.HandlerFunc{testkit.StreamOf(`{"error":{"message":"EngineCore died","code":500}}`, "[DONE]"), testkit.StreamOf(testkit.TokenEvent, "[DONE]")}, []policytest.ToldEnding{{Ending: policy.Failed, TokensOut: 0}, {Ending: policy.Finished, TokensOut: 0}}},
+		{"answered by the second after half an answer", "", 0, []http.HandlerFunc{then(announced, abort), testkit.StreamOf(testkit.TokenEvent, "[DONE]")}, []policytest.ToldEnding{{Ending: policy.Failed, TokensOut: 0}, {Ending: policy.Finished, TokensOut: 0}}},
 		{"answered by none", "", 0, []http.HandlerFunc{hangUp, status(500, ``)}, []policytest.ToldEnding{{Ending: policy.Failed, TokensOut: 0}, {Ending: policy.Failed, TokensOut: 0}}},
 		{"client's mistake at the second", "", 0, []http.HandlerFunc{hangUp, status(400, `{}`)}, []policytest.ToldEnding{{Ending: policy.Failed, TokensOut: 0}, {Ending: policy.Abandoned, TokensOut: 0}}},
 	} {
@@ -122,6 +130,9 @@ func TestEveryEndOfARequestIsToldOnce(t *testing.T) {
 				t.Errorf("told %v, want %v", got, c.want)
 			}
 			policy.OncePerDecision(t)
+			if blamed := h.blamed(); len(c.want) > 1 && (len(blamed) == 0 || blamed[0] != 0) {
+				t.Errorf("blamed are %v", blamed)
+			}
 		})
 	}
 }

@@ -195,9 +195,7 @@ func newFarPair(b *testing.B, kind kv.Kind, way time.Duration) func() float64 {
 	return func() float64 {
 		u := Upstream{Method: http.MethodPost, Path: testkit.ChatPath, Header: http.Header{}, Body: body, Route: testkit.ChatPath, Paired: true}
 		x, began := &Exchange{}, time.Now()
-		err := pairs.Forward(b.Context(), httptest.NewRecorder(), u, x, choosePair(func() (router.Pair, error) {
-			return r.RoutePair(b.Context(), router.Request{Tokens: tokens}, router.PairRule{})
-		}))
+		err := pairs.Forward(b.Context(), httptest.NewRecorder(), u, x, &fleetChooser{router: r, ctx: b.Context(), request: router.Request{Tokens: tokens}})
 		if err != nil || x.Shared == nil || x.FirstChunk.IsZero() {
 			b.Fatalf("%+v: %v", x, err)
 		}

@@ -425,7 +425,7 @@ func (h *pairFleet) forward(w http.ResponseWriter, r *http.Request) {
 	if h.router.Several() {
 		u.Migration = NewMigration(path, body, prompt, true, false, nil)
 	}
-	c := &fleetChooser{router: h.router, ctx: r.Context(), enforce: h.proxy.settings.EnforceDisagg}
+	c := &fleetChooser{router: h.router, ctx: r.Context(), rule: router.PairRule{Enforce: h.proxy.settings.EnforceDisagg}}
 	c.request = router.Request{Tokens: prompt, NumTokens: len(prompt), Model: "m"}
 	if u.Paired {
 		u.Aggregated, c.request.Kinds = WhyWhole(path, body, false, false)
@@ -446,42 +446,6 @@ func (h *pairFleet) forward(w http.ResponseWriter, r *http.Request) {
 	}
 	h.ended <- x
 }
-
-// fleetChooser is a Chooser of a router's workers.
-type fleetChooser struct {
-	router  *router.Router
-	ctx     context.Context
-	request router.Request
-	enforce bool
-}
-
-func (c *fleetChooser) Route(exclude []uint64) (router.Decision, error) {
-	request := c.request
-	request.Exclude = exclude
-	return c.router.Route(c.ctx, request)
-}
-
-func (c *fleetChooser) Continue(exclude []uint64, answered []uint32) (router.Decision, error) {
-	return c.Route(exclude)
-}
-
-func (c *fleetChooser) RoutePair(exclude []uint64, why string) (router.Pair, error) {
-	request := c.request
-	request.Exclude = exclude
-	return c.router.RoutePair(c.ctx, request, router.PairRule{Whole: why, Enforce: c.enforce})
-}
-
-func (c *fleetChooser) Beside(context.Context, []uint64) (router.Pair, error) {
-	return router.Pair{}, router.ErrNoWorker
-}
-
-func (*fleetChooser) Answers(router.Pair) {}
-
-func (c *fleetChooser) Rebook(d router.Decision, to kv.WorkerKey) (router.Decision, error) {
-	return c.router.Rebook(c.request, d, to)
-}
-
-func (c *fleetChooser) IsUp(t kv.Target) bool { return c.router.IsUp(t) }
 
 // post sends a body and returns the whole answer.
 func (h *pairFleet) post(t testing.TB, path, body string, headers ...string) (*http.Response, string) {

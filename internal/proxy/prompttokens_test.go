@@ -249,9 +249,7 @@ func TestBothLegsGetTheTokensOfPrompts(t *testing.T) {
 				u := tokenRequest(t, path, text)
 				u.PromptTokens.takes, u.Paired = c.take, true
 				w := httptest.NewRecorder()
-				err := p.Forward(t.Context(), w, u, &Exchange{}, choosePair(func() (router.Pair, error) {
-					return rt.RoutePair(t.Context(), router.Request{Tokens: make([]uint32, 1000)}, router.PairRule{})
-				}))
+				err := p.Forward(t.Context(), w, u, &Exchange{}, &fleetChooser{router: rt, ctx: t.Context(), request: router.Request{Tokens: make([]uint32, 1000)}})
 				if err != nil || w.Code != http.StatusOK || got.String() != c.want {
 					t.Errorf("requests %s, want %s; the client got %d, %v: %s", got.String(), c.want, w.Code, err, w.Body)
 				}
