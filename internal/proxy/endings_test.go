@@ -230,6 +230,7 @@ func TestEveryEndOfAPairIsTold(t *testing.T) {
 			}
 			policy.OncePerDecision(t)
 			h.counts(t, 1, c.kind, c.result)
+			h.counts(t, len(slices.DeleteFunc(slices.Clone(c.want), func(e policytest.ToldEnding) bool { return e != failed })), "engine failed")
 			if x := <-h.ended; x.Status != c.status || x.Worker != c.worker {
 				t.Errorf("status %d of worker %s", x.Status, x.Worker)
 			}
@@ -239,39 +240,6 @@ func TestEveryEndOfAPairIsTold(t *testing.T) {
 					t.Errorf("%s is told: %v", name, !want)
 				}
 			}
-		})
-	}
-}
-
-// TestFailuresOfLegsAreEngineErrors is about Observer.EngineFailed.
-func TestFailuresOfLegsAreEngineErrors(t *testing.T) {
-	for _, c := range []struct {
-		name   string
-		kind   kv.Kind
-		broken uint64 // worker
-		status int    // that it answers
-		lost   bool   // the bootstrap server is
-		want   int
-	}{
-		{"prefill error", kv.KindNIXL, 0, 500, false, 1},
-		{"prefill refusal", kv.KindNIXL, 0, 400, false, 0},
-		{"decode error", kv.KindNIXL, 10, 500, false, 1},
-		{"no bootstrap server", kv.KindMooncake, 0, 500, true, 1},
-	} {
-		t.Run(c.name, func(t *testing.T) {
-			h := newPairFleet(t, Settings{}, c.kind, 1, 1, func(id uint64, serve engineServe) engineServe {
-				if id == c.broken {
-					return answersStatus(c.status)
-				}
-				return serve
-			})
-			if target := h.router.Targets()[0]; c.lost {
-				target.Bootstrap.Port = 1
-				h.router.Up(target)
-			}
-			h.post(t, testkit.ChatPath, sharedChat(false))
-			h.settled(t)
-			h.counts(t, c.want, "engine failed")
 		})
 	}
 }

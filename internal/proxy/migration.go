@@ -197,8 +197,8 @@ func (s *Migration) rest(e *edits) {
 
 // complete reports whether the answer has all its tokens.
 func (s *Migration) complete(body *jsonbody.Body) bool {
-	most, limited := s.dialect.limit(body)
-	return s.finished || limited && len(s.tokens) >= most
+	most := TokenLimit(s.route, body)
+	return s.finished || most > 0 && len(s.tokens) >= most
 }
 
 // appendTokens appends token ids, separated by commas.

@@ -54,11 +54,7 @@ func (e *PrefillFailure) Unwrap() error { return e.err }
 
 // prefillRefusal is a prefill worker's answer that names the fault of the
 // request: the client gets it.
-type prefillRefusal struct {
-	status int
-	header http.Header
-	body   []byte
-}
+type prefillRefusal struct{ keptAnswer }
 
 func (e *prefillRefusal) Error() string { return fmt.Sprintf("refused with status %d", e.status) }
 
@@ -392,7 +388,7 @@ func (p *Proxy) fetch(ctx context.Context, u *sending, t kv.Target) (answer []by
 	case status/100 == 2:
 		return answer, usage, nil
 	case status/100 == 4 && status != http.StatusRequestTimeout && status != http.StatusTooManyRequests:
-		return nil, usage, &prefillRefusal{status, response.Header, answer}
+		return nil, usage, &prefillRefusal{keptAnswer{status: status, header: response.Header, body: answer}}
 	}
 	return nil, usage, &statusError{response.Status, refusalOf(response.StatusCode, response.Header, u.Route, p.now())}
 }
@@ -421,14 +417,8 @@ func fetchStream(route string, body io.Reader) (Usage, error) {
 
 // relay answers the client with the prefill worker's refusal.
 func (e *prefillRefusal) relay(w http.ResponseWriter, u *sending, x *Exchange) error {
-	if x.Shared != nil {
-		x.Worker = x.Shared.Worker
-	}
-	writeHead(w, &http.Response{StatusCode: e.status, Header: e.header}, u, x)
-	if _, err := w.Write(e.body); err != nil {
-		return errors.Join(ErrAnswered, err)
-	}
-	return nil
+	e.decision, e.worker = x.Decision, x.Shared.Worker
+	return e.keptAnswer.relay(w, u, x)
 }
 
 // decodeLimit returns the time that a decode leg may take from its prefill leg's end: to
