@@ -32,7 +32,7 @@ type dialect interface {
 }
 
 // dialectOf returns the dialect of a worker's answer to a request. nil: it cannot be continued,
-// and why says so.
+// and why says so, as with all chats of SGLang.
 func dialectOf(route string, t *kv.Target, body *jsonbody.Body) (d dialect, why string) {
 	switch sglang := t.RunsSGLang(); {
 	case route == generateRoute && !sglang:
@@ -92,11 +92,6 @@ type vllmCompletion struct {
 
 var vllmCompletions = &choices{text: markText, object: "text_completion", final: `"text":""`, stop: "stop_reason"}
 
-func (vllmCompletion) rest(s *Migration, e *edits) {
-	e.set("prompt", tokenList(s.prompt, s.tokens))
-	limitRest(s, e)
-}
-
 // Marks in events. None of them can stand inside of a JSON string, whose quotes are escaped.
 var (
 	markIDs       = []byte(`"token_ids":[`)
@@ -121,6 +116,12 @@ type choices struct {
 	opens  bool   // an event without tokens opens the answer
 
 	sglang *sglang // what SGLang's answers need; nil: it is vLLM's
+}
+
+// rest requests the rest of a completion.
+func (*choices) rest(s *Migration, e *edits) {
+	e.set("prompt", tokenList(s.prompt, s.tokens))
+	limitRest(s, e)
 }
 
 // limitRest limits the rest of an answer to what the client still allows, and requests its token ids.
@@ -322,10 +323,10 @@ func (s *Migration) renumber(event []byte) []byte {
 		return event
 	}
 	from := len("data:")
-	var edits []edit
+	var patches []patch
 	change := func(path, value string) {
 		if v := gjson.GetBytes(event[from:], path); v.Index > 0 && value != "" {
-			edits = append(edits, edit{from + v.Index, len(v.Raw), value})
+			patches = append(patches, patch{from + v.Index, len(v.Raw), value})
 		}
 	}
 	change("id", s.id)
@@ -341,7 +342,7 @@ func (s *Migration) renumber(event []byte) []byte {
 			}
 		}
 	}
-	return applied(event, edits)
+	return applied(event, patches)
 }
 
 // close appends what is missing of an answer whose last token has come: its finish reason if
@@ -353,7 +354,8 @@ func (c *choices) close(s *Migration, out []byte) []byte {
 	}
 	if s.usage && !s.counted {
 		prompt, tokens := len(s.prompt), len(s.tokens)
-		out = fmt.Appendf(out, `%s"choices":[],"usage":{"prompt_tokens":%d,"total_tokens":%d,"completion_tokens":%d,`, head, prompt, prompt+tokens, tokens)
+		out = fmt.Appendf(out, `%s"choices":[],"usage":{"prompt_tokens":%d,"total_tokens":%d,"completion_tokens":%d,`,
+			head, prompt, prompt+tokens, tokens)
 		out = fmt.Appendf(out, `"prompt_tokens_details":{"cached_tokens":%d}%s}}`+"\n\n", s.cached, c.usage)
 	}
 	return append(out, "data: [DONE]\n\n"...)

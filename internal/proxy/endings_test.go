@@ -29,6 +29,14 @@ const usageEvent = `{"choices":[],"usage":{"prompt_tokens":9,"completion_tokens"
 // TestEveryEndOfARequestIsToldOnce pins what a policy hears for each way in
 // which a request can end on the OpenAI side.
 func TestEveryEndOfARequestIsToldOnce(t *testing.T) {
+	type (
+		ends    = []policytest.ToldEnding
+		workers = []http.HandlerFunc
+	)
+	failed, left := policytest.ToldEnding{Ending: policy.Failed}, policytest.ToldEnding{Ending: policy.Abandoned}
+	done := func(tokens int) policytest.ToldEnding {
+		return policytest.ToldEnding{Ending: policy.Finished, TokensOut: tokens}
+	}
 	status := func(status int, body string) http.HandlerFunc {
 		return func(w http.ResponseWriter, _ *http.Request) {
 			w.WriteHeader(status)
@@ -63,48 +71,48 @@ func TestEveryEndOfARequestIsToldOnce(t *testing.T) {
 		name    string
 		path    string // empty: chat
 		timeout time.Duration
-		workers []http.HandlerFunc // nil: nothing listens
-		want    []policytest.ToldEnding
+		workers workers // nil: nothing listens
+		want    ends
 	}{
-		{"whole answer", "", 0, []http.HandlerFunc{status(200, stopped)}, []policytest.ToldEnding{{Ending: policy.Finished, TokensOut: 3}}},
-		{"whole answer without usage", "", 0, []http.HandlerFunc{status(200, `{}`)}, []policytest.ToldEnding{{Ending: policy.Finished, TokensOut: 0}}},
-		{"whole stream", "", 0, []http.HandlerFunc{testkit.StreamOf(testkit.TokenEvent, usageEvent, "[DONE]")}, []policytest.ToldEnding{{Ending: policy.Finished, TokensOut: 1}}},
-		{"whole stream without usage", "", 0, []http.HandlerFunc{testkit.StreamOf(testkit.TokenEvent, "[DONE]")}, []policytest.ToldEnding{{Ending: policy.Finished, TokensOut: 0}}},
-		{"stream with a reason and no last event", "", 0, []http.HandlerFunc{testkit.StreamOf(notLast, lastOne)}, []policytest.ToldEnding{{Ending: policy.Finished, TokensOut: 0}}},
-		{"stream that hangsUp off after its last event", "", 0, []http.HandlerFunc{then(testkit.StreamOf(testkit.TokenEvent, "[DONE]"), abort)}, []policytest.ToldEnding{{Ending: policy.Finished, TokensOut: 0}}},
-		{"stream of the messages API", "/v1/messages", 0, []http.HandlerFunc{raw(testkit.MessagesStream)}, []policytest.ToldEnding{{Ending: policy.Finished, TokensOut: 3}}},
-		{"stream of the responses API", "/v1/responses", 0, []http.HandlerFunc{raw(testkit.ResponsesStream)}, []policytest.ToldEnding{{Ending: policy.Finished, TokensOut: 2}}},
-		{"stream of which no end is known", "/v1/audio/transcriptions", 0, []http.HandlerFunc{testkit.StreamOf(testkit.TokenEvent)}, []policytest.ToldEnding{{Ending: policy.Finished, TokensOut: 0}}},
+		{"whole answer", "", 0, workers{status(200, stopped)}, ends{done(3)}},
+		{"whole answer without usage", "", 0, workers{status(200, `{}`)}, ends{done(0)}},
+		{"whole stream", "", 0, workers{testkit.StreamOf(testkit.TokenEvent, usageEvent, "[DONE]")}, ends{done(1)}},
+		{"whole stream without usage", "", 0, workers{testkit.StreamOf(testkit.TokenEvent, "[DONE]")}, ends{done(0)}},
+		{"stream with a reason and no last event", "", 0, workers{testkit.StreamOf(notLast, lastOne)}, ends{done(0)}},
+		{"stream that breaks off after its last event", "", 0, workers{then(testkit.StreamOf(testkit.TokenEvent, "[DONE]"), abort)}, ends{done(0)}},
+		{"stream of the messages API", "/v1/messages", 0, workers{raw(testkit.MessagesStream)}, ends{done(3)}},
+		{"stream of the responses API", "/v1/responses", 0, workers{raw(testkit.ResponsesStream)}, ends{done(2)}},
+		{"stream of which no end is known", "/v1/audio/transcriptions", 0, workers{testkit.StreamOf(testkit.TokenEvent)}, ends{done(0)}},
 
-		{"client's mistake", "", 0, []http.HandlerFunc{status(400, `{"error":{"code":400}}`)}, []policytest.ToldEnding{{Ending: policy.Abandoned, TokensOut: 0}}},
-		{"client's mistake in a stream", "", 0, []http.HandlerFunc{testkit.StreamOf(`{"error":{"message":"too long","code":400}}`, "[DONE]")}, []policytest.ToldEnding{{Ending: policy.Abandoned, TokensOut: 0}}},
-		{"what no worker can", "", 0, []http.HandlerFunc{status(501, `{}`)}, []policytest.ToldEnding{{Ending: policy.Abandoned, TokensOut: 0}}},
-		{"aborted at the engine", "", 0, []http.HandlerFunc{status(200, `{"choices":[{"finish_reason":"abort"}]}`)}, []policytest.ToldEnding{{Ending: policy.Abandoned, TokensOut: 0}}},
-		{"stream aborted at the engine", "", 0, []http.HandlerFunc{testkit.StreamOf(testkit.TokenEvent, `{"choices":[{"finish_reason":"abort"}]}`, "[DONE]")}, []policytest.ToldEnding{{Ending: policy.Abandoned, TokensOut: 0}}},
+		{"client's mistake", "", 0, workers{status(400, `{"error":{"code":400}}`)}, ends{left}},
+		{"client's mistake in a stream", "", 0, workers{testkit.StreamOf(`{"error":{"message":"too long","code":400}}`, "[DONE]")}, ends{left}},
+		{"what no worker can", "", 0, workers{status(501, `{}`)}, ends{left}},
+		{"aborted at the engine", "", 0, workers{status(200, `{"choices":[{"finish_reason":"abort"}]}`)}, ends{left}},
+		{"stream aborted at the engine", "", 0, workers{testkit.StreamOf(testkit.TokenEvent, `{"choices":[{"finish_reason":"abort"}]}`, "[DONE]")}, ends{left}},
 
-		{"engine error", "", 0, []http.HandlerFunc{status(500, `{}`)}, []policytest.ToldEnding{{Ending: policy.Failed, TokensOut: 0}}},
-		{"bad gateway and the like", "", 0, []http.HandlerFunc{status(504, `{}`)}, []policytest.ToldEnding{{Ending: policy.Failed, TokensOut: 0}}},
-		{"engine error as the reason", "", 0, []http.HandlerFunc{status(200, `{"choices":[{"finish_reason":"error"}]}`)}, []policytest.ToldEnding{{Ending: policy.Failed, TokensOut: 0}}},
-		{"nothing listens", "", 0, []http.HandlerFunc{nil}, []policytest.ToldEnding{{Ending: policy.Failed, TokensOut: 0}}},
-		{"connection closed without an answer", "", 0, []http.HandlerFunc{hangUp}, []policytest.ToldEnding{{Ending: policy.Failed, TokensOut: 0}}},
-		{"stream that hangsUp off", "", 0, []http.HandlerFunc{then(testkit.StreamOf(testkit.TokenEvent), abort)}, []policytest.ToldEnding{{Ending: policy.Failed, TokensOut: 0}}},
-		{"stream that ends without saying so", "", 0, []http.HandlerFunc{testkit.StreamOf(notLast, notLast)}, []policytest.ToldEnding{{Ending: policy.Failed, TokensOut: 0}}},
-		{"stream of the messages API that ends without saying so", "/v1/messages", 0, []http.HandlerFunc{raw("event: message_start\ndata: {}\n\n")}, []policytest.ToldEnding{{Ending: policy.Failed, TokensOut: 0}}},
-		{"stream with an engine error", "", 0, []http.HandlerFunc{testkit.StreamOf(`{"error":{"code":500}}`, "[DONE]")}, []policytest.ToldEnding{{Ending: policy.Failed, TokensOut: 0}}},
-		{"stream with an engine error in its middle", "", 0, []http.HandlerFunc{testkit.StreamOf(notLast, `{"error":{"code":500}}`, "[DONE]")}, []policytest.ToldEnding{{Ending: policy.Failed, TokensOut: 0}}},
-		{"half an answer", "", 0, []http.HandlerFunc{then(status(200, `{"choices"`), abort)}, []policytest.ToldEnding{{Ending: policy.Failed, TokensOut: 0}}},
-		{"long answer that hangsUp off", "", 0, []http.HandlerFunc{then(status(200, strings.Repeat(" ", 8<<20+1)), abort)}, []policytest.ToldEnding{{Ending: policy.Failed, TokensOut: 0}}},
-		{"silence", "", 50 * time.Millisecond, []http.HandlerFunc{silence}, []policytest.ToldEnding{{Ending: policy.Failed, TokensOut: 0}}},
-		{"silence in mid-stream", "", 50 * time.Millisecond, []http.HandlerFunc{then(testkit.StreamOf(testkit.TokenEvent), silence)}, []policytest.ToldEnding{{Ending: policy.Failed, TokensOut: 0}}},
+		{"engine error", "", 0, workers{status(500, `{}`)}, ends{failed}},
+		{"bad gateway and the like", "", 0, workers{status(504, `{}`)}, ends{failed}},
+		{"engine error as the reason", "", 0, workers{status(200, `{"choices":[{"finish_reason":"error"}]}`)}, ends{failed}},
+		{"nothing listens", "", 0, workers{nil}, ends{failed}},
+		{"connection closed without an answer", "", 0, workers{hangUp}, ends{failed}},
+		{"stream that breaks off", "", 0, workers{then(testkit.StreamOf(testkit.TokenEvent), abort)}, ends{failed}},
+		{"stream that ends without saying so", "", 0, workers{testkit.StreamOf(notLast, notLast)}, ends{failed}},
+		{"stream of the messages API that ends without saying so", "/v1/messages", 0, workers{raw("event: message_start\ndata: {}\n\n")}, ends{failed}},
+		{"stream with an engine error", "", 0, workers{testkit.StreamOf(`{"error":{"code":500}}`, "[DONE]")}, ends{failed}},
+		{"stream with an engine error in its middle", "", 0, workers{testkit.StreamOf(notLast, `{"error":{"code":500}}`, "[DONE]")}, ends{failed}},
+		{"half an answer", "", 0, workers{then(status(200, `{"choices"`), abort)}, ends{failed}},
+		{"long answer that breaks off", "", 0, workers{then(status(200, strings.Repeat(" ", 8<<20+1)), abort)}, ends{failed}},
+		{"silence", "", 50 * time.Millisecond, workers{silence}, ends{failed}},
+		{"silence in mid-stream", "", 50 * time.Millisecond, workers{then(testkit.StreamOf(testkit.TokenEvent), silence)}, ends{failed}},
 
-		{"answered by the second", "", 0, []http.HandlerFunc{nil, status(200, stopped)}, []policytest.ToldEnding{{Ending: policy.Failed, TokensOut: 0}, {Ending: policy.Finished, TokensOut: 3}}},
-		{"answered by the second after an engine error", "", 0, []http.HandlerFunc{status(503, ``), status(200, stopped)}, []policytest.ToldEnding{{Ending: policy.Failed, TokensOut: 0}, {Ending: policy.Finished, TokensOut: 3}}},
-		{"answered by the second after the connection is closed", "", 0, []http.HandlerFunc{hangUp, testkit.StreamOf(testkit.TokenEvent, "[DONE]")}, []policytest.ToldEnding{{Ending: policy.Failed, TokensOut: 0}, {Ending: policy.Finished, TokensOut: 0}}},
-		{"answered by the second after a stream's head", "", 0, []http.HandlerFunc{then(testkit.StreamOf(), abort), testkit.StreamOf(testkit.TokenEvent, "[DONE]")}, []policytest.ToldEnding{{Ending: policy.Failed, TokensOut: 0}, {Ending: policy.Finished, TokensOut: 0}}},
-		{"answered by the second after a stream that begins with an engine error", "", 0, []http.HandlerFunc{testkit.StreamOf(`{"error":{"message":"EngineCore died","code":500}}`, "[DONE]"), testkit.StreamOf(testkit.TokenEvent, "[DONE]")}, []policytest.ToldEnding{{Ending: policy.Failed, TokensOut: 0}, {Ending: policy.Finished, TokensOut: 0}}},
-		{"answered by the second after half an answer", "", 0, []http.HandlerFunc{then(announced, abort), testkit.StreamOf(testkit.TokenEvent, "[DONE]")}, []policytest.ToldEnding{{Ending: policy.Failed, TokensOut: 0}, {Ending: policy.Finished, TokensOut: 0}}},
-		{"answered by none", "", 0, []http.HandlerFunc{hangUp, status(500, ``)}, []policytest.ToldEnding{{Ending: policy.Failed, TokensOut: 0}, {Ending: policy.Failed, TokensOut: 0}}},
-		{"client's mistake at the second", "", 0, []http.HandlerFunc{hangUp, status(400, `{}`)}, []policytest.ToldEnding{{Ending: policy.Failed, TokensOut: 0}, {Ending: policy.Abandoned, TokensOut: 0}}},
+		{"answered by the second", "", 0, workers{nil, status(200, stopped)}, ends{failed, done(3)}},
+		{"answered by the second after an engine error", "", 0, workers{status(503, ``), status(200, stopped)}, ends{failed, done(3)}},
+		{"answered by the second after the connection is closed", "", 0, workers{hangUp, testkit.StreamOf(testkit.TokenEvent, "[DONE]")}, ends{failed, done(0)}},
+		{"answered by the second after a stream's head", "", 0, workers{then(testkit.StreamOf(), abort), testkit.StreamOf(testkit.TokenEvent, "[DONE]")}, ends{failed, done(0)}},
+		{"answered by the second after a stream that begins with an engine error", "", 0, workers{testkit.StreamOf(`{"error":{"message":"EngineCore died","code":500}}`, "[DONE]"), testkit.StreamOf(testkit.TokenEvent, "[DONE]")}, ends{failed, done(0)}},
+		{"answered by the second after half an answer", "", 0, workers{then(announced, abort), testkit.StreamOf(testkit.TokenEvent, "[DONE]")}, ends{failed, done(0)}},
+		{"answered by none", "", 0, workers{hangUp, status(500, ``)}, ends{failed, failed}},
+		{"client's mistake at the second", "", 0, workers{hangUp, status(400, `{}`)}, ends{failed, left}},
 	} {
 		t.Run(c.name, func(t *testing.T) {
 			policy := new(policytest.Clerk)
@@ -204,11 +212,11 @@ func TestEveryEndOfAPairIsTold(t *testing.T) {
 		{"prefill broken", kv.KindNIXL, true, hangsUp, nil, SharedPrefillFailed, "0", 502, ends{failed, left}},
 		{"prefill error", kv.KindSGLang, false, answersStatus(500), neverAnswers, SharedPrefillFailed, "0", 502, ends{failed, left}},
 		{"prefill refuses", kv.KindSGLang, false, answersStatus(400), neverAnswers, SharedRefused, "0", 400, ends{left, left}},
-		{"prefill neverAnswers", kv.KindNIXL, true, neverAnswers, nil, SharedPrefillTimeout, "0", 504, ends{failed, left}},
+		{"prefill hangs", kv.KindNIXL, true, neverAnswers, nil, SharedPrefillTimeout, "0", 504, ends{failed, left}},
 		{"decode broken", kv.KindNIXL, false, nil, hangsUp, SharedDecodeFailed, "10", 502, ends{done, failed}},
 		{"decode error", kv.KindNIXL, true, nil, answersStatus(500), SharedDecodeFailed, "10", 500, ends{done, failed}},
 		{"decode refuses", kv.KindNIXL, false, nil, answersStatus(400), SharedRefused, "10", 400, ends{done, left}},
-		{"decode neverAnswers", kv.KindNIXL, false, nil, neverAnswers, SharedHandoverTimeout, "10", 504, ends{done, left}},
+		{"decode hangs", kv.KindNIXL, false, nil, neverAnswers, SharedHandoverTimeout, "10", 504, ends{done, left}},
 	} {
 		t.Run(c.name, func(t *testing.T) {
 			policy := new(policytest.Clerk)

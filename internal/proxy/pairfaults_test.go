@@ -21,7 +21,7 @@ import (
 type fault struct {
 	name  string
 	stage string // of its answer: before, headers (they have been sent), body (a part of it has)
-	hangs bool   // it says no more; else its connection hangsUp
+	hangs bool   // it says no more; else its connection breaks
 	error bool   // it answers 500, instead
 }
 
@@ -63,7 +63,7 @@ func (f fault) serve(w http.ResponseWriter, r *http.Request, body gjson.Result) 
 		<-r.Context().Done()
 		return
 	}
-	panic(http.ErrAbortHandler) // hangsUp the connection
+	panic(http.ErrAbortHandler) // breaks the connection
 }
 
 const (
@@ -409,7 +409,7 @@ func TestNothingIsSentAgainThatMayHaveBegun(t *testing.T) {
 		for _, test := range []struct {
 			name    string
 			stream  bool
-			prefill bool // its leg hangsUp first
+			prefill bool // its leg breaks first
 			status  int
 			decode  func(w http.ResponseWriter, r *http.Request)
 		}{

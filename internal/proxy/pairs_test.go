@@ -174,40 +174,6 @@ func TestEveryAttemptHasItsOwnRoom(t *testing.T) {
 	}
 }
 
-// TestTransferParametersReachTheDecodeWorkerVerbatim also holds that the client's
-// members keep their order and bytes; fakeProtocol compares the parameters.
-func TestTransferParametersReachTheDecodeWorkerVerbatim(t *testing.T) {
-	tests := []struct {
-		name          string
-		stream        bool
-		more          []jsonbody.Field
-		prefill, drop string // what the prefill leg's body must have, and not
-	}{
-		{"plain", false, nil, `"stream":false,`, ""},
-		{"stream", true, []jsonbody.Field{{Key: "stream_options", Raw: `{"include_usage":true}`}}, `"stream":false,`, "stream_options"},
-		{"limits", false, []jsonbody.Field{{Key: "max_tokens", Raw: "50"}, {Key: "min_tokens", Raw: "9"}, {Key: "temperature", Raw: "0.50"}}, `"max_tokens":1,`, "min_tokens"},
-		{"newer limit", false, []jsonbody.Field{{Key: "max_completion_tokens", Raw: "50"}, {Key: "max_tokens", Raw: "60"}}, `"max_completion_tokens":1,`, `"max_tokens"`},
-		{"unknown members", false, []jsonbody.Field{{Key: "zeta", Raw: `{"b": 1, "a":1e400}`}, {Key: "alpha", Raw: `"\u00e9"`}}, `"zeta":{"b": 1, "a":1e400},"alpha":"\u00e9"`, ""},
-	}
-	for _, test := range tests {
-		t.Run(test.name, func(t *testing.T) {
-			h := newPairFleet(t, Settings{}, kv.KindNIXL, 1, 1, nil)
-			sent := sharedChat(test.stream, test.more...)
-			response, answer := h.post(t, testkit.ChatPath, sent)
-			if response.StatusCode != http.StatusOK || !strings.Contains(answer, "decoded") {
-				t.Fatalf("%s: %s", response.Status, answer)
-			}
-			prefill, decode := h.prefill[0].received()[0], h.decode[0].received()[0]
-			if !strings.Contains(prefill, test.prefill) || test.drop != "" && strings.Contains(prefill, test.drop) {
-				t.Errorf("prefill leg %s", prefill)
-			}
-			if want := sent[1:]; !strings.HasSuffix(decode, want) || !strings.HasPrefix(decode, `{"kv_transfer_params":{ "do_remote_prefill"`) {
-				t.Errorf("decode leg\n%s\ndoes not end as\n%s", decode, want)
-			}
-		})
-	}
-}
-
 func TestWhereNothingIsKeptTheDecodeWorkerComputesThePrompt(t *testing.T) {
 	for _, test := range []struct {
 		kind   kv.Kind
@@ -545,15 +511,4 @@ func TestAnotherPrefillWorkerTakesOverWherePairsAreEnforced(t *testing.T) {
 	if response.StatusCode != http.StatusOK || !strings.Contains(answer, "decoded") || response.Header.Get(HeaderPrefillWorker) != "1" {
 		t.Errorf("%s: %s", response.Status, answer)
 	}
-}
-
-// TestAnsweredWhole: a request without a pair is counted by its reason.
-func TestAnsweredWhole(t *testing.T) {
-	h := newPairFleet(t, Settings{}, kv.KindNIXL, 1, 1, nil)
-	body := sharedChat(false, jsonbody.Field{Key: "n", Raw: "2"})
-	response, answer := h.post(t, testkit.ChatPath, body)
-	if got := h.decode[0].received(); response.StatusCode != http.StatusOK || len(got) != 1 || got[0] != body || response.Header.Get(HeaderPrefillWorker) != "" {
-		t.Errorf("%s: %s, the worker got %q", response.Status, answer, got)
-	}
-	h.counts(t, 1, "whole", wholeAnswers)
 }

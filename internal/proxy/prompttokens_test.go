@@ -105,27 +105,6 @@ const (
 	hiTexts = `"prompt":"hi"`
 )
 
-// TestWorkersGetTheTokensOfPrompts: with the client's members behind them.
-func TestWorkersGetTheTokensOfPrompts(t *testing.T) {
-	for _, c := range []struct {
-		engine           kv.Engine
-		path, body, want string
-	}{
-		{kv.EngineVLLM, chatRoute, `{` + hiChat + `, "seed":1.0}`, `{"kv_transfer_params":{"prompt_token_ids":[1,2,3]},` + hiChat + `, "seed":1.0}`},
-		{kv.EngineSGLang, chatRoute, `{` + hiChat + `, "seed":1.0}`, `{"input_ids":[1,2,3],` + hiChat + `, "seed":1.0}`},
-		{kv.EngineVLLM, completionRoute, `{` + hiTexts + `,"seed":1.0}`, `{"prompt":[1,2,3],"seed":1.0}`},
-		{kv.EngineSGLang, completionRoute, `{"seed":1.0,` + hiTexts + `}`, `{"prompt":[1,2,3],"seed":1.0}`},
-		{kv.EngineVLLM, chatRoute, `{` + hiChat + `,"stream":true}`, `{"kv_transfer_params":{"prompt_token_ids":[1,2,3]},"stream_options":{"include_usage":true},` + hiChat + `,"stream":true}`},
-		{kv.EngineVLLM, completionRoute, `{` + hiTexts + `,"stream":true}`, `{"stream_options":{"include_usage":true},"prompt":[1,2,3],"stream":true}`},
-	} {
-		f := newTokenFleet(t, c.engine, takes)
-		f.send(t, c.path, c.body)
-		if len(f.bodies) != 1 || f.bodies[0] != c.want {
-			t.Errorf("%v %s: %s\nbecame %s\nwant   %s", c.engine, c.path, c.body, f.bodies, c.want)
-		}
-	}
-}
-
 // TestPromptsThatEnginesNeedAsText stay as they are.
 func TestPromptsThatEnginesNeedAsText(t *testing.T) {
 	for _, c := range []struct{ path, body string }{

@@ -32,21 +32,6 @@ func TestTheSourceOfAPullIsToldAsVLLMReadsIt(t *testing.T) {
 	}
 }
 
-func TestPullsLeaveTheRestOfABodyAsItIs(t *testing.T) {
-	source := kv.Target{Disagg: kv.Disagg{P2P: kv.Bootstrap{Host: "h", Port: 5710}}}
-	raw := `{"model" : "m", "messages":[ {"role":"user","content":"a"} ],"x":1.0}`
-	body, ok := jsonbody.Parse([]byte(raw))
-	if !ok {
-		t.Fatal("no JSON")
-	}
-	u := &sending{Upstream: &Upstream{Route: chatRoute, Body: body, RequestID: "r"}, edits: edits{client: body}}
-	new(Proxy).edit(u, &Exchange{Decision: router.Decision{Source: &source}})
-	text := bodyOf(&u.edits)
-	if !gjson.Valid(text) || !strings.HasSuffix(text, raw[1:]) || gjson.Get(text, "kv_transfer_params.remote_kv_source.remote_port").Int() != 5710 {
-		t.Errorf("%s", text)
-	}
-}
-
 func TestRequestsThatCannotPull(t *testing.T) {
 	for _, test := range []struct {
 		route, body string

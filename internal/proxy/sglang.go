@@ -204,11 +204,6 @@ func newSGLangCompletion() *sglangCompletion {
 	return d
 }
 
-func (*sglangCompletion) rest(s *Migration, e *edits) {
-	e.set("prompt", tokenList(s.prompt, s.tokens))
-	limitRest(s, e)
-}
-
 // rewind also cuts a character that is not whole.
 func (d *sglangCompletion) rewind(s *Migration) {
 	if d.rewound(s) {
@@ -229,27 +224,27 @@ func (g *sglang) withoutAgain(s *Migration, event []byte, ended bool) []byte {
 	if !all || text.Index == 0 || rest == "" && len(ids) == 0 && !ended {
 		return nil
 	}
-	edits := []edit{{from + text.Index, len(text.Raw), Quoted(rest)}}
+	patches := []patch{{from + text.Index, len(text.Raw), Quoted(rest)}}
 	if at := bytes.Index(event, markIDs); at >= 0 {
 		at += len(markIDs)
 		if _, length, ok := readTokens(event[at:], nil); ok {
-			edits = append(edits, edit{at - 1, 1 + length, tokenList(ids)})
+			patches = append(patches, patch{at - 1, 1 + length, tokenList(ids)})
 		}
 	}
-	return applied(event, edits)
+	return applied(event, patches)
 }
 
-// edit replaces n bytes at a place.
-type edit struct {
+// patch replaces n bytes at a place.
+type patch struct {
 	at, n int
 	by    string
 }
 
-// applied returns b with edits, which do not overlap.
-func applied(b []byte, edits []edit) (out []byte) {
-	slices.SortFunc(edits, func(a, b edit) int { return cmp.Compare(a.at, b.at) })
+// applied returns b with patches, which do not overlap.
+func applied(b []byte, patches []patch) (out []byte) {
+	slices.SortFunc(patches, func(a, b patch) int { return cmp.Compare(a.at, b.at) })
 	from := 0
-	for _, e := range edits {
+	for _, e := range patches {
 		if e.at < from { // of a member that is there twice
 			continue
 		}
@@ -432,10 +427,10 @@ func (g *sglangGenerate) join(s *Migration, event []byte, at int, ended bool) []
 			return nil
 		}
 	}
-	edits := []edit{{text.Index, len(text.Raw), `"` + g.base + text.Raw[1:]}, {at - 1 - from, 1 + length, tokenList(ids)}}
+	patches := []patch{{text.Index, len(text.Raw), `"` + g.base + text.Raw[1:]}, {at - 1 - from, 1 + length, tokenList(ids)}}
 	change := func(path string, to func(v gjson.Result) string) {
 		if v := gjson.GetBytes(event[from:], path); v.Exists() && v.Index > 0 {
-			edits = append(edits, edit{v.Index, len(v.Raw), to(v)})
+			patches = append(patches, patch{v.Index, len(v.Raw), to(v)})
 		}
 	}
 	as := func(value string) func(gjson.Result) string { return func(gjson.Result) string { return value } }
@@ -448,7 +443,7 @@ func (g *sglangGenerate) join(s *Migration, event []byte, at int, ended bool) []
 	change("meta_info.finish_reason.length", more)
 	change("meta_info.weight_versions.0.end", more)
 	change("prompt_token_ids", func(gjson.Result) string { return tokenList(s.prompt) })
-	return append([]byte("data:"), applied(event[from:], edits)...)
+	return append([]byte("data:"), applied(event[from:], patches)...)
 }
 
 // close: the last event also ends the answer if its limit of tokens is reached.
