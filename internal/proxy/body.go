@@ -27,11 +27,7 @@ func editsOf(u *Upstream) edits {
 }
 
 // add adds members in front of those added before.
-func (e *edits) add(fields ...jsonbody.Field) {
-	if len(fields) > 0 {
-		e.front = slices.Concat(fields, e.front)
-	}
-}
+func (e *edits) add(fields ...jsonbody.Field) { e.front = append(slices.Clip(fields), e.front...) }
 
 // set gives a member of the client's another value.
 func (e *edits) set(key, raw string) {
@@ -43,22 +39,24 @@ func (e *edits) set(key, raw string) {
 // cost a write and two buffers of 32 KB more, which is more than a copy of a small body.
 const joinedBody = 64 << 10
 
-// write returns the length of the body, and what opens a reader of it.
-func (e *edits) write() (length int64, open func() io.Reader) {
-	head, rest := e.bytes()
+// write returns the body, in one part if it is small.
+func (e *edits) write() (head, rest []byte) {
+	head, rest = e.bytes()
 	if len(head) > 0 && len(head)+len(rest) <= joinedBody {
 		head, rest = append(head, rest...), nil
 	}
-	open = func() io.Reader {
-		switch {
-		case len(rest) == 0:
-			return bytes.NewReader(head)
-		case len(head) == 0:
-			return bytes.NewReader(rest)
-		}
-		return io.MultiReader(bytes.NewReader(head), bytes.NewReader(rest))
+	return head, rest
+}
+
+// joined returns a reader of both parts of a body.
+func joined(head, rest []byte) io.Reader {
+	switch {
+	case len(rest) == 0:
+		return bytes.NewReader(head)
+	case len(head) == 0:
+		return bytes.NewReader(rest)
 	}
-	return int64(len(head) + len(rest)), open
+	return io.MultiReader(bytes.NewReader(head), bytes.NewReader(rest))
 }
 
 // bytes returns the body in two parts, so that adding to its beginning copies nothing.
@@ -72,8 +70,7 @@ func (e *edits) bytes() (head, rest []byte) {
 	rest = e.client.Raw
 	var options gjson.Result // the client's
 	asked, place := "", 0    // what takes their place
-	fields := make([]jsonbody.Field, 0, len(e.front)+len(e.sets)+1)
-	fields = append(fields, e.front...)
+	fields := slices.Clip(e.front)
 	if e.usage {
 		if options = e.client.Get("stream_options"); options.Exists() {
 			asked, place = string(askUsage(options)), e.client.Place(options)

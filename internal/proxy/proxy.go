@@ -107,9 +107,9 @@ func (p *Proxy) request(ctx context.Context, u *sending, t kv.Target) (*http.Req
 			u.edits.add(jsonbody.Field{Key: rankKey, Raw: rank})
 		}
 	}
-	if length, open := u.edits.write(); length > 0 {
-		request.ContentLength = length
-		request.GetBody = func() (io.ReadCloser, error) { return io.NopCloser(open()), nil }
+	if head, rest := u.edits.write(); len(head)+len(rest) > 0 {
+		request.ContentLength = int64(len(head) + len(rest))
+		request.GetBody = func() (io.ReadCloser, error) { return io.NopCloser(joined(head, rest)), nil }
 		request.Body, err = request.GetBody()
 	}
 	return request, err
