@@ -289,3 +289,18 @@ func TestAPairInDoubtBeginsAsAnother(t *testing.T) {
 		}
 	})
 }
+
+// TestTheAnswerThatWonIsTheOneThatIsContinued: all that follows reads its state.
+func TestTheAnswerThatWonIsTheOneThatIsContinued(t *testing.T) {
+	body := parsed(t, `{"stream":true,"messages":[]}`)
+	first := &sending{Upstream: &Upstream{Body: body, Migration: NewMigration(chatRoute, body, []uint32{1}, true, false, nil)}, chooser: chooseOne(nil)}
+	tried := &tries{proxy: newTestProxy(t, 0), u: first, x: &Exchange{}}
+	won := &lane{number: firstLane + 1, u: first.beside(), x: &Exchange{}, done: make(chan struct{})}
+	close(won.done)
+	tried.lanes = []*lane{won}
+	tried.hedged.Store(true)
+	tried.won.Store(won.number)
+	if err := tried.join(t.Context(), first, errOutrun); err != nil || tried.u.Migration != won.u.Migration || tried.u.lane != won.number {
+		t.Errorf("%v: it is continued from %p of lane %d, not %p", err, tried.u.Migration, tried.u.lane, won.u.Migration)
+	}
+}
