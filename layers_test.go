@@ -55,17 +55,28 @@ var layers = []map[string]string{
 	{ // showing, offering
 		"telemetry": "fair hints jsonbody jsonlines kv metrics policy proxy router thompson", "selection": "events health hints kv models policy quota replica router thompson web workers",
 		"openai": "cells directives fair health hints jsonbody keys kv models proxy quota router settings tokens tracing web", "extproc": "guard proxy web", "doctor": "cells events kv mocker native probe process settings summary tokens web zmq", "demo": "keys",
-		"page": "fair health jsonbody keys kv models policy proxy router tokens web workers",
+		"page": "fair health jsonbody keys kv metrics models policy proxy router tokens web workers",
 	},
 	{ // looking from elsewhere
 		"top": "page", "batch": "fair hints jsonlines",
 	},
 }
 
-// TestPackagesImportOnlyWhatLiesBelowThem holds what go list says against layers.
+// inTests lists what the tests of a package import beside what it may import itself, and packages
+// for tests. What is not here is a test of another package: its place is there.
+var inTests = map[string]string{
+	"doctor": "vllm", "encode": "chat jsonbody settings", "engine": "radix", "events": "tokens", "extproc": "kv", "jsonbody": "chat",
+	"mocker": "settings", "models": "encode jsonbody settings", "openai": "mocker telemetry", "page": "probe radix", "policies": "hints kv",
+	"policy": "health policies radix router simulate", "proxy": "policies", "radix": "policy router simulate", "reload": "keys telemetry web",
+	"replica": "health", "router": "events policies probe", "selection": "guard probe", "simulate": "mocker",
+	"telemetry": "events guard logs models simulate web workers", "thompson": "radix router", "tokens": "settings", "workers": "vllm zmq",
+	"zmq": "settings",
+}
+
+// TestPackagesImportOnlyWhatLiesBelowThem holds what go list says against layers and inTests.
 func TestPackagesImportOnlyWhatLiesBelowThem(t *testing.T) {
 	const prefix = "kvrouter/internal/"
-	out, err := exec.CommandContext(t.Context(), "go", "list", "-json=ImportPath,Imports", "./...").Output()
+	out, err := exec.CommandContext(t.Context(), "go", "list", "-json=ImportPath,Imports,TestImports,XTestImports", "./...").Output()
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -86,8 +97,8 @@ func TestPackagesImportOnlyWhatLiesBelowThem(t *testing.T) {
 	found := 0
 	for decoder := json.NewDecoder(strings.NewReader(string(out))); ; found++ {
 		var p struct {
-			ImportPath string
-			Imports    []string
+			ImportPath                         string
+			Imports, TestImports, XTestImports []string
 		}
 		if err := decoder.Decode(&p); errors.Is(err, io.EOF) {
 			break
@@ -110,6 +121,13 @@ func TestPackagesImportOnlyWhatLiesBelowThem(t *testing.T) {
 		for _, imported := range p.Imports {
 			if below, ours := strings.CutPrefix(imported, prefix); ours && !slices.Contains(allowed, below) {
 				t.Errorf("package %s may not import %s", name, below)
+			}
+		}
+		allowed = slices.Concat(allowed, strings.Fields(inTests[name]), []string{name})
+		for _, imported := range slices.Concat(p.TestImports, p.XTestImports) {
+			below, ours := strings.CutPrefix(imported, prefix)
+			if ours && !strings.HasPrefix(below, "testkit") && !slices.Contains(allowed, below) {
+				t.Errorf("tests of package %s may not import %s", name, below)
 			}
 		}
 	}

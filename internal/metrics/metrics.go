@@ -1,5 +1,5 @@
 // Package metrics makes Prometheus collectors of values that are read at each scrape, so
-// that a removed worker or model leaves no series behind.
+// that a removed worker or model leaves no series behind, and sums up finished requests.
 package metrics
 
 import (

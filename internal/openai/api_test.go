@@ -24,13 +24,11 @@ import (
 	"kvrouter/internal/models"
 	"kvrouter/internal/proxy"
 	"kvrouter/internal/router"
-	"kvrouter/internal/selection"
 	"kvrouter/internal/telemetry"
 	"kvrouter/internal/testkit"
 	"kvrouter/internal/testkit/routertest"
 	"kvrouter/internal/tokens"
 	"kvrouter/internal/web"
-	"kvrouter/internal/workers"
 )
 
 const completionsPath = "/v1/completions"
@@ -40,7 +38,6 @@ type testAPI struct {
 	*httptest.Server
 	api       *API
 	router    *router.Router
-	selection *httptest.Server
 	telemetry *telemetry.Metrics
 	failed    chan uint64
 	proxy     *proxy.Proxy
@@ -118,11 +115,8 @@ func newTestAPIWith(t testing.TB, rt *router.Router, config setup, model *tokens
 		MinUncachedTokens: config.Proxy.DisaggMinUncachedTokens, EnforceDisagg: config.Proxy.EnforceDisagg, Retries: config.Proxy.Retries,
 	}, Deps{Cell: config.Cell, Keys: ring, Bodies: h.bodies, Models: set, Proxy: h.proxy, Metrics: h.telemetry.Handler(), Observers: []Observer{Traced(nil), h.telemetry}, Log: log})
 	h.Server = httptest.NewServer(h.api)
-	fleet := workers.New(workers.Settings{}, workers.Deps{Index: routertest.Index(h.router), Log: log})
-	h.selection = httptest.NewServer(selection.New(selection.Settings{Host: "127.0.0.1", Keys: web.NewKeys(config.RouterAPIKey)}, selection.Deps{Models: set, Fleet: fleet, Partitions: selection.NewPartitions("m", set), Log: log}).Handler())
 	t.Cleanup(func() {
 		h.Close()
-		h.selection.Close()
 		h.proxy.Close()
 		for _, target := range h.router.Targets() {
 			if n := h.router.Load(target.Key).InFlight; n != 0 {
@@ -324,47 +318,6 @@ func (h *testAPI) metrics(t *testing.T) string {
 	return string(page)
 }
 
-func TestFailureBeforeTheFirstByteIsTriedElsewhere(t *testing.T) {
-	tests := []struct {
-		name  string
-		serve http.HandlerFunc // nil: nothing listens
-	}{
-		{"nothing listens", nil},
-		{"connection closed without an answer", hangUp},
-		{"engine error", func(w http.ResponseWriter, _ *http.Request) { http.Error(w, "EngineDeadError", 500) }},
-		{"not ready", func(w http.ResponseWriter, _ *http.Request) { http.Error(w, "", http.StatusServiceUnavailable) }},
-		{"stream header, then death", func(w http.ResponseWriter, r *http.Request) {
-			w.Header().Set("Content-Type", "text/event-stream")
-			w.WriteHeader(200)
-			http.NewResponseController(w).Flush()
-			panic(http.ErrAbortHandler)
-		}},
-		{"stream whose first event is an engine error", testkit.StreamOf(`{"error":{"message":"EngineCore died","code":500}}`, "[DONE]")},
-		{"half a JSON answer", func(w http.ResponseWriter, r *http.Request) {
-			w.Header().Set("Content-Length", "1000")
-			io.WriteString(w, `{"choices":`)
-			panic(http.ErrAbortHandler)
-		}},
-	}
-	for _, test := range tests {
-		t.Run(test.name, func(t *testing.T) {
-			first := deadURL(t)
-			if test.serve != nil {
-				first = testkit.NewFakeWorker(t, test.serve).URL
-			}
-			second := testkit.NewFakeWorker(t, testkit.StreamOf(testkit.TokenEvent, "[DONE]"))
-			h := newTestAPI(t, setup{}, first, second.URL)
-			response, answer := h.post(t, testkit.ChatPath, `{"stream":true}`)
-			if response.StatusCode != 200 || response.Header.Get(web.HeaderWorker) != "1" || !strings.Contains(answer, testkit.TokenEvent) {
-				t.Errorf("%d from worker %s: %s", response.StatusCode, response.Header.Get(web.HeaderWorker), answer)
-			}
-			if w := <-h.failed; w != 0 {
-				t.Errorf("worker %d was blamed", w)
-			}
-		})
-	}
-}
-
 func TestWorkersThatAllFailGiveOneError(t *testing.T) {
 	h := newTestAPI(t, setup{}, deadURL(t), deadURL(t), deadURL(t))
 	response, answer := h.post(t, testkit.ChatPath, `{"messages":[]}`)
@@ -373,20 +326,6 @@ func TestWorkersThatAllFailGiveOneError(t *testing.T) {
 	}
 	if n := len(h.failed); n != 2 {
 		t.Errorf("%d workers were tried, want 2: one and one other", n)
-	}
-}
-
-func TestAnEnginesOwnErrorsReachTheClient(t *testing.T) {
-	for _, status := range []int{400, 404, 422, 429, 500} {
-		worker := testkit.NewFakeWorker(t, func(w http.ResponseWriter, _ *http.Request) {
-			w.WriteHeader(status)
-			io.WriteString(w, `{"error":{"message":"mine"}}`)
-		})
-		h := newTestAPI(t, setup{}, worker.URL)
-		response, answer := h.post(t, testkit.ChatPath, `{}`)
-		if response.StatusCode != status || answer != `{"error":{"message":"mine"}}` {
-			t.Errorf("%d: %d %s", status, response.StatusCode, answer)
-		}
 	}
 }
 
@@ -497,14 +436,6 @@ func TestKeysGuardBothPorts(t *testing.T) {
 	}
 	if got := worker.Header.Get("Authorization"); got != "" {
 		t.Errorf("the router's key reached the worker: %q", got)
-	}
-	response, err := h.Client().Get(h.selection.URL + "/dump")
-	if err != nil {
-		t.Fatal(err)
-	}
-	response.Body.Close()
-	if response.StatusCode != 401 {
-		t.Errorf("router port without a key: %d", response.StatusCode)
 	}
 }
 
@@ -655,59 +586,6 @@ func TestOtherInferencePathsAreForwarded(t *testing.T) {
 	}
 	if response, _ := h.post(t, "/v1/nothing", `{}`); response.StatusCode != 404 {
 		t.Errorf("an unknown path: %d", response.StatusCode)
-	}
-}
-
-func TestFindBestWorker(t *testing.T) {
-	h := newTestAPI(t, setup{}, "http://a", "http://b")
-	post := func(body string) (int, string) {
-		response, err := h.Client().Post(h.selection.URL+"/find_best_worker", "application/json", strings.NewReader(body))
-		if err != nil {
-			t.Fatal(err)
-		}
-		defer response.Body.Close()
-		answer, _ := io.ReadAll(response.Body)
-		return response.StatusCode, string(answer)
-	}
-	for _, bad := range []string{``, `{}`, `{"local_hashes":[1]}`, `{"local_hashes":[1],"num_tokens":0}`, `{"local_hashes":["x"],"num_tokens":4}`, `{"local_hashes":[1.5],"num_tokens":4}`} {
-		if status, answer := post(bad); status != 400 || !gjson.Get(answer, "error").Exists() {
-			t.Errorf("%s: %d %s", bad, status, answer)
-		}
-	}
-	for want := range 2 {
-		if status, answer := post(`{"local_hashes":[14643705804678351452,-3],"num_tokens":9}`); status != 200 || gjson.Get(answer, "worker_id").Int() != int64(want) {
-			t.Errorf("%d %s", status, answer)
-		}
-	}
-	h.router.Down(kv.WorkerKey{Worker: 0})
-	h.router.Down(kv.WorkerKey{Worker: 1})
-	if status, _ := post(`{"local_hashes":[1],"num_tokens":9}`); status != 503 {
-		t.Errorf("no worker: %d", status)
-	}
-}
-
-func TestOverlapScoresAndDump(t *testing.T) {
-	h := newTestAPI(t, setup{}, "http://a", "http://b")
-	routertest.Hold(h.router, 0, testkit.Tokens(1, 8))
-	routertest.Hold(h.router, 1, testkit.Tokens(1, 4))
-	response, err := h.Client().Post(h.selection.URL+"/overlap_scores", "application/json", strings.NewReader(`{"token_ids":[1,2,3,4,5,6,7,8,9,10,11,12]}`))
-	if err != nil {
-		t.Fatal(err)
-	}
-	body, _ := io.ReadAll(response.Body)
-	response.Body.Close()
-	if g := gjson.ParseBytes(body); g.Get("num_blocks").Int() != 3 || g.Get("workers.0.device_blocks").Int() != 2 || g.Get("workers.1.device_blocks").Int() != 1 {
-		t.Errorf("%s", body)
-	}
-	response, err = h.Client().Get(h.selection.URL + "/dump")
-	if err != nil {
-		t.Fatal(err)
-	}
-	body, _ = io.ReadAll(response.Body)
-	response.Body.Close()
-	if list := gjson.GetBytes(body, "m:default.events").Array(); len(list) != 2 || list[0].Get("event.data.stored.parent_hash").Type != gjson.Null ||
-		fmt.Sprint(list[0].Get("event.data.stored.blocks.#.tokens_hash")) != "[14643705804678351452,16777012769546811212]" {
-		t.Errorf("%s", body)
 	}
 }
 

@@ -63,25 +63,10 @@ func TestBodiesReachWorkersPlain(t *testing.T) {
 			}
 		}
 	}
-	for _, test := range []struct{ path, body string }{{"/busy_threshold", mark + `{"model":"m"}`}, {"/potential_loads", mark + `{"token_ids":[1]}`}} {
-		url := h.URL
-		if test.path != "/busy_threshold" {
-			url = h.selection.URL
-		}
-		for coding, text := range map[string]string{"": test.body, "gzip": zipped(test.body)} {
-			request, _ := http.NewRequest(http.MethodPost, url+test.path, strings.NewReader(text))
-			request.Header.Set("Content-Type", "application/json")
-			if coding != "" {
-				request.Header.Set("Content-Encoding", coding)
-			}
-			response, err := h.Client().Do(request)
-			if err != nil {
-				t.Fatal(err)
-			}
-			response.Body.Close()
-			if response.StatusCode != http.StatusOK {
-				t.Errorf("%s in %q: %d", test.path, coding, response.StatusCode)
-			}
+	const thresholds = mark + `{"model":"m"}`
+	for coding, text := range map[string]string{"identity": thresholds, "gzip": zipped(thresholds)} {
+		if response, answer := h.post(t, "/busy_threshold", text, "Content-Encoding", coding); response.StatusCode != http.StatusOK {
+			t.Errorf("in %q: %s %s", coding, response.Status, answer)
 		}
 	}
 }

@@ -13,7 +13,6 @@ import (
 
 	"github.com/tidwall/gjson"
 
-	"kvrouter/internal/jsonbody"
 	"kvrouter/internal/keys"
 	"kvrouter/internal/kv"
 	"kvrouter/internal/testkit"
@@ -159,34 +158,6 @@ func TestUntrustedClientsNameNoMediaOfOthers(t *testing.T) {
 		body := `{"model":"m","messages":[{"role":"user","content":[{"type":"image_url","image_url":null,"uuid":"a"}]}]}`
 		if response, answer := h.post(t, testkit.ChatPath, body, "Authorization", "Bearer k"); response.StatusCode != want {
 			t.Errorf("keys %s: %d %s", names, response.StatusCode, answer)
-		}
-	}
-}
-
-// TestTheRoutersMemberIsTheOneThatCounts: a client that writes out its nulls is disaggregated as
-// another.
-func TestTheRoutersMemberIsTheOneThatCounts(t *testing.T) {
-	nulls := []string{
-		`"kv_transfer_params":null,"bootstrap_host":null,"bootstrap_port":null,"bootstrap_room":null,"bootstrap_info":null,"rid":null`,
-		`"\u006bv_transfer_params":null,"kv_transfer_params":null,"bootstrap_r\u006fom":null,"bootstrap_room":null`,
-	}
-	for kind, name := range map[kv.Kind]string{kv.KindNIXL: "kv_transfer_params", kv.KindMooncake: "kv_transfer_params", kv.KindSGLang: "bootstrap_room"} {
-		h := newTestPairAPI(t, setup{CollectUsage: true}, kind, 1, 1, nil)
-		for _, more := range nulls {
-			for _, stream := range []bool{false, true} {
-				body := strings.TrimSuffix(sharedChat(stream), "}") + `,"stream_options":null,"max_completion_tokens":null,"return_token_ids":null,` + more + `}`
-				response, answer := h.post(t, testkit.ChatPath, body)
-				if response.StatusCode != http.StatusOK || !strings.Contains(answer, "decoded") {
-					t.Errorf("%s: %d %s", kind, response.StatusCode, answer)
-				}
-				for leg, received := range map[string][]string{"prefill": h.prefill[0].received(), "decode": h.decode[0].received()} {
-					last := received[len(received)-1]
-					got, ok := jsonbody.Parse([]byte(last))
-					if v := got.Get(name); !ok || v.Type == gjson.Null || strings.Count(last, `"`+name+`"`) != 1 && kind != kv.KindSGLang {
-						t.Errorf("%s, %s: %s", kind, leg, last)
-					}
-				}
-			}
 		}
 	}
 }

@@ -9,11 +9,7 @@ import (
 	"strings"
 	"testing"
 
-	"github.com/tidwall/gjson"
-
-	"kvrouter/internal/keys"
 	"kvrouter/internal/kv"
-	"kvrouter/internal/proxy"
 	"kvrouter/internal/testkit"
 	"kvrouter/internal/testkit/nativetest"
 	"kvrouter/internal/testkit/radixtest"
@@ -188,30 +184,6 @@ func TestGenerateGoesToSGLangOnly(t *testing.T) {
 	}
 }
 
-// TestGenerateNamesTheRankInItsBody: SGLang reads no header of it. One of a single
-// rank gets the client's bytes.
-func TestGenerateNamesTheRankInItsBody(t *testing.T) {
-	worker := testkit.NewFakeWorker(t, func(w http.ResponseWriter, _ *http.Request) { io.WriteString(w, `{}`) })
-	for _, test := range []struct {
-		ranks      int
-		path, body string
-		want       string
-	}{
-		{2, generateRoute, `{ "text":"a"}`, `{"routed_dp_rank":1, "text":"a"}`},
-		{2, generateRoute, `{"text":"a", "routed_dp_rank":0}`, `{"routed_dp_rank":1,"text":"a"}`}, // the router's, since it has counted on it
-		{2, generateRoute, `{"text":"a", "routed_dp_r\u0061nk":null,"routed_dp_rank":0}`, `{"routed_dp_rank":1,"text":"a"}`},
-		{1, generateRoute, `{ "text":"a"}`, `{ "text":"a"}`},
-		{1, generateRoute, `{"text":"a", "routed_dp_rank":0}`, `{"text":"a", "routed_dp_rank":0}`},
-		{2, "/v1/completions", `{ "text":"a"}`, `{ "text":"a"}`},
-	} {
-		h := newTestAPIOf(t, setup{Keys: directing}, nil, kv.Target{Key: kv.WorkerKey{Rank: 1}, URL: worker.URL, Engine: kv.EngineSGLang, Ranks: test.ranks})
-		h.post(t, test.path, test.body)
-		if got := worker.Received(); got[len(got)-1] != test.want {
-			t.Errorf("%d ranks, %s: %s", test.ranks, test.path, got[len(got)-1])
-		}
-	}
-}
-
 // TestWhatAClientAbortedIsNotTriedElsewhere: SGLang answers it with 200. vLLM answers
 // so only what it lets go of when it ends.
 func TestWhatAClientAbortedIsNotTriedElsewhere(t *testing.T) {
@@ -248,42 +220,6 @@ func TestTokensOfAnAnswerThatIsTriedAgainAreNotCounted(t *testing.T) {
 		t.Fatal(response.Status)
 	}
 	h.counts(t, testkit.MetricsLines{`kvrouter_prompt_tokens_total{worker_id="0"}`: 0, `kvrouter_prompt_tokens_total{worker_id="1"}`: 0})
-}
-
-// TestPairsServeGenerate: both legs get what they find each other by, and the rest of
-// the body as it is.
-func TestPairsServeGenerate(t *testing.T) {
-	var h *pairAPI
-	h = newTestPairAPI(t, setup{}, kv.KindSGLang, 1, 1, func(id uint64, serve engineServe) engineServe {
-		return func(w http.ResponseWriter, r *http.Request, body gjson.Result) {
-			leg := min(id, 1)
-			if text := []string{"prefill", "decoded"}[leg]; hasRoom(body) {
-				h.protocol.meet(r.Context(), body.Get("bootstrap_room").Raw, int(leg)) // as the real ones wait for each other
-				fmt.Fprintf(w, `{"text":%q,"meta_info":{"finish_reason":{"type":"length"},"prompt_tokens":9,"completion_tokens":4,"cached_tokens":4}}`, text)
-				return
-			}
-			fakeRefusal(w, body.Raw)
-		}
-	})
-	const rest = `"text": "a prompt of some length", "sampling_params":{"max_new_tokens":4}}`
-	response, answer := h.post(t, generateRoute, "{"+rest)
-	h.settled(t)
-	if response.StatusCode != http.StatusOK || gjson.Get(answer, "text").Str != "decoded" || response.Header.Get(proxy.HeaderPrefillWorker) != "0" {
-		t.Errorf("%s %v: %s", response.Status, response.Header, answer)
-	}
-	prefill, decode := h.prefill[0].received()[0], h.decode[0].received()[0]
-	if prefill != decode || !strings.HasSuffix(prefill, rest) {
-		t.Errorf("the legs are\n%s\n%s", prefill, decode)
-	}
-	h.post(t, generateRoute, `{"rid":["one","two"],"text":["a prompt of some length","another"]}`)
-	if got := h.decode[0].received(); gjson.Get(got[len(got)-1], "rid").Raw != fmt.Sprintf(`["%s","%s"]`, keys.Owner(0).Scoped("one"), keys.Owner(0).Scoped("two")) {
-		t.Errorf("the names of several prompts became %s", got[len(got)-1])
-	}
-}
-
-// hasRoom tells whether a body has what both legs of an SGLang pair need.
-func hasRoom(body gjson.Result) bool {
-	return body.Get("bootstrap_room").Exists() && body.Get("bootstrap_host").Str != "" && body.Get("rid").Exists()
 }
 
 // TestCachedTokensOfSeveralAnswersAreNotComparedOnSGLang: it counts them for each.

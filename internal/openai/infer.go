@@ -110,17 +110,13 @@ func (r *inference) finish(written int) {
 func (r *inference) upstream(c *gin.Context) proxy.Upstream {
 	a, body, x := r.api, r.body, r.exchange
 	u := proxy.Upstream{
-		Method: c.Request.Method, Path: pathOf(c.Request.URL), Header: a.clientHeader(c, r.hints.Pinned != nil), Body: body.Raw,
-		Route: x.Route, RequestID: x.ID, Client: r.client, Arrived: x.Arrived, EndMarked: r.kind != tokens.NoPrompt, Silent: !r.explains(),
-		SeveralAnswers:      r.several,
-		CachedTokensMislead: r.countsMore() || proxy.ComputesAnew(body), Paired: r.paired, Parsed: body, Aggregated: r.whole, Gateway: r.gateway,
-		Below: r.below,
+		Method: c.Request.Method, Path: pathOf(c.Request.URL), Header: a.clientHeader(c, r.hints.Pinned != nil), Body: body,
+		AskUsage: a.settings.CollectUsage && (r.kind == tokens.ChatPrompt || r.kind == tokens.CompletionPrompt),
+		Route:    x.Route, RequestID: x.ID, Client: r.client, EndMarked: r.kind != tokens.NoPrompt, Silent: !r.explains(), SeveralAnswers: r.several,
+		CachedTokensMislead: r.countsMore() || proxy.ComputesAnew(body), Paired: r.paired, Aggregated: r.whole, Gateway: r.gateway, Below: r.below,
 	}
 	if x.Route == proxy.ResponsesRoute && body.Get("store").Type != gjson.False {
 		u.Stored = func(worker uint64, id string) { a.noteStored(id, worker, r.caller.Owner()) }
-	}
-	if a.settings.CollectUsage && (r.kind == tokens.ChatPrompt || r.kind == tokens.CompletionPrompt) {
-		u.Head, u.Body, u.HideUsage = proxy.AskForUsage(body)
 	}
 	if r.gateway == nil && r.request.Pinned == nil {
 		if r.model.Router.Count() > 1 {

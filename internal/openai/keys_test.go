@@ -179,38 +179,3 @@ func TestBusyThresholdsAreNotForEveryKey(t *testing.T) {
 		}
 	}
 }
-
-// TestPagesOfOtherSitesRegisterNoWorker is what a browser can be made to send to a
-// router on the same machine.
-func TestPagesOfOtherSitesRegisterNoWorker(t *testing.T) {
-	h := newTestAPI(t, setup{})
-	body := `{"worker_id":66,"model_name":"m","endpoint":"http://127.0.0.1:9","block_size":64,"kv_events_endpoint":"tcp://127.0.0.1:9"}`
-	for _, test := range []struct {
-		name, kind, origin, host string
-		want                     int
-	}{
-		{"a form", "text/plain", "", "", 415},
-		{"a page", "application/json", "http://evil.example", "", 403},
-		{"a page whose name leads here", "application/json", "http://evil.example", "evil.example", 403},
-		{"a program", "application/json", "", "", 201},
-	} {
-		request, _ := http.NewRequest(http.MethodPost, h.selection.URL+"/workers", strings.NewReader(body))
-		request.Header.Set("Content-Type", test.kind)
-		if test.origin != "" {
-			request.Header.Set("Origin", test.origin)
-		}
-		request.Host = test.host
-		response, err := h.Client().Do(request)
-		if err != nil {
-			t.Fatal(err)
-		}
-		answer, _ := io.ReadAll(response.Body)
-		response.Body.Close()
-		if response.StatusCode != test.want {
-			t.Errorf("%s: %d %s, want %d", test.name, response.StatusCode, answer, test.want)
-		}
-	}
-	for _, target := range h.router.Targets() {
-		h.router.Down(target.Key)
-	}
-}

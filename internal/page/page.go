@@ -11,8 +11,8 @@ import (
 	"time"
 
 	"kvrouter/internal/kv"
+	"kvrouter/internal/metrics"
 	"kvrouter/internal/models"
-	"kvrouter/internal/proxy"
 	"kvrouter/internal/tokens"
 	"kvrouter/internal/web"
 	"kvrouter/internal/workers"
@@ -73,7 +73,7 @@ type Deps struct {
 	Models  *models.Set
 	Fleet   *workers.Fleet
 	Proxy   Proxy
-	Totals  func() proxy.Totals           // of all requests
+	Totals  func() metrics.Totals         // of all requests
 	Tenants func() []Tenant               // in any order, to be kept by the page; nil: none
 	Ready   func() (ready, draining bool) // of the OpenAI port
 	OpenAI  http.Handler                  // the routes of that port

@@ -16,6 +16,7 @@ import (
 	"time"
 
 	"kvrouter/internal/kv"
+	"kvrouter/internal/metrics"
 	"kvrouter/internal/probe"
 	"kvrouter/internal/proxy"
 	"kvrouter/internal/radix"
@@ -55,7 +56,7 @@ func newBench(t *testing.T, keys ...string) *bench {
 	settings, models := Settings{Host: "127.0.0.1", Keys: web.NewKeys(keys), BlockSize: testkit.BlockSize, Policy: "kv", Version: "test"}, routertest.Models(b.router)
 	b.Page = New(settings, Deps{
 		Journal: NewJournal(settings, models, nil), Models: models, Fleet: fleet, Proxy: b,
-		Totals: func() proxy.Totals { b.totals.Add(1); return proxy.Totals{} },
+		Totals: func() metrics.Totals { b.totals.Add(1); return metrics.Totals{} },
 		Ready:  func() (bool, bool) { return true, false },
 		OpenAI: http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) { b.openAI(w, r) }),
 		Log:    slog.New(slog.DiscardHandler),

@@ -8,6 +8,7 @@ import (
 	"time"
 
 	"kvrouter/internal/kv"
+	"kvrouter/internal/metrics"
 	"kvrouter/internal/policy"
 	"kvrouter/internal/proxy"
 	"kvrouter/internal/router"
@@ -214,7 +215,7 @@ func TestThePageTakesAtMost8MB(t *testing.T) {
 		inFlight[fmt.Sprint(i)] = 1
 	}
 	for range steps {
-		b.trends.step(proxy.Totals{FirstToken: proxy.Histogram{Bounds: make([]float64, 17), Counts: make([]uint64, 18)}}, 1, inFlight, now)
+		b.trends.step(metrics.Totals{FirstToken: metrics.Histogram{Bounds: make([]float64, 17), Counts: make([]uint64, 18)}}, 1, inFlight, now)
 	}
 	for i := range maxSessions {
 		b.sessions.begin(now.Add(time.Duration(i)))

@@ -7,7 +7,7 @@ import (
 
 	"kvrouter/internal/health"
 	"kvrouter/internal/kv"
-	"kvrouter/internal/proxy"
+	"kvrouter/internal/metrics"
 	"kvrouter/internal/workers"
 )
 
@@ -52,7 +52,7 @@ func (p *Page) state(now time.Time) State {
 }
 
 // fleet returns every rank of every worker, by name, worker and rank.
-func (p *Page) fleet(totals proxy.Totals, now time.Time) []Worker {
+func (p *Page) fleet(totals metrics.Totals, now time.Time) []Worker {
 	statuses := map[uint64]workers.Status{}
 	for _, status := range p.deps.Fleet.Workers() {
 		statuses[status.ID] = status

@@ -9,8 +9,8 @@ import (
 	"kvrouter/internal/fair"
 	"kvrouter/internal/health"
 	"kvrouter/internal/kv"
+	"kvrouter/internal/metrics"
 	"kvrouter/internal/policy"
-	"kvrouter/internal/proxy"
 	"kvrouter/internal/router"
 	"kvrouter/internal/workers"
 )
@@ -90,13 +90,13 @@ func TestTheFleetIsShownByRank(t *testing.T) {
 		d.Booking.FailAs(health.Status, "answered 500")
 	}
 	b.router.Health.Cordon(0)
-	totals := proxy.Totals{Workers: map[string]proxy.WorkerTotals{"1": {Requests: 7, ComparedTokens: 100, CachedTokens: 25}}}
+	totals := metrics.Totals{Workers: map[string]metrics.WorkerTotals{"1": {Requests: 7, ComparedTokens: 100, CachedTokens: 25}}}
 	list := b.fleet(totals, time.Now())
 	if len(list) != 2 || list[0].Worker != 0 || list[0].State != StateStarting || !list[0].Cordoned || list[1].Cordoned || list[0].HitRate != nil || list[1].Requests != 7 || *list[1].HitRate != 0.25 {
 		t.Errorf("%+v", list)
 	}
 	b.router.Names().Set([]kv.Worker{{ID: 0, Name: "pod-b"}, {ID: 1, Name: "pod-a"}})
-	totals = proxy.Totals{Workers: map[string]proxy.WorkerTotals{"pod-b": {Requests: 5}}}
+	totals = metrics.Totals{Workers: map[string]metrics.WorkerTotals{"pod-b": {Requests: 5}}}
 	if list := b.fleet(totals, time.Now()); list[0].Name != "pod-a" || list[0].Worker != 1 || list[1].Requests != 5 {
 		t.Errorf("with names: %+v", list)
 	}

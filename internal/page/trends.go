@@ -8,7 +8,7 @@ import (
 	"sync"
 	"time"
 
-	"kvrouter/internal/proxy"
+	"kvrouter/internal/metrics"
 )
 
 const (
@@ -37,7 +37,7 @@ type trends struct {
 // cut is the totals at one time.
 type cut struct {
 	at     time.Time
-	totals proxy.Totals
+	totals metrics.Totals
 }
 
 // lists are those of the trends' series, in their order.
@@ -54,7 +54,7 @@ func newTrends(now time.Time) *trends {
 }
 
 // step adds the values of the time since the last step.
-func (t *trends) step(totals proxy.Totals, queued int, inFlight map[string]int, now time.Time) {
+func (t *trends) step(totals metrics.Totals, queued int, inFlight map[string]int, now time.Time) {
 	totals.Workers = nil
 	t.mu.Lock()
 	defer t.mu.Unlock()
@@ -91,14 +91,14 @@ func (t *trends) step(totals proxy.Totals, queued int, inFlight map[string]int, 
 }
 
 // lately returns the rates of the last minute, up to now.
-func (t *trends) lately(totals proxy.Totals, now time.Time) Rates {
+func (t *trends) lately(totals metrics.Totals, now time.Time) Rates {
 	t.mu.Lock()
 	defer t.mu.Unlock()
 	return t.before[0].rates(totals, now)
 }
 
 // rates returns the rates since the cut.
-func (c *cut) rates(totals proxy.Totals, now time.Time) Rates {
+func (c *cut) rates(totals metrics.Totals, now time.Time) Rates {
 	less := func(after, before uint64) float64 { return float64(after - min(after, before)) }
 	share := func(part, whole float64) *float64 {
 		if whole <= 0 {

@@ -6,21 +6,21 @@ import (
 	"testing"
 	"time"
 
-	"kvrouter/internal/proxy"
+	"kvrouter/internal/metrics"
 )
 
 // after are totals that rise evenly: per step, ten requests of 100 tokens, half of
 // which are cached.
-func after(step uint64) proxy.Totals {
+func after(step uint64) metrics.Totals {
 	n := 10 * step
-	h := func(at int) proxy.Histogram {
+	h := func(at int) metrics.Histogram {
 		counts := []uint64{0, 0, 0}
 		for i := at; i < 3; i++ {
 			counts[i] = n
 		}
-		return proxy.Histogram{Bounds: []float64{1, 2}, Counts: counts}
+		return metrics.Histogram{Bounds: []float64{1, 2}, Counts: counts}
 	}
-	return proxy.Totals{Requests: n, ComparedTokens: 100 * n, CachedTokens: 50 * n, Compared: n, Exact: n, FirstToken: h(0), InterToken: h(1)}
+	return metrics.Totals{Requests: n, ComparedTokens: 100 * n, CachedTokens: 50 * n, Compared: n, Exact: n, FirstToken: h(0), InterToken: h(1)}
 }
 
 func TestTrendsAreOfTheirOwnStep(t *testing.T) {
@@ -30,7 +30,7 @@ func TestTrendsAreOfTheirOwnStep(t *testing.T) {
 		t.Errorf("before the first step: %+v", all)
 	}
 	now = now.Add(stepLength)
-	trends.step(proxy.Totals{}, 3, map[string]int{"0": 2}, now)
+	trends.step(metrics.Totals{}, 3, map[string]int{"0": 2}, now)
 	for step := range uint64(steps + 4) {
 		now = now.Add(stepLength)
 		trends.step(after(step+1), 0, map[string]int{"0": 2, "1": 4}, now)

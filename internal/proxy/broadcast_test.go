@@ -102,12 +102,21 @@ func TestUsageIsAskedForWherePythonReadsIt(t *testing.T) {
 		if !ok {
 			t.Fatal(test.body)
 		}
-		head, rest, hide := AskForUsage(body)
-		if got := string(head) + string(rest); got != test.want || !hide {
-			t.Errorf("%s: hide %v\n got %s\nwant %s", test.name, hide, got, test.want)
+		sent := editsOf(&Upstream{Body: body, AskUsage: true})
+		if got := bodyOf(&sent); got != test.want || !sent.usage {
+			t.Errorf("%s: asked %v\n got %s\nwant %s", test.name, sent.usage, got, test.want)
 		}
 		if string(body.Raw) != test.body {
 			t.Errorf("%s: the client's own bytes were changed: %s", test.name, body.Raw)
 		}
+	}
+}
+
+// TestUsageIsRequestedInABodyThatWasChangedBefore: the place of its stream_options is not known.
+func TestUsageIsRequestedInABodyThatWasChangedBefore(t *testing.T) {
+	body := parsed(t, `{"stream":true, "stream_options":{"a":1}}`).With("cache_salt", `"s"`)
+	sent := editsOf(&Upstream{Body: body, AskUsage: true})
+	if got, want := bodyOf(&sent), `{"cache_salt":"s","stream":true,"stream_options":{"a":1,"include_usage":true}}`; got != want {
+		t.Errorf("got %s, want %s", got, want)
 	}
 }

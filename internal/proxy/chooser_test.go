@@ -36,28 +36,56 @@ func (chooseOne) Rebook(router.Decision, kv.WorkerKey) (router.Decision, error) 
 
 func (chooseOne) IsUp(kv.Target) bool { return true }
 
-// choosePair is a Chooser of requests that two workers serve.
-type choosePair func() (router.Pair, error)
-
-func (choosePair) Route([]uint64) (router.Decision, error) { panic("two workers serve it") }
-
-func (choosePair) Beside(context.Context, []uint64) (router.Pair, error) {
-	return router.Pair{}, router.ErrNoWorker
+// fleetChooser is a Chooser of a router's workers for one request.
+type fleetChooser struct {
+	router  *router.Router
+	ctx     context.Context
+	request router.Request
+	rule    router.PairRule
+	hedged  bool                   // it may begin elsewhere, too
+	decided func(*router.Decision) // changes decisions; nil: nothing does
 }
 
-func (choosePair) Answers(router.Pair) {}
-
-func (choosePair) Continue([]uint64, []uint32) (router.Decision, error) {
-	panic("two workers serve it")
+func (c *fleetChooser) without(exclude []uint64) router.Request {
+	request := c.request
+	request.Exclude = exclude
+	return request
 }
 
-func (f choosePair) RoutePair([]uint64, string) (router.Pair, error) { return f() }
-
-func (choosePair) Rebook(router.Decision, kv.WorkerKey) (router.Decision, error) {
-	return router.Decision{}, router.ErrNoWorker
+func (c *fleetChooser) Route(exclude []uint64) (router.Decision, error) {
+	d, err := c.router.Route(c.ctx, c.without(exclude))
+	if err == nil && c.decided != nil {
+		c.decided(&d)
+	}
+	return d, err
 }
 
-func (choosePair) IsUp(kv.Target) bool { return true }
+func (c *fleetChooser) Continue(exclude []uint64, _ []uint32) (router.Decision, error) {
+	return c.Route(exclude)
+}
+
+func (c *fleetChooser) RoutePair(exclude []uint64, why string) (router.Pair, error) {
+	rule := c.rule
+	rule.Whole = why
+	return c.router.RoutePair(c.ctx, c.without(exclude), rule)
+}
+
+func (c *fleetChooser) Beside(ctx context.Context, exclude []uint64) (router.Pair, error) {
+	if !c.hedged {
+		return router.Pair{}, router.ErrNoWorker
+	}
+	request := c.without(exclude)
+	request.Beside = true
+	return c.router.RoutePair(ctx, request, c.rule)
+}
+
+func (*fleetChooser) Answers(router.Pair) {}
+
+func (c *fleetChooser) Rebook(d router.Decision, to kv.WorkerKey) (router.Decision, error) {
+	return c.router.Rebook(c.request, d, to)
+}
+
+func (c *fleetChooser) IsUp(t kv.Target) bool { return c.router.IsUp(t) }
 
 // rebooks is chooseOne whose requests a gateway may send elsewhere.
 type rebooks struct {

@@ -31,7 +31,7 @@ func TestAbortsReachWorkers(t *testing.T) {
 	const rounds = 3
 	for round := range rounds {
 		for i := range abortsAtOnce {
-			l := legs{rid: fmt.Sprint(round, i), decode: Upstream{Header: http.Header{"Authorization": {"Bearer k"}}}}
+			l := legs{rid: fmt.Sprint(round, i), decode: sending{Upstream: &Upstream{Header: http.Header{"Authorization": {"Bearer k"}}}}}
 			s.abort(l, kv.Target{URL: worker.URL})
 		}
 		s.Close()
@@ -57,7 +57,7 @@ func TestWorkerThatIsToldToAbortAndHangsIsNotWaitedForLong(t *testing.T) {
 	}))
 	defer worker.Close()
 	s, began := newTestProxy(t, 0), time.Now()
-	s.abort(legs{rid: "r"}, kv.Target{URL: worker.URL})
+	s.abort(legs{rid: "r", decode: sending{Upstream: new(Upstream)}}, kv.Target{URL: worker.URL})
 	s.Close()
 	if took := time.Since(began); took < abortTimeout || took > 4*abortTimeout {
 		t.Errorf("it took %s", took)

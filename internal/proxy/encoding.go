@@ -92,19 +92,10 @@ func (b *unpackedBody) Read(into []byte) (n int, err error) {
 }
 
 // asked reports whether the router has added what the answer to u must not show.
-func (u *Upstream) asked() bool { return u.HideUsage || u.Migration != nil && u.Migration.added }
+func (u *sending) asked() bool { return u.edits.usage || u.Migration != nil && u.Migration.added }
 
 // maySendAgain reports whether u can be sent again as its client wrote it: not through a gateway,
 // nor as one of two legs, nor the rest of an answer.
-func (u *Upstream) maySendAgain(x *Exchange) bool {
-	return u.Gateway == nil && x.Shared == nil && !u.Migration.open() && u.Parsed != nil
-}
-
-// unasked returns u as its client wrote it.
-func (u Upstream) unasked() Upstream {
-	u.Head, u.Body, u.HideUsage = nil, u.Parsed.Raw, false
-	if u.Migration != nil {
-		u.Migration.refused()
-	}
-	return u
+func (u *sending) maySendAgain(x *Exchange) bool {
+	return u.Gateway == nil && x.Shared == nil && !u.Migration.open() && u.Body != nil
 }

@@ -205,11 +205,14 @@ func TestAnEngineReadsTheSameRequestInEveryForm(t *testing.T) {
 			if !ok {
 				t.Fatalf("no JSON: %s", text)
 			}
-			u := Upstream{Route: chatRoute, Parsed: body, Body: body.Raw}
-			u.Head, u.Body, u.HideUsage = AskForUsage(body)
-			u = u.withFields(jsonbody.Field{Key: "x", Raw: "1"})
-			rest := u.withBody(body.With("prompt", "[7]").With("max_tokens", "4"))
-			return []any{u.HideUsage, read(append(u.Head, u.Body...)), read(append(rest.Head, rest.Body...))}
+			u := Upstream{Route: chatRoute, Body: body}
+			u.AskUsage = true
+			e := editsOf(&u)
+			e.add(jsonbody.Field{Key: "x", Raw: "1"})
+			rest := editsOf(&u)
+			rest.set("prompt", "[7]")
+			rest.set("max_tokens", "4")
+			return []any{e.usage, read([]byte(bodyOf(&e))), read([]byte(bodyOf(&rest)))}
 		}
 		want := sent(request)
 		for seed := range uint64(50) {

@@ -168,7 +168,7 @@ func (g *Gateway) Refusal(err error) (status int, reason string) {
 
 // sendByGateway has the gateway send the request to its worker. If another worker than
 // the decided one serves it, the booking moves there.
-func (p *Proxy) sendByGateway(request *http.Request, u *Upstream, x *Exchange) (*http.Response, error) {
+func (p *Proxy) sendByGateway(request *http.Request, u *sending, x *Exchange) (*http.Response, error) {
 	target := x.Decision.Target
 	request.Header.Del(HeaderPrefiller) // a client's would choose the address that the sidecar asks
 	request.Header.Del(HeaderDataParallel)
@@ -199,7 +199,7 @@ func (p *Proxy) sendByGateway(request *http.Request, u *Upstream, x *Exchange) (
 
 // served moves the booking to the worker of that address, which has taken the request
 // in place of the decided one.
-func (p *Proxy) served(u *Upstream, x *Exchange, address string) {
+func (p *Proxy) served(u *sending, x *Exchange, address string) {
 	for _, other := range x.Decision.Alternatives {
 		if other.Address() != address || u.chooser == nil {
 			continue
@@ -218,12 +218,13 @@ func (p *Proxy) served(u *Upstream, x *Exchange, address string) {
 // disaggregateByGateway leaves a disaggregated request to a gateway: it goes to the
 // decode worker, whose sidecar has the prefill worker compute the prompt. Both bookings
 // end here.
-func (p *Proxy) disaggregateByGateway(ctx context.Context, w http.ResponseWriter, u Upstream, x *Exchange, pair router.Pair) error {
+func (p *Proxy) disaggregateByGateway(ctx context.Context, w http.ResponseWriter, u *sending, x *Exchange, pair router.Pair) error {
 	defer pair.End()
 	x.Shared = &SharedRequest{Worker: p.names.Label(pair.Prefill.Target.Key.Worker), now: p.now}
-	u.prefill, u.CachedTokensMislead = &pair.Prefill, true
+	decode := *u
+	decode.prefill, decode.decodes = &pair.Prefill, true
 	l := legs{pair: pair}
-	err := p.send(ctx, w, u, x, l.decision(), false)
+	err := p.send(ctx, w, &decode, x, l.decision(), false)
 	x.Usage.CachedKnown = false // the decode worker's part of the prompt came from the other
 	p.observer.SharedEnded(pair.Prefill.Target.Kind, x.Shared.result(ctx, x.Status, err), 0)
 	return err

@@ -156,7 +156,7 @@ func sendByGatewayAs(t *testing.T, rt *router.Router, change func(*Upstream), se
 	p := newTestProxy(t, 0)
 	request := router.Request{Tokens: testkit.Tokens(1, 256), Alternatives: 3}
 	u := Upstream{
-		Method: http.MethodPost, Path: testkit.ChatPath, Body: []byte(`{}`), Route: testkit.ChatPath, EndMarked: true,
+		Method: http.MethodPost, Path: testkit.ChatPath, Body: parsed(t, `{}`), Route: testkit.ChatPath, EndMarked: true,
 		Header:  http.Header{HeaderPrefiller: {"169.254.169.254:80"}, HeaderDataParallel: {"169.254.169.254:80"}, HeaderSource: {"169.254.169.254:80"}},
 		Gateway: &Gateway{Send: send},
 	}

@@ -13,6 +13,7 @@ import (
 	"time"
 
 	"kvrouter/internal/health"
+	"kvrouter/internal/jsonbody"
 	"kvrouter/internal/kv"
 	"kvrouter/internal/router"
 	"kvrouter/internal/testkit"
@@ -51,7 +52,7 @@ func newGatewayFleet(t *testing.T, workers int, send func(kv.Target, context.Con
 func (g *gatewayFleet) forward(ctx context.Context, workers ...uint64) (*httptest.ResponseRecorder, error) {
 	request := router.Request{Tokens: testkit.Tokens(1, 64), Alternatives: 3, Allowed: workers, AnsweredWhole: true, Work: router.Work{Output: 100}}
 	w := httptest.NewRecorder()
-	u := Upstream{Method: http.MethodPost, Path: testkit.ChatPath, Body: []byte(`{}`), Route: testkit.ChatPath, EndMarked: true, Header: http.Header{}}
+	u := Upstream{Method: http.MethodPost, Path: testkit.ChatPath, Body: &jsonbody.Body{Raw: []byte(`{}`)}, Route: testkit.ChatPath, EndMarked: true, Header: http.Header{}}
 	u.Gateway = &Gateway{Send: func(to Routed) (*http.Response, string, error) { return g.send(to.Target, to.Request.Context()) }}
 	return w, g.proxy.Forward(ctx, w, u, &Exchange{}, rebooks{
 		chooseOne: func([]uint64) (router.Decision, error) { return g.router.Route(ctx, request) },

@@ -61,7 +61,7 @@ func TestWorkersGetTheirOwnKeyAndTheRoutersName(t *testing.T) {
 			}
 			rt, _ := routertest.NewClocked(t, 0)
 			rt.Up(target)
-			u := Upstream{Method: http.MethodPost, Path: testkit.ChatPath, Header: header, Body: []byte(`{}`), Route: testkit.ChatPath}
+			u := Upstream{Method: http.MethodPost, Path: testkit.ChatPath, Header: header, Body: parsed(t, `{}`), Route: testkit.ChatPath}
 			if err := proxy.Forward(t.Context(), httptest.NewRecorder(), u, &Exchange{}, chooseOne(func(exclude []uint64) (router.Decision, error) {
 				return rt.Route(t.Context(), router.Request{Exclude: exclude})
 			})); err != nil {

@@ -32,7 +32,7 @@ type lane struct {
 	number   int32
 	ctx      context.Context
 	cancel   context.CancelCauseFunc
-	u        Upstream
+	u        *sending
 	x        *Exchange
 	pair     router.Pair
 	err      error
@@ -43,7 +43,7 @@ type lane struct {
 
 // claims reports whether the client gets this attempt's answer: no other one has begun to
 // write. The others are cancelled.
-func (u *Upstream) claims() bool {
+func (u *sending) claims() bool {
 	t := u.tries
 	if t == nil || t.won.Load() == u.lane {
 		return true
@@ -154,16 +154,12 @@ func (t *tries) run(l *lane, exclude []uint64) {
 		return
 	}
 	l.x.Receipts = slices.Concat(l.pair.Prefill.Receipts, l.pair.Decode.Receipts)
-	if l.pair.Whole != "" {
-		l.err = p.send(l.ctx, t.w, l.u, l.x, l.pair.Decode, true)
-	} else {
-		l.err = p.share(l.ctx, t.w, l.u, l.x, l.pair, true)
-	}
+	l.err = p.serve(l.ctx, t.w, l.u, l.x, l.pair, true)
 }
 
 // join waits for the attempts beside the first, which ended with err, and returns the error of
 // the one whose answer the client has. If none has, they have failed, too.
-func (t *tries) join(ctx context.Context, u *Upstream, err error) error {
+func (t *tries) join(ctx context.Context, u *sending, err error) error {
 	if !t.hedged.Load() {
 		return err
 	}
@@ -187,7 +183,7 @@ func (t *tries) join(ctx context.Context, u *Upstream, err error) error {
 		switch worker, failed, known := blamed(l.err); {
 		case t.won.Load() == l.number:
 			t.x.adopt(l.x)
-			u.Migration, u.PromptTokens, u.lane, err = l.u.Migration, l.u.PromptTokens, l.number, l.err
+			u.Upstream, u.lane, err = l.u.Upstream, l.number, l.err
 			u.chooser.Answers(l.pair)
 			p.observer.Hedged(HedgeWon)
 		case errors.Is(l.err, errOutrun):
@@ -205,13 +201,13 @@ func (t *tries) join(ctx context.Context, u *Upstream, err error) error {
 }
 
 // beside is a request as an attempt beside the first begins it.
-func (u Upstream) beside() Upstream {
-	u.attempt = nil
+func (u *sending) beside() *sending {
+	own := *u.Upstream
 	if s := u.PromptTokens; s != nil {
-		u.PromptTokens = &PromptTokens{ids: s.ids, takes: s.takes}
+		own.PromptTokens = &PromptTokens{ids: s.ids, takes: s.takes}
 	}
-	u.Migration = u.Migration.beside()
-	return u
+	own.Migration = u.Migration.beside()
+	return &sending{Upstream: &own, edits: editsOf(&own), chooser: u.chooser}
 }
 
 // beside is an answer of which there is nothing yet.
@@ -219,10 +215,7 @@ func (s *Migration) beside() *Migration {
 	if s == nil {
 		return nil
 	}
-	return &Migration{
-		prompt: s.prompt, tokens: make([]uint32, 0, firstTokens), chat: s.chat, generate: s.generate, asked: s.asked,
-		usage: s.usage, stops: s.stops, decode: s.decode, never: s.never, why: s.never,
-	}
+	return s.continuable.begin()
 }
 
 // beside is the Exchange of an attempt beside the first: what is known of the request.

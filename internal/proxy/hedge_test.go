@@ -239,27 +239,6 @@ func TestAClientThatDoesNotReadSaysNothingOfItsWorker(t *testing.T) {
 	})
 }
 
-// pairsOf chooses pairs of a fleet.
-type pairsOf struct {
-	choosePair
-	ctx    context.Context
-	router *router.Router
-}
-
-func (p pairsOf) request(exclude []uint64) router.Request {
-	return router.Request{Tokens: testkit.Tokens(1, 64), Exclude: exclude}
-}
-
-func (p pairsOf) RoutePair(exclude []uint64, why string) (router.Pair, error) {
-	return p.router.RoutePair(p.ctx, p.request(exclude), router.PairRule{Whole: why})
-}
-
-func (p pairsOf) Beside(ctx context.Context, exclude []uint64) (router.Pair, error) {
-	request := p.request(exclude)
-	request.Beside = true
-	return p.router.RoutePair(ctx, request, router.PairRule{})
-}
-
 // TestAPairInDoubtBeginsAsAnother: its prefill worker is stuck, and not ejected. Both bookings of
 // each attempt end.
 func TestAPairInDoubtBeginsAsAnother(t *testing.T) {
@@ -284,8 +263,8 @@ func TestAPairInDoubtBeginsAsAnother(t *testing.T) {
 		send := func(x *Exchange) (*httptest.ResponseRecorder, error) {
 			w := httptest.NewRecorder()
 			body, _ := jsonbody.Parse([]byte(`{"messages":[],"stream":true}`))
-			u := Upstream{Method: http.MethodPost, Path: testkit.ChatPath, Route: testkit.ChatPath, Header: http.Header{web.HeaderRequest: {"r"}}, Body: body.Raw, Parsed: body, EndMarked: true, MaxRetries: 2, Paired: true}
-			return w, f.proxy.Forward(t.Context(), w, u, x, pairsOf{ctx: t.Context(), router: f.router})
+			u := Upstream{Method: http.MethodPost, Path: testkit.ChatPath, Route: testkit.ChatPath, Header: http.Header{web.HeaderRequest: {"r"}}, Body: body, EndMarked: true, MaxRetries: 2, Paired: true}
+			return w, f.proxy.Forward(t.Context(), w, u, x, &fleetChooser{router: f.router, ctx: t.Context(), request: router.Request{Tokens: testkit.Tokens(1, 64)}, hedged: true})
 		}
 		for range 10 {
 			if _, err := send(&Exchange{}); err != nil {
@@ -309,4 +288,19 @@ func TestAPairInDoubtBeginsAsAnother(t *testing.T) {
 			t.Errorf("%+v", records)
 		}
 	})
+}
+
+// TestTheAnswerThatWonIsTheOneThatIsContinued: all that follows reads its state.
+func TestTheAnswerThatWonIsTheOneThatIsContinued(t *testing.T) {
+	body := parsed(t, `{"stream":true,"messages":[]}`)
+	first := &sending{Upstream: &Upstream{Body: body, Migration: NewMigration(chatRoute, body, []uint32{1}, true, false, nil)}, chooser: chooseOne(nil)}
+	tried := &tries{proxy: newTestProxy(t, 0), u: first, x: &Exchange{}}
+	won := &lane{number: firstLane + 1, u: first.beside(), x: &Exchange{}, done: make(chan struct{})}
+	close(won.done)
+	tried.lanes = []*lane{won}
+	tried.hedged.Store(true)
+	tried.won.Store(won.number)
+	if err := tried.join(t.Context(), first, errOutrun); err != nil || tried.u.Migration != won.u.Migration || tried.u.lane != won.number {
+		t.Errorf("%v: it is continued from %p of lane %d, not %p", err, tried.u.Migration, tried.u.lane, won.u.Migration)
+	}
 }

@@ -63,7 +63,7 @@ type inflights struct {
 }
 
 // sent notes that a request is sent. cancel ends it with a cause. ended must follow.
-func (p *Proxy) sent(b *router.Booking, target kv.Target, cancel context.CancelCauseFunc, u *Upstream, elsewhere bool) *inflight {
+func (p *Proxy) sent(b *router.Booking, target kv.Target, cancel context.CancelCauseFunc, u *sending, elsewhere bool) *inflight {
 	f := &inflight{target: target, booking: b, cancel: cancel, began: p.now(), elsewhere: elsewhere, tries: u.tries, lane: u.lane}
 	f.reads.Store(true)
 	p.inflights.mu.Lock()

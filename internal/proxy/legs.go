@@ -1,9 +1,7 @@
 package proxy
 
 import (
-	"bytes"
 	"fmt"
-	"slices"
 	"strconv"
 
 	"kvrouter/internal/jsonbody"
@@ -73,44 +71,6 @@ func prefillBody(path string, body *jsonbody.Body, params string) []byte {
 		over = append(over, jsonbody.Field{Key: "store", Raw: "false"})
 	}
 	return jsonbody.AppendObject(make([]byte, 0, len(body.Raw)+512), jsonbody.MergeFields(fields, over))
-}
-
-// withFields returns u with members added in front of its body's own, which stay
-// where they are, except those of the same names: of two an engine reads the last.
-func (u Upstream) withFields(members ...jsonbody.Field) Upstream {
-	if len(members) == 0 {
-		return u
-	}
-	u = u.without(members)
-	object := jsonbody.AppendObject(make([]byte, 0, jsonbody.ObjectSize(members)+len(u.Head)), members)
-	object[len(object)-1] = ','
-	if len(u.Head) > 0 {
-		u.Head = append(object, u.Head[1:]...)
-		return u
-	}
-	inside := bytes.IndexByte(u.Body, '{') + 1
-	u.Head, u.Body = object, u.Body[inside:]
-	if rest := bytes.TrimLeft(u.Body, " \t\r\n"); len(rest) > 0 && rest[0] == '}' {
-		u.Head[len(u.Head)-1] = ' ' // there is nothing to be separated from
-	}
-	return u
-}
-
-// without returns u without the client's members of those names, in whatever spelling.
-func (u Upstream) without(members []jsonbody.Field) Upstream {
-	var own []string
-	for _, m := range members {
-		if u.Parsed != nil && u.Parsed.Get(m.Key).Exists() {
-			own = append(own, m.Key)
-		}
-	}
-	if own == nil {
-		return u
-	}
-	if body, ok := jsonbody.Parse(slices.Concat(u.Head, u.Body)); ok {
-		u.Head, u.Body = nil, body.Without(own...).Raw
-	}
-	return u
 }
 
 // sglangFields are the members by which both SGLang servers of a pair find each

@@ -45,12 +45,12 @@ func TestBodiesOfLegs(t *testing.T) {
 			t.Fatalf("%s is no object", client)
 		}
 
-		u := Upstream{Body: []byte(client)}
-		if rapid.Bool().Draw(t, "usage") && len(body.Top) > 0 {
-			u.Head, u.Body = []byte(`{"first":true,`), u.Body[strings.Index(client, "{")+1:]
+		sent := edits{client: body}
+		if rapid.Bool().Draw(t, "first") && len(body.Top) > 0 {
+			sent.add(jsonbody.Field{Key: "first", Raw: "true"})
 		}
-		sent := u.withFields(jsonbody.Field{Key: "kv_transfer_params", Raw: `{"a":1}`}, jsonbody.Field{Key: "rid", Raw: `"r"`})
-		whole := string(sent.Head) + string(sent.Body)
+		sent.add(jsonbody.Field{Key: "kv_transfer_params", Raw: `{"a":1}`}, jsonbody.Field{Key: "rid", Raw: `"r"`})
+		whole := bodyOf(&sent)
 		decode, ok := jsonbody.Parse([]byte(whole))
 		if !ok || !strings.HasPrefix(whole, `{"kv_transfer_params":{"a":1},"rid":"r"`) || !strings.HasSuffix(whole, client[strings.Index(client, "{")+1:]) {
 			t.Fatalf("%s became %s", client, whole)
@@ -193,11 +193,9 @@ func newFarPair(b *testing.B, kind kv.Kind, way time.Duration) func() float64 {
 	body := parsed(b, `{"model":"m","stream":true,"messages":[{"role":"user","content":"Why?"}]}`)
 	tokens := testkit.Tokens(1, 12)
 	return func() float64 {
-		u := Upstream{Method: http.MethodPost, Path: testkit.ChatPath, Header: http.Header{}, Body: body.Raw, Route: testkit.ChatPath, Paired: true, Parsed: body}
+		u := Upstream{Method: http.MethodPost, Path: testkit.ChatPath, Header: http.Header{}, Body: body, Route: testkit.ChatPath, Paired: true}
 		x, began := &Exchange{}, time.Now()
-		err := pairs.Forward(b.Context(), httptest.NewRecorder(), u, x, choosePair(func() (router.Pair, error) {
-			return r.RoutePair(b.Context(), router.Request{Tokens: tokens}, router.PairRule{})
-		}))
+		err := pairs.Forward(b.Context(), httptest.NewRecorder(), u, x, &fleetChooser{router: r, ctx: b.Context(), request: router.Request{Tokens: tokens}})
 		if err != nil || x.Shared == nil || x.FirstChunk.IsZero() {
 			b.Fatalf("%+v: %v", x, err)
 		}

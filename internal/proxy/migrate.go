@@ -5,7 +5,6 @@ import (
 	"errors"
 	"net/http"
 
-	"kvrouter/internal/kv"
 	"kvrouter/internal/router"
 )
 
@@ -28,7 +27,7 @@ func (s *Migration) begin(d *router.Decision) {
 
 // migrate continues a stream that broke off with err on other workers, to its end. If that
 // is not possible, the stream ends with an error event.
-func (p *Proxy) migrate(ctx context.Context, w http.ResponseWriter, u Upstream, x *Exchange, t *tries, err error) error {
+func (p *Proxy) migrate(ctx context.Context, w http.ResponseWriter, u *sending, x *Exchange, t *tries, err error) error {
 	s, decided := u.Migration, x.Decision
 	for {
 		worker, failed, ok := blamed(err)
@@ -56,8 +55,8 @@ func (p *Proxy) migrate(ctx context.Context, w http.ResponseWriter, u Upstream, 
 			p.observer.Migrated(result)
 			return p.breakOff(w, x, err, why)
 		}
-		if left, limited := s.left(u.Parsed); s.finished || limited && left <= 0 {
-			w.Write(s.close(nil))
+		if s.complete(u.Body) {
+			w.Write(s.dialect.close(s, nil))
 			http.NewResponseController(w).Flush()
 			x.Usage.Known = true // the worker may have died before it
 			break
@@ -70,7 +69,9 @@ func (p *Proxy) migrate(ctx context.Context, w http.ResponseWriter, u Upstream, 
 			return p.breakOff(w, x, err, whyNoWorker)
 		}
 		x.Receipts = append(x.Receipts, decision.Receipts...)
-		if err = p.send(ctx, w, s.rest(u), x, decision, true); err == nil {
+		rest := *u
+		s.rest(&rest.edits)
+		if err = p.send(ctx, w, &rest, x, decision, true); err == nil {
 			break
 		}
 	}
@@ -91,13 +92,11 @@ func (t *tries) next() (router.Decision, error) {
 	return decision, err
 }
 
-// unlike chooses a worker that has not failed the answer, and runs the same engine: events of
-// another one have another form. A part of a pair of SGLang's answers no request alone.
+// unlike chooses a worker that has not failed the answer, and whose answer has the same dialect.
 func (t *tries) unlike() (router.Decision, error) {
 	for {
 		decision, err := t.u.chooser.Continue(t.exclude, t.u.Migration.tokens)
-		target := &decision.Target
-		if err != nil || target.RunsSGLang() == t.u.Migration.sglang && (target.Kind != kv.KindSGLang || target.Role == kv.RoleBoth) {
+		if err != nil || t.u.Migration.dialect.continues(&decision.Target) {
 			return decision, err
 		}
 		decision.Booking.End()

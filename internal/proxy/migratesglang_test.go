@@ -363,9 +363,11 @@ func FuzzSGLangMigration(f *testing.F) {
 			if len(s.tokens) > len(first)+len(second) {
 				t.Errorf("%d tokens", len(s.tokens))
 			}
-			s.rest(Upstream{Parsed: body})
+			s.rest(&edits{client: body})
 		}
-		s.close(nil)
+		if s.dialect != nil {
+			s.dialect.close(s, nil)
+		}
 	})
 }
 

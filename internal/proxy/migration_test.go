@@ -406,8 +406,8 @@ func answerOf(t *testing.T, path, options string, v *writer) (events, result str
 	if !ok {
 		t.Fatal("no JSON")
 	}
-	u := Upstream{Method: http.MethodPost, Path: path, Route: path, Header: http.Header{web.HeaderRequest: {"r"}}, Body: body.Raw, Parsed: body, EndMarked: true, MaxRetries: 2}
-	u.Head, u.Body, u.HideUsage = AskForUsage(body)
+	u := Upstream{Method: http.MethodPost, Path: path, Route: path, Header: http.Header{web.HeaderRequest: {"r"}}, Body: body, EndMarked: true, MaxRetries: 2}
+	u.AskUsage = true
 	u.Migration = NewMigration(path, body, prompt, true, SeveralAnswers(path, body), v.decode)
 	u.PromptTokens = NewPromptTokens(path, body, prompt, func(*kv.Target) bool { return v.tokens })
 	x := &Exchange{}
@@ -455,10 +455,11 @@ func FuzzMigration(f *testing.F) {
 	body, _ := jsonbody.Parse([]byte(`{"stream":true,"max_tokens":5,"messages":[]}`))
 	f.Fuzz(func(t *testing.T, stream string, cut uint8, rest bool) {
 		s := NewMigration(testkit.ChatPath, body, []uint32{1, 2, 3}, true, false, nil)
+		s.ask(new(kv.Target), body)
 		s.begun, s.added = true, !rest
 		if rest {
 			s.tokens, s.id, s.created = []uint32{1001}, `"a"`, "1"
-			s.rest(Upstream{Parsed: body})
+			s.rest(&edits{client: body})
 		}
 		events := eventScanner{Migration: s}
 		var out []byte
@@ -474,7 +475,7 @@ func FuzzMigration(f *testing.F) {
 		if !rest && !strings.Contains(stream, "token_ids") && !strings.Contains(stream, "error") && !strings.Contains(stream, `"delta":{}`) && string(out) != stream {
 			t.Errorf("%q became %q", stream, out)
 		}
-		s.close(nil)
+		s.dialect.close(s, nil)
 	})
 }
 
@@ -483,13 +484,13 @@ func TestPromptTokensAreTakenOutOfTheFirstEvent(t *testing.T) {
 		s           Migration
 		event, want string
 	}{
-		"vLLM's":          {Migration{added: true}, `{"choices":[],"prompt_token_ids":[1,2,3],"usage":null}`, `{"choices":[],"prompt_token_ids":null,"usage":null}`},
-		"SGLang's":        {Migration{added: true, sglang: true}, `{"choices":[],"prompt_token_ids":[1,2,3],"usage":null}`, `{"choices":[],"usage":null}`},
-		"empty":           {Migration{added: true}, `{"prompt_token_ids":[]}`, `{"prompt_token_ids":null}`},
-		"without end":     {Migration{added: true}, `{"prompt_token_ids":[1,2`, `{"prompt_token_ids":[1,2`},
+		"vLLM's":          {Migration{dialect: vllmChat{}, added: true}, `{"choices":[],"prompt_token_ids":[1,2,3],"usage":null}`, `{"choices":[],"prompt_token_ids":null,"usage":null}`},
+		"SGLang's":        {Migration{dialect: newSGLangCompletion(), added: true}, `{"choices":[],"prompt_token_ids":[1,2,3],"usage":null}`, `{"choices":[],"usage":null}`},
+		"empty":           {Migration{dialect: vllmChat{}, added: true}, `{"prompt_token_ids":[]}`, `{"prompt_token_ids":null}`},
+		"without end":     {Migration{dialect: vllmChat{}, added: true}, `{"prompt_token_ids":[1,2`, `{"prompt_token_ids":[1,2`},
 		"of the client":   {Migration{}, `{"prompt_token_ids":[1]}`, `{"prompt_token_ids":[1]}`},
-		"to be verified":  {Migration{added: true, moves: 1}, `{"prompt_token_ids":[1]}`, `{"prompt_token_ids":[1]}`},
-		"of later events": {Migration{added: true, id: `"a"`}, `{"prompt_token_ids":[1]}`, `{"prompt_token_ids":[1]}`},
+		"to be verified":  {Migration{dialect: vllmChat{}, added: true, moves: 1}, `{"prompt_token_ids":[1]}`, `{"prompt_token_ids":[1]}`},
+		"of later events": {Migration{dialect: vllmChat{}, added: true, answer: answer{id: `"a"`}}, `{"prompt_token_ids":[1]}`, `{"prompt_token_ids":[1]}`},
 	} {
 		if got := test.s.trim([]byte(test.event)); string(got) != test.want {
 			t.Errorf("%s: %s became %s", name, test.event, got)
@@ -518,14 +519,15 @@ func TestTheFirstTextIsReadAlike(t *testing.T) {
 		for _, request := range []*jsonbody.Body{body, asking} {
 			fast := NewMigration(testkit.ChatPath, request, []uint32{1, 2, 3}, true, false, nil)
 			slow := NewMigration(testkit.ChatPath, request, []uint32{1, 2, 3}, true, false, nil)
-			out, ok := fast.quick(nil, []byte(event+"\n\n"), false)
+			out, ok := vllmChats.quick(fast, nil, []byte(event+"\n\n"), false)
 			if ok != quickly {
 				t.Errorf("%s: quick %v", event, ok)
 			}
 			if !ok {
 				continue
 			}
-			want := slow.show(nil, []byte(event+"\n\n"), false)
+			slow.dialect = vllmChat{choices: vllmChats}
+			want := vllmChats.show(slow, nil, []byte(event+"\n\n"), false)
 			if string(out) != string(want) || fast.id != slow.id || fast.created != slow.created || fast.model != slow.model || fast.text != slow.text || !slices.Equal(fast.tokens, slow.tokens) {
 				t.Errorf("%s became\n%s, not\n%s: %+v, not %+v", event, out, want, fast, slow)
 			}
@@ -538,6 +540,7 @@ func BenchmarkMigration(b *testing.B) {
 	body, _ := jsonbody.Parse([]byte(`{"stream":true,"max_tokens":5,"messages":[]}`))
 	event := []byte(`data: {"id":"chatcmpl-1","object":"chat.completion.chunk","created":1700000000,"model":"m","choices":[{"index":0,"delta":{"content":" token"},"logprobs":null,"finish_reason":null,"token_ids":[12345]}]}` + "\n\n")
 	s := NewMigration(testkit.ChatPath, body, []uint32{1, 2, 3}, true, false, nil)
+	s.ask(new(kv.Target), body)
 	s.begun = true
 	events := eventScanner{Migration: s}
 	b.SetBytes(int64(len(event)))

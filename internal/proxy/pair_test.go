@@ -78,3 +78,16 @@ func TestWhoSharesARequest(t *testing.T) {
 		}
 	}
 }
+
+// TestPromptThatADecodeWorkerHasStaysWhole: whichever is chosen.
+func TestPromptThatADecodeWorkerHasStaysWhole(t *testing.T) {
+	for has := range uint64(2) {
+		r := pairRouter(t, "round-robin", testkit.NixlDecode, testkit.NixlDecode, testkit.NixlPrefill)
+		routertest.Hold(r, has, testkit.Tokens(1, 512))
+		pair, err := r.RoutePair(t.Context(), router.Request{Tokens: testkit.Tokens(1, 512)}, router.PairRule{LeastUncached: 256})
+		if err != nil || pair.Whole != router.WholeShort {
+			t.Errorf("worker %d has it: whole %q, %v", has, pair.Whole, err)
+		}
+		pair.End()
+	}
+}

@@ -12,7 +12,6 @@ import (
 	"math"
 	"net/http"
 	"net/http/httptrace"
-	"slices"
 	"strconv"
 	"strings"
 	"sync"
@@ -55,11 +54,7 @@ func (e *PrefillFailure) Unwrap() error { return e.err }
 
 // prefillRefusal is a prefill worker's answer that names the fault of the
 // request: the client gets it.
-type prefillRefusal struct {
-	status int
-	header http.Header
-	body   []byte
-}
+type prefillRefusal struct{ keptAnswer }
 
 func (e *prefillRefusal) Error() string { return fmt.Sprintf("refused with status %d", e.status) }
 
@@ -77,59 +72,8 @@ func (e *LegTimeout) Error() string {
 // errDecodeEnded ends a prefill leg after the end of its decode leg.
 var errDecodeEnded = errors.New("the decode leg has ended")
 
-// forwardPair is Forward for a request that two workers may serve. Where a prefill leg
-// fails before the first byte of the answer, the request goes to one worker that serves
-// it alone, unless pairs are enforced; where a decode leg does, to another pair.
-func (p *Proxy) forwardPair(ctx context.Context, w http.ResponseWriter, u Upstream, x *Exchange) error {
-	t := p.begin(ctx, w, &u, x)
-	defer t.over()
-	why := u.Aggregated
-	for {
-		began := x.Trace.Now()
-		pair, err := u.chooser.RoutePair(t.exclude, why)
-		x.Trace.Decided(began, err, &pair.Prefill, &pair.Decode)
-		if err != nil {
-			return t.giveUp(ctx, w, err)
-		}
-		if why == WholePrefilled && pair.Whole == "" {
-			t.Retries++ // no worker serves it alone: it is another pair's
-		}
-		x.Receipts = slices.Concat(x.Receipts, pair.Prefill.Receipts, pair.Decode.Receipts)
-		if x.Shared = nil; pair.Whole != "" {
-			p.observer.StayedWhole(pair.Whole)
-			err = p.send(ctx, w, u, x, pair.Decode, t.retry())
-		} else if u.Gateway != nil {
-			err = p.disaggregateByGateway(ctx, w, u, x, pair)
-		} else {
-			err = p.share(ctx, w, u, x, pair, t.retry())
-		}
-		if err = t.join(ctx, &u, err); err == nil {
-			return nil
-		}
-		if u.Migration.open() {
-			return p.migrate(ctx, w, u, x, t, err)
-		}
-		if resent(err) {
-			continue
-		}
-		var refusal *prefillRefusal
-		if errors.As(err, &refusal) && ctx.Err() == nil {
-			return refusal.relay(w, u, x)
-		}
-		var prefill *PrefillFailure
-		// Falling back to one worker is beside the retries: it costs no decode worker anything.
-		beside := errors.As(err, &prefill) && !p.settings.EnforceDisagg && why == ""
-		if !t.again(ctx, err, beside) {
-			return t.end(ctx, w, err)
-		}
-		if beside {
-			why = WholePrefilled
-		}
-	}
-}
-
 // share serves one request by two workers. Both bookings end here.
-func (p *Proxy) share(ctx context.Context, w http.ResponseWriter, u Upstream, x *Exchange, pair router.Pair, retry bool) error {
+func (p *Proxy) share(ctx context.Context, w http.ResponseWriter, u *sending, x *Exchange, pair router.Pair, retry bool) error {
 	defer pair.End()
 	x.Worker = p.names.Label(pair.Prefill.Target.Key.Worker)
 	l, err := p.legs(ctx, u, pair)
@@ -158,7 +102,7 @@ func (p *Proxy) share(ctx context.Context, w http.ResponseWriter, u Upstream, x 
 type legs struct {
 	kind            kv.Kind
 	pair            router.Pair
-	prefill, decode Upstream
+	prefill, decode sending
 	late            *LegTimeout // of the decode leg, from the prefill leg's end; nil: it has no limit of its own
 	rid             string      // by which SGLang servers abort them; empty: closing the connection does
 	fetch           string      // with it a Mooncake decode worker gets the blocks that the prefill worker keeps
@@ -168,40 +112,42 @@ type legs struct {
 
 // legs makes the requests of a pair, each attempt's with names of their own. The
 // error is a *PrefillFailure.
-func (p *Proxy) legs(ctx context.Context, u Upstream, pair router.Pair) (legs, error) {
+func (p *Proxy) legs(ctx context.Context, u *sending, pair router.Pair) (legs, error) {
 	target := pair.Prefill.Target
 	l := legs{
-		kind: target.Kind, pair: pair, prefill: u, decode: u, late: p.decodeLimit(target.Kind, u.Route, u.Parsed),
+		kind: target.Kind, pair: pair, prefill: *u, decode: *u, late: p.decodeLimit(target.Kind, u.Route, u.Body),
 		shared: &SharedRequest{Worker: p.names.Label(target.Key.Worker), now: p.now},
 	}
 	name := u.RequestID + "-" + nonce()
 	switch l.kind {
 	case kv.KindNIXL:
-		l.prefill = p.forPrefill(u, &target, PrefillParams)
+		p.forPrefill(&l.prefill, &target, PrefillParams)
 	case kv.KindMooncake:
 		engine, err := p.engineID(ctx, target)
 		if err != nil {
 			return l, &PrefillFailure{target.Key.Worker, l.shared.Worker, p.unanswered(target.Key.Worker, err, health.Refused)}
 		}
 		keep, fetch := mooncakeParams(target.Bootstrap, engine, name)
-		l.prefill = p.forPrefill(u, &target, keep)
+		p.forPrefill(&l.prefill, &target, keep)
 		l.fetch = fetch
 	case kv.KindSGLang:
 		fields := sglangFields(target.Bootstrap, newRoom(target))
-		if own := u.Parsed.Get("rid"); own.Type == gjson.Null {
+		if own := u.Body.Get("rid"); own.Type == gjson.Null {
 			l.rid = name
 			fields = append(fields, jsonbody.Field{Key: "rid", Raw: Quoted(name)})
 		} else { // several are none to abort by
 			l.rid = own.Str
 		}
-		l.prefill = u.withFields(fields...)
+		l.prefill.edits.add(fields...)
 		if target.Ranks > 1 {
 			fields = append(fields, jsonbody.Field{Key: "disagg_prefill_dp_rank", Raw: strconv.FormatUint(uint64(target.Key.Rank), 10)})
 		}
-		l.decode = u.withFields(fields...)
-		l.decode.Migration = nil
+		l.decode.edits.add(fields...)
+		own := *u.Upstream
+		own.Migration = nil // a part of a pair answers no request alone
+		l.decode.Upstream = &own
 	}
-	l.decode.CachedTokensMislead = true // its part of the prompt came from the other
+	l.decode.decodes = true
 	return l, nil
 }
 
@@ -252,8 +198,7 @@ func (p *Proxy) sequential(ctx context.Context, w http.ResponseWriter, l legs, x
 		return err
 	}
 	params := l.transfer(answer)
-	l.decode = p.withTokens(l.decode, &l.pair.Decode.Target, params)
-	if params == "" {
+	if l.decode.transfer = params; params == "" {
 		l.shared.note(func(r *SharedRequest) { r.lost = true }) // the decode worker computes the prompt again
 	}
 	var watch sync.WaitGroup
@@ -266,7 +211,7 @@ func (p *Proxy) sequential(ctx context.Context, w http.ResponseWriter, l legs, x
 	if l.kind == kv.KindMooncake && params != "" {
 		watch.Go(func() { p.watchPrefill(ctx, l, end) })
 	}
-	return p.send(ctx, w, l.decode, x, l.decision(), retry)
+	return p.send(ctx, w, &l.decode, x, l.decision(), retry)
 }
 
 // transfer returns the transfer parameters of the decode leg after the prefill
@@ -298,7 +243,7 @@ func (p *Proxy) concurrent(ctx context.Context, w http.ResponseWriter, l legs, x
 		}
 		prefilled <- err
 	}()
-	err := p.send(decodeCtx, w, l.decode, x, l.decision(), retry)
+	err := p.send(decodeCtx, w, &l.decode, x, l.decision(), retry)
 	cut := decodeCtx.Err() != nil
 	if err != nil && !cut && !errors.Is(err, ErrAnswered) {
 		hearPrefill(prefilled)
@@ -357,7 +302,7 @@ func (p *Proxy) prefill(ctx context.Context, l legs) ([]byte, error) {
 	defer p.ended(f)
 	began := p.now()
 	l.prefill.attempt = l.trace.Attempt(kv.LegPrefill, &target, p.names.Name(target.Key.Worker), l.prefill.Method, l.prefill.Route)
-	answer, usage, err := p.fetch(limited, l.prefill, target)
+	answer, usage, err := p.fetch(limited, &l.prefill, target)
 	traced := err
 	outrun := errors.Is(err, errOutrun)
 	if outrun || errors.Is(err, errDecodeEnded) {
@@ -419,8 +364,8 @@ func (e *statusError) Error() string { return "answered " + e.status }
 
 // fetch sends u to a worker and reads the whole answer. That of a stream is not
 // returned.
-func (p *Proxy) fetch(ctx context.Context, u Upstream, t kv.Target) (answer []byte, usage Usage, err error) {
-	request, err := p.request(ctx, &u, t)
+func (p *Proxy) fetch(ctx context.Context, u *sending, t kv.Target) (answer []byte, usage Usage, err error) {
+	request, err := p.request(ctx, u, t)
 	if err != nil {
 		return nil, usage, err
 	}
@@ -443,7 +388,7 @@ func (p *Proxy) fetch(ctx context.Context, u Upstream, t kv.Target) (answer []by
 	case status/100 == 2:
 		return answer, usage, nil
 	case status/100 == 4 && status != http.StatusRequestTimeout && status != http.StatusTooManyRequests:
-		return nil, usage, &prefillRefusal{status, response.Header, answer}
+		return nil, usage, &prefillRefusal{keptAnswer{status: status, header: response.Header, body: answer}}
 	}
 	return nil, usage, &statusError{response.Status, refusalOf(response.StatusCode, response.Header, u.Route, p.now())}
 }
@@ -471,15 +416,9 @@ func fetchStream(route string, body io.Reader) (Usage, error) {
 }
 
 // relay answers the client with the prefill worker's refusal.
-func (e *prefillRefusal) relay(w http.ResponseWriter, u Upstream, x *Exchange) error {
-	if x.Shared != nil {
-		x.Worker = x.Shared.Worker
-	}
-	writeHead(w, &http.Response{StatusCode: e.status, Header: e.header}, u, x)
-	if _, err := w.Write(e.body); err != nil {
-		return errors.Join(ErrAnswered, err)
-	}
-	return nil
+func (e *prefillRefusal) relay(w http.ResponseWriter, u *sending, x *Exchange) error {
+	e.decision, e.worker = x.Decision, x.Shared.Worker
+	return e.keptAnswer.relay(w, u, x)
 }
 
 // decodeLimit returns the time that a decode leg may take from its prefill leg's end: to

@@ -44,13 +44,13 @@ func (a *upstreamAnswer) kind() string {
 // madeBefore reports whether an answer that is no stream of events was made before it was sent, so
 // that nobody waits for its parts: an error, JSON unless the request asks for a stream, and text
 // whose length is known.
-func (a *upstreamAnswer) madeBefore(u *Upstream) bool {
+func (a *upstreamAnswer) madeBefore(u *sending) bool {
 	kind, long := a.kind(), a.ContentLength < 0
 	switch {
 	case a.StatusCode/100 != 2:
 		return true
 	case isJSON(kind):
-		return !long || u.Parsed == nil || !u.Parsed.Get("stream").Bool()
+		return !long || u.Body == nil || !u.Body.Get("stream").Bool()
 	}
 	return !long && (kind == "" || strings.HasPrefix(kind, "text/"))
 }
@@ -59,7 +59,7 @@ func (a *upstreamAnswer) madeBefore(u *Upstream) bool {
 // lines of JSON, and all that comes through a gateway, where no other worker can be tried. Nothing
 // is written before the first piece, except to a gateway. The usage of JSON, and of
 // what comes through a gateway, is read from the first bufferedAnswer bytes.
-func (p *Proxy) relayPieces(w http.ResponseWriter, answer *upstreamAnswer, u Upstream, x *Exchange) error {
+func (p *Proxy) relayPieces(w http.ResponseWriter, answer *upstreamAnswer, u *sending, x *Exchange) error {
 	var body []byte
 	held, whole := int64(0), true // bytes of body; it has all so far
 	defer func() { p.answers.Give(u.Client, held) }()

@@ -44,9 +44,9 @@ func front(t *testing.T, route, body string, serve ...http.HandlerFunc) *httptes
 		t.Fatal("no JSON")
 	}
 	server := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
-		u := Upstream{Method: http.MethodPost, Path: route, Route: route, Header: http.Header{web.HeaderRequest: {"r"}}, Body: parsed.Raw, Parsed: parsed, EndMarked: route != "/v1/audio/speech", MaxRetries: 2}
+		u := Upstream{Method: http.MethodPost, Path: route, Route: route, Header: http.Header{web.HeaderRequest: {"r"}}, Body: parsed, EndMarked: route != "/v1/audio/speech", MaxRetries: 2}
 		if route == chatRoute {
-			u.Head, u.Body, u.HideUsage = AskForUsage(parsed)
+			u.AskUsage = true
 			u.Migration = NewMigration(route, parsed, []uint32{1, 2, 3}, true, false, nil)
 		}
 		err := p.Forward(r.Context(), w, u, &Exchange{Route: route}, chooseOne(func(exclude []uint64) (router.Decision, error) {

@@ -41,58 +41,37 @@ func NewPromptTokens(route string, body *jsonbody.Body, prompt []uint32, takes f
 }
 
 // sendsTokens reports whether a worker gets the tokens of the prompt of u.
-func (p *Proxy) sendsTokens(u *Upstream, t *kv.Target) bool {
+func (p *Proxy) sendsTokens(u *sending, t *kv.Target) bool {
 	s := u.PromptTokens
-	return s != nil && !s.plain && !p.tokenRefusers.has(t) && s.takes(t)
+	return s != nil && !s.plain && !u.Migration.open() && !p.tokenRefusers.has(t) && s.takes(t)
 }
 
-// withTokens returns u with the tokens of its prompt for a worker, if that takes them, and with
-// members added in front. params are the transfer parameters of the request, JSON; empty: none.
-func (p *Proxy) withTokens(u Upstream, t *kv.Target, params string, members ...jsonbody.Field) Upstream {
-	if u.asTokens = p.sendsTokens(&u, t); u.asTokens && u.Route == completionRoute {
-		u = u.withBody(u.Parsed.With("prompt", tokenList(u.PromptTokens.ids)))
-	}
-	switch {
-	case u.asTokens && u.Route == chatRoute && t.RunsSGLang():
-		members = append(members, jsonbody.Field{Key: "input_ids", Raw: tokenList(u.PromptTokens.ids)})
-	case u.asTokens && u.Route == chatRoute:
+// addTokens adds the tokens of the prompt for a worker that takes them, and transfer parameters,
+// JSON; empty: none.
+func (p *Proxy) addTokens(u *sending, t *kv.Target, params string) {
+	switch u.asTokens = p.sendsTokens(u, t); {
+	case u.asTokens && u.Route == completionRoute:
+		u.edits.set("prompt", tokenList(u.PromptTokens.ids))
+	case u.asTokens && t.RunsSGLang():
+		u.edits.add(jsonbody.Field{Key: "input_ids", Raw: tokenList(u.PromptTokens.ids)})
+	case u.asTokens:
 		params = withPromptTokens(gjson.Parse(params), u.PromptTokens.ids)
 	}
 	if params != "" {
-		members = append(members, jsonbody.Field{Key: "kv_transfer_params", Raw: params})
+		u.edits.add(jsonbody.Field{Key: "kv_transfer_params", Raw: params})
 	}
-	if !u.asTokens {
-		u.PromptTokens = nil
-	}
-	return u.withFields(members...)
 }
 
-// forPrefill returns u as the prefill leg of a vLLM worker, with these transfer parameters.
-func (p *Proxy) forPrefill(u Upstream, t *kv.Target, params string) Upstream {
-	body := u.Parsed
-	switch u.asTokens = p.sendsTokens(&u, t); {
+// forPrefill makes u the prefill leg of a vLLM worker, with these transfer parameters.
+func (p *Proxy) forPrefill(u *sending, t *kv.Target, params string) {
+	body := u.Body
+	switch u.asTokens = p.sendsTokens(u, t); {
 	case u.asTokens && u.Route == completionRoute:
 		body = body.With("prompt", tokenList(u.PromptTokens.ids))
 	case u.asTokens:
 		params = withPromptTokens(gjson.Parse(params), u.PromptTokens.ids)
 	}
-	u.Head, u.Body = nil, prefillBody(u.Route, body, params)
-	return u
-}
-
-// withBody returns u with another body.
-func (u Upstream) withBody(body *jsonbody.Body) Upstream {
-	u.Head, u.Body = nil, body.Raw
-	if !u.HideUsage {
-		return u
-	}
-	if body.Get("stream_options").Exists() { // whose place in a body that was changed is not known
-		if parsed, ok := jsonbody.Parse(body.Raw); ok {
-			body = parsed
-		}
-	}
-	u.Head, u.Body, _ = AskForUsage(body)
-	return u
+	u.edits.whole = prefillBody(u.Route, body, params)
 }
 
 // withPromptTokens returns a chat's kv_transfer_params with the tokens of its prompt, by which
@@ -123,7 +102,7 @@ func tokenList(lists ...[]uint32) string {
 // its prompt's tokens. It is sent again as the client wrote it, so that an answer that
 // refuses the client's own request is the one to that. Without an error, nothing of the
 // answer has been read.
-func (p *Proxy) refusesTokens(u *Upstream, t *kv.Target, status int, answer io.Reader) error {
+func (p *Proxy) refusesTokens(u *sending, t *kv.Target, status int, answer io.Reader) error {
 	if !u.asTokens || status != http.StatusBadRequest && status != http.StatusRequestEntityTooLarge && status != http.StatusUnprocessableEntity {
 		return nil
 	}

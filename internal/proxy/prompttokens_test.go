@@ -94,8 +94,8 @@ func tokenRequest(t *testing.T, path, text string) Upstream {
 	if !ok {
 		t.Fatalf("%s is no object", text)
 	}
-	u := Upstream{Method: http.MethodPost, Path: path, Route: path, Header: http.Header{}, Body: body.Raw, Parsed: body, MaxRetries: 2}
-	u.Head, u.Body, u.HideUsage = AskForUsage(body)
+	u := Upstream{Method: http.MethodPost, Path: path, Route: path, Header: http.Header{}, Body: body, MaxRetries: 2}
+	u.AskUsage = true
 	u.PromptTokens = NewPromptTokens(path, body, []uint32{1, 2, 3}, func(*kv.Target) bool { return true })
 	return u
 }
@@ -104,27 +104,6 @@ const (
 	hiChat  = `"messages":[{"role":"user","content":"hi"}]`
 	hiTexts = `"prompt":"hi"`
 )
-
-// TestWorkersGetTheTokensOfPrompts: with the client's members behind them.
-func TestWorkersGetTheTokensOfPrompts(t *testing.T) {
-	for _, c := range []struct {
-		engine           kv.Engine
-		path, body, want string
-	}{
-		{kv.EngineVLLM, chatRoute, `{` + hiChat + `, "seed":1.0}`, `{"kv_transfer_params":{"prompt_token_ids":[1,2,3]},` + hiChat + `, "seed":1.0}`},
-		{kv.EngineSGLang, chatRoute, `{` + hiChat + `, "seed":1.0}`, `{"input_ids":[1,2,3],` + hiChat + `, "seed":1.0}`},
-		{kv.EngineVLLM, completionRoute, `{` + hiTexts + `,"seed":1.0}`, `{"prompt":[1,2,3],"seed":1.0}`},
-		{kv.EngineSGLang, completionRoute, `{"seed":1.0,` + hiTexts + `}`, `{"prompt":[1,2,3],"seed":1.0}`},
-		{kv.EngineVLLM, chatRoute, `{` + hiChat + `,"stream":true}`, `{"kv_transfer_params":{"prompt_token_ids":[1,2,3]},"stream_options":{"include_usage":true},` + hiChat + `,"stream":true}`},
-		{kv.EngineVLLM, completionRoute, `{` + hiTexts + `,"stream":true}`, `{"stream_options":{"include_usage":true},"prompt":[1,2,3],"stream":true}`},
-	} {
-		f := newTokenFleet(t, c.engine, takes)
-		f.send(t, c.path, c.body)
-		if len(f.bodies) != 1 || f.bodies[0] != c.want {
-			t.Errorf("%v %s: %s\nbecame %s\nwant   %s", c.engine, c.path, c.body, f.bodies, c.want)
-		}
-	}
-}
 
 // TestPromptsThatEnginesNeedAsText stay as they are.
 func TestPromptsThatEnginesNeedAsText(t *testing.T) {
@@ -249,9 +228,7 @@ func TestBothLegsGetTheTokensOfPrompts(t *testing.T) {
 				u := tokenRequest(t, path, text)
 				u.PromptTokens.takes, u.Paired = c.take, true
 				w := httptest.NewRecorder()
-				err := p.Forward(t.Context(), w, u, &Exchange{}, choosePair(func() (router.Pair, error) {
-					return rt.RoutePair(t.Context(), router.Request{Tokens: make([]uint32, 1000)}, router.PairRule{})
-				}))
+				err := p.Forward(t.Context(), w, u, &Exchange{}, &fleetChooser{router: rt, ctx: t.Context(), request: router.Request{Tokens: make([]uint32, 1000)}})
 				if err != nil || w.Code != http.StatusOK || got.String() != c.want {
 					t.Errorf("requests %s, want %s; the client got %d, %v: %s", got.String(), c.want, w.Code, err, w.Body)
 				}

@@ -40,16 +40,16 @@ const (
 	ClientGone = 499
 )
 
-// Upstream is a request to a worker. Its body is the client's, except for an added
-// request for usage, and for the tokens of its prompt.
+// Upstream is a client's request for workers. They get its body unchanged, except for the edits
+// that this package adds.
 type Upstream struct {
-	Method     string
-	Path       string // with query
-	Header     http.Header
-	Head, Body []byte // the body in two parts, so that adding to its beginning copies nothing
-	HideUsage  bool   // the router requested the usage: remove it from the answer
-	Silent     bool   // the client gets no headers about the decision
-	EndMarked  bool   // a complete stream ends with a final event
+	Method    string
+	Path      string // with query
+	Header    http.Header
+	Body      *jsonbody.Body // nil: none
+	AskUsage  bool           // request the usage of a stream, and remove it from the answer
+	Silent    bool           // the client gets no headers about the decision
+	EndMarked bool           // a complete stream ends with a final event
 	// CachedTokensMislead means that the answer's cached tokens do not describe the cache:
 	// the request has several prompts, or requests the logprobs of its own tokens,
 	// for which an engine computes it again.
@@ -58,12 +58,10 @@ type Upstream struct {
 	Route               string
 	RequestID           string
 	Client              string // whose share of the retry budget it uses; empty: of those that are not known
-	Arrived             time.Time
-	MaxRetries          int // further workers to try while nothing was answered
-	// Paired means that the request, with body Parsed, may be disaggregated, unless
-	// Aggregated has a reason against it.
+	MaxRetries          int    // further workers to try while nothing was answered
+	// Paired means that the request may be disaggregated, unless Aggregated has a reason
+	// against it.
 	Paired     bool
-	Parsed     *jsonbody.Body
 	Aggregated string
 	Gateway    *Gateway   // sends the request to its worker; nil: the proxy does
 	Migration  *Migration // of a stream that may be continued on another worker; nil: it ends with its worker
@@ -75,17 +73,24 @@ type Upstream struct {
 	Stored func(worker uint64, id string)
 	// PromptTokens go to the workers that take them; nil: every worker gets the text.
 	PromptTokens *PromptTokens
+}
 
-	tries    *tries // those of a request that may begin elsewhere, too; nil: it may not
-	lane     int32  // of them
+// sending is a request on its way to a worker.
+type sending struct {
+	*Upstream
+	edits    edits
 	chooser  Chooser
+	tries    *tries           // those of a request that may begin elsewhere, too; nil: it may not
+	lane     int32            // of them
 	prefill  *router.Decision // of a gateway's request that two workers serve; nil: one serves it
+	decodes  bool             // it is a decode leg: a part of its prompt comes from the prefill worker
+	transfer string           // its transfer parameters, JSON; empty: none
 	asTokens bool             // its prompt is in the body as tokens
 	attempt  *tracing.Attempt // whose trace the worker continues; nil: the client's, if any
 }
 
 // request is u as a request to a worker.
-func (p *Proxy) request(ctx context.Context, u *Upstream, t kv.Target) (*http.Request, error) {
+func (p *Proxy) request(ctx context.Context, u *sending, t kv.Target) (*http.Request, error) {
 	request, err := http.NewRequestWithContext(ctx, u.Method, t.URL+u.Path, nil)
 	if err != nil {
 		return nil, fmt.Errorf("%w: %w", web.ErrUnsendable, err)
@@ -99,39 +104,22 @@ func (p *Proxy) request(ctx context.Context, u *Upstream, t kv.Target) (*http.Re
 		rank := strconv.FormatUint(uint64(t.ServerRank()), 10)
 		request.Header.Set(web.HeaderRank, rank)
 		if u.Route == generateRoute { // SGLang reads no header there
-			named := u.withFields(jsonbody.Field{Key: rankKey, Raw: rank})
-			u = &named
+			u.edits.add(jsonbody.Field{Key: rankKey, Raw: rank})
 		}
 	}
-	if length := len(u.Head) + len(u.Body); length > 0 {
-		request.ContentLength = int64(length)
-		request.GetBody = func() (io.ReadCloser, error) { return io.NopCloser(u.reader()), nil }
+	if head, rest := u.edits.write(); len(head)+len(rest) > 0 {
+		request.ContentLength = int64(len(head) + len(rest))
+		request.GetBody = func() (io.ReadCloser, error) { return io.NopCloser(joined(head, rest)), nil }
 		request.Body, err = request.GetBody()
 	}
 	return request, err
 }
 
 // stores reports an answer that its worker may keep.
-func (u *Upstream) stores(x *Exchange, id string) {
+func (u *sending) stores(x *Exchange, id string) {
 	if u.Stored != nil && id != "" {
 		u.Stored(x.Decision.Target.Key.Worker, id)
 	}
-}
-
-// joinedBody is up to which size the two parts of a body are joined in memory, bytes.
-const joinedBody = 64 << 10
-
-// reader returns the body. Only of a reader that net/http knows for one of memory it
-// sends the beginning together with the headers: other ones cost a write and two
-// buffers of 32 KB more, which is more than a copy of a small body.
-func (u *Upstream) reader() io.Reader {
-	switch {
-	case len(u.Head) == 0:
-		return bytes.NewReader(u.Body)
-	case len(u.Head)+len(u.Body) <= joinedBody:
-		return bytes.NewReader(slices.Concat(u.Head, u.Body))
-	}
-	return io.MultiReader(bytes.NewReader(u.Head), bytes.NewReader(u.Body))
 }
 
 // header returns a client's headers as they go to a worker, signed by this router.
@@ -308,25 +296,29 @@ var ErrSilent = errors.New("no data received within --request-timeout")
 // best answer received. Every booking ends here with the result of the request: a
 // complete answer, a failure of the worker, or neither. An error other than
 // ErrAnswered means that nothing was written to w.
-func (p *Proxy) Forward(ctx context.Context, w http.ResponseWriter, u Upstream, x *Exchange, chooser Chooser) error {
-	u.chooser = chooser
+func (p *Proxy) Forward(ctx context.Context, w http.ResponseWriter, request Upstream, x *Exchange, chooser Chooser) error {
 	if p.settings.MigrationLimit == 0 {
-		u.Migration = nil
+		request.Migration = nil
 	}
-	if u.Paired {
-		return p.forwardPair(ctx, w, u, x)
-	}
-	t := p.begin(ctx, w, &u, x)
+	u := &sending{Upstream: &request, chooser: chooser, edits: editsOf(&request)}
+	t := p.begin(ctx, w, u, x)
 	defer t.over()
+	why := u.Aggregated
 	for {
 		began := x.Trace.Now()
-		decision, err := chooser.Route(t.exclude)
-		x.Trace.Decided(began, err, &decision)
+		pair, err := u.route(t.exclude, why)
+		x.Trace.Decided(began, err, &pair.Prefill, &pair.Decode)
 		if err != nil {
 			return t.giveUp(ctx, w, err)
 		}
-		x.Receipts = append(x.Receipts, decision.Receipts...)
-		err = t.join(ctx, &u, p.send(ctx, w, u, x, decision, t.retry()))
+		if why == WholePrefilled && pair.Whole == "" {
+			t.Retries++ // no worker serves it alone: it is another pair's
+		}
+		x.Receipts = slices.Concat(x.Receipts, pair.Prefill.Receipts, pair.Decode.Receipts)
+		if pair.Whole != "" && u.Paired {
+			p.observer.StayedWhole(pair.Whole)
+		}
+		err = t.join(ctx, u, p.serve(ctx, w, u, x, pair, t.retry()))
 		if err == nil {
 			return nil
 		}
@@ -336,10 +328,40 @@ func (p *Proxy) Forward(ctx context.Context, w http.ResponseWriter, u Upstream, 
 		if resent(err) {
 			continue
 		}
-		if !t.again(ctx, err, false) {
+		var refusal *prefillRefusal
+		if errors.As(err, &refusal) && ctx.Err() == nil {
+			return refusal.relay(w, u, x)
+		}
+		// Falling back to one worker is beside the retries: it costs no decode worker anything.
+		var prefill *PrefillFailure
+		beside := errors.As(err, &prefill) && !p.settings.EnforceDisagg && why == ""
+		if !t.again(ctx, err, beside) {
 			return t.end(ctx, w, err)
 		}
+		if beside {
+			why = WholePrefilled
+		}
 	}
+}
+
+// route chooses the workers of the request.
+func (u *sending) route(exclude []uint64, why string) (router.Pair, error) {
+	if u.Paired {
+		return u.chooser.RoutePair(exclude, why)
+	}
+	decision, err := u.chooser.Route(exclude)
+	return router.Pair{Decode: decision, Whole: router.WholeNoPair}, err
+}
+
+// serve sends u to the workers that were chosen. The bookings end here.
+func (p *Proxy) serve(ctx context.Context, w http.ResponseWriter, u *sending, x *Exchange, pair router.Pair, retry bool) error {
+	switch x.Shared = nil; {
+	case pair.Whole != "":
+		return p.send(ctx, w, u, x, pair.Decode, retry)
+	case u.Gateway != nil:
+		return p.disaggregateByGateway(ctx, w, u, x, pair)
+	}
+	return p.share(ctx, w, u, x, pair, retry)
 }
 
 // takeRetry reports whether the budget allows a client a retry, and counts it.
@@ -352,24 +374,12 @@ func (p *Proxy) takeRetry(client string) bool {
 }
 
 // send is attempt with the booking of the decision, which ends here.
-func (p *Proxy) send(ctx context.Context, w http.ResponseWriter, u Upstream, x *Exchange, decision router.Decision, retry bool) error {
+func (p *Proxy) send(ctx context.Context, w http.ResponseWriter, u *sending, x *Exchange, decision router.Decision, retry bool) error {
 	x.Decision, x.Worker, x.Ending, x.refusal, x.Below = decision, p.names.Label(decision.Target.Key.Worker), policy.Abandoned, refusal{}, Below{}
 	defer func() { x.Decision.Booking.End() }() // if relaying panics
-	var members []jsonbody.Field
-	if p.packers.has(&decision.Target) && u.maySendAgain(x) {
-		u = u.unasked()
-	}
-	if u.Migration != nil && !u.Migration.begun {
-		if p.refusers.has(&decision.Target) {
-			u.Migration.refused()
-		}
-		members = u.Migration.ask(&decision.Target, u.Parsed)
-	}
-	if u.asTokens {
-		u = u.withFields(members...)
-	} else {
-		u = p.withTokens(u, &decision.Target, pullParams(&u, &decision), members...)
-	}
+	attempt := *u
+	u = &attempt
+	p.edit(u, x)
 	u.attempt = x.Trace.Attempt(x.leg(), &decision.Target, p.names.Name(decision.Target.Key.Worker), u.Method, u.Route)
 	err := p.attempt(ctx, w, u, x, retry)
 	outrun := errors.Is(err, errOutrun)
@@ -393,12 +403,12 @@ func (p *Proxy) send(ctx context.Context, w http.ResponseWriter, u Upstream, x *
 // attempt sends u to the decided worker and relays the answer. A *workerError
 // without ErrAnswered means that nothing was written and another worker may be
 // tried. With retry, an answer that another worker may better is one.
-func (p *Proxy) attempt(ctx context.Context, w http.ResponseWriter, u Upstream, x *Exchange, retry bool) error {
+func (p *Proxy) attempt(ctx context.Context, w http.ResponseWriter, u *sending, x *Exchange, retry bool) error {
 	target := x.Decision.Target
 	worker := target.Key.Worker
 	ctx, cancel := context.WithCancelCause(ctx) // ends the engine's work when we stop reading
 	defer cancel(nil)
-	f := p.sent(x.Decision.Booking, target, cancel, &u, u.Gateway != nil && len(x.Decision.Alternatives) > 0)
+	f := p.sent(x.Decision.Booking, target, cancel, u, u.Gateway != nil && len(x.Decision.Alternatives) > 0)
 	defer func() { p.ended(f) }()
 	heard := func() { f.heard.Store(p.now().UnixNano()) }
 	if p.settings.RequestTimeout > 0 {
@@ -410,13 +420,13 @@ func (p *Proxy) attempt(ctx context.Context, w http.ResponseWriter, u Upstream, 
 		}
 	}
 	// It may be the request that ends connections: sending it again is a retry for the budget.
-	request, err := p.request(web.WithResends(ctx, func() bool { return p.takeRetry(u.Client) }), &u, target)
+	request, err := p.request(web.WithResends(ctx, func() bool { return p.takeRetry(u.Client) }), u, target)
 	if err != nil {
 		return err
 	}
 	do := p.client.Do
 	if u.Gateway != nil {
-		do = func(request *http.Request) (*http.Response, error) { return p.sendByGateway(request, &u, x) }
+		do = func(request *http.Request) (*http.Response, error) { return p.sendByGateway(request, u, x) }
 	}
 	response, err := do(request)
 	x.Reached = x.Reached || !unsent(err)
@@ -431,7 +441,7 @@ func (p *Proxy) attempt(ctx context.Context, w http.ResponseWriter, u Upstream, 
 		if served := x.Decision.Target; served.Key != target.Key { // it has chosen another one
 			worker = served.Key.Worker
 			p.ended(f)
-			f = p.sent(x.Decision.Booking, served, cancel, &u, false)
+			f = p.sent(x.Decision.Booking, served, cancel, u, false)
 		}
 		defer context.AfterFunc(ctx, func() { _ = response.Body.Close() })() // which does not end with ctx by itself
 	}
@@ -454,7 +464,7 @@ func (p *Proxy) attempt(ctx context.Context, w http.ResponseWriter, u Upstream, 
 			return &workerError{worker: worker, called: x.Worker, err: fmt.Errorf("answered %s", response.Status), kind: health.Status, refusal: x.refusal, answer: kept}
 		}
 	}
-	if err := p.refusesTokens(&u, &x.Decision.Target, response.StatusCode, answer); err == errTokensRefused {
+	if err := p.refusesTokens(u, &x.Decision.Target, response.StatusCode, answer); err == errTokensRefused {
 		return err
 	} else if err != nil {
 		return p.unanswered(worker, err, health.Broken)
@@ -479,7 +489,7 @@ func (p *Proxy) attempt(ctx context.Context, w http.ResponseWriter, u Upstream, 
 	switch {
 	case stream && !packed:
 		return p.relayStream(w, answer, u, x, retry)
-	case u.Gateway != nil || !answer.madeBefore(&u):
+	case u.Gateway != nil || !answer.madeBefore(u):
 		return p.relayPieces(w, answer, u, x)
 	}
 	return p.relayWhole(w, answer, u, x, retry)

@@ -29,7 +29,7 @@ func Pulls(route string, body *jsonbody.Body) bool {
 
 // pullParams are the transfer parameters by which vLLM's tier p2p pulls blocks from the
 // decision's source; empty: it has none, or a gateway's sidecar writes them.
-func pullParams(u *Upstream, d *router.Decision) string {
+func pullParams(u *sending, d *router.Decision) string {
 	if d.Source == nil || u.Gateway != nil {
 		return ""
 	}

@@ -15,35 +15,20 @@ import (
 // of its own for each attempt, and the port of the source's rank.
 func TestTheSourceOfAPullIsToldAsVLLMReadsIt(t *testing.T) {
 	source := kv.Target{Key: kv.WorkerKey{Worker: 3, Rank: 2}, Disagg: kv.Disagg{P2P: kv.Bootstrap{Host: "10.0.0.7", Port: 5710}}}
-	u := Upstream{RequestID: "r\"1"}
-	params := gjson.Parse(pullParams(&u, &router.Decision{Source: &source})).Get("remote_kv_source")
+	u := &sending{Upstream: &Upstream{RequestID: "r\"1"}}
+	params := gjson.Parse(pullParams(u, &router.Decision{Source: &source})).Get("remote_kv_source")
 	if params.Get("remote_host").Str != "10.0.0.7" || params.Get("remote_port").Int() != 5712 || !strings.HasPrefix(params.Get("kv_request_id").Str, "r\"1-") || len(params.Map()) != 3 {
 		t.Errorf("%s", params.Raw)
 	}
-	if again := pullParams(&u, &router.Decision{Source: &source}); gjson.Get(again, "remote_kv_source.kv_request_id").Str == params.Get("kv_request_id").Str {
+	if again := pullParams(u, &router.Decision{Source: &source}); gjson.Get(again, "remote_kv_source.kv_request_id").Str == params.Get("kv_request_id").Str {
 		t.Error("two attempts have one id")
 	}
-	if none := pullParams(&u, &router.Decision{}); none != "" {
+	if none := pullParams(u, &router.Decision{}); none != "" {
 		t.Errorf("without a source: %s", none)
 	}
 	u.Gateway = new(Gateway)
-	if none := pullParams(&u, &router.Decision{Source: &source}); none != "" {
+	if none := pullParams(u, &router.Decision{Source: &source}); none != "" {
 		t.Errorf("a gateway's sidecar writes them, not we: %s", none)
-	}
-}
-
-func TestPullsLeaveTheRestOfABodyAsItIs(t *testing.T) {
-	source := kv.Target{Disagg: kv.Disagg{P2P: kv.Bootstrap{Host: "h", Port: 5710}}}
-	raw := `{"model" : "m", "messages":[ {"role":"user","content":"a"} ],"x":1.0}`
-	body, ok := jsonbody.Parse([]byte(raw))
-	if !ok {
-		t.Fatal("no JSON")
-	}
-	u := Upstream{Route: chatRoute, Parsed: body, Body: body.Raw, RequestID: "r"}
-	got := new(Proxy).withTokens(u, new(kv.Target), pullParams(&u, &router.Decision{Source: &source}))
-	text := string(got.Head) + string(got.Body)
-	if !gjson.Valid(text) || !strings.HasSuffix(text, raw[1:]) || gjson.Get(text, "kv_transfer_params.remote_kv_source.remote_port").Int() != 5710 {
-		t.Errorf("%s", text)
 	}
 }
 

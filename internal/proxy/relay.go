@@ -78,7 +78,7 @@ func cause(ctx context.Context, err error) error {
 }
 
 // writeHead writes the worker's status and headers and the router's own.
-func writeHead(w http.ResponseWriter, response *http.Response, u Upstream, x *Exchange) {
+func writeHead(w http.ResponseWriter, response *http.Response, u *sending, x *Exchange) {
 	web.DropHopByHop(response.Header)
 	dropOwn(response.Header)
 	header := w.Header()
@@ -104,7 +104,7 @@ func writeHead(w http.ResponseWriter, response *http.Response, u Upstream, x *Ex
 // written, as far as hold goes, so that a worker that dies over it
 // has not answered. With retry the same holds for one that stops the answer, as a
 // vLLM that shuts down does; SGLang stops what its client has aborted.
-func (p *Proxy) relayWhole(w http.ResponseWriter, answer *upstreamAnswer, u Upstream, x *Exchange, retry bool) error {
+func (p *Proxy) relayWhole(w http.ResponseWriter, answer *upstreamAnswer, u *sending, x *Exchange, retry bool) error {
 	worker := x.Decision.Target.Key.Worker
 	body, whole, err := p.hold(answer, u.Client)
 	defer func() { p.answers.Give(u.Client, int64(cap(body))) }()
@@ -159,7 +159,7 @@ type streamRelay struct {
 	proxy   *Proxy
 	w       http.ResponseWriter
 	answer  *upstreamAnswer
-	u       Upstream
+	u       *sending
 	x       *Exchange
 	retry   bool
 	events  eventScanner
@@ -175,12 +175,12 @@ type streamRelay struct {
 // relayStream relays server-sent events chunk by chunk, as they come. Nothing
 // is written before the first chunk, so that a worker that dies in prefill has
 // not answered; a gateway waits for the headers only and gets them at once.
-func (p *Proxy) relayStream(w http.ResponseWriter, answer *upstreamAnswer, u Upstream, x *Exchange, retry bool) error {
+func (p *Proxy) relayStream(w http.ResponseWriter, answer *upstreamAnswer, u *sending, x *Exchange, retry bool) error {
 	answer.Header.Del("Content-Length") // an event may be taken out
 	memory := p.streams.Get().(*streamBuffer)
 	defer p.streams.Put(memory)
 	r := streamRelay{proxy: p, w: w, answer: answer, u: u, x: x, retry: retry, started: u.Migration.open()}
-	r.events = eventScanner{HideUsage: u.HideUsage, Generate: u.Route == generateRoute, Numbered: u.Route == ResponsesRoute, Migration: u.Migration, pending: memory.pending[:0], out: memory.out[:0]}
+	r.events = eventScanner{HideUsage: u.edits.usage, Generate: u.Route == generateRoute, Numbered: u.Route == ResponsesRoute, Migration: u.Migration, pending: memory.pending[:0], out: memory.out[:0]}
 	defer func() {
 		if cap(r.events.pending)+cap(r.events.out) <= pooledBuffer {
 			memory.pending, memory.out = r.events.pending, r.events.out

@@ -87,7 +87,7 @@ func keep(answer *upstreamAnswer, x *Exchange) (*keptAnswer, error) {
 }
 
 // relay answers the client with k.
-func (k *keptAnswer) relay(w http.ResponseWriter, u Upstream, x *Exchange) error {
+func (k *keptAnswer) relay(w http.ResponseWriter, u *sending, x *Exchange) error {
 	x.Decision, x.Worker, x.Ending = k.decision, k.worker, endingOf(k.status, "")
 	writeHead(w, &http.Response{StatusCode: k.status, Header: k.header}, u, x)
 	if _, err := w.Write(k.body); err != nil {
@@ -196,7 +196,7 @@ type tries struct {
 	proxy   *Proxy
 	ctx     context.Context
 	w       http.ResponseWriter
-	u       Upstream
+	u       *sending
 	x       *Exchange
 	exclude []uint64 // workers that have failed it
 
@@ -218,13 +218,12 @@ type tries struct {
 
 // begin counts a request; over must follow. It may begin elsewhere beside a worker that is
 // silent, unless a gateway sends it, or it is known to an SGLang server by a name of its own.
-func (p *Proxy) begin(ctx context.Context, w http.ResponseWriter, u *Upstream, x *Exchange) *tries {
+func (p *Proxy) begin(ctx context.Context, w http.ResponseWriter, u *sending, x *Exchange) *tries {
 	p.budget.Request(u.Client, p.now())
-	t := &tries{proxy: p, ctx: ctx, w: w, x: x}
-	if u.Gateway == nil && u.MaxRetries > 0 && !(u.Paired && asks(u.Parsed, "rid")) {
+	t := &tries{proxy: p, ctx: ctx, w: w, u: u, x: x}
+	if u.Gateway == nil && u.MaxRetries > 0 && !(u.Paired && asks(u.Body, "rid")) {
 		u.tries, u.lane = t, firstLane
 	}
-	t.u = *u
 	return t
 }
 
@@ -332,7 +331,7 @@ func blamed(err error) (worker uint64, failed *workerError, ok bool) {
 }
 
 // finished ends the booking of a request after its answer was relayed to its end.
-func (p *Proxy) finished(u Upstream, x *Exchange) {
+func (p *Proxy) finished(u *sending, x *Exchange) {
 	b := x.Decision.Booking
 	if u.SeveralAnswers && x.Decision.Target.RunsSGLang() {
 		x.Usage.CachedKnown = false
@@ -349,7 +348,7 @@ func (p *Proxy) finished(u Upstream, x *Exchange) {
 		p.observer.EngineFailed()
 	case x.Ending == policy.Finished:
 		switch {
-		case u.CachedTokensMislead:
+		case u.CachedTokensMislead, u.decodes:
 		case x.Usage.CachedKnown:
 			b.Cached(x.Usage.CachedTokens, x.Usage.CachedByTier)
 		case x.Usage.CachedUntold:

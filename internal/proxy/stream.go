@@ -193,8 +193,8 @@ func (s *eventScanner) edits() bool { return s.HideUsage || s.Migration != nil }
 // handOn hands a whole event on.
 func (s *eventScanner) handOn(event []byte) {
 	if s.Migration != nil {
-		s.Migration.own = s.own > 0
-		s.out = s.Migration.rewrite(s.out, event, s.status >= http.StatusInternalServerError, s.finish != "")
+		facts := eventFacts{failed: s.status >= http.StatusInternalServerError, finished: s.finish != "", own: s.own > 0}
+		s.out = s.Migration.rewrite(s.out, event, facts)
 		return
 	}
 	s.show(event)

@@ -41,7 +41,7 @@ func (p *Proxy) Tunnel(w http.ResponseWriter, r *http.Request, header http.Heade
 	}
 	ctx, cancel := context.WithCancelCause(r.Context())
 	defer cancel(nil)
-	f := p.sent(decision.Booking, target, cancel, new(Upstream), false)
+	f := p.sent(decision.Booking, target, cancel, new(sending), false)
 	f.reads.Store(false) // a connection may be idle
 	defer p.ended(f)
 	header = p.header(header, target)

@@ -1,43 +1,10 @@
 package proxy
 
 import (
-	"slices"
-
 	"github.com/tidwall/gjson"
 
-	"kvrouter/internal/jsonbody"
 	"kvrouter/internal/kv"
 )
-
-// AskForUsage returns the body in two parts, with a request for usage added if it
-// is a stream without one. All other bytes are unchanged and, if the client has no
-// stream_options, are not copied. Of several stream_options the last counts, as in
-// Python.
-func AskForUsage(parsed *jsonbody.Body) (head, body []byte, hide bool) {
-	body = parsed.Raw
-	if !parsed.Get("stream").Bool() {
-		return nil, body, false
-	}
-	options := parsed.Get("stream_options")
-	members := jsonbody.Members(options)
-	inside := slices.Index(body, '{') + 1
-	switch {
-	case jsonbody.FieldOf(members, "include_usage").Bool() || jsonbody.FieldOf(members, "continuous_usage_stats").Bool():
-		return nil, body, false
-	case !options.Exists():
-		return []byte(`{"stream_options":{"include_usage":true},`), body[inside:], true
-	case options.Type == gjson.Null, options.IsObject():
-		at := parsed.Place(options)
-		var fields []jsonbody.Field
-		for _, m := range members {
-			fields = append(fields, jsonbody.Field{Key: m.Key, Raw: m.Value.Raw})
-		}
-		fields = jsonbody.MergeFields(fields, []jsonbody.Field{{Key: "include_usage", Raw: "true"}})
-		head = append(make([]byte, 0, at+len(options.Raw)+32), body[inside-1:at]...)
-		return jsonbody.AppendObject(head, fields), body[at+len(options.Raw):], true
-	}
-	return nil, body, false // the engine will name the fault
-}
 
 // Bound of a worker's report on one request, tokens: more than any model takes or
 // writes. The numbers of a worker that reports more, or less than nothing, must

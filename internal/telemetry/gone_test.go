@@ -14,6 +14,7 @@ import (
 	"kvrouter/internal/guard"
 	"kvrouter/internal/kv"
 	"kvrouter/internal/logs"
+	"kvrouter/internal/metrics"
 	"kvrouter/internal/models"
 	"kvrouter/internal/proxy"
 	"kvrouter/internal/router"
@@ -184,7 +185,7 @@ func TestTotalsAreTheSumsOfThePageAndKeepWhoIsGone(t *testing.T) {
 		if first, inter := got.FirstToken.Counts, got.InterToken.Counts; first[len(first)-1] != 3 || inter[len(inter)-1] != 6 {
 			t.Errorf("%s: %d first tokens, %d others", step, first, inter)
 		}
-		if len(got.Workers) != workers || got.Workers["1"] != (proxy.WorkerTotals{Requests: 2}) {
+		if len(got.Workers) != workers || got.Workers["1"] != (metrics.WorkerTotals{Requests: 2}) {
 			t.Errorf("%s: %+v", step, got.Workers)
 		}
 	}

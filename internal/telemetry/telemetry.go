@@ -17,6 +17,7 @@ import (
 
 	"kvrouter/internal/jsonbody"
 	"kvrouter/internal/kv"
+	"kvrouter/internal/metrics"
 	"kvrouter/internal/proxy"
 	"kvrouter/internal/router"
 	"kvrouter/internal/thompson"
@@ -64,8 +65,8 @@ type Metrics struct {
 	known atomic.Int64 // entries of seen
 	most  int          // of them; 0: no limit
 
-	summing sync.Mutex   // held while series are summed or deleted, and while Deps.Fleet is called
-	gone    proxy.Totals // of removed workers; summing guards it
+	summing sync.Mutex     // held while series are summed or deleted, and while Deps.Fleet is called
+	gone    metrics.Totals // of removed workers; summing guards it
 }
 
 // Deps are the parts that Metrics reads.

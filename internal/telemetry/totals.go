@@ -7,26 +7,26 @@ import (
 	"github.com/prometheus/client_golang/prometheus"
 	dto "github.com/prometheus/client_model/go"
 
-	"kvrouter/internal/proxy"
+	"kvrouter/internal/metrics"
 )
 
 // Totals sums the metrics of requests, including those of removed workers.
-func (t *Metrics) Totals() proxy.Totals {
+func (t *Metrics) Totals() metrics.Totals {
 	t.forgetGone()
 	t.summing.Lock()
 	defer t.summing.Unlock()
 	sum := t.gone
-	sum.FirstToken, sum.InterToken = proxy.Histogram{}, proxy.Histogram{}
+	sum.FirstToken, sum.InterToken = metrics.Histogram{}, metrics.Histogram{}
 	sum.FirstToken.Add(t.gone.FirstToken)
 	sum.InterToken.Add(t.gone.InterToken)
-	sum.Workers = map[string]proxy.WorkerTotals{}
+	sum.Workers = map[string]metrics.WorkerTotals{}
 	t.sum(&sum, func(string) bool { return true })
 	return sum
 }
 
 // sum adds the series of the workers that of accepts to sum, and to its Workers unless nil.
-func (t *Metrics) sum(sum *proxy.Totals, of func(worker string) bool) {
-	add := func(metric prometheus.Collector, add func(m *dto.Metric, n uint64, w *proxy.WorkerTotals)) {
+func (t *Metrics) sum(sum *metrics.Totals, of func(worker string) bool) {
+	add := func(metric prometheus.Collector, add func(m *dto.Metric, n uint64, w *metrics.WorkerTotals)) {
 		each(metric, func(m *dto.Metric) {
 			worker := label(m, "worker_id")
 			if !of(worker) {
@@ -38,28 +38,28 @@ func (t *Metrics) sum(sum *proxy.Totals, of func(worker string) bool) {
 			}
 		})
 	}
-	add(t.requests, func(m *dto.Metric, n uint64, w *proxy.WorkerTotals) {
+	add(t.requests, func(m *dto.Metric, n uint64, w *metrics.WorkerTotals) {
 		sum.Requests, w.Requests = sum.Requests+n, w.Requests+n
 		if status, _ := strconv.Atoi(label(m, "status")); status >= 500 {
 			sum.Errors += n
 		}
 	})
-	add(t.promptTokens, func(_ *dto.Metric, n uint64, _ *proxy.WorkerTotals) { sum.PromptTokens += n })
-	add(t.compared, func(_ *dto.Metric, n uint64, w *proxy.WorkerTotals) {
+	add(t.promptTokens, func(_ *dto.Metric, n uint64, _ *metrics.WorkerTotals) { sum.PromptTokens += n })
+	add(t.compared, func(_ *dto.Metric, n uint64, w *metrics.WorkerTotals) {
 		sum.ComparedTokens, w.ComparedTokens = sum.ComparedTokens+n, w.ComparedTokens+n
 	})
-	add(t.cached, func(_ *dto.Metric, n uint64, w *proxy.WorkerTotals) {
+	add(t.cached, func(_ *dto.Metric, n uint64, w *metrics.WorkerTotals) {
 		sum.CachedTokens, w.CachedTokens = sum.CachedTokens+n, w.CachedTokens+n
 	})
-	add(t.outputTokens, func(_ *dto.Metric, n uint64, _ *proxy.WorkerTotals) { sum.OutputTokens += n })
-	add(t.predictions, func(m *dto.Metric, n uint64, _ *proxy.WorkerTotals) {
+	add(t.outputTokens, func(_ *dto.Metric, n uint64, _ *metrics.WorkerTotals) { sum.OutputTokens += n })
+	add(t.predictions, func(m *dto.Metric, n uint64, _ *metrics.WorkerTotals) {
 		if sum.Compared += n; label(m, "result") == "exact" {
 			sum.Exact += n
 		}
 	})
-	add(t.predicted, func(_ *dto.Metric, n uint64, _ *proxy.WorkerTotals) { sum.PredictedTokens += n })
-	add(t.firstToken, func(m *dto.Metric, _ uint64, _ *proxy.WorkerTotals) { sum.FirstToken.Add(histogram(m)) })
-	add(t.interToken, func(m *dto.Metric, _ uint64, _ *proxy.WorkerTotals) { sum.InterToken.Add(histogram(m)) })
+	add(t.predicted, func(_ *dto.Metric, n uint64, _ *metrics.WorkerTotals) { sum.PredictedTokens += n })
+	add(t.firstToken, func(m *dto.Metric, _ uint64, _ *metrics.WorkerTotals) { sum.FirstToken.Add(histogram(m)) })
+	add(t.interToken, func(m *dto.Metric, _ uint64, _ *metrics.WorkerTotals) { sum.InterToken.Add(histogram(m)) })
 }
 
 // each calls use with every series of a metric.
@@ -100,9 +100,9 @@ func labels(m *dto.Metric) prometheus.Labels {
 }
 
 // histogram converts a series of a histogram.
-func histogram(m *dto.Metric) proxy.Histogram {
+func histogram(m *dto.Metric) metrics.Histogram {
 	from := m.GetHistogram()
-	h := proxy.Histogram{}
+	h := metrics.Histogram{}
 	for _, b := range from.GetBucket() {
 		h.Bounds, h.Counts = append(h.Bounds, b.GetUpperBound()), append(h.Counts, b.GetCumulativeCount())
 	}

@@ -93,8 +93,8 @@ func (q *request) run() {
 	header := proxy.ClientHeader(http.Header{"Content-Type": {"application/json"}, headerRequest: {q.id}}, q.id, false, false)
 	x := &proxy.Exchange{ID: q.id, Route: q.kind.route, Arrived: began}
 	err := w.proxy.Forward(q.ctx, out, proxy.Upstream{
-		Method: http.MethodPost, Path: q.kind.route, Header: header, Body: []byte(text), Route: q.kind.route, RequestID: q.id, Client: "a", Arrived: began,
-		MaxRetries: 2, EndMarked: q.kind.streams, Parsed: body,
+		Method: http.MethodPost, Path: q.kind.route, Header: header, Body: body, Route: q.kind.route, RequestID: q.id, Client: "a",
+		MaxRetries: 2, EndMarked: q.kind.streams,
 	}, x, q)
 	gone := q.ctx.Err() != nil
 	ends := strings.Contains(out.body.String(), `"stop"`)

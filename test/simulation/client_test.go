@@ -77,8 +77,8 @@ func (c *client) run() {
 	x := &proxy.Exchange{ID: c.id, Route: "/v1/completions", Arrived: began}
 	err := c.node.proxy.Forward(c.ctx, out, proxy.Upstream{
 		Method: http.MethodPost, Path: "/v1/completions", Header: proxy.ClientHeader(http.Header{"Content-Type": {"application/json"}}, c.id, false, false),
-		Body: []byte(c.body), Route: "/v1/completions", RequestID: c.id, Arrived: began, MaxRetries: c.world.defaults.proxy.Retries, EndMarked: c.stream,
-		Paired: c.node.router.Paired() || c.world.setup.Enforce, Parsed: body,
+		Body: body, Route: "/v1/completions", RequestID: c.id, MaxRetries: c.world.defaults.proxy.Retries, EndMarked: c.stream,
+		Paired: c.node.router.Paired() || c.world.setup.Enforce,
 	}, x, c)
 	c.leave()
 	tokens, fault := c.judge(out, err)

@@ -1,11 +1,14 @@
-package openai
+package proxy
 
 import (
+	"cmp"
 	"context"
 	"crypto/rand"
 	"encoding/json"
+	"errors"
 	"fmt"
 	"io"
+	"log/slog"
 	"net"
 	"net/http"
 	"net/http/httptest"
@@ -20,14 +23,9 @@ import (
 
 	"kvrouter/internal/jsonbody"
 	"kvrouter/internal/kv"
-	"kvrouter/internal/mocker"
-	"kvrouter/internal/proxy"
 	"kvrouter/internal/router"
 	"kvrouter/internal/testkit"
-	"kvrouter/internal/testkit/nativetest"
-	"kvrouter/internal/testkit/radixtest"
 	"kvrouter/internal/testkit/routertest"
-	"kvrouter/internal/testkit/tokenstest"
 	"kvrouter/internal/web"
 )
 
@@ -113,13 +111,13 @@ func fakeAnswer(w http.ResponseWriter, body gjson.Result, text string, extra ...
 		if asksOneToken(body) {
 			reason = "length"
 		}
-		fields := append([]jsonbody.Field{{Key: "choices", Raw: fmt.Sprintf(`[{"message":{"content":%s},"finish_reason":"%s"}]`, proxy.Quoted(text), reason)}, usage}, extra...)
+		fields := append([]jsonbody.Field{{Key: "choices", Raw: fmt.Sprintf(`[{"message":{"content":%s},"finish_reason":"%s"}]`, Quoted(text), reason)}, usage}, extra...)
 		w.Header().Set("Content-Type", "application/json")
 		w.Write(jsonbody.AppendObject(nil, fields))
 		return
 	}
 	w.Header().Set("Content-Type", "text/event-stream")
-	fmt.Fprintf(w, "data: {\"choices\":[{\"delta\":{\"content\":%s}}]}\n\n", proxy.Quoted(text))
+	fmt.Fprintf(w, "data: {\"choices\":[{\"delta\":{\"content\":%s}}]}\n\n", Quoted(text))
 	http.NewResponseController(w).Flush()
 	if body.Get("stream_options.include_usage").Bool() {
 		fmt.Fprintf(w, "data: {\"choices\":[],\"usage\":%s}\n\n", usage.Raw)
@@ -225,7 +223,7 @@ func (p *fakeProtocol) fetch(name string) bool {
 // nixlParams is a NIXL worker's answer, with numbers and spaces that must reach
 // the decode worker as they are.
 func nixlParams(name string) string {
-	return fmt.Sprintf(`{ "do_remote_prefill": true, "do_remote_decode": false, "remote_block_ids": [[1, 2,3]], "remote_engine_id": %s, "tp_size": 1, "big": 18446744073709551615, "exact": 1.00 }`, proxy.Quoted(name))
+	return fmt.Sprintf(`{ "do_remote_prefill": true, "do_remote_decode": false, "remote_block_ids": [[1, 2,3]], "remote_engine_id": %s, "tp_size": 1, "big": 18446744073709551615, "exact": 1.00 }`, Quoted(name))
 }
 
 // decode serves the decode leg by the protocol, or a whole request where the
@@ -299,7 +297,7 @@ func (p *fakeProtocol) bootstrap() kv.Bootstrap {
 			w.WriteHeader(http.StatusNotFound)
 			return
 		}
-		fmt.Fprintf(w, `{"0":{"engine_id":%s,"worker_addr":{"0":{"0":"tcp://127.0.0.1:1"}}}}`, proxy.Quoted(fakeMooncakeEngine))
+		fmt.Fprintf(w, `{"0":{"engine_id":%s,"worker_addr":{"0":{"0":"tcp://127.0.0.1:1"}}}}`, Quoted(fakeMooncakeEngine))
 	}))
 	p.t.Cleanup(server.Close)
 	at := testkit.BootstrapAt(p.t, server)
@@ -309,47 +307,78 @@ func (p *fakeProtocol) bootstrap() kv.Bootstrap {
 	return at
 }
 
-// builtinModel opens the built-in model once for all tests: it is the dearest part of a
-// fixture.
-var builtinModel = sync.OnceValues(mocker.OpenBuiltinModel)
-
-// pairAPI is a router over prefill workers 0, 1, ... and decode workers 10,
-// 11, ..., of one kind.
-type pairAPI struct {
-	*testAPI
+// pairFleet is a proxy over prefill workers 0, 1, ... and decode workers 10, 11, ..., of one
+// kind, behind a server that forwards all requests.
+type pairFleet struct {
+	*httptest.Server
+	tally
+	router          *router.Router
+	proxy           *Proxy
 	protocol        *fakeProtocol
 	prefill, decode []*fakeEngine
+	failed          chan uint64
+	ended           chan *Exchange
 }
 
-// newTestPairAPI starts the router and its workers. The protocol serves the legs;
-// wrap, if not nil, wraps what serves those of an engine.
-func newTestPairAPI(t testing.TB, config setup, kind kv.Kind, prefills, decodes int, wrap func(id uint64, serve engineServe) engineServe, options ...routertest.Option) *pairAPI {
+// tally counts what an observer hears, by its name.
+type tally struct {
+	testkit.SilentObserver
+	mu   sync.Mutex // guards seen
+	seen map[string]int
+}
+
+func (c *tally) count(what ...any) {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	c.seen[strings.TrimSpace(fmt.Sprintln(what...))]++
+}
+
+func (c *tally) Retried(worker uint64) { c.count("retried", worker) }
+
+func (c *tally) EngineFailed() { c.count("engine failed") }
+
+func (c *tally) StayedWhole(why string) { c.count("whole", why) }
+
+func (c *tally) Prefilled(kind kv.Kind, _ time.Duration) { c.count(kind, "prefill") }
+
+func (c *tally) HandedOver(kind kv.Kind, _ time.Duration) { c.count(kind, "handover") }
+
+func (c *tally) SharedEnded(kind kv.Kind, result string, first time.Duration) {
+	if c.count(kind, result); first > 0 {
+		c.count(kind, "transfer")
+	}
+}
+
+// counted returns how often that was counted.
+func (c *tally) counted(what ...any) int {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	return c.seen[strings.TrimSpace(fmt.Sprintln(what...))]
+}
+
+// counts waits until that was counted so often.
+func (c *tally) counts(t testing.TB, n int, what ...any) {
+	t.Helper()
+	testkit.Eventually(t, 5*time.Second, fmt.Sprint(n, " times ", what), func() bool { return c.counted(what...) == n })
+}
+
+// newPairFleet starts the proxy and its workers. The protocol serves the legs; wrap, if not nil,
+// wraps what serves those of an engine.
+func newPairFleet(t testing.TB, settings Settings, kind kv.Kind, prefills, decodes int, wrap func(id uint64, serve engineServe) engineServe, options ...routertest.Option) *pairFleet {
 	t.Helper()
 	if wrap == nil {
 		wrap = func(_ uint64, serve engineServe) engineServe { return serve }
 	}
-	knobs := &config.Proxy
-	if knobs.DisaggPrefillTimeout == 0 {
-		knobs.DisaggPrefillTimeout = 30 * time.Second
-	}
-	if knobs.DisaggHandoverTimeout == 0 {
-		knobs.DisaggHandoverTimeout = 30 * time.Second
-	}
-	nativetest.Library(t)
-	model, err := builtinModel()
-	if err != nil {
-		t.Fatal(err)
-	}
-	h := &pairAPI{protocol: newFakeProtocol(t, kind)}
-	var targets []kv.Target
+	h := newFrontedFleet(t, settings, options...)
+	h.protocol = newFakeProtocol(t, kind)
 	add := func(engines *[]*fakeEngine, id uint64, role kv.Role, serve engineServe) {
 		engine := newFakeEngine(t, id, wrap(id, serve))
 		*engines = append(*engines, engine)
-		target := kv.Target{Key: kv.WorkerKey{Worker: id}, URL: engine.URL, Ranks: 1, Generation: 1, Models: []string{"m"}, Disagg: kv.Disagg{Role: role, Kind: kind}}
+		target := kv.Target{Key: kv.WorkerKey{Worker: id}, URL: engine.URL, Ranks: 1, Generation: 1, Disagg: kv.Disagg{Role: role, Kind: kind}}
 		if role == kv.RolePrefill {
 			target.Bootstrap = h.protocol.bootstrap()
 		}
-		targets = append(targets, target)
+		h.router.Up(target)
 	}
 	for i := range prefills {
 		add(&h.prefill, uint64(i), kv.RolePrefill, h.protocol.prefill)
@@ -357,17 +386,111 @@ func newTestPairAPI(t testing.TB, config setup, kind kv.Kind, prefills, decodes 
 	for i := range decodes {
 		add(&h.decode, uint64(10+i), kv.RoleDecode, h.protocol.decode)
 	}
-	h.testAPI = newTestAPIWith(t, routertest.New(t, "round-robin", 0, options...), config, model, targets...)
 	return h
+}
+
+// newFrontedFleet starts a proxy without workers, behind a server.
+func newFrontedFleet(t testing.TB, settings Settings, options ...routertest.Option) *pairFleet {
+	t.Helper()
+	settings.DisaggPrefillTimeout = cmp.Or(settings.DisaggPrefillTimeout, 30*time.Second)
+	settings.DisaggHandoverTimeout = cmp.Or(settings.DisaggHandoverTimeout, 30*time.Second)
+	settings.RetryBudget = 100 // no request of a test finds it used up
+	h := &pairFleet{router: routertest.New(t, "round-robin", 0, options...), failed: make(chan uint64, 100), ended: make(chan *Exchange, 10_000)}
+	h.seen = map[string]int{}
+	h.proxy = New(settings, Deps{Observer: &h.tally, Failed: func(w uint64) { h.failed <- w }, Log: slog.New(slog.DiscardHandler)})
+	h.Server = httptest.NewServer(http.HandlerFunc(h.forward))
+	t.Cleanup(func() {
+		h.Close()
+		h.proxy.Close()
+		if n := routertest.InFlight(h.router); n != 0 {
+			t.Errorf("%d requests are still booked", n)
+		}
+	})
+	return h
+}
+
+// forward forwards a client's request, which may be shared, and answers where that fails.
+func (h *pairFleet) forward(w http.ResponseWriter, r *http.Request) {
+	raw, _ := io.ReadAll(r.Body)
+	body, _ := jsonbody.Parse(raw)
+	path, id := r.URL.Path, cmp.Or(r.Header.Get(web.HeaderRequest), rand.Text())
+	u := Upstream{
+		Method: r.Method, Path: path, Route: path, Header: ClientHeader(r.Header, id, false, false), RequestID: id, Body: body,
+		AskUsage: path == chatRoute, EndMarked: path != "/v1/audio/transcriptions", Paired: h.router.Paired(), CachedTokensMislead: ComputesAnew(body),
+	}
+	if h.router.Count() > 1 {
+		u.MaxRetries = 1
+	}
+	prompt := testkit.Tokens(1, 64)
+	if h.router.Several() {
+		u.Migration = NewMigration(path, body, prompt, true, false, nil)
+	}
+	c := &fleetChooser{router: h.router, ctx: r.Context(), rule: router.PairRule{Enforce: h.proxy.settings.EnforceDisagg}}
+	c.request = router.Request{Tokens: prompt, NumTokens: len(prompt), Model: "m"}
+	if u.Paired {
+		u.Aggregated, c.request.Kinds = WhyWhole(path, body, false, false)
+	}
+	x := &Exchange{ID: id, Route: path, Worker: kv.NoWorker, Arrived: time.Now()}
+	err := h.proxy.Forward(r.Context(), w, u, x, c)
+	if err != nil && !errors.Is(err, ErrAnswered) && r.Context().Err() == nil {
+		x.Status = http.StatusBadGateway
+		var late *LegTimeout
+		switch {
+		case errors.As(err, &late), errors.Is(err, ErrSilent):
+			x.Status = http.StatusGatewayTimeout
+		case errors.Is(err, router.ErrNoWorker), errors.Is(err, router.ErrNoPair):
+			x.Status = http.StatusServiceUnavailable
+		}
+		w.WriteHeader(x.Status)
+		w.Write(web.DialectOpenAI.JSON(web.Fault{Status: x.Status, Message: err.Error()}))
+	}
+	h.ended <- x
+}
+
+// post sends a body and returns the whole answer.
+func (h *pairFleet) post(t testing.TB, path, body string, headers ...string) (*http.Response, string) {
+	t.Helper()
+	request, err := http.NewRequestWithContext(t.Context(), http.MethodPost, h.URL+path, strings.NewReader(body))
+	if err != nil {
+		t.Fatal(err)
+	}
+	for i := 0; i+1 < len(headers); i += 2 {
+		request.Header.Set(headers[i], headers[i+1])
+	}
+	response, err := h.Client().Do(request)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer response.Body.Close()
+	answer, err := io.ReadAll(response.Body)
+	if err != nil {
+		t.Fatal(err)
+	}
+	return response, string(answer)
 }
 
 type engineServe func(w http.ResponseWriter, r *http.Request, body gjson.Result)
 
-// breaks closes the connection without an answer.
-func breaks(w http.ResponseWriter, r *http.Request, _ gjson.Result) { hangUp(w, r) }
+// hangsUp closes the connection without an answer.
+func hangsUp(w http.ResponseWriter, r *http.Request, _ gjson.Result) { hangUp(w, r) }
 
-// hangs never answers.
-func hangs(_ http.ResponseWriter, r *http.Request, _ gjson.Result) { <-r.Context().Done() }
+// hangUp ends the connection without an answer.
+func hangUp(w http.ResponseWriter, _ *http.Request) {
+	connection, _, err := http.NewResponseController(w).Hijack()
+	if err == nil {
+		connection.Close()
+	}
+}
+
+// streamHead begins an answer's stream with its first event.
+func streamHead(w http.ResponseWriter) {
+	w.Header().Set("Content-Type", "text/event-stream")
+	fmt.Fprintf(w, "data: %s\n\n", testkit.TokenEvent)
+	http.NewResponseController(w).Flush()
+}
+
+// neverAnswers never answers.
+func neverAnswers(_ http.ResponseWriter, r *http.Request, _ gjson.Result) { <-r.Context().Done() }
 
 // answersStatus answers with a status alone.
 func answersStatus(status int) engineServe {
@@ -375,7 +498,7 @@ func answersStatus(status int) engineServe {
 }
 
 // settled waits until no engine serves anything and nothing is booked.
-func (h *pairAPI) settled(t testing.TB) {
+func (h *pairFleet) settled(t testing.TB) {
 	t.Helper()
 	for _, engine := range slices.Concat(h.prefill, h.decode) {
 		testkit.Eventually(t, 10*time.Second, fmt.Sprintf("worker %d idle", engine.id), engine.idle)
@@ -390,31 +513,8 @@ func (h *pairAPI) settled(t testing.TB) {
 	}
 }
 
-// store puts the first blocks of a chat's prompt, at most n, into a worker's
-// cache as the router knows it.
-func (h *pairAPI) store(t testing.TB, worker kv.WorkerKey, chat string, n int) {
-	t.Helper()
-	nativetest.Library(t)
-	model, err := builtinModel()
-	if err != nil {
-		t.Fatal(err)
-	}
-	tokens, err := tokenstest.Chat(model, []byte(chat))
-	if err != nil {
-		t.Fatal(err)
-	}
-	hashes := kv.HashBlocks(nil, tokens, testkit.BlockSize, "", "")
-	blocks := make([]kv.StoredBlock, min(n, len(hashes)))
-	for i := range blocks {
-		blocks[i] = kv.StoredBlock{Engine: uint64(1000 + i), Local: hashes[i]}
-	}
-	if err := radixtest.Store(h.router.Index(), worker, 0, false, blocks); err != nil {
-		t.Fatal(err)
-	}
-}
-
 // blamed returns the workers that were reported as failed, in order.
-func (h *pairAPI) blamed() []uint64 {
+func (h *pairFleet) blamed() []uint64 {
 	var ids []uint64
 	for {
 		select {

@@ -1,4 +1,4 @@
-package openai
+package proxy
 
 import (
 	"fmt"
@@ -13,7 +13,6 @@ import (
 
 	"kvrouter/internal/jsonbody"
 	"kvrouter/internal/kv"
-	"kvrouter/internal/proxy"
 	"kvrouter/internal/testkit"
 	"kvrouter/internal/web"
 )
@@ -101,11 +100,8 @@ func failsOneLeg(t *testing.T, kind kv.Kind, leg kv.Leg, f fault, stream, enforc
 	if leg == kv.LegDecode {
 		faulty = 10
 	}
-	config := setup{
-		RequestTimeout: 3 * faultTimeout,
-		Proxy:          proxy.Settings{DisaggPrefillTimeout: faultTimeout, DisaggHandoverTimeout: faultTimeout, EnforceDisagg: enforce},
-	}
-	h := newTestPairAPI(t, config, kind, 1, 1, func(id uint64, serve engineServe) engineServe {
+	config := Settings{RequestTimeout: 3 * faultTimeout, DisaggPrefillTimeout: faultTimeout, DisaggHandoverTimeout: faultTimeout, EnforceDisagg: enforce}
+	h := newPairFleet(t, config, kind, 1, 1, func(id uint64, serve engineServe) engineServe {
 		if id == faulty {
 			return f.serve
 		}
@@ -114,7 +110,7 @@ func failsOneLeg(t *testing.T, kind kv.Kind, leg kv.Leg, f fault, stream, enforc
 	if f.name == "refused" {
 		for _, target := range h.router.Targets() {
 			if target.Key.Worker == faulty {
-				target.URL = deadURL(t)
+				target.URL = "http://" + testkit.DeadAddress(t)
 				h.router.Up(target)
 			}
 		}
@@ -163,33 +159,6 @@ func failsOneLeg(t *testing.T, kind kv.Kind, leg kv.Leg, f fault, stream, enforc
 	}
 }
 
-// TestFallsBackAndComesBack: while the prefill worker is gone decode workers
-// serve requests whole; with the next request after its return it is used again.
-func TestFallsBackAndComesBack(t *testing.T) {
-	h := newTestPairAPI(t, setup{}, kv.KindNIXL, 1, 1, nil)
-	prefill := h.router.Targets()[0]
-	want := func(text string) {
-		t.Helper()
-		response, answer := h.post(t, testkit.ChatPath, sharedChat(true))
-		if response.StatusCode != http.StatusOK || !strings.Contains(answer, text) || (response.Header.Get(proxy.HeaderPrefillWorker) != "") != (text == "decoded") {
-			t.Errorf("%s %v: %s, want %s", response.Status, response.Header, answer, text)
-		}
-	}
-	want("decoded")
-	gone := prefill
-	gone.URL = deadURL(t)
-	h.router.Up(gone) // killed, not yet noticed
-	want("whole")
-	if page := h.metrics(t); !strings.Contains(page, `kvrouter_retries_total{worker_id="0"} 1`) {
-		t.Error("the retry is not counted")
-	}
-	h.router.Down(prefill.Key)
-	want("whole")
-	h.router.Up(prefill)
-	want("decoded")
-	h.settled(t)
-}
-
 // TestAttemptsAreLimited: the workers that fail are tried once each, and no more
 // of them than for other requests; going whole to a decode worker is beside that.
 func TestAttemptsAreLimited(t *testing.T) {
@@ -208,8 +177,8 @@ func TestAttemptsAreLimited(t *testing.T) {
 		{"decode workers", kv.KindNIXL, false, []uint64{10, 11, 12}, 2, 2, 502},
 	} {
 		t.Run(test.name, func(t *testing.T) {
-			config := setup{Proxy: proxy.Settings{EnforceDisagg: test.enforce}}
-			h := newTestPairAPI(t, config, test.kind, 4, 3, func(id uint64, serve engineServe) engineServe {
+			config := Settings{EnforceDisagg: test.enforce}
+			h := newPairFleet(t, config, test.kind, 4, 3, func(id uint64, serve engineServe) engineServe {
 				return func(w http.ResponseWriter, r *http.Request, body gjson.Result) {
 					switch {
 					case slices.Contains(test.broken, id):
@@ -264,7 +233,7 @@ func TestOnlyWhatIsWrongWithTheRequestIsARefusal(t *testing.T) {
 		}, 200},
 	} {
 		t.Run(test.name, func(t *testing.T) {
-			h := newTestPairAPI(t, setup{}, kv.KindNIXL, 1, 1, func(id uint64, serve engineServe) engineServe {
+			h := newPairFleet(t, Settings{}, kv.KindNIXL, 1, 1, func(id uint64, serve engineServe) engineServe {
 				if id == 0 {
 					return test.prefill
 				}
@@ -278,13 +247,11 @@ func TestOnlyWhatIsWrongWithTheRequestIsARefusal(t *testing.T) {
 			if blamed := h.blamed(); slices.Equal(blamed, []uint64{0}) != (test.status == 200 && test.name != "429") { // which asks for a pause
 				t.Errorf("blamed are %v", blamed)
 			}
-			result := proxy.SharedRefused
+			result := SharedRefused
 			if test.status == 200 {
-				result = proxy.SharedPrefillFailed
+				result = SharedPrefillFailed
 			}
-			if want := fmt.Sprintf(`kvrouter_disagg_requests_total{kind="nixl",result="%s"} 1`, result); !strings.Contains(h.metrics(t), want) {
-				t.Errorf("metrics lack %s", want)
-			}
+			h.counts(t, 1, kv.KindNIXL, result)
 		})
 	}
 }
@@ -314,10 +281,10 @@ func TestLimitsOfLegs(t *testing.T) {
 			flag              string // that the error names; empty: it is answered
 			blamed            []uint64
 		}{
-			{"prefill", short, long, kv.LegPrefill, hangs, true, "--disagg-prefill-timeout", []uint64{0}},
-			{"prefill, not streamed", short, long, kv.LegPrefill, hangs, false, "--disagg-prefill-timeout", []uint64{0}},
-			{"handover", long, short, kv.LegDecode, hangs, true, "--disagg-handover-timeout", nil},
-			{"handover, not streamed", long, short, kv.LegDecode, hangs, false, "--disagg-handover-timeout, and 1s for each token", nil},
+			{"prefill", short, long, kv.LegPrefill, neverAnswers, true, "--disagg-prefill-timeout", []uint64{0}},
+			{"prefill, not streamed", short, long, kv.LegPrefill, neverAnswers, false, "--disagg-prefill-timeout", []uint64{0}},
+			{"handover", long, short, kv.LegDecode, neverAnswers, true, "--disagg-handover-timeout", nil},
+			{"handover, not streamed", long, short, kv.LegDecode, neverAnswers, false, "--disagg-handover-timeout, and 1s for each token", nil},
 			{"long stream", long, short, kv.LegDecode, later, true, "", nil},
 			{"long answer", long, short, kv.LegDecode, later, false, "", nil}, // within the second that its token may take
 		} {
@@ -326,8 +293,8 @@ func TestLimitsOfLegs(t *testing.T) {
 			}
 			t.Run(kind.String()+" "+test.name, func(t *testing.T) {
 				t.Parallel() // most of it is waiting
-				config := setup{RequestTimeout: 20 * short, Proxy: proxy.Settings{DisaggPrefillTimeout: test.prefill, DisaggHandoverTimeout: test.handover, EnforceDisagg: true}}
-				h := newTestPairAPI(t, config, kind, 1, 1, func(id uint64, serve engineServe) engineServe {
+				config := Settings{RequestTimeout: 20 * short, DisaggPrefillTimeout: test.prefill, DisaggHandoverTimeout: test.handover, EnforceDisagg: true}
+				h := newPairFleet(t, config, kind, 1, 1, func(id uint64, serve engineServe) engineServe {
 					if (id == 0) == (test.leg == kv.LegPrefill) {
 						return test.serve
 					}
@@ -357,10 +324,10 @@ func TestLimitsOfLegs(t *testing.T) {
 // request goes to another pair, whose prefill worker is another.
 func TestDecodeWorkerThatLosesItsPrefillWorker(t *testing.T) {
 	for _, stream := range []bool{false, true} {
-		h := newTestPairAPI(t, setup{}, kv.KindSGLang, 2, 2, func(id uint64, serve engineServe) engineServe {
+		h := newPairFleet(t, Settings{}, kv.KindSGLang, 2, 2, func(id uint64, serve engineServe) engineServe {
 			switch id {
 			case 0: // gone without a word
-				return hangs
+				return neverAnswers
 			case 10:
 				return func(w http.ResponseWriter, _ *http.Request, _ gjson.Result) {
 					w.Header().Set("Content-Type", "application/json")
@@ -371,8 +338,8 @@ func TestDecodeWorkerThatLosesItsPrefillWorker(t *testing.T) {
 			return serve
 		})
 		response, answer := h.post(t, testkit.ChatPath, sharedChat(stream))
-		if response.StatusCode != http.StatusOK || !strings.Contains(answer, "decoded") || response.Header.Get(proxy.HeaderPrefillWorker) != "1" {
-			t.Errorf("streamed %v: %s, prefill worker %s: %s", stream, response.Status, response.Header.Get(proxy.HeaderPrefillWorker), answer)
+		if response.StatusCode != http.StatusOK || !strings.Contains(answer, "decoded") || response.Header.Get(HeaderPrefillWorker) != "1" {
+			t.Errorf("streamed %v: %s, prefill worker %s: %s", stream, response.Status, response.Header.Get(HeaderPrefillWorker), answer)
 		}
 		h.settled(t)
 		testkit.Eventually(t, faultLimit, "the first prefill worker was told to abort", func() bool { return len(h.prefill[0].aborted()) == 1 })
@@ -386,8 +353,8 @@ func TestPrefillLegThatLastsLongerThanTheStreamsBeginning(t *testing.T) {
 	for _, breaks := range []bool{false, true} {
 		t.Run(fmt.Sprintf("breaks=%v", breaks), func(t *testing.T) {
 			begun, broken := make(chan struct{}), make(chan struct{})
-			config := setup{Proxy: proxy.Settings{DisaggPrefillTimeout: 20 * time.Second}}
-			h := newTestPairAPI(t, config, kv.KindSGLang, 1, 1, func(id uint64, serve engineServe) engineServe {
+			config := Settings{DisaggPrefillTimeout: 20 * time.Second}
+			h := newPairFleet(t, config, kv.KindSGLang, 1, 1, func(id uint64, serve engineServe) engineServe {
 				return func(w http.ResponseWriter, r *http.Request, body gjson.Result) {
 					switch {
 					case id == 0 && breaks:
@@ -422,13 +389,13 @@ func TestPrefillLegThatLastsLongerThanTheStreamsBeginning(t *testing.T) {
 				t.Errorf("%s: %s, %v", response.Status, answer, err)
 			}
 			h.settled(t)
-			if took := time.Since(began); took > config.Proxy.DisaggPrefillTimeout/2 {
+			if took := time.Since(began); took > config.DisaggPrefillTimeout/2 {
 				t.Errorf("the prefill leg was waited for, %s", took)
 			}
 			if blamed := h.blamed(); len(blamed) != 0 {
 				t.Errorf("blamed are %v", blamed)
 			}
-			if page := h.metrics(t); strings.Contains(page, "kvrouter_disagg_transfer_seconds_count") {
+			if h.counted(kv.KindSGLang, "transfer") > 0 {
 				t.Error("a transfer was timed though the prefill leg never ended well")
 			}
 		})
@@ -462,7 +429,7 @@ func TestNothingIsSentAgainThatMayHaveBegun(t *testing.T) {
 				if test.status == 504 {
 					timeout = faultTimeout
 				}
-				h := newTestPairAPI(t, setup{RequestTimeout: timeout}, kind, 2, 2, func(id uint64, serve engineServe) engineServe {
+				h := newPairFleet(t, Settings{RequestTimeout: timeout}, kind, 2, 2, func(id uint64, serve engineServe) engineServe {
 					return func(w http.ResponseWriter, r *http.Request, body gjson.Result) {
 						switch {
 						case id == 0 && test.prefill:
@@ -518,7 +485,7 @@ func TestPrefillFailureEndsTheDecodeLegAtOnce(t *testing.T) {
 	const limit = 30 * time.Second
 	for _, stream := range []bool{false, true} {
 		waits := make(chan struct{}, 1)
-		h := newTestPairAPI(t, setup{RequestTimeout: limit}, kv.KindSGLang, 1, 1, func(id uint64, _ engineServe) engineServe {
+		h := newPairFleet(t, Settings{RequestTimeout: limit}, kv.KindSGLang, 1, 1, func(id uint64, _ engineServe) engineServe {
 			return func(w http.ResponseWriter, r *http.Request, _ gjson.Result) {
 				if id == 0 {
 					<-waits
