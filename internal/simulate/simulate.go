@@ -11,7 +11,6 @@ import (
 	"math/rand/v2"
 	"os"
 	"runtime/debug"
-	"strings"
 	"time"
 
 	"kvrouter/internal/engine"
@@ -213,13 +212,6 @@ type flight struct {
 	awaited bool    // a prefill leg's prompt is waited for
 }
 
-// lateEvent is a change of a worker's cache that the index sees later.
-type lateEvent struct {
-	due    time.Duration
-	worker int
-	event  engine.Event
-}
-
 // epoch is the router's clock at the start of a run.
 var epoch = time.Unix(1_000_000_000, 0)
 
@@ -284,39 +276,6 @@ func (s Settings) requests(seed uint64, engine engine.Settings) (source string, 
 		requests, err = SyntheticChat(s.Shape, seed, longest)
 	}
 	return "synthetic " + s.Synthetic, requests, 0, err
-}
-
-// countRequests counts requests and those that follow them.
-func countRequests(requests []TraceRequest) int {
-	n := 0
-	for i := range requests {
-		for r := &requests[i]; r != nil; r = r.Next {
-			n++
-		}
-	}
-	return n
-}
-
-// progressBar returns a function that shows how many of total requests are done
-// on a terminal, or nil if to is none.
-func progressBar(to *os.File, name string, total int) func(done int) {
-	if info, err := to.Stat(); err != nil || info.Mode()&os.ModeCharDevice == 0 {
-		return nil
-	}
-	const width = 40
-	last := -1
-	return func(done int) {
-		percent := 100 * done / total
-		if percent == last {
-			return
-		}
-		last = percent
-		filled := width * done / total
-		fmt.Fprintf(to, "\r%-20s [%s%s] %3d %%", name, strings.Repeat("#", filled), strings.Repeat(".", width-filled), percent)
-		if done == total {
-			fmt.Fprint(to, "\r\x1b[K")
-		}
-	}
 }
 
 // Run replays the complete trace.
@@ -597,69 +556,4 @@ func (s *simulator) answered(f *flight) {
 	f.simulated.local, f.simulated.blocks = nil, nil
 	s.ledger = append(s.ledger, f)
 	s.over(f.simulated)
-}
-
-// cacheChanged takes a change of worker w's cache to the index, at once or late.
-func (s *simulator) cacheChanged(w int, event engine.Event) {
-	switch {
-	case !s.follows || event.Tier != kv.Device && s.UnpublishedTiers:
-	case s.EventLag == 0:
-		s.apply(w, event)
-	default:
-		event.Removed = append([]uint64(nil), event.Removed...)
-		s.lagging = append(s.lagging, lateEvent{due: s.now + s.EventLag, worker: w, event: event})
-	}
-}
-
-// catchUp applies due events to the index.
-func (s *simulator) catchUp() {
-	n := 0
-	for ; n < len(s.lagging) && s.lagging[n].due <= s.now; n++ {
-		s.apply(s.lagging[n].worker, s.lagging[n].event)
-		s.lagging[n] = lateEvent{}
-	}
-	s.lagging = s.lagging[n:]
-}
-
-// apply changes the indexes as worker w's cache has changed.
-func (s *simulator) apply(w int, event engine.Event) {
-	key := kv.WorkerKey{Worker: uint64(w)}
-	change := s.changeOf(event)
-	for _, index := range s.indexes {
-		if done, err := index.Apply(key, &change); err != nil {
-			s.err = err
-		} else if done.Unknown > 0 && event.Tier == kv.Device {
-			s.err = fmt.Errorf("simulated worker %d removed %d blocks that the index does not know", w, done.Unknown)
-		}
-	}
-}
-
-// happening is the end of a worker's pass, a turn whose user has thought, or the
-// end of a prompt's way from one worker to another.
-type happening struct {
-	at    time.Duration
-	order int    // of those at one time: the pass's worker; turns, fetches and calls of after come later
-	call  func() // nil: a pass
-}
-
-// timeline is a heap, what happens next at its top.
-type timeline []happening
-
-func (t timeline) Len() int { return len(t) }
-
-func (t timeline) Less(i, j int) bool {
-	return t[i].at < t[j].at || t[i].at == t[j].at && t[i].order < t[j].order
-}
-
-func (t timeline) Swap(i, j int) { t[i], t[j] = t[j], t[i] }
-
-// Push implements heap.Interface.
-func (t *timeline) Push(h any) { *t = append(*t, h.(happening)) }
-
-// Pop implements heap.Interface.
-func (t *timeline) Pop() any {
-	last := len(*t) - 1
-	h := (*t)[last]
-	*t = (*t)[:last]
-	return h
 }
