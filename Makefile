@@ -2,7 +2,7 @@
 SHELL := bash
 STATICCHECK := honnef.co/go/tools/cmd/staticcheck@v0.8.1
 SHELL_SCRIPTS := ping.sh perf.sh .ci/run $(wildcard scripts/*.sh)
-PYTHON_SCRIPTS = $(wildcard scripts/*.py internal/*/plugin/*.py internal/*/plugin/*/*.py internal/*/testdata/*.py testdata/*/*.py)
+PYTHON_SCRIPTS = $(wildcard scripts/*.py internal/*/*/plugin/*.py internal/*/*/plugin/*/*.py internal/*/*/testdata/*.py testdata/*/*.py)
 PYTHON ?= python3
 ARGS ?=
 # Without paths in its results, the build cache serves every checkout. Nothing uses gin's codec of
@@ -134,12 +134,12 @@ bench: setup ## Run the micro-benchmarks of hashing, index, decoding and routing
 
 index-bench: #: Benchmark the index: event rate, lookup times and memory with a trace of 128 workers, lookup times with 4,096 (2 minutes, 4 GB)
 	@scripts/build-native.sh
-	go test -run '^$$' -bench '^BenchmarkIndex' -benchtime 1x -timeout 30m ./internal/radix
+	go test -run '^$$' -bench '^BenchmarkIndex' -benchtime 1x -timeout 30m ./internal/cache/radix
 
 growth: #: Measure scaling to 4,096 workers and 10 M blocks: out/growth.csv, docs/growth.svg (7 minutes, 4 GB)
 	@scripts/build-native.sh
 	@mkdir -p out && rm -f out/growth.csv
-	KVROUTER_GROWTH=$(CURDIR)/out/growth.csv go test -run '^TestGrowth' -p 1 -timeout 60m ./internal/router ./test
+	KVROUTER_GROWTH=$(CURDIR)/out/growth.csv go test -run '^TestGrowth' -p 1 -timeout 60m ./internal/decide/router ./test
 	$(PYTHON) scripts/growth_plot.py out/growth.csv docs/growth.svg
 
 sim: ## Simulate a grid of loads and policies (minutes; GRID=policies, grid (103 loads) or holdout)
@@ -212,4 +212,4 @@ dst-bugs: #: Plant bugs in a copy of the code, each of which the simulation must
 	KVROUTER_PLANTED=1 go test -run '^TestPlantedBugs$$' -v -count 1 -timeout 60m ./test/simulation
 
 clean: ## Remove build output (keeps the cache of vLLM and models)
-	rm -rf out native/lib internal/native/link/linked.go native/target kvrouter *.test *.prof
+	rm -rf out native/lib internal/prompt/native/link/linked.go native/target kvrouter *.test *.prof

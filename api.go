@@ -1,10 +1,10 @@
 package main
 
 import (
-	"kvrouter/internal/keys"
-	"kvrouter/internal/openai"
-	"kvrouter/internal/page"
-	"kvrouter/internal/proxy"
+	"kvrouter/internal/serve/keys"
+	"kvrouter/internal/serve/openai"
+	"kvrouter/internal/serve/page"
+	"kvrouter/internal/serve/proxy"
 )
 
 // openAISettings are those of the OpenAI port. pageURL is the dashboard's port.

@@ -10,17 +10,17 @@ import (
 
 	"github.com/alecthomas/kong"
 
-	"kvrouter/internal/batch"
-	"kvrouter/internal/doctor"
-	"kvrouter/internal/events"
-	"kvrouter/internal/health"
-	"kvrouter/internal/manual"
-	"kvrouter/internal/policies"
-	"kvrouter/internal/proxy"
-	"kvrouter/internal/router"
-	"kvrouter/internal/settings"
-	"kvrouter/internal/simulate"
-	"kvrouter/internal/top"
+	"kvrouter/internal/tools/batch"
+	"kvrouter/internal/tools/doctor"
+	"kvrouter/internal/cache/events"
+	"kvrouter/internal/decide/health"
+	"kvrouter/internal/base/manual"
+	"kvrouter/internal/decide/policies"
+	"kvrouter/internal/serve/proxy"
+	"kvrouter/internal/decide/router"
+	"kvrouter/internal/base/settings"
+	"kvrouter/internal/tools/simulate"
+	"kvrouter/internal/tools/top"
 )
 
 // cli is what kong parses: the commands, each with the flags that it reads.

@@ -13,14 +13,14 @@ import (
 
 	"github.com/google/go-cmp/cmp"
 
-	"kvrouter/internal/batch"
-	"kvrouter/internal/engine"
-	"kvrouter/internal/events"
-	"kvrouter/internal/manual"
-	"kvrouter/internal/probe"
-	"kvrouter/internal/settings"
+	"kvrouter/internal/tools/batch"
+	"kvrouter/internal/tools/engine"
+	"kvrouter/internal/cache/events"
+	"kvrouter/internal/base/manual"
+	"kvrouter/internal/fleet/probe"
+	"kvrouter/internal/base/settings"
 	"kvrouter/internal/testkit"
-	"kvrouter/internal/workers"
+	"kvrouter/internal/fleet/workers"
 )
 
 func TestCommands(t *testing.T) {

@@ -13,7 +13,7 @@ import (
 
 	"github.com/alecthomas/kong"
 
-	"kvrouter/internal/manual"
+	"kvrouter/internal/base/manual"
 )
 
 var update = flag.Bool("update", false, "write the pages of docs/ that are generated")

@@ -16,13 +16,13 @@ import (
 
 	"golang.org/x/sync/errgroup"
 
-	"kvrouter/internal/demo"
-	"kvrouter/internal/logs"
-	"kvrouter/internal/native"
-	"kvrouter/internal/page"
-	"kvrouter/internal/reload"
-	"kvrouter/internal/settings"
-	"kvrouter/internal/telemetry"
+	"kvrouter/internal/tools/demo"
+	"kvrouter/internal/base/logs"
+	"kvrouter/internal/prompt/native"
+	"kvrouter/internal/serve/page"
+	"kvrouter/internal/base/reload"
+	"kvrouter/internal/base/settings"
+	"kvrouter/internal/serve/telemetry"
 )
 
 func main() {

@@ -3,8 +3,8 @@ package main
 import (
 	"cmp"
 
-	"kvrouter/internal/settings"
-	"kvrouter/internal/web"
+	"kvrouter/internal/base/settings"
+	"kvrouter/internal/base/web"
 )
 
 // replicaHost is the listen host of --replica-sync.

@@ -5,11 +5,11 @@ import (
 	"path/filepath"
 	"slices"
 
-	"kvrouter/internal/cells"
-	"kvrouter/internal/events"
-	"kvrouter/internal/radix"
-	"kvrouter/internal/settings"
-	"kvrouter/internal/summary"
+	"kvrouter/internal/peers/cells"
+	"kvrouter/internal/cache/events"
+	"kvrouter/internal/cache/radix"
+	"kvrouter/internal/base/settings"
+	"kvrouter/internal/cache/summary"
 )
 
 // KVEvents reports whether the router subscribes to the workers' KV events.

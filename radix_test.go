@@ -5,9 +5,9 @@ import (
 	"testing"
 	"time"
 
-	"kvrouter/internal/policies"
-	"kvrouter/internal/radix"
-	"kvrouter/internal/router"
+	"kvrouter/internal/decide/policies"
+	"kvrouter/internal/cache/radix"
+	"kvrouter/internal/decide/router"
 	"kvrouter/internal/testkit"
 	"kvrouter/internal/testkit/radixtest"
 )

@@ -3,7 +3,7 @@
 
     parity.py render < request.json     texts for the parity test, as JSON
     parity.py sglang < request.json     the same by SGLang's rules
-    parity.py snippets                  renders internal/chat/testdata/parity/snippets.json again
+    parity.py snippets                  renders internal/prompt/chat/testdata/parity/snippets.json again
     parity.py refresh                   downloads the templates again with npm
 
 `snippets` needs a Python that has transformers and jinja2; `render` needs a Python that has vLLM (and with it transformers and jinja2), `sglang`

@@ -45,7 +45,7 @@ install_peer "$vllm_router" vllm-router==0.1.17
 say "building"
 go build -o out/kvrouter .
 go test -c -o out/peers.test ./test/real/peers
-go test -c -o out/wire.test ./internal/events
+go test -c -o out/wire.test ./internal/cache/events
 
 parts=(wire simulator proxy predictions)
 if [ $# -gt 0 ]; then

@@ -20,4 +20,4 @@ for name in llama3_1 llama3_2 qwen2_5 qwen3 deepseek_v3 gemma3 mistral_nemo comm
 	mv "$kept/$name.new" "$kept/$name"
 	rm -rf "$folder"
 done
-KVROUTER_TOKENIZERS=$kept exec go test -count=1 -v -run '^(TestTheFastEncoderIsExact|TestSegmentsAreExact)$' -timeout 60m ./internal/encode -rapid.checks="$checks"
+KVROUTER_TOKENIZERS=$kept exec go test -count=1 -v -run '^(TestTheFastEncoderIsExact|TestSegmentsAreExact)$' -timeout 60m ./internal/prompt/encode -rapid.checks="$checks"

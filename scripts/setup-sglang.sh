@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Installs SGLang for `--engine sglang`, once, into a venv under ${XDG_CACHE_HOME:-~/.cache}/kvrouter. If nvidia-smi lists
-# no GPU, the CUDA packages are left out and a stand-in (internal/sglang/plugin) replaces the compiled kernels on the CPU.
+# no GPU, the CUDA packages are left out and a stand-in (internal/fleet/sglang/plugin) replaces the compiled kernels on the CPU.
 # Concurrent calls wait for each other.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."

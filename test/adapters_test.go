@@ -6,7 +6,7 @@ import (
 	"sync"
 	"testing"
 
-	"kvrouter/internal/engine"
+	"kvrouter/internal/tools/engine"
 )
 
 // TestMockAdaptersGather sends chats with 8 adapters to 4 workers that have two of them

@@ -16,11 +16,11 @@ import (
 
 	"github.com/tidwall/gjson"
 
-	"kvrouter/internal/kv"
-	"kvrouter/internal/mocker"
-	"kvrouter/internal/proxy"
+	"kvrouter/internal/base/kv"
+	"kvrouter/internal/tools/mocker"
+	"kvrouter/internal/serve/proxy"
 	"kvrouter/internal/testkit"
-	"kvrouter/internal/web"
+	"kvrouter/internal/base/web"
 )
 
 const completionsPath = "/v1/completions"

@@ -15,7 +15,7 @@ import (
 	"text/tabwriter"
 	"time"
 
-	"kvrouter/internal/policies"
+	"kvrouter/internal/decide/policies"
 	"kvrouter/internal/testkit"
 )
 

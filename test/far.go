@@ -20,7 +20,7 @@ import (
 
 	"kvrouter/internal/testkit"
 	"kvrouter/internal/testkit/netspace"
-	"kvrouter/internal/web"
+	"kvrouter/internal/base/web"
 )
 
 const (

@@ -11,7 +11,7 @@ import (
 	"testing"
 	"time"
 
-	"kvrouter/internal/summary"
+	"kvrouter/internal/cache/summary"
 	"kvrouter/internal/testkit/netspace"
 )
 

@@ -12,7 +12,7 @@ import (
 	"strings"
 	"testing"
 
-	"kvrouter/internal/simulate"
+	"kvrouter/internal/tools/simulate"
 )
 
 // grid runs scripts/grid.py over a file with this text, or over the file of that name.

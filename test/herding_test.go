@@ -17,10 +17,10 @@ import (
 
 	"github.com/tidwall/gjson"
 
-	"kvrouter/internal/kv"
-	"kvrouter/internal/mocker"
+	"kvrouter/internal/base/kv"
+	"kvrouter/internal/tools/mocker"
 	"kvrouter/internal/testkit"
-	"kvrouter/internal/web"
+	"kvrouter/internal/base/web"
 )
 
 // What the herd is: requests that all begin with the same cached prompt, of which each

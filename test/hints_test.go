@@ -4,7 +4,7 @@ import (
 	"encoding/json"
 	"fmt"
 	"io"
-	"kvrouter/internal/mocker"
+	"kvrouter/internal/tools/mocker"
 	"kvrouter/internal/testkit"
 	"net/http"
 	"net/http/httptest"

@@ -6,7 +6,7 @@ import (
 
 	"github.com/daulet/tokenizers"
 
-	"kvrouter/internal/mocker"
+	"kvrouter/internal/tools/mocker"
 )
 
 // TestTheLibraryBehindTheGoModule calls the functions that the router does not use: they

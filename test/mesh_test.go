@@ -13,10 +13,10 @@ import (
 
 	"github.com/tidwall/gjson"
 
-	"kvrouter/internal/kv"
-	"kvrouter/internal/mocker"
+	"kvrouter/internal/base/kv"
+	"kvrouter/internal/tools/mocker"
 	"kvrouter/internal/testkit"
-	"kvrouter/internal/web"
+	"kvrouter/internal/base/web"
 )
 
 // The tests of the mesh put two kvrouters and one of Dynamo's selection services over the

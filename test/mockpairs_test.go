@@ -10,11 +10,11 @@ import (
 	"testing"
 	"time"
 
-	"kvrouter/internal/kv"
-	"kvrouter/internal/mocker"
-	"kvrouter/internal/proxy"
+	"kvrouter/internal/base/kv"
+	"kvrouter/internal/tools/mocker"
+	"kvrouter/internal/serve/proxy"
 	"kvrouter/internal/testkit"
-	"kvrouter/internal/web"
+	"kvrouter/internal/base/web"
 )
 
 // mockPair is a protocol between mock workers and whose servers they are.

@@ -17,13 +17,13 @@ import (
 
 	"github.com/alecthomas/kong"
 
-	"kvrouter/internal/engine"
-	"kvrouter/internal/kv"
-	"kvrouter/internal/mocker"
-	"kvrouter/internal/process"
+	"kvrouter/internal/tools/engine"
+	"kvrouter/internal/base/kv"
+	"kvrouter/internal/tools/mocker"
+	"kvrouter/internal/fleet/process"
 	"kvrouter/internal/testkit"
-	"kvrouter/internal/tokens"
-	"kvrouter/internal/web"
+	"kvrouter/internal/prompt/tokens"
+	"kvrouter/internal/base/web"
 )
 
 // Workers are mock workers in this process. They are started again when they end.

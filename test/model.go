@@ -6,10 +6,10 @@ import (
 	"strings"
 	"testing"
 
-	"kvrouter/internal/settings"
+	"kvrouter/internal/base/settings"
 	"kvrouter/internal/testkit"
 	"kvrouter/internal/testkit/tokenstest"
-	"kvrouter/internal/tokens"
+	"kvrouter/internal/prompt/tokens"
 )
 
 // ModelFolder returns the folder of the model that real engines serve in tests.

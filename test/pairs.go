@@ -10,8 +10,8 @@ import (
 	"sync"
 	"time"
 
-	"kvrouter/internal/kv"
-	"kvrouter/internal/proxy"
+	"kvrouter/internal/base/kv"
+	"kvrouter/internal/serve/proxy"
 )
 
 // Prefill and Decode are the workers of a Pair, as ids and as places in the list.

@@ -14,7 +14,7 @@ import (
 	"google.golang.org/grpc"
 	"google.golang.org/grpc/credentials/insecure"
 
-	"kvrouter/internal/proxy"
+	"kvrouter/internal/serve/proxy"
 	"kvrouter/internal/testkit"
 )
 

@@ -6,8 +6,8 @@ import (
 	"testing"
 	"time"
 
-	"kvrouter/internal/kv"
-	"kvrouter/internal/mocker"
+	"kvrouter/internal/base/kv"
+	"kvrouter/internal/tools/mocker"
 	"kvrouter/internal/testkit"
 )
 

@@ -9,7 +9,7 @@ import (
 
 	"github.com/tidwall/gjson"
 
-	"kvrouter/internal/kv"
+	"kvrouter/internal/base/kv"
 	"kvrouter/internal/testkit"
 	"kvrouter/internal/testkit/relaytest"
 )

@@ -13,9 +13,9 @@ import (
 
 	"github.com/tidwall/gjson"
 
-	"kvrouter/internal/mocker"
-	"kvrouter/internal/page"
-	"kvrouter/internal/proxy"
+	"kvrouter/internal/tools/mocker"
+	"kvrouter/internal/serve/page"
+	"kvrouter/internal/serve/proxy"
 	"kvrouter/internal/testkit"
 )
 

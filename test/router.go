@@ -21,11 +21,11 @@ import (
 
 	"github.com/tidwall/gjson"
 
-	"kvrouter/internal/kv"
-	"kvrouter/internal/proxy"
-	"kvrouter/internal/selection"
+	"kvrouter/internal/base/kv"
+	"kvrouter/internal/serve/proxy"
+	"kvrouter/internal/serve/selection"
 	"kvrouter/internal/testkit"
-	"kvrouter/internal/web"
+	"kvrouter/internal/base/web"
 )
 
 // Router is a running kvrouter and its two ports.

@@ -3,7 +3,7 @@ package test
 import (
 	"context"
 	"fmt"
-	"kvrouter/internal/selection"
+	"kvrouter/internal/serve/selection"
 	"kvrouter/internal/testkit"
 	"net/http"
 	"os"

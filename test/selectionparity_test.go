@@ -18,8 +18,8 @@ import (
 
 	"github.com/tidwall/gjson"
 
-	"kvrouter/internal/kv"
-	"kvrouter/internal/mocker"
+	"kvrouter/internal/base/kv"
+	"kvrouter/internal/tools/mocker"
 	"kvrouter/internal/testkit"
 )
 

@@ -10,9 +10,9 @@ import (
 
 	"github.com/vmihailenco/msgpack/v5"
 
-	"kvrouter/internal/kv"
+	"kvrouter/internal/base/kv"
 	"kvrouter/internal/testkit"
-	"kvrouter/internal/zmq"
+	"kvrouter/internal/base/zmq"
 )
 
 // tierMedia are the media of the parity test's lower tiers: SGLang's, and those that only

@@ -8,8 +8,8 @@ import (
 	"testing"
 	"time"
 
-	"kvrouter/internal/kv"
-	"kvrouter/internal/selection"
+	"kvrouter/internal/base/kv"
+	"kvrouter/internal/serve/selection"
 	"kvrouter/internal/testkit"
 )
 

@@ -17,7 +17,7 @@ import (
 
 	"github.com/zeebo/xxh3"
 
-	"kvrouter/internal/events"
+	"kvrouter/internal/cache/events"
 	"kvrouter/internal/testkit"
 )
 

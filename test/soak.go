@@ -19,14 +19,14 @@ import (
 
 	"github.com/tidwall/gjson"
 
-	"kvrouter/internal/engine"
-	"kvrouter/internal/kv"
-	"kvrouter/internal/mocker"
-	"kvrouter/internal/proxy"
+	"kvrouter/internal/tools/engine"
+	"kvrouter/internal/base/kv"
+	"kvrouter/internal/tools/mocker"
+	"kvrouter/internal/serve/proxy"
 	"kvrouter/internal/testkit"
 	"kvrouter/internal/testkit/tokenstest"
-	"kvrouter/internal/tokens"
-	"kvrouter/internal/web"
+	"kvrouter/internal/prompt/tokens"
+	"kvrouter/internal/base/web"
 )
 
 const (

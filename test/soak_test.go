@@ -15,7 +15,7 @@ import (
 	"testing"
 	"time"
 
-	"kvrouter/internal/mocker"
+	"kvrouter/internal/tools/mocker"
 	"kvrouter/internal/testkit"
 )
 

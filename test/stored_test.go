@@ -12,7 +12,7 @@ import (
 
 	"github.com/tidwall/gjson"
 
-	"kvrouter/internal/proxy"
+	"kvrouter/internal/serve/proxy"
 	"kvrouter/internal/testkit"
 )
 

@@ -14,9 +14,9 @@ import (
 
 	"github.com/tidwall/gjson"
 
-	"kvrouter/internal/hints"
+	"kvrouter/internal/prompt/hints"
 	"kvrouter/internal/testkit"
-	"kvrouter/internal/web"
+	"kvrouter/internal/base/web"
 )
 
 // TierSite is a router whose workers have lower tiers.

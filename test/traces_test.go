@@ -4,7 +4,7 @@ import (
 	"context"
 	"fmt"
 	"io"
-	"kvrouter/internal/kv"
+	"kvrouter/internal/base/kv"
 	"kvrouter/internal/testkit"
 	"kvrouter/internal/testkit/collector"
 	"net/http"

@@ -3,7 +3,7 @@ package testkit
 import (
 	"github.com/alecthomas/kong"
 
-	"kvrouter/internal/engine"
+	"kvrouter/internal/tools/engine"
 )
 
 // Defaults returns the settings of type T with the defaults of its flags.

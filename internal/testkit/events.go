@@ -5,7 +5,7 @@ import (
 
 	"github.com/vmihailenco/msgpack/v5"
 
-	"kvrouter/internal/kv"
+	"kvrouter/internal/base/kv"
 )
 
 // EventWorker is the worker of the events in tests.

@@ -12,8 +12,8 @@ import (
 	"sync/atomic"
 	"testing"
 
-	"kvrouter/internal/kv"
-	"kvrouter/internal/web"
+	"kvrouter/internal/base/kv"
+	"kvrouter/internal/base/web"
 )
 
 // ChatPath is the route of chat completions.

@@ -3,7 +3,7 @@ package testkit
 import (
 	"time"
 
-	"kvrouter/internal/kv"
+	"kvrouter/internal/base/kv"
 )
 
 // SilentObserver is a proxy.Observer that records nothing.

@@ -10,7 +10,7 @@ import (
 	"github.com/go-zeromq/zmq4"
 	"go.uber.org/goleak"
 
-	"kvrouter/internal/zmq"
+	"kvrouter/internal/base/zmq"
 )
 
 // NewTestPublisher starts a publisher on a free port. It closes at the end of the

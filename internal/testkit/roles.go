@@ -1,6 +1,6 @@
 package testkit
 
-import "kvrouter/internal/kv"
+import "kvrouter/internal/base/kv"
 
 // Roles of workers in prefill/decode disaggregation, by KV connector and role.
 var (

@@ -2,7 +2,7 @@
 // import it.
 package testkit
 
-import "kvrouter/internal/kv"
+import "kvrouter/internal/base/kv"
 
 // BlockSize is the block size of routers and event streams in tests, in tokens.
 const BlockSize = 4

@@ -4,7 +4,7 @@ import (
 	"math/rand/v2"
 	"slices"
 
-	"kvrouter/internal/kv"
+	"kvrouter/internal/base/kv"
 )
 
 // Tokens returns n tokens: from, from+1, ...

@@ -11,7 +11,7 @@ use std::sync::Once;
 use tokenizers::Tokenizer;
 
 /// The first byte of a result that is an error message instead of decoded tokens. It occurs
-/// in no UTF-8 text. internal/encode has the same values of FAILED and ZERO.
+/// in no UTF-8 text. internal/prompt/encode has the same values of FAILED and ZERO.
 const FAILED: u8 = 0xff;
 /// Stands for a zero byte, which would end the text. It occurs in no UTF-8 text either.
 const ZERO: [u8; 2] = [0xc0, 0x80];

@@ -10,9 +10,9 @@ import (
 	"testing"
 	"time"
 
-	"kvrouter/internal/kv"
+	"kvrouter/internal/base/kv"
 	"kvrouter/internal/testkit"
-	"kvrouter/internal/web"
+	"kvrouter/internal/base/web"
 	"kvrouter/test"
 )
 

@@ -10,8 +10,8 @@ import (
 	"strings"
 	"time"
 
-	"kvrouter/internal/jsonbody"
-	"kvrouter/internal/proxy"
+	"kvrouter/internal/base/jsonbody"
+	"kvrouter/internal/serve/proxy"
 )
 
 // request is one request of a client.

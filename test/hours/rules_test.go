@@ -5,9 +5,9 @@ import (
 	"math/rand/v2"
 	"time"
 
-	"kvrouter/internal/health"
-	"kvrouter/internal/kv"
-	"kvrouter/internal/router"
+	"kvrouter/internal/decide/health"
+	"kvrouter/internal/base/kv"
+	"kvrouter/internal/decide/router"
 )
 
 // lives passes a sign of life on.

@@ -11,7 +11,7 @@ import (
 	"syscall"
 	"time"
 
-	"kvrouter/internal/kv"
+	"kvrouter/internal/base/kv"
 )
 
 // state is how a worker is.

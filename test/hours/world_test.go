@@ -15,12 +15,12 @@ import (
 	"sync"
 	"time"
 
-	"kvrouter/internal/health"
-	"kvrouter/internal/kv"
-	"kvrouter/internal/policies"
-	"kvrouter/internal/proxy"
-	"kvrouter/internal/radix"
-	"kvrouter/internal/router"
+	"kvrouter/internal/decide/health"
+	"kvrouter/internal/base/kv"
+	"kvrouter/internal/decide/policies"
+	"kvrouter/internal/serve/proxy"
+	"kvrouter/internal/cache/radix"
+	"kvrouter/internal/decide/router"
 	"kvrouter/internal/testkit"
 )
 

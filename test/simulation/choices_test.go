@@ -11,11 +11,11 @@ import (
 
 	"github.com/zeebo/xxh3"
 
-	"kvrouter/internal/fair"
-	"kvrouter/internal/kv"
-	"kvrouter/internal/proxy"
-	"kvrouter/internal/router"
-	"kvrouter/internal/web"
+	"kvrouter/internal/base/fair"
+	"kvrouter/internal/base/kv"
+	"kvrouter/internal/serve/proxy"
+	"kvrouter/internal/decide/router"
+	"kvrouter/internal/base/web"
 )
 
 // Places of a client's legs: of the prefill worker, and of the one that answers.

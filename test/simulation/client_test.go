@@ -12,9 +12,9 @@ import (
 
 	"github.com/tidwall/gjson"
 
-	"kvrouter/internal/jsonbody"
-	"kvrouter/internal/proxy"
-	"kvrouter/internal/router"
+	"kvrouter/internal/base/jsonbody"
+	"kvrouter/internal/serve/proxy"
+	"kvrouter/internal/decide/router"
 )
 
 // client is one request of a gateway to a router.

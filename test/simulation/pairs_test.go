@@ -14,9 +14,9 @@ import (
 
 	"github.com/zeebo/xxh3"
 
-	"kvrouter/internal/engine"
-	"kvrouter/internal/kv"
-	"kvrouter/internal/proxy"
+	"kvrouter/internal/tools/engine"
+	"kvrouter/internal/base/kv"
+	"kvrouter/internal/serve/proxy"
 )
 
 // transferPort is where a worker hands prompts over to others.

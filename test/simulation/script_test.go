@@ -13,7 +13,7 @@ import (
 	"strings"
 	"time"
 
-	"kvrouter/internal/kv"
+	"kvrouter/internal/base/kv"
 )
 
 // setup is the part of a world that a seed determines before the script: size and kinds of

@@ -5,9 +5,9 @@ import (
 	"slices"
 	"time"
 
-	"kvrouter/internal/health"
-	"kvrouter/internal/kv"
-	"kvrouter/internal/router"
+	"kvrouter/internal/decide/health"
+	"kvrouter/internal/base/kv"
+	"kvrouter/internal/decide/router"
 )
 
 // home is where a router has a session.

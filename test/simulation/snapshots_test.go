@@ -10,7 +10,7 @@ import (
 	"slices"
 	"strings"
 
-	"kvrouter/internal/events"
+	"kvrouter/internal/cache/events"
 )
 
 // fileFault is what becomes of the snapshot of a router that ends.

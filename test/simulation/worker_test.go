@@ -15,11 +15,11 @@ import (
 
 	"github.com/zeebo/xxh3"
 
-	"kvrouter/internal/engine"
-	"kvrouter/internal/kv"
-	"kvrouter/internal/mocker"
-	"kvrouter/internal/web"
-	"kvrouter/internal/zmq"
+	"kvrouter/internal/tools/engine"
+	"kvrouter/internal/base/kv"
+	"kvrouter/internal/tools/mocker"
+	"kvrouter/internal/base/web"
+	"kvrouter/internal/base/zmq"
 )
 
 // passTokens is how many tokens an engine computes in a pass.

@@ -12,9 +12,9 @@ import (
 
 	"go.uber.org/goleak"
 
-	"kvrouter/internal/events"
-	"kvrouter/internal/kv"
-	"kvrouter/internal/radix"
+	"kvrouter/internal/cache/events"
+	"kvrouter/internal/base/kv"
+	"kvrouter/internal/cache/radix"
 	"kvrouter/internal/testkit"
 )
 

@@ -18,11 +18,11 @@ import (
 
 	"k8s.io/apimachinery/pkg/types"
 
-	"kvrouter/internal/kv"
-	"kvrouter/internal/mocker"
-	"kvrouter/internal/process"
+	"kvrouter/internal/base/kv"
+	"kvrouter/internal/tools/mocker"
+	"kvrouter/internal/fleet/process"
 	"kvrouter/internal/testkit"
-	"kvrouter/internal/tokens"
+	"kvrouter/internal/prompt/tokens"
 )
 
 // BlockSize is the default block size of workers, tokens.

@@ -6,7 +6,7 @@ import (
 	"os"
 	"testing"
 
-	"kvrouter/internal/native"
+	"kvrouter/internal/prompt/native"
 	"kvrouter/internal/testkit/leaks"
 )
 

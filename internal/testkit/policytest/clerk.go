@@ -9,9 +9,9 @@ import (
 	"sync"
 	"testing"
 
-	"kvrouter/internal/kv"
-	"kvrouter/internal/policies"
-	"kvrouter/internal/policy"
+	"kvrouter/internal/base/kv"
+	"kvrouter/internal/decide/policies"
+	"kvrouter/internal/decide/policy"
 	"kvrouter/internal/testkit"
 )
 

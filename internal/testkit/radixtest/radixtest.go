@@ -8,8 +8,8 @@ import (
 
 	"github.com/google/go-cmp/cmp"
 
-	"kvrouter/internal/kv"
-	"kvrouter/internal/radix"
+	"kvrouter/internal/base/kv"
+	"kvrouter/internal/cache/radix"
 )
 
 // Store stores blocks on the device.

@@ -7,15 +7,15 @@ import (
 	"testing"
 	"time"
 
-	"kvrouter/internal/kv"
-	"kvrouter/internal/models"
-	"kvrouter/internal/policy"
-	"kvrouter/internal/radix"
-	"kvrouter/internal/router"
+	"kvrouter/internal/base/kv"
+	"kvrouter/internal/decide/models"
+	"kvrouter/internal/decide/policy"
+	"kvrouter/internal/cache/radix"
+	"kvrouter/internal/decide/router"
 	"kvrouter/internal/testkit"
 	"kvrouter/internal/testkit/policytest"
 	"kvrouter/internal/testkit/radixtest"
-	"kvrouter/internal/thompson"
+	"kvrouter/internal/decide/thompson"
 )
 
 // Option changes what a router is made of.

@@ -5,10 +5,10 @@ package simulatetest
 import (
 	"testing"
 
-	"kvrouter/internal/health"
-	"kvrouter/internal/policies"
-	"kvrouter/internal/router"
-	"kvrouter/internal/simulate"
+	"kvrouter/internal/decide/health"
+	"kvrouter/internal/decide/policies"
+	"kvrouter/internal/decide/router"
+	"kvrouter/internal/tools/simulate"
 	"kvrouter/internal/testkit"
 )
 

@@ -5,10 +5,10 @@ import (
 	"context"
 	"log/slog"
 
-	"kvrouter/internal/chat"
-	"kvrouter/internal/encode"
-	"kvrouter/internal/jsonbody"
-	"kvrouter/internal/tokens"
+	"kvrouter/internal/prompt/chat"
+	"kvrouter/internal/prompt/encode"
+	"kvrouter/internal/base/jsonbody"
+	"kvrouter/internal/prompt/tokens"
 )
 
 // Open opens the model in a folder, for vLLM without arguments.

@@ -30,7 +30,7 @@ import (
 	"github.com/tidwall/gjson"
 
 	"kvrouter/internal/testkit"
-	"kvrouter/internal/web"
+	"kvrouter/internal/base/web"
 	"kvrouter/test"
 )
 

@@ -23,8 +23,8 @@ import (
 	"kvrouter/internal/testkit"
 	"kvrouter/internal/testkit/envoy"
 	"kvrouter/internal/testkit/tokenstest"
-	"kvrouter/internal/tokens"
-	"kvrouter/internal/web"
+	"kvrouter/internal/prompt/tokens"
+	"kvrouter/internal/base/web"
 	"kvrouter/test"
 	"kvrouter/test/real/peers"
 )

@@ -19,11 +19,11 @@ import (
 	"github.com/tidwall/gjson"
 	"k8s.io/apimachinery/pkg/runtime/schema"
 
-	"kvrouter/internal/mocker"
-	"kvrouter/internal/selection"
+	"kvrouter/internal/tools/mocker"
+	"kvrouter/internal/serve/selection"
 	"kvrouter/internal/testkit"
 	"kvrouter/internal/testkit/kubernetes"
-	"kvrouter/internal/web"
+	"kvrouter/internal/base/web"
 	"kvrouter/test"
 )
 

@@ -10,7 +10,7 @@ import (
 
 	"k8s.io/apimachinery/pkg/runtime/schema"
 
-	"kvrouter/internal/discovery"
+	"kvrouter/internal/fleet/discovery"
 	"kvrouter/internal/testkit"
 	"kvrouter/internal/testkit/kubernetes"
 )

@@ -10,8 +10,8 @@ import (
 	"testing"
 	"time"
 
-	"kvrouter/internal/kv"
-	"kvrouter/internal/selection"
+	"kvrouter/internal/base/kv"
+	"kvrouter/internal/serve/selection"
 	"kvrouter/internal/testkit"
 	"kvrouter/internal/testkit/kubetest"
 	"kvrouter/test"

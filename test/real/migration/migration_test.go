@@ -18,9 +18,9 @@ import (
 
 	"github.com/tidwall/gjson"
 
-	"kvrouter/internal/proxy"
+	"kvrouter/internal/serve/proxy"
 	"kvrouter/internal/testkit"
-	"kvrouter/internal/web"
+	"kvrouter/internal/base/web"
 	"kvrouter/test"
 )
 

@@ -20,11 +20,11 @@ import (
 	"github.com/vmihailenco/msgpack/v5"
 	"github.com/zeebo/xxh3"
 
-	"kvrouter/internal/kv"
+	"kvrouter/internal/base/kv"
 	"kvrouter/internal/testkit"
 	"kvrouter/internal/testkit/eventstest"
 	"kvrouter/internal/testkit/tokenstest"
-	"kvrouter/internal/tokens"
+	"kvrouter/internal/prompt/tokens"
 )
 
 // blockSize is the block size of the backends in tokens, and Blocks how

@@ -18,7 +18,7 @@ import (
 
 	"github.com/tidwall/gjson"
 
-	"kvrouter/internal/mocker"
+	"kvrouter/internal/tools/mocker"
 	"kvrouter/internal/testkit"
 	"kvrouter/test"
 )

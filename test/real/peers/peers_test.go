@@ -18,7 +18,7 @@ import (
 	"testing"
 	"time"
 
-	"kvrouter/internal/web"
+	"kvrouter/internal/base/web"
 	"kvrouter/test"
 )
 

@@ -27,7 +27,7 @@ import (
 	"kvrouter/test"
 )
 
-// captured are captures of real vLLM engines, in internal/events/testdata/zoo, and the
+// captured are captures of real vLLM engines, in internal/cache/events/testdata/zoo, and the
 // block sizes of their events.
 var captured = []struct {
 	name  string
@@ -75,10 +75,10 @@ type capturedLine struct {
 	tierRequest
 }
 
-// readLines reads a capture of internal/events/testdata.
+// readLines reads a capture of internal/cache/events/testdata.
 func readLines(t *testing.T, name string) (all []capturedLine) {
 	t.Helper()
-	file, err := os.Open(filepath.Join("internal/events/testdata", name+".jsonl.gz"))
+	file, err := os.Open(filepath.Join("internal/cache/events/testdata", name+".jsonl.gz"))
 	if err != nil {
 		t.Fatal(err)
 	}

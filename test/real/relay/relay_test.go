@@ -22,9 +22,9 @@ import (
 	"google.golang.org/protobuf/encoding/protowire"
 	"google.golang.org/protobuf/types/known/emptypb"
 
-	"kvrouter/internal/kv"
-	"kvrouter/internal/radix"
-	"kvrouter/internal/relay"
+	"kvrouter/internal/base/kv"
+	"kvrouter/internal/cache/radix"
+	"kvrouter/internal/peers/relay"
 	"kvrouter/internal/testkit"
 )
 
@@ -271,9 +271,9 @@ func null(text string) any {
 	return text
 }
 
-var update = flag.Bool("update", false, "write the messages that internal/relay tests decode")
+var update = flag.Bool("update", false, "write the messages that internal/peers/relay tests decode")
 
-// TestMessagesAreWritten writes messages of Dynamo's relay to the test data of internal/relay,
+// TestMessagesAreWritten writes messages of Dynamo's relay to the test data of internal/peers/relay,
 // with -update.
 func TestMessagesAreWritten(t *testing.T) {
 	if !*update {

@@ -13,8 +13,8 @@ import (
 	"testing"
 	"time"
 
-	"kvrouter/internal/kv"
-	"kvrouter/internal/proxy"
+	"kvrouter/internal/base/kv"
+	"kvrouter/internal/serve/proxy"
 	"kvrouter/internal/testkit"
 	"kvrouter/test"
 )

@@ -16,10 +16,10 @@ import (
 
 	"github.com/tidwall/gjson"
 
-	"kvrouter/internal/jsonbody"
+	"kvrouter/internal/base/jsonbody"
 	"kvrouter/internal/testkit"
 	"kvrouter/internal/testkit/tokenstest"
-	"kvrouter/internal/tokens"
+	"kvrouter/internal/prompt/tokens"
 	"kvrouter/test"
 )
 

@@ -20,12 +20,12 @@ import (
 
 	"github.com/tidwall/gjson"
 
-	"kvrouter/internal/kv"
-	"kvrouter/internal/proxy"
-	"kvrouter/internal/selection"
+	"kvrouter/internal/base/kv"
+	"kvrouter/internal/serve/proxy"
+	"kvrouter/internal/serve/selection"
 	"kvrouter/internal/testkit"
 	"kvrouter/internal/testkit/collector"
-	"kvrouter/internal/web"
+	"kvrouter/internal/base/web"
 	"kvrouter/test"
 )
 

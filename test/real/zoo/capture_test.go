@@ -15,11 +15,11 @@ import (
 	"time"
 
 	"kvrouter/internal/testkit"
-	"kvrouter/internal/zmq"
+	"kvrouter/internal/base/zmq"
 )
 
 // listener receives an engine's KV events beside the router. Its lines are those of
-// internal/events/testdata/zoo: a request comes after the events of its own blocks.
+// internal/cache/events/testdata/zoo: a request comes after the events of its own blocks.
 type listener struct {
 	mu       sync.Mutex
 	received map[uint32]int   // batches, by rank

@@ -1,6 +1,6 @@
 package zoo
 
-import "kvrouter/internal/kv"
+import "kvrouter/internal/base/kv"
 
 // form is a small model of some architecture, with made-up weights.
 type form struct {

@@ -9,7 +9,7 @@ import (
 	"testing"
 	"text/tabwriter"
 
-	"kvrouter/internal/kv"
+	"kvrouter/internal/base/kv"
 )
 
 const (

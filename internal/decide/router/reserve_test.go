@@ -1,0 +1,198 @@
+package router
+
+import (
+	"errors"
+	"fmt"
+	"testing"
+	"time"
+
+	"pgregory.net/rapid"
+
+	"kvrouter/internal/base/fair"
+	"kvrouter/internal/base/kv"
+	"kvrouter/internal/decide/policy"
+	"kvrouter/internal/testkit"
+)
+
+// TestAReserveIsAsLargeAsTrafficNeeds: whatever the seats that arrivals of a class find taken by
+// later classes, about mayWait of them wait, and the reserve stays within its bounds.
+func TestAReserveIsAsLargeAsTrafficNeeds(t *testing.T) {
+	rapid.Check(t, func(rt *rapid.T) {
+		var s reserve
+		seats := rapid.IntRange(10, 200).Draw(rt, "seats")
+		usual := rapid.IntRange(1, seats/5).Draw(rt, "usual") // of the seats that an arrival needs free
+		class := rapid.SampledFrom([]fair.Class{fair.Interactive, fair.Standard}).Draw(rt, "class")
+		random := rapid.Uint64().Draw(rt, "random")
+		waited, come := 0, 0
+		const learns, all = 10_000, 40_000
+		for i := range all {
+			random = random*6364136223846793005 + 1442695040888963407 // Knuth's MMIX
+			waits := float64(random>>33%uint64(2*usual)) >= s.before(fair.Batch)
+			if s.learn(class, waits, 1, seats); i >= learns {
+				if come++; waits {
+					waited++
+				}
+			}
+			if kept := s[class.Place()]; kept < 0 || kept > mostReserved*float64(seats) {
+				rt.Fatalf("%v of %d seats are kept", kept, seats)
+			}
+		}
+		if share := float64(waited) / float64(come); share > 2*mayWait {
+			rt.Errorf("%v of the requests wait, want %v", share, mayWait)
+		}
+		for range 100 * seats {
+			s.learn(class, false, 0, seats)
+		}
+		if s.before(fair.Batch) > 0 {
+			rt.Errorf("%v seats are kept for nobody", s.before(fair.Batch))
+		}
+	})
+}
+
+func TestAReserveIsKeptForEarlierClassesOnly(t *testing.T) {
+	var s reserve
+	if s.learn(fair.Standard, true, 0, 16); s.before(fair.Batch) != 0 {
+		t.Errorf("nothing of a later class runs: %v seats are kept", s.before(fair.Batch))
+	}
+	s.learn(fair.Standard, true, 1, 16)
+	s.learn(fair.Batch, true, 1, 16)
+	for class, want := range map[fair.Class]float64{fair.Interactive: 0, fair.Standard: 0, fair.Batch: 1} {
+		if got := s.before(class); got != want {
+			t.Errorf("%v seats are kept from class %v, want %v", got, class, want)
+		}
+	}
+}
+
+// newReservingRouter returns a fair router over two workers that run one of two requests each, and
+// these. Two seats are free.
+func newReservingRouter(t testing.TB, change ...func(*Settings)) (r *Router, clock *testkit.StandingClock, run []*Booking) {
+	t.Helper()
+	r, clock = newFairRouter(t, 2, change...)
+	for w := range uint64(2) {
+		b := occupy(t, r, w, 1)
+		b.FirstToken()
+		r.Publish(kv.WorkerKey{Worker: w}, policy.Published{Running: 1, At: clock.Now()})
+		r.fleet.targetLoads[w].Fill = 2
+		run = append(run, b)
+	}
+	return r, clock, run
+}
+
+// TestBatchLeavesTheSeatsThatAreKept: a request of class batch waits while no more seats are free
+// than are kept, an interactive one does not, and a worker with nothing to do takes any.
+func TestBatchLeavesTheSeatsThatAreKept(t *testing.T) {
+	r, _, full := newReservingRouter(t)
+	batch, chat := tenant("a", 1), tenant("b", 1)
+	batch.Class, chat.Class = fair.Batch, fair.Interactive
+	r.Admission.reserve[fair.Interactive.Place()] = 1.5
+	first := MustRoute(t, r, batch) // two are free
+	waits := park(t, r, batch)
+	d := MustRoute(t, r, chat)
+	if depth, _ := r.Admission.QueueDepth(); depth != 1 {
+		t.Fatalf("%d wait", depth)
+	}
+	d.Booking.Finish(1)
+	if depth, _ := r.Admission.QueueDepth(); depth != 1 {
+		t.Fatalf("one seat is free and kept, %d wait", depth)
+	}
+	first.Booking.Finish(1)
+	second, err := waits[0].get(t)
+	if err != nil {
+		t.Fatal(err)
+	}
+	third := park(t, r, batch)
+	full[1-second.Target.Key.Worker].Finish(1) // that worker is idle now
+	last, err := third[0].get(t)
+	if err != nil {
+		t.Fatal(err)
+	}
+	for _, b := range []*Booking{full[0], full[1], second.Booking, last.Booking} {
+		b.End()
+	}
+	if err := r.Check(); err != nil {
+		t.Error(err)
+	}
+}
+
+// floodBehindKeptSeats has n requests of class batch of one tenant wait for seats that are kept.
+// Each has a session of its own, so that none says what the others need.
+func floodBehindKeptSeats(t testing.TB, r *Router, n int) {
+	t.Helper()
+	r.Admission.reserve[fair.Interactive.Place()] = 2
+	for i := range n {
+		request := tenant("flood", 1)
+		request.Class, request.Session = fair.Batch, uint64(i+1)
+		_, waiting, err := r.RouteOrWait(request, func(Decision, error) {})
+		if err != nil || waiting == nil {
+			t.Fatalf("request %d does not wait: %v", i, err)
+		}
+	}
+}
+
+// TestEventsDoNotLookAtAllThatWaitForKeptSeats: neither an arrival nor an end looks for a worker
+// for requests that have to leave all free seats to an earlier class.
+func TestEventsDoNotLookAtAllThatWaitForKeptSeats(t *testing.T) {
+	r, _, _ := newReservingRouter(t, func(k *Settings) { k.RouterQueueLimit = 1000 })
+	floodBehindKeptSeats(t, r, 1000)
+	const unseen = -1
+	r.Admission.eachWaiting(func(w *waiter) { w.prompt.workers = unseen })
+	chat := tenant("light", 1)
+	chat.Class = fair.Interactive
+	r.Admission.reserve[fair.Interactive.Place()] = 2.5
+	MustRoute(t, r, chat).Booking.Finish(1)
+	waits, seen := 0, 0
+	r.Admission.eachWaiting(func(w *waiter) {
+		if waits++; w.prompt.workers != unseen {
+			seen++
+		}
+	})
+	if waits != 1000 || seen != 0 {
+		t.Errorf("%d wait, for %d of them a worker was looked for", waits, seen)
+	}
+	r.Admission.reserve = reserve{}
+	r.mu.Lock()
+	r.Admission.dispatch(r.now())
+	r.mu.Unlock()
+	if depth, _ := r.Admission.QueueDepth(); depth != 998 {
+		t.Errorf("no seat is kept, and %d of 1000 wait for two seats", depth)
+	}
+}
+
+// TestLateRequestsAreShedBehindKeptSeats: also those that no event looks at.
+func TestLateRequestsAreShedBehindKeptSeats(t *testing.T) {
+	r, clock, _ := newReservingRouter(t)
+	floodBehindKeptSeats(t, r, 5)
+	late := tenant("other", 1)
+	late.Class, late.Deadline, late.Sheddable = fair.Batch, clock.Now().Add(loadFreshFor/2), true
+	asked := send(t, r, t.Context(), 6, late)
+	var refreshed error
+	_, waiting, err := r.RouteOrWait(late, func(_ Decision, err error) { refreshed = err })
+	if err != nil || waiting == nil {
+		t.Fatalf("it does not wait: %v", err)
+	}
+	clock.Advance(loadFreshFor/2 + time.Second)
+	if _, err := asked.get(t); !errors.Is(err, ErrShed) {
+		t.Errorf("%v, want to be shed", err)
+	}
+	if waiting.Refresh(); !errors.Is(refreshed, ErrShed) {
+		t.Errorf("%v after Refresh, want to be shed", refreshed)
+	}
+}
+
+// BenchmarkArrivalBehindKeptSeats is an interactive request that comes and ends while so many of
+// class batch of one tenant wait for seats that are kept.
+func BenchmarkArrivalBehindKeptSeats(b *testing.B) {
+	for _, n := range []int{10, 10_000} {
+		b.Run(fmt.Sprint(n), func(b *testing.B) {
+			r, _, _ := newReservingRouter(b, func(k *Settings) { k.RouterQueueLimit = n })
+			floodBehindKeptSeats(b, r, n)
+			chat := tenant("light", 1)
+			chat.Class = fair.Interactive
+			b.ReportAllocs()
+			for b.Loop() {
+				r.Admission.reserve[fair.Interactive.Place()] = 2.5
+				MustRoute(b, r, chat).Booking.Finish(1)
+			}
+		})
+	}
+}

@@ -1,0 +1,419 @@
+// Package replica synchronizes the bookings of several routers over the same workers.
+// They speak the mesh protocol of Dynamo's selection service over ZeroMQ: each router
+// publishes its own bookings and sessions, and applies those of the others.
+// Kvrouters also exchange digests of their bookings, so that lost ones are re-sent.
+package replica
+
+import (
+	"cmp"
+	"context"
+	"errors"
+	"fmt"
+	"log/slog"
+	"maps"
+	"math/rand/v2"
+	"net"
+	"slices"
+	"strconv"
+	"sync"
+	"sync/atomic"
+	"time"
+
+	"kvrouter/internal/base/guard"
+	"kvrouter/internal/base/kv"
+	"kvrouter/internal/decide/router"
+	"kvrouter/internal/base/zmq"
+)
+
+// Settings holds the settings of several routers over the same workers.
+type Settings struct {
+	ReplicaSync      bool     `group:"Replicas" help:"Share in-flight load with other routers of the same workers (worker ids must match): kvrouters and Dynamo selection services."`
+	ReplicaSyncPort  int      `group:"Replicas" default:"7100" help:"Port that publishes this router's load to the others (ZeroMQ PUB). 0 selects a free port."`
+	ReplicaSyncHost  string   `group:"Replicas" placeholder:"HOST" help:"Listen address of that port. Default: that of --host."`
+	ReplicaKey       string   `group:"Replicas" name:"replica-key" placeholder:"KEY" help:"Key shared by all these routers, at least 16 characters. Messages are encrypted with it; others are rejected, including Dynamo's. Prefer the environment variable or the configuration file."`
+	ReplicaPeers     []string `group:"Replicas" placeholder:"HOST:PORT" help:"Comma-separated --replica-sync-port addresses of the other routers."`
+	ReplicaDiscovery string   `group:"Replicas" placeholder:"WHERE" help:"Service discovery of the other routers: dns://NAME:PORT (all addresses of a name), or service://NAME:PORT or service://NAMESPACE/NAME:PORT (endpoints of a headless Kubernetes Service). May include this router."`
+}
+
+// Validate checks the settings; its errors name the flag.
+func (c Settings) Validate() error {
+	switch {
+	case !c.ReplicaSync && len(c.ReplicaPeers) > 0:
+		return errors.New("--replica-peers requires --replica-sync")
+	case !c.ReplicaSync && c.ReplicaDiscovery != "":
+		return errors.New("--replica-discovery requires --replica-sync")
+	case len(c.ReplicaPeers) > maxPeers:
+		return fmt.Errorf("--replica-peers: %d peers exceed the limit of %d", len(c.ReplicaPeers), maxPeers)
+	}
+	if n := len(c.ReplicaKey); n > 0 && n < keySize {
+		return fmt.Errorf("--replica-key: %d characters, at least %d required", n, keySize)
+	}
+	for _, peer := range c.ReplicaPeers {
+		if !validAddress(peer) {
+			return fmt.Errorf("--replica-peers %s: want HOST:PORT", peer)
+		}
+	}
+	return nil
+}
+
+// Bounds of the messages between routers.
+const (
+	// queueLimit is how many messages wait to be sent; what comes when it is full
+	// is lost.
+	queueLimit = 100_000
+	// bookingLimit is how many bookings of one other router are known at a time.
+	bookingLimit = 100_000
+	// hashLimit is how many sequence hashes they have together: 128 MB.
+	hashLimit = 1 << 24
+)
+
+// Mesh shares bookings, the service of tenants, sessions and ejections between several
+// routers over the same workers. Lost bookings are detected by digests, which kvrouters exchange
+// twice a second, and re-sent; those of Dynamo remain lost. Blocks of answers are
+// not shared. When a router times out, all of its bookings end.
+type Mesh struct {
+	discover  func(ctx context.Context, use func(addresses []string)) // see Deps
+	partition func(worker uint64) (model, group string)               // see Deps
+	stored    func(response string, worker, owner uint64)             // see Deps
+
+	eachStored func(take func(worker, owner uint64, responses []string)) // see Deps
+
+	router *router.Router
+	id     uint64 // drawn at each start; never 0
+	dial   zmq.Dialer
+	log    *slog.Logger
+	pub    *zmq.Publisher
+	edges  *guard.Edges
+	queue  chan message
+	timing timing
+	seal   *seal         // nil: messages are sent as they are
+	asked  atomic.Uint64 // buckets that others want again
+	missed atomic.Bool   // a change was lost because queue was full
+	lose   func() bool   // tests: this message is lost; nil: none is
+
+	books sync.Mutex // guards what every otherRouter holds; taken before mu and the router's lock
+
+	mu        sync.Mutex // guards the rest but the counts
+	running   context.Context
+	want      map[string]origin
+	followed  map[string]context.CancelFunc
+	followers sync.WaitGroup
+	heard     map[uint64]*otherRouter // the connection that hears a router, by its id
+
+	Sent     atomic.Uint64 // changes of bookings, including re-sent ones, and moves of sessions
+	Resent   atomic.Uint64 // bookings that were sent again
+	Received atomic.Uint64 // changes and moves, without repeated ones
+	Dropped  atomic.Uint64 // changes dropped because a queue or table was full, or because they are invalid
+	Refused  atomic.Uint64 // messages that are not encrypted with our key, or malformed
+	Lost     atomic.Uint64 // peers that timed out
+	Held     atomic.Int64  // bookings of other routers
+}
+
+// timing holds the waits, so that tests can shorten them.
+type timing struct {
+	tick           time.Duration // between answers to what others ask
+	digest         int           // ticks between two digests
+	silence        time.Duration // after which a kvrouter is gone
+	foreign        time.Duration // after which a Dynamo is, which sends a heartbeat every 5 s
+	retry, retryTo time.Duration // between attempts to connect: first and longest
+	self           time.Duration // until an address that led to this router is tried again
+}
+
+// message is something to be sent: a change of a booking of this router's or of another
+// one's, which is passed on, a binding of a session, or an ownMessage.
+type message struct {
+	kind    string
+	booking *router.Booking
+	passed  *router.Change
+	session *router.SessionBinding
+	own     *ownMessage
+}
+
+// Deps are the parts that a Mesh works with.
+type Deps struct {
+	Router *router.Router
+	Edges  *guard.Edges // counts panics of message parsers
+	Log    *slog.Logger
+	// Find calls use with the addresses, host:port, of the other routers at each
+	// change until ctx is done; they may include this router. nil: no discovery.
+	Find func(ctx context.Context, use func(addresses []string))
+	// Partition returns the model and the routing group of a worker, by which Dynamo
+	// distinguishes workers. nil: "default" for all.
+	Partition func(worker uint64) (model, group string)
+	// Stored is called with the worker that has a stored response and a hash of its owner, as
+	// another router says; owner 0: it has none, or is not said. It must not block. nil: nothing
+	// is done.
+	Stored func(response string, worker, owner uint64)
+	// EachStored calls take with the stored responses that this router knows, by worker and owner:
+	// they are sent to a router that joins. nil: none are.
+	EachStored func(take func(worker, owner uint64, responses []string))
+	// ID names this router to the others; no two have the same, nor one after a restart.
+	// 0: it is drawn.
+	ID uint64
+	// Dial connects to other routers, and Listen opens the port for them; nil: over the
+	// network.
+	Dial   zmq.Dialer
+	Listen func(address string) (net.Listener, error)
+}
+
+// New opens the port for other routers. Run then publishes the changes of this
+// router and subscribes to the peers. Errors name the flag.
+func New(settings Settings, deps Deps) (*Mesh, error) {
+	var sealing *seal
+	var err error
+	if settings.ReplicaKey != "" {
+		if sealing, err = newSeal(settings.ReplicaKey); err != nil {
+			return nil, err
+		}
+	}
+	address := net.JoinHostPort(settings.ReplicaSyncHost, strconv.Itoa(settings.ReplicaSyncPort))
+	options := []zmq.Option{zmq.WithGuard(func(f func() error) error { return deps.Edges.Do(guard.ReplicaServer, deps.Log, f) })}
+	if deps.Listen != nil {
+		options = append(options, zmq.WithListen(deps.Listen))
+	}
+	pub, err := zmq.NewPublisher(address, options...)
+	if err != nil {
+		return nil, fmt.Errorf("--replica-sync-port %d: %w: free the port or choose another", settings.ReplicaSyncPort, err)
+	}
+	if deps.Partition == nil {
+		deps.Partition = func(uint64) (model, group string) { return "default", "default" }
+	}
+	r := &Mesh{
+		discover: deps.Find, partition: deps.Partition, stored: deps.Stored, eachStored: deps.EachStored, seal: sealing,
+		router: deps.Router, id: cmp.Or(deps.ID, max(1, rand.Uint64())), dial: deps.Dial, log: deps.Log, pub: pub, edges: deps.Edges,
+		queue: make(chan message, queueLimit),
+		timing: timing{
+			tick: 100 * time.Millisecond, digest: 5, silence: 5 * time.Second, foreign: 20 * time.Second,
+			retry: 100 * time.Millisecond, retryTo: 5 * time.Second, self: time.Minute,
+		},
+		want: map[string]origin{}, followed: map[string]context.CancelFunc{}, heard: map[uint64]*otherRouter{},
+	}
+	for _, peer := range settings.ReplicaPeers {
+		r.want[peer] = named
+	}
+	deps.Router.Share(&router.Sharing{ // bookings made before Run are sent by it
+		Writer:  r.id,
+		Booking: func(kind string, b *router.Booking) { r.put(message{kind: kind, booking: b}) },
+		Session: func(b router.SessionBinding) { r.put(message{session: &b}) },
+		Ejection: func(w kv.WorkerKey, long time.Duration) {
+			r.say(ownMessage{Kind: kindEjection, Worker: &rank{w.Worker, w.Rank}, Milliseconds: uint64(max(0, long.Milliseconds()))})
+		},
+	})
+	return r, nil
+}
+
+// Close closes the port of New. Run does so itself.
+func (r *Mesh) Close() {
+	r.router.Share(nil)
+	r.pub.Close()
+}
+
+// Run publishes and receives changes until ctx is done. It returns when all
+// bookings of other routers and all of its goroutines have ended.
+func (r *Mesh) Run(ctx context.Context) {
+	defer r.Close()
+	r.mu.Lock()
+	r.running = ctx
+	r.reconcile()
+	if r.discover != nil {
+		r.followers.Go(func() { r.discover(ctx, r.usePeers) })
+	}
+	r.mu.Unlock()
+	r.publishQueued(ctx)
+	r.mu.Lock()
+	r.running = nil // no other router is followed from now on
+	r.mu.Unlock()
+	r.followers.Wait()
+}
+
+// put queues a message. It never waits.
+func (r *Mesh) put(m message) {
+	select {
+	case r.queue <- m:
+	default:
+		r.Dropped.Add(1)
+		r.missed.Store(true)
+	}
+}
+
+// Store sends kvrouters the worker that has a stored response, and a hash of its owner. It never
+// waits; what is lost is not sent again.
+func (r *Mesh) Store(response string, worker, owner uint64) {
+	r.say(ownMessage{Kind: kindStored, Worker: &rank{Worker: worker}, Owner: owner, Requests: []string{response}})
+}
+
+// say queues a message to kvrouters.
+func (r *Mesh) say(m ownMessage) {
+	m.Router = r.id
+	r.put(message{own: &m})
+}
+
+// publishQueued publishes what is queued until ctx ends, digests of it, and again what others
+// request.
+func (r *Mesh) publishQueued(ctx context.Context) {
+	var books ownBooks
+	ticker := time.NewTicker(r.timing.tick)
+	defer ticker.Stop()
+	refused, joined := uint64(0), uint64(0)
+	for ticks := 0; ; {
+		select {
+		case <-ctx.Done():
+			return
+		case m := <-r.queue:
+			r.send(&books, m)
+		case <-ticker.C:
+			if n := r.pub.Refused(); n > refused {
+				r.log.Warn("replica port: connection limit reached, connections refused", "port", r.pub.Endpoint(), "refused", n-refused)
+				refused = n
+			}
+			if now := r.pub.Joined(); now != joined { // a new subscriber knows nothing yet, and Dynamo does not ask
+				joined = now
+				r.asked.Store(^uint64(0))
+				r.publishStored()
+			}
+			if len(r.queue) == 0 && r.missed.Swap(false) {
+				for _, b := range books.ended() {
+					r.send(&books, message{kind: router.ChangeFree, booking: b})
+				}
+			}
+			r.again(&books, r.asked.Swap(0))
+			if ticks++; ticks%r.timing.digest == 0 {
+				r.digest(&books)
+			}
+		}
+	}
+}
+
+// send publishes one message.
+func (r *Mesh) send(books *ownBooks, m message) {
+	switch {
+	case m.own != nil:
+		r.publish(replicaTopic, m.own)
+	case m.session != nil:
+		b := m.session
+		model, group := r.partition(b.Worker.Worker)
+		r.publish(sessionTopic, &sessionEvent{model, group, b.ID, b.Worker.Worker, &b.Worker.Rank, b.Sequence, b.Writer})
+	case m.passed != nil:
+		change := router.Change{Kind: m.kind, Worker: m.passed.Worker}
+		r.publishSlot(slotOf(change, m.passed.Request, r.id), nil)
+	default:
+		if request := books.apply(m.kind, m.booking, r.id); request != "" {
+			r.publishChange(m.kind, m.booking, request)
+		}
+	}
+}
+
+// publishChange publishes a change of a booking that others know by that name, and
+// returns its size.
+func (r *Mesh) publishChange(kind string, b *router.Booking, request string) (size int) {
+	if r.pub.Subscribers() == 0 {
+		return 0
+	}
+	change, detail := b.Change(kind), (*slotDetail)(nil)
+	if kind == router.ChangeAdd {
+		detail = detailOf(change)
+	}
+	return r.publishSlot(slotOf(change, request, r.id), detail)
+}
+
+// publishSlot publishes a change as it goes over the wire, and returns its size.
+func (r *Mesh) publishSlot(change slotChange, detail *slotDetail) (size int) {
+	event := slotEvent{BlockSize: uint32(r.router.BlockSize()), Event: change, Detail: detail}
+	event.Model, event.Group = r.partition(change.Worker.Worker)
+	return r.publish(slotTopic, &event)
+}
+
+// publish encodes, seals and publishes a message, and returns its size.
+func (r *Mesh) publish(topic string, what any) (size int) {
+	if r.pub.Subscribers() == 0 {
+		return 0
+	}
+	if topic != replicaTopic {
+		r.Sent.Add(1)
+	}
+	text := r.seal.close(topic, encode(what))
+	r.pub.Publish([]byte(topic), text)
+	return len(text)
+}
+
+// Bounds of what is sent again in one tick: more would overflow the reader's queue.
+const (
+	againMessages = 2_000
+	againBytes    = 4 << 20
+)
+
+// again sends all that is in flight of the buckets. Those that are too many for now
+// stay requested, and are the first next time.
+func (r *Mesh) again(books *ownBooks, ask uint64) {
+	messages, size := 0, 0
+	for range buckets {
+		if messages >= againMessages || size >= againBytes {
+			r.asked.Or(ask)
+			return
+		}
+		i := books.next
+		books.next = (i + 1) % buckets
+		if ask&(1<<i) == 0 {
+			continue
+		}
+		ask &^= 1 << i
+		in := books.buckets[i]
+		requests := slices.Sorted(maps.Keys(in))
+		r.publish(replicaTopic, &ownMessage{Router: r.id, Kind: kindHeld, Bucket: uint64(i), Requests: requests})
+		for _, request := range requests {
+			held := in[request]
+			r.Resent.Add(1)
+			messages++
+			size += r.publishChange(router.ChangeAdd, held.Booking, request)
+			if held.computed {
+				messages++
+				size += r.publishChange(router.ChangePrefill, held.Booking, request)
+			}
+		}
+	}
+}
+
+// storedAtOnce is how many responses one message names at most.
+const storedAtOnce = 4096
+
+// publishStored publishes all stored responses that are known here.
+func (r *Mesh) publishStored() {
+	if r.eachStored == nil {
+		return
+	}
+	r.eachStored(func(worker, owner uint64, responses []string) {
+		for part := range slices.Chunk(responses, storedAtOnce) {
+			r.publish(replicaTopic, &ownMessage{Router: r.id, Kind: kindStored, Worker: &rank{Worker: worker}, Owner: owner, Requests: part})
+		}
+	})
+}
+
+// digest sends the sums of the in-flight bookings, and what tenants have received since the last
+// one. It also says that this router lives.
+func (r *Mesh) digest(books *ownBooks) {
+	m := ownMessage{Router: r.id, Kind: kindDigest, Service: servicesOf(r.router.Admission.Service())}
+	if len(books.names) > 0 {
+		m.Sums = books.sums[:]
+	}
+	r.publish(replicaTopic, &m)
+}
+
+// Counts counts the messages between routers.
+type Counts struct {
+	Sent, Resent, Received, Dropped, Refused, Lost uint64
+
+	Held  int64 // current bookings of other routers
+	Peers int   // connected routers
+}
+
+// Counts returns the counts so far.
+func (r *Mesh) Counts() Counts {
+	r.mu.Lock()
+	peers := len(r.heard)
+	r.mu.Unlock()
+	return Counts{
+		Sent: r.Sent.Load(), Resent: r.Resent.Load(), Received: r.Received.Load(), Dropped: r.Dropped.Load(), Refused: r.Refused.Load(),
+		Lost: r.Lost.Load(),
+		Held: r.Held.Load(), Peers: peers,
+	}
+}

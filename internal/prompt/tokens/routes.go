@@ -1,0 +1,68 @@
+package tokens
+
+import (
+	"context"
+
+	"kvrouter/internal/base/jsonbody"
+)
+
+// Kind is the position of the prompt in a route's body.
+type Kind int
+
+// Values of Kind.
+const (
+	NoPrompt         Kind = iota // routed by load alone
+	ChatPrompt                   // in messages
+	CompletionPrompt             // in prompt
+	WorkerPrompt                 // in a form that only a worker renders
+	GeneratePrompt               // in text or input_ids
+)
+
+// Routes are the engines' inference paths: each request goes to one worker.
+var Routes = map[string]Kind{
+	"/v1/chat/completions":          ChatPrompt,
+	"/v1/completions":               CompletionPrompt,
+	GenerateRoute:                   GeneratePrompt,
+	"/v1/responses":                 WorkerPrompt,
+	"/v1/messages":                  WorkerPrompt,
+	"/v1/messages/count_tokens":     NoPrompt,
+	"/v1/chat/completions/render":   NoPrompt,
+	"/v1/completions/render":        NoPrompt,
+	"/v1/responses/render":          NoPrompt,
+	"/v1/messages/render":           NoPrompt,
+	"/v1/embeddings":                NoPrompt,
+	"/v2/embed":                     NoPrompt,
+	"/pooling":                      NoPrompt,
+	"/classify":                     NoPrompt,
+	"/score":                        NoPrompt,
+	"/v1/score":                     NoPrompt,
+	"/rerank":                       NoPrompt,
+	"/v1/rerank":                    NoPrompt,
+	"/v2/rerank":                    NoPrompt,
+	"/v1/audio/transcriptions":      NoPrompt,
+	"/v1/audio/translations":        NoPrompt,
+	"/v1/audio/speech":              NoPrompt,
+	"/v1/images/generations":        NoPrompt,
+	"/v1/images/edits":              NoPrompt,
+	"/v1/chat/completions/batch":    NoPrompt,
+	"/v1/chat/completions/derender": NoPrompt,
+	"/v1/completions/derender":      NoPrompt,
+	"/generative_scoring":           NoPrompt,
+	"/inference/v1/generate":        NoPrompt,
+}
+
+// Prompts returns the tokens of the prompts in a body of that kind; NoPrompt has
+// none.
+func (t *Source) Prompts(ctx context.Context, kind Kind, path string, body *jsonbody.Body) []Prompt {
+	switch kind {
+	case ChatPrompt:
+		return []Prompt{t.ChatBody(ctx, body)}
+	case WorkerPrompt:
+		return []Prompt{t.Other(ctx, path, body.Raw)}
+	case CompletionPrompt:
+		return t.CompletionBody(ctx, body)
+	case GeneratePrompt:
+		return t.GenerateBody(ctx, body)
+	}
+	return nil
+}

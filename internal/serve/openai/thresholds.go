@@ -1,0 +1,65 @@
+package openai
+
+import (
+	"encoding/json"
+	"net/http"
+
+	"github.com/gin-gonic/gin"
+
+	"kvrouter/internal/decide/router"
+	"kvrouter/internal/base/web"
+)
+
+// thresholdsBody is the most that a body of /busy_threshold has, in bytes.
+const thresholdsBody = 64 << 10
+
+// modelThresholds is the form of /busy_threshold.
+type modelThresholds struct {
+	Model string `json:"model"`
+	router.BusyThresholds
+}
+
+// serveThresholds adds Dynamo's /busy_threshold. It needs the router port's key or, if
+// there is none, a trusted client's.
+func (a *API) serveThresholds() {
+	s := &a.settings
+	operators := a.engine.Group("/", web.OwnPages(s.Host, s.RouterKeys.Asked(), web.Fail),
+		web.RequireKey(s.RouterKeys, "/busy_threshold needs a key of the router port (--router-api-key)", web.Fail), web.WantJSON(web.Fail))
+	if !s.RouterKeys.Asked() {
+		operators.Use(a.keys.Guard(web.Fail), a.keys.Trusted(web.Fail))
+	}
+	operators.GET("/busy_threshold", a.showThresholds)
+	operators.POST("/busy_threshold", a.changeThresholds)
+}
+
+// showThresholds answers with all thresholds that are set.
+func (a *API) showThresholds(c *gin.Context) {
+	thresholds := []modelThresholds{}
+	if t := a.models.BusyThresholds(); t.Set() {
+		thresholds = append(thresholds, modelThresholds{a.settings.ServedModelName, t})
+	}
+	c.JSON(http.StatusOK, gin.H{"thresholds": thresholds})
+}
+
+// changeThresholds changes the thresholds that the body names, which apply to every
+// model, and answers with all of them.
+func (a *API) changeThresholds(c *gin.Context) {
+	body, ok := a.smallBody(c, thresholdsBody)
+	if !ok {
+		return
+	}
+	var asked modelThresholds
+	if err := json.Unmarshal(body, &asked); err != nil {
+		a.fail(c, http.StatusBadRequest, "", "invalid body: "+err.Error())
+		return
+	}
+	if err := asked.Validate(); err != nil {
+		a.fail(c, http.StatusBadRequest, "", err.Error())
+		return
+	}
+	if _, known := a.models.Of(asked.Model); asked.Model == "" || !known {
+		a.fail(c, http.StatusNotFound, "model", "The model `"+asked.Model+"` does not exist.")
+		return
+	}
+	c.JSON(http.StatusOK, modelThresholds{asked.Model, a.models.ChangeBusyThresholds(asked.BusyThresholds)})
+}
