@@ -10,15 +10,15 @@ import (
 
 	"github.com/alecthomas/kong"
 
-	"kvrouter/internal/tools/batch"
-	"kvrouter/internal/tools/doctor"
+	"kvrouter/internal/base/manual"
+	"kvrouter/internal/base/settings"
 	"kvrouter/internal/cache/events"
 	"kvrouter/internal/decide/health"
-	"kvrouter/internal/base/manual"
 	"kvrouter/internal/decide/policies"
-	"kvrouter/internal/serve/proxy"
 	"kvrouter/internal/decide/router"
-	"kvrouter/internal/base/settings"
+	"kvrouter/internal/serve/proxy"
+	"kvrouter/internal/tools/batch"
+	"kvrouter/internal/tools/doctor"
 	"kvrouter/internal/tools/simulate"
 	"kvrouter/internal/tools/top"
 )

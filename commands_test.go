@@ -13,14 +13,14 @@ import (
 
 	"github.com/google/go-cmp/cmp"
 
+	"kvrouter/internal/base/manual"
+	"kvrouter/internal/base/settings"
+	"kvrouter/internal/cache/events"
+	"kvrouter/internal/fleet/probe"
+	"kvrouter/internal/fleet/workers"
+	"kvrouter/internal/testkit"
 	"kvrouter/internal/tools/batch"
 	"kvrouter/internal/tools/engine"
-	"kvrouter/internal/cache/events"
-	"kvrouter/internal/base/manual"
-	"kvrouter/internal/fleet/probe"
-	"kvrouter/internal/base/settings"
-	"kvrouter/internal/testkit"
-	"kvrouter/internal/fleet/workers"
 )
 
 func TestCommands(t *testing.T) {

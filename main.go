@@ -16,13 +16,13 @@ import (
 
 	"golang.org/x/sync/errgroup"
 
-	"kvrouter/internal/tools/demo"
 	"kvrouter/internal/base/logs"
-	"kvrouter/internal/prompt/native"
-	"kvrouter/internal/serve/page"
 	"kvrouter/internal/base/reload"
 	"kvrouter/internal/base/settings"
+	"kvrouter/internal/prompt/native"
+	"kvrouter/internal/serve/page"
 	"kvrouter/internal/serve/telemetry"
+	"kvrouter/internal/tools/demo"
 )
 
 func main() {

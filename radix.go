@@ -5,11 +5,11 @@ import (
 	"path/filepath"
 	"slices"
 
-	"kvrouter/internal/peers/cells"
+	"kvrouter/internal/base/settings"
 	"kvrouter/internal/cache/events"
 	"kvrouter/internal/cache/radix"
-	"kvrouter/internal/base/settings"
 	"kvrouter/internal/cache/summary"
+	"kvrouter/internal/peers/cells"
 )
 
 // KVEvents reports whether the router subscribes to the workers' KV events.

@@ -5,8 +5,8 @@ import (
 	"testing"
 	"time"
 
-	"kvrouter/internal/decide/policies"
 	"kvrouter/internal/cache/radix"
+	"kvrouter/internal/decide/policies"
 	"kvrouter/internal/decide/router"
 	"kvrouter/internal/testkit"
 	"kvrouter/internal/testkit/radixtest"

@@ -11,12 +11,12 @@ import (
 
 	"github.com/google/go-cmp/cmp"
 
-	"kvrouter/internal/cache/events"
 	"kvrouter/internal/base/kv"
+	"kvrouter/internal/cache/events"
 	"kvrouter/internal/fleet/process"
-	"kvrouter/internal/testkit"
 	"kvrouter/internal/fleet/vllm"
 	"kvrouter/internal/fleet/workers"
+	"kvrouter/internal/testkit"
 )
 
 const kvEventsConfig5558 = `{"enable_kv_cache_events":true,"publisher":"zmq","endpoint":"tcp://*:5558","replay_endpoint":"tcp://127.0.0.1:5758","topic":"kv-events","buffer_steps":10000}`

@@ -18,9 +18,9 @@ import (
 
 	"github.com/tidwall/gjson"
 
+	"kvrouter/internal/base/web"
 	"kvrouter/internal/cache/summary"
 	"kvrouter/internal/testkit"
-	"kvrouter/internal/base/web"
 )
 
 // cellTree is routers over cells over mock workers.

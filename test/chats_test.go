@@ -17,10 +17,10 @@ import (
 	"github.com/tidwall/gjson"
 
 	"kvrouter/internal/base/kv"
-	"kvrouter/internal/tools/mocker"
+	"kvrouter/internal/base/web"
 	"kvrouter/internal/serve/proxy"
 	"kvrouter/internal/testkit"
-	"kvrouter/internal/base/web"
+	"kvrouter/internal/tools/mocker"
 )
 
 const completionsPath = "/v1/completions"

@@ -12,9 +12,9 @@ import (
 
 	"github.com/tidwall/gjson"
 
+	"kvrouter/internal/base/web"
 	"kvrouter/internal/decide/policies"
 	"kvrouter/internal/testkit"
-	"kvrouter/internal/base/web"
 )
 
 // The tests here run a router process over four workers, of which one or two are

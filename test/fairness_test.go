@@ -16,9 +16,9 @@ import (
 
 	"github.com/tidwall/gjson"
 
+	"kvrouter/internal/base/web"
 	"kvrouter/internal/prompt/hints"
 	"kvrouter/internal/testkit"
-	"kvrouter/internal/base/web"
 )
 
 // fairKeys are a flood, a light tenant, and one of class batch.

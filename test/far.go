@@ -18,9 +18,9 @@ import (
 
 	"github.com/tidwall/gjson"
 
+	"kvrouter/internal/base/web"
 	"kvrouter/internal/testkit"
 	"kvrouter/internal/testkit/netspace"
-	"kvrouter/internal/base/web"
 )
 
 const (

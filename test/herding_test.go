@@ -18,9 +18,9 @@ import (
 	"github.com/tidwall/gjson"
 
 	"kvrouter/internal/base/kv"
-	"kvrouter/internal/tools/mocker"
-	"kvrouter/internal/testkit"
 	"kvrouter/internal/base/web"
+	"kvrouter/internal/testkit"
+	"kvrouter/internal/tools/mocker"
 )
 
 // What the herd is: requests that all begin with the same cached prompt, of which each

@@ -14,9 +14,9 @@ import (
 	"github.com/tidwall/gjson"
 
 	"kvrouter/internal/base/kv"
-	"kvrouter/internal/tools/mocker"
-	"kvrouter/internal/testkit"
 	"kvrouter/internal/base/web"
+	"kvrouter/internal/testkit"
+	"kvrouter/internal/tools/mocker"
 )
 
 // The tests of the mesh put two kvrouters and one of Dynamo's selection services over the

@@ -11,10 +11,10 @@ import (
 	"time"
 
 	"kvrouter/internal/base/kv"
-	"kvrouter/internal/tools/mocker"
+	"kvrouter/internal/base/web"
 	"kvrouter/internal/serve/proxy"
 	"kvrouter/internal/testkit"
-	"kvrouter/internal/base/web"
+	"kvrouter/internal/tools/mocker"
 )
 
 // mockPair is a protocol between mock workers and whose servers they are.

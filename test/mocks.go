@@ -17,13 +17,13 @@ import (
 
 	"github.com/alecthomas/kong"
 
-	"kvrouter/internal/tools/engine"
 	"kvrouter/internal/base/kv"
-	"kvrouter/internal/tools/mocker"
-	"kvrouter/internal/fleet/process"
-	"kvrouter/internal/testkit"
-	"kvrouter/internal/prompt/tokens"
 	"kvrouter/internal/base/web"
+	"kvrouter/internal/fleet/process"
+	"kvrouter/internal/prompt/tokens"
+	"kvrouter/internal/testkit"
+	"kvrouter/internal/tools/engine"
+	"kvrouter/internal/tools/mocker"
 )
 
 // Workers are mock workers in this process. They are started again when they end.

@@ -7,9 +7,9 @@ import (
 	"testing"
 
 	"kvrouter/internal/base/settings"
+	"kvrouter/internal/prompt/tokens"
 	"kvrouter/internal/testkit"
 	"kvrouter/internal/testkit/tokenstest"
-	"kvrouter/internal/prompt/tokens"
 )
 
 // ModelFolder returns the folder of the model that real engines serve in tests.

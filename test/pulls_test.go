@@ -7,8 +7,8 @@ import (
 	"time"
 
 	"kvrouter/internal/base/kv"
-	"kvrouter/internal/tools/mocker"
 	"kvrouter/internal/testkit"
+	"kvrouter/internal/tools/mocker"
 )
 
 // startPulling starts two mock workers that pull from each other. A share of pulls fails.

@@ -13,10 +13,10 @@ import (
 
 	"github.com/tidwall/gjson"
 
-	"kvrouter/internal/tools/mocker"
 	"kvrouter/internal/serve/page"
 	"kvrouter/internal/serve/proxy"
 	"kvrouter/internal/testkit"
+	"kvrouter/internal/tools/mocker"
 )
 
 // rollingDecode is the time between the tokens of the answers that outlive all their workers.

@@ -22,10 +22,10 @@ import (
 	"github.com/tidwall/gjson"
 
 	"kvrouter/internal/base/kv"
+	"kvrouter/internal/base/web"
 	"kvrouter/internal/serve/proxy"
 	"kvrouter/internal/serve/selection"
 	"kvrouter/internal/testkit"
-	"kvrouter/internal/base/web"
 )
 
 // Router is a running kvrouter and its two ports.

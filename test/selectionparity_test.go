@@ -19,8 +19,8 @@ import (
 	"github.com/tidwall/gjson"
 
 	"kvrouter/internal/base/kv"
-	"kvrouter/internal/tools/mocker"
 	"kvrouter/internal/testkit"
+	"kvrouter/internal/tools/mocker"
 )
 
 // parityPython names the Python that has ai-dynamo-runtime; make parity sets it.

@@ -11,8 +11,8 @@ import (
 	"github.com/vmihailenco/msgpack/v5"
 
 	"kvrouter/internal/base/kv"
-	"kvrouter/internal/testkit"
 	"kvrouter/internal/base/zmq"
+	"kvrouter/internal/testkit"
 )
 
 // tierMedia are the media of the parity test's lower tiers: SGLang's, and those that only

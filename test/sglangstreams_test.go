@@ -13,8 +13,8 @@ import (
 	"github.com/tidwall/gjson"
 
 	"kvrouter/internal/base/kv"
-	"kvrouter/internal/tools/mocker"
 	"kvrouter/internal/testkit"
+	"kvrouter/internal/tools/mocker"
 )
 
 // TestMockSGLangStreamsGoOnWhenAWorkerDies kills a simulated SGLang worker in the midst of its

@@ -19,14 +19,14 @@ import (
 
 	"github.com/tidwall/gjson"
 
-	"kvrouter/internal/tools/engine"
 	"kvrouter/internal/base/kv"
-	"kvrouter/internal/tools/mocker"
+	"kvrouter/internal/base/web"
+	"kvrouter/internal/prompt/tokens"
 	"kvrouter/internal/serve/proxy"
 	"kvrouter/internal/testkit"
 	"kvrouter/internal/testkit/tokenstest"
-	"kvrouter/internal/prompt/tokens"
-	"kvrouter/internal/base/web"
+	"kvrouter/internal/tools/engine"
+	"kvrouter/internal/tools/mocker"
 )
 
 const (

@@ -15,8 +15,8 @@ import (
 	"testing"
 	"time"
 
-	"kvrouter/internal/tools/mocker"
 	"kvrouter/internal/testkit"
+	"kvrouter/internal/tools/mocker"
 )
 
 // The soak tests keep simulated workers busy through real sockets. They run for

@@ -15,11 +15,11 @@ import (
 
 	"github.com/tidwall/gjson"
 
+	"kvrouter/internal/base/web"
 	"kvrouter/internal/peers/cells"
 	"kvrouter/internal/prompt/hints"
 	"kvrouter/internal/testkit"
 	"kvrouter/internal/testkit/collector"
-	"kvrouter/internal/base/web"
 )
 
 // cellKeys are the keys of a cell: that of the router above, and another client's.

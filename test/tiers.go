@@ -14,9 +14,9 @@ import (
 
 	"github.com/tidwall/gjson"
 
+	"kvrouter/internal/base/web"
 	"kvrouter/internal/prompt/hints"
 	"kvrouter/internal/testkit"
-	"kvrouter/internal/base/web"
 )
 
 // TierSite is a router whose workers have lower tiers.

@@ -11,8 +11,8 @@ import (
 	"time"
 
 	"kvrouter/internal/base/kv"
-	"kvrouter/internal/testkit"
 	"kvrouter/internal/base/web"
+	"kvrouter/internal/testkit"
 	"kvrouter/test"
 )
 

@@ -5,8 +5,8 @@ import (
 	"math/rand/v2"
 	"time"
 
-	"kvrouter/internal/decide/health"
 	"kvrouter/internal/base/kv"
+	"kvrouter/internal/decide/health"
 	"kvrouter/internal/decide/router"
 )
 

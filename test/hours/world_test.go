@@ -15,12 +15,12 @@ import (
 	"sync"
 	"time"
 
-	"kvrouter/internal/decide/health"
 	"kvrouter/internal/base/kv"
-	"kvrouter/internal/decide/policies"
-	"kvrouter/internal/serve/proxy"
 	"kvrouter/internal/cache/radix"
+	"kvrouter/internal/decide/health"
+	"kvrouter/internal/decide/policies"
 	"kvrouter/internal/decide/router"
+	"kvrouter/internal/serve/proxy"
 	"kvrouter/internal/testkit"
 )
 

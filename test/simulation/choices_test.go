@@ -13,9 +13,9 @@ import (
 
 	"kvrouter/internal/base/fair"
 	"kvrouter/internal/base/kv"
-	"kvrouter/internal/serve/proxy"
-	"kvrouter/internal/decide/router"
 	"kvrouter/internal/base/web"
+	"kvrouter/internal/decide/router"
+	"kvrouter/internal/serve/proxy"
 )
 
 // Places of a client's legs: of the prefill worker, and of the one that answers.

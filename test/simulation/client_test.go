@@ -13,8 +13,8 @@ import (
 	"github.com/tidwall/gjson"
 
 	"kvrouter/internal/base/jsonbody"
-	"kvrouter/internal/serve/proxy"
 	"kvrouter/internal/decide/router"
+	"kvrouter/internal/serve/proxy"
 )
 
 // client is one request of a gateway to a router.

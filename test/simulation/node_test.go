@@ -16,19 +16,19 @@ import (
 	"sync/atomic"
 	"time"
 
-	"kvrouter/internal/cache/events"
 	"kvrouter/internal/base/guard"
-	"kvrouter/internal/decide/health"
 	"kvrouter/internal/base/kv"
-	"kvrouter/internal/decide/policies"
-	"kvrouter/internal/fleet/process"
-	"kvrouter/internal/serve/proxy"
+	"kvrouter/internal/base/web"
+	"kvrouter/internal/cache/events"
 	"kvrouter/internal/cache/radix"
-	"kvrouter/internal/peers/replica"
+	"kvrouter/internal/decide/health"
+	"kvrouter/internal/decide/policies"
 	"kvrouter/internal/decide/router"
+	"kvrouter/internal/fleet/process"
+	"kvrouter/internal/peers/replica"
+	"kvrouter/internal/serve/proxy"
 	"kvrouter/internal/testkit"
 	"kvrouter/internal/testkit/radixtest"
-	"kvrouter/internal/base/web"
 )
 
 // defaults are the settings of the parts, with the defaults of their flags.

@@ -14,9 +14,9 @@ import (
 
 	"github.com/zeebo/xxh3"
 
-	"kvrouter/internal/tools/engine"
 	"kvrouter/internal/base/kv"
 	"kvrouter/internal/serve/proxy"
+	"kvrouter/internal/tools/engine"
 )
 
 // transferPort is where a worker hands prompts over to others.

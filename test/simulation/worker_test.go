@@ -15,11 +15,11 @@ import (
 
 	"github.com/zeebo/xxh3"
 
-	"kvrouter/internal/tools/engine"
 	"kvrouter/internal/base/kv"
-	"kvrouter/internal/tools/mocker"
 	"kvrouter/internal/base/web"
 	"kvrouter/internal/base/zmq"
+	"kvrouter/internal/tools/engine"
+	"kvrouter/internal/tools/mocker"
 )
 
 // passTokens is how many tokens an engine computes in a pass.

@@ -15,9 +15,9 @@ import (
 
 	"github.com/zeebo/xxh3"
 
+	"kvrouter/internal/base/kv"
 	"kvrouter/internal/cache/events"
 	"kvrouter/internal/decide/health"
-	"kvrouter/internal/base/kv"
 )
 
 // world is one simulation.

@@ -4,8 +4,8 @@ import (
 	"slices"
 	"testing"
 
-	"kvrouter/internal/prompt/chat"
 	"kvrouter/internal/base/jsonbody"
+	"kvrouter/internal/prompt/chat"
 )
 
 func TestTheLastOfEqualMembersCounts(t *testing.T) {

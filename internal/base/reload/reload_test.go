@@ -15,10 +15,10 @@ import (
 
 	"github.com/gin-gonic/gin"
 
+	"kvrouter/internal/base/web"
 	"kvrouter/internal/serve/keys"
 	"kvrouter/internal/serve/telemetry"
 	"kvrouter/internal/testkit"
-	"kvrouter/internal/base/web"
 )
 
 // reloading is a reloader of a file of keys and one of settings.

@@ -12,8 +12,8 @@ import (
 	"testing"
 	"time"
 
-	"kvrouter/internal/testkit"
 	"kvrouter/internal/base/web"
+	"kvrouter/internal/testkit"
 )
 
 // boundPort is a server that takes so many clients at once.

@@ -4,8 +4,8 @@ import (
 	"testing"
 	"time"
 
-	"kvrouter/internal/testkit"
 	"kvrouter/internal/base/zmq"
+	"kvrouter/internal/testkit"
 )
 
 func TestZMQConnWaitEndsAtItsTime(t *testing.T) {

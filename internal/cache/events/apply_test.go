@@ -7,8 +7,8 @@ import (
 	"testing"
 	"time"
 
-	"kvrouter/internal/cache/events"
 	"kvrouter/internal/base/guard"
+	"kvrouter/internal/cache/events"
 	"kvrouter/internal/testkit"
 	"kvrouter/internal/testkit/eventstest"
 )

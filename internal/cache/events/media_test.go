@@ -10,9 +10,9 @@ import (
 
 	"kvrouter/internal/base/kv"
 	"kvrouter/internal/cache/radix"
+	"kvrouter/internal/prompt/tokens"
 	"kvrouter/internal/testkit"
 	"kvrouter/internal/testkit/tokenstest"
-	"kvrouter/internal/prompt/tokens"
 )
 
 const mediaBlock = 16 // tokens; as generate.py has it

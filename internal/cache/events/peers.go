@@ -11,8 +11,8 @@ import (
 	"time"
 
 	"kvrouter/internal/base/kv"
-	"kvrouter/internal/cache/radix"
 	"kvrouter/internal/base/web"
+	"kvrouter/internal/cache/radix"
 )
 
 // Peers are other routers that follow the same workers under the same ids.

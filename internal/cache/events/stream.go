@@ -20,8 +20,8 @@ import (
 
 	"kvrouter/internal/base/guard"
 	"kvrouter/internal/base/kv"
-	"kvrouter/internal/cache/radix"
 	"kvrouter/internal/base/zmq"
+	"kvrouter/internal/cache/radix"
 )
 
 // Source names the KV events of one worker rank.

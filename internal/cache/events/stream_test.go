@@ -11,8 +11,8 @@ import (
 
 	"github.com/go-zeromq/zmq4"
 
-	"kvrouter/internal/cache/events"
 	"kvrouter/internal/base/kv"
+	"kvrouter/internal/cache/events"
 	"kvrouter/internal/cache/radix"
 	"kvrouter/internal/testkit"
 	"kvrouter/internal/testkit/eventstest"

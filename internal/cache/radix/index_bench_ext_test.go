@@ -14,9 +14,9 @@ import (
 	"kvrouter/internal/base/blockpool"
 	"kvrouter/internal/base/kv"
 	"kvrouter/internal/cache/radix"
-	"kvrouter/internal/tools/simulate"
 	"kvrouter/internal/testkit"
 	"kvrouter/internal/testkit/radixtest"
+	"kvrouter/internal/tools/simulate"
 )
 
 // The benchmark of an index on the method that Dynamo's lib/bench describes: a

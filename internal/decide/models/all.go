@@ -6,12 +6,12 @@ import (
 	"time"
 
 	"kvrouter/internal/base/fair"
-	"kvrouter/internal/decide/health"
 	"kvrouter/internal/base/kv"
-	"kvrouter/internal/decide/policy"
 	"kvrouter/internal/cache/radix"
-	"kvrouter/internal/decide/router"
 	"kvrouter/internal/cache/summary"
+	"kvrouter/internal/decide/health"
+	"kvrouter/internal/decide/policy"
+	"kvrouter/internal/decide/router"
 	"kvrouter/internal/prompt/tokens"
 )
 

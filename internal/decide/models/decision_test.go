@@ -11,16 +11,16 @@ import (
 	"testing"
 	"time"
 
-	"kvrouter/internal/prompt/encode"
 	"kvrouter/internal/base/kv"
+	"kvrouter/internal/base/settings"
 	"kvrouter/internal/cache/radix"
 	"kvrouter/internal/decide/router"
-	"kvrouter/internal/base/settings"
+	"kvrouter/internal/prompt/encode"
+	"kvrouter/internal/prompt/tokens"
 	"kvrouter/internal/testkit"
 	"kvrouter/internal/testkit/policytest"
 	"kvrouter/internal/testkit/radixtest"
 	"kvrouter/internal/testkit/tokenstest"
-	"kvrouter/internal/prompt/tokens"
 )
 
 // testModelFolder is the folder of the model that the workers of the end-to-end

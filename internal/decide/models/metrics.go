@@ -5,9 +5,9 @@ import (
 
 	"github.com/prometheus/client_golang/prometheus"
 
-	"kvrouter/internal/decide/health"
 	"kvrouter/internal/base/kv"
 	"kvrouter/internal/base/metrics"
+	"kvrouter/internal/decide/health"
 	"kvrouter/internal/decide/router"
 )
 

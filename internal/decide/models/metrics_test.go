@@ -12,10 +12,10 @@ import (
 	"kvrouter/internal/base/kv"
 	"kvrouter/internal/decide/models"
 	"kvrouter/internal/decide/router"
+	"kvrouter/internal/prompt/tokens"
 	"kvrouter/internal/testkit"
 	"kvrouter/internal/testkit/nativetest"
 	"kvrouter/internal/testkit/routertest"
-	"kvrouter/internal/prompt/tokens"
 )
 
 func TestWorkersAreShownUnderTheTypeThatTheyHave(t *testing.T) {

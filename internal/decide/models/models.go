@@ -15,11 +15,11 @@ import (
 	"sync/atomic"
 	"time"
 
-	"kvrouter/internal/prompt/chat"
 	"kvrouter/internal/base/kv"
-	"kvrouter/internal/decide/policies"
 	"kvrouter/internal/cache/radix"
+	"kvrouter/internal/decide/policies"
 	"kvrouter/internal/decide/router"
+	"kvrouter/internal/prompt/chat"
 	"kvrouter/internal/prompt/tokens"
 )
 

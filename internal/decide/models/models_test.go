@@ -20,11 +20,11 @@ import (
 	"kvrouter/internal/decide/policies"
 	"kvrouter/internal/decide/policy"
 	"kvrouter/internal/decide/router"
+	"kvrouter/internal/prompt/tokens"
 	"kvrouter/internal/testkit"
 	"kvrouter/internal/testkit/nativetest"
 	"kvrouter/internal/testkit/policytest"
 	"kvrouter/internal/testkit/radixtest"
-	"kvrouter/internal/prompt/tokens"
 )
 
 // newSet returns models whose default one has blocks of testkit.BlockSize tokens.

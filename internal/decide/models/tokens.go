@@ -13,9 +13,9 @@ import (
 
 	"github.com/tidwall/gjson"
 
-	"kvrouter/internal/prompt/chat"
 	"kvrouter/internal/base/kv"
 	"kvrouter/internal/decide/router"
+	"kvrouter/internal/prompt/chat"
 	"kvrouter/internal/prompt/tokens"
 )
 

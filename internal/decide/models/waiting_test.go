@@ -9,8 +9,8 @@ import (
 	"time"
 
 	"kvrouter/internal/base/kv"
-	"kvrouter/internal/decide/policies"
 	"kvrouter/internal/cache/radix"
+	"kvrouter/internal/decide/policies"
 	"kvrouter/internal/decide/router"
 	"kvrouter/internal/testkit"
 	"kvrouter/internal/testkit/policytest"

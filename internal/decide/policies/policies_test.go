@@ -9,9 +9,9 @@ import (
 
 	"pgregory.net/rapid"
 
-	"kvrouter/internal/prompt/hints"
 	"kvrouter/internal/base/kv"
 	"kvrouter/internal/decide/policy"
+	"kvrouter/internal/prompt/hints"
 	"kvrouter/internal/testkit"
 )
 

@@ -5,16 +5,16 @@ import (
 	"testing"
 	"time"
 
-	"kvrouter/internal/decide/health"
 	"kvrouter/internal/base/kv"
+	"kvrouter/internal/decide/health"
 	"kvrouter/internal/decide/policies"
 	"kvrouter/internal/decide/policy"
 	"kvrouter/internal/decide/router"
-	"kvrouter/internal/tools/simulate"
 	"kvrouter/internal/testkit"
 	"kvrouter/internal/testkit/policytest"
 	"kvrouter/internal/testkit/routertest"
 	"kvrouter/internal/testkit/simulatetest"
+	"kvrouter/internal/tools/simulate"
 )
 
 // cacheRouter is a router with workers, a prefix source and a clock.

@@ -10,8 +10,8 @@ import (
 	"time"
 
 	"kvrouter/internal/base/fair"
-	"kvrouter/internal/prompt/hints"
 	"kvrouter/internal/base/kv"
+	"kvrouter/internal/prompt/hints"
 )
 
 // Query is a request as policies see it.

@@ -7,8 +7,8 @@ import (
 
 	"kvrouter/internal/base/fair"
 	"kvrouter/internal/base/kv"
-	"kvrouter/internal/decide/policy"
 	"kvrouter/internal/cache/radix"
+	"kvrouter/internal/decide/policy"
 )
 
 // Booking is the load of one request on a worker. Its methods may be called any

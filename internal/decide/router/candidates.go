@@ -7,8 +7,8 @@ import (
 	"time"
 
 	"kvrouter/internal/base/kv"
-	"kvrouter/internal/decide/policy"
 	"kvrouter/internal/cache/radix"
+	"kvrouter/internal/decide/policy"
 )
 
 // decider makes candidates of the workers for a request and has the policy choose one of them.

@@ -9,10 +9,10 @@ import (
 	"path/filepath"
 	"testing"
 
-	"kvrouter/internal/cache/events"
 	"kvrouter/internal/base/kv"
-	"kvrouter/internal/fleet/probe"
+	"kvrouter/internal/cache/events"
 	"kvrouter/internal/decide/router"
+	"kvrouter/internal/fleet/probe"
 	"kvrouter/internal/testkit/routertest"
 )
 

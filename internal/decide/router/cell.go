@@ -6,9 +6,9 @@ import (
 
 	"kvrouter/internal/base/fair"
 	"kvrouter/internal/base/kv"
-	"kvrouter/internal/decide/policy"
 	"kvrouter/internal/cache/radix"
 	"kvrouter/internal/cache/summary"
+	"kvrouter/internal/decide/policy"
 )
 
 // cell is the summary of a router whose workers are below it.

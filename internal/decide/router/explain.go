@@ -8,9 +8,9 @@ import (
 	"strings"
 	"time"
 
-	"kvrouter/internal/prompt/hints"
 	"kvrouter/internal/base/kv"
 	"kvrouter/internal/decide/policy"
+	"kvrouter/internal/prompt/hints"
 )
 
 // Bounds of the receipts that are kept; the oldest go first.

@@ -13,11 +13,11 @@ import (
 	"testing"
 	"time"
 
-	"kvrouter/internal/decide/health"
-	"kvrouter/internal/prompt/hints"
 	"kvrouter/internal/base/kv"
+	"kvrouter/internal/decide/health"
 	"kvrouter/internal/decide/policies"
 	"kvrouter/internal/decide/policy"
+	"kvrouter/internal/prompt/hints"
 	"kvrouter/internal/testkit"
 )
 

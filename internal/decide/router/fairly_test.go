@@ -12,10 +12,10 @@ import (
 	"pgregory.net/rapid"
 
 	"kvrouter/internal/base/fair"
-	"kvrouter/internal/decide/health"
 	"kvrouter/internal/base/kv"
-	"kvrouter/internal/decide/policy"
 	"kvrouter/internal/cache/radix"
+	"kvrouter/internal/decide/health"
+	"kvrouter/internal/decide/policy"
 	"kvrouter/internal/testkit"
 	"kvrouter/internal/testkit/policytest"
 	"kvrouter/internal/testkit/radixtest"

@@ -7,8 +7,8 @@ import (
 	"slices"
 	"time"
 
-	"kvrouter/internal/decide/health"
 	"kvrouter/internal/base/kv"
+	"kvrouter/internal/decide/health"
 )
 
 // maxCordoned bounds the workers that users have cordoned, those that are down included.

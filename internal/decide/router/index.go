@@ -6,8 +6,8 @@ import (
 	"slices"
 	"time"
 
-	"kvrouter/internal/decide/policy"
 	"kvrouter/internal/cache/radix"
+	"kvrouter/internal/decide/policy"
 )
 
 // IndexSettings holds the settings of the index. Settings of approximate indexes

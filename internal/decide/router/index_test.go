@@ -9,8 +9,8 @@ import (
 	"time"
 
 	"kvrouter/internal/base/kv"
-	"kvrouter/internal/decide/policy"
 	"kvrouter/internal/cache/radix"
+	"kvrouter/internal/decide/policy"
 	"kvrouter/internal/testkit"
 	"kvrouter/internal/testkit/radixtest"
 )

@@ -3,8 +3,8 @@ package router
 import (
 	"time"
 
-	"kvrouter/internal/decide/health"
 	"kvrouter/internal/base/kv"
+	"kvrouter/internal/decide/health"
 	"kvrouter/internal/decide/policy"
 )
 

@@ -10,8 +10,8 @@ import (
 	"testing"
 	"time"
 
-	"kvrouter/internal/decide/health"
 	"kvrouter/internal/base/kv"
+	"kvrouter/internal/decide/health"
 	"kvrouter/internal/decide/policies"
 	"kvrouter/internal/decide/policy"
 	"kvrouter/internal/testkit"

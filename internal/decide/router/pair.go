@@ -4,9 +4,9 @@ import (
 	"context"
 	"errors"
 
-	"kvrouter/internal/prompt/hints"
 	"kvrouter/internal/base/kv"
 	"kvrouter/internal/decide/policy"
+	"kvrouter/internal/prompt/hints"
 )
 
 // ErrNoPair means that a request must be disaggregated, but no prefill worker with

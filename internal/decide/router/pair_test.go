@@ -7,11 +7,11 @@ import (
 
 	"pgregory.net/rapid"
 
-	"kvrouter/internal/prompt/hints"
 	"kvrouter/internal/base/kv"
+	"kvrouter/internal/cache/radix"
 	"kvrouter/internal/decide/policies"
 	"kvrouter/internal/decide/policy"
-	"kvrouter/internal/cache/radix"
+	"kvrouter/internal/prompt/hints"
 	"kvrouter/internal/testkit"
 	"kvrouter/internal/testkit/policytest"
 	"kvrouter/internal/testkit/radixtest"

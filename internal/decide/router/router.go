@@ -15,11 +15,11 @@ import (
 	"time"
 
 	"kvrouter/internal/base/fair"
-	"kvrouter/internal/decide/health"
-	"kvrouter/internal/prompt/hints"
 	"kvrouter/internal/base/kv"
-	"kvrouter/internal/decide/policy"
 	"kvrouter/internal/cache/radix"
+	"kvrouter/internal/decide/health"
+	"kvrouter/internal/decide/policy"
+	"kvrouter/internal/prompt/hints"
 )
 
 // Errors of Route and Book.

@@ -12,8 +12,8 @@ import (
 	"pgregory.net/rapid"
 
 	"kvrouter/internal/base/kv"
-	"kvrouter/internal/decide/policy"
 	"kvrouter/internal/cache/radix"
+	"kvrouter/internal/decide/policy"
 	"kvrouter/internal/testkit"
 	"kvrouter/internal/testkit/policytest"
 	"kvrouter/internal/testkit/radixtest"

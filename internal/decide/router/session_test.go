@@ -9,9 +9,9 @@ import (
 	"pgregory.net/rapid"
 
 	"kvrouter/internal/base/kv"
+	"kvrouter/internal/cache/radix"
 	"kvrouter/internal/decide/policies"
 	"kvrouter/internal/decide/policy"
-	"kvrouter/internal/cache/radix"
 	"kvrouter/internal/testkit"
 )
 

@@ -4,8 +4,8 @@ import (
 	"testing"
 
 	"kvrouter/internal/base/kv"
-	"kvrouter/internal/decide/policy"
 	"kvrouter/internal/cache/radix"
+	"kvrouter/internal/decide/policy"
 	"kvrouter/internal/testkit"
 	"kvrouter/internal/testkit/radixtest"
 )

@@ -9,9 +9,9 @@ import (
 	"testing"
 	"time"
 
-	"kvrouter/internal/prompt/hints"
 	"kvrouter/internal/base/kv"
 	"kvrouter/internal/decide/policy"
+	"kvrouter/internal/prompt/hints"
 )
 
 // goldenState is one state of testdata/golden.json, which golden.py

@@ -6,8 +6,8 @@ import (
 	"testing"
 	"time"
 
-	"kvrouter/internal/prompt/hints"
 	"kvrouter/internal/decide/policy"
+	"kvrouter/internal/prompt/hints"
 )
 
 // fixedDraws are the same at every draw.

@@ -10,9 +10,9 @@ import (
 	"testing"
 	"time"
 
-	"kvrouter/internal/prompt/hints"
 	"kvrouter/internal/base/kv"
 	"kvrouter/internal/decide/policy"
+	"kvrouter/internal/prompt/hints"
 )
 
 // splitmix is the chance of testdata/sequence.py.

@@ -16,8 +16,8 @@ import (
 	"time"
 
 	"kvrouter/internal/base/kv"
-	"kvrouter/internal/decide/policy"
 	"kvrouter/internal/base/textfile"
+	"kvrouter/internal/decide/policy"
 )
 
 const (

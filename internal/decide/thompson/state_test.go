@@ -13,9 +13,9 @@ import (
 	"testing"
 	"time"
 
-	"kvrouter/internal/prompt/hints"
 	"kvrouter/internal/base/kv"
 	"kvrouter/internal/decide/policy"
+	"kvrouter/internal/prompt/hints"
 	"kvrouter/internal/testkit"
 )
 

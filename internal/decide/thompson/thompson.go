@@ -9,10 +9,10 @@ import (
 	"strconv"
 	"time"
 
-	"kvrouter/internal/prompt/hints"
 	"kvrouter/internal/base/jsonlines"
 	"kvrouter/internal/base/kv"
 	"kvrouter/internal/decide/policy"
+	"kvrouter/internal/prompt/hints"
 )
 
 const (

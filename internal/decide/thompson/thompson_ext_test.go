@@ -12,8 +12,8 @@ import (
 	"kvrouter/internal/base/kv"
 	"kvrouter/internal/cache/radix"
 	"kvrouter/internal/decide/router"
-	"kvrouter/internal/testkit"
 	"kvrouter/internal/decide/thompson"
+	"kvrouter/internal/testkit"
 )
 
 // world are workers of given speeds in virtual time: a closed loop of

@@ -10,9 +10,9 @@ import (
 
 	"pgregory.net/rapid"
 
-	"kvrouter/internal/prompt/hints"
 	"kvrouter/internal/base/kv"
 	"kvrouter/internal/decide/policy"
+	"kvrouter/internal/prompt/hints"
 )
 
 // epoch is when the tests of policy thompson begin.

@@ -8,10 +8,10 @@ import (
 	"strconv"
 	"time"
 
-	"kvrouter/internal/prompt/hints"
 	"kvrouter/internal/base/jsonlines"
 	"kvrouter/internal/base/kv"
 	"kvrouter/internal/decide/policy"
+	"kvrouter/internal/prompt/hints"
 )
 
 // traceFile is the name of the original's file in debug.trace_dir.

@@ -15,8 +15,8 @@ import (
 
 	"kvrouter/internal/base/guard"
 	"kvrouter/internal/base/kv"
-	"kvrouter/internal/decide/policy"
 	"kvrouter/internal/base/zmq"
+	"kvrouter/internal/decide/policy"
 )
 
 const (

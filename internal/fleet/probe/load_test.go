@@ -16,9 +16,9 @@ import (
 	"time"
 
 	"kvrouter/internal/base/kv"
+	"kvrouter/internal/base/zmq"
 	"kvrouter/internal/decide/policy"
 	"kvrouter/internal/testkit"
-	"kvrouter/internal/base/zmq"
 )
 
 const metricsPage = `# HELP vllm:num_requests_running Number of requests in model execution batches.

@@ -12,8 +12,8 @@ import (
 	"slices"
 	"time"
 
-	"kvrouter/internal/cache/events"
 	"kvrouter/internal/base/kv"
+	"kvrouter/internal/cache/events"
 )
 
 // ServerInfo has the used fields of an SGLang server's report. Other fields,

@@ -4,8 +4,8 @@ import (
 	"encoding/json"
 	"fmt"
 
-	"kvrouter/internal/cache/events"
 	"kvrouter/internal/base/kv"
+	"kvrouter/internal/cache/events"
 )
 
 const (

@@ -11,8 +11,8 @@ import (
 	"strconv"
 
 	"kvrouter/internal/base/kv"
-	"kvrouter/internal/fleet/process"
 	"kvrouter/internal/base/textfile"
+	"kvrouter/internal/fleet/process"
 )
 
 // pluginFiles are the Python modules that every started vLLM loads: the load

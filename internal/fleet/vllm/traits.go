@@ -7,8 +7,8 @@ import (
 	"strings"
 
 	"kvrouter/internal/base/kv"
-	"kvrouter/internal/fleet/process"
 	"kvrouter/internal/base/textfile"
+	"kvrouter/internal/fleet/process"
 )
 
 // traits returns what a worker's arguments and its model's config.json say of its KV

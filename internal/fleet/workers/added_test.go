@@ -10,8 +10,8 @@ import (
 
 	"go.uber.org/goleak"
 
-	"kvrouter/internal/cache/events"
 	"kvrouter/internal/base/kv"
+	"kvrouter/internal/cache/events"
 	"kvrouter/internal/testkit"
 	"kvrouter/internal/testkit/radixtest"
 )

@@ -8,11 +8,11 @@ import (
 	"sync"
 	"time"
 
-	"kvrouter/internal/peers/cells"
 	"kvrouter/internal/base/kv"
-	"kvrouter/internal/fleet/probe"
 	"kvrouter/internal/cache/radix"
 	"kvrouter/internal/cache/summary"
+	"kvrouter/internal/fleet/probe"
+	"kvrouter/internal/peers/cells"
 )
 
 // Cell is the state of a router below this one, as its worker.

@@ -13,11 +13,11 @@ import (
 
 	"go.uber.org/goleak"
 
-	"kvrouter/internal/peers/cells"
 	"kvrouter/internal/base/kv"
+	"kvrouter/internal/cache/summary"
 	"kvrouter/internal/decide/policy"
 	"kvrouter/internal/fleet/probe"
-	"kvrouter/internal/cache/summary"
+	"kvrouter/internal/peers/cells"
 	"kvrouter/internal/testkit"
 )
 

@@ -8,8 +8,8 @@ import (
 	"sync/atomic"
 	"time"
 
-	"kvrouter/internal/cache/events"
 	"kvrouter/internal/base/kv"
+	"kvrouter/internal/cache/events"
 	"kvrouter/internal/fleet/probe"
 )
 

@@ -11,8 +11,8 @@ import (
 	"testing"
 	"time"
 
-	"kvrouter/internal/cache/events"
 	"kvrouter/internal/base/kv"
+	"kvrouter/internal/cache/events"
 	"kvrouter/internal/fleet/probe"
 	"kvrouter/internal/testkit"
 	"kvrouter/internal/testkit/radixtest"

@@ -15,16 +15,16 @@ import (
 
 	"golang.org/x/sync/errgroup"
 
-	"kvrouter/internal/peers/cells"
-	"kvrouter/internal/cache/events"
 	"kvrouter/internal/base/guard"
 	"kvrouter/internal/base/kv"
+	"kvrouter/internal/base/web"
+	"kvrouter/internal/cache/events"
+	"kvrouter/internal/cache/radix"
+	"kvrouter/internal/cache/summary"
 	"kvrouter/internal/decide/policy"
 	"kvrouter/internal/fleet/probe"
 	"kvrouter/internal/fleet/process"
-	"kvrouter/internal/cache/radix"
-	"kvrouter/internal/cache/summary"
-	"kvrouter/internal/base/web"
+	"kvrouter/internal/peers/cells"
 )
 
 // Members is notified of the workers of each model. Calls for one worker are

@@ -19,15 +19,15 @@ import (
 
 	"go.uber.org/goleak"
 
-	"kvrouter/internal/cache/events"
 	"kvrouter/internal/base/kv"
-	"kvrouter/internal/decide/policy"
-	"kvrouter/internal/fleet/process"
+	"kvrouter/internal/cache/events"
 	"kvrouter/internal/cache/radix"
 	"kvrouter/internal/cache/summary"
+	"kvrouter/internal/decide/policy"
+	"kvrouter/internal/fleet/process"
+	"kvrouter/internal/fleet/vllm"
 	"kvrouter/internal/testkit"
 	"kvrouter/internal/testkit/radixtest"
-	"kvrouter/internal/fleet/vllm"
 )
 
 // observed records what a fleet reports.

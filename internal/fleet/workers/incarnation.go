@@ -13,13 +13,13 @@ import (
 	"sync/atomic"
 	"time"
 
-	"kvrouter/internal/cache/events"
-	"kvrouter/internal/decide/health"
 	"kvrouter/internal/base/kv"
+	"kvrouter/internal/base/web"
+	"kvrouter/internal/cache/events"
+	"kvrouter/internal/cache/radix"
+	"kvrouter/internal/decide/health"
 	"kvrouter/internal/fleet/probe"
 	"kvrouter/internal/fleet/process"
-	"kvrouter/internal/cache/radix"
-	"kvrouter/internal/base/web"
 )
 
 // incarnation is the time between a worker's start (or first answer) and its

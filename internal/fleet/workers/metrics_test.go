@@ -6,8 +6,8 @@ import (
 	"strings"
 	"testing"
 
-	"kvrouter/internal/cache/events"
 	"kvrouter/internal/base/kv"
+	"kvrouter/internal/cache/events"
 	"kvrouter/internal/decide/policy"
 	"kvrouter/internal/testkit"
 )

@@ -16,8 +16,8 @@ import (
 	"go.uber.org/goleak"
 
 	"kvrouter/internal/base/kv"
-	"kvrouter/internal/fleet/probe"
 	"kvrouter/internal/cache/radix"
+	"kvrouter/internal/fleet/probe"
 	"kvrouter/internal/testkit"
 	"kvrouter/internal/testkit/radixtest"
 )

@@ -6,8 +6,8 @@ import (
 	"log/slog"
 	"slices"
 
-	"kvrouter/internal/cache/events"
 	"kvrouter/internal/base/kv"
+	"kvrouter/internal/cache/events"
 	"kvrouter/internal/cache/radix"
 )
 

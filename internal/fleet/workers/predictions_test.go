@@ -5,11 +5,11 @@ import (
 	"strings"
 	"testing"
 
-	"kvrouter/internal/cache/events"
 	"kvrouter/internal/base/kv"
+	"kvrouter/internal/cache/events"
+	"kvrouter/internal/cache/radix"
 	"kvrouter/internal/decide/policy"
 	"kvrouter/internal/fleet/probe"
-	"kvrouter/internal/cache/radix"
 	"kvrouter/internal/testkit"
 )
 

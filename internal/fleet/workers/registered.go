@@ -10,8 +10,8 @@ import (
 
 	"golang.org/x/sync/errgroup"
 
-	"kvrouter/internal/cache/events"
 	"kvrouter/internal/base/kv"
+	"kvrouter/internal/cache/events"
 	"kvrouter/internal/fleet/probe"
 )
 

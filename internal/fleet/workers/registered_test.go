@@ -19,10 +19,10 @@ import (
 	"go.uber.org/goleak"
 
 	"kvrouter/internal/base/kv"
+	"kvrouter/internal/base/web"
 	"kvrouter/internal/fleet/probe"
 	"kvrouter/internal/testkit"
 	"kvrouter/internal/testkit/radixtest"
-	"kvrouter/internal/base/web"
 )
 
 // registeredFleet is a running fleet without workers, in which some can be

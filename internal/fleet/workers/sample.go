@@ -4,10 +4,10 @@ import (
 	"iter"
 	"time"
 
-	"kvrouter/internal/cache/events"
 	"kvrouter/internal/base/kv"
-	"kvrouter/internal/decide/policy"
+	"kvrouter/internal/cache/events"
 	"kvrouter/internal/cache/radix"
+	"kvrouter/internal/decide/policy"
 )
 
 // Sample is the current state of one worker rank, for metrics and dashboard.

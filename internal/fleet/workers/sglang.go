@@ -6,8 +6,8 @@ import (
 	"fmt"
 	"time"
 
-	"kvrouter/internal/cache/events"
 	"kvrouter/internal/base/kv"
+	"kvrouter/internal/cache/events"
 	"kvrouter/internal/fleet/probe"
 )
 

@@ -19,12 +19,12 @@ import (
 	"github.com/vmihailenco/msgpack/v5"
 	"go.uber.org/goleak"
 
-	"kvrouter/internal/cache/events"
 	"kvrouter/internal/base/kv"
+	"kvrouter/internal/base/zmq"
+	"kvrouter/internal/cache/events"
 	"kvrouter/internal/decide/policy"
 	"kvrouter/internal/fleet/probe"
 	"kvrouter/internal/testkit"
-	"kvrouter/internal/base/zmq"
 )
 
 // sglangInfo is what a real SGLang 0.5.23 answered to GET /server_info, with some of its

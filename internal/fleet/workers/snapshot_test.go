@@ -12,10 +12,10 @@ import (
 	"testing"
 	"time"
 
-	"kvrouter/internal/cache/events"
 	"kvrouter/internal/base/kv"
-	"kvrouter/internal/fleet/probe"
+	"kvrouter/internal/cache/events"
 	"kvrouter/internal/cache/radix"
+	"kvrouter/internal/fleet/probe"
 	"kvrouter/internal/testkit"
 )
 

@@ -18,8 +18,8 @@ import (
 
 	"kvrouter/internal/base/fair"
 	"kvrouter/internal/base/kv"
-	"kvrouter/internal/decide/policy"
 	"kvrouter/internal/cache/summary"
+	"kvrouter/internal/decide/policy"
 )
 
 // Path is that of the stream on the OpenAI port.

@@ -19,9 +19,9 @@ import (
 	"golang.org/x/time/rate"
 
 	"kvrouter/internal/base/kv"
+	"kvrouter/internal/base/web"
 	"kvrouter/internal/cache/summary"
 	"kvrouter/internal/testkit"
-	"kvrouter/internal/base/web"
 )
 
 // below is a router below, without workers.

@@ -17,8 +17,8 @@ import (
 	"golang.org/x/time/rate"
 
 	"kvrouter/internal/base/kv"
-	"kvrouter/internal/cache/summary"
 	"kvrouter/internal/base/web"
+	"kvrouter/internal/cache/summary"
 )
 
 // Errors of Open and Next.

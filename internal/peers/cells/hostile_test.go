@@ -14,9 +14,9 @@ import (
 	"testing"
 	"time"
 
+	"kvrouter/internal/base/web"
 	"kvrouter/internal/cache/summary"
 	"kvrouter/internal/testkit"
-	"kvrouter/internal/base/web"
 )
 
 // framesOf returns the first frames of a stream, and these behind them.

@@ -11,8 +11,8 @@ import (
 	"sync/atomic"
 	"time"
 
-	"kvrouter/internal/cache/summary"
 	"kvrouter/internal/base/web"
+	"kvrouter/internal/cache/summary"
 )
 
 // Flags are the flags of a router below others.

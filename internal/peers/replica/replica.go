@@ -21,8 +21,8 @@ import (
 
 	"kvrouter/internal/base/guard"
 	"kvrouter/internal/base/kv"
-	"kvrouter/internal/decide/router"
 	"kvrouter/internal/base/zmq"
+	"kvrouter/internal/decide/router"
 )
 
 // Settings holds the settings of several routers over the same workers.

@@ -15,12 +15,12 @@ import (
 	"go.uber.org/goleak"
 
 	"kvrouter/internal/base/guard"
-	"kvrouter/internal/decide/health"
 	"kvrouter/internal/base/kv"
+	"kvrouter/internal/base/zmq"
+	"kvrouter/internal/decide/health"
 	"kvrouter/internal/decide/router"
 	"kvrouter/internal/testkit"
 	"kvrouter/internal/testkit/routertest"
-	"kvrouter/internal/base/zmq"
 )
 
 // testMesh returns a mesh that is not connected.

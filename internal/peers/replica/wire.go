@@ -12,9 +12,9 @@ import (
 	"github.com/vmihailenco/msgpack/v5"
 	"github.com/vmihailenco/msgpack/v5/msgpcode"
 
-	"kvrouter/internal/cache/events"
 	"kvrouter/internal/base/fair"
 	"kvrouter/internal/base/kv"
+	"kvrouter/internal/cache/events"
 	"kvrouter/internal/decide/router"
 )
 

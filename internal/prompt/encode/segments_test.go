@@ -13,9 +13,9 @@ import (
 
 	"pgregory.net/rapid"
 
+	"kvrouter/internal/base/settings"
 	"kvrouter/internal/prompt/chat"
 	"kvrouter/internal/prompt/native"
-	"kvrouter/internal/base/settings"
 	"kvrouter/internal/testkit"
 )
 

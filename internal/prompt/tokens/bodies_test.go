@@ -3,8 +3,8 @@ package tokens
 import (
 	"context"
 
-	"kvrouter/internal/prompt/chat"
 	"kvrouter/internal/base/jsonbody"
+	"kvrouter/internal/prompt/chat"
 )
 
 // ChatTokens is ChatBodyTokens of a body as it came.

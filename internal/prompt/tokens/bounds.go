@@ -11,8 +11,8 @@ import (
 
 	"github.com/tidwall/gjson"
 
-	"kvrouter/internal/prompt/chat"
 	"kvrouter/internal/base/jsonbody"
+	"kvrouter/internal/prompt/chat"
 )
 
 // errTooLong marks a prompt that no engine with the model's limit takes: vLLM

@@ -12,8 +12,8 @@ import (
 
 	"github.com/tidwall/gjson"
 
-	"kvrouter/internal/prompt/chat"
 	"kvrouter/internal/base/jsonbody"
+	"kvrouter/internal/prompt/chat"
 	"kvrouter/internal/testkit"
 )
 

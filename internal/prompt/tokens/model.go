@@ -12,9 +12,9 @@ import (
 
 	"github.com/tidwall/gjson"
 
+	"kvrouter/internal/base/jsonbody"
 	"kvrouter/internal/prompt/chat"
 	"kvrouter/internal/prompt/encode"
-	"kvrouter/internal/base/jsonbody"
 	"kvrouter/internal/prompt/native"
 )
 

@@ -19,9 +19,9 @@ import (
 
 	"github.com/tidwall/gjson"
 
-	"kvrouter/internal/prompt/chat"
 	"kvrouter/internal/base/jsonbody"
 	"kvrouter/internal/base/kv"
+	"kvrouter/internal/prompt/chat"
 )
 
 // Sources of a prompt's tokens.

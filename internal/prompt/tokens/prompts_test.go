@@ -16,8 +16,8 @@ import (
 
 	"github.com/tidwall/gjson"
 
-	"kvrouter/internal/prompt/chat"
 	"kvrouter/internal/base/jsonbody"
+	"kvrouter/internal/prompt/chat"
 )
 
 // askedWorker answers as a vLLM worker would.

@@ -13,9 +13,9 @@ import (
 
 	"github.com/tidwall/gjson"
 
-	"kvrouter/internal/prompt/chat"
 	"kvrouter/internal/base/jsonbody"
 	"kvrouter/internal/base/kv"
+	"kvrouter/internal/prompt/chat"
 )
 
 // answering returns a worker that renders as m does, and answers requests for a token: its

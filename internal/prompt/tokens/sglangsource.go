@@ -10,8 +10,8 @@ import (
 
 	"github.com/tidwall/gjson"
 
-	"kvrouter/internal/prompt/chat"
 	"kvrouter/internal/base/jsonbody"
+	"kvrouter/internal/prompt/chat"
 )
 
 // sglangPrompts returns the prompts in one member of a request to SGLang: a text,

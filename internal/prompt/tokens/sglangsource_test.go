@@ -7,8 +7,8 @@ import (
 	"testing"
 	"time"
 
-	"kvrouter/internal/prompt/chat"
 	"kvrouter/internal/base/jsonbody"
+	"kvrouter/internal/prompt/chat"
 	"kvrouter/internal/testkit"
 )
 

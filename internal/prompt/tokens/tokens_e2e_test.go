@@ -6,9 +6,9 @@ import (
 	"sync"
 	"testing"
 
+	"kvrouter/internal/base/settings"
 	"kvrouter/internal/prompt/chat"
 	"kvrouter/internal/prompt/encode"
-	"kvrouter/internal/base/settings"
 )
 
 // testModel returns the model that the workers of the end-to-end tests serve, which all

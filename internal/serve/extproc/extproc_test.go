@@ -21,8 +21,8 @@ import (
 	"google.golang.org/protobuf/types/known/structpb"
 
 	"kvrouter/internal/base/kv"
-	"kvrouter/internal/serve/proxy"
 	"kvrouter/internal/base/web"
+	"kvrouter/internal/serve/proxy"
 )
 
 func newReader(b []byte) io.Reader { return bytes.NewReader(b) }

@@ -18,8 +18,8 @@ import (
 
 	"kvrouter/internal/base/guard"
 	"kvrouter/internal/base/kv"
-	"kvrouter/internal/serve/proxy"
 	"kvrouter/internal/base/web"
+	"kvrouter/internal/serve/proxy"
 )
 
 // patience bounds every wait of these tests.

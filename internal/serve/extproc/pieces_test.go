@@ -10,8 +10,8 @@ import (
 	"testing"
 	"time"
 
-	"kvrouter/internal/serve/proxy"
 	"kvrouter/internal/base/web"
+	"kvrouter/internal/serve/proxy"
 )
 
 // TestPiecesAfterTheEndAreDropped: the last piece comes twice, before the body is read.

@@ -16,8 +16,8 @@ import (
 	extprocv3 "github.com/envoyproxy/go-control-plane/envoy/service/ext_proc/v3"
 	"google.golang.org/protobuf/types/known/structpb"
 
-	"kvrouter/internal/serve/proxy"
 	"kvrouter/internal/base/web"
+	"kvrouter/internal/serve/proxy"
 )
 
 // Names of the endpoint picker protocol.

@@ -31,8 +31,8 @@ import (
 	"google.golang.org/grpc/tap"
 
 	"kvrouter/internal/base/guard"
-	"kvrouter/internal/serve/proxy"
 	"kvrouter/internal/base/web"
+	"kvrouter/internal/serve/proxy"
 )
 
 const (

@@ -19,8 +19,8 @@ import (
 	"google.golang.org/grpc/status"
 
 	"kvrouter/internal/base/guard"
-	"kvrouter/internal/serve/proxy"
 	"kvrouter/internal/base/web"
+	"kvrouter/internal/serve/proxy"
 )
 
 const (

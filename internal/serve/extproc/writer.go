@@ -15,8 +15,8 @@ import (
 	"google.golang.org/grpc/codes"
 	"google.golang.org/grpc/status"
 
-	"kvrouter/internal/serve/proxy"
 	"kvrouter/internal/base/web"
+	"kvrouter/internal/serve/proxy"
 )
 
 const (

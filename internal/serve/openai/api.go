@@ -18,15 +18,15 @@ import (
 
 	"kvrouter/internal/base/directives"
 	"kvrouter/internal/base/fair"
-	"kvrouter/internal/prompt/hints"
-	"kvrouter/internal/serve/keys"
 	"kvrouter/internal/base/kv"
-	"kvrouter/internal/decide/models"
-	"kvrouter/internal/serve/proxy"
 	"kvrouter/internal/base/quota"
 	"kvrouter/internal/base/settings"
-	"kvrouter/internal/prompt/tokens"
 	"kvrouter/internal/base/web"
+	"kvrouter/internal/decide/models"
+	"kvrouter/internal/prompt/hints"
+	"kvrouter/internal/prompt/tokens"
+	"kvrouter/internal/serve/keys"
+	"kvrouter/internal/serve/proxy"
 )
 
 // Settings are the values of the flags that the port reads.

@@ -5,9 +5,9 @@ import (
 
 	"github.com/gin-gonic/gin"
 
+	"kvrouter/internal/base/web"
 	"kvrouter/internal/peers/cells"
 	"kvrouter/internal/prompt/hints"
-	"kvrouter/internal/base/web"
 )
 
 // serveCell adds the stream for routers above. It needs a key of the router port, or that of a

@@ -8,12 +8,12 @@ import (
 	"testing"
 	"time"
 
+	"kvrouter/internal/base/kv"
+	"kvrouter/internal/base/web"
 	"kvrouter/internal/prompt/hints"
 	"kvrouter/internal/serve/keys"
-	"kvrouter/internal/base/kv"
 	"kvrouter/internal/serve/proxy"
 	"kvrouter/internal/testkit"
-	"kvrouter/internal/base/web"
 )
 
 // aRouterBelow is a target that is a router.

@@ -8,9 +8,9 @@ import (
 	"github.com/tidwall/gjson"
 
 	"kvrouter/internal/base/jsonbody"
+	"kvrouter/internal/prompt/tokens"
 	"kvrouter/internal/serve/keys"
 	"kvrouter/internal/serve/proxy"
-	"kvrouter/internal/prompt/tokens"
 )
 
 // charge takes the prompt tokens that a worker is going to compute from the limit of the

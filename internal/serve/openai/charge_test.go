@@ -16,8 +16,8 @@ import (
 	"pgregory.net/rapid"
 
 	"kvrouter/internal/base/jsonbody"
-	"kvrouter/internal/serve/keys"
 	"kvrouter/internal/base/kv"
+	"kvrouter/internal/serve/keys"
 	"kvrouter/internal/serve/proxy"
 	"kvrouter/internal/testkit"
 )

@@ -3,8 +3,8 @@ package openai
 import (
 	"net/http"
 
-	"kvrouter/internal/serve/keys"
 	"kvrouter/internal/base/web"
+	"kvrouter/internal/serve/keys"
 )
 
 // clientOf names the client that a request is counted for where failures and retries are

@@ -13,10 +13,10 @@ import (
 
 	"github.com/tidwall/gjson"
 
-	"kvrouter/internal/serve/keys"
 	"kvrouter/internal/base/kv"
-	"kvrouter/internal/testkit"
 	"kvrouter/internal/prompt/tokens"
+	"kvrouter/internal/serve/keys"
+	"kvrouter/internal/testkit"
 )
 
 // directing are the keys of clients that may direct the engines.

@@ -10,10 +10,10 @@ import (
 	"testing"
 
 	"kvrouter/internal/base/kv"
+	"kvrouter/internal/base/web"
 	"kvrouter/internal/testkit"
 	"kvrouter/internal/testkit/nativetest"
 	"kvrouter/internal/testkit/radixtest"
-	"kvrouter/internal/base/web"
 )
 
 // generateRoute is SGLang's own inference route.

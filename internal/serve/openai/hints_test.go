@@ -9,13 +9,13 @@ import (
 
 	"github.com/tidwall/gjson"
 
-	"kvrouter/internal/prompt/hints"
 	"kvrouter/internal/base/kv"
+	"kvrouter/internal/base/web"
 	"kvrouter/internal/decide/router"
+	"kvrouter/internal/prompt/hints"
 	"kvrouter/internal/testkit"
 	"kvrouter/internal/testkit/policytest"
 	"kvrouter/internal/testkit/routertest"
-	"kvrouter/internal/base/web"
 )
 
 func TestHintsReachTheRouter(t *testing.T) {

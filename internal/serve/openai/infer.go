@@ -8,15 +8,15 @@ import (
 	"github.com/gin-gonic/gin"
 	"github.com/tidwall/gjson"
 
-	"kvrouter/internal/prompt/hints"
 	"kvrouter/internal/base/jsonbody"
-	"kvrouter/internal/serve/keys"
 	"kvrouter/internal/base/kv"
-	"kvrouter/internal/decide/models"
-	"kvrouter/internal/serve/proxy"
-	"kvrouter/internal/decide/router"
-	"kvrouter/internal/prompt/tokens"
 	"kvrouter/internal/base/web"
+	"kvrouter/internal/decide/models"
+	"kvrouter/internal/decide/router"
+	"kvrouter/internal/prompt/hints"
+	"kvrouter/internal/prompt/tokens"
+	"kvrouter/internal/serve/keys"
+	"kvrouter/internal/serve/proxy"
 )
 
 // inference is one inference request. It chooses its workers for the proxy.

@@ -12,10 +12,10 @@ import (
 
 	"github.com/tidwall/gjson"
 
+	"kvrouter/internal/base/web"
 	"kvrouter/internal/serve/keys"
 	"kvrouter/internal/serve/proxy"
 	"kvrouter/internal/testkit"
-	"kvrouter/internal/base/web"
 )
 
 // keysFile writes a file of keys and returns the flag that names it.

@@ -9,8 +9,8 @@ import (
 	"github.com/tidwall/gjson"
 
 	"kvrouter/internal/base/jsonbody"
-	"kvrouter/internal/serve/proxy"
 	"kvrouter/internal/prompt/tokens"
+	"kvrouter/internal/serve/proxy"
 )
 
 // tokenized serves a route that needs only the tokenizer.

@@ -13,8 +13,8 @@ import (
 
 	"github.com/tidwall/gjson"
 
-	"kvrouter/internal/serve/keys"
 	"kvrouter/internal/base/kv"
+	"kvrouter/internal/serve/keys"
 )
 
 // secret stands where a server's keys and paths do.

@@ -5,8 +5,8 @@ import (
 	"time"
 
 	"kvrouter/internal/base/jsonbody"
-	"kvrouter/internal/serve/proxy"
 	"kvrouter/internal/decide/router"
+	"kvrouter/internal/serve/proxy"
 	"kvrouter/internal/serve/tracing"
 )
 

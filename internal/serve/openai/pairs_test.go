@@ -13,17 +13,17 @@ import (
 
 	"github.com/tidwall/gjson"
 
-	"kvrouter/internal/prompt/hints"
 	"kvrouter/internal/base/jsonbody"
 	"kvrouter/internal/base/kv"
-	"kvrouter/internal/tools/mocker"
-	"kvrouter/internal/serve/proxy"
+	"kvrouter/internal/base/web"
 	"kvrouter/internal/decide/router"
+	"kvrouter/internal/prompt/hints"
+	"kvrouter/internal/serve/proxy"
 	"kvrouter/internal/testkit"
 	"kvrouter/internal/testkit/nativetest"
 	"kvrouter/internal/testkit/policytest"
 	"kvrouter/internal/testkit/routertest"
-	"kvrouter/internal/base/web"
+	"kvrouter/internal/tools/mocker"
 )
 
 // builtinModel opens the built-in model once for all tests: it is the dearest part of a
@@ -48,6 +48,7 @@ func newTestPairAPI(t testing.TB, config setup, kind kv.Kind, prefills, decodes,
 	}
 	config.Proxy.DisaggPrefillTimeout, config.Proxy.DisaggHandoverTimeout = time.Minute, time.Minute
 	h := &pairAPI{}
+	asked := make(chan struct{}, 100) // has a token for each prompt that a prefill worker has got
 	var targets []kv.Target
 	add := func(workers *[]*testkit.FakeWorker, id int, d kv.Disagg, serve http.HandlerFunc) {
 		worker := testkit.NewFakeWorker(t, serve)
@@ -56,6 +57,7 @@ func newTestPairAPI(t testing.TB, config setup, kind kv.Kind, prefills, decodes,
 	}
 	for i := range prefills {
 		add(&h.prefill, i, kv.Disagg{Role: kv.RolePrefill, Kind: kind, Bootstrap: kv.Bootstrap{Host: "h", Port: 1}}, func(w http.ResponseWriter, _ *http.Request) {
+			asked <- struct{}{}
 			if i < broken {
 				w.WriteHeader(http.StatusInternalServerError)
 			}
@@ -64,7 +66,15 @@ func newTestPairAPI(t testing.TB, config setup, kind kv.Kind, prefills, decodes,
 	}
 	for i := range decodes {
 		add(&h.decode, 10+i, kv.Disagg{Role: kv.RoleDecode, Kind: kind}, func(w http.ResponseWriter, r *http.Request) {
-			if body, _ := io.ReadAll(r.Body); gjson.GetBytes(body, "stream").Bool() {
+			body, _ := io.ReadAll(r.Body)
+			if gjson.GetBytes(body, "bootstrap_room").Exists() { // SGLang's wait for the other leg
+				select {
+				case <-asked:
+				case <-r.Context().Done():
+					return
+				}
+			}
+			if gjson.GetBytes(body, "stream").Bool() {
 				testkit.StreamOf(testkit.TokenEvent, usageEvent, "[DONE]")(w, r)
 				return
 			}

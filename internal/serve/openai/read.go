@@ -7,14 +7,14 @@ import (
 	"github.com/gin-gonic/gin"
 	"github.com/tidwall/gjson"
 
-	"kvrouter/internal/decide/health"
-	"kvrouter/internal/prompt/hints"
 	"kvrouter/internal/base/jsonbody"
 	"kvrouter/internal/base/kv"
-	"kvrouter/internal/serve/proxy"
-	"kvrouter/internal/decide/router"
-	"kvrouter/internal/prompt/tokens"
 	"kvrouter/internal/base/web"
+	"kvrouter/internal/decide/health"
+	"kvrouter/internal/decide/router"
+	"kvrouter/internal/prompt/hints"
+	"kvrouter/internal/prompt/tokens"
+	"kvrouter/internal/serve/proxy"
 )
 
 // read reads the body and finds its model. Not ok: it has been answered.

@@ -7,11 +7,11 @@ import (
 	"github.com/gin-gonic/gin"
 
 	"kvrouter/internal/base/fair"
-	"kvrouter/internal/serve/keys"
 	"kvrouter/internal/base/kv"
-	"kvrouter/internal/serve/proxy"
-	"kvrouter/internal/decide/router"
 	"kvrouter/internal/base/web"
+	"kvrouter/internal/decide/router"
+	"kvrouter/internal/serve/keys"
+	"kvrouter/internal/serve/proxy"
 )
 
 // realtimeRoute is the route of WebSocket connections.

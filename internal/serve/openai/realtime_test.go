@@ -14,10 +14,10 @@ import (
 	"testing"
 	"time"
 
-	"kvrouter/internal/decide/health"
 	"kvrouter/internal/base/kv"
-	"kvrouter/internal/testkit"
 	"kvrouter/internal/base/web"
+	"kvrouter/internal/decide/health"
+	"kvrouter/internal/testkit"
 )
 
 // echo is a worker that accepts an upgrade and sends back what it gets.

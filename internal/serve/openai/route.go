@@ -10,12 +10,12 @@ import (
 
 	"github.com/gin-gonic/gin"
 
-	"kvrouter/internal/prompt/hints"
 	"kvrouter/internal/base/kv"
-	"kvrouter/internal/serve/proxy"
-	"kvrouter/internal/decide/router"
-	"kvrouter/internal/prompt/tokens"
 	"kvrouter/internal/base/web"
+	"kvrouter/internal/decide/router"
+	"kvrouter/internal/prompt/hints"
+	"kvrouter/internal/prompt/tokens"
+	"kvrouter/internal/serve/proxy"
 )
 
 // errSeveralAnswers refuses a request for several answers where only pairs of SGLang

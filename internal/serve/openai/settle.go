@@ -9,10 +9,10 @@ import (
 
 	"github.com/gin-gonic/gin"
 
+	"kvrouter/internal/base/web"
+	"kvrouter/internal/decide/router"
 	"kvrouter/internal/prompt/hints"
 	"kvrouter/internal/serve/proxy"
-	"kvrouter/internal/decide/router"
-	"kvrouter/internal/base/web"
 )
 
 // settle answers a request that could not be forwarded, if it still can be

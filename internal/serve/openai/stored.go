@@ -13,10 +13,10 @@ import (
 	"github.com/gin-gonic/gin"
 	"github.com/tidwall/gjson"
 
-	"kvrouter/internal/serve/keys"
 	"kvrouter/internal/base/kv"
-	"kvrouter/internal/serve/proxy"
 	"kvrouter/internal/base/web"
+	"kvrouter/internal/serve/keys"
+	"kvrouter/internal/serve/proxy"
 )
 
 const (

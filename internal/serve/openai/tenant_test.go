@@ -5,8 +5,8 @@ import (
 	"time"
 
 	"kvrouter/internal/base/fair"
-	"kvrouter/internal/prompt/hints"
 	"kvrouter/internal/base/jsonbody"
+	"kvrouter/internal/prompt/hints"
 	"kvrouter/internal/serve/keys"
 	"kvrouter/internal/serve/proxy"
 )

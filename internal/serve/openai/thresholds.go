@@ -6,8 +6,8 @@ import (
 
 	"github.com/gin-gonic/gin"
 
-	"kvrouter/internal/decide/router"
 	"kvrouter/internal/base/web"
+	"kvrouter/internal/decide/router"
 )
 
 // thresholdsBody is the most that a body of /busy_threshold has, in bytes.

@@ -12,10 +12,10 @@ import (
 
 	"kvrouter/internal/base/kv"
 	"kvrouter/internal/base/metrics"
-	"kvrouter/internal/decide/models"
-	"kvrouter/internal/prompt/tokens"
 	"kvrouter/internal/base/web"
+	"kvrouter/internal/decide/models"
 	"kvrouter/internal/fleet/workers"
+	"kvrouter/internal/prompt/tokens"
 )
 
 // Flags are the settings of the page.

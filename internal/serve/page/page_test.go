@@ -17,15 +17,15 @@ import (
 
 	"kvrouter/internal/base/kv"
 	"kvrouter/internal/base/metrics"
-	"kvrouter/internal/fleet/probe"
-	"kvrouter/internal/serve/proxy"
+	"kvrouter/internal/base/web"
 	"kvrouter/internal/cache/radix"
 	"kvrouter/internal/decide/router"
+	"kvrouter/internal/fleet/probe"
+	"kvrouter/internal/fleet/workers"
+	"kvrouter/internal/serve/proxy"
 	"kvrouter/internal/testkit"
 	"kvrouter/internal/testkit/policytest"
 	"kvrouter/internal/testkit/routertest"
-	"kvrouter/internal/base/web"
-	"kvrouter/internal/fleet/workers"
 )
 
 const testKey = "sesame"

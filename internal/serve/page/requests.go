@@ -8,8 +8,8 @@ import (
 
 	"kvrouter/internal/base/kv"
 	"kvrouter/internal/decide/policy"
-	"kvrouter/internal/serve/proxy"
 	"kvrouter/internal/decide/router"
+	"kvrouter/internal/serve/proxy"
 )
 
 const (

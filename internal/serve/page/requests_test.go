@@ -10,8 +10,8 @@ import (
 	"kvrouter/internal/base/kv"
 	"kvrouter/internal/base/metrics"
 	"kvrouter/internal/decide/policy"
-	"kvrouter/internal/serve/proxy"
 	"kvrouter/internal/decide/router"
+	"kvrouter/internal/serve/proxy"
 	"kvrouter/internal/testkit"
 )
 

@@ -5,9 +5,9 @@ import (
 	"slices"
 	"time"
 
-	"kvrouter/internal/decide/health"
 	"kvrouter/internal/base/kv"
 	"kvrouter/internal/base/metrics"
+	"kvrouter/internal/decide/health"
 	"kvrouter/internal/fleet/workers"
 )
 

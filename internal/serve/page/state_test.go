@@ -7,9 +7,9 @@ import (
 	"time"
 
 	"kvrouter/internal/base/fair"
-	"kvrouter/internal/decide/health"
 	"kvrouter/internal/base/kv"
 	"kvrouter/internal/base/metrics"
+	"kvrouter/internal/decide/health"
 	"kvrouter/internal/decide/policy"
 	"kvrouter/internal/decide/router"
 	"kvrouter/internal/fleet/workers"

@@ -16,9 +16,9 @@ import (
 	"github.com/tidwall/gjson"
 
 	"kvrouter/internal/base/jsonbody"
+	"kvrouter/internal/base/web"
 	"kvrouter/internal/serve/keys"
 	"kvrouter/internal/serve/proxy"
-	"kvrouter/internal/base/web"
 )
 
 // Paths of the OpenAI port that the page sends requests to.

@@ -13,11 +13,11 @@ import (
 	"github.com/gin-gonic/gin"
 
 	"kvrouter/internal/base/jsonbody"
+	"kvrouter/internal/base/web"
+	"kvrouter/internal/decide/router"
 	"kvrouter/internal/serve/keys"
 	"kvrouter/internal/serve/proxy"
-	"kvrouter/internal/decide/router"
 	"kvrouter/internal/testkit"
-	"kvrouter/internal/base/web"
 )
 
 func TestTryGoesInsideAndComesBackUnchanged(t *testing.T) {

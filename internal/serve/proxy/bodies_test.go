@@ -19,10 +19,10 @@ import (
 
 	"kvrouter/internal/base/jsonbody"
 	"kvrouter/internal/base/kv"
+	"kvrouter/internal/base/web"
 	"kvrouter/internal/decide/router"
 	"kvrouter/internal/testkit"
 	"kvrouter/internal/testkit/routertest"
-	"kvrouter/internal/base/web"
 )
 
 var update = flag.Bool("update", false, "write testdata/bodies.txt")

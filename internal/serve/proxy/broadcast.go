@@ -13,9 +13,9 @@ import (
 
 	"github.com/tidwall/gjson"
 
-	"kvrouter/internal/decide/health"
 	"kvrouter/internal/base/kv"
 	"kvrouter/internal/base/web"
+	"kvrouter/internal/decide/health"
 )
 
 const (

@@ -9,8 +9,8 @@ import (
 	"testing/synctest"
 	"time"
 
-	"kvrouter/internal/decide/health"
 	"kvrouter/internal/base/kv"
+	"kvrouter/internal/decide/health"
 	"kvrouter/internal/testkit"
 )
 

@@ -7,9 +7,9 @@ import (
 	"net"
 	"net/http"
 
-	"kvrouter/internal/decide/health"
 	"kvrouter/internal/base/jsonbody"
 	"kvrouter/internal/base/kv"
+	"kvrouter/internal/decide/health"
 	"kvrouter/internal/decide/router"
 )
 

@@ -12,9 +12,9 @@ import (
 	"testing/synctest"
 	"time"
 
-	"kvrouter/internal/decide/health"
 	"kvrouter/internal/base/jsonbody"
 	"kvrouter/internal/base/kv"
+	"kvrouter/internal/decide/health"
 	"kvrouter/internal/decide/router"
 	"kvrouter/internal/testkit"
 	"kvrouter/internal/testkit/routertest"

@@ -6,10 +6,10 @@ import (
 	"testing"
 
 	"kvrouter/internal/base/kv"
+	"kvrouter/internal/base/web"
 	"kvrouter/internal/decide/router"
 	"kvrouter/internal/testkit"
 	"kvrouter/internal/testkit/routertest"
-	"kvrouter/internal/base/web"
 )
 
 func TestWorkersGetTheirOwnKeyAndTheRoutersName(t *testing.T) {

@@ -11,13 +11,13 @@ import (
 	"testing/synctest"
 	"time"
 
-	"kvrouter/internal/decide/health"
 	"kvrouter/internal/base/jsonbody"
 	"kvrouter/internal/base/kv"
+	"kvrouter/internal/base/web"
+	"kvrouter/internal/decide/health"
 	"kvrouter/internal/decide/router"
 	"kvrouter/internal/testkit"
 	"kvrouter/internal/testkit/routertest"
-	"kvrouter/internal/base/web"
 )
 
 // streams answers with a stream after so long, which says from which worker it is.

@@ -9,9 +9,9 @@ import (
 	"time"
 
 	"kvrouter/internal/base/quota"
+	"kvrouter/internal/base/web"
 	"kvrouter/internal/decide/router"
 	"kvrouter/internal/testkit"
-	"kvrouter/internal/base/web"
 )
 
 // shut is a client that takes nothing until it is opened.

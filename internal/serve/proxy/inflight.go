@@ -7,8 +7,8 @@ import (
 	"sync/atomic"
 	"time"
 
-	"kvrouter/internal/decide/health"
 	"kvrouter/internal/base/kv"
+	"kvrouter/internal/decide/health"
 	"kvrouter/internal/decide/router"
 )
 

@@ -12,12 +12,12 @@ import (
 	"testing/synctest"
 	"time"
 
-	"kvrouter/internal/decide/health"
 	"kvrouter/internal/base/kv"
+	"kvrouter/internal/base/web"
+	"kvrouter/internal/decide/health"
 	"kvrouter/internal/decide/policies"
 	"kvrouter/internal/decide/router"
 	"kvrouter/internal/testkit"
-	"kvrouter/internal/base/web"
 )
 
 // silent sends no byte until its client leaves.

@@ -18,10 +18,10 @@ import (
 
 	"kvrouter/internal/base/jsonbody"
 	"kvrouter/internal/base/kv"
+	"kvrouter/internal/base/web"
 	"kvrouter/internal/decide/router"
 	"kvrouter/internal/testkit"
 	"kvrouter/internal/testkit/routertest"
-	"kvrouter/internal/base/web"
 )
 
 // writer is a fake vLLM whose answer's token at place p of the sequence is 1000 + p, with

@@ -13,8 +13,8 @@ import (
 
 	"kvrouter/internal/base/jsonbody"
 	"kvrouter/internal/base/kv"
-	"kvrouter/internal/testkit"
 	"kvrouter/internal/base/web"
+	"kvrouter/internal/testkit"
 )
 
 // fault is how one leg of a pair fails.

@@ -19,9 +19,9 @@ import (
 
 	"github.com/tidwall/gjson"
 
-	"kvrouter/internal/decide/health"
 	"kvrouter/internal/base/jsonbody"
 	"kvrouter/internal/base/kv"
+	"kvrouter/internal/decide/health"
 	"kvrouter/internal/decide/router"
 	"kvrouter/internal/serve/tracing"
 )

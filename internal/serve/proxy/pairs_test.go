@@ -19,12 +19,12 @@ import (
 
 	"kvrouter/internal/base/jsonbody"
 	"kvrouter/internal/base/kv"
+	"kvrouter/internal/base/web"
 	"kvrouter/internal/decide/policy"
 	"kvrouter/internal/decide/router"
 	"kvrouter/internal/testkit"
 	"kvrouter/internal/testkit/policytest"
 	"kvrouter/internal/testkit/routertest"
-	"kvrouter/internal/base/web"
 )
 
 var fakeKinds = []kv.Kind{kv.KindNIXL, kv.KindSGLang, kv.KindMooncake}

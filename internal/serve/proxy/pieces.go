@@ -11,8 +11,8 @@ import (
 
 	"github.com/tidwall/gjson"
 
-	"kvrouter/internal/decide/health"
 	"kvrouter/internal/base/web"
+	"kvrouter/internal/decide/health"
 )
 
 // isJSON reports whether a media type is that of one JSON text.

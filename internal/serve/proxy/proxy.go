@@ -22,14 +22,14 @@ import (
 	"syscall"
 	"time"
 
-	"kvrouter/internal/decide/health"
 	"kvrouter/internal/base/jsonbody"
 	"kvrouter/internal/base/kv"
-	"kvrouter/internal/decide/policy"
 	"kvrouter/internal/base/quota"
+	"kvrouter/internal/base/web"
+	"kvrouter/internal/decide/health"
+	"kvrouter/internal/decide/policy"
 	"kvrouter/internal/decide/router"
 	"kvrouter/internal/serve/tracing"
-	"kvrouter/internal/base/web"
 )
 
 const (

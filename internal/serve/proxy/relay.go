@@ -13,9 +13,9 @@ import (
 
 	"github.com/tidwall/gjson"
 
+	"kvrouter/internal/base/web"
 	"kvrouter/internal/decide/health"
 	"kvrouter/internal/decide/policy"
-	"kvrouter/internal/base/web"
 )
 
 // Routes whose prompts may be sent as tokens.

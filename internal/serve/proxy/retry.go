@@ -11,10 +11,10 @@ import (
 	"sync/atomic"
 	"time"
 
+	"kvrouter/internal/base/web"
 	"kvrouter/internal/decide/health"
 	"kvrouter/internal/decide/policy"
 	"kvrouter/internal/decide/router"
-	"kvrouter/internal/base/web"
 )
 
 // keptLimit bounds the answer of a failed attempt that is kept for the client, bytes.

@@ -9,8 +9,8 @@ import (
 	"github.com/tidwall/gjson"
 
 	"kvrouter/internal/base/jsonbody"
-	"kvrouter/internal/decide/policy"
 	"kvrouter/internal/base/web"
+	"kvrouter/internal/decide/policy"
 )
 
 // maxEvent bounds the kept part of an unfinished event, bytes. A longer

@@ -15,9 +15,9 @@ import (
 	"time"
 
 	"kvrouter/internal/base/directives"
+	"kvrouter/internal/base/web"
 	"kvrouter/internal/decide/health"
 	"kvrouter/internal/decide/router"
-	"kvrouter/internal/base/web"
 )
 
 // Terms are what the client of a Tunnel may do.

@@ -5,8 +5,8 @@ import (
 	"testing"
 	"time"
 
-	"kvrouter/internal/decide/health"
 	"kvrouter/internal/base/kv"
+	"kvrouter/internal/decide/health"
 )
 
 func TestAWorkerDoesAsItsWorstRank(t *testing.T) {

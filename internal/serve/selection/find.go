@@ -13,12 +13,12 @@ import (
 
 	"github.com/gin-gonic/gin"
 
-	"kvrouter/internal/cache/events"
-	"kvrouter/internal/prompt/hints"
 	"kvrouter/internal/base/kv"
+	"kvrouter/internal/cache/events"
 	"kvrouter/internal/decide/policy"
 	"kvrouter/internal/decide/router"
 	"kvrouter/internal/decide/thompson"
+	"kvrouter/internal/prompt/hints"
 )
 
 // maxOpenDecisions is the maximum number of decisions of /find_worker that await

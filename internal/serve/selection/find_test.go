@@ -16,14 +16,14 @@ import (
 
 	"github.com/tidwall/gjson"
 
-	"kvrouter/internal/prompt/hints"
 	"kvrouter/internal/base/kv"
 	"kvrouter/internal/decide/router"
+	"kvrouter/internal/decide/thompson"
+	"kvrouter/internal/fleet/workers"
+	"kvrouter/internal/prompt/hints"
 	"kvrouter/internal/testkit"
 	"kvrouter/internal/testkit/policytest"
 	"kvrouter/internal/testkit/routertest"
-	"kvrouter/internal/decide/thompson"
-	"kvrouter/internal/fleet/workers"
 )
 
 // testDeps returns what the router port needs, of one model; a fleet may be nil.

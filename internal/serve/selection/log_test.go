@@ -9,8 +9,8 @@ import (
 
 	"github.com/tidwall/gjson"
 
-	"kvrouter/internal/cache/events"
 	"kvrouter/internal/base/kv"
+	"kvrouter/internal/cache/events"
 	"kvrouter/internal/testkit"
 	"kvrouter/internal/testkit/eventstest"
 	"kvrouter/internal/testkit/routertest"

@@ -11,8 +11,8 @@ import (
 
 	"github.com/tidwall/gjson"
 
-	"kvrouter/internal/cache/events"
 	"kvrouter/internal/base/kv"
+	"kvrouter/internal/cache/events"
 	"kvrouter/internal/decide/policy"
 	"kvrouter/internal/decide/router"
 	"kvrouter/internal/testkit"

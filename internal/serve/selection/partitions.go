@@ -6,8 +6,8 @@ import (
 	"slices"
 	"sync"
 
-	"kvrouter/internal/cache/events"
 	"kvrouter/internal/base/kv"
+	"kvrouter/internal/cache/events"
 	"kvrouter/internal/decide/models"
 )
 

@@ -3,8 +3,8 @@ package selection
 import (
 	"testing"
 
-	"kvrouter/internal/cache/events"
 	"kvrouter/internal/base/kv"
+	"kvrouter/internal/cache/events"
 	"kvrouter/internal/testkit/routertest"
 )
 

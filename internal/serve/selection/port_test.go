@@ -13,12 +13,12 @@ import (
 	"github.com/tidwall/gjson"
 
 	"kvrouter/internal/base/kv"
+	"kvrouter/internal/base/web"
 	"kvrouter/internal/decide/policy"
 	"kvrouter/internal/decide/router"
 	"kvrouter/internal/testkit"
 	"kvrouter/internal/testkit/policytest"
 	"kvrouter/internal/testkit/routertest"
-	"kvrouter/internal/base/web"
 )
 
 // newPort returns what the router port over a router answers to any request.

@@ -6,8 +6,8 @@ import (
 	"strconv"
 	"strings"
 
-	"kvrouter/internal/cache/events"
 	"kvrouter/internal/base/kv"
+	"kvrouter/internal/cache/events"
 	"kvrouter/internal/fleet/workers"
 )
 

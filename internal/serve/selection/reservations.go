@@ -7,9 +7,9 @@ import (
 	"sync"
 	"time"
 
-	"kvrouter/internal/cache/events"
 	"kvrouter/internal/base/kv"
 	"kvrouter/internal/base/quota"
+	"kvrouter/internal/cache/events"
 	"kvrouter/internal/decide/router"
 )
 

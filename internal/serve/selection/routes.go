@@ -13,11 +13,11 @@ import (
 
 	"github.com/gin-gonic/gin"
 
-	"kvrouter/internal/cache/events"
 	"kvrouter/internal/base/kv"
+	"kvrouter/internal/base/web"
+	"kvrouter/internal/cache/events"
 	"kvrouter/internal/decide/policy"
 	"kvrouter/internal/decide/router"
-	"kvrouter/internal/base/web"
 )
 
 // selectQuery is a request for a worker.

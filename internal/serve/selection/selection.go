@@ -19,13 +19,13 @@ import (
 
 	"github.com/gin-gonic/gin"
 
-	"kvrouter/internal/cache/events"
 	"kvrouter/internal/base/kv"
-	"kvrouter/internal/decide/models"
-	"kvrouter/internal/peers/replica"
-	"kvrouter/internal/decide/router"
 	"kvrouter/internal/base/web"
+	"kvrouter/internal/cache/events"
+	"kvrouter/internal/decide/models"
+	"kvrouter/internal/decide/router"
 	"kvrouter/internal/fleet/workers"
+	"kvrouter/internal/peers/replica"
 )
 
 // SelectionBodyLimit bounds a request body on the router port, in bytes.

@@ -14,9 +14,9 @@ import (
 
 	"github.com/gin-gonic/gin"
 
+	"kvrouter/internal/base/kv"
 	"kvrouter/internal/cache/events"
 	"kvrouter/internal/decide/health"
-	"kvrouter/internal/base/kv"
 	"kvrouter/internal/decide/policy"
 	"kvrouter/internal/fleet/workers"
 )

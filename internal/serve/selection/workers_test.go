@@ -10,12 +10,12 @@ import (
 	"strings"
 	"testing"
 
-	"kvrouter/internal/cache/events"
 	"kvrouter/internal/base/kv"
-	"kvrouter/internal/fleet/probe"
-	"kvrouter/internal/testkit/routertest"
 	"kvrouter/internal/base/web"
+	"kvrouter/internal/cache/events"
+	"kvrouter/internal/fleet/probe"
 	"kvrouter/internal/fleet/workers"
+	"kvrouter/internal/testkit/routertest"
 )
 
 // newRegistry returns what the router port answers. Its fleet does not run: no

@@ -10,18 +10,18 @@ import (
 	"testing"
 	"time"
 
-	"kvrouter/internal/cache/events"
 	"kvrouter/internal/base/guard"
 	"kvrouter/internal/base/kv"
 	"kvrouter/internal/base/logs"
 	"kvrouter/internal/base/metrics"
+	"kvrouter/internal/base/web"
+	"kvrouter/internal/cache/events"
 	"kvrouter/internal/decide/models"
-	"kvrouter/internal/serve/proxy"
 	"kvrouter/internal/decide/router"
+	"kvrouter/internal/fleet/workers"
+	"kvrouter/internal/serve/proxy"
 	"kvrouter/internal/testkit"
 	"kvrouter/internal/testkit/routertest"
-	"kvrouter/internal/base/web"
-	"kvrouter/internal/fleet/workers"
 )
 
 // page returns the lines of a metrics page, but for comments.

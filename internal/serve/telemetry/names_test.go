@@ -9,14 +9,14 @@ import (
 	"testing"
 	"time"
 
-	"kvrouter/internal/cache/events"
 	"kvrouter/internal/base/kv"
+	"kvrouter/internal/cache/events"
 	"kvrouter/internal/decide/models"
-	"kvrouter/internal/serve/proxy"
 	"kvrouter/internal/decide/router"
+	"kvrouter/internal/fleet/workers"
+	"kvrouter/internal/serve/proxy"
 	"kvrouter/internal/testkit"
 	"kvrouter/internal/testkit/routertest"
-	"kvrouter/internal/fleet/workers"
 )
 
 func TestMetricsHaveDynamosNames(t *testing.T) {

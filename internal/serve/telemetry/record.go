@@ -11,12 +11,12 @@ import (
 
 	"github.com/prometheus/client_golang/prometheus"
 
-	"kvrouter/internal/prompt/hints"
 	"kvrouter/internal/base/jsonbody"
 	"kvrouter/internal/base/jsonlines"
 	"kvrouter/internal/base/kv"
-	"kvrouter/internal/serve/proxy"
 	"kvrouter/internal/decide/router"
+	"kvrouter/internal/prompt/hints"
+	"kvrouter/internal/serve/proxy"
 )
 
 const (

@@ -12,11 +12,11 @@ import (
 	"testing"
 	"time"
 
+	"kvrouter/internal/decide/router"
 	"kvrouter/internal/prompt/hints"
 	"kvrouter/internal/serve/proxy"
-	"kvrouter/internal/decide/router"
-	"kvrouter/internal/tools/simulate"
 	"kvrouter/internal/testkit"
+	"kvrouter/internal/tools/simulate"
 )
 
 func TestRecorderContinuesAFile(t *testing.T) {

@@ -18,9 +18,9 @@ import (
 	"kvrouter/internal/base/jsonbody"
 	"kvrouter/internal/base/kv"
 	"kvrouter/internal/base/metrics"
-	"kvrouter/internal/serve/proxy"
 	"kvrouter/internal/decide/router"
 	"kvrouter/internal/decide/thompson"
+	"kvrouter/internal/serve/proxy"
 )
 
 // Metrics keeps the metrics of requests and serves the metrics page, which also shows

@@ -12,8 +12,8 @@ import (
 
 	"kvrouter/internal/base/fair"
 	"kvrouter/internal/decide/policy"
-	"kvrouter/internal/serve/proxy"
 	"kvrouter/internal/decide/router"
+	"kvrouter/internal/serve/proxy"
 )
 
 // asked is an exchange of a tenant that was routed.

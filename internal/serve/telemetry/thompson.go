@@ -7,9 +7,9 @@ import (
 	"github.com/prometheus/client_golang/prometheus/promauto"
 
 	"kvrouter/internal/base/metrics"
-	"kvrouter/internal/serve/proxy"
 	"kvrouter/internal/decide/router"
 	"kvrouter/internal/decide/thompson"
+	"kvrouter/internal/serve/proxy"
 )
 
 // thompsonMetrics are the metrics of policy thompson that count requests, under the names

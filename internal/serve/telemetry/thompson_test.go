@@ -7,8 +7,8 @@ import (
 	"testing"
 
 	"kvrouter/internal/base/kv"
-	"kvrouter/internal/serve/proxy"
 	"kvrouter/internal/decide/router"
+	"kvrouter/internal/serve/proxy"
 	"kvrouter/internal/testkit"
 	"kvrouter/internal/testkit/routertest"
 )

@@ -12,8 +12,8 @@ import (
 
 	"go.uber.org/goleak"
 
-	"kvrouter/internal/cache/events"
 	"kvrouter/internal/base/kv"
+	"kvrouter/internal/cache/events"
 	"kvrouter/internal/cache/radix"
 	"kvrouter/internal/testkit"
 )

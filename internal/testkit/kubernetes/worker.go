@@ -19,10 +19,10 @@ import (
 	"k8s.io/apimachinery/pkg/types"
 
 	"kvrouter/internal/base/kv"
-	"kvrouter/internal/tools/mocker"
 	"kvrouter/internal/fleet/process"
-	"kvrouter/internal/testkit"
 	"kvrouter/internal/prompt/tokens"
+	"kvrouter/internal/testkit"
+	"kvrouter/internal/tools/mocker"
 )
 
 // BlockSize is the default block size of workers, tokens.

@@ -8,14 +8,14 @@ import (
 	"time"
 
 	"kvrouter/internal/base/kv"
+	"kvrouter/internal/cache/radix"
 	"kvrouter/internal/decide/models"
 	"kvrouter/internal/decide/policy"
-	"kvrouter/internal/cache/radix"
 	"kvrouter/internal/decide/router"
+	"kvrouter/internal/decide/thompson"
 	"kvrouter/internal/testkit"
 	"kvrouter/internal/testkit/policytest"
 	"kvrouter/internal/testkit/radixtest"
-	"kvrouter/internal/decide/thompson"
 )
 
 // Option changes what a router is made of.

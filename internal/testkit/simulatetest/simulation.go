@@ -8,8 +8,8 @@ import (
 	"kvrouter/internal/decide/health"
 	"kvrouter/internal/decide/policies"
 	"kvrouter/internal/decide/router"
-	"kvrouter/internal/tools/simulate"
 	"kvrouter/internal/testkit"
+	"kvrouter/internal/tools/simulate"
 )
 
 // New returns a run with 8 workers of the default engine. A load from 64 on is a number

@@ -5,9 +5,9 @@ import (
 	"context"
 	"log/slog"
 
+	"kvrouter/internal/base/jsonbody"
 	"kvrouter/internal/prompt/chat"
 	"kvrouter/internal/prompt/encode"
-	"kvrouter/internal/base/jsonbody"
 	"kvrouter/internal/prompt/tokens"
 )
 

@@ -9,10 +9,10 @@ import (
 	"testing"
 	"time"
 
-	"kvrouter/internal/peers/cells"
 	"kvrouter/internal/base/kv"
-	"kvrouter/internal/fleet/probe"
 	"kvrouter/internal/cache/summary"
+	"kvrouter/internal/fleet/probe"
+	"kvrouter/internal/peers/cells"
 	"kvrouter/internal/testkit"
 )
 

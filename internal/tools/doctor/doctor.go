@@ -13,9 +13,9 @@ import (
 	"time"
 
 	"kvrouter/internal/base/kv"
+	"kvrouter/internal/base/settings"
 	"kvrouter/internal/fleet/probe"
 	"kvrouter/internal/fleet/process"
-	"kvrouter/internal/base/settings"
 	"kvrouter/internal/prompt/tokens"
 )
 

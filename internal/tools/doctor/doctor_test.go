@@ -22,12 +22,12 @@ import (
 	"time"
 
 	"kvrouter/internal/base/kv"
-	"kvrouter/internal/tools/mocker"
+	"kvrouter/internal/base/settings"
 	"kvrouter/internal/fleet/probe"
 	"kvrouter/internal/fleet/process"
-	"kvrouter/internal/base/settings"
-	"kvrouter/internal/testkit"
 	"kvrouter/internal/fleet/vllm"
+	"kvrouter/internal/testkit"
+	"kvrouter/internal/tools/mocker"
 )
 
 const blockSize = 64

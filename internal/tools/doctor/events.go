@@ -9,10 +9,10 @@ import (
 
 	"github.com/go-zeromq/zmq4"
 
-	"kvrouter/internal/cache/events"
 	"kvrouter/internal/base/kv"
-	"kvrouter/internal/fleet/probe"
 	"kvrouter/internal/base/zmq"
+	"kvrouter/internal/cache/events"
+	"kvrouter/internal/fleet/probe"
 )
 
 // maxMark bounds the bytes of the message that ends a replay.

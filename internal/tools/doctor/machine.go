@@ -8,12 +8,12 @@ import (
 	"strings"
 	"time"
 
-	"kvrouter/internal/tools/mocker"
-	"kvrouter/internal/prompt/native"
-	"kvrouter/internal/fleet/process"
 	"kvrouter/internal/base/settings"
-	"kvrouter/internal/prompt/tokens"
 	"kvrouter/internal/base/web"
+	"kvrouter/internal/fleet/process"
+	"kvrouter/internal/prompt/native"
+	"kvrouter/internal/prompt/tokens"
+	"kvrouter/internal/tools/mocker"
 )
 
 const (

@@ -15,12 +15,12 @@ import (
 	"strings"
 	"time"
 
-	"kvrouter/internal/peers/cells"
 	"kvrouter/internal/base/kv"
-	"kvrouter/internal/fleet/probe"
-	"kvrouter/internal/cache/summary"
-	"kvrouter/internal/prompt/tokens"
 	"kvrouter/internal/base/web"
+	"kvrouter/internal/cache/summary"
+	"kvrouter/internal/fleet/probe"
+	"kvrouter/internal/peers/cells"
+	"kvrouter/internal/prompt/tokens"
 )
 
 const (

@@ -12,9 +12,9 @@ import (
 	"sync/atomic"
 	"time"
 
-	"kvrouter/internal/tools/engine"
 	"kvrouter/internal/base/jsonbody"
 	"kvrouter/internal/prompt/tokens"
+	"kvrouter/internal/tools/engine"
 )
 
 // Answer is the answer to one request: the choices for each of its prompts.

@@ -13,12 +13,12 @@ import (
 	"sync"
 	"time"
 
-	"kvrouter/internal/tools/engine"
 	"kvrouter/internal/base/jsonbody"
 	"kvrouter/internal/base/kv"
-	"kvrouter/internal/fleet/process"
 	"kvrouter/internal/base/web"
 	"kvrouter/internal/base/zmq"
+	"kvrouter/internal/fleet/process"
+	"kvrouter/internal/tools/engine"
 )
 
 const (

@@ -18,9 +18,9 @@ import (
 
 	"github.com/tidwall/gjson"
 
-	"kvrouter/internal/tools/engine"
 	"kvrouter/internal/base/jsonbody"
 	"kvrouter/internal/base/kv"
+	"kvrouter/internal/tools/engine"
 )
 
 // Values of --mock kv-load-failure.

@@ -10,10 +10,10 @@ import (
 
 	"github.com/vmihailenco/msgpack/v5"
 
-	"kvrouter/internal/cache/events"
 	"kvrouter/internal/base/kv"
-	"kvrouter/internal/fleet/process"
 	"kvrouter/internal/base/zmq"
+	"kvrouter/internal/cache/events"
+	"kvrouter/internal/fleet/process"
 )
 
 // Event is one published change of a mock worker's cache.

@@ -6,8 +6,8 @@ import (
 	"testing"
 	"time"
 
-	"kvrouter/internal/cache/events"
 	"kvrouter/internal/base/kv"
+	"kvrouter/internal/cache/events"
 	"kvrouter/internal/fleet/process"
 	"kvrouter/internal/testkit"
 	"kvrouter/internal/testkit/eventstest"

@@ -14,10 +14,10 @@ import (
 	"sync/atomic"
 	"time"
 
-	"kvrouter/internal/tools/engine"
 	"kvrouter/internal/base/kv"
-	"kvrouter/internal/prompt/tokens"
 	"kvrouter/internal/base/web"
+	"kvrouter/internal/prompt/tokens"
+	"kvrouter/internal/tools/engine"
 )
 
 // Mocker starts simulated workers in this process. An engine.Engine determines how long

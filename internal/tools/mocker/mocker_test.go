@@ -8,12 +8,12 @@ import (
 	"strings"
 	"testing"
 
-	"kvrouter/internal/tools/engine"
 	"kvrouter/internal/base/kv"
 	"kvrouter/internal/base/settings"
+	"kvrouter/internal/prompt/tokens"
 	"kvrouter/internal/testkit"
 	"kvrouter/internal/testkit/tokenstest"
-	"kvrouter/internal/prompt/tokens"
+	"kvrouter/internal/tools/engine"
 )
 
 func TestMockWordsSurviveTheTokenizer(t *testing.T) {

@@ -4,8 +4,8 @@ import (
 	"encoding/json"
 	"strconv"
 
-	"kvrouter/internal/prompt/chat"
 	"kvrouter/internal/base/jsonbody"
+	"kvrouter/internal/prompt/chat"
 	"kvrouter/internal/prompt/tokens"
 )
 

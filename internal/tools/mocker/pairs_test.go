@@ -3,8 +3,8 @@ package mocker
 import (
 	"fmt"
 	"kvrouter/internal/base/kv"
-	"kvrouter/internal/testkit"
 	"kvrouter/internal/base/web"
+	"kvrouter/internal/testkit"
 	"net/http"
 	"strings"
 	"sync"

@@ -10,9 +10,9 @@ import (
 	"strconv"
 	"time"
 
-	"kvrouter/internal/tools/engine"
 	"kvrouter/internal/base/jsonbody"
 	"kvrouter/internal/base/kv"
+	"kvrouter/internal/tools/engine"
 )
 
 // peerPath answers which blocks another worker can pull. It stands for the side channel of

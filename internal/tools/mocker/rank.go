@@ -11,9 +11,9 @@ import (
 	"sync/atomic"
 	"time"
 
-	"kvrouter/internal/tools/engine"
 	"kvrouter/internal/base/kv"
 	"kvrouter/internal/base/zmq"
+	"kvrouter/internal/tools/engine"
 )
 
 // Rank is one data-parallel rank of a simulated worker: an engine of its own with

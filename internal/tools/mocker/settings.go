@@ -12,10 +12,10 @@ import (
 
 	"github.com/alecthomas/kong"
 
-	"kvrouter/internal/tools/engine"
 	"kvrouter/internal/base/kv"
-	"kvrouter/internal/fleet/process"
 	"kvrouter/internal/base/settings"
+	"kvrouter/internal/fleet/process"
+	"kvrouter/internal/tools/engine"
 )
 
 // Flags are the flags of simulated workers.

@@ -19,11 +19,11 @@ import (
 
 	"github.com/tidwall/gjson"
 
-	"kvrouter/internal/tools/engine"
 	"kvrouter/internal/base/kv"
+	"kvrouter/internal/base/web"
 	"kvrouter/internal/fleet/process"
 	"kvrouter/internal/testkit"
-	"kvrouter/internal/base/web"
+	"kvrouter/internal/tools/engine"
 )
 
 const testPage = 16 // tokens; with the built-in model as many bytes

@@ -14,10 +14,10 @@ import (
 	"github.com/tidwall/gjson"
 	"github.com/zeebo/xxh3"
 
-	"kvrouter/internal/tools/engine"
 	"kvrouter/internal/base/jsonbody"
 	"kvrouter/internal/base/kv"
 	"kvrouter/internal/base/web"
+	"kvrouter/internal/tools/engine"
 )
 
 const (

@@ -19,8 +19,8 @@ import (
 	"github.com/vmihailenco/msgpack/v5"
 
 	"kvrouter/internal/base/kv"
-	"kvrouter/internal/testkit"
 	"kvrouter/internal/base/zmq"
+	"kvrouter/internal/testkit"
 )
 
 // wire is a connection to one of a worker's sockets.

@@ -7,8 +7,8 @@ import (
 	"sync/atomic"
 	"time"
 
-	"kvrouter/internal/tools/engine"
 	"kvrouter/internal/base/kv"
+	"kvrouter/internal/tools/engine"
 )
 
 // TierSettings are the keys of tiers below the cache of a mock worker.

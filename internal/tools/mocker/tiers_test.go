@@ -9,8 +9,8 @@ import (
 
 	"github.com/tidwall/gjson"
 
-	"kvrouter/internal/tools/engine"
 	"kvrouter/internal/testkit"
+	"kvrouter/internal/tools/engine"
 )
 
 // tokensOf is a prompt of n tokens that begins with the one of first.

@@ -2,8 +2,8 @@ package mocker
 
 import (
 	"errors"
-	"kvrouter/internal/tools/engine"
 	"kvrouter/internal/testkit"
+	"kvrouter/internal/tools/engine"
 	"net/http"
 	"strings"
 	"testing"

@@ -11,8 +11,8 @@ import (
 
 	"github.com/alecthomas/kong"
 
-	"kvrouter/internal/prompt/hints"
 	"kvrouter/internal/decide/policy"
+	"kvrouter/internal/prompt/hints"
 )
 
 // agenticSettings are the defaults of the flags.

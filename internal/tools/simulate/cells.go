@@ -10,9 +10,9 @@ import (
 	"text/tabwriter"
 	"time"
 
-	"kvrouter/internal/peers/cells"
-	"kvrouter/internal/decide/router"
 	"kvrouter/internal/cache/summary"
+	"kvrouter/internal/decide/router"
+	"kvrouter/internal/peers/cells"
 )
 
 // CellSettings are the flags of a simulated day of several cells.

@@ -8,11 +8,11 @@ import (
 	"testing"
 	"time"
 
-	"kvrouter/internal/tools/engine"
 	"kvrouter/internal/base/kv"
 	"kvrouter/internal/decide/policies"
 	"kvrouter/internal/decide/router"
 	"kvrouter/internal/testkit"
+	"kvrouter/internal/tools/engine"
 )
 
 // cellSettings are the defaults of what a day of cells reads.

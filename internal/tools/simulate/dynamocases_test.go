@@ -3,10 +3,10 @@ package simulate
 import (
 	"testing"
 
-	"kvrouter/internal/tools/engine"
 	"kvrouter/internal/base/kv"
 	"kvrouter/internal/testkit/policytest"
 	"kvrouter/internal/testkit/radixtest"
+	"kvrouter/internal/tools/engine"
 )
 
 // TestReplayInvariants takes the first 1,000 lines of a trace through the index:

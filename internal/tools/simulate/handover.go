@@ -4,8 +4,8 @@ import (
 	"cmp"
 	"container/heap"
 
-	"kvrouter/internal/tools/engine"
 	"kvrouter/internal/base/kv"
+	"kvrouter/internal/tools/engine"
 )
 
 // part returns the role of worker w.

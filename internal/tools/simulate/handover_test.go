@@ -6,12 +6,12 @@ import (
 	"time"
 
 	"kvrouter/internal/base/kv"
-	"kvrouter/internal/tools/mocker"
-	"kvrouter/internal/decide/policies"
 	"kvrouter/internal/cache/radix"
+	"kvrouter/internal/decide/policies"
 	"kvrouter/internal/decide/router"
 	"kvrouter/internal/testkit"
 	"kvrouter/internal/testkit/policytest"
+	"kvrouter/internal/tools/mocker"
 )
 
 // apart turns a simulation into one whose first workers compute only prompts.

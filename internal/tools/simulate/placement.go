@@ -13,13 +13,13 @@ import (
 
 	"github.com/zeebo/xxh3"
 
+	"kvrouter/internal/base/kv"
+	"kvrouter/internal/cache/radix"
+	"kvrouter/internal/cache/summary"
+	"kvrouter/internal/decide/policy"
+	"kvrouter/internal/decide/router"
 	"kvrouter/internal/peers/cells"
 	"kvrouter/internal/tools/engine"
-	"kvrouter/internal/base/kv"
-	"kvrouter/internal/decide/policy"
-	"kvrouter/internal/cache/radix"
-	"kvrouter/internal/decide/router"
-	"kvrouter/internal/cache/summary"
 )
 
 // cellRun simulates a day with one placement, in virtual time. It is one goroutine, and two runs

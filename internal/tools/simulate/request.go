@@ -6,11 +6,11 @@ import (
 	"errors"
 	"time"
 
-	"kvrouter/internal/tools/engine"
-	"kvrouter/internal/decide/health"
-	"kvrouter/internal/prompt/hints"
 	"kvrouter/internal/base/kv"
+	"kvrouter/internal/decide/health"
 	"kvrouter/internal/decide/router"
+	"kvrouter/internal/prompt/hints"
+	"kvrouter/internal/tools/engine"
 )
 
 // PrioritySettings define which conversations have priority in the routers' queues.

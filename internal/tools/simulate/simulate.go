@@ -13,13 +13,13 @@ import (
 	"runtime/debug"
 	"time"
 
-	"kvrouter/internal/tools/engine"
-	"kvrouter/internal/decide/health"
 	"kvrouter/internal/base/kv"
+	"kvrouter/internal/cache/radix"
+	"kvrouter/internal/decide/health"
 	"kvrouter/internal/decide/policies"
 	"kvrouter/internal/decide/policy"
-	"kvrouter/internal/cache/radix"
 	"kvrouter/internal/decide/router"
+	"kvrouter/internal/tools/engine"
 )
 
 // Settings are the flags of the simulate command. The settings of the policies, the

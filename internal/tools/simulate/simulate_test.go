@@ -9,10 +9,10 @@ import (
 	"testing"
 	"time"
 
-	"kvrouter/internal/decide/health"
 	"kvrouter/internal/base/kv"
-	"kvrouter/internal/decide/policies"
 	"kvrouter/internal/cache/radix"
+	"kvrouter/internal/decide/health"
+	"kvrouter/internal/decide/policies"
 	"kvrouter/internal/decide/router"
 	"kvrouter/internal/testkit"
 )

@@ -4,11 +4,11 @@ import (
 	"math/rand/v2"
 	"time"
 
-	"kvrouter/internal/tools/engine"
 	"kvrouter/internal/base/kv"
+	"kvrouter/internal/cache/radix"
 	"kvrouter/internal/decide/policies"
 	"kvrouter/internal/decide/policy"
-	"kvrouter/internal/cache/radix"
+	"kvrouter/internal/tools/engine"
 )
 
 // beginLoad starts the load of a request's blocks from lower tiers, after those before it

@@ -4,8 +4,8 @@ import (
 	"encoding/json"
 	"testing"
 
-	"kvrouter/internal/tools/engine"
 	"kvrouter/internal/base/kv"
+	"kvrouter/internal/tools/engine"
 )
 
 // tiered is a run of the synthetic trace whose workers have a host tier of four times

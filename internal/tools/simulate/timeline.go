@@ -4,8 +4,8 @@ import (
 	"fmt"
 	"time"
 
-	"kvrouter/internal/tools/engine"
 	"kvrouter/internal/base/kv"
+	"kvrouter/internal/tools/engine"
 )
 
 // lateEvent is a change of a worker's cache that the index sees later.

@@ -17,9 +17,9 @@ import (
 
 	"github.com/zeebo/xxh3"
 
-	"kvrouter/internal/prompt/hints"
 	"kvrouter/internal/base/jsonlines"
 	"kvrouter/internal/base/kv"
+	"kvrouter/internal/prompt/hints"
 )
 
 // TraceRequest is one request of a trace.

@@ -29,8 +29,8 @@ import (
 	"github.com/chromedp/chromedp"
 	"github.com/tidwall/gjson"
 
-	"kvrouter/internal/testkit"
 	"kvrouter/internal/base/web"
+	"kvrouter/internal/testkit"
 	"kvrouter/test"
 )
 

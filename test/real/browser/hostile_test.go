@@ -11,8 +11,8 @@ import (
 	"testing"
 	"time"
 
-	"kvrouter/internal/testkit"
 	"kvrouter/internal/base/web"
+	"kvrouter/internal/testkit"
 	"kvrouter/test"
 )
 

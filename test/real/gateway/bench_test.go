@@ -20,11 +20,11 @@ import (
 	"testing"
 	"time"
 
+	"kvrouter/internal/base/web"
+	"kvrouter/internal/prompt/tokens"
 	"kvrouter/internal/testkit"
 	"kvrouter/internal/testkit/envoy"
 	"kvrouter/internal/testkit/tokenstest"
-	"kvrouter/internal/prompt/tokens"
-	"kvrouter/internal/base/web"
 	"kvrouter/test"
 	"kvrouter/test/real/peers"
 )

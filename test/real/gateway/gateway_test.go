@@ -20,11 +20,11 @@ import (
 	"time"
 
 	"kvrouter/internal/base/kv"
-	"kvrouter/internal/tools/mocker"
+	"kvrouter/internal/base/web"
 	"kvrouter/internal/serve/selection"
 	"kvrouter/internal/testkit"
 	"kvrouter/internal/testkit/envoy"
-	"kvrouter/internal/base/web"
+	"kvrouter/internal/tools/mocker"
 	"kvrouter/test"
 )
 

@@ -19,11 +19,11 @@ import (
 	"github.com/tidwall/gjson"
 	"k8s.io/apimachinery/pkg/runtime/schema"
 
-	"kvrouter/internal/tools/mocker"
+	"kvrouter/internal/base/web"
 	"kvrouter/internal/serve/selection"
 	"kvrouter/internal/testkit"
 	"kvrouter/internal/testkit/kubernetes"
-	"kvrouter/internal/base/web"
+	"kvrouter/internal/tools/mocker"
 	"kvrouter/test"
 )
 

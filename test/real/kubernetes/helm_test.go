@@ -17,9 +17,9 @@ import (
 	"github.com/tidwall/gjson"
 	"k8s.io/apimachinery/pkg/util/yaml"
 
+	"kvrouter/internal/base/web"
 	"kvrouter/internal/fleet/discovery"
 	"kvrouter/internal/testkit/kubernetes"
-	"kvrouter/internal/base/web"
 	"kvrouter/test/deploy"
 )
 

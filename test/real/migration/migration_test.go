@@ -18,9 +18,9 @@ import (
 
 	"github.com/tidwall/gjson"
 
+	"kvrouter/internal/base/web"
 	"kvrouter/internal/serve/proxy"
 	"kvrouter/internal/testkit"
-	"kvrouter/internal/base/web"
 	"kvrouter/test"
 )
 

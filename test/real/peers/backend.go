@@ -21,10 +21,10 @@ import (
 	"github.com/zeebo/xxh3"
 
 	"kvrouter/internal/base/kv"
+	"kvrouter/internal/prompt/tokens"
 	"kvrouter/internal/testkit"
 	"kvrouter/internal/testkit/eventstest"
 	"kvrouter/internal/testkit/tokenstest"
-	"kvrouter/internal/prompt/tokens"
 )
 
 // blockSize is the block size of the backends in tokens, and Blocks how

@@ -18,8 +18,8 @@ import (
 
 	"github.com/tidwall/gjson"
 
-	"kvrouter/internal/tools/mocker"
 	"kvrouter/internal/testkit"
+	"kvrouter/internal/tools/mocker"
 	"kvrouter/test"
 )
 

@@ -20,10 +20,10 @@ import (
 	"github.com/tidwall/gjson"
 
 	"kvrouter/internal/base/kv"
+	"kvrouter/internal/base/web"
 	"kvrouter/internal/serve/proxy"
 	"kvrouter/internal/serve/selection"
 	"kvrouter/internal/testkit"
-	"kvrouter/internal/base/web"
 	"kvrouter/test"
 )
 

@@ -21,11 +21,11 @@ import (
 	"github.com/tidwall/gjson"
 
 	"kvrouter/internal/base/kv"
+	"kvrouter/internal/base/web"
 	"kvrouter/internal/serve/proxy"
 	"kvrouter/internal/serve/selection"
 	"kvrouter/internal/testkit"
 	"kvrouter/internal/testkit/collector"
-	"kvrouter/internal/base/web"
 	"kvrouter/test"
 )
 

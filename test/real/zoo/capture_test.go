@@ -14,8 +14,8 @@ import (
 	"testing"
 	"time"
 
-	"kvrouter/internal/testkit"
 	"kvrouter/internal/base/zmq"
+	"kvrouter/internal/testkit"
 )
 
 // listener receives an engine's KV events beside the router. Its lines are those of

@@ -19,8 +19,8 @@ import (
 	"github.com/tidwall/gjson"
 
 	"kvrouter/internal/base/kv"
-	"kvrouter/internal/testkit"
 	"kvrouter/internal/base/web"
+	"kvrouter/internal/testkit"
 	"kvrouter/test"
 )
 
