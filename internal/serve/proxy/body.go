@@ -34,6 +34,23 @@ func (e *edits) set(key, raw string) {
 	e.sets = slices.Concat([]jsonbody.Field{{Key: key, Raw: raw}}, e.sets)
 }
 
+// extend adds the members of an object to the value that a member was set to, if it was: the tokens
+// of a continued chat stay beside the source of its blocks.
+func (e *edits) extend(key, object string) (extended bool) {
+	at := slices.IndexFunc(e.sets, func(f jsonbody.Field) bool { return f.Key == key })
+	if at < 0 {
+		return false
+	}
+	var fields []jsonbody.Field
+	for _, value := range []string{object, e.sets[at].Raw} {
+		for _, m := range jsonbody.Members(gjson.Parse(value)) {
+			fields = append(fields, jsonbody.Field{Key: m.Key, Raw: m.Value.Raw})
+		}
+	}
+	e.sets[at].Raw = string(jsonbody.AppendObject(nil, fields))
+	return true
+}
+
 // joinedBody is up to which size the body is written in one part, bytes. Only of a reader that
 // net/http knows for one of memory it sends the beginning together with the headers: other ones
 // cost a write and two buffers of 32 KB more, which is more than a copy of a small body.

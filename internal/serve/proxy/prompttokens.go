@@ -57,7 +57,7 @@ func (p *Proxy) addTokens(u *sending, t *kv.Target, params string) {
 	case u.asTokens:
 		params = withPromptTokens(gjson.Parse(params), u.PromptTokens.ids)
 	}
-	if params != "" {
+	if params != "" && !u.edits.extend("kv_transfer_params", params) {
 		u.edits.add(jsonbody.Field{Key: "kv_transfer_params", Raw: params})
 	}
 }
