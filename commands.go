@@ -123,14 +123,14 @@ func parse(args []string, machine settings.Machine) (command, error) {
 		if config.EngineArgs = engineArgs; passed < 0 {
 			config.EngineArgs = file.EngineArgs(config.Engine)
 		}
-		return config.validate()
+		return file.Explain(config.validate())
 	}
 	switch chosen := ctx.Selected().Target.Addr().Interface().(type) {
 	case *Config:
 		if err := validate(chosen); err != nil {
 			return nil, err
 		}
-		return chosen, chosen.ResolveDefaults(machine)
+		return chosen, file.Explain(chosen.ResolveDefaults(machine))
 	case *DoctorCommand:
 		if err := validate(&chosen.Config); err != nil {
 			return nil, err
@@ -138,7 +138,7 @@ func parse(args []string, machine settings.Machine) (command, error) {
 		chosen.Checks.Unusable = chosen.ResolveDefaults(machine)
 		return chosen, nil
 	case *SimulateCommand:
-		return chosen, chosen.validate()
+		return chosen, file.Explain(chosen.validate())
 	case command:
 		return chosen, nil
 	}

@@ -46,7 +46,7 @@ while [ $# -gt 0 ]; do
     *) die "unknown argument $1 (see --help)" ;;
   esac
 done
-url=${url%/}
+url=${url%/} url=${url%/v1}
 case $tool in genai-perf | aiperf) ;; *) die "--tool $tool: must be genai-perf or aiperf" ;; esac
 command -v curl >/dev/null 2>&1 || die "missing: curl (Debian/Ubuntu: sudo apt install curl; Fedora: sudo dnf install curl)"
 

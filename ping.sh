@@ -30,7 +30,7 @@ while [ $# -gt 0 ]; do
     *) die "unknown argument $1 (see --help)" ;;
   esac
 done
-url=${url%/}
+url=${url%/} url=${url%/v1}
 [[ $max_tokens =~ ^[1-9][0-9]*$ ]] || die "--max-tokens $max_tokens: must be an integer of at least 1"
 for tool in curl python3; do
   command -v "$tool" >/dev/null 2>&1 || die "missing: $tool (Debian/Ubuntu: sudo apt install $tool; macOS: brew install $tool; Fedora: sudo dnf install $tool)"

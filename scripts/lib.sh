@@ -114,9 +114,9 @@ fetch_models() {
   answer=$(curl -sS -m 10 -w '\n%{http_code}' --config <(auth_header "$2") "$1/v1/models" 2>/dev/null) || status=$?
   code=${answer##*$'\n'}
   if [ "$status" -ne 0 ]; then
-    die "no response from $1 (start the router with \`make run\`, or set --url)"
+    die "no response from $1 (start the router, such as with \`make run\`, or set --url)"
   elif [ "$code" != 200 ]; then
-    die "GET $1/v1/models returned HTTP $code$([ "$code" = 401 ] && echo '; set the key with --api-key or KVROUTER_API_KEY')"
+    die "GET $1/v1/models returned HTTP $code$(case $code in 401) echo '; set the key with --api-key or KVROUTER_API_KEY' ;; 404) echo '; is it the OpenAI port of a kvrouter?' ;; esac)"
   fi
   printf '%s\n' "${answer%$'\n'*}"
 }

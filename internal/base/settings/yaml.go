@@ -150,6 +150,9 @@ func (f File) Resolve(_ *kong.Context, _ *kong.Path, flag *kong.Flag) (any, erro
 // Explain adds the file's name to an error about a flag that the file sets, and
 // returns any other error as it is.
 func (f File) Explain(err error) error {
+	if err == nil {
+		return nil
+	}
 	for key := range f.values {
 		if strings.HasPrefix(err.Error(), "--"+key+":") || strings.HasPrefix(err.Error(), "--"+key+" ") {
 			return fmt.Errorf("%w (%s is set in %s)", err, key, f.name)

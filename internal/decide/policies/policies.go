@@ -4,6 +4,7 @@ package policies
 import (
 	"fmt"
 	"slices"
+	"strings"
 
 	"kvrouter/internal/decide/policy"
 	"kvrouter/internal/decide/thompson"
@@ -29,7 +30,7 @@ func New(name string, settings Settings) (policy.Policy, error) {
 	case name == "thompson":
 		return thompson.New(settings.Thompson)
 	case !slices.Contains(Names, name):
-		return nil, fmt.Errorf("unknown policy %q: choose one of %v", name, Names)
+		return nil, fmt.Errorf("unknown policy %q: choose one of %s", name, strings.Join(Names, ", "))
 	}
 	return policy.New(name, settings.Settings)
 }

@@ -7,7 +7,7 @@ package native
 import "errors"
 
 // ErrMissing means that the program was built without the library.
-var ErrMissing = errors.New("this program was built without the native library: run `make setup`, which needs Rust, and build it again")
+var ErrMissing = errors.New("this program was built without the native library: run scripts/build-native.sh, which needs Rust and a C compiler, and build it again")
 
 // linked is the library; nil: the program was built without it.
 var linked Library

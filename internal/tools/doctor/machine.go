@@ -34,8 +34,12 @@ func (c Command) checkMachine(ctx context.Context, s Setup, r *report) {
 	library := encodes()
 	switch {
 	case errors.Is(library, native.ErrMissing):
-		r.note("the native library is not built: workers tokenize the prompts, and there are no simulated workers",
-			"run `make setup`, which needs Rust, and build the router again")
+		const remedy = "run scripts/build-native.sh, which needs Rust and a C compiler, and build the router again"
+		if s.Simulated {
+			r.fail("the native library is not built: --engine mocker needs it", remedy)
+		} else {
+			r.note("the native library is not built: workers tokenize the prompts, and there are no simulated workers", remedy)
+		}
 	case library != nil:
 		r.fail("the native library does not encode: "+library.Error(), "rebuild it: make setup")
 	default:

@@ -59,8 +59,8 @@ func (s Settings) Validate() error {
 	case s.RTTMatrix != "":
 		return errors.New("--rtt-matrix is that of --cells N: give both or neither")
 	case (s.Trace == "") == (s.Synthetic == ""):
-		return errors.New("give either --trace FILE, such as testdata/traces/conversation_trace.jsonl.gz, --synthetic chat or agentic, --grid " +
-			"FILE, or --cells N")
+		return errors.New("give either --trace FILE, such as testdata/traces/conversation_trace.jsonl.gz, --synthetic chat or agentic, " +
+			"or --cells N")
 	case s.Concurrency < 0 || !(s.Speedup >= 0):
 		return errors.New("--concurrency and --speedup cannot be negative")
 	case !(s.EventLag >= 0 && s.EventLag <= longestDelay && s.RoundTrip >= 0 && s.RoundTrip <= longestDelay):
