@@ -157,7 +157,7 @@ func (r *app) run(ctx context.Context) error {
 	}
 	background(fleet, r.page.Run)
 	background(failed, r.models.Run)
-	background(failed, r.teller.Run)
+	background(failed, r.reporter.Run)
 	if r.config.Demo {
 		background(failed, func(ctx context.Context) { demo.Run(ctx, r.demo()) })
 	}
@@ -210,7 +210,7 @@ const selectionEnd = 2 * time.Second
 // finish for --drain-timeout. Started workers live on.
 func (r *app) drain(delay time.Duration) {
 	r.api.Drain()
-	r.teller.Leave()
+	r.reporter.Leave()
 	r.selection.Drain()
 	r.fleet.Drain(r.config.DrainTimeout)
 	for _, port := range r.ports {

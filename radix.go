@@ -39,7 +39,7 @@ func (r *app) recoverIndex(ctx context.Context) {
 		"left_out", recovered.LeftOut)
 }
 
-// book returns a new book of what the workers hold, for the routers above; nil: none is told.
+// book returns a new book of the prefixes that the workers have, for the routers above; nil: none is reported.
 func (c *Config) book() *summary.Book {
 	if !c.Cells.Cell {
 		return nil
@@ -47,12 +47,12 @@ func (c *Config) book() *summary.Book {
 	return summary.NewBook()
 }
 
-// tellRoutersAbove returns what tells the routers above of the default model: the book that exact
+// reportToRoutersAbove returns what reports the default model to the routers above: the book that exact
 // keeps.
-func (r *app) tellRoutersAbove(book *summary.Book, exact *radix.Tree) *cells.Reporter {
+func (r *app) reportToRoutersAbove(book *summary.Book, exact *radix.Tree) *cells.Reporter {
 	deps := cells.Deps{
-		Hello: cells.Hello{Router: r.config.Hop.Name(), Version: settings.Version(), BlockSize: r.config.BlockSize}, Info: r.tellInfo,
-		State: r.tellState, Log: r.log,
+		Hello: cells.Hello{Router: r.config.Hop.Name(), Version: settings.Version(), BlockSize: r.config.BlockSize}, Info: r.cellInfo,
+		State: r.cellState, Log: r.log,
 	}
 	if book != nil {
 		deps.Book, deps.Tidy = book, exact.Tidy
@@ -60,8 +60,8 @@ func (r *app) tellRoutersAbove(book *summary.Book, exact *radix.Tree) *cells.Rep
 	return cells.NewReporter(r.config.Cells, deps)
 }
 
-// tellInfo returns what the router serves.
-func (r *app) tellInfo() (info cells.Info) {
+// cellInfo returns what the router serves.
+func (r *app) cellInfo() (info cells.Info) {
 	for _, t := range r.router.Targets() {
 		for _, name := range t.Models {
 			if !slices.Contains(info.Models, name) {
@@ -87,8 +87,8 @@ func (r *app) tellInfo() (info cells.Info) {
 	return info
 }
 
-// tellState returns how the router is.
-func (r *app) tellState() cells.State {
+// cellState returns how the router is.
+func (r *app) cellState() cells.State {
 	sum := r.router.Sum()
 	waits, up := r.router.Admission.Waits()
 	_, draining := r.api.Ready()

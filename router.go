@@ -68,7 +68,7 @@ type app struct {
 	ports      []*web.Port         // the OpenAI port, the router port and, if it has one, the page's
 	replicas   *replica.Mesh       // nil: none
 	stored     *openai.Stored      // responses
-	teller     *cells.Reporter     // to the routers above
+	reporter   *cells.Reporter     // to the routers above
 	gateway    *extproc.Server     // nil: none
 	below      *relay.Below        // cells with a relay; nil: none
 	traces     *jsonlines.Writer   // of policy thompson; nil: none
@@ -131,8 +131,8 @@ func build(ctx context.Context, config Config, log *slog.Logger) (*app, error) {
 	})
 	r.models = models.New(config.modelSettings(), models.Deps{Router: r.router, Index: r.index, Tokenizer: r.model,
 		TokenizerRefused: r.model == nil && config.Model != "", Ask: r.proxy.Ask, Look: r.fleet.LookForModels, Log: log})
-	r.teller = r.tellRoutersAbove(book, exact)
-	r.telemetry.Register(r.teller.Collector())
+	r.reporter = r.reportToRoutersAbove(book, exact)
+	r.telemetry.Register(r.reporter.Collector())
 	r.tenants = telemetry.NewTenants(r.models.Tenants)
 	r.partitions = selection.NewPartitions(config.ServedModelName, r.models)
 	r.keys, r.bodies = keys.New(config.Keys, config.APIKey), web.NewBodies(config.MaxBodyBytes, config.Bodies.Memory(config.MaxBodyBytes))

@@ -43,7 +43,7 @@ func newLowerRouter(t *testing.T) *lowerRouter {
 
 func (c *lowerRouter) start() {
 	c.t.Helper()
-	teller := cells.NewReporter(cells.Flags{CellInterval: 20 * time.Millisecond, CellRate: 1_000_000}, cells.Deps{
+	reporter := cells.NewReporter(cells.Flags{CellInterval: 20 * time.Millisecond, CellRate: 1_000_000}, cells.Deps{
 		Hello: c.hello, Book: c.book, Log: slog.New(slog.DiscardHandler),
 		Info:  func() cells.Info { return cells.Info{Models: []string{"m"}} },
 		State: func() cells.State { return cells.State{Ready: c.ready.Load(), Workers: 4, Blocks: 1000, Running: 2} },
@@ -59,14 +59,14 @@ func (c *lowerRouter) start() {
 			w.WriteHeader(http.StatusUnauthorized)
 			return
 		}
-		teller.ServeHTTP(w, r)
+		reporter.ServeHTTP(w, r)
 	})
 	c.server = &http.Server{Handler: mux}
 	ctx, end := context.WithCancel(context.Background())
 	c.end, c.ended = end, make(chan struct{})
 	go func() {
 		defer close(c.ended)
-		teller.Run(ctx)
+		reporter.Run(ctx)
 	}()
 	go func() { _ = c.server.Serve(listener) }()
 }

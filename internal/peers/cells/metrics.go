@@ -11,7 +11,7 @@ import (
 func (t *Reporter) Collector() prometheus.Collector {
 	var set metrics.Set
 	readers := set.Gauge("kvrouter_cell_readers", "Routers above that follow this one.")
-	sent := set.Counter("kvrouter_cell_told_bytes_total", "Bytes of the summary of cached blocks sent to routers above.")
+	sent := set.Counter("kvrouter_cell_sent_bytes_total", "Bytes of the summary of cached blocks sent to routers above.")
 	snapshots := set.Counter("kvrouter_cell_snapshots_total", "Whole summaries sent to routers above that join, or have missed too much.")
 	held := set.Gauge("kvrouter_cell_prefixes", "Prefixes cached by a worker, by state: listed in the summary, omitted (summary full).",
 		"state")

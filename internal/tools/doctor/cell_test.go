@@ -18,17 +18,17 @@ import (
 
 func TestWhatIsFoundOfARouterBelow(t *testing.T) {
 	serve := func(size int, book *summary.Book, ready bool) string {
-		teller := cells.NewReporter(testkit.Defaults[cells.Flags](), cells.Deps{
+		reporter := cells.NewReporter(testkit.Defaults[cells.Flags](), cells.Deps{
 			Hello: cells.Hello{Router: "kvrouter-1", Version: "1.2", BlockSize: size}, Book: book, Log: slog.New(slog.DiscardHandler),
 			Info:  func() cells.Info { return cells.Info{Models: []string{"m"}} },
 			State: func() cells.State { return cells.State{Ready: ready, Workers: 4} },
 		})
 		mux := http.NewServeMux()
 		mux.HandleFunc("GET /health", func(http.ResponseWriter, *http.Request) {})
-		mux.Handle("GET /cell", teller)
+		mux.Handle("GET /cell", reporter)
 		server := httptest.NewServer(mux)
 		t.Cleanup(func() {
-			teller.Leave()
+			reporter.Leave()
 			server.Close()
 		})
 		return server.URL
