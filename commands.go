@@ -160,15 +160,21 @@ func checkCommand(app *kong.Application, args []string) error {
 	return nil
 }
 
-// plain returns an error of kong without the name of the command before it.
+// plain returns an error of kong without the name of the command before it, and says where flags
+// of the engine go.
 func plain(err error) error {
 	var parsing *kong.ParseError
-	if errors.As(err, &parsing) && parsing.Context != nil && parsing.Context.Selected() != nil {
-		if text, named := strings.CutPrefix(err.Error(), parsing.Context.Selected().Path()+": "); named {
-			return errors.New(text)
-		}
+	if !errors.As(err, &parsing) || parsing.Context == nil {
+		return err
 	}
-	return err
+	text, selected := err.Error(), parsing.Context.Selected()
+	if selected != nil {
+		text = strings.TrimPrefix(text, selected.Path()+": ")
+	}
+	if strings.HasPrefix(text, "unknown flag --") && (selected == nil || selected.Name == "serve") {
+		text += " (flags of the engine go after --)"
+	}
+	return errors.New(text)
 }
 
 // readFile reads the file that --config of the chosen command names. Its keys are the

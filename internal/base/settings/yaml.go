@@ -72,8 +72,8 @@ func ReadConfigFile(name string, flags []*kong.Flag) (File, error) {
 	for _, entry := range entries {
 		key := fmt.Sprint(entry.Key)
 		flag := strings.ReplaceAll(key, "_", "-")
-		if nearest := NearestName(flag, known); nearest != flag {
-			return file, fmt.Errorf("--config %s: unknown key %q; did you mean %q?", name, key, nearest)
+		if !slices.Contains(known, flag) {
+			return file, fmt.Errorf("--config %s: %w", name, UnknownKey(key, known))
 		}
 		if _, twice := file.values[flag]; twice {
 			return file, fmt.Errorf("--config %s: %s is set twice", name, flag)
@@ -161,10 +161,14 @@ func (f File) Explain(err error) error {
 	return err
 }
 
-// NearestName returns the known name, of which there is one at least, with the smallest
-// edit distance to name.
-func NearestName(name string, known []string) string {
-	return slices.MinFunc(known, func(a, b string) int { return cmp.Compare(editDistance(name, a), editDistance(name, b)) })
+// UnknownKey returns the error about a key that is not among known, of which there is one at
+// least. It names the nearest known one if a third of the letters differ at most.
+func UnknownKey(key string, known []string) error {
+	nearest := slices.MinFunc(known, func(a, b string) int { return cmp.Compare(editDistance(key, a), editDistance(key, b)) })
+	if editDistance(key, nearest) > max(2, len(key)/3) {
+		return fmt.Errorf("unknown key %q", key)
+	}
+	return fmt.Errorf("unknown key %q; did you mean %q?", key, nearest)
 }
 
 // editDistance is Levenshtein's: letters inserted, deleted or replaced.

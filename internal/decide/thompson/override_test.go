@@ -94,7 +94,7 @@ func TestFlagErrorsNameTheFlag(t *testing.T) {
 		"--thompson.override affinity.base=-1: affinity.base -1":                 {ThompsonOverride: []string{"affinity.base=-1"}},
 		"fixes best: \"best\" is none of":                                        {ThompsonOverride: []string{"fixes=best"}},
 		"--thompson.override lints.v: give KEY=VALUE":                            {ThompsonOverride: []string{"lints.v"}},
-		`--thompson.override lint.v=1: unknown key "lint.v"; the nearest`:        {ThompsonOverride: []string{"lint.v=1"}},
+		`--thompson.override lint.v=1: unknown key "lint.v"; did you mean`:       {ThompsonOverride: []string{"lint.v=1"}},
 		"--thompson.override lints.v=much: lints.v: much is not a number":        {ThompsonOverride: []string{"lints.v=much"}},
 		"--thompson.override lints.v=NaN: lints.v NaN":                           {ThompsonOverride: []string{"lints.v=NaN"}},
 		"--thompson.override debug.traces_enabled=2: debug.traces_enabled: give": {ThompsonOverride: []string{"debug.traces_enabled=2"}},

@@ -307,7 +307,7 @@ func (c *parameters) find(keys []parameter, name string) (parameter, error) {
 		for _, k := range keys {
 			names = append(names, k.name)
 		}
-		return parameter{}, fmt.Errorf("unknown key %q; the nearest known one is %q", name, settings.NearestName(name, names))
+		return parameter{}, settings.UnknownKey(name, names)
 	}
 	c.kvLoadGiven = c.kvLoadGiven || strings.HasPrefix(name, "kv_load.")
 	return keys[i], nil

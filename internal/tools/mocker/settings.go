@@ -85,8 +85,8 @@ func (f Flags) Settings() (s Settings, err error) {
 			if key = strings.TrimSpace(key); !is {
 				return s, fmt.Errorf("--mock %s: give KEY=VALUE, such as num-gpu-blocks=4096", pair)
 			}
-			if nearest := settings.NearestName(key, keys); nearest != key {
-				return s, fmt.Errorf("--mock %s: unknown key %q; did you mean %q?", pair, key, nearest)
+			if !slices.Contains(keys, key) {
+				return s, fmt.Errorf("--mock %s: %w (docs/mock-workers.md lists the keys)", pair, settings.UnknownKey(key, keys))
 			}
 			arguments = slices.DeleteFunc(arguments, func(earlier string) bool { return strings.HasPrefix(earlier, "--"+key+"=") })
 			arguments = append(arguments, "--"+key+"="+value)
