@@ -149,7 +149,7 @@ func (c *Config) setup() doctor.Setup {
 		attached[i] = w.Server
 	}
 	return doctor.Setup{
-		Engine: engine, Starts: starts, Attached: c.Engine == EngineNone, Simulated: c.Engine == EngineMocker,
+		Engine: engine, Starts: starts, Attached: c.Engine == EngineNone,
 		Settings: c.engineSettings(), Ports: c.ports(), BlockSize: c.BlockSize, KVEvents: c.KVEvents(),
 		Workers: attached, Key: cmp.Or(c.WorkerKey, kv.Secret(engine.Key(c.EngineArgs))), TLS: c.WorkerTLS,
 		ModelsDir: c.Models.ModelsDir, Opening: tokens.Opening{Limits: c.Models.Limits}, SendTokens: c.Models.SendTokens == models.SendAuto,

@@ -18,6 +18,18 @@ import sys
 import time
 import tomllib
 
+
+def busiest(balance):
+    """Returns the busy time of the busiest worker over that of the mean one."""
+    times = [worker["busy"] for worker in balance]
+    return max(times) * len(times) / sum(times)
+
+
+def lost_share(report):
+    lost = sum(report.get("lost", {}).values())
+    return lost / (lost + report["requests"]) if lost else 0.0
+
+
 # Columns: name in the CSV file, title of the tables (None: not shown), format, value in a report.
 COLUMNS = [
     ("requests", None, "", lambda r: r["requests"]),
@@ -29,7 +41,7 @@ COLUMNS = [
     ("e2e_p99_ms", "p99", ".0f", lambda r: r["end_to_end_ms"]["p99"]),
     ("output_tokens_per_s", "out tok/s", ".0f", lambda r: r["output_tokens_per_s"]),
     ("busiest_to_mean_worker", "busiest / mean worker", ".2f", lambda r: busiest(r["balance"])),
-    ("lost_share", "lost", ".4f", lambda r: lost_share(r)),
+    ("lost_share", "lost", ".4f", lost_share),
 ]
 NAMES = [name for name, *_ in COLUMNS] + ["seconds"]  # seconds: the time of the run
 COMPARED = {"ttft_mean_ms": "ttft", "e2e_mean_ms": "end-to-end"}  # column: its limit's key in the file
@@ -57,17 +69,6 @@ AGENTS = {
 
 class Wrong(Exception):
     """A file or an argument that cannot be used."""
-
-
-def busiest(balance):
-    """Returns the busy time of the busiest worker over that of the mean one."""
-    times = [worker["busy"] for worker in balance]
-    return max(times) * len(times) / sum(times)
-
-
-def lost_share(report):
-    lost = sum(report.get("lost", {}).values())
-    return lost / (lost + report["requests"]) if lost else 0.0
 
 
 class Load:

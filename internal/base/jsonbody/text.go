@@ -60,6 +60,19 @@ func members(object string) (out []Member, repeats bool) {
 	return out, repeats
 }
 
+// Fields returns the members of an object as fields.
+func Fields(object gjson.Result) (fields []Field) {
+	for _, m := range Members(object) {
+		fields = append(fields, Field{Key: m.Key, Raw: m.Value.Raw})
+	}
+	return fields
+}
+
+// Merge returns an object, replaced or extended by the fields of over.
+func Merge(object gjson.Result, over ...Field) []byte {
+	return AppendObject(nil, MergeFields(Fields(object), over))
+}
+
 // MergeFields returns the fields of base, replaced or extended by those of over.
 func MergeFields(base, over []Field) []Field {
 	out := slices.Clone(base)

@@ -41,13 +41,8 @@ func (e *edits) extend(key, object string) (extended bool) {
 	if at < 0 {
 		return false
 	}
-	var fields []jsonbody.Field
-	for _, value := range []string{object, e.sets[at].Raw} {
-		for _, m := range jsonbody.Members(gjson.Parse(value)) {
-			fields = append(fields, jsonbody.Field{Key: m.Key, Raw: m.Value.Raw})
-		}
-	}
-	e.sets[at].Raw = string(jsonbody.AppendObject(nil, fields))
+	set := jsonbody.Fields(gjson.Parse(e.sets[at].Raw))
+	e.sets[at].Raw = jsonbody.View(jsonbody.Merge(gjson.Parse(object), set...))
 	return true
 }
 
@@ -152,11 +147,7 @@ func needsUsage(body *jsonbody.Body) bool {
 
 // askUsage returns stream_options with a request for usage.
 func askUsage(options gjson.Result) []byte {
-	var fields []jsonbody.Field
-	for _, m := range jsonbody.Members(options) {
-		fields = append(fields, jsonbody.Field{Key: m.Key, Raw: m.Value.Raw})
-	}
-	return jsonbody.AppendObject(nil, jsonbody.MergeFields(fields, []jsonbody.Field{{Key: "include_usage", Raw: "true"}}))
+	return jsonbody.Merge(options, jsonbody.Field{Key: "include_usage", Raw: "true"})
 }
 
 // edit adds to the request what its worker needs.

@@ -77,12 +77,7 @@ func (p *Proxy) forPrefill(u *sending, t *kv.Target, params string) {
 // withPromptTokens returns a chat's kv_transfer_params with the tokens of its prompt, by which
 // vLLM replaces its messages.
 func withPromptTokens(params gjson.Result, lists ...[]uint32) string {
-	var fields []jsonbody.Field
-	for _, m := range jsonbody.Members(params) {
-		fields = append(fields, jsonbody.Field{Key: m.Key, Raw: m.Value.Raw})
-	}
-	fields = jsonbody.MergeFields(fields, []jsonbody.Field{{Key: "prompt_token_ids", Raw: tokenList(lists...)}})
-	return jsonbody.View(jsonbody.AppendObject(nil, fields))
+	return jsonbody.View(jsonbody.Merge(params, jsonbody.Field{Key: "prompt_token_ids", Raw: tokenList(lists...)}))
 }
 
 // tokenList returns token ids as a JSON list.

@@ -29,12 +29,11 @@ type Command struct {
 
 // Setup is the configuration with which the router would start.
 type Setup struct {
-	Engine    process.Engine   // whose workers are started
-	Starts    bool             // Engine is used
-	Attached  bool             // the router starts no workers
-	Simulated bool             // workers are simulated in this process
-	Settings  process.Settings // of started workers
-	Ports     []settings.PortUse
+	Engine   process.Engine   // whose workers are started
+	Starts   bool             // Engine is used
+	Attached bool             // the router starts no workers; neither Starts nor Attached: it simulates them
+	Settings process.Settings // of started workers
+	Ports    []settings.PortUse
 
 	ModelsDir string         // folders of further models; empty: none
 	Opening   tokens.Opening // of their tokenizers and that of --model, but for the name and Python

@@ -35,7 +35,7 @@ func (c Command) checkMachine(ctx context.Context, s Setup, r *report) {
 	switch {
 	case errors.Is(library, native.ErrMissing):
 		const remedy = "run scripts/build-native.sh, which needs Rust and a C compiler, and build the router again"
-		if s.Simulated {
+		if !s.Starts && !s.Attached {
 			r.fail("the native library is not built: --engine mocker needs it", remedy)
 		} else {
 			r.note("the native library is not built: workers tokenize the prompts, and there are no simulated workers", remedy)
