@@ -34,6 +34,7 @@ type Booking struct {
 	answeredWhole bool           // its first token is not reported
 	asks          Work
 	leg           kv.Leg
+	moves         bool             // its request's session moves to its worker with the pair
 	lora          string           // adapter; empty: none
 	adapters      *policy.Adapters // those of the worker's incarnation, if it has one
 	adapter       policy.AdapterState

@@ -88,6 +88,7 @@ func (r *Router) RoutePair(ctx context.Context, request Request, rule PairRule) 
 		if pair.Prefill, err = r.place(ctx, &prefill, looked); err == nil {
 			decode := p.decodeLeg(pair.Prefill.Target)
 			if pair.Decode, err = r.place(ctx, &decode, Decision{}); err == nil {
+				pair.moveSession(&prefill)
 				return pair, nil
 			}
 			pair.End()

@@ -409,7 +409,7 @@ func (r *Router) choose(p *prompt, d *Decision, now time.Time) {
 		return
 	}
 	d.Booking = r.book(p, chosen, now)
-	d.Booking.decision = query.Decision
+	d.Booking.decision, d.Booking.moves = query.Decision, p.movesLater()
 	d.Sequence = d.Booking.sequence
 }
 

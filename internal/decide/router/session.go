@@ -243,11 +243,32 @@ func (r *Router) sessionGoes(p *prompt, target *kv.Target, now time.Time) string
 	return SessionMoved
 }
 
-// noteSession remembers where p's session is.
+// noteSession remembers where p's session is. One that leaves the worker of its prompts stays
+// there until that request has a worker for its answer, too: see Pair.moveSession.
 func (r *Router) noteSession(p *prompt, target *kv.Target, now time.Time) {
+	if p.sessionGoes != "" && !p.movesLater() {
+		r.putSession(p, target, now)
+	}
+}
+
+// movesLater reports whether p's session moves once its request has a worker for the answer.
+func (p *prompt) movesLater() bool {
+	return p.sessionGoes == SessionMoved && p.Leg == kv.LegPrefill && !p.ChooseOnly
+}
+
+// moveSession does what noteSession has left for p, the pair's prefill leg.
+func (pair *Pair) moveSession(p *prompt) {
+	if b := pair.Prefill.Booking; b != nil && b.moves {
+		b.locked(func(r *Router, now time.Time) {
+			p.sessionGoes = SessionMoved
+			r.putSession(p, &pair.Prefill.Target, now)
+		})
+	}
+}
+
+// putSession remembers that p's session is on target, counts that and sends it to the others.
+func (r *Router) putSession(p *prompt, target *kv.Target, now time.Time) {
 	switch p.sessionGoes {
-	case "":
-		return
 	case SessionNew:
 		r.sessions.counts.New++
 	case SessionKept:

@@ -1,6 +1,7 @@
 package router
 
 import (
+	"errors"
 	"fmt"
 	"slices"
 	"testing"
@@ -283,6 +284,44 @@ func TestASessionHasAWorkerForEachLeg(t *testing.T) {
 		t.Errorf("a whole request went to %d, answers come from %d", got, first[1])
 	}
 	expectSessions(t, r, 2, SessionCounts{New: 2, Kept: 7})
+}
+
+// TestASessionStaysWherePairsFail: a prefill worker that gets no prompt because there is no
+// worker for the answer has nothing of the session.
+func TestASessionStaysWherePairsFail(t *testing.T) {
+	r, clock := newSessionRouter(t, 0, nil)
+	for i, role := range []kv.Role{kv.RolePrefill, kv.RolePrefill, kv.RoleDecode} {
+		r.Up(kv.Target{Key: kv.WorkerKey{Worker: uint64(i)}, Disagg: kv.Disagg{Role: role, Kind: kv.KindNIXL}})
+	}
+	ask := func(exclude ...uint64) (Pair, error) {
+		return r.RoutePair(t.Context(), Request{Session: 5, NumTokens: 100, Exclude: exclude}, PairRule{})
+	}
+	first, err := ask()
+	if err != nil {
+		t.Fatal(err)
+	}
+	home := first.Prefill.Target.Key.Worker
+	first.Prefill.Booking.End()
+	first.Decode.Booking.Press(time.Minute)
+	if pair, err := ask(home); !errors.Is(err, ErrNoWorker) {
+		t.Fatalf("%+v, %v", pair, err)
+	}
+	expectSessions(t, r, 2, SessionCounts{New: 2})
+	clock.Advance(2 * time.Minute)
+	for _, step := range []struct {
+		exclude []uint64
+		want    uint64
+	}{{nil, home}, {[]uint64{home}, 1 - home}, {nil, 1 - home}} {
+		pair, err := ask(step.exclude...)
+		if err != nil {
+			t.Fatal(err)
+		}
+		pair.End()
+		if got := pair.Prefill.Target.Key.Worker; got != step.want {
+			t.Errorf("without %v its prompt went to %d, want %d", step.exclude, got, step.want)
+		}
+	}
+	expectSessions(t, r, 2, SessionCounts{New: 2, Kept: 5, Moved: 1})
 }
 
 func TestSessionSettingsAreChecked(t *testing.T) {
