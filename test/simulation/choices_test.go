@@ -99,6 +99,7 @@ func (c *client) RoutePair(exclude []uint64, why string) (router.Pair, error) {
 	pair, err := c.node.router.RoutePair(c.ctx, request, router.PairRule{LeastUncached: c.world.setup.LeastUncached, Whole: why, Enforce: c.world.setup.Enforce})
 	if err != nil {
 		c.pairs(false)
+		c.unpaired()
 		return pair, err
 	}
 	if pair.Whole != "" {

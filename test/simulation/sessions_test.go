@@ -15,6 +15,7 @@ type home struct {
 	worker      *worker
 	generation  int
 	since, used time.Time
+	unsure      bool // it may have moved since
 }
 
 // homeOf names the place of a session for a leg.
@@ -82,26 +83,46 @@ func (c *client) settled(seen calmness, leg kv.Leg, exclude []uint64, d router.D
 	to := w.workers[d.Target.Key.Worker]
 	n.mu.Lock()
 	defer n.mu.Unlock()
+	calm := seen.well && after.well && !now.After(seen.at) // else it may be a trial, which takes no session along
 	was, known := n.homes[name]
+	stays := known && was.worker == to && was.generation == d.Target.Generation
 	switch {
-	case !seen.well || !after.well || now.After(seen.at): // it may be a trial, which takes no session along
-		delete(n.homes, name)
-	case known && was.worker == to && was.generation == d.Target.Generation:
+	case known && !calm:
+		was.unsure = was.unsure || !stays
+		n.homes[name] = was
+	case stays && !was.unsure:
 		was.used = now
 		n.homes[name] = was
 	default:
-		if known && w.setup.SessionLimit > legs*w.setup.Sessions && now.Sub(was.used) < w.setup.SessionTTL && was.worker.role.Takes(leg) &&
+		if known && !was.unsure && w.setup.SessionLimit > legs*w.setup.Sessions && now.Sub(was.used) < w.setup.SessionTTL && was.worker.role.Takes(leg) &&
 			!slices.Contains(exclude, was.worker.id) && !slices.Contains(seen.spotted, was.worker.id) &&
 			n.router.IsUp(kv.Target{Key: was.worker.key(), Generation: was.generation}) && !w.moved(n, name, was) {
 			w.fail("%s: session %s goes from worker %d to %d, although that is well and no other router has moved it", n.host, name, was.worker.id, to.id)
 		}
 		since := now
-		if w.hadThere(n, name, to) { // it may be that router's binding, and a later one on its way
+		switch {
+		case was.unsure: // it may have been here for as long, and a later binding be on its way
+			since = was.since
+		case w.hadThere(n, name, to): // it may be that router's binding
 			since = time.Time{}
 		}
-		n.homes[name] = home{to, d.Target.Generation, since, now}
+		n.homes[name] = home{worker: to, generation: d.Target.Generation, since: since, used: now, unsure: !calm}
 	}
 	w.bind(n, name, to, now)
+}
+
+// unpaired is called where a request got no pair. A session without a place may have one since, at
+// the prefill worker.
+func (c *client) unpaired() {
+	if c.session == "" {
+		return
+	}
+	n, now, name := c.node, time.Now(), homeOf(c.session, kv.LegPrefill)
+	n.mu.Lock()
+	defer n.mu.Unlock()
+	if was, known := n.homes[name]; !known || now.Sub(was.used) >= c.world.setup.SessionTTL {
+		n.homes[name] = home{since: now, used: now, unsure: true}
+	}
 }
 
 // binding is a session that a router has had on a worker.
