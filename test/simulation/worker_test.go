@@ -274,8 +274,13 @@ func (w *worker) reset() {
 	}
 }
 
-// touch has the engine compute a prompt without a client, so that it publishes events.
+// touch has the engine compute a prompt without a client, so that it publishes events. One that
+// caches nothing publishes only that its cache is emptied.
 func (w *worker) touch(p *prompt) {
+	if w.caching() == engine.CacheNothing {
+		w.reset()
+		return
+	}
 	w.mu.Lock()
 	defer w.mu.Unlock()
 	if w.up {
