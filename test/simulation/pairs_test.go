@@ -60,6 +60,26 @@ func (w *worker) leg(q *ask, name string) (leg kv.Leg, id, from string) {
 	return kv.LegDecode, id, host + "/transfer?" + query.Encode()
 }
 
+// passedOver reports whether no request needs worker i at n, so that none is its trial: a prefill
+// worker computes every prompt of which not nearly all is cached.
+func (w *world) passedOver(n *node, i int) bool {
+	if w.setup.Kind == kv.KindNone || w.setup.Roles[i] != kv.RoleBoth {
+		return false
+	}
+	for _, p := range w.prompts[:prompts] {
+		most := 0
+		for _, m := range n.tree.Match(p.local, len(p.local), kv.AllParts, nil) {
+			if w.setup.Roles[m.Worker.Worker] == kv.RoleBoth {
+				most = max(most, min(m.Blocks, (p.length-1)/blockSize))
+			}
+		}
+		if p.length-most*blockSize < w.setup.LeastUncached {
+			return false
+		}
+	}
+	return true
+}
+
 // judgeLeg holds a request that has come against what its client has sent and against the
 // worker's role.
 func (w *worker) judgeLeg(id string, body []byte, q *ask, leg kv.Leg) {

@@ -494,7 +494,7 @@ func (w *world) unwell() string {
 	for _, n := range w.nodes {
 		list, _ := n.router.Health.Records()
 		for _, record := range list {
-			if record.State != health.StateIn && !w.passedOver(int(record.Worker.Worker)) {
+			if record.State != health.StateIn && !w.passedOver(n, int(record.Worker.Worker)) {
 				return fmt.Sprintf("%s has worker %d as %s: %s", n.host, record.Worker.Worker, record.State, record.Why)
 			}
 		}
@@ -506,12 +506,6 @@ func (w *world) unwell() string {
 		}
 	}
 	return w.owners()
-}
-
-// passedOver reports whether no request needs worker i, so that none is its trial: every
-// prompt is computed by a prefill worker.
-func (w *world) passedOver(i int) bool {
-	return w.setup.Kind != kv.KindNone && w.setup.LeastUncached == 0 && w.setup.Roles[i] == kv.RoleBoth
 }
 
 // restless describes load or work that is left although nothing is in flight; empty: none.
