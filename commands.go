@@ -270,8 +270,10 @@ func (c *SimulateCommand) Run() error {
 
 // routing returns the settings of the router, with the defaults of those that are not
 // simulated.
-func (c *SimulateCommand) routing() router.Settings {
-	all := settings.Defaults[router.Settings]()
+func (c *SimulateCommand) routing() (all router.Settings) {
+	if err := kong.ApplyDefaults(&all); err != nil {
+		panic(err) // the tags are wrong
+	}
 	all.SchedulingSettings = c.Routing
 	return all
 }

@@ -6,18 +6,6 @@ import (
 	"github.com/alecthomas/kong"
 )
 
-// Defaults returns the settings of type T with the defaults of its flags.
-func Defaults[T any]() (settings T) {
-	parser, err := kong.New(&settings, kong.NoDefaultHelp())
-	if err == nil {
-		_, err = parser.Parse(nil)
-	}
-	if err != nil {
-		panic(err) // the tags are wrong
-	}
-	return settings
-}
-
 // Environment names the environment variable of each flag: prefix_ and the flag in
 // capitals, with _ for - and dots.
 func Environment(prefix string) kong.Option {
