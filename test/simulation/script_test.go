@@ -262,8 +262,9 @@ func newScript(s *setup, random *rand.Rand) (script []step) {
 // answer, and touches the number of prompts that make workers publish.
 const prompts, answer, touches = 12, 9, 24
 
-// newPrompts draws prompts, many with common prefixes.
-func newPrompts(random *rand.Rand) (list []*prompt) {
+// newPrompts draws prompts, many with common prefixes. With its answer, each fits in a cache of that
+// many blocks.
+func newPrompts(random *rand.Rand, blocks int) (list []*prompt) {
 	for i := range prompts + touches {
 		p := &prompt{}
 		if i < prompts && i > 0 && random.Float64() < 0.7 {
@@ -277,7 +278,8 @@ func newPrompts(random *rand.Rand) (list []*prompt) {
 		for range more {
 			p.tokens = append(p.tokens, random.Uint32())
 		}
-		p.length = len(p.tokens)
+		p.length = min(len(p.tokens), blocks*blockSize-answer)
+		p.tokens = p.tokens[:p.length]
 		for range answer {
 			p.tokens = append(p.tokens, random.Uint32())
 		}

@@ -80,7 +80,7 @@ func (c *counts) add(o counts) {
 // newWorld returns the world of a scenario.
 func newWorld(s *scenario, d *defaults) *world {
 	w := &world{seed: s.Seed, setup: &s.Setup, losses: &s.Setup.Losses, defaults: d, clients: map[string]*client{}, known: map[uint64]known{}, bound: map[binding]time.Time{}}
-	w.prompts = newPrompts(rand.New(rand.NewPCG(s.Seed, 1)))
+	w.prompts = newPrompts(rand.New(rand.NewPCG(s.Seed, 1)), s.Setup.Blocks)
 	for _, p := range w.prompts {
 		for i, b := range p.blocks {
 			at := known{local: b.Local, hasParent: i > 0}
