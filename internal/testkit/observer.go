@@ -21,9 +21,6 @@ func (SilentObserver) Hedged(string) {}
 // RetryDenied does nothing.
 func (SilentObserver) RetryDenied(string) {}
 
-// EngineFailed does nothing.
-func (SilentObserver) EngineFailed() {}
-
 // InterToken does nothing.
 func (SilentObserver) InterToken(string, time.Duration, int) {}
 

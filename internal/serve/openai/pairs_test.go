@@ -21,7 +21,6 @@ import (
 	"kvrouter/internal/serve/proxy"
 	"kvrouter/internal/testkit"
 	"kvrouter/internal/testkit/nativetest"
-	"kvrouter/internal/testkit/policytest"
 	"kvrouter/internal/testkit/routertest"
 	"kvrouter/internal/tools/mocker"
 )
@@ -39,7 +38,7 @@ type pairAPI struct {
 
 // newTestPairAPI starts the router and its workers. broken prefill workers, the first ones,
 // answer nothing but 500.
-func newTestPairAPI(t testing.TB, config setup, kind kv.Kind, prefills, decodes, broken int, options ...routertest.Option) *pairAPI {
+func newTestPairAPI(t testing.TB, config setup, kind kv.Kind, prefills, decodes, broken int) *pairAPI {
 	t.Helper()
 	nativetest.Library(t)
 	model, err := builtinModel()
@@ -81,7 +80,7 @@ func newTestPairAPI(t testing.TB, config setup, kind kv.Kind, prefills, decodes,
 			io.WriteString(w, `{"choices":[{"message":{"content":"hi"},"finish_reason":"stop"}]}`)
 		})
 	}
-	h.testAPI = newTestAPIWith(t, routertest.New(t, "round-robin", 0, options...), config, model, targets...)
+	h.testAPI = newTestAPIWith(t, routertest.New(t, "round-robin", 0), config, model, targets...)
 	return h
 }
 
@@ -118,7 +117,7 @@ func TestBothLegsServeARequest(t *testing.T) {
 
 // TestFailedPrefillLegsAreCounted: the decode worker computes the prompt.
 func TestFailedPrefillLegsAreCounted(t *testing.T) {
-	h := newTestPairAPI(t, setup{}, kv.KindNIXL, 1, 1, 1, routertest.WithPolicy(policytest.MustPolicy(t, "thompson")))
+	h := newTestPairAPI(t, setup{}, kv.KindNIXL, 1, 1, 1)
 	if response, answer := h.post(t, testkit.ChatPath, sharedChat(false)); response.StatusCode != http.StatusOK {
 		t.Errorf("%s: %s", response.Status, answer)
 	}
@@ -126,7 +125,6 @@ func TestFailedPrefillLegsAreCounted(t *testing.T) {
 		`kvrouter_disagg_requests_total{kind="nixl",result="prefill_failed"}`: 1,
 		`kvrouter_disagg_requests_total{kind="none",result="prefill"}`:        1,
 		`kvrouter_retries_total{worker_id="0"}`:                               1,
-		`thompson_processor_engine_errors_total`:                              1,
 	})
 }
 

@@ -208,7 +208,6 @@ func (p *Proxy) served(u *sending, x *Exchange, address string) {
 		if decision, err := u.chooser.Rebook(x.Decision, other.Key); err == nil {
 			refused.FailAs(health.Refused, "the gateway could not reach it")
 			p.failed(refused.Worker().Worker)
-			p.observer.EngineFailed()
 			x.Decision, x.Worker = decision, p.names.Label(other.Key.Worker)
 		}
 		return

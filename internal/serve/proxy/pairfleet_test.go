@@ -335,8 +335,6 @@ func (c *tally) count(what ...any) {
 
 func (c *tally) Retried(worker uint64) { c.count("retried", worker) }
 
-func (c *tally) EngineFailed() { c.count("engine failed") }
-
 func (c *tally) StayedWhole(why string) { c.count("whole", why) }
 
 func (c *tally) Prefilled(kind kv.Kind, _ time.Duration) { c.count(kind, "prefill") }

@@ -81,7 +81,6 @@ func (p *Proxy) share(ctx context.Context, w http.ResponseWriter, u *sending, x 
 	if err != nil {
 		if ctx.Err() == nil {
 			pair.Prefill.Booking.FailAs(health.Refused, err.Error())
-			p.observer.EngineFailed()
 		}
 	} else if l.kind == kv.KindSGLang {
 		err = p.concurrent(ctx, w, l, x, retry)

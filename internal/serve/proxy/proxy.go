@@ -181,8 +181,6 @@ type Observer interface {
 	Hedged(result string)
 	// Migrated counts a stream whose worker failed during the answer, by result.
 	Migrated(result string)
-	// EngineFailed counts an attempt that failed on a worker.
-	EngineFailed()
 	// InterToken records the gap between two chunks of tokens.
 	InterToken(worker string, gap time.Duration, tokens int)
 	// StayedWhole counts an aggregated request by reason.

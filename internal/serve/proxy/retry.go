@@ -187,7 +187,6 @@ func (p *Proxy) blame(b *router.Booking, x *Exchange, e *workerError) {
 	default:
 		e.out = b.FailAs(e.kind, e.err.Error())
 	}
-	p.observer.EngineFailed()
 }
 
 // tries are the attempts at one request.
@@ -345,7 +344,6 @@ func (p *Proxy) finished(u *sending, x *Exchange) {
 			kind = health.Status
 		}
 		b.FailAs(kind, fmt.Sprintf("its answer, with status %d, reports a failure", x.Status))
-		p.observer.EngineFailed()
 	case x.Ending == policy.Finished:
 		switch {
 		case u.CachedTokensMislead, u.decodes:

@@ -71,7 +71,6 @@ func (m *dynamoMetrics) decided(d router.Decision) {
 // refused counts a request that no worker could take because of err. model is a served
 // model or empty.
 func (t *Metrics) refused(model, route string, err error) {
-	t.thompson.refused()
 	switch {
 	case errors.Is(err, router.ErrQueueFull):
 		t.dynamo.backpressure.WithLabelValues("full").Inc()

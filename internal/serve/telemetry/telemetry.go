@@ -33,7 +33,6 @@ type Metrics struct {
 	exemplars bool
 	dynamo    *dynamoMetrics
 	disagg    *disaggMetrics
-	thompson  *thompsonMetrics // nil: another policy
 
 	requests        *prometheus.CounterVec
 	duration        *prometheus.HistogramVec
@@ -154,7 +153,6 @@ func New(deps Deps) *Metrics {
 	t.dynamo = newDynamoMetrics(register)
 	t.disagg = newDisaggMetrics(register)
 	if deps.Thompson != nil && thompson.With(deps.Thompson.WithPolicy, func(*thompson.Policy) {}) {
-		t.thompson = newThompsonMetrics(register)
 		t.Register(thompsonCollector(deps.Thompson, deps.Fleet, t.hasOwn))
 	}
 	t.Register(collectors.NewGoCollector(), collectors.NewProcessCollector(collectors.ProcessCollectorOpts{}))
@@ -199,15 +197,11 @@ func (t *Metrics) hasOwn(worker string, workers int) bool {
 // perWorker lists the metrics with the label worker_id: their series stay until they
 // are deleted.
 func (t *Metrics) perWorker() []*prometheus.MetricVec {
-	list := []*prometheus.MetricVec{
+	return []*prometheus.MetricVec{
 		t.requests.MetricVec, t.firstToken.MetricVec, t.interToken.MetricVec, t.promptTokens.MetricVec, t.outputTokens.MetricVec,
 		t.predicted.MetricVec, t.cached.MetricVec, t.compared.MetricVec, t.predictions.MetricVec, t.predictedByTier.MetricVec,
 		t.tierPredictions.MetricVec, t.guesses.MetricVec, t.retries.MetricVec, t.eventLag.MetricVec,
 	}
-	if t.thompson != nil {
-		list = append(list, t.thompson.routed.MetricVec)
-	}
-	return list
 }
 
 // forgetGone deletes the series of removed workers. A request that was still in flight
@@ -257,12 +251,8 @@ const noWorker = kv.NoWorker
 // Began implements openai.Observer.
 func (t *Metrics) Began(*http.Request, *proxy.Exchange) {}
 
-// Accepted implements openai.Observer: it counts a request that has a prompt.
-func (t *Metrics) Accepted(x *proxy.Exchange, _ *jsonbody.Body) {
-	if x.Source != "" {
-		t.thompson.began()
-	}
-}
+// Accepted implements openai.Observer.
+func (t *Metrics) Accepted(*proxy.Exchange, *jsonbody.Body) {}
 
 // Decided implements openai.Observer: it records the times of one routing decision of a
 // request that has a prompt.
@@ -277,11 +267,7 @@ func (t *Metrics) Decided(x *proxy.Exchange, pair *router.Pair) {
 	t.decision.WithLabelValues("schedule").Observe(d.ScheduleTime.Seconds())
 	t.decision.WithLabelValues("total").Observe((tokens + d.HashTime + d.LookupTime + d.ScheduleTime).Seconds())
 	t.dynamo.decided(d)
-	t.thompson.routedTo(t.series(t.names.Label(d.Target.Key.Worker)))
 }
-
-// EngineFailed implements proxy.Observer.
-func (t *Metrics) EngineFailed() { t.thompson.engineFailed() }
 
 // Retried implements proxy.Observer.
 func (t *Metrics) Retried(worker uint64) {
@@ -312,9 +298,6 @@ func (t *Metrics) EventLag(w kv.WorkerKey, lag time.Duration) {
 
 // Finished implements openai.Observer: it records a finished request.
 func (t *Metrics) Finished(x *proxy.Exchange, now time.Time) {
-	if x.Request != nil && x.Source != "" {
-		t.thompson.ended(x, now)
-	}
 	if x.Refused != nil {
 		t.refused(x.Served, x.Route, x.Refused)
 	}

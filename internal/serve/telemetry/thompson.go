@@ -1,85 +1,12 @@
 package telemetry
 
 import (
-	"time"
-
 	"github.com/prometheus/client_golang/prometheus"
-	"github.com/prometheus/client_golang/prometheus/promauto"
 
 	"kvrouter/internal/base/metrics"
 	"kvrouter/internal/decide/router"
 	"kvrouter/internal/decide/thompson"
-	"kvrouter/internal/serve/proxy"
 )
-
-// thompsonMetrics are the metrics of policy thompson that count requests, under the names
-// of the processor of the NeMo Agent Toolkit, which forwards them. On a nil receiver the
-// methods do nothing.
-type thompsonMetrics struct {
-	requests, tokensIn, tokensOut, routerErrors, engineErrors prometheus.Counter
-	latency                                                   prometheus.Histogram
-	active                                                    prometheus.Gauge
-	routed                                                    *prometheus.CounterVec
-}
-
-// newThompsonMetrics registers the metrics.
-func newThompsonMetrics(register promauto.Factory) *thompsonMetrics {
-	counter := func(name, help string) prometheus.Counter {
-		return register.NewCounter(prometheus.CounterOpts{Name: "thompson_processor_" + name, Help: help})
-	}
-	return &thompsonMetrics{
-		requests:     counter("requests_total", "Requests with a prompt that were forwarded."),
-		tokensIn:     counter("tokens_in_total", "Prompt tokens of forwarded requests."),
-		tokensOut:    counter("tokens_out_total", "Output tokens of forwarded requests, as reported in the workers' usage."),
-		routerErrors: counter("router_errors_total", "Requests rejected because no worker could serve them."),
-		engineErrors: counter("engine_errors_total", "Requests that failed on a worker, including those served by a retry."),
-		routed: register.NewCounterVec(prometheus.CounterOpts{Name: "thompson_processor_routing_decisions_total",
-			Help: "Requests sent to the worker."}, []string{"worker_id"}),
-		latency: register.NewHistogram(prometheus.HistogramOpts{Name: "thompson_processor_request_latency_seconds",
-			Help: "Time from the arrival of a request to the end of its response."}),
-		active: register.NewGauge(prometheus.GaugeOpts{Name: "thompson_processor_active_requests", Help: "In-flight requests."}),
-	}
-}
-
-// began counts a request that is about to be forwarded; ended must follow.
-func (m *thompsonMetrics) began() {
-	if m != nil {
-		m.requests.Inc()
-		m.active.Inc()
-	}
-}
-
-func (m *thompsonMetrics) ended(x *proxy.Exchange, now time.Time) {
-	if m == nil {
-		return
-	}
-	m.active.Dec()
-	m.latency.Observe(now.Sub(x.Arrived).Seconds())
-	if x.Usage.Known {
-		m.tokensIn.Add(float64(x.Usage.PromptTokens))
-	} else {
-		m.tokensIn.Add(float64(x.Decision.Tokens))
-	}
-	m.tokensOut.Add(float64(x.Usage.OutputTokens))
-}
-
-func (m *thompsonMetrics) routedTo(worker string) {
-	if m != nil {
-		m.routed.WithLabelValues(worker).Inc()
-	}
-}
-
-func (m *thompsonMetrics) refused() {
-	if m != nil {
-		m.routerErrors.Inc()
-	}
-}
-
-func (m *thompsonMetrics) engineFailed() {
-	if m != nil {
-		m.engineErrors.Inc()
-	}
-}
 
 // thompsonCollector returns the metrics of what the policy knows, under the names of the
 // router of the NeMo Agent Toolkit, which decides. Those of workers have one series for
