@@ -60,20 +60,23 @@ func (w *worker) leg(q *ask, name string) (leg kv.Leg, id, from string) {
 	return kv.LegDecode, id, host + "/transfer?" + query.Encode()
 }
 
-// passedOver reports whether no request needs worker i at n, so that none is its trial: a prefill
-// worker computes every prompt of which not nearly all is cached.
+// passedOver reports whether n may have no request for worker i, so that none is its trial. A
+// prompt of which nearly all is cached goes whole to one worker, others to a pair.
 func (w *world) passedOver(n *node, i int) bool {
-	if w.setup.Kind == kv.KindNone || w.setup.Roles[i] != kv.RoleBoth {
+	if w.setup.Kind == kv.KindNone {
 		return false
 	}
+	role := w.workers[i].role
 	for _, p := range w.prompts[:prompts] {
-		most := 0
+		cached := 0
 		for _, m := range n.tree.Match(p.local, len(p.local), kv.AllParts, nil) {
-			if w.setup.Roles[m.Worker.Worker] == kv.RoleBoth {
-				most = max(most, min(m.Blocks, (p.length-1)/blockSize))
+			if w.workers[m.Worker.Worker].role.Takes(kv.LegWhole) {
+				cached = max(cached, m.Blocks)
 			}
 		}
-		if p.length-most*blockSize < w.setup.LeastUncached {
+		least := p.length - cached*blockSize // some policies count a block less
+		whole, shared := max(least, 1+(p.length-1)%blockSize) < w.setup.LeastUncached, least >= w.setup.LeastUncached
+		if whole && role.Takes(kv.LegWhole) || shared && (role.Takes(kv.LegPrefill) || role.Takes(kv.LegDecode)) {
 			return false
 		}
 	}
