@@ -52,8 +52,12 @@ func (s *setup) router(d router.Settings) router.Settings {
 type calmness struct {
 	at      time.Time
 	well    bool
-	spotted []uint64 // workers with a failure of late
+	spotted []uint64 // workers with a failure of late, or with so much work that a session may leave
 }
+
+// fullFrom and ofRequest are that work and the part of it of each request in flight, tokens, as the
+// router counts them.
+const fullFrom, ofRequest = 8192, 256
 
 // calm is that for a request of a session.
 func (n *node) calm(session string) (c calmness) {
@@ -61,6 +65,11 @@ func (n *node) calm(session string) (c calmness) {
 		return c
 	}
 	c.at, c.well = time.Now(), true
+	for _, load := range n.router.Loads() {
+		if load.PotentialPrefillTokens+ofRequest*load.ActiveRequests > fullFrom {
+			c.spotted = append(c.spotted, load.Key.Worker)
+		}
+	}
 	list, _ := n.router.Health.Records()
 	for _, record := range list {
 		c.well = c.well && record.State == health.StateIn
