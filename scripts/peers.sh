@@ -21,6 +21,17 @@ mkdir -p "$CACHE/log" out
 
 vllm_router="$CACHE/peers-vllm-router-0.1.17"
 
+# prepare PART installs and builds what a part needs.
+prepare() {
+  case $1 in
+    wire) install_dynamo && go test -c -o out/wire.test ./internal/cache/events ;;
+    simulator) install_dynamo ;;
+    proxy) install_peer "$vllm_router" vllm-router==0.1.17 && go test -c -o out/peers.test ./test/real/peers ;;
+    predictions) prepare simulator && prepare proxy ;;
+    *) die "unknown part $1: must be wire, simulator, proxy or predictions" ;;
+  esac
+}
+
 # measure PART OPTIONS... runs one part.
 measure() {
   local part=$1 runs=$python
@@ -35,23 +46,18 @@ measure() {
         out/peers.test -test.run '^TestPeers(Predictions|Tiers)$' -test.v "$@" 9>&- | tee "out/peers_$part.txt"
       return
       ;;
-    *) die "unknown part $part: must be wire, simulator, proxy or predictions" ;;
   esac
   PYTHONDONTWRITEBYTECODE=1 "$runs" "scripts/peers_$part.py" "${needs[@]}" "$@" 9>&- | tee "out/peers_$part.txt"
 }
-
-install_dynamo
-install_peer "$vllm_router" vllm-router==0.1.17
-say "building"
-go build -o out/kvrouter .
-go test -c -o out/peers.test ./test/real/peers
-go test -c -o out/wire.test ./internal/cache/events
 
 parts=(wire simulator proxy predictions)
 if [ $# -gt 0 ]; then
   parts=("$1")
   shift
 fi
+say "building"
+go build -o out/kvrouter .
+for part in "${parts[@]}"; do prepare "$part"; done
 failed=()
 for part in "${parts[@]}"; do
   say "$part"
