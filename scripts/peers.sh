@@ -5,7 +5,8 @@
 #   simulator   trace simulation: Dynamo's simulator
 #   proxy       proxying requests: vllm-router
 #   predictions predicted cache hits for models with several KV-cache groups and workers with lower tiers: Dynamo's selection service, vllm-router
-# Usage: scripts/peers.sh [PART [OPTIONS of scripts/peers_PART.py]]; all parts if none is named.
+#   fleet       cache hits of simulated workers behind each router as its README starts it: vllm-router, SMG (only if it is named)
+# Usage: scripts/peers.sh [PART [OPTIONS of scripts/peers_PART.py or scripts/bench_fleet.py]]; all other parts if none is named.
 # Tables go to stdout and out/peers_PART.txt, progress and the results of the checks to stderr. Needs `make setup`.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -19,7 +20,7 @@ take_lock "$python" peers
 mkdir -p "$CACHE/log" out
 : >out/peers_checks.txt
 
-vllm_router="$CACHE/peers-vllm-router-0.1.17"
+vllm_router="$CACHE/peers-vllm-router-0.1.17" smg="$CACHE/peers-smg-1.13.0"
 
 # prepare PART installs and builds what a part needs.
 prepare() {
@@ -28,13 +29,14 @@ prepare() {
     simulator) install_dynamo ;;
     proxy) install_peer "$vllm_router" vllm-router==0.1.17 && go test -c -o out/peers.test ./test/real/peers ;;
     predictions) prepare simulator && prepare proxy ;;
-    *) die "unknown part $1: must be wire, simulator, proxy or predictions" ;;
+    fleet) install_peer "$vllm_router" vllm-router==0.1.17 && install_peer "$smg" smg==1.13.0 ;;
+    *) die "unknown part $1: must be wire, simulator, proxy, predictions or fleet" ;;
   esac
 }
 
 # measure PART OPTIONS... runs one part.
 measure() {
-  local part=$1 runs=$python
+  local part=$1 runs=$python script="scripts/peers_$1.py"
   local -a needs
   shift
   case $part in
@@ -46,8 +48,9 @@ measure() {
         out/peers.test -test.run '^TestPeers(Predictions|Tiers)$' -test.v "$@" 9>&- | tee "out/peers_$part.txt"
       return
       ;;
+    fleet) script=scripts/bench_fleet.py needs=(--kvrouter out/kvrouter --vllm-router "$vllm_router/bin/vllm-router" --smg "$smg/bin/smg") ;;
   esac
-  PYTHONDONTWRITEBYTECODE=1 "$runs" "scripts/peers_$part.py" "${needs[@]}" "$@" 9>&- | tee "out/peers_$part.txt"
+  PYTHONDONTWRITEBYTECODE=1 "$runs" "$script" "${needs[@]}" "$@" 9>&- | tee "out/peers_$part.txt"
 }
 
 parts=(wire simulator proxy predictions)
