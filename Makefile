@@ -21,7 +21,7 @@ FROM ?= 1
 GRID ?= policies
 
 .DEFAULT_GOAL := help
-.PHONY: help help-all setup setup-sglang run run-disagg run-sglang run-sglang-disagg demo check test test-mooncake test-sglang test-zoo test-tiers test-migration test-sglang-migration test-routes test-kubernetes test-gateway test-traces test-boards test-page test-mesh test-relay test-cells lint dist test-dist bench index-bench growth sim bench-real bench-fair bench-adapters bench-gateway bench-herding wire-speed peers peers-predictions parity segments soak fuzz chaos chaos-gateway dst dst-bugs clean
+.PHONY: help help-all setup setup-sglang run run-disagg run-sglang run-sglang-disagg demo check test test-mooncake test-sglang test-zoo test-tiers test-migration test-sglang-migration test-routes test-kubernetes test-gateway test-traces test-boards test-page test-mesh test-relay test-cells lint dist test-dist bench index-bench growth sim bench-real bench-fair bench-adapters bench-fleet bench-gateway bench-herding wire-speed peers peers-predictions parity segments soak fuzz chaos chaos-gateway dst dst-bugs clean
 
 help: ## List the usual targets; make help-all lists all
 	@printf 'kvrouter: KV-cache-aware routing for vLLM and SGLang\n\n'
@@ -155,6 +155,9 @@ bench-fair: setup #: Benchmark a flood beside light chats on two real vLLM CPU w
 
 bench-adapters: setup #: Benchmark 8 LoRA adapters with made-up weights on two real vLLM CPU workers with slots for 2 (20 minutes; ARGS="--policies work")
 	$(PYTHON) scripts/bench_adapters.py $(ARGS)
+
+bench-fleet: setup #: Compare cache hits of vllm-router, SMG and kvrouter before 2 to 16 simulated workers with and without KV events (15 minutes; ARGS="--workers 4,8 --seeds 1")
+	scripts/peers.sh fleet $(ARGS)
 
 bench-gateway: setup #: Measure the overhead of the endpoint picker behind Envoy against a minimal picker and the OpenAI port (10 minutes)
 	@scripts/gateway.sh bench

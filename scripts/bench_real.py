@@ -208,9 +208,9 @@ def chat(url, model, messages, max_tokens, hints):
     return answer
 
 
-def run_load(targets, model, load, args):
+def run_load(targets, model, load, args, hints=prefix_hints):
     """All turns at args.concurrency, in order, each after the answer to the one before of its conversation; request i to
-    targets[i mod n]: (answers, seconds)."""
+    targets[i mod n], with the headers that hints returns: (answers, seconds)."""
     systems, turns = load
     answers = [Answer(error="not sent")] * len(turns)
     numbers = iter(range(len(turns)))
@@ -233,7 +233,7 @@ def run_load(targets, model, load, args):
                     continue
                 messages = said.get(turn.conversation) or [{"role": "system", "content": systems[turn.prompt]}]
                 messages = [*messages, {"role": "user", "content": turn.question}]
-                answer = chat(targets[number % len(targets)], model, messages, args.max_tokens, prefix_hints(turn.prompt, len(turns), args))
+                answer = chat(targets[number % len(targets)], model, messages, args.max_tokens, hints(turn.prompt, len(turns), args))
                 if len(targets) > 1:
                     answer.worker = str(number % len(targets))
                 answers[number] = answer

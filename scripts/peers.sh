@@ -5,7 +5,8 @@
 #   simulator   trace simulation: Dynamo's simulator
 #   proxy       proxying requests: vllm-router
 #   predictions predicted cache hits for models with several KV-cache groups and workers with lower tiers: Dynamo's selection service, vllm-router
-# Usage: scripts/peers.sh [PART [OPTIONS of scripts/peers_PART.py]]; all parts if none is named.
+#   fleet       cache hits of simulated workers behind each router as its README starts it: vllm-router, SMG (only if it is named)
+# Usage: scripts/peers.sh [PART [OPTIONS of scripts/peers_PART.py or scripts/bench_fleet.py]]; all other parts if none is named.
 # Tables go to stdout and out/peers_PART.txt, progress and the results of the checks to stderr. Needs `make setup`.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -19,11 +20,23 @@ take_lock "$python" peers
 mkdir -p "$CACHE/log" out
 : >out/peers_checks.txt
 
-vllm_router="$CACHE/peers-vllm-router-0.1.17"
+vllm_router="$CACHE/peers-vllm-router-0.1.17" smg="$CACHE/peers-smg-1.13.0"
+
+# prepare PART installs and builds what a part needs.
+prepare() {
+  case $1 in
+    wire) install_dynamo && go test -c -o out/wire.test ./internal/cache/events ;;
+    simulator) install_dynamo ;;
+    proxy) install_peer "$vllm_router" vllm-router==0.1.17 && go test -c -o out/peers.test ./test/real/peers ;;
+    predictions) prepare simulator && prepare proxy ;;
+    fleet) install_peer "$vllm_router" vllm-router==0.1.17 && install_peer "$smg" smg==1.13.0 ;;
+    *) die "unknown part $1: must be wire, simulator, proxy, predictions or fleet" ;;
+  esac
+}
 
 # measure PART OPTIONS... runs one part.
 measure() {
-  local part=$1 runs=$python
+  local part=$1 runs=$python script="scripts/peers_$1.py"
   local -a needs
   shift
   case $part in
@@ -35,23 +48,19 @@ measure() {
         out/peers.test -test.run '^TestPeers(Predictions|Tiers)$' -test.v "$@" 9>&- | tee "out/peers_$part.txt"
       return
       ;;
-    *) die "unknown part $part: must be wire, simulator, proxy or predictions" ;;
+    fleet) script=scripts/bench_fleet.py needs=(--kvrouter out/kvrouter --vllm-router "$vllm_router/bin/vllm-router" --smg "$smg/bin/smg") ;;
   esac
-  PYTHONDONTWRITEBYTECODE=1 "$runs" "scripts/peers_$part.py" "${needs[@]}" "$@" 9>&- | tee "out/peers_$part.txt"
+  PYTHONDONTWRITEBYTECODE=1 "$runs" "$script" "${needs[@]}" "$@" 9>&- | tee "out/peers_$part.txt"
 }
-
-install_dynamo
-install_peer "$vllm_router" vllm-router==0.1.17
-say "building"
-go build -o out/kvrouter .
-go test -c -o out/peers.test ./test/real/peers
-go test -c -o out/wire.test ./internal/cache/events
 
 parts=(wire simulator proxy predictions)
 if [ $# -gt 0 ]; then
   parts=("$1")
   shift
 fi
+say "building"
+go build -o out/kvrouter .
+for part in "${parts[@]}"; do prepare "$part"; done
 failed=()
 for part in "${parts[@]}"; do
   say "$part"
