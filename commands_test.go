@@ -42,7 +42,7 @@ func TestCommands(t *testing.T) {
 func TestCommandsTakeTheirOwnFlagsOnly(t *testing.T) {
 	for args, want := range map[string]string{
 		"simulate --trace t --concurrency 1 --http-port 1": "unknown flag --http-port",
-		"simulat --trace t":           `unknown command "simulat": the commands are serve,`,
+		"simulat --trace t":           `unknown command "simulat": did you mean "simulate"? the commands are serve,`,
 		"top --num-workers 2":         "unknown flag --num-workers",
 		"--num-workers 2 top":         `--num-workers applies to the default command "serve", not "top"`,
 		"--once":                      "unknown flag --once",
@@ -240,7 +240,7 @@ vllm-args: [--max-model-len, 4096]
 }
 
 func TestDoctorLooksAtWhatServeWouldRefuse(t *testing.T) {
-	args := []string{"doctor", "--model", "./nothing", "--wait", "2s", "--worker", "http://h:1"}
+	args := []string{"doctor", "--model", "./nothing", "--wait", "2s", "--num-workers", "2", "--worker", "http://h:1"}
 	chosen, err := parse(args, testMachine(t))
 	cfg, is := chosen.(*DoctorCommand)
 	if err != nil || !is || cfg.Checks.Unusable == nil || cfg.Checks.Wait != 2*time.Second {

@@ -31,12 +31,15 @@ func (w *Attached) UnmarshalText(text []byte) error {
 	for part := range strings.SplitSeq(string(text), ",") {
 		part = strings.TrimSpace(part)
 		key, value, found := strings.Cut(part, "=")
-		if !found && strings.Contains(part, "://") {
+		if !found && strings.Contains(part, ":") {
 			key, value = "url", part
 		} else if !found || value == "" {
-			return fmt.Errorf("worker %q: %q is not key=value; the keys are %s", text, part, attachedKeys)
+			return fmt.Errorf("worker %q: %q is neither a URL such as http://host:8000 nor key=value; the keys are %s", text, part, attachedKeys)
 		}
 		if seen[key] {
+			if key == "url" {
+				return fmt.Errorf("worker %q: url is given twice: separate workers by spaces", text)
+			}
 			return fmt.Errorf("worker %q: %s is given twice", text, key)
 		}
 		seen[key] = true
@@ -51,6 +54,9 @@ func (w *Attached) UnmarshalText(text []byte) error {
 		case "url":
 			if w.URL, err = kv.ParseURL(value); errors.Is(err, kv.ErrUserinfo) {
 				return fmt.Errorf("worker: url: %w", err) // not to be shown
+			}
+			if base, is := strings.CutSuffix(w.URL, "/v1"); is {
+				return fmt.Errorf("worker %q: the router adds /v1 itself: give %s", text, base)
 			}
 		case "kv-events":
 			w.KVEvents, err = kv.ParseEndpoint(value)
