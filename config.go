@@ -5,6 +5,7 @@ import (
 	"errors"
 	"fmt"
 	"path/filepath"
+	"strings"
 	"time"
 
 	"kvrouter/internal/base/kv"
@@ -161,8 +162,13 @@ type Scheduling struct {
 	Mock mocker.Settings `kong:"-"`
 }
 
-// validate sets Mock and checks the settings for policies of these names.
+// validate sets Mock, makes the names of the policies those of package policies, and checks the
+// settings for them.
 func (s *Scheduling) validate(names ...string) (err error) {
+	for i := range names {
+		names[i] = policies.Canonical(names[i])
+	}
+	s.Policy = strings.Join(names, ",")
 	if s.Mock, err = s.MockFlags.Settings(); err != nil {
 		return err
 	}

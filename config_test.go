@@ -157,6 +157,7 @@ func TestWorkersAreAttachedByTheirURLs(t *testing.T) {
 	}{
 		{"http://a:1 http://b:2", EngineNone, 0, "http://a:1 http://b:2"},
 		{"serve http://a:1 https://b:2/", EngineNone, 0, "http://a:1 https://b:2"},
+		{"--policy cache_aware http://a:1 http://b:2", EngineNone, 0, "http://a:1 http://b:2"},
 		{"--policy kv http://a:1 url=http://b:2,id=7 --seed 3", EngineNone, 0, "http://a:1 http://b:2"},
 		{"--worker-urls http://a:1 http://b:2 --policy kv", EngineNone, 0, "http://a:1 http://b:2"},
 		{"--worker-urls http://a:1 --worker-urls http://b:2", EngineNone, 0, "http://a:1 http://b:2"},
@@ -239,6 +240,7 @@ func TestWrongSettingsSayWhatWouldBeRight(t *testing.T) {
 		{"a part of the router's own flag for vLLM", cpu, "-- --kv-events-config.topic t", []string{"--kv-events-config.topic", "--base-kv-events-port"}},
 		{"no block", cpu, "--block-size 0", []string{"--block-size must be more than 0"}},
 		{"block size of a CPU", cpu, "--block-size 16", []string{"--block-size 16", "multiple of 32"}},
+		{"a policy of another router", cpu, "--policy consistent_hash", []string{"--policy", "consistent_hash", "--session-header"}},
 		{"unknown policy", cpu, "--policy best", []string{"--policy", "standalone", "best"}},
 		{"an unknown fix of thompson", cpu, "--policy thompson --thompson.override fixes=load-sign,nothing", []string{"fixes load-sign,nothing", `"nothing"`, "worker-baseline"}},
 		{"all fixes of thompson and one", cpu, "--policy thompson --thompson.override fixes=all,feedback", []string{"fixes all,feedback", "by itself"}},
