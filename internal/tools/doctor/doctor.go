@@ -145,7 +145,7 @@ func (c Command) check(ctx context.Context, s Setup) []Finding {
 	}
 	all.about = "workers"
 	if len(s.Workers) == 0 && s.Attached {
-		all.note("no worker is configured", "add running workers by --worker url=http://host:8100, or later by POST /workers")
+		all.note("no worker is configured", "give the URLs of running workers, such as http://host:8000, or register them later by POST /workers")
 	}
 	compare(seen, all)
 	return all.findings

@@ -267,8 +267,8 @@ func TestEachFaultIsFoundWithWhatToChange(t *testing.T) {
 				return body
 			})
 		}, Fail, []string{"have 16 tokens", "--page-size 64"}},
-		{"no KV events", func(c *mocker.Settings) { c.KVEvents = false }, nil, Fail, []string{"publishes no KV events", "--kv-events-config", `"enable_kv_cache_events":true`}},
-		{"no KV events of SGLang", func(c *mocker.Settings) { c.KVEvents, c.API = false, "sglang" }, nil, Fail, []string{"publishes no KV events", "--kv-events-config", "--load-publish-endpoint"}},
+		{"no KV events", func(c *mocker.Settings) { c.KVEvents = false }, nil, Note, []string{"publishes no KV events", "--kv-events-config", `"enable_kv_cache_events":true`}},
+		{"no KV events of SGLang", func(c *mocker.Settings) { c.KVEvents, c.API = false, "sglang" }, nil, Note, []string{"publishes no KV events", "--kv-events-config", "--load-publish-endpoint"}},
 		{"KV events out of reach", nil, func(t *testing.T, w *ward, _ *Setup) { w.attached[0].KVEvents = nowhere(t) }, Fail, []string{"cannot subscribe", "refused", "tcp://*:5557", "kv-events="}},
 		{"KV events on a port of HTTP", nil, func(_ *testing.T, w *ward, _ *Setup) {
 			w.attached[0].KVEvents = "tcp" + strings.TrimPrefix(w.attached[0].URL, "http")
@@ -306,7 +306,7 @@ func TestEachFaultIsFoundWithWhatToChange(t *testing.T) {
 			server := httptest.NewServer(http.NotFoundHandler())
 			t.Cleanup(server.Close)
 			w.attached[0].URL = server.URL
-		}, Fail, []string{"names no model", "url="}},
+		}, Fail, []string{"neither /v1/models nor /v1/chat/completions", "URL of an OpenAI server"}},
 		{"an engine that is not well", nil, func(t *testing.T, w *ward, _ *Setup) {
 			front(t, &w.attached[0], func(path string, response *http.Response, body string) string {
 				if path == "/health" {
