@@ -5,6 +5,7 @@ import (
 	"errors"
 	"fmt"
 	"os"
+	"regexp"
 	"slices"
 	"strings"
 
@@ -217,6 +218,38 @@ func readFile(ctx *kong.Context) (file settings.File, err error) {
 	return file, err
 }
 
+// serviceVariable matches variables that Kubernetes sets for a Service named kvrouter.
+var serviceVariable = regexp.MustCompile(`^KVROUTER_(PORT|SERVICE)($|_)|_(PORT|SERVICE)_`)
+
+// misspelt returns the variables of an environment that look like one of a flag of serve and are
+// none, each with that one.
+func misspelt(environ []string) (variables map[string]string, err error) {
+	parser, err := newParser(new(cli), new(manual.Help))
+	if err != nil {
+		return nil, err
+	}
+	var known, ofServe []string
+	for _, command := range parser.Model.Children {
+		for _, flag := range command.Flags {
+			known = append(known, flag.Envs...)
+			if command == parser.Model.DefaultCmd {
+				ofServe = append(ofServe, flag.Envs...)
+			}
+		}
+	}
+	variables = map[string]string{}
+	for _, entry := range environ {
+		name, _, _ := strings.Cut(entry, "=")
+		if !strings.HasPrefix(name, "KVROUTER_") || slices.Contains(known, name) || serviceVariable.MatchString(name) {
+			continue
+		}
+		if nearest := settings.NearestWithin(name, ofServe, 2); nearest != "" {
+			variables[name] = nearest
+		}
+	}
+	return variables, nil
+}
+
 // parseServe returns the settings of command serve.
 func parseServe(args []string) (*Config, error) {
 	chosen, err := parse(args, settings.ThisMachine())
@@ -237,7 +270,12 @@ type DoctorCommand struct {
 }
 
 // Run prints what it finds.
-func (c *DoctorCommand) Run() error { return c.Checks.Run(untilSignal(), c.setup(), os.Stdout) }
+func (c *DoctorCommand) Run() (err error) {
+	if c.Checks.Misspelt, err = misspelt(os.Environ()); err != nil {
+		return err
+	}
+	return c.Checks.Run(untilSignal(), c.setup(), os.Stdout)
+}
 
 // TopCommand is the command top.
 type TopCommand struct {

@@ -254,6 +254,14 @@ func TestDoctorLooksAtWhatServeWouldRefuse(t *testing.T) {
 	}
 }
 
+func TestMisspeltVariables(t *testing.T) {
+	got, err := misspelt([]string{"KVROUTER_HTPP_PORT=1", "KVROUTER_HTTP_PORT=1", "KVROUTER_WORKERS_URLS=x", "KVROUTER_URL=x", "KVROUTER_SYNTHETIC=chat", "KVROUTER_WORKER_KEY=x", "KVROUTER=1", "HTPP_PORT=1",
+		"KVROUTER_PORT=tcp://10.0.0.1:8000", "KVROUTER_PORT_8000_TCP_ADDR=10.0.0.1", "KVROUTER_SERVICE_HOST=10.0.0.1", "KVROUTER_SERVICE_PORT_HTTP=8000", "KVROUTER_A_PORT_8000_TCP=x"})
+	if diff := cmp.Diff(map[string]string{"KVROUTER_HTPP_PORT": "KVROUTER_HTTP_PORT", "KVROUTER_WORKERS_URLS": "KVROUTER_WORKER_URLS"}, got); diff != "" || err != nil {
+		t.Error(diff, err)
+	}
+}
+
 func TestReplayEventsIsACommand(t *testing.T) {
 	chosen, err := parse([]string{"replay-events", "FILE", "--max-count=3", "--prompt-tokens=1,2", "--block-size=16"}, testMachine(t))
 	if err != nil {

@@ -172,7 +172,11 @@ func UnknownKey(key string, known []string) error {
 // Nearest returns the known word that is most like word; empty: more than two letters differ, and
 // more than a third, in each.
 func Nearest(word string, known []string) (nearest string) {
-	least := max(2, len(word)/3)
+	return NearestWithin(word, known, max(2, len(word)/3))
+}
+
+// NearestWithin is Nearest of words that differ in so many letters at most.
+func NearestWithin(word string, known []string, least int) (nearest string) {
 	for _, k := range known {
 		if distance := editDistance(word, k); distance < least || distance == least && nearest == "" {
 			nearest, least = k, distance

@@ -24,7 +24,8 @@ type Command struct {
 	JSON bool          `group:"Doctor" name:"json" help:"Print the findings as one JSON object: ok, and findings with level (ok, note, fail), about, text and remedy."`
 	Wait time.Duration `group:"Doctor" default:"5s" help:"Maximum time to wait for each answer of a worker."`
 
-	Unusable error `kong:"-"` // why the settings cannot be used on this machine; nil: they can
+	Unusable error             `kong:"-"` // why the settings cannot be used on this machine; nil: they can
+	Misspelt map[string]string `kong:"-"` // environment variables that no flag has, with the one that is like them
 }
 
 // Setup is the configuration with which the router would start.
