@@ -359,7 +359,7 @@ func TestEachFaultIsFoundWithWhatToChange(t *testing.T) {
 		{"no render route", nil, func(t *testing.T, w *ward, _ *Setup) {
 			front(t, &w.attached[0], func(path string, response *http.Response, body string) string {
 				if strings.HasSuffix(path, "/render") {
-					response.StatusCode = http.StatusNotFound
+					response.StatusCode = http.StatusForbidden
 				}
 				return body
 			})

@@ -325,9 +325,9 @@ func (v visitor) checkVLLM(ctx context.Context, s Setup, page answer, err error,
 	v.checkLoad(ctx, v.at.Load, r)
 	v.checkTokens(ctx, s, false, r)
 	if a, err := v.ask(ctx, http.MethodPost, "/v1/chat/completions/render"); err == nil &&
-		(a.status == http.StatusNotFound || a.status == http.StatusMethodNotAllowed) {
+		(a.missing() || a.status == http.StatusForbidden) {
 		p.lack(scaleOut)
-		r.note("does not render prompts: prompts that the router cannot render itself are routed by load only", "start it with "+scaleOut)
+		r.note("does not render prompts: those with media, and of /v1/responses and /v1/messages, are routed by load only", "start it with "+scaleOut)
 	}
 }
 
