@@ -285,13 +285,13 @@ func (v visitor) checkVLLM(ctx context.Context, s Setup, page answer, err error,
 		r.ok("reports its load on /metrics")
 	}
 	for _, kept := range cachesOf(metrics.Caches()) {
-		r.checkCache(s, kept.blockSize, kept.keeps, "--block-size", "start it with --enable-prefix-caching")
+		r.checkCache(kept.blockSize, kept.keeps, "start it with --enable-prefix-caching")
 	}
 	if slices.ContainsFunc(metrics.Caches(), probe.FindsParts) {
 		r.note("predictions are not exact: its KV events do not say which parts of blocks --prefix-match-unit makes it find", "")
 	}
 	if len(metrics.Caches()) == 0 {
-		r.note("does not report its block size", fmt.Sprintf("make sure that it runs with --block-size %d", s.BlockSize))
+		r.checkCache(0, true, "")
 	}
 	v.checkVLLMTiers(ctx, s, page.body, r)
 	if s.KVEvents {
@@ -381,7 +381,7 @@ func (v visitor) checkSGLang(ctx context.Context, s Setup, server *probe.ServerI
 		r.ok("drafts tokens by %s", shorten(server.Speculation))
 	}
 	anew := server.Decodes() && !keeps // the default of SGLang's decode servers
-	r.checkCache(s, server.BlockSize(), keeps || anew, "--page-size", remedy)
+	r.checkCache(server.BlockSize(), keeps || anew, remedy)
 	if anew {
 		r.note("caches no prompts: each is transferred to it again", remedy)
 	}
@@ -409,18 +409,12 @@ func (v visitor) checkSGLang(ctx context.Context, s Setup, server *probe.ServerI
 	}
 }
 
-// checkCache checks the block size, and whether prompts are cached at all.
-func (r *report) checkCache(s Setup, size int, keeps bool, sizeFlag, keepRemedy string) {
-	switch {
-	case size == 0:
-		r.note("does not report its block size", fmt.Sprintf("make sure that it runs with %s %d", sizeFlag, s.BlockSize))
-	case size%max(1, s.BlockSize) != 0:
-		r.fail(fmt.Sprintf("its blocks have %d tokens and the router's have %d: no cached prefix would be found", size, s.BlockSize),
-			fmt.Sprintf("start it with %s %d, or the router with --block-size %d", sizeFlag, s.BlockSize, size))
-	case size != s.BlockSize:
-		r.ok("blocks of %d tokens, %d blocks of the router each", size, size/s.BlockSize)
-	default:
-		r.ok("blocks of %d tokens, as in the router", size)
+// checkCache shows the block size, and checks whether prompts are cached at all.
+func (r *report) checkCache(size int, keeps bool, keepRemedy string) {
+	if size == 0 {
+		r.note("does not report its block size: its KV events do", "")
+	} else {
+		r.ok("blocks of %d tokens", size)
 	}
 	if !keeps {
 		r.fail("caches no prompts: prefix caching is off", keepRemedy)
