@@ -38,6 +38,9 @@ func ParseURL(value string) (string, error) {
 	if _, ok := ParsePort(u.Port()); !ok && u.Port() != "" {
 		return "", wrong
 	}
+	if base, _, api := strings.Cut(value+"/", "/v1/"); api {
+		return "", fmt.Errorf("%s: the router adds /v1 itself: give %s", value, base)
+	}
 	return strings.TrimRight(value, "/"), nil
 }
 

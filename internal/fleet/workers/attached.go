@@ -55,9 +55,6 @@ func (w *Attached) UnmarshalText(text []byte) error {
 			if w.URL, err = kv.ParseURL(value); errors.Is(err, kv.ErrUserinfo) {
 				return fmt.Errorf("worker: url: %w", err) // not to be shown
 			}
-			if base, is := strings.CutSuffix(w.URL, "/v1"); is {
-				return fmt.Errorf("worker %q: the router adds /v1 itself: give %s", text, base)
-			}
 		case "kv-events":
 			w.KVEvents, err = kv.ParseEndpoint(value)
 		case "replay":
