@@ -5,6 +5,7 @@ import (
 	"errors"
 	"fmt"
 	"os"
+	"regexp"
 	"slices"
 	"strings"
 
@@ -25,7 +26,7 @@ import (
 
 // cli is what kong parses: the commands, each with the flags that it reads.
 type cli struct {
-	Serve    Config          `cmd:"" default:"withargs" help:"Start or attach workers and serve (the default command)."`
+	Serve    Config          `cmd:"" default:"withargs" help:"Start workers, or attach those at the URLs, and serve (the default command)."`
 	Doctor   DoctorCommand   `cmd:"" help:"Check this machine, the ports and the workers that serve would use with the same flags."`
 	Top      TopCommand      `cmd:"" help:"Show the workers and latest requests of a running router in the terminal."`
 	Batch    BatchCommand    `cmd:"" help:"Send a JSONL batch to an OpenAI endpoint; resumes an interrupted run."`
@@ -96,6 +97,9 @@ func parse(args []string, machine settings.Machine) (command, error) {
 		args, engineArgs = args[:passed], args[passed+1:]
 	}
 
+	if len(args) > 0 && args[0] == "help" {
+		args = append(slices.Clone(args[1:]), "--help")
+	}
 	var c cli
 	var help manual.Help
 	var file settings.File
@@ -120,6 +124,7 @@ func parse(args []string, machine settings.Machine) (command, error) {
 	}
 
 	validate := func(config *Config) error {
+		config.chooseEngine()
 		if config.EngineArgs = engineArgs; passed < 0 {
 			config.EngineArgs = file.EngineArgs(config.Engine)
 		}
@@ -145,23 +150,30 @@ func parse(args []string, machine settings.Machine) (command, error) {
 	return nil, nil
 }
 
-// checkCommand refuses a first word that is no command; kong would not name the commands.
+// checkCommand refuses a first word that is neither a command nor a worker of the default command;
+// kong would not name the commands.
 func checkCommand(app *kong.Application, args []string) error {
-	if len(args) == 0 || strings.HasPrefix(args[0], "-") {
+	if len(args) == 0 || strings.HasPrefix(args[0], "-") || strings.ContainsAny(args[0], ":=") {
 		return nil
 	}
 	var names []string
 	for _, known := range app.Children {
 		names = append(names, known.Name)
 	}
-	if !slices.Contains(names, args[0]) {
-		return fmt.Errorf("unknown command %q: the commands are %s", args[0], strings.Join(names, ", "))
+	word, hint := args[0], ""
+	if slices.Contains(names, word) {
+		return nil
 	}
-	return nil
+	if nearest := settings.Nearest(word, names); nearest != "" {
+		hint = fmt.Sprintf(" did you mean %q?", nearest)
+	} else if strings.Contains(word, "/") {
+		hint = fmt.Sprintf(" give a model by --model %s.", word)
+	}
+	return fmt.Errorf("unknown command %q:%s the commands are %s; give workers by URL, such as http://host:8000", word, hint, strings.Join(names, ", "))
 }
 
-// plain returns an error of kong without the name of the command before it, and says where flags
-// of the engine go.
+// plain returns an error of kong without the name of the command or argument before it, and says
+// where flags of the engine go, and workers.
 func plain(err error) error {
 	var parsing *kong.ParseError
 	if !errors.As(err, &parsing) || parsing.Context == nil {
@@ -170,6 +182,17 @@ func plain(err error) error {
 	text, selected := err.Error(), parsing.Context.Selected()
 	if selected != nil {
 		text = strings.TrimPrefix(text, selected.Path()+": ")
+		for _, argument := range selected.Positional {
+			if plain, of := strings.CutPrefix(text, argument.Summary()+": "); of {
+				text = plain
+				if strings.Contains(text, "neither a URL") {
+					text += "; give a model by --model"
+				}
+			}
+		}
+	}
+	if strings.HasPrefix(text, "unexpected argument ") && strings.Contains(text, "://") {
+		text += ": give all URLs one after another"
 	}
 	if strings.HasPrefix(text, "unknown flag --") && (selected == nil || selected.Name == "serve") {
 		text += " (flags of the engine go after --)"
@@ -195,6 +218,38 @@ func readFile(ctx *kong.Context) (file settings.File, err error) {
 	return file, err
 }
 
+// serviceVariable matches variables that Kubernetes sets for a Service named kvrouter.
+var serviceVariable = regexp.MustCompile(`^KVROUTER_(PORT|SERVICE)($|_)|_(PORT|SERVICE)_`)
+
+// misspelt returns the variables of an environment that look like one of a flag of serve and are
+// none, each with that one.
+func misspelt(environ []string) (variables map[string]string, err error) {
+	parser, err := newParser(new(cli), new(manual.Help))
+	if err != nil {
+		return nil, err
+	}
+	var known, ofServe []string
+	for _, command := range parser.Model.Children {
+		for _, flag := range command.Flags {
+			known = append(known, flag.Envs...)
+			if command == parser.Model.DefaultCmd {
+				ofServe = append(ofServe, flag.Envs...)
+			}
+		}
+	}
+	variables = map[string]string{}
+	for _, entry := range environ {
+		name, _, _ := strings.Cut(entry, "=")
+		if !strings.HasPrefix(name, "KVROUTER_") || slices.Contains(known, name) || serviceVariable.MatchString(name) {
+			continue
+		}
+		if nearest := settings.NearestWithin(name, ofServe, 2); nearest != "" {
+			variables[name] = nearest
+		}
+	}
+	return variables, nil
+}
+
 // parseServe returns the settings of command serve.
 func parseServe(args []string) (*Config, error) {
 	chosen, err := parse(args, settings.ThisMachine())
@@ -215,7 +270,12 @@ type DoctorCommand struct {
 }
 
 // Run prints what it finds.
-func (c *DoctorCommand) Run() error { return c.Checks.Run(untilSignal(), c.setup(), os.Stdout) }
+func (c *DoctorCommand) Run() (err error) {
+	if c.Checks.Misspelt, err = misspelt(os.Environ()); err != nil {
+		return err
+	}
+	return c.Checks.Run(untilSignal(), c.setup(), os.Stdout)
+}
 
 // TopCommand is the command top.
 type TopCommand struct {

@@ -42,7 +42,7 @@ func TestCommands(t *testing.T) {
 func TestCommandsTakeTheirOwnFlagsOnly(t *testing.T) {
 	for args, want := range map[string]string{
 		"simulate --trace t --concurrency 1 --http-port 1": "unknown flag --http-port",
-		"simulat --trace t":           `unknown command "simulat": the commands are serve,`,
+		"simulat --trace t":           `unknown command "simulat": did you mean "simulate"? the commands are serve,`,
 		"top --num-workers 2":         "unknown flag --num-workers",
 		"--num-workers 2 top":         `--num-workers applies to the default command "serve", not "top"`,
 		"--once":                      "unknown flag --once",
@@ -240,7 +240,7 @@ vllm-args: [--max-model-len, 4096]
 }
 
 func TestDoctorLooksAtWhatServeWouldRefuse(t *testing.T) {
-	args := []string{"doctor", "--model", "./nothing", "--wait", "2s", "--worker", "http://h:1"}
+	args := []string{"doctor", "--model", "./nothing", "--wait", "2s", "--num-workers", "2", "--worker", "http://h:1"}
 	chosen, err := parse(args, testMachine(t))
 	cfg, is := chosen.(*DoctorCommand)
 	if err != nil || !is || cfg.Checks.Unusable == nil || cfg.Checks.Wait != 2*time.Second {
@@ -251,6 +251,14 @@ func TestDoctorLooksAtWhatServeWouldRefuse(t *testing.T) {
 	}
 	if _, err := parse(args[1:3], testMachine(t)); err == nil || err.Error() != cfg.Checks.Unusable.Error() {
 		t.Errorf("serve says %v, doctor %v", err, cfg.Checks.Unusable)
+	}
+}
+
+func TestMisspeltVariables(t *testing.T) {
+	got, err := misspelt([]string{"KVROUTER_HTPP_PORT=1", "KVROUTER_HTTP_PORT=1", "KVROUTER_WORKERS_URLS=x", "KVROUTER_URL=x", "KVROUTER_SYNTHETIC=chat", "KVROUTER_WORKER_KEY=x", "KVROUTER=1", "HTPP_PORT=1",
+		"KVROUTER_PORT=tcp://10.0.0.1:8000", "KVROUTER_PORT_8000_TCP_ADDR=10.0.0.1", "KVROUTER_SERVICE_HOST=10.0.0.1", "KVROUTER_SERVICE_PORT_HTTP=8000", "KVROUTER_A_PORT_8000_TCP=x"})
+	if diff := cmp.Diff(map[string]string{"KVROUTER_HTPP_PORT": "KVROUTER_HTTP_PORT", "KVROUTER_WORKERS_URLS": "KVROUTER_WORKER_URLS"}, got); diff != "" || err != nil {
+		t.Error(diff, err)
 	}
 }
 

@@ -5,6 +5,7 @@ import (
 	"errors"
 	"fmt"
 	"path/filepath"
+	"strings"
 	"time"
 
 	"kvrouter/internal/base/kv"
@@ -49,9 +50,9 @@ type Config struct {
 	// The model, the engine, and the workers started.
 	Model           string  `group:"Model and engine" placeholder:"NAME|DIR" help:"Model to serve: a Hugging Face name or a folder. Default: deepseek-ai/DeepSeek-R1-Distill-Llama-8B with a GPU, otherwise the SmolLM2 135M of 'make setup'."`
 	ServedModelName string  `group:"Model and engine" placeholder:"NAME" help:"Model name in the API. Default: the name of --model; for a folder, its last path element."`
-	Engine          string  `group:"Model and engine" default:"vllm" enum:"vllm,sglang,mocker,none" help:"Engine to start: vllm; sglang; mocker (simulated workers, which need no GPU, Python or model); none (route to attached and registered workers only)."`
+	EngineGiven     *string `group:"Model and engine" name:"engine" enum:"vllm,sglang,mocker,none" help:"Engine to start: vllm; sglang; mocker (simulated workers, which need no GPU, Python or model); none (route to attached and registered workers only). Default: none if workers are attached (URL, --worker, --discovery) and --num-workers is not given, otherwise vllm."`
 	Demo            bool    `group:"Model and engine" help:"With --engine mocker: generate traffic to watch: conversations, agents with shared prefixes, clients that disconnect, and a worker that fails now and then."`
-	WorkersGiven    *int    `group:"Model and engine" name:"num-workers" placeholder:"N" help:"Number of workers to start. Default: 2."`
+	WorkersGiven    *int    `group:"Model and engine" name:"num-workers" placeholder:"N" help:"Number of workers to start, beside those attached. Default: 2; with workers attached, 0 unless --engine is given."`
 	GPUsPerWorker   int     `group:"Model and engine" name:"gpus-per-worker" default:"1" help:"GPUs per worker, or per data-parallel rank (tensor parallelism)."`
 	KVP2P           bool    `group:"Model and engine" name:"kv-p2p" default:"false" help:"Let started vLLM workers pull KV blocks from each other's host memory, with --kv-offload-gib: vLLM's secondary tier p2p."`
 	KVOffloadGiB    float64 `group:"Model and engine" name:"kv-offload-gib" default:"0" help:"Host memory for offloaded KV blocks of each worker, or data-parallel rank, GiB: vLLM's OffloadingConnector or SGLang's hierarchical cache. SGLang takes whole GB for each GPU. 0 offloads nothing."`
@@ -127,6 +128,8 @@ type Config struct {
 	// unchanged.
 	EngineArgs []string `kong:"-"`
 
+	// Engine is the engine of started workers, EngineNone if none are. Set by chooseEngine.
+	Engine string `kong:"-"`
 	// NumWorkers is the number of started workers of all roles. Set by validate.
 	NumWorkers int `kong:"-"`
 	// GPUs are the devices for workers, in the form of CUDA_VISIBLE_DEVICES; empty:
@@ -159,8 +162,13 @@ type Scheduling struct {
 	Mock mocker.Settings `kong:"-"`
 }
 
-// validate sets Mock and checks the settings for policies of these names.
+// validate sets Mock, makes the names of the policies those of package policies, and checks the
+// settings for them.
 func (s *Scheduling) validate(names ...string) (err error) {
+	for i := range names {
+		names[i] = policies.Canonical(names[i])
+	}
+	s.Policy = strings.Join(names, ",")
 	if s.Mock, err = s.MockFlags.Settings(); err != nil {
 		return err
 	}
@@ -285,13 +293,13 @@ func (c *Config) validate() error {
 		return fmt.Errorf("--kv-offload-gib %v: give 0 to %d GiB", c.KVOffloadGiB, maxOffloadGiB)
 	}
 	if !starts && c.KVOffloadGiB > 0 {
-		return fmt.Errorf("--kv-offload-gib %v, but --engine %s starts no worker process; for attached workers, set their own flags", c.KVOffloadGiB, c.Engine)
+		return fmt.Errorf("--kv-offload-gib %v, but %s; for attached workers, set their own flags", c.KVOffloadGiB, c.startsNone())
 	}
 	if c.KVP2P && (c.Engine != EngineVLLM || c.KVOffloadGiB == 0 || c.PrefillWorkers > 0) {
 		return errors.New("--kv-p2p: only with --engine vllm, --kv-offload-gib and without --prefill-workers; it moves KV blocks between the host memory of whole vLLM workers")
 	}
 	if !starts && len(c.EngineArgs) > 0 {
-		return fmt.Errorf("%q follows --, but --engine %s starts no worker process", c.EngineArgs[0], c.Engine)
+		return fmt.Errorf("%q follows --, but %s", c.EngineArgs[0], c.startsNone())
 	}
 	files := map[string]string{"--record": c.Record, "--record-events": c.Snapshot.RecordEvents, "--index-snapshot": c.Snapshot.IndexSnapshot, "--thompson-state": c.ThompsonState}
 	if err := cmp.Or(c.Models.CheckDir(), c.Snapshot.Validate(c.KVEvents()), settings.CheckFiles(files)); err != nil {

@@ -144,6 +144,52 @@ func TestAttachedWorkersGetTheNextFreeNumbers(t *testing.T) {
 	}
 }
 
+// TestWorkersAreAttachedByTheirURLs: every spelling gives one list, and only a flag that asks for
+// started workers adds some.
+func TestWorkersAreAttachedByTheirURLs(t *testing.T) {
+	file := filepath.Join(t.TempDir(), "c.yaml")
+	testkit.WriteFile(t, file, "worker-urls: [http://a:1, http://b:2]\n")
+	for _, test := range []struct {
+		args    string
+		engine  string
+		started int
+		urls    string
+	}{
+		{"http://a:1 http://b:2", EngineNone, 0, "http://a:1 http://b:2"},
+		{"serve http://a:1 https://b:2/", EngineNone, 0, "http://a:1 https://b:2"},
+		{"--policy cache_aware http://a:1 http://b:2", EngineNone, 0, "http://a:1 http://b:2"},
+		{"--policy kv http://a:1 url=http://b:2,id=7 --seed 3", EngineNone, 0, "http://a:1 http://b:2"},
+		{"--worker-urls http://a:1 http://b:2 --policy kv", EngineNone, 0, "http://a:1 http://b:2"},
+		{"--worker-urls http://a:1 --worker-urls http://b:2", EngineNone, 0, "http://a:1 http://b:2"},
+		{"--worker-urls=http://a:1,http://b:2 http://c", EngineNone, 0, "http://a:1 http://b:2 http://c"},
+		{"--config " + file, EngineNone, 0, "http://a:1 http://b:2"},
+		{"--worker url=http://a:1", EngineNone, 0, "http://a:1"},
+		{"--discovery dns://vllm:8100", EngineNone, 0, ""},
+		{"http://a:1 --num-workers 0", EngineNone, 0, "http://a:1"},
+		{"http://a:1 --num-workers 3", EngineVLLM, 3, "http://a:1"},
+		{"http://a:1 --prefill-workers 1 --decode-workers 1", EngineVLLM, 2, "http://a:1"},
+		{"http://a:1 --engine sglang", EngineSGLang, 2, "http://a:1"},
+		{"http://a:1 --engine none --num-workers 3", EngineNone, 0, "http://a:1"},
+		{"", EngineVLLM, 2, ""},
+	} {
+		cfg := mustParse(t, testMachine(t), strings.Fields(test.args)...)
+		var urls []string
+		for _, w := range cfg.Worker {
+			urls = append(urls, w.URL)
+		}
+		if got := strings.Join(urls, " "); cfg.Engine != test.engine || got != test.urls || len(cfg.fleetSettings().Started) != test.started {
+			t.Errorf("%s: engine %s, %d started, attached %s", test.args, cfg.Engine, len(cfg.fleetSettings().Started), got)
+		}
+	}
+	chosen, err := parse([]string{"doctor", "http://a:1", "http://b:2"}, testMachine(t))
+	if err != nil {
+		t.Fatal(err)
+	}
+	if setup := chosen.(*DoctorCommand).setup(); len(setup.Workers) != 2 || !setup.Attached {
+		t.Errorf("doctor has %d workers, attached only: %v", len(setup.Workers), setup.Attached)
+	}
+}
+
 func TestWrongSettingsSayWhatWouldBeRight(t *testing.T) {
 	file := func(content string) string {
 		path := filepath.Join(t.TempDir(), "c.yaml")
@@ -194,6 +240,7 @@ func TestWrongSettingsSayWhatWouldBeRight(t *testing.T) {
 		{"a part of the router's own flag for vLLM", cpu, "-- --kv-events-config.topic t", []string{"--kv-events-config.topic", "--base-kv-events-port"}},
 		{"no block", cpu, "--block-size 0", []string{"--block-size must be more than 0"}},
 		{"block size of a CPU", cpu, "--block-size 16", []string{"--block-size 16", "multiple of 32"}},
+		{"a policy of another router", cpu, "--policy consistent_hash", []string{"--policy", "consistent_hash", "--session-header"}},
 		{"unknown policy", cpu, "--policy best", []string{"--policy", "standalone", "best"}},
 		{"an unknown fix of thompson", cpu, "--policy thompson --thompson.override fixes=load-sign,nothing", []string{"fixes load-sign,nothing", `"nothing"`, "worker-baseline"}},
 		{"all fixes of thompson and one", cpu, "--policy thompson --thompson.override fixes=all,feedback", []string{"fixes all,feedback", "by itself"}},
@@ -235,7 +282,20 @@ func TestWrongSettingsSayWhatWouldBeRight(t *testing.T) {
 		{"a peer that is no URL", cpu, "--engine none --indexer-peers h:7000", []string{"--indexer-peers", "http://"}},
 		{"arguments for no vLLM", cpu, "--engine none --worker http://h:1 -- --x", []string{"--x", "--engine none"}},
 		{"worker without URL", cpu, "--worker id=3", []string{"id=3", "url is missing"}},
-		{"worker URL", cpu, "--worker url=localhost:8100", []string{"localhost:8100", "http://host:8100"}},
+		{"worker URL", cpu, "--worker url=localhost:8100", []string{"localhost:8100 is not a URL", "give http://localhost:8100"}},
+		{"a worker without its scheme", cpu, "gpu-1:8000", []string{"gpu-1:8000 is not a URL", "give http://gpu-1:8000"}},
+		{"an address without its scheme", cpu, "--worker-urls 10.0.0.1:8000", []string{"give http://10.0.0.1:8000"}},
+		{"the URL of the API", cpu, "http://h:1/v1", []string{"http://h:1/v1", "give http://h:1"}},
+		{"a URL with a password", cpu, "http://user:sesame@h:1", []string{"must not contain a user or password"}},
+		{"a URL of another scheme", cpu, "http://h:1 ftp://h:2", []string{"ftp://h:2 is not a URL"}},
+		{"URLs joined by a comma", cpu, "http://h:1,http://h:2", []string{"http://h:1,http://h:2", "separate workers by spaces"}},
+		{"URLs apart", cpu, "http://h:1 --seed 1 http://h:2", []string{"unexpected argument http://h:2", "one after another"}},
+		{"a URL and the same worker", cpu, "http://h:1/ --worker url=http://h:1", []string{"http://h:1", "twice"}},
+		{"a URL and the same in a list", cpu, "http://h:1 --worker-urls http://h:2,http://h:1", []string{"http://h:1", "twice"}},
+		{"a model for a worker", cpu, "serve Qwen/Qwen3-0.6B", []string{`"Qwen/Qwen3-0.6B"`, "a model by --model"}},
+		{"a model for a command", cpu, "Qwen/Qwen3-0.6B", []string{"--model Qwen/Qwen3-0.6B"}},
+		{"arguments for workers that are not started", cpu, "http://h:1 -- --x", []string{"--x", "--num-workers"}},
+		{"memory of workers that are not started", cpu, "http://h:1 --kv-offload-gib 1", []string{"--kv-offload-gib 1", "--num-workers"}},
 		{"worker id", cpu, "--worker id=x,url=http://h:1", []string{"id=x", "whole number"}},
 		{"worker key", cpu, "--worker url=http://h:1,events=tcp://h:1", []string{"unknown key events", "kv-events"}},
 		{"worker role", cpu, "--worker url=http://h:1,role=prefil", []string{"role", "prefil", "both, prefill, decode"}},
@@ -247,7 +307,7 @@ func TestWrongSettingsSayWhatWouldBeRight(t *testing.T) {
 		{"worker endpoint", cpu, "--worker url=http://h:1,load=tcp://*:5657", []string{"load", "tcp://host:5557"}},
 		{"worker key twice", cpu, "--worker url=http://h:1,url=http://h:2", []string{"url is given twice"}},
 		{"worker twice", cpu, "--worker http://h:1;http://h:1", []string{"http://h:1", "twice"}},
-		{"worker id taken", cpu, "--worker id=1,url=http://h:1", []string{"id 1", "a started worker"}},
+		{"worker id taken", cpu, "--num-workers 2 --worker id=1,url=http://h:1", []string{"id 1", "a started worker"}},
 		{"ports meet", cpu, "--http-port 8101", []string{"--http-port 8101", "--base-worker-port 8100 (+1 for worker 1)", "8101"}},
 		{"port ranges overlap", cpu, "--num-workers 101", []string{"--base-kv-events-port 5557 (+100 for worker 100)", "--base-metrics-port 5657"}},
 		{"port too high", cpu, "--base-worker-port 65535", []string{"--base-worker-port 65535 (+1", "1 to 65535"}},

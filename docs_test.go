@@ -75,7 +75,7 @@ func pageOf(t *testing.T, flag *kong.Flag) string {
 		if err != nil {
 			t.Fatal(err)
 		}
-		if path != flagsPage && path != "docs/benchmarks.md" && regexp.MustCompile(`--`+flag.Name+`\b[^-]`).Match(text) {
+		if path != flagsPage && path != "docs/benchmarks.md" && path != "docs/migrate.md" && regexp.MustCompile(`--`+flag.Name+`\b[^-]`).Match(text) {
 			return filepath.Base(path)
 		}
 	}

@@ -45,6 +45,13 @@ func (c *Config) Run() error {
 	log := logs.New(os.Stderr, level, config.LogFormat)
 	slog.SetDefault(log)
 	settings.LimitMemory(os.Getenv, log)
+	variables, err := misspelt(os.Environ())
+	if err != nil {
+		return err
+	}
+	for name, nearest := range variables {
+		log.Warn("environment variable is not that of a flag", "variable", name, "did_you_mean", nearest)
+	}
 	if err := settings.CheckPortsFree(config.ports()); err != nil {
 		return err
 	}

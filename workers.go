@@ -28,6 +28,30 @@ import (
 // defaultWorkers is the number of workers that are started where nothing is said.
 const defaultWorkers = 2
 
+// chooseEngine makes one list of the attached workers and sets Engine. Where workers are
+// attached, others are started only if a flag asks for them.
+func (c *Config) chooseEngine() {
+	c.Flags.Join()
+	attaches := len(c.Worker) > 0 || c.Discovery.Discovery != ""
+	asked := c.PrefillWorkers != 0 || c.DecodeWorkers != 0 || c.WorkersGiven != nil && *c.WorkersGiven != 0
+	switch {
+	case c.EngineGiven != nil:
+		c.Engine = *c.EngineGiven
+	case attaches && !asked:
+		c.Engine = EngineNone
+	default:
+		c.Engine = EngineVLLM
+	}
+}
+
+// startsNone says in errors why no worker process is started.
+func (c *Config) startsNone() string {
+	if c.EngineGiven == nil {
+		return "with workers attached, none is started unless --num-workers is given"
+	}
+	return fmt.Sprintf("--engine %s starts no worker process", c.Engine)
+}
+
 // countWorkers sets NumWorkers from the flags.
 func (c *Config) countWorkers() error {
 	apart := c.PrefillWorkers != 0 || c.DecodeWorkers != 0

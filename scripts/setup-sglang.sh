@@ -28,7 +28,7 @@ if has_gpu; then
   venv="$SGLANG_GPU" want="sglang==$SGLANG_VERSION ${nixl[*]}" size="about 5 minutes and 10 GB"
 else
   if [ "$(uname -sm)" != "Linux x86_64" ]; then
-    die "SGLang without a GPU is supported on Linux x86_64 only, this is $(uname -sm); kvrouter itself works here: go run . --engine none --worker url=http://HOST:PORT"
+    die "SGLang without a GPU is supported on Linux x86_64 only, this is $(uname -sm); kvrouter itself works here: go run . http://HOST:PORT"
   fi
   # The torch version of vLLM for the CPU instead of SGLang's pinned one, so that both share one download.
   venv="$SGLANG_CPU" want="sglang==$SGLANG_VERSION torch==$TORCH_VERSION without CUDA ${nixl[*]}" size="half a minute after make setup, minutes without, and 6 GB"

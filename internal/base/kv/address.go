@@ -26,12 +26,20 @@ func ParseURL(value string) (string, error) {
 	if err == nil && u.User != nil || err != nil && strings.Contains(value, "@") {
 		return "", ErrUserinfo
 	}
+	if !strings.Contains(value, "://") {
+		if whole, err := ParseURL("http://" + value); err == nil {
+			return "", fmt.Errorf("%s is not a URL such as http://host:8100: give %s", value, whole)
+		}
+	}
 	wrong := fmt.Errorf("%s is not a URL such as http://host:8100", value)
 	if err != nil || (u.Scheme != "http" && u.Scheme != "https") || u.Hostname() == "" || strings.ContainsAny(value, "?#") {
 		return "", wrong
 	}
 	if _, ok := ParsePort(u.Port()); !ok && u.Port() != "" {
 		return "", wrong
+	}
+	if base, _, api := strings.Cut(value+"/", "/v1/"); api {
+		return "", fmt.Errorf("%s: the router adds /v1 itself: give %s", value, base)
 	}
 	return strings.TrimRight(value, "/"), nil
 }

@@ -75,7 +75,9 @@ func (h *Help) Print(_ kong.HelpOptions, ctx *kong.Context) error {
 		for _, child := range app.Children {
 			all.rows = append(all.rows, row{usage(child), sentence(child.Help)})
 		}
-		fmt.Fprintf(&to, "Usage: %s [command] [flags] [-- engine arguments]\n\n%s\n", app.Name, wrap(app.Help, helpWidth))
+		_, arguments, _ := strings.Cut(usage(app.DefaultCmd), " ")
+		words := strings.Join(strings.Fields("[command] "+arguments+" [flags] [-- engine arguments]"), " ")
+		fmt.Fprintf(&to, "Usage: %s %s\n\n%s\n", app.Name, words, wrap(app.Help, helpWidth))
 		h.printUsual(&to, app.Name, app.DefaultCmd, all)
 		rest := fmt.Sprintf("%s COMMAND --help describes a command. Each flag is also an environment variable "+
 			"(%s_ and the flag in capitals, _ for -) and a key of the file of --config.", app.Name, strings.ToUpper(app.Name))

@@ -2,7 +2,6 @@
 package settings
 
 import (
-	"cmp"
 	"errors"
 	"fmt"
 	"os"
@@ -161,14 +160,29 @@ func (f File) Explain(err error) error {
 	return err
 }
 
-// UnknownKey returns the error about a key that is not among known, of which there is one at
-// least. It names the nearest known one if a third of the letters differ at most.
+// UnknownKey returns the error about a key that is not among known. It names the nearest known
+// one, if any is near.
 func UnknownKey(key string, known []string) error {
-	nearest := slices.MinFunc(known, func(a, b string) int { return cmp.Compare(editDistance(key, a), editDistance(key, b)) })
-	if editDistance(key, nearest) > max(2, len(key)/3) {
-		return fmt.Errorf("unknown key %q", key)
+	if nearest := Nearest(key, known); nearest != "" {
+		return fmt.Errorf("unknown key %q; did you mean %q?", key, nearest)
 	}
-	return fmt.Errorf("unknown key %q; did you mean %q?", key, nearest)
+	return fmt.Errorf("unknown key %q", key)
+}
+
+// Nearest returns the known word that is most like word; empty: more than two letters differ, and
+// more than a third, in each.
+func Nearest(word string, known []string) (nearest string) {
+	return NearestWithin(word, known, max(2, len(word)/3))
+}
+
+// NearestWithin is Nearest of words that differ in so many letters at most.
+func NearestWithin(word string, known []string, least int) (nearest string) {
+	for _, k := range known {
+		if distance := editDistance(word, k); distance < least || distance == least && nearest == "" {
+			nearest, least = k, distance
+		}
+	}
+	return nearest
 }
 
 // editDistance is Levenshtein's: letters inserted, deleted or replaced.

@@ -4,6 +4,7 @@ import (
 	"math"
 	"math/rand/v2"
 	"slices"
+	"strings"
 	"testing"
 	"time"
 
@@ -134,6 +135,21 @@ func TestAnExplanationGivesTheChoice(t *testing.T) {
 				}
 			})
 		})
+	}
+}
+
+func TestNamesOfOtherRouters(t *testing.T) {
+	for name, want := range map[string]string{"round_robin": "round-robin", "power_of_two": "power-of-two", "cache_aware": "work", "cache-aware": "work", "random": "random",
+		"kv": "kv", "least_loaded": "least-loaded", "bucket": "bucket", "fastest": "fastest", "": ""} {
+		if got := Canonical(name); got != want {
+			t.Errorf("%s: %s, want %s", name, got, want)
+		}
+	}
+	for name, says := range map[string]string{"bucket": "the nearest is work", "consistent_hash": "work with --session-header", "consistent_hashing": "--session-header", "roundrobin": "the nearest is round-robin;",
+		"wrok": "the nearest is work;", "prefix_hash": "the nearest is work;", "cache-treshold": "the nearest is cache-threshold;", "fastest": "choose one of standalone, kv, work"} {
+		if _, err := New(name, testkit.Defaults[Settings]()); err == nil || !strings.Contains(err.Error(), says) {
+			t.Errorf("%s: %v, want %q", name, err, says)
+		}
 	}
 }
 

@@ -39,7 +39,7 @@ const usualPort = 8000
 
 // Settings are the source of the workers.
 type Settings struct {
-	Discovery       string `group:"Discovery" placeholder:"SOURCE" help:"Service-discovery source of workers: file:workers.yaml (reloaded when it changes), dns://vllm.ns:8100 (each address of the name, with this port), dns+srv://_http._tcp.vllm.ns (addresses and ports of its SRV records), or kubernetes (Pods, by --pool or --selector). It can be combined with --worker; --engine none starts no workers."`
+	Discovery       string `group:"Discovery" placeholder:"SOURCE" help:"Service-discovery source of workers: file:workers.yaml (reloaded when it changes), dns://vllm.ns:8100 (each address of the name, with this port), dns+srv://_http._tcp.vllm.ns (addresses and ports of its SRV records), or kubernetes (Pods, by --pool or --selector). It can be combined with --worker. Without --num-workers and --engine, no worker is started."`
 	Pool            string `group:"Discovery" placeholder:"NAME" help:"With kubernetes: InferencePool whose selector and target ports select the workers."`
 	Selector        string `group:"Discovery" placeholder:"LABELS" help:"With kubernetes: label selector of the workers' Pods, such as app=vllm."`
 	PrefillSelector string `group:"Discovery" placeholder:"LABELS" help:"With kubernetes: label selector of the prefill workers' Pods."`

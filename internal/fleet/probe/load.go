@@ -31,6 +31,8 @@ const (
 	idleAfter    = 5
 	// loadRetry is the shortest pause after a failure of either source.
 	loadRetry = 500 * time.Millisecond
+	// noPageRetry is the pause after an answer that there is no such page.
+	noPageRetry = 10 * time.Second
 	// loadLeast is the minimum time between two reports of a load socket that count:
 	// each takes the router's lock.
 	loadLeast = 5 * time.Millisecond
@@ -137,12 +139,17 @@ func (c *Client) FollowLoad(ctx context.Context, s LoadSource, log *slog.Logger,
 		if s.Socket != "" && s.Engine == kv.EngineSGLang {
 			_, _, _ = c.askLoad(ctx, s, loadNames, report)
 		}
-		if failures == 10 { // a worker that is starting is silent for a while
+		pause := loadRetry + rand.N(loadRetry)
+		if s.Socket == "" && s.Engine != kv.EngineSGLang && Rejected(err) {
+			if pause = noPageRetry; failures == 0 {
+				log.Info("worker has no page of metrics: its load is that of this router's requests", "worker", s.Ranks[0].Worker, "error", err)
+			}
+		} else if failures == 10 { // a worker that is starting is silent for a while
 			log.Warn("no load from worker", "worker", s.Ranks[0].Worker, "rank", s.Ranks[0].Rank, "from", s.from(), "error", err)
 		}
 		select {
 		case <-ctx.Done():
-		case <-time.After(loadRetry + rand.N(loadRetry)):
+		case <-time.After(pause):
 		}
 	}
 }

@@ -376,3 +376,19 @@ func TestLoadSocketThatIsTooFastCountsByItsLastMessage(t *testing.T) {
 	cancel()
 	<-done
 }
+
+func TestAPageThatIsNotThereIsRarelyAskedFor(t *testing.T) {
+	var asked atomic.Int64
+	server := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) {
+		asked.Add(1)
+		w.WriteHeader(http.StatusNotImplemented)
+	}))
+	defer server.Close()
+	ctx, stop := context.WithTimeout(t.Context(), 3*time.Second)
+	defer stop()
+	newClient(t).FollowLoad(ctx, LoadSource{URL: server.URL, Ranks: make([]kv.WorkerKey, 1), Key: func() kv.Secret { return "" }}, slog.New(slog.DiscardHandler),
+		func(kv.WorkerKey, policy.Published) { t.Error("a load was reported") })
+	if n := asked.Load(); n != 1 {
+		t.Errorf("asked %d times in 3 s", n)
+	}
+}

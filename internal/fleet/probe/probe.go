@@ -15,6 +15,7 @@ import (
 	"net"
 	"net/http"
 	"net/url"
+	"strings"
 	"syscall"
 	"time"
 
@@ -119,9 +120,11 @@ func Answered(err error) bool { return statusOf(err) > 0 }
 // NotFound reports whether err is an answer of status 404: the server has no such path.
 func NotFound(err error) bool { return statusOf(err) == http.StatusNotFound }
 
-// Rejected reports whether err is an answer of a status from 400 to 499: the server has
-// no such path, or denies access. It runs; whether it is healthy is unknown.
-func Rejected(err error) bool { return statusOf(err)/100 == 4 }
+// Rejected reports whether err is an answer of a status from 400 to 499, or 501: the server
+// has no such path, or denies access. It runs; whether it is healthy is unknown.
+func Rejected(err error) bool {
+	return statusOf(err)/100 == 4 || statusOf(err) == http.StatusNotImplemented
+}
 
 // Refused reports whether err is a refused connection: no process listens, as opposed
 // to one that is slow.
@@ -133,11 +136,16 @@ func TimedOut(err error) bool {
 	return errors.Is(err, context.DeadlineExceeded) || errors.As(err, &late) && late.Timeout()
 }
 
-// Health checks a server's health, when the limit of concurrent checks permits.
-// Each request may take up to limit. known means that the server has been healthy
-// before. The error may be a *StatusError or ErrLeadsBack.
+// Health checks a server's health, when the limit of concurrent checks permits: one without
+// /health is healthy if it lists its models. Each request may take up to limit. known means
+// that the server has been healthy before. The error may be a *StatusError or ErrLeadsBack.
 func (c *Client) Health(ctx context.Context, s Server, limit time.Duration, known bool) error {
 	err := c.check(ctx, s, "/health", limit, known)
+	if Rejected(err) {
+		if listed := c.check(ctx, s, modelsPath, limit, known); !Rejected(listed) {
+			return listed
+		}
+	}
 	if !known && errors.Is(err, context.DeadlineExceeded) && ctx.Err() == nil {
 		// An SGLang server computes a token for /health, which may take longer.
 		if pinged := c.check(ctx, s, "/ping", limit, known); !Rejected(pinged) {
@@ -151,6 +159,24 @@ func (c *Client) Health(ctx context.Context, s Server, limit time.Duration, know
 // token.
 func (c *Client) Ping(ctx context.Context, s Server, limit time.Duration) error {
 	return c.check(ctx, s, "/ping", limit, true)
+}
+
+// AnswersChats checks that a server that has neither /health nor a list of models has the route
+// of chats, by a chat without messages.
+func (c *Client) AnswersChats(ctx context.Context, s Server) error {
+	const path = "/v1/chat/completions"
+	ctx, cancel := context.WithTimeout(ctx, answerLimit)
+	defer cancel()
+	body, err := c.request(ctx, c.probes, http.MethodPost, s, path, strings.NewReader("{}"))
+	switch status := statusOf(err); {
+	case err == nil:
+		_ = body.Close()
+	case status == http.StatusNotFound, status == http.StatusMethodNotAllowed, status == http.StatusNotImplemented:
+		return fmt.Errorf("%s has neither /health nor %s nor %s: it is not the URL of an OpenAI server", s.URL, modelsPath, path)
+	case !Rejected(err):
+		return err
+	}
+	return nil
 }
 
 // check is a health check at one path.
@@ -182,6 +208,9 @@ type Models struct {
 	SGLang   bool     // the list is an SGLang server's
 }
 
+// modelsPath is where servers list their models.
+const modelsPath = "/v1/models"
+
 // Models queries a server's models. A server that denies access, or has no such
 // path, serves an unknown one.
 func (c *Client) Models(ctx context.Context, s Server) (served Models, err error) {
@@ -193,7 +222,7 @@ func (c *Client) Models(ctx context.Context, s Server) (served Models, err error
 			Parent *string `json:"parent"`
 		} `json:"data"`
 	}
-	err = c.get(ctx, s, "/v1/models", answerLimit, &list)
+	err = c.get(ctx, s, modelsPath, answerLimit, &list)
 	if Answered(err) && statusOf(err) < 500 {
 		return Models{}, nil
 	}
@@ -260,7 +289,7 @@ func (c *Client) getBy(ctx context.Context, client *http.Client, s Server, path 
 		return nil
 	}
 	if err := json.NewDecoder(io.LimitReader(body, maxBody)).Decode(into); err != nil {
-		return fmt.Errorf("GET %s%s: the answer is not the JSON that vLLM or SGLang sends: %w", s.URL, path, err)
+		return fmt.Errorf("GET %s%s: the answer is not the JSON of an OpenAI server: %w", s.URL, path, err)
 	}
 	return nil
 }
@@ -268,9 +297,17 @@ func (c *Client) getBy(ctx context.Context, client *http.Client, s Server, path 
 // open sends a GET to a server, with its key if it has one, and returns the body of an
 // answer of 200; it must be closed.
 func (c *Client) open(ctx context.Context, client *http.Client, s Server, path string) (io.ReadCloser, error) {
-	request, err := http.NewRequestWithContext(ctx, http.MethodGet, s.URL+path, nil)
+	return c.request(ctx, client, http.MethodGet, s, path, nil)
+}
+
+// request is open with another method and a body of JSON; nil: none.
+func (c *Client) request(ctx context.Context, client *http.Client, method string, s Server, path string, sent io.Reader) (io.ReadCloser, error) {
+	request, err := http.NewRequestWithContext(ctx, method, s.URL+path, sent)
 	if err != nil {
-		return nil, fmt.Errorf("GET %s%s: %w", s.URL, path, err)
+		return nil, fmt.Errorf("%s %s%s: %w", method, s.URL, path, err)
+	}
+	if sent != nil {
+		request.Header.Set("Content-Type", "application/json")
 	}
 	if s.Key != "" {
 		request.Header.Set("Authorization", "Bearer "+string(s.Key))

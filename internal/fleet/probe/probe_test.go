@@ -122,3 +122,41 @@ func TestUnreachableAddressesDoNotDelayTheOthers(t *testing.T) {
 type roundTripper func(*http.Request) (*http.Response, error)
 
 func (r roundTripper) RoundTrip(request *http.Request) (*http.Response, error) { return r(request) }
+
+// TestServersWithoutHealth: a list of models stands for /health, and a route of chats for both.
+func TestServersWithoutHealth(t *testing.T) {
+	for _, test := range []struct {
+		name     string
+		statuses map[string]int // by path; 404 for others
+		healthy  bool
+		chats    string // empty: it answers them
+	}{
+		{"all routes", map[string]int{"/health": 200, "/v1/models": 200, "/v1/chat/completions": 400}, true, ""},
+		{"no /health", map[string]int{"/v1/models": 200, "/v1/chat/completions": 400}, true, ""},
+		{"no /health, and a broken list", map[string]int{"/v1/models": 503, "/v1/chat/completions": 422}, false, ""},
+		{"sick, with a list", map[string]int{"/health": 503, "/v1/models": 200}, false, "neither /health"},
+		{"not implemented", map[string]int{"/health": 501, "/v1/models": 405, "/v1/chat/completions": 400}, false, ""},
+		{"only chats", map[string]int{"/v1/chat/completions": 200}, false, ""},
+		{"chats with a key", map[string]int{"/health": 401, "/v1/models": 401, "/v1/chat/completions": 401}, false, ""},
+		{"loading", map[string]int{"/v1/chat/completions": 503}, false, "503"},
+		{"no engine", nil, false, "not the URL of an OpenAI server"},
+		{"pages to read", map[string]int{"/v1/chat/completions": 405}, false, "not the URL of an OpenAI server"},
+	} {
+		server := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+			status := test.statuses[r.URL.Path]
+			if status == 0 || (r.Method == http.MethodPost) != (r.URL.Path == "/v1/chat/completions") {
+				status = http.StatusNotFound
+			}
+			w.WriteHeader(status)
+		}))
+		c := newClient(t)
+		if err := c.Health(t.Context(), Server{URL: server.URL}, 10*time.Second, false); (err == nil) != test.healthy {
+			t.Errorf("%s: health %v", test.name, err)
+		}
+		err := c.AnswersChats(t.Context(), Server{URL: server.URL})
+		if (err == nil) != (test.chats == "") || err != nil && !strings.Contains(err.Error(), test.chats) {
+			t.Errorf("%s: chats %v, want %q", test.name, err, test.chats)
+		}
+		server.Close()
+	}
+}

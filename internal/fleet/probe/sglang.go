@@ -39,6 +39,8 @@ type ServerInfo struct {
 	States      []rankInfo `json:"internal_states"`        // by rank
 	Speculation string     `json:"speculative_algorithm"`  // such as EAGLE; empty: none
 
+	CacheReport *bool `json:"enable_cache_report"` // answers say how many tokens were cached; nil: not reported
+
 	Hierarchical bool   `json:"enable_hierarchical_cache"` // blocks are kept in host memory
 	Storage      string `json:"hicache_storage_backend"`   // and behind it, such as file; empty: nowhere
 

@@ -20,13 +20,15 @@ import (
 
 // EventFlags returns the flags of an engine that enable the KV events, and their
 // replay, that the router subscribes to.
-func EventFlags(engine kv.Engine) string {
+func EventFlags(engine kv.Engine) string { return EventFlagsAt(engine, 0) }
+
+// EventFlagsAt is EventFlags with ports that are shifted by so many.
+func EventFlagsAt(engine kv.Engine, shift int) string {
+	sockets := fmt.Sprintf(`"publisher":"zmq","topic":"kv-events","endpoint":"tcp://*:%d","replay_endpoint":"tcp://*:%d"}'`, 5557+shift, 5757+shift)
 	if engine == kv.EngineSGLang {
-		return `--kv-events-config '{"publisher":"zmq","topic":"kv-events",` +
-			`"endpoint":"tcp://*:5557","replay_endpoint":"tcp://*:5757"}' --load-publish-endpoint tcp://*:5657`
+		return fmt.Sprintf("--kv-events-config '{%s --load-publish-endpoint tcp://*:%d", sockets, 5657+shift)
 	}
-	return `--kv-events-config '{"enable_kv_cache_events":true,"publisher":"zmq","topic":"kv-events",` +
-		`"endpoint":"tcp://*:5557","replay_endpoint":"tcp://*:5757"}'`
+	return `--kv-events-config '{"enable_kv_cache_events":true,` + sockets
 }
 
 // rankEvents is what vLLM reports about the KV events of one rank.

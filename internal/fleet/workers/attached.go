@@ -31,12 +31,15 @@ func (w *Attached) UnmarshalText(text []byte) error {
 	for part := range strings.SplitSeq(string(text), ",") {
 		part = strings.TrimSpace(part)
 		key, value, found := strings.Cut(part, "=")
-		if !found && strings.Contains(part, "://") {
+		if !found && strings.Contains(part, ":") {
 			key, value = "url", part
 		} else if !found || value == "" {
-			return fmt.Errorf("worker %q: %q is not key=value; the keys are %s", text, part, attachedKeys)
+			return fmt.Errorf("worker %q: %q is neither a URL such as http://host:8000 nor key=value; the keys are %s", text, part, attachedKeys)
 		}
 		if seen[key] {
+			if key == "url" {
+				return fmt.Errorf("worker %q: url is given twice: separate workers by spaces", text)
+			}
 			return fmt.Errorf("worker %q: %s is given twice", text, key)
 		}
 		seen[key] = true
@@ -137,14 +140,16 @@ func (f *Fleet) superviseAttached(ctx context.Context, w *worker) {
 // process is gone. It returns whether there was an answer.
 func (f *Fleet) followAttached(ctx context.Context, w *worker) (wasUp bool) {
 	w.applyDiscovered()
-	served, info, err := f.greet(ctx, w)
+	healthy, served, info, err := f.greet(ctx, w)
 	if err != nil {
 		f.unreachable(ctx, w, err)
 		return false
 	}
 	in := f.begin(ctx, w)
 	defer in.end("no longer followed")
-	in.answered = true
+	if in.answered = healthy; !healthy {
+		f.log.Warn(fmt.Sprintf("%s: has neither /health nor /v1/models: it counts as healthy while it accepts connections", w), "url", w.spec.URL)
+	}
 	if in.know(info); served.SGLang {
 		in.isSGLang() // behind a gateway that hides the rest, too
 	}
@@ -192,20 +197,25 @@ func (f *Fleet) followAttached(ctx context.Context, w *worker) (wasUp bool) {
 }
 
 // greet asks an attached worker, at its first answer, whether it is healthy and what it
-// is; info is nil if it is no SGLang server.
-func (f *Fleet) greet(ctx context.Context, w *worker) (served probe.Models, info *probe.ServerInfo, err error) {
+// is; info is nil if it is no SGLang server. One that runs and does not say whether it is
+// healthy must answer chats.
+func (f *Fleet) greet(ctx context.Context, w *worker) (healthy bool, served probe.Models, info *probe.ServerInfo, err error) {
 	err = f.checkWithin(ctx, w, func(limit time.Duration) error { return f.probe.Health(ctx, w.spec, limit, false) })
+	healthy = err == nil
+	if probe.Rejected(err) {
+		err = f.probe.AnswersChats(ctx, w.spec)
+	}
 	if err != nil {
-		return served, nil, err
+		return false, served, nil, err
 	}
 	if served, err = f.probe.Models(ctx, w.spec); err != nil {
-		return served, nil, err
+		return false, served, nil, err
 	}
 	info, err = f.probe.ServerInfo(ctx, w.spec)
 	if !served.SGLang { // only of an SGLang server the answer decides how it is used
 		err = nil
 	}
-	return served, info, err
+	return healthy, served, info, err
 }
 
 // eventSources finds the worker's event streams.

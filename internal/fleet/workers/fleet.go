@@ -64,6 +64,7 @@ type prober interface {
 	Health(ctx context.Context, s probe.Server, limit time.Duration, known bool) error
 	Ping(ctx context.Context, s probe.Server, limit time.Duration) error
 	LeadsBack(ctx context.Context, url string) bool
+	AnswersChats(context.Context, probe.Server) error
 	Models(context.Context, probe.Server) (probe.Models, error)
 	ServerInfo(context.Context, probe.Server) (*probe.ServerInfo, error)
 	CheckScheduler(ctx context.Context, s probe.Server, limit time.Duration) error

@@ -418,8 +418,8 @@ func (t *Source) askRender(ctx context.Context, sglang bool, path string, body [
 func render(ctx context.Context, ask Asker, path string, body []byte) ([]byte, error) {
 	answer, err := ask(ctx, path, body)
 	var refusal *AskError
-	// An unknown model is a 404 too, but with an error object.
-	if errors.As(err, &refusal) && refusal.Status == 404 && !gjson.GetBytes(refusal.Answer, "error").Exists() {
+	// An unknown model is a 404 too, but with an error object. vLLM 0.32 has the route and forbids it without --enable-scale-out.
+	if errors.As(err, &refusal) && (refusal.Status == 403 || refusal.Status == 404 && !gjson.GetBytes(refusal.Answer, "error").Exists()) {
 		return nil, errNoRender
 	}
 	return answer, err

@@ -41,8 +41,8 @@ func (w *askedWorker) ask(ctx context.Context, path string, body []byte) ([]byte
 		return nil, ctx.Err()
 	case w.fail != nil:
 		return nil, w.fail
-	case strings.HasSuffix(path, "/render") && !w.renders:
-		return nil, &AskError{404, []byte(`{"detail":"Not Found"}`)}
+	case strings.HasSuffix(path, "/render") && !w.renders: // as vLLM 0.32; older ones answer 404
+		return nil, &AskError{403, []byte(`{"error":{"message":"Scale-out endpoints are disabled.","type":"PermissionDeniedError","code":403}}`)}
 	}
 	answer, ok := w.answer[path]
 	if !ok {

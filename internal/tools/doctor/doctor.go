@@ -24,7 +24,8 @@ type Command struct {
 	JSON bool          `group:"Doctor" name:"json" help:"Print the findings as one JSON object: ok, and findings with level (ok, note, fail), about, text and remedy."`
 	Wait time.Duration `group:"Doctor" default:"5s" help:"Maximum time to wait for each answer of a worker."`
 
-	Unusable error `kong:"-"` // why the settings cannot be used on this machine; nil: they can
+	Unusable error             `kong:"-"` // why the settings cannot be used on this machine; nil: they can
+	Misspelt map[string]string `kong:"-"` // environment variables that no flag has, with the one that is like them
 }
 
 // Setup is the configuration with which the router would start.
@@ -145,7 +146,7 @@ func (c Command) check(ctx context.Context, s Setup) []Finding {
 	}
 	all.about = "workers"
 	if len(s.Workers) == 0 && s.Attached {
-		all.note("no worker is configured", "add running workers by --worker url=http://host:8100, or later by POST /workers")
+		all.note("no worker is configured", "give the URLs of running workers, such as http://host:8000, or register them later by POST /workers")
 	}
 	compare(seen, all)
 	return all.findings

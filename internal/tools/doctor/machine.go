@@ -4,7 +4,9 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"maps"
 	"path/filepath"
+	"slices"
 	"strings"
 	"time"
 
@@ -30,6 +32,9 @@ const (
 func (c Command) checkMachine(ctx context.Context, s Setup, r *report) {
 	if c.Unusable != nil {
 		r.fail(c.Unusable.Error(), "")
+	}
+	for _, name := range slices.Sorted(maps.Keys(c.Misspelt)) {
+		r.note(fmt.Sprintf("the environment variable %s is not that of a flag", shorten(name)), "did you mean "+c.Misspelt[name]+"?")
 	}
 	library := encodes()
 	switch {

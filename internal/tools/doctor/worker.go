@@ -32,6 +32,10 @@ const (
 	maxCaches = 4
 	// waits bounds the check of one worker, with any number of ranks, in multiples of --wait.
 	waits = 10
+	// Arguments of engines.
+	promptDetails = "--enable-prompt-tokens-details"
+	scaleOut      = "--enable-scale-out"
+	cacheReport   = "--enable-cache-report"
 	// skewNoted is the tolerated difference of a worker's clock, beyond the second of
 	// resolution of a Date header.
 	skewNoted = 2 * time.Second
@@ -42,8 +46,10 @@ type patient struct {
 	report    report
 	host      string // of its URL
 	models    []string
+	owner     string // of its models, as it says
 	version   string
 	endpoints []string // of its KV events
+	lacks     []string // arguments that its command line lacks
 }
 
 // answer is a worker's answer.
@@ -121,11 +127,11 @@ func skewOf(date string, asked, answered time.Time) time.Duration {
 }
 
 // checkWorker checks one worker that runs already.
-func (c Command) checkWorker(ctx context.Context, s Setup, at probe.Server) patient {
+func (c Command) checkWorker(ctx context.Context, s Setup, at probe.Server) (p patient) {
 	transport := web.NewTransport(s.TLS)
 	transport.DisableKeepAlives = true
 	v := visitor{client: web.NewClient(transport), at: at, key: cmp.Or(at.Key, s.Key), wait: c.Wait}
-	p := patient{report: report{about: fmt.Sprintf("worker %d, %s", at.ID, at.URL)}}
+	p = patient{report: report{about: fmt.Sprintf("worker %d, %s", at.ID, at.URL)}}
 	if u, err := url.Parse(at.URL); err == nil {
 		p.host = u.Hostname()
 	}
@@ -137,7 +143,7 @@ func (c Command) checkWorker(ctx context.Context, s Setup, at probe.Server) pati
 	case err != nil:
 		r.fail("does not answer: "+shorten(err.Error()), "start it at this address, or correct url= of --worker")
 		return p
-	case health.status >= http.StatusInternalServerError:
+	case health.status >= http.StatusInternalServerError && health.status != http.StatusNotImplemented:
 		r.fail(fmt.Sprintf("is unhealthy: /health answers %d", health.status), "see its log")
 	}
 	if skew := health.skew; skew.Abs() > skewNoted && at.Kind != kv.KindRouter {
@@ -148,9 +154,10 @@ func (c Command) checkWorker(ctx context.Context, s Setup, at probe.Server) pati
 		v.checkCell(ctx, s, &p)
 		return p
 	}
-	if !v.checkModels(ctx, &p) {
+	if !v.checkModels(ctx, health, &p) {
 		return p
 	}
+	defer func() { p.adviseAll() }()
 	info, err := v.ask(ctx, http.MethodGet, "/server_info")
 	if err == nil && info.status == http.StatusNotFound { // an older SGLang
 		info, err = v.ask(ctx, http.MethodGet, "/get_server_info")
@@ -161,12 +168,28 @@ func (c Command) checkWorker(ctx context.Context, s Setup, at probe.Server) pati
 			return p
 		}
 	}
-	v.checkVLLM(ctx, s, &p)
+	page, err := v.ask(ctx, http.MethodGet, "/metrics")
+	if err == nil && page.status != http.StatusOK {
+		err = fmt.Errorf("it answers %d", page.status)
+	}
+	name, version := v.engineOf(ctx, p.owner, page.body)
+	p.version = strings.TrimSpace(name + " " + shorten(version))
+	if name == nameVLLM {
+		v.checkVLLM(ctx, s, page, err, &p)
+	} else {
+		v.checkOther(ctx, s, &p)
+	}
 	return p
 }
 
-// checkModels checks the models of a worker; false: it cannot be checked further.
-func (v visitor) checkModels(ctx context.Context, p *patient) bool {
+// missing reports whether a server has no such route.
+func (a answer) missing() bool {
+	return a.status == http.StatusNotFound || a.status == http.StatusMethodNotAllowed || a.status == http.StatusNotImplemented
+}
+
+// checkModels checks the models of a worker that answers this about its health; false: it cannot be
+// checked further.
+func (v visitor) checkModels(ctx context.Context, health answer, p *patient) bool {
 	r := &p.report
 	listed, err := v.ask(ctx, http.MethodGet, "/v1/models")
 	if err != nil {
@@ -180,14 +203,29 @@ func (v visitor) checkModels(ctx context.Context, p *patient) bool {
 	var list struct {
 		Data []struct {
 			ID     string
+			Owner  string `json:"owned_by"`
 			Parent *string
 		}
 	}
+	if listed.missing() {
+		chats, err := v.ask(ctx, http.MethodPost, "/v1/chat/completions")
+		if err != nil || chats.missing() {
+			r.fail("has neither /v1/models nor /v1/chat/completions", "give the URL of an OpenAI server")
+			return false
+		}
+		text := "does not list its models: requests for any model are sent to it"
+		if health.missing() {
+			text += "; nor does it say whether it is healthy: it counts as healthy while it accepts connections"
+		}
+		r.note(text, "")
+		return true
+	}
 	if err := json.Unmarshal(listed.body, &list); listed.status != http.StatusOK || err != nil || len(list.Data) == 0 {
 		r.fail(fmt.Sprintf("/v1/models answers %d and names no model", listed.status),
-			"set url= of --worker to the address of a vLLM or SGLang server")
+			"give the URL of an OpenAI server, and wait until it has loaded a model")
 		return false
 	}
+	p.owner = list.Data[0].Owner
 	for _, model := range list.Data {
 		if model.Parent == nil || *model.Parent == "" {
 			p.models = append(p.models, shorten(model.ID))
@@ -228,21 +266,11 @@ func (v visitor) checkCell(ctx context.Context, s Setup, p *patient) {
 	}
 }
 
-// checkVLLM checks the flags of a vLLM server.
-func (v visitor) checkVLLM(ctx context.Context, s Setup, p *patient) {
+// checkVLLM checks the flags of a vLLM server with this metrics page, or the error of it.
+func (v visitor) checkVLLM(ctx context.Context, s Setup, page answer, err error, p *patient) {
 	r := &p.report
-	var server struct{ Version string }
-	if a, err := v.ask(ctx, http.MethodGet, "/version"); err == nil {
-		_ = json.Unmarshal(a.body, &server) // else it stays unknown
-	}
-	p.version = "vLLM " + cmp.Or(shorten(server.Version), "of an unknown version")
 	r.ok("%s serves %s", p.version, listed(p.models))
-
-	page, err := v.ask(ctx, http.MethodGet, "/metrics")
 	var metrics probe.Page
-	if err == nil && page.status != http.StatusOK {
-		err = fmt.Errorf("it answers %d", page.status)
-	}
 	if err == nil {
 		metrics, err = probe.ParsePage(bytes.NewReader(page.body))
 	}
@@ -257,13 +285,13 @@ func (v visitor) checkVLLM(ctx context.Context, s Setup, p *patient) {
 		r.ok("reports its load on /metrics")
 	}
 	for _, kept := range cachesOf(metrics.Caches()) {
-		r.checkCache(s, kept.blockSize, kept.keeps, "--block-size", "start it with --enable-prefix-caching")
+		r.checkCache(kept.blockSize, kept.keeps, "start it with --enable-prefix-caching")
 	}
 	if slices.ContainsFunc(metrics.Caches(), probe.FindsParts) {
 		r.note("predictions are not exact: its KV events do not say which parts of blocks --prefix-match-unit makes it find", "")
 	}
 	if len(metrics.Caches()) == 0 {
-		r.note("does not report its block size", fmt.Sprintf("make sure that it runs with --block-size %d", s.BlockSize))
+		r.checkCache(0, true, "")
 	}
 	v.checkVLLMTiers(ctx, s, page.body, r)
 	if s.KVEvents {
@@ -280,14 +308,26 @@ func (v visitor) checkVLLM(ctx context.Context, s Setup, p *patient) {
 				"predictions are not exact", engines, len(found)),
 				"run a vLLM with /kv_event_sources, or a server for each rank")
 		}
-		v.checkEvents(ctx, found, kv.EngineVLLM, p)
+		if len(found) > 0 {
+			v.checkEvents(ctx, found, p)
+		} else {
+			p.noEvents(kv.EngineVLLM, s.shift(v, len(metrics.Caches())))
+		}
+	}
+	size := s.BlockSize
+	if caches := cachesOf(metrics.Caches()); len(caches) > 0 {
+		size = caches[0].blockSize
+	}
+	if tells, known := v.tellsCached(ctx, p, size); known && !tells {
+		p.lack(promptDetails)
+		r.note("its answers do not say how many tokens were cached: predictions are not verified", "start it with "+promptDetails)
 	}
 	v.checkLoad(ctx, v.at.Load, r)
 	v.checkTokens(ctx, s, false, r)
 	if a, err := v.ask(ctx, http.MethodPost, "/v1/chat/completions/render"); err == nil &&
-		(a.status == http.StatusNotFound || a.status == http.StatusMethodNotAllowed) {
-		r.note("does not render prompts: prompts that the router cannot render itself are routed by load only",
-			"start it with --enable-scale-out")
+		(a.missing() || a.status == http.StatusForbidden) {
+		p.lack(scaleOut)
+		r.note("does not render prompts: those with media, and of /v1/responses and /v1/messages, are routed by load only", "start it with "+scaleOut)
 	}
 }
 
@@ -341,35 +381,40 @@ func (v visitor) checkSGLang(ctx context.Context, s Setup, server *probe.ServerI
 		r.ok("drafts tokens by %s", shorten(server.Speculation))
 	}
 	anew := server.Decodes() && !keeps // the default of SGLang's decode servers
-	r.checkCache(s, server.BlockSize(), keeps || anew, "--page-size", remedy)
+	r.checkCache(server.BlockSize(), keeps || anew, remedy)
 	if anew {
 		r.note("caches no prompts: each is transferred to it again", remedy)
 	}
-	if s.KVEvents && (!anew || v.at.KVEvents != "") {
-		v.checkEvents(ctx, server.Sources(v.at), kv.EngineSGLang, p)
+	sources := server.Sources(v.at)
+	silent := s.KVEvents && len(sources) == 0 && !anew
+	switch {
+	case silent:
+		p.noEvents(kv.EngineSGLang, s.shift(v, server.Ranks()))
+	case s.KVEvents && len(sources) > 0 && (!anew || v.at.KVEvents != ""):
+		v.checkEvents(ctx, sources, p)
+	}
+	if reports := server.CacheReport; reports != nil && !*reports {
+		p.lack(cacheReport)
+		r.note("its answers do not say how many tokens were cached: predictions are not verified", "start it with "+cacheReport)
 	}
 	if server.Mode != nil && *server.Mode == "null" { // a part of a pair answers no request alone
 		v.checkTokens(ctx, s, true, r)
 	}
 	load := server.Load(v.at, 0)
 	v.checkLoad(ctx, load, r)
-	if load == "" {
-		r.note("publishes no load: the router polls it every second", "start it with --load-publish-endpoint tcp://*:5657")
+	if load == "" && !silent { // its remedy has the endpoint
+		flag := fmt.Sprintf("--load-publish-endpoint tcp://*:%d", 5657+s.shift(v, server.Ranks()))
+		p.lack(flag)
+		r.note("publishes no load: the router polls it every second", "start it with "+flag)
 	}
 }
 
-// checkCache checks the block size, and whether prompts are cached at all.
-func (r *report) checkCache(s Setup, size int, keeps bool, sizeFlag, keepRemedy string) {
-	switch {
-	case size == 0:
-		r.note("does not report its block size", fmt.Sprintf("make sure that it runs with %s %d", sizeFlag, s.BlockSize))
-	case size%max(1, s.BlockSize) != 0:
-		r.fail(fmt.Sprintf("its blocks have %d tokens and the router's have %d: no cached prefix would be found", size, s.BlockSize),
-			fmt.Sprintf("start it with %s %d, or the router with --block-size %d", sizeFlag, s.BlockSize, size))
-	case size != s.BlockSize:
-		r.ok("blocks of %d tokens, %d blocks of the router each", size, size/s.BlockSize)
-	default:
-		r.ok("blocks of %d tokens, as in the router", size)
+// checkCache shows the block size, and checks whether prompts are cached at all.
+func (r *report) checkCache(size int, keeps bool, keepRemedy string) {
+	if size == 0 {
+		r.note("does not report its block size: its KV events do", "")
+	} else {
+		r.ok("blocks of %d tokens", size)
 	}
 	if !keeps {
 		r.fail("caches no prompts: prefix caching is off", keepRemedy)
