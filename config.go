@@ -150,7 +150,7 @@ type Config struct {
 type Scheduling struct {
 	PrefillWorkers int                  `group:"Model and engine" placeholder:"N" help:"Number of prefill workers, instead of --num-workers (simulate: --workers). They compute prompts and transfer them by NIXL (mock workers: --mock disagg-kind)."`
 	DecodeWorkers  int                  `group:"Model and engine" placeholder:"N" help:"Number of decode workers, with --prefill-workers."`
-	BlockSize      int                  `group:"Model and engine" default:"64" help:"Tokens per KV-cache block. Must equal the engine's block size (SGLang: page size). For vLLM on a CPU, a multiple of 32."`
+	BlockSize      int                  `group:"Model and engine" default:"64" help:"Tokens per KV-cache block of started workers (SGLang: page size), and of attached ones that do not report theirs. For vLLM on a CPU, a multiple of 32."`
 	Policy         string               `group:"Routing" default:"work" placeholder:"NAME" help:"Scheduling policy: ${policies}. simulate accepts a comma-separated list. See docs/routing.md."`
 	Seed           uint64               `group:"Routing" default:"0" help:"Random seed. 0 seeds from the clock."`
 	Scoring        policies.Settings    `embed:""`

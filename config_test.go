@@ -251,7 +251,6 @@ func TestWrongSettingsSayWhatWouldBeRight(t *testing.T) {
 		{"a policy knob below 0", cpu, "--policy kv --router-temperature=-1", []string{"--router-temperature", "-1", "at least 0"}},
 		{"an infinite policy knob", cpu, "--policy kv --overlap-score-weight Inf", []string{"--overlap-score-weight", "+Inf"}},
 		{"no time to live", cpu, "--no-kv-events --router-ttl-secs 0", []string{"--router-ttl-secs 0", "more than 0"}},
-		{"a time to live beside events", cpu, "--router-ttl-secs 60", []string{"--router-ttl-secs", "--no-kv-events"}},
 		{"an unknown rule of ties", cpu, "--policy kv --ties first", []string{"--ties", "random", "smallest-tree", "first"}},
 		{"a tree of no blocks", cpu, "--no-kv-events --router-max-tree-size 0", []string{"--router-max-tree-size 0", "at least 1"}},
 		{"more than all is left", cpu, "--router-prune-target-ratio 1.5", []string{"--router-prune-target-ratio 1.5", "0 to 1"}},

@@ -29,7 +29,7 @@ func (r *app) recoverIndex(ctx context.Context) {
 	if len(r.config.IndexerPeers) == 0 {
 		return
 	}
-	recovered, err := events.RecoverIndex(ctx, r.index, r.config.BlockSize, peerKey(r.config), r.config.IndexerPeers, r.log)
+	recovered, err := events.RecoverIndex(ctx, r.index, peerKey(r.config), r.config.IndexerPeers, r.log)
 	if err != nil {
 		r.log.Warn("no peer of --indexer-peers returned its index: starting with an empty index", "error", err)
 		return
@@ -75,6 +75,7 @@ func (r *app) cellInfo() (info cells.Info) {
 		}
 		info.Engine = t.Engine
 	}
+	info.BlockSize = r.router.Unit()
 	if r.config.Model != "" {
 		info.Root = filepath.Base(r.config.Model)
 	}

@@ -185,7 +185,7 @@ func (c *Config) fleetSettings() workers.Settings {
 	engine, starts := c.engine()
 	s := workers.Settings{
 		Attached: c.Worker, Ports: c.workerPorts(), BlockSize: c.BlockSize, KVEvents: c.KVEvents(), Snapshot: c.Snapshot,
-		AssumesSizes: c.Index.NoKVEvents && !c.Index.HasTrees(c.Policy), ServedModelName: c.ServedModelName,
+		Assumes: c.Index.Assumes(c.Policy, c.Scoring.Settings), ServedModelName: c.ServedModelName,
 		TLS: c.WorkerTLS, Hop: c.Hop, WorkerKey: c.WorkerKey, Key: kv.Secret(engine.Key(c.EngineArgs)),
 		PassKey:        len(c.APIKey) > 0 || c.Keys.APIKeysFile != "",
 		SilenceTimeout: c.Routing.SilenceTimeout, StartupTimeout: c.StartupTimeout, RestartBackoffMax: c.RestartBackoffMax,
@@ -229,8 +229,7 @@ func (c *Config) selectionSettings() selection.Settings {
 
 func (c *Config) pageSettings() page.Settings {
 	return page.Settings{Flags: c.Page, Host: c.Web.RouterHost, Keys: c.RouterKeys, APIKeyed: len(c.APIKey) > 0 || c.Keys.APIKeysFile != "",
-		Secure: c.Web.TLS.TLSCert != "", Version: settings.Version(), Policy: c.Policy, BlockSize: c.BlockSize, Demo: c.Demo,
-		Fair: c.Routing.Fair()}
+		Secure: c.Web.TLS.TLSCert != "", Version: settings.Version(), Policy: c.Policy, Demo: c.Demo, Fair: c.Routing.Fair()}
 }
 
 // demo is what makes traffic.

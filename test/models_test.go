@@ -274,13 +274,11 @@ func TestWorkersOfASecondModelAreRegistered(t *testing.T) {
 		return gjson.GetBytes(answer, "lifecycle").Str, reasons
 	}
 	for i, c := range []struct {
-		model  string
-		from   *Workers
-		size   int
-		reason string
-	}{{"first", both.first, 64, ""}, {"second", both.second, 16, ""}, {"second", both.second, 32, "existing=16 requested=32"}, {"first", both.first, 16, "existing=64 requested=16"}} {
-		lifecycle, reasons := register(i+1, c.model, c.from, c.size)
-		if (lifecycle == selection.LifecycleSchedulable) != (c.reason == "") || c.reason != "" && !strings.Contains(strings.Join(reasons, " "), c.reason) {
+		model string
+		from  *Workers
+		size  int
+	}{{"first", both.first, 64}, {"second", both.second, 16}} {
+		if lifecycle, reasons := register(i+1, c.model, c.from, c.size); lifecycle != selection.LifecycleSchedulable {
 			t.Errorf("%+v: %s %q", c, lifecycle, reasons)
 		}
 	}

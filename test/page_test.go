@@ -136,7 +136,7 @@ func TestThePageShowsWhatTheMetricsSay(t *testing.T) {
 				answered += value
 			}
 		}
-		if w.State != page.StateReady || !w.EventsConnected || w.Cold || float64(w.Requests) != answered || w.Model != "mock" || w.EventLag == nil {
+		if w.State != page.StateReady || w.Known != kv.Exact.String() || float64(w.Requests) != answered || w.Model != "mock" || w.EventLag == nil {
 			t.Errorf("worker %d answered %v: %+v", w.Worker, answered, w)
 		}
 	}

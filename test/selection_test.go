@@ -211,12 +211,13 @@ func TestIncompleteWorkersSayWhatIsMissing(t *testing.T) {
 	s.want("POST", "/workers", object{"worker_id": 7, "model_name": "m"}, 201, `lifecycle "incomplete"`,
 		`not_schedulable_reasons ["endpoint is required","block_size must be greater than 0","kv_events endpoint is required for dp_rank 0"]`)
 	s.want("GET", "/ready", nil, 503, "workers.0.worker_id 7")
-	s.want("PATCH", "/workers/7", object{"endpoint": s.bare, "block_size": 8, "kv_events_endpoint": "tcp://127.0.0.1:1"}, 200,
-		`lifecycle "incomplete"`, `not_schedulable_reasons ["reconciliation failed: block_size mismatch for model=m routing_group=default: existing=4 requested=8"]`)
-	s.want("PATCH", "/workers/7", object{"block_size": 4}, 200, `lifecycle "schedulable"`, "not_schedulable_reasons -")
-	s.want("POST", "/select", prompt12(nil), 200, "worker_id 7")
-	s.want("PATCH", "/workers/7", object{"block_size": 8}, 200, `lifecycle "incomplete"`)
+	s.want("PATCH", "/workers/7", object{"endpoint": s.bare, "kv_events_endpoint": "tcp://127.0.0.1:1"}, 200,
+		`lifecycle "incomplete"`, `not_schedulable_reasons ["block_size must be greater than 0"]`)
 	s.want("POST", "/select", prompt12(nil), 503)
+	for _, size := range []int{4, 8} { // any is taken
+		s.want("PATCH", "/workers/7", object{"block_size": size}, 200, `lifecycle "schedulable"`, "not_schedulable_reasons -")
+		s.want("POST", "/select", prompt12(nil), 200, "worker_id 7", fmt.Sprintf("block_size %d", size))
+	}
 	s.want("DELETE", "/workers/7", nil, 200, `lifecycle "unschedulable"`)
 	s.want("GET", "/workers", nil, 200, "# 0")
 }

@@ -1,11 +1,13 @@
 package test
 
 import (
+	"cmp"
 	"fmt"
 	"io"
 	"net/http"
 	"net/http/httptest"
 	"strings"
+	"sync/atomic"
 	"testing"
 	"time"
 
@@ -30,12 +32,17 @@ func TestURLsAreTheWholeCommand(t *testing.T) {
 }
 
 // TestServersOfFewRoutes: a server that lacks what the router asks of vLLM, and answers chats, is
-// one of the workers; an address that answers no chat is not.
+// one of the workers; an address that answers no chat is not. The turns of a conversation go to one
+// worker, though nobody knows their tokens.
 func TestServersOfFewRoutes(t *testing.T) {
 	const answer = `{"id":"c","object":"chat.completion","choices":[{"index":0,"message":{"role":"assistant","content":"hi"},"finish_reason":"stop"}],` +
 		`"usage":{"prompt_tokens":5,"completion_tokens":1,"total_tokens":6}}`
+	var checks atomic.Int64
 	serve := func(routes map[string]string) string {
 		server := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+			if r.URL.Path == "/v1/models" {
+				checks.Add(1)
+			}
 			reply, has := routes[r.Method+" "+r.URL.Path]
 			body, _ := io.ReadAll(r.Body)
 			switch {
@@ -66,7 +73,17 @@ func TestServersOfFewRoutes(t *testing.T) {
 	if workers["0"] == 0 || workers["1"] == 0 || workers["2"] > 0 {
 		t.Errorf("requests by worker: %v", workers)
 	}
-	time.Sleep(5 * time.Second) // some health checks
+	turns, home := "", ""
+	for turn := range 8 {
+		turns += fmt.Sprintf(`{"role":"user","content":"%s %d"},`, strings.Repeat("a long question ", 100), turn)
+		e := r.send(testkit.ChatPath, `{"model":"m","messages":[`+strings.TrimSuffix(turns, ",")+`]}`)
+		if home = cmp.Or(home, e.Worker); e.Worker != home {
+			t.Errorf("turn %d goes to worker %s, the first went to %s", turn, e.Worker, home)
+		}
+		turns += `{"role":"assistant","content":"hi"},`
+	}
+	seen := checks.Load()
+	testkit.Eventually(t, 30*time.Second, "some health checks", func() bool { return checks.Load() >= seen+4 })
 	r.WaitReady(2, time.Second)
 	if log := r.Log.String(); strings.Contains(log, ": down: ") {
 		t.Error("a worker counts as down")

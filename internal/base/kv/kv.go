@@ -55,6 +55,15 @@ type Match struct {
 	Hosted int32
 }
 
+// Scale counts the match in blocks of which times are one of before.
+func (m *Match) Scale(times int) {
+	n := int32(times)
+	m.Blocks *= times
+	m.Held, m.Sure, m.Hosted = m.Held*n, m.Sure*n, m.Hosted*n
+	m.Lower = LowerBlocks{m.Lower.Host * n, m.Lower.Disk * n, m.Lower.External * n}
+	m.Staged = LowerBlocks{m.Staged.Host * n, m.Staged.Disk * n, m.Staged.External * n}
+}
+
 // MatchParts are the parts of a Match that only some callers need, as they take time.
 type MatchParts uint8
 

@@ -62,7 +62,7 @@ type CacheGroup struct {
 const (
 	MaxCacheGroups = 64
 	maxGroupIndex  = 1 << 16
-	maxBlock       = 1 << 20 // tokens
+	MaxBlock       = 1 << 20 // tokens of a block
 )
 
 // Layout is the KV-cache groups of an engine: a request finds the longest prefix that
@@ -171,8 +171,8 @@ func (l Layout) Validate() error {
 		switch {
 		case g.Index < 0 || g.Index > maxGroupIndex || seen[g.Index]:
 			return fmt.Errorf("layout: group %d is out of range or listed twice", g.Index)
-		case g.Block < 1 || g.Block > maxBlock:
-			return fmt.Errorf("layout: group %d has a block size of %d, want 1 to %d tokens", g.Index, g.Block, maxBlock)
+		case g.Block < 1 || g.Block > MaxBlock:
+			return fmt.Errorf("layout: group %d has a block size of %d, want 1 to %d tokens", g.Index, g.Block, MaxBlock)
 		case windowed && (g.Window < 1 || g.Window > MaxTokens), !windowed && g.Window != 0:
 			return fmt.Errorf("layout: group %d, %s, has a window of %d tokens", g.Index, g.Attention, g.Window)
 		}

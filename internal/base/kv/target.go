@@ -15,6 +15,7 @@ type Target struct {
 	Cordoned    bool   // gets no new requests
 	Unanswered  bool   // registered, and its URL has never answered: the router itself sends it nothing
 	Engine      Engine // that it runs
+	Known       Knowledge
 	FirstRank   uint32 // of the worker: a server of some of the ranks of a deployment numbers them as the deployment does
 	Disagg
 
@@ -22,7 +23,8 @@ type Target struct {
 	Ranks            int      // data-parallel ranks of the worker; with several, a request names its own
 	Generation       int      // counts the worker's incarnations, from 1
 	Adapters         []string // those of Models that are LoRA adapters
-	MaxBatchedTokens int      // most tokens that its engine computes in a pass; 0: unknown
+	BlockSize        int32    // tokens of a block of its KV cache; 0: that of the router
+	MaxBatchedTokens int32    // most tokens that its engine computes in a pass; 0: unknown
 	Bearer           Secret   // goes to the worker as Authorization: Bearer, in place of the client's; empty: none does
 }
 

@@ -219,9 +219,10 @@ func (s *Stream) applyStored(e *kvEvent) error {
 		s.stats.Cold.Store(true)
 		if !s.warned["block size"] {
 			s.warned["block size"] = true
-			s.log.Error("the engine's block size is not a multiple of the router's: its events are dropped; start both with the same --block-size",
-				"engine", e.blockSize, "router", s.Src.BlockSize)
+			s.log.Warn("the block size of the engine's events is not a multiple of the expected one: they are dropped until it is followed",
+				"engine", e.blockSize, "expected", s.Src.BlockSize)
 		}
+		s.resize(e.blockSize)
 		return nil
 	}
 	if group > 0 {
@@ -271,6 +272,24 @@ func (s *Stream) applyStored(e *kvEvent) error {
 	s.stats.Stored.Add(1)
 	s.stats.StoredBlocks.Add(uint64(len(s.blocks)))
 	return nil
+}
+
+// resize passes on that the rank's events need another block size than the Source's: that of the
+// event, or one that divides those of the groups that are known, too.
+func (s *Stream) resize(block int) {
+	if s.OnBlockSize == nil || block <= 0 || block > kv.MaxBlock {
+		return
+	}
+	largest := block
+	for _, group := range s.layout.Groups {
+		largest = max(largest, group.Block)
+		for size := group.Block; size != 0; {
+			block, size = size, block%size
+		}
+	}
+	if block != s.Src.BlockSize && largest/block <= maxParts {
+		s.OnBlockSize(block)
+	}
 }
 
 // overflows reports whether the rank would hold more with that many further blocks than

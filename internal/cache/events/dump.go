@@ -2,6 +2,7 @@ package events
 
 import (
 	"bufio"
+	"cmp"
 	"context"
 	"encoding/json"
 	"errors"
@@ -27,8 +28,8 @@ type DumpPart struct {
 }
 
 // WriteDump writes the blocks of the workers of all parts. Consecutive blocks are
-// in one event.
-func WriteDump(w io.Writer, index radix.Reader, blockSize int, parts []DumpPart) error {
+// in one event. sizes returns the tokens in a worker's block; unit is that of most.
+func WriteDump(w io.Writer, index radix.Reader, unit int, sizes func(kv.WorkerKey) int, parts []DumpPart) error {
 	out := bufio.NewWriter(w)
 	out.WriteByte('{') // an error stays in out until Flush
 	for i, part := range parts {
@@ -36,7 +37,7 @@ func WriteDump(w io.Writer, index radix.Reader, blockSize int, parts []DumpPart)
 			out.WriteByte(',')
 		}
 		name, _ := json.Marshal(part.Name) // a string always can be
-		fmt.Fprintf(out, `%s:{"block_size":%d,"events":[`, name, blockSize)
+		fmt.Fprintf(out, `%s:{"block_size":%d,"events":[`, name, unit)
 		events := uint64(0)
 		for _, key := range part.Workers {
 			for c := range storedChanges(index.DumpOf(key)) {
@@ -51,7 +52,7 @@ func WriteDump(w io.Writer, index radix.Reader, blockSize int, parts []DumpPart)
 			}
 		}
 		out.WriteByte(']')
-		if err := writeGroups(out, index, part.Workers); err != nil {
+		if err := writeGroups(out, index, sizes, part.Workers); err != nil {
 			return err
 		}
 		if err := writeLower(out, index, part.Workers); err != nil {
@@ -70,10 +71,12 @@ const dumpGroups = "cache_groups"
 // dumpRank is the KV-cache groups of one rank in a dump, with some of their blocks: a
 // rank has as many as its blocks need.
 type dumpRank struct {
-	WorkerID uint64      `json:"worker_id"`
-	DPRank   uint32      `json:"dp_rank"`
-	Layout   string      `json:"layout"`
-	Held     []groupText `json:"held"`
+	WorkerID uint64 `json:"worker_id"`
+	DPRank   uint32 `json:"dp_rank"`
+	Layout   string `json:"layout"`
+	// BlockSize is the tokens in a block of the rank; 0: in one of the partition.
+	BlockSize int         `json:"block_size,omitempty"`
+	Held      []groupText `json:"held"`
 }
 
 // listWriter writes a member of a partition that is a list. Without an item there is no
@@ -102,10 +105,10 @@ func (l *listWriter) end() {
 }
 
 // writeGroups writes the groups of those of the workers that have others than one.
-func writeGroups(out *bufio.Writer, index radix.Reader, workers []kv.WorkerKey) error {
+func writeGroups(out *bufio.Writer, index radix.Reader, sizes func(kv.WorkerKey) int, workers []kv.WorkerKey) error {
 	list := listWriter{out: out, name: dumpGroups}
 	for _, key := range workers {
-		r := dumpRank{WorkerID: key.Worker, DPRank: key.Rank, Layout: index.LayoutOf(key).String()}
+		r := dumpRank{WorkerID: key.Worker, DPRank: key.Rank, Layout: index.LayoutOf(key).String(), BlockSize: sizes(key)}
 		if r.Layout == "" {
 			continue
 		}
@@ -167,10 +170,10 @@ type Recovered struct {
 // GET /dump with a dump. key is the bearer key for them; empty: none. The index
 // must be empty, and nothing else may write to it meanwhile. After a failure it
 // contains nothing of that peer. The error names every peer and its failure.
-func RecoverIndex(ctx context.Context, index radix.Index, blockSize int, key string, peers []string, log *slog.Logger) (Recovered, error) {
+func RecoverIndex(ctx context.Context, index radix.Index, key string, peers []string, log *slog.Logger) (Recovered, error) {
 	var failures []error
 	for _, peer := range peers {
-		recovered, err := recoverFrom(ctx, index, blockSize, key, peer, log)
+		recovered, err := recoverFrom(ctx, index, key, peer)
 		if err == nil {
 			return recovered, nil
 		}
@@ -185,7 +188,7 @@ func RecoverIndex(ctx context.Context, index radix.Index, blockSize int, key str
 	return Recovered{}, errors.Join(failures...)
 }
 
-func recoverFrom(ctx context.Context, index radix.Index, blockSize int, key, peer string, log *slog.Logger) (Recovered, error) {
+func recoverFrom(ctx context.Context, index radix.Index, key, peer string) (Recovered, error) {
 	ctx, cancel := context.WithTimeout(ctx, dumpTimeout)
 	defer cancel()
 	answer, err := get(ctx, newPeerClient(), peer, "/dump", "", key)
@@ -194,7 +197,7 @@ func recoverFrom(ctx context.Context, index radix.Index, blockSize int, key, pee
 	}
 	defer answer.Close()
 	body := &io.LimitedReader{R: answer, N: maxDumpBytes}
-	recovered, err := readDump(body, index, blockSize, log.With("peer", peer))
+	recovered, err := readDump(body, index)
 	recovered.Peer = peer
 	if body.N == 0 {
 		err = fmt.Errorf("its dump is larger than %d bytes", maxDumpBytes)
@@ -202,11 +205,10 @@ func recoverFrom(ctx context.Context, index radix.Index, blockSize int, key, pee
 	return recovered, err
 }
 
-// readDump stores a dump in the index. Partitions of another block size are
-// left out. After an error the workers in the answer may hold a part.
-func readDump(in io.Reader, index radix.Index, blockSize int, log *slog.Logger) (Recovered, error) {
+// readDump stores a dump in the index. After an error the workers in the answer may hold a part.
+func readDump(in io.Reader, index radix.Index) (Recovered, error) {
 	value := &valueReader{in, maxDumpValue}
-	r := dumpReader{in: value, decoder: json.NewDecoder(value), index: index, blockSize: blockSize, log: log, ranks: map[kv.WorkerKey]bool{},
+	r := dumpReader{in: value, decoder: json.NewDecoder(value), index: index, ranks: map[kv.WorkerKey]bool{},
 		found: Recovered{Partition: map[uint64]Partition{}}}
 	err := r.object(func(name string) error {
 		at := strings.LastIndexByte(name, ':')
@@ -238,13 +240,11 @@ func (r *valueReader) Read(to []byte) (n int, err error) {
 
 // dumpReader reads a dump event by event, so that it need not fit into memory.
 type dumpReader struct {
-	in        *valueReader
-	decoder   *json.Decoder
-	index     radix.Index
-	blockSize int
-	log       *slog.Logger
-	found     Recovered
-	ranks     map[kv.WorkerKey]bool // in the dump
+	in      *valueReader
+	decoder *json.Decoder
+	index   radix.Index
+	found   Recovered
+	ranks   map[kv.WorkerKey]bool // in the dump
 }
 
 // object calls member for the name of every member of the object that comes
@@ -300,23 +300,16 @@ func (r *dumpReader) partition(of Partition) error {
 	return r.object(func(name string) error {
 		switch name {
 		case "block_size":
-			if err := r.decoder.Decode(&size); err != nil {
-				return err
-			}
-			if size != r.blockSize {
-				r.log.Warn("part of the peer's index is not used: its block size differs; start both with the same --block-size",
-					"part", of.String(), "peer_block_size", size, "block_size", r.blockSize)
-			}
-			return nil
+			return r.decoder.Decode(&size)
 		case "events":
 			if size == 0 {
 				return fmt.Errorf("%s: events precede block_size", of)
 			}
-			return r.events(of, size == r.blockSize)
+			return r.events(of)
 		case dumpGroups:
-			return r.list(func() error { return r.groups(of, size == r.blockSize) })
+			return r.list(func() error { return r.groups(of, size) })
 		case dumpTiers:
-			return r.list(func() error { return r.lower(of, size == r.blockSize) })
+			return r.list(func() error { return r.lower(of) })
 		}
 		var other json.RawMessage
 		return r.decoder.Decode(&other)
@@ -324,9 +317,9 @@ func (r *dumpReader) partition(of Partition) error {
 }
 
 // groups reads the KV-cache groups of one rank.
-func (r *dumpReader) groups(of Partition, wanted bool) error {
+func (r *dumpReader) groups(of Partition, size int) error {
 	var rank dumpRank
-	if err := r.decoder.Decode(&rank); err != nil || !wanted {
+	if err := r.decoder.Decode(&rank); err != nil {
 		return err
 	}
 	layout, err := kv.ParseLayout(rank.Layout)
@@ -337,10 +330,11 @@ func (r *dumpReader) groups(of Partition, wanted bool) error {
 	if err != nil {
 		return err
 	}
-	if !fits(layout, r.blockSize) {
+	size = cmp.Or(rank.BlockSize, size)
+	if size <= 0 || !fits(layout, size) {
 		return r.apply(key, radix.Change{Kind: radix.Cleared}, nil)
 	}
-	err = r.apply(key, radix.Change{Kind: radix.LayoutSet, Set: &radix.Setting{Layout: layout, BlockSize: r.blockSize}}, nil)
+	err = r.apply(key, radix.Change{Kind: radix.LayoutSet, Set: &radix.Setting{Layout: layout, BlockSize: size}}, nil)
 	for i := range rank.Held {
 		if err == nil {
 			c, wrong := rank.Held[i].change(radix.Held)
@@ -351,9 +345,9 @@ func (r *dumpReader) groups(of Partition, wanted bool) error {
 }
 
 // lower reads one change of the lower tiers of a rank.
-func (r *dumpReader) lower(of Partition, wanted bool) error {
+func (r *dumpReader) lower(of Partition) error {
 	var e dumpLower
-	if err := r.decoder.Decode(&e); err != nil || !wanted {
+	if err := r.decoder.Decode(&e); err != nil {
 		return err
 	}
 	key, err := r.rank(of, e.WorkerID, e.DPRank)
@@ -382,7 +376,7 @@ func (r *dumpReader) rank(of Partition, worker uint64, rank uint32) (kv.WorkerKe
 	return key, nil
 }
 
-func (r *dumpReader) events(of Partition, wanted bool) error {
+func (r *dumpReader) events(of Partition) error {
 	return r.list(func() error {
 		var e routerEvent
 		err := r.decoder.Decode(&e)
@@ -390,7 +384,7 @@ func (r *dumpReader) events(of Partition, wanted bool) error {
 			return nil
 		}
 		stored := e.Event.Data.Stored
-		if err != nil || !wanted || stored == nil {
+		if err != nil || stored == nil {
 			return err
 		}
 		key, err := r.rank(of, e.WorkerID, e.Event.DPRank)

@@ -21,7 +21,7 @@ import (
 func dumpOf(t *testing.T, index *radix.Tree, blockSize int) string {
 	t.Helper()
 	var out bytes.Buffer
-	if err := WriteDump(&out, index, blockSize, []DumpPart{{"m:default", index.Workers()}}); err != nil {
+	if err := WriteDump(&out, index, blockSize, func(kv.WorkerKey) int { return blockSize }, []DumpPart{{"m:default", index.Workers()}}); err != nil {
 		t.Fatal(err)
 	}
 	return out.String()
@@ -55,7 +55,7 @@ func TestDumpRestoresTheSameMatches(t *testing.T) {
 	index := randomIndex(random)
 	text := dumpOf(t, index, 4)
 	restored := radix.NewTree()
-	found, err := readDump(strings.NewReader(text), restored, 4, slog.New(slog.DiscardHandler))
+	found, err := readDump(strings.NewReader(text), restored)
 	if err != nil || found.LeftOut != 0 || found.Blocks == 0 || len(found.Partition) != 3 {
 		t.Fatalf("%+v, %v", found, err)
 	}
@@ -68,7 +68,7 @@ func TestDumpRestoresTheSameMatches(t *testing.T) {
 			t.Fatalf("%v: %v, restored %v", local, a, b)
 		}
 	}
-	again, err := readDump(strings.NewReader(dumpOf(t, restored, 4)), radix.NewTree(), 4, slog.New(slog.DiscardHandler))
+	again, err := readDump(strings.NewReader(dumpOf(t, restored, 4)), radix.NewTree())
 	if err != nil || again.Blocks != found.Blocks || again.LeftOut != 0 {
 		t.Errorf("the dump of the restored index: %+v, %v; the first: %+v", again, err, found)
 	}
@@ -96,13 +96,13 @@ func TestDumpLeavesOutWhatHasNoPlace(t *testing.T) {
 		{"its own parent", dumpText(4, dumpEventText("device", "7", "null", 7)), 0, 1},
 		{"a place without a parent", dumpText(4, dumpEventText("device", "null", "3", 7)), 0, 1},
 		{"another tier", dumpText(4, dumpEventText("tape", "null", "null", 7)), 0, 1},
-		{"another block size", dumpText(8, dumpEventText("device", "null", "null", 7)), 0, 0},
+		{"another block size", dumpText(8, dumpEventText("device", "null", "null", 7)), 1, 0},
 		{"other events", dumpText(4, `{"worker_id":1,"event":{"event_id":0,"data":"cleared","dp_rank":0}}`, `{"worker_id":1,"event":{"data":{"removed":{"block_hashes":[1]}}}}`), 0, 0},
 		{"unknown members", `{"a:b:c":{"since":{"x":[1]},"block_size":4,"events":[]}}`, 0, 0},
 		{"nothing", `{}`, 0, 0},
 	} {
 		index := radix.NewTree()
-		found, err := readDump(strings.NewReader(c.text), index, 4, slog.New(slog.DiscardHandler))
+		found, err := readDump(strings.NewReader(c.text), index)
 		held := index.Blocks(kv.WorkerKey{Worker: 1})
 		if err != nil || found.Blocks != c.blocks || found.LeftOut != c.leftOut || held != c.blocks {
 			t.Errorf("%s: %d stored, %d left out, %d held, %v; want %d and %d", c.name, found.Blocks, found.LeftOut, held, err, c.blocks, c.leftOut)
@@ -114,7 +114,7 @@ func TestDumpLeavesOutWhatHasNoPlace(t *testing.T) {
 func TestDumpOfDynamoHasLowerTiers(t *testing.T) {
 	index := radix.NewTree()
 	text := dumpText(4, dumpEventText("Host_Pinned", "7", "null", 8), dumpEventText("disk", "8", "null", 9), dumpEventText("device", "null", "0", 7))
-	if found, err := readDump(strings.NewReader(text), index, 4, slog.New(slog.DiscardHandler)); err != nil || found.LeftOut > 0 {
+	if found, err := readDump(strings.NewReader(text), index); err != nil || found.LeftOut > 0 {
 		t.Fatalf("%+v: %v", found, err)
 	}
 	got := index.LowerOf(kv.WorkerKey{Worker: 1})
@@ -133,7 +133,7 @@ func TestBrokenDumpsAreErrors(t *testing.T) {
 		`{"m:g":{"block_size":4,"events":[{"worker_id":-1}]}}`, `{"m:g":{"block_size":4,"events":[{"event":{"data":{"stored":{"blocks":[{"block_hash":"x"}]}}}}]}}`,
 		good[:len(good)-1], good[:len(good)-5], good[:len(good)/2],
 	} {
-		if found, err := readDump(strings.NewReader(text), radix.NewTree(), 4, slog.New(slog.DiscardHandler)); err == nil {
+		if found, err := readDump(strings.NewReader(text), radix.NewTree()); err == nil {
 			t.Errorf("%.80q: no error, but %+v", text, found)
 		}
 	}
@@ -162,7 +162,7 @@ func TestDumpsOfManyBlocksAreReadInParts(t *testing.T) {
 		t.Errorf("a value of %d bytes", largest)
 	}
 	restored := radix.NewTree()
-	if _, err := readDump(strings.NewReader(text), restored, 4, slog.New(slog.DiscardHandler)); err != nil || restored.AllBlocks(key) != many || restored.LayoutOf(key).String() != layout.String() {
+	if _, err := readDump(strings.NewReader(text), restored); err != nil || restored.AllBlocks(key) != many || restored.LayoutOf(key).String() != layout.String() {
 		t.Errorf("%d blocks of %s: %v", restored.AllBlocks(key), restored.LayoutOf(key), err)
 	}
 }
@@ -190,7 +190,7 @@ func TestDumpsWithoutEndAreErrors(t *testing.T) {
 		"a name":            {`{"m`, `:`},
 		"white space":       {`{"m:g":`, ` `},
 	} {
-		if _, err := readDump(&text, radix.NewTree(), 4, slog.New(slog.DiscardHandler)); err == nil || !strings.Contains(err.Error(), "a value is larger than 16777216 bytes") {
+		if _, err := readDump(&text, radix.NewTree()); err == nil || !strings.Contains(err.Error(), "a value is larger than 16777216 bytes") {
 			t.Errorf("%s: %v", name, err)
 		}
 	}
@@ -202,7 +202,7 @@ func FuzzDump(f *testing.F) {
 	f.Add(`{"m:g":{"block_size":4,"events":[],"lower_tiers":[{"worker_id":1,"dp_rank":0,"change":{"stores":["s"]}},{"worker_id":1,"change":{"tier":"disk","shared":true,"store":"s","stored":{"parent_hash":7,"blocks":[{"block_hash":8,"tokens_hash":8}]}}},{"worker_id":1,"change":{"tier":"host","held":[7]}},{"worker_id":1,"change":{"chunk":4,"doubtful":true}}]}}`)
 	f.Fuzz(func(t *testing.T, text string) {
 		index := radix.NewTree()
-		found, err := readDump(strings.NewReader(text), index, 4, slog.New(slog.DiscardHandler))
+		found, err := readDump(strings.NewReader(text), index)
 		if err == nil && found.Blocks > len(text) {
 			t.Errorf("%d blocks out of %d bytes", found.Blocks, len(text))
 		}
@@ -226,18 +226,18 @@ func TestRecoveryTakesTheFirstPeerThatHasAnIndex(t *testing.T) {
 	broken := peer(t, 200, good[:len(good)-3])
 	index := radix.NewTree()
 	log := slog.New(slog.DiscardHandler)
-	found, err := RecoverIndex(t.Context(), index, 4, "", []string{down, broken, peer(t, 200, good), down}, log)
+	found, err := RecoverIndex(t.Context(), index, "", []string{down, broken, peer(t, 200, good), down}, log)
 	if err != nil || found.Blocks != 2 || index.Blocks(kv.WorkerKey{Worker: 1}) != 2 {
 		t.Errorf("%+v, %v", found, err)
 	}
 	index = radix.NewTree()
-	_, err = RecoverIndex(t.Context(), index, 4, "", []string{down, broken}, log)
+	_, err = RecoverIndex(t.Context(), index, "", []string{down, broken}, log)
 	if err == nil || !strings.Contains(err.Error(), down) || !strings.Contains(err.Error(), broken) || len(index.Workers()) != 0 {
 		t.Errorf("%v; the index knows %v", err, index.Workers())
 	}
 	ctx, cancel := context.WithCancel(t.Context())
 	cancel()
-	if _, err := RecoverIndex(ctx, index, 4, "", []string{down}, log); err == nil {
+	if _, err := RecoverIndex(ctx, index, "", []string{down}, log); err == nil {
 		t.Error("recovered after the end")
 	}
 }

@@ -110,6 +110,9 @@ func (s *Stream) passOver(e *kvEvent) {
 	}
 	s.unknown[e.group] = true
 	s.stats.UnknownGroups.Add(1)
+	if _, known := kv.AttentionOf(string(e.specKind)); known && e.blockSize%s.Src.BlockSize != 0 {
+		s.resize(e.blockSize)
+	}
 	s.warnOnce("group", "a KV-cache group of the engine cannot be followed: predictions for this worker may be too high",
 		"group", e.group, "kind", fmt.Sprintf("%.40q", e.specKind), "block_size", e.blockSize, "window", e.window)
 }

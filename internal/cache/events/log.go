@@ -21,9 +21,10 @@ const (
 // Log keeps the last applied event batches of one worker rank, for other routers
 // that have missed some. Its stream writes it; any goroutine may query it.
 type Log struct {
-	worker kv.WorkerKey
-	index  radix.Index
-	stats  *Stats
+	worker    kv.WorkerKey
+	blockSize int // tokens
+	index     radix.Index
+	stats     *Stats
 
 	// mu guards all below. It is held while a batch is applied, so that a dump is of one moment
 	// between two. The index's locks, and those that OnLag needs, may be taken under it.
@@ -299,7 +300,7 @@ func (l *Log) digest(seq uint64) *uint64 {
 // Query returns the stored batches from start to end, or all blocks if start is nil
 // or no longer stored. check is a batch whose digest is requested, too.
 func (l *Log) Query(start, end, check *uint64) Answer {
-	answer := Answer{Kind: kindDump, WorkerID: l.worker.Worker, DPRank: l.worker.Rank, all: logged(nil)}
+	answer := Answer{Kind: kindDump, WorkerID: l.worker.Worker, DPRank: l.worker.Rank, BlockSize: l.blockSize, all: logged(nil)}
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	answer.Layout = l.layout

@@ -138,6 +138,9 @@ type Options struct {
 	// OnLag is called with the age of every live batch when it is applied, by the
 	// clocks of the two machines, under the lock of the stream's Log; nil: not called.
 	OnLag func(time.Duration)
+	// OnBlockSize is called with the block size, tokens, with which the worker's events could be
+	// followed, where that is not a multiple of the Source's; nil: not called.
+	OnBlockSize func(tokens int)
 	// Peers have events that the worker cannot replay; nil: no peers.
 	Peers *Peers
 	// Rarer returns how many times longer a connection may be silent, from its third check
@@ -178,7 +181,7 @@ func NewStream(src Source, index radix.Index, options Options, log *slog.Logger)
 		unknown:  make(map[int]bool),
 	}
 	s.stats.Cold.Store(true)
-	s.history = &Log{worker: src.Worker, index: index, stats: &s.stats}
+	s.history = &Log{worker: src.Worker, blockSize: src.BlockSize, index: index, stats: &s.stats}
 	return s
 }
 

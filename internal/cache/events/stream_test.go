@@ -357,7 +357,7 @@ func TestEventStreamNamesBothBlockSizesOnce(t *testing.T) {
 	f := eventstest.Applied(t, testkit.Payload(t, 1, e, e), testkit.Payload(t, 1, e))
 	f.Holds(t, 1, 2, 0)
 	f.Has(t, map[string]uint64{"block_size_mismatch": 3, "stored_blocks": 0})
-	if log := f.Log.String(); strings.Count(log, "level=ERROR") != 1 || !strings.Contains(log, "engine=6") || !strings.Contains(log, "router=4") {
+	if log := f.Log.String(); strings.Count(log, "level=WARN") != 1 || !strings.Contains(log, "engine=6") || !strings.Contains(log, "expected=4") {
 		t.Errorf("log:\n%s", log)
 	}
 }

@@ -254,10 +254,10 @@ func compareKept(t *testing.T, what string, s *Stream, prompts map[string][]uint
 	}
 	another("dump", func(_ *Stream, index *radix.Tree) {
 		var text bytes.Buffer
-		if err := WriteDump(&text, s.index, tierBlock, []DumpPart{{"m:g", []kv.WorkerKey{testkit.EventWorker}}}); err != nil {
+		if err := WriteDump(&text, s.index, tierBlock, func(kv.WorkerKey) int { return tierBlock }, []DumpPart{{"m:g", []kv.WorkerKey{testkit.EventWorker}}}); err != nil {
 			t.Fatal(err)
 		}
-		if found, err := readDump(&text, index, tierBlock, slog.New(slog.DiscardHandler)); err != nil || found.LeftOut > 0 {
+		if found, err := readDump(&text, index); err != nil || found.LeftOut > 0 {
 			t.Fatalf("%+v: %v", found, err)
 		}
 	})

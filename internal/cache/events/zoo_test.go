@@ -182,11 +182,11 @@ func TestCopiesOfAnIndexHaveAllCacheGroups(t *testing.T) {
 		}
 		t.Run(name+"/dump", func(t *testing.T) {
 			var text bytes.Buffer
-			if err := WriteDump(&text, original.index, block, []DumpPart{{"m:g", []kv.WorkerKey{testkit.EventWorker}}}); err != nil {
+			if err := WriteDump(&text, original.index, block, func(kv.WorkerKey) int { return block }, []DumpPart{{"m:g", []kv.WorkerKey{testkit.EventWorker}}}); err != nil {
 				t.Fatal(err)
 			}
 			_, index := another()
-			if found, err := readDump(&text, index, block, slog.New(slog.DiscardHandler)); err != nil || found.LeftOut > 0 {
+			if found, err := readDump(&text, index); err != nil || found.LeftOut > 0 {
 				t.Fatalf("%+v: %v", found, err)
 			}
 			equal(t, index)

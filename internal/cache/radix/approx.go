@@ -108,6 +108,9 @@ func NewApprox(ttl time.Duration, maxBlocks int, pruneTarget float64, now func()
 	return a
 }
 
+// Assume does nothing: all workers' blocks are assumed.
+func (*Approx) Assume(kv.WorkerKey, bool) {}
+
 // SetCapacity sets the number of blocks of w's cache; 0: unknown. A worker whose
 // size changes starts empty.
 func (a *Approx) SetCapacity(w kv.WorkerKey, blocks int) {

@@ -37,9 +37,9 @@ func TestApplyAloneChangesAnIndex(t *testing.T) {
 func TestIndexesTakeEachKindOfChange(t *testing.T) {
 	now := func() time.Time { return time.Unix(1, 0) }
 	approx := func() *radix.Approx { return radix.NewApprox(time.Minute, 100, 0.8, now) }
-	predicting, _ := radix.NewPredicting(radix.NewTree(), approx())
+	mixed, _ := radix.NewMixed(radix.NewTree(), approx(), approx())
 	for name, index := range map[string]radix.Index{
-		"approx": approx(), "trees": radix.NewTrees(100, time.Minute, now), "predicting": predicting, "blind": radix.NewBlind(), "booked": radix.NewTreeWithBook(summary.NewBook()),
+		"approx": approx(), "trees": radix.NewTrees(100, time.Minute, now), "mixed": mixed, "blind": radix.NewBlind(), "booked": radix.NewTreeWithBook(summary.NewBook()),
 	} {
 		t.Run(name, func(t *testing.T) { radixtest.PassesEachKind(t, index) })
 	}

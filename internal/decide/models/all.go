@@ -277,22 +277,6 @@ func (s *Set) ChangeBusyThresholds(change router.BusyThresholds) (now router.Bus
 	return now
 }
 
-// BlockSize returns the block size, in tokens, that a worker must have to join the base
-// model of that name; 0: any, because the model has no workers.
-func (s *Set) BlockSize(name string) int {
-	s.joining.Lock()
-	defer s.joining.Unlock()
-	if s.isDefault(kv.Served{Names: []string{name}}) {
-		return s.Default().Router.BlockSize()
-	}
-	s.mu.Lock()
-	defer s.mu.Unlock()
-	if m := s.named(name); m != nil && m.members > 0 {
-		return m.Router.BlockSize()
-	}
-	return 0
-}
-
 // Prompts counts the prompts of all models by the source of their tokens, including
 // those of removed models.
 func (s *Set) Prompts() tokens.Stats {
@@ -342,7 +326,7 @@ func (s *Set) Samples() (samples []Sample) {
 	waiting := s.waitingByModel()
 	for i, m := range s.All() {
 		one := Sample{
-			Name: m.Name, BlockSize: m.Router.BlockSize(), Local: m.Tokens.Local(), FilesRefused: m.refused, Ranks: m.Router.Count(),
+			Name: m.Name, BlockSize: m.Router.Unit(), Local: m.Tokens.Local(), FilesRefused: m.refused, Ranks: m.Router.Count(),
 			Requests: m.Requests.Load(), Refused: m.Refused.Load(), Waiting: waiting[m], Saturation: m.saturation(waiting[m]),
 		}
 		if one.Paired = m.Router.Paired(); one.Paired {

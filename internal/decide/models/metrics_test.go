@@ -75,7 +75,7 @@ func TestAModelWhoseFilesAreRefusedIsShownAndDoesNotAffectOthers(t *testing.T) {
 	s := newLoggingSet(t, slog.New(slog.NewTextHandler(&out, nil)), models.Settings{Flags: models.Flags{ModelsDir: dir}, ServedModelName: "a"})
 	metrics := models.NewCollector(s, nil)
 	for i, name := range []string{"evil", "good", "loops"} {
-		join(t, s, uint64(i+1), serves("", 16, name))
+		join(t, s, uint64(i+1), serves("", name))
 	}
 	shown := testkit.Scrape(t, metrics)
 	for name, tokenizer := range map[string]string{"a": "workers", "good": "router", "evil": "refused", "loops": "refused"} {

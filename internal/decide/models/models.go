@@ -203,29 +203,21 @@ func (s *Set) For(worker uint64) *Model {
 }
 
 // Join adds a worker to the model that it serves until Leave; the model is created
-// if it is new. Join returns the index for the worker's blocks and the block size
-// in tokens. It fails if there are too many models, or if the worker's block size
-// is unknown.
-func (s *Set) Join(worker uint64, serves kv.Served) (radix.Index, int, error) {
-	size := 0
-	if serves.BlockSize != nil && (!s.configured() || !s.isDefault(serves)) { // without configuration, isDefault may change below
-		var err error
-		if size, err = serves.BlockSize(); err != nil { // before the locks below: the worker may be slow
-			return nil, 0, err
-		}
-	}
+// if it is new. Join returns the index for the worker's blocks. It fails if there are too many
+// models.
+func (s *Set) Join(worker uint64, serves kv.Served) (radix.Index, error) {
 	s.joining.Lock()
 	defer s.joining.Unlock()
-	m, err := s.home(serves, size)
+	m, err := s.home(serves)
 	if err != nil {
-		return nil, 0, err
+		return nil, err
 	}
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	s.depart(worker)
 	s.homes[worker] = m
 	m.members++
-	return m.Index, m.Router.BlockSize(), nil
+	return m.Index, nil
 }
 
 // Leave removes a worker from its model.
@@ -273,10 +265,8 @@ func (s *Set) named(name string) *Model {
 	return nil
 }
 
-// home returns the model that a worker serves, and creates it if it is new, with blocks
-// of size tokens; 0: unknown. A model without workers is replaced if its block size
-// differs.
-func (s *Set) home(serves kv.Served, size int) (*Model, error) {
+// home returns the model that a worker serves, and creates it if it is new.
+func (s *Set) home(serves kv.Served) (*Model, error) {
 	if s.isDefault(serves) {
 		if len(serves.Names) > 0 {
 			s.mu.Lock()
@@ -290,13 +280,7 @@ func (s *Set) home(serves kv.Served, size int) (*Model, error) {
 	}
 	name := serves.Names[0]
 	if m := s.named(name); m != nil {
-		s.mu.Lock()
-		stays := m.members > 0 || size == 0 || size == m.Router.BlockSize()
-		s.mu.Unlock()
-		if stays {
-			return m, nil
-		}
-		s.remove(m)
+		return m, nil
 	}
 	if len(name) > maxName {
 		return nil, fmt.Errorf("the model name has %d bytes; the maximum is %d", len(name), maxName)
@@ -305,7 +289,7 @@ func (s *Set) home(serves kv.Served, size int) (*Model, error) {
 		return nil, fmt.Errorf("it serves %q, and the router already has workers of %d base models, which is the maximum; run another router "+
 			"for it", name, MaxModels)
 	}
-	m, err := s.create(name, serves.Root, size)
+	m, err := s.create(name, serves.Root)
 	if err != nil {
 		return nil, err
 	}
@@ -357,12 +341,9 @@ func (s *Set) remove(m *Model) {
 	}
 }
 
-// create returns a new model. size is the block size of its workers in tokens; 0: they do
-// not report it.
-func (s *Set) create(name, root string, size int) (*Model, error) {
-	if size <= 0 {
-		size = s.settings.BlockSize
-	}
+// create returns a new model.
+func (s *Set) create(name, root string) (*Model, error) {
+	size := s.settings.BlockSize
 	rule, err := policies.New(s.settings.Policy, s.settings.Scoring)
 	if err != nil {
 		return nil, err
@@ -383,7 +364,7 @@ func (s *Set) create(name, root string, size int) (*Model, error) {
 			"remedy", "add a folder with the model's name and its tokenizer files to --models-dir")
 	}
 	m.Tokens = tokens.NewSource(m.files, m.askAny, s.settings.TokenTimeout, log)
-	log.Info("added a base model with its own index, policy and tokenizer", "root", root, "block_size", size,
+	log.Info("added a base model with its own index, policy and tokenizer", "root", root,
 		"default_model", s.settings.ServedModelName)
 	return m, nil
 }

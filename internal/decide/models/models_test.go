@@ -51,21 +51,21 @@ func newLoggingSet(t *testing.T, log *slog.Logger, settings models.Settings, cha
 }
 
 // serves is a worker's word: its base model's names.
-func serves(root string, size int, names ...string) kv.Served {
-	return kv.Served{Names: names, Root: root, BlockSize: func() (int, error) { return size, nil }}
+func serves(root string, names ...string) kv.Served {
+	return kv.Served{Names: names, Root: root}
 }
 
 // join has a worker join and come up with its names.
 func join(t *testing.T, s *models.Set, worker uint64, of kv.Served, adapters ...string) *models.Model {
 	t.Helper()
-	index, size, err := s.Join(worker, of)
+	index, err := s.Join(worker, of)
 	if err != nil {
 		t.Fatal(err)
 	}
 	s.Up(kv.Target{Key: kv.WorkerKey{Worker: worker}, Generation: 1, URL: fmt.Sprintf("http://worker-%d", worker), Models: append(slices.Clone(of.Names), adapters...), Adapters: adapters})
 	m := s.For(worker)
-	if m.Index != index || m.Router.BlockSize() != size {
-		t.Fatalf("worker %d: joined an index of blocks of %d, but belongs to %q with blocks of %d", worker, size, m.Name, m.Router.BlockSize())
+	if m.Index != index {
+		t.Fatalf("worker %d: joined another index than that of %q", worker, m.Name)
 	}
 	return m
 }
@@ -84,18 +84,18 @@ func TestAWorkerBelongsToTheModelThatItServes(t *testing.T) {
 		of       kv.Served
 		own      string // name of the further model; empty: the default one
 	}{
-		{"by its name", models.Settings{ServedModelName: "a", Model: "/models/x"}, nil, serves("other", 0, "a"), ""},
-		{"by another of its names", models.Settings{ServedModelName: "a"}, nil, serves("", 0, "alias", "a"), ""},
-		{"by its files", models.Settings{ServedModelName: "a", Model: "org/Model-1B"}, nil, serves("org/Model-1B", 0, "prod"), ""},
-		{"by its files in another folder", models.Settings{ServedModelName: "a", Model: "/here/model-1b"}, nil, serves("/there/Model-1B", 0, "prod"), ""},
-		{"by its files on Windows", models.Settings{ServedModelName: "a", Model: "/here/model-1b"}, nil, serves(`C:\there\model-1b`, 0, "prod"), ""},
-		{"it does not tell", models.Settings{ServedModelName: "a"}, nil, serves("", 0), ""},
-		{"another name and no files", models.Settings{ServedModelName: "a", Model: "org/a"}, nil, serves("", 0, "b"), "b"},
-		{"another name and files", models.Settings{ServedModelName: "a", Model: "org/a"}, nil, serves("org/b", 0, "b"), "b"},
-		{"first where none was told", models.Settings{}, nil, serves("", 0, "b"), ""},
-		{"like the first", models.Settings{}, []kv.Served{serves("", 0, "a")}, serves("", 0, "a"), ""},
-		{"unlike the first", models.Settings{}, []kv.Served{serves("", 0, "a")}, serves("", 0, "b"), "b"},
-		{"like one that is known", models.Settings{}, []kv.Served{serves("", 0, "a"), serves("", 0, "b")}, serves("", 0, "b"), "b"},
+		{"by its name", models.Settings{ServedModelName: "a", Model: "/models/x"}, nil, serves("other", "a"), ""},
+		{"by another of its names", models.Settings{ServedModelName: "a"}, nil, serves("", "alias", "a"), ""},
+		{"by its files", models.Settings{ServedModelName: "a", Model: "org/Model-1B"}, nil, serves("org/Model-1B", "prod"), ""},
+		{"by its files in another folder", models.Settings{ServedModelName: "a", Model: "/here/model-1b"}, nil, serves("/there/Model-1B", "prod"), ""},
+		{"by its files on Windows", models.Settings{ServedModelName: "a", Model: "/here/model-1b"}, nil, serves(`C:\there\model-1b`, "prod"), ""},
+		{"it does not tell", models.Settings{ServedModelName: "a"}, nil, kv.Served{}, ""},
+		{"another name and no files", models.Settings{ServedModelName: "a", Model: "org/a"}, nil, serves("", "b"), "b"},
+		{"another name and files", models.Settings{ServedModelName: "a", Model: "org/a"}, nil, serves("org/b", "b"), "b"},
+		{"first where none was told", models.Settings{}, nil, serves("", "b"), ""},
+		{"like the first", models.Settings{}, []kv.Served{serves("", "a")}, serves("", "a"), ""},
+		{"unlike the first", models.Settings{}, []kv.Served{serves("", "a")}, serves("", "b"), "b"},
+		{"like one that is known", models.Settings{}, []kv.Served{serves("", "a"), serves("", "b")}, serves("", "b"), "b"},
 	} {
 		t.Run(test.name, func(t *testing.T) {
 			s := newSet(t, test.settings)
@@ -115,8 +115,8 @@ func TestANameLeadsToTheModelWhoseWorkersHaveIt(t *testing.T) {
 	if m, known := s.Of("anything"); m != s.Default() || !known {
 		t.Error("while no worker is up nobody can tell that a model does not exist")
 	}
-	join(t, s, 1, serves("", 0, "a"), "sql", "both")
-	b := join(t, s, 2, serves("", 0, "b", "alias"), "legal", "both")
+	join(t, s, 1, serves("", "a"), "sql", "both")
+	b := join(t, s, 2, serves("", "b", "alias"), "legal", "both")
 	for _, test := range []struct {
 		name  string
 		want  *models.Model
@@ -136,7 +136,7 @@ func TestANameLeadsToTheModelWhoseWorkersHaveIt(t *testing.T) {
 			t.Errorf("while its workers are away %q leads to %q, known: %v", name, m.Name, known)
 		}
 	}
-	if m := join(t, s, 3, serves("", 0, "b")); m != b {
+	if m := join(t, s, 3, serves("", "b")); m != b {
 		t.Error("a model that comes back is another one")
 	}
 	if _, known := s.Of("legal"); known {
@@ -167,7 +167,7 @@ func TestTheDefaultModelThatNobodyToldOfIsTheFirstThatHasWorkers(t *testing.T) {
 			leave(s, step.worker)
 			continue
 		}
-		if m := join(t, s, step.worker, serves("", 0, step.name)); (m != s.Default()) != step.own || step.own && m.Name != step.name {
+		if m := join(t, s, step.worker, serves("", step.name)); (m != s.Default()) != step.own || step.own && m.Name != step.name {
 			t.Errorf("step %d: worker %d of %s belongs to %q, the default one: %v", i, step.worker, step.name, m.Name, m == s.Default())
 		}
 	}
@@ -178,9 +178,9 @@ func TestTheDefaultModelThatNobodyToldOfIsTheFirstThatHasWorkers(t *testing.T) {
 
 func TestAnAdapterDoesNotTakeABaseModelsName(t *testing.T) {
 	s := newSet(t, models.Settings{ServedModelName: "a"})
-	join(t, s, 1, serves("", 0, "a"), "b", "c")
-	join(t, s, 2, serves("", 0, "x"), "b", "a")
-	b := join(t, s, 3, serves("", 0, "b"))
+	join(t, s, 1, serves("", "a"), "b", "c")
+	join(t, s, 2, serves("", "x"), "b", "a")
+	b := join(t, s, 3, serves("", "b"))
 	for name, want := range map[string]*models.Model{"a": s.Default(), "b": b, "c": s.Default()} {
 		if m, known := s.Of(name); m != want || !known {
 			t.Errorf("%q leads to %q, known: %v", name, m.Name, known)
@@ -190,8 +190,8 @@ func TestAnAdapterDoesNotTakeABaseModelsName(t *testing.T) {
 
 func TestWorkersThatTellNothingTakeNoOtherModelsRequests(t *testing.T) {
 	s := newSet(t, models.Settings{ServedModelName: "a"})
-	join(t, s, 1, serves("", 0)) // serves any
-	b := join(t, s, 2, serves("", 0, "b"))
+	join(t, s, 1, kv.Served{}) // serves any
+	b := join(t, s, 2, serves("", "b"))
 	if m, known := s.Of("c"); m != s.Default() || !known {
 		t.Errorf("c leads to %q, known: %v", m.Name, known)
 	}
@@ -205,9 +205,9 @@ func TestWorkersThatTellNothingTakeNoOtherModelsRequests(t *testing.T) {
 // blocks, and one model's decisions leave the other's as they would be.
 func TestModelsShareNothing(t *testing.T) {
 	s := newSet(t, models.Settings{ServedModelName: "a"})
-	a, b := join(t, s, 1, serves("", 0, "a")), join(t, s, 3, serves("", testkit.BlockSize, "b"))
-	join(t, s, 2, serves("", 0, "a"))
-	join(t, s, 4, serves("", testkit.BlockSize, "b"))
+	a, b := join(t, s, 1, serves("", "a")), join(t, s, 3, serves("", "b"))
+	join(t, s, 2, serves("", "a"))
+	join(t, s, 4, serves("", "b"))
 	prompt := testkit.Tokens(1, 12)
 	local := kv.HashBlocks(nil, prompt, testkit.BlockSize, "", "")
 	blocks := make([]kv.StoredBlock, len(local))
@@ -254,44 +254,14 @@ func TestModelsShareNothing(t *testing.T) {
 	d.Booking.End()
 }
 
-func TestBlockSizesAreTheModelsOwn(t *testing.T) {
-	s := newSet(t, models.Settings{ServedModelName: "a"})
-	if size := s.BlockSize("a"); size != testkit.BlockSize {
-		t.Errorf("the default model wants blocks of %d", size)
-	}
-	if m := join(t, s, 1, serves("", 99, "a")); m.Router.BlockSize() != testkit.BlockSize {
-		t.Errorf("the default model has blocks of %d", m.Router.BlockSize())
-	}
-	if size := s.BlockSize("b"); size != 0 {
-		t.Errorf("a new model wants blocks of %d", size)
-	}
-	if m := join(t, s, 2, serves("", 16, "b")); m.Router.BlockSize() != 16 {
-		t.Errorf("b has blocks of %d", m.Router.BlockSize())
-	}
-	if m := join(t, s, 3, serves("", 32, "b")); m.Router.BlockSize() != 16 || s.BlockSize("b") != 16 {
-		t.Errorf("b has blocks of %d once others have come", m.Router.BlockSize())
-	}
-	if m := join(t, s, 4, kv.Served{Names: []string{"c"}}); m.Router.BlockSize() != testkit.BlockSize {
-		t.Errorf("c, that does not tell, has blocks of %d", m.Router.BlockSize())
-	}
-	leave(s, 2)
-	leave(s, 3)
-	if size := s.BlockSize("b"); size != 0 {
-		t.Errorf("b, without workers, wants blocks of %d", size)
-	}
-	if m := join(t, s, 5, serves("", 32, "b")); m.Router.BlockSize() != 32 || len(s.All()) != 3 {
-		t.Errorf("b comes back with blocks of %d, among %d models", m.Router.BlockSize(), len(s.All()))
-	}
-}
-
 // TestOddNamesStayBounded: a worker that names itself anew for ever costs no more than
 // MaxModels, and takes nobody's place who has workers.
 func TestOddNamesStayBounded(t *testing.T) {
 	s := newSet(t, models.Settings{ServedModelName: "a"})
-	join(t, s, 1, serves("", 0, "a"))
-	b := join(t, s, 2, serves("", 0, "b"))
+	join(t, s, 1, serves("", "a"))
+	b := join(t, s, 2, serves("", "b"))
 	for i := range 5 * models.MaxModels {
-		join(t, s, 3, serves("", 16, fmt.Sprint("odd ", i)))
+		join(t, s, 3, serves("", fmt.Sprint("odd ", i)))
 		leave(s, 3)
 	}
 	if n := len(s.All()); n != models.MaxModels {
@@ -301,29 +271,26 @@ func TestOddNamesStayBounded(t *testing.T) {
 		t.Errorf("b leads to %q", m.Name)
 	}
 	for i := range models.MaxModels - 2 {
-		join(t, s, uint64(10+i), serves("", 16, fmt.Sprint("real ", i)))
+		join(t, s, uint64(10+i), serves("", fmt.Sprint("real ", i)))
 	}
-	if _, _, err := s.Join(99, serves("", 16, "one more")); err == nil || !strings.Contains(err.Error(), fmt.Sprint(models.MaxModels)) {
+	if _, err := s.Join(99, serves("", "one more")); err == nil || !strings.Contains(err.Error(), fmt.Sprint(models.MaxModels)) {
 		t.Errorf("one more than may be: %v", err)
 	}
 	if s.For(99) != s.Default() {
 		t.Error("a worker that was refused belongs to a model")
 	}
-	join(t, s, 98, serves("", 16, "real 3")) // of one that is known there may be more workers
-	if _, _, err := s.Join(99, serves("", 16, strings.Repeat("x", 300))); err == nil || !strings.Contains(err.Error(), "300 bytes") {
+	join(t, s, 98, serves("", "real 3")) // of one that is known there may be more workers
+	if _, err := s.Join(99, serves("", strings.Repeat("x", 300))); err == nil || !strings.Contains(err.Error(), "300 bytes") {
 		t.Error("a name of 300 bytes is taken")
-	}
-	if size := s.BlockSize("one more"); size != 0 {
-		t.Errorf("blocks of %d for one that cannot be", size)
 	}
 }
 
 func TestAWorkerThatIsHeldIsHeldInEveryModel(t *testing.T) {
 	s := newSet(t, models.Settings{ServedModelName: "a"})
-	join(t, s, 1, serves("", 0, "a"))
+	join(t, s, 1, serves("", "a"))
 	s.CordonDiscovered(1, true)
 	leave(s, 1)
-	m := join(t, s, 1, serves("", 0, "b"))
+	m := join(t, s, 1, serves("", "b"))
 	if m.Router.Schedulable() != 0 || s.Schedulable() != 0 {
 		t.Error("it gets requests as a worker of another model")
 	}
@@ -335,10 +302,10 @@ func TestAWorkerThatIsHeldIsHeldInEveryModel(t *testing.T) {
 
 func TestBusyThresholdsHoldForEveryModel(t *testing.T) {
 	s := newSet(t, models.Settings{ServedModelName: "a"})
-	b := join(t, s, 1, serves("", 0, "b"))
+	b := join(t, s, 1, serves("", "b"))
 	limit, lower := 100, 50
 	s.SetBusyThresholds(router.BusyThresholds{ActivePrefillTokensThreshold: &limit})
-	c := join(t, s, 2, serves("", 0, "c"))
+	c := join(t, s, 2, serves("", "c"))
 	for _, m := range []*models.Model{s.Default(), b, c} {
 		if got := m.Router.Admission.BusyThresholds().ActivePrefillTokensThreshold; got == nil || *got != limit {
 			t.Errorf("%q has the threshold %v", m.Name, got)
@@ -352,8 +319,8 @@ func TestBusyThresholdsHoldForEveryModel(t *testing.T) {
 
 func TestWhatIsShownIsOfAllModels(t *testing.T) {
 	s := newSet(t, models.Settings{ServedModelName: "a"})
-	join(t, s, 2, serves("", 0, "a"))
-	b := join(t, s, 1, serves("", 16, "b"))
+	join(t, s, 2, serves("", "a"))
+	b := join(t, s, 1, serves("", "b"))
 	s.Decisions(10)
 	book := func(m *models.Model) *router.Booking {
 		d, err := m.Router.Route(t.Context(), router.Request{NumTokens: 5})
@@ -389,13 +356,13 @@ func TestWhatIsShownIsOfAllModels(t *testing.T) {
 	}
 	b.Requests.Add(3)
 	samples := s.Samples()
-	if len(samples) != 2 || samples[0].Name != "a" || samples[1].Name != "b" || samples[1].BlockSize != 16 || samples[1].InFlight != 1 || samples[1].Ranks != 1 || samples[1].Requests != 3 || samples[1].Local {
+	if len(samples) != 2 || samples[0].Name != "a" || samples[1].Name != "b" || samples[1].BlockSize != testkit.BlockSize || samples[1].InFlight != 1 || samples[1].Ranks != 1 || samples[1].Requests != 3 || samples[1].Local {
 		t.Errorf("%+v", samples)
 	}
 
 	// A worker that changes its model while a request runs is shown once.
 	leave(s, 1)
-	join(t, s, 1, serves("", 0, "c"))
+	join(t, s, 1, serves("", "c"))
 	if loads := s.Loads(); len(loads) != 2 || loads[0].ActiveRequests != 0 {
 		t.Errorf("loads %v", loads)
 	}
@@ -434,7 +401,7 @@ func TestTokenizerFilesAreFoundByNameAndNeverOutsideTheirFolder(t *testing.T) {
 		{"org/cached/..", "", false}, {"org/other", "org/not-here", false}, // the name that clients use is not what it is
 	} {
 		worker++
-		if m := join(t, s, worker, serves(test.root, 16, test.name)); m.Tokens.Local() != test.local {
+		if m := join(t, s, worker, serves(test.root, test.name)); m.Tokens.Local() != test.local {
 			t.Errorf("%q of %q: a tokenizer here: %v, want %v", test.name, test.root, m.Tokens.Local(), test.local)
 		}
 	}
@@ -448,8 +415,11 @@ func TestATokenizerOutlivesItsModel(t *testing.T) {
 	testkit.TokenizerFolder(t, filepath.Join(dir, "b"))
 	s := newSet(t, models.Settings{Flags: models.Flags{ModelsDir: dir}, ServedModelName: "a"})
 	parsed, _ := jsonbody.Parse([]byte(`{"prompt":"a b"}`))
+	for i := range models.MaxModels - 2 { // so that there is room for one
+		join(t, s, uint64(10+i), serves("", fmt.Sprint("real ", i)))
+	}
 	for i := range 2 * models.MaxModels {
-		m := join(t, s, 1, serves("", 16+i, "b")) // another model each time
+		m := join(t, s, 1, serves("org/b", fmt.Sprint("b", i))) // another model each time
 		prompts := m.Tokens.CompletionBody(t.Context(), parsed)
 		if len(prompts) != 1 || prompts[0].Source != tokens.SourceLocal {
 			t.Fatalf("round %d: %+v", i, prompts)
@@ -502,7 +472,7 @@ func TestWorkersComeAndGoWhileRequestsFindTheirModel(t *testing.T) {
 		workers.Go(func() {
 			for i := range 60 {
 				name := fmt.Sprint("model ", (int(worker)+i)%40)
-				if _, _, err := s.Join(worker, serves("", 16, name)); err != nil {
+				if _, err := s.Join(worker, serves("", name)); err != nil {
 					t.Error(err)
 					return
 				}
@@ -553,12 +523,12 @@ func TestRequestsWaitForTheModelThatComes(t *testing.T) {
 		known  bool
 		want   string // the model's name
 	}{
-		{"for the default one", nil, "main", serves("", 0, "main"), true, "main"},
-		{"for one that nobody knew", nil, other, serves("", 0, other), true, other},
-		{"for one that did not come", nil, "third", serves("", 0, other), false, "main"},
-		{"for one that was there", func(s *models.Set) { join(t, s, 9, serves("", 0, other)); leave(s, 9) }, other, serves("", 0, other), true, other},
-		{"for one whose blocks have another size now", func(s *models.Set) { join(t, s, 9, serves("", 16, other)); leave(s, 9) }, other, serves("", 32, other), true, other},
-		{"by a name that is the first now", func(s *models.Set) { join(t, s, 9, serves("", 0, other, "alias")); leave(s, 9) }, "alias", serves("", 0, "alias", other), true, "alias"},
+		{"for the default one", nil, "main", serves("", "main"), true, "main"},
+		{"for one that nobody knew", nil, other, serves("", other), true, other},
+		{"for one that did not come", nil, "third", serves("", other), false, "main"},
+		{"for one that was there", func(s *models.Set) { join(t, s, 9, serves("", other)); leave(s, 9) }, other, serves("", other), true, other},
+		{"for one whose blocks have another size now", func(s *models.Set) { join(t, s, 9, serves("", other)); leave(s, 9) }, other, serves("", other), true, other},
+		{"by a name that is the first now", func(s *models.Set) { join(t, s, 9, serves("", other, "alias")); leave(s, 9) }, "alias", serves("", "alias", other), true, "alias"},
 	} {
 		t.Run(test.name, func(t *testing.T) {
 			s := newSet(t, models.Settings{ServedModelName: "main"}, func(k *router.Settings) { k.HoldWhenEmpty = time.Minute })
@@ -589,7 +559,7 @@ func TestRequestsWaitForTheModelThatComes(t *testing.T) {
 
 func TestStopWaitingIsForEveryModel(t *testing.T) {
 	s := newSet(t, models.Settings{ServedModelName: "main"}, func(k *router.Settings) { k.HoldWhenEmpty = time.Minute })
-	join(t, s, 9, serves("", 0, "other"))
+	join(t, s, 9, serves("", "other"))
 	leave(s, 9)
 	ended := make(chan error, 2)
 	for _, name := range []string{"main", "other"} {
@@ -619,8 +589,8 @@ func TestTheLogOfHostileNamesIsBounded(t *testing.T) {
 	index, _ := router.NewIndex(settings.Index, settings.Policy, settings.Scoring.Settings, settings.BlockSize, time.Now)
 	s := models.New(settings, models.Deps{Router: router.New(settings.Routing, router.Deps{Index: index, Policy: policytest.MustPolicy(t, settings.Policy), BlockSize: settings.BlockSize}), Index: index, Log: slog.New(slog.NewTextHandler(&log, nil))})
 	huge := strings.Repeat("x\x00\n", 1<<20)
-	for i, of := range []kv.Served{serves(huge, 16, "b"), serves("", 16, huge), serves("", 16, "\x00../\n")} {
-		_, _, err := s.Join(uint64(i), of)
+	for i, of := range []kv.Served{serves(huge, "b"), serves("", huge), serves("", "\x00../\n")} {
+		_, err := s.Join(uint64(i), of)
 		if i == 1 && (err == nil || len(err.Error()) > 200) || i != 1 && err != nil {
 			t.Errorf("join %d: %.300v", i, err)
 		}

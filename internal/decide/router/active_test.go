@@ -110,7 +110,7 @@ func TestTheSearchForActiveBlocksFindsTheirEnd(t *testing.T) {
 		l := newLoads()
 		l.activate(w, sequence[:active])
 		for asked := range len(sequence) + 1 {
-			l.snapshot(sequence[:asked])
+			l.snapshot([]view{{size: 1, times: 1, sequence: sequence[:asked]}})
 			if got, want := l.activeOn(l.byWorker[w].number), min(active, asked); got != want {
 				t.Errorf("%d of %d active: found %d", active, asked, got)
 			}

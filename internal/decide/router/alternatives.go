@@ -34,7 +34,7 @@ func (d *decider) alternatives(p *prompt, chosen kv.WorkerKey, now time.Time) []
 		}
 		var c policy.Candidate
 		d.candidate(&c, p, i)
-		found = append(found, alternative{*t, d.uncached(p.tokens, &c) + sessionWork(c.Load)})
+		found = append(found, alternative{*t, d.uncached(p, &c) + sessionWork(c.Load)})
 	}
 	slices.SortStableFunc(found, func(a, b alternative) int { return cmp.Compare(a.work, b.work) })
 	targets := make([]kv.Target, 0, p.Alternatives)
@@ -58,7 +58,7 @@ func (r *Router) Rebook(request Request, decision Decision, taken kv.WorkerKey) 
 		return decision, err
 	}
 	decision.Booking, decision.Target, decision.Sequence = booking, on.Target, booking.sequence
-	decision.Overlap, decision.Lower = on.Overlap, on.Lower
+	decision.BlockSize, decision.Overlap, decision.Lower = on.BlockSize, on.Overlap, on.Lower
 	decision.OverlapTokens, decision.Predicted, decision.Guessed = on.OverlapTokens, on.Predicted, on.Guessed
 	decision.MatchedBlocks, decision.MatchedLower = on.MatchedBlocks, on.MatchedLower
 	decision.EffectivePrefillTokens = on.EffectivePrefillTokens

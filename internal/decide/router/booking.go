@@ -21,7 +21,10 @@ type Booking struct {
 	trial         bool           // it shows whether an ejected worker is well again
 	id            string         // empty: none
 	sequence      []uint64       // sequence hashes booked as active blocks
+	unit          int            // tokens of the blocks in which it is counted
+	blockSize     int            // tokens of the worker's blocks
 	prompt        int            // tokens
+	text          bool           // it is counted in words of its text
 	uncached      int            // those of them to be computed
 	device        int            // blocks that the worker was expected to find on its device
 	lower         kv.LowerBlocks // blocks that it was expected to load
@@ -125,7 +128,7 @@ func (b *Booking) Generated(tokens int) {
 		fraction := max(0, 1-float64(tokens)/float64(b.expected))
 		share = &fraction
 	}
-	blocks := func(tokens int) int { return (tokens + r.blockSize - 1) / r.blockSize }
+	blocks := func(tokens int) int { return (tokens + b.blockSize - 1) / b.blockSize }
 	for want := blocks(b.prompt+tokens) - blocks(b.prompt); b.outputs < want && !b.ended.Load(); {
 		r.fleet.loads.outputBlock(b, share)
 		r.fleet.loads.heard(b, r.now())
@@ -140,7 +143,7 @@ func (b *Booking) Cached(tokens int, tiers kv.TierTokens) {
 	if b.ended.Load() {
 		return
 	}
-	b.came(tokens/b.router.blockSize, tiers)
+	b.came(tokens/b.unit, tiers)
 	b.router.fleet.loads.of(b.worker).reportsCached = true
 }
 
@@ -157,8 +160,8 @@ func (b *Booking) came(blocks int, tiers kv.TierTokens) {
 		return
 	}
 	known := b.router.fleet.loads.of(b.worker).tiers()
-	if tiers.Total()/b.router.blockSize == blocks && blocks > 0 {
-		known.CameFrom(b.lower, tiers, b.router.blockSize)
+	if tiers.Total()/b.unit == blocks && blocks > 0 {
+		known.CameFrom(b.lower, tiers, b.unit)
 	} else {
 		known.Came(b.lower, blocks-b.device)
 	}
@@ -274,13 +277,20 @@ func (b *Booking) finishAs(how policy.Ending, output int, reason string, now tim
 		judged.Judge(f)
 	}
 	if b.pulled != policy.PullNone {
-		r.fleet.loads.of(b.worker).tiers().PullEnded(b.pulled, b.pulledBlocks*r.blockSize)
+		r.fleet.loads.of(b.worker).tiers().PullEnded(b.pulled, b.pulledBlocks*b.unit)
 	}
 	r.fleet.loads.end(b, now)
-	if how == policy.Failed {
+	if how == policy.Failed || how == policy.Abandoned && !answered { // its prompt may not have been computed
 		b.assumed.Fail()
 	} else {
-		b.assumed.End((b.prompt+output)/r.blockSize-b.prompt/r.blockSize, b.cached)
+		cached := b.cached
+		if cached > 0 {
+			cached = cached * b.unit / b.blockSize
+		}
+		if b.text && cached > 0 { // tokens are no words
+			cached = -1
+		}
+		b.assumed.End((b.prompt+output)/b.blockSize-b.prompt/b.blockSize, cached)
 	}
 	b.share(ChangeFree)
 	r.Admission.dispatch(now)
@@ -390,7 +400,7 @@ func (r *Router) PotentialLoads(request Request) []WorkerLoad {
 			ActiveRequests: c.Load.InFlight,
 		}
 		if r.decider.tracksPrefill(&p) {
-			load.PotentialPrefillTokens += r.decider.uncached(p.tokens, &c)
+			load.PotentialPrefillTokens += r.decider.uncached(&p, &c)
 		}
 		loads = append(loads, load)
 	}

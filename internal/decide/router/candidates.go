@@ -115,12 +115,15 @@ func (a *Admission) busy(worker uint64, now time.Time) bool {
 func (d *decider) snapshot(p *prompt, now time.Time) {
 	r := d.router
 	r.fleet.freshen(now)
-	p.distinct, p.usable = p.newBlocks(), d.usableBlocks(p.tokens)
-	if d.traits.WholeMatch {
-		p.usable = p.tokens / r.blockSize
+	for i := range p.views {
+		v := &p.views[i]
+		v.distinct, v.usable = v.times*p.newBlocks(v), v.times*usableBlocks(p.tokens, v.size)
+		if d.traits.WholeMatch {
+			v.usable = v.times * (p.tokens / v.size)
+		}
 	}
 	if p.counted && p.shared {
-		r.fleet.loads.snapshot(p.sequence)
+		r.fleet.loads.snapshot(p.views)
 	}
 }
 
@@ -143,7 +146,8 @@ func (d *decider) candidate(c *policy.Candidate, p *prompt, at int) {
 	f := &d.router.fleet
 	load := &f.targetLoads[at]
 	c.Target, c.Load = &f.targets[at], load.load
-	c.Overlap, c.Held, c.NewBlocks = 0, 0, p.distinct
+	v := p.viewOf(int(load.blockSize))
+	c.Overlap, c.Held, c.NewBlocks = 0, 0, v.distinct
 	c.Lower = kv.LowerBlocks{}
 	if c.Pull.Blocks != 0 {
 		c.Pull = policy.Pull{}
@@ -152,7 +156,7 @@ func (d *decider) candidate(c *policy.Candidate, p *prompt, at int) {
 		c.TreeBlocks = 0
 	}
 	if p.Cached != nil {
-		c.Overlap = *p.Cached / d.router.blockSize
+		c.Overlap = *p.Cached / p.unit
 	} else if m := p.matched(c.Target.Key); m != nil {
 		c.Overlap, c.Held = m.Blocks, m.Held
 		if m.Lower != (kv.LowerBlocks{}) || m.Staged != (kv.LowerBlocks{}) {
@@ -170,12 +174,12 @@ func (d *decider) candidate(c *policy.Candidate, p *prompt, at int) {
 			c.Overlap = max(c.Overlap, active)
 		}
 	}
-	c.Overlap = min(c.Overlap, p.usable)
+	c.Overlap = min(c.Overlap, v.usable)
 	if c.Lower != (kv.LowerBlocks{}) {
-		c.Lower = c.Lower.Beyond(c.Overlap - matched).Within(p.usable - c.Overlap)
+		c.Lower = c.Lower.Beyond(c.Overlap - matched).Within(v.usable - c.Overlap)
 	}
 	if p.sources[0].blocks > 0 && c.Target.Pulls() {
-		c.Pull = p.pullTo(c, p.usable)
+		c.Pull = p.pullTo(c, v.usable)
 	}
 }
 
@@ -206,12 +210,12 @@ func (d *decider) counted(m *kv.Match) kv.LowerBlocks {
 
 // uncached returns how many tokens of a prompt the candidate has to compute, by the
 // policy's reckoning.
-func (d *decider) uncached(tokens int, c *policy.Candidate) int {
+func (d *decider) uncached(p *prompt, c *policy.Candidate) int {
 	loaded := 0
 	if c.Lower != (kv.LowerBlocks{}) {
-		loaded = int(math.Round(d.traits.Loaded(c) * float64(d.router.blockSize)))
+		loaded = int(math.Round(d.traits.Loaded(c) * float64(p.unit)))
 	}
-	return tokens - c.Overlap*d.router.blockSize - loaded - c.Pull.Tokens
+	return p.tokens - c.Overlap*p.unit - loaded - c.Pull.Tokens
 }
 
 // tracksPrefill reports whether p's tokens are counted.
@@ -225,35 +229,37 @@ func (d *decider) tracksPrefill(p *prompt) bool {
 // predict sets what of p is cached on the candidate.
 func (d *decider) predict(p *prompt, to *Decision, c *policy.Candidate) {
 	r := d.router
+	to.BlockSize = p.unit
 	to.Overlap, to.Lower = d.finds(p, c)
 	sure, guessed := p.certain(c, to.Overlap, to.Lower)
-	to.Predicted, to.Guessed = sure.Tokens(r.blockSize), guessed.Tokens(r.blockSize)
-	to.Predicted.Device = to.Overlap * r.blockSize
+	to.Predicted, to.Guessed = sure.Tokens(p.unit), guessed.Tokens(p.unit)
+	to.Predicted.Device = to.Overlap * p.unit
 	to.OverlapTokens = to.Predicted.Total()
-	to.Reachable = max(to.OverlapTokens, p.reachable*r.blockSize)
+	to.Reachable = max(to.OverlapTokens, p.reachable*p.unit)
 	if c.Pull.Tokens > 0 {
-		to.Guessed.External += c.Pull.Blocks * r.blockSize
+		to.Guessed.External += c.Pull.Blocks * p.unit
 		if at, up := r.fleet.target(c.Pull.From); up {
 			from := r.fleet.targets[at]
 			to.Source = &from
 		}
 	}
-	to.MatchedBlocks, to.MatchedLower, to.EffectivePrefillTokens = c.Overlap, c.Lower, d.uncached(p.tokens, c)
+	to.MatchedBlocks, to.MatchedLower, to.EffectivePrefillTokens = c.Overlap, c.Lower, d.uncached(p, c)
 }
 
-// assume notes in an Assumer that p goes to w; for other indexes it returns nil.
-func (d *decider) assume(w kv.WorkerKey, p *prompt) *radix.Assumed {
+// assume notes in an Assumer that p goes to t; for other indexes it returns nil.
+func (d *decider) assume(t *kv.Target, p *prompt) *radix.Assumed {
 	if d.assumes == nil {
 		return nil
 	}
-	return d.assumes.Routed(w, p.local)
+	return d.assumes.Routed(t.Key, p.viewOf(int(t.BlockSize)).local)
 }
 
 // finds returns what the engine of the candidate is expected to find cached of p: blocks
 // on the device, and those that continue them in lower tiers, also where the policy
 // counts them differently.
 func (d *decider) finds(p *prompt, c *policy.Candidate) (device int, lower kv.LowerBlocks) {
-	usable := d.usableBlocks(p.tokens)
+	v := p.viewOf(int(c.Target.BlockSize))
+	usable := v.times * usableBlocks(p.tokens, max(1, v.size))
 	device, lower = min(c.Overlap, usable), c.Lower
 	if d.traits.Staged && p.Cached == nil {
 		lower = kv.LowerBlocks{}

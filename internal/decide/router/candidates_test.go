@@ -130,11 +130,12 @@ func compareCandidates(rt *rapid.T, r *Router, p *prompt, now time.Time) {
 			c.Doubtful = r.decider.doubts(&p.matches[m])
 		}
 		held, active := c.Overlap, 0
-		for active < len(p.sequence) && r.fleet.loads.active.requests(p.sequence[active], r.fleet.loads.byWorker[t.Key].number) > 0 {
+		sequence := p.views[0].sequence
+		for active < len(sequence) && r.fleet.loads.active.requests(sequence[active], r.fleet.loads.byWorker[t.Key].number) > 0 {
 			active++
 		}
 		if p.counted {
-			c.NewBlocks = len(p.local) - active
+			c.NewBlocks = len(p.views[0].local) - active
 		}
 		usable := max(0, p.tokens-1) / r.blockSize
 		if r.decider.traits.WholeMatch {

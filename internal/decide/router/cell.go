@@ -83,7 +83,7 @@ func (b *Booking) Found(tokens int) {
 	b.router.mu.Lock()
 	defer b.router.mu.Unlock()
 	if !b.ended.Load() {
-		b.router.fleet.loads.of(b.worker).Cell.Found(tokens, b.device*b.router.blockSize)
+		b.router.fleet.loads.of(b.worker).Cell.Found(tokens, b.device*b.unit)
 	}
 }
 

@@ -70,7 +70,7 @@ func TestRequestsGoToTheCellThatHoldsTheirPrefix(t *testing.T) {
 	if d.Target.Key.Worker != 1 || d.Overlap != 15 {
 		t.Errorf("cell %d with %d blocks", d.Target.Key.Worker, d.Overlap)
 	}
-	if overlaps, blocks := r.Overlaps(request); blocks != 20 || overlaps[1].Blocks != 15 || overlaps[0].Blocks != 0 {
+	if overlaps, _, blocks := r.Overlaps(request); blocks != 20 || overlaps[1].Blocks != 15 || overlaps[0].Blocks != 0 {
 		t.Errorf("overlaps %v", overlaps)
 	}
 	for range 100 {
@@ -85,7 +85,7 @@ func TestRequestsGoToTheCellThatHoldsTheirPrefix(t *testing.T) {
 		t.Errorf("finds %v after the end", finds)
 	}
 	r.Down(kv.WorkerKey{Worker: 1})
-	if overlaps, _ := r.Overlaps(request); len(overlaps) != 2 || overlaps[0].Blocks+overlaps[1].Blocks != 0 {
+	if overlaps, _, _ := r.Overlaps(request); len(overlaps) != 2 || overlaps[0].Blocks+overlaps[1].Blocks != 0 {
 		t.Errorf("a cell that is down holds %v", overlaps)
 	}
 	r.ShowCell(kv.WorkerKey{Worker: 1}, report(4, 0), viewOf(t, sequence...)) // is not up

@@ -35,8 +35,9 @@ type Receipt struct {
 	Series    string    `json:"prefix_id,omitempty"`
 	Session   string    `json:"session,omitempty"` // result for its session: new, kept, moved; empty: no session
 	Leg       kv.Leg    `json:"leg"`
-	Tokens    int       `json:"tokens"` // of the prompt; 0: unknown
-	Blocks    int       `json:"blocks"` // full ones of it
+	Tokens    int       `json:"tokens"`     // of the prompt; 0: unknown
+	Blocks    int       `json:"blocks"`     // full ones of it
+	BlockSize int       `json:"block_size"` // tokens of the blocks that are counted here
 	QueryOnly bool      `json:"query_only,omitempty"`
 	Retry     bool      `json:"retry,omitempty"` // the request has failed on another worker before
 	Trial     bool      `json:"trial,omitempty"` // it is the trial request of an ejected worker
@@ -55,7 +56,9 @@ type ReceiptCandidate struct {
 	Worker     uint64 `json:"worker_id"`
 	WorkerName string `json:"worker_name,omitempty"`
 	Rank       uint32 `json:"dp_rank"`
-	Overlap    int    `json:"overlap_blocks"` // on its device, by the policy's reckoning
+	// Known is how the worker's KV cache is known; empty: exactly.
+	Known   kv.Knowledge `json:"known,omitzero"`
+	Overlap int          `json:"overlap_blocks"` // on its device, by the policy's reckoning
 	// Host, Disk and External are the blocks that continue them in lower tiers; Doubtful:
 	// these may have been emptied.
 	Host     int  `json:"host_blocks,omitempty"`
@@ -156,7 +159,7 @@ func (k *Receipts) refuse(p *prompt, d *Decision, err error, now time.Time) {
 func (k *Receipts) begin(p *prompt, now time.Time) *Receipt {
 	return &Receipt{
 		At: now, RequestID: receiptText(p.ID), Model: receiptText(p.Model), Series: receiptText(p.Prefix.ID),
-		Session: p.sessionGoes, Leg: p.Leg, Tokens: p.tokens, Blocks: p.tokens / k.router.blockSize,
+		Session: p.sessionGoes, Leg: p.Leg, Tokens: p.tokens, Blocks: p.tokens / p.unit, BlockSize: p.unit,
 		QueryOnly: p.QueryOnly, Retry: len(p.Exclude) > 0,
 	}
 }
@@ -195,8 +198,9 @@ func (k *Receipts) workers(p *prompt, candidates []policy.Candidate, scores []po
 func (k *Receipts) candidate(p *prompt, c *policy.Candidate) ReceiptCandidate {
 	key := c.Target.Key
 	line := ReceiptCandidate{
-		Worker: key.Worker, WorkerName: k.router.names.Name(key.Worker), Rank: key.Rank, Overlap: c.Overlap, NewBlocks: c.NewBlocks,
-		Host: int(c.Lower.Host), Disk: int(c.Lower.Disk), External: int(c.Lower.External), Doubtful: c.Doubtful && c.Lower != (kv.LowerBlocks{}),
+		Worker: key.Worker, WorkerName: k.router.names.Name(key.Worker), Rank: key.Rank, Known: c.Target.Known,
+		Overlap: c.Overlap, Host: int(c.Lower.Host), Disk: int(c.Lower.Disk), External: int(c.Lower.External),
+		Doubtful: c.Doubtful && c.Lower != (kv.LowerBlocks{}), NewBlocks: c.NewBlocks,
 		InFlight: c.Load.InFlight, PrefillTokens: c.Load.PrefillTokens, ActiveBlocks: c.Load.ActiveBlocks,
 	}
 	if i := slices.IndexFunc(p.matches, func(m kv.Match) bool { return m.Worker == c.Target.Key && m.Held > 0 }); i >= 0 {

@@ -105,7 +105,7 @@ func (a *Admission) charge(b *Booking, p *prompt, c *policy.Candidate) {
 func (b *Booking) costOf(answered float64) float64 {
 	uncached := b.uncached
 	if b.cached >= 0 && b.leg != kv.LegDecode {
-		uncached = max(0, b.prompt-b.cached*b.router.blockSize)
+		uncached = max(0, b.prompt-b.cached*b.unit)
 	}
 	return b.router.settings.Charging.cost(float64(uncached), float64(b.prompt), answered, b.price)
 }
@@ -153,7 +153,7 @@ func (a *Admission) enqueueFairly(p *prompt, now time.Time) (*waiter, error) {
 	r := a.router
 	best, least := 0, p.tokens
 	for i := range r.decider.candidates {
-		if n := r.decider.uncached(p.tokens, &r.decider.candidates[i]); n < least {
+		if n := r.decider.uncached(p, &r.decider.candidates[i]); n < least {
 			best, least = i, n
 		}
 	}

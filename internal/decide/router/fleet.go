@@ -17,11 +17,13 @@ type fleet struct {
 
 	paired atomic.Bool            // some worker computes only prompts or only answers
 	pulls  atomic.Bool            // two workers at least can pull from each other
+	units  atomic.Pointer[units]  // of the workers' blocks. A loaded value never changes
 	cells  atomic.Pointer[[]cell] // by key; nil: none. A loaded slice never changes
 }
 
 // note notes what the workers that are up can do together. It follows each change of them.
 func (f *fleet) note() {
+	f.noteSizes()
 	paired, pulling := false, 0
 	for i := range f.targets {
 		t := &f.targets[i]
@@ -34,6 +36,29 @@ func (f *fleet) note() {
 	f.pulls.Store(pulling > 1)
 }
 
+// noteSizes notes the sizes of the workers' blocks. Without a worker the last ones stay.
+func (f *fleet) noteSizes() {
+	known, same := f.units.Load(), true
+	var sizes []int
+	for i := range f.targets {
+		size := int(f.targets[i].BlockSize)
+		same = same && len(known.sizes) == 1 && size == known.unit
+		if len(sizes) == 0 || sizes[len(sizes)-1] != size {
+			sizes = append(sizes, size)
+		}
+	}
+	if !same && len(sizes) > 0 {
+		known = unitsOf(sizes)
+		f.units.Store(known)
+	}
+	for i := range f.targets {
+		if load := f.targetLoads[i].workerLoad; load.times != int(f.targets[i].BlockSize)/known.unit {
+			load.times = int(f.targets[i].BlockSize) / known.unit
+			load.sumBlocks()
+		}
+	}
+}
+
 // Up adds t to the workers that requests may be routed to. It replaces a target
 // with the same key.
 func (r *Router) Up(t kv.Target) {
@@ -41,8 +66,12 @@ func (r *Router) Up(t kv.Target) {
 	defer r.mu.Unlock()
 	if r.decider.assumes != nil {
 		r.decider.assumes.SetCapacity(t.Key, t.TotalBlocks)
+		r.decider.assumes.Assume(t.Key, t.Known == kv.Approximate)
 	}
 	t.Cordoned = r.Health.isCordoned(t.Key.Worker)
+	if t.BlockSize <= 0 || t.BlockSize > kv.MaxBlock {
+		t.BlockSize = int32(r.blockSize)
+	}
 	// Most workers have the same names: decisions read them in one place.
 	if i := slices.IndexFunc(r.fleet.targets, func(other kv.Target) bool { return slices.Equal(other.Models, t.Models) }); i >= 0 {
 		t.Models = r.fleet.targets[i].Models
@@ -50,10 +79,10 @@ func (r *Router) Up(t kv.Target) {
 	at, found := r.fleet.target(t.Key)
 	load := r.fleet.loads.expect(t)
 	if found {
-		r.fleet.targets[at] = t
+		r.fleet.targets[at], r.fleet.targetLoads[at].blockSize = t, uint32(t.BlockSize)
 	} else {
 		r.fleet.targets = slices.Insert(r.fleet.targets, at, t)
-		r.fleet.targetLoads = slices.Insert(r.fleet.targetLoads, at, targetLoad{load, load.Load, load.number})
+		r.fleet.targetLoads = slices.Insert(r.fleet.targetLoads, at, targetLoad{load, load.Load, load.number, uint32(t.BlockSize)})
 	}
 	r.fleet.several = r.fleet.several || len(r.fleet.targets) > 1
 	r.Health.outliers.Join(t.Key, t.Generation, t.Role, r.now())
@@ -112,6 +141,11 @@ func (r *Router) ShowAdapters(w kv.WorkerKey, report policy.AdapterReport) {
 	if at, up := r.fleet.target(w); up {
 		r.fleet.targetLoads[at].adapters().Show(report, r.now())
 	}
+}
+
+// Approximates reports whether prompts that are routed to some worker that is up count as cached there.
+func (r *Router) Approximates() bool {
+	return r.Has(func(t *kv.Target) bool { return t.Known == kv.Approximate })
 }
 
 // IsUp reports whether that incarnation of a worker is up.

@@ -13,15 +13,15 @@ import (
 // IndexSettings holds the settings of the index. Settings of approximate indexes
 // have Dynamo's names and defaults, those of prefix trees SGLang's.
 type IndexSettings struct {
-	NoKVEvents             bool     `group:"Index" name:"no-kv-events" help:"Use an approximate index instead of KV events, and start workers without event publishing. A prompt counts as cached on the worker it was routed to, until the worker's cache size (from /metrics) implies its eviction or the cached_tokens of an answer contradict it."`
-	RouterTTLSecs          *float64 `group:"Index" name:"router-ttl-secs" placeholder:"SECONDS" help:"With --no-kv-events: seconds since its last use for which a prompt counts as cached; on workers that report their cache size, less if the cache is full before. Default: 120 on workers that do not report it, no limit on others."`
-	RouterMaxTreeSize      int      `group:"Index" name:"router-max-tree-size" default:"1048576" hidden:"" help:"With --no-kv-events: maximum number of blocks that count as cached, over all workers that do not report their cache size."`
+	NoKVEvents             bool     `group:"Index" name:"no-kv-events" help:"Use an approximate index for all workers instead of KV events, and start workers without event publishing. A prompt counts as cached on the worker it was routed to, until the worker's cache size (from /metrics) implies its eviction or the cached_tokens of an answer contradict it."`
+	RouterTTLSecs          *float64 `group:"Index" name:"router-ttl-secs" placeholder:"SECONDS" help:"On workers without KV events: seconds since its last use for which a prompt counts as cached; on workers that report their cache size, less if the cache is full before. Default: 120 on workers that do not report it, no limit on others."`
+	RouterMaxTreeSize      int      `group:"Index" name:"router-max-tree-size" default:"1048576" hidden:"" help:"On workers without KV events: maximum number of blocks that count as cached, over all workers that do not report their cache size."`
 	RouterPruneTargetRatio float64  `group:"Index" name:"router-prune-target-ratio" default:"0.8" hidden:"" help:"Share of --router-max-tree-size that remains after it was exceeded; the least recently used blocks are evicted."`
 	RouterPredictedTTLSecs float64  `group:"Index" name:"router-predicted-ttl-secs" default:"0" help:"With KV events: also count a prompt as cached on its worker for this many seconds after its answer, until its events arrive. 0 disables it. Policies work, cache-threshold and variance do so until the end of the answer."`
 	PrefixSource           string   `group:"Index" placeholder:"events|approx" help:"Source of cached prefixes for policies cache-threshold and variance: events (the index of KV events) or approx (a tree of the prompts routed to each worker). Default: events; approx with --no-kv-events."`
 	MaxTreeSize            int      `group:"Index" default:"16777216" hidden:"" help:"With --prefix-source approx: maximum number of tokens per worker tree; the least recently used are evicted. A block takes about 200 bytes."`
 	EvictionInterval       float64  `group:"Index" default:"60" hidden:"" help:"Seconds between two evictions; a tree may grow to twice its size in between."`
-	CacheCorrection        bool     `group:"Index" default:"true" negatable:"" help:"With --no-kv-events or --prefix-source approx: correct the index by the cached_tokens of answers. vLLM reports them with --enable-prompt-tokens-details, SGLang with --enable-cache-report."`
+	CacheCorrection        bool     `group:"Index" default:"true" negatable:"" help:"Without KV events: correct the index by the cached_tokens of answers. vLLM reports them with --enable-prompt-tokens-details, SGLang with --enable-cache-report."`
 }
 
 // Values of --prefix-source.
@@ -35,8 +35,6 @@ func (c IndexSettings) Validate(policies ...string) error {
 	switch {
 	case c.RouterTTLSecs != nil && (!(*c.RouterTTLSecs > 0) || *c.RouterTTLSecs > maxIndexTTL):
 		return fmt.Errorf("--router-ttl-secs %v: give more than 0 and at most %g", *c.RouterTTLSecs, maxIndexTTL)
-	case c.RouterTTLSecs != nil && !c.NoKVEvents:
-		return errors.New("--router-ttl-secs requires --no-kv-events: KV events report evictions")
 	case c.RouterTTLSecs != nil && !slices.ContainsFunc(policies, func(name string) bool { return !c.HasTrees(name) }):
 		return errors.New("--router-ttl-secs does not bound the prefix trees of --policy cache-threshold and variance: give --max-tree-size " +
 			"and --eviction-interval")
@@ -91,6 +89,12 @@ func (c IndexSettings) Follows(name string, settings policy.Settings) bool {
 	return !c.NoKVEvents && !c.HasTrees(name) && !indexless(name, settings)
 }
 
+// Assumes reports whether prompts count as cached on workers that are not known exactly, for the
+// policy of that name.
+func (c IndexSettings) Assumes(name string, settings policy.Settings) bool {
+	return !indexless(name, settings)
+}
+
 // NewIndex returns the index of these settings for the policy of that name, and what of it
 // learns from routing decisions; nil: nothing does. blockSize is in tokens. now is the clock by
 // which assumed blocks expire.
@@ -109,17 +113,20 @@ func NewIndexOf(exact *radix.Tree, c IndexSettings, name string, settings policy
 		trees := radix.NewTrees(max(1, c.MaxTreeSize/blockSize), seconds(c.EvictionInterval), now)
 		trees.SetCorrected(c.CacheCorrection)
 		return trees, trees
-	case c.NoKVEvents:
-		ttl := defaultTTL
-		if c.RouterTTLSecs != nil {
-			ttl = *c.RouterTTLSecs
-		}
-		routed := radix.NewApprox(seconds(ttl), c.RouterMaxTreeSize, c.RouterPruneTargetRatio, now)
-		routed.SetTTLForAll(c.RouterTTLSecs != nil)
-		routed.SetCorrected(c.CacheCorrection)
-		return routed, routed
-	case c.RouterPredictedTTLSecs > 0:
-		return radix.NewPredicting(exact, radix.NewApprox(seconds(c.RouterPredictedTTLSecs), c.RouterMaxTreeSize, c.RouterPruneTargetRatio, now))
 	}
-	return exact, nil
+	ttl := defaultTTL
+	if c.RouterTTLSecs != nil {
+		ttl = *c.RouterTTLSecs
+	}
+	routed := radix.NewApprox(seconds(ttl), c.RouterMaxTreeSize, c.RouterPruneTargetRatio, now)
+	routed.SetTTLForAll(c.RouterTTLSecs != nil)
+	routed.SetCorrected(c.CacheCorrection)
+	if c.NoKVEvents {
+		return routed, routed
+	}
+	var recent *radix.Approx
+	if c.RouterPredictedTTLSecs > 0 {
+		recent = radix.NewApprox(seconds(c.RouterPredictedTTLSecs), c.RouterMaxTreeSize, c.RouterPruneTargetRatio, now)
+	}
+	return radix.NewMixed(exact, routed, recent)
 }

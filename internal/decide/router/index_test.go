@@ -84,7 +84,7 @@ func TestATimeToLiveWithoutEffectIsRefused(t *testing.T) {
 		policies []string
 		says     string // empty: it is taken
 	}{
-		{"with events", IndexSettings{}, []string{"work"}, "--no-kv-events"},
+		{"with events", IndexSettings{}, []string{"work"}, ""},
 		{"with trees", IndexSettings{NoKVEvents: true}, []string{"variance", "cache-threshold"}, "--max-tree-size"},
 		{"with trees for one of two policies", IndexSettings{NoKVEvents: true}, []string{"variance", "kv"}, ""},
 		{"with a guess", IndexSettings{NoKVEvents: true}, []string{"kv"}, ""},

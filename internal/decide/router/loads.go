@@ -19,7 +19,8 @@ type loads struct {
 	byWorker map[kv.WorkerKey]*workerLoad
 	own      map[uint64]int // in-flight requests of this router on all ranks of a worker, without zeros
 	active   activeBlocks
-	shared   []int32  // by worker number, of the prompt that snapshot was asked about last
+	shared   []int32  // by worker number, of the prompt that snapshot was asked about last, in units
+	more     []int32  // reused by snapshot
 	unused   []uint32 // numbers of workers that are gone
 
 	pulling int // requests without a first token that pull from another worker
@@ -36,8 +37,9 @@ type loads struct {
 // that, which is a line of the processor's cache for each worker.
 type targetLoad struct {
 	*workerLoad
-	load   *policy.Load
-	number uint32
+	load      *policy.Load
+	number    uint32
+	blockSize uint32 // tokens
 }
 
 func (t *targetLoad) asOf(now time.Time) *policy.Load { return asOf(t.load, now) }
@@ -65,6 +67,7 @@ type workerLoad struct {
 
 	reportsCached bool // an answer of it has said how many of its prompt's tokens were cached
 
+	times   int                // units in a block
 	blocks  int                // distinct prompt blocks of requests in flight
 	weights map[uint64]float64 // of those that do not count 1, by sequence hash
 	excess  float64            // sum of those weights, less 1 each
@@ -87,9 +90,9 @@ func (l *workerLoad) adapters() *policy.Adapters {
 	return l.Adapters
 }
 
-// sumBlocks sets ActiveBlocks to the sum of all weights, rounded.
+// sumBlocks sets ActiveBlocks to the sum of all weights, rounded, in units.
 func (l *workerLoad) sumBlocks() {
-	l.ActiveBlocks = int(math.Round(float64(l.blocks) + l.excess + l.output))
+	l.ActiveBlocks = l.times * int(math.Round(float64(l.blocks)+l.excess+l.output))
 }
 
 // weigh sets the weight of a block.
@@ -334,7 +337,7 @@ func (l *loads) outcome(b *Booking, output int, now time.Time) policy.Outcome {
 		o.Loads, o.Loaded, o.Tiers = b.loads, b.cached == b.device+b.lower.Total(), l.of(b.worker).tiers()
 	}
 	if b.pull.Tokens > 0 {
-		o.Pulled, o.Loaded = b.pull.Blocks*b.router.blockSize, b.pulled == policy.PullCame
+		o.Pulled, o.Loaded = b.pull.Blocks*b.unit, b.pulled == policy.PullCame
 	}
 	o.Before = b.atFirst.since(b.atSent, o.FirstToken)
 	o.During = l.of(b.worker).tallyAt(now).since(b.atFirst, o.Decode)
@@ -368,9 +371,18 @@ func (l *loads) deactivate(w kv.WorkerKey, sequence []uint64) {
 }
 
 // snapshot looks up what requests in flight have of a prompt, for activeOn.
-func (l *loads) snapshot(sequence []uint64) { l.shared = l.active.prefixes(sequence, l.shared) }
+func (l *loads) snapshot(views []view) {
+	l.shared = l.active.prefixes(views[0].sequence, l.shared)
+	for i := range views[1:] {
+		v := &views[1+i]
+		l.more = l.active.prefixes(v.sequence, l.more)
+		for number, blocks := range l.more { // a worker has blocks of one size
+			l.shared[number] = max(l.shared[number], int32(v.times)*blocks)
+		}
+	}
+}
 
-// activeOn returns how many leading blocks of the prompt of snapshot the requests in
+// activeOn returns how many leading units of the prompt of snapshot the requests in
 // flight on the worker of that number have in theirs.
 func (l *loads) activeOn(number uint32) int {
 	if int(number) >= len(l.shared) {
@@ -436,7 +448,7 @@ func (l *loads) drop(w kv.WorkerKey) {
 func (l *loads) of(w kv.WorkerKey) *workerLoad {
 	load := l.byWorker[w]
 	if load == nil {
-		load = &workerLoad{Load: new(policy.Load), number: uint32(len(l.byWorker) + len(l.unused))}
+		load = &workerLoad{Load: new(policy.Load), times: 1, number: uint32(len(l.byWorker) + len(l.unused))}
 		if last := len(l.unused) - 1; last >= 0 {
 			load.number, l.unused = l.unused[last], l.unused[:last]
 		}

@@ -1,30 +1,27 @@
 package router
 
 import (
+	"cmp"
 	"slices"
 
 	"kvrouter/internal/base/kv"
-	"kvrouter/internal/cache/radix"
 )
 
 // workspace holds the buffers of one look-up, reused by later ones.
 type workspace struct {
-	local   []uint64
+	views   []view
 	matches []kv.Match
 }
 
 // lookUp hashes a request's prompt and looks it up in the index. It needs no lock.
 func (r *Router) lookUp(request Request, scratch *workspace) (p prompt, d Decision) {
-	p = prompt{Request: request, local: request.Local}
+	p = prompt{Request: request}
 	p.tokens = max(request.NumTokens, len(request.Tokens))
 	p.counted = r.settings.RouterTrackActiveBlocks && (r.decider.traits.ActiveBlocks || p.ID != "" || p.QueryOnly)
 	began := r.now()
-	if len(request.Tokens) > 0 && (p.counted || r.index.CanMatch()) {
-		scratch.local = request.Hashes(scratch.local[:0], r.blockSize)
-		p.local = scratch.local
-	}
+	r.hash(&p, scratch, p.counted || r.index.CanMatch())
 	if r.index.CanMatch() {
-		p.lookahead = request.lookaheadHashes(r.index.Lookaheads(), r.blockSize)
+		r.lookAhead(&p)
 	}
 	hashed := r.now()
 	scratch.matches = r.match(scratch.matches[:0], &p, r.parts())
@@ -35,9 +32,14 @@ func (r *Router) lookUp(request Request, scratch *workspace) (p prompt, d Decisi
 		p.shared = *p.Override.AssumeKVReuse
 	}
 	p.shared = p.shared || p.Sequence != nil // it has its own shared blocks
-	if p.counted && p.shared {
-		if p.sequence = p.Sequence; p.sequence == nil {
-			p.sequence = kv.SequenceHashes(make([]uint64, 0, len(p.local)), p.local) // the booking keeps it
+	for i := range p.views {
+		v := &p.views[i]
+		switch {
+		case !p.counted || !p.shared:
+		case p.Sequence == nil:
+			v.sequence = kv.SequenceHashes(make([]uint64, 0, len(v.local)), v.local) // the booking keeps it
+		case v.size == cmp.Or(p.BlockSize, p.unit):
+			v.sequence = p.Sequence
 		}
 	}
 	sequenced := r.now()
@@ -55,39 +57,6 @@ func (r *Router) parts() (parts kv.MatchParts) {
 	return parts
 }
 
-// match appends to dst, by worker, how many leading blocks of p each has. A worker
-// with both kinds of blocks, of which one is assumed, has the longer match.
-func (r *Router) match(dst []kv.Match, p *prompt, parts kv.MatchParts) []kv.Match {
-	start := len(dst)
-	dst = r.fleet.matchCells(r.index.Match(p.local, r.decider.usableOf(p), parts, dst), start, p.local)
-	for _, local := range p.lookahead {
-		before := len(dst)
-		dst = r.fleet.matchCells(r.index.Match(local, min(r.decider.usableOf(p), len(local)), parts, dst), before, local)
-		if before > start && len(dst) > before {
-			dst = dst[:start+len(radix.Longest(dst[start:]))]
-		}
-	}
-	return dst
-}
-
-// usableBlocks is how many cached blocks an engine can use of a prompt of that
-// many tokens: it always computes the last token itself, so a prompt of exactly
-// k blocks uses at most k − 1.
-func (d *decider) usableBlocks(tokens int) int {
-	if tokens <= 0 {
-		return 0
-	}
-	return (tokens - 1) / d.router.blockSize
-}
-
-// usableOf is usableBlocks of p; all of its blocks if the number of its tokens is unknown.
-func (d *decider) usableOf(p *prompt) int {
-	if p.tokens <= 0 {
-		return len(p.local)
-	}
-	return d.usableBlocks(p.tokens)
-}
-
 // Overlap is the number of a prompt's leading blocks that one worker holds.
 type Overlap struct {
 	Worker kv.WorkerKey
@@ -95,15 +64,12 @@ type Overlap struct {
 	Staged kv.LowerBlocks // as of kv.Match
 }
 
-// Overlaps returns the overlap of every worker that is up, and the number of the
-// prompt's full blocks. It chooses nothing.
-func (r *Router) Overlaps(request Request) (overlaps []Overlap, blocks int) {
-	local := request.Local
-	if len(request.Tokens) > 0 {
-		local = request.Hashes(nil, r.blockSize)
-	}
-	p := prompt{Request: request, local: local, tokens: max(request.NumTokens, len(request.Tokens))}
-	p.lookahead = request.lookaheadHashes(r.index.Lookaheads(), r.blockSize)
+// Overlaps returns the overlap of every worker that is up, the tokens of the blocks in which it is
+// counted, and the number of the prompt's full blocks. It chooses nothing.
+func (r *Router) Overlaps(request Request) (overlaps []Overlap, unit, blocks int) {
+	p := prompt{Request: request, tokens: max(request.NumTokens, len(request.Tokens))}
+	r.hash(&p, new(workspace), true)
+	r.lookAhead(&p)
 	matches := r.match(nil, &p, kv.StagedPart)
 	for _, t := range r.Targets() {
 		overlap := Overlap{Worker: t.Key}
@@ -112,5 +78,5 @@ func (r *Router) Overlaps(request Request) (overlaps []Overlap, blocks int) {
 		}
 		overlaps = append(overlaps, overlap)
 	}
-	return overlaps, len(local)
+	return overlaps, p.unit, len(p.views[0].local)
 }

@@ -85,7 +85,7 @@ func (a *Admission) lateBy(p *prompt, now time.Time) time.Duration {
 		return 0
 	}
 	late := mostRetryAfter
-	q := policy.Query{Now: now, Tokens: p.tokens, BlockSize: r.blockSize, Leg: p.Leg, Adapter: p.LoRA, Class: p.Class}
+	q := policy.Query{Now: now, Tokens: p.tokens, BlockSize: p.unit, Leg: p.Leg, Adapter: p.LoRA, Class: p.Class}
 	for i := range r.decider.candidates {
 		if c := &r.decider.candidates[i]; hasSeat(c.Load) || r.settings.RouterQueueThreshold != nil {
 			late = min(late, r.decider.forecast.FirstToken(&q, c)-p.Deadline.Sub(now))

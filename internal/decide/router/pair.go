@@ -150,7 +150,7 @@ func (r *Router) pairings(p *prompt, enforce bool) pairings {
 		if whole.mayUse(t) {
 			var c policy.Candidate
 			r.decider.candidate(&c, p, i)
-			could.whole, least = true, min(least, r.decider.uncached(p.tokens, &c))
+			could.whole, least = true, min(least, r.decider.uncached(p, &c))
 		}
 		if first.mayUse(t) {
 			prefill |= kv.KindsOf(t.Kind)

@@ -10,8 +10,9 @@ import (
 // source is a worker with leading blocks of a prompt that others can pull.
 type source struct {
 	key    kv.WorkerKey
-	blocks int
-	ahead  int // tokens that others pull from it now
+	blocks int   // units
+	size   int32 // tokens of its blocks
+	ahead  int   // tokens that others pull from it now
 	tiers  *policy.Tiers
 }
 
@@ -39,6 +40,7 @@ func (d *decider) findSources(p *prompt, now time.Time) {
 		if t := &r.fleet.targets[at]; !t.Pulls() || !t.Serves(p.Model) || r.Health.outliers.IsOut(m.Worker, now) {
 			continue
 		}
+		s.size = r.fleet.targets[at].BlockSize
 		s.ahead, s.tiers = r.fleet.targetLoads[at].served, r.fleet.targetLoads[at].Tiers
 		switch {
 		case s.before(&p.sources[0]):
@@ -54,6 +56,9 @@ func (p *prompt) pullTo(c *policy.Candidate, usable int) (pull policy.Pull) {
 	s := &p.sources[0]
 	if s.key == c.Target.Key {
 		s = &p.sources[1]
+	}
+	if s.size != c.Target.BlockSize { // engines pull blocks of their own size only
+		return pull
 	}
 	if more := min(s.blocks, usable) - c.Overlap - c.Lower.Total(); more > 0 {
 		pull = policy.Pull{From: s.key, Blocks: more, Ahead: s.ahead, Source: s.tiers}

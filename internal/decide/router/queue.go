@@ -189,7 +189,7 @@ func (a *Admission) leastUncached(p *prompt) int {
 	r := a.router
 	uncached := p.tokens
 	for i := range r.decider.candidates {
-		uncached = min(uncached, r.decider.uncached(p.tokens, &r.decider.candidates[i]))
+		uncached = min(uncached, r.decider.uncached(p, &r.decider.candidates[i]))
 	}
 	return uncached
 }

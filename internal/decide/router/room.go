@@ -14,7 +14,7 @@ const unknownPass = 8192
 // passOf returns the maximum number of tokens in a pass of the worker.
 func passOf(t *kv.Target) int {
 	if t.MaxBatchedTokens > 0 {
-		return t.MaxBatchedTokens
+		return int(t.MaxBatchedTokens)
 	}
 	return unknownPass
 }

@@ -38,7 +38,10 @@ type Request struct {
 	Local     []uint64   // its local block hashes, if the caller has them instead of Tokens
 	Sequence  []uint64   // its sequence hashes, if the caller has them; must not change afterwards
 	NumTokens int        // its complete length; 0: that of Tokens
-	Media     [][]uint64 // of Tokens' blocks, as kv.HashMediaBlocks takes them; nil: plain text
+	Text      bool       // Tokens are words of the prompt's text
+	Media     [][]uint64 // of Tokens' blocks of Router.Unit, as kv.HashMediaBlocks takes them; nil: plain text
+	Items     []kv.Media // the prompt's media, instead of Media
+	BlockSize int        // tokens of the blocks of Local and Sequence; 0: Router.Unit
 	Cached    *int       // cached tokens, 0 to its length, if the caller knows them; nil: as in the index
 	LoRA      string     // adapter, empty: none
 	Salt      string     // cache salt, empty: none
@@ -92,20 +95,7 @@ type Work struct {
 
 // Hashes appends to dst the local block hashes of the request's Tokens.
 func (q *Request) Hashes(dst []uint64, blockSize int) []uint64 {
-	return kv.HashMediaBlocks(dst, q.Tokens, blockSize, q.LoRA, q.Salt, q.Media)
-}
-
-// lookaheadHashes are Hashes of workers whose blocks depend on the tokens behind them, for
-// each kind of them.
-func (q *Request) lookaheadHashes(kinds []kv.Lookahead, blockSize int) (all [][]uint64) {
-	for _, l := range kinds {
-		tokens := q.Tokens
-		if len(tokens) >= q.NumTokens {
-			tokens = tokens[:max(0, len(tokens)-l.Cut)]
-		}
-		all = append(all, kv.HashLookaheadBlocks(make([]uint64, 0, len(tokens)/blockSize), tokens, blockSize, l.Tokens, q.LoRA, q.Salt, q.Media))
-	}
-	return all
+	return kv.HashMediaBlocks(dst, q.Tokens, blockSize, q.LoRA, q.Salt, q.words(blockSize, blockSize))
 }
 
 // Follow applies the client's hints to the request, except the session.
@@ -119,6 +109,7 @@ func (q *Request) Follow(h hints.Hints) {
 type Decision struct {
 	Target        kv.Target
 	Tokens        int            // prompt length; 0: unknown
+	BlockSize     int            // tokens of the blocks in which all below is counted
 	Overlap       int            // blocks of the prompt in the worker's device cache that it can use
 	Lower         kv.LowerBlocks // blocks that continue them in lower tiers
 	OverlapTokens int            // Predicted in all
@@ -214,18 +205,16 @@ type Router struct {
 type prompt struct {
 	Request
 	tokens    int        // its length; 0: unknown
-	local     []uint64   // local block hashes
-	lookahead [][]uint64 // those of workers whose blocks depend on the tokens behind them
-	matches   []kv.Match // by worker
+	unit      int        // tokens of the blocks in which all else is counted
+	views     []view     // in blocks of the workers' sizes, that of the unit first
+	none      view       // for workers of other sizes
+	matches   []kv.Match // by worker, in units
 	next      int        // of matches, where matched continues
-	distinct  int        // newBlocks of it
-	usable    int        // leading blocks that a worker can have of it, by the policy's reckoning
 	workers   int        // that are up for the leg, whether they may serve it or not
-	reachable int        // blocks of it that some eligible worker has
+	reachable int        // units of it that some eligible worker has
 	sources   [2]source  // the best workers to pull from; blocks 0: there is none
 	counted   bool       // its blocks count as active
 	shared    bool       // those that other requests have too count once
-	sequence  []uint64   // their sequence hashes, if shared
 
 	seated      bool   // its candidates are those whose engine would run it at once, and others are not
 	keeps       bool   // its candidates are those that are predicted to keep its objectives, and others are not
@@ -235,15 +224,15 @@ type prompt struct {
 	decided func(Decision, error) // called once it need not wait any more; nil: the waiter is woken
 }
 
-// newBlocks is how many active blocks the prompt has where no other request is.
-func (p *prompt) newBlocks() int {
+// newBlocks is how many active blocks the view of the prompt has where no other request is.
+func (p *prompt) newBlocks(v *view) int {
 	switch {
 	case !p.counted:
 		return 0
 	case p.shared:
-		return len(p.sequence)
+		return len(v.sequence)
 	}
-	return len(p.local)
+	return len(v.local)
 }
 
 // Index is what a Router needs of an index: it looks prompts up, and settles doubts about lower
@@ -258,7 +247,7 @@ type Deps struct {
 	Index     Index
 	Assumer   radix.Assumer // of Index, as NewIndex returns it; nil: it does not learn from decisions
 	Policy    policy.Policy
-	BlockSize int              // of the engines, tokens
+	BlockSize int              // of engines that do not report theirs, tokens
 	Seed      uint64           // of all random choices
 	Names     *kv.Names        // of its workers; nil: they have none
 	Log       *slog.Logger     // for ejections and, at debug level, decisions; nil: none
@@ -281,6 +270,7 @@ func New(settings Settings, deps Deps) *Router {
 		fleet:     fleet{loads: newLoads()},
 		sessions:  newSessions(),
 	}
+	r.fleet.units.Store(unitsOf([]int{deps.BlockSize}))
 	r.decider = newDecider(r, deps)
 	r.Receipts = &Receipts{router: r}
 	r.Admission = newAdmission(r)
@@ -294,8 +284,9 @@ func (r *Router) Index() Index { return r.index }
 // Names returns the names of its workers.
 func (r *Router) Names() *kv.Names { return r.names }
 
-// BlockSize returns the number of tokens in a block.
-func (r *Router) BlockSize() int { return r.blockSize }
+// Unit returns the number of tokens in the blocks in which workers are compared: that of the workers
+// that are up if all have the same, else the greatest common divisor.
+func (r *Router) Unit() int { return r.fleet.units.Load().unit }
 
 // Route chooses a worker for the request and books the request on it. Unless the
 // request is QueryOnly or ChooseOnly, the caller must end the decision's Booking.
@@ -372,8 +363,8 @@ func (r *Router) taken(p *prompt) bool {
 // choose lets the policy choose among the candidates and books.
 func (r *Router) choose(p *prompt, d *Decision, now time.Time) {
 	query := policy.Query{
-		Now: now, Tokens: p.tokens, BlockSize: r.blockSize, FreePrefill: !r.decider.tracksPrefill(p), Override: p.Override,
-		Leg: p.Leg, Sequence: p.sequence, DryRun: p.QueryOnly, Prefix: p.Prefix, Pulling: r.fleet.loads.pulling,
+		Now: now, Tokens: p.tokens, BlockSize: p.unit, FreePrefill: !r.decider.tracksPrefill(p), Override: p.Override,
+		Leg: p.Leg, Sequence: p.views[0].sequence, DryRun: p.QueryOnly, Prefix: p.Prefix, Pulling: r.fleet.loads.pulling,
 		Workers: p.workers, Retry: len(p.Exclude) > 0, Adapter: p.LoRA, Class: p.Class,
 	}
 	if r.Admission.fair != nil && r.Admission.fair.Len() > 0 {
@@ -397,7 +388,7 @@ func (r *Router) choose(p *prompt, d *Decision, now time.Time) {
 	d.Target, d.Tokens = *chosen.Target, p.tokens
 	r.decider.predict(p, d, chosen)
 	d.PotentialDecodeBlocks = chosen.Load.ActiveBlocks + chosen.NewBlocks
-	d.Sequence = p.sequence
+	d.Sequence = p.viewOf(int(chosen.Target.BlockSize)).sequence
 	d.Alternatives = r.decider.alternatives(p, chosen.Target.Key, now)
 	if p.QueryOnly {
 		return
@@ -405,7 +396,7 @@ func (r *Router) choose(p *prompt, d *Decision, now time.Time) {
 	r.noteSession(p, chosen.Target, now)
 	if p.ChooseOnly {
 		r.fleet.loads.bump(chosen.Target.Key)
-		r.decider.assume(chosen.Target.Key, p).End(0, -1)
+		r.decider.assume(chosen.Target, p).End(0, -1)
 		return
 	}
 	d.Booking = r.book(p, chosen, now)
@@ -415,14 +406,15 @@ func (r *Router) choose(p *prompt, d *Decision, now time.Time) {
 
 // book enters p into the books of the candidate.
 func (r *Router) book(p *prompt, c *policy.Candidate, now time.Time) *Booking {
+	v := p.viewOf(int(c.Target.BlockSize))
 	b := &Booking{
-		router: r, worker: c.Target.Key, client: p.Client, id: p.ID, prompt: p.tokens, expected: p.ExpectedOutput,
-		sequence: p.sequence, answeredWhole: p.AnsweredWhole, asks: p.Work, leg: p.Leg, lora: p.LoRA,
-		assumed: r.decider.assume(c.Target.Key, p), cached: -1, generation: c.Target.Generation,
+		router: r, worker: c.Target.Key, unit: p.unit, blockSize: int(c.Target.BlockSize), client: p.Client, id: p.ID, prompt: p.tokens, expected: p.ExpectedOutput,
+		text: p.Text, sequence: v.sequence, answeredWhole: p.AnsweredWhole, asks: p.Work, leg: p.Leg, lora: p.LoRA,
+		assumed: r.decider.assume(c.Target, p), cached: -1, generation: c.Target.Generation,
 		trial: r.Health.outliers.Begin(c.Target.Key, p.Work.Logprobs, now),
 	}
 	b.device, b.lower = r.decider.finds(p, c)
-	b.loads = b.lower.Tokens(r.blockSize)
+	b.loads = b.lower.Tokens(p.unit)
 	if r.decider.doubted(p, c) {
 		b.doubt = r.index.LowerOf(b.worker).Doubt
 	}
@@ -431,13 +423,13 @@ func (r *Router) book(p *prompt, c *policy.Candidate, now time.Time) *Booking {
 		b.pull, b.pulled = c.Pull, policy.PullUnreported
 	}
 	if r.decider.tracksPrefill(p) {
-		b.uncached = r.decider.uncached(p.tokens, c)
+		b.uncached = r.decider.uncached(p, c)
 		if p.Cached != nil { // which need not be whole blocks
 			b.uncached = p.tokens - *p.Cached
 		}
 	}
 	if p.counted && !p.shared {
-		b.sequence = make([]uint64, len(p.local))
+		b.sequence = make([]uint64, len(v.local))
 		for i := range b.sequence {
 			b.sequence[i] = r.decider.random.Uint64()
 		}
@@ -446,7 +438,7 @@ func (r *Router) book(p *prompt, c *policy.Candidate, now time.Time) *Booking {
 		r.Admission.charge(b, p, c)
 	}
 	if c.Load.Cell != nil {
-		query := policy.Query{Now: now, Tokens: p.tokens, BlockSize: r.blockSize, Leg: p.Leg, Class: p.Class}
+		query := policy.Query{Now: now, Tokens: p.tokens, BlockSize: p.unit, Leg: p.Leg, Class: p.Class}
 		b.promised = r.decider.forecast.FirstToken(&query, c) - c.Load.Lateness(now)
 	}
 	r.fleet.loads.bump(b.worker)

@@ -31,7 +31,7 @@ func NewTestRouter(t testing.TB, rule string, workers int) *Router {
 
 // Hold puts the full blocks of a prompt into worker w's cache.
 func Hold(r *Router, w uint64, tokens []uint32) {
-	local := kv.HashBlocks(nil, tokens, r.BlockSize(), "", "")
+	local := kv.HashBlocks(nil, tokens, r.Unit(), "", "")
 	blocks := make([]kv.StoredBlock, len(local))
 	for i, engine := range kv.SequenceHashes(nil, local) {
 		blocks[i] = kv.StoredBlock{Engine: engine, Local: local[i]}
@@ -108,7 +108,7 @@ func TestOverlapOfWorkersThatHoldTheTokenBehindABlock(t *testing.T) {
 				t.Errorf("%s: worker %d has %d blocks, want %d", name, worker, d.Overlap, want)
 			}
 		}
-		overlaps, _ := r.Overlaps(c.request)
+		overlaps, _, _ := r.Overlaps(c.request)
 		for _, o := range overlaps {
 			if o.Worker.Worker == 2 && o.Blocks != c.ahead {
 				t.Errorf("%s: Overlaps has %d blocks, want %d", name, o.Blocks, c.ahead)

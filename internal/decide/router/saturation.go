@@ -156,7 +156,7 @@ func (a *Admission) decodeUse(t *kv.Target, load *policy.Load, now time.Time) fl
 		use = max(use, float64(load.InFlight+load.Foreign)/float64(load.Fill))
 	}
 	if objective := r.settings.shortestTPOT(); objective > 0 && load.InFlight+load.Foreign > 0 {
-		query := policy.Query{Now: now, BlockSize: r.blockSize, Leg: kv.LegDecode}
+		query := policy.Query{Now: now, BlockSize: r.Unit(), Leg: kv.LegDecode}
 		use = max(use, float64(r.decider.forecast.TokenTime(&query, &policy.Candidate{Target: t, Load: load}))/float64(objective))
 	}
 	return min(max(use, 0), mostDecodeUse)

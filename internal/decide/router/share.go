@@ -30,6 +30,7 @@ type Change struct {
 	Leg           kv.Leg // that the worker was chosen for
 	LoRA          string
 	Sequence      []uint64 // sequence hashes of its active blocks; not to be changed
+	BlockSize     int      // tokens of those blocks
 }
 
 // Change returns a change of the booking as sent to others. The fields
@@ -37,7 +38,7 @@ type Change struct {
 func (b *Booking) Change(kind string) Change {
 	return Change{
 		Kind: kind, Request: b.id, Worker: b.worker, Tokens: b.prompt, Uncached: b.uncached, Loads: b.loads, Expected: b.expected,
-		AnsweredWhole: b.answeredWhole, Leg: b.leg, LoRA: b.lora, Sequence: b.sequence,
+		AnsweredWhole: b.answeredWhole, Leg: b.leg, LoRA: b.lora, Sequence: b.sequence, BlockSize: b.blockSize,
 	}
 }
 
@@ -117,7 +118,7 @@ func (b *Booking) share(kind string) {
 }
 
 // BookRemote books the load of another router's booking. It returns nil for a
-// worker that is not up here.
+// worker that is not up here. Blocks of another size than the worker's do not count as active.
 func (r *Router) BookRemote(change Change) *Booking {
 	b := &Booking{
 		router: r, remote: true, worker: change.Worker, prompt: max(0, change.Tokens), uncached: max(0, change.Uncached),
@@ -125,10 +126,12 @@ func (r *Router) BookRemote(change Change) *Booking {
 	}
 	r.mu.Lock()
 	defer r.mu.Unlock()
-	if _, up := r.fleet.target(b.worker); !up {
+	at, up := r.fleet.target(b.worker)
+	if !up {
 		return nil
 	}
-	if r.decider.traits.ActiveBlocks && r.settings.RouterTrackActiveBlocks {
+	b.unit, b.blockSize = r.Unit(), int(r.fleet.targets[at].BlockSize)
+	if change.BlockSize == b.blockSize && r.decider.traits.ActiveBlocks && r.settings.RouterTrackActiveBlocks {
 		b.sequence = change.Sequence
 	}
 	r.fleet.loads.begin(b, r.now())

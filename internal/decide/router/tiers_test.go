@@ -12,7 +12,7 @@ import (
 
 // holdLower puts blocks from to to of a prompt into a lower tier of worker w.
 func holdLower(r *Router, w uint64, tier kv.Tier, tokens []uint32, from, to int) {
-	local := kv.HashBlocks(nil, tokens, r.BlockSize(), "", "")
+	local := kv.HashBlocks(nil, tokens, r.Unit(), "", "")
 	var blocks []kv.StoredBlock
 	sequence := kv.SequenceHashes(nil, local)
 	for i := from; i < to; i++ {

@@ -37,7 +37,7 @@ func (a *Admission) want(w *waiter, now time.Time) bool {
 	best, there := p.tokens, p.tokens
 	for i := range r.decider.candidates {
 		c := &r.decider.candidates[i]
-		uncached := r.decider.uncached(p.tokens, c)
+		uncached := r.decider.uncached(p, c)
 		if best = min(best, uncached); uncached < there && a.hasCapacity(c.Target, c.Load, now) {
 			there = uncached
 		}
@@ -59,7 +59,7 @@ func (a *Admission) want(w *waiter, now time.Time) bool {
 	}
 	wants.until = now.Add(pause)
 	for i := range r.decider.candidates {
-		if c := &r.decider.candidates[i]; len(wants.workers) < mostWanted && r.decider.uncached(p.tokens, c) < best+leastMissed {
+		if c := &r.decider.candidates[i]; len(wants.workers) < mostWanted && r.decider.uncached(p, c) < best+leastMissed {
 			wants.workers = append(wants.workers, c.Target.Key)
 		}
 	}

@@ -185,6 +185,13 @@ func (f *Fleet) followAttached(ctx context.Context, w *worker) (wasUp bool) {
 			sources = in.followAnew(ctx)
 			continue
 		}
+		if in.resized() {
+			in.f.log.Info(fmt.Sprintf("%s: its KV events have another block size than expected: following them anew", w),
+				"expected", in.blockSize, "block_size", in.eventBlock.Load())
+			sources = in.followAnew(ctx)
+			continue
+		}
+		in.review()
 		if in.info != nil || len(sources) > 0 || in.warnedOfEvents || !in.up || in.misses.Count > 0 || !f.cfg.KVEvents {
 			continue
 		}

@@ -1,6 +1,7 @@
 package workers
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
@@ -129,9 +130,6 @@ func (c *cell) open(ctx context.Context) error {
 	if err != nil {
 		return err
 	}
-	if c.in != nil && c.in.blockSize != stream.Hello.BlockSize {
-		stream.Ignore()
-	}
 	reports := make(chan heard)
 	c.stream, c.reports, c.opened, c.heard = stream, reports, time.Now(), time.Now()
 	return nil
@@ -204,7 +202,7 @@ func (c *cell) take(ctx context.Context, r cells.Report) error {
 		}
 		return c.begin(ctx)
 	}
-	if changed || c.in.targets[0].TotalBlocks != c.last.Blocks {
+	if c.in.blockSize = c.blockSize(); changed || c.in.targets[0].TotalBlocks != c.last.Blocks {
 		c.aim()
 		c.in.announceAnew()
 	}
@@ -216,20 +214,14 @@ func (c *cell) take(ctx context.Context, r cells.Report) error {
 func (c *cell) begin(ctx context.Context) error {
 	in := c.f.begin(ctx, c.w)
 	in.answered, in.met, in.engine = true, true, c.info.Engine
-	size := c.stream.Hello.BlockSize
-	if err := in.join(kv.Served{Names: c.base(), Root: c.info.Root, BlockSize: func() (int, error) { return size, nil }}); err != nil {
+	if err := in.join(kv.Served{Names: c.base(), Root: c.info.Root}); err != nil {
 		in.end(err.Error())
 		return err
 	}
 	c.in = in
 	c.f.update(c.w, func(s *Status) { s.Engine = in.engine })
-	if in.blockSize != size {
-		c.stream.Ignore()
-		why := fmt.Sprintf("unknown: its blocks have %d tokens, this router's %d", size, in.blockSize)
-		c.f.update(c.w, func(s *Status) { s.Predictions = why })
-		c.f.log.Warn(fmt.Sprintf("%s: routed by load alone, because its blocks have another size", c.w), "its", size, "own", in.blockSize,
-			"remedy", "set --block-size to the same on both")
-	} else if !c.stream.Hello.Summary {
+	in.blockSize = c.blockSize()
+	if !c.stream.Hello.Summary {
 		c.f.update(c.w, func(s *Status) { s.Predictions = "unknown: it reports no summary (--cell)" })
 		c.f.log.Warn(fmt.Sprintf("%s: routed by load alone, because it reports no summary", c.w), "url", c.w.spec.URL,
 			"remedy", "start that router with --cell")
@@ -246,6 +238,21 @@ func (c *cell) begin(ctx context.Context) error {
 	return nil
 }
 
+// blockSize returns the tokens in a block of the router's workers.
+func (c *cell) blockSize() int {
+	return min(max(cmp.Or(c.info.BlockSize, c.stream.Hello.BlockSize), 1), kv.MaxBlock)
+}
+
+// cache says how the caches of the router's workers are known: its summary has those of workers that
+// it knows exactly.
+func (c *cell) cache() CacheState {
+	state := CacheState{BlockSize: c.in.blockSize, Since: time.Now()}
+	if !c.stream.Hello.Summary {
+		state.Known, state.Reason, state.Remedy = kv.LoadOnly, "it reports no summary (--cell)", "start that router with --cell"
+	}
+	return state
+}
+
 // base returns the names of the base model.
 func (c *cell) base() []string {
 	return slices.DeleteFunc(slices.Clone(c.info.Models), func(name string) bool { return slices.Contains(c.info.Adapters, name) })
@@ -254,7 +261,12 @@ func (c *cell) base() []string {
 // aim sets the routing target.
 func (c *cell) aim() {
 	c.in.aim([]uint32{0}, nil, kv.Target{Ranks: 1, Models: c.info.Models, Adapters: c.info.Adapters, TotalBlocks: c.last.Blocks})
-	c.f.update(c.w, func(s *Status) { s.Models = c.info.Models })
+	c.f.update(c.w, func(s *Status) {
+		s.Models = c.info.Models
+		if cache := c.cache(); s.Cache.Known != cache.Known || s.Cache.BlockSize != cache.BlockSize || s.Cache.Since.IsZero() {
+			s.Cache = cache
+		}
+	})
 }
 
 // show passes on the router's report.

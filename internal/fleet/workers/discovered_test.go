@@ -453,7 +453,7 @@ func TestEndpointsThatAreNotToldInTimeAreAskedForAgain(t *testing.T) {
 	a, w := startServer(t)
 	d := followLists(t, func(f *fakeFleet) { f.timing.silentAfter = 2 * time.Second })
 	d.tell(w)
-	d.wantLog("publishes no KV events: routed by load only")
+	d.wantLog("its KV cache is known approximately: no KV events of it are followed")
 	a.set(func() { a.sources = "not JSON" })
 	w.Load = "tcp://127.0.0.1:1"
 	d.tell(w)

@@ -32,9 +32,8 @@ import (
 // block for long.
 type Members interface {
 	// Join returns the index for the blocks of a worker that the router has not
-	// started, and its block size in tokens. It precedes Up; an error is the reason
-	// why the worker cannot be used.
-	Join(worker uint64, serves kv.Served) (index radix.Index, blockSize int, err error)
+	// started. It precedes Up; an error is the reason why the worker cannot be used.
+	Join(worker uint64, serves kv.Served) (index radix.Index, err error)
 	// Leave ends a Join, after Down.
 	Leave(worker uint64)
 	Up(kv.Target)                               // may be routed to, or has changed
@@ -70,7 +69,6 @@ type prober interface {
 	CheckScheduler(ctx context.Context, s probe.Server, limit time.Duration) error
 	EventSources(context.Context, probe.Server) ([]events.Source, error)
 	InferEventSources(context.Context, probe.Server) ([]events.Source, error)
-	BlockSize(context.Context, probe.Server) (int, error)
 	Caches(ctx context.Context, s probe.Server, engine kv.Engine, info *probe.ServerInfo, ranks []uint32) (probe.Caches, error)
 	FollowLoad(ctx context.Context, s probe.LoadSource, log *slog.Logger, report func(kv.WorkerKey, policy.Published))
 	FollowCounters(ctx context.Context, s probe.LoadSource, log *slog.Logger)
@@ -89,24 +87,25 @@ const (
 
 // Status is the state of one worker as seen from outside.
 type Status struct {
-	ID          uint64    `json:"id"`
-	Name        string    `json:"name,omitempty"` // of a discovered one
-	Cordon      kv.Cordon `json:"held,omitempty"` // why a discovered one gets no new requests
-	URL         string    `json:"url"`
-	Engine      kv.Engine `json:"engine"`
-	Attached    bool      `json:"attached"` // not started by this router
-	State       string    `json:"state"`
-	Stage       string    `json:"stage,omitempty"` // how far its start is
-	Since       time.Time `json:"since"`           // of the state
-	PID         int       `json:"pid,omitempty"`   // its process group, too
-	Restarts    int       `json:"restarts"`        // times that it ended and was started again
-	Generation  int       `json:"generation"`      // incarnations so far
-	Ranks       []uint32  `json:"ranks,omitempty"` // data-parallel ranks
-	Models      []string  `json:"models,omitempty"`
-	KVEvents    string    `json:"kv_events,omitempty"`   // endpoint of the first rank's KV events
-	Replay      string    `json:"replay,omitempty"`      // and of their replay
-	Predictions string    `json:"predictions,omitempty"` // what is known about their exactness; empty: nothing special
-	Speculation string    `json:"speculation,omitempty"` // its algorithm of speculative decoding, as far as known
+	ID          uint64     `json:"id"`
+	Name        string     `json:"name,omitempty"` // of a discovered one
+	Cordon      kv.Cordon  `json:"held,omitempty"` // why a discovered one gets no new requests
+	URL         string     `json:"url"`
+	Engine      kv.Engine  `json:"engine"`
+	Attached    bool       `json:"attached"` // not started by this router
+	State       string     `json:"state"`
+	Stage       string     `json:"stage,omitempty"` // how far its start is
+	Since       time.Time  `json:"since"`           // of the state
+	PID         int        `json:"pid,omitempty"`   // its process group, too
+	Restarts    int        `json:"restarts"`        // times that it ended and was started again
+	Generation  int        `json:"generation"`      // incarnations so far
+	Ranks       []uint32   `json:"ranks,omitempty"` // data-parallel ranks
+	Models      []string   `json:"models,omitempty"`
+	KVEvents    string     `json:"kv_events,omitempty"`   // endpoint of the first rank's KV events
+	Replay      string     `json:"replay,omitempty"`      // and of their replay
+	Cache       CacheState `json:"kv_cache,omitzero"`     // how it is known; zero: not attached yet
+	Predictions string     `json:"predictions,omitempty"` // what is known about their exactness; empty: nothing special
+	Speculation string     `json:"speculation,omitempty"` // its algorithm of speculative decoding, as far as known
 	Exactness
 	Cell          *Cell     `json:"cell,omitempty"` // of a router below this one
 	LastError     string    `json:"last_error,omitempty"`
@@ -150,6 +149,7 @@ type timing struct {
 	backoffReset  time.Duration // a worker ready for that time starts with the first pause again
 	progressEvery time.Duration // between "still ..." lines
 	silentAfter   time.Duration // without event source, after which a warning says so
+	unheardAfter  time.Duration // without a connection to its KV events, after which a worker is not known exactly
 	engineEvery   time.Duration // between signs of life of an SGLang server's schedulers; 0: none are needed
 	engineLimit   time.Duration // for one, beyond any pass of an engine
 	leaveLook     time.Duration // between checks of discovered workers that leave
@@ -164,7 +164,7 @@ func defaultTiming() timing {
 		modelsEvery: 10 * time.Second, restEvery: 10 * time.Second, lookEvery: time.Second, lookLimit: 2 * time.Second,
 		hangLimit: 60 * time.Second, stopLimit: 10 * time.Second,
 		backoffFirst: time.Second, backoffReset: 60 * time.Second,
-		progressEvery: 10 * time.Second, silentAfter: 10 * time.Second,
+		progressEvery: 10 * time.Second, silentAfter: 10 * time.Second, unheardAfter: 10 * time.Second,
 		engineEvery: 15 * time.Second, engineLimit: 60 * time.Second,
 		leaveLook: 100 * time.Millisecond, leaveLimit: 10 * time.Minute,
 	}
@@ -182,9 +182,9 @@ type Settings struct {
 	ReadyPoll        time.Duration // between checks of a starting worker; 0: 250 ms
 	Attached         []Attached    // that run already
 	ServedModelName  string        // for workers that report no model
-	BlockSize        int           // tokens
+	BlockSize        int           // of started workers, and of those that do not report theirs, tokens
 	KVEvents         bool          // KV events are followed
-	AssumesSizes     bool          // the index uses the sizes of the workers' caches
+	Assumes          bool          // routed prompts count as cached on workers that are not known exactly
 	TLS              *tls.Config   // for workers with https; nil: the system's roots
 	Hop              web.Hop       // this router, in the Via header of its queries
 
@@ -245,18 +245,18 @@ type Fleet struct {
 
 // worker is one member of the fleet.
 type worker struct {
-	id           uint64
-	spec         probe.Server // of a started one: only ID, URL, its key and its role
-	attached     bool
-	passKey      bool                // its key goes with clients' requests
-	follower     *follower           // nil: it is a member from the start
-	changes      chan registryChange // registrations to follow from now on; unbuffered. nil: not one of Register
-	patience     time.Duration       // with its next health check, if that is more than healthLimit
-	pageFailures int                 // in a row, of the page that names its block size
-	inferred     inference
-	discovered   *discovered        // nil: not one of Follow
-	wake         chan struct{}      // holds a token when a health check is due now
-	look         chan chan struct{} // each is closed after a look at its models
+	id         uint64
+	spec       probe.Server // of a started one: only ID, URL, its key and its role
+	attached   bool
+	passKey    bool                // its key goes with clients' requests
+	follower   *follower           // nil: it is a member from the start
+	changes    chan registryChange // registrations to follow from now on; unbuffered. nil: not one of Register
+	patience   time.Duration       // with its next health check, if that is more than healthLimit
+	logged     string              // why its cache is not known exactly, as logged last; empty: it is
+	inferred   inference
+	discovered *discovered        // nil: not one of Follow
+	wake       chan struct{}      // holds a token when a health check is due now
+	look       chan chan struct{} // each is closed after a look at its models
 
 	mu      sync.Mutex // guards the rest; those of events.Log and of the index may be taken under it
 	status  Status

@@ -74,7 +74,7 @@ type hooks struct {
 	Transferred func(kv.WorkerKey, policy.Transfers)
 	Hold        func(worker uint64, hold bool)
 	Busy        func(worker uint64) bool
-	Join        func(worker uint64, serves kv.Served) (radix.Index, int, error)
+	Join        func(worker uint64, serves kv.Served) (radix.Index, error)
 	Leave       func(worker uint64)
 	Cell        func(kv.WorkerKey, policy.CellReport, *summary.View)
 	Lives       func(worker uint64, generation int)
@@ -133,9 +133,9 @@ func (m fakeMembers) Transferred(key kv.WorkerKey, t policy.Transfers) {
 	}
 }
 
-func (m fakeMembers) Join(worker uint64, serves kv.Served) (radix.Index, int, error) {
+func (m fakeMembers) Join(worker uint64, serves kv.Served) (radix.Index, error) {
 	if m.hooks.Join == nil {
-		return m.index, m.cfg.BlockSize, nil
+		return m.index, nil
 	}
 	return m.hooks.Join(worker, serves)
 }
@@ -192,7 +192,7 @@ func fastTiming() timing {
 		readyPoll: 10 * time.Millisecond, healthEvery: 20 * time.Millisecond, restEvery: 20 * time.Millisecond, firstLook: 10 * time.Millisecond, missPause: 5 * time.Millisecond,
 		healthLimit: 5 * time.Second, selfLimit: 5 * time.Second,
 		hangLimit: time.Minute, stopLimit: 5 * time.Second,
-		backoffFirst: 20 * time.Millisecond, backoffReset: time.Minute, progressEvery: time.Minute, silentAfter: 50 * time.Millisecond,
+		backoffFirst: 20 * time.Millisecond, backoffReset: time.Minute, progressEvery: time.Minute, silentAfter: 50 * time.Millisecond, unheardAfter: time.Minute,
 		leaveLook: 5 * time.Millisecond, leaveLimit: time.Minute,
 	}
 }

@@ -42,8 +42,9 @@ type incarnation struct {
 
 	reported probe.Caches // of a vLLM server, as far as its metrics page has been read
 
-	index     radix.Index // of its blocks
-	blockSize int         // tokens
+	index      radix.Index  // of its blocks
+	blockSize  int          // tokens
+	eventBlock atomic.Int64 // the same by its events; 0: they have not shown that it is another
 
 	disagg     kv.Disagg    // its role in disaggregated serving, as far as known
 	served     probe.Models // as last reported
@@ -98,9 +99,9 @@ func (in *incarnation) end(reason string) {
 
 // join selects the index of the worker's model for its blocks.
 func (in *incarnation) join(serves kv.Served) (err error) {
-	index, size, err := in.f.members.Join(in.w.id, serves)
+	index, err := in.f.members.Join(in.w.id, serves)
 	if err == nil {
-		in.index, in.blockSize = index, size
+		in.index = index
 		if index != in.f.index {
 			// a peer may have taken it for one of the default model
 			_, _ = in.f.index.Apply(kv.WorkerKey{Worker: in.w.id}, &radix.Change{Kind: radix.Forgotten})
@@ -130,13 +131,14 @@ func (in *incarnation) followEvents(source events.Source) {
 		return
 	}
 	source.BlockSize = in.blockSize
-	source.Seeded = in.index.Blocks(source.Worker) > 0 // only a peer's dump can be there already
+	source.Seeded = in.index.AllBlocks(source.Worker) > 0 // only a peer's dump can be there already
 	stream := events.NewStream(source, in.index, events.Options{
 		OnLag: func(d time.Duration) {
 			in.lives()
 			in.f.listener.EventLag(source.Worker, d)
 		},
-		Peers: in.f.deps.Peers, Rarer: in.f.times, Edges: in.f.deps.Edges,
+		OnBlockSize: in.noteBlockSize,
+		Peers:       in.f.deps.Peers, Rarer: in.f.times, Edges: in.f.deps.Edges,
 	}, in.w.logger(in.f.log))
 	if in.blockSize == in.f.cfg.BlockSize { // a snapshot has blocks of one size
 		in.f.snapshot.Resume(stream)
@@ -175,8 +177,8 @@ func (in *incarnation) setTargets(served probe.Models, sources []events.Source) 
 	if in.info != nil {
 		batched = cmp.Or(batched, in.info.MaxBatchedTokens())
 	}
-	in.aim(ranks, in.caches(ranks), kv.Target{Ranks: len(ranks), Models: served.Names, Adapters: served.Adapters, MaxBatchedTokens: batched,
-		TotalBlocks: blocks})
+	in.aim(ranks, in.caches(ranks), kv.Target{Ranks: len(ranks), Models: served.Names, Adapters: served.Adapters,
+		MaxBatchedTokens: tokensOf(batched), TotalBlocks: blocks})
 	in.f.update(in.w, func(s *Status) { s.Models, s.Ranks = served.Names, ranks })
 }
 
@@ -187,9 +189,9 @@ func (in *incarnation) aim(ranks []uint32, sizes map[uint32]int, t kv.Target) {
 		t.FirstRank = slices.Min(ranks)
 	}
 	t.URL, t.Engine, t.Generation, t.Bearer, t.Disagg = in.w.spec.URL, in.engine, in.generation, in.w.bearer(), in.disagg
+	t.BlockSize = int32(in.blockSize)
 	in.targets = in.targets[:0]
 	in.w.mu.Lock()
-	defer in.w.mu.Unlock()
 	for _, rank := range ranks {
 		target := t
 		target.Key = kv.WorkerKey{Worker: in.w.id, Rank: rank}
@@ -199,7 +201,14 @@ func (in *incarnation) aim(ranks []uint32, sizes map[uint32]int, t kv.Target) {
 			stream.SetCapacity(target.TotalBlocks)
 		}
 	}
+	in.w.mu.Unlock()
+	if in.w.spec.Kind != kv.KindRouter {
+		in.reviseTargets()
+	}
 }
+
+// tokensOf bounds a number of tokens from outside.
+func tokensOf(n int) int32 { return int32(min(max(n, 0), kv.MaxTokens-1)) }
 
 // loadOf returns where a rank publishes its load; empty: only on its pages.
 func (in *incarnation) loadOf(rank uint32) string {
@@ -290,10 +299,11 @@ func (in *incarnation) markUp() {
 	in.announce()
 }
 
-// announce makes the targets known that are not yet.
+// announce makes the targets known that are not yet, or whose cache is known otherwise.
 func (in *incarnation) announce() {
 	for _, target := range in.targets {
-		if _, known := in.announced[target.Key]; !known {
+		before, known := in.announced[target.Key]
+		if !known || before.Known != target.Known || before.BlockSize != target.BlockSize {
 			in.announced[target.Key] = target
 			in.f.members.Up(target)
 		}
@@ -510,6 +520,7 @@ func (in *incarnation) traits() (t kv.Traits) {
 // learn asks an attached vLLM server, before its events are followed, for what decides
 // where their blocks belong. Without an answer, such blocks are not found.
 func (in *incarnation) learn() {
+	defer in.sizeBlocks(0)
 	if in.engine == kv.EngineSGLang {
 		return
 	}
@@ -532,7 +543,7 @@ func (in *incarnation) caches(ranks []uint32) map[uint32]int {
 	for rank := range blocks {
 		blocks[rank] /= in.blockSize
 	}
-	if (err != nil || len(blocks) == 0) && in.f.cfg.AssumesSizes {
+	if (err != nil || len(blocks) == 0) && in.f.cfg.Assumes && !in.f.cfg.KVEvents {
 		in.f.log.Warn(fmt.Sprintf("%s: does not report the size of its KV cache: its prompts count as cached for --router-ttl-secs", in.w),
 			"error", err)
 	}

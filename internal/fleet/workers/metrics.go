@@ -89,6 +89,9 @@ func NewCollector(names *kv.Names, samples iter.Seq[*Sample], own func() map[uin
 		"dp_rank", "result")
 	info := set.Gauge("kvrouter_worker_info", "Always 1; the labels have the worker's URL, its first served model, its role and its engine.",
 		"worker_id", "dp_rank", "url", "model", "role", "engine")
+	knowledge := set.Gauge("kvrouter_worker_cache_known", "1 for how the worker's KV cache is known: exact, approximate, load_only.",
+		"worker_id", "dp_rank", "known")
+	blockSize := gauge("kvrouter_worker_block_size", "Tokens in a block of the worker's KV cache.")
 	applied := set.Counter("dynamo_component_kv_cache_events_applied", "KV events applied to the index, by type and result.",
 		"worker_id", "dp_rank", "event_type", "status")
 	events := set.Counter("kvrouter_kv_events_total", "KV events of the worker, by kind.", "worker_id", "dp_rank", "kind")
@@ -103,10 +106,14 @@ func NewCollector(names *kv.Names, samples iter.Seq[*Sample], own func() map[uin
 	return set.Collector(func(out metrics.Out) {
 		names, shown := names.Now(), metrics.Own(own)
 		others := make([]float64, len(summed))
+		var known [kv.LoadOnly + 1]float64 // of the others
 		for s := range samples {
 			if shown != nil && !shown[s.Worker.Worker] {
 				for i := range summed {
 					others[i] += summed[i].value(s)
+				}
+				if s.Cache.BlockSize > 0 {
+					known[s.Cache.Known]++
 				}
 				continue
 			}
@@ -121,6 +128,12 @@ func NewCollector(names *kv.Names, samples iter.Seq[*Sample], own func() map[uin
 				model = s.Models[0]
 			}
 			out.Show(info, 1, append(rank, kv.MetricLabel(s.URL), kv.MetricLabel(model), s.Role.String(), s.Engine.String())...)
+			if s.Cache.BlockSize > 0 {
+				out.Show(blockSize, float64(s.Cache.BlockSize), rank...)
+				for k := kv.Exact; k <= kv.LoadOnly; k++ {
+					out.Show(knowledge, metrics.Bool(s.Cache.Known == k), append(rank, k.String())...)
+				}
+			}
 			showAll(always)
 			if s.Load.Fresh {
 				showAll(published)
@@ -177,6 +190,9 @@ func NewCollector(names *kv.Names, samples iter.Seq[*Sample], own func() map[uin
 		if shown != nil {
 			for i, sum := range others {
 				out.Show(summed[i].Metric, sum, kv.OtherWorkers, "")
+			}
+			for k, n := range known {
+				out.Show(knowledge, n, kv.OtherWorkers, "", kv.Knowledge(k).String())
 			}
 		}
 	})

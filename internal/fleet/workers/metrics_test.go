@@ -59,6 +59,38 @@ func TestTiersOfWorkersAreShown(t *testing.T) {
 	}
 }
 
+func TestMetricsSayHowCachesAreKnown(t *testing.T) {
+	samples := testkit.Each(func() []Sample {
+		return []Sample{
+			{Worker: kv.WorkerKey{Worker: 1}, Cache: CacheState{BlockSize: 16}},
+			{Worker: kv.WorkerKey{Worker: 2}, Cache: CacheState{Known: kv.Approximate, BlockSize: 64}},
+			{Worker: kv.WorkerKey{Worker: 3}, Cache: CacheState{Known: kv.LoadOnly, BlockSize: 64}},
+			{Worker: kv.WorkerKey{Worker: 4}}, // not attached yet
+		}
+	})
+	page := testkit.Scrape(t, NewCollector(nil, samples, nil))
+	for worker, known := range map[int]kv.Knowledge{1: kv.Exact, 2: kv.Approximate, 3: kv.LoadOnly} {
+		for k := kv.Exact; k <= kv.LoadOnly; k++ {
+			line := fmt.Sprintf(`kvrouter_worker_cache_known{dp_rank="0",known="%s",worker_id="%d"}`, k, worker)
+			if got, there := page[line]; !there || (got == 1) != (k == known) {
+				t.Errorf("%s is %v", line, got)
+			}
+		}
+	}
+	if page[`kvrouter_worker_block_size{dp_rank="0",worker_id="1"}`] != 16 || page[`kvrouter_worker_block_size{dp_rank="0",worker_id="3"}`] != 64 {
+		t.Errorf("block sizes: %v", page)
+	}
+	if _, there := page[`kvrouter_worker_cache_known{dp_rank="0",known="exact",worker_id="4"}`]; there {
+		t.Error("a worker that is not attached yet seems to be known")
+	}
+	page = testkit.Scrape(t, NewCollector(nil, samples, func() map[uint64]bool { return map[uint64]bool{1: true} }))
+	for k, want := range map[kv.Knowledge]float64{kv.Exact: 0, kv.Approximate: 1, kv.LoadOnly: 1} {
+		if line := fmt.Sprintf(`kvrouter_worker_cache_known{dp_rank="",known="%s",worker_id="(others)"}`, k); page[line] != want {
+			t.Errorf("%s is %v, want %v", line, page[line], want)
+		}
+	}
+}
+
 func TestWorkersWithoutSeriesAreSummed(t *testing.T) {
 	samples := func() (list []Sample) {
 		for i := range uint64(4) {

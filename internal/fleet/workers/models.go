@@ -23,38 +23,11 @@ func baseOf(m probe.Models) []string {
 
 // serves is the worker's report on its base model.
 func (in *incarnation) serves(list probe.Models) kv.Served {
-	s := kv.Served{Names: baseOf(list), Root: list.Root, BlockSize: in.askBlockSize}
+	s := kv.Served{Names: baseOf(list), Root: list.Root}
 	if in.info != nil && in.info.ModelPath != "" { // its list has the name that clients use
 		s.Root = in.info.ModelPath
 	}
 	return s
-}
-
-// askBlockSize asks the worker for the tokens in a block of its KV cache; 0: unknown,
-// or no events are subscribed to, so that any size will do. What failed may succeed the
-// next time: a first worker's size is that of its model.
-func (in *incarnation) askBlockSize() (tokens int, err error) {
-	if !in.f.cfg.KVEvents {
-		return 0, nil
-	}
-	if in.info != nil {
-		if in.info.Events == nil && in.w.spec.KVEvents == "" {
-			return 0, nil
-		}
-		return in.info.BlockSize(), nil
-	}
-	size, err := in.f.probe.BlockSize(in.ctx, in.w.spec)
-	if err != nil && !probe.Rejected(err) {
-		if in.w.pageFailures++; in.w.pageFailures < maxPageFailures {
-			return 0, fmt.Errorf("its block size: %w", err)
-		}
-	}
-	in.w.pageFailures = 0
-	if err != nil {
-		in.f.log.Warn(fmt.Sprintf("%s: does not report its block size: --block-size is used if it is the first worker of its model", in.w),
-			"error", err)
-	}
-	return size, nil
 }
 
 // lookAtModels requests a worker's models again: LoRA adapters come and go while it

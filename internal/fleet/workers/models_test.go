@@ -6,7 +6,6 @@ import (
 	"fmt"
 	"log/slog"
 	"net/http"
-	"net/http/httptest"
 	"slices"
 	"strings"
 	"sync"
@@ -96,15 +95,14 @@ type joining struct {
 	refuses string // this base model
 }
 
-// join is a fleet's hook. Blocks have as many tokens as the worker says.
-func (j *joining) join(worker uint64, serves kv.Served) (radix.Index, int, error) {
-	size, _ := serves.BlockSize()
+// join is a fleet's hook.
+func (j *joining) join(worker uint64, serves kv.Served) (radix.Index, error) {
 	j.mu.Lock()
 	defer j.mu.Unlock()
 	name := strings.Join(serves.Names, "+")
-	j.log = append(j.log, fmt.Sprintf("join %d %s of %s in blocks of %d", worker, name, serves.Root, size))
+	j.log = append(j.log, fmt.Sprintf("join %d %s of %s", worker, name, serves.Root))
 	if name == j.refuses {
-		return nil, 0, errors.New("it is one too many")
+		return nil, errors.New("it is one too many")
 	}
 	if j.indexes == nil {
 		j.indexes = map[string]*radix.Tree{}
@@ -112,7 +110,7 @@ func (j *joining) join(worker uint64, serves kv.Served) (radix.Index, int, error
 	if j.indexes[name] == nil {
 		j.indexes[name] = radix.NewTree()
 	}
-	return j.indexes[name], size, nil
+	return j.indexes[name], nil
 }
 
 func (j *joining) leave(worker uint64) {
@@ -162,7 +160,7 @@ func TestAWorkerJoinsTheModelThatItServes(t *testing.T) {
 	}
 	f.start()
 	f.wantEvents("up 3.0 g1", "up 3.1 g1")
-	first := "join 3 alias+second name of org/a in blocks of 16"
+	first := "join 3 alias+second name of org/a"
 	j.want(t, first)
 	key := kv.WorkerKey{Worker: 3, Rank: 1}
 	f.all()[0].mu.Lock()
@@ -180,7 +178,7 @@ func TestAWorkerJoinsTheModelThatItServes(t *testing.T) {
 	f.wantEvents("up 3.0 g1", "up 3.1 g1", "up 3.0 g1", "up 3.1 g1")
 	a.set(func() { a.list, a.metrics = `{"data":[{"id":"other","root":"org/b"}]}`, cacheOf(32) })
 	f.wantEvents("up 3.0 g1", "up 3.1 g1", "up 3.0 g1", "up 3.1 g1", "down 3.0 g1", "down 3.1 g1", "up 3.0 g2", "up 3.1 g2")
-	j.want(t, first, "leave 3", "join 3 other of org/b in blocks of 32")
+	j.want(t, first, "leave 3", "join 3 other of org/b")
 	if n := index.Blocks(key); n != 0 {
 		t.Errorf("the model that it left has %d blocks of it", n)
 	}
@@ -191,7 +189,7 @@ func TestAWorkerJoinsTheModelThatItServes(t *testing.T) {
 	mu.Unlock()
 	f.stop()
 	a.server.Close()
-	j.want(t, first, "leave 3", "join 3 other of org/b in blocks of 32", "leave 3")
+	j.want(t, first, "leave 3", "join 3 other of org/b", "leave 3")
 }
 
 // TestAWorkerOfOneModelTooManyIsNotUsed until there is room.
@@ -238,7 +236,7 @@ func TestARegisteredWorkerJoinsTheModelOfItsRegistration(t *testing.T) {
 	if err := f.Register(t.Context(), r); err != nil {
 		t.Fatal(err)
 	}
-	j.want(t, "join 7 b of  in blocks of 16")
+	j.want(t, "join 7 b of ")
 	j.mu.Lock()
 	j.refuses = "c"
 	j.mu.Unlock()
@@ -262,51 +260,20 @@ func TestARegisteredWorkerJoinsTheModelOfItsRegistration(t *testing.T) {
 	a.server.Close()
 }
 
-// TestABlockSizeThatCannotBeAskedForIsAskedForAgain: the first worker's is that of its
-// model. Who never tells is taken in all the same.
-func TestABlockSizeThatCannotBeAskedForIsAskedForAgain(t *testing.T) {
-	status := http.StatusInternalServerError
-	server := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) {
-		w.WriteHeader(status)
-		_, _ = w.Write([]byte(cacheOf(16)))
-	}))
-	defer server.Close()
-	for name, test := range map[string]struct {
-		answers []int // the statuses of its page
-		want    []int // 0: it is to be asked again; -1: it does not tell
-	}{
-		"it tells":        {[]int{200}, []int{16}},
-		"the second time": {[]int{500, 200}, []int{0, 16}},
-		"never":           {[]int{500, 500, 500}, []int{0, -1, 0}},
-		"it has no page":  {[]int{404}, []int{-1}},
-	} {
-		f := New(Settings{BlockSize: 64, KVEvents: true}, Deps{Log: slog.New(slog.DiscardHandler)})
-		in := &incarnation{f: f, ctx: t.Context(), w: &worker{spec: probe.Server{URL: server.URL}}}
-		for i, want := range test.want {
-			status = test.answers[i]
-			size, err := in.askBlockSize()
-			switch {
-			case want == 0 && err == nil, want != 0 && err != nil, want > 0 && size != want, want < 0 && size != 0:
-				t.Errorf("%s, time %d: %d, %v", name, i+1, size, err)
-			}
-		}
-	}
-}
-
 func TestBlockSizesThatCannotBeAreNotBelieved(t *testing.T) {
-	f := New(Settings{KVEvents: true}, Deps{Log: slog.New(slog.DiscardHandler)})
-	in := &incarnation{f: f, ctx: t.Context(), w: &worker{}}
+	f := New(Settings{KVEvents: true, BlockSize: 64}, Deps{Log: slog.New(slog.DiscardHandler)})
+	in := &incarnation{f: f, ctx: t.Context(), w: &worker{attached: true}}
 	for _, test := range []struct {
 		info probe.ServerInfo
 		want int
 	}{
-		{probe.ServerInfo{PageSize: 16}, 0}, // nobody hears of its blocks
-		{probe.ServerInfo{PageSize: 16, Events: &probe.EventsInfo{}}, 16}, {probe.ServerInfo{PageSize: 1, Events: &probe.EventsInfo{BlockSize: 64}}, 64}, {probe.ServerInfo{PageSize: -1, Events: &probe.EventsInfo{}}, 0},
-		{probe.ServerInfo{PageSize: 1 << 40, Events: &probe.EventsInfo{}}, 1 << 16}, {probe.ServerInfo{}, 0},
+		{probe.ServerInfo{PageSize: 1}, 1}, {probe.ServerInfo{PageSize: 16, Events: &probe.EventsInfo{}}, 16},
+		{probe.ServerInfo{PageSize: 1, Events: &probe.EventsInfo{BlockSize: 64}}, 64}, {probe.ServerInfo{PageSize: -1, Events: &probe.EventsInfo{}}, 64},
+		{probe.ServerInfo{PageSize: 1 << 40, Events: &probe.EventsInfo{}}, 1 << 16}, {probe.ServerInfo{}, 64},
 	} {
 		in.info = &test.info
-		if got, err := in.askBlockSize(); got != test.want || err != nil {
-			t.Errorf("%+v: %d, want %d; %v", test.info, got, test.want, err)
+		if in.sizeBlocks(0); in.blockSize != test.want {
+			t.Errorf("%+v: %d, want %d", test.info, in.blockSize, test.want)
 		}
 	}
 }

@@ -133,6 +133,9 @@ func (f *Fleet) registered(r Registration) (*worker, error) {
 		}
 		return f.workers[at], nil
 	}
+	if at := slices.IndexFunc(f.workers, func(w *worker) bool { return w.address() == r.URL }); at >= 0 {
+		f.log.Warn(fmt.Sprintf("worker %d: has the URL of %s: it gets the requests of two; remove one of them", r.ID, f.workers[at]), "url", r.URL)
+	}
 	w := newWorker(probe.Server{ID: r.ID, URL: r.URL}, true, true, StateConnecting)
 	w.changes = make(chan registryChange)
 	f.attach(w, f.superviseRegistered)
@@ -222,11 +225,12 @@ func (f *Fleet) followRegistered(ctx context.Context, w *worker, now registryCha
 	in.answered, in.met = answered, answered
 	reason := "no longer registered"
 	defer func() { in.end(reason) }()
-	if err := in.join(kv.Served{Names: []string{now.Model}, BlockSize: func() (int, error) { return now.BlockSize, nil }}); err != nil {
+	if err := in.join(kv.Served{Names: []string{now.Model}}); err != nil {
 		f.unreachable(ctx, w, err)
 		now.acknowledge()
 		return registryChange{Registration: now.Registration}, true, answered
 	}
+	in.sizeBlocks(now.BlockSize)
 	for _, source := range now.Sources {
 		in.followEvents(source)
 	}
@@ -292,7 +296,7 @@ func (in *incarnation) register(r Registration) {
 			sizes = in.caches(r.Ranks)
 		}
 	}
-	in.aim(r.Ranks, sizes, kv.Target{Ranks: max(len(r.Ranks), in.ranks), Models: []string{r.Model}, MaxBatchedTokens: batched,
+	in.aim(r.Ranks, sizes, kv.Target{Ranks: max(len(r.Ranks), in.ranks), Models: []string{r.Model}, MaxBatchedTokens: tokensOf(batched),
 		TotalBlocks: r.TotalBlocks, Unanswered: in.unanswered})
 	in.announceAnew()
 }

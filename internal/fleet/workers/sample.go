@@ -19,7 +19,8 @@ type Sample struct {
 	Engine    kv.Engine
 	Up        bool // requests may go to it
 	Restarts  int
-	Blocks    int // in the index
+	Blocks    int        // in the index
+	Cache     CacheState // how its KV cache is known; zero: not attached yet
 	Load      policy.Load
 	Events    *events.Stats    // of its event stream; nil: it has none
 	Cell      *Cell            // of a router below this one
@@ -65,7 +66,7 @@ func (w *worker) sample(s *Sample, key kv.WorkerKey) {
 	defer w.mu.Unlock()
 	status := &w.status
 	*s = Sample{Worker: key, URL: status.URL, Models: status.Models, Role: status.Disagg.Role, Engine: status.Engine,
-		Restarts: status.Restarts, Cell: status.Cell, Lag: -1}
+		Restarts: status.Restarts, Cache: status.Cache, Cell: status.Cell, Lag: -1}
 	stream := w.streams[key]
 	if stream == nil {
 		return

@@ -17,26 +17,17 @@ func (in *incarnation) warnOfEvents(sources []events.Source) {
 	if !in.f.cfg.KVEvents || in.warnedOfEvents {
 		return
 	}
-	remedy := "start it with " + probe.EventFlags(in.engine) + in.orName("kv-events")
 	keeps := true
 	if in.info != nil {
-		if keeps, remedy = in.info.KeepsPrompts(); remedy == "" {
-			remedy = in.info.EventsRemedy() + in.orName("kv-events")
-		}
+		keeps, _ = in.info.KeepsPrompts()
 	}
 	silent := len(sources) == 0 || !keeps && in.w.spec.KVEvents == ""
 	if silent && in.info == nil && time.Since(in.began) < in.f.timing.silentAfter {
 		return // it may name them yet
 	}
 	in.warnedOfEvents = true
-	if silent {
-		in.f.log.Warn(fmt.Sprintf("%s: publishes no KV events: routed by load only", in.w), "url", in.w.spec.URL, "remedy", remedy)
+	if silent { // review says so
 		return
-	}
-	if in.info != nil && in.info.Events != nil && in.info.Events.BlockSize > 0 && in.info.Events.BlockSize%int64(in.blockSize) != 0 {
-		in.f.log.Error(fmt.Sprintf("%s: the engine's block size is not a multiple of the router's: its events are dropped; start both with "+
-			"the same size (--page-size of SGLang, --block-size of the router)", in.w),
-			"url", in.w.spec.URL, "engine", in.info.Events.BlockSize, "router", in.blockSize)
 	}
 	for _, source := range sources {
 		if source.Replay == "" {

@@ -206,7 +206,8 @@ func TestSGLangIsKnownByItsURLAlone(t *testing.T) {
 		name        string
 		changes     map[string]any
 		ranks       int
-		blocks      int // of the cache
+		blocks      int   // of the cache
+		block       int32 // tokens; 0: 16
 		pass        int
 		events      string // endpoint of rank 0, "HOST" for the server's
 		replay      string
@@ -216,31 +217,31 @@ func TestSGLangIsKnownByItsURLAlone(t *testing.T) {
 		wantsDisagg kv.Disagg
 	}{
 		{
-			name: "as captured", ranks: 1, blocks: 20000 / 64, pass: 4096, streams: 1,
+			name: "as captured", ranks: 1, blocks: 20000 / 16, pass: 4096, streams: 1,
 			events: "tcp://HOST:35557", replay: "tcp://HOST:36557", lastEvents: "tcp://HOST:35557", lastReplay: "tcp://HOST:36557",
 		},
 		{
-			name: "two replicas", changes: map[string]any{"dp_size": 2, "kv_events": publisher(5557, 5757, 0, 2)}, ranks: 2, blocks: 20000 / 64, pass: 4096, streams: 2,
+			name: "two replicas", changes: map[string]any{"dp_size": 2, "kv_events": publisher(5557, 5757, 0, 2)}, ranks: 2, block: 64, blocks: 20000 / 64, pass: 4096, streams: 2,
 			events: "tcp://HOST:5557", replay: "tcp://HOST:5757", lastEvents: "tcp://HOST:5558", lastReplay: "tcp://HOST:5758",
 		},
-		{name: "two replicas without events", changes: map[string]any{"dp_size": 2, "kv_events": nil}, ranks: 2, blocks: 20000 / 64, pass: 4096},
-		{name: "ranks of attention", changes: map[string]any{"dp_size": 1, "attn_dp_size": 4, "kv_events": nil}, ranks: 4, blocks: 20000 / 64, pass: 4096},
-		{name: "ranks of attention in an older version", changes: map[string]any{"dp_size": 4, "attn_dp_size": nil, "enable_dp_attention": true, "kv_events": nil}, ranks: 4, blocks: 20000 / 64, pass: 4096},
-		{name: "ranks of attention told twice", changes: map[string]any{"dp_size": 4, "attn_dp_size": 4, "enable_dp_attention": true, "kv_events": nil}, ranks: 4, blocks: 20000 / 64, pass: 4096},
+		{name: "two replicas without events", changes: map[string]any{"dp_size": 2, "kv_events": nil}, ranks: 2, blocks: 20000 / 16, pass: 4096},
+		{name: "ranks of attention", changes: map[string]any{"dp_size": 1, "attn_dp_size": 4, "kv_events": nil}, ranks: 4, blocks: 20000 / 16, pass: 4096},
+		{name: "ranks of attention in an older version", changes: map[string]any{"dp_size": 4, "attn_dp_size": nil, "enable_dp_attention": true, "kv_events": nil}, ranks: 4, blocks: 20000 / 16, pass: 4096},
+		{name: "ranks of attention told twice", changes: map[string]any{"dp_size": 4, "attn_dp_size": 4, "enable_dp_attention": true, "kv_events": nil}, ranks: 4, blocks: 20000 / 16, pass: 4096},
 		{
 			name: "a host of its own and no replay", changes: map[string]any{"kv_events": map[string]any{"publisher": "zmq", "endpoint_host": "10.0.0.7", "endpoint_port_base": 5557, "topic": "", "block_size": 64, "dp_size": 1}},
-			ranks: 1, blocks: 20000 / 64, pass: 4096, streams: 1, events: "tcp://10.0.0.7:5557", lastEvents: "tcp://10.0.0.7:5557",
+			ranks: 1, block: 64, blocks: 20000 / 64, pass: 4096, streams: 1, events: "tcp://10.0.0.7:5557", lastEvents: "tcp://10.0.0.7:5557",
 		},
 		{name: "numbers that cannot be", changes: map[string]any{"dp_size": -3, "attn_dp_size": -1, "kv_events": nil, "max_total_num_tokens": -5, "chunked_prefill_size": -1}, ranks: 1},
 		{name: "fields of other types", changes: map[string]any{"dp_size": "many", "max_total_num_tokens": 1e30, "chunked_prefill_size": nil, "kv_events": "off"}, ranks: 1},
-		{name: "a publisher of another kind", changes: map[string]any{"kv_events": map[string]any{"publisher": "null", "endpoint_host": "*", "endpoint_port_base": 5557}}, ranks: 1, blocks: 20000 / 64, pass: 4096},
-		{name: "a host that is none", changes: map[string]any{"kv_events": map[string]any{"publisher": "zmq", "endpoint_host": "a b", "endpoint_port_base": 5557}}, ranks: 1, blocks: 20000 / 64, pass: 4096},
+		{name: "a publisher of another kind", changes: map[string]any{"kv_events": map[string]any{"publisher": "null", "endpoint_host": "*", "endpoint_port_base": 5557}}, ranks: 1, blocks: 20000 / 16, pass: 4096},
+		{name: "a host that is none", changes: map[string]any{"kv_events": map[string]any{"publisher": "zmq", "endpoint_host": "a b", "endpoint_port_base": 5557}}, ranks: 1, blocks: 20000 / 16, pass: 4096},
 		{
-			name: "a decode server", changes: map[string]any{"disaggregation_mode": "decode", "kv_events": nil}, ranks: 1, blocks: 20000 / 64, pass: 4096,
+			name: "a decode server", changes: map[string]any{"disaggregation_mode": "decode", "kv_events": nil}, ranks: 1, blocks: 20000 / 16, pass: 4096,
 			wantsDisagg: kv.Disagg{Role: kv.RoleDecode, Kind: kv.KindSGLang},
 		},
 		{
-			name: "a prefill server", changes: map[string]any{"disaggregation_mode": "prefill", "disaggregation_bootstrap_port": 9001, "kv_events": nil}, ranks: 1, blocks: 20000 / 64, pass: 4096,
+			name: "a prefill server", changes: map[string]any{"disaggregation_mode": "prefill", "disaggregation_bootstrap_port": 9001, "kv_events": nil}, ranks: 1, blocks: 20000 / 16, pass: 4096,
 			wantsDisagg: kv.Disagg{Role: kv.RolePrefill, Kind: kv.KindSGLang, Bootstrap: kv.Bootstrap{Host: "127.0.0.1", Port: 9001}},
 		},
 	} {
@@ -252,7 +253,13 @@ func TestSGLangIsKnownByItsURLAlone(t *testing.T) {
 			for rank, target := range up.want(t, test.ranks) {
 				want := kv.Target{
 					Key: kv.WorkerKey{Worker: 3, Rank: uint32(rank)}, URL: s.URL, Engine: kv.EngineSGLang, Ranks: test.ranks, Generation: 1,
-					Models: []string{"/models/m"}, MaxBatchedTokens: test.pass, TotalBlocks: test.blocks, Disagg: test.wantsDisagg,
+					Models: []string{"/models/m"}, MaxBatchedTokens: int32(test.pass), TotalBlocks: test.blocks, Disagg: test.wantsDisagg, BlockSize: max(test.block, 16),
+				}
+				switch {
+				case test.wantsDisagg.Role == kv.RoleDecode: // it keeps no prompts
+					want.Known = kv.LoadOnly
+				case test.streams == 0:
+					want.Known = kv.Approximate
 				}
 				if diff := cmp.Diff(want, target); diff != "" {
 					t.Error(diff)
@@ -297,7 +304,7 @@ func TestRanksHaveCachesOfTheirOwnSize(t *testing.T) {
 	for _, target := range up.want(t, 3) {
 		got = append(got, target.TotalBlocks)
 	}
-	if want := []int{3392 / 64, 5952 / 64, 3392 / 64}; !slices.Equal(got, want) {
+	if want := []int{3392 / 16, 5952 / 16, 3392 / 16}; !slices.Equal(got, want) {
 		t.Errorf("blocks %d, want %d", got, want)
 	}
 	f.stop()
@@ -371,8 +378,8 @@ func streamsOf(f *Fleet) map[kv.WorkerKey]events.Source {
 // TestWhatIsNotLearnedIsSaidWithItsRemedy: a server without events was routed to blindly,
 // and nothing said so.
 func TestWhatIsNotLearnedIsSaidWithItsRemedy(t *testing.T) {
-	const silent, noReplay, size = "worker 3: publishes no KV events: routed by load only", "worker 3: its KV events have no replay", "worker 3: the engine's block size is not a multiple of the router's"
-	all := []string{silent, noReplay, size}
+	const silent, noReplay, keepsNone = "worker 3: its KV cache is known approximately: no KV events", "worker 3: its KV events have no replay", "worker 3: routed by load only: its engine keeps no prompts"
+	all := []string{silent, noReplay, keepsNone}
 	for _, test := range []struct {
 		name    string
 		changes map[string]any
@@ -386,10 +393,10 @@ func TestWhatIsNotLearnedIsSaidWithItsRemedy(t *testing.T) {
 		{"not over TCP", map[string]any{"kv_events": nil}, "", silent, "names no publisher over TCP"},
 		{"no replay", map[string]any{"kv_events": publisher(5557, 0, 0, 1)}, "", noReplay, `\"replay_endpoint\":\"tcp://*:5757\"`},
 		{"replay given", map[string]any{"kv_events": publisher(5557, 0, 0, 1)}, ",replay=tcp://h:2", "", ""},
-		{"decode", map[string]any{"disaggregation_mode": "decode", "kv_events": publisher(5557, 5757, 0, 1)}, "", silent, "--disaggregation-decode-enable-radix-cache"},
+		{"decode", map[string]any{"disaggregation_mode": "decode", "kv_events": publisher(5557, 5757, 0, 1)}, "", keepsNone, "--disaggregation-decode-enable-radix-cache"},
 		{"decode that keeps prompts", map[string]any{"disaggregation_mode": "decode", "disaggregation_decode_enable_radix_cache": true, "kv_events": publisher(5557, 5757, 0, 1)}, "", "", ""},
-		{"no cache", map[string]any{"disable_radix_cache": true, "kv_events": publisher(5557, 5757, 0, 1)}, "", silent, "without --disable-radix-cache"},
-		{"another page size", nil, "", size, "--page-size of SGLang"},
+		{"no cache", map[string]any{"disable_radix_cache": true, "kv_events": publisher(5557, 5757, 0, 1)}, "", keepsNone, "without --disable-radix-cache"},
+		{"another page size", map[string]any{"page_size": 7, "kv_events": publisher(5557, 5757, 5657, 1)}, "", "", ""},
 	} {
 		t.Run(test.name, func(t *testing.T) {
 			s := newSGLangServer(t, test.changes)
@@ -601,7 +608,7 @@ func TestRegisteredSGLangIsKnown(t *testing.T) {
 	}
 	want := kv.Target{
 		Key: kv.WorkerKey{Worker: 3, Rank: 1}, URL: s.URL, Engine: kv.EngineSGLang, Ranks: 2, Generation: 1,
-		Models: []string{"as registered"}, MaxBatchedTokens: 4096, TotalBlocks: 7,
+		Models: []string{"as registered"}, MaxBatchedTokens: 4096, TotalBlocks: 7, BlockSize: int32(f.cfg.BlockSize), Known: kv.Approximate,
 	}
 	if diff := cmp.Diff(want, list[1]); diff != "" {
 		t.Error(diff)

@@ -69,7 +69,8 @@ type Info struct {
 	Root       string         `json:"root,omitempty"`
 	Engine     kv.Engine      `json:"engine"`
 	Lookaheads []kv.Lookahead `json:"lookaheads,omitempty"`
-	Below      []string       `json:"below,omitempty"` // Hello.Router of all routers below it
+	Below      []string       `json:"below,omitempty"`      // Hello.Router of all routers below it
+	BlockSize  int            `json:"block_size,omitempty"` // of its workers, tokens; 0: Hello's
 }
 
 // State has what changes continuously.

@@ -11,7 +11,6 @@ import (
 	"slices"
 	"strconv"
 	"sync"
-	"sync/atomic"
 	"time"
 
 	"golang.org/x/time/rate"
@@ -67,7 +66,7 @@ func NewClient(s Settings) *Client {
 // Close closes the kept connections that are idle.
 func (c *Client) Close() { c.pings.CloseIdleConnections() }
 
-// Stream is the stream of one router. It is used by one goroutine, except for Close and Ignore.
+// Stream is the stream of one router. It is used by one goroutine, except for Close.
 type Stream struct {
 	Hello Hello
 	First Report // received with it, without a summary
@@ -82,8 +81,6 @@ type Stream struct {
 	close  sync.Once
 
 	reports, snapshots *rate.Limiter
-
-	ignores atomic.Bool // see Ignore
 }
 
 // Report is what a router reports in one interval.
@@ -235,13 +232,6 @@ func (s *Stream) frame() (kind byte, body []byte, err error) {
 	return kind, body, err
 }
 
-// Ignore leaves the view empty from now on: the router's blocks are not comparable. It may be
-// called at any time.
-func (s *Stream) Ignore() {
-	s.ignores.Store(true)
-	s.view.Empty()
-}
-
 // Next waits for the next report, at most for Silence, and applies its summary. An error ends
 // the stream.
 func (s *Stream) Next() (r Report, err error) {
@@ -271,15 +261,11 @@ func (s *Stream) Next() (r Report, err error) {
 				return r, fmt.Errorf("%w: %w", ErrContent, ErrLeadsBack)
 			}
 		case frameSummary:
-			if s.ignores.Load() {
-				s.view.Empty()
-				continue
-			}
 			if summary.Begins(body) && !s.snapshots.Allow() {
 				return r, fmt.Errorf("%w: it sends one snapshot after the other", ErrContent)
 			}
 			before, whole := s.view.Position()
-			if err := s.view.Apply(body); err != nil && !s.ignores.Load() {
+			if err := s.view.Apply(body); err != nil {
 				return r, fmt.Errorf("%w: %w", ErrContent, err)
 			}
 			r.Bytes += uint64(len(body))

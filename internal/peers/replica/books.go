@@ -122,9 +122,8 @@ type otherRouter struct {
 	hashes  int    // of all that are open
 	waiting int    // bookings on workers that are not up here
 	tried   time.Time
-	asked   int  // digests in a row that differed in as many buckets as the one before, or in more
-	differ  int  // buckets of the last one
-	warned  bool // its blocks have another size, which was logged
+	asked   int // digests in a row that differed in as many buckets as the one before, or in more
+	differ  int // buckets of the last one
 	service *router.Elsewhere
 }
 
@@ -165,14 +164,6 @@ func (p *otherRouter) is(id uint64) (ok bool) {
 // take applies a change that the other router published.
 func (p *otherRouter) take(d decoded) {
 	r, c := p.mesh, &d.change
-	if size := r.router.BlockSize(); d.blockSize != uint64(size) {
-		r.Dropped.Add(1)
-		if !p.warned {
-			p.warned = true
-			r.log.Warn("block size of a peer router differs: set the same --block-size", "its", d.blockSize, "ours", size)
-		}
-		return
-	}
 	held := p.open[c.Request]
 	switch {
 	case c.Kind == router.ChangeAdd:
@@ -319,7 +310,7 @@ func (p *otherRouter) compare(digest []uint64) (ask uint64) {
 	if differ < p.differ {
 		p.asked = 0
 	}
-	if p.differ = differ; differ == 0 || p.warned { // of blocks of another size nothing is known here
+	if p.differ = differ; differ == 0 {
 		return 0
 	}
 	if p.asked++; p.asked > askAtOnce && p.asked%askSeldom != 0 {
@@ -353,5 +344,5 @@ func (p *otherRouter) forget() {
 	if p.id != 0 {
 		p.mesh.release(p.id, p)
 	}
-	p.id, p.own, p.asked, p.warned = 0, false, 0, false
+	p.id, p.own, p.asked = 0, false, 0
 }

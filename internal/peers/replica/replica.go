@@ -295,7 +295,7 @@ func (r *Mesh) send(books *ownBooks, m message) {
 		r.publish(sessionTopic, &sessionEvent{model, group, b.ID, b.Worker.Worker, &b.Worker.Rank, b.Sequence, b.Writer})
 	case m.passed != nil:
 		change := router.Change{Kind: m.kind, Worker: m.passed.Worker}
-		r.publishSlot(slotOf(change, m.passed.Request, r.id), nil)
+		r.publishSlot(change.BlockSize, slotOf(change, m.passed.Request, r.id), nil)
 	default:
 		if request := books.apply(m.kind, m.booking, r.id); request != "" {
 			r.publishChange(m.kind, m.booking, request)
@@ -313,12 +313,13 @@ func (r *Mesh) publishChange(kind string, b *router.Booking, request string) (si
 	if kind == router.ChangeAdd {
 		detail = detailOf(change)
 	}
-	return r.publishSlot(slotOf(change, request, r.id), detail)
+	return r.publishSlot(change.BlockSize, slotOf(change, request, r.id), detail)
 }
 
-// publishSlot publishes a change as it goes over the wire, and returns its size.
-func (r *Mesh) publishSlot(change slotChange, detail *slotDetail) (size int) {
-	event := slotEvent{BlockSize: uint32(r.router.BlockSize()), Event: change, Detail: detail}
+// publishSlot publishes a change of a worker with blocks of that many tokens as it goes over the
+// wire, and returns its size.
+func (r *Mesh) publishSlot(blockSize int, change slotChange, detail *slotDetail) (size int) {
+	event := slotEvent{BlockSize: uint32(cmp.Or(blockSize, r.router.Unit())), Event: change, Detail: detail}
 	event.Model, event.Group = r.partition(change.Worker.Worker)
 	return r.publish(slotTopic, &event)
 }

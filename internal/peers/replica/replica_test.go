@@ -256,7 +256,7 @@ func TestReplicasForgetARouterThatHangs(t *testing.T) {
 // takeChange takes a change as router 2 says it.
 func (p *otherRouter) takeChange(c router.Change) {
 	if p.is(2) {
-		p.take(decoded{2, testkit.BlockSize, c})
+		p.take(decoded{2, c})
 	}
 }
 
@@ -270,8 +270,12 @@ func TestReplicasTakeOnlyWhatMakesSense(t *testing.T) {
 	p.takeChange(router.Change{Kind: router.ChangeAdd, Request: "8", Worker: one, Tokens: 100})
 	p.takeChange(router.Change{Kind: router.ChangeAdd, Request: "8", Worker: one, Tokens: 100}) // again
 	p.takeChange(router.Change{Kind: router.ChangeFree, Request: "8"})                          // of another worker
-	p.take(decoded{2, testkit.BlockSize + 1, router.Change{Kind: router.ChangeAdd, Request: "9", Worker: one}})
-	if load := rt.Load(one); load.InFlight != 1 || load.PrefillTokens != 0 || load.ActiveBlocks != 0 || p.mesh.Dropped.Load() != 1 {
+	p.takeChange(router.Change{Kind: router.ChangeAdd, Request: "9", Worker: one, Tokens: 9, Sequence: []uint64{1}, BlockSize: testkit.BlockSize + 1})
+	if load := rt.Load(one); load.InFlight != 2 || load.ActiveBlocks != 0 {
+		t.Errorf("blocks of another size than the worker's count: %+v", load)
+	}
+	p.takeChange(router.Change{Kind: router.ChangeFree, Request: "9", Worker: one})
+	if load := rt.Load(one); load.InFlight != 1 || load.PrefillTokens != 0 || load.ActiveBlocks != 0 || p.mesh.Dropped.Load() != 0 {
 		t.Errorf("%+v, %+v", load, p.mesh.Counts())
 	}
 	rt.Up(kv.Target{Key: kv.WorkerKey{Worker: 7}})

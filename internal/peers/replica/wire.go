@@ -214,9 +214,8 @@ func detailOf(change router.Change) *slotDetail {
 
 // decoded is a change of another router's books.
 type decoded struct {
-	router    uint64
-	blockSize uint64
-	change    router.Change
+	router uint64
+	change router.Change
 }
 
 // errShape means that a message does not have the shape of its topic.
@@ -250,15 +249,17 @@ func readFields(text []byte, required int, fields ...field) error {
 
 // decodeSlot reads a message of slotTopic.
 func decodeSlot(text []byte) (d decoded, err error) {
+	var blockSize uint64
 	c, detail := &d.change, []byte(nil)
 	err = readFields(text, 2,
-		field{"block_size", uintTo(math.MaxUint32, &d.blockSize)},
+		field{"block_size", uintTo(math.MaxUint32, &blockSize)},
 		field{"event", func(value []byte) error { return decodeEvent(value, &d) }},
 		field{"kvrouter", func(value []byte) error {
 			detail = value
 			return nil
 		}},
 	)
+	c.BlockSize = int(blockSize)
 	switch {
 	case err != nil:
 		return d, err
@@ -269,7 +270,7 @@ func decodeSlot(text []byte) (d decoded, err error) {
 			err = fmt.Errorf("kvrouter: %w", err)
 		}
 	case c.Kind == router.ChangeAdd: // what Dynamo knows of its prompt: blocks, and tokens to compute
-		c.Tokens = max(c.Uncached, len(c.Sequence)*int(d.blockSize))
+		c.Tokens = max(c.Uncached, len(c.Sequence)*c.BlockSize)
 	}
 	return d, err
 }

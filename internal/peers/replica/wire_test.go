@@ -46,11 +46,11 @@ func golden(t testing.TB) map[string][]byte {
 
 // dynamoChange is a change of a golden message.
 func dynamoChange(kind, request, lora string, sequence []uint64, expected int) decoded {
-	c := router.Change{Kind: kind, Request: request, Worker: kv.WorkerKey{Worker: 1}, LoRA: lora}
+	c := router.Change{Kind: kind, Request: request, Worker: kv.WorkerKey{Worker: 1}, LoRA: lora, BlockSize: 4}
 	if kind == router.ChangeAdd {
 		c.Tokens, c.Uncached, c.Expected, c.Sequence = 10, 10, expected, sequence
 	}
-	return decoded{dynamoRouter, 4, c}
+	return decoded{dynamoRouter, c}
 }
 
 var (
@@ -107,12 +107,13 @@ func TestKvroutersTellEachOtherAllOfABooking(t *testing.T) {
 		{Kind: router.ChangeAdd, Request: "c"},
 		{Kind: router.ChangeFree, Request: strings.Repeat("d", idLimit)},
 	} {
+		c.BlockSize = 64
 		event := slotEvent{Model: "m", Group: "g", BlockSize: 64, Event: slotOf(c, c.Request, 5)}
 		if c.Kind == router.ChangeAdd {
 			event.Detail = detailOf(c)
 		}
 		got, err := decodeSlot(encode(&event))
-		if want := (decoded{5, 64, c}); err != nil || !reflect.DeepEqual(got, want) {
+		if want := (decoded{5, c}); err != nil || !reflect.DeepEqual(got, want) {
 			t.Errorf("%+v, %v; want %+v", got, err, want)
 		}
 	}

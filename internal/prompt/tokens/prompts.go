@@ -28,6 +28,7 @@ import (
 const (
 	SourceLocal  = "local"  // computed here
 	SourceWorker = "worker" // returned by a worker
+	SourceText   = "text"   // unknown: its text stands for them, for workers whose caches are known approximately
 	SourceNone   = "none"   // unknown: the request is routed by load alone
 )
 

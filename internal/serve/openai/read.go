@@ -8,7 +8,6 @@ import (
 	"github.com/tidwall/gjson"
 
 	"kvrouter/internal/base/jsonbody"
-	"kvrouter/internal/base/kv"
 	"kvrouter/internal/base/web"
 	"kvrouter/internal/decide/health"
 	"kvrouter/internal/decide/router"
@@ -116,14 +115,23 @@ func (r *inference) findPrompt(path string) {
 	adapter, listed := r.model.Router.Adapter(x.Model)
 	r.request = router.Request{
 		Tokens: r.prompt.Tokens[:r.prompt.Exact], NumTokens: len(r.prompt.Tokens),
-		Media: kv.MediaBlocks(r.prompt.Media, r.model.Router.BlockSize()),
+		Items: r.prompt.Media,
 		Salt:  r.body.Get("cache_salt").String(), LoRA: r.model.Tokens.Adapter(x.Route, r.body, adapter, listed), Model: x.Model,
 		Client:        r.client,
 		AnsweredWhole: !r.body.Get("stream").Bool() || r.multiple || r.several, SGLang: r.kind == tokens.GeneratePrompt,
 		Explain: x.Trace.Sampled(),
 		Session: r.model.Router.SessionOf(r.caller.Name, r.hints.Session), SessionID: router.SessionID(r.caller.Name, r.hints.Session),
 	}
+	if r.prompt.Source == tokens.SourceNone && len(r.prompt.Tokens) == 0 && r.kind != tokens.NoPrompt && r.model.Router.Approximates() {
+		if text := tokens.Text(r.body); len(text) > 0 {
+			x.Source = tokens.SourceText
+			r.request.Tokens, r.request.NumTokens, r.request.Text = text, len(text), true
+		}
+	}
 	r.request.Work = r.work(path)
+	if r.request.Text { // its words stand for them
+		r.request.Unseen = 0
+	}
 	r.request.Follow(r.hints)
 	r.setTenant()
 	r.body = r.withoutPriority(r.body)

@@ -39,7 +39,7 @@ func (r *inference) Route(exclude []uint64) (router.Decision, error) {
 func (r *inference) Continue(exclude []uint64, answered []uint32) (router.Decision, error) {
 	request := r.request
 	request.Exclude, request.Tokens = exclude, slices.Concat(r.prompt.Tokens, answered)
-	request.NumTokens = len(request.Tokens)
+	request.NumTokens, request.Text = len(request.Tokens), false
 	request.ID, request.Sheddable = "", false
 	if request.Deadline.IsZero() {
 		request.Deadline = r.exchange.Arrived // its client waits for the next token

@@ -27,26 +27,24 @@ type Flags struct {
 // Settings describe the router that the page shows.
 type Settings struct {
 	Flags
-	Host      string    // address of its ports
-	Keys      *web.Keys // that it requires; nil: none
-	APIKeyed  bool      // the OpenAI port requires a key
-	Secure    bool      // its ports speak TLS
-	Version   string
-	Policy    string
-	BlockSize int // tokens
-	Demo      bool
-	Fair      bool // the queue is shared out between tenants
+	Host     string    // address of its ports
+	Keys     *web.Keys // that it requires; nil: none
+	APIKeyed bool      // the OpenAI port requires a key
+	Secure   bool      // its ports speak TLS
+	Version  string
+	Policy   string
+	Demo     bool
+	Fair     bool // the queue is shared out between tenants
 }
 
 // Journal keeps the last requests, and the prompts that arrived while the page was
 // viewed. It is an openai.Observer.
 type Journal struct {
-	showText  bool
-	blockSize int
-	models    *models.Set
-	model     *tokens.Model // of the default model; nil: tokens stay hashes
-	now       func() time.Time
-	began     time.Time
+	showText bool
+	models   *models.Set
+	model    *tokens.Model // of the default model; nil: tokens stay hashes
+	now      func() time.Time
+	began    time.Time
 
 	viewers  *viewers
 	requests *requests
@@ -57,8 +55,8 @@ type Journal struct {
 // prompts; nil: they are shown as hashes.
 func NewJournal(settings Settings, models *models.Set, model *tokens.Model) *Journal {
 	return &Journal{
-		showText: settings.PageShowText, blockSize: settings.BlockSize, models: models, model: model, now: time.Now, began: time.Now(),
-		viewers: newViewers(), requests: new(requests), prompts: newPrompts(settings.BlockSize, models.Names()),
+		showText: settings.PageShowText, models: models, model: model, now: time.Now, began: time.Now(),
+		viewers: newViewers(), requests: new(requests), prompts: newPrompts(models.Names()),
 	}
 }
 

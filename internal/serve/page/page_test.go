@@ -53,7 +53,7 @@ func newBench(t *testing.T, keys ...string) *bench {
 		b.router.Up(kv.Target{Key: kv.WorkerKey{Worker: i}, Generation: 1, URL: attached[i].URL, Engine: []kv.Engine{kv.EngineVLLM, kv.EngineSGLang}[i]})
 	}
 	fleet := workers.New(workers.Settings{Attached: attached, BlockSize: testkit.BlockSize}, workers.Deps{Index: b.index, Log: slog.New(slog.DiscardHandler)})
-	settings, models := Settings{Host: "127.0.0.1", Keys: web.NewKeys(keys), BlockSize: testkit.BlockSize, Policy: "kv", Version: "test"}, routertest.Models(b.router)
+	settings, models := Settings{Host: "127.0.0.1", Keys: web.NewKeys(keys), Policy: "kv", Version: "test"}, routertest.Models(b.router)
 	b.Page = New(settings, Deps{
 		Journal: NewJournal(settings, models, nil), Models: models, Fleet: fleet, Proxy: b,
 		Totals: func() metrics.Totals { b.totals.Add(1); return metrics.Totals{} },

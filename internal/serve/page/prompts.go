@@ -31,10 +31,10 @@ const (
 // prompts is a tree of the prompts that came while the dashboard was open. Prompts that begin
 // alike share nodes. The index itself is not walked: it is far larger, and busy.
 type prompts struct {
-	blockSize int
-	names     *kv.Names // of workers; nil: all are called by their ids
+	names *kv.Names // of workers; nil: all are called by their ids
 
 	mu        sync.Mutex // guards the rest; the locks of the index and of the tokenizer may be taken under it
+	blockSize int        // tokens
 	root      node
 	nodes     int
 	blocks    int // of all nodes
@@ -54,16 +54,22 @@ type node struct {
 	text     string
 }
 
-func newPrompts(blockSize int, names *kv.Names) *prompts {
-	return &prompts{blockSize: blockSize, names: names}
+func newPrompts(names *kv.Names) *prompts { return &prompts{names: names} }
+
+// resize empties a tree whose blocks had another number of tokens. The caller holds the lock.
+func (t *prompts) resize(blockSize int) {
+	if t.blockSize != blockSize {
+		t.blockSize, t.root, t.nodes, t.blocks, t.truncated = blockSize, node{}, 0, 0, false
+	}
 }
 
-// add counts a prompt. text, if it is not nil, returns the beginning of what comes
-// after that many blocks.
-func (t *prompts) add(local []uint64, now time.Time, text func(blocks int) string) {
+// add counts a prompt in blocks of blockSize tokens. text, if it is not nil, returns the beginning
+// of what comes after that many blocks.
+func (t *prompts) add(blockSize int, local []uint64, now time.Time, text func(blocks int) string) {
 	local = local[:min(len(local), maxDepth)]
 	t.mu.Lock()
 	defer t.mu.Unlock()
+	t.resize(blockSize)
 	for at, depth := &t.root, 0; depth < len(local); {
 		rest := local[depth:]
 		next := at.children[rest[0]]
@@ -196,11 +202,13 @@ func (n *node) sequence() uint64 {
 	return kv.SequenceHashes(path[:0], path)[len(path)-1]
 }
 
-// hottest returns the nodes with the most hits, parents first, with the workers that
-// hold them by match, for the prompts that end there.
-func (t *prompts) hottest(now time.Time, match func(local []uint64, usable int, parts kv.MatchParts, dst []kv.Match) []kv.Match) Cache {
+// hottest returns the nodes with the most hits, parents first, with the workers that hold them by
+// match, for the prompts that end there. Blocks have blockSize tokens.
+func (t *prompts) hottest(blockSize int, now time.Time,
+	match func(local []uint64, usable int, parts kv.MatchParts, dst []kv.Match) []kv.Match) Cache {
 	t.mu.Lock()
 	defer t.mu.Unlock()
+	t.resize(blockSize)
 	var all []*node
 	t.root.walk(func(n *node) { // children come first: a dropped node has none
 		if len(n.children) == 0 && now.Sub(n.last) > nodeLife {

@@ -208,7 +208,7 @@ func TestThePageTakesAtMost8MB(t *testing.T) {
 	}
 	text := func(int) string { return strings.Repeat("ü", maxText) }
 	for i := range uint64(maxNodes) {
-		b.prompts.add(testkit.Prompt(i, maxBlocks/maxNodes), now, text)
+		b.prompts.add(testkit.BlockSize, testkit.Prompt(i, maxBlocks/maxNodes), now, text)
 	}
 	inFlight := map[string]int{}
 	for i := range 500 {

@@ -22,13 +22,13 @@ const (
 
 // state is the content of the page, but for the trends.
 func (p *Page) state(now time.Time) State {
-	totals := p.deps.Totals()
+	totals, model := p.deps.Totals(), p.deps.Models.Default().Router
 	queued, _ := p.deps.Models.QueueDepth()
 	s := State{
-		At: unix(now), Version: p.settings.Version, Uptime: seconds(now.Sub(p.began)), Policy: p.settings.Policy, BlockSize: p.settings.BlockSize,
+		At: unix(now), Version: p.settings.Version, Uptime: seconds(now.Sub(p.began)), Policy: p.settings.Policy, BlockSize: model.Unit(),
 		ShowText: p.settings.PageShowText, TryAsks: p.tryAsks(), Demo: p.settings.Demo, Fair: p.settings.Fair, Models: []string{},
 		Rates: p.trends.lately(totals, now), Requests: p.requests.list(),
-		Cache: p.prompts.hottest(now, p.deps.Models.Default().Router.Index().Match),
+		Cache: p.prompts.hottest(model.Unit(), now, model.Index().Match),
 		Totals: Totals{
 			Requests: totals.Requests, Errors: totals.Errors, Queued: queued, PromptTokens: totals.PromptTokens, CachedTokens: totals.CachedTokens,
 			ComparedTokens:  totals.ComparedTokens,
@@ -104,7 +104,13 @@ func worker(s workers.Sample, status workers.Status, now time.Time) Worker {
 		Worker: s.Worker.Worker, Rank: s.Worker.Rank, URL: status.URL, Engine: status.Engine.String(), State: stateOf(status),
 		Since:    unix(status.Since),
 		Restarts: s.Restarts, InFlight: s.Load.InFlight, LoadKnown: s.Load.Fresh, Blocks: s.Blocks, ActiveBlocks: s.Load.ActiveBlocks,
-		PrefillTokens: s.Load.PrefillTokens, Cold: s.Cold, EventsConnected: s.Connected,
+		PrefillTokens: s.Load.PrefillTokens,
+	}
+	if cache := status.Cache; cache.BlockSize > 0 {
+		w.BlockSize, w.Known, w.KnownWhy = cache.BlockSize, cache.Known.String(), limited(cache.Reason, maxWhy)
+		if cache.Remedy != "" {
+			w.KnownWhy += ": " + limited(cache.Remedy, maxWhy)
+		}
 	}
 	if status.Disagg.Role != kv.RoleBoth {
 		w.Role = status.Disagg.Role.String()

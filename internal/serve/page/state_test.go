@@ -62,9 +62,13 @@ func TestAWorkerThatIsHeldSaysWhy(t *testing.T) {
 func TestAWorkerIsShownWithItsLoadAndItsTrouble(t *testing.T) {
 	now := time.Unix(5000, 0)
 	sample := workers.Sample{Worker: kv.WorkerKey{Worker: 3, Rank: 1}, Restarts: 2, Blocks: 9, Lag: -1, Load: policy.Load{InFlight: 4, Published: policy.Published{Running: 3, Waiting: 2, KVUsage: 0.5}, Fresh: true}}
-	status := workers.Status{State: workers.StateReady, Since: now.Add(-time.Second), Restarts: 2, Models: []string{"m"}, Disagg: kv.Disagg{Role: kv.RolePrefill}}
+	if w := worker(sample, workers.Status{State: workers.StateStarting}, now); w.Known != "" || w.KnownWhy != "" {
+		t.Errorf("before it is attached: %+v", w)
+	}
+	status := workers.Status{State: workers.StateReady, Since: now.Add(-time.Second), Restarts: 2,
+		Cache: workers.CacheState{Known: kv.Approximate, BlockSize: 16, Reason: "no events", Remedy: "add them"}, Models: []string{"m"}, Disagg: kv.Disagg{Role: kv.RolePrefill}}
 	w := worker(sample, status, now)
-	if w.Running != 3 || w.Waiting != 2 || *w.KVUsage != 0.5 || !w.LoadKnown || w.Role != "prefill" || w.Why == "" || w.EventLag != nil || w.Model != "m" || w.Rank != 1 {
+	if w.Running != 3 || w.Waiting != 2 || *w.KVUsage != 0.5 || !w.LoadKnown || w.Role != "prefill" || w.Why == "" || w.EventLag != nil || w.Model != "m" || w.Rank != 1 || w.Known != "approximate" || w.KnownWhy != "no events: add them" || w.BlockSize != 16 {
 		t.Errorf("%+v", w)
 	}
 	sample.Load.Fresh, sample.Lag = false, time.Millisecond

@@ -148,19 +148,19 @@ func (p *Journal) Accepted(x *proxy.Exchange, body *jsonbody.Body) {
 	if p.showText {
 		p.requests.name(x.Serial, promptText(body))
 	}
-	if !x.Default {
+	q, unit := x.Request, p.models.Default().Router.Unit()
+	if !x.Default || q.Text {
 		return
 	}
-	q := x.Request
 	var text func(int) string
 	if p.showText && p.model != nil && len(q.Tokens) > 0 {
 		text = func(blocks int) string {
-			from := min(blocks*p.blockSize, len(q.Tokens))
+			from := min(blocks*unit, len(q.Tokens))
 			return firstRunes(p.model.Decode(q.Tokens[from:min(from+textTokens, len(q.Tokens))]), maxText)
 		}
 	}
-	if local := q.Hashes(nil, p.blockSize); len(local) > 0 {
-		p.prompts.add(local, p.now(), text)
+	if local := q.Hashes(nil, unit); len(local) > 0 {
+		p.prompts.add(unit, local, p.now(), text)
 	}
 }
 

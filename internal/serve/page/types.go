@@ -10,7 +10,7 @@ type State struct {
 	Version   string   `json:"version"`
 	Uptime    float64  `json:"uptime"` // s
 	Policy    string   `json:"policy"`
-	BlockSize int      `json:"block_size"` // tokens
+	BlockSize int      `json:"block_size"` // tokens of the blocks of the tree and of prompts
 	Models    []string `json:"models"`
 	ShowText  bool     `json:"show_text"` // --page-show-text
 	Ready     bool     `json:"ready"`
@@ -67,31 +67,32 @@ const (
 
 // Worker is one rank of a worker.
 type Worker struct {
-	Worker          uint64   `json:"worker,string"`
-	Name            string   `json:"name,omitempty"` // of a discovered one; empty: its id
-	Rank            uint32   `json:"rank"`
-	URL             string   `json:"url"`
-	Engine          string   `json:"engine"`
-	Role            string   `json:"role"` // empty: serves aggregated requests; prefill; decode
-	Model           string   `json:"model"`
-	State           string   `json:"state"`
-	Cordoned        bool     `json:"cordoned"` // until it is readmitted, also if it is not up
-	Since           float64  `json:"since"`    // of the state
-	Why             string   `json:"why"`      // empty: nothing to say
-	Restarts        int      `json:"restarts"`
-	InFlight        int      `json:"in_flight"` // requests sent by this router
-	Waiting         int      `json:"waiting"`   // in the engine, as it reports
-	Running         int      `json:"running"`   // the same
-	KVUsage         *float64 `json:"kv_usage"`  // the same, 0 to 1
-	LoadKnown       bool     `json:"load_known"`
-	Blocks          int      `json:"blocks"`         // of it in the index
-	ActiveBlocks    int      `json:"active_blocks"`  // of requests in flight
-	PrefillTokens   int      `json:"prefill_tokens"` // uncached ones to compute
-	HitRate         *float64 `json:"hit_rate"`       // of the worker (all ranks), since the start
-	Requests        uint64   `json:"requests"`       // the same
-	EventLag        *float64 `json:"event_lag"`      // s, of the last batch of KV events
-	Cold            bool     `json:"cold"`           // blocks may be missing in the index
-	EventsConnected bool     `json:"events_connected"`
+	Worker        uint64   `json:"worker,string"`
+	Name          string   `json:"name,omitempty"` // of a discovered one; empty: its id
+	Rank          uint32   `json:"rank"`
+	URL           string   `json:"url"`
+	Engine        string   `json:"engine"`
+	Role          string   `json:"role"` // empty: serves aggregated requests; prefill; decode
+	Model         string   `json:"model"`
+	State         string   `json:"state"`
+	Cordoned      bool     `json:"cordoned"` // until it is readmitted, also if it is not up
+	Since         float64  `json:"since"`    // of the state
+	Why           string   `json:"why"`      // empty: nothing to say
+	Restarts      int      `json:"restarts"`
+	InFlight      int      `json:"in_flight"` // requests sent by this router
+	Waiting       int      `json:"waiting"`   // in the engine, as it reports
+	Running       int      `json:"running"`   // the same
+	KVUsage       *float64 `json:"kv_usage"`  // the same, 0 to 1
+	LoadKnown     bool     `json:"load_known"`
+	Blocks        int      `json:"blocks"`         // of it in the index
+	ActiveBlocks  int      `json:"active_blocks"`  // of requests in flight
+	PrefillTokens int      `json:"prefill_tokens"` // uncached ones to compute
+	HitRate       *float64 `json:"hit_rate"`       // of the worker (all ranks), since the start
+	Requests      uint64   `json:"requests"`       // the same
+	EventLag      *float64 `json:"event_lag"`      // s, of the last batch of KV events
+	Known         string   `json:"known"`          // how its KV cache is known: exact, approximate, load_only; empty: not attached yet
+	KnownWhy      string   `json:"known_why"`      // why not exactly, and what would make it so; empty: exactly
+	BlockSize     int      `json:"block_size"`     // tokens; 0: not attached yet
 }
 
 // How a Request ended.

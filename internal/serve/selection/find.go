@@ -119,7 +119,7 @@ func (s *Service) findWorker(c *gin.Context, query findWorkerQuery) {
 		return
 	}
 	answer := findWorkerAnswer{WorkerID: d.Target.Key.Worker, DPRank: d.Target.Key.Rank}
-	if blocks := d.Tokens / s.models.Default().Router.BlockSize(); blocks > 0 {
+	if blocks := d.Tokens / d.BlockSize; blocks > 0 {
 		answer.PrefixHitRate = float64(d.MatchedBlocks) / float64(blocks)
 	}
 	if d.Booking != nil {

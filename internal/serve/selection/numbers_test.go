@@ -65,7 +65,7 @@ func registrationOf(t testing.TB, text string) (ranks, sources int, err error) {
 	}
 	model, group := "m", events.DefaultGroup
 	spec.ModelName, spec.RoutingGroup = &model, &group
-	r, _, err := registeredWorker{id: 1, spec: spec}.registration(Settings{BlockSize: testkit.BlockSize, KVEvents: true}, testkit.BlockSize)
+	r, _, err := registeredWorker{id: 1, spec: spec}.registration(Settings{BlockSize: testkit.BlockSize, KVEvents: true})
 	return len(r.Ranks), len(r.Sources), err
 }
 

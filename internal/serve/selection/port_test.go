@@ -136,7 +136,7 @@ func TestSelectionRefusesBodiesOver8MiB(t *testing.T) {
 // router on the same machine.
 func TestPagesOfOtherSitesRegisterNoWorker(t *testing.T) {
 	ask := newPort(t, routertest.New(t, "kv", 0), Settings{Host: "127.0.0.1", BlockSize: 64})
-	body := `{"worker_id":66,"model_name":"m","endpoint":"http://127.0.0.1:9","block_size":64,"kv_events_endpoint":"tcp://127.0.0.1:9"}`
+	body := `{"worker_id":66,"model_name":"m","endpoint":"http://127.0.0.1:9","kv_events_endpoint":"tcp://127.0.0.1:9"}`
 	for _, test := range []struct {
 		name, kind, origin, host string
 		want                     int

@@ -24,10 +24,9 @@ func (w registeredWorker) partition() events.Partition {
 	return events.Partition{Model: *w.spec.ModelName, Group: *w.spec.RoutingGroup}
 }
 
-// registration converts the spec for the fleet, or returns the missing fields. existing is
-// the block size of its model in tokens; 0: the model is new. An error is an invalid
+// registration converts the spec for the fleet, or returns the missing fields. An error is an invalid
 // value.
-func (w registeredWorker) registration(settings Settings, existing int) (r workers.Registration, missing []string, err error) {
+func (w registeredWorker) registration(settings Settings) (r workers.Registration, missing []string, err error) {
 	spec := w.spec
 	if err := spec.check(); err != nil {
 		return r, nil, err
@@ -42,12 +41,8 @@ func (w registeredWorker) registration(settings Settings, existing int) (r worke
 	} else if r.URL, err = kv.ParseURL(*spec.Endpoint); err != nil {
 		return r, nil, fmt.Errorf("endpoint: %w", err)
 	}
-	switch size := Given(spec.BlockSize, 0); {
-	case size <= 0:
+	if r.BlockSize <= 0 {
 		missing = append(missing, "block_size must be greater than 0")
-	case existing != 0 && size != existing:
-		missing = append(missing, fmt.Sprintf("reconciliation failed: block_size mismatch for %s: existing=%d requested=%d", w.partition(),
-			existing, size))
 	}
 	if settings.CountsPasses && spec.MaxBatchedTokens == nil {
 		missing = append(missing, "max_num_batched_tokens is required while queueing is enabled")

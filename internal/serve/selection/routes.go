@@ -137,16 +137,16 @@ func (a *overlapAnswer) add(o router.Overlap, blockSize int) {
 }
 
 func (s *Service) selectAnswer(of events.Partition, id string, request router.Request, d router.Decision) selectAnswer {
-	size := s.router(of).BlockSize()
+	size := d.BlockSize
 	overlap := overlapAnswer{DP: map[uint32]int{}}
 	selected := router.Overlap{Worker: d.Target.Key, Blocks: d.MatchedBlocks}
 	if d.Target.Ranks > 1 || d.MatchedLower != (kv.LowerBlocks{}) {
-		overlaps, _ := s.router(of).Overlaps(request)
+		overlaps, unit, _ := s.router(of).Overlaps(request)
 		for _, o := range overlaps {
 			if o.Worker == d.Target.Key {
 				selected.Staged = o.Staged
 			} else if o.Worker.Worker == d.Target.Key.Worker {
-				overlap.add(o, size)
+				overlap.add(o, unit)
 			}
 		}
 	}
@@ -205,14 +205,16 @@ func (s *Service) selectWorker(c *gin.Context, of events.Partition, id string, r
 		return
 	}
 	request.QueryOnly = true
-	if id != "" && request.Tokens != nil { // hashed once for both calls, and smaller than tokens
-		request.Local = request.Hashes(nil, s.router(of).BlockSize())
-		request.NumTokens, request.Tokens, request.Media = len(request.Tokens), nil, nil
-	}
 	decision, err := s.router(of).Route(c.Request.Context(), request)
 	if err != nil {
 		s.routingError(c, of, err)
 		return
+	}
+	sized := request.Media == nil || int(decision.Target.BlockSize) == decision.BlockSize
+	if id != "" && request.Tokens != nil && sized { // hashes are smaller than tokens
+		request.BlockSize = int(decision.Target.BlockSize)
+		request.Local = request.Hashes(nil, request.BlockSize)
+		request.NumTokens, request.Tokens, request.Media = len(request.Tokens), nil, nil
 	}
 	if id != "" {
 		request.QueryOnly, request.Pinned, request.Allowed = false, nil, nil
@@ -268,7 +270,7 @@ func (s *Service) routeReserved(c *gin.Context, of events.Partition, id string, 
 
 // claimed claims an id for a request. Not ok: it is taken, and an error response was sent.
 func (s *Service) claimed(c *gin.Context, of events.Partition, id string, request *router.Request) bool {
-	blocks := max(len(request.Local), len(request.Tokens)/s.router(of).BlockSize())
+	blocks := max(len(request.Local), len(request.Tokens)/s.router(of).Unit())
 	err := s.reserved.claim(id, web.Address(c), blocks)
 	switch {
 	case err == nil:
@@ -586,7 +588,6 @@ func (s *Service) events(c *gin.Context) {
 	}
 	s.writeDump(c, func(to io.Writer) error { // the response may have all blocks
 		answer := log.Query(start, end, check)
-		answer.BlockSize = s.models.For(key.Worker).Router.BlockSize()
 		return answer.Write(to)
 	})
 }

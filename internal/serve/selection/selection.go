@@ -382,7 +382,7 @@ func (s *Service) overlapScores(c *gin.Context, of events.Partition, request rou
 		plainError(c, http.StatusServiceUnavailable, noSchedulable(of))
 		return
 	}
-	overlaps, blocks := s.router(of).Overlaps(request)
+	overlaps, unit, blocks := s.router(of).Overlaps(request)
 	cached := map[kv.WorkerKey]router.Overlap{}
 	for _, o := range overlaps {
 		cached[o.Worker] = o
@@ -398,7 +398,7 @@ func (s *Service) overlapScores(c *gin.Context, of events.Partition, request rou
 		})
 	}
 	c.JSON(http.StatusOK, gin.H{
-		"block_size": s.router(of).BlockSize(), "num_blocks": blocks, "workers": workers,
+		"block_size": unit, "num_blocks": blocks, "workers": workers,
 		"shared_cache": gin.H{"enabled": false, "total_hit_blocks": 0, "ranges": [][2]int{}, "error": nil},
 	})
 }
@@ -407,8 +407,19 @@ func (s *Service) overlapScores(c *gin.Context, of events.Partition, request rou
 // can fill its own.
 func (s *Service) dump(c *gin.Context) {
 	s.writeDump(c, func(to io.Writer) error {
-		return events.WriteDump(to, s.models.Index(), s.models.Default().Router.BlockSize(), s.partitions.dumpParts(s.models.Index().Workers()))
+		return events.WriteDump(to, s.models.Index(), s.models.Default().Router.Unit(), s.blockSize, s.partitions.dumpParts(s.models.Index().Workers()))
 	})
+}
+
+// blockSize returns the tokens in a block of a worker of the default model.
+func (s *Service) blockSize(w kv.WorkerKey) int {
+	r := s.models.Default().Router
+	for _, t := range r.Ranks(w.Worker) {
+		if t.Key == w {
+			return int(t.BlockSize)
+		}
+	}
+	return r.Unit()
 }
 
 // writeDump responds with the output of write, at most maxDumps at a time.

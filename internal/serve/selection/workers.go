@@ -168,10 +168,12 @@ type WorkerRecord struct {
 	// result; nil: none.
 	Pulls map[string]int64 `json:"kv_pulls,omitempty"`
 
-	Engine      kv.Engine `json:"engine"`                // as detected so far
-	Predictions string    `json:"predictions,omitempty"` // why they are not exact, as detected so far
-	Speculation string    `json:"speculation,omitempty"` // algorithm of its speculative decoding, likewise
-	TakesTokens []string  `json:"takes_tokens,omitzero"` // routes on which it gets the tokens of long prompts; nil: it has not been asked
+	Engine      kv.Engine          `json:"engine"`                // as detected so far
+	Cache       workers.CacheState `json:"kv_cache,omitzero"`     // how it is known; zero: it is not attached yet
+	Predictions string             `json:"predictions,omitempty"` // why they are not exact, as detected so far
+	Speculation string             `json:"speculation,omitempty"` // algorithm of its speculative decoding, likewise
+	// TakesTokens are the routes on which it gets the tokens of long prompts; nil: it has not been asked.
+	TakesTokens []string `json:"takes_tokens,omitzero"`
 	workers.Exactness
 
 	Cell     *workers.Cell  `json:"cell,omitempty"`     // of a router below this one
@@ -257,7 +259,7 @@ func (s *Service) records(want func(events.Partition) bool) []WorkerRecord {
 
 // specOf describes a worker that the router started or attached as a client would.
 func (s *Service) specOf(status workers.Status) workerSpec {
-	model, group, size := s.partitions.modelAmong(status.Models), events.DefaultGroup, s.models.For(status.ID).Router.BlockSize()
+	model, group, size := s.partitions.modelAmong(status.Models), events.DefaultGroup, status.Cache.BlockSize
 	spec := workerSpec{ModelName: &model, RoutingGroup: &group, Endpoint: &status.URL, BlockSize: &size}
 	if status.KVEvents != "" {
 		spec.KVEventsEndpoint = &status.KVEvents
@@ -295,7 +297,8 @@ func (s *Service) record(w workers.Status, by registeredWorker, registered, up b
 	}
 	r := WorkerRecord{
 		WorkerID: w.ID, Name: w.Name, workerSpec: spec, Lifecycle: LifecycleSchedulable,
-		State: w.State, Engine: w.Engine, Predictions: w.Predictions, Speculation: w.Speculation, Exactness: w.Exactness, Cell: w.Cell,
+		State: w.State, Engine: w.Engine, Cache: w.Cache, Predictions: w.Predictions, Speculation: w.Speculation,
+		Exactness: w.Exactness, Cell: w.Cell,
 		PID: w.PID, Restarts: w.Restarts, Generation: w.Generation,
 	}
 	for _, key := range w.Keys() {
@@ -474,7 +477,7 @@ func (s *Service) registeredAt(c *gin.Context, id uint64) (w registeredWorker, o
 // setWorker registers a worker with the fleet if its spec is complete, and responds with
 // its record; s.changing is held.
 func (s *Service) setWorker(c *gin.Context, status int, w registeredWorker) {
-	registration, missing, err := w.registration(s.settings, s.models.BlockSize(*w.spec.ModelName))
+	registration, missing, err := w.registration(s.settings)
 	if err != nil {
 		plainError(c, http.StatusBadRequest, err.Error())
 		return

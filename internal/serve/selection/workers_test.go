@@ -188,7 +188,7 @@ func FuzzRegistration(f *testing.F) {
 		if query.RoutingGroup == nil {
 			query.RoutingGroup = &group
 		}
-		r, missing, err := registeredWorker{id: Given(query.ID, 0), spec: query.workerSpec}.registration(settings, settings.BlockSize)
+		r, missing, err := registeredWorker{id: Given(query.ID, 0), spec: query.workerSpec}.registration(settings)
 		if err != nil {
 			return
 		}

@@ -1,6 +1,7 @@
 package telemetry
 
 import (
+	"cmp"
 	"encoding/json"
 	"fmt"
 	"log/slog"
@@ -62,7 +63,7 @@ type RecordLine struct {
 type RecordSettings struct {
 	File      string // that lines are appended to
 	Policy    string // written to each line
-	BlockSize int    // tokens
+	BlockSize int    // tokens; of requests for which no worker was chosen
 	Decisions bool   // lines explain the routing decisions (--record-decisions)
 }
 
@@ -178,14 +179,14 @@ func (r *Recorder) Accepted(*proxy.Exchange, *jsonbody.Body) {}
 func (r *Recorder) Decided(*proxy.Exchange, *router.Pair) {}
 
 // hashIDs returns the sequence hash of every full block of a prompt, its upper
-// recordHashBits; known: there is something of it.
-func (r *Recorder) hashIDs(request *router.Request) (hashes []uint64, known bool) {
+// recordHashBits; known: there is something of it. Blocks have size tokens.
+func (r *Recorder) hashIDs(request *router.Request, size int) (hashes []uint64, known bool) {
 	if len(request.Tokens) == 0 && len(request.Local) == 0 {
 		return nil, false
 	}
 	local := request.Local
 	if len(request.Tokens) > 0 {
-		local = request.Hashes(nil, r.settings.BlockSize)
+		local = request.Hashes(nil, size)
 	}
 	hashes = kv.SequenceHashes(make([]uint64, 0, len(local)), local)
 	for i := range hashes {
@@ -198,16 +199,17 @@ func (r *Recorder) hashIDs(request *router.Request) (hashes []uint64, known bool
 // was known, if it was for the default model: a record is a trace of one model. It
 // never waits.
 func (r *Recorder) Finished(x *proxy.Exchange, now time.Time) {
-	if r == nil || x.Request == nil || !x.Default {
+	if r == nil || x.Request == nil || !x.Default || x.Request.Text {
 		return
 	}
-	hashes, known := r.hashIDs(x.Request)
+	size := cmp.Or(x.Decision.BlockSize, r.settings.BlockSize)
+	hashes, known := r.hashIDs(x.Request, size)
 	if !known {
 		return
 	}
 	tokens := max(x.Request.NumTokens, len(x.Request.Tokens))
 	line := RecordLine{
-		InputLength: tokens, OutputLength: x.Usage.OutputTokens, HashIDs: hashes, HashBlockSize: r.settings.BlockSize,
+		InputLength: tokens, OutputLength: x.Usage.OutputTokens, HashIDs: hashes, HashBlockSize: size,
 		Hints:   hints.Record(x.Request.Prefix),
 		Arrived: x.Arrived, Route: x.Route, Status: x.Status, Policy: r.settings.Policy, Worker: x.Worker, Rank: x.Decision.Target.Key.Rank,
 		CellWorker:      x.Below.Worker,

@@ -79,7 +79,7 @@ func NewClocked(t testing.TB, workers int, options ...Option) (*router.Router, *
 
 // Hold puts the full blocks of a prompt into worker w's cache.
 func Hold(r *router.Router, w uint64, tokens []uint32) {
-	local := kv.HashBlocks(nil, tokens, r.BlockSize(), "", "")
+	local := kv.HashBlocks(nil, tokens, r.Unit(), "", "")
 	blocks := make([]kv.StoredBlock, len(local))
 	for i, engine := range kv.SequenceHashes(nil, local) {
 		blocks[i] = kv.StoredBlock{Engine: engine, Local: local[i]}

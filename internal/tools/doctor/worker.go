@@ -258,10 +258,7 @@ func (v visitor) checkCell(ctx context.Context, s Setup, p *patient) {
 	if !first.State.Ready {
 		r.note("has no worker that is ready", "see its GET /workers")
 	}
-	if hello.BlockSize != s.BlockSize {
-		r.fail(fmt.Sprintf("its blocks have %d tokens, this router's %d", hello.BlockSize, s.BlockSize),
-			"set --block-size to the same on both: without, it is routed by load alone")
-	} else if !hello.Summary {
+	if !hello.Summary {
 		r.note("reports no summary of its workers' caches", "start it with --cell; without a summary it is routed by load alone")
 	}
 }

@@ -199,7 +199,7 @@ func (s *cellRun) build() {
 	for w := range s.workers {
 		c := s.siteOf(w)
 		s.workers[w].engine = engine.New(s.base.Engine, func(event engine.Event) { s.cacheChanged(c, w, event) })
-		c.router.Up(kv.Target{Key: key(w), TotalBlocks: s.base.Engine.Blocks, MaxBatchedTokens: s.base.Engine.MaxBatchedTokens})
+		c.router.Up(kv.Target{Key: key(w), TotalBlocks: s.base.Engine.Blocks, MaxBatchedTokens: int32(s.base.Engine.MaxBatchedTokens)})
 	}
 	if s.placement != placeSummary && s.placement != placeAggregates {
 		return

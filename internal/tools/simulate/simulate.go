@@ -376,7 +376,7 @@ func newSimulator(s Simulation, choosers ...policy.Policy) *simulator {
 		simulated.Fetch, simulated.LoadNow = run.beginFetch, run.beginLoad
 		run.workers[i].engine = simulated
 		for _, router := range run.routers {
-			router.Up(kv.Target{Key: kv.WorkerKey{Worker: uint64(i)}, TotalBlocks: blocks, MaxBatchedTokens: s.Engine.MaxBatchedTokens,
+			router.Up(kv.Target{Key: kv.WorkerKey{Worker: uint64(i)}, TotalBlocks: blocks, MaxBatchedTokens: int32(s.Engine.MaxBatchedTokens),
 				Disagg: s.part(i)})
 		}
 	}

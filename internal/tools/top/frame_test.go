@@ -17,6 +17,7 @@ import (
 	tea "charm.land/bubbletea/v2"
 	"github.com/charmbracelet/x/ansi"
 
+	"kvrouter/internal/base/kv"
 	"kvrouter/internal/serve/page"
 	"kvrouter/internal/testkit"
 )
@@ -33,10 +34,10 @@ func fleet() *page.State {
 		Totals: page.Totals{Requests: 123456, Errors: 7, InFlight: 12, Queued: 2, PromptTokens: 2_000_000, CachedTokens: 1_500_000, ComparedTokens: 2_000_000},
 		Rates:  page.Rates{RequestsPerSecond: 42.2, HitRate: pointer(.75), Exact: pointer(.994), TTFT50: pointer(.035), TTFT99: pointer(1.25), ITL50: pointer(.007), ITL99: pointer(.0204)},
 		Workers: []page.Worker{
-			{Worker: 0, State: page.StateReady, Since: at - 11_000, Model: "m", URL: "http://a:8100", InFlight: 9, Waiting: 2, Running: 7, LoadKnown: true, KVUsage: pointer(.97), Blocks: 12_345, PrefillTokens: 4000, HitRate: pointer(.8), EventLag: pointer(.0012), EventsConnected: true},
-			{Worker: 1, State: page.StateEjected, Since: at - 3, Model: "m", URL: "http://b:8100", Why: "3 consecutive failures, the last: no connection", Restarts: 4, LoadKnown: false, Blocks: 100, Cold: true, EventsConnected: true},
+			{Worker: 0, State: page.StateReady, Since: at - 11_000, Model: "m", URL: "http://a:8100", InFlight: 9, Waiting: 2, Running: 7, LoadKnown: true, KVUsage: pointer(.97), Blocks: 12_345, PrefillTokens: 4000, HitRate: pointer(.8), EventLag: pointer(.0012), Known: kv.Exact.String()},
+			{Worker: 1, State: page.StateEjected, Since: at - 3, Model: "m", URL: "http://b:8100", Why: "3 consecutive failures, the last: no connection", Restarts: 4, LoadKnown: false, Blocks: 100, Known: kv.Approximate.String()},
 			{Worker: 10, State: page.StateStarting, Since: at - 20, Model: "m", URL: "http://c:8100"},
-			{Worker: 2, State: page.StateReady, Since: at - 90_000, Model: "m", URL: "http://d:8100", InFlight: 3, Running: 3, LoadKnown: true, KVUsage: pointer(.31), Blocks: 2_345_678, HitRate: pointer(.7), EventLag: pointer(-.0002), EventsConnected: true},
+			{Worker: 2, State: page.StateReady, Since: at - 90_000, Model: "m", URL: "http://d:8100", InFlight: 3, Running: 3, LoadKnown: true, KVUsage: pointer(.31), Blocks: 2_345_678, HitRate: pointer(.7), EventLag: pointer(-.0002), Known: kv.Exact.String()},
 		},
 		Requests: []page.Request{
 			{ID: "req-3", At: at, Route: "/v1/chat/completions", Model: "m", PromptTokens: 900, Predicted: 640, End: page.EndRunning, Attempts: 1, Worker: pointer(uint64(0))},

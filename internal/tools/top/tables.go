@@ -9,6 +9,7 @@ import (
 
 	"github.com/charmbracelet/x/ansi"
 
+	"kvrouter/internal/base/kv"
 	"kvrouter/internal/serve/page"
 )
 
@@ -177,10 +178,10 @@ func (f frame) workers(rows int) []string {
 		return cell{bar(w.KVUsage, cells), tone}
 	})
 	add("BLOCKS", 3, true, count(float64(sum.Blocks)), func(w page.Worker) cell {
-		switch {
-		case w.Cold:
+		switch w.Known {
+		case kv.Approximate.String():
 			return cell{count(float64(w.Blocks)) + "?", yellow}
-		case !w.EventsConnected:
+		case kv.LoadOnly.String():
 			return cell{count(float64(w.Blocks)), faint}
 		}
 		return number(w.Blocks)

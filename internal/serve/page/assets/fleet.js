@@ -8,6 +8,9 @@ import { Confirm, Empty, Fact, Meter } from "./parts.js";
 const states = ["down", "unhealthy", "ejected", "cordoned", "draining", "not-ready", "starting", "ready"];
 const stateNames = { down: "Down", unhealthy: "Unhealthy", ejected: "Ejected", cordoned: "Cordoned", draining: "Draining", "not-ready": "Not ready", starting: "Starting", ready: "Ready" };
 
+// How the KV cache of a worker is known.
+const knownNames = { exact: "exact", approximate: "approximate", load_only: "load only" };
+
 // Cards of a group that are drawn at first, and that each click adds: thousands would be drawn anew every second.
 const atOnce = 96;
 
@@ -48,14 +51,13 @@ function Card({ worker: w, now, ranks, models, onAct }) {
   const usage = known(w.kv_usage) ? percent(w.kv_usage) : w.load_known === false ? "not reported" : "–";
   const notes = [
     w.cordoned && w.state !== "cordoned" && ["cordoned", "It gets no new requests until it is readmitted"],
-    w.cold && ["cold", "Some of its cached blocks may be missing in the index"],
-    !w.events_connected && w.state !== "down" && ["no events", "Not connected to its KV events"],
     w.load_known === false && w.state === "ready" && ["load unknown", "It has not published its load recently"],
   ].filter(Boolean);
   return html`<article class=${`card state-${w.state}`} data-worker=${w.worker} data-rank=${w.rank} aria-label=${`Worker ${workerName(w.worker, w.rank, ranks, w.name, 300)}`}>
     <header>
       <h3 title=${w.name && `${w.name}, id ${w.worker}`}>${!w.name && "Worker "}${workerName(w.worker, w.rank, ranks, w.name)}</h3>
       ${w.role && html`<span class="badge">${w.role}</span>`}
+      ${w.known && html`<span class=${`badge${w.known === "exact" ? "" : " is-note"}`} data-field="known" title=${w.known_why || "Its KV events report all of its cached blocks"}>${knownNames[w.known] || w.known}</span>`}
       ${notes.map(([text, title]) => html`<span class="badge is-note" title=${title}>${text}</span>`)}
       <span class="state"><i class="dot" aria-hidden="true"></i><span data-field="state">${stateNames[w.state] || w.state}</span>
         <span class="quiet">${span(now - w.since)}</span></span>
@@ -67,7 +69,7 @@ function Card({ worker: w, now, ranks, models, onAct }) {
       <${Fact} name="In flight" field="in_flight" value=${count(w.in_flight)} title="Requests of this router that have not finished" />
       <${Fact} name="Waiting" field="waiting" value=${count(w.waiting)} title="Requests in the worker's own queue, as published by the worker" />
       <${Fact} name="Hit rate" field="hit_rate" value=${percent(w.hit_rate)} title="Share of prompt tokens that were cached" />
-      <${Fact} name="Indexed blocks" field="blocks" value=${short(w.blocks)} title=${`${count(w.blocks)} blocks in the router's index`} />
+      <${Fact} name="Indexed blocks" field="blocks" value=${short(w.blocks)} title=${`${count(w.blocks)} blocks${w.block_size ? ` of ${count(w.block_size)} tokens` : ""} in the router's index`} />
       <${Fact} name="Prefilling" field="prefill_tokens" value=${html`${short(w.prefill_tokens)}<small>tok</small>`} title="Uncached prompt tokens still to compute" />
       <${Fact} name="Requests" field="requests" value=${short(w.requests)} title=${`${count(w.requests)} finished`} />
       <${Fact} name="Restarts" field="restarts" value=${count(w.restarts)} tone=${w.restarts > 0 ? "off" : ""} />

@@ -1,0 +1,134 @@
+package workers
+
+import (
+	"cmp"
+	"fmt"
+	"time"
+
+	"kvrouter/internal/base/kv"
+	"kvrouter/internal/fleet/probe"
+)
+
+// CacheState says how the KV cache of a worker is known.
+type CacheState struct {
+	Known     kv.Knowledge `json:"known"`
+	BlockSize int          `json:"block_size"`       // tokens
+	Reason    string       `json:"reason,omitempty"` // why it is not known exactly
+	Remedy    string       `json:"remedy,omitempty"` // what would make it known exactly
+	Since     time.Time    `json:"since"`
+}
+
+// sizeBlocks sets the tokens of a block of the worker: by its events, else by what it reports, else
+// --block-size.
+func (in *incarnation) sizeBlocks(registered int) {
+	reported := in.reported.Block
+	if in.info != nil {
+		reported = in.info.BlockSize()
+	}
+	if !in.w.attached { // it was given one
+		reported = 0
+	}
+	size := cmp.Or(int(in.eventBlock.Load()), registered, reported, in.f.cfg.BlockSize)
+	in.blockSize = min(max(size, 1), kv.MaxBlock)
+}
+
+// resized reports whether the worker's events have shown another block size than it is followed with.
+func (in *incarnation) resized() bool {
+	size := int(in.eventBlock.Load())
+	return size != 0 && size != in.blockSize
+}
+
+// noteBlockSize notes the block size that the worker's events have.
+func (in *incarnation) noteBlockSize(tokens int) {
+	in.eventBlock.Store(int64(tokens))
+	in.w.checkSoon()
+}
+
+// knows returns how the cache of a rank is known, and why not exactly.
+func (in *incarnation) knows(key kv.WorkerKey) (known kv.Knowledge, reason string) {
+	if !in.f.cfg.KVEvents && !in.f.cfg.Assumes {
+		return kv.LoadOnly, "the policy does not use cached prefixes"
+	}
+	if !in.f.cfg.KVEvents {
+		return kv.Approximate, "the router does not follow KV events (--no-kv-events, or --prefix-source approx)"
+	}
+	if in.info != nil && in.w.spec.KVEvents == "" {
+		if keeps, _ := in.info.KeepsPrompts(); !keeps {
+			return kv.LoadOnly, "its engine keeps no prompts"
+		}
+	}
+	in.w.mu.Lock()
+	stream := in.w.streams[key]
+	in.w.mu.Unlock()
+	if stream == nil {
+		return kv.Approximate, "no KV events of it are followed"
+	}
+	stats := stream.Stats()
+	switch {
+	case !stats.Connected.Load() && time.Since(in.began) > in.f.timing.unheardAfter:
+		return kv.Approximate, "no connection to its KV events at " + stream.Src.Endpoint
+	case stats.BlockSizeMismatch.Load() > 0 && stats.Cold.Load():
+		return kv.Approximate, "the blocks of its KV events cannot be followed"
+	case stats.Cold.Load() && stats.Batches.Load() > 0:
+		return kv.Approximate, "its KV events do not go back to its start"
+	}
+	return kv.Exact, ""
+}
+
+// review sets how the caches of the worker's targets are known, and announces those that have changed.
+func (in *incarnation) review() {
+	if in.up && in.reviseTargets() {
+		in.announceAnew()
+	}
+}
+
+// reviseTargets sets Known of the targets. It reports whether any has changed.
+func (in *incarnation) reviseTargets() (changed bool) {
+	state := CacheState{BlockSize: in.blockSize, Since: time.Now()}
+	for i := range in.targets {
+		known, reason := in.knows(in.targets[i].Key)
+		if known > state.Known {
+			state.Known, state.Reason = known, reason
+		}
+		changed = changed || in.targets[i].Known != known
+		in.targets[i].Known = known
+	}
+	if state.Known != kv.Exact && in.f.cfg.KVEvents {
+		state.Remedy = in.eventsRemedy()
+	}
+	before := in.w.current().Cache
+	if before.Known != state.Known || before.Reason != state.Reason || before.BlockSize != state.BlockSize || before.Since.IsZero() {
+		in.f.update(in.w, func(s *Status) { s.Cache = state })
+	}
+	in.logKnown(state)
+	return changed
+}
+
+// logKnown logs how the worker's cache is known, if that has changed. A server may name its events only
+// once its engine runs.
+func (in *incarnation) logKnown(state CacheState) {
+	late := in.info != nil || time.Since(in.began) >= in.f.timing.silentAfter
+	switch {
+	case state.Reason == in.w.logged || !in.f.cfg.KVEvents || state.Known != kv.Exact && !late:
+		return
+	case state.Known == kv.Exact:
+		in.f.log.Info(fmt.Sprintf("%s: its KV cache is known exactly", in.w), "url", in.w.spec.URL, "block_size", state.BlockSize)
+	case state.Known == kv.LoadOnly:
+		in.f.log.Warn(fmt.Sprintf("%s: routed by load only: %s", in.w, state.Reason), "url", in.w.spec.URL, "remedy", state.Remedy)
+	default:
+		in.f.log.Warn(fmt.Sprintf("%s: its KV cache is known approximately: %s", in.w, state.Reason), "url", in.w.spec.URL,
+			"block_size", state.BlockSize, "remedy", state.Remedy)
+	}
+	in.w.logged = state.Reason
+}
+
+// eventsRemedy says what makes the worker's cache known exactly.
+func (in *incarnation) eventsRemedy() string {
+	if in.info != nil {
+		if _, remedy := in.info.KeepsPrompts(); remedy != "" {
+			return remedy
+		}
+		return in.info.EventsRemedy() + in.orName("kv-events")
+	}
+	return "start it with " + probe.EventFlags(in.engine) + in.orName("kv-events")
+}

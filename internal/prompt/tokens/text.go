@@ -1,0 +1,44 @@
+package tokens
+
+import (
+	"encoding/binary"
+
+	"github.com/tidwall/gjson"
+
+	"kvrouter/internal/base/jsonbody"
+)
+
+// textMembers are the members of a request's body that make up its prompt, in the order in which chat
+// templates put them: what later turns of a conversation add comes last.
+var textMembers = []string{"tools", "functions", "system", "instructions", "messages", "prompt", "text", "input"}
+
+// Bounds of the text of a prompt that is taken, bytes. A short one is computed at once anywhere.
+const minText, maxText = 1 << 10, 4 << 20
+
+// Text returns the text of a request's prompt as a list of words of four bytes, about as many as its
+// tokens: equal beginnings of prompts are equal beginnings of lists. Words are no tokens of any
+// vocabulary, because those are below 2^21. It is nil for a short text, and for a request that continues
+// a stored response, whose beginning is not in it.
+func Text(body *jsonbody.Body) []uint32 {
+	if body.Get("previous_response_id").Type == gjson.String {
+		return nil
+	}
+	var text []byte
+	for _, member := range textMembers {
+		raw := body.Get(member).Raw
+		if n := len(raw); n > 1 && raw[0] == '[' { // the next turn's list is longer
+			raw = raw[:n-1]
+		} else if n > 1 && raw[0] == '"' {
+			raw = raw[:n-1]
+		}
+		text = append(text, raw[:min(len(raw), maxText-len(text))]...)
+	}
+	if len(text) < minText {
+		return nil
+	}
+	words := make([]uint32, 0, len(text)/4)
+	for ; len(text) >= 4; text = text[4:] {
+		words = append(words, binary.LittleEndian.Uint32(text))
+	}
+	return words
+}

@@ -1,0 +1,54 @@
+package tokens
+
+import (
+	"slices"
+	"strings"
+	"testing"
+
+	"kvrouter/internal/base/jsonbody"
+)
+
+func TestTextOfTheNextTurnBeginsWithThatOfTheLast(t *testing.T) {
+	long := strings.Repeat("a long question ", 80)
+	for name, turns := range map[string][2]string{
+		"chat": {`{"model":"m","messages":[{"role":"user","content":"` + long + `"}]}`,
+			`{"max_tokens":4,"messages":[{"role":"user","content":"` + long + `"},{"role":"assistant","content":"yes"},{"role":"user","content":"why"}]}`},
+		"completion":         {`{"prompt":"` + long + `"}`, `{"prompt":"` + long + `and more"}`},
+		"Anthropic messages": {`{"messages":[{"role":"user","content":"` + long + `"}],"system":"s"}`, `{"system":"s","messages":[{"role":"user","content":"` + long + `"},{"role":"user","content":"why"}]}`},
+		"tools":              {`{"messages":[{"role":"user","content":"` + long + `"}],"tools":[{"type":"function"}]}`, `{"tools":[{"type":"function"}],"messages":[{"role":"user","content":"` + long + `"},{}]}`},
+	} {
+		words := func(text string) []uint32 {
+			body, ok := jsonbody.Parse([]byte(text))
+			if !ok {
+				t.Fatalf("%s: no JSON object", text)
+			}
+			return Text(body)
+		}
+		first, second := words(turns[0]), words(turns[1])
+		if len(first) < len(long)/4 || len(second) <= len(first) || !slices.Equal(first, second[:len(first)]) {
+			t.Errorf("%s: %d words, then %d that begin otherwise", name, len(first), len(second))
+		}
+		for _, w := range first {
+			if w < 1<<21 {
+				t.Errorf("%s: word %d can be a token", name, w)
+			}
+		}
+	}
+}
+
+func TestTextIsBounded(t *testing.T) {
+	for text, want := range map[string]int{
+		`{"prompt":"` + strings.Repeat("a", 3*maxText) + `"}`: maxText / 4,
+		`{"input":"x","previous_response_id":"resp_1"}`:       0,
+		`{"prompt":"short"}`:                                  0,
+		`{}`:                                                  0,
+	} {
+		body, ok := jsonbody.Parse([]byte(text))
+		if !ok {
+			t.Fatalf("%.40s: no JSON object", text)
+		}
+		if got := len(Text(body)); got != want {
+			t.Errorf("%.40s: %d words, want %d", text, got, want)
+		}
+	}
+}
