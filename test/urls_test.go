@@ -33,7 +33,7 @@ func TestURLsAreTheWholeCommand(t *testing.T) {
 
 // TestServersOfFewRoutes: a server that lacks what the router asks of vLLM, and answers chats, is
 // one of the workers; an address that answers no chat is not. The turns of a conversation go to one
-// worker, though nobody knows their tokens.
+// worker, although the router does not know their tokens.
 func TestServersOfFewRoutes(t *testing.T) {
 	const answer = `{"id":"c","object":"chat.completion","choices":[{"index":0,"message":{"role":"assistant","content":"hi"},"finish_reason":"stop"}],` +
 		`"usage":{"prompt_tokens":5,"completion_tokens":1,"total_tokens":6}}`

@@ -85,6 +85,14 @@ type Traits struct {
 	Retention      int  // vLLM's --prefix-cache-retention-interval, tokens; 0: none, or unknown
 }
 
+// CommonBlock returns the largest size of a block that divides both, tokens. Either may be 0.
+func CommonBlock(a, b int) int {
+	for b != 0 {
+		a, b = b, a%b
+	}
+	return a
+}
+
 // Plain reports whether a match is the leading blocks held, in blocks of that many tokens.
 func (l Layout) Plain(block int) bool {
 	return !l.DropsLast && (len(l.Groups) == 0 ||

@@ -11,12 +11,12 @@ type Target struct {
 	// of three.
 	Key         WorkerKey
 	Models      []string
-	TotalBlocks int    // of its KV cache; 0: unknown
-	Cordoned    bool   // gets no new requests
-	Unanswered  bool   // registered, and its URL has never answered: the router itself sends it nothing
-	Engine      Engine // that it runs
-	Known       Knowledge
-	FirstRank   uint32 // of the worker: a server of some of the ranks of a deployment numbers them as the deployment does
+	TotalBlocks int       // of its KV cache; 0: unknown
+	Cordoned    bool      // gets no new requests
+	Unanswered  bool      // registered, and its URL has never answered: the router itself sends it nothing
+	Engine      Engine    // that it runs
+	Known       Knowledge // of its KV cache
+	FirstRank   uint32    // of the worker: a server of some of the ranks of a deployment numbers them as the deployment does
 	Disagg
 
 	URL              string   // without a slash at the end

@@ -282,10 +282,7 @@ func (s *Stream) resize(block int) {
 	}
 	largest := block
 	for _, group := range s.layout.Groups {
-		largest = max(largest, group.Block)
-		for size := group.Block; size != 0; {
-			block, size = size, block%size
-		}
+		largest, block = max(largest, group.Block), kv.CommonBlock(block, group.Block)
 	}
 	if block != s.Src.BlockSize && largest/block <= maxParts {
 		s.OnBlockSize(block)

@@ -95,7 +95,7 @@ type Work struct {
 
 // Hashes appends to dst the local block hashes of the request's Tokens.
 func (q *Request) Hashes(dst []uint64, blockSize int) []uint64 {
-	return kv.HashMediaBlocks(dst, q.Tokens, blockSize, q.LoRA, q.Salt, q.words(blockSize, blockSize))
+	return q.hashes(dst, blockSize, blockSize)
 }
 
 // Follow applies the client's hints to the request, except the session.

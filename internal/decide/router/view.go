@@ -21,9 +21,7 @@ func unitsOf(sizes []int) *units {
 	sizes = slices.Compact(slices.Sorted(slices.Values(sizes)))
 	unit := sizes[0]
 	for _, size := range sizes {
-		for size != 0 {
-			unit, size = size, unit%size
-		}
+		unit = kv.CommonBlock(unit, size)
 	}
 	if unit != sizes[0] { // policies know prompts in blocks of the unit
 		sizes = slices.Insert(sizes, 0, unit)

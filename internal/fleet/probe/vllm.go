@@ -305,12 +305,6 @@ func (p Page) retention() int {
 // any has.
 const maxBlockSize = 1 << 16
 
-// BlockSize queries the block size of a vLLM server's KV cache, tokens; 0: unknown.
-func (c *Client) BlockSize(ctx context.Context, s Server) (int, error) {
-	page, err := c.page(ctx, s, []string{cacheName})
-	return page.blockSize(), err
-}
-
 // blockSize returns the tokens in a block of an engine's KV cache; 0: unknown.
 func (p Page) blockSize() int {
 	for _, labels := range p.Caches() {

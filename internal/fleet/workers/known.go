@@ -38,10 +38,12 @@ func (in *incarnation) resized() bool {
 	return size != 0 && size != in.blockSize
 }
 
-// noteBlockSize notes the block size that the worker's events have.
+// noteBlockSize notes the block size that the worker's events have. Each event says it: only another
+// one causes a health check.
 func (in *incarnation) noteBlockSize(tokens int) {
-	in.eventBlock.Store(int64(tokens))
-	in.w.checkSoon()
+	if in.eventBlock.Swap(int64(tokens)) != int64(tokens) {
+		in.w.checkSoon()
+	}
 }
 
 // knows returns how the cache of a rank is known, and why not exactly.
@@ -52,10 +54,8 @@ func (in *incarnation) knows(key kv.WorkerKey) (known kv.Knowledge, reason strin
 	if !in.f.cfg.KVEvents {
 		return kv.Approximate, "the router does not follow KV events (--no-kv-events, or --prefix-source approx)"
 	}
-	if in.info != nil && in.w.spec.KVEvents == "" {
-		if keeps, _ := in.info.KeepsPrompts(); !keeps {
-			return kv.LoadOnly, "its engine keeps no prompts"
-		}
+	if in.keepsNone() {
+		return kv.LoadOnly, "its engine keeps no prompts"
 	}
 	in.w.mu.Lock()
 	stream := in.w.streams[key]

@@ -17,11 +17,7 @@ func (in *incarnation) warnOfEvents(sources []events.Source) {
 	if !in.f.cfg.KVEvents || in.warnedOfEvents {
 		return
 	}
-	keeps := true
-	if in.info != nil {
-		keeps, _ = in.info.KeepsPrompts()
-	}
-	silent := len(sources) == 0 || !keeps && in.w.spec.KVEvents == ""
+	silent := len(sources) == 0 || in.keepsNone()
 	if silent && in.info == nil && time.Since(in.began) < in.f.timing.silentAfter {
 		return // it may name them yet
 	}
@@ -37,6 +33,15 @@ func (in *incarnation) warnOfEvents(sources []events.Source) {
 			return
 		}
 	}
+}
+
+// keepsNone reports whether the engine keeps no prompts, and no endpoint of its events is given.
+func (in *incarnation) keepsNone() bool {
+	if in.info == nil || in.w.spec.KVEvents != "" {
+		return false
+	}
+	keeps, _ := in.info.KeepsPrompts()
+	return !keeps
 }
 
 // orName says where the settings can name an endpoint of the worker: only --worker and a

@@ -227,7 +227,7 @@ func TestSGLangIsKnownByItsURLAlone(t *testing.T) {
 		{name: "two replicas without events", changes: map[string]any{"dp_size": 2, "kv_events": nil}, ranks: 2, blocks: 20000 / 16, pass: 4096},
 		{name: "ranks of attention", changes: map[string]any{"dp_size": 1, "attn_dp_size": 4, "kv_events": nil}, ranks: 4, blocks: 20000 / 16, pass: 4096},
 		{name: "ranks of attention in an older version", changes: map[string]any{"dp_size": 4, "attn_dp_size": nil, "enable_dp_attention": true, "kv_events": nil}, ranks: 4, blocks: 20000 / 16, pass: 4096},
-		{name: "ranks of attention told twice", changes: map[string]any{"dp_size": 4, "attn_dp_size": 4, "enable_dp_attention": true, "kv_events": nil}, ranks: 4, blocks: 20000 / 16, pass: 4096},
+		{name: "ranks of attention reported twice", changes: map[string]any{"dp_size": 4, "attn_dp_size": 4, "enable_dp_attention": true, "kv_events": nil}, ranks: 4, blocks: 20000 / 16, pass: 4096},
 		{
 			name: "a host of its own and no replay", changes: map[string]any{"kv_events": map[string]any{"publisher": "zmq", "endpoint_host": "10.0.0.7", "endpoint_port_base": 5557, "topic": "", "block_size": 64, "dp_size": 1}},
 			ranks: 1, block: 64, blocks: 20000 / 64, pass: 4096, streams: 1, events: "tcp://10.0.0.7:5557", lastEvents: "tcp://10.0.0.7:5557",

@@ -26,9 +26,7 @@ func Text(body *jsonbody.Body) []uint32 {
 	var text []byte
 	for _, member := range textMembers {
 		raw := body.Get(member).Raw
-		if n := len(raw); n > 1 && raw[0] == '[' { // the next turn's list is longer
-			raw = raw[:n-1]
-		} else if n > 1 && raw[0] == '"' {
+		if n := len(raw); n > 1 && (raw[0] == '[' || raw[0] == '"') { // the next turn's list or string is longer
 			raw = raw[:n-1]
 		}
 		text = append(text, raw[:min(len(raw), maxText-len(text))]...)

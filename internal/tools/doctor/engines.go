@@ -74,9 +74,9 @@ func (v visitor) checkOther(ctx context.Context, s Setup, p *patient) {
 	v.checkLoad(ctx, v.at.Load, r)
 }
 
-// tellsCached checks whether a vLLM server says in its answers how many tokens of a prompt it had
-// cached. It sends one prompt twice, for one token each: some versions leave out a count of 0.
-func (v visitor) tellsCached(ctx context.Context, p *patient, blockSize int) (tells, known bool) {
+// reportsCached checks whether a vLLM server's answers report the number of cached prompt tokens. It
+// sends one prompt twice, for one token each: some versions leave out a count of 0.
+func (v visitor) reportsCached(ctx context.Context, p *patient, blockSize int) (reports, known bool) {
 	if len(p.models) == 0 {
 		return false, false
 	}

@@ -315,7 +315,7 @@ func (v visitor) checkVLLM(ctx context.Context, s Setup, page answer, err error,
 	if caches := cachesOf(metrics.Caches()); len(caches) > 0 {
 		size = caches[0].blockSize
 	}
-	if tells, known := v.tellsCached(ctx, p, size); known && !tells {
+	if reports, known := v.reportsCached(ctx, p, size); known && !reports {
 		p.lack(promptDetails)
 		r.note("its answers do not say how many tokens were cached: predictions are not verified", "start it with "+promptDetails)
 	}
