@@ -38,7 +38,7 @@ OUT = bench_real.ROOT / "out"
 BLOCK_SIZE = 16  # tokens; vLLM's default on a GPU
 DECODE_MS = "6,0,0"  # the default grows with the used share of the cache, which is small here
 
-KVROUTER = "{kvrouter} --engine none --model {model} [--worker url={url}] --http-port {port} --router-port {port2}"
+KVROUTER = "{kvrouter} [{url}] --http-port {port} --router-port {port2}"
 PEER = "--host 127.0.0.1 --port {port} --prometheus-port {port2} --worker-urls [{url}]"
 ROUTERS = {
     "kvrouter": KVROUTER,
@@ -50,7 +50,7 @@ ROUTERS = {
 # caches suffice.
 LEAST = {"none": 0.99, "all": 0.995}
 KINDS = list(LEAST)
-# Columns of out/fleet.csv. exact counts predictions that equal the cached tokens; only kvrouter tells its own.
+# Columns of out/fleet.csv. exact counts predictions that equal the cached tokens; only kvrouter reports its own.
 FIELDS = [
     "workers", "cache", "blocks", "events", "seed", "router", "share", "ttft_ms", "cpu_ms", "requests", "errors", "predicted", "exact",
     "seconds",
