@@ -814,9 +814,9 @@ func TestSelectionParityDifferences(t *testing.T) {
 			"201 schedulable", "201 schedulable",
 		}, {
 			"another block size of another routing group",
-			"a model has one block size here; there each of its routing groups has its own",
+			"no difference: each worker has its own here; each of a model's routing groups has one there",
 			nil, call("POST", "/workers", object{"worker_id": 11, "model_name": "m", "routing_group": "g", "endpoint": "http://h:1", "block_size": 8, "kv_events_endpoint": "tcp://127.0.0.1:1"}, "lifecycle"),
-			"201 incomplete", "201 schedulable",
+			"201 schedulable", "201 schedulable",
 		}, {
 			"a rank that the worker has not",
 			"only the text differs",

@@ -5,8 +5,6 @@ package web
 import (
 	"bytes"
 	"context"
-	"crypto/rand"
-	"encoding/hex"
 	"io"
 	stdlog "log"
 	"log/slog"
@@ -18,6 +16,7 @@ import (
 	"time"
 
 	"github.com/gin-gonic/gin"
+	"github.com/google/uuid"
 )
 
 // Response headers that describe the routing decision.
@@ -173,9 +172,7 @@ func RequestID(c *gin.Context) string {
 	usable := id != "" && len(id) <= requestIDLimit && !strings.Contains(id, addressInID) &&
 		!strings.ContainsFunc(id, func(r rune) bool { return r < ' ' || r > '~' })
 	if !usable {
-		var random [12]byte
-		rand.Read(random[:])
-		id = "req-" + hex.EncodeToString(random[:])
+		id = uuid.NewString() // llama.cpp's Python server refuses all others
 		c.Request.Header.Set(HeaderRequest, id)
 	}
 	return id

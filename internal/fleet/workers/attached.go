@@ -186,8 +186,6 @@ func (f *Fleet) followAttached(ctx context.Context, w *worker) (wasUp bool) {
 			continue
 		}
 		if in.resized() {
-			in.f.log.Info(fmt.Sprintf("%s: its KV events have another block size than expected: following them anew", w),
-				"expected", in.blockSize, "block_size", in.eventBlock.Load())
 			sources = in.followAnew(ctx)
 			continue
 		}

@@ -276,10 +276,7 @@ func (in *incarnation) applyDiscovered(ctx context.Context, sources []events.Sou
 // followAnew rebuilds the worker's index from its event streams of now, which it returns,
 // while its requests continue.
 func (in *incarnation) followAnew(ctx context.Context) []events.Source {
-	in.forget()
-	in.ctx, in.cancel = context.WithCancel(ctx)
-	in.stopLoads, in.watched = nil, false
-	clear(in.loaded)
+	in.restart(ctx)
 	sources := in.eventSources()
 	if len(sources) == 0 { // it may not have answered in time
 		in.warnedOfEvents, in.began = false, time.Now()

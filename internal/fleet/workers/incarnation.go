@@ -46,6 +46,9 @@ type incarnation struct {
 	blockSize  int          // tokens
 	eventBlock atomic.Int64 // the same by its events; 0: they have not shown that it is another
 
+	resizeAfter time.Time     // when its events may be followed anew for their block size
+	resizePause time.Duration // after that
+
 	disagg     kv.Disagg    // its role in disaggregated serving, as far as known
 	served     probe.Models // as last reported
 	modelsAt   time.Time    // when that was
@@ -108,6 +111,14 @@ func (in *incarnation) join(serves kv.Served) (err error) {
 		}
 	}
 	return err
+}
+
+// restart ends all that follows the worker, so that it can be followed anew until ctx is done.
+func (in *incarnation) restart(ctx context.Context) {
+	in.forget()
+	in.ctx, in.cancel = context.WithCancel(ctx)
+	in.stopLoads, in.watched = nil, false
+	clear(in.loaded)
 }
 
 // forget ends the goroutines that follow the worker, and then empties its index.

@@ -32,16 +32,30 @@ func (in *incarnation) sizeBlocks(registered int) {
 	in.blockSize = min(max(size, 1), kv.MaxBlock)
 }
 
-// resized reports whether the worker's events have shown another block size than it is followed with.
+// resized reports whether the worker's events have shown another block size than it is followed with,
+// so that they are followed anew. The events of a worker that changes its mind are so after ever longer pauses.
 func (in *incarnation) resized() bool {
 	size := int(in.eventBlock.Load())
-	return size != 0 && size != in.blockSize
+	if size == 0 || size == in.blockSize || time.Now().Before(in.resizeAfter) {
+		return false
+	}
+	in.resizePause = min(max(2*in.resizePause, minResizePause), maxResizePause)
+	in.resizeAfter = time.Now().Add(in.resizePause)
+	in.f.log.Info(fmt.Sprintf("%s: its KV events have another block size than expected: following them anew", in.w),
+		"expected", in.blockSize, "block_size", size)
+	return true
 }
 
-// noteBlockSize notes the block size that the worker's events have. Each event says it: only another
-// one causes a health check.
+// Limits of the pause after the events of a worker are followed anew for their block size.
+const (
+	minResizePause = time.Second
+	maxResizePause = time.Minute
+)
+
+// noteBlockSize notes the block size that the worker's events have. Only the first that is not the
+// expected one causes a health check.
 func (in *incarnation) noteBlockSize(tokens int) {
-	if in.eventBlock.Swap(int64(tokens)) != int64(tokens) {
+	if in.eventBlock.Swap(int64(tokens)) == 0 {
 		in.w.checkSoon()
 	}
 }

@@ -1,11 +1,17 @@
 package workers
 
 import (
+	"fmt"
+	"net/http"
+	"net/url"
+	"strconv"
 	"strings"
 	"testing"
+	"testing/synctest"
 	"time"
 
 	"kvrouter/internal/base/kv"
+	"kvrouter/internal/base/zmq"
 	"kvrouter/internal/cache/events"
 	"kvrouter/internal/testkit"
 )
@@ -88,4 +94,80 @@ func TestAWorkerIsKnownAsItsLeastKnownRank(t *testing.T) {
 	if in.targets[0].Known != kv.Exact || in.targets[1].Known != kv.Approximate || f.Workers()[0].Cache.Known != kv.Approximate {
 		t.Errorf("%+v, %+v", in.targets, f.Workers()[0].Cache)
 	}
+}
+
+// TestEventsSayTheBlockSizeOfEveryWorker, also of one that the router has started, or that was registered
+// with another one.
+func TestEventsSayTheBlockSizeOfEveryWorker(t *testing.T) {
+	const given = testkit.BlockSize * 3 / 2
+	for name, begin := range map[string]func(*testing.T, *testkit.FakePublisher) (*fakeFleet, kv.WorkerKey){
+		"started": func(t *testing.T, p *testkit.FakePublisher) (*fakeFleet, kv.WorkerKey) {
+			config := fakeConfig(t, 1)
+			config.fleet.Ports.KVEvents, config.fleet.Ports.KVReplay = portOf(t, p.Pub), portOf(t, p.Router)
+			config.fleet.BlockSize = given
+			f := newFakeFleet(t, config)
+			f.start()
+			return f, kv.WorkerKey{}
+		},
+		"registered": func(t *testing.T, p *testkit.FakePublisher) (*fakeFleet, kv.WorkerKey) {
+			a := newAttachedServer(t, "")
+			a.start()
+			t.Cleanup(func() { a.server.Close() })
+			f := registeredFleet(t, nil)
+			r, key := registration("http://"+a.address), kv.WorkerKey{Worker: 5}
+			r.BlockSize = given
+			r.Sources = []events.Source{{Worker: key, Endpoint: p.Pub.Endpoint(), Replay: p.Router.Endpoint(), Topic: "kv"}}
+			f.register(r)
+			return f, key
+		},
+	} {
+		t.Run(name, func(t *testing.T) {
+			defer http.DefaultClient.CloseIdleConnections()
+			p := testkit.NewFakePublisher(t)
+			p.Batch(true, testkit.StoredEvent(1, 0, 9))
+			f, key := begin(t, p)
+			testkit.Settles(t, func() error {
+				if c := f.Workers()[0].Cache; c.Known != kv.Exact || c.BlockSize != testkit.BlockSize || f.index.Blocks(key) != 9 {
+					return fmt.Errorf("%+v with %d blocks", c, f.index.Blocks(key))
+				}
+				return nil
+			})
+			f.stop()
+		})
+	}
+}
+
+func portOf(t *testing.T, l *zmq.Listener) int {
+	t.Helper()
+	u, err := url.Parse(l.Endpoint())
+	if err != nil {
+		t.Fatal(err)
+	}
+	port, err := strconv.Atoi(u.Port())
+	if err != nil {
+		t.Fatal(err)
+	}
+	return port
+}
+
+// TestEventsOfEverOtherSizesAreFollowedAnewMoreAndMoreRarely: each time costs the history of the worker.
+func TestEventsOfEverOtherSizesAreFollowedAnewMoreAndMoreRarely(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		var log testkit.LogBuffer
+		f, _, _ := comparedFleet(t, &log)
+		in := &incarnation{f: f, w: f.workers[0], blockSize: 16}
+		var times []time.Duration
+		for began, size := time.Now(), 17; time.Since(began) < time.Hour; time.Sleep(100 * time.Millisecond) {
+			in.noteBlockSize(size)
+			if in.resized() {
+				times, in.blockSize, size = append(times, time.Since(began)), size, size^1
+			}
+		}
+		if len(times) < 60 || len(times) > 70 || times[1] < time.Second || times[3] < 7*time.Second {
+			t.Errorf("%d times, at %v", len(times), times)
+		}
+		if woken := len(in.w.wake); woken != 1 {
+			t.Errorf("%d health checks are due", woken)
+		}
+	})
 }

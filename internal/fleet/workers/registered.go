@@ -230,10 +230,7 @@ func (f *Fleet) followRegistered(ctx context.Context, w *worker, now registryCha
 		now.acknowledge()
 		return registryChange{Registration: now.Registration}, true, answered
 	}
-	in.sizeBlocks(now.BlockSize)
-	for _, source := range now.Sources {
-		in.followEvents(source)
-	}
+	in.followRegistration(now.Registration)
 	in.setDisagg(now.Disagg)
 	asked, failures := false, 0 // whether it runs SGLang, and for fields that its Disagg lacks
 	in.register(now.Registration)
@@ -266,6 +263,13 @@ func (f *Fleet) followRegistered(ctx context.Context, w *worker, now registryCha
 		if in.checkHealth(); in.gone {
 			return registryChange{Registration: now.Registration}, true, in.answered
 		}
+		if in.resized() {
+			in.restart(ctx)
+			in.followRegistration(now.Registration)
+			in.register(now.Registration)
+			in.followLoads()
+		}
+		in.review()
 		if in.answered && in.up && !asked {
 			known := in.info != nil
 			if !known {
@@ -284,6 +288,14 @@ func (f *Fleet) followRegistered(ctx context.Context, w *worker, now registryCha
 				in.followLoadsAnew()
 			}
 		}
+	}
+}
+
+// followRegistration follows the event streams of r.
+func (in *incarnation) followRegistration(r Registration) {
+	in.sizeBlocks(r.BlockSize)
+	for _, source := range r.Sources {
+		in.followEvents(source)
 	}
 }
 

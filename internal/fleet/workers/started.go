@@ -7,6 +7,7 @@ import (
 	"log/slog"
 	"time"
 
+	"kvrouter/internal/cache/events"
 	"kvrouter/internal/fleet/process"
 )
 
@@ -50,10 +51,7 @@ func (f *Fleet) runStarted(ctx context.Context, w *worker) (readyFor time.Durati
 	if err != nil {
 		return 0, err
 	}
-	// A process listens seconds later: the stream has the engine's first event.
-	for _, source := range f.cfg.Ports.Sources(int(w.id), f.cfg.BlockSize) {
-		in.followEvents(source)
-	}
+	in.followStarted() // a process listens seconds later: the stream has the engine's first event
 	f.update(w, func(s *Status) { s.PID = engine.PID })
 	if engine.PID != 0 {
 		f.log.Info(fmt.Sprintf("%s: %s", w, process.StageProcess), "pid", engine.PID, "url", w.spec.URL)
@@ -100,6 +98,14 @@ func (f *Fleet) runStarted(ctx context.Context, w *worker) (readyFor time.Durati
 		}
 
 		in.checkHealth()
+		if in.resized() { // a model with states sets its own
+			in.restart(ctx)
+			in.sizeBlocks(0)
+			in.setTargets(in.served, in.followStarted())
+			in.followLoads()
+			in.announceAnew()
+		}
+		in.review()
 		poll = in.pause()
 		switch {
 		case in.up:
@@ -115,6 +121,15 @@ func (f *Fleet) runStarted(ctx context.Context, w *worker) (readyFor time.Durati
 			return since(readySince), errors.New(downReason)
 		}
 	}
+}
+
+// followStarted follows the event streams of a started worker.
+func (in *incarnation) followStarted() []events.Source {
+	sources := in.f.cfg.Ports.Sources(int(in.w.id), in.blockSize)
+	for _, source := range sources {
+		in.followEvents(source)
+	}
+	return sources
 }
 
 // stopStarted ends a started worker and returns once nothing of it is left.
@@ -140,7 +155,7 @@ func (f *Fleet) becomeReady(in *incarnation) bool {
 	if served.Names == nil {
 		served.Names = []string{f.cfg.ServedModelName}
 	}
-	in.setTargets(served, f.cfg.Ports.Sources(int(w.id), f.cfg.BlockSize))
+	in.setTargets(served, f.cfg.Ports.Sources(int(w.id), in.blockSize))
 	in.followLoads()
 	in.markUp()
 	return true
