@@ -114,6 +114,8 @@ func (f *Fleet) attach(w *worker, supervise func(context.Context, *worker)) {
 		defer leave()
 		defer close(w.follower.left)
 		supervise(ctx, w)
+		w.claims.renew()
+		f.settle(w)
 		return nil
 	})
 }

@@ -185,7 +185,7 @@ func (f *Fleet) followAttached(ctx context.Context, w *worker) (wasUp bool) {
 			sources = in.followAnew(ctx)
 			continue
 		}
-		if in.resized() {
+		if in.resized() || in.unrivaled() {
 			sources = in.followAnew(ctx)
 			continue
 		}

@@ -232,6 +232,8 @@ type Fleet struct {
 	opened    chan struct{}      // closed when workers can be registered
 	lookers   chan chan struct{} // each is closed after a look at the models
 
+	claims claims // on event endpoints
+
 	membership sync.Mutex // guards workers, run and nextAdded; a worker's mu may be taken under it
 	workers    []*worker  // the slice is replaced, never changed
 	run        *fleetRun  // nil: not running
@@ -254,6 +256,7 @@ type worker struct {
 	patience   time.Duration       // with its next health check, if that is more than healthLimit
 	logged     string              // why its cache is not known exactly, as logged last; empty: it is
 	inferred   inference
+	claims     claiming
 	discovered *discovered        // nil: not one of Follow
 	wake       chan struct{}      // holds a token when a health check is due now
 	look       chan chan struct{} // each is closed after a look at its models

@@ -132,13 +132,14 @@ func (in *incarnation) forget() {
 	clear(in.w.streams)
 	clear(in.w.accuracy)
 	in.w.mu.Unlock()
+	in.w.claims.renew()
 	_, _ = in.index.Apply(kv.WorkerKey{Worker: in.w.id}, &radix.Change{Kind: radix.Forgotten}) // cannot fail
 }
 
 // followEvents reads one event stream until the incarnation ends, unless KV events are
 // off.
 func (in *incarnation) followEvents(source events.Source) {
-	if !in.f.cfg.KVEvents || !in.w.mayFollow(source) {
+	if !in.f.cfg.KVEvents || !in.w.mayFollow(source) || !in.claim(&source) {
 		return
 	}
 	source.BlockSize = in.blockSize
@@ -213,6 +214,7 @@ func (in *incarnation) aim(ranks []uint32, sizes map[uint32]int, t kv.Target) {
 		}
 	}
 	in.w.mu.Unlock()
+	in.f.settle(in.w)
 	if in.w.spec.Kind != kv.KindRouter {
 		in.reviseTargets()
 	}

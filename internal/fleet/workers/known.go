@@ -74,6 +74,9 @@ func (in *incarnation) knows(key kv.WorkerKey) (known kv.Knowledge, reason strin
 	in.w.mu.Lock()
 	stream := in.w.streams[key]
 	in.w.mu.Unlock()
+	if stream == nil && in.w.claims.rival != nil {
+		return kv.Approximate, fmt.Sprintf("its KV events endpoint %s is that of %s", in.w.claims.awaited, in.w.claims.rival)
+	}
 	if stream == nil {
 		return kv.Approximate, "no KV events of it are followed"
 	}
@@ -138,6 +141,9 @@ func (in *incarnation) logKnown(state CacheState) {
 
 // eventsRemedy says what makes the worker's cache known exactly.
 func (in *incarnation) eventsRemedy() string {
+	if in.w.claims.rival != nil {
+		return "name the KV events endpoint of each worker itself"
+	}
 	if in.info != nil {
 		if _, remedy := in.info.KeepsPrompts(); remedy != "" {
 			return remedy

@@ -263,7 +263,7 @@ func (f *Fleet) followRegistered(ctx context.Context, w *worker, now registryCha
 		if in.checkHealth(); in.gone {
 			return registryChange{Registration: now.Registration}, true, in.answered
 		}
-		if in.resized() {
+		if in.resized() || in.unrivaled() {
 			in.restart(ctx)
 			in.followRegistration(now.Registration)
 			in.register(now.Registration)
