@@ -156,7 +156,7 @@ bench-fair: setup #: Benchmark a flood beside light chats on two real vLLM CPU w
 bench-adapters: setup #: Benchmark 8 LoRA adapters with made-up weights on two real vLLM CPU workers with slots for 2 (20 minutes; ARGS="--policies work")
 	$(PYTHON) scripts/bench_adapters.py $(ARGS)
 
-bench-fleet: setup #: Compare cache hits of vllm-router, SMG and kvrouter before 2 to 16 simulated workers with and without KV events (8 minutes; ARGS="--workers 4,8 --seeds 1")
+bench-fleet: setup #: Compare cache hits of vllm-router, SMG and kvrouter before 2 to 16 simulated workers with and without KV events (45 minutes; ARGS="--workers 4,8 --seeds 1")
 	scripts/peers.sh fleet $(ARGS)
 
 bench-gateway: setup #: Measure the overhead of the endpoint picker behind Envoy against a minimal picker and the OpenAI port (10 minutes)

@@ -48,10 +48,12 @@ type LoadSource struct {
 	Ranks  []kv.WorkerKey
 	// ZMQ PUB, of the plugin's JSON or SGLang's LoadStat, of the only rank; empty: none. Pages of an SGLang server replace one that fails
 	Socket string
-	Apart  bool             // pages show each rank as an engine of that number; otherwise the page describes the only rank
-	Heard  *Hearing         // records each message of the socket; nil: not recorded
-	Lives  func()           // called when the socket or the pages show that the engine makes progress; nil: nothing is
-	Key    func() kv.Secret // returns the worker's current key
+	Apart  bool     // pages show each rank as an engine of that number; otherwise the page describes the only rank
+	Heard  *Hearing // records each message of the socket; nil: not recorded
+	Lives  func()   // called when the socket or the pages show that the engine makes progress; nil: nothing is
+	// Restarted is called for each rank when the pages show that the engine is another one than before; nil: nothing is.
+	Restarted func(kv.WorkerKey)
+	Key       func() kv.Secret // returns the worker's current key
 	// Rest returns the time between two polls of the page while the worker is idle; what is
 	// less than idleInterval counts as that. nil: idleInterval.
 	Rest func() time.Duration

@@ -14,9 +14,10 @@ type progress struct {
 	usage  float64 // of the KV cache, which grows while a prompt is computed
 }
 
-// note calls Lives if the page shows progress since the last one.
+// note calls Lives if the page shows progress since the last one, and Restarted if the counters of
+// the engine began again.
 func (s *LoadSource) note(page Page) {
-	if s.Lives == nil || page == nil {
+	if page == nil || s.Lives == nil && s.Restarted == nil {
 		return
 	}
 	now := progress{known: true}
@@ -29,7 +30,12 @@ func (s *LoadSource) note(page Page) {
 			now.usage += gauge(metric.GetGauge().GetValue(), 1)
 		}
 	}
-	if s.progress.known && now != *s.progress {
+	if s.Restarted != nil && now.counts < s.progress.counts {
+		for _, rank := range s.Ranks {
+			s.Restarted(rank)
+		}
+	}
+	if s.Lives != nil && s.progress.known && now != *s.progress {
 		s.Lives()
 	}
 	*s.progress = now

@@ -4,6 +4,8 @@ import (
 	"fmt"
 	"strings"
 	"testing"
+
+	"kvrouter/internal/base/kv"
 )
 
 // progressPage is a vLLM server's page that has generated so many tokens.
@@ -29,16 +31,19 @@ func TestOnlyProgressIsASignOfLife(t *testing.T) {
 	for _, test := range []struct {
 		name, before, after string
 		lives               bool
+		restarted           bool
 	}{
-		{"nothing moves while requests run", progressPage(3, 100, 0, 0.5), progressPage(3, 100, 0, 0.5), false},
-		{"requests come and leave", progressPage(3, 100, 0, 0.5), progressPage(4, 100, 2, 0.5), false},
-		{"tokens are generated", progressPage(3, 100, 0, 0.5), progressPage(3, 101, 0, 0.5), true},
-		{"a prompt is computed", progressPage(1, 0, 0, 0.1), progressPage(1, 0, 0, 0.2), true},
-		{"SGLang generates", "# TYPE sglang:generation_tokens_total counter\nsglang:generation_tokens_total{tp_rank=\"0\"} 7\n", "# TYPE sglang:generation_tokens_total counter\nsglang:generation_tokens_total{tp_rank=\"0\"} 8\n", true},
-		{"the counters are missing", "a 1\n", "a 2\n", false},
+		{"nothing moves while requests run", progressPage(3, 100, 0, 0.5), progressPage(3, 100, 0, 0.5), false, false},
+		{"requests come and leave", progressPage(3, 100, 0, 0.5), progressPage(4, 100, 2, 0.5), false, false},
+		{"tokens are generated", progressPage(3, 100, 0, 0.5), progressPage(3, 101, 0, 0.5), true, false},
+		{"a prompt is computed", progressPage(1, 0, 0, 0.1), progressPage(1, 0, 0, 0.2), true, false},
+		{"SGLang generates", "# TYPE sglang:generation_tokens_total counter\nsglang:generation_tokens_total{tp_rank=\"0\"} 7\n", "# TYPE sglang:generation_tokens_total counter\nsglang:generation_tokens_total{tp_rank=\"0\"} 8\n", true, false},
+		{"the engine was restarted", progressPage(3, 100, 0, 0.5), progressPage(0, 2, 0, 0), true, true},
+		{"an aborted request", progressPage(3, 100, 5, 0.5), progressPage(3, 100, 0, 0.5), false, false},
+		{"the counters are missing", "a 1\n", "a 2\n", false, false},
 	} {
-		lived := 0
-		s := LoadSource{Lives: func() { lived++ }, progress: new(progress)}
+		lived, restarted := 0, 0
+		s := LoadSource{Lives: func() { lived++ }, Restarted: func(kv.WorkerKey) { restarted++ }, Ranks: make([]kv.WorkerKey, 1), progress: new(progress)}
 		for _, text := range []string{test.before, test.after} {
 			page, err := ParsePage(strings.NewReader(text))
 			if err != nil {
@@ -48,6 +53,9 @@ func TestOnlyProgressIsASignOfLife(t *testing.T) {
 		}
 		if want := map[bool]int{true: 1}[test.lives]; lived != want {
 			t.Errorf("%s: %d signs of life, want %d", test.name, lived, want)
+		}
+		if (restarted == 1) != test.restarted {
+			t.Errorf("%s: restarted %d times", test.name, restarted)
 		}
 	}
 }

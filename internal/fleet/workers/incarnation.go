@@ -246,7 +246,8 @@ func (in *incarnation) followLoads() {
 		in.followers.Go(func() { in.f.probe.FollowLoad(ctx, s, in.w.logger(in.f.log), in.f.members.Load) })
 	}
 	counters := &probe.Counters{Transfers: in.f.members.Transferred, Adapters: in.f.members.ShowAdapters}
-	pages := probe.LoadSource{URL: in.w.spec.URL, Engine: in.engine, Key: in.w.currentKey, Lives: in.lives, Rest: in.rest}
+	pages := probe.LoadSource{URL: in.w.spec.URL, Engine: in.engine, Key: in.w.currentKey, Lives: in.lives, Rest: in.rest,
+		Restarted: in.emptyAssumed}
 	all := pages
 	for _, target := range in.targets {
 		if in.loaded[target.Key] {

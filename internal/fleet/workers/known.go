@@ -6,6 +6,7 @@ import (
 	"time"
 
 	"kvrouter/internal/base/kv"
+	"kvrouter/internal/cache/radix"
 	"kvrouter/internal/fleet/probe"
 )
 
@@ -137,6 +138,18 @@ func (in *incarnation) logKnown(state CacheState) {
 			"block_size", state.BlockSize, "remedy", state.Remedy)
 	}
 	in.w.logged = state.Reason
+}
+
+// emptyAssumed takes the assumed blocks of a rank whose engine was restarted before a health check could
+// see that. Events say it themselves.
+func (in *incarnation) emptyAssumed(rank kv.WorkerKey) {
+	in.w.mu.Lock()
+	follows := in.w.streams[rank] != nil
+	in.w.mu.Unlock()
+	if !follows {
+		in.f.log.Debug(fmt.Sprintf("%s: its counters began again: its prompts no longer count as cached", in.w))
+		_, _ = in.index.Apply(rank, &radix.Change{Kind: radix.DeviceCleared}) // cannot fail
+	}
 }
 
 // eventsRemedy says what makes the worker's cache known exactly.

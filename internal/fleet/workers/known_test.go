@@ -14,6 +14,7 @@ import (
 	"kvrouter/internal/base/zmq"
 	"kvrouter/internal/cache/events"
 	"kvrouter/internal/testkit"
+	"kvrouter/internal/testkit/radixtest"
 )
 
 // TestHowACacheIsKnown: exactly only while all events since the worker's start have been followed.
@@ -170,4 +171,36 @@ func TestEventsOfEverOtherSizesAreFollowedAnewMoreAndMoreRarely(t *testing.T) {
 			t.Errorf("%d health checks are due", woken)
 		}
 	})
+}
+
+// TestAnUnseenRestartEmptiesWhatIsAssumed: a server that is back before the next health check has lost its
+// cache, and its counters began again.
+func TestAnUnseenRestartEmptiesWhatIsAssumed(t *testing.T) {
+	defer http.DefaultClient.CloseIdleConnections()
+	a := newAttachedServer(t, "")
+	page := func(tokens int) string {
+		return fmt.Sprintf("# TYPE vllm:num_requests_running gauge\nvllm:num_requests_running 0\n# TYPE vllm:num_requests_waiting gauge\nvllm:num_requests_waiting 0\n"+
+			"# TYPE vllm:prompt_tokens_total counter\nvllm:prompt_tokens_total %d\n", tokens)
+	}
+	a.metrics = page(900)
+	a.start()
+	f := attachedFleet(t, a, "")
+	f.start()
+	f.wantEvents("up 3.0 g1")
+	key := kv.WorkerKey{Worker: 3}
+	if err := radixtest.Store(f.index, key, 0, false, []kv.StoredBlock{{Engine: 1, Local: 2}}); err != nil {
+		t.Fatal(err)
+	}
+	tokens := 900
+	testkit.Settles(t, func() error {
+		tokens--
+		a.set(func() { a.metrics = page(tokens) })
+		if n := f.index.Blocks(key); n != 0 {
+			return fmt.Errorf("%d blocks are left", n)
+		}
+		return nil
+	})
+	f.wantEvents("up 3.0 g1")
+	f.stop()
+	a.server.Close()
 }
