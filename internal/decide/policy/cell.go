@@ -157,7 +157,7 @@ func (p *Work) cellTerms(t *workTerms, q *Query, c *Candidate, u *workUsual) {
 	cached := int(math.Round(float64(c.Overlap) * load.Cell.Finds()))
 	uncached := max(1, q.Tokens-cached*q.BlockSize)
 	own := p.Timing.Prefill(uncached)
-	copied := min(own, p.Timing.Prefill(q.BlockSize)*p.reuse.others(cached))
+	copied := min(own, p.Timing.Token*float64(q.BlockSize)*p.reuse.others(cached))
 	context := float64(load.Context()) / width
 	first := p.cellWait(q.Now, load, q.Class) + milliseconds(p.Alone(uncached)) + p.Timing.Decoding(int(context))/2
 	network := milliseconds(load.Cell.Network)

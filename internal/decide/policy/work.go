@@ -20,7 +20,7 @@ import (
 //	         load what they have, also where computing would be faster. A load
 //	         begins with the first pass that has room for the prompt.
 //	copy     the part of own, the time to compute the uncached tokens, that later
-//	         requests save. A new copy of a prefix is an investment: in the
+//	         requests save: of their tokens, not of the pass that these have in any case. A new copy of a prefix is an investment: in the
 //	         next turnover of the caches as many requests will use the prefix as
 //	         in the last one, over N workers. So of a block that was used u
 //	         times, u/(u + N) is theirs. Of windows and states, engines keep only those
@@ -429,13 +429,15 @@ func (p *Work) setTerms(t *workTerms, q *Query, c *Candidate, u *workUsual, pull
 }
 
 // copied returns the part of own, the time to compute what the candidate does not have, that later
-// requests save by a new copy of that, where it has so many blocks.
+// requests save by a new copy of that, where it has so many blocks. Their passes are not saved: a
+// copy that counted these could be worth more than it costs here, and would draw a conversation away
+// from an idle worker that has its prefix.
 func (p *Work) copied(q *Query, c *Candidate, u *workUsual, cached int, own float64) float64 {
 	blocks := p.reuse.others(cached)
 	if u.parts {
 		blocks -= p.reuse.others(max(cached, int(c.Held)))
 	}
-	return min(own, p.Timing.Prefill(q.BlockSize)*blocks)
+	return min(own, p.Timing.Token*float64(q.BlockSize)*blocks)
 }
 
 // copiedBeside returns the time that later requests save by a new copy of what the
@@ -447,7 +449,7 @@ func (p *Work) copiedBeside(q *Query, c *Candidate, u *workUsual, cached int, pu
 		return 0 // only of models whose blocks are not pulled
 	}
 	there := cached + c.Pull.Blocks
-	compute := p.Timing.Prefill(q.BlockSize)
+	compute := p.Timing.Token * float64(q.BlockSize)
 	saved := compute * p.reuse.others(there)
 	if pulls {
 		return saved
