@@ -404,7 +404,7 @@ func (p *Work) setTerms(t *workTerms, q *Query, c *Candidate, u *workUsual, pull
 			copied = p.copied(q, c, u, cached, own)
 		}
 	}
-	t.first, t.load, t.copy, t.pushed, t.starts = u.f*first, u.f*(load.delay()-load.pull), u.f*copied, u.f*pushed, starts
+	t.first, t.load, t.copy, t.pushed, t.starts = u.f*first, u.f*(load.delay()-load.pull), u.f*p.Timing.withoutPasses(copied), u.f*pushed, starts
 	t.foreign = u.f * foreignWait(c.Load) * u.decoding
 	t.later = u.f * u.delayed * (own - copied) * (first + q.Backlog - own/2)
 	if network := milliseconds(c.Network); network > 0 {
@@ -429,15 +429,13 @@ func (p *Work) setTerms(t *workTerms, q *Query, c *Candidate, u *workUsual, pull
 }
 
 // copied returns the part of own, the time to compute what the candidate does not have, that later
-// requests save by a new copy of that, where it has so many blocks. Their passes are not saved: a
-// copy that counted these could be worth more than it costs here, and would draw a conversation away
-// from an idle worker that has its prefix.
+// requests save by a new copy of that, where it has so many blocks.
 func (p *Work) copied(q *Query, c *Candidate, u *workUsual, cached int, own float64) float64 {
 	blocks := p.reuse.others(cached)
 	if u.parts {
 		blocks -= p.reuse.others(max(cached, int(c.Held)))
 	}
-	return min(own, p.Timing.Token*float64(q.BlockSize)*blocks)
+	return min(own, p.Timing.Prefill(q.BlockSize)*blocks)
 }
 
 // copiedBeside returns the time that later requests save by a new copy of what the
@@ -449,7 +447,7 @@ func (p *Work) copiedBeside(q *Query, c *Candidate, u *workUsual, cached int, pu
 		return 0 // only of models whose blocks are not pulled
 	}
 	there := cached + c.Pull.Blocks
-	compute := p.Timing.Token * float64(q.BlockSize)
+	compute := p.Timing.Prefill(q.BlockSize)
 	saved := compute * p.reuse.others(there)
 	if pulls {
 		return saved
