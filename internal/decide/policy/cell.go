@@ -161,7 +161,7 @@ func (p *Work) cellTerms(t *workTerms, q *Query, c *Candidate, u *workUsual) {
 	context := float64(load.Context()) / width
 	first := p.cellWait(q.Now, load, q.Class) + milliseconds(p.Alone(uncached)) + p.Timing.Decoding(int(context))/2
 	network := milliseconds(load.Cell.Network)
-	t.first, t.copy, t.starts = u.f*first, u.f*copied, first+network
+	t.first, t.copy, t.starts = u.f*first, u.f*p.Timing.withoutPasses(copied), first+network
 	t.network, t.far = u.f*network, true
 	t.later = u.f * u.delayed / width * (own - copied) * (first + q.Backlog/width - own/2)
 	n := float64(load.requests()) / width

@@ -35,7 +35,7 @@ func (p *Work) setSame(s *workSame, q *Query, c *Candidate, u *workUsual) {
 		s.copied = p.copied(q, c, u, c.Overlap, s.own)
 	}
 	s.rest = s.own - s.copied
-	s.copy, s.late = u.f*s.copied, u.f*u.delayed*s.rest
+	s.copy, s.late = u.f*p.Timing.withoutPasses(s.copied), u.f*u.delayed*s.rest
 	s.passes = wholePasses(s.uncached)
 	s.begun = s.passes
 	if step := s.uncached - s.passes*workPass; step > 0 {

@@ -48,6 +48,13 @@ func (t *EngineTiming) Prefill(tokens int) float64 {
 	return (t.Token + t.Pass/workPass) * float64(max(0, tokens))
 }
 
+// withoutPasses returns the part of a Prefill that its tokens take: requests that find them pay
+// for their pass still. A copy that is worth its pass, too, can be worth more than it costs where it
+// is made, and draws a conversation away from an idle worker that has its prefix.
+func (t *EngineTiming) withoutPasses(prefill float64) float64 {
+	return prefill * t.Token / (t.Token + t.Pass/workPass)
+}
+
 // Decoding returns the decode part of a pass, ms; 0 for no tokens.
 func (t *EngineTiming) Decoding(context int) float64 {
 	if context <= 0 {

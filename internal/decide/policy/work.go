@@ -20,7 +20,7 @@ import (
 //	         load what they have, also where computing would be faster. A load
 //	         begins with the first pass that has room for the prompt.
 //	copy     the part of own, the time to compute the uncached tokens, that later
-//	         requests save. A new copy of a prefix is an investment: in the
+//	         requests save: of their tokens, not of the pass that these have in any case. A new copy of a prefix is an investment: in the
 //	         next turnover of the caches as many requests will use the prefix as
 //	         in the last one, over N workers. So of a block that was used u
 //	         times, u/(u + N) is theirs. Of windows and states, engines keep only those
@@ -404,7 +404,7 @@ func (p *Work) setTerms(t *workTerms, q *Query, c *Candidate, u *workUsual, pull
 			copied = p.copied(q, c, u, cached, own)
 		}
 	}
-	t.first, t.load, t.copy, t.pushed, t.starts = u.f*first, u.f*(load.delay()-load.pull), u.f*copied, u.f*pushed, starts
+	t.first, t.load, t.copy, t.pushed, t.starts = u.f*first, u.f*(load.delay()-load.pull), u.f*p.Timing.withoutPasses(copied), u.f*pushed, starts
 	t.foreign = u.f * foreignWait(c.Load) * u.decoding
 	t.later = u.f * u.delayed * (own - copied) * (first + q.Backlog - own/2)
 	if network := milliseconds(c.Network); network > 0 {

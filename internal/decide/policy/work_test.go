@@ -155,6 +155,26 @@ func TestWorkSpreadsWhatManyShare(t *testing.T) {
 	}
 }
 
+// TestWorkStaysWithAnIdleWorker: however often a prefix is used, and whatever part of a pass the
+// tokens take, no copy is worth as much as having one.
+func TestWorkStaysWithAnIdleWorker(t *testing.T) {
+	query := Query{Now: testNow, Tokens: 2217, BlockSize: 64, Sequence: sequenceOf(0, 34, 34)}
+	workers := new(pool).add(34, Load{}).add(0, Load{})
+	for _, token := range []float64{1e-9, 1e-4, 0.018} {
+		for _, uses := range []int{1, 1000} {
+			p := NewWork()
+			p.Timing.Token = token
+			for range uses {
+				p.reuse.look(query.Sequence, 2, true)
+			}
+			p.gap.add(100)
+			if counts := draws(p, query, workers.candidates); counts[0] != 1000 {
+				t.Errorf("%v ms a token, %d uses: chosen %v times, want always the one that has the prefix", token, uses, counts)
+			}
+		}
+	}
+}
+
 func TestWorkLearnsOnlyFromWhatIsSentForTheFirstTime(t *testing.T) {
 	random := rand.New(rand.NewPCG(1, 1))
 	query := Query{Now: testNow, Tokens: 6400, BlockSize: 64, Sequence: sequenceOf(0, 100, 100)}

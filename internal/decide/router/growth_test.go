@@ -18,21 +18,29 @@ import (
 	"kvrouter/internal/testkit/radixtest"
 )
 
-// growthTokens is the length of the prompts whose routing is measured, growthBlock
-// the size of a block, and growthPrompt how many whole blocks of it they have.
-const (
-	growthTokens = 4000
-	growthBlock  = 64
-	growthPrompt = growthTokens / growthBlock
-)
+// growthTokens is the length of the prompts whose routing is measured.
+const growthTokens = 4000
 
-// growthSizes are the numbers of workers and of blocks that are measured.
+// The numbers of workers and of blocks that are measured, and the sizes of a block in tokens, of
+// which the first one is used where the size is not the question.
 var (
 	growthWorkers = []int{8, 64, 512, 4096}
 	growthBlocks  = []int{10_000, 100_000, 1_000_000, 10_000_000}
+	growthSizes   = []int{64, 16, 1}
 
 	growthPolicies = []string{"work", "kv", "standalone"}
 )
+
+// growth is an index in which so many workers hold about so many blocks of a size together.
+type growth struct {
+	workers, blocks, size int
+}
+
+// prompt is how many whole blocks a prompt has.
+func (g growth) prompt() int { return growthTokens / g.size }
+
+// hot returns the blocks of prompt 0.
+func (g growth) hot() []uint64 { return kv.HashBlocks(nil, growthTokensOf(0), g.size, "", "") }
 
 // growthTokensOf returns the tokens of a prompt.
 func growthTokensOf(prompt int) []uint32 {
@@ -43,10 +51,9 @@ func growthTokensOf(prompt int) []uint32 {
 	return tokens
 }
 
-// growthIndex returns an index in which n workers hold about so many blocks
-// together. Worker i holds the first (i+1)/n of prompt 0; the other prompts are held
-// by one worker each.
-func growthIndex(tb testing.TB, n, blocks int) *radix.Tree {
+// index returns the index. Worker i of n holds the first (i+1)/n of prompt 0; the other
+// prompts are held by one worker each.
+func (g growth) index(tb testing.TB) *radix.Tree {
 	tb.Helper()
 	tree := radix.NewTree()
 	store := func(w int, local []uint64) {
@@ -54,15 +61,15 @@ func growthIndex(tb testing.TB, n, blocks int) *radix.Tree {
 			tb.Fatal(err)
 		}
 	}
-	hot := kv.HashBlocks(nil, growthTokensOf(0), growthBlock, "", "")
+	hot := g.hot()
 	held := 0
-	for w := range n {
-		part := hot[:max(1, len(hot)*(w+1)/n)]
+	for w := range g.workers {
+		part := hot[:max(1, len(hot)*(w+1)/g.workers)]
 		store(w, part)
 		held += len(part)
 	}
-	for i := 0; held < blocks; i, held = i+1, held+growthPrompt {
-		store(i%n, testkit.Prompt(uint64(i), growthPrompt))
+	for i := 0; held < g.blocks; i, held = i+1, held+g.prompt() {
+		store(i%g.workers, testkit.Prompt(uint64(i), g.prompt()))
 	}
 	return tree
 }
@@ -75,15 +82,14 @@ func held(tree *radix.Tree) (blocks int) {
 	return blocks
 }
 
-// growthRouter returns a router over n workers that are up, with two requests each:
-// one decodes; the other, which has the first half of prompt 0, waits for its first
-// token.
-func growthRouter(tb testing.TB, rule string, index radix.Index, n int) *router.Router {
+// router returns a router over workers that are up, with two requests each: one decodes;
+// the other, which has the first half of prompt 0, waits for its first token.
+func (g growth) router(tb testing.TB, rule string, index radix.Index) *router.Router {
 	tb.Helper()
-	r := router.New(testkit.Defaults[router.Settings](), router.Deps{Index: index, Policy: policytest.MustPolicy(tb, rule), BlockSize: growthBlock, Seed: 1})
-	for w := range n {
+	r := router.New(testkit.Defaults[router.Settings](), router.Deps{Index: index, Policy: policytest.MustPolicy(tb, rule), BlockSize: g.size, Seed: 1})
+	for w := range g.workers {
 		key := kv.WorkerKey{Worker: uint64(w)}
-		r.Up(kv.Target{Key: key, URL: fmt.Sprintf("http://127.0.0.1:%d", 8100+w), Models: []string{"m"}, Ranks: 1, Generation: 1, TotalBlocks: 1 << 16, MaxBatchedTokens: 8192})
+		r.Up(kv.Target{Key: key, URL: fmt.Sprintf("http://127.0.0.1:%d", 8100+w), Models: []string{"m"}, Ranks: 1, Generation: 1, TotalBlocks: 1 << 22 / g.size, MaxBatchedTokens: 8192})
 		for i := range 2 {
 			tokens := growthTokensOf(1 + 2*w + i)
 			if i == 1 {
@@ -103,17 +109,17 @@ func growthRouter(tb testing.TB, rule string, index radix.Index, n int) *router.
 
 // growthTable is what `make growth` measures, a line a value.
 type growthTable struct {
-	t   *testing.T
+	*testing.T
 	out *csv.Writer
 }
 
-func (g *growthTable) add(what string, workers, blocks int, value float64) {
-	line := []string{what, strconv.Itoa(workers), strconv.Itoa(blocks), strconv.FormatFloat(value, 'g', 4, 64)}
-	g.t.Log(line)
-	if err := g.out.Write(line); err != nil {
-		g.t.Error(err)
+func (t *growthTable) add(what string, g growth, value float64) {
+	line := []string{what, strconv.Itoa(g.workers), strconv.Itoa(g.blocks), strconv.FormatFloat(value, 'g', 4, 64)}
+	t.Log(line)
+	if err := t.out.Write(line); err != nil {
+		t.Error(err)
 	}
-	g.out.Flush()
+	t.out.Flush()
 }
 
 // TestGrowth is `make growth`: it appends to the file that $KVROUTER_GROWTH names how
@@ -132,20 +138,20 @@ func TestGrowth(t *testing.T) {
 	for _, n := range growthWorkers {
 		t.Run(fmt.Sprintf("workers=%d", n), func(t *testing.T) {
 			for _, blocks := range growthBlocks {
-				(&growthTable{t, csv.NewWriter(file)}).index(n, blocks)
+				(&growthTable{t, csv.NewWriter(file)}).index(growth{n, blocks, growthSizes[0]})
 			}
 		})
 	}
 }
 
 // index measures what happens inside one process.
-func (g *growthTable) index(n, blocks int) {
+func (t *growthTable) index(g growth) {
 	testkit.LiveHeap() // what was freed by it is gone after the second
 	before := testkit.LiveHeap()
-	tree := growthIndex(g.t, n, blocks)
-	g.add("index memory, bytes a block", n, blocks, float64(testkit.LiveHeap()-before)/float64(held(tree)))
-	if len(tree.Workers()) != n {
-		g.t.Fatal("the index lacks workers")
+	tree := g.index(t)
+	t.add("index memory, bytes a block", g, float64(testkit.LiveHeap()-before)/float64(held(tree)))
+	if len(tree.Workers()) != g.workers {
+		t.Fatal("the index lacks workers")
 	}
 	least := func(bench func(b *testing.B)) float64 {
 		least := 0.0
@@ -157,12 +163,12 @@ func (g *growthTable) index(n, blocks int) {
 		return least
 	}
 	if err := flag.Set("test.benchtime", "0.1s"); err != nil {
-		g.t.Fatal(err)
+		t.Fatal(err)
 	}
-	g.add("lookup, us", n, blocks, least(func(b *testing.B) { benchLookup(b, tree, n) }))
-	g.add("store and remove, us", n, blocks, least(func(b *testing.B) { benchStore(b, tree, n) }))
+	t.add("lookup, us", g, least(func(b *testing.B) { benchLookup(b, g, tree) }))
+	t.add("store and remove, us", g, least(func(b *testing.B) { benchStore(b, g, tree) }))
 	for _, rule := range growthPolicies {
-		g.add("decision "+rule+", us", n, blocks, least(func(b *testing.B) { benchDecision(b, rule, tree, n) }))
+		t.add("decision "+rule+", us", g, least(func(b *testing.B) { benchDecision(b, g, rule, tree) }))
 	}
 }
 
@@ -171,13 +177,35 @@ func (g *growthTable) index(n, blocks int) {
 func BenchmarkGrowthDecision(b *testing.B) {
 	for _, rule := range growthPolicies {
 		b.Run("policy="+rule, func(b *testing.B) {
-			eachGrowth(b, func(b *testing.B, tree *radix.Tree, n int) { benchDecision(b, rule, tree, n) })
+			eachGrowth(b, func(b *testing.B, g growth, tree *radix.Tree) { benchDecision(b, g, rule, tree) })
 		})
 	}
 }
 
-func benchDecision(b *testing.B, rule string, tree *radix.Tree, n int) {
-	r := growthRouter(b, rule, tree, n)
+// BenchmarkGrowthSize is what policy work takes for the same tokens in blocks of other sizes, and
+// the index in bytes a token.
+func BenchmarkGrowthSize(b *testing.B) {
+	for _, size := range growthSizes {
+		for _, tokens := range []int{1_000_000, 10_000_000} {
+			g := growth{growthWorkers[0], tokens / size, size}
+			b.Run(fmt.Sprintf("size=%d/tokens=%d", size, tokens), func(b *testing.B) {
+				testkit.LiveHeap() // as in TestGrowth
+				before := testkit.LiveHeap()
+				tree := g.index(b)
+				bytes := testkit.LiveHeap() - before
+				b.Run("decision", func(b *testing.B) {
+					benchDecision(b, g, growthPolicies[0], tree)
+					b.ReportMetric(float64(bytes)/float64(tokens), "index-bytes/token")
+				})
+				b.Run("lookup", func(b *testing.B) { benchLookup(b, g, tree) })
+				b.Run("store", func(b *testing.B) { benchStore(b, g, tree) })
+			})
+		}
+	}
+}
+
+func benchDecision(b *testing.B, g growth, rule string, tree *radix.Tree) {
+	r := g.router(b, rule, tree)
 	request := router.Request{Tokens: growthTokensOf(0), Model: "m"}
 	defer reportCPU(b)()
 	for b.Loop() {
@@ -192,14 +220,14 @@ func benchDecision(b *testing.B, rule string, tree *radix.Tree, n int) {
 // BenchmarkGrowthLookup looks the prompt up that all workers hold.
 func BenchmarkGrowthLookup(b *testing.B) { eachGrowth(b, benchLookup) }
 
-func benchLookup(b *testing.B, tree *radix.Tree, n int) {
-	hot := kv.HashBlocks(nil, growthTokensOf(0), growthBlock, "", "")
+func benchLookup(b *testing.B, g growth, tree *radix.Tree) {
+	hot := g.hot()
 	var matches []kv.Match
 	defer reportCPU(b)()
 	for b.Loop() {
 		matches = tree.Match(hot, len(hot), 0, matches[:0])
 	}
-	if len(matches) != n {
+	if len(matches) != g.workers {
 		b.Fatalf("%d workers match", len(matches))
 	}
 }
@@ -208,13 +236,13 @@ func benchLookup(b *testing.B, tree *radix.Tree, n int) {
 // prompt is what is counted.
 func BenchmarkGrowthStore(b *testing.B) { eachGrowth(b, benchStore) }
 
-func benchStore(b *testing.B, tree *radix.Tree, n int) {
-	local := testkit.Prompt(1<<40, growthPrompt)
+func benchStore(b *testing.B, g growth, tree *radix.Tree) {
+	local := testkit.Prompt(1<<40, g.prompt())
 	chain, engine := testkit.Chain(local), testkit.EngineHashes(local)
 	slices.Reverse(engine)
 	defer reportCPU(b)()
 	for i := 0; b.Loop(); i++ {
-		w := kv.WorkerKey{Worker: uint64(i % n)}
+		w := kv.WorkerKey{Worker: uint64(i % g.workers)}
 		if err := radixtest.Store(tree, w, 0, false, chain); err != nil {
 			b.Fatal(err)
 		}
@@ -228,16 +256,17 @@ func benchStore(b *testing.B, tree *radix.Tree, n int) {
 // block in flight.
 func BenchmarkGrowthBooks(b *testing.B) {
 	for _, n := range growthWorkers {
+		g := growth{n, 0, growthSizes[0]}
 		b.Run(fmt.Sprintf("workers=%d", n), func(b *testing.B) {
-			index, bytes := growthIndex(b, n, 0), uint64(0)
+			index, bytes := g.index(b), uint64(0)
 			defer reportCPU(b)()
 			for b.Loop() {
 				before := testkit.LiveHeap()
-				r := growthRouter(b, "work", index, n)
+				r := g.router(b, "work", index)
 				bytes += testkit.LiveHeap() - before
 				runtime.KeepAlive(r)
 			}
-			b.ReportMetric(float64(bytes)/float64(b.N)/float64(2*n*growthPrompt), "bytes/block")
+			b.ReportMetric(float64(bytes)/float64(b.N)/float64(2*n*g.prompt()), "bytes/block")
 		})
 	}
 }
@@ -250,10 +279,11 @@ func reportCPU(b *testing.B) (end func()) {
 	return func() { b.ReportMetric(float64((testkit.CPUTime()-began).Nanoseconds())/float64(b.N), "cpu-ns/op") }
 }
 
-func eachGrowth(b *testing.B, run func(b *testing.B, tree *radix.Tree, n int)) {
+func eachGrowth(b *testing.B, run func(b *testing.B, g growth, tree *radix.Tree)) {
 	for _, n := range growthWorkers {
 		for _, blocks := range growthBlocks {
-			b.Run(fmt.Sprintf("workers=%d/blocks=%d", n, blocks), func(b *testing.B) { run(b, growthIndex(b, n, blocks), n) })
+			g := growth{n, blocks, growthSizes[0]}
+			b.Run(fmt.Sprintf("workers=%d/blocks=%d", n, blocks), func(b *testing.B) { run(b, g, g.index(b)) })
 		}
 	}
 }
