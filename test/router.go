@@ -239,8 +239,8 @@ type Answer struct {
 	Broken    bool // ended with an error event
 }
 
-// Chat sends one chat and reads its whole answer.
-func (r *Router) Chat(ctx context.Context, messages []map[string]string, stream bool, maxTokens int) (Answer, error) {
+// Chat sends one chat, with headers in pairs, and reads its whole answer.
+func (r *Router) Chat(ctx context.Context, messages []map[string]string, stream bool, maxTokens int, headers ...string) (Answer, error) {
 	body := map[string]any{"messages": messages, "max_tokens": maxTokens, "temperature": 0, "stream": stream}
 	if stream {
 		body["stream_options"] = map[string]bool{"include_usage": true}
@@ -254,6 +254,9 @@ func (r *Router) Chat(ctx context.Context, messages []map[string]string, stream 
 		return Answer{}, err
 	}
 	request.Header.Set("Content-Type", "application/json")
+	for i := 0; i+1 < len(headers); i += 2 {
+		request.Header.Set(headers[i], headers[i+1])
+	}
 	response, err := http.DefaultClient.Do(request)
 	if err != nil {
 		return Answer{}, err
@@ -311,6 +314,19 @@ func (r *Router) Settled(messages []map[string]string, a Answer) {
 	testkit.Eventually(r.T, 10*time.Second, fmt.Sprintf("%d blocks of the last prompt on worker %d", want, a.Worker), func() bool {
 		_, body := Post(r.T, r.Port+"/overlap_scores", query)
 		return gjson.GetBytes(body, fmt.Sprintf("workers.#(worker_id==%d).device_blocks", a.Worker)).Int() >= want
+	})
+}
+
+// Calm waits until no KV event has come for so long: events travel apart from answers, and
+// those of an answer's own blocks and of lower tiers come after it.
+func (r *Router) Calm(quiet time.Duration) {
+	r.T.Helper()
+	last, since := -1.0, time.Now()
+	testkit.Eventually(r.T, time.Minute, "no more KV events", func() bool {
+		if n := SumOf(r.Get(r.OpenAI+"/metrics"), "kvrouter_kv_events_total"); n != last {
+			last, since = n, time.Now()
+		}
+		return time.Since(since) > quiet
 	})
 }
 

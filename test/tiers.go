@@ -120,17 +120,10 @@ func (s *TierSite) Doubtful() (workers []int) {
 	return workers
 }
 
-// Calm waits until no KV event has come for a while: those of lower tiers come after the
-// answer.
+// Calm waits until no KV event has come for Quiet.
 func (s *TierSite) Calm() {
 	s.T.Helper()
-	last, since := -1.0, time.Now()
-	testkit.Eventually(s.T, time.Minute, "no more KV events", func() bool {
-		if n := SumOf(s.Get(s.OpenAI+"/metrics"), "kvrouter_kv_events_total"); n != last {
-			last, since = n, time.Now()
-		}
-		return time.Since(since) > s.Quiet
-	})
+	s.Router.Calm(s.Quiet)
 }
 
 // Source is the tokens that all workers found cached in a tier, by their own count.

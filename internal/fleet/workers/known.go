@@ -163,5 +163,9 @@ func (in *incarnation) eventsRemedy() string {
 		}
 		return in.info.EventsRemedy() + in.orName("kv-events")
 	}
-	return "start it with " + probe.EventFlags(in.engine) + in.orName("kv-events")
+	remedy := "start it with " + probe.EventFlags(in.engine) + in.orName("kv-events")
+	if in.w.attached && in.engine == kv.EngineVLLM && in.reported.Engines == 0 { // llama.cpp, Ollama and others have no such flag
+		return "if it runs vLLM, " + remedy
+	}
+	return remedy
 }

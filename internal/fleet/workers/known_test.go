@@ -97,6 +97,21 @@ func TestAWorkerIsKnownAsItsLeastKnownRank(t *testing.T) {
 	}
 }
 
+// TestAdviceForAnUnknownEngine: vLLM's flags are advised as vLLM's where nothing shows that it runs.
+func TestAdviceForAnUnknownEngine(t *testing.T) {
+	var log testkit.LogBuffer
+	f, _, _ := comparedFleet(t, &log)
+	in := &incarnation{f: f, w: f.workers[0]}
+	in.w.attached = true
+	if remedy := in.eventsRemedy(); !strings.HasPrefix(remedy, "if it runs vLLM, start it with --kv-events-config") {
+		t.Error(remedy)
+	}
+	in.reported.Engines = 1
+	if remedy := in.eventsRemedy(); !strings.HasPrefix(remedy, "start it with --kv-events-config") {
+		t.Error(remedy)
+	}
+}
+
 // TestEventsSayTheBlockSizeOfEveryWorker, also of one that the router has started, or that was registered
 // with another one.
 func TestEventsSayTheBlockSizeOfEveryWorker(t *testing.T) {

@@ -85,18 +85,10 @@ func (s *site) ask(path, body string) exchange {
 	return a
 }
 
-// calm waits until no KV event has come for a while: events travel apart from
-// answers, and those of an answer's own blocks come after it.
+// calm waits until the events of all answers have come.
 func (s *site) calm() {
 	s.T.Helper()
-	const quiet = 300 * time.Millisecond
-	last, since := -1.0, time.Now()
-	testkit.Eventually(s.T, 20*time.Second, "no more KV events", func() bool {
-		if n := test.SumOf(s.Get(s.OpenAI+"/metrics"), "kvrouter_kv_events_total"); n != last {
-			last, since = n, time.Now()
-		}
-		return time.Since(since) > quiet
-	})
+	s.Calm(300 * time.Millisecond)
 }
 
 // blocks is how many blocks the index has of all workers.
