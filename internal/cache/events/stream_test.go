@@ -4,7 +4,6 @@ import (
 	"io"
 	"log/slog"
 	"net"
-	"strings"
 	"sync/atomic"
 	"testing"
 	"time"
@@ -348,18 +347,6 @@ func TestEventStreamClearsWhenARemovalMayHaveBeenMissed(t *testing.T) {
 		f.Holds(t, 3, 1, 0)
 		f.Has(t, map[string]uint64{"decode_errors": 1, "cold": 1})
 	})
-}
-
-func TestEventStreamNamesBothBlockSizesOnce(t *testing.T) {
-	e := testkit.StoredEvent(1, 0, 2)
-	e["block_size"] = 6
-	e["stored"] = testkit.BlockIDs(1, 0, 1)
-	f := eventstest.Applied(t, testkit.Payload(t, 1, e, e), testkit.Payload(t, 1, e))
-	f.Holds(t, 1, 2, 0)
-	f.Has(t, map[string]uint64{"block_size_mismatch": 3, "stored_blocks": 0})
-	if log := f.Log.String(); strings.Count(log, "level=WARN") != 1 || !strings.Contains(log, "engine=6") || !strings.Contains(log, "expected=4") {
-		t.Errorf("log:\n%s", log)
-	}
 }
 
 // inGroup names the KV-cache group of an event; of a store also its kind, and its window if not 0.

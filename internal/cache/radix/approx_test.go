@@ -2,6 +2,8 @@ package radix
 
 import (
 	"maps"
+	"math"
+	"math/rand/v2"
 	"slices"
 	"testing"
 	"time"
@@ -497,5 +499,50 @@ func TestApproxModelsNoAnswerThatCannotBe(t *testing.T) {
 			t.Errorf("capacity %d: %d blocks are modelled", capacity, size)
 		}
 		x.checked()
+	}
+}
+
+// TestApproxNoLieIsWorthMoreThanSilence: whatever a worker says of its cached tokens, no more counts as
+// cached there than if it said nothing.
+func TestApproxNoLieIsWorthMoreThanSilence(t *testing.T) {
+	for name, lie := range map[string]func(r *rand.Rand, found int) int{
+		"all":         func(_ *rand.Rand, found int) int { return found },
+		"twice":       func(_ *rand.Rand, found int) int { return 2*found + 9 },
+		"the most":    func(*rand.Rand, int) int { return math.MaxInt },
+		"nothing":     func(*rand.Rand, int) int { return 0 },
+		"half":        func(_ *rand.Rand, found int) int { return found / 2 },
+		"negative":    func(*rand.Rand, int) int { return math.MinInt },
+		"now and now": func(r *rand.Rand, _ int) int { return []int{0, math.MaxInt, math.MinInt, 3}[r.IntN(4)] },
+	} {
+		for _, capacity := range []int{0, 60} {
+			for _, learns := range []bool{false, true} {
+				for seed := range uint64(5) {
+					r := rand.New(rand.NewPCG(seed, 1))
+					liar, silent := newApproxTest(t, time.Hour, 1<<20, 0.8), newApproxTest(t, time.Hour, 1<<20, 0.8)
+					prompt := func() []uint64 { return testkit.Diverging(testkit.Prompt(r.Uint64N(8), 12), r.IntN(11), r.Uint64N(4)) }
+					for _, x := range []*approxTest{liar, silent} {
+						x.learns = learns
+						x.SetCapacity(testkit.W0, capacity)
+					}
+					for range 100 {
+						local := prompt()
+						for _, x := range []*approxTest{liar, silent} {
+							x.clock = x.clock.Add(time.Second)
+							said, p := -1, x.Routed(testkit.W0, local)
+							if x == liar {
+								said = lie(r, p.found)
+							}
+							p.End(2, said)
+							x.checked()
+						}
+						probe := prompt()
+						told, untold := liar.Match(probe, 12, 0, nil), silent.Match(probe, 12, 0, nil)
+						if len(told) > 0 && (len(untold) == 0 || told[0].Blocks > untold[0].Blocks) {
+							t.Fatalf("%s, capacity %d, learns %t, seed %d: %v, without a word %v", name, capacity, learns, seed, told, untold)
+						}
+					}
+				}
+			}
+		}
 	}
 }

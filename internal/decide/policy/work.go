@@ -20,10 +20,10 @@ import (
 //	         load what they have, also where computing would be faster. A load
 //	         begins with the first pass that has room for the prompt.
 //	copy     the part of own, the time to compute the uncached tokens, that later
-//	         requests save: of their tokens, not of the pass that these have in any case. A new copy of a prefix is an investment: in the
-//	         next turnover of the caches as many requests will use the prefix as
-//	         in the last one, over N workers. So of a block that was used u
-//	         times, u/(u + N) is theirs. Of windows and states, engines keep only those
+//	         requests save. The term leaves out its passes, which they take in any
+//	         case. A new copy of a prefix is an investment: in the next turnover of
+//	         the caches as many requests will use the prefix as in the last one, over
+//	         N workers. So of a block that was used u times, u/(u + N) is theirs. Of windows and states, engines keep only those
 //	         where two prompts parted: where another group than the first ends the match
 //	         of any worker, a copy is worth something only behind what the worker's
 //	         first group holds.

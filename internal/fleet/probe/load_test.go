@@ -331,6 +331,15 @@ func TestCacheSizesAreReadByRank(t *testing.T) {
 	}
 }
 
+func TestBlockSizesThatCannotBeAreUnknown(t *testing.T) {
+	for size, want := range map[string]int{"1": 1, "64": 64, "65536": 65536, "0": 0, "-1": 0, "65537": 0, "2147483648": 0, "1e3": 0, "": 0, "None": 0} {
+		page, err := ParsePage(strings.NewReader("# TYPE vllm:cache_config_info gauge\n" + `vllm:cache_config_info{block_size="` + size + `",engine="0"} 1` + "\n"))
+		if got := page.blockSize(); err != nil || got != want {
+			t.Errorf("%q: %d, want %d: %v", size, got, want, err)
+		}
+	}
+}
+
 func FuzzParseCacheSizes(f *testing.F) {
 	for _, page := range []string{
 		`vllm:cache_config_info{block_size="64",engine="0",num_gpu_blocks="100"} 1`, "{", "{}",

@@ -10,7 +10,7 @@ import (
 
 // textMembers are the members of a request's body that make up its prompt, in the order in which chat
 // templates put them: what later turns of a conversation add comes last.
-var textMembers = []string{"tools", "functions", "system", "instructions", "messages", "prompt", "text", "input"}
+var textMembers = [...]string{"tools", "functions", "system", "instructions", "messages", "prompt", "text", "input"}
 
 // Bounds of the text of a prompt that is taken, bytes. A short one is computed at once anywhere.
 const minText, maxText = 1 << 10, 4 << 20
@@ -23,16 +23,22 @@ func Text(body *jsonbody.Body) []uint32 {
 	if body.Get("previous_response_id").Type == gjson.String {
 		return nil
 	}
-	var text []byte
-	for _, member := range textMembers {
+	var members [len(textMembers)]string
+	total := 0
+	for i, member := range textMembers {
 		raw := body.Get(member).Raw
 		if n := len(raw); n > 1 && (raw[0] == '[' || raw[0] == '"') { // the next turn's list or string is longer
 			raw = raw[:n-1]
 		}
-		text = append(text, raw[:min(len(raw), maxText-len(text))]...)
+		members[i] = raw[:min(len(raw), maxText-total)]
+		total += len(members[i])
 	}
-	if len(text) < minText {
+	if total < minText {
 		return nil
+	}
+	text := make([]byte, 0, total)
+	for _, raw := range members {
+		text = append(text, raw...)
 	}
 	words := make([]uint32, 0, len(text)/4)
 	for ; len(text) >= 4; text = text[4:] {

@@ -1,6 +1,7 @@
 package tokens
 
 import (
+	"runtime"
 	"slices"
 	"strings"
 	"testing"
@@ -49,6 +50,30 @@ func TestTextIsBounded(t *testing.T) {
 		}
 		if got := len(Text(body)); got != want {
 			t.Errorf("%.40s: %d words, want %d", text, got, want)
+		}
+	}
+}
+
+// TestTextOfALongBodyTakesLittleMemory: no more than a few times the text that is taken, however long
+// the body is, and in however many members.
+func TestTextOfALongBodyTakesLittleMemory(t *testing.T) {
+	long := `"` + strings.Repeat("a", 4*maxText) + `"`
+	few := `"` + strings.Repeat("a", maxText/8) + `"`
+	for name, text := range map[string]string{
+		"one member": `{"prompt":` + long + `}`,
+		"all":        `{"tools":` + few + `,"system":` + few + `,"messages":` + few + `,"prompt":` + few + `,"text":` + few + `,"input":` + long + `}`,
+	} {
+		body, ok := jsonbody.Parse([]byte(text))
+		if !ok {
+			t.Fatalf("%s: no JSON object", name)
+		}
+		Text(body) // reads all members
+		var before, after runtime.MemStats
+		runtime.ReadMemStats(&before)
+		words := Text(body)
+		runtime.ReadMemStats(&after)
+		if taken := after.TotalAlloc - before.TotalAlloc; len(words) != maxText/4 || taken > 2*maxText+1<<20 {
+			t.Errorf("%s: %d words, %d bytes were allocated", name, len(words), taken)
 		}
 	}
 }

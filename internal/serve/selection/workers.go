@@ -88,11 +88,13 @@ func (s workerSpec) check() error {
 	for _, number := range []struct {
 		field string
 		value int
+		most  int
 	}{
-		{"max_num_batched_tokens", Given(s.MaxBatchedTokens, 0)}, {"total_kv_blocks", Given(s.TotalBlocks, 0)},
+		{"max_num_batched_tokens", Given(s.MaxBatchedTokens, 0), kv.MaxTokens}, {"total_kv_blocks", Given(s.TotalBlocks, 0), kv.MaxTokens},
+		{"block_size", Given(s.BlockSize, 0), kv.MaxBlock},
 	} {
-		if number.value < 0 || number.value > kv.MaxTokens {
-			return fmt.Errorf("%s: give 0 to %d", number.field, kv.MaxTokens)
+		if number.value < 0 || number.value > number.most {
+			return fmt.Errorf("%s: give 0 to %d", number.field, number.most)
 		}
 	}
 	if start, count := Given(s.StartRank, 0), Given(s.RankCount, 1); count > maxRanks || start > 1<<31 {

@@ -104,6 +104,8 @@ func TestRegistrationsAreBounded(t *testing.T) {
 		{`"max_num_batched_tokens":-1`, "max_num_batched_tokens"},
 		{`"max_num_batched_tokens":4294967296`, "max_num_batched_tokens"},
 		{`"total_kv_blocks":1e18`, "total_kv_blocks"},
+		{`"block_size":-1`, "block_size"},
+		{`"block_size":2147483648`, "block_size"},
 		{`"data_parallel_size":1025`, "data_parallel_size"},
 		{`"data_parallel_start_rank":4294967295`, "data_parallel_size"},
 	} {
