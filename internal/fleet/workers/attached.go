@@ -119,19 +119,17 @@ func (f *Fleet) superviseAttached(ctx context.Context, w *worker) {
 		f.superviseCell(ctx, w)
 		return
 	}
-	pause := f.timing.backoffFirst
-	for ctx.Err() == nil {
+	for misses := 1; ctx.Err() == nil; misses++ {
 		wasUp := f.followAttached(ctx, w)
 		if ctx.Err() != nil {
 			break
 		}
 		if wasUp {
-			pause = f.timing.backoffFirst
+			misses = 1
 		}
-		if !f.sleep(ctx, spread(pause), w.wake) {
+		if !f.sleep(ctx, f.pauseAfter(misses), w.wake) {
 			break
 		}
-		pause = min(2*pause, f.cfg.RestartBackoffMax)
 	}
 	f.update(w, func(s *Status) { s.State = StateStopped })
 }
