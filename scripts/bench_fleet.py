@@ -52,9 +52,10 @@ ROUTERS = {
 LEAST = {"none": 0.99, "all": 0.995}
 MOST = {"ttft_ms": ("first tokens", 1.05), "seconds": ("all answers", 1.02)}
 KINDS = list(LEAST)
-# Columns of out/fleet.csv. exact counts predictions that equal the cached tokens; only kvrouter reports its own.
+# Columns of out/fleet.csv. exact counts predictions that equal the cached tokens, high those that are higher; only kvrouter
+# reports its own.
 FIELDS = [
-    "workers", "cache", "blocks", "events", "seed", "router", "share", "ttft_ms", "cpu_ms", "requests", "errors", "predicted", "exact",
+    "workers", "cache", "blocks", "events", "seed", "router", "share", "ttft_ms", "cpu_ms", "requests", "errors", "predicted", "exact", "high",
     "seconds",
 ]  # fmt: skip
 
@@ -182,6 +183,7 @@ def measure_all(options, loads, write):
                 "share": round(share(answers), 4), "ttft_ms": round(1000 * statistics.mean(a.first_chunk for a in answers), 2),
                 "cpu_ms": round(1000 * cpu / len(answers), 3), "requests": len(answers),
                 "errors": len(errors), "predicted": len(predicted), "exact": sum(a.predicted == a.cached for a in predicted),
+                "high": sum(a.predicted > a.cached for a in predicted),
                 "seconds": round(seconds, 2),
             })  # fmt: skip
 
