@@ -305,6 +305,7 @@ func TestWrongSettingsSayWhatWouldBeRight(t *testing.T) {
 		{"handover timeout", cpu, "--disagg-handover-timeout 0s", []string{"--disagg-handover-timeout", "more than 0"}},
 		{"worker endpoint", cpu, "--worker url=http://h:1,load=tcp://*:5657", []string{"load", "tcp://host:5557"}},
 		{"worker key twice", cpu, "--worker url=http://h:1,url=http://h:2", []string{"url is given twice"}},
+		{"one server twice", cpu, "--worker http://127.0.0.1:1 http://localhost:1", []string{"worker http://localhost:1 is given twice: http://127.0.0.1:1 is the same server"}},
 		{"worker twice", cpu, "--worker http://h:1;http://h:1", []string{"http://h:1", "twice"}},
 		{"worker id taken", cpu, "--num-workers 2 --worker id=1,url=http://h:1", []string{"id 1", "a started worker"}},
 		{"ports meet", cpu, "--http-port 8101", []string{"--http-port 8101", "--base-worker-port 8100 (+1 for worker 1)", "8101"}},

@@ -191,6 +191,9 @@ func sentence(help string) string {
 			help = first
 		}
 	}
+	if at := strings.LastIndex(help, " ("); at > strings.LastIndex(help, ")") { // what was cut is in it
+		help = help[:at]
+	}
 	return strings.TrimSuffix(help, ".")
 }
 

@@ -281,9 +281,9 @@ func (i *ServerInfo) KeepsPrompts() (keeps bool, remedy string) {
 	return true, ""
 }
 
-// EventsRemedy returns the remedy for a server without KV events.
-func (i *ServerInfo) EventsRemedy() string {
-	remedy := "start it with " + EventFlags(kv.EngineSGLang)
+// EventsRemedy returns the remedy for a server without KV events. The usual ports are shifted by so many.
+func (i *ServerInfo) EventsRemedy(shift int) string {
+	remedy := "start it with " + EventFlags(kv.EngineSGLang, shift)
 	if i.EventsConfig != "" {
 		return "its --kv-events-config names no publisher over TCP: " + remedy
 	}

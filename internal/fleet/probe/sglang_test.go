@@ -117,7 +117,7 @@ func FuzzServerInfo(f *testing.F) {
 			}
 		}
 		info.Load(spec, 1)
-		info.EventsRemedy()
+		info.EventsRemedy(0)
 		Disagg(spec, info)
 	})
 }

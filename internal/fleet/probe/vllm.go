@@ -19,11 +19,8 @@ import (
 )
 
 // EventFlags returns the flags of an engine that enable the KV events, and their
-// replay, that the router subscribes to.
-func EventFlags(engine kv.Engine) string { return EventFlagsAt(engine, 0) }
-
-// EventFlagsAt is EventFlags with ports that are shifted by so many.
-func EventFlagsAt(engine kv.Engine, shift int) string {
+// replay, that the router subscribes to. The usual ports are shifted by so many.
+func EventFlags(engine kv.Engine, shift int) string {
 	sockets := fmt.Sprintf(`"publisher":"zmq","topic":"kv-events","endpoint":"tcp://*:%d","replay_endpoint":"tcp://*:%d"}'`, 5557+shift, 5757+shift)
 	if engine == kv.EngineSGLang {
 		return fmt.Sprintf("--kv-events-config '{%s --load-publish-endpoint tcp://*:%d", sockets, 5657+shift)

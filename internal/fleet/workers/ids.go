@@ -1,6 +1,10 @@
 package workers
 
-import "fmt"
+import (
+	"fmt"
+	"net"
+	"net/url"
+)
 
 // AssignIDs gives attached workers without an id the next free one, in their order;
 // started workers have the ids from 0 on. An error names an id or a URL that is used
@@ -10,12 +14,13 @@ func AssignIDs(attached []Attached, started int) error {
 	for id := range started {
 		taken[uint64(id)] = "a started worker"
 	}
-	urls := map[string]bool{}
+	urls := map[string]string{}
 	for _, w := range attached {
-		if urls[w.URL] {
-			return fmt.Errorf("--worker url=%s is given twice", w.URL)
+		server := plainURL(w.URL)
+		if other, dup := urls[server]; dup {
+			return fmt.Errorf("worker %s is given twice%s", w.URL, alias(other, w.URL))
 		}
-		urls[w.URL] = true
+		urls[server] = w.URL
 		if !w.HasID {
 			continue
 		}
@@ -37,4 +42,22 @@ func AssignIDs(attached []Attached, started int) error {
 		taken[next] = w.URL
 	}
 	return nil
+}
+
+// alias says that two URLs are of one server; empty: they are equal.
+func alias(first, second string) string {
+	if first == second {
+		return ""
+	}
+	return fmt.Sprintf(": %s is the same server", first)
+}
+
+// plainURL is a URL with its host as plainHost has it.
+func plainURL(text string) string {
+	u, err := url.Parse(text)
+	if err != nil {
+		return text
+	}
+	u.Host = net.JoinHostPort(plainHost(u.Hostname()), u.Port())
+	return u.String()
 }

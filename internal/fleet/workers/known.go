@@ -3,6 +3,7 @@ package workers
 import (
 	"cmp"
 	"fmt"
+	"strings"
 	"time"
 
 	"kvrouter/internal/base/kv"
@@ -111,11 +112,11 @@ func (in *incarnation) reviseTargets() (changed bool) {
 		changed = changed || in.targets[i].Known != known
 		in.targets[i].Known = known
 	}
-	if state.Known != kv.Exact && in.f.cfg.KVEvents {
-		state.Remedy = in.eventsRemedy()
-	}
 	before := in.w.current().Cache
 	if before.Known != state.Known || before.Reason != state.Reason || before.BlockSize != state.BlockSize || before.Since.IsZero() {
+		if state.Known != kv.Exact && in.f.cfg.KVEvents {
+			state.Remedy = in.eventsRemedy()
+		}
 		in.f.update(in.w, func(s *Status) { s.Cache = state })
 	}
 	in.logKnown(state)
@@ -125,6 +126,10 @@ func (in *incarnation) reviseTargets() (changed bool) {
 // logKnown logs how the worker's cache is known, if that has changed. A server may name its events only
 // once its engine runs.
 func (in *incarnation) logKnown(state CacheState) {
+	remedy, _, quoted := strings.Cut(in.w.current().Cache.Remedy, "--kv-events-config '")
+	if quoted { // the log would escape its quotes
+		remedy += "the arguments that kvrouter doctor prints"
+	}
 	late := in.info != nil || time.Since(in.began) >= in.f.timing.silentAfter
 	switch {
 	case state.Reason == in.w.logged || !in.f.cfg.KVEvents || state.Known != kv.Exact && !late:
@@ -132,10 +137,10 @@ func (in *incarnation) logKnown(state CacheState) {
 	case state.Known == kv.Exact:
 		in.f.log.Info(fmt.Sprintf("%s: its KV cache is known exactly", in.w), "url", in.w.spec.URL, "block_size", state.BlockSize)
 	case state.Known == kv.LoadOnly:
-		in.f.log.Warn(fmt.Sprintf("%s: routed by load only: %s", in.w, state.Reason), "url", in.w.spec.URL, "remedy", state.Remedy)
+		in.f.log.Warn(fmt.Sprintf("%s: routed by load only: %s", in.w, state.Reason), "url", in.w.spec.URL, "remedy", remedy)
 	default:
 		in.f.log.Warn(fmt.Sprintf("%s: its KV cache is known approximately: %s", in.w, state.Reason), "url", in.w.spec.URL,
-			"block_size", state.BlockSize, "remedy", state.Remedy)
+			"block_size", state.BlockSize, "remedy", remedy)
 	}
 	in.w.logged = state.Reason
 }
@@ -161,11 +166,26 @@ func (in *incarnation) eventsRemedy() string {
 		if _, remedy := in.info.KeepsPrompts(); remedy != "" {
 			return remedy
 		}
-		return in.info.EventsRemedy() + in.orName("kv-events")
+		return in.info.EventsRemedy(in.portShift()) + in.orName("kv-events")
 	}
-	remedy := "start it with " + probe.EventFlags(in.engine) + in.orName("kv-events")
+	remedy := "start it with " + probe.EventFlags(in.engine, in.portShift()) + in.orName("kv-events")
 	if in.w.attached && in.engine == kv.EngineVLLM && in.reported.Engines == 0 { // llama.cpp, Ollama and others have no such flag
 		return "if it runs vLLM, " + remedy
 	}
 	return remedy
+}
+
+// portShift is how far the ports of the worker's sockets must be from the usual ones: those belong to the
+// first worker of its host.
+func (in *incarnation) portShift() (ports int) {
+	host := plainHost(probe.HostOf(in.w.spec.URL))
+	for _, other := range in.f.all() {
+		if other == in.w {
+			break
+		}
+		if at := other.current(); plainHost(probe.HostOf(at.URL)) == host {
+			ports += max(1, len(at.Ranks))
+		}
+	}
+	return ports
 }

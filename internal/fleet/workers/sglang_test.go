@@ -388,7 +388,7 @@ func TestWhatIsNotLearnedIsSaidWithItsRemedy(t *testing.T) {
 		remedy  string
 	}{
 		{"all is there", map[string]any{"kv_events": publisher(5557, 5757, 5657, 1)}, "", "", ""},
-		{"events are off", map[string]any{"kv_events": nil, "kv_events_config": nil}, "", silent, `start it with --kv-events-config '{\"publisher\":\"zmq\",\"topic\":\"kv-events\",\"endpoint\":\"tcp://*:5557\",\"replay_endpoint\":\"tcp://*:5757\"}'`},
+		{"events are off", map[string]any{"kv_events": nil, "kv_events_config": nil}, "", silent, `start it with the arguments that kvrouter doctor prints`},
 		{"events are off, and given", map[string]any{"kv_events": nil, "kv_events_config": nil}, ",kv-events=tcp://h:1,replay=tcp://h:2", "", ""},
 		{"not over TCP", map[string]any{"kv_events": nil}, "", silent, "names no publisher over TCP"},
 		{"no replay", map[string]any{"kv_events": publisher(5557, 0, 0, 1)}, "", noReplay, `\"replay_endpoint\":\"tcp://*:5757\"`},

@@ -23,7 +23,7 @@ const maxSilent = 3
 
 // noEvents notes that a worker publishes no KV events.
 func (p *patient) noEvents(engine kv.Engine, shift int) {
-	flags := probe.EventFlagsAt(engine, shift)
+	flags := probe.EventFlags(engine, shift)
 	p.lack(flags)
 	p.report.note("is routed approximately: it publishes no KV events, and the router expects what it has sent to the worker itself in its cache",
 		"start it with "+flags+", or set kv-events= of --worker")

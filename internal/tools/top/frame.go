@@ -9,6 +9,7 @@ import (
 
 	"github.com/charmbracelet/x/ansi"
 
+	"kvrouter/internal/base/kv"
 	"kvrouter/internal/serve/page"
 )
 
@@ -184,10 +185,13 @@ func (f frame) keys(rows int) string {
 // summary are the lines at the top: name, state and totals.
 func (f frame) summary() []string {
 	s := f.state
-	ready := 0
+	ready, approximate := 0, 0
 	for _, w := range s.Workers {
 		if w.State == page.StateReady {
 			ready++
+		}
+		if w.Known == kv.Approximate.String() {
+			approximate++
 		}
 	}
 	health, tone := "ready", green
@@ -199,6 +203,9 @@ func (f frame) summary() []string {
 	}
 	first := f.paint(strong, "kvrouter "+s.Version) + "  " + f.paint(tone, health) +
 		fmt.Sprintf("  %d of %d workers  policy %s  up %s  %s", ready, len(s.Workers), s.Policy, seconds(s.Uptime), f.clock(s.At))
+	if approximate > 0 {
+		first += "  " + f.paint(yellow, fmt.Sprintf("%d known approximately (?)", approximate))
+	}
 	if f.problem != "" {
 		first = f.paint(red, "NOT LIVE") + "  " + f.problem
 	}

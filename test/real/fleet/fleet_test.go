@@ -41,7 +41,7 @@ func TestFleet(t *testing.T) {
 	at := func(worker int) int { return ports + worker*portsEach }
 	fleet := []*server{
 		stock: startVLLM(t, at(stock)),
-		told:  startVLLM(t, at(told), append(advised(t, probe.EventFlags(kv.EngineVLLM), at(told)), "--enable-prompt-tokens-details")...),
+		told:  startVLLM(t, at(told), append(advised(t, probe.EventFlags(kv.EngineVLLM, 0), at(told)), "--enable-prompt-tokens-details")...),
 		pages: startSGLang(t, at(pages)),
 		llama: startLlama(t, folder, at(llama)),
 	}
