@@ -12,14 +12,14 @@ import (
 // Inferred endpoints are claimed by none, see contested. The zero value is empty.
 type claims struct {
 	mu sync.Mutex
-	of map[string]*worker // by endpoint, as plain has it
+	of map[string]*worker // by endpoint, with its host as oneName has it
 }
 
 // take makes the endpoint w's, unless it is another's, which is returned.
 func (c *claims) take(endpoint string, w *worker) (owner *worker) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
-	endpoint = plain(endpoint)
+	endpoint = endpointOf(endpoint, oneName)
 	if owner = c.of[endpoint]; owner != nil && owner != w {
 		return owner
 	}
@@ -34,7 +34,7 @@ func (c *claims) take(endpoint string, w *worker) (owner *worker) {
 func (c *claims) free(endpoint string) bool {
 	c.mu.Lock()
 	defer c.mu.Unlock()
-	return c.of[plain(endpoint)] == nil
+	return c.of[endpointOf(endpoint, oneName)] == nil
 }
 
 // leave frees those of the endpoints that are w's.
@@ -42,7 +42,7 @@ func (c *claims) leave(w *worker, endpoints []string) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	for _, endpoint := range endpoints {
-		if endpoint = plain(endpoint); c.of[endpoint] == w {
+		if endpoint = endpointOf(endpoint, oneName); c.of[endpoint] == w {
 			delete(c.of, endpoint)
 		}
 	}

@@ -63,3 +63,30 @@ func TestAnEventEndpointIsOfOneWorker(t *testing.T) {
 	blocks(map[uint64]int{6: 9}, "")
 	f.stop()
 }
+
+// TestClaimsTellHostsApart: other loopback addresses than the usual one can have servers of their own.
+func TestClaimsTellHostsApart(t *testing.T) {
+	var c claims
+	first, second := &worker{id: 1}, &worker{id: 2}
+	for _, taken := range []struct {
+		endpoint string
+		by       *worker
+		owner    *worker
+	}{
+		{"tcp://127.0.0.1:5557", first, nil}, {"tcp://127.0.0.1:5557", first, nil},
+		{"tcp://localhost:5557", second, first}, {"tcp://127.0.0.1:5558", second, nil}, {"tcp://127.0.0.2:5557", second, nil},
+		{"tcp://GPU-1:5557", first, nil}, {"tcp://gpu-1:5557", second, first},
+	} {
+		if owner := c.take(taken.endpoint, taken.by); owner != taken.owner {
+			t.Errorf("%s for worker %d: taken by %v, want %v", taken.endpoint, taken.by.id, owner, taken.owner)
+		}
+	}
+	c.leave(second, []string{"tcp://127.0.0.1:5557"})
+	if c.free("tcp://localhost:5557") {
+		t.Error("another worker's endpoint was freed")
+	}
+	c.leave(first, []string{"tcp://localhost:5557"})
+	if !c.free("tcp://127.0.0.1:5557") {
+		t.Error("the endpoint was not freed")
+	}
+}

@@ -16,7 +16,7 @@ func AssignIDs(attached []Attached, started int) error {
 	}
 	urls := map[string]string{}
 	for _, w := range attached {
-		server := plainURL(w.URL)
+		server := serverAt(w.URL)
 		if other, dup := urls[server]; dup {
 			return fmt.Errorf("worker %s is given twice%s", w.URL, alias(other, w.URL))
 		}
@@ -52,12 +52,12 @@ func alias(first, second string) string {
 	return fmt.Sprintf(": %s is the same server", first)
 }
 
-// plainURL is a URL with its host as plainHost has it.
-func plainURL(text string) string {
+// serverAt is a URL with its host as oneName has it.
+func serverAt(text string) string {
 	u, err := url.Parse(text)
 	if err != nil {
 		return text
 	}
-	u.Host = net.JoinHostPort(plainHost(u.Hostname()), u.Port())
+	u.Host = net.JoinHostPort(oneName(u.Hostname()), u.Port())
 	return u.String()
 }

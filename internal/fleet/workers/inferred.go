@@ -95,13 +95,16 @@ func plainEndpoints(sources []events.Source) []string {
 }
 
 // plain is an endpoint with its host as plainHost has it.
-func plain(endpoint string) string {
+func plain(endpoint string) string { return endpointOf(endpoint, plainHost) }
+
+// endpointOf is an endpoint with its host written as name does.
+func endpointOf(endpoint string, name func(host string) string) string {
 	address, isTCP := strings.CutPrefix(endpoint, "tcp://")
 	host, port, err := net.SplitHostPort(address)
 	if !isTCP || err != nil {
 		return endpoint
 	}
-	return "tcp://" + net.JoinHostPort(plainHost(host), port)
+	return "tcp://" + net.JoinHostPort(name(host), port)
 }
 
 // plainHost is a host in lower case, with one name for all loopback addresses.
@@ -110,4 +113,13 @@ func plainHost(host string) string {
 		return "localhost"
 	}
 	return strings.ToLower(host)
+}
+
+// oneName is a host in lower case, with one name for the usual loopback address. Other ones can have servers
+// of their own.
+func oneName(host string) string {
+	if host = strings.ToLower(host); host == "localhost" {
+		return "127.0.0.1"
+	}
+	return host
 }
