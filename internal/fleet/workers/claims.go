@@ -30,7 +30,7 @@ func (c *claims) take(endpoint string, w *worker) (owner *worker) {
 	return nil
 }
 
-// free reports whether the endpoint is nobody's.
+// free reports whether no worker has claimed the endpoint.
 func (c *claims) free(endpoint string) bool {
 	c.mu.Lock()
 	defer c.mu.Unlock()

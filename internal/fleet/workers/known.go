@@ -35,7 +35,7 @@ func (in *incarnation) sizeBlocks(registered int) {
 }
 
 // resized reports whether the worker's events have shown another block size than it is followed with,
-// so that they are followed anew. The events of a worker that changes its mind are so after ever longer pauses.
+// so that they are followed anew. If the size changes again and again, the pauses between two such times grow.
 func (in *incarnation) resized() bool {
 	size := int(in.eventBlock.Load())
 	if size == 0 || size == in.blockSize || time.Now().Before(in.resizeAfter) {

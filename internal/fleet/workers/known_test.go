@@ -193,11 +193,7 @@ func TestEventsOfEverOtherSizesAreFollowedAnewMoreAndMoreRarely(t *testing.T) {
 func TestAnUnseenRestartEmptiesWhatIsAssumed(t *testing.T) {
 	defer http.DefaultClient.CloseIdleConnections()
 	a := newAttachedServer(t, "")
-	page := func(tokens int) string {
-		return fmt.Sprintf("# TYPE vllm:num_requests_running gauge\nvllm:num_requests_running 0\n# TYPE vllm:num_requests_waiting gauge\nvllm:num_requests_waiting 0\n"+
-			"# TYPE vllm:prompt_tokens_total counter\nvllm:prompt_tokens_total %d\n", tokens)
-	}
-	a.metrics = page(900)
+	a.metrics = counterPage(900)
 	a.start()
 	f := attachedFleet(t, a, "")
 	f.start()
@@ -206,10 +202,10 @@ func TestAnUnseenRestartEmptiesWhatIsAssumed(t *testing.T) {
 	if err := radixtest.Store(f.index, key, 0, false, []kv.StoredBlock{{Engine: 1, Local: 2}}); err != nil {
 		t.Fatal(err)
 	}
-	tokens := 900
+	tokens := int64(900)
 	testkit.Settles(t, func() error {
 		tokens--
-		a.set(func() { a.metrics = page(tokens) })
+		a.set(func() { a.metrics = counterPage(tokens) })
 		if n := f.index.Blocks(key); n != 0 {
 			return fmt.Errorf("%d blocks are left", n)
 		}

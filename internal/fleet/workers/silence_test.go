@@ -120,16 +120,18 @@ func TestSlowHealthChecksAreWaitedFor(t *testing.T) {
 	}
 }
 
+// counterPage is the page of a vLLM server that has generated n tokens.
+func counterPage(n int64) string {
+	return fmt.Sprintf("# TYPE vllm:num_requests_running gauge\nvllm:num_requests_running 1\n# TYPE vllm:num_requests_waiting gauge\nvllm:num_requests_waiting 0\n"+
+		"# TYPE vllm:kv_cache_usage_perc gauge\nvllm:kv_cache_usage_perc 0.5\n# TYPE vllm:generation_tokens_total counter\nvllm:generation_tokens_total %d\n", n)
+}
+
 // TestProgressOnThePageIsPassedOn: the counters of the page move.
 func TestProgressOnThePageIsPassedOn(t *testing.T) {
 	defer goleak.VerifyNone(t)
 	defer http.DefaultClient.CloseIdleConnections()
 	a := newAttachedServer(t, "")
-	page := func(n int64) string {
-		return fmt.Sprintf("# TYPE vllm:num_requests_running gauge\nvllm:num_requests_running 1\n# TYPE vllm:num_requests_waiting gauge\nvllm:num_requests_waiting 0\n"+
-			"# TYPE vllm:kv_cache_usage_perc gauge\nvllm:kv_cache_usage_perc 0.5\n# TYPE vllm:generation_tokens_total counter\nvllm:generation_tokens_total %d\n", n)
-	}
-	a.metrics = page(1)
+	a.metrics = counterPage(1)
 	a.start()
 	f := attachedFleet(t, a, "")
 	lived := make(chan int, 100)
@@ -149,7 +151,7 @@ func TestProgressOnThePageIsPassedOn(t *testing.T) {
 			}
 		case <-time.After(200 * time.Millisecond):
 			n++
-			a.set(func() { a.metrics = page(n) })
+			a.set(func() { a.metrics = counterPage(n) })
 		case <-t.Context().Done():
 			t.Fatal("no sign of life")
 		}

@@ -19,10 +19,10 @@ import (
 
 // The workers, in the order of the command line.
 const (
-	stock = iota // vLLM as it is
-	told         // vLLM with KV events
-	pages        // SGLang with KV events
-	llama        // llama-cpp-python
+	stock     = iota // vLLM as it is
+	published        // vLLM with KV events
+	pages            // SGLang with KV events
+	llama            // llama-cpp-python
 	servers
 )
 
@@ -40,10 +40,10 @@ func TestFleet(t *testing.T) {
 	ports := testkit.FreePorts(t, servers*portsEach)
 	at := func(worker int) int { return ports + worker*portsEach }
 	fleet := []*server{
-		stock: startVLLM(t, at(stock)),
-		told:  startVLLM(t, at(told), append(advised(t, probe.EventFlags(kv.EngineVLLM, 0), at(told)), "--enable-prompt-tokens-details")...),
-		pages: startSGLang(t, at(pages)),
-		llama: startLlama(t, folder, at(llama)),
+		stock:     startVLLM(t, at(stock)),
+		published: startVLLM(t, at(published), append(advised(t, probe.EventFlags(kv.EngineVLLM, 0), at(published)), "--enable-prompt-tokens-details")...),
+		pages:     startSGLang(t, at(pages)),
+		llama:     startLlama(t, folder, at(llama)),
 	}
 	var urls []string
 	for _, s := range fleet {
@@ -55,10 +55,10 @@ func TestFleet(t *testing.T) {
 
 	const vllmBlock = 128 // on a CPU
 	wants := []workers.CacheState{
-		stock: {Known: kv.Approximate, BlockSize: vllmBlock, Reason: "no KV events of it are followed"},
-		told:  {Known: kv.Exact, BlockSize: vllmBlock},
-		pages: {Known: kv.Exact, BlockSize: 1},
-		llama: {Known: kv.Approximate, BlockSize: 64, Reason: "no KV events of it are followed"},
+		stock:     {Known: kv.Approximate, BlockSize: vllmBlock, Reason: "no KV events of it are followed"},
+		published: {Known: kv.Exact, BlockSize: vllmBlock},
+		pages:     {Known: kv.Exact, BlockSize: 1},
+		llama:     {Known: kv.Approximate, BlockSize: 64, Reason: "no KV events of it are followed"},
 	}
 	for worker, want := range wants {
 		got := r.Workers()[worker].Cache
@@ -69,7 +69,7 @@ func TestFleet(t *testing.T) {
 		}
 	}
 
-	counted := []cached{stock: byCounters(t, fleet[stock]), told: byUsage, pages: byUsage, llama: byLog(fleet[llama])}
+	counted := []cached{stock: byCounters(t, fleet[stock]), published: byUsage, pages: byUsage, llama: byLog(fleet[llama])}
 	for worker, count := range counted {
 		converse(t, r, worker, count).check(t, wants[worker])
 	}
@@ -83,7 +83,7 @@ func TestFleet(t *testing.T) {
 	testkit.Eventually(t, time.Minute, "the restarted worker is exact", func() bool { return r.Workers()[stock].Cache.Known == kv.Exact })
 	t.Logf("restarted with events: serves after %.1f s, exact %.1f s later", serves.Sub(killed).Seconds(), time.Since(serves).Seconds())
 	r.WaitReady(servers, time.Minute)
-	converse(t, r, stock, byCounters(t, again)).check(t, wants[told])
+	converse(t, r, stock, byCounters(t, again)).check(t, wants[published])
 }
 
 // advised returns the arguments that a remedy names, with the ports after port.

@@ -146,8 +146,8 @@ type cached func(t *testing.T, a test.Answer) int
 // byUsage reads them from the answer.
 func byUsage(_ *testing.T, a test.Answer) int { return a.Cached }
 
-// byCounters reads them from the counters of a vLLM server that answers without them, and
-// serves nobody else.
+// byCounters reads them from the counters of a vLLM server that answers without them, and has no
+// other client.
 func byCounters(t *testing.T, s *server) cached {
 	read := func() (asked, hits int) {
 		_, page := testkit.HTTPGet(t, s.url+"/metrics")
