@@ -30,7 +30,7 @@ type incarnation struct {
 	ctx        context.Context
 	cancel     context.CancelFunc
 	followers  sync.WaitGroup // end with ctx
-	began      time.Time
+	began      time.Time      // of a started worker that is ready: when it became that
 	generation int
 
 	engine kv.Engine         // that it runs, as far as known

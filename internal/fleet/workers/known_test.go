@@ -215,3 +215,28 @@ func TestAnUnseenRestartEmptiesWhatIsAssumed(t *testing.T) {
 	f.stop()
 	a.server.Close()
 }
+
+// TestASlowStartIsNoLossOfEvents: a worker that has started for minutes has had no time to publish.
+func TestASlowStartIsNoLossOfEvents(t *testing.T) {
+	defer http.DefaultClient.CloseIdleConnections()
+	a := newAttachedServer(t, "")
+	a.start()
+	defer a.server.Close()
+	f := newFakeFleet(t, fakeConfig(t, 1))
+	f.members, f.listener = fakeMembers{f}, fakeListener{&f.hooks}
+	w := f.workers[0]
+	w.spec.URL = "http://" + a.address
+	in := f.begin(t.Context(), w)
+	defer in.end("the test is over")
+	in.followStarted()
+	in.began = time.Now().Add(-2 * f.timing.unheardAfter)
+	if known, _ := in.knows(kv.WorkerKey{}); known != kv.Approximate {
+		t.Errorf("%s before it was ready", known)
+	}
+	if !f.becomeReady(in) {
+		t.Fatal("it is not ready")
+	}
+	if c := f.Workers()[0].Cache; c.Known != kv.Exact {
+		t.Errorf("%+v", c)
+	}
+}

@@ -155,6 +155,7 @@ func (f *Fleet) becomeReady(in *incarnation) bool {
 	if served.Names == nil {
 		served.Names = []string{f.cfg.ServedModelName}
 	}
+	in.began = time.Now() // its engine publishes only from now on
 	in.setTargets(served, f.cfg.Ports.Sources(int(w.id), in.blockSize))
 	in.followLoads()
 	in.markUp()
