@@ -213,6 +213,28 @@ func (a *Approx) Routed(w kv.WorkerKey, local []uint64) *Assumed {
 	return p
 }
 
+// Expected returns how many blocks of the prompt were assumed to be cached, where answers and counters
+// correct the index; 0 on nil.
+func (p *Assumed) Expected() int {
+	if p == nil || !p.index.corrected {
+		return 0
+	}
+	return p.found
+}
+
+// Came returns the share of the assumed blocks that the engine has had, as it reports that many cached ones
+// (-1: unknown). known is false where that says nothing: a block that was in flight may not have been computed.
+func (p *Assumed) Came(cached int) (share float64, known bool) {
+	expected := p.Expected()
+	switch {
+	case cached < 0 || expected == 0 || cached < expected-1 && p.lostAt(cached) == 0:
+		return 0, false
+	case cached >= expected-1:
+		return 1, true
+	}
+	return float64(cached) / float64(expected), true
+}
+
 // End records the end of the request: its answer filled that many blocks, and the
 // engine had cached blocks of the prompt in its cache (-1: unknown). Call it once.
 // On nil it does nothing.

@@ -256,6 +256,39 @@ func TestApproxSiblingsInFlightProveNothing(t *testing.T) {
 	x.wants(p, kv.Match{Worker: testkit.W0, Blocks: 6})
 }
 
+func TestAnswersSayWhatShareOfTheAssumedBlocksCame(t *testing.T) {
+	x := newApproxTest(t, time.Hour, 1000, 0.8)
+	p := testkit.Prompt(1, 8)
+	if share, known := (*Assumed)(nil).Came(3); known {
+		t.Errorf("of nothing: %v", share)
+	}
+	running := x.Routed(testkit.W0, p)
+	if share, known := running.Came(0); known {
+		t.Errorf("nothing was assumed: %v", share)
+	}
+	sibling := x.Routed(testkit.W0, p)
+	if share, known := sibling.Came(3); known || sibling.Expected() != 8 {
+		t.Errorf("in flight: %v, expected %d", share, sibling.Expected())
+	}
+	running.End(0, -1)
+	sibling.End(0, -1)
+	again := x.Routed(testkit.W0, p)
+	defer again.End(0, -1)
+	for _, c := range []struct {
+		cached int
+		share  float64
+		known  bool
+	}{{-1, 0, false}, {0, 0, true}, {2, 0.25, true}, {7, 1, true}, {8, 1, true}, {100, 1, true}} {
+		if share, known := again.Came(c.cached); share != c.share || known != c.known {
+			t.Errorf("%d cached: %v, %v; want %v, %v", c.cached, share, known, c.share, c.known)
+		}
+	}
+	x.SetCorrected(false)
+	if share, known := again.Came(0); known || again.Expected() != 0 {
+		t.Errorf("answers do not count: %v", share)
+	}
+}
+
 // plainCache is the plainest model of assumedCache: blocks in flight, by their
 // users, and a list of the others, oldest first.
 type plainCache struct {

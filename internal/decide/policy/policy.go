@@ -60,7 +60,9 @@ type Candidate struct {
 	// without a match; counted only for policies that request it.
 	TreeBlocks int
 
-	_ [8]byte
+	// Indexed is Overlap as the index has it. Where blocks count as cached without an event, Overlap is the
+	// part that is expected to be there.
+	Indexed int
 }
 
 // Pull is what a worker can have of a prompt from another one instead of computing it.

@@ -2,12 +2,15 @@ package policy
 
 import "kvrouter/internal/base/kv"
 
-// Tiers is what is known of the tiers below the device of one worker: the share of
-// the blocks expected there that requests found of late, and how long loads take. The zero
-// value, and nil, trusts all tiers and knows no times. The router's lock guards it.
+// Tiers is what is known of the tiers of one worker: the share of the blocks expected there that
+// requests found of late, and how long loads from below the device take. On the device, blocks are
+// expected that count as cached without an event. The zero value, and nil, trusts all tiers and knows
+// no times. The router's lock guards it.
 type Tiers struct {
-	missing [len(kv.LowerTiers)]float64 // share of the expected blocks that were not there, of late
+	missing [1 + len(kv.LowerTiers)]float64 // by tier: share of the expected blocks that were not there, of late
+	asked   [1 + len(kv.LowerTiers)]bool    // by tier: an answer has shown that
 	fits    [len(kv.LowerTiers)]loadFit
+	assumed assumedRecord
 
 	pulls  pullRecord // of what it pulled from others
 	serves pullRecord // of what others pulled from it
@@ -39,13 +42,12 @@ const (
 // tierAt returns the place of a lower tier in arrays.
 func tierAt(t kv.Tier) int { return int(t - kv.Host) }
 
-// Trust returns the share of the tokens expected in a lower tier that requests found there
-// of late, 0 to 1.
+// Trust returns the share of the tokens expected in a tier that requests found there of late, 0 to 1.
 func (t *Tiers) Trust(tier kv.Tier) float64 {
 	if t == nil {
 		return 1
 	}
-	return 1 - t.missing[tierAt(tier)]
+	return 1 - t.missing[tier]
 }
 
 // Came notes how many of the blocks that a request was expected to load the engine
@@ -77,9 +79,17 @@ func (t *Tiers) CameFrom(expected kv.LowerBlocks, found kv.TierTokens, blockSize
 // cameFrom notes how many of the blocks expected in a tier were there, and reports whether
 // all were.
 func (t *Tiers) cameFrom(tier kv.Tier, expected, found int) (all bool) {
-	missing := &t.missing[tierAt(tier)]
-	*missing += tierForget * (1 - float64(found)/float64(expected) - *missing)
+	t.came(tier, float64(found)/float64(expected))
 	return found == expected
+}
+
+// Asked reports whether Trust of the tier is known.
+func (t *Tiers) Asked(tier kv.Tier) bool { return t != nil && t.asked[tier] }
+
+// came notes the share of the blocks expected in a tier that was there.
+func (t *Tiers) came(tier kv.Tier, share float64) {
+	t.asked[tier] = true
+	t.missing[tier] += tierForget * (1 - share - t.missing[tier])
 }
 
 // expected returns how many blocks of a lower tier a request to the candidate is
@@ -156,11 +166,13 @@ type Transfers struct {
 	PeerBytes, PeerSeconds float64       // from other workers to host memory
 	Lookups, LookupSeconds float64       // in slower tiers
 	Cached                 kv.TierTokens // cached prompt tokens by the tier that they came from
+	Hits                   float64       // prompt tokens that were cached on the device; less than 0: not counted
 }
 
 // Count takes over the engine's counters as they are now. Counters that have fallen are
 // those of a new process.
 func (t *Tiers) Count(now Transfers) {
+	t.countHits(now.Hits)
 	last := t.counted
 	t.counted = &now
 	if last == nil || now.HostBytes < last.HostBytes || now.DiskBytes < last.DiskBytes || now.PeerBytes < last.PeerBytes ||

@@ -62,6 +62,7 @@ type Booking struct {
 	first        time.Time
 	atFirst      tally
 	assumed      *radix.Assumed // what of it an approximate index counts as cached
+	presumed     int            // tokens of it that counted as cached when it was sent
 	cached       int            // blocks of it that the engine found cached; -1: not reported
 	outputs      int            // blocks of the answer
 	outputWeight float64        // their total weight
@@ -290,6 +291,9 @@ func (b *Booking) finishAs(how policy.Ending, output int, reason string, now tim
 		if b.text && cached > 0 { // tokens are no words
 			cached = -1
 		}
+		if share, known := b.assumed.Came(cached); known && b.leg != kv.LegDecode {
+			r.fleet.loads.of(b.worker).tiers().Assumed(share)
+		}
 		b.assumed.End((b.prompt+output)/b.blockSize-b.prompt/b.blockSize, cached)
 	}
 	b.share(ChangeFree)
@@ -301,6 +305,9 @@ func (b *Booking) finishAs(how policy.Ending, output int, reason string, now tim
 func (b *Booking) prefillDone(now time.Time) {
 	if !b.computed {
 		b.computed = true
+		if b.presumed > 0 {
+			b.router.fleet.loads.of(b.worker).tiers().Expected(b.presumed, !b.ended.Load())
+		}
 		b.router.fleet.loads.firstToken(b, now)
 		b.share(ChangePrefill)
 	}

@@ -178,6 +178,9 @@ func (d *decider) candidate(c *policy.Candidate, p *prompt, at int) {
 	if c.Lower != (kv.LowerBlocks{}) {
 		c.Lower = c.Lower.Beyond(c.Overlap - matched).Within(v.usable - c.Overlap)
 	}
+	if c.Indexed = c.Overlap; c.Target.Known == kv.Approximate && p.Cached == nil && c.Load.Tiers != nil {
+		c.Overlap = int(math.Round(c.Load.Tiers.Trust(kv.Device) * float64(c.Indexed)))
+	}
 	if p.sources[0].blocks > 0 && c.Target.Pulls() {
 		c.Pull = p.pullTo(c, v.usable)
 	}
@@ -260,11 +263,11 @@ func (d *decider) assume(t *kv.Target, p *prompt) *radix.Assumed {
 func (d *decider) finds(p *prompt, c *policy.Candidate) (device int, lower kv.LowerBlocks) {
 	v := p.viewOf(int(c.Target.BlockSize))
 	usable := v.times * usableBlocks(p.tokens, max(1, v.size))
-	device, lower = min(c.Overlap, usable), c.Lower
+	device, lower = min(c.Indexed, usable), c.Lower
 	if d.traits.Staged && p.Cached == nil {
 		lower = kv.LowerBlocks{}
 		if m := p.matched(c.Target.Key); m != nil {
-			lower = m.Lower.Beyond(c.Overlap - m.Blocks)
+			lower = m.Lower.Beyond(c.Indexed - m.Blocks)
 		}
 	}
 	return device, lower.Within(usable - device)

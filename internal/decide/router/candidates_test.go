@@ -145,6 +145,7 @@ func compareCandidates(rt *rapid.T, r *Router, p *prompt, now time.Time) {
 			c.Overlap = max(c.Overlap, active)
 		}
 		c.Overlap = min(c.Overlap, usable)
+		c.Indexed = c.Overlap
 		c.Lower = c.Lower.Beyond(c.Overlap - held).Within(usable - c.Overlap)
 		want = append(want, c)
 		if fresh := now.Sub(c.Load.At) < loadFreshFor; c.Load.Fresh != fresh || !fresh && c.Load.Foreign > 0 {

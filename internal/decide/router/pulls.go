@@ -60,7 +60,7 @@ func (p *prompt) pullTo(c *policy.Candidate, usable int) (pull policy.Pull) {
 	if s.size != c.Target.BlockSize { // engines pull blocks of their own size only
 		return pull
 	}
-	if more := min(s.blocks, usable) - c.Overlap - c.Lower.Total(); more > 0 {
+	if more := min(s.blocks, usable) - c.Indexed - c.Lower.Total(); more > 0 {
 		pull = policy.Pull{From: s.key, Blocks: more, Ahead: s.ahead, Source: s.tiers}
 	}
 	return pull

@@ -413,6 +413,11 @@ func (r *Router) book(p *prompt, c *policy.Candidate, now time.Time) *Booking {
 		assumed: r.decider.assume(c.Target, p), cached: -1, generation: c.Target.Generation,
 		trial: r.Health.outliers.Begin(c.Target.Key, p.Work.Logprobs, now),
 	}
+	if b.presumed = b.assumed.Expected() * b.blockSize; b.text || b.leg == kv.LegDecode {
+		b.presumed = 0
+	} else if b.presumed > 0 {
+		r.fleet.loads.of(b.worker).tiers().Expect(b.presumed)
+	}
 	b.device, b.lower = r.decider.finds(p, c)
 	b.loads = b.lower.Tokens(p.unit)
 	if r.decider.doubted(p, c) {

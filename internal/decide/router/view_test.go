@@ -11,6 +11,7 @@ import (
 
 	"kvrouter/internal/base/kv"
 	"kvrouter/internal/cache/radix"
+	"kvrouter/internal/decide/policy"
 	"kvrouter/internal/testkit"
 	"kvrouter/internal/testkit/policytest"
 	"kvrouter/internal/testkit/radixtest"
@@ -128,6 +129,46 @@ func TestReceiptsSayHowCachesAreKnown(t *testing.T) {
 		text, err := json.Marshal(d.Receipts[0].Candidates[w])
 		if err != nil || !strings.Contains(string(text), want) || want == "" && strings.Contains(string(text), `"known"`) {
 			t.Errorf("want %s in %s, %v", want, text, err)
+		}
+	}
+}
+
+// TestAssumedBlocksWeighWhatTheyWere: half of the assumed blocks of a worker have been there of late. Another
+// one, of which a little less is known for certain, is the better choice then.
+func TestAssumedBlocksWeighWhatTheyWere(t *testing.T) {
+	for _, corrected := range []bool{true, false} {
+		config := testkit.Defaults[IndexSettings]()
+		config.CacheCorrection = corrected
+		index, assumer := NewIndex(config, "kv", testkit.Defaults[policy.Settings](), testkit.BlockSize, time.Now)
+		r := New(testkit.Defaults[Settings](), Deps{Index: index, Assumer: assumer, Policy: policytest.MustPolicy(t, "kv"), BlockSize: testkit.BlockSize, Seed: 1})
+		r.Up(kv.Target{Key: testkit.W0, Known: kv.Approximate})
+		pinned := testkit.W0
+		blocks := func(n int) int { return n * testkit.BlockSize }
+		for seed := range uint32(20) {
+			prompt := testkit.Tokens(seed*1000, blocks(10)+1)
+			for turn := range 2 {
+				d := MustRoute(t, r, Request{Tokens: prompt, Pinned: &pinned})
+				if turn == 1 {
+					d.Booking.Cached(blocks(5), kv.TierTokens{})
+				}
+				d.Booking.FirstToken()
+				d.Booking.Finish(1)
+			}
+		}
+		prompt := testkit.Tokens(99_000, blocks(10)+1)
+		MustRoute(t, r, Request{Tokens: prompt, Pinned: &pinned}).Booking.Finish(1)
+		r.Up(kv.Target{Key: testkit.W1})
+		holdIn(r, testkit.W1.Worker, testkit.BlockSize, prompt[:blocks(8)])
+		d := MustRoute(t, r, Request{Tokens: prompt, QueryOnly: true, Explain: true})
+		want, overlap := testkit.W1, 5
+		if !corrected {
+			want, overlap = testkit.W0, 10
+		}
+		if got := d.Receipts[0].Candidates[0].Overlap; d.Target.Key != want || got != overlap {
+			t.Errorf("corrected %v: %v was chosen, %d blocks counted, want %v, %d", corrected, d.Target.Key, got, want, overlap)
+		}
+		if d = MustRoute(t, r, Request{Tokens: prompt, Pinned: &pinned, QueryOnly: true}); d.OverlapTokens != blocks(10) {
+			t.Errorf("predicted %d tokens, want %d", d.OverlapTokens, blocks(10))
 		}
 	}
 }

@@ -272,7 +272,7 @@ func (c *Client) pollLoad(ctx context.Context, s LoadSource, log *slog.Logger, r
 			})
 			s.note(page)
 			if counting {
-				counts = polled.Add(s.count(page))
+				counts = polled.Add(min(s.count(page), transfersEvery)) // the page is read in any case
 			}
 			if err != nil {
 				return err

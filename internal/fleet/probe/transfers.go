@@ -37,7 +37,8 @@ const (
 	vllmLookups     = "vllm:kv_offload_lookup_async_delay_seconds"
 	vllmBySource    = "vllm:prompt_tokens_cached_by_source"
 	vllmLoadingType = "CPU_to_GPU"
-	vllmPeers       = ":p2p" // ends the label tier of the tier whose blocks other workers have
+	vllmHits        = "vllm:prefix_cache_hits" // tokens
+	vllmPeers       = ":p2p"                   // ends the label tier of the tier whose blocks other workers have
 )
 
 // SGLang's counters.
@@ -50,7 +51,7 @@ const (
 
 // transferNames are all of them. A counter's name may end with _total.
 var transferNames = []string{
-	vllmLoadBytes, vllmLoadTime, vllmTotalBytes, vllmTotalTime, vllmReadBytes, vllmReadTime, vllmLookups, vllmBySource,
+	vllmLoadBytes, vllmLoadTime, vllmTotalBytes, vllmTotalTime, vllmReadBytes, vllmReadTime, vllmLookups, vllmBySource, vllmHits,
 	sglangLoadBytes, sglangLoadTime, sglangLoadTokens, sglangBySource,
 }
 
@@ -66,8 +67,11 @@ type Counters struct {
 func (s *LoadSource) count(page Page) (pause time.Duration) {
 	pause = transfersLook
 	for _, rank := range s.Ranks {
-		if t, shown := page.Transfers(s.engine(rank)); shown {
+		t, shown := page.Transfers(s.engine(rank))
+		if shown {
 			pause = transfersEvery
+		}
+		if shown || t.Hits >= 0 {
 			s.Counters.Transfers(rank, t)
 		}
 		if a, shown := page.Adapters(); shown {
@@ -137,6 +141,12 @@ func (p Page) Transfers(engine string) (t policy.Transfers, shown bool) {
 	t.DiskBytes, t.DiskSeconds = sum(vllmReadBytes, files), sum(vllmReadTime, files)
 	t.PeerBytes, t.PeerSeconds = sum(vllmReadBytes, peers), sum(vllmReadTime, peers)
 	t.Lookups, t.LookupSeconds = p.histogram(vllmLookups, engine)
+	t.Hits = -1
+	if p.family(vllmHits) != nil {
+		t.Hits = sum(vllmHits, all)
+	} else if p.family(sglangBySource) != nil {
+		t.Hits = float64(t.Cached.Device)
+	}
 	return t, t.HostBytes > 0 || loaded > 0
 }
 

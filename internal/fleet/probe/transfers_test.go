@@ -93,11 +93,15 @@ func TestPageShowsLoadsFromLowerTiers(t *testing.T) {
 		{"vLLM", offloadingPage, "0", offloading, true},
 		{"older names", older, "0", offloading, true},
 		{"another rank", offloadingPage, "1", policy.Transfers{Cached: kv.TierTokens{Device: 7}}, false},
-		{"SGLang", hicachePage, "", policy.Transfers{HostBytes: 2e6, HostSeconds: 1, HostTokens: 2000, Cached: kv.TierTokens{Device: 100, Host: 1472, Disk: 640}}, true},
+		{"SGLang", hicachePage, "", policy.Transfers{HostBytes: 2e6, HostSeconds: 1, HostTokens: 2000, Cached: kv.TierTokens{Device: 100, Host: 1472, Disk: 640}, Hits: 100}, true},
+		{"hits alone", "vllm:prefix_cache_hits_total{engine=\"0\"} 96\nvllm:prefix_cache_hits_total{engine=\"1\"} 5\n", "0", policy.Transfers{Hits: 96}, false},
 		{"another engine", "# TYPE x counter\nx 1\n", "", policy.Transfers{}, false},
 		{"blocks of other workers", "vllm:kv_offload_load_bytes_total 7\nvllm:kv_offload_tiering_read_bytes_total{tier=\"1:fs\"} 3\nvllm:kv_offload_tiering_read_bytes_total{tier=\"2:p2p\"} 5\nvllm:kv_offload_tiering_read_time_total{tier=\"2:p2p\"} 2\n", "", policy.Transfers{HostBytes: 7, DiskBytes: 3, PeerBytes: 5, PeerSeconds: 2}, true},
 		{"foreign numbers", "vllm:kv_offload_load_bytes_total 1e300\nvllm:kv_offload_load_time_total NaN\nvllm:kv_offload_tiering_read_bytes_total -5\n", "", policy.Transfers{HostBytes: mostCounted}, true},
 	} {
+		if test.want.Hits == 0 {
+			test.want.Hits = -1
+		}
 		if got, shown := transfersOn(t, test.page, test.engine); got != test.want || shown != test.shown {
 			t.Errorf("%s: %+v, %v; want %+v, %v", test.name, got, shown, test.want, test.shown)
 		}
