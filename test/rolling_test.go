@@ -109,6 +109,11 @@ func TestRollingRestartLosesNoLongAnswer(t *testing.T) {
 	if moved < streams/2 {
 		t.Error("too few streams outlived their workers")
 	}
+	for name, n := range s.Metrics() {
+		if strings.HasPrefix(name, `kvrouter_predictions_total{result="over"`) && n > 0 {
+			t.Errorf("%s %v", name, n)
+		}
+	}
 }
 
 // answered reports whether workers, one after the other, answer a prompt with those tokens.

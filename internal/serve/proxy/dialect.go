@@ -332,10 +332,13 @@ func (s *Migration) renumber(event []byte) []byte {
 	change("id", s.id)
 	change("created", s.created)
 	if usage := gjson.GetBytes(event[from:], "usage"); usage.IsObject() {
+		created := gjson.GetBytes(event[from:], "usage.prompt_tokens_details.created_cache_tokens").Int()
 		for path, number := range map[string]int64{
 			"usage.prompt_tokens":                       int64(len(s.prompt)),
 			"usage.completion_tokens":                   gjson.GetBytes(event[from:], "usage.completion_tokens").Int() + int64(s.sent),
 			"usage.prompt_tokens_details.cached_tokens": int64(s.cached),
+			// the rest of them are blocks of the answer
+			"usage.prompt_tokens_details.created_cache_tokens": min(created, int64(max(0, len(s.prompt)-s.cached))),
 		} {
 			if gjson.GetBytes(event[from:], path).Type == gjson.Number {
 				change(path, strconv.FormatInt(number, 10))

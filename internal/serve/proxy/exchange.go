@@ -52,10 +52,26 @@ type Exchange struct {
 
 	Trace *tracing.Request // nil: it is not traced
 
+	last     *judged     // of an answer that was continued: as its last worker had it; nil: it was not
 	finish   string      // why the answer ended, as the worker reports it; empty: it does not
 	refusal  refusal     // meaning of a relayed answer's status for its worker
 	suspects []suspicion // workers that refused it, until one accepts it
 	tried    bool        // a worker has failed it
+}
+
+// judged is a decision with the usage that it predicted.
+type judged struct {
+	decision router.Decision
+	usage    Usage
+}
+
+// Predicted returns the decision that predicted the cached tokens of the usage beside it. Of an answer
+// that was continued, both are those of its last worker, whose prompt had what was answered before.
+func (x *Exchange) Predicted() (*router.Decision, *Usage) {
+	if x.last != nil {
+		return &x.last.decision, &x.last.usage
+	}
+	return &x.Decision, &x.Usage
 }
 
 // leg is the part of the request done by the worker that answers.

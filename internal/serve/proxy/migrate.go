@@ -71,13 +71,17 @@ func (p *Proxy) migrate(ctx context.Context, w http.ResponseWriter, u *sending, 
 		x.Receipts = append(x.Receipts, decision.Receipts...)
 		rest := *u
 		s.rest(&rest.edits)
+		x.Usage = Usage{} // that of the worker that failed
 		if err = p.send(ctx, w, &rest, x, decision, true); err == nil {
 			break
 		}
 	}
 	p.observer.Migrated(MigratedOK)
+	if s.moves > 0 {
+		x.last = &judged{x.Decision, x.Usage}
+	}
 	s.merge(&x.Usage)
-	x.Decision.Tokens, x.Decision.OverlapTokens = decided.Tokens, decided.OverlapTokens
+	x.Decision.Tokens, x.Decision.OverlapTokens = decided.Tokens, min(x.Decision.OverlapTokens, decided.Tokens)
 	return nil
 }
 

@@ -357,7 +357,5 @@ func (s *Migration) merge(u *Usage) {
 		return
 	}
 	u.PromptTokens, u.OutputTokens = len(s.prompt), len(s.tokens)
-	if s.moves > 0 {
-		u.CachedTokens = min(u.CachedTokens, s.cached)
-	}
+	u.CachedTokens = min(u.CachedTokens, u.PromptTokens)
 }

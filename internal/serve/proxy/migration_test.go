@@ -152,7 +152,8 @@ func (v *writer) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 		return
 	}
 	if body.Get("stream_options").Get("include_usage").Bool() {
-		event("", fmt.Sprintf(`,"usage":{"prompt_tokens":%d,"total_tokens":%d,"completion_tokens":%d,"prompt_tokens_details":{"cached_tokens":%d}}`, len(ids), len(ids)+most, most, len(ids)-3))
+		event("", fmt.Sprintf(`,"usage":{"prompt_tokens":%d,"total_tokens":%d,"completion_tokens":%d,"prompt_tokens_details":{"cached_tokens":%d,"created_cache_tokens":%d}}`,
+			len(ids), len(ids)+most, most, len(ids)-3, len(ids)))
 	}
 	if dies > most {
 		die()
@@ -339,7 +340,7 @@ func normal(events string) string {
 			}
 			line = strings.Replace(strings.Replace(line, id, `"id"`, 1), `"created":`+created, `"created":0`, 1)
 		}
-		out = append(out, line)
+		out = append(out, strings.Replace(line, `,"created_cache_tokens":3`, "", 1)) // a worker that dies before its usage tells none
 	}
 	return strings.Join(out, "")
 }
@@ -432,6 +433,12 @@ func answerOf(t *testing.T, path, options string, v *writer) (events, result str
 	}
 	if err == nil && (x.Usage.PromptTokens != 3 || x.Usage.OutputTokens != 20) {
 		t.Errorf("usage %+v", x.Usage)
+	}
+	if d, u := x.Predicted(); u.CachedKnown && (u.PromptTokens != d.Tokens || path != generateRoute && u.CachedTokens != d.Tokens-3) {
+		t.Errorf("%d of %d tokens are compared with a prediction for %d", u.CachedTokens, u.PromptTokens, d.Tokens)
+	}
+	if x.Decision.OverlapTokens > 3 || x.Usage.CachedTokens > 3 {
+		t.Errorf("of a prompt of 3 tokens %d were predicted, %d reported", x.Decision.OverlapTokens, x.Usage.CachedTokens)
 	}
 	if n := routertest.InFlight(rt); n != 0 {
 		t.Errorf("%d are still booked", n)

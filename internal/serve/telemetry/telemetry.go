@@ -315,23 +315,24 @@ func (t *Metrics) Finished(x *proxy.Exchange, now time.Time) {
 	if x.Decision.Tokens > 0 && x.Usage.PromptTokens != x.Decision.Tokens {
 		t.promptDiffers.WithLabelValues(x.Source).Inc()
 	}
-	if x.Decision.Tokens > 0 && x.Usage.CachedKnown {
+	decision, usage := x.Predicted()
+	if decision.Tokens > 0 && usage.CachedKnown {
 		worker := by
 		if x.Shared != nil { // the prediction was for the prefill worker
 			worker = t.series(x.Shared.Worker)
 		}
-		t.predicted.WithLabelValues(worker).Add(float64(x.Decision.OverlapTokens))
-		t.reachable.WithLabelValues().Add(float64(x.Decision.Reachable))
-		t.compareTiers(worker, x.Decision.Predicted.Plus(x.Decision.Guessed), x.Usage)
-		t.cached.WithLabelValues(worker).Add(float64(x.Usage.CachedTokens))
-		t.compared.WithLabelValues(worker).Add(float64(x.Usage.PromptTokens))
-		if guess := x.Decision.Guessed.Total(); guess > 0 {
-			t.guesses.WithLabelValues(worker, resultOf(x.Decision.OverlapTokens+guess, x.Usage.CachedTokens)).Inc()
+		t.predicted.WithLabelValues(worker).Add(float64(decision.OverlapTokens))
+		t.reachable.WithLabelValues().Add(float64(decision.Reachable))
+		t.compareTiers(worker, decision.Predicted.Plus(decision.Guessed), *usage)
+		t.cached.WithLabelValues(worker).Add(float64(usage.CachedTokens))
+		t.compared.WithLabelValues(worker).Add(float64(usage.PromptTokens))
+		if guess := decision.Guessed.Total(); guess > 0 {
+			t.guesses.WithLabelValues(worker, resultOf(decision.OverlapTokens+guess, usage.CachedTokens)).Inc()
 			return
 		}
-		t.predictions.WithLabelValues(worker, resultOf(x.Decision.OverlapTokens, x.Usage.CachedTokens)).Inc()
+		t.predictions.WithLabelValues(worker, resultOf(decision.OverlapTokens, usage.CachedTokens)).Inc()
 		if t.reportCompared != nil && x.Shared == nil {
-			t.reportCompared(x.Decision.Target.Key, x.Decision.Predicted, x.Usage.CachedTokens)
+			t.reportCompared(decision.Target.Key, decision.Predicted, usage.CachedTokens)
 		}
 	}
 }
