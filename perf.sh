@@ -22,17 +22,18 @@ usage: ./perf.sh [flags] [-- arguments of the tool]
   --model NAME          the first of /v1/models
   --tokenizer DIR|ID    the model's own
   --api-key KEY         $KVROUTER_API_KEY
+  --wait SECONDS        600, for the first ready worker
 Flags override the sizes for the CPU model. The tool's output files are written to out/perf/.
 END
 }
 
-tool=genai-perf url=${KVROUTER_URL:-http://localhost:8000} model="" tokenizer="" api_key=${KVROUTER_API_KEY:-} seed=42
+tool=genai-perf url=${KVROUTER_URL:-http://localhost:8000} model="" tokenizer="" api_key=${KVROUTER_API_KEY:-} seed=42 wait=600
 input_tokens="" output_tokens="" concurrency="" requests="" unique_prompts=""
 while [ $# -gt 0 ]; do
   case $1 in
     --) shift; break ;;
     --tool) need_value "$1" $#; tool=$2; shift 2 ;;
-    --input-tokens | --output-tokens | --concurrency | --requests | --unique-prompts | --seed)
+    --input-tokens | --output-tokens | --concurrency | --requests | --unique-prompts | --seed | --wait)
       need_value "$1" $#
       [[ $2 =~ ^[0-9]+$ ]] || die "$1 $2: must be an integer"
       name=${1#--}
@@ -56,6 +57,7 @@ python=$(find_python 'import sys, venv, ensurepip, fcntl; sys.exit(not (3, 11) <
 
 # --- the model ------------------------------------------------------------------------------------------------------
 
+wait_for_worker "$url" "$wait"
 models=$(fetch_models "$url" "$api_key")
 # Two lines: the model's name, and its folder or hub id.
 found=$("$python" -c '
@@ -200,13 +202,49 @@ common=(
   --concurrency "$concurrency" --request-count "$requests" --num-prompts "$unique_prompts"
   --random-seed "$seed" --artifact-dir "$out"
 )
+# counters prints the router's metrics; a server that is no kvrouter, or needs a key for them, has none.
+counters() { curl -s -m 10 --config <(auth_header "$api_key") "$url/metrics" | grep '^kvrouter_' || true; }
+before=$(counters) status=0
 case $tool in
   aiperf)
-    exec "$venv/bin/aiperf" profile "${common[@]}" --ui none ${api_key:+--api-key "$api_key"} "$@"
+    "$venv/bin/aiperf" profile "${common[@]}" --ui none ${api_key:+--api-key "$api_key"} "$@" || status=$?
     ;;
   genai-perf)
     # genai-perf finds perf_analyzer on PATH.
-    PATH="$venv/bin:$PATH" exec "$venv/bin/genai-perf" profile "${common[@]}" --extra-inputs "max_tokens:$output_tokens" \
-      ${api_key:+--header "Authorization:Bearer $api_key"} -- -v --max-threads 64 "$@"
+    PATH="$venv/bin:$PATH" "$venv/bin/genai-perf" profile "${common[@]}" --extra-inputs "max_tokens:$output_tokens" \
+      ${api_key:+--header "Authorization:Bearer $api_key"} -- -v --max-threads 64 "$@" || status=$?
     ;;
 esac
+
+# What the router counted of the run, on one line.
+"$python" - "$before" "$(counters)" <<'END' || true
+import re, sys
+
+def read(text):
+    return {name: float(value) for name, value in (line.rsplit(" ", 1) for line in text.splitlines())}
+
+before, after = map(read, sys.argv[1:])
+
+def of(name, label=""):
+    """The increase of a counter, by the value of a label."""
+    found = {}
+    for series, value in after.items():
+        if series.partition("{")[0] == name:
+            key = re.search(rf'\b{label}="([^"]*)"', series) if label else None
+            key = key[1] if key else ""
+            found[key] = found.get(key, 0) + value - before.get(series, 0)
+    return found
+
+compared, predictions = sum(of("kvrouter_compared_prompt_tokens_total").values()), of("kvrouter_predictions_total", "result")
+requests = {worker: n for worker, n in sorted(of("kvrouter_requests_total", "worker_id").items()) if n}
+parts = []
+if compared:
+    parts.append(f"{sum(of('kvrouter_cached_tokens_reported_total').values()) / compared:.1%} of the prompt tokens were cached")
+if total := sum(predictions.values()):
+    parts.append(f"{predictions.get('exact', 0):.0f} of {total:.0f} predictions were exact")
+if requests:
+    parts.append("requests: " + ", ".join(f"{n:.0f} at worker {worker}" for worker, n in requests.items()))
+if parts:
+    print("perf: the router: " + "; ".join(parts))
+END
+exit "$status"

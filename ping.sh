@@ -7,18 +7,19 @@ PROG=ping
 
 usage() {
   cat <<'END'
-usage: ./ping.sh [--url URL] [--model NAME] [--prompt TEXT] [--max-tokens N] [--api-key KEY]
+usage: ./ping.sh [--url URL] [--model NAME] [--prompt TEXT] [--max-tokens N] [--api-key KEY] [--wait SECONDS]
   --url URL        base URL of the router (default $KVROUTER_URL, else http://localhost:8000)
   --model NAME     model (default: the first of /v1/models)
   --prompt TEXT    user message (default: a short question); the system prompt is long enough to be cached
   --max-tokens N   maximum output length in tokens (default 64)
   --api-key KEY    bearer key (default $KVROUTER_API_KEY)
+  --wait SECONDS   maximum wait for the first ready worker (default 600)
 Run it twice: the second run finds the prompt's full blocks in a worker's prefix cache.
 END
 }
 
 url=${KVROUTER_URL:-http://localhost:8000} model="" prompt="What is the capital of France?" max_tokens=64
-api_key=${KVROUTER_API_KEY:-}
+api_key=${KVROUTER_API_KEY:-} wait=600
 while [ $# -gt 0 ]; do
   case $1 in
     --url) need_value "$1" $#; url=$2; shift 2 ;;
@@ -26,16 +27,19 @@ while [ $# -gt 0 ]; do
     --prompt) need_value "$1" $#; prompt=$2; shift 2 ;;
     --max-tokens) need_value "$1" $#; max_tokens=$2; shift 2 ;;
     --api-key) need_value "$1" $#; api_key=$2; shift 2 ;;
+    --wait) need_value "$1" $#; wait=$2; shift 2 ;;
     -h | --help) usage; exit 0 ;;
     *) die "unknown argument $1 (see --help)" ;;
   esac
 done
 url=${url%/} url=${url%/v1}
 [[ $max_tokens =~ ^[1-9][0-9]*$ ]] || die "--max-tokens $max_tokens: must be an integer of at least 1"
+[[ $wait =~ ^[0-9]+$ ]] || die "--wait $wait: must be an integer"
 for tool in curl python3; do
   command -v "$tool" >/dev/null 2>&1 || die "missing: $tool (Debian/Ubuntu: sudo apt install $tool; macOS: brew install $tool; Fedora: sudo dnf install $tool)"
 done
 
+wait_for_worker "$url" "$wait"
 models=$(fetch_models "$url" "$api_key")
 if [ -z "$model" ]; then
   model=$(python3 -c 'import json, sys; print(json.load(sys.stdin)["data"][0]["id"])' <<<"$models" 2>/dev/null) ||

@@ -113,6 +113,18 @@ need_dynamo() {
   exec 9>&- # release the lock before the tests
 }
 
+# wait_for_worker URL SECONDS returns once the router has a worker that takes requests. Other servers have no such report.
+wait_for_worker() {
+  local began=$SECONDS report
+  while report=$(curl -s -m 10 "$1/ready") && [[ $report == *'"schedulable_workers":0'* && $report != *'"draining":true'* ]]; do
+    [ "$SECONDS" -lt $((began + $2)) ] || die "$1 has no ready worker after $2 s: the log of the router says why"
+    [ "${waited:-}" ] || say "waiting for the first ready worker, at most $2 s (a vLLM worker without a GPU takes minutes to start)"
+    local waited=1
+    sleep 1
+  done
+  [ -z "${waited:-}" ] || say "a worker is ready after $((SECONDS - began)) s"
+}
+
 # fetch_models URL API_KEY prints the response of GET URL/v1/models, or exits with an error of one line.
 fetch_models() {
   local answer code status=0
