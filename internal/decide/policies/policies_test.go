@@ -173,7 +173,7 @@ func TestTraitsOfEveryPolicy(t *testing.T) {
 		"kv":              {ActiveBlocks: true, WholeMatch: true, Staged: true, HostCredit: 0.75, DiskCredit: 0.25},
 		"work":            {ActiveBlocks: true, Siblings: true, HostCredit: 1, DiskCredit: 1},
 		"cache-threshold": matching, "variance": matching,
-		"standalone": {WholeMatch: true}, "thompson": {WholeMatch: true},
+		"standalone": {WholeMatch: true}, "thompson": {WholeMatch: true, Logged: true},
 	}
 	for _, name := range Names {
 		p, err := New(name, testkit.Defaults[Settings]())

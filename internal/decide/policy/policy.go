@@ -106,6 +106,8 @@ type Traits struct {
 	// Staged counts the lower tiers as Dynamo does: one after the other, whether they
 	// delivered what they were expected to or not, and none that is in doubt.
 	Staged bool
+	// Logged has each decision logged as information, with the lines of the Toolkit's processor.
+	Logged bool
 }
 
 // Learner is a policy that learns from finished requests. Learn is called under the

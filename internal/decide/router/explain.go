@@ -1,6 +1,7 @@
 package router
 
 import (
+	"cmp"
 	"context"
 	"encoding/json"
 	"log/slog"
@@ -119,7 +120,11 @@ func (k *Receipts) wanted(now time.Time) bool {
 
 // logs reports whether each decision gets a line in the log.
 func (k *Receipts) logs() bool {
-	return k.router.log != nil && k.router.log.Enabled(context.Background(), slog.LevelDebug)
+	level := slog.LevelDebug
+	if k.router.decider.traits.Logged {
+		level = slog.LevelInfo
+	}
+	return k.router.log != nil && k.router.log.Enabled(context.Background(), level)
 }
 
 // explain returns the receipt of the decision for a candidate, before it is booked,
@@ -247,9 +252,12 @@ func (k *Receipts) log(p *prompt, list []*Receipt) {
 	log := k.router.log
 	for _, receipt := range list {
 		if receipt.Reuse != nil {
-			log.Debug("Processing request", "prefix", receipt.Series, "total", p.Prefix.Total,
+			log.Info("Processing request", "prefix", cmp.Or(receipt.Series, "auto-"+receipt.RequestID), "total", max(1, p.Prefix.Total),
 				"osl", hints.LevelNames[p.Prefix.OSL], "iat", hints.LevelNames[p.Prefix.IAT], "tokens", receipt.Tokens)
-			log.Debug("Routing decision", "worker", *receipt.Worker, "decision", receipt.Decision, "reuse_budget", *receipt.Reuse)
+			log.Info("Routing decision", "worker", *receipt.Worker, "decision", receipt.Decision, "reuse_budget", *receipt.Reuse)
+		}
+		if !log.Enabled(context.Background(), slog.LevelDebug) {
+			continue
 		}
 		text, err := json.Marshal(receipt)
 		if err != nil {

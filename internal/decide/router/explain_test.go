@@ -245,9 +245,13 @@ func TestWithoutAReaderNothingIsAllocatedForReceipts(t *testing.T) {
 		r := NewTestRouter(t, rule, 8)
 		route := func() { MustRoute(t, r, Request{NumTokens: 100}).Booking.End() }
 		without := testing.AllocsPerRun(200, route)
-		r.log = slog.New(slog.NewTextHandler(&bytes.Buffer{}, nil))
+		quiet := slog.LevelInfo
+		if rule == "thompson" {
+			quiet = slog.LevelWarn
+		}
+		r.log = slog.New(slog.NewTextHandler(&bytes.Buffer{}, &slog.HandlerOptions{Level: quiet}))
 		if with := testing.AllocsPerRun(200, route); with != without {
-			t.Errorf("%s: %v allocations a decision with a log that is not at debug, %v without one", rule, with, without)
+			t.Errorf("%s: %v allocations a decision with a log that has no decisions, %v without one", rule, with, without)
 		}
 		r.Receipts.Last(1)
 		if asked := testing.AllocsPerRun(200, route); asked < without+5 {
@@ -299,6 +303,18 @@ func TestDecisionsAreLoggedAtDebug(t *testing.T) {
 				t.Errorf("%s: the log has no %s:\n%s", test.rule, want, out.String())
 			}
 		}
+	}
+}
+
+// TestThompsonLogsDecisionsAsInformation: a request without hints is called as the Toolkit calls it.
+func TestThompsonLogsDecisionsAsInformation(t *testing.T) {
+	r := NewTestRouter(t, "thompson", 1)
+	var out bytes.Buffer
+	r.log = slog.New(slog.NewJSONHandler(&out, nil))
+	MustRoute(t, r, Request{ID: "r1", NumTokens: 10})
+	if text := out.String(); !strings.Contains(text, `"level":"INFO","msg":"Processing request","prefix":"auto-r1","total":1,`) ||
+		!strings.Contains(text, `"level":"INFO","msg":"Routing decision","worker":0,`) || strings.Contains(text, "receipt") {
+		t.Error(text)
 	}
 }
 

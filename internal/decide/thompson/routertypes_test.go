@@ -109,9 +109,9 @@ func TestModularScore(t *testing.T) {
 		{"bare", []string{"kv_thompson.enable_affinity=0", "kv_thompson.enable_switching_cost=0", "kv_thompson.enable_lints=0", "kv_thompson.enable_adaptive_temp=0", "kv_thompson.ts_weight=0"}, 0.5 * load, 0.02, 0.30},
 		{"floors", []string{"kv_thompson.enable_affinity=0", "kv_thompson.ts_weight=0", "kv_thompson.load_mod_floor=0.9"}, 0.5 * 0.9, 0.02 - 0.07, 0.25},
 		{"sticky floor", []string{"kv_thompson.enable_affinity=0", "kv_thompson.ts_weight=0", "kv_thompson.enable_sticky_floor=1", "kv_thompson.sticky_load_floor=0.8"}, 0.5 * 0.8, 0.02 - 0.07, 0.25},
-		{"queue weight of all", []string{"kv_thompson.enable_affinity=0", "kv_thompson.ts_weight=0", "kv_thompson.queue_penalty_weight=0"}, 0.5 * math.Exp(-1.5*4/25), 0.02 - 0.07, 0.25},
-		// O = 3·(2 + 0.5)·1 of its pin, J = 2.5: 1.5·2 + 0.45·7.5 + 0.2·2.5·2 = 7.375
-		{"full load", []string{"kv_thompson.enable_affinity=0", "kv_thompson.ts_weight=0", "kv_thompson.enable_full_load=1", "kv_thompson.load_mod_floor=0"}, 0.5 / 8.375, 0.02 - 0.07, 0.25},
+		{"queue weight of all", []string{"kv_thompson.enable_affinity=0", "kv_thompson.ts_weight=0", "kv_thompson.queue_penalty_weight=0"}, 0.5 * math.Exp(-0.5*4/25), 0.02 - 0.07, 0.25},
+		// O = 3·(2 + 0.5)·1 of its pin, J = 2.5: 0.5·2 + 0.45·7.5 + 0.2·2.5·2 = 5.375
+		{"full load", []string{"kv_thompson.enable_affinity=0", "kv_thompson.ts_weight=0", "kv_thompson.enable_full_load=1", "kv_thompson.load_mod_floor=0"}, 0.5 / 6.375, 0.02 - 0.07, 0.25},
 	} {
 		t.Run(c.name, func(t *testing.T) {
 			p := ofType(t, 2, append(c.parameters, "infrastructure.router_type=kv_thompson")...)

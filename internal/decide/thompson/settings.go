@@ -133,15 +133,18 @@ type parameters struct {
 //go:embed presets
 var presets embed.FS
 
-// defaultPreset is the preset of the Toolkit's current file.
-const defaultPreset = "components"
+// Presets, by the folder of the Toolkit that their file stands in.
+const (
+	defaultPreset = "optimized"
+	basePreset    = "components" // the current file: it has all parameters
+)
 
 // presetParameters returns the parameters of one of the Toolkit's files, by the
 // folder that it stands in: components/config.yaml or, older,
 // optimized/config.yaml.
 func presetParameters(name string) (parameters, error) {
 	c := parameters{preset: name, fixNames: "all"}
-	for _, name := range []string{defaultPreset, name} {
+	for _, name := range []string{basePreset, name} {
 		data, err := presets.ReadFile("presets/" + name + ".yaml")
 		if err == nil {
 			err = c.read(data)
@@ -320,7 +323,7 @@ func (c *parameters) check() (err error) {
 		return err
 	}
 	switch {
-	case c.preset != defaultPreset && c.preset != "optimized":
+	case c.preset != defaultPreset && c.preset != basePreset:
 		return fmt.Errorf("preset %s: give components or optimized", c.preset)
 	case !slices.Contains(routerTypes, c.routerType):
 		return fmt.Errorf("infrastructure.router_type %s: give one of %s", c.routerType, strings.Join(routerTypes, ", "))

@@ -116,9 +116,9 @@ func TestConfigErrorsNameTheKey(t *testing.T) {
 	}
 }
 
-// defaultParameters returns the parameters without a file or flags.
+// defaultParameters returns the parameters of the Toolkit's current file, of which the recorded decisions are.
 func defaultParameters() parameters {
-	c, err := presetParameters(defaultPreset)
+	c, err := presetParameters(basePreset)
 	if err != nil {
 		panic(err)
 	}

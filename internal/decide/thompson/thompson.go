@@ -189,7 +189,7 @@ func newPolicy(config parameters) *Policy {
 }
 
 // Traits requests full matches, as in the original.
-func (*Policy) Traits() policy.Traits { return policy.Traits{WholeMatch: true} }
+func (*Policy) Traits() policy.Traits { return policy.Traits{WholeMatch: true, Logged: true} }
 
 // Choose draws a candidate by the softmax of the scores; with router_type kv_load it
 // returns the one with the lowest KV usage.
