@@ -1,5 +1,7 @@
 package fair
 
+import "time"
+
 // Charge is the cost charged to a tenant for one running request. It must end once. A nil
 // Charge charges nothing.
 type Charge[T any] struct {
@@ -13,13 +15,14 @@ type Charge[T any] struct {
 
 // Begin charges a tenant the predicted cost of a request, ms, that begins now: an item that
 // Walk offers, or a request that does not wait.
-func (q *Queue[T]) Begin(t Tenant, c Class, predicted float64) *Charge[T] {
+func (q *Queue[T]) Begin(t Tenant, c Class, predicted float64, now time.Time) *Charge[T] {
 	f := q.flow(t, c)
 	if len(f.items) == 0 {
 		f.served = max(f.served, f.lane.floor())
 	}
 	f.running++
 	f.lane.running++
+	f.began, f.lane.began = now, now
 	q.unreported[f] = true
 	charge := &Charge[T]{queue: q, flow: f, contends: q.contends(f.lane), weight: f.weight}
 	charge.Set(predicted)

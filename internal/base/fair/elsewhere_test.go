@@ -5,14 +5,15 @@ import (
 	"math"
 	"slices"
 	"testing"
+	"time"
 
 	"pgregory.net/rapid"
 )
 
 func TestTell(t *testing.T) {
 	q := queue(t)
-	heavy := q.Begin(Tenant{Name: "heavy", Weight: 2}, Standard, 100)
-	q.Begin(Tenant{Name: "quick"}, Interactive, 7).End(9.5)
+	heavy := q.Begin(Tenant{Name: "heavy", Weight: 2}, Standard, 100, time.Time{})
+	q.Begin(Tenant{Name: "quick"}, Interactive, 7, time.Time{}).End(9.5)
 	heavy.Set(300.2)
 	want := func(what string, want ...Service) {
 		t.Helper()
@@ -28,16 +29,16 @@ func TestTell(t *testing.T) {
 	heavy.End(41)
 	want("what it has received is told once", Service{"heavy", Standard, 20, 0})
 	want("nothing runs")
-	q.Begin(Tenant{Name: "quick"}, Interactive, 1).End(0.5)
+	q.Begin(Tenant{Name: "quick"}, Interactive, 1, time.Time{}).End(0.5)
 	want("parts of a ms are kept", Service{"quick", Interactive, 1, 0})
-	q.Begin(Tenant{Name: "failed"}, Batch, 9).End(0)
+	q.Begin(Tenant{Name: "failed"}, Batch, 9, time.Time{}).End(0)
 	want("what a worker failed costs nothing")
 }
 
 func TestTellIsBounded(t *testing.T) {
 	q := New[string](Settings{Limit: 1, Tenants: 2 * MostReported})
 	for i := range MostReported + 3 {
-		q.Begin(Tenant{Name: fmt.Sprint(i)}, Standard, 1).End(float64(1 + i))
+		q.Begin(Tenant{Name: fmt.Sprint(i)}, Standard, 1, time.Time{}).End(float64(1 + i))
 	}
 	first, second := q.Report(), q.Report()
 	if len(first) != MostReported || first[0].Received != MostReported+3 || len(second) != 3 || second[2].Received != 1 {
@@ -217,7 +218,7 @@ func TestRoutersShareOutTogether(t *testing.T) {
 						return Stop
 					}
 					i := int(it.Tenant.Name[0] - '0')
-					all = append(all, running{q.Begin(it.Tenant, it.Class, it.Cost), it.Cost})
+					all = append(all, running{q.Begin(it.Tenant, it.Class, it.Cost, time.Time{}), it.Cost})
 					service[i] += it.Cost / weights[i]
 					unreported[at][i] += it.Cost / weights[i]
 					check()

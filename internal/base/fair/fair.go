@@ -181,6 +181,39 @@ func (q *Queue[T]) RunningAfter(c Class) (n int) {
 	return n
 }
 
+// Presses reports whether a tenant runs its share of so many seats or more, while another one of its class
+// runs and waits for less than its own: of those that have begun a request since then. A class that is after
+// one of which a request has begun since then has no share.
+func (q *Queue[T]) Presses(t Tenant, c Class, seats int, since time.Time) bool {
+	at := c.Place()
+	for i := range q.lanes[:at] {
+		if q.lanes[i].began.After(since) {
+			return true
+		}
+	}
+	weights, recent := 0.0, 0
+	each := func(f func(*flow[T]) (done bool)) {
+		e := q.used[at].Back()
+		for recent = 0; e != nil && recent < mostTried; recent++ {
+			if g := e.Value.(*flow[T]); g.began.After(since) && f(g) {
+				return
+			}
+			e = e.Prev()
+		}
+	}
+	each(func(g *flow[T]) bool { weights += g.weight; return false })
+	own := q.flows[at][t.Name]
+	if own == nil || float64(own.running) < own.weight/weights*float64(seats) {
+		return false
+	}
+	presses := false
+	each(func(g *flow[T]) bool {
+		presses = g != own && float64(g.running+len(g.items)) < g.weight/weights*float64(seats)
+		return presses
+	})
+	return presses
+}
+
 // batch returns the lane of class Batch.
 func (q *Queue[T]) batch() *lane[T] { return &q.lanes[Batch.Place()] }
 
@@ -321,12 +354,13 @@ func (q *Queue[T]) take(f *flow[T], at int) {
 type Verdict int
 
 const (
-	Kept      Verdict = iota // it keeps waiting; the next one is offered
-	Taken                    // it leaves the queue; the next one is offered
-	Later                    // it prefers to wait for another worker: others of its tenant may be served first
-	Yield                    // the same, and other tenants may be served first, too
-	PassClass                // it keeps waiting, as do all of its class
-	Stop                     // it keeps waiting, as do all after it
+	Kept       Verdict = iota // it keeps waiting; the next one is offered
+	Taken                     // it leaves the queue; the next one is offered
+	Later                     // it prefers to wait for another worker: others of its tenant may be served first
+	Yield                     // the same, and other tenants may be served first, too
+	PassClass                 // it keeps waiting, as do all of its class
+	PassTenant                // it keeps waiting, as do all of its tenant
+	Stop                      // it keeps waiting, as do all after it
 )
 
 const (
@@ -377,6 +411,9 @@ func (q *Queue[T]) Walk(offer func(it *Item[T], must bool) Verdict) {
 		case v == PassClass:
 			f.lane.passed = q.walk
 			continue
+		case v == PassTenant:
+			f.next = len(f.items)
+			continue
 		case v != Taken:
 			f.next++
 			continue
@@ -419,7 +456,7 @@ func (q *Queue[T]) next() *flow[T] {
 // passing offers the items behind the next one of a flow; Kept: none of them is taken.
 func (q *Queue[T]) passing(f *flow[T], offer func(it *Item[T], must bool) Verdict) (v Verdict, at int) {
 	for at = f.next + 1; at < len(f.items) && at <= f.next+Window && f.items[at].Priority == f.items[f.next].Priority; at++ {
-		if v = offer(f.items[at], false); v == Taken || v == PassClass || v == Stop {
+		if v = offer(f.items[at], false); v == Taken || v == PassClass || v == PassTenant || v == Stop {
 			return v, at
 		}
 	}

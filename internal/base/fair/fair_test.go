@@ -42,7 +42,7 @@ func serve(t testing.TB, q *Queue[string], n int) string {
 		if n--; n < 0 {
 			return Stop
 		}
-		q.Begin(it.Tenant, it.Class, it.Cost).End(it.Cost)
+		q.Begin(it.Tenant, it.Class, it.Cost, time.Time{}).End(it.Cost)
 		served = append(served, it.Value)
 		return Taken
 	})
@@ -102,7 +102,7 @@ func TestAnIdleTenantHasNoCredit(t *testing.T) {
 
 func TestATenantPaysForWhatItReceivedWhileOthersWaited(t *testing.T) {
 	q := queue(t, of("a", "a1", 1), of("b", "b1", 1), of("b", "b2", 1), of("b", "b3", 1), of("b", "b4", 1))
-	first := q.Begin(Tenant{Name: "a"}, Standard, 1)
+	first := q.Begin(Tenant{Name: "a"}, Standard, 1, time.Time{})
 	first.Set(3) // its answer is longer than predicted
 	if got := serve(t, q, 3); got != "b1 b2 b3" {
 		t.Error(got)
@@ -117,7 +117,7 @@ func TestATenantPaysForWhatItReceivedWhileOthersWaited(t *testing.T) {
 func TestWhatRunsCounts(t *testing.T) {
 	q := queue(t)
 	for range 3 {
-		q.Begin(Tenant{Name: "a"}, Standard, 1)
+		q.Begin(Tenant{Name: "a"}, Standard, 1, time.Time{})
 	}
 	for i := range 3 {
 		q.Push(of("a", fmt.Sprint("a", i), 1))
@@ -132,7 +132,7 @@ func TestWhatRunsCounts(t *testing.T) {
 
 func TestDebtsAreBounded(t *testing.T) {
 	q := queue(t, of("b", "b0", 1))
-	q.Begin(Tenant{Name: "a"}, Standard, 1).End(MostCost)
+	q.Begin(Tenant{Name: "a"}, Standard, 1, time.Time{}).End(MostCost)
 	q.Push(of("a", "a1", 1))
 	for i := range 12 {
 		q.Push(of("b", fmt.Sprint("b", i+1), MostDebt/10))
@@ -145,7 +145,7 @@ func TestDebtsAreBounded(t *testing.T) {
 func TestServiceThatNobodyWaitedForIsFree(t *testing.T) {
 	q := queue(t)
 	for range 100 {
-		if got := q.Begin(Tenant{Name: "a"}, Standard, 50).End(70); got != 70 {
+		if got := q.Begin(Tenant{Name: "a"}, Standard, 50, time.Time{}).End(70); got != 70 {
 			t.Fatal(got)
 		}
 	}
@@ -159,7 +159,7 @@ func TestServiceThatNobodyWaitedForIsFree(t *testing.T) {
 
 func TestAChargeEndsOnce(t *testing.T) {
 	q := queue(t, of("b", "b1", 1))
-	c := q.Begin(Tenant{Name: "a"}, Standard, 5)
+	c := q.Begin(Tenant{Name: "a"}, Standard, 5, time.Time{})
 	c.End(7)
 	c.Set(9)
 	if got := c.End(9); got != 0 || c.Cost() != 7 {
@@ -245,7 +245,7 @@ func TestLaterLetsTheTenantsOwnPass(t *testing.T) {
 				return Later
 			}
 			taken = it.Value
-			q.Begin(it.Tenant, it.Class, it.Cost).End(it.Cost)
+			q.Begin(it.Tenant, it.Class, it.Cost, time.Time{}).End(it.Cost)
 			return Taken
 		})
 		if err := q.Check(); err != nil {
@@ -299,7 +299,7 @@ func TestYieldLetsOtherTenantsGoFirst(t *testing.T) {
 				return Kept
 			}
 			taken = it.Value
-			q.Begin(it.Tenant, it.Class, it.Cost)
+			q.Begin(it.Tenant, it.Class, it.Cost, time.Time{})
 			return Taken
 		})
 		if err := q.Check(); err != nil {
@@ -326,6 +326,58 @@ func TestYieldLetsOtherTenantsGoFirst(t *testing.T) {
 	q.Push(of("a", "a2", 1))
 	if got := turn(false); got != "a2" {
 		t.Errorf("%q goes instead of a2, which is alone", got)
+	}
+}
+
+// TestATenantPressesBesideOthersWithLess: of 8 seats.
+func TestATenantPressesBesideOthersWithLess(t *testing.T) {
+	type running struct {
+		tenant  string
+		weight  float64
+		class   Class
+		n, ago  int // requests, and when they began, s
+		ended   bool
+		waiting int
+	}
+	flood := running{tenant: "flood", n: 4}
+	for name, c := range map[string]struct {
+		others []running
+		want   bool
+	}{
+		"alone":                         {nil, false},
+		"beside one that has ended":     {[]running{{tenant: "light", n: 1, ended: true}}, true},
+		"beside one of long ago":        {[]running{{tenant: "light", n: 1, ago: 61, ended: true}}, false},
+		"beside one that has as much":   {[]running{{tenant: "heavy", n: 4}}, false},
+		"beside one that waits for it":  {[]running{{tenant: "heavy", n: 1, waiting: 3}}, false},
+		"a heavier one beside it":       {[]running{{tenant: "heavy", weight: 3, n: 5}}, true},
+		"a lighter one beside it":       {[]running{{tenant: "light", weight: 0.5, n: 1}}, false},
+		"behind an earlier class":       {[]running{{tenant: "chat", class: Interactive, n: 1, ended: true}}, true},
+		"before a later class":          {[]running{{tenant: "night", class: Batch, n: 1}}, false},
+		"behind a class of long ago":    {[]running{{tenant: "chat", class: Interactive, n: 1, ago: 61, ended: true}}, false},
+		"beside more than are examined": {slices.Repeat([]running{{tenant: "light", n: 1, ended: true}}, 2*mostTried), true},
+	} {
+		t.Run(name, func(t *testing.T) {
+			q := queue(t)
+			now := dawn.Add(time.Hour)
+			for i, r := range append([]running{flood}, c.others...) {
+				tenant := Tenant{Name: r.tenant, Weight: r.weight}
+				if i > 1 {
+					tenant.Name += fmt.Sprint(i)
+				}
+				for range r.n {
+					charge := q.Begin(tenant, r.class, 1, now.Add(-time.Duration(r.ago)*time.Second))
+					if r.ended {
+						charge.End(1)
+					}
+				}
+				for range r.waiting {
+					q.Push(&Item[string]{Tenant: tenant, Class: r.class, Cost: 1})
+				}
+			}
+			if got := q.Presses(Tenant{Name: "flood"}, Standard, 8, now.Add(-time.Minute)); got != c.want {
+				t.Errorf("presses: %v", got)
+			}
+		})
 	}
 }
 
@@ -377,7 +429,7 @@ func TestPassClassCostsWhatIsLookedAt(t *testing.T) {
 func TestTenantsAreBounded(t *testing.T) {
 	q := New[string](Settings{Limit: 1000, Tenants: 3})
 	for i := range 100 {
-		q.Begin(Tenant{Name: fmt.Sprint(i)}, Standard, 1).End(1)
+		q.Begin(Tenant{Name: fmt.Sprint(i)}, Standard, 1, time.Time{}).End(1)
 		if err := q.Check(); err != nil {
 			t.Fatal(err)
 		}
@@ -519,7 +571,7 @@ func TestServiceOfBackloggedTenantsStaysWithinItsBound(t *testing.T) {
 			if !exact {
 				actual = min(max(it.Cost+bias[i], 0), most)
 			}
-			all = append(all, running{q.Begin(it.Tenant, it.Class, it.Cost), i, actual})
+			all = append(all, running{q.Begin(it.Tenant, it.Class, it.Cost, time.Time{}), i, actual})
 			service[i] += actual
 			runs[i]++
 		}
@@ -604,7 +656,7 @@ func TestWrongPredictionsEvenOut(t *testing.T) {
 			runs = runs[1:]
 		}
 		cost := costs[it.Tenant.Name]
-		runs = append(runs, running{q.Begin(it.Tenant, it.Class, it.Cost), cost})
+		runs = append(runs, running{q.Begin(it.Tenant, it.Class, it.Cost, time.Time{}), cost})
 		service[it.Tenant.Name] += cost
 		return Taken
 	})
@@ -652,10 +704,10 @@ func TestEveryItemIsServedOnceOrLeaves(t *testing.T) {
 			"walk": func(t *rapid.T) {
 				seen, musts := map[int]bool{}, map[int]bool{}
 				stopped, offers, most := false, 0, (Window+3)*q.Len()
-				passed := map[int]bool{} // places of classes
+				passed, left := map[int]bool{}, map[*flow[int]]bool{} // places of classes, tenants
 				q.Walk(func(it *Item[int], must bool) Verdict {
-					if there[it.Value] != it || stopped || passed[it.Class.Place()] || must && musts[it.Value] {
-						t.Fatalf("item %d is gone, comes after Stop or PassClass, or must go twice", it.Value)
+					if there[it.Value] != it || stopped || passed[it.Class.Place()] || left[it.flow] || must && musts[it.Value] {
+						t.Fatalf("item %d is gone, comes after Stop, PassClass or PassTenant, or must go twice", it.Value)
 					}
 					seen[it.Value] = true
 					if must {
@@ -666,15 +718,15 @@ func TestEveryItemIsServedOnceOrLeaves(t *testing.T) {
 					}
 					v := Verdict(rapid.IntRange(int(Kept), int(Stop)).Draw(t, "verdict"))
 					if v == Taken {
-						q.Begin(it.Tenant, it.Class, it.Cost).End(it.Cost)
+						q.Begin(it.Tenant, it.Class, it.Cost, time.Time{}).End(it.Cost)
 						delete(there, it.Value)
 					}
 					stopped = v == Stop
-					passed[it.Class.Place()] = v == PassClass
+					passed[it.Class.Place()], left[it.flow] = v == PassClass, v == PassTenant
 					return v
 				})
 				q.Each(func(it *Item[int]) {
-					if !stopped && !seen[it.Value] && !passed[it.Class.Place()] {
+					if !stopped && !seen[it.Value] && !passed[it.Class.Place()] && !left[it.flow] {
 						t.Fatalf("item %d was not offered", it.Value)
 					}
 				})
@@ -710,7 +762,7 @@ func BenchmarkTurn(b *testing.B) {
 			if again != nil {
 				return Stop
 			}
-			q.Begin(it.Tenant, it.Class, it.Cost).End(it.Cost)
+			q.Begin(it.Tenant, it.Class, it.Cost, time.Time{}).End(it.Cost)
 			again = it
 			return Taken
 		})

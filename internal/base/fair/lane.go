@@ -3,6 +3,7 @@ package fair
 import (
 	"container/list"
 	"math"
+	"time"
 )
 
 // flow is one tenant in one class: its items, and the counter of its service.
@@ -21,6 +22,7 @@ type flow[T any] struct {
 	next     int        // of items, that walk offers
 	walk     uint64     // that next is for
 	used     *list.Element
+	began    time.Time // a request of it, last
 
 	received  float64 // service divided by weight, ms, that has not been reported
 	runs      float64 // elsewhere, whole ms
@@ -36,6 +38,7 @@ type lane[T any] struct {
 	backlogged []*flow[T] // those with items, in no order
 	clock      float64    // floor while any waited last
 	running    int        // charges that have not ended
+	began      time.Time  // a request of it, last
 	passed     uint64     // the last walk in which an item said PassClass
 }
 

@@ -5,6 +5,7 @@ import (
 	"math"
 	"slices"
 	"testing"
+	"time"
 
 	"pgregory.net/rapid"
 )
@@ -140,7 +141,7 @@ func TestBatchReceivesItsShare(t *testing.T) {
 						return Stop
 					}
 					actual := min(max(it.Cost+miss, 0), most)
-					all = append(all, running{q.Begin(it.Tenant, it.Class, it.Cost), actual})
+					all = append(all, running{q.Begin(it.Tenant, it.Class, it.Cost, time.Time{}), actual})
 					if sum += actual; it.Class == Batch {
 						batch += actual
 					}
@@ -189,7 +190,7 @@ func TestAWrongPredictionIsNotOwed(t *testing.T) {
 					if len(running) == seats {
 						return Stop
 					}
-					running = append(running, q.Begin(it.Tenant, it.Class, it.Cost))
+					running = append(running, q.Begin(it.Tenant, it.Class, it.Cost, time.Time{}))
 					done[it.Class]++
 					return Taken
 				})

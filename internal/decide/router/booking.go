@@ -253,6 +253,7 @@ func (b *Booking) finishAs(how policy.Ending, output int, reason string, now tim
 		}
 		r.Health.outliers.Wrote(b.attempt(), output, took)
 	}
+	r.Admission.ended(b, how, now)
 	if b.charge != nil {
 		b.settle(how, output)
 	}

@@ -94,10 +94,11 @@ func (a *Admission) answerOf(p *prompt) float64 {
 
 // charge charges the tenant of p the predicted cost on the candidate on which b is about to be
 // booked.
-func (a *Admission) charge(b *Booking, p *prompt, c *policy.Candidate) {
+func (a *Admission) charge(b *Booking, p *prompt, c *policy.Candidate, now time.Time) {
 	b.price = a.priceOn(p, c)
 	b.expects = a.answerOf(p)
-	b.charge = a.fair.Begin(p.Tenant, p.Class, b.costOf(b.expects))
+	b.charge = a.fair.Begin(p.Tenant, p.Class, b.costOf(b.expects), now)
+	a.pace.starts(now)
 }
 
 // costOf returns the charge for the request with an answer of that many tokens, ms. Of the prompt it
@@ -197,7 +198,16 @@ func (a *Admission) firstTokenIn(it *fair.Item[*waiter], uncached int, now time.
 
 // dispatchFairly is dispatch for a fair queue.
 func (a *Admission) dispatchFairly(now time.Time) {
-	if a.fair.Len() == 0 || !a.anyCapacity(now) {
+	if a.fair.Len() == 0 {
+		a.pace.keep(0, a.pace.all, now)
+		return
+	}
+	waits := 0 // for the pace
+	defer func() {
+		all, free, _ := a.seats(now)
+		a.pace.keep(min(free, waits), all, now)
+	}()
+	if !a.anyCapacity(now) {
 		return
 	}
 	var blocked []alike
@@ -216,6 +226,13 @@ func (a *Admission) dispatchFairly(now time.Time) {
 				return fair.PassClass
 			}
 			enters[class.Place()] = true
+		}
+		if pause := a.paced(it.Tenant, it.Class, now); pause > 0 {
+			waits++
+			if w.look != nil {
+				w.look.Reset(pause)
+			}
+			return fair.PassTenant
 		}
 		kind := w.prompt.alike()
 		if slices.Contains(blocked, kind) {

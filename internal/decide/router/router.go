@@ -440,7 +440,7 @@ func (r *Router) book(p *prompt, c *policy.Candidate, now time.Time) *Booking {
 		}
 	}
 	if r.Admission.fair != nil {
-		r.Admission.charge(b, p, c)
+		r.Admission.charge(b, p, c, now)
 	}
 	if c.Load.Cell != nil {
 		query := policy.Query{Now: now, Tokens: p.tokens, BlockSize: p.unit, Leg: p.Leg, Class: p.Class}
