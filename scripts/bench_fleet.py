@@ -46,9 +46,10 @@ ROUTERS = {
     "vllm-router": "{vllm_router} --policy cache_aware " + PEER,
     "SMG": "{smg} launch --policy cache_aware " + PEER,
 }
-# What is wanted, in times of the best other router's: hits, by the workers' KV events, and the means of the time to the
-# first token and of the whole run, in which requests follow each other. Hits differ by 0.005 between runs where caches
-# suffice, times by 0.03.
+# What is wanted, in times of the best other router's: the means of the time to the first token and of the whole run, in
+# which requests follow each other, and with one request in flight hits, by the workers' KV events. With more, a worker that
+# is idle can answer before the one that has the prompt. Hits differ by 0.005 between runs where caches suffice, times by
+# 0.03.
 LEAST = {"none": 0.99, "all": 0.995}
 MOST = {"ttft_ms": ("first tokens", 1.05), "seconds": ("all answers", 1.02)}
 KINDS = list(LEAST)
@@ -210,7 +211,7 @@ def report(options, loads, runs):
     peers.table(["events", "workers", "cache", "blocks", *options.routers, f"{first} / best other", "TTFT, ms", "run, s", "CPU a request, ms"], rows)
     checks = peers.Checks("fleet")
     checks.hold(not errors, f"{errors} of {sum(r['requests'] for r in runs)} requests failed")
-    for events, ratio in worst.items() if others else ():
+    for events, ratio in worst.items() if others and options.concurrency == 1 else ():
         least = LEAST[events]
         checks.hold(ratio >= least, f"events {events}: {first} finds {ratio:.3f} of the best other's hits, or more (want {least})")
     for key, (what, most) in MOST.items() if others else ():
