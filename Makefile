@@ -117,10 +117,10 @@ test-page: #: Test the dashboard in Chromium; installs Debian's package if missi
 	@command -v chromium >/dev/null || command -v chromium-browser >/dev/null || command -v google-chrome >/dev/null || { [ "$$(id -u)" = 0 ] && apt-get update -q && apt-get install -qy chromium; } || { echo "test-page: chromium is missing: run apt-get install chromium as root" >&2; exit 1; }
 	KVROUTER_PAGE=1 go test -count 1 -timeout 10m -run '^TestBrowser' -v ./test/real/browser
 
-docs-check: ## Check the pages: flags and defaults, commands, links, metrics, simulated numbers (1 minute of CPU)
+docs-check: ## Check the pages: flags and defaults, commands, links, simulated numbers (40 s of CPU)
 	@scripts/build-native.sh
 	go test -count 1 -run 'Page|Help' . ./internal/tools/mocker
-	go test -count 1 -run '^Test(FiguresIn|MetricsPage)' ./test
+	go test -count 1 -run '^TestFiguresInThePages' ./test
 
 lint: #: Run gofmt, go vet, staticcheck and syntax checks of the shell and Python scripts
 	@scripts/build-native.sh
