@@ -14,6 +14,7 @@ import (
 	"kvrouter/internal/cache/events"
 	"kvrouter/internal/decide/models"
 	"kvrouter/internal/decide/policies"
+	"kvrouter/internal/decide/policy"
 	"kvrouter/internal/decide/router"
 	"kvrouter/internal/fleet/discovery"
 	"kvrouter/internal/fleet/workers"
@@ -163,8 +164,8 @@ type Scheduling struct {
 }
 
 // validate sets Mock, makes the names of the policies those of package policies, and checks the
-// settings for them.
-func (s *Scheduling) validate(names ...string) (err error) {
+// settings for them, with what makes a policy.
+func (s *Scheduling) validate(newPolicy func(string, policies.Settings) (policy.Policy, error), names ...string) (err error) {
 	for i := range names {
 		names[i] = policies.Canonical(names[i])
 	}
@@ -179,7 +180,7 @@ func (s *Scheduling) validate(names ...string) (err error) {
 		return err
 	}
 	for _, name := range names {
-		if _, err := policies.New(name, s.Scoring); err != nil {
+		if _, err := newPolicy(name, s.Scoring); err != nil {
 			return fmt.Errorf("--policy: %w", err)
 		}
 	}
@@ -249,7 +250,7 @@ func (c *Config) ResolveDefaults(machine settings.Machine) error {
 // validate checks what the settings of several parts must have in common, and those of this package; kong
 // has called Validate of each part. Its errors name the flag.
 func (c *Config) validate() error {
-	if err := c.Scheduling.validate(c.Policy); err != nil {
+	if err := c.Scheduling.validate(policies.New, c.Policy); err != nil {
 		return err
 	}
 	if err := c.countWorkers(); err != nil {
