@@ -355,7 +355,7 @@ func (c *SimulateCommand) workers() int {
 
 // validate checks what kong does not; its errors name the flag.
 func (c *SimulateCommand) validate() error {
-	if err := cmp.Or(c.Scheduling.validate(strings.Split(c.Policy, ",")...), c.routing().Validate()); err != nil {
+	if err := cmp.Or(c.Scheduling.validate(simulate.NewPolicy, strings.Split(c.Policy, ",")...), c.routing().Validate()); err != nil {
 		return err
 	}
 	workers := c.workers()

@@ -32,6 +32,7 @@ func TestCommands(t *testing.T) {
 		{nil, &Config{}}, {[]string{"serve"}, &Config{}}, {[]string{"version"}, &VersionCommand{}},
 		{[]string{"--seed", "3"}, &Config{}}, {[]string{"doctor", "--num-workers", "1"}, &DoctorCommand{}},
 		{[]string{"simulate", "--synthetic=chat", "--concurrency=8", "--mock=num-gpu-blocks=100"}, &SimulateCommand{}},
+		{[]string{"simulate", "--synthetic=chat", "--concurrency=8", "--policy=work,load-first"}, &SimulateCommand{}},
 	} {
 		if got, err := parse(test.args, machine); fmt.Sprintf("%T", got) != fmt.Sprintf("%T", test.want) || err != nil {
 			t.Errorf("%q: command %T, %v; want %T", test.args, got, err, test.want)

@@ -14,6 +14,7 @@ import (
 	"kvrouter/internal/cache/events"
 	"kvrouter/internal/decide/models"
 	"kvrouter/internal/decide/policies"
+	"kvrouter/internal/decide/policy"
 	"kvrouter/internal/decide/router"
 	"kvrouter/internal/fleet/discovery"
 	"kvrouter/internal/fleet/workers"
@@ -68,13 +69,13 @@ type Config struct {
 	HTTPPort          int          `group:"Addresses" name:"http-port" default:"8000" help:"OpenAI port. 0 selects a free port."`
 	RouterPort        int          `group:"Addresses" default:"7000" help:"Router port (/find_best_worker, /workers); 0 selects a free port."`
 	BaseWorkerPort    int          `group:"Addresses" default:"8100" help:"First HTTP port of started workers; worker i listens on this port plus i."`
-	BaseKVEventsPort  int          `group:"Addresses" name:"base-kv-events-port" default:"5557" help:"First KV-event port of started workers; worker i publishes on this port plus i."`
-	BaseKVReplayPort  int          `group:"Addresses" name:"base-kv-replay-port" default:"5757" help:"First KV-event replay port of started workers; worker i listens on this port plus i."`
-	BaseMetricsPort   int          `group:"Addresses" default:"5657" help:"First load-metrics port of started workers; worker i publishes on this port plus i."`
+	BaseKVEventsPort  int          `group:"Addresses" name:"base-kv-events-port" default:"5557" help:"First KV-event port of started workers; worker i publishes on this port plus i times its ranks."`
+	BaseKVReplayPort  int          `group:"Addresses" name:"base-kv-replay-port" default:"5757" help:"First KV-event replay port of started workers; worker i listens on this port plus i times its ranks."`
+	BaseMetricsPort   int          `group:"Addresses" default:"5657" help:"First load-metrics port of started workers; worker i publishes on this port plus i times its ranks."`
 	Web               web.Settings `embed:""`
 	Page              page.Flags   `embed:""`
-	BaseNIXLPort      int          `group:"Addresses" name:"base-nixl-port" default:"5600" help:"First NIXL side-channel port of started vLLM workers, with --prefill-workers; worker i listens on this port plus i."`
-	BaseP2PPort       int          `group:"Addresses" name:"base-p2p-port" default:"5710" help:"First port of started vLLM workers for pulls, with --kv-p2p; worker i listens on this port plus i."`
+	BaseNIXLPort      int          `group:"Addresses" name:"base-nixl-port" default:"5600" help:"First NIXL side-channel port of started vLLM workers, with --prefill-workers; worker i listens on this port plus i times its ranks."`
+	BaseP2PPort       int          `group:"Addresses" name:"base-p2p-port" default:"5710" help:"First port of started vLLM workers for pulls, with --kv-p2p; worker i listens on this port plus i times its ranks."`
 	BaseBootstrapPort int          `group:"Addresses" default:"8998" help:"First bootstrap port of started SGLang prefill workers; worker i listens on this port plus i."`
 
 	// Choice of a worker, index of caches, and disaggregation.
@@ -163,8 +164,8 @@ type Scheduling struct {
 }
 
 // validate sets Mock, makes the names of the policies those of package policies, and checks the
-// settings for them.
-func (s *Scheduling) validate(names ...string) (err error) {
+// settings for them, with what makes a policy.
+func (s *Scheduling) validate(newPolicy func(string, policies.Settings) (policy.Policy, error), names ...string) (err error) {
 	for i := range names {
 		names[i] = policies.Canonical(names[i])
 	}
@@ -179,7 +180,7 @@ func (s *Scheduling) validate(names ...string) (err error) {
 		return err
 	}
 	for _, name := range names {
-		if _, err := policies.New(name, s.Scoring); err != nil {
+		if _, err := newPolicy(name, s.Scoring); err != nil {
 			return fmt.Errorf("--policy: %w", err)
 		}
 	}
@@ -249,7 +250,7 @@ func (c *Config) ResolveDefaults(machine settings.Machine) error {
 // validate checks what the settings of several parts must have in common, and those of this package; kong
 // has called Validate of each part. Its errors name the flag.
 func (c *Config) validate() error {
-	if err := c.Scheduling.validate(c.Policy); err != nil {
+	if err := c.Scheduling.validate(policies.New, c.Policy); err != nil {
 		return err
 	}
 	if err := c.countWorkers(); err != nil {

@@ -8,6 +8,7 @@ import (
 	"reflect"
 	"regexp"
 	"slices"
+	"strconv"
 	"strings"
 	"testing"
 
@@ -222,11 +223,10 @@ func TestShellsAndManKnowEveryFlagAndCommand(t *testing.T) {
 	}
 }
 
-// TestLinksOfThePages follows every link between pages: to a file, and to a heading
-// of that page if it has an anchor.
-func TestLinksOfThePages(t *testing.T) {
-	pages, anchors, links := map[string]string{}, map[string]map[string]bool{}, 0
-	heading, dropped := regexp.MustCompile(`(?m)^#+ (.+)$`), regexp.MustCompile(`[^\p{L}\p{N}_ -]`)
+// textsOfPages returns the pages by path.
+func textsOfPages(t *testing.T) map[string]string {
+	t.Helper()
+	pages := map[string]string{}
 	for _, pattern := range []string{"*.md", "docs/*.md", "deploy/*.md", "testdata/*/*.md"} {
 		paths, _ := filepath.Glob(pattern)
 		for _, path := range paths {
@@ -234,11 +234,22 @@ func TestLinksOfThePages(t *testing.T) {
 			if err != nil {
 				t.Fatal(err)
 			}
-			pages[path] = regexp.MustCompile("(?s)```.*?```").ReplaceAllString(string(text), "")
-			anchors[path] = map[string]bool{"": true}
-			for _, match := range heading.FindAllStringSubmatch(pages[path], -1) {
-				anchors[path][strings.ReplaceAll(dropped.ReplaceAllString(strings.ToLower(match[1]), ""), " ", "-")] = true
-			}
+			pages[path] = string(text)
+		}
+	}
+	return pages
+}
+
+// TestLinksOfThePages follows every link between pages: to a file, and to a heading
+// of that page if it has an anchor.
+func TestLinksOfThePages(t *testing.T) {
+	pages, anchors, links := map[string]string{}, map[string]map[string]bool{}, 0
+	heading, dropped := regexp.MustCompile(`(?m)^#+ (.+)$`), regexp.MustCompile(`[^\p{L}\p{N}_ -]`)
+	for path, text := range textsOfPages(t) {
+		pages[path] = regexp.MustCompile("(?s)```.*?```").ReplaceAllString(text, "")
+		anchors[path] = map[string]bool{"": true}
+		for _, match := range heading.FindAllStringSubmatch(pages[path], -1) {
+			anchors[path][strings.ReplaceAll(dropped.ReplaceAllString(strings.ToLower(match[1]), ""), " ", "-")] = true
 		}
 	}
 	for path, text := range pages {
@@ -284,5 +295,94 @@ func TestTestsNamedByThePagesExist(t *testing.T) {
 		if name := string(match[1]); !known[name] {
 			t.Errorf("SECURITY.md names %s, which does not exist", name)
 		}
+	}
+}
+
+// plainValue is a value as a page or a default writes it, in ms or bytes: 5 s, 64 MiB, 65,536.
+func plainValue(text string) string {
+	match := regexp.MustCompile(`^([\d.,]+) ?([a-zA-Z/]*)$`).FindStringSubmatch(text)
+	units := map[string]float64{"": 1, "ms": 1, "s": 1e3, "m": 60e3, "h": 3600e3, "MB/s": 1e6, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
+	if match == nil || units[match[2]] == 0 {
+		return ""
+	}
+	number, err := strconv.ParseFloat(strings.ReplaceAll(match[1], ",", ""), 64)
+	if err != nil {
+		return ""
+	}
+	return strconv.FormatFloat(number*units[match[2]], 'f', -1, 64)
+}
+
+// TestDefaultsInThePages holds each `--flag` (value) of a page, and the table of ports, against
+// the defaults of the flags.
+func TestDefaultsInThePages(t *testing.T) {
+	defaults := map[string]string{}
+	for _, command := range modelOfFlags(t).Children {
+		for _, flag := range command.Flags {
+			if _, of := defaults[flag.Name]; !of { // serve is the first
+				defaults[flag.Name] = plainValue(flag.Default)
+			}
+		}
+	}
+	found := 0
+	hold := func(path, flag, written string) {
+		want, known := defaults[flag]
+		if value := plainValue(written); value == "" || known && want == "" { // no value; computed at the start
+			return
+		} else if found++; value != want {
+			t.Errorf("%s has %s for --%s; its default is %q", path, written, flag, want)
+		}
+	}
+	for path, text := range textsOfPages(t) {
+		for _, match := range regexp.MustCompile("`--([a-z0-9.-]+)` \\(([^;)]+)[;)]").FindAllStringSubmatch(text, -1) {
+			if path != "SECURITY.md" { // it gives statuses
+				hold(path, match[1], match[2])
+			}
+		}
+		for _, match := range regexp.MustCompile("(?m)^\\| (\\d{4})(?: \\+ i)? \\| `--([a-z0-9-]+)`[^+|]*\\|").FindAllStringSubmatch(text, -1) {
+			hold(path, match[2], match[1])
+		}
+	}
+	if found < 40 {
+		t.Errorf("only %d defaults found", found)
+	}
+}
+
+// TestCommandsInThePages looks up the flags of every kvrouter command of a page, and every
+// target of make.
+func TestCommandsInThePages(t *testing.T) {
+	makefile, err := os.ReadFile("Makefile")
+	if err != nil {
+		t.Fatal(err)
+	}
+	app, commands, targets := modelOfFlags(t), 0, 0
+	flags := map[string]string{}
+	for _, command := range app.Children {
+		for _, flag := range command.Flags {
+			flags[command.Name] += " --" + flag.Name + " --no-" + flag.Name + " "
+		}
+	}
+	for path, text := range textsOfPages(t) {
+		text = strings.ReplaceAll(text, "\\\n", " ")
+		for _, match := range regexp.MustCompile("(?m)(?:^|[`\"])make ([a-z][a-z-]+)").FindAllStringSubmatch(text, -1) {
+			if targets++; !strings.Contains(string(makefile), "\n"+match[1]+":") {
+				t.Errorf("%s: make has no target %s", path, match[1])
+			}
+		}
+		for _, match := range regexp.MustCompile("(?m)(?:^|[`;] ?)(?:kvrouter|go run \\.) ([^\\n`#|]+)").FindAllStringSubmatch(text, -1) {
+			line, _, _ := strings.Cut(match[1], " -- ")
+			name, _, _ := strings.Cut(line, " ")
+			if flags[name] == "" {
+				name = "serve"
+			}
+			commands++
+			for _, flag := range regexp.MustCompile(`(?:^|\s)(--[a-z][a-z0-9.-]+)`).FindAllStringSubmatch(line, -1) {
+				if !strings.Contains(flags[name], " "+flag[1]+" ") && flag[1] != "--help" && flag[1] != "--version" {
+					t.Errorf("%s: %s has no %s: %s", path, name, flag[1], match[0])
+				}
+			}
+		}
+	}
+	if commands < 100 || targets < 80 {
+		t.Errorf("only %d commands and %d targets found", commands, targets)
 	}
 }

@@ -287,8 +287,8 @@ func TestUpperRoutersFarApartDoNotHerd(t *testing.T) {
 	spread, first := ratio(func(r herdFar) float64 { return r.spread }), ratio(func(r herdFar) float64 { return float64(r.first) })
 	t.Logf("three upper routers against one: fullest cell %.3f times, first token %.3f times", spread, first)
 	switch {
-	case long && max(spread, first) > 1.05:
-		t.Errorf("three upper routers herd: with one, the fullest cell and the first token are better by more than 5 %%")
+	case long && (spread > 1.05 || first > 1.2): // each knows its own requests at once, those of the others by reports
+		t.Error("three upper routers herd: the fullest cell is 5 %, or the first token 20 % worse than with one")
 	case spread > 2: // all at one cell were about 3
 		t.Error("three upper routers herd at one cell")
 	}

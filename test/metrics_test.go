@@ -9,7 +9,6 @@ import (
 	"kvrouter/internal/testkit"
 	"maps"
 	"net/http"
-	"os"
 	"regexp"
 	"slices"
 	"strings"
@@ -57,7 +56,7 @@ func metricsOf(t *testing.T, s *Router, document string) map[string]string {
 			for _, label := range metric.Label {
 				labels = append(labels, label.GetName())
 				if slices.Contains(toldValues, label.GetName()) && !regexp.MustCompile(`\b`+label.GetValue()+`\b`).MatchString(document) {
-					t.Errorf("docs/metrics.md does not tell of the %s %q of %s", label.GetName(), label.GetValue(), name)
+					t.Errorf("docs/metrics*.md does not tell of the %s %q of %s", label.GetName(), label.GetValue(), name)
 				}
 			}
 			row := metricRow(strings.ToLower(family.GetType().String()), labels)
@@ -76,20 +75,17 @@ func metricRow(kind string, labels []string) string {
 	return fmt.Sprintf("%s of %q", kind, labels)
 }
 
-// TestMetricsPage holds docs/metrics.md against what running routers show.
+// TestMetricsPage holds the pages of metrics against what running routers show.
 func TestMetricsPage(t *testing.T) {
 	if testing.Short() {
 		t.Skip("starts processes")
 	}
 	t.Parallel()
-	text, err := os.ReadFile("docs/metrics.md")
-	if err != nil {
-		t.Fatal(err)
-	}
+	text := MetricsPages(t)
 	rows := map[string]string{}
-	for _, match := range regexp.MustCompile("(?m)^\\| `([a-z_]+)` \\| ([a-z]+) \\| (.*?) \\| .+ \\|$").FindAllStringSubmatch(string(text), -1) {
+	for _, match := range regexp.MustCompile("(?m)^\\| `([a-z_]+)` \\| ([a-z]+) \\| (.*?) \\| .+ \\|$").FindAllStringSubmatch(text, -1) {
 		if _, twice := rows[match[1]]; twice {
-			t.Errorf("docs/metrics.md has %s twice", match[1])
+			t.Errorf("docs/metrics*.md has %s twice", match[1])
 		}
 		var labels []string
 		for _, label := range regexp.MustCompile("`([a-z_]+)`").FindAllStringSubmatch(match[3], -1) {
@@ -97,13 +93,13 @@ func TestMetricsPage(t *testing.T) {
 		}
 		rows[match[1]] = metricRow(match[2], labels)
 	}
-	if lines := strings.Count(string(text), "\n| `"); lines != len(rows) {
-		t.Errorf("docs/metrics.md has %d rows, of which %d tell name, type, labels and meaning", lines, len(rows))
+	if lines := strings.Count(text, "\n| `"); lines != len(rows) {
+		t.Errorf("docs/metrics*.md has %d rows, of which %d tell name, type, labels and meaning", lines, len(rows))
 	}
 
 	found := map[string]string{}
 	look := func(s *Router) {
-		for name, row := range metricsOf(t, s, string(text)) {
+		for name, row := range metricsOf(t, s, text) {
 			if other, seen := found[name]; seen && other != row {
 				t.Errorf("%s is %s with one router and %s with another", name, other, row)
 			}
@@ -245,14 +241,14 @@ func TestMetricsPage(t *testing.T) {
 
 	for _, name := range slices.Sorted(maps.Keys(found)) {
 		if row, told := rows[name]; !told {
-			t.Errorf("docs/metrics.md does not tell of %s, a %s", name, found[name])
+			t.Errorf("docs/metrics*.md does not tell of %s, a %s", name, found[name])
 		} else if row != found[name] {
-			t.Errorf("docs/metrics.md has %s as a %s; it is a %s", name, row, found[name])
+			t.Errorf("docs/metrics*.md has %s as a %s; it is a %s", name, row, found[name])
 		}
 	}
 	for _, name := range slices.Sorted(maps.Keys(rows)) {
 		if found[name] == "" {
-			t.Errorf("docs/metrics.md tells of %s, which no router shows", name)
+			t.Errorf("docs/metrics*.md tells of %s, which no router shows", name)
 		}
 	}
 }

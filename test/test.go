@@ -238,3 +238,16 @@ func Output(t testing.TB, args ...string) (string, error) {
 	}
 	return string(out), err
 }
+
+// MetricsPages returns the pages of metrics. Call it from the root of the checkout.
+func MetricsPages(t testing.TB) (text string) {
+	t.Helper()
+	for _, name := range []string{"docs/metrics.md", "docs/metrics-optional.md"} {
+		page, err := os.ReadFile(name)
+		if err != nil {
+			t.Fatal(err)
+		}
+		text += string(page)
+	}
+	return text
+}

@@ -54,7 +54,7 @@ func checkExpression(expr string, series map[string][]string, document string) (
 				}
 				for value := range strings.SplitSeq(m.Value, "|") {
 					if m.Name != "job" && m.Name != "status" && value != ".*" && !regexp.MustCompile(`\b`+regexp.QuoteMeta(value)+`\b`).MatchString(document) {
-						fail("docs/metrics.md does not tell of the %s %q of %s", m.Name, value, n.Name)
+						fail("docs/metrics*.md does not tell of the %s %q of %s", m.Name, value, n.Name)
 					}
 				}
 			}
@@ -79,10 +79,7 @@ func checkExpression(expr string, series map[string][]string, document string) (
 }
 
 func TestBoardsAskForWhatRoutersShow(t *testing.T) {
-	document, err := os.ReadFile("docs/metrics.md")
-	if err != nil {
-		t.Fatal(err)
-	}
+	document := test.MetricsPages(t)
 	routers := StartShown(t)
 	exprs, legends := Expressions(t)
 	var problems map[string][]string
@@ -93,7 +90,7 @@ func TestBoardsAskForWhatRoutersShow(t *testing.T) {
 		}
 		problems = map[string][]string{}
 		for where, expr := range exprs {
-			known, found := checkExpression(expr, series, string(document))
+			known, found := checkExpression(expr, series, document)
 			for _, label := range regexp.MustCompile(`{{(\w+)}}`).FindAllStringSubmatch(legends[where], -1) {
 				if !slices.Contains(known, label[1]) {
 					found = append(found, "the legend has "+label[0])

@@ -128,6 +128,9 @@ func parseFile(data []byte) (_ []kv.Worker, err error) {
 		return nil, err
 	}
 	if err := yaml.UnmarshalWithOptions(data, &content, yaml.Strict()); err != nil {
+		if yaml.Unmarshal(data, new([]any)) == nil {
+			return nil, errors.New("the list is not below the key workers: begin the file with workers: on a line of its own")
+		}
 		message, _, _ := strings.Cut(yaml.FormatError(err, false, false), "\n")
 		return nil, errors.New(message)
 	}

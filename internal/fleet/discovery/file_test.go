@@ -47,10 +47,11 @@ workers:
 // TestMistakesInTheFileAreNamed: with the line, where YAML or an entry is wrong.
 func TestMistakesInTheFileAreNamed(t *testing.T) {
 	for text, want := range map[string]string{
-		"":           "list workers: is missing",
-		"worker: []": `[1:1] unknown field "worker"`,
-		"workers:":   "list workers: is missing",
-		"workers: 3": "[1:10]",
+		"":                  "list workers: is missing",
+		"worker: []":        `[1:1] unknown field "worker"`,
+		"workers:":          "list workers: is missing",
+		"workers: 3":        "[1:10]",
+		"- url: http://h:1": "begin the file with workers: on a line",
 		"workers:\n- http://h:1\n- urll: http://h:2":                       `[3:3] unknown field "urll"`,
 		"workers:\n- http://h:1\n- name: b":                                "line 3: worker 2 of the list: url is missing",
 		"workers:\n- http://h:1\n- http://h:1/":                            "line 3: worker 2 of the list: http://h:1 is given twice",

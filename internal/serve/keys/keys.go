@@ -28,7 +28,7 @@ type Settings struct {
 	APIKeysFile         string `group:"Requests" name:"api-keys-file" placeholder:"FILE" help:"YAML list of additional API keys of the OpenAI port, each with its own name, limits and cache salt. Reloaded on SIGHUP. See docs/api-keys.md."`
 	TrustHints          *bool  `group:"Requests" negatable:"" help:"Honor priorities and pinned workers (nvext and headers) of all clients. Default: yes with one --api-key or without keys; with several keys or --api-keys-file, only for keys with trust-hints: true."`
 	TrustTransferParams bool   `group:"Requests" help:"Forward members and headers of all clients that set addresses, ranks or code for the engines (kv_transfer_params, bootstrap_host, custom_logit_processor, ...). Default: only of keys with trust-hints: true. See docs/api-keys.md."`
-	DecisionHeaders     *bool  `group:"Requests" negatable:"" help:"Return the chosen worker and the overlap to clients (x-kvrouter-* headers, query_instance_id). Default: as --trust-hints, and for keys with salt: true."`
+	DecisionHeaders     *bool  `group:"Requests" negatable:"" help:"Return the chosen worker and the overlap to clients (x-kvrouter-* headers, query_instance_id). Default: yes with one --api-key or without keys; with several keys or --api-keys-file, only for keys with salt: true."`
 }
 
 // Caller is the sender of a request, identified by its key, with its permissions.

@@ -318,7 +318,7 @@ func (s Simulation) start() (*simulator, error) {
 	choosers := make([]policy.Policy, max(1, s.Routers))
 	for i := range choosers {
 		var err error
-		if choosers[i], err = chooser(s.Policy, s.Scoring); err != nil {
+		if choosers[i], err = NewPolicy(s.Policy, s.Scoring); err != nil {
 			return nil, err
 		}
 	}

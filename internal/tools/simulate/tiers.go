@@ -81,7 +81,7 @@ func (s *Simulation) peerAddress(w int) kv.Bootstrap {
 	return kv.Bootstrap{Host: "simulated", Port: uint16(1 + w)}
 }
 
-// LoadFirst is the name of a policy that only runs are made with: the worker with the
+// LoadFirst is the name of a policy that only simulations have: the worker with the
 // fewest requests in flight, which pulls all that another one has. It is the rule of
 // llm-d's p2p-source-producer behind placement by load.
 const LoadFirst = "load-first"
@@ -96,8 +96,8 @@ func (loadFirst) Choose(q policy.Query, candidates []policy.Candidate, random *r
 	return at
 }
 
-// chooser returns a policy by its name.
-func chooser(name string, settings policies.Settings) (policy.Policy, error) {
+// NewPolicy returns a policy by its name: one of package policies, or LoadFirst.
+func NewPolicy(name string, settings policies.Settings) (policy.Policy, error) {
 	if name == LoadFirst {
 		return loadFirst{}, settings.Validate()
 	}

@@ -88,7 +88,7 @@ func TestWorkBeatsDynamosBestKnobs(t *testing.T) {
 	}
 }
 
-// TestWorkAblation prints figures of docs/benchmarks.md: without siblings, without
+// TestWorkAblation prints what parts of policy work are worth: without siblings, without
 // learning, with older events and with other numbers of workers, the load scaled
 // along. KVROUTER_ABLATION=1 go test -v -run WorkAblation ./internal/tools/simulate
 func TestWorkAblation(t *testing.T) {
