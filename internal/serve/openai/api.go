@@ -116,9 +116,11 @@ func New(s Settings, deps Deps) *API {
 
 	clients := a.engine.Group("/", guard, place)
 	clients.GET("/v1/models", a.listModels)
-	clients.GET("/v1/models/:model", a.listModels)
-	clients.POST("/tokenize", a.tokenized((*tokens.Source).Tokenize))
-	clients.POST("/detokenize", a.tokenized((*tokens.Source).Detokenize))
+	clients.GET("/v1/models/*model", a.listModels) // names have slashes
+	for _, version := range []string{"", "/v1"} {
+		clients.POST(version+"/tokenize", a.tokenized((*tokens.Source).Tokenize))
+		clients.POST(version+"/detokenize", a.tokenized((*tokens.Source).Detokenize))
+	}
 	clients.GET("/v1/responses/:id", a.storedRoute(""))
 	clients.DELETE("/v1/responses/:id", a.storedRoute(""))
 	clients.POST("/v1/responses/:id/cancel", a.storedRoute("/cancel"))
