@@ -30,6 +30,7 @@ type inference struct {
 	model    *models.Model  // that it is for
 	gateway  *proxy.Gateway // that it came from; nil: from a client
 
+	unnamed  bool   // no header gives it a name
 	raw      []byte // the body's memory, until the end
 	body     *jsonbody.Body
 	hints    hints.Hints
@@ -47,10 +48,10 @@ type inference struct {
 
 // infer serves one inference request: it finds the prompt, chooses and forwards.
 func (a *API) infer(c *gin.Context, path string, kind tokens.Kind) {
-	caller := a.keys.Of(c)
+	caller, unnamed := a.keys.Of(c), !web.UsableID(c.GetHeader(web.HeaderRequest))
 	x := &proxy.Exchange{ID: web.RequestID(c), Route: path, Worker: kv.NoWorker, Arrived: time.Now(), Trusted: caller.Trusted}
 	r := &inference{api: a, ctx: c.Request.Context(), kind: kind, exchange: x, caller: caller, model: a.models.Default(),
-		gateway: gatewayOf(c)}
+		gateway: gatewayOf(c), unnamed: unnamed}
 	r.client = clientOf(c.Request, caller)
 	r.ctx = router.ForClient(r.ctx, r.client)
 	a.observers.began(c.Request, x)
