@@ -80,6 +80,7 @@ type API struct {
 	log       *slog.Logger
 	engine    *gin.Engine
 	stored    *Stored
+	aborted   aborts
 	draining  atomic.Bool
 
 	shareStored func(id string, worker uint64, owner keys.Owner) // see Deps
@@ -109,6 +110,11 @@ func New(s Settings, deps Deps) *API {
 	a.engine.GET("/", a.welcome)
 	a.engine.GET("/health", func(c *gin.Context) { c.Status(http.StatusOK) })
 	a.engine.GET("/ready", a.ready)
+	a.engine.Match([]string{http.MethodGet, http.MethodPost}, "/ping", func(c *gin.Context) { // SageMaker's question
+		if ready, _ := a.Ready(); !ready {
+			c.Status(http.StatusServiceUnavailable)
+		}
+	})
 	a.engine.GET("/version", func(c *gin.Context) { c.JSON(http.StatusOK, gin.H{"version": settings.Version()}) })
 	a.engine.GET("/metrics", web.Within(quota.New(scrapes), web.Address, func(c *gin.Context) {
 		a.fail(c, http.StatusServiceUnavailable, "", "too many readers of /metrics: try again")
@@ -134,6 +140,7 @@ func New(s Settings, deps Deps) *API {
 		clients.Any(path, own, a.admin)
 	}
 	a.serveNative(clients, own)
+	a.serveVLLM(clients, own)
 	a.serveThresholds()
 	a.serveCell(deps.Cell)
 	return a
