@@ -125,6 +125,11 @@ func (m *Model) boundedChatTokens(b bounds, body *jsonbody.Body) ([]uint32, erro
 	return m.chatTokens(b, req)
 }
 
+// ChatOf returns the chat that SGLang makes of a request of another API. See chat.FromOther.
+func (m *Model) ChatOf(path string, body *jsonbody.Body) (*jsonbody.Body, error) {
+	return chat.FromOther(path, body, m.chats.SystemRule())
+}
+
 // SGLangChatTokens is ChatBodyTokens by SGLang's rules.
 func (m *Model) SGLangChatTokens(body *jsonbody.Body) ([]uint32, error) {
 	return m.sglangChatTokens(bounds{}, body)
