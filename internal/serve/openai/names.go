@@ -2,6 +2,7 @@ package openai
 
 import (
 	"net/http"
+	"strings"
 
 	"github.com/gin-gonic/gin"
 	"github.com/tidwall/gjson"
@@ -23,8 +24,8 @@ const (
 func (r *inference) renames(c *gin.Context) bool {
 	if id := r.body.Get(requestIDKey); r.unnamed && id.Type == gjson.String && web.UsableID(id.Str) {
 		// vLLM prefers the header, so that it has to have this name.
-		r.exchange.ID = id.Str
-		c.Request.Header.Set(web.HeaderRequest, id.Str)
+		r.exchange.ID = strings.Clone(id.Str) // the memory of the body is used again
+		c.Request.Header.Set(web.HeaderRequest, r.exchange.ID)
 	}
 	for _, key := range []string{ridKey, requestIDKey} {
 		given := r.body.Get(key)
