@@ -165,13 +165,17 @@ const requestIDLimit = 256
 // addressInID precedes an address in an id from which vLLM's MoRI-IO connector connects to it.
 const addressInID = "_addr_"
 
+// UsableID reports whether a client's own request id is used.
+func UsableID(id string) bool {
+	return id != "" && len(id) <= requestIDLimit && !strings.Contains(id, addressInID) &&
+		!strings.ContainsFunc(id, func(r rune) bool { return r < ' ' || r > '~' })
+}
+
 // RequestID returns the request's id: the client's own if it is usable, otherwise a
 // new one, which is stored with the request.
 func RequestID(c *gin.Context) string {
 	id := c.Request.Header.Get(HeaderRequest)
-	usable := id != "" && len(id) <= requestIDLimit && !strings.Contains(id, addressInID) &&
-		!strings.ContainsFunc(id, func(r rune) bool { return r < ' ' || r > '~' })
-	if !usable {
+	if !UsableID(id) {
 		id = uuid.NewString() // llama.cpp's Python server refuses all others
 		c.Request.Header.Set(HeaderRequest, id)
 	}

@@ -183,12 +183,9 @@ func TestSegmentsAreExact(t *testing.T) {
 				t.Fatal("texts are not cut")
 			}
 			chats := append(testkit.ChatsForParity(), testkit.MutatedChats(rand.New(rand.NewPCG(4, 0)), 600)...)
-			rendered := 0
-			for _, text := range renderedChats(t, m, chats) {
-				if !strings.Contains(text, "\x00") {
-					sameTokens(t, m, text)
-					rendered++
-				}
+			rendered := renderedChats(t, m, chats)
+			for _, text := range rendered {
+				sameTokens(t, m, text)
 			}
 			var names []string
 			for _, pass := range m.segments.passes {
@@ -205,9 +202,9 @@ func TestSegmentsAreExact(t *testing.T) {
 			piece := rapid.OneOf(special, rapid.SampledFrom(borders), rapid.String(), rapid.StringMatching(`[ \n\t]{0,4}[a-zA-Z0-9'.,!? éß]{0,12}`))
 			rapid.Check(t, func(t *rapid.T) {
 				text := strings.ToValidUTF8(strings.Join(rapid.SliceOfN(piece, 0, 12).Draw(t, "pieces"), ""), "\ufffd")
-				sameTokens(t, m, strings.ReplaceAll(text, "\x00", "")) // the library's own way ends at a zero
+				sameTokens(t, m, text)
 			})
-			t.Logf("%d rendered chats equal; %d added tokens", rendered, len(names))
+			t.Logf("%d rendered chats equal; %d added tokens", len(rendered), len(names))
 		})
 	}
 }

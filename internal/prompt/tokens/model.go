@@ -125,6 +125,11 @@ func (m *Model) boundedChatTokens(b bounds, body *jsonbody.Body) ([]uint32, erro
 	return m.chatTokens(b, req)
 }
 
+// ChatOf returns the chat that SGLang makes of a request of another API. See chat.FromOther.
+func (m *Model) ChatOf(path string, body *jsonbody.Body) (*jsonbody.Body, error) {
+	return chat.FromOther(path, body, m.chats.SystemRule())
+}
+
 // SGLangChatTokens is ChatBodyTokens by SGLang's rules.
 func (m *Model) SGLangChatTokens(body *jsonbody.Body) ([]uint32, error) {
 	return m.sglangChatTokens(bounds{}, body)
@@ -164,14 +169,11 @@ func (m *Model) chatTokens(b bounds, req *chat.Request) ([]uint32, error) {
 // called while requests are served.
 func (m *Model) CacheTokens(tokens int) { m.segments.SetCache(tokens) }
 
-// encode is Encode through the cache and within bounds, for a text that may hold
-// what no engine was compared on. The caller must not change the tokens.
+// encode is Encode through the cache and within bounds. The caller must not change the
+// tokens.
 func (m *Model) encode(b bounds, text string, addSpecial bool) (tokens []uint32, err error) {
-	switch {
-	case !b.fits(text):
+	if !b.fits(text) {
 		return nil, errTooLong
-	case strings.IndexByte(text, 0) >= 0:
-		return nil, chat.NotRenderable("the prompt has a zero character")
 	}
 	tokens, ok := m.segments.EncodeBy(func(text string, pieces []string, addSpecial bool) (tokens [][]uint32, ok bool) {
 		tokens, err = m.encodePieces(b, text, pieces, addSpecial)

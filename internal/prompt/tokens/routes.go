@@ -49,6 +49,31 @@ var Routes = map[string]Kind{
 	"/v1/completions/derender":      NoPrompt,
 	"/generative_scoring":           NoPrompt,
 	"/inference/v1/generate":        NoPrompt,
+	InvocationsRoute:                NoPrompt, // see Invoked
+	"/cohere/v2/chat":               NoPrompt,
+	"/cohere/v2/chat/render":        NoPrompt,
+	"/v1/systemone":                 NoPrompt,
+	"/v1/decisions":                 NoPrompt,
+	"/v1/classify":                  NoPrompt,
+	"/encode":                       NoPrompt,
+	"/parse_function_call":          NoPrompt,
+	"/separate_reasoning":           NoPrompt,
+}
+
+// InvocationsRoute is SageMaker's route, on which engines answer requests of several routes.
+const InvocationsRoute = "/invocations"
+
+// Invoked returns the route whose request a body of InvocationsRoute is, as vLLM finds it.
+func Invoked(body *jsonbody.Body) (route string, kind Kind) {
+	switch {
+	case body.Get("messages").Exists():
+		route = "/v1/chat/completions"
+	case body.Get("prompt").Exists():
+		route = "/v1/completions"
+	default:
+		route = InvocationsRoute
+	}
+	return route, Routes[route]
 }
 
 // Prompts returns the tokens of the prompts in a body of that kind; NoPrompt has

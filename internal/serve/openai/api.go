@@ -80,6 +80,7 @@ type API struct {
 	log       *slog.Logger
 	engine    *gin.Engine
 	stored    *Stored
+	aborted   aborts
 	draining  atomic.Bool
 
 	shareStored func(id string, worker uint64, owner keys.Owner) // see Deps
@@ -109,6 +110,11 @@ func New(s Settings, deps Deps) *API {
 	a.engine.GET("/", a.welcome)
 	a.engine.GET("/health", func(c *gin.Context) { c.Status(http.StatusOK) })
 	a.engine.GET("/ready", a.ready)
+	a.engine.Match([]string{http.MethodGet, http.MethodPost}, "/ping", func(c *gin.Context) { // SageMaker's question
+		if ready, _ := a.Ready(); !ready {
+			c.Status(http.StatusServiceUnavailable)
+		}
+	})
 	a.engine.GET("/version", func(c *gin.Context) { c.JSON(http.StatusOK, gin.H{"version": settings.Version()}) })
 	a.engine.GET("/metrics", web.Within(quota.New(scrapes), web.Address, func(c *gin.Context) {
 		a.fail(c, http.StatusServiceUnavailable, "", "too many readers of /metrics: try again")
@@ -116,9 +122,11 @@ func New(s Settings, deps Deps) *API {
 
 	clients := a.engine.Group("/", guard, place)
 	clients.GET("/v1/models", a.listModels)
-	clients.GET("/v1/models/:model", a.listModels)
-	clients.POST("/tokenize", a.tokenized((*tokens.Source).Tokenize))
-	clients.POST("/detokenize", a.tokenized((*tokens.Source).Detokenize))
+	clients.GET("/v1/models/*model", a.listModels) // names have slashes
+	for _, version := range []string{"", "/v1"} {
+		clients.POST(version+"/tokenize", a.tokenized((*tokens.Source).Tokenize))
+		clients.POST(version+"/detokenize", a.tokenized((*tokens.Source).Detokenize))
+	}
 	clients.GET("/v1/responses/:id", a.storedRoute(""))
 	clients.DELETE("/v1/responses/:id", a.storedRoute(""))
 	clients.POST("/v1/responses/:id/cancel", a.storedRoute("/cancel"))
@@ -132,6 +140,7 @@ func New(s Settings, deps Deps) *API {
 		clients.Any(path, own, a.admin)
 	}
 	a.serveNative(clients, own)
+	a.serveVLLM(clients, own)
 	a.serveThresholds()
 	a.serveCell(deps.Cell)
 	return a

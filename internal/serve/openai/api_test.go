@@ -429,6 +429,38 @@ func TestModelsAreTheWorkers(t *testing.T) {
 	}
 }
 
+// TestOneModelIsFoundByItsName gives names with slashes, as clients write them.
+func TestOneModelIsFoundByItsName(t *testing.T) {
+	worker := testkit.NewFakeWorker(t, nil)
+	worker.Close() // the names of its target are listed
+	h := newTestAPIOf(t, setup{}, nil, kv.Target{URL: worker.URL, Models: []string{"m", "org/m"}})
+	for path, want := range map[string]string{"m": "m", "org/m": "org/m", "org%2Fm": "org/m", "org": "", "org%2Fx": "", "m/": "", "/m": ""} {
+		response, err := h.Client().Get(h.URL + "/v1/models/" + path)
+		if err != nil {
+			t.Fatal(err)
+		}
+		body, _ := io.ReadAll(response.Body)
+		response.Body.Close()
+		if id := gjson.GetBytes(body, "id").Str; id != want || (response.StatusCode == http.StatusOK) != (want != "") {
+			t.Errorf("%s: %d %s", path, response.StatusCode, body)
+		}
+	}
+}
+
+// TestTokensOfAnUnknownModel asks for tokens of models that are served, and of one that is not.
+func TestTokensOfAnUnknownModel(t *testing.T) {
+	worker := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) { io.WriteString(w, `{"tokens":[1]}`) }))
+	defer worker.Close()
+	h := newTestAPI(t, setup{}, worker.URL)
+	for _, path := range []string{"/tokenize", "/detokenize", "/v1/tokenize", "/v1/detokenize"} {
+		for body, want := range map[string]int{`{"prompt":"a"}`: 200, `{"model":"m","prompt":"a"}`: 200, `{"model":"x","prompt":"a"}`: 404} {
+			if response, answer := h.post(t, path, body); response.StatusCode != want {
+				t.Errorf("%s %s: %d %s", path, body, response.StatusCode, answer)
+			}
+		}
+	}
+}
+
 func TestOtherInferencePathsAreForwarded(t *testing.T) {
 	worker := testkit.NewFakeWorker(t, func(w http.ResponseWriter, r *http.Request) { io.WriteString(w, r.URL.RequestURI()) })
 	h := newTestAPIOf(t, setup{}, nil, kv.Target{URL: worker.URL, Engine: kv.EngineSGLang})

@@ -30,6 +30,7 @@ type inference struct {
 	model    *models.Model  // that it is for
 	gateway  *proxy.Gateway // that it came from; nil: from a client
 
+	unnamed  bool   // no header gives it a name
 	raw      []byte // the body's memory, until the end
 	body     *jsonbody.Body
 	hints    hints.Hints
@@ -47,10 +48,10 @@ type inference struct {
 
 // infer serves one inference request: it finds the prompt, chooses and forwards.
 func (a *API) infer(c *gin.Context, path string, kind tokens.Kind) {
-	caller := a.keys.Of(c)
+	caller, unnamed := a.keys.Of(c), !web.UsableID(c.GetHeader(web.HeaderRequest))
 	x := &proxy.Exchange{ID: web.RequestID(c), Route: path, Worker: kv.NoWorker, Arrived: time.Now(), Trusted: caller.Trusted}
 	r := &inference{api: a, ctx: c.Request.Context(), kind: kind, exchange: x, caller: caller, model: a.models.Default(),
-		gateway: gatewayOf(c)}
+		gateway: gatewayOf(c), unnamed: unnamed}
 	r.client = clientOf(c.Request, caller)
 	r.ctx = router.ForClient(r.ctx, r.client)
 	a.observers.began(c.Request, x)
@@ -69,8 +70,8 @@ func (a *API) infer(c *gin.Context, path string, kind tokens.Kind) {
 		a.fail(c, http.StatusBadRequest, "", "the prompt must contain at least one token")
 		return
 	}
-	if r.paired = kind != tokens.NoPrompt && (r.model.Router.Paired() || a.settings.EnforceDisagg); r.paired {
-		r.whole, r.request.Kinds = proxy.WhyWhole(path, r.body, r.hints.Whole, r.multiple)
+	if r.paired = r.kind != tokens.NoPrompt && (r.model.Router.Paired() || a.settings.EnforceDisagg); r.paired {
+		r.whole, r.request.Kinds = proxy.WhyWhole(x.Route, r.body, r.hints.Whole, r.multiple)
 	}
 	if r.hints.Query {
 		r.settle(c, r.answerQuery(c))
@@ -109,11 +110,14 @@ func (r *inference) finish(written int) {
 // upstream is the request as it goes to a worker.
 func (r *inference) upstream(c *gin.Context) proxy.Upstream {
 	a, body, x := r.api, r.body, r.exchange
+	header := a.clientHeader(c, r.hints.Pinned != nil)
+	id := header.Get(web.HeaderRequest)
 	u := proxy.Upstream{
-		Method: c.Request.Method, Path: pathOf(c.Request.URL), Header: a.clientHeader(c, r.hints.Pinned != nil), Body: body,
+		Method: c.Request.Method, Path: pathOf(c.Request.URL), Header: header, Body: body,
 		AskUsage: a.settings.CollectUsage && (r.kind == tokens.ChatPrompt || r.kind == tokens.CompletionPrompt),
 		Route:    x.Route, RequestID: x.ID, Client: r.client, EndMarked: r.kind != tokens.NoPrompt, Silent: !r.explains(), SeveralAnswers: r.several,
 		CachedTokensMislead: r.countsMore() || proxy.ComputesAnew(body), Paired: r.paired, Aggregated: r.whole, Gateway: r.gateway, Below: r.below,
+		Aborted: func() bool { return a.aborted.has(id) },
 	}
 	if x.Route == proxy.ResponsesRoute && body.Get("store").Type != gjson.False {
 		u.Stored = func(worker uint64, id string) { a.noteStored(id, worker, r.caller.Owner()) }

@@ -4,11 +4,13 @@ import (
 	"context"
 	"errors"
 	"net/http"
+	"strings"
 
 	"github.com/gin-gonic/gin"
 	"github.com/tidwall/gjson"
 
 	"kvrouter/internal/base/jsonbody"
+	"kvrouter/internal/decide/router"
 	"kvrouter/internal/prompt/tokens"
 	"kvrouter/internal/serve/proxy"
 )
@@ -29,7 +31,12 @@ func (a *API) tokenized(serve func(*tokens.Source, context.Context, []byte) ([]b
 		if !a.undirected(c, parsed) {
 			return
 		}
-		m, _ := a.models.Of(parsed.Get("model").String())
+		name := parsed.Get("model").String()
+		m, known, _ := a.models.Find(c.Request.Context(), router.Need{Model: name, Now: true}) // it does not wait
+		if !known {
+			a.noModel(c, name)
+			return
+		}
 		answer, err := serve(m.Tokens, c.Request.Context(), parsed.Raw)
 		var bad *tokens.BadRequest
 		var refused *tokens.AskError
@@ -52,7 +59,7 @@ func (a *API) listModels(c *gin.Context) {
 	if len(list) == 0 && a.settings.ServedModelName != "" {
 		list = append(list, proxy.ModelCard(a.settings.ServedModelName))
 	}
-	if name := c.Param("model"); name != "" {
+	if name := strings.TrimPrefix(c.Param("model"), "/"); name != "" {
 		for _, m := range list {
 			if gjson.GetBytes(m, "id").String() == name {
 				c.Data(http.StatusOK, "application/json", m)

@@ -2,11 +2,13 @@ package openai
 
 import (
 	"net/http"
+	"strings"
 
 	"github.com/gin-gonic/gin"
 	"github.com/tidwall/gjson"
 
 	"kvrouter/internal/base/jsonbody"
+	"kvrouter/internal/base/web"
 	"kvrouter/internal/serve/keys"
 	"kvrouter/internal/serve/proxy"
 )
@@ -20,6 +22,11 @@ const (
 // renames puts names that are the client's own in place of those by which it names its request,
 // and reports whether they have a form that engines read; if not, the request has been answered.
 func (r *inference) renames(c *gin.Context) bool {
+	if id := r.body.Get(requestIDKey); r.unnamed && id.Type == gjson.String && web.UsableID(id.Str) {
+		// vLLM prefers the header, so that it has to have this name.
+		r.exchange.ID = strings.Clone(id.Str) // the memory of the body is used again
+		c.Request.Header.Set(web.HeaderRequest, r.exchange.ID)
+	}
 	for _, key := range []string{ridKey, requestIDKey} {
 		given := r.body.Get(key)
 		if given.Type == gjson.Null || key == requestIDKey && !r.api.keys.Several() {

@@ -66,6 +66,40 @@ func TestNamesOfRequestsAreTheirClients(t *testing.T) {
 	}
 }
 
+// TestTheBodyNamesARequest holds that a name in the body is the request's where no header gives
+// one: vLLM would prefer any header to it.
+func TestTheBodyNamesARequest(t *testing.T) {
+	worker := testkit.NewFakeWorker(t, func(w http.ResponseWriter, _ *http.Request) { fmt.Fprint(w, "{}") })
+	for _, config := range []setup{{}, {APIKey: []string{"key-a", "key-b"}}} {
+		h := newTestAPI(t, config, worker.URL)
+		for _, c := range []struct{ header, body, want string }{
+			{"", `{"request_id":"mine-1"}`, "mine-1"},
+			{"head-1", `{"request_id":"mine-1"}`, "head-1"},
+			{"head\t1", `{"request_id":"mine-1"}`, "mine-1"},
+			{"", `{"request_id":"mine\n1"}`, ""},
+			{"", `{"request_id":""}`, ""},
+			{"", `{"request_id":null}`, ""},
+			{"", `{"request_id":"` + strings.Repeat("x", 257) + `"}`, ""},
+		} {
+			sent := map[string]bool{}
+			for _, key := range []string{"key-a", "key-b"} {
+				headers := []string{"Authorization", "Bearer " + key}
+				if c.header != "" {
+					headers = append(headers, web.HeaderRequest, c.header)
+				}
+				response, answer := h.post(t, testkit.ChatPath, c.body, headers...)
+				if id := response.Header.Get(web.HeaderRequest); response.StatusCode != http.StatusOK || id == "" || c.want != "" && id != c.want {
+					t.Errorf("%q %s: %d %s, named %s", c.header, c.body, response.StatusCode, answer, id)
+				}
+				sent[worker.Header.Get(web.HeaderRequest)] = true
+			}
+			if config.APIKey == nil && c.want != "" && !sent[c.want] || config.APIKey != nil && (len(sent) != 2 || sent[c.want]) {
+				t.Errorf("%q %s reaches the worker as %v", c.header, c.body, sent)
+			}
+		}
+	}
+}
+
 // TestAnotherKeysRequestIsNotAborted holds that a key aborts what it has named, and nothing else.
 func TestAnotherKeysRequestIsNotAborted(t *testing.T) {
 	worker := testkit.NewFakeWorker(t, func(w http.ResponseWriter, _ *http.Request) { fmt.Fprint(w, "{}") })

@@ -102,15 +102,21 @@ func (a *API) sglangWorkers() []kv.Target {
 // someSGLang returns SGLang workers; none: the request has been answered.
 func (a *API) someSGLang(c *gin.Context) []kv.Target {
 	targets := a.sglangWorkers()
+	a.refuseWithout(c, targets, errNoSGLang)
+	return targets
+}
+
+// refuseWithout refuses a request for which there are no targets: with that error if other workers
+// are up.
+func (a *API) refuseWithout(c *gin.Context, targets []kv.Target, others error) {
 	switch {
 	case len(targets) > 0:
-	case a.lacksSGLang():
-		a.fail(c, http.StatusNotFound, "", errNoSGLang.Error())
+	case a.models.Count() > 0:
+		a.fail(c, http.StatusNotFound, "", others.Error())
 	default:
 		c.Header("Retry-After", "5")
 		a.fail(c, http.StatusServiceUnavailable, "", "no worker is ready: try again in a few seconds")
 	}
-	return targets
 }
 
 // askFirst answers with what show makes of the answer of the first worker that gives
@@ -302,7 +308,7 @@ func (a *API) abort(c *gin.Context, targets []kv.Target, bodies ...string) {
 		})
 	}
 	if worst >= http.StatusBadRequest {
-		a.fail(c, http.StatusBadGateway, "", fmt.Sprintf("not every SGLang worker accepted the abort: the worst status was %d", worst))
+		a.fail(c, http.StatusBadGateway, "", fmt.Sprintf("not every worker accepted the abort: the worst status was %d", worst))
 		return
 	}
 	c.Status(http.StatusOK)

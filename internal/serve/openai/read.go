@@ -29,6 +29,9 @@ func (r *inference) read(c *gin.Context) (ok bool) {
 			return false
 		}
 	}
+	if r.exchange.Route == tokens.InvocationsRoute {
+		r.exchange.Route, r.kind = tokens.Invoked(r.body)
+	}
 	if !r.readHints(c) || !a.undirected(c, r.body) {
 		return false
 	}

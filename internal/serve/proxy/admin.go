@@ -12,13 +12,23 @@ import (
 	"kvrouter/internal/base/web"
 )
 
-// AdminRoutes are the engines' administration and development paths. A request goes
-// to every worker.
+// AdminRoutes are the engines' administration and development paths on which one body is right
+// for every worker. A request goes to all of them.
 var AdminRoutes = []string{
+	// of both
+	"/start_profile", "/stop_profile", "/scale_elastic_ep", "/is_scaling_elastic_ep", "/update_weight_version",
+	// of vLLM
 	"/reset_prefix_cache", "/reset_mm_cache", "/reset_encoder_cache", "/sleep", "/wake_up", "/is_sleeping",
-	"/collective_rpc", "/start_profile", "/stop_profile", "/pause", "/resume", "/is_paused",
-	"/scale_elastic_ep", "/is_scaling_elastic_ep", "/v1/load_lora_adapter", "/v1/unload_lora_adapter",
-	"/update_weights", "/abort_requests", "/release_kv_cache_memory",
+	"/collective_rpc", "/pause", "/resume", "/is_paused", "/v1/load_lora_adapter", "/v1/unload_lora_adapter",
+	"/abort_requests", "/release_kv_cache_memory", "/get_world_size",
+	"/start_weight_update", "/start_draft_weight_update", "/update_weights", "/finish_weight_update",
+	"/shutdown_weight_transfer_engine", "/weight_info", "/weight_checker",
+	// of SGLang
+	"/pause_generation", "/continue_generation", "/release_memory_occupation", "/resume_memory_occupation",
+	"/begin_weight_update", "/update_weights_from_disk", "/end_weight_update", "/get_weights_by_name", "/weights_checker",
+	"/load_lora_adapter", "/unload_lora_adapter", "/hicache/storage-backend/clear", "/slow_down", "/freeze_gc", "/set_trace_level",
+	"/start_expert_distribution_record", "/stop_expert_distribution_record", "/dump_expert_distribution_record",
+	"/add_external_corpus", "/remove_external_corpus", "/list_external_corpora",
 }
 
 // AdminAnswer is one worker's answer to an administration request.

@@ -71,6 +71,8 @@ type Upstream struct {
 	// Stored is called with the id of an answer that that worker may keep, before the client gets
 	// it; nil: nothing is done.
 	Stored func(worker uint64, id string)
+	// Aborted reports whether the client has had the engines abort the request.
+	Aborted func() bool
 	// PromptTokens go to the workers that take them; nil: every worker gets the text.
 	PromptTokens *PromptTokens
 }

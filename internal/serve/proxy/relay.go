@@ -103,7 +103,7 @@ func writeHead(w http.ResponseWriter, response *http.Response, u *sending, x *Ex
 // relayWhole relays an answer that is no stream. It is read before anything is
 // written, as far as hold goes, so that a worker that dies over it
 // has not answered. With retry the same holds for one that stops the answer, as a
-// vLLM that shuts down does; SGLang stops what its client has aborted.
+// vLLM that shuts down does, unless the client has aborted it; SGLang stops only that.
 func (p *Proxy) relayWhole(w http.ResponseWriter, answer *upstreamAnswer, u *sending, x *Exchange, retry bool) error {
 	worker := x.Decision.Target.Key.Worker
 	body, whole, err := p.hold(answer, u.Client)
@@ -112,7 +112,7 @@ func (p *Proxy) relayWhole(w http.ResponseWriter, answer *upstreamAnswer, u *sen
 		return p.unanswered(worker, err, health.Broken)
 	}
 	usage, finish := outcome(u.Route, body)
-	if retry && policy.Aborted(finish) && !x.Decision.Target.RunsSGLang() {
+	if retry && policy.Aborted(finish) && !x.Decision.Target.RunsSGLang() && !(u.Aborted != nil && u.Aborted()) {
 		return &workerError{worker: worker, called: x.Worker, err: errors.New("stopped its answer: " + finish), abort: &abortError{why: finish}}
 	}
 	x.Usage, x.Ending, x.finish = usage, endingOf(answer.StatusCode, finish), finish

@@ -21,6 +21,7 @@ import (
 type Answer struct {
 	sglang    bool // it is written as SGLang's
 	kind      kind
+	form      form // of a chat
 	id        string
 	model     string
 	created   int64 // unix seconds
@@ -33,6 +34,7 @@ type Answer struct {
 	stream, usage, continuousUsage, tokenIDs bool // options of the request
 
 	begun    bool   // the first chunk has been made
+	events   int    // made, of a stream whose events have numbers
 	transfer string // kv_transfer_params, JSON; empty: null
 
 	// What only SGLang's answers have.
@@ -127,7 +129,9 @@ func (a *Answer) take(chunks []byte) (_ []byte, ended int) {
 		if c.first.IsZero() {
 			c.first = time.Now()
 		}
-		if a.stream && a.sglang {
+		if a.stream && a.form != chatForm {
+			chunks = a.appendFormChunk(chunks, c, now)
+		} else if a.stream && a.sglang {
 			chunks = a.appendSGLangChunk(chunks, c, now)
 		} else if a.stream {
 			chunks = a.appendChunk(chunks, c, now)
@@ -255,6 +259,9 @@ func (a *Answer) appendChunk(out []byte, c *Choice, now int) []byte {
 
 // appendEnd appends the events that follow after the last choice's last.
 func (a *Answer) appendEnd(out []byte) []byte {
+	if a.form != chatForm {
+		return a.appendFormEnd(out)
+	}
 	if a.sglang {
 		return a.appendSGLangEnd(out)
 	}
@@ -326,7 +333,7 @@ func (a *Answer) appendUsage(out []byte, of *Choice, nulls bool) []byte {
 	out = fmt.Appendf(out, `{"prompt_tokens":%d,"total_tokens":%d,"completion_tokens":%d,"prompt_tokens_details":{"cached_tokens":%d`,
 		prompt, prompt+generated, generated, cached)
 	if a.isChat() { // a completion does not report it
-		out = fmt.Appendf(out, `,"created_cache_tokens":%d`, max(0, of.prompt/a.blockSize*a.blockSize-cached))
+		out = fmt.Appendf(out, `,"created_cache_tokens":%d`, a.written(of))
 	} else if nulls {
 		out = append(out, `,"created_cache_tokens":null`...)
 	}
@@ -338,6 +345,9 @@ func (a *Answer) appendUsage(out []byte, of *Choice, nulls bool) []byte {
 
 // whole returns the answer that is not streamed.
 func (a *Answer) whole() []byte {
+	if a.form != chatForm {
+		return a.wholeForm()
+	}
 	if a.sglang {
 		return a.wholeSGLang()
 	}
@@ -372,7 +382,7 @@ func (a *Answer) whole() []byte {
 // fail answers with an error that comes once the request is with the engine: a
 // stream has begun by then.
 func (a *Answer) fail(out http.ResponseWriter, problem *refusal) {
-	body := problem.bodyOf(a.sglang, a.kind, a.stream)
+	body := problem.bodyOf(a.sglang, a.kind, a.form, a.stream)
 	if a.stream {
 		writeStreamError(out, body)
 	} else {

@@ -10,6 +10,7 @@ import (
 	"net/http"
 	"slices"
 	"strconv"
+	"strings"
 	"sync"
 	"time"
 
@@ -83,6 +84,11 @@ func (w *Worker) addVLLMRoutes(mux *http.ServeMux) {
 		func(in *http.Request, body *jsonbody.Body) (any, *refusal) { return w.render(in, body, true) }))
 	mux.HandleFunc("POST /v1/completions/render", w.serve(
 		func(in *http.Request, body *jsonbody.Body) (any, *refusal) { return w.render(in, body, false) }))
+	post := func(path string, serve http.HandlerFunc) { mux.HandleFunc("POST "+path, serve) }
+	w.addForms(mux, post)
+	for _, f := range []form{messagesForm, responsesForm} {
+		post(formRoutes[f]+"/render", w.serve(func(in *http.Request, body *jsonbody.Body) (any, *refusal) { return w.render(in, body, true) }))
+	}
 }
 
 // accept reads and checks a request for tokens, prepares its answer and finds
@@ -91,7 +97,11 @@ func (w *Worker) accept(out http.ResponseWriter, in *http.Request, of kind) (bod
 	if body, ok = w.body(out, in); !ok {
 		return nil, nil, nil, false
 	}
-	var problem *refusal
+	body, problem := w.asChat(in.URL.Path, body)
+	if problem != nil {
+		w.writeError(out, in, problem)
+		return nil, nil, nil, false
+	}
 	if status := int(w.Failing.Load()); status != 0 {
 		problem = &refusal{status, "InternalServerError", "simulated error of a test", ""}
 	} else if w.chance(w.cfg.ErrorRate) {
@@ -115,6 +125,9 @@ func (w *Worker) accept(out http.ResponseWriter, in *http.Request, of kind) (bod
 		answer.identify(body, rank)
 	} else {
 		answer.id = requestID(in, of == chatKind)
+	}
+	if answer.form = formOf(in.URL.Path); answer.form == responsesForm {
+		answer.id = cmp.Or(body.Get("request_id").Str, "resp_"+strings.TrimPrefix(answer.id, "chatcmpl-"))
 	}
 	return body, answer, rank, true
 }
@@ -245,6 +258,10 @@ func (w *Worker) render(in *http.Request, body *jsonbody.Body, chat bool) (any, 
 	if _, problem := w.served(body.Get("model").String()); problem != nil {
 		return nil, problem
 	}
+	body, problem := w.asChat(in.URL.Path, body)
+	if problem != nil {
+		return nil, problem
+	}
 	prompts, problem := w.prompts(body, chat)
 	if problem != nil {
 		return nil, problem
@@ -372,16 +389,19 @@ func requestID(in *http.Request, chat bool) string {
 
 // writeError answers with an error in the shape of the route.
 func (w *Worker) writeError(out http.ResponseWriter, in *http.Request, problem *refusal) {
-	answerJSON(out, problem.status, json.RawMessage(problem.bodyOf(w.sglang(), sglangKind(in.URL.Path), false)))
+	answerJSON(out, problem.status, json.RawMessage(problem.bodyOf(w.sglang(), sglangKind(in.URL.Path), formOf(in.URL.Path), false)))
 }
 
 // refuse answers with an error before anything else of the answer.
 func (a *Answer) refuse(out http.ResponseWriter, problem *refusal) {
-	answerJSON(out, problem.status, json.RawMessage(problem.bodyOf(a.sglang, a.kind, false)))
+	answerJSON(out, problem.status, json.RawMessage(problem.bodyOf(a.sglang, a.kind, a.form, false)))
 }
 
-// bodyOf is the problem in SGLang's shape, see sglangBody, or in vLLM's.
-func (problem *refusal) bodyOf(sglang bool, of kind, streamed bool) []byte {
+// bodyOf is the problem in Anthropic's shape, in SGLang's, see sglangBody, or in vLLM's.
+func (problem *refusal) bodyOf(sglang bool, of kind, form form, streamed bool) []byte {
+	if form == messagesForm {
+		return MustJSON(map[string]any{"type": "error", "error": map[string]any{"type": problem.kind, "message": problem.message}})
+	}
 	if sglang {
 		return problem.sglangBody(of, streamed)
 	}

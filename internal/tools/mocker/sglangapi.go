@@ -53,6 +53,7 @@ func (w *Worker) addSGLangRoutes(mux *http.ServeMux) {
 	mux.HandleFunc("PUT /generate", jsonOnly(w, w.infers(generateKind)))
 	post("/v1/chat/completions", w.infers(chatKind))
 	post("/v1/completions", w.infers(completionKind))
+	w.addForms(mux, post)
 	for _, prefix := range []string{"", "/v1"} {
 		post(prefix+"/tokenize", w.serve(w.sglangTokenize))
 		post(prefix+"/detokenize", w.serve(w.sglangDetokenize))
