@@ -1,6 +1,7 @@
 package routes
 
 import (
+	"bufio"
 	"encoding/json"
 	"fmt"
 	"maps"
@@ -11,6 +12,9 @@ import (
 	"strings"
 	"testing"
 
+	"github.com/tidwall/gjson"
+
+	"kvrouter/internal/testkit"
 	"kvrouter/test"
 )
 
@@ -27,7 +31,8 @@ func packages(t *testing.T) string {
 // TestRoutesOfAGeneratingModel sends each request to a real vLLM worker, then through the router.
 func TestRoutesOfAGeneratingModel(t *testing.T) {
 	packages(t)
-	s := test.StartEngines(t, 1, nil, "--", "--max-model-len", "2048", "--num-gpu-blocks-override", "60")
+	s := test.StartEngines(t, 1, nil, "--", "--max-model-len", "2048", "--num-gpu-blocks-override", "60",
+		"--enable-tokenizer-info-endpoint", "--enable-server-load-tracking")
 	both := bothOf(t, s)
 	const hello = `[{"role":"user","content":"Hello"}]`
 	both.equal("/v1/chat/completions/batch", fmt.Sprintf(`{"messages":[%s,[{"role":"user","content":"Name a river."}]],"max_tokens":8,"temperature":0}`, hello), http.StatusOK)
@@ -39,6 +44,18 @@ func TestRoutesOfAGeneratingModel(t *testing.T) {
 	answered := both.equal("/inference/v1/generate", string(rendered), http.StatusOK)
 	both.equal("/v1/chat/completions/derender", fmt.Sprintf(`{"generate_response":%s}`, answered), http.StatusOK)
 	both.equal("/v1/completions/derender", fmt.Sprintf(`{"generate_responses":[%s]}`, answered), http.StatusOK)
+
+	both.equal("/invocations", `{"messages":`+hello+`,"max_tokens":8,"temperature":0}`, http.StatusOK)
+	both.equal("/invocations", `{"prompt":"A river","max_tokens":8,"temperature":0,"stream":true,"stream_options":{"include_usage":true}}`, http.StatusOK)
+	both.equal("/invocations", `{"x":1}`, http.StatusBadRequest)
+	both.equal("/v1/systemone", `{"state":"A river.","questions":{"wet":{"type":"noul","instructions":"Is it wet?"}}}`, http.StatusNotImplemented) // of this model
+	for _, route := range []string{"/ping", "/tokenizer_info", "/load"} {
+		both.same(route, http.StatusOK, func(base string) (int, string) {
+			status, answer := testkit.HTTPGet(t, base+route)
+			return status, string(answer)
+		})
+	}
+	aborted(t, s)
 
 	// Routes of other models: the engine's own refusal arrives.
 	for _, route := range []string{"/v1/embeddings", "/pooling", "/classify", "/score", "/rerank"} {
@@ -63,6 +80,32 @@ func TestRoutesOfAnEmbeddingModel(t *testing.T) {
 		both.equal(route, `{"query":"A river","documents":["Rhine","bread"]}`, http.StatusOK)
 	}
 	both.equal("/v1/chat/completions/batch", `{"messages":[[{"role":"user","content":"Hello"}]]}`, http.StatusNotFound)
+}
+
+// aborted has a client abort a long answer by its id when it has begun.
+func aborted(t *testing.T, s *test.Router) {
+	t.Helper()
+	body := `{"prompt":"A river","request_id":"mine","max_tokens":1900,"ignore_eos":true,"stream":true}`
+	response, err := http.Post(s.OpenAI+"/v1/completions", "application/json", strings.NewReader(body))
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer response.Body.Close()
+	lines := bufio.NewScanner(response.Body)
+	lines.Scan()
+	if status, answer := test.Post(t, s.OpenAI+"/inference/v1/abort_requests", `{"request_ids":["cmpl-mine-0"]}`); status != http.StatusOK {
+		t.Fatalf("abort: %d %s", status, answer)
+	}
+	events, finish := 1, ""
+	for lines.Scan() {
+		if data, ok := strings.CutPrefix(lines.Text(), "data: {"); ok {
+			events, finish = events+1, gjson.Get("{"+data, "choices.0.finish_reason").Str
+		}
+	}
+	if finish != "abort" || events > 1000 {
+		t.Errorf("the aborted answer has %d events and ends with %q", events, finish)
+	}
+	t.Logf("aborted after %d events", events)
 }
 
 // pair is a router and its worker.
