@@ -34,11 +34,11 @@ func routesOf(t *testing.T, file string) (routes []engineRoute) {
 	return routes
 }
 
-// leftOut reads the routes that docs/http.md says are left out. Those without a method are it with
+// leftOut reads the routes that docs/engine-routes.md says are left out. Those without a method are it with
 // all.
 func leftOut(t *testing.T, page string) map[engineRoute]bool {
 	t.Helper()
-	_, section, _ := strings.Cut(page, "\n### Routes left out\n")
+	_, section, _ := strings.Cut(page, "\n## Routes left out\n")
 	section, _, _ = strings.Cut(section, "\n#")
 	routes := map[engineRoute]bool{}
 	for _, row := range regexp.MustCompile("(?m)^\\| ([A-Z]*) ?(`/[^|]*) \\| [^|]+ \\|$").FindAllStringSubmatch(section, -1) {
@@ -47,7 +47,7 @@ func leftOut(t *testing.T, page string) map[engineRoute]bool {
 		}
 	}
 	if len(routes) == 0 {
-		t.Fatal("docs/http.md has no routes that are left out")
+		t.Fatal("docs/engine-routes.md has no routes that are left out")
 	}
 	return routes
 }
@@ -55,11 +55,14 @@ func leftOut(t *testing.T, page string) map[engineRoute]bool {
 // TestEveryRouteOfTheEngines holds that each route of vLLM and SGLang is served, or administration,
 // or named as left out.
 func TestEveryRouteOfTheEngines(t *testing.T) {
-	text, err := os.ReadFile("../../../docs/http.md")
-	if err != nil {
-		t.Fatal(err)
+	page := ""
+	for _, name := range []string{"http.md", "engine-routes.md"} {
+		text, err := os.ReadFile("../../../docs/" + name)
+		if err != nil {
+			t.Fatal(err)
+		}
+		page += string(text)
 	}
-	page := string(text)
 	out := leftOut(t, page)
 	param := regexp.MustCompile(`[:*][a-z]+|\{[a-z_:]+\}`)
 	served := map[engineRoute]bool{}
@@ -79,20 +82,20 @@ func TestEveryRouteOfTheEngines(t *testing.T) {
 			is := served[engineRoute{strings.Replace(r.method, "HEAD", "GET", 1), param.ReplaceAllString(r.path, "*")}]
 			switch {
 			case is && isOut:
-				t.Errorf("%s: %s %s is served, and docs/http.md says that it is left out", list, r.method, r.path)
+				t.Errorf("%s: %s %s is served, and docs/engine-routes.md says that it is left out", list, r.method, r.path)
 			case !is && !isOut:
-				t.Errorf("%s: %s %s is not served: serve it, add it to proxy.AdminRoutes, or give the reason in docs/http.md", list, r.method, r.path)
+				t.Errorf("%s: %s %s is not served: serve it, add it to proxy.AdminRoutes, or give the reason in docs/engine-routes.md", list, r.method, r.path)
 			case !strings.Contains(r.path, "{") && !strings.Contains(page, "`"+r.path+"`") && !strings.Contains(page, "`"+r.path+"?"):
-				t.Errorf("%s: docs/http.md does not name %s", list, r.path)
+				t.Errorf("%s: no page names %s", list, r.path)
 			}
 		}
 	}
 	for r := range out {
 		if !left[r] {
-			t.Errorf("docs/http.md says that %s %s is left out, which no engine has", r.method, r.path)
+			t.Errorf("docs/engine-routes.md says that %s %s is left out, which no engine has", r.method, r.path)
 		}
 	}
-	_, admin, _ := strings.Cut(page, "\n### Admin paths\n")
+	_, admin, _ := strings.Cut(page, "\n## Admin paths\n")
 	admin, _, _ = strings.Cut(admin, "\n#")
 	var named []string
 	for _, path := range regexp.MustCompile("`(/[^`]+)`").FindAllStringSubmatch(admin, -1) {
@@ -100,6 +103,6 @@ func TestEveryRouteOfTheEngines(t *testing.T) {
 	}
 	slices.Sort(named)
 	if want := slices.Sorted(slices.Values(append([]string{flushRoute, "/server_info"}, proxy.AdminRoutes...))); !slices.Equal(named, want) {
-		t.Errorf("docs/http.md names the admin paths\n%q, not\n%q", named, want)
+		t.Errorf("docs/engine-routes.md names the admin paths\n%q, not\n%q", named, want)
 	}
 }
