@@ -302,8 +302,11 @@ func (a *Admission) looks(w *waiter) (look <-chan time.Time, stop func()) {
 	if w.item == nil {
 		return nil, func() {}
 	}
-	w.look = time.NewTimer(lookEvery)
-	return w.look.C, func() { w.look.Stop() }
+	timer := time.NewTimer(lookEvery)
+	a.router.mu.Lock()
+	defer a.router.mu.Unlock()
+	w.look = timer // dispatches set it, too
+	return timer.C, func() { timer.Stop() }
 }
 
 // lookPause is the time between two looks of a request: all that wait look about once in lookEvery

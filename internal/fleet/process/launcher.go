@@ -6,8 +6,10 @@ import (
 	"fmt"
 	"io/fs"
 	"log/slog"
+	"maps"
 	"os"
 	"os/exec"
+	"slices"
 	"syscall"
 	"time"
 )
@@ -39,6 +41,10 @@ func NewLauncher(engine Engine, settings Settings, log *slog.Logger) (*Launcher,
 	}
 	if err := engine.CheckPython(settings); err != nil {
 		return nil, err
+	}
+	settings.Untaken = Untaken(settings.Python, engine.Kind.String(), slices.Sorted(maps.Keys(engine.Newer)))
+	for _, flag := range settings.Untaken {
+		log.Warn(fmt.Sprintf("%s of %s does not take --%s: started without it", engine.Signs.Engine, settings.Python, flag), "lost", engine.Newer[flag])
 	}
 	return &Launcher{log: log, plugin: engine.Plugin, Command: func(i int, pluginDir string) (Spec, error) {
 		return engine.Command(settings, i, pluginDir, os.Environ())

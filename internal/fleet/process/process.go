@@ -25,6 +25,10 @@ type Engine struct {
 	// Setup is the command that prepares that folder.
 	Setup string
 
+	// Newer are flags, without dashes, with which the router starts it and that not every version takes: what
+	// is lost without each.
+	Newer map[string]string
+
 	// CheckArgs refuses arguments after -- that the router sets itself, could not
 	// follow, or that contradict other settings. Those of the machine are not known
 	// yet. Its errors name the argument and what to use instead.
@@ -77,6 +81,7 @@ type Settings struct {
 	Pulls          bool     // workers pull KV blocks from each other's part of that memory
 	KVEvents       bool     // workers publish KV events
 	Args           []string // the arguments after --
+	Untaken        []string // flags that the engine does not take, without dashes
 	Ports          Ports
 }
 

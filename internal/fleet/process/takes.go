@@ -1,0 +1,52 @@
+package process
+
+import (
+	"context"
+	"os/exec"
+	"regexp"
+	"slices"
+	"strings"
+)
+
+// lookForFlags prints which of the flags, named without dashes, the modules about arguments of a Python
+// package do not have, as an option or as the field of a dataclass. It does not import the package.
+const lookForFlags = `import importlib.util, os, re, sys
+text = ""
+for root in importlib.util.find_spec(sys.argv[1]).submodule_search_locations:
+    for folder, _, files in os.walk(root):
+        for name in files:
+            if "arg" in name and name.endswith(".py"):
+                with open(os.path.join(folder, name), encoding="utf-8", errors="replace") as file:
+                    text += file.read()
+for flag in sys.argv[2:] if text else ():
+    if not re.search(r"(?<![\w-])(--%s|%s)(?![\w-])" % (flag, flag.replace("-", "_")), text):
+        print(flag)
+`
+
+// Untaken returns which of the flags, named without dashes, the engine that a Python has does not take: those
+// of newer versions. Where the engine cannot be examined, it returns none.
+func Untaken(python, module string, flags []string) []string {
+	ctx, cancel := context.WithTimeout(context.Background(), askLimit)
+	defer cancel()
+	out, err := exec.CommandContext(ctx, python, append([]string{"-c", lookForFlags, module}, flags...)...).Output()
+	if err != nil {
+		return nil
+	}
+	return slices.DeleteFunc(strings.Fields(string(out)), func(flag string) bool { return !slices.Contains(flags, flag) })
+}
+
+// isValue matches an argument that is not a flag.
+var isValue = regexp.MustCompile(`^([^-]|-\d|$)`)
+
+// Taken returns the arguments without the flags of Untaken, and without their values.
+func (s Settings) Taken(argv []string) (taken []string) {
+	for i, out := 0, false; i < len(argv); i++ {
+		if !isValue.MatchString(argv[i]) {
+			out = slices.Contains(s.Untaken, strings.TrimPrefix(argv[i], "--"))
+		}
+		if !out {
+			taken = append(taken, argv[i])
+		}
+	}
+	return taken
+}
