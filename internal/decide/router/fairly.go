@@ -319,15 +319,13 @@ func (a *Admission) lookForRoom(w *waiter) {
 	r.mu.Lock()
 	defer r.unlock()
 	now := r.now()
-	a.dispatchFairly(now)
-	if a.shedLate(w, now) {
-		return
-	}
 	pause := a.lookPause()
 	if left := w.prompt.Deadline.Sub(now); w.prompt.Sheddable && left > 0 {
 		pause = min(pause, max(left, lookEvery)) // dispatchFairly does not look at all that wait
 	}
 	w.look.Reset(pause)
+	a.dispatchFairly(now) // which may look sooner
+	a.shedLate(w, now)
 }
 
 // lookAgainFairly is lookUpAgain for a fair queue, which looks up a prompt when it offers it to a
