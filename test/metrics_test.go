@@ -248,7 +248,7 @@ func TestMetricsPage(t *testing.T) {
 	}
 	for _, name := range slices.Sorted(maps.Keys(rows)) {
 		if found[name] == "" {
-			t.Errorf("docs/metrics*.md tells of %s, which no router shows", name)
+			t.Errorf("docs/metrics*.md describes %s, which no router exports", name)
 		}
 	}
 }

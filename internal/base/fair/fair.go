@@ -191,10 +191,10 @@ func (q *Queue[T]) Presses(t Tenant, c Class, seats int, since time.Time) bool {
 			return true
 		}
 	}
-	weights, recent := 0.0, 0
+	weights := 0.0
 	each := func(f func(*flow[T]) (done bool)) {
 		e := q.used[at].Back()
-		for recent = 0; e != nil && recent < mostTried; recent++ {
+		for n := 0; e != nil && n < mostTried; n++ {
 			if g := e.Value.(*flow[T]); g.began.After(since) && f(g) {
 				return
 			}

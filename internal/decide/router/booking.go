@@ -253,8 +253,10 @@ func (b *Booking) finishAs(how policy.Ending, output int, reason string, now tim
 		}
 		r.Health.outliers.Wrote(b.attempt(), output, took)
 	}
-	r.Admission.ended(b, how, now)
 	if b.charge != nil {
+		if how == policy.Finished {
+			r.Admission.pace.answered(now.Sub(b.sent))
+		}
 		b.settle(how, output)
 	}
 	answered := b.computed

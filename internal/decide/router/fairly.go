@@ -202,7 +202,7 @@ func (a *Admission) dispatchFairly(now time.Time) {
 		a.pace.keep(0, a.pace.all, now)
 		return
 	}
-	waits := 0 // for the pace
+	waits := 0 // tenants, for the pace
 	defer func() {
 		all, free, _ := a.seats(now)
 		a.pace.keep(min(free, waits), all, now)

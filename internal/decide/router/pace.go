@@ -5,11 +5,11 @@ import (
 	"time"
 
 	"kvrouter/internal/base/fair"
-	"kvrouter/internal/decide/policy"
 )
 
 const (
-	// mostPaced is the maximum share of the time of all seats in which they are kept free by the pace.
+	// mostPaced is the maximum share of the time of all seats that counts as kept free by the pace: one seat for
+	// each tenant that waits for its next start.
 	mostPaced = 0.02
 	// pacedOver is the time over which that share is counted, s.
 	pacedOver = 30.0
@@ -22,7 +22,7 @@ const (
 // pace spreads the starts of requests of tenants that have their share of the seats, where others use
 // less. Answers that begin together end together, so that a tenant which comes in between waits for a
 // whole answer. Starts follow each other in the mean time between two ends, and a little slower: a seat is
-// then mostly about to be free. Two may begin at once, and mostPaced bounds what that costs.
+// then mostly about to be free. Two may begin at once, and mostPaced limits how long seats are kept.
 //
 // The router's lock guards it.
 type pace struct {
@@ -94,11 +94,4 @@ func (a *Admission) paced(t fair.Tenant, c fair.Class, now time.Time) time.Durat
 		return 0
 	}
 	return wait
-}
-
-// ended notes the time of an answer that is finished.
-func (a *Admission) ended(b *Booking, how policy.Ending, now time.Time) {
-	if a.fair != nil && how == policy.Finished && !b.remote {
-		a.pace.answered(now.Sub(b.sent))
-	}
 }

@@ -46,7 +46,8 @@ func NewCollector(names *kv.Names, samples iter.Seq[*Sample], own func() map[uin
 		{gauge("kvrouter_worker_cold", "1 while the index may lack blocks of the worker because the history of its cache is incomplete."),
 			func(s *Sample) float64 { return metrics.Bool(s.Cold) }},
 	}
-	trust := set.Gauge("kvrouter_worker_tier_trust", "Recent share of the blocks expected in the tier that requests found there, 0 to 1. On the device, blocks that count as cached without an event.",
+	trust := set.Gauge("kvrouter_worker_tier_trust",
+		"Recent share of the blocks expected in the tier that requests found there, 0 to 1. On the device: blocks that count as cached without an event.",
 		"worker_id", "dp_rank", "tier")
 	bandwidth := set.Gauge("kvrouter_worker_tier_bandwidth_bytes",
 		"Bytes per second of loads from host memory to the device (host) or from slower tiers to host memory (disk), by the worker's counters.",

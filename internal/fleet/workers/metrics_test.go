@@ -53,7 +53,7 @@ func TestTiersOfWorkersAreShown(t *testing.T) {
 	}
 	for line := range page {
 		if strings.HasPrefix(line, "kvrouter_worker_tier_trust") && !strings.Contains(line, `tier="host"`) {
-			t.Errorf("%s, of which no answer tells", line)
+			t.Errorf("%s, for which no answer has shown a share", line)
 		}
 		if strings.Contains(line, "tier=") && strings.Contains(line, `worker_id="2"`) {
 			t.Errorf("%s of a worker without tiers", line)

@@ -48,10 +48,10 @@ type inference struct {
 
 // infer serves one inference request: it finds the prompt, chooses and forwards.
 func (a *API) infer(c *gin.Context, path string, kind tokens.Kind) {
-	caller, unnamed := a.keys.Of(c), !web.UsableID(c.GetHeader(web.HeaderRequest))
+	caller, given := a.keys.Of(c), c.GetHeader(web.HeaderRequest)
 	x := &proxy.Exchange{ID: web.RequestID(c), Route: path, Worker: kv.NoWorker, Arrived: time.Now(), Trusted: caller.Trusted}
 	r := &inference{api: a, ctx: c.Request.Context(), kind: kind, exchange: x, caller: caller, model: a.models.Default(),
-		gateway: gatewayOf(c), unnamed: unnamed}
+		gateway: gatewayOf(c), unnamed: x.ID != given}
 	r.client = clientOf(c.Request, caller)
 	r.ctx = router.ForClient(r.ctx, r.client)
 	a.observers.began(c.Request, x)

@@ -77,7 +77,7 @@ func (p *Journal) Decided(x *proxy.Exchange, pair *router.Pair) {
 	d, prefill := &pair.Decode, &pair.Prefill
 	worker := d.Target.Key.Worker
 	names := p.models.Names()
-	e.ID, e.Route = x.ID, x.Route // the body may have told
+	e.ID, e.Route = x.ID, x.Route // the body may name them
 	e.Worker, e.WorkerName, e.Rank, e.Attempts = &worker, names.Name(worker), d.Target.Key.Rank, e.Attempts+1
 	e.Model = limited(x.Model, maxName)
 	e.CellWorker, e.CellPredicted = x.Below.Worker, x.Below.Overlap

@@ -340,7 +340,7 @@ func normal(events string) string {
 			}
 			line = strings.Replace(strings.Replace(line, id, `"id"`, 1), `"created":`+created, `"created":0`, 1)
 		}
-		out = append(out, strings.Replace(line, `,"created_cache_tokens":3`, "", 1)) // a worker that dies before its usage tells none
+		out = append(out, strings.Replace(line, `,"created_cache_tokens":3`, "", 1)) // a worker that dies before its usage reports none
 	}
 	return strings.Join(out, "")
 }
