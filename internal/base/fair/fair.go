@@ -181,40 +181,58 @@ func (q *Queue[T]) RunningAfter(c Class) (n int) {
 	return n
 }
 
-// Presses reports whether a tenant runs its share of so many seats or more, while another one of its class
-// runs and waits for less than its own: of those that have begun a request since then. A class that is after
-// one of which a request has begun since then has no share.
-func (q *Queue[T]) Presses(t Tenant, c Class, seats int, since time.Time) bool {
-	at := c.Place()
-	for i := range q.lanes[:at] {
-		if q.lanes[i].began.After(since) {
-			return true
-		}
-	}
-	weights := 0.0
-	each := func(f func(*flow[T]) (done bool)) {
-		e := q.used[at].Back()
-		for n := 0; e != nil && n < mostTried; n++ {
-			if g := e.Value.(*flow[T]); g.began.After(since) && f(g) {
-				return
-			}
-			e = e.Prev()
-		}
-	}
-	each(func(g *flow[T]) bool { weights += g.weight; return false })
-	own := q.flows[at][t.Name]
-	if own == nil || float64(own.running) < own.weight/weights*float64(seats) {
+// Presses reports whether a tenant runs its share of so many seats or more, while another one of its class runs and
+// waits for less than its own: of those that have begun a request since then.
+func (q *Queue[T]) Presses(t Tenant, c Class, seats int, since time.Time) (presses bool) {
+	own := q.flows[c.Place()][t.Name]
+	if own == nil {
 		return false
 	}
-	presses := false
-	each(func(g *flow[T]) bool {
-		presses = g != own && float64(g.running+len(g.items)) < g.weight/weights*float64(seats)
-		return presses
+	weights := q.weights(c, since, nil)
+	if float64(own.running) < own.weight/weights*float64(seats) {
+		return false
+	}
+	q.recent(c, since, func(f *flow[T]) {
+		presses = presses || f != own && f.uses() < f.weight/weights*float64(seats)
 	})
 	return presses
 }
 
-// batch returns the lane of class Batch.
+// Within reports whether a tenant runs and waits for less than its share of so many seats beside others of its class
+// that have begun a request since then.
+func (q *Queue[T]) Within(t Tenant, c Class, seats int, since time.Time) bool {
+	own, uses := q.flows[c.Place()][t.Name], 0.0
+	if own != nil {
+		uses = own.uses()
+	}
+	others := q.weights(c, since, own)
+	return others > 0 && uses < t.weight()/(others+t.weight())*float64(seats)
+}
+
+// weights is the sum of the weights of a class's tenants that have begun a request since then, but one.
+func (q *Queue[T]) weights(c Class, since time.Time, but *flow[T]) (sum float64) {
+	q.recent(c, since, func(f *flow[T]) {
+		if f != but {
+			sum += f.weight
+		}
+	})
+	return sum
+}
+
+// recent calls f with those flows of a class that have begun a request since then, among the last mostTried.
+func (q *Queue[T]) recent(c Class, since time.Time, f func(*flow[T])) {
+	e := q.used[c.Place()].Back()
+	for n := 0; e != nil && n < mostTried; n++ {
+		if g := e.Value.(*flow[T]); g.began.After(since) {
+			f(g)
+		}
+		e = e.Prev()
+	}
+}
+
+// uses is the number of a flow's requests that run and wait.
+func (f *flow[T]) uses() float64 { return float64(f.running + len(f.items)) }
+
 func (q *Queue[T]) batch() *lane[T] { return &q.lanes[Batch.Place()] }
 
 // flow returns the flow of a tenant, a new one if there is none.

@@ -351,9 +351,7 @@ func TestATenantPressesBesideOthersWithLess(t *testing.T) {
 		"beside one that waits for it":  {[]running{{tenant: "heavy", n: 1, waiting: 3}}, false},
 		"a heavier one beside it":       {[]running{{tenant: "heavy", weight: 3, n: 5}}, true},
 		"a lighter one beside it":       {[]running{{tenant: "light", weight: 0.5, n: 1}}, false},
-		"behind an earlier class":       {[]running{{tenant: "chat", class: Interactive, n: 1, ended: true}}, true},
-		"before a later class":          {[]running{{tenant: "night", class: Batch, n: 1}}, false},
-		"behind a class of long ago":    {[]running{{tenant: "chat", class: Interactive, n: 1, ago: 61, ended: true}}, false},
+		"beside one of another class":   {[]running{{tenant: "chat", class: Interactive, n: 1}}, false},
 		"beside more than are examined": {slices.Repeat([]running{{tenant: "light", n: 1, ended: true}}, 2*mostTried), true},
 	} {
 		t.Run(name, func(t *testing.T) {
@@ -378,6 +376,41 @@ func TestATenantPressesBesideOthersWithLess(t *testing.T) {
 				t.Errorf("presses: %v", got)
 			}
 		})
+	}
+}
+
+// TestATenantIsWithinItsShare: of 8 seats, beside a flood that runs 6.
+func TestATenantIsWithinItsShare(t *testing.T) {
+	now := dawn.Add(time.Hour)
+	for name, c := range map[string]struct {
+		running, waiting int
+		weight           float64
+		ago              time.Duration // of the flood
+		want             bool
+	}{
+		"it comes":                {want: true},
+		"it runs less":            {running: 3, want: true},
+		"it runs its share":       {running: 4},
+		"it waits for its share":  {running: 2, waiting: 2},
+		"it weighs more":          {running: 4, weight: 3, want: true},
+		"it weighs less":          {running: 2, weight: 0.25},
+		"the flood is long over":  {ago: 2 * time.Minute},
+		"the flood is just over":  {ago: 59 * time.Second, want: true},
+		"it has its share itself": {running: 3, ago: 2 * time.Minute},
+	} {
+		q, light := queue(t), Tenant{Name: "light", Weight: c.weight}
+		for range 6 {
+			q.Begin(Tenant{Name: "flood"}, Standard, 1, now.Add(-c.ago))
+		}
+		for range c.running {
+			q.Begin(light, Standard, 1, now)
+		}
+		for range c.waiting {
+			q.Push(&Item[string]{Tenant: light, Class: Standard, Cost: 1})
+		}
+		if got := q.Within(light, Standard, 8, now.Add(-time.Minute)); got != c.want {
+			t.Errorf("%s: %v", name, got)
+		}
 	}
 }
 

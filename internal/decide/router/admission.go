@@ -15,7 +15,6 @@ type Admission struct {
 	waiting    []*waiter            // for a worker with capacity, the first to go at the front
 	fair       *fair.Queue[*waiter] // those that wait, in place of waiting; nil: the order is not fair
 	reserve    reserve              // of seats, by a fair queue
-	pace       pace                 // of starts, in a fair queue
 }
 
 func newAdmission(r *Router) *Admission {

@@ -254,9 +254,6 @@ func (b *Booking) finishAs(how policy.Ending, output int, reason string, now tim
 		r.Health.outliers.Wrote(b.attempt(), output, took)
 	}
 	if b.charge != nil {
-		if how == policy.Finished {
-			r.Admission.pace.answered(now.Sub(b.sent))
-		}
 		b.settle(how, output)
 	}
 	answered := b.computed

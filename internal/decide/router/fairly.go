@@ -98,7 +98,6 @@ func (a *Admission) charge(b *Booking, p *prompt, c *policy.Candidate, now time.
 	b.price = a.priceOn(p, c)
 	b.expects = a.answerOf(p)
 	b.charge = a.fair.Begin(p.Tenant, p.Class, b.costOf(b.expects), now)
-	a.pace.starts(now)
 }
 
 // costOf returns the charge for the request with an answer of that many tokens, ms. Of the prompt it
@@ -199,14 +198,8 @@ func (a *Admission) firstTokenIn(it *fair.Item[*waiter], uncached int, now time.
 // dispatchFairly is dispatch for a fair queue.
 func (a *Admission) dispatchFairly(now time.Time) {
 	if a.fair.Len() == 0 {
-		a.pace.keep(0, a.pace.all, now)
 		return
 	}
-	waits := 0 // tenants, for the pace
-	defer func() {
-		all, free, _ := a.seats(now)
-		a.pace.keep(min(free, waits), all, now)
-	}()
 	if !a.anyCapacity(now) {
 		return
 	}
@@ -227,11 +220,7 @@ func (a *Admission) dispatchFairly(now time.Time) {
 			}
 			enters[class.Place()] = true
 		}
-		if pause := a.paced(it.Tenant, it.Class, now); pause > 0 {
-			waits++
-			if w.look != nil {
-				w.look.Reset(pause)
-			}
+		if a.sharesAreKept(it.Tenant, it.Class, now) {
 			return fair.PassTenant
 		}
 		kind := w.prompt.alike()

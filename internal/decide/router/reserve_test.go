@@ -14,51 +14,107 @@ import (
 	"kvrouter/internal/testkit"
 )
 
-// TestAReserveIsAsLargeAsTrafficNeeds: whatever the seats that arrivals of a class find taken by
-// later classes, about mayWait of them wait, and the reserve stays within its bounds.
+// TestAReserveIsAsLargeAsTrafficNeeds: whatever the seats that arrivals find taken by others, about mayWait of them
+// wait, and the reserve stays within its bounds.
 func TestAReserveIsAsLargeAsTrafficNeeds(t *testing.T) {
 	rapid.Check(t, func(rt *rapid.T) {
-		var s reserve
+		var k kept
 		seats := rapid.IntRange(10, 200).Draw(rt, "seats")
 		usual := rapid.IntRange(1, seats/5).Draw(rt, "usual") // of the seats that an arrival needs free
-		class := rapid.SampledFrom([]fair.Class{fair.Interactive, fair.Standard}).Draw(rt, "class")
 		random := rapid.Uint64().Draw(rt, "random")
+		most := mostReserved * float64(seats)
 		waited, come := 0, 0
 		const learns, all = 10_000, 40_000
 		for i := range all {
 			random = random*6364136223846793005 + 1442695040888963407 // Knuth's MMIX
-			waits := float64(random>>33%uint64(2*usual)) >= s.before(fair.Batch)
-			if s.learn(class, waits, 1, seats); i >= learns {
+			waits := float64(random>>33%uint64(2*usual)) >= float64(k)
+			if k.learn(waits, true, most); i >= learns {
 				if come++; waits {
 					waited++
 				}
 			}
-			if kept := s[class.Place()]; kept < 0 || kept > mostReserved*float64(seats) {
-				rt.Fatalf("%v of %d seats are kept", kept, seats)
+			if k < 0 || float64(k) > most {
+				rt.Fatalf("%v of %d seats are kept", k, seats)
 			}
 		}
 		if share := float64(waited) / float64(come); share > 2*mayWait {
 			rt.Errorf("%v of the requests wait, want %v", share, mayWait)
 		}
 		for range 100 * seats {
-			s.learn(class, false, 0, seats)
+			k.learn(false, true, most)
 		}
-		if s.before(fair.Batch) > 0 {
-			rt.Errorf("%v seats are kept for nobody", s.before(fair.Batch))
+		if k > 0 {
+			rt.Errorf("%v seats are kept for nobody", k)
 		}
 	})
 }
 
 func TestAReserveIsKeptForEarlierClassesOnly(t *testing.T) {
 	var s reserve
-	if s.learn(fair.Standard, true, 0, 16); s.before(fair.Batch) != 0 {
+	if s.classes[fair.Standard.Place()].learn(true, false, 8); s.before(fair.Batch) != 0 {
 		t.Errorf("nothing of a later class runs: %v seats are kept", s.before(fair.Batch))
 	}
-	s.learn(fair.Standard, true, 1, 16)
-	s.learn(fair.Batch, true, 1, 16)
+	s.classes[fair.Standard.Place()].learn(true, true, 8)
+	s.classes[fair.Batch.Place()].learn(true, true, 8)
 	for class, want := range map[fair.Class]float64{fair.Interactive: 0, fair.Standard: 0, fair.Batch: 1} {
 		if got := s.before(class); got != want {
 			t.Errorf("%v seats are kept from class %v, want %v", got, class, want)
+		}
+	}
+}
+
+// TestASeatIsKeptForATenantWithinItsShare: once one has waited beside a tenant with more than its share. That one
+// takes it while an engine is due to be tried with one request more, and when the other one has ended for a minute.
+func TestASeatIsKeptForATenantWithinItsShare(t *testing.T) {
+	r, clock, _ := newReservingRouter(t)
+	fill := func(seats int) {
+		for w := range uint64(2) {
+			r.fleet.targetLoads[w].Fill, r.fleet.targetLoads[w].growsFrom = seats, clock.Now().Add(time.Hour)
+		}
+	}
+	fill(8) // of 16 seats two are taken
+	var flood []*Booking
+	for range 14 {
+		flood = append(flood, MustRoute(t, r, tenant("flood", 1)).Booking)
+	}
+	light := park(t, r, tenant("light", 1))
+	flood[0].Finish(1)
+	taken, err := light[0].get(t)
+	if err != nil {
+		t.Fatal(err)
+	}
+	waits := park(t, r, tenant("flood", 1), tenant("flood", 1))
+	depth := func(want int, when string) {
+		t.Helper()
+		if n, _ := r.Admission.QueueDepth(); n != want {
+			t.Fatalf("%s: %d wait, want %d", when, n, want)
+		}
+	}
+	taken.Booking.Finish(1)
+	depth(2, "its seat is free")
+	flood[1].Finish(1)
+	depth(1, "another one is free, too")
+	r.fleet.targetLoads[1].growsFrom = clock.Now()
+	flood[2].Finish(1)
+	depth(0, "an engine is to be tried")
+	fill(8)
+	MustRoute(t, r, tenant("light", 1)).Booking.Finish(1)
+	waits = append(waits, park(t, r, tenant("flood", 1))...)
+	clock.Advance(activeFor)
+	fill(8)
+	flood[4].Finish(1)
+	for _, w := range waits {
+		if _, err := w.get(t); err != nil {
+			t.Error(err)
+		}
+	}
+}
+
+// TestFewSeatsAreKeptForTenants: at most one of sharedOf, however many wait.
+func TestFewSeatsAreKeptForTenants(t *testing.T) {
+	for all, want := range map[int]int{0: 0, 7: 0, 8: 1, 16: 1, 23: 1, 24: 2, 512: 32} {
+		if got := mostShared(all); got != want {
+			t.Errorf("%d of %d seats, want %d", got, all, want)
 		}
 	}
 }
@@ -84,7 +140,7 @@ func TestBatchLeavesTheSeatsThatAreKept(t *testing.T) {
 	r, _, full := newReservingRouter(t)
 	batch, chat := tenant("a", 1), tenant("b", 1)
 	batch.Class, chat.Class = fair.Batch, fair.Interactive
-	r.Admission.reserve[fair.Interactive.Place()] = 1.5
+	r.Admission.reserve.classes[fair.Interactive.Place()] = 1.5
 	first := MustRoute(t, r, batch) // two are free
 	waits := park(t, r, batch)
 	d := MustRoute(t, r, chat)
@@ -118,7 +174,7 @@ func TestBatchLeavesTheSeatsThatAreKept(t *testing.T) {
 // Each has a session of its own, so that none says what the others need.
 func floodBehindKeptSeats(t testing.TB, r *Router, n int) {
 	t.Helper()
-	r.Admission.reserve[fair.Interactive.Place()] = 2
+	r.Admission.reserve.classes[fair.Interactive.Place()] = 2
 	for i := range n {
 		request := tenant("flood", 1)
 		request.Class, request.Session = fair.Batch, uint64(i+1)
@@ -138,7 +194,7 @@ func TestEventsDoNotLookAtAllThatWaitForKeptSeats(t *testing.T) {
 	r.Admission.eachWaiting(func(w *waiter) { w.prompt.workers = unseen })
 	chat := tenant("light", 1)
 	chat.Class = fair.Interactive
-	r.Admission.reserve[fair.Interactive.Place()] = 2.5
+	r.Admission.reserve.classes[fair.Interactive.Place()] = 2.5
 	MustRoute(t, r, chat).Booking.Finish(1)
 	waits, seen := 0, 0
 	r.Admission.eachWaiting(func(w *waiter) {
@@ -190,7 +246,7 @@ func BenchmarkArrivalBehindKeptSeats(b *testing.B) {
 			chat.Class = fair.Interactive
 			b.ReportAllocs()
 			for b.Loop() {
-				r.Admission.reserve[fair.Interactive.Place()] = 2.5
+				r.Admission.reserve.classes[fair.Interactive.Place()] = 2.5
 				MustRoute(b, r, chat).Booking.Finish(1)
 			}
 		})

@@ -336,8 +336,7 @@ func (r *Router) schedule(p *prompt, d *Decision) (*waiter, error) {
 	}
 	waits := r.Admission.mustWait(p, now)
 	if r.Admission.fair != nil && p.reserves() {
-		all, _, _ := r.Admission.seats(now)
-		r.Admission.reserve.learn(p.Class, waits, r.Admission.fair.RunningAfter(p.Class), all)
+		r.Admission.learnReserve(p, waits, now)
 	}
 	if waits && p.Beside {
 		return nil, ErrBusy
