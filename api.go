@@ -34,7 +34,7 @@ func (r *app) openAI(pageURL string) *openai.API {
 		observers = append(observers, r.recorder)
 	}
 	deps := openai.Deps{
-		Keys: r.keys, Bodies: r.bodies, Models: r.models, Proxy: r.proxy, Metrics: r.telemetry.Handler(), Hop: r.config.Hop, Cell: r.reporter,
+		Keys: r.keys, Bodies: r.bodies, Models: r.models, Proxy: r.proxy, Metrics: r.telemetry.Anonymous(), Hop: r.config.Hop, Cell: r.reporter,
 		Observers: observers, Stored: r.stored, Log: r.log,
 	}
 	if r.replicas != nil {

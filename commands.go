@@ -77,7 +77,7 @@ func newParser(c *cli, help *manual.Help, options ...kong.Option) (*kong.Kong, e
 			"Each request goes to the worker with the lowest cost: longest cached prefix weighed against load. " +
 			"Arguments after -- are passed to every started worker."),
 		settings.Environment("KVROUTER"),
-		kong.Vars{"policies": strings.Join(policies.Names, ", "), "version": "kvrouter " + settings.Build()},
+		kong.Vars{"policies": strings.Join(policies.All(), ", "), "version": "kvrouter " + settings.Build()},
 		kong.Help(help.Print),
 	}, options...)...)
 	if err != nil {

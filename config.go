@@ -25,6 +25,7 @@ import (
 	"kvrouter/internal/serve/keys"
 	"kvrouter/internal/serve/page"
 	"kvrouter/internal/serve/proxy"
+	"kvrouter/internal/serve/telemetry"
 	"kvrouter/internal/tools/mocker"
 )
 
@@ -65,18 +66,19 @@ type Config struct {
 	Models    models.Flags       `embed:""`
 
 	// Addresses of the router, and the first port of each kind of started workers.
-	Host              string       `group:"Addresses" default:"127.0.0.1" help:"Listen address of the OpenAI port."`
-	HTTPPort          int          `group:"Addresses" name:"http-port" default:"8000" help:"OpenAI port. 0 selects a free port."`
-	RouterPort        int          `group:"Addresses" default:"7000" help:"Router port (/find_best_worker, /workers); 0 selects a free port."`
-	BaseWorkerPort    int          `group:"Addresses" default:"8100" help:"First HTTP port of started workers; worker i listens on this port plus i."`
-	BaseKVEventsPort  int          `group:"Addresses" name:"base-kv-events-port" default:"5557" help:"First KV-event port of started workers; worker i publishes on this port plus i times its ranks."`
-	BaseKVReplayPort  int          `group:"Addresses" name:"base-kv-replay-port" default:"5757" help:"First KV-event replay port of started workers; worker i listens on this port plus i times its ranks."`
-	BaseMetricsPort   int          `group:"Addresses" default:"5657" help:"First load-metrics port of started workers; worker i publishes on this port plus i times its ranks."`
-	Web               web.Settings `embed:""`
-	Page              page.Flags   `embed:""`
-	BaseNIXLPort      int          `group:"Addresses" name:"base-nixl-port" default:"5600" help:"First NIXL side-channel port of started vLLM workers, with --prefill-workers; worker i listens on this port plus i times its ranks."`
-	BaseP2PPort       int          `group:"Addresses" name:"base-p2p-port" default:"5710" help:"First port of started vLLM workers for pulls, with --kv-p2p; worker i listens on this port plus i times its ranks."`
-	BaseBootstrapPort int          `group:"Addresses" default:"8998" help:"First bootstrap port of started SGLang prefill workers; worker i listens on this port plus i."`
+	Host              string          `group:"Addresses" default:"127.0.0.1" help:"Listen address of the OpenAI port."`
+	HTTPPort          int             `group:"Addresses" name:"http-port" default:"8000" help:"OpenAI port. 0 selects a free port."`
+	RouterPort        int             `group:"Addresses" default:"7000" help:"Router port (/find_best_worker, /workers); 0 selects a free port."`
+	BaseWorkerPort    int             `group:"Addresses" default:"8100" help:"First HTTP port of started workers; worker i listens on this port plus i."`
+	BaseKVEventsPort  int             `group:"Addresses" name:"base-kv-events-port" default:"5557" help:"First KV-event port of started workers; worker i publishes on this port plus i times its ranks."`
+	BaseKVReplayPort  int             `group:"Addresses" name:"base-kv-replay-port" default:"5757" help:"First KV-event replay port of started workers; worker i listens on this port plus i times its ranks."`
+	BaseMetricsPort   int             `group:"Addresses" default:"5657" help:"First load-metrics port of started workers; worker i publishes on this port plus i times its ranks."`
+	Web               web.Settings    `embed:""`
+	Page              page.Flags      `embed:""`
+	Metrics           telemetry.Flags `embed:""`
+	BaseNIXLPort      int             `group:"Addresses" name:"base-nixl-port" default:"5600" help:"First NIXL side-channel port of started vLLM workers, with --prefill-workers; worker i listens on this port plus i times its ranks."`
+	BaseP2PPort       int             `group:"Addresses" name:"base-p2p-port" default:"5710" help:"First port of started vLLM workers for pulls, with --kv-p2p; worker i listens on this port plus i times its ranks."`
+	BaseBootstrapPort int             `group:"Addresses" default:"8998" help:"First bootstrap port of started SGLang prefill workers; worker i listens on this port plus i."`
 
 	// Choice of a worker, index of caches, and disaggregation.
 	Scheduling

@@ -149,7 +149,7 @@ func (r *app) run(ctx context.Context) error {
 	fleet, stopFleet := context.WithCancel(context.Background())
 	defer stopFleet()
 	group, failed := errgroup.WithContext(ctx)
-	for i, handler := range []http.Handler{r.api, r.page.Over(r.selection.Handler()), r.page.Handler()}[:len(r.ports)] {
+	for i, handler := range r.handlers() {
 		group.Go(func() error { return r.ports[i].Serve(handler) })
 	}
 	if r.gateway != nil {
@@ -206,6 +206,18 @@ func (r *app) run(ctx context.Context) error {
 	r.tracer.Close()
 	r.log.Info("stopped")
 	return err
+}
+
+// handlers are those of the ports.
+func (r *app) handlers() []http.Handler {
+	all := []http.Handler{r.api, r.page.Over(r.selection.Handler())}
+	if r.config.Page.PagePort != 0 {
+		all = append(all, r.page.Handler())
+	}
+	if r.config.Metrics.MetricsPort != 0 {
+		all = append(all, r.telemetry.Port(r.config.Metrics.MetricsHost, r.log))
+	}
+	return all
 }
 
 // selectionEnd is the time that requests of the router port may take to finish after

@@ -54,6 +54,7 @@ func (c *Config) ports() []settings.PortUse {
 	own("--http-port", c.HTTPPort, c.Host)
 	own("--router-port", c.RouterPort, c.Web.RouterHost)
 	own("--page-port", c.Page.PagePort, c.Web.RouterHost)
+	own("--metrics-port", c.Metrics.MetricsPort, c.Metrics.MetricsHost)
 	own("--ext-proc-port", c.Gateway.ExtProcPort, c.gatewayHost())
 	own("--ext-proc-health-port", c.Gateway.ExtProcHealthPort, c.gatewayHost())
 	if c.Replica.ReplicaSync {

@@ -65,7 +65,7 @@ type app struct {
 	selection  *selection.Service
 	journal    *page.Journal
 	page       *page.Page
-	ports      []*web.Port         // the OpenAI port, the router port and, if it has one, the page's
+	ports      []*web.Port         // the OpenAI port, the router port and, if there are, the page's and that of metrics
 	replicas   *replica.Mesh       // nil: none
 	stored     *openai.Stored      // responses
 	reporter   *cells.Reporter     // to the routers above
@@ -190,7 +190,8 @@ func build(ctx context.Context, config Config, log *slog.Logger) (*app, error) {
 		r.telemetry.Register(r.replicas.Collectors()...)
 	}
 	r.selection = selection.New(config.selectionSettings(),
-		selection.Deps{Models: r.models, Fleet: r.fleet, Partitions: r.partitions, Mesh: r.replicas, Tenants: r.tenants, Log: log})
+		selection.Deps{Models: r.models, Fleet: r.fleet, Partitions: r.partitions, Mesh: r.replicas, Tenants: r.tenants,
+			Metrics: r.telemetry.Handler(), Log: log})
 	if err := r.listen(); err != nil {
 		r.close()
 		return nil, err
@@ -244,7 +245,7 @@ func (r *app) close() {
 	}
 }
 
-// openPorts opens the OpenAI port, the router port and, if it has one, the page's.
+// openPorts opens the OpenAI port, the router port and, if there are, the page's and that of metrics.
 func (r *app) openPorts() error {
 	config := &r.config
 	openAIShare, routerShare := config.Shares(config.Page.PagePort != 0)
@@ -254,6 +255,9 @@ func (r *app) openPorts() error {
 	}
 	if config.Page.PagePort != 0 {
 		doors = append(doors, door{config.Web.RouterHost, config.Page.PagePort, "--page-port", routerShare})
+	}
+	if config.Metrics.MetricsPort != 0 {
+		doors = append(doors, door{config.Metrics.MetricsHost, config.Metrics.MetricsPort, "--metrics-port", telemetry.MaxPortClients})
 	}
 	for _, d := range doors {
 		port, err := web.Listen(d.host, d.port, d.flag, d.clients, r.certificates.Config())

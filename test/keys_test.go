@@ -1,8 +1,11 @@
 package test
 
 import (
+	"fmt"
+	"io"
 	"kvrouter/internal/testkit"
 	"maps"
+	"net/http"
 	"strings"
 	"testing"
 )
@@ -53,10 +56,81 @@ func TestPromptTokensOfAKeyAreLimited(t *testing.T) {
 			t.Errorf("request %d: %s %v %s", i, response.Status, response.Header, response.Text)
 		}
 	}
-	_, page := testkit.HTTPGet(t, s.OpenAI+"/metrics")
+	page := s.MetricsPage()
 	for _, want := range []string{`kvrouter_key_requests_total{key="a",result="ok"} 1`, `kvrouter_key_requests_total{key="a",result="limited"} 1`, `kvrouter_key_limited_total{key="a",limit="prompt_tokens"} 1`} {
 		if !strings.Contains(string(page), want) {
 			t.Errorf("no %s", want)
 		}
+	}
+}
+
+// TestNamesOfClientsAreOnNoOpenPort: metrics with the names of keys and tenants are served where
+// the router port's key is given, and on the metrics port.
+func TestNamesOfClientsAreOnNoOpenPort(t *testing.T) {
+	t.Parallel()
+	at := testkit.FreePorts(t, 1)
+	s := StartMocks(t, 1, keysFile(t, "- {name: team-a, key: key-a, trust-hints: true, limits: {requests-per-second: 9}}"), "--router-api-key=key-router",
+		fmt.Sprintf("--metrics-port=%d", at))
+	alone := fmt.Sprintf("http://127.0.0.1:%d", at)
+	for _, tenant := range []string{"", "tenant-7"} {
+		chat, _ := http.NewRequest(http.MethodPost, s.OpenAI+testkit.ChatPath, strings.NewReader(`{"messages":[{"role":"user","content":"Hi"}],"max_tokens":1}`))
+		chat.Header.Set("Authorization", "Bearer key-a")
+		chat.Header.Set("x-llm-d-inference-fairness-id", tenant)
+		if response, err := http.DefaultClient.Do(chat); err != nil || response.StatusCode != http.StatusOK {
+			t.Fatal(response, err)
+		} else {
+			response.Body.Close()
+		}
+	}
+	names := []string{`kvrouter_key_requests_total{key="team-a",result="ok"} 2`, `kvrouter_key_limited_total{key="team-a"`,
+		`kvrouter_tenant_requests_total{tenant="team-a"} 1`, `kvrouter_tenant_requests_total{tenant="tenant-7"} 1`}
+	for _, c := range []struct {
+		url, key, host string
+		status         int
+		named          bool
+	}{
+		{url: s.OpenAI, status: 200},
+		{url: s.OpenAI, key: "key-a", status: 200},
+		{url: s.OpenAI, key: "key-router", status: 200},
+		{url: s.OpenAI, key: "wrong", status: 200},
+		{url: s.Port, status: 401},
+		{url: s.Port, key: "key-a", status: 401},
+		{url: s.Port, key: "key-router", status: 200, named: true},
+		{url: alone, status: 200, named: true},
+		{url: alone, key: "wrong", status: 200, named: true},
+		{url: alone, host: "rebound.example.com", status: 403},
+	} {
+		request, err := http.NewRequest(http.MethodGet, c.url+"/metrics", nil)
+		if err != nil {
+			t.Fatal(err)
+		}
+		request.Host = c.host
+		if c.key != "" {
+			request.Header.Set("Authorization", "Bearer "+c.key)
+		}
+		response, err := http.DefaultClient.Do(request)
+		if err != nil {
+			t.Fatal(err)
+		}
+		text, err := io.ReadAll(response.Body)
+		response.Body.Close()
+		page := string(text)
+		if err != nil || response.StatusCode != c.status {
+			t.Errorf("%+v: %s, %v", c, response.Status, err)
+		}
+		if c.status == 200 && !strings.Contains(page, `kvrouter_requests_total{route="/v1/chat/completions",status="200",worker_id="0"} 2`) {
+			t.Errorf("%+v: the page lacks what all may see", c)
+		}
+		if named := strings.Contains(page, "team-a") || strings.Contains(page, "tenant-7"); named != c.named {
+			t.Errorf("%+v: names are shown: %v", c, named)
+		}
+		for _, series := range names {
+			if c.named && !strings.Contains(page, series) {
+				t.Errorf("%+v: no %s", c, series)
+			}
+		}
+	}
+	if status, _ := testkit.HTTPGet(t, alone+"/workers"); status != http.StatusNotFound {
+		t.Errorf("the metrics port has a route for workers: %d", status)
 	}
 }

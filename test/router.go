@@ -160,9 +160,29 @@ func (r *Router) Record(id uint64) (record selection.WorkerRecord, ok bool) {
 	return record, false
 }
 
+// MetricsPage is the whole metrics page, which the router port serves.
+func (r *Router) MetricsPage() []byte {
+	r.T.Helper()
+	request, err := http.NewRequest(http.MethodGet, r.Port+"/metrics", nil)
+	if err != nil {
+		r.T.Fatal(err)
+	}
+	request.Header.Set("Authorization", "Bearer "+r.Key)
+	response, err := http.DefaultClient.Do(request)
+	if err != nil {
+		r.T.Fatal(err)
+	}
+	defer response.Body.Close()
+	page, err := io.ReadAll(response.Body)
+	if err != nil || response.StatusCode != http.StatusOK {
+		r.T.Fatalf("%s: %s, %v", r.Port+"/metrics", response.Status, err)
+	}
+	return page
+}
+
 // Metrics is the metrics page, sample by sample.
 func (r *Router) Metrics() testkit.MetricsLines {
-	return testkit.ReadMetricsPage(string(r.Get(r.OpenAI + "/metrics")))
+	return testkit.ReadMetricsPage(string(r.MetricsPage()))
 }
 
 // Gauge returns the value of a worker's sample: of name{worker_id,dp_rank}.

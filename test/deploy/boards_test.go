@@ -240,7 +240,7 @@ func TestEveryAlertIsExplainedAndTested(t *testing.T) {
 func addSeries(t *testing.T, r *test.Router, series map[string][]string) {
 	t.Helper()
 	parser := expfmt.NewTextParser(model.UTF8Validation)
-	families, err := parser.TextToMetricFamilies(bytes.NewReader(r.Get(r.OpenAI + "/metrics")))
+	families, err := parser.TextToMetricFamilies(bytes.NewReader(r.MetricsPage()))
 	if err != nil {
 		t.Fatal(err)
 	}

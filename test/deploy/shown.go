@@ -104,7 +104,7 @@ func startFailing(t *testing.T) *test.Router {
 		if a, err := s.Chat(t.Context(), test.Say("Hi"), true, 2); err != nil || !a.Finished {
 			t.Errorf("%+v, %v", a, err)
 		}
-		page := string(s.Get(s.OpenAI + "/metrics"))
+		page := string(s.MetricsPage())
 		for _, name := range []string{"kvrouter_ejections_total{", "kvrouter_retries_total{", "kvrouter_prompt_tokens_mismatch_total{",
 			"kvrouter_inter_token_latency_seconds_bucket{"} {
 			if !strings.Contains(page, "\n"+name) {

@@ -4,6 +4,7 @@ package policies
 import (
 	"cmp"
 	"fmt"
+	"regexp"
 	"slices"
 	"strings"
 
@@ -12,9 +13,41 @@ import (
 	"kvrouter/internal/decide/thompson"
 )
 
-// Names lists the policies of New.
+// Names lists the policies of this project.
 var Names = []string{"standalone", "kv", "work", "cache-threshold", "variance", "thompson", "least-loaded", "power-of-two", "round-robin",
 	"random"}
+
+// own are the policies of Register, which adds to them before the program starts.
+var own []ownPolicy
+
+type ownPolicy struct {
+	name string
+	make func() policy.Policy
+}
+
+// ownName is the form of a name that Register takes.
+var ownName = regexp.MustCompile(`^[a-z][a-z0-9]*(-[a-z0-9]+)*$`)
+
+// Register adds a policy, which make makes. It is to be called before the program starts, and
+// panics if the name is taken or has another form.
+func Register(name string, make func() policy.Policy) {
+	if !ownName.MatchString(name) {
+		panic(fmt.Sprintf("policy %q: give it a name of lower-case letters, digits and hyphens, such as my-policy", name))
+	}
+	if slices.Contains(All(), name) || Canonical(name) != name {
+		panic(fmt.Sprintf("policy %q: there is one of that name, give it another", name))
+	}
+	own = append(own, ownPolicy{name, make})
+}
+
+// All lists the policies of New.
+func All() []string {
+	all := slices.Clone(Names)
+	for _, p := range own {
+		all = append(all, p.name)
+	}
+	return all
+}
 
 // foreign is what comes nearest to policies of other routers.
 var foreign = map[string]string{
@@ -28,7 +61,7 @@ const sticky = "work with --session-header NAME, which keeps the requests of a s
 // Canonical returns the name of New for a policy's name as other routers write it:
 // round_robin, power_of_two, and cache_aware for the default.
 func Canonical(name string) string {
-	if hyphened := strings.ReplaceAll(name, "_", "-"); slices.Contains(Names, hyphened) {
+	if hyphened := strings.ReplaceAll(name, "_", "-"); slices.Contains(All(), hyphened) {
 		return hyphened
 	} else if hyphened == "cache-aware" {
 		return "work"
@@ -36,13 +69,13 @@ func Canonical(name string) string {
 	return name
 }
 
-// unknown returns the error about a name that is not in Names.
+// unknown returns the error about a name that is not in All.
 func unknown(name string) error {
-	hyphened := strings.ReplaceAll(name, "_", "-")
-	if nearest := cmp.Or(foreign[hyphened], settings.Nearest(hyphened, Names)); nearest != "" {
-		return fmt.Errorf("unknown policy %q: the nearest is %s; the policies are %s", name, nearest, strings.Join(Names, ", "))
+	hyphened, all := strings.ReplaceAll(name, "_", "-"), All()
+	if nearest := cmp.Or(foreign[hyphened], settings.Nearest(hyphened, all)); nearest != "" {
+		return fmt.Errorf("unknown policy %q: the nearest is %s; the policies are %s", name, nearest, strings.Join(all, ", "))
 	}
-	return fmt.Errorf("unknown policy %q: choose one of %s", name, strings.Join(Names, ", "))
+	return fmt.Errorf("unknown policy %q: choose one of %s", name, strings.Join(all, ", "))
 }
 
 // Settings are the settings of all policies.
@@ -56,6 +89,9 @@ type Settings struct {
 func New(name string, of Settings) (policy.Policy, error) {
 	if err := of.Validate(); err != nil {
 		return nil, err
+	}
+	if i := slices.IndexFunc(own, func(p ownPolicy) bool { return p.name == name }); i >= 0 {
+		return own[i].make(), nil
 	}
 	switch {
 	case name == "thompson":

@@ -193,3 +193,35 @@ func TestTraitsOfEveryPolicy(t *testing.T) {
 		t.Errorf("kv with --ties smallest-tree wants %+v counted, %v", got, err)
 	}
 }
+
+// TestARegisteredPolicyIsKnownByItsName: beside the project's, and made anew each time.
+func TestARegisteredPolicyIsKnownByItsName(t *testing.T) {
+	t.Cleanup(func() { own = nil })
+	made := 0
+	Register("my-own", func() policy.Policy {
+		made++
+		return &policy.RoundRobin{}
+	})
+	settings := testkit.Defaults[Settings]()
+	for _, name := range []string{"my-own", Canonical("my_own")} {
+		if p, err := New(name, settings); err != nil || p == nil {
+			t.Errorf("%s: %v, %v", name, p, err)
+		}
+	}
+	if all := All(); made != 2 || !slices.Equal(all, append(slices.Clone(Names), "my-own")) {
+		t.Errorf("made %d times; the policies are %v", made, all)
+	}
+	if _, err := New("myown", settings); err == nil || !strings.Contains(err.Error(), "the nearest is my-own; ") {
+		t.Errorf("a misspelt name: %v", err)
+	}
+	for _, name := range []string{"my-own", "kv", "thompson", "cache-aware", "My-Own", "my_own", "a,b", "", "a--b"} {
+		func() {
+			defer func() {
+				if recover() == nil {
+					t.Errorf("%q was registered", name)
+				}
+			}()
+			Register(name, nil)
+		}()
+	}
+}

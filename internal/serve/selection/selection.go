@@ -45,6 +45,7 @@ type Service struct {
 	partitions *Partitions
 	mesh       *replica.Mesh // with peer routers; nil: --replica-sync is off
 	tenants    http.Handler  // serves GET /tenants; nil: it is no route
+	metrics    http.Handler  // serves GET /metrics; nil: it is no route
 	log        *slog.Logger
 
 	history func(kv.WorkerKey) *events.Log // of a rank's KV events; nil result: they are not followed
@@ -77,6 +78,7 @@ type Deps struct {
 	Partitions *Partitions
 	Mesh       *replica.Mesh // with peer routers; nil: --replica-sync is off
 	Tenants    http.Handler  // serves GET /tenants; nil: it is no route
+	Metrics    http.Handler  // serves GET /metrics; nil: it is no route
 	Log        *slog.Logger
 }
 
@@ -84,7 +86,7 @@ type Deps struct {
 func New(settings Settings, deps Deps) *Service {
 	return &Service{
 		settings: settings, models: deps.Models, fleet: deps.Fleet, partitions: deps.Partitions, mesh: deps.Mesh, tenants: deps.Tenants,
-		log: deps.Log, history: deps.Fleet.History,
+		metrics: deps.Metrics, log: deps.Log, history: deps.Fleet.History,
 		reserved: newReservations(), pending: newPendingSelections(),
 		decisions: openDecisions{byID: map[string]*openDecision{}}, dumps: make(chan struct{}, maxDumps),
 	}
@@ -121,6 +123,9 @@ func (s *Service) Handler() http.Handler {
 	guarded.GET("/loads", s.loads)
 	if s.tenants != nil {
 		guarded.GET("/tenants", gin.WrapH(s.tenants))
+	}
+	if s.metrics != nil {
+		guarded.GET("/metrics", gin.WrapH(s.metrics))
 	}
 	guarded.POST("/potential_loads", s.withSelection(s.potentialLoads))
 	guarded.POST("/route", withBody(s.route))

@@ -4,6 +4,7 @@ package telemetry
 
 import (
 	"net/http"
+	"slices"
 	"strconv"
 	"sync"
 	"sync/atomic"
@@ -79,6 +80,9 @@ type Deps struct {
 	Workers   int  // with series of their own; the others are summed in kv.OtherWorkers. 0: all
 	Exemplars bool // offer OpenMetrics, with trace ids as exemplars of the time to first token
 }
+
+// maxScrapes is the maximum number of answers of a page that are being written.
+const maxScrapes = 32
 
 // secondsBuckets range from one token of a fast engine to a long prompt on a slow one.
 var secondsBuckets = []float64{.001, .0025, .005, .01, .025, .05, .1, .25, .5, 1, 2.5, 5, 10, 30, 60, 120, 300}
@@ -164,8 +168,25 @@ func New(deps Deps) *Metrics {
 func (t *Metrics) Register(c ...prometheus.Collector) { t.registry.MustRegister(c...) }
 
 // Handler serves the metrics page. The series of removed workers are deleted first.
-func (t *Metrics) Handler() http.Handler {
-	page := promhttp.HandlerFor(t.registry, promhttp.HandlerOpts{EnableOpenMetrics: t.exemplars})
+func (t *Metrics) Handler() http.Handler { return t.page(t.registry) }
+
+// Anonymous is Handler without the metrics whose labels name keys or tenants.
+func (t *Metrics) Anonymous() http.Handler {
+	return t.page(prometheus.GathererFunc(func() ([]*dto.MetricFamily, error) {
+		families, err := t.registry.Gather()
+		return slices.DeleteFunc(families, namesClients), err
+	}))
+}
+
+// namesClients reports whether series of a metric have the name of a key or of a tenant.
+func namesClients(family *dto.MetricFamily) bool {
+	return slices.ContainsFunc(family.Metric, func(m *dto.Metric) bool {
+		return slices.ContainsFunc(m.Label, func(l *dto.LabelPair) bool { return l.GetName() == "key" || l.GetName() == "tenant" })
+	})
+}
+
+func (t *Metrics) page(all prometheus.Gatherer) http.Handler {
+	page := promhttp.HandlerFor(all, promhttp.HandlerOpts{EnableOpenMetrics: t.exemplars, MaxRequestsInFlight: maxScrapes})
 	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 		t.forgetGone()
 		page.ServeHTTP(w, r)

@@ -85,6 +85,10 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" }}
 {{- if .Values.router.expose }}
 {{- $_ := set $config "router-host" .Values.listenAddress }}
 {{- end }}
+{{- if .Values.metrics.expose }}
+{{- $_ := set $config "metrics-host" .Values.listenAddress }}
+{{- $_ := set $config "metrics-port" 9090 }}
+{{- end }}
 {{- if .Values.auth.insecure }}
 {{- $_ := set $config "insecure" true }}
 {{- end }}
