@@ -46,11 +46,10 @@ const (
 )
 
 // Conn is one ZeroMQ connection to one peer, read by one goroutine; any may
-// send. The handshake is zmq4's, behind handshakeConn. Messages are read and written here, through a
-// buffer and with deadlines: a zmq4 socket reads unbuffered (about seven system
-// calls a message), believes any frame length, and leaves its reader behind
-// when it is closed with data pending. Nothing is queued in between, so a
-// reader that is behind pushes back through TCP to the publisher's own queue.
+// send. The handshake is zmq4's, behind handshakeConn. Messages are read and written
+// here, through a buffer and with deadlines: docs/architecture.md, "ZeroMQ sockets", says
+// what zmq4's sockets lack. Nothing is queued in between, so a reader that is behind
+// pushes back through TCP to the publisher's own queue.
 type Conn struct {
 	Conn   *zmq4.Conn // reads by zmq4 itself, commands too
 	Raw    net.Conn   // closing it breaks the connection, as the death of a peer would
