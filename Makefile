@@ -10,6 +10,8 @@ ARGS ?=
 export GOFLAGS := $(strip -trimpath -tags=nomsgpack $(GOFLAGS))
 # Tests that need the native library fail without it; otherwise they are left out.
 export KVROUTER_NATIVE := 1
+# An engine imports 5,000 files, which each start would compile anew.
+unexport PYTHONDONTWRITEBYTECODE
 BENCH ?= .
 TEST_TIMEOUT ?= 45m
 SOAK ?= 60s

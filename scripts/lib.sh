@@ -1,6 +1,8 @@
 # Sourced by the other scripts and by perf.sh: the cache folder, pinned versions, locks, and installing into venvs.
 # shellcheck shell=bash
 
+# An engine imports 5,000 files. Without their bytecode each start compiles them anew.
+unset PYTHONDONTWRITEBYTECODE
 CACHE="${XDG_CACHE_HOME:-$HOME/.cache}/kvrouter"
 # shellcheck disable=SC2034
 VLLM_VERSION=0.32.0
