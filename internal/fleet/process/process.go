@@ -145,7 +145,8 @@ const EnvServiceName = "OTEL_SERVICE_NAME"
 // NewEnvironment reads entries KEY=VALUE for a worker. Of duplicate keys the last
 // entry counts, as in os/exec. The router's own settings, including its keys, are
 // removed, and so are its service name and endpoint for traces, which would make a
-// worker send traces under the router's name.
+// worker send traces under the router's name. A Python from 3.11 on imports no module
+// from the router's working folder unless PYTHONSAFEPATH is set to nothing.
 func NewEnvironment(environ []string) Environment {
 	tracing := []string{EnvServiceName, "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT"}
 	env := Environment{}
@@ -154,6 +155,7 @@ func NewEnvironment(environ []string) Environment {
 			env[key] = value
 		}
 	}
+	env.SetDefault("PYTHONSAFEPATH", "1")
 	return env
 }
 

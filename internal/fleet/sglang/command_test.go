@@ -35,7 +35,7 @@ func TestCommandOfEachWorker(t *testing.T) {
 		"--max-total-tokens", "20000", "--mem-fraction-static", "0.9", "--dtype", "float32", "--max-running-requests", "8", "--load-snapshot-publish-interval", "1",
 		"--disable-overlap-schedule", "--sleep-on-idle",
 	}
-	common := []string{"KVROUTER_LOOPBACK=1", "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION=false"}
+	common := []string{"KVROUTER_LOOPBACK=1", "PYTHONSAFEPATH=1", "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION=false"}
 	onCPU := append([]string{"SGLANG_USE_CPU_ENGINE=1", "CUDA_VISIBLE_DEVICES=", "KVROUTER_IDLE_POLL_MS=100"}, common...)
 
 	for _, test := range []struct {
@@ -53,7 +53,7 @@ func TestCommandOfEachWorker(t *testing.T) {
 		{
 			name:    "CPU, the user's choice wins",
 			cfg:     settings(16, nil, "--dtype=bfloat16", "--max_total_tokens", "99", "--attention-backend", "intel_amx", "--seed", "3"),
-			environ: []string{"OMP_NUM_THREADS=7", "OMP_WAIT_POLICY=active", "SGLANG_CPU_OMP_THREADS_BIND=0-3", "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION=true", "PYTHONPATH=/mine", "SGLANG_PLUGINS=a,b"},
+			environ: []string{"OMP_NUM_THREADS=7", "OMP_WAIT_POLICY=active", "SGLANG_CPU_OMP_THREADS_BIND=0-3", "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION=true", "PYTHONPATH=/mine", "PYTHONSAFEPATH=", "SGLANG_PLUGINS=a,b"},
 			argv: []string{
 				"--device", "cpu", "--cuda-graph-backend-decode", "disabled", "--cuda-graph-backend-prefill", "disabled", "--mem-fraction-static", "0.9",
 				"--max-running-requests", "8", "--load-snapshot-publish-interval", "1", "--disable-overlap-schedule", "--sleep-on-idle",
@@ -61,7 +61,7 @@ func TestCommandOfEachWorker(t *testing.T) {
 			},
 			env: []string{
 				"OMP_NUM_THREADS=7", "OMP_WAIT_POLICY=active", "SGLANG_CPU_OMP_THREADS_BIND=0-3", "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION=true", "PYTHONPATH=/plugin:/plugin/cpu:/mine",
-				"SGLANG_PLUGINS=a,b,kvrouter_loopback,kvrouter_idle,kvrouter_nixl,kvrouter_tiers", "KVROUTER_LOOPBACK=1", onCPU[0], onCPU[1], onCPU[2],
+				"SGLANG_PLUGINS=a,b,kvrouter_loopback,kvrouter_idle,kvrouter_nixl,kvrouter_tiers", "KVROUTER_LOOPBACK=1", "PYTHONSAFEPATH=", onCPU[0], onCPU[1], onCPU[2],
 			},
 		},
 		{
