@@ -138,6 +138,8 @@ type Config struct {
 	// GPUs are the devices for workers, in the form of CUDA_VISIBLE_DEVICES; empty:
 	// the CPU. Set by ResolveDefaults.
 	GPUs []string `kong:"-"`
+	// LastStart is the file with the time that the last start of a worker took. Set by ResolveDefaults.
+	LastStart string `kong:"-"`
 	// Cores is the number of CPU cores to divide among the workers. Set by
 	// ResolveDefaults.
 	Cores int `kong:"-"`
@@ -202,7 +204,7 @@ func (c *Config) ResolveDefaults(machine settings.Machine) error {
 	cache := settings.CacheDir(machine.Getenv)
 	engine, starts := c.engine()
 	if starts {
-		c.GPUs = machine.GPUs()
+		c.GPUs, c.LastStart = machine.GPUs(), filepath.Join(cache, "last-start-"+c.Engine)
 	}
 
 	if c.Engine == EngineMocker && c.Model == "" && c.ServedModelName == "" {

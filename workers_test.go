@@ -42,50 +42,50 @@ func TestCommandOfEachWorker(t *testing.T) {
 		{
 			name: "CPU, model in a folder", args: "--model " + model, environ: []string{"HOME=/h", "KVROUTER_API_KEY=secret"},
 			argv: []string{"--enforce-eager", "--max-model-len", "2048"},
-			env: []string{"HOME=/h", common[0], common[1], "PYTHONPATH=/plugin", "VLLM_NO_USAGE_STATS=1", "HF_HUB_OFFLINE=1",
+			env: []string{"HOME=/h", common[0], common[1], "PYTHONPATH=/plugin", "PYTHONSAFEPATH=1", "VLLM_NO_USAGE_STATS=1", "HF_HUB_OFFLINE=1",
 				"OMP_NUM_THREADS=4", "VLLM_CPU_OMP_THREADS_BIND=nobind", "VLLM_CPU_KVCACHE_SPACE=1"},
 		},
 		{
 			name: "CPU, model by name", args: "--model org/name --num-workers 16",
 			argv: []string{"--enforce-eager", "--max-model-len", "8192"},
-			env: []string{common[0], common[1], "PYTHONPATH=/plugin", "VLLM_NO_USAGE_STATS=1",
+			env: []string{common[0], common[1], "PYTHONPATH=/plugin", "PYTHONSAFEPATH=1", "VLLM_NO_USAGE_STATS=1",
 				"OMP_NUM_THREADS=1", "VLLM_CPU_OMP_THREADS_BIND=nobind", "VLLM_CPU_KVCACHE_SPACE=1"},
 		},
 		{
 			name: "CPU, the user's choice wins", args: "--model org/name -- --max_model_len=512 --no-enforce-eager --seed 3",
 			environ: []string{"OMP_NUM_THREADS=7", "VLLM_CPU_KVCACHE_SPACE=9", "VLLM_CPU_OMP_THREADS_BIND=0-3", "VLLM_NO_USAGE_STATS=0", "PYTHONPATH=/mine", "VLLM_PLUGINS=a,b"},
 			argv:    []string{"--max_model_len=512", "--no-enforce-eager", "--seed", "3"},
-			env: []string{"OMP_NUM_THREADS=7", "VLLM_CPU_KVCACHE_SPACE=9", "VLLM_CPU_OMP_THREADS_BIND=0-3", "VLLM_NO_USAGE_STATS=0", "PYTHONPATH=/plugin:/mine",
+			env: []string{"OMP_NUM_THREADS=7", "VLLM_CPU_KVCACHE_SPACE=9", "VLLM_CPU_OMP_THREADS_BIND=0-3", "VLLM_NO_USAGE_STATS=0", "PYTHONPATH=/plugin:/mine", "PYTHONSAFEPATH=1",
 				"VLLM_PLUGINS=a,b,kvrouter_load,kvrouter_loopback,kvrouter_nixl,kvrouter_tiers", common[0], common[1]},
 		},
 		{
 			name: "CPU, the router is traced", args: "--model org/name --num-workers 16",
 			environ: []string{"OTEL_SERVICE_NAME=router", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT=http://c:4318/v1/traces", "OTEL_TRACES_SAMPLER=always_on"},
 			argv:    []string{"--enforce-eager", "--max-model-len", "8192"},
-			env: []string{common[0], common[1], "PYTHONPATH=/plugin", "VLLM_NO_USAGE_STATS=1", "OTEL_TRACES_SAMPLER=always_on",
+			env: []string{common[0], common[1], "PYTHONPATH=/plugin", "PYTHONSAFEPATH=1", "VLLM_NO_USAGE_STATS=1", "OTEL_TRACES_SAMPLER=always_on",
 				"OMP_NUM_THREADS=1", "VLLM_CPU_OMP_THREADS_BIND=nobind", "VLLM_CPU_KVCACHE_SPACE=1"},
 		},
 		{
 			name: "CPU, the worker is traced, too", args: "--model org/name --num-workers 16 -- --otlp-traces-endpoint http://c:4317",
 			environ: []string{"OTEL_SERVICE_NAME=router"},
 			argv:    []string{"--enforce-eager", "--max-model-len", "8192", "--otlp-traces-endpoint", "http://c:4317"},
-			env: []string{common[0], common[1], "PYTHONPATH=/plugin", "VLLM_NO_USAGE_STATS=1", "OTEL_SERVICE_NAME=vllm",
+			env: []string{common[0], common[1], "PYTHONPATH=/plugin", "PYTHONSAFEPATH=1", "VLLM_NO_USAGE_STATS=1", "OTEL_SERVICE_NAME=vllm",
 				"OMP_NUM_THREADS=1", "VLLM_CPU_OMP_THREADS_BIND=nobind", "VLLM_CPU_KVCACHE_SPACE=1"},
 		},
 		{
 			name: "one GPU each", gpus: []string{"0", "1"}, args: "--model org/name -- --max-model-len 4096", environ: []string{"CUDA_VISIBLE_DEVICES=0,1"},
 			argv: []string{"--max-model-len", "4096"},
-			env:  []string{"CUDA_VISIBLE_DEVICES=1", common[0], common[1], "PYTHONPATH=/plugin", "VLLM_NO_USAGE_STATS=1"},
+			env:  []string{"CUDA_VISIBLE_DEVICES=1", common[0], common[1], "PYTHONPATH=/plugin", "PYTHONSAFEPATH=1", "VLLM_NO_USAGE_STATS=1"},
 		},
 		{
 			name: "two GPUs each, out of those that are visible", gpus: []string{"4", "GPU-5", "6", "7"}, args: "--model org/name --gpus-per-worker 2",
 			argv: []string{"--tensor-parallel-size", "2"},
-			env:  []string{common[0], common[1], "PYTHONPATH=/plugin", "VLLM_NO_USAGE_STATS=1", "CUDA_VISIBLE_DEVICES=6,7"},
+			env:  []string{common[0], common[1], "PYTHONPATH=/plugin", "PYTHONSAFEPATH=1", "VLLM_NO_USAGE_STATS=1", "CUDA_VISIBLE_DEVICES=6,7"},
 		},
 		{
 			name: "two GPUs each, used otherwise", gpus: []string{"0", "1", "2", "3"}, args: "--model org/name --gpus-per-worker 2 -- -tp 1 --pipeline-parallel-size 2",
 			argv: []string{"-tp", "1", "--pipeline-parallel-size", "2"},
-			env:  []string{common[0], common[1], "PYTHONPATH=/plugin", "VLLM_NO_USAGE_STATS=1", "CUDA_VISIBLE_DEVICES=2,3"},
+			env:  []string{common[0], common[1], "PYTHONPATH=/plugin", "PYTHONSAFEPATH=1", "VLLM_NO_USAGE_STATS=1", "CUDA_VISIBLE_DEVICES=2,3"},
 		},
 	} {
 		t.Run(test.name, func(t *testing.T) {

@@ -201,6 +201,7 @@ type Settings struct {
 	SilenceTimeout    time.Duration // without a sign of life, after which a worker is down; 0: never
 	StartupTimeout    time.Duration // maximum time for a started worker to become ready
 	RestartBackoffMax time.Duration // maximum delay before a failed worker is restarted
+	LastStart         string        // file with the time that the last start of a process took; empty: none
 }
 
 // Deps are the parts that a fleet uses.

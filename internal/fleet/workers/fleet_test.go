@@ -8,6 +8,7 @@ import (
 	"log/slog"
 	"net/http"
 	"os"
+	"path/filepath"
 	"regexp"
 	"slices"
 	"strconv"
@@ -267,9 +268,14 @@ func (f *fakeFleet) wantEvents(want ...string) {
 
 func TestKilledWorkerComesBackWithAnEmptyIndex(t *testing.T) {
 	defer goleak.VerifyNone(t)
-	f := newFakeFleet(t, fakeConfig(t, 1), "FAKE_CHILD=1")
+	cfg := fakeConfig(t, 1)
+	cfg.fleet.LastStart = filepath.Join(t.TempDir(), "last-start")
+	f := newFakeFleet(t, cfg, "FAKE_CHILD=1")
 	f.start()
 	f.wantEvents("up 0.0 g1")
+	if strings.Contains(f.out.String(), "ready_last_time_after") {
+		t.Errorf("the first start knows of another: %s", f.out.String())
+	}
 	first := f.Workers()[0]
 	if first.State != StateReady || !slices.Equal(first.Models, []string{"fake"}) || first.Generation != 1 || len(f.Streams()) != 1 {
 		t.Errorf("%+v, %d streams", first, len(f.Streams()))
@@ -289,6 +295,9 @@ func TestKilledWorkerComesBackWithAnEmptyIndex(t *testing.T) {
 	f.wantEvents("up 0.0 g1", "down 0.0 g1", "up 0.0 g2")
 	if second := f.Workers()[0]; second.State != StateReady || second.Restarts != 1 || second.Generation != 2 || second.PID == first.PID {
 		t.Errorf("%+v", second)
+	}
+	if !strings.Contains(f.out.String(), "ready_last_time_after=0s") {
+		t.Errorf("the second start does not say how long the first one took: %s", f.out.String())
 	}
 	if testkit.ProcessLives(child) {
 		t.Errorf("child %d of the killed worker lives on", child)

@@ -5,6 +5,7 @@ import (
 	"errors"
 	"fmt"
 	"log/slog"
+	"os"
 	"time"
 
 	"kvrouter/internal/cache/events"
@@ -39,6 +40,29 @@ func (f *Fleet) superviseStarted(ctx context.Context, w *worker) error {
 	}
 }
 
+// lastStart returns the attribute of a log line that says how long the last start of a process took, if that is known.
+func (f *Fleet) lastStart() []any {
+	text, err := os.ReadFile(f.cfg.LastStart)
+	if err != nil {
+		return nil
+	}
+	took, err := time.ParseDuration(string(text))
+	if err != nil {
+		return nil
+	}
+	return []any{"ready_last_time_after", took}
+}
+
+// noteStart writes how long a start took, for the next one. Failing to is no fault of the worker.
+func (f *Fleet) noteStart(took time.Duration) {
+	if f.cfg.LastStart == "" {
+		return
+	}
+	if err := os.WriteFile(f.cfg.LastStart, []byte(took.Round(time.Second).String()), 0o600); err != nil {
+		f.log.Debug("the time of this start is not kept", "error", err)
+	}
+}
+
 // runStarted runs one started worker from its start to its end. It returns how long it
 // was ready, and why it ended.
 func (f *Fleet) runStarted(ctx context.Context, w *worker) (readyFor time.Duration, err error) {
@@ -54,7 +78,7 @@ func (f *Fleet) runStarted(ctx context.Context, w *worker) (readyFor time.Durati
 	in.followStarted() // a process listens seconds later: the stream has the engine's first event
 	f.update(w, func(s *Status) { s.PID = engine.PID })
 	if engine.PID != 0 {
-		f.log.Info(fmt.Sprintf("%s: %s", w, process.StageProcess), "pid", engine.PID, "url", w.spec.URL)
+		f.log.Info(fmt.Sprintf("%s: %s", w, process.StageProcess), append(f.lastStart(), "pid", engine.PID, "url", w.spec.URL)...)
 	}
 
 	var readySince, downSince time.Time
@@ -86,6 +110,9 @@ func (f *Fleet) runStarted(ctx context.Context, w *worker) (readyFor time.Durati
 				output.SetReady()
 				poll = in.pause()
 				f.log.Info(fmt.Sprintf("%s: ready after %s", w, waited.Round(time.Second)), "url", w.spec.URL)
+				if engine.PID != 0 {
+					f.noteStart(waited)
+				}
 			} else if waited > f.cfg.StartupTimeout {
 				f.stopStarted(engine, output)
 				downReason = fmt.Sprintf("not ready after %s (--startup-timeout)", f.cfg.StartupTimeout)
