@@ -102,8 +102,18 @@ func (a *Admission) learnRoom(at int, before policy.Published) {
 		}
 	case before.Waiting == 0 || now.Sub(before.At) >= loadFreshFor:
 	case a.stands(load, before), a.pending(load.Load, now) < passOf(&r.fleet.targets[at]) && load.leftOut(published):
-		load.setFill(max(1, published.Running, load.ranBefore), now)
+		load.setFill(load.ran(), now)
 	}
+}
+
+// ran returns the number of requests that fill the engine, of which others wait. Answers that have ended since the
+// last pass began leave seats of a batch that the next pass fills: the most that it ran since then count. Those of a
+// full cache do not.
+func (l *workerLoad) ran() int {
+	if l.KVUsage >= fullCache {
+		return max(1, l.Running, l.ranBefore)
+	}
+	return max(1, l.ranMost)
 }
 
 // setFill sets the observed number of requests that a worker runs at once. The size of a batch is
