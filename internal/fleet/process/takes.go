@@ -9,14 +9,16 @@ import (
 )
 
 // lookForFlags prints which of the flags, named without dashes, the modules about arguments of a Python
-// package do not have, as an option or as the field of a dataclass. It does not import the package.
+// package do not have, as an option or as the field of a dataclass. Such a module, or a folder of it, has
+// "arg" in its name. It does not import the package.
 const lookForFlags = `import importlib.util, os, re, sys
 text = ""
 for root in importlib.util.find_spec(sys.argv[1]).submodule_search_locations:
     for folder, _, files in os.walk(root):
         for name in files:
-            if "arg" in name and name.endswith(".py"):
-                with open(os.path.join(folder, name), encoding="utf-8", errors="replace") as file:
+            path = os.path.join(folder, name)
+            if "arg" in os.path.relpath(path, root) and name.endswith(".py"):
+                with open(path, encoding="utf-8", errors="replace") as file:
                     text += file.read()
 for flag in sys.argv[2:] if text else ():
     if not re.search(r"(?<![\w-])(--%s|%s)(?![\w-])" % (flag, flag.replace("-", "_")), text):
