@@ -28,13 +28,27 @@ for flag in sys.argv[2:] if text else ():
 // Untaken returns which of the flags, named without dashes, the engine that a Python has does not take: those
 // of newer versions. Where the engine cannot be examined, it returns none.
 func Untaken(python, module string, flags []string) []string {
+	untaken := strings.Fields(string(ask(python, append([]string{lookForFlags, module}, flags...)...)))
+	return slices.DeleteFunc(untaken, func(flag string) bool { return !slices.Contains(flags, flag) })
+}
+
+// Source returns a file of the package that a Python has, named below its folder; empty: there is none.
+func Source(python, module, file string) []byte {
+	return ask(python, `import importlib.util, os, sys
+with open(os.path.join(*importlib.util.find_spec(sys.argv[1]).submodule_search_locations, sys.argv[2]), "rb") as file:
+    sys.stdout.buffer.write(file.read())
+`, module, file)
+}
+
+// ask returns what a Python program prints; empty where it fails.
+func ask(python string, program ...string) []byte {
 	ctx, cancel := context.WithTimeout(context.Background(), askLimit)
 	defer cancel()
-	out, err := exec.CommandContext(ctx, python, append([]string{"-c", lookForFlags, module}, flags...)...).Output()
+	out, err := exec.CommandContext(ctx, python, append([]string{"-c"}, program...)...).Output()
 	if err != nil {
 		return nil
 	}
-	return slices.DeleteFunc(strings.Fields(string(out)), func(flag string) bool { return !slices.Contains(flags, flag) })
+	return out
 }
 
 // isValue matches an argument that is not a flag.

@@ -32,7 +32,7 @@ func TestFlagsThatAnEngineDoesNotTake(t *testing.T) {
 			t.Errorf("%s does not take %q, want %q", module, got, want)
 		}
 	}
-	if got := Untaken(filepath.Join(dir, "none"), "engine_a", flags); got != nil {
+	if got := Untaken(filepath.Join(dir, "none"), "engine_a", flags); len(got) != 0 {
 		t.Errorf("without a Python: %q", got)
 	}
 }
