@@ -14,7 +14,8 @@ OWN="$CACHE/vllm-own-$VLLM_VERSION"
 LOG="$CACHE/log/vllm-own.log"
 MODEL="$CACHE/smollm2-135m-instruct"
 python="$VLLM_CPU/bin/python"
-packages=(pytest==9.2.0 pytest-asyncio==1.5.0 pytest-timeout==2.4.0)
+# What else they and vLLM's Cohere API need, vLLM's venv has.
+packages=(pytest==9.2.0 pytest-asyncio==1.5.0 pytest-timeout==2.4.0 iniconfig==2.3.1 pluggy==1.7.0 cohere==7.3.1 fastavro==1.13.1)
 
 # Files that the small model and a CPU can pass. Left out is vLLM's /metrics: the router has its own.
 FILES=(
@@ -70,7 +71,7 @@ if [ "$(cat "$OWN/.kvrouter-complete" 2>/dev/null)" != "$want" ]; then
   say "tests of vLLM $VLLM_VERSION: about 20 s the first time (log: $LOG)"
   : >"$LOG"
   fetch_tests
-  uv_install "$VLLM_CPU" "$LOG" --target "$OWN/packages" "${packages[@]}"
+  uv_install "$VLLM_CPU" "$LOG" --no-deps --target "$OWN/packages" "${packages[@]}"
   stamp "$OWN" "$want"
 fi
 exec 9>&- # release the lock before the tests
@@ -82,5 +83,5 @@ export VLLM_OWN_MODEL="$MODEL" VLLM_OWN_ROUTER="$PWD/kvrouter" VLLM_OWN_LOGS="$l
 export PYTHONPATH="$OWN/packages:$OWN" HF_HUB_OFFLINE=1 VLLM_NO_USAGE_STATS=1
 [ $# -gt 0 ] || set -- "${FILES[@]}"
 cd "$OWN"
-exec "$python" -m pytest -v --tb=no -rN --no-header -p no:cacheprovider -p no:warnings -o asyncio_default_fixture_loop_scope=function \
+exec "$python" -m pytest -v --tb=no -rN --no-header -p no:cacheprovider --disable-warnings -o asyncio_default_fixture_loop_scope=function \
   --continue-on-collection-errors --timeout 600 "${@/#/tests/entrypoints/}"
