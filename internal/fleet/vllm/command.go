@@ -63,7 +63,7 @@ func Engine() process.Engine {
 	}
 }
 
-// examine notes that a vLLM before 0.11.2 calls unbound threads "all". By "nobind" it would crash.
+// examine notes that vLLM up to 0.11.0 calls unbound threads "all". By "nobind" it would crash.
 func examine(s *process.Settings) {
 	if len(s.GPUs) == 0 && bytes.Contains(process.Source(s.Python, "vllm", "v1/worker/cpu_worker.py"), []byte(`!= "all"`)) {
 		s.Unbound = "all"
