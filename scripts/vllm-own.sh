@@ -57,7 +57,8 @@ go build -o kvrouter .
 fetch_tests() {
   local source="$OWN/source"
   rm -rf "$OWN" && mkdir -p "$source"
-  TMPDIR="$source" "$python" -m pip download --no-deps --no-binary :all: --no-build-isolation --no-clean -d "$source" "vllm==$VLLM_VERSION" >>"$LOG" 2>&1 || true
+  TMPDIR="$source" "$python" -m pip download --no-deps --no-binary :all: --no-build-isolation --no-clean -d "$source" \
+    "vllm==$VLLM_VERSION" >>"$LOG" 2>&1 || true
   mv "$source"/pip-*/vllm*/tests "$OWN/" 2>/dev/null || die "no tests in the source package of vLLM $VLLM_VERSION (log: $LOG)"
   rm -rf "$source"
   # Some tests need the tokenizer of the model, whose name is in a constant.
