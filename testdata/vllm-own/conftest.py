@@ -17,6 +17,8 @@ LEFT_OUT = {
     "test_anthropic_streaming_cache_usage": "the first of the two runs warms the cache",
     "test_simple_messages": "the text is sampled",
     "test_chat_session_root_path_with_api_key": "the router has no --root-path",
+    "test_enable_request_id_header": "/health is the router's own",
+    "test_custom_request_id_header": "/health is the router's own",
     **dict.fromkeys(
         ("test_get_model_name", "test_return_none", "test_echo_args_kwargs"), "administration: the answer lists those of all workers"
     ),
