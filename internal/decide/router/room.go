@@ -90,14 +90,14 @@ const (
 //     when the last passes over prompts began: these have left it out. Of answers that come
 //     whole the passes are not known; then no more may run than before.
 //
-// While none waits, more may be possible.
+// While none waits beside as many as that, more may be possible.
 func (a *Admission) learnRoom(at int, before policy.Published) {
 	r := a.router
 	load, now := r.fleet.targetLoads[at].workerLoad, r.now()
 	published := load.Published
-	switch requests := load.InFlight + load.Foreign; {
+	switch {
 	case published.Waiting == 0:
-		if load.Fill > 0 && requests >= load.Fill && !now.Before(load.growsFrom) {
+		if load.Fill > 0 && published.Running >= load.Fill && !now.Before(load.growsFrom) {
 			load.growFill(now)
 		}
 	case before.Waiting == 0 || now.Sub(before.At) >= loadFreshFor:

@@ -169,6 +169,31 @@ func TestEndedAnswersDoNotShrinkABatch(t *testing.T) {
 	}
 }
 
+// TestAnEngineIsTriedWithMoreWhenItsBatchIsFull: by its own report. In flight are answers, too, that it has ended.
+func TestAnEngineIsTriedWithMoreWhenItsBatchIsFull(t *testing.T) {
+	r, clock := newFairRouter(t, 1)
+	at, _ := r.fleet.target(kv.WorkerKey{})
+	r.fleet.targetLoads[at].Fill = 2
+	var run []*Booking
+	for range 3 {
+		run = append(run, occupy(t, r, 0, 1))
+	}
+	for _, report := range []policy.Published{{Running: 1}, {Running: 2, Waiting: 1}, {Running: 1}, {Running: 2}} {
+		if got := r.fleet.targetLoads[at].Fill; got != 2 {
+			t.Fatalf("before %+v: it is taken to run %d", report, got)
+		}
+		clock.Advance(time.Second)
+		report.At = clock.Now()
+		r.Publish(kv.WorkerKey{}, report)
+	}
+	if got := r.fleet.targetLoads[at].Fill; got != 3 {
+		t.Errorf("its batch was full, and it is taken to run %d", got)
+	}
+	for _, b := range run {
+		b.End()
+	}
+}
+
 // TestAFullEngineIsNotChosen: of two workers, the one that holds the prompt runs as many requests
 // as it can, and the receipt says so.
 func TestAFullEngineIsNotChosen(t *testing.T) {
