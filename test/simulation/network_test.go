@@ -31,6 +31,7 @@ type network struct {
 	faulty    bool       // losses and delay spikes occur
 	spike     float64    // share of packets that take up to 2 s longer
 	listeners map[string]*listener
+	links     []*link        // of the routers that are up
 	conns     []*conn        // open ones, one end of each
 	cut       map[hosts]bool // pairs that are partitioned
 	met       faults
@@ -465,6 +466,7 @@ func (n *network) mend(a, b string) {
 			f.signal()
 		}
 	})
+	n.mendLetters(a, b)
 }
 
 // resetAll breaks the connections of a host, or those between two. Packets that would
@@ -473,6 +475,7 @@ func (n *network) resetAll(a, b string) {
 	n.mu.Lock()
 	defer n.mu.Unlock()
 	n.each(a, b, func(c *conn) { c.reset(0) })
+	n.loseLetters(a, b, time.Time{})
 }
 
 // vanish silences the connections between two hosts in both directions, until their ends
@@ -488,6 +491,7 @@ func (n *network) vanish(a, b string) {
 			n.finish(end.in, syscall.ETIMEDOUT, c.dead)
 		}
 	})
+	n.loseLetters(a, b, time.Now().Add(routeDead))
 }
 
 // calm ends all faults.

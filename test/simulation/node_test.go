@@ -7,7 +7,6 @@ import (
 	"log"
 	"log/slog"
 	"math/rand/v2"
-	"net"
 	"net/http"
 	"net/url"
 	"slices"
@@ -141,15 +140,8 @@ func startNode(w *world, id int) *node {
 // join connects the node to the mesh.
 func (n *node) join() {
 	w := n.world
-	settings := replica.Settings{ReplicaSyncHost: n.host, ReplicaSyncPort: 7100}
-	for other := range w.setup.Routers {
-		settings.ReplicaPeers = append(settings.ReplicaPeers, hostOf(other)+":7100")
-	}
 	var err error
-	n.mesh, err = replica.New(settings, replica.Deps{
-		Router: n.router, Edges: guard.New(), Log: n.log, ID: n.salt(0) | 1,
-		Dial: w.net.dialer(n.host, n.salt(1), 5*time.Second, 30*time.Second), Listen: func(address string) (net.Listener, error) { return w.net.listen(address, w.losses) },
-	})
+	n.mesh, err = replica.New(replica.Settings{}, replica.Deps{Router: n.router, Edges: guard.New(), Log: n.log, ID: n.salt(0) | 1, Link: w.net.openLink(n.host, n.incarnation, w.losses)})
 	if err != nil {
 		panic(err)
 	}

@@ -110,8 +110,7 @@ func (o *ownBooks) ended() (list []*router.Booking) {
 	return list
 }
 
-// otherRouter holds the bookings of one other router. One goroutine hears it;
-// Mesh.books guards all but mesh.
+// otherRouter holds the bookings of one other router. Mesh.books guards all but mesh.
 type otherRouter struct {
 	mesh    *Mesh
 	id      uint64 // 0: it has said nothing yet, or is heard by another connection
@@ -122,8 +121,10 @@ type otherRouter struct {
 	hashes  int    // of all that are open
 	waiting int    // bookings on workers that are not up here
 	tried   time.Time
-	asked   int // digests in a row that differed in as many buckets as the one before, or in more
-	differ  int // buckets of the last one
+	last    time.Time // of its last message
+	heard   bool      // it was once: id was not 0
+	asked   int       // digests in a row that differed in as many buckets as the one before, or in more
+	differ  int       // buckets of the last one
 	service *router.Elsewhere
 }
 
@@ -277,8 +278,6 @@ const retryEvery = time.Second
 
 // retry books what waited for its worker, which may have come up.
 func (p *otherRouter) retry(now time.Time) {
-	p.mesh.books.Lock()
-	defer p.mesh.books.Unlock()
 	if p.waiting == 0 || now.Sub(p.tried) < retryEvery {
 		return
 	}

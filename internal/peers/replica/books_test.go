@@ -36,7 +36,7 @@ func TestDigestsFindWhatWasLost(t *testing.T) {
 		if kind == router.ChangeAdd {
 			event.Detail = detailOf(b.Change(kind))
 		}
-		if err := p.message(&opener{}, [][]byte{[]byte(slotTopic), encode(&event)}); err != nil {
+		if err := p.message(slotTopic, encode(&event)); err != nil {
 			t.Fatal(err)
 		}
 	}
@@ -142,7 +142,7 @@ func TestAskingInVainBecomesRare(t *testing.T) {
 func TestFindEndsWithRun(t *testing.T) {
 	ended := make(chan struct{})
 	r := startReplica(t, testPeers(t, 1), 0, func(m *Mesh) {
-		m.discover = func(ctx context.Context, use func([]string)) {
+		m.zmq.discover = func(ctx context.Context, use func([]string)) {
 			defer close(ended)
 			<-ctx.Done()
 			use([]string{"127.0.0.1:1"})

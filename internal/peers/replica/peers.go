@@ -4,15 +4,109 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"log/slog"
 	"maps"
 	"net"
 	"slices"
+	"strconv"
 	"strings"
+	"sync"
+	"sync/atomic"
 	"time"
 
 	"kvrouter/internal/base/guard"
 	"kvrouter/internal/base/kv"
+	"kvrouter/internal/base/zmq"
 )
+
+// zmqLink is the Link over ZeroMQ: each router publishes at a port of its own, and subscribes to
+// those of all others.
+type zmqLink struct {
+	discover func(ctx context.Context, use func(addresses []string)) // see Deps
+	pub      *zmq.Publisher
+	seal     *seal // nil: messages are sent as they are
+	edges    *guard.Edges
+	log      *slog.Logger
+	timing   *timing
+	refused  *atomic.Uint64 // messages that are malformed or not encrypted with our key
+
+	mu        sync.Mutex // guards the rest
+	running   context.Context
+	ears      Ears // of Run
+	want      map[string]origin
+	followed  map[string]context.CancelFunc
+	followers sync.WaitGroup
+}
+
+// openZMQ opens the port for other routers. Errors name the flag.
+func (r *Mesh) openZMQ(settings Settings, deps Deps) (err error) {
+	z := &zmqLink{
+		discover: deps.Find, edges: deps.Edges, log: deps.Log, timing: &r.timing, refused: &r.Refused,
+		want: map[string]origin{}, followed: map[string]context.CancelFunc{},
+	}
+	if settings.ReplicaKey != "" {
+		if z.seal, err = newSeal(settings.ReplicaKey); err != nil {
+			return err
+		}
+	}
+	guarded := zmq.WithGuard(func(f func() error) error { return deps.Edges.Do(guard.ReplicaServer, deps.Log, f) })
+	address := net.JoinHostPort(settings.ReplicaSyncHost, strconv.Itoa(settings.ReplicaSyncPort))
+	if z.pub, err = zmq.NewPublisher(address, guarded); err != nil {
+		return fmt.Errorf("--replica-sync-port %d: %w: free the port or choose another", settings.ReplicaSyncPort, err)
+	}
+	for _, peer := range settings.ReplicaPeers {
+		z.want[peer] = named
+	}
+	r.link, r.zmq = z, z
+	return nil
+}
+
+// Publish implements Link.
+func (z *zmqLink) Publish(topic string, text []byte) {
+	z.pub.Publish([]byte(topic), z.seal.close(topic, text))
+}
+
+// Followed implements Link.
+func (z *zmqLink) Followed() bool { return z.pub.Subscribers() > 0 }
+
+// Joined implements Link.
+func (z *zmqLink) Joined() uint64 { return z.pub.Joined() }
+
+// Close implements Link.
+func (z *zmqLink) Close() { z.pub.Close() }
+
+// Run implements Link.
+func (z *zmqLink) Run(ctx context.Context, ears Ears) {
+	z.mu.Lock()
+	z.running, z.ears = ctx, ears
+	z.reconcile()
+	if z.discover != nil {
+		z.followers.Go(func() { z.discover(ctx, z.usePeers) })
+	}
+	z.mu.Unlock()
+	z.warnOfRefused(ctx)
+	z.mu.Lock()
+	z.running = nil // no other router is followed from now on
+	z.mu.Unlock()
+	z.followers.Wait()
+}
+
+// warnOfRefused logs refused connections until ctx is done.
+func (z *zmqLink) warnOfRefused(ctx context.Context) {
+	ticker := time.NewTicker(z.timing.tick)
+	defer ticker.Stop()
+	for refused := uint64(0); ; {
+		select {
+		case <-ctx.Done():
+			return
+		case <-ticker.C:
+			if n := z.pub.Refused(); n > refused {
+				z.log.Warn("replica port: connection limit reached, connections refused", "port", z.pub.Endpoint(), "refused", n-refused)
+				refused = n
+			}
+		}
+	}
+}
 
 // maxPeers is how many addresses of other routers there are at most.
 const maxPeers = 128
@@ -61,50 +155,50 @@ func parseEndpoint(endpoint string) (address string, err error) {
 	return address, nil
 }
 
-// RegisterPeer subscribes to the router at an endpoint, tcp://host:port. added is
+// register subscribes to the router at an endpoint, tcp://host:port. added is
 // false for a known one. Errors other than ErrTooManyPeers mean that the endpoint
 // is invalid.
-func (r *Mesh) RegisterPeer(endpoint string) (added bool, err error) {
+func (z *zmqLink) register(endpoint string) (added bool, err error) {
 	address, err := parseEndpoint(endpoint)
 	if err != nil {
 		return false, err
 	}
-	r.mu.Lock()
-	defer r.mu.Unlock()
-	switch known := r.want[address]; {
+	z.mu.Lock()
+	defer z.mu.Unlock()
+	switch known := z.want[address]; {
 	case known&named != 0:
 		return false, nil
-	case known == 0 && len(r.want) >= maxPeers:
+	case known == 0 && len(z.want) >= maxPeers:
 		return false, ErrTooManyPeers
 	}
-	r.want[address] |= named
-	r.reconcile()
+	z.want[address] |= named
+	z.reconcile()
 	return true, nil
 }
 
-// DeregisterPeer unsubscribes from the router at an endpoint, unless it was
+// deregister unsubscribes from the router at an endpoint, unless it was
 // discovered. removed is false for an unknown one.
-func (r *Mesh) DeregisterPeer(endpoint string) (removed bool, err error) {
+func (z *zmqLink) deregister(endpoint string) (removed bool, err error) {
 	address, err := parseEndpoint(endpoint)
 	if err != nil {
 		return false, err
 	}
-	r.mu.Lock()
-	defer r.mu.Unlock()
-	if r.want[address]&named == 0 {
+	z.mu.Lock()
+	defer z.mu.Unlock()
+	if z.want[address]&named == 0 {
 		return false, nil
 	}
-	r.unwant(address, named)
-	r.reconcile()
+	z.unwant(address, named)
+	z.reconcile()
 	return true, nil
 }
 
-// Peers returns the endpoints of all peers, sorted.
-func (r *Mesh) Peers() []string {
-	r.mu.Lock()
-	defer r.mu.Unlock()
+// peers returns the endpoints of all peers, sorted.
+func (z *zmqLink) peers() []string {
+	z.mu.Lock()
+	defer z.mu.Unlock()
 	list := []string{}
-	for address := range r.want {
+	for address := range z.want {
 		list = append(list, "tcp://"+address)
 	}
 	slices.Sort(list)
@@ -113,102 +207,53 @@ func (r *Mesh) Peers() []string {
 
 // usePeers follows the routers that discovery has found, host:port, in place of those
 // found before.
-func (r *Mesh) usePeers(addresses []string) {
-	r.mu.Lock()
-	defer r.mu.Unlock()
-	for address := range maps.Clone(r.want) {
+func (z *zmqLink) usePeers(addresses []string) {
+	z.mu.Lock()
+	defer z.mu.Unlock()
+	for address := range maps.Clone(z.want) {
 		if !slices.Contains(addresses, address) {
-			r.unwant(address, found)
+			z.unwant(address, found)
 		}
 	}
 	lost := 0
 	for _, address := range addresses {
-		if _, err := parseEndpoint("tcp://" + address); err != nil || r.want[address] == 0 && len(r.want) >= maxPeers {
+		if _, err := parseEndpoint("tcp://" + address); err != nil || z.want[address] == 0 && len(z.want) >= maxPeers {
 			lost++
 			continue
 		}
-		r.want[address] |= found
+		z.want[address] |= found
 	}
 	if lost > 0 {
-		r.log.Warn("discovered routers ignored: too many, or without an address", "found", len(addresses), "left_out", lost, "most", maxPeers)
+		z.log.Warn("discovered routers ignored: too many, or without an address", "found", len(addresses), "left_out", lost, "most", maxPeers)
 	}
-	r.reconcile()
+	z.reconcile()
 }
 
-// unwant notes that an address is not named by that origin any more; r.mu is held.
-func (r *Mesh) unwant(address string, by origin) {
-	if r.want[address] &^= by; r.want[address] == 0 {
-		delete(r.want, address)
+// unwant notes that an address is not named by that origin any more; z.mu is held.
+func (z *zmqLink) unwant(address string, by origin) {
+	if z.want[address] &^= by; z.want[address] == 0 {
+		delete(z.want, address)
 	}
 }
 
 // reconcile follows the addresses that are wanted, and no others, while Run runs;
-// r.mu is held.
-func (r *Mesh) reconcile() {
-	if r.running == nil {
+// z.mu is held.
+func (z *zmqLink) reconcile() {
+	if z.running == nil {
 		return
 	}
-	for address, end := range r.followed {
-		if r.want[address] == 0 {
+	for address, end := range z.followed {
+		if z.want[address] == 0 {
 			end()
-			delete(r.followed, address)
+			delete(z.followed, address)
 		}
 	}
-	for address := range r.want {
-		if r.followed[address] == nil {
-			ctx, end := context.WithCancel(r.running)
-			r.followed[address] = end
-			r.followers.Go(func() { r.follow(ctx, address) })
+	for address := range z.want {
+		if z.followed[address] == nil {
+			ctx, end := context.WithCancel(z.running)
+			z.followed[address] = end
+			z.followers.Go(func() { z.follow(ctx, address) })
 		}
-	}
-}
-
-// claim notes that p hears the router of that id. Not ok: another connection does, as
-// where it has two addresses.
-func (r *Mesh) claim(id uint64, p *otherRouter) (ok bool) {
-	r.mu.Lock()
-	defer r.mu.Unlock()
-	if by := r.heard[id]; by != nil && by != p {
-		return false
-	}
-	r.heard[id] = p
-	return true
-}
-
-// find returns the booking of another router by the name of its request, and the owner of
-// it; nil: there is none. r.books is held.
-func (r *Mesh) find(request string) (by *otherRouter, held *heldBooking) {
-	r.mu.Lock()
-	defer r.mu.Unlock()
-	for _, p := range r.heard {
-		if held := p.open[request]; held != nil {
-			return p, held
-		}
-	}
-	return nil, nil
-}
-
-// Pass forwards a client's report on a reservation that another router has made:
-// its prompt is computed (router.ChangePrefill), or it has ended
-// (router.ChangeFree). It returns false if no connected router has made it.
-func (r *Mesh) Pass(kind, request string) (known bool) {
-	r.books.Lock()
-	defer r.books.Unlock()
-	by, held := r.find(request)
-	if held == nil {
-		return false
-	}
-	r.put(message{kind: kind, passed: &held.change})
-	by.change(kind, held)
-	return true
-}
-
-// release ends claim.
-func (r *Mesh) release(id uint64, p *otherRouter) {
-	r.mu.Lock()
-	defer r.mu.Unlock()
-	if r.heard[id] == p {
-		delete(r.heard, id)
 	}
 }
 
@@ -219,31 +264,31 @@ var (
 	errSelf = errors.New("it is this router")
 )
 
-// follow books what the router at an address sends until ctx ends.
-func (r *Mesh) follow(ctx context.Context, address string) {
-	pause := r.timing.retry
-	warned, f := false, follower{address: address, opener: r.opener()}
+// follow hands on what the router at an address sends until ctx ends.
+func (z *zmqLink) follow(ctx context.Context, address string) {
+	pause := z.timing.retry
+	warned, f := false, follower{address: address, opener: z.opener()}
 	for ctx.Err() == nil {
-		f.heard = false
-		err := r.edges.Do(guard.Replica, r.log, func() error { return r.hear(ctx, &f) })
+		f.heard, f.own = false, false
+		err := z.edges.Do(guard.Replica, z.log, func() error { return z.hear(ctx, &f) })
 		if ctx.Err() != nil {
 			return
 		}
 		if f.heard {
-			pause, f.refused = r.timing.retry, nil
+			pause, f.refused = z.timing.retry, nil
 		}
 		switch self := errors.Is(err, errSelf); {
 		case self:
-			pause = r.timing.self
+			pause = z.timing.self
 		case f.heard || !warned:
 			warned = true
-			r.log.Warn("peer router unreachable", "peer", address, "error", err)
+			z.log.Warn("peer router unreachable", "peer", address, "error", err)
 		}
 		select {
 		case <-ctx.Done():
 		case <-time.After(pause):
 		}
-		pause = min(2*pause, r.timing.retryTo)
+		pause = min(2*pause, z.timing.retryTo)
 	}
 }
 
@@ -252,32 +297,24 @@ type follower struct {
 	address string
 	opener  *opener
 	heard   bool  // it has said something by this connection
+	own     bool  // it is a kvrouter
 	refused error // why a message was, which was logged; nil: none was
 }
 
-// hear books what one connection to a router sends, until it fails; then the
-// router's bookings end.
-func (r *Mesh) hear(ctx context.Context, f *follower) error {
-	conn, err := r.dial.DialSub(ctx, "tcp://"+f.address, slotTopic, sessionTopic, replicaTopic)
+// hear hands on what one connection to a router sends, until it fails.
+func (z *zmqLink) hear(ctx context.Context, f *follower) error {
+	conn, err := zmq.DialSub(ctx, "tcp://"+f.address, slotTopic, sessionTopic, replicaTopic)
 	if err != nil {
 		return err
 	}
 	defer conn.Close()
 	conn.Limit(messageLimit)
-	from, p := f.opener, newOther(r)
-	defer func() {
-		r.books.Lock()
-		defer r.books.Unlock()
-		p.forget()
-		if f.heard {
-			r.Lost.Add(1)
-		}
-	}()
+	defer z.ears.Gone(f.address)
 	last := time.Now()
 	for {
-		silence := r.timing.foreign // a Dynamo at rest sends heartbeats alone
-		if p.own || r.seal != nil {
-			silence = r.timing.silence
+		silence := z.timing.foreign // a Dynamo at rest sends heartbeats alone
+		if f.own || z.seal != nil {
+			silence = z.timing.silence
 		}
 		ready, err := conn.Wait(last.Add(silence))
 		if err == nil && !ready {
@@ -292,113 +329,42 @@ func (r *Mesh) hear(ctx context.Context, f *follower) error {
 		if err != nil {
 			return err
 		}
-		now := time.Now()
-		p.retry(now)
 		if frames == nil { // a heartbeat
-			if !p.own && r.seal == nil {
-				last = now
+			if !f.own && z.seal == nil {
+				last = time.Now()
+				z.ears.Alive(f.address)
 			}
 			continue
 		}
-		if r.lose != nil && r.lose() {
-			continue
-		}
-		switch err := p.message(from, frames); {
+		switch err := z.take(f, frames); {
 		case errors.Is(err, errSelf):
 			return err
 		case err != nil:
-			r.Refused.Add(1)
 			if f.refused == nil {
-				r.log.Warn("message of a peer router rejected; further ones are not logged", "peer", f.address, "error", err)
+				z.log.Warn("message of a peer router rejected; further ones are not logged", "peer", f.address, "error", err)
 			}
 			f.refused = err
 			continue
 		}
-		last = now
-		if !f.heard && p.id != 0 {
-			f.heard = true
-			r.log.Info("peer router connected", "peer", f.address)
-		}
+		last, f.heard = time.Now(), true
 	}
 }
 
-// message takes one message of the other router.
-func (p *otherRouter) message(from *opener, frames [][]byte) error {
+// take opens a message and hands it on.
+func (z *zmqLink) take(f *follower, frames [][]byte) error {
 	if len(frames) != 2 {
+		z.refused.Add(1)
 		return fmt.Errorf("it has %d frames, want 2", len(frames))
 	}
 	topic := string(frames[0])
-	text, err := from.open(topic, frames[1])
+	text, err := f.opener.open(topic, frames[1])
 	if err != nil {
+		z.refused.Add(1)
 		return err
 	}
-	p.mesh.books.Lock()
-	defer p.mesh.books.Unlock()
-	switch topic {
-	case slotTopic:
-		d, err := decodeSlot(text)
-		if err == nil {
-			err = p.from(d.router, func() { p.take(d) })
-		}
-		return err
-	case sessionTopic:
-		b, err := decodeSession(text) // its writer may be this router: Dynamo forwards sessions
-		if err == nil && p.mesh.router.TakeSession(b) {
-			p.mesh.Received.Add(1)
-		}
-		return err
-	case replicaTopic:
-		m, err := decodeOwn(text)
-		if err == nil {
-			err = p.from(m.Router, func() { p.takeOwn(&m) })
-		}
-		return err
-	}
-	return errShape
-}
-
-// from notes which router speaks, and takes its message unless another connection hears
-// that router already. Its error is errSelf.
-func (p *otherRouter) from(id uint64, take func()) error {
-	if id == p.mesh.id {
-		return errSelf
-	}
-	if p.is(id) {
-		take()
-	}
-	return nil
-}
-
-// takeOwn applies what a kvrouter sends beyond Dynamo. Kinds of later versions say
-// nothing.
-func (p *otherRouter) takeOwn(m *ownMessage) {
-	r := p.mesh
-	p.own = true
-	switch m.Kind {
-	case kindDigest:
-		p.service.Take(m.services())
-		if ask := p.compare(m.Sums); ask != 0 {
-			r.say(ownMessage{Kind: kindAsk, Of: p.id, Buckets: ask})
-		}
-	case kindAsk:
-		if m.Of == r.id {
-			r.asked.Or(m.Buckets)
-		}
-	case kindHeld:
-		p.keep(m.Bucket, m.Requests)
-	case kindStored:
-		for _, response := range m.Requests {
-			if r.stored != nil {
-				r.stored(response, m.Worker.Worker, m.Owner)
-			}
-		}
-	case kindEjection:
-		w := kv.WorkerKey{Worker: m.Worker.Worker, Rank: m.Worker.Rank}
-		long := time.Duration(m.Milliseconds) * time.Millisecond
-		if r.router.Health.TakeEjection(w, long) {
-			r.log.Info("worker paused: a peer router has ejected it", "worker", w.Worker, "rank", w.Rank, "for", long)
-		}
-	}
+	err = z.ears.Take(f.address, topic, text)
+	f.own = f.own || err == nil && topic == replicaTopic
+	return err
 }
 
 // validAddress checks an address of the settings.

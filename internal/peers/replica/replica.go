@@ -12,16 +12,13 @@ import (
 	"log/slog"
 	"maps"
 	"math/rand/v2"
-	"net"
 	"slices"
-	"strconv"
 	"sync"
 	"sync/atomic"
 	"time"
 
 	"kvrouter/internal/base/guard"
 	"kvrouter/internal/base/kv"
-	"kvrouter/internal/base/zmq"
 	"kvrouter/internal/decide/router"
 )
 
@@ -72,33 +69,27 @@ const (
 // twice a second, and re-sent; those of Dynamo remain lost. Blocks of answers are
 // not shared. When a router times out, all of its bookings end.
 type Mesh struct {
-	discover  func(ctx context.Context, use func(addresses []string)) // see Deps
-	partition func(worker uint64) (model, group string)               // see Deps
-	stored    func(response string, worker, owner uint64)             // see Deps
+	partition func(worker uint64) (model, group string)   // see Deps
+	stored    func(response string, worker, owner uint64) // see Deps
 
 	eachStored func(take func(worker, owner uint64, responses []string)) // see Deps
 
 	router *router.Router
 	id     uint64 // drawn at each start; never 0
-	dial   zmq.Dialer
+	link   Link
+	zmq    *zmqLink // link; nil: it is another one
 	log    *slog.Logger
-	pub    *zmq.Publisher
-	edges  *guard.Edges
 	queue  chan message
 	timing timing
-	seal   *seal         // nil: messages are sent as they are
 	asked  atomic.Uint64 // buckets that others want again
 	missed atomic.Bool   // a change was lost because queue was full
 	lose   func() bool   // tests: this message is lost; nil: none is
 
-	books sync.Mutex // guards what every otherRouter holds; taken before mu and the router's lock
+	books   sync.Mutex              // guards members and what each holds; taken before mu and the router's lock
+	members map[string]*otherRouter // by the name of the link for it
 
-	mu        sync.Mutex // guards the rest but the counts
-	running   context.Context
-	want      map[string]origin
-	followed  map[string]context.CancelFunc
-	followers sync.WaitGroup
-	heard     map[uint64]*otherRouter // the connection that hears a router, by its id
+	mu    sync.Mutex              // guards heard
+	heard map[uint64]*otherRouter // the member that is heard as a router, by its id
 
 	Sent     atomic.Uint64 // changes of bookings, including re-sent ones, and moves of sessions
 	Resent   atomic.Uint64 // bookings that were sent again
@@ -150,46 +141,30 @@ type Deps struct {
 	// ID names this router to the others; no two have the same, nor one after a restart.
 	// 0: it is drawn.
 	ID uint64
-	// Dial connects to other routers, and Listen opens the port for them; nil: over the
-	// network.
-	Dial   zmq.Dialer
-	Listen func(address string) (net.Listener, error)
+	// Link carries the messages. nil: ZeroMQ, by the settings.
+	Link Link
 }
 
 // New opens the port for other routers. Run then publishes the changes of this
 // router and subscribes to the peers. Errors name the flag.
 func New(settings Settings, deps Deps) (*Mesh, error) {
-	var sealing *seal
-	var err error
-	if settings.ReplicaKey != "" {
-		if sealing, err = newSeal(settings.ReplicaKey); err != nil {
-			return nil, err
-		}
-	}
-	address := net.JoinHostPort(settings.ReplicaSyncHost, strconv.Itoa(settings.ReplicaSyncPort))
-	options := []zmq.Option{zmq.WithGuard(func(f func() error) error { return deps.Edges.Do(guard.ReplicaServer, deps.Log, f) })}
-	if deps.Listen != nil {
-		options = append(options, zmq.WithListen(deps.Listen))
-	}
-	pub, err := zmq.NewPublisher(address, options...)
-	if err != nil {
-		return nil, fmt.Errorf("--replica-sync-port %d: %w: free the port or choose another", settings.ReplicaSyncPort, err)
-	}
 	if deps.Partition == nil {
 		deps.Partition = func(uint64) (model, group string) { return "default", "default" }
 	}
 	r := &Mesh{
-		discover: deps.Find, partition: deps.Partition, stored: deps.Stored, eachStored: deps.EachStored, seal: sealing,
-		router: deps.Router, id: cmp.Or(deps.ID, max(1, rand.Uint64())), dial: deps.Dial, log: deps.Log, pub: pub, edges: deps.Edges,
+		partition: deps.Partition, stored: deps.Stored, eachStored: deps.EachStored,
+		router: deps.Router, id: cmp.Or(deps.ID, max(1, rand.Uint64())), link: deps.Link, log: deps.Log,
 		queue: make(chan message, queueLimit),
 		timing: timing{
 			tick: 100 * time.Millisecond, digest: 5, silence: 5 * time.Second, foreign: 20 * time.Second,
 			retry: 100 * time.Millisecond, retryTo: 5 * time.Second, self: time.Minute,
 		},
-		want: map[string]origin{}, followed: map[string]context.CancelFunc{}, heard: map[uint64]*otherRouter{},
+		members: map[string]*otherRouter{}, heard: map[uint64]*otherRouter{},
 	}
-	for _, peer := range settings.ReplicaPeers {
-		r.want[peer] = named
+	if r.link == nil {
+		if err := r.openZMQ(settings, deps); err != nil {
+			return nil, err
+		}
 	}
 	deps.Router.Share(&router.Sharing{ // bookings made before Run are sent by it
 		Writer:  r.id,
@@ -205,25 +180,18 @@ func New(settings Settings, deps Deps) (*Mesh, error) {
 // Close closes the port of New. Run does so itself.
 func (r *Mesh) Close() {
 	r.router.Share(nil)
-	r.pub.Close()
+	r.link.Close()
 }
 
 // Run publishes and receives changes until ctx is done. It returns when all
 // bookings of other routers and all of its goroutines have ended.
 func (r *Mesh) Run(ctx context.Context) {
 	defer r.Close()
-	r.mu.Lock()
-	r.running = ctx
-	r.reconcile()
-	if r.discover != nil {
-		r.followers.Go(func() { r.discover(ctx, r.usePeers) })
-	}
-	r.mu.Unlock()
+	var link sync.WaitGroup
+	link.Go(func() { r.link.Run(ctx, r) })
 	r.publishQueued(ctx)
-	r.mu.Lock()
-	r.running = nil // no other router is followed from now on
-	r.mu.Unlock()
-	r.followers.Wait()
+	link.Wait()
+	r.forgetAll()
 }
 
 // put queues a message. It never waits.
@@ -254,7 +222,7 @@ func (r *Mesh) publishQueued(ctx context.Context) {
 	var books ownBooks
 	ticker := time.NewTicker(r.timing.tick)
 	defer ticker.Stop()
-	refused, joined := uint64(0), uint64(0)
+	joined := uint64(0)
 	for ticks := 0; ; {
 		select {
 		case <-ctx.Done():
@@ -262,11 +230,8 @@ func (r *Mesh) publishQueued(ctx context.Context) {
 		case m := <-r.queue:
 			r.send(&books, m)
 		case <-ticker.C:
-			if n := r.pub.Refused(); n > refused {
-				r.log.Warn("replica port: connection limit reached, connections refused", "port", r.pub.Endpoint(), "refused", n-refused)
-				refused = n
-			}
-			if now := r.pub.Joined(); now != joined { // a new subscriber knows nothing yet, and Dynamo does not ask
+			r.look(time.Now())
+			if now := r.link.Joined(); now != joined { // a new subscriber knows nothing yet, and Dynamo does not ask
 				joined = now
 				r.asked.Store(^uint64(0))
 				r.publishStored()
@@ -306,7 +271,7 @@ func (r *Mesh) send(books *ownBooks, m message) {
 // publishChange publishes a change of a booking that others know by that name, and
 // returns its size.
 func (r *Mesh) publishChange(kind string, b *router.Booking, request string) (size int) {
-	if r.pub.Subscribers() == 0 {
+	if !r.link.Followed() {
 		return 0
 	}
 	change, detail := b.Change(kind), (*slotDetail)(nil)
@@ -324,16 +289,16 @@ func (r *Mesh) publishSlot(blockSize int, change slotChange, detail *slotDetail)
 	return r.publish(slotTopic, &event)
 }
 
-// publish encodes, seals and publishes a message, and returns its size.
+// publish encodes and publishes a message, and returns its size.
 func (r *Mesh) publish(topic string, what any) (size int) {
-	if r.pub.Subscribers() == 0 {
+	if !r.link.Followed() {
 		return 0
 	}
 	if topic != replicaTopic {
 		r.Sent.Add(1)
 	}
-	text := r.seal.close(topic, encode(what))
-	r.pub.Publish([]byte(topic), text)
+	text := encode(what)
+	r.link.Publish(topic, text)
 	return len(text)
 }
 

@@ -226,8 +226,8 @@ func TestReplicasForgetARouterThatIsGone(t *testing.T) {
 	}
 
 	// The next one at its address starts with nothing, and is heard.
-	address := all[0].pub.Endpoint()[len("tcp://"):]
-	again := startReplica(t, []string{address, all[1].pub.Endpoint()[len("tcp://"):], all[2].pub.Endpoint()[len("tcp://"):]}, 0, nil)
+	address := all[0].zmq.pub.Endpoint()[len("tcp://"):]
+	again := startReplica(t, []string{address, all[1].zmq.pub.Endpoint()[len("tcp://"):], all[2].zmq.pub.Endpoint()[len("tcp://"):]}, 0, nil)
 	hear(t, again, all[1], all[2])
 	d = again.book(t, testkit.PromptTokens(3, 40))
 	for _, r := range all[1:] {
@@ -455,7 +455,7 @@ func TestReplicasHearARouterOfTwoAddressesOnce(t *testing.T) {
 	if added, err := b.RegisterPeer("tcp://localhost:" + port); err != nil || !added {
 		t.Fatal(added, err)
 	}
-	testkit.Eventually(t, 20*time.Second, "both connections are there", func() bool { return a.pub.Subscribers() >= 6 })
+	testkit.Eventually(t, 20*time.Second, "both connections are there", func() bool { return a.zmq.pub.Subscribers() >= 6 })
 	hear(t, a, b)
 	d := a.book(t, testkit.PromptTokens(1, 5))
 	b.sees(t, "one request", a.Loads())
@@ -472,7 +472,7 @@ func TestFoundPeersReplaceThoseFoundBefore(t *testing.T) {
 	peers := testPeers(t, 3)
 	all := make(chan []string)
 	find := func(m *Mesh) {
-		m.discover = func(ctx context.Context, use func([]string)) {
+		m.zmq.discover = func(ctx context.Context, use func([]string)) {
 			for {
 				select {
 				case <-ctx.Done():

@@ -146,10 +146,10 @@ func (o *opener) open(topic string, message []byte) ([]byte, error) {
 }
 
 // opener returns what opens the messages that come from one address.
-func (r *Mesh) opener() *opener {
+func (z *zmqLink) opener() *opener {
 	o := &opener{now: time.Now}
-	if r.seal != nil {
-		o.key = r.seal.key
+	if z.seal != nil {
+		o.key = z.seal.key
 	}
 	return o
 }

@@ -101,7 +101,7 @@ func useKey(t *testing.T, m *Mesh, key string) {
 		return
 	}
 	var err error
-	if m.seal, err = newSeal(key); err != nil {
+	if m.zmq.seal, err = newSeal(key); err != nil {
 		t.Error(err)
 	}
 }
@@ -121,7 +121,7 @@ func TestReplicaWithoutTheKeyHearsNothing(t *testing.T) {
 		useKey(t, m, keys[0])
 		keys = keys[1:]
 	})
-	testkit.Eventually(t, 20*time.Second, "both are connected", func() bool { return all[0].pub.Subscribers() >= 3 && all[1].pub.Subscribers() >= 3 })
+	testkit.Eventually(t, 20*time.Second, "both are connected", func() bool { return all[0].zmq.pub.Subscribers() >= 3 && all[1].zmq.pub.Subscribers() >= 3 })
 	d := all[0].book(t, testkit.PromptTokens(1, 5))
 	defer d.Booking.End()
 	own := all[1].book(t, testkit.PromptTokens(2, 5))

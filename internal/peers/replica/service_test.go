@@ -131,7 +131,7 @@ func TestAPeerStopsATenantForTheDebtAtMost(t *testing.T) {
 		services = append(services, tenantService{"told", "standard", 1 << 63, 1 << 63})
 	}
 	for range 5 {
-		if err := p.message(&opener{now: time.Now}, [][]byte{[]byte(replicaTopic), encode(&ownMessage{Router: 9, Kind: kindDigest, Service: services})}); err != nil {
+		if err := p.message(replicaTopic, encode(&ownMessage{Router: 9, Kind: kindDigest, Service: services})); err != nil {
 			t.Fatal(err)
 		}
 		if s := r.state("told"); s.Behind+s.Elsewhere > fair.MostDebt || s.Behind <= 0 {

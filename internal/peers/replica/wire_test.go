@@ -236,8 +236,8 @@ func FuzzTake(f *testing.F) {
 		}))
 		p := newOther(testMesh(rt))
 		for range 2 {
-			_ = p.message(&opener{now: time.Now}, [][]byte{[]byte(topic), text})
-			_ = p.message(&opener{now: time.Now}, [][]byte{[]byte(slotTopic), slotMessage(t, nil, fields{"request_id": "own", "data": fields{"AddRequest": fields{}}})})
+			_ = p.message(topic, text)
+			_ = p.message(slotTopic, slotMessage(t, nil, fields{"request_id": "own", "data": fields{"AddRequest": fields{}}}))
 			if err := p.check(); err != nil {
 				t.Fatal(err)
 			}
