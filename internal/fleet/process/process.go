@@ -85,7 +85,7 @@ type Settings struct {
 	KVEvents       bool     // workers publish KV events
 	Args           []string // the arguments after --
 	Untaken        []string // flags that the engine does not take, without dashes
-	Unbound        string   // how the engine is told to leave its threads on any core of a CPU; empty: as its newest version is
+	Unbound        string   // the value by which the engine binds its threads to no core of a CPU; empty: that of its newest version
 	Ports          Ports
 }
 
