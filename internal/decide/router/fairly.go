@@ -204,7 +204,7 @@ func (a *Admission) dispatchFairly(now time.Time) {
 		return
 	}
 	var blocked []alike
-	room, enters := true, [len(fair.Classes)]bool{} // as of the last item that went
+	room, enters, at := true, [len(fair.Classes)]bool{}, seats{} // as of the last item that went
 	a.fair.Walk(func(it *fair.Item[*waiter], must bool) fair.Verdict {
 		w := it.Value
 		if room = room || a.anyCapacity(now); !room {
@@ -215,12 +215,12 @@ func (a *Admission) dispatchFairly(now time.Time) {
 			return fair.Taken
 		}
 		if class := w.prompt.Class; !enters[class.Place()] {
-			if a.seatsAreKept(class, now) {
+			if a.seatsAreKept(class, &at, now) {
 				return fair.PassClass
 			}
 			enters[class.Place()] = true
 		}
-		if a.sharesAreKept(it.Tenant, it.Class, now) {
+		if a.sharesAreKept(it.Tenant, it.Class, &at, now) {
 			return fair.PassTenant
 		}
 		kind := w.prompt.alike()
@@ -236,7 +236,7 @@ func (a *Admission) dispatchFairly(now time.Time) {
 		v := a.decide(w, must, now)
 		switch {
 		case v == fair.Taken:
-			room, enters = false, [len(fair.Classes)]bool{}
+			room, enters, at = false, [len(fair.Classes)]bool{}, seats{}
 		case v == fair.Kept && kind.known:
 			blocked = append(blocked, kind)
 		}

@@ -132,7 +132,8 @@ func (a *Admission) mustWait(p *prompt, now time.Time) bool {
 	}
 	for i := range r.decider.candidates {
 		if c := &r.decider.candidates[i]; a.hasCapacity(c.Target, c.Load, now) {
-			return a.fair != nil && (a.seatsAreKept(p.Class, now) || a.sharesAreKept(p.Tenant, p.Class, now))
+			var s seats
+			return a.fair != nil && (a.seatsAreKept(p.Class, &s, now) || a.sharesAreKept(p.Tenant, p.Class, &s, now))
 		}
 	}
 	return true

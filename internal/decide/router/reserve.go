@@ -62,6 +62,7 @@ func (s *reserve) before(c fair.Class) (seats float64) {
 
 // seats are the requests that the engines can run at once, as far as known.
 type seats struct {
+	counted   bool
 	all, free int
 	idle      bool // one engine has nothing to do
 	tries     bool // one is due to be tried with more requests than it was observed to run at once
@@ -69,6 +70,7 @@ type seats struct {
 
 // seats returns the seats of the workers that are not cordoned.
 func (a *Admission) seats(now time.Time) (s seats) {
+	s.counted = true
 	r := a.router
 	for i := range r.fleet.targets {
 		if r.fleet.targets[i].Cordoned {
@@ -84,24 +86,32 @@ func (a *Admission) seats(now time.Time) (s seats) {
 	return s
 }
 
+// count counts s, unless that was done.
+func (a *Admission) count(s *seats, now time.Time) *seats {
+	if !s.counted {
+		*s = a.seats(now)
+	}
+	return s
+}
+
 // seatsAreKept reports whether the free seats are reserved for classes before that of a request. A worker with nothing to do takes any.
-func (a *Admission) seatsAreKept(c fair.Class, now time.Time) bool {
+func (a *Admission) seatsAreKept(c fair.Class, s *seats, now time.Time) bool {
 	kept := a.reserve.before(c)
 	if kept < 1 || a.fair.Owes(c) {
 		return false
 	}
-	s := a.seats(now)
+	s = a.count(s, now)
 	return !s.idle && s.all > 0 && float64(s.free) <= kept
 }
 
 // sharesAreKept reports whether the free seats are reserved for tenants of a class that are within their share, which
 // t is not. While an engine is due to be tried with more requests, t may take them.
-func (a *Admission) sharesAreKept(t fair.Tenant, c fair.Class, now time.Time) bool {
+func (a *Admission) sharesAreKept(t fair.Tenant, c fair.Class, s *seats, now time.Time) bool {
 	needed := int(math.Ceil(float64(a.reserve.tenants[c.Place()])))
 	if needed == 0 {
 		return false
 	}
-	s := a.seats(now)
+	s = a.count(s, now)
 	if s.idle || s.tries || s.free > min(needed, mostShared(s.all)) {
 		return false
 	}

@@ -110,6 +110,35 @@ func TestASeatIsKeptForATenantWithinItsShare(t *testing.T) {
 	}
 }
 
+// TestACordonedWorkerThatIsDueToBeTriedTakesNoKeptSeat, nor does one whose load is not fresh.
+func TestACordonedWorkerThatIsDueToBeTriedTakesNoKeptSeat(t *testing.T) {
+	r, clock, run := newReservingRouter(t)
+	if err := r.Health.Cordon(1); err != nil {
+		t.Fatal(err)
+	}
+	flood, light := fair.Tenant{Name: "flood"}, tenant("light", 1)
+	r.fleet.targetLoads[0].Fill, r.fleet.targetLoads[0].growsFrom = 16, clock.Now().Add(time.Hour)
+	for range 14 { // with the one that runs one seat is free
+		MustRoute(t, r, tenant("flood", 1))
+	}
+	r.Admission.reserve.tenants[fair.Standard.Place()] = 1
+	MustRoute(t, r, light).Booking.Finish(1)
+	kept := func(when string, want bool) {
+		t.Helper()
+		if got := r.Admission.sharesAreKept(flood, fair.Standard, &seats{}, clock.Now()); got != want {
+			t.Errorf("%s: a seat is kept: %v", when, got)
+		}
+	}
+	kept("no worker is due", true)
+	r.fleet.targetLoads[1].growsFrom = clock.Now()
+	kept("the cordoned worker is due", true)
+	r.fleet.targetLoads[0].growsFrom = clock.Now()
+	kept("the other worker is due", false)
+	for _, b := range run {
+		b.End()
+	}
+}
+
 // TestFewSeatsAreKeptForTenants: at most one of sharedOf, however many wait.
 func TestFewSeatsAreKeptForTenants(t *testing.T) {
 	for all, want := range map[int]int{0: 0, 7: 0, 8: 1, 16: 1, 23: 1, 24: 2, 512: 32} {
