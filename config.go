@@ -19,6 +19,7 @@ import (
 	"kvrouter/internal/fleet/discovery"
 	"kvrouter/internal/fleet/workers"
 	"kvrouter/internal/peers/cells"
+	"kvrouter/internal/peers/cluster"
 	"kvrouter/internal/peers/relay"
 	"kvrouter/internal/peers/replica"
 	"kvrouter/internal/serve/extproc"
@@ -114,6 +115,7 @@ type Config struct {
 
 	// Replica has the other routers of the same workers.
 	Replica replica.Settings `embed:""`
+	Cluster cluster.Settings `embed:""`
 
 	// Relay follows the relays of Dynamo's cells.
 	Relay relay.Settings `embed:""`
@@ -329,8 +331,11 @@ func (c *Config) validate() error {
 			return err
 		}
 	}
-	if where := c.Replica.ReplicaDiscovery; where != "" {
-		if _, err := discovery.ParsePeers(where); err != nil {
+	if c.Replica.ReplicaSync && c.Cluster.Cluster != "" {
+		return errors.New("--cluster and --replica-sync exclude each other")
+	}
+	if flag, where := c.routersAt(); where != "" {
+		if _, err := discovery.ParsePeers(flag, where); err != nil {
 			return err
 		}
 	}

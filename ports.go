@@ -10,6 +10,17 @@ import (
 // replicaHost is the listen host of --replica-sync.
 func (c *Config) replicaHost() string { return cmp.Or(c.Replica.ReplicaSyncHost, c.Host) }
 
+// routersAt returns where the other routers are found, and the flag that says so; empty: nowhere.
+func (c *Config) routersAt() (flag, where string) {
+	if c.Cluster.ClusterDiscovery != "" {
+		return "--cluster-discovery", c.Cluster.ClusterDiscovery
+	}
+	return "--replica-discovery", c.Replica.ReplicaDiscovery
+}
+
+// clusterHost is the listen host of --cluster.
+func (c *Config) clusterHost() string { return cmp.Or(c.Cluster.ClusterHost, c.Host) }
+
 // gatewayHost is the listen host of the endpoint picker's ports.
 func (c *Config) gatewayHost() string { return cmp.Or(c.Gateway.ExtProcHost, c.Host) }
 
@@ -39,6 +50,12 @@ func (c *Config) exposures() []web.Exposure {
 			Keyed: c.Replica.ReplicaKey != "", Keys: "--replica-key",
 		})
 	}
+	if c.Cluster.Own() {
+		all = append(all, web.Exposure{
+			Flag: "--cluster-host", Host: c.clusterHost(), Name: "port of --cluster",
+			Keyed: c.Cluster.ClusterKey != "", Keys: "--cluster-key",
+		})
+	}
 	return all
 }
 
@@ -59,6 +76,9 @@ func (c *Config) ports() []settings.PortUse {
 	own("--ext-proc-health-port", c.Gateway.ExtProcHealthPort, c.gatewayHost())
 	if c.Replica.ReplicaSync {
 		own("--replica-sync-port", c.Replica.ReplicaSyncPort, c.replicaHost())
+	}
+	if c.Cluster.Own() {
+		own("--cluster-port", c.Cluster.ClusterPort, c.clusterHost())
 	}
 	if c.Engine == EngineNone {
 		return uses

@@ -24,6 +24,7 @@ import (
 	"kvrouter/internal/fleet/process"
 	"kvrouter/internal/fleet/workers"
 	"kvrouter/internal/peers/cells"
+	"kvrouter/internal/peers/cluster"
 	"kvrouter/internal/peers/relay"
 	"kvrouter/internal/peers/replica"
 	"kvrouter/internal/prompt/native"
@@ -169,25 +170,8 @@ func build(ctx context.Context, config Config, log *slog.Logger) (*app, error) {
 		return nil, err
 	}
 	r.telemetry.Register(telemetry.NewWriteFailures(r.fleet.SnapshotFailures, r.learned.Failures))
-	if config.Replica.ReplicaSync {
-		mesh := config.Replica
-		mesh.ReplicaSyncHost = config.replicaHost()
-		deps := replica.Deps{Router: r.router, Edges: r.edges, Log: log, Partition: r.partitions.Of,
-			Stored: func(id string, worker, owner uint64) { r.stored.Note(id, worker, keys.Owner(owner)) },
-			EachStored: func(take func(worker, owner uint64, responses []string)) {
-				r.stored.Each(func(worker uint64, owner keys.Owner, ids []string) { take(worker, uint64(owner), ids) })
-			}}
-		if mesh.ReplicaDiscovery != "" {
-			found, err := discovery.OpenPeers(mesh.ReplicaDiscovery, log)
-			if err != nil {
-				return nil, err
-			}
-			deps.Find = found.Run
-		}
-		if r.replicas, err = replica.New(mesh, deps); err != nil {
-			return nil, err
-		}
-		r.telemetry.Register(r.replicas.Collectors()...)
+	if err := r.openMesh(); err != nil {
+		return nil, err
 	}
 	r.selection = selection.New(config.selectionSettings(),
 		selection.Deps{Models: r.models, Fleet: r.fleet, Partitions: r.partitions, Mesh: r.replicas, Tenants: r.tenants,
@@ -197,6 +181,42 @@ func build(ctx context.Context, config Config, log *slog.Logger) (*app, error) {
 		return nil, err
 	}
 	return r, nil
+}
+
+// openMesh makes the part that shares state with the other routers of the same workers, if there are any.
+func (r *app) openMesh() (err error) {
+	config, own := &r.config, r.config.Cluster
+	if !config.Replica.ReplicaSync && own.Cluster == "" {
+		return nil
+	}
+	deps := replica.Deps{Router: r.router, Edges: r.edges, Log: r.log, Partition: r.partitions.Of,
+		Stored: func(id string, worker, owner uint64) { r.stored.Note(id, worker, keys.Owner(owner)) },
+		EachStored: func(take func(worker, owner uint64, responses []string)) {
+			r.stored.Each(func(worker uint64, owner keys.Owner, ids []string) { take(worker, uint64(owner), ids) })
+		}}
+	if flag, where := config.routersAt(); where != "" {
+		found, err := discovery.OpenPeers(flag, where, r.log)
+		if err != nil {
+			return err
+		}
+		deps.Find = found.Run
+	}
+	if own.Cluster != "" {
+		own.ClusterHost = config.clusterHost()
+		link, err := cluster.Open(own, cluster.Deps{Edges: r.edges, Log: r.log, Find: deps.Find})
+		if err != nil {
+			return err
+		}
+		deps.Link = link
+		r.telemetry.Register(link.Collectors()...)
+	}
+	mesh := config.Replica
+	mesh.ReplicaSyncHost = config.replicaHost()
+	if r.replicas, err = replica.New(mesh, deps); err != nil {
+		return err
+	}
+	r.telemetry.Register(r.replicas.Collectors()...)
+	return nil
 }
 
 // listen opens the ports, all or none, and makes the parts that know their addresses.
@@ -291,7 +311,7 @@ func (r *app) listenForGateways() (*extproc.Server, error) {
 	connections, _ := r.config.Shares(false)
 	return extproc.New(r.config.Gateway, extproc.Deps{
 		Host: r.config.gatewayHost(), Secure: r.certificates.Config(), Serve: r.api.ServeGateway, Ready: ready,
-		Secret: r.config.Replica.ReplicaKey, SessionTTL: r.config.Routing.SessionTTL, Connections: connections, Edges: r.edges, Log: r.log,
+		Secret: cmp.Or(r.config.Cluster.ClusterKey, r.config.Replica.ReplicaKey), SessionTTL: r.config.Routing.SessionTTL, Connections: connections, Edges: r.edges, Log: r.log,
 	})
 }
 

@@ -121,6 +121,9 @@ func (l *link) put(m letter) {
 	l.inbox = slices.Insert(l.inbox, at, m)
 }
 
+// Limit implements replica.Link.
+func (l *link) Limit() int { return 1 << 20 }
+
 // Followed implements replica.Link.
 func (l *link) Followed() bool { return true }
 

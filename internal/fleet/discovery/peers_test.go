@@ -71,7 +71,7 @@ func (told *peersTold) says(text string) {
 func peersOfService(t *testing.T, s *kubetest.Server, spec string) *peersTold {
 	t.Helper()
 	told := &peersTold{t: t}
-	p, err := ParsePeers(spec)
+	p, err := ParsePeers("--replica-discovery", spec)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -91,7 +91,7 @@ func TestPeersThatMakeNoSense(t *testing.T) {
 		"", "routers:7100", "dns://routers", "dns://routers:0", "dns+srv://routers", "dns://routers:replica", "service://routers", "service://:7100", "service:///routers:7100",
 		"service://ns/:7100", "service://a/b/c:7100", "service://routers:70000", "service://routers:0", "service://routers:Replica", "service://routers:", "http://routers:7100",
 	} {
-		if p, err := ParsePeers(spec); err == nil || !strings.Contains(err.Error(), "--replica-discovery "+spec+": give dns://") {
+		if p, err := ParsePeers("--replica-discovery", spec); err == nil || !strings.Contains(err.Error(), "--replica-discovery "+spec+": give dns://") {
 			t.Errorf("%q: %+v, %v", spec, p, err)
 		}
 	}
@@ -100,8 +100,8 @@ func TestPeersThatMakeNoSense(t *testing.T) {
 		"service://routers:7100":       {service: "routers", port: "7100"},
 		"service://ns/routers:replica": {namespace: "ns", service: "routers", port: "replica"},
 	} {
-		want.spec = spec
-		if p, err := ParsePeers(spec); err != nil || *p != want {
+		want.flag, want.spec = "--replica-discovery", spec
+		if p, err := ParsePeers("--replica-discovery", spec); err != nil || *p != want {
 			t.Errorf("%q: %+v, %v", spec, p, err)
 		}
 	}
@@ -111,7 +111,7 @@ func TestPeersOfAName(t *testing.T) {
 	s := newNameServer(t)
 	s.set(func() { s.addresses["routers.ns.test"] = []string{"10.0.0.2", "10.0.0.1", "fd00::1"} })
 	told := &peersTold{t: t}
-	p, err := ParsePeers("dns://routers.ns.test:7100")
+	p, err := ParsePeers("--replica-discovery", "dns://routers.ns.test:7100")
 	if err == nil {
 		err = p.open(testLog(&told.log))
 	}

@@ -123,6 +123,7 @@ type otherRouter struct {
 	tried   time.Time
 	last    time.Time // of its last message
 	heard   bool      // it was once: id was not 0
+	left    bool      // it has said so
 	asked   int       // digests in a row that differed in as many buckets as the one before, or in more
 	differ  int       // buckets of the last one
 	service *router.Elsewhere

@@ -7,6 +7,8 @@ import "context"
 type Link interface {
 	// Publish sends a message of a topic to all others. It never waits.
 	Publish(topic string, text []byte)
+	// Limit is the largest message, bytes.
+	Limit() int
 	// Followed reports whether anyone may hear what is published.
 	Followed() bool
 	// Joined returns how many have begun to hear this router so far, as far as the link knows. They

@@ -34,6 +34,10 @@ func (r *Mesh) find(request string) (by *otherRouter, held *heldBooking) {
 	return nil, nil
 }
 
+// Addressed reports whether other routers are known by their addresses. If not, they have none, and
+// none can be registered.
+func (r *Mesh) Addressed() bool { return r.zmq != nil }
+
 // RegisterPeer subscribes to the router at an endpoint, tcp://host:port. added is
 // false for a known one. Errors other than ErrTooManyPeers mean that the endpoint
 // is invalid.
@@ -99,7 +103,29 @@ func (r *Mesh) Take(from, topic string, text []byte) error {
 		p.heard = true
 		r.log.Info("peer router connected", "peer", from)
 	}
+	if p.left {
+		r.log.Info("peer router left", "peer", from)
+		r.gone(from)
+	}
 	return err
+}
+
+// Bounds of the routers that this one asks for their stored responses: one can tell all that all of
+// its side of a partition know.
+const (
+	recallMost  = 2
+	recallEvery = 10 * time.Second
+)
+
+// recall asks a router that has joined for its stored responses, or this one has joined it; r.books
+// is held.
+func (r *Mesh) recall(of uint64) {
+	if now := time.Now(); now.Sub(r.recallsFrom) > recallEvery {
+		r.recallsFrom, r.recalls = now, 0
+	}
+	if r.recalls++; r.stored != nil && r.recalls <= recallMost {
+		r.say(ownMessage{Kind: kindRecall, Of: of})
+	}
 }
 
 // Alive implements Ears.
@@ -200,7 +226,10 @@ func (p *otherRouter) from(id uint64, take func()) error {
 // nothing.
 func (p *otherRouter) takeOwn(m *ownMessage) {
 	r := p.mesh
-	p.own = true
+	if !p.own {
+		p.own = true
+		r.recall(p.id)
+	}
 	switch m.Kind {
 	case kindDigest:
 		p.service.Take(m.services())
@@ -213,6 +242,12 @@ func (p *otherRouter) takeOwn(m *ownMessage) {
 		}
 	case kindHeld:
 		p.keep(m.Bucket, m.Requests)
+	case kindRecall:
+		if m.Of == r.id {
+			r.recalled.Store(true)
+		}
+	case kindLeave:
+		p.left = true
 	case kindStored:
 		for _, response := range m.Requests {
 			if r.stored != nil {

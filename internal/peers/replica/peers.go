@@ -66,6 +66,9 @@ func (z *zmqLink) Publish(topic string, text []byte) {
 	z.pub.Publish([]byte(topic), z.seal.close(topic, text))
 }
 
+// Limit implements Link.
+func (z *zmqLink) Limit() int { return messageLimit }
+
 // Followed implements Link.
 func (z *zmqLink) Followed() bool { return z.pub.Subscribers() > 0 }
 

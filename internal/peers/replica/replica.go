@@ -83,10 +83,15 @@ type Mesh struct {
 	timing timing
 	asked  atomic.Uint64 // buckets that others want again
 	missed atomic.Bool   // a change was lost because queue was full
-	lose   func() bool   // tests: this message is lost; nil: none is
+
+	recalled atomic.Bool // another router wants all stored responses
+	lose     func() bool // tests: this message is lost; nil: none is
 
 	books   sync.Mutex              // guards members and what each holds; taken before mu and the router's lock
 	members map[string]*otherRouter // by the name of the link for it
+
+	recalls     int // routers that were asked for their stored responses since recallsFrom
+	recallsFrom time.Time
 
 	mu    sync.Mutex              // guards heard
 	heard map[uint64]*otherRouter // the member that is heard as a router, by its id
@@ -226,6 +231,7 @@ func (r *Mesh) publishQueued(ctx context.Context) {
 	for ticks := 0; ; {
 		select {
 		case <-ctx.Done():
+			r.publish(replicaTopic, &ownMessage{Router: r.id, Kind: kindLeave})
 			return
 		case m := <-r.queue:
 			r.send(&books, m)
@@ -234,6 +240,9 @@ func (r *Mesh) publishQueued(ctx context.Context) {
 			if now := r.link.Joined(); now != joined { // a new subscriber knows nothing yet, and Dynamo does not ask
 				joined = now
 				r.asked.Store(^uint64(0))
+				r.recalled.Store(true)
+			}
+			if r.recalled.Swap(false) {
 				r.publishStored()
 			}
 			if len(r.queue) == 0 && r.missed.Swap(false) {
@@ -286,8 +295,16 @@ func (r *Mesh) publishChange(kind string, b *router.Booking, request string) (si
 func (r *Mesh) publishSlot(blockSize int, change slotChange, detail *slotDetail) (size int) {
 	event := slotEvent{BlockSize: uint32(cmp.Or(blockSize, r.router.Unit())), Event: change, Detail: detail}
 	event.Model, event.Group = r.partition(change.Worker.Worker)
+	if add, ok := change.Data.(map[string]addRequest); ok && len(add[dataAdd].Sequence) > r.link.Limit()/hashSize {
+		short := add[dataAdd]
+		short.Sequence = nil // its load without its blocks, rather than nothing
+		event.Event.Data = map[string]addRequest{dataAdd: short}
+	}
 	return r.publish(slotTopic, &event)
 }
+
+// hashSize is more than the bytes of a hash in a message, with its share of the rest.
+const hashSize = 10
 
 // publish encodes and publishes a message, and returns its size.
 func (r *Mesh) publish(topic string, what any) (size int) {
@@ -339,7 +356,8 @@ func (r *Mesh) again(books *ownBooks, ask uint64) {
 	}
 }
 
-// storedAtOnce is how many responses one message names at most.
+// storedAtOnce is how many responses one message names at most: less than a MB, by far, of names as
+// engines give them.
 const storedAtOnce = 4096
 
 // publishStored publishes all stored responses that are known here.

@@ -116,6 +116,8 @@ const (
 	kindHeld     = "held"     // Requests are all that is in flight of a bucket
 	kindEjection = "ejection" // Worker gets nothing from here for Milliseconds
 	kindStored   = "stored"   // Worker has the responses Requests, which are Owner's
+	kindRecall   = "recall"   // another router, Of, is asked to send all stored responses
+	kindLeave    = "leave"    // nothing more comes
 )
 
 // ownMessage is a message between kvrouters beyond Dynamo.

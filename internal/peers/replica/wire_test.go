@@ -229,6 +229,8 @@ func FuzzTake(f *testing.F) {
 	f.Add(replicaTopic, encode(&ownMessage{Router: 9, Kind: kindDigest, Service: []tenantService{{"own", "standard", 1 << 60, 1 << 60}, {"own", "later", 1, 1}}}))
 	f.Add(replicaTopic, encode(&ownMessage{Router: 9, Kind: kindAsk, Of: 1, Buckets: 5}))
 	f.Add(replicaTopic, encode(&ownMessage{Router: 9, Kind: kindHeld, Requests: []string{"r"}}))
+	f.Add(replicaTopic, encode(&ownMessage{Router: 9, Kind: kindRecall, Of: 1}))
+	f.Add(replicaTopic, encode(&ownMessage{Router: 9, Kind: kindLeave}))
 	f.Add(replicaTopic, encode(&ownMessage{Router: 9, Kind: kindEjection, Worker: &rank{1, 0}, Milliseconds: 1 << 40}))
 	f.Fuzz(func(t *testing.T, topic string, text []byte) {
 		rt := routertest.New(t, "work", 2, routertest.WithSettings(func(s *router.Settings) {

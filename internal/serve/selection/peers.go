@@ -20,7 +20,7 @@ func (s *Service) withPeer(handle func(c *gin.Context, endpoint string)) gin.Han
 		switch {
 		case query.Endpoint == nil:
 			plainError(c, http.StatusUnprocessableEntity, "bad body: endpoint is missing")
-		case s.mesh == nil:
+		case s.mesh == nil || !s.mesh.Addressed():
 			plainError(c, http.StatusConflict, "replica sync is disabled")
 		default:
 			handle(c, *query.Endpoint)
@@ -57,7 +57,7 @@ func (s *Service) deregisterPeer(c *gin.Context, endpoint string) {
 // listPeers lists the endpoints of the peer routers.
 func (s *Service) listPeers(c *gin.Context) {
 	peers := []string{}
-	if s.mesh != nil {
+	if s.mesh != nil && s.mesh.Addressed() {
 		peers = s.mesh.Peers()
 	}
 	c.JSON(http.StatusOK, peers)
