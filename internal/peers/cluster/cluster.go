@@ -100,7 +100,10 @@ func (c Settings) Validate() error {
 	return nil
 }
 
-// Limits of the messages that wait here to be taken. Further ones are lost.
+// leastPayload is the largest message that NATS servers take by default, bytes.
+const leastPayload = 1 << 20
+
+// Limits of what waits here to be taken. What comes beyond is lost.
 const (
 	inboxMessages = 100_000
 	inboxBytes    = 64 << 20
@@ -118,8 +121,8 @@ type Deps struct {
 	Find func(ctx context.Context, use func(addresses []string))
 }
 
-// Link is a replica.Link over NATS. A message of a topic goes to the subject PREFIX.ID.TOPIC, where
-// ID is the router's, drawn at its start.
+// Link is a replica.Link over NATS. Messages go to the subject PREFIX.ID, where ID is the router's,
+// drawn at its start.
 type Link struct {
 	deps    Deps
 	prefix  string
@@ -127,10 +130,11 @@ type Link struct {
 	node    *node // nil: the servers are those of an operator
 	conn    *nats.Conn
 	inbox   *nats.Subscription
+	outbox  batch
 	warning warning
 
-	Unsent atomic.Uint64 // messages that were not sent: no server is connected, or they are too large
-	Missed atomic.Uint64 // messages that were lost because this router was behind
+	Unsent atomic.Uint64 // batches that were not sent, as no server is connected, and messages that are too large
+	Missed atomic.Uint64 // batches that were lost because this router was behind
 }
 
 // Open starts the server, or connects to those of the settings. A server that is not there is
@@ -139,6 +143,7 @@ func Open(settings Settings, deps Deps) (*Link, error) {
 	var random [8]byte
 	rand.Read(random[:])
 	l := &Link{deps: deps, id: hex.EncodeToString(random[:]), prefix: settings.ClusterPrefix}
+	l.outbox.limit, l.outbox.send = l.Limit, l.send
 	options := []nats.Option{
 		nats.Name(member + "-" + l.id), nats.NoEcho(), nats.MaxReconnects(-1), nats.ReconnectWait(time.Second),
 		nats.ReconnectBufSize(-1), // what cannot be sent now is sent again when a digest shows that it is missing
@@ -168,7 +173,7 @@ func Open(settings Settings, deps Deps) (*Link, error) {
 	}
 	var err error
 	if l.conn, err = nats.Connect(urls, options...); err == nil {
-		l.inbox, err = l.conn.SubscribeSync(l.prefix + ".*.>")
+		l.inbox, err = l.conn.SubscribeSync(l.prefix + ".*")
 	}
 	if err == nil {
 		err = l.inbox.SetPendingLimits(inboxMessages, inboxBytes)
@@ -218,7 +223,14 @@ func (l *Link) failed(err error) {
 
 // Publish implements replica.Link.
 func (l *Link) Publish(topic string, text []byte) {
-	if err := l.conn.Publish(l.prefix+"."+l.id+"."+topic, text); err != nil {
+	if !l.outbox.add(topic, text) {
+		l.Unsent.Add(1)
+	}
+}
+
+// send sends a batch.
+func (l *Link) send(text []byte) {
+	if err := l.conn.Publish(l.prefix+"."+l.id, text); err != nil {
 		l.Unsent.Add(1)
 	}
 }
@@ -229,12 +241,12 @@ func (l *Link) Followed() bool { return true }
 // Joined implements replica.Link: nobody is known to hear this router but by what it says.
 func (l *Link) Joined() uint64 { return 0 }
 
-// Limit implements replica.Link.
+// Limit implements replica.Link. A server that is not there yet says nothing of its limit.
 func (l *Link) Limit() int {
 	if limit := l.conn.MaxPayload(); limit > 0 {
 		return int(min(limit, maxPayload))
 	}
-	return maxPayload
+	return leastPayload
 }
 
 // Run implements replica.Link.
@@ -267,11 +279,11 @@ func (l *Link) hear(ctx context.Context, ears replica.Ears) {
 			}
 			continue
 		}
-		from, topic, ok := strings.Cut(strings.TrimPrefix(m.Subject, l.prefix+"."), ".")
-		if !ok || from == l.id || len(from) > 2*len(l.id) {
+		from := strings.TrimPrefix(m.Subject, l.prefix+".")
+		if from == l.id || len(from) > 2*len(l.id) {
 			continue
 		}
-		if err := ears.Take(from, topic, m.Data); err != nil {
+		if err := split(m.Data, func(topic string, text []byte) error { return ears.Take(from, topic, text) }); err != nil {
 			l.warning.log(l.deps.Log, "message of a peer router rejected", fmt.Errorf("%s: %w", from, err))
 		}
 	}
@@ -280,6 +292,7 @@ func (l *Link) hear(ctx context.Context, ears replica.Ears) {
 // Close implements replica.Link. What was published before is sent, if that goes at once.
 func (l *Link) Close() {
 	if l.conn != nil {
+		l.outbox.sendNow()
 		_ = l.conn.FlushTimeout(100 * time.Millisecond)
 		l.conn.Close()
 	}
