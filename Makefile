@@ -23,7 +23,7 @@ FROM ?= 1
 GRID ?= policies
 
 .DEFAULT_GOAL := help
-.PHONY: help help-all setup setup-sglang run run-disagg run-sglang run-sglang-disagg demo check test test-mooncake test-sglang test-zoo test-fleet test-tiers test-migration test-sglang-migration test-routes test-kubernetes test-gateway test-traces test-boards test-page test-mesh test-relay test-cells lint dist test-dist bench index-bench growth sim bench-real bench-fair bench-adapters bench-fleet bench-gateway bench-herding wire-speed peers peers-predictions parity segments soak fuzz chaos chaos-gateway dst dst-bugs docs-check clean
+.PHONY: help help-all setup setup-sglang run run-disagg run-sglang run-sglang-disagg demo check test test-mooncake test-sglang test-zoo test-fleet test-tiers test-migration test-sglang-migration test-routes test-vllm-own test-kubernetes test-gateway test-traces test-boards test-page test-mesh test-relay test-cells lint dist test-dist bench index-bench growth sim bench-real bench-fair bench-adapters bench-fleet bench-gateway bench-herding wire-speed peers peers-predictions parity segments soak fuzz chaos chaos-gateway dst dst-bugs docs-check clean
 
 help: ## List the usual targets; make help-all lists all
 	@printf 'kvrouter: KV-cache-aware routing for vLLM and SGLang\n\n'
@@ -89,6 +89,9 @@ test-sglang-migration: setup-sglang #: Test 60 greedy streams over two real SGLa
 test-routes: setup #: Compare the answers of real vLLM workers on the routes without an exact prompt (batch, embeddings, scores, rendering, speech) with and without the router (4 minutes)
 	@$(PYTHON) -m pip install --quiet --no-deps --upgrade --target out/speech soundfile==0.14.0
 	KVROUTER_ROUTES=$(CURDIR)/out/speech go test -v -count 1 -timeout 30m ./test/real/routes
+
+test-vllm-own: setup #: Run vLLM's own HTTP tests, of the installed version, directly and through the router: none may pass only directly (hours; ARGS="serve/tokenize/test_tokenization.py" runs one file)
+	@scripts/vllm-own.sh $(ARGS)
 
 test-zoo: setup-sglang #: Test predictions with real engines for 16 forms of models: windows, chunks, states, drafters, adapters (40 to 90 minutes; ZOO=folder keeps captures)
 	KVROUTER_ZOO=$(or $(ZOO),run) go test -run '^TestZoo$$' -v -count 1 -timeout 3h ./test/real/zoo

@@ -331,6 +331,9 @@ func (r *app) openThompson() (err error) {
 // the workers for tokens, as does a router that starts none and cannot open its model.
 func openModel(ctx context.Context, config Config, log *slog.Logger) (*tokens.Model, error) {
 	if config.Model == "" && config.Engine == EngineMocker {
+		if !native.Linked() {
+			native.Link(mocker.Plain{})
+		}
 		return mocker.OpenBuiltinModel()
 	}
 	if config.Model == "" {

@@ -8,7 +8,8 @@ tenant alone, then both. First tokens are measured by the clients, hit rates are
 
   scripts/bench_fair.py                        no queue, then a fair queue: about 10 minutes
   scripts/bench_fair.py --seconds 300          longer
-  scripts/bench_fair.py --engine mocker        simulated workers, which start at once: tests the script only
+  scripts/bench_fair.py --classes              the light tenant is of class interactive, the flood of class batch
+  scripts/bench_fair.py --engine mocker        simulated workers, which start at once
   scripts/bench_fair.py -- --policy kv         further flags of kvrouter
 
 Only Python's standard library is needed. The exit code is 0 if every request was answered, whatever the times.
@@ -29,7 +30,8 @@ from pathlib import Path
 import bench_real
 from bench_real import ROOT, Router, all_counters, chat, first_model, get, make_prose, percentile, print_rows
 
-TENANT_HEADER = "x-llm-d-inference-fairness-id"
+TENANT_HEADER, CLASS_HEADER = "x-llm-d-inference-fairness-id", "x-kvrouter-class"
+CLASSES = {"light": "interactive", "flood": "batch"}
 SETUPS = {
     "no queue": [],
     "fair": ["--router-queue-policy", "fair"],
@@ -67,6 +69,7 @@ class Clients:
     def __init__(self, name, count, pause, url, model, args):
         self.name, self.pause, self.url, self.model, self.args = name, pause, url, model, args
         self.answers, self.lock, self.over = [], threading.Lock(), threading.Event()
+        self.headers = {TENANT_HEADER: name, **({CLASS_HEADER: CLASSES[name]} if args.classes else {})}
         rng = random.Random(f"{args.seed} {name}")
         self.systems = [make_prose(rng, args.words) for _ in range(args.prompts)]
         self.threads = [threading.Thread(target=self.run, args=(i,), daemon=True) for i in range(count)]
@@ -80,7 +83,7 @@ class Clients:
                 {"role": "system", "content": rng.choice(self.systems)},
                 {"role": "user", "content": make_prose(rng, self.args.question_words)},
             ]
-            answer = chat(self.url, self.model, messages, self.args.max_tokens, {TENANT_HEADER: self.name})
+            answer = chat(self.url, self.model, messages, self.args.max_tokens, self.headers)
             with self.lock:
                 self.answers.append(answer)
             if answer.error and not self.over.is_set():
@@ -145,6 +148,7 @@ def parse_arguments():
     parser.add_argument("--together", type=int, default=8, metavar="N", help="requests that a worker runs at once (default %(default)s)")
     parser.add_argument("--flood", type=int, default=32, metavar="N", help="clients of the flood (default %(default)s)")
     parser.add_argument("--light", type=int, default=2, metavar="N", help="clients of the light tenant (default %(default)s)")
+    parser.add_argument("--classes", action="store_true", help="give the tenants classes: interactive and batch")
     parser.add_argument("--pause", type=float, default=2, metavar="S", help="mean pause between chats of a light client, seconds (default %(default)g)")
     parser.add_argument("--seconds", type=float, default=120, metavar="S", help="length of each phase, seconds (default %(default)g)")
     parser.add_argument("--prompts", type=int, default=4, metavar="N", help="system prompts of each tenant (default %(default)s)")

@@ -309,6 +309,12 @@ func startOverIn(t testing.TB, env []string, program func() (string, error), por
 // process (--engine mocker), and waits until all are ready.
 func StartMocker(t testing.TB, workers int, args ...string) *Router {
 	t.Helper()
+	return startMocker(t, Program, workers, args...)
+}
+
+// startMocker is StartMocker for a given program.
+func startMocker(t testing.TB, program func() (string, error), workers int, args ...string) *Router {
+	t.Helper()
 	const ranks = 2 // at most
 	ports := testkit.FreePorts(t, 2+workers+3*ranks*workers)
 	at := 2
@@ -321,7 +327,7 @@ func StartMocker(t testing.TB, workers int, args ...string) *Router {
 		all = append(all, fmt.Sprintf("--%s=%d", kind.flag, ports+at))
 		at += kind.ports
 	}
-	r := StartAt(t, Program, ports, nil, append(all, args...)...)
+	r := StartAt(t, program, ports, nil, append(all, args...)...)
 	r.WaitReady(workers, 30*time.Second)
 	return r
 }

@@ -47,7 +47,7 @@ func (e *PanicError) Error() string {
 }
 
 // Do runs f and returns its error. A panic in f becomes a *PanicError, is counted for
-// the edge and logged with its stack; a nil log logs nothing. Locks without a deferred
+// the edge and logged with its stack: the first one, and each at which their number has doubled. A nil log logs nothing. Locks without a deferred
 // unlock stay locked, and goroutines that f starts are not covered.
 func (e *Edges) Do(edge string, log *slog.Logger, f func() error) (err error) {
 	defer func() {
@@ -55,20 +55,21 @@ func (e *Edges) Do(edge string, log *slog.Logger, f func() error) (err error) {
 		if cause == nil {
 			return
 		}
-		e.count(edge)
+		n := e.count(edge)
 		err = &PanicError{edge, cause}
-		if log != nil {
+		if log != nil && n&(n-1) == 0 {
 			stack := debug.Stack()
-			log.Error("panic in a parser of untrusted input: the input is dropped", "edge", edge, "cause", fmt.Sprintf("%.200v", cause),
+			log.Error("panic in a parser of untrusted input: the input is dropped", "edge", edge, "panics", n, "cause", fmt.Sprintf("%.200v", cause),
 				"stack", string(stack[:min(len(stack), maxStack)]))
 		}
 	}()
 	return f()
 }
 
-func (e *Edges) count(edge string) {
+// count counts a panic and returns their number at the edge; 0: it is not counted.
+func (e *Edges) count(edge string) uint64 {
 	if e == nil {
-		return
+		return 0
 	}
 	e.mu.Lock()
 	defer e.mu.Unlock()
@@ -79,6 +80,7 @@ func (e *Edges) count(edge string) {
 		edge = other
 	}
 	e.panics[edge]++
+	return e.panics[edge]
 }
 
 // Panics returns the number of panics at each edge.

@@ -28,6 +28,12 @@ func TestAPanicBecomesAnErrorIsCountedAndLogged(t *testing.T) {
 	if lines := strings.Count(out.String(), "\n"); lines != 2 || !strings.Contains(out.String(), "guard_test.go") {
 		t.Errorf("%d log lines:\n%s", lines, &out)
 	}
+	for range 62 { // a worker's page may make its parser panic twice a second
+		_ = e.Do(Replica, log, func() error { panic("again") })
+	}
+	if lines := strings.Count(out.String(), "\n"); lines != 7 || !strings.Contains(out.String(), "panics=64") {
+		t.Errorf("%d log lines of 64 panics:\n%s", lines, &out)
+	}
 }
 
 func TestWithoutAPanicTheErrorIsThatOfTheParser(t *testing.T) {

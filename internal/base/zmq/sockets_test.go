@@ -137,7 +137,7 @@ func cpu(b *testing.B) int64 {
 	return used.Utime.Nano() + used.Stime.Nano()
 }
 
-// repeat sends message again and again to whoever connects to address, until stop or
+// repeat sends message repeatedly to whoever connects to address, until stop or
 // the end of the benchmark.
 func repeat(b *testing.B, message []byte) (address string, stop func()) {
 	l, err := Listen("127.0.0.1:0", zmq4.Pub, func(conn *Conn) {

@@ -59,6 +59,7 @@ type workerLoad struct {
 
 	passBefore time.Time // when the pass before that of Load.FirstToken gave first tokens; zero: there was none
 	ranBefore  int       // Running of the report before Published
+	ranMost    int       // the most Running of reports since requests wait in the engine, with the last one before
 
 	probe     time.Duration // after which Load.Fill grows where no request waits in the engine
 	growsFrom time.Time     // the earliest time for that
@@ -150,6 +151,10 @@ func newLoads() *loads {
 // only beyond the most that were in flight of late: it may count some that have ended.
 func (l *loads) publish(w kv.WorkerKey, p policy.Published, now time.Time) {
 	load := l.of(w)
+	if load.Waiting == 0 {
+		load.ranMost = load.Running
+	}
+	load.ranMost = max(load.ranMost, p.Running)
 	load.ranBefore, load.Published = load.Running, p
 	load.Bumped = 0
 	load.Foreign = max(0, p.Running+p.Waiting-load.peak(p.At))

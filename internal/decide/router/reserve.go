@@ -2,7 +2,6 @@ package router
 
 import (
 	"math"
-	"slices"
 	"time"
 
 	"kvrouter/internal/base/fair"
@@ -43,7 +42,7 @@ type reserve struct{ classes, tenants [len(fair.Classes)]kept }
 // learnReserve counts a request that arrives, and whether it has to wait.
 func (a *Admission) learnReserve(p *prompt, waits bool, now time.Time) {
 	at := p.Class.Place()
-	all, _, _ := a.seats(now)
+	all := a.seats(now).all
 	a.reserve.classes[at].learn(waits, a.fair.RunningAfter(p.Class) > 0, mostReserved*float64(all))
 	if a.fair.Within(p.Tenant, p.Class, all, now.Add(-activeFor)) {
 		a.reserve.tenants[at].learn(waits, true, float64(mostShared(all)))
@@ -61,9 +60,15 @@ func (s *reserve) before(c fair.Class) (seats float64) {
 	return seats
 }
 
-// seats returns the number of requests that the engines can run at once, and of these the free
-// seats, as far as known. idle: one engine has nothing to do.
-func (a *Admission) seats(now time.Time) (all, free int, idle bool) {
+// seats are the requests that the engines can run at once, as far as known.
+type seats struct {
+	all, free int
+	idle      bool // one engine has nothing to do
+	tries     bool // one is due to be tried with more requests than it was observed to run at once
+}
+
+// seats returns the seats of the workers that are not cordoned.
+func (a *Admission) seats(now time.Time) (s seats) {
 	r := a.router
 	for i := range r.fleet.targets {
 		if r.fleet.targets[i].Cordoned {
@@ -71,11 +76,12 @@ func (a *Admission) seats(now time.Time) (all, free int, idle bool) {
 		}
 		load := r.fleet.targetLoads[i].asOf(now)
 		requests := load.InFlight + load.Foreign
-		if idle = idle || requests == 0; load.Fresh && load.Fill > 0 {
-			all, free = all+load.Fill, free+max(0, load.Fill-requests)
+		if s.idle = s.idle || requests == 0; load.Fresh && load.Fill > 0 {
+			s.all, s.free = s.all+load.Fill, s.free+max(0, load.Fill-requests)
+			s.tries = s.tries || !now.Before(r.fleet.targetLoads[i].growsFrom)
 		}
 	}
-	return all, free, idle
+	return s
 }
 
 // seatsAreKept reports whether the free seats are reserved for classes before that of a request. A worker with nothing to do takes any.
@@ -84,29 +90,22 @@ func (a *Admission) seatsAreKept(c fair.Class, now time.Time) bool {
 	if kept < 1 || a.fair.Owes(c) {
 		return false
 	}
-	all, free, idle := a.seats(now)
-	return !idle && all > 0 && float64(free) <= kept
+	s := a.seats(now)
+	return !s.idle && s.all > 0 && float64(s.free) <= kept
 }
 
 // sharesAreKept reports whether the free seats are reserved for tenants of a class that are within their share, which
-// t is not. It takes them for a while where an engine is due to be tried with one request more.
+// t is not. While an engine is due to be tried with more requests, t may take them.
 func (a *Admission) sharesAreKept(t fair.Tenant, c fair.Class, now time.Time) bool {
 	needed := int(math.Ceil(float64(a.reserve.tenants[c.Place()])))
 	if needed == 0 {
 		return false
 	}
-	all, free, idle := a.seats(now)
-	if idle || free > min(needed, mostShared(all)) || a.triesMore(now) {
+	s := a.seats(now)
+	if s.idle || s.tries || s.free > min(needed, mostShared(s.all)) {
 		return false
 	}
-	return a.fair.Presses(t, c, all, now.Add(-activeFor))
-}
-
-// triesMore reports whether an engine is due to be tried with more requests than it was observed to run at once.
-func (a *Admission) triesMore(now time.Time) bool {
-	return slices.ContainsFunc(a.router.fleet.targetLoads, func(l targetLoad) bool {
-		return l.load.Fill > 0 && !now.Before(l.growsFrom)
-	})
+	return a.fair.Presses(t, c, s.all, now.Add(-activeFor))
 }
 
 // reserves reports whether a request counts for the reserved seats: others cannot choose among the

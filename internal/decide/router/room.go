@@ -90,20 +90,30 @@ const (
 //     when the last passes over prompts began: these have left it out. Of answers that come
 //     whole the passes are not known; then no more may run than before.
 //
-// While none waits, more may be possible.
+// While none waits beside as many as that, more may be possible.
 func (a *Admission) learnRoom(at int, before policy.Published) {
 	r := a.router
 	load, now := r.fleet.targetLoads[at].workerLoad, r.now()
 	published := load.Published
-	switch requests := load.InFlight + load.Foreign; {
+	switch {
 	case published.Waiting == 0:
-		if load.Fill > 0 && requests >= load.Fill && !now.Before(load.growsFrom) {
+		if load.Fill > 0 && published.Running >= load.Fill && !now.Before(load.growsFrom) {
 			load.growFill(now)
 		}
 	case before.Waiting == 0 || now.Sub(before.At) >= loadFreshFor:
 	case a.stands(load, before), a.pending(load.Load, now) < passOf(&r.fleet.targets[at]) && load.leftOut(published):
-		load.setFill(max(1, published.Running, load.ranBefore), now)
+		load.setFill(load.ran(), now)
 	}
+}
+
+// ran returns the number of requests that fill the engine, of which others wait. Answers that have ended since the
+// last pass began leave seats of a batch that the next pass fills: the most that it ran since then count. Those of a
+// full cache do not.
+func (l *workerLoad) ran() int {
+	if l.KVUsage >= fullCache {
+		return max(1, l.Running, l.ranBefore)
+	}
+	return max(1, l.ranMost)
 }
 
 // setFill sets the observed number of requests that a worker runs at once. The size of a batch is

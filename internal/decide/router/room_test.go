@@ -138,6 +138,62 @@ func TestTriesBeyondABatchBecomeRare(t *testing.T) {
 	}
 }
 
+// TestEndedAnswersDoNotShrinkABatch: an engine whose answers end beside a request that waits runs as many again with
+// its next pass. One whose cache is full does not.
+func TestEndedAnswersDoNotShrinkABatch(t *testing.T) {
+	r, clock := newFairRouter(t, 1)
+	var run []*Booking
+	for range 8 {
+		b := occupy(t, r, 0, 1)
+		b.FirstToken()
+		run = append(run, b)
+	}
+	clock.Advance(time.Second)
+	waits := occupy(t, r, 0, 1)
+	at, _ := r.fleet.target(kv.WorkerKey{})
+	for _, report := range []struct {
+		running int
+		usage   float64
+		fill    int
+	}{
+		{8, 0.2, 0}, {8, 0.2, 8}, {7, 0.2, 8}, {7, 0.2, 8}, {3, 0.2, 8}, {4, 0.2, 8}, {4, 0.9, 4}, {3, 0.9, 4}, {3, 0.9, 3},
+	} {
+		clock.Advance(time.Second)
+		r.Publish(kv.WorkerKey{}, policy.Published{Running: report.running, Waiting: 1, KVUsage: report.usage, At: clock.Now()})
+		if got := r.fleet.targetLoads[at].Fill; got != report.fill {
+			t.Fatalf("%d run, usage %v: it is taken to run %d, want %d", report.running, report.usage, got, report.fill)
+		}
+	}
+	for _, b := range append(run, waits) {
+		b.End()
+	}
+}
+
+// TestAnEngineIsTriedWithMoreWhenItsBatchIsFull: by its own report. In flight are answers, too, that it has ended.
+func TestAnEngineIsTriedWithMoreWhenItsBatchIsFull(t *testing.T) {
+	r, clock := newFairRouter(t, 1)
+	at, _ := r.fleet.target(kv.WorkerKey{})
+	r.fleet.targetLoads[at].Fill = 2
+	var run []*Booking
+	for range 3 {
+		run = append(run, occupy(t, r, 0, 1))
+	}
+	for _, report := range []policy.Published{{Running: 1}, {Running: 2, Waiting: 1}, {Running: 1}, {Running: 2}} {
+		if got := r.fleet.targetLoads[at].Fill; got != 2 {
+			t.Fatalf("before %+v: it is taken to run %d", report, got)
+		}
+		clock.Advance(time.Second)
+		report.At = clock.Now()
+		r.Publish(kv.WorkerKey{}, report)
+	}
+	if got := r.fleet.targetLoads[at].Fill; got != 3 {
+		t.Errorf("its batch was full, and it is taken to run %d", got)
+	}
+	for _, b := range run {
+		b.End()
+	}
+}
+
 // TestAFullEngineIsNotChosen: of two workers, the one that holds the prompt runs as many requests
 // as it can, and the receipt says so.
 func TestAFullEngineIsNotChosen(t *testing.T) {

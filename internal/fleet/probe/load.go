@@ -46,7 +46,7 @@ type LoadSource struct {
 	URL    string // of the worker
 	Engine kv.Engine
 	Ranks  []kv.WorkerKey
-	// ZMQ PUB, of the plugin's JSON or SGLang's LoadStat, of the only rank; empty: none. Pages of an SGLang server replace one that fails
+	// ZMQ PUB, of the plugin's JSON or SGLang's LoadStat, of the only rank; empty: none. Pages of the server replace one that fails
 	Socket string
 	Apart  bool     // pages show each rank as an engine of that number; otherwise the page describes the only rank
 	Heard  *Hearing // records each message of the socket; nil: not recorded
@@ -138,8 +138,11 @@ func (c *Client) FollowLoad(ctx context.Context, s LoadSource, log *slog.Logger,
 		if ctx.Err() != nil {
 			return
 		}
-		if s.Socket != "" && s.Engine == kv.EngineSGLang {
-			_, _, _ = c.askLoad(ctx, s, loadNames, report)
+		missing := "no load from worker"
+		if s.Socket != "" {
+			if _, _, failure := c.askLoad(ctx, s, loadNames, report); failure == nil {
+				missing = "load socket of worker fails: its load is read from its pages"
+			}
 		}
 		pause := loadRetry + rand.N(loadRetry)
 		if s.Socket == "" && s.Engine != kv.EngineSGLang && Rejected(err) {
@@ -147,7 +150,7 @@ func (c *Client) FollowLoad(ctx context.Context, s LoadSource, log *slog.Logger,
 				log.Info("worker has no page of metrics: its load is that of this router's requests", "worker", s.Ranks[0].Worker, "error", err)
 			}
 		} else if failures == 10 { // a worker that is starting is silent for a while
-			log.Warn("no load from worker", "worker", s.Ranks[0].Worker, "rank", s.Ranks[0].Rank, "from", s.from(), "error", err)
+			log.Warn(missing, "worker", s.Ranks[0].Worker, "rank", s.Ranks[0].Rank, "from", s.from(), "error", err)
 		}
 		select {
 		case <-ctx.Done():

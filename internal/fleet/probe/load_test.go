@@ -303,9 +303,12 @@ func TestWorkersWithoutALoadSocketArePolled(t *testing.T) {
 		fmt.Fprintf(w, metricsPage, "kv_cache_usage_perc", "kv_cache_usage_perc", "kv_cache_usage_perc")
 	}))
 	defer server.Close()
-	last := follow(t, "", server.URL)
-	fail.Store(false)
-	testkit.Eventually(t, 20*time.Second, "the load", func() bool { p := last.Load(); return p != nil && p.Waiting == 7 })
+	for name, socket := range map[string]string{"none": "", "one where nothing listens": "tcp://127.0.0.1:1"} {
+		fail.Store(true)
+		last := follow(t, socket, server.URL)
+		fail.Store(false)
+		testkit.Eventually(t, 20*time.Second, "the load without a socket: "+name, func() bool { p := last.Load(); return p != nil && p.Waiting == 7 })
+	}
 }
 
 // sizesOn reads the sizes of caches out of a page.

@@ -46,6 +46,9 @@ func NewLauncher(engine Engine, settings Settings, log *slog.Logger) (*Launcher,
 	for _, flag := range settings.Untaken {
 		log.Warn(fmt.Sprintf("%s of %s does not take --%s: started without it", engine.Signs.Engine, settings.Python, flag), "lost", engine.Newer[flag])
 	}
+	if engine.Examine != nil {
+		engine.Examine(&settings)
+	}
 	return &Launcher{log: log, plugin: engine.Plugin, Command: func(i int, pluginDir string) (Spec, error) {
 		return engine.Command(settings, i, pluginDir, os.Environ())
 	}}, nil

@@ -29,6 +29,9 @@ type Engine struct {
 	// is lost without each.
 	Newer map[string]string
 
+	// Examine notes what its installed version needs; nil: nothing.
+	Examine func(*Settings)
+
 	// CheckArgs refuses arguments after -- that the router sets itself, could not
 	// follow, or that contradict other settings. Those of the machine are not known
 	// yet. Its errors name the argument and what to use instead.
@@ -82,6 +85,7 @@ type Settings struct {
 	KVEvents       bool     // workers publish KV events
 	Args           []string // the arguments after --
 	Untaken        []string // flags that the engine does not take, without dashes
+	Unbound        string   // the value by which the engine binds its threads to no core of a CPU; empty: that of its newest version
 	Ports          Ports
 }
 

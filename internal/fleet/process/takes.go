@@ -9,14 +9,16 @@ import (
 )
 
 // lookForFlags prints which of the flags, named without dashes, the modules about arguments of a Python
-// package do not have, as an option or as the field of a dataclass. It does not import the package.
+// package do not have, as an option or as the field of a dataclass. Such a module, or a folder of it, has
+// "arg" in its name. It does not import the package.
 const lookForFlags = `import importlib.util, os, re, sys
 text = ""
 for root in importlib.util.find_spec(sys.argv[1]).submodule_search_locations:
     for folder, _, files in os.walk(root):
         for name in files:
-            if "arg" in name and name.endswith(".py"):
-                with open(os.path.join(folder, name), encoding="utf-8", errors="replace") as file:
+            path = os.path.join(folder, name)
+            if "arg" in os.path.relpath(path, root) and name.endswith(".py"):
+                with open(path, encoding="utf-8", errors="replace") as file:
                     text += file.read()
 for flag in sys.argv[2:] if text else ():
     if not re.search(r"(?<![\w-])(--%s|%s)(?![\w-])" % (flag, flag.replace("-", "_")), text):
@@ -26,13 +28,27 @@ for flag in sys.argv[2:] if text else ():
 // Untaken returns which of the flags, named without dashes, the engine that a Python has does not take: those
 // of newer versions. Where the engine cannot be examined, it returns none.
 func Untaken(python, module string, flags []string) []string {
+	untaken := strings.Fields(string(ask(python, append([]string{lookForFlags, module}, flags...)...)))
+	return slices.DeleteFunc(untaken, func(flag string) bool { return !slices.Contains(flags, flag) })
+}
+
+// Source returns a file of the package that a Python has, named below its folder; empty: there is none.
+func Source(python, module, file string) []byte {
+	return ask(python, `import importlib.util, os, sys
+with open(os.path.join(*importlib.util.find_spec(sys.argv[1]).submodule_search_locations, sys.argv[2]), "rb") as file:
+    sys.stdout.buffer.write(file.read())
+`, module, file)
+}
+
+// ask returns what a Python program prints; empty where it fails.
+func ask(python string, program ...string) []byte {
 	ctx, cancel := context.WithTimeout(context.Background(), askLimit)
 	defer cancel()
-	out, err := exec.CommandContext(ctx, python, append([]string{"-c", lookForFlags, module}, flags...)...).Output()
+	out, err := exec.CommandContext(ctx, python, append([]string{"-c"}, program...)...).Output()
 	if err != nil {
 		return nil
 	}
-	return slices.DeleteFunc(strings.Fields(string(out)), func(flag string) bool { return !slices.Contains(flags, flag) })
+	return out
 }
 
 // isValue matches an argument that is not a flag.

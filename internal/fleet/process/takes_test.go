@@ -23,15 +23,16 @@ func TestFlagsThatAnEngineDoesNotTake(t *testing.T) {
 	write("engine_a/engine/arg_utils.py", "class EngineArgs:\n    kv_events_config: str = ''\n    other_scale_out: bool = False\n")
 	write("engine_a/entrypoints/openai/cli_args.py", `parser.add_argument("--enable-prompt-tokens-details")`)
 	write("engine_a/entrypoints/factory.py", "enable_scale_out = 1")
+	write("engine_a/arg_groups/fields/observability.py", "load_publish_endpoint: str | None = None")
 	write("engine_b/__init__.py", "")
 	t.Setenv("PYTHONPATH", dir)
-	flags := []string{"kv-events-config", "enable-prompt-tokens-details", "scale-out", "enable-scale-out"}
+	flags := []string{"kv-events-config", "enable-prompt-tokens-details", "scale-out", "enable-scale-out", "load-publish-endpoint"}
 	for module, want := range map[string][]string{"engine_a": {"scale-out", "enable-scale-out"}, "engine_b": nil, "engine_c": nil} {
 		if got := Untaken("python3", module, flags); !slices.Equal(got, want) {
 			t.Errorf("%s does not take %q, want %q", module, got, want)
 		}
 	}
-	if got := Untaken(filepath.Join(dir, "none"), "engine_a", flags); got != nil {
+	if got := Untaken(filepath.Join(dir, "none"), "engine_a", flags); len(got) != 0 {
 		t.Errorf("without a Python: %q", got)
 	}
 }

@@ -42,6 +42,10 @@ func Engine() process.Engine {
 	return process.Engine{
 		Kind: kv.EngineSGLang, Plugin: pluginFiles, Signs: signs(), Setup: setup,
 		GPUVenv: "sglang-0.5.23", CPUVenv: "sglang-cpu-0.5.23",
+		Newer: map[string]string{
+			"kv-events-config":      "exact predictions: prompts count as cached where they were sent",
+			"load-publish-endpoint": "the current load: that of its metrics lags",
+		},
 		CheckArgs: checkArgs,
 		Ranks:     ranks, RanksFlag: "--" + ranksFlag,
 		Limits: limits, BatchFlag: "--" + batchFlag,
@@ -118,7 +122,7 @@ func command(cfg process.Settings, i int, pluginDir string, environ []string) (p
 		setCPUEnvironment(cfg, i, env)
 		env.AddPath(pluginDir, filepath.Join(pluginDir, "cpu"))
 	}
-	return process.Spec{Argv: append(argv, cfg.Args...), Env: env.List()}, nil
+	return process.Spec{Argv: append(cfg.Taken(argv), cfg.Args...), Env: env.List()}, nil
 }
 
 // partArgs are the arguments of worker i where prefill and decode are apart.

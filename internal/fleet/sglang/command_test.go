@@ -87,6 +87,18 @@ func TestCommandOfEachWorker(t *testing.T) {
 	}
 }
 
+func TestAnOlderSGLangIsStartedWithoutNewFlags(t *testing.T) {
+	cfg := settings(1, []string{"0"})
+	cfg.Untaken = []string{"load-publish-endpoint"}
+	spec, err := command(cfg, 0, "/plugin", nil)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if argv := strings.Join(spec.Argv, " "); strings.Contains(argv, "tcp://*:5657") || !strings.HasSuffix(argv, " --enable-metrics --enable-cache-report") {
+		t.Error(argv)
+	}
+}
+
 func TestGPUsOfAWorker(t *testing.T) {
 	gpus := []string{"4", "GPU-5", "6", "7", "8", "9", "10", "11"}
 	for _, test := range []struct {

@@ -3,6 +3,7 @@
 package vllm
 
 import (
+	"bytes"
 	"cmp"
 	"embed"
 	"encoding/json"
@@ -42,6 +43,7 @@ func Engine() process.Engine {
 			"enable-prompt-tokens-details": "cached tokens in answers, by which predictions are verified",
 			"enable-scale-out":             "prompts of features that the router does not render are routed by load",
 		},
+		Examine:   examine,
 		CheckArgs: checkArgs,
 		Ranks:     func(args []string) int { return max(1, flags.Number(args, ranksFlag)) }, RanksFlag: "--" + ranksFlag,
 		Limits: func(args []string, _ int) (int, int) {
@@ -58,6 +60,13 @@ func Engine() process.Engine {
 		},
 		CheckPython: func(s process.Settings) error { return s.CheckNIXL(setup) },
 		Command:     command,
+	}
+}
+
+// examine notes that vLLM up to 0.11.0 calls unbound threads "all". By "nobind" it would crash.
+func examine(s *process.Settings) {
+	if len(s.GPUs) == 0 && bytes.Contains(process.Source(s.Python, "vllm", "v1/worker/cpu_worker.py"), []byte(`!= "all"`)) {
+		s.Unbound = "all"
 	}
 }
 
@@ -111,7 +120,7 @@ func command(cfg process.Settings, i int, pluginDir string, environ []string) (p
 		}
 	} else {
 		env.SetDefault("OMP_NUM_THREADS", strconv.Itoa(cfg.Threads()))
-		env.SetDefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+		env.SetDefault("VLLM_CPU_OMP_THREADS_BIND", cmp.Or(cfg.Unbound, "nobind"))
 		env.SetDefault("VLLM_CPU_KVCACHE_SPACE", "1") // GiB
 		if offloads(cfg) {
 			env["KVROUTER_CPU_TIERS"] = "1"

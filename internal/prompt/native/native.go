@@ -12,7 +12,8 @@ var ErrMissing = errors.New("this program was built without the native library: 
 // linked is the library; nil: the program was built without it.
 var linked Library
 
-// Link sets the library. Package link calls it before the program starts.
+// Link sets the library. Package link calls it before the program starts; a program without that one may before it
+// opens a model.
 func Link(l Library) { linked = l }
 
 // Linked reports whether the program has the library.

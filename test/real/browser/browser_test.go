@@ -191,7 +191,7 @@ func number(text string) float64 {
 
 // same reports whether a number on the page is the one that is known, as rounded there.
 func same(shown string, want float64) bool {
-	return math.Abs(number(shown)-want) <= math.Max(0.0006, math.Abs(want)*0.006)
+	return math.Abs(number(shown)-want) <= math.Max(0.006, math.Abs(want)*0.006)
 }
 
 // keepBusy keeps a router busy with chats that share prefixes, from so many clients, until the

@@ -177,7 +177,8 @@ func TestKubernetesChartStartsARouter(t *testing.T) {
 		if web.Loopback(cfg.Value("host")) || web.Loopback(cfg.Value("router-host")) == container.Get(`ports.#(name=="router")`).Exists() {
 			t.Errorf("it listens on %s and %s", cfg.Value("host"), cfg.Value("router-host"))
 		}
-		ports := map[string]int{"http": cfg.Int("http-port"), "router": cfg.Int("router-port"), "replica": cfg.Int("replica-sync-port"), "grpc-ext-proc": cfg.Int("ext-proc-port"), "grpc-health": cfg.Int("ext-proc-health-port")}
+		ports := map[string]int{"http": cfg.Int("http-port"), "router": cfg.Int("router-port"), "replica": cfg.Int("replica-sync-port"), "grpc-ext-proc": cfg.Int("ext-proc-port"), "grpc-health": cfg.Int("ext-proc-health-port"),
+			"metrics": cfg.Int("metrics-port")}
 		container.Get("ports").ForEach(func(_, port gjson.Result) bool {
 			if int(port.Get("containerPort").Int()) != ports[port.Get("name").Str] {
 				t.Errorf("port %s: the router has %d", port, ports[port.Get("name").Str])

@@ -44,7 +44,7 @@ func TestBoardsOnPrometheus(t *testing.T) {
 	address := fmt.Sprintf("127.0.0.1:%d", testkit.FreePorts(t, 1))
 	var targets []string
 	for _, r := range routers {
-		targets = append(targets, strconv.Quote(strings.TrimPrefix(r.OpenAI, "http://")))
+		targets = append(targets, strconv.Quote(strings.TrimPrefix(r.Port, "http://")))
 	}
 	testkit.WriteFile(t, filepath.Join(dir, "prometheus.yml"), fmt.Sprintf(`
 global: {scrape_interval: 1s, evaluation_interval: 1s}
