@@ -20,8 +20,8 @@ import (
 	"kvrouter/internal/fleet/workers"
 	"kvrouter/internal/peers/cells"
 	"kvrouter/internal/peers/cluster"
+	"kvrouter/internal/peers/dynamo"
 	"kvrouter/internal/peers/relay"
-	"kvrouter/internal/peers/replica"
 	"kvrouter/internal/serve/extproc"
 	"kvrouter/internal/serve/keys"
 	"kvrouter/internal/serve/page"
@@ -113,8 +113,8 @@ type Config struct {
 	// Gateway is the endpoint picker of gateways.
 	Gateway extproc.Settings `embed:""`
 
-	// Replica has the other routers of the same workers.
-	Replica replica.Settings `embed:""`
+	// Dynamo and Cluster have the other routers of the same workers.
+	Dynamo  dynamo.Settings  `embed:""`
 	Cluster cluster.Settings `embed:""`
 
 	// Relay follows the relays of Dynamo's cells.
@@ -331,11 +331,11 @@ func (c *Config) validate() error {
 			return err
 		}
 	}
-	if c.Replica.ReplicaSync && c.Cluster.Cluster != "" {
+	if c.Dynamo.ReplicaSync && c.Cluster.Cluster != "" {
 		return errors.New("--cluster and --replica-sync exclude each other")
 	}
-	if flag, where := c.routersAt(); where != "" {
-		if _, err := discovery.ParsePeers(flag, where); err != nil {
+	if where := c.Cluster.ClusterDiscovery; where != "" {
+		if _, err := discovery.ParsePeers(where); err != nil {
 			return err
 		}
 	}

@@ -47,24 +47,8 @@ func (s *storing) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 	}
 }
 
-// meshes are the ways of two routers to each other: the flags of router i, whose ports begin at at.
-var meshes = map[string]func(at, i int) []string{
-	"ZeroMQ": func(at, i int) []string {
-		return []string{"--replica-sync", fmt.Sprintf("--replica-sync-port=%d", at+3*i+2), fmt.Sprintf("--replica-peers=127.0.0.1:%d", at+3*(1-i)+2)}
-	},
-	"NATS": func(at, i int) []string {
-		return []string{"--cluster=test", fmt.Sprintf("--cluster-port=%d", at+3*i+2), fmt.Sprintf("--cluster-peers=127.0.0.1:%d", at+2), "--cluster-key=0123456789abcdef"}
-	},
-}
-
 // TestRoutersShareTheWorkersOfStoredResponses continues conversations at the other router.
 func TestRoutersShareTheWorkersOfStoredResponses(t *testing.T) {
-	for name, flags := range meshes {
-		t.Run(name, func(t *testing.T) { shareStored(t, flags) })
-	}
-}
-
-func shareStored(t *testing.T, flags func(at, i int) []string) {
 	workers := []string{"--engine=none", "--policy=round-robin", "--no-kv-events"}
 	for i := range 3 {
 		s := &storing{name: string(rune('a' + i)), has: map[string]bool{}}
@@ -75,11 +59,12 @@ func shareStored(t *testing.T, flags func(at, i int) []string) {
 	at := testkit.FreePorts(t, 6)
 	var routers []*Router
 	for i := range 2 {
-		routers = append(routers, StartAt(t, Program, at+3*i, nil, append(flags(at, i), workers...)...))
+		own := []string{"--cluster=test", fmt.Sprintf("--cluster-port=%d", at+3*i+2), fmt.Sprintf("--cluster-peers=127.0.0.1:%d", at+2), "--cluster-key=0123456789abcdef"}
+		routers = append(routers, StartAt(t, Program, at+3*i, nil, append(own, workers...)...))
 	}
 	for _, r := range routers {
 		r.WaitReady(3, 20*time.Second)
-		testkit.Eventually(t, 20*time.Second, "the routers hear each other", func() bool { return r.Metrics()["kvrouter_replica_peers"] == 1 })
+		testkit.Eventually(t, 20*time.Second, "the routers hear each other", func() bool { return r.Metrics()["kvrouter_cluster_peers"] == 1 })
 	}
 	respond := func(r *Router, options string) (id string) {
 		t.Helper()
@@ -113,17 +98,12 @@ func shareStored(t *testing.T, flags func(at, i int) []string) {
 // TestResponsesSurviveARouterOfSeveral holds that a router that starts later learns whose responses
 // are whose: its key continues one, and another key does not.
 func TestResponsesSurviveARouterOfSeveral(t *testing.T) {
-	for name, flags := range meshes {
-		t.Run(name, func(t *testing.T) { surviveStored(t, flags) })
-	}
-}
-
-func surviveStored(t *testing.T, flags func(at, i int) []string) {
 	server := httptest.NewServer(&storing{name: "a", has: map[string]bool{}})
 	t.Cleanup(server.Close)
 	at := testkit.FreePorts(t, 6)
 	start := func(i int) *Router {
-		r := StartAt(t, Program, at+3*i, nil, append(flags(at, i), "--engine=none", "--no-kv-events", "--worker=url="+server.URL, "--api-key=key-a,key-b")...)
+		r := StartAt(t, Program, at+3*i, nil, "--engine=none", "--no-kv-events", "--worker=url="+server.URL, "--api-key=key-a,key-b",
+			"--cluster=test", fmt.Sprintf("--cluster-port=%d", at+3*i+2), fmt.Sprintf("--cluster-peers=127.0.0.1:%d", at+3*(1-i)+2))
 		r.WaitReady(1, 20*time.Second)
 		return r
 	}

@@ -75,7 +75,7 @@ func TestChartHasTheAlertsAndTheBoard(t *testing.T) {
 // The image's environment says which engine is started; a file would not overrule it.
 func settableFlags(t *testing.T) (all []string) {
 	t.Helper()
-	own := []string{"config", "engine", "api-key", "router-api-key", "replica-key"}
+	own := []string{"config", "engine", "api-key", "router-api-key", "cluster-key"}
 	for _, match := range regexp.MustCompile(`set \$config "([^"]+)"`).FindAllStringSubmatch(chartTemplates(t), -1) {
 		own = append(own, match[1])
 	}

@@ -30,7 +30,6 @@ const labelService = "kubernetes.io/service-name"
 // Peers finds the other routers: by the addresses of a name, or by the EndpointSlices of
 // a headless Service. This router is one of them; the caller excludes it.
 type Peers struct {
-	flag string // that has spec
 	spec string
 	dns  dnsQuestion // without a name: a Service is requested
 
@@ -42,10 +41,10 @@ type Peers struct {
 
 // ParsePeers reads dns://name:port, service://name:port or
 // service://namespace/name:port. A Service's port may also be the name that it has
-// there. It sends no query. Errors name the flag.
-func ParsePeers(flag, spec string) (*Peers, error) {
-	p := &Peers{flag: flag, spec: spec}
-	wrong := fmt.Errorf("%s %s: give dns://name:port, service://name:port or service://namespace/name:port", flag, spec)
+// there. It sends no query.
+func ParsePeers(spec string) (*Peers, error) {
+	p := &Peers{spec: spec}
+	wrong := fmt.Errorf("--cluster-discovery %s: give dns://name:7100, service://name:7100 or service://namespace/name:7100", spec)
 	if rest, ok := strings.CutPrefix(spec, schemeService); ok {
 		at, port, err := net.SplitHostPort(rest)
 		namespace, name, both := strings.Cut(at, "/")
@@ -81,8 +80,8 @@ func isPort(port string) bool {
 
 // OpenPeers is ParsePeers and prepares for Run: it locates the cluster of a
 // Service.
-func OpenPeers(flag, spec string, log *slog.Logger) (*Peers, error) {
-	p, err := ParsePeers(flag, spec)
+func OpenPeers(spec string, log *slog.Logger) (*Peers, error) {
+	p, err := ParsePeers(spec)
 	if err == nil {
 		err = p.open(log)
 	}
@@ -91,7 +90,7 @@ func OpenPeers(flag, spec string, log *slog.Logger) (*Peers, error) {
 
 // open locates the cluster of a Service.
 func (p *Peers) open(log *slog.Logger) error {
-	what := p.flag + " " + p.spec
+	what := "--cluster-discovery " + p.spec
 	if p.service == "" {
 		p.names = newDNS(p.dns, "router", what, log)
 		return nil

@@ -71,7 +71,7 @@ func (told *peersTold) says(text string) {
 func peersOfService(t *testing.T, s *kubetest.Server, spec string) *peersTold {
 	t.Helper()
 	told := &peersTold{t: t}
-	p, err := ParsePeers("--replica-discovery", spec)
+	p, err := ParsePeers(spec)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -79,7 +79,7 @@ func peersOfService(t *testing.T, s *kubetest.Server, spec string) *peersTold {
 	if err != nil {
 		t.Fatal(err)
 	}
-	p.kube = newCluster(client, "ns", "--replica-discovery "+spec, "the routers are kept", testLog(&told.log))
+	p.kube = newCluster(client, "ns", "--cluster-discovery "+spec, "the routers are kept", testLog(&told.log))
 	p.kube.idle = idle
 	p.kube.backoff.Duration, p.kube.backoff.Cap, p.kube.pace = 5*time.Millisecond, 20*time.Millisecond, rate.Inf
 	told.run(p)
@@ -91,7 +91,7 @@ func TestPeersThatMakeNoSense(t *testing.T) {
 		"", "routers:7100", "dns://routers", "dns://routers:0", "dns+srv://routers", "dns://routers:replica", "service://routers", "service://:7100", "service:///routers:7100",
 		"service://ns/:7100", "service://a/b/c:7100", "service://routers:70000", "service://routers:0", "service://routers:Replica", "service://routers:", "http://routers:7100",
 	} {
-		if p, err := ParsePeers("--replica-discovery", spec); err == nil || !strings.Contains(err.Error(), "--replica-discovery "+spec+": give dns://") {
+		if p, err := ParsePeers(spec); err == nil || !strings.Contains(err.Error(), "--cluster-discovery "+spec+": give dns://") {
 			t.Errorf("%q: %+v, %v", spec, p, err)
 		}
 	}
@@ -100,8 +100,8 @@ func TestPeersThatMakeNoSense(t *testing.T) {
 		"service://routers:7100":       {service: "routers", port: "7100"},
 		"service://ns/routers:replica": {namespace: "ns", service: "routers", port: "replica"},
 	} {
-		want.flag, want.spec = "--replica-discovery", spec
-		if p, err := ParsePeers("--replica-discovery", spec); err != nil || *p != want {
+		want.spec = spec
+		if p, err := ParsePeers(spec); err != nil || *p != want {
 			t.Errorf("%q: %+v, %v", spec, p, err)
 		}
 	}
@@ -111,7 +111,7 @@ func TestPeersOfAName(t *testing.T) {
 	s := newNameServer(t)
 	s.set(func() { s.addresses["routers.ns.test"] = []string{"10.0.0.2", "10.0.0.1", "fd00::1"} })
 	told := &peersTold{t: t}
-	p, err := ParsePeers("--replica-discovery", "dns://routers.ns.test:7100")
+	p, err := ParsePeers("dns://routers.ns.test:7100")
 	if err == nil {
 		err = p.open(testLog(&told.log))
 	}
@@ -209,7 +209,7 @@ func TestOfTooManyPeersThoseToldBeforeStay(t *testing.T) {
 	var text testkit.LogBuffer
 	crowded := false
 	for range 2 {
-		if got := boundPeers(slices.Clone(now), told, &crowded, "--replica-discovery x", testLog(&text)); !slices.Equal(got, want) {
+		if got := boundPeers(slices.Clone(now), told, &crowded, "--cluster-discovery x", testLog(&text)); !slices.Equal(got, want) {
 			t.Errorf("%d peers, first %v", len(got), got[:3])
 		}
 	}

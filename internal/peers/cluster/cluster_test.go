@@ -65,9 +65,7 @@ func start(t *testing.T, settings Settings, find func(context.Context, func([]st
 	if m.link, err = Open(settings, Deps{Edges: guard.New(), Log: log, Find: find}); err != nil {
 		t.Fatal(err)
 	}
-	if m.mesh, err = replica.New(replica.Settings{}, replica.Deps{Router: m.Router, Edges: guard.New(), Log: log, Link: m.link}); err != nil {
-		t.Fatal(err)
-	}
+	m.mesh = replica.New(replica.Deps{Router: m.Router, Log: log, Link: m.link})
 	ctx, cancel := context.WithCancel(context.Background())
 	done := make(chan struct{})
 	go func() {

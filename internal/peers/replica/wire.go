@@ -22,15 +22,13 @@ import (
 // map with names. The first two are those of Dynamo 1.6.1's selection service, and
 // so are the shapes of their payloads; the third is between kvrouters.
 const (
-	slotTopic    = "dynamo.slot-tracker.v1"
-	sessionTopic = "dynamo.session-affinity.v1"
+	SlotTopic    = "dynamo.slot-tracker.v1"
+	SessionTopic = "dynamo.session-affinity.v1"
 	replicaTopic = "kvrouter.v1"
 )
 
 // Limits of one message.
 const (
-	// messageLimit bounds its bytes.
-	messageLimit = 32 << 20
 	// sequenceLimit bounds its sequence hashes: those of 2^28 tokens in blocks of 64.
 	sequenceLimit = 1 << 22
 	// idLimit bounds the name of a request or session, bytes.
@@ -249,7 +247,7 @@ func readFields(text []byte, required int, fields ...field) error {
 	return err
 }
 
-// decodeSlot reads a message of slotTopic.
+// decodeSlot reads a message of SlotTopic.
 func decodeSlot(text []byte) (d decoded, err error) {
 	var blockSize uint64
 	c, detail := &d.change, []byte(nil)
@@ -350,7 +348,7 @@ func decodeDetail(text []byte, c *router.Change) error {
 	)
 }
 
-// decodeSession reads a message of sessionTopic.
+// decodeSession reads a message of SessionTopic.
 func decodeSession(text []byte) (b router.SessionBinding, err error) {
 	err = readFields(text, 5,
 		field{"session_id", textTo(&b.ID)},

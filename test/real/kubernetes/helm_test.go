@@ -263,7 +263,7 @@ func chartSettings(t *testing.T, objects chartObjects) (settings map[string]any)
 // chartPeers looks whether that leads to the routers, and whether they may ask for it.
 func chartPeers(t *testing.T, objects chartObjects, where string, port int) {
 	t.Helper()
-	if _, err := discovery.ParsePeers("--replica-discovery", where); err != nil {
+	if _, err := discovery.ParsePeers(where); err != nil {
 		t.Error(err)
 	}
 	found := false

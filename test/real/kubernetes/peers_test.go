@@ -28,7 +28,7 @@ func TestKubernetesRoutersFindEachOther(t *testing.T) {
 	t.Setenv("KUBERNETES_SERVICE_HOST", "")
 	t.Setenv("KUBECONFIG", cluster.Kubeconfig("inference", cluster.Token("inference", "kvrouter")))
 	var log testkit.LogBuffer
-	peers, err := discovery.OpenPeers("--replica-discovery", where, slog.New(slog.NewTextHandler(&log, nil)))
+	peers, err := discovery.OpenPeers(where, slog.New(slog.NewTextHandler(&log, nil)))
 	if err != nil {
 		t.Fatal(err)
 	}
