@@ -175,7 +175,7 @@ bench-fleet: setup #: Compare cache hits of vllm-router, SMG and kvrouter before
 bench-gateway: setup #: Measure the overhead of the endpoint picker behind Envoy against a minimal picker and the OpenAI port (10 minutes)
 	@scripts/gateway.sh bench
 
-bench-herding: #: Compare three routers, with and without --replica-sync, with one: load distribution, time to first token (5 minutes)
+bench-herding: #: Compare three routers, with and without --cluster, with one: load distribution, time to first token (5 minutes)
 	@scripts/build-native.sh
 	KVROUTER_HERDING_BENCH=1 go test -run '^TestHerding$$' -v -count 1 -timeout 15m ./test
 
