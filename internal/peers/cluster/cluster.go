@@ -283,7 +283,11 @@ func (l *Link) hear(ctx context.Context, ears replica.Ears) {
 		if from == l.id || len(from) > 2*len(l.id) {
 			continue
 		}
-		if err := split(m.Data, func(topic string, text []byte) error { return ears.Take(from, topic, text) }); err != nil {
+		take := func(topic string, text []byte) error { return ears.Take(from, topic, text) }
+		if err := split(m.Data, take); err != nil {
+			if errors.Is(err, errBatch) {
+				_ = take("", nil) // counted as a message without a topic
+			}
 			l.warning.log(l.deps.Log, "message of a peer router rejected", fmt.Errorf("%s: %w", from, err))
 		}
 	}
