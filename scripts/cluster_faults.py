@@ -192,6 +192,7 @@ def run(scenario: str, long: float, logs: Path) -> bool:
         os.close(namespace)
         engines = [ThreadingHTTPServer(("0.0.0.0", 9000 + w), Worker) for w in WORKERS]
         for engine in engines:
+            engine.handle_error = lambda *_: None  # routers that end close their connections
             threading.Thread(target=engine.serve_forever, daemon=True).start()
         if scenario == "nats":
             server = subprocess.Popen(nats, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
