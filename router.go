@@ -240,8 +240,12 @@ func (r *app) listen() (err error) {
 		return err
 	}
 	r.api = r.openAI(r.ports[1].URL())
-	r.page = page.New(r.config.pageSettings(), page.Deps{Journal: r.journal, Models: r.models, Fleet: r.fleet, Proxy: r.proxy,
-		Totals: r.telemetry.Totals, Tenants: r.pageTenants, Ready: r.api.Ready, OpenAI: r.api, Log: r.log})
+	deps := page.Deps{Journal: r.journal, Models: r.models, Fleet: r.fleet, Proxy: r.proxy,
+		Totals: r.telemetry.Totals, Tenants: r.pageTenants, Ready: r.api.Ready, OpenAI: r.api, Log: r.log}
+	if r.replicas != nil {
+		deps.Cluster = r.replicas.Status
+	}
+	r.page = page.New(r.config.pageSettings(), deps)
 	if r.config.Gateway.ExtProcPort == 0 {
 		return nil
 	}

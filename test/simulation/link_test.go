@@ -130,6 +130,9 @@ func (l *link) Followed() bool { return true }
 // Joined implements replica.Link.
 func (l *link) Joined() uint64 { return 0 }
 
+// Network implements replica.Link.
+func (l *link) Network() replica.Network { return replica.Network{Connected: true} }
+
 // Run implements replica.Link.
 func (l *link) Run(ctx context.Context, ears replica.Ears) {
 	for ctx.Err() == nil {

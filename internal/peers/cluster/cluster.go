@@ -126,12 +126,14 @@ type Deps struct {
 type Link struct {
 	deps    Deps
 	prefix  string
+	name    string // of the cluster, or the prefix
 	id      string
 	node    *node // nil: the servers are those of an operator
 	conn    *nats.Conn
 	inbox   *nats.Subscription
 	outbox  batch
 	warning warning
+	trip    atomic.Int64 // round trip to an operator's server, ns; 0: unknown
 
 	Unsent atomic.Uint64 // batches that were not sent, as no server is connected, and messages that are too large
 	Missed atomic.Uint64 // batches that were lost because this router was behind
@@ -142,7 +144,7 @@ type Link struct {
 func Open(settings Settings, deps Deps) (*Link, error) {
 	var random [8]byte
 	rand.Read(random[:])
-	l := &Link{deps: deps, id: hex.EncodeToString(random[:]), prefix: settings.ClusterPrefix}
+	l := &Link{deps: deps, id: hex.EncodeToString(random[:]), prefix: settings.ClusterPrefix, name: settings.ClusterPrefix}
 	l.outbox.limit, l.outbox.send = l.Limit, l.send
 	options := []nats.Option{
 		nats.Name(member + "-" + l.id), nats.NoEcho(), nats.MaxReconnects(-1), nats.ReconnectWait(time.Second),
@@ -155,7 +157,7 @@ func Open(settings Settings, deps Deps) (*Link, error) {
 				l.deps.Log.Warn("NATS connection lost: this router goes on alone", "error", err)
 			}
 		}),
-		nats.ReconnectHandler(func(c *nats.Conn) { l.deps.Log.Info("NATS connected", "server", c.ConnectedUrlRedacted()) }),
+		nats.ReconnectHandler(func(c *nats.Conn) { l.deps.Log.Info("NATS connected", "server", serverOf(c)) }),
 	}
 	urls := settings.Cluster
 	if settings.Own() {
@@ -164,7 +166,7 @@ func Open(settings Settings, deps Deps) (*Link, error) {
 		if l.node, err = startNode(settings, l.id, secret, deps.Log); err != nil {
 			return nil, err
 		}
-		urls, l.prefix = "", member+"."+settings.Cluster
+		urls, l.prefix, l.name = "", member+"."+settings.Cluster, settings.Cluster
 		options = append(options, nats.InProcessServer(l.node.Server), nats.UserInfo(member, secret))
 	} else if files, err := credentials(settings); err != nil {
 		return nil, err
@@ -251,10 +253,13 @@ func (l *Link) Limit() int {
 
 // Run implements replica.Link.
 func (l *Link) Run(ctx context.Context, ears replica.Ears) {
-	var finding sync.WaitGroup
-	defer finding.Wait()
-	if l.node != nil && l.deps.Find != nil {
-		finding.Go(func() { l.node.follow(ctx, l.deps.Find) })
+	var beside sync.WaitGroup
+	defer beside.Wait()
+	switch {
+	case l.node == nil:
+		beside.Go(func() { l.measure(ctx) })
+	case l.deps.Find != nil:
+		beside.Go(func() { l.node.follow(ctx, l.deps.Find) })
 	}
 	for ctx.Err() == nil {
 		_ = l.deps.Edges.Do(guard.Replica, l.deps.Log, func() error {

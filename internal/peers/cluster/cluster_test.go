@@ -221,9 +221,13 @@ func TestWhoHasNotTheKeyHearsNothing(t *testing.T) {
 }
 
 // natsServer starts a server of an operator.
-func natsServer(t *testing.T, port int) *server.Server {
+func natsServer(t *testing.T, port int, tweak ...func(*server.Options)) *server.Server {
 	t.Helper()
-	s, err := server.NewServer(&server.Options{Host: "127.0.0.1", Port: port, NoLog: true, NoSigs: true})
+	options := &server.Options{Host: "127.0.0.1", Port: port, NoLog: true, NoSigs: true}
+	for _, change := range tweak {
+		change(options)
+	}
+	s, err := server.NewServer(options)
 	if err != nil {
 		t.Fatal(err)
 	}

@@ -109,6 +109,11 @@ func (z *Link) Followed() bool { return z.pub.Subscribers() > 0 }
 // Joined implements replica.Link.
 func (z *Link) Joined() uint64 { return z.pub.Joined() }
 
+// Network implements replica.Link. It is connected while another router hears this one.
+func (z *Link) Network() replica.Network {
+	return replica.Network{Kind: replica.KindDynamo, Connected: z.Followed()}
+}
+
 // Close implements replica.Link.
 func (z *Link) Close() { z.pub.Close() }
 

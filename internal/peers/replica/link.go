@@ -14,6 +14,8 @@ type Link interface {
 	// Joined returns how many have begun to hear this router so far, as far as the link knows. They
 	// are sent all that is in flight at once; others ask for it when they hear a digest.
 	Joined() uint64
+	// Network returns the state of the link. It waits for no other router.
+	Network() Network
 	// Run hands to ears what the others send, until ctx is done.
 	Run(ctx context.Context, ears Ears)
 	// Close ends publishing. It is called once, after Run if that was.

@@ -332,10 +332,15 @@ func (r *Mesh) digest(books *ownBooks) {
 
 // Counts counts the messages between routers.
 type Counts struct {
-	Sent, Resent, Received, Dropped, Refused, Lost uint64
+	Sent     uint64 `json:"sent"`
+	Resent   uint64 `json:"resent"`
+	Received uint64 `json:"received"`
+	Dropped  uint64 `json:"dropped"`
+	Refused  uint64 `json:"refused"`
+	Lost     uint64 `json:"lost"`
 
-	Held  int64 // current bookings of other routers
-	Peers int   // connected routers
+	Held  int64 `json:"-"` // current bookings of other routers
+	Peers int   `json:"-"` // connected routers
 }
 
 // Counts returns the counts so far.

@@ -88,6 +88,11 @@ func (l *testLink) Followed() bool { return true }
 // Joined implements Link.
 func (l *testLink) Joined() uint64 { return 0 }
 
+// Network implements Link.
+func (l *testLink) Network() Network {
+	return Network{ID: l.name, Connected: true, Unsent: 3, Missed: 4}
+}
+
 // Run implements Link.
 func (l *testLink) Run(ctx context.Context, ears Ears) {
 	for {

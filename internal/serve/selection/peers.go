@@ -62,3 +62,12 @@ func (s *Service) listPeers(c *gin.Context) {
 	}
 	c.JSON(http.StatusOK, peers)
 }
+
+// showCluster shows the other routers, and the connections to them.
+func (s *Service) showCluster(c *gin.Context) {
+	if s.mesh == nil {
+		plainError(c, http.StatusConflict, "this router is in no cluster: --cluster is not set")
+		return
+	}
+	c.JSON(http.StatusOK, s.mesh.Status())
+}

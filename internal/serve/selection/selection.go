@@ -135,6 +135,7 @@ func (s *Service) Handler() http.Handler {
 	guarded.POST("/route", withBody(s.route))
 	guarded.GET("/dump", s.dump)
 	guarded.GET("/events", s.events)
+	guarded.GET("/cluster", s.showCluster)
 	guarded.POST("/replica_sync/register_peer", s.withPeer(s.registerPeer))
 	guarded.POST("/replica_sync/deregister_peer", s.withPeer(s.deregisterPeer))
 	guarded.GET("/replica_sync/peers", s.listPeers)
