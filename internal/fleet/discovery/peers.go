@@ -44,7 +44,7 @@ type Peers struct {
 // there. It sends no query.
 func ParsePeers(spec string) (*Peers, error) {
 	p := &Peers{spec: spec}
-	wrong := fmt.Errorf("--cluster-discovery %s: give dns://name:7100, service://name:7100 or service://namespace/name:7100", spec)
+	wrong := fmt.Errorf("--cluster-discovery %s: give dns://name:6222, service://name:6222 or service://namespace/name:6222", spec)
 	if rest, ok := strings.CutPrefix(spec, schemeService); ok {
 		at, port, err := net.SplitHostPort(rest)
 		namespace, name, both := strings.Cut(at, "/")

@@ -18,6 +18,7 @@ import (
 	"time"
 
 	"github.com/nats-io/nats.go"
+	"github.com/nats-io/nkeys"
 
 	"kvrouter/internal/base/guard"
 	"kvrouter/internal/peers/replica"
@@ -27,16 +28,16 @@ import (
 type Settings struct {
 	Cluster            string   `group:"Cluster" placeholder:"NAME" help:"Share in-flight load, sessions and ejections with the other routers of the same workers over NATS: the name of a cluster, which the routers form by themselves, or the comma-separated URLs of existing NATS servers, nats://HOST:PORT or tls://HOST:PORT."`
 	ClusterPort        int      `group:"Cluster" default:"6222" help:"Port for the other routers of the cluster. 0 selects a free port."`
-	ClusterHost        string   `group:"Cluster" hidden:"" placeholder:"HOST" help:"Listen address of that port. Default: that of --host."`
-	ClusterAdvertise   string   `group:"Cluster" hidden:"" placeholder:"HOST[:PORT]" help:"Address of that port as other routers reach it. Default: the address from which this router connects to them."`
+	ClusterHost        string   `group:"Cluster" placeholder:"HOST" help:"Listen address of that port. Default: that of --host."`
+	ClusterAdvertise   string   `group:"Cluster" placeholder:"HOST[:PORT]" help:"Address of that port as other routers reach it. Default: the address from which this router connects to them."`
 	ClusterPeers       []string `group:"Cluster" placeholder:"HOST:PORT" help:"Comma-separated --cluster-port addresses of other routers. One is enough: routers tell each other of the rest."`
 	ClusterDiscovery   string   `group:"Cluster" placeholder:"WHERE" help:"Service discovery of the other routers: dns://NAME:PORT (all addresses of a name), or service://NAME:PORT or service://NAMESPACE/NAME:PORT (endpoints of a headless Kubernetes Service). May include this router."`
 	ClusterKey         string   `group:"Cluster" placeholder:"KEY" help:"Key shared by all routers of the cluster, at least 16 characters. Both sides of a connection prove by TLS that they have it. Prefer the environment variable or the configuration file."`
 	ClusterPrefix      string   `group:"Cluster" placeholder:"SUBJECT" default:"kvrouter" help:"First part of all subjects in existing NATS servers. Routers of one fleet have the same, other fleets another."`
-	ClusterCredentials string   `group:"Cluster" hidden:"" placeholder:"FILE" help:"Credentials file (JWT and NKey seed) for existing NATS servers."`
-	ClusterCA          string   `group:"Cluster" hidden:"" placeholder:"FILE" name:"cluster-ca" help:"Certificate authorities of existing NATS servers (PEM). Default: those of the system."`
-	ClusterCert        string   `group:"Cluster" hidden:"" placeholder:"FILE" help:"Client certificate for existing NATS servers (PEM)."`
-	ClusterCertKey     string   `group:"Cluster" hidden:"" placeholder:"FILE" help:"Private key of --cluster-cert (PEM)."`
+	ClusterCredentials string   `group:"Cluster" placeholder:"FILE" help:"Credentials file (JWT and NKey seed) for existing NATS servers."`
+	ClusterCA          string   `group:"Cluster" placeholder:"FILE" name:"cluster-ca" help:"Certificate authorities of existing NATS servers (PEM). Default: those of the system."`
+	ClusterCert        string   `group:"Cluster" placeholder:"FILE" help:"Client certificate for existing NATS servers (PEM)."`
+	ClusterCertKey     string   `group:"Cluster" placeholder:"FILE" help:"Private key of --cluster-cert (PEM)."`
 }
 
 // Existing reports whether the servers are those of an operator.
@@ -161,13 +162,19 @@ func Open(settings Settings, deps Deps) (*Link, error) {
 	}
 	urls := settings.Cluster
 	if settings.Own() {
-		var err error
-		secret := rand.Text()
-		if l.node, err = startNode(settings, l.id, secret, deps.Log); err != nil {
+		user, err := nkeys.CreateUser()
+		if err != nil {
+			return nil, fmt.Errorf("--cluster: %w", err)
+		}
+		client, err := user.PublicKey()
+		if err != nil {
+			return nil, fmt.Errorf("--cluster: %w", err)
+		}
+		if l.node, err = startNode(settings, l.id, client, deps.Log); err != nil {
 			return nil, err
 		}
 		urls, l.prefix, l.name = "", member+"."+settings.Cluster, settings.Cluster
-		options = append(options, nats.InProcessServer(l.node.Server), nats.UserInfo(member, secret))
+		options = append(options, nats.InProcessServer(l.node.Server), nats.Nkey(client, user.Sign))
 	} else if files, err := credentials(settings); err != nil {
 		return nil, err
 	} else {

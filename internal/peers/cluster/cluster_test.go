@@ -183,6 +183,9 @@ func TestDiscoveryReplacesAddresses(t *testing.T) {
 	hear(t, first, third)
 	lists <- []string{first.address(), second.address(), third.address()}
 	hear(t, first, second, third)
+	if n := third.log.count("NATS connection lost"); n > 0 {
+		t.Errorf("a change of the addresses has ended its own connection %d times", n)
+	}
 }
 
 // TestWhoHasNotTheKeyHearsNothing: with another key, with none, by another name, or with no NATS.

@@ -49,15 +49,17 @@ type node struct {
 	named   []*url.URL // of the settings
 }
 
-// startNode starts a server, whose client has a secret. Errors name the flag.
-func startNode(settings Settings, id, secret string, log *slog.Logger) (*node, error) {
+// startNode starts a server for a client, which proves itself by its public NKey. Errors name the flag.
+func startNode(settings Settings, id, client string, log *slog.Logger) (*node, error) {
 	name := settings.Cluster
 	options := &server.Options{
 		ServerName: member + "-" + id, NoLog: true, NoSigs: true, NoSystemAccount: true,
 		MaxPayload: maxPayload, MaxPending: maxPending, WriteDeadline: writeLimit,
 		// Without a port for clients the server opens none for routes. This one takes nobody: the
 		// connection in the process is the only one, so others are closed before they are read.
-		Host: "127.0.0.1", Port: server.RANDOM_PORT, MaxConn: 1, Username: member, Password: secret,
+		Host: "127.0.0.1", Port: server.RANDOM_PORT, MaxConn: 1,
+		// Not Username and Password: each change of the routes would disconnect that client.
+		Nkeys: []*server.NkeyUser{{Nkey: client}},
 		Cluster: server.ClusterOpts{
 			Name: member + "-" + name, Host: settings.ClusterHost, Port: settings.ClusterPort, Advertise: settings.ClusterAdvertise,
 			PoolSize: -1, ConnectRetries: routeRetries, PingInterval: pingEvery, MaxPingsOut: maxPings,

@@ -67,7 +67,7 @@ function Card({ worker: w, now, ranks, models, onAct }) {
     <p class="where"><span title=${w.url}>${w.url}</span>${(models > 1 || w.model) && html` · <span title=${w.model}>${w.model}</span>`} · ${w.engine}</p>
     <${Meter} name="KV cache usage" field="kv_usage" share=${w.kv_usage} text=${usage} />
     <dl class="facts">
-      <${Fact} name="In flight" field="in_flight" value=${count(w.in_flight)} title="Requests of this router that have not finished" />
+      <${Fact} name="In flight" field="in_flight" value=${count(w.in_flight)} title="Requests that have not finished, of all routers of a cluster" />
       <${Fact} name="Waiting" field="waiting" value=${count(w.waiting)} title="Requests in the worker's own queue, as published by the worker" />
       <${Fact} name="Hit rate" field="hit_rate" value=${percent(w.hit_rate)} title="Share of prompt tokens that were cached" />
       <${Fact} name="Indexed blocks" field="blocks" value=${short(w.blocks)} title=${`${count(w.blocks)} blocks${w.block_size ? ` of ${count(w.block_size)} tokens` : ""} in the router's index`} />
