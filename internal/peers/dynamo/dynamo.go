@@ -95,10 +95,13 @@ func Open(settings Settings, deps Deps) (z *Link, err error) {
 
 // Publish implements replica.Link. Topics that Dynamo does not have are left out.
 func (z *Link) Publish(topic string, text []byte) {
-	if topic == replica.SlotTopic || topic == replica.SessionTopic {
+	if isDynamos(topic) {
 		z.pub.Publish([]byte(topic), text)
 	}
 }
+
+// isDynamos reports whether a topic is one of Dynamo's. Others are for links that know who speaks.
+func isDynamos(topic string) bool { return topic == replica.SlotTopic || topic == replica.SessionTopic }
 
 // Limit implements replica.Link.
 func (z *Link) Limit() int { return messageLimit }
@@ -336,7 +339,7 @@ func (z *Link) hear(ctx context.Context, f *follower) error {
 
 // take hands on a message.
 func (z *Link) take(f *follower, frames [][]byte) error {
-	if len(frames) != 2 {
+	if len(frames) != 2 || !isDynamos(string(frames[0])) {
 		return z.ears.Take(f.address, "", nil) // no message has that topic
 	}
 	return z.ears.Take(f.address, string(frames[0]), frames[1])

@@ -11,9 +11,12 @@ import (
 	"testing"
 	"time"
 
+	"github.com/go-zeromq/zmq4"
 	"github.com/vmihailenco/msgpack/v5"
 
 	"kvrouter/internal/base/guard"
+	"kvrouter/internal/base/zmq"
+	"kvrouter/internal/decide/health"
 	"kvrouter/internal/decide/router"
 	"kvrouter/internal/peers/replica"
 	"kvrouter/internal/testkit"
@@ -176,19 +179,39 @@ func TestARouterThatHangsIsForgotten(t *testing.T) {
 	}
 }
 
-// TestForeignMessagesChangeNothing has one of three frames, one of another topic, and one without its shape.
+// TestForeignMessagesChangeNothing has a peer that publishes whatever was subscribed to: a message between
+// kvrouters, which NATS alone carries, one of three frames, and some without their shape.
 func TestForeignMessagesChangeNothing(t *testing.T) {
-	foreign := testkit.NewTestPublisher(t)
-	r := start(t, addresses(t, 1)[0], nil, strings.TrimPrefix(foreign.Endpoint(), "tcp://"))
-	testkit.Eventually(t, 20*time.Second, "they are refused", func() bool {
-		foreign.Publish([]byte(replica.SlotTopic), []byte("x"), []byte("y"))
-		foreign.Publish([]byte("kvrouter.v1"), []byte("x"))
-		foreign.Publish([]byte(replica.SlotTopic+"x"), []byte("x"))
-		foreign.Publish([]byte(replica.SessionTopic), []byte("x"))
-		return r.mesh.Counts().Refused >= 3
+	own, err := msgpack.Marshal(map[string]any{"router_id": 9, "kind": "ejection", "worker": map[string]any{"worker_id": 1, "dp_rank": 0}, "milliseconds": 60_000})
+	if err != nil {
+		t.Fatal(err)
+	}
+	foreign, err := zmq.Listen("127.0.0.1:0", zmq4.Pub, func(c *zmq.Conn) {
+		for _, frames := range [][]string{{"kvrouter.v1", string(own)}, {replica.SlotTopic, "x", "y"}, {"", "x"}, {replica.SlotTopic + "x", "x"}, {replica.SessionTopic, "x"}} {
+			var message [][]byte
+			for _, frame := range frames {
+				message = append(message, []byte(frame))
+			}
+			if err := c.Send(message...); err != nil {
+				return
+			}
+		}
+		for {
+			if _, err := c.Recv(); err != nil {
+				return
+			}
+		}
 	})
-	if r.inFlight() != 0 || r.mesh.Counts().Peers != 0 {
-		t.Errorf("%+v", r.mesh.Counts())
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer foreign.Close()
+	r := start(t, addresses(t, 1)[0], nil, strings.TrimPrefix(foreign.Endpoint(), "tcp://"))
+	testkit.Eventually(t, 20*time.Second, "they are refused", func() bool { return r.mesh.Counts().Refused >= 5 })
+	records, _ := r.Health.Records()
+	held := slices.ContainsFunc(records, func(w health.Record) bool { return w.State == health.StateHeld })
+	if held || r.inFlight() != 0 || r.mesh.Counts().Peers != 0 {
+		t.Errorf("%+v, %+v", r.mesh.Counts(), records)
 	}
 }
 
