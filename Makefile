@@ -23,7 +23,7 @@ FROM ?= 1
 GRID ?= policies
 
 .DEFAULT_GOAL := help
-.PHONY: help help-all setup setup-sglang run run-disagg run-sglang run-sglang-disagg demo check test test-mooncake test-sglang test-zoo test-fleet test-tiers test-migration test-sglang-migration test-routes test-vllm-own test-kubernetes test-gateway test-traces test-boards test-page test-mesh test-relay test-cells lint dist test-dist bench index-bench growth sim bench-real bench-fair bench-adapters bench-fleet bench-gateway bench-herding wire-speed peers peers-predictions parity segments soak fuzz chaos chaos-gateway dst dst-bugs docs-check clean
+.PHONY: help help-all setup setup-sglang run run-disagg run-sglang run-sglang-disagg demo check test test-mooncake test-sglang test-zoo test-fleet test-tiers test-migration test-sglang-migration test-routes test-vllm-own test-kubernetes test-gateway test-traces test-boards test-page test-mesh test-cluster test-relay test-cells lint dist test-dist bench index-bench growth sim bench-real bench-fair bench-adapters bench-fleet bench-gateway bench-herding wire-speed peers peers-predictions parity segments soak fuzz chaos chaos-gateway dst dst-bugs docs-check clean
 
 help: ## List the usual targets; make help-all lists all
 	@printf 'kvrouter: KV-cache-aware routing for vLLM and SGLang\n\n'
@@ -175,7 +175,7 @@ bench-fleet: setup #: Compare cache hits of vllm-router, SMG and kvrouter before
 bench-gateway: setup #: Measure the overhead of the endpoint picker behind Envoy against a minimal picker and the OpenAI port (10 minutes)
 	@scripts/gateway.sh bench
 
-bench-herding: #: Compare three routers, with and without --replica-sync, with one: load distribution, time to first token (5 minutes)
+bench-herding: #: Compare three routers, with and without --cluster, with one: load distribution, time to first token (5 minutes)
 	@scripts/build-native.sh
 	KVROUTER_HERDING_BENCH=1 go test -run '^TestHerding$$' -v -count 1 -timeout 15m ./test
 
@@ -194,6 +194,12 @@ test-cells: #: Test three cells and three upper routers, 2 to 90 ms apart: kills
 
 test-mesh: #: Test two kvrouters and a Dynamo selection service in one mesh: load, sessions, late joiners, lost messages
 	scripts/selection_parity.sh -run '^TestMeshWithDynamo'
+
+test-cluster: #: Partition a cluster of five routers, kill one, and stop an existing NATS, all under load (5 minutes; root; ARGS="--long 10 kill")
+	@scripts/build-native.sh
+	go build -o out/kvrouter .
+	go build -o out/nats-server github.com/nats-io/nats-server/v2
+	$(PYTHON) scripts/cluster_faults.py $(ARGS)
 
 test-relay: setup #: Test the contract of Dynamo's KV relay against Dynamo's own relay, and its cells and selection services below a kvrouter
 	scripts/relay.sh

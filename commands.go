@@ -53,7 +53,7 @@ var usual = map[string][]manual.Task{
 		{Title: "Attach workers", Flags: []string{"worker", "discovery"}},
 		{Title: "Listen", Flags: []string{"host", "http-port", "router-host", "router-port", "api-key", "tls-cert", "tls-key"}},
 		{Title: "Route", Flags: []string{"policy", "no-kv-events", "session-header", "router-queue-policy"}},
-		{Title: "Run in production", Flags: []string{"config", "replica-sync", "index-snapshot", "log-level", "drain-timeout"}},
+		{Title: "Run in production", Flags: []string{"config", "cluster", "index-snapshot", "log-level", "drain-timeout"}},
 	},
 	"doctor": {
 		{Title: "Check", Flags: []string{"config", "engine", "model", "num-workers", "worker"}},

@@ -156,7 +156,7 @@ func TestHelpShowsWhatTheCommandReads(t *testing.T) {
 		t.Errorf("--help=all: %s", cmp.Diff(of["serve"], shown))
 	}
 	for _, name := range []string{
-		"model", "engine", "num-workers", "worker", "http-port", "api-key", "drain-timeout", "record", "replica-sync", "log-level", "indexer-peers", "thompson-state",
+		"model", "engine", "num-workers", "worker", "http-port", "api-key", "drain-timeout", "record", "cluster", "log-level", "indexer-peers", "thompson-state",
 		"router-track-output-blocks", "record-decisions", "enforce-disagg", "session-header",
 	} {
 		if of["simulate"][name] || !of["serve"][name] {

@@ -19,8 +19,9 @@ import (
 	"kvrouter/internal/fleet/discovery"
 	"kvrouter/internal/fleet/workers"
 	"kvrouter/internal/peers/cells"
+	"kvrouter/internal/peers/cluster"
+	"kvrouter/internal/peers/dynamo"
 	"kvrouter/internal/peers/relay"
-	"kvrouter/internal/peers/replica"
 	"kvrouter/internal/serve/extproc"
 	"kvrouter/internal/serve/keys"
 	"kvrouter/internal/serve/page"
@@ -112,8 +113,9 @@ type Config struct {
 	// Gateway is the endpoint picker of gateways.
 	Gateway extproc.Settings `embed:""`
 
-	// Replica has the other routers of the same workers.
-	Replica replica.Settings `embed:""`
+	// Dynamo and Cluster have the other routers of the same workers.
+	Dynamo  dynamo.Settings  `embed:""`
+	Cluster cluster.Settings `embed:""`
 
 	// Relay follows the relays of Dynamo's cells.
 	Relay relay.Settings `embed:""`
@@ -329,7 +331,10 @@ func (c *Config) validate() error {
 			return err
 		}
 	}
-	if where := c.Replica.ReplicaDiscovery; where != "" {
+	if c.Dynamo.ReplicaSync && c.Cluster.Cluster != "" {
+		return errors.New("--cluster and --replica-sync exclude each other")
+	}
+	if where := c.Cluster.ClusterDiscovery; where != "" {
 		if _, err := discovery.ParsePeers(where); err != nil {
 			return err
 		}

@@ -22,7 +22,8 @@ import (
 	"kvrouter/internal/fleet/probe"
 	"kvrouter/internal/fleet/workers"
 	"kvrouter/internal/peers/cells"
-	"kvrouter/internal/peers/replica"
+	"kvrouter/internal/peers/cluster"
+	"kvrouter/internal/peers/dynamo"
 	"kvrouter/internal/prompt/chat"
 	"kvrouter/internal/prompt/encode"
 	"kvrouter/internal/serve/extproc"
@@ -72,7 +73,7 @@ func TestDefaultsOnACPUMachine(t *testing.T) {
 		Host: "127.0.0.1", HTTPPort: 8000, RouterPort: 7000, BaseWorkerPort: 8100, BaseKVEventsPort: 5557, BaseKVReplayPort: 5757, BaseMetricsPort: 5657, BaseNIXLPort: 5600, BaseP2PPort: 5710, BaseBootstrapPort: 8998,
 		Scheduling: Scheduling{BlockSize: 64, Policy: "work", Scoring: testkit.Defaults[policies.Settings](), Index: testkit.Defaults[router.IndexSettings](), Mock: testkit.Defaults[mocker.Settings]()}, TokenTimeout: 2 * time.Second, TokenCacheTokens: encode.DefaultCache, CollectUsage: true, Routing: testkit.Defaults[router.Settings](), Snapshot: events.Settings{IndexSnapshotInterval: 30 * time.Second, RecordEventsMaxBytes: 1 << 30}, Proxy: testkit.Defaults[proxy.Settings](),
 		MaxBodyBytes: 64 << 20, RequestTimeout: 30 * time.Minute, Web: web.Settings{RouterHost: "127.0.0.1"}, Metrics: telemetry.Flags{MetricsHost: "127.0.0.1"}, DrainDelay: 5 * time.Second, DrainTimeout: 30 * time.Second,
-		LogLevel: "info", LogFormat: "text", MetricsLimit: 256, Cores: 8, LastStart: filepath.Join(home, ".cache/kvrouter/last-start-vllm"), Replica: replica.Settings{ReplicaSyncPort: 7100},
+		LogLevel: "info", LogFormat: "text", MetricsLimit: 256, Cores: 8, LastStart: filepath.Join(home, ".cache/kvrouter/last-start-vllm"), Dynamo: dynamo.Settings{ReplicaSyncPort: 7100}, Cluster: testkit.Defaults[cluster.Settings](),
 		Cells: testkit.Defaults[cells.Flags](), Gateway: extproc.Settings{ExtProcFallbacks: 3}, Discovery: discovery.Settings{WorkerPort: 8000},
 	}
 	if diff := cmp.Diff(want, cfg); diff != "" {
@@ -428,8 +429,14 @@ func TestPortsThatOthersReachNeedAKey(t *testing.T) {
 		{"--router-host 10.0.0.1 --router-api-key k", ""},
 		{"--host 0.0.0.0 --api-key k --replica-sync", "--replica-sync-host 0.0.0.0"},
 		{"--host 0.0.0.0 --api-key k --replica-sync --replica-sync-host 127.0.0.1", ""},
-		{"--host 0.0.0.0 --api-key k --replica-sync --replica-key 0123456789abcdef", ""},
-		{"--replica-sync --replica-key short", "--replica-key"},
+		{"--host 0.0.0.0 --api-key k --replica-sync --insecure", ""},
+		{"--host 0.0.0.0 --api-key k --cluster one", "--cluster-host 0.0.0.0"},
+		{"--host 0.0.0.0 --api-key k --cluster one --cluster-host 127.0.0.1", ""},
+		{"--host 0.0.0.0 --api-key k --cluster one --cluster-key 0123456789abcdef", ""},
+		{"--host 0.0.0.0 --api-key k --cluster nats://nats:4222", ""},
+		{"--cluster one --cluster-key short", "--cluster-key"},
+		{"--cluster one --replica-sync", "--cluster and --replica-sync"},
+		{"--cluster one --cluster-discovery routers:6222", "--cluster-discovery routers:6222"},
 		{"--relay-cell 3=a:1", "--relay-cell 3=a:1: no --worker has id=3"},
 		{"--worker http://a --relay-cell 0=a:1", ""},
 		{"--worker http://a --relay-cell 0=a:1,0=b:1", "--relay-cell: worker 0 is given twice"},

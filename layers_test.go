@@ -18,7 +18,7 @@ var groups = []struct{ name, packages string }{
 	{"prompt", "hints native native/library native/link chat encode tokens"},
 	{"cache", "summary radix events"},
 	{"decide", "health policy router thompson policies models"},
-	{"peers", "cells relay replica"},
+	{"peers", "cells relay replica cluster dynamo"},
 	{"fleet", "discovery probe process sglang vllm workers"},
 	{"serve", "keys selection tracing proxy extproc openai page telemetry"},
 	{"tools", "batch demo engine top mocker simulate doctor"},

@@ -27,9 +27,9 @@ func TestAStoppedRouterLeavesNoGoroutine(t *testing.T) {
 	before := goleak.IgnoreCurrent()
 	const workers = 3
 	ports := testkit.FreePorts(t, 5+4*workers)
-	args := []string{"--engine=mocker", "--prefill-workers=1", "--decode-workers=2", "--speedup-ratio=20", "--drain-delay=0s", "--replica-sync", "--cell", "--session-header=x-session-id",
+	args := []string{"--engine=mocker", "--prefill-workers=1", "--decode-workers=2", "--speedup-ratio=20", "--drain-delay=0s", "--cluster=one", "--cell", "--session-header=x-session-id",
 		"--policy=thompson", "--record=" + t.TempDir() + "/requests", "--index-snapshot=" + t.TempDir()}
-	for i, flag := range []string{"http", "router", "ext-proc", "ext-proc-health", "replica-sync"} {
+	for i, flag := range []string{"http", "router", "ext-proc", "ext-proc-health", "cluster"} {
 		args = append(args, fmt.Sprintf("--%s-port=%d", flag, ports+i))
 	}
 	for i, flag := range []string{"worker", "kv-events", "kv-replay", "metrics"} {

@@ -8,7 +8,10 @@ import (
 )
 
 // replicaHost is the listen host of --replica-sync.
-func (c *Config) replicaHost() string { return cmp.Or(c.Replica.ReplicaSyncHost, c.Host) }
+func (c *Config) replicaHost() string { return cmp.Or(c.Dynamo.ReplicaSyncHost, c.Host) }
+
+// clusterHost is the listen host of --cluster.
+func (c *Config) clusterHost() string { return cmp.Or(c.Cluster.ClusterHost, c.Host) }
 
 // gatewayHost is the listen host of the endpoint picker's ports.
 func (c *Config) gatewayHost() string { return cmp.Or(c.Gateway.ExtProcHost, c.Host) }
@@ -33,10 +36,16 @@ func (c *Config) exposures() []web.Exposure {
 			Keyed: keyed || certified && c.Gateway.ExtProcTLS, Keys: "--api-key or --api-keys-file",
 		})
 	}
-	if c.Replica.ReplicaSync {
+	if c.Dynamo.ReplicaSync {
 		all = append(all, web.Exposure{
 			Flag: "--replica-sync-host", Host: c.replicaHost(), Name: "port of --replica-sync",
-			Keyed: c.Replica.ReplicaKey != "", Keys: "--replica-key",
+			Keys: "--replica-sync-host 127.0.0.1",
+		})
+	}
+	if c.Cluster.Own() {
+		all = append(all, web.Exposure{
+			Flag: "--cluster-host", Host: c.clusterHost(), Name: "port of --cluster",
+			Keyed: c.Cluster.ClusterKey != "", Keys: "--cluster-key",
 		})
 	}
 	return all
@@ -57,8 +66,11 @@ func (c *Config) ports() []settings.PortUse {
 	own("--metrics-port", c.Metrics.MetricsPort, c.Metrics.MetricsHost)
 	own("--ext-proc-port", c.Gateway.ExtProcPort, c.gatewayHost())
 	own("--ext-proc-health-port", c.Gateway.ExtProcHealthPort, c.gatewayHost())
-	if c.Replica.ReplicaSync {
-		own("--replica-sync-port", c.Replica.ReplicaSyncPort, c.replicaHost())
+	if c.Dynamo.ReplicaSync {
+		own("--replica-sync-port", c.Dynamo.ReplicaSyncPort, c.replicaHost())
+	}
+	if c.Cluster.Own() {
+		own("--cluster-port", c.Cluster.ClusterPort, c.clusterHost())
 	}
 	if c.Engine == EngineNone {
 		return uses

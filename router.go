@@ -24,6 +24,8 @@ import (
 	"kvrouter/internal/fleet/process"
 	"kvrouter/internal/fleet/workers"
 	"kvrouter/internal/peers/cells"
+	"kvrouter/internal/peers/cluster"
+	"kvrouter/internal/peers/dynamo"
 	"kvrouter/internal/peers/relay"
 	"kvrouter/internal/peers/replica"
 	"kvrouter/internal/prompt/native"
@@ -67,6 +69,7 @@ type app struct {
 	page       *page.Page
 	ports      []*web.Port         // the OpenAI port, the router port and, if there are, the page's and that of metrics
 	replicas   *replica.Mesh       // nil: none
+	dynamo     *dynamo.Link        // its link; nil: it is another one
 	stored     *openai.Stored      // responses
 	reporter   *cells.Reporter     // to the routers above
 	gateway    *extproc.Server     // nil: none
@@ -169,34 +172,65 @@ func build(ctx context.Context, config Config, log *slog.Logger) (*app, error) {
 		return nil, err
 	}
 	r.telemetry.Register(telemetry.NewWriteFailures(r.fleet.SnapshotFailures, r.learned.Failures))
-	if config.Replica.ReplicaSync {
-		mesh := config.Replica
-		mesh.ReplicaSyncHost = config.replicaHost()
-		deps := replica.Deps{Router: r.router, Edges: r.edges, Log: log, Partition: r.partitions.Of,
-			Stored: func(id string, worker, owner uint64) { r.stored.Note(id, worker, keys.Owner(owner)) },
-			EachStored: func(take func(worker, owner uint64, responses []string)) {
-				r.stored.Each(func(worker uint64, owner keys.Owner, ids []string) { take(worker, uint64(owner), ids) })
-			}}
-		if mesh.ReplicaDiscovery != "" {
-			found, err := discovery.OpenPeers(mesh.ReplicaDiscovery, log)
-			if err != nil {
-				return nil, err
-			}
-			deps.Find = found.Run
-		}
-		if r.replicas, err = replica.New(mesh, deps); err != nil {
-			return nil, err
-		}
-		r.telemetry.Register(r.replicas.Collectors()...)
+	if err := r.openMesh(); err != nil {
+		return nil, err
 	}
 	r.selection = selection.New(config.selectionSettings(),
-		selection.Deps{Models: r.models, Fleet: r.fleet, Partitions: r.partitions, Mesh: r.replicas, Tenants: r.tenants,
+		selection.Deps{Models: r.models, Fleet: r.fleet, Partitions: r.partitions, Mesh: r.replicas, Dynamo: r.dynamo, Tenants: r.tenants,
 			Metrics: r.telemetry.Handler(), Log: log})
 	if err := r.listen(); err != nil {
 		r.close()
 		return nil, err
 	}
 	return r, nil
+}
+
+// openMesh makes the part that shares state with the other routers of the same workers, if there are any.
+func (r *app) openMesh() (err error) {
+	link, err := r.openLink()
+	if err != nil || link == nil {
+		return err
+	}
+	r.replicas = replica.New(replica.Deps{Router: r.router, Log: r.log, Link: link, Partition: r.partitions.Of,
+		Stored: func(id string, worker, owner uint64) { r.stored.Note(id, worker, keys.Owner(owner)) },
+		EachStored: func(take func(worker, owner uint64, responses []string)) {
+			r.stored.Each(func(worker uint64, owner keys.Owner, ids []string) { take(worker, uint64(owner), ids) })
+		}})
+	r.telemetry.Register(r.replicas.Collectors()...)
+	return nil
+}
+
+// openLink opens what carries messages to the other routers: NATS, or ZeroMQ for Dynamo. nil: there are none.
+func (r *app) openLink() (replica.Link, error) {
+	config := &r.config
+	switch {
+	case config.Cluster.Cluster != "":
+		own, deps := config.Cluster, cluster.Deps{Edges: r.edges, Log: r.log}
+		if own.ClusterDiscovery != "" {
+			found, err := discovery.OpenPeers(own.ClusterDiscovery, r.log)
+			if err != nil {
+				return nil, err
+			}
+			deps.Find = found.Run
+		}
+		own.ClusterHost = config.clusterHost()
+		link, err := cluster.Open(own, deps)
+		if err != nil {
+			return nil, err
+		}
+		r.telemetry.Register(link.Collectors()...)
+		return link, nil
+	case config.Dynamo.ReplicaSync:
+		own := config.Dynamo
+		own.ReplicaSyncHost = config.replicaHost()
+		link, err := dynamo.Open(own, dynamo.Deps{Edges: r.edges, Log: r.log})
+		if err != nil {
+			return nil, err
+		}
+		r.dynamo = link
+		return link, nil
+	}
+	return nil, nil
 }
 
 // listen opens the ports, all or none, and makes the parts that know their addresses.
@@ -206,8 +240,12 @@ func (r *app) listen() (err error) {
 		return err
 	}
 	r.api = r.openAI(r.ports[1].URL())
-	r.page = page.New(r.config.pageSettings(), page.Deps{Journal: r.journal, Models: r.models, Fleet: r.fleet, Proxy: r.proxy,
-		Totals: r.telemetry.Totals, Tenants: r.pageTenants, Ready: r.api.Ready, OpenAI: r.api, Log: r.log})
+	deps := page.Deps{Journal: r.journal, Models: r.models, Fleet: r.fleet, Proxy: r.proxy,
+		Totals: r.telemetry.Totals, Tenants: r.pageTenants, Ready: r.api.Ready, OpenAI: r.api, Log: r.log}
+	if r.replicas != nil {
+		deps.Cluster = r.replicas.Status
+	}
+	r.page = page.New(r.config.pageSettings(), deps)
 	if r.config.Gateway.ExtProcPort == 0 {
 		return nil
 	}
@@ -291,7 +329,7 @@ func (r *app) listenForGateways() (*extproc.Server, error) {
 	connections, _ := r.config.Shares(false)
 	return extproc.New(r.config.Gateway, extproc.Deps{
 		Host: r.config.gatewayHost(), Secure: r.certificates.Config(), Serve: r.api.ServeGateway, Ready: ready,
-		Secret: r.config.Replica.ReplicaKey, SessionTTL: r.config.Routing.SessionTTL, Connections: connections, Edges: r.edges, Log: r.log,
+		Secret: r.config.Cluster.ClusterKey, SessionTTL: r.config.Routing.SessionTTL, Connections: connections, Edges: r.edges, Log: r.log,
 	})
 }
 

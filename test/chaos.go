@@ -141,8 +141,8 @@ func newChaos(t *testing.T, s ChaosSettings) *chaos {
 			pickers = append(pickers, fmt.Sprintf("127.0.0.1:%d", at+2*i))
 		}
 		flags = func(i int) []string {
-			return append(slices.Clone(workers), fmt.Sprintf("--ext-proc-port=%d", at+2*i), "--replica-sync",
-				fmt.Sprintf("--replica-sync-port=%d", at+2*i+1), fmt.Sprintf("--replica-peers=127.0.0.1:%d", at+2*(1-i)+1))
+			return append(slices.Clone(workers), fmt.Sprintf("--ext-proc-port=%d", at+2*i), "--cluster=test",
+				fmt.Sprintf("--cluster-port=%d", at+2*i+1), fmt.Sprintf("--cluster-peers=127.0.0.1:%d", at+2*(1-i)+1))
 		}
 	}
 	c.routers = startRolloutOf(t, chaosRouters, flags)

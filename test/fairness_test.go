@@ -269,10 +269,10 @@ func TestTwoRoutersShareOneWorker(t *testing.T) {
 	var routers []*Mocks
 	for i := range 2 {
 		routers = append(routers, StartOverAt(t, Program, testkit.FreePorts(t, 2), farm, "--policy=work", "--router-queue-policy=fair", keysFile(t, fairKeys),
-			"--replica-sync", fmt.Sprintf("--replica-sync-port=%d", ports+i), fmt.Sprintf("--replica-peers=127.0.0.1:%d", ports+1-i)))
+			"--cluster=test", fmt.Sprintf("--cluster-port=%d", ports+i), fmt.Sprintf("--cluster-peers=127.0.0.1:%d", ports+1-i)))
 	}
 	for _, r := range routers {
-		testkit.Eventually(t, 20*time.Second, "the routers hear each other", func() bool { return r.Metrics()["kvrouter_replica_peers"] == 1 })
+		testkit.Eventually(t, 20*time.Second, "the routers hear each other", func() bool { return r.Metrics()["kvrouter_cluster_peers"] == 1 })
 	}
 	first, second := routers[0], routers[1]
 	waiting := func(r *Mocks) float64 { return sum(r.Metrics(), "dynamo_frontend_router_queue_pending_requests") }

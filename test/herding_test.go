@@ -135,7 +135,7 @@ func runHerd(t *testing.T, policy string, s herdSetup, seed uint64) herdRun {
 					peers = append(peers, fmt.Sprintf("127.0.0.1:%d", ports+other))
 				}
 			}
-			args = append(args, "--replica-sync", fmt.Sprintf("--replica-sync-port=%d", ports+i), "--replica-peers="+strings.Join(peers, ","))
+			args = append(args, "--cluster=test", fmt.Sprintf("--cluster-port=%d", ports+i), "--cluster-peers="+strings.Join(peers, ","))
 		}
 		h.routers = append(h.routers, StartOverAt(t, PlainProgram, testkit.FreePorts(t, 2), h.farm, args...))
 	}
@@ -159,7 +159,7 @@ func (h *herd) warm(mesh bool) {
 				}
 			}
 			for _, r := range h.routers {
-				all = all && r.Metrics()["kvrouter_replica_received_total"] > 0
+				all = all && r.Metrics()["kvrouter_cluster_received_total"] > 0
 			}
 			return all
 		})

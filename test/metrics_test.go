@@ -103,7 +103,7 @@ func TestMetricsPage(t *testing.T) {
 		}
 	}
 	t.Run("thompson, prefill and decode apart, replicas", func(t *testing.T) {
-		s := StartPairs(t, kv.KindNIXL, 1, 1, "--policy=thompson", "--session-header=x-session-id", "--replica-sync", "--replica-sync-port=0")
+		s := StartPairs(t, kv.KindNIXL, 1, 1, "--policy=thompson", "--session-header=x-session-id", "--cluster=test", "--cluster-port=0")
 		for i := range 3 {
 			if a, err := s.Chat(t.Context(), LongPrompt(i), i > 0, 8); err != nil || !a.Finished {
 				t.Fatalf("%+v, %v", a, err)

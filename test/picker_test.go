@@ -130,7 +130,8 @@ func TestSessionTokensHoldForTheRoutersOfOneKey(t *testing.T) {
 	w := StartWorkers(t, 3)
 	args := []string{"--policy=round-robin", "--decision-headers", keysFile(t, "- {name: alice, key: key-of-alice}\n- {name: bob, key: key-of-bob}\n- {name: root, key: key-of-root, trust-hints: true}")}
 	start := func(more ...string) *picker { return startPicker(t, w, append(args, more...)...) }
-	first, second := start("--replica-key=0123456789abcdef"), start("--replica-key=0123456789abcdef")
+	cluster := []string{"--cluster=test", "--cluster-port=0", "--cluster-key=0123456789abcdef"}
+	first, second := start(cluster...), start(cluster...)
 	other := start("--session-token-key=fedcba9876543210")
 
 	address, token := first.chat("authorization", alice)

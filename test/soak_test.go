@@ -187,7 +187,7 @@ func TestSoakWithChurn(t *testing.T) {
 	c.ports = testkit.FreePorts(t, 4)
 	c.farm = StartWorkers(t, churnWorkers, "--speedup-ratio=10", "--mock=num-gpu-blocks=2048")
 	c.first = startSoaked(t, churnWorkers, "--speedup-ratio=10", "--mock=num-gpu-blocks=2048", "--policy=kv", "--mock=crash-every=7s",
-		"--replica-sync", fmt.Sprintf("--replica-sync-port=%d", c.ports+3), fmt.Sprintf("--replica-peers=127.0.0.1:%d", c.ports+2))
+		"--cluster=test", fmt.Sprintf("--cluster-port=%d", c.ports+3), fmt.Sprintf("--cluster-peers=127.0.0.1:%d", c.ports+2))
 	quiet := c.footprint()
 	c.run(d / 4)
 	c.idle(quiet)
@@ -238,7 +238,7 @@ func (c *churn) run(d time.Duration) {
 	all.Go(func() { c.register(ctx) })
 	all.Go(func() {
 		for c.pause(ctx, 100*time.Millisecond) {
-			if n := int64(c.first.Metrics()["kvrouter_replica_bookings"]); n > c.moved.Load() {
+			if n := int64(c.first.Metrics()["kvrouter_cluster_bookings"]); n > c.moved.Load() {
 				c.moved.Store(n)
 			}
 		}
@@ -354,8 +354,8 @@ func (c *churn) register(ctx context.Context) {
 // replica starts the second router over the first one's workers, and ends it
 // again.
 func (c *churn) replica(ctx context.Context) {
-	args := []string{"--engine=none", "--policy=kv", "--drain-timeout=300ms", "--replica-sync",
-		fmt.Sprintf("--replica-sync-port=%d", c.ports+2), fmt.Sprintf("--replica-peers=127.0.0.1:%d", c.ports+3)}
+	args := []string{"--engine=none", "--policy=kv", "--drain-timeout=300ms", "--cluster=test",
+		fmt.Sprintf("--cluster-port=%d", c.ports+2), fmt.Sprintf("--cluster-peers=127.0.0.1:%d", c.ports+3)}
 	args = append(args, c.first.Attach()...)
 	for running := true; running; {
 		second := startPlain(c.t, c.ports, args...)

@@ -49,7 +49,7 @@ func (s *storing) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 
 // TestRoutersShareTheWorkersOfStoredResponses continues conversations at the other router.
 func TestRoutersShareTheWorkersOfStoredResponses(t *testing.T) {
-	workers := []string{"--engine=none", "--policy=round-robin", "--no-kv-events", "--replica-sync"}
+	workers := []string{"--engine=none", "--policy=round-robin", "--no-kv-events"}
 	for i := range 3 {
 		s := &storing{name: string(rune('a' + i)), has: map[string]bool{}}
 		server := httptest.NewServer(s)
@@ -59,11 +59,12 @@ func TestRoutersShareTheWorkersOfStoredResponses(t *testing.T) {
 	at := testkit.FreePorts(t, 6)
 	var routers []*Router
 	for i := range 2 {
-		routers = append(routers, StartAt(t, Program, at+3*i, nil, append([]string{fmt.Sprintf("--replica-sync-port=%d", at+3*i+2), fmt.Sprintf("--replica-peers=127.0.0.1:%d", at+3*(1-i)+2)}, workers...)...))
+		own := []string{"--cluster=test", fmt.Sprintf("--cluster-port=%d", at+3*i+2), fmt.Sprintf("--cluster-peers=127.0.0.1:%d", at+2), "--cluster-key=0123456789abcdef"}
+		routers = append(routers, StartAt(t, Program, at+3*i, nil, append(own, workers...)...))
 	}
 	for _, r := range routers {
 		r.WaitReady(3, 20*time.Second)
-		testkit.Eventually(t, 20*time.Second, "the routers hear each other", func() bool { return r.Metrics()["kvrouter_replica_peers"] == 1 })
+		testkit.Eventually(t, 20*time.Second, "the routers hear each other", func() bool { return r.Metrics()["kvrouter_cluster_peers"] == 1 })
 	}
 	respond := func(r *Router, options string) (id string) {
 		t.Helper()
@@ -102,7 +103,7 @@ func TestResponsesSurviveARouterOfSeveral(t *testing.T) {
 	at := testkit.FreePorts(t, 6)
 	start := func(i int) *Router {
 		r := StartAt(t, Program, at+3*i, nil, "--engine=none", "--no-kv-events", "--worker=url="+server.URL, "--api-key=key-a,key-b",
-			"--replica-sync", fmt.Sprintf("--replica-sync-port=%d", at+3*i+2), fmt.Sprintf("--replica-peers=127.0.0.1:%d", at+3*(1-i)+2))
+			"--cluster=test", fmt.Sprintf("--cluster-port=%d", at+3*i+2), fmt.Sprintf("--cluster-peers=127.0.0.1:%d", at+3*(1-i)+2))
 		r.WaitReady(1, 20*time.Second)
 		return r
 	}

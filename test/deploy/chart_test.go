@@ -75,7 +75,7 @@ func TestChartHasTheAlertsAndTheBoard(t *testing.T) {
 // The image's environment says which engine is started; a file would not overrule it.
 func settableFlags(t *testing.T) (all []string) {
 	t.Helper()
-	own := []string{"config", "engine", "api-key", "router-api-key", "replica-key"}
+	own := []string{"config", "engine", "api-key", "router-api-key", "cluster-key"}
 	for _, match := range regexp.MustCompile(`set \$config "([^"]+)"`).FindAllStringSubmatch(chartTemplates(t), -1) {
 		own = append(own, match[1])
 	}
@@ -187,11 +187,14 @@ func TestChartSchemaTakesItsValuesAndNamesWrongOnes(t *testing.T) {
 		"workers: {discovery: etcd}":              "at '/workers/discovery'",
 		"workers: {port: 70000}":                  "at '/workers/port'",
 		"workers: {static: [http://gpu-1:8100]}":  "at '/workers/static/0'",
-		"replicaSync: {discovery: etcd}":          "at '/replicaSync/discovery'",
+		"cluster: {discovery: etcd}":              "at '/cluster/discovery'",
+		"cluster: {name: a.b}":                    "at '/cluster/name'",
+		"cluster: {nats: [nats-1:4222]}":          "at '/cluster/nats/0'",
+		"cluster: {nats: ['nats://a:b@nats']}":    "at '/cluster/nats/0'",
 		"endpointPicker: {failureMode: Open}":     "at '/endpointPicker/failureMode'",
 		"endpointPicker: {targetPorts: []}":       "at '/endpointPicker/targetPorts'",
 		"endpointPicker: {httpRoute: {name: a}}":  "'name' not allowed",
-		"auth: {replicaKey: short}":               "at '/auth/replicaKey'",
+		"auth: {clusterKey: short}":               "at '/auth/clusterKey'",
 		"fullnameOverride: Upper":                 "at '/fullnameOverride'",
 		"readinessProbe: {httpGet: {path: /}}":    "'httpGet' not allowed",
 		"image: {tag: 1.0}":                       "at '/image/tag'",

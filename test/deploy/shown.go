@@ -32,7 +32,7 @@ const Failing, FailingWorker = 2, 0
 // fail until they are ejected, refuse, and count tokens wrong.
 func StartShown(t *testing.T) []*test.Router {
 	t.Helper()
-	pairs := test.StartPairs(t, kv.KindNIXL, 1, 2, "--replica-sync", "--replica-sync-port=0")
+	pairs := test.StartPairs(t, kv.KindNIXL, 1, 2, "--cluster=test", "--cluster-port=0")
 	for i := range 4 {
 		if a, err := pairs.Chat(t.Context(), LongPrompt(i%2), i > 0, 8); err != nil || !a.Finished {
 			t.Fatalf("%+v, %v", a, err)

@@ -121,11 +121,17 @@ func (l *link) put(m letter) {
 	l.inbox = slices.Insert(l.inbox, at, m)
 }
 
+// Limit implements replica.Link.
+func (l *link) Limit() int { return 1 << 20 }
+
 // Followed implements replica.Link.
 func (l *link) Followed() bool { return true }
 
 // Joined implements replica.Link.
 func (l *link) Joined() uint64 { return 0 }
+
+// Network implements replica.Link.
+func (l *link) Network() replica.Network { return replica.Network{Connected: true} }
 
 // Run implements replica.Link.
 func (l *link) Run(ctx context.Context, ears replica.Ears) {

@@ -140,11 +140,7 @@ func startNode(w *world, id int) *node {
 // join connects the node to the mesh.
 func (n *node) join() {
 	w := n.world
-	var err error
-	n.mesh, err = replica.New(replica.Settings{}, replica.Deps{Router: n.router, Edges: guard.New(), Log: n.log, ID: n.salt(0) | 1, Link: w.net.openLink(n.host, n.incarnation, w.losses)})
-	if err != nil {
-		panic(err)
-	}
+	n.mesh = replica.New(replica.Deps{Router: n.router, Log: n.log, ID: n.salt(0) | 1, Link: w.net.openLink(n.host, n.incarnation, w.losses)})
 	n.running.Go(func() { n.mesh.Run(n.ctx) })
 }
 

@@ -5,7 +5,7 @@ import "fmt"
 // Settings are the flags for the exposure of the ports.
 type Settings struct {
 	RouterHost string      `group:"Addresses" default:"127.0.0.1" help:"Listen address of the router port. Anyone who can reach this port can add workers and read prompts."`
-	Insecure   bool        `group:"Addresses" help:"Allow ports that other machines can reach (--host, --router-host, --ext-proc-host, --replica-sync-host) without a key."`
+	Insecure   bool        `group:"Addresses" help:"Allow ports that other machines can reach (--host, --router-host, --ext-proc-host, --cluster-host) without a key."`
 	TLS        TLSSettings `embed:""`
 }
 

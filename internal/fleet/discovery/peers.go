@@ -44,7 +44,7 @@ type Peers struct {
 // there. It sends no query.
 func ParsePeers(spec string) (*Peers, error) {
 	p := &Peers{spec: spec}
-	wrong := fmt.Errorf("--replica-discovery %s: give dns://name:7100, service://name:7100 or service://namespace/name:7100", spec)
+	wrong := fmt.Errorf("--cluster-discovery %s: give dns://name:6222, service://name:6222 or service://namespace/name:6222", spec)
 	if rest, ok := strings.CutPrefix(spec, schemeService); ok {
 		at, port, err := net.SplitHostPort(rest)
 		namespace, name, both := strings.Cut(at, "/")
@@ -90,7 +90,7 @@ func OpenPeers(spec string, log *slog.Logger) (*Peers, error) {
 
 // open locates the cluster of a Service.
 func (p *Peers) open(log *slog.Logger) error {
-	what := "--replica-discovery " + p.spec
+	what := "--cluster-discovery " + p.spec
 	if p.service == "" {
 		p.names = newDNS(p.dns, "router", what, log)
 		return nil

@@ -79,7 +79,7 @@ func peersOfService(t *testing.T, s *kubetest.Server, spec string) *peersTold {
 	if err != nil {
 		t.Fatal(err)
 	}
-	p.kube = newCluster(client, "ns", "--replica-discovery "+spec, "the routers are kept", testLog(&told.log))
+	p.kube = newCluster(client, "ns", "--cluster-discovery "+spec, "the routers are kept", testLog(&told.log))
 	p.kube.idle = idle
 	p.kube.backoff.Duration, p.kube.backoff.Cap, p.kube.pace = 5*time.Millisecond, 20*time.Millisecond, rate.Inf
 	told.run(p)
@@ -91,7 +91,7 @@ func TestPeersThatMakeNoSense(t *testing.T) {
 		"", "routers:7100", "dns://routers", "dns://routers:0", "dns+srv://routers", "dns://routers:replica", "service://routers", "service://:7100", "service:///routers:7100",
 		"service://ns/:7100", "service://a/b/c:7100", "service://routers:70000", "service://routers:0", "service://routers:Replica", "service://routers:", "http://routers:7100",
 	} {
-		if p, err := ParsePeers(spec); err == nil || !strings.Contains(err.Error(), "--replica-discovery "+spec+": give dns://") {
+		if p, err := ParsePeers(spec); err == nil || !strings.Contains(err.Error(), "--cluster-discovery "+spec+": give dns://") {
 			t.Errorf("%q: %+v, %v", spec, p, err)
 		}
 	}
@@ -209,7 +209,7 @@ func TestOfTooManyPeersThoseToldBeforeStay(t *testing.T) {
 	var text testkit.LogBuffer
 	crowded := false
 	for range 2 {
-		if got := boundPeers(slices.Clone(now), told, &crowded, "--replica-discovery x", testLog(&text)); !slices.Equal(got, want) {
+		if got := boundPeers(slices.Clone(now), told, &crowded, "--cluster-discovery x", testLog(&text)); !slices.Equal(got, want) {
 			t.Errorf("%d peers, first %v", len(got), got[:3])
 		}
 	}

@@ -119,13 +119,18 @@ type otherRouter struct {
 	sums    sums
 	added   uint64 // bookings so far
 	hashes  int    // of all that are open
-	waiting int    // bookings on workers that are not up here
+	booked  int    // bookings on workers that are up here
+	waiting int    // bookings on workers that are not
 	tried   time.Time
+	since   time.Time // of its first message
 	last    time.Time // of its last message
 	heard   bool      // it was once: id was not 0
+	left    bool      // it has said so
 	asked   int       // digests in a row that differed in as many buckets as the one before, or in more
 	differ  int       // buckets of the last one
 	service *router.Elsewhere
+
+	differing int // digests in a row that differed
 }
 
 // heldBooking is a booking of another router.
@@ -158,7 +163,7 @@ func (p *otherRouter) is(id uint64) (ok bool) {
 	if !p.mesh.claim(id, p) {
 		return false
 	}
-	p.id = id
+	p.id, p.since = id, time.Now()
 	return true
 }
 
@@ -215,6 +220,7 @@ func (p *otherRouter) book(held *heldBooking) {
 		return
 	}
 	p.waiting--
+	p.booked++
 	p.mesh.Held.Add(1)
 	if held.computed {
 		held.FirstToken()
@@ -237,6 +243,7 @@ func (p *otherRouter) drop(held *heldBooking) {
 	switch {
 	case held.Booking != nil:
 		held.End()
+		p.booked--
 		p.mesh.Held.Add(-1)
 	case !held.refused:
 		p.waiting--
@@ -310,8 +317,10 @@ func (p *otherRouter) compare(digest []uint64) (ask uint64) {
 		p.asked = 0
 	}
 	if p.differ = differ; differ == 0 {
+		p.differing = 0
 		return 0
 	}
+	p.differing++
 	if p.asked++; p.asked > askAtOnce && p.asked%askSeldom != 0 {
 		return 0
 	}
@@ -343,5 +352,5 @@ func (p *otherRouter) forget() {
 	if p.id != 0 {
 		p.mesh.release(p.id, p)
 	}
-	p.id, p.own, p.asked = 0, false, 0
+	p.id, p.own, p.asked, p.differing = 0, false, 0, 0
 }

@@ -1,7 +1,6 @@
 package replica
 
 import (
-	"context"
 	"fmt"
 	"maps"
 	"math/rand/v2"
@@ -36,7 +35,7 @@ func TestDigestsFindWhatWasLost(t *testing.T) {
 		if kind == router.ChangeAdd {
 			event.Detail = detailOf(b.Change(kind))
 		}
-		if err := p.message(slotTopic, encode(&event)); err != nil {
+		if err := p.message(SlotTopic, encode(&event)); err != nil {
 			t.Fatal(err)
 		}
 	}
@@ -135,24 +134,6 @@ func TestAskingInVainBecomesRare(t *testing.T) {
 	}
 	if p.compare(nil); p.compare([]uint64{2}) == 0 {
 		t.Error("what is missing later is not asked for")
-	}
-}
-
-// TestFindEndsWithRun: discovery runs as long as the mesh does.
-func TestFindEndsWithRun(t *testing.T) {
-	ended := make(chan struct{})
-	r := startReplica(t, testPeers(t, 1), 0, func(m *Mesh) {
-		m.zmq.discover = func(ctx context.Context, use func([]string)) {
-			defer close(ended)
-			<-ctx.Done()
-			use([]string{"127.0.0.1:1"})
-		}
-	})
-	r.stop()
-	select {
-	case <-ended:
-	default:
-		t.Error("discovery still runs")
 	}
 }
 

@@ -7,11 +7,15 @@ import "context"
 type Link interface {
 	// Publish sends a message of a topic to all others. It never waits.
 	Publish(topic string, text []byte)
+	// Limit is the largest message, bytes.
+	Limit() int
 	// Followed reports whether anyone may hear what is published.
 	Followed() bool
 	// Joined returns how many have begun to hear this router so far, as far as the link knows. They
 	// are sent all that is in flight at once; others ask for it when they hear a digest.
 	Joined() uint64
+	// Network returns the state of the link. It waits for no other router.
+	Network() Network
 	// Run hands to ears what the others send, until ctx is done.
 	Run(ctx context.Context, ears Ears)
 	// Close ends publishing. It is called once, after Run if that was.

@@ -2,11 +2,22 @@ package replica
 
 import (
 	"errors"
+	"fmt"
 	"maps"
 	"slices"
 	"time"
 
 	"kvrouter/internal/base/kv"
+)
+
+// MaxPeers is how many other routers there are at most.
+const MaxPeers = 128
+
+var (
+	// ErrTooManyPeers means that the maximum number of other routers is reached.
+	ErrTooManyPeers = fmt.Errorf("there are %d peers, which is the maximum", MaxPeers)
+	// ErrSelf means that a message is of this router itself.
+	ErrSelf = errors.New("it is this router")
 )
 
 // claim notes that p hears the router of that id. Not ok: another connection does, as
@@ -34,20 +45,6 @@ func (r *Mesh) find(request string) (by *otherRouter, held *heldBooking) {
 	return nil, nil
 }
 
-// RegisterPeer subscribes to the router at an endpoint, tcp://host:port. added is
-// false for a known one. Errors other than ErrTooManyPeers mean that the endpoint
-// is invalid.
-func (r *Mesh) RegisterPeer(endpoint string) (added bool, err error) { return r.zmq.register(endpoint) }
-
-// DeregisterPeer unsubscribes from the router at an endpoint, unless it was
-// discovered. removed is false for an unknown one.
-func (r *Mesh) DeregisterPeer(endpoint string) (removed bool, err error) {
-	return r.zmq.deregister(endpoint)
-}
-
-// Peers returns the endpoints of all peers, sorted.
-func (r *Mesh) Peers() []string { return r.zmq.peers() }
-
 // Pass forwards a client's report on a reservation that another router has made:
 // its prompt is computed (router.ChangePrefill), or it has ended
 // (router.ChangeFree). It returns false if no connected router has made it.
@@ -74,14 +71,11 @@ func (r *Mesh) release(id uint64, p *otherRouter) {
 
 // Take implements Ears.
 func (r *Mesh) Take(from, topic string, text []byte) error {
-	if r.lose != nil && r.lose() {
-		return nil
-	}
 	r.books.Lock()
 	defer r.books.Unlock()
 	p := r.members[from]
 	if p == nil {
-		if len(r.members) >= maxPeers {
+		if len(r.members) >= MaxPeers {
 			r.Refused.Add(1)
 			return ErrTooManyPeers
 		}
@@ -92,14 +86,36 @@ func (r *Mesh) Take(from, topic string, text []byte) error {
 	err := p.message(topic, text)
 	if err == nil {
 		p.last = time.Now()
-	} else if !errors.Is(err, errSelf) {
+	} else if !errors.Is(err, ErrSelf) {
 		r.Refused.Add(1)
 	}
 	if !p.heard && p.id != 0 {
 		p.heard = true
 		r.log.Info("peer router connected", "peer", from)
 	}
+	if p.left {
+		r.log.Info("peer router left", "peer", from)
+		r.gone(from)
+	}
 	return err
+}
+
+// Bounds of the routers that this one asks for their stored responses: one can tell all that all of
+// its side of a partition know.
+const (
+	recallMost  = 2
+	recallEvery = 10 * time.Second
+)
+
+// recall asks a router that has joined for its stored responses, or this one has joined it; r.books
+// is held.
+func (r *Mesh) recall(of uint64) {
+	if now := time.Now(); now.Sub(r.recallsFrom) > recallEvery {
+		r.recallsFrom, r.recalls = now, 0
+	}
+	if r.recalls++; r.stored != nil && r.recalls <= recallMost {
+		r.say(ownMessage{Kind: kindRecall, Of: of})
+	}
 }
 
 // Alive implements Ears.
@@ -162,13 +178,13 @@ func (r *Mesh) forgetAll() {
 // message takes one message of the other router.
 func (p *otherRouter) message(topic string, text []byte) error {
 	switch topic {
-	case slotTopic:
+	case SlotTopic:
 		d, err := decodeSlot(text)
 		if err == nil {
 			err = p.from(d.router, func() { p.take(d) })
 		}
 		return err
-	case sessionTopic:
+	case SessionTopic:
 		b, err := decodeSession(text) // its writer may be this router: Dynamo forwards sessions
 		if err == nil && p.mesh.router.TakeSession(b) {
 			p.mesh.Received.Add(1)
@@ -185,10 +201,10 @@ func (p *otherRouter) message(topic string, text []byte) error {
 }
 
 // from notes which router speaks, and takes its message unless another connection hears
-// that router already. Its error is errSelf.
+// that router already. Its error is ErrSelf.
 func (p *otherRouter) from(id uint64, take func()) error {
 	if id == p.mesh.id {
-		return errSelf
+		return ErrSelf
 	}
 	if p.is(id) {
 		take()
@@ -200,7 +216,10 @@ func (p *otherRouter) from(id uint64, take func()) error {
 // nothing.
 func (p *otherRouter) takeOwn(m *ownMessage) {
 	r := p.mesh
-	p.own = true
+	if !p.own {
+		p.own = true
+		r.recall(p.id)
+	}
 	switch m.Kind {
 	case kindDigest:
 		p.service.Take(m.services())
@@ -213,6 +232,12 @@ func (p *otherRouter) takeOwn(m *ownMessage) {
 		}
 	case kindHeld:
 		p.keep(m.Bucket, m.Requests)
+	case kindRecall:
+		if m.Of == r.id {
+			r.recalled.Store(true)
+		}
+	case kindLeave:
+		p.left = true
 	case kindStored:
 		for _, response := range m.Requests {
 			if r.stored != nil {

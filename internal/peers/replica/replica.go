@@ -1,14 +1,11 @@
-// Package replica synchronizes the bookings of several routers over the same workers.
-// They speak the mesh protocol of Dynamo's selection service over ZeroMQ: each router
-// publishes its own bookings and sessions, and applies those of the others.
-// Kvrouters also exchange digests of their bookings, so that lost ones are re-sent.
+// Package replica synchronizes the bookings of several routers over the same workers: each router
+// publishes its own bookings and sessions, in the form of Dynamo's selection service, and applies those
+// of the others. Kvrouters also exchange digests of their bookings, so that lost ones are re-sent.
 package replica
 
 import (
 	"cmp"
 	"context"
-	"errors"
-	"fmt"
 	"log/slog"
 	"maps"
 	"math/rand/v2"
@@ -17,41 +14,9 @@ import (
 	"sync/atomic"
 	"time"
 
-	"kvrouter/internal/base/guard"
 	"kvrouter/internal/base/kv"
 	"kvrouter/internal/decide/router"
 )
-
-// Settings holds the settings of several routers over the same workers.
-type Settings struct {
-	ReplicaSync      bool     `group:"Replicas" help:"Share in-flight load with other routers of the same workers (worker ids must match): kvrouters and Dynamo selection services."`
-	ReplicaSyncPort  int      `group:"Replicas" default:"7100" help:"Port that publishes this router's load to the others (ZeroMQ PUB). 0 selects a free port."`
-	ReplicaSyncHost  string   `group:"Replicas" placeholder:"HOST" help:"Listen address of that port. Default: that of --host."`
-	ReplicaKey       string   `group:"Replicas" name:"replica-key" placeholder:"KEY" help:"Key shared by all these routers, at least 16 characters. Messages are encrypted with it; others are rejected, including Dynamo's. Prefer the environment variable or the configuration file."`
-	ReplicaPeers     []string `group:"Replicas" placeholder:"HOST:PORT" help:"Comma-separated --replica-sync-port addresses of the other routers."`
-	ReplicaDiscovery string   `group:"Replicas" placeholder:"WHERE" help:"Service discovery of the other routers: dns://NAME:PORT (all addresses of a name), or service://NAME:PORT or service://NAMESPACE/NAME:PORT (endpoints of a headless Kubernetes Service). May include this router."`
-}
-
-// Validate checks the settings; its errors name the flag.
-func (c Settings) Validate() error {
-	switch {
-	case !c.ReplicaSync && len(c.ReplicaPeers) > 0:
-		return errors.New("--replica-peers requires --replica-sync")
-	case !c.ReplicaSync && c.ReplicaDiscovery != "":
-		return errors.New("--replica-discovery requires --replica-sync")
-	case len(c.ReplicaPeers) > maxPeers:
-		return fmt.Errorf("--replica-peers: %d peers exceed the limit of %d", len(c.ReplicaPeers), maxPeers)
-	}
-	if n := len(c.ReplicaKey); n > 0 && n < keySize {
-		return fmt.Errorf("--replica-key: %d characters, at least %d required", n, keySize)
-	}
-	for _, peer := range c.ReplicaPeers {
-		if !validAddress(peer) {
-			return fmt.Errorf("--replica-peers %s: want HOST:PORT", peer)
-		}
-	}
-	return nil
-}
 
 // Bounds of the messages between routers.
 const (
@@ -77,16 +42,19 @@ type Mesh struct {
 	router *router.Router
 	id     uint64 // drawn at each start; never 0
 	link   Link
-	zmq    *zmqLink // link; nil: it is another one
 	log    *slog.Logger
 	queue  chan message
 	timing timing
 	asked  atomic.Uint64 // buckets that others want again
 	missed atomic.Bool   // a change was lost because queue was full
-	lose   func() bool   // tests: this message is lost; nil: none is
+
+	recalled atomic.Bool // another router wants all stored responses
 
 	books   sync.Mutex              // guards members and what each holds; taken before mu and the router's lock
 	members map[string]*otherRouter // by the name of the link for it
+
+	recalls     int // routers that were asked for their stored responses since recallsFrom
+	recallsFrom time.Time
 
 	mu    sync.Mutex              // guards heard
 	heard map[uint64]*otherRouter // the member that is heard as a router, by its id
@@ -95,19 +63,19 @@ type Mesh struct {
 	Resent   atomic.Uint64 // bookings that were sent again
 	Received atomic.Uint64 // changes and moves, without repeated ones
 	Dropped  atomic.Uint64 // changes dropped because a queue or table was full, or because they are invalid
-	Refused  atomic.Uint64 // messages that are not encrypted with our key, or malformed
+	Refused  atomic.Uint64 // malformed messages, and those of routers beyond MaxPeers
 	Lost     atomic.Uint64 // peers that timed out
 	Held     atomic.Int64  // bookings of other routers
 }
 
+// ForeignSilence is after which silence a Dynamo is gone, which sends a heartbeat every 5 s.
+const ForeignSilence = 20 * time.Second
+
 // timing holds the waits, so that tests can shorten them.
 type timing struct {
-	tick           time.Duration // between answers to what others ask
-	digest         int           // ticks between two digests
-	silence        time.Duration // after which a kvrouter is gone
-	foreign        time.Duration // after which a Dynamo is, which sends a heartbeat every 5 s
-	retry, retryTo time.Duration // between attempts to connect: first and longest
-	self           time.Duration // until an address that led to this router is tried again
+	tick             time.Duration // between answers to what others ask
+	digest           int           // ticks between two digests
+	silence, foreign time.Duration // after which a kvrouter is gone, and another router
 }
 
 // message is something to be sent: a change of a booking of this router's or of another
@@ -123,11 +91,8 @@ type message struct {
 // Deps are the parts that a Mesh works with.
 type Deps struct {
 	Router *router.Router
-	Edges  *guard.Edges // counts panics of message parsers
 	Log    *slog.Logger
-	// Find calls use with the addresses, host:port, of the other routers at each
-	// change until ctx is done; they may include this router. nil: no discovery.
-	Find func(ctx context.Context, use func(addresses []string))
+	Link   Link // carries the messages
 	// Partition returns the model and the routing group of a worker, by which Dynamo
 	// distinguishes workers. nil: "default" for all.
 	Partition func(worker uint64) (model, group string)
@@ -141,30 +106,19 @@ type Deps struct {
 	// ID names this router to the others; no two have the same, nor one after a restart.
 	// 0: it is drawn.
 	ID uint64
-	// Link carries the messages. nil: ZeroMQ, by the settings.
-	Link Link
 }
 
-// New opens the port for other routers. Run then publishes the changes of this
-// router and subscribes to the peers. Errors name the flag.
-func New(settings Settings, deps Deps) (*Mesh, error) {
+// New returns a Mesh. Run then publishes the changes of this router and takes those of the others.
+func New(deps Deps) *Mesh {
 	if deps.Partition == nil {
 		deps.Partition = func(uint64) (model, group string) { return "default", "default" }
 	}
 	r := &Mesh{
 		partition: deps.Partition, stored: deps.Stored, eachStored: deps.EachStored,
 		router: deps.Router, id: cmp.Or(deps.ID, max(1, rand.Uint64())), link: deps.Link, log: deps.Log,
-		queue: make(chan message, queueLimit),
-		timing: timing{
-			tick: 100 * time.Millisecond, digest: 5, silence: 5 * time.Second, foreign: 20 * time.Second,
-			retry: 100 * time.Millisecond, retryTo: 5 * time.Second, self: time.Minute,
-		},
+		queue:   make(chan message, queueLimit),
+		timing:  timing{tick: 100 * time.Millisecond, digest: 5, silence: 5 * time.Second, foreign: ForeignSilence},
 		members: map[string]*otherRouter{}, heard: map[uint64]*otherRouter{},
-	}
-	if r.link == nil {
-		if err := r.openZMQ(settings, deps); err != nil {
-			return nil, err
-		}
 	}
 	deps.Router.Share(&router.Sharing{ // bookings made before Run are sent by it
 		Writer:  r.id,
@@ -174,10 +128,10 @@ func New(settings Settings, deps Deps) (*Mesh, error) {
 			r.say(ownMessage{Kind: kindEjection, Worker: &rank{w.Worker, w.Rank}, Milliseconds: uint64(max(0, long.Milliseconds()))})
 		},
 	})
-	return r, nil
+	return r
 }
 
-// Close closes the port of New. Run does so itself.
+// Close ends publishing. Run does so itself.
 func (r *Mesh) Close() {
 	r.router.Share(nil)
 	r.link.Close()
@@ -226,6 +180,7 @@ func (r *Mesh) publishQueued(ctx context.Context) {
 	for ticks := 0; ; {
 		select {
 		case <-ctx.Done():
+			r.publish(replicaTopic, &ownMessage{Router: r.id, Kind: kindLeave})
 			return
 		case m := <-r.queue:
 			r.send(&books, m)
@@ -234,6 +189,8 @@ func (r *Mesh) publishQueued(ctx context.Context) {
 			if now := r.link.Joined(); now != joined { // a new subscriber knows nothing yet, and Dynamo does not ask
 				joined = now
 				r.asked.Store(^uint64(0))
+			}
+			if r.recalled.Swap(false) {
 				r.publishStored()
 			}
 			if len(r.queue) == 0 && r.missed.Swap(false) {
@@ -257,7 +214,7 @@ func (r *Mesh) send(books *ownBooks, m message) {
 	case m.session != nil:
 		b := m.session
 		model, group := r.partition(b.Worker.Worker)
-		r.publish(sessionTopic, &sessionEvent{model, group, b.ID, b.Worker.Worker, &b.Worker.Rank, b.Sequence, b.Writer})
+		r.publish(SessionTopic, &sessionEvent{model, group, b.ID, b.Worker.Worker, &b.Worker.Rank, b.Sequence, b.Writer})
 	case m.passed != nil:
 		change := router.Change{Kind: m.kind, Worker: m.passed.Worker}
 		r.publishSlot(change.BlockSize, slotOf(change, m.passed.Request, r.id), nil)
@@ -286,8 +243,16 @@ func (r *Mesh) publishChange(kind string, b *router.Booking, request string) (si
 func (r *Mesh) publishSlot(blockSize int, change slotChange, detail *slotDetail) (size int) {
 	event := slotEvent{BlockSize: uint32(cmp.Or(blockSize, r.router.Unit())), Event: change, Detail: detail}
 	event.Model, event.Group = r.partition(change.Worker.Worker)
-	return r.publish(slotTopic, &event)
+	if add, ok := change.Data.(map[string]addRequest); ok && len(add[dataAdd].Sequence) > r.link.Limit()/hashSize {
+		short := add[dataAdd]
+		short.Sequence = nil // its load without its blocks, rather than nothing
+		event.Event.Data = map[string]addRequest{dataAdd: short}
+	}
+	return r.publish(SlotTopic, &event)
 }
+
+// hashSize is more than the bytes of a hash in a message, with its share of the rest.
+const hashSize = 10
 
 // publish encodes and publishes a message, and returns its size.
 func (r *Mesh) publish(topic string, what any) (size int) {
@@ -339,7 +304,8 @@ func (r *Mesh) again(books *ownBooks, ask uint64) {
 	}
 }
 
-// storedAtOnce is how many responses one message names at most.
+// storedAtOnce is how many responses one message names at most: less than a MB, by far, of names as
+// engines give them.
 const storedAtOnce = 4096
 
 // publishStored publishes all stored responses that are known here.
@@ -366,10 +332,15 @@ func (r *Mesh) digest(books *ownBooks) {
 
 // Counts counts the messages between routers.
 type Counts struct {
-	Sent, Resent, Received, Dropped, Refused, Lost uint64
+	Sent     uint64 `json:"sent"`
+	Resent   uint64 `json:"resent"`
+	Received uint64 `json:"received"`
+	Dropped  uint64 `json:"dropped"`
+	Refused  uint64 `json:"refused"`
+	Lost     uint64 `json:"lost"`
 
-	Held  int64 // current bookings of other routers
-	Peers int   // connected routers
+	Held  int64 `json:"-"` // current bookings of other routers
+	Peers int   `json:"-"` // connected routers
 }
 
 // Counts returns the counts so far.

@@ -5,18 +5,14 @@ import (
 	"fmt"
 	"log/slog"
 	"math/rand/v2"
-	"net"
 	"slices"
-	"strconv"
 	"sync"
 	"testing"
 	"time"
 
 	"go.uber.org/goleak"
 
-	"kvrouter/internal/base/guard"
 	"kvrouter/internal/base/kv"
-	"kvrouter/internal/base/zmq"
 	"kvrouter/internal/decide/health"
 	"kvrouter/internal/decide/router"
 	"kvrouter/internal/testkit"
@@ -35,34 +31,96 @@ type testReplica struct {
 	stop func()
 }
 
-// startReplicas starts n routers over the same two workers, each of which has
-// all of them, itself too, as peers.
-func startReplicas(t *testing.T, n int, tweak func(*Mesh), options ...routertest.Option) []*testReplica {
-	t.Helper()
-	all := startAll(t, n, tweak, options...)
-	hear(t, all...)
-	return all
+// hub connects the routers of a test.
+type hub struct {
+	*testing.T
+
+	mu    sync.Mutex // guards the rest
+	links []*testLink
+	count int
 }
 
-// startAll is startReplicas, but does not wait until they hear each other.
-func startAll(t *testing.T, n int, tweak func(*Mesh), options ...routertest.Option) (all []*testReplica) {
-	t.Helper()
-	peers := testPeers(t, n)
-	for i := range n {
-		all = append(all, startReplica(t, peers, i, tweak, options...))
-	}
-	return all
-}
-
-// testPeers returns n free addresses. No goroutine of who uses them may be left.
-func testPeers(t *testing.T, n int) (peers []string) {
+// newHub returns a hub without routers. No goroutine of those may be left.
+func newHub(t *testing.T) *hub {
 	before := goleak.IgnoreCurrent()
 	t.Cleanup(func() { goleak.VerifyNone(t, before) })
-	port := testkit.FreePorts(t, n)
-	for i := range n {
-		peers = append(peers, fmt.Sprintf("127.0.0.1:%d", port+i))
+	return &hub{T: t}
+}
+
+// hubQueue is how many messages wait for a router; those beyond are lost.
+const hubQueue = 10_000
+
+// testLink is the Link of one router.
+type testLink struct {
+	hub   *hub
+	name  string
+	lose  func() bool // this message is lost; nil: none is
+	inbox chan testLetter
+}
+
+// testLetter is a message on its way.
+type testLetter struct {
+	from, topic string
+	text        []byte
+}
+
+// Publish implements Link.
+func (l *testLink) Publish(topic string, text []byte) {
+	l.hub.mu.Lock()
+	defer l.hub.mu.Unlock()
+	for _, to := range l.hub.links {
+		if to == l || to.lose != nil && to.lose() {
+			continue
+		}
+		select {
+		case to.inbox <- testLetter{l.name, topic, text}:
+		default:
+		}
 	}
-	return peers
+}
+
+// Limit implements Link.
+func (l *testLink) Limit() int { return 1 << 20 }
+
+// Followed implements Link.
+func (l *testLink) Followed() bool { return true }
+
+// Joined implements Link.
+func (l *testLink) Joined() uint64 { return 0 }
+
+// Network implements Link.
+func (l *testLink) Network() Network {
+	return Network{ID: l.name, Connected: true, Unsent: 3, Missed: 4}
+}
+
+// Run implements Link.
+func (l *testLink) Run(ctx context.Context, ears Ears) {
+	for {
+		select {
+		case <-ctx.Done():
+			return
+		case m := <-l.inbox:
+			_ = ears.Take(m.from, m.topic, m.text)
+		}
+	}
+}
+
+// Close implements Link.
+func (l *testLink) Close() {
+	l.hub.mu.Lock()
+	defer l.hub.mu.Unlock()
+	l.hub.links = slices.DeleteFunc(l.hub.links, func(other *testLink) bool { return other == l })
+}
+
+// startReplicas starts n routers over the same two workers, and waits until they hear each other.
+func startReplicas(t *testing.T, n int, tweak func(*Mesh), options ...routertest.Option) (all []*testReplica) {
+	t.Helper()
+	h := newHub(t)
+	for range n {
+		all = append(all, h.start(nil, tweak, options...))
+	}
+	hear(t, all...)
+	return all
 }
 
 // hear waits until all hear all others.
@@ -73,17 +131,18 @@ func hear(t *testing.T, all ...*testReplica) {
 	})
 }
 
-func startReplica(t *testing.T, peers []string, i int, tweak func(*Mesh), options ...routertest.Option) *testReplica {
-	t.Helper()
+// start starts one more router, which loses messages.
+func (h *hub) start(lose func() bool, tweak func(*Mesh), options ...routertest.Option) *testReplica {
+	h.Helper()
 	named := routertest.WithSettings(func(s *router.Settings) { s.SessionHeader = "x-session-id" })
-	rt := routertest.New(t, "kv", 2, append(options, named)...)
-	host, port, _ := net.SplitHostPort(peers[i])
-	number, _ := strconv.Atoi(port)
-	replicas, err := New(Settings{ReplicaSyncHost: host, ReplicaSyncPort: number, ReplicaPeers: peers}, Deps{Router: rt, Edges: guard.New(), Log: slog.New(slog.DiscardHandler)})
-	if err != nil {
-		t.Fatal(err)
-	}
-	replicas.timing.retry, replicas.timing.retryTo = 5*time.Millisecond, 50*time.Millisecond
+	rt := routertest.New(h.T, "kv", 2, append(options, named)...)
+	h.mu.Lock()
+	h.count++
+	link := &testLink{hub: h, name: fmt.Sprint("router ", h.count), lose: lose, inbox: make(chan testLetter, hubQueue)}
+	h.links = append(h.links, link)
+	h.mu.Unlock()
+	replicas := New(Deps{Router: rt, Link: link, Log: slog.New(slog.DiscardHandler)})
+	replicas.timing.tick = 10 * time.Millisecond
 	if tweak != nil {
 		tweak(replicas)
 	}
@@ -97,7 +156,7 @@ func startReplica(t *testing.T, peers []string, i int, tweak func(*Mesh), option
 		cancel()
 		<-done
 	}
-	t.Cleanup(stop)
+	h.Cleanup(stop)
 	return &testReplica{rt, replicas, stop}
 }
 
@@ -225,9 +284,8 @@ func TestReplicasForgetARouterThatIsGone(t *testing.T) {
 		}
 	}
 
-	// The next one at its address starts with nothing, and is heard.
-	address := all[0].zmq.pub.Endpoint()[len("tcp://"):]
-	again := startReplica(t, []string{address, all[1].zmq.pub.Endpoint()[len("tcp://"):], all[2].zmq.pub.Endpoint()[len("tcp://"):]}, 0, nil)
+	// The next one starts with nothing, and is heard.
+	again := all[0].link.(*testLink).hub.start(nil, nil)
 	hear(t, again, all[1], all[2])
 	d = again.book(t, testkit.PromptTokens(3, 40))
 	for _, r := range all[1:] {
@@ -239,18 +297,17 @@ func TestReplicasForgetARouterThatIsGone(t *testing.T) {
 	}
 }
 
-// TestReplicasForgetARouterThatHangs: its connection stays, but it says nothing.
+// TestReplicasForgetARouterThatHangs: it says nothing, and does not leave.
 func TestReplicasForgetARouterThatHangs(t *testing.T) {
-	peers := testPeers(t, 1)
-	mute := testkit.NewTestPublisher(t)
-	r := startReplica(t, append(peers, mute.Endpoint()[len("tcp://"):]), 0, func(r *Mesh) { r.timing.silence = 100 * time.Millisecond })
-	add := slotMessage(t, fields{"kvrouter": fields{"prompt_tokens": 100, "prefill_tokens": 60}}, fields{"data": fields{"AddRequest": fields{"token_sequence": []uint64{1}}}})
-	testkit.Eventually(t, 20*time.Second, "it is heard", func() bool {
-		mute.Publish([]byte(replicaTopic), encode(&ownMessage{Router: 9, Kind: kindAsk}))
-		mute.Publish([]byte(slotTopic), add)
-		return r.Load(kv.WorkerKey{Worker: 1}).PrefillTokens == 60
-	})
+	h := newHub(t)
+	r := h.start(nil, func(m *Mesh) { m.timing.silence = 100 * time.Millisecond })
+	mute := &testLink{hub: h, name: "mute"}
+	mute.Publish(replicaTopic, encode(&ownMessage{Router: 9, Kind: kindAsk}))
+	mute.Publish(SlotTopic, slotMessage(t, fields{"kvrouter": fields{"prompt_tokens": 100, "prefill_tokens": 60}}, fields{"data": fields{"AddRequest": fields{"token_sequence": []uint64{1}}}}))
 	testkit.Eventually(t, 20*time.Second, "it is forgotten", func() bool { return r.Load(kv.WorkerKey{Worker: 1}).InFlight == 0 && r.Lost.Load() > 0 })
+	if r.Received.Load() != 1 {
+		t.Errorf("%+v", r.Counts())
+	}
 }
 
 // takeChange takes a change as router 2 says it.
@@ -352,17 +409,10 @@ func TestReplicasBoundWhatTheyKeepOfAnother(t *testing.T) {
 	}
 }
 
-// lossy loses a share of the messages, in percent, until it is told to stop.
-func lossy(seed uint64, percent int) func(*Mesh) {
-	return func(m *Mesh) {
-		var mu sync.Mutex
-		random := rand.New(rand.NewPCG(seed, 1))
-		m.lose = func() bool {
-			mu.Lock()
-			defer mu.Unlock()
-			return random.IntN(100) < percent
-		}
-	}
+// lossy loses a share of the messages, in percent. The hub is locked where it is called.
+func lossy(seed uint64, percent int) func() bool {
+	random := rand.New(rand.NewPCG(seed, 1))
+	return func() bool { return random.IntN(100) < percent }
 }
 
 // operate does that many random things at the routers: requests begin, compute their
@@ -386,10 +436,10 @@ func operate(t *testing.T, all []*testReplica, seed uint64, operations int) (ope
 }
 
 func TestReplicasConverge(t *testing.T) {
-	addresses := testPeers(t, 4)
+	h := newHub(t)
 	var all []*testReplica
 	for i := range 3 {
-		all = append(all, startReplica(t, addresses[:3], i, lossy(uint64(i), 3)))
+		all = append(all, h.start(lossy(uint64(i), 3), nil))
 	}
 	hear(t, all...)
 	open := operate(t, all, 7, 1000)
@@ -404,12 +454,7 @@ func TestReplicasConverge(t *testing.T) {
 	}
 
 	// A late one learns what is in flight.
-	late := startReplica(t, addresses, 3, lossy(9, 3))
-	for _, r := range all {
-		if added, err := r.RegisterPeer("tcp://" + addresses[3]); err != nil || !added {
-			t.Fatal(added, err)
-		}
-	}
+	late := h.start(lossy(9, 3), nil)
 	late.seesWithin(t, 5*time.Second, "what was in flight before it came", all[0].Loads)
 
 	// Of one that is gone nothing is left.
@@ -427,76 +472,21 @@ func TestReplicasConverge(t *testing.T) {
 // TestALateReplicaLearnsOfMoreThanAQueueHolds: what is reported at once is bounded, else the
 // same part would be lost each time.
 func TestALateReplicaLearnsOfMoreThanAQueueHolds(t *testing.T) {
-	addresses := testPeers(t, 2)
-	early := startReplica(t, addresses[:1], 0, nil)
+	h := newHub(t)
+	early := h.start(nil, nil)
 	var open []router.Decision
-	for i := range 3 * zmq.QueueLimit / 2 {
+	for i := range 3 * hubQueue / 2 {
 		open = append(open, early.book(t, testkit.PromptTokens(i, 20)))
 		if i%2 == 0 {
 			open[i].Booking.FirstToken()
 		}
 	}
-	late := startReplica(t, addresses, 1, nil)
-	if added, err := early.RegisterPeer("tcp://" + addresses[1]); err != nil || !added {
-		t.Fatal(added, err)
-	}
+	late := h.start(nil, nil)
 	late.sees(t, "all that is in flight", early.Loads())
 	for _, d := range open {
 		d.Booking.End()
 	}
 	late.sees(t, "nothing in flight", early.Loads())
-}
-
-func TestReplicasHearARouterOfTwoAddressesOnce(t *testing.T) {
-	peers := testPeers(t, 2)
-	a := startReplica(t, peers, 0, nil)
-	b := startReplica(t, peers, 1, nil)
-	port := peers[0][len("127.0.0.1:"):]
-	if added, err := b.RegisterPeer("tcp://localhost:" + port); err != nil || !added {
-		t.Fatal(added, err)
-	}
-	testkit.Eventually(t, 20*time.Second, "both connections are there", func() bool { return a.zmq.pub.Subscribers() >= 6 })
-	hear(t, a, b)
-	d := a.book(t, testkit.PromptTokens(1, 5))
-	b.sees(t, "one request", a.Loads())
-	if removed, err := b.DeregisterPeer("tcp://" + peers[0]); err != nil || !removed { // who took it over is told all
-		t.Fatal(removed, err)
-	}
-	testkit.Eventually(t, 20*time.Second, "the first connection ends", func() bool { return b.Lost.Load() > 0 || len(b.Peers()) == 2 })
-	b.sees(t, "the request, by the other address", a.Loads())
-	d.Booking.End()
-	b.sees(t, "nothing in flight", a.Loads())
-}
-
-func TestFoundPeersReplaceThoseFoundBefore(t *testing.T) {
-	peers := testPeers(t, 3)
-	all := make(chan []string)
-	find := func(m *Mesh) {
-		m.zmq.discover = func(ctx context.Context, use func([]string)) {
-			for {
-				select {
-				case <-ctx.Done():
-					return
-				case list := <-all:
-					use(list)
-				}
-			}
-		}
-	}
-	others := []*testReplica{startReplica(t, peers[1:2], 0, nil), startReplica(t, peers[2:], 0, nil)}
-	r := startReplica(t, peers[:1], 0, find)
-	d := others[0].book(t, testkit.PromptTokens(1, 5))
-	all <- []string{peers[0], peers[1], "not an address"}
-	r.sees(t, "the first one's request", others[0].Loads())
-	if got := r.Peers(); !slices.Equal(got, []string{"tcp://" + peers[0], "tcp://" + peers[1]}) {
-		t.Errorf("%v", got)
-	}
-	all <- []string{peers[2]}
-	r.sees(t, "it is gone", others[1].Loads())
-	d.Booking.End()
-	own := others[1].book(t, testkit.PromptTokens(1, 5))
-	r.sees(t, "the second one's request", others[1].Loads())
-	own.Booking.End()
 }
 
 func TestSessionsFollowToOtherRouters(t *testing.T) {

@@ -22,15 +22,13 @@ import (
 // map with names. The first two are those of Dynamo 1.6.1's selection service, and
 // so are the shapes of their payloads; the third is between kvrouters.
 const (
-	slotTopic    = "dynamo.slot-tracker.v1"
-	sessionTopic = "dynamo.session-affinity.v1"
+	SlotTopic    = "dynamo.slot-tracker.v1"
+	SessionTopic = "dynamo.session-affinity.v1"
 	replicaTopic = "kvrouter.v1"
 )
 
 // Limits of one message.
 const (
-	// messageLimit bounds its bytes.
-	messageLimit = 32 << 20
 	// sequenceLimit bounds its sequence hashes: those of 2^28 tokens in blocks of 64.
 	sequenceLimit = 1 << 22
 	// idLimit bounds the name of a request or session, bytes.
@@ -116,6 +114,8 @@ const (
 	kindHeld     = "held"     // Requests are all that is in flight of a bucket
 	kindEjection = "ejection" // Worker gets nothing from here for Milliseconds
 	kindStored   = "stored"   // Worker has the responses Requests, which are Owner's
+	kindRecall   = "recall"   // another router, Of, is asked to send all stored responses
+	kindLeave    = "leave"    // nothing more comes
 )
 
 // ownMessage is a message between kvrouters beyond Dynamo.
@@ -247,7 +247,7 @@ func readFields(text []byte, required int, fields ...field) error {
 	return err
 }
 
-// decodeSlot reads a message of slotTopic.
+// decodeSlot reads a message of SlotTopic.
 func decodeSlot(text []byte) (d decoded, err error) {
 	var blockSize uint64
 	c, detail := &d.change, []byte(nil)
@@ -348,7 +348,7 @@ func decodeDetail(text []byte, c *router.Change) error {
 	)
 }
 
-// decodeSession reads a message of sessionTopic.
+// decodeSession reads a message of SessionTopic.
 func decodeSession(text []byte) (b router.SessionBinding, err error) {
 	err = readFields(text, 5,
 		field{"session_id", textTo(&b.ID)},

@@ -145,7 +145,7 @@ func pack(t testing.TB, what any) []byte {
 
 type fields = map[string]any
 
-// slotMessage is a message of slotTopic with something changed in each part.
+// slotMessage is a message of SlotTopic with something changed in each part.
 func slotMessage(t testing.TB, outer, event fields) []byte {
 	t.Helper()
 	e := fields{"request_id": "r", "worker": fields{"worker_id": 1, "dp_rank": 0}, "data": "Free", "router_id": 9, "lora_name": nil}
@@ -217,18 +217,20 @@ func TestMessagesWithoutTheirShapeAreRefused(t *testing.T) {
 // right, and a request is routed.
 func FuzzTake(f *testing.F) {
 	for name, text := range golden(f) {
-		topic := slotTopic
+		topic := SlotTopic
 		if name == "session" {
-			topic = sessionTopic
+			topic = SessionTopic
 		}
 		f.Add(topic, text)
 	}
-	f.Add(slotTopic, slotMessage(f, fields{"kvrouter": fields{"prompt_tokens": uint64(1) << 62, "prefill_tokens": uint64(1) << 62}}, fields{"data": fields{"AddRequest": fields{}}}))
-	f.Add(slotTopic, slotMessage(f, fields{"kvrouter": fields{"prompt_tokens": 100, "prefill_tokens": 60, "leg": 2, "answered_whole": true}}, fields{"data": fields{"AddRequest": fields{"token_sequence": []uint64{1, 2}}}}))
+	f.Add(SlotTopic, slotMessage(f, fields{"kvrouter": fields{"prompt_tokens": uint64(1) << 62, "prefill_tokens": uint64(1) << 62}}, fields{"data": fields{"AddRequest": fields{}}}))
+	f.Add(SlotTopic, slotMessage(f, fields{"kvrouter": fields{"prompt_tokens": 100, "prefill_tokens": 60, "leg": 2, "answered_whole": true}}, fields{"data": fields{"AddRequest": fields{"token_sequence": []uint64{1, 2}}}}))
 	f.Add(replicaTopic, encode(&ownMessage{Router: 9, Kind: kindDigest, Sums: make([]uint64, buckets)}))
 	f.Add(replicaTopic, encode(&ownMessage{Router: 9, Kind: kindDigest, Service: []tenantService{{"own", "standard", 1 << 60, 1 << 60}, {"own", "later", 1, 1}}}))
 	f.Add(replicaTopic, encode(&ownMessage{Router: 9, Kind: kindAsk, Of: 1, Buckets: 5}))
 	f.Add(replicaTopic, encode(&ownMessage{Router: 9, Kind: kindHeld, Requests: []string{"r"}}))
+	f.Add(replicaTopic, encode(&ownMessage{Router: 9, Kind: kindRecall, Of: 1}))
+	f.Add(replicaTopic, encode(&ownMessage{Router: 9, Kind: kindLeave}))
 	f.Add(replicaTopic, encode(&ownMessage{Router: 9, Kind: kindEjection, Worker: &rank{1, 0}, Milliseconds: 1 << 40}))
 	f.Fuzz(func(t *testing.T, topic string, text []byte) {
 		rt := routertest.New(t, "work", 2, routertest.WithSettings(func(s *router.Settings) {
@@ -237,7 +239,7 @@ func FuzzTake(f *testing.F) {
 		p := newOther(testMesh(rt))
 		for range 2 {
 			_ = p.message(topic, text)
-			_ = p.message(slotTopic, slotMessage(t, nil, fields{"request_id": "own", "data": fields{"AddRequest": fields{}}}))
+			_ = p.message(SlotTopic, slotMessage(t, nil, fields{"request_id": "own", "data": fields{"AddRequest": fields{}}}))
 			if err := p.check(); err != nil {
 				t.Fatal(err)
 			}

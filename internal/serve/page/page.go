@@ -15,6 +15,7 @@ import (
 	"kvrouter/internal/base/web"
 	"kvrouter/internal/decide/models"
 	"kvrouter/internal/fleet/workers"
+	"kvrouter/internal/peers/replica"
 	"kvrouter/internal/prompt/tokens"
 )
 
@@ -73,6 +74,7 @@ type Deps struct {
 	Proxy   Proxy
 	Totals  func() metrics.Totals         // of all requests
 	Tenants func() []Tenant               // in any order, to be kept by the page; nil: none
+	Cluster func() replica.Status         // nil: there is none
 	Ready   func() (ready, draining bool) // of the OpenAI port
 	OpenAI  http.Handler                  // the routes of that port
 	Log     *slog.Logger

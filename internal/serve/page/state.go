@@ -37,6 +37,10 @@ func (p *Page) state(now time.Time) State {
 	}
 	s.Ready, s.Draining = p.deps.Ready()
 	s.Tenants, s.MoreTenants = p.tenants()
+	if p.deps.Cluster != nil {
+		cluster := p.deps.Cluster()
+		s.Cluster = &cluster
+	}
 	s.Workers = p.fleet(totals, now)
 	for i := range s.Workers {
 		s.Totals.InFlight += s.Workers[i].InFlight

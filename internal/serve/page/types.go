@@ -1,6 +1,9 @@
 package page
 
-import "kvrouter/internal/decide/router"
+import (
+	"kvrouter/internal/decide/router"
+	"kvrouter/internal/peers/replica"
+)
 
 // State is the content of the page, but for the trends: event "state" of the stream. All
 // times are Unix seconds; nil is shown as "unknown". Ids of workers are strings, as not
@@ -26,6 +29,8 @@ type State struct {
 	Cache       Cache     `json:"cache"`
 	Tenants     []Tenant  `json:"tenants"`      // the busiest first
 	MoreTenants int       `json:"more_tenants"` // that are left out
+
+	Cluster *replica.Status `json:"cluster"` // as GET /cluster shows it; nil: there is none
 }
 
 // Totals count since the start of the router.

@@ -20,7 +20,7 @@ func (s *Service) withPeer(handle func(c *gin.Context, endpoint string)) gin.Han
 		switch {
 		case query.Endpoint == nil:
 			plainError(c, http.StatusUnprocessableEntity, "bad body: endpoint is missing")
-		case s.mesh == nil:
+		case s.dynamo == nil:
 			plainError(c, http.StatusConflict, "replica sync is disabled")
 		default:
 			handle(c, *query.Endpoint)
@@ -30,7 +30,7 @@ func (s *Service) withPeer(handle func(c *gin.Context, endpoint string)) gin.Han
 
 // registerPeer adds a peer router.
 func (s *Service) registerPeer(c *gin.Context, endpoint string) {
-	switch added, err := s.mesh.RegisterPeer(endpoint); {
+	switch added, err := s.dynamo.Register(endpoint); {
 	case errors.Is(err, replica.ErrTooManyPeers):
 		plainError(c, http.StatusServiceUnavailable, err.Error())
 	case err != nil:
@@ -44,7 +44,7 @@ func (s *Service) registerPeer(c *gin.Context, endpoint string) {
 
 // deregisterPeer removes a peer router.
 func (s *Service) deregisterPeer(c *gin.Context, endpoint string) {
-	switch removed, err := s.mesh.DeregisterPeer(endpoint); {
+	switch removed, err := s.dynamo.Deregister(endpoint); {
 	case err != nil:
 		plainError(c, http.StatusBadRequest, err.Error())
 	case removed:
@@ -57,8 +57,17 @@ func (s *Service) deregisterPeer(c *gin.Context, endpoint string) {
 // listPeers lists the endpoints of the peer routers.
 func (s *Service) listPeers(c *gin.Context) {
 	peers := []string{}
-	if s.mesh != nil {
-		peers = s.mesh.Peers()
+	if s.dynamo != nil {
+		peers = s.dynamo.Peers()
 	}
 	c.JSON(http.StatusOK, peers)
+}
+
+// showCluster shows the other routers, and the connections to them.
+func (s *Service) showCluster(c *gin.Context) {
+	if s.mesh == nil {
+		plainError(c, http.StatusConflict, "this router is in no cluster: --cluster is not set")
+		return
+	}
+	c.JSON(http.StatusOK, s.mesh.Status())
 }

@@ -9,15 +9,15 @@ import (
 	"testing"
 
 	"kvrouter/internal/base/guard"
-	"kvrouter/internal/peers/replica"
+	"kvrouter/internal/peers/dynamo"
 	"kvrouter/internal/testkit/routertest"
 )
 
-// peersPort returns a router port with that mesh; a body goes with POST, none with GET.
-func peersPort(t *testing.T, mesh *replica.Mesh) (ask func(path, body string) (int, string)) {
+// peersPort returns a router port with that link; a body goes with POST, none with GET.
+func peersPort(t *testing.T, link *dynamo.Link) (ask func(path, body string) (int, string)) {
 	t.Helper()
 	deps := testDeps(routertest.New(t, "round-robin", 0), nil)
-	deps.Mesh = mesh
+	deps.Dynamo = link
 	handler := New(Settings{}, deps).Handler()
 	return func(path, body string) (int, string) {
 		method := http.MethodPost
@@ -35,12 +35,12 @@ func peersPort(t *testing.T, mesh *replica.Mesh) (ask func(path, body string) (i
 // TestPeersComeAndGoAsAtDynamo: the answers are those of Dynamo 1.6.1, but for the
 // words after «bad body» and «invalid TCP port».
 func TestPeersComeAndGoAsAtDynamo(t *testing.T) {
-	mesh, err := replica.New(replica.Settings{ReplicaSyncHost: "127.0.0.1", ReplicaPeers: []string{"named:7100"}}, replica.Deps{Router: routertest.New(t, "kv", 1), Edges: guard.New(), Log: slog.New(slog.DiscardHandler)})
+	link, err := dynamo.Open(dynamo.Settings{ReplicaSyncHost: "127.0.0.1", ReplicaPeers: []string{"named:7100"}}, dynamo.Deps{Edges: guard.New(), Log: slog.New(slog.DiscardHandler)})
 	if err != nil {
 		t.Fatal(err)
 	}
-	defer mesh.Close()
-	ask := peersPort(t, mesh)
+	defer link.Close()
+	ask := peersPort(t, link)
 	const ok, register, deregister = `{"status":"ok"}`, "/replica_sync/register_peer", "/replica_sync/deregister_peer"
 	invalid := func(endpoint, why string) string {
 		return fmt.Sprintf("{\"error\":\"invalid ZMQ endpoint `%s`: %s\"}", endpoint, why)
@@ -78,8 +78,8 @@ func TestPeersComeAndGoAsAtDynamo(t *testing.T) {
 	for i := range 200 {
 		ask(register, fmt.Sprintf(`{"endpoint":"tcp://10.0.0.1:%d"}`, 1000+i))
 	}
-	if status, text := ask(register, `{"endpoint":"tcp://10.0.0.1:999"}`); status != 503 || len(mesh.Peers()) != 128 {
-		t.Errorf("%d %s with %d peers", status, text, len(mesh.Peers()))
+	if status, text := ask(register, `{"endpoint":"tcp://10.0.0.1:999"}`); status != 503 || len(link.Peers()) != 128 {
+		t.Errorf("%d %s with %d peers", status, text, len(link.Peers()))
 	}
 }
 

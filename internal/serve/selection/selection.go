@@ -25,6 +25,7 @@ import (
 	"kvrouter/internal/decide/models"
 	"kvrouter/internal/decide/router"
 	"kvrouter/internal/fleet/workers"
+	"kvrouter/internal/peers/dynamo"
 	"kvrouter/internal/peers/replica"
 )
 
@@ -43,7 +44,8 @@ type Service struct {
 	models     *models.Set
 	fleet      *workers.Fleet
 	partitions *Partitions
-	mesh       *replica.Mesh // with peer routers; nil: --replica-sync is off
+	mesh       *replica.Mesh // with peer routers; nil: none
+	dynamo     *dynamo.Link  // with Dynamo; nil: --replica-sync is off
 	tenants    http.Handler  // serves GET /tenants; nil: it is no route
 	metrics    http.Handler  // serves GET /metrics; nil: it is no route
 	log        *slog.Logger
@@ -76,7 +78,8 @@ type Deps struct {
 	Models     *models.Set
 	Fleet      *workers.Fleet
 	Partitions *Partitions
-	Mesh       *replica.Mesh // with peer routers; nil: --replica-sync is off
+	Mesh       *replica.Mesh // with peer routers; nil: none
+	Dynamo     *dynamo.Link  // with Dynamo; nil: --replica-sync is off
 	Tenants    http.Handler  // serves GET /tenants; nil: it is no route
 	Metrics    http.Handler  // serves GET /metrics; nil: it is no route
 	Log        *slog.Logger
@@ -85,7 +88,8 @@ type Deps struct {
 // New returns the router port.
 func New(settings Settings, deps Deps) *Service {
 	return &Service{
-		settings: settings, models: deps.Models, fleet: deps.Fleet, partitions: deps.Partitions, mesh: deps.Mesh, tenants: deps.Tenants,
+		settings: settings, models: deps.Models, fleet: deps.Fleet, partitions: deps.Partitions, mesh: deps.Mesh, dynamo: deps.Dynamo,
+		tenants: deps.Tenants,
 		metrics: deps.Metrics, log: deps.Log, history: deps.Fleet.History,
 		reserved: newReservations(), pending: newPendingSelections(),
 		decisions: openDecisions{byID: map[string]*openDecision{}}, dumps: make(chan struct{}, maxDumps),
@@ -131,6 +135,7 @@ func (s *Service) Handler() http.Handler {
 	guarded.POST("/route", withBody(s.route))
 	guarded.GET("/dump", s.dump)
 	guarded.GET("/events", s.events)
+	guarded.GET("/cluster", s.showCluster)
 	guarded.POST("/replica_sync/register_peer", s.withPeer(s.registerPeer))
 	guarded.POST("/replica_sync/deregister_peer", s.withPeer(s.deregisterPeer))
 	guarded.GET("/replica_sync/peers", s.listPeers)

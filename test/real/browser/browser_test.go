@@ -236,6 +236,9 @@ func TestBrowser(t *testing.T) {
 	stop()
 	testkit.Eventually(t, 10*time.Second, "all ended", func() bool { return s.InFlight() == 0 })
 	b.run(t, "cards show what /metrics says", func(t *testing.T) { b.seesMetrics(t, s, workers) })
+	if eval[bool](b, "!!document.querySelector('.cluster')") {
+		t.Error("a router alone shows a cluster")
+	}
 	b.run(t, "a request and its receipt", func(t *testing.T) { b.seesReceipt(t, s) })
 	b.run(t, "text stands out from its ground", func(t *testing.T) { b.standsOut(t, s) })
 	b.run(t, "tenants and their accounts", func(t *testing.T) { b.seesTenants(t, s) })

@@ -46,10 +46,17 @@ var chartSets = map[string][]string{
 	"a try":           {"--set=auth.insecure=true", "--set=workers.discovery=none", "--set=extraArgs={--engine=mocker,--demo}", "--set=replicas=1"},
 	"secret":          {"--set=auth.existingSecret=keys", "--set=auth.existingSecretKeysFile=keys.yaml", "--set=workers.pool=p", "--set=serviceAccount.create=false", "--set=rbac.create=false", "--set=podDisruptionBudget.enabled=false"},
 	"certificates":    {"--set=tls.secretName=tls", "--set=tls.clientCA=true", "--set=router.expose=true", "--set=workers.selector=app=vllm", "--set=networkPolicy.enabled=true"},
-	"endpoint-picker": {chartKey, "--set=auth.replicaKey=a-key-of-the-routers", "--values=" + chartFolder + "/examples/endpoint-picker.yaml", "--set=networkPolicy.enabled=true"},
+	"endpoint-picker": {chartKey, "--set=auth.clusterKey=a-key-of-the-routers", "--values=" + chartFolder + "/examples/endpoint-picker.yaml", "--set=networkPolicy.enabled=true"},
 	"pool's picker":   {chartKey, "--set=workers.pool=vllm-pool", "--set=endpointPicker.enabled=true", "--set=endpointPicker.tls=false", "--set=endpointPicker.fallbacks=0"},
-	"three routers":   {"--set=auth.insecure=true", "--set=workers.discovery=dns", "--set=workers.dns=dns://vllm.gpus:8000", "--set=replicaSync.enabled=true", "--set=replicas=3"},
-	"everything":      {"--values=" + chartAll},
+	"three routers": {
+		"--set=auth.insecure=true", "--set=workers.discovery=dns", "--set=workers.dns=dns://vllm.gpus:8000", "--set=replicas=3",
+		"--set=cluster.enabled=true", "--set=networkPolicy.enabled=true", "--set=networkPolicy.extraEgress[0].ports[0].port=8000",
+	},
+	"existing NATS": {
+		chartKey, "--set=workers.selector=app=vllm", "--set=networkPolicy.enabled=true", "--set=cluster.enabled=true",
+		"--set=cluster.discovery=service", "--set=cluster.nats={nats://nats-0.nats,nats://nats-1.nats:4222,tls://nats.example.com:443}",
+	},
+	"everything": {"--values=" + chartAll},
 }
 
 // helm runs helm, which scripts/helm.sh builds once. Without the programs of Kubernetes
@@ -169,15 +176,14 @@ func TestKubernetesChartStartsARouter(t *testing.T) {
 		if pod.Get("spec.enableServiceLinks").Raw != "false" {
 			t.Error("a Service kvrouter-router would set --router-port")
 		}
-		settings := chartSettings(t, objects)
-		peers, _ := settings["replica-discovery"].(string)
+		peers := cfg.Value("cluster-discovery")
 		if mounted := pod.Get("spec.automountServiceAccountToken").Bool(); mounted != (cfg.Value("discovery") == "kubernetes" || strings.HasPrefix(peers, "service://")) {
 			t.Errorf("a token %t for discovery %q and peers %q", mounted, cfg.Value("discovery"), peers)
 		}
 		if web.Loopback(cfg.Value("host")) || web.Loopback(cfg.Value("router-host")) == container.Get(`ports.#(name=="router")`).Exists() {
 			t.Errorf("it listens on %s and %s", cfg.Value("host"), cfg.Value("router-host"))
 		}
-		ports := map[string]int{"http": cfg.Int("http-port"), "router": cfg.Int("router-port"), "replica": cfg.Int("replica-sync-port"), "grpc-ext-proc": cfg.Int("ext-proc-port"), "grpc-health": cfg.Int("ext-proc-health-port"),
+		ports := map[string]int{"http": cfg.Int("http-port"), "router": cfg.Int("router-port"), "cluster": cfg.Int("cluster-port"), "grpc-ext-proc": cfg.Int("ext-proc-port"), "grpc-health": cfg.Int("ext-proc-health-port"),
 			"metrics": cfg.Int("metrics-port")}
 		container.Get("ports").ForEach(func(_, port gjson.Result) bool {
 			if int(port.Get("containerPort").Int()) != ports[port.Get("name").Str] {
@@ -232,12 +238,7 @@ func TestKubernetesChartStartsARouter(t *testing.T) {
 				t.Error("the board is another one")
 			}
 		}
-		if (cfg.Value("replica-sync") == "true") != (peers != "") || len(cfg.Values("replica-peers")) > 0 {
-			t.Errorf("it finds its peers by %q and %q", peers, cfg.Values("replica-peers"))
-		}
-		if peers != "" {
-			chartPeers(t, objects, peers, cfg.Int("replica-sync-port"))
-		}
+		chartCluster(t, objects, container, cfg)
 		chartPicker(t, objects, cfg, cfg.Int("ext-proc-port"))
 		for object := range strings.SplitSeq(stream, "\n---\n") {
 			if strings.Contains(object, "a-key-of-") && !strings.Contains(object, "\nkind: Secret\n") {
@@ -258,6 +259,47 @@ func chartSettings(t *testing.T, objects chartObjects) (settings map[string]any)
 		}
 	}
 	return settings
+}
+
+// chartCluster looks whether the routers reach each other, or the existing servers of NATS,
+// and nobody else reaches them.
+func chartCluster(t *testing.T, objects chartObjects, container gjson.Result, cfg *deploy.Settings) {
+	t.Helper()
+	where, name, port := cfg.Value("cluster-discovery"), cfg.Value("cluster"), cfg.Int("cluster-port")
+	own := name != "" && !strings.Contains(name, "://")
+	if own != (where != "") || own != container.Get(`ports.#(name=="cluster")`).Exists() || len(cfg.Values("cluster-peers")) > 0 {
+		t.Errorf("cluster %q finds its members by %q and %q, ports %s", name, where, cfg.Values("cluster-peers"), container.Get("ports"))
+	}
+	if own {
+		chartPeers(t, objects, where, port)
+	} else if strings.Contains(fmt.Sprint(objects), "-peers") {
+		t.Error("a Service or a Role for members that it does not look for")
+	}
+	if existing := name != "" && !own; existing != (cfg.Value("cluster-prefix") == "kvrouter.inference.kvrouter") {
+		t.Errorf("cluster %q, subjects %s", name, cfg.Value("cluster-prefix"))
+	}
+	for _, policy := range objects.of("NetworkPolicy") {
+		for direction, peers := range map[string]string{"ingress": "from", "egress": "to"} {
+			found := false
+			for _, rule := range policy.Get("spec." + direction).Array() {
+				if rule.Get("ports.0.port").Int() != int64(port) {
+					continue
+				}
+				found = true
+				selector := rule.Get(peers + ".0.podSelector.matchLabels")
+				if len(rule.Get(peers).Array()) != 1 || selector.Raw != policy.Get("spec.podSelector.matchLabels").Raw {
+					t.Errorf("%s of the cluster is not that of the routers: %s", direction, rule)
+				}
+			}
+			if found != own {
+				t.Errorf("%s at port %d: %t", direction, port, found)
+			}
+		}
+		egress := fmt.Sprint(policy.Get("spec.egress.#.ports.#.port"))
+		if existing := name != "" && !own; existing != strings.Contains(egress, "[4222,443]") {
+			t.Errorf("cluster %q, egress %s", name, egress)
+		}
+	}
 }
 
 // chartPeers looks whether that leads to the routers, and whether they may ask for it.
@@ -380,7 +422,13 @@ func TestKubernetesChartRefuses(t *testing.T) {
 		{"workers.static: set it", []string{chartKey, "--set=workers.discovery=static"}},
 		{"selectors and namespace require discovery kubernetes", append(slices.Clip(some), "--set=workers.discovery=none")},
 		{"auth.routerApiKey: required by router.expose", append(slices.Clip(some), "--set=router.expose=true")},
-		{"auth.replicaKey: required by replicaSync", append(slices.Clip(some), "--set=replicaSync.enabled=true")},
+		{"auth.clusterKey: required by cluster.enabled", append(slices.Clip(some), "--set=cluster.enabled=true")},
+		{"auth.clusterKey: requires cluster.enabled", append(slices.Clip(some), "--set=auth.clusterKey=a-key-of-the-routers")},
+		{
+			"auth.clusterKey: requires cluster.enabled",
+			append(slices.Clip(some), "--set=auth.clusterKey=a-key-of-the-routers", "--set=cluster.enabled=true", "--set=cluster.nats={nats://nats}"),
+		},
+		{"cluster.nats: requires cluster.enabled", append(slices.Clip(some), "--set=cluster.nats={nats://nats}")},
 		{"auth.existingSecret: excludes", append(slices.Clip(some), "--set=auth.existingSecret=s")},
 		{"endpointPicker.matchLabels: required", []string{chartKey, "--set=endpointPicker.enabled=true"}},
 		{"endpointPicker.matchLabels: the pool of workers.pool", []string{chartKey, "--set=workers.pool=p", "--set=endpointPicker.enabled=true", "--set=endpointPicker.matchLabels.app=vllm"}},

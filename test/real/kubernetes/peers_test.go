@@ -24,7 +24,7 @@ func TestKubernetesRoutersFindEachOther(t *testing.T) {
 	for _, object := range objects.of("ServiceAccount", "Role", "RoleBinding") {
 		cluster.Create(object.Raw)
 	}
-	where, _ := chartSettings(t, objects)["replica-discovery"].(string)
+	where, _ := chartSettings(t, objects)["cluster-discovery"].(string)
 	t.Setenv("KUBERNETES_SERVICE_HOST", "")
 	t.Setenv("KUBECONFIG", cluster.Kubeconfig("inference", cluster.Token("inference", "kvrouter")))
 	var log testkit.LogBuffer
@@ -55,11 +55,11 @@ func TestKubernetesRoutersFindEachOther(t *testing.T) {
 	wants("")
 	slice := func(name, service, addresses string) string {
 		return fmt.Sprintf(`{apiVersion: discovery.k8s.io/v1, kind: EndpointSlice, metadata: {name: %s, namespace: inference, labels: {kubernetes.io/service-name: %s}},
-addressType: IPv4, ports: [{name: replica, port: 7100}], endpoints: [%s]}`, name, service, addresses)
+addressType: IPv4, ports: [{name: cluster, port: 6222}], endpoints: [%s]}`, name, service, addresses)
 	}
 	cluster.Create(slice("others", "web", "{addresses: [10.0.0.9]}"))
 	cluster.Create(slice("routers", "kvrouter-peers", "{addresses: [10.0.0.2], conditions: {ready: false}}, {addresses: [10.0.0.1]}"))
-	wants("10.0.0.1:7100 10.0.0.2:7100")
+	wants("10.0.0.1:6222 10.0.0.2:6222")
 	cluster.KillAPI()
 	testkit.Settles(t, func() error {
 		if !strings.Contains(log.String(), "the routers are kept") {
@@ -67,8 +67,8 @@ addressType: IPv4, ports: [{name: replica, port: 7100}], endpoints: [%s]}`, name
 		}
 		return nil
 	})
-	wants("10.0.0.1:7100 10.0.0.2:7100")
+	wants("10.0.0.1:6222 10.0.0.2:6222")
 	cluster.StartAPI()
 	cluster.Patch(schema.GroupVersionResource{Group: "discovery.k8s.io", Version: "v1", Resource: "endpointslices"}, "inference", "routers", `{"endpoints":[{"addresses":["10.0.0.3"]}]}`)
-	wants("10.0.0.3:7100")
+	wants("10.0.0.3:6222")
 }

@@ -56,14 +56,24 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" }}
 
 {{/* Non-empty if the router uses the API server. */}}
 {{- define "kvrouter.asksAPI" -}}
-{{- if or (eq .Values.workers.discovery "kubernetes") (and .Values.replicaSync.enabled (eq .Values.replicaSync.discovery "service")) }}true{{ end }}
+{{- if or (eq .Values.workers.discovery "kubernetes") (include "kvrouter.watchesPeers" .) }}true{{ end }}
+{{- end }}
+
+{{/* Non-empty if each router has a NATS server, with a port for the others. */}}
+{{- define "kvrouter.ownCluster" -}}
+{{- if and .Values.cluster.enabled (not .Values.cluster.nats) }}true{{ end }}
+{{- end }}
+
+{{/* Non-empty if the routers watch the EndpointSlices of their Service. */}}
+{{- define "kvrouter.watchesPeers" -}}
+{{- if and (include "kvrouter.ownCluster" .) (eq .Values.cluster.discovery "service") }}true{{ end }}
 {{- end }}
 
 {{/* Secret with the keys; empty: none. */}}
 {{- define "kvrouter.secret" -}}
 {{- with .Values.auth }}
 {{- if .existingSecret }}{{ .existingSecret }}
-{{- else if or .apiKey .routerApiKey .replicaKey .workerApiKey .apiKeysFile }}{{ include "kvrouter.fullname" $ }}
+{{- else if or .apiKey .routerApiKey .clusterKey .workerApiKey .apiKeysFile }}{{ include "kvrouter.fullname" $ }}
 {{- end }}
 {{- end }}
 {{- end }}
@@ -120,14 +130,19 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" }}
 {{- $_ := set $config "worker" .static }}
 {{- end }}
 {{- end }}
-{{- if .Values.replicaSync.enabled }}
-{{- $_ := set $config "replica-sync" true }}
-{{- $_ := set $config "replica-sync-port" 7100 }}
-{{- if eq .Values.replicaSync.discovery "service" }}
-{{- $_ := set $config "replica-discovery" (printf "service://%s-peers:7100" (include "kvrouter.fullname" .)) }}
+{{- if include "kvrouter.ownCluster" . }}
+{{- $_ := set $config "cluster" (default (include "kvrouter.fullname" .) .Values.cluster.name) }}
+{{- $_ := set $config "cluster-port" 6222 }}
+{{- if include "kvrouter.watchesPeers" . }}
+{{- $_ := set $config "cluster-discovery" (printf "service://%s-peers:6222" (include "kvrouter.fullname" .)) }}
 {{- else }}
-{{- $_ := set $config "replica-discovery" (printf "dns://%s-peers.%s.svc:7100" (include "kvrouter.fullname" .) .Release.Namespace) }}
+{{- $_ := set $config "cluster-discovery" (printf "dns://%s-peers.%s.svc:6222" (include "kvrouter.fullname" .) .Release.Namespace) }}
 {{- end }}
+{{- else if .Values.cluster.enabled }}
+{{- $_ := set $config "cluster" (join "," .Values.cluster.nats) }}
+{{- /* Releases of the same name in other namespaces may use the same servers. */}}
+{{- $name := default (printf "%s.%s" .Release.Namespace (include "kvrouter.fullname" .)) .Values.cluster.name }}
+{{- $_ := set $config "cluster-prefix" (printf "kvrouter.%s" $name) }}
 {{- end }}
 {{- with .Values.endpointPicker }}
 {{- if .enabled }}
@@ -162,7 +177,7 @@ httpGet: {path: {{ .path }}, port: http}
 {{- fail "image.tag: required: the version printed by `docker load`; or set image.digest" }}
 {{- end }}
 {{- with $v.auth }}
-{{- $own := or .apiKey .routerApiKey .replicaKey .workerApiKey .apiKeysFile }}
+{{- $own := or .apiKey .routerApiKey .clusterKey .workerApiKey .apiKeysFile }}
 {{- if and .existingSecret $own }}
 {{- fail "auth.existingSecret: excludes the other keys of auth; set only one of them" }}
 {{- end }}
@@ -176,9 +191,15 @@ httpGet: {path: {{ .path }}, port: http}
 {{- if and $v.router.expose (not (or $free .routerApiKey)) }}
 {{- fail "auth.routerApiKey: required by router.expose: without a key anyone in the cluster can add workers; set a key, or auth.insecure to allow it" }}
 {{- end }}
-{{- if and $v.replicaSync.enabled (not (or .insecure .existingSecret .replicaKey)) }}
-{{- fail "auth.replicaKey: required by replicaSync: a key of at least 16 characters that the routers share" }}
+{{- if and (include "kvrouter.ownCluster" $) (not (or .insecure .existingSecret .clusterKey)) }}
+{{- fail "auth.clusterKey: required by cluster.enabled: a key of at least 16 characters that the routers share (openssl rand -hex 32)" }}
 {{- end }}
+{{- if and .clusterKey (not (include "kvrouter.ownCluster" $)) }}
+{{- fail "auth.clusterKey: requires cluster.enabled, and excludes cluster.nats: existing NATS servers have their own credentials" }}
+{{- end }}
+{{- end }}
+{{- if and $v.cluster.nats (not $v.cluster.enabled) }}
+{{- fail "cluster.nats: requires cluster.enabled" }}
 {{- end }}
 {{- if and $v.rbac.create (not $v.serviceAccount.create) (not $v.serviceAccount.name) }}
 {{- fail "serviceAccount.name: required: every Pod of the namespace would get the router's rights through the account default; set a name, or rbac.create to false" }}

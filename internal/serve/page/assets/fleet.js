@@ -1,6 +1,7 @@
 // The fleet view: a card for each worker, or for each of its ranks.
 import { html, useRef, useState } from "./vendor/preact-htm.js";
 import { act } from "./api.js";
+import { Cluster } from "./cluster.js";
 import { called, count, known, percent, seconds, severalRanks, short, span, workerName } from "./format.js";
 import { Confirm, Empty, Fact, Meter } from "./parts.js";
 
@@ -66,7 +67,7 @@ function Card({ worker: w, now, ranks, models, onAct }) {
     <p class="where"><span title=${w.url}>${w.url}</span>${(models > 1 || w.model) && html` · <span title=${w.model}>${w.model}</span>`} · ${w.engine}</p>
     <${Meter} name="KV cache usage" field="kv_usage" share=${w.kv_usage} text=${usage} />
     <dl class="facts">
-      <${Fact} name="In flight" field="in_flight" value=${count(w.in_flight)} title="Requests of this router that have not finished" />
+      <${Fact} name="In flight" field="in_flight" value=${count(w.in_flight)} title="Requests that have not finished, of all routers of a cluster" />
       <${Fact} name="Waiting" field="waiting" value=${count(w.waiting)} title="Requests in the worker's own queue, as published by the worker" />
       <${Fact} name="Hit rate" field="hit_rate" value=${percent(w.hit_rate)} title="Share of prompt tokens that were cached" />
       <${Fact} name="Indexed blocks" field="blocks" value=${short(w.blocks)} title=${`${count(w.blocks)} blocks${w.block_size ? ` of ${count(w.block_size)} tokens` : ""} in the router's index`} />
@@ -116,6 +117,7 @@ export function Fleet({ state, say }) {
         ${workers.length > 12 && html`<label class="sr" for="find-worker">Find a worker</label><input id="find-worker" type="search" placeholder="Find a worker" value=${find} onInput=${(e) => setFind(e.target.value)} />`}
       </div>
     </div>
+    ${state.cluster && html`<${Cluster} cluster=${state.cluster} now=${state.at} />`}
     ${workers.length === 0 && html`<${Empty} title="No workers yet"><p>Start workers with <code>--num-workers 2</code>, attach running ones with <code>--worker url=http://host:8100</code>, or register them with <code>POST /workers</code> on the router port.</p></${Empty}>`}
     ${workers.length > 0 && shown.length === 0 && html`<p class="quiet">No worker matches. <button type="button" class="small" onClick=${() => { setOnly(""); setFind(""); title.current.focus(); }}>Show all</button></p>`}
     ${groups.map(([role, list]) => html`<div key=${role}>${titles[role] && html`<h3 class="group">${titles[role]} <span class="quiet num">${count(list.length)}</span></h3>`}
