@@ -80,11 +80,8 @@ func command(cfg process.Settings, i int, pluginDir string, environ []string) (p
 		"--page-size", strconv.Itoa(cfg.BlockSize),
 	}
 	if cfg.KVEvents {
-		events := cfg.Ports.EventsConfig(i)
-		events.Bind = true
-		// Without KV events SGLang publishes no load either: its metrics have it. The
-		// plugin narrows the wildcard, which is all that SGLang binds, to loopback.
-		argv = append(argv, "--kv-events-config", events.String(), "--load-publish-endpoint",
+		// Without KV events SGLang publishes no load either: its metrics have it.
+		argv = append(argv, "--kv-events-config", cfg.Ports.EventsConfig(i).String(), "--load-publish-endpoint",
 			fmt.Sprintf("tcp://*:%d", cfg.Ports.Load+i*cfg.Ports.Ranks))
 	}
 	argv = append(argv, "--enable-metrics", "--enable-cache-report")

@@ -25,7 +25,7 @@ func settings(n int, gpus []string, args ...string) process.Settings {
 }
 
 func TestCommandOfEachWorker(t *testing.T) {
-	const events = `{"publisher":"zmq","endpoint":"tcp://127.0.0.1:5558","bind":true,"replay_endpoint":"tcp://127.0.0.1:5758","topic":"kv-events","buffer_steps":10000}`
+	const events = `{"publisher":"zmq","endpoint":"tcp://*:5558","replay_endpoint":"tcp://127.0.0.1:5758","topic":"kv-events","buffer_steps":10000}`
 	head := []string{
 		"py", "-m", "sglang.launch_server", "--model-path", "org/name", "--served-model-name", "served", "--host", "127.0.0.1", "--port", "8101",
 		"--page-size", "16", "--kv-events-config", events, "--load-publish-endpoint", "tcp://*:5658", "--enable-metrics", "--enable-cache-report",
@@ -165,7 +165,7 @@ func TestRanksOfAWorkerTakePortsInARow(t *testing.T) {
 	cfg := settings(2, nil, "--data-parallel-size", "2")
 	spec, err := command(cfg, 1, "/plugin", nil)
 	line := strings.Join(spec.Argv, " ")
-	if err != nil || !strings.Contains(line, `"tcp://127.0.0.1:5559"`) || !strings.Contains(line, `"tcp://127.0.0.1:5759"`) || !strings.Contains(line, "tcp://*:5659") {
+	if err != nil || !strings.Contains(line, `"tcp://*:5559"`) || !strings.Contains(line, `"tcp://127.0.0.1:5759"`) || !strings.Contains(line, "tcp://*:5659") {
 		t.Errorf("%s %v", line, err)
 	}
 	for rank, want := range []string{"tcp://127.0.0.1:5559 tcp://127.0.0.1:5759 tcp://127.0.0.1:5659", "tcp://127.0.0.1:5560 tcp://127.0.0.1:5760 tcp://127.0.0.1:5660"} {
