@@ -44,7 +44,9 @@ func NewLauncher(engine Engine, settings Settings, log *slog.Logger) (*Launcher,
 	}
 	settings.Untaken = Untaken(settings.Python, engine.Kind.String(), slices.Sorted(maps.Keys(engine.Newer)))
 	for _, flag := range settings.Untaken {
-		log.Warn(fmt.Sprintf("%s of %s does not take --%s: started without it", engine.Signs.Engine, settings.Python, flag), "lost", engine.Newer[flag])
+		if lost := engine.Newer[flag]; lost != "" {
+			log.Warn(fmt.Sprintf("%s of %s does not take --%s: started without it", engine.Signs.Engine, settings.Python, flag), "lost", lost)
+		}
 	}
 	if engine.Examine != nil {
 		engine.Examine(&settings)

@@ -45,6 +45,10 @@ func Engine() process.Engine {
 		Newer: map[string]string{
 			"kv-events-config":      "exact predictions: prompts count as cached where they were sent",
 			"load-publish-endpoint": "the current load: that of its metrics lags",
+			// Older versions compute without graphs on a CPU, and report the load by their own rules.
+			"cuda-graph-backend-decode": "", "cuda-graph-backend-prefill": "", "load-snapshot-publish-interval": "",
+			"disaggregation-decode-enable-radix-cache": "the caches of decode workers: they keep no prompts",
+			"disaggregation-decode-retraction-backup":  "",
 		},
 		CheckArgs: checkArgs,
 		Ranks:     ranks, RanksFlag: "--" + ranksFlag,

@@ -2,6 +2,7 @@ package sglang
 
 import (
 	"io/fs"
+	"maps"
 	"os"
 	"os/exec"
 	"path/filepath"
@@ -88,14 +89,20 @@ func TestCommandOfEachWorker(t *testing.T) {
 }
 
 func TestAnOlderSGLangIsStartedWithoutNewFlags(t *testing.T) {
-	cfg := settings(1, []string{"0"})
-	cfg.Untaken = []string{"load-publish-endpoint"}
-	spec, err := command(cfg, 0, "/plugin", nil)
-	if err != nil {
-		t.Fatal(err)
-	}
-	if argv := strings.Join(spec.Argv, " "); strings.Contains(argv, "tcp://*:5657") || !strings.HasSuffix(argv, " --enable-metrics --enable-cache-report") {
-		t.Error(argv)
+	cfg := settings(2, nil)
+	cfg.PrefillWorkers = 1
+	cfg.Untaken = slices.Collect(maps.Keys(Engine().Newer))
+	for part := range 2 {
+		spec, err := command(cfg, part, "/plugin", nil)
+		if err != nil {
+			t.Fatal(err)
+		}
+		argv := strings.Join(spec.Argv, " ")
+		for _, not := range []string{"tcp://*", "graph", "disabled", "snapshot", "radix", "backup", "none"} {
+			if strings.Contains(argv, not) {
+				t.Errorf("%s in %s", not, argv)
+			}
+		}
 	}
 }
 
