@@ -50,6 +50,7 @@ func Engine() process.Engine {
 			"disaggregation-decode-enable-radix-cache": "the caches of decode workers: they keep no prompts",
 			"disaggregation-decode-retraction-backup":  "",
 		},
+		Examine:   examine,
 		CheckArgs: checkArgs,
 		Ranks:     ranks, RanksFlag: "--" + ranksFlag,
 		Limits: limits, BatchFlag: "--" + batchFlag,
@@ -71,6 +72,15 @@ func checkPython(cfg process.Settings) error {
 		return err
 	}
 	return cfg.CheckNIXL(setup)
+}
+
+// examine leaves KV events out where SGLang has no plugins, as up to 0.5.10: nothing would keep them on
+// loopback. Up to 0.5.5 they are of no use either: the hash of a block says nothing of the blocks before it.
+func examine(s *process.Settings) {
+	has := func(file string) bool { return len(process.Source(s.Python, "sglang", file)) > 0 }
+	if has("srt/server_args.py") && !has("srt/plugins/__init__.py") {
+		s.Untaken = append(s.Untaken, "kv-events-config")
+	}
 }
 
 // command returns the command line and the environment of started worker i.

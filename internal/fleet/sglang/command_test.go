@@ -106,6 +106,25 @@ func TestAnOlderSGLangIsStartedWithoutNewFlags(t *testing.T) {
 	}
 }
 
+func TestAnSGLangWithoutPluginsPublishesNoEvents(t *testing.T) {
+	dir := t.TempDir()
+	t.Setenv("PYTHONPATH", dir)
+	for _, test := range []struct {
+		file string // that is added
+		want []string
+	}{
+		{"none.py", nil}, // what cannot be examined is as new as any
+		{"srt/server_args.py", []string{"kv-events-config"}},
+		{"srt/plugins/__init__.py", nil},
+	} {
+		testkit.WriteFile(t, filepath.Join(dir, "sglang", test.file), "# here\n")
+		cfg := process.Settings{Python: "python3"}
+		if examine(&cfg); !slices.Equal(cfg.Untaken, test.want) {
+			t.Errorf("with %s: without %q, want %q", test.file, cfg.Untaken, test.want)
+		}
+	}
+}
+
 func TestGPUsOfAWorker(t *testing.T) {
 	gpus := []string{"4", "GPU-5", "6", "7", "8", "9", "10", "11"}
 	for _, test := range []struct {
