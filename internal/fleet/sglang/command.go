@@ -47,8 +47,8 @@ func Engine() process.Engine {
 			"load-publish-endpoint": "the current load: that of its metrics lags",
 			// Older versions compute without graphs on a CPU, and report the load by their own rules.
 			"cuda-graph-backend-decode": "", "cuda-graph-backend-prefill": "", "load-snapshot-publish-interval": "",
-			"disaggregation-decode-enable-radix-cache": "the caches of decode workers: they keep no prompts",
-			"disaggregation-decode-retraction-backup":  "",
+			// Their decode workers keep no prompts.
+			"disaggregation-decode-enable-radix-cache": "", "disaggregation-decode-retraction-backup": "",
 		},
 		Examine:   examine,
 		CheckArgs: checkArgs,
