@@ -48,7 +48,8 @@ func NewLauncher(engine Engine, settings Settings, log *slog.Logger) (*Launcher,
 	}
 	for _, flag := range settings.Untaken {
 		if lost := engine.Newer[flag]; lost != "" {
-			log.Warn(fmt.Sprintf("%s of %s is started without --%s, for which it is too old", engine.Signs.Engine, settings.Python, flag), "lost", lost)
+			log.Warn(fmt.Sprintf("%s of %s is started without --%s, for which it is too old", engine.Signs.Engine, settings.Python, flag),
+				"lost", lost)
 		}
 	}
 	return &Launcher{log: log, plugin: engine.Plugin, Command: func(i int, pluginDir string) (Spec, error) {
