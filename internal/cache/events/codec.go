@@ -6,7 +6,6 @@ import (
 	"fmt"
 
 	"github.com/vmihailenco/msgpack/v5"
-	"github.com/vmihailenco/msgpack/v5/msgpcode"
 
 	"kvrouter/internal/base/kv"
 )
@@ -175,7 +174,7 @@ func (d *batchDecoder) decodeEvent(e *kvEvent) error {
 	if err != nil {
 		return errBrokenPayload
 	}
-	if code == msgpcode.Map16 || code == msgpcode.Map32 || msgpcode.IsFixedMap(code) {
+	if isMap(code) {
 		return d.decodeMap(e)
 	}
 	return d.decodeArray(e)
@@ -244,7 +243,11 @@ func (d *batchDecoder) decodeArray(e *kvEvent) error {
 		return nil
 	}
 	for i := 0; i < n-1 && i < len(names); i++ {
-		if err := d.field(e, names[i]); err != nil {
+		read := d.field
+		if names[i] == "lora_name" && d.isMap() {
+			read = d.metadata
+		}
+		if err := read(e, names[i]); err != nil {
 			return fmt.Errorf("%s: %w", names[i], err)
 		}
 	}
@@ -263,6 +266,24 @@ func (e *kvEvent) setKind() error {
 		return errors.New("no type")
 	}
 	return nil
+}
+
+// metadata reads the map that SGLang up to 0.5.19 sends in place of the adapter's name for prompts with a
+// salt: {"cache_salt": "..."}.
+func (d *batchDecoder) metadata(e *kvEvent, _ string) error {
+	n, err := d.dec.DecodeMapLen()
+	for ; n > 0 && err == nil; n-- {
+		var name []byte
+		if name, err = d.text(); err != nil {
+			break
+		}
+		if string(name) == "cache_salt" {
+			e.salt, err = d.optionalText()
+		} else {
+			err = d.skip()
+		}
+	}
+	return err
 }
 
 // field reads the value of one field; nil leaves an optional one unset.

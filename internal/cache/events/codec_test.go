@@ -134,10 +134,13 @@ func TestExtraKeysKeepBlocksOfDifferentOwnersApart(t *testing.T) {
 }
 
 // SGLang reports a prompt's salt with each of its events, as maps without the fields
-// that are not set.
+// that are not set, up to 0.5.19 as arrays that end with a map.
 func TestSGLangTellsTheSaltWithEveryEvent(t *testing.T) {
 	prompt := []uint32{0, 1, 2, 3, 4, 5, 6, 7}
-	stored := func(parent any, hash int, tokens []uint32, more map[string]any) map[string]any {
+	stored := func(parent any, hash int, tokens []uint32, more map[string]any) any {
+		if metadata, older := more["metadata"]; older {
+			return []any{"BlockStored", []int{hash}, parent, tokens, 4, nil, "GPU", metadata}
+		}
 		e := map[string]any{"type": "BlockStored", "block_hashes": []int{hash}, "parent_block_hash": parent, "token_ids": tokens, "block_size": 4, "lora_id": nil, "medium": "GPU"}
 		for key, v := range more {
 			e[key] = v
@@ -153,6 +156,8 @@ func TestSGLangTellsTheSaltWithEveryEvent(t *testing.T) {
 		"salt":             {map[string]any{"cache_salt": "s0"}, "", "s0"},
 		"empty salt":       {map[string]any{"cache_salt": ""}, "", ""},
 		"adapter and salt": {map[string]any{"cache_salt": "s0", "lora_name": "sql"}, "sql", "s0"},
+		"older, salt":      {map[string]any{"metadata": map[string]any{"more": 1, "cache_salt": "s0"}}, "", "s0"},
+		"older, plain":     {map[string]any{"metadata": nil}, "", ""},
 	} {
 		payload, err := msgpack.Marshal([]any{1.5, []any{stored(nil, -7, prompt[:4], c.more), stored(-7, 8, prompt[4:8], c.more)}, 0})
 		if err != nil {

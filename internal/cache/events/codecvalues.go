@@ -193,6 +193,15 @@ func (d *batchDecoder) isNil() bool {
 	return err == nil && code == msgpcode.Nil
 }
 
+func (d *batchDecoder) isMap() bool {
+	code, err := d.dec.PeekCode()
+	return err == nil && isMap(code)
+}
+
+func isMap(code byte) bool {
+	return code == msgpcode.Map16 || code == msgpcode.Map32 || msgpcode.IsFixedMap(code)
+}
+
 func (d *batchDecoder) skip() error {
 	end, err := ValueEnd(d.data, d.pos())
 	if err != nil {

@@ -36,6 +36,7 @@ func FuzzEventBatch(f *testing.F) {
 	}
 	f.Add(testkit.Payload(f, 1, testkit.RemovedEvent(1, 1, 2), testkit.StoredEvent(1, 1, 3), testkit.StoredEvent(9, 4, 5), testkit.Event{"cleared": true}))
 	f.Add(testkit.Payload(f, 1, testkit.Event{"as is": map[string]any{"type": "BlockStored", "block_hashes": []int64{-7}, "parent_block_hash": nil, "token_ids": []int{1, 2, 3, 4}, "block_size": 4, "lora_id": nil, "medium": "GPU", "cache_salt": "s", "session_id": "t", "lora_name": "l"}}))
+	f.Add(testkit.Payload(f, 1, testkit.Event{"as is": []any{"BlockStored", []int64{-7}, nil, []int{1, 2, 3, 4}, 4, nil, "GPU", map[string]any{"cache_salt": "s", "more": 1}}}))
 	f.Add(testkit.Payload(f, 1, testkit.Event{"as is": map[string]any{"type": "BlockStored", "block_hashes": []int64{-7}, "parent_block_hash": nil, "token_ids": []int{1, 2, 3, 4}, "block_size": 4, "medium": "GPU", "extra_keys": []any{[]any{[]any{"photo", -2}, []any{"sound", 1}, "salt"}}}}))
 	f.Add(testkit.Payload(f, 1, testkit.Event{"as is": map[string]any{"type": "BlockStored", "block_hashes": []int64{-7}, "parent_block_hash": nil, "token_ids": [][]int{{1, 2}, {2, 3}, {3, 4}, {4, 5}}, "block_size": 4, "medium": "GPU"}}))
 	group := func(kind string, index, window, size int, hashes ...uint64) testkit.Event {

@@ -43,11 +43,14 @@ func NewLauncher(engine Engine, settings Settings, log *slog.Logger) (*Launcher,
 		return nil, err
 	}
 	settings.Untaken = Untaken(settings.Python, engine.Kind.String(), slices.Sorted(maps.Keys(engine.Newer)))
-	for _, flag := range settings.Untaken {
-		log.Warn(fmt.Sprintf("%s of %s does not take --%s: started without it", engine.Signs.Engine, settings.Python, flag), "lost", engine.Newer[flag])
-	}
 	if engine.Examine != nil {
 		engine.Examine(&settings)
+	}
+	for _, flag := range settings.Untaken {
+		if lost := engine.Newer[flag]; lost != "" {
+			log.Warn(fmt.Sprintf("%s of %s is started without --%s, for which it is too old", engine.Signs.Engine, settings.Python, flag),
+				"lost", lost)
+		}
 	}
 	return &Launcher{log: log, plugin: engine.Plugin, Command: func(i int, pluginDir string) (Spec, error) {
 		return engine.Command(settings, i, pluginDir, os.Environ())

@@ -47,17 +47,17 @@ type EventsConfig struct {
 	Enable   bool   `json:"enable_kv_cache_events,omitempty"` // vLLM's
 	Kind     string `json:"publisher"`
 	Endpoint string `json:"endpoint"`
-	Bind     bool   `json:"bind,omitempty"` // SGLang's: though the endpoint has no wildcard
 	Replay   string `json:"replay_endpoint"`
 	Topic    string `json:"topic"`
 	Buffer   int    `json:"buffer_steps"`
 }
 
-// EventsConfig returns that of started worker i, on loopback.
+// EventsConfig returns that of started worker i. Engines bind an endpoint with a wildcard
+// and connect to any other; a plugin of each narrows the wildcard to loopback.
 func (p Ports) EventsConfig(i int) EventsConfig {
 	first := i * p.Ranks
 	return EventsConfig{
-		Kind: "zmq", Endpoint: fmt.Sprintf("tcp://127.0.0.1:%d", p.KVEvents+first),
+		Kind: "zmq", Endpoint: fmt.Sprintf("tcp://*:%d", p.KVEvents+first),
 		Replay: fmt.Sprintf("tcp://127.0.0.1:%d", p.KVReplay+first), Topic: KVEventsTopic, Buffer: ReplayBatches,
 	}
 }

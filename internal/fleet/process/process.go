@@ -26,7 +26,7 @@ type Engine struct {
 	Setup string
 
 	// Newer are flags, without dashes, with which the router starts it and that not every version takes: what
-	// is lost without each.
+	// is lost without each; empty: nothing.
 	Newer map[string]string
 
 	// Examine notes what its installed version needs; nil: nothing.

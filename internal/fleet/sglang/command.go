@@ -45,7 +45,12 @@ func Engine() process.Engine {
 		Newer: map[string]string{
 			"kv-events-config":      "exact predictions: prompts count as cached where they were sent",
 			"load-publish-endpoint": "the current load: that of its metrics lags",
+			// Older versions compute without graphs on a CPU, and report the load by their own rules.
+			"cuda-graph-backend-decode": "", "cuda-graph-backend-prefill": "", "load-snapshot-publish-interval": "",
+			// Their decode workers keep no prompts.
+			"disaggregation-decode-enable-radix-cache": "", "disaggregation-decode-retraction-backup": "",
 		},
+		Examine:   examine,
 		CheckArgs: checkArgs,
 		Ranks:     ranks, RanksFlag: "--" + ranksFlag,
 		Limits: limits, BatchFlag: "--" + batchFlag,
@@ -69,6 +74,15 @@ func checkPython(cfg process.Settings) error {
 	return cfg.CheckNIXL(setup)
 }
 
+// examine leaves KV events out where SGLang has no plugins, as up to 0.5.10: nothing would keep them on
+// loopback. Up to 0.5.5 they are of no use either: the hash of a block says nothing of the blocks before it.
+func examine(s *process.Settings) {
+	has := func(file string) bool { return len(process.Source(s.Python, "sglang", file)) > 0 }
+	if has("srt/server_args.py") && !has("srt/plugins/__init__.py") {
+		s.Untaken = append(s.Untaken, "kv-events-config")
+	}
+}
+
 // command returns the command line and the environment of started worker i.
 func command(cfg process.Settings, i int, pluginDir string, environ []string) (process.Spec, error) {
 	argv := []string{
@@ -80,11 +94,8 @@ func command(cfg process.Settings, i int, pluginDir string, environ []string) (p
 		"--page-size", strconv.Itoa(cfg.BlockSize),
 	}
 	if cfg.KVEvents {
-		events := cfg.Ports.EventsConfig(i)
-		events.Bind = true
-		// Without KV events SGLang publishes no load either: its metrics have it. The
-		// plugin narrows the wildcard, which is all that SGLang binds, to loopback.
-		argv = append(argv, "--kv-events-config", events.String(), "--load-publish-endpoint",
+		// Without KV events SGLang publishes no load either: its metrics have it.
+		argv = append(argv, "--kv-events-config", cfg.Ports.EventsConfig(i).String(), "--load-publish-endpoint",
 			fmt.Sprintf("tcp://*:%d", cfg.Ports.Load+i*cfg.Ports.Ranks))
 	}
 	argv = append(argv, "--enable-metrics", "--enable-cache-report")

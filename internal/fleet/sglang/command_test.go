@@ -2,6 +2,7 @@ package sglang
 
 import (
 	"io/fs"
+	"maps"
 	"os"
 	"os/exec"
 	"path/filepath"
@@ -25,7 +26,7 @@ func settings(n int, gpus []string, args ...string) process.Settings {
 }
 
 func TestCommandOfEachWorker(t *testing.T) {
-	const events = `{"publisher":"zmq","endpoint":"tcp://127.0.0.1:5558","bind":true,"replay_endpoint":"tcp://127.0.0.1:5758","topic":"kv-events","buffer_steps":10000}`
+	const events = `{"publisher":"zmq","endpoint":"tcp://*:5558","replay_endpoint":"tcp://127.0.0.1:5758","topic":"kv-events","buffer_steps":10000}`
 	head := []string{
 		"py", "-m", "sglang.launch_server", "--model-path", "org/name", "--served-model-name", "served", "--host", "127.0.0.1", "--port", "8101",
 		"--page-size", "16", "--kv-events-config", events, "--load-publish-endpoint", "tcp://*:5658", "--enable-metrics", "--enable-cache-report",
@@ -88,14 +89,39 @@ func TestCommandOfEachWorker(t *testing.T) {
 }
 
 func TestAnOlderSGLangIsStartedWithoutNewFlags(t *testing.T) {
-	cfg := settings(1, []string{"0"})
-	cfg.Untaken = []string{"load-publish-endpoint"}
-	spec, err := command(cfg, 0, "/plugin", nil)
-	if err != nil {
-		t.Fatal(err)
+	cfg := settings(2, nil)
+	cfg.PrefillWorkers = 1
+	cfg.Untaken = slices.Collect(maps.Keys(Engine().Newer))
+	for part := range 2 {
+		spec, err := command(cfg, part, "/plugin", nil)
+		if err != nil {
+			t.Fatal(err)
+		}
+		argv := strings.Join(spec.Argv, " ")
+		for _, not := range []string{"tcp://*", "graph", "disabled", "snapshot", "radix", "backup", "none"} {
+			if strings.Contains(argv, not) {
+				t.Errorf("%s in %s", not, argv)
+			}
+		}
 	}
-	if argv := strings.Join(spec.Argv, " "); strings.Contains(argv, "tcp://*:5657") || !strings.HasSuffix(argv, " --enable-metrics --enable-cache-report") {
-		t.Error(argv)
+}
+
+func TestAnSGLangWithoutPluginsPublishesNoEvents(t *testing.T) {
+	dir := t.TempDir()
+	t.Setenv("PYTHONPATH", dir)
+	for _, test := range []struct {
+		file string // that is added
+		want []string
+	}{
+		{"none.py", nil}, // what cannot be examined is as new as any
+		{"srt/server_args.py", []string{"kv-events-config"}},
+		{"srt/plugins/__init__.py", nil},
+	} {
+		testkit.WriteFile(t, filepath.Join(dir, "sglang", test.file), "# here\n")
+		cfg := process.Settings{Python: "python3"}
+		if examine(&cfg); !slices.Equal(cfg.Untaken, test.want) {
+			t.Errorf("with %s: without %q, want %q", test.file, cfg.Untaken, test.want)
+		}
 	}
 }
 
@@ -165,7 +191,7 @@ func TestRanksOfAWorkerTakePortsInARow(t *testing.T) {
 	cfg := settings(2, nil, "--data-parallel-size", "2")
 	spec, err := command(cfg, 1, "/plugin", nil)
 	line := strings.Join(spec.Argv, " ")
-	if err != nil || !strings.Contains(line, `"tcp://127.0.0.1:5559"`) || !strings.Contains(line, `"tcp://127.0.0.1:5759"`) || !strings.Contains(line, "tcp://*:5659") {
+	if err != nil || !strings.Contains(line, `"tcp://*:5559"`) || !strings.Contains(line, `"tcp://127.0.0.1:5759"`) || !strings.Contains(line, "tcp://*:5659") {
 		t.Errorf("%s %v", line, err)
 	}
 	for rank, want := range []string{"tcp://127.0.0.1:5559 tcp://127.0.0.1:5759 tcp://127.0.0.1:5659", "tcp://127.0.0.1:5560 tcp://127.0.0.1:5760 tcp://127.0.0.1:5660"} {

@@ -30,6 +30,9 @@ func signs() process.Signs {
 			{Sign: "has no stand-in on a CPU",
 				Advice:  "SGLang needs a compiled kernel for this on a CPU: remove the argument after -- that needs it, or use another --model",
 				Lasting: true},
+			{Sign: "0 active drivers",
+				Advice:  "SGLang needs a GPU for this; up to 0.5.21 also for a --block-size above 1",
+				Lasting: true},
 			{Sign: "ddress already in use",
 				Advice: "a port is in use: stop the process that uses it, or change --base-worker-port, --base-kv-events-port, " +
 					"--base-kv-replay-port, --base-metrics-port, --base-bootstrap-port"},

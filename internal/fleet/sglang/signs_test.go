@@ -62,6 +62,7 @@ func TestAdviceFitsTheFailure(t *testing.T) {
 		{"exit status 1", "ModuleNotFoundError: No module named 'sglang'", "make setup-sglang", true},
 		{"exit status 2", "sglang serve: error: unrecognized arguments: --bad-flag", "does not know an argument", true},
 		{"exit status 2", "sglang serve: error: argument --attention-backend: invalid choice: 'blah' (choose from 'triton')", "rejects an argument", true},
+		{"signal: killed", "RuntimeError: 0 active drivers ([]). There should only be one.", "--block-size above 1", true},
 		{"exit status 1", "[Errno 98] error while attempting to bind on address ('127.0.0.1', 8100): address already in use", "--base-bootstrap-port", false},
 		{"exit status 1", "OSError: We couldn't connect to 'https://huggingface.co' to load the files, and couldn't find them in the cached files.", "set --model to a folder", false},
 		{"signal: killed", "ValueError: Loaded weights leave no GPU memory for the KV cache under --mem-fraction-static=0.1. Raise --mem-fraction-static above 0.127", "set a higher", false},

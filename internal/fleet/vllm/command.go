@@ -82,10 +82,8 @@ func command(cfg process.Settings, i int, pluginDir string, environ []string) (p
 		"--block-size", strconv.Itoa(cfg.BlockSize),
 	}
 	if cfg.KVEvents {
-		// vLLM binds an endpoint with a wildcard and connects to any other; the plugin
-		// narrows the wildcard to loopback.
 		events := cfg.Ports.EventsConfig(i)
-		events.Enable, events.Endpoint = true, fmt.Sprintf("tcp://*:%d", cfg.Ports.KVEvents+first)
+		events.Enable = true
 		argv = append(argv, "--kv-events-config", events.String())
 	}
 	argv = append(argv, "--enable-prompt-tokens-details", "--enable-scale-out")

@@ -1,10 +1,11 @@
 """Keeps a worker's ZeroMQ sockets on this machine.
 
-SGLang binds the socket of its load, and takes no other address for it, on every
-network interface. This plugin of the group sglang.srt.plugins, loaded in every
-process of SGLang before the engine is made, lets each bind that names every
-interface name loopback instead. Where pyzmq has changed so much that this
-fails, a warning says so and SGLang binds as it is told.
+SGLang binds the sockets of its KV events and load on every network interface:
+up to 0.5.21 it connects to any other address. This plugin of the group
+sglang.srt.plugins, loaded in every process of SGLang before the engine is made,
+lets each bind that names every interface name loopback instead. Where pyzmq has
+changed so much that this fails, a warning says so and SGLang binds as it is
+told.
 """
 
 import logging
@@ -22,7 +23,7 @@ def install():
     try:
         _install()
     except Exception as error:
-        logger.warning("load is published on every network interface: %s", error)
+        logger.warning("KV events and load are published on every network interface: %s", error)
 
 
 def _install():
