@@ -38,6 +38,7 @@ type Answer struct {
 	transfer string // kv_transfer_params, JSON; empty: null
 
 	// What only SGLang's answers have.
+	version  string // of the weights when it came
 	received time.Time
 	rank     *int // data-parallel rank; nil: there is only one
 	list     bool // several answers to /generate, though it may be one

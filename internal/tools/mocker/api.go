@@ -72,6 +72,7 @@ func (w *Worker) addVLLMRoutes(mux *http.ServeMux) {
 	mux.HandleFunc("GET /metrics", w.metrics)
 	mux.HandleFunc("GET /kv_event_sources", w.eventSources)
 	mux.HandleFunc("POST /reset_prefix_cache", w.reset)
+	w.addVLLMTraining(mux)
 	mux.HandleFunc("POST /v1/load_lora_adapter", w.loadAdapter)
 	mux.HandleFunc("POST /v1/unload_lora_adapter", w.unloadAdapter)
 	mux.HandleFunc("GET /server_info", w.pairInfo)
@@ -122,6 +123,7 @@ func (w *Worker) accept(out http.ResponseWriter, in *http.Request, of kind) (bod
 		return nil, nil, nil, false
 	}
 	if w.sglang() {
+		answer.version = w.weights()
 		answer.identify(body, rank)
 	} else {
 		answer.id = requestID(in, of == chatKind)
@@ -153,6 +155,8 @@ func (w *Worker) infer(out http.ResponseWriter, in *http.Request, of kind) {
 		defer w.named(answer.abortable(unpair)...)()
 	} else if rid := body.Get("rid").Str; rid != "" {
 		defer w.named(&inference{rid, cancel})()
+	} else {
+		defer w.named(answer.abortable(unpair)...)()
 	}
 	if w.sglang() && w.part.Role == kv.RoleDecode && answer.samples > 1 { // as the real one: it never answers
 		select {
