@@ -70,7 +70,7 @@ func (a *API) infer(c *gin.Context, path string, kind tokens.Kind) {
 		a.fail(c, http.StatusBadRequest, "", "the prompt must contain at least one token")
 		return
 	}
-	if r.paired = r.kind != tokens.NoPrompt && (r.model.Router.Paired() || a.settings.EnforceDisagg); r.paired {
+	if r.paired = r.kind.Pairs() && (r.model.Router.Paired() || a.settings.EnforceDisagg); r.paired {
 		r.whole, r.request.Kinds = proxy.WhyWhole(x.Route, r.body, r.hints.Whole, r.multiple)
 	}
 	if r.hints.Query {

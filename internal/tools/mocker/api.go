@@ -81,6 +81,7 @@ func (w *Worker) addVLLMRoutes(mux *http.ServeMux) {
 	mux.HandleFunc("POST /detokenize", w.tokenizer(w.model.Detokenize))
 	mux.HandleFunc("POST /v1/chat/completions", w.infers(chatKind))
 	mux.HandleFunc("POST /v1/completions", w.infers(completionKind))
+	mux.HandleFunc("POST "+formRoutes[tokensForm], w.infers(completionKind))
 	mux.HandleFunc("POST /v1/chat/completions/render", w.serve(
 		func(in *http.Request, body *jsonbody.Body) (any, *refusal) { return w.render(in, body, true) }))
 	mux.HandleFunc("POST /v1/completions/render", w.serve(
@@ -123,12 +124,16 @@ func (w *Worker) accept(out http.ResponseWriter, in *http.Request, of kind) (bod
 		return nil, nil, nil, false
 	}
 	if w.sglang() {
-		answer.version = w.weights()
 		answer.identify(body, rank)
 	} else {
 		answer.id = requestID(in, of == chatKind)
 	}
-	if answer.form = formOf(in.URL.Path); answer.form == responsesForm {
+	answer.version = w.weights()
+	switch answer.form = formOf(in.URL.Path); answer.form {
+	case tokensForm:
+		answer.id = "generate-tokens-" + cmp.Or(in.Header.Get(web.HeaderRequest), body.Get("request_id").Str, answer.id)
+		answer.logprobs = body.Get("token_logprobs").Bool()
+	case responsesForm:
 		answer.id = cmp.Or(body.Get("request_id").Str, "resp_"+strings.TrimPrefix(answer.id, "chatcmpl-"))
 	}
 	return body, answer, rank, true

@@ -240,6 +240,16 @@ func (a *Answer) appendGenerated(out []byte, c *Choice, now int) []byte {
 	if last {
 		out = append(c.appendVersions(out), ',')
 	}
+	if a.logprobs {
+		out = append(out, `"input_token_logprobs":[],"output_token_logprobs":[`...)
+		for i, id := range c.tokens[c.prompt : c.prompt+shown] {
+			if i > 0 {
+				out = append(out, ',')
+			}
+			out = fmt.Appendf(out, "[%g,%d,null]", logprobOf(id), id)
+		}
+		out = append(out, "],"...)
+	}
 	out = fmt.Appendf(out, `"cached_tokens_details":%s,"dp_rank":%s`, details, rank)
 	out = append(a.appendTimes(out, c, now), '}')
 	if a.promptIDs {
