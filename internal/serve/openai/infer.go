@@ -140,8 +140,6 @@ func (r *inference) upstream(c *gin.Context) proxy.Upstream {
 	return u
 }
 
-// countsMore reports whether the usage counts a prompt more than once: of several
-// prompts, or of SGLang's answers after the first, whose prompt is cached by then.
-func (r *inference) countsMore() bool {
-	return r.multiple || r.several && (r.kind == tokens.GeneratePrompt || r.model.Tokens.SGLang())
-}
+// countsMore reports whether the usage counts a prompt more than once, or for an answer after the
+// first, whose prompt is cached by then: SGLang adds all of them, vLLM gives the last one.
+func (r *inference) countsMore() bool { return r.multiple || r.several }
