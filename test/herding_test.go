@@ -65,7 +65,7 @@ func TestHerding(t *testing.T) {
 	if os.Getenv("KVROUTER_HERDING_BENCH") == "" {
 		t.Skip("make bench-herding runs it")
 	}
-	setups := []herdSetup{{"one router", 1, false}, {"three, each for itself", herdRouters, false}, {"three in a mesh", herdRouters, true}}
+	setups := []herdSetup{{"one router", 1, false}, {"three, each for itself", herdRouters, false}, {"three in a cluster", herdRouters, true}}
 	policies := []string{"work", "kv"}
 	found := map[string][]herdRun{}
 	key := func(policy string, s herdSetup) string { return policy + " " + s.name }
