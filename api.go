@@ -12,7 +12,7 @@ func (c *Config) openAISettings(pageURL string) openai.Settings {
 	ttft, tpot := c.Routing.Objectives()
 	places, _ := c.Shares(c.Page.PagePort != 0)
 	return openai.Settings{
-		Host: c.Host, RouterKeys: c.RouterKeys, ServedModelName: c.ServedModelName, AllowEngineAdmin: c.AllowEngineAdmin,
+		Host: c.Host, RouterKeys: c.RouterKeys, ServedModelName: c.ServedModelName, AllowEngineAdmin: c.AllowEngineAdmin, Rollouts: c.Rollouts,
 		CollectUsage: c.CollectUsage, PageURL: page.URL(pageURL), CORSOrigins: c.CORSOrigins, Places: places, GatewayPlaces: c.Gateway.Streams(),
 		RequestTimeout: c.RequestTimeout, ClassTTFT: ttft, ClassTPOT: tpot, HoldWhenEmpty: c.Routing.HoldWhenEmpty,
 		SessionHeader: c.Routing.SessionHeader, SessionCookie: c.Routing.SessionCookie,
@@ -35,6 +35,7 @@ func (r *app) openAI(pageURL string) *openai.API {
 	}
 	deps := openai.Deps{
 		Keys: r.keys, Bodies: r.bodies, Models: r.models, Proxy: r.proxy, Metrics: r.telemetry.Anonymous(), Hop: r.config.Hop, Cell: r.reporter,
+		Workers:   r.selection.TrainerRoutes(),
 		Observers: observers, Stored: r.stored, Log: r.log,
 	}
 	if r.replicas != nil {

@@ -164,6 +164,14 @@ func (s *Set) Sessions() (known int, sum router.SessionCounts) {
 	return known, sum
 }
 
+// EndSession forgets a session at all models: see router.Router.EndSession.
+func (s *Set) EndSession(owner, name string) (known bool) {
+	for _, m := range s.All() {
+		known = m.Router.EndSession(m.Router.SessionOf(owner, name)) || known
+	}
+	return known
+}
+
 // QueueDepth returns the queued requests of all models and their prompt tokens.
 func (s *Set) QueueDepth() (requests, tokens int) {
 	for _, m := range s.All() {

@@ -158,6 +158,26 @@ func (s *sessions) put(hash uint64, target *kv.Target, k *SessionSettings, now t
 	return put
 }
 
+// end forgets a session.
+func (s *sessions) end(hash uint64) (known bool) {
+	e := s.byHash[hash]
+	if e == nil {
+		return false
+	}
+	s.order.Remove(e)
+	delete(s.byHash, hash)
+	return true
+}
+
+// EndSession forgets where a session of SessionOf is, as no more of its requests come. It reports whether that was
+// known. Other routers forget it after --session-ttl.
+func (r *Router) EndSession(session uint64) (known bool) {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	known = r.sessions.end(session)
+	return r.sessions.end(^session) || known
+}
+
 // keepSession leaves of the candidates the worker of p's session, or p's home, alone, if
 // that is well and not overloaded: then the policy has no other choice.
 func (d *decider) keepSession(p *prompt, now time.Time) (kept bool) {

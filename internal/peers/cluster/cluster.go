@@ -29,7 +29,7 @@ type Settings struct {
 	Cluster            string   `group:"Cluster" placeholder:"NAME" help:"Share in-flight load, sessions and ejections with the other routers of the same workers over NATS: the name of a cluster, which the routers form by themselves, or the comma-separated URLs of existing NATS servers, nats://HOST:PORT or tls://HOST:PORT."`
 	ClusterPort        int      `group:"Cluster" default:"6222" help:"Port for the other routers of the cluster. 0 selects a free port."`
 	ClusterHost        string   `group:"Cluster" placeholder:"HOST" help:"Listen address of that port. Default: that of --host."`
-	ClusterAdvertise   string   `group:"Cluster" placeholder:"HOST[:PORT]" help:"Address of that port as other routers reach it. Default: the address from which this router connects to them."`
+	ClusterAdvertise   string   `group:"Cluster" hidden:"" placeholder:"HOST[:PORT]" help:"Address of that port as other routers reach it. Default: the address from which this router connects to them."`
 	ClusterPeers       []string `group:"Cluster" placeholder:"HOST:PORT" help:"Comma-separated --cluster-port addresses of other routers. One is enough: routers tell each other of the rest."`
 	ClusterDiscovery   string   `group:"Cluster" placeholder:"WHERE" help:"Service discovery of the other routers: dns://NAME:PORT (all addresses of a name), or service://NAME:PORT or service://NAMESPACE/NAME:PORT (endpoints of a headless Kubernetes Service). May include this router."`
 	ClusterKey         string   `group:"Cluster" placeholder:"KEY" help:"Key shared by all routers of the cluster, at least 16 characters. Both sides of a connection prove by TLS that they have it. Prefer the environment variable or the configuration file."`

@@ -3,6 +3,8 @@ package tokens
 import (
 	"context"
 
+	"github.com/tidwall/gjson"
+
 	"kvrouter/internal/base/jsonbody"
 )
 
@@ -16,7 +18,14 @@ const (
 	CompletionPrompt             // in prompt
 	WorkerPrompt                 // in a form that only a worker renders
 	GeneratePrompt               // in text or input_ids
+	TokensPrompt                 // in token_ids
 )
+
+// Pairs reports whether requests of the kind may be served by a prefill and a decode worker.
+func (k Kind) Pairs() bool { return k != NoPrompt && k != TokensPrompt }
+
+// TokensRoute is vLLM's route for prompts in tokens, which is answered in tokens.
+const TokensRoute = "/inference/v1/generate"
 
 // Routes are the engines' inference paths: each request goes to one worker.
 var Routes = map[string]Kind{
@@ -48,7 +57,7 @@ var Routes = map[string]Kind{
 	"/v1/chat/completions/derender": NoPrompt,
 	"/v1/completions/derender":      NoPrompt,
 	"/generative_scoring":           NoPrompt,
-	"/inference/v1/generate":        NoPrompt,
+	TokensRoute:                     TokensPrompt,
 	InvocationsRoute:                NoPrompt, // see Invoked
 	"/cohere/v2/chat":               NoPrompt,
 	"/cohere/v2/chat/render":        NoPrompt,
@@ -76,6 +85,20 @@ func Invoked(body *jsonbody.Body) (route string, kind Kind) {
 	return route, Routes[route]
 }
 
+// tokensBody returns the prompt of a body of TokensRoute, which has the form of a render route's answer. Media that the
+// engine is to fetch take as many tokens as it finds.
+func (t *Source) tokensBody(body *jsonbody.Body) Prompt {
+	const shape = "tokens"
+	p, ok := readRendered(gjson.ParseBytes(body.Raw), shape)
+	if !ok || body.Get("content_parts").IsArray() && !isEmptyList(body.Get("content_parts")) {
+		t.countReason(reasonNotRenderable)
+		return t.unknown(shape)
+	}
+	t.local.Add(1)
+	p.Source = SourceLocal
+	return p
+}
+
 // Prompts returns the tokens of the prompts in a body of that kind; NoPrompt has
 // none.
 func (t *Source) Prompts(ctx context.Context, kind Kind, path string, body *jsonbody.Body) []Prompt {
@@ -88,6 +111,8 @@ func (t *Source) Prompts(ctx context.Context, kind Kind, path string, body *json
 		return t.CompletionBody(ctx, body)
 	case GeneratePrompt:
 		return t.GenerateBody(ctx, body)
+	case TokensPrompt:
+		return []Prompt{t.tokensBody(body)}
 	}
 	return nil
 }

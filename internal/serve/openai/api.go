@@ -35,6 +35,7 @@ type Settings struct {
 	RouterKeys       *web.Keys // of the router port, for /busy_threshold; nil: any trusted client's
 	ServedModelName  string    // listed while no worker is up; empty: none
 	AllowEngineAdmin bool      // pass administration requests to the workers
+	Rollouts         bool      // serve Deps.Workers to trusted clients, too
 	CollectUsage     bool      // ask workers for the usage of streams
 	PageURL          string    // of the dashboard; empty: there is none
 	CORSOrigins      []string  // whose pages may use the port; empty: none
@@ -61,6 +62,7 @@ type Deps struct {
 	Metrics   http.Handler // serves GET /metrics
 	Hop       web.Hop      // refuses requests that this router has sent
 	Cell      http.Handler // serves routers above; nil: nothing does
+	Workers   http.Handler // serves workerRoutes
 	Observers []Observer   // in the order of their calls
 	Stored    *Stored      // stored responses, as far as other routers have said; nil: there are none
 	// ShareStored sends other routers the worker and the owner of a response. It must not block.
@@ -142,6 +144,8 @@ func New(s Settings, deps Deps) *API {
 	a.serveNative(clients, own)
 	a.serveVLLM(clients, own)
 	a.serveThresholds()
+	a.serveWorkers(deps.Workers)
+	clients.POST("/finish_session", own, a.finishSession)
 	a.serveCell(deps.Cell)
 	return a
 }

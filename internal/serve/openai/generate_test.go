@@ -222,21 +222,24 @@ func TestTokensOfAnAnswerThatIsTriedAgainAreNotCounted(t *testing.T) {
 	h.counts(t, testkit.MetricsLines{`kvrouter_prompt_tokens_total{worker_id="0"}`: 0, `kvrouter_prompt_tokens_total{worker_id="1"}`: 0})
 }
 
-// TestCachedTokensOfSeveralAnswersAreNotComparedOnSGLang: it counts them for each.
-func TestCachedTokensOfSeveralAnswersAreNotComparedOnSGLang(t *testing.T) {
+// TestCachedTokensOfSeveralAnswersAreNotCompared: SGLang counts them for each, vLLM those of the last, which finds what
+// the first has computed.
+func TestCachedTokensOfSeveralAnswersAreNotCompared(t *testing.T) {
 	nativetest.Library(t)
 	model, err := builtinModel()
 	if err != nil {
 		t.Fatal(err)
 	}
-	for engine, compared := range map[kv.Engine]float64{kv.EngineSGLang: 0, kv.EngineVLLM: 1} {
+	for _, engine := range []kv.Engine{kv.EngineSGLang, kv.EngineVLLM} {
 		worker := testkit.NewFakeWorker(t, func(w http.ResponseWriter, _ *http.Request) {
 			io.WriteString(w, `{"choices":[{"finish_reason":"stop"}],"usage":{"prompt_tokens":9,"completion_tokens":2,"prompt_tokens_details":{"cached_tokens":16}}}`)
 		})
 		targets := sglangTargets(worker.URL)
 		targets[0].Engine = engine
 		h := newTestAPIOf(t, setup{}, model, targets...)
-		h.post(t, "/v1/completions", `{"prompt":"abcdefghi","n":2}`)
-		h.counts(t, testkit.MetricsLines{`kvrouter_prompt_tokens_total{worker_id="0"}`: 9, `kvrouter_predictions_total{result="under",worker_id="0"}`: compared})
+		for n, compared := range []float64{1, 1} { // of one answer they are
+			h.post(t, "/v1/completions", fmt.Sprintf(`{"prompt":"abcdefghi","n":%d}`, n+1))
+			h.counts(t, testkit.MetricsLines{`kvrouter_prompt_tokens_total{worker_id="0"}`: float64(9 * (n + 1)), `kvrouter_predictions_total{result="under",worker_id="0"}`: compared})
+		}
 	}
 }

@@ -70,7 +70,7 @@ func (a *API) infer(c *gin.Context, path string, kind tokens.Kind) {
 		a.fail(c, http.StatusBadRequest, "", "the prompt must contain at least one token")
 		return
 	}
-	if r.paired = r.kind != tokens.NoPrompt && (r.model.Router.Paired() || a.settings.EnforceDisagg); r.paired {
+	if r.paired = r.kind.Pairs() && (r.model.Router.Paired() || a.settings.EnforceDisagg); r.paired {
 		r.whole, r.request.Kinds = proxy.WhyWhole(x.Route, r.body, r.hints.Whole, r.multiple)
 	}
 	if r.hints.Query {
@@ -140,8 +140,6 @@ func (r *inference) upstream(c *gin.Context) proxy.Upstream {
 	return u
 }
 
-// countsMore reports whether the usage counts a prompt more than once: of several
-// prompts, or of SGLang's answers after the first, whose prompt is cached by then.
-func (r *inference) countsMore() bool {
-	return r.multiple || r.several && (r.kind == tokens.GeneratePrompt || r.model.Tokens.SGLang())
-}
+// countsMore reports whether the usage counts a prompt more than once, or for an answer after the
+// first, whose prompt is cached by then: SGLang adds all of them, vLLM gives the last one.
+func (r *inference) countsMore() bool { return r.multiple || r.several }

@@ -43,7 +43,7 @@ func (r *inference) read(c *gin.Context) (ok bool) {
 	}
 	var known bool
 	var err error
-	need := router.Need{Model: model, Whole: r.kind == tokens.NoPrompt, Now: !r.hints.MayWait()}
+	need := router.Need{Model: model, Whole: !r.kind.Pairs(), Now: !r.hints.MayWait()}
 	if a.settings.EnforceDisagg {
 		why, _ := proxy.WhyWhole(r.exchange.Route, r.body, r.hints.Whole, false)
 		need.Pair = why == ""

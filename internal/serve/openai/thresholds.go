@@ -22,14 +22,20 @@ type modelThresholds struct {
 // serveThresholds adds Dynamo's /busy_threshold. It needs the router port's key or, if
 // there is none, a trusted client's.
 func (a *API) serveThresholds() {
-	s := &a.settings
-	operators := a.engine.Group("/", web.OwnPages(s.Host, s.RouterKeys.Asked(), web.Fail),
-		web.RequireKey(s.RouterKeys, "/busy_threshold needs a key of the router port (--router-api-key)", web.Fail), web.WantJSON(web.Fail))
-	if !s.RouterKeys.Asked() {
-		operators.Use(a.keys.Guard(web.Fail), a.keys.Trusted(web.Fail))
-	}
+	operators := a.operators("/busy_threshold", a.settings.RouterKeys)
 	operators.GET("/busy_threshold", a.showThresholds)
-	operators.POST("/busy_threshold", a.changeThresholds)
+	operators.POST("/busy_threshold", web.WantJSON(web.Fail), a.changeThresholds)
+}
+
+// operators returns a group of routes that need one of those keys of the router port or, if there are none, that of a
+// trusted client. what names them.
+func (a *API) operators(what string, routerKeys *web.Keys) gin.IRoutes {
+	group := a.engine.Group("/", web.OwnPages(a.settings.Host, routerKeys.Asked(), web.Fail),
+		web.RequireKey(routerKeys, what+" needs a key of the router port (--router-api-key)", web.Fail))
+	if !routerKeys.Asked() {
+		group.Use(a.keys.Guard(web.Fail), a.keys.Trusted(web.Fail))
+	}
+	return group
 }
 
 // showThresholds answers with all thresholds that are set.

@@ -13,6 +13,12 @@ import (
 // whole text so far.
 const generateRoute = "/generate"
 
+// tokensRoute is vLLM's route for prompts in tokens.
+const tokensRoute = "/inference/v1/generate"
+
+// samples reports whether the sampling parameters of a route's requests are in a member of their own.
+func samples(route string) bool { return route == generateRoute || route == tokensRoute }
+
 // maxGenerated bounds the answers of one request to generateRoute with tokens
 // counted.
 const maxGenerated = 4096
@@ -23,7 +29,7 @@ const rankKey = "routed_dp_rank"
 // SeveralAnswers reports whether a request has more than one answer per
 // prompt.
 func SeveralAnswers(path string, body *jsonbody.Body) bool {
-	if path != generateRoute {
+	if !samples(path) {
 		return number(body.Get("n")) > 1 || number(body.Get("best_of")) > 1 || asks(body, "use_beam_search")
 	}
 	several := func(p gjson.Result) bool { return number(p.Get("n")) > 1 || number(p.Get("beam_width")) > 1 }
@@ -63,7 +69,7 @@ func Answers(path string, body *jsonbody.Body) int {
 	case chatRoute, completionRoute:
 		take(body.Get("n"))
 		take(body.Get("best_of"))
-	case generateRoute, "/inference/v1/generate":
+	case generateRoute, tokensRoute:
 		of := func(p gjson.Result) bool {
 			take(p.Get("n"))
 			take(p.Get("beam_width"))
@@ -82,7 +88,7 @@ func Answers(path string, body *jsonbody.Body) int {
 // the log probabilities of the prompt's own tokens.
 func ComputesAnew(body *jsonbody.Body) bool {
 	start := body.Get("logprob_start_len")
-	return given(body.Get("prompt_logprobs")) || body.Get("echo").Bool() && given(body.Get("logprobs")) ||
+	return given(body.Get("prompt_logprobs")) || given(body.Get("sampling_params").Get("prompt_logprobs")) || body.Get("echo").Bool() && given(body.Get("logprobs")) ||
 		body.Get("return_logprob").Bool() && given(start) && number(start) >= 0
 }
 
@@ -115,6 +121,9 @@ const defaultNewTokens = 128
 // TokenLimit returns the number of tokens that the longest answer may have; 0: the request does
 // not say.
 func TokenLimit(path string, body *jsonbody.Body) (most int) {
+	if path == tokensRoute {
+		return min(number(body.Get("sampling_params").Get("max_tokens")), maxReportedOutput)
+	}
 	if path != generateRoute {
 		for _, key := range []string{"max_completion_tokens", "max_tokens", "max_output_tokens"} {
 			if most = min(number(body.Get(key)), maxReportedOutput); most > 0 {

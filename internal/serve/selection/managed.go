@@ -1,6 +1,7 @@
 package selection
 
 import (
+	"context"
 	"errors"
 	"fmt"
 	"net/http"
@@ -68,42 +69,72 @@ func withURL(handle func(c *gin.Context, url string)) gin.HandlerFunc {
 	}
 }
 
-// addURL adds the worker at a URL, probes it for everything else and responds once it is
-// ready.
+// errFull refuses a worker beyond the maximum.
+var errFull = fmt.Errorf("there are %d workers, which is the maximum", maxRegistered)
+
+// leadsBack is the error of a worker's address that is this router's.
+type leadsBack string
+
+func (l leadsBack) Error() string {
+	return string(l) + " is an address of this router itself or leads back to it: give the address of the worker"
+}
+
+// attach adds the worker at a URL, probes it for everything else and returns once it is
+// ready. Its errors are leadsBack, errFull and those of Fleet.Add.
+func (s *Service) attach(ctx context.Context, url string, key kv.Secret) (id uint64, err error) {
+	if s.fleet.LeadsBack(ctx, url) {
+		return 0, leadsBack(url)
+	}
+	if len(s.fleet.Workers()) >= maxRegistered {
+		return 0, errFull
+	}
+	if id, err = s.fleet.Add(ctx, url, key); err == nil {
+		s.log.Info(fmt.Sprintf("worker %d: added", id), "url", url)
+	}
+	return id, err
+}
+
+// addURL is attach in the words of sglang-router.
 func (s *Service) addURL(c *gin.Context, url string) {
 	key := kv.Secret(c.Query("api_key"))
 	if err := (workerSpec{APIKey: &key}).check(); err != nil {
 		c.String(http.StatusBadRequest, "%s", err.Error())
 		return
 	}
-	if s.fleet.LeadsBack(c.Request.Context(), url) {
-		c.String(http.StatusBadRequest, "%s", url+" is an address of this router itself or leads back to it: give the address of the worker")
-		return
-	}
-	if len(s.fleet.Workers()) >= maxRegistered {
-		c.String(http.StatusServiceUnavailable, "there are %d workers, which is the maximum", maxRegistered)
-		return
-	}
-	id, err := s.fleet.Add(c.Request.Context(), url, key)
-	var late *workers.NotReadyError
+	_, err := s.attach(c.Request.Context(), url, key)
 	switch {
 	case err == nil:
-		s.log.Info(fmt.Sprintf("worker %d: added", id), "url", url)
 		c.String(http.StatusOK, "%s", "Successfully added worker: "+url)
 	case errors.Is(err, workers.ErrKnown):
 		c.String(http.StatusBadRequest, "%s", "Worker "+url+" already exists")
-	case errors.As(err, &late):
-		c.String(http.StatusBadRequest, "%s",
-			fmt.Sprintf("Timeout %.0fs waiting for worker %s to become healthy. Please set --startup-timeout to a larger value. %s",
-				late.Limit.Seconds(), url, late.Why))
 	default:
-		c.String(http.StatusServiceUnavailable, "%s", err.Error())
+		c.String(attachStatus(err), "%s", attachError(url, err))
 	}
 }
 
-// removeURL removes the worker at a URL that a client has added or registered. An unknown
-// one counts as removed.
-func (s *Service) removeURL(c *gin.Context, url string) {
+// attachStatus is the status for an error of attach.
+func attachStatus(err error) int {
+	var late *workers.NotReadyError
+	var back leadsBack
+	if errors.As(err, &late) || errors.As(err, &back) {
+		return http.StatusBadRequest
+	}
+	return http.StatusServiceUnavailable
+}
+
+// attachError is the text for it.
+func attachError(url string, err error) string {
+	var late *workers.NotReadyError
+	if errors.As(err, &late) {
+		return fmt.Sprintf("Timeout %.0fs waiting for worker %s to become healthy. Please set --startup-timeout to a larger value. %s",
+			late.Limit.Seconds(), url, late.Why)
+	}
+	return err.Error()
+}
+
+// detach removes the worker at a URL that a client has added or registered. An unknown
+// one counts as removed. Not ok: the worker is of the flags, or was started.
+func (s *Service) detach(url string) (ok bool) {
 	s.changing.Lock()
 	defer s.changing.Unlock()
 	id, found := s.fleet.Remove(url)
@@ -115,10 +146,18 @@ func (s *Service) removeURL(c *gin.Context, url string) {
 		found = true
 	}
 	if !found && slices.ContainsFunc(s.fleet.Workers(), func(w workers.Status) bool { return w.URL == url }) {
+		return false
+	}
+	s.log.Info("worker removed", "url", url, "was_there", found)
+	return true
+}
+
+// removeURL is detach in the words of sglang-router.
+func (s *Service) removeURL(c *gin.Context, url string) {
+	if !s.detach(url) {
 		c.String(http.StatusBadRequest, "%s", "Worker "+url+" was started by the router, or attached by --worker: it cannot be removed")
 		return
 	}
-	s.log.Info("worker removed", "url", url, "was_there", found)
 	c.String(http.StatusOK, "%s", "Successfully removed worker: "+url)
 }
 

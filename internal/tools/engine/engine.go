@@ -165,10 +165,28 @@ type Engine struct {
 	AdapterLoads int      // since the start
 	loaded       []string // LoRA adapters, the last used at the end
 
+	Hold Hold // what a pause stops
+
 	inPass  bool
 	prefill int        // prompt tokens that the pass computes
 	emitted []*Request // reused
 	removed []uint64   // reused
+}
+
+// Hold is what a paused engine does not do.
+type Hold uint8
+
+const (
+	HoldNothing Hold = iota // it is not paused
+	HoldWaiting             // requests that wait are not admitted
+	HoldAll                 // those that run stand still, too
+)
+
+// Retract puts all running requests back to the head of the queue, in their order. Their blocks are free.
+func (e *Engine) Retract() {
+	for len(e.running) > 0 {
+		e.preemptLast()
+	}
 }
 
 // New returns an idle engine with an empty cache and the tiers below it, from the fastest
@@ -246,6 +264,9 @@ func (e *Engine) Begin() (d time.Duration, busy bool) {
 	}
 	budget := e.Cfg.MaxBatchedTokens
 	prefill, context, decoding, preempted := 0, 0, false, false
+	if e.Hold == HoldAll {
+		return 0, false
+	}
 	e.joinFetched()
 	for i := 0; i < len(e.running); i++ {
 		r := e.running[i]
@@ -270,7 +291,7 @@ func (e *Engine) Begin() (d time.Duration, busy bool) {
 		}
 	}
 admission:
-	for next := 0; !preempted && budget > 0 && next < len(e.waiting) && len(e.running) < e.Cfg.MaxSeqs; {
+	for next := 0; e.Hold == HoldNothing && !preempted && budget > 0 && next < len(e.waiting) && len(e.running) < e.Cfg.MaxSeqs; {
 		r := e.waiting[next]
 		if e.waitsForSlot(r) {
 			next++

@@ -33,6 +33,9 @@ type Answer struct {
 
 	stream, usage, continuousUsage, tokenIDs bool // options of the request
 
+	logprobs bool   // it has those of its tokens, which mean nothing: SGLang's /generate, and tokensForm
+	version  string // of the weights when it came
+
 	begun    bool   // the first chunk has been made
 	events   int    // made, of a stream whose events have numbers
 	transfer string // kv_transfer_params, JSON; empty: null

@@ -72,6 +72,7 @@ func (w *Worker) addVLLMRoutes(mux *http.ServeMux) {
 	mux.HandleFunc("GET /metrics", w.metrics)
 	mux.HandleFunc("GET /kv_event_sources", w.eventSources)
 	mux.HandleFunc("POST /reset_prefix_cache", w.reset)
+	w.addVLLMTraining(mux)
 	mux.HandleFunc("POST /v1/load_lora_adapter", w.loadAdapter)
 	mux.HandleFunc("POST /v1/unload_lora_adapter", w.unloadAdapter)
 	mux.HandleFunc("GET /server_info", w.pairInfo)
@@ -80,6 +81,7 @@ func (w *Worker) addVLLMRoutes(mux *http.ServeMux) {
 	mux.HandleFunc("POST /detokenize", w.tokenizer(w.model.Detokenize))
 	mux.HandleFunc("POST /v1/chat/completions", w.infers(chatKind))
 	mux.HandleFunc("POST /v1/completions", w.infers(completionKind))
+	mux.HandleFunc("POST "+formRoutes[tokensForm], w.infers(completionKind))
 	mux.HandleFunc("POST /v1/chat/completions/render", w.serve(
 		func(in *http.Request, body *jsonbody.Body) (any, *refusal) { return w.render(in, body, true) }))
 	mux.HandleFunc("POST /v1/completions/render", w.serve(
@@ -126,7 +128,12 @@ func (w *Worker) accept(out http.ResponseWriter, in *http.Request, of kind) (bod
 	} else {
 		answer.id = requestID(in, of == chatKind)
 	}
-	if answer.form = formOf(in.URL.Path); answer.form == responsesForm {
+	answer.version = w.weights()
+	switch answer.form = formOf(in.URL.Path); answer.form {
+	case tokensForm:
+		answer.id = "generate-tokens-" + cmp.Or(in.Header.Get(web.HeaderRequest), body.Get("request_id").Str, answer.id)
+		answer.logprobs = body.Get("token_logprobs").Bool()
+	case responsesForm:
 		answer.id = cmp.Or(body.Get("request_id").Str, "resp_"+strings.TrimPrefix(answer.id, "chatcmpl-"))
 	}
 	return body, answer, rank, true
@@ -153,6 +160,8 @@ func (w *Worker) infer(out http.ResponseWriter, in *http.Request, of kind) {
 		defer w.named(answer.abortable(unpair)...)()
 	} else if rid := body.Get("rid").Str; rid != "" {
 		defer w.named(&inference{rid, cancel})()
+	} else {
+		defer w.named(answer.abortable(unpair)...)()
 	}
 	if w.sglang() && w.part.Role == kv.RoleDecode && answer.samples > 1 { // as the real one: it never answers
 		select {

@@ -18,14 +18,15 @@ const (
 	chatForm      form = iota // that of the route's kind
 	messagesForm              // Anthropic's
 	responsesForm             // OpenAI's responses
+	tokensForm                // vLLM's tokens in, tokens out: that of a completion
 )
 
 // formRoutes are the routes of the forms.
-var formRoutes = [...]string{messagesForm: "/v1/messages", responsesForm: "/v1/responses"}
+var formRoutes = [...]string{messagesForm: "/v1/messages", responsesForm: "/v1/responses", tokensForm: "/inference/v1/generate"}
 
 // formOf returns the form of a route.
 func formOf(path string) form {
-	for _, f := range []form{messagesForm, responsesForm} {
+	for _, f := range []form{messagesForm, responsesForm, tokensForm} {
 		if strings.HasPrefix(path, formRoutes[f]) {
 			return f
 		}
@@ -47,6 +48,8 @@ func (w *Worker) asChat(path string, body *jsonbody.Body) (*jsonbody.Body, *refu
 	switch previous := body.Get("previous_response_id"); {
 	case of == chatForm:
 		return body, nil
+	case of == tokensForm:
+		return completionOf(body), nil
 	case of == responsesForm && previous.Type != gjson.Null:
 		return nil, noResponse(previous.String())
 	case of == responsesForm && body.Get("background").Bool():
@@ -116,6 +119,9 @@ func (a *Answer) event(out []byte, name, format string, args ...any) []byte {
 
 // appendFormChunk is appendChunk for the other forms.
 func (a *Answer) appendFormChunk(out []byte, c *Choice, now int) []byte {
+	if a.form == tokensForm {
+		return a.appendTokensChunk(out, c, now)
+	}
 	if !a.begun {
 		a.begun = true
 		if a.form == messagesForm {
@@ -147,6 +153,9 @@ func (a *Answer) appendFormChunk(out []byte, c *Choice, now int) []byte {
 
 // appendFormEnd is appendEnd for the other forms.
 func (a *Answer) appendFormEnd(out []byte) []byte {
+	if a.form == tokensForm {
+		return a.appendTokensEnd(out)
+	}
 	c := a.choices[0]
 	if a.form == messagesForm {
 		if c.Text != "" {
@@ -166,6 +175,9 @@ func (a *Answer) appendFormEnd(out []byte) []byte {
 
 // wholeForm is whole for the other forms.
 func (a *Answer) wholeForm() []byte {
+	if a.form == tokensForm {
+		return a.wholeTokens()
+	}
 	c := a.choices[0]
 	if a.form == messagesForm {
 		reason, sequence := c.stopReason()

@@ -137,6 +137,7 @@ type Worker struct {
 	Hung     atomic.Bool    // no request is answered
 	Stuck    atomic.Bool    // the engine is stuck; routes that do not need it answer
 	Failing  atomic.Int32   // status of every inference request; 0: requests are served
+	held     atomic.Bool    // it is paused
 	Posts    atomic.Int64   // POST requests so far
 	LastPost atomic.Int64   // arrival of the last one, ns since 1970; 0: none
 
@@ -150,6 +151,7 @@ type Worker struct {
 	adapters  []Adapter // that are loaded
 	adapterID int       // of the one loaded last
 	running   []*inference
+	version   string // of the weights; empty: that of the start
 }
 
 // listen opens the worker's ports.

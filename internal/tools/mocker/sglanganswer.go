@@ -139,7 +139,7 @@ func (a *Answer) wholeSGLang() []byte {
 		out = append(out, '}')
 	}
 	out = a.appendWholeUsage(append(out, `],"usage":`...), true)
-	out = append(out, `,"metadata":{"weight_version":"default",`...)
+	out = fmt.Appendf(out, `,"metadata":{"weight_version":%s,`, quote(a.version))
 	out = append(a.choices[0].appendVersions(out), '}')
 	return append(a.appendSources(out), '}')
 }
@@ -199,7 +199,7 @@ func (a *Answer) appendSources(out []byte) []byte {
 
 // appendVersions appends which weights made a choice's tokens.
 func (c *Choice) appendVersions(out []byte) []byte {
-	return fmt.Appendf(out, `"weight_versions":[{"version":"default","start":0,"end":%d}]`, c.shown(c.Output))
+	return fmt.Appendf(out, `"weight_versions":[{"version":%s,"start":0,"end":%d}]`, quote(c.Answer.version), c.shown(c.Output))
 }
 
 // shown is how many of that many tokens are sent: none where none was requested,
@@ -234,11 +234,21 @@ func (a *Answer) appendGenerated(out []byte, c *Choice, now int) []byte {
 	out = tokens.AppendTokens(fmt.Appendf(out, `{"text":%s,"output_ids":`, quote(c.Text[:c.known(now)])), c.tokens[c.prompt:c.prompt+shown])
 	out = fmt.Appendf(out, `,"meta_info":{"id":%s,"finish_reason":%s,`, quote(c.id), finish)
 	out = fmt.Appendf(out,
-		`"prompt_tokens":%d,"weight_version":"default","num_retractions":0,"storage_prefetch_wait":0.0,"storage_staging_wait":0.0,`, c.prompt)
+		`"prompt_tokens":%d,"weight_version":%s,"num_retractions":0,"storage_prefetch_wait":0.0,"storage_staging_wait":0.0,`, c.prompt, quote(a.version))
 	out = fmt.Appendf(out, `"forward_entry_time":%s,"prefill_finished_time":%s,"queue_time":0.0,`, seconds(a.received), seconds(c.first))
 	out = fmt.Appendf(out, `"reasoning_tokens":0,"completion_tokens":%d,"cached_tokens":%d,`, shown, cached)
 	if last {
 		out = append(c.appendVersions(out), ',')
+	}
+	if a.logprobs {
+		out = append(out, `"input_token_logprobs":[],"output_token_logprobs":[`...)
+		for i, id := range c.tokens[c.prompt : c.prompt+shown] {
+			if i > 0 {
+				out = append(out, ',')
+			}
+			out = fmt.Appendf(out, "[%g,%d,null]", logprobOf(id), id)
+		}
+		out = append(out, "],"...)
 	}
 	out = fmt.Appendf(out, `"cached_tokens_details":%s,"dp_rank":%s`, details, rank)
 	out = append(a.appendTimes(out, c, now), '}')

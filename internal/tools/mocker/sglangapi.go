@@ -49,6 +49,7 @@ func (w *Worker) addSGLangRoutes(mux *http.ServeMux) {
 	}
 	post := func(path string, serve http.HandlerFunc) { mux.HandleFunc("POST "+path, jsonOnly(w, serve)) }
 	post("/abort_request", w.abortRequest)
+	w.addSGLangTraining(post)
 	post("/generate", w.infers(generateKind))
 	mux.HandleFunc("PUT /generate", jsonOnly(w, w.infers(generateKind)))
 	post("/v1/chat/completions", w.infers(chatKind))
@@ -92,7 +93,7 @@ func (w *Worker) serverInfo(out http.ResponseWriter, _ *http.Request) {
 		"disaggregation_mode": w.role(), "disaggregation_bootstrap_port": cmp.Or(w.part.Bootstrap.Port, kv.SGLangPort), "dist_init_addr": nil,
 		"disaggregation_transfer_backend":          "mooncake",
 		"disaggregation_decode_enable_radix_cache": false, "disable_radix_cache": false, "enable_cache_report": true, "enable_metrics": true,
-		"schedule_policy": "fcfs", "radix_eviction_policy": "lru", "load_balance_method": "round_robin", "weight_version": "default",
+		"schedule_policy": "fcfs", "radix_eviction_policy": "lru", "load_balance_method": "round_robin", "weight_version": w.weights(),
 		"max_running_requests": w.cfg.MaxNumSeqs, "max_total_tokens": w.capacity(), "max_prefill_tokens": w.cfg.MaxNumBatchedTokens,
 		"chunked_prefill_size": w.cfg.MaxNumBatchedTokens, "api_key": nil, "kv_events_config": nil,
 	}
@@ -136,7 +137,7 @@ func (w *Worker) modelInfo(out http.ResponseWriter, _ *http.Request) {
 	name := w.cfg.ServedModelName
 	answerJSON(out, http.StatusOK, map[string]any{
 		"model_path": name, "served_model_name": name, "tokenizer_path": name, "is_generation": true, "preferred_sampling_params": nil,
-		"weight_version": "default", "load_format": "auto", "reasoning_parser": nil, "tool_call_parser": nil, "disaggregation_mode": w.role(),
+		"weight_version": w.weights(), "load_format": "auto", "reasoning_parser": nil, "tool_call_parser": nil, "disaggregation_mode": w.role(),
 		"has_image_understanding": false, "has_audio_understanding": false, "model_type": "llama", "architectures": []string{"LlamaForCausalLM"},
 	})
 }

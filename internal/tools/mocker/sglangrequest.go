@@ -70,7 +70,7 @@ func (w *Worker) prepareSGLang(body *jsonbody.Body, of kind) (*Answer, *refusal)
 		sglang: true, kind: of, model: cmp.Or(body.Get("model").String(), sglangModel), created: time.Now().Unix(), received: time.Now(),
 		blockSize: w.cfg.BlockSize, prompts: prompts, samples: n, More: make(chan struct{}, 1), list: n > 1 || isBatch(body),
 		promptIDs: f.flag("return_prompt_token_ids"), stream: f.flag("stream"), tokenIDs: body.Get("return_token_ids").Bool(),
-		details: body.Get("return_cached_tokens_details").Bool(), storage: w.cfg.DiskBlocks > 0,
+		details: body.Get("return_cached_tokens_details").Bool(), logprobs: of == generateKind && body.Get("return_logprob").Bool(), storage: w.cfg.DiskBlocks > 0,
 		usage: body.Get("stream_options").Get("include_usage").Bool(), continuousUsage: body.Get("stream_options").Get("continuous_usage_stats").Bool(),
 	}
 	total := 0
@@ -111,7 +111,7 @@ func (w *Worker) prepareSGLang(body *jsonbody.Body, of kind) (*Answer, *refusal)
 // generateFields checks what only /generate has, and has the following fields read
 // from sampling_params, of which all prompts of a batch have the first's.
 func (f *fields) generateFields() {
-	for _, name := range []string{"return_logprob", "return_hidden_states", "input_embeds", "image_data", "video_data", "audio_data",
+	for _, name := range []string{"return_hidden_states", "input_embeds", "image_data", "video_data", "audio_data",
 		"session_params"} {
 		if v := f.body.Get(name); !isFalse(v) {
 			f.fail(invalid("%s: %.100s is not supported by simulated workers; leave it out", name, v.Raw))

@@ -36,6 +36,7 @@ func TestTwoWorkersOnRealVLLM(t *testing.T) {
 	env := []string{"VLLM_SERVER_DEV_MODE=1", "OTEL_EXPORTER_OTLP_ENDPOINT=" + c.HTTP, "OTEL_SERVICE_NAME=my-router", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT=" + c.HTTP + "/v1/traces", "OTEL_BSP_SCHEDULE_DELAY=200"}
 	s := test.StartEngines(t, 2, env, "--", "--num-gpu-blocks-override", "60", "--max-model-len", strconv.Itoa(longest), "--max-logprobs", "-1", "--otlp-traces-endpoint", c.GRPC)
 	t.Run("prediction is true", func(t *testing.T) { predicted(t, *s.Workers()[0].Endpoint) })
+	t.Run("rollouts", func(t *testing.T) { rollouts(t, *s.Workers()[0].Endpoint) })
 	t.Run("trace", func(t *testing.T) { traced(t, s, c) })
 	t.Run("server blocked by log probabilities", func(t *testing.T) { blocked(t, *s.Workers()[0].Endpoint, *s.Workers()[1].Endpoint) })
 	t.Run("worker and router die", func(t *testing.T) { killed(t, s) })
