@@ -21,7 +21,8 @@ import (
 // trainer is an RL trainer, which knows the URL of a router and those of engines.
 type trainer struct {
 	*testing.T
-	key string // bearer; empty: none
+	key     string // bearer; empty: none
+	session string // x-session-id; empty: none
 }
 
 // call sends a request. Its error is that of ctx.
@@ -32,6 +33,9 @@ func (tr *trainer) call(ctx context.Context, method, url, body string) (status i
 		tr.Fatal(err)
 	}
 	request.Header.Set("Content-Type", "application/json")
+	if tr.session != "" {
+		request.Header.Set("X-Session-Id", tr.session)
+	}
 	if tr.key != "" {
 		request.Header.Set("Authorization", "Bearer "+tr.key)
 	}
@@ -136,12 +140,33 @@ func TestWorkersAreManagedWithTheRightKeyOnly(t *testing.T) {
 			t.Parallel()
 			r := StartAt(t, Program, testkit.FreePorts(t, 2), nil, append([]string{"--engine=none", keys}, c.flags...)...)
 			for key, want := range map[string]int{"": 401, "key-of-a-client": c.client, "key-of-a-trainer": c.trainer, "key-of-the-router": c.router} {
-				tr := &trainer{t, key}
+				tr := &trainer{T: t, key: key}
 				for method, path := range map[string]string{"GET": "/workers", "POST": "/remove_worker?url=http://127.0.0.1:1"} {
 					tr.gets(want, method, r.OpenAI+path, "")
 				}
 			}
 		})
+	}
+}
+
+// TestASessionIsFinishedByItsKeyOnly has two keys with sessions of one name.
+func TestASessionIsFinishedByItsKeyOnly(t *testing.T) {
+	t.Parallel()
+	keys := keysFile(t, "- {name: alice, key: key-of-alice}\n- {name: bob, key: key-of-bob}")
+	s := StartMocks(t, 2, "--policy=round-robin", "--session-header=x-session-id", keys)
+	known := func() float64 { return s.Metrics()["kvrouter_sessions"] }
+	for _, key := range []string{"key-of-alice", "key-of-bob"} {
+		tr := &trainer{t, key, "s1"}
+		tr.gets(http.StatusOK, "POST", s.OpenAI+"/v1/completions", `{"prompt":"Hi","max_tokens":1}`)
+	}
+	if known() != 2 {
+		t.Fatalf("%v sessions are known, want 2", known())
+	}
+	for range 2 {
+		(&trainer{T: t, key: "key-of-bob"}).gets(http.StatusOK, "POST", s.OpenAI+"/finish_session?session_id=s1", "")
+	}
+	if known() != 1 {
+		t.Errorf("%v sessions are known, want that of alice", known())
 	}
 }
 

@@ -75,6 +75,21 @@ func TestSessionsOfTwoOwnersAreApart(t *testing.T) {
 	}
 }
 
+// TestAFinishedSessionIsForgotten: its next request is the first of one of that name.
+func TestAFinishedSessionIsForgotten(t *testing.T) {
+	r, _ := newSessionRouter(t, 3, nil)
+	a, b := r.SessionOf("", "a"), r.SessionOf("", "b")
+	turn(t, r, Request{Session: a})
+	turn(t, r, Request{Session: b})
+	if !r.EndSession(a) || r.EndSession(a) || r.EndSession(r.SessionOf("other", "b")) {
+		t.Error("a session was not forgotten, or another one was")
+	}
+	expectSessions(t, r, 1, SessionCounts{New: 2})
+	turn(t, r, Request{Session: a})
+	turn(t, r, Request{Session: b})
+	expectSessions(t, r, 2, SessionCounts{New: 3, Kept: 1})
+}
+
 func TestWhatBreaksASession(t *testing.T) {
 	const s = 42
 	for name, test := range map[string]struct {
