@@ -10,6 +10,7 @@ import (
 	"github.com/tidwall/gjson"
 
 	"kvrouter/internal/testkit"
+	"kvrouter/internal/testkit/natstest"
 )
 
 // cluster returns what a router shows of its cluster.
@@ -22,18 +23,7 @@ func cluster(r *Router) gjson.Result {
 func TestOperatorsSeeTheCluster(t *testing.T) {
 	workers := StartWorkers(t, 2)
 	own := testkit.FreePorts(t, 2)
-	operators, err := server.NewServer(&server.Options{Host: "127.0.0.1", Port: server.RANDOM_PORT, NoLog: true, NoSigs: true})
-	if err != nil {
-		t.Fatal(err)
-	}
-	operators.Start()
-	t.Cleanup(func() {
-		operators.Shutdown()
-		operators.WaitForShutdown()
-	})
-	if !operators.ReadyForConnections(20 * time.Second) {
-		t.Fatal("no NATS server")
-	}
+	operators := natstest.Start(t, server.RANDOM_PORT)
 	for name, flags := range map[string][2][]string{
 		"embedded": {
 			{"--cluster=fleet1", "--cluster-key=0123456789abcdef", fmt.Sprintf("--cluster-port=%d", own)},

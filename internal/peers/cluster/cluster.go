@@ -266,7 +266,7 @@ func (l *Link) Run(ctx context.Context, ears replica.Ears) {
 	case l.node == nil:
 		beside.Go(func() { l.measure(ctx) })
 	case l.deps.Find != nil:
-		beside.Go(func() { l.node.follow(ctx, l.deps.Find) })
+		beside.Go(func() { l.deps.Find(ctx, l.node.use) })
 	}
 	for ctx.Err() == nil {
 		_ = l.deps.Edges.Do(guard.Replica, l.deps.Log, func() error {

@@ -11,7 +11,6 @@ import (
 	"testing"
 	"time"
 
-	"github.com/nats-io/nats-server/v2/server"
 	"github.com/nats-io/nats.go"
 
 	"kvrouter/internal/base/guard"
@@ -19,6 +18,7 @@ import (
 	"kvrouter/internal/peers/replica"
 	"kvrouter/internal/testkit"
 	"kvrouter/internal/testkit/leaks"
+	"kvrouter/internal/testkit/natstest"
 	"kvrouter/internal/testkit/routertest"
 )
 
@@ -223,35 +223,13 @@ func TestWhoHasNotTheKeyHearsNothing(t *testing.T) {
 	see(t, 0, inside...)
 }
 
-// natsServer starts a server of an operator.
-func natsServer(t *testing.T, port int, tweak ...func(*server.Options)) *server.Server {
-	t.Helper()
-	options := &server.Options{Host: "127.0.0.1", Port: port, NoLog: true, NoSigs: true}
-	for _, change := range tweak {
-		change(options)
-	}
-	s, err := server.NewServer(options)
-	if err != nil {
-		t.Fatal(err)
-	}
-	s.Start()
-	if !s.ReadyForConnections(10 * time.Second) {
-		t.Fatal("not started")
-	}
-	t.Cleanup(func() {
-		s.Shutdown()
-		s.WaitForShutdown()
-	})
-	return s
-}
-
 // TestAnExistingServerMayGoAndComeBack: while it is away each router goes on with what it knows of
 // itself; afterwards all know all again.
 func TestAnExistingServerMayGoAndComeBack(t *testing.T) {
 	port := testkit.FreePorts(t, 1)
 	settings := Settings{Cluster: fmt.Sprintf("nats://127.0.0.1:%d", port), ClusterPrefix: "kvrouter.one"}
 	all := []*testMember{start(t, settings, nil)} // it starts before the server
-	s := natsServer(t, port)
+	s := natstest.Start(t, port)
 	for range 2 {
 		all = append(all, start(t, settings, nil))
 	}
@@ -273,7 +251,7 @@ func TestAnExistingServerMayGoAndComeBack(t *testing.T) {
 	}
 	open = append(open, all[2].book(t, 3))
 	open[0].Booking.End()
-	natsServer(t, port)
+	natstest.Start(t, port)
 	see(t, 2, all...)
 	if n := all[1].log.count("connection lost"); n != 1 {
 		t.Errorf("%d lines say that the server is away: %s", n, all[1].log.text.String())
@@ -291,7 +269,7 @@ func TestAnExistingServerMayGoAndComeBack(t *testing.T) {
 // members that are kept of it are bounded.
 func TestForeignMessagesAreBounded(t *testing.T) {
 	port := testkit.FreePorts(t, 1)
-	natsServer(t, port)
+	natstest.Start(t, port)
 	settings := Settings{Cluster: fmt.Sprintf("nats://127.0.0.1:%d", port), ClusterPrefix: "kvrouter"}
 	all := []*testMember{start(t, settings, nil), start(t, settings, nil)}
 	hear(t, all...)

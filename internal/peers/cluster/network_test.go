@@ -10,6 +10,7 @@ import (
 
 	"kvrouter/internal/peers/replica"
 	"kvrouter/internal/testkit"
+	"kvrouter/internal/testkit/natstest"
 )
 
 // TestRoutesAreThoseOfTheMembers: each has a route to every other, with its round trip and address.
@@ -38,7 +39,7 @@ func TestRoutesAreThoseOfTheMembers(t *testing.T) {
 // TestAnExistingServerIsShownWithoutSecrets: with the round trip to it while it is connected.
 func TestAnExistingServerIsShownWithoutSecrets(t *testing.T) {
 	port := testkit.FreePorts(t, 1)
-	s := natsServer(t, port, func(o *server.Options) { o.Authorization = "hidden-token" })
+	s := natstest.Start(t, port, func(o *server.Options) { o.Authorization = "hidden-token" })
 	address := s.Addr().String()
 	m := start(t, Settings{Cluster: "nats://hidden-token@" + address, ClusterPrefix: "fleets.one"}, nil)
 	testkit.Eventually(t, 20*time.Second, "a round trip", func() bool { return m.link.Network().RoundTrip != nil })
@@ -52,7 +53,7 @@ func TestAnExistingServerIsShownWithoutSecrets(t *testing.T) {
 		n := m.link.Network()
 		return !n.Connected && n.Server == "" && n.RoundTrip == nil
 	})
-	natsServer(t, port, func(o *server.Options) { o.Authorization = "hidden-token" })
+	natstest.Start(t, port, func(o *server.Options) { o.Authorization = "hidden-token" })
 	testkit.Eventually(t, 20*time.Second, "it is back", func() bool { return m.link.Network().RoundTrip != nil })
 	if m.log.count("hidden-token") > 0 || m.log.count("NATS connected") != 1 {
 		t.Errorf("%s", m.log.text.String())

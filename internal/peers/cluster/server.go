@@ -138,11 +138,6 @@ func (n *node) stop() {
 	n.WaitForShutdown()
 }
 
-// follow uses the addresses that find gives until ctx is done.
-func (n *node) follow(ctx context.Context, find func(ctx context.Context, use func(addresses []string))) {
-	find(ctx, n.use)
-}
-
 // validAddress checks an address of a member.
 func validAddress(address string) bool {
 	host, port, err := net.SplitHostPort(address)

@@ -100,7 +100,7 @@ func (z *Link) Publish(topic string, text []byte) {
 	}
 }
 
-// isDynamos reports whether a topic is one of Dynamo's. Others are for links that know who speaks.
+// isDynamos reports whether a topic is one of Dynamo's. Other topics need a link that authenticates its peers.
 func isDynamos(topic string) bool { return topic == replica.SlotTopic || topic == replica.SessionTopic }
 
 // Limit implements replica.Link.

@@ -19,9 +19,14 @@ import (
 func (s *Service) managed(open, guarded gin.IRoutes) {
 	open.GET("/liveness", func(c *gin.Context) { c.String(http.StatusOK, "OK") })
 	open.GET("/readiness", s.readiness)
-	guarded.GET("/list_workers", s.listURLs)
-	guarded.POST("/add_worker", withURL(s.addURL))
-	guarded.POST("/remove_worker", withURL(s.removeURL))
+	s.byURL(guarded)
+}
+
+// byURL adds those of them that change or list the workers.
+func (s *Service) byURL(routes gin.IRoutes) {
+	routes.GET("/list_workers", s.listURLs)
+	routes.POST("/add_worker", withURL(s.addURL))
+	routes.POST("/remove_worker", withURL(s.removeURL))
 }
 
 // readiness reports whether a worker that generates tokens is up and not cordoned.

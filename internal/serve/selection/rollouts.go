@@ -19,9 +19,7 @@ import (
 // The caller checks keys.
 func (s *Service) TrainerRoutes() http.Handler {
 	engine := web.NewEngine(s.log)
-	engine.GET("/list_workers", s.listURLs)
-	engine.POST("/add_worker", withURL(s.addURL))
-	engine.POST("/remove_worker", withURL(s.removeURL))
+	s.byURL(engine)
 	engine.GET("/workers", s.trainersWorkers)
 	engine.POST("/workers", withBody(s.addTrainers))
 	engine.GET("/workers/:id", s.trainersWorker)

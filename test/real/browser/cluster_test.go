@@ -13,6 +13,7 @@ import (
 	"github.com/tidwall/gjson"
 
 	"kvrouter/internal/testkit"
+	"kvrouter/internal/testkit/natstest"
 	"kvrouter/test"
 )
 
@@ -58,18 +59,7 @@ func TestBrowserSeesTheCluster(t *testing.T) {
 func TestBrowserShowsAHostileMemberAsText(t *testing.T) {
 	const name = "<img/src=x/onerror=pwned=1>"
 	b := startBrowser(t)
-	operators, err := server.NewServer(&server.Options{Host: "127.0.0.1", Port: server.RANDOM_PORT, NoLog: true, NoSigs: true})
-	if err != nil {
-		t.Fatal(err)
-	}
-	operators.Start()
-	t.Cleanup(func() {
-		operators.Shutdown()
-		operators.WaitForShutdown()
-	})
-	if !operators.ReadyForConnections(20 * time.Second) {
-		t.Fatal("no NATS server")
-	}
+	operators := natstest.Start(t, server.RANDOM_PORT)
 	s := test.StartMocker(t, 1, "--cluster="+operators.ClientURL())
 	liar, err := nats.Connect(operators.ClientURL())
 	if err != nil {
