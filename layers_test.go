@@ -19,7 +19,7 @@ var groups = []struct{ name, packages string }{
 	{"cache", "summary radix events"},
 	{"decide", "health policy router thompson policies models"},
 	{"peers", "cells relay replica cluster dynamo"},
-	{"fleet", "discovery probe process sglang vllm workers"},
+	{"fleet", "control discovery probe process sglang vllm workers"},
 	{"serve", "keys selection tracing proxy extproc openai page telemetry"},
 	{"tools", "batch demo engine top mocker simulate doctor"},
 }

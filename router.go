@@ -10,6 +10,7 @@ import (
 
 	"kvrouter/internal/base/fair"
 	"kvrouter/internal/base/guard"
+	"kvrouter/internal/base/kv"
 	"kvrouter/internal/base/jsonlines"
 	"kvrouter/internal/base/logs"
 	"kvrouter/internal/base/settings"
@@ -130,6 +131,7 @@ func build(ctx context.Context, config Config, log *slog.Logger) (*app, error) {
 		Compared: r.fleet.Compared, Workers: config.MetricsLimit})
 	r.proxy = proxy.New(config.proxySettings(), proxy.Deps{
 		Observer: r.telemetry, Failed: r.fleet.ReportFailure, Names: r.router.Names(), Hop: config.Hop,
+		Control:   func(worker uint64, change kv.EngineChange) func(bool) { return r.models.Control(worker, change) },
 		Transport: web.NewTransport(config.WorkerTLS), Answers: config.Bodies.Answers(), Log: log,
 	})
 	r.models = models.New(config.modelSettings(), models.Deps{Router: r.router, Index: r.index, Tokenizer: r.model,

@@ -188,6 +188,7 @@ func (c *Config) fleetSettings() workers.Settings {
 		Assumes: c.Index.Assumes(c.Policy, c.Scoring.Settings), ServedModelName: c.ServedModelName,
 		TLS: c.WorkerTLS, Hop: c.Hop, WorkerKey: c.WorkerKey, Key: kv.Secret(engine.Key(c.EngineArgs)),
 		PassKey:        len(c.APIKey) > 0 || c.Keys.APIKeysFile != "",
+		Trained:        c.Rollouts,
 		SilenceTimeout: c.Routing.SilenceTimeout, StartupTimeout: c.StartupTimeout, RestartBackoffMax: c.RestartBackoffMax, LastStart: c.LastStart,
 	}
 	if c.Engine == EngineNone {

@@ -100,8 +100,8 @@ func TestATrainerManagesWorkersAtTheOpenAIPort(t *testing.T) {
 		_, answer, _, _ := tr.call(t.Context(), "POST", r.OpenAI+"/generate", sample(48, 2))
 		waiting <- answer
 	}()
-	testkit.Eventually(t, 20*time.Second, "a request waits in an engine", func() bool {
-		return w.Worker(0).Ranks[0].CurrentLoad().Waiting+w.Worker(1).Ranks[0].CurrentLoad().Waiting == 1
+	testkit.Eventually(t, 20*time.Second, "a request waits in an engine, or in the router if that knows of the pauses", func() bool {
+		return w.Worker(0).Ranks[0].CurrentLoad().Waiting+w.Worker(1).Ranks[0].CurrentLoad().Waiting+int(SumOf(r.Get(r.OpenAI+"/metrics"), "kvrouter_model_queued_requests")) == 1
 	})
 	for i := range 2 {
 		tr.gets(http.StatusOK, "POST", w.URL(i)+"/continue_generation", `{}`)

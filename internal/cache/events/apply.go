@@ -197,6 +197,9 @@ func (s *Stream) applyEvent(e *kvEvent) error {
 		s.tails = nil
 		s.batch.stored = false
 		s.stats.Cleared.Add(1)
+		if s.OnCleared != nil {
+			s.OnCleared()
+		}
 		s.stats.Cold.Store(false)
 	default:
 		s.stats.Ignored.Add(1)

@@ -138,6 +138,8 @@ type Options struct {
 	// OnLag is called with the age of every live batch when it is applied, by the
 	// clocks of the two machines, under the lock of the stream's Log; nil: not called.
 	OnLag func(time.Duration)
+	// OnCleared is called after an event of the worker has emptied the index; nil: not called.
+	OnCleared func()
 	// OnBlockSize is called with the block size, tokens, with which the worker's events could be
 	// followed, where that is not a multiple of the Source's; nil: not called.
 	OnBlockSize func(tokens int)

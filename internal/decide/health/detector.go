@@ -118,6 +118,7 @@ type worker struct {
 	pressed time.Time // when it last requested a pause
 	presses int       // pauses requested since its last answer
 
+	rests  bool      // its engine computes nothing, and its silence means nothing
 	missed time.Time // since when it does not answer its health checks; zero: it does
 	busy   time.Time // until when log probabilities explain that its server does not answer; zero: none do
 
@@ -548,7 +549,7 @@ func (d *Detector) Readmit(key kv.WorkerKey, now time.Time) {
 	if w.phase == phaseOut {
 		d.bringBack(key, w, now)
 	}
-	*w = worker{generation: w.generation, role: w.role, since: now, answered: w.answered, lived: w.lived, shows: w.shows, own: w.own,
+	*w = worker{generation: w.generation, role: w.role, rests: w.rests, since: now, answered: w.answered, lived: w.lived, shows: w.shows, own: w.own,
 		seen: w.seen, ejections: w.ejections}
 	d.recount()
 }

@@ -14,6 +14,10 @@ func (d *Detector) Missed(worker uint64, generation int, sent time.Time) (lived,
 		if key.Worker != worker || w.gone || w.generation != generation {
 			continue
 		}
+		if w.rests { // weights may be replaced in the process that serves HTTP
+			lived = sent
+			continue
+		}
 		if w.lived.After(lived) {
 			lived = w.lived
 		}

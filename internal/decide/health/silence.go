@@ -88,6 +88,15 @@ func (d *Detector) Lives(key kv.WorkerKey, generation int, at time.Time) {
 	}
 }
 
+// Rest records that a worker's engine computes nothing, as a trainer has paused it, or that it goes on. The silence
+// meanwhile counts as explained.
+func (d *Detector) Rest(key kv.WorkerKey, rests bool, now time.Time) {
+	if w := d.workers[key]; w != nil && w.rests != rests {
+		w.rests = rests
+		d.speaks(w, now)
+	}
+}
+
 // Answers records that a byte of some answer of a worker came at that time.
 func (d *Detector) Answers(key kv.WorkerKey, generation int, at time.Time) {
 	if w := d.of(Attempt{Worker: key, Generation: generation}); w != nil {
@@ -148,7 +157,10 @@ func (d *Detector) Silence(all []Waiting, now time.Time) {
 	}
 	for i := range all {
 		q := &all[i]
-		if q.worker = d.of(q.Attempt); q.worker == nil || q.Begun {
+		if q.worker = d.of(q.Attempt); q.worker != nil && q.worker.rests {
+			q.worker = nil
+		}
+		if q.worker == nil || q.Begun {
 			continue
 		}
 		s.computes = max(s.computes, q.Tokens)

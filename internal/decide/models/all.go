@@ -79,6 +79,19 @@ func (s *Set) Answers(worker uint64, generation int) {
 	s.For(worker).Router.Health.Answers(worker, generation)
 }
 
+// EngineReports is Health.EngineReports.
+func (s *Set) EngineReports(worker uint64, generation int, asked time.Time, report kv.EngineReport) {
+	s.For(worker).Router.Health.EngineReports(worker, generation, asked, report)
+}
+
+// Control is Health.Control.
+func (s *Set) Control(worker uint64, change kv.EngineChange) (ended func(ok bool)) {
+	return s.For(worker).Router.Health.Control(worker, change)
+}
+
+// Cleared is Health.Cleared.
+func (s *Set) Cleared(w kv.WorkerKey) { s.For(w.Worker).Router.Health.Cleared(w) }
+
 // IsUp is Router.IsUp.
 func (s *Set) IsUp(t kv.Target) bool { return s.For(t.Key.Worker).Router.IsUp(t) }
 

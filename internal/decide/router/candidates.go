@@ -68,6 +68,9 @@ func (d *decider) collect(p *prompt, now time.Time) error {
 	if n == 0 {
 		return err
 	}
+	if (r.fleet.resting > 0 || p.Versions.Restricts()) && p.Pinned == nil && !d.waitsForBest(p) {
+		d.prefer(func(c *policy.Candidate) bool { return d.runs(p, c.Target) })
+	}
 	if p.Session != 0 || p.Home != nil {
 		if d.trialStarves(now) && d.onTrial(p, now) {
 			return nil
@@ -157,7 +160,7 @@ func (d *decider) candidate(c *policy.Candidate, p *prompt, at int) {
 	}
 	if p.Cached != nil {
 		c.Overlap = *p.Cached / p.unit
-	} else if m := p.matched(c.Target.Key); m != nil {
+	} else if m := p.matched(c.Target.Key); m != nil && !load.engine.forgets(p) {
 		c.Overlap, c.Held = m.Blocks, m.Held
 		if m.Lower != (kv.LowerBlocks{}) || m.Staged != (kv.LowerBlocks{}) {
 			c.Lower, c.Doubtful = d.counted(m), d.doubts(m)

@@ -22,6 +22,8 @@ const (
 	excludedUnlisted                       // it is not among the allowed workers of the request
 	excludedRetry                          // this request has failed on it
 	excludedBusy                           // beyond a busy threshold
+	excludedPaused                         // a trainer has paused its engine, and others run
+	excludedVersion                        // its weights are none that the request takes
 	excludedEjected                        // for its failures
 	excludedStill                          // it shows no sign of life
 	excludedHeld                           // paused: it requested a pause, or is suspected
@@ -36,7 +38,7 @@ const (
 var exclusionNames = [...]string{
 	excludedCordoned: "cordoned", excludedSilent: "unanswered", excludedLeg: "leg", excludedPinned: "pinned", excludedKind: "kind",
 	excludedModel: "model", excludedEngine: "engine", excludedUnlisted: "not_allowed", excludedRetry: "failed_this_request",
-	excludedBusy: "busy", excludedEjected: "ejected", excludedStill: "silent", excludedHeld: "held", excludedSession: "session",
+	excludedBusy: "busy", excludedPaused: "paused", excludedVersion: "version", excludedEjected: "ejected", excludedStill: "silent", excludedHeld: "held", excludedSession: "session",
 	excludedTrial: "trial", excludedSlowStart: "slow_start", excludedFull: "no_seat", excludedObjective: "objective",
 	excludedFailing: "failing",
 }
@@ -88,6 +90,12 @@ func (r *Router) excludes(p *prompt, at int, now time.Time) exclusion {
 	}
 	if r.Admission.thresholds.Set() && r.Admission.busy(t.Key.Worker, now) {
 		return excludedBusy
+	}
+	switch {
+	case t.State.Rests():
+		return excludedPaused
+	case !r.fleet.takes(p.Versions, t):
+		return excludedVersion
 	}
 	return r.Health.excludes(t.Key, now)
 }

@@ -232,7 +232,7 @@ func (a *Admission) dispatchFairly(now time.Time) {
 		}
 		// Blocks stored and removed since its arrival decide where it belongs.
 		w.matches = a.router.match(w.matches[:0], &w.prompt, a.router.parts())
-		w.prompt.matches, w.prompt.next = w.matches, 0
+		w.prompt.matches, w.prompt.next, w.prompt.matchedAt = w.matches, 0, now
 		v := a.decide(w, must, now)
 		switch {
 		case v == fair.Taken:

@@ -13,6 +13,7 @@ type fleet struct {
 	targets     []kv.Target  // by key
 	targetLoads []targetLoad // for each of targets
 	several     bool         // more than one has been up at once
+	resting     int          // of targets, those whose engine rests
 	loads       *loads       // also of workers that are down, while they have bookings
 
 	paired atomic.Bool            // some worker computes only prompts or only answers
@@ -25,8 +26,12 @@ type fleet struct {
 func (f *fleet) note() {
 	f.noteSizes()
 	paired, pulling := false, 0
+	f.resting = 0
 	for i := range f.targets {
 		t := &f.targets[i]
+		if t.State.Rests() {
+			f.resting++
+		}
 		paired = paired || t.Role != kv.RoleBoth
 		if t.Pulls() {
 			pulling++
@@ -79,6 +84,9 @@ func (r *Router) Up(t kv.Target) {
 	at, found := r.fleet.target(t.Key)
 	load := r.fleet.loads.expect(t)
 	if found {
+		if before := &r.fleet.targets[at]; before.Generation == t.Generation {
+			t.State, t.Version = before.State, before.Version
+		}
 		r.fleet.targets[at], r.fleet.targetLoads[at].blockSize = t, uint32(t.BlockSize)
 	} else {
 		r.fleet.targets = slices.Insert(r.fleet.targets, at, t)

@@ -208,6 +208,7 @@ func (h *Health) Lives(worker uint64, generation int) {
 	ranks := h.router.fleet.ranksOf(worker)
 	for i := range ranks {
 		h.outliers.Lives(ranks[i].Key, generation, now)
+		h.router.fleet.loads.of(ranks[i].Key).engine.lives(now)
 	}
 }
 

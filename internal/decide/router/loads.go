@@ -67,6 +67,7 @@ type workerLoad struct {
 	served int // tokens that others pull from it now
 
 	reportsCached bool // an answer of it has said how many of its prompt's tokens were cached
+	engine        engine
 
 	times   int                // units in a block
 	blocks  int                // distinct prompt blocks of requests in flight
@@ -428,7 +429,7 @@ func (l *loads) silence(w kv.WorkerKey) {
 	if load := l.byWorker[w]; load != nil {
 		load.Published, load.Fresh = policy.Published{}, false
 		load.Bumped, load.Foreign, load.Fill, load.Adapters, load.Cell = 0, 0, 0, nil, nil
-		load.probe, load.growsFrom = 0, time.Time{}
+		load.probe, load.growsFrom, load.engine = 0, time.Time{}, engine{}
 		load.gone = true
 		l.drop(w)
 	}

@@ -24,6 +24,7 @@ func (r *Router) lookUp(request Request, scratch *workspace) (p prompt, d Decisi
 		r.lookAhead(&p)
 	}
 	hashed := r.now()
+	p.matchedAt = hashed
 	scratch.matches = r.match(scratch.matches[:0], &p, r.parts())
 	p.matches = scratch.matches
 	lookedUp := r.now()

@@ -115,6 +115,9 @@ func (a *Admission) queueScore(p *prompt, uncached int, now time.Time) float64 {
 
 // hasCapacity reports whether a worker with that load may get one more request.
 func (a *Admission) hasCapacity(t *kv.Target, load *policy.Load, now time.Time) bool {
+	if t.State.Rests() {
+		return false
+	}
 	if a.fair != nil && a.router.settings.RouterQueueThreshold == nil {
 		return a.hasRoom(t, load, now)
 	}
@@ -127,11 +130,12 @@ func (a *Admission) hasCapacity(t *kv.Target, load *policy.Load, now time.Time) 
 // wait.
 func (a *Admission) mustWait(p *prompt, now time.Time) bool {
 	r := a.router
-	if !r.settings.Queues() || p.QueryOnly || p.ChooseOnly {
+	waits := r.settings.Queues() || r.fleet.resting > 0 || p.Versions.Restricts()
+	if !waits || p.QueryOnly || p.ChooseOnly {
 		return false
 	}
 	for i := range r.decider.candidates {
-		if c := &r.decider.candidates[i]; a.hasCapacity(c.Target, c.Load, now) {
+		if c := &r.decider.candidates[i]; r.decider.runs(p, c.Target) && a.hasCapacity(c.Target, c.Load, now) {
 			var s seats
 			return a.fair != nil && (a.seatsAreKept(p.Class, &s, now) || a.sharesAreKept(p.Tenant, p.Class, &s, now))
 		}
@@ -144,7 +148,7 @@ func (a *Admission) enqueue(p *prompt, now time.Time) (*waiter, error) {
 	if a.fair != nil {
 		return a.enqueueFairly(p, now)
 	}
-	if len(a.waiting) >= a.router.settings.RouterQueueLimit && !a.makeRoom(p.Client) {
+	if len(a.waiting) >= a.limit() && !a.makeRoom(p.Client) {
 		return nil, ErrQueueFull
 	}
 	if a.began.IsZero() {
@@ -265,8 +269,8 @@ func (a *Admission) anyCapacity(now time.Time) bool {
 // wait returns the decision on w, ErrQueueTimeout, or the cause for which ctx
 // ended before.
 func (a *Admission) wait(ctx context.Context, w *waiter) (Decision, error) {
-	ctx, cancel := context.WithTimeoutCause(ctx, a.router.settings.RouterQueueTimeout, ErrQueueTimeout)
-	defer cancel()
+	limit := time.NewTimer(a.router.settings.RouterQueueTimeout)
+	defer limit.Stop()
 	refresh := time.NewTicker(QueueRefresh)
 	defer refresh.Stop()
 	look, stop := a.looks(w)
@@ -278,6 +282,14 @@ func (a *Admission) wait(ctx context.Context, w *waiter) (Decision, error) {
 		case <-ctx.Done():
 			a.leave(w)
 			return Decision{}, context.Cause(ctx)
+		case <-limit.C:
+			if left := a.restsFor(w); left > 0 {
+				limit.Reset(left)
+				continue
+			}
+			if a.dequeue(w) {
+				return Decision{}, ErrQueueTimeout
+			}
 		case <-refresh.C:
 			a.lookUpAgain(w)
 		case <-look:
@@ -318,10 +330,11 @@ func (a *Admission) lookUpAgain(w *waiter) {
 		a.lookAgainFairly(w)
 		return
 	}
+	began := r.now()
 	matches := r.match(nil, &w.prompt, r.parts())
 	r.mu.Lock()
 	defer r.mu.Unlock()
-	w.prompt.matches, w.prompt.next = matches, 0
+	w.prompt.matches, w.prompt.next, w.prompt.matchedAt = matches, 0, began
 	a.dispatch(r.now())
 }
 

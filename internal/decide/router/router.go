@@ -69,14 +69,16 @@ type Request struct {
 	Sheddable bool          // it may be refused where that is predicted to come too late
 
 	Prefix         hints.Prefix
-	ExpectedOutput int     // tokens of the answer; 0: unknown
-	PriorityJump   float64 // seconds of precedence in the queue
-	StrictPriority uint32  // in the queue; higher values first
-	Session        uint64  // of SessionOf; 0: none
-	SessionID      string  // of SessionID: the session's id among routers; empty: not shared
-	Home           *uint64 // preferred worker, as of a session: used if healthy and not overloaded; nil: none
-	Alternatives   int     // maximum number of further workers in the decision
-	Pulls          bool    // the caller can name the worker a source to pull blocks from
+	ExpectedOutput int           // tokens of the answer; 0: unknown
+	PriorityJump   float64       // seconds of precedence in the queue
+	StrictPriority uint32        // in the queue; higher values first
+	Session        uint64        // of SessionOf; 0: none
+	SessionID      string        // of SessionID: the session's id among routers; empty: not shared
+	Versions       VersionPolicy // of the weights; zero: any
+	WaitsForPaused bool          // a worker that rests and has most of its prompt is waited for, though others run
+	Home           *uint64       // preferred worker, as of a session: used if healthy and not overloaded; nil: none
+	Alternatives   int           // maximum number of further workers in the decision
+	Pulls          bool          // the caller can name the worker a source to pull blocks from
 
 	QueryOnly     bool // dry run: choose without a booking or any other change
 	ChooseOnly    bool // the end of the request will not be reported: book nothing
@@ -210,6 +212,7 @@ type prompt struct {
 	none      view       // for workers of other sizes
 	matches   []kv.Match // by worker, in units
 	next      int        // of matches, where matched continues
+	matchedAt time.Time  // when they were looked up
 	workers   int        // that are up for the leg, whether they may serve it or not
 	reachable int        // units of it that some eligible worker has
 	sources   [2]source  // the best workers to pull from; blocks 0: there is none

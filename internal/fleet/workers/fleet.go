@@ -50,6 +50,9 @@ type Members interface {
 	// It returns when the worker last showed life; zero: never.
 	Missed(worker uint64, generation int, sent time.Time) (lived, busy time.Time)
 	Answers(worker uint64, generation int) // ends Missed
+	// EngineReports takes what an engine has answered, to a question of that time, about what trainers do to it.
+	EngineReports(worker uint64, generation int, asked time.Time, report kv.EngineReport)
+	Cleared(kv.WorkerKey) // its KV events have told that its cache is empty
 }
 
 // Listener gets further notifications, by the same rules.
@@ -70,6 +73,7 @@ type prober interface {
 	EventSources(context.Context, probe.Server) ([]events.Source, error)
 	InferEventSources(context.Context, probe.Server) ([]events.Source, error)
 	Caches(ctx context.Context, s probe.Server, engine kv.Engine, info *probe.ServerInfo, ranks []uint32) (probe.Caches, error)
+	EngineState(ctx context.Context, s probe.Server, engine kv.Engine) (kv.EngineReport, error)
 	FollowLoad(ctx context.Context, s probe.LoadSource, log *slog.Logger, report func(kv.WorkerKey, policy.Published))
 	FollowCounters(ctx context.Context, s probe.LoadSource, log *slog.Logger)
 	Close()
@@ -198,6 +202,7 @@ type Settings struct {
 	Key       kv.Secret
 	PassKey   bool
 
+	Trained           bool          // trainers pause engines, and update their weights: they are asked for their state
 	SilenceTimeout    time.Duration // without a sign of life, after which a worker is down; 0: never
 	StartupTimeout    time.Duration // maximum time for a started worker to become ready
 	RestartBackoffMax time.Duration // maximum delay before a failed worker is restarted

@@ -67,6 +67,7 @@ type incarnation struct {
 	misses     health.Misses
 
 	warnedOfEvents bool // warnOfEvents has nothing more to say
+	mute           bool // its engine does not report its state
 }
 
 // begin opens the next incarnation of a worker; its end must be called.
@@ -149,6 +150,7 @@ func (in *incarnation) followEvents(source events.Source) {
 			in.lives()
 			in.f.listener.EventLag(source.Worker, d)
 		},
+		OnCleared:   func() { in.f.members.Cleared(source.Worker) },
 		OnBlockSize: in.noteBlockSize,
 		Peers:       in.f.deps.Peers, Rarer: in.f.times, Edges: in.f.deps.Edges,
 	}, in.w.logger(in.f.log))
@@ -385,6 +387,7 @@ func (in *incarnation) checkHealth() {
 	case err == nil:
 		in.answered = true
 		in.markHealthy()
+		in.askState()
 		if !in.w.registered() && time.Since(in.modelsAt) >= in.f.timing.modelsEvery*time.Duration(in.f.times()) {
 			in.lookAtModels()
 		}

@@ -94,6 +94,9 @@ func NewCollector(names *kv.Names, samples iter.Seq[*Sample], own func() map[uin
 		"dp_rank", "result")
 	info := set.Gauge("kvrouter_worker_info", "Always 1; the labels have the worker's URL, its first served model, its role and its engine.",
 		"worker_id", "dp_rank", "url", "model", "role", "engine")
+	engine := set.Gauge("kvrouter_worker_engine_info",
+		"Always 1, for workers that trainers change; the labels have the engine's state (running, paused, updating, asleep) and the version of its weights.",
+		"worker_id", "dp_rank", "state", "weight_version")
 	knowledge := set.Gauge("kvrouter_worker_cache_known", "1 for how the worker's KV cache is known: exact, approximate, load_only.",
 		"worker_id", "dp_rank", "known")
 	blockSize := gauge("kvrouter_worker_block_size", "Tokens in a block of the worker's KV cache.")
@@ -133,6 +136,9 @@ func NewCollector(names *kv.Names, samples iter.Seq[*Sample], own func() map[uin
 				model = s.Models[0]
 			}
 			out.Show(info, 1, append(rank, kv.MetricLabel(s.URL), kv.MetricLabel(model), s.Role.String(), s.Engine.String())...)
+			if s.State != 0 || s.Version != "" {
+				out.Show(engine, 1, append(rank, s.State.String(), kv.MetricLabel(s.Version))...)
+			}
 			if s.Cache.BlockSize > 0 {
 				out.Show(blockSize, float64(s.Cache.BlockSize), rank...)
 				for k := kv.Exact; k <= kv.LoadOnly; k++ {

@@ -17,7 +17,9 @@ type Sample struct {
 	Models    []string // that it serves, its own first
 	Role      kv.Role
 	Engine    kv.Engine
-	Up        bool // requests may go to it
+	Up        bool           // requests may go to it
+	State     kv.EngineState // what a trainer has done to it
+	Version   string         // of its weights; empty: unknown
 	Restarts  int
 	Blocks    int        // in the index
 	Cache     CacheState // how its KV cache is known; zero: not attached yet
@@ -42,16 +44,23 @@ type Books interface {
 func (f *Fleet) Samples(books Books) iter.Seq[*Sample] {
 	return func(yield func(*Sample) bool) {
 		workers := f.all()
-		up := make(map[kv.WorkerKey]bool, len(workers))
+		type target struct {
+			up      bool
+			state   kv.EngineState
+			version string
+		}
+		targets := make(map[kv.WorkerKey]target, len(workers))
 		books.Has(func(t *kv.Target) bool {
-			up[t.Key] = !t.Cordoned && !t.Unanswered
+			targets[t.Key] = target{!t.Cordoned && !t.Unanswered, t.State, t.Version}
 			return false
 		})
 		var s Sample
 		for _, w := range workers {
 			for _, key := range w.keys() {
 				w.sample(&s, key)
-				s.Up, s.Blocks, s.Load = up[key], books.Blocks(key), books.LoadOf(key)
+				s.Blocks, s.Load = books.Blocks(key), books.LoadOf(key)
+				t := targets[key]
+				s.Up, s.State, s.Version = t.up, t.state, t.version
 				if !yield(&s) {
 					return
 				}

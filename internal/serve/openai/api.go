@@ -83,6 +83,7 @@ type API struct {
 	engine    *gin.Engine
 	stored    *Stored
 	aborted   aborts
+	controls  controls
 	draining  atomic.Bool
 
 	shareStored func(id string, worker uint64, owner keys.Owner) // see Deps
@@ -251,34 +252,6 @@ func (a *API) clientHeader(c *gin.Context, pinned bool) http.Header {
 		hints.DropUntrusted(header)
 	}
 	return header
-}
-
-// administers reports whether a client may do to the workers what affects all clients. If not, it
-// has been answered.
-func (a *API) administers(c *gin.Context, what string) bool {
-	switch {
-	case !a.settings.AllowEngineAdmin:
-		a.fail(c, http.StatusForbidden, "", what+" is disabled: start the router with --allow-engine-admin")
-	case !a.keys.Of(c).Trusted:
-		a.fail(c, http.StatusForbidden, "", what+" affects all clients: use a key with trust-hints")
-	default:
-		return true
-	}
-	return false
-}
-
-// admin sends an administration request to every worker and reports what each
-// answered; the status is the worst of theirs.
-func (a *API) admin(c *gin.Context) {
-	if !a.administers(c, "engine administration") {
-		return
-	}
-	body, ok := a.body(c)
-	if !ok {
-		return
-	}
-	defer a.done(c, body)
-	c.JSON(a.proxy.Administer(c.Request.Context(), having(c.FullPath(), a.workers()), a.question(c, body)))
 }
 
 // noModel refuses a request for a model that no worker serves.

@@ -30,20 +30,22 @@ type inference struct {
 	model    *models.Model  // that it is for
 	gateway  *proxy.Gateway // that it came from; nil: from a client
 
-	unnamed  bool   // no header gives it a name
-	raw      []byte // the body's memory, until the end
-	body     *jsonbody.Body
-	hints    hints.Hints
-	prompt   tokens.Prompt
-	multiple bool          // the body has several prompts
-	tokens   int           // of all of them together
-	unknown  bool          // the tokens of some are not known
-	several  bool          // it wants several answers to one
-	empty    bool          // a prompt has no token, which crashes an SGLang server
-	held     time.Duration // without a worker
-	request  router.Request
-	paired   bool   // two workers may serve it,
-	whole    string // unless this says why one worker must
+	unnamed        bool   // no header gives it a name
+	raw            []byte // the body's memory, until the end
+	body           *jsonbody.Body
+	hints          hints.Hints
+	versions       router.VersionPolicy
+	prompt         tokens.Prompt
+	multiple       bool          // the body has several prompts
+	tokens         int           // of all of them together
+	unknown        bool          // the tokens of some are not known
+	several        bool          // it wants several answers to one
+	empty          bool          // a prompt has no token, which crashes an SGLang server
+	held           time.Duration // without a worker
+	waitsForPaused bool          // see headerPaused
+	request        router.Request
+	paired         bool   // two workers may serve it,
+	whole          string // unless this says why one worker must
 }
 
 // infer serves one inference request: it finds the prompt, chooses and forwards.

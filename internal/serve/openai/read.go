@@ -1,6 +1,7 @@
 package openai
 
 import (
+	"fmt"
 	"net/http"
 	"time"
 
@@ -84,6 +85,15 @@ func (r *inference) read(c *gin.Context) (ok bool) {
 	return true
 }
 
+const (
+	// headerVersions says which versions of the weights a request takes, as SMG's does: see router.ParseVersionPolicy.
+	headerVersions = "X-Smg-Version-Policy"
+	// headerPaused says what becomes of a request whose prompt is cached on a paused worker while others run: it goes to
+	// one of these (pausedMove, the default), or waits (pausedWait).
+	headerPaused           = "X-Kvrouter-Paused"
+	pausedMove, pausedWait = "move", "wait"
+)
+
 // readHints reads the routing hints of the request. Not ok: it has been answered.
 func (r *inference) readHints(c *gin.Context) (ok bool) {
 	a := r.api
@@ -99,6 +109,19 @@ func (r *inference) readHints(c *gin.Context) (ok bool) {
 	}
 	if given.Prefix.ID != "" && a.keys.Several() {
 		given.Prefix.ID = r.caller.Owner().Scoped(given.Prefix.ID)
+	}
+	var err error
+	if r.versions, err = router.ParseVersionPolicy(c.GetHeader(headerVersions)); err != nil {
+		a.fail(c, http.StatusBadRequest, headerVersions, headerVersions+" is "+err.Error())
+		return false
+	}
+	switch given := c.GetHeader(headerPaused); given {
+	case "", pausedMove:
+	case pausedWait:
+		r.waitsForPaused = true
+	default:
+		a.fail(c, http.StatusBadRequest, headerPaused, fmt.Sprintf("%s is %.40q: want %s or %s", headerPaused, given, pausedMove, pausedWait))
+		return false
 	}
 	given.Session = hints.Session(c.Request.Header, a.settings.SessionHeader, a.settings.SessionCookie)
 	r.hints = given
@@ -122,7 +145,7 @@ func (r *inference) findPrompt(path string) {
 		Salt:  r.body.Get("cache_salt").String(), LoRA: r.model.Tokens.Adapter(x.Route, r.body, adapter, listed), Model: x.Model,
 		Client:        r.client,
 		AnsweredWhole: !r.body.Get("stream").Bool() || r.multiple || r.several, SGLang: r.kind == tokens.GeneratePrompt,
-		Explain: x.Trace.Sampled(),
+		Explain: x.Trace.Sampled(), Versions: r.versions, WaitsForPaused: r.waitsForPaused,
 		Session: r.model.Router.SessionOf(r.caller.Name, r.hints.Session), SessionID: router.SessionID(r.caller.Name, r.hints.Session),
 	}
 	if r.prompt.Source == tokens.SourceNone && len(r.prompt.Tokens) == 0 && r.kind != tokens.NoPrompt && r.model.Router.Approximates() {

@@ -5,11 +5,13 @@ import (
 	"encoding/json"
 	"net/http"
 	"slices"
+	"strings"
 
 	"github.com/tidwall/gjson"
 
 	"kvrouter/internal/base/kv"
 	"kvrouter/internal/base/web"
+	"kvrouter/internal/fleet/control"
 )
 
 // AdminRoutes are the engines' administration and development paths on which one body is right
@@ -38,15 +40,22 @@ type AdminAnswer struct {
 	Answer json.RawMessage `json:"answer,omitempty"` // if it is JSON
 }
 
-// Administer sends the request to all targets and returns their answers by worker,
-// and the worst status; 502 stands for no answer.
-func (p *Proxy) Administer(ctx context.Context, targets []kv.Target, q Question) (worst int, answers []AdminAnswer) {
-	worst, answers = http.StatusOK, []AdminAnswer{}
+// Administer sends the request to all targets and returns their answers by worker, and a status for all: theirs if all
+// have the same, 207 if some have done it, else the worst; 502 stands for no answer.
+func (p *Proxy) Administer(ctx context.Context, targets []kv.Target, q Question) (status int, answers []AdminAnswer) {
+	status, answers = http.StatusOK, []AdminAnswer{}
+	done := 0
+	path, _, _ := strings.Cut(q.Path, "?")
 	p.AskAll(ctx, targets, q, func(answer Answer) bool {
 		if answer.Err != nil {
 			answer.Status, answer.Body = http.StatusBadGateway, web.DialectOpenAI.JSON(web.Fault{Status: http.StatusBadGateway, Message: "the worker did not answer"})
 		}
-		worst = max(worst, answer.Status)
+		result := controlFailed
+		if control.Succeeded(answer.Status, answer.Body) {
+			done, result = done+1, controlDone
+		}
+		p.controlCalls.WithLabelValues(path, result).Inc()
+		status = max(status, answer.Status)
 		entry := AdminAnswer{Worker: answer.Target.Key.Worker, Status: answer.Status}
 		if gjson.ValidBytes(answer.Body) && len(answer.Body) > 0 {
 			entry.Answer = answer.Body
@@ -54,8 +63,11 @@ func (p *Proxy) Administer(ctx context.Context, targets []kv.Target, q Question)
 		answers = append(answers, entry)
 		return true
 	})
+	if done > 0 && done < len(answers) {
+		status = http.StatusMultiStatus
+	}
 	slices.SortFunc(answers, func(a, b AdminAnswer) int {
 		return kv.WorkerKey{Worker: a.Worker}.Compare(kv.WorkerKey{Worker: b.Worker})
 	})
-	return worst, answers
+	return status, answers
 }

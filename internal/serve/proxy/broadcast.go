@@ -2,6 +2,7 @@ package proxy
 
 import (
 	"bytes"
+	"cmp"
 	"context"
 	"encoding/json"
 	"errors"
@@ -16,6 +17,7 @@ import (
 	"kvrouter/internal/base/kv"
 	"kvrouter/internal/base/web"
 	"kvrouter/internal/decide/health"
+	"kvrouter/internal/fleet/control"
 )
 
 const (
@@ -42,7 +44,17 @@ type Question struct {
 	Method, Path string
 	Header       http.Header
 	Body         []byte
-	Limit        int64 // of each answer, bytes; 0: askLimit
+	Limit        int64         // of each answer, bytes; 0: askLimit
+	Patience     time.Duration // for each answer; 0: askTimeout
+	Rolling      int           // workers that are asked at once, and get no requests meanwhile; 0: any number, and they do
+}
+
+// changes returns what the question does to an engine.
+func (q *Question) changes() (change kv.EngineChange) {
+	if change = control.ChangeOf(q.Path, q.Body); q.Rolling > 0 {
+		change.Meanwhile |= kv.Paused
+	}
+	return change
 }
 
 // Answer is one worker's answer to a Question.
@@ -60,7 +72,7 @@ func (p *Proxy) AskAll(ctx context.Context, targets []kv.Target, q Question, hea
 	ctx, cancel := context.WithCancel(ctx)
 	defer cancel()
 	answers := make(chan Answer, len(targets)) // a late answer blocks no goroutine
-	slots := make(chan struct{}, askedAtOnce)
+	slots := make(chan struct{}, cmp.Or(q.Rolling, askedAtOnce))
 	go func() { // ends with ctx at the latest
 		for _, t := range targets {
 			select {

@@ -22,6 +22,8 @@ import (
 	"syscall"
 	"time"
 
+	"github.com/prometheus/client_golang/prometheus"
+
 	"kvrouter/internal/base/jsonbody"
 	"kvrouter/internal/base/kv"
 	"kvrouter/internal/base/quota"
@@ -29,6 +31,7 @@ import (
 	"kvrouter/internal/decide/health"
 	"kvrouter/internal/decide/policy"
 	"kvrouter/internal/decide/router"
+	"kvrouter/internal/fleet/control"
 	"kvrouter/internal/serve/tracing"
 )
 
@@ -225,8 +228,10 @@ type Deps struct {
 	Names     *kv.Names           // of workers; nil: their ids
 	Hop       web.Hop             // added to the Via header of requests to workers
 	Transport http.RoundTripper   // to workers; nil: without TLS settings
-	Answers   *quota.Pool         // memory of answers that are held back, bytes; nil: the default of web.BodySettings
-	Log       *slog.Logger
+	// Control is called before a call that changes a worker's engine, and what it returns after it; nil: not called.
+	Control func(worker uint64, change kv.EngineChange) (ended func(ok bool))
+	Answers *quota.Pool // memory of answers that are held back, bytes; nil: the default of web.BodySettings
+	Log     *slog.Logger
 }
 
 // Proxy sends requests to workers and relays their answers. Its methods are safe for
@@ -235,6 +240,7 @@ type Proxy struct {
 	settings  Settings
 	observer  Observer
 	failed    func(worker uint64)
+	control   func(worker uint64, change kv.EngineChange) (ended func(ok bool))
 	names     *kv.Names
 	hop       web.Hop
 	budget    *health.Budget // of retries
@@ -250,7 +256,8 @@ type Proxy struct {
 	tokenRefusers refusers // of the tokens of prompts
 	packers       refusers // whose answers cannot be read
 
-	rewritten atomic.Uint64 // events that had to be parsed
+	rewritten    atomic.Uint64 // events that had to be parsed
+	controlCalls *prometheus.CounterVec
 
 	aborts     sync.WaitGroup
 	abortSlots chan struct{} // has a token for each abort that runs
@@ -267,12 +274,12 @@ func New(settings Settings, deps Deps) *Proxy {
 	client := web.NewClient(deps.Transport)
 	client.Transport = unpacking{client.Transport}
 	return &Proxy{
-		answers: deps.Answers, settings: settings, observer: deps.Observer, failed: deps.Failed, names: deps.Names, hop: deps.Hop, log: deps.Log,
+		answers: deps.Answers, settings: settings, observer: deps.Observer, failed: deps.Failed, control: deps.Control, names: deps.Names, hop: deps.Hop, log: deps.Log,
 		budget: health.NewBudget(settings.RetryBudget), client: client, now: time.Now,
 		streams:    sync.Pool{New: func() any { return new(streamBuffer) }},
 		inflights:  inflights{workers: map[uint64]*workerInflight{}},
 		engines:    mooncakeEngines{ids: map[kv.WorkerKey]mooncakeEngine{}},
-		abortSlots: make(chan struct{}, abortsAtOnce),
+		abortSlots: make(chan struct{}, abortsAtOnce), controlCalls: newControlCalls(),
 	}
 }
 
@@ -412,11 +419,19 @@ func (p *Proxy) attempt(ctx context.Context, w http.ResponseWriter, u *sending, 
 	defer func() { p.ended(f) }()
 	heard := func() { f.heard.Store(p.now().UnixNano()) }
 	if p.settings.RequestTimeout > 0 {
-		timer := time.AfterFunc(p.settings.RequestTimeout, func() { cancel(ErrSilent) })
-		defer timer.Stop()
+		var timer atomic.Pointer[time.Timer]
+		reset := func() { timer.Load().Reset(p.settings.RequestTimeout) }
+		timer.Store(time.AfterFunc(p.settings.RequestTimeout, func() {
+			if x.Decision.Booking.WorkerRests() && timer.Load() != nil {
+				reset()
+				return
+			}
+			cancel(ErrSilent)
+		}))
+		defer func() { timer.Load().Stop() }()
 		heard = func() {
 			f.heard.Store(p.now().UnixNano())
-			timer.Reset(p.settings.RequestTimeout)
+			reset()
 		}
 	}
 	// It may be the request that ends connections: sending it again is a retry for the budget.
@@ -518,8 +533,12 @@ func (p *Proxy) Ask(ctx context.Context, t kv.Target, method, path string, heade
 
 // ask puts a question to one worker.
 func (p *Proxy) ask(ctx context.Context, t kv.Target, q Question) (status int, answer []byte, err error) {
-	ctx, cancel := context.WithTimeout(ctx, askTimeout)
+	ctx, cancel := context.WithTimeout(ctx, cmp.Or(q.Patience, askTimeout))
 	defer cancel()
+	if change := q.changes(); change.Any() && p.control != nil {
+		ended := p.control(t.Key.Worker, change)
+		defer func() { ended(err == nil && control.Succeeded(status, answer)) }()
+	}
 	request, err := http.NewRequestWithContext(ctx, q.Method, t.URL+q.Path, bytes.NewReader(q.Body))
 	if err != nil {
 		return 0, nil, err

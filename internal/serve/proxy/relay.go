@@ -13,6 +13,7 @@ import (
 
 	"github.com/tidwall/gjson"
 
+	"kvrouter/internal/base/kv"
 	"kvrouter/internal/base/web"
 	"kvrouter/internal/decide/health"
 	"kvrouter/internal/decide/policy"
@@ -77,6 +78,9 @@ func cause(ctx context.Context, err error) error {
 	return err
 }
 
+// HeaderVersion has the version of the weights of the worker when it was chosen, as far as it is known.
+const HeaderVersion = "X-Kvrouter-Weight-Version"
+
 // writeHead writes the worker's status and headers and the router's own.
 func writeHead(w http.ResponseWriter, response *http.Response, u *sending, x *Exchange) {
 	web.DropHopByHop(response.Header)
@@ -89,6 +93,9 @@ func writeHead(w http.ResponseWriter, response *http.Response, u *sending, x *Ex
 	}
 	decided.Set(web.HeaderWorker, x.Worker)
 	decided.Set(web.HeaderOverlap, strconv.Itoa(x.Decision.OverlapTokens))
+	if version := x.Decision.Target.Version; version != "" {
+		decided.Set(HeaderVersion, kv.MetricLabel(version))
+	}
 	x.Below.show(decided)
 	header.Set(web.HeaderRequest, u.RequestID)
 	u.Gateway.sign(decided, x.Decision.Target.Address())
@@ -112,7 +119,8 @@ func (p *Proxy) relayWhole(w http.ResponseWriter, answer *upstreamAnswer, u *sen
 		return p.unanswered(worker, err, health.Broken)
 	}
 	usage, finish := outcome(u.Route, body)
-	if retry && policy.Aborted(finish) && !x.Decision.Target.RunsSGLang() && !(u.Aborted != nil && u.Aborted()) {
+	aborted := u.Aborted != nil && u.Aborted() || x.Decision.Booking.WorkerRests() // by the client, or by a trainer's pause
+	if retry && policy.Aborted(finish) && !x.Decision.Target.RunsSGLang() && !aborted {
 		return &workerError{worker: worker, called: x.Worker, err: errors.New("stopped its answer: " + finish), abort: &abortError{why: finish}}
 	}
 	x.Usage, x.Ending, x.finish = usage, endingOf(answer.StatusCode, finish), finish

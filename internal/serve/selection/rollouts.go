@@ -96,9 +96,20 @@ func (s *Service) known(url string) (w workers.Status, up bool) {
 	return all[at], s.up(all[at].ID)
 }
 
-// up reports whether a worker gets requests.
+// up reports whether a worker gets requests, as soon as its engine runs.
 func (s *Service) up(id uint64) bool {
-	return slices.ContainsFunc(s.models.Targets(), func(t kv.Target) bool { return t.Key.Worker == id && !t.Cordoned && !t.Unanswered })
+	t, up := s.target(id)
+	return up && !t.Cordoned && !t.Unanswered
+}
+
+// target returns the first rank of a worker that is up; not ok: none is.
+func (s *Service) target(id uint64) (t kv.Target, ok bool) {
+	targets := s.models.Targets()
+	at := slices.IndexFunc(targets, func(t kv.Target) bool { return t.Key.Worker == id })
+	if at < 0 {
+		return t, false
+	}
+	return targets[at], true
 }
 
 // trainersView is a worker as trainers read it.
@@ -110,7 +121,9 @@ type trainersView struct {
 	Model   string    `json:"model_id,omitempty"`
 	Healthy bool      `json:"is_healthy"`
 	State   string    `json:"status"`
-	Load    int       `json:"load"` // requests in flight
+	Does    string    `json:"engine_state"`             // running, paused, updating or asleep
+	Version string    `json:"weight_version,omitempty"` // as far as it is known
+	Load    int       `json:"load"`                     // requests in flight
 	Since   time.Time `json:"since"`
 }
 
@@ -119,6 +132,8 @@ func (s *Service) trainersViewOf(w workers.Status) trainersView {
 	if role := w.Disagg.Role; role != kv.RoleBoth {
 		v.Type = role.String()
 	}
+	t, _ := s.target(w.ID)
+	v.Does, v.Version = t.State.String(), t.Version
 	if len(w.Models) > 0 {
 		v.Model = w.Models[0]
 	}

@@ -65,6 +65,7 @@ func (w *Worker) metrics(out http.ResponseWriter, _ *http.Request) {
 	}
 	page.gauge("cache_config_info", func(*Rank, Load) float64 { return 1 })
 	page.adapters()
+	page.sleepState()
 	out.Header().Set("Content-Type", "text/plain; version=0.0.4; charset=utf-8")
 	_, _ = out.Write(page.text)
 }
@@ -93,6 +94,22 @@ func (p *metricsPage) adapters() {
 		}
 	}
 	sample("", none)
+}
+
+// sleepState adds vLLM's metric of released memory.
+func (p *metricsPage) sleepState() {
+	now := "awake"
+	if p.w.asleep.Load() {
+		now = "weights_offloaded"
+	}
+	p.text = append(p.text, "# TYPE vllm:engine_sleep_state gauge\n"...)
+	for _, state := range []string{"awake", "weights_offloaded", "discard_all"} {
+		value := 0
+		if state == now {
+			value = 1
+		}
+		p.text = fmt.Appendf(p.text, "vllm:engine_sleep_state{engine=\"0\",sleep_state=%q} %d\n", state, value)
+	}
 }
 
 // sglangMetrics serves SGLang's page.

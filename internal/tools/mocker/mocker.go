@@ -138,6 +138,7 @@ type Worker struct {
 	Stuck    atomic.Bool    // the engine is stuck; routes that do not need it answer
 	Failing  atomic.Int32   // status of every inference request; 0: requests are served
 	held     atomic.Bool    // it is paused
+	asleep   atomic.Bool    // its memory is released
 	Posts    atomic.Int64   // POST requests so far
 	LastPost atomic.Int64   // arrival of the last one, ns since 1970; 0: none
 

@@ -32,9 +32,14 @@ const (
 )
 
 func (w *Worker) addSGLangRoutes(mux *http.ServeMux) {
-	for _, path := range []string{"/health", "/health_generate", "/ping", "/ready"} {
+	for _, path := range []string{"/health", "/health_generate", "/ping"} {
 		mux.HandleFunc("GET "+path, func(http.ResponseWriter, *http.Request) {})
 	}
+	mux.HandleFunc("GET /ready", func(out http.ResponseWriter, _ *http.Request) {
+		if w.held.Load() {
+			out.WriteHeader(http.StatusServiceUnavailable)
+		}
+	})
 	for _, path := range []string{"/server_info", "/get_server_info"} {
 		mux.HandleFunc("GET "+path, w.serverInfo)
 	}

@@ -87,6 +87,16 @@ func (w *Worker) addVLLMTraining(mux *http.ServeMux) {
 	mux.HandleFunc("GET /is_paused", func(out http.ResponseWriter, _ *http.Request) {
 		answerJSON(out, http.StatusOK, map[string]any{"is_paused": w.held.Load()})
 	})
+	mux.HandleFunc("POST /sleep", w.sleep)
+	mux.HandleFunc("POST /wake_up", func(out http.ResponseWriter, in *http.Request) {
+		w.asleep.Store(false)
+		if w.hold(in.Context(), engine.HoldNothing, nothing) {
+			answerJSON(out, http.StatusOK, map[string]any{"status": "awake"})
+		}
+	})
+	mux.HandleFunc("GET /is_sleeping", func(out http.ResponseWriter, _ *http.Request) {
+		answerJSON(out, http.StatusOK, map[string]any{"is_sleeping": w.held.Load()}) // as vLLM, which is asleep when it is only paused
+	})
 	mux.HandleFunc("GET /weight_info", func(out http.ResponseWriter, _ *http.Request) {
 		answerJSON(out, http.StatusOK, map[string]any{"weight_version": w.weights()})
 	})
@@ -130,6 +140,19 @@ func (w *Worker) pause(out http.ResponseWriter, in *http.Request) {
 	}
 }
 
+// sleep is vLLM's: requests stop as in a pause, and from level 1 on the cache is lost.
+func (w *Worker) sleep(out http.ResponseWriter, in *http.Request) {
+	if in.URL.Query().Get("level") == "0" {
+		w.pause(out, in)
+		return
+	}
+	w.abortAll()
+	w.asleep.Store(true)
+	if w.settled(in.Context()) && w.hold(in.Context(), engine.HoldAll, func(r *Rank, e *engine.Engine) { r.ResetPrefixCache(e, false) }) {
+		answerJSON(out, http.StatusOK, map[string]any{"status": "sleeping"})
+	}
+}
+
 // addSGLangTraining adds SGLang's routes.
 func (w *Worker) addSGLangTraining(post func(path string, serve http.HandlerFunc)) {
 	post("/pause_generation", w.pauseGeneration)
@@ -138,6 +161,18 @@ func (w *Worker) addSGLangTraining(post func(path string, serve http.HandlerFunc
 			answerJSON(out, http.StatusOK, map[string]any{"status": "ok", "message": "Generation continued successfully."})
 		}
 	})
+	post("/release_memory_occupation", w.serve(func(in *http.Request, _ *jsonbody.Body) (any, *refusal) {
+		idle, ended := w.resetCaches(in.Context(), true)
+		if !idle || ended {
+			return nil, &refusal{http.StatusBadRequest, badBody, "release_memory_occupation should be called only when server is idle.", ""}
+		}
+		w.asleep.Store(true)
+		return nil, nil
+	}))
+	post("/resume_memory_occupation", w.serve(func(*http.Request, *jsonbody.Body) (any, *refusal) {
+		w.asleep.Store(false)
+		return nil, nil
+	}))
 	for _, path := range []string{"/update_weights_from_disk", "/update_weights_from_distributed", "/update_weights_from_tensor"} {
 		post(path, w.serve(func(in *http.Request, body *jsonbody.Body) (any, *refusal) {
 			if flush := body.Get("flush_cache"); !flush.Exists() || flush.Bool() {

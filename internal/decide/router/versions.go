@@ -1,0 +1,89 @@
+package router
+
+import (
+	"cmp"
+	"fmt"
+	"strconv"
+	"strings"
+)
+
+// VersionPolicy says which versions of the weights a request takes. The zero value is any.
+type VersionPolicy struct {
+	kind   versionKind
+	least  string // versionLeast
+	behind uint64 // versionBehind
+}
+
+type versionKind uint8
+
+const (
+	versionAny    versionKind = iota
+	versionLeast              // that one and later ones
+	versionBehind             // those that are at most so many behind the latest
+)
+
+// ParseVersionPolicy reads any, latest-only, min-version:V or max-staleness:N.
+func ParseVersionPolicy(text string) (v VersionPolicy, err error) {
+	name, value, _ := strings.Cut(text, ":")
+	switch {
+	case text == "" || text == "any":
+		return v, nil
+	case text == "latest-only":
+		return VersionPolicy{kind: versionBehind}, nil
+	case name == "min-version" && value != "" && len(value) <= maxVersion:
+		return VersionPolicy{kind: versionLeast, least: value}, nil
+	case name == "max-staleness":
+		if n, err := strconv.ParseUint(value, 10, 32); err == nil {
+			return VersionPolicy{kind: versionBehind, behind: n}, nil
+		}
+	}
+	return v, fmt.Errorf("%.80q: want any, latest-only, min-version:VERSION or max-staleness:NUMBER", text)
+}
+
+// maxVersion bounds a version, bytes.
+const maxVersion = 128
+
+// Restricts reports whether not every version is taken.
+func (v VersionPolicy) Restricts() bool { return v.kind != versionAny }
+
+// takes reports whether the policy takes a version where latest is the latest of all.
+func (v VersionPolicy) takes(version, latest string) bool {
+	switch v.kind {
+	case versionLeast:
+		return CompareVersions(version, v.least) >= 0
+	case versionBehind:
+		at, ok := versionNumber(version)
+		last, numbered := versionNumber(latest)
+		if v.behind > 0 && ok && numbered {
+			return at+v.behind >= last
+		}
+		return CompareVersions(version, latest) >= 0
+	}
+	return true
+}
+
+// versionNumber returns the number that ends a version, such as that of step-17.
+func versionNumber(version string) (n uint64, ok bool) {
+	digits := len(version)
+	for digits > 0 && version[digits-1] >= '0' && version[digits-1] <= '9' {
+		digits--
+	}
+	n, err := strconv.ParseUint(version[digits:], 10, 32)
+	return n, err == nil
+}
+
+// CompareVersions orders versions of weights by the number at their end; those without one come first, and an unknown
+// one, which is empty, before all.
+func CompareVersions(a, b string) int {
+	n, aNumbered := versionNumber(a)
+	m, bNumbered := versionNumber(b)
+	switch {
+	case aNumbered && bNumbered:
+		return cmp.Compare(n, m)
+	case aNumbered:
+		return 1
+	case bNumbered:
+		return -1
+	}
+	return cmp.Compare(min(len(a), 1), min(len(b), 1))
+}
