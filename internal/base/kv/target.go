@@ -11,13 +11,12 @@ type Target struct {
 	// of three.
 	Key         WorkerKey
 	Models      []string
-	TotalBlocks int         // of its KV cache; 0: unknown
-	Cordoned    bool        // gets no new requests
-	Unanswered  bool        // registered, and its URL has never answered: the router itself sends it nothing
-	State       EngineState // what a trainer has done to its engine
-	Engine      Engine      // that it runs
-	Known       Knowledge   // of its KV cache
-	FirstRank   uint32      // of the worker: a server of some of the ranks of a deployment numbers them as the deployment does
+	TotalBlocks int       // of its KV cache; 0: unknown
+	Cordoned    bool      // gets no new requests
+	Unanswered  bool      // registered, and its URL has never answered: the router itself sends it nothing
+	Engine      Engine    // that it runs
+	Known       Knowledge // of its KV cache
+	FirstRank   uint32    // of the worker: a server of some of the ranks of a deployment numbers them as the deployment does
 	Disagg
 
 	URL              string   // without a slash at the end
@@ -27,7 +26,6 @@ type Target struct {
 	BlockSize        int32    // tokens of a block of its KV cache; 0: that of the router
 	MaxBatchedTokens int32    // most tokens that its engine computes in a pass; 0: unknown
 	Bearer           Secret   // goes to the worker as Authorization: Bearer, in place of the client's; empty: none does
-	Version          string   // of its weights; empty: unknown
 }
 
 // Address returns the host and the port of the target's URL, such as 10.0.0.7:8000.

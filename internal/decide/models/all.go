@@ -92,6 +92,11 @@ func (s *Set) Control(worker uint64, change kv.EngineChange) (ended func(ok bool
 // Cleared is Health.Cleared.
 func (s *Set) Cleared(w kv.WorkerKey) { s.For(w.Worker).Router.Health.Cleared(w) }
 
+// Engine is Router.Engine.
+func (s *Set) Engine(w kv.WorkerKey) (state kv.EngineState, version string) {
+	return s.For(w.Worker).Router.Engine(w)
+}
+
 // IsUp is Router.IsUp.
 func (s *Set) IsUp(t kv.Target) bool { return s.For(t.Key.Worker).Router.IsUp(t) }
 

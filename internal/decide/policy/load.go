@@ -26,12 +26,13 @@ type Load struct {
 	Fetching   int32     // of Prefills, those that load from lower tiers or pull
 	FirstToken time.Time // when a first token last came from it; zero: never
 
-	ContextTokens int   // prompt tokens of the requests in flight that decode
-	AwaitedTokens int   // prompt tokens that other workers compute, of requests that will decode here
-	InFlight      int   // requests sent and not yet ended
-	Foreign       int   // requests in the engine by Published, where Fresh, beyond those that this router knows of
-	Bumped        int32 // requests sent since the last Published
-	Fresh         bool  // Published is recent enough to be used
+	ContextTokens int            // prompt tokens of the requests in flight that decode
+	AwaitedTokens int            // prompt tokens that other workers compute, of requests that will decode here
+	InFlight      int            // requests sent and not yet ended
+	Foreign       int            // requests in the engine by Published, where Fresh, beyond those that this router knows of
+	Bumped        int32          // requests sent since the last Published
+	Fresh         bool           // Published is recent enough to be used
+	State         kv.EngineState // what a trainer has done to its engine
 	Published
 
 	PrefillTokens int // uncached prompt tokens of requests without a first token

@@ -69,7 +69,7 @@ func (d *decider) collect(p *prompt, now time.Time) error {
 		return err
 	}
 	if (r.fleet.resting > 0 || p.Versions.Restricts()) && p.Pinned == nil && !d.waitsForBest(p) {
-		d.prefer(func(c *policy.Candidate) bool { return d.runs(p, c.Target) })
+		d.prefer(func(c *policy.Candidate) bool { return d.runs(p, c.Target.Key, c.Load) })
 	}
 	if p.Session != 0 || p.Home != nil {
 		if d.trialStarves(now) && d.onTrial(p, now) {

@@ -6,6 +6,7 @@ import (
 
 	"kvrouter/internal/base/kv"
 	"kvrouter/internal/cache/radix"
+	"kvrouter/internal/decide/policy"
 )
 
 const (
@@ -17,8 +18,9 @@ const (
 	resetTold = 5 * time.Second
 )
 
-// engine is what trainers have done to the engine of one rank, beside the state of its target.
+// engine is what trainers have done to the engine of one rank, beside the state in its load.
 type engine struct {
+	version string    // of its weights; empty: unknown
 	calls   int       // that change it and are under way
 	changed time.Time // when the last of them ended
 	resets  int       // of its cache, of which its KV events have not told yet
@@ -43,8 +45,8 @@ func (e *engine) lives(now time.Time) {
 }
 
 // runs reports whether a worker may be sent p now, as far as trainers decide that.
-func (d *decider) runs(p *prompt, t *kv.Target) bool {
-	return !t.State.Rests() && d.router.fleet.takes(p.Versions, t)
+func (d *decider) runs(p *prompt, w kv.WorkerKey, load *policy.Load) bool {
+	return !load.State.Rests() && d.router.fleet.takes(p.Versions, w)
 }
 
 // waitsForBest reports whether p waits for the worker that has most of it, as that one rests and p's client wants it.
@@ -58,7 +60,7 @@ func (d *decider) waitsForBest(p *prompt) bool {
 			best = c
 		}
 	}
-	if best.Overlap == 0 || !best.Target.State.Rests() {
+	if best.Overlap == 0 || !best.Load.State.Rests() {
 		return false
 	}
 	d.candidates[0] = *best
@@ -82,7 +84,7 @@ func (a *Admission) restsFor(w *waiter) time.Duration {
 	rests := false
 	for i := range r.fleet.targets {
 		if t := &r.fleet.targets[i]; w.prompt.mayUse(t) {
-			if r.decider.runs(&w.prompt, t) && !w.prompt.WaitsForPaused {
+			if r.decider.runs(&w.prompt, t.Key, r.fleet.targetLoads[i].load) && !w.prompt.WaitsForPaused {
 				return 0
 			}
 			rests = true
@@ -94,26 +96,31 @@ func (a *Admission) restsFor(w *waiter) time.Duration {
 	return min(max(time.Second, r.settings.RouterQueueTimeout), restsMost-r.now().Sub(w.since))
 }
 
-// Rests reports whether the engine of that incarnation of a worker computes nothing, as a trainer has paused it.
-func (r *Router) Rests(t kv.Target) bool {
+// Engine returns what trainers have done to the engine of a worker's rank: its state, and the version of its weights, as
+// far as that is known.
+func (r *Router) Engine(w kv.WorkerKey) (state kv.EngineState, version string) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
-	at, found := r.fleet.target(t.Key)
-	return found && r.fleet.targets[at].Generation == t.Generation && r.fleet.targets[at].State.Rests()
+	if at, up := r.fleet.target(w); up {
+		load := r.fleet.targetLoads[at].workerLoad
+		state, version = load.State, load.engine.version
+	}
+	return state, version
 }
 
 // EngineReports notes what the engine of that incarnation of a worker has answered to a question of that time. Calls
 // that change it are known better.
 func (h *Health) EngineReports(worker uint64, generation int, asked time.Time, report kv.EngineReport) {
-	h.change(worker, func(t *kv.Target, e *engine, now time.Time) {
+	h.change(worker, func(t *kv.Target, load *workerLoad, now time.Time) {
+		e := &load.engine
 		if t.Generation != generation || e.calls > 0 || asked.Before(e.changed) {
 			return
 		}
-		state := t.State&^report.Knows | report.State&report.Knows
-		if state&^t.State&kv.Asleep != 0 { // its memory was released by a call that has not passed here
+		state := load.State&^report.Knows | report.State&report.Knows
+		if state&^load.State&kv.Asleep != 0 { // its memory was released by a call that has not passed here
 			e.resets, e.worked = e.resets+1, time.Time{}
 		}
-		t.State, t.Version = state, cmp.Or(report.Version, t.Version)
+		load.State, e.version = state, cmp.Or(report.Version, e.version)
 	})
 }
 
@@ -121,31 +128,33 @@ func (h *Health) EngineReports(worker uint64, generation int, asked time.Time, r
 func (h *Health) Control(worker uint64, change kv.EngineChange) (ended func(ok bool)) {
 	var generation int
 	before := map[kv.WorkerKey]kv.EngineState{}
-	h.change(worker, func(t *kv.Target, e *engine, _ time.Time) {
-		generation, before[t.Key] = t.Generation, t.State
-		t.State |= change.Set | change.Meanwhile
+	h.change(worker, func(t *kv.Target, load *workerLoad, _ time.Time) {
+		e := &load.engine
+		generation, before[t.Key] = t.Generation, load.State
+		load.State |= change.Set | change.Meanwhile
 		e.calls++
 		if change.Resets {
 			e.resets, e.worked = e.resets+1, time.Time{}
 		}
 	})
 	return func(ok bool) {
-		h.change(worker, func(t *kv.Target, e *engine, now time.Time) {
+		h.change(worker, func(t *kv.Target, load *workerLoad, now time.Time) {
+			e := &load.engine
 			if t.Generation != generation || e.calls == 0 {
 				return
 			}
 			e.calls--
 			e.changed = now
-			t.State &^= change.Meanwhile &^ before[t.Key]
+			load.State &^= change.Meanwhile &^ before[t.Key]
 			if !ok {
-				t.State &^= change.Set &^ before[t.Key]
+				load.State &^= change.Set &^ before[t.Key]
 				if change.Resets {
 					e.resets = max(0, e.resets-1)
 				}
 				return
 			}
-			t.State &^= change.Clear
-			t.Version = cmp.Or(change.Version, t.Version)
+			load.State &^= change.Clear
+			e.version = cmp.Or(change.Version, e.version)
 			if change.Resets && t.Known != kv.Exact { // no event will tell
 				_, _ = h.router.index.Apply(t.Key, &radix.Change{Kind: radix.DeviceCleared}) // cannot fail
 				e.resets, e.cleared = max(0, e.resets-1), now
@@ -155,15 +164,16 @@ func (h *Health) Control(worker uint64, change kv.EngineChange) (ended func(ok b
 }
 
 // change calls f with each rank of a worker, and has the router follow.
-func (h *Health) change(worker uint64, f func(t *kv.Target, e *engine, now time.Time)) {
+func (h *Health) change(worker uint64, f func(t *kv.Target, load *workerLoad, now time.Time)) {
 	r := h.router
 	r.mu.Lock()
 	defer r.unlock()
 	now, ranks := r.now(), r.fleet.ranksOf(worker)
 	for i := range ranks {
 		t := &ranks[i]
-		f(t, &r.fleet.loads.of(t.Key).engine, now)
-		h.outliers.Rest(t.Key, t.State.Rests(), now)
+		load := r.fleet.loads.of(t.Key)
+		f(t, load, now)
+		h.outliers.Rest(t.Key, load.State.Rests(), now)
 	}
 	r.fleet.note()
 	r.Admission.dispatch(now)
@@ -181,17 +191,14 @@ func (h *Health) Cleared(w kv.WorkerKey) {
 }
 
 // takes reports whether the weights of a worker are such that a policy takes.
-func (f *fleet) takes(v VersionPolicy, t *kv.Target) bool {
-	if !v.Restricts() {
-		return true
-	}
-	return v.takes(t.Version, f.latest())
+func (f *fleet) takes(v VersionPolicy, w kv.WorkerKey) bool {
+	return !v.Restricts() || v.takes(f.loads.of(w).engine.version, f.latest())
 }
 
 // latest returns the highest version of the workers that are up.
 func (f *fleet) latest() (version string) {
-	for i := range f.targets {
-		if v := f.targets[i].Version; CompareVersions(v, version) > 0 {
+	for i := range f.targetLoads {
+		if v := f.targetLoads[i].engine.version; CompareVersions(v, version) > 0 {
 			version = v
 		}
 	}

@@ -92,9 +92,9 @@ func (r *Router) excludes(p *prompt, at int, now time.Time) exclusion {
 		return excludedBusy
 	}
 	switch {
-	case t.State.Rests():
+	case r.fleet.targetLoads[at].load.State.Rests():
 		return excludedPaused
-	case !r.fleet.takes(p.Versions, t):
+	case !r.fleet.takes(p.Versions, t.Key):
 		return excludedVersion
 	}
 	return r.Health.excludes(t.Key, now)

@@ -29,7 +29,7 @@ func (f *fleet) note() {
 	f.resting = 0
 	for i := range f.targets {
 		t := &f.targets[i]
-		if t.State.Rests() {
+		if f.targetLoads[i].load.State.Rests() {
 			f.resting++
 		}
 		paired = paired || t.Role != kv.RoleBoth
@@ -84,8 +84,8 @@ func (r *Router) Up(t kv.Target) {
 	at, found := r.fleet.target(t.Key)
 	load := r.fleet.loads.expect(t)
 	if found {
-		if before := &r.fleet.targets[at]; before.Generation == t.Generation {
-			t.State, t.Version = before.State, before.Version
+		if r.fleet.targets[at].Generation != t.Generation {
+			load.engine, load.State = engine{}, 0
 		}
 		r.fleet.targets[at], r.fleet.targetLoads[at].blockSize = t, uint32(t.BlockSize)
 	} else {

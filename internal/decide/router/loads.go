@@ -429,7 +429,7 @@ func (l *loads) silence(w kv.WorkerKey) {
 	if load := l.byWorker[w]; load != nil {
 		load.Published, load.Fresh = policy.Published{}, false
 		load.Bumped, load.Foreign, load.Fill, load.Adapters, load.Cell = 0, 0, 0, nil, nil
-		load.probe, load.growsFrom, load.engine = 0, time.Time{}, engine{}
+		load.probe, load.growsFrom, load.engine, load.State = 0, time.Time{}, engine{}, 0
 		load.gone = true
 		l.drop(w)
 	}

@@ -297,8 +297,12 @@ func (b *Booking) WorkerIsUp() bool {
 	return b.router.IsUp(kv.Target{Key: b.worker, Generation: b.generation})
 }
 
-// WorkerRests reports whether the engine of the incarnation that the request is booked on computes nothing, as a trainer
-// has paused it. Without a booking it is not known.
+// WorkerRests reports whether the engine that the request is booked on computes nothing, as a trainer has paused it.
+// Without a booking it is not known.
 func (b *Booking) WorkerRests() bool {
-	return b != nil && b.router.Rests(kv.Target{Key: b.worker, Generation: b.generation})
+	if b == nil {
+		return false
+	}
+	state, _ := b.router.Engine(b.worker)
+	return state.Rests() && b.WorkerIsUp()
 }

@@ -115,7 +115,7 @@ func (a *Admission) queueScore(p *prompt, uncached int, now time.Time) float64 {
 
 // hasCapacity reports whether a worker with that load may get one more request.
 func (a *Admission) hasCapacity(t *kv.Target, load *policy.Load, now time.Time) bool {
-	if t.State.Rests() {
+	if load.State.Rests() {
 		return false
 	}
 	if a.fair != nil && a.router.settings.RouterQueueThreshold == nil {
@@ -135,7 +135,7 @@ func (a *Admission) mustWait(p *prompt, now time.Time) bool {
 		return false
 	}
 	for i := range r.decider.candidates {
-		if c := &r.decider.candidates[i]; r.decider.runs(p, c.Target) && a.hasCapacity(c.Target, c.Load, now) {
+		if c := &r.decider.candidates[i]; r.decider.runs(p, c.Target.Key, c.Load) && a.hasCapacity(c.Target, c.Load, now) {
 			var s seats
 			return a.fair != nil && (a.seatsAreKept(p.Class, &s, now) || a.sharesAreKept(p.Tenant, p.Class, &s, now))
 		}

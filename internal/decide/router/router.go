@@ -118,6 +118,7 @@ type Decision struct {
 	Predicted     kv.TierTokens  // tokens that the engine is expected to find cached
 	Guessed       kv.TierTokens  // tokens of Lower that may be gone without an event, not in Predicted
 	Booking       *Booking
+	Version       string      // of the weights of the worker; empty: unknown
 	Alternatives  []kv.Target // fallbacks if Target is unreachable, best first
 	Source        *kv.Target  // the worker from which Target is to pull blocks; nil: none
 
@@ -387,7 +388,7 @@ func (r *Router) choose(p *prompt, d *Decision, now time.Time) {
 		d.Receipts = []*Receipt{r.Receipts.explain(p, query.Explain, at, now)}
 	}
 	chosen := &r.decider.candidates[at]
-	d.Target, d.Tokens = *chosen.Target, p.tokens
+	d.Target, d.Tokens, d.Version = *chosen.Target, p.tokens, r.fleet.loads.of(chosen.Target.Key).engine.version
 	r.decider.predict(p, d, chosen)
 	d.PotentialDecodeBlocks = chosen.Load.ActiveBlocks + chosen.NewBlocks
 	d.Sequence = p.viewOf(int(chosen.Target.BlockSize)).sequence

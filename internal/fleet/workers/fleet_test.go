@@ -110,6 +110,10 @@ func (m fakeMembers) Missed(worker uint64, _ int, _ time.Time) (lived, busy time
 	return lived, busy
 }
 
+func (fakeMembers) EngineReports(uint64, int, time.Time, kv.EngineReport) {}
+
+func (fakeMembers) Cleared(kv.WorkerKey) {}
+
 func (m fakeMembers) Answers(worker uint64, _ int) {
 	if m.hooks.Answers != nil {
 		m.hooks.Answers(worker)

@@ -231,3 +231,4 @@ type noBooks struct{}
 func (noBooks) Has(func(*kv.Target) bool) bool  { return false }
 func (noBooks) LoadOf(kv.WorkerKey) policy.Load { return policy.Load{} }
 func (noBooks) Blocks(kv.WorkerKey) int         { return 0 }
+func (noBooks) Engine(kv.WorkerKey) (kv.EngineState, string) { return 0, "" }

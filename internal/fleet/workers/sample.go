@@ -37,6 +37,7 @@ type Books interface {
 	Has(is func(*kv.Target) bool) bool // calls is with each worker that is up, until it returns true
 	LoadOf(kv.WorkerKey) policy.Load
 	Blocks(kv.WorkerKey) int
+	Engine(kv.WorkerKey) (state kv.EngineState, version string)
 }
 
 // Samples returns the state of every rank, with the router's records of it. Each is valid
@@ -44,23 +45,17 @@ type Books interface {
 func (f *Fleet) Samples(books Books) iter.Seq[*Sample] {
 	return func(yield func(*Sample) bool) {
 		workers := f.all()
-		type target struct {
-			up      bool
-			state   kv.EngineState
-			version string
-		}
-		targets := make(map[kv.WorkerKey]target, len(workers))
+		up := make(map[kv.WorkerKey]bool, len(workers))
 		books.Has(func(t *kv.Target) bool {
-			targets[t.Key] = target{!t.Cordoned && !t.Unanswered, t.State, t.Version}
+			up[t.Key] = !t.Cordoned && !t.Unanswered
 			return false
 		})
 		var s Sample
 		for _, w := range workers {
 			for _, key := range w.keys() {
 				w.sample(&s, key)
-				s.Blocks, s.Load = books.Blocks(key), books.LoadOf(key)
-				t := targets[key]
-				s.Up, s.State, s.Version = t.up, t.state, t.version
+				s.Up, s.Blocks, s.Load = up[key], books.Blocks(key), books.LoadOf(key)
+				s.State, s.Version = books.Engine(key)
 				if !yield(&s) {
 					return
 				}

@@ -88,6 +88,8 @@ func (p *Page) fleet(totals metrics.Totals, now time.Time) []Worker {
 			w.State, w.Since, w.Why = StateCordoned, unix(since), "gets no new requests until it is readmitted"
 		case w.State == StateReady && record.State == health.StateOut:
 			w.State, w.Since, w.Why = StateEjected, unix(record.Since), limited(record.Why, maxWhy)
+		case w.State == StateReady && sample.State.Rests():
+			w.State, w.Why = StatePaused, "its engine is "+sample.State.String()+": requests go to others, or wait"
 		case w.State == StateReady && record.State == health.StateHeld:
 			w.Why = "requested a pause, or may be failing"
 		case w.State == StateReady && record.State == health.StateSilent:
@@ -108,7 +110,7 @@ func worker(s workers.Sample, status workers.Status, now time.Time) Worker {
 		Worker: s.Worker.Worker, Rank: s.Worker.Rank, URL: status.URL, Engine: status.Engine.String(), State: stateOf(status),
 		Since:    unix(status.Since),
 		Restarts: s.Restarts, InFlight: s.Load.InFlight, LoadKnown: s.Load.Fresh, Blocks: s.Blocks, ActiveBlocks: s.Load.ActiveBlocks,
-		PrefillTokens: s.Load.PrefillTokens,
+		PrefillTokens: s.Load.PrefillTokens, Version: kv.MetricLabel(s.Version),
 	}
 	if cache := status.Cache; cache.BlockSize > 0 {
 		w.BlockSize, w.Known, w.KnownWhy = cache.BlockSize, cache.Known.String(), limited(cache.Reason, maxWhy)

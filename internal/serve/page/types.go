@@ -64,6 +64,7 @@ const (
 	StateStarting  = "starting"  // never ready so far
 	StateEjected   = "ejected"   // out for its failures
 	StateCordoned  = "cordoned"  // gets no new requests until it is readmitted
+	StatePaused    = "paused"    // a trainer has paused its engine, or put it to sleep
 	StateDraining  = "draining"  // a discovered one that ends its requests, and goes
 	StateNotReady  = "not-ready" // a discovered one that gets no new requests for now
 	StateDown      = "down"      // has ended, or cannot be reached any more
@@ -79,6 +80,7 @@ type Worker struct {
 	Engine        string   `json:"engine"`
 	Role          string   `json:"role"` // empty: serves aggregated requests; prefill; decode
 	Model         string   `json:"model"`
+	Version       string   `json:"weight_version,omitempty"` // of its weights, as far as it is known
 	State         string   `json:"state"`
 	Cordoned      bool     `json:"cordoned"` // until it is readmitted, also if it is not up
 	Since         float64  `json:"since"`    // of the state

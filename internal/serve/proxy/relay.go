@@ -93,7 +93,7 @@ func writeHead(w http.ResponseWriter, response *http.Response, u *sending, x *Ex
 	}
 	decided.Set(web.HeaderWorker, x.Worker)
 	decided.Set(web.HeaderOverlap, strconv.Itoa(x.Decision.OverlapTokens))
-	if version := x.Decision.Target.Version; version != "" {
+	if version := x.Decision.Version; version != "" {
 		decided.Set(HeaderVersion, kv.MetricLabel(version))
 	}
 	x.Below.show(decided)

@@ -133,7 +133,8 @@ func (s *Service) trainersViewOf(w workers.Status) trainersView {
 		v.Type = role.String()
 	}
 	t, _ := s.target(w.ID)
-	v.Does, v.Version = t.State.String(), t.Version
+	state, version := s.models.Engine(t.Key)
+	v.Does, v.Version = state.String(), version
 	if len(w.Models) > 0 {
 		v.Model = w.Models[0]
 	}

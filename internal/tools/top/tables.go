@@ -96,7 +96,7 @@ func toneOf(state string) style {
 		return green
 	case page.StateStarting:
 		return cyan
-	case page.StateCordoned, page.StateDraining, page.StateNotReady:
+	case page.StateCordoned, page.StateDraining, page.StateNotReady, page.StatePaused:
 		return yellow
 	}
 	return red

@@ -6,8 +6,8 @@ import { called, count, known, percent, seconds, severalRanks, short, span, work
 import { Confirm, Empty, Fact, Meter } from "./parts.js";
 
 // The states, those that need attention first.
-const states = ["down", "unhealthy", "ejected", "cordoned", "draining", "not-ready", "starting", "ready"];
-const stateNames = { down: "Down", unhealthy: "Unhealthy", ejected: "Ejected", cordoned: "Cordoned", draining: "Draining", "not-ready": "Not ready", starting: "Starting", ready: "Ready" };
+const states = ["down", "unhealthy", "ejected", "cordoned", "draining", "not-ready", "paused", "starting", "ready"];
+const stateNames = { down: "Down", unhealthy: "Unhealthy", ejected: "Ejected", cordoned: "Cordoned", draining: "Draining", "not-ready": "Not ready", paused: "Paused", starting: "Starting", ready: "Ready" };
 
 // How the KV cache of a worker is known.
 const knownNames = { exact: "exact", approximate: "approximate", load_only: "load only" };
@@ -15,7 +15,7 @@ const knownNames = { exact: "exact", approximate: "approximate", load_only: "loa
 // Cards of a group that are drawn at first, and that each click adds: thousands would be drawn anew every second.
 const atOnce = 96;
 
-const isUp = (w) => ["ready", "ejected", "cordoned", "draining", "not-ready"].includes(w.state);
+const isUp = (w) => ["ready", "ejected", "cordoned", "draining", "not-ready", "paused"].includes(w.state);
 
 // Actions on a worker, for all its ranks.
 const actions = {
@@ -52,6 +52,7 @@ function Card({ worker: w, now, ranks, models, onAct }) {
   const usage = known(w.kv_usage) ? percent(w.kv_usage) : w.load_known === false ? "not reported" : "–";
   const notes = [
     w.cordoned && w.state !== "cordoned" && ["cordoned", "It gets no new requests until it is readmitted"],
+    w.weight_version && [`weights ${w.weight_version}`, "Version of its weights"],
     w.load_known === false && w.state === "ready" && ["load unknown", "It has not published its load recently"],
   ].filter(Boolean);
   return html`<article class=${`card state-${w.state}`} data-worker=${w.worker} data-rank=${w.rank} aria-label=${`Worker ${workerName(w.worker, w.rank, ranks, w.name, 300)}`}>

@@ -40,6 +40,8 @@ const excluded = {
   not_allowed: "the request does not allow it",
   failed_this_request: "it has already failed this request",
   busy: "it exceeds a busy threshold",
+  paused: "a trainer has paused its engine",
+  version: "the request does not take the version of its weights",
   ejected: "it is ejected after failures",
   silent: "it shows no sign of life",
   held: "it requested a pause, or may be misconfigured",
