@@ -102,7 +102,7 @@ type Config struct {
 	DrainDelay       time.Duration    `group:"Requests" default:"5s" help:"After SIGTERM, time to keep serving while /ready returns 503, so that load balancers stop sending requests. 0 skips this phase."`
 	DrainTimeout     time.Duration    `group:"Requests" default:"30s" help:"Maximum time for in-flight requests to finish during shutdown, after --drain-delay."`
 	Record           string           `group:"Requests" placeholder:"FILE" help:"Append one JSON line per finished request to FILE, without prompt text, for replay by 'kvrouter simulate --trace'."`
-	Rollouts         bool             `group:"Requests" help:"Serve the routes by which RL trainers manage workers (sglang-router's, SMG's and vllm-router's) at the OpenAI port, too. With --router-api-key they are served there without this flag, for those keys."`
+	Rollouts         bool             `group:"Requests" help:"Serve RL trainers: the routes by which they manage workers (sglang-router's, SMG's and vllm-router's) and the engines' administration paths at the OpenAI port, and ask engines whether they are paused. With --router-api-key, workers can be managed there without this flag, by those keys."`
 	AllowEngineAdmin bool             `group:"Requests" help:"Forward the engines' administration and development paths (/reset_prefix_cache, /sleep, ...) instead of refusing them."`
 
 	// How many clients there may be at once.

@@ -40,7 +40,7 @@ const administration = 30 * time.Minute
 func (a *API) administers(c *gin.Context, what string) bool {
 	switch {
 	case !a.settings.AllowEngineAdmin && !a.settings.Rollouts:
-		a.fail(c, http.StatusForbidden, "", what+" is disabled: start the router with --allow-engine-admin")
+		a.fail(c, http.StatusForbidden, "", what+" is disabled: start the router with --allow-engine-admin, or with --rollouts for a trainer")
 	case !a.keys.Of(c).Trusted:
 		a.fail(c, http.StatusForbidden, "", what+" affects all clients: use a key with trust-hints")
 	default:

@@ -35,7 +35,7 @@ type Settings struct {
 	RouterKeys       *web.Keys // of the router port, for /busy_threshold; nil: any trusted client's
 	ServedModelName  string    // listed while no worker is up; empty: none
 	AllowEngineAdmin bool      // pass administration requests to the workers
-	Rollouts         bool      // serve Deps.Workers to trusted clients, too
+	Rollouts         bool      // serve Deps.Workers to trusted clients, and let them administer workers
 	CollectUsage     bool      // ask workers for the usage of streams
 	PageURL          string    // of the dashboard; empty: there is none
 	CORSOrigins      []string  // whose pages may use the port; empty: none

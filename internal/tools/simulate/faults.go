@@ -10,6 +10,7 @@ import (
 	"strings"
 	"time"
 
+	"kvrouter/internal/base/kv"
 	"kvrouter/internal/decide/health"
 	"kvrouter/internal/decide/router"
 )
@@ -20,6 +21,10 @@ const (
 	faultRefuse = "refuse" // takes no connection; running requests are answered
 	faultHang   = "hang"   // takes requests and sends nothing
 	faultSlow   = "slow"   // computes slowly
+	// A trainer pauses the engine, as vLLM's mode keep does, and with faultUpdate empties its cache: no fault, but known to
+	// the routers.
+	faultPause  = "pause"
+	faultUpdate = "update"
 )
 
 // fault is what goes wrong with a worker for a while.
@@ -41,7 +46,7 @@ type fault struct {
 
 // parseFault reads a fault, such as worker=2 at=60s for=30s kind=error rate=0.3.
 func parseFault(text string, workers int) (*fault, error) {
-	const example = "worker=2 at=60s for=30s kind=error|refuse|hang|slow rate=0.3"
+	const example = "worker=2 at=60s for=30s kind=error|refuse|hang|slow|pause|update rate=0.3"
 	f := &fault{worker: -1, at: -1, rate: 1}
 	long := time.Duration(-1)
 	for _, field := range strings.Fields(text) {
@@ -71,7 +76,7 @@ func parseFault(text string, workers int) (*fault, error) {
 	switch {
 	case f.worker < 0 || f.worker >= workers:
 		return nil, fmt.Errorf("--faults %q: give worker=N, from 0 to %d", text, workers-1)
-	case f.at < 0 || long <= 0 || !slices.Contains([]string{faultError, faultRefuse, faultHang, faultSlow}, f.kind):
+	case f.at < 0 || long <= 0 || !slices.Contains([]string{faultError, faultRefuse, faultHang, faultSlow, faultPause, faultUpdate}, f.kind):
 		return nil, fmt.Errorf("--faults %q: give %s", text, example)
 	}
 	return f, nil
@@ -96,13 +101,23 @@ func parseFaults(texts []string, workers int) (faults []*fault, err error) {
 func (s *simulator) planFaults() {
 	s.drawFault = rand.New(rand.NewPCG(s.Seed, 5))
 	for _, f := range s.faults {
-		begin := func() { s.workers[f.worker].fault = f }
+		begin := func() {
+			s.workers[f.worker].fault = f
+			if f.pauses() {
+				s.control(f.worker, kv.EngineChange{Set: kv.Paused})
+			}
+		}
 		if f.at == 0 {
 			begin() // before anything is sent
 		} else {
 			s.after(f.at, begin)
 		}
-		s.after(f.until, func() {
+		var end func()
+		end = func() {
+			if f.pauses() && s.workers[f.worker].inPass { // the pause is shorter than the pass that it waits for
+				s.after(time.Millisecond, end)
+				return
+			}
 			s.workers[f.worker].fault = nil
 			for _, flight := range f.held {
 				if flight.booking != nil && !flight.booking.Ended() {
@@ -110,9 +125,45 @@ func (s *simulator) planFaults() {
 				}
 			}
 			f.held = nil
+			if f.pauses() {
+				s.control(f.worker, kv.EngineChange{Clear: kv.Paused, Resets: f.kind == faultUpdate})
+			}
 			s.wake(f.worker)
 			s.noteHealth(f.worker)
-		})
+		}
+		s.after(f.until, end)
+	}
+}
+
+// pauses reports whether a trainer pauses the engine.
+func (f *fault) pauses() bool { return f.kind == faultPause || f.kind == faultUpdate }
+
+// control does what a trainer's call does to a worker, and has the routers know.
+func (s *simulator) control(worker int, change kv.EngineChange) {
+	if change.Resets { // those that run lose their blocks
+		simulated := s.workers[worker].engine
+		simulated.Retract()
+		simulated.Reset()
+		s.workers[worker].reset = true
+	}
+	for _, r := range s.routers {
+		r.Health.Control(uint64(worker), change)(true)
+	}
+}
+
+// tellOfReset publishes that a worker's cache was emptied before its next pass begins, as vLLM does.
+func (s *simulator) tellOfReset(w int) {
+	worker := &s.workers[w]
+	if running, waiting, _ := worker.engine.Load(); !worker.reset || running+waiting == 0 {
+		return
+	}
+	worker.reset = false
+	if !s.follows {
+		return
+	}
+	s.lagging = append(s.lagging, lateEvent{due: s.now + s.EventLag, worker: w, cleared: true})
+	if s.EventLag == 0 {
+		s.catchUp()
 	}
 }
 
@@ -125,7 +176,7 @@ func (s *simulator) deliver(flight *flight) {
 	worker := &s.workers[flight.worker]
 	worker.flights = append(worker.flights, flight)
 	f := worker.fault
-	if f == nil || f.kind == faultSlow || f.rate < 1 && s.drawFault.Float64() >= f.rate {
+	if f == nil || f.kind == faultSlow || f.pauses() || f.rate < 1 && s.drawFault.Float64() >= f.rate {
 		s.submit(flight)
 		s.watch(flight)
 		return
@@ -148,7 +199,7 @@ func (s *simulator) deliver(flight *flight) {
 
 // stopped reports whether a worker begins no pass now.
 func (w *worker) stopped() bool {
-	return w.fault != nil && w.fault.kind == faultHang && w.fault.rate == 1
+	return w.fault != nil && (w.fault.kind == faultHang && w.fault.rate == 1 || w.fault.pauses())
 }
 
 // passTime is the time that a pass takes that a healthy worker does in d.

@@ -26,7 +26,7 @@ import (
 // index and the engine are in the Simulation that Run gets.
 type Settings struct {
 	Trace          string   `group:"Simulation" placeholder:"FILE" help:"Requests to replay: JSON lines in Mooncake's format or of --record, optionally gzip-compressed."`
-	Synthetic      string   `group:"Simulation" placeholder:"SHAPE" help:"Synthetic conversations instead of --trace. chat: groups share a system prompt, and the prompt of each turn is the previous one, its answer and a new message. agentic: agent runs that call tools, see --agentic-workflows and the flags after it."`
+	Synthetic      string   `group:"Simulation" placeholder:"SHAPE" help:"Synthetic conversations instead of --trace. chat: groups share a system prompt, and the prompt of each turn is the previous one, its answer and a new message. agentic: agent runs that call tools, see --agentic-workflows and the flags after it. rollouts: a step of RL training, see --rollouts-prompts."`
 	SyntheticHints bool     `group:"Simulation" default:"true" negatable:"" help:"Pass the hints of --synthetic agentic or of a recording to the router: the series of each request and its expected length."`
 	Workers        int      `group:"Simulation" placeholder:"N" help:"Number of simulated workers. Default: 8, unless --prefill-workers and --decode-workers are set. --mock and --speedup-ratio set their properties."`
 	Concurrency    int      `group:"Simulation" placeholder:"N" help:"Number of in-flight requests; a new one is sent when one ends. With --synthetic: conversations or workflows, including the time between their requests."`
@@ -45,6 +45,7 @@ type Settings struct {
 	JSON         bool              `group:"Simulation" name:"json" help:"Print the results as JSON, one object per policy."`
 	Shape        SyntheticSettings `embed:"" prefix:"synthetic-"`
 	Agents       AgenticSettings   `embed:"" prefix:"agentic-"`
+	Rollouts     RolloutSettings   `embed:"" prefix:"rollouts-"`
 	CellSettings `embed:""`
 }
 
@@ -59,7 +60,7 @@ func (s Settings) Validate() error {
 	case s.RTTMatrix != "":
 		return errors.New("--rtt-matrix is that of --cells N: give both or neither")
 	case (s.Trace == "") == (s.Synthetic == ""):
-		return errors.New("give either --trace FILE, such as testdata/traces/conversation_trace.jsonl.gz, --synthetic chat or agentic, " +
+		return errors.New("give either --trace FILE, such as testdata/traces/conversation_trace.jsonl.gz, --synthetic chat, agentic or rollouts, " +
 			"or --cells N")
 	case s.Concurrency < 0 || !(s.Speedup >= 0):
 		return errors.New("--concurrency and --speedup cannot be negative")
@@ -87,8 +88,10 @@ func (s Settings) validateSynthetic() error {
 		rate, flag, shape = s.Shape.Rate, "--synthetic-rate N (arrivals per second)", s.Shape
 	case syntheticAgentic:
 		rate, flag, shape = s.Agents.Rate, "--agentic-rate N (arrivals per second)", s.Agents
+	case syntheticRollouts:
+		flag, shape = "no other rate: all trajectories begin as early as that allows", s.Rollouts
 	default:
-		return fmt.Errorf("--synthetic %s: give %s or %s", s.Synthetic, syntheticChat, syntheticAgentic)
+		return fmt.Errorf("--synthetic %s: give %s, %s or %s", s.Synthetic, syntheticChat, syntheticAgentic, syntheticRollouts)
 	}
 	if s.Speedup > 0 || (s.Concurrency > 0) == (rate > 0) {
 		return fmt.Errorf("with --synthetic %s give either --concurrency N (in flight) or %s", s.Synthetic, flag)
@@ -188,6 +191,7 @@ type worker struct {
 
 	// Where there are faults:
 	fault   *fault        // its current fault; nil: none
+	reset   bool          // its cache was emptied, of which it tells with its next pass
 	heard   time.Duration // when it last emitted a token
 	flights []*flight     // that are under way
 	watched bool          // a look at them is due
@@ -270,9 +274,12 @@ func (s Settings) requests(seed uint64, engine engine.Settings) (source string, 
 		return s.Trace, requests, torn, err
 	}
 	longest := engine.Blocks * engine.BlockSize
-	if s.Synthetic == syntheticAgentic {
+	switch s.Synthetic {
+	case syntheticAgentic:
 		requests, err = syntheticAgents(s.Agents, seed, longest)
-	} else {
+	case syntheticRollouts:
+		requests, err = rolloutStep(s.Rollouts, seed, longest)
+	default:
 		requests, err = SyntheticChat(s.Shape, seed, longest)
 	}
 	return "synthetic " + s.Synthetic, requests, 0, err
@@ -488,6 +495,7 @@ func (s *simulator) beginPass(w int) {
 	if worker.stopped() {
 		return
 	}
+	s.tellOfReset(w)
 	d, busy := worker.engine.Begin()
 	if !busy {
 		return

@@ -96,10 +96,15 @@ func (loadFirst) Choose(q policy.Query, candidates []policy.Candidate, random *r
 	return at
 }
 
-// NewPolicy returns a policy by its name: one of package policies, or LoadFirst.
+// NewPolicy returns a policy by its name: one of package policies, LoadFirst, StickyLeastLoaded or ConsistentHash.
 func NewPolicy(name string, settings policies.Settings) (policy.Policy, error) {
-	if name == LoadFirst {
+	switch name {
+	case LoadFirst:
 		return loadFirst{}, settings.Validate()
+	case StickyLeastLoaded:
+		return stickyLeastLoaded{map[string]kv.WorkerKey{}}, settings.Validate()
+	case ConsistentHash:
+		return consistentHash{}, settings.Validate()
 	}
 	return policies.New(name, settings)
 }

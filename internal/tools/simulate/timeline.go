@@ -5,6 +5,7 @@ import (
 	"time"
 
 	"kvrouter/internal/base/kv"
+	"kvrouter/internal/cache/radix"
 	"kvrouter/internal/tools/engine"
 )
 
@@ -13,6 +14,8 @@ type lateEvent struct {
 	due    time.Duration
 	worker int
 	event  engine.Event
+	// cleared means that all of the cache is gone, not event.
+	cleared bool
 }
 
 // cacheChanged takes a change of worker w's cache to the index, at once or late.
@@ -31,10 +34,22 @@ func (s *simulator) cacheChanged(w int, event engine.Event) {
 func (s *simulator) catchUp() {
 	n := 0
 	for ; n < len(s.lagging) && s.lagging[n].due <= s.now; n++ {
-		s.apply(s.lagging[n].worker, s.lagging[n].event)
+		if late := &s.lagging[n]; late.cleared {
+			s.clear(late.worker)
+		} else {
+			s.apply(late.worker, late.event)
+		}
 		s.lagging[n] = lateEvent{}
 	}
 	s.lagging = s.lagging[n:]
+}
+
+// clear empties worker w's part of the indexes.
+func (s *simulator) clear(w int) {
+	for i, index := range s.indexes {
+		_, _ = index.Apply(key(w), &radix.Change{Kind: radix.DeviceCleared}) // cannot fail
+		s.routers[i].Health.Cleared(key(w))
+	}
 }
 
 // apply changes the indexes as worker w's cache has changed.
