@@ -17,7 +17,7 @@ type alternative struct {
 
 // alternatives returns where p may go if the chosen worker does not take it, the best
 // first, at most p.Alternatives: of each other worker that is well the rank with the
-// least work, counted as the prompt's uncached tokens there and sessionWork.
+// least work, counted as the prompt's uncached tokens there and pendingWork.
 func (d *decider) alternatives(p *prompt, chosen kv.WorkerKey, now time.Time) []kv.Target {
 	r := d.router
 	if p.Alternatives <= 0 || p.Pinned != nil {
@@ -34,7 +34,7 @@ func (d *decider) alternatives(p *prompt, chosen kv.WorkerKey, now time.Time) []
 		}
 		var c policy.Candidate
 		d.candidate(&c, p, i)
-		found = append(found, alternative{*t, d.uncached(p, &c) + sessionWork(c.Load)})
+		found = append(found, alternative{*t, d.uncached(p, &c) + pendingWork(c.Load)})
 	}
 	slices.SortStableFunc(found, func(a, b alternative) int { return cmp.Compare(a.work, b.work) })
 	targets := make([]kv.Target, 0, p.Alternatives)
@@ -47,6 +47,15 @@ func (d *decider) alternatives(p *prompt, chosen kv.WorkerKey, now time.Time) []
 		}
 	}
 	return targets
+}
+
+// requestWork is the weight of a request in flight beside its prompt, tokens: a typical answer.
+const requestWork = 256
+
+// pendingWork is the work that a worker has, tokens: the uncached prompt tokens that wait for their first token, and
+// requestWork for each request, from any router.
+func pendingWork(load *policy.Load) int {
+	return load.PrefillTokens + requestWork*(load.InFlight+load.Foreign)
 }
 
 // Rebook books a request on the worker that has accepted it instead of the worker

@@ -363,13 +363,18 @@ func (r *Router) taken(p *prompt) bool {
 	return taken
 }
 
-// choose lets the policy choose among the candidates and books.
-func (r *Router) choose(p *prompt, d *Decision, now time.Time) {
-	query := policy.Query{
-		Now: now, Tokens: p.tokens, BlockSize: p.unit, FreePrefill: !r.decider.tracksPrefill(p), Override: p.Override,
-		Leg: p.Leg, Sequence: p.views[0].sequence, DryRun: p.QueryOnly, Prefix: p.Prefix, Pulling: r.fleet.loads.pulling,
+// query is p as policies see it.
+func (d *decider) query(p *prompt, now time.Time) policy.Query {
+	return policy.Query{
+		Now: now, Tokens: p.tokens, BlockSize: p.unit, FreePrefill: !d.tracksPrefill(p), Override: p.Override,
+		Leg: p.Leg, Sequence: p.views[0].sequence, DryRun: p.QueryOnly, Prefix: p.Prefix, Pulling: d.router.fleet.loads.pulling,
 		Workers: p.workers, Retry: len(p.Exclude) > 0, Adapter: p.LoRA, Class: p.Class,
 	}
+}
+
+// choose lets the policy choose among the candidates and books.
+func (r *Router) choose(p *prompt, d *Decision, now time.Time) {
+	query := r.decider.query(p, now)
 	if r.Admission.fair != nil && r.Admission.fair.Len() > 0 {
 		query.Backlog = r.Admission.fair.Waiting(p.Class) / float64(len(r.fleet.targets))
 	}

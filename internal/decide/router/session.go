@@ -5,7 +5,6 @@ import (
 	"errors"
 	"fmt"
 	"hash/maphash"
-	"math"
 	"time"
 
 	"kvrouter/internal/base/kv"
@@ -15,11 +14,10 @@ import (
 // SessionSettings define which requests form a session, and how long it stays on
 // one worker.
 type SessionSettings struct {
-	SessionHeader         string        `group:"Routing" placeholder:"NAME" help:"Request header with the session id, such as x-session-id. Requests of a session go to one worker unless it is unhealthy or overloaded."`
-	SessionCookie         string        `group:"Routing" placeholder:"NAME" help:"Cookie with the session id of requests without that header. The router reads it only; a proxy in front of it must set it."`
-	SessionTTL            time.Duration `name:"session-ttl" group:"Routing" default:"30m" help:"Idle time after which a session expires."`
-	SessionLimit          int           `group:"Routing" default:"65536" hidden:"" help:"Maximum number of sessions; the least recently used is evicted."`
-	SessionOverloadFactor float64       `group:"Routing" default:"2" placeholder:"NUMBER" help:"Load, as a multiple of the mean of the other eligible workers, above which a session leaves its worker (at more than 8,192 pending prompt tokens). 0 disables it."`
+	SessionHeader string        `group:"Routing" placeholder:"NAME" help:"Request header with the session id, such as x-session-id. Requests of a session go to one worker unless it is unhealthy or overloaded."`
+	SessionCookie string        `group:"Routing" placeholder:"NAME" help:"Cookie with the session id of requests without that header. The router reads it only; a proxy in front of it must set it."`
+	SessionTTL    time.Duration `name:"session-ttl" group:"Routing" default:"30m" help:"Idle time after which a session expires."`
+	SessionLimit  int           `group:"Routing" default:"65536" hidden:"" help:"Maximum number of sessions; the least recently used is evicted."`
 }
 
 // NamesSessions reports whether requests can name a session.
@@ -32,8 +30,6 @@ func (s SessionSettings) validate() error {
 		return fmt.Errorf("--session-ttl %s: give more than 0", s.SessionTTL)
 	case s.SessionLimit < 1:
 		return fmt.Errorf("--session-limit %d: give at least 1", s.SessionLimit)
-	case !(s.SessionOverloadFactor >= 0) || math.IsInf(s.SessionOverloadFactor, 1):
-		return fmt.Errorf("--session-overload-factor %v: give a number of at least 0; 0 never breaks a session for load", s.SessionOverloadFactor)
 	case !isToken(s.SessionHeader):
 		return fmt.Errorf("--session-header %q: give the name of a header, such as x-session-id", s.SessionHeader)
 	case !isToken(s.SessionCookie):
@@ -53,14 +49,9 @@ func isToken(name string) bool {
 	return true
 }
 
-const (
-	// sessionFloor is the work below which there is no overload, tokens: a
-	// pass of an engine.
-	sessionFloor = 8192
-	// requestWork is the weight of a request in flight beside its prompt, tokens: a typical
-	// answer.
-	requestWork = 256
-)
+// sessionFloor is the least that a session saves by a move, in prompt tokens that are computed meanwhile: a pass of an
+// engine. What it saves is the wait at its worker, less that at the other one and the time to compute its prompt there.
+const sessionFloor = 8192
 
 // Results of a decision for a request with a session.
 const (
@@ -196,7 +187,7 @@ func (d *decider) keepSession(p *prompt, now time.Time) (kept bool) {
 		if !stays(c.Target) || r.Health.outliers.IsOut(c.Target.Key, now) || r.Health.outliers.Spared(c.Target.Key, now) {
 			continue
 		}
-		if !r.Admission.hasCapacity(c.Target, c.Load, now) || d.overloaded(i, now) {
+		if !r.Admission.hasCapacity(c.Target, c.Load, now) || d.movePays(p, i, now) {
 			continue
 		}
 		d.candidates[0] = *c
@@ -220,28 +211,17 @@ func (d *decider) trialStarves(now time.Time) bool {
 	return false
 }
 
-// overloaded reports whether a candidate has too much work for a session to stay: more
-// than SessionOverloadFactor times the mean of the other candidates that are well, and
-// than sessionFloor.
-func (d *decider) overloaded(at int, now time.Time) bool {
-	factor := d.router.settings.SessionOverloadFactor
-	if factor == 0 || len(d.candidates) == 1 {
+// movePays reports whether p costs so much less on another candidate that is well than on the one at that place that its
+// session moves: the wait that it saves is more than the time to compute again what only this one has, by a pass.
+func (d *decider) movePays(p *prompt, at int, now time.Time) bool {
+	if len(d.candidates) == 1 {
 		return false
 	}
-	own, others, work := sessionWork(d.candidates[at].Load), 0, 0
-	for i := range d.candidates {
-		if i != at && !d.router.Health.outliers.IsOut(d.candidates[i].Target.Key, now) {
-			others++
-			work += sessionWork(d.candidates[i].Load)
-		}
-	}
-	return others > 0 && own > sessionFloor && float64(own)*float64(others) > factor*float64(work)
-}
-
-// sessionWork is the work that a worker has, tokens: the uncached prompt tokens that
-// wait for their first token, and requestWork for each request, from any router.
-func sessionWork(load *policy.Load) int {
-	return load.PrefillTokens + requestWork*(load.InFlight+load.Foreign)
+	query := d.query(p, now)
+	saves := d.forecast.Saves(&query, d.candidates, at, func(c *policy.Candidate) bool {
+		return !d.router.Health.outliers.IsOut(c.Target.Key, now) && d.router.Admission.hasCapacity(c.Target, c.Load, now)
+	})
+	return saves > d.forecast.Compute(sessionFloor)
 }
 
 // sessionGoes returns what becomes of p's session now that p goes to target; the

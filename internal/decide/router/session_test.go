@@ -122,24 +122,31 @@ func TestWhatBreaksASession(t *testing.T) {
 		"not yet its time": {breaks: func(_ *testing.T, _ *Router, clock *testkit.StandingClock) {
 			clock.Advance(30*time.Minute - time.Second)
 		}, want: SessionCounts{Kept: 1}},
-		"a long prompt there":      {breaks: func(t *testing.T, r *Router, _ *testkit.StandingClock) { occupy(t, r, 0, sessionFloor) }, want: SessionCounts{Moved: 1}},
-		"a prompt below the floor": {breaks: func(t *testing.T, r *Router, _ *testkit.StandingClock) { occupy(t, r, 0, sessionFloor-requestWork) }, want: SessionCounts{Kept: 1}},
-		"many requests there": {breaks: func(t *testing.T, r *Router, _ *testkit.StandingClock) {
+		"a long prompt there":      {breaks: func(t *testing.T, r *Router, _ *testkit.StandingClock) { occupy(t, r, 0, 2*sessionFloor) }, want: SessionCounts{Moved: 1}},
+		"a prompt below the floor": {breaks: func(t *testing.T, r *Router, _ *testkit.StandingClock) { occupy(t, r, 0, sessionFloor/2) }, want: SessionCounts{Kept: 1}},
+		"many requests there, which decode": {breaks: func(t *testing.T, r *Router, _ *testkit.StandingClock) {
 			for range 33 {
 				occupy(t, r, 0, 1).FirstToken()
 			}
+		}, want: SessionCounts{Kept: 1}},
+		"a wait that its prompt is not worth": {request: Request{Tokens: testkit.Tokens(1, 4*sessionFloor)}, breaks: func(t *testing.T, r *Router, _ *testkit.StandingClock) {
+			Hold(r, 0, testkit.Tokens(1, 4*sessionFloor))
+			occupy(t, r, 0, 4*sessionFloor)
+		}, want: SessionCounts{Kept: 1}},
+		"a wait that its prompt is worth": {request: Request{Tokens: testkit.Tokens(1, 4*sessionFloor)}, breaks: func(t *testing.T, r *Router, _ *testkit.StandingClock) {
+			Hold(r, 0, testkit.Tokens(1, 4*sessionFloor))
+			occupy(t, r, 0, 8*sessionFloor)
 		}, want: SessionCounts{Moved: 1}},
 		"as much work elsewhere": {breaks: func(t *testing.T, r *Router, _ *testkit.StandingClock) {
 			occupy(t, r, 0, 2*sessionFloor)
 			occupy(t, r, 1, 2*sessionFloor)
 			occupy(t, r, 2, sessionFloor)
 		}, want: SessionCounts{Kept: 1}},
-		"more than the factor": {breaks: func(t *testing.T, r *Router, _ *testkit.StandingClock) {
+		"far less elsewhere": {breaks: func(t *testing.T, r *Router, _ *testkit.StandingClock) {
 			occupy(t, r, 0, 4*sessionFloor)
 			occupy(t, r, 1, 2*sessionFloor)
 			occupy(t, r, 2, sessionFloor)
 		}, want: SessionCounts{Moved: 1}},
-		"a factor of 0 never": {settings: func(k *Settings) { k.SessionOverloadFactor = 0 }, breaks: func(t *testing.T, r *Router, _ *testkit.StandingClock) { occupy(t, r, 0, 100*sessionFloor) }, want: SessionCounts{Kept: 1}},
 		"other sessions": {settings: func(k *Settings) { k.SessionLimit = 2 }, breaks: func(t *testing.T, r *Router, _ *testkit.StandingClock) {
 			turn(t, r, Request{Session: 1})
 			turn(t, r, Request{Session: 2})
@@ -346,7 +353,6 @@ func TestSessionSettingsAreChecked(t *testing.T) {
 	}{
 		{func(k *Settings) { k.SessionTTL = 0 }, "--session-ttl 0s: give more than 0"},
 		{func(k *Settings) { k.SessionLimit = 0 }, "--session-limit 0: give at least 1"},
-		{func(k *Settings) { k.SessionOverloadFactor = -1 }, "--session-overload-factor -1: give a number of at least 0; 0 never breaks a session for load"},
 		{func(k *Settings) { k.SessionHeader = "x id" }, `--session-header "x id": give the name of a header, such as x-session-id`},
 		{func(k *Settings) { k.SessionCookie = "a=b" }, "--session-cookie: give the name of a cookie, letters, digits, - and _"},
 		{func(k *Settings) { k.HoldWhenEmpty = -1 }, "--hold-when-empty -1ns: give a time, such as 2m; 0 disables it"},
@@ -373,7 +379,7 @@ func TestSessionsAgainstAModel(t *testing.T) {
 	rapid.Check(t, func(t *rapid.T) {
 		const limit, ttl, workers = 4, 20 * time.Second, 3
 		knobs := testkit.Defaults[Settings]()
-		knobs.SessionLimit, knobs.SessionTTL, knobs.SessionOverloadFactor = limit, ttl, 0
+		knobs.SessionLimit, knobs.SessionTTL = limit, ttl
 		clock := new(testkit.StandingClock)
 		r := New(knobs, Deps{Index: radix.NewTree(), Policy: &policy.RoundRobin{}, BlockSize: testkit.BlockSize, Seed: 1})
 		r.now = clock.Now

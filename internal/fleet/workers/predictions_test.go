@@ -228,7 +228,7 @@ func TestLowerTiersAreShown(t *testing.T) {
 // noBooks is a router without workers.
 type noBooks struct{}
 
-func (noBooks) Has(func(*kv.Target) bool) bool  { return false }
-func (noBooks) LoadOf(kv.WorkerKey) policy.Load { return policy.Load{} }
-func (noBooks) Blocks(kv.WorkerKey) int         { return 0 }
+func (noBooks) Has(func(*kv.Target) bool) bool               { return false }
+func (noBooks) LoadOf(kv.WorkerKey) policy.Load              { return policy.Load{} }
+func (noBooks) Blocks(kv.WorkerKey) int                      { return 0 }
 func (noBooks) Engine(kv.WorkerKey) (kv.EngineState, string) { return 0, "" }
