@@ -23,7 +23,7 @@ FROM ?= 1
 GRID ?= policies
 
 .DEFAULT_GOAL := help
-.PHONY: help help-all setup setup-sglang run run-disagg run-sglang run-sglang-disagg demo check test test-mooncake test-sglang test-zoo test-fleet test-tiers test-migration test-sglang-migration test-routes test-vllm-own test-kubernetes test-gateway test-traces test-boards test-page test-mesh test-cluster test-relay test-cells lint dist test-dist bench index-bench growth sim bench-real bench-fair bench-adapters bench-fleet bench-gateway bench-herding wire-speed peers peers-predictions parity segments soak fuzz chaos chaos-gateway dst dst-bugs docs-check clean
+.PHONY: help help-all setup setup-sglang run run-disagg run-sglang run-sglang-disagg demo check test test-mooncake test-sglang test-zoo test-fleet test-tiers test-migration test-sglang-migration test-routes test-vllm-own test-kubernetes test-gateway test-traces test-boards test-page test-mesh test-cluster test-relay test-cells lint dist test-dist bench index-bench growth sim bench-real bench-fair bench-rollouts bench-adapters bench-fleet bench-gateway bench-herding wire-speed peers peers-predictions parity segments soak fuzz chaos chaos-gateway dst dst-bugs docs-check clean
 
 help: ## List the usual targets; make help-all lists all
 	@printf 'kvrouter: KV-cache-aware routing for vLLM and SGLang\n\n'
@@ -162,6 +162,10 @@ sim: ## Simulate a grid of loads and policies (minutes; GRID=policies, grid (103
 
 bench-real: setup #: Benchmark every policy on two real vLLM CPU workers (10 minutes; ARGS="--policies work,round-robin")
 	$(PYTHON) scripts/bench_real.py --shared $(ARGS)
+
+bench-rollouts: #: Benchmark a step of RL training on simulated workers behind kvrouter and five policies of vllm-router (8 minutes; ARGS="--blocks 600"; needs make peers once)
+	@scripts/build-native.sh
+	$(PYTHON) scripts/bench_rollouts.py --vllm-router "$(firstword $(wildcard $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/kvrouter/peers-vllm-router-*/bin/vllm-router))" $(ARGS)
 
 bench-fair: setup #: Benchmark a flood beside light chats on two real vLLM CPU workers, with and without a fair queue (10 minutes; ARGS="--seconds 300")
 	$(PYTHON) scripts/bench_fair.py $(ARGS)

@@ -60,7 +60,7 @@ var usual = map[string][]manual.Task{
 		{Title: "Report", Flags: []string{"json", "wait"}},
 	},
 	"simulate": {
-		{Title: "Requests", Flags: []string{"trace", "synthetic", "concurrency", "speedup", "synthetic-rate", "agentic-rate", "tenants", "seed"}},
+		{Title: "Requests", Flags: []string{"trace", "synthetic", "concurrency", "speedup", "synthetic-rate", "agentic-rate", "rollouts-prompts", "tenants", "seed"}},
 		{Title: "Workers", Flags: []string{"workers", "prefill-workers", "decode-workers", "block-size", "mock", "speedup-ratio", "faults"}},
 		{Title: "Routing", Flags: []string{"policy", "no-kv-events", "router-queue-policy", "routers", "event-lag", "round-trip"}},
 		{Title: "Cells", Flags: []string{"cells", "rtt-matrix"}},

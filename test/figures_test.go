@@ -12,7 +12,8 @@ import (
 	"github.com/tidwall/gjson"
 )
 
-// figure is a text of docs/benchmarks.md with numbers that a simulation gives within seconds.
+// figure is a text of a section with numbers that a simulation gives within seconds. The section is one of
+// docs/benchmarks.md, unless its name has another page before #.
 type figure struct {
 	section string
 	// command is that of kvrouter; without "simulate", it is added to the first one of the section.
@@ -38,10 +39,11 @@ const (
 	first = "ttft_ms.mean ttft_ms.p99"
 	light = "tenants.#(tenant=light).ttft_ms.p50/1000 tenants.#(tenant=light).ttft_ms.p99/1000"
 	chats = "tenants.#(tenant=chat).ttft_ms.p50/1000 tenants.#(tenant=chat).ttft_ms.p99/1000"
+	step  = "simulate --synthetic rollouts --concurrency 256 --workers 8 --policy "
 	fault = "faults.0.first_attempts faults.0.lost faults.0.known_after_s faults.0.back_after_s"
 )
 
-// figures are those of the page. Where one changes, correct the page.
+// figures are those of the pages. Where one changes, correct the page.
 var figures = []figure{
 	{"Policies", synthetic + " --concurrency 256 --policy work", 3, "| %.3f / %.0f / %.0f |", "reuse " + means},
 	{"Policies", agents + " --concurrency 256 --policy work", 3, "| %.3f / %.1f / %.0f |", "reuse " + means},
@@ -60,6 +62,8 @@ var figures = []figure{
 	{"Cache correction", "--no-cache-correction", 0, "| 1,024 | %.0f / %.3f |", "prediction_error_tokens reuse"},
 	{"Thompson", "", 0, "| 26 %% / 30 %% | %.1f |", "ttft_ms.mean"},
 	{"Disaggregation", "", 0, "| 3P5D | %.0f / %.0f | %.1f / %.1f | %.0f ", first + " itl_ms.mean itl_ms.p99 end_to_end_ms.mean"},
+	{"rollouts-rl.md#What it brings", step + "work", 3, "| `work` | %.0f / %.3f |", "makespan_s reuse"},
+	{"rollouts-rl.md#What it brings", step + "sticky-least-loaded", 3, "began | %.0f / %.3f |", "makespan_s reuse"},
 	{"A day of 16 cells", "--placements summary", 0, "| summary | %.3f | %.1f / %.0f |", "hit_rate " + first},
 	{"A day of 16 cells", fullCells, 0, "%.0f / %.0f ms with `summary`, %.0f / %.0f with `nearest`", first + " 1.ttft_ms.mean 1.ttft_ms.p99"},
 }
@@ -75,13 +79,17 @@ func TestFiguresInThePages(t *testing.T) {
 	}
 	written := regexp.MustCompile("(?:kvrouter|go run \\.) (simulate (?:\\\\\\n|[^`\\n])+)")
 	thousands := regexp.MustCompile(`(\d),(\d{3})\b`)
-	page, err := os.ReadFile("docs/benchmarks.md")
-	if err != nil {
-		t.Fatal(err)
-	}
 	for _, f := range figures {
 		t.Run(f.section, func(t *testing.T) {
-			_, section, found := strings.Cut(string(page), "\n## "+f.section+"\n")
+			file, name, other := strings.Cut(f.section, "#")
+			if !other {
+				file, name = "benchmarks.md", f.section
+			}
+			page, err := os.ReadFile("docs/" + file)
+			if err != nil {
+				t.Fatal(err)
+			}
+			_, section, found := strings.Cut(string(page), "\n## "+name+"\n")
 			section, _, _ = strings.Cut(section, "\n## ")
 			command := f.command
 			if match := written.FindStringSubmatch(section); !strings.HasPrefix(command, "simulate") && match != nil {
