@@ -38,7 +38,11 @@ func (a attempt) underWay() bool { return a.ctx != nil && a.ctx.Err() == nil }
 // must be. beside means that it is sent again at no cost.
 func (c *client) begin(exclude []uint64, beside bool) router.Request {
 	c.leave()
-	if n := len(exclude); n > 0 && !beside {
+	c.node.mu.Lock()
+	aborted := c.aborted // its worker is down or stuck: it may be sent again at no cost
+	c.aborted = false
+	c.node.mu.Unlock()
+	if n := len(exclude); n > 0 && !beside && !aborted {
 		c.node.again(exclude[n-1])
 	}
 	return c.question(exclude)
@@ -213,10 +217,14 @@ func (t watched) RoundTrip(r *http.Request) (*http.Response, error) {
 	leg := c.sent(r)
 	response, err := t.node.http.RoundTrip(r)
 	if err != nil {
+		c.ends(r.Context())
 		c.yield(leg)
 		return nil, err
 	}
-	response.Body = failing{response.Body, c, leg}
+	t.node.mu.Lock()
+	t.node.refused[r.URL.Host] = response.StatusCode/100 == 4
+	t.node.mu.Unlock()
+	response.Body = failing{response.Body, r.Context(), c, leg}
 	return response, nil
 }
 
@@ -262,6 +270,7 @@ func (c *client) sent(r *http.Request) (leg int) {
 // failing is the body of an answer.
 type failing struct {
 	io.ReadCloser
+	ctx context.Context // of the attempt
 	c   *client
 	leg int
 }
@@ -270,9 +279,17 @@ type failing struct {
 func (f failing) Read(b []byte) (int, error) {
 	n, err := f.ReadCloser.Read(b)
 	if err != nil && err != io.EOF {
+		f.c.ends(f.ctx)
 		f.c.yield(f.leg)
 	}
 	return n, err
+}
+
+// ends notes whether the router has ended an attempt, which its worker has not failed.
+func (c *client) ends(attempt context.Context) {
+	c.node.mu.Lock()
+	defer c.node.mu.Unlock()
+	c.aborted = c.aborted || attempt.Err() != nil && c.ctx.Err() == nil
 }
 
 // yield waits for up to a millisecond, as the seed says.

@@ -39,6 +39,7 @@ type client struct {
 	booked   [legs]*router.Booking // likewise, of the last decision
 	beside   []*router.Booking     // likewise, of attempts beside it
 	hedging  int                   // likewise, decisions on these that are asked for
+	aborted  bool                  // its router has ended an attempt since the last decision; guarded by node.mu
 	yields   [legs + 1]uint64      // the leg's goroutine uses it
 	attempts [legs]attempt         // guarded by world.mu
 	result   string                // read after done

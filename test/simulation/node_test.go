@@ -79,6 +79,7 @@ type node struct {
 	asked   []time.Time        // when requests came
 	retries []time.Time        // when one was sent again out of the budget
 	asks    map[uint64]bool    // workers that have failed a request, and whether its retry counts
+	refused map[string]bool    // workers, by URL host, that have last refused a request with a status below 500
 	homes   map[string]home    // of sessions, as this router has decided last
 }
 
@@ -100,7 +101,7 @@ func (n *node) salt(part uint64) uint64 {
 
 // startNode starts a router.
 func startNode(w *world, id int) *node {
-	n := &node{world: w, id: id, host: hostOf(id), follows: map[uint64]*follow{}, asks: map[uint64]bool{}, endSaving: func() {}, homes: map[string]home{}}
+	n := &node{world: w, id: id, host: hostOf(id), follows: map[uint64]*follow{}, asks: map[uint64]bool{}, refused: map[string]bool{}, endSaving: func() {}, homes: map[string]home{}}
 	w.incarnations[id]++
 	n.incarnation = uint64(w.incarnations[id])
 	n.ctx, n.cancel = context.WithCancel(context.Background())
@@ -311,7 +312,8 @@ func (o observer) failed(worker uint64) {
 	at := slices.IndexFunc(list, func(r health.Record) bool { return r.Worker.Worker == worker })
 	n.mu.Lock()
 	defer n.mu.Unlock()
-	n.asks[worker] = panicking || at >= 0 && (list[at].State == health.StateIn || list[at].State == health.StateBack)
+	refused := n.refused[n.world.workers[worker].host+":8000"] // it is paused for that, also where too many fail
+	n.asks[worker] = !refused && (panicking || at >= 0 && (list[at].State == health.StateIn || list[at].State == health.StateBack))
 }
 
 // Retried implements proxy.Observer.
