@@ -23,7 +23,7 @@ import (
 // rollouts sends trajectories in tokens, of which a worker's cache holds a part, under the salts of two versions, and
 // compares each prediction with what the engine found. Then it pauses the engine while requests wait.
 func rollouts(t *testing.T, worker string) {
-	const requests, waiting, resets, burst = 100, 50, 20, 10
+	const requests, waiting, resets, burst = 100, 50, 8, 10
 	s := test.Start(t, "--engine=none", "--model="+test.ModelFolder(), "--worker=url="+worker, "--decision-headers", "--rollouts")
 	s.WaitReady(1, time.Minute)
 	random := rand.New(rand.NewPCG(7, 7))
