@@ -163,7 +163,7 @@ sim: ## Simulate a grid of loads and policies (minutes; GRID=policies, grid (103
 bench-real: setup #: Benchmark every policy on two real vLLM CPU workers (10 minutes; ARGS="--policies work,round-robin")
 	$(PYTHON) scripts/bench_real.py --shared $(ARGS)
 
-bench-rollouts: #: Benchmark a step of RL training on simulated workers behind kvrouter and five policies of vllm-router (8 minutes; ARGS="--blocks 600"; needs make peers once)
+bench-rollouts: #: Benchmark a step of RL training on simulated workers behind kvrouter and five policies of vllm-router (9 minutes; ARGS="--blocks 700" for small caches; needs make peers once)
 	@scripts/build-native.sh
 	$(PYTHON) scripts/bench_rollouts.py --vllm-router "$(firstword $(wildcard $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/kvrouter/peers-vllm-router-*/bin/vllm-router))" $(ARGS)
 

@@ -10,8 +10,8 @@ import (
 
 	"kvrouter/internal/base/fair"
 	"kvrouter/internal/base/guard"
-	"kvrouter/internal/base/kv"
 	"kvrouter/internal/base/jsonlines"
+	"kvrouter/internal/base/kv"
 	"kvrouter/internal/base/logs"
 	"kvrouter/internal/base/settings"
 	"kvrouter/internal/base/web"

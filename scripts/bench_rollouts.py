@@ -27,6 +27,7 @@ import bench_real
 import peers_common as peers
 from bench_real import ROOT, Router, all_counters, chat, first_model, make_prose, percentile, print_rows
 
+LONGEST = 7000  # tokens of a prompt after which a trajectory ends: simulated workers take 8,192
 PEERS = ("round_robin", "consistent_hash", "sticky_least_loaded", "cache_aware", "kv_aware")
 LABELS = ["router", "step, s", "over the shortest", "hit rate", "TTFT mean, ms", "p99", "turns", "errors"]
 
@@ -56,7 +57,7 @@ def step(name, url, workers, args):
             answer = chat(url, model, messages, limit, {"X-Session-ID": session})
             with lock:
                 answers.append(answer)
-            if answer.error:
+            if answer.error or answer.prompt > LONGEST:
                 return
             messages = [*messages, {"role": "assistant", "content": answer.text}, {"role": "user", "content": observation}]
             time.sleep(pause)
@@ -82,7 +83,7 @@ def parse_arguments():
     parser.add_argument("--model", default="", metavar="DIR", help="model for kvrouter (default: kvrouter's default)")
     parser.add_argument("--workers", type=int, default=4, metavar="N", help="number of workers (default %(default)s)")
     parser.add_argument("--blocks", type=int, default=4096, metavar="N", help="KV blocks of 64 tokens per worker (default %(default)s)")
-    parser.add_argument("--prompts", type=int, default=8, metavar="N", help="prompts of the step (default %(default)s)")
+    parser.add_argument("--prompts", type=int, default=16, metavar="N", help="prompts of the step (default %(default)s)")
     parser.add_argument("--samples", type=int, default=6, metavar="N", help="trajectories of each prompt (default %(default)s)")
     parser.add_argument("--least-turns", type=int, default=6, metavar="N", help="least turns of a trajectory (default %(default)s)")
     parser.add_argument("--most-turns", type=int, default=40, metavar="N", help="most turns of a trajectory (default %(default)s)")

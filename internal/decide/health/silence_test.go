@@ -156,6 +156,30 @@ func TestASilentWorkerIsAvoidedUntilItShowsLife(t *testing.T) {
 }
 
 // TestARequestBeginsElsewhereIfHealthChecksAreMissed, however little is known of such requests.
+// TestAPausedEngineIsNotSilent however long its requests wait and its health checks are missed. From when it goes on, its
+// silence counts.
+func TestAPausedEngineIsNotSilent(t *testing.T) {
+	b := newBench(2)
+	b.usual(0, time.Second/10)
+	b.Rest(key(0), true, b.now)
+	if _, busy := b.Missed(key(0).Worker, 1, b.now); busy.Before(b.now) || b.IsSilent(key(0)) {
+		t.Errorf("it is avoided for its health checks, busy until %v", busy)
+	}
+	if got := b.judged(b.waits(0, Waiting{}, time.Hour)); got != Wait || b.IsSilent(key(0)) {
+		t.Errorf("verdict %d while it is paused", got)
+	}
+	waiting := b.waits(0, Waiting{}, time.Hour)
+	b.Rest(key(0), false, b.now)
+	b.now = b.now.Add(2 * time.Second)
+	if got := b.judged(waiting); got != Wait {
+		t.Errorf("verdict %d just after the pause", got)
+	}
+	b.now = b.now.Add(time.Minute)
+	if got := b.judged(waiting); got < Avoid {
+		t.Errorf("verdict %d a minute after the pause", got)
+	}
+}
+
 func TestARequestBeginsElsewhereIfHealthChecksAreMissed(t *testing.T) {
 	b := newBench(2)
 	b.Missed(key(0).Worker, 1, b.now)

@@ -420,9 +420,10 @@ func (p *Proxy) attempt(ctx context.Context, w http.ResponseWriter, u *sending, 
 	heard := func() { f.heard.Store(p.now().UnixNano()) }
 	if p.settings.RequestTimeout > 0 {
 		var timer atomic.Pointer[time.Timer]
+		booking := x.Decision.Booking
 		reset := func() { timer.Load().Reset(p.settings.RequestTimeout) }
 		timer.Store(time.AfterFunc(p.settings.RequestTimeout, func() {
-			if x.Decision.Booking.WorkerRests() && timer.Load() != nil {
+			if booking.WorkerRests() && timer.Load() != nil {
 				reset()
 				return
 			}
