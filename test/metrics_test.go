@@ -168,7 +168,10 @@ func TestMetricsPage(t *testing.T) {
 		}
 	})
 	t.Run("work, workers that fail", func(t *testing.T) {
-		s := StartMocks(t, 2, "--eject-after=3")
+		s := StartMocks(t, 2, "--eject-after=3", "--rollouts")
+		Post(t, s.OpenAI+"/pause", "")
+		look(s.Router)
+		Post(t, s.OpenAI+"/resume", "")
 		for i := range s.Count {
 			s.Mocker.Worker(i).Failing.Store(500)
 		}
