@@ -52,7 +52,6 @@ function Card({ worker: w, now, ranks, models, onAct }) {
   const usage = known(w.kv_usage) ? percent(w.kv_usage) : w.load_known === false ? "not reported" : "–";
   const notes = [
     w.cordoned && w.state !== "cordoned" && ["cordoned", "It gets no new requests until it is readmitted"],
-    w.weight_version && [`weights ${w.weight_version}`, "Version of its weights"],
     w.load_known === false && w.state === "ready" && ["load unknown", "It has not published its load recently"],
   ].filter(Boolean);
   return html`<article class=${`card state-${w.state}`} data-worker=${w.worker} data-rank=${w.rank} aria-label=${`Worker ${workerName(w.worker, w.rank, ranks, w.name, 300)}`}>
@@ -60,6 +59,7 @@ function Card({ worker: w, now, ranks, models, onAct }) {
       <h3 title=${w.name && `${w.name}, id ${w.worker}`}>${!w.name && "Worker "}${workerName(w.worker, w.rank, ranks, w.name)}</h3>
       ${w.role && html`<span class="badge">${w.role}</span>`}
       ${w.known && html`<span class=${`badge${w.known === "exact" ? "" : " is-note"}`} data-field="known" title=${w.known_why || "Its KV events report all of its cached blocks"}>${knownNames[w.known] || w.known}</span>`}
+      ${w.weight_version && html`<span class="badge" title="Version of its weights">weights ${w.weight_version}</span>`}
       ${notes.map(([text, title]) => html`<span class="badge is-note" title=${title}>${text}</span>`)}
       <span class="state"><i class="dot" aria-hidden="true"></i><span data-field="state">${stateNames[w.state] || w.state}</span>
         <span class="quiet">${span(now - w.since)}</span></span>
