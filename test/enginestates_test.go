@@ -325,3 +325,34 @@ func TestACallReachesTheNamedWorkersOnce(t *testing.T) {
 		t.Errorf("%v calls were counted, want 6", n)
 	}
 }
+
+// TestAWorkerThatIsRemovedInAPauseIsNotWaitedFor: what waits for it goes to another one, or is refused.
+func TestAWorkerThatIsRemovedInAPauseIsNotWaitedFor(t *testing.T) {
+	t.Parallel()
+	w := StartWorkers(t, 2, "--block-size=16")
+	r := StartAt(t, Program, testkit.FreePorts(t, 2), nil, "--engine=none", "--rollouts", "--block-size=16", "--decision-headers")
+	step := &trainingStep{&Mocks{Router: r, Workers: w, T: t}, trainer{T: t}}
+	var ids []string
+	for i := range 2 {
+		ids = append(ids, step.trainer.gets(http.StatusCreated, "POST", r.OpenAI+"/workers", fmt.Sprintf(`{"url":%q}`, w.URL(i))).Get("worker_id").Str)
+	}
+	step.trainer.gets(http.StatusOK, "POST", r.OpenAI+"/pause?mode=keep", "")
+	waits := step.later(tokensIn(1, 100, 2, ""))
+	step.queued(1)
+	step.trainer.gets(http.StatusAccepted, "DELETE", r.OpenAI+"/workers/"+ids[0], "")
+	step.queued(1)
+	if a := step.sends(t.Context(), r.OpenAI+"/resume", "", "X-Kvrouter-Workers: "+ids[0]); a.status != http.StatusNotFound {
+		t.Errorf("%d %s", a.status, a.answer.Raw)
+	}
+	step.trainer.gets(http.StatusOK, "POST", r.OpenAI+"/resume", "")
+	if a := <-waits; a.status != http.StatusOK || a.header.Get(web.HeaderWorker) != ids[1] {
+		t.Errorf("%d by worker %s: %s", a.status, a.header.Get(web.HeaderWorker), a.answer.Raw)
+	}
+	step.trainer.gets(http.StatusOK, "POST", r.OpenAI+"/pause?mode=keep", "")
+	waits = step.later(tokensIn(1, 100, 2, ""))
+	step.queued(1)
+	step.trainer.gets(http.StatusAccepted, "DELETE", r.OpenAI+"/workers/"+ids[1], "")
+	if a := <-waits; a.status != http.StatusServiceUnavailable || a.answer.Get("error.message").Str == "" {
+		t.Errorf("%d %s", a.status, a.answer.Raw)
+	}
+}
