@@ -5,6 +5,7 @@ import (
 	"fmt"
 	"math/rand/v2"
 	"net/http"
+	"slices"
 	"strings"
 	"sync"
 	"testing"
@@ -91,6 +92,39 @@ func TestMockPairsAnswerAsOneWorkerDoes(t *testing.T) {
 				t.Errorf("prefill workers made %d tokens, want %d; decode workers %d, want %d, of %d fetched", prefilled, chats, decoded, 20*chats, fetched)
 			}
 		})
+	}
+}
+
+// TestTokensInGoThroughPairs: prompts in tokens are computed by one worker and answered by another, with the answers and
+// the log probabilities of one alone.
+func TestTokensInGoThroughPairs(t *testing.T) {
+	t.Parallel()
+	answers := func(s *Mocks) (list []string) {
+		tr := &trainer{T: t}
+		for i := range 20 {
+			more := ""
+			if i%2 == 1 {
+				more = `,"cache_salt":"m-1"`
+			}
+			status, answer, header, err := tr.call(t.Context(), "POST", s.OpenAI+"/inference/v1/generate", tokensIn(i, 500+i, 6, more))
+			if err != nil || status != http.StatusOK {
+				t.Fatalf("%d %s %v", status, answer.Raw, err)
+			}
+			list = append(list, answer.Get("choices.0.token_ids").Raw+answer.Get("choices.0.finish_reason").Raw+answer.Get("usage.prompt_tokens").Raw)
+			if s.Count > 1 && (header.Get(web.HeaderWorker) != "1" || header.Get(proxy.HeaderPrefillWorker) != "0") {
+				t.Errorf("request %d: answered by worker %s, its prompt computed by worker %s", i, header.Get(web.HeaderWorker), header.Get(proxy.HeaderPrefillWorker))
+			}
+		}
+		return list
+	}
+	want := answers(StartMocks(t, 1, "--decision-headers"))
+	s := StartPairs(t, kv.KindNIXL, 1, 1, "--decision-headers")
+	if got := answers(s); !slices.Equal(got, want) {
+		t.Errorf("%q, want %q", got, want)
+	}
+	testkit.Eventually(t, 20*time.Second, "nothing is in flight", s.idle)
+	if fetched := s.Rank(kv.WorkerKey{Worker: 1}).Counts.ExternalHits.Load(); fetched < 20*448 {
+		t.Errorf("the decode worker has fetched %d tokens", fetched)
 	}
 }
 

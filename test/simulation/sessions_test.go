@@ -52,12 +52,8 @@ func (s *setup) router(d router.Settings) router.Settings {
 type calmness struct {
 	at      time.Time
 	well    bool
-	spotted []uint64 // workers with a failure of late, or with so much work that a session may leave
+	spotted []uint64 // workers with a failure of late, or with requests, for which a session may have to wait
 }
-
-// fullFrom and ofRequest are that work and the part of it of each request in flight, tokens, as the
-// router counts them.
-const fullFrom, ofRequest = 8192, 256
 
 // calm is that for a request of a session.
 func (n *node) calm(session string) (c calmness) {
@@ -66,7 +62,7 @@ func (n *node) calm(session string) (c calmness) {
 	}
 	c.at, c.well = time.Now(), true
 	for _, load := range n.router.Loads() {
-		if load.PotentialPrefillTokens+ofRequest*load.ActiveRequests > fullFrom {
+		if load.ActiveRequests > 0 {
 			c.spotted = append(c.spotted, load.Key.Worker)
 		}
 	}

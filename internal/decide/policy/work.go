@@ -179,23 +179,6 @@ func (p *Work) Choose(q Query, candidates []Candidate, random *rand.Rand) int {
 	return chosen
 }
 
-// Saves returns by how much less the request costs on the best of the other candidates that are good than on the one at
-// that place, where each has what it holds; negative: it costs more. It learns nothing.
-func (p *Work) Saves(q *Query, candidates []Candidate, at int, good func(*Candidate) bool) time.Duration {
-	u := p.usual(*q, candidates, p.survey(q, candidates))
-	cost := func(i int) float64 { t := p.terms(q, &candidates[i], &u); return t.cost() }
-	least := math.Inf(1)
-	for i := range candidates {
-		if i != at && good(&candidates[i]) {
-			least = min(least, cost(i))
-		}
-	}
-	if math.IsInf(least, 1) {
-		return math.MinInt64
-	}
-	return time.Duration((cost(at) - least) / u.f * float64(time.Millisecond))
-}
-
 // survey is what a decision counts of all candidates, in one pass: thousands of them do not
 // fit in the processor's cache.
 type survey struct {

@@ -8,7 +8,6 @@ import (
 	"time"
 
 	"kvrouter/internal/base/kv"
-	"kvrouter/internal/decide/policy"
 )
 
 // SessionSettings define which requests form a session, and how long it stays on
@@ -49,8 +48,7 @@ func isToken(name string) bool {
 	return true
 }
 
-// sessionFloor is the least that a session saves by a move, in prompt tokens that are computed meanwhile: a pass of an
-// engine. What it saves is the wait at its worker, less that at the other one and the time to compute its prompt there.
+// sessionFloor is the least time that a session saves by a move: that of a pass of an engine with so many prompt tokens.
 const sessionFloor = 8192
 
 // Results of a decision for a request with a session.
@@ -211,17 +209,21 @@ func (d *decider) trialStarves(now time.Time) bool {
 	return false
 }
 
-// movePays reports whether p costs so much less on another candidate that is well than on the one at that place that its
-// session moves: the wait that it saves is more than the time to compute again what only this one has, by a pass.
+// movePays reports whether p would get its first token so much earlier from another candidate that is well than from the
+// one at that place that its session moves: the wait that it saves is more than the time to compute what only this one
+// has, by a pass.
 func (d *decider) movePays(p *prompt, at int, now time.Time) bool {
-	if len(d.candidates) == 1 {
-		return false
+	query, least, found := d.query(p, now), time.Duration(0), false
+	for i := range d.candidates {
+		c := &d.candidates[i]
+		if i == at || d.router.Health.outliers.IsOut(c.Target.Key, now) || !d.router.Admission.hasCapacity(c.Target, c.Load, now) {
+			continue
+		}
+		if first := d.forecast.FirstToken(&query, c); !found || first < least {
+			least, found = first, true
+		}
 	}
-	query := d.query(p, now)
-	saves := d.forecast.Saves(&query, d.candidates, at, func(c *policy.Candidate) bool {
-		return !d.router.Health.outliers.IsOut(c.Target.Key, now) && d.router.Admission.hasCapacity(c.Target, c.Load, now)
-	})
-	return saves > d.forecast.Compute(sessionFloor)
+	return found && d.forecast.FirstToken(&query, &d.candidates[at])-least > d.forecast.Alone(sessionFloor)
 }
 
 // sessionGoes returns what becomes of p's session now that p goes to target; the

@@ -22,7 +22,7 @@ const (
 )
 
 // Pairs reports whether requests of the kind may be served by a prefill and a decode worker.
-func (k Kind) Pairs() bool { return k != NoPrompt && k != TokensPrompt }
+func (k Kind) Pairs() bool { return k != NoPrompt }
 
 // TokensRoute is vLLM's route for prompts in tokens, which is answered in tokens.
 const TokensRoute = "/inference/v1/generate"

@@ -33,7 +33,7 @@ func WhyWhole(path string, body *jsonbody.Body, whole, multiple bool) (why strin
 		return wholeAnswers, kv.KindsOf(kv.KindNone)
 	case multiple:
 		return wholeAnswers, kv.KindsOf(kv.KindSGLang)
-	case asks(body, "prompt_logprobs"), asks(body, "echo"), path == generateRoute && ComputesAnew(body):
+	case asks(body, "prompt_logprobs"), asks(body, "echo"), path == tokensRoute && number(body.Get("sampling_params").Get("prompt_logprobs")) > 0, path == generateRoute && ComputesAnew(body):
 		return wholePrompt, kv.KindsOf(kv.KindSGLang)
 	case path == ResponsesRoute && (asks(body, "background") || asks(body, "previous_response_id")):
 		return wholeStored, kv.KindsOf(kv.KindNone)
@@ -51,7 +51,6 @@ const PrefillParams = `{"do_remote_decode":true,"do_remote_prefill":false,"remot
 // what could end it for another reason than its length: blocks are kept only then.
 // /v1/messages has no ignore_eos and takes no notice of it.
 func prefillBody(path string, body *jsonbody.Body, params string) []byte {
-	fields := make([]jsonbody.Field, 0, len(body.Top)+3)
 	limit := "max_tokens"
 	switch {
 	case path == ResponsesRoute:
@@ -59,18 +58,34 @@ func prefillBody(path string, body *jsonbody.Body, params string) []byte {
 	case path == chatRoute && body.Get("max_completion_tokens").Exists():
 		limit = "max_completion_tokens"
 	}
-	for _, m := range body.Top {
+	one := []jsonbody.Field{{Key: limit, Raw: "1"}, {Key: "ignore_eos", Raw: "true"}}
+	over := []jsonbody.Field{{Key: "stream", Raw: "false"}, {Key: "kv_transfer_params", Raw: params}}
+	if path == tokensRoute {
+		sampling, _ := jsonbody.Parse([]byte(body.Get("sampling_params").Raw)) // none is well
+		over = append(over, jsonbody.Field{Key: "sampling_params", Raw: string(jsonbody.AppendObject(nil, jsonbody.MergeFields(unlimited(sampling), one)))})
+	} else {
+		over = append(over, one...)
+	}
+	if path == ResponsesRoute {
+		over = append(over, jsonbody.Field{Key: "store", Raw: "false"})
+	}
+	return jsonbody.AppendObject(make([]byte, 0, len(body.Raw)+512), jsonbody.MergeFields(unlimited(body), over))
+}
+
+// unlimited returns the members of an object but for those that say how long an answer is, when it ends or how it is told.
+func unlimited(object *jsonbody.Body) []jsonbody.Field {
+	if object == nil {
+		return nil
+	}
+	fields := make([]jsonbody.Field, 0, len(object.Top)+3)
+	for _, m := range object.Top {
 		switch m.Key {
 		case "stream_options", "min_tokens", "return_token_ids", "max_tokens", "stop", "stop_token_ids", "stop_sequences":
 			continue
 		}
 		fields = append(fields, jsonbody.Field{Key: m.Key, Raw: m.Value.Raw})
 	}
-	over := []jsonbody.Field{{Key: "stream", Raw: "false"}, {Key: limit, Raw: "1"}, {Key: "ignore_eos", Raw: "true"}, {Key: "kv_transfer_params", Raw: params}}
-	if path == ResponsesRoute {
-		over = append(over, jsonbody.Field{Key: "store", Raw: "false"})
-	}
-	return jsonbody.AppendObject(make([]byte, 0, len(body.Raw)+512), jsonbody.MergeFields(fields, over))
+	return fields
 }
 
 // sglangFields are the members by which both SGLang servers of a pair find each

@@ -92,6 +92,36 @@ func TestBodiesOfLegs(t *testing.T) {
 	})
 }
 
+// TestThePrefillLegOfTokens has its limits where that route has them.
+func TestThePrefillLegOfTokens(t *testing.T) {
+	for client, want := range map[string]string{
+		`{"token_ids":[1],"stream":true,"stream_options":{},"sampling_params":{"max_tokens":9,"min_tokens":3,"stop":["x"],"logprobs":1},"cache_salt":"s"}`: `{"logprobs":1,"max_tokens":1,"ignore_eos":true}`,
+		`{"token_ids":[1]}`:                        `{"max_tokens":1,"ignore_eos":true}`,
+		`{"token_ids":[1],"sampling_params":null}`: `{"max_tokens":1,"ignore_eos":true}`,
+		`{"token_ids":[1],"sampling_params":7}`:    `{"max_tokens":1,"ignore_eos":true}`,
+	} {
+		body, ok := jsonbody.Parse([]byte(client))
+		if !ok {
+			t.Fatal(client)
+		}
+		leg := prefillBody(tokensRoute, body, `{"p":1}`)
+		got := gjson.ParseBytes(leg)
+		if !gjson.ValidBytes(leg) || got.Get("sampling_params").Raw != want || got.Get("stream").Raw != "false" || got.Get("kv_transfer_params.p").Int() != 1 ||
+			got.Get("stream_options").Exists() || got.Get("max_tokens").Exists() || got.Get("token_ids").Raw != "[1]" || got.Get("cache_salt").Raw != body.Get("cache_salt").Raw {
+			t.Errorf("%s became %s", client, leg)
+		}
+	}
+	for client, want := range map[string]string{
+		`{"token_ids":[1],"sampling_params":{"prompt_logprobs":1}}`: wholePrompt, `{"token_ids":[1],"sampling_params":{"n":2}}`: wholeAnswers,
+		`{"token_ids":[1],"sampling_params":{"prompt_logprobs":0}}`: "", `{"token_ids":[1],"sampling_params":{"logprobs":1}}`: "",
+	} {
+		body, _ := jsonbody.Parse([]byte(client))
+		if why, _ := WhyWhole(tokensRoute, body, false, false); why != want {
+			t.Errorf("%s: %q, want %q", client, why, want)
+		}
+	}
+}
+
 func TestRoomsHave63Bits(t *testing.T) {
 	high := false
 	for range 200 {
