@@ -73,7 +73,7 @@ func (a *API) infer(c *gin.Context, path string, kind tokens.Kind) {
 		return
 	}
 	if r.paired = r.kind.Pairs() && (r.model.Router.Paired() || a.settings.EnforceDisagg); r.paired {
-		r.whole, r.request.Kinds = proxy.WhyWhole(x.Route, r.body, r.hints.Whole, r.multiple)
+		r.whole, r.request.Kinds = a.proxy.WhyWhole(x.Route, r.body, r.hints.Whole, r.multiple)
 	}
 	if r.hints.Query {
 		r.settle(c, r.answerQuery(c))

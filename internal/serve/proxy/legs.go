@@ -14,6 +14,7 @@ const (
 	wholeOwn       = "own"     // its sender has split it already
 	wholeAnswers   = "answers" // it wants several, and a prompt is handed over once
 	wholePrompt    = "prompt"  // it wants to know about the prompt, which a decode worker does not compute
+	wholeExperts   = "experts" // its answer has the experts of the prompt, which a decode worker does not compute
 	wholeStored    = "stored"  // it goes on with what one worker keeps, or keeps on from here
 	WholePrefilled = "prefill" // its prefill leg has failed before
 )

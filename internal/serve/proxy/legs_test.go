@@ -122,6 +122,26 @@ func TestThePrefillLegOfTokens(t *testing.T) {
 	}
 }
 
+// TestAnswersWithExpertsAreNotShared: once a worker has returned some.
+func TestAnswersWithExpertsAreNotShared(t *testing.T) {
+	const with, without = `{"choices":[{"routed_experts":"k05VTVBZ"}],"kv_transfer_params":{}}`, `{"choices":[{"routed_experts":null}],"kv_transfer_params":{}}`
+	if !hasExperts(tokensRoute, []byte(with)) || hasExperts(tokensRoute, []byte(without)) || hasExperts(chatRoute, []byte(with)) {
+		t.Error("experts of an answer")
+	}
+	body, _ := jsonbody.Parse([]byte(`{"token_ids":[1]}`))
+	var p Proxy
+	if why, _ := p.WhyWhole(tokensRoute, body, false, false); why != "" {
+		t.Errorf("whole for %s before any experts", why)
+	}
+	p.experts.Store(true)
+	if why, _ := p.WhyWhole(tokensRoute, body, false, false); why != wholeExperts {
+		t.Errorf("whole for %q, want %s", why, wholeExperts)
+	}
+	if why, _ := p.WhyWhole(chatRoute, body, false, false); why != "" {
+		t.Errorf("a chat is whole for %s", why)
+	}
+}
+
 func TestRoomsHave63Bits(t *testing.T) {
 	high := false
 	for range 200 {

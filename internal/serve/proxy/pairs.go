@@ -197,6 +197,10 @@ func (p *Proxy) sequential(ctx context.Context, w http.ResponseWriter, l legs, x
 		return err
 	}
 	params := l.transfer(answer)
+	if hasExperts(l.prefill.Route, answer) {
+		p.experts.Store(true)
+		params = ""
+	}
 	if l.decode.transfer = params; params == "" {
 		l.shared.note(func(r *SharedRequest) { r.lost = true }) // the decode worker computes the prompt again
 	}
@@ -211,6 +215,20 @@ func (p *Proxy) sequential(ctx context.Context, w http.ResponseWriter, l legs, x
 		watch.Go(func() { p.watchPrefill(ctx, l, end) })
 	}
 	return p.send(ctx, w, &l.decode, x, l.decision(), retry)
+}
+
+// hasExperts reports whether an answer in tokens has the experts that computed them. A decode worker has only those of the
+// answer, and a trainer needs those of the prompt too: so it must compute that itself.
+func hasExperts(route string, answer []byte) bool {
+	return route == tokensRoute && gjson.GetBytes(answer, "choices.0.routed_experts").Type == gjson.String
+}
+
+// WhyWhole is WhyWhole with what is known of the workers.
+func (p *Proxy) WhyWhole(path string, body *jsonbody.Body, whole, multiple bool) (why string, kinds kv.Kinds) {
+	if why, kinds = WhyWhole(path, body, whole, multiple); why == "" && path == tokensRoute && p.experts.Load() {
+		why, kinds = wholeExperts, kv.KindsOf(kv.KindNone)
+	}
+	return why, kinds
 }
 
 // transfer returns the transfer parameters of the decode leg after the prefill

@@ -256,6 +256,7 @@ type Proxy struct {
 	tokenRefusers refusers // of the tokens of prompts
 	packers       refusers // whose answers cannot be read
 
+	experts      atomic.Bool   // workers return experts with answers in tokens
 	rewritten    atomic.Uint64 // events that had to be parsed
 	controlCalls *prometheus.CounterVec
 
