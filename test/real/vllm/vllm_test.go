@@ -372,6 +372,9 @@ func statusOf(t *testing.T, request *http.Request) int {
 	return response.StatusCode
 }
 
+// tokensIn is the route for prompts in tokens.
+const tokensIn = "/inference/v1/generate"
+
 // TestPrefillAndDecodeWorkersOnRealVLLM has one worker compute the prompts and
 // another the answers: NIXL carries the blocks between them. In the end it kills
 // the first.
@@ -443,11 +446,20 @@ func TestPrefillAndDecodeWorkersOnRealVLLM(t *testing.T) {
 		"/v1/completions": `{"prompt":%s,"max_tokens":4,"stream":%v}`,
 		"/v1/responses":   `{"input":%s,"max_output_tokens":4,"stream":%v}`,
 		"/v1/messages":    `{"model":"` + model + `","messages":[{"role":"user","content":%s}],"max_tokens":4,"stream":%v}`,
+		tokensIn:          `{"token_ids":%s,"sampling_params":{"max_tokens":4,"ignore_eos":true},"stream":%v}`,
 	} {
 		for _, stream := range []bool{false, true} {
 			first, moved := shared(), s.Engine(test.Decode, "vllm:nixl_xfer_time_seconds_count")
-			text := fmt.Sprintf(body, proxy.Quoted(test.Words(random, 300)), stream)
-			if path == "/v1/completions" { // the others tell their usage unasked
+			prompt := proxy.Quoted(test.Words(random, 300))
+			if path == tokensIn {
+				ids := make([]string, 300)
+				for i := range ids {
+					ids[i] = strconv.Itoa(100 + random.IntN(5000))
+				}
+				prompt = "[" + strings.Join(ids, ",") + "]"
+			}
+			text := fmt.Sprintf(body, prompt, stream)
+			if path == "/v1/completions" || path == tokensIn { // the others tell their usage unasked
 				text = strings.Replace(text, `"stream":true`, `"stream":true,"stream_options":{"include_usage":true}`, 1)
 			}
 			status, answer := test.Post(t, s.OpenAI+path, text)
