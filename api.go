@@ -23,7 +23,7 @@ func (c *Config) openAISettings(pageURL string) openai.Settings {
 // proxySettings say how requests are sent to workers.
 func (c *Config) proxySettings() proxy.Settings {
 	s := c.Proxy
-	s.RequestTimeout, s.OutputBlocks = c.RequestTimeout, c.Routing.RouterTrackOutputBlocks
+	s.RequestTimeout, s.OutputBlocks, s.PassAborts = c.RequestTimeout, c.Routing.RouterTrackOutputBlocks, c.Rollouts
 	return s
 }
 

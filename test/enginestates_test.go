@@ -287,6 +287,18 @@ func TestACallReachesTheNamedWorkersOnce(t *testing.T) {
 	if a := call("/reset_prefix_cache", "X-Kvrouter-Workers: 2, 0"); a.answer.Get("#.worker_id").Raw != "[0,2]" {
 		t.Errorf("%d %s", a.status, a.answer.Raw)
 	}
+	if a := call("/reset_prefix_cache", "X-Kvrouter-Workers: "); a.status != http.StatusNotFound {
+		t.Errorf("no name: %d %s", a.status, a.answer.Raw)
+	}
+	if a := call("/%70ause?mode=keep", "X-Kvrouter-Rolling: 1"); a.status != http.StatusOK {
+		t.Errorf("%d %s", a.status, a.answer.Raw)
+	}
+	for i := range 3 { // at once, without a question to the engines
+		if got := r.trainer.gets(http.StatusOK, "GET", fmt.Sprintf("%s/workers/%d", r.OpenAI, i), "").Get("engine_state").Str; got != "paused" {
+			t.Errorf("worker %d is %s after a rolling pause", i, got)
+		}
+	}
+	call("/resume")
 	if a := call("/reset_prefix_cache", "X-Kvrouter-Workers: 7"); a.status != http.StatusNotFound {
 		t.Errorf("%d %s", a.status, a.answer.Raw)
 	}
@@ -321,6 +333,13 @@ func TestACallReachesTheNamedWorkersOnce(t *testing.T) {
 	if a := call("/pause", "Idempotency-Key: a"); a.status != http.StatusUnprocessableEntity {
 		t.Errorf("%d %s", a.status, a.answer.Raw)
 	}
+	if a := version("a", "3"); a.status != http.StatusUnprocessableEntity {
+		t.Errorf("another body: %d %s", a.status, a.answer.Raw)
+	}
+	other := r.sends(t.Context(), r.OpenAI+"/update_weight_version", `{"new_version":"1"}`, "Idempotency-Key: a", "X-Kvrouter-Workers: 1")
+	if other.status != http.StatusUnprocessableEntity {
+		t.Errorf("other workers: %d %s", other.status, other.answer.Raw)
+	}
 	if n := r.Metrics()[`kvrouter_control_calls_total{path="/update_weight_version",result="done"}`]; n != 6 {
 		t.Errorf("%v calls were counted, want 6", n)
 	}
@@ -353,6 +372,76 @@ func TestAWorkerThatIsRemovedInAPauseIsNotWaitedFor(t *testing.T) {
 	step.queued(1)
 	step.trainer.gets(http.StatusAccepted, "DELETE", r.OpenAI+"/workers/"+ids[1], "")
 	if a := <-waits; a.status != http.StatusServiceUnavailable || a.answer.Get("error.message").Str == "" {
+		t.Errorf("%d %s", a.status, a.answer.Raw)
+	}
+}
+
+// TestAVersionThatNobodyHasKeepsOthersFromNothing: a request for it waits alone, with any order of the queue.
+func TestAVersionThatNobodyHasKeepsOthersFromNothing(t *testing.T) {
+	t.Parallel()
+	for _, policy := range []string{"fcfs", "fair"} {
+		t.Run(policy, func(t *testing.T) {
+			t.Parallel()
+			r := startTraining(t, 2, "--router-queue-policy="+policy)
+			r.trainer.gets(http.StatusOK, "POST", r.OpenAI+"/pause?mode=keep", "")
+			ctx, leave := context.WithCancel(t.Context())
+			defer leave()
+			gone := make(chan struct{})
+			go func() {
+				defer close(gone)
+				request, _ := http.NewRequestWithContext(ctx, "POST", r.OpenAI+"/inference/v1/generate", strings.NewReader(tokensIn(1, 100, 2, "")))
+				request.Header.Set("X-SMG-Version-Policy", "min-version:999")
+				if response, err := http.DefaultClient.Do(request); err == nil {
+					response.Body.Close()
+					t.Errorf("%s", response.Status)
+				}
+			}()
+			r.queued(1)
+			others := []<-chan answered{r.later(tokensIn(2, 100, 2, "")), r.later(tokensIn(3, 100, 2, ""))}
+			r.queued(3)
+			r.trainer.gets(http.StatusOK, "POST", r.OpenAI+"/resume", "")
+			for _, answers := range others {
+				if a := <-answers; a.status != http.StatusOK {
+					t.Errorf("%d %s", a.status, a.answer.Raw)
+				}
+			}
+			leave()
+			<-gone
+		})
+	}
+}
+
+// TestAnAnswerThatATrainerAbortsIsPassedOn whole or streamed, though the pause does not pass the router.
+func TestAnAnswerThatATrainerAbortsIsPassedOn(t *testing.T) {
+	t.Parallel()
+	r := startTraining(t, 2)
+	var running []<-chan answered
+	for i := range 4 {
+		running = append(running, r.later(tokensIn(i, 100, 400, "")))
+	}
+	testkit.Eventually(t, 20*time.Second, "all run", func() bool {
+		return r.Worker(0).Ranks[0].CurrentLoad().Running+r.Worker(1).Ranks[0].CurrentLoad().Running == 4
+	})
+	for i := range 2 {
+		r.trainer.gets(http.StatusOK, "POST", r.URL(i)+"/pause?mode=abort", "")
+	}
+	for i, answers := range running {
+		if a := <-answers; a.status != http.StatusOK || a.answer.Get("choices.0.finish_reason").Str != "abort" {
+			t.Errorf("request %d: %d %.300s", i, a.status, a.answer.Raw)
+		}
+	}
+}
+
+// TestAPauseThatTheEngineHasEndedIsOver, also where the router asks engines only while they are paused.
+func TestAPauseThatTheEngineHasEndedIsOver(t *testing.T) {
+	t.Parallel()
+	s := StartMocks(t, 1, "--allow-engine-admin")
+	r := &trainingStep{s, trainer{T: t}}
+	r.trainer.gets(http.StatusOK, "POST", r.OpenAI+"/pause?mode=keep", "")
+	waits := r.later(tokensIn(1, 100, 2, ""))
+	r.queued(1)
+	r.trainer.gets(http.StatusOK, "POST", r.URL(0)+"/resume", "")
+	if a := <-waits; a.status != http.StatusOK {
 		t.Errorf("%d %s", a.status, a.answer.Raw)
 	}
 }

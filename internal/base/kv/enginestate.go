@@ -8,18 +8,19 @@ type EngineState uint8
 // The bits.
 const (
 	Paused   EngineState = 1 << iota // its scheduler stands still; requests that it takes wait
-	Asleep                           // its memory is released
+	Asleep                           // its memory is released, or at least that of its KV cache
 	Updating                         // its weights are being replaced
+	Stripped                         // other memory than that of its KV cache is released
 )
 
 // Rests reports whether the engine computes nothing. An engine whose weights are replaced may go on.
-func (s EngineState) Rests() bool { return s&(Paused|Asleep) != 0 }
+func (s EngineState) Rests() bool { return s&(Paused|Asleep|Stripped) != 0 }
 
 // engineStateNames are the names of the bits, that of the one that says most first.
 var engineStateNames = []struct {
 	bit  EngineState
 	name string
-}{{Asleep, "asleep"}, {Updating, "updating"}, {Paused, "paused"}}
+}{{Asleep | Stripped, "asleep"}, {Updating, "updating"}, {Paused, "paused"}}
 
 // String returns the name of the state: running, paused, updating or asleep.
 func (s EngineState) String() string {

@@ -15,6 +15,7 @@ type Admission struct {
 	waiting    []*waiter            // for a worker with capacity, the first to go at the front
 	fair       *fair.Queue[*waiter] // those that wait, in place of waiting; nil: the order is not fair
 	reserve    reserve              // of seats, by a fair queue
+	refreshed  time.Time            // when a waiting request last had all look for capacity
 }
 
 func newAdmission(r *Router) *Admission {

@@ -2,6 +2,7 @@ package router
 
 import (
 	"cmp"
+	"slices"
 	"time"
 
 	"kvrouter/internal/base/kv"
@@ -20,12 +21,22 @@ const (
 
 // engine is what trainers have done to the engine of one rank, beside the state in its load.
 type engine struct {
-	version string    // of its weights; empty: unknown
-	calls   int       // that change it and are under way
-	changed time.Time // when the last of them ended
-	resets  int       // of its cache, of which its KV events have not told yet
-	worked  time.Time // resets: when the engine first showed life since the last of them
-	cleared time.Time // when its cache was last emptied
+	version string             // of its weights; empty: unknown
+	state   kv.EngineState     // without what calls under way do
+	calls   []*kv.EngineChange // that are under way
+	changed time.Time          // when the last of them ended
+	resets  int                // of its cache, of which its KV events have not told yet
+	worked  time.Time          // resets: when the engine first showed life since the last of them
+	cleared time.Time          // when its cache was last emptied
+}
+
+// now is the state with what the calls under way do.
+func (e *engine) now() kv.EngineState {
+	state := e.state
+	for _, call := range e.calls {
+		state |= call.Set | call.Meanwhile
+	}
+	return state
 }
 
 // forgets reports whether the worker's cache is empty in spite of what was found of p in the index.
@@ -36,7 +47,7 @@ func (e *engine) forgets(p *prompt) bool {
 // lives notes that the engine works. Then it publishes events.
 func (e *engine) lives(now time.Time) {
 	switch {
-	case e.resets == 0 || e.calls > 0:
+	case e.resets == 0 || len(e.calls) > 0:
 	case e.worked.IsZero():
 		e.worked = now
 	case now.Sub(e.worked) > resetTold:
@@ -68,9 +79,9 @@ func (d *decider) waitsForBest(p *prompt) bool {
 	return true
 }
 
-// limit is the most requests that may wait.
-func (a *Admission) limit() int {
-	if a.router.fleet.resting > 0 {
+// limit is the most requests that may wait when p comes.
+func (a *Admission) limit(p *prompt) int {
+	if a.router.fleet.resting > 0 || p.Versions.Restricts() {
 		return max(a.router.settings.RouterQueueLimit, restsQueued)
 	}
 	return a.router.settings.RouterQueueLimit
@@ -81,16 +92,14 @@ func (a *Admission) restsFor(w *waiter) time.Duration {
 	r := a.router
 	r.mu.Lock()
 	defer r.mu.Unlock()
-	rests := false
+	runs, rests := false, false
 	for i := range r.fleet.targets {
 		if t := &r.fleet.targets[i]; w.prompt.mayUse(t) {
-			if r.decider.runs(&w.prompt, t.Key, r.fleet.targetLoads[i].load) && !w.prompt.WaitsForPaused {
-				return 0
-			}
-			rests = true
+			well := r.decider.runs(&w.prompt, t.Key, r.fleet.targetLoads[i].load)
+			runs, rests = runs || well, rests || !well
 		}
 	}
-	if !rests {
+	if !rests || runs && !w.prompt.WaitsForPaused {
 		return 0
 	}
 	return min(max(time.Second, r.settings.RouterQueueTimeout), restsMost-r.now().Sub(w.since))
@@ -113,53 +122,59 @@ func (r *Router) Engine(w kv.WorkerKey) (state kv.EngineState, version string) {
 func (h *Health) EngineReports(worker uint64, generation int, asked time.Time, report kv.EngineReport) {
 	h.change(worker, func(t *kv.Target, load *workerLoad, now time.Time) {
 		e := &load.engine
-		if t.Generation != generation || e.calls > 0 || asked.Before(e.changed) {
+		if t.Generation != generation || len(e.calls) > 0 || asked.Before(e.changed) {
 			return
 		}
-		state := load.State&^report.Knows | report.State&report.Knows
-		if state&^load.State&kv.Asleep != 0 { // its memory was released by a call that has not passed here
+		state := e.state&^report.Knows | report.State&report.Knows
+		if state&^e.state&kv.Asleep != 0 { // its memory was released by a call that has not passed here
 			e.resets, e.worked = e.resets+1, time.Time{}
+			h.emptied(t, e, now)
 		}
-		load.State, e.version = state, cmp.Or(report.Version, e.version)
+		e.state, e.version = state, cmp.Or(report.Version, e.version)
 	})
 }
 
 // Control notes that a call that changes a worker's engine is about to be sent. ended must follow, with what came of it.
 func (h *Health) Control(worker uint64, change kv.EngineChange) (ended func(ok bool)) {
 	var generation int
-	before := map[kv.WorkerKey]kv.EngineState{}
+	call := &change
 	h.change(worker, func(t *kv.Target, load *workerLoad, _ time.Time) {
 		e := &load.engine
-		generation, before[t.Key] = t.Generation, load.State
-		load.State |= change.Set | change.Meanwhile
-		e.calls++
-		if change.Resets {
+		generation = t.Generation
+		e.calls = append(e.calls, call)
+		if call.Resets {
 			e.resets, e.worked = e.resets+1, time.Time{}
 		}
 	})
 	return func(ok bool) {
 		h.change(worker, func(t *kv.Target, load *workerLoad, now time.Time) {
 			e := &load.engine
-			if t.Generation != generation || e.calls == 0 {
+			at := slices.Index(e.calls, call)
+			if t.Generation != generation || at < 0 {
 				return
 			}
-			e.calls--
+			e.calls = slices.Delete(e.calls, at, at+1)
 			e.changed = now
-			load.State &^= change.Meanwhile &^ before[t.Key]
 			if !ok {
-				load.State &^= change.Set &^ before[t.Key]
-				if change.Resets {
+				if call.Resets {
 					e.resets = max(0, e.resets-1)
 				}
 				return
 			}
-			load.State &^= change.Clear
-			e.version = cmp.Or(change.Version, e.version)
-			if change.Resets && t.Known != kv.Exact { // no event will tell
-				_, _ = h.router.index.Apply(t.Key, &radix.Change{Kind: radix.DeviceCleared}) // cannot fail
-				e.resets, e.cleared = max(0, e.resets-1), now
+			e.state = (e.state | call.Set) &^ call.Clear
+			e.version = cmp.Or(call.Version, e.version)
+			if call.Resets {
+				h.emptied(t, e, now)
 			}
 		})
+	}
+}
+
+// emptied ends a reset of a cache that is not known by events: none will tell of it.
+func (h *Health) emptied(t *kv.Target, e *engine, now time.Time) {
+	if t.Known != kv.Exact {
+		_, _ = h.router.index.Apply(t.Key, &radix.Change{Kind: radix.DeviceCleared}) // cannot fail
+		e.resets, e.cleared = max(0, e.resets-1), now
 	}
 }
 
@@ -173,6 +188,7 @@ func (h *Health) change(worker uint64, f func(t *kv.Target, load *workerLoad, no
 		t := &ranks[i]
 		load := r.fleet.loads.of(t.Key)
 		f(t, load, now)
+		load.State = load.engine.now()
 		h.outliers.Rest(t.Key, load.State.Rests(), now)
 	}
 	r.fleet.note()

@@ -91,6 +91,29 @@ func TestACallIsKnownBetterThanAReport(t *testing.T) {
 	}
 }
 
+func TestTheLaterEndOfTwoCallsCounts(t *testing.T) {
+	for name, c := range map[string]struct {
+		ends []int // of the calls pause, resume and a rolling one, in this order
+		bad  int   // of them, one that fails; -1: none
+		want kv.EngineState
+	}{
+		"pause last": {[]int{1, 0, 2}, -1, kv.Paused}, "resume last": {[]int{0, 1, 2}, -1, 0}, "the rolling one last": {[]int{1, 2, 0}, -1, kv.Paused},
+		"a pause that fails": {[]int{1, 0, 2}, 0, 0}, "a resume that fails": {[]int{0, 1, 2}, 1, kv.Paused},
+	} {
+		r := NewTestRouter(t, "standalone", 1)
+		var ended []func(bool)
+		for _, change := range []kv.EngineChange{{Set: kv.Paused}, {Clear: kv.Paused}, {Meanwhile: kv.Paused}} {
+			ended = append(ended, r.Health.Control(0, change))
+		}
+		for _, call := range c.ends {
+			ended[call](call != c.bad)
+		}
+		if got, _ := r.Engine(kv.WorkerKey{}); got != c.want {
+			t.Errorf("%s: %s, want %s", name, got, c.want)
+		}
+	}
+}
+
 func TestRequestsWaitWhileAllEnginesRest(t *testing.T) {
 	r := NewTestRouter(t, "standalone", 2)
 	for worker := range uint64(2) {
@@ -153,7 +176,7 @@ func TestEngineStates(t *testing.T) {
 				r.mu.Lock()
 				defer r.mu.Unlock()
 				e := r.fleet.loads.of(kv.WorkerKey{}).engine
-				if e.calls != len(calls) || e.resets < 0 {
+				if len(e.calls) != len(calls) || e.resets < 0 {
 					t.Fatalf("%+v beside %d calls", e, len(calls))
 				}
 				if len(calls) == 0 && (e.resets > resets || r.fleet.targetLoads[0].State != 0) {

@@ -247,19 +247,20 @@ func (a *Admission) dispatchFairly(now time.Time) {
 // alike is the set of requirements on a worker. If a request finds no room, those with equal
 // requirements need not look.
 type alike struct {
-	known  bool // nothing else restricts it
-	model  string
-	leg    kv.Leg
-	kinds  kv.Kinds
-	sglang bool
+	known    bool // nothing else restricts it
+	model    string
+	leg      kv.Leg
+	kinds    kv.Kinds
+	sglang   bool
+	versions VersionPolicy
 }
 
 func (p *prompt) alike() alike {
-	free := p.Pinned == nil && p.Allowed == nil && len(p.Exclude) == 0 && p.Session == 0 && p.Home == nil && !p.Unanswered
+	free := p.Pinned == nil && !p.WaitsForPaused && p.Allowed == nil && len(p.Exclude) == 0 && p.Session == 0 && p.Home == nil && !p.Unanswered
 	if !free {
 		return alike{}
 	}
-	return alike{known: true, model: p.Model, leg: p.Leg, kinds: p.Kinds, sglang: p.SGLang}
+	return alike{known: true, model: p.Model, leg: p.Leg, kinds: p.Kinds, sglang: p.SGLang, versions: p.Versions}
 }
 
 // sheds reports whether p is to be shed instead of served late.

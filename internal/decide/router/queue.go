@@ -148,7 +148,7 @@ func (a *Admission) enqueue(p *prompt, now time.Time) (*waiter, error) {
 	if a.fair != nil {
 		return a.enqueueFairly(p, now)
 	}
-	if len(a.waiting) >= a.limit() && !a.makeRoom(p.Client) {
+	if len(a.waiting) >= a.limit(p) && !a.makeRoom(p.Client) {
 		return nil, ErrQueueFull
 	}
 	if a.began.IsZero() {
@@ -210,14 +210,26 @@ func (a *Admission) dispatch(now time.Time) {
 		return
 	}
 	kept := a.waiting[:0]
+	var blocked []alike
+	capacity := a.anyCapacity(now)
 	for i, w := range a.waiting {
-		if !a.anyCapacity(now) {
+		if !capacity {
 			kept = append(kept, a.waiting[i:]...)
 			break
 		}
+		kind := w.prompt.alike()
+		if slices.Contains(blocked, kind) {
+			kept = append(kept, w)
+			continue
+		}
 		if a.decide(w, true, now) == fair.Kept {
 			kept = append(kept, w)
+			if kind.known {
+				blocked = append(blocked, kind)
+			}
+			continue
 		}
+		capacity = a.anyCapacity(now)
 	}
 	clear(a.waiting[len(kept):])
 	a.waiting = kept
@@ -335,7 +347,10 @@ func (a *Admission) lookUpAgain(w *waiter) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	w.prompt.matches, w.prompt.next, w.prompt.matchedAt = matches, 0, began
-	a.dispatch(r.now())
+	if now := r.now(); now.Sub(a.refreshed) >= lookEvery { // thousands may wait
+		a.refreshed = now
+		a.dispatch(now)
+	}
 }
 
 // Waiting is a request of RouteOrWait that is in the queue.

@@ -52,38 +52,34 @@ func (v VersionPolicy) takes(version, latest string) bool {
 	case versionLeast:
 		return CompareVersions(version, v.least) >= 0
 	case versionBehind:
-		at, ok := versionNumber(version)
-		last, numbered := versionNumber(latest)
-		if v.behind > 0 && ok && numbered {
-			return at+v.behind >= last
+		at, last := versionNumber(version), versionNumber(latest)
+		if n, err := strconv.ParseUint(at, 10, 64); v.behind > 0 && err == nil {
+			if m, err := strconv.ParseUint(last, 10, 64); err == nil {
+				return n >= m || m-n <= v.behind
+			}
 		}
 		return CompareVersions(version, latest) >= 0
 	}
 	return true
 }
 
-// versionNumber returns the number that ends a version, such as that of step-17.
-func versionNumber(version string) (n uint64, ok bool) {
+// versionNumber returns the number that ends a version, such as that of step-17, without zeros before it; empty: there is
+// none.
+func versionNumber(version string) string {
 	digits := len(version)
 	for digits > 0 && version[digits-1] >= '0' && version[digits-1] <= '9' {
 		digits--
 	}
-	n, err := strconv.ParseUint(version[digits:], 10, 32)
-	return n, err == nil
+	number := version[digits:]
+	for len(number) > 1 && number[0] == '0' {
+		number = number[1:]
+	}
+	return number
 }
 
 // CompareVersions orders versions of weights by the number at their end; those without one come first, and an unknown
 // one, which is empty, before all.
 func CompareVersions(a, b string) int {
-	n, aNumbered := versionNumber(a)
-	m, bNumbered := versionNumber(b)
-	switch {
-	case aNumbered && bNumbered:
-		return cmp.Compare(n, m)
-	case aNumbered:
-		return 1
-	case bNumbered:
-		return -1
-	}
-	return cmp.Compare(min(len(a), 1), min(len(b), 1))
+	n, m := versionNumber(a), versionNumber(b)
+	return cmp.Or(cmp.Compare(len(n), len(m)), cmp.Compare(n, m), cmp.Compare(min(len(a), 1), min(len(b), 1)))
 }

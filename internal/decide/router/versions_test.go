@@ -13,6 +13,10 @@ func TestVersionPolicies(t *testing.T) {
 		{"min-version:8", "8", "9", true}, {"min-version:8", "10", "10", true}, {"min-version:8", "7", "9", false},
 		{"min-version:8", "step-8", "9", true}, {"min-version:8", "default", "9", false},
 		{"max-staleness:2", "7", "9", true}, {"max-staleness:2", "6", "9", false}, {"max-staleness:2", "10", "9", true},
+		{"latest-only", "5", "20261129215834", false}, {"min-version:20261129215834", "20261129215833", "20261129215834", false},
+		{"min-version:20261129215834", "20261129215834", "20261129215834", true}, {"max-staleness:1", "20261129215833", "20261129215834", true},
+		{"max-staleness:1", "99999999999999999999999", "99999999999999999999999", true}, {"latest-only", "9", "99999999999999999999999", false},
+		{"max-staleness:4294967295", "18446744073709551615", "18446744073709551615", true}, {"min-version:007", "7", "7", true},
 		{"max-staleness:2", "default", "9", false}, {"max-staleness:2", "default", "default", true}, {"max-staleness:0", "8", "9", false},
 	} {
 		policy, err := ParseVersionPolicy(c.policy)

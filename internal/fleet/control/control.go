@@ -35,6 +35,18 @@ func (c call) tags() (tags []string) {
 	return tags
 }
 
+// memory returns what the call is about, by the tags of the body.
+func (c call) memory() (state kv.EngineState) {
+	tags := c.tags()
+	if c.whole(tags) {
+		state = kv.Asleep
+	}
+	if len(tags) == 0 || slices.ContainsFunc(tags, func(tag string) bool { return tag != "kv_cache" }) {
+		state |= kv.Stripped
+	}
+	return state
+}
+
 // update is the change by a call that returns once the weights are new.
 func update(c call) kv.EngineChange {
 	flush := c.body.Get("flush_cache")
@@ -77,15 +89,10 @@ var changes = map[string]func(call) kv.EngineChange{
 	"/continue_generation": func(call) kv.EngineChange { return kv.EngineChange{Clear: kv.Paused} },
 	"/flush_cache":         func(call) kv.EngineChange { return kv.EngineChange{Resets: true} },
 	"/release_memory_occupation": func(c call) kv.EngineChange {
-		return kv.EngineChange{Set: kv.Asleep, Resets: c.whole(c.tags())}
+		return kv.EngineChange{Set: c.memory(), Resets: c.whole(c.tags())}
 	},
-	"/resume_memory_occupation": func(c call) kv.EngineChange {
-		if !c.whole(c.tags()) {
-			return kv.EngineChange{}
-		}
-		return kv.EngineChange{Clear: kv.Asleep}
-	},
-	"/begin_weight_update": func(call) kv.EngineChange { return kv.EngineChange{Set: kv.Updating} },
+	"/resume_memory_occupation": func(c call) kv.EngineChange { return kv.EngineChange{Clear: c.memory()} },
+	"/begin_weight_update":      func(call) kv.EngineChange { return kv.EngineChange{Set: kv.Updating} },
 	"/end_weight_update": func(c call) kv.EngineChange {
 		return kv.EngineChange{Clear: kv.Updating, Version: c.body.Get("weight_version").String()}
 	},

@@ -53,6 +53,7 @@ type Members interface {
 	// EngineReports takes what an engine has answered, to a question of that time, about what trainers do to it.
 	EngineReports(worker uint64, generation int, asked time.Time, report kv.EngineReport)
 	Cleared(kv.WorkerKey) // its KV events have told that its cache is empty
+	Engine(kv.WorkerKey) (state kv.EngineState, version string)
 }
 
 // Listener gets further notifications, by the same rules.

@@ -114,6 +114,8 @@ func (fakeMembers) EngineReports(uint64, int, time.Time, kv.EngineReport) {}
 
 func (fakeMembers) Cleared(kv.WorkerKey) {}
 
+func (fakeMembers) Engine(kv.WorkerKey) (kv.EngineState, string) { return 0, "" }
+
 func (m fakeMembers) Answers(worker uint64, _ int) {
 	if m.hooks.Answers != nil {
 		m.hooks.Answers(worker)

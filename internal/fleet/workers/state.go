@@ -3,13 +3,15 @@ package workers
 import (
 	"time"
 
+	"kvrouter/internal/base/kv"
 	"kvrouter/internal/fleet/probe"
 )
 
 // askState asks the worker's engine for its state, where trainers may have changed that by calls that the router does
-// not see.
+// not see, and while it is taken to rest, which may have ended so.
 func (in *incarnation) askState() {
-	if !in.f.cfg.Trained || in.mute {
+	state, _ := in.f.members.Engine(kv.WorkerKey{Worker: in.w.id})
+	if !in.f.cfg.Trained && !state.Rests() || in.mute {
 		return
 	}
 	asked := time.Now()

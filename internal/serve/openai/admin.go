@@ -3,6 +3,7 @@ package openai
 import (
 	"container/list"
 	"context"
+	"crypto/sha256"
 	"encoding/json"
 	"fmt"
 	"net/http"
@@ -58,6 +59,10 @@ func (a *API) admin(c *gin.Context) {
 	if !ok {
 		return
 	}
+	if len(targets) == 0 {
+		a.fail(c, http.StatusServiceUnavailable, "", "no worker that has "+c.FullPath()+" is up")
+		return
+	}
 	rolling, ok := a.rolling(c)
 	if !ok {
 		return
@@ -68,7 +73,10 @@ func (a *API) admin(c *gin.Context) {
 	}
 	defer a.done(c, body)
 	q := a.question(c, body)
-	q.Patience, q.Rolling = administration, rolling
+	q.Path, q.Patience, q.Rolling = c.FullPath(), administration, rolling
+	if query := web.WithoutKeys(c.Request.URL.RawQuery); query != "" {
+		q.Path += "?" + query
+	}
 	id := c.GetHeader(headerIdempotency)
 	if id == "" {
 		a.answerAdmin(c, a.administer(c, targets, q))
@@ -78,10 +86,11 @@ func (a *API) admin(c *gin.Context) {
 		a.fail(c, http.StatusBadRequest, headerIdempotency, fmt.Sprintf("%s has %d bytes: at most %d are allowed", headerIdempotency, len(id), maxIdempotencyKey))
 		return
 	}
-	call, first := a.controls.begin(controlID{a.keys.Of(c).Owner(), id}, q.Method+" "+q.Path)
+	what := fmt.Sprintf("%s %s to %q, %x", q.Method, q.Path, c.Request.Header.Values(headerWorkers), sha256.Sum256(body))
+	call, first := a.controls.begin(controlID{a.keys.Of(c).Owner(), id}, what)
 	switch {
-	case call.what != q.Method+" "+q.Path:
-		a.fail(c, http.StatusUnprocessableEntity, headerIdempotency, "this "+headerIdempotency+" was used for another call: "+call.what)
+	case call.what != what:
+		a.fail(c, http.StatusUnprocessableEntity, headerIdempotency, "this "+headerIdempotency+" was used for another call, or for other workers")
 	case first:
 		a.controls.end(call, a.administer(c, targets, q))
 		a.answerAdmin(c, call.answer)
@@ -97,11 +106,11 @@ func (a *API) admin(c *gin.Context) {
 
 // named returns those of the targets that the request names. Not ok: it has been answered.
 func (a *API) named(c *gin.Context, targets []kv.Target) (chosen []kv.Target, ok bool) {
-	given := c.GetHeader(headerWorkers)
-	if given == "" {
+	values, given := c.Request.Header[headerWorkers]
+	if !given {
 		return targets, true
 	}
-	for name := range strings.SplitSeq(given, ",") {
+	for name := range strings.SplitSeq(strings.Join(values, ","), ",") {
 		name = strings.TrimSpace(name)
 		id, known := a.models.Names().ID(name)
 		if !known {
@@ -191,7 +200,7 @@ type controlID struct {
 // controlCall is a call that has a name.
 type controlCall struct {
 	id     controlID
-	what   string        // its method and path
+	what   string        // it does: its method, path, workers and the hash of its body
 	done   chan struct{} // closed when answer is there
 	answer adminAnswer
 }

@@ -60,13 +60,12 @@ func prefillBody(path string, body *jsonbody.Body, params string) []byte {
 		limit = "max_completion_tokens"
 	}
 	one := []jsonbody.Field{{Key: limit, Raw: "1"}, {Key: "ignore_eos", Raw: "true"}}
-	over := []jsonbody.Field{{Key: "stream", Raw: "false"}, {Key: "kv_transfer_params", Raw: params}}
 	if path == tokensRoute {
 		sampling, _ := jsonbody.Parse([]byte(body.Get("sampling_params").Raw)) // none is well
-		over = append(over, jsonbody.Field{Key: "sampling_params", Raw: string(jsonbody.AppendObject(nil, jsonbody.MergeFields(unlimited(sampling), one)))})
-	} else {
-		over = append(over, one...)
+		one = []jsonbody.Field{{Key: "sampling_params", Raw: string(jsonbody.AppendObject(nil, jsonbody.MergeFields(unlimited(sampling), one)))}}
 	}
+	over := append([]jsonbody.Field{{Key: "stream", Raw: "false"}}, one...)
+	over = append(over, jsonbody.Field{Key: "kv_transfer_params", Raw: params})
 	if path == ResponsesRoute {
 		over = append(over, jsonbody.Field{Key: "store", Raw: "false"})
 	}

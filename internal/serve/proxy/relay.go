@@ -119,7 +119,7 @@ func (p *Proxy) relayWhole(w http.ResponseWriter, answer *upstreamAnswer, u *sen
 		return p.unanswered(worker, err, health.Broken)
 	}
 	usage, finish := outcome(u.Route, body)
-	aborted := u.Aborted != nil && u.Aborted() || x.Decision.Booking.WorkerRests() // by the client, or by a trainer's pause
+	aborted := u.Aborted != nil && u.Aborted() || p.settings.PassAborts || x.Decision.Booking.WorkerRests() // by the client or a trainer
 	if retry && policy.Aborted(finish) && !x.Decision.Target.RunsSGLang() && !aborted {
 		return &workerError{worker: worker, called: x.Worker, err: errors.New("stopped its answer: " + finish), abort: &abortError{why: finish}}
 	}

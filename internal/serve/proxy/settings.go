@@ -20,6 +20,10 @@ type Settings struct {
 	MigrationLimit    int           `group:"Failing workers" default:"3" help:"Maximum number of times that a streamed answer is continued on another worker after its worker fails. 0 disables it."`
 	DrainMigrateAfter time.Duration `group:"Failing workers" default:"20s" help:"Time after which the streams of a cordoned or draining worker are continued on other workers. 0 lets them end there."`
 
+	// PassAborts passes on answers that a vLLM worker has aborted, instead of trying another one: trainers abort, and send the
+	// rest again themselves.
+	PassAborts bool `kong:"-"`
+
 	// RequestTimeout is the maximum wait for a worker's next byte, and for the
 	// client to read it; 0: no limit. OutputBlocks books the blocks of streams as
 	// they grow. Both come from flags of other packages.
