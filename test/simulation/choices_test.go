@@ -37,12 +37,13 @@ func (a attempt) underWay() bool { return a.ctx != nil && a.ctx.Err() == nil }
 // begin notes that a decision is asked for: the last attempt is over, and its bookings
 // must be. beside means that it is sent again at no cost.
 func (c *client) begin(exclude []uint64, beside bool) router.Request {
-	c.leave()
 	c.node.mu.Lock()
-	aborted := c.aborted // its worker is down or stuck: it may be sent again at no cost
+	aborted := c.aborted        // its worker is down or stuck: it may be sent again at no cost
+	hedged := len(c.beside) > 0 // which of its workers has failed it last does not show
 	c.aborted = false
 	c.node.mu.Unlock()
-	if n := len(exclude); n > 0 && !beside && !aborted {
+	c.leave()
+	if n := len(exclude); n > 0 && !beside && !aborted && !hedged {
 		c.node.again(exclude[n-1])
 	}
 	return c.question(exclude)
