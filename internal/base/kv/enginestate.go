@@ -1,7 +1,5 @@
 package kv
 
-import "strings"
-
 // EngineState is what a trainer has done to a worker's engine: a set of bits. Zero: it runs.
 type EngineState uint8
 
@@ -32,12 +30,6 @@ func (s EngineState) String() string {
 	return "running"
 }
 
-// MarshalText writes the name of the state.
-func (s EngineState) MarshalText() ([]byte, error) { return []byte(s.String()), nil }
-
-// EngineStates are the names of all states.
-func EngineStates() []string { return strings.Fields("running paused updating asleep") }
-
 // EngineReport is what an engine says about its state, to a question that was asked at some time.
 type EngineReport struct {
 	Knows   EngineState // the bits that it reports
@@ -56,3 +48,6 @@ type EngineChange struct {
 
 // Any reports whether the call changes anything.
 func (c EngineChange) Any() bool { return c != EngineChange{} }
+
+// MaxVersion bounds the version of weights that is kept, bytes.
+const MaxVersion = 128

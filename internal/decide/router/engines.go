@@ -15,7 +15,7 @@ const (
 	// sends a whole step's, and repeats none.
 	restsMost, restsQueued = 4 * time.Hour, 1 << 16
 	// resetTold is the time for which an engine has worked after a reset, from which on its KV events are known not to
-	// tell of it.
+	// report it.
 	resetTold = 5 * time.Second
 )
 
@@ -25,7 +25,7 @@ type engine struct {
 	state   kv.EngineState     // without what calls under way do
 	calls   []*kv.EngineChange // that are under way
 	changed time.Time          // when the last of them ended
-	resets  int                // of its cache, of which its KV events have not told yet
+	resets  int                // of its cache that its KV events have not reported yet
 	worked  time.Time          // resets: when the engine first showed life since the last of them
 	cleared time.Time          // when its cache was last emptied
 }
@@ -170,7 +170,7 @@ func (h *Health) Control(worker uint64, change kv.EngineChange) (ended func(ok b
 	}
 }
 
-// emptied ends a reset of a cache that is not known by events: none will tell of it.
+// emptied ends a reset of a cache that is not known by events: none will report it.
 func (h *Health) emptied(t *kv.Target, e *engine, now time.Time) {
 	if t.Known != kv.Exact {
 		_, _ = h.router.index.Apply(t.Key, &radix.Change{Kind: radix.DeviceCleared}) // cannot fail
@@ -183,19 +183,23 @@ func (h *Health) change(worker uint64, f func(t *kv.Target, load *workerLoad, no
 	r := h.router
 	r.mu.Lock()
 	defer r.unlock()
-	now, ranks := r.now(), r.fleet.ranksOf(worker)
+	now, ranks, changed := r.now(), r.fleet.ranksOf(worker), false
 	for i := range ranks {
 		t := &ranks[i]
 		load := r.fleet.loads.of(t.Key)
+		state, version := load.State, load.engine.version
 		f(t, load, now)
 		load.State = load.engine.now()
 		h.outliers.Rest(t.Key, load.State.Rests(), now)
+		changed = changed || load.State != state || load.engine.version != version
 	}
-	r.fleet.note()
-	r.Admission.dispatch(now)
+	if changed { // reports mostly repeat what is known
+		r.fleet.note()
+		r.Admission.dispatch(now)
+	}
 }
 
-// Cleared notes that a rank's KV events have told that its cache is empty.
+// Cleared notes that a rank's KV events have reported its cache as empty.
 func (h *Health) Cleared(w kv.WorkerKey) {
 	r := h.router
 	r.mu.Lock()
@@ -208,15 +212,5 @@ func (h *Health) Cleared(w kv.WorkerKey) {
 
 // takes reports whether the weights of a worker are such that a policy takes.
 func (f *fleet) takes(v VersionPolicy, w kv.WorkerKey) bool {
-	return !v.Restricts() || v.takes(f.loads.of(w).engine.version, f.latest())
-}
-
-// latest returns the highest version of the workers that are up.
-func (f *fleet) latest() (version string) {
-	for i := range f.targetLoads {
-		if v := f.targetLoads[i].engine.version; CompareVersions(v, version) > 0 {
-			version = v
-		}
-	}
-	return version
+	return !v.Restricts() || v.takes(f.loads.of(w).engine.version, f.latest)
 }

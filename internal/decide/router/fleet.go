@@ -14,6 +14,7 @@ type fleet struct {
 	targetLoads []targetLoad // for each of targets
 	several     bool         // more than one has been up at once
 	resting     int          // of targets, those whose engine rests
+	latest      string       // version of the weights of targets
 	loads       *loads       // also of workers that are down, while they have bookings
 
 	paired atomic.Bool            // some worker computes only prompts or only answers
@@ -26,11 +27,14 @@ type fleet struct {
 func (f *fleet) note() {
 	f.noteSizes()
 	paired, pulling := false, 0
-	f.resting = 0
+	f.resting, f.latest = 0, ""
 	for i := range f.targets {
 		t := &f.targets[i]
 		if f.targetLoads[i].load.State.Rests() {
 			f.resting++
+		}
+		if version := f.targetLoads[i].engine.version; compareVersions(version, f.latest) > 0 {
+			f.latest = version
 		}
 		paired = paired || t.Role != kv.RoleBoth
 		if t.Pulls() {

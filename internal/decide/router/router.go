@@ -76,7 +76,7 @@ type Request struct {
 	SessionID      string        // of SessionID: the session's id among routers; empty: not shared
 	Versions       VersionPolicy // of the weights; zero: any
 	WaitsForPaused bool          // a worker that rests and has most of its prompt is waited for, though others run
-	Home           *uint64       // preferred worker, as of a session: used if healthy and not overloaded; nil: none
+	Home           *uint64       // preferred worker, as of a session: used if healthy and no other answers sooner; nil: none
 	Alternatives   int           // maximum number of further workers in the decision
 	Pulls          bool          // the caller can name the worker a source to pull blocks from
 

@@ -13,7 +13,7 @@ import (
 // SessionSettings define which requests form a session, and how long it stays on
 // one worker.
 type SessionSettings struct {
-	SessionHeader string        `group:"Routing" placeholder:"NAME" help:"Request header with the session id, such as x-session-id. Requests of a session go to one worker unless it is unhealthy or overloaded."`
+	SessionHeader string        `group:"Routing" placeholder:"NAME" help:"Request header with the session id, such as x-session-id. Requests of a session go to one worker unless it is unhealthy or another one would answer sooner."`
 	SessionCookie string        `group:"Routing" placeholder:"NAME" help:"Cookie with the session id of requests without that header. The router reads it only; a proxy in front of it must set it."`
 	SessionTTL    time.Duration `name:"session-ttl" group:"Routing" default:"30m" help:"Idle time after which a session expires."`
 	SessionLimit  int           `group:"Routing" default:"65536" hidden:"" help:"Maximum number of sessions; the least recently used is evicted."`
@@ -55,7 +55,7 @@ const sessionFloor = 8192
 const (
 	SessionNew   = "new"   // it was unknown or had expired
 	SessionKept  = "kept"  // it stays on its worker
-	SessionMoved = "moved" // its worker could not serve the request, or was overloaded
+	SessionMoved = "moved" // its worker could not serve the request, or another one answers sooner
 )
 
 // session is the entry of one session: a hash in place of its name.
@@ -168,7 +168,7 @@ func (r *Router) EndSession(session uint64) (known bool) {
 }
 
 // keepSession leaves of the candidates the worker of p's session, or p's home, alone, if
-// that is well and not overloaded: then the policy has no other choice.
+// that is well and no other answers sooner: then the policy has no other choice.
 func (d *decider) keepSession(p *prompt, now time.Time) (kept bool) {
 	r := d.router
 	known := r.sessions.at(p.sessionKey(), r.settings.SessionTTL, now)

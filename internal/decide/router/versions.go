@@ -5,6 +5,8 @@ import (
 	"fmt"
 	"strconv"
 	"strings"
+
+	"kvrouter/internal/base/kv"
 )
 
 // VersionPolicy says which versions of the weights a request takes. The zero value is any.
@@ -30,7 +32,7 @@ func ParseVersionPolicy(text string) (v VersionPolicy, err error) {
 		return v, nil
 	case text == "latest-only":
 		return VersionPolicy{kind: versionBehind}, nil
-	case name == "min-version" && value != "" && len(value) <= maxVersion:
+	case name == "min-version" && value != "" && len(value) <= kv.MaxVersion:
 		return VersionPolicy{kind: versionLeast, least: value}, nil
 	case name == "max-staleness":
 		if n, err := strconv.ParseUint(value, 10, 32); err == nil {
@@ -40,9 +42,6 @@ func ParseVersionPolicy(text string) (v VersionPolicy, err error) {
 	return v, fmt.Errorf("%.80q: want any, latest-only, min-version:VERSION or max-staleness:NUMBER", text)
 }
 
-// maxVersion bounds a version, bytes.
-const maxVersion = 128
-
 // Restricts reports whether not every version is taken.
 func (v VersionPolicy) Restricts() bool { return v.kind != versionAny }
 
@@ -50,7 +49,7 @@ func (v VersionPolicy) Restricts() bool { return v.kind != versionAny }
 func (v VersionPolicy) takes(version, latest string) bool {
 	switch v.kind {
 	case versionLeast:
-		return CompareVersions(version, v.least) >= 0
+		return compareVersions(version, v.least) >= 0
 	case versionBehind:
 		at, last := versionNumber(version), versionNumber(latest)
 		if n, err := strconv.ParseUint(at, 10, 64); v.behind > 0 && err == nil {
@@ -58,7 +57,7 @@ func (v VersionPolicy) takes(version, latest string) bool {
 				return n >= m || m-n <= v.behind
 			}
 		}
-		return CompareVersions(version, latest) >= 0
+		return compareVersions(version, latest) >= 0
 	}
 	return true
 }
@@ -77,9 +76,9 @@ func versionNumber(version string) string {
 	return number
 }
 
-// CompareVersions orders versions of weights by the number at their end; those without one come first, and an unknown
+// compareVersions orders versions of weights by the number at their end; those without one come first, and an unknown
 // one, which is empty, before all.
-func CompareVersions(a, b string) int {
+func compareVersions(a, b string) int {
 	n, m := versionNumber(a), versionNumber(b)
 	return cmp.Or(cmp.Compare(len(n), len(m)), cmp.Compare(n, m), cmp.Compare(min(len(a), 1), min(len(b), 1)))
 }

@@ -99,9 +99,6 @@ var changes = map[string]func(call) kv.EngineChange{
 	"/update_weights_from_disk": update,
 }
 
-// maxVersion bounds a version, bytes.
-const maxVersion = 128
-
 // ChangeOf returns what a call does to an engine if it succeeds. uri is its path and query; the zero value: nothing.
 func ChangeOf(uri string, body []byte) (change kv.EngineChange) {
 	path, query, _ := strings.Cut(uri, "?")
@@ -112,7 +109,7 @@ func ChangeOf(uri string, body []byte) (change kv.EngineChange) {
 	c := call{body: gjson.ParseBytes(body)}
 	c.query, _ = url.ParseQuery(query) // engines refuse what cannot be read
 	change = of(c)
-	if len(change.Version) > maxVersion {
+	if len(change.Version) > kv.MaxVersion {
 		change.Version = ""
 	}
 	return change

@@ -70,7 +70,7 @@ func FuzzChangeOf(f *testing.F) {
 	f.Add("/pause?mode=keep", "")
 	f.Add("/update_weight_version", `{"new_version":"1"}`)
 	f.Fuzz(func(t *testing.T, uri, body string) {
-		if got := ChangeOf(uri, []byte(body)); len(got.Version) > maxVersion {
+		if got := ChangeOf(uri, []byte(body)); len(got.Version) > kv.MaxVersion {
 			t.Errorf("a version of %d bytes", len(got.Version))
 		}
 	})

@@ -71,11 +71,8 @@ func (c *Client) weights(ctx context.Context, s Server, path string) (version st
 	if err = c.state(ctx, s, path, &info); Rejected(err) {
 		err = nil
 	}
-	return info.Version[:min(len(info.Version), maxVersion)], err
+	return info.Version[:min(len(info.Version), kv.MaxVersion)], err
 }
-
-// maxVersion bounds a version, bytes.
-const maxVersion = 128
 
 // state fetches one of these short answers.
 func (c *Client) state(ctx context.Context, s Server, path string, into any) error {

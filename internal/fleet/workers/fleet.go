@@ -52,7 +52,7 @@ type Members interface {
 	Answers(worker uint64, generation int) // ends Missed
 	// EngineReports takes what an engine has answered, to a question of that time, about what trainers do to it.
 	EngineReports(worker uint64, generation int, asked time.Time, report kv.EngineReport)
-	Cleared(kv.WorkerKey) // its KV events have told that its cache is empty
+	Cleared(kv.WorkerKey) // its KV events have reported its cache as empty
 	Engine(kv.WorkerKey) (state kv.EngineState, version string)
 }
 

@@ -136,8 +136,8 @@ func NewCollector(names *kv.Names, samples iter.Seq[*Sample], own func() map[uin
 				model = s.Models[0]
 			}
 			out.Show(info, 1, append(rank, kv.MetricLabel(s.URL), kv.MetricLabel(model), s.Role.String(), s.Engine.String())...)
-			if s.State != 0 || s.Version != "" {
-				out.Show(engine, 1, append(rank, s.State.String(), kv.MetricLabel(s.Version))...)
+			if s.Load.State != 0 || s.Version != "" {
+				out.Show(engine, 1, append(rank, s.Load.State.String(), kv.MetricLabel(s.Version))...)
 			}
 			if s.Cache.BlockSize > 0 {
 				out.Show(blockSize, float64(s.Cache.BlockSize), rank...)

@@ -17,9 +17,8 @@ type Sample struct {
 	Models    []string // that it serves, its own first
 	Role      kv.Role
 	Engine    kv.Engine
-	Up        bool           // requests may go to it
-	State     kv.EngineState // what a trainer has done to it
-	Version   string         // of its weights; empty: unknown
+	Up        bool   // requests may go to it
+	Version   string // of its weights; empty: unknown
 	Restarts  int
 	Blocks    int        // in the index
 	Cache     CacheState // how its KV cache is known; zero: not attached yet
@@ -55,7 +54,7 @@ func (f *Fleet) Samples(books Books) iter.Seq[*Sample] {
 			for _, key := range w.keys() {
 				w.sample(&s, key)
 				s.Up, s.Blocks, s.Load = up[key], books.Blocks(key), books.LoadOf(key)
-				s.State, s.Version = books.Engine(key)
+				_, s.Version = books.Engine(key)
 				if !yield(&s) {
 					return
 				}

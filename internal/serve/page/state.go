@@ -88,8 +88,8 @@ func (p *Page) fleet(totals metrics.Totals, now time.Time) []Worker {
 			w.State, w.Since, w.Why = StateCordoned, unix(since), "gets no new requests until it is readmitted"
 		case w.State == StateReady && record.State == health.StateOut:
 			w.State, w.Since, w.Why = StateEjected, unix(record.Since), limited(record.Why, maxWhy)
-		case w.State == StateReady && sample.State.Rests():
-			w.State, w.Why = StatePaused, "its engine is "+sample.State.String()+": requests go to others, or wait"
+		case w.State == StateReady && sample.Load.State.Rests():
+			w.State, w.Why = StatePaused, "its engine is "+sample.Load.State.String()+": requests go to others, or wait"
 		case w.State == StateReady && record.State == health.StateHeld:
 			w.Why = "requested a pause, or may be failing"
 		case w.State == StateReady && record.State == health.StateSilent:

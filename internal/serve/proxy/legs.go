@@ -72,7 +72,7 @@ func prefillBody(path string, body *jsonbody.Body, params string) []byte {
 	return jsonbody.AppendObject(make([]byte, 0, len(body.Raw)+512), jsonbody.MergeFields(unlimited(body), over))
 }
 
-// unlimited returns the members of an object but for those that say how long an answer is, when it ends or how it is told.
+// unlimited returns the members of an object but for those that limit an answer's length, end it or set its form.
 func unlimited(object *jsonbody.Body) []jsonbody.Field {
 	if object == nil {
 		return nil

@@ -2,7 +2,6 @@ package simulate
 
 import (
 	"fmt"
-	"math"
 	"math/rand/v2"
 	"slices"
 	"time"
@@ -46,11 +45,8 @@ func (s AgenticSettings) validate() error {
 		return fmt.Errorf("--agentic-long-share %v: give a share from 0 to 1", s.LongShare)
 	case s.MaxCalls < s.MinCalls:
 		return fmt.Errorf("--agentic-max-calls %d: give at least --agentic-min-calls, which is %d", s.MaxCalls, s.MinCalls)
-	case s.MinLatency <= 0 || s.MaxLatency < s.MinLatency:
-		return fmt.Errorf("--agentic-min-latency %v, --agentic-max-latency %v: give more than 0, the shorter one first", s.MinLatency,
-			s.MaxLatency)
 	}
-	return nil
+	return checkLatencies("--agentic-", s.MinLatency, s.MaxLatency)
 }
 
 // syntheticAgents makes up the workflows of the settings: the first calls, in the
@@ -97,20 +93,19 @@ func syntheticAgents(settings AgenticSettings, seed uint64, longest int) ([]Trac
 
 // run draws the sizes of one run's calls and how long its tools take.
 func (s AgenticSettings) run(random *rand.Rand, longest int) (calls []TraceRequest) {
-	tokens := func(mean float64) int { return max(1, int(math.Round(random.ExpFloat64()*mean))) }
-	prompt := s.PrefixTokens + tokens(s.TaskTokens)
+	prompt := s.PrefixTokens + tokensAround(random, s.TaskTokens)
 	for range s.MinCalls + random.IntN(s.MaxCalls-s.MinCalls+1) {
 		mean := s.OutputTokens
 		if random.Float64() < s.LongShare {
 			mean = s.LongOutputTokens
 		}
-		output := tokens(mean)
+		output := tokensAround(random, mean)
 		if prompt+output > longest {
 			break
 		}
-		latency := float64(s.MinLatency) * math.Pow(float64(s.MaxLatency)/float64(s.MinLatency), random.Float64())
+		latency := logUniform(random, float64(s.MinLatency), float64(s.MaxLatency))
 		calls = append(calls, TraceRequest{Prompt: prompt, Output: output, Think: time.Duration(latency), known: prompt + output})
-		prompt += output + tokens(s.ResultTokens)
+		prompt += output + tokensAround(random, s.ResultTokens)
 	}
 	return calls
 }

@@ -35,14 +35,10 @@ func (s RolloutSettings) validate() error {
 	if err := checkLeast("--rollouts-", &s); err != nil {
 		return err
 	}
-	switch {
-	case s.MaxTurns < s.MinTurns:
+	if s.MaxTurns < s.MinTurns {
 		return fmt.Errorf("--rollouts-max-turns %d: give at least --rollouts-min-turns, which is %d", s.MaxTurns, s.MinTurns)
-	case s.MinLatency <= 0 || s.MaxLatency < s.MinLatency:
-		return fmt.Errorf("--rollouts-min-latency %v, --rollouts-max-latency %v: give more than 0, the shorter one first", s.MinLatency,
-			s.MaxLatency)
 	}
-	return nil
+	return checkLatencies("--rollouts-", s.MinLatency, s.MaxLatency)
 }
 
 // rolloutStep makes up the trajectories of a step: the first turn of each, with the others behind it, those of one
@@ -85,16 +81,6 @@ func (s RolloutSettings) turns(random *rand.Rand, prompt, longest int) (turns []
 		prompt += output + tokensAround(random, s.ObservationTokens)
 	}
 	return turns
-}
-
-// tokensAround draws a number of tokens with that mean, at least 1.
-func tokensAround(random *rand.Rand, mean float64) int {
-	return max(1, int(math.Round(random.ExpFloat64()*mean)))
-}
-
-// logUniform draws a number from least to most whose logarithm is uniform.
-func logUniform(random *rand.Rand, least, most float64) float64 {
-	return least * math.Pow(most/least, random.Float64())
 }
 
 // Names of policies that only simulations have: what routers of trainers do. They know series of requests, as

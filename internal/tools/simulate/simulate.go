@@ -191,7 +191,7 @@ type worker struct {
 
 	// Where there are faults:
 	fault   *fault        // its current fault; nil: none
-	reset   bool          // its cache was emptied, of which it tells with its next pass
+	reset   bool          // its cache was emptied, which it reports with its next pass
 	heard   time.Duration // when it last emitted a token
 	flights []*flight     // that are under way
 	watched bool          // a look at them is due

@@ -56,6 +56,24 @@ func checkLeast(prefix string, settings any) error {
 	return nil
 }
 
+// checkLatencies refuses times that are no span.
+func checkLatencies(prefix string, least, most time.Duration) error {
+	if least <= 0 || most < least {
+		return fmt.Errorf("%[1]smin-latency %[2]v, %[1]smax-latency %[3]v: give more than 0, the shorter one first", prefix, least, most)
+	}
+	return nil
+}
+
+// tokensAround draws a number of tokens with that mean, at least 1.
+func tokensAround(random *rand.Rand, mean float64) int {
+	return max(1, int(math.Round(random.ExpFloat64()*mean)))
+}
+
+// logUniform draws a number from least to most whose logarithm is uniform.
+func logUniform(random *rand.Rand, least, most float64) float64 {
+	return least * math.Pow(most/least, random.Float64())
+}
+
 // syntheticPart is the number of tokens that one hash of a synthetic prompt stands for; a
 // prefix is shared in whole parts.
 const syntheticPart = 16
@@ -107,11 +125,10 @@ func SyntheticChat(settings SyntheticSettings, seed uint64, longest int) ([]Trac
 
 // turns draws the sizes and think times of one conversation.
 func (s SyntheticSettings) turns(random *rand.Rand, longest int) (turns []TraceRequest) {
-	tokens := func(mean float64) int { return max(1, int(math.Round(random.ExpFloat64()*mean))) }
 	known := s.PrefixTokens
 	for {
 		turn := TraceRequest{
-			Prompt: known + tokens(s.UserTokens), Output: tokens(s.OutputTokens),
+			Prompt: known + tokensAround(random, s.UserTokens), Output: tokensAround(random, s.OutputTokens),
 			Think: time.Duration(random.ExpFloat64() * float64(s.ThinkTime)),
 		}
 		known = turn.Prompt + turn.Output
